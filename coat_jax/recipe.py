@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where FP8 flows in a layer, and what the layer remembers for its backward.
+
+Three presets, each written as the three matrix products of a linear layer
+(x [T, D] activations, w [D, F] weights, g [T, F] gradients):
+
+              y = x w            dx = g w^T         dw = x^T g
+  bf16        bf16 * bf16        bf16 * bf16        bf16 * bf16
+  fp8_linear  E4M3 * E4M3        E5M2 * E4M3        E4M3 * E5M2
+  coat        E4M3 * E4M3        E5M2 * E4M3        E4M3 * E5M2
+
+All scales of matrix products are per tensor and found just in time; products
+accumulate in f32. `coat` differs from `fp8_linear` in the rest of the layer:
+norms and activation functions read FP8 values with one scale per 1 x 16 group
+and remember those instead of BF16 (arXiv:2410.19313, section 5).
+
+Remembered per token in one Llama layer, in units of U = 2 D bytes, MLP width F,
+G = group_size, before scales (a scale adds 2 / G to each 1 x G byte):
+
+                       coat                  minimal
+  norm inputs          2 x D bytes           2 x D bytes
+  norm outputs         2 x D bytes           recomputed
+  gate, up             2 x F bytes           2 x F bytes
+  silu(gate), product  2 x F bytes           recomputed
+  q, k, v, output      4 x 2 D bytes         4 x 2 D bytes (attention="fp8": D)
+"""
+
+import dataclasses
+from typing import Literal
+
+Residuals = Literal["coat", "minimal"]
+Kept = Literal["bf16", "fp8"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CoatRecipe:
+  """A recipe; build one with `bf16()`, `fp8_linear()` or `coat()`.
+
+  Attributes:
+    linear: operands of matrix products.
+    nonlinear: what norms and activation functions read and remember.
+    residuals: "coat" remembers what the reference does; "minimal" recomputes
+      norm outputs, SiLU and products elementwise in the backward.
+    attention: how q, k, v and the attention's output are remembered. With "fp8"
+      the forward attends to the dequantized values too.
+    group_size: values that share a scale in front of a non-linear operation.
+    evaluation: "same" computes in evaluation what training computes; "bf16"
+      leaves FP8 out there, as the reference does.
+  """
+
+  linear: Kept = "fp8"
+  nonlinear: Kept = "fp8"
+  residuals: Residuals = "minimal"
+  attention: Kept = "bf16"
+  group_size: int = 16
+  evaluation: Literal["same", "bf16"] = "same"
+
+  def __post_init__(self):
+    for field, choices in _CHOICES.items():
+      value = getattr(self, field)
+      if value not in choices:
+        raise ValueError(
+          f"CoatRecipe: {field} must be one of {choices}, got {value!r}"
+        )
+    if self.group_size < 1:
+      raise ValueError(
+        f"CoatRecipe: group_size must be at least 1, got {self.group_size}"
+      )
+    if self.linear == "bf16" and "fp8" in (self.nonlinear, self.attention):
+      raise ValueError(
+        "CoatRecipe: linear='bf16' goes with nonlinear='bf16' and "
+        f"attention='bf16', got {self.nonlinear!r} and {self.attention!r}; "
+        "FP8 residuals pay where the matrix products read them"
+      )
+
+  @property
+  def name(self) -> str:
+    """The preset this recipe is a variant of."""
+    if self.linear == "bf16":
+      return "bf16"
+    return "fp8_linear" if self.nonlinear == "bf16" else "coat"
+
+  def for_evaluation(self) -> "CoatRecipe":
+    """The recipe to evaluate with."""
+    return self if self.evaluation == "same" else bf16()
+
+
+_CHOICES = {
+  "linear": ("bf16", "fp8"),
+  "nonlinear": ("bf16", "fp8"),
+  "residuals": ("coat", "minimal"),
+  "attention": ("bf16", "fp8"),
+  "evaluation": ("same", "bf16"),
+}
+
+
+def bf16() -> CoatRecipe:
+  """The ordinary layer in BF16, remembering what autodiff remembers."""
+  return CoatRecipe(linear="bf16", nonlinear="bf16")
+
+
+def fp8_linear(*, evaluation: Literal["same", "bf16"] = "same") -> CoatRecipe:
+  """Per-tensor FP8 matrix products in an otherwise BF16 layer."""
+  return CoatRecipe(nonlinear="bf16", evaluation=evaluation)
+
+
+def coat(
+  *,
+  residuals: Residuals = "minimal",
+  attention: Kept = "bf16",
+  group_size: int = 16,
+  evaluation: Literal["same", "bf16"] = "same",
+) -> CoatRecipe:
+  """FP8 from end to end inside the layer. See `CoatRecipe` for the arguments."""
+  return CoatRecipe(
+    residuals=residuals,
+    attention=attention,
+    group_size=group_size,
+    evaluation=evaluation,
+  )

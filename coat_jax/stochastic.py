@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random words for stochastic rounding: a hash of where and when, no state.
+
+Each element of each leaf at each step gets one 32-bit word that depends on
+(seed, step, leaf, row, column) alone. Row and column are *global*, so the word
+does not change with the sharding, a resumed run repeats itself, and a kernel
+that knows its offsets draws the same word. Row and column are separate words of
+the hash because a stacked leaf can have more than 2^32 elements.
+
+The hash is xorshift-multiply ("lowbias32" of C. Wellons' hash-prospector
+search), about 8 integer operations an element; Threefry, behind `jax.random`,
+costs about 37. Moments take half a word each: mu the low, nu the high 16 bits.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import ArrayLike
+from jaxtyping import Float, UInt32
+
+# 2^32 divided by the golden ratio, made odd: consecutive rows, columns and
+# steps land far apart before they are mixed.
+_GOLDEN = 0x9E3779B9
+
+
+def mix(word: Array) -> Array:
+  """A bijection of 32-bit words in which every input bit reaches every other.
+
+  Args:
+    word: uint32 array.
+
+  Returns:
+    uint32 array of the same shape.
+  """
+  word = word ^ (word >> 16)
+  word = word * jnp.uint32(0x7FEB352D)
+  word = word ^ (word >> 15)
+  word = word * jnp.uint32(0x846CA68B)
+  return word ^ (word >> 16)
+
+
+def leaf_key(seed: ArrayLike, step: ArrayLike, leaf: ArrayLike) -> Array:
+  """The word that all elements of one leaf share at one step.
+
+  Args:
+    seed: integer, the run's.
+    step: integer, how many updates the leaf has seen.
+    leaf: integer, the leaf's place in the flattened tree.
+
+  Returns:
+    uint32 scalar.
+  """
+  key = jnp.uint32(0)
+  for part in (seed, step, leaf):
+    part = jnp.asarray(part).astype(jnp.uint32)
+    key = mix((key + part) * jnp.uint32(_GOLDEN) + jnp.uint32(1))
+  return key
+
+
+def random_words(
+  key: Array,
+  shape: tuple[int, ...],
+  *,
+  first_row: ArrayLike = 0,
+  first_column: ArrayLike = 0,
+) -> UInt32[Array, "..."]:
+  """One 32-bit word per element, uniform and independent of its neighbours.
+
+  The columns are the last axis; the rows number all other axes together, in
+  row-major order.
+
+  Args:
+    key: uint32 scalar from `leaf_key`.
+    shape: shape of the array, or of the block of it that is at hand.
+    first_row, first_column: where that block starts in the global array; its
+      rows must be consecutive there.
+
+  Returns:
+    uint32 array of `shape`.
+  """
+  if not shape:
+    return random_words(key, (1,))[0]
+  row = jnp.zeros(shape, jnp.uint32) + jnp.asarray(first_row).astype(jnp.uint32)
+  stride = 1
+  for axis in range(len(shape) - 2, -1, -1):
+    index = jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
+    row = row + index * jnp.uint32(stride)
+    stride *= shape[axis]
+  column = jax.lax.broadcasted_iota(jnp.uint32, shape, len(shape) - 1)
+  column = column + jnp.asarray(first_column).astype(jnp.uint32)
+  # The row's word depends on the row alone: a kernel mixes it once per row.
+  row_word = mix(row * jnp.uint32(_GOLDEN) + key)
+  return mix(column * jnp.uint32(_GOLDEN) + row_word)
+
+
+def low_half(words: Array) -> Array:
+  """Low 16 bits as f32 in (0, 1), at the centres of 65536 equal intervals."""
+  return _centred(words & jnp.uint32(0xFFFF))
+
+
+def high_half(words: Array) -> Array:
+  """High 16 bits as f32 in (0, 1), at the centres of 65536 equal intervals."""
+  return _centred(words >> 16)
+
+
+def _centred(half: Array) -> Array:
+  # Exact in f32. A probability p is met as round(65536 p) / 65536: unbiased,
+  # where comparing with the interval's lower end would add 2^-17.
+  return (half.astype(jnp.float32) + 0.5) * jnp.float32(2**-16)
+
+
+def round_to_bfloat16(x: Float[Array, "*s"], words: Array) -> Array:
+  """Rounds f32 to bfloat16 up or down at random, so that E[result] = x.
+
+  Args:
+    x: f32 of any shape. NaN, infinities and bfloat16 values stay as they are.
+    words: uint32 of the same shape; the low 16 bits are used.
+
+  Returns:
+    bfloat16 array of the same shape.
+  """
+  bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
+  # bfloat16 is the upper half of an f32: a random lower half carries into it
+  # with just the probability that the cut-off part is of one unit.
+  noisy = bits + (words & jnp.uint32(0xFFFF))
+  kept = jnp.where(jnp.isfinite(x), noisy, bits) & jnp.uint32(0xFFFF0000)
+  # A NaN whose payload lies in the lower half would become an infinity.
+  kept = jnp.where(jnp.isnan(x), bits | jnp.uint32(0x00400000), kept)
+  return jax.lax.bitcast_convert_type(kept, jnp.float32).astype(jnp.bfloat16)
