@@ -1,0 +1,78 @@
+# Every target sets up all it needs: a virtual environment in .venv, made from a
+# Python >= 3.12 with the versions of constraints.txt. Nothing else is touched.
+
+VENV := .venv
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+CHECK := import sys, venv, ensurepip; assert sys.version_info >= (3, 12)
+EXTRAS := train,test,lint
+
+# More arguments for `make train` and `make test`, as in
+# `make train ARGS="--steps 50"` or `make test ARGS="-k qtensor"`.
+ARGS ?=
+
+# A .venv whose Python no longer runs (upgraded, moved) is made again.
+ifneq ($(wildcard $(STAMP)),)
+ifneq ($(shell $(PY) -c 'print("ok")' 2>/dev/null),ok)
+$(shell rm -f $(STAMP))
+endif
+endif
+
+.PHONY: help train test lint clean
+
+help:
+	@echo 'make train   train a small model on real text: FP8 beside its BF16 twin'
+	@echo 'make test    run the whole CPU test suite'
+	@echo 'make lint    check style (ruff) and types (pyright)'
+	@echo 'make clean   remove .venv and caches'
+	@echo
+	@echo 'Each sets up .venv by itself, with a Python >= 3.12 that it finds, or'
+	@echo 'with PYTHON=/path/to/python. Further arguments: ARGS="...".'
+
+train: $(STAMP)
+	$(PY) -m train.pretrain demo --compare bf16 $(ARGS)
+
+test: $(STAMP)
+	$(PY) -m pytest -n 2 --durations=10 $(ARGS)
+
+lint: $(STAMP)
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m pyright --pythonpath $(PY) coat_jax
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The stamp is the last thing written and the first thing removed, so a .venv
+# without one is half made (pip was killed, say) and is made afresh. Candidates
+# are *run*, not looked up: a pyenv shim can exist and still fail.
+$(STAMP): pyproject.toml constraints.txt
+	@set -e; \
+	if [ ! -e $(STAMP) ]; then \
+	  found=; \
+	  for python in "$$PYTHON" python3.12 python3.13 python3 \
+	      "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/3.1[2-9]*/bin/python; do \
+	    if [ -n "$$python" ] && "$$python" -c 'import sys, venv, ensurepip; \
+	assert sys.version_info >= (3, 12)' >/dev/null 2>&1; then \
+	      found=$$python; break; \
+	    fi; \
+	    if [ -n "$$PYTHON" ] && [ "$$python" = "$$PYTHON" ]; then \
+	      echo "PYTHON=$$PYTHON is no Python >= 3.12 with venv and pip;" \
+	        "looking for another." >&2; \
+	    fi; \
+	  done; \
+	  if [ -z "$$found" ]; then \
+	    echo 'No Python >= 3.12 with the venv and ensurepip modules found.' \
+	      'Install one (Debian or Ubuntu: apt install python3.12-venv;' \
+	      'macOS: brew install python@3.12; anywhere: pyenv install 3.12)' \
+	      'or name it: make PYTHON=/path/to/python3.12 ...' >&2; \
+	    exit 1; \
+	  fi; \
+	  echo "Making $(VENV) with $$found (a few minutes, once)"; \
+	  "$$found" -m venv --clear $(VENV); \
+	fi; \
+	rm -f $(STAMP); \
+	$(PY) -m pip install --quiet --disable-pip-version-check \
+	  --constraint constraints.txt --editable '.[$(EXTRAS)]'; \
+	touch $(STAMP)
