@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who may import whom: imports of coat_jax only go down its levels."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+# A module imports those of a lower rank; within one rank, none but itself.
+RANKS = {
+  "formats": 0,
+  **dict.fromkeys(["stochastic", "qtensor", "recipe"], 1),
+  "group_codecs": 2,
+  "codecs": 3,
+  **dict.fromkeys(["reference", "pallas"], 4),
+  "ops": 5,
+  **dict.fromkeys(["layers", "optax_coat", "sharding", "plan"], 6),
+}
+
+
+def imports(tree):
+  """Yields (node, dotted name) of each import; `from m import n` is m.n."""
+  for node in ast.walk(tree):
+    if isinstance(node, ast.Import):
+      yield from ((node, alias.name) for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+      base = "." * node.level + (node.module or "")
+      yield from ((node, f"{base}.{alias.name}") for alias in node.names)
+
+
+def faults(path, source):
+  """What a file at `path`, relative to the root, does that it may not."""
+  tree = ast.parse(source)
+  folder, own = path.parts[0], path.parts[min(1, len(path.parts) - 1)]
+  own = own.removesuffix(".py")
+  if len(source.splitlines()) > 400:
+    yield "has more than 400 lines"
+  if folder == "coat_jax" and own != "__init__" and own not in RANKS:
+    yield f"{own} has no level; give it one in {Path(__file__).name}"
+    return
+  for node, name in imports(tree):
+    if name.startswith("."):
+      yield f"relative import {name}"
+    if name.split(".")[0] != "coat_jax":
+      continue
+    if folder in ("train", "benchmarks"):
+      if "._" in name:
+        yield f"private name {name}"
+      continue
+    if folder != "coat_jax":
+      continue
+    other = (name.split(".") + [""])[1]
+    if other == "pallas" and own not in ("pallas", "ops"):
+      yield f"{name} outside ops"
+    if other == "pallas" and own == "ops" and node in tree.body:
+      yield f"{name} not inside a function"
+    if own in ("__init__", other):
+      continue
+    if RANKS.get(other, 99) >= RANKS[own]:
+      yield f"{name} is not below {own}"
+  if folder in ("train", "benchmarks"):
+    yield from private_attributes(tree)
+
+
+def private_attributes(tree):
+  """Uses such as `codecs._name` of what was imported from coat_jax."""
+  ours = {
+    (alias.asname or alias.name).split(".")[0]
+    for node in ast.walk(tree)
+    if isinstance(node, ast.Import | ast.ImportFrom)
+    for alias in node.names
+    if f"{getattr(node, 'module', None) or alias.name}.".startswith("coat_jax.")
+  }
+  for node in ast.walk(tree):
+    if isinstance(node, ast.Attribute) and node.attr.startswith("_"):
+      name = ast.unparse(node)
+      if name.split(".")[0] in ours:
+        yield f"private name {name}"
+
+
+@pytest.mark.parametrize("folder", ["coat_jax", "train", "benchmarks", "tests"])
+def test_imports_only_go_down(folder):
+  found = [
+    f"{path.relative_to(ROOT)}: {fault}"
+    for path in sorted((ROOT / folder).rglob("*.py"))
+    for fault in faults(path.relative_to(ROOT), path.read_text())
+  ]
+  assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+  "path, source",
+  [
+    ("coat_jax/qtensor.py", "from coat_jax import codecs"),
+    ("coat_jax/qtensor.py", "from coat_jax.stochastic import mix"),
+    ("coat_jax/qtensor.py", "def f():\n  import coat_jax"),
+    ("coat_jax/qtensor.py", "from . import formats"),
+    ("coat_jax/reference.py", "from coat_jax.pallas import quantize"),
+    ("coat_jax/pallas/norm.py", "from coat_jax import reference"),
+    ("coat_jax/__init__.py", "from coat_jax.pallas import quantize"),
+    ("coat_jax/ops.py", "import coat_jax.pallas.norm"),
+    ("coat_jax/unheard_of.py", ""),
+    ("train/step.py", "from coat_jax.codecs import _coat"),
+    ("train/step.py", "import coat_jax._private"),
+    ("benchmarks/b.py", "from coat_jax import codecs\ncodecs._coat()"),
+    ("train/step.py", "\n" * 401),
+  ],
+)
+def test_each_rule_finds_a_planted_fault(path, source):
+  assert list(faults(Path(path), source))
+
+
+@pytest.mark.parametrize(
+  "path, source",
+  [
+    ("coat_jax/codecs.py", "from coat_jax.qtensor import QTensor"),
+    ("coat_jax/layers/mlp.py", "from coat_jax.layers import norm"),
+    ("coat_jax/ops.py", "def f():\n  from coat_jax.pallas import norm"),
+    ("coat_jax/pallas/norm.py", "from coat_jax.pallas import tile"),
+    ("train/step.py", "import coat_jax\ncoat_jax.codecs.coat()"),
+  ],
+)
+def test_no_rule_finds_what_is_allowed(path, source):
+  assert not list(faults(Path(path), source))
