@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training scripts to read, run from the clone and copy."""

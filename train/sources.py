@@ -1,0 +1,290 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From files to flat arrays of token ids.
+
+Text becomes ids in memory, byte by byte or through a `tokenizers` JSON file.
+Simple on purpose: it is done again at every start, so tokenize a corpus of more
+than a few gigabytes once, ahead of training, into flat uint16 or uint32 files.
+Those are mapped and never read whole.
+"""
+
+import dataclasses
+import functools
+import glob
+import itertools
+import os
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import tokenizers
+from tqdm import tqdm
+
+# Names that tokenizers in use give their end-of-text token.
+_END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
+# Characters handed to the tokenizer at once. A long document is cut at line
+# ends, where few tokenizers merge across; larger pieces run on fewer cores.
+_PIECE = 1 << 18
+_NOT_OURS = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
+
+
+def find_files(path: str, *, suffixes: tuple[str, ...] = ()) -> list[Path]:
+  """Lists the files that a path, folder or glob names, sorted.
+
+  Args:
+    path: A file, a folder (searched recursively, hidden names left out) or a
+      glob in which `**` crosses folders.
+    suffixes: Endings to keep in a folder; () keeps all.
+
+  Returns:
+    The files, at least one.
+
+  Raises:
+    FileNotFoundError: there is none.
+  """
+  root = Path(path).expanduser()
+  if root.is_file():
+    return [root]
+  if root.is_dir():
+    found = [
+      file
+      for file in root.rglob("*")
+      if not any(name.startswith(".") for name in file.relative_to(root).parts)
+      and (not suffixes or file.suffix in suffixes)
+    ]
+  else:
+    found = [Path(name) for name in glob.glob(str(root), recursive=True)]
+  found = sorted(file for file in found if file.is_file())
+  if not found and not root.exists() and not glob.has_magic(path):
+    raise FileNotFoundError(
+      f"load_tokens: the path must exist, got {path}; give a file, a folder or "
+      "a glob, or no path for the embedded text"
+    )
+  if not found:
+    kind = " or ".join(suffixes) or "any"
+    raise FileNotFoundError(
+      f"load_tokens: {path} must match at least one file, got none ({kind} "
+      "file was looked for); check the folder or the glob"
+    )
+  return found
+
+
+def documents(path: str | None) -> Iterator[tuple[str, bytes]]:
+  """Yields (name, content) of each text file, sorted by path.
+
+  In a folder or glob, files with a zero byte near their start are not text and
+  are passed over.
+
+  Args:
+    path: As for `find_files`; None is the source of Python's standard library
+      without its tests.
+
+  Raises:
+    FileNotFoundError: no text file there.
+    ValueError: a file named by itself is not text.
+  """
+  if path is None:
+    root = Path(sysconfig.get_paths()["stdlib"])
+    candidates = [
+      file
+      for file in sorted(root.rglob("*.py"))
+      if not _NOT_OURS & set(file.relative_to(root).parts)
+    ]
+  else:
+    candidates = find_files(path)
+  found = 0
+  for file in candidates:
+    with file.open("rb") as opened:
+      content = opened.read(8192)
+      if b"\0" in content:
+        continue
+      content += opened.read()
+    found += 1
+    yield str(file), content
+  if not found and len(candidates) == 1:
+    raise ValueError(
+      f"load_tokens: {path} must be text, got a binary file; pass dtype uint16 "
+      "or uint32 if it holds token ids, or convert it to UTF-8"
+    )
+  if not found:
+    raise FileNotFoundError(
+      "load_tokens: at least one text file is needed, got none among the "
+      f"{len(candidates)} files of {path or root}; give a path with text"
+    )
+
+
+def check_ids(ids: np.ndarray, name: str, vocab_size: int) -> None:
+  """Checks that ids are in the vocabulary.
+
+  Args:
+    ids: Unsigned integers.
+    name: The file they came from.
+    vocab_size: The model's vocabulary.
+
+  Raises:
+    ValueError: one is not, with the largest and the file.
+  """
+  largest = int(ids.max(initial=0))
+  if largest >= vocab_size:
+    raise ValueError(
+      f"load_tokens: token ids must be below the vocabulary of {vocab_size}, "
+      f"got {largest} in {name}; use a model with a larger vocabulary or "
+      "tokens made for this one, and check that dtype is the files' own"
+    )
+
+
+def read_bytes(path: str | None, vocab_size: int) -> np.ndarray:
+  """Reads text as one id a byte.
+
+  Args:
+    path: As for `documents`.
+    vocab_size: The model's vocabulary; 256 holds any text.
+
+  Returns:
+    uint8, the files one after the other.
+
+  Raises:
+    FileNotFoundError, ValueError: as `documents` and `check_ids`.
+  """
+  contents = []
+  for name, content in documents(path):
+    check_ids(np.frombuffer(content, np.uint8), name, vocab_size)
+    contents.append(content)
+  return np.frombuffer(b"".join(contents), np.uint8)
+
+
+def read_tokenized(
+  path: str | None, tokenizer_path: str, vocab_size: int
+) -> np.ndarray:
+  """Reads text through a tokenizer, an end-of-text id after each file.
+
+  Bytes that are not UTF-8 become U+FFFD. A progress bar appears when this takes
+  more than two seconds.
+
+  Args:
+    path: As for `documents`.
+    tokenizer_path: A `tokenizers` JSON file.
+    vocab_size: The model's vocabulary.
+
+  Returns:
+    uint16 where the ids allow it, else uint32.
+
+  Raises:
+    FileNotFoundError, ValueError: as `documents` and `check_ids`; no tokenizer
+      there, or it cannot be read.
+  """
+  tokenizer = _load_tokenizer(tokenizer_path)
+  known = (tokenizer.token_to_id(token) for token in _END_OF_TEXT)
+  end_of_text = next((id for id in known if id is not None), None)
+  arrays = [np.empty(0, np.uint32)]
+  with tqdm(desc="tokenizing", unit="char", unit_scale=True, delay=2) as bar:
+    # Batches are large enough for the tokenizer's own threads.
+    for batch in itertools.batched(_pieces(documents(path)), 64):
+      encodings = tokenizer.encode_batch_fast(
+        [piece for _, piece, _ in batch], add_special_tokens=False
+      )
+      for (name, piece, is_last), encoding in zip(
+        batch, encodings, strict=True
+      ):
+        ids = encoding.ids
+        if is_last and end_of_text is not None:
+          ids.append(end_of_text)
+        arrays.append(np.asarray(ids, np.uint32))
+        check_ids(arrays[-1], name, vocab_size)
+        bar.update(len(piece))
+  tokens = np.concatenate(arrays)
+  return tokens.astype(np.uint16) if vocab_size <= 1 << 16 else tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenFile:
+  """A flat file of token ids, mapped while it is in use: see `open_tokens`."""
+
+  path: str
+  dtype: str
+  size: int
+
+  def __len__(self) -> int:
+    return self.size
+
+  def __getitem__(self, where: slice) -> np.ndarray:
+    return _mapped(self.path, self.dtype)[where]
+
+
+def open_tokens(path: str, dtype: str) -> list[TokenFile]:
+  """Opens token files; their content is read when a slice of it is asked for.
+
+  Args:
+    path: As for `find_files`; in a folder, files that end in .npy or .bin.
+    dtype: uint16 or uint32. A NumPy header is checked against it, not needed.
+
+  Returns:
+    The files in sorted order, as things with a length and slices.
+
+  Raises:
+    FileNotFoundError: there is none.
+    ValueError: a file that cannot be a flat array of this dtype.
+  """
+  parts = []
+  for file in find_files(path, suffixes=(".npy", ".bin")):
+    count = len(_mapped(str(file), dtype)) if file.stat().st_size else 0
+    parts.append(TokenFile(path=str(file), dtype=dtype, size=count))
+  return parts
+
+
+# A published corpus has thousands of files and a mapping keeps its file open:
+# stay well below the usual limit of 1024.
+@functools.lru_cache(maxsize=256)
+def _mapped(path: str, dtype: str) -> np.ndarray:
+  with open(path, "rb") as file:
+    has_header = file.read(6) == b"\x93NUMPY"
+  if not has_header:
+    size, itemsize = os.path.getsize(path), np.dtype(dtype).itemsize
+    if size % itemsize:
+      raise ValueError(
+        f"load_tokens: a file of {dtype} must hold a multiple of {itemsize} "
+        f"bytes, got {size} in {path}; check dtype, or copy the file again if "
+        "it was cut short"
+      )
+    return np.memmap(path, np.dtype(dtype), mode="r")
+  try:
+    array = np.load(path, mmap_mode="r")
+  except ValueError as error:
+    raise ValueError(
+      f"load_tokens: {path} begins as a NumPy file but cannot be read as one "
+      f"({error}); write it again with numpy.save"
+    ) from error
+  if array.dtype != np.dtype(dtype) or array.ndim != 1:
+    raise ValueError(
+      f"load_tokens: {path} must hold a flat array of {dtype}, got "
+      f"{array.dtype} {list(array.shape)}; pass its dtype, or save it flat"
+    )
+  return array
+
+
+def _pieces(contents) -> Iterator[tuple[str, str, bool]]:
+  """Cuts documents at line ends; (name, piece, is it the document's last)."""
+  for name, content in contents:
+    text = content.decode("utf-8", errors="replace")
+    start = 0
+    while len(text) - start > _PIECE:
+      end = text.rfind("\n", start, start + _PIECE) + 1 or start + _PIECE
+      yield name, text[start:end], False
+      start = end
+    yield name, text[start:], True
+
+
+def _load_tokenizer(path: str) -> tokenizers.Tokenizer:
+  file = Path(path).expanduser()
+  if not file.is_file():
+    raise FileNotFoundError(
+      f"load_tokens: the tokenizer must be a JSON file, got {path}, which is "
+      "not a file; give the tokenizer.json that belongs to the model"
+    )
+  try:
+    return tokenizers.Tokenizer.from_file(str(file))
+  except Exception as error:  # The library raises bare Exception.
+    raise ValueError(
+      f"load_tokens: {path} must be a `tokenizers` JSON file, got one that "
+      f"cannot be read ({error}); give the tokenizer.json of the model"
+    ) from error
