@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run is made of; `presets` has the published shapes and settings.
+
+`python -m train.pretrain PRESET` reads a `TrainConfig` from the command line:
+options of the run have no prefix (`--steps 100`), the others that of their part
+(`--optim.codec log8`). An option that the chosen recipe or codec would ignore
+is an error.
+"""
+
+import dataclasses
+from typing import Literal
+
+import coat_jax.recipe
+from coat_jax import codecs
+from train.data import DataConfig
+
+# Which arguments each of these takes; the rest must be left as they are.
+_RECIPES = {
+  "coat": (
+    "residuals",
+    "attention",
+    "activation_group_size",
+    "evaluation",
+  ),
+  "fp8_linear": ("evaluation",),
+  "bf16": (),
+}
+_CODECS = {
+  "coat": ("rounding", "group_size", "second"),
+  "coat_e8m0": ("rounding", "group_size"),
+  "log8": ("rounding", "group_size"),
+  "fp8": ("rounding", "group_size"),
+  "bfloat16": (),
+  "float32": (),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+  """The shape of a decoder.
+
+  Attributes:
+    family: llama has RMSNorm with weights, olmo LayerNorm without parameters.
+    num_layers: Decoder layers.
+    d_model: Width of the residual stream.
+    d_ff: Width of the gated MLP.
+    num_heads: Query heads.
+    num_kv_heads: Key and value heads, each shared by as many query heads.
+    vocab_size: Token ids are below it.
+    rope_theta: Base of the rotary embedding.
+    norm_eps: What norms add to the mean square.
+    tied_embeddings: The output layer is the embedding, transposed.
+    clip_qkv: Largest magnitude of q, k and v; None leaves them as they are.
+
+  Raises:
+    ValueError: a size below 1, or sizes that do not divide each other.
+  """
+
+  family: Literal["llama", "olmo"]
+  num_layers: int
+  d_model: int
+  d_ff: int
+  num_heads: int
+  num_kv_heads: int
+  vocab_size: int
+  rope_theta: float = 1e4
+  norm_eps: float = 1e-5
+  tied_embeddings: bool = False
+  clip_qkv: float | None = None
+
+  def __post_init__(self):
+    _check_positive(
+      self,
+      ("num_layers", "d_model", "d_ff", "num_heads", "num_kv_heads")
+      + ("vocab_size", "rope_theta", "norm_eps"),
+    )
+    if self.clip_qkv is not None:
+      _check_positive(self, ("clip_qkv",))
+    if self.d_model % self.num_heads or self.head_dim % 2:
+      raise ValueError(
+        "ModelConfig: d_model must be an even multiple of num_heads, got "
+        f"{self.d_model} and {self.num_heads}; rotary embeddings turn pairs"
+      )
+    if self.num_heads % self.num_kv_heads:
+      raise ValueError(
+        "ModelConfig: num_heads must be a multiple of num_kv_heads, got "
+        f"{self.num_heads} and {self.num_kv_heads}; pass num_kv_heads equal to "
+        "num_heads for attention without sharing"
+      )
+
+  @property
+  def head_dim(self) -> int:
+    """Width of one head."""
+    return self.d_model // self.num_heads
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+  """AdamW, how its moments rest, and the learning rate.
+
+  Attributes:
+    codec: How both moments rest between steps.
+    rounding: Of an 8-bit codec; nearest freezes second moments at a high b2.
+    group_size: Of an 8-bit codec, values that share statistics.
+    second: Of codec coat, the format of the second moment.
+    lr: The largest learning rate.
+    schedule: How it falls after the warmup.
+    warmup: Steps in which it rises from 0; below 1, a share of all steps.
+    min_lr_ratio: Where the schedule ends, as a share of lr.
+    b1: Decay of the first moment.
+    b2: Decay of the second moment.
+    eps: Added to the root of the second moment.
+    weight_decay: Decoupled; not on norms, biases and embeddings.
+    grad_clip: Largest global norm of the gradients.
+
+  Raises:
+    ValueError: a value outside its range, or one that the codec does not take.
+  """
+
+  lr: float
+  codec: Literal["coat", "coat_e8m0", "log8", "fp8", "bfloat16", "float32"] = (
+    "coat"
+  )
+  rounding: Literal["stochastic", "nearest"] = "stochastic"
+  group_size: int = 128
+  second: Literal["e4m3", "e5m2"] = "e4m3"
+  schedule: Literal["cosine", "linear"] = "cosine"
+  warmup: float = 2000
+  min_lr_ratio: float = 0.0
+  b1: float = 0.9
+  b2: float = 0.95
+  eps: float = 1e-8
+  weight_decay: float = 0.1
+  grad_clip: float = 1.0
+
+  def __post_init__(self):
+    _check_positive(self, ("lr", "eps", "grad_clip"))
+    for name in ("warmup", "weight_decay"):
+      if not getattr(self, name) >= 0:
+        raise ValueError(
+          f"OptimConfig: {name} must be at least 0, got {getattr(self, name)}; "
+          "0 turns it off"
+        )
+    for name, highest in (("b1", 1), ("b2", 1), ("min_lr_ratio", 1.001)):
+      if not 0 <= getattr(self, name) < highest:
+        raise ValueError(
+          f"OptimConfig: {name} must be a share between 0 and 1, got "
+          f"{getattr(self, name)}; see the presets for usual values"
+        )
+    _check_unused(self, "codec", _CODECS)
+    self.moment_codec()  # Raises what the codec refuses.
+
+  def moment_codec(self) -> codecs.MomentCodec:
+    """Builds the codec."""
+    arguments = {name: getattr(self, name) for name in _CODECS[self.codec]}
+    return getattr(codecs, self.codec)(**arguments)
+
+  def warmup_steps(self, steps: int) -> int:
+    """Steps of warmup in a run of `steps`."""
+    return round(self.warmup * steps if self.warmup < 1 else self.warmup)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+  """A training run.
+
+  Attributes:
+    out: Folder of the run.
+    steps: Optimizer steps of the whole run.
+    batch: Sequences a step.
+    seq: Tokens a sequence.
+    seed: Of initial weights, order of the data and stochastic rounding.
+    recipe: What the layers compute and remember in FP8.
+    residuals: Of recipe coat, what layers remember; minimal recomputes more.
+    attention: Of recipe coat, how q, k, v and output are remembered.
+    activation_group_size: Of recipe coat, activations that share a scale.
+    evaluation: Of an FP8 recipe, what evaluation computes; same as training
+      or bf16.
+    resume: Continue the run in `out` from its last checkpoint.
+    overwrite: Replace the run in `out`.
+    compare: Train a twin in BF16 with f32 moments too, and compare.
+    compare_seeds: Twins, from as many seeds; their spread is shown.
+    eval_every: Steps between evaluations; the last step is always evaluated.
+    eval_batches: Held-out batches of an evaluation.
+    save_every: Steps between checkpoints; the last step is always saved.
+    keep: Newest checkpoints that are kept.
+    model: Shape of the model.
+    optim: Optimizer and learning rate.
+    data: Where tokens come from.
+
+  Raises:
+    ValueError: a value outside its range, or options that exclude each other.
+  """
+
+  model: ModelConfig
+  optim: OptimConfig
+  data: DataConfig = DataConfig()
+  recipe: Literal["coat", "bf16", "fp8_linear"] = "coat"
+  residuals: coat_jax.recipe.Residuals = "minimal"
+  attention: coat_jax.recipe.Kept = "bf16"
+  activation_group_size: int = 16
+  evaluation: Literal["same", "bf16"] = "same"
+  out: str
+  steps: int
+  batch: int
+  seq: int
+  seed: int = 0
+  resume: bool = False
+  overwrite: bool = False
+  compare: Literal["bf16"] | None = None
+  compare_seeds: int = 1
+  eval_every: int = 1000
+  eval_batches: int = 16
+  save_every: int = 1000
+  keep: int = 3
+
+  def __post_init__(self):
+    _check_positive(
+      self,
+      ("steps", "batch", "seq", "activation_group_size", "compare_seeds")
+      + ("eval_every", "eval_batches", "save_every", "keep"),
+    )
+    if not 0 <= self.seed < 2**31:
+      raise ValueError(
+        f"TrainConfig: seed must be at least 0 and below 2^31, got {self.seed};"
+        " pass another"
+      )
+    _check_unused(self, "recipe", _RECIPES)
+    if self.resume and self.overwrite:
+      raise ValueError(
+        "TrainConfig: resume and overwrite exclude each other; pass resume to "
+        "continue the run, overwrite to start it afresh"
+      )
+    if self.optim.warmup_steps(self.steps) > self.steps:
+      raise ValueError(
+        f"TrainConfig: warmup must fit into {self.steps} steps, got "
+        f"{self.optim.warmup:g}; lower optim.warmup, or give it as a share "
+        "such as 0.1"
+      )
+    if self.compare and (self.recipe, self.optim.codec) == ("bf16", "float32"):
+      raise ValueError(
+        "TrainConfig: compare=bf16 needs a run that differs from its twin, got "
+        "recipe bf16 with codec float32; change one of them"
+      )
+
+  def coat_recipe(self) -> coat_jax.recipe.CoatRecipe:
+    """Builds the recipe of the layers."""
+    arguments = {name: getattr(self, name) for name in _RECIPES[self.recipe]}
+    if "activation_group_size" in arguments:
+      arguments["group_size"] = arguments.pop("activation_group_size")
+    return getattr(coat_jax.recipe, self.recipe)(**arguments)
+
+
+def _check_positive(config, names: tuple[str, ...]) -> None:
+  for name in names:
+    value = getattr(config, name)
+    if not value > 0:
+      raise ValueError(
+        f"{type(config).__name__}: {name} must be above 0, got {value}; see "
+        "the presets for usual values"
+      )
+
+
+def _check_unused(config, chosen: str, taken: dict) -> None:
+  """Refuses options that the choice does not read."""
+  choice = getattr(config, chosen)
+  names = {name for options in taken.values() for name in options}
+  for field in dataclasses.fields(config):
+    if field.name not in names or field.name in taken[choice]:
+      continue
+    if getattr(config, field.name) != field.default:
+      takers = [name for name, found in taken.items() if field.name in found]
+      raise ValueError(
+        f"{type(config).__name__}: {field.name} applies to {chosen} "
+        f"{' or '.join(takers)}, got {chosen} {choice}; leave {field.name} out"
+      )

@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Presets: published shapes and settings, each a function to read and copy.
+
+All have SwiGLU, no biases, gradients clipped at a norm of 1, and no weight
+decay on norms, biases and embeddings. Batches and steps are the published ones:
+on fewer devices, lower `--batch` and `--steps`.
+"""
+
+from train.config import ModelConfig, OptimConfig, TrainConfig
+
+
+def demo() -> TrainConfig:
+  """A model small enough to learn in a minute or two on two CPU cores."""
+  return TrainConfig(
+    out="runs/demo",
+    model=ModelConfig(
+      family="llama",
+      num_layers=4,
+      d_model=128,
+      d_ff=352,
+      num_heads=4,
+      num_kv_heads=2,
+      vocab_size=256,
+    ),
+    optim=OptimConfig(lr=3e-3, warmup=20),
+    steps=300,
+    batch=8,
+    seq=256,
+    compare_seeds=2,
+    eval_every=100,
+    save_every=100,
+  )
+
+
+def llama_60m() -> TrainConfig:
+  """Shape and tokens of arXiv:2403.03507, appendix (GaLore)."""
+  return TrainConfig(
+    out="runs/llama_60m",
+    model=_llama(8, 512, 1376, 8, norm_eps=1e-6),
+    optim=OptimConfig(lr=1e-3, warmup=0.1),
+    steps=10_000,
+    batch=128,
+    seq=1024,
+  )
+
+
+def llama_130m() -> TrainConfig:
+  """Shape and tokens of arXiv:2403.03507, appendix (GaLore)."""
+  return TrainConfig(
+    out="runs/llama_130m",
+    model=_llama(12, 768, 2048, 12, norm_eps=1e-6),
+    optim=OptimConfig(lr=1e-3, warmup=0.1),
+    steps=20_000,
+    batch=128,
+    seq=1024,
+  )
+
+
+def olmo_1b() -> TrainConfig:
+  """arXiv:2402.00838; 2 trillion tokens."""
+  return TrainConfig(
+    out="runs/olmo_1b",
+    model=_olmo(16, 2048, 8192, 16, tied_embeddings=True),
+    optim=OptimConfig(lr=4e-4, eps=1e-5, min_lr_ratio=0.1),
+    steps=477_000,
+    batch=2048,
+    seq=2048,
+  )
+
+
+def olmo_7b() -> TrainConfig:
+  """arXiv:2402.00838; 2.46 trillion tokens."""
+  return TrainConfig(
+    out="runs/olmo_7b",
+    model=_olmo(32, 4096, 11008, 32),
+    optim=OptimConfig(
+      lr=3e-4, eps=1e-5, schedule="linear", warmup=5000, min_lr_ratio=0.1
+    ),
+    steps=556_000,
+    batch=2160,
+    seq=2048,
+  )
+
+
+def llama2_7b() -> TrainConfig:
+  """arXiv:2307.09288, section 2; 2 trillion tokens in batches of 4 million."""
+  return TrainConfig(
+    out="runs/llama2_7b",
+    model=_llama(32, 4096, 11008, 32),
+    optim=OptimConfig(lr=3e-4, min_lr_ratio=0.1),
+    steps=477_000,
+    batch=1024,
+    seq=4096,
+  )
+
+
+def llama2_13b() -> TrainConfig:
+  """arXiv:2307.09288, section 2; 2 trillion tokens in batches of 4 million."""
+  return TrainConfig(
+    out="runs/llama2_13b",
+    model=_llama(40, 5120, 13824, 40),
+    optim=OptimConfig(lr=3e-4, min_lr_ratio=0.1),
+    steps=477_000,
+    batch=1024,
+    seq=4096,
+  )
+
+
+def llama_30b() -> TrainConfig:
+  """arXiv:2302.13971, table 2 (33B); 1.4 trillion tokens."""
+  return TrainConfig(
+    out="runs/llama_30b",
+    model=_llama(60, 6656, 17920, 52, norm_eps=1e-6),
+    optim=OptimConfig(lr=1.5e-4, min_lr_ratio=0.1),
+    steps=334_000,
+    batch=2048,
+    seq=2048,
+  )
+
+
+def llama3_8b() -> TrainConfig:
+  """arXiv:2407.21783, table 3; 15 trillion tokens, here in even batches."""
+  return TrainConfig(
+    out="runs/llama3_8b",
+    model=ModelConfig(
+      family="llama",
+      num_layers=32,
+      d_model=4096,
+      d_ff=14336,
+      num_heads=32,
+      num_kv_heads=8,
+      vocab_size=128256,
+      rope_theta=5e5,
+    ),
+    optim=OptimConfig(lr=3e-4, min_lr_ratio=0.1),
+    steps=3_576_000,
+    batch=512,
+    seq=8192,
+  )
+
+
+def _llama(layers: int, d_model: int, d_ff: int, heads: int, **others):
+  return ModelConfig(
+    family="llama",
+    num_layers=layers,
+    d_model=d_model,
+    d_ff=d_ff,
+    num_heads=heads,
+    num_kv_heads=heads,
+    vocab_size=32000,
+    **others,
+  )
+
+
+def _olmo(layers: int, d_model: int, d_ff: int, heads: int, **others):
+  return ModelConfig(
+    family="olmo",
+    num_layers=layers,
+    d_model=d_model,
+    d_ff=d_ff,
+    num_heads=heads,
+    num_kv_heads=heads,
+    vocab_size=50304,
+    **others,
+  )
+
+
+PRESETS = {
+  preset.__name__: preset
+  for preset in (
+    demo,
+    llama_60m,
+    llama_130m,
+    olmo_1b,
+    olmo_7b,
+    llama2_7b,
+    llama2_13b,
+    llama_30b,
+    llama3_8b,
+  )
+}
