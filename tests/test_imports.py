@@ -14,7 +14,8 @@ RANKS = {
   **dict.fromkeys(["stochastic", "qtensor", "recipe"], 1),
   "group_codecs": 2,
   "codecs": 3,
-  **dict.fromkeys(["reference", "pallas"], 4),
+  **dict.fromkeys(["reference", "reference_attention", "pallas"], 4),
+  "moments": 4,
   "ops": 5,
   **dict.fromkeys(["layers", "optax_coat", "sharding", "plan"], 6),
 }
