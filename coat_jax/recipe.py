@@ -111,7 +111,7 @@ def coat(
   group_size: int = 16,
   evaluation: Literal["same", "bf16"] = "same",
 ) -> CoatRecipe:
-  """FP8 from end to end inside the layer. See `CoatRecipe` for the arguments."""
+  """FP8 from end to end inside the layer; `CoatRecipe` has the arguments."""
   return CoatRecipe(
     residuals=residuals,
     attention=attention,

@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Flax NNX layers that remember FP8, and the functions under them.
+
+Two levels: drop-in single operations (Linear, RMSNorm, LayerNorm, silu_mul,
+gelu), and fused blocks, where most of the memory and the speed is (NormLinear,
+GatedMLP, Attention). All are BF16 in and BF16 out.
+"""
+
+from coat_jax.layers.activation import gelu as gelu
+from coat_jax.layers.activation import silu_mul as silu_mul
+from coat_jax.layers.attention import Attention as Attention
+from coat_jax.layers.attention import attention_output as attention_output
+from coat_jax.layers.attention import (
+  dot_product_attention as dot_product_attention,
+)
+from coat_jax.layers.gated_mlp import GatedMLP as GatedMLP
+from coat_jax.layers.gated_mlp import MLPWeights as MLPWeights
+from coat_jax.layers.gated_mlp import gated_mlp as gated_mlp
+from coat_jax.layers.linear import Linear as Linear
+from coat_jax.layers.linear import linear as linear
+from coat_jax.layers.norm import LayerNorm as LayerNorm
+from coat_jax.layers.norm import RMSNorm as RMSNorm
+from coat_jax.layers.norm import norm as norm
+from coat_jax.layers.norm_linear import NormLinear as NormLinear
+from coat_jax.layers.norm_linear import norm_linear as norm_linear
+from coat_jax.layers.residuals import RESIDUAL_NAMES as RESIDUAL_NAMES
+from coat_jax.layers.rope import rope as rope

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SiLU·mul (SwiGLU) and GELU that remember their inputs in FP8, 1 x G groups.
+
+Nothing else is remembered: SiLU and the product are elementwise and cheap to
+compute again. As everywhere, the forward reads what the backward will read.
+"""
+
+import functools
+
+import jax
+from jax import Array
+
+from coat_jax import ops
+from coat_jax import recipe as recipes
+from coat_jax.layers.residuals import remember
+from coat_jax.qtensor import dequantize
+from coat_jax.recipe import CoatRecipe
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnames=("group_size",))
+def _fp8_silu_mul(gate, up, group_size):
+  return _fp8_silu_mul_fwd(gate, up, group_size)[0]
+
+
+def _fp8_silu_mul_fwd(gate, up, group_size):
+  gate_q = ops.quantize_groups(gate, group_size=group_size)
+  up_q = ops.quantize_groups(up, group_size=group_size)
+  silu = ops.silu_values(dequantize(gate_q, group_size=group_size))
+  product = silu * dequantize(up_q, group_size=group_size)
+  return product.astype(gate.dtype), remember("activation", (gate_q, up_q))
+
+
+def _fp8_silu_mul_bwd(group_size, residuals, g):
+  dgate, dup = ops.silu_mul_bwd(g, *residuals, group_size=group_size)
+  return dgate.astype(g.dtype), dup.astype(g.dtype)
+
+
+_fp8_silu_mul.defvjp(_fp8_silu_mul_fwd, _fp8_silu_mul_bwd)
+
+
+def silu_mul(
+  gate: Array, up: Array, *, recipe: CoatRecipe | None = None
+) -> Array:
+  """silu(gate) * up, the heart of a SwiGLU MLP; computed in f32.
+
+  Args:
+    gate, up: [..., F] of one shape and dtype, BF16 (or f32).
+    recipe: `recipe.nonlinear` says whether they are read and remembered in FP8.
+
+  Returns:
+    [..., F] in the inputs' dtype.
+
+  Raises:
+    ValueError: shapes or dtypes that differ.
+  """
+  recipe = recipe or recipes.coat()
+  if gate.shape != up.shape or gate.dtype != up.dtype:
+    raise ValueError(
+      "silu_mul: gate and up must have one shape and dtype, got "
+      f"{gate.shape} {gate.dtype} and {up.shape} {up.dtype}"
+    )
+  if recipe.nonlinear == "fp8":
+    return _fp8_silu_mul(gate, up, recipe.group_size)
+  return (jax.nn.silu(gate) * up).astype(gate.dtype)
+
+
+@functools.partial(
+  jax.custom_vjp, nondiff_argnames=("approximate", "group_size")
+)
+def _fp8_gelu(x, approximate, group_size):
+  return _fp8_gelu_fwd(x, approximate, group_size)[0]
+
+
+def _fp8_gelu_fwd(x, approximate, group_size):
+  x_q = ops.quantize_groups(x, group_size=group_size)
+  values = dequantize(x_q, group_size=group_size)
+  y = ops.gelu_values(values, approximate=approximate)
+  return y.astype(x.dtype), remember("activation", x_q)
+
+
+def _fp8_gelu_bwd(approximate, group_size, x_q, g):
+  dx = ops.gelu_bwd(g, x_q, approximate=approximate, group_size=group_size)
+  return (dx.astype(g.dtype),)
+
+
+_fp8_gelu.defvjp(_fp8_gelu_fwd, _fp8_gelu_bwd)
+
+
+def gelu(
+  x: Array, *, approximate: bool = True, recipe: CoatRecipe | None = None
+) -> Array:
+  """GELU; computed in f32.
+
+  Args:
+    x: [..., F], BF16 (or f32).
+    approximate: the tanh formula (as `jax.nn.gelu` does by default), or erf.
+    recipe: `recipe.nonlinear` says whether x is read and remembered in FP8.
+
+  Returns:
+    [..., F] in x's dtype.
+  """
+  recipe = recipe or recipes.coat()
+  if recipe.nonlinear == "fp8":
+    return _fp8_gelu(x, approximate, recipe.group_size)
+  return jax.nn.gelu(x, approximate=approximate)

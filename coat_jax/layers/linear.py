@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Linear layers with all three matrix products in FP8.
+
+Activations and weights are quantized per tensor to E4M3, gradients to E5M2, all
+just in time. The backward remembers x as the E4M3 codes that the forward
+multiplied and the weight's scale; the weight is quantized again from the
+parameter, which is alive anyway.
+"""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jax.typing import DTypeLike
+
+from coat_jax import ops
+from coat_jax import recipe as recipes
+from coat_jax.formats import E5M2
+from coat_jax.layers.module import RecipeModule, value_of
+from coat_jax.layers.residuals import cotangent, remember
+from coat_jax.qtensor import QTensor
+from coat_jax.recipe import CoatRecipe
+
+default_kernel_init = nnx.initializers.lecun_normal()
+
+
+class _Residuals(NamedTuple):
+  x: QTensor
+  w: Array
+  w_scale: Array
+  bias: Array | None
+
+
+@jax.custom_vjp
+def _fp8_linear(x, w, bias):
+  return _fp8_linear_fwd(x, w, bias)[0]
+
+
+def _fp8_linear_fwd(x, w, bias):
+  x_q, w_q = ops.quantize_tensor(x), ops.quantize_tensor(as_matrix(w))
+  y = add_bias(ops.linear_fwd(x_q, w_q, dtype=jnp.float32), as_row(bias))
+  kept = remember("linear", x_q)
+  return y.astype(x.dtype), _Residuals(kept, w, w_q.scale, bias)
+
+
+def _fp8_linear_bwd(residuals, g):
+  x_q, w, w_scale, bias = residuals
+  g_q = ops.quantize_tensor(g, dtype=E5M2)
+  # Reshaped in here: outside, the reshaped weight would be remembered too.
+  w_q = ops.quantize_tensor(as_matrix(w), scale=w_scale)
+  dx = ops.linear_dgrad(g_q, w_q, dtype=g.dtype)
+  dw = ops.linear_wgrad(x_q, g_q, dtype=w.dtype)
+  return dx, cotangent(dw, w), cotangent(sum_rows(g), bias)
+
+
+_fp8_linear.defvjp(_fp8_linear_fwd, _fp8_linear_bwd)
+
+
+def linear(
+  x: Array, w: Array, bias: Array | None = None, *, recipe: CoatRecipe
+) -> Array:
+  """y = x w + bias, in FP8 or in x's dtype as the recipe says.
+
+  Args:
+    x: [..., D], BF16 (or f32).
+    w: [D, *F], any float dtype; gradients come back in it.
+    bias: [*F] or None, added in f32.
+    recipe: `recipe.linear` says how it is computed.
+
+  Returns:
+    [..., *F] in x's dtype.
+
+  Raises:
+    ValueError: x's last axis is not w's first.
+  """
+  out_features = w.shape[1:]
+  if recipe.linear == "fp8":
+    y = _fp8_linear(x, w, bias)
+  else:
+    y = add_bias(x @ as_matrix(w).astype(x.dtype), as_row(bias))
+  return y.reshape(*x.shape[:-1], *out_features)
+
+
+def as_matrix(w: Array) -> Array:
+  """[D, *F] to [D, F]."""
+  return w.reshape(w.shape[0], -1)
+
+
+def as_row(bias: Array | None) -> Array | None:
+  """[*F] to [F]; None stays None."""
+  return None if bias is None else bias.reshape(-1)
+
+
+def add_bias(y: Array, bias: Array | None) -> Array:
+  """y [..., F] plus bias [F] in y's dtype."""
+  if bias is None:
+    return y
+  return y + bias.astype(y.dtype).reshape((1,) * (y.ndim - 1) + bias.shape)
+
+
+def sum_rows(g: Array) -> Array:
+  """Sum over all axes but the last, in f32: a bias' gradient."""
+  return jnp.sum(g.astype(jnp.float32), axis=tuple(range(g.ndim - 1)))
+
+
+class Linear(RecipeModule):
+  """y = x kernel + bias; takes the place of `nnx.Linear`.
+
+  Attributes:
+    kernel: [in_features, *out_features].
+    bias: [*out_features] or None.
+  """
+
+  def __init__(
+    self,
+    in_features: int,
+    out_features: int | tuple[int, ...],
+    *,
+    recipe: CoatRecipe | None = None,
+    use_bias: bool = True,
+    dtype: DTypeLike = jnp.bfloat16,
+    param_dtype: DTypeLike = jnp.float32,
+    kernel_init: nnx.Initializer = default_kernel_init,
+    rngs: nnx.Rngs,
+  ):
+    super().__init__(recipe or recipes.coat(), dtype)
+    if isinstance(out_features, int):
+      out_features = (out_features,)
+    # Initialized as a matrix, so that the fan-in and fan-out are the product's.
+    matrix = kernel_init(
+      rngs.params(), (in_features, math.prod(out_features)), param_dtype
+    )
+    self.kernel = nnx.Param(matrix.reshape(in_features, *out_features))
+    self.bias = nnx.data(None)
+    if use_bias:
+      self.bias = nnx.Param(jnp.zeros(out_features, param_dtype))
+
+  def __call__(self, x: Array) -> Array:
+    """[..., in_features] to [..., *out_features], both in `dtype`."""
+    return linear(
+      x.astype(self.dtype),
+      self.kernel[...],
+      value_of(self.bias),
+      recipe=self.active_recipe,
+    )

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""RMSNorm and LayerNorm that remember their input in FP8, 1 x G groups.
+
+The forward normalizes the dequantized values it remembers, so its backward is
+the exact gradient of what ran, straight through the quantizer.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jax.typing import DTypeLike
+
+from coat_jax import ops
+from coat_jax import recipe as recipes
+from coat_jax.layers.module import RecipeModule, value_of
+from coat_jax.layers.residuals import cotangent, remember
+from coat_jax.qtensor import QTensor, dequantize
+from coat_jax.recipe import CoatRecipe
+
+
+class _Residuals(NamedTuple):
+  x: QTensor
+  stats: ops.NormStats
+  gamma: Array | None
+  beta: Array | None
+
+
+@functools.partial(
+  jax.custom_vjp, nondiff_argnames=("kind", "eps", "group_size")
+)
+def _fp8_norm(x, gamma, beta, kind, eps, group_size):
+  return _fp8_norm_fwd(x, gamma, beta, kind, eps, group_size)[0]
+
+
+def _fp8_norm_fwd(x, gamma, beta, kind, eps, group_size):
+  x_q = ops.quantize_groups(x, group_size=group_size)
+  values = dequantize(x_q, group_size=group_size)
+  y, stats = ops.norm_values(values, gamma, beta, kind=kind, eps=eps)
+  x_q, stats = remember("norm", (x_q, stats))
+  return y.astype(x.dtype), _Residuals(x_q, stats, gamma, beta)
+
+
+def _fp8_norm_bwd(kind, eps, group_size, residuals, g):
+  x_q, stats, gamma, beta = residuals
+  dx, dgamma, dbeta = ops.norm_bwd(
+    g, x_q, gamma, stats, group_size=group_size, dtype=g.dtype
+  )
+  return dx, cotangent(dgamma, gamma), cotangent(dbeta, beta)
+
+
+_fp8_norm.defvjp(_fp8_norm_fwd, _fp8_norm_bwd)
+
+
+def norm(
+  x: Array,
+  gamma: Array | None = None,
+  beta: Array | None = None,
+  *,
+  kind: ops.NormKind,
+  eps: float,
+  recipe: CoatRecipe,
+) -> Array:
+  """Normalizes the last axis; computed in f32.
+
+  Args:
+    x: [..., D], BF16 (or f32).
+    gamma, beta: [D] or None.
+    kind: "rms" or "layer".
+    eps: added to the mean square or the variance.
+    recipe: `recipe.nonlinear` says whether x is read and remembered in FP8.
+
+  Returns:
+    [..., D] in x's dtype.
+  """
+  if recipe.nonlinear == "fp8":
+    return _fp8_norm(x, gamma, beta, kind, eps, recipe.group_size)
+  return ops.norm_values(x, gamma, beta, kind=kind, eps=eps)[0].astype(x.dtype)
+
+
+class Norm(RecipeModule):
+  """A norm of either kind; `RMSNorm` and `LayerNorm` construct it.
+
+  Attributes:
+    scale: [num_features] or None.
+    bias: [num_features] or None.
+  """
+
+  kind: ops.NormKind = "rms"
+
+  def __init__(
+    self,
+    num_features: int,
+    *,
+    epsilon: float = 1e-6,
+    recipe: CoatRecipe | None = None,
+    use_scale: bool = True,
+    use_bias: bool = False,
+    dtype: DTypeLike = jnp.bfloat16,
+    param_dtype: DTypeLike = jnp.float32,
+    rngs: nnx.Rngs,
+  ):
+    del rngs  # Nothing here is random; nnx.RMSNorm takes it too.
+    super().__init__(recipe or recipes.coat(), dtype)
+    self.epsilon = epsilon
+    self.scale = nnx.data(None)
+    self.bias = nnx.data(None)
+    if use_scale:
+      self.scale = nnx.Param(jnp.ones(num_features, param_dtype))
+    if use_bias:
+      self.bias = nnx.Param(jnp.zeros(num_features, param_dtype))
+
+  def __call__(self, x: Array) -> Array:
+    """[..., num_features] to the same shape, in `dtype`."""
+    return norm(
+      x.astype(self.dtype),
+      value_of(self.scale),
+      value_of(self.bias),
+      kind=self.kind,
+      eps=self.epsilon,
+      recipe=self.active_recipe,
+    )
+
+
+class RMSNorm(Norm):
+  """x / sqrt(mean(x^2) + epsilon) * scale."""
+
+  kind = "rms"
+
+
+class LayerNorm(Norm):
+  """(x - mean) / sqrt(var + epsilon) * scale + bias.
+
+  Non-parametric, as in OLMo, with `use_scale=False, use_bias=False`.
+  """
+
+  kind = "layer"
+
+  def __init__(
+    self,
+    num_features: int,
+    *,
+    use_bias: bool = True,
+    rngs: nnx.Rngs,
+    **kwargs,
+  ):
+    super().__init__(num_features, use_bias=use_bias, rngs=rngs, **kwargs)
