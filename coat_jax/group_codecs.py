@@ -11,7 +11,7 @@ neighbours as `decode` gives them, P(upper) = (x - lower) / (upper - lower).
 
 import dataclasses
 import math
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -49,6 +49,7 @@ class Encoded(NamedTuple):
   range: Array
 
 
+@runtime_checkable
 class GroupCodec(Protocol):
   """Encodes and decodes one moment; implementations are frozen dataclasses."""
 
