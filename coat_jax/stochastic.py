@@ -52,8 +52,7 @@ def leaf_key(seed: ArrayLike, step: ArrayLike, leaf: ArrayLike) -> Array:
   """
   key = jnp.uint32(0)
   for part in (seed, step, leaf):
-    part = jnp.asarray(part).astype(jnp.uint32)
-    key = mix((key + part) * jnp.uint32(_GOLDEN) + jnp.uint32(1))
+    key = mix((key + _word(part)) * jnp.uint32(_GOLDEN) + jnp.uint32(1))
   return key
 
 
@@ -80,17 +79,24 @@ def random_words(
   """
   if not shape:
     return random_words(key, (1,))[0]
-  row = jnp.zeros(shape, jnp.uint32) + jnp.asarray(first_row).astype(jnp.uint32)
+  row = jnp.zeros(shape, jnp.uint32) + _word(first_row)
   stride = 1
   for axis in range(len(shape) - 2, -1, -1):
     index = jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
     row = row + index * jnp.uint32(stride)
     stride *= shape[axis]
   column = jax.lax.broadcasted_iota(jnp.uint32, shape, len(shape) - 1)
-  column = column + jnp.asarray(first_column).astype(jnp.uint32)
+  column = column + _word(first_column)
   # The row's word depends on the row alone: a kernel mixes it once per row.
   row_word = mix(row * jnp.uint32(_GOLDEN) + key)
   return mix(column * jnp.uint32(_GOLDEN) + row_word)
+
+
+def _word(x: ArrayLike) -> Array:
+  """An integer modulo 2^32; Python's own would have to fit an int32 first."""
+  if isinstance(x, int):
+    x = jnp.uint32(x & 0xFFFFFFFF)
+  return jnp.asarray(x).astype(jnp.uint32)
 
 
 def low_half(words: Array) -> Array:

@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random words: the hash word for word, its statistics, and what it is for.
+
+Statistical bounds are five standard deviations (six where thousands of values
+are tested at once): the words are fixed, so a test that passes always passes.
+"""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from coat_jax import stochastic
+from tests import oracles
+
+ROWS, COLUMNS = 256, 512
+random_words = jax.jit(stochastic.random_words, static_argnums=1)
+
+
+def words(seed=0, step=0, leaf=0, shape=(ROWS, COLUMNS), **first) -> np.ndarray:
+  key = stochastic.leaf_key(seed, step, leaf)
+  return np.asarray(random_words(key, shape, **first))
+
+
+def halves(x: np.ndarray):
+  """Low and high halves as numbers in [-1/2, 1/2], float64."""
+  return (x & 0xFFFF) / 65535 - 0.5, (x >> 16) / 65535 - 0.5
+
+
+def test_words_equal_the_hash_word_for_word():
+  for seed, step, leaf in [(0, 0, 0), (1, 2, 3), (2**31 + 5, 10**6, 700)]:
+    key = oracles.leaf_key(seed, step, leaf)
+    assert int(stochastic.leaf_key(seed, step, leaf)) == key
+    got = words(seed, step, leaf, shape=(5, 7))
+    want = [[oracles.word(key, r, c) for c in range(7)] for r in range(5)]
+    np.testing.assert_array_equal(got, np.array(want, np.uint32))
+
+
+@pytest.mark.parametrize("shape", [(), (6,), (2, 3, 5), (2, 3, 4, 5)])
+def test_rows_number_all_axes_but_the_last(shape):
+  key = stochastic.leaf_key(3, 1, 4)
+  got = stochastic.random_words(key, shape)
+  assert got.shape == shape and got.dtype == jnp.uint32
+  columns = shape[-1] if shape else 1
+  flat = np.asarray(got).reshape(-1, columns)
+  want = [
+    [oracles.word(int(key), r, c) for c in range(columns)]
+    for r in range(flat.shape[0])
+  ]
+  np.testing.assert_array_equal(flat, np.array(want, np.uint32))
+
+
+def test_a_block_draws_the_words_of_its_place():
+  whole = words(7, 8, 9)
+  block = words(7, 8, 9, shape=(16, 32), first_row=40, first_column=96)
+  np.testing.assert_array_equal(block, whole[40:56, 96:128])
+  stacked = words(7, 8, 9, shape=(4, 64, COLUMNS))
+  np.testing.assert_array_equal(stacked.reshape(whole.shape), whole)
+
+
+@pytest.mark.parametrize("first", [2**31 - 2, 2**32 - 2])
+def test_offsets_are_32_bit_words_and_wrap(first):
+  # Of a leaf of 2^32 rows or columns. Python's and NumPy's integers alike.
+  key = stochastic.leaf_key(1, 1, 1)
+  for offset in (first, np.uint32(first)):
+    got = stochastic.random_words(
+      key, (4, 3), first_row=offset, first_column=offset
+    )
+    place = [(first + i) % 2**32 for i in range(4)]
+    want = [[oracles.word(int(key), r, c) for c in place[:3]] for r in place]
+    np.testing.assert_array_equal(got, np.array(want, np.uint32))
+
+
+def test_jit_equals_eager():
+  key = stochastic.leaf_key(1, 2, 3)
+  eager = stochastic.random_words(key, (33, 65), first_row=5)
+  np.testing.assert_array_equal(random_words(key, (33, 65), first_row=5), eager)
+  traced = jax.jit(stochastic.leaf_key)(1, jnp.int32(2), 3)
+  assert int(traced) == int(key)
+
+
+@pytest.mark.parametrize("spec", [("x",), (None, "x"), (("x", "y"),), "xy"])
+def test_sharded_words_equal_unsharded(spec):
+  mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+  sharding = NamedSharding(mesh, PartitionSpec(*spec))
+  draw = jax.jit(
+    lambda key: stochastic.random_words(key, (64, 128)), out_shardings=sharding
+  )
+  got = draw(stochastic.leaf_key(5, 6, 7))
+  assert got.sharding == sharding and len(got.addressable_shards) == 8
+  np.testing.assert_array_equal(got, words(5, 6, 7, shape=(64, 128)))
+
+
+@pytest.mark.parametrize("where", [(0, 0, 0), (1, 1000, 5)])
+def test_every_byte_is_uniform(where):
+  x = words(*where)
+  for shift in (0, 8, 16, 24):
+    counts = np.bincount((x >> shift & 0xFF).ravel(), minlength=256)
+    expected = x.size / 256
+    chi_square = np.sum((counts - expected) ** 2) / expected
+    # 255 degrees of freedom: mean 255, variance 510.
+    assert abs(chi_square - 255) < 5 * np.sqrt(510), (shift, chi_square)
+
+
+def test_every_row_and_column_is_uniform():
+  # Means of n uniform halves have variance 1 / 12n.
+  for half in halves(words(0, 1, 0)):
+    assert np.max(np.abs(half.mean(0))) < 6 / np.sqrt(12 * ROWS)
+    assert np.max(np.abs(half.mean(1))) < 6 / np.sqrt(12 * COLUMNS)
+    assert abs(half.mean()) < 5 / np.sqrt(12 * half.size)
+
+
+def correlations(a: np.ndarray, b: np.ndarray):
+  """Of both halves of a with both of b, in standard deviations.
+
+  The product of independent uniforms on [-1/2, 1/2] has variance 1/144, so
+  that the mean of n products times 12 sqrt(n) is standard normal.
+  """
+  for x in halves(a):
+    for y in halves(b):
+      yield 12 * np.mean(x * y) * np.sqrt(a.size)
+
+
+NEIGHBOURS = {
+  "row": lambda: (words()[:-1], words()[1:]),
+  "far row": lambda: (words()[:-64], words()[64:]),
+  "column": lambda: (words()[:, :-1], words()[:, 1:]),
+  "far column": lambda: (words()[:, :-128], words()[:, 128:]),
+  "diagonal": lambda: (words()[:-1, :-1], words()[1:, 1:]),
+  "transposed": lambda: (
+    words(shape=(ROWS, ROWS)),
+    words(shape=(ROWS, ROWS)).T,
+  ),
+  "step": lambda: (words(step=100), words(step=101)),
+  "leaf": lambda: (words(leaf=1), words(leaf=2)),
+  "seed": lambda: (words(seed=0), words(seed=1)),
+  "seed for step": lambda: (words(seed=1, step=0), words(seed=0, step=1)),
+  "step for leaf": lambda: (words(step=1, leaf=0), words(step=0, leaf=1)),
+}
+
+
+@pytest.mark.parametrize("neighbour", NEIGHBOURS)
+def test_neighbours_are_uncorrelated(neighbour):
+  a, b = NEIGHBOURS[neighbour]()
+  assert np.mean(a == b) < 0.01
+  assert max(map(abs, correlations(a, b))) < 5
+
+
+def test_halves_of_a_word_are_uncorrelated():
+  for step in range(3):
+    low, high = halves(words(step=step))
+    assert abs(12 * np.mean(low * high) * np.sqrt(low.size)) < 5
+
+
+def test_one_element_over_many_steps_is_uniform_and_uncorrelated():
+  # What an element sees in training: the same row and column, step after step.
+  steps = jnp.arange(2**14)
+  draw = jax.vmap(lambda s: random_words(stochastic.leaf_key(0, s, 0), (4, 2)))
+  x = np.asarray(draw(steps)).reshape(len(steps), -1)
+  for half in halves(x):
+    assert np.max(np.abs(half.mean(0))) < 6 / np.sqrt(12 * len(steps))
+    product = np.mean(half[1:] * half[:-1], axis=0)
+    assert np.max(np.abs(12 * product * np.sqrt(len(steps)))) < 5
+
+
+def test_half_words_are_centred_and_take_their_bits():
+  x = jnp.asarray([0, 0xFFFF, 0xFFFF0000, 0x80010002], jnp.uint32)
+  low, high = stochastic.low_half(x), stochastic.high_half(x)
+  unit = 2.0**-16
+  np.testing.assert_array_equal(
+    low, np.array([0.5, 65535.5, 0.5, 2.5], np.float32) * unit
+  )
+  np.testing.assert_array_equal(
+    high, np.array([0.5, 0.5, 65535.5, 32769.5], np.float32) * unit
+  )
+  # Every half word is exact and inside (0, 1), and the mean is exactly 1/2.
+  every = stochastic.low_half(jnp.arange(2**16, dtype=jnp.uint32))
+  assert every.dtype == jnp.float32
+  assert np.all((every > 0) & (every < 1))
+  assert np.asarray(every, np.float64).mean() == 0.5
+
+
+def test_bfloat16_rounding_is_unbiased_and_between_neighbours():
+  rng = np.random.default_rng(0)
+  x = (rng.normal(size=256) * 10.0 ** rng.uniform(-30, 30, 256)).astype("f4")
+  repeats = 4096
+  noise = words(shape=(repeats, x.size))
+  many = jnp.broadcast_to(jnp.asarray(x), noise.shape)
+  got = stochastic.round_to_bfloat16(many, jnp.asarray(noise))
+  assert got.dtype == jnp.bfloat16
+  got = np.asarray(got).astype(np.float64)
+  bits = x.view(np.uint32) & np.uint32(0xFFFF0000)
+  toward_zero = bits.view(np.float32).astype(np.float64)
+  away = (bits + np.uint32(0x10000)).view(np.float32).astype(np.float64)
+  assert np.all((got == toward_zero) | (got == away))
+  # In units of the gap each draw has variance at most 1/4, and the whole mean
+  # that of all draws; 2^-17 is the resolution of half a word.
+  error = (got - x) / (away - toward_zero)
+  assert np.max(np.abs(error.mean(0))) < 6 * 0.5 / np.sqrt(repeats) + 2**-17
+  assert abs(error.mean()) < 5 * 0.5 / np.sqrt(error.size) + 2**-17
+
+
+def test_bfloat16_rounding_keeps_what_is_exact_and_what_is_not_finite():
+  x = np.arange(2**16, dtype=np.uint16).view(ml_dtypes.bfloat16)
+  for noise in (0, 0xFFFF, 0xFFFFFFFF):
+    noise = jnp.full(x.shape, noise, jnp.uint32)
+    got = stochastic.round_to_bfloat16(jnp.asarray(x.astype(np.float32)), noise)
+    got = np.asarray(got)
+    nan = np.isnan(x.astype(np.float32))
+    assert np.all(np.isnan(got[nan].astype(np.float32)))
+    np.testing.assert_array_equal(
+      got[~nan].view(np.uint16), x[~nan].view(np.uint16)
+    )
+  # A NaN all of whose payload is in the lower half stays one.
+  low_nan = np.array([0x7F800001, 0xFF800001], np.uint32).view(np.float32)
+  got = stochastic.round_to_bfloat16(
+    jnp.asarray(low_nan), jnp.zeros(2, jnp.uint32)
+  )
+  assert np.all(np.isnan(np.asarray(got).astype(np.float32)))
+
+
+def test_bfloat16_rounding_overflows_only_above_the_largest_bfloat16():
+  largest = np.float32(ml_dtypes.finfo(ml_dtypes.bfloat16).max)
+  noise = jnp.full(1, 0xFFFF, jnp.uint32)
+  got = stochastic.round_to_bfloat16(jnp.full(1, largest), noise)
+  assert float(got[0]) == largest
