@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Limits of the FP8 formats, and casts against a table of their values."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from coat_jax import formats
+from tests import oracles
+
+DTYPES = [formats.E4M3, formats.E5M2]
+
+
+@pytest.mark.parametrize(
+  "dtype, qmax, subnormal",
+  [(formats.E4M3, 448, 2**-9), (formats.E5M2, 57344, 2**-16)],
+)
+def test_limits_are_the_formats(dtype, qmax, subnormal):
+  assert formats.qmax(dtype) == qmax
+  assert formats.smallest_subnormal(dtype) == subnormal
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_cast_of_every_bfloat16_equals_ml_dtypes(dtype):
+  x = np.arange(2**16, dtype=np.uint16).view(ml_dtypes.bfloat16)
+  x = x.astype(np.float32)
+  got = np.asarray(jax.jit(formats.saturating_cast, static_argnums=1)(x, dtype))
+  limit = formats.qmax(dtype)
+  nan = np.isnan(x)
+  want = np.clip(np.where(nan, 0, x), -limit, limit).astype(dtype)
+  assert np.all(np.isnan(got[nan].astype(np.float32)))
+  np.testing.assert_array_equal(
+    got[~nan].view(np.uint8), want[~nan].view(np.uint8)
+  )
+  infinite = got[np.isinf(x)].astype(np.float32)
+  np.testing.assert_array_equal(np.abs(infinite), limit)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_cast_rounds_to_nearest_even_around_every_midpoint(dtype):
+  # A cast by way of float16 or bfloat16 would round the neighbours twice.
+  values = oracles.fp8_values(dtype)
+  midpoints = ((values[1:] + values[:-1]) / 2).astype(np.float32)
+  x = np.concatenate(
+    [
+      midpoints,
+      np.nextafter(midpoints, np.float32(0)),
+      np.nextafter(midpoints, np.float32(np.inf)),
+      values.astype(np.float32),
+    ]
+  )
+  x = np.concatenate([x, -x])
+  want = oracles.fp8_cast(x, dtype)
+  for cast in (
+    formats.saturating_cast,
+    jax.jit(formats.saturating_cast, static_argnums=1),
+  ):
+    got = np.asarray(cast(jnp.asarray(x), dtype)).view(np.uint8)
+    np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_oracle_table_agrees_with_ml_dtypes(dtype):
+  x = np.random.default_rng(0).normal(size=4096).astype(np.float32)
+  x = np.clip(x * np.logspace(-6, 6, 4096), -448, 448).astype(np.float32)
+  want = x.astype(dtype).view(np.uint8)
+  np.testing.assert_array_equal(oracles.fp8_cast(x, dtype), want)
+
+
+def test_cast_of_bfloat16_and_float16_inputs_saturates():
+  for dtype in (jnp.bfloat16, jnp.float16):
+    x = jnp.asarray([465, -1000, 3, 0.1], dtype)
+    got = formats.saturating_cast(x, formats.E4M3).astype(jnp.float32)
+    np.testing.assert_array_equal(got, [448, -448, 3, 0.1015625])
