@@ -33,7 +33,7 @@ train: $(STAMP)
 	$(PY) -m train.pretrain demo --compare bf16 $(ARGS)
 
 test: $(STAMP)
-	$(PY) -m pytest -n 2 --durations=10 $(ARGS)
+	$(PY) -m pytest -n 2 --dist worksteal --durations=10 $(ARGS)
 
 lint: $(STAMP)
 	$(PY) -m ruff check .
