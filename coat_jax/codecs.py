@@ -8,7 +8,7 @@ codec for the first moment (signed) and one for the second (never negative).
 They are frozen and carry every static choice, so that an ablation is one
 argument and `jit` and `optax.inject_hyperparams` see only numbers elsewhere.
 
-  codec      code                  statistics per group          B/param, mu + nu
+  codec      code                  statistics per group          B/param
   coat       E4M3 of a power of x  amax f32, power uint8         2.08
   coat_e8m0  E4M3 of a power of x  two exponents of 2, uint8     2.03
   log8       uniform in log x      two exponents of 2, uint8     2.03
@@ -141,7 +141,7 @@ def float32() -> MomentCodec:
 
 
 def bfloat16() -> MomentCodec:
-  """Both moments rounded to nearest bfloat16: a baseline, 4 bytes a parameter."""
+  """Both moments rounded to nearest bfloat16: a baseline, 4 B/param."""
   return MomentCodec(
     name="bfloat16", mu=Plain("bfloat16"), nu=Plain("bfloat16")
   )

@@ -12,7 +12,7 @@ takes its row sums from that output: an error of the output's rounding.)
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -221,7 +221,7 @@ class Attention(RecipeModule):
     self.num_heads, self.num_kv_heads = num_heads, kv_heads
     self.causal, self.rope_theta = causal, rope_theta
     self.clip_qkv = clip_qkv
-    shared = dict(
+    shared: dict[str, Any] = dict(
       recipe=self.recipe,
       dtype=dtype,
       param_dtype=param_dtype,

@@ -12,7 +12,7 @@ reference does; then the product reads SiLU's output from FP8.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -244,7 +244,7 @@ class GatedMLP(RecipeModule):
     rngs: nnx.Rngs,
   ):
     super().__init__(recipe or recipes.coat(), dtype)
-    shared = dict(
+    shared: dict[str, Any] = dict(
       recipe=self.recipe, dtype=dtype, param_dtype=param_dtype, rngs=rngs
     )
     self.norm = make_norm(

@@ -7,7 +7,7 @@ residuals="coat" its output too, which residuals="minimal" computes again.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -164,7 +164,7 @@ class NormLinear(RecipeModule):
     rngs: nnx.Rngs,
   ):
     super().__init__(recipe or recipes.coat(), dtype)
-    shared = dict(
+    shared: dict[str, Any] = dict(
       recipe=self.recipe, dtype=dtype, param_dtype=param_dtype, rngs=rngs
     )
     self.norm = make_norm(

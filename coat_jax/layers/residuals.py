@@ -14,13 +14,12 @@ Weights and norm parameters are handed over too; they are alive anyway and carry
 no name.
 """
 
-from typing import Literal, TypeVar
+from typing import Literal
 
 import jax
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
-Tree = TypeVar("Tree")
 Kind = Literal["norm", "activation", "rope", "attention", "linear"]
 
 RESIDUAL_NAMES = (
@@ -32,7 +31,7 @@ RESIDUAL_NAMES = (
 )
 
 
-def remember(kind: Kind, tree: Tree) -> Tree:
+def remember[Tree](kind: Kind, tree: Tree) -> Tree:
   """Names every array of `tree` "coat_<kind>" for checkpoint policies."""
   return jax.tree.map(lambda x: checkpoint_name(x, f"coat_{kind}"), tree)
 

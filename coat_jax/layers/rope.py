@@ -2,7 +2,8 @@
 """Rotary position embedding that remembers nothing but the positions.
 
 The rotation is linear and its transpose is the opposite rotation, so the
-backward needs no activation. Pairs are (i, i + H/2), as in Hugging Face's Llama.
+backward needs no activation. Pairs are (i, i + H/2), as in Hugging Face
+Transformers.
 """
 
 import functools
