@@ -14,7 +14,7 @@ Weights and norm parameters are handed over too; they are alive anyway and carry
 no name.
 """
 
-from typing import Literal
+from typing import Literal, overload
 
 import jax
 from jax import Array
@@ -36,6 +36,10 @@ def remember[Tree](kind: Kind, tree: Tree) -> Tree:
   return jax.tree.map(lambda x: checkpoint_name(x, f"coat_{kind}"), tree)
 
 
+@overload
+def cotangent(gradient: Array, primal: Array) -> Array: ...
+@overload
+def cotangent(gradient: Array, primal: None) -> None: ...
 def cotangent(gradient: Array, primal: Array | None) -> Array | None:
   """A gradient in the shape and dtype of its primal; None for None."""
   if primal is None:
