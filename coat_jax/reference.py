@@ -240,6 +240,8 @@ def gelu_derivative(x: Array, *, approximate: bool) -> Array:
   """d gelu / dx in f32."""
   x = x.astype(jnp.float32)
   if approximate:
+    # Beyond 10 tanh is 1 in f32, and 0 times an overflowing slope would be NaN.
+    x = jnp.clip(x, -10, 10)
     inner = _SQRT_2_OVER_PI * (x + _CUBIC * x * x * x)
     slope = _SQRT_2_OVER_PI * (1 + 3 * _CUBIC * x * x)
     tanh = jnp.tanh(inner)
