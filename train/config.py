@@ -182,6 +182,8 @@ class TrainConfig:
     compare_seeds: Twins, from as many seeds; their spread is shown.
     eval_every: Steps between evaluations; the last step is always evaluated.
     eval_batches: Held-out batches of an evaluation.
+    report_state: At evaluations, report how well the moments fit their codes,
+      against f32 moments that are kept for it (8 bytes a parameter more).
     save_every: Steps between checkpoints; the last step is always saved.
     keep: Newest checkpoints that are kept.
     model: Shape of the model.
@@ -211,6 +213,7 @@ class TrainConfig:
   compare_seeds: int = 1
   eval_every: int = 1000
   eval_batches: int = 16
+  report_state: bool = False
   save_every: int = 1000
   keep: int = 3
 
@@ -250,6 +253,21 @@ class TrainConfig:
       arguments["group_size"] = arguments.pop("activation_group_size")
     return getattr(coat_jax.recipe, self.recipe)(**arguments)
 
+  def bf16_twin(self, *, seed: int, out: str) -> "TrainConfig":
+    """The same run with BF16 layers and f32 moments, to compare with."""
+    return dataclasses.replace(
+      self,
+      recipe="bf16",
+      **_defaults(self, _RECIPES),
+      optim=dataclasses.replace(
+        self.optim, codec="float32", **_defaults(self.optim, _CODECS)
+      ),
+      seed=seed,
+      out=out,
+      compare=None,
+      report_state=False,
+    )
+
 
 def _check_positive(config, names: tuple[str, ...]) -> None:
   for name in names:
@@ -261,16 +279,20 @@ def _check_positive(config, names: tuple[str, ...]) -> None:
       )
 
 
+def _defaults(config, taken: dict) -> dict:
+  """Default of each option that one choice or another takes."""
+  names = {name for options in taken.values() for name in options}
+  fields = dataclasses.fields(config)
+  return {field.name: field.default for field in fields if field.name in names}
+
+
 def _check_unused(config, chosen: str, taken: dict) -> None:
   """Refuses options that the choice does not read."""
   choice = getattr(config, chosen)
-  names = {name for options in taken.values() for name in options}
-  for field in dataclasses.fields(config):
-    if field.name not in names or field.name in taken[choice]:
-      continue
-    if getattr(config, field.name) != field.default:
-      takers = [name for name, found in taken.items() if field.name in found]
+  for name, default in _defaults(config, taken).items():
+    if name not in taken[choice] and getattr(config, name) != default:
+      takers = [taker for taker, found in taken.items() if name in found]
       raise ValueError(
-        f"{type(config).__name__}: {field.name} applies to {chosen} "
-        f"{' or '.join(takers)}, got {chosen} {choice}; leave {field.name} out"
+        f"{type(config).__name__}: {name} applies to {chosen} "
+        f"{' or '.join(takers)}, got {chosen} {choice}; leave {name} out"
       )

@@ -22,13 +22,16 @@ def demo() -> TrainConfig:
       num_kv_heads=2,
       vocab_size=256,
     ),
-    optim=OptimConfig(lr=3e-3, warmup=20),
-    steps=300,
+    # A share, 20 steps of 250, so that shorter runs work too.
+    optim=OptimConfig(lr=3e-3, warmup=0.08),
+    steps=250,
     batch=8,
     seq=256,
     compare_seeds=2,
-    eval_every=100,
-    save_every=100,
+    eval_every=50,
+    eval_batches=16,
+    save_every=50,
+    report_state=True,
   )
 
 

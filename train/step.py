@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One training step and one evaluation, as pure functions, and what they need.
+
+The state is a tuple of plain trees, so the same bytes that a step reads are
+what a checkpoint holds. A step compiles once, ahead of time, with its input's
+buffers given to its output: a state is used once.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from coat_jax.optax_coat import coat_adamw
+from train.config import TrainConfig
+from train.model import Decoder, loss_fn
+
+
+class TrainState(NamedTuple):
+  """All that a run carries from step to step, beside its place in the data.
+
+  Attributes:
+    step: int32, steps done.
+    params: f32 master weights, nested dicts.
+    optimizer: What the optax chain keeps.
+    exact: Moments in f32 of the same gradients, for reports only; () without.
+  """
+
+  step: jax.Array
+  params: Any
+  optimizer: optax.OptState
+  exact: optax.ScaleByAdamState | tuple[()]
+
+
+class StepMetrics(NamedTuple):
+  """Scalars of one step, at the parameters before its update.
+
+  Attributes:
+    loss: f32, mean next-token loss of the batch, in nats.
+    grad_norm: f32, global norm of the gradients before clipping.
+    lr: f32, learning rate of the update.
+    is_finite: bool [leaves], whether each leaf's gradient is; as `leaf_names`.
+  """
+
+  loss: jax.Array
+  grad_norm: jax.Array
+  lr: jax.Array
+  is_finite: jax.Array
+
+
+def learning_rate(config: TrainConfig) -> optax.Schedule:
+  """Builds the schedule: up from 0 in a line, down to its end at the last step.
+
+  The first update has 1 / warmup of the peak, not 0, which would waste a batch.
+  """
+  optim = config.optim
+  warmup = optim.warmup_steps(config.steps)
+  remaining = max(config.steps - warmup, 1)
+  if optim.schedule == "cosine":
+    fall = optax.cosine_decay_schedule(optim.lr, remaining, optim.min_lr_ratio)
+  else:
+    end = optim.lr * optim.min_lr_ratio
+    fall = optax.linear_schedule(optim.lr, end, remaining)
+  if not warmup:
+    return fall
+  rise = optax.linear_schedule(optim.lr / warmup, optim.lr, max(warmup - 1, 1))
+  return optax.join_schedules([rise, fall], [warmup])
+
+
+def decays(params) -> Any:
+  """True at each leaf that decays: all but norms, biases and embeddings."""
+
+  def is_decayed(path, leaf):
+    del leaf
+    names = [str(getattr(key, "key", key)) for key in path]
+    return not any(
+      "norm" in name or "bias" in name or "embed" in name for name in names
+    )
+
+  return jax.tree.map_with_path(is_decayed, params)
+
+
+def build_optimizer(config: TrainConfig) -> optax.GradientTransformation:
+  """Builds the chain: clip by global norm, then AdamW with resting moments."""
+  optim = config.optim
+  return optax.chain(
+    _clip(config),
+    coat_adamw(
+      learning_rate(config),
+      optim.b1,
+      optim.b2,
+      optim.eps,
+      codec=optim.moment_codec(),
+      weight_decay=optim.weight_decay,
+      mask=decays,
+      seed=config.seed,
+    ),
+  )
+
+
+def _clip(config: TrainConfig) -> optax.GradientTransformation:
+  return optax.clip_by_global_norm(config.optim.grad_clip)
+
+
+def _exact_adam(config: TrainConfig) -> optax.GradientTransformation:
+  return optax.scale_by_adam(config.optim.b1, config.optim.b2)
+
+
+def build_graph(config: TrainConfig) -> nnx.GraphDef:
+  """Builds the model without its weights."""
+  return nnx.split(nnx.eval_shape(lambda: _decoder(config)), nnx.Param)[0]
+
+
+def initial_state(
+  config: TrainConfig, optimizer: optax.GradientTransformation
+) -> TrainState:
+  """Builds the state before the first step; the seed alone draws the weights.
+
+  Under `jax.eval_shape` this is the abstract state into which checkpoints are
+  restored.
+  """
+
+  @jax.jit
+  def initial_params():
+    return nnx.to_pure_dict(nnx.split(_decoder(config), nnx.Param)[1])
+
+  params = initial_params()
+  exact = _exact_adam(config).init(params) if config.report_state else ()
+  return TrainState(jnp.int32(0), params, optimizer.init(params), exact)
+
+
+def train_step(
+  config: TrainConfig,
+  graph: nnx.GraphDef,
+  optimizer: optax.GradientTransformation,
+) -> Callable[[TrainState, jax.Array], tuple[TrainState, StepMetrics]]:
+  """Builds the function of (state, tokens int32 [B, T + 1]) that trains."""
+  schedule = learning_rate(config)
+
+  def step(state, tokens):
+    def loss_of(params):
+      return loss_fn(nnx.merge(graph, params), tokens)
+
+    loss, grads = jax.value_and_grad(loss_of)(state.params)
+    updates, optimizer_state = optimizer.update(
+      grads, state.optimizer, state.params
+    )
+    metrics = StepMetrics(
+      loss=loss,
+      grad_norm=optax.global_norm(grads),
+      lr=jnp.asarray(schedule(state.step), jnp.float32),
+      is_finite=finite_leaves(grads),
+    )
+    params = optax.apply_updates(state.params, updates)
+    exact = state.exact
+    if config.report_state:
+      clipped = _clip(config).update(grads, optax.EmptyState())[0]
+      exact = _exact_adam(config).update(clipped, exact)[1]
+    state = TrainState(state.step + 1, params, optimizer_state, exact)
+    return state, metrics
+
+  return step
+
+
+def eval_step(graph: nnx.GraphDef) -> Callable[[Any, jax.Array], jax.Array]:
+  """Builds the function of (params, tokens [B, T + 1]) that gives the loss."""
+
+  def evaluate(params, tokens):
+    model = nnx.merge(graph, params)
+    model.eval()
+    return loss_fn(model, tokens)
+
+  return evaluate
+
+
+def finite_leaves(tree) -> jax.Array:
+  """Finds which leaves are finite: bool [leaves], in the order of the tree."""
+  return jnp.stack([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(tree)])
+
+
+def leaf_names(tree) -> list[str]:
+  """Names the leaves, `layers/mlp/gate`, in the order of the tree."""
+  paths = [path for path, _ in jax.tree.leaves_with_path(tree)]
+  return [jax.tree_util.keystr(p, simple=True, separator="/") for p in paths]
+
+
+def _decoder(config: TrainConfig) -> Decoder:
+  rngs = nnx.Rngs(config.seed)
+  return Decoder(config.model, config.coat_recipe(), rngs=rngs)
