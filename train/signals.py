@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SIGINT and SIGTERM: stop at once while nothing is lost, else save first.
+
+Python runs signal handlers between two of its instructions, so a compilation
+of a minute would leave Ctrl-C without an answer. Here the signal's number goes
+through a pipe to a thread that answers at once.
+"""
+
+import os
+import signal
+import sys
+import threading
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Signals:
+  """While entered, decides what SIGINT and SIGTERM do.
+
+  While not `is_deferred` they end the process. While it is, the first one only
+  sets `received`, for the training loop to save and leave; the next ends the
+  process. The exit status is 128 + the signal's number, as shells have it.
+  """
+
+  is_deferred = False
+  received: int | None = None
+
+  def __enter__(self) -> "Signals":
+    self._reader, self._writer = os.pipe()
+    os.set_blocking(self._writer, False)
+    self._handlers = {s: signal.signal(s, _do_nothing) for s in _SIGNALS}
+    self._wakeup = signal.set_wakeup_fd(self._writer)
+    self._thread = threading.Thread(target=self._listen, daemon=True)
+    self._thread.start()
+    return self
+
+  def __exit__(self, *_) -> None:
+    signal.set_wakeup_fd(self._wakeup)
+    for number, handler in self._handlers.items():
+      signal.signal(number, handler)
+    os.close(self._writer)
+    self._thread.join()
+    os.close(self._reader)
+
+  @property
+  def exit_status(self) -> int:
+    """128 + the number of the signal that was received."""
+    return 128 + (self.received or 0)
+
+  def _listen(self) -> None:
+    while number := os.read(self._reader, 1):
+      number = number[0]
+      name = signal.Signals(number).name
+      if self.is_deferred and self.received is None:
+        self.received = number
+        _say(f"{name}: saving after this step; once more stops at once")
+      elif number in _SIGNALS:
+        _say(f"{name}: stopped at once, without saving")
+        os._exit(128 + number)
+
+
+def _do_nothing(number, frame) -> None:
+  del number, frame
+
+
+def _say(text: str) -> None:
+  print(f"\n{text}", file=sys.stderr, flush=True)
