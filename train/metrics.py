@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run says about itself: metrics.jsonl, progress, the table at its end.
+
+metrics.jsonl has one JSON object a line, each with its `step`. A step's line
+has loss, grad_norm, lr and tokens_per_s; an evaluation's held_out_loss; a
+report's state_bytes_per_param and, leaf by leaf, what `state` says about the
+optimizer's codes. Lines are written as they happen and whole, so that a killed
+run loses none; a resumed run first drops those that it will write again.
+"""
+
+import json
+import math
+import os
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from tqdm import tqdm
+
+# Training losses are noisy from batch to batch: their mean over the last ones.
+LAST = 50
+_SECONDS_BETWEEN_LINES = 10
+
+
+class MetricsLog:
+  """Appends lines to a run's metrics.jsonl."""
+
+  def __init__(self, path: Path, *, resumed_step: int = 0):
+    """Opens the file.
+
+    Args:
+      path: The file; made if it is not there.
+      resumed_step: Lines of later steps are dropped.
+    """
+    kept = [row for row in read_metrics(path) if row["step"] <= resumed_step]
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text("".join(json.dumps(row) + "\n" for row in kept))
+    os.replace(temporary, path)
+    self._file = path.open("a", buffering=1)
+
+  def write(self, **row) -> None:
+    """Appends a line; numbers that are not finite become null."""
+    row = {
+      name: None if isinstance(x, float) and not math.isfinite(x) else x
+      for name, x in row.items()
+    }
+    self._file.write(json.dumps(row, allow_nan=False) + "\n")
+
+  def close(self) -> None:
+    self._file.close()
+
+
+def read_metrics(path: Path) -> Iterator[dict]:
+  """Yields the lines of a metrics.jsonl; none if there is no file.
+
+  A last line that was cut short by a crash is left out.
+  """
+  if not path.exists():
+    return
+  for line in path.read_text().splitlines():
+    try:
+      yield json.loads(line)
+    except json.JSONDecodeError:
+      return
+
+
+def summarize(path: Path) -> dict[str, float]:
+  """Condenses a metrics.jsonl.
+
+  Args:
+    path: The file.
+
+  Returns:
+    train_loss (mean of the last 50 steps), held_out_loss, perplexity (of the
+    held-out loss) and tokens_per_s (median); those that it has.
+  """
+  losses, speeds, summary = [], [], {}
+  for row in read_metrics(path):
+    if "loss" in row:
+      losses.append(row["loss"])
+      speeds.append(row["tokens_per_s"])
+    if "held_out_loss" in row:
+      summary["held_out_loss"] = row["held_out_loss"]
+      summary["perplexity"] = math.exp(min(row["held_out_loss"], 700.0))
+  if losses:
+    summary["train_loss"] = statistics.fmean(losses[-LAST:])
+    summary["tokens_per_s"] = statistics.median(speeds)
+  return summary
+
+
+class Progress:
+  """A bar on a terminal; elsewhere a line now and then. On standard error."""
+
+  def __init__(self, name: str, *, steps: int, done: int):
+    self._name, self._steps, self._held_out = name, steps, ""
+    self._done = self._first = done
+    self._start = self._printed = time.monotonic()
+    self._bar = None
+    if sys.stderr.isatty():
+      self._bar = tqdm(
+        total=steps,
+        initial=done,
+        desc=name,
+        unit="step",
+        dynamic_ncols=True,
+        smoothing=0.05,
+      )
+
+  def step(self, step: int, loss: float, tokens_per_s: float) -> None:
+    """Shows a step that is done."""
+    text = f"loss {loss:.4f}{self._held_out}, {tokens_per_s:,.0f} tokens/s"
+    if self._bar:
+      self._bar.set_postfix_str(text, refresh=False)
+      self._bar.update(step - self._done)
+    self._done = step
+    if self._bar:
+      return
+    if time.monotonic() - self._printed > _SECONDS_BETWEEN_LINES:
+      self._printed = time.monotonic()
+      per_step = (self._printed - self._start) / (step - self._first)
+      left = format_seconds((self._steps - step) * per_step)
+      self.say(f"{self._name}: step {step}/{self._steps}, {text}, {left} left")
+
+  def held_out(self, step: int, loss: float) -> None:
+    """Shows the held-out loss after a step, from now on."""
+    self._held_out = f" (held-out {loss:.4f})"
+    if not self._bar:
+      self.say(f"{self._name}: step {step}/{self._steps}, held-out {loss:.4f}")
+
+  def say(self, text: str) -> None:
+    """Prints a line above the bar."""
+    if self._bar:
+      self._bar.write(text, file=sys.stderr)
+    else:
+      print(text, file=sys.stderr, flush=True)
+
+  def close(self) -> None:
+    if self._bar:
+      self._bar.close()
+
+
+def format_seconds(seconds: float) -> str:
+  """Formats a duration: 59 s, 3:05, 2:00:00."""
+  if seconds < 60:
+    return f"{seconds:.0f} s"
+  minutes, seconds = divmod(round(seconds), 60)
+  hours, minutes = divmod(minutes, 60)
+  if hours:
+    return f"{hours}:{minutes:02}:{seconds:02}"
+  return f"{minutes}:{seconds:02}"
+
+
+def format_table(header: list[str], rows: list[list[str]]) -> str:
+  """Aligns a table: the first column to the left, the others to the right."""
+  lines = [header, *rows]
+  widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+  lines.insert(1, ["-" * width for width in widths])
+  return "\n".join(
+    "  ".join(
+      cell.ljust(width) if i == 0 else cell.rjust(width)
+      for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+    ).rstrip()
+    for line in lines
+  )

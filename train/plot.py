@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Draws runs from their metrics.jsonl.
+
+  python -m train.plot RUN... [--out PICTURE.png]
+
+A picture has the loss curves of all runs, and of those that report them, a
+histogram of the powers k that dynamic range expansion chose and the relative
+error of the stored moments. A run's twins are drawn with it.
+"""
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import tyro
+from matplotlib.figure import Figure
+
+from train.metrics import read_metrics
+from train.run_directory import RunDirectory
+
+# Steps over which a loss curve is smoothed; the raw one is drawn behind it.
+_WINDOW = 20
+_MOMENTS = {"mu": "first moment", "nu": "second moment"}
+
+
+def draw(runs: dict[str, list[dict]], out: Path) -> None:
+  """Draws runs side by side.
+
+  Args:
+    runs: By name, the lines of each metrics.jsonl.
+    out: A .png, .pdf or .svg.
+  """
+  panels = [(_draw_losses, runs)]
+  for draw_panel, key in ((_draw_powers, "powers"), (_draw_errors, "state")):
+    found = {
+      name: [row for row in rows if key in row] for name, rows in runs.items()
+    }
+    found = {name: rows for name, rows in found.items() if rows}
+    if found:
+      panels.append((draw_panel, found))
+  figure = Figure(figsize=(6 * len(panels), 4), layout="constrained")
+  axes = figure.subplots(1, len(panels), squeeze=False)[0]
+  for axis, (draw_panel, rows_by_name) in zip(axes, panels, strict=True):
+    draw_panel(axis, rows_by_name)
+  figure.savefig(out, dpi=150)
+
+
+def _draw_losses(axes, runs: dict[str, list[dict]]) -> None:
+  for index, (name, rows) in enumerate(runs.items()):
+    color = f"C{index}"
+    steps, losses = _series(rows, "loss")
+    axes.plot(steps, losses, color=color, alpha=0.2, linewidth=0.8)
+    window = min(_WINDOW, len(losses))
+    if window:
+      kernel = np.ones(window) / window
+      axes.plot(
+        steps[window - 1 :],
+        np.convolve(losses, kernel, "valid"),
+        color=color,
+        label=f"{name}, mean of {window}",
+      )
+    steps, losses = _series(rows, "held_out_loss")
+    axes.plot(steps, losses, "o", color=color, label=f"{name}, held out")
+  axes.set(xlabel="step", ylabel="loss (nats per token)", title="Loss")
+  axes.legend(fontsize="small")
+
+
+def _draw_powers(axes, runs: dict[str, list[dict]]) -> None:
+  for name, rows in runs.items():
+    for moment, counts in rows[-1]["powers"].items():
+      powers = [int(sixteenths) / 16 for sixteenths in counts]
+      shares = np.array(list(counts.values())) / max(sum(counts.values()), 1)
+      label = f"{name}, {_MOMENTS[moment]}, step {rows[-1]['step']}"
+      axes.step(powers, shares, where="mid", label=label)
+  axes.set(
+    xscale="log", xlabel="power k", ylabel="share of groups", title="Expansion"
+  )
+  axes.legend(fontsize="small")
+
+
+def _draw_errors(axes, runs: dict[str, list[dict]]) -> None:
+  for name, rows in runs.items():
+    for moment, meaning in _MOMENTS.items():
+      steps = [row["step"] for row in rows]
+      errors = [_mean_error(row["state"], moment) for row in rows]
+      axes.plot(steps, errors, "o-", label=f"{name}, {meaning}")
+  axes.set(
+    ylim=(0, None),
+    xlabel="step",
+    ylabel="relative error",
+    title="Stored moments against f32 ones of the same gradients",
+  )
+  axes.legend(fontsize="small")
+
+
+def _mean_error(state: dict, moment: str) -> float:
+  """The leaves' relative errors, weighted by their parameters."""
+  leaves = [leaf for leaf in state.values() if leaf["encoded"]]
+  errors = [leaf[moment]["relative_error"] for leaf in leaves]
+  sizes = [leaf["parameters"] for leaf in leaves]
+  return float(np.average(errors, weights=sizes)) if leaves else 0.0
+
+
+def _series(rows: list[dict], key: str) -> tuple[np.ndarray, np.ndarray]:
+  """Steps and values of the lines that have a key."""
+  found = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
+  steps, values = zip(*found, strict=True) if found else ((), ())
+  return np.array(steps), np.array(values)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlotConfig:
+  """Draws loss curves, powers k and state errors of runs.
+
+  Attributes:
+    runs: Folders of runs.
+    out: The picture; a .png, .pdf or .svg. Default: plot.png in the first run.
+  """
+
+  runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
+  out: Path | None = None
+
+
+def load(paths: tuple[Path, ...]) -> dict[str, list[dict]]:
+  """Reads runs and their twins.
+
+  Args:
+    paths: Folders of runs.
+
+  Returns:
+    By name, the lines of each.
+
+  Raises:
+    ValueError: one is no run, or has no step yet.
+  """
+  runs = {}
+  for path in paths:
+    run = RunDirectory(path)
+    if not run.is_started():
+      raise ValueError(
+        f"plot: {path} must be the folder of a run with steps, got none; pass "
+        "what --out was when it was trained"
+      )
+    for each in (run, *run.twins()):
+      is_twin = each is not run
+      name = f"{path.name} {each.path.name}" if is_twin else path.name
+      runs[name] = list(read_metrics(each.metrics))
+  return runs
+
+
+def main() -> int:
+  config = tyro.cli(PlotConfig, prog="python -m train.plot")
+  try:
+    if not config.runs:
+      raise ValueError("plot: name at least one run, such as runs/demo")
+    runs = load(config.runs)
+    out = config.out or RunDirectory(config.runs[0]).plot
+    draw(runs, out)
+  except (ValueError, OSError) as error:
+    print(f"error: {error}", file=sys.stderr)
+    return 2
+  print(out)
+  return 0
+
+
+if __name__ == "__main__":
+  sys.exit(main())
