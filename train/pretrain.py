@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trains a language model from scratch.
+
+  python -m train.pretrain PRESET [options]      PRESET --help shows the options
+  python -m train.pretrain demo --compare bf16   what `make train` runs
+
+`train` is the whole of it, from data to checkpoints, and reads from top to
+bottom. Exit status: 0 when training finished; 1 when a loss or a gradient was
+not finite; 2 when the input was at fault, and then nothing was changed; 130 and
+143 after SIGINT and SIGTERM, when the state was saved.
+"""
+
+import contextlib
+import inspect
+import math
+import sys
+import time
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+
+from train import compare, report, step
+from train.checkpoint import Checkpoints
+from train.config import TrainConfig
+from train.data import TokenSource, eval_batches, load_tokens, train_iterator
+from train.metrics import MetricsLog, Progress
+from train.presets import PRESETS
+from train.run_directory import RunDirectory, check_same, describe
+from train.signals import Signals
+
+
+class Stop(Exception):
+  """Ends the program with an exit status and, on standard error, a text."""
+
+  def __init__(self, status: int, text: str):
+    super().__init__(text)
+    self.status = status
+
+
+@contextlib.contextmanager
+def blaming_input():
+  """Errors in here are the input's: exit status 2 and a sentence."""
+  try:
+    yield
+  except (ValueError, OSError) as error:
+    raise Stop(2, f"error: {error}") from error
+
+
+def train(config: TrainConfig, tokens: TokenSource, signals: Signals) -> None:
+  """Trains until the last step.
+
+  Args:
+    config: The run.
+    tokens: Its data.
+    signals: Entered already.
+
+  Raises:
+    Stop: it ends earlier.
+  """
+  signals.is_deferred = False
+  if signals.received is not None:  # At the end of the run before this one.
+    raise Stop(signals.exit_status, f"{config.out}: not begun; --resume does")
+  run = RunDirectory(config.out)
+  description = describe(config, tokens.fingerprint())
+
+  # Data: an iterator whose place is saved, and a fixed held-out set.
+  sizes = dict(seq_len=config.seq, batch_size=config.batch)
+  with blaming_input():
+    batches = train_iterator(tokens, **sizes, seed=config.seed)
+    held_out = eval_batches(tokens, **sizes, max_batches=config.eval_batches)
+
+  # Model and optimizer; their state first as shapes only.
+  graph = step.build_graph(config)
+  optimizer = step.build_optimizer(config)
+  abstract = jax.eval_shape(lambda: step.initial_state(config, optimizer))
+  say(describe_sizes(config, abstract))
+
+  # The state: from the last checkpoint, or drawn from the seed.
+  done = 0
+  if config.resume:
+    with blaming_input():
+      changes = check_same(run, description)
+    done = run.latest_step()
+    if done >= config.steps:
+      say(f"{config.out}: its {config.steps} steps are done already")
+      return
+    checkpoints = Checkpoints(run.checkpoints, keep=config.keep)
+    with blaming_input():
+      state = checkpoints.restore(done, abstract, batches)
+    run.write_description(description)
+    say(f"{config.out}: resumed at step {done}", *changes)
+  else:
+    with blaming_input():
+      run.create(description)
+    checkpoints = Checkpoints(run.checkpoints, keep=config.keep)
+    state = step.initial_state(config, optimizer)
+  log = MetricsLog(run.metrics, resumed_step=done)
+
+  # Both programs are compiled here, so that the loop only runs them.
+  say(f"{config.out}: compiling")
+  batch = jax.ShapeDtypeStruct((config.batch, config.seq + 1), jnp.int32)
+  train_step = step.train_step(config, graph, optimizer)
+  train_step = jax.jit(train_step, donate_argnums=0)
+  train_step = train_step.lower(abstract, batch).compile()
+  eval_step = jax.jit(step.eval_step(graph))
+  eval_step = eval_step.lower(abstract.params, batch).compile()
+
+  def evaluate() -> float:
+    with blaming_input():
+      inputs = [each["tokens"] for each in held_out]
+    losses = [eval_step(state.params, each) for each in inputs]
+    return float(np.mean([float(loss) for loss in losses]))
+
+  def fail(text: str) -> Stop:
+    checkpoints.close()
+    last = checkpoints.latest_step()
+    kept = "no checkpoint was saved before; lower --optim.lr and start again"
+    if last is not None:
+      kept = f"the last good checkpoint is {run.checkpoints / str(last)}"
+    return Stop(1, f"{config.out}: {text}; {kept}")
+
+  # The loop.
+  tokens_a_step = config.batch * config.seq
+  progress = Progress(config.out, steps=config.steps, done=done)
+  signals.is_deferred = True
+  is_stopping = False
+  while done < config.steps and not is_stopping:
+    # One step, and its line in the log.
+    started = time.monotonic()
+    with blaming_input():
+      batch = next(batches)["tokens"]
+    state, metrics = train_step(state, batch)
+    metrics = jax.device_get(metrics)
+    done += 1
+    speed = tokens_a_step / (time.monotonic() - started)
+    loss = float(metrics.loss)
+    log.write(
+      step=done,
+      loss=loss,
+      grad_norm=float(metrics.grad_norm),
+      lr=float(metrics.lr),
+      tokens_per_s=round(speed, 1),
+    )
+    if not (math.isfinite(loss) and metrics.is_finite.all()):
+      names = step.leaf_names(abstract.params)
+      bad = [
+        n for n, ok in zip(names, metrics.is_finite, strict=True) if not ok
+      ]
+      progress.close()
+      raise fail(
+        f"step {done} has loss {loss} and gradients that are not finite in "
+        f"{', '.join(bad) or 'no leaf'}"
+      )
+    progress.step(done, loss, speed)
+
+    # Evaluate, and report on the optimizer's state.
+    is_last = done == config.steps
+    held_out_loss = None
+    if done % config.eval_every == 0 or is_last:
+      held_out_loss = evaluate()
+      log.write(step=done, held_out_loss=held_out_loss)
+      progress.held_out(done, held_out_loss)
+      if config.report_state:
+        log.write(step=done, **report.report_state(config, state))
+
+    # Save, but only a state that can go on: its loss is finite.
+    is_stopping = signals.received is not None
+    if done % config.save_every == 0 or is_last or is_stopping:
+      if held_out_loss is None:
+        first = next(iter(held_out))["tokens"]
+        held_out_loss = float(eval_step(state.params, first))
+      if not math.isfinite(held_out_loss):
+        progress.close()
+        raise fail(
+          f"after step {done} the held-out loss is {held_out_loss}, so that "
+          "step is not saved"
+        )
+      checkpoints.save(done, state, batches, description)
+  progress.close()
+  checkpoints.close()
+  log.close()
+  if done < config.steps:
+    raise Stop(
+      signals.exit_status,
+      f"{config.out}: saved step {done} of {config.steps}; --resume goes on",
+    )
+
+
+def describe_sizes(config: TrainConfig, abstract: step.TrainState) -> str:
+  """A line with what the options amount to."""
+  count = sum(leaf.size for leaf in jax.tree.leaves(abstract.params))
+  tokens = config.batch * config.seq
+  state = report.state_bytes_per_param(config)
+  return (
+    f"{config.out}: {count / 1e6:,.2f} M parameters, {state:.2f} bytes each in "
+    f"the optimizer; {tokens:,} tokens a step, {tokens * config.steps:,} in all"
+  )
+
+
+def say(*lines: str) -> None:
+  """Prints to standard error, at once."""
+  print(*lines, sep="\n  ", file=sys.stderr, flush=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+  """Reads the command line, trains, and returns the exit status."""
+  presets = {
+    name: (inspect.getdoc(preset), preset()) for name, preset in PRESETS.items()
+  }
+  with Signals() as signals:
+    config = tyro.extras.overridable_config_cli(
+      presets,
+      args=arguments,
+      prog="python -m train.pretrain",
+      description="Trains a language model; each preset's --help has options.",
+      config=(tyro.conf.FlagCreatePairsOff,),
+    )
+    try:
+      with blaming_input():
+        RunDirectory(config.out).check(config)
+        say(f"{config.out}: reading data")
+        tokens = load_tokens(config.data, config.model.vocab_size)
+        runs = [config, *compare.twins(config)]
+      for each in runs:
+        train(each, tokens, signals)
+      compare.finish(runs)
+    except Stop as stop:
+      say(str(stop))
+      return stop.status
+  return 0
+
+
+if __name__ == "__main__":
+  sys.exit(main())
