@@ -131,8 +131,7 @@ class _FP8(_Grouped):
   dtype: DTypeLike = E4M3
 
   def _codes(self, magnitude, amax, range_, noise):
-    bound = self._bound(amax)
-    t = jnp.minimum(magnitude / jnp.where(bound == 0, 1.0, bound), 1.0)
+    t = _share(magnitude, self._bound(amax))
     y = self._expand(t, amax, range_)
     nearest = saturating_cast(y, self.dtype)
     if noise is None:
@@ -158,7 +157,10 @@ class _FP8(_Grouped):
 
 @dataclasses.dataclass(frozen=True)
 class ScaledFP8(_FP8):
-  """x = q amax / qmax: one f32 amax per group, no expansion."""
+  """x = q amax / qmax: one f32 amax per group, no expansion.
+
+  Groups whose amax / qmax is below 2^-126 may count as zero.
+  """
 
   def _statistics(self, magnitude):
     return _amax(magnitude), jnp.uint8(0)
@@ -171,6 +173,11 @@ class ScaledFP8(_FP8):
 
   def _contract(self, y, amax, range_):
     return y * (1 / qmax(self.dtype))
+
+  def _values(self, codes, amax, range_):
+    # As XLA would reorder y / qmax * amax anyway, in some programs.
+    scale = amax * jnp.float32(1 / qmax(self.dtype))
+    return codes.astype(jnp.float32) * scale
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,13 +204,16 @@ class ExpandedFP8(_FP8):
   def _power(self, amax, range_):
     return range_.astype(jnp.float32) * (1 / _POWER_STEPS)
 
+  def _root(self, amax, range_):
+    return 1 / self._power(amax, range_)
+
   def _expand(self, t, amax, range_):
     return jnp.exp2(self._power(amax, range_) * jnp.log2(t)) * qmax(self.dtype)
 
   def _contract(self, y, amax, range_):
     # jnp.power is good to the last bit where exp2(log2(y) / k) is off by up to
     # five: where b1 * m + (1 - b1) * g cancels, those five move amin, hence k.
-    root = 1 / self._power(amax, range_)
+    root = self._root(amax, range_)
     return jnp.power(y * (1 / qmax(self.dtype)), root)
 
 
@@ -225,13 +235,19 @@ class BoundedFP8(ExpandedFP8):
   def _power(self, amax, range_):
     return _log2_range(self.dtype) / _octaves(amax, range_)
 
+  def _root(self, amax, range_):
+    # Rounded once, where the inverse of a power would be twice or, as XLA
+    # rewrites it, once.
+    return _octaves(amax, range_) * (1 / _log2_range(self.dtype))
+
 
 @dataclasses.dataclass(frozen=True)
 class LogUniform(_Grouped):
   """x = sign 2^(lower + (code - 1) step): codes uniform in log x, 0 for zero.
 
   step = (upper - lower) / (levels - 1) octaves, with 255 levels in a uint8
-  where values have no sign and 127 in an int8 where they have.
+  where values have no sign and 127 in an int8 where they have. Magnitudes above
+  2^127 saturate, those below 2^(upper - 126) count as 2^lower.
   """
 
   signed: bool
@@ -246,8 +262,8 @@ class LogUniform(_Grouped):
   def _codes(self, magnitude, amax, range_, noise):
     octaves = _octaves(amax, range_)
     steps = self._levels - 1
-    place = jnp.log2(magnitude / _exp2_biased(amax)) * (steps / octaves) + steps
-    place = jnp.clip(place, 0, steps)
+    t = _share(magnitude, _exp2_biased(amax))
+    place = jnp.clip(jnp.log2(t) * (steps / octaves) + steps, 0, steps)
     if noise is None:
       level = jnp.round(place)
     else:
@@ -268,7 +284,9 @@ class LogUniform(_Grouped):
     steps = self._levels - 1
     # In integers, so that decoding does not depend on how a quotient rounds.
     whole, rest = jnp.divmod(level * octaves, steps)
-    exponent = range_.astype(jnp.int32) + whole
+    # From the upper bound: with both bounds equal there is an octave all the
+    # same, and the highest level is the bound.
+    exponent = amax.astype(jnp.int32) - octaves + whole
     magnitude = jnp.exp2(rest * jnp.float32(1 / steps)) * _exp2_biased(exponent)
     magnitude = jnp.where(level < 0, 0.0, magnitude)
     # 0 for an ordinary group, NaN for one that holds a NaN.
@@ -286,6 +304,17 @@ def _bits(codes: Array) -> Array:
 
 def _value(bits: Array, dtype: DTypeLike) -> Array:
   return jax.lax.bitcast_convert_type(bits, dtype).astype(jnp.float32)
+
+
+def _share(magnitude: Array, bound: Array) -> Array:
+  """magnitude / bound, at most 1; below 2^-126, and for bound 0, it is 0."""
+  bound = jnp.where(bound == 0, 1.0, bound)
+  # XLA multiplies by 1 / bound, which is subnormal, hence perhaps zero, above
+  # 2^126. The factor is a power of two and loses nothing.
+  down = jnp.where(bound > 2.0**100, 2.0**-64, 1.0)
+  share = magnitude * down / (bound * down)
+  # The minimum lets a NaN through.
+  return jnp.where(share < _SMALLEST_NORMAL, 0.0, jnp.minimum(share, 1.0))
 
 
 def _amax(magnitude: Array) -> Array:
