@@ -34,8 +34,9 @@ _rope.defvjp(_rope_fwd, _rope_bwd)
 def _rotate(x, positions, theta):
   half = x.shape[-1] // 2
   frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-  angle = positions.astype(jnp.float32)[:, None, None] * frequency
-  cos, sin = jnp.cos(angle)[None], jnp.sin(angle)[None]
+  angle = positions.astype(jnp.float32)[:, None] * frequency[None]
+  # [1, T, 1, H / 2], one angle for all sequences and heads.
+  cos, sin = (f(angle)[None, :, None] for f in (jnp.cos, jnp.sin))
   a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
   rotated = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
   return rotated.astype(x.dtype)
