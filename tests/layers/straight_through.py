@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What layers should compute: f32 functions whose forwards are quantized.
+
+`pin(x, value)` is `value` forward and the identity backward, straight through a
+quantizer. Values are those of the reference operations, so that oracle and
+layer read the same codes; gradients are JAX's, of plain f32 functions at those
+values. A gradient that enters a matrix product becomes E5M2, as it does in the
+layers; nothing else is rounded on the way back.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from coat_jax import reference
+from coat_jax.formats import E5M2
+from coat_jax.qtensor import dequantize
+
+
+@jax.custom_vjp
+def pin(x, value):
+  """Forward `value`, backward the identity to x."""
+  return value
+
+
+pin.defvjp(lambda x, value: (value, None), lambda _, g: (g, None))
+
+
+@jax.custom_vjp
+def e5m2_gradient(x):
+  """The identity; its gradient is rounded to E5M2 with one scale."""
+  return x
+
+
+def _e5m2_gradient_bwd(_, g):
+  q = reference.quantize_tensor(g, dtype=E5M2)
+  return (dequantize(q, group_size=None),)
+
+
+e5m2_gradient.defvjp(lambda x: (x, None), _e5m2_gradient_bwd)
+
+
+def per_group(x, group_size=16):
+  """x as 1 x G codes stand for it, f32."""
+  q = reference.quantize_groups(x, group_size=group_size)
+  x = x.astype(jnp.float32)
+  return pin(x, dequantize(q, group_size=group_size))
+
+
+def rounded(x, dtype):
+  """x as `dtype` stands for it, f32."""
+  return pin(x, x.astype(dtype).astype(jnp.float32))
+
+
+def linear(x, w, bias=None):
+  """x w + bias with E4M3 operands and E5M2 gradients, all axes of w."""
+  matrix = w.reshape(w.shape[0], -1)
+  x_q, w_q = reference.quantize_tensor(x), reference.quantize_tensor(matrix)
+  x = pin(x.astype(jnp.float32), dequantize(x_q, group_size=None))
+  matrix = pin(matrix.astype(jnp.float32), dequantize(w_q, group_size=None))
+  y = e5m2_gradient(jnp.matmul(x, matrix, precision="highest"))
+  y = pin(y, reference.linear_fwd(x_q, w_q, dtype=jnp.float32))
+  return y if bias is None else y + _row(bias.reshape(-1), y)
+
+
+def norm(x, gamma, beta, kind, eps, group_size=16):
+  """The norm of 1 x G values, by the formula."""
+  x = per_group(x, group_size)
+  mean = jnp.mean(x, -1, keepdims=True) if kind == "layer" else 0.0
+  variance = jnp.mean((x - mean) ** 2, -1, keepdims=True)
+  y = (x - mean) * (variance + eps) ** -0.5
+  y = y if gamma is None else y * _row(gamma, y)
+  y = y if beta is None else y + _row(beta, y)
+  fixed = reference.norm_values(x, gamma, beta, kind=kind, eps=eps)[0]
+  return pin(y, jax.lax.stop_gradient(fixed))
+
+
+def _row(v, like):
+  return v.astype(jnp.float32).reshape((1,) * (like.ndim - 1) + v.shape)
+
+
+def gated_mlp(x, weights, kind, eps, residuals, group_size=16):
+  """x + (silu(norm(x) w_gate) * (norm(x) w_up)) w_down, f32."""
+  w = weights
+  y = norm(x, w.gamma, w.beta, kind, eps, group_size)
+  gate_up = rounded(linear(y, w.gate_up), x.dtype)
+  if w.gate_up_bias is not None:
+    gate_up = gate_up + _row(w.gate_up_bias.reshape(-1), gate_up)
+    gate_up = rounded(gate_up, x.dtype)
+  gate, up = jnp.split(gate_up, 2, axis=-1)
+  gate, up = per_group(gate, group_size), per_group(up, group_size)
+  silu = jax.nn.silu(gate)
+  silu = pin(silu, jax.lax.stop_gradient(reference.silu_values(gate)))
+  if residuals == "coat":
+    silu = per_group(silu, group_size)
+  return x.astype(jnp.float32) + linear(silu * up, w.down, w.down_bias)
+
+
+@jax.custom_vjp
+def attention(q, k, v, keep):
+  """Causal softmax(q k^T / sqrt(H)) v; its output is kept as `keep` does.
+
+  The backward takes the row sums of p dp from the kept output, not the exact
+  one: what is off is a gradient of the log-sum-exp, and known.
+  """
+  return _attention_fwd(q, k, v, keep)[0]
+
+
+def _attention_fwd(q, k, v, keep):
+  (out, _), vjp = jax.vjp(_naive_attention, q, k, v)
+  kept = keep(out)
+  return kept, (vjp, kept - out)
+
+
+def _attention_bwd(residuals, g):
+  vjp, off = residuals
+  return (*vjp((g, -jnp.sum(off * g, axis=-1))), None)
+
+
+attention.defvjp(_attention_fwd, _attention_bwd)
+
+
+def _naive_attention(q, k, v):
+  repeats = q.shape[2] // k.shape[2]
+  k, v = (jnp.repeat(x, repeats, axis=2) for x in (k, v))
+  scores = jnp.einsum("btnh,bsnh->btns", q, k) * q.shape[-1] ** -0.5
+  seen = jnp.tri(q.shape[1], dtype=bool)[None, :, None]
+  scores = jnp.where(seen, scores, -1e30)
+  p = jax.nn.softmax(scores, axis=-1)
+  out = jnp.einsum("btns,bsnh->btnh", p, v)
+  return out, jax.nn.logsumexp(scores, axis=-1)
+
+
+def attention_output(x, q, k, v, w, bias, kept):
+  """x + attention(q, k, v) w + bias; q, k, v and the output kept in `kept`."""
+  keep = jax.tree_util.Partial(per_group if kept == "fp8" else _as_is)
+  out = attention(keep(q), keep(k), keep(v), keep)
+  return x + linear(out.reshape(*x.shape[:2], -1), w, bias)
+
+
+def _as_is(x):
+  return x

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Norms that remember FP8: their formula, their gradient, their epsilon."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from coat_jax import recipe as recipes
+from coat_jax.layers import LayerNorm, RMSNorm, norm
+from tests.comparing import assert_close, assert_same_bits
+from tests.layers import straight_through
+
+COAT = recipes.coat()
+
+
+def case(rows, width=24, seed=0):
+  rng = np.random.default_rng(seed)
+  x, dy = (jnp.float32(rng.normal(size=(*rows, width))) for _ in range(2))
+  gamma, beta = (jnp.float32(rng.normal(size=width)) for _ in range(2))
+  return 3 * x, gamma, beta, dy
+
+
+@functools.partial(jax.jit, static_argnames=("kind", "eps", "recipe"))
+def layer(x, gamma, beta, dy, kind, eps, recipe=COAT):
+  def f(*args):
+    return norm(*args, kind=kind, eps=eps, recipe=recipe)
+
+  y, vjp = jax.vjp(f, x, gamma, beta)
+  return y, vjp(dy)
+
+
+@functools.partial(jax.jit, static_argnames=("kind", "eps", "group_size"))
+def oracle(x, gamma, beta, dy, kind, eps, group_size=16):
+  def f(*args):
+    return straight_through.norm(*args, kind, eps, group_size)
+
+  y, vjp = jax.vjp(f, x, gamma, beta)
+  return y, vjp(dy.astype(jnp.float32))
+
+
+@pytest.mark.parametrize(
+  "kind, rows, has_gamma, has_beta, eps",
+  [
+    ("rms", (2, 6), True, False, 1e-5),
+    ("rms", (6,), True, True, 1e-1),
+    ("layer", (2, 2, 3), False, False, 1e-5),
+    ("layer", (6,), True, True, 1.0),
+  ],
+)
+def test_equals_the_formula_at_the_remembered_values(
+  kind, rows, has_gamma, has_beta, eps
+):
+  x, gamma, beta, dy = case(rows)
+  gamma, beta = gamma if has_gamma else None, beta if has_beta else None
+  y, gradients = layer(x, gamma, beta, dy, kind, eps)
+  want, want_gradients = oracle(x, gamma, beta, dy, kind, eps)
+  assert_same_bits(y, want)
+  assert_close(gradients, want_gradients)
+
+
+def test_group_size_is_the_recipe_s():
+  x, gamma, beta, dy = case((2, 6))
+  recipe = recipes.coat(group_size=5)
+  got = layer(x, gamma, beta, dy, "rms", 1e-5, recipe)
+  assert_close(got, oracle(x, gamma, beta, dy, "rms", 1e-5, group_size=5))
+
+
+def test_bfloat16_in_and_out():
+  x, gamma, beta, dy = case((2, 6))
+  x, dy = x.astype(jnp.bfloat16), dy.astype(jnp.bfloat16)
+  y, (dx, dgamma, dbeta) = layer(x, gamma, beta, dy, "layer", 1e-5)
+  want, want_gradients = oracle(x, gamma, beta, dy, "layer", 1e-5)
+  assert_same_bits(y, want.astype(jnp.bfloat16))
+  assert dx.dtype == jnp.bfloat16
+  assert dgamma.dtype == dbeta.dtype == jnp.float32
+  assert_close(dx, want_gradients[0], 2.0**-8)
+  assert_close((dgamma, dbeta), want_gradients[1:])
+
+
+@pytest.mark.parametrize("module", [RMSNorm, LayerNorm])
+def test_epsilon_is_the_caller_s(module):
+  # A row of one value: exact in FP8 (code 448 and a scale of 2^-8 is 1.75).
+  value = 1.75
+  x = jnp.full((1, 16), value).at[0, ::2].multiply(-1)
+  for epsilon in (1e-5, 1e-1, 3.0):
+    m = module(16, epsilon=epsilon, dtype=jnp.float32, rngs=nnx.Rngs(0))
+    want = value / (value**2 + epsilon) ** 0.5
+    np.testing.assert_allclose(jnp.abs(m(x)), want, rtol=1e-6)
+
+
+def test_modules_hold_what_nnx_norms_hold():
+  x = case((2, 6))[0]
+  for ours, theirs in (
+    (RMSNorm(24, rngs=nnx.Rngs(0)), nnx.RMSNorm(24, rngs=nnx.Rngs(0))),
+    (LayerNorm(24, rngs=nnx.Rngs(0)), nnx.LayerNorm(24, rngs=nnx.Rngs(0))),
+  ):
+    state, want = nnx.state(ours), nnx.state(theirs)
+    assert jax.tree.structure(state) == jax.tree.structure(want)
+    assert_same_bits(state, want)
+    y = ours(x)
+    assert y.dtype == jnp.bfloat16
+    # FP8 of the input: 2.6 % rms, and BF16.
+    error = jnp.linalg.norm(y.astype(jnp.float32) - theirs(x))
+    assert error < 0.04 * jnp.linalg.norm(theirs(x))
+  olmo = LayerNorm(24, use_scale=False, use_bias=False, rngs=nnx.Rngs(0))
+  assert olmo.scale is None and olmo.bias is None
+  assert not jax.tree.leaves(nnx.state(olmo))
+  assert abs(float(jnp.mean(olmo(x)))) < 1e-2
+
+
+@pytest.mark.parametrize("recipe", [recipes.bf16(), recipes.fp8_linear()])
+def test_other_recipes_are_the_ordinary_norm(recipe):
+  x, gamma, beta, dy = case((2, 6))
+  mean, var = jnp.mean(x, -1), jnp.var(x, -1)
+  want = (x - mean[..., None]) / jnp.sqrt(var + 1e-5)[..., None]
+  want = want * gamma[None, None] + beta[None, None]
+  y, _ = layer(x, gamma, beta, dy, "layer", 1e-5, recipe)
+  assert_close(y, want, 1e-6)

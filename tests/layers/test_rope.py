@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""RoPE against complex numbers; it remembers positions only."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from coat_jax.layers import rope
+from tests.comparing import assert_close
+
+THETA = 1e4
+
+
+def case(positions, dtype=jnp.float32):
+  rng = np.random.default_rng(0)
+  shape = (2, len(positions), 3, 8)
+  x, dy = (jnp.asarray(rng.normal(size=shape), dtype) for _ in range(2))
+  return x, dy, jnp.asarray(positions, jnp.int32)
+
+
+def turned(x, positions, sign=1):
+  """(x_i + i x_(i + H/2)) e^(i position theta^(-2 i / H)), float64."""
+  x = np.asarray(x, np.float64)
+  half = x.shape[-1] // 2
+  frequency = THETA ** (-2 * np.arange(half) / x.shape[-1])
+  angle = sign * np.asarray(positions)[:, None] * frequency
+  z = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * angle)[:, None]
+  return np.concatenate([z.real, z.imag], axis=-1)
+
+
+@pytest.mark.parametrize("positions", [range(6), [7, 0, 4095, 3, 3, 100]])
+def test_turns_pairs_by_their_angle(positions):
+  x, dy, positions = case(positions)
+  y, vjp = jax.vjp(lambda x: rope(x, positions, theta=THETA), x)
+  # An f32 angle of 4095 is off by 2^-13, and the sine and cosine with it.
+  tolerance = max(1e-6, float(jnp.max(positions)) * 2.0**-24)
+  assert_close(y, turned(x, positions), tolerance)
+  # The transpose of a rotation is the opposite one.
+  assert_close(vjp(dy), (turned(dy, positions, sign=-1),), tolerance)
+
+
+def test_theta_is_the_caller_s():
+  x, _, positions = case(range(6))
+  y = rope(x, positions, theta=5e5)
+  assert jnp.max(jnp.abs(y - rope(x, positions, theta=THETA))) > 0.1
+
+
+def test_bfloat16_is_turned_in_f32():
+  x, _, positions = case([2000, 2001], jnp.bfloat16)
+  y = rope(x, positions, theta=THETA)
+  assert y.dtype == jnp.bfloat16
+  # Angles in BF16 would be off by several turns.
+  assert_close(y, turned(x, positions), 2.0**-8)
+
+
+def test_remembers_nothing_but_positions():
+  x, _, positions = case(range(6))
+  _, vjp = jax.vjp(lambda x: rope(x, positions, theta=THETA), x)
+  leaves = jax.tree.leaves(vjp)
+  assert [leaf.dtype for leaf in leaves] == [jnp.int32]
+  assert leaves[0] is positions
+
+
+def test_bad_shapes_are_refused():
+  with pytest.raises(ValueError, match="rope: needs x .* an even H"):
+    rope(jnp.ones((1, 2, 3, 5)), jnp.arange(2), theta=THETA)
+  with pytest.raises(ValueError, match="rope: needs x .* positions"):
+    rope(jnp.ones((1, 2, 3, 4)), jnp.arange(3), theta=THETA)
