@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recipes: presets, what may be combined, and errors that name the field."""
+
+import dataclasses
+import inspect
+
+import pytest
+
+from coat_jax import recipe
+from coat_jax.recipe import CoatRecipe
+
+
+def test_presets_carry_their_names():
+  for preset in (recipe.bf16, recipe.fp8_linear, recipe.coat):
+    assert preset().name == preset.__name__
+
+
+def test_presets_say_where_fp8_flows():
+  bf16, linear, coat = recipe.bf16(), recipe.fp8_linear(), recipe.coat()
+  assert (bf16.linear, bf16.nonlinear, bf16.attention) == ("bf16",) * 3
+  assert (linear.linear, linear.nonlinear) == ("fp8", "bf16")
+  assert (coat.linear, coat.nonlinear) == ("fp8", "fp8")
+  assert coat.residuals == "minimal" and coat.attention == "bf16"
+  assert coat.group_size == 16 and coat == CoatRecipe()
+
+
+def test_variants_keep_the_preset_and_set_the_field():
+  variant = recipe.coat(
+    residuals="coat", attention="fp8", group_size=32, evaluation="bf16"
+  )
+  assert variant.name == "coat"
+  assert dataclasses.astuple(variant) == (
+    *("fp8", "fp8", "coat", "fp8", 32, "bf16"),
+  )
+  assert recipe.fp8_linear(evaluation="bf16").evaluation == "bf16"
+
+
+def test_evaluation_computes_what_training_does_unless_told():
+  for preset in (recipe.bf16(), recipe.fp8_linear(), recipe.coat()):
+    assert preset.for_evaluation() is preset
+  for preset in (recipe.fp8_linear, recipe.coat):
+    assert preset(evaluation="bf16").for_evaluation() == recipe.bf16()
+
+
+def test_recipes_are_frozen_and_hashable():
+  assert hash(recipe.coat()) == hash(recipe.coat())
+  assert recipe.coat() != recipe.coat(residuals="coat")
+  with pytest.raises(dataclasses.FrozenInstanceError):
+    recipe.coat().linear = "bf16"
+  with pytest.raises(TypeError):
+    CoatRecipe("fp8")  # keywords only
+
+
+@pytest.mark.parametrize(
+  "field", ["linear", "nonlinear", "residuals", "attention", "evaluation"]
+)
+def test_an_unknown_choice_names_the_field_and_what_it_got(field):
+  # As users see it: the tests' checks of types would come first.
+  init = inspect.unwrap(CoatRecipe.__init__)
+  with pytest.raises(ValueError, match=f"{field} must be one of .* got 'fp4'"):
+    init(object.__new__(CoatRecipe), **{field: "fp4"})
+
+
+def test_a_group_size_below_one_is_refused():
+  with pytest.raises(ValueError, match="group_size must be at least 1, got 0"):
+    recipe.coat(group_size=0)
+
+
+@pytest.mark.parametrize("field", ["nonlinear", "attention"])
+def test_fp8_residuals_need_fp8_products(field):
+  fields = {"linear": "bf16", "nonlinear": "bf16", field: "fp8"}
+  with pytest.raises(ValueError, match="linear='bf16' goes with"):
+    CoatRecipe(**fields)
