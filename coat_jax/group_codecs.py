@@ -9,6 +9,7 @@ Stochastic rounding works on decoded values: with lower <= x <= upper the two
 neighbours as `decode` gives them, P(upper) = (x - lower) / (upper - lower).
 """
 
+import abc
 import dataclasses
 import math
 from typing import Literal, NamedTuple, Protocol, runtime_checkable
@@ -86,8 +87,12 @@ class Plain:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Grouped:
-  """What codecs with groups share. See the module's docstring."""
+class _Grouped(abc.ABC):
+  """What codecs with groups share. See the module's docstring.
+
+  Magnitudes come as [..., groups, group_size], statistics with a last axis of 1
+  where they meet them.
+  """
 
   group_size: int
   rounding: Rounding
@@ -112,6 +117,24 @@ class _Grouped:
     codes = self._codes(magnitude, amax[..., None], range_[..., None], noise)
     codes = join_groups(self._signed(codes, groups < 0), x.shape[-1])
     return Encoded(codes, amax, range_)
+
+  @abc.abstractmethod
+  def _statistics(self, magnitude: Array) -> tuple[Array, Array]:
+    """amax and range of each group."""
+
+  @abc.abstractmethod
+  def _codes(
+    self, magnitude: Array, amax: Array, range_: Array, noise: Array | None
+  ) -> Array:
+    """Codes of magnitudes."""
+
+  @abc.abstractmethod
+  def _signed(self, codes: Array, negative: Array) -> Array:
+    """Codes of magnitudes, with their signs."""
+
+  @abc.abstractmethod
+  def _values(self, codes: Array, amax: Array, range_: Array) -> Array:
+    """What signed codes stand for."""
 
   def decode(self, encoded: Encoded) -> Array:
     codes = split_groups(encoded.codes, self.group_size)
@@ -145,6 +168,18 @@ class _FP8(_Grouped):
     above = self._contract(_value(upper, self.dtype), amax, range_)
     up = t - below > noise * (above - below)
     return jax.lax.bitcast_convert_type(jnp.where(up, upper, lower), self.dtype)
+
+  @abc.abstractmethod
+  def _bound(self, amax: Array) -> Array:
+    """The largest magnitude that a group can hold."""
+
+  @abc.abstractmethod
+  def _expand(self, t: Array, amax: Array, range_: Array) -> Array:
+    """t to y."""
+
+  @abc.abstractmethod
+  def _contract(self, y: Array, amax: Array, range_: Array) -> Array:
+    """y to t."""
 
   def _signed(self, codes, negative):
     return jnp.where(negative, -codes, codes)

@@ -45,7 +45,7 @@ def num_groups(n: int, group_size: int) -> int:
   return -(-n // group_size)
 
 
-def split_groups(x: Array, group_size: int, fill=0) -> Array:
+def split_groups(x: Array, group_size: int, fill: float = 0) -> Array:
   """[..., n] to [..., groups, group_size], a short last group filled up."""
   n = x.shape[-1]
   groups = num_groups(n, group_size)
