@@ -90,8 +90,9 @@ def _gated_mlp_fwd(x, weights, kind, eps, recipe):
     x_q, w.gamma, w.beta, kind=kind, eps=eps, group_size=group_size
   )
   gate_up_q = ops.quantize_tensor(as_matrix(w.gate_up))
-  gate_up = ops.linear_fwd(y_q, gate_up_q, dtype=x.dtype)
-  gate, up = _split(add_bias(gate_up, as_row(w.gate_up_bias)))
+  gate_up = ops.linear_fwd(y_q, gate_up_q, dtype=jnp.float32)
+  gate_up = add_bias(gate_up, as_row(w.gate_up_bias)).astype(x.dtype)
+  gate, up = _split(gate_up)
   gate_q = ops.quantize_groups(gate, group_size=group_size)
   up_q = ops.quantize_groups(up, group_size=group_size)
   silu_q = None
