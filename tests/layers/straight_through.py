@@ -82,10 +82,7 @@ def gated_mlp(x, weights, kind, eps, residuals, group_size=16):
   """x + (silu(norm(x) w_gate) * (norm(x) w_up)) w_down, f32."""
   w = weights
   y = norm(x, w.gamma, w.beta, kind, eps, group_size)
-  gate_up = rounded(linear(y, w.gate_up), x.dtype)
-  if w.gate_up_bias is not None:
-    gate_up = gate_up + _row(w.gate_up_bias.reshape(-1), gate_up)
-    gate_up = rounded(gate_up, x.dtype)
+  gate_up = rounded(linear(y, w.gate_up, w.gate_up_bias), x.dtype)
   gate, up = jnp.split(gate_up, 2, axis=-1)
   gate, up = per_group(gate, group_size), per_group(up, group_size)
   silu = jax.nn.silu(gate)

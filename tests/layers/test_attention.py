@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention, its output projection and the module around both."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from coat_jax import recipe as recipes
+from coat_jax.layers import (
+  Attention,
+  attention_output,
+  dot_product_attention,
+  rope,
+)
+from tests.comparing import assert_close, assert_same_bits
+from tests.layers import straight_through
+
+RECIPES = {kept: recipes.coat(attention=kept) for kept in ("bf16", "fp8")}
+HEADS, KV_HEADS, SIZE = 4, 2, 8
+
+
+def case(heads=HEADS, kv_heads=KV_HEADS, seed=0):
+  """x, q, k, v, w, bias, dy."""
+  rng = np.random.default_rng(seed)
+  shapes = [(2, 6, n, SIZE) for n in (heads, kv_heads, kv_heads)]
+  shapes = [(2, 6, 24), *shapes, (heads * SIZE, 24), (24,), (2, 6, 24)]
+  return [jnp.float32(rng.normal(size=s)) for s in shapes]
+
+
+@functools.partial(jax.jit, static_argnames="recipe")
+def layer(args, dy, recipe):
+  y, vjp = jax.vjp(lambda *a: attention_output(*a, recipe=recipe), *args)
+  return y, vjp(dy)
+
+
+@functools.partial(jax.jit, static_argnames="kept")
+def oracle(args, dy, kept):
+  f = functools.partial(straight_through.attention_output, kept=kept)
+  y, vjp = jax.vjp(f, *args)
+  return y, vjp(dy)
+
+
+@pytest.mark.parametrize("kept", RECIPES)
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_output_block_equals_attention_then_linear(kept, has_bias):
+  *args, dy = case()
+  args[5] = args[5] if has_bias else None
+  y, gradients = layer(args, dy, RECIPES[kept])
+  want, want_gradients = oracle(args, dy, kept)
+  # Two formulas of the softmax: a code of the output on a boundary may flip.
+  assert_close(y, want)
+  assert_close(gradients, want_gradients)
+
+
+def test_output_block_in_bfloat16():
+  *args, w, bias, dy = case()
+  *args, dy = (x.astype(jnp.bfloat16) for x in (*args, dy))
+  exact = [x.astype(jnp.float32) for x in (*args, w, bias, dy)]
+  # p, ds, out and dout are rounded to BF16. With FP8 so are the values read,
+  # which moves one output code in twenty by 2^-3 of its value: 2.5 % rms, and
+  # with it every gradient that reads the output.
+  for kept, tolerance in (("bf16", 0.01), ("fp8", 0.05)):
+    y, gradients = layer((*args, w, bias), dy, RECIPES[kept])
+    assert y.dtype == jnp.bfloat16
+    assert [g.dtype for g in gradients[:4]] == [jnp.bfloat16] * 4
+    assert [g.dtype for g in gradients[4:]] == [jnp.float32] * 2
+    want, want_gradients = oracle(exact[:-1], exact[-1], kept)
+    results = zip((y, *gradients), (want, *want_gradients), strict=True)
+    for got, correct in results:
+      error = jnp.linalg.norm(got.astype(jnp.float32) - correct)
+      assert error < tolerance * jnp.linalg.norm(correct)
+
+
+def test_fp8_attends_to_what_it_remembers():
+  *args, dy = case()
+  bf16, fp8 = (layer(args, dy, recipe)[0] for recipe in RECIPES.values())
+  assert jnp.max(jnp.abs(bf16 - fp8)) > 1e-3
+  q, k, v = (
+    jax.lax.stop_gradient(straight_through.per_group(x)) for x in args[1:4]
+  )
+  # Values that are FP8 already (requantizing them changes nothing) leave only
+  # the FP8 of the output: 2.6 %.
+  exact = [args[0], q, k, v, *args[4:]]
+  bf16, fp8 = (layer(exact, dy, recipe)[0] for recipe in RECIPES.values())
+  off = jnp.linalg.norm(bf16 - fp8)
+  assert off < 0.04 * jnp.linalg.norm(bf16 - args[0])
+
+
+@pytest.mark.parametrize("recipe", [recipes.bf16(), recipes.fp8_linear()])
+def test_other_recipes_are_the_ordinary_layers(recipe):
+  x, q, k, v, w, _, _ = case()
+  got = attention_output(x, q, k, v, w, recipe=recipe)
+  out = dot_product_attention(q, k, v).reshape(2, 6, -1)
+  if recipe.linear == "fp8":
+    assert_close(got, x + straight_through.linear(out, w), 1e-6)
+  else:
+    assert_close(got, x + out @ w, 1e-6)
+
+
+def module(recipe=None, **kwargs):
+  kwargs = dict(num_kv_heads=KV_HEADS, head_dim=SIZE, recipe=recipe) | kwargs
+  return Attention(24, HEADS, rngs=nnx.Rngs(0), **kwargs)
+
+
+def by_hand(m, x):
+  """The module from its parts, weights of each head by hand."""
+  b, t, _ = x.shape
+  qkv = m.qkv(x).reshape(b, t, KV_HEADS, HEADS // KV_HEADS + 2, SIZE)
+  if m.clip_qkv is not None:
+    qkv = jnp.clip(qkv, -m.clip_qkv, m.clip_qkv)
+  heads = [qkv[:, :, i, j] for i in range(KV_HEADS) for j in range(2)]
+  q = jnp.stack(heads, axis=2)
+  k, v = qkv[:, :, :, 2], qkv[:, :, :, 3]
+  if m.rope_theta is not None:
+    positions = jnp.arange(t)
+    q = rope(q, positions, theta=m.rope_theta)
+    k = rope(k, positions, theta=m.rope_theta)
+  return attention_output(
+    x, q, k, v, m.out.kernel[...], causal=m.causal, recipe=m.recipe
+  )
+
+
+@pytest.mark.parametrize(
+  "options", [{}, {"rope_theta": None, "causal": False}, {"clip_qkv": 0.5}]
+)
+def test_module_is_made_of_its_parts(options):
+  m = module(recipes.coat(), **options)
+  x = case()[0].astype(jnp.bfloat16)
+  assert_same_bits(m(x), by_hand(m, x))
+
+
+def test_module_takes_any_leading_axes():
+  m = module(dtype=jnp.float32)
+  x = case()[0]
+  # Per-tensor scales are of all rows together, whatever their shape.
+  y = m(x)
+  assert_same_bits(m(x.reshape(1, 2, 6, 24)), y.reshape(1, 2, 6, 24))
+  assert m(x[0]).shape == (6, 24)
+
+
+def test_module_attends_to_the_past_only():
+  m = module()
+  x = case()[0]
+  later = x.at[:, 4:].multiply(-1)  # The same amax: the same scales.
+  assert_same_bits(m(x)[:, :4], m(later)[:, :4])
+  assert jnp.any(m(x)[:, 4:] != m(later)[:, 4:])
+
+
+def test_positions_shift_nothing_but_rope():
+  m = module(dtype=jnp.float32)
+  x = case()[0]
+  y = m(x, jnp.arange(6, dtype=jnp.int32))
+  assert_same_bits(m(x), y)
+  # Only differences of positions count; FP8 codes of the output may flip.
+  shifted = m(x, jnp.arange(100, 106, dtype=jnp.int32))
+  assert jnp.linalg.norm(shifted - y) < 0.01 * jnp.linalg.norm(y - x)
+  assert jnp.any(m(x, jnp.arange(0, 12, 2, dtype=jnp.int32)) != y)
+
+
+@pytest.mark.parametrize(
+  "arguments, message",
+  [
+    (dict(num_kv_heads=3), "num_heads must be a multiple of num_kv_heads"),
+    (
+      dict(num_kv_heads=5, head_dim=None),
+      "num_heads must be a multiple of num_kv_heads",
+    ),
+  ],
+)
+def test_heads_that_do_not_fit_are_refused(arguments, message):
+  with pytest.raises(ValueError, match=message):
+    module(**arguments)
+  with pytest.raises(ValueError, match="features must be a multiple of num_he"):
+    Attention(25, 4, rngs=nnx.Rngs(0))

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gated MLP block with its norm and residual add."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from coat_jax import recipe as recipes
+from coat_jax.layers import GatedMLP, MLPWeights, gated_mlp
+from tests.comparing import assert_close, assert_same_bits
+from tests.layers import straight_through
+
+RECIPES = {kept: recipes.coat(residuals=kept) for kept in ("coat", "minimal")}
+
+
+def case(rows, has_biases=True, seed=0):
+  rng = np.random.default_rng(seed)
+
+  def normal(*shape):
+    return jnp.float32(rng.normal(size=shape))
+
+  weights = MLPWeights(
+    gamma=normal(24),
+    beta=normal(24),
+    gate_up=normal(24, 2, 40),
+    gate_up_bias=normal(2, 40),
+    down=normal(40, 24),
+    down_bias=normal(24),
+  )
+  if not has_biases:
+    weights = weights._replace(beta=None, gate_up_bias=None, down_bias=None)
+  return normal(*rows, 24), weights, normal(*rows, 24)
+
+
+@functools.partial(jax.jit, static_argnames=("kind", "eps", "recipe"))
+def layer(x, weights, dy, kind, eps, recipe):
+  def f(x, weights):
+    return gated_mlp(x, weights, kind=kind, eps=eps, recipe=recipe)
+
+  y, vjp = jax.vjp(f, x, weights)
+  return y, vjp(dy)
+
+
+@functools.partial(jax.jit, static_argnames=("kind", "eps", "residuals"))
+def oracle(x, weights, dy, kind, eps, residuals):
+  def f(x, weights):
+    return straight_through.gated_mlp(x, weights, kind, eps, residuals)
+
+  y, vjp = jax.vjp(f, x, weights)
+  return y, vjp(dy.astype(jnp.float32))
+
+
+@pytest.mark.parametrize("residuals", RECIPES)
+@pytest.mark.parametrize(
+  "kind, rows, eps, has_biases",
+  [
+    ("rms", (2, 6), 1e-5, False),
+    ("layer", (6,), 1e-1, True),
+    ("rms", (2, 2, 3), 1e-5, True),
+  ],
+)
+def test_equals_the_composition(kind, rows, eps, has_biases, residuals):
+  x, weights, dy = case(rows, has_biases)
+  y, gradients = layer(x, weights, dy, kind, eps, RECIPES[residuals])
+  want, want_gradients = oracle(x, weights, dy, kind, eps, residuals)
+  assert_same_bits(y, want)
+  assert_close(gradients, want_gradients)
+
+
+@pytest.mark.parametrize("residuals", RECIPES)
+def test_bfloat16_in_and_out(residuals):
+  x, weights, dy = case((2, 6))
+  x, dy = x.astype(jnp.bfloat16), dy.astype(jnp.bfloat16)
+  y, (dx, dw) = layer(x, weights, dy, "rms", 1e-5, RECIPES[residuals])
+  want, want_gradients = oracle(x, weights, dy, "rms", 1e-5, residuals)
+  assert_same_bits(y, want.astype(jnp.bfloat16))
+  assert dx.dtype == jnp.bfloat16
+  assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(dw))
+  want_dx, want_dw = want_gradients
+  # The gradient of the product, rounded to BF16, moves E5M2 codes of dgate and
+  # dup that lie at a boundary: each by 2^-2 at most, one in 2^-9 / 2^-3 or so
+  # of them. dx and everything in front of down shares that; down does not.
+  assert_close((dw.down, dw.down_bias), (want_dw.down, want_dw.down_bias))
+  for got, exact in zip(
+    jax.tree.leaves((dx, dw)), jax.tree.leaves((want_dx, want_dw)), strict=True
+  ):
+    error = jnp.linalg.norm(got.astype(jnp.float32) - exact)
+    assert error < 0.02 * jnp.linalg.norm(exact)
+
+
+def test_residual_sets_differ_by_the_fp8_of_silu_only():
+  # silu(30) = 30 in f32: where all gates are equal, SiLU is exact in FP8 too.
+  x, weights, dy = case((2, 6), has_biases=True)
+  weights = weights._replace(
+    gate_up=weights.gate_up.at[:, 0].set(0.0),
+    gate_up_bias=weights.gate_up_bias.at[0].set(30.0),
+  )
+  kept, recomputed = (
+    layer(x, weights, dy, "rms", 1e-5, recipe) for recipe in RECIPES.values()
+  )
+  assert_close(kept, recomputed, 1e-6)
+  # Anywhere else: by the error of one more quantization, 2.6 % of the product.
+  x, weights, dy = case((2, 6))
+  kept, recomputed = (
+    layer(x, weights, dy, "rms", 1e-5, recipe)[0] for recipe in RECIPES.values()
+  )
+  off = jnp.linalg.norm(kept - recomputed)
+  assert 0 < off < 0.05 * jnp.linalg.norm(recomputed - x)
+
+
+def test_a_zero_down_projection_leaves_the_stream_as_it_is():
+  x, weights, dy = case((2, 6), has_biases=False)
+  weights = weights._replace(down=jnp.zeros((40, 24)))
+  y, (dx, _) = layer(x, weights, dy, "rms", 1e-5, RECIPES["minimal"])
+  assert_same_bits((y, dx), (x, dy))
+
+
+@pytest.mark.parametrize("recipe", [recipes.bf16(), recipes.fp8_linear()])
+def test_other_recipes_are_the_ordinary_layers(recipe):
+  m = GatedMLP(24, 40, recipe=recipe, use_bias=True, rngs=nnx.Rngs(0))
+  x = case((2, 6))[0].astype(jnp.bfloat16)
+  gate_up = m.gate_up(m.norm(x))
+  product = jax.nn.silu(gate_up[..., 0, :]) * gate_up[..., 1, :]
+  assert_same_bits(m(x), x + m.down(product))
+
+
+def test_weights_that_do_not_fit_are_refused():
+  x, weights, _ = case((2, 6))
+  for bad in (
+    weights._replace(gate_up=jnp.ones((24, 80))),
+    weights._replace(down=jnp.ones((41, 24))),
+  ):
+    with pytest.raises(ValueError, match=r"gated_mlp: gate_up must be \[D, 2"):
+      gated_mlp(x, bad, kind="rms", eps=1e-5, recipe=RECIPES["minimal"])
