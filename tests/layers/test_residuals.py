@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What layers remember: every array of `jax.vjp`, by dtype and by bytes."""
+
+import collections
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from coat_jax import recipe as recipes
+from coat_jax.formats import E4M3
+from coat_jax.layers import (
+  LayerNorm,
+  Linear,
+  NormLinear,
+  RMSNorm,
+  gelu,
+  silu_mul,
+)
+from coat_jax.qtensor import num_groups
+from train.config import ModelConfig
+from train.memory import remembered_arrays, remembered_bytes
+from train.model import DecoderLayer
+
+BF16, F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
+FP8 = jnp.dtype(E4M3)
+# No two axes alike, and no multiple of 16 among the widths.
+T, D, F, N, K, G = 34, 72, 200, 6, 3, 16
+H = D // N
+CONFIG = ModelConfig(
+  family="llama",
+  num_layers=2,
+  d_model=D,
+  d_ff=F,
+  num_heads=N,
+  num_kv_heads=K,
+  vocab_size=256,
+)
+COAT = [
+  recipes.coat(residuals=kept, attention=attention)
+  for kept in ("coat", "minimal")
+  for attention in ("bf16", "fp8")
+]
+
+
+def held(f, *args):
+  """Arrays that f's backward holds, each once, without args and scalars."""
+  leaves = jax.tree.leaves(jax.vjp(f, *args)[1])
+  known = {id(leaf) for leaf in jax.tree.leaves(args)}
+  arrays = {id(leaf): leaf for leaf in leaves if id(leaf) not in known}
+  return [leaf for leaf in arrays.values() if leaf.ndim]
+
+
+def kinds(arrays):
+  """How often which dtype and shape."""
+  return collections.Counter((a.dtype, a.shape) for a in arrays)
+
+
+def groups(*shape, count=1):
+  """Codes and scales of `count` 1 x G arrays of this shape."""
+  scales = (*shape[:-1], num_groups(shape[-1], G))
+  return collections.Counter({(FP8, shape): count, (BF16, scales): count})
+
+
+def split(module):
+  graph, params = nnx.split(module)
+  return (lambda params, x: nnx.merge(graph, params)(x)), params
+
+
+def test_single_operations_remember_fp8_only():
+  x = jnp.ones((1, T, D), jnp.bfloat16)
+  rngs = nnx.Rngs(0)
+  rstd = collections.Counter({(F32, (1, T)): 1})
+  code = collections.Counter({(FP8, (1, T, D)): 1})
+  expected = [
+    (Linear(D, F, rngs=rngs), code),
+    (RMSNorm(D, rngs=rngs), groups(1, T, D) + rstd),
+    (LayerNorm(D, rngs=rngs), groups(1, T, D) + rstd + rstd),
+    (NormLinear(D, F, rngs=rngs), groups(1, T, D) + rstd),
+    (
+      NormLinear(D, F, recipe=COAT[0], rngs=rngs),
+      groups(1, T, D) + rstd + code,
+    ),
+  ]
+  for module, want in expected:
+    assert kinds(held(*split(module), x)) == want, type(module).__name__
+  assert kinds(held(silu_mul, x, x)) == groups(1, T, D, count=2)
+  assert kinds(held(gelu, x)) == groups(1, T, D)
+
+
+def expected_layer(recipe):
+  """A decoder layer's arrays, from its shapes."""
+  want = groups(1, T, D, count=2) + groups(1, T, F, count=2)  # gate and up
+  want[F32, (1, T)] += 2  # rstd
+  want[F32, (1, T, N)] += 1  # log-sum-exp
+  want[jnp.dtype(jnp.int32), (T,)] += 1  # positions
+  if recipe.attention == "fp8":
+    want += groups(1, T, N, H, count=2) + groups(1, T, K, H, count=2)
+  else:
+    want += {(BF16, (1, T, N, H)): 2, (BF16, (1, T, K, H)): 2}
+  if recipe.residuals == "coat":
+    want += groups(1, T, F)  # SiLU
+    want += {(FP8, (1, T, D)): 2, (FP8, (1, T, F)): 1}  # operands
+  return want
+
+
+def run_layer(recipe):
+  f, params = split(DecoderLayer(CONFIG, recipe, rngs=nnx.Rngs(0)))
+  x = jax.random.normal(jax.random.key(1), (1, T, D), jnp.bfloat16)
+  return held(f, params, x)
+
+
+@pytest.mark.parametrize(
+  "recipe", COAT, ids=lambda r: r.residuals + r.attention
+)
+def test_a_layer_remembers_what_its_shapes_say(recipe):
+  want = collections.Counter(expected_layer(recipe))
+  if (recipe.residuals == "coat") == (recipe.attention == "fp8"):
+    assert kinds(run_layer(recipe)) == want  # The others would take as long.
+  # The abstract count sees the same arrays, and scales of whole tensors.
+  counted = remembered_arrays(CONFIG, recipe, tokens=T)
+  assert kinds(a for a, _ in counted if a.ndim) == want
+  assert len([a for a, _ in counted if not a.ndim]) <= 9
+  # Nothing wider than FP8 but what was asked for, statistics and scales.
+  wide = [
+    a for a, kind in counted if a.dtype in (BF16, F32) and a.size >= T * D
+  ]
+  allowed = 4 if recipe.attention == "bf16" else 0
+  assert len(wide) <= allowed
+
+
+@pytest.mark.parametrize("recipe", [recipes.bf16(), recipes.fp8_linear()])
+def test_abstract_count_equals_the_arrays_of_other_recipes(recipe):
+  # Reshapes are arrays of their own until compiled: the same bytes are once.
+  contents = {}
+  parameters = {(D, (N + 2 * K) * H), (N * H, D), (D, 2 * F), (F, D)}
+  for array in run_layer(recipe):
+    if array.shape not in parameters | {(1, 1, D)}:  # Casts of weights.
+      contents[np.asarray(array).tobytes()] = array
+  counted = remembered_arrays(CONFIG, recipe, tokens=T)
+  want = collections.Counter((a.dtype, a.size) for a in contents.values())
+  got = collections.Counter((a.dtype, a.size) for a, _ in counted if a.ndim)
+  assert got == want
+
+
+def test_kinds_are_those_of_the_operations():
+  counted = remembered_bytes(CONFIG, recipes.coat(residuals="coat"), tokens=T)
+  scales = {n: 2 * num_groups(n, G) for n in (D, F)}
+  assert counted["norm"] == pytest.approx(2 * (D + scales[D] + 4), abs=1)
+  assert counted["activation"] == pytest.approx(3 * (F + scales[F]), abs=1)
+  want = 2 * (2 * N + 2 * K) * H + 4 * N
+  assert counted["attention"] == pytest.approx(want, abs=1)
+  assert counted["linear"] == pytest.approx(2 * D + F, abs=1)
+  assert counted["rope"] == 4
+  assert counted["total"] == sum(counted.values()) - counted["total"]
+  # Plain autodiff: f32 inputs and xhat of two norms with rstd; gate, up, SiLU
+  # and two of the sigmoid; operands of qkv, gate_up and down.
+  bf16 = remembered_bytes(CONFIG, recipes.bf16(), tokens=T)
+  assert bf16["norm"] == pytest.approx(2 * (2 * 4 * D + 8), abs=1)
+  assert bf16["activation"] == 5 * 2 * F
+  assert bf16["linear"] == 2 * (2 * D + F)
+  assert bf16["attention"] == want
+
+
+def test_bytes_per_token_do_not_depend_on_the_tokens():
+  few, many = (
+    remembered_bytes(CONFIG, recipes.coat(), tokens=tokens)
+    for tokens in (256, 512)
+  )
+  for kind in few:  # Scales of whole tensors are all that is spread.
+    assert abs(few[kind] - many[kind]) < 4 * 9 / 256

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a decoder layer remembers for its backward, counted from its gradient.
+
+The arrays are those that `jax.vjp` of one layer hands from forward to backward.
+They are read off the traced program, so that nothing is computed and a layer of
+any width takes a second or two:
+  * each array once: a reshape of one that is kept anyway is that one;
+  * parameters apart, and casts of them: they do not grow with the tokens;
+  * scales and statistics included.
+
+The kind of an array is the name that `coat_jax.layers` gives it for checkpoint
+policies. Arrays that plain autodiff keeps (recipes bf16 and fp8_linear) have no
+name: an operand of a linear layer is linear, any other has the kind of the
+function in `coat_jax.layers` that made it.
+"""
+
+from pathlib import Path
+from typing import get_args
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.extend.core import Var
+
+from coat_jax.layers import residuals
+from coat_jax.recipe import CoatRecipe
+from train.config import ModelConfig
+from train.model import DecoderLayer
+
+KINDS = get_args(residuals.Kind)
+
+# Of what a function in such a file of `coat_jax/layers` makes.
+_KIND_OF_FILE = {
+  "norm": "norm",
+  "norm_linear": "norm",
+  "activation": "activation",
+  "gated_mlp": "activation",
+  "rope": "rope",
+  "attention": "attention",
+  "linear": "linear",
+}
+
+
+def remembered_bytes(
+  config: ModelConfig, recipe: CoatRecipe, *, tokens: int
+) -> dict[str, float]:
+  """Counts what one decoder layer remembers for its backward, per token.
+
+  Args:
+    config: The model's shape.
+    recipe: How its layers compute.
+    tokens: Length of the one sequence that is traced; at some hundred, what
+      does not grow with it (scales of whole tensors) no longer shows.
+
+  Returns:
+    Bytes per token and layer for each of `KINDS`, and their `total`.
+  """
+  totals = dict.fromkeys(KINDS, 0)
+  for aval, kind in remembered_arrays(config, recipe, tokens=tokens):
+    totals[kind] += aval.size * aval.dtype.itemsize
+  totals["total"] = sum(totals.values())
+  return {kind: count / tokens for kind, count in totals.items()}
+
+
+def remembered_arrays(
+  config: ModelConfig, recipe: CoatRecipe, *, tokens: int
+) -> list[tuple[jax.core.ShapedArray, str]]:
+  """Lists the arrays that `remembered_bytes` counts.
+
+  Args:
+    config: The model's shape.
+    recipe: How its layers compute.
+    tokens: Length of the one sequence that is traced.
+
+  Returns:
+    Shape with dtype, and kind, of each array.
+  """
+  layer = nnx.eval_shape(lambda: DecoderLayer(config, recipe, rngs=nnx.Rngs(0)))
+  graph, params = nnx.split(layer)
+  x = jax.ShapeDtypeStruct((1, tokens, config.d_model), jnp.bfloat16)
+
+  def residuals_of(params, x):
+    layer_of = lambda params, x: nnx.merge(graph, params)(x)  # noqa: E731
+    return jax.tree.leaves(jax.vjp(layer_of, params, x)[1])
+
+  jaxpr = jax.make_jaxpr(residuals_of)(params, x).jaxpr
+  return _Program(jaxpr).arrays()
+
+
+class _Program:
+  """A traced forward whose results are what the backward reads."""
+
+  def __init__(self, jaxpr):
+    self.jaxpr = jaxpr
+    self.equation_of = {
+      var: equation for equation in jaxpr.eqns for var in equation.outvars
+    }
+    *params, x = jaxpr.invars
+    self.of_params = self._reached_from(params)
+    self.of_x = self._reached_from([x])
+    self.operands = {
+      self._aliases(var)[-1]
+      for equation in jaxpr.eqns
+      if equation.primitive.name == "dot_general"
+      and _layer_file(equation) == "linear"
+      for var in equation.invars
+    }
+
+  def arrays(self):
+    """Shape and kind of each result, parameters apart, each array once."""
+    kept = {}
+    for var in self.jaxpr.outvars:
+      if isinstance(var, Var) and not self._is_parameter(var):
+        array = self._aliases(var)[-1]
+        kept.setdefault(array, (var.aval, self._kind(var)))
+    return list(kept.values())
+
+  def _reached_from(self, start):
+    """All arrays that depend on one of these."""
+    reached = set(start)
+    for equation in self.jaxpr.eqns:
+      if any(isinstance(v, Var) and v in reached for v in equation.invars):
+        reached.update(equation.outvars)
+    return reached
+
+  def _is_parameter(self, var):
+    """Whether it depends on parameters only; scales of weights are counted."""
+    of_params = var in self.of_params and var not in self.of_x
+    return of_params and var.aval.size > 1
+
+  def _aliases(self, var):
+    """The array, what it is a name or a reshape of, and so on to its origin."""
+    found = [var]
+    while (equation := self.equation_of.get(found[-1])) is not None:
+      if equation.primitive.name not in _ALIASES:
+        break
+      source, alias = equation.invars[0], found[-1]
+      if not isinstance(source, Var) or source.aval.size != alias.aval.size:
+        break
+      found.append(source)
+    return found
+
+  def _kind(self, var):
+    equations = [self.equation_of.get(alias) for alias in self._aliases(var)]
+    for equation in equations:
+      if equation is not None and equation.primitive.name == "name":
+        return equation.params["name"].removeprefix("coat_")
+    if self._aliases(var)[-1] in self.operands:
+      return "linear"
+    # The layer's input has no equation; its first norm remembers it.
+    made_by = _layer_file(equations[-1]) if equations[-1] else "norm"
+    return _KIND_OF_FILE[made_by]
+
+
+_ALIASES = {"name", "reshape", "squeeze", "broadcast_in_dim", "copy"}
+
+
+def _layer_file(equation) -> str | None:
+  """Stem of the innermost file of `coat_jax/layers` it was traced in."""
+  traceback = equation.source_info.traceback
+  folder = Path(residuals.__file__).parent
+  for frame in traceback.frames if traceback else ():
+    path = Path(frame.file_name)
+    if path.parent == folder and path.stem in _KIND_OF_FILE:
+      return path.stem
+  return None
