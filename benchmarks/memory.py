@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much memory layers and optimizer states take, without taking it.
+
+  python -m benchmarks.memory residuals --preset llama2_7b --tokens 256
+  python -m benchmarks.memory state --preset llama2_7b
+
+memory.residuals: bytes per token that one decoder layer remembers for its
+backward, by kind, and their total in `units` of U = 2 d_model (one BF16 copy of
+the residual stream). Counted from the arrays of the layer's own `jax.vjp`, as
+`train.memory` describes. Beside them, in U: `paper_units`, Table 2 of
+arXiv:2410.19313 (for d_ff = 8/3 d_model and without scales; its fp8_linear is
+TransformerEngine), and `reference_units`, what the reference's Llama layer
+saves at this shape, scales included, with and without the 2 U that the paper
+counts for RoPE. Our bf16 row is what JAX's autodiff keeps of the layer as it is
+written; XLA, when it compiles the whole step, may keep a little less.
+
+memory.state: bytes per parameter, from the shapes alone, of parameters in f32
+or BF16, of their gradients, and of the optimizer's state with each codec.
+"""
+
+import argparse
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from benchmarks.harness import emit
+from coat_jax import coat_adamw, codecs, recipe
+from coat_jax.state import state_bytes
+from train.config import ModelConfig
+from train.memory import remembered_bytes
+from train.model import Decoder
+from train.presets import PRESETS
+
+RECIPES = (
+  recipe.bf16(),
+  recipe.fp8_linear(),
+  recipe.coat(residuals="coat"),
+  recipe.coat(residuals="minimal"),
+  recipe.coat(residuals="minimal", attention="fp8"),
+)
+PAPER_UNITS = {"bf16": 22.66, "fp8_linear": 18.33, "coat": 13.33}
+CODECS = {
+  "coat": codecs.coat(),
+  "coat_e8m0": codecs.coat_e8m0(),
+  "log8": codecs.log8(),
+  "fp8": codecs.fp8(),
+  "bfloat16": codecs.bfloat16(),
+  "float32": codecs.float32(),
+}
+
+
+def reference_bytes(config: ModelConfig) -> int:
+  """Bytes per token that the reference's Llama layer saves, without RoPE."""
+  d, f, h = config.d_model, config.d_ff, config.head_dim
+  n, kv = config.num_heads, config.num_kv_heads
+  norm = 2 * (d + 2 * d // 16 + 4) + 2 * d  # Inputs and outputs of two norms.
+  attention = 2 * (2 * n + 2 * kv) * h + 4 * n  # q, k, v, output; log-sum-exp.
+  activation = 3 * (f + 2 * f // 16)  # gate, up, SiLU.
+  return norm + attention + activation + f  # And the product.
+
+
+def residuals(preset: str, tokens: int) -> list[dict]:
+  """Prints a row for each recipe."""
+  config = PRESETS[preset]().model
+  unit = 2 * config.d_model
+  rope = 2 * (config.num_heads + config.num_kv_heads) * config.head_dim
+  without_rope = reference_bytes(config)
+  rows = []
+  for r in RECIPES:
+    counted = remembered_bytes(config, r, tokens=tokens)
+    # The choice of a residual set is COAT's; elsewhere autodiff chooses.
+    kept = r.residuals if r.name == "coat" else "autodiff"
+    case = dict(preset=preset, recipe=r.name, residuals=kept)
+    case |= dict(attention=r.attention, tokens=tokens)
+    further = dict(
+      units_by_kind={k: v / unit for k, v in counted.items() if k != "total"},
+      paper_units=PAPER_UNITS[r.name],
+    )
+    if r.name == "coat":
+      further["reference_units"] = {
+        "with_rope": (without_rope + rope) / unit,
+        "without_rope": without_rope / unit,
+      }
+    rows.append(
+      emit(
+        "memory.residuals",
+        case,
+        bytes_per_token_layer=counted,
+        units=counted["total"] / unit,
+        **further,
+      )
+    )
+  return rows
+
+
+def state(preset: str) -> list[dict]:
+  """Prints a row for each dtype of the parameters and each codec."""
+  config = PRESETS[preset]().model
+  rows = []
+  for dtype in (jnp.float32, jnp.bfloat16):
+    params = _abstract_params(config, dtype)
+    count = sum(x.size for x in jax.tree.leaves(params))
+    stored = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(params))
+    for name, codec in CODECS.items():
+      optimizer = coat_adamw(1e-3, codec=codec)
+      optimizer_bytes = state_bytes(jax.eval_shape(optimizer.init, params))
+      rows.append(
+        emit(
+          "memory.state",
+          dict(preset=preset, codec=name, params=jnp.dtype(dtype).name),
+          bytes_per_param=dict(
+            params=stored / count,
+            grads=stored / count,  # JAX gives a gradient its primal's dtype.
+            optimizer=optimizer_bytes.bytes_per_param,
+          ),
+          num_params=count,
+        )
+      )
+  return rows
+
+
+def _abstract_params(config: ModelConfig, dtype):
+  model = nnx.eval_shape(
+    lambda: Decoder(config, recipe.coat(), rngs=nnx.Rngs(0))
+  )
+  return jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.shape, dtype),
+    nnx.to_pure_dict(nnx.state(model, nnx.Param)),
+  )
+
+
+def main(arguments: list[str] | None = None) -> list[dict]:
+  """Runs the command; returns the rows it printed."""
+  parser = argparse.ArgumentParser(
+    prog="python -m benchmarks.memory",
+    description="Bytes that layers remember and optimizer states take.",
+  )
+  commands = parser.add_subparsers(dest="command", required=True)
+  for name in ("residuals", "state"):
+    command = commands.add_parser(name)
+    command.add_argument("--preset", choices=PRESETS, default="llama2_7b")
+    if name == "residuals":
+      command.add_argument("--tokens", type=int, default=256)
+  options = parser.parse_args(arguments)
+  if options.command == "state":
+    return state(options.preset)
+  if options.tokens < 1:
+    parser.error(f"--tokens must be at least 1, got {options.tokens}")
+  return residuals(options.preset, options.tokens)
+
+
+if __name__ == "__main__":
+  main()

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of the memory benchmark: their shape, and the bounds they must meet."""
+
+import json
+
+import pytest
+
+from benchmarks import memory
+from train.presets import PRESETS
+
+KINDS = ["norm", "activation", "rope", "attention", "linear", "total"]
+
+
+@pytest.fixture(scope="module")
+def residuals():
+  rows = memory.residuals("llama2_7b", tokens=256)
+  return {
+    (c["recipe"], c["residuals"], c["attention"]): row
+    for row in rows
+    for c in [row["case"]]
+  }
+
+
+def test_residual_rows_have_their_shape(residuals):
+  for row in residuals.values():
+    assert row["bench"] == "memory.residuals"
+    assert row["case"]["preset"] == "llama2_7b"
+    assert list(row["bytes_per_token_layer"]) == KINDS
+    *kinds, total = row["bytes_per_token_layer"].values()
+    # Rows keep six digits.
+    assert sum(kinds) == pytest.approx(total, rel=1e-5)
+    assert row["units"] == pytest.approx(total / 8192, rel=1e-5)
+    assert {"date", "jax", "device"} <= row.keys()
+
+
+@pytest.mark.parametrize(
+  "kept, attention, bound",
+  [("coat", "bf16", 12.2), ("minimal", "bf16", 8.3), ("minimal", "fp8", 6.5)],
+)
+def test_coat_keeps_within_its_bounds(residuals, kept, attention, bound):
+  row = residuals["coat", kept, attention]
+  # Not far below either: an array that the count loses is a fault.
+  assert bound - 0.3 < row["units"] <= bound
+
+
+def test_counts_beside_ours(residuals):
+  bf16 = residuals["bf16", "autodiff", "bf16"]
+  fp8_linear = residuals["fp8_linear", "autodiff", "bf16"]
+  coat = residuals["coat", "coat", "bf16"]
+  assert bf16["paper_units"] == 22.66 and coat["paper_units"] == 13.33
+  assert bf16["units"] > fp8_linear["units"] > 2 * coat["units"]
+  # Bytes per token of the tensors that the reference's Llama layer saves at
+  # this shape, added up by hand: 98472 without RoPE's inputs, 114856 with.
+  config = PRESETS["llama2_7b"]().model
+  assert memory.reference_bytes(config) == 98472
+  reference = coat["reference_units"]
+  assert reference["without_rope"] == pytest.approx(98472 / 8192, rel=1e-5)
+  assert reference["with_rope"] == pytest.approx(114856 / 8192, rel=1e-5)
+  # Ours keeps the same tensors, and positions and scales of weights.
+  assert coat["units"] == pytest.approx(reference["without_rope"], rel=1e-3)
+
+
+def test_state_rows_and_their_bounds(capsys):
+  rows = memory.main(["state", "--preset", "llama2_7b"])
+  printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+  assert printed == rows
+  bounds = {"coat": 2.09, "coat_e8m0": 2.04, "log8": 2.04}
+  for row in rows:
+    assert row["bench"] == "memory.state"
+    case, found = row["case"], row["bytes_per_param"]
+    assert case["preset"] == "llama2_7b"
+    itemsize = {"float32": 4, "bfloat16": 2}[case["params"]]
+    assert found["params"] == found["grads"] == itemsize
+    assert 2 < found["optimizer"] <= bounds.get(case["codec"], 8)
+    assert row["num_params"] == 6_738_415_616
+  assert {row["case"]["codec"] for row in rows} == memory.CODECS.keys()
+
+
+def test_command_line(capsys):
+  rows = memory.main(["residuals", "--preset", "demo", "--tokens", "64"])
+  assert len(rows) == len(memory.RECIPES)
+  assert all(row["case"]["tokens"] == 64 for row in rows)
+  capsys.readouterr()
+  for bad in (["residuals", "--tokens", "0"], ["state", "--preset", "llama9"]):
+    with pytest.raises(SystemExit, match="2"):
+      memory.main(bad)
+  assert "--tokens must be at least 1, got 0" in capsys.readouterr().err
