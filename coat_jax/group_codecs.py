@@ -20,7 +20,7 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float
 
-from coat_jax.formats import E4M3, qmax, saturating_cast
+from coat_jax.formats import E4M3, neighbours, qmax, saturating_cast
 from coat_jax.qtensor import join_groups, split_groups
 
 Rounding = Literal["stochastic", "nearest"]
@@ -156,18 +156,12 @@ class _FP8(_Grouped):
   def _codes(self, magnitude, amax, range_, noise):
     t = _share(magnitude, self._bound(amax))
     y = self._expand(t, amax, range_)
-    nearest = saturating_cast(y, self.dtype)
-    if noise is None:
-      return nearest
-    bits = _bits(nearest)
-    lower = bits - (_value(bits, self.dtype) > y).astype(jnp.uint8)
-    top = _bits(jnp.asarray(qmax(self.dtype), self.dtype))
-    # A NaN's code lies above top and stays.
-    upper = jnp.where(lower < top, lower + jnp.uint8(1), lower)
-    below = self._contract(_value(lower, self.dtype), amax, range_)
-    above = self._contract(_value(upper, self.dtype), amax, range_)
-    up = t - below > noise * (above - below)
-    return jax.lax.bitcast_convert_type(jnp.where(up, upper, lower), self.dtype)
+    if noise is not None:
+      lower, upper = neighbours(y, self.dtype)
+      below = self._contract(lower, amax, range_)
+      above = self._contract(upper, amax, range_)
+      y = jnp.where(t - below > noise * (above - below), upper, lower)
+    return saturating_cast(y, self.dtype)
 
   @abc.abstractmethod
   def _bound(self, amax: Array) -> Array:
@@ -331,14 +325,6 @@ class LogUniform(_Grouped):
 
 def _log2_range(dtype: DTypeLike) -> float:
   return math.log2(qmax(dtype) ** 2 / 2)
-
-
-def _bits(codes: Array) -> Array:
-  return jax.lax.bitcast_convert_type(codes, jnp.uint8)
-
-
-def _value(bits: Array, dtype: DTypeLike) -> Array:
-  return jax.lax.bitcast_convert_type(bits, dtype).astype(jnp.float32)
 
 
 def _share(magnitude: Array, bound: Array) -> Array:

@@ -62,10 +62,13 @@ def join_groups(x: Array, n: int) -> Array:
 
 
 def group_amax(x: Float[Array, "*b n"], group_size: int) -> Array:
-  """Largest magnitude of each group: f32 [..., ceil(n / group_size)]."""
-  return jnp.max(jnp.abs(split_groups(x, group_size)), axis=-1).astype(
-    jnp.float32
-  )
+  """Largest magnitude of each group: f32 [..., ceil(n / group_size)].
+
+  NaN where a group holds one; backends' maxima do not agree on that.
+  """
+  groups = jnp.abs(split_groups(x, group_size)).astype(jnp.float32)
+  has_nan = jnp.any(jnp.isnan(groups), axis=-1)
+  return jnp.where(has_nan, jnp.nan, jnp.max(groups, axis=-1))
 
 
 def tensor_amax(x: Float[Array, "*s"], group_size: int = 16) -> Array:
@@ -81,7 +84,9 @@ def tensor_amax(x: Float[Array, "*s"], group_size: int = 16) -> Array:
   Returns:
     f32 scalar.
   """
-  return jnp.max(group_amax(jnp.atleast_1d(x), group_size), initial=0.0)
+  amax = group_amax(jnp.atleast_1d(x), group_size)
+  has_nan = jnp.any(jnp.isnan(amax))
+  return jnp.where(has_nan, jnp.nan, jnp.max(amax, initial=0.0))
 
 
 def amax_to_scale(

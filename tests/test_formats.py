@@ -74,3 +74,34 @@ def test_cast_of_bfloat16_and_float16_inputs_saturates():
     x = jnp.asarray([465, -1000, 3, 0.1], dtype)
     got = formats.saturating_cast(x, formats.E4M3).astype(jnp.float32)
     np.testing.assert_array_equal(got, [448, -448, 3, 0.1015625])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_neighbours_enclose_every_value(dtype):
+  values = oracles.fp8_values(dtype).astype(np.float32)
+  values = np.unique(values[(values >= 0) & np.isfinite(values)])
+  between = (values[1:] + values[:-1]) / 2
+  x = np.concatenate(
+    [values, between, np.nextafter(values[1:], np.float32(0)), [np.nan]]
+  ).astype(np.float32)
+  lower, upper = jax.jit(formats.neighbours, static_argnums=1)(x, dtype)
+  place = np.searchsorted(values, x[:-1], side="right") - 1
+  np.testing.assert_array_equal(lower[:-1], values[place])
+  above = values[np.minimum(place + 1, len(values) - 1)]
+  np.testing.assert_array_equal(upper[:-1], above)
+  assert np.isnan(lower[-1]) and np.isnan(upper[-1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_cast_rounds_before_it_converts(dtype):
+  # XLA may drop a conversion f32 -> FP8 -> f32. What goes into it must be on
+  # the format's grid already, so that nothing changes if it does.
+  x = jnp.asarray(np.random.default_rng(0).normal(size=4096) * 100, jnp.float32)
+  jaxpr = jax.make_jaxpr(lambda x: formats.saturating_cast(x, dtype))(x)
+  *before, last = jaxpr.eqns
+  assert last.primitive.name == "convert_element_type"
+  rounded = jax.core.eval_jaxpr(
+    jaxpr.jaxpr.replace(eqns=before, outvars=last.invars), jaxpr.consts, x
+  )[0]
+  want = formats.saturating_cast(x, dtype).astype(jnp.float32)
+  np.testing.assert_array_equal(rounded, want)
