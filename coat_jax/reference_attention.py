@@ -112,7 +112,10 @@ def _blocks(x: Array) -> tuple[Array, Array]:
   missing = -x.shape[1] % block
   x = jnp.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2))
   x = x.reshape(x.shape[0], -1, block, *x.shape[2:])
-  return jnp.moveaxis(x, 1, 0), jnp.arange(x.shape[1]) * block
+  x, first = jnp.moveaxis(x, 1, 0), jnp.arange(x.shape[1]) * block
+  # Tied to the data: masks that depend on constants only are the same in every
+  # layer, so a scan over layers would compute all of them first and hold them.
+  return jax.lax.optimization_barrier((x, first))
 
 
 def _join(x: Array, t: int) -> Array:
