@@ -18,6 +18,7 @@ RANKS = {
   "moments": 4,
   "ops": 5,
   **dict.fromkeys(["layers", "optax_coat", "sharding", "plan"], 6),
+  "state": 7,
 }
 
 

@@ -1,0 +1,298 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adam whose moments rest in FP8, as an optax transformation.
+
+"COAT: Compressing Optimizer States and Activation for Memory-Efficient FP8
+Training" (arXiv:2410.19313), section 4. Between steps a moment is what a codec
+of `codecs` makes of it: one byte a value and up to five per group of 128. In a
+step it is decoded, updated in f32 and encoded again; nothing but the state
+remembers less than Adam does, and the update uses the new moments before they
+are encoded.
+
+Not here: the layers' FP8 (`layers`), where the state lies on a mesh
+(`sharding`), reports about a state (`state`).
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.typing import ArrayLike
+
+from coat_jax import codecs, moments, stochastic
+from coat_jax.moments import QuantizeMask
+
+# Parameters draw from another stream of random words than moments do.
+_PARAMETER_STREAM = 0x85EBCA6B
+
+
+class ScaleByCoatAdamState(NamedTuple):
+  """State of Adam with encoded moments.
+
+  All fields but `count` are trees of the parameters' structure whose leaves are
+  plain arrays: `Encoded` of `group_codecs`, once for each moment. A leaf that
+  stays in f32 has its moments in `*_codes` and scalars in the others.
+  """
+
+  # shape=(), dtype=jnp.int32
+  count: ArrayLike  # pyright: ignore[reportIncompatibleMethodOverride]
+  mu_codes: optax.Updates  # shape=leaf.shape, dtype=the codec's
+  mu_amax: optax.Updates  # shape=(..., ceil(n / group_size))
+  mu_range: optax.Updates  # shape=(..., ceil(n / group_size))
+  nu_codes: optax.Updates  # as mu_*
+  nu_amax: optax.Updates
+  nu_range: optax.Updates
+
+
+def scale_by_coat_adam(
+  b1: ArrayLike = 0.9,
+  b2: ArrayLike = 0.999,
+  eps: ArrayLike = 1e-8,
+  *,
+  eps_root: ArrayLike = 0.0,
+  codec: codecs.MomentCodec = codecs.coat(),  # noqa: B008 (it is frozen)
+  nesterov: bool = False,
+  quantize_mask: QuantizeMask | None = None,
+  seed: ArrayLike = 0,
+) -> optax.GradientTransformation:
+  """Rescales updates by Adam whose moments rest in FP8. See `coat_adamw`.
+
+  Args:
+    b1: decay of the first moment.
+    b2: decay of the second moment.
+    eps: added to the denominator, outside the root.
+    eps_root: added to the second moment, inside the root.
+    codec: how the moments rest, from `codecs`.
+    nesterov: whether to use Nesterov momentum.
+    quantize_mask: `(path, leaf) -> bool`, which leaves the codec encodes (the
+      others' moments stay f32); None for `default_quantize_mask`. Asked by
+      `init` only: afterwards the state says it.
+    seed: of the random words of stochastic rounding.
+
+  Returns:
+    An `optax.GradientTransformation`. Updates have the gradients' dtype.
+
+  Raises:
+    TypeError: `codec` is none, or (by `init`) a leaf is not real floating.
+    ValueError: (by `update`) the state is not this codec's or these leaves'.
+
+  Source: arXiv:2410.19313, section 4; docs/deviations.md 3 to 6.
+  """
+  op = "scale_by_coat_adam"
+  if not isinstance(codec, codecs.MomentCodec):
+    raise TypeError(
+      f"{op}: codec must be a MomentCodec, got {codec!r}; call a function of "
+      "codecs, as in codec=codecs.coat()"
+    )
+
+  def init_fn(params):
+    groups = moments.choose_groups(op, params, codec, quantize_mask)
+    key = stochastic.leaf_key(seed, 0, 0)
+    resting = []
+    for leaf, leaf_groups in zip(jax.tree.leaves(params), groups, strict=True):
+      # They lie where the parameter does, and stay zero whatever the words.
+      zeros = jnp.zeros_like(leaf, dtype=jnp.float32)
+      resting.append(moments.encode(leaf_groups, zeros, zeros, key))
+    fields = moments.unflatten(moments.fields_like(params), resting)
+    return ScaleByCoatAdamState(jnp.zeros([], jnp.int32), *fields)
+
+  def update_fn(updates, state, params=None):
+    del params
+    count = optax.safe_increment(state.count)
+    new_updates, new_resting = [], []
+    for i, (g, leaf) in enumerate(_paired(op, updates, state)):
+      groups = moments.resting_groups(op, leaf, codec)
+      update, mu, nu = adam(g, *moments.decode(groups, leaf), count)
+      key = stochastic.leaf_key(seed, count, i)
+      new_updates.append(update)
+      new_resting.append(moments.encode(groups, mu, nu, key))
+    fields = moments.unflatten(state[1:], new_resting)
+    new_updates = jax.tree.structure(updates).unflatten(new_updates)
+    return new_updates, ScaleByCoatAdamState(count, *fields)
+
+  @functools.partial(jax.jit, inline=True)
+  def adam(g, mu, nu, count):
+    dtype, g = g.dtype, g.astype(jnp.float32)
+    mu = b1 * mu + (1 - b1) * g
+    # From the left: g * g alone overflows from 1.8e19.
+    nu = b2 * nu + (1 - b2) * g * g
+    # optax's mu / c1 / (sqrt(nu / c2 + eps_root) + eps), all times sqrt(c2):
+    # nu / c2 overflows where nu is large and c2 small (1 - b2 at first). No
+    # array is divided by a scalar: XLA multiplies by its inverse or does not,
+    # and not alike on one device and on many.
+    c1, c2 = 1 - b1**count, 1 - b2**count
+    root = jnp.sqrt(c2)
+    if nesterov:
+      next_c1 = 1 - b1 ** optax.safe_increment(count)
+      numerator = mu * (b1 * root / next_c1) + g * ((1 - b1) * root / c1)
+    else:
+      numerator = mu * (root / c1)
+    update = numerator / (jnp.sqrt(nu + eps_root * c2) + eps * root)
+    return update.astype(dtype), mu, nu
+
+  return optax.GradientTransformation(init_fn, update_fn)
+
+
+def coat_adamw(
+  learning_rate: optax.ScalarOrSchedule,
+  b1: ArrayLike = 0.9,
+  b2: ArrayLike = 0.999,
+  eps: ArrayLike = 1e-8,
+  *,
+  eps_root: ArrayLike = 0.0,
+  codec: codecs.MomentCodec = codecs.coat(),  # noqa: B008 (it is frozen)
+  weight_decay: optax.ScalarOrSchedule = 1e-4,
+  mask: Any | Callable[[optax.Params], Any] | None = None,
+  nesterov: bool = False,
+  quantize_mask: QuantizeMask | None = None,
+  seed: ArrayLike = 0,
+  mu_dtype: Any = None,
+) -> optax.GradientTransformationExtraArgs:
+  r"""AdamW whose moments rest in FP8: `optax.adamw` at a quarter of the state.
+
+  Let :math:`D` and :math:`E` be the codec's decoding and encoding, and
+  :math:`S_t = (E(m_t), E(v_t))` the state, 2.08 bytes a parameter with the
+  default codec where AdamW keeps 8. With gradients :math:`g_t`, parameters
+  :math:`\theta_t`, learning rate :math:`\alpha_t` and weight decay
+  :math:`\lambda`,
+
+  .. math::
+
+    \begin{align*}
+      m_t &\leftarrow \beta_1 \cdot D(E(m_{t-1})) + (1-\beta_1) \cdot g_t \\
+      v_t &\leftarrow \beta_2 \cdot D(E(v_{t-1})) + (1-\beta_2) \cdot {g_t}^2 \\
+      \hat{m}_t &\leftarrow m_t / {(1-\beta_1^t)} \\
+      \hat{v}_t &\leftarrow v_t / {(1-\beta_2^t)} \\
+      u_t &\leftarrow -\alpha_t \cdot \left( \hat{m}_t / \left({\sqrt{\hat{v}_t
+      + \bar{\varepsilon}} + \varepsilon} \right) + \lambda \theta_{t} \right)\\
+      S_t &\leftarrow (E(m_t), E(v_t)).
+    \end{align*}
+
+  All of it in f32. :math:`E` splits the last axis into groups of `group_size`
+  values x; with :math:`a = \max |x|` and a power k per group (dynamic range
+  expansion), :math:`q = \mathrm{FP8}(448\, (|x|/a)^k)` and
+  :math:`x \approx \mathrm{sign}(x)\, (q / 448)^{1/k}\, a`. It rounds
+  stochastically, so that :math:`\mathbb{E}[D(E(x))] = x`: with
+  :math:`\beta_2 \ge 0.99` rounding to nearest would freeze v.
+
+  Args:
+    learning_rate: a number or a schedule.
+    b1, b2: decay of the first and the second moment.
+    eps: added to the denominator, outside the root.
+    eps_root: added to the second moment, inside the root.
+    codec: how the moments rest, from `codecs`; holds every static choice.
+    weight_decay: a number or a schedule; multiplied with the learning rate.
+    mask: tree of bools or function of the parameters, where to decay weights.
+    nesterov: whether to use Nesterov momentum.
+    quantize_mask: `(path, leaf) -> bool`, which leaves the codec encodes; None
+      for `default_quantize_mask`. Inside `optax.inject_hyperparams` name it in
+      `static_args`, for callables are taken for schedules there.
+    seed: of the random words of stochastic rounding. A run repeats itself.
+    mu_dtype: not for this optimizer; here to say what is.
+
+  Returns:
+    An `optax.GradientTransformationExtraArgs`.
+
+  Raises:
+    ValueError: `mu_dtype` is given.
+    TypeError: `codec` is none, or (by `init`) a leaf is not real floating.
+
+  Examples:
+    >>> import jax, optax
+    >>> import jax.numpy as jnp
+    >>> from coat_jax.optax_coat import coat_adamw
+    >>> def f(x): return jnp.sum(x ** 2)
+    >>> solver = coat_adamw(learning_rate=0.003)
+    >>> params = jnp.ones((64, 128))
+    >>> opt_state = solver.init(params)
+    >>> print(opt_state[0].mu_codes.dtype)
+    float8_e4m3fn
+    >>> for _ in range(3):
+    ...   grad = jax.grad(f)(params)
+    ...   updates, opt_state = solver.update(grad, opt_state, params)
+    ...   params = optax.apply_updates(params, updates)
+    ...   print(f'Objective function: {f(params):.0f}')
+    Objective function: 8143
+    Objective function: 8094
+    Objective function: 8045
+
+  Source: arXiv:2410.19313, section 4; `optax.adamw`.
+  """
+  if mu_dtype is not None:
+    raise ValueError(
+      f"coat_adamw: moments rest as the codec says, got mu_dtype={mu_dtype!r}; "
+      "pass codec=codecs.bfloat16() or codec=codecs.float32() instead"
+    )
+  return optax.chain(
+    scale_by_coat_adam(
+      b1,
+      b2,
+      eps,
+      eps_root=eps_root,
+      codec=codec,
+      nesterov=nesterov,
+      quantize_mask=quantize_mask,
+      seed=seed,
+    ),
+    optax.add_decayed_weights(weight_decay, mask),
+    optax.scale_by_learning_rate(learning_rate),
+  )
+
+
+def apply_updates(
+  params: optax.Params,
+  updates: optax.Updates,
+  *,
+  step: ArrayLike,
+  seed: ArrayLike = 0,
+) -> optax.Params:
+  """`optax.apply_updates` that does not lose small updates of bf16 parameters.
+
+  A bf16 value has 8 bits: an update below 1/512 of it, as most are, vanishes
+  where the sum is rounded to nearest. Here the sum is taken in f32 and rounded
+  to bf16 stochastically, so that E[result] is the sum. Parameters of other
+  dtypes are updated as optax does.
+
+  Args:
+    params: tree of parameters.
+    updates: tree of the same structure; best in f32, as f32 gradients give.
+    step: number of this step, such as the state's `count`; another one draws
+      other random words.
+    seed: of these words. They are independent of those of the moments even if
+      the seed is the same.
+
+  Returns:
+    Parameters of the same dtypes.
+  """
+  leaves, treedef = jax.tree.flatten(params)
+  out = []
+  pairs = zip(leaves, treedef.flatten_up_to(updates), strict=True)
+  for i, (p, u) in enumerate(pairs):
+    if jnp.result_type(p) != jnp.bfloat16:
+      out.append(optax.apply_updates(p, u))
+      continue
+    key = stochastic.leaf_key(seed, step, i) ^ jnp.uint32(_PARAMETER_STREAM)
+    total = p.astype(jnp.float32) + u.astype(jnp.float32)
+    out.append(moments.round_to_bfloat16(total, stochastic.mix(key)))
+  return treedef.unflatten(out)
+
+
+def _paired(op, updates, state):
+  """Gradients and moments, leaf by leaf."""
+  grads, leaves = moments.leaf_paths(updates), moments.flatten(state[1:])
+  shapes = [leaf.mu.codes.shape for leaf in leaves]
+  wrong = [
+    f"{g.shape} for {shape} at {path!r}"
+    for (path, g), shape in zip(grads, shapes, strict=False)
+    if g.shape != shape
+  ]
+  if len(grads) != len(leaves):
+    wrong = [f"{len(grads)} leaves for {len(leaves)}"]
+  if wrong:
+    raise ValueError(
+      f"{op}: gradients must have the shapes of the parameters given to init, "
+      f"got {wrong[0]}; initialize the state with these parameters"
+    )
+  return zip([g for _, g in grads], leaves, strict=True)
