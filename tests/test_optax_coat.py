@@ -1,0 +1,309 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What users of optax and Flax do with an optimizer, for every codec.
+
+After the ideas of optax's own suite for contributed optimizers. Small leaves
+are encoded throughout (`quantize_mask`), in groups of 4, some of them short.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from coat_jax import codecs
+from coat_jax.optax_coat import (
+  coat_adamw,
+  scale_by_coat_adam,
+)
+
+CODECS = {
+  "coat": codecs.coat(4),
+  "coat_e5m2": codecs.coat(4, second="e5m2"),
+  "coat_nearest": codecs.coat(4, rounding="nearest"),
+  "coat_e8m0": codecs.coat_e8m0(4),
+  "log8": codecs.log8(4),
+  "fp8": codecs.fp8(4),
+  "bfloat16": codecs.bfloat16(),
+  "float32": codecs.float32(),
+}
+
+every_codec = pytest.mark.parametrize("name", CODECS)
+# One codec for each layout of a state: with f32 and uint8 statistics, with
+# uint8 ones, with one of two, with none.
+LAYOUTS = ("coat", "log8", "fp8", "float32")
+
+
+def quantize_mask(path, leaf):
+  return leaf.ndim > 0 and "f32" not in path
+
+
+@functools.cache  # One object for one solver, so that jit compiles it once.
+def make(name, learning_rate=1e-2, **kwargs):
+  kwargs = {"codec": CODECS[name], "quantize_mask": quantize_mask} | kwargs
+  return coat_adamw(learning_rate, **kwargs)
+
+
+def tree(seed=0, dtype=jnp.float32):
+  rng = np.random.default_rng(seed)
+
+  def normal(*shape):
+    return jnp.asarray(rng.normal(size=shape), dtype)
+
+  return {"layer": {"w": normal(2, 3, 10), "f32": normal(6)}, "x": normal()}
+
+
+def steps(solver, params, count=3, update=None):
+  """`count` updates with gradients of their own; (params, state)."""
+  state = solver.init(params)
+  update = jax.jit(solver.update) if update is None else update
+  for step in range(count):
+    grads = jax.tree.map(
+      lambda g, p: g.astype(p.dtype), tree(seed=step + 1), params
+    )
+    updates, state = update(grads, state, params)
+    params = optax.apply_updates(params, updates)
+  return params, state
+
+
+def assert_equal(actual, expected):
+  jax.tree.map(np.testing.assert_array_equal, actual, expected)
+
+
+def types(state):
+  return jax.tree.map(jax.typeof, state)
+
+
+def objective(params):
+  """A parabola, Rosenbrock's function and a matrix parabola, added up."""
+  x, y = params["rosenbrock"]
+  return (
+    jnp.sum((params["parabola"] - jnp.array([1.0, -1.0, 1.0])) ** 2)
+    + ((1 - x) ** 2 + 100 * (y - x**2) ** 2)
+    + jnp.sum((params["matrix"] - jnp.array([[3.0, -2.0], [1.0, 4.0]])) ** 2)
+  )
+
+
+@every_codec
+def test_converges(name):
+  # Adam treats each value by itself: three targets in one run.
+  params = {
+    "parabola": jnp.array([-1.0, 10.0, 1.0]),
+    "rosenbrock": jnp.zeros(2),
+    "matrix": jnp.zeros((2, 2)),
+  }
+  # A schedule: at a constant rate the last digits never settle in FP8.
+  solver = make(name, optax.cosine_decay_schedule(0.1, 4000), weight_decay=0.0)
+
+  def step(carry, _):
+    params, state = carry
+    grads = jax.grad(objective)(params)
+    updates, state = solver.update(grads, state, params)
+    return (optax.apply_updates(params, updates), state), None
+
+  run = jax.jit(lambda x: jax.lax.scan(step, x, length=4000)[0])
+  params, state = run((params, solver.init(params)))
+  assert state[0].count == 4000
+  final = {"parabola": [1, -1, 1], "rosenbrock": [1, 1]}
+  for key, want in (final | {"matrix": [[3, -2], [1, 4]]}).items():
+    np.testing.assert_allclose(params[key], want, atol=3e-2)
+
+
+# Transformations that users wrap around an optimizer.
+WRAPPERS = {
+  "none": lambda solver: solver,
+  "chain": lambda solver: optax.chain(optax.clip_by_global_norm(1.0), solver),
+  "masked": lambda solver: optax.masked(
+    solver, {"layer": {"w": True, "f32": False}, "x": True}
+  ),
+  "partition": lambda solver: optax.partition(
+    {"coat": solver, "sgd": optax.sgd(1e-2)},
+    {"layer": {"w": "coat", "f32": "sgd"}, "x": "coat"},
+  ),
+  "multi_steps": lambda solver: optax.MultiSteps(
+    solver, every_k_schedule=2
+  ).gradient_transformation(),
+  "apply_if_finite": lambda solver: optax.apply_if_finite(solver, 3),
+  "ema": lambda solver: optax.chain(solver, optax.ema(0.9)),
+}
+
+
+# These choose between states with cond or where, leaf by leaf: every layout.
+CHOOSERS = ("none", "multi_steps", "apply_if_finite")
+
+
+@pytest.mark.parametrize(
+  "wrapper, name",
+  [(wrapper, "coat") for wrapper in WRAPPERS]
+  + [(wrapper, name) for wrapper in CHOOSERS for name in LAYOUTS[1:]],
+)
+def test_works_inside(wrapper, name):
+  solver = WRAPPERS[wrapper](make(name))
+  params = tree()
+  abstract = jax.eval_shape(solver.init, params)
+  state = solver.init(params)
+  assert jax.tree.map(lambda x: (x.shape, x.dtype), state) == jax.tree.map(
+    lambda x: (x.shape, x.dtype), abstract
+  )
+  # As for an optimizer's own state, a function of the parameters reaches it.
+  state = optax.tree.map_params(solver, lambda x: x, state)
+  before = types(state), types(params)
+  # No container of ours takes these: they go through to whoever wants them.
+  extra = {"unexpected": 1} if wrapper in ("none", "chain") else {}
+
+  @functools.partial(jax.jit, donate_argnums=(0, 1))
+  def step(params, state, grads):
+    solver_update = optax.with_extra_args_support(solver).update
+    updates, state = solver_update(grads, state, params, **extra)
+    return optax.apply_updates(params, updates), state
+
+  start = jax.tree.map(np.asarray, params)
+  for i in range(4):
+    params, state = step(params, state, tree(seed=i + 1))
+  assert step._cache_size() == 1  # Nothing compiles again after the first call.
+  assert (types(state), types(params)) == before
+  moved = jax.tree.map(lambda a, b: bool(np.all(a != b)), params, start)
+  # masked hands the raw gradients of f32 on, which moves it too.
+  assert all(jax.tree.leaves(moved))
+
+
+@every_codec
+def test_inject_hyperparams(name):
+  injected = optax.inject_hyperparams(coat_adamw, static_args="quantize_mask")
+  injected = injected(1e-2, codec=CODECS[name], quantize_mask=quantize_mask)
+  params = tree()
+  _, state = steps(injected, params, count=1)
+  _, want = steps(make(name), params, count=1)
+  assert set(state.hyperparams) >= {"learning_rate", "b1", "b2", "seed"}
+  # b2 is now an f32 array, and f32(0.999) is off by 1.3e-8: 1 - b2 by 1.3e-5.
+  got = state.inner_state[0]
+  np.testing.assert_allclose(
+    got.nu_codes["x"], want[0].nu_codes["x"], rtol=2e-5
+  )
+  assert types(got) == types(want[0])
+  if name != "coat":
+    return
+  # A new learning rate needs no new compilation, and no noise moves with it.
+  state.hyperparams["learning_rate"] = jnp.float32(0)
+  updates, _ = injected.update(tree(1), state, params)
+  assert not any(np.any(x) for x in jax.tree.leaves(updates))
+
+
+def test_inject_hyperparams_as_written():
+  solver = optax.inject_hyperparams(coat_adamw)(learning_rate=1e-3)
+  params = {"w": jnp.ones((32, 128))}
+  updates, state = solver.update(params, solver.init(params), params)
+  assert state.inner_state[0].mu_codes["w"].dtype == jnp.float8_e4m3fn
+  np.testing.assert_allclose(updates["w"], -1e-3 * (1 + 1e-4), rtol=1e-4)
+
+
+@every_codec
+def test_preserves_dtypes(name):
+  dtype = jnp.float16 if name == "fp8" else jnp.bfloat16
+  params = tree(dtype=dtype)
+  solver = make(name)
+  state = solver.init(params)
+  updates, new_state = jax.jit(solver.update)(tree(1, dtype), state, params)
+  assert types(updates) == types(params)
+  assert types(new_state) == types(state)
+  assert state[0].mu_codes["layer"]["f32"].dtype == jnp.float32
+
+
+def test_multi_steps_equals_one_step_of_the_mean():
+  params, solver = tree(), scale_by_coat_adam(codec=CODECS["coat"])
+  multi = optax.MultiSteps(solver, every_k_schedule=2)
+  state = multi.init(params)
+  # Integers, of which any mean is exact.
+  grads = [jax.tree.map(lambda x: jnp.round(9 * x), tree(i)) for i in (1, 2)]
+  for g in grads:
+    _, state = multi.update(g, state, params)
+  mean = jax.tree.map(lambda a, b: (a + b) / 2, *grads)
+  _, want = solver.update(mean, solver.init(params), params)
+  assert_equal(state.inner_opt_state, want)
+
+
+def test_apply_if_finite_leaves_the_state_alone():
+  solver = optax.apply_if_finite(make("coat"), 3)
+  params, state = steps(solver, tree())
+  bad = tree(9) | {"x": jnp.float32(jnp.nan)}
+  updates, after = solver.update(bad, state, params)
+  assert not any(np.any(x) for x in jax.tree.leaves(updates))
+  assert_equal(after.inner_state, state.inner_state)
+
+
+@pytest.mark.parametrize("name", ["coat", "float32"])
+def test_vmap_and_scan_equal_a_loop(name):
+  solver = scale_by_coat_adam(
+    codec=CODECS[name], quantize_mask=quantize_mask, seed=3
+  )
+  trees = [tree(seed) for seed in range(2)]
+  grads = [[tree(10 * step + i) for i in range(2)] for step in range(3)]
+  stack = functools.partial(jax.tree.map, lambda *x: jnp.stack(x))
+
+  def run(state, grads):
+    return jax.lax.scan(
+      lambda s, g: (solver.update(g, s)[1], None), state, grads
+    )
+
+  states = jax.vmap(solver.init)(stack(*trees))
+  scanned = stack(*(stack(*g) for g in grads))
+  got, _ = jax.jit(jax.vmap(run, in_axes=(0, 1)))(states, scanned)
+  for i in range(2):
+    state = solver.init(trees[i])
+    for step in range(3):
+      _, state = jax.jit(solver.update)(grads[step][i], state)
+    member = jax.tree.map(lambda x, i=i: x[i], got)
+    assert_equal(member, state)
+
+
+class Model(nnx.Module):
+  def __init__(self, rngs):
+    self.up = nnx.Linear(64, 64, rngs=rngs)
+    self.input_layernorm = nnx.LayerNorm(64, rngs=rngs)
+    self.layers = nnx.List([nnx.Linear(64, 64, rngs=rngs)])
+
+  def __call__(self, x):
+    return self.layers[0](nnx.relu(self.input_layernorm(self.up(x))))
+
+
+def train_nnx(solver, *, jit, count=10):
+  """Trains on a random linear map; (optimizer, losses)."""
+  model = Model(nnx.Rngs(0))
+  optimizer = nnx.Optimizer(model, solver, wrt=nnx.Param)
+  x = jax.random.normal(jax.random.key(0), (16, 64))
+  y = x @ jax.random.normal(jax.random.key(1), (64, 64)) / 8
+
+  def step(model, optimizer):
+    loss, grads = nnx.value_and_grad(lambda m: jnp.mean((m(x) - y) ** 2))(model)
+    optimizer.update(model, grads)
+    return loss
+
+  step = nnx.jit(step) if jit else step
+  return optimizer, [float(step(model, optimizer)) for _ in range(count)]
+
+
+@functools.cache
+def adam_losses():
+  return train_nnx(optax.adamw(1e-2), jit=True)[1]
+
+
+@pytest.mark.parametrize(
+  "name, jit", [("coat", True), ("coat", False), ("log8", True), ("fp8", True)]
+)
+def test_nnx_optimizer(name, jit):
+  solver = coat_adamw(1e-2, codec=getattr(codecs, name)())
+  optimizer, losses = train_nnx(solver, jit=jit)
+  adam = adam_losses()
+  assert losses[0] == pytest.approx(adam[0])
+  # The codecs' noise changes a loss by less than a tenth of what Adam gained.
+  assert losses[-1] == pytest.approx(adam[-1], abs=0.1 * (adam[0] - adam[-1]))
+  state = nnx.to_pure_dict(nnx.state(optimizer.opt_state))[0]
+  codes = state["mu_codes"]
+  assert codes["up"]["kernel"].dtype.itemsize == 1
+  assert codes["layers"][0]["kernel"].dtype.itemsize == 1
+  assert codes["up"]["bias"].dtype == jnp.float32
+  assert codes["input_layernorm"]["scale"].dtype == jnp.float32
+  assert state["mu_amax"]["up"]["kernel"].shape == (64, 1)
