@@ -103,8 +103,8 @@ def _attention_output_fwd(x, q, k, v, w, bias, causal, recipe):
   y = add_bias(ops.linear_fwd(out_q, w_q, dtype=jnp.float32), bias)
   total = (x.astype(jnp.float32) + y).astype(x.dtype)
   q, k, v, out, lse = remember("attention", (q, k, v, out, lse))
-  residuals = _Residuals(q, k, v, out, lse, out_q.scale, w, w_q.scale, bias)
-  return total, residuals
+  scales = remember("linear", (out_q.scale, w_q.scale))
+  return total, _Residuals(q, k, v, out, lse, scales[0], w, scales[1], bias)
 
 
 def _attention_output_bwd(causal, recipe, residuals, g):

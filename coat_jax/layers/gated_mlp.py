@@ -106,18 +106,22 @@ def _gated_mlp_fwd(x, weights, kind, eps, recipe):
   out = x.astype(jnp.float32) + add_bias(out, w.down_bias)
   x_q, stats = remember("norm", (x_q, stats))
   gate_q, up_q, silu_q = remember("activation", (gate_q, up_q, silu_q))
+  operands = (y_q, product_q) if keep_all else (None, None)
+  y_kept, product_kept = remember("linear", operands)
+  scales = (y_q.scale, product_q.scale, gate_up_q.scale, down_q.scale)
+  y_scale, product_scale, gate_up_scale, down_scale = remember("linear", scales)
   residuals = _Residuals(
     x=x_q,
     stats=stats,
     gate=gate_q,
     up=up_q,
-    y=remember("linear", y_q) if keep_all else None,
+    y=y_kept,
     silu=silu_q,
-    product=remember("linear", product_q) if keep_all else None,
-    y_scale=y_q.scale,
-    product_scale=product_q.scale,
-    gate_up_scale=gate_up_q.scale,
-    down_scale=down_q.scale,
+    product=product_kept,
+    y_scale=y_scale,
+    product_scale=product_scale,
+    gate_up_scale=gate_up_scale,
+    down_scale=down_scale,
     weights=w,
   )
   return out.astype(x.dtype), residuals

@@ -42,8 +42,8 @@ def _fp8_linear(x, w, bias):
 def _fp8_linear_fwd(x, w, bias):
   x_q, w_q = ops.quantize_tensor(x), ops.quantize_tensor(as_matrix(w))
   y = add_bias(ops.linear_fwd(x_q, w_q, dtype=jnp.float32), as_row(bias))
-  kept = remember("linear", x_q)
-  return y.astype(x.dtype), _Residuals(kept, w, w_q.scale, bias)
+  x_q, w_scale = remember("linear", (x_q, w_q.scale))
+  return y.astype(x.dtype), _Residuals(x_q, w, w_scale, bias)
 
 
 def _fp8_linear_bwd(residuals, g):

@@ -52,15 +52,19 @@ def _norm_linear_fwd(x, gamma, beta, w, bias, kind, eps, recipe):
   w_q = ops.quantize_tensor(w)
   out = add_bias(ops.linear_fwd(y_q, w_q, dtype=jnp.float32), bias)
   x_q, stats = remember("norm", (x_q, stats))
+  y, y_scale, w_scale = remember(
+    "linear",
+    (y_q if recipe.residuals == "coat" else None, y_q.scale, w_q.scale),
+  )
   residuals = _Residuals(
     x=x_q,
     stats=stats,
     gamma=gamma,
     beta=beta,
-    y=remember("linear", y_q) if recipe.residuals == "coat" else None,
-    y_scale=y_q.scale,
+    y=y,
+    y_scale=y_scale,
     w=w,
-    w_scale=w_q.scale,
+    w_scale=w_scale,
     bias=bias,
   )
   return out.astype(x.dtype), residuals

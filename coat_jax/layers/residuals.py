@@ -2,7 +2,8 @@
 """Names for what layers remember, and small helpers of every custom_vjp.
 
 Each array that a forward hands to its backward goes through `remember`, which
-gives it one of `RESIDUAL_NAMES`. A `jax.checkpoint` policy can then keep or
+gives it one of `RESIDUAL_NAMES`; scalar scales too, since to compute one again
+takes the operation in front of it. A `jax.checkpoint` policy can then keep or
 offload them, and memory can be counted by kind:
 
   jax.checkpoint(
