@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from coat_jax import ops, reference_attention
-from tests.comparing import assert_close
+from tests.comparing import assert_close, jit
 
 
 def naive(q, k, v, causal):
@@ -35,13 +35,13 @@ def case(t, s, heads, kv_heads, size=8, batch=2, seed=0):
   ]
 
 
-@functools.partial(jax.jit, static_argnames="causal")
+@functools.partial(jit, static_argnames="causal")
 def oracle(q, k, v, dout, causal):
   (out, lse), vjp = jax.vjp(lambda *args: naive(*args, causal), q, k, v)
   return (out, lse), vjp((dout, jnp.zeros_like(lse)))
 
 
-@functools.partial(jax.jit, static_argnames=("causal", "block"))
+@functools.partial(jit, static_argnames=("causal", "block"))
 def run(q, k, v, dout, causal, block=None):
   del block  # Read from the module while tracing: another one, another trace.
   residuals = ops.attention_fwd(q, k, v, causal=causal)

@@ -10,7 +10,7 @@ import pytest
 
 from coat_jax import recipe as recipes
 from coat_jax.layers import gelu, silu_mul
-from tests.comparing import assert_close
+from tests.comparing import assert_close, jit
 from tests.layers.straight_through import per_group
 
 
@@ -20,7 +20,7 @@ def case(rows, dtype=jnp.float32):
   return [(2 * x).astype(dtype) for x in arrays]
 
 
-@functools.partial(jax.jit, static_argnames="f")
+@functools.partial(jit, static_argnames="f")
 def run(f, dy, *args):
   y, vjp = jax.vjp(f, *args)
   return y, vjp(dy.astype(y.dtype))

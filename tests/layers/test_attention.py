@@ -16,7 +16,7 @@ from coat_jax.layers import (
   dot_product_attention,
   rope,
 )
-from tests.comparing import assert_close, assert_same_bits
+from tests.comparing import assert_close, assert_same_bits, jit
 from tests.layers import straight_through
 
 RECIPES = {kept: recipes.coat(attention=kept) for kept in ("bf16", "fp8")}
@@ -31,13 +31,13 @@ def case(heads=HEADS, kv_heads=KV_HEADS, seed=0):
   return [jnp.float32(rng.normal(size=s)) for s in shapes]
 
 
-@functools.partial(jax.jit, static_argnames="recipe")
+@functools.partial(jit, static_argnames="recipe")
 def layer(args, dy, recipe):
   y, vjp = jax.vjp(lambda *a: attention_output(*a, recipe=recipe), *args)
   return y, vjp(dy)
 
 
-@functools.partial(jax.jit, static_argnames="kept")
+@functools.partial(jit, static_argnames="kept")
 def oracle(args, dy, kept):
   f = functools.partial(straight_through.attention_output, kept=kept)
   y, vjp = jax.vjp(f, *args)

@@ -11,7 +11,7 @@ from flax import nnx
 
 from coat_jax import recipe as recipes
 from coat_jax.layers import GatedMLP, MLPWeights, gated_mlp
-from tests.comparing import assert_close, assert_same_bits
+from tests.comparing import assert_close, assert_same_bits, jit
 from tests.layers import straight_through
 
 RECIPES = {kept: recipes.coat(residuals=kept) for kept in ("coat", "minimal")}
@@ -36,7 +36,7 @@ def case(rows, has_biases=True, seed=0):
   return normal(*rows, 24), weights, normal(*rows, 24)
 
 
-@functools.partial(jax.jit, static_argnames=("kind", "eps", "recipe"))
+@functools.partial(jit, static_argnames=("kind", "eps", "recipe"))
 def layer(x, weights, dy, kind, eps, recipe):
   def f(x, weights):
     return gated_mlp(x, weights, kind=kind, eps=eps, recipe=recipe)
@@ -45,7 +45,7 @@ def layer(x, weights, dy, kind, eps, recipe):
   return y, vjp(dy)
 
 
-@functools.partial(jax.jit, static_argnames=("kind", "eps", "residuals"))
+@functools.partial(jit, static_argnames=("kind", "eps", "residuals"))
 def oracle(x, weights, dy, kind, eps, residuals):
   def f(x, weights):
     return straight_through.gated_mlp(x, weights, kind, eps, residuals)

@@ -9,7 +9,7 @@ from flax import nnx
 
 from coat_jax import recipe as recipes
 from coat_jax.layers import Linear, linear
-from tests.comparing import assert_close, assert_same_bits
+from tests.comparing import assert_close, assert_same_bits, jit
 from tests.layers import straight_through
 
 COAT = recipes.coat()
@@ -22,13 +22,13 @@ def case(rows, out=(40,), dtype=jnp.float32, seed=0):
   return x.astype(dtype), w, bias, dy.astype(dtype)
 
 
-@jax.jit
+@jit
 def layer(x, w, bias, dy):
   y, vjp = jax.vjp(lambda *args: linear(*args, recipe=COAT), x, w, bias)
   return y, vjp(dy)
 
 
-@jax.jit
+@jit
 def oracle(x, w, bias, dy):
   y, vjp = jax.vjp(straight_through.linear, x, w, bias)
   return y, vjp(dy.reshape(y.shape).astype(jnp.float32))

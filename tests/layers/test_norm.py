@@ -11,7 +11,7 @@ from flax import nnx
 
 from coat_jax import recipe as recipes
 from coat_jax.layers import LayerNorm, RMSNorm, norm
-from tests.comparing import assert_close, assert_same_bits
+from tests.comparing import assert_close, assert_same_bits, jit
 from tests.layers import straight_through
 
 COAT = recipes.coat()
@@ -24,7 +24,7 @@ def case(rows, width=24, seed=0):
   return 3 * x, gamma, beta, dy
 
 
-@functools.partial(jax.jit, static_argnames=("kind", "eps", "recipe"))
+@functools.partial(jit, static_argnames=("kind", "eps", "recipe"))
 def layer(x, gamma, beta, dy, kind, eps, recipe=COAT):
   def f(*args):
     return norm(*args, kind=kind, eps=eps, recipe=recipe)
@@ -33,7 +33,7 @@ def layer(x, gamma, beta, dy, kind, eps, recipe=COAT):
   return y, vjp(dy)
 
 
-@functools.partial(jax.jit, static_argnames=("kind", "eps", "group_size"))
+@functools.partial(jit, static_argnames=("kind", "eps", "group_size"))
 def oracle(x, gamma, beta, dy, kind, eps, group_size=16):
   def f(*args):
     return straight_through.norm(*args, kind, eps, group_size)

@@ -11,7 +11,7 @@ from flax import nnx
 
 from coat_jax import recipe as recipes
 from coat_jax.layers import NormLinear, norm_linear
-from tests.comparing import assert_close, assert_same_bits
+from tests.comparing import assert_close, assert_same_bits, jit
 from tests.layers import straight_through
 
 RECIPES = {kept: recipes.coat(residuals=kept) for kept in ("coat", "minimal")}
@@ -23,7 +23,7 @@ def case(rows, seed=0):
   return [jnp.float32(rng.normal(size=s)) for s in shapes]
 
 
-@functools.partial(jax.jit, static_argnames=("kind", "eps", "recipe"))
+@functools.partial(jit, static_argnames=("kind", "eps", "recipe"))
 def layer(args, dy, kind, eps, recipe):
   def f(*args):
     return norm_linear(*args, kind=kind, eps=eps, recipe=recipe)
@@ -32,7 +32,7 @@ def layer(args, dy, kind, eps, recipe):
   return y, vjp(dy)
 
 
-@functools.partial(jax.jit, static_argnames=("kind", "eps"))
+@functools.partial(jit, static_argnames=("kind", "eps"))
 def oracle(args, dy, kind, eps):
   def f(x, gamma, beta, w, bias):
     y = straight_through.norm(x, gamma, beta, kind, eps)

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What all modules share: a recipe, evaluation, and how they are built."""
+
+import inspect
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from coat_jax import recipe as recipes
+from coat_jax.layers import (
+  Attention,
+  GatedMLP,
+  LayerNorm,
+  Linear,
+  NormLinear,
+  RMSNorm,
+)
+from coat_jax.layers.module import RecipeModule
+from tests.comparing import assert_same_bits
+
+D = 24
+MODULES = {
+  "Linear": lambda **k: Linear(D, 40, **k),
+  "RMSNorm": lambda **k: RMSNorm(D, **k),
+  "LayerNorm": lambda **k: LayerNorm(D, **k),
+  "NormLinear": lambda **k: NormLinear(D, 40, **k),
+  "GatedMLP": lambda **k: GatedMLP(D, 40, **k),
+  "Attention": lambda **k: Attention(D, 3, **k),
+}
+
+
+def make(name, recipe=None):
+  return MODULES[name](recipe=recipe, rngs=nnx.Rngs(0))
+
+
+def program(module):
+  """What a module computes, as text."""
+  jaxpr = jax.make_jaxpr(lambda x: module(x))(inputs())
+  return re.sub("0x[0-9a-f]+", "", str(jaxpr))
+
+
+def inputs():
+  return jax.random.normal(jax.random.key(0), (2, 6, D), jnp.bfloat16)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_evaluation_is_the_same_or_bf16(name):
+  plain = program(make(name, recipes.bf16()))
+  for evaluation in ("same", "bf16"):
+    m = make(name, recipes.coat(evaluation=evaluation))
+    training = program(m)
+    assert training != plain and "f8_e4m3" in training
+    m.eval()
+    assert program(m) == (training if evaluation == "same" else plain)
+    m.train()
+    assert program(m) == training
+
+
+def test_eval_reaches_modules_inside():
+  class Model(nnx.Module):
+    def __init__(self):
+      recipe = recipes.fp8_linear(evaluation="bf16")
+      self.linear = Linear(D, D, recipe=recipe, rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+      return self.linear(x)
+
+  model, x = Model(), inputs()
+  training = model(x)
+  model.eval()
+  want = x @ model.linear.kernel[...].astype(jnp.bfloat16)
+  assert_same_bits(model(x), want)
+  assert jnp.any(training != want)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_recipes_have_one_set_of_parameters(name):
+  states = [
+    nnx.state(make(name, recipe))
+    for recipe in (None, recipes.bf16(), recipes.fp8_linear())
+  ]
+  for state in states[1:]:  # A checkpoint of one loads into another.
+    assert jax.tree.structure(state) == jax.tree.structure(states[0])
+    assert_same_bits(state, states[0])
+  assert make(name).recipe == recipes.coat()
+
+
+def test_a_recipe_that_is_none_is_refused():
+  # Here, where types are checked, the type checker may speak first.
+  for make_module in MODULES.values():
+    with pytest.raises(TypeError):
+      make_module(recipe=recipes.coat, rngs=nnx.Rngs(0))
+
+  class Own(RecipeModule):
+    __init__ = inspect.unwrap(RecipeModule.__init__)
+
+  with pytest.raises(
+    TypeError, match=r"Own: recipe must be .*; call it, as in"
+  ):
+    Own(recipes.coat, jnp.bfloat16)

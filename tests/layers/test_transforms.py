@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A decoder layer of every recipe under grad, vmap, checkpoint and scan."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from coat_jax import recipe as recipes
+from coat_jax import reference_attention
+from coat_jax.formats import E4M3
+from coat_jax.layers import RESIDUAL_NAMES, Attention, GatedMLP
+from tests.comparing import assert_close, assert_same_bits, jit
+
+B, T, D, F = 2, 6, 24, 40
+RECIPES = {
+  "bf16": recipes.bf16(),
+  "fp8_linear": recipes.fp8_linear(),
+  "coat": recipes.coat(residuals="coat"),
+  "coat_fp8": recipes.coat(residuals="coat", attention="fp8"),
+  "minimal": recipes.coat(),
+  "minimal_fp8": recipes.coat(attention="fp8"),
+  "groups_of_5": recipes.coat(group_size=5),
+}
+COATS = [name for name, r in RECIPES.items() if r.name == "coat"]
+ONLY_NAMES = jax.checkpoint_policies.save_only_these_names(*RESIDUAL_NAMES)
+
+
+class Layer(nnx.Module):
+  def __init__(self, recipe, *, rngs, **options):
+    shared = dict(recipe=recipe, rngs=rngs, use_bias=True, **options)
+    self.attention = Attention(D, 4, num_kv_heads=2, head_dim=8, **shared)
+    self.mlp = GatedMLP(D, F, **shared)
+
+  def __call__(self, x):
+    return self.mlp(self.attention(x))
+
+
+def make(name, **options):
+  """A pure function of (parameters, x), and the parameters."""
+  graph, params = nnx.split(Layer(RECIPES[name], rngs=nnx.Rngs(0), **options))
+  return (lambda params, x: nnx.merge(graph, params)(x)), params
+
+
+def inputs(*shape, dtype=jnp.bfloat16):
+  return jax.random.normal(jax.random.key(1), (*shape, D), dtype)
+
+
+def mean_square(f):
+  return lambda params, x: jnp.mean(jnp.square(f(params, x).astype("f4")))
+
+
+def norm(tree):
+  leaves = [np.asarray(x, np.float64).ravel() for x in jax.tree.leaves(tree)]
+  return np.linalg.norm(np.concatenate(leaves))
+
+
+@functools.cache
+def results(name):
+  """Loss and gradients of a recipe, for inputs(B, T)."""
+  f, params = make(name)
+  return jit(jax.value_and_grad(mean_square(f)))(params, inputs(B, T))
+
+
+def dtypes(tree):
+  return jax.tree.map(lambda x: x.dtype, tree)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_gradients_are_those_of_bf16_but_for_fp8(name):
+  loss, gradients = results(name)
+  assert dtypes(gradients) == dtypes(make(name)[1])
+  want_loss, want = results("bf16")
+  # Each quantized value is off by 2.6 % rms (E5M2: 5.3 %); some ten of them
+  # follow one another.
+  assert abs(loss - want_loss) < 0.05 * want_loss
+  difference = jax.tree.map(lambda a, b: a - b, gradients, want)
+  assert norm(difference) < 0.15 * norm(want)
+  if name != "bf16":
+    assert norm(difference) > 1e-3 * norm(want)  # FP8 it was.
+
+
+def test_nnx_jit_and_grad_of_modules():
+  model = Layer(RECIPES["minimal"], rngs=nnx.Rngs(0))
+
+  @nnx.jit
+  def gradients_of(model, x):
+    return nnx.grad(lambda m: jnp.mean(m(x).astype("f4") ** 2))(model)
+
+  gradients = jax.tree.leaves(gradients_of(model, inputs(B, T)))
+  want = jax.tree.leaves(results("minimal")[1])
+  # Compiled otherwise than `results`: BF16 and FP8 codes may round otherwise.
+  off = [a - b for a, b in zip(gradients, want, strict=True)]
+  assert norm(off) < 0.01 * norm(want)
+
+
+def products(f, *args):
+  """Matrix products in the gradient of f."""
+  jaxpr = jax.make_jaxpr(jax.grad(mean_square(f)))(*args)
+  return str(jaxpr).count("dot_general")
+
+
+@pytest.mark.parametrize("name", COATS)
+def test_checkpoint_with_names_computes_no_product_twice(name):
+  f, params = make(name)
+  x = inputs(B, T)
+  named = jax.checkpoint(f, policy=ONLY_NAMES)
+  assert products(named, params, x) == products(f, params, x)
+  assert products(jax.checkpoint(f), params, x) > products(f, params, x)
+  # Kept is what is kept without: parameters, and nothing of x's width in BF16.
+  kept = jax.eval_shape(lambda *a: jax.vjp(named, *a)[1], params, x)
+  own = jax.eval_shape(lambda *a: jax.vjp(f, *a)[1], params, x)
+  shapes = [
+    sorted(str(leaf.shape) + str(leaf.dtype) for leaf in jax.tree.leaves(tree))
+    for tree in (kept, own)
+  ]
+  assert set(shapes[0]) == set(shapes[1])
+
+
+@pytest.mark.parametrize("policy", [None, ONLY_NAMES], ids=["default", "names"])
+def test_checkpoint_changes_no_gradient(policy):
+  f, params = make("coat")
+  f = mean_square(jax.checkpoint(f, policy=policy))
+  got = jit(jax.value_and_grad(f))(params, inputs(B, T))
+  assert_same_bits(got, results("coat"))
+
+
+def stack(name, depth=2, **options):
+  """Parameters of `depth` layers; functions that scan and loop over them."""
+
+  @nnx.split_rngs(splits=depth)
+  @nnx.vmap
+  def layers(rngs):
+    return Layer(RECIPES[name], rngs=rngs, **options)
+
+  graph, params = nnx.split(layers(nnx.Rngs(0)))
+
+  def scanned(params, x):
+    @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+    def forward(x, layer):
+      return layer(x)
+
+    return forward(x, nnx.merge(graph, params))
+
+  def looped(params, x):
+    for i in range(depth):
+      one = jax.tree.map(lambda p, i=i: p[i], params)
+      x = nnx.merge(graph, one)(x)
+    return x
+
+  return params, scanned, looped
+
+
+def test_scanned_layers_equal_a_loop():
+  params, scanned, looped = stack("minimal", dtype=jnp.float32)
+  x = inputs(B, T, dtype=jnp.float32)
+  results = [
+    jit(jax.value_and_grad(mean_square(f)))(params, x)
+    for f in (scanned, looped)
+  ]
+  assert_close(*results)
+
+
+@pytest.mark.parametrize("name", COATS)
+def test_scanned_residuals_stay_fp8(name):
+  depth, length = 3, 32
+  params, scanned, _ = stack(name, depth)
+
+  def residuals(params, x):
+    return jax.tree.leaves(jax.vjp(scanned, params, x)[1])
+
+  jaxpr = jax.make_jaxpr(residuals)(params, inputs(B, length)).jaxpr
+  kept = {v for v in jaxpr.outvars if v not in jaxpr.invars}
+  stacked = [v.aval for v in kept if v.aval.shape[:1] == (depth,)]
+  codes = [a for a in stacked if a.dtype == E4M3]
+  # Statistics and scales have fewer values than there are codes, by far.
+  large = {
+    (a.shape[3:], str(a.dtype))
+    for a in stacked
+    if a.size >= depth * B * length * 16 and a.dtype != E4M3
+  }
+  heads = {((4, 8), "bfloat16"), ((2, 8), "bfloat16")}
+  assert large == (set() if RECIPES[name].attention == "fp8" else heads)
+  assert len(codes) >= 4
+  # Nor are weights, which are there anyway, kept a second time.
+  weights = {p.shape for p in jax.tree.leaves(params)}
+  assert not weights & {a.shape for a in stacked if a.ndim > 1}
+
+
+def test_scan_holds_no_causal_mask(monkeypatch):
+  monkeypatch.setattr(reference_attention, "_BLOCK", 8)
+  length = 32
+  params, scanned, _ = stack("minimal")
+  jaxpr = jax.make_jaxpr(lambda *args: jax.vjp(scanned, *args)[1])(
+    params, inputs(B, length)
+  ).jaxpr
+  scans = [e for e in jaxpr.eqns if e.primitive.name == "scan"]
+  assert scans
+  for equation in scans:
+    arrays = [v.aval for v in (*equation.invars, *equation.outvars)]
+    assert not [a for a in arrays if a.shape.count(length) > 1]
+    assert not [a for a in arrays if a.dtype == bool]
+
+
+def test_vmap_over_models_equals_each_alone():
+  params, _, _ = stack("minimal", dtype=jnp.float32)
+  f, _ = make("minimal", dtype=jnp.float32)
+  x = inputs(2, B, T, dtype=jnp.float32)
+  gradient = jax.value_and_grad(mean_square(f))
+  got = jit(jax.vmap(gradient))(params, x)
+  alone = jit(gradient)
+  for i in range(2):
+    one, mine = jax.tree.map(lambda leaf, i=i: leaf[i], (params, got))
+    assert_close(mine, alone(one, x[i]))
+
+
+def test_any_leading_axes_are_rows():
+  f, params = make("minimal", dtype=jnp.float32)
+  x = inputs(B, T, dtype=jnp.float32)
+  y = jit(f)(params, x)
+  assert_close(jit(f)(params, x[None])[0], y, 1e-6)
+  assert jax.eval_shape(f, params, x[0]).shape == (T, D)
+
+
+def test_bfloat16_parameters_get_bfloat16_gradients():
+  for name in RECIPES:
+    f, params = make(name, param_dtype=jnp.bfloat16)
+    gradients = jax.eval_shape(jax.grad(mean_square(f)), params, inputs(B, T))
+    assert {x.dtype for x in jax.tree.leaves(gradients)} == {
+      jnp.dtype(jnp.bfloat16)
+    }
