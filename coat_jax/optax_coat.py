@@ -78,7 +78,7 @@ def scale_by_coat_adam(
     TypeError: `codec` is none, or (by `init`) a leaf is not real floating.
     ValueError: (by `update`) the state is not this codec's or these leaves'.
 
-  Source: arXiv:2410.19313, section 4; docs/deviations.md 3 to 6.
+  Source: arXiv:2410.19313, section 4; docs/deviations.md 4 to 9.
   """
   op = "scale_by_coat_adam"
   if not isinstance(codec, codecs.MomentCodec):

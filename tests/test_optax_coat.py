@@ -15,10 +15,7 @@ import pytest
 from flax import nnx
 
 from coat_jax import codecs
-from coat_jax.optax_coat import (
-  coat_adamw,
-  scale_by_coat_adam,
-)
+from coat_jax.optax_coat import apply_updates, coat_adamw, scale_by_coat_adam
 
 CODECS = {
   "coat": codecs.coat(4),
@@ -307,3 +304,24 @@ def test_nnx_optimizer(name, jit):
   assert codes["up"]["bias"].dtype == jnp.float32
   assert codes["input_layernorm"]["scale"].dtype == jnp.float32
   assert state["mu_amax"]["up"]["kernel"].shape == (64, 1)
+
+
+def test_nnx_model_in_bf16():
+  model = nnx.Linear(64, 64, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+  solver = coat_adamw(1e-3)
+  state = solver.init(nnx.state(model, nnx.Param))
+
+  @nnx.jit
+  def step(model, state):
+    grads = nnx.grad(lambda m: jnp.mean(m(jnp.ones((4, 64))) ** 2))(model)
+    params = nnx.state(model, nnx.Param)
+    updates, state = solver.update(grads, state, params)
+    nnx.update(model, apply_updates(params, updates, step=state[0].count))
+    return state
+
+  before = np.asarray(model.kernel[...])
+  new_state = step(model, state)
+  assert jax.tree.structure(new_state) == jax.tree.structure(state)
+  assert types(new_state) == types(state)
+  assert model.kernel[...].dtype == jnp.bfloat16
+  assert np.mean(np.asarray(model.kernel[...]) != before) > 0.9
