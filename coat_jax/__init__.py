@@ -15,6 +15,7 @@ from coat_jax import recipe as recipe
 from coat_jax.codecs import MomentCodec as MomentCodec
 from coat_jax.formats import E4M3 as E4M3
 from coat_jax.formats import E5M2 as E5M2
+from coat_jax.moments import default_quantize_mask as default_quantize_mask
 from coat_jax.optax_coat import ScaleByCoatAdamState as ScaleByCoatAdamState
 from coat_jax.optax_coat import apply_updates as apply_updates
 from coat_jax.optax_coat import coat_adamw as coat_adamw
@@ -23,3 +24,7 @@ from coat_jax.qtensor import QTensor as QTensor
 from coat_jax.qtensor import dequantize as dequantize
 from coat_jax.qtensor import quantize as quantize
 from coat_jax.recipe import CoatRecipe as CoatRecipe
+from coat_jax.state import from_adam_state as from_adam_state
+from coat_jax.state import state_bytes as state_bytes
+from coat_jax.state import state_report as state_report
+from coat_jax.state import to_adam_state as to_adam_state

@@ -230,14 +230,16 @@ class ExpandedFP8(_FP8):
   def _bound(self, amax):
     return amax
 
-  def _power(self, amax, range_):
+  def power(self, amax: Array, range_: Array) -> Array:
+    """k of groups from their two statistics, f32 of their shape."""
+    del amax
     return range_.astype(jnp.float32) * (1 / _POWER_STEPS)
 
   def _root(self, amax, range_):
-    return 1 / self._power(amax, range_)
+    return 1 / self.power(amax, range_)
 
   def _expand(self, t, amax, range_):
-    return jnp.exp2(self._power(amax, range_) * jnp.log2(t)) * qmax(self.dtype)
+    return jnp.exp2(self.power(amax, range_) * jnp.log2(t)) * qmax(self.dtype)
 
   def _contract(self, y, amax, range_):
     # jnp.power is good to the last bit where exp2(log2(y) / k) is off by up to
@@ -261,7 +263,7 @@ class BoundedFP8(ExpandedFP8):
   def _bound(self, amax):
     return _exp2_biased(amax)
 
-  def _power(self, amax, range_):
+  def power(self, amax: Array, range_: Array) -> Array:
     return _log2_range(self.dtype) / _octaves(amax, range_)
 
   def _root(self, amax, range_):
@@ -276,7 +278,7 @@ class LogUniform(_Grouped):
 
   step = (upper - lower) / (levels - 1) octaves, with 255 levels in a uint8
   where values have no sign and 127 in an int8 where they have. Magnitudes above
-  2^127 saturate, those below 2^(upper - 126) count as 2^lower.
+  2^127 saturate.
   """
 
   signed: bool
@@ -289,20 +291,32 @@ class LogUniform(_Grouped):
     return _exponent_bounds(magnitude)
 
   def _codes(self, magnitude, amax, range_, noise):
-    octaves = _octaves(amax, range_)
-    steps = self._levels - 1
-    t = _share(magnitude, _exp2_biased(amax))
-    place = jnp.clip(jnp.log2(t) * (steps / octaves) + steps, 0, steps)
+    octaves, steps = _octaves(amax, range_), self._levels - 1
+    whole, part = self._place(magnitude, amax, octaves)
     if noise is None:
-      level = jnp.round(place)
+      level = whole + jnp.round(part)
     else:
-      level = jnp.floor(place)
-      # All over the lower neighbour: x / lower = 2^(fraction of a step).
+      # All over the lower neighbour: x / lower = 2^(part of a step).
       step = octaves * (1 / steps)
-      above = jnp.exp2((place - level) * step) - 1
-      level += above > noise * (jnp.exp2(step) - 1)
-    code = jnp.where(magnitude > 0, jnp.minimum(level, steps) + 1, 0)
+      up = jnp.exp2(part * step) - 1 > noise * (jnp.exp2(step) - 1)
+      level = whole + up
+    code = jnp.where(magnitude > 0, jnp.clip(level, 0, steps) + 1, 0)
     return code.astype(jnp.int8 if self.signed else jnp.uint8)
+
+  def _place(self, magnitude, amax, octaves):
+    """Levels above the lower bound, as a whole number and a part in [0, 1).
+
+    Whole octaves are counted in integers: in one f32 up to 254 levels leave
+    only 2^-16 for the part, and backends would round up at different words.
+    """
+    steps = self._levels - 1
+    exponent, fraction = _split_float(magnitude)
+    mantissa = jax.lax.bitcast_convert_type(fraction | 0x3F800000, jnp.float32)
+    octaves_int = octaves.astype(jnp.int32)
+    above = exponent - (amax.astype(jnp.int32) - octaves_int)
+    whole, rest = jnp.divmod(above * steps, octaves_int)
+    part = (rest.astype(jnp.float32) + jnp.log2(mantissa) * steps) / octaves
+    return whole.astype(jnp.float32) + jnp.floor(part), part - jnp.floor(part)
 
   def _signed(self, codes, negative):
     return jnp.where(negative, -codes, codes) if self.signed else codes

@@ -201,7 +201,7 @@ def _report_moment(group: GroupCodec, encoded: Encoded, decoded, true):
   values = np.asarray(decoded, np.float64)
   report = {}
   if isinstance(group, ExpandedFP8):
-    powers = np.asarray(group._power(encoded.amax, encoded.range), np.float64)
+    powers = np.asarray(group.power(encoded.amax, encoded.range), np.float64)
     occupied = np.any(split_groups(decoded, group.group_size) != 0, axis=-1)
     powers = powers[np.asarray(occupied)]
     if powers.size:
