@@ -90,10 +90,9 @@ def test_vmap_gives_each_its_own_scales():
   x, w, bias, dy = case((3, 6))
   x = x * jnp.float32([1, 1e3, 1e-3])[:, None, None]
   stacked = jnp.stack([w, 2 * w, -w])
-  got = jax.vmap(lambda x, w: linear(x, w, recipe=COAT))(x, stacked)
-  one_by_one = jnp.stack(
-    [linear(x[i], stacked[i], recipe=COAT) for i in range(3)]
-  )
+  run = lambda x, w: linear(x, w, recipe=COAT)  # noqa: E731
+  got, alone = jit(jax.vmap(run))(x, stacked), jit(run)
+  one_by_one = jnp.stack([alone(x[i], stacked[i]) for i in range(3)])
   assert_close(got, one_by_one, 1e-6)
   # With one scale for all, the smallest would be lost: 1e-6 of the largest.
   assert_close(got[2], one_by_one[2], 1e-6)
