@@ -2,6 +2,7 @@
 """Who may import whom: imports of coat_jax only go down its levels."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -76,7 +77,7 @@ def private_attributes(tree):
     if f"{getattr(node, 'module', None) or alias.name}.".startswith("coat_jax.")
   }
   for node in ast.walk(tree):
-    if isinstance(node, ast.Attribute) and node.attr.startswith("_"):
+    if isinstance(node, ast.Attribute) and re.match("_(?!_)", node.attr):
       name = ast.unparse(node)
       if name.split(".")[0] in ours:
         yield f"private name {name}"
