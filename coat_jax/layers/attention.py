@@ -173,6 +173,25 @@ def attention_output(
   return x + linear(out, w, bias, recipe=recipe)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnames=("limit",))
+def _clip(x, limit):
+  return jnp.clip(x, -limit, limit)
+
+
+def _clip_fwd(x, limit):
+  # One bit a value; autodiff would keep two BF16 arrays, 6 U for q, k and v.
+  inside = jnp.packbits(jnp.abs(x) <= limit, axis=-1)
+  return _clip(x, limit), remember("attention", inside)
+
+
+def _clip_bwd(limit, inside, g):
+  passes = jnp.unpackbits(inside, axis=-1, count=g.shape[-1])
+  return (jnp.where(passes == 1, g, 0),)
+
+
+_clip.defvjp(_clip_fwd, _clip_bwd)
+
+
 class Attention(RecipeModule):
   """Self-attention with its norm, RoPE, grouped key heads and residual add.
 
@@ -278,7 +297,7 @@ class Attention(RecipeModule):
   def _split_heads(self, qkv: Array) -> tuple[Array, Array, Array]:
     """[B, T, columns] to q [B, T, N, H] and k, v [B, T, K, H]."""
     if self.clip_qkv is not None:
-      qkv = jnp.clip(qkv, -self.clip_qkv, self.clip_qkv)
+      qkv = _clip(qkv, self.clip_qkv)
     b, t, _ = qkv.shape
     heads = self.num_heads // self.num_kv_heads
     qkv = qkv.reshape(b, t, self.num_kv_heads, heads + 2, self.head_dim)

@@ -139,6 +139,20 @@ def test_module_is_made_of_its_parts(options):
   assert_same_bits(run(m, x), by_hand(m, x))
 
 
+def test_clipping_passes_gradients_of_what_it_left_alone():
+  m = module(recipes.bf16(), clip_qkv=0.5, dtype=jnp.float32)
+  graph, params = nnx.split(m)
+
+  def gradient_of(f):
+    def total(params, x):
+      return jnp.sum(f(nnx.merge(graph, params), x) ** 2)
+
+    return jit(jax.value_and_grad(total))(params, case()[0])
+
+  # `by_hand` clips with `jnp.clip`.
+  assert_close(gradient_of(lambda m, x: m(x)), gradient_of(by_hand.__wrapped__))
+
+
 def test_module_takes_any_leading_axes():
   m = module(dtype=jnp.float32)
   x = case()[0]

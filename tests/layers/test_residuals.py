@@ -2,6 +2,7 @@
 """What layers remember: every array of `jax.vjp`, by dtype and by bytes."""
 
 import collections
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -143,6 +144,16 @@ def test_abstract_count_equals_the_arrays_of_other_recipes(recipe):
   want = collections.Counter((a.dtype, a.size) for a in held)
   got = collections.Counter((a.dtype, a.size) for a, _ in counted if a.ndim)
   assert got == want
+
+
+def test_clipping_remembers_one_bit_a_value():
+  clipping = dataclasses.replace(CONFIG, clip_qkv=8.0)
+  plain, clipped = (
+    remembered_bytes(config, recipes.coat(), tokens=T)
+    for config in (CONFIG, clipping)
+  )
+  bits = (N + 2 * K) * H
+  assert clipped["total"] - plain["total"] == pytest.approx(bits / 8)
 
 
 def test_kinds_are_those_of_the_operations():
