@@ -1,0 +1,327 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How well each codec keeps Adam's moments, and whether v keeps moving.
+
+  python -m benchmarks.accuracy codecs [--steps 300] [--out PICTURE.png]
+
+First a byte-level Llama of 2.8 million parameters is trained on the source text
+of Python's standard library, with f32 moments. Then two questions:
+
+accuracy.codecs: one step. The trained moments m and v are encoded and decoded,
+a next gradient is drawn from N(m, v - m^2), which is what the moments say of
+it, and the Adam update with the decoded moments is compared with the exact one:
+`update_rms_error` is RMS(update - exact) / RMS(exact), `max_update` the largest
+update (about 1 is right; where a v became zero it explodes) and `zeroed_v` the
+share of nonzero v that became zero. The output layer is the hard part: a group
+of its columns holds bytes that are everywhere and bytes that never occur.
+
+accuracy.tracking: many steps. v of 32768 elements, with gradient sizes taken
+from the trained v, is encoded and decoded at each of 2000 steps; halfway the
+gradients of every other element shrink to a tenth. The ratio of stored to exact
+v at the end: median, 10th and 90th percentile of the elements that shrank, and
+as further keys of those that did not.
+"""
+
+import argparse
+import dataclasses
+import functools
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from matplotlib.figure import Figure
+
+from benchmarks.harness import emit, say
+from benchmarks.trained_moments import (
+  B1,
+  B2,
+  EPS,
+  GROUP_SIZE,
+  Moments,
+  train_moments,
+)
+from coat_jax import codecs, stochastic
+from coat_jax.group_codecs import LogUniform
+
+TRACKED_B2 = (0.95, 0.99, 0.999)
+TRACKED_GROUPS = 256
+SHRINK = 0.1
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+  """A codec and how to name it in a row and in the picture."""
+
+  codec: codecs.MomentCodec
+  rounding: str
+  second: str | None = None
+  note: str | None = None
+
+  @property
+  def row(self) -> dict:
+    """The row's `case`."""
+    case = {"codec": self.codec.name, "rounding": self.rounding}
+    return case | ({"second": self.second} if self.second else {})
+
+  @property
+  def label(self) -> str:
+    """The name in the picture."""
+    second = f" v {self.second.upper()}" if self.second == "e5m2" else ""
+    return f"{self.codec.name}{second}, {self.rounding}"
+
+
+def cases() -> list[Case]:
+  """All codecs with every rounding that they have."""
+  nearest, stochastic_ = "nearest", "stochastic"
+  found = [
+    Case(codecs.float32(), "none"),
+    Case(codecs.bfloat16(), nearest),
+  ]
+  for rounding in (nearest, stochastic_):
+    found.append(Case(codecs.fp8(rounding=rounding), rounding))
+    for second in ("e4m3", "e5m2"):
+      codec = codecs.coat(rounding=rounding, second=second)
+      found.append(Case(codec, rounding, second))
+    found.append(Case(codecs.coat_e8m0(rounding=rounding), rounding))
+  # codecs.log8 refuses nearest, which is no way to train; its grid alone, for
+  # comparison with the other grids, comes from the codec of a group.
+  grid = codecs.MomentCodec(
+    name="log8",
+    mu=LogUniform(GROUP_SIZE, nearest, signed=True),
+    nu=LogUniform(GROUP_SIZE, nearest, signed=False),
+  )
+  note = "grid only: group codec called directly, codecs.log8 refuses nearest"
+  found.append(Case(grid, nearest, note=note))
+  found.append(Case(codecs.log8(), stochastic_))
+  return found
+
+
+def codec_row(case: Case, moments: Moments, parts: dict[str, slice]) -> dict:
+  """One-step errors of a codec: the values of a row."""
+  encoded, stored = _store(case.codec, moments)
+  found = update_errors(moments, stored)
+  error, exact = (np.asarray(found[x], float) for x in ("error", "exact"))
+
+  def relative(part: slice) -> float:
+    return float(np.sqrt(error[part].sum() / exact[part].sum()))
+
+  # What a codec does not have is a scalar zero.
+  size = sum(x.nbytes for x in jax.tree.leaves(encoded) if x.ndim)
+  row = {
+    "bytes_per_param": size / moments.mu.size,
+    "update_rms_error": relative(slice(None)),
+    "max_update": float(found["max_update"]),
+    "zeroed_v": int(found["zeroed"]) / int(found["nonzero"]),
+    "update_rms_error_by_part": {x: relative(parts[x]) for x in parts},
+    "params": moments.mu.size,
+  }
+  return row | ({"note": case.note} if case.note else {})
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _store(codec: codecs.MomentCodec, moments: Moments):
+  words = stochastic.random_words(
+    stochastic.leaf_key(0, 0, 0), moments.mu.shape
+  )
+  mu = _encode(codec.mu, moments.mu, stochastic.low_half(words))
+  nu = _encode(codec.nu, moments.nu, stochastic.high_half(words))
+  return (mu, nu), Moments(codec.mu.decode(mu), codec.nu.decode(nu))
+
+
+def _encode(group_codec, x, noise):
+  return group_codec.encode(x, noise if group_codec.needs_noise else None)
+
+
+@jax.jit
+def update_errors(moments: Moments, stored: Moments) -> dict:
+  """Compares the next Adam update with stored moments to the exact one.
+
+  Args:
+    moments: The exact ones.
+    stored: The same, decoded.
+
+  Returns:
+    Sums of squares per group, "error" and "exact"; "max_update"; how many v are
+    "nonzero" and, of these, "zeroed".
+  """
+  spread = jnp.sqrt(jnp.maximum(moments.nu - moments.mu**2, 0))
+  normal = jax.random.normal(jax.random.key(0), spread.shape)
+  gradient = moments.mu + spread * normal
+  exact, update = _adam(moments, gradient), _adam(stored, gradient)
+  nonzero = moments.nu > 0
+  return {
+    "error": jnp.sum((update - exact) ** 2, axis=-1),
+    "exact": jnp.sum(exact**2, axis=-1),
+    "max_update": jnp.max(jnp.abs(update)),
+    "nonzero": jnp.sum(nonzero),
+    "zeroed": jnp.sum(nonzero & (stored.nu == 0)),
+  }
+
+
+def _adam(moments: Moments, gradient):
+  # After hundreds of steps the bias corrections are 1.
+  mu = B1 * moments.mu + (1 - B1) * gradient
+  nu = B2 * moments.nu + (1 - B2) * gradient**2
+  return mu / (jnp.sqrt(nu) + EPS)
+
+
+def gradient_sizes(moments: Moments) -> jax.Array:
+  """Roots of v of evenly spread groups: f32 [256, 128]."""
+  # Embeddings of bytes that the text lacks have no gradients.
+  rows = moments.nu[jnp.all(moments.nu > 0, axis=-1)]
+  index = np.linspace(0, len(rows) - 1, TRACKED_GROUPS).astype(int)
+  return jnp.sqrt(rows[index])
+
+
+@functools.partial(jax.jit, static_argnames=("codec", "steps", "every"))
+def track(codec, sizes: jax.Array, b2, *, steps: int, every: int):
+  """Runs the closed loop; see the module's docstring.
+
+  Args:
+    codec: Of the second moment.
+    sizes: f32 [groups, n], sizes of gradients.
+    b2: Decay.
+    steps: Updates; gradients shrink after half of them.
+    every: Steps between points of the trace.
+
+  Returns:
+    (ratio of stored to exact v at the end, f32 [groups, n], trace of the median
+    ratio of the elements that shrank, f32 [steps / every]).
+  """
+  shrinks = jnp.arange(sizes.shape[-1]) % 2 == 0
+
+  def step(carry, i):
+    encoded, exact = carry
+    scale = jnp.where(shrinks & (i >= steps // 2), SHRINK, 1.0)
+    scale = jnp.broadcast_to(scale, sizes.shape)
+    key = jax.random.fold_in(jax.random.key(1), i)
+    normal = jax.random.normal(key, sizes.shape)
+    square = (sizes * scale * normal) ** 2
+    words = stochastic.random_words(stochastic.leaf_key(0, i, 0), sizes.shape)
+    stored = b2 * codec.decode(encoded) + (1 - b2) * square
+    encoded = _encode(codec, stored, stochastic.high_half(words))
+    return (encoded, b2 * exact + (1 - b2) * square), None
+
+  def block(carry, start):
+    carry, _ = jax.lax.scan(step, carry, start + jnp.arange(every))
+    encoded, exact = carry
+    ratio = codec.decode(encoded) / exact
+    return carry, jnp.median(ratio[:, ::2])
+
+  start = sizes**2
+  words = stochastic.random_words(stochastic.leaf_key(1, 0, 0), sizes.shape)
+  first = _encode(codec, start, stochastic.high_half(words))
+  (encoded, exact), trace = jax.lax.scan(
+    block, (first, start), jnp.arange(0, steps, every)
+  )
+  return codec.decode(encoded) / exact, trace
+
+
+def tracking_row(ratio: jax.Array) -> dict:
+  """Percentiles of stored / exact v: the values of a row."""
+  ratio = np.asarray(ratio, np.float64)
+  values = {}
+  for prefix, part in (("", ratio[:, ::2]), ("unchanged_", ratio[:, 1::2])):
+    low, median, high = np.percentile(part, [10, 50, 90])
+    values[f"{prefix}median_ratio"] = float(median)
+    values[f"{prefix}p10"], values[f"{prefix}p90"] = float(low), float(high)
+  return values
+
+
+def run_codecs(
+  moments: Moments,
+  parts: dict[str, slice],
+  chosen: list[Case],
+  *,
+  tracking_steps: int = 2000,
+) -> tuple[list[dict], list[dict], dict]:
+  """Prints the rows of both figures.
+
+  Args:
+    moments, parts: From `train_moments`.
+    chosen: From `cases`.
+    tracking_steps: Steps of the closed loop.
+
+  Returns:
+    (rows of accuracy.codecs, rows of accuracy.tracking, traces by label).
+  """
+  one_step, tracking, traces = [], [], {}
+  for case in chosen:
+    values = codec_row(case, moments, parts)
+    row = emit("accuracy.codecs", case.row, **values)
+    one_step.append(row | {"label": case.label})
+  sizes = gradient_sizes(moments)
+  every = max(tracking_steps // 100, 1)
+  for case in chosen:
+    for b2 in TRACKED_B2:
+      ratio, trace = track(
+        case.codec.nu, sizes, b2, steps=tracking_steps, every=every
+      )
+      tracking.append(
+        emit(
+          "accuracy.tracking",
+          case.row | {"b2": b2},
+          **tracking_row(ratio),
+          steps=tracking_steps,
+        )
+      )
+      traces[case.label, b2] = every * (1 + np.arange(len(trace))), trace
+  return one_step, tracking, traces
+
+
+def draw(one_step: list[dict], traces: dict, out: Path, b2=0.99) -> None:
+  """Draws the one-step errors and the traces of v at one b2."""
+  figure = Figure(figsize=(13, 5), layout="constrained")
+  left, right = figure.subplots(1, 2)
+  rows = [row for row in one_step if row["update_rms_error"] > 0]
+  # One colour a codec; dashed lines and pale bars round to nearest.
+  names = [row["label"].split(",")[0] for row in rows]
+  palette = {name: f"C{i}" for i, name in enumerate(dict.fromkeys(names))}
+  colors = dict(zip([row["label"] for row in rows], names, strict=True))
+  colors = {label: palette[name] for label, name in colors.items()}
+  for row in rows:
+    label = row["label"]
+    alpha = 1.0 if "stochastic" in label else 0.5
+    left.barh(label, row["update_rms_error"], color=colors[label], alpha=alpha)
+    text = f" {row['update_rms_error']:.2g} ({row['bytes_per_param']:.2f} B)"
+    left.text(row["update_rms_error"], row["label"], text, va="center")
+  left.invert_yaxis()
+  left.set_xscale("log")
+  left.set_xlim(1e-3, 30)
+  left.set_xlabel("relative RMS error of the next Adam update")
+  left.set_title("One step (bytes a parameter, both moments)")
+  for (label, at), (steps, trace) in traces.items():
+    if at == b2 and label in colors:
+      style = "-" if "stochastic" in label else "--"
+      right.plot(steps, trace, style, color=colors[label], label=label)
+  right.axhline(1, color="black", linewidth=0.6)
+  right.set_yscale("log")
+  right.set_xlabel("step; gradients shrink to a tenth halfway")
+  right.set_ylabel("stored v / exact v, median")
+  right.set_title(f"Many steps, b2 = {b2}, elements whose gradients shrink")
+  right.legend(fontsize="small")
+  out.parent.mkdir(parents=True, exist_ok=True)
+  figure.savefig(out, dpi=120)
+
+
+def main(arguments: list[str] | None = None) -> None:
+  """Reads the command line and runs."""
+  parser = argparse.ArgumentParser(
+    prog="python -m benchmarks.accuracy", description=__doc__.splitlines()[0]
+  )
+  commands = parser.add_subparsers(dest="command", required=True)
+  command = commands.add_parser("codecs", help="one step and many steps")
+  command.add_argument("--steps", type=int, default=300, help="of training")
+  command.add_argument(
+    "--out", type=Path, default=Path("docs/figures/accuracy.png")
+  )
+  options = parser.parse_args(arguments)
+  if options.steps < 1:
+    parser.error(f"--steps must be at least 1, got {options.steps}")
+  one_step, _, traces = run_codecs(*train_moments(options.steps), cases())
+  draw(one_step, traces, options.out)
+  say(f"drew {options.out}")
+
+
+if __name__ == "__main__":
+  main()
