@@ -152,7 +152,15 @@ class _Program:
     return _KIND_OF_FILE[made_by]
 
 
-_ALIASES = {"name", "reshape", "squeeze", "broadcast_in_dim", "copy"}
+# Of one input, in whose bytes the output lies where it has as many.
+_ALIASES = {
+  "bitcast_convert_type",
+  "broadcast_in_dim",
+  "copy",
+  "name",
+  "reshape",
+  "squeeze",
+}
 
 
 def _layer_file(equation) -> str | None:

@@ -12,7 +12,7 @@ from jax import Array
 
 from coat_jax import ops
 from coat_jax import recipe as recipes
-from coat_jax.layers.residuals import remember
+from coat_jax.layers.residuals import hand_over, remember
 from coat_jax.qtensor import dequantize
 from coat_jax.recipe import CoatRecipe
 
@@ -25,9 +25,10 @@ def _fp8_silu_mul(gate, up, group_size):
 def _fp8_silu_mul_fwd(gate, up, group_size):
   gate_q = ops.quantize_groups(gate, group_size=group_size)
   up_q = ops.quantize_groups(up, group_size=group_size)
+  gate_q, up_q = remember("activation", (gate_q, up_q))
   silu = ops.silu_values(dequantize(gate_q, group_size=group_size))
   product = silu * dequantize(up_q, group_size=group_size)
-  return product.astype(gate.dtype), remember("activation", (gate_q, up_q))
+  return product.astype(gate.dtype), hand_over((gate_q, up_q))
 
 
 def _fp8_silu_mul_bwd(group_size, residuals, g):
@@ -72,10 +73,10 @@ def _fp8_gelu(x, approximate, group_size):
 
 
 def _fp8_gelu_fwd(x, approximate, group_size):
-  x_q = ops.quantize_groups(x, group_size=group_size)
+  x_q = remember("activation", ops.quantize_groups(x, group_size=group_size))
   values = dequantize(x_q, group_size=group_size)
   y = ops.gelu_values(values, approximate=approximate)
-  return y.astype(x.dtype), remember("activation", x_q)
+  return y.astype(x.dtype), hand_over(x_q)
 
 
 def _fp8_gelu_bwd(approximate, group_size, x_q, g):

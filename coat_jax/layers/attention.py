@@ -32,7 +32,7 @@ from coat_jax.layers.linear import (
 )
 from coat_jax.layers.module import RecipeModule, rows_to_batch, value_of
 from coat_jax.layers.norm_linear import NormLinear
-from coat_jax.layers.residuals import cotangent, remember
+from coat_jax.layers.residuals import cotangent, hand_over, remember
 from coat_jax.layers.rope import rope
 from coat_jax.qtensor import QTensor, dequantize
 from coat_jax.recipe import CoatRecipe
@@ -44,10 +44,10 @@ def _attention(q, k, v, causal):
 
 
 def _attention_fwd(q, k, v, causal):
-  kept = (q, k, v, ops.attention_fwd(q, k, v, causal=causal))
-  kept = remember("attention", kept)
+  q, k, v = remember("attention", (q, k, v))
+  kept = remember("attention", ops.attention_fwd(q, k, v, causal=causal))
   # The very array that is remembered, so that it is held once.
-  return kept[3].out, kept
+  return kept.out, (q, k, v, kept)
 
 
 def _attention_bwd(causal, kept, g):
@@ -95,16 +95,16 @@ def _attention_output(x, q, k, v, w, bias, causal, recipe):
 
 def _attention_output_fwd(x, q, k, v, w, bias, causal, recipe):
   keep, read = _storage(recipe, q.dtype)
-  q, k, v = keep(q), keep(k), keep(v)
+  q, k, v = remember("attention", (keep(q), keep(k), keep(v)))
   out, lse = ops.attention_fwd(read(q), read(k), read(v), causal=causal)
-  out = keep(out)
+  out, lse = remember("attention", (keep(out), lse))
   out_q = ops.quantize_tensor(_merge_heads(read(out)))
   w_q = ops.quantize_tensor(w)
   y = add_bias(ops.linear_fwd(out_q, w_q, dtype=jnp.float32), bias)
   total = (x.astype(jnp.float32) + y).astype(x.dtype)
-  q, k, v, out, lse = remember("attention", (q, k, v, out, lse))
   scales = remember("linear", (out_q.scale, w_q.scale))
-  return total, _Residuals(q, k, v, out, lse, scales[0], w, scales[1], bias)
+  residuals = _Residuals(q, k, v, out, lse, scales[0], w, scales[1], bias)
+  return total, hand_over(residuals)
 
 
 def _attention_output_bwd(causal, recipe, residuals, g):

@@ -36,7 +36,7 @@ from coat_jax.layers.linear import (
 from coat_jax.layers.module import RecipeModule, value_of
 from coat_jax.layers.norm import norm
 from coat_jax.layers.norm_linear import make_norm
-from coat_jax.layers.residuals import cotangent, remember
+from coat_jax.layers.residuals import cotangent, hand_over, remember
 from coat_jax.qtensor import QTensor
 from coat_jax.recipe import CoatRecipe
 
@@ -85,46 +85,47 @@ def _gated_mlp(x, weights, kind, eps, recipe):
 def _gated_mlp_fwd(x, weights, kind, eps, recipe):
   w, group_size = weights, recipe.group_size
   keep_all = recipe.residuals == "coat"
-  x_q = ops.quantize_groups(x, group_size=group_size)
+  x_q = remember("norm", ops.quantize_groups(x, group_size=group_size))
   y_q, stats = ops.norm_fwd(
     x_q, w.gamma, w.beta, kind=kind, eps=eps, group_size=group_size
   )
+  if keep_all:
+    y_q = remember("linear", y_q)
   gate_up_q = ops.quantize_tensor(as_matrix(w.gate_up))
   gate_up = ops.linear_fwd(y_q, gate_up_q, dtype=jnp.float32)
   gate_up = add_bias(gate_up, as_row(w.gate_up_bias)).astype(x.dtype)
   gate, up = _split(gate_up)
   gate_q = ops.quantize_groups(gate, group_size=group_size)
   up_q = ops.quantize_groups(up, group_size=group_size)
+  gate_q, up_q = remember("activation", (gate_q, up_q))
   silu_q = None
   if keep_all:
     silu_q = ops.silu_fwd(gate_q, group_size=group_size)
+    silu_q = remember("activation", silu_q)
     product_q = ops.mul_fwd(silu_q, up_q, group_size=group_size)
+    product_q = remember("linear", product_q)
   else:
     product_q = ops.silu_mul_fwd(gate_q, up_q, group_size=group_size)
   down_q = ops.quantize_tensor(w.down)
   out = ops.linear_fwd(product_q, down_q, dtype=jnp.float32)
   out = x.astype(jnp.float32) + add_bias(out, w.down_bias)
-  x_q, stats = remember("norm", (x_q, stats))
-  gate_q, up_q, silu_q = remember("activation", (gate_q, up_q, silu_q))
-  operands = (y_q, product_q) if keep_all else (None, None)
-  y_kept, product_kept = remember("linear", operands)
   scales = (y_q.scale, product_q.scale, gate_up_q.scale, down_q.scale)
   y_scale, product_scale, gate_up_scale, down_scale = remember("linear", scales)
   residuals = _Residuals(
     x=x_q,
-    stats=stats,
+    stats=remember("norm", stats),
     gate=gate_q,
     up=up_q,
-    y=y_kept,
+    y=y_q if keep_all else None,
     silu=silu_q,
-    product=product_kept,
+    product=product_q if keep_all else None,
     y_scale=y_scale,
     product_scale=product_scale,
     gate_up_scale=gate_up_scale,
     down_scale=down_scale,
     weights=w,
   )
-  return out.astype(x.dtype), residuals
+  return out.astype(x.dtype), hand_over(residuals)
 
 
 def _gated_mlp_bwd(kind, eps, recipe, residuals, g):

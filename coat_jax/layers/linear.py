@@ -20,7 +20,7 @@ from coat_jax import ops
 from coat_jax import recipe as recipes
 from coat_jax.formats import E5M2
 from coat_jax.layers.module import RecipeModule, value_of
-from coat_jax.layers.residuals import cotangent, remember
+from coat_jax.layers.residuals import cotangent, hand_over, remember
 from coat_jax.qtensor import QTensor
 from coat_jax.recipe import CoatRecipe
 
@@ -40,10 +40,12 @@ def _fp8_linear(x, w, bias):
 
 
 def _fp8_linear_fwd(x, w, bias):
-  x_q, w_q = ops.quantize_tensor(x), ops.quantize_tensor(as_matrix(w))
+  x_q = remember("linear", ops.quantize_tensor(x))
+  w_q = ops.quantize_tensor(as_matrix(w))
   y = add_bias(ops.linear_fwd(x_q, w_q, dtype=jnp.float32), as_row(bias))
-  x_q, w_scale = remember("linear", (x_q, w_q.scale))
-  return y.astype(x.dtype), _Residuals(x_q, w, w_scale, bias)
+  w_scale = remember("linear", w_q.scale)
+  residuals = hand_over(_Residuals(x_q, w, w_scale, bias))
+  return y.astype(x.dtype), residuals
 
 
 def _fp8_linear_bwd(residuals, g):

@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 from coat_jax import ops
 from coat_jax import recipe as recipes
 from coat_jax.layers.module import RecipeModule, value_of
-from coat_jax.layers.residuals import cotangent, remember
+from coat_jax.layers.residuals import cotangent, hand_over, remember
 from coat_jax.qtensor import QTensor, dequantize
 from coat_jax.recipe import CoatRecipe
 
@@ -37,11 +37,12 @@ def _fp8_norm(x, gamma, beta, kind, eps, group_size):
 
 
 def _fp8_norm_fwd(x, gamma, beta, kind, eps, group_size):
-  x_q = ops.quantize_groups(x, group_size=group_size)
+  x_q = remember("norm", ops.quantize_groups(x, group_size=group_size))
   values = dequantize(x_q, group_size=group_size)
   y, stats = ops.norm_values(values, gamma, beta, kind=kind, eps=eps)
-  x_q, stats = remember("norm", (x_q, stats))
-  return y.astype(x.dtype), _Residuals(x_q, stats, gamma, beta)
+  stats = remember("norm", stats)
+  residuals = hand_over(_Residuals(x_q, stats, gamma, beta))
+  return y.astype(x.dtype), residuals
 
 
 def _fp8_norm_bwd(kind, eps, group_size, residuals, g):

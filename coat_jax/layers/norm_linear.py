@@ -21,7 +21,7 @@ from coat_jax.formats import E5M2
 from coat_jax.layers.linear import Linear, add_bias, linear, sum_rows
 from coat_jax.layers.module import RecipeModule, value_of
 from coat_jax.layers.norm import LayerNorm, RMSNorm, norm
-from coat_jax.layers.residuals import cotangent, remember
+from coat_jax.layers.residuals import cotangent, hand_over, remember
 from coat_jax.qtensor import QTensor
 from coat_jax.recipe import CoatRecipe
 
@@ -45,29 +45,28 @@ def _norm_linear(x, gamma, beta, w, bias, kind, eps, recipe):
 
 def _norm_linear_fwd(x, gamma, beta, w, bias, kind, eps, recipe):
   group_size = recipe.group_size
-  x_q = ops.quantize_groups(x, group_size=group_size)
+  keep_all = recipe.residuals == "coat"
+  x_q = remember("norm", ops.quantize_groups(x, group_size=group_size))
   y_q, stats = ops.norm_fwd(
     x_q, gamma, beta, kind=kind, eps=eps, group_size=group_size
   )
+  if keep_all:
+    y_q = remember("linear", y_q)
   w_q = ops.quantize_tensor(w)
   out = add_bias(ops.linear_fwd(y_q, w_q, dtype=jnp.float32), bias)
-  x_q, stats = remember("norm", (x_q, stats))
-  y, y_scale, w_scale = remember(
-    "linear",
-    (y_q if recipe.residuals == "coat" else None, y_q.scale, w_q.scale),
-  )
+  y_scale, w_scale = remember("linear", (y_q.scale, w_q.scale))
   residuals = _Residuals(
     x=x_q,
-    stats=stats,
+    stats=remember("norm", stats),
     gamma=gamma,
     beta=beta,
-    y=y,
+    y=y_q if keep_all else None,
     y_scale=y_scale,
     w=w,
     w_scale=w_scale,
     bias=bias,
   )
-  return out.astype(x.dtype), residuals
+  return out.astype(x.dtype), hand_over(residuals)
 
 
 def _norm_linear_bwd(kind, eps, recipe, residuals, g):

@@ -2,9 +2,10 @@
 """Names for what layers remember, and small helpers of every custom_vjp.
 
 Each array that a forward hands to its backward goes through `remember`, which
-gives it one of `RESIDUAL_NAMES`; scalar scales too, since to compute one again
-takes the operation in front of it. A `jax.checkpoint` policy can then keep or
-offload them, and memory can be counted by kind:
+gives it one of `RESIDUAL_NAMES`. That is done before the array is used, so that
+what a policy computes again starts from what it kept; and to scalar scales too,
+since to compute one again takes the operation in front of it. `jax.checkpoint`
+policies can then keep or offload them, and memory can be counted by kind:
 
   jax.checkpoint(
     layer,
@@ -18,8 +19,11 @@ no name.
 from typing import Literal, overload
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
+
+from coat_jax.formats import E4M3, E5M2
 
 Kind = Literal["norm", "activation", "rope", "attention", "linear"]
 
@@ -33,8 +37,38 @@ RESIDUAL_NAMES = (
 
 
 def remember[Tree](kind: Kind, tree: Tree) -> Tree:
-  """Names every array of `tree` "coat_<kind>" for checkpoint policies."""
-  return jax.tree.map(lambda x: checkpoint_name(x, f"coat_{kind}"), tree)
+  """Names every array of `tree` "coat_<kind>" for checkpoint policies.
+
+  Codes bear their name as bytes: see `hand_over`.
+  """
+
+  def named(x):
+    if x.dtype not in (E4M3, E5M2):
+      return checkpoint_name(x, f"coat_{kind}")
+    codes = jax.lax.bitcast_convert_type(x, jnp.uint8)
+    codes = checkpoint_name(codes, f"coat_{kind}")
+    return jax.lax.bitcast_convert_type(codes, x.dtype)
+
+  return jax.tree.map(named, tree)
+
+
+def hand_over[Tree](residuals: Tree) -> Tree:
+  """What a forward returns for its backward: other variables, the same bytes.
+
+  Under a policy `jax.checkpoint` puts floating-point arrays that it keeps, and
+  that the forward reads as well, through `lax.reduce_precision`. It takes E4M3
+  for a format with infinities: 256 and above would become NaN, in the forward
+  too (JAX 0.11.2). Bytes, and arrays that only the backward reads, it leaves as
+  they are. XLA removes the conversions.
+  """
+
+  def again(x):
+    if x.dtype not in (E4M3, E5M2):
+      return x
+    codes = jax.lax.bitcast_convert_type(x, jnp.uint8)
+    return jax.lax.bitcast_convert_type(codes, x.dtype)
+
+  return jax.tree.map(again, residuals)
 
 
 @overload
