@@ -10,7 +10,12 @@ from train.config import ModelConfig, OptimConfig, TrainConfig
 
 
 def demo() -> TrainConfig:
-  """A model small enough to learn in a minute or two on two CPU cores."""
+  """A model small enough to learn in a minute or two on two CPU cores.
+
+  Warmup is long and the learning rate low, so that runs can be compared: at
+  3e-3 after 20 steps of warmup, an eps of 0.9e-8 instead of 1e-8 moves the last
+  loss of a BF16 run by 0.09.
+  """
   return TrainConfig(
     out="runs/demo",
     model=ModelConfig(
@@ -22,15 +27,13 @@ def demo() -> TrainConfig:
       num_kv_heads=2,
       vocab_size=256,
     ),
-    # A share, 20 steps of 250, so that shorter runs work too.
-    optim=OptimConfig(lr=3e-3, warmup=0.08),
-    steps=250,
-    batch=8,
+    optim=OptimConfig(lr=1e-3, warmup=0.5),
+    steps=400,
+    batch=4,
     seq=256,
     compare_seeds=2,
-    eval_every=50,
-    eval_batches=16,
-    save_every=50,
+    eval_every=100,
+    save_every=100,
     report_state=True,
   )
 
