@@ -95,9 +95,13 @@ class Checkpoints:
       step=jnp.int32(step), **{name: restored[name] for name in items}
     )
 
-  def close(self) -> None:
+  def wait(self) -> None:
     """Waits until all is written."""
     self._manager.wait_until_finished()
+
+  def close(self) -> None:
+    """Waits and lets go of the folder."""
+    self.wait()
     self._manager.close()
 
 

@@ -143,13 +143,11 @@ class Progress:
 
 def format_seconds(seconds: float) -> str:
   """Formats a duration: 59 s, 3:05, 2:00:00."""
-  if seconds < 60:
-    return f"{seconds:.0f} s"
   minutes, seconds = divmod(round(seconds), 60)
   hours, minutes = divmod(minutes, 60)
   if hours:
     return f"{hours}:{minutes:02}:{seconds:02}"
-  return f"{minutes}:{seconds:02}"
+  return f"{minutes}:{seconds:02}" if minutes else f"{seconds} s"
 
 
 def format_table(header: list[str], rows: list[list[str]]) -> str:

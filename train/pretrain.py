@@ -49,13 +49,19 @@ def blaming_input():
     raise Stop(2, f"error: {error}") from error
 
 
-def train(config: TrainConfig, tokens: TokenSource, signals: Signals) -> None:
+def train(
+  config: TrainConfig,
+  tokens: TokenSource,
+  signals: Signals,
+  opened: contextlib.ExitStack,
+) -> None:
   """Trains until the last step.
 
   Args:
     config: The run.
     tokens: Its data.
     signals: Entered already.
+    opened: Takes what is to be closed in the end, however that comes.
 
   Raises:
     Stop: it ends earlier.
@@ -87,7 +93,9 @@ def train(config: TrainConfig, tokens: TokenSource, signals: Signals) -> None:
     if done >= config.steps:
       say(f"{config.out}: its {config.steps} steps are done already")
       return
-    checkpoints = Checkpoints(run.checkpoints, keep=config.keep)
+    checkpoints = opened.enter_context(
+      contextlib.closing(Checkpoints(run.checkpoints, keep=config.keep))
+    )
     with blaming_input():
       state = checkpoints.restore(done, abstract, batches)
     run.write_description(description)
@@ -95,9 +103,12 @@ def train(config: TrainConfig, tokens: TokenSource, signals: Signals) -> None:
   else:
     with blaming_input():
       run.create(description)
-    checkpoints = Checkpoints(run.checkpoints, keep=config.keep)
+    checkpoints = opened.enter_context(
+      contextlib.closing(Checkpoints(run.checkpoints, keep=config.keep))
+    )
     state = step.initial_state(config, optimizer)
   log = MetricsLog(run.metrics, resumed_step=done)
+  opened.enter_context(contextlib.closing(log))
 
   # Both programs are compiled here, so that the loop only runs them.
   say(f"{config.out}: compiling")
@@ -115,7 +126,7 @@ def train(config: TrainConfig, tokens: TokenSource, signals: Signals) -> None:
     return float(np.mean([float(loss) for loss in losses]))
 
   def fail(text: str) -> Stop:
-    checkpoints.close()
+    checkpoints.wait()
     last = checkpoints.latest_step()
     kept = "no checkpoint was saved before; lower --optim.lr and start again"
     if last is not None:
@@ -125,6 +136,7 @@ def train(config: TrainConfig, tokens: TokenSource, signals: Signals) -> None:
   # The loop.
   tokens_a_step = config.batch * config.seq
   progress = Progress(config.out, steps=config.steps, done=done)
+  opened.enter_context(contextlib.closing(progress))
   signals.is_deferred = True
   is_stopping = False
   while done < config.steps and not is_stopping:
@@ -149,7 +161,6 @@ def train(config: TrainConfig, tokens: TokenSource, signals: Signals) -> None:
       bad = [
         n for n, ok in zip(names, metrics.is_finite, strict=True) if not ok
       ]
-      progress.close()
       raise fail(
         f"step {done} has loss {loss} and gradients that are not finite in "
         f"{', '.join(bad) or 'no leaf'}"
@@ -173,15 +184,12 @@ def train(config: TrainConfig, tokens: TokenSource, signals: Signals) -> None:
         first = next(iter(held_out))["tokens"]
         held_out_loss = float(eval_step(state.params, first))
       if not math.isfinite(held_out_loss):
-        progress.close()
         raise fail(
           f"after step {done} the held-out loss is {held_out_loss}, so that "
           "step is not saved"
         )
       checkpoints.save(done, state, batches, description)
-  progress.close()
-  checkpoints.close()
-  log.close()
+  checkpoints.wait()
   if done < config.steps:
     raise Stop(
       signals.exit_status,
@@ -225,7 +233,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         tokens = load_tokens(config.data, config.model.vocab_size)
         runs = [config, *compare.twins(config)]
       for each in runs:
-        train(each, tokens, signals)
+        with contextlib.ExitStack() as opened:
+          train(each, tokens, signals, opened)
       compare.finish(runs)
     except Stop as stop:
       say(str(stop))

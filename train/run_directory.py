@@ -101,14 +101,14 @@ class RunDirectory:
     Of a run that is there only its own files go, nothing else in the folder.
     """
     if self.is_run():
-      for twin in self.twins():
-        twin.remove()
       self.remove()
     self.path.mkdir(parents=True, exist_ok=True)
     self.write_description(description)
 
   def remove(self) -> None:
     """Removes the run's own files, and the folder if it is empty then."""
+    for twin in self.twins():
+      twin.remove()
     for name in _CONTENTS:
       item = self.path / name
       if name == "twins":

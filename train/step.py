@@ -150,7 +150,7 @@ def train_step(
     )
     metrics = StepMetrics(
       loss=loss,
-      grad_norm=optax.global_norm(grads),
+      grad_norm=optax.tree.norm(grads),
       lr=jnp.asarray(schedule(state.step), jnp.float32),
       is_finite=finite_leaves(grads),
     )
