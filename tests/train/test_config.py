@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Configurations and presets: the published numbers, and who refuses what."""
+
+import dataclasses
+
+import pytest
+
+from coat_jax import recipe
+from train import step
+from train.config import ModelConfig, OptimConfig
+from train.presets import PRESETS, demo
+
+# Layers, h, f, heads, kv, vocabulary, tied, sequence, theta, norm eps; then lr,
+# schedule, its end, warmup in steps, eps.
+PUBLISHED = {
+  "demo": (
+    "4 128 352 4 2 256 False 256 1e4 1e-5",
+    "1e-3 cosine 0 200 1e-8",
+  ),
+  "llama_60m": (
+    "8 512 1376 8 8 32000 False 1024 1e4 1e-6",
+    "1e-3 cosine 0 1000 1e-8",
+  ),
+  "llama_130m": (
+    "12 768 2048 12 12 32000 False 1024 1e4 1e-6",
+    "1e-3 cosine 0 2000 1e-8",
+  ),
+  "olmo_1b": (
+    "16 2048 8192 16 16 50304 True 2048 1e4 1e-5",
+    "4e-4 cosine .1 2000 1e-5",
+  ),
+  "olmo_7b": (
+    "32 4096 11008 32 32 50304 False 2048 1e4 1e-5",
+    "3e-4 linear .1 5000 1e-5",
+  ),
+  "llama2_7b": (
+    "32 4096 11008 32 32 32000 False 4096 1e4 1e-5",
+    "3e-4 cosine .1 2000 1e-8",
+  ),
+  "llama2_13b": (
+    "40 5120 13824 40 40 32000 False 4096 1e4 1e-5",
+    "3e-4 cosine .1 2000 1e-8",
+  ),
+  "llama_30b": (
+    "60 6656 17920 52 52 32000 False 2048 1e4 1e-6",
+    "1.5e-4 cosine .1 2000 1e-8",
+  ),
+  "llama3_8b": (
+    "32 4096 14336 32 8 128256 False 8192 5e5 1e-5",
+    "3e-4 cosine .1 2000 1e-8",
+  ),
+}
+
+
+def test_every_preset_is_checked():
+  assert PRESETS.keys() == PUBLISHED.keys()
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_presets_are_the_published_ones(name):
+  expected = " ".join(PUBLISHED[name]).split()
+  config = PRESETS[name]()
+  model, optim = config.model, config.optim
+  got = [
+    *(model.num_layers, model.d_model, model.d_ff, model.num_heads),
+    *(model.num_kv_heads, model.vocab_size, model.tied_embeddings, config.seq),
+    *(model.rope_theta, model.norm_eps, optim.lr, optim.schedule),
+    *(optim.min_lr_ratio, optim.warmup_steps(config.steps), optim.eps),
+  ]
+  for value, text in zip(got, expected, strict=True):
+    if isinstance(value, str | bool):
+      assert str(value) == text
+    else:
+      assert value == float(text)
+  assert (optim.b1, optim.b2, optim.weight_decay) == (0.9, 0.95, 0.1)
+  assert optim.grad_clip == 1 and optim.codec == "coat"
+  assert model.family == ("olmo" if "olmo" in name else "llama")
+  assert config.out == f"runs/{name}"
+
+
+def replace(config, **values):
+  """Replaces fields, those of parts by `optim__lr`."""
+  for name, value in values.items():
+    part, _, field = name.rpartition("__")
+    if part:
+      value = dataclasses.replace(getattr(config, part), **{field: value})
+    config = dataclasses.replace(config, **{part or name: value})
+  return config
+
+
+@pytest.mark.parametrize(
+  "values, words",
+  [
+    (dict(model__d_model=130), "even multiple of num_heads, got 130 and 4"),
+    (dict(model__num_kv_heads=3), "multiple of num_kv_heads, got 4 and 3"),
+    (dict(model__d_ff=0), "d_ff must be above 0, got 0"),
+    (dict(model__clip_qkv=-1.0), "clip_qkv must be above 0"),
+    (dict(optim__lr=0.0), "lr must be above 0"),
+    (dict(optim__warmup=-1), "warmup must be at least 0"),
+    (dict(optim__b2=1.0), "b2 must be a share between 0 and 1, got 1.0"),
+    (dict(optim__b1=float("nan")), "b1 must be a share between 0 and 1"),
+    (dict(optim__group_size=0), "group_size must be at least 1"),
+    (dict(steps=0), "steps must be above 0"),
+    (dict(seed=-1), "seed must be at least 0"),
+    (dict(optim__warmup=401), "warmup must fit into 400 steps, got 401"),
+    (dict(resume=True, overwrite=True), "exclude each other"),
+    (dict(recipe="bf16", residuals="coat"), "residuals applies to recipe coat"),
+    (dict(residuals="coat", recipe="fp8_linear"), "got recipe fp8_linear"),
+    (dict(evaluation="bf16", recipe="bf16"), "recipe coat or fp8_linear, got"),
+  ],
+)
+def test_values_that_make_no_sense_are_refused(values, words):
+  with pytest.raises(ValueError, match=words):
+    for name, value in values.items():
+      # In two steps, for the first of two may be fine by itself.
+      if len(values) == 1 or "__" in name:
+        replace(demo(), **{name: value})
+    dataclasses.replace(demo(), **values)
+
+
+@pytest.mark.parametrize(
+  "values, words",
+  [
+    (dict(codec="float32", rounding="nearest"), "rounding applies to codec"),
+    (dict(codec="log8", second="e5m2"), "second applies to codec coat, got"),
+    (dict(codec="bfloat16", group_size=64), "group_size applies to codec"),
+    (dict(codec="log8", rounding="nearest"), "freezes second moments"),
+  ],
+)
+def test_options_that_a_codec_ignores_are_refused(values, words):
+  with pytest.raises(ValueError, match=words):
+    OptimConfig(lr=1e-3, **values)
+
+
+@pytest.mark.parametrize(
+  "codec", ["coat", "coat_e8m0", "log8", "fp8", "bfloat16", "float32"]
+)
+def test_a_codec_is_built_by_its_name(codec):
+  assert OptimConfig(lr=1e-3, codec=codec).moment_codec().name == codec
+
+
+def test_a_recipe_gets_its_options():
+  config = dataclasses.replace(
+    demo(),
+    residuals="coat",
+    attention="fp8",
+    activation_group_size=32,
+    evaluation="bf16",
+  )
+  assert config.coat_recipe() == recipe.coat(
+    residuals="coat", attention="fp8", group_size=32, evaluation="bf16"
+  )
+  config = dataclasses.replace(demo(), recipe="fp8_linear", evaluation="bf16")
+  assert config.coat_recipe() == recipe.fp8_linear(evaluation="bf16")
+
+
+def test_a_twin_is_the_plain_run_whatever_the_options_were():
+  config = dataclasses.replace(
+    demo(),
+    residuals="coat",
+    compare="bf16",
+    optim=OptimConfig(lr=2e-3, warmup=1, second="e5m2", group_size=64),
+  )
+  twin = config.bf16_twin(seed=7, out="twin")
+  assert twin.coat_recipe() == recipe.bf16()
+  assert twin.optim.moment_codec().name == "float32"
+  assert (twin.seed, twin.out, twin.compare) == (7, "twin", None)
+  assert (twin.model, twin.steps, twin.optim.lr) == (
+    config.model,
+    config.steps,
+    2e-3,
+  )
+
+
+def test_a_run_is_not_compared_with_itself():
+  plain = demo().bf16_twin(seed=0, out="x")
+  with pytest.raises(ValueError, match="differs from its twin"):
+    dataclasses.replace(plain, compare="bf16")
+
+
+@pytest.mark.parametrize(
+  "schedule, middle", [("cosine", 0.55), ("linear", 0.55)]
+)
+def test_the_learning_rate_rises_and_falls(schedule, middle):
+  config = dataclasses.replace(
+    demo(),
+    steps=110,
+    optim=OptimConfig(lr=2.0, schedule=schedule, warmup=10, min_lr_ratio=0.1),
+  )
+  rate = step.learning_rate(config)
+  assert [float(rate(i)) for i in (0, 4, 9)] == pytest.approx([0.2, 1.0, 2.0])
+  assert float(rate(10)) == pytest.approx(2.0)
+  assert float(rate(60)) == pytest.approx(2.0 * middle)
+  assert float(rate(110)) == pytest.approx(0.2)
+
+
+def test_without_warmup_the_learning_rate_starts_at_its_peak():
+  config = replace(demo(), optim__warmup=0)
+  assert float(step.learning_rate(config)(0)) == pytest.approx(1e-3)
+
+
+def test_head_dim():
+  assert ModelConfig(**vars(demo().model)).head_dim == 32

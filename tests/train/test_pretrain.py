@@ -1,0 +1,283 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The training script as a user meets it: killed, resumed, misused."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+
+from tests.train.runs import arguments, run
+from train import pretrain
+from train.metrics import read_metrics
+from train.run_directory import RunDirectory
+
+ROOT = Path(__file__).parent.parent.parent
+# Long enough to be killed in its middle.
+LONG = dict(steps=400, eval_every=100, save_every=50)
+
+
+def contents(path):
+  return {
+    str(file.relative_to(path)): file.read_bytes()
+    for file in Path(path).rglob("*")
+    if file.is_file()
+  }
+
+
+def losses(out):
+  """Every loss of a run, by step; JSON keeps a float's very bits."""
+  rows = list(read_metrics(Path(out) / "metrics.jsonl"))
+  keys = ("loss", "held_out_loss", "grad_norm", "state", "powers")
+  return {
+    (row["step"], key): row[key] for row in rows for key in keys if key in row
+  }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_once(tmp_path_factory):
+  """Keeps programs on disk: most runs here share theirs."""
+  options = {
+    "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("programs")),
+    "jax_persistent_cache_min_compile_time_secs": 0,
+    "jax_persistent_cache_min_entry_size_bytes": -1,
+  }
+  before = {name: getattr(jax.config, name) for name in options}
+  for name, value in options.items():
+    jax.config.update(name, value)
+  compilation_cache.reset_cache()
+  yield {name.upper(): str(value) for name, value in options.items()}
+  for name, value in before.items():
+    jax.config.update(name, value)
+  compilation_cache.reset_cache()
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+  """A run that has finished; tests leave it as it is."""
+  out = tmp_path_factory.mktemp("runs") / "finished"
+  assert run(out) == 0
+  return out
+
+
+def start(out, *flags, **environment):
+  """Starts a long run in a process of its own, with one device."""
+  command = [sys.executable, "-m", "train.pretrain"]
+  return subprocess.Popen(
+    command + arguments(out, *flags, **LONG),
+    cwd=ROOT,
+    env={**os.environ, "PYTHONWARNINGS": "error", **environment},
+    stdout=subprocess.PIPE,
+    stderr=subprocess.STDOUT,
+    text=True,
+  )
+
+
+def wait_for_step(process, out, step):
+  while process.poll() is None:
+    rows = list(read_metrics(Path(out) / "metrics.jsonl"))
+    if rows and rows[-1]["step"] >= step:
+      return
+    time.sleep(0.005)
+  raise AssertionError(process.communicate()[0])
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_bit_for_bit_after_being_stopped_and_killed(
+  tmp_path, compiled_once
+):
+  never = start(tmp_path / "never")
+  out = tmp_path / "killed"
+  process = start(out, **compiled_once)
+  wait_for_step(process, out, 70)
+  process.send_signal(signal.SIGTERM)
+  output = process.communicate(timeout=60)[0]
+  assert process.returncode == 143, output
+  assert "--resume goes on" in output
+  saved = RunDirectory(out).latest_step()
+  assert saved % 50, "saved where it was stopped"
+
+  process = start(out, "--resume", **compiled_once)
+  wait_for_step(process, out, 230)
+  process.kill()
+  process.communicate(timeout=60)
+  assert process.returncode == -signal.SIGKILL
+  assert saved < RunDirectory(out).latest_step() < 400
+
+  process = start(out, "--resume", **compiled_once)
+  output = process.communicate(timeout=120)[0]
+  assert process.returncode == 0, output
+  assert "Traceback" not in output and "Error" not in output
+  output = never.communicate(timeout=120)[0]
+  assert never.returncode == 0, output
+  assert losses(out) == losses(tmp_path / "never")
+  assert max(losses(out)) >= (400, "loss")
+
+
+def test_a_finished_run_has_its_table_its_plot_and_its_last_state(
+  finished, capsys
+):
+  assert run(finished, "--resume") == 0
+  output, errors = capsys.readouterr()
+  assert "its 8 steps are done already" in errors
+  for words in ("training loss", "held-out loss", "bytes/token/layer"):
+    assert words in output
+  assert (finished / "plot.png").read_bytes().startswith(b"\x89PNG")
+  assert RunDirectory(finished).latest_step() == 8
+  steps = [step for step, key in losses(finished) if key == "loss"]
+  assert steps == list(range(1, 9))
+  assert {step for step, key in losses(finished) if "held" in key} == {4, 8}
+
+
+@pytest.mark.slow
+def test_a_finished_run_can_be_extended(finished, tmp_path, capsys):
+  before = losses(finished)
+  out = tmp_path / "copy"
+  subprocess.run(["cp", "-r", finished, out], check=True)
+  assert run(out, "--resume", steps=10) == 0
+  assert "steps: 8 -> 10" in capsys.readouterr().err
+  after = losses(out)
+  assert before.items() < after.items()
+  assert (10, "held_out_loss") in after
+
+
+@pytest.mark.parametrize(
+  "flags, options, words",
+  [
+    ([], {}, "holds a run; pass --resume"),
+    (["--resume", "--recipe", "bf16"], {}, "recipe: coat -> bf16"),
+    (["--resume"], dict(optim__codec="log8"), "optim.codec: coat -> log8"),
+    (["--resume"], dict(model__d_ff=64), "model.d_ff: 128 -> 64"),
+    (["--resume"], dict(data__held_out=0.2), "data.held_out: 0.05 -> 0.2"),
+    (["--resume", "--overwrite"], {}, "exclude each other"),
+    (["--overwrite"], dict(data__path="missing"), "path must exist"),
+    (["--overwrite"], dict(data__path="empty"), "data must not be empty"),
+    (["--overwrite"], dict(data__path="short"), "sequence of 32 + 1 tokens"),
+    (
+      ["--overwrite"],
+      dict(data__path="ids", data__dtype="uint16"),
+      "below the vocabulary of 256, got 300",
+    ),
+    (["--overwrite"], dict(recipee="bf16"), "--recipe {coat,bf16,fp8_linear}"),
+    (["--overwrite"], dict(recipe="bf17"), "'coat', 'bf16', 'fp8_linear'"),
+    (["--overwrite"], dict(model__d_model=65), "even multiple of num_heads"),
+  ],
+)
+def test_bad_input_is_told_and_changes_nothing(
+  finished, tmp_path, monkeypatch, capfd, flags, options, words
+):
+  monkeypatch.chdir(tmp_path)
+  Path("empty").touch()
+  Path("short").write_text("too short a text")
+  np.full(40000, 300, np.uint16).tofile("ids")
+  before = contents(finished)
+  assert run(finished, *flags, **options) == 2
+  errors = " ".join(capfd.readouterr().err.replace("│", " ").split())
+  assert words in errors
+  assert "Traceback" not in errors
+  assert contents(finished) == before
+  assert not Path("runs").exists()
+
+
+def test_other_data_are_refused(finished, tmp_path, capsys):
+  text = tmp_path / "text"
+  text.write_text("Other words than those of before. " * 500)
+  assert run(finished, "--resume", data__path=text) == 2
+  assert "data: other tokens" in capsys.readouterr().err
+
+
+def test_nothing_to_resume_is_an_error(tmp_path, capsys):
+  assert run(tmp_path / "none", "--resume") == 2
+  assert "must hold a run with a checkpoint" in capsys.readouterr().err
+  assert not (tmp_path / "none").exists()
+
+
+def test_an_unknown_preset_is_told_with_the_known_ones(capsys):
+  with pytest.raises(SystemExit, match="2"):
+    pretrain.main(["dmeo"])
+  assert "demo, llama_60m, llama_130m" in capsys.readouterr().err
+
+
+def test_ids_found_in_the_middle_of_training_are_told(tmp_path, capsys):
+  # 64 samples of 4096 are checked at the start; these are between two of them,
+  # in the first of the held-out windows.
+  ids = np.ones(2_000_000, np.uint16)
+  ids[1_900_000:1_900_033] = 300
+  ids.tofile(tmp_path / "ids")
+  options = dict(data__path=tmp_path / "ids", data__dtype="uint16")
+  assert run(tmp_path / "out", **options) == 2
+  errors = capsys.readouterr().err
+  assert "compiling" in errors and "got 300" in errors
+  assert "Traceback" not in errors
+
+
+@pytest.mark.slow
+def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, capsys):
+  # The second step sees what the first, with such a learning rate, has made.
+  out = tmp_path / "out"
+  assert run(out, optim__lr=1e37, save_every=3, optim__warmup=0) == 1
+  errors = capsys.readouterr().err
+  assert "step 2 has loss nan" in errors
+  assert "not finite in embedding, " in errors and "mlp/down" in errors
+  assert "no checkpoint was saved before" in errors
+  rows = list(read_metrics(out / "metrics.jsonl"))
+  assert [row["step"] for row in rows] == [1, 2]
+
+
+@pytest.mark.slow
+def test_a_state_that_cannot_go_on_is_not_saved(
+  finished, tmp_path, monkeypatch, capsys
+):
+  out = tmp_path / "copy"
+  subprocess.run(["cp", "-r", finished, out], check=True)
+  monkeypatch.setattr(
+    pretrain.step, "eval_step", lambda graph: lambda p, t: jnp.float32(jnp.nan)
+  )
+  assert run(out, "--resume", steps=10, save_every=1) == 1
+  errors = capsys.readouterr().err
+  assert "after step 9 the held-out loss is nan" in errors
+  assert f"last good checkpoint is {out / 'checkpoints' / '8'}" in errors
+  assert RunDirectory(out).latest_step() == 8
+
+
+@pytest.mark.slow
+def test_a_damaged_checkpoint_is_told(finished, tmp_path, capsys):
+  out = tmp_path / "copy"
+  subprocess.run(["cp", "-r", finished, out], check=True)
+  for file in (out / "checkpoints" / "8" / "params").rglob("*"):
+    if file.is_file() and file.parent.name == "d":
+      file.write_bytes(file.read_bytes()[:-7])
+  assert run(out, "--resume", steps=12) == 2
+  errors = capsys.readouterr().err
+  assert "checkpoints/8 must be whole" in errors and "Traceback" not in errors
+
+
+@pytest.mark.slow
+def test_a_run_is_compared_with_twins_of_the_same_start(tmp_path, capsys):
+  out = tmp_path / "out"
+  flags = ("--compare", "bf16", "--compare-seeds", "2")
+  assert run(out, *flags) == 0
+  header = capsys.readouterr().out.splitlines()[0].split("  ")
+  assert [name.strip() for name in header if name] == [
+    *("coat", "bf16", "bf16 seed 1", "difference", "spread of bf16")
+  ]
+  twins = RunDirectory(out).twins()
+  assert [twin.path.name for twin in twins] == ["bf16_seed_0", "bf16_seed_1"]
+  saved = json.loads(twins[0].config.read_text())["config"]
+  assert (saved["recipe"], saved["optim"]["codec"]) == ("bf16", "float32")
+  # The first loss is that of the initial weights: BF16 rounds to 2^-9 of the
+  # logits, E4M3 to 2^-4, and both are small against the seeds' difference.
+  mine, same, other = (
+    losses(folder.path)[1, "loss"] for folder in (RunDirectory(out), *twins)
+  )
+  assert abs(mine - same) < 0.1 * abs(same - other)
+  assert all(math.isfinite(loss) for loss in (mine, same, other))

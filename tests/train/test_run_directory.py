@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whose a folder is, and what may be done to it."""
+
+import dataclasses
+import json
+
+import pytest
+
+from train import run_directory
+from train.presets import demo
+from train.run_directory import RunDirectory
+
+
+def config(**values):
+  return dataclasses.replace(demo(), **values)
+
+
+@pytest.fixture
+def run(tmp_path):
+  """A run with a step, a twin, and a file of the user's."""
+  made = RunDirectory(tmp_path / "run")
+  made.create(run_directory.describe(demo(), "tokens"))
+  made.metrics.write_text('{"step": 1}\n')
+  (made.path / "notes.txt").write_text("mine")
+  twin = made.twin("bf16_seed_0")
+  twin.create(run_directory.describe(demo(), "tokens"))
+  twin.metrics.write_text('{"step": 1}\n')
+  return made
+
+
+def contents(path):
+  return {
+    str(file.relative_to(path)): file.read_bytes()
+    for file in path.rglob("*")
+    if file.is_file()
+  }
+
+
+def test_a_new_or_empty_folder_is_free(tmp_path):
+  RunDirectory(tmp_path / "new").check(config())
+  RunDirectory(tmp_path).check(config())
+
+
+def test_a_run_is_not_replaced_unasked(run):
+  before = contents(run.path)
+  with pytest.raises(ValueError, match="holds a run; pass --resume"):
+    run.check(config())
+  run.check(config(overwrite=True))
+  assert contents(run.path) == before
+
+
+def test_a_run_without_a_step_may_be_replaced(run):
+  run.metrics.unlink()
+  run.check(config())
+
+
+@pytest.mark.parametrize(
+  "marker", [None, "", "{}", "[]", '{"format": "another"}', '{"format": 1}']
+)
+@pytest.mark.parametrize("overwrite", [True, False])
+def test_a_folder_that_is_no_run_is_left_alone(tmp_path, marker, overwrite):
+  (tmp_path / "thesis.tex").write_text("years of work")
+  (tmp_path / "checkpoints").mkdir()
+  if marker is not None:
+    (tmp_path / "config.json").write_text(marker)
+  with pytest.raises(ValueError, match="no run of ours, so it is left alone"):
+    RunDirectory(tmp_path).check(config(overwrite=overwrite))
+
+
+def test_a_file_is_no_folder(tmp_path):
+  (tmp_path / "file").write_text("")
+  with pytest.raises(ValueError, match="needs a folder, got the file"):
+    RunDirectory(tmp_path / "file").check(config(overwrite=True))
+
+
+def test_without_a_checkpoint_nothing_is_resumed(run, tmp_path):
+  for folder in (run, RunDirectory(tmp_path / "new")):
+    with pytest.raises(ValueError, match="hold a run with a checkpoint, got"):
+      folder.check(config(resume=True))
+
+
+def test_overwriting_takes_only_what_is_the_runs(run):
+  run.create(run_directory.describe(demo(), "other tokens"))
+  assert set(contents(run.path)) == {"config.json", "notes.txt"}
+  assert json.loads(run.config.read_text())["fingerprint"] == "other tokens"
+
+
+def test_removing_a_twin_leaves_other_folders_in_twins(run):
+  other = run.path / "twins" / "other"
+  other.mkdir()
+  (other / "file").write_text("mine")
+  run.remove()
+  assert set(contents(run.path)) == {"twins/other/file", "notes.txt"}
+
+
+def test_a_link_is_removed_and_not_followed(run, tmp_path):
+  elsewhere = tmp_path / "elsewhere"
+  elsewhere.mkdir()
+  (elsewhere / "100").write_text("kept")
+  run.checkpoints.symlink_to(elsewhere)
+  run.remove()
+  assert (elsewhere / "100").read_text() == "kept"
+
+
+def compare(monkeypatch, run, before, now, fingerprint="tokens"):
+  saved = json.loads(json.dumps(run_directory.describe(before, "tokens")))
+  monkeypatch.setattr(RunDirectory, "latest_step", lambda self: 100)
+  monkeypatch.setattr(
+    run_directory.checkpoint, "read_description", lambda path, step: saved
+  )
+  return run_directory.check_same(run, run_directory.describe(now, fingerprint))
+
+
+def test_the_same_run_may_go_on(monkeypatch, run):
+  same = config(resume=True, keep=1, compare="bf16", eval_every=7)
+  assert compare(monkeypatch, run, demo(), same) == []
+
+
+def test_changes_that_are_allowed_are_told(monkeypatch, run):
+  optim = dataclasses.replace(demo().optim, lr=5e-4)
+  now = config(steps=300, optim=optim)
+  changes = compare(monkeypatch, run, demo(), now)
+  assert changes == ["optim.lr: 0.001 -> 0.0005", "steps: 400 -> 300"]
+
+
+@pytest.mark.parametrize(
+  "values, words",
+  [
+    (dict(recipe="bf16"), "recipe: coat -> bf16"),
+    (dict(residuals="coat"), "residuals: minimal -> coat"),
+    (dict(seed=1), "seed: 0 -> 1"),
+    (dict(batch=8), "batch: 4 -> 8"),
+    (
+      dict(model=dataclasses.replace(demo().model, d_ff=64)),
+      "model.d_ff: 352 -> 64",
+    ),
+    (
+      dict(optim=dataclasses.replace(demo().optim, codec="log8")),
+      "optim.codec: coat -> log8",
+    ),
+  ],
+)
+def test_a_checkpoint_of_another_run_is_refused(
+  monkeypatch, run, values, words
+):
+  with pytest.raises(ValueError, match=f"checkpoints/100 is .*{words}"):
+    compare(monkeypatch, run, demo(), config(**values))
+
+
+def test_a_checkpoint_of_other_data_is_refused(monkeypatch, run):
+  with pytest.raises(ValueError, match="data: other tokens"):
+    compare(monkeypatch, run, demo(), demo(), fingerprint="others")
