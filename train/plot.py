@@ -16,6 +16,7 @@ from typing import Annotated
 import numpy as np
 import tyro
 from matplotlib.figure import Figure
+from matplotlib.ticker import ScalarFormatter
 
 from train.metrics import read_metrics
 from train.run_directory import RunDirectory
@@ -49,20 +50,30 @@ def draw(runs: dict[str, list[dict]], out: Path) -> None:
 
 def _draw_losses(axes, runs: dict[str, list[dict]]) -> None:
   for index, (name, rows) in enumerate(runs.items()):
-    color = f"C{index}"
+    # The first run is thin and on top, for a good one hides behind its twin.
+    style = dict(color=f"C{index}", zorder=3 - index / (1 + index))
     steps, losses = _series(rows, "loss")
-    axes.plot(steps, losses, color=color, alpha=0.2, linewidth=0.8)
+    axes.plot(steps, losses, **style, alpha=0.2, linewidth=0.8)
     window = min(_WINDOW, len(losses))
     if window:
       kernel = np.ones(window) / window
       axes.plot(
         steps[window - 1 :],
         np.convolve(losses, kernel, "valid"),
-        color=color,
+        **style,
+        linewidth=1.2 if index == 0 else 3,
+        alpha=1 if index == 0 else 0.5,
         label=f"{name}, mean of {window}",
       )
     steps, losses = _series(rows, "held_out_loss")
-    axes.plot(steps, losses, "o", color=color, label=f"{name}, held out")
+    axes.plot(
+      steps,
+      losses,
+      "o" if index == 0 else "s",
+      **style,
+      markersize=4 if index == 0 else 7,
+      label=f"{name}, held out",
+    )
   axes.set(xlabel="step", ylabel="loss (nats per token)", title="Loss")
   axes.legend(fontsize="small")
 
@@ -74,9 +85,9 @@ def _draw_powers(axes, runs: dict[str, list[dict]]) -> None:
       shares = np.array(list(counts.values())) / max(sum(counts.values()), 1)
       label = f"{name}, {_MOMENTS[moment]}, step {rows[-1]['step']}"
       axes.step(powers, shares, where="mid", label=label)
-  axes.set(
-    xscale="log", xlabel="power k", ylabel="share of groups", title="Expansion"
-  )
+  axes.set_xscale("log", base=2)
+  axes.xaxis.set_major_formatter(ScalarFormatter())
+  axes.set(xlabel="power k", ylabel="share of groups", title="Expansion")
   axes.legend(fontsize="small")
 
 
@@ -86,8 +97,8 @@ def _draw_errors(axes, runs: dict[str, list[dict]]) -> None:
       steps = [row["step"] for row in rows]
       errors = [_mean_error(row["state"], moment) for row in rows]
       axes.plot(steps, errors, "o-", label=f"{name}, {meaning}")
+  axes.set_ylim(0, 1.1 * axes.get_ylim()[1])
   axes.set(
-    ylim=(0, None),
     xlabel="step",
     ylabel="relative error",
     title="Stored moments against f32 ones of the same gradients",

@@ -190,6 +190,7 @@ def train(
         )
       checkpoints.save(done, state, batches, description)
   checkpoints.wait()
+  signals.is_deferred = False
   if done < config.steps:
     raise Stop(
       signals.exit_status,

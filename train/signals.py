@@ -55,7 +55,7 @@ class Signals:
         self.received = number
         _say(f"{name}: saving after this step; once more stops at once")
       elif number in _SIGNALS:
-        _say(f"{name}: stopped at once, without saving")
+        _say(f"{name}: stopped at once")
         os._exit(128 + number)
 
 
