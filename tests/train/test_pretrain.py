@@ -95,7 +95,6 @@ def wait_for_step(process, out, step):
 def test_a_run_goes_on_bit_for_bit_after_being_stopped_and_killed(
   tmp_path, compiled_once
 ):
-  never = start(tmp_path / "never")
   out = tmp_path / "killed"
   process = start(out, **compiled_once)
   wait_for_step(process, out, 70)
@@ -113,6 +112,7 @@ def test_a_run_goes_on_bit_for_bit_after_being_stopped_and_killed(
   assert process.returncode == -signal.SIGKILL
   assert saved < RunDirectory(out).latest_step() < 400
 
+  never = start(tmp_path / "never", **compiled_once)
   process = start(out, "--resume", **compiled_once)
   output = process.communicate(timeout=120)[0]
   assert process.returncode == 0, output
@@ -281,3 +281,8 @@ def test_a_run_is_compared_with_twins_of_the_same_start(tmp_path, capsys):
   )
   assert abs(mine - same) < 0.1 * abs(same - other)
   assert all(math.isfinite(loss) for loss in (mine, same, other))
+  # Stopped after its first twin, it goes on with the second.
+  before = losses(out), losses(twins[0].path), losses(twins[1].path)
+  twins[1].remove()
+  assert run(out, "--resume", *flags) == 0
+  assert (losses(out), *(losses(twin.path) for twin in twins)) == before
