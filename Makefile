@@ -29,8 +29,12 @@ help:
 	@echo 'Each sets up .venv by itself, with a Python >= 3.12 that it finds, or'
 	@echo 'with PYTHON=/path/to/python. Further arguments: ARGS="...".'
 
+# Each time from the start, in place of the demo run before; a run elsewhere
+# (--out) is not replaced unasked, and --resume goes on with the one there is.
 train: $(STAMP)
-	$(PY) -m train.pretrain demo --compare bf16 $(ARGS)
+	$(PY) -m train.pretrain demo --compare bf16 \
+	  $(if $(findstring --resume,$(ARGS))$(findstring --out,$(ARGS)),,--overwrite) \
+	  $(ARGS)
 
 test: $(STAMP)
 	$(PY) -m pytest -n 2 --dist worksteal --durations=10 $(ARGS)
