@@ -3,7 +3,7 @@
 
 import dataclasses
 
-from train import plot, report
+from train import memory, plot, report
 from train.config import TrainConfig
 from train.metrics import LAST, format_table, read_metrics, summarize
 from train.run_directory import RunDirectory
@@ -46,7 +46,10 @@ def finish(runs: list[TrainConfig]) -> None:
   for config, folder in zip(runs, folders, strict=True):
     result = summarize(folder.metrics)
     result["state"] = report.state_bytes_per_param(config)
-    result["remembered"] = report.remembered_bytes(config)
+    remembered = memory.remembered_bytes(
+      config.model, config.coat_recipe(), tokens=config.seq
+    )
+    result["remembered"] = remembered["total"]
     results.append(result)
   print(_table(names, results))
   lines = [list(read_metrics(folder.metrics)) for folder in folders]

@@ -28,12 +28,12 @@ def demo() -> TrainConfig:
       vocab_size=256,
     ),
     optim=OptimConfig(lr=1e-3, warmup=0.5),
-    steps=400,
+    steps=200,
     batch=4,
     seq=256,
     compare_seeds=2,
-    eval_every=100,
-    save_every=100,
+    eval_every=50,
+    save_every=50,
     report_state=True,
   )
 

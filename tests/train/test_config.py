@@ -15,7 +15,7 @@ from train.presets import PRESETS, demo
 PUBLISHED = {
   "demo": (
     "4 128 352 4 2 256 False 256 1e4 1e-5",
-    "1e-3 cosine 0 200 1e-8",
+    "1e-3 cosine 0 100 1e-8",
   ),
   "llama_60m": (
     "8 512 1376 8 8 32000 False 1024 1e4 1e-6",
@@ -102,7 +102,7 @@ def replace(config, **values):
     (dict(optim__group_size=0), "group_size must be at least 1"),
     (dict(steps=0), "steps must be above 0"),
     (dict(seed=-1), "seed must be at least 0"),
-    (dict(optim__warmup=401), "warmup must fit into 400 steps, got 401"),
+    (dict(optim__warmup=201), "warmup must fit into 200 steps, got 201"),
     (dict(resume=True, overwrite=True), "exclude each other"),
     (dict(recipe="bf16", residuals="coat"), "residuals applies to recipe coat"),
     (dict(residuals="coat", recipe="fp8_linear"), "got recipe fp8_linear"),

@@ -120,7 +120,7 @@ def test_changes_that_are_allowed_are_told(monkeypatch, run):
   optim = dataclasses.replace(demo().optim, lr=5e-4)
   now = config(steps=300, optim=optim)
   changes = compare(monkeypatch, run, demo(), now)
-  assert changes == ["optim.lr: 0.001 -> 0.0005", "steps: 400 -> 300"]
+  assert changes == ["optim.lr: 0.001 -> 0.0005", "steps: 200 -> 300"]
 
 
 @pytest.mark.parametrize(
