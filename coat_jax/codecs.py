@@ -101,8 +101,8 @@ def coat_e8m0(
 ) -> MomentCodec:
   """`coat` with power-of-two bounds: 2 + 4 / group_size bytes a parameter.
 
-  Keep it stochastic: to nearest, v ends up 6 (b2 = 0.95) to 180 times (0.99) too
-  large after gradients shrink.
+  Keep it stochastic: to nearest, v ends up 6 times (b2 = 0.95) to 180 times
+  (0.99) too large after gradients shrink.
   """
   _check("coat_e8m0", group_size, rounding)
   group = BoundedFP8(group_size, rounding)
