@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiles for an NVIDIA H200 on a machine that has none.
+
+XLA's compiler for CUDA comes in two wheels, jax-cuda13-plugin and
+jax-cuda13-pjrt, that need no CUDA library and no driver to compile (`make
+test-aot` installs them), and h200.txtpb beside this file describes the card to
+it; it is openxla/xla's `specs/h200.txtpb` (Apache-2.0) with the versions of the
+CUDA libraries added. What is compiled so cannot run, but its HLO and its memory
+are those of the card: which kernels and which FP8 products a step consists of,
+and how many bytes it takes. Only what XLA finds out by trying, such as the
+fastest of several algorithms, can differ on a card.
+"""
+
+import functools
+import importlib.util
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+from jax.experimental import topologies
+from jax.sharding import (
+  AbstractDevice,
+  AbstractMesh,
+  NamedSharding,
+  PartitionSpec,
+)
+
+TARGET = Path(__file__).parent / "h200.txtpb"
+CUDNN_VERSION = 91000  # As in TARGET.
+
+
+def available() -> bool:
+  """Whether the compiler for CUDA is installed."""
+  return importlib.util.find_spec("jax_cuda13_plugin") is not None
+
+
+def only_compile() -> None:
+  """Has this process compute on the CPU; before JAX is used, if at all."""
+  # The plugin's own check is for the libraries that running would take.
+  os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+  jax.config.update("jax_platforms", "cpu")
+
+
+def compile_for_h200(
+  fn: Callable,
+  *specs,
+  donate: tuple[int, ...] = (),
+  options: dict[str, bool | int | str] | None = None,
+) -> jax.stages.Compiled:
+  """Compiles `fn` for one H200.
+
+  Args:
+    fn: what `jax.jit` takes, without static arguments.
+    *specs: its arguments, trees of `jax.ShapeDtypeStruct` or of arrays.
+    donate: positions of the arguments that `fn` may overwrite.
+    options: of XLA's compiler, as {"xla_gpu_enable_triton_gemm": False}.
+
+  Returns:
+    What `.as_text()` and `.memory_analysis()` can be asked of.
+
+  Raises:
+    RuntimeError: the compiler is not installed.
+  """
+  if not available():
+    raise RuntimeError(
+      "compile_for_h200: needs XLA's compiler for CUDA, got no module "
+      "jax_cuda13_plugin; run `make test-aot`, which installs it, or pip "
+      f"install --no-deps jax-cuda13-plugin=={jax.__version__} "
+      f"jax-cuda13-pjrt=={jax.__version__}"
+    )
+  sharding = _h200()
+  specs = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), specs
+  )
+  # Without it what is traced asks JAX's default backend what it is for.
+  device = AbstractDevice("NVIDIA H200", 132, "cuda")
+  mesh = AbstractMesh((), (), abstract_device=device)
+  with jax.sharding.use_abstract_mesh(mesh):
+    jitted = jax.jit(fn, donate_argnums=donate, out_shardings=sharding)
+    lowered = jitted.trace(*specs).lower()
+  return lowered.compile(compiler_options=options)
+
+
+def temporary_bytes(compiled: jax.stages.Compiled) -> int:
+  """Bytes that it takes beside its arguments and results."""
+  return compiled.memory_analysis().temp_size_in_bytes
+
+
+def peak_bytes(compiled: jax.stages.Compiled) -> int:
+  """The most bytes that it takes at a time, arguments and results included."""
+  return compiled.memory_analysis().peak_memory_in_bytes
+
+
+@functools.cache
+def _h200() -> NamedSharding:
+  """One H200 that is not there."""
+  _assume_cudnn()
+  topology = topologies.get_topology_desc(
+    platform="cuda", target_config=TARGET.read_text(), topology="1x1x1"
+  )
+  mesh = topologies.make_mesh(topology, (1,), ("data",))
+  return NamedSharding(mesh, PartitionSpec())
+
+
+def _assume_cudnn() -> None:
+  """Answers JAX's question for the version of cuDNN, which is not installed."""
+  from jax._src.cudnn import fused_attention_stablehlo
+
+  fused_attention_stablehlo.check_cudnn_version = lambda: CUDNN_VERSION

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a program that was compiled for an H200 consists of.
+
+Tests that compile are marked `aot` and run by `make test-aot`, which installs
+the compiler for CUDA; without it they are skipped.
+
+  compiled = compile_for_h200(fn, jax.ShapeDtypeStruct((8192, 4096), E4M3), ...)
+  assert len(fp8_matmul_calls(compiled)) == 1
+  assert not fp8_moves(compiled)
+  assert temporary_bytes(compiled) < 2**20
+
+An instruction in the body of a loop is counted once.
+"""
+
+import collections
+import re
+from typing import NamedTuple
+
+import jax
+
+from benchmarks.aot import compile_for_h200, peak_bytes, temporary_bytes
+
+__all__ = [
+  "Instruction",
+  "compile_for_h200",
+  "custom_calls",
+  "fp8_matmul_calls",
+  "fp8_moves",
+  "instructions",
+  "peak_bytes",
+  "temporary_bytes",
+]
+
+# Nothing is computed by a fusion that consists of these.
+_MOVES = {
+  "bitcast",
+  "concatenate",
+  "copy",
+  "pad",
+  "reshape",
+  "slice",
+  "transpose",
+}
+_NO_WORK = {"bitcast", "constant", "get-tuple-element", "parameter", "tuple"}
+_COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{$")
+_INSTRUCTION = re.compile(
+  r"^\s+(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\("
+)
+
+
+class Instruction(NamedTuple):
+  """One instruction of optimized HLO, as "%name = shape opcode(...)"."""
+
+  computation: str
+  name: str
+  shape: str
+  opcode: str
+  text: str
+
+
+def instructions(compiled: jax.stages.Compiled) -> list[Instruction]:
+  """All instructions, those inside fusions too, in the order of the text."""
+  found, computation = [], ""
+  for line in compiled.as_text().splitlines():
+    if start := _COMPUTATION.match(line):
+      computation = start[1]
+    elif instruction := _INSTRUCTION.match(line):
+      found.append(Instruction(computation, *instruction.groups(), line))
+  return found
+
+
+def custom_calls(compiled: jax.stages.Compiled) -> collections.Counter[str]:
+  """How many calls there are of each target, kernels of ours among them."""
+  return collections.Counter(
+    match[1]
+    for instruction in instructions(compiled)
+    if (match := re.search(r'custom_call_target="([^"]+)"', instruction.text))
+  )
+
+
+def fp8_matmul_calls(compiled: jax.stages.Compiled) -> list[Instruction]:
+  """The products of FP8 matrices that cuBLASLt carries out."""
+  return [
+    instruction
+    for instruction in instructions(compiled)
+    if 'custom_call_target="__cublas$lt$matmul$f8"' in instruction.text
+  ]
+
+
+def fp8_moves(compiled: jax.stages.Compiled) -> list[Instruction]:
+  """Transposes, copies, paddings of FP8 arrays, alone or as whole fusions.
+
+  Each is a pass over memory that does nothing but change a layout; a fusion
+  that computes its result and writes it transposed is none.
+  """
+  everything = instructions(compiled)
+  bodies = collections.defaultdict(set)
+  for instruction in everything:
+    bodies[instruction.computation].add(instruction.opcode)
+  called = {}
+  for instruction in everything:
+    if instruction.opcode == "fusion":
+      match = re.search(r"calls=%?([\w.\-]+)", instruction.text)
+      assert match, instruction.text
+      called[instruction.name] = match[1]
+  fused = set(called.values())
+
+  def moves(instruction):
+    if instruction.opcode == "fusion":
+      body = bodies[called[instruction.name]] - _NO_WORK
+      return bool(body) and body <= _MOVES
+    return instruction.opcode in _MOVES - _NO_WORK
+
+  return [
+    instruction
+    for instruction in everything
+    if "f8e" in instruction.shape
+    and instruction.computation not in fused
+    and moves(instruction)
+  ]

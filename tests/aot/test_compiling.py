@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the compiler for an H200 makes of products of FP8 matrices."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from benchmarks import aot
+from coat_jax.formats import E4M3, E5M2
+from tests.aot.compiling import (
+  compile_for_h200,
+  custom_calls,
+  fp8_matmul_calls,
+  fp8_moves,
+  peak_bytes,
+  temporary_bytes,
+)
+
+pytestmark = pytest.mark.aot
+
+M, N, K = 512, 384, 256
+FP8 = jax.lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32
+
+
+def product(summed, precision=FP8):
+  """a times b, summed over these axes of them, with a scale: BF16."""
+
+  def fn(a, b, scale):
+    dimensions = tuple((axis,) for axis in summed), ((), ())
+    y = jax.lax.dot_general(
+      a, b, dimensions, precision, preferred_element_type=jnp.bfloat16
+    )
+    return y * scale.astype(jnp.bfloat16)
+
+  a = jax.ShapeDtypeStruct((M, K)[:: 1 if summed[0] else -1], E4M3)
+  b = jax.ShapeDtypeStruct((N, K)[:: 1 if summed[1] else -1], E5M2)
+  return fn, a, b, jax.ShapeDtypeStruct((), jnp.float32)
+
+
+@pytest.mark.parametrize(
+  "summed, moved", [((1, 1), 0), ((1, 0), 1), ((0, 1), 1), ((0, 0), 2)]
+)
+def test_a_product_is_one_call_and_a_transpose_per_wrong_layout(summed, moved):
+  compiled = compile_for_h200(*product(summed))
+  assert custom_calls(compiled) == {"__cublas$lt$matmul$f8": 1}
+  (call,) = fp8_matmul_calls(compiled)
+  assert (
+    call.shape.startswith(f"(bf16[{M},{N}]") and call.opcode == "custom-call"
+  )
+  assert [x.opcode for x in fp8_moves(compiled)] == ["fusion"] * moved
+  # cuBLASLt's workspace apart, there is room for the transposed operands.
+  arguments = (M + N) * K + 4
+  assert temporary_bytes(compiled) < 2**25
+  assert peak_bytes(compiled) > arguments + 2 * M * N
+
+
+def test_options_reach_the_compiler():
+  without_triton = {"xla_gpu_enable_triton_gemm": False}
+  plain = product((1, 1), precision=None)
+  compiled = compile_for_h200(*plain, options=without_triton)
+  assert len(fp8_matmul_calls(compiled)) == 1
+  # What a card would have to choose is a Triton fusion here.
+  assert not fp8_matmul_calls(compile_for_h200(*plain))
+
+
+def test_a_cast_is_no_move_and_a_copy_is_one():
+  x = jax.ShapeDtypeStruct((M, N), jnp.bfloat16)
+  cast = compile_for_h200(lambda x: x.T.astype(E4M3), x)
+  assert not fp8_moves(cast)
+  q = jax.ShapeDtypeStruct((M, N), E4M3)
+  padded = compile_for_h200(lambda q: jnp.pad(q, ((0, 1), (0, 0))), q)
+  assert len(fp8_moves(padded)) == 1
+
+
+def test_donated_arguments_are_overwritten():
+  x = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
+
+  def peak(**options):
+    add = lambda tree: {"x": tree["x"] + 1}  # noqa: E731
+    return peak_bytes(compile_for_h200(add, {"x": x}, **options))
+
+  assert peak(donate=(0,)) <= peak() - x.size * 4
+
+
+def test_attention_needs_no_cudnn():
+  q = jax.ShapeDtypeStruct((1, 256, 2, 64), jnp.bfloat16)
+  attend = lambda q: jax.nn.dot_product_attention(  # noqa: E731
+    q, q, q, is_causal=True, implementation="cudnn"
+  )
+  assert custom_calls(compile_for_h200(attend, q)) == {"__cudnn$fmhaSoftmax": 1}
+
+
+def test_what_is_missing_is_said(monkeypatch):
+  monkeypatch.setattr(aot, "available", lambda: False)
+  with pytest.raises(RuntimeError, match="make test-aot"):
+    compile_for_h200(lambda x: x, jax.ShapeDtypeStruct((), jnp.float32))
