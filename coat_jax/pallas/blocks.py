@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What kernels do with the blocks that they hold in registers.
+
+Every function here works on arrays of a kernel's body, in f32 unless it says
+otherwise, and does what `formats` and `qtensor` define, in the same order:
+  * largest magnitudes are found as integers, which carry a NaN: the largest of
+    floats in Triton drops it;
+  * scale = amax * float32(1 / qmax), at least 2^-126, 1 for zeros; rounded up
+    to BF16 where it is a group's;
+  * codes are x / scale, rounded to nearest even by the cast. XLA cannot drop or
+    split a cast in a kernel, so rounding in f32 first is not needed here.
+
+A block at the edge of an array reaches beyond it where the array's axes are no
+multiples of the block's: Pallas masks nothing there on a GPU, so that loads and
+stores take the mask of `inside`.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental.pallas import triton as plt
+from jax.typing import DTypeLike
+
+from coat_jax.formats import qmax
+
+# The index of a value, and of one beyond the end in the last block, is int32.
+MAX_ELEMENTS = 2**31 - 2**20
+
+GROUP_SIZES = (16, 32, 64, 128)
+
+_TINY_BITS = 0x00800000  # 2^-126
+_INFINITY_BITS = 0x7F800000
+_NAN_BITS = 0x7FC00000
+_ONE_BITS = 0x3F800000
+
+
+# --- Bounds, loads and stores ------------------------------------------------
+
+
+def inside(
+  block: tuple[int, ...], shape: tuple[int, ...], index: tuple[Array, ...]
+) -> Array | None:
+  """Which values of a block lie in the array: bool [*block], None for all.
+
+  Args:
+    block: the block's shape.
+    shape: the array's.
+    index: which block it is along each axis.
+  """
+  mask = None
+  for axis, (size, n, i) in enumerate(zip(block, shape, index, strict=True)):
+    if n % size:
+      position = i * size + jax.lax.broadcasted_iota(jnp.int32, block, axis)
+      mask = position < n if mask is None else mask & (position < n)
+  return mask
+
+
+def load(ref, mask: Array | None = None) -> Array:
+  """A block as f32, zeros where the mask is False."""
+  if mask is None:
+    return ref[...].astype(jnp.float32)
+  zero = jnp.zeros((), ref.dtype)
+  return plt.load(ref, mask=mask, other=zero).astype(jnp.float32)
+
+
+def store(ref, x: Array, mask: Array | None = None) -> None:
+  """Writes a block in the dtype of `ref` where the mask is True.
+
+  FP8 is not what this rounds to: see `saturating_cast`, `quantize_groups`.
+  """
+  plt.store(ref, x.astype(ref.dtype), mask=mask)
+
+
+def store_scalar(ref, x: Array) -> None:
+  """Writes a value to a block of one, of any rank."""
+  ref[(0,) * len(ref.shape)] = x
+
+
+# --- Magnitudes and scales ---------------------------------------------------
+
+
+def magnitude_bits(x: Array) -> Array:
+  """|x| of f32 as the int32 with its bits: they compare as magnitudes do."""
+  return jax.lax.bitcast_convert_type(x, jnp.int32) & 0x7FFFFFFF
+
+
+def amax_bits(x: Array) -> Array:
+  """The largest magnitude of a block as the bits of its f32: int32 []."""
+  return jnp.max(magnitude_bits(x))
+
+
+def group_scale(bits: Array, dtype: DTypeLike) -> Array:
+  """A group's scale, f32 that BF16 holds, from the bits of its amax."""
+  amax = jax.lax.bitcast_convert_type(bits, jnp.float32)
+  scale = amax * jnp.float32(1 / qmax(dtype))
+  scale_bits = jax.lax.bitcast_convert_type(scale, jnp.int32)
+  scale_bits = jnp.where(
+    amax == 0, _ONE_BITS, jnp.maximum(scale_bits, _TINY_BITS)
+  )
+  # Rounded up; infinity stays as it is.
+  up = (scale_bits + 0xFFFF) & ~0xFFFF
+  up = jnp.where(bits > _INFINITY_BITS, _NAN_BITS, up)
+  return jax.lax.bitcast_convert_type(up, jnp.float32)
+
+
+# --- Casts, groups -----------------------------------------------------------
+
+
+def saturating_cast(x: Array, dtype: DTypeLike) -> Array:
+  """f32 to an FP8 format, clipped to ±qmax, NaN kept."""
+  limit = qmax(dtype)
+  clipped = jnp.minimum(jnp.maximum(x, -limit), limit)
+  # Triton's min and max return the other operand for a NaN.
+  return jnp.where(x != x, x, clipped).astype(dtype)
+
+
+def split_groups(x: Array, group_size: int) -> Array:
+  """[..., n] to [..., groups, group_size]."""
+  return x.reshape(*x.shape[:-1], -1, group_size)
+
+
+def quantize_groups(
+  x: Array, *, group_size: int, dtype: DTypeLike
+) -> tuple[Array, Array]:
+  """f32 [..., n] to codes [..., n] and f32 scales [..., groups].
+
+  Scales are BF16 values. They were rounded up, so that no quotient exceeds qmax
+  by more than its rounding, which the cast rounds away: nothing is clipped.
+  """
+  groups = split_groups(x, group_size)
+  bits = jnp.max(magnitude_bits(groups), axis=-1)
+  scale = group_scale(bits, dtype)
+  codes = (groups / scale[..., None]).astype(dtype)
+  return codes.reshape(x.shape), scale
+
+
+def dequantize_groups(codes: Array, scale: Array, *, group_size: int) -> Array:
+  """Codes [..., n], FP8 or as f32, and scales [..., groups] to f32 [..., n]."""
+  groups = split_groups(codes.astype(jnp.float32), group_size)
+  values = groups * scale.astype(jnp.float32)[..., None]
+  return values.reshape(codes.shape)
+
+
+# --- What kernels cannot take ------------------------------------------------
+
+
+def shape_unsupported(op: str, shape: tuple[int, ...]) -> str | None:
+  """Why a kernel cannot take arrays [..., n] of this shape, or None."""
+  n = shape[-1] if shape else 0
+  size = 1
+  for axis in shape:
+    size *= axis
+  if n % 16 or not size:
+    return (
+      f"{op}: the last axis must be a multiple of 16 and no axis empty for the "
+      f"Triton kernel, got {shape}"
+    )
+  if size > MAX_ELEMENTS:
+    return f"{op}: the Triton kernel indexes in int32, got shape {shape}"
+  return None
+
+
+def groups_unsupported(
+  op: str, shape: tuple[int, ...], group_size: int
+) -> str | None:
+  """Why a kernel cannot take groups of this size along the last axis."""
+  if group_size not in GROUP_SIZES:
+    return (
+      f"{op}: the Triton kernel has groups of {GROUP_SIZES}, got {group_size}"
+    )
+  if shape and shape[-1] % group_size:
+    return (
+      f"{op}: the last axis must be a multiple of the group size {group_size} "
+      f"for the Triton kernel, got {shape[-1]}"
+    )
+  return shape_unsupported(op, shape)
+
+
+def dtype_unsupported(op: str, *dtypes: DTypeLike) -> str | None:
+  """Why a kernel cannot read arrays of these dtypes, or None."""
+  for dtype in dtypes:
+    if dtype not in (jnp.bfloat16, jnp.float32):
+      return f"{op}: the Triton kernel reads bfloat16 and float32, got {dtype}"
+  return None
+
+
+def columns_unsupported(
+  op: str, shape: tuple[int, ...], layout: str
+) -> str | None:
+  """Why a kernel cannot write this layout of [..., n], or None."""
+  rows = 1
+  for axis in shape[:-1]:
+    rows *= axis
+  if layout != "rows" and rows % 16:
+    return (
+      f"{op}: the Triton kernel writes columns of a multiple of 16 rows, got "
+      f"{rows}"
+    )
+  return None
