@@ -1,19 +1,132 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The row that every benchmark prints, and what describes where it ran.
+"""How every benchmark measures, and the row that it prints.
 
 A row is one JSON object a line on the standard output, so that a file of them
 can be filtered and compared; what people read meanwhile goes to the standard
 error. Its keys: bench, case (what was measured), the measured values, and date
 (UTC), jax, device.
+
+`measure` times calls in groups. On a GPU the calls of a group wait behind a
+matrix product until all of them are enqueued, so that a kernel of some
+microseconds is timed and not Python's dispatch of it; and arguments and results
+that would fit into the second-level cache are there several times and take
+turns, so that each call finds its arguments in memory.
 """
 
+import dataclasses
 import datetime
+import functools
 import json
+import math
 import os
 import platform
 import sys
+import time
+from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+
+from coat_jax.formats import E4M3
+
+# What calls that take turns have to exceed together: twice an H200's cache.
+_CACHE_BYTES = 2 * 60 * 2**20
+# A group is to take as long, so that the clock's and the wait's errors vanish.
+_GROUP_SECONDS = 5e-3
+# JAX lets 32 computations wait for a GPU; the matrix products are some of them.
+_MOST_CALLS = 24
+_WARM_UP_CALLS = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+  """Milliseconds that a call takes: percentiles of its groups."""
+
+  median_ms: float
+  p20_ms: float
+  p80_ms: float
+
+  @property
+  def row(self) -> dict[str, float]:
+    """The values as keys of a row."""
+    return dataclasses.asdict(self)
+
+  def gbps(self, num_bytes: float) -> float:
+    """GB/s where a call moves so many bytes."""
+    return num_bytes / self.median_ms * 1e-6
+
+  def tflops(self, flops: float) -> float:
+    """TFLOP/s where a call computes so many operations."""
+    return flops / self.median_ms * 1e-9
+
+
+def measure(
+  fn: Callable,
+  *args,
+  donate: tuple[int, ...] = (),
+  repeats: int = 20,
+) -> Timing:
+  """Times jitted calls of `fn`, compiled and warm.
+
+  Args:
+    fn: what to call; large arrays that it reads are arguments, since what a
+      function closes over becomes a constant of the program.
+    *args: its arguments, trees of arrays.
+    donate: positions of the arguments that a call may overwrite. `fn` returns a
+      tuple that starts with their new values, in this order, and the next call
+      gets those; the arrays passed here are gone afterwards.
+    repeats: groups of calls.
+
+  Returns:
+    Time of one call.
+
+  Raises:
+    ValueError: results that cannot be passed on for the donated arguments.
+  """
+  calls = _Calls(fn, args, donate)
+  _group(calls, _WARM_UP_CALLS)
+  once = _group(calls, 1)
+  count = min(math.ceil(_GROUP_SECONDS / once), _MOST_CALLS)
+  group = _group_behind_work if jax.default_backend() == "gpu" else _group
+  times = [group(calls, count) / count for _ in range(repeats)]
+  p20, median, p80 = np.percentile(times, [20, 50, 80]) * 1e3
+  return Timing(float(median), float(p20), float(p80))
+
+
+def copy_bandwidth(num_bytes: int = 2**30, *, repeats: int = 20) -> float:
+  """GB/s, read and written, at which an array of this size is copied."""
+  x = jax.random.normal(jax.random.key(0), num_bytes // 4)
+  return measure(jnp.copy, x, repeats=repeats).gbps(2 * x.nbytes)
+
+
+def matmul_ceiling(size: int = 8192, *, repeats: int = 20) -> dict[str, float]:
+  """TFLOP/s of square products in the form that suits each dtype best.
+
+  Args:
+    size: of each of the three axes.
+    repeats: groups of calls.
+
+  Returns:
+    "fp8" (E4M3 times E4M3, fast accumulation, both with the summed axis last)
+    and "bf16".
+  """
+  algorithm = None
+  if jax.default_backend() == "gpu":
+    algorithm = jax.lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32_FAST_ACCUM
+
+  def fp8(a, b):
+    return jax.lax.dot_general(
+      a, b, (((1,), (1,)), ((), ())), algorithm, jnp.bfloat16
+    )
+
+  # Of zeros a card makes products faster: it draws less power.
+  a, b = jax.random.normal(jax.random.key(0), (2, size, size), jnp.bfloat16)
+  found = {}
+  for name, fn, dtype in (("fp8", fp8, E4M3), ("bf16", jnp.matmul, a.dtype)):
+    timing = measure(fn, a.astype(dtype), b.astype(dtype), repeats=repeats)
+    found[name] = timing.tflops(2 * size**3)
+  return found
 
 
 def device_name() -> str:
@@ -62,3 +175,92 @@ def _rounded(values):
   if isinstance(values, float):
     return float(f"{values:.6g}")
   return values
+
+
+class _Calls:
+  """Calls of a jitted function whose arguments take turns."""
+
+  def __init__(self, fn, args, donate):
+    self.jitted = jax.jit(fn, donate_argnums=donate)
+    self.donate = donate
+    results = jax.eval_shape(fn, *args)
+    if donate:
+      self._check(results, args)
+    # Results are kept until their turn comes again, and so lie elsewhere.
+    size = _num_bytes(args) + _num_bytes(results)
+    turns = min(math.ceil(_CACHE_BYTES / max(size, 1)), _MOST_CALLS)
+    copies = [jax.tree.map(jnp.copy, args) for _ in range(turns - 1)]
+    self.args = [args, *copies]
+    self.results = [None] * turns
+    self.turn = 0
+
+  def __call__(self):
+    turn = self.turn
+    result = self.jitted(*self.args[turn])
+    if self.donate:
+      args = list(self.args[turn])
+      for i, new in zip(self.donate, result, strict=False):
+        args[i] = new
+      self.args[turn] = tuple(args)
+    self.results[turn] = result
+    self.turn = (turn + 1) % len(self.args)
+    return result
+
+  def _check(self, results, args):
+    first = results[: len(self.donate)] if isinstance(results, tuple) else None
+    expected = tuple(args[i] for i in self.donate)
+    if _shapes(first) != _shapes(expected):
+      raise ValueError(
+        "measure: fn must return a tuple that starts with the new values of "
+        f"the donated arguments {self.donate}, shaped {_shapes(expected)}, got "
+        f"{_shapes(results)}; return them first"
+      )
+
+
+def _shapes(tree):
+  leaves, structure = jax.tree.flatten(tree)
+  return structure, [f"{x.dtype}{list(x.shape)}" for x in leaves]
+
+
+def _num_bytes(tree) -> int:
+  leaves = jax.tree.leaves(tree)
+  return sum(x.size * jnp.dtype(x.dtype).itemsize for x in leaves)
+
+
+def _group(calls: _Calls, count: int) -> float:
+  """Seconds of so many calls, with their dispatch."""
+  start = time.perf_counter()
+  for _ in range(count - 1):
+    calls()
+  jax.block_until_ready(calls())
+  return time.perf_counter() - start
+
+
+def _group_behind_work(calls: _Calls, count: int) -> float:
+  """Seconds of so many calls, which the GPU carries out one after another."""
+  for products in (1, 2, 4):
+    work = _work()
+    for _ in range(products):
+      work = _more_work(work)
+    for _ in range(count - 1):
+      calls()
+    last = calls()
+    # Only a GPU that had work all the time has not waited for Python.
+    kept_busy = not work.is_ready()
+    jax.block_until_ready(work)
+    start = time.perf_counter()
+    jax.block_until_ready(last)
+    if kept_busy:
+      return time.perf_counter() - start
+  return _group(calls, count)
+
+
+@functools.cache
+def _work() -> jax.Array:
+  return jnp.zeros((8192, 8192), jnp.bfloat16)
+
+
+@jax.jit
+def _more_work(x: jax.Array) -> jax.Array:
+  """About 3 milliseconds on an H200."""
+  return x @ x @ x
