@@ -29,7 +29,7 @@ def test_calls_behind_work_do_not_count_the_work(monkeypatch):
   harness._group(calls, 1)
   monkeypatch.setattr(harness, "_work", lambda: jnp.ones(4))
   # Work that outlasts the dispatch of what is timed, and work that does not.
-  for seconds in (0.2, 0.0):
+  for seconds in (0.5, 0.0):
     slow = jax.jit(
       lambda x, seconds=seconds: jax.pure_callback(
         lambda x: time.sleep(seconds) or x,
@@ -39,7 +39,7 @@ def test_calls_behind_work_do_not_count_the_work(monkeypatch):
     )
     monkeypatch.setattr(harness, "_more_work", slow)
     slow(jnp.ones(4)).block_until_ready()
-    assert harness._group_behind_work(calls, 3) < 0.2
+    assert harness._group_behind_work(calls, 3) < 0.3
 
 
 def test_rates_follow_from_the_median():
