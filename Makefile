@@ -4,10 +4,17 @@
 VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
+CUDA_STAMP := $(VENV)/.installed-cuda
+# The compiler for CUDA lies apart: where JAX finds it without the libraries of
+# CUDA, it says so in every command that does not name its platform.
+COMPILER := $(VENV)/compiler
+COMPILER_STAMP := $(COMPILER)/.installed
+PIP := $(PY) -m pip install --quiet --disable-pip-version-check \
+  --constraint constraints.txt
 CHECK := import sys, venv, ensurepip; assert sys.version_info >= (3, 12)
 EXTRAS := train,test,lint
 
-# More arguments for `make train` and `make test`, as in
+# More arguments for `make train` and the tests, as in
 # `make train ARGS="--steps 50"` or `make test ARGS="-k qtensor"`.
 ARGS ?=
 
@@ -18,13 +25,15 @@ $(shell rm -f $(STAMP))
 endif
 endif
 
-.PHONY: help train test lint clean
+.PHONY: help train test test-aot test-gpu lint clean
 
 help:
-	@echo 'make train   train a small model on real text: FP8 beside its BF16 twin'
-	@echo 'make test    run the whole CPU test suite'
-	@echo 'make lint    check style (ruff) and types (pyright)'
-	@echo 'make clean   remove .venv and caches'
+	@echo 'make train     train a small model on real text: FP8 beside its BF16 twin'
+	@echo 'make test      run the whole CPU test suite'
+	@echo 'make test-aot  compile for an H200, without one, and check what comes out'
+	@echo 'make test-gpu  run the tests that need an NVIDIA GPU'
+	@echo 'make lint      check style (ruff) and types (pyright)'
+	@echo 'make clean     remove .venv and caches'
 	@echo
 	@echo 'Each sets up .venv by itself, with a Python >= 3.12 that it finds, or'
 	@echo 'with PYTHON=/path/to/python. Further arguments: ARGS="...".'
@@ -38,6 +47,13 @@ train: $(STAMP)
 
 test: $(STAMP)
 	$(PY) -m pytest -n 2 --dist worksteal --durations=10 $(ARGS)
+
+test-aot: $(COMPILER_STAMP)
+	PYTHONPATH="$(CURDIR)/$(COMPILER)$${PYTHONPATH:+:$$PYTHONPATH}" \
+	  JAX_PLATFORMS=cpu $(PY) -m pytest -n 2 --dist worksteal --durations=10 -m aot $(ARGS)
+
+test-gpu: $(CUDA_STAMP)
+	JAX_PLATFORMS=cuda,cpu $(PY) -m pytest --durations=10 -m gpu $(ARGS)
 
 lint: $(STAMP)
 	$(PY) -m ruff check .
@@ -77,6 +93,14 @@ $(STAMP): pyproject.toml constraints.txt
 	  "$$found" -m venv --clear $(VENV); \
 	fi; \
 	rm -f $(STAMP); \
-	$(PY) -m pip install --quiet --disable-pip-version-check \
-	  --constraint constraints.txt --editable '.[$(EXTRAS)]'; \
+	$(PIP) --editable '.[$(EXTRAS)]'; \
 	touch $(STAMP)
+
+$(COMPILER_STAMP): $(STAMP)
+	rm -rf $(COMPILER)
+	$(PIP) --no-deps --target $(COMPILER) jax-cuda13-plugin jax-cuda13-pjrt
+	touch $@
+
+$(CUDA_STAMP): $(STAMP)
+	$(PIP) --editable '.[$(EXTRAS),cuda]'
+	touch $@

@@ -65,9 +65,8 @@ def compile_for_h200(
   if not available():
     raise RuntimeError(
       "compile_for_h200: needs XLA's compiler for CUDA, got no module "
-      "jax_cuda13_plugin; run `make test-aot`, which installs it, or pip "
-      f"install --no-deps jax-cuda13-plugin=={jax.__version__} "
-      f"jax-cuda13-pjrt=={jax.__version__}"
+      "jax_cuda13_plugin; run `make test-aot`, which puts it into "
+      ".venv/compiler, and set PYTHONPATH=.venv/compiler"
     )
   sharding = _h200()
   specs = jax.tree.map(
