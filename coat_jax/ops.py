@@ -1,61 +1,69 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operations that layers are made of, checked at trace time.
+"""The operations that layers are made of, and who carries them out.
 
-Layers call these and never `reference` itself: here is where an implementation
-is chosen. Shapes are static, so that a misuse is found once, while tracing.
+Layers call these and never `reference` itself. Each is an `Op`: a definition in
+plain jnp and, for a GPU, an implementation with the same name and signature. It
+is called as its definition is, with `implementation` beside:
+
+  None     for a GPU the kernel where it can take these arguments, else "xla"
+  "xla"    the definition
+  another  this one, or NotImplementedError with the reason why not
+
+`explain` says which it would be, and why. Nothing else depends on the platform.
 """
 
-from jax import Array
-from jax.typing import DTypeLike
+import dataclasses
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any
 
-from coat_jax import reference, reference_attention
-from coat_jax.qtensor import QTensor
-from coat_jax.reference import (
+import jax
+
+from coat_jax import reference, reference_activation, reference_attention
+from coat_jax.op_types import (
+  AttentionResiduals,
+  Implementation,
+  Layout,
   NormKind,
   NormStats,
-  gelu_bwd,
+  Operand,
+)
+from coat_jax.reference import norm_gradients, norm_values
+from coat_jax.reference_activation import (
   gelu_derivative,
-  gelu_fwd,
   gelu_values,
-  linear_dgrad,
-  linear_wgrad,
-  mul_bwd,
-  mul_fwd,
-  norm_bwd,
-  norm_fwd,
-  norm_gradients,
-  norm_values,
-  quantize_groups,
-  quantize_tensor,
-  residual_add_bwd,
-  residual_add_fwd,
-  silu_bwd,
   silu_derivative,
-  silu_fwd,
-  silu_mul_bwd,
-  silu_mul_fwd,
   silu_values,
 )
-from coat_jax.reference_attention import AttentionResiduals, attention_bwd
 
 __all__ = [
   "AttentionResiduals",
+  "Implementation",
+  "Layout",
   "NormKind",
   "NormStats",
+  "Op",
+  "Operand",
   "attention_bwd",
   "attention_fwd",
+  "explain",
   "gelu_bwd",
+  "gelu_bwd_operands",
   "gelu_derivative",
   "gelu_fwd",
+  "gelu_input",
   "gelu_values",
   "linear_dgrad",
   "linear_fwd",
   "linear_wgrad",
   "mul_bwd",
   "mul_fwd",
+  "gate_up_input",
   "norm_bwd",
   "norm_fwd",
   "norm_gradients",
+  "norm_input",
   "norm_values",
   "quantize_groups",
   "quantize_tensor",
@@ -65,34 +73,143 @@ __all__ = [
   "silu_derivative",
   "silu_fwd",
   "silu_mul_bwd",
+  "silu_mul_bwd_operands",
   "silu_mul_fwd",
   "silu_values",
+  "tensor_scale",
 ]
 
 
-def linear_fwd(x: QTensor, w: QTensor, *, dtype: DTypeLike) -> Array:
-  """`reference.linear_fwd`: y [..., F] = x [..., D] w [D, F].
+@dataclasses.dataclass(frozen=True)
+class Op[R]:
+  """An operation with all who can carry it out.
 
-  Raises:
-    ValueError: the last axis of x is not the first of w.
+  Attributes:
+    definition: in plain jnp, and what the signature is.
+    check: raises for arguments that no implementation can take, or None.
+    kernels: pairs of an implementation's name and its module; the first that
+      can take the arguments is what a GPU runs.
   """
-  if w.qvalue.ndim != 2 or x.qvalue.shape[-1] != w.qvalue.shape[0]:
+
+  definition: Callable[..., R]
+  kernels: tuple[tuple[Implementation, str], ...] = ()
+  check: Callable[..., None] | None = None
+
+  @property
+  def name(self) -> str:
+    return self.definition.__name__
+
+  @property
+  def implementations(self) -> tuple[Implementation, ...]:
+    """Names that `implementation` can have."""
+    return ("xla", *(name for name, _ in self.kernels))
+
+  def __call__(
+    self, *args: Any, implementation: Implementation | None = None, **kwargs
+  ) -> R:
+    if self.check is not None:
+      self.check(*args, **kwargs)
+    if implementation is None:
+      return self._choose(args, kwargs)
+    if implementation == "xla":
+      return self.definition(*args, **kwargs)
+    module = dict(self.kernels).get(implementation)
+    if module is None:
+      raise NotImplementedError(
+        f"{self.name}: implementation must be one of {self.implementations}, "
+        f"got {implementation!r}"
+      )
+    reason = self._unsupported(module, args, kwargs)
+    if reason is not None:
+      raise NotImplementedError(
+        f"{reason}; pass implementation=None to have XLA do it there"
+      )
+    return self._kernel(module)(*args, **kwargs)
+
+  def _choose(self, args, kwargs) -> R:
+    """The kernel where this is compiled for a GPU, if there is one."""
+    for _, module in self.kernels if _targets_gpu() else ():
+      if self._unsupported(module, args, kwargs) is None:
+        # Once more when it is lowered: on a machine with a GPU a computation
+        # can be put on the CPU.
+        return jax.lax.platform_dependent(
+          *args,
+          cuda=functools.partial(self._kernel(module), **kwargs),
+          default=functools.partial(self.definition, **kwargs),
+        )
+    return self.definition(*args, **kwargs)
+
+  def explain(self, *args: Any, **kwargs) -> str:
+    """See `ops.explain`."""
+    reasons = []
+    for name, module in self.kernels:
+      reason = self._unsupported(module, args, kwargs)
+      if reason is None:
+        return f"{self.name}: {name} on a GPU, xla elsewhere"
+      reasons.append(reason)
+    reasons = reasons or ["there is no kernel for it"]
+    return f"{self.name}: xla everywhere ({'; '.join(reasons)})"
+
+  def _kernel(self, module: str) -> Callable[..., R]:
+    return getattr(_module(module), self.name)
+
+  def _unsupported(self, module: str, args, kwargs) -> str | None:
+    return getattr(_module(module), f"{self.name}_unsupported")(*args, **kwargs)
+
+
+def explain(op: Op, *args: Any, **kwargs) -> str:
+  """Says which implementation of an op these arguments get, and why.
+
+  Args:
+    op: such as `ops.norm_fwd`.
+    *args, **kwargs: what it would be called with; traced arrays do too.
+
+  Returns:
+    One sentence, as "quantize_groups: triton on a GPU, xla elsewhere".
+  """
+  return op.explain(*args, **kwargs)
+
+
+def _module(name: str):
+  """A module with kernels, imported when first needed."""
+  if name == "nvidia":
+    from coat_jax import nvidia
+
+    return nvidia
+  from coat_jax import pallas
+
+  return importlib.import_module(f"{pallas.__name__}.{name}")
+
+
+def _targets_gpu() -> bool:
+  """Whether what is traced now is compiled for a GPU, as far as one can say."""
+  device = jax.sharding.get_abstract_mesh().abstract_device
+  if device is not None:
+    return device.platform == "cuda"
+  return jax.default_backend() == "gpu"
+
+
+def _check_linear(x: Operand, w: Operand, **kwargs) -> None:
+  del kwargs
+  if x.rows is None or w.columns is None or w.columns.ndim != 2:
+    raise ValueError(
+      "linear: needs x in rows and a weight [D, F] in columns, got "
+      f"{_layout_of(x)} and {_layout_of(w)}"
+    )
+  if x.rows.shape[-1] != w.columns.shape[1]:
     raise ValueError(
       "linear: x [..., D] needs a weight [D, F], got x "
-      f"{x.qvalue.shape} and weight {w.qvalue.shape}"
+      f"{x.rows.shape} and weight {w.columns.shape[::-1]}"
     )
-  return reference.linear_fwd(x, w, dtype=dtype)
 
 
-def attention_fwd(
-  q: Array, k: Array, v: Array, *, causal: bool
-) -> AttentionResiduals:
-  """`reference_attention.attention_fwd`: q [B, T, N, H], k, v [B, S, K, H].
+def _layout_of(operand: Operand) -> str:
+  shapes = [None if x is None else x.shape for x in operand[:2]]
+  return f"rows {shapes[0]} and columns {shapes[1]}"
 
-  Raises:
-    ValueError: ranks other than 4, batches or head sizes that differ, or query
-      heads that are no multiple of the key heads.
-  """
+
+def _check_attention(q, k, v, *, causal: bool) -> None:
+  del causal
   fits = q.ndim == k.ndim == 4 and k.shape == v.shape
   fits = fits and q.shape[0] == k.shape[0] and q.shape[3] == k.shape[3]
   if not fits or q.shape[2] % k.shape[2]:
@@ -100,4 +217,44 @@ def attention_fwd(
       "attention: needs q [B, T, N, H] and k, v [B, S, K, H] with N a "
       f"multiple of K, got q {q.shape}, k {k.shape}, v {v.shape}"
     )
-  return reference_attention.attention_fwd(q, k, v, causal=causal)
+
+
+_QUANTIZE = (("triton", "quantize"),)
+_NORM = (("triton", "norm"),)
+_SWIGLU = (("triton", "swiglu"),)
+_GELU = (("triton", "gelu"),)
+_RESIDUAL_ADD = (("triton", "residual_add"),)
+_CUBLAS = (("cublas", "nvidia"),)
+_CUDNN = (("cudnn", "nvidia"),)
+
+quantize_groups = Op(reference.quantize_groups, _QUANTIZE)
+quantize_tensor = Op(reference.quantize_tensor, _QUANTIZE)
+tensor_scale = Op(reference.tensor_scale)
+
+linear_fwd = Op(reference.linear_fwd, _CUBLAS, _check_linear)
+linear_dgrad = Op(reference.linear_dgrad, _CUBLAS)
+linear_wgrad = Op(reference.linear_wgrad, _CUBLAS)
+
+norm_input = Op(reference.norm_input, _NORM)
+norm_fwd = Op(reference.norm_fwd, _NORM)
+norm_bwd = Op(reference.norm_bwd, _NORM)
+
+gate_up_input = Op(reference_activation.gate_up_input, _SWIGLU)
+silu_mul_fwd = Op(reference_activation.silu_mul_fwd, _SWIGLU)
+silu_mul_bwd = Op(reference_activation.silu_mul_bwd)
+silu_mul_bwd_operands = Op(reference_activation.silu_mul_bwd_operands, _SWIGLU)
+silu_fwd = Op(reference_activation.silu_fwd)
+silu_bwd = Op(reference_activation.silu_bwd)
+mul_fwd = Op(reference_activation.mul_fwd)
+mul_bwd = Op(reference_activation.mul_bwd)
+
+gelu_input = Op(reference_activation.gelu_input, _GELU)
+gelu_fwd = Op(reference_activation.gelu_fwd, _GELU)
+gelu_bwd = Op(reference_activation.gelu_bwd)
+gelu_bwd_operands = Op(reference_activation.gelu_bwd_operands, _GELU)
+
+residual_add_fwd = Op(reference.residual_add_fwd, _RESIDUAL_ADD)
+residual_add_bwd = Op(reference.residual_add_bwd, _RESIDUAL_ADD)
+
+attention_fwd = Op(reference_attention.attention_fwd, _CUDNN, _check_attention)
+attention_bwd = Op(reference_attention.attention_bwd, _CUDNN)

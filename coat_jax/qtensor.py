@@ -64,29 +64,31 @@ def join_groups(x: Array, n: int) -> Array:
 def group_amax(x: Float[Array, "*b n"], group_size: int) -> Array:
   """Largest magnitude of each group: f32 [..., ceil(n / group_size)].
 
-  NaN where a group holds one; backends' maxima do not agree on that.
+  NaN where a group holds one.
   """
-  groups = jnp.abs(split_groups(x, group_size)).astype(jnp.float32)
-  has_nan = jnp.any(jnp.isnan(groups), axis=-1)
-  return jnp.where(has_nan, jnp.nan, jnp.max(groups, axis=-1))
+  bits = _magnitude_bits(split_groups(x, group_size))
+  return jax.lax.bitcast_convert_type(jnp.max(bits, axis=-1), jnp.float32)
 
 
-def tensor_amax(x: Float[Array, "*s"], group_size: int = 16) -> Array:
-  """Largest magnitude of a tensor in two stages: groups, then their maximum.
+def tensor_amax(x: Float[Array, "*s"]) -> Array:
+  """Largest magnitude of a tensor: f32 scalar, NaN where it holds one.
 
-  The result does not depend on `group_size`; the first stage is what a kernel
-  that has the values in registers anyway can do for nothing (Group Scaling).
-
-  Args:
-    x: Float [..., n], or a scalar.
-    group_size: values a group of the first stage holds.
-
-  Returns:
-    f32 scalar.
+  A kernel that has the values in registers anyway finds those of its blocks for
+  nothing, and this is then taken of those few (Group Scaling).
   """
-  amax = group_amax(jnp.atleast_1d(x), group_size)
-  has_nan = jnp.any(jnp.isnan(amax))
-  return jnp.where(has_nan, jnp.nan, jnp.max(amax, initial=0.0))
+  bits = jnp.max(_magnitude_bits(x), initial=0)
+  return jax.lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def _magnitude_bits(x: Array) -> Array:
+  """|x| as the int32 with the bits of its f32.
+
+  Magnitudes compare as their bits do, and a NaN's are above infinity's: the
+  largest of integers is the same everywhere and carries a NaN, where backends'
+  largest floats do not agree on that.
+  """
+  bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
+  return bits & 0x7FFFFFFF
 
 
 def amax_to_scale(

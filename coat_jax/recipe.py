@@ -30,6 +30,7 @@ from typing import Literal
 
 Residuals = Literal["coat", "minimal"]
 Kept = Literal["bf16", "fp8"]
+WeightCache = Literal["none", "scale", "codes"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,6 +45,9 @@ class CoatRecipe:
     attention: how q, k, v and the attention's output are remembered. With "fp8"
       the forward attends to the dequantized values too.
     group_size: values that share a scale in front of a non-linear operation.
+    weight_cache: what is computed of a weight once for all its uses in a step:
+      "none", its "scale", or its "codes" in both layouts (2 bytes a parameter).
+    implementation: None for kernels on a GPU, "xla" for none anywhere.
     evaluation: "same" computes in evaluation what training computes; "bf16"
       leaves FP8 out there, as the reference does.
   """
@@ -53,6 +57,8 @@ class CoatRecipe:
   residuals: Residuals = "minimal"
   attention: Kept = "bf16"
   group_size: int = 16
+  weight_cache: WeightCache = "scale"
+  implementation: Literal["xla"] | None = None
   evaluation: Literal["same", "bf16"] = "same"
 
   def __post_init__(self):
@@ -90,6 +96,8 @@ _CHOICES = {
   "nonlinear": ("bf16", "fp8"),
   "residuals": ("coat", "minimal"),
   "attention": ("bf16", "fp8"),
+  "weight_cache": ("none", "scale", "codes"),
+  "implementation": (None, "xla"),
   "evaluation": ("same", "bf16"),
 }
 
@@ -99,9 +107,19 @@ def bf16() -> CoatRecipe:
   return CoatRecipe(linear="bf16", nonlinear="bf16")
 
 
-def fp8_linear(*, evaluation: Literal["same", "bf16"] = "same") -> CoatRecipe:
+def fp8_linear(
+  *,
+  weight_cache: WeightCache = "scale",
+  implementation: Literal["xla"] | None = None,
+  evaluation: Literal["same", "bf16"] = "same",
+) -> CoatRecipe:
   """Per-tensor FP8 matrix products in an otherwise BF16 layer."""
-  return CoatRecipe(nonlinear="bf16", evaluation=evaluation)
+  return CoatRecipe(
+    nonlinear="bf16",
+    weight_cache=weight_cache,
+    implementation=implementation,
+    evaluation=evaluation,
+  )
 
 
 def coat(
@@ -109,6 +127,8 @@ def coat(
   residuals: Residuals = "minimal",
   attention: Kept = "bf16",
   group_size: int = 16,
+  weight_cache: WeightCache = "scale",
+  implementation: Literal["xla"] | None = None,
   evaluation: Literal["same", "bf16"] = "same",
 ) -> CoatRecipe:
   """FP8 from end to end inside the layer; `CoatRecipe` has the arguments."""
@@ -116,5 +136,7 @@ def coat(
     residuals=residuals,
     attention=attention,
     group_size=group_size,
+    weight_cache=weight_cache,
+    implementation=implementation,
     evaluation=evaluation,
   )

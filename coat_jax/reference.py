@@ -5,18 +5,19 @@ This module is the definition: a kernel has the name and the signature of a
 function here and gives its codes. Nothing is differentiated through; `layers`
 pairs forwards and backwards up with `jax.custom_vjp`.
 
-Conventions. FP8 inputs and outputs are `QTensor`s: with one scale per tensor
-where a matrix product reads them, with one BF16 scale per 1 x G group of the
-last axis where a norm or an activation function does. All arithmetic between
-reading codes and writing codes is f32, with no BF16 step on the way. `dy` and
-other plain gradients are BF16 or f32, `dx` comes back in `dtype`. Forwards that
-write a per-tensor operand take `scale` to write it again in the backward with
-the scale it had, which saves the pass that finds amax.
+Conventions. What a matrix product reads is an `Operand`: FP8 with one scale per
+tensor, in the layout that the product needs. What a norm or an activation
+function reads is a `QTensor` with one BF16 scale per 1 x G group of the last
+axis. All arithmetic between reading codes and writing codes is f32, with no
+BF16 step on the way. `dy` and other plain gradients are BF16 or f32, `dx` comes
+back in `dtype`.
+
+Group Scaling. Whatever produces the values of an operand finds their largest
+magnitude too (`norm_input`, `gate_up_input`), so that writing the operand is
+one pass, in the forward and, with the scale it had, again in the backward.
 
 Source: arXiv:2410.19313, section 5; the backward formulas are the derivatives.
 """
-
-from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from coat_jax.formats import E4M3, E5M2
+from coat_jax.op_types import Layout, NormKind, NormStats, Operand
 from coat_jax.qtensor import (
   QTensor,
   amax_to_scale,
@@ -32,16 +34,6 @@ from coat_jax.qtensor import (
   quantize_with_scale,
   tensor_amax,
 )
-
-NormKind = Literal["rms", "layer"]
-
-
-class NormStats(NamedTuple):
-  """What a norm's backward needs beside its input: f32 [...], one per row."""
-
-  mean: Array | None
-  rstd: Array
-
 
 # --- Quantization ------------------------------------------------------------
 
@@ -56,21 +48,40 @@ def quantize_groups(
 
 
 def quantize_tensor(
-  x: Array, *, dtype: DTypeLike = E4M3, scale: Array | None = None
-) -> QTensor:
-  """[...] to FP8 with one f32 scale; `scale` given: with that one."""
+  x: Array,
+  *,
+  dtype: DTypeLike = E4M3,
+  scale: Array | None = None,
+  layout: Layout = "rows",
+) -> Operand:
+  """[..., n] to an operand with one f32 scale; `scale` given: with that one."""
   if scale is None:
-    scale = amax_to_scale(tensor_amax(x), dtype)
-  return quantize_with_scale(x, scale, group_size=None, dtype=dtype)
+    scale = tensor_scale(x, dtype=dtype)
+  codes = quantize_with_scale(x, scale, group_size=None, dtype=dtype).qvalue
+  return lay_out(codes, scale, layout)
+
+
+def tensor_scale(x: Array, *, dtype: DTypeLike = E4M3) -> Array:
+  """The f32 scale of [...] as one tensor."""
+  return amax_to_scale(tensor_amax(x), dtype)
+
+
+def lay_out(rows: Array, scale: Array, layout: Layout) -> Operand:
+  """An operand of codes [..., n] in this layout."""
+  return Operand(
+    rows=None if layout == "columns" else rows,
+    columns=None if layout == "rows" else _rows(rows).T,
+    scale=scale,
+  )
 
 
 # --- Linear ------------------------------------------------------------------
 
 
-def _matmul(a, b, contract, scale, dtype):
-  """FP8 product in f32 with the scalar scales applied to the result."""
+def matmul(a: Array, b: Array, scale: Array, dtype: DTypeLike) -> Array:
+  """a [m, k] b [n, k]^T in FP8 times a scalar, summed in f32: [m, n]."""
   out = jax.lax.dot_general(
-    a, b, (contract, ((), ())), preferred_element_type=jnp.float32
+    a, b, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
   )
   return (out * scale).astype(dtype)
 
@@ -81,34 +92,29 @@ def _rows(x: Array) -> Array:
 
 
 def linear_fwd(
-  x: QTensor, w: QTensor, *, dtype: DTypeLike = jnp.bfloat16
+  x: Operand, w: Operand, *, dtype: DTypeLike = jnp.bfloat16
 ) -> Array:
-  """y [..., F] = x [..., D] w [D, F], E4M3 times E4M3, one scale each."""
-  y = _matmul(_rows(x.qvalue), w.qvalue, ((1,), (0,)), x.scale * w.scale, dtype)
-  return y.reshape(*x.qvalue.shape[:-1], w.qvalue.shape[-1])
+  """y [..., F] = x w, E4M3 times E4M3: x.rows [..., D], w.columns [F, D]."""
+  assert x.rows is not None and w.columns is not None
+  y = matmul(_rows(x.rows), w.columns, x.scale * w.scale, dtype)
+  return y.reshape(*x.rows.shape[:-1], w.columns.shape[0])
 
 
 def linear_dgrad(
-  g: QTensor, w: QTensor, *, dtype: DTypeLike = jnp.bfloat16
+  g: Operand, w: Operand, *, dtype: DTypeLike = jnp.bfloat16
 ) -> Array:
-  """dx [..., D] = g [..., F] w^T, E5M2 times E4M3."""
-  dx = _matmul(
-    _rows(g.qvalue), w.qvalue, ((1,), (1,)), g.scale * w.scale, dtype
-  )
-  return dx.reshape(*g.qvalue.shape[:-1], w.qvalue.shape[0])
+  """dx [..., D] = g w^T, E5M2 times E4M3: g.rows [..., F], w.rows [D, F]."""
+  assert g.rows is not None and w.rows is not None
+  dx = matmul(_rows(g.rows), w.rows, g.scale * w.scale, dtype)
+  return dx.reshape(*g.rows.shape[:-1], w.rows.shape[0])
 
 
 def linear_wgrad(
-  x: QTensor, g: QTensor, *, dtype: DTypeLike = jnp.float32
+  x: Operand, g: Operand, *, dtype: DTypeLike = jnp.float32
 ) -> Array:
-  """dw [D, F] = x^T g over all rows, E4M3 times E5M2."""
-  return _matmul(
-    _rows(x.qvalue),
-    _rows(g.qvalue),
-    ((0,), (0,)),
-    x.scale * g.scale,
-    dtype,
-  )
+  """dw [D, F] = x^T g, E4M3 times E5M2: x.columns [D, m], g.columns [F, m]."""
+  assert x.columns is not None and g.columns is not None
+  return matmul(x.columns, g.columns, x.scale * g.scale, dtype)
 
 
 # --- Norms -------------------------------------------------------------------
@@ -134,17 +140,25 @@ def norm_values(
     y f32 [..., D] and the statistics.
   """
   x = x.astype(jnp.float32)
-  mean = None
+  mean, centred = None, x
   if kind == "layer":
     mean = jnp.mean(x, axis=-1)
-    x = x - mean[..., None]
-  rstd = jax.lax.rsqrt(jnp.mean(x * x, axis=-1) + eps)
-  y = x * rstd[..., None]
+    centred = x - mean[..., None]
+  rstd = jax.lax.rsqrt(jnp.mean(centred * centred, axis=-1) + eps)
+  stats = NormStats(mean, rstd)
+  return _normalized(x, gamma, beta, stats), stats
+
+
+def _normalized(x, gamma, beta, stats) -> Array:
+  """(x - mean) rstd gamma + beta, f32 [..., D]."""
+  if stats.mean is not None:
+    x = x - stats.mean[..., None]
+  y = x * stats.rstd[..., None]
   if gamma is not None:
     y = y * _row(gamma, y)
   if beta is not None:
     y = y + _row(beta, y)
-  return y, NormStats(mean, rstd)
+  return y
 
 
 def norm_gradients(
@@ -174,20 +188,46 @@ def _row(v: Array, like: Array) -> Array:
   return v.astype(jnp.float32).reshape((1,) * (like.ndim - 1) + v.shape)
 
 
-def norm_fwd(
-  x: QTensor,
+def norm_input(
+  x: Array,
   gamma: Array | None,
   beta: Array | None,
   *,
   kind: NormKind,
   eps: float,
   group_size: int,
-  scale: Array | None = None,
-) -> tuple[QTensor, NormStats]:
-  """Norm of 1 x G values to the per-tensor operand of the next product."""
-  values = dequantize(x, group_size=group_size)
+) -> tuple[QTensor, NormStats, Array]:
+  """What a norm reads and remembers: 1 x G values, and what follows from them.
+
+  Args:
+    x: [..., D], BF16 or f32.
+    gamma, beta: [D] or None.
+    kind, eps: the norm's.
+    group_size: of the values.
+
+  Returns:
+    x in FP8, the statistics of its rows, and the scale of the norm's output.
+  """
+  x_q = quantize_groups(x, group_size=group_size)
+  values = dequantize(x_q, group_size=group_size)
   y, stats = norm_values(values, gamma, beta, kind=kind, eps=eps)
-  return quantize_tensor(y, scale=scale), stats
+  return x_q, stats, tensor_scale(y)
+
+
+def norm_fwd(
+  x: QTensor,
+  gamma: Array | None,
+  beta: Array | None,
+  stats: NormStats,
+  *,
+  scale: Array,
+  group_size: int,
+  layout: Layout = "rows",
+) -> Operand:
+  """Norm of 1 x G values to the operand of the next product."""
+  values = dequantize(x, group_size=group_size)
+  y = _normalized(values, gamma, beta, stats)
+  return quantize_tensor(y, scale=scale, layout=layout)
 
 
 def norm_bwd(
@@ -198,125 +238,17 @@ def norm_bwd(
   *,
   group_size: int,
   dtype: DTypeLike = jnp.bfloat16,
+  add: Array | None = None,
 ) -> tuple[Array, Array, Array]:
-  """dx in `dtype`, dgamma and dbeta in f32, at the values the forward read."""
+  """dx in `dtype`, dgamma and dbeta in f32, at the values the forward read.
+
+  `add` [..., D], the gradient that goes around the norm, is added to dx in f32.
+  """
   values = dequantize(x, group_size=group_size)
   dx, dgamma, dbeta = norm_gradients(dy, values, gamma, stats)
+  if add is not None:
+    dx = dx + add.astype(jnp.float32)
   return dx.astype(dtype), dgamma, dbeta
-
-
-# --- Activation functions ----------------------------------------------------
-
-
-def silu_values(x: Array) -> Array:
-  """x sigmoid(x) in f32."""
-  x = x.astype(jnp.float32)
-  return x * jax.nn.sigmoid(x)
-
-
-def silu_derivative(x: Array) -> Array:
-  """sigmoid(x) (1 + x (1 - sigmoid(x))) in f32."""
-  x = x.astype(jnp.float32)
-  sigmoid = jax.nn.sigmoid(x)
-  return sigmoid * (1 + x * (1 - sigmoid))
-
-
-_SQRT_HALF = 0.7071067811865476
-_INV_SQRT_2PI = 0.3989422804014327
-_SQRT_2_OVER_PI = 0.7978845608028654
-_CUBIC = 0.044715
-
-
-def gelu_values(x: Array, *, approximate: bool) -> Array:
-  """x Phi(x) in f32, Phi by erf or by the tanh approximation."""
-  x = x.astype(jnp.float32)
-  if approximate:
-    inner = _SQRT_2_OVER_PI * (x + _CUBIC * x * x * x)
-    return 0.5 * x * (1 + jnp.tanh(inner))
-  return 0.5 * x * (1 + jax.lax.erf(x * _SQRT_HALF))
-
-
-def gelu_derivative(x: Array, *, approximate: bool) -> Array:
-  """d gelu / dx in f32."""
-  x = x.astype(jnp.float32)
-  if approximate:
-    # Beyond 10 tanh is 1 in f32, and 0 times an overflowing slope would be NaN.
-    x = jnp.clip(x, -10, 10)
-    inner = _SQRT_2_OVER_PI * (x + _CUBIC * x * x * x)
-    slope = _SQRT_2_OVER_PI * (1 + 3 * _CUBIC * x * x)
-    tanh = jnp.tanh(inner)
-    return 0.5 * (1 + tanh) + 0.5 * x * (1 - tanh * tanh) * slope
-  density = _INV_SQRT_2PI * jnp.exp(-0.5 * x * x)
-  return 0.5 * (1 + jax.lax.erf(x * _SQRT_HALF)) + x * density
-
-
-def silu_fwd(x: QTensor, *, group_size: int) -> QTensor:
-  """SiLU from 1 x G values to 1 x G values."""
-  y = silu_values(dequantize(x, group_size=group_size))
-  return quantize_groups(y, group_size=group_size)
-
-
-def silu_bwd(dy: Array, x: QTensor, *, group_size: int) -> Array:
-  """Gradient of SiLU, f32."""
-  slope = silu_derivative(dequantize(x, group_size=group_size))
-  return dy.astype(jnp.float32) * slope
-
-
-def mul_fwd(
-  a: QTensor, b: QTensor, *, group_size: int, scale: Array | None = None
-) -> QTensor:
-  """Product of 1 x G values to a per-tensor operand."""
-  product = dequantize(a, group_size=group_size) * dequantize(
-    b, group_size=group_size
-  )
-  return quantize_tensor(product, scale=scale)
-
-
-def mul_bwd(
-  dy: Array, a: QTensor, b: QTensor, *, group_size: int
-) -> tuple[Array, Array]:
-  """Gradients (dy b, dy a), f32."""
-  dy = dy.astype(jnp.float32)
-  da = dy * dequantize(b, group_size=group_size)
-  return da, dy * dequantize(a, group_size=group_size)
-
-
-def silu_mul_fwd(
-  gate: QTensor, up: QTensor, *, group_size: int, scale: Array | None = None
-) -> QTensor:
-  """silu(gate) up from 1 x G values to a per-tensor operand, in one pass."""
-  gate_values = dequantize(gate, group_size=group_size)
-  up_values = dequantize(up, group_size=group_size)
-  return quantize_tensor(silu_values(gate_values) * up_values, scale=scale)
-
-
-def silu_mul_bwd(
-  dy: Array, gate: QTensor, up: QTensor, *, group_size: int
-) -> tuple[Array, Array]:
-  """Gradients (dgate, dup), f32, SiLU recomputed from the gate."""
-  dy = dy.astype(jnp.float32)
-  gate_values = dequantize(gate, group_size=group_size)
-  up_values = dequantize(up, group_size=group_size)
-  dgate = dy * up_values * silu_derivative(gate_values)
-  return dgate, dy * silu_values(gate_values)
-
-
-def gelu_fwd(
-  x: QTensor, *, approximate: bool, group_size: int, scale: Array | None = None
-) -> QTensor:
-  """GELU from 1 x G values to a per-tensor operand."""
-  values = dequantize(x, group_size=group_size)
-  y = gelu_values(values, approximate=approximate)
-  return quantize_tensor(y, scale=scale)
-
-
-def gelu_bwd(
-  dy: Array, x: QTensor, *, approximate: bool, group_size: int
-) -> Array:
-  """Gradient of GELU, f32."""
-  values = dequantize(x, group_size=group_size)
-  slope = gelu_derivative(values, approximate=approximate)
-  return dy.astype(jnp.float32) * slope
 
 
 # --- Residual add ------------------------------------------------------------
@@ -330,7 +262,8 @@ def residual_add_fwd(
   return total.astype(x.dtype), quantize_groups(total, group_size=group_size)
 
 
-def residual_add_bwd(g: Array, dx: Array) -> tuple[Array, QTensor]:
-  """g + dx in g's dtype, and its per-tensor E5M2 copy for the product above."""
+def residual_add_bwd(g: Array, dx: Array) -> tuple[Array, Operand]:
+  """g + dx in g's dtype, and its E5M2 operand for the products above."""
   total = g.astype(jnp.float32) + dx.astype(jnp.float32)
-  return total.astype(g.dtype), quantize_tensor(total, dtype=E5M2)
+  operand = quantize_tensor(total, dtype=E5M2, layout="both")
+  return total.astype(g.dtype), operand

@@ -11,26 +11,14 @@ reading key head n // (N / K). Products read their operands in the dtype they
 have and accumulate in f32; softmax is f32.
 """
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 from jax import Array
 
+from coat_jax.op_types import AttentionResiduals
+
 _BLOCK = 256
 _MASKED = -1e30
-
-
-class AttentionResiduals(NamedTuple):
-  """What the backward reads beside q, k and v.
-
-  Attributes:
-    out: [B, T, N, H], the output.
-    lse: f32 [B, T, N], log-sum-exp of the scaled scores of each query.
-  """
-
-  out: Array
-  lse: Array
 
 
 def attention_fwd(

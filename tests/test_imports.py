@@ -12,14 +12,14 @@ ROOT = Path(__file__).parent.parent
 # A module imports those of a lower rank; within one rank, none but itself.
 RANKS = {
   "formats": 0,
-  **dict.fromkeys(["stochastic", "qtensor", "recipe"], 1),
+  **dict.fromkeys(["stochastic", "qtensor", "op_types", "recipe"], 1),
   "group_codecs": 2,
   "codecs": 3,
-  **dict.fromkeys(["reference", "reference_attention", "pallas"], 4),
-  "moments": 4,
-  "ops": 5,
-  **dict.fromkeys(["layers", "optax_coat", "sharding", "plan"], 6),
-  "state": 7,
+  **dict.fromkeys(["reference", "moments", "pallas", "nvidia"], 4),
+  **dict.fromkeys(["reference_activation", "reference_attention"], 5),
+  "ops": 6,
+  **dict.fromkeys(["layers", "optax_coat", "sharding", "plan"], 7),
+  "state": 8,
 }
 
 

@@ -25,12 +25,18 @@ def test_presets_say_where_fp8_flows():
 
 
 def test_variants_keep_the_preset_and_set_the_field():
-  variant = recipe.coat(
-    residuals="coat", attention="fp8", group_size=32, evaluation="bf16"
+  fields = dict(
+    residuals="coat",
+    attention="fp8",
+    group_size=32,
+    weight_cache="codes",
+    implementation="xla",
+    evaluation="bf16",
   )
+  variant = recipe.coat(**fields)
   assert variant.name == "coat"
-  assert dataclasses.astuple(variant) == (
-    *("fp8", "fp8", "coat", "fp8", 32, "bf16"),
+  assert dataclasses.asdict(variant) == dict(
+    linear="fp8", nonlinear="fp8", **fields
   )
   assert recipe.fp8_linear(evaluation="bf16").evaluation == "bf16"
 

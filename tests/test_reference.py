@@ -6,7 +6,6 @@ stand for: what an operation computes is compared, never what quantizing loses.
 """
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -24,15 +23,23 @@ WIDTHS = (64, 43)
 ROWS = 6
 
 
+def unquantized(shape, seed=0, factor=1.0):
+  return jnp.float32(factor * np.random.default_rng(seed).normal(size=shape))
+
+
 def in_groups(shape, seed=0, factor=1.0):
   """1 x 16 codes and the f32 values they stand for."""
-  x = factor * np.random.default_rng(seed).normal(size=shape)
-  q = reference.quantize_groups(jnp.float32(x), group_size=GROUP)
+  x = unquantized(shape, seed, factor)
+  q = reference.quantize_groups(x, group_size=GROUP)
   return q, qtensor.dequantize(q, group_size=GROUP)
 
 
 def gradient(shape, seed=9):
   return jnp.float32(np.random.default_rng(seed).normal(size=shape))
+
+
+def float64(codes, scale):
+  return np.asarray(codes, np.float64) * float(scale)
 
 
 def assert_codes_stand_for(q, values, dtype=E4M3):
@@ -41,11 +48,16 @@ def assert_codes_stand_for(q, values, dtype=E4M3):
   Values are f32 and may be off by 1e-6 of the largest.
   """
   values = np.asarray(values, np.float64)
-  assert q.qvalue.dtype == dtype and q.scale.dtype == jnp.float32
+  assert q.scale.dtype == jnp.float32
+  rows = q.columns.T.reshape(values.shape) if q.rows is None else q.rows
+  assert rows.dtype == dtype
+  if q.rows is not None and q.columns is not None:
+    flat = rows.reshape(-1, rows.shape[-1])
+    assert_same_bits(q.columns, np.asarray(flat).T)
   amax = np.max(np.abs(values))
   assert_close(q.scale, amax / oracles.QMAX[dtype], 1e-6)
   scale = float(q.scale)
-  error = np.abs(np.asarray(q.qvalue, np.float64) * scale - values)
+  error = np.abs(float64(rows, scale) - values)
   bound = scale * oracles.fp8_error_bound(values / scale, dtype) + 1e-6 * amax
   assert np.all(error <= bound)
 
@@ -53,17 +65,14 @@ def assert_codes_stand_for(q, values, dtype=E4M3):
 # --- Linear ------------------------------------------------------------------
 
 
-def float64(q):
-  return np.asarray(q.qvalue, np.float64) * float(q.scale)
-
-
 @pytest.mark.parametrize("rows", [(6,), (2, 3), ()])
 def test_linear_products_equal_float64_of_the_operands(rows):
   d, f = 40, 24
-  x = reference.quantize_tensor(gradient((*rows, d), 0))
-  w = reference.quantize_tensor(gradient((d, f), 1))
-  g = reference.quantize_tensor(gradient((*rows, f), 2), dtype=E5M2)
-  x64, w64, g64 = float64(x), float64(w), float64(g)
+  quantize = functools.partial(reference.quantize_tensor, layout="both")
+  x = quantize(gradient((*rows, d), 0))
+  w = quantize(gradient((d, f), 1))
+  g = quantize(gradient((*rows, f), 2), dtype=E5M2)
+  x64, w64, g64 = (float64(q.rows, q.scale) for q in (x, w, g))
 
   def within(actual, a, b, terms):
     # Products of two FP8 values are exact in f32. A sum of `terms` of them is
@@ -132,11 +141,18 @@ def test_norm_forward_equals_float64(kind, width, has_gamma, has_beta, eps):
   else:
     assert stats.mean is None
   arguments = dict(kind=kind, eps=eps, group_size=GROUP)
-  q, fwd_stats = reference.norm_fwd(x, gamma, beta, **arguments)
-  assert_codes_stand_for(q, want)
+  x_q, fwd_stats, scale = reference.norm_input(
+    unquantized((ROWS, width), factor=3), gamma, beta, **arguments
+  )
+  assert_same_bits(x_q, x)
   assert_same_bits(fwd_stats, stats)
-  again, _ = reference.norm_fwd(x, gamma, beta, scale=q.scale, **arguments)
-  assert_same_bits(again, q)
+  for layout in ("rows", "columns", "both"):
+    q = reference.norm_fwd(
+      x, gamma, beta, stats, scale=scale, group_size=GROUP, layout=layout
+    )
+    assert (q.rows is None) == (layout == "columns")
+    assert (q.columns is None) == (layout == "rows")
+    assert_codes_stand_for(q, want)
 
 
 @pytest.mark.parametrize("kind, width, has_gamma, has_beta, eps", NORMS)
@@ -157,85 +173,12 @@ def test_norm_backward_is_the_gradient(kind, width, has_gamma, has_beta, eps):
   assert_close(got, vjp(dy))
   dx, dgamma, dbeta = reference.norm_bwd(dy, x, gamma, stats, group_size=GROUP)
   assert dx.dtype == jnp.bfloat16
+  around = gradient((ROWS, width), 5).astype(jnp.bfloat16)
+  total = reference.norm_bwd(
+    dy, x, gamma, stats, group_size=GROUP, dtype=jnp.float32, add=around
+  )
+  assert_close(total[0], got[0] + around.astype(jnp.float32), 1e-6)
   assert dgamma.dtype == dbeta.dtype == jnp.float32
-
-
-# --- Activation functions ----------------------------------------------------
-
-
-def silu64(x):
-  return x / (1 + np.exp(-x))
-
-
-def gelu64(x, approximate):
-  if approximate:
-    return 0.5 * x * (1 + np.tanh((2 / np.pi) ** 0.5 * (x + 0.044715 * x**3)))
-  return 0.5 * x * (1 + np.vectorize(math.erf)(x / 2**0.5))
-
-
-@pytest.mark.parametrize("width", WIDTHS)
-def test_activation_forwards_equal_float64(width):
-  a, a_values = in_groups((ROWS, width), 1, factor=4)
-  b, b_values = in_groups((ROWS, width), 2)
-  a64, b64 = np.asarray(a_values, np.float64), np.asarray(b_values, np.float64)
-  silu, product = silu64(a64), silu64(a64) * b64
-  assert_close(reference.silu_values(a_values), silu, 1e-6)
-  q = reference.silu_fwd(a, group_size=GROUP)
-  assert_same_bits(
-    q,
-    reference.quantize_groups(reference.silu_values(a_values), group_size=16),
-  )
-  assert_codes_stand_for(reference.mul_fwd(a, b, group_size=GROUP), a64 * b64)
-  assert_codes_stand_for(reference.silu_mul_fwd(a, b, group_size=16), product)
-  for approximate in (True, False):
-    want = gelu64(a64, approximate)
-    got = reference.gelu_values(a_values, approximate=approximate)
-    assert_close(got, want, 1e-6)
-    codes = reference.gelu_fwd(a, approximate=approximate, group_size=GROUP)
-    assert_codes_stand_for(codes, want)
-
-
-def test_operands_are_written_again_with_a_scale_they_had():
-  a, _ = in_groups((ROWS, 43), 1)
-  b, _ = in_groups((ROWS, 43), 2)
-  for forward in (
-    functools.partial(reference.mul_fwd, a, b),
-    functools.partial(reference.silu_mul_fwd, a, b),
-    functools.partial(reference.gelu_fwd, a, approximate=True),
-  ):
-    q = forward(group_size=GROUP)
-    again = forward(group_size=GROUP, scale=q.scale)
-    assert_same_bits(again, q)
-    doubled = forward(group_size=GROUP, scale=2 * q.scale)
-    assert float(doubled.scale) == 2 * float(q.scale)
-    assert np.max(np.abs(np.asarray(doubled.qvalue, np.float32))) == 224
-
-
-@pytest.mark.parametrize("width", WIDTHS)
-def test_activation_backwards_are_the_gradients(width):
-  a, a_values = in_groups((ROWS, width), 1, factor=4)
-  b, b_values = in_groups((ROWS, width), 2)
-  dy = gradient((ROWS, width))
-
-  def oracle(f, *args):
-    return jax.vjp(f, *args)[1](dy)
-
-  assert_close(
-    (reference.silu_bwd(dy, a, group_size=GROUP),),
-    oracle(jax.nn.silu, a_values),
-  )
-  assert_close(
-    reference.mul_bwd(dy, a, b, group_size=GROUP),
-    oracle(jnp.multiply, a_values, b_values),
-  )
-  assert_close(
-    reference.silu_mul_bwd(dy, a, b, group_size=GROUP),
-    oracle(lambda x, y: jax.nn.silu(x) * y, a_values, b_values),
-  )
-  for approximate in (True, False):
-    gelu = functools.partial(jax.nn.gelu, approximate=approximate)
-    got = reference.gelu_bwd(dy, a, approximate=approximate, group_size=GROUP)
-    assert_close((got,), oracle(gelu, a_values))
 
 
 # --- Residual add ------------------------------------------------------------
@@ -285,10 +228,9 @@ def test_norms_of_degenerate_groups(name, kind):
   lost = 2.0**-22 * np.max(np.abs(values64)) + oracles.SMALLEST_NORMAL
   limit = 1e-5 * np.max(np.abs(want)) + lost * np.asarray(stats.rstd)
   assert np.max(np.abs(y - want)) <= limit
-  q, stats = reference.norm_fwd(
-    x, None, None, kind=kind, eps=1e-5, group_size=GROUP
-  )
-  assert np.all(np.isfinite(q.qvalue.astype(jnp.float32)))
+  scale = reference.tensor_scale(y)
+  q = reference.norm_fwd(x, None, None, stats, scale=scale, group_size=GROUP)
+  assert np.all(np.isfinite(q.rows.astype(jnp.float32)))
   assert np.isfinite(q.scale)
   dy = gradient((1, GROUP))
   got = reference.norm_bwd(
@@ -299,36 +241,6 @@ def test_norms_of_degenerate_groups(name, kind):
     f = functools.partial(norm, gamma=None, beta=None, kind=kind, eps=1e-5)
     (dx,) = jax.vjp(f, values)[1](dy)
     assert_close(got[0], dx)
-
-
-def test_activations_of_degenerate_groups():
-  names = sorted(cases.finite_groups(1))
-  x, values = degenerate(names)
-  dy = jnp.ones(values.shape)  # 1: dx is the slope itself
-  values64 = np.asarray(values, np.float64)
-  with np.errstate(over="ignore"):
-    silu = silu64(values64)
-  q = reference.silu_fwd(x, group_size=GROUP)
-  assert np.all(np.isfinite(q.qvalue.astype(jnp.float32)))
-  # What is below f32's normal numbers may count as zero.
-  error = np.abs(np.asarray(reference.silu_values(values), np.float64) - silu)
-  assert np.all(error <= 1e-6 * np.abs(silu) + oracles.SMALLEST_NORMAL)
-  for approximate in (True, False):
-    codes = reference.gelu_fwd(x, approximate=approximate, group_size=GROUP)
-    assert np.all(np.isfinite(codes.qvalue.astype(jnp.float32)))
-    slope = reference.gelu_bwd(dy, x, approximate=approximate, group_size=GROUP)
-    # Far from zero the slope is 0 or 1.
-    far = np.abs(values64) > 20
-    assert far.any() and np.all(slope[far] == (values64[far] > 0))
-    assert np.all(np.isfinite(slope))
-  slope = reference.silu_bwd(dy, x, group_size=GROUP)
-  far = np.abs(values64) > 200
-  assert np.all(slope[far] == (values64[far] > 0))
-  assert np.all(np.isfinite(slope))
-  ones, _ = in_groups(values.shape)
-  for op in (reference.mul_bwd, reference.silu_mul_bwd):
-    for leaf in op(0.25 * dy, ones, x, group_size=GROUP):
-      assert np.all(np.isfinite(leaf))
 
 
 def test_degenerate_sums_and_operands_are_finite():
@@ -342,38 +254,36 @@ def test_degenerate_sums_and_operands_are_finite():
   for name, row in zip(names, x, strict=True):
     for dtype in (E4M3, E5M2):
       operand = reference.quantize_tensor(row[None], dtype=dtype)
-      assert np.all(np.isfinite(operand.qvalue.astype(jnp.float32))), name
+      assert np.all(np.isfinite(operand.rows.astype(jnp.float32))), name
   zero = reference.quantize_tensor(jnp.zeros((4, 8)))
-  np.testing.assert_array_equal(
-    reference.linear_fwd(zero, reference.quantize_tensor(jnp.ones((8, 3)))), 0
-  )
+  ones = reference.quantize_tensor(jnp.ones((8, 3)), layout="columns")
+  np.testing.assert_array_equal(reference.linear_fwd(zero, ones), 0)
 
 
 def test_a_nan_comes_out_as_nan():
   x = gradient((2, 32)).at[1, 3].set(jnp.nan)
   q = reference.quantize_groups(x, group_size=GROUP)
-  fine, _ = in_groups((2, 32))
   dy = gradient((2, 32))
   stats = reference.norm_values(x, None, None, kind="layer", eps=1e-5)[1]
   keywords = dict(group_size=GROUP)
-  results = {
-    "norm": reference.norm_fwd(q, None, None, kind="rms", eps=1e-5, **keywords)[
-      0
-    ],
-    "norm_bwd": reference.norm_bwd(dy, q, None, stats, **keywords)[0],
-    "silu": reference.silu_fwd(q, **keywords),
-    "silu_bwd": reference.silu_bwd(dy, q, **keywords),
-    "mul": reference.mul_fwd(fine, q, **keywords),
-    "mul_bwd": reference.mul_bwd(dy, fine, q, **keywords)[0],
-    "silu_mul": reference.silu_mul_fwd(fine, q, **keywords),
-    "silu_mul_bwd": reference.silu_mul_bwd(dy, fine, q, **keywords)[0],
-    "gelu": reference.gelu_fwd(q, approximate=True, **keywords),
-    "gelu_bwd": reference.gelu_bwd(dy, q, approximate=True, **keywords),
-    "add": reference.residual_add_fwd(x, dy, **keywords)[0],
-    "linear": reference.linear_fwd(
-      reference.quantize_tensor(x), reference.quantize_tensor(dy.T)
+  norm_input = reference.norm_input(
+    x, None, None, kind="rms", eps=1e-5, **keywords
+  )
+  w = reference.quantize_tensor(dy.T, layout="columns")
+  assert_nans(
+    norm_input=norm_input[0],
+    norm_scale=norm_input[2],
+    norm=reference.norm_fwd(
+      q, None, None, stats, scale=jnp.float32(1), **keywords
     ),
-  }
+    norm_bwd=reference.norm_bwd(dy, q, None, stats, **keywords)[0],
+    add=reference.residual_add_fwd(x, dy, **keywords)[0],
+    linear=reference.linear_fwd(reference.quantize_tensor(x), w),
+  )
+
+
+def assert_nans(**results):
+  """Every result, a tree of arrays, holds a NaN."""
   for name, result in results.items():
     leaves = [leaf.astype(jnp.float32) for leaf in jax.tree.leaves(result)]
     assert any(np.any(np.isnan(leaf)) for leaf in leaves), name

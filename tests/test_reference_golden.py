@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from coat_jax import qtensor, reference
+from coat_jax import qtensor, reference, reference_activation
 from coat_jax.qtensor import QTensor
 from tests import golden, oracles
 
@@ -47,7 +47,7 @@ def through_bfloat16(x):
 
 def codes_with_scale(values, scale):
   q = reference.quantize_tensor(values, scale=jnp.float32(scale))
-  return np.asarray(q.qvalue).view(np.uint8)
+  return np.asarray(q.rows).view(np.uint8)
 
 
 def assert_codes_equal(got, want, share=0.999):
@@ -81,7 +81,7 @@ def test_norm_codes_equal_the_reference(arrays):
 
 def test_silu_codes_equal_the_reference(arrays):
   gate = read(*quantize_as_the_reference(jnp.asarray(arrays["g"])))
-  silu = reference.silu_values(gate)
+  silu = reference_activation.silu_values(gate)
   codes, scales = quantize_as_the_reference(silu)
   assert_codes_equal(codes, arrays["silu_q"])
   assert np.mean(np.float32(scales) == arrays["silu_s"]) >= 0.999
@@ -102,23 +102,25 @@ def test_our_own_operations_lose_no_more_than_the_reference(arrays):
   # compared with the unquantized product of the BF16 inputs: ours (stored
   # scales rounded up, divided by) are as near to it.
   gate, up = jnp.asarray(arrays["g"]), jnp.asarray(arrays["u"])
-  exact = reference.silu_values(gate) * up
-  gate_q = reference.quantize_groups(gate, group_size=GROUP)
-  up_q = reference.quantize_groups(up, group_size=GROUP)
-  silu_q = reference.silu_fwd(gate_q, group_size=GROUP)
-  ours = reference.mul_fwd(silu_q, up_q, group_size=GROUP)
-  minimal = reference.silu_mul_fwd(gate_q, up_q, group_size=GROUP)
-  golden_codes = QTensor(
-    jnp.asarray(arrays["mul_q"].view(ml_dtypes.float8_e4m3fn)),
-    jnp.float32(arrays["mul_s"]),
+  exact = reference_activation.silu_values(gate) * up
+  gate_q, up_q, scale = reference_activation.gate_up_input(
+    jnp.concatenate([gate, up], axis=-1), group_size=GROUP
   )
+  silu_q = reference_activation.silu_fwd(gate_q, group_size=GROUP)
+  ours = reference_activation.mul_fwd(silu_q, up_q, group_size=GROUP)
+  minimal = reference_activation.silu_mul_fwd(
+    gate_q, up_q, scale=scale, group_size=GROUP
+  )
+  golden_codes = jnp.asarray(arrays["mul_q"].view(ml_dtypes.float8_e4m3fn))
 
-  def error(q):
-    values = qtensor.dequantize(q, group_size=None)
+  def error(codes, scale):
+    values = codes.astype(jnp.float32) * scale
     return float(jnp.linalg.norm(values - exact) / jnp.linalg.norm(exact))
 
-  assert error(ours) <= 1.02 * error(golden_codes)
-  assert error(minimal) < error(ours)  # One quantization less.
+  ours = error(ours.rows, ours.scale)
+  assert ours <= 1.02 * error(golden_codes, jnp.float32(arrays["mul_s"]))
+  # One quantization less.
+  assert error(minimal.rows, minimal.scale) < ours
 
 
 def test_a_wrong_formula_is_found(arrays):

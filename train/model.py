@@ -13,7 +13,13 @@ from flax import nnx
 from jax import Array
 
 from coat_jax import recipe as recipes
-from coat_jax.layers import Attention, GatedMLP, LayerNorm, RMSNorm
+from coat_jax.layers import (
+  Attention,
+  GatedMLP,
+  LayerNorm,
+  RMSNorm,
+  with_weight_cache,
+)
 from coat_jax.recipe import CoatRecipe
 from train.config import ModelConfig
 
@@ -106,7 +112,8 @@ class Decoder(nnx.Module):
     def forward(x, layer):
       return layer(x)
 
-    return self.norm(forward(x, self.layers))
+    recipe = self.layers.attention.active_recipe
+    return self.norm(forward(x, with_weight_cache(self.layers, recipe)))
 
   def output_weight(self) -> Array:
     """The weight [D, V] of the output projection, BF16."""

@@ -25,3 +25,5 @@ from coat_jax.layers.norm_linear import NormLinear as NormLinear
 from coat_jax.layers.norm_linear import norm_linear as norm_linear
 from coat_jax.layers.residuals import RESIDUAL_NAMES as RESIDUAL_NAMES
 from coat_jax.layers.rope import rope as rope
+from coat_jax.layers.weight import cache_weight as cache_weight
+from coat_jax.layers.weight import with_weight_cache as with_weight_cache

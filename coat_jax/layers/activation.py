@@ -17,21 +17,24 @@ from coat_jax.qtensor import dequantize
 from coat_jax.recipe import CoatRecipe
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnames=("group_size",))
-def _fp8_silu_mul(gate, up, group_size):
-  return _fp8_silu_mul_fwd(gate, up, group_size)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnames=("group_size", "how"))
+def _fp8_silu_mul(gate, up, group_size, how):
+  return _fp8_silu_mul_fwd(gate, up, group_size, how)[0]
 
 
-def _fp8_silu_mul_fwd(gate, up, group_size):
-  gate_q = ops.quantize_groups(gate, group_size=group_size)
-  up_q = ops.quantize_groups(up, group_size=group_size)
+def _fp8_silu_mul_fwd(gate, up, group_size, how):
+  quantize = functools.partial(
+    ops.quantize_groups, group_size=group_size, implementation=how
+  )
+  gate_q, up_q = quantize(gate), quantize(up)
   gate_q, up_q = remember("activation", (gate_q, up_q))
   silu = ops.silu_values(dequantize(gate_q, group_size=group_size))
   product = silu * dequantize(up_q, group_size=group_size)
   return product.astype(gate.dtype), hand_over((gate_q, up_q))
 
 
-def _fp8_silu_mul_bwd(group_size, residuals, g):
+def _fp8_silu_mul_bwd(group_size, how, residuals, g):
+  del how  # XLA fuses it.
   dgate, dup = ops.silu_mul_bwd(g, *residuals, group_size=group_size)
   return dgate.astype(g.dtype), dup.astype(g.dtype)
 
@@ -61,25 +64,29 @@ def silu_mul(
       f"{gate.shape} {gate.dtype} and {up.shape} {up.dtype}"
     )
   if recipe.nonlinear == "fp8":
-    return _fp8_silu_mul(gate, up, recipe.group_size)
+    return _fp8_silu_mul(gate, up, recipe.group_size, recipe.implementation)
   return (jax.nn.silu(gate) * up).astype(gate.dtype)
 
 
 @functools.partial(
-  jax.custom_vjp, nondiff_argnames=("approximate", "group_size")
+  jax.custom_vjp, nondiff_argnames=("approximate", "group_size", "how")
 )
-def _fp8_gelu(x, approximate, group_size):
-  return _fp8_gelu_fwd(x, approximate, group_size)[0]
+def _fp8_gelu(x, approximate, group_size, how):
+  return _fp8_gelu_fwd(x, approximate, group_size, how)[0]
 
 
-def _fp8_gelu_fwd(x, approximate, group_size):
-  x_q = remember("activation", ops.quantize_groups(x, group_size=group_size))
+def _fp8_gelu_fwd(x, approximate, group_size, how):
+  x_q = remember(
+    "activation",
+    ops.quantize_groups(x, group_size=group_size, implementation=how),
+  )
   values = dequantize(x_q, group_size=group_size)
   y = ops.gelu_values(values, approximate=approximate)
   return y.astype(x.dtype), hand_over(x_q)
 
 
-def _fp8_gelu_bwd(approximate, group_size, x_q, g):
+def _fp8_gelu_bwd(approximate, group_size, how, x_q, g):
+  del how  # XLA fuses it.
   dx = ops.gelu_bwd(g, x_q, approximate=approximate, group_size=group_size)
   return (dx.astype(g.dtype),)
 
@@ -102,5 +109,5 @@ def gelu(
   """
   recipe = recipe or recipes.coat()
   if recipe.nonlinear == "fp8":
-    return _fp8_gelu(x, approximate, recipe.group_size)
+    return _fp8_gelu(x, approximate, recipe.group_size, recipe.implementation)
   return jax.nn.gelu(x, approximate=approximate)

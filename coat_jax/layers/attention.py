@@ -27,6 +27,7 @@ from coat_jax.layers.linear import (
   Linear,
   add_bias,
   default_kernel_init,
+  keep_scale,
   linear,
   sum_rows,
 )
@@ -34,31 +35,39 @@ from coat_jax.layers.module import RecipeModule, rows_to_batch, value_of
 from coat_jax.layers.norm_linear import NormLinear
 from coat_jax.layers.residuals import cotangent, hand_over, remember
 from coat_jax.layers.rope import rope
+from coat_jax.layers.weight import quantized_weight
+from coat_jax.ops import Operand
 from coat_jax.qtensor import QTensor, dequantize
 from coat_jax.recipe import CoatRecipe
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnames=("causal",))
-def _attention(q, k, v, causal):
-  return ops.attention_fwd(q, k, v, causal=causal).out
+@functools.partial(jax.custom_vjp, nondiff_argnames=("causal", "how"))
+def _attention(q, k, v, causal, how):
+  return _attention_fwd(q, k, v, causal, how)[0]
 
 
-def _attention_fwd(q, k, v, causal):
+def _attention_fwd(q, k, v, causal, how):
   q, k, v = remember("attention", (q, k, v))
-  kept = remember("attention", ops.attention_fwd(q, k, v, causal=causal))
+  kept = ops.attention_fwd(q, k, v, causal=causal, implementation=how)
+  kept = remember("attention", kept)
   # The very array that is remembered, so that it is held once.
   return kept.out, (q, k, v, kept)
 
 
-def _attention_bwd(causal, kept, g):
-  return ops.attention_bwd(g, *kept, causal=causal)
+def _attention_bwd(causal, how, kept, g):
+  return ops.attention_bwd(g, *kept, causal=causal, implementation=how)
 
 
 _attention.defvjp(_attention_fwd, _attention_bwd)
 
 
 def dot_product_attention(
-  q: Array, k: Array, v: Array, *, causal: bool = True
+  q: Array,
+  k: Array,
+  v: Array,
+  *,
+  causal: bool = True,
+  implementation: ops.Implementation | None = None,
 ) -> Array:
   """softmax(q k^T / sqrt(H)) v, remembering q, k, v, out and log-sum-exp.
 
@@ -66,6 +75,7 @@ def dot_product_attention(
     q: [B, T, N, H].
     k, v: [B, S, K, H], N a multiple of K.
     causal: query t sees keys up to t + S - T.
+    implementation: None for cuDNN's on a GPU where it can, else "xla".
 
   Returns:
     [B, T, N, H] in q's dtype.
@@ -73,7 +83,7 @@ def dot_product_attention(
   Raises:
     ValueError: shapes that do not fit one another.
   """
-  return _attention(q, k, v, causal)
+  return _attention(q, k, v, causal, implementation)
 
 
 class _Residuals(NamedTuple):
@@ -84,41 +94,54 @@ class _Residuals(NamedTuple):
   lse: Array
   out_scale: Array
   w: Array
-  w_scale: Array
+  cache: Operand
   bias: Array | None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnames=("causal", "recipe"))
-def _attention_output(x, q, k, v, w, bias, causal, recipe):
-  return _attention_output_fwd(x, q, k, v, w, bias, causal, recipe)[0]
+def _attention_output(x, q, k, v, w, bias, cache, causal, recipe):
+  return _attention_output_fwd(x, q, k, v, w, bias, cache, causal, recipe)[0]
 
 
-def _attention_output_fwd(x, q, k, v, w, bias, causal, recipe):
+def _attention_output_fwd(x, q, k, v, w, bias, cache, causal, recipe):
   keep, read = _storage(recipe, q.dtype)
+  how = recipe.implementation
   q, k, v = remember("attention", (keep(q), keep(k), keep(v)))
-  out, lse = ops.attention_fwd(read(q), read(k), read(v), causal=causal)
+  out, lse = ops.attention_fwd(
+    read(q), read(k), read(v), causal=causal, implementation=how
+  )
   out, lse = remember("attention", (keep(out), lse))
-  out_q = ops.quantize_tensor(_merge_heads(read(out)))
-  w_q = ops.quantize_tensor(w)
-  y = add_bias(ops.linear_fwd(out_q, w_q, dtype=jnp.float32), bias)
-  total = (x.astype(jnp.float32) + y).astype(x.dtype)
-  scales = remember("linear", (out_q.scale, w_q.scale))
-  residuals = _Residuals(q, k, v, out, lse, scales[0], w, scales[1], bias)
-  return total, hand_over(residuals)
+  out_q = ops.quantize_tensor(_merge_heads(read(out)), implementation=how)
+  w_q = quantized_weight(w, cache, "columns", recipe)
+  y = ops.linear_fwd(out_q, w_q, dtype=x.dtype, implementation=how)
+  y = add_bias(y, bias).astype(jnp.float32)
+  cache = keep_scale(cache, w_q)
+  scale = remember("linear", out_q.scale)
+  residuals = _Residuals(q, k, v, out, lse, scale, w, cache, bias)
+  return (x.astype(jnp.float32) + y).astype(x.dtype), hand_over(residuals)
 
 
 def _attention_output_bwd(causal, recipe, residuals, g):
-  r = residuals
+  r, how = residuals, recipe.implementation
   _, read = _storage(recipe, g.dtype)
   q, k, v, out = read(r.q), read(r.k), read(r.v), read(r.out)
-  g_q = ops.quantize_tensor(g, dtype=E5M2)
-  out_q = ops.quantize_tensor(_merge_heads(out), scale=r.out_scale)
-  dw = ops.linear_wgrad(out_q, g_q, dtype=r.w.dtype)
-  w_q = ops.quantize_tensor(r.w, scale=r.w_scale)
-  dout = ops.linear_dgrad(g_q, w_q, dtype=g.dtype).reshape(out.shape)
-  kept = ops.AttentionResiduals(out, r.lse)
-  dq, dk, dv = ops.attention_bwd(dout, q, k, v, kept, causal=causal)
-  return g, dq, dk, dv, dw, cotangent(sum_rows(g), r.bias)
+  g_q = ops.quantize_tensor(g, dtype=E5M2, layout="both", implementation=how)
+  out_q = ops.quantize_tensor(
+    _merge_heads(out), scale=r.out_scale, layout="columns", implementation=how
+  )
+  dw = ops.linear_wgrad(out_q, g_q, dtype=r.w.dtype, implementation=how)
+  w_q = quantized_weight(r.w, r.cache, "rows", recipe)
+  dout = ops.linear_dgrad(g_q, w_q, dtype=g.dtype, implementation=how)
+  dq, dk, dv = ops.attention_bwd(
+    dout.reshape(out.shape),
+    q,
+    k,
+    v,
+    ops.AttentionResiduals(out, r.lse),
+    causal=causal,
+    implementation=how,
+  )
+  return g, dq, dk, dv, dw, cotangent(sum_rows(g), r.bias), None
 
 
 _attention_output.defvjp(_attention_output_fwd, _attention_output_bwd)
@@ -129,7 +152,11 @@ def _storage(recipe, dtype):
   if recipe.attention == "bf16":
     return (lambda x: x), (lambda x: x)
   group_size = recipe.group_size
-  keep = functools.partial(ops.quantize_groups, group_size=group_size)
+  keep = functools.partial(
+    ops.quantize_groups,
+    group_size=group_size,
+    implementation=recipe.implementation,
+  )
   read = functools.partial(dequantize, group_size=group_size, dtype=dtype)
   return keep, read
 
@@ -149,6 +176,7 @@ def attention_output(
   *,
   causal: bool = True,
   recipe: CoatRecipe,
+  cache: Operand | None = None,
 ) -> Array:
   """x + attention(q, k, v) w + bias.
 
@@ -160,6 +188,7 @@ def attention_output(
     bias: [D] or None.
     causal: whether a query sees only keys up to its own place.
     recipe: fused where `nonlinear` is "fp8"; `attention` says what is kept how.
+    cache: of w, from `layers.weight`, or None.
 
   Returns:
     [B, T, D] in x's dtype.
@@ -168,9 +197,11 @@ def attention_output(
     ValueError: shapes that do not fit one another.
   """
   if recipe.nonlinear == "fp8":
-    return _attention_output(x, q, k, v, w, bias, causal, recipe)
-  out = _merge_heads(dot_product_attention(q, k, v, causal=causal))
-  return x + linear(out, w, bias, recipe=recipe)
+    return _attention_output(x, q, k, v, w, bias, cache, causal, recipe)
+  out = dot_product_attention(
+    q, k, v, causal=causal, implementation=recipe.implementation
+  )
+  return x + linear(_merge_heads(out), w, bias, recipe=recipe, cache=cache)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnames=("limit",))
@@ -291,6 +322,7 @@ class Attention(RecipeModule):
       value_of(self.out.bias),
       causal=self.causal,
       recipe=self.active_recipe,
+      cache=self.out.cache,
     )
     return y.reshape(shape)
 

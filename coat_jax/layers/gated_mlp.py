@@ -27,16 +27,18 @@ from coat_jax.layers.activation import silu_mul
 from coat_jax.layers.linear import (
   Linear,
   add_bias,
-  as_matrix,
   as_row,
   default_kernel_init,
+  keep_scale,
   linear,
   sum_rows,
 )
 from coat_jax.layers.module import RecipeModule, value_of
 from coat_jax.layers.norm import norm
-from coat_jax.layers.norm_linear import make_norm
+from coat_jax.layers.norm_linear import make_norm, norm_again, norm_to_operand
 from coat_jax.layers.residuals import cotangent, hand_over, remember
+from coat_jax.layers.weight import as_matrix, quantized_weight
+from coat_jax.ops import Operand
 from coat_jax.qtensor import QTensor
 from coat_jax.recipe import CoatRecipe
 
@@ -50,6 +52,7 @@ class MLPWeights(NamedTuple):
     gate_up_bias: [2, F].
     down: [F, D].
     down_bias: [D].
+    gate_up_cache, down_cache: from `layers.weight`.
   """
 
   gamma: Array | None
@@ -58,6 +61,8 @@ class MLPWeights(NamedTuple):
   gate_up_bias: Array | None
   down: Array
   down_bias: Array | None
+  gate_up_cache: Operand | None = None
+  down_cache: Operand | None = None
 
 
 class _Residuals(NamedTuple):
@@ -65,15 +70,10 @@ class _Residuals(NamedTuple):
   stats: ops.NormStats
   gate: QTensor
   up: QTensor
-  # None where they are recomputed.
-  y: QTensor | None
-  silu: QTensor | None
-  product: QTensor | None
-  # Per-tensor scales, to quantize again as the forward did.
-  y_scale: Array
-  product_scale: Array
-  gate_up_scale: Array
-  down_scale: Array
+  silu: QTensor | None  # None where it is recomputed.
+  # Columns, or the scale alone where they are recomputed.
+  y: Operand
+  product: Operand
   weights: MLPWeights
 
 
@@ -83,94 +83,84 @@ def _gated_mlp(x, weights, kind, eps, recipe):
 
 
 def _gated_mlp_fwd(x, weights, kind, eps, recipe):
-  w, group_size = weights, recipe.group_size
-  keep_all = recipe.residuals == "coat"
-  x_q = remember("norm", ops.quantize_groups(x, group_size=group_size))
-  y_q, stats = ops.norm_fwd(
-    x_q, w.gamma, w.beta, kind=kind, eps=eps, group_size=group_size
+  w, how = weights, recipe.implementation
+  x_q, stats, y, kept_y = norm_to_operand(x, w.gamma, w.beta, kind, eps, recipe)
+  gate_up_q = quantized_weight(
+    as_matrix(w.gate_up), w.gate_up_cache, "columns", recipe
   )
-  if keep_all:
-    y_q = remember("linear", y_q)
-  gate_up_q = ops.quantize_tensor(as_matrix(w.gate_up))
-  gate_up = ops.linear_fwd(y_q, gate_up_q, dtype=jnp.float32)
-  gate_up = add_bias(gate_up, as_row(w.gate_up_bias)).astype(x.dtype)
-  gate, up = _split(gate_up)
-  gate_q = ops.quantize_groups(gate, group_size=group_size)
-  up_q = ops.quantize_groups(up, group_size=group_size)
-  gate_q, up_q = remember("activation", (gate_q, up_q))
-  silu_q = None
-  if keep_all:
-    silu_q = ops.silu_fwd(gate_q, group_size=group_size)
-    silu_q = remember("activation", silu_q)
-    product_q = ops.mul_fwd(silu_q, up_q, group_size=group_size)
-    product_q = remember("linear", product_q)
-  else:
-    product_q = ops.silu_mul_fwd(gate_q, up_q, group_size=group_size)
-  down_q = ops.quantize_tensor(w.down)
-  out = ops.linear_fwd(product_q, down_q, dtype=jnp.float32)
-  out = x.astype(jnp.float32) + add_bias(out, w.down_bias)
-  scales = (y_q.scale, product_q.scale, gate_up_q.scale, down_q.scale)
-  y_scale, product_scale, gate_up_scale, down_scale = remember("linear", scales)
+  gate_up = ops.linear_fwd(y, gate_up_q, dtype=x.dtype, implementation=how)
+  gate_up = add_bias(gate_up, as_row(w.gate_up_bias))
+  gate, up, silu, product = _swiglu(gate_up, recipe)
+  down_q = quantized_weight(w.down, w.down_cache, "columns", recipe)
+  out = ops.linear_fwd(product, down_q, dtype=x.dtype, implementation=how)
+  out = add_bias(out, w.down_bias).astype(jnp.float32)
   residuals = _Residuals(
     x=x_q,
-    stats=remember("norm", stats),
-    gate=gate_q,
-    up=up_q,
-    y=y_q if keep_all else None,
-    silu=silu_q,
-    product=product_q if keep_all else None,
-    y_scale=y_scale,
-    product_scale=product_scale,
-    gate_up_scale=gate_up_scale,
-    down_scale=down_scale,
-    weights=w,
+    stats=stats,
+    gate=gate,
+    up=up,
+    silu=silu,
+    y=kept_y,
+    product=remember("linear", product._replace(rows=None)),
+    weights=w._replace(
+      gate_up_cache=keep_scale(w.gate_up_cache, gate_up_q),
+      down_cache=keep_scale(w.down_cache, down_q),
+    ),
   )
-  return out.astype(x.dtype), hand_over(residuals)
+  return (x.astype(jnp.float32) + out).astype(x.dtype), hand_over(residuals)
+
+
+def _swiglu(gate_up, recipe):
+  """gate, up, silu(gate) where it is remembered, and the product's operand."""
+  sizes = dict(
+    group_size=recipe.group_size, implementation=recipe.implementation
+  )
+  gate, up, scale = ops.gate_up_input(gate_up, **sizes)
+  gate, up = remember("activation", (gate, up))
+  if recipe.residuals == "coat":
+    silu = remember("activation", ops.silu_fwd(gate, **sizes))
+    return gate, up, silu, ops.mul_fwd(silu, up, layout="both", **sizes)
+  scale = remember("linear", scale)
+  return gate, up, None, ops.silu_mul_fwd(gate, up, scale=scale, **sizes)
 
 
 def _gated_mlp_bwd(kind, eps, recipe, residuals, g):
-  r, w, group_size = residuals, residuals.weights, recipe.group_size
+  r, w, how = residuals, residuals.weights, recipe.implementation
   # Down projection.
-  g_q = ops.quantize_tensor(g, dtype=E5M2)
-  down_q = ops.quantize_tensor(w.down, scale=r.down_scale)
-  dproduct = ops.linear_dgrad(g_q, down_q, dtype=g.dtype)
-  if r.product is None:
-    product_q = ops.silu_mul_fwd(
-      r.gate, r.up, group_size=group_size, scale=r.product_scale
-    )
-    dgate, dup = ops.silu_mul_bwd(dproduct, r.gate, r.up, group_size=group_size)
-  else:
-    product_q = r.product
-    dsilu, dup = ops.mul_bwd(dproduct, r.silu, r.up, group_size=group_size)
-    dgate = ops.silu_bwd(dsilu, r.gate, group_size=group_size)
-  ddown = ops.linear_wgrad(product_q, g_q, dtype=w.down.dtype)
+  g_q = ops.quantize_tensor(g, dtype=E5M2, layout="both", implementation=how)
+  down_q = quantized_weight(w.down, w.down_cache, "rows", recipe)
+  dproduct = ops.linear_dgrad(g_q, down_q, dtype=g.dtype, implementation=how)
+  dgate_up, product = _swiglu_bwd(dproduct, r, recipe)
+  ddown = ops.linear_wgrad(product, g_q, dtype=w.down.dtype, implementation=how)
   # Gate and up projection: one gradient, one scale.
-  dgate_up = jnp.concatenate([dgate, dup], axis=-1)
-  dgate_up_q = ops.quantize_tensor(dgate_up, dtype=E5M2)
-  y_q = r.y
-  if y_q is None:
-    y_q, _ = ops.norm_fwd(
-      r.x,
-      w.gamma,
-      w.beta,
-      kind=kind,
-      eps=eps,
-      group_size=group_size,
-      scale=r.y_scale,
-    )
-  dw_gate_up = ops.linear_wgrad(y_q, dgate_up_q, dtype=w.gate_up.dtype)
-  gate_up_q = ops.quantize_tensor(as_matrix(w.gate_up), scale=r.gate_up_scale)
-  dy = ops.linear_dgrad(dgate_up_q, gate_up_q, dtype=g.dtype)
+  y = norm_again(r.x, w.gamma, w.beta, r.stats, r.y, recipe)
+  dw_gate_up = ops.linear_wgrad(
+    y, dgate_up, dtype=w.gate_up.dtype, implementation=how
+  )
+  gate_up_q = quantized_weight(
+    as_matrix(w.gate_up), w.gate_up_cache, "rows", recipe
+  )
+  dy = ops.linear_dgrad(dgate_up, gate_up_q, dtype=g.dtype, implementation=how)
   # Norm, and the residual's own gradient.
   dx, dgamma, dbeta = ops.norm_bwd(
-    dy, r.x, w.gamma, r.stats, group_size=group_size, dtype=jnp.float32
+    dy,
+    r.x,
+    w.gamma,
+    r.stats,
+    group_size=recipe.group_size,
+    dtype=g.dtype,
+    add=g,
+    implementation=how,
   )
-  dx = (g.astype(jnp.float32) + dx).astype(g.dtype)
+  dgate_up_bias = None
+  if w.gate_up_bias is not None:
+    dgate_up_bias = sum_rows(_swiglu_gradient(dproduct, r, recipe))
+    dgate_up_bias = cotangent(dgate_up_bias, w.gate_up_bias)
   return dx, MLPWeights(
     gamma=cotangent(dgamma, w.gamma),
     beta=cotangent(dbeta, w.beta),
     gate_up=cotangent(dw_gate_up, w.gate_up),
-    gate_up_bias=cotangent(sum_rows(dgate_up), w.gate_up_bias),
+    gate_up_bias=dgate_up_bias,
     down=ddown,
     down_bias=cotangent(sum_rows(g), w.down_bias),
   )
@@ -179,10 +169,36 @@ def _gated_mlp_bwd(kind, eps, recipe, residuals, g):
 _gated_mlp.defvjp(_gated_mlp_fwd, _gated_mlp_bwd)
 
 
-def _split(gate_up: Array) -> tuple[Array, Array]:
-  """[..., 2 F] to gate and up, [..., F] each."""
-  gate, up = jnp.split(gate_up, 2, axis=-1)
-  return gate, up
+def _swiglu_bwd(dproduct, r, recipe):
+  """Operands of the gradient of [gate, up] and, its columns, of the product."""
+  how = recipe.implementation
+  if r.silu is None:
+    return ops.silu_mul_bwd_operands(
+      dproduct,
+      r.gate,
+      r.up,
+      product_scale=r.product.scale,
+      group_size=recipe.group_size,
+      implementation=how,
+    )
+  dgate_up = ops.quantize_tensor(
+    _swiglu_gradient(dproduct, r, recipe),
+    dtype=E5M2,
+    layout="both",
+    implementation=how,
+  )
+  return dgate_up, r.product
+
+
+def _swiglu_gradient(dproduct, r, recipe):
+  """Gradient of [gate, up], f32 [..., 2 F]."""
+  sizes = dict(group_size=recipe.group_size)
+  if r.silu is None:
+    gradients = ops.silu_mul_bwd(dproduct, r.gate, r.up, **sizes)
+  else:
+    dsilu, dup = ops.mul_bwd(dproduct, r.silu, r.up, **sizes)
+    gradients = ops.silu_bwd(dsilu, r.gate, **sizes), dup
+  return jnp.concatenate(gradients, axis=-1)
 
 
 def gated_mlp(
@@ -217,10 +233,14 @@ def gated_mlp(
   if recipe.nonlinear == "fp8":
     return _gated_mlp(x, w, kind, eps, recipe)
   y = norm(x, w.gamma, w.beta, kind=kind, eps=eps, recipe=recipe)
-  gate_up = linear(y, w.gate_up, w.gate_up_bias, recipe=recipe)
+  gate_up = linear(
+    y, w.gate_up, w.gate_up_bias, recipe=recipe, cache=w.gate_up_cache
+  )
   gate, up = gate_up[..., 0, :], gate_up[..., 1, :]
   product = silu_mul(gate, up, recipe=recipe)
-  return x + linear(product, w.down, w.down_bias, recipe=recipe)
+  return x + linear(
+    product, w.down, w.down_bias, recipe=recipe, cache=w.down_cache
+  )
 
 
 class GatedMLP(RecipeModule):
@@ -285,6 +305,8 @@ class GatedMLP(RecipeModule):
       gate_up_bias=value_of(self.gate_up.bias),
       down=self.down.kernel[...],
       down_bias=value_of(self.down.bias),
+      gate_up_cache=self.gate_up.cache,
+      down_cache=self.down.cache,
     )
     return gated_mlp(
       x.astype(self.dtype),

@@ -7,6 +7,7 @@ multiplied and the weight's scale; the weight is quantized again from the
 parameter, which is alive anyway.
 """
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -21,48 +22,58 @@ from coat_jax import recipe as recipes
 from coat_jax.formats import E5M2
 from coat_jax.layers.module import RecipeModule, value_of
 from coat_jax.layers.residuals import cotangent, hand_over, remember
-from coat_jax.qtensor import QTensor
+from coat_jax.layers.weight import HasWeight, as_matrix, quantized_weight
+from coat_jax.ops import Operand
 from coat_jax.recipe import CoatRecipe
 
 default_kernel_init = nnx.initializers.lecun_normal()
 
 
 class _Residuals(NamedTuple):
-  x: QTensor
+  x: Operand  # Columns.
   w: Array
-  w_scale: Array
+  cache: Operand
   bias: Array | None
 
 
-@jax.custom_vjp
-def _fp8_linear(x, w, bias):
-  return _fp8_linear_fwd(x, w, bias)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnames=("recipe",))
+def _fp8_linear(x, w, bias, cache, recipe):
+  return _fp8_linear_fwd(x, w, bias, cache, recipe)[0]
 
 
-def _fp8_linear_fwd(x, w, bias):
-  x_q = remember("linear", ops.quantize_tensor(x))
-  w_q = ops.quantize_tensor(as_matrix(w))
-  y = add_bias(ops.linear_fwd(x_q, w_q, dtype=jnp.float32), as_row(bias))
-  w_scale = remember("linear", w_q.scale)
-  residuals = hand_over(_Residuals(x_q, w, w_scale, bias))
-  return y.astype(x.dtype), residuals
+def _fp8_linear_fwd(x, w, bias, cache, recipe):
+  how = recipe.implementation
+  x_q = ops.quantize_tensor(x, layout="both", implementation=how)
+  kept = remember("linear", x_q._replace(rows=None))
+  x_q = x_q._replace(scale=kept.scale)
+  w_q = quantized_weight(as_matrix(w), cache, "columns", recipe)
+  y = ops.linear_fwd(x_q, w_q, dtype=x.dtype, implementation=how)
+  cache = keep_scale(cache, w_q)
+  residuals = hand_over(_Residuals(kept, w, cache, bias))
+  return add_bias(y, as_row(bias)), residuals
 
 
-def _fp8_linear_bwd(residuals, g):
-  x_q, w, w_scale, bias = residuals
-  g_q = ops.quantize_tensor(g, dtype=E5M2)
+def _fp8_linear_bwd(recipe, residuals, g):
+  x_q, w, cache, bias = residuals
+  how = recipe.implementation
+  g_q = ops.quantize_tensor(g, dtype=E5M2, layout="both", implementation=how)
   # Reshaped in here: outside, the reshaped weight would be remembered too.
-  w_q = ops.quantize_tensor(as_matrix(w), scale=w_scale)
-  dx = ops.linear_dgrad(g_q, w_q, dtype=g.dtype)
-  dw = ops.linear_wgrad(x_q, g_q, dtype=w.dtype)
-  return dx, cotangent(dw, w), cotangent(sum_rows(g), bias)
+  w_q = quantized_weight(as_matrix(w), cache, "rows", recipe)
+  dx = ops.linear_dgrad(g_q, w_q, dtype=g.dtype, implementation=how)
+  dw = ops.linear_wgrad(x_q, g_q, dtype=w.dtype, implementation=how)
+  return dx, cotangent(dw, w), cotangent(sum_rows(g), bias), None
 
 
 _fp8_linear.defvjp(_fp8_linear_fwd, _fp8_linear_bwd)
 
 
 def linear(
-  x: Array, w: Array, bias: Array | None = None, *, recipe: CoatRecipe
+  x: Array,
+  w: Array,
+  bias: Array | None = None,
+  *,
+  recipe: CoatRecipe,
+  cache: Operand | None = None,
 ) -> Array:
   """y = x w + bias, in FP8 or in x's dtype as the recipe says.
 
@@ -71,6 +82,7 @@ def linear(
     w: [D, *F], any float dtype; gradients come back in it.
     bias: [*F] or None, added in f32.
     recipe: `recipe.linear` says how it is computed.
+    cache: of w, from `layers.weight`, or None.
 
   Returns:
     [..., *F] in x's dtype.
@@ -80,15 +92,20 @@ def linear(
   """
   out_features = w.shape[1:]
   if recipe.linear == "fp8":
-    y = _fp8_linear(x, w, bias)
+    y = _fp8_linear(x, w, bias, cache, recipe)
   else:
     y = add_bias(x @ as_matrix(w).astype(x.dtype), as_row(bias))
   return y.reshape(*x.shape[:-1], *out_features)
 
 
-def as_matrix(w: Array) -> Array:
-  """[D, *F] to [D, F]."""
-  return w.reshape(w.shape[0], -1)
+def keep_scale(cache: Operand | None, w: Operand) -> Operand:
+  """What the backward gets of a weight's cache: at least the scale.
+
+  Codes go along only if they are cached, for then they are alive anyway.
+  """
+  if cache is not None:
+    return cache
+  return Operand(None, None, remember("linear", w.scale))
 
 
 def as_row(bias: Array | None) -> Array | None:
@@ -97,10 +114,11 @@ def as_row(bias: Array | None) -> Array | None:
 
 
 def add_bias(y: Array, bias: Array | None) -> Array:
-  """y [..., F] plus bias [F] in y's dtype."""
+  """y [..., F] plus bias [F], summed in f32, in y's dtype."""
   if bias is None:
     return y
-  return y + bias.astype(y.dtype).reshape((1,) * (y.ndim - 1) + bias.shape)
+  row = bias.astype(jnp.float32).reshape((1,) * (y.ndim - 1) + bias.shape)
+  return (y.astype(jnp.float32) + row).astype(y.dtype)
 
 
 def sum_rows(g: Array) -> Array:
@@ -108,12 +126,13 @@ def sum_rows(g: Array) -> Array:
   return jnp.sum(g.astype(jnp.float32), axis=tuple(range(g.ndim - 1)))
 
 
-class Linear(RecipeModule):
+class Linear(RecipeModule, HasWeight):
   """y = x kernel + bias; takes the place of `nnx.Linear`.
 
   Attributes:
     kernel: [in_features, *out_features].
     bias: [*out_features] or None.
+    cache: of the kernel; None but in a copy by `with_weight_cache`.
   """
 
   def __init__(
@@ -136,6 +155,8 @@ class Linear(RecipeModule):
       rngs.params(), (in_features, math.prod(out_features)), param_dtype
     )
     self.kernel = nnx.Param(matrix.reshape(in_features, *out_features))
+    self.weight_ndim = 1 + len(out_features)
+    self.cache = nnx.data(None)
     self.bias = nnx.data(None)
     if use_bias:
       self.bias = nnx.Param(jnp.zeros(out_features, param_dtype))
@@ -147,4 +168,5 @@ class Linear(RecipeModule):
       self.kernel[...],
       value_of(self.bias),
       recipe=self.active_recipe,
+      cache=self.cache,
     )

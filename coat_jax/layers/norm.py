@@ -30,14 +30,17 @@ class _Residuals(NamedTuple):
 
 
 @functools.partial(
-  jax.custom_vjp, nondiff_argnames=("kind", "eps", "group_size")
+  jax.custom_vjp, nondiff_argnames=("kind", "eps", "group_size", "how")
 )
-def _fp8_norm(x, gamma, beta, kind, eps, group_size):
-  return _fp8_norm_fwd(x, gamma, beta, kind, eps, group_size)[0]
+def _fp8_norm(x, gamma, beta, kind, eps, group_size, how):
+  return _fp8_norm_fwd(x, gamma, beta, kind, eps, group_size, how)[0]
 
 
-def _fp8_norm_fwd(x, gamma, beta, kind, eps, group_size):
-  x_q = remember("norm", ops.quantize_groups(x, group_size=group_size))
+def _fp8_norm_fwd(x, gamma, beta, kind, eps, group_size, how):
+  x_q = remember(
+    "norm",
+    ops.quantize_groups(x, group_size=group_size, implementation=how),
+  )
   values = dequantize(x_q, group_size=group_size)
   y, stats = ops.norm_values(values, gamma, beta, kind=kind, eps=eps)
   stats = remember("norm", stats)
@@ -45,10 +48,16 @@ def _fp8_norm_fwd(x, gamma, beta, kind, eps, group_size):
   return y.astype(x.dtype), residuals
 
 
-def _fp8_norm_bwd(kind, eps, group_size, residuals, g):
+def _fp8_norm_bwd(kind, eps, group_size, how, residuals, g):
   x_q, stats, gamma, beta = residuals
   dx, dgamma, dbeta = ops.norm_bwd(
-    g, x_q, gamma, stats, group_size=group_size, dtype=g.dtype
+    g,
+    x_q,
+    gamma,
+    stats,
+    group_size=group_size,
+    dtype=g.dtype,
+    implementation=how,
   )
   return dx, cotangent(dgamma, gamma), cotangent(dbeta, beta)
 
@@ -78,7 +87,9 @@ def norm(
     [..., D] in x's dtype.
   """
   if recipe.nonlinear == "fp8":
-    return _fp8_norm(x, gamma, beta, kind, eps, recipe.group_size)
+    return _fp8_norm(
+      x, gamma, beta, kind, eps, recipe.group_size, recipe.implementation
+    )
   return ops.norm_values(x, gamma, beta, kind=kind, eps=eps)[0].astype(x.dtype)
 
 

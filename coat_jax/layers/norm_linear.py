@@ -18,10 +18,18 @@ from jax.typing import DTypeLike
 from coat_jax import ops
 from coat_jax import recipe as recipes
 from coat_jax.formats import E5M2
-from coat_jax.layers.linear import Linear, add_bias, linear, sum_rows
+from coat_jax.layers.linear import (
+  Linear,
+  add_bias,
+  keep_scale,
+  linear,
+  sum_rows,
+)
 from coat_jax.layers.module import RecipeModule, value_of
 from coat_jax.layers.norm import LayerNorm, RMSNorm, norm
 from coat_jax.layers.residuals import cotangent, hand_over, remember
+from coat_jax.layers.weight import quantized_weight
+from coat_jax.ops import Operand
 from coat_jax.qtensor import QTensor
 from coat_jax.recipe import CoatRecipe
 
@@ -31,63 +39,43 @@ class _Residuals(NamedTuple):
   stats: ops.NormStats
   gamma: Array | None
   beta: Array | None
-  y: QTensor | None  # None where it is recomputed.
-  y_scale: Array
+  y: Operand  # Columns, or the scale alone where they are recomputed.
   w: Array
-  w_scale: Array
+  cache: Operand
   bias: Array | None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnames=("kind", "eps", "recipe"))
-def _norm_linear(x, gamma, beta, w, bias, kind, eps, recipe):
-  return _norm_linear_fwd(x, gamma, beta, w, bias, kind, eps, recipe)[0]
+def _norm_linear(x, gamma, beta, w, bias, cache, kind, eps, recipe):
+  return _norm_linear_fwd(x, gamma, beta, w, bias, cache, kind, eps, recipe)[0]
 
 
-def _norm_linear_fwd(x, gamma, beta, w, bias, kind, eps, recipe):
-  group_size = recipe.group_size
-  keep_all = recipe.residuals == "coat"
-  x_q = remember("norm", ops.quantize_groups(x, group_size=group_size))
-  y_q, stats = ops.norm_fwd(
-    x_q, gamma, beta, kind=kind, eps=eps, group_size=group_size
+def _norm_linear_fwd(x, gamma, beta, w, bias, cache, kind, eps, recipe):
+  x_q, stats, y, kept = norm_to_operand(x, gamma, beta, kind, eps, recipe)
+  w_q = quantized_weight(w, cache, "columns", recipe)
+  out = ops.linear_fwd(
+    y, w_q, dtype=x.dtype, implementation=recipe.implementation
   )
-  if keep_all:
-    y_q = remember("linear", y_q)
-  w_q = ops.quantize_tensor(w)
-  out = add_bias(ops.linear_fwd(y_q, w_q, dtype=jnp.float32), bias)
-  y_scale, w_scale = remember("linear", (y_q.scale, w_q.scale))
-  residuals = _Residuals(
-    x=x_q,
-    stats=remember("norm", stats),
-    gamma=gamma,
-    beta=beta,
-    y=y_q if keep_all else None,
-    y_scale=y_scale,
-    w=w,
-    w_scale=w_scale,
-    bias=bias,
-  )
-  return out.astype(x.dtype), hand_over(residuals)
+  cache = keep_scale(cache, w_q)
+  residuals = _Residuals(x_q, stats, gamma, beta, kept, w, cache, bias)
+  return add_bias(out, bias), hand_over(residuals)
 
 
 def _norm_linear_bwd(kind, eps, recipe, residuals, g):
-  r, group_size = residuals, recipe.group_size
-  g_q = ops.quantize_tensor(g, dtype=E5M2)
-  w_q = ops.quantize_tensor(r.w, scale=r.w_scale)
-  y_q = r.y
-  if y_q is None:
-    y_q, _ = ops.norm_fwd(
-      r.x,
-      r.gamma,
-      r.beta,
-      kind=kind,
-      eps=eps,
-      group_size=group_size,
-      scale=r.y_scale,
-    )
-  dw = ops.linear_wgrad(y_q, g_q, dtype=r.w.dtype)
-  dy = ops.linear_dgrad(g_q, w_q, dtype=g.dtype)
+  r, how = residuals, recipe.implementation
+  g_q = ops.quantize_tensor(g, dtype=E5M2, layout="both", implementation=how)
+  y = norm_again(r.x, r.gamma, r.beta, r.stats, r.y, recipe)
+  dw = ops.linear_wgrad(y, g_q, dtype=r.w.dtype, implementation=how)
+  w_q = quantized_weight(r.w, r.cache, "rows", recipe)
+  dy = ops.linear_dgrad(g_q, w_q, dtype=g.dtype, implementation=how)
   dx, dgamma, dbeta = ops.norm_bwd(
-    dy, r.x, r.gamma, r.stats, group_size=group_size, dtype=g.dtype
+    dy,
+    r.x,
+    r.gamma,
+    r.stats,
+    group_size=recipe.group_size,
+    dtype=g.dtype,
+    implementation=how,
   )
   return (
     dx,
@@ -95,10 +83,58 @@ def _norm_linear_bwd(kind, eps, recipe, residuals, g):
     cotangent(dbeta, r.beta),
     dw,
     cotangent(sum_rows(g), r.bias),
+    None,
   )
 
 
 _norm_linear.defvjp(_norm_linear_fwd, _norm_linear_bwd)
+
+
+def norm_to_operand(x, gamma, beta, kind, eps, recipe):
+  """A norm in front of a product: x in FP8, its statistics, the operand.
+
+  The last of the four is what the backward gets of the operand: its columns
+  with residuals="coat", else its scale, to compute them again.
+  """
+  group_size, how = recipe.group_size, recipe.implementation
+  x_q, stats, scale = ops.norm_input(
+    x,
+    gamma,
+    beta,
+    kind=kind,
+    eps=eps,
+    group_size=group_size,
+    implementation=how,
+  )
+  x_q, stats = remember("norm", (x_q, stats))
+  scale = remember("linear", scale)
+  y = ops.norm_fwd(
+    x_q,
+    gamma,
+    beta,
+    stats,
+    scale=scale,
+    group_size=group_size,
+    layout="both" if recipe.residuals == "coat" else "rows",
+    implementation=how,
+  )
+  return x_q, stats, y, remember("linear", y._replace(rows=None))
+
+
+def norm_again(x, gamma, beta, stats, y, recipe) -> Operand:
+  """The columns of the operand, from memory or computed again."""
+  if y.columns is not None:
+    return y
+  return ops.norm_fwd(
+    x,
+    gamma,
+    beta,
+    stats,
+    scale=y.scale,
+    group_size=recipe.group_size,
+    layout="columns",
+    implementation=recipe.implementation,
+  )
 
 
 def norm_linear(
@@ -111,6 +147,7 @@ def norm_linear(
   kind: ops.NormKind,
   eps: float,
   recipe: CoatRecipe,
+  cache: Operand | None = None,
 ) -> Array:
   """norm(x) w + bias.
 
@@ -122,6 +159,7 @@ def norm_linear(
     kind: "rms" or "layer".
     eps: the norm's.
     recipe: fused where both `linear` and `nonlinear` are "fp8".
+    cache: of w, from `layers.weight`, or None.
 
   Returns:
     [..., F] in x's dtype.
@@ -130,9 +168,9 @@ def norm_linear(
     ValueError: x's last axis is not w's first.
   """
   if recipe.nonlinear == "fp8":
-    return _norm_linear(x, gamma, beta, w, bias, kind, eps, recipe)
+    return _norm_linear(x, gamma, beta, w, bias, cache, kind, eps, recipe)
   y = norm(x, gamma, beta, kind=kind, eps=eps, recipe=recipe)
-  return linear(y, w, bias, recipe=recipe)
+  return linear(y, w, bias, recipe=recipe, cache=cache)
 
 
 def make_norm(
@@ -193,4 +231,5 @@ class NormLinear(RecipeModule):
       kind=self.norm.kind,
       eps=self.norm.epsilon,
       recipe=self.active_recipe,
+      cache=self.linear.cache,
     )

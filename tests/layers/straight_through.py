@@ -11,8 +11,8 @@ layers; nothing else is rounded on the way back.
 import jax
 import jax.numpy as jnp
 
-from coat_jax import reference
-from coat_jax.formats import E5M2
+from coat_jax import reference, reference_activation
+from coat_jax.formats import E4M3, E5M2
 from coat_jax.qtensor import dequantize
 
 
@@ -31,9 +31,14 @@ def e5m2_gradient(x):
   return x
 
 
+def per_tensor(x, dtype=E4M3):
+  """x as codes with one scale stand for it, f32."""
+  q = reference.quantize_tensor(x, dtype=dtype)
+  return q.rows.astype(jnp.float32) * q.scale
+
+
 def _e5m2_gradient_bwd(_, g):
-  q = reference.quantize_tensor(g, dtype=E5M2)
-  return (dequantize(q, group_size=None),)
+  return (per_tensor(g, E5M2),)
 
 
 e5m2_gradient.defvjp(lambda x: (x, None), _e5m2_gradient_bwd)
@@ -51,14 +56,18 @@ def rounded(x, dtype):
   return pin(x, x.astype(dtype).astype(jnp.float32))
 
 
-def linear(x, w, bias=None):
-  """x w + bias with E4M3 operands and E5M2 gradients, all axes of w."""
+def linear(x, w, bias=None, dtype=jnp.float32):
+  """x w + bias with E4M3 operands and E5M2 gradients, all axes of w.
+
+  The product is rounded to `dtype` before the bias is added.
+  """
   matrix = w.reshape(w.shape[0], -1)
-  x_q, w_q = reference.quantize_tensor(x), reference.quantize_tensor(matrix)
-  x = pin(x.astype(jnp.float32), dequantize(x_q, group_size=None))
-  matrix = pin(matrix.astype(jnp.float32), dequantize(w_q, group_size=None))
+  x_q = reference.quantize_tensor(x)
+  w_q = reference.quantize_tensor(matrix, layout="columns")
+  x = pin(x.astype(jnp.float32), per_tensor(x))
+  matrix = pin(matrix.astype(jnp.float32), per_tensor(matrix))
   y = e5m2_gradient(jnp.matmul(x, matrix, precision="highest"))
-  y = pin(y, reference.linear_fwd(x_q, w_q, dtype=jnp.float32))
+  y = pin(y, reference.linear_fwd(x_q, w_q, dtype=dtype).astype(jnp.float32))
   return y if bias is None else y + _row(bias.reshape(-1), y)
 
 
@@ -82,14 +91,18 @@ def gated_mlp(x, weights, kind, eps, residuals, group_size=16):
   """x + (silu(norm(x) w_gate) * (norm(x) w_up)) w_down, f32."""
   w = weights
   y = norm(x, w.gamma, w.beta, kind, eps, group_size)
-  gate_up = rounded(linear(y, w.gate_up, w.gate_up_bias), x.dtype)
+  gate_up = linear(y, w.gate_up, w.gate_up_bias, x.dtype)
+  gate_up = rounded(gate_up, x.dtype)
   gate, up = jnp.split(gate_up, 2, axis=-1)
   gate, up = per_group(gate, group_size), per_group(up, group_size)
   silu = jax.nn.silu(gate)
-  silu = pin(silu, jax.lax.stop_gradient(reference.silu_values(gate)))
+  silu = pin(
+    silu, jax.lax.stop_gradient(reference_activation.silu_values(gate))
+  )
   if residuals == "coat":
     silu = per_group(silu, group_size)
-  return x.astype(jnp.float32) + linear(silu * up, w.down, w.down_bias)
+  out = linear(silu * up, w.down, w.down_bias, x.dtype)
+  return x.astype(jnp.float32) + rounded(out, x.dtype)
 
 
 @jax.custom_vjp

@@ -36,7 +36,7 @@ def layer(args, dy, kind, eps, recipe):
 def oracle(args, dy, kind, eps):
   def f(x, gamma, beta, w, bias):
     y = straight_through.norm(x, gamma, beta, kind, eps)
-    return straight_through.linear(y, w, bias)
+    return straight_through.linear(y, w, bias, x.dtype)
 
   y, vjp = jax.vjp(f, *args)
   return y, vjp(dy.astype(jnp.float32))

@@ -79,7 +79,8 @@ def test_single_operations_remember_fp8_only():
   x, y = jax.random.normal(jax.random.key(0), (2, 1, T, D), jnp.bfloat16)
   rngs = nnx.Rngs(0)
   rstd = collections.Counter({(F32, (1, T)): 1})
-  code = collections.Counter({(FP8, (1, T, D)): 1})
+  # What a product over the tokens reads lies transposed.
+  code = collections.Counter({(FP8, (D, T)): 1})
   expected = [
     (Linear(D, F, rngs=rngs), code),
     (RMSNorm(D, rngs=rngs), groups(1, T, D) + rstd),
@@ -108,7 +109,7 @@ def expected_layer(recipe):
     want += {(BF16, (1, T, N, H)): 2, (BF16, (1, T, K, H)): 2}
   if recipe.residuals == "coat":
     want += groups(1, T, F)  # SiLU
-    want += {(FP8, (1, T, D)): 2, (FP8, (1, T, F)): 1}  # operands
+    want += {(FP8, (D, T)): 2, (FP8, (F, T)): 1}  # operands
   return want
 
 

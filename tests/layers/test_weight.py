@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Caches of weights: the same results, and none that outlives its weights."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from coat_jax import recipe as recipes
+from coat_jax.layers import (
+  Attention,
+  GatedMLP,
+  Linear,
+  cache_weight,
+  with_weight_cache,
+)
+from tests.comparing import assert_same_bits, jit
+
+CACHES = ("none", "scale", "codes")
+
+
+class Layer(nnx.Module):
+  def __init__(self, recipe, *, rngs):
+    self.attention = Attention(32, 2, recipe=recipe, rngs=rngs)
+    self.mlp = GatedMLP(32, 48, recipe=recipe, rngs=rngs)
+
+  def __call__(self, x):
+    return self.mlp(self.attention(x))
+
+
+def stack(recipe, depth=2):
+  """Layers over which a scan runs: function of (params, x), and params."""
+
+  @nnx.split_rngs(splits=depth)
+  @nnx.vmap
+  def build(rngs):
+    return Layer(recipe, rngs=rngs)
+
+  graph, params = nnx.split(build(nnx.Rngs(0)))
+
+  def run(params, x):
+    @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+    def forward(x, layer):
+      return layer(x)
+
+    return forward(x, with_weight_cache(nnx.merge(graph, params), recipe))
+
+  return run, params
+
+
+@pytest.mark.parametrize("preset", [recipes.coat, recipes.fp8_linear])
+def test_every_cache_gives_the_same_bits(preset):
+  x = jax.random.normal(jax.random.key(1), (2, 8, 32), jnp.bfloat16)
+  results = []
+  for cache in CACHES:
+    run, params = stack(preset(weight_cache=cache))
+
+    def loss(params, x, run=run):
+      return jnp.sum(run(params, x).astype(jnp.float32) ** 2)
+
+    results.append(jit(jax.value_and_grad(loss, (0, 1)))(params, x))
+  assert_same_bits(results[1], results[0])
+  assert_same_bits(results[2], results[0])
+
+
+def test_a_cache_holds_what_its_name_says():
+  w = jax.random.normal(jax.random.key(0), (16, 2, 24))
+  assert cache_weight(w, recipes.coat(weight_cache="none")) is None
+  scale = cache_weight(w, recipes.coat(weight_cache="scale"))
+  assert scale.rows is None and scale.columns is None
+  codes = cache_weight(w, recipes.coat(weight_cache="codes"))
+  assert codes.rows.shape == (16, 48) and codes.columns.shape == (48, 16)
+  assert_same_bits(codes.scale, scale.scale)
+
+
+def test_the_module_itself_gets_no_cache_that_could_go_stale():
+  for cache in CACHES:
+    recipe = recipes.coat(weight_cache=cache)
+    module = Linear(16, 24, recipe=recipe, rngs=nnx.Rngs(0))
+    copy = with_weight_cache(module, recipe)
+    assert module.cache is None
+    assert (copy.cache is None) == (cache == "none")
+    # The weight is the parameter's own, not another array.
+    assert copy.kernel[...] is module.kernel[...]
+  bf16 = recipes.bf16()
+  module = Linear(16, 24, recipe=bf16, rngs=nnx.Rngs(0))
+  assert with_weight_cache(module, bf16) is module
+
+
+def test_the_cache_follows_the_weight():
+  recipe = recipes.coat(weight_cache="codes")
+  module = Linear(16, 24, recipe=recipe, use_bias=False, rngs=nnx.Rngs(0))
+  x = jax.random.normal(jax.random.key(1), (4, 16), jnp.bfloat16)
+  before = with_weight_cache(module, recipe)(x)
+  module.kernel[...] = 2 * module.kernel[...]
+  assert_same_bits(with_weight_cache(module, recipe)(x), 2 * before)

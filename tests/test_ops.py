@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which implementation an op gets, and what it says of those it does not."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.extend.core import jaxprs_in_params
+from jax.sharding import AbstractDevice, AbstractMesh
+
+from coat_jax import nvidia, ops, reference
+from coat_jax.op_types import Operand
+from coat_jax.reference import quantize_tensor
+from tests.comparing import assert_same_bits
+
+H200 = AbstractMesh((), (), abstract_device=AbstractDevice("H200", 132, "cuda"))
+
+
+def operands(m=16, k=32, n=48):
+  x = jax.random.normal(jax.random.key(0), (m, k))
+  w = jax.random.normal(jax.random.key(1), (k, n))
+  return quantize_tensor(x), quantize_tensor(w, layout="columns")
+
+
+def primitives(f, *args):
+  """Names of the primitives of a function, nested ones too."""
+  names = set()
+
+  def visit(jaxpr):
+    for eqn in jaxpr.eqns:
+      names.add(eqn.primitive.name)
+      for sub in jaxprs_in_params(eqn.params):
+        visit(sub)
+
+  visit(jax.make_jaxpr(f)(*args).jaxpr)
+  return names
+
+
+def test_without_a_gpu_an_op_is_its_definition():
+  x, w = operands()
+  assert_same_bits(ops.linear_fwd(x, w), reference.linear_fwd(x, w))
+  assert_same_bits(
+    ops.linear_fwd(x, w, implementation="xla"), reference.linear_fwd(x, w)
+  )
+  assert "platform_index" not in primitives(ops.linear_fwd, x, w)
+
+
+def test_for_a_gpu_the_choice_is_made_when_it_is_lowered():
+  x, w = operands()
+  with jax.sharding.use_abstract_mesh(H200):
+    assert "platform_index" in primitives(ops.linear_fwd, x, w)
+    text = {
+      platform: jax.jit(ops.linear_fwd)
+      .trace(x, w)
+      .lower(lowering_platforms=(platform,))
+      .as_text()
+      for platform in ("cpu", "cuda")
+    }
+  # The algorithm is what makes cuBLASLt's call of it.
+  assert "algorithm" in text["cuda"] and "algorithm" not in text["cpu"]
+
+
+def test_what_no_kernel_can_take_is_left_to_xla():
+  x, w = operands(m=6)
+  with jax.sharding.use_abstract_mesh(H200):
+    assert "platform_index" not in primitives(ops.linear_fwd, x, w)
+  assert ops.explain(ops.linear_fwd, x, w) == (
+    "linear_fwd: xla everywhere (linear_fwd: cuBLASLt takes FP8 matrices whose "
+    "sizes are multiples of 16, got [6, 32] times [32, 48])"
+  )
+  assert ops.explain(ops.linear_fwd, *operands()) == (
+    "linear_fwd: cublas on a GPU, xla elsewhere"
+  )
+  assert "there is no kernel" in ops.explain(ops.mul_bwd)
+
+
+def test_a_named_implementation_never_falls_back():
+  x, w = operands(m=6)
+  with pytest.raises(NotImplementedError, match="multiples of 16.*=None"):
+    ops.linear_fwd(x, w, implementation="cublas")
+  with pytest.raises(NotImplementedError, match="'xla', 'cublas'.*'triton'"):
+    ops.linear_fwd(x, w, implementation="triton")
+  assert ops.linear_fwd.implementations == ("xla", "cublas")
+
+
+def test_operands_that_do_not_fit_are_refused():
+  x, w = operands()
+  with pytest.raises(ValueError, match="x in rows and a weight"):
+    ops.linear_fwd(x, Operand(w.columns, None, w.scale))
+  narrow = quantize_tensor(jnp.ones((31, 48)), layout="columns")
+  with pytest.raises(ValueError, match="linear: x.*needs a weight"):
+    ops.linear_fwd(x, narrow)
+  q, k = jnp.ones((1, 4, 3, 8)), jnp.ones((1, 4, 2, 8))
+  with pytest.raises(ValueError, match="N a multiple of K"):
+    ops.attention_fwd(q, k, k, causal=True)
+
+
+def attention_arrays(n=4, k=2, t=32, s=32, h=64, dtype=jnp.bfloat16):
+  q, kv = jnp.zeros((2, t, n, h), dtype), jnp.zeros((2, s, k, h), dtype)
+  return q, kv, kv
+
+
+def test_cudnn_says_what_it_cannot_attend_to():
+  def reason(causal=True, **shapes):
+    arrays = attention_arrays(**shapes)
+    return nvidia.attention_fwd_unsupported(*arrays, causal=causal)
+
+  assert reason() is None
+  assert "float32" in reason(dtype=jnp.float32)
+  assert "multiples of 8 up to 256, got 12" in reason(h=12)
+  assert "got 512" in reason(h=512)
+  assert "as many queries as keys" in reason(s=48)
+  assert reason(s=48, causal=False) is None
+
+
+def test_products_say_which_results_they_cannot_write():
+  x, w = operands()
+  reason = nvidia.linear_fwd_unsupported(x, w, dtype=jnp.float8_e4m3fn)
+  assert "bfloat16, float16 or float32" in reason
