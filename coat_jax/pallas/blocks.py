@@ -15,13 +15,17 @@ multiples of the block's: Pallas masks nothing there on a GPU, so that loads and
 stores take the mask of `inside`.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jax.typing import DTypeLike
 
 from coat_jax.formats import qmax
+from coat_jax.op_types import Layout
 
 # The index of a value, and of one beyond the end in the last block, is int32.
 MAX_ELEMENTS = 2**31 - 2**20
@@ -57,9 +61,7 @@ def inside(
 
 def load(ref, mask: Array | None = None) -> Array:
   """A block as f32, zeros where the mask is False."""
-  if mask is None:
-    return ref[...].astype(jnp.float32)
-  zero = jnp.zeros((), ref.dtype)
+  zero = None if mask is None else jnp.zeros((), ref.dtype)
   return plt.load(ref, mask=mask, other=zero).astype(jnp.float32)
 
 
@@ -139,6 +141,84 @@ def dequantize_groups(codes: Array, scale: Array, *, group_size: int) -> Array:
   groups = split_groups(codes.astype(jnp.float32), group_size)
   values = groups * scale.astype(jnp.float32)[..., None]
   return values.reshape(codes.shape)
+
+
+# --- Matrices in tiles -------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+  """A program's share of a matrix, and the order of programs.
+
+  Attributes:
+    rows, columns: powers of two, at least 16.
+    warps: that share it.
+    down: programs that start one after the other lie below each other, not
+      beside each other.
+  """
+
+  rows: int
+  columns: int
+  warps: int
+  down: bool = True
+
+  def grid(self, m: int, n: int) -> tuple[int, int]:
+    """Programs for a matrix [m, n]."""
+    down, across = pl.cdiv(m, self.rows), pl.cdiv(n, self.columns)
+    return (down, across) if self.down else (across, down)
+
+  def index(self) -> tuple[Array, Array]:
+    """In a kernel: which tile is this program's, (down, across)."""
+    first, second = pl.program_id(0), pl.program_id(1)
+    return (first, second) if self.down else (second, first)
+
+  def spec(self, shape: tuple[int, ...], axes: tuple[int, ...]) -> pl.BlockSpec:
+    """Blocks of `shape` that lie along these axes of the matrix."""
+
+    def index(first, second):
+      tile = (first, second) if self.down else (second, first)
+      return tuple(tile[axis] for axis in axes)
+
+    return pl.BlockSpec(shape, index)
+
+  def matrix(self, per_column: int = 1) -> pl.BlockSpec:
+    """Tiles of [m, n], or of [m, n / per_column]."""
+    return self.spec((self.rows, self.columns // per_column), (0, 1))
+
+  def operand(
+    self, m: int, n: int, dtype: DTypeLike, layout: Layout
+  ) -> tuple[tuple, tuple]:
+    """Output specs and shapes, each (rows or None, columns or None)."""
+    rows = columns = None, None
+    if layout != "columns":
+      rows = self.matrix(), jax.ShapeDtypeStruct((m, n), dtype)
+    if layout != "rows":
+      columns = (
+        self.spec((self.columns, self.rows), (1, 0)),
+        jax.ShapeDtypeStruct((n, m), dtype),
+      )
+    specs, shapes = zip(rows, columns, strict=True)
+    return specs, shapes
+
+
+def scalar_spec() -> pl.BlockSpec:
+  """A [1] that every program reads."""
+  return pl.BlockSpec((1,), lambda *_: (0,))
+
+
+def store_operand(
+  rows_ref, columns_ref, codes: Array, index, shape: tuple[int, int]
+) -> None:
+  """Writes a tile of codes of [m, n] to either layout or to both."""
+  if rows_ref is not None:
+    store(rows_ref, codes, inside(codes.shape, shape, index))
+  if columns_ref is not None:
+    mask = inside(codes.shape[::-1], shape[::-1], index[::-1])
+    store(columns_ref, codes.T, mask)
+
+
+def compiler_params(warps: int) -> plt.CompilerParams:
+  return plt.CompilerParams(num_warps=warps, num_stages=1)
 
 
 # --- What kernels cannot take ------------------------------------------------
