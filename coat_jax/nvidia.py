@@ -5,7 +5,8 @@ Matrix products in FP8 are cuBLASLt's ("cublas"). XLA makes one such call of a
 dot product with an FP8 algorithm, both operands with the summed axis last, a
 result in the dtype that is wanted and a scalar factor in that dtype. In any
 other form a separate pass over the result, or over an operand, comes with it.
-The factor reaches cuBLASLt in f32: XLA:GPU drops the rounding to BF16.
+A matrix that is added becomes part of the call. The factor and the sum are f32
+in it: XLA:GPU drops the roundings to BF16.
 
 Attention is cuDNN's ("cudnn"), forward and backward, BF16 or f16.
 """
@@ -41,18 +42,33 @@ def _rows(x: Array) -> Array:
 
 
 def linear_fwd(
-  x: Operand, w: Operand, *, dtype: DTypeLike = jnp.bfloat16
+  x: Operand,
+  w: Operand,
+  *,
+  dtype: DTypeLike = jnp.bfloat16,
+  add: Array | None = None,
 ) -> Array:
   """`reference.linear_fwd`."""
   assert x.rows is not None and w.columns is not None
   y = _matmul(_rows(x.rows), w.columns, x.scale * w.scale, dtype, _FAST)
+  if add is not None:
+    y = y + _rows(add)
   return y.reshape(*x.rows.shape[:-1], w.columns.shape[0])
 
 
 def linear_fwd_unsupported(
-  x: Operand, w: Operand, *, dtype: DTypeLike = jnp.bfloat16
+  x: Operand,
+  w: Operand,
+  *,
+  dtype: DTypeLike = jnp.bfloat16,
+  add: Array | None = None,
 ) -> str | None:
   """Why cuBLASLt would have to pad or convert, or None."""
+  if add is not None and add.dtype != dtype:
+    return (
+      "linear_fwd: cuBLASLt adds what has the dtype of the result, got "
+      f"{add.dtype} for {jnp.dtype(dtype)}"
+    )
   return _matmul_unsupported("linear_fwd", x.rows, w.columns, dtype)
 
 

@@ -78,12 +78,21 @@ def lay_out(rows: Array, scale: Array, layout: Layout) -> Operand:
 # --- Linear ------------------------------------------------------------------
 
 
-def matmul(a: Array, b: Array, scale: Array, dtype: DTypeLike) -> Array:
-  """a [m, k] b [n, k]^T in FP8 times a scalar, summed in f32: [m, n]."""
+def matmul(
+  a: Array,
+  b: Array,
+  scale: Array,
+  dtype: DTypeLike,
+  add: Array | None = None,
+) -> Array:
+  """a [m, k] b [n, k]^T in FP8 times a scalar, plus `add`, in f32: [m, n]."""
   out = jax.lax.dot_general(
     a, b, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
   )
-  return (out * scale).astype(dtype)
+  out = out * scale
+  if add is not None:
+    out = out + add.astype(jnp.float32)
+  return out.astype(dtype)
 
 
 def _rows(x: Array) -> Array:
@@ -92,11 +101,20 @@ def _rows(x: Array) -> Array:
 
 
 def linear_fwd(
-  x: Operand, w: Operand, *, dtype: DTypeLike = jnp.bfloat16
+  x: Operand,
+  w: Operand,
+  *,
+  dtype: DTypeLike = jnp.bfloat16,
+  add: Array | None = None,
 ) -> Array:
-  """y [..., F] = x w, E4M3 times E4M3: x.rows [..., D], w.columns [F, D]."""
+  """y [..., F] = x w, E4M3 times E4M3: x.rows [..., D], w.columns [F, D].
+
+  `add` [..., F], the residual stream, is added in f32, before y is rounded.
+  """
   assert x.rows is not None and w.columns is not None
-  y = matmul(_rows(x.rows), w.columns, x.scale * w.scale, dtype)
+  if add is not None:
+    add = _rows(add)
+  y = matmul(_rows(x.rows), w.columns, x.scale * w.scale, dtype, add)
   return y.reshape(*x.rows.shape[:-1], w.columns.shape[0])
 
 

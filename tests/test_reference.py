@@ -89,6 +89,11 @@ def test_linear_products_equal_float64_of_the_operands(rows):
   assert dw.dtype == jnp.float32
   within(dw, x64.reshape(flat).T, g64.reshape(-1, f), x64.size // d)
   assert_same_bits(reference.linear_fwd(x, w), y.astype(jnp.bfloat16))
+  stream = gradient(y.shape, 3).astype(jnp.bfloat16)
+  total = y + stream.astype(jnp.float32)
+  assert_same_bits(
+    reference.linear_fwd(x, w, add=stream), total.astype(jnp.bfloat16)
+  )
   assert reference.linear_dgrad(g, w).dtype == jnp.bfloat16
 
 

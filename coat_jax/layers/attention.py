@@ -25,7 +25,7 @@ from coat_jax import recipe as recipes
 from coat_jax.formats import E5M2
 from coat_jax.layers.linear import (
   Linear,
-  add_bias,
+  add_linear,
   default_kernel_init,
   keep_scale,
   linear,
@@ -113,12 +113,11 @@ def _attention_output_fwd(x, q, k, v, w, bias, cache, causal, recipe):
   out, lse = remember("attention", (keep(out), lse))
   out_q = ops.quantize_tensor(_merge_heads(read(out)), implementation=how)
   w_q = quantized_weight(w, cache, "columns", recipe)
-  y = ops.linear_fwd(out_q, w_q, dtype=x.dtype, implementation=how)
-  y = add_bias(y, bias).astype(jnp.float32)
+  total = add_linear(x, out_q, w_q, bias, recipe)
   cache = keep_scale(cache, w_q)
   scale = remember("linear", out_q.scale)
   residuals = _Residuals(q, k, v, out, lse, scale, w, cache, bias)
-  return (x.astype(jnp.float32) + y).astype(x.dtype), hand_over(residuals)
+  return total, hand_over(residuals)
 
 
 def _attention_output_bwd(causal, recipe, residuals, g):

@@ -27,6 +27,7 @@ from coat_jax.layers.activation import silu_mul
 from coat_jax.layers.linear import (
   Linear,
   add_bias,
+  add_linear,
   as_row,
   default_kernel_init,
   keep_scale,
@@ -92,8 +93,7 @@ def _gated_mlp_fwd(x, weights, kind, eps, recipe):
   gate_up = add_bias(gate_up, as_row(w.gate_up_bias))
   gate, up, silu, product = _swiglu(gate_up, recipe)
   down_q = quantized_weight(w.down, w.down_cache, "columns", recipe)
-  out = ops.linear_fwd(product, down_q, dtype=x.dtype, implementation=how)
-  out = add_bias(out, w.down_bias).astype(jnp.float32)
+  out = add_linear(x, product, down_q, w.down_bias, recipe)
   residuals = _Residuals(
     x=x_q,
     stats=stats,
@@ -107,7 +107,7 @@ def _gated_mlp_fwd(x, weights, kind, eps, recipe):
       down_cache=keep_scale(w.down_cache, down_q),
     ),
   )
-  return (x.astype(jnp.float32) + out).astype(x.dtype), hand_over(residuals)
+  return out, hand_over(residuals)
 
 
 def _swiglu(gate_up, recipe):

@@ -121,6 +121,24 @@ def add_bias(y: Array, bias: Array | None) -> Array:
   return (y.astype(jnp.float32) + row).astype(y.dtype)
 
 
+def add_linear(
+  residual_stream: Array,
+  x: Operand,
+  w: Operand,
+  bias: Array | None,
+  recipe: CoatRecipe,
+) -> Array:
+  """residual_stream + x w + bias, in the residual stream's dtype."""
+  dtype, how = residual_stream.dtype, recipe.implementation
+  if bias is None:
+    return ops.linear_fwd(
+      x, w, dtype=dtype, add=residual_stream, implementation=how
+    )
+  y = ops.linear_fwd(x, w, dtype=dtype, implementation=how)
+  y = add_bias(y, bias).astype(jnp.float32)
+  return (residual_stream.astype(jnp.float32) + y).astype(dtype)
+
+
 def sum_rows(g: Array) -> Array:
   """Sum over all axes but the last, in f32: a bias' gradient."""
   return jnp.sum(g.astype(jnp.float32), axis=tuple(range(g.ndim - 1)))

@@ -101,8 +101,10 @@ def gated_mlp(x, weights, kind, eps, residuals, group_size=16):
   )
   if residuals == "coat":
     silu = per_group(silu, group_size)
-  out = linear(silu * up, w.down, w.down_bias, x.dtype)
-  return x.astype(jnp.float32) + rounded(out, x.dtype)
+  # The product is rounded only where a bias is added to it first.
+  dtype = jnp.float32 if w.down_bias is None else x.dtype
+  out = linear(silu * up, w.down, w.down_bias, dtype)
+  return x.astype(jnp.float32) + rounded(out, dtype)
 
 
 @jax.custom_vjp

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the compiler for an H200 makes of decoder layers and their gradients."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from coat_jax import recipe as recipes
+from coat_jax.layers import with_weight_cache
+from tests.aot.compiling import (
+  compile_for_h200,
+  custom_calls,
+  fp8_matmul_calls,
+  fp8_moves,
+  instructions,
+  temporary_bytes,
+)
+from train.config import ModelConfig
+from train.model import DecoderLayer
+
+pytestmark = pytest.mark.aot
+
+# No two matrices alike, grouped key heads, a width of 11 * 64.
+SMALL = ModelConfig(
+  family="llama",
+  num_layers=1,
+  d_model=512,
+  d_ff=704,
+  num_heads=8,
+  num_kv_heads=4,
+  vocab_size=256,
+)
+LLAMA2_7B = ModelConfig(
+  family="llama",
+  num_layers=1,
+  d_model=4096,
+  d_ff=11008,
+  num_heads=32,
+  num_kv_heads=32,
+  vocab_size=32000,
+)
+
+
+def compiled_layers(config, recipe, shape, depth=None, param_dtype=jnp.float32):
+  """Gradients for weights and input of one layer, or of a scan over `depth`."""
+
+  def build(rngs):
+    return DecoderLayer(config, recipe, rngs=rngs)
+
+  if depth is not None:
+    build = nnx.split_rngs(splits=depth)(nnx.vmap(build))
+  layers = nnx.eval_shape(lambda: build(nnx.Rngs(0)))
+  graph, params = nnx.split(layers, nnx.Param)
+  params = jax.tree.map(
+    lambda p: jax.ShapeDtypeStruct(p.shape, param_dtype),
+    nnx.to_pure_dict(params),
+  )
+  x = jax.ShapeDtypeStruct((*shape, config.d_model), jnp.bfloat16)
+
+  def forward(params, x):
+    layers = with_weight_cache(nnx.merge(graph, params), recipe)
+    if depth is None:
+      return layers(x)
+
+    @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+    def scan(x, layer):
+      return layer(x)
+
+    return scan(x, layers)
+
+  def gradients(params, x, g):
+    y, vjp = jax.vjp(forward, params, x)
+    return y, vjp(g)
+
+  return compile_for_h200(gradients, params, x, x)
+
+
+RECIPES = {
+  "minimal": recipes.coat(),
+  "fp8 attention": recipes.coat(attention="fp8"),
+  "coat": recipes.coat(residuals="coat"),
+  "codes": recipes.coat(weight_cache="codes"),
+  "fp8_linear": recipes.fp8_linear(),
+}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_each_product_is_one_fp8_call_with_no_transpose_before_it(name):
+  compiled = compiled_layers(SMALL, RECIPES[name], (2, 256))
+  # qkv, out, gate_up and down: forward, gradient of the input, of the weight.
+  assert len(fp8_matmul_calls(compiled)) == 4 * 3
+  assert not fp8_moves(compiled)
+  assert not [x for x in instructions(compiled) if x.opcode == "dot"]
+  calls = custom_calls(compiled)
+  assert calls["__cudnn$fmhaSoftmax"] == 1
+  assert calls["__cudnn$fmhaSoftmaxBackward"] == 1
+
+
+def test_xla_alone_is_reachable():
+  recipe = recipes.coat(implementation="xla")
+  calls = custom_calls(compiled_layers(SMALL, recipe, (2, 256)))
+  assert not [name for name in calls if "triton" in name or "fmha" in name]
+
+
+@pytest.mark.parametrize("cache", ["none", "scale", "codes"])
+def test_the_scan_holds_codes_of_all_weights_only_if_told(cache):
+  depth = 3
+  recipe = recipes.coat(weight_cache=cache)
+  compiled = compiled_layers(SMALL, recipe, (2, 256), depth)
+  d, f = SMALL.d_model, SMALL.d_ff
+  stacked = {
+    match[0]
+    for x in instructions(compiled)
+    for match in re.findall(r"((?:f8e\w+|bf16)\[([\d,]+)\])", x.shape)
+    if sorted(map(int, match[1].split(",")))
+    == sorted([depth, d, 2 * f])  # gate_up
+  }
+  assert bool(stacked) == (cache == "codes"), stacked
+
+
+U = 4 * 2048 * 4096 * 2  # One BF16 activation of a layer, B 4, S 2048.
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attention, limit", [("bf16", 8.9), ("fp8", 6.9)])
+def test_a_layer_more_in_a_scan_costs_what_it_remembers(attention, limit):
+  recipe = recipes.coat(attention=attention)
+  few, many = (
+    temporary_bytes(compiled_layers(LLAMA2_7B, recipe, (4, 2048), depth))
+    for depth in (8, 16)
+  )
+  assert (many - few) / 8 <= limit * U
