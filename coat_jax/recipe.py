@@ -88,7 +88,9 @@ class CoatRecipe:
 
   def for_evaluation(self) -> "CoatRecipe":
     """The recipe to evaluate with."""
-    return self if self.evaluation == "same" else bf16()
+    if self.evaluation == "same":
+      return self
+    return bf16(implementation=self.implementation)
 
 
 _CHOICES = {
@@ -102,9 +104,11 @@ _CHOICES = {
 }
 
 
-def bf16() -> CoatRecipe:
+def bf16(*, implementation: Literal["xla"] | None = None) -> CoatRecipe:
   """The ordinary layer in BF16, remembering what autodiff remembers."""
-  return CoatRecipe(linear="bf16", nonlinear="bf16")
+  return CoatRecipe(
+    linear="bf16", nonlinear="bf16", implementation=implementation
+  )
 
 
 def fp8_linear(

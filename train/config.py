@@ -20,9 +20,10 @@ _RECIPES = {
     "residuals",
     "attention",
     "activation_group_size",
+    "weight_cache",
     "evaluation",
   ),
-  "fp8_linear": ("evaluation",),
+  "fp8_linear": ("weight_cache", "evaluation"),
   "bf16": (),
 }
 _CODECS = {
@@ -174,8 +175,10 @@ class TrainConfig:
     residuals: Of recipe coat, what layers remember; minimal recomputes more.
     attention: Of recipe coat, how q, k, v and output are remembered.
     activation_group_size: Of recipe coat, activations that share a scale.
+    weight_cache: Of an FP8 recipe, what is computed of a weight once a step.
     evaluation: Of an FP8 recipe, what evaluation computes; same as training
       or bf16.
+    implementation: Kernels where there is a GPU, or xla for none anywhere.
     resume: Continue the run in `out` from its last checkpoint.
     overwrite: Replace the run in `out`.
     compare: Train a twin in BF16 with f32 moments too, and compare.
@@ -201,7 +204,9 @@ class TrainConfig:
   residuals: coat_jax.recipe.Residuals = "minimal"
   attention: coat_jax.recipe.Kept = "bf16"
   activation_group_size: int = 16
+  weight_cache: coat_jax.recipe.WeightCache = "scale"
   evaluation: Literal["same", "bf16"] = "same"
+  implementation: Literal["auto", "xla"] = "auto"
   out: str
   steps: int
   batch: int
@@ -251,6 +256,8 @@ class TrainConfig:
     arguments = {name: getattr(self, name) for name in _RECIPES[self.recipe]}
     if "activation_group_size" in arguments:
       arguments["group_size"] = arguments.pop("activation_group_size")
+    if self.implementation == "xla":
+      arguments["implementation"] = "xla"
     return getattr(coat_jax.recipe, self.recipe)(**arguments)
 
   def bf16_twin(self, *, seed: int, out: str) -> "TrainConfig":

@@ -145,13 +145,23 @@ def test_a_recipe_gets_its_options():
     residuals="coat",
     attention="fp8",
     activation_group_size=32,
+    weight_cache="codes",
     evaluation="bf16",
   )
   assert config.coat_recipe() == recipe.coat(
-    residuals="coat", attention="fp8", group_size=32, evaluation="bf16"
+    residuals="coat",
+    attention="fp8",
+    group_size=32,
+    weight_cache="codes",
+    evaluation="bf16",
   )
   config = dataclasses.replace(demo(), recipe="fp8_linear", evaluation="bf16")
   assert config.coat_recipe() == recipe.fp8_linear(evaluation="bf16")
+  for preset in (recipe.bf16, recipe.fp8_linear, recipe.coat):
+    config = dataclasses.replace(
+      demo(), recipe=preset.__name__, implementation="xla"
+    )
+    assert config.coat_recipe() == preset(implementation="xla")
 
 
 def test_a_twin_is_the_plain_run_whatever_the_options_were():

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model trained with the kernels against the same one without, on a GPU."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from train import step
+from train.data import DataConfig, load_tokens, train_iterator
+from train.presets import demo
+
+pytestmark = pytest.mark.gpu
+
+STEPS = 50
+
+
+def losses(config):
+  """Losses of the first steps on the text of the standard library."""
+  optimizer = step.build_optimizer(config)
+  state = step.initial_state(config, optimizer)
+  run = step.train_step(config, step.build_graph(config), optimizer)
+  run = jax.jit(run, donate_argnums=0)
+  tokens = load_tokens(DataConfig(), config.model.vocab_size)
+  batches = train_iterator(
+    tokens, seq_len=config.seq, batch_size=config.batch, seed=config.seed
+  )
+  found = []
+  for _ in range(STEPS):
+    state, metrics = run(state, jnp.asarray(next(batches)["tokens"]))
+    found.append(float(metrics.loss))
+  return np.array(found)
+
+
+def test_losses_are_those_of_the_definition():
+  config = demo()
+  config = dataclasses.replace(
+    config,
+    model=dataclasses.replace(config.model, num_layers=2),
+    steps=STEPS,
+  )
+  kernels = losses(config)
+  definition = losses(dataclasses.replace(config, implementation="xla"))
+  print("largest difference:", np.max(np.abs(kernels - definition)))
+  assert kernels[-1] < kernels[0] - 1
+  np.testing.assert_allclose(kernels, definition, rtol=0, atol=1e-3)
