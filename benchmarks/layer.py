@@ -1,0 +1,292 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Time and memory of one decoder layer, in FP8 and beside BF16 that saves too.
+
+  python -m benchmarks.layer --preset llama2_7b --batch 4 --seq 2048
+  python -m benchmarks.layer --compile-only --scan-memory
+
+layer.time: forward, and forward with backward (`mode` full: the output, and the
+gradients of the weights and of the input), in milliseconds and in TFLOP/s of
+the layer's matrix products and attention; a checkpoint's second forward is not
+counted as work. `temporary_bytes` is what the compiled program takes beside its
+arguments and results, `remembered_units` what the layer hands from forward to
+backward in U = 2 D bytes a token (`train.memory`).
+
+layer.scan (--scan-memory): by how many U the temporary memory of a scan over
+layers grows with each layer, (16 layers - 8 layers) / 8. That is what training
+pays for a layer, checkpoints included, and takes no run.
+
+With --compile-only nothing is run, and everything is compiled for an H200
+(`benchmarks.aot`); then there are no times.
+"""
+
+import argparse
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from benchmarks import aot
+from benchmarks.harness import emit, measure, say
+from coat_jax import recipe as recipes
+from coat_jax.layers import RESIDUAL_NAMES, with_weight_cache
+from coat_jax.recipe import CoatRecipe
+from train.config import ModelConfig
+from train.memory import remembered_bytes
+from train.model import DecoderLayer
+from train.presets import PRESETS
+
+# What jax.checkpoint keeps of a layer; the rest is computed again.
+_policies = jax.checkpoint_policies
+CHECKPOINTS = {
+  "none": None,
+  "dots": _policies.dots_with_no_batch_dims_saveable,
+  "nothing": _policies.nothing_saveable,
+  "names": _policies.save_only_these_names(*RESIDUAL_NAMES),
+}
+SCANNED_LAYERS = (8, 16)
+_REMEMBERED_TOKENS = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+  """A layer that is compared with the others."""
+
+  recipe: CoatRecipe
+  checkpoint: str = "none"
+
+  @property
+  def case(self) -> dict[str, str]:
+    """What of a row's case is its own."""
+    r = self.recipe
+    case = {"recipe": r.name, "checkpoint": self.checkpoint}
+    if r.name != "bf16":
+      case |= {"weight_cache": r.weight_cache}
+    if r.name == "coat":
+      case |= {"residuals": r.residuals, "attention": r.attention}
+    return case
+
+
+_coat = recipes.coat
+VARIANTS = {
+  "bf16": Variant(recipes.bf16()),
+  "bf16_dots": Variant(recipes.bf16(), "dots"),
+  "bf16_nothing": Variant(recipes.bf16(), "nothing"),
+  "fp8_linear": Variant(recipes.fp8_linear()),
+  "coat": Variant(_coat(residuals="coat")),
+  "minimal": Variant(_coat()),
+  "minimal_no_cache": Variant(_coat(weight_cache="none")),
+  "minimal_codes": Variant(_coat(weight_cache="codes")),
+  "minimal_attention": Variant(_coat(attention="fp8")),
+  "minimal_nothing": Variant(_coat(), "nothing"),
+  "minimal_names": Variant(_coat(), "names"),
+}
+
+
+def layer_flops(config: ModelConfig, batch: int, seq: int) -> dict[str, float]:
+  """Operations of a layer's products and of its causal attention, by mode."""
+  d, h = config.d_model, config.head_dim
+  heads, kv_heads = config.num_heads, config.num_kv_heads
+  weights = d * h * (2 * heads + 2 * kv_heads) + 3 * d * config.d_ff
+  products = 2 * batch * seq * weights
+  # Half of q k^T and of p v; a backward is five such products in place of two.
+  attention = 2 * batch * heads * seq * seq * h
+  return {
+    "forward": products + attention,
+    "full": 3 * products + 3.5 * attention,
+  }
+
+
+class Layer:
+  """A variant's layer as functions of parameters and arrays."""
+
+  def __init__(self, config: ModelConfig, variant: Variant):
+    self.recipe = variant.recipe
+    self.policy = CHECKPOINTS[variant.checkpoint]
+    layer = nnx.eval_shape(
+      lambda: DecoderLayer(config, self.recipe, rngs=nnx.Rngs(0))
+    )
+    self.graph, self.params = nnx.split(layer, nnx.Param)
+
+  def forward(self, params, x):
+    """One layer: [B, T, D] to the same."""
+    graph, state = self._cached(params)
+    return self._remembering(graph, in_scan=False)(state, x)
+
+  def scanned(self, params, x):
+    """All layers of parameters that are stacked over layers."""
+    graph, state = self._cached(params)
+    layer = self._remembering(graph, in_scan=True)
+    return jax.lax.scan(lambda x, state: (layer(state, x), None), x, state)[0]
+
+  def _cached(self, params):
+    layer = nnx.merge(self.graph, params)
+    return nnx.split(with_weight_cache(layer, self.recipe))
+
+  def _remembering(self, graph, *, in_scan: bool) -> Callable:
+    layer = lambda state, x: nnx.merge(graph, state)(x)  # noqa: E731
+    if self.policy is None:
+      return layer
+    # XLA would find the second forward equal to the first, and drop it.
+    prevent_cse = not in_scan
+    return jax.checkpoint(layer, policy=self.policy, prevent_cse=prevent_cse)
+
+
+def with_gradients(forward: Callable) -> Callable:
+  """(params, x, dy) to the output and the gradients, as training needs them."""
+
+  def full(params, x, dy):
+    y, backward = jax.vjp(forward, params, x)
+    return y, *backward(dy)
+
+  return full
+
+
+def make_arrays(layer: Layer, config: ModelConfig, shape, dtype):
+  """Random parameters in `dtype`, x and dy [B, T, D]."""
+  built = DecoderLayer(config, layer.recipe, rngs=nnx.Rngs(0))
+  params = nnx.state(built, nnx.Param)
+  keys = jax.random.split(jax.random.key(1))
+  x, dy = (jax.random.normal(key, shape, jnp.bfloat16) for key in keys)
+  return jax.tree.map(lambda p: p.astype(dtype), params), x, dy
+
+
+def make_specs(layer: Layer, shape, dtype, layers: int | None = None):
+  """The same without values; parameters stacked over `layers`."""
+  stack = () if layers is None else (layers,)
+  params = jax.tree.map(
+    lambda p: jax.ShapeDtypeStruct((*stack, *p.shape), dtype), layer.params
+  )
+  x = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+  return params, x, x
+
+
+def temporary_bytes(fn: Callable, specs, *, compile_only: bool) -> int:
+  """Of `fn`, compiled for an H200 or for the device that there is."""
+  if compile_only:
+    return aot.temporary_bytes(aot.compile_for_h200(fn, *specs))
+  return aot.temporary_bytes(jax.jit(fn).lower(*specs).compile())
+
+
+def time_rows(config, variant, case, options) -> list[dict]:
+  """Prints a row for the forward and one for forward and backward."""
+  layer = Layer(config, variant)
+  shape = (options.batch, options.seq, config.d_model)
+  flops = layer_flops(config, options.batch, options.seq)
+  specs = make_specs(layer, shape, options.param_dtype)
+  further = {}
+  if variant.checkpoint == "none":
+    tokens = min(_REMEMBERED_TOKENS, options.seq)
+    counted = remembered_bytes(config, variant.recipe, tokens=tokens)
+    further["remembered_units"] = counted["total"] / (2 * config.d_model)
+  if not options.compile_only:
+    arrays = make_arrays(layer, config, shape, options.param_dtype)
+  rows = []
+  for mode, fn, count in (
+    ("forward", layer.forward, 2),
+    ("full", with_gradients(layer.forward), 3),
+  ):
+    values = dict(
+      temporary_bytes=temporary_bytes(
+        fn, specs[:count], compile_only=options.compile_only
+      )
+    )
+    if not options.compile_only:
+      timing = measure(fn, *arrays[:count], repeats=options.repeats)
+      values |= timing.row | {"tflops": timing.tflops(flops[mode])}
+    if mode == "full":
+      values |= further
+    rows.append(_emit("layer.time", case | {"mode": mode}, variant, values))
+  return rows
+
+
+def scan_row(config, variant, case, options) -> dict:
+  """Prints a row with what each further layer of a scan takes."""
+  layer = Layer(config, variant)
+  shape = (options.batch, options.seq, config.d_model)
+  few, many = (
+    temporary_bytes(
+      with_gradients(layer.scanned),
+      make_specs(layer, shape, options.param_dtype, layers),
+      compile_only=options.compile_only,
+    )
+    for layers in SCANNED_LAYERS
+  )
+  unit = 2 * options.batch * options.seq * config.d_model
+  growth = (many - few) / (SCANNED_LAYERS[1] - SCANNED_LAYERS[0])
+  values = dict(
+    units_per_layer=growth / unit,
+    temporary_bytes={SCANNED_LAYERS[0]: few, SCANNED_LAYERS[1]: many},
+  )
+  return _emit("layer.scan", case, variant, values)
+
+
+def _emit(bench, case, variant, values) -> dict:
+  implementation = variant.recipe.implementation or "auto"
+  return emit(bench, case, implementation=implementation, **values)
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+  """Reads the command line."""
+  parser = argparse.ArgumentParser(
+    prog="python -m benchmarks.layer",
+    description="Time and memory of one decoder layer.",
+  )
+  parser.add_argument("--preset", choices=PRESETS, default="llama2_7b")
+  parser.add_argument("--batch", type=int, default=4)
+  parser.add_argument("--seq", type=int, default=2048)
+  parser.add_argument("--param-dtype", choices=("bf16", "f32"), default="bf16")
+  parser.add_argument(
+    "--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS)
+  )
+  parser.add_argument(
+    "--implementation",
+    choices=("auto", "xla"),
+    default="auto",
+    help="auto has kernels where there are any; bf16 has cuDNN's attention",
+  )
+  parser.add_argument("--scan-memory", action="store_true")
+  parser.add_argument("--compile-only", action="store_true")
+  parser.add_argument("--repeats", type=int, default=20)
+  options = parser.parse_args(arguments)
+  for name in ("batch", "seq", "repeats"):
+    if getattr(options, name) < 1:
+      parser.error(f"--{name} must be at least 1, got {getattr(options, name)}")
+  dtypes = {"bf16": jnp.bfloat16, "f32": jnp.float32}
+  options.param_dtype = dtypes[options.param_dtype]
+  return options
+
+
+def main(arguments: list[str] | None = None) -> list[dict]:
+  """Runs the command; returns the rows it printed."""
+  options = parse(arguments)
+  if options.compile_only:
+    aot.only_compile()
+  config = PRESETS[options.preset]().model
+  rows = []
+  for name in options.variants:
+    say(f"{options.preset}: {name}")
+    variant = VARIANTS[name]
+    if options.implementation == "xla":
+      recipe = dataclasses.replace(variant.recipe, implementation="xla")
+      variant = dataclasses.replace(variant, recipe=recipe)
+    case = dict(
+      preset=options.preset,
+      batch=options.batch,
+      seq=options.seq,
+      param_dtype=jnp.dtype(options.param_dtype).name,
+      variant=name,
+      **variant.case,
+    )
+    if options.compile_only:
+      case |= {"compiled_for": "NVIDIA H200"}
+    if options.scan_memory:
+      rows.append(scan_row(config, variant, case, options))
+    else:
+      rows += time_rows(config, variant, case, options)
+  return rows
+
+
+if __name__ == "__main__":
+  main()

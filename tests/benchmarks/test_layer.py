@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of the layer benchmark, and what its functions compute."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks import layer
+from coat_jax import recipe
+from tests import comparing
+from train.model import DecoderLayer
+from train.presets import PRESETS
+
+CONFIG = PRESETS["demo"]().model
+SMALL = ["--preset=demo", "--batch=1", "--seq=32", "--repeats=2"]
+
+
+def run(*arguments):
+  return layer.main([*SMALL, *arguments])
+
+
+def test_rows_of_time(capsys):
+  rows = run("--variants", "minimal", "--implementation", "xla")
+  printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+  assert printed == rows
+  assert [row["case"]["mode"] for row in rows] == ["forward", "full"]
+  for row in rows:
+    assert row["bench"] == "layer.time" and row["implementation"] == "xla"
+    assert row["p20_ms"] <= row["median_ms"] <= row["p80_ms"]
+    flops = layer.layer_flops(CONFIG, 1, 32)[row["case"]["mode"]]
+    tflops = flops / row["median_ms"] * 1e-9
+    assert row["tflops"] == pytest.approx(tflops, rel=1e-4)
+    assert row["temporary_bytes"] > 0
+  full = rows[1]
+  assert 6 < full["remembered_units"] < 9
+  assert full["case"]["weight_cache"] == "scale"
+
+
+def test_rows_of_the_scan():
+  (row,) = run("--scan-memory", "--variants=bf16_nothing", "--param-dtype=f32")
+  assert row["bench"] == "layer.scan"
+  assert row["case"]["param_dtype"] == "float32"
+  # Recomputed, a layer takes its input, 1 U.
+  assert row["units_per_layer"] == pytest.approx(1, abs=0.1)
+
+
+def test_flops_are_those_of_the_products():
+  config = PRESETS["llama2_7b"]().model
+  found = layer.layer_flops(config, batch=4, seq=2048)
+  weights = 4 * 4096**2 + 3 * 4096 * 11008
+  attention = 4 * 32 * 2048**2 * 128 * 2  # Half of two products.
+  assert found["forward"] == 2 * 8192 * weights + attention
+  assert found["full"] == 6 * 8192 * weights + 3.5 * attention
+
+
+def test_a_variant_is_the_layer_that_training_has():
+  variant = layer.VARIANTS["minimal_codes"]
+  shape = (1, 32, CONFIG.d_model)
+  functions = layer.Layer(CONFIG, variant)
+  params, x, dy = layer.make_arrays(functions, CONFIG, shape, jnp.float32)
+  specs = layer.make_specs(functions, shape, jnp.float32)
+  shapes = jax.tree.map(lambda a: (a.shape, a.dtype), (params, x, dy))
+  assert shapes == jax.tree.map(lambda a: (a.shape, a.dtype), specs)
+  expected = DecoderLayer(CONFIG, variant.recipe, rngs=layer.nnx.Rngs(0))
+  y = comparing.jit(functions.forward)(params, x)
+  comparing.assert_same_bits(y, comparing.jit(lambda x: expected(x))(x))
+  stacked = jax.tree.map(lambda a: jnp.stack([a, a]), params)
+  twice = comparing.jit(functions.scanned)(stacked, x)
+  again = comparing.jit(functions.forward)(params, y)
+  np.testing.assert_array_equal(
+    *(a.astype(jnp.float32) for a in (twice, again))
+  )
+
+
+def test_variants_cover_every_recipe_and_baseline():
+  cases = [str(variant.case) for variant in layer.VARIANTS.values()]
+  assert len(set(cases)) == len(cases)
+  of_bf16 = {
+    variant.checkpoint
+    for variant in layer.VARIANTS.values()
+    if variant.recipe == recipe.bf16()
+  }
+  assert {"none", "dots", "nothing"} <= of_bf16
+
+
+@pytest.mark.parametrize(
+  "wrong", [["--seq", "0"], ["--preset", "llama9"], ["--variants", "fp7"]]
+)
+def test_wrong_arguments_exit_with_2(wrong, capsys):
+  with pytest.raises(SystemExit) as stopped:
+    layer.main(wrong)
+  assert stopped.value.code == 2
+  assert "error:" in capsys.readouterr().err
