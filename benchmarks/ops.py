@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How fast each implementation of each operation of a layer is.
+
+  python -m benchmarks.ops
+  python -m benchmarks.ops --cases quantize_groups norm --implementations triton
+
+A row has the milliseconds of a call, and GB/s of the bytes that it must move at
+least or TFLOP/s of its products (`benchmarks.op_cases` says how they are
+counted). Its `share_of_ceiling` is of what the same device reached in the same
+run: copying an array of 1 GiB, or a large product in FP8 or in BF16; those are
+the row `ops.ceilings`. Without a GPU there is the definition alone ("xla").
+"""
+
+import argparse
+import functools
+
+import jax
+
+from benchmarks.harness import (
+  copy_bandwidth,
+  emit,
+  matmul_ceiling,
+  measure,
+  say,
+)
+from benchmarks.op_cases import SMOKE, Case, Sizes, all_cases
+
+# What the others are compared with, and all that runs without a GPU.
+PORTABLE = ("xla", "bf16", "coat_jax", "flax")
+
+
+def ceilings(*, smoke: bool) -> dict[str, float]:
+  """Prints and returns GB/s of a copy and TFLOP/s of products."""
+  sizes = (2**20, 64) if smoke else (2**30, 8192)
+  repeats = 2 if smoke else 20
+  found = {
+    "copy": copy_bandwidth(sizes[0], repeats=repeats),
+    **matmul_ceiling(sizes[1], repeats=repeats),
+  }
+  values = {
+    "copy_gbps": found["copy"],
+    "fp8_tflops": found["fp8"],
+    "bf16_tflops": found["bf16"],
+  }
+  emit("ops.ceilings", {"bytes": sizes[0], "matmul": sizes[1]}, **values)
+  return found
+
+
+def run(
+  case: Case, implementation: str, found: dict[str, float], *, repeats: int
+) -> dict:
+  """Measures one case and prints its row."""
+  fn = functools.partial(case.run, implementation)
+  timing = measure(fn, *case.arrays(), repeats=repeats)
+  if case.flops:
+    rate, values = timing.tflops(case.flops), {"flops": case.flops}
+    values["tflops"] = rate
+  else:
+    rate, values = timing.gbps(case.num_bytes), {"bytes": case.num_bytes}
+    values["gbps"] = rate
+  return emit(
+    "ops",
+    {"op": case.op, **case.shape},
+    implementation=implementation,
+    **timing.row,
+    **values,
+    ceiling=case.ceiling,
+    share_of_ceiling=rate / found[case.ceiling],
+  )
+
+
+def chosen(options: argparse.Namespace) -> list[tuple[Case, str]]:
+  """Cases with implementations that were asked for and can run here."""
+  on_gpu = jax.default_backend() == "gpu"
+  return [
+    (case, name)
+    for case in all_cases(SMOKE if options.smoke else Sizes())
+    if not options.cases or any(text in case.op for text in options.cases)
+    for name in case.implementations
+    if on_gpu or name in PORTABLE
+    if not options.implementations or name in options.implementations
+  ]
+
+
+def main(arguments: list[str] | None = None) -> list[dict]:
+  """Runs the command; returns the rows of operations that it printed."""
+  parser = argparse.ArgumentParser(
+    prog="python -m benchmarks.ops",
+    description="Time of the operations of a layer.",
+  )
+  parser.add_argument(
+    "--cases", nargs="+", help="operations whose names contain one of these"
+  )
+  parser.add_argument(
+    "--implementations", nargs="+", help="as xla, triton, cublas; default all"
+  )
+  parser.add_argument("--smoke", action="store_true", help="tiny shapes")
+  parser.add_argument("--repeats", type=int, default=20)
+  options = parser.parse_args(arguments)
+  if options.repeats < 1:
+    parser.error(f"--repeats must be at least 1, got {options.repeats}")
+  pairs = chosen(options)
+  if not pairs:
+    parser.error(
+      f"no case is called like {options.cases} with an implementation among "
+      f"{options.implementations or 'all'} that runs here"
+    )
+  found, rows = ceilings(smoke=options.smoke), []
+  for case, implementation in pairs:
+    try:
+      row = run(case, implementation, found, repeats=options.repeats)
+    except NotImplementedError as reason:
+      say(f"left out: {reason}")
+    else:
+      rows.append(row)
+  return rows
+
+
+if __name__ == "__main__":
+  main()

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of the benchmark of operations, at tiny shapes, and what they count."""
+
+import json
+
+import jax
+import pytest
+
+from benchmarks import op_cases
+from benchmarks import ops as benchmark
+from coat_jax import ops
+
+CASES = op_cases.all_cases(op_cases.Sizes())
+
+
+def test_every_operation_with_a_kernel_has_a_case():
+  of_ops = [x for x in vars(ops).values() if isinstance(x, ops.Op)]
+  with_kernels = {op.name for op in of_ops if len(op.implementations) > 1}
+  cases = {case.op: case.implementations for case in CASES}
+  assert with_kernels <= cases.keys()
+  cases = {str((case.op, case.shape, case.implementations)) for case in CASES}
+  assert len(cases) == len(CASES)
+
+
+@pytest.mark.parametrize(
+  "case",
+  [
+    case
+    for case in op_cases.all_cases(op_cases.SMOKE)
+    if case.num_bytes
+    # Those read something twice.
+    and case.shape.get("scale") != "found"
+    and case.op not in ("residual_add_bwd", "silu_mul_bwd_operands")
+    and case.op != "gelu_bwd_operands"
+  ],
+  ids=lambda case: "-".join(map(str, (case.op, *case.shape.values()))),
+)
+def test_bytes_are_those_of_arguments_and_results(case):
+  args = jax.eval_shape(case.arrays)
+  results = jax.eval_shape(lambda *args: case.run("xla", *args), *args)
+  # Not counted are vectors: statistics of rows, norm parameters, scales.
+  matrices = [x for x in jax.tree.leaves((args, results)) if x.ndim > 1]
+  assert case.num_bytes == sum(x.size * x.dtype.itemsize for x in matrices)
+
+
+def test_flops_are_those_of_the_layer():
+  flops = {
+    case.shape["weight"]: case.flops
+    for case in CASES
+    if case.op == "linear_fwd" and "bf16" in case.implementations
+  }
+  assert flops == {
+    "qkv": 2 * 8192 * 4096 * 12288,
+    "out": 2 * 8192 * 4096 * 4096,
+    "gate_up": 2 * 8192 * 4096 * 22016,
+    "down": 2 * 8192 * 11008 * 4096,
+  }
+  fwd, bwd = (case for case in CASES if case.op.startswith("attention"))
+  assert (
+    fwd.flops == 2 * 4 * 32 * 2048**2 * 128 and bwd.flops == 2.5 * fwd.flops
+  )
+
+
+def test_rows(capsys):
+  arguments = ["--smoke", "--repeats=2", "--cases", "norm_bwd", "linear_wgrad"]
+  rows = benchmark.main(arguments)
+  first, *printed = map(json.loads, capsys.readouterr().out.splitlines())
+  assert printed == rows
+  assert first["bench"] == "ops.ceilings"
+  assert {row["case"]["op"] for row in rows} == {"norm_bwd", "linear_wgrad"}
+  assert {row["implementation"] for row in rows} == {"xla", "bf16"}
+  for row in rows:
+    by_bytes = row["case"]["op"] == "norm_bwd"
+    rate = row["gbps"] if by_bytes else row["tflops"]
+    ceiling = {"copy": "copy_gbps", "fp8": "fp8_tflops", "bf16": "bf16_tflops"}
+    expected = rate / first[ceiling[row["ceiling"]]]
+    assert row["share_of_ceiling"] == pytest.approx(expected, rel=1e-4)
+    work = row["bytes"] * 1e-6 if by_bytes else row["flops"] * 1e-9
+    assert rate == pytest.approx(work / row["median_ms"], rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ["coat_jax", "flax"])
+def test_whole_linear_layers_are_alike(name):
+  cases = {
+    case.implementations[0]: case
+    for case in op_cases.all_cases(op_cases.SMOKE)
+    if case.op == "linear" and case.shape["weight"] == "down"
+  }
+  args = cases["bf16"].arrays()
+  exact = jax.jit(lambda *args: cases["bf16"].run("bf16", *args))(*args)
+  found = jax.jit(lambda *args: cases[name].run(name, *args))(*args)
+  for a, b in zip(found, exact, strict=True):
+    error = jax.numpy.linalg.norm((a - b).astype("float32"))
+    # Two operands, each off by 2 to 4 % (E4M3, E5M2) of its values.
+    assert 0.01 < error / jax.numpy.linalg.norm(b.astype("float32")) < 0.08
+
+
+def test_a_kernel_that_cannot_is_left_out(monkeypatch, capsys):
+  monkeypatch.setattr(benchmark, "PORTABLE", ("cublas",))
+  only = op_cases.Sizes(batch=1, seq=3, d_model=8, d_ff=8, num_heads=1)
+  monkeypatch.setattr(benchmark, "SMOKE", only)
+  rows = benchmark.main(["--smoke", "--repeats=1", "--cases", "linear_dgrad"])
+  assert not rows
+  assert "left out: linear_dgrad" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+  "wrong",
+  [["--repeats", "0"], ["--cases", "conv"], ["--implementations", "cudnn"]],
+  ids=lambda wrong: wrong[0],
+)
+def test_wrong_arguments_exit_with_2(wrong, capsys):
+  with pytest.raises(SystemExit) as stopped:
+    benchmark.main(["--smoke", *wrong])
+  assert stopped.value.code == 2
+  assert "error:" in capsys.readouterr().err
