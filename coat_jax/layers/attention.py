@@ -34,7 +34,7 @@ from coat_jax.layers.linear import (
 from coat_jax.layers.module import RecipeModule, rows_to_batch, value_of
 from coat_jax.layers.norm_linear import NormLinear
 from coat_jax.layers.residuals import cotangent, hand_over, remember
-from coat_jax.layers.rope import rope
+from coat_jax.layers.rope import Heads, split_heads
 from coat_jax.layers.weight import quantized_weight
 from coat_jax.ops import Operand
 from coat_jax.qtensor import QTensor, dequantize
@@ -306,12 +306,7 @@ class Attention(RecipeModule):
     """
     shape = x.shape
     x = rows_to_batch(x.astype(self.dtype))
-    q, k, v = self._split_heads(self.qkv(x))
-    if self.rope_theta is not None:
-      if positions is None:
-        positions = jnp.arange(x.shape[1], dtype=jnp.int32)
-      q = rope(q, positions, theta=self.rope_theta)
-      k = rope(k, positions, theta=self.rope_theta)
+    q, k, v = self._split_heads(self.qkv(x), positions)
     y = attention_output(
       x,
       q,
@@ -325,11 +320,19 @@ class Attention(RecipeModule):
     )
     return y.reshape(shape)
 
-  def _split_heads(self, qkv: Array) -> tuple[Array, Array, Array]:
-    """[B, T, columns] to q [B, T, N, H] and k, v [B, T, K, H]."""
+  def _split_heads(
+    self, qkv: Array, positions: Array | None
+  ) -> tuple[Array, Array, Array]:
+    """[B, T, columns] to q [B, T, N, H] and k, v [B, T, K, H], rotated."""
     if self.clip_qkv is not None:
       qkv = _clip(qkv, self.clip_qkv)
     b, t, _ = qkv.shape
+    if self.rope_theta is not None:
+      if positions is None:
+        positions = jnp.arange(t, dtype=jnp.int32)
+      heads = Heads(self.num_heads, self.num_kv_heads, self.rope_theta)
+      how = self.active_recipe.implementation
+      return split_heads(qkv, positions, heads, implementation=how)
     heads = self.num_heads // self.num_kv_heads
     qkv = qkv.reshape(b, t, self.num_kv_heads, heads + 2, self.head_dim)
     q = qkv[..., :heads, :].reshape(b, t, self.num_heads, self.head_dim)

@@ -7,39 +7,32 @@ Transformers.
 """
 
 import functools
+from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax import Array
 
+from coat_jax import ops
 from coat_jax.layers.residuals import remember
+from coat_jax.reference_rope import rotate, rotation
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnames=("theta",))
 def _rope(x, positions, theta):
-  return _rotate(x, positions, theta)
+  return _rope_fwd(x, positions, theta)[0]
 
 
 def _rope_fwd(x, positions, theta):
-  return _rotate(x, positions, theta), remember("rope", positions)
+  cos, sin = rotation(positions, head_dim=x.shape[-1], theta=theta)
+  return rotate(x, cos, sin), remember("rope", positions)
 
 
 def _rope_bwd(theta, positions, g):
-  return _rotate(g, -positions, theta), None
+  cos, sin = rotation(positions, head_dim=g.shape[-1], theta=theta)
+  return rotate(g, cos, -sin), None
 
 
 _rope.defvjp(_rope_fwd, _rope_bwd)
-
-
-def _rotate(x, positions, theta):
-  half = x.shape[-1] // 2
-  frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-  angle = positions.astype(jnp.float32)[:, None] * frequency[None]
-  # [1, T, 1, H / 2], one angle for all sequences and heads.
-  cos, sin = (f(angle)[None, :, None] for f in (jnp.cos, jnp.sin))
-  a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-  rotated = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
-  return rotated.astype(x.dtype)
 
 
 def rope(x: Array, positions: Array, *, theta: float) -> Array:
@@ -62,3 +55,69 @@ def rope(x: Array, positions: Array, *, theta: float) -> Array:
       f"{x.shape} and positions {positions.shape}"
     )
   return _rope(x, positions, theta)
+
+
+class Heads(NamedTuple):
+  """Static sizes of `split_heads`: N, K, and the base of RoPE's frequencies."""
+
+  num_heads: int
+  num_kv_heads: int
+  theta: float
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnames=("heads", "how"))
+def _split_heads(qkv, positions, heads, how):
+  return _split_heads_fwd(qkv, positions, heads, how)[0]
+
+
+def _split_heads_fwd(qkv, positions, heads, how):
+  n, k, theta = heads
+  head_dim = qkv.shape[-1] // (n + 2 * k)
+  out = ops.split_heads(
+    qkv,
+    *rotation(positions, head_dim=head_dim, theta=theta),
+    num_heads=n,
+    num_kv_heads=k,
+    implementation=how,
+  )
+  return out, remember("rope", positions)
+
+
+def _split_heads_bwd(heads, how, positions, g):
+  cos, sin = rotation(positions, head_dim=g[0].shape[-1], theta=heads.theta)
+  return ops.join_heads(*g, cos, sin, implementation=how), None
+
+
+_split_heads.defvjp(_split_heads_fwd, _split_heads_bwd)
+
+
+def split_heads(
+  qkv: Array,
+  positions: Array,
+  heads: Heads,
+  *,
+  implementation: ops.Implementation | None = None,
+) -> tuple[Array, Array, Array]:
+  """Takes q, k and v apart and rotates q and k, in one pass each way.
+
+  Args:
+    qkv: [B, T, (N + 2 K) H], ordered by key head: for each of the K key heads
+      its N / K query heads, its key, its value. H is even.
+    positions: int32 [T].
+    heads: N, K and theta.
+    implementation: None for a kernel on a GPU where it can, else "xla".
+
+  Returns:
+    q [B, T, N, H] and k, v [B, T, K, H] in qkv's dtype.
+
+  Raises:
+    ValueError: columns that are no such heads, or positions of another length.
+  """
+  n, k, _ = heads
+  columns = qkv.shape[-1]
+  if columns % (2 * (n + 2 * k)) or positions.shape != (qkv.shape[1],):
+    raise ValueError(
+      "split_heads: needs qkv [B, T, (N + 2 K) H] with an even H and positions "
+      f"[T], got qkv {qkv.shape}, N {n}, K {k} and positions {positions.shape}"
+    )
+  return _split_heads(qkv, positions, heads, implementation)
