@@ -5,7 +5,7 @@
   python -m benchmarks.ops --cases quantize_groups norm --implementations triton
 
 A row has the milliseconds of a call, and GB/s of the bytes that it must move at
-least or TFLOP/s of its products (`benchmarks.op_cases` says how they are
+least or TFLOP/s of its products (`benchmarks.*_cases` say how they are
 counted). Its `share_of_ceiling` is of what the same device reached in the same
 run: copying an array of 1 GiB, or a large product in FP8 or in BF16; those are
 the row `ops.ceilings`. Without a GPU there is the definition alone ("xla").
@@ -16,6 +16,8 @@ import functools
 
 import jax
 
+from benchmarks.cases import SMOKE, Case, Sizes
+from benchmarks.elementwise_cases import elementwise_cases
 from benchmarks.harness import (
   copy_bandwidth,
   emit,
@@ -23,10 +25,15 @@ from benchmarks.harness import (
   measure,
   say,
 )
-from benchmarks.op_cases import SMOKE, Case, Sizes, all_cases
+from benchmarks.product_cases import product_cases
 
 # What the others are compared with, and all that runs without a GPU.
 PORTABLE = ("xla", "bf16", "coat_jax", "flax")
+
+
+def all_cases(sizes: Sizes) -> list[Case]:
+  """Every operation of a layer, at its shapes."""
+  return [*elementwise_cases(sizes), *product_cases(sizes)]
 
 
 def ceilings(*, smoke: bool) -> dict[str, float]:

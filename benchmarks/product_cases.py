@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cases of `benchmarks.ops` that multiply matrices, beside BF16 and Flax's FP8.
+
+Counted are the operations of the products, those of attention only below the
+diagonal.
+"""
+
+import functools
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+from flax.linen import fp8_ops
+
+from benchmarks.cases import Case, Sizes, normal, of_op, operand
+from coat_jax import ops
+from coat_jax import recipe as recipes
+from coat_jax.formats import E4M3, E5M2
+from coat_jax.layers import linear
+
+
+def product_cases(sizes: Sizes) -> Iterator[Case]:
+  """Every one."""
+  yield from _matmuls(sizes)
+  yield from _linear(sizes)
+  yield from _attention(sizes)
+
+
+def _matmuls(sizes):
+  """The products of each linear layer, beside those of BF16 operands."""
+  t = sizes.tokens
+  # Which two of x [t, d], w [d, f] and g [t, f], and the axes summed over.
+  products = (
+    (ops.linear_fwd, "x", "w", (1, 0)),
+    (ops.linear_dgrad, "g", "w", (1, 1)),
+    (ops.linear_wgrad, "x", "g", (0, 0)),
+  )
+  for weight, (d, f) in sizes.weights.items():
+    shapes = {"x": (t, d), "w": (d, f), "g": (t, f)}
+    shape = dict(weight=weight, tokens=t, in_features=d, out_features=f)
+    for op, a, b, summed in products:
+      plain = lambda a=shapes[a], b=shapes[b]: (  # noqa: E731
+        normal(*a),
+        normal(*b, seed=1),
+      )
+      dtypes = [E5M2 if name == "g" else E4M3 for name in (a, b)]
+      operands = lambda plain=plain, dtypes=dtypes: tuple(  # noqa: E731
+        map(operand, plain(), dtypes)
+      )
+      flops = 2 * t * d * f
+      yield of_op(
+        op,
+        shape,
+        operands,
+        lambda op, a, b: op(a, b, dtype=jnp.bfloat16),
+        flops=flops,
+        ceiling="fp8",
+      )
+      axes = (((summed[0],), (summed[1],)), ((), ()))
+      run = lambda _, a, b, axes=axes: jax.lax.dot_general(a, b, axes)  # noqa: E731
+      yield Case(
+        op.name, shape, run, plain, ("bf16",), flops=flops, ceiling="bf16"
+      )
+  d, f = sizes.d_model, sizes.d_ff
+  yield of_op(
+    ops.linear_fwd,
+    dict(weight="down", tokens=t, in_features=f, out_features=d, add=True),
+    lambda: (operand(normal(t, f)), operand(normal(f, d)), normal(t, d)),
+    lambda op, x, w, add: op(x, w, add=add),
+    flops=2 * t * f * d,
+    ceiling="fp8",
+  )
+
+
+def _linear(sizes):
+  """Whole linear layers, from BF16 to BF16: ours, in BF16, and Flax's FP8."""
+  t = sizes.tokens
+  layers = {
+    "bf16": lambda x, w: linear(x, w, recipe=recipes.bf16()),
+    "coat_jax": lambda x, w: linear(x, w, recipe=recipes.fp8_linear()),
+    "flax": _flax_linear,
+  }
+
+  def full(name, x, w, g):
+    y, backward = jax.vjp(layers[name], x, w)
+    return y, *backward(g)
+
+  for weight, (d, f) in sizes.weights.items():
+    shape = dict(weight=weight, tokens=t, in_features=d, out_features=f)
+    arrays = lambda d=d, f=f: (  # noqa: E731
+      normal(t, d),
+      normal(d, f, seed=1),
+      normal(t, f, seed=2),
+    )
+    for name in layers:
+      yield Case(
+        "linear",
+        shape | dict(mode="full"),
+        full,
+        arrays,
+        (name,),
+        flops=6 * t * d * f,
+        ceiling="bf16" if name == "bf16" else "fp8",
+      )
+
+
+def _flax_linear(x, w):
+  """`flax.linen.Fp8DirectDotGeneralOp` with delayed scales, as one function."""
+  ones, history = jnp.ones(1), jnp.zeros(1024)
+  return fp8_ops.fp8_scaled_dot_general(
+    x,
+    w,
+    (((1,), (0,)), ((), ())),
+    preferred_element_type=x.dtype,
+    lhs_scale=ones,
+    rhs_scale=ones,
+    grad_scale=ones,
+    lhs_amax_history=history,
+    rhs_amax_history=history,
+    grad_amax_history=history,
+    quantize_compute_type=x.dtype,
+  )
+
+
+def _attention(sizes):
+  b, t, n, h = sizes.heads
+  shape = dict(batch=b, seq=t, num_heads=n, head_dim=h, causal=True)
+  qkv = lambda: tuple(normal(3, b, t, n, h))  # noqa: E731
+  attend = jax.jit(
+    functools.partial(ops.attention_fwd, causal=True, implementation="xla")
+  )
+
+  def with_residuals():
+    dout, *arrays = normal(4, b, t, n, h)
+    return dout, *arrays, attend(*arrays)
+
+  products = 2 * b * n * t * t * h  # Half of two.
+  yield of_op(
+    ops.attention_fwd,
+    shape,
+    qkv,
+    lambda op, q, k, v: op(q, k, v, causal=True),
+    flops=products,
+    ceiling="bf16",
+  )
+  yield of_op(
+    ops.attention_bwd,
+    shape,
+    with_residuals,
+    lambda op, dout, q, k, v, kept: op(dout, q, k, v, kept, causal=True),
+    flops=2.5 * products,
+    ceiling="bf16",
+  )
