@@ -42,7 +42,9 @@ _ONE_BITS = 0x3F800000
 
 
 def inside(
-  block: tuple[int, ...], shape: tuple[int, ...], index: tuple[Array, ...]
+  block: tuple[int, ...],
+  shape: tuple[int, ...],
+  index: tuple[Array | int, ...],
 ) -> Array | None:
   """Which values of a block lie in the array: bool [*block], None for all.
 
@@ -71,6 +73,22 @@ def store(ref, x: Array, mask: Array | None = None) -> None:
   FP8 is not what this rounds to: see `saturating_cast`, `quantize_groups`.
   """
   plt.store(ref, x.astype(ref.dtype), mask=mask)
+
+
+def store_transposed(
+  ref, x: Array, mask: Array | None = None, leading: tuple[Array, ...] = ()
+) -> None:
+  """Writes a block [rows, columns] to `ref[*leading]`, [columns, rows].
+
+  Not as `ref[...] = x.T`: XLA moves a transpose up to the loads, and all that
+  was computed since is computed twice where x is also stored as it is.
+
+  Args:
+    mask: of x, not of what it becomes.
+  """
+  row = jax.lax.broadcasted_iota(jnp.int32, x.shape, 0)
+  column = jax.lax.broadcasted_iota(jnp.int32, x.shape, 1)
+  plt.store(ref.at[(*leading, column, row)], x.astype(ref.dtype), mask=mask)
 
 
 def store_scalar(ref, x: Array) -> None:
@@ -172,12 +190,14 @@ class Tile:
     first, second = pl.program_id(0), pl.program_id(1)
     return (first, second) if self.down else (second, first)
 
-  def spec(self, shape: tuple[int, ...], axes: tuple[int, ...]) -> pl.BlockSpec:
-    """Blocks of `shape` that lie along these axes of the matrix."""
+  def spec(
+    self, shape: tuple[int, ...], axes: tuple[int | None, ...]
+  ) -> pl.BlockSpec:
+    """Blocks of `shape` along these axes of the matrix; None is along none."""
 
     def index(first, second):
       tile = (first, second) if self.down else (second, first)
-      return tuple(tile[axis] for axis in axes)
+      return tuple(0 if axis is None else tile[axis] for axis in axes)
 
     return pl.BlockSpec(shape, index)
 
@@ -210,11 +230,11 @@ def store_operand(
   rows_ref, columns_ref, codes: Array, index, shape: tuple[int, int]
 ) -> None:
   """Writes a tile of codes of [m, n] to either layout or to both."""
+  mask = inside(codes.shape, shape, index)
   if rows_ref is not None:
-    store(rows_ref, codes, inside(codes.shape, shape, index))
+    store(rows_ref, codes, mask)
   if columns_ref is not None:
-    mask = inside(codes.shape[::-1], shape[::-1], index[::-1])
-    store(columns_ref, codes.T, mask)
+    store_transposed(columns_ref, codes, mask)
 
 
 def compiler_params(warps: int) -> plt.CompilerParams:
@@ -226,11 +246,10 @@ def compiler_params(warps: int) -> plt.CompilerParams:
 
 def shape_unsupported(op: str, shape: tuple[int, ...]) -> str | None:
   """Why a kernel cannot take arrays [..., n] of this shape, or None."""
-  n = shape[-1] if shape else 0
   size = 1
   for axis in shape:
     size *= axis
-  if n % 16 or not size:
+  if not shape or shape[-1] % 16 or not size:
     return (
       f"{op}: the last axis must be a multiple of 16 and no axis empty for the "
       f"Triton kernel, got {shape}"

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What tests of Triton kernels share: lowering, and comparisons of codes."""
+
+import jax
+import numpy as np
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+
+from tests import oracles
+
+
+def lowered_for_h200(fn, *args) -> str:
+  """The program that JAX makes of `fn` for an H200, on any machine."""
+  device = AbstractDevice("NVIDIA H200", 132, "cuda")
+  with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+    traced = jax.jit(fn).trace(*args)
+    return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def code_bits(codes) -> np.ndarray:
+  """FP8 codes as uint8, every NaN alike."""
+  bits = np.asarray(codes).view(np.uint8)
+  return np.where(np.isnan(np.asarray(codes, np.float32)), 0xFF, bits)
+
+
+def assert_same_codes(actual, expected, share: float = 1.0):
+  """Codes are equal, or at least this share, and none is more than one apart.
+
+  NaN where NaN is expected and nowhere else.
+  """
+  assert actual.dtype == expected.dtype and actual.shape == expected.shape
+  actual, expected = code_bits(actual), code_bits(expected)
+  if share == 1:
+    np.testing.assert_array_equal(actual, expected)
+  np.testing.assert_array_equal(actual == 0xFF, expected == 0xFF)
+  finite = expected != 0xFF
+  apart = oracles.codes_apart(actual[finite], expected[finite])
+  assert np.max(apart, initial=0) <= 1
+  equal = np.mean(apart == 0)
+  assert equal >= share, f"only {equal:.5%} of {apart.size} codes are equal"
+
+
+def assert_same_operand(actual, expected, share: float = 1.0):
+  """Both in the same layouts, with the same scale, NaN included."""
+  for layout in ("rows", "columns"):
+    a, e = getattr(actual, layout), getattr(expected, layout)
+    assert (a is None) == (e is None), layout
+    if e is not None:
+      assert_same_codes(a, e, share)
+  np.testing.assert_array_equal(actual.scale, expected.scale)
+
+
+def assert_same_groups(actual, expected):
+  """The same codes and BF16 scales, NaN included."""
+  assert_same_codes(actual.qvalue, expected.qvalue)
+  assert actual.scale.dtype == expected.scale.dtype
+  scales = [np.asarray(q.scale, np.float32) for q in (actual, expected)]
+  np.testing.assert_array_equal(*scales)
