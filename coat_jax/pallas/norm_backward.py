@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gradient of a norm of FP8 values: `reference.norm_bwd`, in Triton.
+
+  dx = (g - xhat mean(xhat g) - mean(g)) rstd [+ add],  g = gamma dy
+  dgamma = sum(dy xhat), dbeta = sum(dy) over rows  ("rms": no means of x and g)
+
+A program holds whole rows, padded to a power of two, `rows` at a time. It goes
+down `steps` such blocks and keeps its sums over rows in registers; XLA then
+adds up the sums of the programs, in one order always.
+
+      +----------------+
+      | rows x D       | step 0 -.
+      +----------------+          >  one row of dgamma and of dbeta
+      |      ...       | step 1 -'
+      +----------------+
+
+Bytes per element, dy and dx in BF16: 2 + 1 + 2 / G + 2, and 2 for `add`; sums
+of 264 programs add 16 * 264 / m.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental import pallas as pl
+from jax.typing import DTypeLike
+
+from coat_jax.op_types import NormStats
+from coat_jax.pallas import blocks, norm
+from coat_jax.qtensor import QTensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+  """A program's rows.
+
+  Attributes:
+    rows: that are in registers at a time, a power of two.
+    steps: such blocks, one after the other.
+    warps: that share a chunk.
+  """
+
+  rows: int
+  steps: int
+  warps: int
+
+
+def pick_chunk(m: int, n: int) -> Chunk:
+  """About 4096 values at a time, 16 a thread; at most 264 programs."""
+  width = pl.next_power_of_2(n)
+  rows = max(4096 // width, 1)
+  return Chunk(rows, pl.cdiv(m, 264 * rows), max(rows * width // 512, 1))
+
+
+def norm_bwd_unsupported(
+  dy: Array,
+  x: QTensor,
+  gamma: Array | None,
+  stats: NormStats,
+  *,
+  group_size: int,
+  dtype: DTypeLike = jnp.bfloat16,
+  add: Array | None = None,
+) -> str | None:
+  """Why the kernel cannot take these arguments, or None."""
+  del gamma, stats  # any
+  op = "norm_bwd"
+  dtypes = [dy.dtype, dtype] + ([] if add is None else [add.dtype])
+  return blocks.dtype_unsupported(op, *dtypes) or norm.rows_unsupported(
+    op, x.qvalue.shape, group_size
+  )
+
+
+def norm_bwd(
+  dy: Array,
+  x: QTensor,
+  gamma: Array | None,
+  stats: NormStats,
+  *,
+  group_size: int,
+  dtype: DTypeLike = jnp.bfloat16,
+  add: Array | None = None,
+  interpret: bool = False,
+) -> tuple[Array, Array, Array]:
+  """`reference.norm_bwd`."""
+  n = dy.shape[-1]
+  chunk = pick_chunk(dy.size // n, n)
+  return _norm_bwd(
+    dy, x, gamma, stats, add, group_size, jnp.dtype(dtype), chunk, interpret
+  )
+
+
+@functools.partial(
+  jax.jit, static_argnames=("group_size", "dtype", "chunk", "interpret")
+)
+def _norm_bwd(
+  dy, x, gamma, stats, add, group_size, dtype, chunk: Chunk, interpret
+) -> tuple[Array, Array, Array]:
+  n = dy.shape[-1]
+  m, width = dy.size // n, pl.next_power_of_2(n)
+  height = chunk.rows * chunk.steps
+  programs = pl.cdiv(m, height)
+  rows = pl.BlockSpec((height, width), lambda i: (i, 0))
+  groups = pl.BlockSpec((height, width // group_size), lambda i: (i, 0))
+  per_row = pl.BlockSpec((height,), lambda i: (i,))
+  mean = None if stats.mean is None else stats.mean.reshape(m)
+  sums = jax.ShapeDtypeStruct((programs, n), jnp.float32)
+  dx, dgamma, dbeta = pl.pallas_call(
+    functools.partial(_bwd_kernel, shape=(m, n), g=group_size, chunk=chunk),
+    grid=(programs,),
+    in_specs=[
+      rows,
+      rows,
+      groups,
+      None if gamma is None else pl.BlockSpec((width,), lambda i: (0,)),
+      None if mean is None else per_row,
+      per_row,
+      None if add is None else rows,
+    ],
+    out_specs=[rows] + [pl.BlockSpec((1, width), lambda i: (i, 0))] * 2,
+    out_shape=[jax.ShapeDtypeStruct((m, n), dtype), sums, sums],
+    compiler_params=blocks.compiler_params(chunk.warps),
+    interpret=interpret,
+    name="norm_bwd",
+  )(
+    dy.reshape(m, n),
+    x.qvalue.reshape(m, n),
+    x.scale.reshape(m, n // group_size),
+    gamma,
+    mean,
+    stats.rstd.reshape(m),
+    None if add is None else add.reshape(m, n),
+  )
+  return dx.reshape(dy.shape), jnp.sum(dgamma, axis=0), jnp.sum(dbeta, axis=0)
+
+
+def _bwd_kernel(
+  dy_ref,
+  q_ref,
+  scale_ref,
+  gamma_ref,
+  mean_ref,
+  rstd_ref,
+  add_ref,
+  dx_ref,
+  dgamma_ref,
+  dbeta_ref,
+  *,
+  shape,
+  g,
+  chunk,
+):
+  m, n = shape
+  width = q_ref.shape[-1]
+  first = pl.program_id(0) * chunk.steps
+  gamma = norm.vector(gamma_ref, n)
+
+  def at(ref, k, columns):
+    """A block of rows of a step, and which of its values are inside."""
+    block = ref.at[pl.ds(k * chunk.rows, chunk.rows)]
+    mask = blocks.inside(block.shape, (m, columns), (first + k, 0))
+    return block, mask
+
+  def per_row(ref, k):
+    block = ref.at[pl.ds(k * chunk.rows, chunk.rows)]
+    mask = blocks.inside(block.shape, (m,), (first + k,))
+    return blocks.load(block, mask)[:, None]
+
+  def step(k, sums):
+    dgamma, dbeta = sums
+    dy = blocks.load(*at(dy_ref, k, n))
+    codes = blocks.load(*at(q_ref, k, n))
+    scale = blocks.load(*at(scale_ref, k, n // g))
+    rstd = per_row(rstd_ref, k)
+    x = blocks.dequantize_groups(codes, scale, group_size=g)
+    if mean_ref is not None:
+      x = x - per_row(mean_ref, k)
+    xhat = x * rstd
+    gradient = dy if gamma is None else dy * gamma
+    dx = gradient - xhat * (jnp.sum(xhat * gradient, axis=-1) / n)[:, None]
+    if mean_ref is not None:
+      dx = dx - (jnp.sum(gradient, axis=-1) / n)[:, None]
+    dx = dx * rstd
+    if add_ref is not None:
+      dx = dx + blocks.load(*at(add_ref, k, n))
+    rows, mask = at(dx_ref, k, n)
+    blocks.store(rows, dx, mask)
+    return dgamma + dy * xhat, dbeta + dy
+
+  zeros = jnp.zeros((chunk.rows, width), jnp.float32)
+  # The last program may have fewer.
+  steps = jnp.minimum(chunk.steps, pl.cdiv(m, chunk.rows) - first)
+  dgamma, dbeta = jax.lax.fori_loop(0, steps, step, (zeros, zeros))
+  mask = blocks.inside((1, width), (1, n), (0, 0))
+  blocks.store(dgamma_ref, jnp.sum(dgamma, axis=0)[None, :], mask)
+  blocks.store(dbeta_ref, jnp.sum(dbeta, axis=0)[None, :], mask)
