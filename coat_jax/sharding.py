@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where an optimizer's FP8 state lies on a mesh: as its parameters say.
+
+Codes and unencoded moments have the parameter's shape and its sharding. A
+group's statistics have the same axes, the last one shorter, and are sharded
+alike: a device has the statistics of the codes that it has, and an optimizer's
+step moves nothing between devices. Counters and other scalars are everywhere.
+
+No rule of this is written here. Shardings are part of types on a mesh of
+explicit axes, so tracing `init` there gives those of everything that it makes,
+whatever wraps the optimizer. What comes out holds on any mesh.
+
+Left to the caller is what the groups are: a device has whole ones of a sharded
+row only if the group size divides its share (`fit_group_size`).
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding
+
+from coat_jax import codecs, moments
+from coat_jax.codecs import MomentCodec
+from coat_jax.group_codecs import Encoded, GroupCodec
+from coat_jax.moments import Groups, Moments, QuantizeMask
+
+# The fields of a state of `scale_by_coat_adam` but its count.
+_FIELDS = [f"{m}_{field}" for m in Moments._fields for field in Encoded._fields]
+
+
+def abstract_state(
+  init: Callable[[Any], Any],
+  params: Any,
+  shardings: Any = None,
+  *,
+  codec: MomentCodec | Sequence[MomentCodec] = codecs.coat(),  # noqa: B008
+) -> Any:
+  """The shapes, dtypes and shardings of what `init` makes; no memory is used.
+
+  An array has the sharding of the parameter that it is made like: codes and
+  other arrays of its shape the same, statistics that of the axes they
+  summarise. An array made from a number or a shape alone is replicated.
+
+  Args:
+    init: `optimizer.init` of any optax transformation, such as a chain; or any
+      function of the parameters, such as one that makes a whole train state.
+    params: tree of arrays or `jax.ShapeDtypeStruct`s.
+    shardings: `NamedSharding`s on one mesh, a tree with a leaf for each of
+      `params`; None for those that `params` have.
+    codec: the one given to the optimizer; all of them where it has several.
+
+  Returns:
+    What `jax.eval_shape(init, params)` returns, each `jax.ShapeDtypeStruct`
+    with a `NamedSharding`: what Orbax restores into.
+
+  Raises:
+    TypeError: a sharding is no `NamedSharding`.
+    ValueError: shardings do not belong to `params`; a device would have part of
+      a group; or a coat state is not `codec`'s.
+
+  Examples:
+    >>> import jax, optax
+    >>> from coat_jax import coat_adamw
+    >>> from coat_jax.sharding import abstract_state
+    >>> mesh = jax.make_mesh((1, 1), ("data", "fsdp"))
+    >>> params = {"kernel": jax.ShapeDtypeStruct((64, 1024), "float32")}
+    >>> where = {"kernel": jax.NamedSharding(mesh, jax.P(None, "fsdp"))}
+    >>> optimizer = optax.chain(optax.clip(1.0), coat_adamw(1e-3))
+    >>> state = abstract_state(optimizer.init, params, where)[1][0]
+    >>> amax = state.mu_amax["kernel"]
+    >>> print(amax.shape, amax.sharding.spec[1], state.count.sharding.spec)
+    (64, 8) fsdp P()
+  """
+  return _abstract_state("abstract_state", init, params, shardings, codec)
+
+
+def state_shardings(
+  init: Callable[[Any], Any],
+  params: Any,
+  shardings: Any = None,
+  *,
+  codec: MomentCodec | Sequence[MomentCodec] = codecs.coat(),  # noqa: B008
+) -> Any:
+  """The shardings of what `init` makes: the same tree of `NamedSharding`s.
+
+  For `jit`'s in_shardings and out_shardings and for `jax.device_put`.
+  Arguments, errors and what lies where are `abstract_state`'s.
+
+  Returns:
+    A tree of the structure of `init(params)`.
+  """
+  state = _abstract_state("state_shardings", init, params, shardings, codec)
+  return jax.tree.map(lambda x: x.sharding, state)
+
+
+def fit_group_size(
+  codec: MomentCodec,
+  params: Any,
+  shardings: Any = None,
+  *,
+  quantize_mask: QuantizeMask | None = None,
+  smallest: int = 16,
+) -> MomentCodec:
+  """The codec with the largest groups of which each device has whole ones.
+
+  Codes and group sizes go together: a state can be restored on any mesh, but
+  only into an optimizer with the group size that it was made with.
+
+  Args:
+    codec: whose group sizes are the most that is wanted.
+    params: tree of arrays or `jax.ShapeDtypeStruct`s.
+    shardings: as for `abstract_state`.
+    quantize_mask: as for `coat_adamw`, which leaves are encoded.
+    smallest: the least group size to return, so that statistics do not outgrow
+      codes unnoticed (5 bytes a group of `coat`).
+
+  Returns:
+    `codec` with its group sizes, or smaller ones that divide each device's
+    share of each encoded leaf's last axis where that axis is sharded.
+
+  Raises:
+    TypeError: a sharding is no `NamedSharding`; a leaf is not real floating.
+    ValueError: only smaller groups would fit; shardings do not belong to
+      `params`.
+  """
+  op = "fit_group_size"
+  placed, _ = _placed(op, params, shardings)
+  leaves = moments.leaf_paths(placed)
+  chosen = moments.choose_groups(op, placed, codec, quantize_mask)
+  shares = {
+    path: _share(leaf)
+    for (path, leaf), groups in zip(leaves, chosen, strict=True)
+    if _sizes(groups) and _share(leaf) < leaf.shape[-1]
+  }
+  # Of no sharded leaf it is 0, which all sizes divide.
+  common = math.gcd(*shares.values())
+
+  def fit(group: GroupCodec) -> GroupCodec:
+    if not (sizes := _sizes([group])):
+      return group
+    size = _fitting(common, sizes[0])[0]
+    if size < min(smallest, sizes[0]):
+      raise ValueError(
+        f"{op}: groups must have at least {smallest} values, got {size} as the "
+        f"most that fits devices' shares of last axes, {shares}; shard other "
+        "axes of these leaves, leave some out with quantize_mask, or lower "
+        "smallest"
+      )
+    return dataclasses.replace(group, group_size=size)  # pyright: ignore[reportArgumentType, reportCallIssue]
+
+  return dataclasses.replace(codec, mu=fit(codec.mu), nu=fit(codec.nu))
+
+
+def _abstract_state(op, init, params, shardings, codec) -> Any:
+  placed, mesh = _placed(op, params, shardings)
+  explicit = mesh.abstract_mesh.update_axis_types(
+    dict.fromkeys(mesh.axis_names, AxisType.Explicit)
+  )
+
+  def on(mesh, x):
+    spec = x.sharding.spec if x.sharding else jax.P()
+    if AxisType.Explicit not in mesh.axis_types:
+      # As jit writes the shardings of its results there: what equals them does
+      # not make the second step compile anew.
+      spec = tuple(spec)
+      while spec and spec[-1] is None:
+        spec = spec[:-1]
+    return x.update(sharding=NamedSharding(mesh, jax.P(*spec)))
+
+  with jax.sharding.use_abstract_mesh(explicit):
+    state = jax.eval_shape(
+      init, jax.tree.map(lambda x: on(explicit, x), placed)
+    )
+  state = jax.tree.map(lambda x: on(mesh, x), state)
+  several = (codec,) if isinstance(codec, MomentCodec) else tuple(codec)
+  for fields in _coat_states(state):
+    paths = [path for path, _ in moments.leaf_paths(fields[0])]
+    for path, leaf in zip(paths, moments.flatten(fields), strict=True):
+      _check_groups(op, path, leaf, several)
+  return state
+
+
+def _placed(op: str, params: Any, shardings: Any) -> tuple[Any, Mesh]:
+  """Abstract parameters with the given shardings, and these shardings' mesh."""
+  leaves = moments.leaf_paths(params)
+  where: list[Any] = (
+    [getattr(leaf, "sharding", None) for _, leaf in leaves]
+    if shardings is None
+    else jax.tree.leaves(shardings)
+  )
+  if not leaves or len(where) != len(leaves):
+    raise ValueError(
+      f"{op}: there must be a sharding for each parameter, got {len(where)} "
+      f"for {len(leaves)}; pass trees of one structure"
+    )
+  out = []
+  for (path, leaf), sharding in zip(leaves, where, strict=True):
+    if not isinstance(sharding, NamedSharding):
+      raise TypeError(
+        f"{op}: parameters must have NamedShardings, got {sharding} at "
+        f"{path!r}; pass as shardings "
+        "jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)"
+      )
+    if sharding.mesh != where[0].mesh:
+      raise ValueError(
+        f"{op}: shardings must be on one mesh, got {sharding.mesh} at {path!r} "
+        f"and {where[0].mesh} at {leaves[0][0]!r}; place all on one"
+      )
+    try:
+      sharding.shard_shape(leaf.shape)
+    except ValueError as error:
+      raise ValueError(
+        f"{op}: a sharding must split its parameter evenly, got "
+        f"{sharding.spec} for shape {leaf.shape} at {path!r}, mesh "
+        f"{dict(sharding.mesh.shape)}; shard other axes or pad this one"
+      ) from error
+    out.append(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding))
+  return jax.tree.structure(params).unflatten(out), where[0].mesh
+
+
+def _coat_states(node: Any) -> Iterator[list[Any]]:
+  """The six trees of each coat state in a tree, as `moments.flatten` takes.
+
+  They are known by their names: a NamedTuple, or what NNX makes of one.
+  """
+
+  def fields(x):
+    x = x._asdict() if hasattr(x, "_asdict") else x
+    if isinstance(x, Mapping) and all(name in x for name in _FIELDS):
+      return [x[name] for name in _FIELDS]
+    return None
+
+  for leaf in jax.tree.leaves(node, is_leaf=lambda x: fields(x) is not None):
+    if found := fields(leaf):
+      yield found
+
+
+def _check_groups(op, path: str, leaf: Moments, several) -> None:
+  """Raises where a device would have part of a group of one leaf's moments."""
+  codes = leaf.mu.codes
+  share = _share(codes)
+  for size in _sizes(_resting_groups(op, leaf, several)):
+    if share == codes.shape[-1] or share % size == 0:
+      continue
+    fitting = ", ".join(str(g) for g in _fitting(share, size)[:5])
+    raise ValueError(
+      f"{op}: a device must have whole groups, got groups of {size} at "
+      f"{path!r}, whose last axis of {codes.shape[-1]} is sharded over "
+      f"{codes.shape[-1] // share} devices, {share} values each; give the "
+      f"codec a group size that fits ({fitting}), as fit_group_size does, or "
+      "shard other axes (and pass the optimizer's codec, if you did not)"
+    )
+
+
+def _resting_groups(op, leaf: Moments, several) -> Groups:
+  """The group codecs of the first codec that can have written these moments."""
+  for codec in several[:-1]:
+    try:
+      return moments.resting_groups(op, leaf, codec)
+    except ValueError:
+      pass
+  return moments.resting_groups(op, leaf, several[-1])
+
+
+def _sizes(groups: Sequence[GroupCodec]) -> list[int]:
+  sizes = [getattr(group, "group_size", None) for group in groups]
+  return [size for size in sizes if size is not None]
+
+
+def _fitting(share: int, most: int) -> list[int]:
+  """The group sizes up to `most` that divide `share`, from the largest."""
+  return [size for size in range(most, 0, -1) if share % size == 0]
+
+
+def _share(x: Any) -> int:
+  """How many values of a row one device has."""
+  return x.sharding.shard_shape(x.shape)[-1] if x.ndim else 1

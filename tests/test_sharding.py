@@ -1,0 +1,377 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shardings of optimizer states: as promised, kept by steps, no traffic."""
+
+import doctest
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax import P
+from jax.sharding import AxisType, NamedSharding
+
+import coat_jax.sharding
+from coat_jax import coat_adamw, codecs
+from coat_jax.sharding import abstract_state, fit_group_size, state_shardings
+
+# Leaves as (shape, spec): with a last axis of 1024, four or eight devices have
+# whole groups of 128. "short" has a short last group on each device that has
+# the row, "layers" a stack of layers; "norm" and "scale" stay f32.
+LEAVES = {
+  "replicated": ((8, 512), P()),
+  "rows": ((512, 512), P("fsdp")),
+  "columns": ((8, 1024), P(None, ("fsdp", "tensor"))),
+  "short": ((64, 200), P(("tensor", "fsdp"), None)),
+  "layers": ((3, 16, 1024), P(None, "tensor", "fsdp")),
+  "norm": ((512,), P("tensor")),
+  "scale": ((), P()),
+}
+KINDS = pytest.mark.parametrize(
+  "kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"]
+)
+COLLECTIVES = (
+  "all-gather",
+  "all-reduce",
+  "all-to-all",
+  "collective-permute",
+  "reduce-scatter",
+)
+
+
+def make_mesh(kind=AxisType.Auto, shape=(4, 2)):
+  return jax.make_mesh(shape, ("fsdp", "tensor"), axis_types=(kind,) * 2)
+
+
+def quantize_mask(path, leaf):
+  return leaf.ndim > 1
+
+
+def where(mesh, names=tuple(LEAVES)):
+  # An explicit mesh writes an entry for each axis, jit writes no None behind
+  # the last one elsewhere; parameters that follow make no second compilation.
+  def spec(name):
+    shape, spec = LEAVES[name]
+    if mesh.axis_types[0] == AxisType.Explicit:
+      return P(*spec, *[None] * (len(shape) - len(spec)))
+    return P(*spec[:-1]) if spec and spec[-1] is None else spec
+
+  return {name: NamedSharding(mesh, spec(name)) for name in names}
+
+
+def abstract(names=tuple(LEAVES)):
+  return {
+    name: jax.ShapeDtypeStruct(LEAVES[name][0], jnp.float32) for name in names
+  }
+
+
+def draw(seed, shardings=None, names=tuple(LEAVES)):
+  rng = np.random.default_rng(seed)
+  tree = {
+    name: jnp.asarray(rng.normal(size=x.shape), x.dtype)
+    for name, x in abstract(names).items()
+  }
+  return tree if shardings is None else jax.device_put(tree, shardings)
+
+
+def step_of(optimizer):
+  def step(params, state, grads):
+    updates, state = optimizer.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+  return step
+
+
+def assert_shardings(tree, shardings):
+  got = jax.tree.map(lambda x: x.sharding, tree)
+  assert jax.tree.structure(tree) == jax.tree.structure(shardings)
+  assert got == shardings
+
+
+def assert_bits(got, want):
+  def same(path, x, y):
+    x, y = np.asarray(x), np.asarray(y)
+    assert x.dtype == y.dtype
+    name = jax.tree_util.keystr(path)
+    np.testing.assert_array_equal(x.view(np.uint8), y.view(np.uint8), name)
+
+  def whole(tree):
+    return jax.tree.map(lambda x: np.atleast_1d(np.asarray(x)), tree)
+
+  jax.tree_util.tree_map_with_path(same, whole(got), whole(want))
+
+
+@pytest.mark.parametrize("name", ["coat", "coat_e8m0", "log8", "fp8"])
+def test_statistics_are_sharded_like_the_axes_they_summarise(name):
+  codec = getattr(codecs, name)()
+  optimizer = coat_adamw(1e-2, codec=codec, quantize_mask=quantize_mask)
+  mesh = make_mesh()
+  shardings = where(mesh)
+  state = abstract_state(optimizer.init, abstract(), shardings, codec=codec)[0]
+  assert state.count.sharding == NamedSharding(mesh, P())
+  for leaf, (shape, _) in LEAVES.items():
+    for moment in ("mu", "nu"):
+      codes, amax, range_ = (
+        getattr(state, f"{moment}_{field}")[leaf]
+        for field in ("codes", "amax", "range")
+      )
+      assert codes.sharding == shardings[leaf]
+      if leaf in ("norm", "scale"):
+        assert codes.dtype == jnp.float32
+        groups, spec = (), P()
+      else:
+        assert codes.dtype.itemsize == 1
+        groups, spec = (*shape[:-1], -(-shape[-1] // 128)), shardings[leaf].spec
+      assert (amax.shape, amax.sharding.spec) == (groups, spec), leaf
+      if name == "fp8":
+        groups, spec = (), P()
+      assert (range_.shape, range_.sharding.spec) == (groups, spec), leaf
+
+
+def test_agrees_with_jax_on_explicit_axes():
+  optimizer = coat_adamw(1e-2, quantize_mask=quantize_mask)
+  mesh = make_mesh(AxisType.Explicit)
+  params = jax.tree.map(
+    lambda x, s: x.update(sharding=s), abstract(), where(mesh)
+  )
+  with jax.set_mesh(mesh):
+    want = jax.eval_shape(optimizer.init, params)
+  got = abstract_state(optimizer.init, params)
+  for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+    assert (x.shape, x.dtype) == (y.shape, y.dtype)
+    assert x.sharding.spec == (y.sharding.spec if y.sharding else P())
+  # Also from within another mesh's context.
+  with jax.set_mesh(make_mesh(shape=(2, 4))):
+    assert abstract_state(optimizer.init, params) == got
+
+
+@pytest.fixture(scope="module")
+def unsharded():
+  optimizer = coat_adamw(1e-2, quantize_mask=quantize_mask)
+  params = draw(0)
+  state = jax.jit(optimizer.init)(params)
+  results = [state]
+  step = jax.jit(step_of(optimizer))
+  for seed in (1, 2):
+    params, state = step(params, state, draw(seed))
+    results.append((params, state))
+  return optimizer, results
+
+
+@KINDS
+@pytest.mark.parametrize("told", [True, False], ids=["told", "untold"])
+def test_sharded_equals_unsharded_and_stays_where_it_is(unsharded, kind, told):
+  optimizer, want = unsharded
+  mesh = make_mesh(kind)
+  shardings = where(mesh)
+  promised = state_shardings(optimizer.init, abstract(), shardings)
+  out = (shardings, promised) if told else None
+  with jax.set_mesh(mesh):
+    params = draw(0, shardings)
+    state = jax.jit(optimizer.init, out_shardings=promised)(params)
+    assert_bits(state, want[0])
+    assert_shardings(state, promised)
+    step = jax.jit(step_of(optimizer), out_shardings=out)
+    step = step.lower(params, state, params).compile()
+    # Compiled for the first step's arguments, it takes the second one's.
+    for i in (1, 2):
+      params, state = step(params, state, draw(i, shardings))
+      assert_bits((params, state), want[i])
+      assert_shardings((params, state), (shardings, promised))
+  text = step.as_text()
+  assert not [name for name in COLLECTIVES if name in text]
+
+
+FEW = ("columns", "layers", "norm")
+WRAPPED = {
+  "chain": lambda: optax.chain(
+    optax.clip_by_global_norm(1.0), coat_adamw(1e-2), optax.ema(0.9)
+  ),
+  "masked": lambda: optax.masked(
+    coat_adamw(1e-2), {name: name != "layers" for name in FEW}
+  ),
+  "partition": lambda: optax.partition(
+    {
+      "coat": coat_adamw(1e-2),
+      "log8": coat_adamw(1e-2, codec=codecs.log8(64)),
+      "adam": optax.adam(1e-2),
+    },
+    {"columns": "coat", "layers": "log8", "norm": "adam"},
+  ),
+  "accumulated": lambda: optax.MultiSteps(coat_adamw(1e-2), 2),
+  "injected": lambda: optax.inject_hyperparams(coat_adamw)(
+    learning_rate=1e-2, seed=3
+  ),
+}
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+def test_wrapped_optimizers(name):
+  optimizer = WRAPPED[name]()
+  mesh = make_mesh()
+  shardings = where(mesh, FEW)
+  promised = state_shardings(
+    optimizer.init,
+    abstract(FEW),
+    shardings,
+    codec=[codecs.coat(), codecs.log8(64)],
+  )
+  # What has a parameter's shape lies like it; nothing else large is left whole.
+  for path, s in jax.tree_util.tree_leaves_with_path(promised):
+    keys = [getattr(key, "key", None) for key in path]
+    if leaf := [key for key in keys if key in FEW]:
+      small = leaf == ["norm"] and {"_amax", "_range"} & {
+        getattr(key, "name", "")[2:] for key in path
+      }
+      assert s == (NamedSharding(mesh, P()) if small else shardings[leaf[0]])
+    else:
+      assert s == NamedSharding(mesh, P())
+  params = draw(0, shardings, FEW)
+  state = jax.jit(optimizer.init, out_shardings=promised)(params)
+  assert_shardings(state, promised)
+  step = jax.jit(step_of(optimizer))
+  for seed in (1, 2):
+    params, state = step(params, state, draw(seed, shardings, FEW))
+    assert_shardings((params, state), (shardings, promised))
+  assert step._cache_size() == 1
+
+
+def test_nnx_optimizer():
+  class Model(nnx.Module):
+    def __init__(self, rngs):
+      out = {"out_sharding": ("tensor", "fsdp")}
+      self.up = nnx.Linear(64, 512, kernel_metadata=out, rngs=rngs)
+      self.norm = nnx.RMSNorm(512, rngs=rngs)
+
+  mesh = make_mesh()
+  with jax.set_mesh(mesh):
+    model = nnx.eval_shape(lambda: Model(nnx.Rngs(0)))
+  graphdef, params = nnx.split(model, nnx.Param)
+  shardings = nnx.get_named_sharding(params, mesh)
+  optax_optimizer = coat_adamw(1e-2)
+
+  def init(params):
+    model = nnx.merge(graphdef, params)
+    return nnx.Optimizer(model, optax_optimizer, wrt=nnx.Param)
+
+  # The codes as Flax says it by their metadata, the statistics beside them.
+  state = abstract_state(optax_optimizer.init, params, shardings)[0]
+  specs = jax.tree.map(lambda x: x.sharding.spec, state)
+  assert specs.mu_codes == nnx.get_partition_spec(state).mu_codes
+  assert specs.mu_codes["up"]["kernel"].get_value() == P("tensor", "fsdp")
+  assert specs.nu_amax["up"]["kernel"] == P("tensor", "fsdp")
+  # As an object and as a state, and so are its shards when it is made.
+  promised = state_shardings(init, params, shardings)
+  ranges = promised.opt_state[0].nu_range["up"]["kernel"]
+  assert ranges.get_value().spec == P("tensor", "fsdp")
+  flat = state_shardings(lambda p: nnx.state(init(p)), params, shardings)
+  assert jax.tree.leaves(flat["opt_state"][0]["mu_amax"]) == jax.tree.leaves(
+    promised.opt_state[0].mu_amax
+  )
+  with jax.set_mesh(mesh):
+    made = jax.jit(
+      lambda: nnx.split(init(nnx.state(Model(nnx.Rngs(0)), nnx.Param)))[1],
+      out_shardings=flat,
+    )()
+  assert jax.tree.map(lambda x: x.sharding, made) == flat
+  odd = codecs.coat(96)
+  with pytest.raises(ValueError, match="codec 'coat' keeps a moment"):
+    abstract_state(lambda p: nnx.state(init(p)), params, shardings, codec=odd)
+
+
+@pytest.mark.parametrize(
+  "columns, message",
+  [
+    # Three groups for four devices; eight groups of 128, the last one short,
+    # for four devices, which shapes alone cannot tell from groups of 125.
+    (384, r"384 is sharded over 4 devices, 96 values each.*\(96, 48, 32, 24,"),
+    (1000, r"groups of 128 at 'w', .* 250 values each.*\(125, 50, 25, 10, 5\)"),
+  ],
+)
+def test_groups_that_would_straddle_devices_are_refused(columns, message):
+  params = {"w": jax.ShapeDtypeStruct((16, columns), jnp.float32)}
+  shardings = {"w": NamedSharding(make_mesh(), P(None, "fsdp"))}
+  with pytest.raises(ValueError, match=f"^abstract_state: .*{message}"):
+    abstract_state(coat_adamw(1e-2).init, params, shardings)
+  with pytest.raises(ValueError, match="^state_shardings: "):
+    state_shardings(coat_adamw(1e-2).init, params, shardings)
+  # Sharded elsewhere, short groups are nobody's concern.
+  shardings = {"w": NamedSharding(make_mesh(), P("fsdp"))}
+  state = abstract_state(coat_adamw(1e-2).init, params, shardings)[0]
+  assert state.mu_amax["w"].sharding.spec == P("fsdp")
+
+
+@KINDS
+def test_fitted_groups_need_no_collective(kind):
+  mesh = make_mesh(kind)
+  shardings = {"w": NamedSharding(mesh, P(None, "fsdp"))}
+  params = {"w": jax.random.normal(jax.random.key(0), (16, 384))}
+  codec = fit_group_size(codecs.coat(second="e5m2"), params, shardings)
+  assert codec == codecs.coat(96, second="e5m2")
+  optimizer = coat_adamw(1e-2, codec=codec)
+  promised = state_shardings(optimizer.init, params, shardings, codec=codec)
+  step = jax.jit(step_of(optimizer))
+  want = step(params, optimizer.init(params), params)
+  with jax.set_mesh(mesh):
+    params = jax.device_put(params, shardings)
+    state = jax.jit(optimizer.init, out_shardings=promised)(params)
+    step = step.lower(params, state, params).compile()
+    params, state = step(params, state, params)
+  assert_bits((params, state), want)
+  assert_shardings(state, promised)
+  assert not [name for name in COLLECTIVES if name in step.as_text()]
+
+
+def test_fit_group_size_changes_what_it_must():
+  shardings = where(make_mesh())
+  params = abstract()
+  assert fit_group_size(codecs.coat(), params, shardings) == codecs.coat()
+  assert fit_group_size(codecs.log8(256), params, shardings) == codecs.log8()
+  assert fit_group_size(codecs.fp8(8), params, shardings) == codecs.fp8(8)
+  for codec in (codecs.float32(), codecs.bfloat16()):
+    assert fit_group_size(codec, params, shardings) == codec
+
+  def not_columns(path, leaf):
+    return leaf.ndim > 1 and path != "columns"
+
+  fitted = fit_group_size(
+    codecs.coat(512), params, shardings, quantize_mask=not_columns
+  )
+  assert fitted == codecs.coat(256)
+  params = {"w": jax.ShapeDtypeStruct((512, 4 * 14), jnp.float32)}
+  shardings = {"w": NamedSharding(make_mesh(), P(None, "fsdp"))}
+  with pytest.raises(ValueError, match=r"16 values, got 14 .*{'w': 14}"):
+    fit_group_size(codecs.coat(), params, shardings)
+  fitted = fit_group_size(codecs.coat(), params, shardings, smallest=8)
+  assert fitted == codecs.coat(14)
+
+
+def test_errors_name_the_leaf_and_the_remedy():
+  init = coat_adamw(1e-2).init
+  mesh = make_mesh()
+  params = {
+    "a": jax.ShapeDtypeStruct((64, 512), jnp.float32),
+    "b": jax.ShapeDtypeStruct((6, 512), jnp.float32),
+  }
+  good = NamedSharding(mesh, P("tensor"))
+  with pytest.raises(TypeError, match="got None at 'a'; pass as shardings"):
+    state_shardings(init, params)
+  with pytest.raises(TypeError, match=r"got P\(\) at 'b'"):
+    state_shardings(init, params, {"a": good, "b": P()})
+  with pytest.raises(TypeError, match="got SingleDeviceSharding.* at 'a'"):
+    state_shardings(init, {"a": jnp.ones((64, 512))})
+  with pytest.raises(ValueError, match="got 1 for 2; pass trees of one"):
+    state_shardings(init, params, {"a": good})
+  uneven = NamedSharding(mesh, P("fsdp"))
+  with pytest.raises(ValueError, match=r"shape \(6, 512\) at 'b', mesh {'fsdp"):
+    state_shardings(init, params, {"a": good, "b": uneven})
+  elsewhere = NamedSharding(make_mesh(shape=(2, 4)), P())
+  with pytest.raises(ValueError, match="shardings must be on one mesh, got"):
+    state_shardings(init, params, {"a": good, "b": elsewhere})
+  with pytest.raises(ValueError, match="codec 'log8' keeps a moment as int8"):
+    state_shardings(init, params, {"a": good, "b": good}, codec=codecs.log8())
+
+
+def test_examples_in_docstrings_run():
+  assert doctest.testmod(coat_jax.sharding).failed == 0
