@@ -20,7 +20,12 @@ from typing import Any
 
 import jax
 
-from coat_jax import reference, reference_activation, reference_attention
+from coat_jax import (
+  adam,
+  reference,
+  reference_activation,
+  reference_attention,
+)
 from coat_jax.op_types import (
   AttentionResiduals,
   Implementation,
@@ -45,6 +50,8 @@ __all__ = [
   "NormStats",
   "Op",
   "Operand",
+  "adam_update",
+  "adamw_step",
   "attention_bwd",
   "attention_fwd",
   "explain",
@@ -258,3 +265,6 @@ residual_add_bwd = Op(reference.residual_add_bwd, _RESIDUAL_ADD)
 
 attention_fwd = Op(reference_attention.attention_fwd, _CUDNN, _check_attention)
 attention_bwd = Op(reference_attention.attention_bwd, _CUDNN)
+
+adam_update = Op(adam.adam_update, (("mosaic", "optimizer"),))
+adamw_step = Op(adam.adamw_step, (("mosaic", "optimizer"),))

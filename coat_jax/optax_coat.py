@@ -12,17 +12,18 @@ Not here: the layers' FP8 (`layers`), where the state lies on a mesh
 (`sharding`), reports about a state (`state`).
 """
 
-import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax import Array
 from jax.typing import ArrayLike
 
-from coat_jax import codecs, moments, stochastic
+from coat_jax import adam, codecs, moments, ops, stochastic
 from coat_jax.moments import QuantizeMask
+from coat_jax.op_types import Implementation
 
 # Parameters draw from another stream of random words than moments do.
 _PARAMETER_STREAM = 0x85EBCA6B
@@ -56,6 +57,7 @@ def scale_by_coat_adam(
   nesterov: bool = False,
   quantize_mask: QuantizeMask | None = None,
   seed: ArrayLike = 0,
+  implementation: Implementation | None = None,
 ) -> optax.GradientTransformation:
   """Rescales updates by Adam whose moments rest in FP8. See `coat_adamw`.
 
@@ -70,6 +72,8 @@ def scale_by_coat_adam(
       others' moments stay f32); None for `default_quantize_mask`. Asked by
       `init` only: afterwards the state says it.
     seed: of the random words of stochastic rounding.
+    implementation: "mosaic" for the GPU kernel, "xla" for plain JAX, None for
+      the kernel where a leaf and the platform allow it.
 
   Returns:
     An `optax.GradientTransformation`. Updates have the gradients' dtype.
@@ -101,36 +105,22 @@ def scale_by_coat_adam(
   def update_fn(updates, state, params=None):
     del params
     count = optax.safe_increment(state.count)
+    scalars = adam.adam_scalars(count, b1, b2, eps, eps_root, nesterov=nesterov)
     new_updates, new_resting = [], []
-    for i, (g, leaf) in enumerate(_paired(op, updates, state)):
-      groups = moments.resting_groups(op, leaf, codec)
-      update, mu, nu = adam(g, *moments.decode(groups, leaf), count)
-      key = stochastic.leaf_key(seed, count, i)
+    for i, (g, resting) in enumerate(paired(op, updates, state)):
+      update, resting = ops.adam_update(
+        g,
+        resting,
+        stochastic.leaf_key(seed, count, i),
+        scalars,
+        groups=moments.resting_groups(op, resting, codec),
+        implementation=implementation,
+      )
       new_updates.append(update)
-      new_resting.append(moments.encode(groups, mu, nu, key))
+      new_resting.append(resting)
     fields = moments.unflatten(state[1:], new_resting)
     new_updates = jax.tree.structure(updates).unflatten(new_updates)
     return new_updates, ScaleByCoatAdamState(count, *fields)
-
-  @functools.partial(jax.jit, inline=True)
-  def adam(g, mu, nu, count):
-    dtype, g = g.dtype, g.astype(jnp.float32)
-    mu = b1 * mu + (1 - b1) * g
-    # From the left: g * g alone overflows from 1.8e19.
-    nu = b2 * nu + (1 - b2) * g * g
-    # optax's mu / c1 / (sqrt(nu / c2 + eps_root) + eps), all times sqrt(c2):
-    # nu / c2 overflows where nu is large and c2 small (1 - b2 at first). No
-    # array is divided by a scalar: XLA multiplies by its inverse or does not,
-    # and not alike on one device and on many.
-    c1, c2 = 1 - b1**count, 1 - b2**count
-    root = jnp.sqrt(c2)
-    if nesterov:
-      next_c1 = 1 - b1 ** optax.safe_increment(count)
-      numerator = mu * (b1 * root / next_c1) + g * ((1 - b1) * root / c1)
-    else:
-      numerator = mu * (root / c1)
-    update = numerator / (jnp.sqrt(nu + eps_root * c2) + eps * root)
-    return update.astype(dtype), mu, nu
 
   return optax.GradientTransformation(init_fn, update_fn)
 
@@ -148,6 +138,7 @@ def coat_adamw(
   nesterov: bool = False,
   quantize_mask: QuantizeMask | None = None,
   seed: ArrayLike = 0,
+  implementation: Implementation | None = None,
   mu_dtype: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""AdamW whose moments rest in FP8: `optax.adamw` at a quarter of the state.
@@ -190,6 +181,8 @@ def coat_adamw(
       for `default_quantize_mask`. Inside `optax.inject_hyperparams` name it in
       `static_args`, for callables are taken for schedules there.
     seed: of the random words of stochastic rounding. A run repeats itself.
+    implementation: "mosaic" for the GPU kernel, "xla" for plain JAX, None for
+      the kernel where a leaf and the platform allow it.
     mu_dtype: not for this optimizer; here to say what is.
 
   Returns:
@@ -235,6 +228,7 @@ def coat_adamw(
       nesterov=nesterov,
       quantize_mask=quantize_mask,
       seed=seed,
+      implementation=implementation,
     ),
     optax.add_decayed_weights(weight_decay, mask),
     optax.scale_by_learning_rate(learning_rate),
@@ -273,14 +267,26 @@ def apply_updates(
     if jnp.result_type(p) != jnp.bfloat16:
       out.append(optax.apply_updates(p, u))
       continue
-    key = stochastic.leaf_key(seed, step, i) ^ jnp.uint32(_PARAMETER_STREAM)
     total = p.astype(jnp.float32) + u.astype(jnp.float32)
-    out.append(moments.round_to_bfloat16(total, stochastic.mix(key)))
+    key = parameter_key(seed, step, i)
+    out.append(moments.round_to_bfloat16(total, key))
   return treedef.unflatten(out)
 
 
-def _paired(op, updates, state):
-  """Gradients and moments, leaf by leaf."""
+def parameter_key(seed: ArrayLike, step: ArrayLike, leaf: int) -> Array:
+  """The key of the random words that round a leaf's parameters to bf16."""
+  key = stochastic.leaf_key(seed, step, leaf) ^ jnp.uint32(_PARAMETER_STREAM)
+  return stochastic.mix(key)
+
+
+def paired(
+  op: str, updates: optax.Updates, state: ScaleByCoatAdamState
+) -> Iterable[tuple[Array, moments.Moments]]:
+  """Gradients and moments, leaf by leaf.
+
+  Raises:
+    ValueError: they do not belong together.
+  """
   grads, leaves = moments.leaf_paths(updates), moments.flatten(state[1:])
   shapes = [leaf.mu.codes.shape for leaf in leaves]
   wrong = [

@@ -17,9 +17,10 @@ RANKS = {
   "codecs": 3,
   **dict.fromkeys(["reference", "moments", "pallas", "nvidia"], 4),
   **dict.fromkeys(["reference_activation", "reference_attention"], 5),
+  "adam": 5,
   "ops": 6,
   **dict.fromkeys(["layers", "optax_coat", "sharding", "plan"], 7),
-  "state": 8,
+  **dict.fromkeys(["state", "fused"], 8),
 }
 
 
