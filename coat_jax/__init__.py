@@ -15,6 +15,8 @@ from coat_jax import recipe as recipe
 from coat_jax.codecs import MomentCodec as MomentCodec
 from coat_jax.formats import E4M3 as E4M3
 from coat_jax.formats import E5M2 as E5M2
+from coat_jax.fused import FusedTransformation as FusedTransformation
+from coat_jax.fused import fused_coat_adamw as fused_coat_adamw
 from coat_jax.moments import default_quantize_mask as default_quantize_mask
 from coat_jax.optax_coat import ScaleByCoatAdamState as ScaleByCoatAdamState
 from coat_jax.optax_coat import apply_updates as apply_updates

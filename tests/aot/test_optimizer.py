@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The fused step compiled for an H200: one kernel a leaf, no copy, no spill."""
+
+import os
+import re
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from coat_jax import codecs
+from coat_jax.fused import fused_coat_adamw
+from coat_jax.optax_coat import scale_by_coat_adam
+from tests.aot.compiling import compile_for_h200, instructions, temporary_bytes
+
+pytestmark = pytest.mark.aot
+
+SHAPES = {"a": (64, 1024), "b": (4, 512, 256), "c": (64, 1024)}
+
+
+def whole_copies(compiled) -> list[str]:
+  """Copies of more than a scalar."""
+  return [
+    i.text
+    for i in instructions(compiled)
+    if i.opcode in ("copy", "copy-start") and not i.shape.endswith("[]")
+  ]
+
+
+def kernels(compiled) -> int:
+  return sum("mosaic_gpu" in i.text for i in instructions(compiled))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_donated_step_is_one_kernel_a_leaf_and_copies_nothing(dtype):
+  optimizer = fused_coat_adamw(1e-3, weight_decay=0.1)
+  params = {k: jax.ShapeDtypeStruct(v, dtype) for k, v in SHAPES.items()}
+  state = jax.eval_shape(optimizer.init, params)
+
+  def step(params, state, grads):
+    return optimizer.apply(grads, state, params)
+
+  compiled = compile_for_h200(step, params, state, params, donate=(0, 1))
+  assert kernels(compiled) == len(SHAPES)
+  assert not whole_copies(compiled)
+  assert temporary_bytes(compiled) < 2**16
+
+
+def test_update_for_optax_is_one_kernel_a_leaf():
+  optimizer = scale_by_coat_adam(codec=codecs.log8())
+  params = {k: jax.ShapeDtypeStruct(v, "float32") for k, v in SHAPES.items()}
+  state = jax.eval_shape(optimizer.init, params)
+  compiled = compile_for_h200(optimizer.update, params, state, donate=(1,))
+  assert kernels(compiled) == len(SHAPES)
+  assert not whole_copies(compiled)
+
+
+def compile_one(name: str, dtype: str) -> None:
+  """Compiles a step of one leaf; run in a process of its own."""
+  optimizer = fused_coat_adamw(1e-3, codec=getattr(codecs, name)())
+  p = jax.ShapeDtypeStruct((4096, 1024), dtype)
+  state = jax.eval_shape(optimizer.init, p)
+  compile_for_h200(lambda p, s, g: optimizer.apply(g, s, p), p, state, p)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["coat", "coat_e8m0", "log8", "fp8"])
+def test_no_register_spills(name, dtype, tmp_path):
+  # Mosaic writes what ptxas says only where the environment says so.
+  code = (
+    "from benchmarks import aot; aot.only_compile(); "
+    "from tests.aot import test_optimizer as t; "
+    f"t.compile_one({name!r}, {dtype!r})"
+  )
+  environment = os.environ | {
+    "MOSAIC_GPU_DUMP_TO": str(tmp_path),
+    "MOSAIC_GPU_DUMP_PTXAS": "1",
+  }
+  subprocess.run(
+    [sys.executable, "-c", code], env=environment, check=True, timeout=300
+  )
+  [report] = tmp_path.glob("*.ptxas")
+  found = re.findall(r"(\d+) bytes spill", report.read_text())
+  assert found and set(found) == {"0"}

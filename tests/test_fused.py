@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The fused step against the chain that it stands for."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from coat_jax import apply_updates, coat_adamw, codecs, fused_coat_adamw
+from tests.comparing import assert_same_bits
+
+
+def tree(seed, dtype=jnp.float32):
+  keys = jax.random.split(jax.random.key(seed), 3)
+  shapes = {"w": (32, 256), "odd": (70, 100), "norm": (64,)}
+  return {
+    name: jax.random.normal(key, shape, dtype)
+    for key, (name, shape) in zip(keys, shapes.items(), strict=True)
+  }
+
+
+SCHEDULE = optax.linear_schedule(1e-2, 1e-3, 5)
+SETTINGS = {
+  "defaults": {},
+  "coat_nearest": {"codec": codecs.coat(rounding="nearest"), "b2": 0.95},
+  "masked": {
+    "mask": lambda params: {"w": True, "odd": True, "norm": False},
+    "weight_decay": optax.linear_schedule(0.1, 0.0, 5),
+  },
+  "float32": {"codec": codecs.float32(), "eps_root": 1e-8, "seed": 3},
+}
+
+
+def run(settings, dtype, steps=4, **kwargs):
+  """Parameters and states of the chain and of the fused step."""
+  seed = settings.get("seed", 0)
+  chain = coat_adamw(SCHEDULE, **settings)
+  fused = fused_coat_adamw(SCHEDULE, **settings, **kwargs)
+
+  @jax.jit
+  def chained(grads, state, params):
+    updates, state = chain.update(grads, state, params)
+    step = state[0].count
+    return apply_updates(params, updates, step=step, seed=seed), state
+
+  a = b = tree(0, dtype)
+  state, other = chain.init(a), fused.init(b)
+  assert_same_bits(other, state[0])
+  apply = jax.jit(fused.apply)
+  for step in range(steps):
+    grads = jax.tree.map(lambda x: 1e-2 * x, tree(step + 1))
+    a, state = chained(grads, state, a)
+    b, other = apply(grads, other, b)
+  return a, state[0], b, other
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_fused_step_equals_the_chain(name):
+  a, state, b, other = run(SETTINGS[name], jnp.float32)
+  # XLA may fuse p + (-rate) u into one operation in one of the programs.
+  jax.tree.map(
+    lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-8), a, b
+  )
+  assert jax.tree.structure(state) == jax.tree.structure(other)
+  assert_same_bits(state, other)
+
+
+def test_bf16_parameters_draw_the_words_of_apply_updates():
+  a, state, b, other = run({"weight_decay": 0.0}, jnp.bfloat16, steps=1)
+  assert_same_bits(state, other)
+  for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+    # Another word would round a third of them otherwise.
+    assert x.dtype == y.dtype == jnp.bfloat16
+    assert np.mean(np.asarray(x != y)) < 1e-3
+
+
+def test_gradient_scale_is_that_of_scaled_gradients():
+  fused = fused_coat_adamw(1e-2)
+  params, grads = tree(0), tree(1)
+  state = fused.init(params)
+  scaled = jax.tree.map(lambda g: g * 0.25, grads)
+  got = jax.jit(fused.apply)(grads, state, params, grad_scale=0.25)
+  assert_same_bits(got, jax.jit(fused.apply)(scaled, state, params))
+
+
+def test_foreseeable_mistakes_are_named():
+  with pytest.raises(NotImplementedError, match="nesterov must be False"):
+    fused_coat_adamw(1e-3, nesterov=True)
+  params = tree(0)
+  fused = fused_coat_adamw(1e-3, implementation="mosaic")
+  with pytest.raises(NotImplementedError, match="have no groups"):
+    fused.apply(params, fused.init(params), params)
+  fused = fused_coat_adamw(1e-3)
+  with pytest.raises(ValueError, match="fused_coat_adamw: gradients must have"):
+    fused.apply({"w": params["w"]}, fused.init(params), params)
+
+
+def test_explain_names_the_implementation_of_each_leaf():
+  said = fused_coat_adamw(1e-3).explain(tree(0))
+  assert said["w"] == "adamw_step: mosaic on a GPU, xla elsewhere"
+  assert "last axis must be a multiple of 128" in said["odd"]
+  assert "no groups" in said["norm"]
