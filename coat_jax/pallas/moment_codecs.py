@@ -264,20 +264,18 @@ def _looked_up_codes(magnitude, e, x, root, scale, noise, on) -> Array:
 
 def _decode_log(codec: LogUniform, codes: Array, statistics: Statistics):
   steps = 126 if codec.signed else 254
-  code = codes.astype(jnp.int32)
-  level = (jnp.abs(code) if codec.signed else code).astype(jnp.float32)
+  level = codes.astype(jnp.int32).astype(jnp.float32)
+  sign = level if codec.signed else None
+  level = jnp.abs(level) if codec.signed else level
   bound = _bound(codec, statistics)
   half_step = _octaves(statistics) * (0.5 / steps)
   # From the upper bound down, up to 253 octaves: in two halves, for 2^-253 is
   # zero where 2^127 2^-253 is not.
   root = jnp.exp2((level - (steps + 1)) * spread(half_step))
-  magnitude = root * spread(bound) * root
-  # 0 for an ordinary group, NaN for one that holds a NaN.
-  magnitude = jnp.where(code == 0, spread(bound * 0), magnitude)
-  if not codec.signed:
-    return magnitude
-  sign = code.astype(jnp.uint32) & jnp.uint32(_SIGN)
-  return as_float(as_bits(magnitude) | sign)
+  # Code 0 is zero, in a group that holds a NaN it is NaN: a product, not a
+  # choice.
+  magnitude = root * spread(bound) * (root * jnp.minimum(level, 1.0))
+  return _with_sign(magnitude, sign)
 
 
 def _log_codes(codec, x, magnitude, statistics: Statistics, noise, on) -> Array:
@@ -292,10 +290,12 @@ def _log_codes(codec, x, magnitude, statistics: Statistics, noise, on) -> Array:
     _, level = on.floor(place + 0.5)
   else:
     whole, level = on.floor(place)
-    # All over the lower neighbour: x / lower = 2^(part of a step).
-    part = jnp.exp2(above - whole * spread(step)) - 1
-    gap = spread(jnp.exp2(step) - 1)
-    level = level + jnp.where(part > _uniform_times(noise, gap), 1, 0)
+    # All over the lower neighbour: x / lower = 2^(part of a step). Up where
+    # 2^part - 1 > noise (2^step - 1), which is where this is negative.
+    gap = jnp.exp2(step) - 1
+    rest = spread(1 - gap) - jnp.exp2(above - whole * spread(step))
+    rest = _one_and(noise) * spread(gap) + rest
+    level = level + (as_bits(rest) >> 31).astype(jnp.int32)
   code = level + 1
   code = jnp.clip(code, 1, steps + 1)
   code = jnp.where(magnitude >= _TINY, code, 0)

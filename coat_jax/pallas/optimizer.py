@@ -13,14 +13,14 @@ value (p twice, g, two codes twice), with bf16 10.2.
 One H200, 2026-11-21, jax 0.11.2, 2^28 parameters, donated, one run (ms):
 
   codec, rounding         f32    bf16    instructions a value (f32, bf16)
-  coat nearest            1.03   0.84     58    77
-  coat stochastic         1.52   1.59    108   126
-  log8 stochastic         1.33   1.37    110   127
-  optax.adamw (XLA)       1.80   0.85
+  coat nearest            1.02   0.95     58    77
+  coat stochastic         1.50   1.61    108   126
+  log8 stochastic         1.21   1.32    104   121
+  optax.adamw (XLA)       1.77   0.84
 
 To nearest with f32, memory bounds it. With stochastic rounding instructions do:
-the hash alone takes 11, once more for bf16 parameters, and registers (128)
-leave 16 warps to a multiprocessor. docs/LOG.md says what did not help.
+the hash alone takes 11, once more for bf16 parameters, and registers (128; log8
+96) leave 16 warps (20) to a multiprocessor. docs/LOG.md says what did not help.
 """
 
 import dataclasses
