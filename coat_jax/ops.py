@@ -25,6 +25,7 @@ from coat_jax import (
   reference,
   reference_activation,
   reference_attention,
+  reference_rope,
 )
 from coat_jax.op_types import (
   AttentionResiduals,
@@ -61,6 +62,8 @@ __all__ = [
   "gelu_fwd",
   "gelu_input",
   "gelu_values",
+  "join_heads",
+  "join_heads_operand",
   "linear_dgrad",
   "linear_fwd",
   "linear_wgrad",
@@ -83,6 +86,7 @@ __all__ = [
   "silu_mul_bwd_operands",
   "silu_mul_fwd",
   "silu_values",
+  "split_heads",
   "tensor_scale",
 ]
 
@@ -189,11 +193,14 @@ def _module(name: str):
 
 
 def _targets_gpu() -> bool:
-  """Whether what is traced now is compiled for a GPU, as far as one can say."""
+  """Whether what is traced now is for a GPU with FP8, as far as one can say."""
   device = jax.sharding.get_abstract_mesh().abstract_device
   if device is not None:
     return device.platform == "cuda"
-  return jax.default_backend() == "gpu"
+  if jax.default_backend() != "gpu":
+    return False
+  # Ada has FP8 as well; GPUs before it have not, nor have AMD's this kind.
+  return float(getattr(jax.devices()[0], "compute_capability", 0)) >= 8.9
 
 
 def _check_linear(x: Operand, w: Operand, **kwargs) -> None:
@@ -228,15 +235,17 @@ def _check_attention(q, k, v, *, causal: bool) -> None:
 
 _QUANTIZE = (("triton", "quantize"),)
 _NORM = (("triton", "norm"),)
+_NORM_BACKWARD = (("triton", "norm_backward"),)
 _SWIGLU = (("triton", "swiglu"),)
 _GELU = (("triton", "gelu"),)
 _RESIDUAL_ADD = (("triton", "residual_add"),)
+_ROPE = (("triton", "rope"),)
 _CUBLAS = (("cublas", "nvidia"),)
 _CUDNN = (("cudnn", "nvidia"),)
 
 quantize_groups = Op(reference.quantize_groups, _QUANTIZE)
 quantize_tensor = Op(reference.quantize_tensor, _QUANTIZE)
-tensor_scale = Op(reference.tensor_scale)
+tensor_scale = Op(reference.tensor_scale, _QUANTIZE)
 
 linear_fwd = Op(reference.linear_fwd, _CUBLAS, _check_linear)
 linear_dgrad = Op(reference.linear_dgrad, _CUBLAS)
@@ -244,7 +253,7 @@ linear_wgrad = Op(reference.linear_wgrad, _CUBLAS)
 
 norm_input = Op(reference.norm_input, _NORM)
 norm_fwd = Op(reference.norm_fwd, _NORM)
-norm_bwd = Op(reference.norm_bwd, _NORM)
+norm_bwd = Op(reference.norm_bwd, _NORM_BACKWARD)
 
 gate_up_input = Op(reference_activation.gate_up_input, _SWIGLU)
 silu_mul_fwd = Op(reference_activation.silu_mul_fwd, _SWIGLU)
@@ -263,6 +272,9 @@ gelu_bwd_operands = Op(reference_activation.gelu_bwd_operands, _GELU)
 residual_add_fwd = Op(reference.residual_add_fwd, _RESIDUAL_ADD)
 residual_add_bwd = Op(reference.residual_add_bwd, _RESIDUAL_ADD)
 
+split_heads = Op(reference_rope.split_heads, _ROPE)
+join_heads = Op(reference_rope.join_heads, _ROPE)
+join_heads_operand = Op(reference_rope.join_heads_operand, _ROPE)
 attention_fwd = Op(reference_attention.attention_fwd, _CUDNN, _check_attention)
 attention_bwd = Op(reference_attention.attention_bwd, _CUDNN)
 

@@ -9,12 +9,22 @@ key head: for each of the K key heads its N / K query heads, its key, its value.
 import jax.numpy as jnp
 from jax import Array
 
+from coat_jax.formats import E5M2
+from coat_jax.op_types import Operand
+from coat_jax.reference import quantize_tensor
+
 
 def rotation(
-  positions: Array, *, head_dim: int, theta: float
+  positions: Array, *, head_dim: int, theta: float | None
 ) -> tuple[Array, Array]:
-  """cos and sin of position * theta^(-2 i / H): f32 [T, H / 2] each."""
+  """cos and sin of position * theta^(-2 i / H): f32 [T, H / 2] each.
+
+  theta None turns nothing.
+  """
   half = head_dim // 2
+  if theta is None:
+    shape = *positions.shape, half
+    return jnp.ones(shape, jnp.float32), jnp.zeros(shape, jnp.float32)
   frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
   angle = positions.astype(jnp.float32)[:, None] * frequency[None]
   return jnp.cos(angle), jnp.sin(angle)
@@ -63,3 +73,11 @@ def join_heads(
     dv[..., None, :],
   )
   return jnp.concatenate(parts, axis=3).reshape(b, t, -1)
+
+
+def join_heads_operand(
+  dq: Array, dk: Array, dv: Array, cos: Array, sin: Array
+) -> Operand:
+  """`join_heads` to the E5M2 operand, both layouts, of the products before."""
+  joined = join_heads(dq, dk, dv, cos, sin)
+  return quantize_tensor(joined, dtype=E5M2, layout="both")

@@ -17,7 +17,7 @@ RANKS = {
   "codecs": 3,
   **dict.fromkeys(["reference", "moments", "pallas", "nvidia"], 4),
   **dict.fromkeys(["reference_activation", "reference_attention"], 5),
-  "adam": 5,
+  **dict.fromkeys(["reference_rope", "adam"], 5),
   "ops": 6,
   **dict.fromkeys(["layers", "optax_coat", "sharding", "plan"], 7),
   **dict.fromkeys(["state", "fused"], 8),

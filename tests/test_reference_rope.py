@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 
 from coat_jax import reference_rope
+from coat_jax.formats import E5M2
+from coat_jax.reference import quantize_tensor
 from tests.comparing import assert_close, assert_same_bits
 
 B, T, H = 2, 5, 6
@@ -55,3 +57,11 @@ def test_values_are_left_as_they_are():
   qkv, angles = case(4, 2, jnp.bfloat16)
   v = reference_rope.split_heads(qkv, *angles, num_heads=4, num_kv_heads=2)[2]
   assert_same_bits(v, qkv.reshape(B, T, 2, 4, H)[:, :, :, 3])
+
+
+def test_the_operand_is_of_what_is_joined():
+  qkv, angles = case(4, 2, jnp.bfloat16)
+  heads = reference_rope.split_heads(qkv, *angles, num_heads=4, num_kv_heads=2)
+  joined = reference_rope.join_heads(*heads, *angles)
+  want = quantize_tensor(joined, dtype=E5M2, layout="both")
+  assert_same_bits(reference_rope.join_heads_operand(*heads, *angles), want)

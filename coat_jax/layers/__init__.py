@@ -9,8 +9,10 @@ GatedMLP, Attention). All are BF16 in and BF16 out.
 from coat_jax.layers.activation import gelu as gelu
 from coat_jax.layers.activation import silu_mul as silu_mul
 from coat_jax.layers.attention import Attention as Attention
-from coat_jax.layers.attention import attention_output as attention_output
-from coat_jax.layers.attention import (
+from coat_jax.layers.attention_output import (
+  attention_output as attention_output,
+)
+from coat_jax.layers.attention_output import (
   dot_product_attention as dot_product_attention,
 )
 from coat_jax.layers.gated_mlp import GatedMLP as GatedMLP
@@ -24,6 +26,10 @@ from coat_jax.layers.norm import norm as norm
 from coat_jax.layers.norm_linear import NormLinear as NormLinear
 from coat_jax.layers.norm_linear import norm_linear as norm_linear
 from coat_jax.layers.residuals import RESIDUAL_NAMES as RESIDUAL_NAMES
+from coat_jax.layers.rope import Heads as Heads
 from coat_jax.layers.rope import rope as rope
+from coat_jax.layers.rope import split_heads as split_heads
+from coat_jax.layers.self_attention import AttentionWeights as AttentionWeights
+from coat_jax.layers.self_attention import self_attention as self_attention
 from coat_jax.layers.weight import cache_weight as cache_weight
 from coat_jax.layers.weight import with_weight_cache as with_weight_cache

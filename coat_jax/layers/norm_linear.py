@@ -34,7 +34,9 @@ from coat_jax.qtensor import QTensor
 from coat_jax.recipe import CoatRecipe
 
 
-class _Residuals(NamedTuple):
+class NormLinearResiduals(NamedTuple):
+  """What `norm_linear_fwd` hands to its backward."""
+
   x: QTensor
   stats: ops.NormStats
   gamma: Array | None
@@ -47,47 +49,53 @@ class _Residuals(NamedTuple):
 
 @functools.partial(jax.custom_vjp, nondiff_argnames=("kind", "eps", "recipe"))
 def _norm_linear(x, gamma, beta, w, bias, cache, kind, eps, recipe):
-  return _norm_linear_fwd(x, gamma, beta, w, bias, cache, kind, eps, recipe)[0]
+  return norm_linear_fwd(x, gamma, beta, w, bias, cache, kind, eps, recipe)[0]
 
 
-def _norm_linear_fwd(x, gamma, beta, w, bias, cache, kind, eps, recipe):
+def norm_linear_fwd(x, gamma, beta, w, bias, cache, kind, eps, recipe):
   x_q, stats, y, kept = norm_to_operand(x, gamma, beta, kind, eps, recipe)
   w_q = quantized_weight(w, cache, "columns", recipe)
   out = ops.linear_fwd(
     y, w_q, dtype=x.dtype, implementation=recipe.implementation
   )
   cache = keep_scale(cache, w_q)
-  residuals = _Residuals(x_q, stats, gamma, beta, kept, w, cache, bias)
+  residuals = NormLinearResiduals(x_q, stats, gamma, beta, kept, w, cache, bias)
   return add_bias(out, bias), hand_over(residuals)
 
 
 def _norm_linear_bwd(kind, eps, recipe, residuals, g):
+  del kind, eps
+  g_q = ops.quantize_tensor(
+    g, dtype=E5M2, layout="both", implementation=recipe.implementation
+  )
+  gradients = norm_linear_gradients(recipe, residuals, g_q, g.dtype)
+  return *gradients, cotangent(sum_rows(g), residuals.bias), None
+
+
+_norm_linear.defvjp(norm_linear_fwd, _norm_linear_bwd)
+
+
+def norm_linear_gradients(recipe, residuals, g, dtype, add=None):
+  """dx in `dtype`, dgamma, dbeta and dw, from the operand of the gradient.
+
+  `add` is the gradient that goes around both, added to dx in f32.
+  """
   r, how = residuals, recipe.implementation
-  g_q = ops.quantize_tensor(g, dtype=E5M2, layout="both", implementation=how)
   y = norm_again(r.x, r.gamma, r.beta, r.stats, r.y, recipe)
-  dw = ops.linear_wgrad(y, g_q, dtype=r.w.dtype, implementation=how)
+  dw = ops.linear_wgrad(y, g, dtype=r.w.dtype, implementation=how)
   w_q = quantized_weight(r.w, r.cache, "rows", recipe)
-  dy = ops.linear_dgrad(g_q, w_q, dtype=g.dtype, implementation=how)
+  dy = ops.linear_dgrad(g, w_q, dtype=dtype, implementation=how)
   dx, dgamma, dbeta = ops.norm_bwd(
     dy,
     r.x,
     r.gamma,
     r.stats,
     group_size=recipe.group_size,
-    dtype=g.dtype,
+    dtype=dtype,
+    add=add,
     implementation=how,
   )
-  return (
-    dx,
-    cotangent(dgamma, r.gamma),
-    cotangent(dbeta, r.beta),
-    dw,
-    cotangent(sum_rows(g), r.bias),
-    None,
-  )
-
-
-_norm_linear.defvjp(_norm_linear_fwd, _norm_linear_bwd)
+  return dx, cotangent(dgamma, r.gamma), cotangent(dbeta, r.beta), dw
 
 
 def norm_to_operand(x, gamma, beta, kind, eps, recipe):

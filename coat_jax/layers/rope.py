@@ -58,11 +58,11 @@ def rope(x: Array, positions: Array, *, theta: float) -> Array:
 
 
 class Heads(NamedTuple):
-  """Static sizes of `split_heads`: N, K, and the base of RoPE's frequencies."""
+  """What `split_heads` splits: N, K, and RoPE's base or None for no RoPE."""
 
   num_heads: int
   num_kv_heads: int
-  theta: float
+  theta: float | None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnames=("heads", "how"))

@@ -76,9 +76,13 @@ def store(ref, x: Array, mask: Array | None = None) -> None:
 
 
 def store_transposed(
-  ref, x: Array, mask: Array | None = None, leading: tuple[Array, ...] = ()
+  ref,
+  x: Array,
+  mask: Array | None = None,
+  leading: tuple[Array, ...] = (),
+  first: int = 0,
 ) -> None:
-  """Writes a block [rows, columns] to `ref[*leading]`, [columns, rows].
+  """Writes a block [rows, columns] to `ref[*leading, first:]`, transposed.
 
   Not as `ref[...] = x.T`: XLA moves a transpose up to the loads, and all that
   was computed since is computed twice where x is also stored as it is.
@@ -88,7 +92,8 @@ def store_transposed(
   """
   row = jax.lax.broadcasted_iota(jnp.int32, x.shape, 0)
   column = jax.lax.broadcasted_iota(jnp.int32, x.shape, 1)
-  plt.store(ref.at[(*leading, column, row)], x.astype(ref.dtype), mask=mask)
+  at = ref.at[(*leading, first + column, row)]
+  plt.store(at, x.astype(ref.dtype), mask=mask)
 
 
 def store_scalar(ref, x: Array) -> None:

@@ -10,8 +10,12 @@ halves of a head: the pairs that are rotated are one in each.
       | q         | k  | v  |  rows
       +-----------+----+----+
 
-Bytes per element, BF16: 2 + 2. XLA's backward, a sum of padded parts, took 270
-microseconds where this takes about the time of a copy.
+`join_heads_operand` writes E5M2 codes in both layouts instead; a pass before it
+finds their scale, at the values as `join_heads` would round them.
+
+Bytes per element, BF16: 2 + 2; to an operand 2 + 2 + 2. On an H200 (2026-11-21,
+jax 0.11.2, [8192, 3 * 32 * 128]) each of the first two takes 105 microseconds,
+3.8 TB/s, where XLA's backward, a sum of padded parts, took 270.
 """
 
 import functools
@@ -21,7 +25,10 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
 
-from coat_jax.pallas import blocks
+from coat_jax.formats import E5M2
+from coat_jax.op_types import Operand
+from coat_jax.pallas import blocks, ptx
+from coat_jax.qtensor import amax_to_scale
 
 
 def split_heads_unsupported(
@@ -51,11 +58,12 @@ def split_heads(
 def _split_heads(qkv, cos, sin, num_heads, num_kv_heads, interpret):
   b, t, _ = qkv.shape
   r, h = num_heads // num_kv_heads, 2 * cos.shape[-1]
-  joined, table, query, single = _specs(t, r, h)
+  rows = _rows(t, 32)
+  joined, table, query, single = _specs(t, r, h, rows)
   kv = jax.ShapeDtypeStruct((b * t, num_kv_heads * h), qkv.dtype)
   q, k, v = pl.pallas_call(
     functools.partial(_split_kernel, r=r, h=h),
-    grid=(b * t // _rows(t), num_kv_heads),
+    grid=(b * t // rows, num_kv_heads),
     in_specs=[joined, table, table],
     out_specs=[query, single, single],
     out_shape=[
@@ -104,10 +112,11 @@ def _join_heads(dq, dk, dv, cos, sin, interpret):
   b, t, num_heads, h = dq.shape
   kv_heads = dk.shape[2]
   r = num_heads // kv_heads
-  joined, table, query, single = _specs(t, r, h)
+  rows = _rows(t, 32)
+  joined, table, query, single = _specs(t, r, h, rows)
   return pl.pallas_call(
     functools.partial(_join_kernel, r=r, h=h),
-    grid=(b * t // _rows(t), kv_heads),
+    grid=(b * t // rows, kv_heads),
     in_specs=[query, single, single, table, table],
     out_specs=joined,
     out_shape=jax.ShapeDtypeStruct((b * t, kv_heads * (r + 2) * h), dq.dtype),
@@ -125,25 +134,135 @@ def _join_kernel(dq_ref, dk_ref, dv_ref, cos_ref, sin_ref, out_ref, *, r, h):
   _move(dv_ref, 0, out_ref, r + 1, h)
 
 
-def _move(source, i, target, j, h, cos=None, sin=None):
-  """Head i of one block to head j of another, rotated where cos is given."""
+def join_heads_operand_unsupported(
+  dq: Array, dk: Array, dv: Array, cos: Array, sin: Array
+) -> str | None:
+  """Why the kernel cannot take these arguments, or None."""
+  del dk, dv, sin
+  reason = _unsupported("join_heads_operand", dq, cos)
+  if reason is None and dq.shape[1] % 16:
+    return (
+      "join_heads_operand: sequences must be multiples of 16 for columns, got "
+      f"{dq.shape[1]}"
+    )
+  return reason
+
+
+def join_heads_operand(
+  dq: Array,
+  dk: Array,
+  dv: Array,
+  cos: Array,
+  sin: Array,
+  *,
+  interpret: bool = False,
+) -> Operand:
+  """`reference_rope.join_heads_operand`."""
+  return _join_heads_operand(dq, dk, dv, cos, sin, interpret)
+
+
+@functools.partial(jax.jit, static_argnames=("interpret",))
+def _join_heads_operand(dq, dk, dv, cos, sin, interpret):
+  b, t, num_heads, h = dq.shape
+  kv_heads = dk.shape[2]
+  r, m, columns = num_heads // kv_heads, b * t, (num_heads + 2 * kv_heads) * h
+  rows = _rows(t, 64)
+  joined, table, query, single = _specs(t, r, h, rows)
+  arrays = (*(x.reshape(m, -1) for x in (dq, dk, dv)), cos, sin)
+  shared = dict(
+    grid=(m // rows, kv_heads),
+    compiler_params=blocks.compiler_params(4),
+    interpret=interpret,
+  )
+  bits = pl.pallas_call(
+    functools.partial(_amax_kernel, r=r, h=h),
+    in_specs=[query, single, single, table, table],
+    out_specs=pl.BlockSpec((1, 1), lambda i, j: (i, j)),
+    out_shape=jax.ShapeDtypeStruct((m // rows, kv_heads), jnp.int32),
+    name="join_heads_amax",
+    **shared,
+  )(*arrays)
+  amax = jax.lax.bitcast_convert_type(jnp.max(bits), jnp.float32)
+  scale = amax_to_scale(amax, E5M2)
+  codes = pl.pallas_call(
+    functools.partial(_operand_kernel, r=r, h=h, interpret=interpret),
+    in_specs=[query, single, single, table, table, blocks.scalar_spec()],
+    out_specs=[joined, pl.BlockSpec(((r + 2) * h, rows), lambda i, j: (j, i))],
+    out_shape=[
+      jax.ShapeDtypeStruct((m, columns), E5M2),
+      jax.ShapeDtypeStruct((columns, m), E5M2),
+    ],
+    name="join_heads_operand",
+    **shared,
+  )(*arrays, scale.reshape(1))
+  return Operand(codes[0].reshape(b, t, -1), codes[1], scale)
+
+
+def _amax_kernel(dq_ref, dk_ref, dv_ref, cos_ref, sin_ref, bits_ref, *, r, h):
+  halves = _joined_halves(dq_ref, dk_ref, dv_ref, cos_ref, sin_ref, r, h)
+  bits = [blocks.amax_bits(x) for _, x in halves]
+  blocks.store_scalar(bits_ref, functools.reduce(jnp.maximum, bits))
+
+
+def _operand_kernel(
+  dq_ref,
+  dk_ref,
+  dv_ref,
+  cos_ref,
+  sin_ref,
+  scale_ref,
+  rows_ref,
+  columns_ref,
+  *,
+  r,
+  h,
+  interpret,
+):
+  halves = _joined_halves(dq_ref, dk_ref, dv_ref, cos_ref, sin_ref, r, h)
+  for first, x in halves:
+    codes = ptx.quantize_with_scale(
+      x, scale_ref[0], dtype=E5M2, interpret=interpret
+    )
+    rows_ref[:, pl.ds(first, h // 2)] = codes
+    blocks.store_transposed(columns_ref, codes, first=first)
+
+
+def _joined_halves(dq_ref, dk_ref, dv_ref, cos_ref, sin_ref, r, h):
+  """Each half head of the joined block: its first column, f32 of what it is."""
+  cos, sin = cos_ref[...], -sin_ref[...]
+  heads = [(dq_ref, i) for i in range(r)] + [(dk_ref, 0), (dv_ref, 0)]
+  for j, (ref, i) in enumerate(heads):
+    rotation = () if ref is dv_ref else (cos, sin)
+    for k, x in enumerate(_halves(ref, i, h, *rotation)):
+      # Rounded as `join_heads` does.
+      x = x.astype(ref.dtype).astype(jnp.float32)
+      yield j * h + k * (h // 2), x
+
+
+def _move(source, i, target, j, h, *rotation):
+  """Head i of one block to head j of another, rotated by (cos, sin)."""
+  for k, x in enumerate(_halves(source, i, h, *rotation)):
+    columns = pl.ds(j * h + k * (h // 2), h // 2)
+    target[:, columns] = x.astype(target.dtype)
+
+
+def _halves(ref, i, h, cos=None, sin=None):
+  """Both halves of head i of a block, rotated where cos is given."""
   half = h // 2
-  a, b = (source[:, pl.ds(i * h + k * half, half)] for k in (0, 1))
-  if cos is not None:
-    x, y = a.astype(jnp.float32), b.astype(jnp.float32)
-    a, b = x * cos - y * sin, y * cos + x * sin
-  target[:, pl.ds(j * h, half)] = a.astype(target.dtype)
-  target[:, pl.ds(j * h + half, half)] = b.astype(target.dtype)
+  a, b = (ref[:, pl.ds(i * h + k * half, half)] for k in (0, 1))
+  if cos is None:
+    return a, b
+  a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+  return a * cos - b * sin, b * cos + a * sin
 
 
-def _rows(t: int) -> int:
-  """Rows of a block: what divides a sequence, at most 32."""
-  return next(rows for rows in (32, 16, 8, 4, 2, 1) if t % rows == 0)
+def _rows(t: int, most: int) -> int:
+  """Rows of a block: what divides a sequence, a power of two."""
+  return min(t & -t, most)
 
 
-def _specs(t: int, r: int, h: int):
+def _specs(t: int, r: int, h: int, rows: int):
   """Blocks of [q, k, v], of the angles, of q, and of k or v."""
-  rows = _rows(t)
   return (
     pl.BlockSpec((rows, (r + 2) * h), lambda i, j: (i, j)),
     pl.BlockSpec((rows, h // 2), lambda i, j: (i % (t // rows), 0)),

@@ -8,7 +8,7 @@ import pytest
 
 from coat_jax import reference_rope
 from coat_jax.pallas import rope
-from tests.pallas.kernels import lowered_for_h200
+from tests.pallas.kernels import assert_same_operand, lowered_for_h200
 
 
 def case(b, t, n, k, h, dtype=jnp.bfloat16):
@@ -23,6 +23,11 @@ def both(module, qkv, cos, sin, n, k, **kwargs):
     qkv, cos, sin, num_heads=n, num_kv_heads=k, **kwargs
   )
   return heads, module.join_heads(*heads, cos, -sin, **kwargs)
+
+
+def operands(module, qkv, cos, sin, n, k, **kwargs):
+  heads = reference_rope.split_heads(qkv, cos, sin, num_heads=n, num_kv_heads=k)
+  return module.join_heads_operand(*heads, cos, sin, **kwargs)
 
 
 def assert_near(actual, expected, dtype):
@@ -48,9 +53,22 @@ def test_equals_the_definition(shape, dtype):
   assert_near(both(rope, *arrays, *heads, interpret=True), want, dtype)
 
 
+@pytest.mark.parametrize("shape", [(2, 32, 4, 2, 16), (1, 16, 3, 3, 32)])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_operands_equal_the_definition(shape, dtype):
+  arrays, heads = case(*shape, dtype), shape[2:4]
+  want = operands(reference_rope, *arrays, *heads)
+  got = operands(rope, *arrays, *heads, interpret=True)
+  # A product and a sum that are one operation round to another BF16 neighbour
+  # once in 2^15 values or so, and then the codes may be neighbours.
+  assert_same_operand(got, want, 0.999)
+
+
 def test_lowers_for_an_h200():
   arrays = case(*SHAPES[0])
   text = lowered_for_h200(lambda *args: both(rope, *args, 4, 2), *arrays)
+  assert text.count("triton") >= 2
+  text = lowered_for_h200(lambda *args: operands(rope, *args, 4, 2), *arrays)
   assert text.count("triton") >= 2
 
 
@@ -68,6 +86,11 @@ def test_says_what_it_cannot_take():
   dq, dk = jnp.zeros((1, 12, 2, 16)), jnp.zeros((1, 12, 1, 16))
   _, cos, sin = case(1, 12, 2, 1, 16)
   assert "got 12" in rope.join_heads_unsupported(dq, dk, dk, cos, sin)
+  assert "got 12" in rope.join_heads_operand_unsupported(dq, dk, dk, cos, sin)
+  dq, dk = jnp.zeros((1, 8, 2, 16)), jnp.zeros((1, 8, 1, 16))
+  _, cos, sin = case(1, 8, 2, 1, 16)
+  reason = rope.join_heads_operand_unsupported(dq, dk, dk, cos, sin)
+  assert "multiples of 16 for columns" in reason
 
 
 @pytest.mark.gpu
@@ -76,3 +99,5 @@ def test_equals_the_definition_on_a_gpu(shape):
   arrays, heads = case(*shape), shape[2:4]
   want = both(reference_rope, *arrays, *heads)
   assert_near(both(rope, *arrays, *heads), want, jnp.bfloat16)
+  want = operands(reference_rope, *arrays, *heads)
+  assert_same_operand(operands(rope, *arrays, *heads), want, 0.999)
