@@ -37,11 +37,14 @@ _CUBIC = 0.044715
 
 
 def gelu_values(x: Array, *, approximate: bool) -> Array:
-  """x Phi(x) in f32, Phi by erf or by the tanh approximation."""
+  """x Phi(x) in f32, Phi by erf or by the tanh approximation.
+
+  (1 + tanh(u)) / 2 = sigmoid(2 u) does not cancel where tanh(u) is near -1.
+  """
   x = x.astype(jnp.float32)
   if approximate:
     inner = _SQRT_2_OVER_PI * (x + _CUBIC * x * x * x)
-    return 0.5 * x * (1 + jnp.tanh(inner))
+    return x * jax.nn.sigmoid(2 * inner)
   return 0.5 * x * (1 + jax.lax.erf(x * _SQRT_HALF))
 
 
@@ -49,12 +52,12 @@ def gelu_derivative(x: Array, *, approximate: bool) -> Array:
   """d gelu / dx in f32."""
   x = x.astype(jnp.float32)
   if approximate:
-    # Beyond 10 tanh is 1 in f32, and 0 times an overflowing slope would be NaN.
-    x = jnp.clip(x, -10, 10)
+    # Beyond 20 it is 0 or 1, and 0 times an overflowing slope would be NaN.
+    x = jnp.clip(x, -20, 20)
     inner = _SQRT_2_OVER_PI * (x + _CUBIC * x * x * x)
     slope = _SQRT_2_OVER_PI * (1 + 3 * _CUBIC * x * x)
-    tanh = jnp.tanh(inner)
-    return 0.5 * (1 + tanh) + 0.5 * x * (1 - tanh * tanh) * slope
+    cdf = jax.nn.sigmoid(2 * inner)
+    return cdf + 2 * x * cdf * (1 - cdf) * slope
   density = _INV_SQRT_2PI * jnp.exp(-0.5 * x * x)
   return 0.5 * (1 + jax.lax.erf(x * _SQRT_HALF)) + x * density
 

@@ -36,6 +36,14 @@ def gelu64(x, approximate):
   return 0.5 * x * (1 + np.vectorize(math.erf)(x / 2**0.5))
 
 
+def gelu_slope64(x):
+  """Derivative of the tanh approximation."""
+  c = (2 / np.pi) ** 0.5
+  tanh = np.tanh(c * (x + 0.044715 * x**3))
+  slope = c * (1 + 3 * 0.044715 * x**2)
+  return 0.5 * (1 + tanh) + 0.5 * x * (1 - tanh**2) * slope
+
+
 @pytest.mark.parametrize("width", WIDTHS)
 def test_activation_forwards_equal_float64(width):
   a, a_values = in_groups((ROWS, width), 1, factor=4)
@@ -139,8 +147,9 @@ def test_backward_operands_are_the_gradients_with_one_scale(width):
   dx, output = reference_activation.gelu_bwd_operands(
     dy, a, approximate=True, output_scale=scale, **keywords
   )
-  gelu = functools.partial(jax.nn.gelu, approximate=True)
-  assert_codes_stand_for(dx, jax.vjp(gelu, a_values)[1](dy)[0], E5M2)
+  # In f32 the gradient of a tanh is off by 2e-6 of the largest.
+  slope = gelu_slope64(np.asarray(a_values, np.float64))
+  assert_codes_stand_for(dx, np.asarray(dy, np.float64) * slope, E5M2)
   again = reference_activation.gelu_fwd(
     a, approximate=True, scale=scale, **keywords
   )

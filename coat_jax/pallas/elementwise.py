@@ -33,9 +33,14 @@ def pick_row_tile(m: int, n: int) -> blocks.Tile:
   return blocks.Tile(rows, columns, 4, down=m > rows * _MAX_ACROSS)
 
 
-def pick_tile(group_size: int) -> blocks.Tile:
-  """For what writes columns, 64 bytes of each: 16 values a thread."""
-  return blocks.Tile(64, max(64, group_size), 8)
+def pick_amax_tile(m: int) -> blocks.Tile:
+  """For what is only read: wider than it is high."""
+  return blocks.Tile(4, 512, 4, down=m > 4 * _MAX_ACROSS)
+
+
+def pick_tile(m: int) -> blocks.Tile:
+  """For what writes columns, 32 bytes of each: 32 values a thread."""
+  return blocks.Tile(32, 128, 4, down=m > 32 * _MAX_ACROSS)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -136,7 +136,7 @@ def gelu_fwd(
   del approximate  # see gelu_fwd_unsupported
   n = x.qvalue.shape[-1]
   m = x.qvalue.size // n
-  tile = pick_row_tile(m, n) if layout == "rows" else pick_tile(group_size)
+  tile = pick_row_tile(m, n) if layout == "rows" else pick_tile(m)
   work = Work(m, n, group_size, tile, interpret)
   rows, columns = _gelu_fwd(x, scale, layout, work)
   return Operand(rows, columns, scale)
@@ -202,7 +202,7 @@ def gelu_bwd_operands(
   m = dy.size // n
   work = Work(m, n, group_size, pick_row_tile(m, n), interpret)
   scale = bits_to_scale(_gradient_amax(dy, x, work), E5M2)
-  work = Work(m, n, group_size, pick_tile(group_size), interpret)
+  work = Work(m, n, group_size, pick_tile(m), interpret)
   rows, columns, output = _gradient(dy, x, scale, output_scale, work)
   return Operand(rows, columns, scale), Operand(None, output, output_scale)
 
@@ -228,8 +228,8 @@ def _amax_kernel(work, dy_ref, q_ref, scales_ref, bits_ref):
 def _gradient_values(work, dy_ref, q_ref, scales_ref) -> tuple[Array, Array]:
   """dx and y of a tile, zeros outside the matrix."""
   x = work.load_groups(q_ref, scales_ref)
-  # Beyond 10 s is 0 or 1, and 0 times an overflowing slope would be NaN.
-  near = ptx.clip(x, 10.0, interpret=work.interpret)
+  # Beyond 20 s is 0 or 1, and 0 times an overflowing slope would be NaN.
+  near = ptx.clip(x, 20.0, interpret=work.interpret)
   cdf = _cdf(near, work.interpret)
   slope = _SQRT_2_OVER_PI * (1 + 3 * _CUBIC * near * near)
   derivative = cdf + 2 * near * cdf * (1 - cdf) * slope

@@ -57,10 +57,10 @@ def pick_input_block(width: int) -> RowBlock:
 
 
 def pick_tile(m: int, n: int, group_size: int) -> blocks.Tile:
-  """32 values a thread, whole groups."""
+  """32 to 64 values a thread, whole groups."""
   if m * n < 2**21:
     return blocks.Tile(32, max(32, group_size), 1)
-  return blocks.Tile(64, 64, 4) if group_size <= 64 else blocks.Tile(32, 128, 4)
+  return blocks.Tile(64, 128, 4)
 
 
 def norm_input_unsupported(

@@ -174,6 +174,8 @@ def _bwd_kernel(
     codes = blocks.load(*at(q_ref, k, n))
     scale = blocks.load(*at(scale_ref, k, n // g))
     rstd = per_row(rstd_ref, k)
+    # Before the sums that dx waits for, though it is needed after them.
+    add = None if add_ref is None else blocks.load(*at(add_ref, k, n))
     x = blocks.dequantize_groups(codes, scale, group_size=g)
     if mean_ref is not None:
       x = x - per_row(mean_ref, k)
@@ -183,8 +185,8 @@ def _bwd_kernel(
     if mean_ref is not None:
       dx = dx - (jnp.sum(gradient, axis=-1) / n)[:, None]
     dx = dx * rstd
-    if add_ref is not None:
-      dx = dx + blocks.load(*at(add_ref, k, n))
+    if add is not None:
+      dx = dx + add
     rows, mask = at(dx_ref, k, n)
     blocks.store(rows, dx, mask)
     return dgamma + dy * xhat, dbeta + dy

@@ -46,8 +46,13 @@ class Flat:
 
 
 def pick_flat(elements: int) -> Flat:
-  """32 values a thread; smaller blocks where they would not fill the chip."""
-  return Flat(4096, 4) if elements >= 2**21 else Flat(1024, 1)
+  """16 values a thread; smaller blocks where they would not fill the chip."""
+  return Flat(2048, 4) if elements >= 2**20 else Flat(1024, 1)
+
+
+def pick_amax(elements: int) -> Flat:
+  """64 values a thread: fewer maxima for the second stage to read."""
+  return Flat(16384, 8) if elements >= 2**23 else Flat(1024, 1)
 
 
 def pick_tile(m: int, n: int) -> blocks.Tile:
@@ -135,7 +140,7 @@ def tensor_scale(
   x: Array, *, dtype: DTypeLike = E4M3, interpret: bool = False
 ) -> Array:
   """`reference.tensor_scale`: maxima of blocks, then XLA's maximum of them."""
-  amax = _tensor_amax(x, pick_flat(x.size), interpret)
+  amax = _tensor_amax(x, pick_amax(x.size), interpret)
   return amax_to_scale(amax, dtype)
 
 

@@ -109,7 +109,7 @@ def residual_add_bwd(
   m = g.size // n
   total, bits = _add(g, dx, Work(m, n, 1, pick_row_tile(m, n), interpret))
   scale = bits_to_scale(bits, E5M2)
-  rows, columns = _operand(g, dx, scale, Work(m, n, 1, pick_tile(1), interpret))
+  rows, columns = _operand(g, dx, scale, Work(m, n, 1, pick_tile(m), interpret))
   return total, Operand(rows, columns, scale)
 
 

@@ -37,6 +37,7 @@ from coat_jax.pallas import blocks, ptx
 from coat_jax.pallas.elementwise import (
   Work,
   bits_to_scale,
+  pick_amax_tile,
   pick_row_tile,
   pick_tile,
   split,
@@ -138,7 +139,7 @@ def silu_mul_fwd(
   """`reference_activation.silu_mul_fwd`."""
   f = gate.qvalue.shape[-1]
   m = gate.qvalue.size // f
-  tile = pick_row_tile(m, f) if layout == "rows" else pick_tile(group_size)
+  tile = pick_row_tile(m, f) if layout == "rows" else pick_tile(m)
   work = Work(m, f, group_size, tile, interpret)
   rows, columns = _silu_mul_fwd(gate, up, scale, layout, work)
   return Operand(rows, columns, scale)
@@ -215,9 +216,9 @@ def silu_mul_bwd_operands(
   """`reference_activation.silu_mul_bwd_operands`, in two passes."""
   f = dy.shape[-1]
   m = dy.size // f
-  work = Work(m, f, group_size, pick_row_tile(m, f), interpret)
+  work = Work(m, f, group_size, pick_amax_tile(m), interpret)
   scale = bits_to_scale(_gradients_amax(dy, gate, up, work), E5M2)
-  work = Work(m, f, group_size, pick_tile(group_size), interpret)
+  work = Work(m, f, group_size, pick_tile(m), interpret)
   rows, columns, product = _gradients(dy, gate, up, scale, product_scale, work)
   return Operand(rows, columns, scale), Operand(None, product, product_scale)
 
