@@ -32,13 +32,13 @@ def report_state(config: TrainConfig, state: TrainState) -> dict:
 
 def _count_powers(state: TrainState) -> dict[str, dict[int, int]]:
   """Counts k by sixteenths; groups of nothing but zeros have none."""
-  is_adam = lambda x: hasattr(x, "mu_range")  # noqa: E731
-  parts = jax.tree.leaves(state.optimizer, is_leaf=is_adam)
-  (adam,) = filter(is_adam, parts)
   counts = {}
   for name in ("mu", "nu"):
     total = np.zeros(256, np.int64)
-    trees = getattr(adam, f"{name}_range"), getattr(adam, f"{name}_amax")
+    trees = [
+      getattr(state.optimizer, f"{name}_{statistic}")
+      for statistic in ("range", "amax")
+    ]
     for power, amax in zip(*map(jax.tree.leaves, trees), strict=True):
       if power.ndim:  # A scalar stands in where a leaf stays f32.
         used = np.asarray(power)[np.asarray(amax) > 0]

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from coat_jax.optax_coat import coat_adamw
+from coat_jax import FusedTransformation, ScaleByCoatAdamState, fused_coat_adamw
 from train.config import TrainConfig
 from train.model import Decoder, loss_fn
 
@@ -25,13 +25,13 @@ class TrainState(NamedTuple):
   Attributes:
     step: int32, steps done.
     params: f32 master weights, nested dicts.
-    optimizer: What the optax chain keeps.
+    optimizer: Moments at rest, and the number of updates.
     exact: Moments in f32 of the same gradients, for reports only; () without.
   """
 
   step: jax.Array
   params: Any
-  optimizer: optax.OptState
+  optimizer: ScaleByCoatAdamState
   exact: optax.ScaleByAdamState | tuple[()]
 
 
@@ -83,26 +83,20 @@ def decays(params) -> Any:
   return jax.tree.map_with_path(is_decayed, params)
 
 
-def build_optimizer(config: TrainConfig) -> optax.GradientTransformation:
-  """Builds the chain: clip by global norm, then AdamW with resting moments."""
+def build_optimizer(config: TrainConfig) -> FusedTransformation:
+  """Builds AdamW with resting moments."""
   optim = config.optim
-  return optax.chain(
-    _clip(config),
-    coat_adamw(
-      learning_rate(config),
-      optim.b1,
-      optim.b2,
-      optim.eps,
-      codec=optim.moment_codec(),
-      weight_decay=optim.weight_decay,
-      mask=decays,
-      seed=config.seed,
-    ),
+  return fused_coat_adamw(
+    learning_rate(config),
+    optim.b1,
+    optim.b2,
+    optim.eps,
+    codec=optim.moment_codec(),
+    weight_decay=optim.weight_decay,
+    mask=decays,
+    seed=config.seed,
+    implementation="xla" if config.implementation == "xla" else None,
   )
-
-
-def _clip(config: TrainConfig) -> optax.GradientTransformation:
-  return optax.clip_by_global_norm(config.optim.grad_clip)
 
 
 def _exact_adam(config: TrainConfig) -> optax.GradientTransformation:
@@ -115,7 +109,7 @@ def build_graph(config: TrainConfig) -> nnx.GraphDef:
 
 
 def initial_state(
-  config: TrainConfig, optimizer: optax.GradientTransformation
+  config: TrainConfig, optimizer: FusedTransformation
 ) -> TrainState:
   """Builds the state before the first step; the seed alone draws the weights.
 
@@ -135,7 +129,7 @@ def initial_state(
 def train_step(
   config: TrainConfig,
   graph: nnx.GraphDef,
-  optimizer: optax.GradientTransformation,
+  optimizer: FusedTransformation,
 ) -> Callable[[TrainState, jax.Array], tuple[TrainState, StepMetrics]]:
   """Builds the function of (state, tokens int32 [B, T + 1]) that trains."""
   schedule = learning_rate(config)
@@ -145,19 +139,22 @@ def train_step(
       return loss_fn(nnx.merge(graph, params), tokens)
 
     loss, grads = jax.value_and_grad(loss_of)(state.params)
-    updates, optimizer_state = optimizer.update(
-      grads, state.optimizer, state.params
+    # Clipped by the global norm, in the optimizer's pass over the gradients.
+    norm = optax.tree.norm(grads)
+    largest = config.optim.grad_clip
+    grad_scale = jnp.where(norm < largest, 1.0, largest / norm)
+    params, optimizer_state = optimizer.apply(
+      grads, state.optimizer, state.params, grad_scale=grad_scale
     )
     metrics = StepMetrics(
       loss=loss,
-      grad_norm=optax.tree.norm(grads),
+      grad_norm=norm,
       lr=jnp.asarray(schedule(state.step), jnp.float32),
       is_finite=finite_leaves(grads),
     )
-    params = optax.apply_updates(state.params, updates)
     exact = state.exact
     if config.report_state:
-      clipped = _clip(config).update(grads, optax.EmptyState())[0]
+      clipped = jax.tree.map(lambda g: g * grad_scale, grads)
       exact = _exact_adam(config).update(clipped, exact)[1]
     state = TrainState(state.step + 1, params, optimizer_state, exact)
     return state, metrics

@@ -116,7 +116,7 @@ def test_the_optimizer_state_is_counted():
 def test_a_report_counts_powers_and_errors(trained):
   state, _ = trained
   row = report.report_state(SMALL, state)
-  adam = state.optimizer[1][0]
+  adam = state.optimizer
   for moment in ("mu", "nu"):
     ranges = jax.tree.leaves(getattr(adam, f"{moment}_range"))
     groups = sum(leaf.size for leaf in ranges if leaf.ndim)
