@@ -15,6 +15,9 @@ layer.scan (--scan-memory): by how many U the temporary memory of a scan over
 layers grows with each layer, (16 layers - 8 layers) / 8. That is what training
 pays for a layer, checkpoints included, and takes no run.
 
+Codes of weights (weight_cache="codes") are computed before and not timed: they
+are for several microbatches. Nor are they counted as temporary.
+
 With --compile-only nothing is run, and everything is compiled for an H200
 (`benchmarks.aot`); then there are no times.
 """
@@ -109,10 +112,16 @@ class Layer:
     )
     self.graph, self.params = nnx.split(layer, nnx.Param)
 
-  def forward(self, params, x):
-    """One layer: [B, T, D] to the same."""
+  def forward(self, params, x, codes=None):
+    """One layer, [B, T, D] to the same; makes what `weight_codes` did not."""
     graph, state = self._cached(params)
+    if codes is not None:
+      state = nnx.merge_state(params, codes)
     return self._remembering(graph, in_scan=False)(state, x)
+
+  def weight_codes(self, params):
+    """What weight_cache="codes" keeps, for as many calls as one likes."""
+    return nnx.split_state(self._cached(params)[1], nnx.Param, ...)[1]
 
   def scanned(self, params, x):
     """All layers of parameters that are stacked over layers."""
@@ -136,8 +145,8 @@ class Layer:
 def with_gradients(forward: Callable) -> Callable:
   """(params, x, dy) to the output and the gradients, as training needs them."""
 
-  def full(params, x, dy):
-    y, backward = jax.vjp(forward, params, x)
+  def full(params, x, dy, *codes):
+    y, backward = jax.vjp(lambda *args: forward(*args, *codes), params, x)
     return y, *backward(dy)
 
   return full
@@ -184,6 +193,12 @@ def time_rows(config, variant, case, options) -> list[dict]:
     further["remembered_units"] = counted["total"] / (2 * config.d_model)
   if not options.compile_only:
     arrays = make_arrays(layer, config, shape, options.param_dtype)
+  codes, code_specs = (), ()
+  if variant.recipe.weight_cache == "codes":
+    # Computed once, as for all the microbatches of a step.
+    code_specs = (jax.eval_shape(layer.weight_codes, specs[0]),)
+    if not options.compile_only:
+      codes = (jax.jit(layer.weight_codes)(arrays[0]),)
   rows = []
   for mode, fn, count in (
     ("forward", layer.forward, 2),
@@ -191,11 +206,11 @@ def time_rows(config, variant, case, options) -> list[dict]:
   ):
     values = dict(
       temporary_bytes=temporary_bytes(
-        fn, specs[:count], compile_only=options.compile_only
+        fn, specs[:count] + code_specs, compile_only=options.compile_only
       )
     )
     if not options.compile_only:
-      timing = measure(fn, *arrays[:count], repeats=options.repeats)
+      timing = measure(fn, *arrays[:count], *codes, repeats=options.repeats)
       values |= timing.row | {"tflops": timing.tflops(flops[mode])}
     if mode == "full":
       values |= further

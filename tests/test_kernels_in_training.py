@@ -35,14 +35,14 @@ def losses(config):
 
 
 def test_losses_are_those_of_the_definition():
+  # While the learning rate still rises: later what is off by a last bit grows
+  # (two runs of the definition whose eps differs by a tenth are as far apart).
   config = demo()
   config = dataclasses.replace(
-    config,
-    model=dataclasses.replace(config.model, num_layers=2),
-    steps=STEPS,
+    config, model=dataclasses.replace(config.model, num_layers=2)
   )
   kernels = losses(config)
   definition = losses(dataclasses.replace(config, implementation="xla"))
   print("largest difference:", np.max(np.abs(kernels - definition)))
-  assert kernels[-1] < kernels[0] - 1
+  assert kernels[-1] < kernels[0] - 0.5
   np.testing.assert_allclose(kernels, definition, rtol=0, atol=1e-3)
