@@ -6,23 +6,25 @@ can be filtered and compared; what people read meanwhile goes to the standard
 error. Its keys: bench, case (what was measured), the measured values, and date
 (UTC), jax, device.
 
-`measure` times calls in groups. On a GPU the calls of a group wait behind a
-matrix product until all of them are enqueued, so that a kernel of some
-microseconds is timed and not Python's dispatch of it; and arguments and results
-that would fit into the second-level cache are there several times and take
-turns, so that each call finds its arguments in memory.
+`measure` times calls in groups: from the first call's dispatch to the last
+one's end, since a GPU works on one while Python dispatches the next. Where a
+call takes a GPU less time than its dispatch takes Python, the time is what the
+profiler saw of its kernels. Arguments and results that would fit into the
+second-level cache are there several times and take turns, so that each call
+finds its arguments in memory.
 """
 
 import dataclasses
 import datetime
-import functools
 import json
 import math
 import os
 import platform
 import sys
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -32,11 +34,15 @@ from coat_jax.formats import E4M3
 
 # What calls that take turns have to exceed together: twice an H200's cache.
 _CACHE_BYTES = 2 * 60 * 2**20
-# A group is to take as long, so that the clock's and the wait's errors vanish.
-_GROUP_SECONDS = 5e-3
-# JAX lets 32 computations wait for a GPU; the matrix products are some of them.
+# A group is to take as long, so that its first dispatch and the wait for its
+# end do not count; a card's clock has time to settle.
+_GROUP_SECONDS = 0.1
 _MOST_CALLS = 24
 _WARM_UP_CALLS = 3
+# Calls that take less than this are dispatched no faster than they run.
+_SHORTEST_SECONDS = 5e-4
+_PROFILED_CALLS = 10
+_GROUP_NAME = "measured group "
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,10 +92,12 @@ def measure(
   """
   calls = _Calls(fn, args, donate)
   _group(calls, _WARM_UP_CALLS)
-  once = _group(calls, 1)
-  count = min(math.ceil(_GROUP_SECONDS / once), _MOST_CALLS)
-  group = _group_behind_work if jax.default_backend() == "gpu" else _group
-  times = [group(calls, count) / count for _ in range(repeats)]
+  once = _group(calls, _PROFILED_CALLS) / _PROFILED_CALLS
+  if jax.default_backend() == "gpu" and once < _SHORTEST_SECONDS:
+    times = _kernel_seconds(calls, _PROFILED_CALLS, repeats)
+  else:
+    count = min(math.ceil(_GROUP_SECONDS / once), _MOST_CALLS)
+    times = [_group(calls, count) / count for _ in range(repeats)]
   p20, median, p80 = np.percentile(times, [20, 50, 80]) * 1e3
   return Timing(float(median), float(p20), float(p80))
 
@@ -237,31 +245,32 @@ def _group(calls: _Calls, count: int) -> float:
   return time.perf_counter() - start
 
 
-def _group_behind_work(calls: _Calls, count: int) -> float:
-  """Seconds of so many calls, which the GPU carries out one after another."""
-  for products in (1, 2, 4):
-    work = _work()
-    for _ in range(products):
-      work = _more_work(work)
-    for _ in range(count - 1):
-      calls()
-    last = calls()
-    # Only a GPU that had work all the time has not waited for Python.
-    kept_busy = not work.is_ready()
-    jax.block_until_ready(work)
-    start = time.perf_counter()
-    jax.block_until_ready(last)
-    if kept_busy:
-      return time.perf_counter() - start
-  return _group(calls, count)
-
-
-@functools.cache
-def _work() -> jax.Array:
-  return jnp.zeros((8192, 8192), jnp.bfloat16)
-
-
-@jax.jit
-def _more_work(x: jax.Array) -> jax.Array:
-  """About 3 milliseconds on an H200."""
-  return x @ x @ x
+def _kernel_seconds(calls: _Calls, count: int, repeats: int) -> list[float]:
+  """Seconds of a call's kernels, for each group of `count` calls."""
+  with tempfile.TemporaryDirectory() as folder:
+    with jax.profiler.trace(folder):
+      for i in range(repeats):
+        with jax.profiler.TraceAnnotation(f"{_GROUP_NAME}{i}"):
+          _group(calls, count)
+        # Clocks of device and host agree to less than this.
+        time.sleep(1e-3)
+    (path,) = Path(folder).rglob("*.xplane.pb")
+    data = jax.profiler.ProfileData.from_file(str(path))
+  groups, kernels = {}, []
+  for plane in data.planes:
+    for line in plane.lines:
+      if "GPU" in plane.name and "Stream" in line.name:
+        kernels += [(e.start_ns, e.duration_ns) for e in line.events]
+      elif "GPU" not in plane.name:
+        groups |= {
+          e.name: (e.start_ns, e.start_ns + e.duration_ns)
+          for e in line.events
+          if e.name.startswith(_GROUP_NAME)
+        }
+  assert len(groups) == repeats, groups
+  return [
+    sum(took for start, took in kernels if first <= start <= last)
+    / count
+    * 1e-9
+    for first, last in groups.values()
+  ]

@@ -24,28 +24,14 @@ def test_times_are_those_of_one_call():
   assert fast.p80_ms < 20
 
 
-class Work:
-  """Stands in for an array that is computed meanwhile, or already was."""
-
-  def __init__(self, seconds):
-    self.seconds = seconds
-
-  def is_ready(self):
-    return self.seconds == 0
-
-  def block_until_ready(self):
-    time.sleep(self.seconds)
-    return self
-
-
-@pytest.mark.parametrize("seconds, least", [(0.5, 0), (0, 0.06)])
-def test_calls_behind_work_do_not_count_the_work(seconds, least, monkeypatch):
-  calls = harness._Calls(sleeping, (jnp.ones(4),), ())
-  harness._group(calls, 1)
-  monkeypatch.setattr(harness, "_work", lambda: None)
-  monkeypatch.setattr(harness, "_more_work", lambda _: Work(seconds))
-  # Where there was not enough of it, calls are timed from their dispatch.
-  assert least <= harness._group_behind_work(calls, 3) < 0.3
+@pytest.mark.gpu
+def test_short_calls_take_what_their_kernels_take():
+  x = jax.random.normal(jax.random.key(0), (8192, 8192))
+  timing = harness.measure(jnp.negative, x, repeats=3)
+  # 512 MiB at no more than the memory's 4.8 TB/s, and at no less than a half.
+  assert 0.11 <= timing.median_ms <= 0.3
+  small = harness.measure(jnp.negative, x[:256], repeats=3)
+  assert 0.002 <= small.median_ms <= 0.02
 
 
 def test_rates_follow_from_the_median():
