@@ -61,10 +61,12 @@ def inside(
   return mask
 
 
-def load(ref, mask: Array | None = None) -> Array:
-  """A block as f32, zeros where the mask is False."""
+def load(
+  ref, mask: Array | None = None, *, dtype: DTypeLike = jnp.float32
+) -> Array:
+  """A block in `dtype`, zeros where the mask is False."""
   zero = None if mask is None else jnp.zeros((), ref.dtype)
-  return plt.load(ref, mask=mask, other=zero).astype(jnp.float32)
+  return plt.load(ref, mask=mask, other=zero).astype(dtype)
 
 
 def store(ref, x: Array, mask: Array | None = None) -> None:

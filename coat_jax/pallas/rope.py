@@ -18,6 +18,7 @@ jax 0.11.2, [8192, 3 * 32 * 128]) each of the first two takes 105 microseconds,
 3.8 TB/s, where XLA's backward, a sum of padded parts, took 270.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -148,6 +149,14 @@ def join_heads_operand_unsupported(
   return reason
 
 
+@dataclasses.dataclass(frozen=True)
+class Share:
+  """A program's rows of one key head's columns, and the warps on it."""
+
+  rows: int
+  warps: int
+
+
 def join_heads_operand(
   dq: Array,
   dk: Array,
@@ -158,42 +167,49 @@ def join_heads_operand(
   interpret: bool = False,
 ) -> Operand:
   """`reference_rope.join_heads_operand`."""
-  return _join_heads_operand(dq, dk, dv, cos, sin, interpret)
+  t = dq.shape[1]
+  amax, codes = Share(_rows(t, 32), 4), Share(_rows(t, 32), 8)
+  return _join_heads_operand(dq, dk, dv, cos, sin, amax, codes, interpret)
 
 
-@functools.partial(jax.jit, static_argnames=("interpret",))
-def _join_heads_operand(dq, dk, dv, cos, sin, interpret):
+@functools.partial(
+  jax.jit, static_argnames=("amax_share", "share", "interpret")
+)
+def _join_heads_operand(
+  dq, dk, dv, cos, sin, amax_share: Share, share: Share, interpret
+):
   b, t, num_heads, h = dq.shape
   kv_heads = dk.shape[2]
   r, m, columns = num_heads // kv_heads, b * t, (num_heads + 2 * kv_heads) * h
-  rows = _rows(t, 64)
-  joined, table, query, single = _specs(t, r, h, rows)
   arrays = (*(x.reshape(m, -1) for x in (dq, dk, dv)), cos, sin)
-  shared = dict(
-    grid=(m // rows, kv_heads),
-    compiler_params=blocks.compiler_params(4),
-    interpret=interpret,
-  )
+  _, table, query, single = _specs(t, r, h, amax_share.rows)
+  grid = m // amax_share.rows, kv_heads
   bits = pl.pallas_call(
     functools.partial(_amax_kernel, r=r, h=h),
+    grid=grid,
     in_specs=[query, single, single, table, table],
     out_specs=pl.BlockSpec((1, 1), lambda i, j: (i, j)),
-    out_shape=jax.ShapeDtypeStruct((m // rows, kv_heads), jnp.int32),
+    out_shape=jax.ShapeDtypeStruct(grid, jnp.int32),
+    compiler_params=blocks.compiler_params(amax_share.warps),
+    interpret=interpret,
     name="join_heads_amax",
-    **shared,
   )(*arrays)
   amax = jax.lax.bitcast_convert_type(jnp.max(bits), jnp.float32)
   scale = amax_to_scale(amax, E5M2)
+  rows = share.rows
+  joined, table, query, single = _specs(t, r, h, rows)
   codes = pl.pallas_call(
     functools.partial(_operand_kernel, r=r, h=h, interpret=interpret),
+    grid=(m // rows, kv_heads),
     in_specs=[query, single, single, table, table, blocks.scalar_spec()],
     out_specs=[joined, pl.BlockSpec(((r + 2) * h, rows), lambda i, j: (j, i))],
     out_shape=[
       jax.ShapeDtypeStruct((m, columns), E5M2),
       jax.ShapeDtypeStruct((columns, m), E5M2),
     ],
+    compiler_params=blocks.compiler_params(share.warps),
+    interpret=interpret,
     name="join_heads_operand",
-    **shared,
   )(*arrays, scale.reshape(1))
   return Operand(codes[0].reshape(b, t, -1), codes[1], scale)
 

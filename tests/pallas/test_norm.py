@@ -194,11 +194,12 @@ def gradients(shape, kind, group_size=16, dtype=BF16):
 @pytest.mark.parametrize(
   "shape, group_size, chunk",
   [
-    ((5, 48), 16, (4, 3)),
+    ((5, 48), 16, (4, 3, 1, True)),
     # A whole number of blocks, but not of chunks; then neither.
-    ((32, 176), 16, (4, 3)),
-    ((2, 9, 688), 16, (4, 2)),
-    ((4, 256), 128, (1, 4)),
+    ((32, 176), 16, (4, 3, 1, True)),
+    ((32, 176), 16, (4, 3, 1, False)),
+    ((2, 9, 688), 16, (4, 2, 1, True)),
+    ((4, 256), 128, (1, 4, 1, False)),
   ],
   ids=str,
 )
@@ -213,7 +214,7 @@ def test_backward_is_the_definitions(shape, group_size, chunk, kind):
     add,
     group_size,
     jnp.dtype(F32),
-    norm_backward.Chunk(*chunk, 1),
+    norm_backward.Chunk(*chunk),
     True,
   )
   expected = run(
