@@ -76,6 +76,8 @@ VARIANTS = {
   "bf16": Variant(recipes.bf16()),
   "bf16_dots": Variant(recipes.bf16(), "dots"),
   "bf16_nothing": Variant(recipes.bf16(), "nothing"),
+  # The minimal set, kept in BF16.
+  "bf16_names": Variant(recipes.bf16(), "names"),
   "fp8_linear": Variant(recipes.fp8_linear()),
   "coat": Variant(_coat(residuals="coat")),
   "minimal": Variant(_coat()),

@@ -12,6 +12,7 @@ Attention is cuDNN's ("cudnn"), forward and backward, BF16 or f16.
 """
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -119,7 +120,7 @@ def attention_fwd(
   q: Array, k: Array, v: Array, *, causal: bool
 ) -> AttentionResiduals:
   """`reference_attention.attention_fwd`."""
-  out, lse = cudnn.dot_product_attention(
+  results: Any = cudnn.dot_product_attention(
     q,
     k,
     v,
@@ -127,6 +128,7 @@ def attention_fwd(
     mask_type=_mask_type(causal),
     return_residual=True,
   )
+  out, lse = results
   # cuDNN's statistics are [B, N, T].
   return AttentionResiduals(out, jnp.swapaxes(lse, 1, 2))
 

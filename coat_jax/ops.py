@@ -91,6 +91,9 @@ __all__ = [
 ]
 
 
+type Kernels = tuple[tuple[Implementation, str], ...]
+
+
 @dataclasses.dataclass(frozen=True)
 class Op[R]:
   """An operation with all who can carry it out.
@@ -103,7 +106,7 @@ class Op[R]:
   """
 
   definition: Callable[..., R]
-  kernels: tuple[tuple[Implementation, str], ...] = ()
+  kernels: Kernels = ()
   check: Callable[..., None] | None = None
 
   @property
@@ -233,15 +236,16 @@ def _check_attention(q, k, v, *, causal: bool) -> None:
     )
 
 
-_QUANTIZE = (("triton", "quantize"),)
-_NORM = (("triton", "norm"),)
-_NORM_BACKWARD = (("triton", "norm_backward"),)
-_SWIGLU = (("triton", "swiglu"),)
-_GELU = (("triton", "gelu"),)
-_RESIDUAL_ADD = (("triton", "residual_add"),)
-_ROPE = (("triton", "rope"),)
-_CUBLAS = (("cublas", "nvidia"),)
-_CUDNN = (("cudnn", "nvidia"),)
+_QUANTIZE: Kernels = (("triton", "quantize"),)
+_NORM: Kernels = (("triton", "norm"),)
+_NORM_BACKWARD: Kernels = (("triton", "norm_backward"),)
+_SWIGLU: Kernels = (("triton", "swiglu"),)
+_GELU: Kernels = (("triton", "gelu"),)
+_RESIDUAL_ADD: Kernels = (("triton", "residual_add"),)
+_ROPE: Kernels = (("triton", "rope"),)
+_OPTIMIZER: Kernels = (("mosaic", "optimizer"),)
+_CUBLAS: Kernels = (("cublas", "nvidia"),)
+_CUDNN: Kernels = (("cudnn", "nvidia"),)
 
 quantize_groups = Op(reference.quantize_groups, _QUANTIZE)
 quantize_tensor = Op(reference.quantize_tensor, _QUANTIZE)
@@ -278,5 +282,5 @@ join_heads_operand = Op(reference_rope.join_heads_operand, _ROPE)
 attention_fwd = Op(reference_attention.attention_fwd, _CUDNN, _check_attention)
 attention_bwd = Op(reference_attention.attention_bwd, _CUDNN)
 
-adam_update = Op(adam.adam_update, (("mosaic", "optimizer"),))
-adamw_step = Op(adam.adamw_step, (("mosaic", "optimizer"),))
+adam_update = Op(adam.adam_update, _OPTIMIZER)
+adamw_step = Op(adam.adamw_step, _OPTIMIZER)

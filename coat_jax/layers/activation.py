@@ -65,6 +65,8 @@ def silu_mul(
     )
   if recipe.nonlinear == "fp8":
     return _fp8_silu_mul(gate, up, recipe.group_size, recipe.implementation)
+  # Named for checkpoint policies: the same set can be kept in BF16.
+  gate, up = remember("activation", (gate, up))
   return (jax.nn.silu(gate) * up).astype(gate.dtype)
 
 

@@ -90,12 +90,11 @@ def linear(
   Raises:
     ValueError: x's last axis is not w's first.
   """
-  out_features = w.shape[1:]
+  shape = *x.shape[:-1], *w.shape[1:]
   if recipe.linear == "fp8":
-    y = _fp8_linear(x, w, bias, cache, recipe)
-  else:
-    y = add_bias(x @ as_matrix(w).astype(x.dtype), as_row(bias))
-  return y.reshape(*x.shape[:-1], *out_features)
+    return jnp.reshape(_fp8_linear(x, w, bias, cache, recipe), shape)
+  y = add_bias(x @ as_matrix(w).astype(x.dtype), as_row(bias))
+  return y.reshape(shape)
 
 
 def keep_scale(cache: Operand | None, w: Operand) -> Operand:

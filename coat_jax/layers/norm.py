@@ -90,6 +90,8 @@ def norm(
     return _fp8_norm(
       x, gamma, beta, kind, eps, recipe.group_size, recipe.implementation
     )
+  # Named for checkpoint policies: the same set can be kept in BF16.
+  x = remember("norm", x)
   return ops.norm_values(x, gamma, beta, kind=kind, eps=eps)[0].astype(x.dtype)
 
 

@@ -114,9 +114,8 @@ def _norm_bwd(
   mean = None if stats.mean is None else stats.mean.reshape(m)
   # Without a mean there is seldom a beta: its sum costs registers here, and
   # nothing where XLA finds it unused.
-  sums = [jax.ShapeDtypeStruct((programs, n), jnp.float32)]
-  sums.append(None if mean is None else sums[0])
-  sum_specs = [pl.BlockSpec((1, width), lambda i: (i, 0)) for _ in sums]
+  sums = jax.ShapeDtypeStruct((programs, n), jnp.float32)
+  sums_spec = pl.BlockSpec((1, width), lambda i: (i, 0))
   dx, dgamma, dbeta = pl.pallas_call(
     functools.partial(_bwd_kernel, shape=(m, n), g=group_size, chunk=chunk),
     grid=(programs,),
@@ -129,8 +128,12 @@ def _norm_bwd(
       per_row,
       None if add is None else rows,
     ],
-    out_specs=[rows, sum_specs[0], None if mean is None else sum_specs[1]],
-    out_shape=[jax.ShapeDtypeStruct((m, n), dtype), *sums],
+    out_specs=[rows, sums_spec, None if mean is None else sums_spec],
+    out_shape=[
+      jax.ShapeDtypeStruct((m, n), dtype),
+      sums,
+      None if mean is None else sums,
+    ],
     compiler_params=blocks.compiler_params(chunk.warps),
     interpret=interpret,
     name="norm_bwd",
@@ -178,7 +181,7 @@ def _bwd_kernel(
     index = (first + k, 0)[: len(axes)]
     return block, blocks.inside(block.shape, axes, index)
 
-  def load(k):
+  def load(k) -> list:
     """What a step reads, in the dtypes that memory has."""
     return [
       None
