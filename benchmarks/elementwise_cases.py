@@ -128,6 +128,14 @@ def _rope(sizes):
     lambda op, *args: op(*args),
     num_bytes=cost,
   )
+  # Two passes read the gradients, one writes a byte in each layout.
+  yield of_op(
+    ops.join_heads_operand,
+    shape,
+    lambda: (*normal(3, b, t, n, h), *angles()),
+    lambda op, *args: op(*args),
+    num_bytes=3 * b * t * n * h * (2 + 2 + 1 + 1),
+  )
 
 
 def _residual_add(sizes):

@@ -133,7 +133,7 @@ class Op[R]:
         f"{self.name}: implementation must be one of {self.implementations}, "
         f"got {implementation!r}"
       )
-    reason = self._unsupported(module, args, kwargs)
+    reason = self._unsupported(implementation, module, args, kwargs)
     if reason is not None:
       raise NotImplementedError(
         f"{reason}; pass implementation=None to have XLA do it there"
@@ -142,8 +142,8 @@ class Op[R]:
 
   def _choose(self, args, kwargs) -> R:
     """The kernel where this is compiled for a GPU, if there is one."""
-    for _, module in self.kernels if _targets_gpu() else ():
-      if self._unsupported(module, args, kwargs) is None:
+    for name, module in self.kernels if _targets_gpu() else ():
+      if self._unsupported(name, module, args, kwargs) is None:
         # Once more when it is lowered: on a machine with a GPU a computation
         # can be put on the CPU.
         return jax.lax.platform_dependent(
@@ -157,7 +157,7 @@ class Op[R]:
     """See `ops.explain`."""
     reasons = []
     for name, module in self.kernels:
-      reason = self._unsupported(module, args, kwargs)
+      reason = self._unsupported(name, module, args, kwargs)
       if reason is None:
         return f"{self.name}: {name} on a GPU, xla elsewhere"
       reasons.append(reason)
@@ -167,7 +167,14 @@ class Op[R]:
   def _kernel(self, module: str) -> Callable[..., R]:
     return getattr(_module(module), self.name)
 
-  def _unsupported(self, module: str, args, kwargs) -> str | None:
+  def _unsupported(
+    self, implementation: str, module: str, args, kwargs
+  ) -> str | None:
+    if implementation in ("triton", "mosaic") and _may_be_partitioned():
+      return (
+        f"{self.name}: with several GPUs a kernel sees one device's part only "
+        "inside jax.shard_map"
+      )
     return getattr(_module(module), f"{self.name}_unsupported")(*args, **kwargs)
 
 
@@ -204,6 +211,16 @@ def _targets_gpu() -> bool:
     return False
   # Ada has FP8 as well; GPUs before it have not, nor have AMD's this kind.
   return float(getattr(jax.devices()[0], "compute_capability", 0)) >= 8.9
+
+
+def _may_be_partitioned() -> bool:
+  """Whether XLA may gather arrays for a kernel, which it cannot partition."""
+  mesh = jax.sharding.get_abstract_mesh()
+  inside_shard_map = not mesh.empty and not (
+    mesh.auto_axes or mesh.explicit_axes
+  )
+  several = jax.default_backend() == "gpu" and jax.device_count() > 1
+  return several and not inside_shard_map
 
 
 def _check_linear(x: Operand, w: Operand, **kwargs) -> None:

@@ -82,6 +82,32 @@ def test_a_named_implementation_never_falls_back():
   assert ops.linear_fwd.implementations == ("xla", "cublas")
 
 
+def test_with_several_gpus_kernels_run_inside_shard_map_only(monkeypatch):
+  x = jnp.ones((16, 64))
+  monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+  assert jax.device_count() > 1
+
+  def explain(x):
+    return ops.explain(ops.quantize_groups, x, group_size=16)
+
+  assert "only inside jax.shard_map" in explain(x)
+  # XLA partitions cuBLASLt's and cuDNN's calls.
+  assert "cublas on a GPU" in ops.explain(ops.linear_fwd, *operands())
+  found = []
+  auto = (jax.sharding.AxisType.Auto,)
+  mesh = jax.make_mesh((8,), ("data",), axis_types=auto)
+  jax.eval_shape(
+    jax.shard_map(
+      lambda x: found.append(explain(x)) or x,
+      mesh=mesh,
+      in_specs=jax.P("data"),
+      out_specs=jax.P("data"),
+    ),
+    x,
+  )
+  assert found[-1] == "quantize_groups: triton on a GPU, xla elsewhere"
+
+
 def test_operands_that_do_not_fit_are_refused():
   x, w = operands()
   with pytest.raises(ValueError, match="x in rows and a weight"):

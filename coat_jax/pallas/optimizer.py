@@ -40,27 +40,25 @@ from coat_jax.stochastic import mix
 _GOLDEN = 0x9E3779B9
 
 
-def adam_update_unsupported(
-  g, resting, key, scalars, *, groups, interpret: bool = False
-) -> str | None:
+def adam_update_unsupported(g, resting, key, scalars, *, groups) -> str | None:
   """Why the kernel cannot take these, or None."""
   del key
   if scalars.gradient_ratio is not None:
     return "adam_update: the kernel has no Nesterov momentum"
-  return _unsupported("adam_update", resting, groups, (g,), interpret)
+  return _unsupported("adam_update", resting, groups, (g,))
 
 
 def adamw_step_unsupported(
-  p, g, resting, keys, scalars, step, *, groups, interpret: bool = False
+  p, g, resting, keys, scalars, step, *, groups
 ) -> str | None:
   """Why the kernel cannot take these, or None."""
   del keys, step
   if scalars.gradient_ratio is not None:
     return "adamw_step: the kernel has no Nesterov momentum"
-  return _unsupported("adamw_step", resting, groups, (p, g), interpret)
+  return _unsupported("adamw_step", resting, groups, (p, g))
 
 
-def _unsupported(op, resting, groups, arrays, interpret) -> str | None:
+def _unsupported(op, resting, groups, arrays) -> str | None:
   shape = resting.mu.codes.shape
   if any(isinstance(codec, Plain) for codec in groups):
     return f"{op}: moments that are not encoded have no groups"
@@ -74,18 +72,7 @@ def _unsupported(op, resting, groups, arrays, interpret) -> str | None:
   wrong = {x.dtype.name for x in arrays} - {"float32", "bfloat16"}
   if wrong:
     return f"{op}: parameters and gradients must be f32 or bf16, got {wrong}"
-  if not interpret and jax.default_backend() == "gpu" and _may_be_split():
-    return (
-      f"{op}: with several GPUs a kernel sees one device's part only inside "
-      "jax.shard_map"
-    )
   return None
-
-
-def _may_be_split() -> bool:
-  mesh = jax.sharding.get_abstract_mesh()
-  inside = not mesh.empty and not (mesh.auto_axes or mesh.explicit_axes)
-  return jax.device_count() > 1 and not inside
 
 
 def adam_update(g, resting, key, scalars, *, groups, interpret: bool = False):

@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The picture of a layer's times."""
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks import plot
+
+ROWS = Path(__file__).parents[2] / "docs" / "rows" / "layer.jsonl"
+
+
+def test_a_picture_is_drawn_of_the_rows_that_the_docs_cite(tmp_path):
+  out = tmp_path / "layer.png"
+  plot.main([str(ROWS), str(out)])
+  assert out.read_bytes().startswith(b"\x89PNG")
+  rows = plot.read_rows(ROWS)
+  assert {row["case"]["variant"] for row in rows} >= {"bf16", "minimal"}
+
+
+def test_rows_without_times_are_refused(tmp_path):
+  rows = tmp_path / "rows.jsonl"
+  rows.write_text('{"bench": "layer.scan", "case": {}}\n')
+  with pytest.raises(ValueError, match="must hold rows of layer.time"):
+    plot.read_rows(rows)
