@@ -5,18 +5,19 @@
   gelu_fwd           y = gelu(x), as rows, as columns or as both
   gelu_bwd_operands  dx = dy gelu'(x) in both layouts, and y's columns
 
-The tanh approximation, written with the sigmoid that it is:
+The tanh approximation, as the sigmoid that it is:
 
   1 + tanh(u) = 2 s,  s = sigmoid(2 u),  u = sqrt(2 / pi) (x + 0.044715 x^3)
   gelu = x s,  gelu' = s + 2 x s (1 - s) du/dx
 
-It takes fewer instructions, and cancels nothing where tanh is near -1. There
-the definition's own values are rounding errors, 2^-25 |x| for y, which E5M2
-shows in gradients: with x = 3 N(0, 1) in 6 % of the codes. Tiles and passes are
-as in `swiglu`.
+Tiles and passes are as in `swiglu`.
 
 Bytes for each value, BF16: gelu_input 2 + 1 + 2 / G; gelu_fwd 1 + 2 / G, and 1
 a layout; gelu_bwd_operands 2 * (2 + 1 + 2 / G) + 3.
+
+On an H200 (2026-11-21, jax 0.11.2, [8192, 11008], G = 16): gelu_input 99
+microseconds, gelu_fwd rows 74, gelu_bwd_operands 308; XLA takes 256, 216 and
+1151.
 """
 
 import functools

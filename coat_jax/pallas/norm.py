@@ -17,6 +17,10 @@ given the statistics and works in tiles. ("rms": no mean.)
 
 Bytes per element, x in BF16: norm_input 2 + 1 + 2 / G; norm_fwd 1 + 2 / G, and
 1 a layout.
+
+On an H200 (2026-11-21, jax 0.11.2, [8192, 4096], G = 16, "rms"): norm_input 40
+microseconds, 2.6 TB/s; norm_fwd rows 30, columns 32, 2.2 to 2.4; XLA takes 113,
+63 and 88.
 """
 
 import dataclasses

@@ -19,6 +19,10 @@ stored 16 bytes at a time, and x is read once for both layouts.
 Bytes per element, x in BF16: groups 2 + 1 + 2 / G; tensor_scale 2; a given
 scale 2 + 1, both layouts 2 + 2. About 8 instructions an element for groups,
 where the division by a scale is a product with its reciprocal, found once.
+
+On an H200 (2026-11-21, jax 0.11.2, BF16 [8192, 16384]): groups of 16 in 98
+microseconds, 4.3 TB/s; tensor_scale 63, 4.3; both layouts of a given scale 144,
+3.7; XLA takes 310, 63 and 343.
 """
 
 import dataclasses

@@ -15,6 +15,9 @@ the sum of the first is rounded already.
 
 Bytes for each value, BF16: residual_add_fwd 3 * 2 + 1 + 2 / G, residual_add_bwd
 3 * 2 + 2 * 2 + 2.
+
+On an H200 (2026-11-21, jax 0.11.2, [8192, 4096], G = 16): 61 and 115
+microseconds, 3.9 and 2.9 TB/s; XLA takes 112 and 176.
 """
 
 import functools

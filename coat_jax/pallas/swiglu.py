@@ -22,6 +22,10 @@ of which the first finds maxima only.
 Bytes for each of m F, BF16: gate_up_input 2 * 2 + 2 * (1 + 2 / G); silu_mul_fwd
 2 * (1 + 2 / G), and 1 a layout; silu_mul_bwd_operands 2 * (2 + 2 * (1 + 2 / G))
 + 5.
+
+On an H200 (2026-11-21, jax 0.11.2, m 8192, F 11008, G = 16): gate_up_input 152
+microseconds, 3.7 TB/s; silu_mul_fwd rows 69, 4.3; silu_mul_bwd_operands 401,
+3.0 (some 50 instructions a value in its second pass); XLA takes 412, 218, 1663.
 """
 
 import functools
