@@ -44,7 +44,8 @@ def cache_weight(w: Array, recipe: CoatRecipe) -> Operand | None:
       w, layout="both", implementation=recipe.implementation
     )
   if recipe.weight_cache == "scale":
-    return Operand(None, None, ops.tensor_scale(w))
+    scale = ops.tensor_scale(w, implementation=recipe.implementation)
+    return Operand(None, None, scale)
   return None
 
 
