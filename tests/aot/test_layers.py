@@ -92,8 +92,8 @@ def test_each_product_is_one_fp8_call_with_no_transpose_before_it(name):
   compiled = compiled_layers(SMALL, RECIPES[name], (2, 256))
   # qkv, out, gate_up and down: forward, gradient of the input, of the weight.
   assert len(fp8_matmul_calls(compiled)) == 4 * 3
-  # What the reference remembers has a product of two FP8 values. No kernel writes
-  # it: XLA does, as rows, and transposes them.
+  # What the reference remembers has a product of two FP8 values that no kernel
+  # writes: XLA does, as rows, and transposes them.
   assert len(fp8_moves(compiled)) == (1 if name == "coat" else 0)
   assert not [x for x in instructions(compiled) if x.opcode == "dot"]
   calls = custom_calls(compiled)
