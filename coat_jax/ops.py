@@ -209,8 +209,9 @@ def _targets_gpu() -> bool:
     return device.platform == "cuda"
   if jax.default_backend() != "gpu":
     return False
-  # Ada has FP8 as well; GPUs before it have not, nor have AMD's this kind.
-  return float(getattr(jax.devices()[0], "compute_capability", 0)) >= 8.9
+  # Ada has FP8 as well; GPUs before it have not. AMD's name no number.
+  capability = str(getattr(jax.devices()[0], "compute_capability", ""))
+  return capability[:1].isdigit() and float(capability) >= 8.9
 
 
 def _may_be_partitioned() -> bool:

@@ -20,7 +20,7 @@ from jaxtyping import Float, UInt32
 
 # 2^32 divided by the golden ratio, made odd: consecutive rows, columns and
 # steps land far apart before they are mixed.
-_GOLDEN = 0x9E3779B9
+GOLDEN = 0x9E3779B9
 
 
 def mix(word: Array) -> Array:
@@ -52,7 +52,7 @@ def leaf_key(seed: ArrayLike, step: ArrayLike, leaf: ArrayLike) -> Array:
   """
   key = jnp.uint32(0)
   for part in (seed, step, leaf):
-    key = mix((key + _word(part)) * jnp.uint32(_GOLDEN) + jnp.uint32(1))
+    key = mix((key + _word(part)) * jnp.uint32(GOLDEN) + jnp.uint32(1))
   return key
 
 
@@ -88,8 +88,8 @@ def random_words(
   column = jax.lax.broadcasted_iota(jnp.uint32, shape, len(shape) - 1)
   column = column + _word(first_column)
   # The row's word depends on the row alone: a kernel mixes it once per row.
-  row_word = mix(row * jnp.uint32(_GOLDEN) + key)
-  return mix(column * jnp.uint32(_GOLDEN) + row_word)
+  row_word = mix(row * jnp.uint32(GOLDEN) + key)
+  return mix(column * jnp.uint32(GOLDEN) + row_word)
 
 
 def _word(x: ArrayLike) -> Array:

@@ -82,6 +82,27 @@ def test_a_named_implementation_never_falls_back():
   assert ops.linear_fwd.implementations == ("xla", "cublas")
 
 
+@pytest.mark.parametrize(
+  "capability, has_fp8",
+  [
+    ("8.0", False),
+    ("8.9", True),
+    ("9.0", True),
+    ("10.0", True),
+    ("gfx942", False),
+  ],
+)
+def test_kernels_are_for_gpus_with_fp8(monkeypatch, capability, has_fp8):
+  class Device:
+    compute_capability = capability
+
+  monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+  monkeypatch.setattr(jax, "devices", lambda: [Device()])
+  # A function of its own: what JAX has traced before it does not trace again.
+  found = primitives(lambda x, w: ops.linear_fwd(x, w), *operands())
+  assert ("platform_index" in found) == has_fp8
+
+
 def test_with_several_gpus_kernels_run_inside_shard_map_only(monkeypatch):
   x = jnp.ones((16, 64))
   monkeypatch.setattr(jax, "default_backend", lambda: "gpu")

@@ -20,6 +20,7 @@ from coat_jax.layers.gated_mlp import MLPWeights as MLPWeights
 from coat_jax.layers.gated_mlp import gated_mlp as gated_mlp
 from coat_jax.layers.linear import Linear as Linear
 from coat_jax.layers.linear import linear as linear
+from coat_jax.layers.linear import with_weight_cache as with_weight_cache
 from coat_jax.layers.norm import LayerNorm as LayerNorm
 from coat_jax.layers.norm import RMSNorm as RMSNorm
 from coat_jax.layers.norm import norm as norm
@@ -32,4 +33,3 @@ from coat_jax.layers.rope import split_heads as split_heads
 from coat_jax.layers.self_attention import AttentionWeights as AttentionWeights
 from coat_jax.layers.self_attention import self_attention as self_attention
 from coat_jax.layers.weight import cache_weight as cache_weight
-from coat_jax.layers.weight import with_weight_cache as with_weight_cache

@@ -22,7 +22,7 @@ from coat_jax import recipe as recipes
 from coat_jax.formats import E5M2
 from coat_jax.layers.module import RecipeModule, value_of
 from coat_jax.layers.residuals import cotangent, hand_over, remember
-from coat_jax.layers.weight import HasWeight, as_matrix, quantized_weight
+from coat_jax.layers.weight import as_matrix, cache_weight, quantized_weight
 from coat_jax.ops import Operand
 from coat_jax.recipe import CoatRecipe
 
@@ -143,12 +143,14 @@ def sum_rows(g: Array) -> Array:
   return jnp.sum(g.astype(jnp.float32), axis=tuple(range(g.ndim - 1)))
 
 
-class Linear(RecipeModule, HasWeight):
+class Linear(RecipeModule):
   """y = x kernel + bias; takes the place of `nnx.Linear`.
 
   Attributes:
-    kernel: [in_features, *out_features].
+    kernel: [in_features, *out_features]; in front of that, where layers are
+      stacked for a scan, their axes.
     bias: [*out_features] or None.
+    weight_ndim: rank of one layer's kernel.
     cache: of the kernel; None but in a copy by `with_weight_cache`.
   """
 
@@ -187,3 +189,39 @@ class Linear(RecipeModule, HasWeight):
       recipe=self.active_recipe,
       cache=self.cache,
     )
+
+
+def with_weight_cache[Module: nnx.Module](
+  module: Module, recipe: CoatRecipe
+) -> Module:
+  """A copy of a module, of the same weights, with their caches filled.
+
+  To be used where the module is used and dropped with it: in the function that
+  is differentiated, or around the microbatches of one step.
+
+  Args:
+    module: any module; its linear layers can be stacked over layers.
+    recipe: says what is cached.
+
+  Returns:
+    The module itself where nothing is cached, else a copy.
+  """
+  if recipe.linear == "bf16" or recipe.weight_cache == "none":
+    return module
+  # Codes one layer after the other: a kernel has one matrix at a time.
+  each = jax.lax.map if recipe.weight_cache == "codes" else _vmap
+  copy = nnx.merge(*nnx.split(module))
+  for _, part in nnx.iter_modules(copy):
+    if isinstance(part, Linear):
+      w = part.kernel[...]
+      stack = w.shape[: w.ndim - part.weight_ndim]
+      flat = w.reshape(-1, *w.shape[len(stack) :])
+      cache = each(lambda w: cache_weight(w, recipe), flat)
+      part.cache = jax.tree.map(
+        lambda x, stack=stack: x.reshape(*stack, *x.shape[1:]), cache
+      )
+  return copy
+
+
+def _vmap(f, x):
+  return jax.vmap(f)(x)

@@ -14,7 +14,6 @@ there. It is no state: none can survive an update of its weights.
 """
 
 import jax
-from flax import nnx
 from jax import Array
 
 from coat_jax import ops
@@ -44,56 +43,11 @@ def cache_weight(w: Array, recipe: CoatRecipe) -> Operand | None:
       w, layout="both", implementation=recipe.implementation
     )
   if recipe.weight_cache == "scale":
-    scale = ops.tensor_scale(w, implementation=recipe.implementation)
-    return Operand(None, None, scale)
+    # As fast as the kernel, and where weights are stacked XLA copies none out.
+    return Operand(None, None, ops.tensor_scale(w, implementation="xla"))
   return None
 
 
 def as_matrix(w: Array) -> Array:
   """[D, *F] to [D, F]."""
   return w.reshape(w.shape[0], -1)
-
-
-class HasWeight(nnx.Module):
-  """What `with_weight_cache` looks for: a module with a weight in FP8.
-
-  Attributes:
-    kernel: [*stack, D, *F], stack the axes of layers that are scanned over.
-    weight_ndim: rank of [D, *F].
-    cache: what is kept of the weight, or None.
-  """
-
-  kernel: nnx.Param
-  weight_ndim: int
-  cache: Operand | None
-
-
-def with_weight_cache[Module: nnx.Module](
-  module: Module, recipe: CoatRecipe
-) -> Module:
-  """A copy of a module, of the same weights, with their caches filled.
-
-  To be used where the module is used and dropped with it: in the function that
-  is differentiated, or around the microbatches of one step.
-
-  Args:
-    module: any module; its linear layers can be stacked over layers.
-    recipe: says what is cached.
-
-  Returns:
-    The module itself where nothing is cached, else a copy.
-  """
-  if recipe.linear == "bf16" or recipe.weight_cache == "none":
-    return module
-  copy = nnx.merge(*nnx.split(module))
-  for _, part in nnx.iter_modules(copy):
-    if isinstance(part, HasWeight):
-      w = part.kernel[...]
-      stack = w.shape[: w.ndim - part.weight_ndim]
-      flat = w.reshape(-1, *w.shape[len(stack) :])
-      # One after the other: together they would be held in one layout more.
-      cache = jax.lax.map(lambda w: cache_weight(w, recipe), flat)
-      part.cache = jax.tree.map(
-        lambda x, stack=stack: x.reshape(*stack, *x.shape[1:]), cache
-      )
-  return copy

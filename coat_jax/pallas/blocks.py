@@ -24,8 +24,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jax.typing import DTypeLike
 
-from coat_jax.formats import qmax
+from coat_jax.formats import E4M3, qmax
 from coat_jax.op_types import Layout
+from coat_jax.qtensor import amax_to_scale
 
 # The index of a value, and of one beyond the end in the last block, is int32.
 MAX_ELEMENTS = 2**31 - 2**20
@@ -114,6 +115,12 @@ def magnitude_bits(x: Array) -> Array:
 def amax_bits(x: Array) -> Array:
   """The largest magnitude of a block as the bits of its f32: int32 []."""
   return jnp.max(magnitude_bits(x))
+
+
+def bits_to_scale(bits: Array, dtype: DTypeLike = E4M3) -> Array:
+  """The scale of a tensor from the bits of its blocks' maxima."""
+  amax = jax.lax.bitcast_convert_type(jnp.max(bits), jnp.float32)
+  return amax_to_scale(amax, dtype)
 
 
 def group_scale(bits: Array, dtype: DTypeLike) -> Array:

@@ -14,10 +14,9 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
-from coat_jax.formats import E4M3
 from coat_jax.op_types import Layout
 from coat_jax.pallas import blocks, ptx
-from coat_jax.qtensor import QTensor, amax_to_scale
+from coat_jax.qtensor import QTensor
 
 # A GPU's grid has as many programs along its second axis.
 _MAX_ACROSS = 65535
@@ -155,12 +154,6 @@ def split(outputs) -> dict[str, tuple]:
   outputs = [(None, None) if x is None else x for x in outputs]
   specs, shapes = zip(*outputs, strict=True)
   return {"out_specs": specs, "out_shape": shapes}
-
-
-def bits_to_scale(bits: Array, dtype: DTypeLike = E4M3) -> Array:
-  """The scale of a tensor from the bits of its tiles' maxima."""
-  amax = jax.lax.bitcast_convert_type(jnp.max(bits), jnp.float32)
-  return amax_to_scale(amax, dtype)
 
 
 def values_unsupported(op: str, x: QTensor, group_size: int) -> str | None:

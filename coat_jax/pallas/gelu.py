@@ -31,7 +31,6 @@ from coat_jax.op_types import Layout, Operand
 from coat_jax.pallas import blocks, ptx
 from coat_jax.pallas.elementwise import (
   Work,
-  bits_to_scale,
   pick_row_tile,
   pick_tile,
   split,
@@ -75,7 +74,7 @@ def gelu_input(
   m = x.size // n
   work = Work(m, n, group_size, pick_row_tile(m, n), interpret)
   x_q, bits = _gelu_input(x, work)
-  return x_q, bits_to_scale(bits)
+  return x_q, blocks.bits_to_scale(bits)
 
 
 @functools.partial(jax.jit, static_argnames="work")
@@ -202,7 +201,7 @@ def gelu_bwd_operands(
   n = dy.shape[-1]
   m = dy.size // n
   work = Work(m, n, group_size, pick_row_tile(m, n), interpret)
-  scale = bits_to_scale(_gradient_amax(dy, x, work), E5M2)
+  scale = blocks.bits_to_scale(_gradient_amax(dy, x, work), E5M2)
   work = Work(m, n, group_size, pick_tile(m), interpret)
   rows, columns, output = _gradient(dy, x, scale, output_scale, work)
   return Operand(rows, columns, scale), Operand(None, output, output_scale)

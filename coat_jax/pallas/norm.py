@@ -34,7 +34,7 @@ from jax.experimental import pallas as pl
 from coat_jax.formats import E4M3
 from coat_jax.op_types import Layout, NormKind, NormStats, Operand
 from coat_jax.pallas import blocks
-from coat_jax.qtensor import QTensor, amax_to_scale
+from coat_jax.qtensor import QTensor
 
 # The backward of longer rows, their sums in registers, would spill.
 _MAX_WIDTH = 8192
@@ -106,10 +106,10 @@ def norm_input(
 ) -> tuple[QTensor, NormStats, Array]:
   """`reference.norm_input`."""
   block = pick_input_block(x.shape[-1])
-  x_q, stats, amax = _norm_input(
+  x_q, stats, bits = _norm_input(
     x, gamma, beta, kind, eps, group_size, block, interpret
   )
-  return x_q, stats, amax_to_scale(amax)
+  return x_q, stats, blocks.bits_to_scale(bits)
 
 
 @functools.partial(
@@ -160,8 +160,7 @@ def _norm_input(x, gamma, beta, kind, eps, group_size, block, interpret):
   stats = NormStats(
     mean.reshape(leading) if is_layer else None, rstd.reshape(leading)
   )
-  amax = jax.lax.bitcast_convert_type(jnp.max(bits), jnp.float32)
-  return x_q, stats, amax
+  return x_q, stats, bits
 
 
 def _input_kernel(

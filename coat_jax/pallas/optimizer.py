@@ -13,10 +13,10 @@ value (p twice, g, two codes twice), with bf16 10.2.
 One H200, 2026-11-21, jax 0.11.2, 2^28 parameters, donated, one run (ms):
 
   codec, rounding         f32    bf16    instructions a value (f32, bf16)
-  coat nearest            1.02   0.95     58    77
-  coat stochastic         1.50   1.61    108   126
-  log8 stochastic         1.21   1.32    104   121
-  optax.adamw (XLA)       1.77   0.84
+  coat nearest            1.11   0.99     58    77
+  coat stochastic         1.56   1.67    108   126
+  log8 stochastic         1.29   1.38    104   121
+  optax.adamw (XLA)       1.81   0.92
 
 To nearest with f32, memory bounds it. With stochastic rounding instructions do:
 the hash alone takes 11, once more for bf16 parameters, and registers (128; log8
@@ -35,9 +35,7 @@ from coat_jax.group_codecs import GroupCodec, Plain
 from coat_jax.pallas import moment_codecs, registers
 from coat_jax.pallas.moment_codecs import Statistics
 from coat_jax.pallas.registers import GROUP_SIZE, ROWS, Instructions
-from coat_jax.stochastic import mix
-
-_GOLDEN = 0x9E3779B9
+from coat_jax.stochastic import GOLDEN, mix
 
 
 def adam_update_unsupported(g, resting, key, scalars, *, groups) -> str | None:
@@ -262,7 +260,7 @@ def _adam(g, p, mu, nu, s: _Numbers, on: Instructions):
 
 def _words(start, groups_per_row: int, key) -> Array:
   """`stochastic.random_words` of the leaf's own rows and columns."""
-  golden = jnp.uint32(_GOLDEN)
+  golden = jnp.uint32(GOLDEN)
   row = registers.iota(0) + start.astype(jnp.uint32)
   column = jnp.zeros_like(row)
   if groups_per_row > 1:

@@ -38,7 +38,7 @@ from jax.typing import DTypeLike
 from coat_jax.formats import E4M3
 from coat_jax.op_types import Layout, Operand
 from coat_jax.pallas import blocks
-from coat_jax.qtensor import QTensor, amax_to_scale
+from coat_jax.qtensor import QTensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,14 +144,14 @@ def tensor_scale(
   x: Array, *, dtype: DTypeLike = E4M3, interpret: bool = False
 ) -> Array:
   """`reference.tensor_scale`: maxima of blocks, then XLA's maximum of them."""
-  amax = _tensor_amax(x, pick_amax(x.size), interpret)
-  return amax_to_scale(amax, dtype)
+  bits = _tensor_amax(x, pick_amax(x.size), interpret)
+  return blocks.bits_to_scale(bits, dtype)
 
 
 @functools.partial(jax.jit, static_argnames=("tile", "interpret"))
 def _tensor_amax(x, tile: Flat, interpret) -> Array:
   programs = pl.cdiv(x.size, tile.size)
-  bits = pl.pallas_call(
+  return pl.pallas_call(
     functools.partial(_amax_kernel, elements=x.size),
     grid=(programs,),
     in_specs=[_flat_spec(tile.size)],
@@ -161,7 +161,6 @@ def _tensor_amax(x, tile: Flat, interpret) -> Array:
     interpret=interpret,
     name="tensor_amax",
   )(x.reshape(-1))
-  return jax.lax.bitcast_convert_type(jnp.max(bits), jnp.float32)
 
 
 def _amax_kernel(x_ref, bits_ref, *, elements):

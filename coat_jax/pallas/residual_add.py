@@ -30,7 +30,6 @@ from coat_jax.op_types import Operand
 from coat_jax.pallas import blocks
 from coat_jax.pallas.elementwise import (
   Work,
-  bits_to_scale,
   pick_row_tile,
   pick_tile,
   split,
@@ -111,7 +110,7 @@ def residual_add_bwd(
   n = g.shape[-1]
   m = g.size // n
   total, bits = _add(g, dx, Work(m, n, 1, pick_row_tile(m, n), interpret))
-  scale = bits_to_scale(bits, E5M2)
+  scale = blocks.bits_to_scale(bits, E5M2)
   rows, columns = _operand(g, dx, scale, Work(m, n, 1, pick_tile(m), interpret))
   return total, Operand(rows, columns, scale)
 

@@ -29,7 +29,6 @@ from jax.experimental import pallas as pl
 from coat_jax.formats import E5M2
 from coat_jax.op_types import Operand
 from coat_jax.pallas import blocks, ptx
-from coat_jax.qtensor import amax_to_scale
 
 
 def split_heads_unsupported(
@@ -194,8 +193,7 @@ def _join_heads_operand(
     interpret=interpret,
     name="join_heads_amax",
   )(*arrays)
-  amax = jax.lax.bitcast_convert_type(jnp.max(bits), jnp.float32)
-  scale = amax_to_scale(amax, E5M2)
+  scale = blocks.bits_to_scale(bits, E5M2)
   rows = share.rows
   joined, table, query, single = _specs(t, r, h, rows)
   codes = pl.pallas_call(

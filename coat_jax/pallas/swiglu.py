@@ -40,7 +40,6 @@ from coat_jax.op_types import Layout, Operand
 from coat_jax.pallas import blocks, ptx
 from coat_jax.pallas.elementwise import (
   Work,
-  bits_to_scale,
   pick_amax_tile,
   pick_row_tile,
   pick_tile,
@@ -72,7 +71,7 @@ def gate_up_input(
   m, f = gate_up.size // n, n // 2
   work = Work(m, f, group_size, pick_row_tile(m, f), interpret)
   gate, up, bits = _gate_up_input(gate_up, work)
-  return gate, up, bits_to_scale(bits)
+  return gate, up, blocks.bits_to_scale(bits)
 
 
 @functools.partial(jax.jit, static_argnames="work")
@@ -221,7 +220,7 @@ def silu_mul_bwd_operands(
   f = dy.shape[-1]
   m = dy.size // f
   work = Work(m, f, group_size, pick_amax_tile(m), interpret)
-  scale = bits_to_scale(_gradients_amax(dy, gate, up, work), E5M2)
+  scale = blocks.bits_to_scale(_gradients_amax(dy, gate, up, work), E5M2)
   work = Work(m, f, group_size, pick_tile(m), interpret)
   rows, columns, product = _gradients(dy, gate, up, scale, product_scale, work)
   return Operand(rows, columns, scale), Operand(None, product, product_scale)
