@@ -76,8 +76,19 @@ def tensor_amax(x: Float[Array, "*s"]) -> Array:
   A kernel that has the values in registers anyway finds those of its blocks for
   nothing, and this is then taken of those few (Group Scaling).
   """
-  bits = jnp.max(_magnitude_bits(x), initial=0)
-  return jax.lax.bitcast_convert_type(bits, jnp.float32)
+  return bits_to_amax(_magnitude_bits(x))
+
+
+def bits_to_amax(bits: Array) -> Array:
+  """The largest of magnitudes given as the int32 with their f32's bits.
+
+  Inside `jax.shard_map` a tensor is what all devices have of it together, as it
+  is elsewhere: one number a device is compared.
+  """
+  largest = jnp.max(bits, initial=0)
+  if axes := jax.sharding.get_abstract_mesh().manual_axes:
+    largest = jax.lax.pmax(largest, axes)
+  return jax.lax.bitcast_convert_type(largest, jnp.float32)
 
 
 def _magnitude_bits(x: Array) -> Array:

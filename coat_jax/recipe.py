@@ -28,6 +28,8 @@ G = group_size, before scales (a scale adds 2 / G to each 1 x G byte):
 import dataclasses
 from typing import Literal
 
+from coat_jax.mesh_axes import MeshAxes
+
 Residuals = Literal["coat", "minimal"]
 Kept = Literal["bf16", "fp8"]
 WeightCache = Literal["none", "scale", "codes"]
@@ -50,6 +52,9 @@ class CoatRecipe:
     implementation: None for kernels on a GPU, "xla" for none anywhere.
     evaluation: "same" computes in evaluation what training computes; "bf16"
       leaves FP8 out there, as the reference does.
+    axes: on a mesh, what its axes split: FP8 blocks then run on each device's
+      part (`jax.shard_map`), under `jax.set_mesh`. None on one device, and to
+      leave it to XLA, which can partition no kernel.
   """
 
   linear: Kept = "fp8"
@@ -60,6 +65,7 @@ class CoatRecipe:
   weight_cache: WeightCache = "scale"
   implementation: Literal["xla"] | None = None
   evaluation: Literal["same", "bf16"] = "same"
+  axes: MeshAxes | None = None
 
   def __post_init__(self):
     for field, choices in _CHOICES.items():

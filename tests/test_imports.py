@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent
 
 # A module imports those of a lower rank; within one rank, none but itself.
 RANKS = {
-  "formats": 0,
+  **dict.fromkeys(["formats", "mesh_axes"], 0),
   **dict.fromkeys(["stochastic", "qtensor", "op_types", "recipe"], 1),
   "group_codecs": 2,
   "codecs": 3,

@@ -26,7 +26,7 @@ from jax.typing import DTypeLike
 
 from coat_jax.formats import E4M3, qmax
 from coat_jax.op_types import Layout
-from coat_jax.qtensor import amax_to_scale
+from coat_jax.qtensor import amax_to_scale, bits_to_amax
 
 # The index of a value, and of one beyond the end in the last block, is int32.
 MAX_ELEMENTS = 2**31 - 2**20
@@ -119,8 +119,7 @@ def amax_bits(x: Array) -> Array:
 
 def bits_to_scale(bits: Array, dtype: DTypeLike = E4M3) -> Array:
   """The scale of a tensor from the bits of its blocks' maxima."""
-  amax = jax.lax.bitcast_convert_type(jnp.max(bits), jnp.float32)
-  return amax_to_scale(amax, dtype)
+  return amax_to_scale(bits_to_amax(bits), dtype)
 
 
 def group_scale(bits: Array, dtype: DTypeLike) -> Array:
