@@ -22,8 +22,8 @@ from jax.experimental import topologies
 from jax.sharding import (
   AbstractDevice,
   AbstractMesh,
-  NamedSharding,
-  PartitionSpec,
+  Mesh,
+  SingleDeviceSharding,
 )
 
 TARGET = Path(__file__).parent / "h200.txtpb"
@@ -42,64 +42,89 @@ def only_compile() -> None:
   jax.config.update("jax_platforms", "cpu")
 
 
-def compile_for_h200(
-  fn: Callable,
-  *specs,
-  donate: tuple[int, ...] = (),
-  options: dict[str, bool | int | str] | None = None,
-) -> jax.stages.Compiled:
-  """Compiles `fn` for one H200.
+def h200_devices(count: int) -> list[jax.Device]:
+  """H200s of one host that are not there, to make a mesh of.
 
   Args:
-    fn: what `jax.jit` takes, without static arguments.
-    *specs: its arguments, trees of `jax.ShapeDtypeStruct` or of arrays.
-    donate: positions of the arguments that `fn` may overwrite.
-    options: of XLA's compiler, as {"xla_gpu_enable_triton_gemm": False}.
+    count: how many, at least 1.
 
   Returns:
-    What `.as_text()` and `.memory_analysis()` can be asked of.
+    Devices that can be compiled for, and no more.
 
   Raises:
     RuntimeError: the compiler is not installed.
   """
   if not available():
     raise RuntimeError(
-      "compile_for_h200: needs XLA's compiler for CUDA, got no module "
+      "h200_devices: needs XLA's compiler for CUDA, got no module "
       "jax_cuda13_plugin; run `make test-aot`, which puts it into "
       ".venv/compiler, and set PYTHONPATH=.venv/compiler"
     )
-  sharding = _h200()
-  specs = jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), specs
-  )
-  # Without it what is traced asks JAX's default backend what it is for.
-  device = AbstractDevice("NVIDIA H200", 132, "cuda")
-  mesh = AbstractMesh((), (), abstract_device=device)
-  with jax.sharding.use_abstract_mesh(mesh):
-    jitted = jax.jit(fn, donate_argnums=donate, out_shardings=sharding)
+  return _host(count)
+
+
+def compile_for_h200(
+  fn: Callable,
+  *specs,
+  mesh: Mesh | None = None,
+  out_shardings=None,
+  donate: tuple[int, ...] = (),
+  options: dict[str, bool | int | str] | None = None,
+) -> jax.stages.Compiled:
+  """Compiles `fn` for one H200, or for a mesh of them.
+
+  Args:
+    fn: what `jax.jit` takes, without static arguments.
+    *specs: its arguments, trees of `jax.ShapeDtypeStruct` or of arrays; with a
+      mesh each `jax.ShapeDtypeStruct` has its sharding on it.
+    mesh: of `h200_devices`; None for one H200.
+    out_shardings: of the results on the mesh, as for `jax.jit`.
+    donate: positions of the arguments that `fn` may overwrite.
+    options: of XLA's compiler, as {"xla_gpu_enable_triton_gemm": False}.
+
+  Returns:
+    What `.as_text()` and `.memory_analysis()` can be asked of; both are of one
+    device.
+
+  Raises:
+    RuntimeError: the compiler is not installed.
+  """
+  if mesh is None:
+    out_shardings = sharding = SingleDeviceSharding(h200_devices(1)[0])
+    specs = jax.tree.map(
+      lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), specs
+    )
+    # Without it what is traced asks JAX's default backend what it is for.
+    device = AbstractDevice("NVIDIA H200", 132, "cuda")
+    abstract = AbstractMesh((), (), abstract_device=device)
+    context = jax.sharding.use_abstract_mesh(abstract)
+  else:
+    context = jax.set_mesh(mesh)
+  with context:
+    jitted = jax.jit(fn, donate_argnums=donate, out_shardings=out_shardings)
     lowered = jitted.trace(*specs).lower()
   return lowered.compile(compiler_options=options)
 
 
 def temporary_bytes(compiled: jax.stages.Compiled) -> int:
-  """Bytes that it takes beside its arguments and results."""
+  """Bytes that it takes beside its arguments and results, on one device."""
   return compiled.memory_analysis().temp_size_in_bytes
 
 
 def peak_bytes(compiled: jax.stages.Compiled) -> int:
-  """The most bytes that it takes at a time, arguments and results included."""
+  """The most bytes that a device holds at a time, arguments included."""
   return compiled.memory_analysis().peak_memory_in_bytes
 
 
 @functools.cache
-def _h200() -> NamedSharding:
-  """One H200 that is not there."""
+def _host(count: int) -> list[jax.Device]:
   _assume_cudnn()
   topology = topologies.get_topology_desc(
-    platform="cuda", target_config=TARGET.read_text(), topology="1x1x1"
+    platform="cuda",
+    target_config=TARGET.read_text(),
+    topology=f"1x1x{count}",
   )
-  mesh = topologies.make_mesh(topology, (1,), ("data",))
-  return NamedSharding(mesh, PartitionSpec())
+  return list(topology.devices)
 
 
 def _assume_cudnn() -> None:

@@ -3,6 +3,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from benchmarks import aot
@@ -90,7 +91,29 @@ def test_attention_needs_no_cudnn():
   assert custom_calls(compile_for_h200(attend, q)) == {"__cudnn$fmhaSoftmax": 1}
 
 
+def test_a_mesh_has_a_program_for_each_of_its_devices():
+  mesh = jax.sharding.Mesh(np.array(aot.h200_devices(4)), ("fsdp",))
+  where = jax.NamedSharding(mesh, jax.P("fsdp"))
+  x = jax.ShapeDtypeStruct((2**20,), jnp.float32, sharding=where)
+
+  def peak(fn, **options):
+    compiled = compile_for_h200(fn, x, mesh=mesh, **options)
+    return peak_bytes(compiled), compiled.as_text()
+
+  quarter = x.size
+  peak_of_sum, hlo = peak(lambda x: jnp.sum(x))
+  assert "all-reduce" in hlo and peak_of_sum < 1.1 * quarter
+  # A result that is to be everywhere takes room for the whole, and is gathered.
+  add, whole = lambda x: x + 1, jax.NamedSharding(mesh, jax.P())
+  assert 2 * quarter <= peak(add, out_shardings=where)[0] < 2.1 * quarter
+  assert peak(add, out_shardings=where, donate=(0,))[0] < 1.1 * quarter
+  peak_of_whole, hlo = peak(add, out_shardings=whole)
+  assert "all-gather" in hlo and peak_of_whole >= 5 * quarter
+
+
 def test_what_is_missing_is_said(monkeypatch):
   monkeypatch.setattr(aot, "available", lambda: False)
   with pytest.raises(RuntimeError, match="make test-aot"):
     compile_for_h200(lambda x: x, jax.ShapeDtypeStruct((), jnp.float32))
+  with pytest.raises(RuntimeError, match="make test-aot"):
+    aot.h200_devices(2)
