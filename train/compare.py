@@ -46,8 +46,9 @@ def finish(runs: list[TrainConfig]) -> None:
   for config, folder in zip(runs, folders, strict=True):
     result = summarize(folder.metrics)
     result["state"] = report.state_bytes_per_param(config)
+    recipe = dataclasses.replace(config.coat_recipe(), axes=None)
     remembered = memory.remembered_bytes(
-      config.model, config.coat_recipe(), tokens=config.seq
+      config.model, recipe, tokens=config.seq
     )
     result["remembered"] = remembered["total"]
     results.append(result)

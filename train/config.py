@@ -10,9 +10,13 @@ is an error.
 import dataclasses
 from typing import Literal
 
+import jax.numpy as jnp
+
 import coat_jax.recipe
 from coat_jax import codecs
+from coat_jax.mesh_axes import GradDtype, MeshAxes
 from train.data import DataConfig
+from train.mesh import AXIS_RULES, check_fits, parse_mesh
 
 # Which arguments each of these takes; the rest must be left as they are.
 _RECIPES = {
@@ -24,7 +28,7 @@ _RECIPES = {
     "evaluation",
   ),
   "fp8_linear": ("weight_cache", "evaluation"),
-  "bf16": (),
+  "bf16": ("compute",),
 }
 _CODECS = {
   "coat": ("rounding", "group_size", "second"),
@@ -168,7 +172,15 @@ class TrainConfig:
   Attributes:
     out: Folder of the run.
     steps: Optimizer steps of the whole run.
-    batch: Sequences a step.
+    mesh: Devices to train on, as `data=2,fsdp=4,tensor=1`; see `train.mesh`.
+      Empty for one device.
+    distributed: Join the other processes of the run, as SLURM, Open MPI or the
+      environment names them; see docs/sharding.md.
+    batch: Sequences a step, on all devices together.
+    accumulate: Parts of a batch that go through the model one after another,
+      whose gradients are added; less memory for the same step.
+    grad_reduce: In what gradients are summed over devices; they are added and
+      used in f32.
     seq: Tokens a sequence.
     seed: Of initial weights, order of the data and stochastic rounding.
     recipe: What the layers compute and remember in FP8.
@@ -178,6 +190,8 @@ class TrainConfig:
     weight_cache: Of an FP8 recipe, what is computed of a weight once a step.
     evaluation: Of an FP8 recipe, what evaluation computes; same as training
       or bf16.
+    compute: Of recipe bf16, what layers compute in; float32 tells what comes
+      of rounding.
     implementation: Kernels where there is a GPU, or xla for none anywhere.
     resume: Continue the run in `out` from its last checkpoint.
     overwrite: Replace the run in `out`.
@@ -206,10 +220,15 @@ class TrainConfig:
   activation_group_size: int = 16
   weight_cache: coat_jax.recipe.WeightCache = "scale"
   evaluation: Literal["same", "bf16"] = "same"
+  compute: Literal["bfloat16", "float32"] = "bfloat16"
   implementation: Literal["auto", "xla"] = "auto"
   out: str
   steps: int
+  mesh: str = ""
+  distributed: bool = False
   batch: int
+  accumulate: int = 1
+  grad_reduce: GradDtype = "float32"
   seq: int
   seed: int = 0
   resume: bool = False
@@ -225,8 +244,16 @@ class TrainConfig:
   def __post_init__(self):
     _check_positive(
       self,
-      ("steps", "batch", "seq", "activation_group_size", "compare_seeds")
-      + ("eval_every", "eval_batches", "save_every", "keep"),
+      ("steps", "batch", "accumulate", "seq", "activation_group_size")
+      + ("compare_seeds", "eval_every", "eval_batches", "save_every", "keep"),
+    )
+    shape = ("d_model", "d_ff", "num_heads", "num_kv_heads", "vocab_size")
+    check_fits(
+      self.mesh_sizes,
+      **{name: getattr(self.model, name) for name in shape},
+      seq=self.seq,
+      batch=self.batch,
+      accumulate=self.accumulate,
     )
     if not 0 <= self.seed < 2**31:
       raise ValueError(
@@ -234,6 +261,12 @@ class TrainConfig:
         " pass another"
       )
     _check_unused(self, "recipe", _RECIPES)
+    for name in ("grad_reduce", "distributed"):
+      if not self.mesh and getattr(self, name) != getattr(type(self), name):
+        raise ValueError(
+          f"TrainConfig: {name} applies to a run on a mesh, got none; pass "
+          "--mesh fsdp=8 with the number of devices, or leave it out"
+        )
     if self.resume and self.overwrite:
       raise ValueError(
         "TrainConfig: resume and overwrite exclude each other; pass resume to "
@@ -245,20 +278,44 @@ class TrainConfig:
         f"{self.optim.warmup:g}; lower optim.warmup, or give it as a share "
         "such as 0.1"
       )
-    if self.compare and (self.recipe, self.optim.codec) == ("bf16", "float32"):
+    plain = ("bf16", "bfloat16", "float32")
+    if self.compare and (self.recipe, self.compute, self.optim.codec) == plain:
       raise ValueError(
         "TrainConfig: compare=bf16 needs a run that differs from its twin, got "
         "recipe bf16 with codec float32; change one of them"
       )
 
+  @property
+  def mesh_sizes(self) -> dict[str, int]:
+    """Size of each axis of the mesh; {} of one device."""
+    return parse_mesh(self.mesh)
+
+  @property
+  def compute_dtype(self) -> jnp.dtype:
+    """The dtype of activations."""
+    return jnp.dtype(self.compute)
+
   def coat_recipe(self) -> coat_jax.recipe.CoatRecipe:
     """Builds the recipe of the layers."""
     arguments = {name: getattr(self, name) for name in _RECIPES[self.recipe]}
+    arguments.pop("compute", None)
     if "activation_group_size" in arguments:
       arguments["group_size"] = arguments.pop("activation_group_size")
     if self.implementation == "xla":
       arguments["implementation"] = "xla"
-    return getattr(coat_jax.recipe, self.recipe)(**arguments)
+    recipe = getattr(coat_jax.recipe, self.recipe)(**arguments)
+    return dataclasses.replace(recipe, axes=self._mesh_axes())
+
+  def _mesh_axes(self) -> MeshAxes | None:
+    """What the axes of the mesh split; `tensor` only where it splits."""
+    if not (sizes := self.mesh_sizes):
+      return None
+    return MeshAxes(
+      batch=AXIS_RULES["batch"],
+      fsdp=AXIS_RULES["rows"],
+      tensor=AXIS_RULES["columns"] if sizes["tensor"] > 1 else None,
+      grad_dtype=self.grad_reduce,
+    )
 
   def bf16_twin(self, *, seed: int, out: str) -> "TrainConfig":
     """The same run with BF16 layers and f32 moments, to compare with."""

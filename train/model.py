@@ -7,10 +7,13 @@ array [num_layers, ...] for all, and scanned. As in the paper the embedding, the
 final norm and the output projection stay in BF16, the loss in f32.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import Array
+from jax import Array, P
+from jax.typing import DTypeLike
 
 from coat_jax import recipe as recipes
 from coat_jax.layers import (
@@ -21,10 +24,10 @@ from coat_jax.layers import (
   with_weight_cache,
 )
 from coat_jax.recipe import CoatRecipe
+from train import vocabulary
 from train.config import ModelConfig
+from train.mesh import param_spec
 
-# Positions whose logits are held at a time.
-LOSS_CHUNK = 256
 _INIT_STDDEV = 0.02
 
 
@@ -41,13 +44,19 @@ class DecoderLayer(nnx.Module):
   """Attention and gated MLP, each with its norm and residual add."""
 
   def __init__(
-    self, config: ModelConfig, recipe: CoatRecipe, *, rngs: nnx.Rngs
+    self,
+    config: ModelConfig,
+    recipe: CoatRecipe,
+    *,
+    dtype: DTypeLike = jnp.bfloat16,
+    rngs: nnx.Rngs,
   ):
     # Projections that write to the residual stream start smaller, so that its
     # variance does not grow with depth.
     out_stddev = _INIT_STDDEV * (2 * config.num_layers) ** -0.5
     shared = dict(
       recipe=recipe,
+      dtype=dtype,
       kernel_init=nnx.initializers.normal(_INIT_STDDEV),
       out_init=nnx.initializers.normal(out_stddev),
       rngs=rngs,
@@ -64,7 +73,7 @@ class DecoderLayer(nnx.Module):
     self.mlp = GatedMLP(config.d_model, config.d_ff, **shared)
 
   def __call__(self, x: Array) -> Array:
-    """[B, T, D] to [B, T, D], BF16."""
+    """[B, T, D] to [B, T, D], in `dtype`."""
     return self.mlp(self.attention(x))
 
 
@@ -79,8 +88,14 @@ class Decoder(nnx.Module):
   """
 
   def __init__(
-    self, config: ModelConfig, recipe: CoatRecipe, *, rngs: nnx.Rngs
+    self,
+    config: ModelConfig,
+    recipe: CoatRecipe,
+    *,
+    dtype: DTypeLike = jnp.bfloat16,
+    rngs: nnx.Rngs,
   ):
+    self.dtype, self.axes = dtype, recipe.axes
     init = nnx.initializers.normal(_INIT_STDDEV)
     shape = (config.vocab_size, config.d_model)
     self.embedding = nnx.Param(init(rngs.params(), shape, jnp.float32))
@@ -88,7 +103,7 @@ class Decoder(nnx.Module):
     @nnx.split_rngs(splits=config.num_layers)
     @nnx.vmap
     def stack(rngs: nnx.Rngs) -> DecoderLayer:
-      return DecoderLayer(config, recipe, rngs=rngs)
+      return DecoderLayer(config, recipe, dtype=dtype, rngs=rngs)
 
     self.layers = stack(rngs)
     options = _norm_options(config)
@@ -96,6 +111,7 @@ class Decoder(nnx.Module):
     self.norm = norm(
       config.d_model,
       recipe=recipes.bf16(),
+      dtype=dtype,
       use_bias=False,
       rngs=rngs,
       **options,
@@ -105,29 +121,70 @@ class Decoder(nnx.Module):
       self.head = nnx.Param(init(rngs.params(), shape[::-1], jnp.float32))
 
   def __call__(self, tokens: Array) -> Array:
-    """Tokens int32 [B, T] to hidden states BF16 [B, T, D]."""
-    x = self.embedding[...].astype(jnp.bfloat16)[tokens]
+    """Tokens int32 [B, T] to hidden states [B, T, D], in `dtype`."""
+    x = vocabulary.embed(
+      tokens, self.embedding[...], dtype=self.dtype, axes=self.axes
+    )
+    recipe = self.layers.attention.active_recipe
 
     @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
     def forward(x, layer):
-      return layer(x)
+      if self.axes is None:
+        return layer(x)
+      if recipe.linear == "bf16":
+        layer = _gather_weights(layer, self.dtype, self.axes.fsdp)
+      where = P(self.axes.batch, self.axes.tensor)
+      return jax.lax.with_sharding_constraint(layer(x), where)
 
-    recipe = self.layers.attention.active_recipe
     return self.norm(forward(x, with_weight_cache(self.layers, recipe)))
 
-  def output_weight(self) -> Array:
-    """The weight [D, V] of the output projection, BF16."""
-    if self.head is None:
-      return self.embedding[...].T.astype(jnp.bfloat16)
-    return self.head[...].astype(jnp.bfloat16)
+
+def _gather_weights(
+  layer: DecoderLayer, dtype: DTypeLike, fsdp: str
+) -> DecoderLayer:
+  """For layers that XLA partitions: weights in `dtype` with all their rows.
+
+  Else XLA may split a product along the rows and move activations, or gather
+  weights in f32. Gradients go back to the rows' devices where they are summed.
+  """
+
+  def gather(path, w):
+    spec = param_spec(path)[1:]  # Of one layer.
+    whole = P(*(_without(names, fsdp) for names in spec))
+    return _constrained(w, dtype, P(*spec), whole) if spec else w
+
+  graph, params, others = nnx.split(layer, nnx.Param, ...)
+  params = jax.tree.map_with_path(gather, nnx.to_pure_dict(params))
+  return nnx.merge(graph, params, others)
+
+
+def _without(names, name: str):
+  """An entry of a PartitionSpec without one of its axes."""
+  if isinstance(names, tuple):
+    return tuple(other for other in names if other != name) or None
+  return None if names == name else names
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def _constrained(w: Array, dtype: DTypeLike, spec: P, whole: P) -> Array:
+  del spec
+  return jax.lax.with_sharding_constraint(w.astype(dtype), whole)
+
+
+def _constrained_fwd(w, dtype, spec, whole):
+  return _constrained(w, dtype, spec, whole), None
+
+
+def _constrained_bwd(dtype, spec, whole, residuals, g):
+  del dtype, whole, residuals
+  return (jax.lax.with_sharding_constraint(g, spec).astype(jnp.float32),)
+
+
+_constrained.defvjp(_constrained_fwd, _constrained_bwd)
 
 
 def loss_fn(model: Decoder, tokens: Array) -> Array:
   """Mean cross-entropy of the next token.
-
-  Logits are computed for `LOSS_CHUNK` positions of all sequences at a time and
-  again in the backward, so that [B, T, V] is never held. Chunks run along the
-  sequence axis: chunks of flattened tokens would gather a sharded batch.
 
   Args:
     model: a Decoder.
@@ -136,28 +193,12 @@ def loss_fn(model: Decoder, tokens: Array) -> Array:
   Returns:
     f32 scalar, nats per token.
   """
-  inputs, targets = tokens[:, :-1], tokens[:, 1:]
-  hidden, weight = model(inputs), model.output_weight()
-  batch, length = targets.shape
-  chunk = min(LOSS_CHUNK, length)
-  padding = -length % chunk
-  hidden = jnp.pad(hidden, [(0, 0), (0, padding), (0, 0)])
-  counted = jnp.pad(jnp.ones_like(targets), [(0, 0), (0, padding)])
-  targets = jnp.pad(targets, [(0, 0), (0, padding)])
-
-  @jax.checkpoint
-  def chunk_loss(total, chunk_of):
-    hidden, targets, counted = chunk_of
-    logits = jnp.einsum(
-      "btd,dv->btv", hidden, weight, preferred_element_type=jnp.float32
-    )
-    at_target = jnp.take_along_axis(logits, targets[..., None], axis=-1)
-    nats = jax.nn.logsumexp(logits, axis=-1) - at_target[..., 0]
-    return total + jnp.sum(nats * counted), None
-
-  chunks = jax.tree.map(
-    lambda x: jnp.moveaxis(x.reshape(batch, -1, chunk, *x.shape[2:]), 1, 0),
-    (hidden, targets, counted),
+  is_tied = model.head is None
+  weight = model.embedding if is_tied else model.head
+  return vocabulary.mean_loss(
+    model(tokens[:, :-1]),
+    tokens[:, 1:],
+    weight[...],
+    is_tied=is_tied,
+    axes=model.axes,
   )
-  total, _ = jax.lax.scan(chunk_loss, jnp.float32(0), chunks)
-  return total / (batch * length)

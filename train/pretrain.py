@@ -81,7 +81,7 @@ def train(
   # Model and optimizer; their state first as shapes only.
   graph = step.build_graph(config)
   optimizer = step.build_optimizer(config)
-  abstract = jax.eval_shape(lambda: step.initial_state(config, optimizer))
+  abstract = step.abstract_state(config, optimizer)
   say(describe_sizes(config, abstract))
 
   # The state: from the last checkpoint, or drawn from the seed.

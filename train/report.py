@@ -6,7 +6,7 @@ import numpy as np
 
 from coat_jax.state import state_bytes, state_report
 from train.config import TrainConfig
-from train.step import TrainState, build_optimizer, initial_state
+from train.step import TrainState, abstract_state, build_optimizer
 
 
 def report_state(config: TrainConfig, state: TrainState) -> dict:
@@ -49,5 +49,5 @@ def _count_powers(state: TrainState) -> dict[str, dict[int, int]]:
 
 def state_bytes_per_param(config: TrainConfig) -> float:
   """Bytes of the optimizer's state a parameter, from abstract shapes."""
-  state = jax.eval_shape(lambda: initial_state(config, build_optimizer(config)))
+  state = abstract_state(config, build_optimizer(config))
   return state_bytes(state.optimizer).bytes_per_param

@@ -6,6 +6,7 @@ what a checkpoint holds. A step compiles once, ahead of time, with its input's
 buffers given to its output: a state is used once.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,8 +14,15 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from jax.sharding import Mesh
 
-from coat_jax import FusedTransformation, ScaleByCoatAdamState, fused_coat_adamw
+from coat_jax import (
+  FusedTransformation,
+  ScaleByCoatAdamState,
+  fused_coat_adamw,
+  sharding,
+)
+from train import mesh as meshes
 from train.config import TrainConfig
 from train.model import Decoder, loss_fn
 
@@ -108,20 +116,63 @@ def build_graph(config: TrainConfig) -> nnx.GraphDef:
   return nnx.split(nnx.eval_shape(lambda: _decoder(config)), nnx.Param)[0]
 
 
+def abstract_state(
+  config: TrainConfig, optimizer: FusedTransformation, mesh: Mesh | None = None
+) -> TrainState:
+  """Builds the state's shapes and, on a mesh, shardings; no memory is used.
+
+  Args:
+    config: The run.
+    optimizer: From `build_optimizer`.
+    mesh: From `train.mesh.make_mesh`.
+
+  Returns:
+    `jax.ShapeDtypeStruct`s: what checkpoints are restored into.
+
+  Raises:
+    ValueError: a device would have part of a group of moments.
+  """
+  params = jax.eval_shape(lambda: _initial_params(config))
+  make = functools.partial(_with_moments, config, optimizer)
+  if mesh is None:
+    return jax.eval_shape(make, params)
+  return sharding.abstract_state(
+    make,
+    params,
+    meshes.param_shardings(mesh, params),
+    codec=config.optim.moment_codec(),
+  )
+
+
 def initial_state(
-  config: TrainConfig, optimizer: FusedTransformation
+  config: TrainConfig, optimizer: FusedTransformation, mesh: Mesh | None = None
 ) -> TrainState:
   """Builds the state before the first step; the seed alone draws the weights.
 
-  Under `jax.eval_shape` this is the abstract state into which checkpoints are
-  restored.
+  On a mesh each device makes its own part, of the same values.
   """
+  where = shardings(abstract_state(config, optimizer, mesh))
 
-  @jax.jit
-  def initial_params():
-    return nnx.to_pure_dict(nnx.split(_decoder(config), nnx.Param)[1])
+  @functools.partial(jax.jit, out_shardings=where)
+  def make():
+    return _with_moments(config, optimizer, _initial_params(config))
 
-  params = initial_params()
+  return make()
+
+
+def shardings(abstract: Any) -> Any:
+  """The shardings of a tree on a mesh, as `jit` takes them; None of others."""
+  found = jax.tree.map(lambda x: x.sharding, abstract)
+  return found if jax.tree.leaves(found) else None
+
+
+def _initial_params(config: TrainConfig) -> Any:
+  return nnx.to_pure_dict(nnx.split(_decoder(config), nnx.Param)[1])
+
+
+def _with_moments(
+  config: TrainConfig, optimizer: FusedTransformation, params: Any
+) -> TrainState:
   exact = _exact_adam(config).init(params) if config.report_state else ()
   return TrainState(jnp.int32(0), params, optimizer.init(params), exact)
 
@@ -186,4 +237,6 @@ def leaf_names(tree) -> list[str]:
 
 def _decoder(config: TrainConfig) -> Decoder:
   rngs = nnx.Rngs(config.seed)
-  return Decoder(config.model, config.coat_recipe(), rngs=rngs)
+  return Decoder(
+    config.model, config.coat_recipe(), dtype=config.compute_dtype, rngs=rngs
+  )

@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A mesh of devices for training, and where each array lies on it.
+
+  data     copies of the model; sequences of a batch
+  fsdp     rows of weights, and of all that has their shape; sequences too
+  tensor   heads, columns of the MLP, the vocabulary; between layers, positions
+
+Last axes of weights are split by `tensor` alone: groups of values that share a
+scale run along them, and a device must have whole groups.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+MESH_AXES = ("data", "fsdp", "tensor")
+
+# What an axis of an array is, and which axes of the mesh split it.
+AXIS_RULES = {
+  "batch": ("data", "fsdp"),
+  "rows": "fsdp",
+  "columns": "tensor",
+  # Rows that belong to the columns of the weight in front: of these heads, of
+  # these columns of the MLP, or of this part of the vocabulary.
+  "rows of columns": ("tensor", "fsdp"),
+}
+# The axes of each parameter, by the end of its path.
+PARAMETER_AXES = {
+  "embedding": ("rows of columns", None),
+  "head": ("rows", "columns"),
+  "qkv/linear/kernel": (None, "rows", "columns"),
+  "attention/out/kernel": (None, "rows of columns", None),
+  "gate_up/kernel": (None, "rows", None, "columns"),
+  "down/kernel": (None, "rows of columns", None),
+  "norm/scale": (),
+}
+
+
+def parse_mesh(text: str) -> dict[str, int]:
+  """Reads `data=2,fsdp=4`.
+
+  Args:
+    text: Axes and how many devices each has, in any order; "" is one device
+      without a mesh.
+
+  Returns:
+    The size of each of `MESH_AXES`, 1 of those that are not named; {} of "".
+
+  Raises:
+    ValueError: another axis, one that is named twice, or no size.
+  """
+  sizes: dict[str, int] = {}
+  for part in text.split(",") if text else ():
+    name, _, size = (word.strip() for word in part.partition("="))
+    if name not in MESH_AXES:
+      raise ValueError(
+        f"mesh: its axes are {', '.join(MESH_AXES)}, got {name!r} in {text!r}; "
+        "write it as data=2,fsdp=4,tensor=1"
+      )
+    if name in sizes or not (size.isascii() and size.isdigit() and int(size)):
+      raise ValueError(
+        f"mesh: an axis has one size, at least 1, got {part.strip()!r} in "
+        f"{text!r}; write it as data=2,fsdp=4,tensor=1"
+      )
+    sizes[name] = int(size)
+  return {name: sizes.get(name, 1) for name in MESH_AXES} if sizes else {}
+
+
+def format_mesh(sizes: Mapping[str, int]) -> str:
+  """Writes what `parse_mesh` reads."""
+  return ",".join(f"{name}={size}" for name, size in sizes.items())
+
+
+def make_mesh(
+  sizes: Mapping[str, int], devices: Sequence[jax.Device] | None = None
+) -> Mesh | None:
+  """Makes the mesh, of automatic axes.
+
+  Args:
+    sizes: From `parse_mesh`.
+    devices: To be on it; None is all there are, of all processes.
+
+  Returns:
+    The mesh; None of {}.
+
+  Raises:
+    ValueError: there are more devices, or fewer.
+  """
+  if not sizes:
+    return None
+  devices = jax.devices() if devices is None else devices
+  count = math.prod(sizes.values())
+  if count != len(devices):
+    raise ValueError(
+      f"mesh: {format_mesh(sizes)} is of {count} devices, got {len(devices)}; "
+      f"{format_mesh(_fitting(sizes, len(devices)))} would fit"
+    )
+  # Neighbours on the last axis, which exchange most, are devices of one host.
+  # jax.make_mesh refuses GPUs of hosts that have no NVLink between them.
+  order = sorted(devices, key=lambda device: (device.process_index, device.id))
+  return Mesh(
+    np.array(order).reshape(tuple(sizes.values())),
+    tuple(sizes),
+    axis_types=(AxisType.Auto,) * len(sizes),
+  )
+
+
+def _fitting(sizes: Mapping[str, int], count: int) -> dict[str, int]:
+  """Sizes of a mesh of `count` devices that are as near as can be."""
+  tensor = math.gcd(sizes["tensor"], count)
+  data = math.gcd(sizes["data"], count // tensor)
+  return dict(data=data, fsdp=count // tensor // data, tensor=tensor)
+
+
+def check_fits(
+  sizes: Mapping[str, int],
+  *,
+  d_model: int,
+  d_ff: int,
+  num_heads: int,
+  num_kv_heads: int,
+  vocab_size: int,
+  seq: int,
+  batch: int,
+  accumulate: int,
+) -> None:
+  """Checks that a model and its batches can be split over a mesh.
+
+  Args:
+    sizes: From `parse_mesh`; {} takes anything that can be accumulated.
+    d_model, d_ff, num_heads, num_kv_heads, vocab_size: The model's shape.
+    seq: Tokens a sequence.
+    batch: Sequences a step.
+    accumulate: Microbatches a step.
+
+  Raises:
+    ValueError: they cannot, with what would fit.
+  """
+  data, fsdp, tensor = (sizes.get(name, 1) for name in MESH_AXES)
+  _check_divides(
+    "tensor",
+    tensor,
+    num_heads=num_heads,
+    num_kv_heads=num_kv_heads,
+    d_ff=d_ff,
+    vocab_size=vocab_size,
+    seq=seq,
+  )
+  # Rows of columns: what one device of `tensor` has of them.
+  _check_divides(
+    "fsdp",
+    fsdp,
+    "" if tensor == 1 else f" / tensor={tensor}",
+    d_model=d_model // tensor,
+    d_ff=d_ff // tensor,
+    vocab_size=vocab_size // tensor,
+  )
+  parts = data * fsdp * accumulate
+  if batch % parts:
+    raise ValueError(
+      "mesh: batch must be a multiple of data * fsdp * accumulate = "
+      f"{data} * {fsdp} * {accumulate} = {parts}, got {batch}; "
+      f"{max(batch // parts, 1) * parts} would fit"
+    )
+
+
+def _check_divides(axis: str, size: int, share: str = "", **of: int) -> None:
+  """Checks that an axis splits all these sizes evenly."""
+  common = math.gcd(*of.values())
+  if common % size == 0:
+    return
+  name = next(name for name, value in of.items() if value % size)
+  fitting = [str(n) for n in range(1, common + 1) if common % n == 0]
+  raise ValueError(
+    f"mesh: {axis} must divide {name}{share}, got {axis}={size} and "
+    f"{of[name]}; {axis} of {', '.join(fitting[:8])} would fit this model"
+  )
+
+
+def param_shardings(mesh: Mesh, params: Any) -> Any:
+  """Where the parameters of a `model.Decoder` lie.
+
+  Args:
+    mesh: From `make_mesh`.
+    params: Nested dicts of arrays or of `jax.ShapeDtypeStruct`s.
+
+  Returns:
+    The same tree of `NamedSharding`s, as `PARAMETER_AXES` says.
+  """
+
+  return jax.tree.map_with_path(
+    lambda path, _: NamedSharding(mesh, param_spec(path)), params
+  )
+
+
+def param_spec(path: Any) -> PartitionSpec:
+  """Looks a parameter up in `PARAMETER_AXES`.
+
+  Args:
+    path: The keys that lead to it, from `jax.tree.map_with_path`.
+
+  Returns:
+    Which axes of a mesh split its axes, those of stacked layers included.
+  """
+  name = jax.tree_util.keystr(path, simple=True, separator="/")
+  (axes,) = (axes for end, axes in PARAMETER_AXES.items() if name.endswith(end))
+  return PartitionSpec(*map(AXIS_RULES.get, axes))
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+  """Where tokens [B, T + 1] lie: sequences on all axes but `tensor`."""
+  return NamedSharding(mesh, PartitionSpec(AXIS_RULES["batch"]))
