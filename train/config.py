@@ -194,6 +194,8 @@ class TrainConfig:
       of rounding.
     implementation: Kernels where there is a GPU, or xla for none anywhere.
     resume: Continue the run in `out` from its last checkpoint.
+    convert_state: With resume, decode the moments of a checkpoint of another
+      codec, rounding, group size or second format, and encode them anew.
     overwrite: Replace the run in `out`.
     compare: Train a twin in BF16 with f32 moments too, and compare.
     compare_seeds: Twins, from as many seeds; their spread is shown.
@@ -232,6 +234,7 @@ class TrainConfig:
   seq: int
   seed: int = 0
   resume: bool = False
+  convert_state: bool = False
   overwrite: bool = False
   compare: Literal["bf16"] | None = None
   compare_seeds: int = 1
@@ -271,6 +274,11 @@ class TrainConfig:
       raise ValueError(
         "TrainConfig: resume and overwrite exclude each other; pass resume to "
         "continue the run, overwrite to start it afresh"
+      )
+    if self.convert_state and not self.resume:
+      raise ValueError(
+        "TrainConfig: convert_state is for a run that is resumed, got resume "
+        "False; pass resume too, or leave convert_state out"
       )
     if self.optim.warmup_steps(self.steps) > self.steps:
       raise ValueError(
@@ -329,6 +337,7 @@ class TrainConfig:
       seed=seed,
       out=out,
       compare=None,
+      convert_state=False,
       report_state=False,
     )
 

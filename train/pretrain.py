@@ -6,8 +6,9 @@
 
 `train` is the whole of it, from data to checkpoints, and reads from top to
 bottom. Exit status: 0 when training finished; 1 when a loss or a gradient was
-not finite; 2 when the input was at fault, and then nothing was changed; 130 and
-143 after SIGINT and SIGTERM, when the state was saved.
+not finite, or a file could not be written; 2 when the input was at fault, and
+then nothing was changed; 130 and 143 after SIGINT and SIGTERM, when the state
+was saved.
 """
 
 import contextlib
@@ -22,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 import tyro
 
-from train import compare, report, step
+from train import compare, convert, report, step
 from train.checkpoint import Checkpoints
 from train.config import TrainConfig
 from train.data import TokenSource, eval_batches, load_tokens, train_iterator
@@ -88,8 +89,9 @@ def train(
   done = 0
   if config.resume:
     with blaming_input():
-      changes = check_same(run, description)
-    done = run.latest_step()
+      done, damaged = run.newest_whole_step()
+      convert_state = config.convert_state
+      changes = check_same(run, done, description, convert_state=convert_state)
     if done >= config.steps:
       say(f"{config.out}: its {config.steps} steps are done already")
       return
@@ -97,9 +99,10 @@ def train(
       contextlib.closing(Checkpoints(run.checkpoints, keep=config.keep))
     )
     with blaming_input():
-      state = checkpoints.restore(done, abstract, batches)
+      state = convert.restore(checkpoints, done, config, abstract, batches)
+    checkpoints.set_aside(after=done)
     run.write_description(description)
-    say(f"{config.out}: resumed at step {done}", *changes)
+    say(f"{config.out}: resumed at step {done}", *damaged, *changes)
   else:
     with blaming_input():
       run.create(description)
@@ -228,18 +231,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
       config=(tyro.conf.FlagCreatePairsOff,),
     )
     try:
-      with blaming_input():
-        RunDirectory(config.out).check(config)
-        say(f"{config.out}: reading data")
-        tokens = load_tokens(config.data, config.model.vocab_size)
-        runs = [config, *compare.twins(config)]
-      for each in runs:
-        with contextlib.ExitStack() as opened:
-          train(each, tokens, signals, opened)
-      compare.finish(runs)
+      with contextlib.ExitStack() as claimed:
+        with blaming_input():
+          claimed.enter_context(RunDirectory(config.out).claimed(config))
+          say(f"{config.out}: reading data")
+          tokens = load_tokens(config.data, config.model.vocab_size)
+          runs = [config, *compare.twins(config)]
+        for each in runs:
+          with contextlib.ExitStack() as opened:
+            train(each, tokens, signals, opened)
+        compare.finish(runs)
     except Stop as stop:
       say(str(stop))
       return stop.status
+    except OSError as error:  # The disk is full, say.
+      say(f"error: {error}")
+      return 1
   return 0
 
 

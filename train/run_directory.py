@@ -6,16 +6,27 @@ metrics.jsonl   see `metrics`
 checkpoints/    see `checkpoint`
 plot.png        see `plot`
 twins/          runs that a run was compared with
+lock            kept by the command that trains here, and its name
 """
 
+import contextlib
 import dataclasses
 import json
 import os
 import shutil
+import socket
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import filelock
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
 from train import checkpoint
-from train.config import TrainConfig
+from train.config import ModelConfig, OptimConfig, TrainConfig
+from train.data import DataConfig
 
 _FORMAT = "coat_jax run 1"
 _CONTENTS = ("checkpoints", "metrics.jsonl", "metrics.tmp", "plot.png", "twins")
@@ -23,10 +34,12 @@ _CONTENTS = ("checkpoints", "metrics.jsonl", "metrics.tmp", "plot.png", "twins")
 # A checkpoint of a run that differs in one of these is another run's; the other
 # options may change at a resume.
 _FIXED = ("model", "recipe", "residuals", "attention", "activation_group_size")
-_FIXED += ("optim.codec", "optim.rounding", "optim.group_size", "optim.second")
 _FIXED += ("seed", "batch", "seq", "data.held_out", "report_state")
+# So it is in one of these, unless its state may be converted.
+_CODEC = ("optim.codec", "optim.rounding", "optim.group_size", "optim.second")
 # Changes of these are not worth a word.
 _SILENT = ("out", "resume", "overwrite", "compare", "compare_seeds", "keep")
+_SILENT += ("convert_state",)
 _SILENT += ("eval_every", "eval_batches", "save_every", "evaluation", "data")
 
 
@@ -39,6 +52,7 @@ class RunDirectory:
     self.metrics = self.path / "metrics.jsonl"
     self.checkpoints = self.path / "checkpoints"
     self.plot = self.path / "plot.png"
+    self.lock = self.path / "lock"
 
   def is_run(self) -> bool:
     """Whether the folder is a run of ours."""
@@ -55,6 +69,10 @@ class RunDirectory:
   def latest_step(self) -> int | None:
     """Step of the newest checkpoint."""
     return checkpoint.latest_step(self.checkpoints)
+
+  def newest_whole_step(self) -> tuple[int, list[str]]:
+    """As `checkpoint.newest_whole_step`, of a run with a checkpoint."""
+    return checkpoint.newest_whole_step(self.checkpoints)
 
   def twin(self, name: str) -> "RunDirectory":
     """Where a run goes that this one is compared with."""
@@ -82,7 +100,9 @@ class RunDirectory:
         "--resume out to start, with --overwrite if a run was cut short there "
         "before its first checkpoint"
       )
-    if config.resume or not path.exists() or not any(path.iterdir()):
+    if config.resume or not path.exists():
+      return
+    if set(path.iterdir()) <= {self.lock}:
       return
     if not self.is_run():
       raise ValueError(
@@ -95,18 +115,71 @@ class RunDirectory:
         "to replace it, or another --out"
       )
 
+  @contextlib.contextmanager
+  def claimed(self, config: TrainConfig) -> Iterator[None]:
+    """While entered, `check` holds and no other command may enter.
+
+    The operating system keeps the lock, and it goes with its process, however
+    that ends. Of a run's processes the first has it.
+
+    Raises:
+      ValueError: the folder is not fit, or another command is in it.
+    """
+    self.check(config)
+    with contextlib.ExitStack() as opened:
+      holder = ""
+      if jax.process_index() == 0:
+        holder = self._lock(opened)
+      if multihost_utils.broadcast_one_to_all(np.bool_(holder != "")):
+        raise ValueError(
+          f"out: one command at a time can train in {self.path}, got one that "
+          f"does, {holder or 'see process 0'}; wait for it, stop it, or pass "
+          "another --out"
+        )
+      self.check(config)  # Another command may have been here meanwhile.
+      yield
+
+  def _lock(self, opened: contextlib.ExitStack) -> str:
+    """Locks the folder while `opened`; who has it, if that is another."""
+    self.path.mkdir(parents=True, exist_ok=True)
+    lock = filelock.FileLock(self.lock, blocking=False, fallback_to_soft=False)
+    try:
+      opened.enter_context(lock)
+    except filelock.Timeout:
+      return self.lock.read_text() or "which has just begun"
+    except OSError as error:  # Some file systems of clusters have no locks.
+      print(
+        f"{self.path}: without a lock ({error.strerror}); train here with one "
+        "command at a time",
+        file=sys.stderr,
+        flush=True,
+      )
+    opened.callback(self._remove_if_no_run)
+    self.lock.write_text(f"process {os.getpid()} on {socket.gethostname()}")
+    return ""
+
+  def _remove_if_no_run(self) -> None:
+    if not self.is_run():
+      self.lock.unlink(missing_ok=True)
+      _remove_if_empty(self.path)
+
   def create(self, description: dict) -> None:
     """Makes the folder afresh; call `check` first, which guards what is there.
 
     Of a run that is there only its own files go, nothing else in the folder.
     """
     if self.is_run():
-      self.remove()
+      self._clear()
     self.path.mkdir(parents=True, exist_ok=True)
     self.write_description(description)
 
   def remove(self) -> None:
     """Removes the run's own files, and the folder if it is empty then."""
+    self._clear()
+    self.lock.unlink(missing_ok=True)
+    _remove_if_empty(self.path)
+
+  def _clear(self) -> None:
     for twin in self.twins():
       twin.remove()
     for name in _CONTENTS:
@@ -118,7 +191,6 @@ class RunDirectory:
       else:
         item.unlink(missing_ok=True)
     self.config.unlink()  # Last: half removed, it is still a run.
-    _remove_if_empty(self.path)
 
   def write_description(self, description: dict) -> None:
     """Writes config.json, whole or not at all."""
@@ -141,12 +213,24 @@ def describe(config: TrainConfig, fingerprint: str) -> dict:
   }
 
 
-def check_same(run: RunDirectory, description: dict) -> list[str]:
-  """Checks that a run's newest checkpoint can be continued.
+def configuration(description: dict) -> TrainConfig:
+  """The configuration in a description that was read back."""
+  values = description["config"]
+  parts = dict(model=ModelConfig, optim=OptimConfig, data=DataConfig)
+  parts = {name: part(**values[name]) for name, part in parts.items()}
+  return TrainConfig(**{**values, **parts})
+
+
+def check_same(
+  run: RunDirectory, step: int, description: dict, *, convert_state: bool
+) -> list[str]:
+  """Checks that a checkpoint of a run can be continued.
 
   Args:
-    run: With a checkpoint.
+    run: With the checkpoint.
+    step: The checkpoint's.
     description: Of what is to continue it.
+    convert_state: Whether the moments may go to another codec.
 
   Returns:
     The options that have changed and may, as `optim.lr: 0.001 -> 0.0005`.
@@ -154,7 +238,6 @@ def check_same(run: RunDirectory, description: dict) -> list[str]:
   Raises:
     ValueError: it is another run's, with each difference.
   """
-  step = run.latest_step()
   saved = checkpoint.read_description(run.checkpoints, step)
   before, now = _flatten(saved["config"]), _flatten(description["config"])
   changed = {
@@ -165,11 +248,13 @@ def check_same(run: RunDirectory, description: dict) -> list[str]:
   fixed = [text for name, text in changed.items() if _is_in(name, _FIXED)]
   if saved["fingerprint"] != description["fingerprint"]:
     fixed.append("data: other tokens")
-  if fixed:
+  codec = [text for name, text in changed.items() if name in _CODEC]
+  if fixed or (codec and not convert_state):
+    convert = "" if fixed else "--convert-state to encode its moments anew, "
     raise ValueError(
       f"resume: {run.checkpoints / str(step)} is of another run, got "
-      f"{'; '.join(fixed)}; pass what it was trained with, or another --out to "
-      "start a run"
+      f"{'; '.join(fixed + codec)}; pass {convert}what it was trained with, or "
+      "another --out to start a run"
     )
   return [text for name, text in changed.items() if not _is_in(name, _SILENT)]
 

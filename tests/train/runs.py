@@ -1,7 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run of a few seconds, for tests of the training scripts."""
 
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+from jax.experimental.compilation_cache import compilation_cache
+
 from train import pretrain
+from train.metrics import read_metrics
+
+ROOT = Path(__file__).parent.parent.parent
 
 MODEL = dict(num_layers=2, d_model=64, d_ff=128, num_heads=2, num_kv_heads=1)
 # Leaves of 4096 values and more, so that the codec encodes some.
@@ -15,6 +28,8 @@ OPTIONS = {
   "eval-every": 4,
   "save-every": 4,
 }
+# Long enough to be killed in its middle.
+LONG = dict(steps=400, eval_every=100, save_every=50)
 
 
 def arguments(out, *flags, **options):
@@ -35,3 +50,65 @@ def run(out, *flags, **options):
     return pretrain.main(arguments(out, *flags, **options))
   except SystemExit as exit:  # tyro's own errors
     return exit.code
+
+
+def start(out, *flags, environment, **options):
+  """Starts a long run in a process of its own, with one device."""
+  command = [sys.executable, "-m", "train.pretrain"]
+  return subprocess.Popen(
+    command + arguments(out, *flags, **{**LONG, **options}),
+    cwd=ROOT,
+    env={**os.environ, "PYTHONWARNINGS": "error", **environment},
+    stdout=subprocess.PIPE,
+    stderr=subprocess.STDOUT,
+    text=True,
+  )
+
+
+def wait_for_step(process, out, step):
+  """Waits until a run that was started has logged a step."""
+  while process.poll() is None:
+    rows = list(read_metrics(Path(out) / "metrics.jsonl"))
+    if rows and rows[-1]["step"] >= step:
+      return
+    time.sleep(0.005)
+  raise AssertionError(process.communicate()[0])
+
+
+def contents(path):
+  """Bytes of all files below a folder, by name."""
+  return {
+    str(file.relative_to(path)): file.read_bytes()
+    for file in Path(path).rglob("*")
+    if file.is_file()
+  }
+
+
+def losses(out):
+  """Every loss of a run, by step; JSON keeps a float's very bits."""
+  rows = list(read_metrics(Path(out) / "metrics.jsonl"))
+  keys = ("loss", "held_out_loss", "grad_norm", "state", "powers")
+  return {
+    (row["step"], key): row[key] for row in rows for key in keys if key in row
+  }
+
+
+@contextlib.contextmanager
+def programs_on_disk(folder):
+  """Keeps programs in a folder: most runs of a test's module share theirs.
+
+  Gives the environment with which a process shares them too.
+  """
+  options = {
+    "jax_compilation_cache_dir": str(folder),
+    "jax_persistent_cache_min_compile_time_secs": 0,
+    "jax_persistent_cache_min_entry_size_bytes": -1,
+  }
+  before = {name: getattr(jax.config, name) for name in options}
+  for name, value in options.items():
+    jax.config.update(name, value)
+  compilation_cache.reset_cache()
+  yield {name.upper(): str(value) for name, value in options.items()}
+  for name, value in before.items():
+    jax.config.update(name, value)
+  compilation_cache.reset_cache()

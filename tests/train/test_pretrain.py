@@ -3,62 +3,31 @@
 
 import json
 import math
-import os
 import signal
 import subprocess
-import sys
-import time
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
-from tests.train.runs import arguments, run
+from tests.train.runs import (
+  contents,
+  losses,
+  programs_on_disk,
+  run,
+  start,
+  wait_for_step,
+)
 from train import pretrain
 from train.metrics import read_metrics
 from train.run_directory import RunDirectory
 
-ROOT = Path(__file__).parent.parent.parent
-# Long enough to be killed in its middle.
-LONG = dict(steps=400, eval_every=100, save_every=50)
-
-
-def contents(path):
-  return {
-    str(file.relative_to(path)): file.read_bytes()
-    for file in Path(path).rglob("*")
-    if file.is_file()
-  }
-
-
-def losses(out):
-  """Every loss of a run, by step; JSON keeps a float's very bits."""
-  rows = list(read_metrics(Path(out) / "metrics.jsonl"))
-  keys = ("loss", "held_out_loss", "grad_norm", "state", "powers")
-  return {
-    (row["step"], key): row[key] for row in rows for key in keys if key in row
-  }
-
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled_once(tmp_path_factory):
-  """Keeps programs on disk: most runs here share theirs."""
-  options = {
-    "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("programs")),
-    "jax_persistent_cache_min_compile_time_secs": 0,
-    "jax_persistent_cache_min_entry_size_bytes": -1,
-  }
-  before = {name: getattr(jax.config, name) for name in options}
-  for name, value in options.items():
-    jax.config.update(name, value)
-  compilation_cache.reset_cache()
-  yield {name.upper(): str(value) for name, value in options.items()}
-  for name, value in before.items():
-    jax.config.update(name, value)
-  compilation_cache.reset_cache()
+  with programs_on_disk(tmp_path_factory.mktemp("programs")) as environment:
+    yield environment
 
 
 @pytest.fixture(scope="module")
@@ -69,34 +38,12 @@ def finished(tmp_path_factory):
   return out
 
 
-def start(out, *flags, **environment):
-  """Starts a long run in a process of its own, with one device."""
-  command = [sys.executable, "-m", "train.pretrain"]
-  return subprocess.Popen(
-    command + arguments(out, *flags, **LONG),
-    cwd=ROOT,
-    env={**os.environ, "PYTHONWARNINGS": "error", **environment},
-    stdout=subprocess.PIPE,
-    stderr=subprocess.STDOUT,
-    text=True,
-  )
-
-
-def wait_for_step(process, out, step):
-  while process.poll() is None:
-    rows = list(read_metrics(Path(out) / "metrics.jsonl"))
-    if rows and rows[-1]["step"] >= step:
-      return
-    time.sleep(0.005)
-  raise AssertionError(process.communicate()[0])
-
-
 @pytest.mark.slow
 def test_a_run_goes_on_bit_for_bit_after_being_stopped_and_killed(
   tmp_path, compiled_once
 ):
   out = tmp_path / "killed"
-  process = start(out, **compiled_once)
+  process = start(out, environment=compiled_once)
   wait_for_step(process, out, 70)
   process.send_signal(signal.SIGTERM)
   output = process.communicate(timeout=60)[0]
@@ -105,15 +52,15 @@ def test_a_run_goes_on_bit_for_bit_after_being_stopped_and_killed(
   saved = RunDirectory(out).latest_step()
   assert saved % 50, "saved where it was stopped"
 
-  process = start(out, "--resume", **compiled_once)
+  process = start(out, "--resume", environment=compiled_once)
   wait_for_step(process, out, 230)
   process.kill()
   process.communicate(timeout=60)
   assert process.returncode == -signal.SIGKILL
   assert saved < RunDirectory(out).latest_step() < 400
 
-  never = start(tmp_path / "never", **compiled_once)
-  process = start(out, "--resume", **compiled_once)
+  never = start(tmp_path / "never", environment=compiled_once)
+  process = start(out, "--resume", environment=compiled_once)
   output = process.communicate(timeout=120)[0]
   assert process.returncode == 0, output
   assert "Traceback" not in output and "Error" not in output
@@ -247,22 +194,6 @@ def test_a_state_that_cannot_go_on_is_not_saved(
   assert "after step 9 the held-out loss is nan" in errors
   assert f"last good checkpoint is {out / 'checkpoints' / '8'}" in errors
   assert RunDirectory(out).latest_step() == 8
-
-
-@pytest.mark.slow
-# Orbax leaves at the first array that it cannot read and closes its event loop,
-# on which the reads of the others then fail to report.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_damaged_checkpoint_is_told(finished, tmp_path, capsys):
-  out = tmp_path / "copy"
-  subprocess.run(["cp", "-r", finished, out], check=True)
-  for file in (out / "checkpoints" / "8" / "params").rglob("*"):
-    if file.is_file() and file.parent.name == "d":
-      file.write_bytes(file.read_bytes()[:-7])
-  assert run(out, "--resume", steps=12) == 2
-  errors = capsys.readouterr().err
-  assert "checkpoints/8 must be whole" in errors and "Traceback" not in errors
-  time.sleep(1)  # For the other reads to have failed while this test runs.
 
 
 @pytest.mark.slow

@@ -102,13 +102,19 @@ def test_a_link_is_removed_and_not_followed(run, tmp_path):
   assert (elsewhere / "100").read_text() == "kept"
 
 
-def compare(monkeypatch, run, before, now, fingerprint="tokens"):
+def compare(
+  monkeypatch, run, before, now, fingerprint="tokens", convert_state=False
+):
   saved = json.loads(json.dumps(run_directory.describe(before, "tokens")))
-  monkeypatch.setattr(RunDirectory, "latest_step", lambda self: 100)
   monkeypatch.setattr(
     run_directory.checkpoint, "read_description", lambda path, step: saved
   )
-  return run_directory.check_same(run, run_directory.describe(now, fingerprint))
+  return run_directory.check_same(
+    run,
+    100,
+    run_directory.describe(now, fingerprint),
+    convert_state=convert_state,
+  )
 
 
 def test_the_same_run_may_go_on(monkeypatch, run):

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checksums of the files of a checkpoint.
+
+Orbax and TensorStore check their indices, not the arrays: a bit that flips in
+those is restored as it is, and a model trains on from it. So a checkpoint
+carries the SHA-256 of its files, from before it gets its name, and is restored
+only if they have it still.
+"""
+
+import hashlib
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+NAME = "checksums.json"
+# Orbax writes these two in a checkpoint's own folder at the very end. Nothing
+# of a run is in them, and restoring it does not need them.
+_WRITTEN_LATER = ("_CHECKPOINT_METADATA", "commit_success.txt")
+
+
+def write(folder: Path) -> None:
+  """Writes the checksums of all files in a folder into it."""
+  files = sorted(file for file in folder.rglob("*") if file.is_file())
+  names = [file.relative_to(folder).as_posix() for file in files]
+  names = [name for name in names if name not in (NAME, *_WRITTEN_LATER)]
+  with ThreadPoolExecutor() as pool:
+    digests = pool.map(lambda name: _digest(folder / name), names)
+    checksums = dict(zip(names, digests, strict=True))
+  (folder / NAME).write_text(json.dumps(checksums, indent=1) + "\n")
+
+
+def find_damage(folder: Path) -> str | None:
+  """Reads all files of a checkpoint and says what is wrong with the first.
+
+  Args:
+    folder: Of the checkpoint.
+
+  Returns:
+    Such as `params/d/1234 is not what was written`; None if nothing is wrong.
+  """
+  try:
+    checksums = json.loads((folder / NAME).read_bytes())
+    names = sorted(checksums)
+  except (OSError, ValueError, TypeError) as error:
+    return f"{NAME} cannot be read ({error})"
+
+  def damage(name: str) -> str | None:
+    try:
+      is_whole = _digest(folder / name) == checksums[name]
+    except OSError as error:
+      return f"{name} cannot be read ({error.strerror})"
+    return None if is_whole else f"{name} is not what was written"
+
+  with ThreadPoolExecutor() as pool:
+    return next(filter(None, pool.map(damage, names)), None)
+
+
+def _digest(path: Path) -> str:
+  with path.open("rb") as file:
+    return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,294 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Takes a run's state to another codec, and to optax's AdamW and back.
+
+  python -m train.convert export RUN OUT
+  python -m train.convert import IN PRESET --out RUN [options]
+
+`export` writes the newest checkpoint of a run as an Orbax checkpoint of
+{"params": ..., "opt_state": ...}, where opt_state is the state of
+`optax.adamw(schedule, mask=mask)` with moments in f32.
+
+`import` makes a run of such a checkpoint, which `python -m train.pretrain
+PRESET --out RUN [options] --resume` goes on with. Its step is Adam's count, and
+the data go on behind as many batches as that.
+
+Both work on one device: with JAX_PLATFORMS=cpu a model needs no more than the
+host's memory, 12 bytes a parameter and the codec's. Runs can then be resumed on
+any mesh. Exit status: 0, or 2 when the input was at fault.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import grain
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import tyro
+
+from coat_jax import from_adam_state, sharding, to_adam_state
+from train import step as steps
+from train.checkpoint import Checkpoints, read_description, restore_state
+from train.config import OptimConfig, TrainConfig
+from train.data import load_tokens, train_iterator
+from train.presets import PRESETS
+from train.run_directory import RunDirectory, configuration, describe
+from train.step import TrainState
+
+# What of a codec decides how its bytes are read; rounding does not.
+_LAYOUT = ("codec", "group_size", "second")
+
+
+def restore(
+  checkpoints: Checkpoints,
+  step: int,
+  config: TrainConfig,
+  abstract: TrainState,
+  batches: grain.DatasetIterator,
+) -> TrainState:
+  """Restores a checkpoint, its moments converted to the run's codec if need be.
+
+  Args:
+    checkpoints: The run's.
+    step: One of their steps.
+    config: The run's, whose `check_same` has allowed the checkpoint.
+    abstract: As for `Checkpoints.restore`, of `config`.
+    batches: As for `Checkpoints.restore`.
+
+  Returns:
+    The state after `step` steps, as `abstract` says. Moments are decoded and
+    encoded by each device where they lie.
+
+  Raises:
+    ValueError: the checkpoint holds another state, or a device would have part
+      of a group of its codec.
+  """
+  saved = configuration(read_description(checkpoints.path, step))
+  if all(
+    getattr(saved.optim, name) == getattr(config.optim, name)
+    for name in _LAYOUT
+  ):
+    return checkpoints.restore(step, abstract, batches)
+  before = _abstract_optimizer(saved, abstract.params)
+  state = checkpoints.restore(
+    step, abstract._replace(optimizer=before), batches
+  )
+  convert = jax.jit(
+    functools.partial(_recode, before=saved.optim, config=config),
+    out_shardings=steps.shardings(abstract.optimizer),
+  )
+  return state._replace(optimizer=convert(state.optimizer))
+
+
+def _recode(state, *, before: OptimConfig, config: TrainConfig):
+  adam = to_adam_state(state, before.moment_codec())
+  codec = config.optim.moment_codec()
+  return from_adam_state(adam, codec=codec, seed=config.seed)
+
+
+def _abstract_optimizer(config: TrainConfig, params: Any):
+  """The optimizer's state, with shardings where parameters have them."""
+  init = steps.build_optimizer(config).init
+  if jax.tree.leaves(params)[0].sharding is None:
+    return jax.eval_shape(init, params)
+  codec = config.optim.moment_codec()
+  return sharding.abstract_state(init, params, codec=codec)
+
+
+def export_adamw(run: Path, out: Path) -> int:
+  """Writes a run's newest whole checkpoint as one of optax's AdamW.
+
+  Args:
+    run: Folder of the run; it may go on meanwhile.
+    out: Folder to make.
+
+  Returns:
+    The checkpoint's step.
+
+  Raises:
+    ValueError: `run` is no run with a whole checkpoint, or there is `out`.
+  """
+  source = RunDirectory(run)
+  if source.latest_step() is None or not source.is_run():
+    raise ValueError(
+      f"export: {run} must hold a run with a checkpoint, got none; pass the "
+      "--out of a run"
+    )
+  if out.exists():
+    raise ValueError(
+      f"export: {out} must not be there, for nothing is replaced, got a folder "
+      "or a file; pass another"
+    )
+  step, _ = source.newest_whole_step()
+  config = configuration(read_description(source.checkpoints, step))
+  optimizer = steps.build_optimizer(config)
+  abstract = steps.abstract_state(config, optimizer)
+  state = restore_state(source.checkpoints, step, abstract)
+  adam = jax.jit(
+    lambda state: to_adam_state(state, config.optim.moment_codec())
+  )(state.optimizer)
+  # An optimizer's arguments are not in its state, but their kinds are.
+  adamw = optax.adamw(steps.learning_rate(config), mask=steps.decays)
+  opt_state = jax.eval_shape(adamw.init, state.params)
+  schedule = optax.ScaleByScheduleState(adam.count)
+  opt_state = (adam, opt_state[1], schedule)
+  with ocp.StandardCheckpointer() as checkpointer:
+    tree = {"params": state.params, "opt_state": opt_state}
+    checkpointer.save(out.absolute(), tree)
+  return step
+
+
+def import_adamw(source: Path, config: TrainConfig) -> int:
+  """Makes a run of a checkpoint of optax's AdamW.
+
+  Args:
+    source: An Orbax checkpoint with `params`, the nested dicts that the model
+      of `config` has, and anywhere in it one state of `optax.scale_by_adam`.
+    config: The run to make; its `overwrite` replaces one that is there.
+
+  Returns:
+    The step that the run goes on from: Adam's count.
+
+  Raises:
+    ValueError: the checkpoint has no such state, or other parameters, or the
+      folder of the run is not free.
+  """
+  run = RunDirectory(config.out)
+  with contextlib.ExitStack() as opened:
+    opened.enter_context(run.claimed(config))
+    tokens = load_tokens(config.data, config.model.vocab_size)
+    batches = train_iterator(
+      tokens, seq_len=config.seq, batch_size=config.batch, seed=config.seed
+    )
+    abstract = steps.abstract_state(config, steps.build_optimizer(config))
+    params, adam = _read_adamw(source, abstract.params)
+    codec = config.optim.moment_codec()
+    state = TrainState(
+      step=adam.count,
+      params=params,
+      optimizer=from_adam_state(adam, codec=codec, seed=config.seed),
+      exact=adam if config.report_state else (),
+    )
+    step = int(adam.count)
+    # The whole state of our pipeline's iterator.
+    place = {**batches.get_state(), "next_index": step}
+    description = describe(config, tokens.fingerprint())
+    run.create(description)
+    checkpoints = Checkpoints(run.checkpoints, keep=config.keep)
+    opened.enter_context(contextlib.closing(checkpoints))
+    checkpoints.save_at(step, state, place, description)
+  return step
+
+
+def _read_adamw(
+  source: Path, params: Any
+) -> tuple[Any, optax.ScaleByAdamState]:
+  """Reads parameters like `params`, and the state of Adam, in f32."""
+  checkpointer = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
+  path, to_host = source.absolute(), ocp.RestoreArgs(restore_type=np.ndarray)
+  try:
+    tree = checkpointer.metadata(path).item_metadata.tree
+    how = jax.tree.map(lambda _: to_host, tree)
+    tree = checkpointer.restore(path, args=ocp.args.PyTreeRestore(None, how))
+  except Exception as error:  # Orbax and TensorStore raise many kinds.
+    raise ValueError(
+      f"import: {source} must be a checkpoint of Orbax, got "
+      f"{type(error).__name__}; pass the folder that StandardCheckpointer wrote"
+    ) from error
+  nodes = jax.tree.leaves(tree, is_leaf=_is_adam)
+  states = [node for node in nodes if _is_adam(node)]
+  if len(states) != 1 or "params" not in tree:
+    raise ValueError(
+      f"import: {source} must hold params and one state of Adam, got "
+      f"{', '.join(tree)} with {len(states)} of them; save "
+      "{'params': params, 'opt_state': opt_state} of optax.adamw"
+    )
+  (state,) = states
+  found = {"params": tree["params"], "mu": state["mu"], "nu": state["nu"]}
+  want = _shapes(params)
+  for name, part in found.items():
+    others = [str(x) for x in sorted(want.items() ^ _shapes(part).items())]
+    if others:
+      raise ValueError(
+        f"import: {name} must be those of this model, got another "
+        f"{', '.join(others[:2])} ({len(others)} in all); pass the preset and "
+        "the options of the model"
+      )
+  found = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), found)
+  count = jnp.int32(state["count"])
+  adam = optax.ScaleByAdamState(count, found["mu"], found["nu"])
+  return found["params"], adam
+
+
+def _is_adam(node: Any) -> bool:
+  return isinstance(node, dict) and {"count", "mu", "nu"} <= node.keys()
+
+
+def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
+  leaves = zip(steps.leaf_names(tree), jax.tree.leaves(tree), strict=True)
+  return {name: leaf.shape for name, leaf in leaves}
+
+
+@dataclasses.dataclass(frozen=True)
+class Export:
+  """Writes a run's newest checkpoint as one of optax's AdamW.
+
+  Attributes:
+    run: Folder of the run.
+    out: Folder to make.
+  """
+
+  run: tyro.conf.Positional[Path]
+  out: tyro.conf.Positional[Path]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+  """Reads the command line, converts, and returns the exit status."""
+  presets = tyro.extras.subcommand_type_from_defaults(
+    {name: preset() for name, preset in PRESETS.items()},
+    {name: inspect.getdoc(preset) or "" for name, preset in PRESETS.items()},
+  )
+
+  @dataclasses.dataclass(frozen=True)
+  class Import:
+    """Makes a run of a checkpoint of optax's AdamW.
+
+    Attributes:
+      source: Folder of the checkpoint.
+      config: The run to make, as for train.pretrain.
+    """
+
+    source: tyro.conf.Positional[Path]
+    config: Annotated[presets, tyro.conf.arg(name="")]  # pyright: ignore
+
+  command = tyro.cli(
+    Annotated[Export, tyro.conf.subcommand("export")]
+    | Annotated[Import, tyro.conf.subcommand("import")],
+    args=arguments,
+    prog="python -m train.convert",
+    config=(tyro.conf.FlagCreatePairsOff,),
+  )
+  try:
+    if isinstance(command, Export):
+      step = export_adamw(command.run, command.out)
+      text = f"{command.out}: params and opt_state of step {step}"
+    else:
+      step = import_adamw(command.source, command.config)
+      text = f"{command.config.out}: --resume goes on from step {step}"
+  except (ValueError, OSError) as error:
+    print(f"error: {error}", file=sys.stderr)
+    return 2
+  print(text, file=sys.stderr)
+  return 0
+
+
+if __name__ == "__main__":
+  sys.exit(main())
