@@ -30,6 +30,7 @@ _RECIPES = {
   "fp8_linear": ("weight_cache", "evaluation"),
   "bf16": ("compute",),
 }
+Remat = Literal["none", "dots", "full"]
 _CODECS = {
   "coat": ("rounding", "group_size", "second"),
   "coat_e8m0": ("rounding", "group_size"),
@@ -192,6 +193,9 @@ class TrainConfig:
       or bf16.
     compute: Of recipe bf16, what layers compute in; float32 tells what comes
       of rounding.
+    remat: What jax.checkpoint keeps of a layer, to compute the rest again in
+      the backward: dots the results of its products, full its input alone;
+      none does without.
     implementation: Kernels where there is a GPU, or xla for none anywhere.
     resume: Continue the run in `out` from its last checkpoint.
     convert_state: With resume, decode the moments of a checkpoint of another
@@ -223,6 +227,7 @@ class TrainConfig:
   weight_cache: coat_jax.recipe.WeightCache = "scale"
   evaluation: Literal["same", "bf16"] = "same"
   compute: Literal["bfloat16", "float32"] = "bfloat16"
+  remat: Remat = "none"
   implementation: Literal["auto", "xla"] = "auto"
   out: str
   steps: int

@@ -25,10 +25,30 @@ from coat_jax.layers import (
 )
 from coat_jax.recipe import CoatRecipe
 from train import vocabulary
-from train.config import ModelConfig
+from train.config import ModelConfig, Remat
 from train.mesh import param_spec
 
 _INIT_STDDEV = 0.02
+
+
+def _all_but_gathered(primitive, *arrays, call_jaxpr=None, **options) -> bool:
+  """A checkpoint policy: what autodiff keeps, but not rows of other devices.
+
+  They come of `_constrained`; what is made of them before a product is a view.
+  """
+  del arrays, options
+  names = {primitive.name}
+  if primitive.name == "custom_vjp_call":
+    names |= {equation.primitive.name for equation in call_jaxpr.eqns}
+    names.discard("reshape")
+  return not names & {"sharding_constraint", "reshape"}
+
+
+_POLICIES = {
+  "none": _all_but_gathered,
+  "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+  "full": jax.checkpoint_policies.nothing_saveable,
+}
 
 
 def _norm_options(config: ModelConfig) -> dict:
@@ -93,9 +113,10 @@ class Decoder(nnx.Module):
     recipe: CoatRecipe,
     *,
     dtype: DTypeLike = jnp.bfloat16,
+    remat: Remat = "none",
     rngs: nnx.Rngs,
   ):
-    self.dtype, self.axes = dtype, recipe.axes
+    self.dtype, self.axes, self.remat = dtype, recipe.axes, remat
     init = nnx.initializers.normal(_INIT_STDDEV)
     shape = (config.vocab_size, config.d_model)
     self.embedding = nnx.Param(init(rngs.params(), shape, jnp.float32))
@@ -126,17 +147,22 @@ class Decoder(nnx.Module):
       tokens, self.embedding[...], dtype=self.dtype, axes=self.axes
     )
     recipe = self.layers.attention.active_recipe
+    is_gathering = self.axes is not None and recipe.linear == "bf16"
 
-    @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
     def forward(x, layer):
       if self.axes is None:
         return layer(x)
-      if recipe.linear == "bf16":
+      if is_gathering:
         layer = _gather_weights(layer, self.dtype, self.axes.fsdp)
       where = P(self.axes.batch, self.axes.tensor)
       return jax.lax.with_sharding_constraint(layer(x), where)
 
-    return self.norm(forward(x, with_weight_cache(self.layers, recipe)))
+    if self.remat != "none" or is_gathering:
+      # In a scan XLA cannot mistake the second forward for the first.
+      policy = _POLICIES[self.remat]
+      forward = nnx.remat(forward, prevent_cse=False, policy=policy)
+    scan = nnx.scan(forward, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+    return self.norm(scan(x, with_weight_cache(self.layers, recipe)))
 
 
 def _gather_weights(
