@@ -206,7 +206,7 @@ def _targets_gpu() -> bool:
   """Whether what is traced now is for a GPU with FP8, as far as one can say."""
   device = jax.sharding.get_abstract_mesh().abstract_device
   if device is not None:
-    return device.platform == "cuda"
+    return device.platform in ("cuda", "gpu")  # A mesh's devices say gpu.
   if jax.default_backend() != "gpu":
     return False
   # Ada has FP8 as well; GPUs before it have not. AMD's name no number.
@@ -217,11 +217,14 @@ def _targets_gpu() -> bool:
 def _may_be_partitioned() -> bool:
   """Whether XLA may gather arrays for a kernel, which it cannot partition."""
   mesh = jax.sharding.get_abstract_mesh()
-  inside_shard_map = not mesh.empty and not (
-    mesh.auto_axes or mesh.explicit_axes
-  )
-  several = jax.default_backend() == "gpu" and jax.device_count() > 1
-  return several and not inside_shard_map
+  if mesh.auto_axes or mesh.explicit_axes:
+    return mesh.size > 1
+  # No mesh is set, or all of its axes are manual: inside shard_map.
+  return not mesh.manual_axes and _may_run_on_several_gpus()
+
+
+def _may_run_on_several_gpus() -> bool:
+  return jax.default_backend() == "gpu" and jax.device_count() > 1
 
 
 def _check_linear(x: Operand, w: Operand, **kwargs) -> None:

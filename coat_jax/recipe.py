@@ -96,7 +96,8 @@ class CoatRecipe:
     """The recipe to evaluate with."""
     if self.evaluation == "same":
       return self
-    return bf16(implementation=self.implementation)
+    preset = bf16(implementation=self.implementation)
+    return dataclasses.replace(preset, axes=self.axes)
 
 
 _CHOICES = {

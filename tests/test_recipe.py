@@ -7,6 +7,7 @@ import inspect
 import pytest
 
 from coat_jax import recipe
+from coat_jax.mesh_axes import MeshAxes
 from coat_jax.recipe import CoatRecipe
 
 
@@ -36,7 +37,7 @@ def test_variants_keep_the_preset_and_set_the_field():
   variant = recipe.coat(**fields)
   assert variant.name == "coat"
   assert dataclasses.asdict(variant) == dict(
-    linear="fp8", nonlinear="fp8", **fields
+    linear="fp8", nonlinear="fp8", axes=None, **fields
   )
   assert recipe.fp8_linear(evaluation="bf16").evaluation == "bf16"
 
@@ -46,6 +47,9 @@ def test_evaluation_computes_what_training_does_unless_told():
     assert preset.for_evaluation() is preset
   for preset in (recipe.fp8_linear, recipe.coat):
     assert preset(evaluation="bf16").for_evaluation() == recipe.bf16()
+  axes = MeshAxes(tensor="tensor")
+  on_mesh = dataclasses.replace(recipe.coat(evaluation="bf16"), axes=axes)
+  assert on_mesh.for_evaluation().axes == axes
 
 
 def test_recipes_are_frozen_and_hashable():

@@ -12,34 +12,36 @@ from jax import Array
 
 from coat_jax import ops
 from coat_jax import recipe as recipes
-from coat_jax.layers.residuals import hand_over, remember
+from coat_jax.layers.on_mesh import block
+from coat_jax.layers.placement import tokens
+from coat_jax.layers.residuals import remember
 from coat_jax.qtensor import dequantize
 from coat_jax.recipe import CoatRecipe
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnames=("group_size", "how"))
-def _fp8_silu_mul(gate, up, group_size, how):
-  return _fp8_silu_mul_fwd(gate, up, group_size, how)[0]
-
-
-def _fp8_silu_mul_fwd(gate, up, group_size, how):
+def _fp8_silu_mul_fwd(gate, up, recipe):
+  group_size = recipe.group_size
   quantize = functools.partial(
-    ops.quantize_groups, group_size=group_size, implementation=how
+    ops.quantize_groups,
+    group_size=group_size,
+    implementation=recipe.implementation,
   )
-  gate_q, up_q = quantize(gate), quantize(up)
-  gate_q, up_q = remember("activation", (gate_q, up_q))
+  gate_q, up_q = remember("activation", (quantize(gate), quantize(up)))
   silu = ops.silu_values(dequantize(gate_q, group_size=group_size))
   product = silu * dequantize(up_q, group_size=group_size)
-  return product.astype(gate.dtype), hand_over((gate_q, up_q))
+  return product.astype(gate.dtype), (gate_q, up_q)
 
 
-def _fp8_silu_mul_bwd(group_size, how, residuals, g):
-  del how  # XLA fuses it.
-  dgate, dup = ops.silu_mul_bwd(g, *residuals, group_size=group_size)
+def _fp8_silu_mul_bwd(recipe, residuals, g):
+  dgate, dup = ops.silu_mul_bwd(g, *residuals, group_size=recipe.group_size)
   return dgate.astype(g.dtype), dup.astype(g.dtype)
 
 
-_fp8_silu_mul.defvjp(_fp8_silu_mul_fwd, _fp8_silu_mul_bwd)
+def _specs(axes, x, *others):
+  return (tokens(axes, x),) * (1 + len(others)), tokens(axes, x)
+
+
+_fp8_silu_mul = block(_fp8_silu_mul_fwd, _fp8_silu_mul_bwd, _specs)
 
 
 def silu_mul(
@@ -64,36 +66,31 @@ def silu_mul(
       f"{gate.shape} {gate.dtype} and {up.shape} {up.dtype}"
     )
   if recipe.nonlinear == "fp8":
-    return _fp8_silu_mul(gate, up, recipe.group_size, recipe.implementation)
+    return _fp8_silu_mul((gate, up), recipe)
   # Named for checkpoint policies: the same set can be kept in BF16.
   gate, up = remember("activation", (gate, up))
   return (jax.nn.silu(gate) * up).astype(gate.dtype)
 
 
-@functools.partial(
-  jax.custom_vjp, nondiff_argnames=("approximate", "group_size", "how")
-)
-def _fp8_gelu(x, approximate, group_size, how):
-  return _fp8_gelu_fwd(x, approximate, group_size, how)[0]
-
-
-def _fp8_gelu_fwd(x, approximate, group_size, how):
-  x_q = remember(
-    "activation",
-    ops.quantize_groups(x, group_size=group_size, implementation=how),
+def _fp8_gelu_fwd(x, approximate, recipe):
+  group_size = recipe.group_size
+  x_q = ops.quantize_groups(
+    x, group_size=group_size, implementation=recipe.implementation
   )
+  x_q = remember("activation", x_q)
   values = dequantize(x_q, group_size=group_size)
   y = ops.gelu_values(values, approximate=approximate)
-  return y.astype(x.dtype), hand_over(x_q)
+  return y.astype(x.dtype), x_q
 
 
-def _fp8_gelu_bwd(approximate, group_size, how, x_q, g):
-  del how  # XLA fuses it.
-  dx = ops.gelu_bwd(g, x_q, approximate=approximate, group_size=group_size)
+def _fp8_gelu_bwd(approximate, recipe, x_q, g):
+  dx = ops.gelu_bwd(
+    g, x_q, approximate=approximate, group_size=recipe.group_size
+  )
   return (dx.astype(g.dtype),)
 
 
-_fp8_gelu.defvjp(_fp8_gelu_fwd, _fp8_gelu_bwd)
+_fp8_gelu = block(_fp8_gelu_fwd, _fp8_gelu_bwd, _specs)
 
 
 def gelu(
@@ -111,5 +108,5 @@ def gelu(
   """
   recipe = recipe or recipes.coat()
   if recipe.nonlinear == "fp8":
-    return _fp8_gelu(x, approximate, recipe.group_size, recipe.implementation)
+    return _fp8_gelu((x,), approximate, recipe)
   return jax.nn.gelu(x, approximate=approximate)

@@ -90,6 +90,7 @@ class Attention(RecipeModule):
       num_heads * self.head_dim,
       features,
       kernel_init=out_init or kernel_init,
+      split="inputs",
       **shared,
     )
 

@@ -11,25 +11,29 @@ takes its row sums from that output: an error of the output's rounding.)
 import functools
 from typing import NamedTuple
 
-import jax
-from jax import Array
+from jax import Array, P
 
 from coat_jax import ops
+from coat_jax import recipe as recipes
 from coat_jax.formats import E5M2
-from coat_jax.layers.linear import add_linear, keep_scale, linear, sum_rows
-from coat_jax.layers.residuals import cotangent, hand_over, remember
-from coat_jax.layers.weight import quantized_weight
+from coat_jax.layers.collectives import gather_sequence
+from coat_jax.layers.linear import add_linear, bias_gradient, keep_scale, linear
+from coat_jax.layers.on_mesh import block
+from coat_jax.layers.placement import (
+  cached,
+  split_inputs,
+  tokens,
+  whole_sequences,
+)
+from coat_jax.layers.residuals import remember
+from coat_jax.layers.weight import quantized_weight, weight_gradient
 from coat_jax.ops import Operand
 from coat_jax.qtensor import QTensor, dequantize
 from coat_jax.recipe import CoatRecipe
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnames=("causal", "how"))
-def _attention(q, k, v, causal, how):
-  return _attention_fwd(q, k, v, causal, how)[0]
-
-
-def _attention_fwd(q, k, v, causal, how):
+def _attention_fwd(q, k, v, causal, recipe):
+  how = recipe.implementation
   q, k, v = remember("attention", (q, k, v))
   kept = ops.attention_fwd(q, k, v, causal=causal, implementation=how)
   kept = remember("attention", kept)
@@ -37,11 +41,18 @@ def _attention_fwd(q, k, v, causal, how):
   return kept.out, (q, k, v, kept)
 
 
-def _attention_bwd(causal, how, kept, g):
+def _attention_bwd(causal, recipe, kept, g):
+  how = recipe.implementation
   return ops.attention_bwd(g, *kept, causal=causal, implementation=how)
 
 
-_attention.defvjp(_attention_fwd, _attention_bwd)
+def _attention_specs(axes, q, k, v):
+  del k, v
+  heads = whole_sequences(axes, q.ndim)
+  return (heads,) * 3, heads
+
+
+_attention = block(_attention_fwd, _attention_bwd, _attention_specs)
 
 
 def dot_product_attention(
@@ -50,7 +61,7 @@ def dot_product_attention(
   v: Array,
   *,
   causal: bool = True,
-  implementation: ops.Implementation | None = None,
+  recipe: CoatRecipe | None = None,
 ) -> Array:
   """softmax(q k^T / sqrt(H)) v, remembering q, k, v, out and log-sum-exp.
 
@@ -58,7 +69,7 @@ def dot_product_attention(
     q: [B, T, N, H].
     k, v: [B, S, K, H], N a multiple of K.
     causal: query t sees keys up to t + S - T.
-    implementation: None for cuDNN's on a GPU where it can, else "xla".
+    recipe: its implementation, and its axes of a mesh; None has neither.
 
   Returns:
     [B, T, N, H] in q's dtype.
@@ -66,7 +77,7 @@ def dot_product_attention(
   Raises:
     ValueError: shapes that do not fit one another.
   """
-  return _attention(q, k, v, causal, implementation)
+  return _attention((q, k, v), causal, recipe or recipes.bf16())
 
 
 class OutputResiduals(NamedTuple):
@@ -83,12 +94,8 @@ class OutputResiduals(NamedTuple):
   bias: Array | None
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnames=("causal", "recipe"))
-def _attention_output(x, q, k, v, w, bias, cache, causal, recipe):
-  return attention_output_fwd(x, q, k, v, w, bias, cache, causal, recipe)[0]
-
-
 def attention_output_fwd(x, q, k, v, w, bias, cache, causal, recipe):
+  """x + attention(q, k, v) w + bias, and what is handed over."""
   keep, read = _storage(recipe, q.dtype)
   how = recipe.implementation
   q, k, v = remember("attention", (keep(q), keep(k), keep(v)))
@@ -101,8 +108,7 @@ def attention_output_fwd(x, q, k, v, w, bias, cache, causal, recipe):
   total = add_linear(x, out_q, w_q, bias, recipe)
   cache = keep_scale(cache, w_q)
   scale = remember("linear", out_q.scale)
-  residuals = OutputResiduals(q, k, v, out, lse, scale, w, cache, bias)
-  return total, hand_over(residuals)
+  return total, OutputResiduals(q, k, v, out, lse, scale, w, cache, bias)
 
 
 def attention_output_bwd(causal, recipe, residuals, g):
@@ -110,10 +116,11 @@ def attention_output_bwd(causal, recipe, residuals, g):
   _, read = _storage(recipe, g.dtype)
   q, k, v, out = read(r.q), read(r.k), read(r.v), read(r.out)
   g_q = ops.quantize_tensor(g, dtype=E5M2, layout="both", implementation=how)
+  g_q = gather_sequence(g_q, recipe.axes, batch=g.shape[0])
   out_q = ops.quantize_tensor(
     _merge_heads(out), scale=r.out_scale, layout="columns", implementation=how
   )
-  dw = ops.linear_wgrad(out_q, g_q, dtype=r.w.dtype, implementation=how)
+  dw = weight_gradient(out_q, g_q, r.w, recipe)
   w_q = quantized_weight(r.w, r.cache, "rows", recipe)
   dout = ops.linear_dgrad(g_q, w_q, dtype=g.dtype, implementation=how)
   dq, dk, dv = ops.attention_bwd(
@@ -125,10 +132,26 @@ def attention_output_bwd(causal, recipe, residuals, g):
     causal=causal,
     implementation=how,
   )
-  return g, dq, dk, dv, dw, cotangent(sum_rows(g), r.bias), None
+  dbias = bias_gradient(g, r.bias, recipe, has_columns=False)
+  return g, dq, dk, dv, dw, dbias, None
 
 
-_attention_output.defvjp(attention_output_fwd, attention_output_bwd)
+def _specs(axes, x, q, k, v, w, bias, cache):
+  del k, v, w, bias
+  heads, rows = whole_sequences(axes, q.ndim), split_inputs(axes)
+  arrays = (
+    tokens(axes, x),
+    heads,
+    heads,
+    heads,
+    rows,
+    P(),
+    cached(cache, rows),
+  )
+  return arrays, tokens(axes, x)
+
+
+_attention_output = block(attention_output_fwd, attention_output_bwd, _specs)
 
 
 def _storage(recipe, dtype):
@@ -181,8 +204,6 @@ def attention_output(
     ValueError: shapes that do not fit one another.
   """
   if recipe.nonlinear == "fp8":
-    return _attention_output(x, q, k, v, w, bias, cache, causal, recipe)
-  out = dot_product_attention(
-    q, k, v, causal=causal, implementation=recipe.implementation
-  )
+    return _attention_output((x, q, k, v, w, bias, cache), causal, recipe)
+  out = dot_product_attention(q, k, v, causal=causal, recipe=recipe)
   return x + linear(_merge_heads(out), w, bias, recipe=recipe, cache=cache)

@@ -11,34 +11,51 @@ With "coat" also the norm's output, SiLU's output and the product, as the
 reference does; then the product reads SiLU's output from FP8.
 """
 
-import functools
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import Array
+from jax import Array, P
 from jax.typing import DTypeLike
 
 from coat_jax import ops
 from coat_jax import recipe as recipes
 from coat_jax.formats import E5M2
 from coat_jax.layers.activation import silu_mul
+from coat_jax.layers.collectives import (
+  gather_sequence,
+  scatter_sequence,
+)
 from coat_jax.layers.linear import (
   Linear,
   add_bias,
   add_linear,
   as_row,
+  bias_gradient,
   default_kernel_init,
   keep_scale,
   linear,
-  sum_rows,
 )
 from coat_jax.layers.module import RecipeModule, value_of
-from coat_jax.layers.norm import norm
-from coat_jax.layers.norm_linear import make_norm, norm_again, norm_to_operand
-from coat_jax.layers.residuals import cotangent, hand_over, remember
-from coat_jax.layers.weight import as_matrix, quantized_weight
+from coat_jax.layers.norm import NormResiduals, norm, norm_gradients
+from coat_jax.layers.norm_linear import (
+  make_norm,
+  norm_again,
+  norm_to_operand,
+)
+from coat_jax.layers.on_mesh import block
+from coat_jax.layers.placement import (
+  cached,
+  split_columns,
+  split_inputs,
+  tokens,
+)
+from coat_jax.layers.residuals import remember
+from coat_jax.layers.weight import (
+  as_matrix,
+  quantized_weight,
+  weight_gradient,
+)
 from coat_jax.ops import Operand
 from coat_jax.qtensor import QTensor
 from coat_jax.recipe import CoatRecipe
@@ -78,14 +95,10 @@ class _Residuals(NamedTuple):
   weights: MLPWeights
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnames=("kind", "eps", "recipe"))
-def _gated_mlp(x, weights, kind, eps, recipe):
-  return _gated_mlp_fwd(x, weights, kind, eps, recipe)[0]
-
-
 def _gated_mlp_fwd(x, weights, kind, eps, recipe):
   w, how = weights, recipe.implementation
   x_q, stats, y, kept_y = norm_to_operand(x, w.gamma, w.beta, kind, eps, recipe)
+  y = gather_sequence(y, recipe.axes, batch=x.shape[0])
   gate_up_q = quantized_weight(
     as_matrix(w.gate_up), w.gate_up_cache, "columns", recipe
   )
@@ -107,7 +120,7 @@ def _gated_mlp_fwd(x, weights, kind, eps, recipe):
       down_cache=keep_scale(w.down_cache, down_q),
     ),
   )
-  return out, hand_over(residuals)
+  return out, residuals
 
 
 def _swiglu(gate_up, recipe):
@@ -128,45 +141,55 @@ def _gated_mlp_bwd(kind, eps, recipe, residuals, g):
   r, w, how = residuals, residuals.weights, recipe.implementation
   # Down projection.
   g_q = ops.quantize_tensor(g, dtype=E5M2, layout="both", implementation=how)
+  g_q = gather_sequence(g_q, recipe.axes, batch=g.shape[0])
   down_q = quantized_weight(w.down, w.down_cache, "rows", recipe)
   dproduct = ops.linear_dgrad(g_q, down_q, dtype=g.dtype, implementation=how)
   dgate_up, product = _swiglu_bwd(dproduct, r, recipe)
-  ddown = ops.linear_wgrad(product, g_q, dtype=w.down.dtype, implementation=how)
+  ddown = weight_gradient(product, g_q, w.down, recipe)
   # Gate and up projection: one gradient, one scale.
   y = norm_again(r.x, w.gamma, w.beta, r.stats, r.y, recipe)
-  dw_gate_up = ops.linear_wgrad(
-    y, dgate_up, dtype=w.gate_up.dtype, implementation=how
-  )
+  dw_gate_up = weight_gradient(y, dgate_up, w.gate_up, recipe)
   gate_up_q = quantized_weight(
     as_matrix(w.gate_up), w.gate_up_cache, "rows", recipe
   )
   dy = ops.linear_dgrad(dgate_up, gate_up_q, dtype=g.dtype, implementation=how)
   # Norm, and the residual's own gradient.
-  dx, dgamma, dbeta = ops.norm_bwd(
-    dy,
-    r.x,
-    w.gamma,
-    r.stats,
-    group_size=recipe.group_size,
-    dtype=g.dtype,
-    add=g,
-    implementation=how,
+  dy = scatter_sequence(dy, recipe.axes)
+  dx, dgamma, dbeta = norm_gradients(
+    NormResiduals(r.x, r.stats, w.gamma, w.beta), dy, g, recipe
   )
   dgate_up_bias = None
   if w.gate_up_bias is not None:
-    dgate_up_bias = sum_rows(_swiglu_gradient(dproduct, r, recipe))
-    dgate_up_bias = cotangent(dgate_up_bias, w.gate_up_bias)
+    gradient = _swiglu_gradient(dproduct, r, recipe)
+    dgate_up_bias = bias_gradient(
+      gradient, w.gate_up_bias, recipe, has_columns=True
+    )
   return dx, MLPWeights(
-    gamma=cotangent(dgamma, w.gamma),
-    beta=cotangent(dbeta, w.beta),
-    gate_up=cotangent(dw_gate_up, w.gate_up),
+    gamma=dgamma,
+    beta=dbeta,
+    gate_up=dw_gate_up,
     gate_up_bias=dgate_up_bias,
     down=ddown,
-    down_bias=cotangent(sum_rows(g), w.down_bias),
+    down_bias=bias_gradient(g, w.down_bias, recipe, has_columns=False),
   )
 
 
-_gated_mlp.defvjp(_gated_mlp_fwd, _gated_mlp_bwd)
+def _specs(axes, x, weights):
+  columns, rows = split_columns(axes, weights.gate_up.ndim), split_inputs(axes)
+  w: Any = dict(
+    gamma=P(),
+    beta=P(),
+    gate_up=columns,
+    gate_up_bias=P(None, axes.tensor),
+    down=rows,
+    down_bias=P(),
+    gate_up_cache=cached(weights.gate_up_cache, columns),
+    down_cache=cached(weights.down_cache, rows),
+  )
+  return (tokens(axes, x), MLPWeights(**w)), tokens(axes, x)
+
+
+_gated_mlp = block(_gated_mlp_fwd, _gated_mlp_bwd, _specs)
 
 
 def _swiglu_bwd(dproduct, r, recipe):
@@ -225,13 +248,15 @@ def gated_mlp(
     ValueError: shapes that do not fit one another.
   """
   w = weights
-  if w.gate_up.ndim != 3 or w.gate_up.shape[1:] != (2, w.down.shape[0]):
+  fits = w.gate_up.ndim == 3 and w.gate_up.shape[1] == 2
+  # On a mesh a caller's own shard_map has other shares of either.
+  if not fits or w.gate_up.shape[2] != w.down.shape[0] and not recipe.axes:
     raise ValueError(
       "gated_mlp: gate_up must be [D, 2, F] and down [F, D], got "
       f"{w.gate_up.shape} and {w.down.shape}"
     )
   if recipe.nonlinear == "fp8":
-    return _gated_mlp(x, w, kind, eps, recipe)
+    return _gated_mlp((x, w), kind, eps, recipe)
   y = norm(x, w.gamma, w.beta, kind=kind, eps=eps, recipe=recipe)
   gate_up = linear(
     y, w.gate_up, w.gate_up_bias, recipe=recipe, cache=w.gate_up_cache
@@ -286,6 +311,7 @@ class GatedMLP(RecipeModule):
       (2, hidden_features),
       use_bias=use_bias,
       kernel_init=kernel_init,
+      split="columns",
       **shared,
     )
     self.down = Linear(
@@ -293,6 +319,7 @@ class GatedMLP(RecipeModule):
       features,
       use_bias=use_bias,
       kernel_init=out_init or kernel_init,
+      split="inputs",
       **shared,
     )
 

@@ -7,24 +7,46 @@ multiplied and the weight's scale; the weight is quantized again from the
 parameter, which is alive anyway.
 """
 
-import functools
 import math
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import Array
+from jax import Array, P
 from jax.typing import DTypeLike
 
 from coat_jax import ops
 from coat_jax import recipe as recipes
 from coat_jax.formats import E5M2
+from coat_jax.layers.collectives import (
+  scatter_sequence,
+  sum_tokens,
+  tensor_size,
+)
 from coat_jax.layers.module import RecipeModule, value_of
-from coat_jax.layers.residuals import cotangent, hand_over, remember
-from coat_jax.layers.weight import as_matrix, cache_weight, quantized_weight
+from coat_jax.layers.on_mesh import block, run_parts
+from coat_jax.layers.placement import (
+  cache_specs,
+  cached,
+  split_columns,
+  split_inputs,
+  split_rows,
+  tokens,
+)
+from coat_jax.layers.residuals import cotangent, remember
+from coat_jax.layers.weight import (
+  as_matrix,
+  cache_weight,
+  quantized_weight,
+  weight_gradient,
+)
 from coat_jax.ops import Operand
 from coat_jax.recipe import CoatRecipe
+
+# "columns": of the kernel's columns; "inputs": of its rows, with what those are
+# multiplied by; None: nothing, they have other tokens.
+Split = Literal["columns", "inputs"] | None
 
 default_kernel_init = nnx.initializers.lecun_normal()
 
@@ -36,11 +58,6 @@ class _Residuals(NamedTuple):
   bias: Array | None
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnames=("recipe",))
-def _fp8_linear(x, w, bias, cache, recipe):
-  return _fp8_linear_fwd(x, w, bias, cache, recipe)[0]
-
-
 def _fp8_linear_fwd(x, w, bias, cache, recipe):
   how = recipe.implementation
   x_q = ops.quantize_tensor(x, layout="both", implementation=how)
@@ -49,8 +66,7 @@ def _fp8_linear_fwd(x, w, bias, cache, recipe):
   w_q = quantized_weight(as_matrix(w), cache, "columns", recipe)
   y = ops.linear_fwd(x_q, w_q, dtype=x.dtype, implementation=how)
   cache = keep_scale(cache, w_q)
-  residuals = hand_over(_Residuals(kept, w, cache, bias))
-  return add_bias(y, as_row(bias)), residuals
+  return add_bias(y, as_row(bias)), _Residuals(kept, w, cache, bias)
 
 
 def _fp8_linear_bwd(recipe, residuals, g):
@@ -60,11 +76,17 @@ def _fp8_linear_bwd(recipe, residuals, g):
   # Reshaped in here: outside, the reshaped weight would be remembered too.
   w_q = quantized_weight(as_matrix(w), cache, "rows", recipe)
   dx = ops.linear_dgrad(g_q, w_q, dtype=g.dtype, implementation=how)
-  dw = ops.linear_wgrad(x_q, g_q, dtype=w.dtype, implementation=how)
-  return dx, cotangent(dw, w), cotangent(sum_rows(g), bias), None
+  dw = weight_gradient(x_q, g_q, w, recipe, has_columns=False)
+  return dx, dw, bias_gradient(g, bias, recipe, has_columns=False), None
 
 
-_fp8_linear.defvjp(_fp8_linear_fwd, _fp8_linear_bwd)
+def _specs(axes, x, w, bias, cache):
+  del w, bias
+  rows, y = split_rows(axes), tokens(axes, x)
+  return (y, rows, P(), cached(cache, rows)), y
+
+
+_fp8_linear = block(_fp8_linear_fwd, _fp8_linear_bwd, _specs)
 
 
 def linear(
@@ -92,7 +114,7 @@ def linear(
   """
   shape = *x.shape[:-1], *w.shape[1:]
   if recipe.linear == "fp8":
-    return jnp.reshape(_fp8_linear(x, w, bias, cache, recipe), shape)
+    return jnp.reshape(_fp8_linear((x, w, bias, cache), recipe), shape)
   y = add_bias(x @ as_matrix(w).astype(x.dtype), as_row(bias))
   return y.reshape(shape)
 
@@ -127,20 +149,38 @@ def add_linear(
   bias: Array | None,
   recipe: CoatRecipe,
 ) -> Array:
-  """residual_stream + x w + bias, in the residual stream's dtype."""
+  """residual_stream + x w + bias, in the residual stream's dtype.
+
+  Where w's inputs are split over devices, x is of whole sequences and the
+  residual stream of the device's positions.
+  """
   dtype, how = residual_stream.dtype, recipe.implementation
-  if bias is None:
+  if bias is None and tensor_size(recipe.axes) == 1:
     return ops.linear_fwd(
       x, w, dtype=dtype, add=residual_stream, implementation=how
     )
   y = ops.linear_fwd(x, w, dtype=dtype, implementation=how)
+  y = scatter_sequence(y, recipe.axes)
   y = add_bias(y, bias).astype(jnp.float32)
   return (residual_stream.astype(jnp.float32) + y).astype(dtype)
 
 
-def sum_rows(g: Array) -> Array:
-  """Sum over all axes but the last, in f32: a bias' gradient."""
-  return jnp.sum(g.astype(jnp.float32), axis=tuple(range(g.ndim - 1)))
+def bias_gradient(
+  g: Array, bias: Array | None, recipe: CoatRecipe, *, has_columns: bool
+) -> Array | None:
+  """The sum of g over all tokens, in f32; None without a bias.
+
+  Args:
+    g: [..., F], gradient of the output.
+    bias: [*F] or None.
+    recipe: has the axes of the mesh.
+    has_columns: whether F is the device's own, of all positions.
+  """
+  if bias is None:
+    return None
+  total = jnp.sum(g.astype(jnp.float32), axis=tuple(range(g.ndim - 1)))
+  total = sum_tokens(total, recipe.axes, all_positions=has_columns)
+  return cotangent(total, bias)
 
 
 class Linear(RecipeModule):
@@ -151,6 +191,7 @@ class Linear(RecipeModule):
       stacked for a scan, their axes.
     bias: [*out_features] or None.
     weight_ndim: rank of one layer's kernel.
+    split: what devices along a mesh's tensor axis have of their own.
     cache: of the kernel; None but in a copy by `with_weight_cache`.
   """
 
@@ -164,9 +205,11 @@ class Linear(RecipeModule):
     dtype: DTypeLike = jnp.bfloat16,
     param_dtype: DTypeLike = jnp.float32,
     kernel_init: nnx.Initializer = default_kernel_init,
+    split: Split = None,
     rngs: nnx.Rngs,
   ):
     super().__init__(recipe or recipes.coat(), dtype)
+    self.split: Split = split
     if isinstance(out_features, int):
       out_features = (out_features,)
     # Initialized as a matrix, so that the fan-in and fan-out are the product's.
@@ -175,7 +218,7 @@ class Linear(RecipeModule):
     )
     self.kernel = nnx.Param(matrix.reshape(in_features, *out_features))
     self.weight_ndim = 1 + len(out_features)
-    self.cache = nnx.data(None)
+    self.cache: Operand | None = nnx.data(None)
     self.bias = nnx.data(None)
     if use_bias:
       self.bias = nnx.Param(jnp.zeros(out_features, param_dtype))
@@ -208,19 +251,37 @@ def with_weight_cache[Module: nnx.Module](
   """
   if recipe.linear == "bf16" or recipe.weight_cache == "none":
     return module
-  # Codes one layer after the other: a kernel has one matrix at a time.
-  each = jax.lax.map if recipe.weight_cache == "codes" else _vmap
   copy = nnx.merge(*nnx.split(module))
   for _, part in nnx.iter_modules(copy):
     if isinstance(part, Linear):
-      w = part.kernel[...]
-      stack = w.shape[: w.ndim - part.weight_ndim]
-      flat = w.reshape(-1, *w.shape[len(stack) :])
-      cache = each(lambda w: cache_weight(w, recipe), flat)
-      part.cache = jax.tree.map(
-        lambda x, stack=stack: x.reshape(*stack, *x.shape[1:]), cache
-      )
+      part.cache = nnx.data(_cache(part, recipe))
   return copy
+
+
+def _cache(part: Linear, recipe: CoatRecipe) -> Operand:
+  """The cache of one kernel, or of a stack of them."""
+  w = jax.lax.stop_gradient(part.kernel[...])
+  stack = w.shape[: w.ndim - part.weight_ndim]
+
+  def fill(w):
+    flat = w.reshape(-1, *w.shape[len(stack) :])
+    # Codes one layer after the other: a kernel has one matrix at a time.
+    each = jax.lax.map if recipe.weight_cache == "codes" else _vmap
+    cache = each(lambda w: cache_weight(w, recipe), flat)
+    return jax.tree.map(lambda x: x.reshape(*stack, *x.shape[1:]), cache)
+
+  if (axes := recipe.axes) is None:
+    return fill(w)
+  # Blocks of BF16 norms know no tensor parallel weights.
+  rows = {
+    None: split_rows(axes),
+    "columns": split_columns(axes, part.weight_ndim),
+    "inputs": split_inputs(axes),
+  }[part.split if recipe.nonlinear == "fp8" else None]
+  has_codes = recipe.weight_cache == "codes"
+  out_specs = cache_specs(rows, has_codes=has_codes, num_stacked=len(stack))
+  stacked = P(*(None,) * len(stack), *rows)
+  return run_parts(fill, axes, (w,), (stacked,), out_specs)
 
 
 def _vmap(f, x):

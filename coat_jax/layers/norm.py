@@ -5,64 +5,75 @@ The forward normalizes the dequantized values it remembers, so its backward is
 the exact gradient of what ran, straight through the quantizer.
 """
 
-import functools
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import Array
+from jax import Array, P
 from jax.typing import DTypeLike
 
 from coat_jax import ops
 from coat_jax import recipe as recipes
+from coat_jax.layers.collectives import sum_tokens
 from coat_jax.layers.module import RecipeModule, value_of
-from coat_jax.layers.residuals import cotangent, hand_over, remember
+from coat_jax.layers.on_mesh import block
+from coat_jax.layers.placement import tokens
+from coat_jax.layers.residuals import cotangent, remember
 from coat_jax.qtensor import QTensor, dequantize
 from coat_jax.recipe import CoatRecipe
 
 
-class _Residuals(NamedTuple):
+class NormResiduals(NamedTuple):
+  """What a norm's forward hands to its backward."""
+
   x: QTensor
   stats: ops.NormStats
   gamma: Array | None
   beta: Array | None
 
 
-@functools.partial(
-  jax.custom_vjp, nondiff_argnames=("kind", "eps", "group_size", "how")
-)
-def _fp8_norm(x, gamma, beta, kind, eps, group_size, how):
-  return _fp8_norm_fwd(x, gamma, beta, kind, eps, group_size, how)[0]
-
-
-def _fp8_norm_fwd(x, gamma, beta, kind, eps, group_size, how):
-  x_q = remember(
-    "norm",
-    ops.quantize_groups(x, group_size=group_size, implementation=how),
+def _fp8_norm_fwd(x, gamma, beta, kind, eps, recipe):
+  group_size = recipe.group_size
+  x_q = ops.quantize_groups(
+    x, group_size=group_size, implementation=recipe.implementation
   )
+  x_q = remember("norm", x_q)
   values = dequantize(x_q, group_size=group_size)
   y, stats = ops.norm_values(values, gamma, beta, kind=kind, eps=eps)
   stats = remember("norm", stats)
-  residuals = hand_over(_Residuals(x_q, stats, gamma, beta))
-  return y.astype(x.dtype), residuals
+  return y.astype(x.dtype), NormResiduals(x_q, stats, gamma, beta)
 
 
-def _fp8_norm_bwd(kind, eps, group_size, how, residuals, g):
-  x_q, stats, gamma, beta = residuals
+def _fp8_norm_bwd(kind, eps, recipe, residuals, g):
+  del kind, eps
+  return norm_gradients(residuals, g, None, recipe)
+
+
+def _specs(axes, x, gamma, beta):
+  del gamma, beta
+  return (tokens(axes, x), P(), P()), tokens(axes, x)
+
+
+_fp8_norm = block(_fp8_norm_fwd, _fp8_norm_bwd, _specs)
+
+
+def norm_gradients(residuals, dy, add, recipe):
+  """dx in dy's dtype, with `add` in it, dgamma and dbeta of all tokens."""
+  r = residuals
   dx, dgamma, dbeta = ops.norm_bwd(
-    g,
-    x_q,
-    gamma,
-    stats,
-    group_size=group_size,
-    dtype=g.dtype,
-    implementation=how,
+    dy,
+    r.x,
+    r.gamma,
+    r.stats,
+    group_size=recipe.group_size,
+    dtype=dy.dtype,
+    add=add,
+    implementation=recipe.implementation,
   )
-  return dx, cotangent(dgamma, gamma), cotangent(dbeta, beta)
-
-
-_fp8_norm.defvjp(_fp8_norm_fwd, _fp8_norm_bwd)
+  return dx, *(
+    None if p is None else cotangent(sum_tokens(dp, recipe.axes), p)
+    for dp, p in ((dgamma, r.gamma), (dbeta, r.beta))
+  )
 
 
 def norm(
@@ -87,9 +98,7 @@ def norm(
     [..., D] in x's dtype.
   """
   if recipe.nonlinear == "fp8":
-    return _fp8_norm(
-      x, gamma, beta, kind, eps, recipe.group_size, recipe.implementation
-    )
+    return _fp8_norm((x, gamma, beta), kind, eps, recipe)
   # Named for checkpoint policies: the same set can be kept in BF16.
   x = remember("norm", x)
   return ops.norm_values(x, gamma, beta, kind=kind, eps=eps)[0].astype(x.dtype)

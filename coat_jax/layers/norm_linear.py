@@ -6,29 +6,38 @@ no BF16 array between. Remembered: the norm's input in FP8; with
 residuals="coat" its output too, which residuals="minimal" computes again.
 """
 
-import functools
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import Array
+from jax import Array, P
 from jax.typing import DTypeLike
 
 from coat_jax import ops
 from coat_jax import recipe as recipes
 from coat_jax.formats import E5M2
+from coat_jax.layers.collectives import (
+  gather_sequence,
+  scatter_sequence,
+)
 from coat_jax.layers.linear import (
   Linear,
   add_bias,
+  bias_gradient,
   keep_scale,
   linear,
-  sum_rows,
 )
 from coat_jax.layers.module import RecipeModule, value_of
-from coat_jax.layers.norm import LayerNorm, RMSNorm, norm
-from coat_jax.layers.residuals import cotangent, hand_over, remember
-from coat_jax.layers.weight import quantized_weight
+from coat_jax.layers.norm import LayerNorm, RMSNorm, norm, norm_gradients
+from coat_jax.layers.on_mesh import block
+from coat_jax.layers.placement import (
+  cached,
+  split_columns,
+  tokens,
+  whole_sequences,
+)
+from coat_jax.layers.residuals import remember
+from coat_jax.layers.weight import quantized_weight, weight_gradient
 from coat_jax.ops import Operand
 from coat_jax.qtensor import QTensor
 from coat_jax.recipe import CoatRecipe
@@ -47,20 +56,17 @@ class NormLinearResiduals(NamedTuple):
   bias: Array | None
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnames=("kind", "eps", "recipe"))
-def _norm_linear(x, gamma, beta, w, bias, cache, kind, eps, recipe):
-  return norm_linear_fwd(x, gamma, beta, w, bias, cache, kind, eps, recipe)[0]
-
-
 def norm_linear_fwd(x, gamma, beta, w, bias, cache, kind, eps, recipe):
+  """norm(x) w + bias of whole sequences, and what is handed over."""
   x_q, stats, y, kept = norm_to_operand(x, gamma, beta, kind, eps, recipe)
+  y = gather_sequence(y, recipe.axes, batch=x.shape[0])
   w_q = quantized_weight(w, cache, "columns", recipe)
   out = ops.linear_fwd(
     y, w_q, dtype=x.dtype, implementation=recipe.implementation
   )
   cache = keep_scale(cache, w_q)
   residuals = NormLinearResiduals(x_q, stats, gamma, beta, kept, w, cache, bias)
-  return add_bias(out, bias), hand_over(residuals)
+  return add_bias(out, bias), residuals
 
 
 def _norm_linear_bwd(kind, eps, recipe, residuals, g):
@@ -69,10 +75,25 @@ def _norm_linear_bwd(kind, eps, recipe, residuals, g):
     g, dtype=E5M2, layout="both", implementation=recipe.implementation
   )
   gradients = norm_linear_gradients(recipe, residuals, g_q, g.dtype)
-  return *gradients, cotangent(sum_rows(g), residuals.bias), None
+  dbias = bias_gradient(g, residuals.bias, recipe, has_columns=True)
+  return *gradients, dbias, None
 
 
-_norm_linear.defvjp(norm_linear_fwd, _norm_linear_bwd)
+def norm_linear_specs(axes, x, gamma, beta, w, bias, cache):
+  del gamma, beta, bias
+  columns = split_columns(axes, w.ndim)
+  arrays = (
+    tokens(axes, x),
+    P(),
+    P(),
+    columns,
+    P(axes.tensor),
+    cached(cache, columns),
+  )
+  return arrays, whole_sequences(axes, x.ndim)
+
+
+_norm_linear = block(norm_linear_fwd, _norm_linear_bwd, norm_linear_specs)
 
 
 def norm_linear_gradients(recipe, residuals, g, dtype, add=None):
@@ -82,20 +103,11 @@ def norm_linear_gradients(recipe, residuals, g, dtype, add=None):
   """
   r, how = residuals, recipe.implementation
   y = norm_again(r.x, r.gamma, r.beta, r.stats, r.y, recipe)
-  dw = ops.linear_wgrad(y, g, dtype=r.w.dtype, implementation=how)
+  dw = weight_gradient(y, g, r.w, recipe)
   w_q = quantized_weight(r.w, r.cache, "rows", recipe)
   dy = ops.linear_dgrad(g, w_q, dtype=dtype, implementation=how)
-  dx, dgamma, dbeta = ops.norm_bwd(
-    dy,
-    r.x,
-    r.gamma,
-    r.stats,
-    group_size=recipe.group_size,
-    dtype=dtype,
-    add=add,
-    implementation=how,
-  )
-  return dx, cotangent(dgamma, r.gamma), cotangent(dbeta, r.beta), dw
+  dy = scatter_sequence(dy, recipe.axes)
+  return *norm_gradients(r, dy, add, recipe), dw
 
 
 def norm_to_operand(x, gamma, beta, kind, eps, recipe):
@@ -131,18 +143,18 @@ def norm_to_operand(x, gamma, beta, kind, eps, recipe):
 
 def norm_again(x, gamma, beta, stats, y, recipe) -> Operand:
   """The columns of the operand, from memory or computed again."""
-  if y.columns is not None:
-    return y
-  return ops.norm_fwd(
-    x,
-    gamma,
-    beta,
-    stats,
-    scale=y.scale,
-    group_size=recipe.group_size,
-    layout="columns",
-    implementation=recipe.implementation,
-  )
+  if y.columns is None:
+    y = ops.norm_fwd(
+      x,
+      gamma,
+      beta,
+      stats,
+      scale=y.scale,
+      group_size=recipe.group_size,
+      layout="columns",
+      implementation=recipe.implementation,
+    )
+  return gather_sequence(y, recipe.axes, batch=x.qvalue.shape[0])
 
 
 def norm_linear(
@@ -176,7 +188,7 @@ def norm_linear(
     ValueError: x's last axis is not w's first.
   """
   if recipe.nonlinear == "fp8":
-    return _norm_linear(x, gamma, beta, w, bias, cache, kind, eps, recipe)
+    return _norm_linear((x, gamma, beta, w, bias, cache), kind, eps, recipe)
   y = norm(x, gamma, beta, kind=kind, eps=eps, recipe=recipe)
   return linear(y, w, bias, recipe=recipe, cache=cache)
 
@@ -226,7 +238,8 @@ class NormLinear(RecipeModule):
     )
     if kernel_init is not None:
       shared["kernel_init"] = kernel_init
-    self.linear = Linear(in_features, out_features, use_bias=use_bias, **shared)
+    shared |= dict(use_bias=use_bias, split="columns")
+    self.linear = Linear(in_features, out_features, **shared)
 
   def __call__(self, x: Array) -> Array:
     """[..., in_features] to [..., out_features], both in `dtype`."""

@@ -10,10 +10,16 @@ import functools
 from typing import NamedTuple
 
 import jax
-from jax import Array
+from jax import Array, P
 
 from coat_jax import ops
+from coat_jax import recipe as recipes
+from coat_jax.layers.collectives import tensor_size
+from coat_jax.layers.on_mesh import block
+from coat_jax.layers.placement import whole_sequences
 from coat_jax.layers.residuals import remember
+from coat_jax.mesh_axes import MeshAxes
+from coat_jax.recipe import CoatRecipe
 from coat_jax.reference_rope import rotate, rotation
 
 
@@ -64,31 +70,44 @@ class Heads(NamedTuple):
   num_kv_heads: int
   theta: float | None
 
+  def of_device(self, axes: MeshAxes | None) -> "Heads":
+    """A device's share of them, inside a block."""
+    count = tensor_size(axes)
+    n, k, theta = self
+    if n % count or k % count:
+      raise ValueError(
+        f"layers: {n} heads and {k} key heads must be split evenly, got "
+        f"{count} devices along {axes}; lower the mesh's tensor axis"
+      )
+    return Heads(n // count, k // count, theta)
 
-@functools.partial(jax.custom_vjp, nondiff_argnames=("heads", "how"))
-def _split_heads(qkv, positions, heads, how):
-  return _split_heads_fwd(qkv, positions, heads, how)[0]
 
-
-def _split_heads_fwd(qkv, positions, heads, how):
-  n, k, theta = heads
+def _split_heads_fwd(qkv, positions, heads, recipe):
+  n, k, theta = heads.of_device(recipe.axes)
   head_dim = qkv.shape[-1] // (n + 2 * k)
   out = ops.split_heads(
     qkv,
     *rotation(positions, head_dim=head_dim, theta=theta),
     num_heads=n,
     num_kv_heads=k,
-    implementation=how,
+    implementation=recipe.implementation,
   )
   return out, remember("rope", positions)
 
 
-def _split_heads_bwd(heads, how, positions, g):
+def _split_heads_bwd(heads, recipe, positions, g):
   cos, sin = rotation(positions, head_dim=g[0].shape[-1], theta=heads.theta)
+  how = recipe.implementation
   return ops.join_heads(*g, cos, sin, implementation=how), None
 
 
-_split_heads.defvjp(_split_heads_fwd, _split_heads_bwd)
+def _specs(axes, qkv, positions):
+  del positions
+  heads = whole_sequences(axes, 4)
+  return (whole_sequences(axes, qkv.ndim), P()), (heads,) * 3
+
+
+_split_heads = block(_split_heads_fwd, _split_heads_bwd, _specs)
 
 
 def split_heads(
@@ -96,7 +115,7 @@ def split_heads(
   positions: Array,
   heads: Heads,
   *,
-  implementation: ops.Implementation | None = None,
+  recipe: CoatRecipe | None = None,
 ) -> tuple[Array, Array, Array]:
   """Takes q, k and v apart and rotates q and k, in one pass each way.
 
@@ -105,7 +124,7 @@ def split_heads(
       its N / K query heads, its key, its value. H is even.
     positions: int32 [T].
     heads: N, K and theta.
-    implementation: None for a kernel on a GPU where it can, else "xla".
+    recipe: its implementation, and its axes of a mesh; None has neither.
 
   Returns:
     q [B, T, N, H] and k, v [B, T, K, H] in qkv's dtype.
@@ -120,4 +139,4 @@ def split_heads(
       "split_heads: needs qkv [B, T, (N + 2 K) H] with an even H and positions "
       f"[T], got qkv {qkv.shape}, N {n}, K {k} and positions {positions.shape}"
     )
-  return _split_heads(qkv, positions, heads, implementation)
+  return _split_heads((qkv, positions), heads, recipe or recipes.bf16())

@@ -8,11 +8,11 @@ goes around the norm is added where the norm's is written.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, P
 
 from coat_jax import ops
 from coat_jax.formats import E5M2
@@ -21,13 +21,20 @@ from coat_jax.layers.attention_output import (
   attention_output_bwd,
   attention_output_fwd,
 )
-from coat_jax.layers.linear import sum_rows
+from coat_jax.layers.linear import bias_gradient
 from coat_jax.layers.norm_linear import (
   norm_linear,
   norm_linear_fwd,
   norm_linear_gradients,
 )
-from coat_jax.layers.residuals import cotangent, remember
+from coat_jax.layers.on_mesh import block
+from coat_jax.layers.placement import (
+  cached,
+  split_columns,
+  split_inputs,
+  tokens,
+)
+from coat_jax.layers.residuals import remember
 from coat_jax.layers.rope import Heads, split_heads
 from coat_jax.ops import Operand
 from coat_jax.recipe import CoatRecipe
@@ -64,16 +71,10 @@ class _Static(NamedTuple):
   heads: Heads
   causal: bool
   clip: float | None
-  recipe: CoatRecipe
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnames=("static",))
-def _self_attention(x, weights, positions, static):
-  return _self_attention_fwd(x, weights, positions, static)[0]
-
-
-def _self_attention_fwd(x, weights, positions, static):
-  w, recipe, (n, k, _) = weights, static.recipe, static.heads
+def _self_attention_fwd(x, weights, positions, static, recipe):
+  w, (n, k, _) = weights, static.heads.of_device(recipe.axes)
   qkv, front = norm_linear_fwd(
     x,
     w.gamma,
@@ -100,9 +101,9 @@ def _self_attention_fwd(x, weights, positions, static):
   return y, (front, back, positions, inside)
 
 
-def _self_attention_bwd(static, residuals, g):
+def _self_attention_bwd(static, recipe, residuals, g):
   front, back, positions, inside = residuals
-  recipe, how = static.recipe, static.recipe.implementation
+  how = recipe.implementation
   _, *dheads, dout, dout_bias, _ = attention_output_bwd(
     static.causal, recipe, back, g
   )
@@ -113,7 +114,7 @@ def _self_attention_bwd(static, residuals, g):
   else:
     dqkv = ops.join_heads(*dheads, *angles, implementation=how)
     dqkv = _clip_bwd(static.clip, inside, dqkv)[0]
-    dqkv_bias = cotangent(sum_rows(dqkv), front.bias)
+    dqkv_bias = bias_gradient(dqkv, front.bias, recipe, has_columns=True)
     dqkv_q = ops.quantize_tensor(
       dqkv, dtype=E5M2, layout="both", implementation=how
     )
@@ -126,7 +127,23 @@ def _self_attention_bwd(static, residuals, g):
   return dx, weights, None
 
 
-_self_attention.defvjp(_self_attention_fwd, _self_attention_bwd)
+def _specs(axes, x, weights, positions):
+  del positions
+  columns, rows = split_columns(axes, weights.qkv.ndim), split_inputs(axes)
+  w: Any = dict(
+    gamma=P(),
+    beta=P(),
+    qkv=columns,
+    qkv_bias=P(axes.tensor),
+    out=rows,
+    out_bias=P(),
+    qkv_cache=cached(weights.qkv_cache, columns),
+    out_cache=cached(weights.out_cache, rows),
+  )
+  return (tokens(axes, x), AttentionWeights(**w), P()), tokens(axes, x)
+
+
+_self_attention = block(_self_attention_fwd, _self_attention_bwd, _specs)
 
 
 def _angles(positions, head_dim, static):
@@ -189,8 +206,8 @@ def self_attention(
   """
   w = weights
   if recipe.nonlinear == "fp8":
-    static = _Static(kind, eps, heads, causal, clip, recipe)
-    return _self_attention(x, w, positions, static)
+    static = _Static(kind, eps, heads, causal, clip)
+    return _self_attention((x, w, positions), static, recipe)
   qkv = norm_linear(
     x,
     w.gamma,
@@ -202,9 +219,7 @@ def self_attention(
     recipe=recipe,
     cache=w.qkv_cache,
   )
-  q, k, v = split_heads(
-    _clip(qkv, clip), positions, heads, implementation=recipe.implementation
-  )
+  q, k, v = split_heads(_clip(qkv, clip), positions, heads, recipe=recipe)
   return attention_output(
     x,
     q,

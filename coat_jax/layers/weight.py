@@ -10,13 +10,16 @@ scale. recipe.weight_cache says what is computed once for several uses:
            the function that asked for them runs; pays with accumulation
 
 A cache is a value that is computed from the weights where it is used and dies
-there. It is no state: none can survive an update of its weights.
+there. It is no state: none can survive an update of its weights. On a mesh a
+device caches its own rows and gathers the codes of the others at each use.
 """
 
 import jax
 from jax import Array
 
 from coat_jax import ops
+from coat_jax.layers.collectives import gather_weight, reduce_gradient
+from coat_jax.layers.residuals import cotangent
 from coat_jax.ops import Operand
 from coat_jax.recipe import CoatRecipe
 
@@ -24,15 +27,41 @@ from coat_jax.recipe import CoatRecipe
 def quantized_weight(
   w: Array, cache: Operand | None, layout: ops.Layout, recipe: CoatRecipe
 ) -> Operand:
-  """The operand of w [D, F] in one layout, from as much as is cached."""
+  """The operand of all rows of w [D, F], from as much as is cached."""
   if cache is not None and cache.rows is not None:
-    return cache
-  return ops.quantize_tensor(
+    rows = cache.rows if layout == "rows" else None
+    columns = cache.columns if layout == "columns" else None
+    return gather_weight(Operand(rows, columns, cache.scale), recipe.axes)
+  codes = ops.quantize_tensor(
     w,
     scale=None if cache is None else cache.scale,
     layout=layout,
     implementation=recipe.implementation,
   )
+  return gather_weight(codes, recipe.axes)
+
+
+def weight_gradient(
+  x: Operand,
+  g: Operand,
+  w: Array,
+  recipe: CoatRecipe,
+  *,
+  has_columns: bool = True,
+) -> Array:
+  """x^T g as the gradient of w [D, *F], of its own rows on a mesh.
+
+  Args:
+    x: columns of the input.
+    g: columns of the output's gradient.
+    w: the weight, or the device's rows of it.
+    recipe: how it is summed over devices.
+    has_columns: see `collectives.reduce_gradient`.
+  """
+  dtype = w.dtype if recipe.axes is None else recipe.axes.grad_dtype
+  dw = ops.linear_wgrad(x, g, dtype=dtype, implementation=recipe.implementation)
+  dw = reduce_gradient(dw, recipe.axes, has_columns=has_columns)
+  return cotangent(dw, w)
 
 
 def cache_weight(w: Array, recipe: CoatRecipe) -> Operand | None:
