@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole training steps of a preset, compiled for H200s that are not there.
+
+What is compiled is the step of `train.pretrain`: forward, backward, clipping
+and the optimizer, with its state overwritten.
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks import aot
+from train import mesh as meshes
+from train import step
+from train.config import TrainConfig
+from train.presets import PRESETS
+
+# What a run is compared in: the layers' recipe, and how its moments rest.
+VARIANTS = {
+  "bf16": dict(recipe="bf16"),
+  "bf16_dots": dict(recipe="bf16", remat="dots"),
+  "bf16_full": dict(recipe="bf16", remat="full"),
+  "fp8_linear": dict(recipe="fp8_linear"),
+  "coat": dict(recipe="coat", residuals="coat"),
+  "minimal": dict(recipe="coat"),
+  "minimal_attention": dict(recipe="coat", attention="fp8"),
+}
+
+
+def configure(
+  preset: str,
+  variant: str,
+  *,
+  batch: int,
+  seq: int,
+  mesh: str = "",
+  **options,
+) -> TrainConfig:
+  """A run of a preset that differs in what is compared, and in nothing else.
+
+  Args:
+    preset: one of `train.presets.PRESETS`.
+    variant: one of `VARIANTS`; moments are f32 where it has no FP8 elsewhere
+      than in products.
+    batch: sequences for each device that has sequences of its own.
+    seq: tokens a sequence.
+    mesh: as `--mesh`.
+    **options: of `TrainConfig`.
+
+  Returns:
+    Its `TrainConfig`.
+  """
+  config = PRESETS[preset]()
+  options = VARIANTS[variant] | options
+  codec = "coat" if options["recipe"] == "coat" else "float32"
+  sizes = meshes.parse_mesh(mesh)
+  parts = sizes.get("data", 1) * sizes.get("fsdp", 1)
+  return dataclasses.replace(
+    config,
+    batch=batch * parts,
+    seq=seq,
+    mesh=mesh,
+    optim=dataclasses.replace(config.optim, codec=codec),
+    report_state=False,
+    **options,
+  )
+
+
+def compile_step(
+  config: TrainConfig,
+) -> tuple[jax.stages.Compiled, step.TrainState]:
+  """Compiles a run's step for as many H200s as its mesh has.
+
+  Args:
+    config: the run.
+
+  Returns:
+    The program, and the abstract state that it takes.
+  """
+  sizes = config.mesh_sizes
+  mesh = None
+  if sizes:
+    devices = aot.h200_devices(math.prod(sizes.values()))
+    mesh = meshes.make_mesh(sizes, devices)
+  optimizer = step.build_optimizer(config, mesh)
+  state = step.abstract_state(config, optimizer, mesh)
+  where = meshes.batch_sharding(mesh) if mesh else None
+  tokens = jax.ShapeDtypeStruct(
+    (config.batch, config.seq + 1), jnp.int32, sharding=where
+  )
+  graph = step.build_graph(config)
+  train_step = step.train_step(config, graph, optimizer, mesh)
+  if mesh is None:
+    compiled = aot.compile_for_h200(train_step, state, tokens, donate=(0,))
+    return compiled, state
+  everywhere = jax.NamedSharding(mesh, jax.P())
+  compiled = aot.compile_for_h200(
+    train_step,
+    state,
+    tokens,
+    mesh=mesh,
+    out_shardings=(step.shardings(state), everywhere),
+    donate=(0,),
+  )
+  return compiled, state
