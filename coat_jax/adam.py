@@ -118,6 +118,8 @@ def adam_update(
   scalars: AdamScalars,
   *,
   groups: Groups,
+  start: Array | None = None,
+  whole: tuple[int, ...] | None = None,
 ) -> tuple[Array, Moments]:
   """Adam's update of one leaf, and its moments at rest.
 
@@ -127,13 +129,15 @@ def adam_update(
     key: from `stochastic.leaf_key`, for the moments' random words.
     scalars: of this step.
     groups: the leaf's group codecs.
+    start, whole: which part of the leaf this is: see `stochastic.random_words`.
 
   Returns:
     The update in the gradient's dtype, and the new moments.
   """
   mu, nu = moments.decode(groups, resting)
   update, mu, nu = adam(g.astype(jnp.float32), mu, nu, scalars)
-  return update.astype(g.dtype), moments.encode(groups, mu, nu, key)
+  resting = moments.encode(groups, mu, nu, key, start, whole)
+  return update.astype(g.dtype), resting
 
 
 def adamw_step(
@@ -145,6 +149,8 @@ def adamw_step(
   step: StepScalars,
   *,
   groups: Groups,
+  start: Array | None = None,
+  whole: tuple[int, ...] | None = None,
 ) -> tuple[Array, Moments]:
   """A step of AdamW on one leaf, all of it in f32.
 
@@ -157,6 +163,7 @@ def adamw_step(
     scalars: of this step.
     step: of this step and leaf.
     groups: the leaf's group codecs.
+    start, whole: which part of the leaf this is: see `stochastic.random_words`.
 
   Returns:
     The new parameter in its dtype, and the new moments.
@@ -169,5 +176,6 @@ def adamw_step(
   new = p.astype(jnp.float32)
   new = new + -step.learning_rate * (update + step.weight_decay * new)
   if p.dtype == jnp.bfloat16:
-    new = moments.round_to_bfloat16(new, keys[1])
-  return new.astype(p.dtype), moments.encode(groups, mu, nu, keys[0])
+    new = moments.round_to_bfloat16(new, keys[1], start, whole)
+  resting = moments.encode(groups, mu, nu, keys[0], start, whole)
+  return new.astype(p.dtype), resting

@@ -16,7 +16,15 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from coat_jax import adam, codecs, moments, ops, optax_coat, stochastic
+from coat_jax import (
+  adam,
+  codecs,
+  moments,
+  ops,
+  optax_coat,
+  parts,
+  stochastic,
+)
 from coat_jax.moments import QuantizeMask
 from coat_jax.op_types import Implementation
 from coat_jax.optax_coat import ScaleByCoatAdamState
@@ -53,6 +61,7 @@ def fused_coat_adamw(
   quantize_mask: QuantizeMask | None = None,
   seed: ArrayLike = 0,
   implementation: Implementation | None = None,
+  shardings: Any = None,
 ) -> FusedTransformation:
   """`coat_adamw` and `apply_updates` in one step.
 
@@ -67,6 +76,7 @@ def fused_coat_adamw(
     nesterov: must be False; here to say so.
     implementation: "mosaic" for the kernel, "xla" for the definition, None for
       the kernel where a leaf and the platform allow it.
+    shardings: as in `coat_adamw`.
 
   Returns:
     A `FusedTransformation`.
@@ -102,6 +112,9 @@ def fused_coat_adamw(
     *,
     grad_scale: ArrayLike | None = None,
   ) -> tuple[optax.Params, ScaleByCoatAdamState]:
+    return step(ops.adamw_step, grads, state, params, grad_scale)
+
+  def step(adamw_step, grads, state, params, grad_scale):
     count = optax.safe_increment(state.count)
     scalars = adam.adam_scalars(count, b1, b2, eps, eps_root)
     rate, decay = (
@@ -111,15 +124,17 @@ def fused_coat_adamw(
     if grad_scale is not None:
       grad_scale = jnp.asarray(grad_scale, jnp.float32)
     leaves, treedef = jax.tree.flatten(params)
-    pairs = optax_coat.paired(op, grads, state)
+    pairs = list(optax_coat.paired(op, grads, state))
     new_leaves, new_resting = [], []
+    where = parts.shardings_of(op, shardings, [resting for _, resting in pairs])
     for i, (p, (g, resting), decayed) in enumerate(
       zip(leaves, pairs, _decayed(mask, params), strict=True)
     ):
       key = stochastic.leaf_key(seed, count, i)
-      p, resting = ops.adamw_step(
-        p,
-        g,
+      p, resting = parts.run_on_parts(
+        adamw_step,
+        where[i],
+        (p, g),
         resting,
         jnp.stack([key, optax_coat.parameter_key(seed, count, i)]),
         scalars,
@@ -133,27 +148,19 @@ def fused_coat_adamw(
     return treedef.unflatten(new_leaves), ScaleByCoatAdamState(count, *fields)
 
   def explain_fn(params: optax.Params) -> dict[str, str]:
-    state = jax.eval_shape(chained.init, params)
-    rates = adam.StepScalars(jnp.zeros(()), jnp.zeros(()), None)
-    scalars = jax.eval_shape(
-      lambda: adam.adam_scalars(jnp.int32(1), b1, b2, eps, eps_root)
-    )
-    keys = jax.ShapeDtypeStruct((2,), jnp.uint32)
-    out = {}
-    for (path, p), resting in zip(
-      moments.leaf_paths(params), moments.flatten(state[1:]), strict=True
-    ):
-      out[path] = ops.explain(
-        ops.adamw_step,
-        p,
-        p,
-        resting,
-        keys,
-        scalars,
-        rates,
-        groups=moments.resting_groups(op, resting, codec),
-      )
-    return out
+    found = []
+
+    def explained(*args, implementation, **kwargs):
+      del implementation
+      found.append(ops.explain(ops.adamw_step, *args, **kwargs))
+      return ops.adamw_step.definition(*args, **kwargs)
+
+    def whole_step(params):
+      return step(explained, params, chained.init(params), params, None)
+
+    jax.eval_shape(whole_step, params)
+    paths = [path for path, _ in moments.leaf_paths(params)]
+    return dict(zip(paths, found, strict=True))
 
   def init_fn(params: optax.Params) -> ScaleByCoatAdamState:
     return chained.init(params)  # pyright: ignore[reportReturnType]

@@ -214,8 +214,15 @@ def fields_like(params: Any) -> list[Any]:
   return [params, bare, bare, params, bare, bare]
 
 
-@functools.partial(jax.jit, static_argnames="groups", inline=True)
-def encode(groups: Groups, mu: Array, nu: Array, key: Array) -> Moments:
+@functools.partial(jax.jit, static_argnames=("groups", "whole"), inline=True)
+def encode(
+  groups: Groups,
+  mu: Array,
+  nu: Array,
+  key: Array,
+  start: Array | None = None,
+  whole: tuple[int, ...] | None = None,
+) -> Moments:
   """Encodes the moments of one leaf.
 
   Args:
@@ -224,6 +231,7 @@ def encode(groups: Groups, mu: Array, nu: Array, key: Array) -> Moments:
     nu: f32 of the same shape.
     key: from `stochastic.leaf_key`; mu takes the low half of each of its words,
       nu the high half.
+    start, whole: which part of the leaf this is: see `stochastic.random_words`.
 
   Returns:
     The moments at rest.
@@ -232,7 +240,7 @@ def encode(groups: Groups, mu: Array, nu: Array, key: Array) -> Moments:
   def f(mu, nu, key):
     noise = [None, None]
     if groups.mu.needs_noise or groups.nu.needs_noise:
-      words = stochastic.random_words(key, mu.shape)
+      words = stochastic.random_words(key, mu.shape, start=start, whole=whole)
       noise = stochastic.low_half(words), stochastic.high_half(words)
     return Moments(
       *(
@@ -254,12 +262,17 @@ def decode(groups: Groups, moments: Moments) -> tuple[Array, Array]:
   return _partitioned_like(moments.mu.codes, f)(moments)
 
 
-@functools.partial(jax.jit, inline=True)
-def round_to_bfloat16(x: Array, key: Array) -> Array:
+@functools.partial(jax.jit, static_argnames="whole", inline=True)
+def round_to_bfloat16(
+  x: Array,
+  key: Array,
+  start: Array | None = None,
+  whole: tuple[int, ...] | None = None,
+) -> Array:
   """Rounds one f32 leaf to bfloat16 stochastically, key from `leaf_key`."""
 
   def f(x, key):
-    words = stochastic.random_words(key, x.shape)
+    words = stochastic.random_words(key, x.shape, start=start, whole=whole)
     return stochastic.round_to_bfloat16(x, words)
 
   return _partitioned_like(x, f)(x, key)

@@ -21,7 +21,7 @@ import optax
 from jax import Array
 from jax.typing import ArrayLike
 
-from coat_jax import adam, codecs, moments, ops, stochastic
+from coat_jax import adam, codecs, moments, ops, parts, stochastic
 from coat_jax.moments import QuantizeMask
 from coat_jax.op_types import Implementation
 
@@ -58,6 +58,7 @@ def scale_by_coat_adam(
   quantize_mask: QuantizeMask | None = None,
   seed: ArrayLike = 0,
   implementation: Implementation | None = None,
+  shardings: Any = None,
 ) -> optax.GradientTransformation:
   """Rescales updates by Adam whose moments rest in FP8. See `coat_adamw`.
 
@@ -74,6 +75,10 @@ def scale_by_coat_adam(
     seed: of the random words of stochastic rounding.
     implementation: "mosaic" for the GPU kernel, "xla" for plain JAX, None for
       the kernel where a leaf and the platform allow it.
+    shardings: on a mesh of automatic axes, how parameters lie, a tree of
+      `NamedSharding`s, so that the kernel can run on each device's part; None
+      leaves partitioning to XLA, which cannot partition a kernel. Explicit axes
+      say it themselves.
 
   Returns:
     An `optax.GradientTransformation`. Updates have the gradients' dtype.
@@ -107,9 +112,13 @@ def scale_by_coat_adam(
     count = optax.safe_increment(state.count)
     scalars = adam.adam_scalars(count, b1, b2, eps, eps_root, nesterov=nesterov)
     new_updates, new_resting = [], []
-    for i, (g, resting) in enumerate(paired(op, updates, state)):
-      update, resting = ops.adam_update(
-        g,
+    pairs = list(paired(op, updates, state))
+    where = parts.shardings_of(op, shardings, [resting for _, resting in pairs])
+    for i, (g, resting) in enumerate(pairs):
+      update, resting = parts.run_on_parts(
+        ops.adam_update,
+        where[i],
+        (g,),
         resting,
         stochastic.leaf_key(seed, count, i),
         scalars,
@@ -139,6 +148,7 @@ def coat_adamw(
   quantize_mask: QuantizeMask | None = None,
   seed: ArrayLike = 0,
   implementation: Implementation | None = None,
+  shardings: Any = None,
   mu_dtype: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""AdamW whose moments rest in FP8: `optax.adamw` at a quarter of the state.
@@ -183,6 +193,10 @@ def coat_adamw(
     seed: of the random words of stochastic rounding. A run repeats itself.
     implementation: "mosaic" for the GPU kernel, "xla" for plain JAX, None for
       the kernel where a leaf and the platform allow it.
+    shardings: on a mesh of automatic axes, how parameters lie, a tree of
+      `NamedSharding`s, so that the kernel can run on each device's part; None
+      leaves partitioning to XLA, which cannot partition a kernel. Explicit axes
+      say it themselves.
     mu_dtype: not for this optimizer; here to say what is.
 
   Returns:
@@ -229,6 +243,7 @@ def coat_adamw(
       quantize_mask=quantize_mask,
       seed=seed,
       implementation=implementation,
+      shardings=shardings,
     ),
     optax.add_decayed_weights(weight_decay, mask),
     optax.scale_by_learning_rate(learning_rate),

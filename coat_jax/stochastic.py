@@ -60,8 +60,8 @@ def random_words(
   key: Array,
   shape: tuple[int, ...],
   *,
-  first_row: ArrayLike = 0,
-  first_column: ArrayLike = 0,
+  start: Array | None = None,
+  whole: tuple[int, ...] | None = None,
 ) -> UInt32[Array, "..."]:
   """One 32-bit word per element, uniform and independent of its neighbours.
 
@@ -70,23 +70,24 @@ def random_words(
 
   Args:
     key: uint32 scalar from `leaf_key`.
-    shape: shape of the array, or of the block of it that is at hand.
-    first_row, first_column: where that block starts in the global array; its
-      rows must be consecutive there.
+    shape: shape of the array, or of the part of it that is at hand.
+    start: uint32 [axes], where that part starts along each axis; None at 0.
+    whole: shape of the whole array; None for `shape`.
 
   Returns:
     uint32 array of `shape`.
   """
   if not shape:
     return random_words(key, (1,))[0]
-  row = jnp.zeros(shape, jnp.uint32) + _word(first_row)
-  stride = 1
-  for axis in range(len(shape) - 2, -1, -1):
-    index = jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
-    row = row + index * jnp.uint32(stride)
-    stride *= shape[axis]
-  column = jax.lax.broadcasted_iota(jnp.uint32, shape, len(shape) - 1)
-  column = column + _word(first_column)
+  whole = shape if whole is None else whole
+  *indices, column = (
+    jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
+    + (jnp.uint32(0) if start is None else start[axis])
+    for axis in range(len(shape))
+  )
+  row = jnp.zeros(shape, jnp.uint32)
+  for index, size in zip(indices, whole[:-1], strict=True):
+    row = row * jnp.uint32(size) + index  # Modulo 2^32.
   # The row's word depends on the row alone: a kernel mixes it once per row.
   row_word = mix(row * jnp.uint32(GOLDEN) + key)
   return mix(column * jnp.uint32(GOLDEN) + row_word)

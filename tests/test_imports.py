@@ -18,7 +18,7 @@ RANKS = {
   **dict.fromkeys(["reference", "moments", "pallas", "nvidia"], 4),
   **dict.fromkeys(["reference_activation", "reference_attention"], 5),
   **dict.fromkeys(["reference_rope", "adam"], 5),
-  "ops": 6,
+  **dict.fromkeys(["ops", "parts"], 6),
   **dict.fromkeys(["layers", "optax_coat", "sharding", "plan"], 7),
   **dict.fromkeys(["state", "fused"], 8),
 }

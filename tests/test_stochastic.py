@@ -16,12 +16,14 @@ from coat_jax import stochastic
 from tests import oracles
 
 ROWS, COLUMNS = 256, 512
-random_words = jax.jit(stochastic.random_words, static_argnums=1)
+random_words = jax.jit(
+  stochastic.random_words, static_argnums=1, static_argnames="whole"
+)
 
 
-def words(seed=0, step=0, leaf=0, shape=(ROWS, COLUMNS), **first) -> np.ndarray:
+def words(seed=0, step=0, leaf=0, shape=(ROWS, COLUMNS), **part) -> np.ndarray:
   key = stochastic.leaf_key(seed, step, leaf)
-  return np.asarray(random_words(key, shape, **first))
+  return np.asarray(random_words(key, shape, **part))
 
 
 def halves(x: np.ndarray):
@@ -54,29 +56,37 @@ def test_rows_number_all_axes_but_the_last(shape):
 
 def test_a_block_draws_the_words_of_its_place():
   whole = words(7, 8, 9)
-  block = words(7, 8, 9, shape=(16, 32), first_row=40, first_column=96)
+  start = jnp.uint32([40, 96])
+  block = words(7, 8, 9, shape=(16, 32), start=start, whole=whole.shape)
   np.testing.assert_array_equal(block, whole[40:56, 96:128])
   stacked = words(7, 8, 9, shape=(4, 64, COLUMNS))
   np.testing.assert_array_equal(stacked.reshape(whole.shape), whole)
+  part = words(
+    7,
+    8,
+    9,
+    shape=(2, 16, 32),
+    start=jnp.uint32([1, 40, 96]),
+    whole=stacked.shape,
+  )
+  np.testing.assert_array_equal(part, stacked[1:3, 40:56, 96:128])
 
 
 @pytest.mark.parametrize("first", [2**31 - 2, 2**32 - 2])
 def test_offsets_are_32_bit_words_and_wrap(first):
-  # Of a leaf of 2^32 rows or columns. Python's and NumPy's integers alike.
+  # Of a leaf of 2^32 rows or columns.
   key = stochastic.leaf_key(1, 1, 1)
-  for offset in (first, np.uint32(first)):
-    got = stochastic.random_words(
-      key, (4, 3), first_row=offset, first_column=offset
-    )
-    place = [(first + i) % 2**32 for i in range(4)]
-    want = [[oracles.word(int(key), r, c) for c in place[:3]] for r in place]
-    np.testing.assert_array_equal(got, np.array(want, np.uint32))
+  start = jnp.asarray(np.uint32([first, first]))
+  got = stochastic.random_words(key, (4, 3), start=start)
+  place = [(first + i) % 2**32 for i in range(4)]
+  want = [[oracles.word(int(key), r, c) for c in place[:3]] for r in place]
+  np.testing.assert_array_equal(got, np.array(want, np.uint32))
 
 
 def test_jit_equals_eager():
   key = stochastic.leaf_key(1, 2, 3)
-  eager = stochastic.random_words(key, (33, 65), first_row=5)
-  np.testing.assert_array_equal(random_words(key, (33, 65), first_row=5), eager)
+  eager = stochastic.random_words(key, (33, 65))
+  np.testing.assert_array_equal(random_words(key, (33, 65)), eager)
   traced = jax.jit(stochastic.leaf_key)(1, jnp.int32(2), 3)
   assert int(traced) == int(key)
 

@@ -115,8 +115,8 @@ def linear(
   shape = *x.shape[:-1], *w.shape[1:]
   if recipe.linear == "fp8":
     return jnp.reshape(_fp8_linear((x, w, bias, cache), recipe), shape)
-  y = add_bias(x @ as_matrix(w).astype(x.dtype), as_row(bias))
-  return y.reshape(shape)
+  # Not as a matrix: of [D, 2, F] devices may each have a part of F.
+  return add_bias(jnp.tensordot(x, w.astype(x.dtype), 1), bias)
 
 
 def keep_scale(cache: Operand | None, w: Operand) -> Operand:
@@ -135,10 +135,11 @@ def as_row(bias: Array | None) -> Array | None:
 
 
 def add_bias(y: Array, bias: Array | None) -> Array:
-  """y [..., F] plus bias [F], summed in f32, in y's dtype."""
+  """y [..., *F] plus bias [*F], summed in f32, in y's dtype."""
   if bias is None:
     return y
-  row = bias.astype(jnp.float32).reshape((1,) * (y.ndim - 1) + bias.shape)
+  ones = (1,) * (y.ndim - bias.ndim)
+  row = bias.astype(jnp.float32).reshape(ones + bias.shape)
   return (y.astype(jnp.float32) + row).astype(y.dtype)
 
 

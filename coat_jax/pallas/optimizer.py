@@ -25,6 +25,7 @@ the hash alone takes 11, once more for bf16 parameters, and registers (128; log8
 
 import dataclasses
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -38,19 +39,21 @@ from coat_jax.pallas.registers import GROUP_SIZE, ROWS, Instructions
 from coat_jax.stochastic import GOLDEN, mix
 
 
-def adam_update_unsupported(g, resting, key, scalars, *, groups) -> str | None:
+def adam_update_unsupported(
+  g, resting, key, scalars, *, groups, start=None, whole=None
+) -> str | None:
   """Why the kernel cannot take these, or None."""
-  del key
+  del key, start, whole
   if scalars.gradient_ratio is not None:
     return "adam_update: the kernel has no Nesterov momentum"
   return _unsupported("adam_update", resting, groups, (g,))
 
 
 def adamw_step_unsupported(
-  p, g, resting, keys, scalars, step, *, groups
+  p, g, resting, keys, scalars, step, *, groups, start=None, whole=None
 ) -> str | None:
   """Why the kernel cannot take these, or None."""
-  del keys, step
+  del keys, step, start, whole
   if scalars.gradient_ratio is not None:
     return "adamw_step: the kernel has no Nesterov momentum"
   return _unsupported("adamw_step", resting, groups, (p, g))
@@ -73,15 +76,35 @@ def _unsupported(op, resting, groups, arrays) -> str | None:
   return None
 
 
-def adam_update(g, resting, key, scalars, *, groups, interpret: bool = False):
+def adam_update(
+  g,
+  resting,
+  key,
+  scalars,
+  *,
+  groups,
+  start=None,
+  whole=None,
+  interpret: bool = False,
+):
   """`adam.adam_update`. With `interpret`, on a CPU, slowly."""
   numbers = _adam_numbers(scalars)
-  keys = jnp.stack([key, key])
-  return _run(numbers, keys, g, None, resting, groups, interpret)
+  words = _Words(jnp.stack([key, key]), start, whole)
+  return _run(numbers, words, g, None, resting, groups, interpret)
 
 
 def adamw_step(
-  p, g, resting, keys, scalars, step, *, groups, interpret: bool = False
+  p,
+  g,
+  resting,
+  keys,
+  scalars,
+  step,
+  *,
+  groups,
+  start=None,
+  whole=None,
+  interpret: bool = False,
 ):
   """`adam.adamw_step`. With `interpret`, on a CPU, slowly."""
   numbers = dataclasses.replace(
@@ -90,7 +113,27 @@ def adamw_step(
     update_rate=-step.learning_rate * scalars.ratio,
     decay_rate=-step.learning_rate * step.weight_decay,
   )
-  return _run(numbers, keys, g, p, resting, groups, interpret)
+  words = _Words(keys, start, whole)
+  return _run(numbers, words, g, p, resting, groups, interpret)
+
+
+class _Words(NamedTuple):
+  """What random words depend on: see `stochastic.random_words`.
+
+  Attributes:
+    keys: uint32 [2], of the moments and of the parameter.
+    start, whole: which part of the leaf is at hand; None for all of it.
+  """
+
+  keys: Array
+  start: Array | None
+  whole: tuple[int, ...] | None
+
+  def packed(self) -> Array:
+    """Keys and start as one array."""
+    if self.start is None:
+      return self.keys
+    return jnp.concatenate([self.keys, self.start])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,18 +161,19 @@ def _adam_numbers(scalars) -> _Numbers:
   return _Numbers(**{k: v for k, v in scalars._asdict().items() if k in kept})
 
 
-def _run(numbers, keys, g, p, resting, groups, interpret):
+def _run(numbers, words: _Words, g, p, resting, groups, interpret):
   """Both functions: p is None where the update is wanted."""
   packed = jnp.stack([getattr(numbers, name) for name in numbers.names()])
   flat, treedef = jax.tree.flatten(resting)
   kept = [i for i, x in enumerate(flat) if x.ndim]
   first, arrays = _step(
     packed,
-    keys,
+    words.packed(),
     g,
     p,
     tuple(flat[i] for i in kept),
     names=numbers.names(),
+    whole=words.whole,
     groups=groups,
     interpret=interpret,
   )
@@ -139,8 +183,10 @@ def _run(numbers, keys, g, p, resting, groups, interpret):
 
 
 # Jitted here, so that leaves of one shape share a lowering and a compilation.
-@functools.partial(jax.jit, static_argnames=("names", "groups", "interpret"))
-def _step(packed, keys, g, p, resting, *, names, groups, interpret):
+@functools.partial(
+  jax.jit, static_argnames=("names", "whole", "groups", "interpret")
+)
+def _step(packed, keys, g, p, resting, *, names, whole, groups, interpret):
   codes = resting[0]
 
   def view(x):
@@ -153,7 +199,8 @@ def _step(packed, keys, g, p, resting, *, names, groups, interpret):
     _kernel,
     names=names,
     groups=groups,
-    groups_per_row=codes.shape[-1] // GROUP_SIZE,
+    shape=codes.shape,
+    whole=whole,
     split=sum(x.ndim > 0 for x in _like(groups.mu)),
     on=Instructions(interpret),
     gives_update=p is None,
@@ -193,7 +240,8 @@ def _kernel(
   *gmem,
   names,
   groups,
-  groups_per_row: int,
+  shape: tuple[int, ...],
+  whole: tuple[int, ...] | None,
   split: int,
   on: Instructions,
   gives_update: bool,
@@ -201,7 +249,8 @@ def _kernel(
   """One block.
 
   Args:
-    packed_gmem: f32 [names], keys_gmem: uint32 [2], g_gmem: [groups, 128].
+    packed_gmem: f32 [names], keys_gmem: uint32 [2] and, where this is a part
+      of a leaf, where it starts along each axis; g_gmem: [groups, 128].
     *gmem: codes [groups, 128] and statistics [groups] of mu (`split` of them)
       and of nu, then the parameter or the update, [groups, 128].
   """
@@ -219,7 +268,8 @@ def _kernel(
   mu = _decoded(groups.mu, rest[:split], True, on)
   nu = _decoded(groups.nu, rest[split:], False, on)
   value, mu, nu = _adam(g.astype(jnp.float32), p, mu, nu, numbers, on)
-  draw = functools.partial(_words, start, groups_per_row)
+  row, column = _place(start, shape, whole, keys_gmem)
+  draw = functools.partial(_words, row, column)
   if p is not None and last_gmem.dtype == jnp.bfloat16:
     value = _round_to_bfloat16(value, draw(keys[1]))
   registers.store(last_gmem, start, value.astype(last_gmem.dtype))
@@ -258,15 +308,33 @@ def _adam(g, p, mu, nu, s: _Numbers, on: Instructions):
   return p + (s.update_rate * update + s.decay_rate * p), mu, nu
 
 
-def _words(start, groups_per_row: int, key) -> Array:
-  """`stochastic.random_words` of the leaf's own rows and columns."""
-  golden = jnp.uint32(GOLDEN)
+def _place(start, shape, whole, keys_gmem) -> tuple[Array, Array]:
+  """The rows of a block's groups in the whole leaf, and their first columns."""
+  groups_per_row = shape[-1] // GROUP_SIZE
   row = registers.iota(0) + start.astype(jnp.uint32)
   column = jnp.zeros_like(row)
   if groups_per_row > 1:
-    group, row = row, lax.div(row, jnp.uint32(groups_per_row))
-    column = group - row * jnp.uint32(groups_per_row)
-  column = column * jnp.uint32(GROUP_SIZE)
+    row, group = _divide(row, groups_per_row)
+    column = group * jnp.uint32(GROUP_SIZE)
+  if whole is None:
+    return row, column
+  begins = [keys_gmem[2 + axis] for axis in range(len(shape))]
+  rest, row, stride = row, jnp.zeros_like(row), 1
+  for axis in range(len(shape) - 2, -1, -1):
+    rest, index = _divide(rest, shape[axis]) if axis else (rest, rest)
+    row = row + (index + begins[axis]) * jnp.uint32(stride % 2**32)
+    stride *= whole[axis]
+  return row, column + begins[-1]
+
+
+def _divide(x: Array, by: int) -> tuple[Array, Array]:
+  quotient = lax.div(x, jnp.uint32(by))
+  return quotient, x - quotient * jnp.uint32(by)
+
+
+def _words(row: Array, column: Array, key) -> Array:
+  """`stochastic.random_words` of groups at these rows and columns."""
+  golden = jnp.uint32(GOLDEN)
   row_word = mix(row * golden + key) + column * golden
   return mix(registers.iota(1) * golden + registers.spread(row_word))
 

@@ -109,6 +109,25 @@ def compare(codec, step, args, *, interpret, rtol=1e-6):
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_part_of_a_leaf_draws_the_words_of_its_place(dtype):
+  codec = CODECS["coat"]
+  p, g, resting = problem(codec, dtype)
+  part = dict(start=jnp.uint32([4, 8, 256]), whole=(8, 12, 1024))
+  args = (p, g, resting, *numbers(1))
+  want = adam.adamw_step(*args, groups=groups_of(codec), **part)
+  got = optimizer.adamw_step(
+    *args, groups=groups_of(codec), **part, interpret=True
+  )
+  _, _, apart = differences(codec, want[1], got[1])
+  assert np.mean(apart != 0) <= 1e-3
+  p, q = (np.asarray(x[0], np.float32) for x in (want, got))
+  assert np.mean(p != q) <= (1e-3 if dtype == jnp.bfloat16 else 1)
+  elsewhere = adam.adamw_step(*args, groups=groups_of(codec))
+  _, _, apart = differences(codec, elsewhere[1], got[1])
+  assert np.mean(apart != 0) > 0.1
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("name", CODECS)
 def test_interpreted_kernel_equals_the_definition(name, dtype):
   codec = CODECS[name]

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Speed and memory of whole training steps on the GPUs that there are.
+
+  python -m benchmarks.training --preset llama2_7b --mesh fsdp=4 --batch 2
+  python -m benchmarks.training --mesh fsdp=4 --batch 6 --variant minimal
+
+training.step: a preset with random weights reads real text (bytes of Python's
+standard library), `--batch` sequences on each GPU: milliseconds a step, tokens
+a second and GPU, and `peak_bytes`, the most that any GPU had allocated at once
+while training, beside what the compiler had said it would be. The step is that
+of `train.pretrain`, with its clipping, optimizer and donated state. Each
+variant runs in a process of its own, for a peak cannot be forgotten.
+
+--hbm leaves a GPU that much memory, so that a larger one fails where a smaller
+one would. XLA's flags are those of the environment, and in the row.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+
+from benchmarks.harness import emit, say
+from benchmarks.training_step import VARIANTS, configure
+from train import mesh as meshes
+from train import step
+from train.config import TrainConfig
+from train.data import DataConfig, load_tokens, train_iterator
+from train.presets import PRESETS
+
+_WARM_UP_STEPS = 3
+
+
+def measure_steps(config: TrainConfig, *, steps: int) -> dict:
+  """Trains for some steps.
+
+  Args:
+    config: the run; all devices are those of its mesh, or one without.
+    steps: that are timed, after some that are not.
+
+  Returns:
+    The values of a row.
+  """
+  sizes = config.mesh_sizes
+  mesh = meshes.make_mesh(sizes)
+  optimizer = step.build_optimizer(config, mesh)
+  abstract = step.abstract_state(config, optimizer, mesh)
+  where = meshes.batch_sharding(mesh) if mesh else None
+  tokens = jax.ShapeDtypeStruct(
+    (config.batch, config.seq + 1), np.int32, sharding=where
+  )
+  started = time.monotonic()
+  graph = step.build_graph(config)
+  program = step.train_step(config, graph, optimizer, mesh)
+  compiled = step.compile_on(mesh, program, abstract, tokens, updates=True)
+  compile_s = time.monotonic() - started
+  state = step.initial_state(config, optimizer, mesh)
+
+  source = load_tokens(DataConfig(), config.model.vocab_size)
+  batches = train_iterator(
+    source, seq_len=config.seq, batch_size=config.batch, seed=0
+  )
+  times, losses = [], []
+  for _ in range(_WARM_UP_STEPS + steps):
+    batch = jax.device_put(next(batches)["tokens"], where)
+    started = time.monotonic()
+    state, metrics = compiled(state, batch)
+    losses.append(float(metrics.loss))  # Waits for the step.
+    times.append(1e3 * (time.monotonic() - started))
+  p20, median, p80 = np.percentile(times[_WARM_UP_STEPS:], (20, 50, 80))
+  devices = mesh.devices.flat if mesh else jax.devices()[:1]
+  stats = [device.memory_stats() or {} for device in devices]
+  tokens_a_gpu = config.batch * config.seq / len(stats)
+  return dict(
+    median_ms=median,
+    p20_ms=p20,
+    p80_ms=p80,
+    tokens_per_s_per_gpu=1e3 * tokens_a_gpu / median,
+    peak_bytes=max(s.get("peak_bytes_in_use", 0) for s in stats),
+    compiled_peak_bytes=compiled.memory_analysis().peak_memory_in_bytes,
+    compile_s=compile_s,
+    first_loss=losses[0],
+    last_loss=losses[-1],
+  )
+
+
+def run(options: argparse.Namespace) -> dict:
+  """Measures one variant in this process; prints its row."""
+  config = configure(
+    options.preset,
+    options.variant,
+    batch=options.batch,
+    seq=options.seq,
+    mesh=options.mesh,
+    grad_reduce=options.grad_reduce,
+    weight_cache=options.weight_cache,
+  )
+  case = dict(
+    preset=options.preset,
+    variant=options.variant,
+    mesh=options.mesh,
+    batch_per_gpu=options.batch,
+    seq=options.seq,
+    grad_reduce=options.grad_reduce,
+    weight_cache=options.weight_cache,
+    hbm=options.hbm,
+    xla_flags=os.environ.get("XLA_FLAGS", ""),
+  )
+  return emit(
+    "training.step", case, **measure_steps(config, steps=options.steps)
+  )
+
+
+def _fraction(hbm: float) -> str:
+  """How much of a GPU's memory JAX may take, for `hbm` of 10^9 bytes."""
+  query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader"]
+  found = subprocess.run(query, check=True, capture_output=True, text=True)
+  total = float(found.stdout.split()[0]) * 2**20
+  return f"{hbm * 1e9 / total:.4f}"
+
+
+def main(arguments: list[str] | None = None) -> int:
+  """Runs the command; returns 1 where a variant could not be run."""
+  parser = argparse.ArgumentParser(
+    prog="python -m benchmarks.training",
+    description="Speed and memory of whole training steps.",
+  )
+  parser.add_argument("--preset", choices=PRESETS, default="llama2_7b")
+  parser.add_argument("--variant", choices=VARIANTS, help="all without it")
+  parser.add_argument("--mesh", default="", help="as of train.pretrain")
+  parser.add_argument("--batch", type=int, default=2, help="on each GPU")
+  parser.add_argument("--seq", type=int, default=2048)
+  parser.add_argument("--steps", type=int, default=12)
+  parser.add_argument(
+    "--grad-reduce", choices=("float32", "bfloat16"), default="float32"
+  )
+  parser.add_argument(
+    "--weight-cache", choices=("none", "scale", "codes"), default="scale"
+  )
+  parser.add_argument("--hbm", type=float, help="10^9 bytes; all without it")
+  parser.add_argument("--in-process", action="store_true")
+  options = parser.parse_args(arguments)
+  if options.in_process:
+    run(options)
+    return 0
+  environment = dict(os.environ)
+  if options.hbm is not None:
+    environment["XLA_PYTHON_CLIENT_MEM_FRACTION"] = _fraction(options.hbm)
+  failed = 0
+  for variant in [options.variant] if options.variant else VARIANTS:
+    command = [sys.executable, "-m", "benchmarks.training", "--in-process"]
+    passed = list(sys.argv[1:] if arguments is None else arguments)
+    command += [*passed, "--variant", variant]
+    if subprocess.run(command, env=environment).returncode:
+      say(f"{variant}: failed, see above")
+      failed = 1
+  return failed
+
+
+if __name__ == "__main__":
+  sys.exit(main())
