@@ -27,13 +27,19 @@ _SECONDS_BETWEEN_LINES = 10
 class MetricsLog:
   """Appends lines to a run's metrics.jsonl."""
 
-  def __init__(self, path: Path, *, resumed_step: int = 0):
+  def __init__(
+    self, path: Path, *, resumed_step: int = 0, is_silent: bool = False
+  ):
     """Opens the file.
 
     Args:
       path: The file; made if it is not there.
       resumed_step: Lines of later steps are dropped.
+      is_silent: Write nothing: another process does.
     """
+    self._file = None
+    if is_silent:
+      return
     kept = [row for row in read_metrics(path) if row["step"] <= resumed_step]
     temporary = path.with_suffix(".tmp")
     temporary.write_text("".join(json.dumps(row) + "\n" for row in kept))
@@ -42,6 +48,8 @@ class MetricsLog:
 
   def write(self, **row) -> None:
     """Appends a line; numbers that are not finite become null."""
+    if self._file is None:
+      return
     row = {
       name: None if isinstance(x, float) and not math.isfinite(x) else x
       for name, x in row.items()
@@ -49,7 +57,8 @@ class MetricsLog:
     self._file.write(json.dumps(row, allow_nan=False) + "\n")
 
   def close(self) -> None:
-    self._file.close()
+    if self._file is not None:
+      self._file.close()
 
 
 def read_metrics(path: Path) -> Iterator[dict]:
@@ -93,12 +102,15 @@ def summarize(path: Path) -> dict[str, float]:
 class Progress:
   """A bar on a terminal; elsewhere a line now and then. On standard error."""
 
-  def __init__(self, name: str, *, steps: int, done: int):
+  def __init__(
+    self, name: str, *, steps: int, done: int, is_silent: bool = False
+  ):
+    self._is_silent = is_silent  # Another process shows it.
     self._name, self._steps, self._held_out = name, steps, ""
     self._done = self._first = done
     self._start = self._printed = time.monotonic()
     self._bar = None
-    if sys.stderr.isatty():
+    if sys.stderr.isatty() and not is_silent:
       self._bar = tqdm(
         total=steps,
         initial=done,
@@ -133,7 +145,7 @@ class Progress:
     """Prints a line above the bar."""
     if self._bar:
       self._bar.write(text, file=sys.stderr)
-    else:
+    elif not self._is_silent:
       print(text, file=sys.stderr, flush=True)
 
   def close(self) -> None:

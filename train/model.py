@@ -16,13 +16,7 @@ from jax import Array, P
 from jax.typing import DTypeLike
 
 from coat_jax import recipe as recipes
-from coat_jax.layers import (
-  Attention,
-  GatedMLP,
-  LayerNorm,
-  RMSNorm,
-  with_weight_cache,
-)
+from coat_jax.layers import Attention, GatedMLP, LayerNorm, RMSNorm
 from coat_jax.recipe import CoatRecipe
 from train import vocabulary
 from train.config import ModelConfig, Remat
@@ -152,9 +146,12 @@ class Decoder(nnx.Module):
     def forward(x, layer):
       if self.axes is None:
         return layer(x)
-      if is_gathering:
-        layer = _gather_weights(layer, self.dtype, self.axes.fsdp)
       where = P(self.axes.batch, self.axes.tensor)
+      if is_gathering:
+        # Were the sequence split, XLA would move the MLP's activations.
+        where = P(self.axes.batch)
+        x = jax.lax.with_sharding_constraint(x, where)
+        layer = _gather_weights(layer, self.dtype, self.axes.fsdp)
       return jax.lax.with_sharding_constraint(layer(x), where)
 
     if self.remat != "none" or is_gathering:
@@ -162,7 +159,7 @@ class Decoder(nnx.Module):
       policy = _POLICIES[self.remat]
       forward = nnx.remat(forward, prevent_cse=False, policy=policy)
     scan = nnx.scan(forward, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
-    return self.norm(scan(x, with_weight_cache(self.layers, recipe)))
+    return self.norm(scan(x, self.layers))
 
 
 def _gather_weights(

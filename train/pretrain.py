@@ -8,11 +8,12 @@
 bottom. Exit status: 0 when training finished; 1 when a loss or a gradient was
 not finite, or a file could not be written; 2 when the input was at fault, and
 then nothing was changed; 130 and 143 after SIGINT and SIGTERM, when the state
-was saved.
+was saved. Of several processes (`--distributed`) all have the same.
 """
 
 import contextlib
 import inspect
+import itertools
 import math
 import sys
 import time
@@ -23,10 +24,11 @@ import jax.numpy as jnp
 import numpy as np
 import tyro
 
-from train import compare, convert, report, step
+from train import compare, convert, processes, report, step
 from train.checkpoint import Checkpoints
 from train.config import TrainConfig
 from train.data import TokenSource, eval_batches, load_tokens, train_iterator
+from train.mesh import batch_sharding, make_mesh
 from train.metrics import MetricsLog, Progress
 from train.presets import PRESETS
 from train.run_directory import RunDirectory, check_same, describe
@@ -34,20 +36,30 @@ from train.signals import Signals
 
 
 class Stop(Exception):
-  """Ends the program with an exit status and, on standard error, a text."""
+  """Ends the program with an exit status and, on standard error, a text.
 
-  def __init__(self, status: int, text: str):
+  All processes of the run end so; `speaker` is the one that prints.
+  """
+
+  def __init__(self, status: int, text: str, speaker: int = 0):
     super().__init__(text)
-    self.status = status
+    self.status, self.speaker = status, speaker
 
 
 @contextlib.contextmanager
 def blaming_input():
-  """Errors in here are the input's: exit status 2 and a sentence."""
+  """Errors in here are the input's: exit status 2 and a sentence.
+
+  Of several processes all stop where one of them does.
+  """
+  fault = None
   try:
     yield
   except (ValueError, OSError) as error:
-    raise Stop(2, f"error: {error}") from error
+    fault = error
+  faults = processes.gather(fault is not None)
+  if any(faults):
+    raise Stop(2, f"error: {fault}", speaker=faults.index(True)) from fault
 
 
 def train(
@@ -68,21 +80,28 @@ def train(
     Stop: it ends earlier.
   """
   signals.is_deferred = False
-  if signals.received is not None:  # At the end of the run before this one.
+  if is_received(signals):  # At the end of the run before this one.
     raise Stop(signals.exit_status, f"{config.out}: not begun; --resume does")
   run = RunDirectory(config.out)
   description = describe(config, tokens.fingerprint())
 
+  # The devices, and where on them a batch lies.
+  with blaming_input():
+    mesh = make_mesh(config.mesh_sizes)
+    on_batch = batch_sharding(mesh) if mesh else None
+    own_rows = processes.own_rows(on_batch, config.batch)
+
   # Data: an iterator whose place is saved, and a fixed held-out set.
-  sizes = dict(seq_len=config.seq, batch_size=config.batch)
+  sizes = dict(seq_len=config.seq, batch_size=config.batch, **own_rows)
   with blaming_input():
     batches = train_iterator(tokens, **sizes, seed=config.seed)
     held_out = eval_batches(tokens, **sizes, max_batches=config.eval_batches)
 
   # Model and optimizer; their state first as shapes only.
   graph = step.build_graph(config)
-  optimizer = step.build_optimizer(config)
-  abstract = step.abstract_state(config, optimizer)
+  optimizer = step.build_optimizer(config, mesh)
+  with blaming_input():
+    abstract = step.abstract_state(config, optimizer, mesh)
   say(describe_sizes(config, abstract))
 
   # The state: from the last checkpoint, or drawn from the seed.
@@ -101,32 +120,38 @@ def train(
     with blaming_input():
       state = convert.restore(checkpoints, done, config, abstract, batches)
     checkpoints.set_aside(after=done)
-    run.write_description(description)
+    if processes.speaks():
+      run.write_description(description)
     say(f"{config.out}: resumed at step {done}", *damaged, *changes)
   else:
     with blaming_input():
-      run.create(description)
+      if processes.speaks():
+        run.create(description)
     checkpoints = opened.enter_context(
       contextlib.closing(Checkpoints(run.checkpoints, keep=config.keep))
     )
-    state = step.initial_state(config, optimizer)
-  log = MetricsLog(run.metrics, resumed_step=done)
+    state = step.initial_state(config, optimizer, mesh)
+  is_silent = not processes.speaks()
+  log = MetricsLog(run.metrics, resumed_step=done, is_silent=is_silent)
   opened.enter_context(contextlib.closing(log))
 
   # Both programs are compiled here, so that the loop only runs them.
   say(f"{config.out}: compiling")
-  batch = jax.ShapeDtypeStruct((config.batch, config.seq + 1), jnp.int32)
-  train_step = step.train_step(config, graph, optimizer)
-  train_step = jax.jit(train_step, donate_argnums=0)
-  train_step = train_step.lower(abstract, batch).compile()
-  eval_step = jax.jit(step.eval_step(graph))
-  eval_step = eval_step.lower(abstract.params, batch).compile()
+  shape = config.batch, config.seq + 1
+  batch = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=on_batch)
+  train_step = step.train_step(config, graph, optimizer, mesh)
+  train_step = step.compile_on(mesh, train_step, abstract, batch, updates=True)
+  eval_step = step.eval_step(graph)
+  eval_step = step.compile_on(mesh, eval_step, abstract.params, batch)
 
-  def evaluate() -> float:
+  def evaluate(max_batches: int | None = None) -> float:
     with blaming_input():
-      inputs = [each["tokens"] for each in held_out]
-    losses = [eval_step(state.params, each) for each in inputs]
+      inputs = list(itertools.islice(held_out, max_batches))
+    losses = [eval_step(state.params, on_devices(each)) for each in inputs]
     return float(np.mean([float(loss) for loss in losses]))
+
+  def on_devices(rows):
+    return processes.to_devices(rows["tokens"], on_batch, config.batch)
 
   def fail(text: str) -> Stop:
     checkpoints.wait()
@@ -138,7 +163,9 @@ def train(
 
   # The loop.
   tokens_a_step = config.batch * config.seq
-  progress = Progress(config.out, steps=config.steps, done=done)
+  progress = Progress(
+    config.out, steps=config.steps, done=done, is_silent=is_silent
+  )
   opened.enter_context(contextlib.closing(progress))
   signals.is_deferred = True
   is_stopping = False
@@ -146,8 +173,8 @@ def train(
     # One step, and its line in the log.
     started = time.monotonic()
     with blaming_input():
-      batch = next(batches)["tokens"]
-    state, metrics = train_step(state, batch)
+      rows = next(batches)
+    state, metrics = train_step(state, on_devices(rows))
     metrics = jax.device_get(metrics)
     done += 1
     speed = tokens_a_step / (time.monotonic() - started)
@@ -181,11 +208,10 @@ def train(
         log.write(step=done, **report.report_state(config, state))
 
     # Save, but only a state that can go on: its loss is finite.
-    is_stopping = signals.received is not None
+    is_stopping = is_received(signals)
     if done % config.save_every == 0 or is_last or is_stopping:
       if held_out_loss is None:
-        first = next(iter(held_out))["tokens"]
-        held_out_loss = float(eval_step(state.params, first))
+        held_out_loss = evaluate(max_batches=1)
       if not math.isfinite(held_out_loss):
         raise fail(
           f"after step {done} the held-out loss is {held_out_loss}, so that "
@@ -212,9 +238,16 @@ def describe_sizes(config: TrainConfig, abstract: step.TrainState) -> str:
   )
 
 
-def say(*lines: str) -> None:
-  """Prints to standard error, at once."""
-  print(*lines, sep="\n  ", file=sys.stderr, flush=True)
+def is_received(signals: Signals) -> bool:
+  """Whether one of the processes was sent a signal; all then know of it."""
+  signals.received = max(processes.gather(signals.received or 0)) or None
+  return signals.received is not None
+
+
+def say(*lines: str, speaker: int = 0) -> None:
+  """Prints to standard error, at once, by one of the processes."""
+  if jax.process_index() == speaker:
+    print(*lines, sep="\n  ", file=sys.stderr, flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -231,6 +264,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
       config=(tyro.conf.FlagCreatePairsOff,),
     )
     try:
+      if config.distributed:
+        with blaming_input():
+          processes.join()
       with contextlib.ExitStack() as claimed:
         with blaming_input():
           claimed.enter_context(RunDirectory(config.out).claimed(config))
@@ -240,9 +276,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for each in runs:
           with contextlib.ExitStack() as opened:
             train(each, tokens, signals, opened)
-        compare.finish(runs)
+        if processes.speaks():
+          compare.finish(runs)
     except Stop as stop:
-      say(str(stop))
+      say(str(stop), speaker=stop.speaker)
       return stop.status
     except OSError as error:  # The disk is full, say.
       say(f"error: {error}")

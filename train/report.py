@@ -5,6 +5,7 @@ import jax
 import numpy as np
 
 from coat_jax.state import state_bytes, state_report
+from train import processes
 from train.config import TrainConfig
 from train.step import TrainState, abstract_state, build_optimizer
 
@@ -22,6 +23,7 @@ def report_state(config: TrainConfig, state: TrainState) -> dict:
     k, by sixteenths.
   """
   codec = config.optim.moment_codec()
+  state = processes.gather_arrays(state._replace(params=()))
   row = {
     "state": state_report(state.optimizer, codec=codec, reference=state.exact)
   }

@@ -39,7 +39,7 @@ _FIXED += ("seed", "batch", "seq", "data.held_out", "report_state")
 _CODEC = ("optim.codec", "optim.rounding", "optim.group_size", "optim.second")
 # Changes of these are not worth a word.
 _SILENT = ("out", "resume", "overwrite", "compare", "compare_seeds", "keep")
-_SILENT += ("convert_state",)
+_SILENT += ("convert_state", "distributed")
 _SILENT += ("eval_every", "eval_batches", "save_every", "evaluation", "data")
 
 

@@ -6,6 +6,7 @@ what a checkpoint holds. A step compiles once, ahead of time, with its input's
 buffers given to its output: a state is used once.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from coat_jax import (
   FusedTransformation,
@@ -22,6 +23,7 @@ from coat_jax import (
   fused_coat_adamw,
   sharding,
 )
+from coat_jax.layers import with_weight_cache
 from train import mesh as meshes
 from train.config import TrainConfig
 from train.model import Decoder, loss_fn
@@ -91,9 +93,15 @@ def decays(params) -> Any:
   return jax.tree.map_with_path(is_decayed, params)
 
 
-def build_optimizer(config: TrainConfig) -> FusedTransformation:
-  """Builds AdamW with resting moments."""
+def build_optimizer(
+  config: TrainConfig, mesh: Mesh | None = None
+) -> FusedTransformation:
+  """Builds AdamW with resting moments; on a mesh a device steps its part."""
   optim = config.optim
+  where = None
+  if mesh is not None:
+    params = jax.eval_shape(lambda: _initial_params(config))
+    where = meshes.param_shardings(mesh, params)
   return fused_coat_adamw(
     learning_rate(config),
     optim.b1,
@@ -104,6 +112,7 @@ def build_optimizer(config: TrainConfig) -> FusedTransformation:
     mask=decays,
     seed=config.seed,
     implementation="xla" if config.implementation == "xla" else None,
+    shardings=where,
   )
 
 
@@ -181,15 +190,16 @@ def train_step(
   config: TrainConfig,
   graph: nnx.GraphDef,
   optimizer: FusedTransformation,
+  mesh: Mesh | None = None,
 ) -> Callable[[TrainState, jax.Array], tuple[TrainState, StepMetrics]]:
-  """Builds the function of (state, tokens int32 [B, T + 1]) that trains."""
+  """Builds the function of (state, tokens int32 [B, T + 1]) that trains.
+
+  On a mesh it is to be traced under `jax.set_mesh`, as `compile_on` does.
+  """
   schedule = learning_rate(config)
 
   def step(state, tokens):
-    def loss_of(params):
-      return loss_fn(nnx.merge(graph, params), tokens)
-
-    loss, grads = jax.value_and_grad(loss_of)(state.params)
+    loss, grads = _mean_gradients(config, graph, mesh, state.params, tokens)
     # Clipped by the global norm, in the optimizer's pass over the gradients.
     norm = optax.tree.norm(grads)
     largest = config.optim.grad_clip
@@ -213,15 +223,77 @@ def train_step(
   return step
 
 
+def _mean_gradients(config, graph, mesh, params, tokens):
+  """The loss of a batch and its f32 gradients, microbatch by microbatch."""
+  graph, cache = _with_cache(nnx.merge(graph, params))
+
+  @jax.value_and_grad
+  def share_of(params, tokens):
+    loss = loss_fn(nnx.merge(graph, params, cache), tokens)
+    return loss / config.accumulate
+
+  if config.accumulate == 1:
+    return share_of(params, tokens)
+  # Every so many sequences: each device takes from its own ones.
+  parts = tokens.reshape(-1, config.accumulate, tokens.shape[-1])
+  parts = jnp.moveaxis(parts, 1, 0)
+  zeros = jax.tree.map(jnp.zeros_like, params)
+  if mesh is not None:
+    zeros = jax.lax.with_sharding_constraint(
+      zeros, meshes.param_shardings(mesh, params)
+    )
+
+  def add(total, tokens):
+    return jax.tree.map(jnp.add, total, share_of(params, tokens)), None
+
+  return jax.lax.scan(add, (jnp.float32(0), zeros), parts)[0]
+
+
 def eval_step(graph: nnx.GraphDef) -> Callable[[Any, jax.Array], jax.Array]:
   """Builds the function of (params, tokens [B, T + 1]) that gives the loss."""
 
   def evaluate(params, tokens):
     model = nnx.merge(graph, params)
     model.eval()
-    return loss_fn(model, tokens)
+    graph_of_eval, cache = _with_cache(model)
+    return loss_fn(nnx.merge(graph_of_eval, params, cache), tokens)
 
   return evaluate
+
+
+def _with_cache(model: Decoder) -> tuple[nnx.GraphDef, nnx.State]:
+  """A model whose weights' caches are filled: all of it but the weights."""
+  recipe = model.layers.attention.active_recipe
+  graph, _, cache = nnx.split(with_weight_cache(model, recipe), nnx.Param, ...)
+  return graph, cache
+
+
+def compile_on(
+  mesh: Mesh | None, step: Callable, *abstract, updates: bool = False
+) -> jax.stages.Compiled:
+  """Compiles a step ahead of time.
+
+  Args:
+    mesh: From `train.mesh.make_mesh`; None for one device.
+    step: From `train_step` or `eval_step`.
+    *abstract: Its arguments: shapes, dtypes and, on a mesh, shardings.
+    updates: Whether the first argument is a state whose memory is used again
+      for the first result, which lies where it did.
+
+  Returns:
+    The program. Results that are no state are on all devices.
+  """
+  where = None
+  context = contextlib.nullcontext()
+  if mesh is not None:
+    where = everywhere = NamedSharding(mesh, PartitionSpec())
+    if updates:
+      where = shardings(abstract[0]), everywhere
+    context = jax.set_mesh(mesh)
+  donated = 0 if updates else ()
+  jitted = jax.jit(step, donate_argnums=donated, out_shardings=where)
+  with context:
+    return jitted.lower(*abstract).compile()
 
 
 def finite_leaves(tree) -> jax.Array:
@@ -238,5 +310,9 @@ def leaf_names(tree) -> list[str]:
 def _decoder(config: TrainConfig) -> Decoder:
   rngs = nnx.Rngs(config.seed)
   return Decoder(
-    config.model, config.coat_recipe(), dtype=config.compute_dtype, rngs=rngs
+    config.model,
+    config.coat_recipe(),
+    dtype=config.compute_dtype,
+    remat=config.remat,
+    rngs=rngs,
   )

@@ -44,6 +44,19 @@ def test_each_line_is_there_at_once(tmp_path):
   log.close()
 
 
+def test_a_process_that_does_not_speak_writes_and_prints_nothing(
+  tmp_path, capsys
+):
+  path = tmp_path / "metrics.jsonl"
+  write(path, [1, 2], is_silent=True)
+  assert not path.exists()
+  for is_silent in (True, False):
+    progress = metrics.Progress("run", steps=2, done=0, is_silent=is_silent)
+    progress.held_out(1, 2.0)
+    progress.close()
+    assert bool(capsys.readouterr().err) == (not is_silent)
+
+
 def test_numbers_that_are_not_finite_stay_json(tmp_path):
   log = metrics.MetricsLog(tmp_path / "m.jsonl")
   log.write(step=1, loss=math.nan, grad_norm=math.inf)

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the BF16 recipe moves between H200s, where XLA decides it.
+
+A CPU cannot tell: there XLA moves all in f32.
+"""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from benchmarks.aot import h200_devices
+from tests.aot.compiling import compile_for_h200, instructions
+from train import mesh as meshes
+from train import step
+from train.presets import llama2_7b
+
+pytestmark = pytest.mark.aot
+
+D, F, SEQ = 1024, 2816, 512
+
+
+def moved(mesh, batch):
+  """What the collectives of a training step make: (opcode, array)."""
+  config = llama2_7b()
+  config = dataclasses.replace(
+    config,
+    model=dataclasses.replace(
+      config.model,
+      num_layers=2,
+      d_model=D,
+      d_ff=F,
+      num_heads=8,
+      num_kv_heads=8,
+    ),
+    batch=batch,
+    seq=SEQ,
+    mesh=mesh,
+  ).bf16_twin(seed=0, out="")
+  sizes = config.mesh_sizes
+  devices = sizes["data"] * sizes["fsdp"] * sizes["tensor"]
+  on_mesh = meshes.make_mesh(sizes, h200_devices(devices))
+  optimizer = step.build_optimizer(config, on_mesh)
+  abstract = step.abstract_state(config, optimizer, on_mesh)
+  tokens = jax.ShapeDtypeStruct(
+    (batch, SEQ + 1), jnp.int32, sharding=meshes.batch_sharding(on_mesh)
+  )
+  compiled = compile_for_h200(
+    step.train_step(config, step.build_graph(config), optimizer, on_mesh),
+    abstract,
+    tokens,
+    mesh=on_mesh,
+    out_shardings=(
+      step.shardings(abstract),
+      jax.NamedSharding(on_mesh, jax.P()),
+    ),
+    donate=(0,),
+  )
+  for each in instructions(compiled):
+    opcode = each.opcode.removesuffix("-start")
+    if opcode in ("all-gather", "all-reduce", "reduce-scatter", "all-to-all"):
+      for dtype, sizes in re.findall(r"(\w+)\[([\d,]+)\]", each.shape):
+        sizes = tuple(sorted(int(n) for n in sizes.split(",") if n != "1"))
+        yield opcode, (dtype, *sizes)
+
+
+# With few tokens XLA by itself would move those of some products, not weights.
+@pytest.mark.parametrize("fsdp, tensor, batch", [(4, 1, 4), (2, 2, 8)])
+def test_weights_are_gathered_in_bf16_and_columns_stay(fsdp, tensor, batch):
+  found = list(moved(f"fsdp={fsdp},tensor={tensor}", batch))
+  gathered = [array for opcode, array in found if opcode == "all-gather"]
+  # All rows of a device's columns; in the backward once more.
+  gate_up = ("bf16", *sorted((D, 2, F // tensor)))
+  assert gathered.count(gate_up) == 2
+  if tensor > 1:
+    assert ("bf16", *sorted((D, 2, F))) not in gathered
+  assert not [array for opcode, array in found if opcode == "all-to-all"]
+  assert not [array for array in gathered if array[0] == "f32"]

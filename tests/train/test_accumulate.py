@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Microbatches: the same step, with weights' codes computed once."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.extend.core import ClosedJaxpr, Jaxpr
+
+from tests.train.steps import EXACT, SMALL, Trained, largest_difference, on
+
+MESH = "data=2,fsdp=2,tensor=2"
+
+
+@pytest.mark.parametrize("mesh, accumulate", [("", 4), (MESH, 2)])
+def test_losses_are_those_of_whole_batches(mesh, accumulate):
+  whole = Trained(EXACT).run()
+  parts = Trained(on(EXACT, mesh, accumulate=accumulate)).run()
+  # Sums in another order, as in test_mesh.
+  assert largest_difference(whole, parts) <= 1e-5
+
+
+def equations(jaxpr):
+  """Those of a jaxpr and of all that is in it."""
+  for equation in jaxpr.eqns:
+    yield equation
+    for inner in jax.tree.leaves(
+      list(equation.params.values()),
+      is_leaf=lambda x: isinstance(x, ClosedJaxpr | Jaxpr),
+    ):
+      if isinstance(inner, ClosedJaxpr | Jaxpr):
+        yield from equations(getattr(inner, "jaxpr", inner))
+
+
+def quantized_weights(cache):
+  """How often a microbatch makes codes of down [F, D], in either layout."""
+  config = dataclasses.replace(SMALL, accumulate=4, weight_cache=cache)
+  (loop,) = (
+    equation
+    for equation in Trained(config).jaxpr().eqns
+    if equation.primitive.name == "scan" and equation.params["length"] == 4
+  )
+  return sum(
+    equation.primitive.name == "convert_element_type"
+    and equation.params["new_dtype"] == jnp.float8_e4m3fn
+    and sorted(equation.outvars[0].aval.shape) == [64, 256]
+    for equation in equations(loop.params["jaxpr"])
+  )
+
+
+def test_codes_of_weights_are_computed_once_for_all_microbatches():
+  assert quantized_weights("scale") >= 2, "a forward's and a backward's"
+  assert quantized_weights("codes") == 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gradients_are_summed_over_devices_as_asked(dtype):
+  config = on(SMALL, MESH, grad_reduce=dtype)
+  found = {
+    equation.invars[0].aval.dtype
+    for equation in equations(Trained(config).jaxpr())
+    if equation.primitive.name == "reduce_scatter"
+    and equation.invars[0].aval.ndim == 2
+  }
+  assert found == {jnp.dtype(dtype)}

@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training on a mesh: what it is made of, and that it trains the same model."""
+
+import re
+
+import jax
+import numpy as np
+import pytest
+from jax import P
+
+from tests.train.runs import run
+from tests.train.steps import (
+  EXACT,
+  MESHES,
+  SMALL,
+  Trained,
+  largest_difference,
+  on,
+)
+from train import mesh as meshes
+from train import step
+from train.presets import PRESETS
+
+
+@pytest.fixture(scope="module")
+def exact():
+  return Trained(EXACT).run()
+
+
+@pytest.fixture(scope="module", params=MESHES)
+def exact_on_mesh(request):
+  return Trained(on(EXACT, request.param)).run()
+
+
+@pytest.mark.parametrize(
+  "text, sizes",
+  [
+    ("", {}),
+    ("data=2,fsdp=4,tensor=1", dict(data=2, fsdp=4, tensor=1)),
+    (" tensor=2, fsdp=4", dict(data=1, fsdp=4, tensor=2)),
+  ],
+)
+def test_a_mesh_is_read(text, sizes):
+  assert meshes.parse_mesh(text) == sizes
+  if sizes:
+    mesh = meshes.make_mesh(sizes)
+    assert dict(mesh.shape) == sizes
+    assert mesh.axis_names == meshes.MESH_AXES
+    # Devices that exchange most are neighbours.
+    assert [d.id for d in mesh.devices.flat] == list(range(8))
+
+
+@pytest.mark.parametrize(
+  "text, words",
+  [
+    ("tp=2", "its axes are data, fsdp, tensor, got 'tp'"),
+    ("fsdp", "one size, at least 1, got 'fsdp'"),
+    ("fsdp=0", "one size, at least 1, got 'fsdp=0'"),
+    ("fsdp=2,fsdp=4", "one size, at least 1, got 'fsdp=4'"),
+    ("fsdp=-1", "got 'fsdp=-1'"),
+    ("fsdp=4,", "got ''"),
+  ],
+)
+def test_a_mesh_that_cannot_be_read_is_told(text, words):
+  with pytest.raises(ValueError, match=words):
+    meshes.parse_mesh(text)
+
+
+@pytest.mark.parametrize(
+  "text, fits",
+  [
+    ("fsdp=4", "data=1,fsdp=8,tensor=1"),
+    ("fsdp=16", "data=1,fsdp=8,tensor=1"),
+    ("data=2,fsdp=3,tensor=2", "data=2,fsdp=2,tensor=2"),
+    ("data=3,tensor=3", "data=1,fsdp=8,tensor=1"),
+  ],
+)
+def test_another_number_of_devices_is_told_with_what_fits(text, fits):
+  sizes = meshes.parse_mesh(text)
+  with pytest.raises(ValueError, match=f"got 8; {fits} would fit"):
+    meshes.make_mesh(sizes)
+  assert meshes.make_mesh(meshes.parse_mesh(fits)).size == 8
+
+
+@pytest.mark.parametrize(
+  "mesh, options, words",
+  [
+    ("tensor=4", {}, "tensor must divide num_kv_heads, got tensor=4 and 2; "),
+    ("tensor=3", {}, "tensor must divide num_heads, .* 1, 2 would fit"),
+    ("tensor=2", dict(seq=33), "tensor must divide seq, got tensor=2 and 33"),
+    ("fsdp=3", dict(batch=9), "fsdp must divide d_model, got fsdp=3 and 64"),
+    (
+      "fsdp=64,tensor=2",
+      dict(batch=64),
+      "fsdp must divide d_model / tensor=2, got fsdp=64 and 32; fsdp of 1, 2",
+    ),
+    (
+      "data=2,fsdp=2",
+      dict(accumulate=4),
+      r"data \* fsdp \* accumulate = 2 \* 2 \* 4 = 16, got 8; 16 would fit",
+    ),
+    ("fsdp=4", dict(batch=9), "= 4, got 9; 8 would fit"),
+    ("", dict(accumulate=3), "= 1 \\* 1 \\* 3 = 3, got 8; 6 would fit"),
+    ("", dict(grad_reduce="bfloat16"), "grad_reduce applies to a run on a"),
+    ("", dict(distributed=True), "distributed applies to a run on a mesh"),
+    ("pipe=2", {}, "its axes are data, fsdp, tensor"),
+  ],
+)
+def test_a_model_that_cannot_be_split_is_told(mesh, options, words):
+  with pytest.raises(ValueError, match=words):
+    on(SMALL, mesh, **options)
+
+
+@pytest.mark.parametrize(
+  "options, words",
+  [
+    (dict(mesh="fsdp=4", batch=4), "is of 4 devices, got 8; data=1,fsdp=8"),
+    (dict(mesh="fsdp=8", batch=4), "fsdp * accumulate = 1 * 8 * 1 = 8, got 4"),
+    # Groups of 128 along columns of gate_up, 128 on two devices.
+    (
+      dict(mesh="fsdp=2,tensor=4", batch=2, model__num_kv_heads=4)
+      | dict(model__num_heads=4, optim__group_size=128),
+      "a device must have whole groups",
+    ),
+  ],
+)
+def test_a_mesh_that_cannot_be_is_told_and_changes_nothing(
+  tmp_path, capfd, options, words
+):
+  assert run(tmp_path / "out", **options) == 2
+  errors = " ".join(capfd.readouterr().err.replace("│", " ").split())
+  assert words in errors and "Traceback" not in errors
+  assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_parameters_of_presets_are_split_and_groups_stay_whole(name):
+  config = PRESETS[name]()
+  mesh = meshes.make_mesh(dict(data=1, fsdp=8, tensor=1))
+  # Raises if a device had part of a group.
+  state = step.abstract_state(config, step.build_optimizer(config), mesh)
+  leaves = zip(
+    step.leaf_names(state.params),
+    jax.tree.leaves(state.params),
+    jax.tree.leaves(state.optimizer.mu_codes),
+    strict=True,
+  )
+  for path, param, codes in leaves:
+    assert codes.sharding == param.sharding
+    part = param.sharding.shard_shape(param.shape)
+    split = 1 if path.endswith("norm/scale") else 8
+    assert np.prod(part) * split == param.size, path
+    assert part[-1] == param.shape[-1], path
+
+
+def test_where_parameters_lie():
+  config = on(SMALL, "data=2,fsdp=2,tensor=2")
+  mesh = meshes.make_mesh(config.mesh_sizes)
+  params = step.abstract_state(config, step.build_optimizer(config)).params
+  where = meshes.param_shardings(mesh, params)
+  specs = dict(
+    zip(
+      step.leaf_names(params),
+      (leaf.spec for leaf in jax.tree.leaves(where)),
+      strict=True,
+    )
+  )
+  rows = ("tensor", "fsdp")
+  assert specs == {
+    "embedding": P(rows, None),
+    "head": P("fsdp", "tensor"),
+    "layers/attention/out/kernel": P(None, rows, None),
+    "layers/attention/qkv/linear/kernel": P(None, "fsdp", "tensor"),
+    "layers/attention/qkv/norm/scale": P(),
+    "layers/mlp/down/kernel": P(None, rows, None),
+    "layers/mlp/gate_up/kernel": P(None, "fsdp", None, "tensor"),
+    "layers/mlp/norm/scale": P(),
+    "norm/scale": P(),
+  }
+  assert meshes.batch_sharding(mesh).spec == P(("data", "fsdp"))
+
+
+def test_the_first_state_is_that_of_one_device(exact, exact_on_mesh):
+  jax.tree.map(
+    np.testing.assert_array_equal, exact_on_mesh.initial, exact.initial
+  )
+
+
+def test_a_step_leaves_the_state_where_it_was(exact_on_mesh):
+  for before, after in zip(
+    jax.tree.leaves(exact_on_mesh.abstract),
+    jax.tree.leaves(exact_on_mesh.state),
+    strict=True,
+  ):
+    assert after.sharding == before.sharding
+    part = before.sharding.shard_shape(before.shape)
+    assert after.addressable_shards[0].data.shape == part
+
+
+def test_losses_are_those_of_one_device(exact, exact_on_mesh):
+  # Sums in another order: some ulp of a loss of 5.5, 5e-7 each, which Adam
+  # carries on where a gradient is near 0.
+  assert largest_difference(exact_on_mesh, exact) <= 1e-5
+  assert exact.losses[-1] < exact.losses[0] - 0.1
+
+
+def collectives(program):
+  """Shapes of what each collective operation of a program makes."""
+  found = re.findall(
+    r"= (\S+|\(.*?\)) (all-gather|all-reduce|reduce-scatter|all-to-all)\(",
+    program.as_text(),
+  )
+  for shapes, name in found:
+    for sizes in re.findall(r"\w+\[([\d,]*)\]", shapes):
+      yield name, tuple(int(n) for n in sizes.split(",") if n not in ("", "1"))
+
+
+def test_no_logits_move_and_weights_are_gathered_once(exact_on_mesh):
+  found = list(collectives(exact_on_mesh.program))
+  tensor = exact_on_mesh.mesh.shape["tensor"]
+  assert not [s for _, s in found if len(s) == 3 and s[-1] in (384, 192)]
+  gathered = [s for name, s in found if name == "all-gather"]
+  assert gathered.count((384, 64)) == 1, "the embedding"
+  assert gathered.count((64, 384 // tensor)) == 1, "the head"
+
+
+@pytest.mark.slow
+def test_fp8_losses_are_as_near_as_those_of_two_meshes():
+  one, *others = (Trained(on(SMALL, mesh)).run() for mesh in ("", *MESHES))
+  # Scales of whole tensors are the same; products are summed in another order,
+  # and where a value is at the border of two codes that gives the other one.
+  # So each pair of the three is a draw of the same noise.
+  spread = largest_difference(*others)
+  apart = max(largest_difference(one, other) for other in others)
+  print("spread of two meshes", spread, "apart from one device", apart)
+  assert apart <= 3 * spread
