@@ -3,6 +3,7 @@
 
   python -m benchmarks.memory residuals --preset llama2_7b --tokens 256
   python -m benchmarks.memory state --preset llama2_7b
+  python -m benchmarks.memory table7
 
 memory.residuals: bytes per token that one decoder layer remembers for its
 backward, by kind, and their total in `units` of U = 2 d_model (one BF16 copy of
@@ -16,6 +17,8 @@ written; XLA, when it compiles the whole step, may keep a little less.
 
 memory.state: bytes per parameter, from the shapes alone, of parameters in f32
 or BF16, of their gradients, and of the optimizer's state with each codec.
+
+memory.table7: whole steps compiled for H200s, as `benchmarks.table7` says.
 """
 
 import argparse
@@ -24,6 +27,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from benchmarks import aot, table7
 from benchmarks.harness import emit
 from coat_jax import coat_adamw, codecs, recipe
 from coat_jax.state import state_bytes
@@ -132,9 +136,25 @@ def _abstract_params(config: ModelConfig, dtype):
 
 def main(arguments: list[str] | None = None) -> list[dict]:
   """Runs the command; returns the rows it printed."""
+  options = parse(arguments)
+  if options.command == "state":
+    return state(options.preset)
+  if options.command == "residuals":
+    return residuals(options.preset, options.tokens)
+  aot.only_compile()
+  cases = [
+    case
+    for case in table7.CASES
+    if case.preset in options.presets and case.gpus in options.gpus
+  ]
+  return list(table7.rows(cases, options.variants))
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+  """Reads the command line."""
   parser = argparse.ArgumentParser(
     prog="python -m benchmarks.memory",
-    description="Bytes that layers remember and optimizer states take.",
+    description="What layers remember, optimizer states and steps take.",
   )
   commands = parser.add_subparsers(dest="command", required=True)
   for name in ("residuals", "state"):
@@ -142,12 +162,23 @@ def main(arguments: list[str] | None = None) -> list[dict]:
     command.add_argument("--preset", choices=PRESETS, default="llama2_7b")
     if name == "residuals":
       command.add_argument("--tokens", type=int, default=256)
+  command = commands.add_parser("table7")
+  for name, choices in (
+    ("presets", list(dict.fromkeys(case.preset for case in table7.CASES))),
+    ("gpus", sorted({case.gpus for case in table7.CASES})),
+    ("variants", table7.VARIANTS),
+  ):
+    command.add_argument(
+      f"--{name}",
+      nargs="+",
+      type=type(choices[0]),
+      choices=choices,
+      default=choices,
+    )
   options = parser.parse_args(arguments)
-  if options.command == "state":
-    return state(options.preset)
-  if options.tokens < 1:
+  if options.command == "residuals" and options.tokens < 1:
     parser.error(f"--tokens must be at least 1, got {options.tokens}")
-  return residuals(options.preset, options.tokens)
+  return options
 
 
 if __name__ == "__main__":

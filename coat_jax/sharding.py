@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from coat_jax import codecs, moments
 from coat_jax.codecs import MomentCodec
@@ -183,7 +183,9 @@ def _abstract_state(op, init, params, shardings, codec) -> Any:
   return state
 
 
-def _placed(op: str, params: Any, shardings: Any) -> tuple[Any, Mesh]:
+def _placed(
+  op: str, params: Any, shardings: Any
+) -> tuple[Any, Mesh | AbstractMesh]:
   """Abstract parameters with the given shardings, and these shardings' mesh."""
   leaves = moments.leaf_paths(params)
   where: list[Any] = (

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The memory table of arXiv:2410.19313 (Table 7), from compiled steps.
+
+Each row is a whole training step on as many H200s as the reference used H100s,
+sharded as FSDP, at its batch per GPU and sequence: f32 parameters, gradients
+and BF16's moments, BF16 compute. No GPU is needed; `benchmarks.memory` prints
+the rows.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+
+from benchmarks import training_step
+from benchmarks.harness import emit, say
+from coat_jax.plan import device_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+  """A model, GPUs, and sequences on each of them at a time.
+
+  Attributes:
+    peaks: GB that the reference measured, by variant; none where it ran out of
+      memory.
+  """
+
+  preset: str
+  gpus: int
+  batch: int
+  seq: int = 2048
+  peaks: dict[str, float] = dataclasses.field(default_factory=dict)
+
+  def published_ratio(self, variant: str) -> float | None:
+    """How many times BF16's peak is the variant's, in the reference."""
+    reference = {"minimal": "coat", "minimal_attention": "coat"}
+    peak = self.peaks.get(reference.get(variant, variant))
+    return self.peaks["bf16"] / peak if peak and "bf16" in self.peaks else None
+
+
+CASES = (
+  Case("llama2_7b", 1, 1, peaks=dict(coat=79.3)),
+  Case("llama2_7b", 2, 2, peaks=dict(coat=52.8)),
+  Case("llama2_7b", 4, 2, peaks=dict(bf16=55.1, fp8_linear=51.1, coat=35.6)),
+  Case("llama2_7b", 8, 2, peaks=dict(bf16=41.2, fp8_linear=37.2, coat=27.0)),
+  Case("llama2_13b", 2, 1, seq=1024, peaks=dict(coat=73.2)),
+  Case("llama2_13b", 4, 1, peaks=dict(bf16=76.1, fp8_linear=73.0, coat=49.1)),
+  # Not in the reference: the batch at which 7B is compared.
+  Case("llama2_13b", 4, 2),
+  Case("llama2_13b", 8, 1, peaks=dict(bf16=49.4, fp8_linear=46.5, coat=32.5)),
+  Case("llama_30b", 8, 1, peaks=dict(coat=70.5)),
+)
+VARIANTS = (
+  "bf16",
+  "bf16_dots",
+  "fp8_linear",
+  "coat",
+  "minimal",
+  "minimal_attention",
+)
+
+
+def rows(cases: Iterable[Case], variants: Iterable[str]) -> Iterator[dict]:
+  """Compiles and prints the rows.
+
+  Args:
+    cases: of `CASES`.
+    variants: of `VARIANTS`; ratios are there where bf16 comes first.
+
+  Yields:
+    Rows: `peak_bytes` of a GPU, and of it `weight_bytes`, `gradient_bytes`,
+    `optimizer_bytes` and, all else, `activation_bytes`; `ratio_to_bf16` and
+    `published_ratio` are BF16's peak over the row's.
+  """
+  for case in cases:
+    peak_of_bf16 = None
+    for variant in variants:
+      say(f"{case.preset} on {case.gpus}: {variant}")
+      values = measure(case, variant)
+      peak = values["peak_bytes"]
+      if variant == "bf16":
+        peak_of_bf16 = peak
+      ratio = peak_of_bf16 / peak if peak_of_bf16 else None
+      yield emit(
+        "memory.table7",
+        describe(case, variant),
+        **values,
+        ratio_to_bf16=ratio,
+        published_ratio=case.published_ratio(variant),
+      )
+
+
+def describe(case: Case, variant: str) -> dict:
+  """What of a row says what was compiled."""
+  options = training_step.VARIANTS[variant]
+  return dict(
+    preset=case.preset,
+    gpus=case.gpus,
+    batch=case.batch,
+    seq=case.seq,
+    recipe=options["recipe"],
+    residuals=options.get("residuals", "minimal")
+    if options["recipe"] == "coat"
+    else "autodiff",
+    attention=options.get("attention", "bf16"),
+    remat=options.get("remat", "none"),
+    compiled_for="NVIDIA H200",
+  )
+
+
+def measure(case: Case, variant: str) -> dict[str, int]:
+  """Bytes of one GPU, from the compiled step."""
+  mesh = f"fsdp={case.gpus}" if case.gpus > 1 else ""
+  config = training_step.configure(
+    case.preset, variant, batch=case.batch, seq=case.seq, mesh=mesh
+  )
+  compiled, state = training_step.compile_step(config)
+  peak = compiled.memory_analysis().peak_memory_in_bytes
+  weights = device_bytes(state.params)
+  optimizer = device_bytes(state.optimizer)
+  return dict(
+    peak_bytes=peak,
+    weight_bytes=weights,
+    gradient_bytes=weights,  # f32 both.
+    optimizer_bytes=optimizer,
+    activation_bytes=peak - 2 * weights - optimizer,
+  )

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The planner's parts: what is counted, where it lies, what fits.
+
+That the sum is the compiler's is tests/aot/test_plan.py.
+"""
+
+import doctest
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractMesh, NamedSharding
+
+from coat_jax import plan, recipe
+from coat_jax.plan import DecoderShape, Load, Memory
+
+SHAPE = DecoderShape(
+  num_layers=4,
+  d_model=256,
+  d_ff=768,
+  num_heads=8,
+  num_kv_heads=2,
+  vocab_size=4096,
+)
+PARAMS = {"w": jax.ShapeDtypeStruct((4, 1000, 250), jnp.float32)}
+STATE = {"codes": jax.ShapeDtypeStruct((4, 1000, 250), jnp.uint8)}
+
+
+def moments(recipe, shape=SHAPE, **load):
+  load = {"batch": 2, "seq": 512} | load
+  return plan.plan_step(
+    shape, recipe, Load(**load), params=PARAMS, optimizer_state=STATE
+  )
+
+
+def test_device_bytes_are_of_a_shard():
+  mesh = AbstractMesh((2, 4), ("data", "fsdp"))
+  where = NamedSharding(mesh, jax.P(None, "fsdp"))
+  split = jax.ShapeDtypeStruct((3, 8), jnp.bfloat16, sharding=where)
+  whole = jax.ShapeDtypeStruct((3, 8), jnp.float32)
+  assert plan.device_bytes({"a": split, "b": [whole]}) == 3 * 2 * 2 + 3 * 8 * 4
+  assert plan.device_bytes(jnp.zeros((5, 2), jnp.uint8)) == 10
+
+
+def test_state_and_weights_are_counted_as_they_are():
+  for memory in moments(recipe.coat()).values():
+    assert memory.weights == 4_000_000 and memory.optimizer == 1_000_000
+
+
+def test_gradients_come_layer_by_layer():
+  found = moments(recipe.coat())
+  layers = 4 * 4 * (256 * (384 + 256) + 3 * 256 * 768)
+  assert found["loss"].gradients == 0
+  assert found["backward"].gradients == layers
+  assert found["embedding"].gradients == 4_000_000
+  # Sums over microbatches are there all the time.
+  for name, memory in moments(recipe.coat(), accumulate=2).items():
+    assert memory.gradients == found[name].gradients + 4_000_000
+
+
+def test_activations_are_those_of_all_layers():
+  r = recipe.coat()
+  found = moments(r)
+  want = 4 * 2 * 512 * plan.kept_bytes(SHAPE, r)
+  assert found["loss"].activations == found["backward"].activations == want
+  assert found["embedding"].activations == 0
+  halved = moments(r, tensor=2, is_on_mesh=True)["loss"].activations
+  assert halved == want / 2
+
+
+def test_bf16_casts_of_weights_are_kept_where_they_are_not_gathered():
+  alone, others = (
+    moments(recipe.bf16(), is_on_mesh=is_on_mesh)["loss"].activations
+    for is_on_mesh in (False, True)
+  )
+  assert alone - others == 2 * 4 * sum(SHAPE.matrices.values())
+
+
+@pytest.mark.parametrize("fsdp", [1, 4])
+def test_cached_codes_are_split_like_weights(fsdp):
+  scale, codes = (
+    moments(recipe.coat(weight_cache=cache), fsdp=fsdp, is_on_mesh=True)
+    for cache in ("scale", "codes")
+  )
+  more = codes["backward"].total - scale["backward"].total
+  assert abs(more - 2 * 4 * sum(SHAPE.matrices.values()) / fsdp) <= 1
+
+
+def test_checkpoints_keep_less_and_compute_a_layer_again():
+  r = recipe.coat()
+  none, full = moments(r), moments(r, remat="full")
+  assert full["loss"].activations == 4 * 2 * 512 * 2 * 256
+  # A layer's own arrays are there once more.
+  assert full["backward"].temporary > none["backward"].temporary
+  # x, q with k and v, the attention's output, gate and up.
+  dots = plan.kept_bytes(SHAPE, recipe.bf16(), remat="dots")
+  assert dots == 2 * (256 + 384 + 256 + 2 * 768)
+
+
+def test_the_loss_grows_with_its_chunk_and_not_with_the_sequence():
+  r = recipe.coat()
+  small, large = (
+    moments(r, loss_chunk=chunk)["loss"].temporary for chunk in (128, 256)
+  )
+  assert large - small == 2 * 4 * 2 * 128 * 4096
+  short = moments(r, seq=64)["loss"].temporary
+  assert short == 2 * 4 * 2 * 64 * 4096 + 2 * 2 * 256 * 4096 + 3 * 2 * 128 * 256
+
+
+def test_the_fullest_moment_is_the_peak():
+  few, many = Memory(1, 2, 3, 4, 5), Memory(5, 4, 3, 2, 2)
+  assert few.total == 15
+  assert plan.fullest({"a": few, "b": many}) == ("b", many)
+
+
+@pytest.mark.parametrize(
+  "memory, most", [(9, 0), (10, 1), (61, 6), (1000, 100)]
+)
+def test_largest_batch(memory, most):
+  assert (
+    plan.largest_batch(lambda n: Memory(0, 0, 0, 10 * n, 0), memory) == most
+  )
+
+
+def test_examples():
+  assert doctest.testmod(plan).failed == 0
