@@ -21,8 +21,8 @@ from jax.typing import DTypeLike
 
 from coat_jax.mesh_axes import MeshAxes
 
-# Positions whose logits are held at a time.
-LOSS_CHUNK = 256
+# Of the f32 logits that a device holds at a time.
+LOGITS_BYTES = 2**28
 
 
 def embed(
@@ -62,9 +62,10 @@ def mean_loss(
 ) -> Array:
   """Mean cross-entropy of the next token.
 
-  Logits are computed for `LOSS_CHUNK` positions of all sequences at a time and
-  again in the backward, so that [B, T, V] is never held. Chunks run along the
-  sequence axis: chunks of flattened tokens would gather a sharded batch.
+  Logits [B, T, V] are never held: some positions of all sequences at a time,
+  they are computed once, and where a gradient is asked for, what follows from
+  them goes into the gradients of `hidden` and `weight` there and then. So the
+  backward has no product left and remembers no weight.
 
   Args:
     hidden: [B, T, D].
@@ -76,75 +77,130 @@ def mean_loss(
   Returns:
     f32 scalar, nats per token.
   """
-  dtype = hidden.dtype
+  return _mean_loss(hidden, targets, weight, is_tied, axes)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _mean_loss(hidden, targets, weight, is_tied, axes):
+  return _on_devices(hidden, targets, weight, is_tied, axes, False)[0]
+
+
+def _mean_loss_fwd(hidden, targets, weight, is_tied, axes):
+  loss, gradients = _on_devices(hidden, targets, weight, is_tied, axes, True)
+  return loss, gradients
+
+
+def _mean_loss_bwd(is_tied, axes, gradients, g):
+  del is_tied, axes
+  dhidden, dweight = gradients
+  return (g * dhidden).astype(dhidden.dtype), None, g * dweight
+
+
+_mean_loss.defvjp(_mean_loss_fwd, _mean_loss_bwd)
+
+
+def _on_devices(hidden, targets, weight, is_tied, axes, has_gradients):
+  """The loss and, if asked for, its gradients, of each device's tokens."""
+  local = functools.partial(
+    _loss_of_part,
+    is_tied=is_tied,
+    axes=axes,
+    share=1 / targets.size,
+    has_gradients=has_gradients,
+  )
   if axes is None:
-    weight = weight.astype(dtype)
-    total = _sum_of_nats(hidden, targets, weight.T if is_tied else weight)
-    return total / targets.size
-
-  def local(hidden, targets, weight):
-    weight = _gather_rows(weight, dtype, _present(axes.fsdp), axes)
-    weight = weight.T if is_tied else weight
-    if axes.tensor is not None:
-      hidden = lax.all_gather(hidden, axes.tensor, axis=1, tiled=True)
-    total = _sum_of_nats(hidden, targets, weight, axes.tensor)
-    return lax.psum(total, axes.batch)
-
-  rows = P(_present(axes.tensor, axes.fsdp)) if is_tied else None
-  total = jax.shard_map(
+    return local(hidden, targets, weight)
+  tokens = P(axes.batch, axes.tensor)
+  rows = P(axes.fsdp, axes.tensor)
+  if is_tied:
+    rows = P(_present(axes.tensor, axes.fsdp))
+  return jax.shard_map(
     local,
-    in_specs=(
-      P(axes.batch, axes.tensor),
-      P(axes.batch),
-      rows or P(axes.fsdp, axes.tensor),
-    ),
-    out_specs=P(),
+    in_specs=(tokens, P(axes.batch), rows),
+    out_specs=(P(), (tokens, rows) if has_gradients else ()),
+    check_vma=False,
   )(hidden, targets, weight)
-  return total / targets.size
 
 
-def _sum_of_nats(
-  hidden: Array, targets: Array, weight: Array, tensor: str | None = None
-) -> Array:
-  """The sum over tokens; with `tensor`, weight is a part of the vocabulary."""
+def _loss_of_part(
+  hidden, targets, weight, *, is_tied, axes, share, has_gradients
+):
+  """What `_on_devices` gives, of one device's tokens and rows of the weight."""
+  tensor = None if axes is None else axes.tensor
+  weight = weight.astype(hidden.dtype)
+  if axes is not None:
+    weight = lax.all_gather(weight, _present(axes.fsdp), axis=0, tiled=True)
+  if tensor is not None:
+    hidden = lax.all_gather(hidden, tensor, axis=1, tiled=True)
+  weight = weight.T if is_tied else weight
+  add = functools.partial(
+    _add_chunk, weight, tensor=tensor, share=share, has_gradients=has_gradients
+  )
+  dweight = jnp.zeros(weight.shape if has_gradients else (), jnp.float32)
+  start = jnp.float32(0), dweight
+  chunks = _chunks(hidden, targets, weight.shape[1])
+  (loss, dweight), dhidden = lax.scan(add, start, chunks)
+  if axes is not None:
+    loss = lax.psum(loss, axes.batch)
+  if not has_gradients:
+    return loss, ()
+  dhidden = jnp.moveaxis(dhidden, 0, 1).reshape(len(hidden), -1, len(weight))
+  dhidden = dhidden[:, : hidden.shape[1]]
+  dweight = dweight.T if is_tied else dweight
+  if tensor is not None:
+    dhidden = lax.psum_scatter(dhidden, tensor, scatter_dimension=1, tiled=True)
+  if axes is not None:
+    dweight = _sum_rows(dweight, _present(axes.fsdp), axes)
+  return loss, (dhidden, dweight)
+
+
+def _chunks(hidden: Array, targets: Array, vocab_size: int):
+  """hidden, targets and which of them count: [chunks, B, positions, ...]."""
   batch, length = targets.shape
-  chunk = min(LOSS_CHUNK, length)
-  padding = -length % chunk
-  hidden = jnp.pad(hidden, [(0, 0), (0, padding), (0, 0)])
-  counted = jnp.pad(jnp.ones_like(targets), [(0, 0), (0, padding)])
-  targets = jnp.pad(targets, [(0, 0), (0, padding)])
+  positions = max(LOGITS_BYTES // (4 * vocab_size * batch), 1)
+  count = -(-length // positions)
+  positions = -(-length // count)
+  padding = count * positions - length
+  counted = jnp.ones(targets.shape, jnp.float32)
 
-  @jax.checkpoint
-  def chunk_sum(chunk_of):
-    hidden, targets, counted = chunk_of
-    logits = jnp.einsum(
-      "btd,dv->btv", hidden, weight, preferred_element_type=jnp.float32
-    )
-    return jnp.sum(_nats(logits, targets, tensor) * counted)
+  def split(x):
+    x = jnp.pad(x, [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2))
+    x = x.reshape(batch, count, positions, *x.shape[2:])
+    return jnp.moveaxis(x, 1, 0)
 
-  chunks = jax.tree.map(
-    lambda x: jnp.moveaxis(x.reshape(batch, -1, chunk, *x.shape[2:]), 1, 0),
-    (hidden, targets, counted),
+  return split(hidden), split(targets), split(counted)
+
+
+def _add_chunk(weight, total, chunk, *, tensor, share, has_gradients):
+  """Adds a chunk's nats and its part of the weight's gradient."""
+  (loss, dweight), (hidden, targets, counted) = total, chunk
+  logits = jnp.einsum(
+    "btd,dv->btv", hidden, weight, preferred_element_type=jnp.float32
   )
-  return jnp.sum(lax.map(chunk_sum, chunks))
-
-
-def _nats(logits: Array, targets: Array, tensor: str | None) -> Array:
-  """-log softmax at the targets: f32 [B, T]."""
-  if tensor is None:
-    at_target = jnp.take_along_axis(logits, targets[..., None], axis=-1)
-    return jax.nn.logsumexp(logits, axis=-1) - at_target[..., 0]
-  largest = lax.pmax(lax.stop_gradient(jnp.max(logits, axis=-1)), tensor)
-  others = jnp.sum(jnp.exp(logits - largest[..., None]), axis=-1)
+  largest = jnp.max(logits, axis=-1)
   size = logits.shape[-1]
-  targets = targets - size * lax.axis_index(tensor)
-  at_target = jnp.take_along_axis(
-    logits, jnp.clip(targets, 0, size - 1)[..., None], axis=-1
+  if tensor is not None:
+    largest = lax.pmax(largest, tensor)
+    targets = targets - size * lax.axis_index(tensor)
+  is_target = lax.broadcasted_iota(jnp.int32, logits.shape, 2)
+  is_target = is_target == targets[..., None]
+  others = jnp.sum(jnp.exp(logits - largest[..., None]), axis=-1)
+  at_target = jnp.sum(jnp.where(is_target, logits, 0), axis=-1)
+  if tensor is not None:
+    others, at_target = lax.psum((others, at_target), tensor)
+  log_sum = jnp.log(others) + largest
+  loss = loss + share * jnp.sum((log_sum - at_target) * counted)
+  if not has_gradients:
+    return (loss, dweight), None
+  # Rounded to the products' dtype, as every gradient that a product reads.
+  softmax = jnp.exp(logits - log_sum[..., None])
+  dlogits = (softmax - is_target) * (share * counted)[..., None]
+  dlogits = dlogits.astype(weight.dtype)
+  dhidden = jnp.einsum("btv,dv->btd", dlogits, weight)
+  dweight = dweight + jnp.einsum(
+    "btd,btv->dv", hidden, dlogits, preferred_element_type=jnp.float32
   )
-  is_here = (targets >= 0) & (targets < size)
-  at_target = jnp.where(is_here, at_target[..., 0], 0)
-  others, at_target = lax.psum((others, at_target), tensor)
-  return jnp.log(others) + largest - at_target
+  return (loss, dweight), dhidden
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
@@ -164,12 +220,17 @@ def _gather_rows_fwd(weight, dtype, names, axes):
 
 def _gather_rows_bwd(dtype, names, axes, residuals, g):
   del dtype, residuals
-  g = g.astype(axes.grad_dtype)
-  g = lax.psum_scatter(g, names, scatter_dimension=0, tiled=True)
-  return (lax.psum(g, _others(names, axes)).astype(jnp.float32),)
+  return (_sum_rows(g, names, axes),)
 
 
 _gather_rows.defvjp(_gather_rows_fwd, _gather_rows_bwd)
+
+
+def _sum_rows(g: Array, names: tuple[str, ...], axes: MeshAxes) -> Array:
+  """A device's rows, f32, of the sum of all devices' gradients."""
+  g = g.astype(axes.grad_dtype)
+  g = lax.psum_scatter(g, names, scatter_dimension=0, tiled=True)
+  return lax.psum(g, _others(names, axes)).astype(jnp.float32)
 
 
 def _others(names: tuple[str, ...], axes: MeshAxes) -> tuple[str, ...]:
