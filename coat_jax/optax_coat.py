@@ -101,8 +101,10 @@ def scale_by_coat_adam(
     key = stochastic.leaf_key(seed, 0, 0)
     resting = []
     for leaf, leaf_groups in zip(jax.tree.leaves(params), groups, strict=True):
-      # They lie where the parameter does, and stay zero whatever the words.
+      # They lie where the parameter does, and stay zero whatever the words. The
+      # compiler would encode constants itself, for half a minute.
       zeros = jnp.zeros_like(leaf, dtype=jnp.float32)
+      zeros = jax.lax.optimization_barrier(zeros)
       resting.append(moments.encode(leaf_groups, zeros, zeros, key))
     fields = moments.unflatten(moments.fields_like(params), resting)
     return ScaleByCoatAdamState(jnp.zeros([], jnp.int32), *fields)

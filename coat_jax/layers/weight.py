@@ -32,11 +32,13 @@ def quantized_weight(
     rows = cache.rows if layout == "rows" else None
     columns = cache.columns if layout == "columns" else None
     return gather_weight(Operand(rows, columns, cache.scale), recipe.axes)
+  # Rows are elementwise, and XLA reads them where they lie in a stack of
+  # layers. For a kernel it copies them out first, 8 bytes a parameter.
   codes = ops.quantize_tensor(
     w,
     scale=None if cache is None else cache.scale,
     layout=layout,
-    implementation=recipe.implementation,
+    implementation="xla" if layout == "rows" else recipe.implementation,
   )
   return gather_weight(codes, recipe.axes)
 
