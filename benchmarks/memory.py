@@ -4,6 +4,7 @@
   python -m benchmarks.memory residuals --preset llama2_7b --tokens 256
   python -m benchmarks.memory state --preset llama2_7b
   python -m benchmarks.memory table7
+  python -m benchmarks.memory plan
 
 memory.residuals: bytes per token that one decoder layer remembers for its
 backward, by kind, and their total in `units` of U = 2 d_model (one BF16 copy of
@@ -18,7 +19,8 @@ written; XLA, when it compiles the whole step, may keep a little less.
 memory.state: bytes per parameter, from the shapes alone, of parameters in f32
 or BF16, of their gradients, and of the optimizer's state with each codec.
 
-memory.table7: whole steps compiled for H200s, as `benchmarks.table7` says.
+memory.table7 and memory.plan: whole steps compiled for H200s, as
+`benchmarks.table7` and `benchmarks.planned` say. Some take minutes.
 """
 
 import argparse
@@ -27,7 +29,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from benchmarks import aot, table7
+from benchmarks import aot, planned, table7
 from benchmarks.harness import emit
 from coat_jax import coat_adamw, codecs, recipe
 from coat_jax.state import state_bytes
@@ -142,6 +144,9 @@ def main(arguments: list[str] | None = None) -> list[dict]:
   if options.command == "residuals":
     return residuals(options.preset, options.tokens)
   aot.only_compile()
+  if options.command == "plan":
+    chosen = options.presets, options.gpus, options.variants
+    return list(planned.rows(*chosen))
   cases = [
     case
     for case in table7.CASES
@@ -162,19 +167,20 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     command.add_argument("--preset", choices=PRESETS, default="llama2_7b")
     if name == "residuals":
       command.add_argument("--tokens", type=int, default=256)
-  command = commands.add_parser("table7")
+  presets = list(dict.fromkeys(case.preset for case in table7.CASES))
   for name, choices in (
-    ("presets", list(dict.fromkeys(case.preset for case in table7.CASES))),
-    ("gpus", sorted({case.gpus for case in table7.CASES})),
-    ("variants", table7.VARIANTS),
+    ("table7", dict(presets=presets, variants=table7.VARIANTS)),
+    ("plan", dict(presets=list(PRESETS), variants=planned.VARIANTS)),
   ):
-    command.add_argument(
-      f"--{name}",
-      nargs="+",
-      type=type(choices[0]),
-      choices=choices,
-      default=choices,
-    )
+    command = commands.add_parser(name)
+    for option, values in (choices | dict(gpus=planned.GPUS)).items():
+      command.add_argument(
+        f"--{option}",
+        nargs="+",
+        type=type(values[0]),
+        choices=values,
+        default=values,
+      )
   options = parser.parse_args(arguments)
   if options.command == "residuals" and options.tokens < 1:
     parser.error(f"--tokens must be at least 1, got {options.tokens}")

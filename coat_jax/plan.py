@@ -89,7 +89,8 @@ class Load:
     tensor: GPUs that heads, columns and the vocabulary are split over.
     is_on_mesh: whether there are other GPUs.
     accumulate: microbatches of a step.
-    loss_chunk: positions of each sequence whose logits are held at a time.
+    loss_positions: of each sequence, whose logits are held at a time; None for
+      all of them.
     remat: what `jax.checkpoint` keeps of a layer: "dots" the results of its
       products (`dots_with_no_batch_dims_saveable`), "full" its input alone.
   """
@@ -100,7 +101,7 @@ class Load:
   tensor: int = 1
   is_on_mesh: bool = False
   accumulate: int = 1
-  loss_chunk: int = 256
+  loss_positions: int | None = None
   remat: Remat = "none"
 
   @property
@@ -153,14 +154,18 @@ def device_bytes(tree: Any) -> int:
 
 
 def kept_bytes(
-  shape: DecoderShape, recipe: CoatRecipe, *, remat: Remat = "none"
-) -> int:
+  shape: DecoderShape,
+  recipe: CoatRecipe,
+  *,
+  remat: Remat = "none",
+  tensor: int = 1,
+) -> float:
   """Bytes per token and layer from the forward to the backward.
 
   Args:
     shape: of the decoder.
     recipe: of its layers.
-    remat: see `Load`.
+    remat, tensor: see `Load`; the bytes are those of one GPU.
 
   Returns:
     All arrays that grow with the tokens, scales and statistics included, as XLA
@@ -168,17 +173,19 @@ def kept_bytes(
     layout and as an operand, and what a norm without weights divides once.
   """
   d, f, heads = shape.d_model, shape.d_ff, shape.heads_width
+  # Of BF16 layers each GPU has all positions between products, and its columns.
+  whole = 1 if recipe.linear == "bf16" else 1 / tensor
   if remat == "full":
-    return _BF16 * d
+    return whole * _BF16 * d
   if remat == "dots":  # The input, and what the products give but the last.
-    return _BF16 * (d + shape.qkv_width + d + 2 * f)
+    return whole * _BF16 * 2 * d + _BF16 * (shape.qkv_width + 2 * f) / tensor
   attention = shape.qkv_width + heads
   log_sum_exp = _F32 * shape.num_heads
   if recipe.nonlinear == "bf16":
     operand = _BF16 if recipe.linear == "bf16" else _FP8
-    norm = _F32 * (d * (2 if shape.norm_has_scale else 1) + 2)
-    operands = operand * (2 * d + heads + f)
-    return 2 * norm + _BF16 * (attention + 5 * f) + log_sum_exp + operands
+    norm = _F32 * (d * (2 if shape.norm_has_scale else 1) + 2) + operand * d
+    inner = _BF16 * (attention + 5 * f) + log_sum_exp + operand * (heads + f)
+    return 2 * whole * norm + inner / tensor
 
   def groups(width: int) -> int:  # Codes, and a BF16 scale for each group.
     return _FP8 * width + _BF16 * -(-width // recipe.group_size)
@@ -192,7 +199,7 @@ def kept_bytes(
     kept += _BF16 * attention
   if recipe.residuals == "coat":  # Norm outputs, SiLU and the product too.
     kept += groups(f) + _FP8 * (2 * d + f)
-  return kept
+  return kept / tensor
 
 
 def plan_step(
@@ -242,20 +249,22 @@ def plan_step(
     ... )
     >>> moment, memory = fullest(moments)
     >>> print(moment, round(memory.total / 1e6))
-    backward 101
+    backward 97
   """
   weights, optimizer = device_bytes(params), device_bytes(optimizer_state)
   parts = load.fsdp * load.tensor
   layers = shape.num_layers * sum(shape.matrices.values())
-  kept = kept_bytes(shape, recipe, remat=load.remat)
-  kept = shape.num_layers * kept * load.tokens / load.tensor
+  kept = kept_bytes(shape, recipe, remat=load.remat, tensor=load.tensor)
+  kept = shape.num_layers * kept * load.tokens
   # Between microbatches their sum is kept.
   summed = weights if load.accumulate > 1 else 0
   if recipe.linear == "bf16" and not load.is_on_mesh and load.remat == "none":
     kept += _BF16 * layers  # Autodiff keeps the casts of weights.
   cached = 0
   if recipe.linear == "fp8" and recipe.weight_cache == "codes":
-    cached = 2 * _FP8 * layers / parts  # Rows and columns.
+    # Columns are dead after the only forward of a step, rows are not.
+    layouts = 1 if load.accumulate == 1 else 2
+    cached = layouts * _FP8 * layers / parts
   ends = _Ends(shape, load)
   backward = _layer_backward(shape, recipe, load) + ends.in_backward
 
@@ -301,16 +310,24 @@ class _Ends:
   """The embedding and the loss: what they need at each moment."""
 
   def __init__(self, shape: DecoderShape, load: Load):
-    # The BF16 output weights, all their rows; their gradient has as many bytes.
-    head = _BF16 * shape.d_model * shape.vocab_size / load.tensor
+    # Values of the output weights with all their rows.
+    head = shape.d_model * shape.vocab_size / load.tensor
     unit = _BF16 * shape.d_model * load.tokens
-    logits = load.batch * min(load.loss_chunk, load.seq) * shape.vocab_size
-    # Logits and their gradient; hidden states and their gradient, in chunks.
-    self.in_loss = 2 * _F32 * logits / load.tensor + 2 * head + 3 * unit
-    # XLA leaves the loss itself for last, and its operands with it.
-    self.in_backward = 2 * head + unit
-    # Of both ends: summed in BF16 by one device, in f32 by all.
-    self.in_embedding = 2 * head + (2 * head if load.is_on_mesh else 0)
+    logits = (
+      load.batch
+      * (load.loss_positions or load.seq)
+      * shape.vocab_size
+      / load.tensor
+    )
+    # Logits; their gradient, and the weights, in BF16; the weights' gradient;
+    # hidden states, those in chunks, and their gradient.
+    self.in_loss = (_F32 + _BF16) * (logits + head) + 3 * unit
+    # The weights' gradient, which XLA sums over devices at the end of the step.
+    self.in_backward = _F32 * head
+    # The embedding's too, in BF16 and in f32.
+    self.in_embedding = _BF16 * head
+    if load.is_on_mesh:
+      self.in_embedding += _F32 * head
 
 
 def _layer_backward(
@@ -325,7 +342,7 @@ def _layer_backward(
   gathered = 1 + 1 / load.fsdp if load.is_on_mesh else 0
   again = 0.0
   if load.remat == "full":
-    again = kept_bytes(shape, recipe) * tokens / load.tensor
+    again = kept_bytes(shape, recipe, tensor=load.tensor) * tokens
   if recipe.linear == "bf16":
     if not load.is_on_mesh:
       # Both gradients of the MLP's inside; the weight of gate and up.
@@ -351,6 +368,4 @@ def _layer_backward(
     kept = 2.25 * f * tokens + 0.5 * unit
     return again + _F32 * every + gathered * gate_up + mlp + kept
   kept = kept_bytes(shape, recipe, remat=load.remat) * tokens
-  # f32 weights too, in front of kernels that quantize them.
-  copied = _F32 * (gate_up + weights["out"])
-  return again + max(mlp + kept + copied, last)
+  return again + max(mlp + kept, last)

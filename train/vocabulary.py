@@ -154,12 +154,17 @@ def _loss_of_part(
   return loss, (dhidden, dweight)
 
 
+def loss_positions(batch: int, length: int, vocab_size: int) -> int:
+  """Of how many positions of `length` a device holds the logits at a time."""
+  most = max(LOGITS_BYTES // (4 * vocab_size * batch), 1)
+  return -(-length // -(-length // most))
+
+
 def _chunks(hidden: Array, targets: Array, vocab_size: int):
   """hidden, targets and which of them count: [chunks, B, positions, ...]."""
   batch, length = targets.shape
-  positions = max(LOGITS_BYTES // (4 * vocab_size * batch), 1)
+  positions = loss_positions(batch, length, vocab_size)
   count = -(-length // positions)
-  positions = -(-length // count)
   padding = count * positions - length
   counted = jnp.ones(targets.shape, jnp.float32)
 

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `train.plan` says beside what XLA's compiler says, preset by preset.
+
+Each row is a whole training step, compiled for one H200 or for as many as the
+mesh fsdp=N has, and its plan: `peak_bytes` and `planned_bytes` of a GPU, and
+`error`, planned / peak - 1.
+"""
+
+from collections.abc import Iterable, Iterator
+
+from benchmarks import training_step
+from benchmarks.harness import emit, say
+from coat_jax.plan import fullest
+from train import plan
+
+# Sequences on each GPU, and tokens of each.
+LOADS = {
+  "demo": (64, 256),
+  "llama_60m": (16, 1024),
+  "llama_130m": (16, 1024),
+  "olmo_1b": (4, 2048),
+  "olmo_7b": (2, 2048),
+  "llama2_7b": (2, 2048),
+  "llama2_13b": (2, 2048),
+  "llama_30b": (1, 2048),
+  "llama3_8b": (1, 8192),
+}
+GPUS = (1, 2, 4, 8)
+VARIANTS = ("bf16", "fp8_linear", "coat", "minimal")
+
+
+def rows(
+  presets: Iterable[str], gpus: Iterable[int], variants: Iterable[str]
+) -> Iterator[dict]:
+  """Compiles, plans and prints a row for each of all combinations."""
+  for preset in presets:
+    batch, seq = LOADS[preset]
+    for count in gpus:
+      for variant in variants:
+        say(f"{preset} on {count}: {variant}")
+        yield row(preset, variant, gpus=count, batch=batch, seq=seq)
+
+
+def row(preset: str, variant: str, *, gpus: int, batch: int, seq: int) -> dict:
+  """Compiles and plans one step, and prints its row.
+
+  Args:
+    preset: one of `train.presets.PRESETS`.
+    variant: one of `training_step.VARIANTS`.
+    gpus: that weights are split over.
+    batch: sequences on each of them.
+    seq: tokens a sequence.
+
+  Returns:
+    The row.
+  """
+  mesh = f"fsdp={gpus}" if gpus > 1 else ""
+  config = training_step.configure(
+    preset, variant, batch=batch, seq=seq, mesh=mesh
+  )
+  compiled, _ = training_step.compile_step(config)
+  peak = compiled.memory_analysis().peak_memory_in_bytes
+  moment, memory = fullest(plan.plan(config))
+  return emit(
+    "memory.plan",
+    dict(
+      preset=preset,
+      variant=variant,
+      gpus=gpus,
+      batch=batch,
+      seq=seq,
+      compiled_for="NVIDIA H200",
+    ),
+    peak_bytes=peak,
+    planned_bytes=memory.total,
+    error=memory.total / peak - 1,
+    moment=moment,
+  )
