@@ -2,10 +2,12 @@
 """Rows of the memory benchmark: their shape, and the bounds they must meet."""
 
 import json
+import types
 
+import jax
 import pytest
 
-from benchmarks import memory
+from benchmarks import memory, training_step
 from train.presets import PRESETS
 
 KINDS = ["norm", "activation", "rope", "attention", "linear", "total"]
@@ -85,3 +87,71 @@ def test_command_line(capsys):
     with pytest.raises(SystemExit, match="2"):
       memory.main(bad)
   assert "--tokens must be at least 1, got 0" in capsys.readouterr().err
+
+
+class Compiled:
+  """What stands for a compiled step: BF16's takes 100 bytes, others 40."""
+
+  def __init__(self, config):
+    self.peak_memory_in_bytes = 100 if config.recipe == "bf16" else 40
+
+  def memory_analysis(self):
+    return self
+
+
+@pytest.fixture
+def not_compiling(monkeypatch):
+  """Steps of ten f32 weights with 20 bytes of moments, none compiled."""
+  configs = []
+
+  def compile_step(config):
+    configs.append(config)
+    state = types.SimpleNamespace(
+      params=jax.ShapeDtypeStruct((10,), "float32"),
+      optimizer=jax.ShapeDtypeStruct((20,), "uint8"),
+    )
+    return Compiled(config), state
+
+  monkeypatch.setattr(training_step, "compile_step", compile_step)
+  return configs
+
+
+def test_table7_rows(not_compiling):
+  options = ["--presets", "llama2_7b", "--gpus", "4"]
+  variants = ["bf16", "coat", "minimal_attention"]
+  rows = memory.main(["table7", *options, "--variants", *variants])
+  assert [config.mesh for config in not_compiling] == ["fsdp=4"] * 3
+  assert {(c.batch, c.seq) for c in not_compiling} == {(8, 2048)}
+  assert [c.optim.codec for c in not_compiling] == ["float32", "coat", "coat"]
+  # In the reference BF16 takes 55.1 GB and COAT 35.6.
+  published = [1, 55.1 / 35.6, 55.1 / 35.6]
+  for row, ratio, recipe in zip(
+    rows, published, ["bf16", "coat", "coat"], strict=True
+  ):
+    case = row["case"]
+    assert row["bench"] == "memory.table7"
+    assert (case["preset"], case["gpus"], case["batch"]) == ("llama2_7b", 4, 2)
+    assert case["recipe"] == recipe
+    assert row["published_ratio"] == pytest.approx(ratio, rel=1e-5)
+    assert row["ratio_to_bf16"] == 100 / row["peak_bytes"]
+    parts = ("weight", "gradient", "optimizer", "activation")
+    assert sum(row[f"{p}_bytes"] for p in parts) == row["peak_bytes"]
+  kept = [(r["case"]["residuals"], r["case"]["attention"]) for r in rows]
+  assert kept == [("autodiff", "bf16"), ("coat", "bf16"), ("minimal", "fp8")]
+
+
+def test_ratios_are_there_where_they_can_be(not_compiling):
+  arguments = ["--presets", "llama2_7b", "--gpus", "1", "--variants", "coat"]
+  (row,) = memory.main(["table7", *arguments])
+  assert not_compiling[0].mesh == ""
+  assert row["ratio_to_bf16"] is row["published_ratio"] is None
+
+
+def test_plan_rows(not_compiling):
+  (row,) = memory.main(
+    ["plan", "--presets", "demo", "--gpus", "2", "--variants", "minimal"]
+  )
+  assert not_compiling[0].mesh == "fsdp=2"
+  assert row["bench"] == "memory.plan" and row["peak_bytes"] == 40
+  assert row["error"] == pytest.approx(row["planned_bytes"] / 40 - 1, rel=1e-5)
+  assert row["moment"] in ("loss", "backward", "embedding")
