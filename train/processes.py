@@ -34,6 +34,8 @@ def join() -> None:
       int(os.environ[name]) if name in os.environ else None
       for name in _VARIABLES
     )
+    # JAX's own service would take SIGTERM from `signals`.
+    jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(num_processes=count, process_id=index)
   except (RuntimeError, TypeError, ValueError) as error:
     raise ValueError(
