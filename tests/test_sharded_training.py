@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What users copy: the example of training on a mesh, and docs/sharding.md."""
 
+import dataclasses
 import pathlib
 import re
 import types
@@ -14,6 +15,9 @@ from jax import P
 from jax.sharding import NamedSharding
 
 from coat_jax import codecs, sharding
+from coat_jax import recipe as recipes
+from coat_jax.layers import GatedMLP
+from coat_jax.mesh_axes import MeshAxes
 from examples import sharded_training
 
 
@@ -59,7 +63,12 @@ def test_the_code_of_the_docs_runs():
   where = {n: NamedSharding(mesh, s) for n, s in sharded_training.SPECS.items()}
   given = vars(sharding) | {
     "checkpointer": types.SimpleNamespace(restore=lambda path, target: target),
+    "GatedMLP": GatedMLP,
+    "MeshAxes": MeshAxes,
     "codecs": codecs,
+    "dataclasses": dataclasses,
+    "recipes": recipes,
+    "x": jnp.ones((8, 16, 64)),
     "key": key,
     "make_model": lambda: Model(nnx.Rngs(0)),
     "make_params": sharded_training.make_params,
@@ -71,7 +80,7 @@ def test_the_code_of_the_docs_runs():
   }
   docs = pathlib.Path(__file__).parent.parent / "docs" / "sharding.md"
   blocks = re.findall("```python\n(.*?)```", docs.read_text(), re.DOTALL)
-  assert len(blocks) == 6
+  assert len(blocks) == 8
   with jax.set_mesh(mesh):
     for block in blocks:
       exec(block, given)
@@ -81,3 +90,4 @@ def test_the_code_of_the_docs_runs():
   assert given["codec"] == codecs.coat()
   amax = given["shardings"]["opt_state"][0]["mu_amax"]["up"]["kernel"]
   assert amax.get_value().spec == P(None, "fsdp")
+  assert given["y"].sharding.spec == P(("data", "fsdp"))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the BF16 recipe moves between H200s, where XLA decides it.
+"""What training steps move between H200s, and which kernels they run.
 
-A CPU cannot tell: there XLA moves all in f32.
+A CPU cannot tell: there XLA moves BF16 as f32, FP8 as f16, and runs no kernel.
 """
 
 import dataclasses
@@ -12,7 +12,12 @@ import jax.numpy as jnp
 import pytest
 
 from benchmarks.aot import h200_devices
-from tests.aot.compiling import compile_for_h200, instructions
+from tests.aot.compiling import (
+  compile_for_h200,
+  custom_calls,
+  fp8_matmul_calls,
+  instructions,
+)
 from train import mesh as meshes
 from train import step
 from train.presets import llama2_7b
@@ -22,8 +27,8 @@ pytestmark = pytest.mark.aot
 D, F, SEQ = 1024, 2816, 512
 
 
-def moved(mesh, batch):
-  """What the collectives of a training step make: (opcode, array)."""
+def compiled_step(mesh, batch, *, is_twin):
+  """A training step of two layers, in COAT or as its BF16 twin."""
   config = llama2_7b()
   config = dataclasses.replace(
     config,
@@ -38,7 +43,9 @@ def moved(mesh, batch):
     batch=batch,
     seq=SEQ,
     mesh=mesh,
-  ).bf16_twin(seed=0, out="")
+  )
+  if is_twin:
+    config = config.bf16_twin(seed=0, out="")
   sizes = config.mesh_sizes
   devices = sizes["data"] * sizes["fsdp"] * sizes["tensor"]
   on_mesh = meshes.make_mesh(sizes, h200_devices(devices))
@@ -47,7 +54,7 @@ def moved(mesh, batch):
   tokens = jax.ShapeDtypeStruct(
     (batch, SEQ + 1), jnp.int32, sharding=meshes.batch_sharding(on_mesh)
   )
-  compiled = compile_for_h200(
+  return compile_for_h200(
     step.train_step(config, step.build_graph(config), optimizer, on_mesh),
     abstract,
     tokens,
@@ -58,6 +65,10 @@ def moved(mesh, batch):
     ),
     donate=(0,),
   )
+
+
+def moved(compiled):
+  """What the collectives of a program make: (opcode, array)."""
   for each in instructions(compiled):
     opcode = each.opcode.removesuffix("-start")
     if opcode in ("all-gather", "all-reduce", "reduce-scatter", "all-to-all"):
@@ -69,7 +80,8 @@ def moved(mesh, batch):
 # With few tokens XLA by itself would move those of some products, not weights.
 @pytest.mark.parametrize("fsdp, tensor, batch", [(4, 1, 4), (2, 2, 8)])
 def test_weights_are_gathered_in_bf16_and_columns_stay(fsdp, tensor, batch):
-  found = list(moved(f"fsdp={fsdp},tensor={tensor}", batch))
+  mesh = f"fsdp={fsdp},tensor={tensor}"
+  found = list(moved(compiled_step(mesh, batch, is_twin=True)))
   gathered = [array for opcode, array in found if opcode == "all-gather"]
   # All rows of a device's columns; in the backward once more.
   gate_up = ("bf16", *sorted((D, 2, F // tensor)))
@@ -78,3 +90,24 @@ def test_weights_are_gathered_in_bf16_and_columns_stay(fsdp, tensor, batch):
     assert ("bf16", *sorted((D, 2, F))) not in gathered
   assert not [array for opcode, array in found if opcode == "all-to-all"]
   assert not [array for array in gathered if array[0] == "f32"]
+
+
+@pytest.mark.parametrize("fsdp, tensor, batch", [(4, 1, 4), (2, 2, 8)])
+def test_coat_gathers_codes_and_runs_its_kernels(fsdp, tensor, batch):
+  mesh = f"fsdp={fsdp},tensor={tensor}"
+  compiled = compiled_step(mesh, batch, is_twin=False)
+  found = list(moved(compiled))
+  gathered = [array for opcode, array in found if opcode == "all-gather"]
+  # All rows of a device's columns, as codes, for each direction.
+  assert ("f8e4m3fn", *sorted((D, 2 * F // tensor))) in gathered
+  # No weight of a layer is gathered as anything else.
+  of_layers = {F, F // tensor, 2 * F // tensor, 3 * D // tensor}
+  others = [array for array in gathered if not array[0].startswith("f8")]
+  assert not [array for array in others if of_layers & set(array[1:])]
+  assert not [array for opcode, array in found if opcode == "all-to-all"]
+  calls = custom_calls(compiled)
+  # A body of the scan each way: four weights, three products a weight.
+  assert len(fp8_matmul_calls(compiled)) >= 4 * 3
+  # The optimizer's kernel for the six matrices, on a device's part.
+  assert sum(n for name, n in calls.items() if "mosaic" in name) == 6
+  assert sum(n for name, n in calls.items() if "triton" in name) > 20
