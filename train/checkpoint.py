@@ -12,8 +12,12 @@ A checkpoint gets its name when all of it is there, checksums included. One that
 was damaged since then is told by them, and the one before it is used.
 """
 
+import contextlib
+import logging
 import shutil
-from collections.abc import Callable
+import sys
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +25,10 @@ import grain
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
-from jax.experimental import multihost_utils
 from jax.sharding import SingleDeviceSharding
 from orbax.checkpoint import args
 
-from train import checksums
+from train import checksums, processes
 from train.step import TrainState
 
 
@@ -54,6 +57,8 @@ class Checkpoints:
       ),
     )
     self._manager = ocp.CheckpointManager(path.absolute(), options=options)
+    self._opened = contextlib.ExitStack()
+    self._opened.enter_context(_quietly())
 
   def latest_step(self) -> int | None:
     """The step of the newest checkpoint."""
@@ -111,12 +116,12 @@ class Checkpoints:
     Args:
       after: The step that the run goes on from.
     """
-    if jax.process_index() == 0:
+    if processes.speaks():
       for step in filter(lambda step: step > after, steps(self.path)):
         folder = self.path / f"{step}.damaged"
         shutil.rmtree(folder, ignore_errors=True)
         (self.path / str(step)).rename(folder)
-    multihost_utils.sync_global_devices("set_aside")
+    processes.gather(after)  # The others wait for it.
     self._manager.reload()
 
   def wait(self) -> None:
@@ -133,26 +138,57 @@ class Checkpoints:
     Raises:
       SaveError: not all was written.
     """
-    self._write(self._manager.close)
+    with self._opened:
+      self._write(self._manager.close)
 
   def _write(self, call: Callable[[], Any]) -> None:
     """Calls; errors of this write or of the one before it are the disk's."""
     try:
       call()
     except Exception as error:  # Orbax and TensorStore raise many kinds.
+      _join_writers()
       last = latest_step(self.path)
-      kept = "none was saved before"
+      then = "and start again, for there is none yet"
       if last is not None:
-        kept = f"the last good one is {self.path / str(last)}"
+        then = f"and pass --resume, which goes on from {self.path / str(last)}"
       raise SaveError(
-        f"save: a checkpoint in {self.path} could not be written, got "
-        f"{_first_line(error)}; {kept}"
+        f"save: a checkpoint in {self.path} must be written, got "
+        f"{_first_line(error)}; make room {then}"
       ) from error
 
   def _write_checksums(self) -> None:
     # One is written at a time, and what others left was removed at the start.
     (folder,) = self.path.glob("*.orbax-checkpoint-tmp")
     checksums.write(folder)
+
+
+def _join_writers() -> None:
+  """Waits for Orbax's threads: one that fails does not wait for the others."""
+  for thread in threading.enumerate():
+    if type(thread).__module__.startswith("orbax."):
+      threading.Thread.join(thread)  # Its own would raise.
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+  """Keeps Orbax from telling array by array what is raised here as one error.
+
+  What fails is logged with tracebacks, also when it is thrown away at last, and
+  TensorStore reports to an event loop that is closed.
+  """
+  for name in ("absl", "asyncio"):
+    logging.getLogger(name).setLevel(logging.CRITICAL)
+  hook = sys.unraisablehook
+
+  def report(unraisable):
+    if str(unraisable.exc_value) != "Event loop is closed":
+      hook(unraisable)
+
+  sys.unraisablehook = report
+  try:
+    yield
+  finally:
+    sys.unraisablehook = hook
 
 
 def _array_items(state: TrainState):
@@ -171,7 +207,7 @@ def _placed(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
 
 def _first_line(error: Exception) -> str:
   line = str(error).strip().partition("\n")[0]
-  return f"{type(error).__name__} ({line[:200]})"
+  return f"{type(error).__name__} ({line[:1000]})"
 
 
 def steps(path: Path) -> list[int]:
@@ -189,7 +225,7 @@ def latest_step(path: Path) -> int | None:
 def newest_whole_step(path: Path) -> tuple[int, list[str]]:
   """Finds the newest checkpoint that is as it was written, reading all of it.
 
-  The first process reads; all get its answer.
+  One process reads; all get its answer.
 
   Args:
     path: The folder, with a checkpoint.
@@ -201,14 +237,14 @@ def newest_whole_step(path: Path) -> tuple[int, list[str]]:
     ValueError: none is, with what is wrong with each.
   """
   found, damaged = -1, []
-  if jax.process_index() == 0:
+  if processes.speaks():
     for step in reversed(steps(path)):
       damage = checksums.find_damage(path / str(step))
       if damage is None:
         found = step
         break
       damaged.append(f"{path / str(step)}: {damage}")
-  found = int(multihost_utils.broadcast_one_to_all(np.int32(found)))
+  found = processes.gather(found)[0]
   if found < 0:
     raise ValueError(
       f"resume: a checkpoint in {path} must be whole, got damage in all: "

@@ -20,11 +20,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import filelock
-import jax
-import numpy as np
-from jax.experimental import multihost_utils
 
-from train import checkpoint
+from train import checkpoint, processes
 from train.config import ModelConfig, OptimConfig, TrainConfig
 from train.data import DataConfig
 
@@ -120,33 +117,29 @@ class RunDirectory:
     """While entered, `check` holds and no other command may enter.
 
     The operating system keeps the lock, and it goes with its process, however
-    that ends. Of a run's processes the first has it.
+    that ends. Of a run's processes the one that speaks has it, for all.
 
     Raises:
       ValueError: the folder is not fit, or another command is in it.
     """
     self.check(config)
     with contextlib.ExitStack() as opened:
-      holder = ""
-      if jax.process_index() == 0:
-        holder = self._lock(opened)
-      if multihost_utils.broadcast_one_to_all(np.bool_(holder != "")):
-        raise ValueError(
-          f"out: one command at a time can train in {self.path}, got one that "
-          f"does, {holder or 'see process 0'}; wait for it, stop it, or pass "
-          "another --out"
-        )
+      if processes.speaks():
+        self._lock(opened)
       self.check(config)  # Another command may have been here meanwhile.
       yield
 
-  def _lock(self, opened: contextlib.ExitStack) -> str:
-    """Locks the folder while `opened`; who has it, if that is another."""
+  def _lock(self, opened: contextlib.ExitStack) -> None:
     self.path.mkdir(parents=True, exist_ok=True)
     lock = filelock.FileLock(self.lock, blocking=False, fallback_to_soft=False)
     try:
       opened.enter_context(lock)
     except filelock.Timeout:
-      return self.lock.read_text() or "which has just begun"
+      raise ValueError(
+        f"out: one command at a time can train in {self.path}, got "
+        f"{self.lock.read_text()} that does; wait for it, stop it, or pass "
+        "another --out"
+      ) from None
     except OSError as error:  # Some file systems of clusters have no locks.
       print(
         f"{self.path}: without a lock ({error.strerror}); train here with one "
@@ -156,7 +149,6 @@ class RunDirectory:
       )
     opened.callback(self._remove_if_no_run)
     self.lock.write_text(f"process {os.getpid()} on {socket.gethostname()}")
-    return ""
 
   def _remove_if_no_run(self) -> None:
     if not self.is_run():

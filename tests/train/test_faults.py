@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs that are killed, damaged, out of disk, or two in one folder."""
+
+import os
+import random
+import resource
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.train.runs import (
+  ROOT,
+  contents,
+  losses,
+  programs_on_disk,
+  run,
+  start,
+)
+from train import checkpoint
+from train.checkpoint import Checkpoints
+from train.run_directory import RunDirectory
+from train.step import TrainState
+
+# Saves states that are known from their step, without end.
+SAVER = """
+import itertools, pathlib, sys
+import jax.numpy as jnp
+from train.checkpoint import Checkpoints
+from train.step import TrainState
+class Batches:
+  def get_state(self):
+    return {"next_index": 0}
+checkpoints = Checkpoints(pathlib.Path(sys.argv[1]), keep=2)
+for step in itertools.count(1):
+  params = {name: jnp.full((50, 1000), step) for name in "abcd"}
+  checkpoints.save(step, TrainState(step, params, (), ()), Batches(), {})
+  if step == 3:
+    print("saved", flush=True)
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_once(tmp_path_factory):
+  with programs_on_disk(tmp_path_factory.mktemp("programs")) as environment:
+    # As in this process, whose programs they are then.
+    yield {**environment, "JAX_NUM_CPU_DEVICES": str(jax.device_count())}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+  """A run of 8 steps with checkpoints of 4 and 8; tests copy it."""
+  out = tmp_path_factory.mktemp("runs") / "finished"
+  assert run(out) == 0
+  return out
+
+
+@pytest.fixture
+def copied(finished, tmp_path):
+  return shutil.copytree(finished, tmp_path / "copy")
+
+
+def saving(path):
+  """Whether a checkpoint is being written."""
+  return any(path.glob("*.orbax-checkpoint-tmp"))
+
+
+class Batches:
+  def get_state(self):
+    return {"next_index": 0}
+
+
+@pytest.fixture
+def saver(tmp_path):
+  """A process that saves without end, and its folder."""
+  command = [sys.executable, "-c", SAVER, tmp_path / "saver"]
+  with subprocess.Popen(
+    command, cwd=ROOT, stdout=subprocess.PIPE, text=True
+  ) as process:
+    assert process.stdout.readline() == "saved\n"
+    yield process, tmp_path / "saver"
+    process.kill()
+
+
+def test_whenever_a_save_is_cut_short_there_is_a_whole_checkpoint(
+  saver, tmp_path
+):
+  process, path = saver
+  shape = jax.ShapeDtypeStruct((50, 1000), jnp.int32)
+  params = dict.fromkeys("abcd", shape)
+  abstract = TrainState(jax.ShapeDtypeStruct((), jnp.int32), params, (), ())
+  wait, amid = random.Random(0), 0
+  for i in range(30):
+    time.sleep(wait.uniform(0, 0.1))
+    # What is there while the process stands still is what a kill would leave.
+    process.send_signal(signal.SIGSTOP)
+    os.waitpid(process.pid, os.WUNTRACED)
+    left = shutil.copytree(path, tmp_path / str(i))
+    process.send_signal(signal.SIGCONT)
+    amid += saving(left)
+    newest = checkpoint.latest_step(left)
+    assert checkpoint.newest_whole_step(left) == (newest, [])
+    state = checkpoint.restore_state(left, newest, abstract)
+    assert all(np.all(x == newest) for x in state.params.values())
+    # It can be gone on with, and what was cut short is cleaned up.
+    checkpoints = Checkpoints(left, keep=2)
+    checkpoints.save(newest + 1, state, Batches(), {})
+    checkpoints.close()
+    assert not saving(left)
+    assert checkpoint.newest_whole_step(left) == (newest + 1, [])
+  assert amid >= 10
+
+
+def start_saving(out, environment):
+  """Starts the run of `finished`, saved at every step; waits for the first."""
+  options = dict(steps=8, eval_every=4, save_every=1)
+  process = start(out, environment=environment, **options)
+  while not checkpoint.latest_step(RunDirectory(out).checkpoints):
+    assert process.poll() is None, process.communicate()[0]
+  return process
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_while_it_saves_goes_on_bit_for_bit(
+  finished, tmp_path, compiled_once
+):
+  out = tmp_path / "killed"
+  path = RunDirectory(out).checkpoints
+  process = start_saving(out, compiled_once)
+  while not saving(path):
+    assert process.poll() is None, process.communicate()[0]
+  process.kill()
+  process.communicate()
+  assert saving(path)
+  assert checkpoint.latest_step(path) < 8
+  assert run(out, "--resume") == 0
+  assert losses(out) == losses(finished)
+
+
+def test_a_damaged_checkpoint_is_told_and_the_one_before_it_resumed(
+  finished, copied, capsys
+):
+  folder = copied / "checkpoints" / "8"
+  # A flipped bit in what the embedding's bytes are, which Orbax restores.
+  file = max((folder / "params").rglob("d/*"), key=lambda x: x.stat().st_size)
+  data = bytearray(file.read_bytes())
+  data[len(data) // 2] ^= 1
+  file.write_bytes(data)
+  assert run(copied, "--resume") == 0
+  errors = capsys.readouterr().err
+  assert "resumed at step 4" in errors
+  name = file.relative_to(folder)
+  assert f"{folder}: {name} is not what was written" in errors
+  assert losses(copied) == losses(finished)
+  assert checkpoint.newest_whole_step(copied / "checkpoints") == (8, [])
+  assert (copied / "checkpoints" / "8.damaged" / name).read_bytes() == data
+
+
+def test_no_whole_checkpoint_is_an_error_and_changes_nothing(copied, capsys):
+  for step in ("4", "8"):
+    (copied / "checkpoints" / step / "run" / "metadata").write_text("")
+  before = contents(copied)
+  assert run(copied, "--resume") == 2
+  errors = capsys.readouterr().err
+  for step in ("4", "8"):
+    assert f"checkpoints/{step}: run/metadata is not what was" in errors
+  assert contents(copied) == before
+
+
+@pytest.mark.slow
+def test_a_full_disk_ends_the_run_and_leaves_its_checkpoints(
+  tmp_path, compiled_once
+):
+  out = tmp_path / "run"
+  run_directory = RunDirectory(out)
+  process = start_saving(out, compiled_once)
+  # Enough for the log and for half of the parameters.
+  resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (200_000, 200_000))
+  output = process.communicate(timeout=120)[0]
+  assert process.returncode == 1, output
+  last = run_directory.checkpoints / str(run_directory.latest_step())
+  words = f"error: save: a checkpoint in {run_directory.checkpoints} must be"
+  assert words in output and "File too large" in output
+  assert f"--resume, which goes on from {last}" in output
+  assert "Traceback" not in output, output
+  found, damaged = run_directory.newest_whole_step()
+  assert last.name == str(found) and not damaged
+  assert run(out, "--resume") == 0
+  assert run_directory.newest_whole_step() == (8, [])
+
+
+def test_a_folder_is_one_commands_at_a_time(finished, copied, capsys):
+  program = """
+import sys
+from train.presets import demo
+from train.run_directory import RunDirectory
+import dataclasses
+config = dataclasses.replace(demo(), out=sys.argv[1], resume=True)
+with RunDirectory(config.out).claimed(config):
+  print("claimed", flush=True)
+  sys.stdin.read()
+"""
+  process = subprocess.Popen(
+    [sys.executable, "-c", program, copied],
+    cwd=ROOT,
+    stdin=subprocess.PIPE,
+    stdout=subprocess.PIPE,
+    text=True,
+  )
+  try:
+    assert process.stdout.readline() == "claimed\n"
+    before = contents(copied)
+    for flags in (["--resume"], ["--overwrite"]):
+      assert run(copied, *flags, steps=12) == 2
+      errors = capsys.readouterr().err
+      assert f"process {process.pid} on {socket.gethostname()} that" in errors
+    assert contents(copied) == before
+  finally:
+    process.kill()  # Its lock goes with it.
+    process.communicate()
+  assert run(copied, "--resume") == 0
