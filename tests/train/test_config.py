@@ -104,6 +104,7 @@ def replace(config, **values):
     (dict(seed=-1), "seed must be at least 0"),
     (dict(optim__warmup=201), "warmup must fit into 200 steps, got 201"),
     (dict(resume=True, overwrite=True), "exclude each other"),
+    (dict(convert_state=True), "pass resume too, or leave convert_state out"),
     (dict(recipe="bf16", residuals="coat"), "residuals applies to recipe coat"),
     (dict(residuals="coat", recipe="fp8_linear"), "got recipe fp8_linear"),
     (dict(evaluation="bf16", recipe="bf16"), "recipe coat or fp8_linear, got"),

@@ -2,7 +2,10 @@
 """Whose a folder is, and what may be done to it."""
 
 import dataclasses
+import errno
+import fcntl
 import json
+import os
 
 import pytest
 
@@ -156,3 +159,84 @@ def test_a_checkpoint_of_another_run_is_refused(
 def test_a_checkpoint_of_other_data_is_refused(monkeypatch, run):
   with pytest.raises(ValueError, match="data: other tokens"):
     compare(monkeypatch, run, demo(), demo(), fingerprint="others")
+
+
+def test_a_codec_may_change_only_where_states_are_converted(monkeypatch, run):
+  optim = dataclasses.replace(
+    demo().optim, second="e5m2", rounding="nearest", group_size=64
+  )
+  now = config(optim=optim, resume=True, convert_state=True)
+  with pytest.raises(ValueError, match="e4m3 -> e5m2; pass --convert-state"):
+    compare(monkeypatch, run, demo(), now)
+  changes = compare(monkeypatch, run, demo(), now, convert_state=True)
+  assert sorted(changes) == [
+    "optim.group_size: 128 -> 64",
+    "optim.rounding: stochastic -> nearest",
+    "optim.second: e4m3 -> e5m2",
+  ]
+  other = dataclasses.replace(now, seed=1)
+  with pytest.raises(ValueError, match="seed: 0 -> 1.*; pass what it was"):
+    compare(monkeypatch, run, demo(), other, convert_state=True)
+
+
+def test_a_description_gives_the_configuration_back():
+  made = config(steps=7, batch=8)
+  described = run_directory.describe(made, "tokens")
+  saved = json.loads(json.dumps(described))
+  assert run_directory.configuration(saved) == made
+
+
+def test_a_folder_is_claimed_while_it_is_entered(run):
+  wanted = config(overwrite=True)
+  with run.claimed(wanted):
+    with pytest.raises(ValueError, match=f"got process {os.getpid()} on"):
+      with run.claimed(wanted):
+        raise AssertionError
+    run.create(run_directory.describe(demo(), "other tokens"))
+    assert run.lock.exists(), "it is not one of the run's files"
+    with pytest.raises(ValueError, match=f"got process {os.getpid()} on"):
+      with run.claimed(wanted):
+        raise AssertionError
+  with run.claimed(wanted):
+    pass
+  assert run.is_run()
+
+
+def test_a_claimed_folder_goes_again_if_it_becomes_no_run(tmp_path):
+  run = RunDirectory(tmp_path / "run")
+  with run.claimed(config()):
+    assert run.lock.exists()
+  assert not run.path.exists()
+
+
+def test_a_folder_that_was_claimed_and_killed_is_free(tmp_path):
+  (tmp_path / "lock").write_text("process 1 on host")
+  RunDirectory(tmp_path).check(config())
+
+
+def test_what_another_command_did_meanwhile_is_seen(monkeypatch, tmp_path):
+  run = RunDirectory(tmp_path / "run")
+  lock = RunDirectory._lock
+
+  def late(self, opened):
+    run.create(run_directory.describe(demo(), "tokens"))
+    run.metrics.write_text('{"step": 1}\n')
+    lock(self, opened)
+
+  monkeypatch.setattr(RunDirectory, "_lock", late)
+  with pytest.raises(ValueError, match="holds a run; pass --resume"):
+    with run.claimed(config()):
+      raise AssertionError
+  assert run.is_run()
+
+
+def test_without_locks_in_the_file_system_it_says_so_and_goes_on(
+  monkeypatch, tmp_path, capsys
+):
+  def flock(file, operation):
+    raise OSError(errno.ENOSYS, "Function not implemented")
+
+  monkeypatch.setattr(fcntl, "flock", flock)
+  with RunDirectory(tmp_path / "run").claimed(config()):
+    pass
+  assert "without a lock (Function not impl" in capsys.readouterr().err
