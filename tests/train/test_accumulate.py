@@ -13,9 +13,13 @@ from tests.train.steps import EXACT, SMALL, Trained, largest_difference, on
 MESH = "data=2,fsdp=2,tensor=2"
 
 
+@pytest.fixture(scope="module")
+def whole():
+  return Trained(EXACT).run()
+
+
 @pytest.mark.parametrize("mesh, accumulate", [("", 4), (MESH, 2)])
-def test_losses_are_those_of_whole_batches(mesh, accumulate):
-  whole = Trained(EXACT).run()
+def test_losses_are_those_of_whole_batches(whole, mesh, accumulate):
   parts = Trained(on(EXACT, mesh, accumulate=accumulate)).run()
   # Sums in another order, as in test_mesh.
   assert largest_difference(whole, parts) <= 1e-5
