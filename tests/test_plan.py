@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import AbstractMesh, NamedSharding
 
 from coat_jax import plan, recipe
-from coat_jax.plan import DecoderShape, Load, Memory
+from coat_jax.plan import DecoderShape, Load, Memory, step
 
 SHAPE = DecoderShape(
   num_layers=4,
@@ -127,4 +127,4 @@ def test_largest_batch(memory, most):
 
 
 def test_examples():
-  assert doctest.testmod(plan).failed == 0
+  assert doctest.testmod(step).failed == 0

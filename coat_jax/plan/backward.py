@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is there while one layer is differentiated, beside what all remember.
+
+Sums of arrays that are alive at once, at the moments that can be the fullest,
+in the order in which XLA works: found from its live ranges in steps that were
+compiled for H200s.
+"""
+
+from coat_jax.plan.decoder import BF16, F32, DecoderShape, Load, kept_bytes
+from coat_jax.recipe import CoatRecipe
+
+
+def layer_backward(
+  shape: DecoderShape, recipe: CoatRecipe, load: Load
+) -> float:
+  """Bytes on one GPU at the fullest moment of one layer's backward.
+
+  Args:
+    shape: of the decoder.
+    recipe: of its layers.
+    load: of the GPU.
+
+  Returns:
+    All that is there for this layer alone.
+  """
+  again = 0.0
+  if load.remat == "full":
+    again = kept_bytes(shape, recipe, tensor=load.tensor) * load.tokens
+  layer = _Layer(shape, load)
+  if recipe.linear == "bf16":
+    return again + _bf16_backward(layer)
+  if recipe.nonlinear == "bf16":
+    return again + _fp8_linear_backward(layer)
+  return again + _coat_backward(layer, recipe)
+
+
+class _Layer:
+  """Sizes of one layer on one GPU.
+
+  Attributes:
+    unit: bytes of the residual stream in BF16.
+    inner: values inside the MLP, of one of gate and up.
+    every, gate_up, qkv: values of weights, with the rows of all GPUs.
+    gathered: of a weight, what there is for a product: on a mesh all rows, and
+      those of the GPU; elsewhere XLA reads them where they lie.
+  """
+
+  def __init__(self, shape: DecoderShape, load: Load):
+    self.shape, self.load = shape, load
+    self.unit = BF16 * shape.d_model * load.tokens / load.tensor
+    self.inner = load.tokens * shape.d_ff / load.tensor
+    weights = {k: v / load.tensor for k, v in shape.matrices.items()}
+    self.every = sum(weights.values())
+    self.gate_up, self.qkv = weights["gate_up"], weights["qkv"]
+    self.gathered = 1 + 1 / load.fsdp if load.is_on_mesh else 0
+
+
+def _bf16_backward(layer: _Layer) -> float:
+  if not layer.load.is_on_mesh:
+    # In the MLP gradients of gate and up and of their product, and a weight;
+    # in attention the product still, q, k, v, its output and all gradients.
+    mlp = BF16 * (3 * layer.inner + layer.gate_up) + 2 * layer.unit
+    return max(mlp, BF16 * 3 * layer.inner + 12 * layer.unit)
+  # The same; all that a product remembers is copied, and weights are gathered.
+  mlp = BF16 * (4 * layer.inner + layer.gathered * layer.gate_up)
+  attention = BF16 * (3 * layer.inner + layer.gathered * layer.qkv)
+  return max(mlp, attention + 6 * layer.unit) + 10 * layer.unit
+
+
+def _fp8_linear_backward(layer: _Layer) -> float:
+  # Gradients of gate and up in BF16, and in E5M2 as rows and as columns.
+  mlp = 8 * layer.inner + 1.5 * layer.unit
+  if layer.load.is_on_mesh:
+    return mlp + F32 * layer.every + layer.gathered * layer.gate_up
+  # With what products remember, copied; or with a weight's gradient.
+  last = F32 * layer.gate_up + 4 * layer.inner + 2 * layer.unit
+  return max(mlp + layer.inner + 3.5 * layer.unit, last)
+
+
+def _coat_backward(layer: _Layer, recipe: CoatRecipe) -> float:
+  # The product's gradient in BF16, E5M2 of gate and up as rows and as columns,
+  # the product again; beside all that the layer remembers, copied.
+  mlp = 7 * layer.inner
+  kept = kept_bytes(layer.shape, recipe, remat=layer.load.remat)
+  kept *= layer.load.tokens
+  transposed = 0.0
+  if recipe.residuals == "coat":
+    # In place of the product gradients of gate and up in f32, and what the
+    # layer remembers of SwiGLU is dead by then.
+    mlp, kept = 12 * layer.inner, kept - 4.5 * layer.inner
+    # Before the first layer XLA transposes the products of all layers at once.
+    if layer.load.remat == "none":
+      transposed = layer.shape.num_layers * layer.inner
+  mlp += 1.5 * layer.unit
+  if layer.load.is_on_mesh:
+    # XLA copies later here, and sums gradients of weights over GPUs in the time
+    # of the next layer: all four are there all the time.
+    mlp += 2.25 * layer.inner + 0.5 * layer.unit
+    mlp += F32 * layer.every + layer.gathered * layer.gate_up
+    return max(mlp, transposed)
+  # XLA computes gradients of weights last, all four.
+  last = F32 * layer.every + 2 * layer.inner + 1.5 * layer.unit
+  return max(mlp + kept, last, transposed)

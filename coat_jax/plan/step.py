@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The memory of a whole step, moment by moment."""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from coat_jax.plan.backward import layer_backward
+from coat_jax.plan.decoder import BF16, F32, FP8, DecoderShape, Load, kept_bytes
+from coat_jax.recipe import CoatRecipe
+
+
+class Memory(NamedTuple):
+  """Bytes on one GPU at one moment.
+
+  Attributes:
+    weights: f32 parameters.
+    gradients: those that are there by then, with their sums over microbatches.
+    optimizer: its state.
+    activations: what layers remember.
+    temporary: all else.
+  """
+
+  weights: int
+  gradients: int
+  optimizer: int
+  activations: int
+  temporary: int
+
+  @property
+  def total(self) -> int:
+    """All of it."""
+    return sum(self)
+
+
+def device_bytes(tree: Any) -> int:
+  """Bytes of a tree on one of the devices that its shardings name.
+
+  Args:
+    tree: of arrays or of `jax.ShapeDtypeStruct`s, such as
+      `coat_jax.sharding.abstract_state` makes; one without a sharding counts
+      in whole.
+
+  Returns:
+    The sum over its leaves.
+  """
+
+  def count(x) -> int:
+    where = getattr(x, "sharding", None)
+    shape = x.shape if where is None else where.shard_shape(x.shape)
+    return math.prod(shape) * jnp.dtype(x.dtype).itemsize
+
+  return sum(count(x) for x in jax.tree.leaves(tree))
+
+
+def plan_step(
+  shape: DecoderShape,
+  recipe: CoatRecipe,
+  load: Load,
+  *,
+  params: Any,
+  optimizer_state: Any,
+) -> dict[str, Memory]:
+  """Plans the memory of a training step on one GPU.
+
+  The step is one with f32 parameters and gradients, layers in a `lax.scan`,
+  the loss in chunks of logits, and donated state, as `train.step` has it.
+
+  Args:
+    shape: of the decoder.
+    recipe: of its layers.
+    load: of the GPU.
+    params, optimizer_state: trees of `jax.ShapeDtypeStruct`s with shardings, as
+      `coat_jax.sharding.abstract_state` makes them.
+
+  Returns:
+    What is there at each of the moments "loss", "backward" and "embedding";
+    `fullest` picks the peak.
+
+  Examples:
+    >>> import jax
+    >>> from coat_jax import coat_adamw, recipe
+    >>> from coat_jax.plan import DecoderShape, Load, fullest, plan_step
+    >>> shape = DecoderShape(
+    ...   num_layers=2,
+    ...   d_model=256,
+    ...   d_ff=768,
+    ...   num_heads=4,
+    ...   num_kv_heads=4,
+    ...   vocab_size=1024,
+    ... )
+    >>> params = {"layers": jax.ShapeDtypeStruct((2, 851968), "float32")}
+    >>> state = jax.eval_shape(coat_adamw(1e-3).init, params)
+    >>> moments = plan_step(
+    ...   shape,
+    ...   recipe.coat(),
+    ...   Load(batch=8, seq=512),
+    ...   params=params,
+    ...   optimizer_state=state,
+    ... )
+    >>> moment, memory = fullest(moments)
+    >>> print(moment, round(memory.total / 1e6))
+    backward 97
+  """
+  weights, optimizer = device_bytes(params), device_bytes(optimizer_state)
+  parts = load.fsdp * load.tensor
+  layers = shape.num_layers * sum(shape.matrices.values())
+  kept = kept_bytes(shape, recipe, remat=load.remat, tensor=load.tensor)
+  kept = shape.num_layers * kept * load.tokens
+  # Between microbatches their sum is kept.
+  summed = weights if load.accumulate > 1 else 0
+  if recipe.linear == "bf16" and not load.is_on_mesh and load.remat == "none":
+    kept += BF16 * layers  # Autodiff keeps the casts of weights.
+  cached = 0
+  if recipe.linear == "fp8" and recipe.weight_cache == "codes":
+    # Columns are dead after the only forward of a step, rows are not.
+    layouts = 1 if load.accumulate == 1 else 2
+    cached = layouts * FP8 * layers / parts
+  ends = _Ends(shape, load)
+  backward = layer_backward(shape, recipe, load) + ends.in_backward
+
+  def memory(gradients, activations, temporary):
+    others = (round(x) for x in (activations, temporary))
+    return Memory(weights, round(gradients + summed), optimizer, *others)
+
+  return {
+    "loss": memory(0, kept, ends.in_loss + cached),
+    "backward": memory(F32 * layers / parts, kept, backward + cached),
+    "embedding": memory(weights, 0, ends.in_embedding + cached),
+  }
+
+
+def fullest(moments: dict[str, Memory]) -> tuple[str, Memory]:
+  """Picks the moment with the most memory, and its name."""
+  return max(moments.items(), key=lambda moment: moment[1].total)
+
+
+def largest_batch(plan_of: Callable[[int], Memory], memory_bytes: int) -> int:
+  """Finds the most sequences on a GPU that fit.
+
+  Args:
+    plan_of: the peak of so many sequences.
+    memory_bytes: of the GPU.
+
+  Returns:
+    The most; 0 where not even one fits.
+  """
+  fits = lambda batch: plan_of(batch).total <= memory_bytes  # noqa: E731
+  if not fits(1):
+    return 0
+  low, high = 1, 2
+  while fits(high):
+    low, high = high, 2 * high
+  while high - low > 1:
+    middle = (low + high) // 2
+    low, high = (middle, high) if fits(middle) else (low, middle)
+  return low
+
+
+class _Ends:
+  """The embedding and the loss: what they need at each moment."""
+
+  def __init__(self, shape: DecoderShape, load: Load):
+    # Values of the output weights with all their rows.
+    head = shape.d_model * shape.vocab_size / load.tensor
+    unit = BF16 * shape.d_model * load.tokens
+    logits = (
+      load.batch
+      * (load.loss_positions or load.seq)
+      * shape.vocab_size
+      / load.tensor
+    )
+    # Logits; their gradient, and the weights, in BF16; the weights' gradient;
+    # hidden states, those in chunks, and their gradient.
+    self.in_loss = (F32 + BF16) * (logits + head) + 3 * unit
+    # The weights' gradient, which XLA sums over devices at the end of the step.
+    self.in_backward = F32 * head
+    # The embedding's too, in BF16 and in f32.
+    self.in_embedding = BF16 * head
+    if load.is_on_mesh:
+      self.in_embedding += F32 * head
