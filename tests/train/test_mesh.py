@@ -13,6 +13,7 @@ from tests.train.steps import (
   EXACT,
   MESHES,
   SMALL,
+  TOKENS,
   Trained,
   largest_difference,
   on,
@@ -222,6 +223,27 @@ def test_no_logits_move_and_weights_are_gathered_once(exact_on_mesh):
   gathered = [s for name, s in found if name == "all-gather"]
   assert gathered.count((384, 64)) == 1, "the embedding"
   assert gathered.count((64, 384 // tensor)) == 1, "the head"
+
+
+def test_evaluation_in_bf16_is_that_of_one_device(exact):
+  losses = []
+  for text in ("", *MESHES):
+    run = Trained(on(SMALL, text, evaluation="bf16"))
+    params = run.abstract.params
+    program = step.compile_on(
+      run.mesh,
+      step.eval_step(step.build_graph(run.config)),
+      params,
+      run.batch,
+    )
+    params = jax.tree.map(
+      lambda x, like: jax.device_put(x, like.sharding),
+      exact.initial.params,
+      params,
+    )
+    losses.append(float(program(params, jax.device_put(TOKENS, run.where))))
+  # The first loss of all recipes; logits are below 1, where BF16 has 2^-9.
+  assert losses == pytest.approx([exact.losses[0]] * 3, abs=2**-9)
 
 
 @pytest.mark.slow
