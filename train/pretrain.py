@@ -282,7 +282,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
       say(str(stop), speaker=stop.speaker)
       return stop.status
     except OSError as error:  # The disk is full, say.
-      say(f"error: {error}")
+      say(f"error: {error}", speaker=jax.process_index())
       return 1
   return 0
 
