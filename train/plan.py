@@ -199,6 +199,7 @@ def configure(options: argparse.Namespace) -> TrainConfig:
     remat=options.remat,
     attention=options.attention,
     weight_cache=options.weight_cache,
+    grad_reduce=options.grad_reduce,
     optim=dataclasses.replace(preset.optim, codec=options.codec),
     report_state=False,
   )
@@ -232,7 +233,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
   parser.add_argument("--seq", type=int, help="default: the preset's")
   parser.add_argument("--accumulate", type=int, default=1)
   parser.add_argument("--hbm", type=read_bytes, default="80GB")
-  for name in ("remat", "attention", "weight_cache"):
+  for name in ("remat", "attention", "weight_cache", "grad_reduce"):
     field = next(f for f in dataclasses.fields(TrainConfig) if f.name == name)
     parser.add_argument(
       f"--{name.replace('_', '-')}",

@@ -26,7 +26,7 @@ def layer_backward(
   again = 0.0
   if load.remat == "full":
     again = kept_bytes(shape, recipe, tensor=load.tensor) * load.tokens
-  layer = _Layer(shape, load)
+  layer = _Layer(shape, recipe, load)
   if recipe.linear == "bf16":
     return again + _bf16_backward(layer)
   if recipe.nonlinear == "bf16":
@@ -41,16 +41,20 @@ class _Layer:
     unit: bytes of the residual stream in BF16.
     inner: values inside the MLP, of one of gate and up.
     every, gate_up, qkv: values of weights, with the rows of all GPUs.
+    summed: bytes of the gradients of all weights before GPUs sum them.
     gathered: of a weight, what there is for a product: on a mesh all rows, and
       those of the GPU; elsewhere XLA reads them where they lie.
   """
 
-  def __init__(self, shape: DecoderShape, load: Load):
+  def __init__(self, shape: DecoderShape, recipe: CoatRecipe, load: Load):
     self.shape, self.load = shape, load
     self.unit = BF16 * shape.d_model * load.tokens / load.tensor
     self.inner = load.tokens * shape.d_ff / load.tensor
     weights = {k: v / load.tensor for k, v in shape.matrices.items()}
     self.every = sum(weights.values())
+    axes = recipe.axes
+    in_bf16 = axes is not None and axes.grad_dtype == "bfloat16"
+    self.summed = (BF16 if in_bf16 else F32) * self.every
     self.gate_up, self.qkv = weights["gate_up"], weights["qkv"]
     self.gathered = 1 + 1 / load.fsdp if load.is_on_mesh else 0
 
@@ -71,7 +75,7 @@ def _fp8_linear_backward(layer: _Layer) -> float:
   # Gradients of gate and up in BF16, and in E5M2 as rows and as columns.
   mlp = 8 * layer.inner + 1.5 * layer.unit
   if layer.load.is_on_mesh:
-    return mlp + F32 * layer.every + layer.gathered * layer.gate_up
+    return mlp + layer.summed + layer.gathered * layer.gate_up
   # With what products remember, copied; or with a weight's gradient.
   last = F32 * layer.gate_up + 4 * layer.inner + 2 * layer.unit
   return max(mlp + layer.inner + 3.5 * layer.unit, last)
@@ -96,7 +100,7 @@ def _coat_backward(layer: _Layer, recipe: CoatRecipe) -> float:
     # XLA copies later here, and sums gradients of weights over GPUs in the time
     # of the next layer: all four are there all the time.
     mlp += 2.25 * layer.inner + 0.5 * layer.unit
-    mlp += F32 * layer.every + layer.gathered * layer.gate_up
+    mlp += layer.summed + layer.gathered * layer.gate_up
     return max(mlp, transposed)
   # XLA computes gradients of weights last, all four.
   last = F32 * layer.every + 2 * layer.inner + 1.5 * layer.unit

@@ -2,6 +2,8 @@
 """`python -m train.plan`: what it counts, what it prints, what it refuses."""
 
 import dataclasses
+import re
+from pathlib import Path
 
 import pytest
 
@@ -111,7 +113,10 @@ def test_options_reach_the_plan():
   assert backward("--attention", "fp8").activations < plain.activations
   assert backward("--accumulate", "2").gradients > plain.gradients
   assert backward("--weight-cache", "codes").temporary > plain.temporary
-  assert backward("--mesh", "fsdp=2").weights < plain.weights
+  halved = backward("--mesh", "fsdp=2")
+  assert halved.weights < plain.weights
+  in_bf16 = backward("--mesh", "fsdp=2", "--grad-reduce", "bfloat16")
+  assert in_bf16.temporary < halved.temporary
 
 
 @pytest.mark.parametrize("hbm, fits", [("0.2GB", "yes"), ("0.005GiB", "no")])
@@ -141,3 +146,20 @@ def test_errors_say_what_would_do(capsys, options, said):
     status = stop.code
   assert status == 2
   assert said in capsys.readouterr().err
+
+
+DOCS = (Path(__file__).parents[2] / "docs" / "plan.md").read_text()
+
+
+def test_docs_show_what_is_printed(capsys):
+  (command,) = re.findall(r"python -m train.plan (llama2_7b.*)", DOCS)
+  assert plan.main(command.split()) == 0
+  assert f"```\n{capsys.readouterr().out}```" in DOCS
+
+
+def test_code_of_the_docs_runs(capsys):
+  (block,) = re.findall(r"```python\n(.*?)```", DOCS, re.DOTALL)
+  exec(compile(block, "docs/plan.md", "exec"), {})
+  printed = capsys.readouterr().out
+  assert re.fullmatch(r"[\d.]+ GB in the \w+\n", printed)
+  assert f"`{printed.strip()}`" in DOCS
