@@ -6,6 +6,7 @@ process with two devices. (Of four, a loss is off by a last bit now and then.)
 """
 
 import contextlib
+import shutil
 import signal
 import socket
 
@@ -35,7 +36,7 @@ def programs(tmp_path_factory):
 
 
 @contextlib.contextmanager
-def processes(out, *flags, environment, others=None):
+def processes(out, *flags, environment, others=None, all_of_them=None):
   """Starts both; in the end none is left."""
   with socket.socket() as free:
     free.bind(("localhost", 0))
@@ -53,7 +54,7 @@ def processes(out, *flags, environment, others=None):
         "JAX_PROCESS_ID": str(index),
         **environment,
       },
-      **OPTIONS,
+      **{**OPTIONS, **(all_of_them or {})},
       **(others or {} if index else {}),
     )
     for index in range(2)
@@ -64,6 +65,15 @@ def processes(out, *flags, environment, others=None):
     for process in started:
       process.kill()
       process.wait()
+
+
+def run_alone(out, *flags, environment):
+  """Runs one process with both devices; what it printed."""
+  environment = {"JAX_NUM_CPU_DEVICES": "2", **environment}
+  process = runs.start(out, *flags, environment=environment, **OPTIONS)
+  output = process.communicate(timeout=120)[0]
+  assert process.returncode == 0, output
+  return output
 
 
 def finish(started):
@@ -95,15 +105,30 @@ def test_a_signal_to_one_of_two_stops_both_and_they_go_on_bit_for_bit(
   assert "parameters" in outputs[0] and "parameters" not in outputs[1]
   assert "held-out" in outputs[0] and "held-out" not in outputs[1]
 
-  one = runs.start(
-    tmp_path / "one",
-    environment={"JAX_NUM_CPU_DEVICES": "2", **programs},
-    **OPTIONS,
-  )
-  output = one.communicate(timeout=120)[0]
-  assert one.returncode == 0, output
+  run_alone(tmp_path / "one", environment=programs)
   assert runs.losses(out) == runs.losses(tmp_path / "one")
   assert max(runs.losses(out)) >= (100, "loss")
+
+
+@pytest.mark.slow
+def test_another_number_of_processes_goes_on_bit_for_bit(tmp_path, programs):
+  run_alone(tmp_path / "one", environment=programs)
+  expected = runs.losses(tmp_path / "one")
+  two = shutil.copytree(tmp_path / "one", tmp_path / "two")
+  shutil.rmtree(two / "checkpoints" / "100")
+  with processes(
+    two, "--resume", environment=programs, all_of_them=dict(save_every=20)
+  ) as started:
+    statuses, outputs = finish(started)
+  assert statuses == [0, 0], outputs
+  assert "resumed at step 50" in outputs[0]
+  assert runs.losses(two) == expected
+
+  alone = shutil.copytree(two, tmp_path / "alone")
+  shutil.rmtree(alone / "checkpoints" / "100")
+  output = run_alone(alone, "--resume", environment=programs)
+  assert "resumed at step 80" in output
+  assert runs.losses(alone) == expected
 
 
 def test_what_one_of_two_cannot_read_stops_both(tmp_path):
