@@ -268,8 +268,11 @@ def _kernel(
   mu = _decoded(groups.mu, rest[:split], True, on)
   nu = _decoded(groups.nu, rest[split:], False, on)
   value, mu, nu = _adam(g.astype(jnp.float32), p, mu, nu, numbers, on)
-  row, column = _place(start, shape, whole, keys_gmem)
-  draw = functools.partial(_words, row, column)
+
+  def draw(key):
+    # Only where words are wanted: no layout is found for a place nobody uses.
+    return _words(*_place(start, shape, whole, keys_gmem), key)
+
   if p is not None and last_gmem.dtype == jnp.bfloat16:
     value = _round_to_bfloat16(value, draw(keys[1]))
   registers.store(last_gmem, start, value.astype(last_gmem.dtype))
