@@ -240,8 +240,10 @@ def describe_sizes(config: TrainConfig, abstract: step.TrainState) -> str:
 
 def is_received(signals: Signals) -> bool:
   """Whether one of the processes was sent a signal; all then know of it."""
-  signals.received = max(processes.gather(signals.received or 0)) or None
-  return signals.received is not None
+  received = max(processes.gather(signals.received or 0))
+  if received:  # Else one may have come since: it counts the next time.
+    signals.received = received
+  return bool(received)
 
 
 def say(*lines: str, speaker: int = 0) -> None:

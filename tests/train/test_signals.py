@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from train import pretrain, processes
+from train.signals import Signals
+
 ROOT = Path(__file__).parent.parent.parent
 PROGRAM = """
 import sys, time
@@ -68,3 +71,19 @@ def test_the_second_signal_ends_the_process():
   process.send_signal(signal.SIGINT)
   process.communicate(timeout=30)
   assert process.returncode == 130
+
+
+def test_a_signal_that_comes_while_processes_tell_each_other_is_not_lost(
+  monkeypatch,
+):
+  signals = Signals()
+
+  def gather(value):
+    if not value:
+      signals.received = signal.SIGTERM
+    return [value, 0]
+
+  monkeypatch.setattr(processes, "gather", gather)
+  assert not pretrain.is_received(signals)
+  assert pretrain.is_received(signals)
+  assert signals.exit_status == 143
