@@ -74,14 +74,12 @@ def silu_bwd(dy: Array, x: QTensor, *, group_size: int) -> Array:
   return dy.astype(jnp.float32) * slope
 
 
-def mul_fwd(
-  a: QTensor, b: QTensor, *, group_size: int, layout: Layout = "rows"
-) -> Operand:
-  """Product of 1 x G values to an operand."""
+def mul_fwd(a: QTensor, b: QTensor, *, group_size: int) -> Operand:
+  """Product of 1 x G values to an operand's rows."""
   product = dequantize(a, group_size=group_size) * dequantize(
     b, group_size=group_size
   )
-  return quantize_tensor(product, layout=layout)
+  return quantize_tensor(product)
 
 
 def mul_bwd(

@@ -151,6 +151,8 @@ def _loss_of_part(
     dhidden = lax.psum_scatter(dhidden, tensor, scatter_dimension=1, tiled=True)
   if axes is not None:
     dweight = _sum_rows(dweight, _present(axes.fsdp), axes)
+    # Now, or XLA holds what is not yet summed through the whole backward.
+    dhidden, dweight = lax.optimization_barrier((dhidden, dweight))
   return loss, (dhidden, dweight)
 
 

@@ -89,7 +89,7 @@ class _Residuals(NamedTuple):
   gate: QTensor
   up: QTensor
   silu: QTensor | None  # None where it is recomputed.
-  # Columns, or the scale alone where they are recomputed.
+  # Columns of y and rows of the product; the scale alone where recomputed.
   y: Operand
   product: Operand
   weights: MLPWeights
@@ -107,6 +107,8 @@ def _gated_mlp_fwd(x, weights, kind, eps, recipe):
   gate, up, silu, product = _swiglu(gate_up, recipe)
   down_q = quantized_weight(w.down, w.down_cache, "columns", recipe)
   out = add_linear(x, product, down_q, w.down_bias, recipe)
+  if silu is None:
+    product = product._replace(rows=None)
   residuals = _Residuals(
     x=x_q,
     stats=stats,
@@ -114,7 +116,7 @@ def _gated_mlp_fwd(x, weights, kind, eps, recipe):
     up=up,
     silu=silu,
     y=kept_y,
-    product=remember("linear", product._replace(rows=None)),
+    product=remember("linear", product),
     weights=w._replace(
       gate_up_cache=keep_scale(w.gate_up_cache, gate_up_q),
       down_cache=keep_scale(w.down_cache, down_q),
@@ -132,7 +134,7 @@ def _swiglu(gate_up, recipe):
   gate, up = remember("activation", (gate, up))
   if recipe.residuals == "coat":
     silu = remember("activation", ops.silu_fwd(gate, **sizes))
-    return gate, up, silu, ops.mul_fwd(silu, up, layout="both", **sizes)
+    return gate, up, silu, ops.mul_fwd(silu, up, **sizes)
   scale = remember("linear", scale)
   return gate, up, None, ops.silu_mul_fwd(gate, up, scale=scale, **sizes)
 
@@ -210,7 +212,11 @@ def _swiglu_bwd(dproduct, r, recipe):
     layout="both",
     implementation=how,
   )
-  return dgate_up, r.product
+  # Columns cannot be remembered: XLA stacks those of all layers as rows, and
+  # transposes them at once before the backward; its peak has both stacks.
+  rows = r.product.rows
+  columns = rows.reshape(-1, rows.shape[-1]).T
+  return dgate_up, Operand(None, columns, r.product.scale)
 
 
 def _swiglu_gradient(dproduct, r, recipe):

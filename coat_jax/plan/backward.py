@@ -87,21 +87,17 @@ def _coat_backward(layer: _Layer, recipe: CoatRecipe) -> float:
   mlp = 7 * layer.inner
   kept = kept_bytes(layer.shape, recipe, remat=layer.load.remat)
   kept *= layer.load.tokens
-  transposed = 0.0
   if recipe.residuals == "coat":
     # In place of the product gradients of gate and up in f32, and what the
     # layer remembers of SwiGLU is dead by then.
     mlp, kept = 12 * layer.inner, kept - 4.5 * layer.inner
-    # Before the first layer XLA transposes the products of all layers at once.
-    if layer.load.remat == "none":
-      transposed = layer.shape.num_layers * layer.inner
   mlp += 1.5 * layer.unit
   if layer.load.is_on_mesh:
     # XLA copies later here, and sums gradients of weights over GPUs in the time
     # of the next layer: all four are there all the time.
     mlp += 2.25 * layer.inner + 0.5 * layer.unit
     mlp += layer.summed + layer.gathered * layer.gate_up
-    return max(mlp, transposed)
+    return mlp
   # XLA computes gradients of weights last, all four.
   last = F32 * layer.every + 2 * layer.inner + 1.5 * layer.unit
-  return max(mlp + kept, last, transposed)
+  return max(mlp + kept, last)

@@ -176,8 +176,8 @@ class _Ends:
     # Logits; their gradient, and the weights, in BF16; the weights' gradient;
     # hidden states, those in chunks, and their gradient.
     self.in_loss = (F32 + BF16) * (logits + head) + 3 * unit
-    # The weights' gradient, which XLA sums over devices at the end of the step.
-    self.in_backward = F32 * head
+    # The weights' gradient, summed over devices by then.
+    self.in_backward = F32 * head / load.fsdp
     # The embedding's too, in BF16 and in f32.
     self.in_embedding = BF16 * head
     if load.is_on_mesh:

@@ -109,7 +109,7 @@ def expected_layer(recipe):
     want += {(BF16, (1, T, N, H)): 2, (BF16, (1, T, K, H)): 2}
   if recipe.residuals == "coat":
     want += groups(1, T, F)  # SiLU
-    want += {(FP8, (D, T)): 2, (FP8, (F, T)): 1}  # operands
+    want += {(FP8, (D, T)): 2, (FP8, (1, T, F)): 1}  # operands
   return want
 
 
