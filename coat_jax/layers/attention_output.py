@@ -206,4 +206,6 @@ def attention_output(
   if recipe.nonlinear == "fp8":
     return _attention_output((x, q, k, v, w, bias, cache), causal, recipe)
   out = dot_product_attention(q, k, v, causal=causal, recipe=recipe)
-  return x + linear(_merge_heads(out), w, bias, recipe=recipe, cache=cache)
+  return x + linear(
+    _merge_heads(out), w, bias, recipe=recipe, cache=cache, split="inputs"
+  )

@@ -85,6 +85,7 @@ def gather_sequence(
   """
   if axes is None or size_of(axes.tensor) == 1:
     return x
+  _check_has_positions(x.rows)
   rows, columns = _gather(x.rows, axes.tensor, 1), x.columns
   if columns is not None:
     n = columns.shape[0]
@@ -98,7 +99,16 @@ def scatter_sequence(y: Array, axes: MeshAxes | None) -> Array:
   """The device's positions of the sum [B, T, D] of all devices' products."""
   if axes is None or size_of(axes.tensor) == 1:
     return y
+  _check_has_positions(y)
   return lax.psum_scatter(y, axes.tensor, scatter_dimension=1, tiled=True)
+
+
+def _check_has_positions(x: Array | None) -> None:
+  if x is not None and x.ndim < 3:
+    raise ValueError(
+      "layers: on a mesh whose tensor axis has several devices blocks take "
+      f"[B, T, D], got rows of {x.shape[-1]}; reshape them into sequences"
+    )
 
 
 def _gather(x: Array | None, axis: str | None, dimension: int) -> Array | None:

@@ -265,12 +265,22 @@ def gated_mlp(
     return _gated_mlp((x, w), kind, eps, recipe)
   y = norm(x, w.gamma, w.beta, kind=kind, eps=eps, recipe=recipe)
   gate_up = linear(
-    y, w.gate_up, w.gate_up_bias, recipe=recipe, cache=w.gate_up_cache
+    y,
+    w.gate_up,
+    w.gate_up_bias,
+    recipe=recipe,
+    cache=w.gate_up_cache,
+    split="columns",
   )
   gate, up = gate_up[..., 0, :], gate_up[..., 1, :]
   product = silu_mul(gate, up, recipe=recipe)
   return x + linear(
-    product, w.down, w.down_bias, recipe=recipe, cache=w.down_cache
+    product,
+    w.down,
+    w.down_bias,
+    recipe=recipe,
+    cache=w.down_cache,
+    split="inputs",
   )
 
 

@@ -7,8 +7,9 @@ multiplied and the weight's scale; the weight is quantized again from the
 parameter, which is alive anyway.
 """
 
+import functools
 import math
-from typing import Literal, NamedTuple
+from typing import NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,7 @@ from coat_jax import ops
 from coat_jax import recipe as recipes
 from coat_jax.formats import E5M2
 from coat_jax.layers.collectives import (
+  gather_sequence,
   scatter_sequence,
   sum_tokens,
   tensor_size,
@@ -27,12 +29,12 @@ from coat_jax.layers.collectives import (
 from coat_jax.layers.module import RecipeModule, value_of
 from coat_jax.layers.on_mesh import block, run_parts
 from coat_jax.layers.placement import (
+  Split,
   cache_specs,
   cached,
-  split_columns,
-  split_inputs,
-  split_rows,
+  split_kernel,
   tokens,
+  whole_sequences,
 )
 from coat_jax.layers.residuals import cotangent, remember
 from coat_jax.layers.weight import (
@@ -44,10 +46,6 @@ from coat_jax.layers.weight import (
 from coat_jax.ops import Operand
 from coat_jax.recipe import CoatRecipe
 
-# "columns": of the kernel's columns; "inputs": of its rows, with what those are
-# multiplied by; None: nothing, they have other tokens.
-Split = Literal["columns", "inputs"] | None
-
 default_kernel_init = nnx.initializers.lecun_normal()
 
 
@@ -58,35 +56,60 @@ class _Residuals(NamedTuple):
   bias: Array | None
 
 
-def _fp8_linear_fwd(x, w, bias, cache, recipe):
+def _fp8_linear_fwd(split, x, w, bias, cache, recipe):
   how = recipe.implementation
   x_q = ops.quantize_tensor(x, layout="both", implementation=how)
   kept = remember("linear", x_q._replace(rows=None))
-  x_q = x_q._replace(scale=kept.scale)
+  x_q = Operand(x_q.rows, None, kept.scale)
+  if split == "columns":
+    x_q = gather_sequence(x_q, recipe.axes, batch=x.shape[0])
   w_q = quantized_weight(as_matrix(w), cache, "columns", recipe)
   y = ops.linear_fwd(x_q, w_q, dtype=x.dtype, implementation=how)
-  cache = keep_scale(cache, w_q)
-  return add_bias(y, as_row(bias)), _Residuals(kept, w, cache, bias)
+  if split == "inputs":
+    y = scatter_sequence(y, recipe.axes)
+  y = add_bias(y, as_row(bias))
+  residuals = _Residuals(kept, w, keep_scale(cache, w_q), bias)
+  return y.reshape(*y.shape[:-1], *w.shape[1:]), residuals
 
 
-def _fp8_linear_bwd(recipe, residuals, g):
+def _fp8_linear_bwd(split, recipe, residuals, g):
   x_q, w, cache, bias = residuals
   how = recipe.implementation
+  g = g.reshape(*g.shape[: g.ndim - w.ndim + 1], -1)
   g_q = ops.quantize_tensor(g, dtype=E5M2, layout="both", implementation=how)
+  batch = g.shape[0]
+  if split == "columns":
+    x_q = gather_sequence(x_q, recipe.axes, batch=batch)
+  if split == "inputs":
+    g_q = gather_sequence(g_q, recipe.axes, batch=batch)
   # Reshaped in here: outside, the reshaped weight would be remembered too.
   w_q = quantized_weight(as_matrix(w), cache, "rows", recipe)
   dx = ops.linear_dgrad(g_q, w_q, dtype=g.dtype, implementation=how)
-  dw = weight_gradient(x_q, g_q, w, recipe, has_columns=False)
-  return dx, dw, bias_gradient(g, bias, recipe, has_columns=False), None
+  if split == "columns":
+    dx = scatter_sequence(dx, recipe.axes)
+  dw = weight_gradient(x_q, g_q, w, recipe, has_columns=split is not None)
+  dbias = bias_gradient(g, bias, recipe, has_columns=split == "columns")
+  return dx, dw, dbias, None
 
 
-def _specs(axes, x, w, bias, cache):
-  del w, bias
-  rows, y = split_rows(axes), tokens(axes, x)
-  return (y, rows, P(), cached(cache, rows)), y
+def _specs(split, axes, x, w, bias, cache):
+  del bias
+  kernel, each = split_kernel(axes, split, w.ndim), tokens(axes, x)
+  whole = whole_sequences(axes, x.ndim)
+  x_spec, bias_spec, y_spec = {
+    None: (each, P(), each),
+    "columns": (each, P(*kernel[1:]), P(*whole[:2], *kernel[1:])),
+    "inputs": (whole, P(), each),
+  }[split]
+  return (x_spec, kernel, bias_spec, cached(cache, kernel)), y_spec
 
 
-_fp8_linear = block(_fp8_linear_fwd, _fp8_linear_bwd, _specs)
+def _block(split: Split):
+  rules = _fp8_linear_fwd, _fp8_linear_bwd, _specs
+  return block(*(functools.partial(rule, split) for rule in rules))
+
+
+_FP8_LINEAR = {split: _block(split) for split in get_args(Split)}
 
 
 def linear(
@@ -96,6 +119,7 @@ def linear(
   *,
   recipe: CoatRecipe,
   cache: Operand | None = None,
+  split: Split = None,
 ) -> Array:
   """y = x w + bias, in FP8 or in x's dtype as the recipe says.
 
@@ -105,6 +129,8 @@ def linear(
     bias: [*F] or None, added in f32.
     recipe: `recipe.linear` says how it is computed.
     cache: of w, from `layers.weight`, or None.
+    split: what of w devices along a mesh's tensor axis have of their own, where
+      x is [B, T, D]; XLA decides on what is not FP8.
 
   Returns:
     [..., *F] in x's dtype.
@@ -112,9 +138,10 @@ def linear(
   Raises:
     ValueError: x's last axis is not w's first.
   """
-  shape = *x.shape[:-1], *w.shape[1:]
   if recipe.linear == "fp8":
-    return jnp.reshape(_fp8_linear((x, w, bias, cache), recipe), shape)
+    # Elsewhere there is no axis of positions for devices along tensor to share.
+    rule = _FP8_LINEAR[split if x.ndim == 3 else None]
+    return rule((x, w, bias, cache), recipe)
   # Not as a matrix: of [D, 2, F] devices may each have a part of F.
   return add_bias(jnp.tensordot(x, w.astype(x.dtype), 1), bias)
 
@@ -232,6 +259,7 @@ class Linear(RecipeModule):
       value_of(self.bias),
       recipe=self.active_recipe,
       cache=self.cache,
+      split=self.split,
     )
 
 
@@ -273,15 +301,10 @@ def _cache(part: Linear, recipe: CoatRecipe) -> Operand:
 
   if (axes := recipe.axes) is None:
     return fill(w)
-  # Blocks of BF16 norms know no tensor parallel weights.
-  rows = {
-    None: split_rows(axes),
-    "columns": split_columns(axes, part.weight_ndim),
-    "inputs": split_inputs(axes),
-  }[part.split if recipe.nonlinear == "fp8" else None]
+  kernel = split_kernel(axes, part.split, part.weight_ndim)
   has_codes = recipe.weight_cache == "codes"
-  out_specs = cache_specs(rows, has_codes=has_codes, num_stacked=len(stack))
-  stacked = P(*(None,) * len(stack), *rows)
+  out_specs = cache_specs(kernel, has_codes=has_codes, num_stacked=len(stack))
+  stacked = P(*(None,) * len(stack), *kernel)
   return run_parts(fill, axes, (w,), (stacked,), out_specs)
 
 

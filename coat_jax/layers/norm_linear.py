@@ -190,7 +190,7 @@ def norm_linear(
   if recipe.nonlinear == "fp8":
     return _norm_linear((x, gamma, beta, w, bias, cache), kind, eps, recipe)
   y = norm(x, gamma, beta, kind=kind, eps=eps, recipe=recipe)
-  return linear(y, w, bias, recipe=recipe, cache=cache)
+  return linear(y, w, bias, recipe=recipe, cache=cache, split="columns")
 
 
 def make_norm(

@@ -8,18 +8,23 @@ weight  [D, ..., F]          fsdp, ..., tensor  its columns are split
         [D, ...]             fsdp               rows alone, of drop-in layers
 """
 
-from typing import Any
+from typing import Any, Literal
 
 from jax import Array, P
 
 from coat_jax.mesh_axes import MeshAxes
 from coat_jax.ops import Operand
 
+# What of a linear layer's kernel devices along tensor have of their own: its
+# columns, or its rows with what those are multiplied by; None: nothing, they
+# have other tokens.
+Split = Literal[None, "columns", "inputs"]
+
 
 def tokens(axes: MeshAxes, x: Array) -> P:
-  """[B, T, ...] between blocks; of [N, D] only the rows are split."""
+  """[B, T, ...] between blocks; the rows of [N, D] over the same devices."""
   if x.ndim < 3:
-    return P(axes.batch)
+    return P(axes.tokens)
   return P(axes.batch, axes.tensor)
 
 
@@ -42,6 +47,13 @@ def split_columns(axes: MeshAxes, ndim: int) -> P:
 def split_inputs(axes: MeshAxes) -> P:
   """A weight [F, D] that reads columns which belong to devices."""
   return P(tuple(a for a in (axes.tensor, axes.fsdp) if a) or None)
+
+
+def split_kernel(axes: MeshAxes, split: Split, ndim: int) -> P:
+  """A linear layer's kernel [D, ..., F]."""
+  if split == "columns":
+    return split_columns(axes, ndim)
+  return split_inputs(axes) if split == "inputs" else split_rows(axes)
 
 
 def cached(cache: Operand | None, w: P) -> Any:

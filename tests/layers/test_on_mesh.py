@@ -146,14 +146,21 @@ def test_gradients_can_be_summed_in_bfloat16():
   )
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_drop_in_layers_compute_what_they_do_on_one_device(kind):
+@pytest.mark.parametrize(
+  "kind, splits",
+  [
+    (AxisType.Auto, (None, None)),
+    (AxisType.Explicit, (None, None)),
+    (AxisType.Auto, ("columns", "inputs")),
+  ],
+)
+def test_drop_in_layers_compute_what_they_do_on_one_device(kind, splits):
   class Stack(nnx.Module):
     def __init__(self, recipe):
       shared = dict(recipe=recipe, dtype=jnp.float32, rngs=nnx.Rngs(0))
       self.norm = RMSNorm(D, **shared)
-      self.first = Linear(D, F, **shared)
-      self.second = Linear(F, D, **shared)
+      self.first = Linear(D, F, split=splits[0], **shared)
+      self.second = Linear(F, D, split=splits[1], **shared)
       self.recipe = nnx.static(recipe)
 
     def __call__(self, x):
@@ -162,6 +169,18 @@ def test_drop_in_layers_compute_what_they_do_on_one_device(kind):
       return x + self.second(y)
 
   check(Stack, recipes.coat(), (2, 2, 2), kind)
+
+
+def test_a_split_linear_takes_rows_without_positions():
+  class Rows(nnx.Module):
+    def __init__(self, recipe):
+      shared = dict(recipe=recipe, dtype=jnp.float32, rngs=nnx.Rngs(0))
+      self.linear = Linear(D, F, split="columns", **shared)
+
+    def __call__(self, x):
+      return self.linear(x.reshape(-1, D)).reshape(B, T, F)
+
+  check(Rows, recipes.coat(), (2, 2, 2), out=F)
 
 
 def test_a_norm_linear_gives_whole_sequences_of_its_columns():
@@ -210,8 +229,9 @@ def test_devices_exchange_codes_gradients_and_single_numbers():
   assert sum(found.values()) == 8 + 4 + 6 + 12
 
 
-def test_sequences_are_gathered_as_codes_between_tensor_parallel_blocks():
-  found = collectives(lowered_text(on_mesh(recipes.coat()), (2, 2, 2)))
+@pytest.mark.parametrize("recipe", [recipes.coat(), recipes.fp8_linear()])
+def test_sequences_are_gathered_as_codes_between_tensor_parallel_blocks(recipe):
+  found = collectives(lowered_text(on_mesh(recipe), (2, 2, 2)))
   kinds = {k[1] for k in found if k[0] == "all_gather"}
   assert kinds == {"f8E4M3FN", "f8E5M2"}
 
@@ -283,3 +303,9 @@ def test_what_a_mesh_cannot_take_is_said():
   with jax.set_mesh(make_mesh((1, 2, 4))):
     with pytest.raises(ValueError, match="2 key heads.*got 4 devices"):
       f(params, x)
+  f, params = build(
+    lambda r: GatedMLP(D, F, recipe=r, rngs=nnx.Rngs(0)), recipe
+  )
+  with jax.set_mesh(make_mesh((2, 2, 2))):
+    with pytest.raises(ValueError, match=r"blocks take \[B, T, D\], got rows"):
+      f(params, x.reshape(-1, D))
