@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import SingleDeviceSharding
 
 from train import checkpoint, checksums, step
 from train.checkpoint import Checkpoints, SaveError
@@ -49,7 +50,9 @@ def random_state(abstract):
     x = np.frombuffer(bytes_, leaf.dtype).reshape(leaf.shape)
     return jax.device_put(x, leaf.sharding)
 
-  return jax.tree.map(fill, abstract)._replace(step=jnp.int32(3))
+  state = jax.tree.map(fill, abstract)
+  number = jax.device_put(jnp.int32(3), abstract.step.sharding)
+  return state._replace(step=number)
 
 
 def bytes_of(state):
@@ -111,6 +114,26 @@ def test_a_state_goes_from_mesh_to_mesh_as_the_very_bytes(tmp_path):
         assert leaf.sharding == want.sharding
       else:
         assert leaf.sharding.device_set == {jax.devices()[0]}
+
+
+@pytest.mark.gpu
+def test_a_state_goes_from_gpu_to_cpu_and_back_as_the_very_bytes(tmp_path):
+  gpu, cpu = jax.devices()[0], jax.devices("cpu")[0]
+  state = random_state(on_device(abstract_state(""), gpu))
+  before = bytes_of(state)
+  for device in (cpu, gpu):
+    save(tmp_path / device.platform, state)
+    abstract = on_device(abstract_state(""), device)
+    path = tmp_path / device.platform
+    state = checkpoint.restore_state(path, 3, abstract)
+    assert bytes_of(state) == before
+    for leaf in jax.tree.leaves(state):
+      assert leaf.devices() == {device}
+
+
+def on_device(abstract, device):
+  sharding = SingleDeviceSharding(device)
+  return jax.tree.map(lambda x: x.update(sharding=sharding), abstract)
 
 
 def test_the_devices_that_wrote_a_state_need_not_be_there(saved, tmp_path):
