@@ -139,9 +139,11 @@ def linear(
     ValueError: x's last axis is not w's first.
   """
   if recipe.linear == "fp8":
-    # Elsewhere there is no axis of positions for devices along tensor to share.
-    rule = _FP8_LINEAR[split if x.ndim == 3 else None]
-    return rule((x, w, bias, cache), recipe)
+    if recipe.axes is not None and x.ndim != 3:
+      # No axis of positions for devices along tensor to share. Cached codes of
+      # several axes of columns are in the order of devices.
+      split, cache = None, cache and Operand(None, None, cache.scale)
+    return _FP8_LINEAR[split]((x, w, bias, cache), recipe)
   # Not as a matrix: of [D, 2, F] devices may each have a part of F.
   return add_bias(jnp.tensordot(x, w.astype(x.dtype), 1), bias)
 

@@ -32,9 +32,9 @@ from coat_jax.layers.norm import LayerNorm, RMSNorm, norm, norm_gradients
 from coat_jax.layers.on_mesh import block
 from coat_jax.layers.placement import (
   cached,
+  own_columns,
   split_columns,
   tokens,
-  whole_sequences,
 )
 from coat_jax.layers.residuals import remember
 from coat_jax.layers.weight import quantized_weight, weight_gradient
@@ -90,7 +90,7 @@ def norm_linear_specs(axes, x, gamma, beta, w, bias, cache):
     P(axes.tensor),
     cached(cache, columns),
   )
-  return arrays, whole_sequences(axes, x.ndim)
+  return arrays, own_columns(axes, x.ndim)
 
 
 _norm_linear = block(norm_linear_fwd, _norm_linear_bwd, norm_linear_specs)

@@ -23,6 +23,11 @@ Split = Literal[None, "columns", "inputs"]
 
 def tokens(axes: MeshAxes, x: Array) -> P:
   """[B, T, ...] between blocks; the rows of [N, D] over the same devices."""
+  if x.ndim < 2:
+    raise ValueError(
+      "layers: on a mesh they take [..., T, D], got one token of "
+      f"{x.shape[-1]}; vmap over sequences, not over tokens"
+    )
   if x.ndim < 3:
     return P(axes.tokens)
   return P(axes.batch, axes.tensor)
@@ -32,6 +37,13 @@ def whole_sequences(axes: MeshAxes, ndim: int) -> P:
   """[B, T, F] or [B, T, N, H] inside a block: columns or heads are split."""
   inner = (None,) * (ndim - 4)
   return P(axes.batch, None, axes.tensor, *inner)
+
+
+def own_columns(axes: MeshAxes, ndim: int) -> P:
+  """[B, T, ..., F] inside a block: F is split; of [N, F] the rows."""
+  if ndim < 3:
+    return P(axes.tokens)
+  return P(axes.batch, *(None,) * (ndim - 2), axes.tensor)
 
 
 def split_rows(axes: MeshAxes) -> P:

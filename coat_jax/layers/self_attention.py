@@ -204,6 +204,11 @@ def self_attention(
   Raises:
     ValueError: shapes that do not fit one another.
   """
+  if positions.shape != (x.shape[1],):
+    raise ValueError(
+      "self_attention: needs positions [T], one for each of x [B, T, D], got "
+      f"x {x.shape} and positions {positions.shape}"
+    )
   w = weights
   if recipe.nonlinear == "fp8":
     static = _Static(kind, eps, heads, causal, clip)

@@ -171,25 +171,40 @@ def test_drop_in_layers_compute_what_they_do_on_one_device(kind, splits):
   check(Stack, recipes.coat(), (2, 2, 2), kind)
 
 
-def test_a_split_linear_takes_rows_without_positions():
-  class Rows(nnx.Module):
-    def __init__(self, recipe):
-      shared = dict(recipe=recipe, dtype=jnp.float32, rngs=nnx.Rngs(0))
-      self.linear = Linear(D, F, split="columns", **shared)
+class Reshaped(nnx.Module):
+  """A layer [..., D] to [..., *out] that is given x in another shape."""
 
-    def __call__(self, x):
-      return self.linear(x.reshape(-1, D)).reshape(B, T, F)
+  def __init__(self, layer, shape):
+    self.layer, self.shape = layer, nnx.static(shape)
 
-  check(Rows, recipes.coat(), (2, 2, 2), out=F)
+  def __call__(self, x):
+    return self.layer(x.reshape(*self.shape, D)).reshape(B, T, -1)
 
 
-def test_a_norm_linear_gives_whole_sequences_of_its_columns():
-  check(
-    lambda r: NormLinear(D, F, recipe=r, dtype=jnp.float32, rngs=nnx.Rngs(0)),
-    recipes.coat(),
-    (2, 2, 2),
-    out=F,
-  )
+@pytest.mark.parametrize("shape", [(B, T), (B * T,), (B, 2, T // 2)])
+@pytest.mark.parametrize("cache", ["scale", "codes"])
+def test_a_split_linear_takes_any_shape(shape, cache):
+  def make(recipe):
+    shared = dict(recipe=recipe, dtype=jnp.float32, rngs=nnx.Rngs(0))
+    return Reshaped(Linear(D, (2, F), split="columns", **shared), shape)
+
+  check(make, recipes.coat(weight_cache=cache), (2, 2, 2), out=2 * F)
+
+
+@pytest.mark.parametrize(
+  "shape, sizes",
+  [
+    ((B, T), (2, 2, 2)),
+    ((B, 2, T // 2), (2, 2, 2)),
+    ((B * T,), (2, 4, 1)),
+  ],
+)
+def test_a_norm_linear_gives_whole_sequences_of_its_columns(shape, sizes):
+  def make(recipe):
+    shared = dict(recipe=recipe, dtype=jnp.float32, rngs=nnx.Rngs(0))
+    return Reshaped(NormLinear(D, F, **shared), shape)
+
+  check(make, recipes.coat(), sizes, out=F)
 
 
 def collectives(text):
@@ -309,3 +324,5 @@ def test_what_a_mesh_cannot_take_is_said():
   with jax.set_mesh(make_mesh((2, 2, 2))):
     with pytest.raises(ValueError, match=r"blocks take \[B, T, D\], got rows"):
       f(params, x.reshape(-1, D))
+    with pytest.raises(ValueError, match="got one token of 64; vmap over seq"):
+      f(params, x[0, 0])
