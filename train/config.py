@@ -262,6 +262,9 @@ class TrainConfig:
       seq=self.seq,
       batch=self.batch,
       accumulate=self.accumulate,
+      activation_group_size=(
+        self.activation_group_size if self.recipe == "coat" else None
+      ),
     )
     if not 0 <= self.seed < 2**31:
       raise ValueError(

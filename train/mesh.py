@@ -127,6 +127,7 @@ def check_fits(
   seq: int,
   batch: int,
   accumulate: int,
+  activation_group_size: int | None = None,
 ) -> None:
   """Checks that a model and its batches can be split over a mesh.
 
@@ -136,6 +137,8 @@ def check_fits(
     seq: Tokens a sequence.
     batch: Sequences a step.
     accumulate: Microbatches a step.
+    activation_group_size: Values that share a scale in the MLP; None where
+      activations are not in FP8.
 
   Raises:
     ValueError: they cannot, with what would fit.
@@ -150,6 +153,14 @@ def check_fits(
     vocab_size=vocab_size,
     seq=seq,
   )
+  # Else scales, and with them the numbers, would depend on the mesh.
+  group = activation_group_size or 1
+  if tensor > 1 and d_ff // tensor % group:
+    raise ValueError(
+      "mesh: d_ff / tensor must be a multiple of activation_group_size, got "
+      f"{d_ff} / {tensor} = {d_ff // tensor} and {group}; an "
+      f"activation_group_size of {math.gcd(d_ff // tensor, group)} would fit"
+    )
   # Rows of columns: what one device of `tensor` has of them.
   _check_divides(
     "fsdp",

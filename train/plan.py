@@ -189,7 +189,7 @@ def configure(options: argparse.Namespace) -> TrainConfig:
   """The run that the command line describes."""
   preset = PRESETS[options.preset]()
   sizes = meshes.parse_mesh(options.mesh)
-  parts = sizes.get("data", 1) * sizes.get("fsdp", 1) * options.accumulate
+  parts = sizes.get("data", 1) * sizes.get("fsdp", 1) * max(options.accumulate, 1)
   return dataclasses.replace(
     preset,
     mesh=options.mesh,
@@ -200,7 +200,9 @@ def configure(options: argparse.Namespace) -> TrainConfig:
     attention=options.attention,
     weight_cache=options.weight_cache,
     grad_reduce=options.grad_reduce,
-    optim=dataclasses.replace(preset.optim, codec=options.codec),
+    optim=dataclasses.replace(
+      preset.optim, codec=options.codec, group_size=options.group_size
+    ),
     report_state=False,
   )
 
@@ -240,10 +242,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
       choices=get_args(field.type),
       default=field.default,
     )
-  codecs = {f.name: f for f in dataclasses.fields(OptimConfig)}["codec"]
+  of_optim = {f.name: f for f in dataclasses.fields(OptimConfig)}
+  codecs, group_size = of_optim["codec"], of_optim["group_size"]
   parser.add_argument(
     "--codec", choices=get_args(codecs.type), default=codecs.default
   )
+  parser.add_argument("--group-size", type=int, default=group_size.default)
   return parser.parse_args(arguments)
 
 

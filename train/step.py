@@ -234,9 +234,6 @@ def _mean_gradients(config, graph, mesh, params, tokens):
 
   if config.accumulate == 1:
     return share_of(params, tokens)
-  # Every so many sequences: each device takes from its own ones.
-  parts = tokens.reshape(-1, config.accumulate, tokens.shape[-1])
-  parts = jnp.moveaxis(parts, 1, 0)
   zeros = jax.tree.map(jnp.zeros_like, params)
   if mesh is not None:
     zeros = jax.lax.with_sharding_constraint(
@@ -246,17 +243,41 @@ def _mean_gradients(config, graph, mesh, params, tokens):
   def add(total, tokens):
     return jax.tree.map(jnp.add, total, share_of(params, tokens)), None
 
-  return jax.lax.scan(add, (jnp.float32(0), zeros), parts)[0]
+  start = jnp.float32(0), zeros
+  return jax.lax.scan(add, start, _microbatches(tokens, config.accumulate))[0]
 
 
-def eval_step(graph: nnx.GraphDef) -> Callable[[Any, jax.Array], jax.Array]:
-  """Builds the function of (params, tokens [B, T + 1]) that gives the loss."""
+def _microbatches(tokens: jax.Array, accumulate: int) -> jax.Array:
+  """[B, T + 1] to [accumulate, B / accumulate, T + 1].
+
+  Every so many sequences: each device takes from its own ones.
+  """
+  parts = tokens.reshape(-1, accumulate, tokens.shape[-1])
+  return jnp.moveaxis(parts, 1, 0)
+
+
+def eval_step(
+  graph: nnx.GraphDef, *, accumulate: int = 1
+) -> Callable[[Any, jax.Array], jax.Array]:
+  """Builds the function of (params, tokens [B, T + 1]) that gives the loss.
+
+  Args:
+    graph: From `build_graph`.
+    accumulate: Microbatches, one after the other as in training: all at once
+      could need more memory than training does.
+  """
 
   def evaluate(params, tokens):
     model = nnx.merge(graph, params)
     model.eval()
     graph_of_eval, cache = _with_cache(model)
-    return loss_fn(nnx.merge(graph_of_eval, params, cache), tokens)
+
+    def loss(tokens):
+      return loss_fn(nnx.merge(graph_of_eval, params, cache), tokens)
+
+    if accumulate == 1:
+      return loss(tokens)
+    return jnp.mean(jax.lax.map(loss, _microbatches(tokens, accumulate)))
 
   return evaluate
 

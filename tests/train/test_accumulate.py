@@ -8,7 +8,15 @@ import jax.numpy as jnp
 import pytest
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from tests.train.steps import EXACT, SMALL, Trained, largest_difference, on
+from tests.train.steps import (
+  EXACT,
+  SMALL,
+  TOKENS,
+  Trained,
+  largest_difference,
+  on,
+)
+from train import step
 
 MESH = "data=2,fsdp=2,tensor=2"
 
@@ -23,6 +31,29 @@ def test_losses_are_those_of_whole_batches(whole, mesh, accumulate):
   parts = Trained(on(EXACT, mesh, accumulate=accumulate)).run()
   # Sums in another order, as in test_mesh.
   assert largest_difference(whole, parts) <= 1e-5
+
+
+@pytest.mark.parametrize("mesh, accumulate", [("", 4), (MESH, 2)])
+def test_evaluation_takes_one_microbatch_at_a_time(mesh, accumulate):
+  run = Trained(on(EXACT, mesh))
+  state = step.initial_state(run.config, run.optimizer, run.mesh)
+  tokens = jax.device_put(TOKENS, run.where)
+  graph = step.build_graph(run.config)
+
+  def evaluate(parts):
+    program = step.compile_on(
+      run.mesh,
+      step.eval_step(graph, accumulate=parts),
+      run.abstract.params,
+      run.batch,
+    )
+    memory = program.memory_analysis().temp_size_in_bytes
+    return float(program(state.params, tokens)), memory
+
+  (whole, most), (mean, less) = evaluate(1), evaluate(accumulate)
+  assert mean == pytest.approx(whole, abs=1e-6)
+  if not mesh:  # Elsewhere weights, gathered, are the most of so small a step.
+    assert less < most / 2
 
 
 def equations(jaxpr):

@@ -102,6 +102,11 @@ def test_another_number_of_devices_is_told_with_what_fits(text, fits):
     ),
     ("fsdp=4", dict(batch=9), "= 4, got 9; 8 would fit"),
     ("", dict(accumulate=3), "= 1 \\* 1 \\* 3 = 3, got 8; 6 would fit"),
+    (
+      "tensor=2",
+      dict(activation_group_size=24),
+      "d_ff / tensor .* got 256 / 2 = 128 and 24; .* of 8 would fit",
+    ),
     ("", dict(grad_reduce="bfloat16"), "grad_reduce applies to a run on a"),
     ("", dict(distributed=True), "distributed applies to a run on a mesh"),
     ("pipe=2", {}, "its axes are data, fsdp, tensor"),

@@ -137,6 +137,8 @@ def test_what_fits_is_said(capsys, hbm, fits):
     (["demo", "--mesh", "fsdp=3"], "fsdp must divide d_model"),
     (["demo", "--mesh", "fsdp=4", "--batch", "3"], "4 would fit"),
     (["demo", "--batch", "0"], "batch must be above 0"),
+    (["demo", "--accumulate", "0"], "accumulate must be above 0"),
+    (["demo", "--mesh", "tensor=2"], "a device must have whole groups"),
   ],
 )
 def test_errors_say_what_would_do(capsys, options, said):
@@ -146,6 +148,12 @@ def test_errors_say_what_would_do(capsys, options, said):
     status = stop.code
   assert status == 2
   assert said in capsys.readouterr().err
+
+
+def test_groups_of_moments_can_be_smaller(capsys):
+  smaller = ["demo", "--mesh", "tensor=2", "--group-size", "16"]
+  assert plan.main(smaller) == 0
+  assert "demo, 2 GPUs" in capsys.readouterr().out
 
 
 DOCS = (Path(__file__).parents[2] / "docs" / "plan.md").read_text()
