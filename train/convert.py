@@ -33,6 +33,8 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import tyro
+from jax import P
+from jax.sharding import NamedSharding
 
 from coat_jax import from_adam_state, sharding, to_adam_state
 from train import step as steps
@@ -68,8 +70,7 @@ def restore(
     encoded by each device where they lie.
 
   Raises:
-    ValueError: the checkpoint holds another state, or a device would have part
-      of a group of its codec.
+    ValueError: the checkpoint holds another state.
   """
   saved = configuration(read_description(checkpoints.path, step))
   if all(
@@ -95,11 +96,25 @@ def _recode(state, *, before: OptimConfig, config: TrainConfig):
 
 
 def _abstract_optimizer(config: TrainConfig, params: Any):
-  """The optimizer's state, with shardings where parameters have them."""
+  """The optimizer's state, with shardings where parameters have them.
+
+  Where a device's columns would have part of a group, it has all columns: the
+  codec is that of a checkpoint, which may come of a mesh with other groups.
+  """
   init = steps.build_optimizer(config).init
   if jax.tree.leaves(params)[0].sharding is None:
     return jax.eval_shape(init, params)
   codec = config.optim.moment_codec()
+  size = getattr(codec.mu, "group_size", 1)  # Of plain moments there are none.
+
+  def with_whole_groups(p):
+    where = p.sharding
+    if where.shard_shape(p.shape)[-1] % size == 0:
+      return p
+    rows = (*where.spec, *(None,) * p.ndim)[: p.ndim - 1]
+    return p.update(sharding=NamedSharding(where.mesh, P(*rows)))
+
+  params = jax.tree.map(with_whole_groups, params)
   return sharding.abstract_state(init, params, codec=codec)
 
 

@@ -142,11 +142,14 @@ def test_on_a_mesh_each_device_converts_its_part(tmp_path):
   assert_same_bytes(restored(tmp_path, after, mesh), expected)
 
 
-def test_groups_that_no_device_has_whole_are_told(tmp_path):
+def test_groups_that_devices_had_whole_elsewhere_are_converted(tmp_path):
   saved_state(tmp_path, config(codec="log8", group_size=96))
+  after = config(codec="coat", group_size=16)
+  expected = restored(tmp_path, after)
   mesh = make_mesh(parse_mesh("fsdp=4,tensor=2"))
+  assert_same_bytes(restored(tmp_path, after, mesh), expected)
   with pytest.raises(ValueError, match="whole groups, got groups of 96"):
-    restored(tmp_path, config(codec="coat", group_size=16), mesh)
+    restored(tmp_path, config(codec="coat", group_size=96), mesh)
 
 
 @pytest.fixture(scope="module", autouse=True)
