@@ -189,7 +189,8 @@ def configure(options: argparse.Namespace) -> TrainConfig:
   """The run that the command line describes."""
   preset = PRESETS[options.preset]()
   sizes = meshes.parse_mesh(options.mesh)
-  parts = sizes.get("data", 1) * sizes.get("fsdp", 1) * max(options.accumulate, 1)
+  devices = sizes.get("data", 1) * sizes.get("fsdp", 1)
+  parts = devices * max(options.accumulate, 1)  # 0 is refused below.
   return dataclasses.replace(
     preset,
     mesh=options.mesh,
