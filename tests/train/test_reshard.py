@@ -59,10 +59,10 @@ def last_state(out):
 
 @pytest.mark.slow
 def test_a_killed_run_goes_on_as_it_would_have(tmp_path, environments):
-  options = dict(batch=8, steps=60, save_every=10, eval_every=60, seed=1)
+  options = dict(batch=8, steps=30, save_every=5, eval_every=30, seed=1)
   killed = tmp_path / "killed"
   process = start(killed, environment=environments[8], **options, **ON[8])
-  wait_for_step(process, killed, random.Random().randint(11, 45))
+  wait_for_step(process, killed, random.Random().randint(6, 22))
   process.kill()
   process.communicate()
   done = RunDirectory(killed).latest_step()
