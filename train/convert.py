@@ -174,9 +174,19 @@ def import_adamw(source: Path, config: TrainConfig) -> int:
 
   Raises:
     ValueError: the checkpoint has no such state, or other parameters, or the
-      folder of the run is not free.
+      folder of the run is not free, or `config` is to resume.
   """
   run = RunDirectory(config.out)
+  if config.resume:  # That would let a run that is there pass, to be replaced.
+    raise ValueError(
+      "import: makes a run, got --resume; leave it out, or replace the run "
+      "that is there with --overwrite"
+    )
+  if run.is_started() and not config.overwrite:
+    raise ValueError(
+      f"import: {config.out} holds a run; pass --overwrite to replace it, or "
+      "another --out"
+    )
   with contextlib.ExitStack() as opened:
     opened.enter_context(run.claimed(config))
     tokens = load_tokens(config.data, config.model.vocab_size)

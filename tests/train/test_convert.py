@@ -16,7 +16,13 @@ from jax import P
 from jax.sharding import NamedSharding
 
 from coat_jax import from_adam_state, sharding, to_adam_state
-from tests.train.runs import arguments, losses, programs_on_disk, run
+from tests.train.runs import (
+  arguments,
+  contents,
+  losses,
+  programs_on_disk,
+  run,
+)
 from train import checkpoint, convert, run_directory, step
 from train.checkpoint import Checkpoints
 from train.mesh import make_mesh, parse_mesh
@@ -328,7 +334,11 @@ def test_a_run_that_is_there_is_imported_over_only_when_asked(
   assert command("export", halfway, tmp_path / "adamw") == 0
   line = arguments(halfway, **PLAIN)
   assert command("import", tmp_path / "adamw", *line) == 2
-  assert "pass --resume to continue it, --overwrite" in capsys.readouterr().err
+  assert "holds a run; pass --overwrite to replace" in capsys.readouterr().err
+  before = contents(halfway)
+  assert command("import", tmp_path / "adamw", *line, "--resume") == 2
+  assert "import: makes a run, got --resume; leave" in capsys.readouterr().err
+  assert contents(halfway) == before
   assert command("import", tmp_path / "adamw", *line, "--overwrite") == 0
 
 
