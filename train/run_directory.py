@@ -18,6 +18,7 @@ import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import filelock
 
@@ -27,6 +28,7 @@ from train.data import DataConfig
 
 _FORMAT = "coat_jax run 1"
 _CONTENTS = ("checkpoints", "metrics.jsonl", "metrics.tmp", "plot.png", "twins")
+_CONTENTS += ("config.tmp",)
 
 # A checkpoint of a run that differs in one of these is another run's; the other
 # options may change at a resume.
@@ -46,17 +48,22 @@ class RunDirectory:
   def __init__(self, path: str | Path):
     self.path = Path(path).expanduser()
     self.config = self.path / "config.json"
+    self.config_temporary = self.path / "config.tmp"
     self.metrics = self.path / "metrics.jsonl"
     self.checkpoints = self.path / "checkpoints"
     self.plot = self.path / "plot.png"
     self.lock = self.path / "lock"
 
   def is_run(self) -> bool:
-    """Whether the folder is a run of ours."""
-    try:
-      return json.loads(self.config.read_text())["format"] == _FORMAT
-    except (OSError, ValueError, KeyError, TypeError):
-      return False
+    """Whether the folder is a run of ours.
+
+    Where config.json is damaged or lost its checkpoints tell, for they have all
+    that is in it.
+    """
+    if (description := _read_json(self.config)) is not None:
+      return _is_ours(description)
+    saved = self.checkpoints.glob("*/run/metadata")
+    return any(_is_ours(_read_json(file)) for file in saved)
 
   def is_started(self) -> bool:
     """Whether the run has something to lose: a step or a checkpoint."""
@@ -91,6 +98,12 @@ class RunDirectory:
       raise ValueError(
         f"out: the run needs a folder, got the file {path}; pass another --out"
       )
+    if config.resume and self.config.exists() and not self.is_run():
+      raise ValueError(
+        f"resume: {path} must hold a run with a checkpoint, got {self.config} "
+        "that is of no run and no checkpoint that is; restore them from a "
+        "copy, or pass another --out to start a run"
+      )
     if config.resume and not (self.is_run() and step is not None):
       raise ValueError(
         f"resume: {path} must hold a run with a checkpoint, got none; leave "
@@ -99,7 +112,8 @@ class RunDirectory:
       )
     if config.resume or not path.exists():
       return
-    if set(path.iterdir()) <= {self.lock}:
+    # Of a command that was killed before it had made a run.
+    if set(path.iterdir()) <= {self.lock, self.config_temporary}:
       return
     if not self.is_run():
       raise ValueError(
@@ -182,13 +196,20 @@ class RunDirectory:
         shutil.rmtree(item)
       else:
         item.unlink(missing_ok=True)
-    self.config.unlink()  # Last: half removed, it is still a run.
+    # Last: half removed, it is still a run. It may be lost already.
+    self.config.unlink(missing_ok=True)
 
   def write_description(self, description: dict) -> None:
     """Writes config.json, whole or not at all."""
-    temporary = self.config.with_suffix(".tmp")
-    temporary.write_text(json.dumps(description, indent=2) + "\n")
-    os.replace(temporary, self.config)
+    try:
+      with self.config_temporary.open("w") as file:
+        file.write(json.dumps(description, indent=2) + "\n")
+        file.flush()
+        os.fsync(file.fileno())  # Else a crash may leave the name without it.
+      os.replace(self.config_temporary, self.config)
+    except OSError:  # The disk is full, say.
+      self.config_temporary.unlink(missing_ok=True)
+      raise
 
 
 def describe(config: TrainConfig, fingerprint: str) -> dict:
@@ -249,6 +270,18 @@ def check_same(
       "another --out to start a run"
     )
   return [text for name, text in changed.items() if not _is_in(name, _SILENT)]
+
+
+def _read_json(path: Path) -> Any:
+  """What a file holds; None if it cannot be read."""
+  try:
+    return json.loads(path.read_bytes())
+  except (OSError, ValueError):
+    return None
+
+
+def _is_ours(description: Any) -> bool:
+  return isinstance(description, dict) and description.get("format") == _FORMAT
 
 
 def _is_in(name: str, names: tuple[str, ...]) -> bool:

@@ -174,6 +174,26 @@ def test_no_whole_checkpoint_is_an_error_and_changes_nothing(copied, capsys):
   assert contents(copied) == before
 
 
+@pytest.mark.parametrize("damage", ["", '{"format": "coat', None])
+def test_a_run_goes_on_without_its_description(
+  finished, copied, capsys, damage
+):
+  file = RunDirectory(copied).config
+  description = file.read_bytes()
+  file.unlink()
+  if damage is not None:
+    file.write_text(damage)
+  before = contents(copied)
+  assert run(copied) == 2
+  assert "holds a run; pass --resume to continue" in capsys.readouterr().err
+  assert contents(copied) == before
+  shutil.rmtree(copied / "checkpoints" / "8")
+  assert run(copied, "--resume") == 0
+  assert losses(copied) == losses(finished)
+  assert len(file.read_bytes()) > len(description) // 2
+  assert RunDirectory(copied).is_run()
+
+
 @pytest.mark.slow
 def test_a_full_disk_ends_the_run_and_leaves_its_checkpoints(
   tmp_path, compiled_once

@@ -214,6 +214,65 @@ def test_a_folder_that_was_claimed_and_killed_is_free(tmp_path):
   RunDirectory(tmp_path).check(config())
 
 
+@pytest.mark.parametrize("overwrite", [True, False])
+def test_a_folder_whose_command_was_killed_as_it_described_it_is_free(
+  tmp_path, overwrite
+):
+  run = RunDirectory(tmp_path)
+  (tmp_path / "lock").write_text("process 1 on host")
+  (tmp_path / "config.tmp").write_text('{"format": "coa')
+  run.check(config(overwrite=overwrite))
+  run.create(run_directory.describe(demo(), "tokens"))
+  assert set(contents(tmp_path)) == {"lock", "config.json"}
+  (tmp_path / "config.tmp").write_text('{"format": "coa')
+  run.remove()
+  assert not tmp_path.exists()
+
+
+def test_a_description_that_cannot_be_written_leaves_the_one_before(
+  monkeypatch, run
+):
+  def full(file):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+  before = contents(run.path)
+  monkeypatch.setattr(os, "fsync", full)
+  with pytest.raises(OSError, match="No space left"):
+    run.write_description(run_directory.describe(demo(), "other tokens"))
+  assert contents(run.path) == before
+
+
+@pytest.fixture
+def saved(run):
+  """The run with what a checkpoint says about it."""
+  folder = run.checkpoints / "100" / "run"
+  folder.mkdir(parents=True)
+  description = {"step": 100, **run_directory.describe(demo(), "tokens")}
+  (folder / "metadata").write_text(json.dumps(description))
+  return run
+
+
+@pytest.mark.parametrize("damage", [b"", b'{"format": "coat', b"\xff\0", None])
+def test_a_run_whose_description_is_damaged_is_one_still(saved, damage):
+  saved.config.unlink()
+  if damage is not None:
+    saved.config.write_bytes(damage)
+  with pytest.raises(ValueError, match="holds a run; pass --resume"):
+    saved.check(config())
+  saved.check(config(resume=True))
+  saved.check(config(overwrite=True))
+  saved.create(run_directory.describe(demo(), "other tokens"))
+  assert set(contents(saved.path)) == {"config.json", "notes.txt"}
+
+
+def test_a_description_of_another_run_is_believed(saved):
+  saved.config.write_text('{"format": "another"}')
+  with pytest.raises(ValueError, match="no run of ours, so it is left alone"):
+    saved.check(config(overwrite=True))
+  with pytest.raises(ValueError, match=r"got .*config.json that is of no run"):
+    saved.check(config(resume=True))
+
+
 def test_what_another_command_did_meanwhile_is_seen(monkeypatch, tmp_path):
   run = RunDirectory(tmp_path / "run")
   lock = RunDirectory._lock
