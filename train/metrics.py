@@ -64,15 +64,17 @@ class MetricsLog:
 def read_metrics(path: Path) -> Iterator[dict]:
   """Yields the lines of a metrics.jsonl; none if there is no file.
 
-  A last line that was cut short by a crash is left out.
+  Lines that a crash cut short or a disk damaged are left out, no others.
   """
   if not path.exists():
     return
-  for line in path.read_text().splitlines():
+  for line in path.read_bytes().splitlines():
     try:
-      yield json.loads(line)
-    except json.JSONDecodeError:
-      return
+      row = json.loads(line)
+    except ValueError:  # Of JSON, or of UTF-8.
+      continue
+    if isinstance(row, dict) and isinstance(row.get("step"), int):
+      yield row
 
 
 def summarize(path: Path) -> dict[str, float]:

@@ -37,6 +37,21 @@ def test_a_line_that_was_cut_short_is_dropped(tmp_path):
   assert steps(path) == [1, 2, 3]
 
 
+@pytest.mark.parametrize(
+  "damaged",
+  [b'{"step": \xff}', b'{"st', b"[2]", b"2", b"{}", b'{"step": null}'],
+)
+def test_of_lines_in_the_middle_only_a_damaged_one_is_lost(tmp_path, damaged):
+  path = tmp_path / "metrics.jsonl"
+  write(path, [1, 2, 3])
+  lines = path.read_bytes().splitlines()
+  lines[1] = damaged
+  path.write_bytes(b"\n".join(lines) + b"\n")
+  assert steps(path) == [1, 3]
+  write(path, [4], resumed_step=3)
+  assert steps(path) == [1, 3, 4]
+
+
 def test_each_line_is_there_at_once(tmp_path):
   log = metrics.MetricsLog(tmp_path / "metrics.jsonl")
   log.write(step=1, loss=2.0)
