@@ -40,9 +40,10 @@ def find_damage(folder: Path) -> str | None:
   """
   try:
     checksums = json.loads((folder / NAME).read_bytes())
-    names = sorted(checksums)
-  except (OSError, ValueError, TypeError) as error:
+  except (OSError, ValueError) as error:
     return f"{NAME} cannot be read ({error})"
+  if not (isinstance(checksums, dict) and checksums):
+    return f"{NAME} names no files"
 
   def damage(name: str) -> str | None:
     try:
@@ -52,7 +53,7 @@ def find_damage(folder: Path) -> str | None:
     return None if is_whole else f"{name} is not what was written"
 
   with ThreadPoolExecutor() as pool:
-    return next(filter(None, pool.map(damage, names)), None)
+    return next(filter(None, pool.map(damage, sorted(checksums))), None)
 
 
 def _digest(path: Path) -> str:

@@ -214,6 +214,14 @@ def test_damage_of_any_file_is_told_and_the_checkpoint_before_it_is_used(
   assert checkpoint.newest_whole_step(copied) == (5, [])
 
 
+@pytest.mark.parametrize("text", ["{}", "[]", '["run/metadata"]', "null", "1"])
+def test_checksums_of_nothing_are_damage(copied, text):
+  (copied / "5" / checksums.NAME).write_text(text)
+  found, told = checkpoint.newest_whole_step(copied)
+  assert found == 3
+  assert told == [f"{copied / '5'}: checksums.json names no files"]
+
+
 # Orbax says that it cannot read its own file.
 @pytest.mark.parametrize("name", ["_CHECKPOINT_METADATA", "commit_success.txt"])
 def test_files_without_a_checksum_are_not_needed(saved, copied, name):
