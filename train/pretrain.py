@@ -8,13 +8,15 @@
 bottom. Exit status: 0 when training finished; 1 when a loss or a gradient was
 not finite, or a file could not be written; 2 when the input was at fault, and
 then nothing was changed; 130 and 143 after SIGINT and SIGTERM, when the state
-was saved. Of several processes (`--distributed`) all have the same.
+was saved. Of several processes (`--distributed`) all have the same, but where
+one could not write a file: JAX ends the others then.
 """
 
 import contextlib
 import inspect
 import itertools
 import math
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -60,6 +62,22 @@ def blaming_input():
   faults = processes.gather(fault is not None)
   if any(faults):
     raise Stop(2, f"error: {fault}", speaker=faults.index(True)) from fault
+
+
+@contextlib.contextmanager
+def failing_alone():
+  """Errors of files in here end one of several processes at once.
+
+  The others know nothing of it and wait for this process, as it would for them
+  at its exit. Without it they end too: JAX tells them that it has gone.
+  """
+  try:
+    yield
+  except OSError as error:  # The disk is full, say.
+    if jax.process_count() == 1:
+      raise
+    say(f"error: {error}", speaker=jax.process_index())
+    os._exit(1)
 
 
 def train(
@@ -276,8 +294,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
           tokens = load_tokens(config.data, config.model.vocab_size)
           runs = [config, *compare.twins(config)]
         for each in runs:
-          with contextlib.ExitStack() as opened:
-            train(each, tokens, signals, opened)
+          with failing_alone(), contextlib.ExitStack() as opened:
+            with failing_alone():  # Before it closes, which waits too.
+              train(each, tokens, signals, opened)
         if processes.speaks():
           compare.finish(runs)
     except Stop as stop:

@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run of two processes, of which one cannot write: both end."""
+
+import resource
+
+import pytest
+
+from tests.train import runs
+from tests.train.test_distributed import finish, processes
+
+
+@pytest.mark.slow
+def test_what_one_of_two_cannot_write_ends_both(tmp_path):
+  out = tmp_path / "run"
+  with processes(out, environment={}) as started:
+    runs.wait_for_step(started[0], out, 2)
+    # Not a byte more in its log, which the other one has no part in.
+    resource.prlimit(started[0].pid, resource.RLIMIT_FSIZE, (0, 0))
+    statuses, outputs = finish(started)
+  assert statuses[0] == 1 and statuses[1] != 0, outputs
+  assert "error: [Errno 27] File too large" in outputs[0]
+  assert "Traceback" not in outputs[0]
