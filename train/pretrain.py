@@ -159,7 +159,7 @@ def train(
   batch = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=on_batch)
   train_step = step.train_step(config, graph, optimizer, mesh)
   train_step = step.compile_on(mesh, train_step, abstract, batch, updates=True)
-  eval_step = step.eval_step(graph)
+  eval_step = step.eval_step(graph, accumulate=config.accumulate)
   eval_step = step.compile_on(mesh, eval_step, abstract.params, batch)
 
   def evaluate(max_batches: int | None = None) -> float:

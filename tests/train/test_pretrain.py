@@ -187,7 +187,9 @@ def test_a_state_that_cannot_go_on_is_not_saved(
   out = tmp_path / "copy"
   subprocess.run(["cp", "-r", finished, out], check=True)
   monkeypatch.setattr(
-    pretrain.step, "eval_step", lambda graph: lambda p, t: jnp.float32(jnp.nan)
+    pretrain.step,
+    "eval_step",
+    lambda graph, **_: lambda p, t: jnp.float32(jnp.nan),
   )
   assert run(out, "--resume", steps=10, save_every=1) == 1
   errors = capsys.readouterr().err
