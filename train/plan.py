@@ -31,6 +31,7 @@ from coat_jax.plan import (
 from train import mesh as meshes
 from train import step, vocabulary
 from train.config import ModelConfig, OptimConfig, TrainConfig
+from train.metrics import format_table
 from train.presets import PRESETS
 
 GB = 10**9
@@ -162,15 +163,8 @@ def table(config: TrainConfig, hbm_bytes: int) -> str:
     fits = "yes" if memory.total <= hbm_bytes else "no"
     lines.setdefault(f"fits {hbm_bytes / GB:g} GB", []).append(fits)
     lines.setdefault("largest batch", []).append(str(most) if most else "none")
-  rows = [["GB on each GPU", *COLUMNS], *([k, *v] for k, v in lines.items())]
-  widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-  return "\n".join(
-    "  ".join(
-      cell.ljust(width) if i == 0 else cell.rjust(width)
-      for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-    ).rstrip()
-    for row in rows
-  )
+  rows = [[name, *cells] for name, cells in lines.items()]
+  return format_table(["GB on each GPU", *COLUMNS], rows)
 
 
 def _variant(config: TrainConfig, *, recipe: str, **options) -> TrainConfig:

@@ -66,10 +66,10 @@ def blaming_input():
 
 @contextlib.contextmanager
 def failing_alone():
-  """Errors of files in here end one of several processes at once.
+  """A file that cannot be written ends one of several processes at once.
 
-  The others know nothing of it and wait for this process, as it would for them
-  at its exit. Without it they end too: JAX tells them that it has gone.
+  The others know nothing of it and wait for this process, and at a usual exit
+  it would wait for them. Once it is gone JAX ends them too.
   """
   try:
     yield

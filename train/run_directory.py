@@ -27,8 +27,14 @@ from train.config import ModelConfig, OptimConfig, TrainConfig
 from train.data import DataConfig
 
 _FORMAT = "coat_jax run 1"
-_CONTENTS = ("checkpoints", "metrics.jsonl", "metrics.tmp", "plot.png", "twins")
-_CONTENTS += ("config.tmp",)
+_CONTENTS = (
+  "checkpoints",
+  "config.tmp",
+  "metrics.jsonl",
+  "metrics.tmp",
+  "plot.png",
+  "twins",
+)
 
 # A checkpoint of a run that differs in one of these is another run's; the other
 # options may change at a resume.

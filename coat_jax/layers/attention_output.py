@@ -21,9 +21,9 @@ from coat_jax.layers.linear import add_linear, bias_gradient, keep_scale, linear
 from coat_jax.layers.on_mesh import block
 from coat_jax.layers.placement import (
   cached,
+  own_heads,
   split_inputs,
   tokens,
-  whole_sequences,
 )
 from coat_jax.layers.residuals import remember
 from coat_jax.layers.weight import quantized_weight, weight_gradient
@@ -48,7 +48,7 @@ def _attention_bwd(causal, recipe, kept, g):
 
 def _attention_specs(axes, q, k, v):
   del k, v
-  heads = whole_sequences(axes, q.ndim)
+  heads = own_heads(axes)
   return (heads,) * 3, heads
 
 
@@ -138,7 +138,7 @@ def attention_output_bwd(causal, recipe, residuals, g):
 
 def _specs(axes, x, q, k, v, w, bias, cache):
   del k, v, w, bias
-  heads, rows = whole_sequences(axes, q.ndim), split_inputs(axes)
+  heads, rows = own_heads(axes), split_inputs(axes)
   arrays = (
     tokens(axes, x),
     heads,

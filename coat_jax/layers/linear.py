@@ -32,9 +32,9 @@ from coat_jax.layers.placement import (
   Split,
   cache_specs,
   cached,
+  own_columns,
   split_kernel,
   tokens,
-  whole_sequences,
 )
 from coat_jax.layers.residuals import cotangent, remember
 from coat_jax.layers.weight import (
@@ -95,11 +95,10 @@ def _fp8_linear_bwd(split, recipe, residuals, g):
 def _specs(split, axes, x, w, bias, cache):
   del bias
   kernel, each = split_kernel(axes, split, w.ndim), tokens(axes, x)
-  whole = whole_sequences(axes, x.ndim)
   x_spec, bias_spec, y_spec = {
     None: (each, P(), each),
-    "columns": (each, P(*kernel[1:]), P(*whole[:2], *kernel[1:])),
-    "inputs": (whole, P(), each),
+    "columns": (each, P(*kernel[1:]), own_columns(axes, w.ndim + 1)),
+    "inputs": (own_columns(axes, x.ndim), P(), each),
   }[split]
   return (x_spec, kernel, bias_spec, cached(cache, kernel)), y_spec
 
@@ -139,7 +138,7 @@ def linear(
     ValueError: x's last axis is not w's first.
   """
   if recipe.linear == "fp8":
-    if recipe.axes is not None and x.ndim != 3:
+    if recipe.axes is not None and split is not None and x.ndim != 3:
       # No axis of positions for devices along tensor to share. Cached codes of
       # several axes of columns are in the order of devices.
       split, cache = None, cache and Operand(None, None, cache.scale)

@@ -33,14 +33,16 @@ def tokens(axes: MeshAxes, x: Array) -> P:
   return P(axes.batch, axes.tensor)
 
 
-def whole_sequences(axes: MeshAxes, ndim: int) -> P:
-  """[B, T, F] or [B, T, N, H] inside a block: columns or heads are split."""
-  inner = (None,) * (ndim - 4)
-  return P(axes.batch, None, axes.tensor, *inner)
+def own_heads(axes: MeshAxes) -> P:
+  """[B, T, N, H] inside a block: of whole sequences heads are split."""
+  return P(axes.batch, None, axes.tensor)
 
 
 def own_columns(axes: MeshAxes, ndim: int) -> P:
-  """[B, T, ..., F] inside a block: F is split; of [N, F] the rows."""
+  """[B, T, ..., F] inside a block: of whole sequences F is split.
+
+  Of [N, F] the rows are.
+  """
   if ndim < 3:
     return P(axes.tokens)
   return P(axes.batch, *(None,) * (ndim - 2), axes.tensor)

@@ -16,7 +16,7 @@ from coat_jax import ops
 from coat_jax import recipe as recipes
 from coat_jax.layers.collectives import tensor_size
 from coat_jax.layers.on_mesh import block
-from coat_jax.layers.placement import whole_sequences
+from coat_jax.layers.placement import own_columns, own_heads
 from coat_jax.layers.residuals import remember
 from coat_jax.mesh_axes import MeshAxes
 from coat_jax.recipe import CoatRecipe
@@ -103,8 +103,7 @@ def _split_heads_bwd(heads, recipe, positions, g):
 
 def _specs(axes, qkv, positions):
   del positions
-  heads = whole_sequences(axes, 4)
-  return (whole_sequences(axes, qkv.ndim), P()), (heads,) * 3
+  return (own_columns(axes, qkv.ndim), P()), (own_heads(axes),) * 3
 
 
 _split_heads = block(_split_heads_fwd, _split_heads_bwd, _specs)

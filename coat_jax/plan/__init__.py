@@ -3,8 +3,8 @@
 
 Nothing is compiled: weights, gradients and the optimizer's state are added up
 from shapes and shardings, what layers remember and what a step needs for a
-moment from the formulas below. docs/plan.md says what is counted, and how far
-it is from XLA's own count.
+moment from the formulas of this package. docs/plan.md says what is counted, and
+how far it is from XLA's own count.
 
 A step is fullest at one of a few moments, each with what is alive then:
 
