@@ -237,8 +237,10 @@ def train_iterator(
       "lower the batch size or the sequence length, or give more data"
     )
   numbers = grain.MapDataset.range(windows).seed(seed).shuffle().repeat()
-  batches = _read_windows(tokens, numbers.batch(batch_size), rows, 0, seq_len)
-  return iter(batches)
+  # Without a remainder its length is a quotient of integers: of floats, batches
+  # of one would be one more than a length can be.
+  groups = numbers.batch(batch_size, drop_remainder=True)
+  return iter(_read_windows(tokens, groups, rows, 0, seq_len))
 
 
 def eval_batches(

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Data: deterministic, sharded by process, resumable, clear about faults."""
 
+import functools
 import itertools
 
 import grain
@@ -156,6 +157,13 @@ def test_batches_repeat_with_the_seed_and_differ_between_seeds(embedded):
   assert first[0].dtype == np.int32
   np.testing.assert_array_equal(first, again)
   assert all((a != b).any() for a, b in zip(first, other, strict=True))
+
+
+def test_a_batch_may_be_one_sequence(embedded):
+  read = functools.partial(data.train_iterator, seq_len=SEQ_LEN, seed=0)
+  ones = take(read(embedded, batch_size=1), 2 * BATCH)
+  whole = take(read(embedded, batch_size=BATCH), 2)
+  np.testing.assert_array_equal(np.concatenate(ones), np.concatenate(whole))
 
 
 @given(
