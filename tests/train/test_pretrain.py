@@ -7,6 +7,7 @@ import signal
 import subprocess
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -196,6 +197,45 @@ def test_a_state_that_cannot_go_on_is_not_saved(
   assert "after step 9 the held-out loss is nan" in errors
   assert f"last good checkpoint is {out / 'checkpoints' / '8'}" in errors
   assert RunDirectory(out).latest_step() == 8
+
+
+def test_too_little_memory_is_said_in_a_sentence(tmp_path, monkeypatch, capsys):
+  def without_memory(*_):
+    raise jax.errors.JaxRuntimeError(
+      "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 29.20GiB\n"
+      "and a page of what was allocated"
+    )
+
+  monkeypatch.setattr(pretrain.step, "initial_state", without_memory)
+  assert run(tmp_path / "out") == 1
+  last = capsys.readouterr().err.splitlines()[-1]
+  assert last.startswith("error: RESOURCE_EXHAUSTED: Out of memory")
+  assert "29.20GiB; lower --batch" in last and "train.plan" in last
+
+
+def test_other_faults_of_a_device_are_not_called_memory(tmp_path, monkeypatch):
+  def broken(*_):
+    raise jax.errors.JaxRuntimeError("INTERNAL: an illegal address")
+
+  monkeypatch.setattr(pretrain.step, "initial_state", broken)
+  with pytest.raises(jax.errors.JaxRuntimeError, match="illegal address"):
+    run(tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+  ("given", "expected"),
+  [
+    ({}, {"XLA_CLIENT_MEM_FRACTION": "0.935"}),
+    *[
+      ({name: "0.5"}, {name: "0.5"})
+      for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+    ],
+  ],
+)
+def test_most_of_a_gpu_is_taken_unless_told(given, expected, monkeypatch):
+  monkeypatch.setattr(pretrain.os, "environ", dict(given))
+  pretrain.take_most_of_gpus()
+  assert pretrain.os.environ == expected
 
 
 @pytest.mark.slow
