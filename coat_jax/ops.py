@@ -62,6 +62,7 @@ __all__ = [
   "gelu_fwd",
   "gelu_input",
   "gelu_values",
+  "join_columns",
   "join_heads",
   "join_heads_operand",
   "linear_dgrad",
@@ -144,6 +145,8 @@ class Op[R]:
     """The kernel where this is compiled for a GPU, if there is one."""
     for name, module in self.kernels if _targets_gpu() else ():
       if self._unsupported(name, module, args, kwargs) is None:
+        if _is_on_mesh():
+          return self._kernel(module)(*args, **kwargs)
         # Once more when it is lowered: on a machine with a GPU a computation
         # can be put on the CPU.
         return jax.lax.platform_dependent(
@@ -202,6 +205,16 @@ def _module(name: str):
   return importlib.import_module(f"{pallas.__name__}.{name}")
 
 
+def _is_on_mesh() -> bool:
+  """Whether this runs on the devices of a mesh, inside shard_map, and no other.
+
+  A choice between platforms of what has a collective in it XLA leaves to the
+  host, which then waits for the device at each.
+  """
+  mesh = jax.sharding.get_abstract_mesh()
+  return bool(mesh.manual_axes) and mesh.abstract_device is not None
+
+
 def _targets_gpu() -> bool:
   """Whether what is traced now is for a GPU with FP8, as far as one can say."""
   device = jax.sharding.get_abstract_mesh().abstract_device
@@ -258,6 +271,7 @@ def _check_attention(q, k, v, *, causal: bool) -> None:
 
 
 _QUANTIZE: Kernels = (("triton", "quantize"),)
+_JOIN: Kernels = (("triton", "join"),)
 _NORM: Kernels = (("triton", "norm"),)
 _NORM_BACKWARD: Kernels = (("triton", "norm_backward"),)
 _SWIGLU: Kernels = (("triton", "swiglu"),)
@@ -271,6 +285,7 @@ _CUDNN: Kernels = (("cudnn", "nvidia"),)
 quantize_groups = Op(reference.quantize_groups, _QUANTIZE)
 quantize_tensor = Op(reference.quantize_tensor, _QUANTIZE)
 tensor_scale = Op(reference.tensor_scale, _QUANTIZE)
+join_columns = Op(reference.join_columns, _JOIN)
 
 linear_fwd = Op(reference.linear_fwd, _CUBLAS, _check_linear)
 linear_dgrad = Op(reference.linear_dgrad, _CUBLAS)

@@ -75,6 +75,11 @@ def lay_out(rows: Array, scale: Array, layout: Layout) -> Operand:
   )
 
 
+def join_columns(parts: Array) -> Array:
+  """[P, f, k] to [f, P k]: columns, of which each of P devices had k values."""
+  return jnp.moveaxis(parts, 0, 1).reshape(parts.shape[1], -1)
+
+
 # --- Linear ------------------------------------------------------------------
 
 

@@ -4,8 +4,9 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from jax import P
 from jax.extend.core import jaxprs_in_params
-from jax.sharding import AbstractDevice, AbstractMesh
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from coat_jax import nvidia, ops, reference
 from coat_jax.op_types import Operand
@@ -57,6 +58,22 @@ def test_for_a_gpu_the_choice_is_made_when_it_is_lowered():
     }
   # The algorithm is what makes cuBLASLt's call of it.
   assert "algorithm" in text["cuda"] and "algorithm" not in text["cpu"]
+
+
+def test_on_a_mesh_of_gpus_there_is_no_choice():
+  devices = AbstractMesh(
+    (2,), ("fsdp",), (AxisType.Auto,), abstract_device=H200.abstract_device
+  )
+
+  def amax_of_all(x):
+    specs = dict(in_specs=P("fsdp"), out_specs=P(), check_vma=False)
+    return jax.shard_map(ops.tensor_scale, mesh=devices, **specs)(x)
+
+  x = jnp.ones((32, 64), jnp.bfloat16)
+  found = primitives(amax_of_all, x)
+  # XLA keeps a conditional around a collective, and the host decides it.
+  assert "pmax" in found and "platform_index" not in found
+  assert "pallas_call" in found
 
 
 def test_what_no_kernel_can_take_is_left_to_xla():

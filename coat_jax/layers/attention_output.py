@@ -97,14 +97,14 @@ class OutputResiduals(NamedTuple):
 def attention_output_fwd(x, q, k, v, w, bias, cache, causal, recipe):
   """x + attention(q, k, v) w + bias, and what is handed over."""
   keep, read = _storage(recipe, q.dtype)
-  how = recipe.implementation
+  how, projected = recipe.implementation, q
   q, k, v = remember("attention", (keep(q), keep(k), keep(v)))
   out, lse = ops.attention_fwd(
     read(q), read(k), read(v), causal=causal, implementation=how
   )
   out, lse = remember("attention", (keep(out), lse))
   out_q = ops.quantize_tensor(_merge_heads(read(out)), implementation=how)
-  w_q = quantized_weight(w, cache, "columns", recipe)
+  w_q = quantized_weight(w, cache, "columns", recipe, after=projected)
   total = add_linear(x, out_q, w_q, bias, recipe)
   cache = keep_scale(cache, w_q)
   scale = remember("linear", out_q.scale)
@@ -116,7 +116,7 @@ def attention_output_bwd(causal, recipe, residuals, g):
   _, read = _storage(recipe, g.dtype)
   q, k, v, out = read(r.q), read(r.k), read(r.v), read(r.out)
   g_q = ops.quantize_tensor(g, dtype=E5M2, layout="both", implementation=how)
-  g_q = gather_sequence(g_q, recipe.axes, batch=g.shape[0])
+  g_q = gather_sequence(g_q, recipe, batch=g.shape[0])
   out_q = ops.quantize_tensor(
     _merge_heads(out), scale=r.out_scale, layout="columns", implementation=how
   )

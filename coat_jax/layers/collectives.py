@@ -14,8 +14,10 @@ nothing.
 import jax
 from jax import Array, lax
 
+from coat_jax import ops
 from coat_jax.mesh_axes import MeshAxes
 from coat_jax.ops import Operand
+from coat_jax.recipe import CoatRecipe
 
 
 def size_of(axis: str | None) -> int:
@@ -28,12 +30,14 @@ def tensor_size(axes: MeshAxes | None) -> int:
   return 1 if axes is None else size_of(axes.tensor)
 
 
-def gather_weight(w: Operand, axes: MeshAxes | None) -> Operand:
+def gather_weight(w: Operand, recipe: CoatRecipe) -> Operand:
   """All rows of a weight [D, F], of which a device has a share."""
+  axes = recipe.axes
   if axes is None or size_of(axes.fsdp) == 1:
     return w
   return w._replace(
-    rows=_gather(w.rows, axes.fsdp, 0), columns=_gather(w.columns, axes.fsdp, 1)
+    rows=_gather(w.rows, axes.fsdp, 0),
+    columns=_gather_columns(w.columns, axes.fsdp, recipe),
   )
 
 
@@ -73,25 +77,23 @@ def sum_tokens(
   return _sum(x, axes.batch if all_positions else axes.tokens)
 
 
-def gather_sequence(
-  x: Operand, axes: MeshAxes | None, *, batch: int
-) -> Operand:
+def gather_sequence(x: Operand, recipe: CoatRecipe, *, batch: int) -> Operand:
   """Codes of whole sequences: rows [B, T, D] and columns [D, B T].
 
   Args:
     x: of the device's positions.
-    axes: of the mesh.
+    recipe: its axes are those of the mesh.
     batch: B.
   """
+  axes = recipe.axes
   if axes is None or size_of(axes.tensor) == 1:
     return x
   _check_has_positions(x.rows)
   rows, columns = _gather(x.rows, axes.tensor, 1), x.columns
   if columns is not None:
     n = columns.shape[0]
-    columns = columns.reshape(n, batch, -1)
-    columns = lax.all_gather(columns, axes.tensor, axis=2, tiled=True)
-    columns = columns.reshape(n, -1)
+    columns = columns.reshape(n * batch, -1)
+    columns = _gather_columns(columns, axes.tensor, recipe).reshape(n, -1)
   return x._replace(rows=rows, columns=columns)
 
 
@@ -115,6 +117,16 @@ def _gather(x: Array | None, axis: str | None, dimension: int) -> Array | None:
   if x is None:
     return None
   return lax.all_gather(x, axis, axis=dimension, tiled=True)
+
+
+def _gather_columns(
+  x: Array | None, axis: str | None, recipe: CoatRecipe
+) -> Array | None:
+  """[f, k] of each device to [f, P k]."""
+  if x is None:
+    return None
+  parts = lax.all_gather(x, axis)
+  return ops.join_columns(parts, implementation=recipe.implementation)
 
 
 def _sum(x: Array, names) -> Array:

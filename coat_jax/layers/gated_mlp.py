@@ -98,14 +98,16 @@ class _Residuals(NamedTuple):
 def _gated_mlp_fwd(x, weights, kind, eps, recipe):
   w, how = weights, recipe.implementation
   x_q, stats, y, kept_y = norm_to_operand(x, w.gamma, w.beta, kind, eps, recipe)
-  y = gather_sequence(y, recipe.axes, batch=x.shape[0])
+  y = gather_sequence(y, recipe, batch=x.shape[0])
   gate_up_q = quantized_weight(
     as_matrix(w.gate_up), w.gate_up_cache, "columns", recipe
   )
   gate_up = ops.linear_fwd(y, gate_up_q, dtype=x.dtype, implementation=how)
   gate_up = add_bias(gate_up, as_row(w.gate_up_bias))
   gate, up, silu, product = _swiglu(gate_up, recipe)
-  down_q = quantized_weight(w.down, w.down_cache, "columns", recipe)
+  down_q = quantized_weight(
+    w.down, w.down_cache, "columns", recipe, after=y.scale
+  )
   out = add_linear(x, product, down_q, w.down_bias, recipe)
   if silu is None:
     product = product._replace(rows=None)
@@ -143,7 +145,7 @@ def _gated_mlp_bwd(kind, eps, recipe, residuals, g):
   r, w, how = residuals, residuals.weights, recipe.implementation
   # Down projection.
   g_q = ops.quantize_tensor(g, dtype=E5M2, layout="both", implementation=how)
-  g_q = gather_sequence(g_q, recipe.axes, batch=g.shape[0])
+  g_q = gather_sequence(g_q, recipe, batch=g.shape[0])
   down_q = quantized_weight(w.down, w.down_cache, "rows", recipe)
   dproduct = ops.linear_dgrad(g_q, down_q, dtype=g.dtype, implementation=how)
   dgate_up, product = _swiglu_bwd(dproduct, r, recipe)

@@ -62,7 +62,7 @@ def _fp8_linear_fwd(split, x, w, bias, cache, recipe):
   kept = remember("linear", x_q._replace(rows=None))
   x_q = Operand(x_q.rows, None, kept.scale)
   if split == "columns":
-    x_q = gather_sequence(x_q, recipe.axes, batch=x.shape[0])
+    x_q = gather_sequence(x_q, recipe, batch=x.shape[0])
   w_q = quantized_weight(as_matrix(w), cache, "columns", recipe)
   y = ops.linear_fwd(x_q, w_q, dtype=x.dtype, implementation=how)
   if split == "inputs":
@@ -79,9 +79,9 @@ def _fp8_linear_bwd(split, recipe, residuals, g):
   g_q = ops.quantize_tensor(g, dtype=E5M2, layout="both", implementation=how)
   batch = g.shape[0]
   if split == "columns":
-    x_q = gather_sequence(x_q, recipe.axes, batch=batch)
+    x_q = gather_sequence(x_q, recipe, batch=batch)
   if split == "inputs":
-    g_q = gather_sequence(g_q, recipe.axes, batch=batch)
+    g_q = gather_sequence(g_q, recipe, batch=batch)
   # Reshaped in here: outside, the reshaped weight would be remembered too.
   w_q = quantized_weight(as_matrix(w), cache, "rows", recipe)
   dx = ops.linear_dgrad(g_q, w_q, dtype=g.dtype, implementation=how)

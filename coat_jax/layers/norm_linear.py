@@ -59,7 +59,7 @@ class NormLinearResiduals(NamedTuple):
 def norm_linear_fwd(x, gamma, beta, w, bias, cache, kind, eps, recipe):
   """norm(x) w + bias of whole sequences, and what is handed over."""
   x_q, stats, y, kept = norm_to_operand(x, gamma, beta, kind, eps, recipe)
-  y = gather_sequence(y, recipe.axes, batch=x.shape[0])
+  y = gather_sequence(y, recipe, batch=x.shape[0])
   w_q = quantized_weight(w, cache, "columns", recipe)
   out = ops.linear_fwd(
     y, w_q, dtype=x.dtype, implementation=recipe.implementation
@@ -154,7 +154,7 @@ def norm_again(x, gamma, beta, stats, y, recipe) -> Operand:
       layout="columns",
       implementation=recipe.implementation,
     )
-  return gather_sequence(y, recipe.axes, batch=x.qvalue.shape[0])
+  return gather_sequence(y, recipe, batch=x.qvalue.shape[0])
 
 
 def norm_linear(

@@ -25,13 +25,33 @@ from coat_jax.recipe import CoatRecipe
 
 
 def quantized_weight(
-  w: Array, cache: Operand | None, layout: ops.Layout, recipe: CoatRecipe
+  w: Array,
+  cache: Operand | None,
+  layout: ops.Layout,
+  recipe: CoatRecipe,
+  *,
+  after: Array | None = None,
 ) -> Operand:
-  """The operand of all rows of w [D, F], from as much as is cached."""
+  """The operand of all rows of w [D, F], from as much as is cached.
+
+  Args:
+    w: the weight, or the device's rows of it.
+    cache: from `cache_weight`.
+    layout: "columns" for a forward, "rows" for a backward.
+    recipe: how it is quantized.
+    after: a value that the codes are not gathered before, where a scale is
+      cached. Devices exchange one thing after another: what a whole layer needs
+      is not to go in front of the amax of its first product.
+  """
   if cache is not None and cache.rows is not None:
     rows = cache.rows if layout == "rows" else None
     columns = cache.columns if layout == "columns" else None
-    return gather_weight(Operand(rows, columns, cache.scale), recipe.axes)
+    return gather_weight(Operand(rows, columns, cache.scale), recipe)
+  if cache is not None:
+    # XLA would take the scale from its stack along with the product of scales,
+    # and so have codes wait, and gathers of them, for the input's amax.
+    scale, _ = jax.lax.optimization_barrier((cache.scale, after))
+    cache = cache._replace(scale=scale)
   # Rows are elementwise, and XLA reads them where they lie in a stack of
   # layers. For a kernel it copies them out first, 8 bytes a parameter.
   codes = ops.quantize_tensor(
@@ -40,7 +60,7 @@ def quantized_weight(
     layout=layout,
     implementation="xla" if layout == "rows" else recipe.implementation,
   )
-  return gather_weight(codes, recipe.axes)
+  return gather_weight(codes, recipe)
 
 
 def weight_gradient(
