@@ -98,8 +98,11 @@ def test_coat_gathers_codes_and_runs_its_kernels(fsdp, tensor, batch):
   compiled = compiled_step(mesh, batch, is_twin=False)
   found = list(moved(compiled))
   gathered = [array for opcode, array in found if opcode == "all-gather"]
-  # All rows of a device's columns, as codes, for each direction.
+  # All rows of a device's columns, as codes, for each direction: a forward's
+  # one device after the other.
   assert ("f8e4m3fn", *sorted((D, 2 * F // tensor))) in gathered
+  parts = fsdp, 2 * F // tensor, D // fsdp
+  assert ("f8e4m3fn", *sorted(parts)) in gathered
   # No weight of a layer is gathered as anything else.
   of_layers = {F, F // tensor, 2 * F // tensor, 3 * D // tensor}
   others = [array for array in gathered if not array[0].startswith("f8")]
@@ -111,3 +114,41 @@ def test_coat_gathers_codes_and_runs_its_kernels(fsdp, tensor, batch):
   # The optimizer's kernel for the six matrices, on a device's part.
   assert sum(n for name, n in calls.items() if "mosaic" in name) == 6
   assert sum(n for name, n in calls.items() if "triton" in name) > 20
+
+
+def amaxes_before(everything, gather):
+  """How many collective amaxes a gather's operands are computed from."""
+  same = [x for x in everything if x.computation == gather.computation]
+  operands = {}
+  for each in same:
+    arguments = each.text.split(f"{each.opcode}(", 1)[1].split("), ", 1)[0]
+    operands[each.name] = re.findall(r"%([\w.\-]+)", arguments)
+  seen, left = set(), [gather.name]
+  while left:
+    name = left.pop()
+    if name in operands and name not in seen:
+      seen.add(name)
+      left += operands[name]
+  found = [x for x in same if x.name in seen and "calls=%fused_pmax" in x.text]
+  return sum(x.opcode.endswith("-start") for x in found)
+
+
+def test_nothing_waits_that_need_not():
+  everything = instructions(compiled_step("fsdp=4,tensor=1", 4, is_twin=False))
+  # The host decides nothing: it would wait for the device first.
+  assert "conditional" not in {each.opcode for each in everything}
+  # Codes are gathered for products to come, and never wait for the amax of
+  # what they are multiplied by.
+  waits = {}
+  for each in everything:
+    is_gather = each.opcode in ("all-gather", "all-gather-start")
+    if is_gather and "f8" in each.shape and "region" in each.computation:
+      waits.setdefault(each.computation, set()).add(
+        amaxes_before(everything, each)
+      )
+  backward, forward = sorted(waits.values(), key=max)
+  # The first weight's for none, the last one's for all amaxes but its own;
+  # those between, which XLA may gather together, for some.
+  assert min(forward) == 0 and max(forward) == 3
+  # XLA finds a backward's place in the stacks along with its first scale.
+  assert max(backward) <= 1
