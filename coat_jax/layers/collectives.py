@@ -102,6 +102,12 @@ def scatter_sequence(y: Array, axes: MeshAxes | None) -> Array:
   if axes is None or size_of(axes.tensor) == 1:
     return y
   _check_has_positions(y)
+  devices = size_of(axes.tensor)
+  if y.shape[1] % devices:
+    raise ValueError(
+      "layers: on a mesh sequences must be a multiple of its tensor axis long, "
+      f"got {y.shape[1]} positions and {devices} devices; pad them"
+    )
   return lax.psum_scatter(y, axes.tensor, scatter_dimension=1, tiled=True)
 
 

@@ -326,3 +326,9 @@ def test_what_a_mesh_cannot_take_is_said():
       f(params, x.reshape(-1, D))
     with pytest.raises(ValueError, match="got one token of 64; vmap over seq"):
       f(params, x[0, 0])
+  f, params = build(
+    lambda r: Linear(D, F, split="inputs", recipe=r, rngs=nnx.Rngs(0)), recipe
+  )
+  with jax.set_mesh(make_mesh((2, 2, 2))):
+    with pytest.raises(ValueError, match="got 15 positions and 2 devices; pad"):
+      f(params, x[:, :15])
