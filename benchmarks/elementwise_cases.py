@@ -21,6 +21,7 @@ from benchmarks.cases import (
   of_op,
 )
 from coat_jax import ops
+from coat_jax.formats import E4M3
 
 _GROUPS = dict(group_size=GROUP_SIZE)
 # Bytes of a value in FP8 with its share of a BF16 scale; in BF16 it has 2.
@@ -32,6 +33,7 @@ _LAYOUTS = {"rows": 1, "columns": 1, "both": 2}  # Bytes written a value.
 def elementwise_cases(sizes: Sizes) -> Iterator[Case]:
   """Every one."""
   yield from _quantize(sizes)
+  yield from _join_columns(sizes)
   yield from _norm(sizes)
   yield from _rope(sizes)
   yield from _residual_add(sizes)
@@ -70,6 +72,17 @@ def _quantize(sizes):
       lambda op, x, scale, to=layout: op(x, scale=scale, layout=to),
       num_bytes=size * (2 + written),
     )
+
+
+def _join_columns(sizes):
+  d, f = sizes.weights["gate_up"]
+  yield of_op(
+    ops.join_columns,
+    dict(devices=2, columns=f, rows=d),
+    lambda: (normal(2, f, d // 2).astype(E4M3),),
+    lambda op, parts: op(parts),
+    num_bytes=2 * d * f,
+  )
 
 
 def _norm(sizes):

@@ -149,7 +149,8 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
   environment = dict(os.environ)
   if options.hbm is not None:
-    environment["XLA_PYTHON_CLIENT_MEM_FRACTION"] = _fraction(options.hbm)
+    environment.pop("XLA_PYTHON_CLIENT_MEM_FRACTION", None)  # Its old name.
+    environment["XLA_CLIENT_MEM_FRACTION"] = _fraction(options.hbm)
   failed = 0
   for variant in [options.variant] if options.variant else VARIANTS:
     command = [sys.executable, "-m", "benchmarks.training", "--in-process"]

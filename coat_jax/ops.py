@@ -208,8 +208,9 @@ def _module(name: str):
 def _is_on_mesh() -> bool:
   """Whether this runs on the devices of a mesh, inside shard_map, and no other.
 
-  A choice between platforms of what has a collective in it XLA leaves to the
-  host, which then waits for the device at each.
+  XLA keeps a choice of platform that has a collective in it as a conditional,
+  and the host then waits for the device at each. What is traced without the
+  choice lowers for the mesh's platform only.
   """
   mesh = jax.sharding.get_abstract_mesh()
   return bool(mesh.manual_axes) and mesh.abstract_device is not None
@@ -218,9 +219,13 @@ def _is_on_mesh() -> bool:
 def _targets_gpu() -> bool:
   """Whether what is traced now is for a GPU with FP8, as far as one can say."""
   device = jax.sharding.get_abstract_mesh().abstract_device
+  has_gpu = jax.default_backend() == "gpu"
   if device is not None:
-    return device.platform in ("cuda", "gpu")  # A mesh's devices say gpu.
-  if jax.default_backend() != "gpu":
+    if device.platform not in ("cuda", "gpu"):  # A mesh's devices say gpu.
+      return False
+    if not has_gpu:  # It is compiled here for a mesh elsewhere.
+      return True
+  elif not has_gpu:
     return False
   # Ada has FP8 as well; GPUs before it have not. AMD's name no number.
   capability = str(getattr(jax.devices()[0], "compute_capability", ""))

@@ -118,6 +118,10 @@ def test_kernels_are_for_gpus_with_fp8(monkeypatch, capability, has_fp8):
   # A function of its own: what JAX has traced before it does not trace again.
   found = primitives(lambda x, w: ops.linear_fwd(x, w), *operands())
   assert ("platform_index" in found) == has_fp8
+  # A mesh says that it has GPUs, not which: AMD's are called gpu, too.
+  with jax.sharding.use_abstract_mesh(H200):
+    found = primitives(lambda x, w: ops.linear_fwd(x, w), *operands())
+  assert ("platform_index" in found) == has_fp8
 
 
 def test_with_several_gpus_kernels_run_inside_shard_map_only(monkeypatch):

@@ -237,8 +237,8 @@ def train_iterator(
       "lower the batch size or the sequence length, or give more data"
     )
   numbers = grain.MapDataset.range(windows).seed(seed).shuffle().repeat()
-  # Without a remainder its length is a quotient of integers: of floats, batches
-  # of one would be one more than a length can be.
+  # With a remainder grain rounds a quotient of floats up: batches of one of an
+  # endless dataset would be 2^63, and len() can say no more than 2^63 - 1.
   groups = numbers.batch(batch_size, drop_remainder=True)
   return iter(_read_windows(tokens, groups, rows, 0, seq_len))
 

@@ -12,7 +12,7 @@ SIGINT and SIGTERM, when the state was saved. Of several processes
 (`--distributed`) all have the same, but where one could not write a file or had
 no memory: JAX ends the others then.
 
-Of a GPU's memory JAX may take 93.5 %, which is the 80 GB that an H100 is sold
+Of a GPU's memory JAX may take 93.5 %, about the 80 GB that an H100 is sold
 with, in place of its usual 75 %, unless XLA_CLIENT_MEM_FRACTION says otherwise.
 """
 
@@ -40,8 +40,8 @@ from train.presets import PRESETS
 from train.run_directory import RunDirectory, check_same, describe
 from train.signals import Signals
 
-# What a GPU is sold with, of what it has: 80 of 85.5 GB, 141 of 150.8; the rest
-# is for CUDA, cuBLAS and NCCL.
+# About what a GPU is sold with, of what it has: 80 of 85.5 GB, 141 of 150.8;
+# the rest is for CUDA, cuBLAS and NCCL.
 _GPU_SHARE = "0.935"
 
 
@@ -85,11 +85,12 @@ def failing_alone():
   except (OSError, jax.errors.JaxRuntimeError) as error:
     text = f"error: {error}"
     if isinstance(error, jax.errors.JaxRuntimeError):
-      if "RESOURCE_EXHAUSTED" not in text:
+      if "RESOURCE_EXHAUSTED: Out of memory" not in text:
         raise
       text = (
-        f"{text.splitlines()[0]}; lower --batch, raise --accumulate or give "
-        "--mesh more devices: python -m train.plan tells what fits"
+        f"{text.splitlines()[0].rstrip('.')}; raise --accumulate, give --mesh "
+        "more devices or start with a smaller --batch: python -m train.plan "
+        "tells what fits"
       )
     stop = Stop(1, text, speaker=jax.process_index())
     if jax.process_count() == 1:

@@ -35,10 +35,10 @@ def gather_weight(w: Operand, recipe: CoatRecipe) -> Operand:
   axes = recipe.axes
   if axes is None or size_of(axes.fsdp) == 1:
     return w
-  return w._replace(
-    rows=_gather(w.rows, axes.fsdp, 0),
-    columns=_gather_columns(w.columns, axes.fsdp, recipe),
-  )
+  rows, columns = _gather(w.rows, axes.fsdp, 0), w.columns
+  if columns is not None:
+    columns = _gather_columns(columns, axes.fsdp, recipe)
+  return w._replace(rows=rows, columns=columns)
 
 
 def reduce_gradient(
@@ -125,12 +125,8 @@ def _gather(x: Array | None, axis: str | None, dimension: int) -> Array | None:
   return lax.all_gather(x, axis, axis=dimension, tiled=True)
 
 
-def _gather_columns(
-  x: Array | None, axis: str | None, recipe: CoatRecipe
-) -> Array | None:
+def _gather_columns(x: Array, axis: str | None, recipe: CoatRecipe) -> Array:
   """[f, k] of each device to [f, P k]."""
-  if x is None:
-    return None
   parts = lax.all_gather(x, axis)
   return ops.join_columns(parts, implementation=recipe.implementation)
 

@@ -39,15 +39,15 @@ def quantized_weight(
     cache: from `cache_weight`.
     layout: "columns" for a forward, "rows" for a backward.
     recipe: how it is quantized.
-    after: a value that the codes are not gathered before, where a scale is
-      cached. Devices exchange one thing after another: what a whole layer needs
-      is not to go in front of the amax of its first product.
+    after: on a mesh, where a scale is cached, codes are gathered only once
+      this value is known. Devices exchange one thing after another, and an amax
+      that a product waits for should not wait behind all of a layer's codes.
   """
   if cache is not None and cache.rows is not None:
     rows = cache.rows if layout == "rows" else None
     columns = cache.columns if layout == "columns" else None
     return gather_weight(Operand(rows, columns, cache.scale), recipe)
-  if cache is not None:
+  if cache is not None and recipe.axes is not None:
     # XLA would take the scale from its stack along with the product of scales,
     # and so have codes wait, and gathers of them, for the input's amax.
     scale, _ = jax.lax.optimization_barrier((cache.scale, after))

@@ -5,7 +5,10 @@
 
 A device has k of every column's values and gets those of the others one device
 after the other. Programs copy a tile each, in loads and stores of 16 bytes;
-XLA's own transpose moves single codes.
+XLA's own transpose moves single codes. Bytes for each code: 2.
+
+On an H200 (2026-11-21, jax 0.11.2, [2, 22016, 2048], in a step of training,
+beside a gather): 57 microseconds, 3.2 TB/s; XLA takes 108.
 """
 
 import functools

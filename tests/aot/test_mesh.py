@@ -108,6 +108,7 @@ def test_coat_gathers_codes_and_runs_its_kernels(fsdp, tensor, batch):
   others = [array for array in gathered if not array[0].startswith("f8")]
   assert not [array for array in others if of_layers & set(array[1:])]
   assert not [array for opcode, array in found if opcode == "all-to-all"]
+  assert "join_columns" in compiled.as_text()
   calls = custom_calls(compiled)
   # A body of the scan each way: four weights, three products a weight.
   assert len(fp8_matmul_calls(compiled)) >= 4 * 3

@@ -202,7 +202,7 @@ def test_a_state_that_cannot_go_on_is_not_saved(
 def test_too_little_memory_is_said_in_a_sentence(tmp_path, monkeypatch, capsys):
   def without_memory(*_):
     raise jax.errors.JaxRuntimeError(
-      "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 29.20GiB\n"
+      "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 29.20GiB.\n"
       "and a page of what was allocated"
     )
 
@@ -210,7 +210,7 @@ def test_too_little_memory_is_said_in_a_sentence(tmp_path, monkeypatch, capsys):
   assert run(tmp_path / "out") == 1
   last = capsys.readouterr().err.splitlines()[-1]
   assert last.startswith("error: RESOURCE_EXHAUSTED: Out of memory")
-  assert "29.20GiB; lower --batch" in last and "train.plan" in last
+  assert "29.20GiB; raise --accumulate" in last and "train.plan" in last
 
 
 def test_other_faults_of_a_device_are_not_called_memory(tmp_path, monkeypatch):
