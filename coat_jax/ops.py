@@ -219,16 +219,13 @@ def _is_on_mesh() -> bool:
 def _targets_gpu() -> bool:
   """Whether what is traced now is for a GPU with FP8, as far as one can say."""
   device = jax.sharding.get_abstract_mesh().abstract_device
-  has_gpu = jax.default_backend() == "gpu"
-  if device is not None:
-    if device.platform not in ("cuda", "gpu"):  # A mesh's devices say gpu.
-      return False
-    if not has_gpu:  # It is compiled here for a mesh elsewhere.
-      return True
-  elif not has_gpu:
+  # A mesh's devices say gpu.
+  if device is not None and device.platform not in ("cuda", "gpu"):
     return False
+  if jax.default_backend() != "gpu":
+    return device is not None  # It is compiled here for a mesh elsewhere.
   # Ada has FP8 as well; GPUs before it have not. AMD's name no number.
-  capability = str(getattr(jax.devices()[0], "compute_capability", ""))
+  capability = str(getattr(jax.local_devices()[0], "compute_capability", ""))
   return capability[:1].isdigit() and float(capability) >= 8.9
 
 

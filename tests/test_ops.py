@@ -114,7 +114,7 @@ def test_kernels_are_for_gpus_with_fp8(monkeypatch, capability, has_fp8):
     compute_capability = capability
 
   monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-  monkeypatch.setattr(jax, "devices", lambda: [Device()])
+  monkeypatch.setattr(jax, "local_devices", lambda: [Device()])
   # A function of its own: what JAX has traced before it does not trace again.
   found = primitives(lambda x, w: ops.linear_fwd(x, w), *operands())
   assert ("platform_index" in found) == has_fp8
