@@ -97,14 +97,15 @@ class OutputResiduals(NamedTuple):
 def attention_output_fwd(x, q, k, v, w, bias, cache, causal, recipe):
   """x + attention(q, k, v) w + bias, and what is handed over."""
   keep, read = _storage(recipe, q.dtype)
-  how, after = recipe.implementation, q
+  how = recipe.implementation
+  projected = q  # What is kept of it may be FP8.
   q, k, v = remember("attention", (keep(q), keep(k), keep(v)))
   out, lse = ops.attention_fwd(
     read(q), read(k), read(v), causal=causal, implementation=how
   )
   out, lse = remember("attention", (keep(out), lse))
   out_q = ops.quantize_tensor(_merge_heads(read(out)), implementation=how)
-  w_q = quantized_weight(w, cache, "columns", recipe, after=after)
+  w_q = quantized_weight(w, cache, "columns", recipe, after=projected)
   total = add_linear(x, out_q, w_q, bias, recipe)
   cache = keep_scale(cache, w_q)
   scale = remember("linear", out_q.scale)
