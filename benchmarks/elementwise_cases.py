@@ -12,14 +12,7 @@ from collections.abc import Iterator
 
 import jax.numpy as jnp
 
-from benchmarks.cases import (
-  GROUP_SIZE,
-  Case,
-  Sizes,
-  grouped,
-  normal,
-  of_op,
-)
+from benchmarks.cases import GROUP_SIZE, Case, Sizes, grouped, normal, of_op
 from coat_jax import ops
 from coat_jax.formats import E4M3
 

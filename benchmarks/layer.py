@@ -34,10 +34,10 @@ from benchmarks import aot
 from benchmarks.harness import emit, measure, say
 from coat_jax import recipe as recipes
 from coat_jax.layers import RESIDUAL_NAMES, with_weight_cache
+from coat_jax.models.config import ModelConfig
+from coat_jax.models.decoder import DecoderLayer
 from coat_jax.recipe import CoatRecipe
-from train.config import ModelConfig
-from train.memory import remembered_bytes
-from train.model import DecoderLayer
+from train.memory import residual_bytes
 from train.presets import PRESETS
 
 # What jax.checkpoint keeps of a layer; the rest is computed again.
@@ -191,7 +191,7 @@ def time_rows(config, variant, case, options) -> list[dict]:
     tokens = min(_REMEMBERED_TOKENS, options.seq)
     # Kernels remember the same; what is counted is read off plain JAX.
     recipe = dataclasses.replace(variant.recipe, implementation="xla")
-    counted = remembered_bytes(config, recipe, tokens=tokens)
+    counted = residual_bytes(config, recipe, tokens=tokens)
     further["remembered_units"] = counted["total"] / (2 * config.d_model)
   if not options.compile_only:
     arrays = make_arrays(layer, config, shape, options.param_dtype)

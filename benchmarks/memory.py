@@ -32,10 +32,10 @@ from flax import nnx
 from benchmarks import aot, planned, table7
 from benchmarks.harness import emit
 from coat_jax import coat_adamw, codecs, recipe
-from coat_jax.state import state_bytes
-from train.config import ModelConfig
-from train.memory import remembered_bytes
-from train.model import Decoder
+from coat_jax.models.config import ModelConfig
+from coat_jax.models.decoder import Decoder
+from coat_jax.optimizer.state import state_bytes
+from train.memory import residual_bytes
 from train.presets import PRESETS
 
 RECIPES = (
@@ -74,7 +74,7 @@ def residuals(preset: str, tokens: int) -> list[dict]:
   without_rope = reference_bytes(config)
   rows = []
   for r in RECIPES:
-    counted = remembered_bytes(config, r, tokens=tokens)
+    counted = residual_bytes(config, r, tokens=tokens)
     # The choice of a residual set is COAT's; elsewhere autodiff chooses.
     kept = r.residuals if r.name == "coat" else "autodiff"
     case = dict(preset=preset, recipe=r.name, residuals=kept)

@@ -19,7 +19,7 @@ import optax
 
 from benchmarks.harness import copy_bandwidth, emit, measure, say
 from coat_jax import codecs
-from coat_jax.fused import fused_coat_adamw
+from coat_jax.optimizer.fused import fused_coat_adamw
 
 CODECS = {
   ("coat", "nearest"): codecs.coat(rounding="nearest"),

@@ -16,9 +16,9 @@ from flax import nnx
 
 from benchmarks.harness import say
 from coat_jax import recipe
-from train.config import ModelConfig
-from train.data import DataConfig, load_tokens, train_iterator
-from train.model import Decoder, loss_fn
+from coat_jax.models.config import ModelConfig
+from coat_jax.models.decoder import Decoder, loss_fn
+from train.data.batches import DataConfig, load_tokens, train_iterator
 
 MODEL = ModelConfig(
   family="llama",

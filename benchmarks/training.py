@@ -29,7 +29,7 @@ from benchmarks.training_step import VARIANTS, configure
 from train import mesh as meshes
 from train import step
 from train.config import TrainConfig
-from train.data import DataConfig, load_tokens, train_iterator
+from train.data.batches import DataConfig, load_tokens, train_iterator
 from train.presets import PRESETS
 
 _WARM_UP_STEPS = 3

@@ -4,7 +4,7 @@
 The optimizer is here; the layers are in `coat_jax.layers`:
 
   import coat_jax
-  from coat_jax import codecs, layers, recipe
+  from coat_jax import (codecs, layers, recipe)
 
   optimizer = coat_jax.coat_adamw(3e-4, codec=codecs.coat())
   mlp = layers.GatedMLP(4096, 11008, recipe=recipe.coat(), rngs=nnx.Rngs(0))
@@ -15,18 +15,20 @@ from coat_jax import recipe as recipe
 from coat_jax.codecs import MomentCodec as MomentCodec
 from coat_jax.formats import E4M3 as E4M3
 from coat_jax.formats import E5M2 as E5M2
-from coat_jax.fused import FusedTransformation as FusedTransformation
-from coat_jax.fused import fused_coat_adamw as fused_coat_adamw
-from coat_jax.moments import default_quantize_mask as default_quantize_mask
 from coat_jax.optax_coat import ScaleByCoatAdamState as ScaleByCoatAdamState
 from coat_jax.optax_coat import apply_updates as apply_updates
 from coat_jax.optax_coat import coat_adamw as coat_adamw
 from coat_jax.optax_coat import scale_by_coat_adam as scale_by_coat_adam
+from coat_jax.optimizer.fused import FusedTransformation as FusedTransformation
+from coat_jax.optimizer.fused import fused_coat_adamw as fused_coat_adamw
+from coat_jax.optimizer.moments import (
+  default_quantize_mask as default_quantize_mask,
+)
+from coat_jax.optimizer.state import from_adam_state as from_adam_state
+from coat_jax.optimizer.state import state_bytes as state_bytes
+from coat_jax.optimizer.state import state_report as state_report
+from coat_jax.optimizer.state import to_adam_state as to_adam_state
 from coat_jax.qtensor import QTensor as QTensor
 from coat_jax.qtensor import dequantize as dequantize
 from coat_jax.qtensor import quantize as quantize
 from coat_jax.recipe import CoatRecipe as CoatRecipe
-from coat_jax.state import from_adam_state as from_adam_state
-from coat_jax.state import state_bytes as state_bytes
-from coat_jax.state import state_report as state_report
-from coat_jax.state import to_adam_state as to_adam_state

@@ -21,9 +21,10 @@ import optax
 from jax import Array
 from jax.typing import ArrayLike
 
-from coat_jax import adam, codecs, moments, ops, parts, stochastic
-from coat_jax.moments import QuantizeMask
-from coat_jax.op_types import Implementation
+from coat_jax import codecs, stochastic
+from coat_jax.ops.types import Implementation
+from coat_jax.optimizer import adam, moments, shards
+from coat_jax.optimizer.moments import QuantizeMask
 
 # Parameters draw from another stream of random words than moments do.
 _PARAMETER_STREAM = 0x85EBCA6B
@@ -33,7 +34,7 @@ class ScaleByCoatAdamState(NamedTuple):
   """State of Adam with encoded moments.
 
   All fields but `count` are trees of the parameters' structure whose leaves are
-  plain arrays: `Encoded` of `group_codecs`, once for each moment. A leaf that
+  plain arrays: `Encoded` of `codecs.group`, once for each moment. A leaf that
   stays in f32 has its moments in `*_codes` and scalars in the others.
   """
 
@@ -115,16 +116,18 @@ def scale_by_coat_adam(
     scalars = adam.adam_scalars(count, b1, b2, eps, eps_root, nesterov=nesterov)
     new_updates, new_resting = [], []
     pairs = list(paired(op, updates, state))
-    where = parts.shardings_of(op, shardings, [resting for _, resting in pairs])
+    where = shards.shardings_of(
+      op, shardings, [resting for _, resting in pairs]
+    )
     for i, (g, resting) in enumerate(pairs):
-      update, resting = parts.run_on_parts(
-        ops.adam_update,
+      update, resting = shards.run_on_shards(
+        adam.adam_update,
         where[i],
         (g,),
         resting,
         stochastic.leaf_key(seed, count, i),
         scalars,
-        groups=moments.resting_groups(op, resting, codec),
+        groups=moments.stored_groups(op, resting, codec),
         implementation=implementation,
       )
       new_updates.append(update)

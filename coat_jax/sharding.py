@@ -22,10 +22,11 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
-from coat_jax import codecs, moments
+from coat_jax import codecs
 from coat_jax.codecs import MomentCodec
-from coat_jax.group_codecs import Encoded, GroupCodec
-from coat_jax.moments import Groups, Moments, QuantizeMask
+from coat_jax.codecs.group import Encoded, GroupCodec
+from coat_jax.optimizer import moments
+from coat_jax.optimizer.moments import Groups, Moments, QuantizeMask
 
 # The fields of a state of `scale_by_coat_adam` but its count.
 _FIELDS = [f"{m}_{field}" for m in Moments._fields for field in Encoded._fields]
@@ -244,7 +245,7 @@ def _check_groups(op, path: str, leaf: Moments, several) -> None:
   """Raises where a device would have part of a group of one leaf's moments."""
   codes = leaf.mu.codes
   share = _share(codes)
-  for size in _sizes(_resting_groups(op, leaf, several)):
+  for size in _sizes(_stored_groups(op, leaf, several)):
     if share == codes.shape[-1] or share % size == 0:
       continue
     fitting = ", ".join(str(g) for g in _fitting(share, size)[:5])
@@ -257,14 +258,14 @@ def _check_groups(op, path: str, leaf: Moments, several) -> None:
     )
 
 
-def _resting_groups(op, leaf: Moments, several) -> Groups:
+def _stored_groups(op, leaf: Moments, several) -> Groups:
   """The group codecs of the first codec that can have written these moments."""
   for codec in several[:-1]:
     try:
-      return moments.resting_groups(op, leaf, codec)
+      return moments.stored_groups(op, leaf, codec)
     except ValueError:
       pass
-  return moments.resting_groups(op, leaf, several[-1])
+  return moments.stored_groups(op, leaf, several[-1])
 
 
 def _sizes(groups: Sequence[GroupCodec]) -> list[int]:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from train import step
-from train.data import DataConfig, load_tokens, train_iterator
+from train.data.batches import DataConfig, load_tokens, train_iterator
 from train.presets import demo
 
 pytestmark = pytest.mark.gpu

@@ -19,12 +19,13 @@ from jax.sharding import Mesh, NamedSharding
 from coat_jax import fused_coat_adamw
 from coat_jax import recipe as recipes
 from coat_jax.layers import with_weight_cache
-from coat_jax.mesh_axes import MeshAxes
+from coat_jax.models.config import ModelConfig
+from coat_jax.models.decoder import DecoderLayer
+from coat_jax.models.specs import param_spec
+from coat_jax.recipe import MeshAxes
 from tests.comparing import assert_same_bits
 from train import step
-from train.config import ModelConfig
-from train.mesh import batch_sharding, make_mesh, param_spec, parse_mesh
-from train.model import DecoderLayer
+from train.mesh import batch_sharding, make_mesh, parse_mesh
 from train.presets import demo
 
 pytestmark = pytest.mark.gpu

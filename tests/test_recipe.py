@@ -7,8 +7,7 @@ import inspect
 import pytest
 
 from coat_jax import recipe
-from coat_jax.mesh_axes import MeshAxes
-from coat_jax.recipe import CoatRecipe
+from coat_jax.recipe import CoatRecipe, MeshAxes
 
 
 def test_presets_carry_their_names():
@@ -48,8 +47,8 @@ def test_evaluation_computes_what_training_does_unless_told():
   for preset in (recipe.fp8_linear, recipe.coat):
     assert preset(evaluation="bf16").for_evaluation() == recipe.bf16()
   axes = MeshAxes(tensor="tensor")
-  on_mesh = dataclasses.replace(recipe.coat(evaluation="bf16"), axes=axes)
-  assert on_mesh.for_evaluation().axes == axes
+  with_axes = dataclasses.replace(recipe.coat(evaluation="bf16"), axes=axes)
+  assert with_axes.for_evaluation().axes == axes
 
 
 def test_recipes_are_frozen_and_hashable():

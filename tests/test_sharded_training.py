@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding
 from coat_jax import codecs, sharding
 from coat_jax import recipe as recipes
 from coat_jax.layers import GatedMLP
-from coat_jax.mesh_axes import MeshAxes
+from coat_jax.recipe import MeshAxes
 from examples import sharded_training
 
 

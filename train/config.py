@@ -14,8 +14,9 @@ import jax.numpy as jnp
 
 import coat_jax.recipe
 from coat_jax import codecs
-from coat_jax.mesh_axes import GradDtype, MeshAxes
-from train.data import DataConfig
+from coat_jax.models.config import ModelConfig, Remat, check_positive
+from coat_jax.recipe import GradDtype, MeshAxes
+from train.data.batches import DataConfig
 from train.mesh import AXIS_RULES, check_fits, parse_mesh
 
 # Which arguments each of these takes; the rest must be left as they are.
@@ -30,7 +31,6 @@ _RECIPES = {
   "fp8_linear": ("weight_cache", "evaluation"),
   "bf16": ("compute",),
 }
-Remat = Literal["none", "dots", "full"]
 _CODECS = {
   "coat": ("rounding", "group_size", "second"),
   "coat_e8m0": ("rounding", "group_size"),
@@ -39,65 +39,6 @@ _CODECS = {
   "bfloat16": (),
   "float32": (),
 }
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ModelConfig:
-  """The shape of a decoder.
-
-  Attributes:
-    family: llama has RMSNorm with weights, olmo LayerNorm without parameters.
-    num_layers: Decoder layers.
-    d_model: Width of the residual stream.
-    d_ff: Width of the gated MLP.
-    num_heads: Query heads.
-    num_kv_heads: Key and value heads, each shared by as many query heads.
-    vocab_size: Token ids are below it.
-    rope_theta: Base of the rotary embedding.
-    norm_eps: What norms add to the mean square.
-    tied_embeddings: The output layer is the embedding, transposed.
-    clip_qkv: Largest magnitude of q, k and v; None leaves them as they are.
-
-  Raises:
-    ValueError: a size below 1, or sizes that do not divide each other.
-  """
-
-  family: Literal["llama", "olmo"]
-  num_layers: int
-  d_model: int
-  d_ff: int
-  num_heads: int
-  num_kv_heads: int
-  vocab_size: int
-  rope_theta: float = 1e4
-  norm_eps: float = 1e-5
-  tied_embeddings: bool = False
-  clip_qkv: float | None = None
-
-  def __post_init__(self):
-    _check_positive(
-      self,
-      ("num_layers", "d_model", "d_ff", "num_heads", "num_kv_heads")
-      + ("vocab_size", "rope_theta", "norm_eps"),
-    )
-    if self.clip_qkv is not None:
-      _check_positive(self, ("clip_qkv",))
-    if self.d_model % self.num_heads or self.head_dim % 2:
-      raise ValueError(
-        "ModelConfig: d_model must be an even multiple of num_heads, got "
-        f"{self.d_model} and {self.num_heads}; rotary embeddings turn pairs"
-      )
-    if self.num_heads % self.num_kv_heads:
-      raise ValueError(
-        "ModelConfig: num_heads must be a multiple of num_kv_heads, got "
-        f"{self.num_heads} and {self.num_kv_heads}; pass num_kv_heads equal to "
-        "num_heads for attention without sharing"
-      )
-
-  @property
-  def head_dim(self) -> int:
-    """Width of one head."""
-    return self.d_model // self.num_heads
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -140,7 +81,7 @@ class OptimConfig:
   grad_clip: float = 1.0
 
   def __post_init__(self):
-    _check_positive(self, ("lr", "eps", "grad_clip"))
+    check_positive(self, ("lr", "eps", "grad_clip"))
     for name in ("warmup", "weight_decay"):
       if not getattr(self, name) >= 0:
         raise ValueError(
@@ -250,7 +191,7 @@ class TrainConfig:
   keep: int = 3
 
   def __post_init__(self):
-    _check_positive(
+    check_positive(
       self,
       ("steps", "batch", "accumulate", "seq", "activation_group_size")
       + ("compare_seeds", "eval_every", "eval_batches", "save_every", "keep"),
@@ -348,16 +289,6 @@ class TrainConfig:
       convert_state=False,
       report_state=False,
     )
-
-
-def _check_positive(config, names: tuple[str, ...]) -> None:
-  for name in names:
-    value = getattr(config, name)
-    if not value > 0:
-      raise ValueError(
-        f"{type(config).__name__}: {name} must be above 0, got {value}; see "
-        "the presets for usual values"
-      )
 
 
 def _defaults(config, taken: dict) -> dict:

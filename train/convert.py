@@ -38,11 +38,11 @@ from jax.sharding import NamedSharding
 
 from coat_jax import from_adam_state, sharding, to_adam_state
 from train import step as steps
-from train.checkpoint import Checkpoints, read_description, restore_state
 from train.config import OptimConfig, TrainConfig
-from train.data import load_tokens, train_iterator
+from train.data.batches import load_tokens, train_iterator
 from train.presets import PRESETS
-from train.run_directory import RunDirectory, configuration, describe
+from train.run.checkpoint import Checkpoints, read_description, restore_state
+from train.run.directory import RunDirectory, configuration, describe
 from train.step import TrainState
 
 # What of a codec decides how its bytes are read; rounding does not.

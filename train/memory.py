@@ -23,9 +23,9 @@ from flax import nnx
 from jax.extend.core import Var
 
 from coat_jax.layers import residuals
+from coat_jax.models.config import ModelConfig
+from coat_jax.models.decoder import DecoderLayer
 from coat_jax.recipe import CoatRecipe
-from train.config import ModelConfig
-from train.model import DecoderLayer
 
 KINDS = get_args(residuals.Kind)
 
@@ -41,7 +41,7 @@ _KIND_OF_FILE = {
 }
 
 
-def remembered_bytes(
+def residual_bytes(
   config: ModelConfig, recipe: CoatRecipe, *, tokens: int
 ) -> dict[str, float]:
   """Counts what one decoder layer remembers for its backward, per token.
@@ -56,16 +56,16 @@ def remembered_bytes(
     Bytes per token and layer for each of `KINDS`, and their `total`.
   """
   totals = dict.fromkeys(KINDS, 0)
-  for aval, kind in remembered_arrays(config, recipe, tokens=tokens):
+  for aval, kind in residual_arrays(config, recipe, tokens=tokens):
     totals[kind] += aval.size * aval.dtype.itemsize
   totals["total"] = sum(totals.values())
   return {kind: count / tokens for kind, count in totals.items()}
 
 
-def remembered_arrays(
+def residual_arrays(
   config: ModelConfig, recipe: CoatRecipe, *, tokens: int
 ) -> list[tuple[jax.core.ShapedArray, str]]:
-  """Lists the arrays that `remembered_bytes` counts.
+  """Lists the arrays that `residual_bytes` counts.
 
   Args:
     config: The model's shape.

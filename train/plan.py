@@ -20,6 +20,7 @@ from typing import get_args
 import jax
 from jax.sharding import AbstractMesh, AxisType
 
+from coat_jax.layers import vocabulary
 from coat_jax.plan import (
   DecoderShape,
   Load,
@@ -29,10 +30,10 @@ from coat_jax.plan import (
   plan_step,
 )
 from train import mesh as meshes
-from train import step, vocabulary
+from train import step
 from train.config import ModelConfig, OptimConfig, TrainConfig
-from train.metrics import format_table
 from train.presets import PRESETS
+from train.run.metrics import format_table
 
 GB = 10**9
 COLUMNS = {

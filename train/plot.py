@@ -18,8 +18,8 @@ import tyro
 from matplotlib.figure import Figure
 from matplotlib.ticker import ScalarFormatter
 
-from train.metrics import read_metrics
-from train.run_directory import RunDirectory
+from train.run.directory import RunDirectory
+from train.run.metrics import read_metrics
 
 # Steps over which a loss curve is smoothed; the raw one is drawn behind it.
 _WINDOW = 20

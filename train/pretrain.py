@@ -30,15 +30,21 @@ import jax.numpy as jnp
 import numpy as np
 import tyro
 
-from train import compare, convert, processes, report, step
-from train.checkpoint import Checkpoints
+from train import convert, step
 from train.config import TrainConfig
-from train.data import TokenSource, eval_batches, load_tokens, train_iterator
+from train.data.batches import (
+  TokenSource,
+  eval_batches,
+  load_tokens,
+  train_iterator,
+)
 from train.mesh import batch_sharding, make_mesh
-from train.metrics import MetricsLog, Progress
 from train.presets import PRESETS
-from train.run_directory import RunDirectory, check_same, describe
-from train.signals import Signals
+from train.run import compare, processes, report
+from train.run.checkpoint import Checkpoints
+from train.run.directory import RunDirectory, check_same, describe
+from train.run.metrics import MetricsLog, Progress
+from train.run.signals import Signals
 
 # About what a GPU is sold with, of what it has: 80 of 85.5 GB, 141 of 150.8;
 # the rest is for CUDA, cuBLAS and NCCL.
@@ -157,18 +163,18 @@ def train(
     with blaming_input():
       state = convert.restore(checkpoints, done, config, abstract, batches)
     checkpoints.set_aside(after=done)
-    if processes.speaks():
+    if processes.is_primary():
       run.write_description(description)
     say(f"{config.out}: resumed at step {done}", *damaged, *changes)
   else:
     with blaming_input():
-      if processes.speaks():
+      if processes.is_primary():
         run.create(description)
     checkpoints = opened.enter_context(
       contextlib.closing(Checkpoints(run.checkpoints, keep=config.keep))
     )
     state = step.initial_state(config, optimizer, mesh)
-  is_silent = not processes.speaks()
+  is_silent = not processes.is_primary()
   log = MetricsLog(run.metrics, resumed_step=done, is_silent=is_silent)
   opened.enter_context(contextlib.closing(log))
 
@@ -327,7 +333,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
           with failing_alone(), contextlib.ExitStack() as opened:
             with failing_alone():  # Before it closes, which waits too.
               train(each, tokens, signals, opened)
-        if processes.speaks():
+        if processes.is_primary():
           compare.finish(runs)
     except Stop as stop:
       say(str(stop), speaker=stop.speaker)

@@ -24,9 +24,9 @@ from coat_jax import (
   sharding,
 )
 from coat_jax.layers import with_weight_cache
-from train import mesh as meshes
+from coat_jax.models import specs
+from coat_jax.models.decoder import Decoder, loss_fn
 from train.config import TrainConfig
-from train.model import Decoder, loss_fn
 
 
 class TrainState(NamedTuple):
@@ -101,7 +101,7 @@ def build_optimizer(
   where = None
   if mesh is not None:
     params = jax.eval_shape(lambda: _initial_params(config))
-    where = meshes.param_shardings(mesh, params)
+    where = specs.param_shardings(mesh, params)
   return fused_coat_adamw(
     learning_rate(config),
     optim.b1,
@@ -148,7 +148,7 @@ def abstract_state(
   return sharding.abstract_state(
     make,
     params,
-    meshes.param_shardings(mesh, params),
+    specs.param_shardings(mesh, params),
     codec=config.optim.moment_codec(),
   )
 
@@ -237,7 +237,7 @@ def _mean_gradients(config, graph, mesh, params, tokens):
   zeros = jax.tree.map(jnp.zeros_like, params)
   if mesh is not None:
     zeros = jax.lax.with_sharding_constraint(
-      zeros, meshes.param_shardings(mesh, params)
+      zeros, specs.param_shardings(mesh, params)
     )
 
   def add(total, tokens):

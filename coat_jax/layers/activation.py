@@ -12,9 +12,9 @@ from jax import Array
 
 from coat_jax import ops
 from coat_jax import recipe as recipes
-from coat_jax.layers.on_mesh import block
-from coat_jax.layers.placement import tokens
-from coat_jax.layers.residuals import remember
+from coat_jax.layers.mesh.rule import block
+from coat_jax.layers.mesh.specs import tokens
+from coat_jax.layers.residuals import save_residual
 from coat_jax.qtensor import dequantize
 from coat_jax.recipe import CoatRecipe
 
@@ -26,7 +26,7 @@ def _fp8_silu_mul_fwd(gate, up, recipe):
     group_size=group_size,
     implementation=recipe.implementation,
   )
-  gate_q, up_q = remember("activation", (quantize(gate), quantize(up)))
+  gate_q, up_q = save_residual("activation", (quantize(gate), quantize(up)))
   silu = ops.silu_values(dequantize(gate_q, group_size=group_size))
   product = silu * dequantize(up_q, group_size=group_size)
   return product.astype(gate.dtype), (gate_q, up_q)
@@ -68,7 +68,7 @@ def silu_mul(
   if recipe.nonlinear == "fp8":
     return _fp8_silu_mul((gate, up), recipe)
   # Named for checkpoint policies: the same set can be kept in BF16.
-  gate, up = remember("activation", (gate, up))
+  gate, up = save_residual("activation", (gate, up))
   return (jax.nn.silu(gate) * up).astype(gate.dtype)
 
 
@@ -77,7 +77,7 @@ def _fp8_gelu_fwd(x, approximate, recipe):
   x_q = ops.quantize_groups(
     x, group_size=group_size, implementation=recipe.implementation
   )
-  x_q = remember("activation", x_q)
+  x_q = save_residual("activation", x_q)
   values = dequantize(x_q, group_size=group_size)
   y = ops.gelu_values(values, approximate=approximate)
   return y.astype(x.dtype), x_q

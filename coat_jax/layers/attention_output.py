@@ -16,16 +16,11 @@ from jax import Array, P
 from coat_jax import ops
 from coat_jax import recipe as recipes
 from coat_jax.formats import E5M2
-from coat_jax.layers.collectives import gather_sequence
 from coat_jax.layers.linear import add_linear, bias_gradient, keep_scale, linear
-from coat_jax.layers.on_mesh import block
-from coat_jax.layers.placement import (
-  cached,
-  own_heads,
-  split_inputs,
-  tokens,
-)
-from coat_jax.layers.residuals import remember
+from coat_jax.layers.mesh.collectives import gather_sequence
+from coat_jax.layers.mesh.rule import block
+from coat_jax.layers.mesh.specs import cached, own_heads, split_inputs, tokens
+from coat_jax.layers.residuals import save_residual
 from coat_jax.layers.weight import quantized_weight, weight_gradient
 from coat_jax.ops import Operand
 from coat_jax.qtensor import QTensor, dequantize
@@ -34,9 +29,9 @@ from coat_jax.recipe import CoatRecipe
 
 def _attention_fwd(q, k, v, causal, recipe):
   how = recipe.implementation
-  q, k, v = remember("attention", (q, k, v))
+  q, k, v = save_residual("attention", (q, k, v))
   kept = ops.attention_fwd(q, k, v, causal=causal, implementation=how)
-  kept = remember("attention", kept)
+  kept = save_residual("attention", kept)
   # The very array that is remembered, so that it is held once.
   return kept.out, (q, k, v, kept)
 
@@ -99,16 +94,16 @@ def attention_output_fwd(x, q, k, v, w, bias, cache, causal, recipe):
   keep, read = _storage(recipe, q.dtype)
   how = recipe.implementation
   projected = q  # What is kept of it may be FP8.
-  q, k, v = remember("attention", (keep(q), keep(k), keep(v)))
+  q, k, v = save_residual("attention", (keep(q), keep(k), keep(v)))
   out, lse = ops.attention_fwd(
     read(q), read(k), read(v), causal=causal, implementation=how
   )
-  out, lse = remember("attention", (keep(out), lse))
+  out, lse = save_residual("attention", (keep(out), lse))
   out_q = ops.quantize_tensor(_merge_heads(read(out)), implementation=how)
   w_q = quantized_weight(w, cache, "columns", recipe, after=projected)
   total = add_linear(x, out_q, w_q, bias, recipe)
   cache = keep_scale(cache, w_q)
-  scale = remember("linear", out_q.scale)
+  scale = save_residual("linear", out_q.scale)
   return total, OutputResiduals(q, k, v, out, lse, scale, w, cache, bias)
 
 

@@ -22,10 +22,6 @@ from coat_jax import ops
 from coat_jax import recipe as recipes
 from coat_jax.formats import E5M2
 from coat_jax.layers.activation import silu_mul
-from coat_jax.layers.collectives import (
-  gather_sequence,
-  scatter_sequence,
-)
 from coat_jax.layers.linear import (
   Linear,
   add_bias,
@@ -36,26 +32,23 @@ from coat_jax.layers.linear import (
   keep_scale,
   linear,
 )
-from coat_jax.layers.module import RecipeModule, value_of
-from coat_jax.layers.norm import NormResiduals, norm, norm_gradients
-from coat_jax.layers.norm_linear import (
-  make_norm,
-  norm_again,
-  norm_to_operand,
-)
-from coat_jax.layers.on_mesh import block
-from coat_jax.layers.placement import (
+from coat_jax.layers.mesh.collectives import gather_sequence, scatter_sequence
+from coat_jax.layers.mesh.rule import block
+from coat_jax.layers.mesh.specs import (
   cached,
   split_columns,
   split_inputs,
   tokens,
 )
-from coat_jax.layers.residuals import remember
-from coat_jax.layers.weight import (
-  as_matrix,
-  quantized_weight,
-  weight_gradient,
+from coat_jax.layers.module import RecipeModule, value_of
+from coat_jax.layers.norm import NormResiduals, norm, norm_gradients
+from coat_jax.layers.norm_linear import (
+  make_norm,
+  norm_to_operand,
+  recompute_norm,
 )
+from coat_jax.layers.residuals import save_residual
+from coat_jax.layers.weight import as_matrix, quantized_weight, weight_gradient
 from coat_jax.ops import Operand
 from coat_jax.qtensor import QTensor
 from coat_jax.recipe import CoatRecipe
@@ -118,7 +111,7 @@ def _gated_mlp_fwd(x, weights, kind, eps, recipe):
     up=up,
     silu=silu,
     y=kept_y,
-    product=remember("linear", product),
+    product=save_residual("linear", product),
     weights=w._replace(
       gate_up_cache=keep_scale(w.gate_up_cache, gate_up_q),
       down_cache=keep_scale(w.down_cache, down_q),
@@ -133,11 +126,11 @@ def _swiglu(gate_up, recipe):
     group_size=recipe.group_size, implementation=recipe.implementation
   )
   gate, up, scale = ops.gate_up_input(gate_up, **sizes)
-  gate, up = remember("activation", (gate, up))
+  gate, up = save_residual("activation", (gate, up))
   if recipe.residuals == "coat":
-    silu = remember("activation", ops.silu_fwd(gate, **sizes))
+    silu = save_residual("activation", ops.silu_fwd(gate, **sizes))
     return gate, up, silu, ops.mul_fwd(silu, up, **sizes)
-  scale = remember("linear", scale)
+  scale = save_residual("linear", scale)
   return gate, up, None, ops.silu_mul_fwd(gate, up, scale=scale, **sizes)
 
 
@@ -151,7 +144,7 @@ def _gated_mlp_bwd(kind, eps, recipe, residuals, g):
   dgate_up, product = _swiglu_bwd(dproduct, r, recipe)
   ddown = weight_gradient(product, g_q, w.down, recipe)
   # Gate and up projection: one gradient, one scale.
-  y = norm_again(r.x, w.gamma, w.beta, r.stats, r.y, recipe)
+  y = recompute_norm(r.x, w.gamma, w.beta, r.stats, r.y, recipe)
   dw_gate_up = weight_gradient(y, dgate_up, w.gate_up, recipe)
   gate_up_q = quantized_weight(
     as_matrix(w.gate_up), w.gate_up_cache, "rows", recipe

@@ -20,15 +20,14 @@ from jax.typing import DTypeLike
 from coat_jax import ops
 from coat_jax import recipe as recipes
 from coat_jax.formats import E5M2
-from coat_jax.layers.collectives import (
+from coat_jax.layers.mesh.collectives import (
   gather_sequence,
   scatter_sequence,
   sum_tokens,
   tensor_size,
 )
-from coat_jax.layers.module import RecipeModule, value_of
-from coat_jax.layers.on_mesh import block, run_parts
-from coat_jax.layers.placement import (
+from coat_jax.layers.mesh.rule import block, run_sharded
+from coat_jax.layers.mesh.specs import (
   Split,
   cache_specs,
   cached,
@@ -36,7 +35,8 @@ from coat_jax.layers.placement import (
   split_kernel,
   tokens,
 )
-from coat_jax.layers.residuals import cotangent, remember
+from coat_jax.layers.module import RecipeModule, value_of
+from coat_jax.layers.residuals import cotangent, save_residual
 from coat_jax.layers.weight import (
   as_matrix,
   cache_weight,
@@ -59,7 +59,7 @@ class _Residuals(NamedTuple):
 def _fp8_linear_fwd(split, x, w, bias, cache, recipe):
   how = recipe.implementation
   x_q = ops.quantize_tensor(x, layout="both", implementation=how)
-  kept = remember("linear", x_q._replace(rows=None))
+  kept = save_residual("linear", x_q._replace(rows=None))
   x_q = Operand(x_q.rows, None, kept.scale)
   if split == "columns":
     x_q = gather_sequence(x_q, recipe, batch=x.shape[0])
@@ -154,7 +154,7 @@ def keep_scale(cache: Operand | None, w: Operand) -> Operand:
   """
   if cache is not None:
     return cache
-  return Operand(None, None, remember("linear", w.scale))
+  return Operand(None, None, save_residual("linear", w.scale))
 
 
 def as_row(bias: Array | None) -> Array | None:
@@ -306,7 +306,7 @@ def _cache(part: Linear, recipe: CoatRecipe) -> Operand:
   has_codes = recipe.weight_cache == "codes"
   out_specs = cache_specs(kernel, has_codes=has_codes, num_stacked=len(stack))
   stacked = P(*(None,) * len(stack), *kernel)
-  return run_parts(fill, axes, (w,), (stacked,), out_specs)
+  return run_sharded(fill, axes, (w,), (stacked,), out_specs)
 
 
 def _vmap(f, x):

@@ -14,11 +14,11 @@ from jax.typing import DTypeLike
 
 from coat_jax import ops
 from coat_jax import recipe as recipes
-from coat_jax.layers.collectives import sum_tokens
+from coat_jax.layers.mesh.collectives import sum_tokens
+from coat_jax.layers.mesh.rule import block
+from coat_jax.layers.mesh.specs import tokens
 from coat_jax.layers.module import RecipeModule, value_of
-from coat_jax.layers.on_mesh import block
-from coat_jax.layers.placement import tokens
-from coat_jax.layers.residuals import cotangent, remember
+from coat_jax.layers.residuals import cotangent, save_residual
 from coat_jax.qtensor import QTensor, dequantize
 from coat_jax.recipe import CoatRecipe
 
@@ -37,10 +37,10 @@ def _fp8_norm_fwd(x, gamma, beta, kind, eps, recipe):
   x_q = ops.quantize_groups(
     x, group_size=group_size, implementation=recipe.implementation
   )
-  x_q = remember("norm", x_q)
+  x_q = save_residual("norm", x_q)
   values = dequantize(x_q, group_size=group_size)
   y, stats = ops.norm_values(values, gamma, beta, kind=kind, eps=eps)
-  stats = remember("norm", stats)
+  stats = save_residual("norm", stats)
   return y.astype(x.dtype), NormResiduals(x_q, stats, gamma, beta)
 
 
@@ -100,7 +100,7 @@ def norm(
   if recipe.nonlinear == "fp8":
     return _fp8_norm((x, gamma, beta), kind, eps, recipe)
   # Named for checkpoint policies: the same set can be kept in BF16.
-  x = remember("norm", x)
+  x = save_residual("norm", x)
   return ops.norm_values(x, gamma, beta, kind=kind, eps=eps)[0].astype(x.dtype)
 
 

@@ -16,10 +16,6 @@ from jax.typing import DTypeLike
 from coat_jax import ops
 from coat_jax import recipe as recipes
 from coat_jax.formats import E5M2
-from coat_jax.layers.collectives import (
-  gather_sequence,
-  scatter_sequence,
-)
 from coat_jax.layers.linear import (
   Linear,
   add_bias,
@@ -27,16 +23,17 @@ from coat_jax.layers.linear import (
   keep_scale,
   linear,
 )
-from coat_jax.layers.module import RecipeModule, value_of
-from coat_jax.layers.norm import LayerNorm, RMSNorm, norm, norm_gradients
-from coat_jax.layers.on_mesh import block
-from coat_jax.layers.placement import (
+from coat_jax.layers.mesh.collectives import gather_sequence, scatter_sequence
+from coat_jax.layers.mesh.rule import block
+from coat_jax.layers.mesh.specs import (
   cached,
   own_columns,
   split_columns,
   tokens,
 )
-from coat_jax.layers.residuals import remember
+from coat_jax.layers.module import RecipeModule, value_of
+from coat_jax.layers.norm import LayerNorm, RMSNorm, norm, norm_gradients
+from coat_jax.layers.residuals import save_residual
 from coat_jax.layers.weight import quantized_weight, weight_gradient
 from coat_jax.ops import Operand
 from coat_jax.qtensor import QTensor
@@ -102,7 +99,7 @@ def norm_linear_gradients(recipe, residuals, g, dtype, add=None):
   `add` is the gradient that goes around both, added to dx in f32.
   """
   r, how = residuals, recipe.implementation
-  y = norm_again(r.x, r.gamma, r.beta, r.stats, r.y, recipe)
+  y = recompute_norm(r.x, r.gamma, r.beta, r.stats, r.y, recipe)
   dw = weight_gradient(y, g, r.w, recipe)
   w_q = quantized_weight(r.w, r.cache, "rows", recipe)
   dy = ops.linear_dgrad(g, w_q, dtype=dtype, implementation=how)
@@ -126,8 +123,8 @@ def norm_to_operand(x, gamma, beta, kind, eps, recipe):
     group_size=group_size,
     implementation=how,
   )
-  x_q, stats = remember("norm", (x_q, stats))
-  scale = remember("linear", scale)
+  x_q, stats = save_residual("norm", (x_q, stats))
+  scale = save_residual("linear", scale)
   y = ops.norm_fwd(
     x_q,
     gamma,
@@ -138,10 +135,10 @@ def norm_to_operand(x, gamma, beta, kind, eps, recipe):
     layout="both" if recipe.residuals == "coat" else "rows",
     implementation=how,
   )
-  return x_q, stats, y, remember("linear", y._replace(rows=None))
+  return x_q, stats, y, save_residual("linear", y._replace(rows=None))
 
 
-def norm_again(x, gamma, beta, stats, y, recipe) -> Operand:
+def recompute_norm(x, gamma, beta, stats, y, recipe) -> Operand:
   """The columns of the operand, from memory or computed again."""
   if y.columns is None:
     y = ops.norm_fwd(

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Names for what layers remember, and small helpers of every custom_vjp.
 
-Each array that a forward hands to its backward goes through `remember`, which
-gives it one of `RESIDUAL_NAMES`. That is done before the array is used, so that
+Each array that a forward saves for its backward goes through `save_residual`,
+which names it by one of `RESIDUAL_NAMES` before the array is used, so that
 what a policy computes again starts from what it kept; and to scalar scales too,
 since to compute one again takes the operation in front of it. `jax.checkpoint`
 policies can then keep or offload them, and memory can be counted by kind:
@@ -36,10 +36,10 @@ RESIDUAL_NAMES = (
 )
 
 
-def remember[Tree](kind: Kind, tree: Tree) -> Tree:
+def save_residual[Tree](kind: Kind, tree: Tree) -> Tree:
   """Names every array of `tree` "coat_<kind>" for checkpoint policies.
 
-  Codes bear their name as bytes: see `hand_over`.
+  Codes bear their name as bytes: see `protect_codes`.
   """
 
   def named(x):
@@ -52,7 +52,7 @@ def remember[Tree](kind: Kind, tree: Tree) -> Tree:
   return jax.tree.map(named, tree)
 
 
-def hand_over[Tree](residuals: Tree) -> Tree:
+def protect_codes[Tree](residuals: Tree) -> Tree:
   """What a forward returns for its backward: other variables, the same bytes.
 
   Under a policy `jax.checkpoint` puts floating-point arrays that it keeps, and

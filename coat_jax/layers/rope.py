@@ -14,13 +14,12 @@ from jax import Array, P
 
 from coat_jax import ops
 from coat_jax import recipe as recipes
-from coat_jax.layers.collectives import tensor_size
-from coat_jax.layers.on_mesh import block
-from coat_jax.layers.placement import own_columns, own_heads
-from coat_jax.layers.residuals import remember
-from coat_jax.mesh_axes import MeshAxes
-from coat_jax.recipe import CoatRecipe
-from coat_jax.reference_rope import rotate, rotation
+from coat_jax.layers.mesh.collectives import tensor_size
+from coat_jax.layers.mesh.rule import block
+from coat_jax.layers.mesh.specs import own_columns, own_heads
+from coat_jax.layers.residuals import save_residual
+from coat_jax.ops.rope import rotate, rotation
+from coat_jax.recipe import CoatRecipe, MeshAxes
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnames=("theta",))
@@ -30,7 +29,7 @@ def _rope(x, positions, theta):
 
 def _rope_fwd(x, positions, theta):
   cos, sin = rotation(positions, head_dim=x.shape[-1], theta=theta)
-  return rotate(x, cos, sin), remember("rope", positions)
+  return rotate(x, cos, sin), save_residual("rope", positions)
 
 
 def _rope_bwd(theta, positions, g):
@@ -92,7 +91,7 @@ def _split_heads_fwd(qkv, positions, heads, recipe):
     num_kv_heads=k,
     implementation=recipe.implementation,
   )
-  return out, remember("rope", positions)
+  return out, save_residual("rope", positions)
 
 
 def _split_heads_bwd(heads, recipe, positions, g):

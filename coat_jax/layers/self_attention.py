@@ -22,23 +22,23 @@ from coat_jax.layers.attention_output import (
   attention_output_fwd,
 )
 from coat_jax.layers.linear import bias_gradient
-from coat_jax.layers.norm_linear import (
-  norm_linear,
-  norm_linear_fwd,
-  norm_linear_gradients,
-)
-from coat_jax.layers.on_mesh import block
-from coat_jax.layers.placement import (
+from coat_jax.layers.mesh.rule import block
+from coat_jax.layers.mesh.specs import (
   cached,
   split_columns,
   split_inputs,
   tokens,
 )
-from coat_jax.layers.residuals import remember
+from coat_jax.layers.norm_linear import (
+  norm_linear,
+  norm_linear_fwd,
+  norm_linear_gradients,
+)
+from coat_jax.layers.residuals import save_residual
 from coat_jax.layers.rope import Heads, split_heads
 from coat_jax.ops import Operand
+from coat_jax.ops.rope import rotation
 from coat_jax.recipe import CoatRecipe
-from coat_jax.reference_rope import rotation
 
 
 class AttentionWeights(NamedTuple):
@@ -87,7 +87,7 @@ def _self_attention_fwd(x, weights, positions, static, recipe):
     recipe,
   )
   qkv, inside = _clip_fwd(qkv, static.clip)
-  positions = remember("rope", positions)
+  positions = save_residual("rope", positions)
   heads = ops.split_heads(
     qkv,
     *_angles(positions, qkv.shape[-1] // (n + 2 * k), static),
@@ -160,7 +160,7 @@ def _clip_fwd(x, limit):
     return x, None
   # One bit a value; autodiff would keep two BF16 arrays, 6 U for q, k and v.
   inside = jnp.packbits(jnp.abs(x) <= limit, axis=-1)
-  return jnp.clip(x, -limit, limit), remember("attention", inside)
+  return jnp.clip(x, -limit, limit), save_residual("attention", inside)
 
 
 def _clip_bwd(limit, inside, g):

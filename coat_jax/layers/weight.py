@@ -18,7 +18,7 @@ import jax
 from jax import Array
 
 from coat_jax import ops
-from coat_jax.layers.collectives import gather_weight, reduce_gradient
+from coat_jax.layers.mesh.collectives import gather_weight, reduce_gradient
 from coat_jax.layers.residuals import cotangent
 from coat_jax.ops import Operand
 from coat_jax.recipe import CoatRecipe

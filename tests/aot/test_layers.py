@@ -10,6 +10,8 @@ from flax import nnx
 
 from coat_jax import recipe as recipes
 from coat_jax.layers import with_weight_cache
+from coat_jax.models.config import ModelConfig
+from coat_jax.models.decoder import DecoderLayer
 from tests.aot.compiling import (
   compile_for_h200,
   custom_calls,
@@ -18,8 +20,6 @@ from tests.aot.compiling import (
   instructions,
   temporary_bytes,
 )
-from train.config import ModelConfig
-from train.model import DecoderLayer
 
 pytestmark = pytest.mark.aot
 

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import pytest
 
 from coat_jax.formats import E4M3
-from coat_jax.op_types import NormStats
-from coat_jax.pallas import norm, norm_backward
+from coat_jax.ops.types import NormStats
+from coat_jax.pallas.triton import norm, norm_backward
 from coat_jax.qtensor import QTensor
 from tests.aot.compiling import compile_for_h200, custom_calls
 

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import pytest
 
 from coat_jax import codecs
-from coat_jax.fused import fused_coat_adamw
 from coat_jax.optax_coat import scale_by_coat_adam
+from coat_jax.optimizer.fused import fused_coat_adamw
 from tests.aot.compiling import compile_for_h200, instructions, temporary_bytes
 
 pytestmark = pytest.mark.aot

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from coat_jax.formats import E5M2
-from coat_jax.pallas import quantize
+from coat_jax.pallas.triton import quantize
 from tests.aot.compiling import compile_for_h200, instructions
 
 pytestmark = pytest.mark.aot

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from coat_jax.formats import E4M3
-from coat_jax.pallas import gelu, residual_add, swiglu
+from coat_jax.pallas.triton import gelu, residual_add, swiglu
 from coat_jax.qtensor import QTensor
 from tests.aot.compiling import compile_for_h200, custom_calls, fp8_moves
 

@@ -10,8 +10,8 @@ import pytest
 
 from benchmarks import layer
 from coat_jax import recipe
+from coat_jax.models.decoder import DecoderLayer
 from tests import comparing
-from train.model import DecoderLayer
 from train.presets import PRESETS
 
 CONFIG = PRESETS["demo"]().model

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.memory import RECIPES
-from train.memory import KINDS, remembered_bytes
+from train.memory import KINDS, residual_bytes
 from train.presets import PRESETS
 
 TEXT = (Path(__file__).parents[2] / "docs" / "layers.md").read_text()
@@ -30,7 +30,7 @@ def test_table_is_what_is_counted():
   assert len(names) == len(KINDS) + 1 and names[-1] == "total"
   config = PRESETS["llama2_7b"]().model
   for column, recipe in enumerate(RECIPES):
-    counted = remembered_bytes(config, recipe, tokens=256)
+    counted = residual_bytes(config, recipe, tokens=256)
     for name, kind in zip(names, (*KINDS, "total"), strict=True):
       # Two decimals; RoPE's 4 bytes a token and the scalars are below one.
       want = counted[kind] / (2 * config.d_model)

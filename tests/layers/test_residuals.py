@@ -20,11 +20,11 @@ from coat_jax.layers import (
   gelu,
   silu_mul,
 )
+from coat_jax.models.config import ModelConfig
+from coat_jax.models.decoder import DecoderLayer
 from coat_jax.qtensor import num_groups
 from tests.comparing import jit
-from train.config import ModelConfig
-from train.memory import remembered_arrays, remembered_bytes
-from train.model import DecoderLayer
+from train.memory import residual_arrays, residual_bytes
 
 BF16, F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
 FP8 = jnp.dtype(E4M3)
@@ -126,7 +126,7 @@ def test_a_layer_remembers_what_its_shapes_say(recipe):
   want = collections.Counter(expected_layer(recipe))
   assert kinds(run_layer(recipe)) == want
   # The abstract count sees the same arrays, and scales of whole tensors.
-  counted = remembered_arrays(CONFIG, recipe, tokens=T)
+  counted = residual_arrays(CONFIG, recipe, tokens=T)
   assert kinds(a for a, _ in counted if a.ndim) == want
   assert len([a for a, _ in counted if not a.ndim]) <= 9
   # Nothing wider than FP8 but what was asked for, statistics and scales.
@@ -141,7 +141,7 @@ def test_a_layer_remembers_what_its_shapes_say(recipe):
 def test_abstract_count_equals_the_arrays_of_other_recipes(recipe):
   casts = {(D, (N + 2 * K) * H), (N * H, D), (D, 2, F), (F, D), (1, 1, D)}
   held = [a for a in run_layer(recipe) if a.shape not in casts]
-  counted = remembered_arrays(CONFIG, recipe, tokens=T)
+  counted = residual_arrays(CONFIG, recipe, tokens=T)
   want = collections.Counter((a.dtype, a.size) for a in held)
   got = collections.Counter((a.dtype, a.size) for a, _ in counted if a.ndim)
   assert got == want
@@ -150,7 +150,7 @@ def test_abstract_count_equals_the_arrays_of_other_recipes(recipe):
 def test_clipping_remembers_one_bit_a_value():
   clipping = dataclasses.replace(CONFIG, clip_qkv=8.0)
   plain, clipped = (
-    remembered_bytes(config, recipes.coat(), tokens=T)
+    residual_bytes(config, recipes.coat(), tokens=T)
     for config in (CONFIG, clipping)
   )
   bits = (N + 2 * K) * H
@@ -158,7 +158,7 @@ def test_clipping_remembers_one_bit_a_value():
 
 
 def test_kinds_are_those_of_the_operations():
-  counted = remembered_bytes(CONFIG, recipes.coat(residuals="coat"), tokens=T)
+  counted = residual_bytes(CONFIG, recipes.coat(residuals="coat"), tokens=T)
   scales = {n: 2 * num_groups(n, G) for n in (D, F)}
   assert counted["norm"] == pytest.approx(2 * (D + scales[D] + 4), abs=1)
   assert counted["activation"] == pytest.approx(3 * (F + scales[F]), abs=1)
@@ -169,7 +169,7 @@ def test_kinds_are_those_of_the_operations():
   assert counted["total"] == sum(counted.values()) - counted["total"]
   # Plain autodiff: f32 inputs and xhat of two norms with rstd; gate, up, SiLU
   # and two of the sigmoid; operands of qkv, gate_up and down.
-  bf16 = remembered_bytes(CONFIG, recipes.bf16(), tokens=T)
+  bf16 = residual_bytes(CONFIG, recipes.bf16(), tokens=T)
   assert bf16["norm"] == pytest.approx(2 * (2 * 4 * D + 8), abs=1)
   assert bf16["activation"] == 5 * 2 * F
   assert bf16["linear"] == 2 * (2 * D + F)
@@ -178,7 +178,7 @@ def test_kinds_are_those_of_the_operations():
 
 def test_bytes_per_token_do_not_depend_on_the_tokens():
   few, many = (
-    remembered_bytes(CONFIG, recipes.coat(), tokens=tokens)
+    residual_bytes(CONFIG, recipes.coat(), tokens=tokens)
     for tokens in (256, 512)
   )
   for kind in few:  # Scales of whole tensors are all that is spread.

@@ -10,9 +10,9 @@ import pytest
 from flax import nnx
 
 from coat_jax import recipe as recipes
-from coat_jax import reference_attention
 from coat_jax.formats import E4M3
 from coat_jax.layers import RESIDUAL_NAMES, Attention, GatedMLP
+from coat_jax.ops import attention
 from tests.comparing import assert_close, assert_same_bits, jit
 
 B, T, D, F = 2, 6, 24, 40
@@ -229,7 +229,7 @@ def test_scanned_residuals_stay_fp8(name):
 
 
 def test_scan_holds_no_causal_mask(monkeypatch):
-  monkeypatch.setattr(reference_attention, "_BLOCK", 8)
+  monkeypatch.setattr(attention, "_BLOCK", 8)
   length = 32
   params, scanned, _ = stack("minimal")
   jaxpr = jax.make_jaxpr(lambda *args: jax.vjp(scanned, *args)[1])(

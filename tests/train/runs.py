@@ -12,7 +12,7 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 from train import pretrain
-from train.metrics import read_metrics
+from train.run.metrics import read_metrics
 
 ROOT = Path(__file__).parent.parent.parent
 

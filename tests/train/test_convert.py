@@ -16,18 +16,13 @@ from jax import P
 from jax.sharding import NamedSharding
 
 from coat_jax import from_adam_state, sharding, to_adam_state
-from tests.train.runs import (
-  arguments,
-  contents,
-  losses,
-  programs_on_disk,
-  run,
-)
-from train import checkpoint, convert, run_directory, step
-from train.checkpoint import Checkpoints
+from tests.train.runs import arguments, contents, losses, programs_on_disk, run
+from train import convert, step
 from train.mesh import make_mesh, parse_mesh
 from train.presets import demo
-from train.run_directory import RunDirectory
+from train.run import checkpoint, directory
+from train.run.checkpoint import Checkpoints
+from train.run.directory import RunDirectory
 
 # Compiles fast, and computes with what it keeps.
 PLAIN = dict(recipe="bf16", optim__codec="float32")
@@ -90,7 +85,7 @@ def saved_state(path, config):
   optimizer = encoded(moments(params), config)
   state = step.TrainState(jnp.int32(3), params, optimizer, ())
   checkpoints = Checkpoints(path, keep=3)
-  checkpoints.save(3, state, Batches(), run_directory.describe(config, ""))
+  checkpoints.save(3, state, Batches(), directory.describe(config, ""))
   checkpoints.close()
   return optimizer, jax.jit(lambda s: to_adam_state(s, codec))(optimizer)
 
@@ -234,7 +229,7 @@ def described(path):
   folder = RunDirectory(path)
   found, _ = folder.newest_whole_step()
   description = checkpoint.read_description(folder.checkpoints, found)
-  return found, run_directory.configuration(description)
+  return found, directory.configuration(description)
 
 
 def test_an_exported_state_is_that_of_optax_adamw(halfway, tmp_path):

@@ -13,8 +13,8 @@ import socket
 import pytest
 
 from tests.train import runs
-from train.processes import own_rows
-from train.run_directory import RunDirectory
+from train.run.directory import RunDirectory
+from train.run.processes import own_rows
 
 OPTIONS = dict(
   mesh="fsdp=2",
@@ -101,7 +101,7 @@ def test_a_signal_to_one_of_two_stops_both_and_they_go_on_bit_for_bit(
     statuses, outputs = finish(started)
   assert statuses == [0, 0], outputs
   assert f"resumed at step {saved}" in outputs[0]
-  # One of them speaks.
+  # One of them is_primary.
   assert "parameters" in outputs[0] and "parameters" not in outputs[1]
   assert "held-out" in outputs[0] and "held-out" not in outputs[1]
 

@@ -24,16 +24,16 @@ from tests.train.runs import (
   run,
   start,
 )
-from train import checkpoint
-from train.checkpoint import Checkpoints
-from train.run_directory import RunDirectory
+from train.run import checkpoint
+from train.run.checkpoint import Checkpoints
+from train.run.directory import RunDirectory
 from train.step import TrainState
 
 # Saves states that are known from their step, without end.
 SAVER = """
 import itertools, pathlib, sys
 import jax.numpy as jnp
-from train.checkpoint import Checkpoints
+from train.run.checkpoint import Checkpoints
 from train.step import TrainState
 class Batches:
   def get_state(self):
@@ -220,7 +220,7 @@ def test_a_folder_is_one_commands_at_a_time(finished, copied, capsys):
   program = """
 import sys
 from train.presets import demo
-from train.run_directory import RunDirectory
+from train.run.directory import RunDirectory
 import dataclasses
 config = dataclasses.replace(demo(), out=sys.argv[1], resume=True)
 with RunDirectory(config.out).claimed(config):

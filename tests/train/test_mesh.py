@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax import P
 
+from coat_jax.models import specs
 from tests.train.runs import run
 from tests.train.steps import (
   EXACT,
@@ -163,8 +164,8 @@ def test_where_parameters_lie():
   config = on(SMALL, "data=2,fsdp=2,tensor=2")
   mesh = meshes.make_mesh(config.mesh_sizes)
   params = step.abstract_state(config, step.build_optimizer(config)).params
-  where = meshes.param_shardings(mesh, params)
-  specs = dict(
+  where = specs.param_shardings(mesh, params)
+  got = dict(
     zip(
       step.leaf_names(params),
       (leaf.spec for leaf in jax.tree.leaves(where)),
@@ -172,7 +173,7 @@ def test_where_parameters_lie():
     )
   )
   rows = ("tensor", "fsdp")
-  assert specs == {
+  assert got == {
     "embedding": P(rows, None),
     "head": P("fsdp", "tensor"),
     "layers/attention/out/kernel": P(None, rows, None),

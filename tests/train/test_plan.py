@@ -29,7 +29,7 @@ ATTENTION_TWICE = {"bf16": 2, "fp8_linear": 1}
 def test_layers_remember_what_is_planned(preset, recipe):
   config = PRESETS[preset]().model
   planned = plans.kept_bytes(plan.shape_of(config), recipe)
-  counted = memory.remembered_bytes(config, recipe, tokens=256)["total"]
+  counted = memory.residual_bytes(config, recipe, tokens=256)["total"]
   if (
     recipe.name == "bf16"
   ):  # The attention's output once more, for its product.

@@ -21,8 +21,8 @@ from tests.train.runs import (
   wait_for_step,
 )
 from train import pretrain
-from train.metrics import read_metrics
-from train.run_directory import RunDirectory
+from train.run.directory import RunDirectory
+from train.run.metrics import read_metrics
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -8,15 +8,10 @@ import jax
 import numpy as np
 import pytest
 
-from tests.train.runs import (
-  losses,
-  programs_on_disk,
-  run,
-  start,
-  wait_for_step,
-)
-from train import checkpoint, run_directory, step
-from train.run_directory import RunDirectory
+from tests.train.runs import losses, programs_on_disk, run, start, wait_for_step
+from train import step
+from train.run import checkpoint, directory
+from train.run.directory import RunDirectory
 
 ON = {count: dict(mesh=f"fsdp={count}") for count in (8, 2)}
 
@@ -48,7 +43,7 @@ def last_state(out):
   folder = RunDirectory(out)
   number, _ = folder.newest_whole_step()
   description = checkpoint.read_description(folder.checkpoints, number)
-  config = run_directory.configuration(description)
+  config = directory.configuration(description)
   abstract = step.abstract_state(config, step.build_optimizer(config))
   state = checkpoint.restore_state(folder.checkpoints, number, abstract)
   place = folder.checkpoints / str(number) / "data" / "metadata"

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 from tests.train.runs import MODEL
-from train import plot, report, step
-from train.checkpoint import Checkpoints, latest_step, read_description
-from train.data import DataConfig, load_tokens, train_iterator
+from train import plot, step
+from train.data.batches import DataConfig, load_tokens, train_iterator
 from train.presets import demo
+from train.run import report
+from train.run.checkpoint import Checkpoints, latest_step, read_description
 
 SMALL = dataclasses.replace(
   demo(),

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What blocks move between devices: FP8 codes there, gradients back.
+
+  weights     codes of its rows gathered over fsdp; the gradient summed over the
+              batch's axes in `axes.grad_dtype`, each device keeping its rows
+  sequences   split over tensor between blocks: codes gathered in front of a
+              product, partial products summed and split again behind one
+  scales      one number, by whoever finds an amax (`qtensor.bits_to_amax`)
+
+Inside `jax.shard_map`. Without axes, and over axes of one device, these do
+nothing.
+"""
+
+import jax
+from jax import Array, lax
+
+from coat_jax import ops
+from coat_jax.ops import Operand
+from coat_jax.recipe import CoatRecipe, MeshAxes
+
+
+def size_of(axis: str | None) -> int:
+  """How many devices an axis of the mesh has; 1 for None."""
+  return 1 if axis is None else jax.lax.axis_size(axis)
+
+
+def tensor_size(axes: MeshAxes | None) -> int:
+  """Among how many devices heads and columns are split."""
+  return 1 if axes is None else size_of(axes.tensor)
+
+
+def gather_weight(w: Operand, recipe: CoatRecipe) -> Operand:
+  """All rows of a weight [D, F], of which a device has a share."""
+  axes = recipe.axes
+  if axes is None or size_of(axes.fsdp) == 1:
+    return w
+  rows, columns = _gather(w.rows, axes.fsdp, 0), w.columns
+  if columns is not None:
+    columns = _gather_columns(columns, axes.fsdp, recipe)
+  return w._replace(rows=rows, columns=columns)
+
+
+def reduce_gradient(
+  dw: Array, axes: MeshAxes | None, *, has_columns: bool
+) -> Array:
+  """A device's rows of a weight's gradient, summed over all tokens.
+
+  Args:
+    dw: [D, F], of the device's own tokens.
+    axes: of the mesh.
+    has_columns: whether the device's columns or inputs are its own; otherwise
+      devices along tensor have other tokens of the same weight.
+  """
+  if axes is None:
+    return dw
+  over = [name for name in axes.batch if name != axes.fsdp]
+  if axes.tensor is not None and not has_columns:
+    over.append(axes.tensor)
+  if size_of(axes.fsdp) > 1:
+    dw = lax.psum_scatter(dw, axes.fsdp, scatter_dimension=0, tiled=True)
+  return _sum(dw, over)
+
+
+def sum_tokens(
+  x: Array, axes: MeshAxes | None, *, all_positions: bool = False
+) -> Array:
+  """Sums what devices have of their own tokens.
+
+  Args:
+    x: of any shape.
+    axes: of the mesh.
+    all_positions: whether x is of whole sequences, and the device's columns.
+  """
+  if axes is None:
+    return x
+  return _sum(x, axes.batch if all_positions else axes.tokens)
+
+
+def gather_sequence(x: Operand, recipe: CoatRecipe, *, batch: int) -> Operand:
+  """Codes of whole sequences: rows [B, T, D] and columns [D, B T].
+
+  Args:
+    x: of the device's positions.
+    recipe: its axes are those of the mesh.
+    batch: B.
+  """
+  axes = recipe.axes
+  if axes is None or size_of(axes.tensor) == 1:
+    return x
+  _check_has_positions(x.rows)
+  rows, columns = _gather(x.rows, axes.tensor, 1), x.columns
+  if columns is not None:
+    n = columns.shape[0]
+    columns = columns.reshape(n * batch, -1)
+    columns = _gather_columns(columns, axes.tensor, recipe).reshape(n, -1)
+  return x._replace(rows=rows, columns=columns)
+
+
+def scatter_sequence(y: Array, axes: MeshAxes | None) -> Array:
+  """The device's positions of the sum [B, T, D] of all devices' products."""
+  if axes is None or size_of(axes.tensor) == 1:
+    return y
+  _check_has_positions(y)
+  devices = size_of(axes.tensor)
+  if y.shape[1] % devices:
+    raise ValueError(
+      "layers: on a mesh sequences must be a multiple of its tensor axis long, "
+      f"got {y.shape[1]} positions and {devices} devices; pad them"
+    )
+  return lax.psum_scatter(y, axes.tensor, scatter_dimension=1, tiled=True)
+
+
+def _check_has_positions(x: Array | None) -> None:
+  if x is not None and x.ndim < 3:
+    raise ValueError(
+      "layers: on a mesh whose tensor axis has several devices blocks take "
+      f"[B, T, D], got rows of {x.shape[-1]}; reshape them into sequences"
+    )
+
+
+def _gather(x: Array | None, axis: str | None, dimension: int) -> Array | None:
+  if x is None:
+    return None
+  return lax.all_gather(x, axis, axis=dimension, tiled=True)
+
+
+def _gather_columns(x: Array, axis: str | None, recipe: CoatRecipe) -> Array:
+  """[f, k] of each device to [f, P k]."""
+  parts = lax.all_gather(x, axis)
+  return ops.join_columns(parts, implementation=recipe.implementation)
+
+
+def _sum(x: Array, names) -> Array:
+  names = tuple(name for name in names if size_of(name) > 1)
+  return lax.psum(x, names) if names else x

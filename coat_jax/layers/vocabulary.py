@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The two ends of a decoder, which have the vocabulary: embedding and loss.
+
+On a mesh (`axes`) each device works on its own tokens. What moves between
+devices is written out, for XLA's own plan would move logits or, chunk by chunk,
+gradients:
+
+  embedding   its rows are gathered once, in the dtype of activations
+  head        its rows over fsdp likewise; along tensor a device keeps its part
+              of the vocabulary and sees whole sequences, and a token's loss is
+              put together of three numbers from each part
+  gradients   are summed once, in `axes.grad_dtype`; each device keeps its part
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import Array, P, lax
+from jax.typing import DTypeLike
+
+from coat_jax.recipe import MeshAxes
+
+# Of the f32 logits that a device holds at a time.
+LOGITS_BYTES = 2**28
+
+
+def embed(
+  tokens: Array, table: Array, *, dtype: DTypeLike, axes: MeshAxes | None
+) -> Array:
+  """Looks tokens up.
+
+  Args:
+    tokens: int32 [B, T].
+    table: [V, D]; on a mesh, rows split over tensor and fsdp.
+    dtype: of activations.
+    axes: of the mesh, or None.
+
+  Returns:
+    [B, T, D] in `dtype`.
+  """
+  if axes is None:
+    return table.astype(dtype)[tokens]
+  names = _present(axes.tensor, axes.fsdp)
+
+  def local(tokens, table):
+    return _gather_rows(table, dtype, names, axes)[tokens]
+
+  where = P(axes.batch, axes.tensor)
+  return jax.shard_map(local, in_specs=(where, P(names)), out_specs=where)(
+    tokens, table
+  )
+
+
+def mean_loss(
+  hidden: Array,
+  targets: Array,
+  weight: Array,
+  *,
+  is_tied: bool,
+  axes: MeshAxes | None,
+) -> Array:
+  """Mean cross-entropy of the next token.
+
+  Logits [B, T, V] are never held: some positions of all sequences at a time,
+  they are computed once, and where a gradient is asked for, what follows from
+  them goes into the gradients of `hidden` and `weight` there and then. So the
+  backward has no product left and remembers no weight.
+
+  Args:
+    hidden: [B, T, D].
+    targets: int32 [B, T].
+    weight: [D, V]; or [V, D] where it is the embedding's.
+    is_tied: whether it is.
+    axes: of the mesh, or None.
+
+  Returns:
+    f32 scalar, nats per token.
+  """
+  return _mean_loss(hidden, targets, weight, is_tied, axes)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _mean_loss(hidden, targets, weight, is_tied, axes):
+  return _on_devices(hidden, targets, weight, is_tied, axes, False)[0]
+
+
+def _mean_loss_fwd(hidden, targets, weight, is_tied, axes):
+  loss, gradients = _on_devices(hidden, targets, weight, is_tied, axes, True)
+  return loss, gradients
+
+
+def _mean_loss_bwd(is_tied, axes, gradients, g):
+  del is_tied, axes
+  dhidden, dweight = gradients
+  return (g * dhidden).astype(dhidden.dtype), None, g * dweight
+
+
+_mean_loss.defvjp(_mean_loss_fwd, _mean_loss_bwd)
+
+
+def _on_devices(hidden, targets, weight, is_tied, axes, has_gradients):
+  """The loss and, if asked for, its gradients, of each device's tokens."""
+  local = functools.partial(
+    _loss_of_part,
+    is_tied=is_tied,
+    axes=axes,
+    share=1 / targets.size,
+    has_gradients=has_gradients,
+  )
+  if axes is None:
+    return local(hidden, targets, weight)
+  tokens = P(axes.batch, axes.tensor)
+  rows = P(axes.fsdp, axes.tensor)
+  if is_tied:
+    rows = P(_present(axes.tensor, axes.fsdp))
+  return jax.shard_map(
+    local,
+    in_specs=(tokens, P(axes.batch), rows),
+    out_specs=(P(), (tokens, rows) if has_gradients else ()),
+    check_vma=False,
+  )(hidden, targets, weight)
+
+
+def _loss_of_part(
+  hidden, targets, weight, *, is_tied, axes, share, has_gradients
+):
+  """What `_on_devices` gives, of one device's tokens and rows of the weight."""
+  tensor = None if axes is None else axes.tensor
+  weight = weight.astype(hidden.dtype)
+  if axes is not None:
+    weight = lax.all_gather(weight, _present(axes.fsdp), axis=0, tiled=True)
+  if tensor is not None:
+    hidden = lax.all_gather(hidden, tensor, axis=1, tiled=True)
+  weight = weight.T if is_tied else weight
+  add = functools.partial(
+    _add_chunk, weight, tensor=tensor, share=share, has_gradients=has_gradients
+  )
+  dweight = jnp.zeros(weight.shape if has_gradients else (), jnp.float32)
+  start = jnp.float32(0), dweight
+  chunks = _chunks(hidden, targets, weight.shape[1])
+  (loss, dweight), dhidden = lax.scan(add, start, chunks)
+  if axes is not None:
+    loss = lax.psum(loss, axes.batch)
+  if not has_gradients:
+    return loss, ()
+  dhidden = jnp.moveaxis(dhidden, 0, 1).reshape(len(hidden), -1, len(weight))
+  dhidden = dhidden[:, : hidden.shape[1]]
+  dweight = dweight.T if is_tied else dweight
+  if tensor is not None:
+    dhidden = lax.psum_scatter(dhidden, tensor, scatter_dimension=1, tiled=True)
+  if axes is not None:
+    dweight = _sum_rows(dweight, _present(axes.fsdp), axes)
+    # Now, or XLA holds what is not yet summed through the whole backward.
+    dhidden, dweight = lax.optimization_barrier((dhidden, dweight))
+  return loss, (dhidden, dweight)
+
+
+def loss_positions(batch: int, length: int, vocab_size: int) -> int:
+  """Of how many positions of `length` a device holds the logits at a time."""
+  most = max(LOGITS_BYTES // (4 * vocab_size * batch), 1)
+  return -(-length // -(-length // most))
+
+
+def _chunks(hidden: Array, targets: Array, vocab_size: int):
+  """hidden, targets and which of them count: [chunks, B, positions, ...]."""
+  batch, length = targets.shape
+  positions = loss_positions(batch, length, vocab_size)
+  count = -(-length // positions)
+  padding = count * positions - length
+  counted = jnp.ones(targets.shape, jnp.float32)
+
+  def split(x):
+    x = jnp.pad(x, [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2))
+    x = x.reshape(batch, count, positions, *x.shape[2:])
+    return jnp.moveaxis(x, 1, 0)
+
+  return split(hidden), split(targets), split(counted)
+
+
+def _add_chunk(weight, total, chunk, *, tensor, share, has_gradients):
+  """Adds a chunk's nats and its part of the weight's gradient."""
+  (loss, dweight), (hidden, targets, counted) = total, chunk
+  logits = jnp.einsum(
+    "btd,dv->btv", hidden, weight, preferred_element_type=jnp.float32
+  )
+  largest = jnp.max(logits, axis=-1)
+  size = logits.shape[-1]
+  if tensor is not None:
+    largest = lax.pmax(largest, tensor)
+    targets = targets - size * lax.axis_index(tensor)
+  is_target = lax.broadcasted_iota(jnp.int32, logits.shape, 2)
+  is_target = is_target == targets[..., None]
+  others = jnp.sum(jnp.exp(logits - largest[..., None]), axis=-1)
+  at_target = jnp.sum(jnp.where(is_target, logits, 0), axis=-1)
+  if tensor is not None:
+    others, at_target = lax.psum((others, at_target), tensor)
+  log_sum = jnp.log(others) + largest
+  loss = loss + share * jnp.sum((log_sum - at_target) * counted)
+  if not has_gradients:
+    return (loss, dweight), None
+  # Rounded to the products' dtype, as every gradient that a product reads.
+  softmax = jnp.exp(logits - log_sum[..., None])
+  dlogits = (softmax - is_target) * (share * counted)[..., None]
+  dlogits = dlogits.astype(weight.dtype)
+  dhidden = jnp.einsum("btv,dv->btd", dlogits, weight)
+  dweight = dweight + jnp.einsum(
+    "btd,btv->dv", hidden, dlogits, preferred_element_type=jnp.float32
+  )
+  return (loss, dweight), dhidden
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def _gather_rows(
+  weight: Array, dtype: DTypeLike, names: tuple[str, ...], axes: MeshAxes
+) -> Array:
+  """All rows, in `dtype`, of an f32 weight of which a device has a part."""
+  rows = lax.all_gather(weight.astype(dtype), names, axis=0, tiled=True)
+  # From here on each device has its own: its gradient is summed below, not
+  # where it is first used.
+  return lax.pcast(rows, _others(names, axes), to="varying")
+
+
+def _gather_rows_fwd(weight, dtype, names, axes):
+  return _gather_rows(weight, dtype, names, axes), None
+
+
+def _gather_rows_bwd(dtype, names, axes, residuals, g):
+  del dtype, residuals
+  return (_sum_rows(g, names, axes),)
+
+
+_gather_rows.defvjp(_gather_rows_fwd, _gather_rows_bwd)
+
+
+def _sum_rows(g: Array, names: tuple[str, ...], axes: MeshAxes) -> Array:
+  """A device's rows, f32, of the sum of all devices' gradients."""
+  g = g.astype(axes.grad_dtype)
+  g = lax.psum_scatter(g, names, scatter_dimension=0, tiled=True)
+  return lax.psum(g, _others(names, axes)).astype(jnp.float32)
+
+
+def _others(names: tuple[str, ...], axes: MeshAxes) -> tuple[str, ...]:
+  """Axes along which devices have other sequences and the same rows."""
+  return tuple(name for name in axes.batch if name not in names)
+
+
+def _present(*names: str | None) -> tuple[str, ...]:
+  return tuple(name for name in names if name is not None)

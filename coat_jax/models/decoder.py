@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A decoder language model in two families, built of COAT's blocks.
+
+Llama has RMSNorm with weights, OLMo LayerNorm without parameters; both have
+RoPE, grouped key heads, SwiGLU and no biases. Layers are stacked, one parameter
+array [num_layers, ...] for all, and scanned. As in the paper the embedding, the
+final norm and the output projection stay in BF16, the loss in f32.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array, P
+from jax.typing import DTypeLike
+
+from coat_jax import recipe as recipes
+from coat_jax.layers import Attention, GatedMLP, LayerNorm, RMSNorm, vocabulary
+from coat_jax.models.config import ModelConfig, Remat
+from coat_jax.models.specs import param_spec
+from coat_jax.recipe import CoatRecipe
+
+_INIT_STDDEV = 0.02
+
+
+def _all_but_gathered(primitive, *arrays, call_jaxpr=None, **options) -> bool:
+  """A checkpoint policy: what autodiff keeps, but not rows of other devices.
+
+  They come of `_constrained`; what is made of them before a product is a view.
+  """
+  del arrays, options
+  names = {primitive.name}
+  if primitive.name == "custom_vjp_call":
+    names |= {equation.primitive.name for equation in call_jaxpr.eqns}
+    names.discard("reshape")
+  return not names & {"sharding_constraint", "reshape"}
+
+
+_POLICIES = {
+  "none": _all_but_gathered,
+  "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+  "full": jax.checkpoint_policies.nothing_saveable,
+}
+
+
+def _norm_options(config: ModelConfig) -> dict:
+  is_llama = config.family == "llama"
+  return dict(
+    norm="rms" if is_llama else "layer",
+    epsilon=config.norm_eps,
+    use_scale=is_llama,
+  )
+
+
+class DecoderLayer(nnx.Module):
+  """Attention and gated MLP, each with its norm and residual add."""
+
+  def __init__(
+    self,
+    config: ModelConfig,
+    recipe: CoatRecipe,
+    *,
+    dtype: DTypeLike = jnp.bfloat16,
+    rngs: nnx.Rngs,
+  ):
+    # Projections that write to the residual stream start smaller, so that its
+    # variance does not grow with depth.
+    out_stddev = _INIT_STDDEV * (2 * config.num_layers) ** -0.5
+    shared = dict(
+      recipe=recipe,
+      dtype=dtype,
+      kernel_init=nnx.initializers.normal(_INIT_STDDEV),
+      out_init=nnx.initializers.normal(out_stddev),
+      rngs=rngs,
+      **_norm_options(config),
+    )
+    self.attention = Attention(
+      config.d_model,
+      config.num_heads,
+      num_kv_heads=config.num_kv_heads,
+      rope_theta=config.rope_theta,
+      clip_qkv=config.clip_qkv,
+      **shared,
+    )
+    self.mlp = GatedMLP(config.d_model, config.d_ff, **shared)
+
+  def __call__(self, x: Array) -> Array:
+    """[B, T, D] to [B, T, D], in `dtype`."""
+    return self.mlp(self.attention(x))
+
+
+class Decoder(nnx.Module):
+  """Tokens to the hidden states in front of the output projection.
+
+  Attributes:
+    embedding: [V, D].
+    layers: a DecoderLayer whose parameters have a leading axis of layers.
+    norm: the final norm.
+    head: [D, V], or None where the embedding is tied.
+  """
+
+  def __init__(
+    self,
+    config: ModelConfig,
+    recipe: CoatRecipe,
+    *,
+    dtype: DTypeLike = jnp.bfloat16,
+    remat: Remat = "none",
+    rngs: nnx.Rngs,
+  ):
+    self.dtype, self.axes, self.remat = dtype, recipe.axes, remat
+    init = nnx.initializers.normal(_INIT_STDDEV)
+    shape = (config.vocab_size, config.d_model)
+    self.embedding = nnx.Param(init(rngs.params(), shape, jnp.float32))
+
+    @nnx.split_rngs(splits=config.num_layers)
+    @nnx.vmap
+    def stack(rngs: nnx.Rngs) -> DecoderLayer:
+      return DecoderLayer(config, recipe, dtype=dtype, rngs=rngs)
+
+    self.layers = stack(rngs)
+    options = _norm_options(config)
+    norm = {"rms": RMSNorm, "layer": LayerNorm}[options.pop("norm")]
+    self.norm = norm(
+      config.d_model,
+      recipe=recipes.bf16(),
+      dtype=dtype,
+      use_bias=False,
+      rngs=rngs,
+      **options,
+    )
+    self.head = nnx.data(None)
+    if not config.tied_embeddings:
+      self.head = nnx.Param(init(rngs.params(), shape[::-1], jnp.float32))
+
+  def __call__(self, tokens: Array) -> Array:
+    """Tokens int32 [B, T] to hidden states [B, T, D], in `dtype`."""
+    x = vocabulary.embed(
+      tokens, self.embedding[...], dtype=self.dtype, axes=self.axes
+    )
+    recipe = self.layers.attention.active_recipe
+    is_gathering = self.axes is not None and recipe.linear == "bf16"
+
+    def forward(x, layer):
+      if self.axes is None:
+        return layer(x)
+      where = P(self.axes.batch, self.axes.tensor)
+      if is_gathering:
+        # Were the sequence split, XLA would move the MLP's activations.
+        where = P(self.axes.batch)
+        x = jax.lax.with_sharding_constraint(x, where)
+        layer = _gather_weights(layer, self.dtype, self.axes.fsdp)
+      return jax.lax.with_sharding_constraint(layer(x), where)
+
+    if self.remat != "none" or is_gathering:
+      # In a scan XLA cannot mistake the second forward for the first.
+      policy = _POLICIES[self.remat]
+      forward = nnx.remat(forward, prevent_cse=False, policy=policy)
+    scan = nnx.scan(forward, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+    return self.norm(scan(x, self.layers))
+
+
+def _gather_weights(
+  layer: DecoderLayer, dtype: DTypeLike, fsdp: str
+) -> DecoderLayer:
+  """For layers that XLA partitions: weights in `dtype` with all their rows.
+
+  Else XLA may split a product along the rows and move activations, or gather
+  weights in f32. Gradients go back to the rows' devices where they are summed.
+  """
+
+  def gather(path, w):
+    spec = param_spec(path)[1:]  # Of one layer.
+    whole = P(*(_without(names, fsdp) for names in spec))
+    return _constrained(w, dtype, P(*spec), whole) if spec else w
+
+  graph, params, others = nnx.split(layer, nnx.Param, ...)
+  params = jax.tree.map_with_path(gather, nnx.to_pure_dict(params))
+  return nnx.merge(graph, params, others)
+
+
+def _without(names, name: str):
+  """An entry of a PartitionSpec without one of its axes."""
+  if isinstance(names, tuple):
+    return tuple(other for other in names if other != name) or None
+  return None if names == name else names
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def _constrained(w: Array, dtype: DTypeLike, spec: P, whole: P) -> Array:
+  del spec
+  return jax.lax.with_sharding_constraint(w.astype(dtype), whole)
+
+
+def _constrained_fwd(w, dtype, spec, whole):
+  return _constrained(w, dtype, spec, whole), None
+
+
+def _constrained_bwd(dtype, spec, whole, residuals, g):
+  del dtype, whole, residuals
+  return (jax.lax.with_sharding_constraint(g, spec).astype(jnp.float32),)
+
+
+_constrained.defvjp(_constrained_fwd, _constrained_bwd)
+
+
+def loss_fn(model: Decoder, tokens: Array) -> Array:
+  """Mean cross-entropy of the next token.
+
+  Args:
+    model: a Decoder.
+    tokens: int32 [B, T + 1].
+
+  Returns:
+    f32 scalar, nats per token.
+  """
+  is_tied = model.head is None
+  weight = model.embedding if is_tied else model.head
+  return vocabulary.mean_loss(
+    model(tokens[:, :-1]),
+    tokens[:, 1:],
+    weight[...],
+    is_tied=is_tied,
+    axes=model.axes,
+  )

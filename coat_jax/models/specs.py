@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the parameters of a decoder are sharded over a mesh.
+
+Last axes of weights are split by `tensor` alone: groups of values that share a
+scale run along them, and a device must have whole groups.
+"""
+
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+# What an axis of an array is, and which axes of the mesh split it.
+AXIS_RULES = {
+  "batch": ("data", "fsdp"),
+  "rows": "fsdp",
+  "columns": "tensor",
+  # Rows that belong to the columns of the weight in front: of these heads, of
+  # these columns of the MLP, or of this part of the vocabulary.
+  "rows of columns": ("tensor", "fsdp"),
+}
+# The axes of each parameter, by the end of its path.
+PARAMETER_AXES = {
+  "embedding": ("rows of columns", None),
+  "head": ("rows", "columns"),
+  "qkv/linear/kernel": (None, "rows", "columns"),
+  "attention/out/kernel": (None, "rows of columns", None),
+  "gate_up/kernel": (None, "rows", None, "columns"),
+  "down/kernel": (None, "rows of columns", None),
+  "norm/scale": (),
+}
+
+
+def param_shardings(mesh: Mesh, params: Any) -> Any:
+  """Where the parameters of a `model.Decoder` lie.
+
+  Args:
+    mesh: From `make_mesh`.
+    params: Nested dicts of arrays or of `jax.ShapeDtypeStruct`s.
+
+  Returns:
+    The same tree of `NamedSharding`s, as `PARAMETER_AXES` says.
+  """
+
+  return jax.tree.map_with_path(
+    lambda path, _: NamedSharding(mesh, param_spec(path)), params
+  )
+
+
+def param_spec(path: Any) -> PartitionSpec:
+  """Looks a parameter up in `PARAMETER_AXES`.
+
+  Args:
+    path: The keys that lead to it, from `jax.tree.map_with_path`.
+
+  Returns:
+    Which axes of a mesh split its axes, those of stacked layers included.
+  """
+  name = jax.tree_util.keystr(path, simple=True, separator="/")
+  (axes,) = (axes for end, axes in PARAMETER_AXES.items() if name.endswith(end))
+  return PartitionSpec(*map(AXIS_RULES.get, axes))

@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Activation functions in plain jnp: SwiGLU and GELU, forward and backward.
+
+Part of the definition that `reference` begins; its conventions hold here. For
+each function: its values and derivative; what it reads and remembers
+(`*_input`); the operand of the next product (`*_fwd`); its gradient in f32
+(`*_bwd`), and as operands of the products before it (`*_bwd_operands`).
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from coat_jax.formats import E5M2
+from coat_jax.ops.definitions import (
+  quantize_groups,
+  quantize_tensor,
+  tensor_scale,
+)
+from coat_jax.ops.types import Layout, Operand
+from coat_jax.qtensor import QTensor, dequantize
+
+
+def silu_values(x: Array) -> Array:
+  """x sigmoid(x) in f32."""
+  x = x.astype(jnp.float32)
+  return x * jax.nn.sigmoid(x)
+
+
+def silu_derivative(x: Array) -> Array:
+  """sigmoid(x) (1 + x (1 - sigmoid(x))) in f32."""
+  x = x.astype(jnp.float32)
+  sigmoid = jax.nn.sigmoid(x)
+  return sigmoid * (1 + x * (1 - sigmoid))
+
+
+_SQRT_HALF = 0.7071067811865476
+_INV_SQRT_2PI = 0.3989422804014327
+_SQRT_2_OVER_PI = 0.7978845608028654
+_CUBIC = 0.044715
+
+
+def gelu_values(x: Array, *, approximate: bool) -> Array:
+  """x Phi(x) in f32, Phi by erf or by the tanh approximation.
+
+  (1 + tanh(u)) / 2 = sigmoid(2 u) does not cancel where tanh(u) is near -1.
+  """
+  x = x.astype(jnp.float32)
+  if approximate:
+    inner = _SQRT_2_OVER_PI * (x + _CUBIC * x * x * x)
+    return x * jax.nn.sigmoid(2 * inner)
+  return 0.5 * x * (1 + jax.lax.erf(x * _SQRT_HALF))
+
+
+def gelu_derivative(x: Array, *, approximate: bool) -> Array:
+  """d gelu / dx in f32."""
+  x = x.astype(jnp.float32)
+  if approximate:
+    # Beyond 20 it is 0 or 1, and 0 times an overflowing slope would be NaN.
+    x = jnp.clip(x, -20, 20)
+    inner = _SQRT_2_OVER_PI * (x + _CUBIC * x * x * x)
+    slope = _SQRT_2_OVER_PI * (1 + 3 * _CUBIC * x * x)
+    cdf = jax.nn.sigmoid(2 * inner)
+    return cdf + 2 * x * cdf * (1 - cdf) * slope
+  density = _INV_SQRT_2PI * jnp.exp(-0.5 * x * x)
+  return 0.5 * (1 + jax.lax.erf(x * _SQRT_HALF)) + x * density
+
+
+def silu_fwd(x: QTensor, *, group_size: int) -> QTensor:
+  """SiLU from 1 x G values to 1 x G values."""
+  y = silu_values(dequantize(x, group_size=group_size))
+  return quantize_groups(y, group_size=group_size)
+
+
+def silu_bwd(dy: Array, x: QTensor, *, group_size: int) -> Array:
+  """Gradient of SiLU, f32."""
+  slope = silu_derivative(dequantize(x, group_size=group_size))
+  return dy.astype(jnp.float32) * slope
+
+
+def mul_fwd(a: QTensor, b: QTensor, *, group_size: int) -> Operand:
+  """Product of 1 x G values to an operand's rows."""
+  product = dequantize(a, group_size=group_size) * dequantize(
+    b, group_size=group_size
+  )
+  return quantize_tensor(product)
+
+
+def mul_bwd(
+  dy: Array, a: QTensor, b: QTensor, *, group_size: int
+) -> tuple[Array, Array]:
+  """Gradients (dy b, dy a), f32."""
+  dy = dy.astype(jnp.float32)
+  da = dy * dequantize(b, group_size=group_size)
+  return da, dy * dequantize(a, group_size=group_size)
+
+
+def gate_up_input(
+  gate_up: Array, *, group_size: int
+) -> tuple[QTensor, QTensor, Array]:
+  """What SwiGLU reads and remembers: 1 x G values, and the product's scale.
+
+  Args:
+    gate_up: [..., 2 F], gate first.
+    group_size: of the values.
+
+  Returns:
+    gate and up in FP8, [..., F] each, and the scale of silu(gate) up.
+  """
+  gate, up = jnp.split(gate_up, 2, axis=-1)
+  gate_q = quantize_groups(gate, group_size=group_size)
+  up_q = quantize_groups(up, group_size=group_size)
+  product = _silu_product(gate_q, up_q, group_size)
+  return gate_q, up_q, tensor_scale(product)
+
+
+def silu_mul_fwd(
+  gate: QTensor,
+  up: QTensor,
+  *,
+  scale: Array,
+  group_size: int,
+  layout: Layout = "rows",
+) -> Operand:
+  """silu(gate) up from 1 x G values to an operand."""
+  product = _silu_product(gate, up, group_size)
+  return quantize_tensor(product, scale=scale, layout=layout)
+
+
+def silu_mul_bwd(
+  dy: Array, gate: QTensor, up: QTensor, *, group_size: int
+) -> tuple[Array, Array]:
+  """Gradients (dgate, dup), f32, SiLU recomputed from the gate."""
+  dy = dy.astype(jnp.float32)
+  gate_values = dequantize(gate, group_size=group_size)
+  up_values = dequantize(up, group_size=group_size)
+  dgate = dy * up_values * silu_derivative(gate_values)
+  return dgate, dy * silu_values(gate_values)
+
+
+def silu_mul_bwd_operands(
+  dy: Array,
+  gate: QTensor,
+  up: QTensor,
+  *,
+  product_scale: Array,
+  group_size: int,
+) -> tuple[Operand, Operand]:
+  """`silu_mul_bwd` to the operands of the products on both sides of SwiGLU.
+
+  Args:
+    dy: [..., F], gradient of the product.
+    gate, up: what `gate_up_input` returned.
+    product_scale: the scale it returned.
+    group_size: of gate and up.
+
+  Returns:
+    The gradient of [gate, up], E5M2 [..., 2 F] with one scale, in both layouts;
+    and the product again, E4M3, its columns, for the weight gradient.
+  """
+  gradients = silu_mul_bwd(dy, gate, up, group_size=group_size)
+  dgate_up = jnp.concatenate(gradients, axis=-1)
+  product = silu_mul_fwd(
+    gate, up, scale=product_scale, group_size=group_size, layout="columns"
+  )
+  return quantize_tensor(dgate_up, dtype=E5M2, layout="both"), product
+
+
+def _silu_product(gate: QTensor, up: QTensor, group_size: int) -> Array:
+  """silu(gate) up in f32."""
+  gate_values = dequantize(gate, group_size=group_size)
+  return silu_values(gate_values) * dequantize(up, group_size=group_size)
+
+
+def gelu_input(
+  x: Array, *, approximate: bool, group_size: int
+) -> tuple[QTensor, Array]:
+  """What GELU reads and remembers, [..., F] in FP8, and its output's scale."""
+  x_q = quantize_groups(x, group_size=group_size)
+  values = dequantize(x_q, group_size=group_size)
+  return x_q, tensor_scale(gelu_values(values, approximate=approximate))
+
+
+def gelu_fwd(
+  x: QTensor,
+  *,
+  approximate: bool,
+  scale: Array,
+  group_size: int,
+  layout: Layout = "rows",
+) -> Operand:
+  """GELU from 1 x G values to an operand."""
+  values = dequantize(x, group_size=group_size)
+  y = gelu_values(values, approximate=approximate)
+  return quantize_tensor(y, scale=scale, layout=layout)
+
+
+def gelu_bwd(
+  dy: Array, x: QTensor, *, approximate: bool, group_size: int
+) -> Array:
+  """Gradient of GELU, f32."""
+  values = dequantize(x, group_size=group_size)
+  slope = gelu_derivative(values, approximate=approximate)
+  return dy.astype(jnp.float32) * slope
+
+
+def gelu_bwd_operands(
+  dy: Array,
+  x: QTensor,
+  *,
+  approximate: bool,
+  output_scale: Array,
+  group_size: int,
+) -> tuple[Operand, Operand]:
+  """`gelu_bwd` to E5M2 in both layouts; and GELU's output again, its columns.
+
+  The two are what the products on both sides of a GELU read in the backward,
+  as `silu_mul_bwd_operands` gives them for SwiGLU.
+  """
+  dx = gelu_bwd(dy, x, approximate=approximate, group_size=group_size)
+  output = gelu_fwd(
+    x,
+    approximate=approximate,
+    scale=output_scale,
+    group_size=group_size,
+    layout="columns",
+  )
+  return quantize_tensor(dx, dtype=E5M2, layout="both"), output

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One step of Adam on one leaf whose moments rest encoded: the definition.
+
+`adam_update` gives the update, for optax; `adamw_step` takes the whole step,
+parameter included. Both decode, update the moments in f32, use them as they
+are and encode them again. `ops` calls these or the kernel that does the same in
+one pass over memory; the numbers of a step come as f32 scalars, so that one
+program serves all steps and leaves.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+from jax.typing import ArrayLike
+
+from coat_jax.ops.dispatch import op
+from coat_jax.optimizer import moments
+from coat_jax.optimizer.moments import Groups, Moments
+
+
+class AdamScalars(NamedTuple):
+  """What one step of Adam multiplies with and adds, f32 [].
+
+  The update is optax's mu / c1 / (sqrt(nu / c2 + eps_root) + eps) with the bias
+  corrections c1 and c2, all times sqrt(c2): nu / c2 overflows where nu is large
+  and c2 small (1 - b2 at first).
+
+  Attributes:
+    b1, one_minus_b1, b2, one_minus_b2: of the moving averages.
+    ratio: sqrt(c2) / c1, or Nesterov's b1 sqrt(c2) / c1 of the next step.
+    gradient_ratio: Nesterov's (1 - b1) sqrt(c2) / c1, or None.
+    eps_root: eps_root c2, or None for zero.
+    eps: eps sqrt(c2).
+  """
+
+  b1: Array
+  one_minus_b1: Array
+  b2: Array
+  one_minus_b2: Array
+  ratio: Array
+  gradient_ratio: Array | None
+  eps_root: Array | None
+  eps: Array
+
+
+class StepScalars(NamedTuple):
+  """What a step of AdamW has beside Adam's, f32 [].
+
+  Attributes:
+    learning_rate: a positive one descends.
+    weight_decay: zero for a leaf that is masked.
+    grad_scale: multiplies the gradient first, or None.
+  """
+
+  learning_rate: Array
+  weight_decay: Array
+  grad_scale: Array | None
+
+
+def adam_scalars(
+  count: ArrayLike,
+  b1: ArrayLike,
+  b2: ArrayLike,
+  eps: ArrayLike,
+  eps_root: ArrayLike,
+  *,
+  nesterov: bool = False,
+) -> AdamScalars:
+  """The scalars of step `count`, the first being 1."""
+  c1, c2 = 1 - b1**count, 1 - b2**count  # pyright: ignore[reportOperatorIssue]
+  root = jnp.sqrt(c2)
+  ratio, gradient_ratio = root / c1, None
+  if nesterov:
+    next_c1 = 1 - b1 ** optax.safe_increment(count)
+    ratio, gradient_ratio = b1 * root / next_c1, (1 - b1) * root / c1
+  no_root = isinstance(eps_root, int | float) and eps_root == 0
+
+  def f32(x) -> Array:
+    return jnp.asarray(x, jnp.float32)
+
+  return AdamScalars(
+    b1=f32(b1),
+    one_minus_b1=f32(1 - b1),
+    b2=f32(b2),
+    one_minus_b2=f32(1 - b2),
+    ratio=f32(ratio),
+    gradient_ratio=None if gradient_ratio is None else f32(gradient_ratio),
+    eps_root=None if no_root else f32(eps_root * c2),
+    eps=f32(eps * root),
+  )
+
+
+@functools.partial(jax.jit, inline=True)
+def adam(
+  g: Array, mu: Array, nu: Array, scalars: AdamScalars
+) -> tuple[Array, Array, Array]:
+  """The update and the new moments, all f32."""
+  s = scalars
+  mu = s.b1 * mu + s.one_minus_b1 * g
+  # From the left: g * g alone overflows from 1.8e19.
+  nu = s.b2 * nu + s.one_minus_b2 * g * g
+  # No array is divided by a scalar: XLA multiplies by its inverse or does not,
+  # and not alike on one device and on many.
+  numerator = mu * s.ratio
+  if s.gradient_ratio is not None:
+    numerator = numerator + g * s.gradient_ratio
+  inner = nu if s.eps_root is None else nu + s.eps_root
+  return numerator / (jnp.sqrt(inner) + s.eps), mu, nu
+
+
+@op(mosaic="adam")
+def adam_update(
+  g: Array,
+  resting: Moments,
+  key: Array,
+  scalars: AdamScalars,
+  *,
+  groups: Groups,
+  start: Array | None = None,
+  whole: tuple[int, ...] | None = None,
+) -> tuple[Array, Moments]:
+  """Adam's update of one leaf, and its moments at rest.
+
+  Args:
+    g: f32 or bf16 [..., n], the gradient.
+    resting: moments at rest.
+    key: from `stochastic.leaf_key`, for the moments' random words.
+    scalars: of this step.
+    groups: the leaf's group codecs.
+    start, whole: which part of the leaf this is: see `stochastic.random_words`.
+
+  Returns:
+    The update in the gradient's dtype, and the new moments.
+  """
+  mu, nu = moments.decode(groups, resting)
+  update, mu, nu = adam(g.astype(jnp.float32), mu, nu, scalars)
+  resting = moments.encode(groups, mu, nu, key, start, whole)
+  return update.astype(g.dtype), resting
+
+
+@op(mosaic="adam")
+def adamw_step(
+  p: Array,
+  g: Array,
+  resting: Moments,
+  keys: Array,
+  scalars: AdamScalars,
+  step: StepScalars,
+  *,
+  groups: Groups,
+  start: Array | None = None,
+  whole: tuple[int, ...] | None = None,
+) -> tuple[Array, Moments]:
+  """A step of AdamW on one leaf, all of it in f32.
+
+  Args:
+    p: [..., n], the parameter. The new one is rounded to nearest, to bf16
+      stochastically.
+    g: [..., n], the gradient.
+    resting: moments at rest.
+    keys: uint32 [2], of the moments' and of the parameter's random words.
+    scalars: of this step.
+    step: of this step and leaf.
+    groups: the leaf's group codecs.
+    start, whole: which part of the leaf this is: see `stochastic.random_words`.
+
+  Returns:
+    The new parameter in its dtype, and the new moments.
+  """
+  gradient = g.astype(jnp.float32)
+  if step.grad_scale is not None:
+    gradient = gradient * step.grad_scale
+  mu, nu = moments.decode(groups, resting)
+  update, mu, nu = adam(gradient, mu, nu, scalars)
+  new = p.astype(jnp.float32)
+  new = new + -step.learning_rate * (update + step.weight_decay * new)
+  if p.dtype == jnp.bfloat16:
+    new = moments.round_to_bfloat16(new, keys[1], start, whole)
+  resting = moments.encode(groups, mu, nu, keys[0], start, whole)
+  return new.astype(p.dtype), resting

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The whole step of AdamW with encoded moments: one kernel a leaf on a GPU.
+
+optax hands updates from one transformation to the next, each a copy of the
+parameters in memory. `fused_coat_adamw` is `coat_adamw` and `apply_updates` in
+one function, which a GPU carries out leaf by leaf in one pass over memory, in
+place where parameters and state are donated. The state is Adam's own
+(`ScaleByCoatAdamState`): checkpoints go both ways.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.typing import ArrayLike
+
+from coat_jax import codecs, optax_coat, stochastic
+from coat_jax.ops.dispatch import explain
+from coat_jax.ops.types import Implementation
+from coat_jax.optax_coat import ScaleByCoatAdamState
+from coat_jax.optimizer import adam, moments, shards
+from coat_jax.optimizer.moments import QuantizeMask
+
+
+class FusedTransformation(NamedTuple):
+  """An optimizer that gives new parameters in place of updates.
+
+  Attributes:
+    init: `init(params)`, the state of step 0.
+    apply: `apply(grads, state, params, *, grad_scale=None)`, the new parameters
+      and the new state. `grad_scale` is a scalar that multiplies the gradients
+      first, such as min(1, max_norm / global_norm).
+    explain: `explain(params)`, by path which implementation a leaf gets and
+      why, on the platform that a program is compiled for.
+  """
+
+  init: Callable[[optax.Params], ScaleByCoatAdamState]
+  apply: Callable[..., tuple[optax.Params, ScaleByCoatAdamState]]
+  explain: Callable[[optax.Params], dict[str, str]]
+
+
+def fused_coat_adamw(
+  learning_rate: optax.ScalarOrSchedule,
+  b1: ArrayLike = 0.9,
+  b2: ArrayLike = 0.999,
+  eps: ArrayLike = 1e-8,
+  *,
+  eps_root: ArrayLike = 0.0,
+  codec: codecs.MomentCodec = codecs.coat(),  # noqa: B008 (it is frozen)
+  weight_decay: optax.ScalarOrSchedule = 1e-4,
+  mask: Any | Callable[[optax.Params], Any] | None = None,
+  nesterov: bool = False,
+  quantize_mask: QuantizeMask | None = None,
+  seed: ArrayLike = 0,
+  implementation: Implementation | None = None,
+  shardings: Any = None,
+) -> FusedTransformation:
+  """`coat_adamw` and `apply_updates` in one step.
+
+  Everything is f32 from the gradient to the new parameter, which is rounded to
+  bf16 stochastically where it is bf16, with the words that `apply_updates`
+  draws for `step=state.count` of the new state and the same seed. With f32
+  gradients and parameters the result is that of the chain.
+
+  Args:
+    learning_rate, b1, b2, eps, eps_root, codec, weight_decay, mask,
+      quantize_mask, seed: as in `coat_adamw`.
+    nesterov: must be False; here to say so.
+    implementation: "mosaic" for the kernel, "xla" for the definition, None for
+      the kernel where a leaf and the platform allow it.
+    shardings: as in `coat_adamw`.
+
+  Returns:
+    A `FusedTransformation`.
+
+  Raises:
+    NotImplementedError: `nesterov`, or (by `apply`) a named implementation
+      that cannot take a leaf.
+    TypeError, ValueError: as `coat_adamw`.
+
+  Examples:
+    >>> optimizer = fused_coat_adamw(3e-4, weight_decay=0.1)
+    >>> state = optimizer.init(params)
+    >>> @functools.partial(jax.jit, donate_argnums=(0, 1))
+    ... def step(params, state, grads):
+    ...   return optimizer.apply(grads, state, params)
+
+  Source: arXiv:2410.19313, section 4.
+  """
+  op = "fused_coat_adamw"
+  if nesterov:
+    raise NotImplementedError(
+      f"{op}: nesterov must be False, got True; use coat_adamw(nesterov=True) "
+      "with coat_jax.apply_updates"
+    )
+  chained = optax_coat.scale_by_coat_adam(
+    b1, b2, eps, eps_root=eps_root, codec=codec, quantize_mask=quantize_mask
+  )
+
+  def apply_fn(
+    grads: optax.Updates,
+    state: ScaleByCoatAdamState,
+    params: optax.Params,
+    *,
+    grad_scale: ArrayLike | None = None,
+  ) -> tuple[optax.Params, ScaleByCoatAdamState]:
+    return step(adam.adamw_step, grads, state, params, grad_scale)
+
+  def step(adamw_step, grads, state, params, grad_scale):
+    count = optax.safe_increment(state.count)
+    scalars = adam.adam_scalars(count, b1, b2, eps, eps_root)
+    rate, decay = (
+      jnp.asarray(x(state.count) if callable(x) else x, jnp.float32)
+      for x in (learning_rate, weight_decay)
+    )
+    if grad_scale is not None:
+      grad_scale = jnp.asarray(grad_scale, jnp.float32)
+    leaves, treedef = jax.tree.flatten(params)
+    pairs = list(optax_coat.paired(op, grads, state))
+    new_leaves, new_resting = [], []
+    where = shards.shardings_of(
+      op, shardings, [resting for _, resting in pairs]
+    )
+    for i, (p, (g, resting), decayed) in enumerate(
+      zip(leaves, pairs, _decayed(mask, params), strict=True)
+    ):
+      key = stochastic.leaf_key(seed, count, i)
+      p, resting = shards.run_on_shards(
+        adamw_step,
+        where[i],
+        (p, g),
+        resting,
+        jnp.stack([key, optax_coat.parameter_key(seed, count, i)]),
+        scalars,
+        adam.StepScalars(rate, decay if decayed else 0 * decay, grad_scale),
+        groups=moments.stored_groups(op, resting, codec),
+        implementation=implementation,
+      )
+      new_leaves.append(p)
+      new_resting.append(resting)
+    fields = moments.unflatten(state[1:], new_resting)
+    return treedef.unflatten(new_leaves), ScaleByCoatAdamState(count, *fields)
+
+  def explain_fn(params: optax.Params) -> dict[str, str]:
+    found = []
+
+    def explained(*args, implementation, **kwargs):
+      del implementation
+      found.append(explain(adam.adamw_step, *args, **kwargs))
+      return adam.adamw_step.definition(*args, **kwargs)
+
+    def whole_step(params):
+      return step(explained, params, chained.init(params), params, None)
+
+    jax.eval_shape(whole_step, params)
+    paths = [path for path, _ in moments.leaf_paths(params)]
+    return dict(zip(paths, found, strict=True))
+
+  def init_fn(params: optax.Params) -> ScaleByCoatAdamState:
+    return chained.init(params)  # pyright: ignore[reportReturnType]
+
+  return FusedTransformation(init_fn, apply_fn, explain_fn)
+
+
+def _decayed(mask: Any, params: optax.Params) -> list[bool]:
+  """Whether weights decay, leaf by leaf: `optax.masked`'s reading of a mask."""
+  treedef = jax.tree.structure(params)
+  if mask is None:
+    return [True] * treedef.num_leaves
+  mask = mask(params) if callable(mask) else mask
+  whole = jax.tree.map(
+    lambda chosen, part: jax.tree.map(lambda _: chosen, part), mask, params
+  )
+  return treedef.flatten_up_to(whole)

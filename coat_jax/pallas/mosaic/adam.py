@@ -1,0 +1,350 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A step of Adam on one leaf with encoded moments, in one pass over memory.
+
+`adam.adam_update` and `adam.adamw_step` as one kernel (Mosaic GPU): decode both
+moments, update them, the update or the new parameter, encode. What is written
+lies where it was read: in place where the caller donates it.
+
+A program of one warpgroup holds a block of 8 groups of 128 values. Everything
+that belongs to a group is computed once for 8 values of it. With f32
+parameters and gradients and E4M3 codes a step reads and writes 16.2 bytes a
+value (p twice, g, two codes twice), with bf16 10.2.
+
+One H200, 2026-11-21, jax 0.11.2, 2^28 parameters, donated, one run (ms):
+
+  codec, rounding         f32    bf16    instructions a value (f32, bf16)
+  coat nearest            1.11   0.99     58    77
+  coat stochastic         1.56   1.67    108   126
+  log8 stochastic         1.29   1.38    104   121
+  optax.adamw (XLA)       1.81   0.92
+
+To nearest with f32, memory bounds it. With stochastic rounding instructions do:
+the hash alone takes 11, once more for bf16 parameters, and registers (128; log8
+96) leave 16 warps (20) to a multiprocessor. docs/LOG.md says what did not help.
+"""
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from coat_jax.codecs.group import GroupCodec, Plain
+from coat_jax.pallas.mosaic import moment_codecs, registers
+from coat_jax.pallas.mosaic.moment_codecs import Statistics
+from coat_jax.pallas.mosaic.registers import GROUP_SIZE, ROWS, Instructions
+from coat_jax.stochastic import GOLDEN, mix
+
+
+def adam_update_unsupported(
+  g, resting, key, scalars, *, groups, start=None, whole=None
+) -> str | None:
+  """Why the kernel cannot take these, or None."""
+  del key, start, whole
+  if scalars.gradient_ratio is not None:
+    return "adam_update: the kernel has no Nesterov momentum"
+  return _unsupported("adam_update", resting, groups, (g,))
+
+
+def adamw_step_unsupported(
+  p, g, resting, keys, scalars, step, *, groups, start=None, whole=None
+) -> str | None:
+  """Why the kernel cannot take these, or None."""
+  del keys, step, start, whole
+  if scalars.gradient_ratio is not None:
+    return "adamw_step: the kernel has no Nesterov momentum"
+  return _unsupported("adamw_step", resting, groups, (p, g))
+
+
+def _unsupported(op, resting, groups, arrays) -> str | None:
+  shape = resting.mu.codes.shape
+  if any(isinstance(codec, Plain) for codec in groups):
+    return f"{op}: moments that are not encoded have no groups"
+  if any(codec.group_size != GROUP_SIZE for codec in groups):
+    return f"{op}: the kernel needs groups of 128, got {groups.mu.group_size}"
+  if not shape or shape[-1] % GROUP_SIZE:
+    return f"{op}: the last axis must be a multiple of 128, got shape {shape}"
+  count = resting.mu.codes.size // GROUP_SIZE
+  if not count or count % ROWS:
+    return f"{op}: the kernel takes 8 groups at a time, got {count} in {shape}"
+  wrong = {x.dtype.name for x in arrays} - {"float32", "bfloat16"}
+  if wrong:
+    return f"{op}: parameters and gradients must be f32 or bf16, got {wrong}"
+  return None
+
+
+def adam_update(
+  g,
+  resting,
+  key,
+  scalars,
+  *,
+  groups,
+  start=None,
+  whole=None,
+  interpret: bool = False,
+):
+  """`adam.adam_update`. With `interpret`, on a CPU, slowly."""
+  numbers = _adam_numbers(scalars)
+  words = _Words(jnp.stack([key, key]), start, whole)
+  return _run(numbers, words, g, None, resting, groups, interpret)
+
+
+def adamw_step(
+  p,
+  g,
+  resting,
+  keys,
+  scalars,
+  step,
+  *,
+  groups,
+  start=None,
+  whole=None,
+  interpret: bool = False,
+):
+  """`adam.adamw_step`. With `interpret`, on a CPU, slowly."""
+  numbers = dataclasses.replace(
+    _adam_numbers(scalars),
+    grad_scale=step.grad_scale,
+    update_rate=-step.learning_rate * scalars.ratio,
+    decay_rate=-step.learning_rate * step.weight_decay,
+  )
+  words = _Words(keys, start, whole)
+  return _run(numbers, words, g, p, resting, groups, interpret)
+
+
+class _Words(NamedTuple):
+  """What random words depend on: see `stochastic.random_words`.
+
+  Attributes:
+    keys: uint32 [2], of the moments and of the parameter.
+    start, whole: which part of the leaf is at hand; None for all of it.
+  """
+
+  keys: Array
+  start: Array | None
+  whole: tuple[int, ...] | None
+
+  def packed(self) -> Array:
+    """Keys and start as one array."""
+    if self.start is None:
+      return self.keys
+    return jnp.concatenate([self.keys, self.start])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Numbers:
+  """The scalars of a step, on the host as arrays and in a kernel as loaded."""
+
+  b1: Array
+  one_minus_b1: Array
+  b2: Array
+  one_minus_b2: Array
+  ratio: Array
+  eps_root: Array | None
+  eps: Array
+  grad_scale: Array | None = None
+  update_rate: Array | None = None
+  decay_rate: Array | None = None
+
+  def names(self) -> tuple[str, ...]:
+    """Of those there are."""
+    return tuple(k for k, v in vars(self).items() if v is not None)
+
+
+def _adam_numbers(scalars) -> _Numbers:
+  kept = {field.name for field in dataclasses.fields(_Numbers)}
+  return _Numbers(**{k: v for k, v in scalars._asdict().items() if k in kept})
+
+
+def _run(numbers, words: _Words, g, p, resting, groups, interpret):
+  """Both functions: p is None where the update is wanted."""
+  packed = jnp.stack([getattr(numbers, name) for name in numbers.names()])
+  flat, treedef = jax.tree.flatten(resting)
+  kept = [i for i, x in enumerate(flat) if x.ndim]
+  first, arrays = _step(
+    packed,
+    words.packed(),
+    g,
+    p,
+    tuple(flat[i] for i in kept),
+    names=numbers.names(),
+    whole=words.whole,
+    groups=groups,
+    interpret=interpret,
+  )
+  for i, x in zip(kept, arrays, strict=True):
+    flat[i] = x
+  return first, treedef.unflatten(flat)
+
+
+# Jitted here, so that leaves of one shape share a lowering and a compilation.
+@functools.partial(
+  jax.jit, static_argnames=("names", "whole", "groups", "interpret")
+)
+def _step(packed, keys, g, p, resting, *, names, whole, groups, interpret):
+  codes = resting[0]
+
+  def view(x):
+    whole = x.shape == codes.shape
+    return x.reshape((-1, GROUP_SIZE) if whole else (-1,))
+
+  in_place = (*resting, *(() if p is None else (p,)))
+  refs = [jax.new_ref(view(x)) for x in in_place]
+  body = functools.partial(
+    _kernel,
+    names=names,
+    groups=groups,
+    shape=codes.shape,
+    whole=whole,
+    split=sum(x.ndim > 0 for x in _like(groups.mu)),
+    on=Instructions(interpret),
+    gives_update=p is None,
+  )
+  update = plgpu.kernel(
+    body,
+    out_type=jax.ShapeDtypeStruct(view(g).shape, g.dtype) if p is None else (),
+    grid=(codes.size // (GROUP_SIZE * ROWS),),
+    grid_names=("block",),
+    compiler_params=plgpu.CompilerParams(
+      # Exact division, exp2 and log2 take ten times as long.
+      approx_math=True,
+      # Every thread reads what it writes and nothing else; 16 lanes that share
+      # a statistic have exchanged values that depend on it before one writes.
+      unsafe_no_auto_barriers=True,
+    ),
+    interpret=plgpu.InterpretGPUParams() if interpret else False,
+  )(packed, keys, view(g), *refs)
+  new = [
+    jax.freeze(ref).reshape(x.shape)
+    for ref, x in zip(refs, in_place, strict=True)
+  ]
+  if p is None:
+    return update.reshape(g.shape), tuple(new)
+  return new.pop(), tuple(new)
+
+
+def _like(codec: GroupCodec):
+  x = jax.ShapeDtypeStruct((1, GROUP_SIZE), jnp.float32)
+  return jax.eval_shape(codec.encode, x, x if codec.needs_noise else None)
+
+
+def _kernel(
+  packed_gmem,
+  keys_gmem,
+  g_gmem,
+  *gmem,
+  names,
+  groups,
+  shape: tuple[int, ...],
+  whole: tuple[int, ...] | None,
+  split: int,
+  on: Instructions,
+  gives_update: bool,
+):
+  """One block.
+
+  Args:
+    packed_gmem: f32 [names], keys_gmem: uint32 [2] and, where this is a part
+      of a leaf, where it starts along each axis; g_gmem: [groups, 128].
+    *gmem: codes [groups, 128] and statistics [groups] of mu (`split` of them)
+      and of nu, then the parameter or the update, [groups, 128].
+  """
+  numbers = {name: packed_gmem[i] for i, name in enumerate(names)}
+  numbers = _Numbers(**{"eps_root": None, **numbers})
+  keys = keys_gmem[0], keys_gmem[1]
+  *moments_gmem, last_gmem = gmem
+  mu_gmem, nu_gmem = moments_gmem[:split], moments_gmem[split:]
+  p_gmem = () if gives_update else (last_gmem,)
+
+  start = lax.axis_index("block") * ROWS
+  refs = (g_gmem, *p_gmem, *moments_gmem)
+  g, *rest = (registers.load(ref, start) for ref in refs)
+  p = None if gives_update else rest.pop(0).astype(jnp.float32)
+  mu = _decoded(groups.mu, rest[:split], True, on)
+  nu = _decoded(groups.nu, rest[split:], False, on)
+  value, mu, nu = _adam(g.astype(jnp.float32), p, mu, nu, numbers, on)
+
+  def draw(key):
+    # Only where words are wanted: no layout is found for a place nobody uses.
+    return _words(*_place(start, shape, whole, keys_gmem), key)
+
+  if p is not None and last_gmem.dtype == jnp.bfloat16:
+    value = _round_to_bfloat16(value, draw(keys[1]))
+  registers.store(last_gmem, start, value.astype(last_gmem.dtype))
+  low = high = None
+  if groups.mu.needs_noise or groups.nu.needs_noise:
+    low = draw(keys[0])
+    high = low >> 16
+  for codec, refs, x, noise, signed in (
+    (groups.mu, mu_gmem, mu, low, True),
+    (groups.nu, nu_gmem, nu, high, False),
+  ):
+    noise = noise if codec.needs_noise else None
+    codes, statistics = moment_codecs.encode(codec, x, noise, signed, on)
+    written = [codes, *(x for x in statistics if x is not None)]
+    for ref, out in zip(refs, written, strict=True):
+      registers.store(ref, start, out)
+
+
+def _decoded(codec, loaded, signed: bool, on: Instructions) -> Array:
+  codes, *statistics = loaded
+  statistics = Statistics(*statistics, *[None] * (2 - len(statistics)))
+  return moment_codecs.decode(codec, codes, statistics, signed, on)
+
+
+def _adam(g, p, mu, nu, s: _Numbers, on: Instructions):
+  """`adam.adam`, and the new parameter if there is one: f32 blocks."""
+  if s.grad_scale is not None:
+    g = g * s.grad_scale
+  mu = s.b1 * mu + s.one_minus_b1 * g
+  nu = s.b2 * nu + s.one_minus_b2 * g * g
+  inner = nu if s.eps_root is None else nu + s.eps_root
+  update = mu * on.reciprocal(on.sqrt(inner) + s.eps)
+  if p is None:
+    return update * s.ratio, mu, nu
+  assert s.update_rate is not None and s.decay_rate is not None
+  return p + (s.update_rate * update + s.decay_rate * p), mu, nu
+
+
+def _place(start, shape, whole, keys_gmem) -> tuple[Array, Array]:
+  """The rows of a block's groups in the whole leaf, and their first columns."""
+  groups_per_row = shape[-1] // GROUP_SIZE
+  row = registers.iota(0) + start.astype(jnp.uint32)
+  column = jnp.zeros_like(row)
+  if groups_per_row > 1:
+    row, group = _divide(row, groups_per_row)
+    column = group * jnp.uint32(GROUP_SIZE)
+  if whole is None:
+    return row, column
+  begins = [keys_gmem[2 + axis] for axis in range(len(shape))]
+  rest, row, stride = row, jnp.zeros_like(row), 1
+  for axis in range(len(shape) - 2, -1, -1):
+    rest, index = _divide(rest, shape[axis]) if axis else (rest, rest)
+    row = row + (index + begins[axis]) * jnp.uint32(stride % 2**32)
+    stride *= whole[axis]
+  return row, column + begins[-1]
+
+
+def _divide(x: Array, by: int) -> tuple[Array, Array]:
+  quotient = lax.div(x, jnp.uint32(by))
+  return quotient, x - quotient * jnp.uint32(by)
+
+
+def _words(row: Array, column: Array, key) -> Array:
+  """`stochastic.random_words` of groups at these rows and columns."""
+  golden = jnp.uint32(GOLDEN)
+  row_word = mix(row * golden + key) + column * golden
+  return mix(registers.iota(1) * golden + registers.spread(row_word))
+
+
+def _round_to_bfloat16(x: Array, words: Array) -> Array:
+  """`stochastic.round_to_bfloat16`; a conversion keeps a NaN one."""
+  bits = registers.as_bits(x)
+  noisy = bits + (words & jnp.uint32(0xFFFF))
+  bits = jnp.where(jnp.abs(x) < jnp.inf, noisy, bits)
+  return registers.as_float(bits & jnp.uint32(0xFFFF0000))

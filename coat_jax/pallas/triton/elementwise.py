@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the kernels of activation functions and of the residual add share.
+
+Each is elementwise over a matrix [m, n], all leading axes flattened to rows,
+and has a tile of every array in a program.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental import pallas as pl
+from jax.typing import DTypeLike
+
+from coat_jax.ops.types import Layout
+from coat_jax.pallas.triton import ptx, tiles
+from coat_jax.qtensor import QTensor
+
+# A GPU's grid has as many programs along its second axis.
+_MAX_ACROSS = 65535
+
+
+def pick_row_tile(m: int, n: int) -> tiles.Tile:
+  """For what is read and written in rows: 16 values a thread, 16-byte loads.
+
+  As wide as cuts n evenly, up to 256; programs go along the rows.
+  """
+  columns = max(min(n & -n, 256), 64)
+  rows = 2048 // columns
+  return tiles.Tile(rows, columns, 4, down=m > rows * _MAX_ACROSS)
+
+
+def pick_amax_tile(m: int) -> tiles.Tile:
+  """For what is only read: wider than it is high."""
+  return tiles.Tile(4, 512, 4, down=m > 4 * _MAX_ACROSS)
+
+
+def pick_tile(m: int) -> tiles.Tile:
+  """For what writes columns, 32 bytes of each: 32 values a thread."""
+  return tiles.Tile(32, 128, 4, down=m > 32 * _MAX_ACROSS)
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+  """What a kernel knows beside its arrays.
+
+  Attributes:
+    m, n: of the matrix.
+    group_size: of what is read or written in 1 x G groups.
+    tile: how it is cut.
+    interpret: whether JAX interprets the kernel.
+  """
+
+  m: int
+  n: int
+  group_size: int
+  tile: tiles.Tile
+  interpret: bool
+
+  # --- On the host ---
+
+  def run(self, kernel, *args, in_specs, out_specs, out_shape, name):
+    """Calls `kernel(work, *refs)` for every tile."""
+    return pl.pallas_call(
+      functools.partial(kernel, self),
+      grid=self.tile.grid(self.m, self.n),
+      in_specs=in_specs,
+      out_specs=out_specs,
+      out_shape=out_shape,
+      compiler_params=tiles.compiler_params(self.tile.warps),
+      interpret=self.interpret,
+      name=name,
+    )(*args)
+
+  def matrix(self, dtype: DTypeLike) -> tuple:
+    """Spec and shape of rows [m, n]."""
+    return self.tile.matrix(), jax.ShapeDtypeStruct((self.m, self.n), dtype)
+
+  def columns(self, dtype: DTypeLike) -> tuple:
+    """Spec and shape of columns [n, m]."""
+    spec = self.tile.spec((self.tile.columns, self.tile.rows), (1, 0))
+    return spec, jax.ShapeDtypeStruct((self.n, self.m), dtype)
+
+  def operand(self, dtype: DTypeLike, layout: Layout) -> list[tuple | None]:
+    """Of rows and of columns, or None where the layout has none."""
+    return [
+      None if layout == "columns" else self.matrix(dtype),
+      None if layout == "rows" else self.columns(dtype),
+    ]
+
+  def scales(self) -> tuple:
+    """Spec and shape of groups' scales [m, n / G]."""
+    shape = self.m, self.n // self.group_size
+    spec = self.tile.matrix(self.group_size)
+    return spec, jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+
+  def bits(self) -> tuple:
+    """Spec and shape of the tiles' maxima, one a program."""
+    grid = self.tile.grid(self.m, self.n)
+    axes = (0, 1) if self.tile.down else (1, 0)
+    return self.tile.spec((1, 1), axes), jax.ShapeDtypeStruct(grid, jnp.int32)
+
+  def matrices(self, x: QTensor) -> tuple[Array, Array]:
+    """Codes and scales as matrices of m rows."""
+    return x.qvalue.reshape(self.m, -1), x.scale.reshape(self.m, -1)
+
+  # --- In a kernel ---
+
+  def mask(self) -> Array | None:
+    block = self.tile.rows, self.tile.columns
+    return tiles.inside(block, (self.m, self.n), self.tile.index())
+
+  def load(self, ref) -> Array:
+    """A tile as f32, zeros outside the matrix."""
+    return tiles.load(ref, self.mask())
+
+  def load_groups(self, q_ref, scale_ref) -> Array:
+    """The values of a tile of codes, zeros outside the matrix."""
+    scale = tiles.load(scale_ref, self._group_mask())
+    return tiles.dequantize_groups(
+      self.load(q_ref), scale, group_size=self.group_size
+    )
+
+  def store_groups(self, q_ref, scale_ref, x: Array) -> Array:
+    """Quantizes and writes a tile; returns the values it now stands for."""
+    codes, scale = tiles.quantize_groups(
+      x, group_size=self.group_size, dtype=q_ref.dtype
+    )
+    tiles.store(q_ref, codes, self.mask())
+    tiles.store(scale_ref, scale, self._group_mask())
+    return tiles.dequantize_groups(codes, scale, group_size=self.group_size)
+
+  def _group_mask(self) -> Array | None:
+    block = self.tile.rows, self.tile.columns // self.group_size
+    shape = self.m, self.n // self.group_size
+    return tiles.inside(block, shape, self.tile.index())
+
+  def quantize(self, x: Array, scale_ref, dtype: DTypeLike) -> Array:
+    """Codes of a tile with the one scale in `scale_ref` [1]."""
+    return ptx.quantize_with_scale(
+      x, scale_ref[0], dtype=dtype, interpret=self.interpret
+    )
+
+  def store_operand(self, rows_ref, columns_ref, codes: Array) -> None:
+    """Writes a tile of codes to the layouts whose refs are not None."""
+    index, shape = self.tile.index(), (self.m, self.n)
+    tiles.store_operand(rows_ref, columns_ref, codes, index, shape)
+
+
+def split(outputs) -> dict[str, tuple]:
+  """Pairs of a spec and a shape, or None, as `Work.run` takes them."""
+  outputs = [(None, None) if x is None else x for x in outputs]
+  specs, shapes = zip(*outputs, strict=True)
+  return {"out_specs": specs, "out_shape": shapes}
+
+
+def values_unsupported(op: str, x: QTensor, group_size: int) -> str | None:
+  """Why a kernel cannot read these 1 x G values, or None."""
+  *leading, n = x.qvalue.shape
+  reason = tiles.groups_unsupported(op, x.qvalue.shape, group_size)
+  if reason is None and x.scale.shape != (*leading, n // group_size):
+    return (
+      f"{op}: the Triton kernel needs a scale per {group_size} values, got "
+      f"scales of shape {x.scale.shape} for values of {x.qvalue.shape}"
+    )
+  return reason

@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Quantization to FP8, per group and per tensor: `reference`'s, in Triton.
+
+  quantize_groups   code = x / scale, scale = bf16_up(amax of 1 x G / qmax)
+  tensor_scale      scale = amax of everything / qmax
+  quantize_tensor   code = clip(x / scale), as rows, as columns or as both
+
+Groups never cross rows and rows are contiguous, so what writes no columns sees
+one long vector; a program has `size` neighbouring values of it. Columns are
+written from a tile of rows x columns: the codes are transposed on the chip and
+stored 16 bytes at a time, and x is read once for both layouts.
+
+      x [m, n]          rows [m, n]        columns [n, m]
+      +--------+         +--------+           +----+
+      |  tile  |   ->    |  tile  |     and   |tile|
+      +--------+         +--------+           | .T |
+                                              +----+
+
+Bytes per element, x in BF16: groups 2 + 1 + 2 / G; tensor_scale 2; a given
+scale 2 + 1, both layouts 2 + 2. About 8 instructions an element for groups,
+where the division by a scale is a product with its reciprocal, found once.
+
+On an H200 (2026-11-21, jax 0.11.2, BF16 [8192, 16384]): groups of 16 in 98
+microseconds, 4.3 TB/s; tensor_scale 63, 4.3; both layouts of a given scale 144,
+3.7; XLA takes 310, 63 and 343.
+"""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental import pallas as pl
+from jax.typing import DTypeLike
+
+from coat_jax.formats import E4M3
+from coat_jax.ops.types import Layout, Operand
+from coat_jax.pallas.triton import tiles
+from coat_jax.qtensor import QTensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Flat:
+  """A program's share of a vector: `size` values among `warps` warps."""
+
+  size: int
+  warps: int
+
+
+def pick_flat(elements: int) -> Flat:
+  """16 values a thread; smaller blocks where they would not fill the chip."""
+  return Flat(2048, 4) if elements >= 2**20 else Flat(1024, 1)
+
+
+def pick_amax(elements: int) -> Flat:
+  """64 values a thread: fewer maxima for the second stage to read."""
+  return Flat(16384, 8) if elements >= 2**23 else Flat(1024, 1)
+
+
+def pick_tile(m: int, n: int) -> tiles.Tile:
+  """64 values a thread; smaller tiles where they would not fill the chip."""
+  return tiles.Tile(64, 128, 4) if m * n >= 2**22 else tiles.Tile(32, 64, 2)
+
+
+# --- Per group ---------------------------------------------------------------
+
+
+def quantize_groups_unsupported(
+  x: Array, *, group_size: int, dtype: DTypeLike = E4M3
+) -> str | None:
+  """Why the kernel cannot take these arguments, or None."""
+  del dtype  # both formats
+  op = "quantize_groups"
+  return tiles.dtype_unsupported(op, x.dtype) or tiles.groups_unsupported(
+    op, x.shape, group_size
+  )
+
+
+def quantize_groups(
+  x: Array,
+  *,
+  group_size: int,
+  dtype: DTypeLike = E4M3,
+  interpret: bool = False,
+) -> QTensor:
+  """`ops.definitions.quantize_groups`."""
+  tile = pick_flat(x.size)
+  return _quantize_groups(x, group_size, jnp.dtype(dtype), tile, interpret)
+
+
+@functools.partial(
+  jax.jit, static_argnames=("group_size", "dtype", "tile", "interpret")
+)
+def _quantize_groups(x, group_size, dtype, tile: Flat, interpret) -> QTensor:
+  *leading, n = x.shape
+  qvalue, scale = pl.pallas_call(
+    functools.partial(
+      _groups_kernel, elements=x.size, group_size=group_size, dtype=dtype
+    ),
+    grid=(pl.cdiv(x.size, tile.size),),
+    in_specs=[_flat_spec(tile.size)],
+    out_specs=[_flat_spec(tile.size), _flat_spec(tile.size // group_size)],
+    out_shape=[
+      jax.ShapeDtypeStruct((x.size,), dtype),
+      jax.ShapeDtypeStruct((x.size // group_size,), jnp.bfloat16),
+    ],
+    compiler_params=tiles.compiler_params(tile.warps),
+    interpret=interpret,
+    name="quantize_groups",
+  )(x.reshape(-1))
+  return QTensor(
+    qvalue.reshape(x.shape), scale.reshape(*leading, n // group_size)
+  )
+
+
+def _groups_kernel(x_ref, q_ref, scale_ref, *, elements, group_size, dtype):
+  index = (pl.program_id(0),)
+  mask = tiles.inside(x_ref.shape, (elements,), index)
+  x = tiles.load(x_ref, mask)
+  codes, scale = tiles.quantize_groups(x, group_size=group_size, dtype=dtype)
+  tiles.store(q_ref, codes, mask)
+  groups = elements // group_size
+  mask = tiles.inside(scale_ref.shape, (groups,), index)
+  tiles.store(scale_ref, scale, mask)
+
+
+# --- Per tensor --------------------------------------------------------------
+
+
+def tensor_scale_unsupported(
+  x: Array, *, dtype: DTypeLike = E4M3
+) -> str | None:
+  """Why the kernel cannot take these arguments, or None."""
+  del dtype  # both formats
+  op = "tensor_scale"
+  return tiles.dtype_unsupported(op, x.dtype) or tiles.shape_unsupported(
+    op, x.shape
+  )
+
+
+def tensor_scale(
+  x: Array, *, dtype: DTypeLike = E4M3, interpret: bool = False
+) -> Array:
+  """`ops.tensor_scale`: maxima of tiles, then XLA's maximum of them."""
+  bits = _tensor_amax(x, pick_amax(x.size), interpret)
+  return tiles.bits_to_scale(bits, dtype)
+
+
+@functools.partial(jax.jit, static_argnames=("tile", "interpret"))
+def _tensor_amax(x, tile: Flat, interpret) -> Array:
+  programs = pl.cdiv(x.size, tile.size)
+  return pl.pallas_call(
+    functools.partial(_amax_kernel, elements=x.size),
+    grid=(programs,),
+    in_specs=[_flat_spec(tile.size)],
+    out_specs=_flat_spec(1),
+    out_shape=jax.ShapeDtypeStruct((programs,), jnp.int32),
+    compiler_params=tiles.compiler_params(tile.warps),
+    interpret=interpret,
+    name="tensor_amax",
+  )(x.reshape(-1))
+
+
+def _amax_kernel(x_ref, bits_ref, *, elements):
+  mask = tiles.inside(x_ref.shape, (elements,), (pl.program_id(0),))
+  tiles.store_scalar(bits_ref, tiles.amax_bits(tiles.load(x_ref, mask)))
+
+
+def quantize_tensor_unsupported(
+  x: Array,
+  *,
+  dtype: DTypeLike = E4M3,
+  scale: Array | None = None,
+  layout: Layout = "rows",
+) -> str | None:
+  """Why the kernel cannot take these arguments, or None."""
+  del dtype, scale  # both formats, any scale
+  op = "quantize_tensor"
+  return (
+    tiles.dtype_unsupported(op, x.dtype)
+    or tiles.shape_unsupported(op, x.shape)
+    or tiles.columns_unsupported(op, x.shape, layout)
+  )
+
+
+def quantize_tensor(
+  x: Array,
+  *,
+  dtype: DTypeLike = E4M3,
+  scale: Array | None = None,
+  layout: Layout = "rows",
+  interpret: bool = False,
+) -> Operand:
+  """`ops.definitions.quantize_tensor`."""
+  if scale is None:
+    scale = tensor_scale(x, dtype=dtype, interpret=interpret)
+  dtype = jnp.dtype(dtype)
+  if layout == "rows":
+    tile = pick_flat(x.size)
+    rows, columns = _quantize_rows(x, scale, dtype, tile, interpret), None
+  else:
+    tile = pick_tile(math.prod(x.shape[:-1]), x.shape[-1])
+    rows, columns = _quantize_tiles(x, scale, dtype, layout, tile, interpret)
+  return Operand(rows, columns, scale)
+
+
+@functools.partial(jax.jit, static_argnames=("dtype", "tile", "interpret"))
+def _quantize_rows(x, scale, dtype, tile: Flat, interpret) -> Array:
+  rows = pl.pallas_call(
+    functools.partial(_rows_kernel, elements=x.size, dtype=dtype),
+    grid=(pl.cdiv(x.size, tile.size),),
+    in_specs=[_flat_spec(tile.size), tiles.scalar_spec()],
+    out_specs=_flat_spec(tile.size),
+    out_shape=jax.ShapeDtypeStruct((x.size,), dtype),
+    compiler_params=tiles.compiler_params(tile.warps),
+    interpret=interpret,
+    name="quantize_rows",
+  )(x.reshape(-1), scale.reshape(1))
+  return rows.reshape(x.shape)
+
+
+def _rows_kernel(x_ref, scale_ref, rows_ref, *, elements, dtype):
+  mask = tiles.inside(x_ref.shape, (elements,), (pl.program_id(0),))
+  codes = tiles.saturating_cast(tiles.load(x_ref, mask) / scale_ref[0], dtype)
+  tiles.store(rows_ref, codes, mask)
+
+
+@functools.partial(
+  jax.jit, static_argnames=("dtype", "layout", "tile", "interpret")
+)
+def _quantize_tiles(
+  x, scale, dtype, layout, tile: tiles.Tile, interpret
+) -> tuple[Array | None, Array]:
+  n = x.shape[-1]
+  m = x.size // n
+  out_specs, out_shape = tile.operand(m, n, dtype, layout)
+  rows, columns = pl.pallas_call(
+    functools.partial(_tiles_kernel, shape=(m, n), dtype=dtype, tile=tile),
+    grid=tile.grid(m, n),
+    in_specs=[tile.matrix(), tiles.scalar_spec()],
+    out_specs=out_specs,
+    out_shape=out_shape,
+    compiler_params=tiles.compiler_params(tile.warps),
+    interpret=interpret,
+    name="quantize_tiles",
+  )(x.reshape(m, n), scale.reshape(1))
+  return (None if rows is None else rows.reshape(x.shape)), columns
+
+
+def _tiles_kernel(
+  x_ref, scale_ref, rows_ref, columns_ref, *, shape, dtype, tile
+):
+  index = tile.index()
+  x = tiles.load(x_ref, tiles.inside(x_ref.shape, shape, index))
+  codes = tiles.saturating_cast(x / scale_ref[0], dtype)
+  tiles.store_operand(rows_ref, columns_ref, codes, index, shape)
+
+
+def _flat_spec(size: int) -> pl.BlockSpec:
+  return pl.BlockSpec((size,), lambda i: (i,))

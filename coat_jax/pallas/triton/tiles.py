@@ -1,0 +1,311 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What kernels do with the blocks that they hold in registers.
+
+Every function here works on arrays of a kernel's body, in f32 unless it says
+otherwise, and does what `formats` and `qtensor` define, in the same order:
+  * largest magnitudes are found as integers, which carry a NaN: the largest of
+    floats in Triton drops it;
+  * scale = amax * float32(1 / qmax), at least 2^-126, 1 for zeros; rounded up
+    to BF16 where it is a group's;
+  * codes are x / scale, rounded to nearest even by the cast. XLA cannot drop or
+    split a cast in a kernel, so rounding in f32 first is not needed here.
+
+A block at the edge of an array reaches beyond it where the array's axes are no
+multiples of the block's: Pallas masks nothing there on a GPU, so that loads and
+stores take the mask of `inside`.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+from jax.typing import DTypeLike
+
+from coat_jax.formats import E4M3, qmax
+from coat_jax.ops.types import Layout
+from coat_jax.qtensor import amax_to_scale, bits_to_amax
+
+# The index of a value, and of one beyond the end in the last block, is int32.
+MAX_ELEMENTS = 2**31 - 2**20
+
+GROUP_SIZES = (16, 32, 64, 128)
+
+_TINY_BITS = 0x00800000  # 2^-126
+_INFINITY_BITS = 0x7F800000
+_NAN_BITS = 0x7FC00000
+_ONE_BITS = 0x3F800000
+
+
+# --- Bounds, loads and stores ------------------------------------------------
+
+
+def inside(
+  block: tuple[int, ...],
+  shape: tuple[int, ...],
+  index: tuple[Array | int, ...],
+) -> Array | None:
+  """Which values of a block lie in the array: bool [*block], None for all.
+
+  Args:
+    block: the block's shape.
+    shape: the array's.
+    index: which block it is along each axis.
+  """
+  mask = None
+  for axis, (size, n, i) in enumerate(zip(block, shape, index, strict=True)):
+    if n % size:
+      position = i * size + jax.lax.broadcasted_iota(jnp.int32, block, axis)
+      mask = position < n if mask is None else mask & (position < n)
+  return mask
+
+
+def load(
+  ref, mask: Array | None = None, *, dtype: DTypeLike = jnp.float32
+) -> Array:
+  """A block in `dtype`, zeros where the mask is False."""
+  zero = None if mask is None else jnp.zeros((), ref.dtype)
+  return plt.load(ref, mask=mask, other=zero).astype(dtype)
+
+
+def store(ref, x: Array, mask: Array | None = None) -> None:
+  """Writes a block in the dtype of `ref` where the mask is True.
+
+  FP8 is not what this rounds to: see `saturating_cast`, `quantize_groups`.
+  """
+  plt.store(ref, x.astype(ref.dtype), mask=mask)
+
+
+def store_transposed(
+  ref,
+  x: Array,
+  mask: Array | None = None,
+  leading: tuple[Array, ...] = (),
+  first: int = 0,
+) -> None:
+  """Writes a block [rows, columns] to `ref[*leading, first:]`, transposed.
+
+  Not as `ref[...] = x.T`: XLA moves a transpose up to the loads, and all that
+  was computed since is computed twice where x is also stored as it is.
+
+  Args:
+    mask: of x, not of what it becomes.
+  """
+  row = jax.lax.broadcasted_iota(jnp.int32, x.shape, 0)
+  column = jax.lax.broadcasted_iota(jnp.int32, x.shape, 1)
+  at = ref.at[(*leading, first + column, row)]
+  plt.store(at, x.astype(ref.dtype), mask=mask)
+
+
+def store_scalar(ref, x: Array) -> None:
+  """Writes a value to a block of one, of any rank."""
+  ref[(0,) * len(ref.shape)] = x
+
+
+# --- Magnitudes and scales ---------------------------------------------------
+
+
+def magnitude_bits(x: Array) -> Array:
+  """|x| of f32 as the int32 with its bits: they compare as magnitudes do."""
+  return jax.lax.bitcast_convert_type(x, jnp.int32) & 0x7FFFFFFF
+
+
+def amax_bits(x: Array) -> Array:
+  """The largest magnitude of a block as the bits of its f32: int32 []."""
+  return jnp.max(magnitude_bits(x))
+
+
+def bits_to_scale(bits: Array, dtype: DTypeLike = E4M3) -> Array:
+  """The scale of a tensor from the bits of its blocks' maxima."""
+  return amax_to_scale(bits_to_amax(bits), dtype)
+
+
+def group_scale(bits: Array, dtype: DTypeLike) -> Array:
+  """A group's scale, f32 that BF16 holds, from the bits of its amax."""
+  amax = jax.lax.bitcast_convert_type(bits, jnp.float32)
+  scale = amax * jnp.float32(1 / qmax(dtype))
+  scale_bits = jax.lax.bitcast_convert_type(scale, jnp.int32)
+  scale_bits = jnp.where(
+    amax == 0, _ONE_BITS, jnp.maximum(scale_bits, _TINY_BITS)
+  )
+  # Rounded up; infinity stays as it is.
+  up = (scale_bits + 0xFFFF) & ~0xFFFF
+  up = jnp.where(bits > _INFINITY_BITS, _NAN_BITS, up)
+  return jax.lax.bitcast_convert_type(up, jnp.float32)
+
+
+# --- Casts, groups -----------------------------------------------------------
+
+
+def saturating_cast(x: Array, dtype: DTypeLike) -> Array:
+  """f32 to an FP8 format, clipped to ±qmax, NaN kept."""
+  limit = qmax(dtype)
+  clipped = jnp.minimum(jnp.maximum(x, -limit), limit)
+  # Triton's min and max return the other operand for a NaN.
+  return jnp.where(x != x, x, clipped).astype(dtype)
+
+
+def split_groups(x: Array, group_size: int) -> Array:
+  """[..., n] to [..., groups, group_size]."""
+  return x.reshape(*x.shape[:-1], -1, group_size)
+
+
+def quantize_groups(
+  x: Array, *, group_size: int, dtype: DTypeLike
+) -> tuple[Array, Array]:
+  """f32 [..., n] to codes [..., n] and f32 scales [..., groups].
+
+  Scales are BF16 values. They were rounded up, so that no quotient exceeds qmax
+  by more than its rounding, which the cast rounds away: nothing is clipped.
+  """
+  groups = split_groups(x, group_size)
+  bits = jnp.max(magnitude_bits(groups), axis=-1)
+  scale = group_scale(bits, dtype)
+  codes = (groups / scale[..., None]).astype(dtype)
+  return codes.reshape(x.shape), scale
+
+
+def dequantize_groups(codes: Array, scale: Array, *, group_size: int) -> Array:
+  """Codes [..., n], FP8 or as f32, and scales [..., groups] to f32 [..., n]."""
+  groups = split_groups(codes.astype(jnp.float32), group_size)
+  values = groups * scale.astype(jnp.float32)[..., None]
+  return values.reshape(codes.shape)
+
+
+# --- Matrices in tiles -------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+  """A program's share of a matrix, and the order of programs.
+
+  Attributes:
+    rows, columns: powers of two, at least 16.
+    warps: that share it.
+    down: programs that start one after the other lie below each other, not
+      beside each other.
+  """
+
+  rows: int
+  columns: int
+  warps: int
+  down: bool = True
+
+  def grid(self, m: int, n: int) -> tuple[int, int]:
+    """Programs for a matrix [m, n]."""
+    down, across = pl.cdiv(m, self.rows), pl.cdiv(n, self.columns)
+    return (down, across) if self.down else (across, down)
+
+  def index(self) -> tuple[Array, Array]:
+    """In a kernel: which tile is this program's, (down, across)."""
+    first, second = pl.program_id(0), pl.program_id(1)
+    return (first, second) if self.down else (second, first)
+
+  def spec(
+    self, shape: tuple[int, ...], axes: tuple[int | None, ...]
+  ) -> pl.BlockSpec:
+    """Blocks of `shape` along these axes of the matrix; None is along none."""
+
+    def index(first, second):
+      tile = (first, second) if self.down else (second, first)
+      return tuple(0 if axis is None else tile[axis] for axis in axes)
+
+    return pl.BlockSpec(shape, index)
+
+  def matrix(self, per_column: int = 1) -> pl.BlockSpec:
+    """Tiles of [m, n], or of [m, n / per_column]."""
+    return self.spec((self.rows, self.columns // per_column), (0, 1))
+
+  def operand(
+    self, m: int, n: int, dtype: DTypeLike, layout: Layout
+  ) -> tuple[tuple, tuple]:
+    """Output specs and shapes, each (rows or None, columns or None)."""
+    rows = columns = None, None
+    if layout != "columns":
+      rows = self.matrix(), jax.ShapeDtypeStruct((m, n), dtype)
+    if layout != "rows":
+      columns = (
+        self.spec((self.columns, self.rows), (1, 0)),
+        jax.ShapeDtypeStruct((n, m), dtype),
+      )
+    specs, shapes = zip(rows, columns, strict=True)
+    return specs, shapes
+
+
+def scalar_spec() -> pl.BlockSpec:
+  """A [1] that every program reads."""
+  return pl.BlockSpec((1,), lambda *_: (0,))
+
+
+def store_operand(
+  rows_ref, columns_ref, codes: Array, index, shape: tuple[int, int]
+) -> None:
+  """Writes a tile of codes of [m, n] to either layout or to both."""
+  mask = inside(codes.shape, shape, index)
+  if rows_ref is not None:
+    store(rows_ref, codes, mask)
+  if columns_ref is not None:
+    store_transposed(columns_ref, codes, mask)
+
+
+def compiler_params(warps: int) -> plt.CompilerParams:
+  return plt.CompilerParams(num_warps=warps, num_stages=1)
+
+
+# --- What kernels cannot take ------------------------------------------------
+
+
+def shape_unsupported(op: str, shape: tuple[int, ...]) -> str | None:
+  """Why a kernel cannot take arrays [..., n] of this shape, or None."""
+  size = 1
+  for axis in shape:
+    size *= axis
+  if not shape or shape[-1] % 16 or not size:
+    return (
+      f"{op}: the last axis must be a multiple of 16 and no axis empty for the "
+      f"Triton kernel, got {shape}"
+    )
+  if size > MAX_ELEMENTS:
+    return f"{op}: the Triton kernel indexes in int32, got shape {shape}"
+  return None
+
+
+def groups_unsupported(
+  op: str, shape: tuple[int, ...], group_size: int
+) -> str | None:
+  """Why a kernel cannot take groups of this size along the last axis."""
+  if group_size not in GROUP_SIZES:
+    return (
+      f"{op}: the Triton kernel has groups of {GROUP_SIZES}, got {group_size}"
+    )
+  if shape and shape[-1] % group_size:
+    return (
+      f"{op}: the last axis must be a multiple of the group size {group_size} "
+      f"for the Triton kernel, got {shape[-1]}"
+    )
+  return shape_unsupported(op, shape)
+
+
+def dtype_unsupported(op: str, *dtypes: DTypeLike) -> str | None:
+  """Why a kernel cannot read arrays of these dtypes, or None."""
+  for dtype in dtypes:
+    if dtype not in (jnp.bfloat16, jnp.float32):
+      return f"{op}: the Triton kernel reads bfloat16 and float32, got {dtype}"
+  return None
+
+
+def columns_unsupported(
+  op: str, shape: tuple[int, ...], layout: str
+) -> str | None:
+  """Why a kernel cannot write this layout of [..., n], or None."""
+  rows = 1
+  for axis in shape[:-1]:
+    rows *= axis
+  if layout != "rows" and rows % 16:
+    return (
+      f"{op}: the Triton kernel writes columns of a multiple of 16 rows, got "
+      f"{rows}"
+    )
+  return None

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Float64 oracles of the moment codecs, and the bounds derived from them."""
+
+import numpy as np
+
+from coat_jax.codecs.group import (
+  BoundedFP8,
+  Encoded,
+  ExpandedFP8,
+  LogUniform,
+  ScaledFP8,
+)
+from coat_jax.formats import E5M2
+from tests import oracles
+
+# (group_size, rounding) to a group codec: all there are.
+GROUP_CODECS = {
+  "fp8": ScaledFP8,
+  "coat": ExpandedFP8,
+  "coat_e5m2": lambda group_size, rounding: ExpandedFP8(
+    group_size, rounding, E5M2
+  ),
+  "coat_e8m0": BoundedFP8,
+  "log8_signed": lambda group_size, rounding: LogUniform(
+    group_size, rounding, signed=True
+  ),
+  "log8_unsigned": lambda group_size, rounding: LogUniform(
+    group_size, rounding, signed=False
+  ),
+}
+
+
+def is_unsigned(codec) -> bool:
+  return isinstance(codec, LogUniform) and not codec.signed
+
+
+def signed_like(codec, x: np.ndarray) -> np.ndarray:
+  """Alternating signs, unless the codec takes none."""
+  return x if is_unsigned(codec) else x * (-1.0) ** np.arange(x.shape[-1])
+
+
+def bits(codes) -> np.ndarray:
+  return np.asarray(codes).view(np.uint8)
+
+
+def codes_apart(codec, a, b) -> np.ndarray:
+  """How many code words lie between codes, by the order of their values."""
+  if isinstance(codec, LogUniform):
+    return np.abs(np.asarray(a).astype(int) - np.asarray(b).astype(int))
+  return oracles.codes_apart(bits(a), bits(b))
+
+
+def _grouped(x, group_size, fill=0.0):
+  """[..., n] to [..., groups, group_size], filled up."""
+  missing = -x.shape[-1] % group_size
+  x = np.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)], constant_values=fill)
+  return x.reshape(*x.shape[:-1], -1, group_size)
+
+
+def _joined(x, n):
+  return x.reshape(*x.shape[:-2], -1)[..., :n]
+
+
+def _code(codec, amax, range_):
+  """The code of groups with these statistics, as they are stored."""
+  amax, range_ = np.asarray(amax), np.asarray(range_)
+  if isinstance(codec, LogUniform):
+    return oracles.LogCode(
+      amax.astype(int), range_.astype(int), 127 if codec.signed else 255
+    )
+  if isinstance(codec, BoundedFP8):
+    octaves = np.maximum(amax.astype(int) - range_.astype(int), 1)
+    power = np.log2(oracles.QMAX[codec.dtype] ** 2 / 2) / octaves
+    bound = 2.0 ** (amax.astype(float) - 127)
+    return oracles.Expansion(bound, power, codec.dtype)
+  power = range_ / 16 if isinstance(codec, ExpandedFP8) else np.ones(amax.shape)
+  return oracles.Expansion(amax.astype(float), power, codec.dtype)
+
+
+def statistics(codec, magnitude):
+  """amax and range of groups [..., group_size], as stored."""
+  if isinstance(codec, (BoundedFP8, LogUniform)):
+    upper, lower = oracles.exponent_bounds(magnitude)
+    return upper.astype(np.uint8), lower.astype(np.uint8)
+  amax = magnitude.max(-1).astype(np.float32)
+  if isinstance(codec, ExpandedFP8):
+    return amax, oracles.coat_power(magnitude, codec.dtype)
+  return amax, np.uint8(0)
+
+
+def encode(codec, x: np.ndarray, noise) -> Encoded:
+  """Codes as FP8 bits, or as the codec's integers."""
+  magnitude = oracles.magnitudes(_grouped(x, codec.group_size))
+  amax, range_ = statistics(codec, magnitude)
+  code = _code(codec, amax, range_)
+  if noise is None:
+    codes = code.nearest(magnitude)
+  else:
+    noise = _grouped(np.asarray(noise, np.float64), codec.group_size, 0.5)
+    codes, _, _ = oracles.stochastic(code, magnitude, noise)
+  codes = _joined(codes, x.shape[-1])
+  if isinstance(codec, LogUniform):
+    if codec.signed:
+      codes = np.where(x < 0, -codes, codes)
+  else:
+    codes = codes.astype(np.uint8) | np.where(x < 0, 0x80, 0).astype(np.uint8)
+  return Encoded(codes, amax, range_)
+
+
+def decode(codec, encoded: Encoded) -> np.ndarray:
+  """Float64 values of codes as coat_jax returns them."""
+  code = _code(codec, encoded.amax, encoded.range)
+  codes = np.asarray(encoded.codes)
+  if isinstance(codec, LogUniform):
+    sign, magnitude = np.sign(codes.astype(int)), np.abs(codes.astype(int))
+  else:
+    stored = bits(codes)
+    sign, magnitude = np.where(stored & 0x80, -1, 1), stored & 0x7F
+  values = code.decode(_grouped(magnitude, codec.group_size, 0))
+  return sign * _joined(values, codes.shape[-1])
+
+
+def gap(codec, x: np.ndarray) -> np.ndarray:
+  """Distance between the decoded neighbours of each value."""
+  magnitude = oracles.magnitudes(_grouped(x, codec.group_size))
+  code = _code(codec, *statistics(codec, magnitude))
+  _, below, above = oracles.stochastic(code, magnitude, 0.5)
+  return _joined(above - below, x.shape[-1])
+
+
+def error_bound(codec, x: np.ndarray, encoded: Encoded) -> np.ndarray:
+  """Largest |decode(encode(x)) - x| given the statistics that were stored.
+
+  FP8: the image moves by at most half a step (a whole one where rounding is
+  stochastic), and so the value by what decoding makes of that. Logarithmic:
+  half a step, or a whole one, is a factor. f32 adds 2^-15 (as in decode), what
+  saturates moves to the bound, and magnitudes below 2^-126, alone or as a
+  share of the bound, may become zero (or the smallest code).
+  """
+  magnitude = oracles.magnitudes(_grouped(x, codec.group_size))
+  code = _code(codec, encoded.amax, encoded.range)
+  steps = 1 if codec.rounding == "stochastic" else 0.5
+  if isinstance(codec, LogUniform):
+    bound = magnitude * (2.0 ** (steps * code.step) - 1)
+    top = code.decode(np.full(magnitude.shape, code.top))
+    lowest = code.decode(np.ones(magnitude.shape))
+    floor = np.where(magnitude < top * 2.0**-125, magnitude + lowest, 0)
+  else:
+    y = code.image(magnitude)
+    # Half a step of y, from the table's definition, on either side.
+    step = 2 * steps * oracles.fp8_error_bound(y, codec.dtype)
+    qmax = oracles.QMAX[codec.dtype]
+    up = (np.minimum(y + step, qmax) / qmax) ** (1 / code.k) * code.bound
+    down = (np.maximum(y - step, 0) / qmax) ** (1 / code.k) * code.bound
+    bound = np.maximum(up - magnitude, magnitude - down)
+    top = code.bound
+    zero = magnitude < top * 2.0**-125
+    if isinstance(codec, ScaledFP8):
+      zero |= top < qmax * oracles.SMALLEST_NORMAL
+    floor = np.where(zero, magnitude, 0)
+  bound = np.maximum(bound, magnitude - top)
+  bound = bound + floor + magnitude * 2.0**-15 + 2 * oracles.SMALLEST_NORMAL
+  return _joined(bound, x.shape[-1])

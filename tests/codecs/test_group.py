@@ -1,0 +1,394 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Moment codecs against float64 oracles, and the bounds they promise."""
+
+import functools
+import inspect
+
+import hypothesis
+import hypothesis.extra.numpy as hnp
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from coat_jax import codecs, stochastic
+from coat_jax.codecs.group import LogUniform
+from coat_jax.formats import E4M3, E5M2
+from tests import cases, oracles
+from tests.codecs import oracles as codec_oracles
+
+# Every group codec, by name, with either rounding.
+GROUP_CODECS = {
+  f"{name}-{rounding}": functools.partial(build, rounding=rounding)
+  for rounding in ("nearest", "stochastic")
+  for name, build in codec_oracles.GROUP_CODECS.items()
+}
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def encode(codec, x, noise=None):
+  return codec.encode(x, noise)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def decode(codec, encoded):
+  return codec.decode(encoded)
+
+
+def noise_like(x, step=0):
+  words = stochastic.random_words(stochastic.leaf_key(0, step, 0), x.shape)
+  return stochastic.low_half(words)
+
+
+def roundtrip(codec, x, step=0):
+  noise = noise_like(x, step) if codec.needs_noise else None
+  encoded = encode(codec, jnp.asarray(x), noise)
+  return encoded, np.asarray(decode(codec, encoded))
+
+
+def inputs(codec, shape=(256, 1024), seed=0):
+  """A moment that fits the codec: signed unless it takes no sign."""
+  mu, nu = cases.moments(shape, seed)
+  return nu if codec_oracles.is_unsigned(codec) else mu
+
+
+@functools.cache
+def trained(name):
+  """(codec, moment, noise, encoded, decoded) of a moment that fits the codec.
+
+  Kept, since several tests look at the same thing.
+  """
+  codec = GROUP_CODECS[name](group_size=128)
+  x = inputs(codec)
+  noise = noise_like(x) if codec.needs_noise else None
+  encoded = encode(codec, jnp.asarray(x), noise)
+  return codec, x, noise, encoded, np.asarray(decode(codec, encoded))
+
+
+@pytest.mark.parametrize("name", GROUP_CODECS)
+def test_codes_and_statistics_equal_the_oracle(name):
+  codec, x, noise, encoded, _ = trained(name)
+  want = codec_oracles.encode(codec, x, noise)
+  # Bounds that are powers of two and f32 maxima are exact. A power is floored:
+  # it is another one where log2 in f32 crosses a sixteenth.
+  np.testing.assert_array_equal(np.asarray(encoded.amax), want.amax)
+  same_range = np.asarray(encoded.range) == want.range
+  assert np.mean(same_range) >= 0.9999
+  # f32 exp2 and log2 put an image off by up to 2^-18, t and the neighbours in
+  # stochastic rounding as much: 2^-14 of a step, so 1 in 2^14 codes at most.
+  apart = agreeing(codec, encoded.codes, want.codes, same_range)
+  assert np.mean(apart == 0) >= 0.9999
+  assert np.max(apart) <= 1
+
+
+@pytest.mark.parametrize("name", GROUP_CODECS)
+def test_decode_equals_the_oracle(name):
+  codec, _, _, encoded, decoded = trained(name)
+  want = codec_oracles.decode(codec, encoded)
+  # 1 / k in f32 is off by 2^-25 of an exponent of up to 60 octaves here: 2^-19.
+  np.testing.assert_allclose(decoded, want, rtol=2**-19)
+
+
+@pytest.mark.parametrize("name", GROUP_CODECS)
+def test_error_is_within_the_step_of_the_codec(name):
+  codec, x, _, encoded, decoded = trained(name)
+  bound = codec_oracles.error_bound(codec, x, encoded)
+  assert np.all(np.abs(decoded.astype(np.float64) - x) <= bound)
+
+
+def agreeing(codec, a, b, same_range):
+  """Code words between a and b, in groups with the same range only."""
+  groups = np.broadcast_to(same_range, (*a.shape[:-1], a.shape[-1] // 128))
+  return codec_oracles.codes_apart(codec, a, b)[np.repeat(groups, 128, -1)]
+
+
+POWERS = [
+  # (ratio, sixteenths): log2(448^2 / 2) = 16.6147 over the octaves, floored.
+  (2.0**200, 1),  # 1.33 sixteenths
+  (2.0**120, 2),
+  (2.0**17, 15),
+  (2.0**16, 16),
+  (2.0**8, 33),
+  (2.0**4.1, 64),
+  (2.0**1.1, 241),
+  (2.0**1.04, 255),
+  (2.0**0.5, 255),  # the cap
+  (1 + 2.0**-23, 255),
+  (1.0, 255),
+]
+
+
+@pytest.mark.parametrize("ratio, sixteenths", POWERS)
+def test_power_over_its_whole_range(ratio, sixteenths):
+  codec = codecs.coat(rounding="nearest").mu
+  amax = 2.0**100 if ratio > 2.0**50 else 0.75
+  x = np.geomspace(amax / ratio, amax, 128).astype(np.float32)[None]
+  x[0, ::2] *= -1
+  encoded, decoded = roundtrip(codec, x)
+  assert int(encoded.range[0, 0]) == sixteenths
+  assert float(encoded.amax[0, 0]) == np.max(np.abs(x))
+  want = codec_oracles.encode(codec, x, None)
+  apart = oracles.codes_apart(codec_oracles.bits(encoded.codes), want.codes)
+  # 16 (log2 image error above), times at most 8 codes a factor of two.
+  assert np.mean(apart == 0) >= 0.98 and np.max(apart) <= 1
+  np.testing.assert_allclose(
+    decoded,
+    codec_oracles.decode(codec, encoded),
+    rtol=2**-15,
+    atol=amax * 2.0**-125,  # may count as zero
+  )
+
+
+@pytest.mark.parametrize("dtype, second", [(E4M3, "e4m3"), (E5M2, "e5m2")])
+def test_no_value_of_a_group_becomes_zero(dtype, second):
+  # The power makes the smallest image 2 / qmax: four (E4M3) steps up, or two.
+  codec = codecs.coat(rounding="stochastic", second=second).nu
+  assert codec.dtype == dtype
+  _, nu = cases.moments((64, 1024))
+  for step in range(4):
+    encoded, decoded = roundtrip(codec, nu, step)
+    assert encoded.codes.dtype == dtype
+    assert np.all(decoded > 0)
+
+
+@pytest.mark.parametrize("name", GROUP_CODECS)
+def test_degenerate_groups_are_finite_and_within_the_bound(name):
+  codec = GROUP_CODECS[name](group_size=16)
+  names, x = degenerate(codec)
+  encoded, decoded = roundtrip(codec, x)
+  assert np.all(np.isfinite(decoded))
+  bound = codec_oracles.error_bound(codec, x, encoded)
+  error = np.abs(decoded.astype(np.float64) - x)
+  assert not names[np.any(error > bound, -1)].size
+  # Nothing changes its sign, and zeros stay zeros.
+  assert np.all((decoded == 0) | (np.sign(decoded) == np.sign(x)))
+
+
+@pytest.mark.parametrize("name", GROUP_CODECS)
+def test_nan_and_infinity_stay_in_their_group(name):
+  codec = GROUP_CODECS[name](group_size=16)
+  _, x = degenerate(codec)
+  clean, _ = roundtrip(codec, x)
+  others = np.ones(x.shape, bool)
+  for row, group in enumerate(cases.nonfinite_groups(16).values()):
+    x[row, 16:32] = group
+    others[row, 16:32] = False
+  encoded, decoded = roundtrip(codec, x)
+  np.testing.assert_array_equal(
+    codec_oracles.bits(encoded.codes)[others],
+    codec_oracles.bits(clean.codes)[others],
+  )
+  assert np.all(np.isnan(decoded[~others]))
+  assert np.all(np.isfinite(decoded[others]))
+
+
+def degenerate(codec, n=40):
+  """Names and values [names, n]; a row ends in half a group of 16."""
+  groups = cases.finite_groups(n)
+  x = np.stack(list(groups.values()))
+  x = np.abs(x) if codec_oracles.is_unsigned(codec) else x
+  return np.array(list(groups)), x
+
+
+@pytest.mark.parametrize("name", GROUP_CODECS)
+def test_short_groups_equal_the_oracle(name):
+  codec = GROUP_CODECS[name](group_size=16)
+  x = inputs(codec, degenerate(codec)[1].shape)
+  encoded, decoded = roundtrip(codec, x)
+  want = codec_oracles.encode(
+    codec, x, noise_like(x) if codec.needs_noise else None
+  )
+  np.testing.assert_array_equal(np.asarray(encoded.amax), want.amax)
+  np.testing.assert_array_equal(np.asarray(encoded.range), want.range)
+  assert np.all(
+    codec_oracles.codes_apart(codec, encoded.codes, want.codes) <= 1
+  )
+  bound = codec_oracles.error_bound(codec, x, encoded)
+  assert np.all(np.abs(decoded.astype(np.float64) - x) <= bound)
+
+
+@pytest.mark.parametrize("name", codec_oracles.GROUP_CODECS)
+def test_stochastic_rounding_is_unbiased(name):
+  # A step error is at most half a gap in standard deviation, so that the mean
+  # of n draws is within 6 / (2 sqrt(n)) gaps, and that of all elements within
+  # 5 / (2 sqrt(n elements)). 2^-17 is the resolution of half a word.
+  codec = codec_oracles.GROUP_CODECS[name](32, "stochastic")
+  draws = 1024
+  x = inputs(codec, (4, 256))
+  x[0, :32] = codec_oracles.signed_like(codec, np.geomspace(1e-9, 1, 32))
+  x[1, 32:64] = x[1, 32]
+  x[2, 64:96] *= np.arange(32) == 5
+
+  def mean_and_encoded(step):
+    encoded = codec.encode(jnp.asarray(x), noise_like(x, step))
+    return codec.decode(encoded)
+
+  decoded = jax.lax.map(
+    jax.jit(mean_and_encoded), jnp.arange(draws), batch_size=64
+  )
+  decoded = np.asarray(decoded, np.float64)
+  gap = codec_oracles.gap(codec, x)
+  error = np.divide(decoded - x, gap, out=np.zeros_like(decoded), where=gap > 0)
+  error *= np.sign(x)
+  assert np.max(np.abs(error)) < 1 + 1e-3
+  # f32 rounds t, its image and the neighbours: 2^-17 of a gap, as for decode.
+  rest = 2**-17 + 2**-14
+  assert np.max(np.abs(error.mean(0))) < 6 * 0.5 / np.sqrt(draws) + rest
+  assert abs(error.mean()) < 5 * 0.5 / np.sqrt(error.size) + rest
+
+
+@pytest.mark.parametrize("name", GROUP_CODECS)
+def test_repeated_encoding_of_the_same_values_does_not_drift(name):
+  codec = GROUP_CODECS[name](group_size=128)
+  x = inputs(codec, (16, 1024))
+
+  @jax.jit
+  def repeat(x):
+    def again(x, step):
+      noise = noise_like(x, step) if codec.needs_noise else None
+      return codec.decode(codec.encode(x, noise)), None
+
+    return jax.lax.scan(again, x, jnp.arange(100))[0]
+
+  ratio = np.asarray(repeat(jnp.asarray(x))) / x
+  # After the first time a value is a code and stays one, unless a group gets
+  # another power. So most are within the first error, 2^-4 of the value at
+  # most to nearest, of which a median of 16384 sees less than a tenth.
+  low, median, high = np.percentile(ratio, [10, 50, 90])
+  assert abs(median - 1) < 2**-7
+  assert 1 - 2**-4 < low and high < 1 + 2**-4
+
+
+@pytest.mark.parametrize("name", GROUP_CODECS)
+def test_jit_agrees_with_eager(name):
+  codec, x, noise, jitted, decoded = trained(name)
+  eager = codec.encode(jnp.asarray(x), noise)
+  np.testing.assert_array_equal(eager.amax, jitted.amax)
+  same_range = np.asarray(eager.range) == np.asarray(jitted.range)
+  assert np.mean(same_range) >= 0.9999
+  apart = agreeing(codec, eager.codes, jitted.codes, same_range)
+  assert np.mean(apart == 0) >= 0.99999 and np.max(apart) <= 1
+  eagerly_decoded = codec.decode(jitted)
+  if name.startswith("fp8"):  # two products
+    np.testing.assert_array_equal(eagerly_decoded, decoded)
+  # XLA may merge log8's 1 / steps with the ln 2 of its exp2: 1 ulp.
+  np.testing.assert_allclose(eagerly_decoded, decoded, rtol=2**-22)
+
+
+@pytest.mark.parametrize(
+  "codec, mu, nu",
+  [
+    (codecs.coat(), ("float8_e4m3fn", "f4", "u1"), None),
+    (
+      codecs.coat(second="e5m2"),
+      ("float8_e4m3fn", "f4", "u1"),
+      ("float8_e5m2", "f4", "u1"),
+    ),
+    (codecs.coat_e8m0(), ("float8_e4m3fn", "u1", "u1"), None),
+    (codecs.log8(), ("i1", "u1", "u1"), ("u1", "u1", "u1")),
+    (codecs.fp8(), ("float8_e4m3fn", "f4", None), None),
+    (codecs.bfloat16(), ("bfloat16", None, None), None),
+    (codecs.float32(), ("f4", None, None), None),
+  ],
+  ids=["coat", "coat_e5m2", "coat_e8m0", "log8", "fp8", "bfloat16", "float32"],
+)
+def test_state_has_the_shapes_and_dtypes_stated(codec, mu, nu):
+  for shape in ((3, 300), (2, 3, 128), (5,)):
+    groups = (*shape[:-1], -(-shape[-1] // 128))
+    for group, dtypes in ((codec.mu, mu), (codec.nu, nu or mu)):
+      x = jax.ShapeDtypeStruct(shape, jnp.float32)
+      encoded = jax.eval_shape(
+        group.encode, x, x if group.needs_noise else None
+      )
+      assert encoded.codes.shape == shape
+      assert encoded.codes.dtype == jnp.dtype(dtypes[0])
+      for statistic, dtype in zip(encoded[1:], dtypes[1:], strict=True):
+        # What a codec does not have is a scalar.
+        assert statistic.shape == (() if dtype is None else groups)
+        assert dtype is None or statistic.dtype == jnp.dtype(dtype)
+      decoded = jax.eval_shape(group.decode, encoded)
+      assert decoded.shape == shape and decoded.dtype == jnp.float32
+
+
+def test_plain_codecs_round_to_their_dtype_only():
+  x = jnp.asarray(cases.moments((4, 33))[0])
+  for codec, dtype in (
+    (codecs.float32(), jnp.float32),
+    (codecs.bfloat16(), jnp.bfloat16),
+  ):
+    for group in (codec.mu, codec.nu):
+      assert not group.needs_noise
+      decoded = group.decode(group.encode(x, None))
+      np.testing.assert_array_equal(decoded, x.astype(dtype).astype("f4"))
+
+
+@hypothesis.given(
+  x=hnp.arrays(
+    np.float32,
+    st.sampled_from([(1, 1), (2, 9), (2, 2, 5), (1, 33)]),
+    elements=st.one_of(
+      st.sampled_from([0.0, 1.0, 2.0**-126, 1e-38, 1e38]),
+      st.floats(2.0**-126, 2.0**126, width=32),
+    ),
+  ),
+  group_size=st.sampled_from([1, 4, 128]),
+  name=st.sampled_from(list(GROUP_CODECS)),
+  signed=st.booleans(),
+)
+def test_any_finite_moment_is_within_the_bound(x, group_size, name, signed):
+  codec = GROUP_CODECS[name](group_size=group_size)
+  if signed:
+    x = codec_oracles.signed_like(codec, x).astype(np.float32)
+  encoded, decoded = roundtrip(codec, x)
+  bound = codec_oracles.error_bound(codec, x, encoded)
+  assert np.all(np.isfinite(decoded))
+  assert np.all(np.abs(decoded.astype(np.float64) - x) <= bound)
+
+
+def test_codecs_are_frozen_hashable_and_comparable():
+  for build in (codecs.coat, codecs.coat_e8m0, codecs.log8, codecs.fp8):
+    codec = build()
+    assert codec.mu.rounding == codec.nu.rounding == "stochastic"
+    assert codec == build() and hash(codec) == hash(build())
+    assert codec != build(group_size=64)
+    assert codec.name == build.__name__
+    with pytest.raises(AttributeError):
+      codec.mu = codec.nu
+    with pytest.raises(AttributeError):
+      codec.mu.group_size = 64
+  assert codecs.coat() != codecs.coat(rounding="nearest")
+  assert codecs.coat() != codecs.coat(second="e5m2")
+  assert codecs.coat(second="e5m2").mu == codecs.coat().mu
+
+
+def test_log8_refuses_nearest_but_its_group_codec_takes_it():
+  with pytest.raises(ValueError, match="rounding='nearest' freezes"):
+    codecs.log8(rounding="nearest")
+  x = jnp.geomspace(1e-6, 1, 64)[None]
+  codec = LogUniform(64, "nearest", signed=False)
+  assert np.all(codec.decode(codec.encode(x, None)) > 0)
+
+
+@pytest.mark.parametrize(
+  "build", [codecs.coat, codecs.coat_e8m0, codecs.log8, codecs.fp8]
+)
+def test_wrong_choices_are_refused_by_name(build):
+  name = build.__name__
+  with pytest.raises(ValueError, match=f"{name}: group_size must be at least"):
+    build(group_size=0)
+  # As users see it: the tests' checks of types would come first.
+  build = inspect.unwrap(build)
+  with pytest.raises(ValueError, match=f"{name}: rounding must be .* 'up'"):
+    build(rounding="up")
+  if name == "coat":
+    with pytest.raises(ValueError, match="second must be .* got 'e3m4'"):
+      build(second="e3m4")
+
+
+def test_noise_must_match_the_rounding():
+  x = jnp.ones((1, 4))
+  with pytest.raises(ValueError, match="'stochastic' needs noise, got None"):
+    codecs.coat().mu.encode(x, None)
+  with pytest.raises(ValueError, match="'nearest' takes no noise"):
+    codecs.coat(rounding="nearest").mu.encode(x, x)

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The loss and its gradients, chunk by chunk, against the formula at once."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType
+
+from coat_jax.layers import vocabulary
+from coat_jax.recipe import MeshAxes
+from tests.comparing import assert_close
+
+B, T, D, V = 4, 16, 32, 96
+NAMES = ("data", "fsdp", "tensor")
+
+
+def arrays(dtype=jnp.float32):
+  keys = jax.random.split(jax.random.key(0), 3)
+  hidden = jax.random.normal(keys[0], (B, T, D), dtype)
+  weight = jax.random.normal(keys[1], (D, V))
+  return hidden, weight, jax.random.randint(keys[2], (B, T), 0, V)
+
+
+def wanted(hidden, weight, targets):
+  """The loss and its gradients, by autodiff of all logits."""
+
+  def loss(hidden, weight):
+    logits = hidden @ weight
+    at_target = jnp.take_along_axis(logits, targets[..., None], axis=-1)
+    return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - at_target[..., 0])
+
+  return jax.value_and_grad(loss, (0, 1))(hidden, weight)
+
+
+def found(hidden, weight, targets, axes=None, *, is_tied=False):
+  def loss(hidden, weight):
+    weight = weight.T if is_tied else weight
+    return vocabulary.mean_loss(
+      hidden, targets, weight, is_tied=is_tied, axes=axes
+    )
+
+  return jax.jit(jax.value_and_grad(loss, (0, 1)))(hidden, weight)
+
+
+# One chunk; chunks of 5 positions, the last one padded; of one position.
+@pytest.mark.parametrize("positions", [T, 5, 1])
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_chunks_together_are_the_loss(monkeypatch, positions, is_tied):
+  monkeypatch.setattr(vocabulary, "LOGITS_BYTES", 4 * V * B * positions)
+  args = arrays()
+  assert_close(found(*args, is_tied=is_tied), wanted(*args))
+
+
+@pytest.mark.parametrize("sizes", [(2, 2, 2), (1, 4, 1)])
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_devices_together_find_the_loss(monkeypatch, sizes, is_tied):
+  monkeypatch.setattr(vocabulary, "LOGITS_BYTES", 4 * V * 5)
+  count = math.prod(sizes)
+  mesh = jax.make_mesh(
+    sizes,
+    NAMES,
+    axis_types=(AxisType.Auto,) * 3,
+    devices=jax.devices()[:count],
+  )
+  args = arrays()
+  with jax.set_mesh(mesh):
+    got = found(*args, MeshAxes(tensor="tensor"), is_tied=is_tied)
+    assert_close(got, wanted(*args))
+    loss = vocabulary.mean_loss(
+      args[0],
+      args[2],
+      args[1].T if is_tied else args[1],
+      is_tied=is_tied,
+      axes=MeshAxes(tensor="tensor"),
+    )
+  assert_close(loss, got[0])  # Without a gradient.
+
+
+def test_gradients_scale_with_what_comes_back():
+  hidden, weight, targets = arrays()
+
+  def loss(hidden, weight):
+    return 3 * vocabulary.mean_loss(
+      hidden, targets, weight, is_tied=False, axes=None
+    )
+
+  got = jax.grad(loss, (0, 1))(hidden, weight)
+  once = wanted(hidden, weight, targets)[1]
+  assert_close(got, jax.tree.map(lambda x: 3 * x, once))
+
+
+def test_bfloat16_gradients_are_those_of_rounded_logits_gradients():
+  hidden, weight, targets = arrays(jnp.bfloat16)
+  loss, (dhidden, dweight) = found(hidden, weight, targets)
+  assert dhidden.dtype == jnp.bfloat16 and dweight.dtype == jnp.float32
+  in_f32 = hidden.astype(jnp.float32), weight.astype(jnp.bfloat16)
+  want = wanted(in_f32[0], in_f32[1].astype(jnp.float32), targets)
+  # f32 logits; then two BF16 roundings, of the terms of sums that cancel too.
+  assert_close(loss, want[0], 1e-5)
+  assert_close((dhidden, dweight), want[1], 2**-7)
+
+
+def test_no_logits_of_all_positions_are_held(monkeypatch):
+  positions, weight = 1024, jnp.zeros((8, 1024))
+  monkeypatch.setattr(vocabulary, "LOGITS_BYTES", 4 * 1024 * B * 64)
+  hidden = jnp.zeros((B, positions, 8))
+  targets = jnp.zeros((B, positions), jnp.int32)
+
+  def loss(hidden, weight):
+    return vocabulary.mean_loss(
+      hidden, targets, weight, is_tied=False, axes=None
+    )
+
+  compiled = jax.jit(jax.value_and_grad(loss, (0, 1)))
+  compiled = compiled.lower(hidden, weight).compile()
+  all_logits = 4 * 1024 * B * positions
+  assert compiled.memory_analysis().temp_size_in_bytes < all_logits / 2

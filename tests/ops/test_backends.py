@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The numerical core on a GPU against the same code on the CPU.
+
+  JAX_PLATFORMS=cuda,cpu python -m pytest -m gpu tests/test_backends.py -s
+
+What is exact is compared bit for bit: random words, casts, power-of-two bounds,
+maxima, scales. XLA divides, exponentiates and takes logarithms and roots
+differently on each backend (by up to 2 ulp), so that elsewhere a value next to
+a rounding boundary may get the neighbouring code: in at most 1 group of 10^4
+for k, and in groups with the same k in at most 1 value of 10^5.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from coat_jax import formats, qtensor, stochastic
+from coat_jax.codecs.group import LogUniform, ScaledFP8
+from tests import cases, oracles
+from tests.codecs import oracles as codec_oracles
+
+pytestmark = pytest.mark.gpu
+
+SHAPE, GROUP_SIZE = (1024, 1024), 128
+CODECS = [
+  pytest.param(build, rounding, id=f"{name}-{rounding}")
+  for name, build in codec_oracles.GROUP_CODECS.items()
+  for rounding in ("nearest", "stochastic")
+]
+
+
+def on_both(f, *args):
+  """f on the CPU and on the GPU, jitted, as NumPy arrays."""
+  results = []
+  for backend in ("cpu", "gpu"):
+    device = jax.devices(backend)[0]
+    result = jax.jit(f)(*jax.device_put(args, device))
+    assert {d for x in jax.tree.leaves(result) for d in x.devices()} == {device}
+    results.append(jax.tree.map(np.asarray, result))
+  return results
+
+
+def assert_same_bits(cpu, gpu, what=""):
+  for a, b in zip(jax.tree.leaves(cpu), jax.tree.leaves(gpu), strict=True):
+    a, b = np.atleast_1d(a), np.atleast_1d(b)
+    np.testing.assert_array_equal(a.view(np.uint8), b.view(np.uint8), what)
+
+
+def realistic(codec):
+  mu, nu = cases.moments(SHAPE)
+  return nu if codec_oracles.is_unsigned(codec) else mu
+
+
+def degenerate(codec):
+  """Every degenerate group, in four rows each; then groups that are NaN."""
+  groups = cases.finite_groups(300) | cases.nonfinite_groups(300)
+  x = np.repeat(np.stack(list(groups.values())), 4, axis=0)
+  names = np.repeat(list(groups), 4)
+  return names, np.abs(x) if codec_oracles.is_unsigned(codec) else x
+
+
+def test_random_words_and_their_uses_are_the_same_bits():
+  x = cases.moments(SHAPE)[0]
+
+  def draw(step, x):
+    words = stochastic.random_words(stochastic.leaf_key(1, step, 2), SHAPE)
+    low, high = stochastic.low_half(words), stochastic.high_half(words)
+    return words, low, high, stochastic.round_to_bfloat16(x, words)
+
+  assert_same_bits(*on_both(draw, jnp.uint32(77), x))
+
+
+@pytest.mark.parametrize("dtype", [formats.E4M3, formats.E5M2])
+def test_casts_are_the_same_bits(dtype):
+  # Every bfloat16 but NaN, and what surrounds every midpoint.
+  every = np.arange(2**16, dtype=np.uint32) << 16
+  every = every.astype(np.uint32).view(np.float32)
+  values = oracles.fp8_values(dtype)
+  middle = ((values[1:] + values[:-1]) / 2).astype(np.float32)
+  near = [np.nextafter(middle, np.float32(end)) for end in (0, np.inf)]
+  x = np.concatenate([every[~np.isnan(every)], middle, *near])
+  cpu, gpu = on_both(lambda x: formats.saturating_cast(x, dtype), x)
+  # A backend may flush subnormals before it looks at the sign.
+  normal = np.abs(x) >= oracles.SMALLEST_NORMAL
+  assert_same_bits(cpu[normal], gpu[normal])
+  assert_same_bits(
+    *on_both(lambda q: q.astype(jnp.float32), cpu), "back to f32"
+  )
+
+
+@pytest.mark.parametrize("scale_dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("group_size", [16, 128, None])
+def test_quantize(group_size, scale_dtype):
+  def quantize(x):
+    q = qtensor.quantize(x, group_size=group_size, scale_dtype=scale_dtype)
+    return q, qtensor.dequantize(q, group_size=group_size)
+
+  names, awkward = degenerate(None)
+  inputs = [("realistic", cases.activations(SHAPE))]
+  if group_size is not None:  # one scale for all of them would be NaN
+    # A group of subnormals is zeros on one backend, and need not be on another.
+    inputs.append(("degenerate", awkward[names != "subnormal"]))
+  for name, x in inputs:
+    (cpu, _), (gpu, _) = on_both(quantize, x)
+    # A product with a constant, rounded up to BF16 in integers: exact.
+    # As f32, since NumPy takes no NaN of bfloat16 for equal to another.
+    scales = [np.asarray(q.scale, np.float32) for q in (cpu, gpu)]
+    np.testing.assert_array_equal(*scales, name)
+    apart = oracles.codes_apart(
+      codec_oracles.bits(cpu.qvalue), codec_oracles.bits(gpu.qvalue)
+    )
+    print(
+      f"quantize G={group_size} {jnp.dtype(scale_dtype).name} {name}: codes "
+      f"equal {np.mean(apart == 0):.6%}, apart at most {np.max(apart)}"
+    )
+    finite = np.isfinite(x)
+    assert np.mean(apart[finite] == 0) >= 0.99999
+    assert np.max(apart[finite]) <= 1
+    # Decoding is one product: the same codes and scales give the same bits.
+    decoded = on_both(
+      lambda q: qtensor.dequantize(q, group_size=group_size), cpu
+    )
+    nan = np.isnan(decoded[0])
+    np.testing.assert_array_equal(nan, np.isnan(decoded[1]))
+    flushed = np.abs(decoded[0]) < oracles.SMALLEST_NORMAL
+    same = flushed & (np.abs(decoded[1]) < oracles.SMALLEST_NORMAL)
+    same |= nan | (decoded[0] == decoded[1])
+    assert np.all(same), name
+
+
+def compare_codecs(codec, x, label):
+  """Encodes on both backends; prints the shares and returns what differs."""
+  words = stochastic.random_words(stochastic.leaf_key(0, 1, 0), x.shape)
+  noise = stochastic.low_half(words) if codec.needs_noise else None
+  cpu, gpu = on_both(codec.encode, x, noise)
+  np.testing.assert_array_equal(cpu.amax, gpu.amax, label)  # equal, or both NaN
+  groups = (*x.shape[:-1], -(-x.shape[-1] // codec.group_size))
+  same = np.broadcast_to(cpu.range == gpu.range, groups)
+  finite = np.broadcast_to(
+    cpu.amax != 255 if cpu.amax.dtype == np.uint8 else np.isfinite(cpu.amax),
+    groups,
+  )
+  counted = np.repeat(same & finite, codec.group_size, -1)[..., : x.shape[-1]]
+  apart = codec_oracles.codes_apart(codec, cpu.codes, gpu.codes)[counted]
+  print(
+    f"{label}: k or bounds equal {np.mean(same[finite]):.6%} of "
+    f"{np.sum(finite)} groups ({np.sum(~same & finite)} not); in those codes "
+    f"equal {np.mean(apart == 0):.6%} of {apart.size} "
+    f"({np.sum(apart != 0)} not), apart at most {np.max(apart)}"
+  )
+  return cpu, same[finite], apart
+
+
+@pytest.mark.parametrize("build, rounding", CODECS)
+def test_encode_of_trained_moments(build, rounding, request):
+  codec = build(GROUP_SIZE, rounding)
+  label = request.node.callspec.id
+  _, same, apart = compare_codecs(codec, realistic(codec), label)
+  assert np.mean(same) >= 0.9999
+  assert np.mean(apart == 0) >= 0.99999 and np.max(apart) <= 1
+
+
+@pytest.mark.parametrize("build, rounding", CODECS)
+def test_encode_of_degenerate_groups(build, rounding, request):
+  codec = build(GROUP_SIZE, rounding)
+  names, x = degenerate(codec)
+  for name in np.unique(names):
+    label = f"{request.node.callspec.id} {name}"
+    cpu, same, apart = compare_codecs(codec, x[names == name], label)
+    if not apart.size:  # NaN throughout
+      continue
+    # Twelve groups each, so no group may differ. Values near the boundary are
+    # common in groups made by a rule: at most one code apart, and few.
+    assert np.all(same), label
+    assert np.max(apart) <= 1 and np.mean(apart == 0) >= 0.99, label
+
+
+@pytest.mark.parametrize("build, rounding", CODECS)
+def test_decode(build, rounding, request):
+  codec = build(GROUP_SIZE, rounding)
+  label = request.node.callspec.id
+  for name, x in (
+    ("realistic", realistic(codec)),
+    ("degenerate", degenerate(codec)[1]),
+  ):
+    noise = np.full(x.shape, 0.5, np.float32) if codec.needs_noise else None
+    encoded, _ = on_both(codec.encode, x, noise)
+    cpu, gpu = on_both(codec.decode, encoded)
+    np.testing.assert_array_equal(np.isnan(cpu), np.isnan(gpu), label)
+    normal = np.abs(cpu) >= oracles.SMALLEST_NORMAL
+    if isinstance(codec, ScaledFP8):  # two products; below them zero or not
+      lowest = oracles.QMAX[codec.dtype] * oracles.SMALLEST_NORMAL
+      amax = np.repeat(encoded.amax, GROUP_SIZE, -1)[..., : x.shape[-1]]
+      normal &= amax > lowest
+      np.testing.assert_array_equal(cpu[normal], gpu[normal], label)
+    # Roots and exponentials are off by 2 ulp on either backend, and the root's
+    # exponent by one: 2^-23 of up to 250 octaves.
+    tolerance = 2.0**-15 if name == "degenerate" else 2.0**-18
+    if isinstance(codec, LogUniform):  # no octaves, exp2 within one only
+      tolerance = 2.0**-21
+    error = np.abs(gpu[normal] / cpu[normal].astype(np.float64) - 1)
+    print(
+      f"{label} {name}: equal {np.mean(error == 0):.4%}, largest relative "
+      f"difference {np.max(error):.3g}"
+    )
+    assert np.max(error) <= tolerance

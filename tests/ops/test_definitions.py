@@ -1,0 +1,299 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every operation against float64, or `jax.vjp` of a formula written here.
+
+Inputs are quantized first, and the oracle starts from the values that the codes
+stand for: what an operation computes is compared, never what quantizing loses.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from coat_jax import qtensor
+from coat_jax.formats import E4M3, E5M2
+from coat_jax.ops import definitions
+from tests import cases, oracles
+from tests.comparing import assert_close, assert_same_bits
+
+GROUP = 16
+# Two widths of two groups and more: whole groups, and a short last one.
+WIDTHS = (64, 43)
+ROWS = 6
+
+
+def unquantized(shape, seed=0, factor=1.0):
+  return jnp.float32(factor * np.random.default_rng(seed).normal(size=shape))
+
+
+def in_groups(shape, seed=0, factor=1.0):
+  """1 x 16 codes and the f32 values they stand for."""
+  x = unquantized(shape, seed, factor)
+  q = definitions.quantize_groups(x, group_size=GROUP)
+  return q, qtensor.dequantize(q, group_size=GROUP)
+
+
+def gradient(shape, seed=9):
+  return jnp.float32(np.random.default_rng(seed).normal(size=shape))
+
+
+def float64(codes, scale):
+  return np.asarray(codes, np.float64) * float(scale)
+
+
+def assert_codes_stand_for(q, values, dtype=E4M3):
+  """One scale, from the values' amax, and no code off by more than half a step.
+
+  Values are f32 and may be off by 1e-6 of the largest.
+  """
+  values = np.asarray(values, np.float64)
+  assert q.scale.dtype == jnp.float32
+  rows = q.columns.T.reshape(values.shape) if q.rows is None else q.rows
+  assert rows.dtype == dtype
+  if q.rows is not None and q.columns is not None:
+    flat = rows.reshape(-1, rows.shape[-1])
+    assert_same_bits(q.columns, np.asarray(flat).T)
+  amax = np.max(np.abs(values))
+  assert_close(q.scale, amax / oracles.QMAX[dtype], 1e-6)
+  scale = float(q.scale)
+  error = np.abs(float64(rows, scale) - values)
+  bound = scale * oracles.fp8_error_bound(values / scale, dtype) + 1e-6 * amax
+  assert np.all(error <= bound)
+
+
+# --- Linear ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", [(6,), (2, 3), ()])
+def test_linear_products_equal_float64_of_the_operands(rows):
+  d, f = 40, 24
+  quantize = functools.partial(definitions.quantize_tensor, layout="both")
+  x = quantize(gradient((*rows, d), 0))
+  w = quantize(gradient((d, f), 1))
+  g = quantize(gradient((*rows, f), 2), dtype=E5M2)
+  x64, w64, g64 = (float64(q.rows, q.scale) for q in (x, w, g))
+
+  def within(actual, a, b, terms):
+    # Products of two FP8 values are exact in f32. A sum of `terms` of them is
+    # off by (terms - 1) 2^-24 of the sum of magnitudes; its scale (a product)
+    # and its product with it add a rounding each.
+    bound = (terms + 2) * 2.0**-24 * (np.abs(a) @ np.abs(b))
+    assert np.all(np.abs(np.asarray(actual, np.float64) - a @ b) <= bound)
+
+  y = definitions.linear_fwd(x, w, dtype=jnp.float32)
+  within(y, x64, w64, d)
+  within(definitions.linear_dgrad(g, w, dtype=jnp.float32), g64, w64.T, f)
+  flat = -1, x64.shape[-1]
+  dw = definitions.linear_wgrad(x, g)
+  assert dw.dtype == jnp.float32
+  within(dw, x64.reshape(flat).T, g64.reshape(-1, f), x64.size // d)
+  assert_same_bits(definitions.linear_fwd(x, w), y.astype(jnp.bfloat16))
+  stream = gradient(y.shape, 3).astype(jnp.bfloat16)
+  total = y + stream.astype(jnp.float32)
+  assert_same_bits(
+    definitions.linear_fwd(x, w, add=stream), total.astype(jnp.bfloat16)
+  )
+  assert definitions.linear_dgrad(g, w).dtype == jnp.bfloat16
+
+
+# --- Norms -------------------------------------------------------------------
+
+
+def norm(x, gamma, beta, kind, eps):
+  """The formula, in the precision of x."""
+  mean = x.mean(-1, keepdims=True) if kind == "layer" else 0.0
+  variance = ((x - mean) ** 2).mean(-1, keepdims=True)
+  y = (x - mean) / (variance + eps) ** 0.5
+  y = y if gamma is None else y * gamma[None]
+  return y if beta is None else y + beta[None]
+
+
+def norm_case(width, has_gamma, has_beta):
+  x, values = in_groups((ROWS, width), factor=3)
+  rng = np.random.default_rng(1)
+  gamma = jnp.float32(1 + rng.normal(size=width)) if has_gamma else None
+  beta = jnp.float32(rng.normal(size=width)) if has_beta else None
+  return x, values, gamma, beta
+
+
+NORMS = [
+  (kind, width, has_gamma, has_beta, eps)
+  for kind in ("rms", "layer")
+  for width, has_gamma, has_beta, eps in (
+    (64, True, True, 1e-5),
+    (43, True, False, 1e-1),
+    (43, False, True, 1e-5),
+    (64, False, False, 1.0),
+  )
+]
+
+
+@pytest.mark.parametrize("kind, width, has_gamma, has_beta, eps", NORMS)
+def test_norm_forward_equals_float64(kind, width, has_gamma, has_beta, eps):
+  x, values, gamma, beta = norm_case(width, has_gamma, has_beta)
+  got, stats = definitions.norm_values(values, gamma, beta, kind=kind, eps=eps)
+  values64 = np.asarray(values, np.float64)
+  want = norm(values64, gamma, beta, kind, eps)
+  # f32 means of at most 64 values: 64 * 2^-24 at worst, 1e-6 in practice.
+  assert_close(got, want, 3e-6)
+  mean = values64.mean(-1)
+  moment = values64.var(-1) if kind == "layer" else (values64**2).mean(-1)
+  assert_close(stats.rstd, (moment + eps) ** -0.5, 3e-6)
+  assert stats.rstd.dtype == jnp.float32
+  if kind == "layer":
+    assert_close(stats.mean, mean, 3e-6)
+  else:
+    assert stats.mean is None
+  arguments = dict(kind=kind, eps=eps, group_size=GROUP)
+  x_q, fwd_stats, scale = definitions.norm_input(
+    unquantized((ROWS, width), factor=3), gamma, beta, **arguments
+  )
+  assert_same_bits(x_q, x)
+  assert_same_bits(fwd_stats, stats)
+  for layout in ("rows", "columns", "both"):
+    q = definitions.norm_fwd(
+      x, gamma, beta, stats, scale=scale, group_size=GROUP, layout=layout
+    )
+    assert (q.rows is None) == (layout == "columns")
+    assert (q.columns is None) == (layout == "rows")
+    assert_codes_stand_for(q, want)
+
+
+@pytest.mark.parametrize("kind, width, has_gamma, has_beta, eps", NORMS)
+def test_norm_backward_is_the_gradient(kind, width, has_gamma, has_beta, eps):
+  x, values, gamma, beta = norm_case(width, has_gamma, has_beta)
+  _, stats = definitions.norm_values(values, gamma, beta, kind=kind, eps=eps)
+  dy = gradient((ROWS, width))
+  ones, zeros = jnp.ones(width), jnp.zeros(width)
+  _, vjp = jax.vjp(
+    lambda *args: norm(*args, kind, eps),
+    values,
+    ones if gamma is None else gamma,
+    zeros if beta is None else beta,
+  )
+  got = definitions.norm_bwd(
+    dy, x, gamma, stats, group_size=GROUP, dtype=jnp.float32
+  )
+  assert_close(got, vjp(dy))
+  dx, dgamma, dbeta = definitions.norm_bwd(
+    dy, x, gamma, stats, group_size=GROUP
+  )
+  assert dx.dtype == jnp.bfloat16
+  around = gradient((ROWS, width), 5).astype(jnp.bfloat16)
+  total = definitions.norm_bwd(
+    dy, x, gamma, stats, group_size=GROUP, dtype=jnp.float32, add=around
+  )
+  assert_close(total[0], got[0] + around.astype(jnp.float32), 1e-6)
+  assert dgamma.dtype == dbeta.dtype == jnp.float32
+
+
+# --- Residual add ------------------------------------------------------------
+
+
+def test_residual_add_rounds_once_and_quantizes_the_sum():
+  x = gradient((ROWS, 43), 1).astype(jnp.bfloat16)
+  y = 0.01 * gradient((ROWS, 43), 2)
+  total = x.astype(jnp.float32) + y
+  got, q = definitions.residual_add_fwd(x, y, group_size=GROUP)
+  assert_same_bits(got, total.astype(jnp.bfloat16))
+  # From the f32 sum: from the BF16 one some codes would differ.
+  want = definitions.quantize_groups(total, group_size=GROUP)
+  assert_same_bits(q, want)
+  rounded = definitions.quantize_groups(got, group_size=GROUP)
+  assert np.any(np.asarray(rounded.qvalue) != np.asarray(q.qvalue))
+  g, g_q = definitions.residual_add_bwd(x, y)
+  assert_same_bits(g, got)
+  assert_codes_stand_for(g_q, total, E5M2)
+
+
+# --- Degenerate groups -------------------------------------------------------
+
+
+def degenerate(names):
+  groups = cases.finite_groups(GROUP)
+  x = np.stack([groups[name] for name in names])
+  q = definitions.quantize_groups(jnp.asarray(x), group_size=GROUP)
+  return q, qtensor.dequantize(q, group_size=GROUP)
+
+
+# Squares and products of these overflow f32, in any implementation.
+TOO_LARGE = {"large", "largest", "huge_ratio"}
+
+
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+@pytest.mark.parametrize(
+  "name", sorted(set(cases.finite_groups(1)) - TOO_LARGE)
+)
+def test_norms_of_degenerate_groups(name, kind):
+  x, values = degenerate([name])
+  y, stats = definitions.norm_values(values, None, None, kind=kind, eps=1e-5)
+  values64 = np.asarray(values, np.float64)
+  want = norm(values64, None, None, kind, 1e-5)
+  # Centring cancels: what is left is off by 2^-24 of the group's largest. And
+  # what is below f32's normal numbers may count as zero.
+  lost = 2.0**-22 * np.max(np.abs(values64)) + oracles.SMALLEST_NORMAL
+  limit = 1e-5 * np.max(np.abs(want)) + lost * np.asarray(stats.rstd)
+  assert np.max(np.abs(y - want)) <= limit
+  scale = definitions.tensor_scale(y)
+  q = definitions.norm_fwd(x, None, None, stats, scale=scale, group_size=GROUP)
+  assert np.all(np.isfinite(q.rows.astype(jnp.float32)))
+  assert np.isfinite(q.scale)
+  dy = gradient((1, GROUP))
+  got = definitions.norm_bwd(
+    dy, x, None, stats, group_size=GROUP, dtype=jnp.float32
+  )
+  assert all(np.all(np.isfinite(leaf)) for leaf in got)
+  if name in ("zeros", "one_nonzero"):
+    f = functools.partial(norm, gamma=None, beta=None, kind=kind, eps=1e-5)
+    (dx,) = jax.vjp(f, values)[1](dy)
+    assert_close(got[0], dx)
+
+
+def test_degenerate_sums_and_operands_are_finite():
+  names = sorted(cases.finite_groups(1))
+  groups = cases.finite_groups(GROUP)
+  x = jnp.stack([groups[name] for name in names])
+  total, q = definitions.residual_add_fwd(
+    x, jnp.zeros(x.shape), group_size=GROUP
+  )
+  error = np.abs(np.asarray(total, np.float64) - np.asarray(x, np.float64))
+  assert np.all(error < oracles.SMALLEST_NORMAL)  # Subnormals may become 0.
+  assert np.all(np.isfinite(qtensor.dequantize(q, group_size=GROUP)))
+  for name, row in zip(names, x, strict=True):
+    for dtype in (E4M3, E5M2):
+      operand = definitions.quantize_tensor(row[None], dtype=dtype)
+      assert np.all(np.isfinite(operand.rows.astype(jnp.float32))), name
+  zero = definitions.quantize_tensor(jnp.zeros((4, 8)))
+  ones = definitions.quantize_tensor(jnp.ones((8, 3)), layout="columns")
+  np.testing.assert_array_equal(definitions.linear_fwd(zero, ones), 0)
+
+
+def test_a_nan_comes_out_as_nan():
+  x = gradient((2, 32)).at[1, 3].set(jnp.nan)
+  q = definitions.quantize_groups(x, group_size=GROUP)
+  dy = gradient((2, 32))
+  stats = definitions.norm_values(x, None, None, kind="layer", eps=1e-5)[1]
+  keywords = dict(group_size=GROUP)
+  norm_input = definitions.norm_input(
+    x, None, None, kind="rms", eps=1e-5, **keywords
+  )
+  w = definitions.quantize_tensor(dy.T, layout="columns")
+  assert_nans(
+    norm_input=norm_input[0],
+    norm_scale=norm_input[2],
+    norm=definitions.norm_fwd(
+      q, None, None, stats, scale=jnp.float32(1), **keywords
+    ),
+    norm_bwd=definitions.norm_bwd(dy, q, None, stats, **keywords)[0],
+    add=definitions.residual_add_fwd(x, dy, **keywords)[0],
+    linear=definitions.linear_fwd(definitions.quantize_tensor(x), w),
+  )
+
+
+def assert_nans(**results):
+  """Every result, a tree of arrays, holds a NaN."""
+  for name, result in results.items():
+    leaves = [leaf.astype(jnp.float32) for leaf in jax.tree.leaves(result)]
+    assert any(np.any(np.isnan(leaf)) for leaf in leaves), name

@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which implementation an op gets, and what it says of those it does not."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import P
+from jax.extend.core import jaxprs_in_params
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+
+from coat_jax import ops
+from coat_jax.ops import definitions, nvidia
+from coat_jax.ops.definitions import quantize_tensor
+from coat_jax.ops.types import Operand
+from tests.comparing import assert_same_bits
+
+H200 = AbstractMesh((), (), abstract_device=AbstractDevice("H200", 132, "cuda"))
+
+
+def operands(m=16, k=32, n=48):
+  x = jax.random.normal(jax.random.key(0), (m, k))
+  w = jax.random.normal(jax.random.key(1), (k, n))
+  return quantize_tensor(x), quantize_tensor(w, layout="columns")
+
+
+def primitives(f, *args):
+  """Names of the primitives of a function, nested ones too."""
+  names = set()
+
+  def visit(jaxpr):
+    for eqn in jaxpr.eqns:
+      names.add(eqn.primitive.name)
+      for sub in jaxprs_in_params(eqn.params):
+        visit(sub)
+
+  visit(jax.make_jaxpr(f)(*args).jaxpr)
+  return names
+
+
+def test_without_a_gpu_an_op_is_its_definition():
+  x, w = operands()
+  assert_same_bits(ops.linear_fwd(x, w), definitions.linear_fwd(x, w))
+  assert_same_bits(
+    ops.linear_fwd(x, w, implementation="xla"), definitions.linear_fwd(x, w)
+  )
+  assert "platform_index" not in primitives(ops.linear_fwd, x, w)
+
+
+def test_for_a_gpu_the_choice_is_made_when_it_is_lowered():
+  x, w = operands()
+  with jax.sharding.use_abstract_mesh(H200):
+    assert "platform_index" in primitives(ops.linear_fwd, x, w)
+    text = {
+      platform: jax.jit(ops.linear_fwd)
+      .trace(x, w)
+      .lower(lowering_platforms=(platform,))
+      .as_text()
+      for platform in ("cpu", "cuda")
+    }
+  # The algorithm is what makes cuBLASLt's call of it.
+  assert "algorithm" in text["cuda"] and "algorithm" not in text["cpu"]
+
+
+def test_on_a_mesh_of_gpus_there_is_no_choice():
+  devices = AbstractMesh(
+    (2,), ("fsdp",), (AxisType.Auto,), abstract_device=H200.abstract_device
+  )
+
+  def amax_of_all(x):
+    specs = dict(in_specs=P("fsdp"), out_specs=P(), check_vma=False)
+    return jax.shard_map(ops.tensor_scale, mesh=devices, **specs)(x)
+
+  x = jnp.ones((32, 64), jnp.bfloat16)
+  found = primitives(amax_of_all, x)
+  # XLA keeps a conditional around a collective, and the host decides it.
+  assert "pmax" in found and "platform_index" not in found
+  assert "pallas_call" in found
+
+
+def test_what_no_kernel_can_take_is_left_to_xla():
+  x, w = operands(m=6)
+  with jax.sharding.use_abstract_mesh(H200):
+    assert "platform_index" not in primitives(ops.linear_fwd, x, w)
+  assert ops.explain(ops.linear_fwd, x, w) == (
+    "linear_fwd: xla everywhere (linear_fwd: cuBLASLt takes FP8 matrices whose "
+    "sizes are multiples of 16, got [6, 32] times [32, 48])"
+  )
+  assert ops.explain(ops.linear_fwd, *operands()) == (
+    "linear_fwd: cublas on a GPU, xla elsewhere"
+  )
+  assert "there is no kernel" in ops.explain(ops.mul_bwd)
+
+
+def test_a_named_implementation_never_falls_back():
+  x, w = operands(m=6)
+  with pytest.raises(NotImplementedError, match="multiples of 16.*=None"):
+    ops.linear_fwd(x, w, implementation="cublas")
+  with pytest.raises(NotImplementedError, match="'xla', 'cublas'.*'triton'"):
+    ops.linear_fwd(x, w, implementation="triton")
+  assert ops.linear_fwd.implementations == ("xla", "cublas")
+
+
+@pytest.mark.parametrize(
+  "capability, has_fp8",
+  [
+    ("8.0", False),
+    ("8.9", True),
+    ("9.0", True),
+    ("10.0", True),
+    ("gfx942", False),
+  ],
+)
+def test_kernels_are_for_gpus_with_fp8(monkeypatch, capability, has_fp8):
+  class Device:
+    compute_capability = capability
+
+  monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+  monkeypatch.setattr(jax, "local_devices", lambda: [Device()])
+  # A function of its own: what JAX has traced before it does not trace again.
+  found = primitives(lambda x, w: ops.linear_fwd(x, w), *operands())
+  assert ("platform_index" in found) == has_fp8
+  # A mesh says that it has GPUs, not which: AMD's are called gpu, too.
+  with jax.sharding.use_abstract_mesh(H200):
+    found = primitives(lambda x, w: ops.linear_fwd(x, w), *operands())
+  assert ("platform_index" in found) == has_fp8
+
+
+def test_with_several_gpus_kernels_run_inside_shard_map_only(monkeypatch):
+  x = jnp.ones((16, 64))
+  monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+  assert jax.device_count() > 1
+
+  def explain(x):
+    return ops.explain(ops.quantize_groups, x, group_size=16)
+
+  assert "only inside jax.shard_map" in explain(x)
+  # XLA partitions cuBLASLt's and cuDNN's calls.
+  assert "cublas on a GPU" in ops.explain(ops.linear_fwd, *operands())
+  found = []
+  auto = (jax.sharding.AxisType.Auto,)
+  mesh = jax.make_mesh((8,), ("data",), axis_types=auto)
+  jax.eval_shape(
+    jax.shard_map(
+      lambda x: found.append(explain(x)) or x,
+      mesh=mesh,
+      in_specs=jax.P("data"),
+      out_specs=jax.P("data"),
+    ),
+    x,
+  )
+  assert found[-1] == "quantize_groups: triton on a GPU, xla elsewhere"
+
+
+def test_operands_that_do_not_fit_are_refused():
+  x, w = operands()
+  with pytest.raises(ValueError, match="x in rows and a weight"):
+    ops.linear_fwd(x, Operand(w.columns, None, w.scale))
+  narrow = quantize_tensor(jnp.ones((31, 48)), layout="columns")
+  with pytest.raises(ValueError, match="linear: x.*needs a weight"):
+    ops.linear_fwd(x, narrow)
+  q, k = jnp.ones((1, 4, 3, 8)), jnp.ones((1, 4, 2, 8))
+  with pytest.raises(ValueError, match="N a multiple of K"):
+    ops.attention_fwd(q, k, k, causal=True)
+
+
+def attention_arrays(n=4, k=2, t=32, s=32, h=64, dtype=jnp.bfloat16):
+  q, kv = jnp.zeros((2, t, n, h), dtype), jnp.zeros((2, s, k, h), dtype)
+  return q, kv, kv
+
+
+def test_cudnn_says_what_it_cannot_attend_to():
+  def reason(causal=True, **shapes):
+    arrays = attention_arrays(**shapes)
+    return nvidia.attention_fwd_unsupported(*arrays, causal=causal)
+
+  assert reason() is None
+  assert "float32" in reason(dtype=jnp.float32)
+  assert "multiples of 8 up to 256, got 12" in reason(h=12)
+  assert "got 512" in reason(h=512)
+  assert "as many queries as keys" in reason(s=48)
+  assert reason(s=48, causal=False) is None
+
+
+def test_products_say_which_results_they_cannot_write():
+  x, w = operands()
+  reason = nvidia.linear_fwd_unsupported(x, w, dtype=jnp.float8_e4m3fn)
+  assert "bfloat16, float16 or float32" in reason

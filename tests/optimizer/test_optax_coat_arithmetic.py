@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The numbers: against optax's Adam, at the ends of f32, bf16 parameters."""
+
+import doctest
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from coat_jax import codecs, optax_coat, stochastic
+from coat_jax.codecs.group import Encoded
+from coat_jax.optax_coat import apply_updates, coat_adamw, scale_by_coat_adam
+
+
+def normal(seed, shape, dtype=jnp.float32):
+  return jax.random.normal(jax.random.key(seed), shape, dtype)
+
+
+def everything(path, leaf):
+  return leaf.ndim > 0
+
+
+@pytest.mark.parametrize(
+  "hyper",
+  [
+    {},
+    {"b1": 0.95, "b2": 0.95, "eps": 1e-5, "weight_decay": 0.1},
+    {"nesterov": True, "eps_root": 1e-6},
+    {
+      "mask": {"w": True, "bias": False},
+      "weight_decay": optax.constant_schedule(0.3),
+      "b1": 0.0,
+    },
+  ],
+  ids=["defaults", "hyperparameters", "nesterov", "mask"],
+)
+def test_float32_codec_equals_optax_adamw(hyper):
+  schedule = optax.linear_schedule(1e-2, 1e-3, 20)
+  ours = coat_adamw(schedule, codec=codecs.float32(), **hyper)
+  theirs = optax.adamw(schedule, **hyper)
+  params = {"w": normal(0, (64, 100)), "bias": normal(1, (5,))}
+  state, their_state = ours.init(params), theirs.init(params)
+  update, their_update = jax.jit(ours.update), jax.jit(theirs.update)
+  for step in range(20):
+    grads = {"w": 1e-3 * normal(step, (64, 100)), "bias": normal(-step, (5,))}
+    updates, state = update(grads, state, params)
+    want, their_state = their_update(grads, their_state, params)
+    # Only the order differs: (1 - b2) g g for (1 - b2) (g g), sqrt(v) / sqrt(c)
+    # for sqrt(v / c). In v that is at most 1 ulp a step, 20 by the last, 10 in
+    # its root, and 4 more for quotients and roots: rtol 14 * 2^-23. m also
+    # cancels: each step it is off by half an ulp of its largest term, decaying
+    # by b1, 2^-24 / (1 - b1) <= 20 * 2^-24 in all, relative to the largest m.
+    check(updates, want, rtol=14 * 2.0**-23, atol=1e-2 * 20 * 2.0**-24)
+    params = optax.apply_updates(params, want)
+  check(state[0].nu_codes, their_state[0].nu, rtol=20 * 2.0**-23, atol=0)
+  check(state[0].mu_codes, their_state[0].mu, rtol=2.0**-23, atol=20 * 2.0**-24)
+
+
+def check(actual, expected, **tolerance):
+  jax.tree.map(
+    lambda x, y: np.testing.assert_allclose(x, y, **tolerance), actual, expected
+  )
+
+
+def test_moments_are_encoded_with_the_words_of_seed_step_and_leaf():
+  codec = codecs.coat()
+  solver = scale_by_coat_adam(codec=codec, seed=7, quantize_mask=everything)
+  params = {"a": jnp.zeros(3), "b": jnp.zeros((8, 200))}
+  grads = {"a": jnp.ones(3), "b": normal(0, (8, 200))}
+  state = solver.init(params)
+  for step in (1, 2):
+    before = state
+    updates, state = solver.update(grads, state)
+    g = grads["b"]
+    mu = jax.jit(codec.mu.decode)(
+      Encoded(*(field["b"] for field in before[1:4]))
+    )
+    nu = jax.jit(codec.nu.decode)(
+      Encoded(*(field["b"] for field in before[4:]))
+    )
+    mu, nu = 0.9 * mu + (1 - 0.9) * g, 0.999 * nu + (1 - 0.999) * g * g
+    # The update uses the new moments before they are encoded.
+    want = mu / (1 - 0.9**step) / (jnp.sqrt(nu / (1 - 0.999**step)) + 1e-8)
+    np.testing.assert_allclose(updates["b"], want, rtol=2e-4)
+    # "b" is leaf 1; mu takes the low half of each word, nu the high half.
+    words = stochastic.random_words(stochastic.leaf_key(7, step, 1), (8, 200))
+    for x, group, low, codes in (
+      (mu, codec.mu, True, state.mu_codes["b"]),
+      (nu, codec.nu, False, state.nu_codes["b"]),
+    ):
+      half = stochastic.low_half if low else stochastic.high_half
+      expected = jax.jit(group.encode)(x, half(words)).codes
+      got, expected = (np.asarray(y).view(np.uint8) for y in (codes, expected))
+      # Eager and compiled arithmetic differ by an ulp, which moves a code where
+      # the noise is that close: 1e-5 of 1600 codes. Other words: a third.
+      assert np.mean(got != expected) <= 2 / 1600
+
+
+def test_examples_in_docstrings_run():
+  failed, attempted = doctest.testmod(optax_coat)
+  assert attempted and not failed
+
+
+def test_seeds_repeat_and_differ():
+  params = jnp.zeros((8, 128))
+  grads = normal(0, (8, 128))
+
+  def codes(seed):
+    solver = scale_by_coat_adam(seed=seed, quantize_mask=everything)
+    state = solver.update(grads, solver.init(params))[1]
+    return np.asarray(state.mu_codes).view(np.uint8)
+
+  np.testing.assert_array_equal(codes(0), codes(0))
+  assert np.mean(codes(0) != codes(1)) > 0.1
+
+
+@pytest.mark.parametrize("b2", [0.95, 0.999])
+@pytest.mark.parametrize("size", [1e-16, 1e18, 3e19])
+def test_first_update_is_a_sign_at_any_magnitude(b2, size):
+  # optax squares first: g * g overflows from 1.8e19, nu / (1 - b2) from less.
+  params = jnp.zeros((32, 128))
+  for codec in (codecs.coat(), codecs.float32()):
+    solver = scale_by_coat_adam(b2=b2, eps=0.0, codec=codec)
+    grads = size * jnp.sign(normal(0, (32, 128)))
+    grads *= jax.random.uniform(jax.random.key(1), (32, 128), minval=0.5)
+    updates, state = solver.update(grads, solver.init(params))
+    # m / c1 = g and sqrt(v / c2) = |g|, to some roundings of c1 = 1 - b1 and
+    # c2 = 1 - b2 in f32: c2 = 0.001 is off by 2^-25 / 0.001 = 3e-5.
+    np.testing.assert_allclose(updates, np.sign(grads), rtol=1e-4)
+    nu = codec.nu.decode(Encoded(*state[4:]))
+    assert np.all(np.isfinite(nu)) and np.all(nu > 0)
+
+
+def test_count_stops_at_its_largest_value():
+  solver = scale_by_coat_adam(b1=0.9, b2=0.999)
+  grads = normal(0, (32, 128))
+  _, state = solver.update(grads, solver.init(grads))
+  last = np.iinfo(np.int32).max
+  state = state._replace(count=jnp.int32(last - 1))
+  for nesterov in (False, True):
+    solver = scale_by_coat_adam(b1=0.9, b2=0.999, nesterov=nesterov)
+    _, near = solver.update(grads, state)
+    updates, after = solver.update(grads, near)
+    assert near.count == after.count == last
+    # No bias is left: mu is 0.27 g, nu 0.003 g^2, the quotient near 5.
+    assert np.all(np.isfinite(updates)) and np.median(np.abs(updates)) > 1
+
+
+def test_nan_gradient_stays_in_its_group():
+  solver = scale_by_coat_adam(quantize_mask=everything)
+  grads = normal(0, (4, 256))
+  state = solver.init(grads)
+  _, state = solver.update(grads.at[1, 3].set(jnp.nan), state)
+  updates, _ = solver.update(grads, state)
+  bad = np.zeros((4, 256), bool)
+  bad[1, :128] = True
+  np.testing.assert_array_equal(np.isnan(updates), bad)
+
+
+def test_small_updates_of_bf16_parameters_do_not_vanish():
+  # 1e-3 is less than half of bf16's step above 1, 2^-7.
+  params = {"w": jnp.ones((64, 64), jnp.bfloat16), "b": jnp.ones(8)}
+  update = {"w": jnp.full((64, 64), 1e-3), "b": jnp.full(8, 1e-3)}
+
+  @jax.jit
+  def run(params):
+    def step(i, pair):
+      nearest, ours = pair
+      return (
+        optax.apply_updates(nearest, update),
+        apply_updates(ours, update, step=i),
+      )
+
+    return jax.lax.fori_loop(0, 100, step, (params, params))
+
+  nearest, ours = run(params)
+  assert np.all(np.asarray(nearest["w"], np.float32) == 1)
+  assert ours["w"].dtype == jnp.bfloat16
+  # Each of 100 steps adds 1e-3 on average with a variance of at most
+  # 1e-3 * 2^-7; five standard deviations of the mean of 4096 values.
+  mean = np.mean(np.asarray(ours["w"], np.float64))
+  assert abs(mean - 1.1) < 5 * np.sqrt(100 * 1e-3 * 2.0**-7 / 4096)
+  np.testing.assert_array_equal(ours["b"], nearest["b"])  # f32: as optax
+
+
+def test_parameters_and_moments_draw_independent_words():
+  shape = (64, 1024)
+  params = jnp.ones(shape, jnp.bfloat16)
+  half = jnp.full(shape, 2.0**-8)  # Rounds up with probability 1/2.
+  key = stochastic.leaf_key(0, 5, 0)
+  words = stochastic.random_words(key, shape)
+  up = np.asarray(apply_updates(params, half, step=5), np.float64) > 1
+  assert abs(up.mean() - 0.5) < 5 * 0.5 / np.sqrt(up.size)
+  for noise in (stochastic.low_half(words), stochastic.high_half(words)):
+    correlation = np.corrcoef(up.ravel(), np.asarray(noise).ravel())[0, 1]
+    assert abs(correlation) < 5 / np.sqrt(up.size)

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The optimizer on each device's part of its leaves, as its kernel runs."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+
+from coat_jax import coat_adamw, codecs, fused_coat_adamw
+from coat_jax.optimizer import adam
+from coat_jax.sharding import state_shardings
+from tests.comparing import assert_same_bits
+
+# Rows, columns or both; the axis of layers and a middle one; a leaf in f32.
+LEAVES = {
+  "rows": ((16, 256), jax.P(("x", "y"))),
+  "both": ((8, 1024), jax.P("x", "y")),
+  "layers": ((4, 8, 512), jax.P("x", None, "y")),
+  "middle": ((3, 8, 256), jax.P(None, ("y", "x"))),
+  "everywhere": ((64, 128), jax.P()),
+  "norm": ((8,), jax.P("x")),
+}
+OPTIONS = dict(learning_rate=1e-2, weight_decay=0.1, seed=5)
+
+
+def make_mesh(kind):
+  return jax.make_mesh((4, 2), ("x", "y"), axis_types=(kind,) * 2)
+
+
+def tree(seed, mesh=None, dtype=jnp.float32):
+  rng = np.random.default_rng(seed)
+  out = {}
+  for name, (shape, spec) in LEAVES.items():
+    x = jnp.asarray(rng.normal(size=shape), dtype)
+    out[name] = jax.device_put(x, NamedSharding(mesh, spec)) if mesh else x
+  return out
+
+
+def quantize_mask(path, leaf):
+  return leaf.ndim > 1
+
+
+def fused_step(optimizer):
+  def step(params, state, grads):
+    return optimizer.apply(grads, state, params, grad_scale=0.5)
+
+  return step
+
+
+def chained_step(optimizer):
+  def step(params, state, grads):
+    updates, state = optimizer.update(grads, state, params)
+    return jax.tree.map(lambda p, u: p + u, params, updates), state
+
+  return step
+
+
+KINDS = {
+  "fused": (fused_coat_adamw, fused_step),
+  "chained": (coat_adamw, chained_step),
+}
+
+
+def run(name, codec, dtype, mesh=None, **options):
+  """Two steps; parameters and state, and the second step compiled."""
+  make, step_of = KINDS[name]
+  optimizer = make(
+    **OPTIONS, codec=codec, quantize_mask=quantize_mask, **options
+  )
+  params = tree(0, mesh, dtype)
+  state = optimizer.init(params)
+  if mesh is not None:
+    where = state_shardings(optimizer.init, params, codec=codec)
+    state = jax.device_put(state, where)
+  step = jax.jit(step_of(optimizer))
+  for seed in (1, 2):
+    grads = tree(seed, mesh, dtype)
+    compiled = step.lower(params, state, grads).compile()
+    params, state = step(params, state, grads)
+  return (params, state), compiled.as_text()
+
+
+@functools.cache
+def on_one_device(name, codec, dtype):
+  return run(name, codec, dtype)[0]
+
+
+@pytest.mark.parametrize(
+  "name, codec, dtype, kind",
+  [
+    ("fused", "coat", jnp.float32, AxisType.Auto),
+    ("fused", "coat", jnp.bfloat16, AxisType.Explicit),
+    ("fused", "log8", jnp.float32, AxisType.Explicit),
+    ("chained", "coat", jnp.float32, AxisType.Auto),
+    ("chained", "coat_e8m0", jnp.float32, AxisType.Explicit),
+  ],
+)
+def test_parts_together_are_the_step_of_one_device(name, codec, dtype, kind):
+  codec = getattr(codecs, codec)()
+  mesh = make_mesh(kind)
+  shardings = None
+  if kind == AxisType.Auto:
+    shardings = jax.tree.map(lambda x: x.sharding, tree(0, mesh))
+  with jax.set_mesh(mesh):
+    got, text = run(name, codec, dtype, mesh, shardings=shardings)
+  assert_same_bits(got, on_one_device(name, codec, dtype))
+  for operation in ("all-gather", "all-reduce", "all-to-all", "permute"):
+    assert operation not in text
+  # The second step's arguments lie as the first one's.
+  for leaf, (shape, spec) in LEAVES.items():
+    where = NamedSharding(mesh, spec)
+    assert got[0][leaf].sharding.is_equivalent_to(where, len(shape))
+
+
+def test_every_leaf_runs_inside_shard_map(monkeypatch):
+  """Where a kernel would: no axis is left to the compiler."""
+  found = []
+
+  def step(*args, **kwargs):
+    mesh = jax.sharding.get_abstract_mesh()
+    found.append(set(mesh.manual_axes))
+    return adamw_step(*args, **kwargs)
+
+  adamw_step = adam.adamw_step
+  monkeypatch.setattr(adam, "adamw_step", step)
+  mesh = make_mesh(AxisType.Auto)
+  shardings = jax.tree.map(lambda x: x.sharding, tree(0, mesh))
+  run("fused", codecs.coat(), jnp.float32, mesh, shardings=shardings)
+  assert found and all(axes == {"x", "y"} for axes in found)
+
+
+def test_groups_across_devices_are_left_to_the_compiler():
+  mesh = make_mesh(AxisType.Auto)
+  params = {"w": jnp.ones((8, 384))}
+  where = {"w": NamedSharding(mesh, jax.P("x", "y"))}
+  single = fused_coat_adamw(**OPTIONS, quantize_mask=quantize_mask)
+  state = single.init(params)
+  want = jax.jit(fused_step(single))(params, state, params)
+  optimizer = fused_coat_adamw(
+    **OPTIONS, quantize_mask=quantize_mask, shardings=where
+  )
+  placed = jax.device_put(params, where)
+  got = jax.jit(fused_step(optimizer))(placed, state, placed)
+  assert_same_bits(got, want)
+
+
+def test_explain_speaks_of_a_device_s_part():
+  mesh = make_mesh(AxisType.Auto)
+  params = {"w": jnp.ones((64, 1024)), "narrow": jnp.ones((8, 256))}
+  where = {"w": jax.P("x"), "narrow": jax.P("x", "y")}
+  where = {k: NamedSharding(mesh, spec) for k, spec in where.items()}
+  optimizer = fused_coat_adamw(
+    **OPTIONS, quantize_mask=quantize_mask, shardings=where
+  )
+  said = optimizer.explain(params)
+  assert said["w"] == "adamw_step: mosaic on a GPU, xla elsewhere"
+  assert "takes 8 groups at a time, got 2" in said["narrow"]
+
+
+def test_shardings_that_are_none_are_refused():
+  params = {"w": jnp.ones((8, 256)), "v": jnp.ones((8, 256))}
+  with pytest.raises(TypeError, match="must be NamedShardings.*P"):
+    optimizer = fused_coat_adamw(**OPTIONS, shardings={"w": jax.P("x")})
+    optimizer.apply(params, optimizer.init(params), params)
+  where = NamedSharding(make_mesh(AxisType.Auto), jax.P())
+  with pytest.raises(ValueError, match="got 1 for 2"):
+    optimizer = fused_coat_adamw(**OPTIONS, shardings={"w": where})
+    optimizer.apply(params, optimizer.init(params), params)

@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Switching between Adam's states and ours, sizes, and reports."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from coat_jax import codecs
+from coat_jax.optax_coat import coat_adamw, scale_by_coat_adam
+from coat_jax.optimizer.state import (
+  from_adam_state,
+  state_bytes,
+  state_report,
+  to_adam_state,
+)
+from tests import cases
+
+
+def problem():
+  """Least squares with rows of very different scale."""
+  keys = jax.random.split(jax.random.key(0), 3)
+  x = jax.random.normal(keys[0], (256, 64)) * jnp.logspace(-1, 0.5, 64)[None]
+  y = x @ jax.random.normal(keys[1], (64, 64))
+  params = {"w": jnp.zeros((64, 64)), "bias": jnp.zeros(64)}
+
+  def loss(params):
+    return jnp.mean((x @ params["w"] + params["bias"][None] - y) ** 2)
+
+  return params, loss
+
+
+def train(solver, loss, params, opt_state, count):
+  def step(carry, _):
+    params, opt_state = carry
+    grads = jax.grad(loss)(params)
+    updates, opt_state = solver.update(grads, opt_state, params)
+    return (optax.apply_updates(params, updates), opt_state), None
+
+  run = jax.jit(lambda x: jax.lax.scan(step, x, length=count)[0])
+  return run((params, opt_state))
+
+
+@pytest.mark.parametrize(
+  "codec", [codecs.coat(), codecs.log8()], ids=["coat", "log8"]
+)
+def test_switches_out_and_in_in_mid_training(codec):
+  params, loss = problem()
+  ours = coat_adamw(1e-2, b2=0.99, codec=codec)
+  adam = optax.adamw(1e-2, b2=0.99)
+  start = float(loss(params))
+  want, _ = train(adam, loss, params, adam.init(params), 180)
+
+  params, state = train(ours, loss, params, ours.init(params), 60)
+  state = to_adam_state(state, codec)
+  assert jax.tree.structure(state) == jax.tree.structure(adam.init(params))
+  assert int(state[0].count) == 60
+  params, state = train(adam, loss, params, state, 60)
+  in_f32 = state[0]
+  state = from_adam_state(state, codec=codec)
+  assert jax.tree.map(jax.typeof, state) == jax.tree.map(
+    jax.typeof, ours.init(params)
+  )
+  error = state_report(state, codec=codec, reference=in_f32)["w"]
+  # A code's step, up to 1/8 of a value, in an octave and fewer with k > 1.
+  assert 0 < error["mu"]["relative_error"] < 0.06
+  assert 0 < error["nu"]["relative_error"] < 0.06
+  params, state = train(ours, loss, params, state, 60)
+  assert int(state[0].count) == 180
+  # It follows: within a twentieth of what training gained.
+  assert abs(loss(params) - loss(want)) < 0.05 * (start - loss(want))
+
+
+def test_switching_changes_no_moment():
+  codec = codecs.coat()
+  solver = scale_by_coat_adam(codec=codec)
+  params = {"w": jnp.ones((64, 64)), "bias": jnp.ones(64)}
+  grads = {"w": jnp.asarray(cases.moments((64, 64))[0]), "bias": jnp.ones(64)}
+  _, state = solver.update(grads, solver.init(params))
+  adam = to_adam_state(state, codec)
+  assert isinstance(adam, optax.ScaleByAdamState)
+  exact = from_adam_state(adam, codec=codecs.float32())
+  # The next update is Adam's with the decoded moments.
+  got, _ = solver.update(grads, state)
+  want, _ = optax.scale_by_adam().update(grads, adam)
+  in_f32, _ = scale_by_coat_adam(codec=codecs.float32()).update(grads, exact)
+  for other in (want, in_f32):
+    jax.tree.map(
+      lambda x, y: np.testing.assert_allclose(
+        x, y, rtol=14 * 2.0**-23, atol=1e-7
+      ),
+      got,
+      other,
+    )
+  # Values that are on codes already stay on them.
+  nearest = codecs.fp8(rounding="nearest")
+  once = from_adam_state(adam, codec=nearest)
+  twice = from_adam_state(to_adam_state(once, nearest), codec=nearest)
+  np.testing.assert_array_equal(twice.mu_codes["w"], once.mu_codes["w"])
+  np.testing.assert_array_equal(twice.nu_codes["w"], once.nu_codes["w"])
+
+
+def llama2_7b():
+  """Abstract parameters of Llama-2-7B, layers stacked, f32."""
+  layers, h, f, vocabulary = 32, 4096, 11008, 32000
+  shapes = {
+    "embed": {"embedding": (vocabulary, h)},
+    "layers": {
+      "attn": {
+        "norm": {"scale": (layers, h)},
+        "qkv": {"kernel": (layers, h, 3 * h)},
+        "out": {"kernel": (layers, h, h)},
+      },
+      "mlp": {
+        "norm": {"scale": (layers, h)},
+        "gate_up": {"kernel": (layers, h, 2 * f)},
+        "down": {"kernel": (layers, f, h)},
+      },
+    },
+    "norm": {"scale": (h,)},
+    "head": {"kernel": (h, vocabulary)},
+  }
+  return jax.tree.map(
+    lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32),
+    shapes,
+    is_leaf=lambda x: isinstance(x, tuple),
+  )
+
+
+@pytest.mark.parametrize(
+  "codec, most",
+  [
+    (codecs.coat(), 2.09),
+    (codecs.coat_e8m0(), 2.04),
+    (codecs.log8(), 2.04),
+    (codecs.fp8(), 2.07),
+    (codecs.bfloat16(), 4.001),
+    (codecs.float32(), 8),
+  ],
+  ids=lambda x: getattr(x, "name", ""),
+)
+def test_state_bytes_of_llama2_7b(codec, most):
+  state = jax.eval_shape(coat_adamw(1e-3, codec=codec).init, llama2_7b())
+  size = state_bytes(state)
+  assert size.parameters == 6_738_415_616
+  assert size.total == pytest.approx(size.parameters * size.bytes_per_param)
+  # No state is smaller than its codes; the count and the scalars are nothing.
+  codes = 2 * (8 if codec.name == "float32" else 1)
+  assert min(codes, most - 0.1) <= size.bytes_per_param <= most + 1e-7
+
+
+def test_state_bytes_finds_states_anywhere():
+  params = {"w": jnp.ones((64, 64)), "b": jnp.ones(64)}
+  # Both moments: codes, 5 bytes for each of 64 groups, f32 biases and their
+  # placeholders (4 + 1 bytes); the count.
+  want = 2 * (4096 + 64 * 5 + 64 * 4 + 5) + 4
+  solver = optax.chain(optax.clip(1.0), coat_adamw(1e-3))
+  assert state_bytes(solver.init(params)).total == want
+  size = state_bytes(jax.eval_shape(solver.init, params))
+  assert size == (want, 4160, want / 4160)
+  model = nnx.Linear(64, 64, rngs=nnx.Rngs(0))
+  optimizer = nnx.Optimizer(model, solver, wrt=nnx.Param)
+  assert state_bytes(optimizer.opt_state).total == want
+  with pytest.raises(ValueError, match="must hold a ScaleByCoatAdamState"):
+    state_bytes(optax.adam(1e-3).init(params))
+  with pytest.raises(ValueError, match="must hold a ScaleByAdamState"):
+    from_adam_state(solver.init(params), codec=codecs.coat())
+
+
+def test_state_report():
+  mu, nu = (jnp.asarray(x) for x in cases.moments((64, 256)))
+  nu = nu.at[0].set(0.0)  # Rows of zeros say nothing about powers.
+  reference = optax.ScaleByAdamState(
+    jnp.int32(5),
+    {"w": mu, "norm": {"scale": mu[0]}},
+    {"w": nu, "norm": {"scale": nu[1]}},
+  )
+  reports = {}
+  for name in ("coat", "coat_e8m0", "log8", "fp8", "bfloat16"):
+    codec = getattr(codecs, name)()
+    state = from_adam_state(reference, codec=codec)
+    report = state_report(state, codec=codec, reference=reference)
+    assert json.loads(json.dumps(report)) == report
+    assert set(report) == {"w", "norm/scale"}
+    assert report["w"]["parameters"] == 64 * 256
+    assert (report["w"]["encoded"], report["norm/scale"]["encoded"]) == (
+      True,
+      False,
+    )
+    assert report["norm/scale"]["nu"] == {"zeroed": 0, "relative_error": 0}
+    reports[name] = report["w"]
+  coat, e8m0 = reports["coat"], reports["coat_e8m0"]
+  for moment in ("mu", "nu"):
+    power = coat[moment]["power"]
+    assert 1 / 16 <= power["min"] <= power["median"] <= power["max"] < 15.9
+    # Coarser bounds are at most an octave wider at each end: a smaller power.
+    assert e8m0[moment]["power"]["median"] < power["median"]
+    assert "power" not in reports["log8"][moment]
+    assert 0.2 < coat[moment]["codes_used"] <= 1
+  assert coat["nu"]["power"]["median"] < coat["mu"]["power"]["median"] * 2
+  # What expansion is for: without it small second moments become zero.
+  assert coat["nu"]["zeroed"] == 0 < reports["fp8"]["nu"]["zeroed"]
+  assert "codes_used" not in reports["bfloat16"]["mu"]
+  # Half an ulp of bfloat16 at most.
+  assert 0 < reports["bfloat16"]["mu"]["relative_error"] < 2.0**-8
+  # Without a reference zeros are counted as they stand.
+  alone = state_report(
+    from_adam_state(reference, codec=codecs.coat()), codec=codecs.coat()
+  )
+  assert alone["w"]["nu"]["zeroed"] == 1 / 64
+  assert "relative_error" not in alone["w"]["nu"]
+
+
+def test_state_report_refuses_what_it_cannot_compare():
+  params = {"w": jnp.ones((64, 64))}
+  state = coat_adamw(1e-3).init(params)
+  other = optax.adam(1e-3).init({"w": jnp.ones(3)})[0]
+  with pytest.raises(ValueError, match="reference must have leaves"):
+    state_report(state, codec=codecs.coat(), reference=other)
+  with pytest.raises(ValueError, match="one coat state, got 2"):
+    state_report((state, state), codec=codecs.coat())
+  with pytest.raises(ValueError, match="codec 'log8' keeps"):
+    to_adam_state(state, codecs.log8())

@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Triton's GELU against the definition's, and far below zero against float64.
+
+There gradients are small, and E5M2 shows what is 2^-32 of the largest: sigmoids
+that differ in a last bit may give other codes. Float64 says which are right.
+"""
+
+import functools
+import inspect
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from coat_jax.formats import E4M3, E5M2
+from coat_jax.ops import activation as definition
+from coat_jax.pallas.triton import gelu
+from coat_jax.qtensor import dequantize, quantize_with_scale
+from tests import cases
+from tests.comparing import jit
+from tests.pallas.kernels import (
+  assert_same_codes,
+  assert_same_groups,
+  code_bits,
+  lowered_for_h200,
+)
+
+BF16, F32 = jnp.bfloat16, jnp.float32
+# Names of arguments that are arrays; the others are static.
+TRACED = ("scale", "output_scale")
+
+# An f32 off by 2^-20, from 1 + tanh, changes 1 code in 2^16 of E4M3.
+SHARE = 0.999
+
+
+def run(fn, *args, jit=jit, **options):
+  traced = {k: options.pop(k) for k in TRACED if k in options}
+  return jit(functools.partial(fn, approximate=True, **options))(
+    *args, **traced
+  )
+
+
+def both(name, *args, **options):
+  """What the kernel gives in the interpreter, and what the definition does."""
+  kernel = run(getattr(gelu, name), *args, interpret=True, **options)
+  return kernel, run(getattr(definition, name), *args, **options)
+
+
+def inputs(shape, dtype=BF16, group_size=16, least=-2.0):
+  """dy, x, and what `gelu_input` makes of it."""
+  x = cases.activations(shape) / 8
+  x = jnp.asarray(np.where(x < least, -x, x), dtype)
+  dy = jnp.asarray(1e-3 * cases.activations(shape, 1), dtype)
+  return dy, x, run(definition.gelu_input, x, group_size=group_size)
+
+
+def assert_same_matrix(actual, expected):
+  """One of the layouts or both of one matrix, and its scale."""
+  for layout in ("rows", "columns"):
+    a, e = getattr(actual, layout), getattr(expected, layout)
+    assert (a is None) == (e is None), layout
+    if e is not None:
+      assert_same_codes(a, e, SHARE)
+  # 1 - tanh(u)^2, off by some 2^-24, is multiplied by up to 20 at x = 5.
+  np.testing.assert_allclose(actual.scale, expected.scale, rtol=1e-5)
+  if actual.rows is not None and actual.columns is not None:
+    rows = code_bits(actual.rows).reshape(-1, actual.rows.shape[-1])
+    np.testing.assert_array_equal(rows.T, code_bits(actual.columns))
+
+
+@pytest.mark.parametrize(
+  "shape, dtype, group_size",
+  [
+    ((3, 16), BF16, 16),
+    ((100, 48), F32, 16),
+    ((2, 3, 176), BF16, 16),
+    ((5, 1376), F32, 32),
+    ((4, 256), BF16, 128),
+  ],
+  ids=["3x16", "100x48", "2x3x176", "5x1376", "4x256"],
+)
+def test_input_is_the_definitions(shape, dtype, group_size):
+  _, x, _ = inputs(shape, dtype, least=-np.inf)
+  actual, expected = both("gelu_input", x, group_size=group_size)
+  assert_same_groups(actual[0], expected[0])
+  np.testing.assert_allclose(actual[1], expected[1], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+  "shape, layout, group_size",
+  [
+    ((3, 176), "rows", 16),
+    ((48, 176), "columns", 16),
+    ((2, 40, 48), "both", 16),
+    ((80, 384), "both", 128),
+  ],
+  ids=["rows", "columns", "both", "groups-of-128"],
+)
+def test_forward_is_the_definitions(shape, layout, group_size):
+  _, _, (x, scale) = inputs(shape, F32, group_size)
+  options = dict(scale=scale, group_size=group_size, layout=layout)
+  assert_same_matrix(*both("gelu_fwd", x, **options))
+
+
+@pytest.mark.parametrize(
+  "shape, dtype, group_size",
+  [((48, 176), BF16, 16), ((2, 40, 48), F32, 16), ((80, 384), BF16, 128)],
+  ids=["48x176", "2x40x48", "80x384"],
+)
+def test_backward_is_the_definitions(shape, dtype, group_size):
+  dy, _, (x, scale) = inputs(shape, dtype, group_size)
+  options = dict(output_scale=scale, group_size=group_size)
+  actual, expected = both("gelu_bwd_operands", dy, x, **options)
+  for a, e in zip(actual, expected, strict=True):
+    assert_same_matrix(a, e)
+
+
+def in_float64(dy, x):
+  """gelu(x) and its gradient."""
+  dy, x = np.asarray(dy, np.float64), np.asarray(x, np.float64)
+  c = np.sqrt(2 / np.pi)
+  u = c * (x + 0.044715 * x**3)
+  cdf = (1 + np.tanh(u)) / 2
+  derivative = cdf + 2 * x * cdf * (1 - cdf) * c * (1 + 3 * 0.044715 * x**2)
+  return x * cdf, dy * derivative
+
+
+def test_far_below_zero_against_float64():
+  dy, x, (x_q, scale) = inputs((64, 176), F32, least=-np.inf)
+  assert np.min(x) < -5
+  options = dict(output_scale=scale, group_size=16)
+  actual = run(gelu.gelu_bwd_operands, dy, x_q, interpret=True, **options)
+  values = in_float64(dy, dequantize(x_q, group_size=16))
+  for (operand, dtype), y in zip(
+    [(actual[1], E4M3), (actual[0], E5M2)], values, strict=True
+  ):
+    expected = quantize_with_scale(
+      jnp.asarray(y, F32), operand.scale, group_size=None, dtype=dtype
+    )
+    assert_same_codes(operand.columns, expected.qvalue.T, SHARE)
+
+
+def test_degenerate_groups():
+  groups = cases.finite_groups(48)
+  x = jnp.asarray(np.stack(list(groups.values())))
+  actual, expected = both("gelu_input", x, group_size=16)
+  assert_same_groups(actual[0], expected[0])
+  np.testing.assert_allclose(actual[1], expected[1], rtol=1e-6)
+
+
+def test_far_values_and_what_is_no_number():
+  far = np.repeat([-1e30, -500, -20, -9.9, 9.9, 20, 500, 1e30], 16)
+  x = np.concatenate([far.reshape(8, 16), np.ones((8, 16))]).astype(np.float32)
+  for i, group in enumerate(cases.nonfinite_groups(16).values()):
+    x[8 + i] = group
+  actual, (x, scale) = both("gelu_input", jnp.asarray(x), group_size=16)
+  assert_same_groups(actual[0], x)
+  assert np.isnan(actual[1]) and np.isnan(scale)
+  # With a scale of 1 what is finite stays so beside what is not.
+  options = dict(scale=jnp.float32(1), group_size=16)
+  assert_same_matrix(*both("gelu_fwd", x, **options))
+  options = dict(output_scale=jnp.float32(1), group_size=16)
+  far = x._replace(qvalue=x.qvalue[:8], scale=x.scale[:8])
+  far = jax.tree.map(lambda a: jnp.tile(a, (2, 1)), far)
+  dy = jnp.linspace(0.5, 1, 256).reshape(16, 16)
+  for values, is_finite in ((far, True), (x, False)):
+    actual, expected = both("gelu_bwd_operands", dy, values, **options)
+    assert_same_matrix(actual[1], expected[1])
+    # A gradient of 1e-30 is zero beside one of 1, with E5M2 as well.
+    assert np.isfinite(actual[0].scale) == is_finite
+    np.testing.assert_allclose(
+      actual[0].scale, expected[0].scale, rtol=1e-5, equal_nan=True
+    )
+    is_nan = [code_bits(a[0].rows) == 0xFF for a in (actual, expected)]
+    np.testing.assert_array_equal(*is_nan)
+
+
+@pytest.mark.parametrize(
+  "shape, dtype, options, reason",
+  [
+    ((32, 100), BF16, {}, "multiple of"),
+    ((32, 96), BF16, {"group_size": 64}, "multiple of the group size"),
+    ((32, 96), BF16, {"group_size": 8}, "groups of"),
+    ((32, 96), jnp.float16, {}, "float16"),
+    ((32, 96), BF16, {"approximate": False}, "no erf"),
+  ],
+  ids=["ragged", "short-group", "group-size", "dtype", "erf"],
+)
+def test_says_what_it_cannot_take(shape, dtype, options, reason):
+  options = {"approximate": True, "group_size": 16} | options
+  said = gelu.gelu_input_unsupported(jnp.zeros(shape, dtype), **options)
+  assert said is not None and re.search(reason, said)
+
+
+def test_says_which_residuals_it_cannot_take():
+  dy, _, (x, scale) = inputs((17, 48))
+  options = dict(approximate=True, group_size=16)
+  fwd = functools.partial(gelu.gelu_fwd_unsupported, x, scale=scale)
+  assert fwd(**options) is None
+  assert "16 rows" in (fwd(layout="both", **options) or "")
+  assert "no erf" in (fwd(approximate=False, group_size=16) or "")
+  bwd = functools.partial(
+    gelu.gelu_bwd_operands_unsupported, output_scale=scale, **options
+  )
+  assert "16 rows" in (bwd(dy, x) or "")
+  assert "dy must be" in (bwd(dy[:16], x) or "")
+  wrong = x._replace(scale=x.scale[:, :1])
+  assert "scales of shape" in (bwd(dy, wrong) or "")
+
+
+NAMES = ("gelu_input", "gelu_fwd", "gelu_bwd_operands")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_signatures_are_the_definitions(name):
+  wanted = inspect.signature(getattr(definition, name)).parameters
+  actual = dict(inspect.signature(getattr(gelu, name)).parameters)
+  del actual["interpret"]
+  assert list(actual) == list(wanted)
+  why = inspect.signature(getattr(gelu, f"{name}_unsupported")).parameters
+  assert list(why) == list(wanted)
+
+
+@pytest.mark.parametrize("shape", [(128, 256), (48, 176)], ids=str)
+def test_lowers_to_triton(shape):
+  def everything(dy, x):
+    options = dict(approximate=True, group_size=16)
+    x, scale = gelu.gelu_input(x, **options)
+    forward = [
+      gelu.gelu_fwd(x, scale=scale, layout=layout, **options)
+      for layout in ("rows", "columns", "both")
+    ]
+    backward = gelu.gelu_bwd_operands(dy, x, output_scale=scale, **options)
+    return forward, backward
+
+  x = jax.ShapeDtypeStruct(shape, BF16)
+  text = lowered_for_h200(everything, x, x)
+  for name in NAMES:
+    assert f'"{name}' in text
+  assert "triton" in text
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [BF16, F32])
+@pytest.mark.parametrize("shape", [(2048, 5504), (1008, 176)], ids=str)
+def test_on_a_gpu(shape, dtype):
+  dy, x, (x_q, scale) = inputs(shape, dtype, least=-np.inf)
+  options = dict(approximate=True, group_size=16)
+  actual, amax = gelu.gelu_input(x, **options)
+  expected, expected_amax = run(definition.gelu_input, x, group_size=16)
+  # Ties are common among bfloat16 values, and quotients off by a last bit.
+  assert_same_codes(actual.qvalue, expected.qvalue, SHARE)
+  np.testing.assert_allclose(amax, expected_amax, rtol=1e-5)
+  operands = gelu.gelu_bwd_operands(dy, x_q, output_scale=scale, **options)
+  y = gelu.gelu_fwd(x_q, scale=scale, layout="both", **options)
+  np.testing.assert_array_equal(
+    code_bits(y.columns), code_bits(operands[1].columns)
+  )
+  values = in_float64(dy, dequantize(x_q, group_size=16))
+  for operand, dtype, v in zip(
+    (y, operands[0]), (E4M3, E5M2), values, strict=True
+  ):
+    expected = quantize_with_scale(
+      jnp.asarray(v, F32), operand.scale, group_size=None, dtype=dtype
+    ).qvalue
+    np.testing.assert_array_equal(
+      code_bits(operand.rows).T, code_bits(operand.columns)
+    )
+    # By value: below -20 the kernel's gradient is 0 and the exact one -0.
+    codes, expected = (
+      np.asarray(x, np.float32) for x in (operand.rows, expected)
+    )
+    # The derivative is zero at -0.75: what cancels there is off by more.
+    assert np.mean(codes == expected) >= SHARE
+    difference = np.abs(codes - expected)
+    assert np.all(difference <= np.abs(expected) / 4 + 1)

@@ -1,0 +1,349 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Triton's norms against the definition's: `norm` and `norm_backward`.
+
+Codes and scales of the input are exact. Sums over a row or over rows are in
+another order than XLA's: statistics, the output's scale and gradients agree to
+f32's rounding of such sums, and of codes that follow from them a share.
+"""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from coat_jax.ops import definitions
+from coat_jax.ops.types import NormStats
+from coat_jax.pallas.triton import norm, norm_backward, tiles
+from coat_jax.pallas.triton.tiles import Tile
+from coat_jax.qtensor import QTensor
+from tests import cases
+from tests.comparing import assert_close, jit
+from tests.pallas.kernels import (
+  assert_same_codes,
+  assert_same_groups,
+  lowered_for_h200,
+)
+
+BF16, F32 = jnp.bfloat16, jnp.float32
+EPS = 1e-5
+
+
+def run(fn, *args, jit=jit, **options):
+  """A definition, compiled: its scale and add are arrays, not constants."""
+  traced = {k: options.pop(k) for k in ("scale", "add") if k in options}
+  return jit(functools.partial(fn, **options))(*args, **traced)
+
+
+def interpret(fn, *args, **options):
+  """A kernel in the interpreter."""
+  return run(fn, *args, interpret=True, **options)
+
+
+def vectors(kind, n, dtype=F32):
+  """gamma and beta, for a layer norm without gamma beta alone."""
+  rng = np.random.default_rng(n)
+  gamma, beta = (jnp.asarray(v, dtype) for v in rng.normal(size=(2, n)))
+  return gamma, beta if kind == "layer" else None
+
+
+def inputs(shape, kind, dtype=BF16, group_size=16):
+  # Far from zero: a masked column in a mean or a variance would show.
+  x = jnp.asarray(cases.activations(shape) + 7, dtype)
+  gamma, beta = vectors(kind, shape[-1])
+  options = dict(kind=kind, eps=EPS, group_size=group_size)
+  return x, gamma, beta, options
+
+
+def assert_same_stats(actual, expected):
+  for a, e in zip(actual, expected, strict=True):
+    assert (a is None) == (e is None)
+    if e is not None:
+      # n sums of f32 in pairs: log2(n) roundings of 2^-24, squared for rstd.
+      np.testing.assert_allclose(a, e, rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+@pytest.mark.parametrize(
+  "shape, dtype, group_size",
+  [
+    ((3, 16), BF16, 16),
+    ((100, 48), F32, 16),
+    ((2, 3, 176), BF16, 16),
+    ((5, 1376), F32, 32),
+    ((4, 256), BF16, 128),
+  ],
+  ids=["3x16", "100x48", "2x3x176", "5x1376", "4x256"],
+)
+def test_input_is_the_definitions(shape, dtype, group_size, kind):
+  x, gamma, beta, options = inputs(shape, kind, dtype, group_size)
+  actual = interpret(norm.norm_input, x, gamma, beta, **options)
+  x_q, stats, scale = run(definitions.norm_input, x, gamma, beta, **options)
+  assert_same_groups(actual[0], x_q)
+  assert_same_stats(actual[1], stats)
+  np.testing.assert_allclose(actual[2], scale, rtol=1e-6)
+
+
+@pytest.mark.parametrize("given", ["gamma", "beta", "neither"])
+def test_input_without_gamma_or_beta(given):
+  # In three blocks of rows, the last one of which has one row. So far from
+  # zero that what is masked, 0 - mean, would be the largest of y.
+  _, gamma, beta, options = inputs((9, 176), "layer")
+  x = jnp.asarray(1000 + 100 * np.random.default_rng(0).normal(size=(9, 176)))
+  gamma = gamma.astype(BF16) if given == "gamma" else None
+  beta = beta if given == "beta" else None
+  _, stats, bits = norm._norm_input(
+    x, gamma, beta, "layer", EPS, 16, norm.RowBlock(4, 1), True
+  )
+  _, expected, scale = run(definitions.norm_input, x, gamma, beta, **options)
+  assert_same_stats(stats, expected)
+  np.testing.assert_allclose(tiles.bits_to_scale(bits), scale, rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+def test_input_of_degenerate_rows(kind):
+  groups = cases.finite_groups(48)
+  # Their squares overflow, and their squares' means underflow, in any order.
+  for name in ("largest", "huge_ratio", "large"):
+    del groups[name]
+  x, options = np.stack(list(groups.values())), inputs((1, 48), kind)[-1]
+  actual = interpret(norm.norm_input, jnp.asarray(x), None, None, **options)
+  expected = run(definitions.norm_input, jnp.asarray(x), None, None, **options)
+  assert_same_groups(actual[0], expected[0])
+  if kind == "layer":
+    # A constant's variance is the rounding of its mean, squared.
+    assert_close(actual[1].mean, expected[1].mean, 1e-6)
+    varied = [i for i, name in enumerate(groups) if "constant" not in name]
+    np.testing.assert_allclose(
+      actual[1].rstd[np.array(varied)],
+      expected[1].rstd[np.array(varied)],
+      rtol=1e-6,
+    )
+  else:
+    assert_same_stats(actual[1], expected[1])
+
+
+def test_input_with_nan():
+  x = np.concatenate([[g] for g in cases.nonfinite_groups(48).values()])
+  x = np.concatenate([x, cases.activations((5, 48))])
+  _, _, _, options = inputs((1, 48), "rms")
+  actual = interpret(norm.norm_input, jnp.asarray(x), None, None, **options)
+  expected = run(definitions.norm_input, jnp.asarray(x), None, None, **options)
+  assert_same_groups(actual[0], expected[0])
+  assert_same_stats(actual[1], expected[1])
+  assert np.isnan(actual[2]) and np.isnan(expected[2])
+
+
+@pytest.mark.parametrize(
+  "shape, kind, layout, group_size",
+  [
+    ((3, 176), "rms", "rows", 16),
+    ((48, 176), "rms", "both", 16),
+    ((48, 80), "layer", "both", 16),
+    ((2, 8, 688), "layer", "columns", 16),
+    ((16, 1280), "rms", "columns", 128),
+  ],
+  ids=str,
+)
+def test_forward_is_the_definitions(shape, kind, layout, group_size):
+  x, gamma, beta, options = inputs(shape, kind, F32, group_size)
+  x_q, stats, scale = run(definitions.norm_input, x, gamma, beta, **options)
+  # Some values beyond qmax.
+  args = dict(scale=scale * 0.8, group_size=group_size, layout=layout)
+  actual = interpret(norm.norm_fwd, x_q, gamma, beta, stats, **args)
+  expected = run(definitions.norm_fwd, x_q, gamma, beta, stats, **args)
+  for name in ("rows", "columns"):
+    a, e = getattr(actual, name), getattr(expected, name)
+    assert (a is None) == (e is None)
+    if e is not None:
+      # XLA may fuse a product and a sum into one rounding.
+      assert_same_codes(a, e, 0.999)
+
+
+@pytest.mark.parametrize("down", [True, False])
+def test_forward_without_gamma_or_beta(down):
+  x, _, _, options = inputs((48, 80), "layer")
+  x_q, stats, scale = run(definitions.norm_input, x, None, None, **options)
+  rows, columns = norm._norm_fwd(
+    x_q, None, None, stats, scale, 16, "both", Tile(32, 32, 1, down), True
+  )
+  expected = run(
+    definitions.norm_fwd,
+    x_q,
+    None,
+    None,
+    stats,
+    scale=scale,
+    group_size=16,
+    layout="both",
+  )
+  assert_same_codes(rows, expected.rows, 0.999)
+  assert_same_codes(columns, expected.columns, 0.999)
+
+
+def gradients(shape, kind, group_size=16, dtype=BF16):
+  x, gamma, beta, options = inputs(shape, kind, group_size=group_size)
+  x_q, stats, _ = run(definitions.norm_input, x, gamma, beta, **options)
+  dy = jnp.asarray(np.random.default_rng(1).normal(size=shape), dtype)
+  return dy, x_q, gamma, stats
+
+
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+@pytest.mark.parametrize(
+  "shape, group_size, chunk",
+  [
+    ((5, 48), 16, (4, 3, 1, True)),
+    # A whole number of blocks, but not of chunks; then neither.
+    ((32, 176), 16, (4, 3, 1, True)),
+    ((32, 176), 16, (4, 3, 1, False)),
+    ((2, 9, 688), 16, (4, 2, 1, True)),
+    ((4, 256), 128, (1, 4, 1, False)),
+  ],
+  ids=str,
+)
+def test_backward_is_the_definitions(shape, group_size, chunk, kind):
+  dy, x_q, gamma, stats = gradients(shape, kind, group_size)
+  add = jnp.asarray(cases.activations(shape))
+  actual = norm_backward._norm_bwd(
+    dy,
+    x_q,
+    gamma,
+    stats,
+    add,
+    group_size,
+    jnp.dtype(F32),
+    norm_backward.Chunk(*chunk),
+    True,
+  )
+  expected = run(
+    definitions.norm_bwd,
+    dy,
+    x_q,
+    gamma,
+    stats,
+    group_size=group_size,
+    dtype=F32,
+    add=add,
+  )
+  # Sums of at most 688 terms of f32.
+  assert_close(actual, expected, 2e-6)
+
+
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+def test_backward_in_bf16_without_gamma_or_add(kind):
+  dy, x_q, _, stats = gradients((3, 176), kind, dtype=F32)
+  actual = interpret(
+    norm_backward.norm_bwd, dy, x_q, None, stats, group_size=16
+  )
+  expected = run(definitions.norm_bwd, dy, x_q, None, stats, group_size=16)
+  assert actual[0].dtype == BF16
+  # One ulp of BF16 where f32 differs in its last bits.
+  np.testing.assert_allclose(
+    actual[0].astype(F32), expected[0].astype(F32), rtol=2.0**-7, atol=1e-7
+  )
+  assert_close(actual[1:], expected[1:], 2e-6)
+
+
+@pytest.mark.parametrize("n", [16, 48, 1024, 4096, 5120, 6656, 8192])
+def test_picks_are_powers_of_two_and_few_partial_sums(n):
+  for m in (1, 100, 8192, 65536):
+    block, chunk = norm.pick_input_block(n), norm_backward.pick_chunk(m, n)
+    for number in (block.rows, block.warps, chunk.rows, chunk.warps):
+      assert number & (number - 1) == 0 and number >= 1
+    assert max(block.warps, chunk.warps) <= 32
+    assert -(-m // (chunk.rows * chunk.steps)) <= 264
+
+
+@pytest.mark.parametrize(
+  "shape, group_size, reason",
+  [
+    ((2, 8208), 16, "at most 8192, got 8208"),
+    ((2, 48), 32, "multiple of the group size 32 .* got 48"),
+    ((2, 48), 12, "got 12"),
+  ],
+  ids=str,
+)
+def test_what_kernels_cannot_take_is_said(shape, group_size, reason):
+  x = jnp.zeros(shape)
+  x_q = QTensor(x.astype(jnp.float8_e4m3fn), x[:, :1])
+  stats = NormStats(None, x[:, 0])
+  why = norm.norm_input_unsupported(
+    x, None, None, kind="rms", eps=EPS, group_size=group_size
+  )
+  assert re.search(reason, why)
+  why = norm_backward.norm_bwd_unsupported(
+    x, x_q, None, stats, group_size=group_size
+  )
+  assert re.search(reason, why)
+
+
+def test_columns_of_few_rows_are_refused():
+  x = jnp.zeros((3, 48), jnp.float8_e4m3fn)
+  args = QTensor(x, x[:, :3]), None, None, NormStats(None, x[:, 0])
+  options = dict(scale=jnp.float32(1), group_size=16)
+  why = norm.norm_fwd_unsupported(*args, **options, layout="columns")
+  assert "multiple of 16 rows, got 3" in why
+  assert norm.norm_fwd_unsupported(*args, **options) is None
+
+
+def specs(m, n, kind, group_size=16):
+  """x, the values that were made of it, gamma, beta, statistics."""
+  spec = jax.ShapeDtypeStruct
+  x_q = QTensor(
+    spec((m, n), jnp.float8_e4m3fn), spec((m, n // group_size), BF16)
+  )
+  is_layer = kind == "layer"
+  row, vector = spec((m,), F32), spec((n,), F32)
+  stats = NormStats(row if is_layer else None, row)
+  return spec((m, n), BF16), x_q, vector, vector if is_layer else None, stats
+
+
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+def test_lowers_to_triton(kind):
+  x, x_q, gamma, beta, stats = specs(8192, 5120, kind)
+
+  def run(x, x_q, gamma, beta, stats, scale):
+    y = norm.norm_fwd(
+      x_q, gamma, beta, stats, scale=scale, group_size=16, layout="both"
+    )
+    made = norm.norm_input(x, gamma, beta, kind=kind, eps=EPS, group_size=16)
+    return (
+      y,
+      made,
+      norm_backward.norm_bwd(x, x_q, gamma, stats, group_size=16, add=x),
+    )
+
+  scale = jax.ShapeDtypeStruct((), F32)
+  text = lowered_for_h200(run, x, x_q, gamma, beta, stats, scale)
+  for name in ("norm_input", "norm_fwd", "norm_bwd"):
+    assert f'"{name}' in text
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+@pytest.mark.parametrize("shape", [(4096, 4096), (1008, 5120)], ids=str)
+def test_on_a_gpu(shape, kind):
+  x, gamma, beta, options = inputs(shape, kind)
+  x_q, stats, scale = run(
+    definitions.norm_input, x, gamma, beta, jit=jax.jit, **options
+  )
+  made = norm.norm_input(x, gamma, beta, **options)
+  assert_same_codes(made[0].qvalue, x_q.qvalue, 0.9999)
+  same = np.asarray(made[0].qvalue == x_q.qvalue).all(axis=-1)
+  np.testing.assert_allclose(made[1].rstd[same], stats.rstd[same], rtol=1e-6)
+  np.testing.assert_allclose(made[2], scale, rtol=1e-4)
+  args = dict(scale=scale, group_size=16, layout="both")
+  actual = norm.norm_fwd(x_q, gamma, beta, stats, **args)
+  expected = run(
+    definitions.norm_fwd, x_q, gamma, beta, stats, jit=jax.jit, **args
+  )
+  assert_same_codes(actual.rows, expected.rows, 0.999)
+  assert_same_codes(actual.columns, expected.columns, 0.999)
+  dy = jnp.asarray(np.random.default_rng(1).normal(size=shape), BF16)
+  args = dict(group_size=16, add=x, dtype=F32)
+  assert_close(
+    norm_backward.norm_bwd(dy, x_q, gamma, stats, **args),
+    run(definitions.norm_bwd, dy, x_q, gamma, stats, jit=jax.jit, **args),
+  )

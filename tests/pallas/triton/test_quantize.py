@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Triton's quantization against the definition's, bit for bit.
+
+Scales are a product and a rounding in integers and codes a quotient and a cast:
+the interpreter's arithmetic is the definition's. On a card both divide in the
+same way too, but XLA may choose another one: see the share of codes there.
+"""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from coat_jax.formats import E4M3, E5M2
+from coat_jax.ops import definitions
+from coat_jax.pallas.triton import quantize
+from coat_jax.pallas.triton.quantize import Flat
+from coat_jax.pallas.triton.tiles import Tile
+from tests import cases
+from tests.pallas.kernels import (
+  assert_same_codes,
+  assert_same_groups,
+  assert_same_operand,
+  lowered_for_h200,
+)
+
+BF16, F32 = jnp.bfloat16, jnp.float32
+
+
+def awkward(n: int) -> np.ndarray:
+  """Degenerate groups and such that are not finite, a row each."""
+  return np.stack(
+    list((cases.finite_groups(n) | cases.nonfinite_groups(n)).values())
+  )
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32])
+@pytest.mark.parametrize(
+  "x, group_size, size",
+  [
+    (cases.activations((3, 16)), 16, 32),
+    (cases.activations((100, 48)), 16, 1024),
+    (cases.activations((2, 3, 688)), 16, 1024),
+    (cases.activations((5, 384)), 128, 512),
+    (awkward(48), 16, 256),
+    (awkward(64), 64, 256),
+  ],
+  ids=["3x16", "100x48", "2x3x688", "5x384", "awkward16", "awkward64"],
+)
+def test_groups_are_the_definitions(x, group_size, size, dtype):
+  # Neither one block nor a whole number of blocks, but for the power of two.
+  x = jnp.asarray(x, dtype)
+  actual = quantize._quantize_groups(
+    x, group_size, jnp.dtype(E4M3), Flat(size, 1), True
+  )
+  assert_same_groups(
+    actual, definitions.quantize_groups(x, group_size=group_size)
+  )
+
+
+def test_a_nan_of_any_bits_makes_a_nan_scale():
+  # A GPU's NaN is 0x7FFFFFFF: rounding that up to BF16 would give -0.
+  x = cases.activations((4, 16))
+  bits = np.array([0x7FFFFFFF, 0x7F800001, 0xFFFFFFFF], np.uint32)
+  x[:3, 5] = bits.view(np.float32)
+  actual = quantize.quantize_groups(
+    jnp.asarray(x), group_size=16, interpret=True
+  )
+  scale = np.asarray(actual.scale, np.float32)[:, 0]
+  np.testing.assert_array_equal(np.isnan(scale), [True, True, True, False])
+
+
+def test_groups_in_e5m2():
+  x = jnp.asarray(awkward(64))
+  args = dict(group_size=32, dtype=E5M2)
+  actual = quantize.quantize_groups(x, **args, interpret=True)
+  assert_same_groups(actual, definitions.quantize_groups(x, **args))
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32])
+@pytest.mark.parametrize(
+  "x",
+  [
+    cases.activations((7, 688)),
+    awkward(48)[:-3],
+    awkward(48),
+    np.zeros((3, 16), np.float32),
+    -cases.activations((2, 3, 16)),
+  ],
+  ids=["7x688", "finite", "not_finite", "zeros", "2x3x16"],
+)
+def test_scale_of_a_tensor_is_the_definitions(x, dtype):
+  x = jnp.asarray(x, dtype)
+  bits = quantize._tensor_amax(x, Flat(512, 1), True)
+  amax = jax.lax.bitcast_convert_type(jnp.max(bits), F32)
+  # Only the maximum is the kernel's.
+  expected = jnp.max(jnp.where(jnp.isnan(x), jnp.inf, jnp.abs(x)))
+  if np.isnan(np.asarray(x, np.float32)).any():
+    assert np.isnan(amax)
+  else:
+    assert float(amax) == float(expected.astype(F32))
+  np.testing.assert_array_equal(
+    quantize.tensor_scale(x, dtype=E5M2, interpret=True),
+    definitions.tensor_scale(x, dtype=E5M2),
+  )
+
+
+@pytest.mark.parametrize("layout", ["rows", "columns", "both"])
+@pytest.mark.parametrize("dtype", [BF16, F32])
+@pytest.mark.parametrize("shape", [(48, 80), (2, 8, 176)], ids=str)
+def test_operand_is_the_definitions(shape, dtype, layout):
+  x = jnp.asarray(cases.activations(shape), dtype)
+  expected = definitions.quantize_tensor(x, layout=layout)
+  actual = quantize.quantize_tensor(x, layout=layout, interpret=True)
+  assert_same_operand(actual, expected)
+
+
+@pytest.mark.parametrize("down", [True, False])
+@pytest.mark.parametrize("shape", [(48, 80), (64, 32), (16, 688)], ids=str)
+def test_tiles_reach_over_both_edges(shape, down):
+  # Values beyond qmax, infinities and NaN under a scale that is given.
+  x = cases.activations(shape)
+  x[1, ::3], x[-1, 5], x[3, -1] = np.inf, np.nan, -np.inf
+  x, scale = jnp.asarray(x), jnp.float32(0.01)
+  expected = definitions.quantize_tensor(
+    x, scale=scale, dtype=E5M2, layout="both"
+  )
+  rows, columns = quantize._quantize_tiles(
+    x, scale, jnp.dtype(E5M2), "both", Tile(32, 64, 1, down), True
+  )
+  assert_same_codes(rows, expected.rows)
+  assert_same_codes(columns, expected.columns)
+
+
+def test_given_scale_saturates_in_e4m3():
+  x = jnp.asarray(awkward(48))
+  scale = jnp.float32(1e-3)
+  assert_same_operand(
+    quantize.quantize_tensor(x, scale=scale, interpret=True),
+    definitions.quantize_tensor(x, scale=scale),
+  )
+
+
+@pytest.mark.parametrize(
+  "why, reason",
+  [
+    (
+      lambda x: quantize.quantize_groups_unsupported(x, group_size=8),
+      r"groups of \(16, 32, 64, 128\), got 8",
+    ),
+    (
+      lambda x: quantize.quantize_groups_unsupported(x, group_size=32),
+      "multiple of the group size 32 .* got 48",
+    ),
+    (
+      lambda x: quantize.quantize_groups_unsupported(
+        x.astype(jnp.float16), group_size=16
+      ),
+      "float16",
+    ),
+    (
+      lambda x: quantize.quantize_tensor_unsupported(x[:, :40]),
+      "multiple of 16 .* got",
+    ),
+    (
+      lambda x: quantize.quantize_tensor_unsupported(x[:3], layout="columns"),
+      "multiple of 16 rows, got 3",
+    ),
+    (lambda x: quantize.tensor_scale_unsupported(x[:0]), "no axis empty"),
+    (lambda x: quantize.tensor_scale_unsupported(x[0, 0]), r"got \(\)"),
+  ],
+)
+def test_what_kernels_cannot_take_is_said(why, reason):
+  assert re.search(reason, why(jnp.zeros((32, 48))))
+
+
+def test_what_is_too_large_is_refused():
+  why = []
+
+  def trace(x):
+    why.append(quantize.tensor_scale_unsupported(x))
+    return x
+
+  jax.eval_shape(trace, jax.ShapeDtypeStruct((2**16, 2**15), BF16))
+  assert "int32" in why[0]
+
+
+def test_what_kernels_take_is_not_refused():
+  x = jnp.zeros((3, 48), BF16)
+  assert quantize.quantize_groups_unsupported(x, group_size=16) is None
+  assert quantize.quantize_tensor_unsupported(x) is None
+  assert quantize.tensor_scale_unsupported(x) is None
+
+
+OPS = {
+  "quantize_groups": functools.partial(quantize.quantize_groups, group_size=16),
+  "tensor_amax": quantize.tensor_scale,
+  "quantize_rows": quantize.quantize_tensor,
+  "quantize_tiles": functools.partial(quantize.quantize_tensor, layout="both"),
+}
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32])
+@pytest.mark.parametrize("name", OPS)
+def test_lowers_to_triton(name, dtype):
+  x = jax.ShapeDtypeStruct((8192, 1376), dtype)
+  text = lowered_for_h200(OPS[name], x)
+  assert "triton" in text and f'"{name}' in text
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [BF16, F32])
+@pytest.mark.parametrize("shape", [(4096, 4096), (1008, 1376)], ids=str)
+def test_on_a_gpu(shape, dtype):
+  x = cases.activations(shape)
+  x[: len(awkward(48)), :48] = awkward(48)
+  scale = jnp.float32(0.01)
+  given = quantize.quantize_tensor(jnp.asarray(x), scale=scale)
+  # NaN, infinities, values beyond qmax.
+  expected = jax.jit(definitions.quantize_tensor)(jnp.asarray(x), scale=scale)
+  assert_same_operand(given, expected, 0.9999)
+  x = jnp.asarray(x, dtype)
+  for group_size in (16, 32):
+    actual = quantize.quantize_groups(x, group_size=group_size)
+    expected = jax.jit(
+      definitions.quantize_groups, static_argnames="group_size"
+    )(x, group_size=group_size)
+    np.testing.assert_array_equal(
+      np.asarray(actual.scale, np.float32),
+      np.asarray(expected.scale, np.float32),
+    )
+    # Ties between two codes, where the quotient is off by its last bit.
+    assert_same_codes(actual.qvalue, expected.qvalue, 0.9999)
+  x = jnp.asarray(cases.activations(shape), dtype)
+  actual = quantize.quantize_tensor(x, dtype=E5M2, layout="both")
+  expected = jax.jit(
+    functools.partial(definitions.quantize_tensor, dtype=E5M2, layout="both")
+  )(x)
+  assert_same_operand(actual, expected, 0.9999)

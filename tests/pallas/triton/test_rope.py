@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernels that split and join heads."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from coat_jax.ops import rope as definitions
+from coat_jax.pallas.triton import rope
+from tests.pallas.kernels import assert_same_operand, lowered_for_h200
+
+
+def case(b, t, n, k, h, dtype=jnp.bfloat16):
+  qkv = jax.random.normal(jax.random.key(0), (b, t, (n + 2 * k) * h), dtype)
+  positions = jnp.arange(t) + 3
+  return qkv, *definitions.rotation(positions, head_dim=h, theta=1e4)
+
+
+def both(module, qkv, cos, sin, n, k, **kwargs):
+  """Heads and what they are joined to again, turned once more."""
+  heads = module.split_heads(
+    qkv, cos, sin, num_heads=n, num_kv_heads=k, **kwargs
+  )
+  return heads, module.join_heads(*heads, cos, -sin, **kwargs)
+
+
+def operands(module, qkv, cos, sin, n, k, **kwargs):
+  heads = definitions.split_heads(qkv, cos, sin, num_heads=n, num_kv_heads=k)
+  return module.join_heads_operand(*heads, cos, sin, **kwargs)
+
+
+def assert_near(actual, expected, dtype):
+  """A product and a sum may or may not be one operation: an ulp of `dtype`."""
+  ulp = 2.0**-8 if dtype == jnp.bfloat16 else 2.0**-22
+  for a, e in zip(
+    jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True
+  ):
+    assert a.dtype == e.dtype == dtype and a.shape == e.shape
+    a, e = np.asarray(a, np.float64), np.asarray(e, np.float64)
+    assert np.max(np.abs(a - e)) <= ulp * np.max(np.abs(e))
+
+
+# (heads a key head, rows a block) differ in each.
+SHAPES = [(2, 32, 4, 2, 16), (1, 24, 3, 3, 32), (3, 8, 4, 1, 16)]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_equals_the_definition(shape, dtype):
+  arrays, heads = case(*shape, dtype), shape[2:4]
+  want = both(definitions, *arrays, *heads)
+  assert_near(both(rope, *arrays, *heads, interpret=True), want, dtype)
+
+
+@pytest.mark.parametrize("shape", [(2, 32, 4, 2, 16), (1, 16, 3, 3, 32)])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_operands_equal_the_definition(shape, dtype):
+  arrays, heads = case(*shape, dtype), shape[2:4]
+  want = operands(definitions, *arrays, *heads)
+  got = operands(rope, *arrays, *heads, interpret=True)
+  # A product and a sum that are one operation round to another BF16 neighbour
+  # once in 2^15 values or so, and then the codes may be neighbours.
+  assert_same_operand(got, want, 0.999)
+
+
+def test_lowers_for_an_h200():
+  arrays = case(*SHAPES[0])
+  text = lowered_for_h200(lambda *args: both(rope, *args, 4, 2), *arrays)
+  assert text.count("triton") >= 2
+  text = lowered_for_h200(lambda *args: operands(rope, *args, 4, 2), *arrays)
+  assert text.count("triton") >= 2
+
+
+def test_says_what_it_cannot_take():
+  def reason(*shape, dtype=jnp.bfloat16):
+    n, k = shape[2:4]
+    return rope.split_heads_unsupported(
+      *case(*shape, dtype), num_heads=n, num_kv_heads=k
+    )
+
+  assert reason(*SHAPES[0]) is None
+  assert "powers of two from 16" in reason(1, 8, 2, 2, 24)
+  assert "multiples of 8" in reason(1, 12, 2, 2, 16)
+  assert "bfloat16 and float32" in reason(1, 8, 2, 2, 16, dtype=jnp.float16)
+  dq, dk = jnp.zeros((1, 12, 2, 16)), jnp.zeros((1, 12, 1, 16))
+  _, cos, sin = case(1, 12, 2, 1, 16)
+  assert "got 12" in rope.join_heads_unsupported(dq, dk, dk, cos, sin)
+  assert "got 12" in rope.join_heads_operand_unsupported(dq, dk, dk, cos, sin)
+  dq, dk = jnp.zeros((1, 8, 2, 16)), jnp.zeros((1, 8, 1, 16))
+  _, cos, sin = case(1, 8, 2, 1, 16)
+  reason = rope.join_heads_operand_unsupported(dq, dk, dk, cos, sin)
+  assert "multiples of 16 for columns" in reason
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(2, 512, 32, 32, 128), (1, 1024, 8, 2, 64)])
+def test_equals_the_definition_on_a_gpu(shape):
+  arrays, heads = case(*shape), shape[2:4]
+  want = both(definitions, *arrays, *heads)
+  assert_near(both(rope, *arrays, *heads), want, jnp.bfloat16)
+  want = operands(definitions, *arrays, *heads)
+  assert_same_operand(operands(rope, *arrays, *heads), want, 0.999)

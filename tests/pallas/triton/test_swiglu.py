@@ -1,0 +1,308 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Triton's SwiGLU against the definition's.
+
+Codes and scales of gate and up are exact. Elsewhere XLA may contract a product
+and a sum on one side and not on the other: of codes a share is the same.
+"""
+
+import functools
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from coat_jax.ops import activation as definition
+from coat_jax.pallas.triton import swiglu
+from coat_jax.qtensor import QTensor
+from tests import cases, oracles
+from tests.comparing import jit
+from tests.pallas.kernels import (
+  assert_same_codes,
+  assert_same_groups,
+  code_bits,
+  lowered_for_h200,
+)
+
+BF16, F32 = jnp.bfloat16, jnp.float32
+# Names of arguments that are arrays; the others are static.
+TRACED = ("scale", "product_scale")
+
+# An f32 off by 2^-22 changes 1 code in 2^18 of E4M3, and fewer of E5M2.
+SHARE = 0.999
+
+
+def run(fn, *args, jit=jit, **options):
+  traced = {k: options.pop(k) for k in TRACED if k in options}
+  return jit(functools.partial(fn, **options))(*args, **traced)
+
+
+def both(name, *args, **options):
+  """What the kernel gives in the interpreter, and what the definition does."""
+  kernel = run(getattr(swiglu, name), *args, interpret=True, **options)
+  return kernel, run(getattr(definition, name), *args, **options)
+
+
+def inputs(shape, dtype=BF16, group_size=16):
+  """dy, gate_up, and what `gate_up_input` makes of it."""
+  *leading, f = shape
+  gate_up = jnp.asarray(cases.activations((*leading, 2 * f)) / 8, dtype)
+  dy = jnp.asarray(1e-3 * cases.activations(shape, 1), dtype)
+  remembered = run(definition.gate_up_input, gate_up, group_size=group_size)
+  return dy, gate_up, remembered
+
+
+def assert_same_product(actual, expected):
+  """One of the layouts or both of one matrix, and its scale."""
+  for layout in ("rows", "columns"):
+    a, e = getattr(actual, layout), getattr(expected, layout)
+    assert (a is None) == (e is None), layout
+    if e is not None:
+      assert_same_codes(a, e, SHARE)
+  # Of the f32 that is the largest, a few ulp.
+  np.testing.assert_allclose(actual.scale, expected.scale, rtol=1e-6)
+  if actual.rows is not None and actual.columns is not None:
+    rows = code_bits(actual.rows).reshape(-1, actual.rows.shape[-1])
+    np.testing.assert_array_equal(rows.T, code_bits(actual.columns))
+
+
+@pytest.mark.parametrize(
+  "shape, dtype, group_size",
+  [
+    ((3, 16), BF16, 16),
+    ((100, 48), F32, 16),
+    ((2, 3, 176), BF16, 16),
+    ((5, 1376), F32, 32),
+    ((4, 256), BF16, 128),
+  ],
+  ids=["3x16", "100x48", "2x3x176", "5x1376", "4x256"],
+)
+def test_input_is_the_definitions(shape, dtype, group_size):
+  _, gate_up, _ = inputs(shape, dtype, group_size)
+  actual, expected = both("gate_up_input", gate_up, group_size=group_size)
+  assert_same_groups(actual[0], expected[0])
+  assert_same_groups(actual[1], expected[1])
+  np.testing.assert_allclose(actual[2], expected[2], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+  "shape, layout, group_size",
+  [
+    ((3, 176), "rows", 16),
+    ((48, 176), "columns", 16),
+    ((2, 40, 48), "both", 16),
+    ((80, 384), "both", 128),
+  ],
+  ids=["rows", "columns", "both", "groups-of-128"],
+)
+def test_forward_is_the_definitions(shape, layout, group_size):
+  _, _, (gate, up, scale) = inputs(shape, F32, group_size)
+  options = dict(scale=scale, group_size=group_size, layout=layout)
+  assert_same_product(*both("silu_mul_fwd", gate, up, **options))
+
+
+@pytest.mark.parametrize(
+  "shape, dtype, group_size",
+  [((48, 176), BF16, 16), ((2, 40, 48), F32, 16), ((80, 384), BF16, 128)],
+  ids=["48x176", "2x40x48", "80x384"],
+)
+def test_backward_is_the_definitions(shape, dtype, group_size):
+  dy, _, (gate, up, scale) = inputs(shape, dtype, group_size)
+  options = dict(product_scale=scale, group_size=group_size)
+  actual, expected = both("silu_mul_bwd_operands", dy, gate, up, **options)
+  for a, e in zip(actual, expected, strict=True):
+    assert_same_product(a, e)
+
+
+def test_degenerate_groups():
+  groups = cases.finite_groups(48)
+  gate = np.stack(list(groups.values()))
+  # Every group as a gate beside an ordinary up, and the other way round.
+  up = cases.activations(gate.shape)
+  gate_up = np.block([[gate, up], [up, gate]])
+  actual, expected = both("gate_up_input", jnp.asarray(gate_up), group_size=16)
+  assert_same_groups(actual[0], expected[0])
+  assert_same_groups(actual[1], expected[1])
+  np.testing.assert_allclose(actual[2], expected[2], rtol=1e-6)
+
+
+def far_gates():
+  """gate and up [16, 16], of which the gates are where exp overflows, or 0."""
+  far = np.repeat([-500, -104, -88, -87, 87, 88, 104, 500], 16).reshape(8, 16)
+  gate = np.concatenate([far, np.zeros_like(far)]).astype(np.float32)
+  return gate, np.full_like(gate, -3.0)
+
+
+def test_far_gates():
+  gate_up = jnp.asarray(np.concatenate(far_gates(), -1))
+  actual, (gate, up, scale) = both("gate_up_input", gate_up, group_size=16)
+  np.testing.assert_allclose(actual[2], scale, rtol=1e-6)
+  dy = jnp.linspace(-1, 1, 256).reshape(16, 16)
+  options = dict(product_scale=scale, group_size=16)
+  actual, expected = both("silu_mul_bwd_operands", dy, gate, up, **options)
+  for a, e in zip(actual, expected, strict=True):
+    assert_same_product(a, e)
+    assert not np.any(code_bits(a.columns) == 0xFF)
+
+
+def test_what_is_no_number():
+  gate, up = far_gates()
+  for i, group in enumerate(cases.nonfinite_groups(16).values()):
+    gate[8 + i], up[12 + i] = group, group
+  gate_up = jnp.asarray(np.concatenate([gate, up], -1))
+  actual, (gate, up, scale) = both("gate_up_input", gate_up, group_size=16)
+  assert_same_groups(actual[0], gate)
+  assert_same_groups(actual[1], up)
+  assert np.isnan(actual[2]) and np.isnan(scale)
+  # With a scale of 1 what is finite stays so beside what is not.
+  options = dict(scale=jnp.float32(1), group_size=16)
+  assert_same_product(*both("silu_mul_fwd", gate, up, **options))
+  dy = jnp.ones((16, 16))
+  options = dict(product_scale=jnp.float32(1), group_size=16)
+  actual, expected = both("silu_mul_bwd_operands", dy, gate, up, **options)
+  assert_same_product(actual[1], expected[1])
+  assert np.isnan(actual[0].scale) and np.isnan(expected[0].scale)
+  assert np.all(code_bits(actual[0].rows) == 0xFF)
+
+
+@pytest.mark.parametrize(
+  "shape, group_size, dtype, reason",
+  [
+    ((32, 2 * 100), 16, BF16, "multiple of"),
+    ((32, 33), 16, BF16, "one width"),
+    ((32, 2 * 96), 64, BF16, "multiple of the group size"),
+    ((32, 2 * 96), 8, BF16, "groups of"),
+    ((32, 2 * 96), 16, jnp.float16, "float16"),
+    ((2**16, 2**16), 16, BF16, "int32"),
+  ],
+  ids=["ragged", "odd", "short-group", "group-size", "dtype", "too-large"],
+)
+def test_says_what_it_cannot_take(shape, group_size, dtype, reason):
+  gate_up = jax.ShapeDtypeStruct(shape, dtype)
+  why = swiglu.gate_up_input_unsupported
+  assert reason in said(why, gate_up, group_size=group_size)
+
+
+def said(why, *specs, **options) -> str:
+  """What `why` says of arrays that need not exist."""
+  reasons = []
+
+  def trace(*args):
+    reasons.append(why(*args, **options))
+
+  jax.eval_shape(trace, *specs)
+  return reasons[0] or ""
+
+
+def test_says_which_residuals_it_cannot_take():
+  def q(*shape):
+    codes = jax.ShapeDtypeStruct(shape, jnp.float8_e4m3fn)
+    scale = jax.ShapeDtypeStruct((*shape[:-1], shape[-1] // 16), BF16)
+    return QTensor(codes, scale)
+
+  def fwd(gate, up, group_size=16, layout="rows"):
+    return said(
+      swiglu.silu_mul_fwd_unsupported,
+      gate,
+      up,
+      scale=jnp.float32(1),
+      group_size=group_size,
+      layout=layout,
+    )
+
+  def bwd(dy):
+    return said(
+      swiglu.silu_mul_bwd_operands_unsupported,
+      dy,
+      q(32, 96),
+      q(32, 96),
+      product_scale=jnp.float32(1),
+      group_size=16,
+    )
+
+  assert not fwd(q(17, 96), q(17, 96))
+  assert "16 rows" in fwd(q(17, 96), q(17, 96), layout="both")
+  assert "scales of shape" in fwd(q(32, 96), q(32, 96), group_size=32)
+  assert "one shape" in fwd(q(32, 96), q(32, 48))
+  assert not bwd(jax.ShapeDtypeStruct((32, 96), BF16))
+  assert "dy must be" in bwd(jax.ShapeDtypeStruct((32, 48), BF16))
+  assert "float16" in bwd(jax.ShapeDtypeStruct((32, 96), jnp.float16))
+
+
+@pytest.mark.parametrize(
+  "name", ["gate_up_input", "silu_mul_fwd", "silu_mul_bwd_operands"]
+)
+def test_signatures_are_the_definitions(name):
+  wanted = inspect.signature(getattr(definition, name)).parameters
+  actual = dict(inspect.signature(getattr(swiglu, name)).parameters)
+  del actual["interpret"]
+  assert list(actual) == list(wanted)
+  why = inspect.signature(getattr(swiglu, f"{name}_unsupported")).parameters
+  assert list(why) == list(wanted)
+
+
+@pytest.mark.parametrize("shape", [(128, 256), (48, 176)], ids=str)
+def test_lowers_to_triton(shape):
+  def everything(dy, gate_up):
+    gate, up, scale = swiglu.gate_up_input(gate_up, group_size=16)
+    forward = [
+      swiglu.silu_mul_fwd(gate, up, scale=scale, group_size=16, layout=layout)
+      for layout in ("rows", "columns", "both")
+    ]
+    backward = swiglu.silu_mul_bwd_operands(
+      dy, gate, up, product_scale=scale, group_size=16
+    )
+    return forward, backward
+
+  dy = jax.ShapeDtypeStruct(shape, BF16)
+  gate_up = jax.ShapeDtypeStruct((shape[0], 2 * shape[1]), BF16)
+  text = lowered_for_h200(everything, dy, gate_up)
+  for name in ("gate_up_input", "silu_mul_fwd", "silu_mul_bwd_operands"):
+    assert f'"{name}' in text
+  assert "triton" in text
+  # A `.T` in a kernel has XLA compute all before it twice.
+  assert "transpose[" not in str(jax.make_jaxpr(everything)(dy, gate_up))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [BF16, F32])
+@pytest.mark.parametrize("shape", [(2048, 11008), (1008, 176)], ids=str)
+def test_on_a_gpu(shape, dtype):
+  dy, gate_up, (gate, up, scale) = inputs(shape, dtype)
+
+  def on_both(name, *args, **options):
+    kernel = getattr(swiglu, name)(*args, **options)
+    return kernel, run(getattr(definition, name), *args, jit=jax.jit, **options)
+
+  actual, expected = on_both("gate_up_input", gate_up, group_size=16)
+  for a, e in zip(actual[:2], expected[:2], strict=True):
+    # Ties are common among bfloat16 values, and quotients off by a last bit.
+    assert_same_codes(a.qvalue, e.qvalue, SHARE)
+    np.testing.assert_array_equal(
+      np.asarray(a.scale, np.float32), np.asarray(e.scale, np.float32)
+    )
+  np.testing.assert_allclose(actual[2], expected[2], rtol=1e-5)
+  options = dict(scale=scale, group_size=16, layout="both")
+  assert_near(*on_both("silu_mul_fwd", gate, up, **options))
+  options = dict(product_scale=scale, group_size=16)
+  actual, expected = on_both("silu_mul_bwd_operands", dy, gate, up, **options)
+  for a, e in zip(actual, expected, strict=True):
+    assert_near(a, e)
+
+
+def assert_near(actual, expected):
+  """As `assert_same_product`, but for values that came from a cancellation.
+
+  The derivative is zero at -1.278, and E5M2 shows 2^-32 of the largest.
+  """
+  np.testing.assert_allclose(actual.scale, expected.scale, rtol=1e-5)
+  for a, e in zip(actual[:2], expected[:2], strict=True):
+    if e is None:
+      continue
+    apart = oracles.codes_apart(code_bits(a), code_bits(e))
+    assert np.mean(apart == 0) >= SHARE
+    far = apart > 1
+    difference = np.asarray(a, np.float32)[far] - np.asarray(e, np.float32)[far]
+    largest = np.max(np.abs(np.asarray(e, np.float32)))
+    assert np.all(np.abs(difference) <= 2.0**-20 * largest)

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""metrics.jsonl survives kills, the table aligns, progress is readable."""
+
+import json
+import math
+
+import pytest
+
+from train.run import metrics
+
+
+def write(path, steps, **kwargs):
+  log = metrics.MetricsLog(path, **kwargs)
+  for step in steps:
+    log.write(step=step, loss=1.0 / step, tokens_per_s=100.0)
+  log.close()
+
+
+def steps(path):
+  return [row["step"] for row in metrics.read_metrics(path)]
+
+
+def test_lines_past_the_resumed_step_are_written_again(tmp_path):
+  path = tmp_path / "metrics.jsonl"
+  write(path, [1, 2, 3, 4, 5])
+  write(path, [4, 5, 6], resumed_step=3)
+  assert steps(path) == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_line_that_was_cut_short_is_dropped(tmp_path):
+  path = tmp_path / "metrics.jsonl"
+  write(path, [1, 2])
+  with path.open("a") as file:
+    file.write('{"step": 3, "lo')
+  assert steps(path) == [1, 2]
+  write(path, [3], resumed_step=2)
+  assert steps(path) == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+  "damaged",
+  [b'{"step": \xff}', b'{"st', b"[2]", b"2", b"{}", b'{"step": null}'],
+)
+def test_of_lines_in_the_middle_only_a_damaged_one_is_lost(tmp_path, damaged):
+  path = tmp_path / "metrics.jsonl"
+  write(path, [1, 2, 3])
+  lines = path.read_bytes().splitlines()
+  lines[1] = damaged
+  path.write_bytes(b"\n".join(lines) + b"\n")
+  assert steps(path) == [1, 3]
+  write(path, [4], resumed_step=3)
+  assert steps(path) == [1, 3, 4]
+
+
+def test_each_line_is_there_at_once(tmp_path):
+  log = metrics.MetricsLog(tmp_path / "metrics.jsonl")
+  log.write(step=1, loss=2.0)
+  assert steps(tmp_path / "metrics.jsonl") == [1]
+  log.close()
+
+
+def test_a_process_that_does_not_speak_writes_and_prints_nothing(
+  tmp_path, capsys
+):
+  path = tmp_path / "metrics.jsonl"
+  write(path, [1, 2], is_silent=True)
+  assert not path.exists()
+  for is_silent in (True, False):
+    progress = metrics.Progress("run", steps=2, done=0, is_silent=is_silent)
+    progress.held_out(1, 2.0)
+    progress.close()
+    assert bool(capsys.readouterr().err) == (not is_silent)
+
+
+def test_numbers_that_are_not_finite_stay_json(tmp_path):
+  log = metrics.MetricsLog(tmp_path / "m.jsonl")
+  log.write(step=1, loss=math.nan, grad_norm=math.inf)
+  log.close()
+  line = (tmp_path / "m.jsonl").read_text()
+  assert json.loads(line) == {"step": 1, "loss": None, "grad_norm": None}
+
+
+def test_a_summary_takes_the_last_steps(tmp_path):
+  log = metrics.MetricsLog(tmp_path / "m.jsonl")
+  for step in range(1, 101):
+    log.write(step=step, loss=float(step), tokens_per_s=step)
+  log.write(step=50, held_out_loss=9.0)
+  log.write(step=100, held_out_loss=1.0)
+  log.close()
+  assert metrics.summarize(tmp_path / "m.jsonl") == {
+    "train_loss": pytest.approx(75.5),
+    "held_out_loss": 1.0,
+    "perplexity": pytest.approx(math.e),
+    "tokens_per_s": 50.5,
+  }
+
+
+def test_no_file_has_no_lines(tmp_path):
+  assert list(metrics.read_metrics(tmp_path / "none")) == []
+
+
+@pytest.mark.parametrize(
+  "seconds, text",
+  [(0, "0 s"), (59, "59 s"), (61, "1:01"), (59.9, "1:00"), (7322, "2:02:02")],
+)
+def test_durations_read_well(seconds, text):
+  assert metrics.format_seconds(seconds) == text
+
+
+def test_a_table_aligns():
+  table = metrics.format_table(["", "a"], [["loss", "1.0"], ["x", "20.0"]])
+  assert table.splitlines() == [
+    "         a",
+    "----  ----",
+    "loss   1.0",
+    "x     20.0",
+  ]
+
+
+def test_away_from_a_terminal_progress_is_few_plain_lines(capsys, monkeypatch):
+  clock = iter(range(1000))
+  monkeypatch.setattr(metrics.time, "monotonic", lambda: float(next(clock)))
+  progress = metrics.Progress("run", steps=60, done=20)
+  for step in range(21, 61):
+    progress.step(step, 1.5, 2000.0)
+  progress.held_out(60, 1.25)
+  progress.close()
+  lines = capsys.readouterr().err.splitlines()
+  assert len(lines) < 6
+  assert lines[0].startswith("run: step 31/60, loss 1.5000, 2,000 tokens/s, ")
+  assert lines[-1] == "run: step 60/60, held-out 1.2500"

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SIGINT and SIGTERM, sent to a process of its own."""
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from train import pretrain
+from train.run import processes
+from train.run.signals import Signals
+
+ROOT = Path(__file__).parent.parent.parent
+PROGRAM = """
+import sys, time
+from train.run.signals import Signals
+with Signals() as signals:
+  signals.is_deferred = "deferred" in sys.argv
+  print("ready", flush=True)
+  # One instruction of C, as a compilation is: no handler of Python's own runs.
+  if "busy" in sys.argv:
+    sum(range(10**11))
+  while signals.received is None:
+    time.sleep(0.01)
+  print("received", flush=True)
+  if "again" in sys.argv:
+    time.sleep(60)
+sys.exit(signals.exit_status)
+"""
+
+
+def start(*arguments):
+  process = subprocess.Popen(
+    [sys.executable, "-c", PROGRAM, *arguments],
+    cwd=ROOT,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+    text=True,
+  )
+  assert process.stdout.readline() == "ready\n"
+  return process
+
+
+@pytest.mark.parametrize(
+  "number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)]
+)
+def test_a_signal_ends_the_process_while_nothing_is_lost(number, status):
+  process = start()
+  process.send_signal(number)
+  _, errors = process.communicate(timeout=30)
+  assert process.returncode == status
+  assert f"{number.name}: stopped at once" in errors
+
+
+@pytest.mark.parametrize(
+  "number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)]
+)
+def test_a_deferred_signal_lets_the_program_finish(number, status):
+  process = start("deferred")
+  process.send_signal(number)
+  output, errors = process.communicate(timeout=30)
+  assert (process.returncode, output) == (status, "received\n")
+  assert "saving after this step" in errors
+
+
+def test_the_second_signal_ends_the_process():
+  process = start("deferred", "again")
+  process.send_signal(signal.SIGINT)
+  assert process.stdout.readline() == "received\n"
+  process.send_signal(signal.SIGINT)
+  process.communicate(timeout=30)
+  assert process.returncode == 130
+
+
+def test_a_signal_that_comes_while_processes_tell_each_other_is_not_lost(
+  monkeypatch,
+):
+  signals = Signals()
+
+  def gather(value):
+    if not value:
+      signals.received = signal.SIGTERM
+    return [value, 0]
+
+  monkeypatch.setattr(processes, "gather", gather)
+  assert not pretrain.is_received(signals)
+  assert pretrain.is_received(signals)
+  assert signals.exit_status == 143

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run beside its twins in BF16: which they are, and the table at the end."""
+
+import dataclasses
+
+from train import memory, plot
+from train.config import TrainConfig
+from train.run import report
+from train.run.directory import RunDirectory
+from train.run.metrics import LAST, format_table, read_metrics, summarize
+
+# What the table shows: key, words, format.
+_ROWS = (
+  ("train_loss", f"training loss, mean of last {LAST}", ".4f"),
+  ("held_out_loss", "held-out loss", ".4f"),
+  ("perplexity", "held-out perplexity", ".3f"),
+  ("state", "optimizer state, bytes/parameter", ".2f"),
+  ("remembered", "remembered, bytes/token/layer", ",.0f"),
+  ("tokens_per_s", "tokens/s", ",.0f"),
+)
+
+
+def twins(config: TrainConfig) -> list[TrainConfig]:
+  """The runs that `config` asks to be compared with, each in its folder.
+
+  The first has the run's own seed, hence its initial weights and its data.
+  """
+  found = []
+  count = config.compare_seeds if config.compare else 0
+  for seed in range(config.seed, config.seed + count):
+    run = RunDirectory(config.out).twin(f"bf16_seed_{seed}")
+    resume = config.resume and run.latest_step() is not None
+    twin = config.bf16_twin(seed=seed, out=str(run.path))
+    found.append(dataclasses.replace(twin, resume=resume, overwrite=not resume))
+  return found
+
+
+def finish(runs: list[TrainConfig]) -> None:
+  """Prints the table of finished runs and draws their losses.
+
+  Args:
+    runs: The run, and the twins that it is compared with.
+  """
+  folders = [RunDirectory(config.out) for config in runs]
+  names = [_name(config, runs[0]) for config in runs]
+  results = []
+  for config, folder in zip(runs, folders, strict=True):
+    result = summarize(folder.metrics)
+    result["state"] = report.state_bytes_per_param(config)
+    recipe = dataclasses.replace(config.coat_recipe(), axes=None)
+    remembered = memory.residual_bytes(config.model, recipe, tokens=config.seq)
+    result["remembered"] = remembered["total"]
+    results.append(result)
+  print(_table(names, results))
+  lines = [list(read_metrics(folder.metrics)) for folder in folders]
+  plot.draw(dict(zip(names, lines, strict=True)), folders[0].plot)
+  print(f"\nloss curves: {folders[0].plot}")
+
+
+def _table(names: list[str], results: list[dict[str, float]]) -> str:
+  """One column a run, then what tells them apart."""
+  header, has_twin, has_spread = [*names], len(names) > 1, len(names) > 2
+  if has_twin:
+    header.append("difference")
+  if has_spread:
+    header.append("spread of bf16")
+  rows = []
+  for key, words, form in _ROWS:
+    values = [result[key] for result in results]
+    row = [words, *(format(value, form) for value in values)]
+    if has_twin:
+      row.append(format(values[0] - values[1], "+" + form))
+    if has_spread:
+      row.append(format(max(values[1:]) - min(values[1:]), form))
+    rows.append(row)
+  return format_table(["", *header], rows)
+
+
+def _name(config: TrainConfig, first: TrainConfig) -> str:
+  """Tells runs apart: what they compute in, how moments rest, which seed."""
+  name, usual = config.recipe, {"coat": "coat", "bf16": "float32"}
+  if config.optim.codec != usual.get(config.recipe):
+    name += f"/{config.optim.codec}"
+  return name + (f" seed {config.seed}" if config.seed != first.seed else "")

@@ -1,0 +1,309 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The folder of a run: what is in it, whose it is, what may be done to it.
+
+config.json     the configuration; its presence makes a folder a run
+metrics.jsonl   see `metrics`
+checkpoints/    see `checkpoint`
+plot.png        see `plot`
+twins/          runs that a run was compared with
+lock            kept by the command that trains here, and its name
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import shutil
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import filelock
+
+from train.config import ModelConfig, OptimConfig, TrainConfig
+from train.data.batches import DataConfig
+from train.run import checkpoint, processes
+
+_FORMAT = "coat_jax run 1"
+_CONTENTS = (
+  "checkpoints",
+  "config.tmp",
+  "metrics.jsonl",
+  "metrics.tmp",
+  "plot.png",
+  "twins",
+)
+
+# A checkpoint of a run that differs in one of these is another run's; the other
+# options may change at a resume.
+_FIXED = ("model", "recipe", "residuals", "attention", "activation_group_size")
+_FIXED += ("seed", "batch", "seq", "data.held_out", "report_state")
+# So it is in one of these, unless its state may be converted.
+_CODEC = ("optim.codec", "optim.rounding", "optim.group_size", "optim.second")
+# Changes of these are not worth a word.
+_SILENT = ("out", "resume", "overwrite", "compare", "compare_seeds", "keep")
+_SILENT += ("convert_state", "distributed")
+_SILENT += ("eval_every", "eval_batches", "save_every", "evaluation", "data")
+
+
+class RunDirectory:
+  """A run's folder, which need not exist yet."""
+
+  def __init__(self, path: str | Path):
+    self.path = Path(path).expanduser()
+    self.config = self.path / "config.json"
+    self.config_temporary = self.path / "config.tmp"
+    self.metrics = self.path / "metrics.jsonl"
+    self.checkpoints = self.path / "checkpoints"
+    self.plot = self.path / "plot.png"
+    self.lock = self.path / "lock"
+
+  def is_run(self) -> bool:
+    """Whether the folder is a run of ours.
+
+    Where config.json is damaged or lost its checkpoints tell, for they have all
+    that is in it.
+    """
+    if (description := _read_json(self.config)) is not None:
+      return _is_ours(description)
+    saved = self.checkpoints.glob("*/run/metadata")
+    return any(_is_ours(_read_json(file)) for file in saved)
+
+  def is_started(self) -> bool:
+    """Whether the run has something to lose: a step or a checkpoint."""
+    has_steps = self.metrics.exists() and self.metrics.stat().st_size > 0
+    return self.is_run() and (has_steps or self.latest_step() is not None)
+
+  def latest_step(self) -> int | None:
+    """Step of the newest checkpoint."""
+    return checkpoint.latest_step(self.checkpoints)
+
+  def newest_whole_step(self) -> tuple[int, list[str]]:
+    """As `checkpoint.newest_whole_step`, of a run with a checkpoint."""
+    return checkpoint.newest_whole_step(self.checkpoints)
+
+  def twin(self, name: str) -> "RunDirectory":
+    """Where a run goes that this one is compared with."""
+    return RunDirectory(self.path / "twins" / name)
+
+  def twins(self) -> list["RunDirectory"]:
+    """The runs that this one was compared with."""
+    found = sorted((self.path / "twins").glob("*"))
+    return [run for run in map(RunDirectory, found) if run.is_run()]
+
+  def check(self, config: TrainConfig) -> None:
+    """Checks that the folder is fit for what is asked; changes nothing.
+
+    Raises:
+      ValueError: it is not, with what to do.
+    """
+    path, step = self.path, self.latest_step()
+    if path.exists() and not path.is_dir():
+      raise ValueError(
+        f"out: the run needs a folder, got the file {path}; pass another --out"
+      )
+    if config.resume and self.config.exists() and not self.is_run():
+      raise ValueError(
+        f"resume: {path} must hold a run with a checkpoint, got {self.config} "
+        "that is of no run and no checkpoint that is; restore them from a "
+        "copy, or pass another --out to start a run"
+      )
+    if config.resume and not (self.is_run() and step is not None):
+      raise ValueError(
+        f"resume: {path} must hold a run with a checkpoint, got none; leave "
+        "--resume out to start, with --overwrite if a run was cut short there "
+        "before its first checkpoint"
+      )
+    if config.resume or not path.exists():
+      return
+    # Of a command that was killed before it had made a run.
+    if set(path.iterdir()) <= {self.lock, self.config_temporary}:
+      return
+    if not self.is_run():
+      raise ValueError(
+        f"out: {path} is not empty and is no run of ours, so it is left alone; "
+        "pass another --out"
+      )
+    if self.is_started() and not config.overwrite:
+      raise ValueError(
+        f"out: {path} holds a run; pass --resume to continue it, --overwrite "
+        "to replace it, or another --out"
+      )
+
+  @contextlib.contextmanager
+  def claimed(self, config: TrainConfig) -> Iterator[None]:
+    """While entered, `check` holds and no other command may enter.
+
+    The operating system keeps the lock, and it goes with its process, however
+    that ends. Of a run's processes the one that is_primary has it, for all.
+
+    Raises:
+      ValueError: the folder is not fit, or another command is in it.
+    """
+    self.check(config)
+    with contextlib.ExitStack() as opened:
+      if processes.is_primary():
+        self._lock(opened)
+      self.check(config)  # Another command may have been here meanwhile.
+      yield
+
+  def _lock(self, opened: contextlib.ExitStack) -> None:
+    self.path.mkdir(parents=True, exist_ok=True)
+    lock = filelock.FileLock(self.lock, blocking=False, fallback_to_soft=False)
+    try:
+      opened.enter_context(lock)
+    except filelock.Timeout:
+      raise ValueError(
+        f"out: one command at a time can train in {self.path}, got "
+        f"{self.lock.read_text()} that does; wait for it, stop it, or pass "
+        "another --out"
+      ) from None
+    except OSError as error:  # Some file systems of clusters have no locks.
+      print(
+        f"{self.path}: without a lock ({error.strerror}); train here with one "
+        "command at a time",
+        file=sys.stderr,
+        flush=True,
+      )
+    opened.callback(self._remove_if_no_run)
+    self.lock.write_text(f"process {os.getpid()} on {socket.gethostname()}")
+
+  def _remove_if_no_run(self) -> None:
+    if not self.is_run():
+      self.lock.unlink(missing_ok=True)
+      _remove_if_empty(self.path)
+
+  def create(self, description: dict) -> None:
+    """Makes the folder afresh; call `check` first, which guards what is there.
+
+    Of a run that is there only its own files go, nothing else in the folder.
+    """
+    if self.is_run():
+      self._clear()
+    self.path.mkdir(parents=True, exist_ok=True)
+    self.write_description(description)
+
+  def remove(self) -> None:
+    """Removes the run's own files, and the folder if it is empty then."""
+    self._clear()
+    self.lock.unlink(missing_ok=True)
+    _remove_if_empty(self.path)
+
+  def _clear(self) -> None:
+    for twin in self.twins():
+      twin.remove()
+    for name in _CONTENTS:
+      item = self.path / name
+      if name == "twins":
+        _remove_if_empty(item)
+      elif item.is_dir() and not item.is_symlink():
+        shutil.rmtree(item)
+      else:
+        item.unlink(missing_ok=True)
+    # Last: half removed, it is still a run. It may be lost already.
+    self.config.unlink(missing_ok=True)
+
+  def write_description(self, description: dict) -> None:
+    """Writes config.json, whole or not at all."""
+    try:
+      with self.config_temporary.open("w") as file:
+        file.write(json.dumps(description, indent=2) + "\n")
+        file.flush()
+        os.fsync(file.fileno())  # Else a crash may leave the name without it.
+      os.replace(self.config_temporary, self.config)
+    except OSError:  # The disk is full, say.
+      self.config_temporary.unlink(missing_ok=True)
+      raise
+
+
+def describe(config: TrainConfig, fingerprint: str) -> dict:
+  """Describes a run, for config.json and for checkpoints.
+
+  Args:
+    config: The run's.
+    fingerprint: Of its data, from `TokenSource.fingerprint`.
+  """
+  return {
+    "format": _FORMAT,
+    "config": dataclasses.asdict(config),
+    "fingerprint": fingerprint,
+  }
+
+
+def configuration(description: dict) -> TrainConfig:
+  """The configuration in a description that was read back."""
+  values = description["config"]
+  parts = dict(model=ModelConfig, optim=OptimConfig, data=DataConfig)
+  parts = {name: part(**values[name]) for name, part in parts.items()}
+  return TrainConfig(**{**values, **parts})
+
+
+def check_same(
+  run: RunDirectory, step: int, description: dict, *, convert_state: bool
+) -> list[str]:
+  """Checks that a checkpoint of a run can be continued.
+
+  Args:
+    run: With the checkpoint.
+    step: The checkpoint's.
+    description: Of what is to continue it.
+    convert_state: Whether the moments may go to another codec.
+
+  Returns:
+    The options that have changed and may, as `optim.lr: 0.001 -> 0.0005`.
+
+  Raises:
+    ValueError: it is another run's, with each difference.
+  """
+  saved = checkpoint.read_description(run.checkpoints, step)
+  before, now = _flatten(saved["config"]), _flatten(description["config"])
+  changed = {
+    name: f"{name}: {before.get(name)} -> {now.get(name)}"
+    for name in {**before, **now}
+    if before.get(name) != now.get(name)
+  }
+  fixed = [text for name, text in changed.items() if _is_in(name, _FIXED)]
+  if saved["fingerprint"] != description["fingerprint"]:
+    fixed.append("data: other tokens")
+  codec = [text for name, text in changed.items() if name in _CODEC]
+  if fixed or (codec and not convert_state):
+    convert = "" if fixed else "--convert-state to encode its moments anew, "
+    raise ValueError(
+      f"resume: {run.checkpoints / str(step)} is of another run, got "
+      f"{'; '.join(fixed + codec)}; pass {convert}what it was trained with, or "
+      "another --out to start a run"
+    )
+  return [text for name, text in changed.items() if not _is_in(name, _SILENT)]
+
+
+def _read_json(path: Path) -> Any:
+  """What a file holds; None if it cannot be read."""
+  try:
+    return json.loads(path.read_bytes())
+  except (OSError, ValueError):
+    return None
+
+
+def _is_ours(description: Any) -> bool:
+  return isinstance(description, dict) and description.get("format") == _FORMAT
+
+
+def _is_in(name: str, names: tuple[str, ...]) -> bool:
+  return name in names or name.split(".")[0] in names
+
+
+def _flatten(tree: dict, prefix: str = "") -> dict:
+  flat = {}
+  for name, value in tree.items():
+    if isinstance(value, dict):
+      flat |= _flatten(value, f"{prefix}{name}.")
+    else:
+      flat[prefix + name] = value
+  return flat
+
+
+def _remove_if_empty(path: Path) -> None:
+  if path.is_dir() and not any(path.iterdir()):
+    path.rmdir()

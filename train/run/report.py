@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run's optimizer holds, and how well its moments fit their codes."""
+
+import jax
+import numpy as np
+
+from coat_jax.optimizer.state import state_bytes, state_report
+from train.config import TrainConfig
+from train.run import processes
+from train.step import TrainState, abstract_state, build_optimizer
+
+
+def report_state(config: TrainConfig, state: TrainState) -> dict:
+  """Reports how well the moments fit their codes.
+
+  Args:
+    config: The run's, with report_state on.
+    state: Its state.
+
+  Returns:
+    A line for metrics.jsonl: `state` as of `coat_jax.state_report`, and for
+    codec coat `powers`: for each moment, how many groups have which power
+    k, by sixteenths.
+  """
+  codec = config.optim.moment_codec()
+  state = processes.gather_arrays(state._replace(params=()))
+  row = {
+    "state": state_report(state.optimizer, codec=codec, reference=state.exact)
+  }
+  if codec.name == "coat":
+    row["powers"] = _count_powers(state)
+  return row
+
+
+def _count_powers(state: TrainState) -> dict[str, dict[int, int]]:
+  """Counts k by sixteenths; groups of nothing but zeros have none."""
+  counts = {}
+  for name in ("mu", "nu"):
+    total = np.zeros(256, np.int64)
+    trees = [
+      getattr(state.optimizer, f"{name}_{statistic}")
+      for statistic in ("range", "amax")
+    ]
+    for power, amax in zip(*map(jax.tree.leaves, trees), strict=True):
+      if power.ndim:  # A scalar stands in where a leaf stays f32.
+        used = np.asarray(power)[np.asarray(amax) > 0]
+        total += np.bincount(used.ravel(), minlength=256)
+    counts[name] = {int(k): int(total[k]) for k in np.flatnonzero(total)}
+  return counts
+
+
+def state_bytes_per_param(config: TrainConfig) -> float:
+  """Bytes of the optimizer's state a parameter, from abstract shapes."""
+  state = abstract_state(config, build_optimizer(config))
+  return state_bytes(state.optimizer).bytes_per_param
