@@ -63,8 +63,6 @@ __all__ = [
   "norm_values",
   "quantize_groups",
   "quantize_tensor",
-  "residual_add_bwd",
-  "residual_add_fwd",
   "silu_bwd",
   "silu_derivative",
   "silu_fwd",
@@ -113,7 +111,6 @@ _NORM: Kernels = (("triton", "norm"),)
 _NORM_BACKWARD: Kernels = (("triton", "norm_backward"),)
 _SWIGLU: Kernels = (("triton", "swiglu"),)
 _GELU: Kernels = (("triton", "gelu"),)
-_RESIDUAL_ADD: Kernels = (("triton", "residual_add"),)
 _ROPE: Kernels = (("triton", "rope"),)
 _CUBLAS: Kernels = (("cublas", "nvidia"),)
 _CUDNN: Kernels = (("cudnn", "nvidia"),)
@@ -144,9 +141,6 @@ gelu_input = Op(activation.gelu_input, _GELU)
 gelu_fwd = Op(activation.gelu_fwd, _GELU)
 gelu_bwd = Op(activation.gelu_bwd)
 gelu_bwd_operands = Op(activation.gelu_bwd_operands, _GELU)
-
-residual_add_fwd = Op(definitions.residual_add_fwd, _RESIDUAL_ADD)
-residual_add_bwd = Op(definitions.residual_add_bwd, _RESIDUAL_ADD)
 
 split_heads = Op(rope.split_heads, _ROPE)
 join_heads = Op(rope.join_heads, _ROPE)

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from coat_jax.formats import E4M3, E5M2
+from coat_jax.formats import E4M3
 from coat_jax.ops.types import Layout, NormKind, NormStats, Operand
 from coat_jax.qtensor import (
   QTensor,
@@ -272,21 +272,3 @@ def norm_bwd(
   if add is not None:
     dx = dx + add.astype(jnp.float32)
   return dx.astype(dtype), dgamma, dbeta
-
-
-# --- Residual add ------------------------------------------------------------
-
-
-def residual_add_fwd(
-  x: Array, y: Array, *, group_size: int
-) -> tuple[Array, QTensor]:
-  """x + y in x's dtype, and its 1 x G copy, quantized from the f32 sum."""
-  total = x.astype(jnp.float32) + y.astype(jnp.float32)
-  return total.astype(x.dtype), quantize_groups(total, group_size=group_size)
-
-
-def residual_add_bwd(g: Array, dx: Array) -> tuple[Array, Operand]:
-  """g + dx in g's dtype, and its E5M2 operand for the products above."""
-  total = g.astype(jnp.float32) + dx.astype(jnp.float32)
-  operand = quantize_tensor(total, dtype=E5M2, layout="both")
-  return total.astype(g.dtype), operand

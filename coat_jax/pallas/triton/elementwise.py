@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the kernels of activation functions and of the residual add share.
+"""What the kernels of activation functions share.
 
 Each is elementwise over a matrix [m, n], all leading axes flattened to rows,
 and has a tile of every array in a program.
