@@ -49,7 +49,7 @@ def linear_fwd(
   dtype: DTypeLike = jnp.bfloat16,
   add: Array | None = None,
 ) -> Array:
-  """`ops.definitions.linear_fwd`."""
+  """`ops.linear_fwd`."""
   assert x.rows is not None and w.columns is not None
   y = _matmul(_rows(x.rows), w.columns, x.scale * w.scale, dtype, _FAST)
   if add is not None:
@@ -76,7 +76,7 @@ def linear_fwd_unsupported(
 def linear_dgrad(
   g: Operand, w: Operand, *, dtype: DTypeLike = jnp.bfloat16
 ) -> Array:
-  """`ops.definitions.linear_dgrad`."""
+  """`ops.linear_dgrad`."""
   assert g.rows is not None and w.rows is not None
   dx = _matmul(_rows(g.rows), w.rows, g.scale * w.scale, dtype, _PRECISE)
   return dx.reshape(*g.rows.shape[:-1], w.rows.shape[0])
@@ -92,7 +92,7 @@ def linear_dgrad_unsupported(
 def linear_wgrad(
   x: Operand, g: Operand, *, dtype: DTypeLike = jnp.float32
 ) -> Array:
-  """`ops.definitions.linear_wgrad`."""
+  """`ops.linear_wgrad`."""
   assert x.columns is not None and g.columns is not None
   return _matmul(x.columns, g.columns, x.scale * g.scale, dtype, _PRECISE)
 
@@ -119,7 +119,7 @@ def _matmul_unsupported(op, a, b, dtype) -> str | None:
 def attention_fwd(
   q: Array, k: Array, v: Array, *, causal: bool
 ) -> AttentionResiduals:
-  """`ops.attention.attention_fwd`."""
+  """`ops.attention_fwd`."""
   results: Any = cudnn.dot_product_attention(
     q,
     k,
@@ -142,7 +142,7 @@ def attention_bwd(
   *,
   causal: bool,
 ) -> tuple[Array, Array, Array]:
-  """`ops.attention.attention_bwd`.
+  """`ops.attention_bwd`.
 
   JAX has no public function for a backward from residuals of one's own, which
   need not be the arrays that the forward made (recipe.attention="fp8").

@@ -68,7 +68,7 @@ def _function_unsupported(op: str, approximate: bool) -> str | None:
 def gelu_input(
   x: Array, *, approximate: bool, group_size: int, interpret: bool = False
 ) -> tuple[QTensor, Array]:
-  """`ops.activation.gelu_input`."""
+  """`ops.gelu_input`."""
   del approximate  # see gelu_input_unsupported
   n = x.shape[-1]
   m = x.size // n
@@ -132,7 +132,7 @@ def gelu_fwd(
   layout: Layout = "rows",
   interpret: bool = False,
 ) -> Operand:
-  """`ops.activation.gelu_fwd`."""
+  """`ops.gelu_fwd`."""
   del approximate  # see gelu_fwd_unsupported
   n = x.qvalue.shape[-1]
   m = x.qvalue.size // n
@@ -196,7 +196,7 @@ def gelu_bwd_operands(
   group_size: int,
   interpret: bool = False,
 ) -> tuple[Operand, Operand]:
-  """`ops.activation.gelu_bwd_operands`, in two passes."""
+  """`ops.gelu_bwd_operands`, in two passes."""
   del approximate  # see gelu_bwd_operands_unsupported
   n = dy.shape[-1]
   m = dy.size // n

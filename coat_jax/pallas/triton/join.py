@@ -37,7 +37,7 @@ def join_columns_unsupported(parts: Array) -> str | None:
 
 
 def join_columns(parts: Array, *, interpret: bool = False) -> Array:
-  """`ops.definitions.join_columns`."""
+  """`ops.join_columns`."""
   return _join(parts, interpret)
 
 

@@ -104,7 +104,7 @@ def norm_input(
   group_size: int,
   interpret: bool = False,
 ) -> tuple[QTensor, NormStats, Array]:
-  """`ops.definitions.norm_input`."""
+  """`ops.norm_input`."""
   block = pick_input_block(x.shape[-1])
   x_q, stats, bits = _norm_input(
     x, gamma, beta, kind, eps, group_size, block, interpret
@@ -256,7 +256,7 @@ def norm_fwd(
   layout: Layout = "rows",
   interpret: bool = False,
 ) -> Operand:
-  """`ops.definitions.norm_fwd`."""
+  """`ops.norm_fwd`."""
   n = x.qvalue.shape[-1]
   tile = pick_tile(x.qvalue.size // n, n, group_size)
   rows, columns = _norm_fwd(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gradient of a norm of FP8 values: `ops.definitions.norm_bwd`, in Triton.
+"""The gradient of a norm of FP8 values: `ops.norm_bwd`, in Triton.
 
   dx = (g - xhat mean(xhat g) - mean(g)) rstd [+ add],  g = gamma dy
   dgamma = sum(dy xhat), dbeta = sum(dy) over rows  ("rms": no means of x and g)
@@ -90,7 +90,7 @@ def norm_bwd(
   add: Array | None = None,
   interpret: bool = False,
 ) -> tuple[Array, Array, Array]:
-  """`ops.definitions.norm_bwd`."""
+  """`ops.norm_bwd`."""
   n = dy.shape[-1]
   chunk = pick_chunk(dy.size // n, n)
   return _norm_bwd(

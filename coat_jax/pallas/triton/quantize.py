@@ -85,7 +85,7 @@ def quantize_groups(
   dtype: DTypeLike = E4M3,
   interpret: bool = False,
 ) -> QTensor:
-  """`ops.definitions.quantize_groups`."""
+  """`ops.quantize_groups`."""
   tile = pick_flat(x.size)
   return _quantize_groups(x, group_size, jnp.dtype(dtype), tile, interpret)
 
@@ -193,7 +193,7 @@ def quantize_tensor(
   layout: Layout = "rows",
   interpret: bool = False,
 ) -> Operand:
-  """`ops.definitions.quantize_tensor`."""
+  """`ops.quantize_tensor`."""
   if scale is None:
     scale = tensor_scale(x, dtype=dtype, interpret=interpret)
   dtype = jnp.dtype(dtype)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Heads taken apart and rotated, and put together again, in Triton.
 
-`ops.rope.split_heads` and `join_heads`. A program has the columns of one
+`ops.split_heads` and `join_heads`. A program has the columns of one
 key head, R = N / K queries, a key and a value, for some rows, and moves them in
 halves of a head: the pairs that are rotated are one in each.
 
@@ -48,7 +48,7 @@ def split_heads(
   num_kv_heads: int,
   interpret: bool = False,
 ) -> tuple[Array, Array, Array]:
-  """`ops.rope.split_heads`."""
+  """`ops.split_heads`."""
   return _split_heads(qkv, cos, sin, num_heads, num_kv_heads, interpret)
 
 
@@ -103,7 +103,7 @@ def join_heads(
   *,
   interpret: bool = False,
 ) -> Array:
-  """`ops.rope.join_heads`."""
+  """`ops.join_heads`."""
   return _join_heads(dq, dk, dv, cos, sin, interpret)
 
 
@@ -165,7 +165,7 @@ def join_heads_operand(
   *,
   interpret: bool = False,
 ) -> Operand:
-  """`ops.rope.join_heads_operand`."""
+  """`ops.join_heads_operand`."""
   t = dq.shape[1]
   amax, codes = Share(_rows(t, 32), 4), Share(_rows(t, 32), 8)
   return _join_heads_operand(dq, dk, dv, cos, sin, amax, codes, interpret)

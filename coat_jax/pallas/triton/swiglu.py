@@ -66,7 +66,7 @@ def gate_up_input_unsupported(gate_up: Array, *, group_size: int) -> str | None:
 def gate_up_input(
   gate_up: Array, *, group_size: int, interpret: bool = False
 ) -> tuple[QTensor, QTensor, Array]:
-  """`ops.activation.gate_up_input`."""
+  """`ops.gate_up_input`."""
   n = gate_up.shape[-1]
   m, f = gate_up.size // n, n // 2
   work = Work(m, f, group_size, pick_row_tile(m, f), interpret)
@@ -139,7 +139,7 @@ def silu_mul_fwd(
   layout: Layout = "rows",
   interpret: bool = False,
 ) -> Operand:
-  """`ops.activation.silu_mul_fwd`."""
+  """`ops.silu_mul_fwd`."""
   f = gate.qvalue.shape[-1]
   m = gate.qvalue.size // f
   tile = pick_row_tile(m, f) if layout == "rows" else pick_tile(m)
@@ -216,7 +216,7 @@ def silu_mul_bwd_operands(
   group_size: int,
   interpret: bool = False,
 ) -> tuple[Operand, Operand]:
-  """`ops.activation.silu_mul_bwd_operands`, in two passes."""
+  """`ops.silu_mul_bwd_operands`, in two passes."""
   f = dy.shape[-1]
   m = dy.size // f
   work = Work(m, f, group_size, pick_amax_tile(m), interpret)

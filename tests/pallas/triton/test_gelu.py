@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from coat_jax import ops
 from coat_jax.formats import E4M3, E5M2
-from coat_jax.ops import activation as definition
 from coat_jax.pallas.triton import gelu
 from coat_jax.qtensor import dequantize, quantize_with_scale
 from tests import cases
@@ -45,7 +45,7 @@ def run(fn, *args, jit=jit, **options):
 def both(name, *args, **options):
   """What the kernel gives in the interpreter, and what the definition does."""
   kernel = run(getattr(gelu, name), *args, interpret=True, **options)
-  return kernel, run(getattr(definition, name), *args, **options)
+  return kernel, run(getattr(ops, name).definition, *args, **options)
 
 
 def inputs(shape, dtype=BF16, group_size=16, least=-2.0):
@@ -53,7 +53,7 @@ def inputs(shape, dtype=BF16, group_size=16, least=-2.0):
   x = cases.activations(shape) / 8
   x = jnp.asarray(np.where(x < least, -x, x), dtype)
   dy = jnp.asarray(1e-3 * cases.activations(shape, 1), dtype)
-  return dy, x, run(definition.gelu_input, x, group_size=group_size)
+  return dy, x, run(ops.gelu_input.definition, x, group_size=group_size)
 
 
 def assert_same_matrix(actual, expected):
@@ -215,7 +215,7 @@ NAMES = ("gelu_input", "gelu_fwd", "gelu_bwd_operands")
 
 @pytest.mark.parametrize("name", NAMES)
 def test_signatures_are_the_definitions(name):
-  wanted = inspect.signature(getattr(definition, name)).parameters
+  wanted = inspect.signature(getattr(ops, name).definition).parameters
   actual = dict(inspect.signature(getattr(gelu, name)).parameters)
   del actual["interpret"]
   assert list(actual) == list(wanted)
@@ -249,7 +249,7 @@ def test_on_a_gpu(shape, dtype):
   dy, x, (x_q, scale) = inputs(shape, dtype, least=-np.inf)
   options = dict(approximate=True, group_size=16)
   actual, amax = gelu.gelu_input(x, **options)
-  expected, expected_amax = run(definition.gelu_input, x, group_size=16)
+  expected, expected_amax = run(ops.gelu_input.definition, x, group_size=16)
   # Ties are common among bfloat16 values, and quotients off by a last bit.
   assert_same_codes(actual.qvalue, expected.qvalue, SHARE)
   np.testing.assert_allclose(amax, expected_amax, rtol=1e-5)

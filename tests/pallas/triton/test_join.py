@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from coat_jax import ops
 from coat_jax.formats import E4M3, E5M2
-from coat_jax.ops import definitions
 from coat_jax.pallas.triton import join
 from tests.pallas.kernels import assert_same_codes, lowered_for_h200
 
@@ -27,14 +27,14 @@ def parts_of(shape, dtype=E4M3):
 def test_is_the_definitions(shape, dtype):
   parts = parts_of(shape, dtype)
   actual = join.join_columns(parts, interpret=True)
-  assert_same_codes(actual, definitions.join_columns(parts))
+  assert_same_codes(actual, ops.join_columns.definition(parts))
 
 
 def test_a_device_has_values_of_every_column():
   # Of each of three columns the first device has two values, then the second.
   parts = jnp.asarray([[[0, 1], [4, 5], [8, 9]], [[2, 3], [6, 7], [10, 11]]])
   np.testing.assert_array_equal(
-    definitions.join_columns(parts), np.arange(12).reshape(3, 4)
+    ops.join_columns.definition(parts), np.arange(12).reshape(3, 4)
   )
 
 
@@ -63,4 +63,4 @@ def test_lowers_to_triton():
 def test_on_a_gpu(shape):
   parts = parts_of(shape)
   actual = jax.jit(join.join_columns)(parts)
-  assert_same_codes(actual, definitions.join_columns(parts))
+  assert_same_codes(actual, ops.join_columns.definition(parts))

@@ -1,20 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """The kernels that split and join heads."""
 
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from coat_jax.ops import rope as definitions
+from coat_jax import ops
+from coat_jax.ops.rope import rotation
 from coat_jax.pallas.triton import rope
 from tests.pallas.kernels import assert_same_operand, lowered_for_h200
+
+DEFINITIONS = types.SimpleNamespace(
+  split_heads=ops.split_heads.definition,
+  join_heads=ops.join_heads.definition,
+  join_heads_operand=ops.join_heads_operand.definition,
+)
 
 
 def case(b, t, n, k, h, dtype=jnp.bfloat16):
   qkv = jax.random.normal(jax.random.key(0), (b, t, (n + 2 * k) * h), dtype)
   positions = jnp.arange(t) + 3
-  return qkv, *definitions.rotation(positions, head_dim=h, theta=1e4)
+  return qkv, *rotation(positions, head_dim=h, theta=1e4)
 
 
 def both(module, qkv, cos, sin, n, k, **kwargs):
@@ -26,7 +35,7 @@ def both(module, qkv, cos, sin, n, k, **kwargs):
 
 
 def operands(module, qkv, cos, sin, n, k, **kwargs):
-  heads = definitions.split_heads(qkv, cos, sin, num_heads=n, num_kv_heads=k)
+  heads = DEFINITIONS.split_heads(qkv, cos, sin, num_heads=n, num_kv_heads=k)
   return module.join_heads_operand(*heads, cos, sin, **kwargs)
 
 
@@ -49,7 +58,7 @@ SHAPES = [(2, 32, 4, 2, 16), (1, 24, 3, 3, 32), (3, 8, 4, 1, 16)]
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_equals_the_definition(shape, dtype):
   arrays, heads = case(*shape, dtype), shape[2:4]
-  want = both(definitions, *arrays, *heads)
+  want = both(DEFINITIONS, *arrays, *heads)
   assert_near(both(rope, *arrays, *heads, interpret=True), want, dtype)
 
 
@@ -57,7 +66,7 @@ def test_equals_the_definition(shape, dtype):
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_operands_equal_the_definition(shape, dtype):
   arrays, heads = case(*shape, dtype), shape[2:4]
-  want = operands(definitions, *arrays, *heads)
+  want = operands(DEFINITIONS, *arrays, *heads)
   got = operands(rope, *arrays, *heads, interpret=True)
   # A product and a sum that are one operation round to another BF16 neighbour
   # once in 2^15 values or so, and then the codes may be neighbours.
@@ -97,7 +106,7 @@ def test_says_what_it_cannot_take():
 @pytest.mark.parametrize("shape", [(2, 512, 32, 32, 128), (1, 1024, 8, 2, 64)])
 def test_equals_the_definition_on_a_gpu(shape):
   arrays, heads = case(*shape), shape[2:4]
-  want = both(definitions, *arrays, *heads)
+  want = both(DEFINITIONS, *arrays, *heads)
   assert_near(both(rope, *arrays, *heads), want, jnp.bfloat16)
-  want = operands(definitions, *arrays, *heads)
+  want = operands(DEFINITIONS, *arrays, *heads)
   assert_same_operand(operands(rope, *arrays, *heads), want, 0.999)

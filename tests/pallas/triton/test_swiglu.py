@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from coat_jax.ops import activation as definition
+from coat_jax import ops
 from coat_jax.pallas.triton import swiglu
 from coat_jax.qtensor import QTensor
 from tests import cases, oracles
@@ -41,7 +41,7 @@ def run(fn, *args, jit=jit, **options):
 def both(name, *args, **options):
   """What the kernel gives in the interpreter, and what the definition does."""
   kernel = run(getattr(swiglu, name), *args, interpret=True, **options)
-  return kernel, run(getattr(definition, name), *args, **options)
+  return kernel, run(getattr(ops, name).definition, *args, **options)
 
 
 def inputs(shape, dtype=BF16, group_size=16):
@@ -49,7 +49,7 @@ def inputs(shape, dtype=BF16, group_size=16):
   *leading, f = shape
   gate_up = jnp.asarray(cases.activations((*leading, 2 * f)) / 8, dtype)
   dy = jnp.asarray(1e-3 * cases.activations(shape, 1), dtype)
-  remembered = run(definition.gate_up_input, gate_up, group_size=group_size)
+  remembered = run(ops.gate_up_input.definition, gate_up, group_size=group_size)
   return dy, gate_up, remembered
 
 
@@ -234,7 +234,7 @@ def test_says_which_residuals_it_cannot_take():
   "name", ["gate_up_input", "silu_mul_fwd", "silu_mul_bwd_operands"]
 )
 def test_signatures_are_the_definitions(name):
-  wanted = inspect.signature(getattr(definition, name)).parameters
+  wanted = inspect.signature(getattr(ops, name).definition).parameters
   actual = dict(inspect.signature(getattr(swiglu, name)).parameters)
   del actual["interpret"]
   assert list(actual) == list(wanted)
@@ -273,7 +273,9 @@ def test_on_a_gpu(shape, dtype):
 
   def on_both(name, *args, **options):
     kernel = getattr(swiglu, name)(*args, **options)
-    return kernel, run(getattr(definition, name), *args, jit=jax.jit, **options)
+    return kernel, run(
+      getattr(ops, name).definition, *args, jit=jax.jit, **options
+    )
 
   actual, expected = on_both("gate_up_input", gate_up, group_size=16)
   for a, e in zip(actual[:2], expected[:2], strict=True):
