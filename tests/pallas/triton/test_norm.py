@@ -7,7 +7,6 @@ f32's rounding of such sums, and of codes that follow from them a share.
 """
 
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +24,7 @@ from tests.pallas.kernels import (
   assert_same_codes,
   assert_same_groups,
   lowered_for_h200,
+  refused,
 )
 
 BF16, F32 = jnp.bfloat16, jnp.float32
@@ -269,27 +269,21 @@ def test_picks_are_powers_of_two_and_few_partial_sums(n):
   ],
   ids=str,
 )
-def test_what_kernels_cannot_take_is_said(shape, group_size, reason):
+def test_norm_kernels_refuse(shape, group_size, reason):
   x = jnp.zeros(shape)
   x_q = QTensor(x.astype(jnp.float8_e4m3fn), x[:, :1])
   stats = NormStats(None, x[:, 0])
-  why = norm.norm_input_unsupported(
-    x, None, None, kind="rms", eps=EPS, group_size=group_size
-  )
-  assert re.search(reason, why)
-  why = norm_backward.norm_bwd_unsupported(
-    x, x_q, None, stats, group_size=group_size
-  )
-  assert re.search(reason, why)
+  with refused(reason):
+    norm.norm_input(x, None, None, kind="rms", eps=EPS, group_size=group_size)
+  with refused(reason):
+    norm_backward.norm_bwd(x, x_q, None, stats, group_size=group_size)
 
 
-def test_columns_of_few_rows_are_refused():
+def test_norm_kernel_refuses_columns_of_few_rows():
   x = jnp.zeros((3, 48), jnp.float8_e4m3fn)
   args = QTensor(x, x[:, :3]), None, None, NormStats(None, x[:, 0])
-  options = dict(scale=jnp.float32(1), group_size=16)
-  why = norm.norm_fwd_unsupported(*args, **options, layout="columns")
-  assert "multiple of 16 rows, got 3" in why
-  assert norm.norm_fwd_unsupported(*args, **options) is None
+  with refused("multiple of 16 rows, got 3"):
+    norm.norm_fwd(*args, scale=jnp.float32(1), group_size=16, layout="columns")
 
 
 def specs(m, n, kind, group_size=16):

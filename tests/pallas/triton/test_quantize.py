@@ -7,7 +7,6 @@ same way too, but XLA may choose another one: see the share of codes there.
 """
 
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +24,7 @@ from tests.pallas.kernels import (
   assert_same_groups,
   assert_same_operand,
   lowered_for_h200,
+  refused,
 )
 
 BF16, F32 = jnp.bfloat16, jnp.float32
@@ -145,54 +145,38 @@ def test_given_scale_saturates_in_e4m3():
 
 
 @pytest.mark.parametrize(
-  "why, reason",
+  "kernel, reason",
   [
     (
-      lambda x: quantize.quantize_groups_unsupported(x, group_size=8),
+      lambda x: quantize.quantize_groups(x, group_size=8),
       r"groups of \(16, 32, 64, 128\), got 8",
     ),
     (
-      lambda x: quantize.quantize_groups_unsupported(x, group_size=32),
+      lambda x: quantize.quantize_groups(x, group_size=32),
       "multiple of the group size 32 .* got 48",
     ),
     (
-      lambda x: quantize.quantize_groups_unsupported(
-        x.astype(jnp.float16), group_size=16
-      ),
+      lambda x: quantize.quantize_groups(x.astype(jnp.float16), group_size=16),
       "float16",
     ),
+    (lambda x: quantize.quantize_tensor(x[:, :40]), "multiple of 16 .* got"),
     (
-      lambda x: quantize.quantize_tensor_unsupported(x[:, :40]),
-      "multiple of 16 .* got",
-    ),
-    (
-      lambda x: quantize.quantize_tensor_unsupported(x[:3], layout="columns"),
+      lambda x: quantize.quantize_tensor(x[:3], layout="columns"),
       "multiple of 16 rows, got 3",
     ),
-    (lambda x: quantize.tensor_scale_unsupported(x[:0]), "no axis empty"),
-    (lambda x: quantize.tensor_scale_unsupported(x[0, 0]), r"got \(\)"),
+    (lambda x: quantize.tensor_scale(x[:0]), "no axis empty"),
+    (lambda x: quantize.tensor_scale(x[0, 0]), r"got \(\)"),
   ],
 )
-def test_what_kernels_cannot_take_is_said(why, reason):
-  assert re.search(reason, why(jnp.zeros((32, 48))))
+def test_quantize_kernels_refuse(kernel, reason):
+  with refused(reason):
+    kernel(jnp.zeros((32, 48)))
 
 
-def test_what_is_too_large_is_refused():
-  why = []
-
-  def trace(x):
-    why.append(quantize.tensor_scale_unsupported(x))
-    return x
-
-  jax.eval_shape(trace, jax.ShapeDtypeStruct((2**16, 2**15), BF16))
-  assert "int32" in why[0]
-
-
-def test_what_kernels_take_is_not_refused():
-  x = jnp.zeros((3, 48), BF16)
-  assert quantize.quantize_groups_unsupported(x, group_size=16) is None
-  assert quantize.quantize_tensor_unsupported(x) is None
-  assert quantize.tensor_scale_unsupported(x) is None
+def test_quantize_kernel_refuses_what_int32_cannot_index():
+  x = jax.ShapeDtypeStruct((2**16, 2**15), BF16)
+  with refused("int32"):
+    jax.eval_shape(quantize.tensor_scale, x)
 
 
 OPS = {

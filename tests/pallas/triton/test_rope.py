@@ -11,7 +11,7 @@ import pytest
 from coat_jax import ops
 from coat_jax.ops.rope import rotation
 from coat_jax.pallas.triton import rope
-from tests.pallas.kernels import assert_same_operand, lowered_for_h200
+from tests.pallas.kernels import assert_same_operand, lowered_for_h200, refused
 
 DEFINITIONS = types.SimpleNamespace(
   split_heads=ops.split_heads.definition,
@@ -81,25 +81,27 @@ def test_lowers_for_an_h200():
   assert text.count("triton") >= 2
 
 
-def test_says_what_it_cannot_take():
-  def reason(*shape, dtype=jnp.bfloat16):
+def test_rope_kernels_refuse():
+  def split(*shape, dtype=jnp.bfloat16):
     n, k = shape[2:4]
-    return rope.split_heads_unsupported(
-      *case(*shape, dtype), num_heads=n, num_kv_heads=k
-    )
+    rope.split_heads(*case(*shape, dtype), num_heads=n, num_kv_heads=k)
 
-  assert reason(*SHAPES[0]) is None
-  assert "powers of two from 16" in reason(1, 8, 2, 2, 24)
-  assert "multiples of 8" in reason(1, 12, 2, 2, 16)
-  assert "bfloat16 and float32" in reason(1, 8, 2, 2, 16, dtype=jnp.float16)
+  with refused("powers of two from 16"):
+    split(1, 8, 2, 2, 24)
+  with refused("multiples of 8"):
+    split(1, 12, 2, 2, 16)
+  with refused("bfloat16 and float32"):
+    split(1, 8, 2, 2, 16, dtype=jnp.float16)
   dq, dk = jnp.zeros((1, 12, 2, 16)), jnp.zeros((1, 12, 1, 16))
   _, cos, sin = case(1, 12, 2, 1, 16)
-  assert "got 12" in rope.join_heads_unsupported(dq, dk, dk, cos, sin)
-  assert "got 12" in rope.join_heads_operand_unsupported(dq, dk, dk, cos, sin)
+  with refused("got 12"):
+    rope.join_heads(dq, dk, dk, cos, sin)
+  with refused("got 12"):
+    rope.join_heads_operand(dq, dk, dk, cos, sin)
   dq, dk = jnp.zeros((1, 8, 2, 16)), jnp.zeros((1, 8, 1, 16))
   _, cos, sin = case(1, 8, 2, 1, 16)
-  reason = rope.join_heads_operand_unsupported(dq, dk, dk, cos, sin)
-  assert "multiples of 16 for columns" in reason
+  with refused("multiples of 16 for columns"):
+    rope.join_heads_operand(dq, dk, dk, cos, sin)
 
 
 @pytest.mark.gpu
