@@ -29,7 +29,6 @@ def elementwise_cases(sizes: Sizes) -> Iterator[Case]:
   yield from _join_columns(sizes)
   yield from _norm(sizes)
   yield from _rope(sizes)
-  yield from _residual_add(sizes)
   yield from _swiglu(sizes)
   yield from _gelu(sizes)
 
@@ -141,26 +140,6 @@ def _rope(sizes):
     lambda: (*normal(3, b, t, n, h), *angles()),
     lambda op, *args: op(*args),
     num_bytes=3 * b * t * n * h * (2 + 2 + 1 + 1),
-  )
-
-
-def _residual_add(sizes):
-  t, d = sizes.tokens, sizes.d_model
-  shape, size = dict(tokens=t, d_model=d), t * d
-  arrays = lambda: tuple(normal(2, t, d))  # noqa: E731
-  yield of_op(
-    ops.residual_add_fwd,
-    shape,
-    arrays,
-    lambda op, x, y: op(x, y, **_GROUPS),
-    num_bytes=size * (2 + 2 + 2 + _GROUPED),
-  )
-  yield of_op(
-    ops.residual_add_bwd,
-    shape,
-    arrays,
-    lambda op, g, dx: op(g, dx),
-    num_bytes=size * (2 + 2 + 2 + 2 + 2),  # The sum is read for its codes.
   )
 
 

@@ -1,26 +1,63 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operations that layers are made of, and who carries them out.
+"""Every operation of a COAT layer, forward and backward.
 
-Layers call these and never `reference` itself. Each is an `Op`: a definition in
-plain jnp and, for a GPU, an implementation with the same name and signature. It
-is called as its definition is, with `implementation` beside:
+Each is an `Op`: a definition in plain jnp, which gives the numbers, and for a
+GPU an implementation with the same name and signature. It is called as its
+definition is, with `implementation` beside: see `dispatch`. Nothing is
+differentiated through: `layers` pairs forwards and backwards up with
+`jax.custom_vjp`.
 
-  None     for a GPU the kernel where it can take these arguments, else "xla"
-  "xla"    the definition
-  another  this one, or NotImplementedError with the reason why not
+Conventions. What a matrix product reads is an `Operand`: FP8 with one scale per
+tensor, in the layout that the product needs. What a norm or an activation
+function reads is a `QTensor` with one BF16 scale per 1 x G group of the last
+axis. All arithmetic between reading codes and writing codes is f32, with no
+BF16 step on the way. `dy` and other plain gradients are BF16 or f32, `dx` comes
+back in `dtype`. A definition calls other definitions, never a kernel: "xla" is
+plain jnp all the way down.
 
-`explain` says which it would be, and why. Nothing else depends on the platform.
+Group Scaling. The operation that produces the values of an operand finds their
+largest magnitude too (`norm_input`, `gate_up_input`), so that writing the
+operand is one pass, in the forward and, with the scale it had, again in the
+backward.
+
+Source: arXiv:2410.19313, section 5; the backward formulas are the derivatives.
 """
 
-from coat_jax.ops import activation, attention, definitions, rope
 from coat_jax.ops.activation import (
+  gate_up_input,
+  gelu_bwd,
+  gelu_bwd_operands,
   gelu_derivative,
+  gelu_fwd,
+  gelu_input,
   gelu_values,
+  mul_bwd,
+  mul_fwd,
+  silu_bwd,
   silu_derivative,
+  silu_fwd,
+  silu_mul_bwd,
+  silu_mul_bwd_operands,
+  silu_mul_fwd,
   silu_values,
 )
-from coat_jax.ops.definitions import norm_gradients, norm_values
-from coat_jax.ops.dispatch import Kernels, Op, explain
+from coat_jax.ops.attention import attention_bwd, attention_fwd
+from coat_jax.ops.dispatch import Op, explain
+from coat_jax.ops.linear import linear_dgrad, linear_fwd, linear_wgrad
+from coat_jax.ops.norm import (
+  norm_bwd,
+  norm_fwd,
+  norm_gradients,
+  norm_input,
+  norm_values,
+)
+from coat_jax.ops.quantize import (
+  join_columns,
+  quantize_groups,
+  quantize_tensor,
+  tensor_scale,
+)
+from coat_jax.ops.rope import join_heads, join_heads_operand, split_heads
 from coat_jax.ops.types import (
   AttentionResiduals,
   Implementation,
@@ -41,6 +78,7 @@ __all__ = [
   "attention_bwd",
   "attention_fwd",
   "explain",
+  "gate_up_input",
   "gelu_bwd",
   "gelu_bwd_operands",
   "gelu_derivative",
@@ -55,7 +93,6 @@ __all__ = [
   "linear_wgrad",
   "mul_bwd",
   "mul_fwd",
-  "gate_up_input",
   "norm_bwd",
   "norm_fwd",
   "norm_gradients",
@@ -63,8 +100,6 @@ __all__ = [
   "norm_values",
   "quantize_groups",
   "quantize_tensor",
-  "residual_add_bwd",
-  "residual_add_fwd",
   "silu_bwd",
   "silu_derivative",
   "silu_fwd",
@@ -75,81 +110,3 @@ __all__ = [
   "split_heads",
   "tensor_scale",
 ]
-
-
-def _check_linear(x: Operand, w: Operand, **kwargs) -> None:
-  del kwargs
-  if x.rows is None or w.columns is None or w.columns.ndim != 2:
-    raise ValueError(
-      "linear: needs x in rows and a weight [D, F] in columns, got "
-      f"{_layout_of(x)} and {_layout_of(w)}"
-    )
-  if x.rows.shape[-1] != w.columns.shape[1]:
-    raise ValueError(
-      "linear: x [..., D] needs a weight [D, F], got x "
-      f"{x.rows.shape} and weight {w.columns.shape[::-1]}"
-    )
-
-
-def _layout_of(operand: Operand) -> str:
-  shapes = [None if x is None else x.shape for x in operand[:2]]
-  return f"rows {shapes[0]} and columns {shapes[1]}"
-
-
-def _check_attention(q, k, v, *, causal: bool) -> None:
-  del causal
-  fits = q.ndim == k.ndim == 4 and k.shape == v.shape
-  fits = fits and q.shape[0] == k.shape[0] and q.shape[3] == k.shape[3]
-  if not fits or q.shape[2] % k.shape[2]:
-    raise ValueError(
-      "attention: needs q [B, T, N, H] and k, v [B, S, K, H] with N a "
-      f"multiple of K, got q {q.shape}, k {k.shape}, v {v.shape}"
-    )
-
-
-_QUANTIZE: Kernels = (("triton", "quantize"),)
-_JOIN: Kernels = (("triton", "join"),)
-_NORM: Kernels = (("triton", "norm"),)
-_NORM_BACKWARD: Kernels = (("triton", "norm_backward"),)
-_SWIGLU: Kernels = (("triton", "swiglu"),)
-_GELU: Kernels = (("triton", "gelu"),)
-_RESIDUAL_ADD: Kernels = (("triton", "residual_add"),)
-_ROPE: Kernels = (("triton", "rope"),)
-_CUBLAS: Kernels = (("cublas", "nvidia"),)
-_CUDNN: Kernels = (("cudnn", "nvidia"),)
-
-quantize_groups = Op(definitions.quantize_groups, _QUANTIZE)
-quantize_tensor = Op(definitions.quantize_tensor, _QUANTIZE)
-tensor_scale = Op(definitions.tensor_scale, _QUANTIZE)
-join_columns = Op(definitions.join_columns, _JOIN)
-
-linear_fwd = Op(definitions.linear_fwd, _CUBLAS, _check_linear)
-linear_dgrad = Op(definitions.linear_dgrad, _CUBLAS)
-linear_wgrad = Op(definitions.linear_wgrad, _CUBLAS)
-
-norm_input = Op(definitions.norm_input, _NORM)
-norm_fwd = Op(definitions.norm_fwd, _NORM)
-norm_bwd = Op(definitions.norm_bwd, _NORM_BACKWARD)
-
-gate_up_input = Op(activation.gate_up_input, _SWIGLU)
-silu_mul_fwd = Op(activation.silu_mul_fwd, _SWIGLU)
-silu_mul_bwd = Op(activation.silu_mul_bwd)
-silu_mul_bwd_operands = Op(activation.silu_mul_bwd_operands, _SWIGLU)
-silu_fwd = Op(activation.silu_fwd)
-silu_bwd = Op(activation.silu_bwd)
-mul_fwd = Op(activation.mul_fwd)
-mul_bwd = Op(activation.mul_bwd)
-
-gelu_input = Op(activation.gelu_input, _GELU)
-gelu_fwd = Op(activation.gelu_fwd, _GELU)
-gelu_bwd = Op(activation.gelu_bwd)
-gelu_bwd_operands = Op(activation.gelu_bwd_operands, _GELU)
-
-residual_add_fwd = Op(definitions.residual_add_fwd, _RESIDUAL_ADD)
-residual_add_bwd = Op(definitions.residual_add_bwd, _RESIDUAL_ADD)
-
-split_heads = Op(rope.split_heads, _ROPE)
-join_heads = Op(rope.join_heads, _ROPE)
-join_heads_operand = Op(rope.join_heads_operand, _ROPE)
-attention_fwd = Op(attention.attention_fwd, _CUDNN, _check_attention)
-attention_bwd = Op(attention.attention_bwd, _CUDNN)

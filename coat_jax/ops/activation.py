@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Activation functions in plain jnp: SwiGLU and GELU, forward and backward.
+"""Activation functions of FP8 values in plain jnp: SwiGLU and GELU.
 
-Part of the definition that `reference` begins; its conventions hold here. For
-each function: its values and derivative; what it reads and remembers
-(`*_input`); the operand of the next product (`*_fwd`); its gradient in f32
-(`*_bwd`), and as operands of the products before it (`*_bwd_operands`).
+For each function: its values and derivative in f32; what it reads and saves for
+the backward pass (`*_input`); the operand of the next product (`*_fwd`); its
+gradient in f32 (`*_bwd`), and as operands of the products on both sides
+(`*_bwd_operands`).
 """
 
 import jax
@@ -12,11 +12,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from coat_jax.formats import E5M2
-from coat_jax.ops.definitions import (
-  quantize_groups,
-  quantize_tensor,
-  tensor_scale,
-)
+from coat_jax.ops.dispatch import op
+from coat_jax.ops.quantize import quantize_groups, quantize_tensor, tensor_scale
 from coat_jax.ops.types import Layout, Operand
 from coat_jax.qtensor import QTensor, dequantize
 
@@ -66,26 +63,30 @@ def gelu_derivative(x: Array, *, approximate: bool) -> Array:
   return 0.5 * (1 + jax.lax.erf(x * _SQRT_HALF)) + x * density
 
 
+@op()
 def silu_fwd(x: QTensor, *, group_size: int) -> QTensor:
   """SiLU from 1 x G values to 1 x G values."""
   y = silu_values(dequantize(x, group_size=group_size))
-  return quantize_groups(y, group_size=group_size)
+  return quantize_groups.definition(y, group_size=group_size)
 
 
+@op()
 def silu_bwd(dy: Array, x: QTensor, *, group_size: int) -> Array:
   """Gradient of SiLU, f32."""
   slope = silu_derivative(dequantize(x, group_size=group_size))
   return dy.astype(jnp.float32) * slope
 
 
+@op()
 def mul_fwd(a: QTensor, b: QTensor, *, group_size: int) -> Operand:
   """Product of 1 x G values to an operand's rows."""
   product = dequantize(a, group_size=group_size) * dequantize(
     b, group_size=group_size
   )
-  return quantize_tensor(product)
+  return quantize_tensor.definition(product)
 
 
+@op()
 def mul_bwd(
   dy: Array, a: QTensor, b: QTensor, *, group_size: int
 ) -> tuple[Array, Array]:
@@ -95,6 +96,7 @@ def mul_bwd(
   return da, dy * dequantize(a, group_size=group_size)
 
 
+@op(triton="swiglu")
 def gate_up_input(
   gate_up: Array, *, group_size: int
 ) -> tuple[QTensor, QTensor, Array]:
@@ -108,12 +110,13 @@ def gate_up_input(
     gate and up in FP8, [..., F] each, and the scale of silu(gate) up.
   """
   gate, up = jnp.split(gate_up, 2, axis=-1)
-  gate_q = quantize_groups(gate, group_size=group_size)
-  up_q = quantize_groups(up, group_size=group_size)
+  gate_q = quantize_groups.definition(gate, group_size=group_size)
+  up_q = quantize_groups.definition(up, group_size=group_size)
   product = _silu_product(gate_q, up_q, group_size)
-  return gate_q, up_q, tensor_scale(product)
+  return gate_q, up_q, tensor_scale.definition(product)
 
 
+@op(triton="swiglu")
 def silu_mul_fwd(
   gate: QTensor,
   up: QTensor,
@@ -124,9 +127,10 @@ def silu_mul_fwd(
 ) -> Operand:
   """silu(gate) up from 1 x G values to an operand."""
   product = _silu_product(gate, up, group_size)
-  return quantize_tensor(product, scale=scale, layout=layout)
+  return quantize_tensor.definition(product, scale=scale, layout=layout)
 
 
+@op()
 def silu_mul_bwd(
   dy: Array, gate: QTensor, up: QTensor, *, group_size: int
 ) -> tuple[Array, Array]:
@@ -138,6 +142,7 @@ def silu_mul_bwd(
   return dgate, dy * silu_values(gate_values)
 
 
+@op(triton="swiglu")
 def silu_mul_bwd_operands(
   dy: Array,
   gate: QTensor,
@@ -158,12 +163,14 @@ def silu_mul_bwd_operands(
     The gradient of [gate, up], E5M2 [..., 2 F] with one scale, in both layouts;
     and the product again, E4M3, its columns, for the weight gradient.
   """
-  gradients = silu_mul_bwd(dy, gate, up, group_size=group_size)
+  gradients = silu_mul_bwd.definition(dy, gate, up, group_size=group_size)
   dgate_up = jnp.concatenate(gradients, axis=-1)
-  product = silu_mul_fwd(
+  product = silu_mul_fwd.definition(
     gate, up, scale=product_scale, group_size=group_size, layout="columns"
   )
-  return quantize_tensor(dgate_up, dtype=E5M2, layout="both"), product
+  return quantize_tensor.definition(
+    dgate_up, dtype=E5M2, layout="both"
+  ), product
 
 
 def _silu_product(gate: QTensor, up: QTensor, group_size: int) -> Array:
@@ -172,15 +179,19 @@ def _silu_product(gate: QTensor, up: QTensor, group_size: int) -> Array:
   return silu_values(gate_values) * dequantize(up, group_size=group_size)
 
 
+@op(triton="gelu")
 def gelu_input(
   x: Array, *, approximate: bool, group_size: int
 ) -> tuple[QTensor, Array]:
   """What GELU reads and remembers, [..., F] in FP8, and its output's scale."""
-  x_q = quantize_groups(x, group_size=group_size)
+  x_q = quantize_groups.definition(x, group_size=group_size)
   values = dequantize(x_q, group_size=group_size)
-  return x_q, tensor_scale(gelu_values(values, approximate=approximate))
+  return x_q, tensor_scale.definition(
+    gelu_values(values, approximate=approximate)
+  )
 
 
+@op(triton="gelu")
 def gelu_fwd(
   x: QTensor,
   *,
@@ -192,9 +203,10 @@ def gelu_fwd(
   """GELU from 1 x G values to an operand."""
   values = dequantize(x, group_size=group_size)
   y = gelu_values(values, approximate=approximate)
-  return quantize_tensor(y, scale=scale, layout=layout)
+  return quantize_tensor.definition(y, scale=scale, layout=layout)
 
 
+@op()
 def gelu_bwd(
   dy: Array, x: QTensor, *, approximate: bool, group_size: int
 ) -> Array:
@@ -204,6 +216,7 @@ def gelu_bwd(
   return dy.astype(jnp.float32) * slope
 
 
+@op(triton="gelu")
 def gelu_bwd_operands(
   dy: Array,
   x: QTensor,
@@ -217,12 +230,14 @@ def gelu_bwd_operands(
   The two are what the products on both sides of a GELU read in the backward,
   as `silu_mul_bwd_operands` gives them for SwiGLU.
   """
-  dx = gelu_bwd(dy, x, approximate=approximate, group_size=group_size)
-  output = gelu_fwd(
+  dx = gelu_bwd.definition(
+    dy, x, approximate=approximate, group_size=group_size
+  )
+  output = gelu_fwd.definition(
     x,
     approximate=approximate,
     scale=output_scale,
     group_size=group_size,
     layout="columns",
   )
-  return quantize_tensor(dx, dtype=E5M2, layout="both"), output
+  return quantize_tensor.definition(dx, dtype=E5M2, layout="both"), output

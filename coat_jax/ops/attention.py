@@ -15,12 +15,25 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from coat_jax.ops.dispatch import op
 from coat_jax.ops.types import AttentionResiduals
 
 _BLOCK = 256
 _MASKED = -1e30
 
 
+def _check_attention(q, k, v, *, causal: bool) -> None:
+  del causal
+  fits = q.ndim == k.ndim == 4 and k.shape == v.shape
+  fits = fits and q.shape[0] == k.shape[0] and q.shape[3] == k.shape[3]
+  if not fits or q.shape[2] % k.shape[2]:
+    raise ValueError(
+      "attention: needs q [B, T, N, H] and k, v [B, S, K, H] with N a "
+      f"multiple of K, got q {q.shape}, k {k.shape}, v {v.shape}"
+    )
+
+
+@op(check=_check_attention, cudnn="nvidia")
 def attention_fwd(
   q: Array, k: Array, v: Array, *, causal: bool
 ) -> AttentionResiduals:
@@ -46,6 +59,7 @@ def attention_fwd(
   return AttentionResiduals(out, lse.reshape(q.shape[:3]))
 
 
+@op(cudnn="nvidia")
 def attention_bwd(
   dout: Array,
   q: Array,

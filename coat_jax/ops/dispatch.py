@@ -1,15 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One operation, its definition and the backends that can run it.
+"""One operation, its definition and the implementations that can run it.
 
 An `Op` is called as its definition is, with `implementation` beside:
 
   None     for a GPU the kernel where it can take these arguments, else "xla"
   "xla"    the definition
-  another  this one, or NotImplementedError with the reason why not
+  another  this one; it raises `Unsupported` where it cannot take them
 
 `explain` says which it would be, and why. Nothing else depends on the platform.
+
+An implementation has the signature of the definition. Its first statements
+raise `Unsupported` with a reason for arguments that it cannot take; after them
+it calls `supported`, where a dry run ends.
 """
 
+import contextvars
 import dataclasses
 import functools
 import importlib
@@ -18,19 +23,24 @@ from typing import Any
 
 import jax
 
-from coat_jax.ops.types import Implementation
+from coat_jax.ops.types import Implementation, Unsupported
 
-type Kernels = tuple[tuple[Implementation, str], ...]
+# An implementation, or the module that has a function of the operation's name:
+# kernels are imported when they are first needed.
+type Kernel = str | Callable[..., Any]
+type Kernels = tuple[tuple[Implementation, Kernel], ...]
+
+_in_dry_run = contextvars.ContextVar("in_dry_run", default=False)
 
 
 @dataclasses.dataclass(frozen=True)
 class Op[R]:
-  """An operation with all who can carry it out.
+  """An operation with its implementations.
 
   Attributes:
     definition: in plain jnp, and what the signature is.
     check: raises for arguments that no implementation can take, or None.
-    kernels: pairs of an implementation's name and its module; the first that
+    kernels: pairs of an implementation's name and its kernel; the first that
       can take the arguments is what a GPU runs.
   """
 
@@ -47,6 +57,16 @@ class Op[R]:
     """Names that `implementation` can have."""
     return ("xla", *(name for name, _ in self.kernels))
 
+  def kernel(self, implementation: str) -> Callable[..., R]:
+    """The function behind a name among `implementations`, "xla" excepted."""
+    found = dict(self.kernels)[implementation]  # pyright: ignore[reportArgumentType]
+    if not isinstance(found, str):
+      return found
+    folder = {"triton": "pallas.triton", "mosaic": "pallas.mosaic"}
+    room = folder.get(implementation, "ops")
+    module = importlib.import_module(f"coat_jax.{room}.{found}")
+    return getattr(module, self.name)
+
   def __call__(
     self, *args: Any, implementation: Implementation | None = None, **kwargs
   ) -> R:
@@ -56,30 +76,30 @@ class Op[R]:
       return self._choose(args, kwargs)
     if implementation == "xla":
       return self.definition(*args, **kwargs)
-    module = dict(self.kernels).get(implementation)
-    if module is None:
+    if implementation not in self.implementations:
       raise NotImplementedError(
         f"{self.name}: implementation must be one of {self.implementations}, "
         f"got {implementation!r}"
       )
-    reason = self._unsupported(implementation, module, args, kwargs)
-    if reason is not None:
-      raise NotImplementedError(
+    try:
+      self._require_whole_arrays(implementation)
+      return self.kernel(implementation)(*args, **kwargs)
+    except Unsupported as reason:
+      raise Unsupported(
         f"{reason}; pass implementation=None to have XLA do it there"
-      )
-    return self._kernel(implementation, module)(*args, **kwargs)
+      ) from reason
 
   def _choose(self, args, kwargs) -> R:
     """The kernel where this is compiled for a GPU, if there is one."""
-    for name, module in self.kernels if _targets_gpu() else ():
-      if self._unsupported(name, module, args, kwargs) is None:
+    for name, _ in self.kernels if _targets_gpu() else ():
+      if self._why_not(name, args, kwargs) is None:
         if _is_on_mesh():
-          return self._kernel(name, module)(*args, **kwargs)
+          return self.kernel(name)(*args, **kwargs)
         # Once more when it is lowered: on a machine with a GPU a computation
         # can be put on the CPU.
         return jax.lax.platform_dependent(
           *args,
-          cuda=functools.partial(self._kernel(name, module), **kwargs),
+          cuda=functools.partial(self.kernel(name), **kwargs),
           default=functools.partial(self.definition, **kwargs),
         )
     return self.definition(*args, **kwargs)
@@ -87,29 +107,35 @@ class Op[R]:
   def explain(self, *args: Any, **kwargs) -> str:
     """See `ops.explain`."""
     reasons = []
-    for name, module in self.kernels:
-      reason = self._unsupported(name, module, args, kwargs)
+    for name, _ in self.kernels:
+      reason = self._why_not(name, args, kwargs)
       if reason is None:
         return f"{self.name}: {name} on a GPU, xla elsewhere"
       reasons.append(reason)
     reasons = reasons or ["there is no kernel for it"]
     return f"{self.name}: xla everywhere ({'; '.join(reasons)})"
 
-  def _kernel(self, implementation: str, module: str) -> Callable[..., R]:
-    return getattr(_module(implementation, module), self.name)
+  def _why_not(self, implementation: str, args, kwargs) -> str | None:
+    """Why an implementation cannot take these, or None, by a dry run."""
+    kernel = functools.partial(self.kernel(implementation), **kwargs)
+    token = _in_dry_run.set(True)
+    try:
+      self._require_whole_arrays(implementation)
+      jax.eval_shape(kernel, *args)
+    except Unsupported as reason:
+      return str(reason)
+    except _DryRunEnded:
+      pass
+    finally:
+      _in_dry_run.reset(token)
+    return None
 
-  def _unsupported(
-    self, implementation: str, module: str, args, kwargs
-  ) -> str | None:
+  def _require_whole_arrays(self, implementation: str) -> None:
     if implementation in ("triton", "mosaic") and _may_be_partitioned():
-      return (
+      raise Unsupported(
         f"{self.name}: with several GPUs a kernel sees one device's part only "
         "inside jax.shard_map"
       )
-    unsupported = f"{self.name}_unsupported"
-    return getattr(_module(implementation, module), unsupported)(
-      *args, **kwargs
-    )
 
 
 def explain(op: Op, *args: Any, **kwargs) -> str:
@@ -125,27 +151,36 @@ def explain(op: Op, *args: Any, **kwargs) -> str:
   return op.explain(*args, **kwargs)
 
 
-def op(
-  check: Callable[..., None] | None = None, **kernels: str
-) -> Callable[[Callable[..., Any]], Op]:
+def op[R](
+  check: Callable[..., None] | None = None, **kernels: Kernel
+) -> Callable[[Callable[..., R]], Op[R]]:
   """Makes an `Op` of its definition: `@op(triton="norm")`.
 
   Args:
     check: raises for arguments that no implementation can take, or None.
-    **kernels: by backend, the module that has a function of the same name.
+    **kernels: by the implementation's name a function, or the module that has
+      one of the definition's name: of `pallas.triton` and `pallas.mosaic` for
+      these two, of `ops` for the others.
   """
 
-  def make(definition: Callable[..., Any]) -> Op:
+  def make(definition: Callable[..., R]) -> Op[R]:
     return Op(definition, tuple(kernels.items()), check)  # pyright: ignore[reportArgumentType]
 
   return make
 
 
-def _module(implementation: str, name: str):
-  """A module with kernels, imported when first needed."""
-  folder = {"triton": "pallas.triton", "mosaic": "pallas.mosaic"}
-  room = folder.get(implementation, "ops")
-  return importlib.import_module(f"coat_jax.{room}.{name}")
+class _DryRunEnded(Exception):
+  """An implementation can take the arguments of a dry run."""
+
+
+def supported() -> None:
+  """Says in an implementation that it can take its arguments.
+
+  A dry run ends here: asking whether a kernel can run then costs no trace of
+  it. An implementation without this call is traced to its end.
+  """
+  if _in_dry_run.get():
+    raise _DryRunEnded
 
 
 def _is_on_mesh() -> bool:

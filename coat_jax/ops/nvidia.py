@@ -20,7 +20,8 @@ from jax import Array
 from jax._src.cudnn import fused_attention_stablehlo as cudnn
 from jax.typing import DTypeLike
 
-from coat_jax.ops.types import AttentionResiduals, Operand
+from coat_jax.ops.dispatch import supported
+from coat_jax.ops.types import AttentionResiduals, Operand, Unsupported
 
 _SUMMED_LAST = (((1,), (1,)), ((), ()))
 # Products of activations may sum with fewer bits, as is usual on Hopper; sums
@@ -42,6 +43,20 @@ def _rows(x: Array) -> Array:
   return x.reshape(-1, x.shape[-1])
 
 
+def _require_product(op: str, a: Array, b: Array, dtype: DTypeLike) -> None:
+  """Raises `Unsupported` where cuBLASLt would have to pad or convert."""
+  sizes = (math.prod(a.shape[:-1]), b.shape[0], a.shape[-1])
+  if any(size % 16 for size in sizes):
+    raise Unsupported(
+      f"{op}: cuBLASLt takes FP8 matrices whose sizes are multiples of 16, "
+      f"got [{sizes[0]}, {sizes[2]}] times [{sizes[2]}, {sizes[1]}]"
+    )
+  if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16, jnp.float32):
+    raise Unsupported(
+      f"{op}: cuBLASLt writes bfloat16, float16 or float32, got {dtype}"
+    )
+
+
 def linear_fwd(
   x: Operand,
   w: Operand,
@@ -49,77 +64,66 @@ def linear_fwd(
   dtype: DTypeLike = jnp.bfloat16,
   add: Array | None = None,
 ) -> Array:
-  """`ops.definitions.linear_fwd`."""
+  """`ops.linear_fwd`."""
+  if add is not None and add.dtype != dtype:
+    raise Unsupported(
+      "linear_fwd: cuBLASLt adds what has the dtype of the result, got "
+      f"{add.dtype} for {jnp.dtype(dtype)}"
+    )
   assert x.rows is not None and w.columns is not None
+  _require_product("linear_fwd", x.rows, w.columns, dtype)
+  supported()
   y = _matmul(_rows(x.rows), w.columns, x.scale * w.scale, dtype, _FAST)
   if add is not None:
     y = y + _rows(add)
   return y.reshape(*x.rows.shape[:-1], w.columns.shape[0])
 
 
-def linear_fwd_unsupported(
-  x: Operand,
-  w: Operand,
-  *,
-  dtype: DTypeLike = jnp.bfloat16,
-  add: Array | None = None,
-) -> str | None:
-  """Why cuBLASLt would have to pad or convert, or None."""
-  if add is not None and add.dtype != dtype:
-    return (
-      "linear_fwd: cuBLASLt adds what has the dtype of the result, got "
-      f"{add.dtype} for {jnp.dtype(dtype)}"
-    )
-  return _matmul_unsupported("linear_fwd", x.rows, w.columns, dtype)
-
-
 def linear_dgrad(
   g: Operand, w: Operand, *, dtype: DTypeLike = jnp.bfloat16
 ) -> Array:
-  """`ops.definitions.linear_dgrad`."""
+  """`ops.linear_dgrad`."""
   assert g.rows is not None and w.rows is not None
+  _require_product("linear_dgrad", g.rows, w.rows, dtype)
+  supported()
   dx = _matmul(_rows(g.rows), w.rows, g.scale * w.scale, dtype, _PRECISE)
   return dx.reshape(*g.rows.shape[:-1], w.rows.shape[0])
-
-
-def linear_dgrad_unsupported(
-  g: Operand, w: Operand, *, dtype: DTypeLike = jnp.bfloat16
-) -> str | None:
-  """Why cuBLASLt would have to pad or convert, or None."""
-  return _matmul_unsupported("linear_dgrad", g.rows, w.rows, dtype)
 
 
 def linear_wgrad(
   x: Operand, g: Operand, *, dtype: DTypeLike = jnp.float32
 ) -> Array:
-  """`ops.definitions.linear_wgrad`."""
+  """`ops.linear_wgrad`."""
   assert x.columns is not None and g.columns is not None
+  _require_product("linear_wgrad", x.columns, g.columns, dtype)
+  supported()
   return _matmul(x.columns, g.columns, x.scale * g.scale, dtype, _PRECISE)
 
 
-def linear_wgrad_unsupported(
-  x: Operand, g: Operand, *, dtype: DTypeLike = jnp.float32
-) -> str | None:
-  """Why cuBLASLt would have to pad or convert, or None."""
-  return _matmul_unsupported("linear_wgrad", x.columns, g.columns, dtype)
-
-
-def _matmul_unsupported(op, a, b, dtype) -> str | None:
-  sizes = (math.prod(a.shape[:-1]), b.shape[0], a.shape[-1])
-  if any(size % 16 for size in sizes):
-    return (
-      f"{op}: cuBLASLt takes FP8 matrices whose sizes are multiples of 16, "
-      f"got [{sizes[0]}, {sizes[2]}] times [{sizes[2]}, {sizes[1]}]"
+def _require_attention(q: Array, k: Array, causal: bool) -> None:
+  """Raises `Unsupported` where cuDNN cannot attend to these."""
+  if q.dtype not in (jnp.bfloat16, jnp.float16):
+    raise Unsupported(
+      f"attention: cuDNN computes in bfloat16 or float16, got {q.dtype}"
     )
-  if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16, jnp.float32):
-    return f"{op}: cuBLASLt writes bfloat16, float16 or float32, got {dtype}"
-  return None
+  if q.shape[-1] % 8 or q.shape[-1] > 256:
+    raise Unsupported(
+      "attention: cuDNN takes head sizes that are multiples of 8 up to 256, "
+      f"got {q.shape[-1]}"
+    )
+  if causal and q.shape[1] != k.shape[1]:
+    raise Unsupported(
+      "attention: cuDNN aligns a causal mask with the first key and needs as "
+      f"many queries as keys, got {q.shape[1]} and {k.shape[1]}"
+    )
 
 
 def attention_fwd(
   q: Array, k: Array, v: Array, *, causal: bool
 ) -> AttentionResiduals:
-  """`ops.attention.attention_fwd`."""
+  """`ops.attention_fwd`."""
+  _require_attention(q, k, causal)
+  supported()
   results: Any = cudnn.dot_product_attention(
     q,
     k,
@@ -142,11 +146,13 @@ def attention_bwd(
   *,
   causal: bool,
 ) -> tuple[Array, Array, Array]:
-  """`ops.attention.attention_bwd`.
+  """`ops.attention_bwd`.
 
   JAX has no public function for a backward from residuals of one's own, which
   need not be the arrays that the forward made (recipe.attention="fp8").
   """
+  _require_attention(q, k, causal)
+  supported()
   unused = jnp.zeros(0, q.dtype)
   dq, dk, dv = cudnn._dot_product_attention_bwd_p_wrapper.bind(
     q,
@@ -165,39 +171,6 @@ def attention_bwd(
     sliding_window_length=None,
   )
   return dq, dk, dv
-
-
-def attention_fwd_unsupported(
-  q: Array, k: Array, v: Array, *, causal: bool
-) -> str | None:
-  """Why cuDNN cannot attend to these, or None."""
-  if q.dtype not in (jnp.bfloat16, jnp.float16):
-    return f"attention: cuDNN computes in bfloat16 or float16, got {q.dtype}"
-  if q.shape[-1] % 8 or q.shape[-1] > 256:
-    return (
-      "attention: cuDNN takes head sizes that are multiples of 8 up to 256, "
-      f"got {q.shape[-1]}"
-    )
-  if causal and q.shape[1] != k.shape[1]:
-    return (
-      "attention: cuDNN aligns a causal mask with the first key and needs as "
-      f"many queries as keys, got {q.shape[1]} and {k.shape[1]}"
-    )
-  return None
-
-
-def attention_bwd_unsupported(
-  dout: Array,
-  q: Array,
-  k: Array,
-  v: Array,
-  residuals: AttentionResiduals,
-  *,
-  causal: bool,
-) -> str | None:
-  """Why cuDNN cannot attend to these, or None."""
-  del dout, residuals
-  return attention_fwd_unsupported(q, k, v, causal=causal)
 
 
 def _mask_type(causal: bool):

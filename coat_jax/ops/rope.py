@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rotary position embedding and the layout of heads, in plain jnp.
 
-Part of the definition that `reference` begins. Pairs of channels are (i, i +
-H/2), as in Hugging Face Transformers. The columns of q, k and v are ordered by
-key head: for each of the K key heads its N / K query heads, its key, its value.
+Pairs of channels are (i, i + H/2), as in Hugging Face Transformers. The columns
+of q, k and v are ordered by key head: for each of the K key heads its N / K
+query heads, its key, its value.
 """
 
 import jax.numpy as jnp
 from jax import Array
 
 from coat_jax.formats import E5M2
-from coat_jax.ops.definitions import quantize_tensor
+from coat_jax.ops.dispatch import op
+from coat_jax.ops.quantize import quantize_tensor
 from coat_jax.ops.types import Operand
 
 
@@ -39,6 +40,7 @@ def rotate(x: Array, cos: Array, sin: Array) -> Array:
   return rotated.astype(x.dtype)
 
 
+@op(triton="rope")
 def split_heads(
   qkv: Array, cos: Array, sin: Array, *, num_heads: int, num_kv_heads: int
 ) -> tuple[Array, Array, Array]:
@@ -61,6 +63,7 @@ def split_heads(
   return rotate(q, cos, sin), rotate(k, cos, sin), v
 
 
+@op(triton="rope")
 def join_heads(
   dq: Array, dk: Array, dv: Array, cos: Array, sin: Array
 ) -> Array:
@@ -75,9 +78,10 @@ def join_heads(
   return jnp.concatenate(parts, axis=3).reshape(b, t, -1)
 
 
+@op(triton="rope")
 def join_heads_operand(
   dq: Array, dk: Array, dv: Array, cos: Array, sin: Array
 ) -> Operand:
   """`join_heads` to the E5M2 operand, both layouts, of the products before."""
-  joined = join_heads(dq, dk, dv, cos, sin)
-  return quantize_tensor(joined, dtype=E5M2, layout="both")
+  joined = join_heads.definition(dq, dk, dv, cos, sin)
+  return quantize_tensor.definition(joined, dtype=E5M2, layout="both")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What operations take and give beside `QTensor`s, shared by all of them."""
+"""What operations take, give and raise beside `QTensor`s and arrays."""
 
 from typing import Literal, NamedTuple
 
@@ -13,12 +13,16 @@ Layout = Literal["rows", "columns", "both"]
 NormKind = Literal["rms", "layer"]
 
 
+class Unsupported(NotImplementedError):
+  """Raised by an implementation that cannot take these arguments: why not."""
+
+
 class Operand(NamedTuple):
   """A matrix in FP8 with one scale, laid out for the products that read it.
 
   FP8 matrix products on Hopper want both operands with the axis that is summed
-  over last. So a matrix that is summed over its rows is written transposed, by
-  whoever quantizes it: transposing FP8 codes later costs another pass.
+  over last. So a matrix that is summed over its rows is transposed where it is
+  quantized: transposing FP8 codes later costs another pass.
 
   Attributes:
     rows: FP8 [..., n], or None where no product reads it so.

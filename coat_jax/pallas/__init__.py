@@ -2,6 +2,7 @@
 """Kernels for a GPU: each gives what the definition of its name gives.
 
 A module holds a family of operations. Each operation has the name and the
-signature of its definition in `reference`, and a function `<name>_unsupported`
-of the same arguments that says why the kernel cannot take them, or None.
+signature of its definition, and `interpret` beside, which runs the kernel on a
+CPU. Its first statements raise `Unsupported` with a reason for arguments that
+the kernel cannot take; `supported` ends them.
 """

@@ -11,8 +11,8 @@ layers; nothing else is rounded on the way back.
 import jax
 import jax.numpy as jnp
 
+from coat_jax import ops
 from coat_jax.formats import E4M3, E5M2
-from coat_jax.ops import activation, definitions
 from coat_jax.qtensor import dequantize
 
 
@@ -33,7 +33,7 @@ def e5m2_gradient(x):
 
 def per_tensor(x, dtype=E4M3):
   """x as codes with one scale stand for it, f32."""
-  q = definitions.quantize_tensor(x, dtype=dtype)
+  q = ops.quantize_tensor(x, dtype=dtype)
   return q.rows.astype(jnp.float32) * q.scale
 
 
@@ -46,7 +46,7 @@ e5m2_gradient.defvjp(lambda x: (x, None), _e5m2_gradient_bwd)
 
 def per_group(x, group_size=16):
   """x as 1 x G codes stand for it, f32."""
-  q = definitions.quantize_groups(x, group_size=group_size)
+  q = ops.quantize_groups(x, group_size=group_size)
   x = x.astype(jnp.float32)
   return pin(x, dequantize(q, group_size=group_size))
 
@@ -62,12 +62,12 @@ def linear(x, w, bias=None, dtype=jnp.float32):
   The product is rounded to `dtype` before the bias is added.
   """
   matrix = w.reshape(w.shape[0], -1)
-  x_q = definitions.quantize_tensor(x)
-  w_q = definitions.quantize_tensor(matrix, layout="columns")
+  x_q = ops.quantize_tensor(x)
+  w_q = ops.quantize_tensor(matrix, layout="columns")
   x = pin(x.astype(jnp.float32), per_tensor(x))
   matrix = pin(matrix.astype(jnp.float32), per_tensor(matrix))
   y = e5m2_gradient(jnp.matmul(x, matrix, precision="highest"))
-  y = pin(y, definitions.linear_fwd(x_q, w_q, dtype=dtype).astype(jnp.float32))
+  y = pin(y, ops.linear_fwd(x_q, w_q, dtype=dtype).astype(jnp.float32))
   return y if bias is None else y + _row(bias.reshape(-1), y)
 
 
@@ -79,7 +79,7 @@ def norm(x, gamma, beta, kind, eps, group_size=16):
   y = (x - mean) * (variance + eps) ** -0.5
   y = y if gamma is None else y * _row(gamma, y)
   y = y if beta is None else y + _row(beta, y)
-  fixed = definitions.norm_values(x, gamma, beta, kind=kind, eps=eps)[0]
+  fixed = ops.norm_values(x, gamma, beta, kind=kind, eps=eps)[0]
   return pin(y, jax.lax.stop_gradient(fixed))
 
 
@@ -96,7 +96,7 @@ def gated_mlp(x, weights, kind, eps, residuals, group_size=16):
   gate, up = jnp.split(gate_up, 2, axis=-1)
   gate, up = per_group(gate, group_size), per_group(up, group_size)
   silu = jax.nn.silu(gate)
-  silu = pin(silu, jax.lax.stop_gradient(activation.silu_values(gate)))
+  silu = pin(silu, jax.lax.stop_gradient(ops.silu_values(gate)))
   if residuals == "coat":
     silu = per_group(silu, group_size)
   # The product is rounded only where a bias is added to it first.

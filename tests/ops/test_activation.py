@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from coat_jax import ops
 from coat_jax.formats import E5M2
-from coat_jax.ops import activation, definitions
 from tests import cases, oracles
 from tests.comparing import assert_close, assert_same_bits
 from tests.ops.test_definitions import (
@@ -50,33 +50,27 @@ def test_activation_forwards_equal_float64(width):
   b, b_values = in_groups((ROWS, width), 2)
   a64, b64 = np.asarray(a_values, np.float64), np.asarray(b_values, np.float64)
   silu, product = silu64(a64), silu64(a64) * b64
-  assert_close(activation.silu_values(a_values), silu, 1e-6)
-  q = activation.silu_fwd(a, group_size=GROUP)
+  assert_close(ops.silu_values(a_values), silu, 1e-6)
+  q = ops.silu_fwd(a, group_size=GROUP)
   assert_same_bits(
     q,
-    definitions.quantize_groups(
-      activation.silu_values(a_values), group_size=16
-    ),
+    ops.quantize_groups(ops.silu_values(a_values), group_size=16),
   )
-  assert_codes_stand_for(activation.mul_fwd(a, b, group_size=GROUP), a64 * b64)
+  assert_codes_stand_for(ops.mul_fwd(a, b, group_size=GROUP), a64 * b64)
   gate = unquantized((ROWS, width), 1, factor=4)
   gate_up = jnp.concatenate([gate, unquantized((ROWS, width), 2)], axis=-1)
-  *got, scale = activation.gate_up_input(gate_up, group_size=GROUP)
+  *got, scale = ops.gate_up_input(gate_up, group_size=GROUP)
   assert_same_bits(got, (a, b))
   for layout in ("rows", "columns", "both"):
-    q = activation.silu_mul_fwd(
-      a, b, scale=scale, group_size=GROUP, layout=layout
-    )
+    q = ops.silu_mul_fwd(a, b, scale=scale, group_size=GROUP, layout=layout)
     assert_codes_stand_for(q, product)
   for approximate in (True, False):
     want = gelu64(a64, approximate)
-    got = activation.gelu_values(a_values, approximate=approximate)
+    got = ops.gelu_values(a_values, approximate=approximate)
     assert_close(got, want, 1e-6)
-    x_q, scale = activation.gelu_input(
-      gate, approximate=approximate, group_size=GROUP
-    )
+    x_q, scale = ops.gelu_input(gate, approximate=approximate, group_size=GROUP)
     assert_same_bits(x_q, a)
-    codes = activation.gelu_fwd(
+    codes = ops.gelu_fwd(
       a, approximate=approximate, scale=scale, group_size=GROUP
     )
     assert_codes_stand_for(codes, want)
@@ -86,8 +80,8 @@ def test_operands_are_written_with_the_scale_given():
   a, _ = in_groups((ROWS, 43), 1)
   b, _ = in_groups((ROWS, 43), 2)
   for forward in (
-    functools.partial(activation.silu_mul_fwd, a, b),
-    functools.partial(activation.gelu_fwd, a, approximate=True),
+    functools.partial(ops.silu_mul_fwd, a, b),
+    functools.partial(ops.gelu_fwd, a, approximate=True),
   ):
     q = forward(group_size=GROUP, scale=jnp.float32(2**-7))
     doubled = forward(group_size=GROUP, scale=jnp.float32(2**-6))
@@ -108,20 +102,20 @@ def test_activation_backwards_are_the_gradients(width):
     return jax.vjp(f, *args)[1](dy)
 
   assert_close(
-    (activation.silu_bwd(dy, a, group_size=GROUP),),
+    (ops.silu_bwd(dy, a, group_size=GROUP),),
     oracle(jax.nn.silu, a_values),
   )
   assert_close(
-    activation.mul_bwd(dy, a, b, group_size=GROUP),
+    ops.mul_bwd(dy, a, b, group_size=GROUP),
     oracle(jnp.multiply, a_values, b_values),
   )
   assert_close(
-    activation.silu_mul_bwd(dy, a, b, group_size=GROUP),
+    ops.silu_mul_bwd(dy, a, b, group_size=GROUP),
     oracle(lambda x, y: jax.nn.silu(x) * y, a_values, b_values),
   )
   for approximate in (True, False):
     gelu = functools.partial(jax.nn.gelu, approximate=approximate)
-    got = activation.gelu_bwd(dy, a, approximate=approximate, group_size=GROUP)
+    got = ops.gelu_bwd(dy, a, approximate=approximate, group_size=GROUP)
     assert_close((got,), oracle(gelu, a_values))
 
 
@@ -132,21 +126,21 @@ def test_backward_operands_are_the_gradients_with_one_scale(width):
   dy = gradient((ROWS, width))
   scale = jnp.float32(1 / 64)
   keywords = dict(group_size=GROUP)
-  dgate_up, product = activation.silu_mul_bwd_operands(
+  dgate_up, product = ops.silu_mul_bwd_operands(
     dy, a, b, product_scale=scale, **keywords
   )
   want = jax.vjp(lambda x, y: jax.nn.silu(x) * y, a_values, b_values)[1](dy)
   assert_codes_stand_for(dgate_up, np.concatenate(want, axis=-1), E5M2)
-  again = activation.silu_mul_fwd(a, b, scale=scale, **keywords)
+  again = ops.silu_mul_fwd(a, b, scale=scale, **keywords)
   assert product.rows is None
   assert_same_bits(product.columns, np.asarray(again.rows).T)
-  dx, output = activation.gelu_bwd_operands(
+  dx, output = ops.gelu_bwd_operands(
     dy, a, approximate=True, output_scale=scale, **keywords
   )
   # In f32 the gradient of a tanh is off by 2e-6 of the largest.
   slope = gelu_slope64(np.asarray(a_values, np.float64))
   assert_codes_stand_for(dx, np.asarray(dy, np.float64) * slope, E5M2)
-  again = activation.gelu_fwd(a, approximate=True, scale=scale, **keywords)
+  again = ops.gelu_fwd(a, approximate=True, scale=scale, **keywords)
   assert output.rows is None
   assert_same_bits(output.columns, np.asarray(again.rows).T)
 
@@ -158,53 +152,49 @@ def test_activations_of_degenerate_groups():
   values64 = np.asarray(values, np.float64)
   with np.errstate(over="ignore"):
     silu = silu64(values64)
-  q = activation.silu_fwd(x, group_size=GROUP)
+  q = ops.silu_fwd(x, group_size=GROUP)
   assert np.all(np.isfinite(q.qvalue.astype(jnp.float32)))
   # What is below f32's normal numbers may count as zero.
-  error = np.abs(np.asarray(activation.silu_values(values), np.float64) - silu)
+  error = np.abs(np.asarray(ops.silu_values(values), np.float64) - silu)
   assert np.all(error <= 1e-6 * np.abs(silu) + oracles.SMALLEST_NORMAL)
   for approximate in (True, False):
-    _, scale = activation.gelu_input(
-      values, approximate=approximate, group_size=GROUP
-    )
-    codes = activation.gelu_fwd(
+    _, scale = ops.gelu_input(values, approximate=approximate, group_size=GROUP)
+    codes = ops.gelu_fwd(
       x, approximate=approximate, scale=scale, group_size=GROUP
     )
     assert np.all(np.isfinite(codes.rows.astype(jnp.float32)))
-    slope = activation.gelu_bwd(
-      dy, x, approximate=approximate, group_size=GROUP
-    )
+    slope = ops.gelu_bwd(dy, x, approximate=approximate, group_size=GROUP)
     # Far from zero the slope is 0 or 1.
     far = np.abs(values64) > 20
     assert far.any() and np.all(slope[far] == (values64[far] > 0))
     assert np.all(np.isfinite(slope))
-  slope = activation.silu_bwd(dy, x, group_size=GROUP)
+  slope = ops.silu_bwd(dy, x, group_size=GROUP)
   far = np.abs(values64) > 200
   assert np.all(slope[far] == (values64[far] > 0))
   assert np.all(np.isfinite(slope))
   ones, _ = in_groups(values.shape)
-  for op in (activation.mul_bwd, activation.silu_mul_bwd):
+  for op in (ops.mul_bwd, ops.silu_mul_bwd):
     for leaf in op(0.25 * dy, ones, x, group_size=GROUP):
       assert np.all(np.isfinite(leaf))
 
 
 def test_a_nan_comes_out_as_nan():
   x = gradient((2, 32)).at[1, 3].set(jnp.nan)
-  q = definitions.quantize_groups(x, group_size=GROUP)
+  q = ops.quantize_groups(x, group_size=GROUP)
   fine, _ = in_groups((2, 32))
   dy = gradient((2, 32))
   keywords = dict(group_size=GROUP)
   one = dict(scale=jnp.float32(1), **keywords)
   gate_up = jnp.concatenate([x, dy], axis=-1)
   assert_nans(
-    silu=activation.silu_fwd(q, **keywords),
-    silu_bwd=activation.silu_bwd(dy, q, **keywords),
-    mul=activation.mul_fwd(fine, q, **keywords),
-    mul_bwd=activation.mul_bwd(dy, fine, q, **keywords)[0],
-    gate=activation.gate_up_input(gate_up, **keywords)[0],
-    product_scale=activation.gate_up_input(gate_up, **keywords)[2],
-    silu_mul=activation.silu_mul_fwd(fine, q, **one),
-    silu_mul_bwd=activation.silu_mul_bwd(dy, fine, q, **keywords)[0],
-    gelu=activation.gelu_fwd(q, approximate=True, **one),
-    gelu_bwd=activation.gelu_bwd(dy, q, approximate=True, **keywords),
+    silu=ops.silu_fwd(q, **keywords),
+    silu_bwd=ops.silu_bwd(dy, q, **keywords),
+    mul=ops.mul_fwd(fine, q, **keywords),
+    mul_bwd=ops.mul_bwd(dy, fine, q, **keywords)[0],
+    gate=ops.gate_up_input(gate_up, **keywords)[0],
+    product_scale=ops.gate_up_input(gate_up, **keywords)[2],
+    silu_mul=ops.silu_mul_fwd(fine, q, **one),
+    silu_mul_bwd=ops.silu_mul_bwd(dy, fine, q, **keywords)[0],
+    gelu=ops.gelu_fwd(q, approximate=True, **one),
+    gelu_bwd=ops.gelu_bwd(dy, q, approximate=True, **keywords),
   )

@@ -12,9 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from coat_jax import qtensor
+from coat_jax import ops, qtensor
 from coat_jax.formats import E4M3, E5M2
-from coat_jax.ops import definitions
 from tests import cases, oracles
 from tests.comparing import assert_close, assert_same_bits
 
@@ -31,7 +30,7 @@ def unquantized(shape, seed=0, factor=1.0):
 def in_groups(shape, seed=0, factor=1.0):
   """1 x 16 codes and the f32 values they stand for."""
   x = unquantized(shape, seed, factor)
-  q = definitions.quantize_groups(x, group_size=GROUP)
+  q = ops.quantize_groups(x, group_size=GROUP)
   return q, qtensor.dequantize(q, group_size=GROUP)
 
 
@@ -69,7 +68,7 @@ def assert_codes_stand_for(q, values, dtype=E4M3):
 @pytest.mark.parametrize("rows", [(6,), (2, 3), ()])
 def test_linear_products_equal_float64_of_the_operands(rows):
   d, f = 40, 24
-  quantize = functools.partial(definitions.quantize_tensor, layout="both")
+  quantize = functools.partial(ops.quantize_tensor, layout="both")
   x = quantize(gradient((*rows, d), 0))
   w = quantize(gradient((d, f), 1))
   g = quantize(gradient((*rows, f), 2), dtype=E5M2)
@@ -82,20 +81,18 @@ def test_linear_products_equal_float64_of_the_operands(rows):
     bound = (terms + 2) * 2.0**-24 * (np.abs(a) @ np.abs(b))
     assert np.all(np.abs(np.asarray(actual, np.float64) - a @ b) <= bound)
 
-  y = definitions.linear_fwd(x, w, dtype=jnp.float32)
+  y = ops.linear_fwd(x, w, dtype=jnp.float32)
   within(y, x64, w64, d)
-  within(definitions.linear_dgrad(g, w, dtype=jnp.float32), g64, w64.T, f)
+  within(ops.linear_dgrad(g, w, dtype=jnp.float32), g64, w64.T, f)
   flat = -1, x64.shape[-1]
-  dw = definitions.linear_wgrad(x, g)
+  dw = ops.linear_wgrad(x, g)
   assert dw.dtype == jnp.float32
   within(dw, x64.reshape(flat).T, g64.reshape(-1, f), x64.size // d)
-  assert_same_bits(definitions.linear_fwd(x, w), y.astype(jnp.bfloat16))
+  assert_same_bits(ops.linear_fwd(x, w), y.astype(jnp.bfloat16))
   stream = gradient(y.shape, 3).astype(jnp.bfloat16)
   total = y + stream.astype(jnp.float32)
-  assert_same_bits(
-    definitions.linear_fwd(x, w, add=stream), total.astype(jnp.bfloat16)
-  )
-  assert definitions.linear_dgrad(g, w).dtype == jnp.bfloat16
+  assert_same_bits(ops.linear_fwd(x, w, add=stream), total.astype(jnp.bfloat16))
+  assert ops.linear_dgrad(g, w).dtype == jnp.bfloat16
 
 
 # --- Norms -------------------------------------------------------------------
@@ -133,7 +130,7 @@ NORMS = [
 @pytest.mark.parametrize("kind, width, has_gamma, has_beta, eps", NORMS)
 def test_norm_forward_equals_float64(kind, width, has_gamma, has_beta, eps):
   x, values, gamma, beta = norm_case(width, has_gamma, has_beta)
-  got, stats = definitions.norm_values(values, gamma, beta, kind=kind, eps=eps)
+  got, stats = ops.norm_values(values, gamma, beta, kind=kind, eps=eps)
   values64 = np.asarray(values, np.float64)
   want = norm(values64, gamma, beta, kind, eps)
   # f32 means of at most 64 values: 64 * 2^-24 at worst, 1e-6 in practice.
@@ -147,13 +144,13 @@ def test_norm_forward_equals_float64(kind, width, has_gamma, has_beta, eps):
   else:
     assert stats.mean is None
   arguments = dict(kind=kind, eps=eps, group_size=GROUP)
-  x_q, fwd_stats, scale = definitions.norm_input(
+  x_q, fwd_stats, scale = ops.norm_input(
     unquantized((ROWS, width), factor=3), gamma, beta, **arguments
   )
   assert_same_bits(x_q, x)
   assert_same_bits(fwd_stats, stats)
   for layout in ("rows", "columns", "both"):
-    q = definitions.norm_fwd(
+    q = ops.norm_fwd(
       x, gamma, beta, stats, scale=scale, group_size=GROUP, layout=layout
     )
     assert (q.rows is None) == (layout == "columns")
@@ -164,7 +161,7 @@ def test_norm_forward_equals_float64(kind, width, has_gamma, has_beta, eps):
 @pytest.mark.parametrize("kind, width, has_gamma, has_beta, eps", NORMS)
 def test_norm_backward_is_the_gradient(kind, width, has_gamma, has_beta, eps):
   x, values, gamma, beta = norm_case(width, has_gamma, has_beta)
-  _, stats = definitions.norm_values(values, gamma, beta, kind=kind, eps=eps)
+  _, stats = ops.norm_values(values, gamma, beta, kind=kind, eps=eps)
   dy = gradient((ROWS, width))
   ones, zeros = jnp.ones(width), jnp.zeros(width)
   _, vjp = jax.vjp(
@@ -173,39 +170,16 @@ def test_norm_backward_is_the_gradient(kind, width, has_gamma, has_beta, eps):
     ones if gamma is None else gamma,
     zeros if beta is None else beta,
   )
-  got = definitions.norm_bwd(
-    dy, x, gamma, stats, group_size=GROUP, dtype=jnp.float32
-  )
+  got = ops.norm_bwd(dy, x, gamma, stats, group_size=GROUP, dtype=jnp.float32)
   assert_close(got, vjp(dy))
-  dx, dgamma, dbeta = definitions.norm_bwd(
-    dy, x, gamma, stats, group_size=GROUP
-  )
+  dx, dgamma, dbeta = ops.norm_bwd(dy, x, gamma, stats, group_size=GROUP)
   assert dx.dtype == jnp.bfloat16
   around = gradient((ROWS, width), 5).astype(jnp.bfloat16)
-  total = definitions.norm_bwd(
+  total = ops.norm_bwd(
     dy, x, gamma, stats, group_size=GROUP, dtype=jnp.float32, add=around
   )
   assert_close(total[0], got[0] + around.astype(jnp.float32), 1e-6)
   assert dgamma.dtype == dbeta.dtype == jnp.float32
-
-
-# --- Residual add ------------------------------------------------------------
-
-
-def test_residual_add_rounds_once_and_quantizes_the_sum():
-  x = gradient((ROWS, 43), 1).astype(jnp.bfloat16)
-  y = 0.01 * gradient((ROWS, 43), 2)
-  total = x.astype(jnp.float32) + y
-  got, q = definitions.residual_add_fwd(x, y, group_size=GROUP)
-  assert_same_bits(got, total.astype(jnp.bfloat16))
-  # From the f32 sum: from the BF16 one some codes would differ.
-  want = definitions.quantize_groups(total, group_size=GROUP)
-  assert_same_bits(q, want)
-  rounded = definitions.quantize_groups(got, group_size=GROUP)
-  assert np.any(np.asarray(rounded.qvalue) != np.asarray(q.qvalue))
-  g, g_q = definitions.residual_add_bwd(x, y)
-  assert_same_bits(g, got)
-  assert_codes_stand_for(g_q, total, E5M2)
 
 
 # --- Degenerate groups -------------------------------------------------------
@@ -214,7 +188,7 @@ def test_residual_add_rounds_once_and_quantizes_the_sum():
 def degenerate(names):
   groups = cases.finite_groups(GROUP)
   x = np.stack([groups[name] for name in names])
-  q = definitions.quantize_groups(jnp.asarray(x), group_size=GROUP)
+  q = ops.quantize_groups(jnp.asarray(x), group_size=GROUP)
   return q, qtensor.dequantize(q, group_size=GROUP)
 
 
@@ -228,7 +202,7 @@ TOO_LARGE = {"large", "largest", "huge_ratio"}
 )
 def test_norms_of_degenerate_groups(name, kind):
   x, values = degenerate([name])
-  y, stats = definitions.norm_values(values, None, None, kind=kind, eps=1e-5)
+  y, stats = ops.norm_values(values, None, None, kind=kind, eps=1e-5)
   values64 = np.asarray(values, np.float64)
   want = norm(values64, None, None, kind, 1e-5)
   # Centring cancels: what is left is off by 2^-24 of the group's largest. And
@@ -236,14 +210,12 @@ def test_norms_of_degenerate_groups(name, kind):
   lost = 2.0**-22 * np.max(np.abs(values64)) + oracles.SMALLEST_NORMAL
   limit = 1e-5 * np.max(np.abs(want)) + lost * np.asarray(stats.rstd)
   assert np.max(np.abs(y - want)) <= limit
-  scale = definitions.tensor_scale(y)
-  q = definitions.norm_fwd(x, None, None, stats, scale=scale, group_size=GROUP)
+  scale = ops.tensor_scale(y)
+  q = ops.norm_fwd(x, None, None, stats, scale=scale, group_size=GROUP)
   assert np.all(np.isfinite(q.rows.astype(jnp.float32)))
   assert np.isfinite(q.scale)
   dy = gradient((1, GROUP))
-  got = definitions.norm_bwd(
-    dy, x, None, stats, group_size=GROUP, dtype=jnp.float32
-  )
+  got = ops.norm_bwd(dy, x, None, stats, group_size=GROUP, dtype=jnp.float32)
   assert all(np.all(np.isfinite(leaf)) for leaf in got)
   if name in ("zeros", "one_nonzero"):
     f = functools.partial(norm, gamma=None, beta=None, kind=kind, eps=1e-5)
@@ -251,44 +223,30 @@ def test_norms_of_degenerate_groups(name, kind):
     assert_close(got[0], dx)
 
 
-def test_degenerate_sums_and_operands_are_finite():
-  names = sorted(cases.finite_groups(1))
-  groups = cases.finite_groups(GROUP)
-  x = jnp.stack([groups[name] for name in names])
-  total, q = definitions.residual_add_fwd(
-    x, jnp.zeros(x.shape), group_size=GROUP
-  )
-  error = np.abs(np.asarray(total, np.float64) - np.asarray(x, np.float64))
-  assert np.all(error < oracles.SMALLEST_NORMAL)  # Subnormals may become 0.
-  assert np.all(np.isfinite(qtensor.dequantize(q, group_size=GROUP)))
-  for name, row in zip(names, x, strict=True):
+def test_operands_of_degenerate_rows_are_finite():
+  for name, row in cases.finite_groups(GROUP).items():
     for dtype in (E4M3, E5M2):
-      operand = definitions.quantize_tensor(row[None], dtype=dtype)
+      operand = ops.quantize_tensor(jnp.asarray(row[None]), dtype=dtype)
       assert np.all(np.isfinite(operand.rows.astype(jnp.float32))), name
-  zero = definitions.quantize_tensor(jnp.zeros((4, 8)))
-  ones = definitions.quantize_tensor(jnp.ones((8, 3)), layout="columns")
-  np.testing.assert_array_equal(definitions.linear_fwd(zero, ones), 0)
+  zero = ops.quantize_tensor(jnp.zeros((4, 8)))
+  ones = ops.quantize_tensor(jnp.ones((8, 3)), layout="columns")
+  np.testing.assert_array_equal(ops.linear_fwd(zero, ones), 0)
 
 
 def test_a_nan_comes_out_as_nan():
   x = gradient((2, 32)).at[1, 3].set(jnp.nan)
-  q = definitions.quantize_groups(x, group_size=GROUP)
+  q = ops.quantize_groups(x, group_size=GROUP)
   dy = gradient((2, 32))
-  stats = definitions.norm_values(x, None, None, kind="layer", eps=1e-5)[1]
+  stats = ops.norm_values(x, None, None, kind="layer", eps=1e-5)[1]
   keywords = dict(group_size=GROUP)
-  norm_input = definitions.norm_input(
-    x, None, None, kind="rms", eps=1e-5, **keywords
-  )
-  w = definitions.quantize_tensor(dy.T, layout="columns")
+  norm_input = ops.norm_input(x, None, None, kind="rms", eps=1e-5, **keywords)
+  w = ops.quantize_tensor(dy.T, layout="columns")
   assert_nans(
     norm_input=norm_input[0],
     norm_scale=norm_input[2],
-    norm=definitions.norm_fwd(
-      q, None, None, stats, scale=jnp.float32(1), **keywords
-    ),
-    norm_bwd=definitions.norm_bwd(dy, q, None, stats, **keywords)[0],
-    add=definitions.residual_add_fwd(x, dy, **keywords)[0],
-    linear=definitions.linear_fwd(definitions.quantize_tensor(x), w),
+    norm=ops.norm_fwd(q, None, None, stats, scale=jnp.float32(1), **keywords),
+    norm_bwd=ops.norm_bwd(dy, q, None, stats, **keywords)[0],
+    linear=ops.linear_fwd(ops.quantize_tensor(x), w),
   )
 
 

@@ -9,9 +9,9 @@ from jax.extend.core import jaxprs_in_params
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from coat_jax import ops
-from coat_jax.ops import definitions, nvidia
-from coat_jax.ops.definitions import quantize_tensor
-from coat_jax.ops.types import Operand
+from coat_jax.ops import nvidia, quantize_tensor
+from coat_jax.ops.dispatch import op, supported
+from coat_jax.ops.types import Operand, Unsupported
 from tests.comparing import assert_same_bits
 
 H200 = AbstractMesh((), (), abstract_device=AbstractDevice("H200", 132, "cuda"))
@@ -39,9 +39,9 @@ def primitives(f, *args):
 
 def test_without_a_gpu_an_op_is_its_definition():
   x, w = operands()
-  assert_same_bits(ops.linear_fwd(x, w), definitions.linear_fwd(x, w))
+  assert_same_bits(ops.linear_fwd(x, w), ops.linear_fwd.definition(x, w))
   assert_same_bits(
-    ops.linear_fwd(x, w, implementation="xla"), definitions.linear_fwd(x, w)
+    ops.linear_fwd(x, w, implementation="xla"), ops.linear_fwd.definition(x, w)
   )
   assert "platform_index" not in primitives(ops.linear_fwd, x, w)
 
@@ -89,6 +89,21 @@ def test_what_no_kernel_can_take_is_left_to_xla():
     "linear_fwd: cublas on a GPU, xla elsewhere"
   )
   assert "there is no kernel" in ops.explain(ops.mul_bwd)
+
+
+def test_errors_other_than_a_refusal_surface():
+  traces = []
+
+  def kernel(x):
+    traces.append(x)
+    supported()
+    raise NotImplementedError("Pallas lowers no sort to Triton")
+
+  double = op(triton=kernel)(lambda x: 2 * x)
+  with jax.sharding.use_abstract_mesh(H200):
+    with pytest.raises(NotImplementedError, match="lowers no sort"):
+      jax.jit(double).trace(jnp.ones(3))
+  assert len(traces) == 2  # The dry run, and the trace that raised.
 
 
 def test_a_named_implementation_never_falls_back():
@@ -168,20 +183,21 @@ def attention_arrays(n=4, k=2, t=32, s=32, h=64, dtype=jnp.bfloat16):
   return q, kv, kv
 
 
-def test_cudnn_says_what_it_cannot_attend_to():
-  def reason(causal=True, **shapes):
+def test_cudnn_refuses_what_it_cannot_attend_to():
+  def explain(causal=True, **shapes):
     arrays = attention_arrays(**shapes)
-    return nvidia.attention_fwd_unsupported(*arrays, causal=causal)
+    return ops.explain(ops.attention_fwd, *arrays, causal=causal)
 
-  assert reason() is None
-  assert "float32" in reason(dtype=jnp.float32)
-  assert "multiples of 8 up to 256, got 12" in reason(h=12)
-  assert "got 512" in reason(h=512)
-  assert "as many queries as keys" in reason(s=48)
-  assert reason(s=48, causal=False) is None
+  # A dry run ends before cuDNN is looked for: there is none on this machine.
+  assert explain() == "attention_fwd: cudnn on a GPU, xla elsewhere"
+  assert "float32" in explain(dtype=jnp.float32)
+  assert "multiples of 8 up to 256, got 12" in explain(h=12)
+  assert "got 512" in explain(h=512)
+  assert "as many queries as keys" in explain(s=48)
+  assert "cudnn on a GPU" in explain(s=48, causal=False)
 
 
-def test_products_say_which_results_they_cannot_write():
+def test_cublas_refuses_results_that_it_cannot_write():
   x, w = operands()
-  reason = nvidia.linear_fwd_unsupported(x, w, dtype=jnp.float8_e4m3fn)
-  assert "bfloat16, float16 or float32" in reason
+  with pytest.raises(Unsupported, match="bfloat16, float16 or float32"):
+    nvidia.linear_fwd(x, w, dtype=jnp.float8_e4m3fn)

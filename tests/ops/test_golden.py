@@ -15,8 +15,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from coat_jax import qtensor
-from coat_jax.ops import activation, definitions
+from coat_jax import ops, qtensor
 from coat_jax.qtensor import QTensor
 from tests import golden, oracles
 
@@ -47,7 +46,7 @@ def through_bfloat16(x):
 
 
 def codes_with_scale(values, scale):
-  q = definitions.quantize_tensor(values, scale=jnp.float32(scale))
+  q = ops.quantize_tensor(values, scale=jnp.float32(scale))
   return np.asarray(q.rows).view(np.uint8)
 
 
@@ -58,7 +57,7 @@ def assert_codes_equal(got, want, share=0.999):
 
 
 def normalized(arrays, eps=1e-5):
-  return definitions.norm_values(
+  return ops.norm_values(
     read(arrays["qx"], arrays["sx"]),
     jnp.asarray(arrays["w"]),
     None,
@@ -82,7 +81,7 @@ def test_norm_codes_equal_the_reference(arrays):
 
 def test_silu_codes_equal_the_reference(arrays):
   gate = read(*quantize_as_the_reference(jnp.asarray(arrays["g"])))
-  silu = activation.silu_values(gate)
+  silu = ops.silu_values(gate)
   codes, scales = quantize_as_the_reference(silu)
   assert_codes_equal(codes, arrays["silu_q"])
   assert np.mean(np.float32(scales) == arrays["silu_s"]) >= 0.999
@@ -103,13 +102,13 @@ def test_our_own_operations_lose_no_more_than_the_reference(arrays):
   # compared with the unquantized product of the BF16 inputs: ours (stored
   # scales rounded up, divided by) are as near to it.
   gate, up = jnp.asarray(arrays["g"]), jnp.asarray(arrays["u"])
-  exact = activation.silu_values(gate) * up
-  gate_q, up_q, scale = activation.gate_up_input(
+  exact = ops.silu_values(gate) * up
+  gate_q, up_q, scale = ops.gate_up_input(
     jnp.concatenate([gate, up], axis=-1), group_size=GROUP
   )
-  silu_q = activation.silu_fwd(gate_q, group_size=GROUP)
-  ours = activation.mul_fwd(silu_q, up_q, group_size=GROUP)
-  minimal = activation.silu_mul_fwd(gate_q, up_q, scale=scale, group_size=GROUP)
+  silu_q = ops.silu_fwd(gate_q, group_size=GROUP)
+  ours = ops.mul_fwd(silu_q, up_q, group_size=GROUP)
+  minimal = ops.silu_mul_fwd(gate_q, up_q, scale=scale, group_size=GROUP)
   golden_codes = jnp.asarray(arrays["mul_q"].view(ml_dtypes.float8_e4m3fn))
 
   def error(codes, scale):

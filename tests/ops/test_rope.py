@@ -6,9 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from coat_jax import ops
 from coat_jax.formats import E5M2
 from coat_jax.ops import rope
-from coat_jax.ops.definitions import quantize_tensor
 from tests.comparing import assert_close, assert_same_bits
 
 B, T, H = 2, 5, 6
@@ -25,7 +25,7 @@ def case(n, k, dtype=jnp.float32):
 def test_heads_lie_by_key_head(n, k):
   qkv, _ = case(n, k)
   straight = jnp.ones((T, H // 2)), jnp.zeros((T, H // 2))
-  q, key, v = rope.split_heads(qkv, *straight, num_heads=n, num_kv_heads=k)
+  q, key, v = ops.split_heads(qkv, *straight, num_heads=n, num_kv_heads=k)
   heads = np.asarray(qkv).reshape(B, T, -1, H)
   per_key = n // k + 2
   for i in range(k):
@@ -42,24 +42,24 @@ def test_joining_is_the_transpose_of_splitting(n, k):
   qkv, angles = case(n, k)
 
   def split(qkv):
-    return rope.split_heads(qkv, *angles, num_heads=n, num_kv_heads=k)
+    return ops.split_heads(qkv, *angles, num_heads=n, num_kv_heads=k)
 
   heads, vjp = jax.vjp(split, qkv)
   dheads = jax.tree.map(
     lambda x: jax.random.normal(jax.random.key(1), x.shape), heads
   )
-  assert_close(rope.join_heads(*dheads, *angles), vjp(dheads)[0])
+  assert_close(ops.join_heads(*dheads, *angles), vjp(dheads)[0])
 
 
 def test_values_are_left_as_they_are():
   qkv, angles = case(4, 2, jnp.bfloat16)
-  v = rope.split_heads(qkv, *angles, num_heads=4, num_kv_heads=2)[2]
+  v = ops.split_heads(qkv, *angles, num_heads=4, num_kv_heads=2)[2]
   assert_same_bits(v, qkv.reshape(B, T, 2, 4, H)[:, :, :, 3])
 
 
 def test_the_operand_is_of_what_is_joined():
   qkv, angles = case(4, 2, jnp.bfloat16)
-  heads = rope.split_heads(qkv, *angles, num_heads=4, num_kv_heads=2)
-  joined = rope.join_heads(*heads, *angles)
-  want = quantize_tensor(joined, dtype=E5M2, layout="both")
-  assert_same_bits(rope.join_heads_operand(*heads, *angles), want)
+  heads = ops.split_heads(qkv, *angles, num_heads=4, num_kv_heads=2)
+  joined = ops.join_heads(*heads, *angles)
+  want = ops.quantize_tensor(joined, dtype=E5M2, layout="both")
+  assert_same_bits(ops.join_heads_operand(*heads, *angles), want)

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tests of Triton kernels share: lowering, and comparisons of codes."""
+"""What tests of kernels share: lowering, refusals, comparisons of codes."""
 
 import jax
 import numpy as np
+import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
+from coat_jax.ops.types import Unsupported
 from tests import oracles
 
 
@@ -14,6 +16,11 @@ def lowered_for_h200(fn, *args) -> str:
   with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
     traced = jax.jit(fn).trace(*args)
     return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def refused(reason: str):
+  """Expects that a kernel refuses its arguments for a reason like this."""
+  return pytest.raises(Unsupported, match=reason)
 
 
 def code_bits(codes) -> np.ndarray:

@@ -33,47 +33,39 @@ from jax import Array, lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from coat_jax.codecs.group import GroupCodec, Plain
+from coat_jax.ops.dispatch import supported
+from coat_jax.ops.types import Unsupported
 from coat_jax.pallas.mosaic import moment_codecs, registers
 from coat_jax.pallas.mosaic.moment_codecs import Statistics
 from coat_jax.pallas.mosaic.registers import GROUP_SIZE, ROWS, Instructions
 from coat_jax.stochastic import GOLDEN, mix
 
 
-def adam_update_unsupported(
-  g, resting, key, scalars, *, groups, start=None, whole=None
-) -> str | None:
-  """Why the kernel cannot take these, or None."""
-  del key, start, whole
+def _require(op, resting, scalars, groups, *arrays) -> None:
+  """Raises `Unsupported` for what the kernel cannot take."""
   if scalars.gradient_ratio is not None:
-    return "adam_update: the kernel has no Nesterov momentum"
-  return _unsupported("adam_update", resting, groups, (g,))
-
-
-def adamw_step_unsupported(
-  p, g, resting, keys, scalars, step, *, groups, start=None, whole=None
-) -> str | None:
-  """Why the kernel cannot take these, or None."""
-  del keys, step, start, whole
-  if scalars.gradient_ratio is not None:
-    return "adamw_step: the kernel has no Nesterov momentum"
-  return _unsupported("adamw_step", resting, groups, (p, g))
-
-
-def _unsupported(op, resting, groups, arrays) -> str | None:
+    raise Unsupported(f"{op}: the kernel has no Nesterov momentum")
   shape = resting.mu.codes.shape
   if any(isinstance(codec, Plain) for codec in groups):
-    return f"{op}: moments that are not encoded have no groups"
+    raise Unsupported(f"{op}: moments that are not encoded have no groups")
   if any(codec.group_size != GROUP_SIZE for codec in groups):
-    return f"{op}: the kernel needs groups of 128, got {groups.mu.group_size}"
+    raise Unsupported(
+      f"{op}: the kernel needs groups of 128, got {groups.mu.group_size}"
+    )
   if not shape or shape[-1] % GROUP_SIZE:
-    return f"{op}: the last axis must be a multiple of 128, got shape {shape}"
+    raise Unsupported(
+      f"{op}: the last axis must be a multiple of 128, got shape {shape}"
+    )
   count = resting.mu.codes.size // GROUP_SIZE
   if not count or count % ROWS:
-    return f"{op}: the kernel takes 8 groups at a time, got {count} in {shape}"
+    raise Unsupported(
+      f"{op}: the kernel takes 8 groups at a time, got {count} in {shape}"
+    )
   wrong = {x.dtype.name for x in arrays} - {"float32", "bfloat16"}
   if wrong:
-    return f"{op}: parameters and gradients must be f32 or bf16, got {wrong}"
-  return None
+    raise Unsupported(
+      f"{op}: parameters and gradients must be f32 or bf16, got {wrong}"
+    )
 
 
 def adam_update(
@@ -88,6 +80,8 @@ def adam_update(
   interpret: bool = False,
 ):
   """`adam.adam_update`. With `interpret`, on a CPU, slowly."""
+  _require("adam_update", resting, scalars, groups, g)
+  supported()
   numbers = _adam_numbers(scalars)
   words = _Words(jnp.stack([key, key]), start, whole)
   return _run(numbers, words, g, None, resting, groups, interpret)
@@ -107,6 +101,8 @@ def adamw_step(
   interpret: bool = False,
 ):
   """`adam.adamw_step`. With `interpret`, on a CPU, slowly."""
+  _require("adamw_step", resting, scalars, groups, p, g)
+  supported()
   numbers = dataclasses.replace(
     _adam_numbers(scalars),
     grad_scale=step.grad_scale,

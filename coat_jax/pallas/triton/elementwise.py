@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the kernels of activation functions and of the residual add share.
+"""What the kernels of activation functions share.
 
 Each is elementwise over a matrix [m, n], all leading axes flattened to rows,
 and has a tile of every array in a program.
@@ -14,7 +14,7 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
-from coat_jax.ops.types import Layout
+from coat_jax.ops.types import Layout, Unsupported
 from coat_jax.pallas.triton import ptx, tiles
 from coat_jax.qtensor import QTensor
 
@@ -156,13 +156,12 @@ def split(outputs) -> dict[str, tuple]:
   return {"out_specs": specs, "out_shape": shapes}
 
 
-def values_unsupported(op: str, x: QTensor, group_size: int) -> str | None:
-  """Why a kernel cannot read these 1 x G values, or None."""
+def require_values(op: str, x: QTensor, group_size: int) -> None:
+  """Raises `Unsupported` where a kernel cannot read these 1 x G values."""
   *leading, n = x.qvalue.shape
-  reason = tiles.groups_unsupported(op, x.qvalue.shape, group_size)
-  if reason is None and x.scale.shape != (*leading, n // group_size):
-    return (
+  tiles.require_groups(op, x.qvalue.shape, group_size)
+  if x.scale.shape != (*leading, n // group_size):
+    raise Unsupported(
       f"{op}: the Triton kernel needs a scale per {group_size} values, got "
       f"scales of shape {x.scale.shape} for values of {x.qvalue.shape}"
     )
-  return reason

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GELU from and to FP8: `reference_activation`'s gelu_input and others.
+"""GELU from and to FP8: `ops.gelu_input` and others.
 
   gelu_input         codes and scales of x, amax of y
   gelu_fwd           y = gelu(x), as rows, as columns or as both
@@ -27,14 +27,15 @@ from jax import Array
 from jax.experimental import pallas as pl
 
 from coat_jax.formats import E4M3, E5M2
-from coat_jax.ops.types import Layout, Operand
+from coat_jax.ops.dispatch import supported
+from coat_jax.ops.types import Layout, Operand, Unsupported
 from coat_jax.pallas.triton import ptx, tiles
 from coat_jax.pallas.triton.elementwise import (
   Work,
   pick_row_tile,
   pick_tile,
+  require_values,
   split,
-  values_unsupported,
 )
 from coat_jax.qtensor import QTensor
 
@@ -44,37 +45,28 @@ _CUBIC = 0.044715
 # --- Input -------------------------------------------------------------------
 
 
-def gelu_input_unsupported(
-  x: Array, *, approximate: bool, group_size: int
-) -> str | None:
-  """Why the kernel cannot take these arguments, or None."""
-  op = "gelu_input"
-  return (
-    _function_unsupported(op, approximate)
-    or tiles.dtype_unsupported(op, x.dtype)
-    or tiles.groups_unsupported(op, x.shape, group_size)
-  )
-
-
-def _function_unsupported(op: str, approximate: bool) -> str | None:
-  if approximate:
-    return None
-  return (
-    f"{op}: the Triton kernel has the tanh approximation only, since Pallas "
-    "lowers no erf to Triton; got approximate=False"
-  )
-
-
 def gelu_input(
   x: Array, *, approximate: bool, group_size: int, interpret: bool = False
 ) -> tuple[QTensor, Array]:
-  """`ops.activation.gelu_input`."""
-  del approximate  # see gelu_input_unsupported
+  """`ops.gelu_input`."""
+  op = "gelu_input"
+  _require_tanh(op, approximate)
+  tiles.require_dtype(op, x.dtype)
+  tiles.require_groups(op, x.shape, group_size)
+  supported()
   n = x.shape[-1]
   m = x.size // n
   work = Work(m, n, group_size, pick_row_tile(m, n), interpret)
   x_q, bits = _gelu_input(x, work)
   return x_q, tiles.bits_to_scale(bits)
+
+
+def _require_tanh(op: str, approximate: bool) -> None:
+  if not approximate:
+    raise Unsupported(
+      f"{op}: the Triton kernel has the tanh approximation only, since Pallas "
+      "lowers no erf to Triton; got approximate=False"
+    )
 
 
 @functools.partial(jax.jit, static_argnames="work")
@@ -105,24 +97,6 @@ def _cdf(x: Array, interpret: bool) -> Array:
 # --- Forward -----------------------------------------------------------------
 
 
-def gelu_fwd_unsupported(
-  x: QTensor,
-  *,
-  approximate: bool,
-  scale: Array,
-  group_size: int,
-  layout: Layout = "rows",
-) -> str | None:
-  """Why the kernel cannot take these arguments, or None."""
-  del scale  # any
-  op = "gelu_fwd"
-  return (
-    _function_unsupported(op, approximate)
-    or values_unsupported(op, x, group_size)
-    or tiles.columns_unsupported(op, x.qvalue.shape, layout)
-  )
-
-
 def gelu_fwd(
   x: QTensor,
   *,
@@ -132,8 +106,12 @@ def gelu_fwd(
   layout: Layout = "rows",
   interpret: bool = False,
 ) -> Operand:
-  """`ops.activation.gelu_fwd`."""
-  del approximate  # see gelu_fwd_unsupported
+  """`ops.gelu_fwd`."""
+  op = "gelu_fwd"
+  _require_tanh(op, approximate)
+  require_values(op, x, group_size)
+  tiles.require_columns(op, x.qvalue.shape, layout)
+  supported()
   n = x.qvalue.shape[-1]
   m = x.qvalue.size // n
   tile = pick_row_tile(m, n) if layout == "rows" else pick_tile(m)
@@ -166,27 +144,6 @@ def _fwd_kernel(work, q_ref, scales_ref, scale_ref, rows_ref, columns_ref):
 # --- Backward ----------------------------------------------------------------
 
 
-def gelu_bwd_operands_unsupported(
-  dy: Array,
-  x: QTensor,
-  *,
-  approximate: bool,
-  output_scale: Array,
-  group_size: int,
-) -> str | None:
-  """Why the kernels cannot take these arguments, or None."""
-  del output_scale  # any
-  op = "gelu_bwd_operands"
-  if dy.shape != x.qvalue.shape:
-    return f"{op}: dy must be of x's shape {x.qvalue.shape}, got {dy.shape}"
-  return (
-    _function_unsupported(op, approximate)
-    or tiles.dtype_unsupported(op, dy.dtype)
-    or values_unsupported(op, x, group_size)
-    or tiles.columns_unsupported(op, dy.shape, "both")
-  )
-
-
 def gelu_bwd_operands(
   dy: Array,
   x: QTensor,
@@ -196,8 +153,17 @@ def gelu_bwd_operands(
   group_size: int,
   interpret: bool = False,
 ) -> tuple[Operand, Operand]:
-  """`ops.activation.gelu_bwd_operands`, in two passes."""
-  del approximate  # see gelu_bwd_operands_unsupported
+  """`ops.gelu_bwd_operands`, in two passes."""
+  op = "gelu_bwd_operands"
+  if dy.shape != x.qvalue.shape:
+    raise Unsupported(
+      f"{op}: dy must be of x's shape {x.qvalue.shape}, got {dy.shape}"
+    )
+  _require_tanh(op, approximate)
+  tiles.require_dtype(op, dy.dtype)
+  require_values(op, x, group_size)
+  tiles.require_columns(op, dy.shape, "both")
+  supported()
   n = dy.shape[-1]
   m = dy.size // n
   work = Work(m, n, group_size, pick_row_tile(m, n), interpret)

@@ -17,27 +17,28 @@ import jax
 from jax import Array
 from jax.experimental import pallas as pl
 
+from coat_jax.ops.dispatch import supported
+from coat_jax.ops.types import Unsupported
 from coat_jax.pallas.triton import tiles
 
 # Of a tile; a thread has 64 of them.
 _CODES = 8192
 
 
-def join_columns_unsupported(parts: Array) -> str | None:
-  """Why the kernel cannot take these arguments, or None."""
+def join_columns(parts: Array, *, interpret: bool = False) -> Array:
+  """`ops.join_columns`."""
   op = "join_columns"
   if parts.dtype.itemsize != 1:
-    return f"{op}: the Triton kernel copies FP8 codes, got {parts.dtype}"
+    raise Unsupported(
+      f"{op}: the Triton kernel copies FP8 codes, got {parts.dtype}"
+    )
   if parts.ndim != 3 or parts.shape[1] % 16 or parts.shape[2] % 16:
-    return (
+    raise Unsupported(
       f"{op}: the Triton kernel needs [P, f, k] with f and k multiples of 16, "
       f"got {parts.shape}"
     )
-  return tiles.shape_unsupported(op, parts.shape)
-
-
-def join_columns(parts: Array, *, interpret: bool = False) -> Array:
-  """`ops.definitions.join_columns`."""
+  tiles.require_shape(op, parts.shape)
+  supported()
   return _join(parts, interpret)
 
 

@@ -32,7 +32,8 @@ from jax import Array
 from jax.experimental import pallas as pl
 
 from coat_jax.formats import E4M3
-from coat_jax.ops.types import Layout, NormKind, NormStats, Operand
+from coat_jax.ops.dispatch import supported
+from coat_jax.ops.types import Layout, NormKind, NormStats, Operand, Unsupported
 from coat_jax.pallas.triton import tiles
 from coat_jax.qtensor import QTensor
 
@@ -67,33 +68,6 @@ def pick_tile(m: int, n: int, group_size: int) -> tiles.Tile:
   return tiles.Tile(64, 128, 4)
 
 
-def norm_input_unsupported(
-  x: Array,
-  gamma: Array | None,
-  beta: Array | None,
-  *,
-  kind: NormKind,
-  eps: float,
-  group_size: int,
-) -> str | None:
-  """Why the kernel cannot take these arguments, or None."""
-  del gamma, beta, kind, eps  # any
-  op = "norm_input"
-  return tiles.dtype_unsupported(op, x.dtype) or rows_unsupported(
-    op, x.shape, group_size
-  )
-
-
-def rows_unsupported(op, shape, group_size) -> str | None:
-  """Why rows of this shape cannot be held whole, or None."""
-  if shape and shape[-1] > _MAX_WIDTH:
-    return (
-      f"{op}: the Triton kernel holds rows of at most {_MAX_WIDTH}, got "
-      f"{shape[-1]}"
-    )
-  return tiles.groups_unsupported(op, shape, group_size)
-
-
 def norm_input(
   x: Array,
   gamma: Array | None,
@@ -104,12 +78,25 @@ def norm_input(
   group_size: int,
   interpret: bool = False,
 ) -> tuple[QTensor, NormStats, Array]:
-  """`ops.definitions.norm_input`."""
+  """`ops.norm_input`."""
+  tiles.require_dtype("norm_input", x.dtype)
+  require_rows("norm_input", x.shape, group_size)
+  supported()
   block = pick_input_block(x.shape[-1])
   x_q, stats, bits = _norm_input(
     x, gamma, beta, kind, eps, group_size, block, interpret
   )
   return x_q, stats, tiles.bits_to_scale(bits)
+
+
+def require_rows(op: str, shape: tuple[int, ...], group_size: int) -> None:
+  """Raises `Unsupported` where rows of this shape cannot be held whole."""
+  if shape and shape[-1] > _MAX_WIDTH:
+    raise Unsupported(
+      f"{op}: the Triton kernel holds rows of at most {_MAX_WIDTH}, got "
+      f"{shape[-1]}"
+    )
+  tiles.require_groups(op, shape, group_size)
 
 
 @functools.partial(
@@ -227,24 +214,6 @@ def _normalized(x, mean, rstd, gamma, beta) -> Array:
 # --- Forward -----------------------------------------------------------------
 
 
-def norm_fwd_unsupported(
-  x: QTensor,
-  gamma: Array | None,
-  beta: Array | None,
-  stats: NormStats,
-  *,
-  scale: Array,
-  group_size: int,
-  layout: Layout = "rows",
-) -> str | None:
-  """Why the kernel cannot take these arguments, or None."""
-  del gamma, beta, stats, scale  # any
-  op, shape = "norm_fwd", x.qvalue.shape
-  return tiles.groups_unsupported(
-    op, shape, group_size
-  ) or tiles.columns_unsupported(op, shape, layout)
-
-
 def norm_fwd(
   x: QTensor,
   gamma: Array | None,
@@ -256,7 +225,11 @@ def norm_fwd(
   layout: Layout = "rows",
   interpret: bool = False,
 ) -> Operand:
-  """`ops.definitions.norm_fwd`."""
+  """`ops.norm_fwd`."""
+  op, shape = "norm_fwd", x.qvalue.shape
+  tiles.require_groups(op, shape, group_size)
+  tiles.require_columns(op, shape, layout)
+  supported()
   n = x.qvalue.shape[-1]
   tile = pick_tile(x.qvalue.size // n, n, group_size)
   rows, columns = _norm_fwd(

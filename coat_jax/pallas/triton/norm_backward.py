@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gradient of a norm of FP8 values: `ops.definitions.norm_bwd`, in Triton.
+"""The gradient of a norm of FP8 values: `ops.norm_bwd`, in Triton.
 
   dx = (g - xhat mean(xhat g) - mean(g)) rstd [+ add],  g = gamma dy
   dgamma = sum(dy xhat), dbeta = sum(dy) over rows  ("rms": no means of x and g)
@@ -30,6 +30,7 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
+from coat_jax.ops.dispatch import supported
 from coat_jax.ops.types import NormStats
 from coat_jax.pallas.triton import norm, tiles
 from coat_jax.qtensor import QTensor
@@ -60,25 +61,6 @@ def pick_chunk(m: int, n: int) -> Chunk:
   return Chunk(rows, pl.cdiv(m, 132 * rows), 16, ahead=width <= 4096)
 
 
-def norm_bwd_unsupported(
-  dy: Array,
-  x: QTensor,
-  gamma: Array | None,
-  stats: NormStats,
-  *,
-  group_size: int,
-  dtype: DTypeLike = jnp.bfloat16,
-  add: Array | None = None,
-) -> str | None:
-  """Why the kernel cannot take these arguments, or None."""
-  del gamma, stats  # any
-  op = "norm_bwd"
-  dtypes = [dy.dtype, dtype] + ([] if add is None else [add.dtype])
-  return tiles.dtype_unsupported(op, *dtypes) or norm.rows_unsupported(
-    op, x.qvalue.shape, group_size
-  )
-
-
 def norm_bwd(
   dy: Array,
   x: QTensor,
@@ -90,7 +72,13 @@ def norm_bwd(
   add: Array | None = None,
   interpret: bool = False,
 ) -> tuple[Array, Array, Array]:
-  """`ops.definitions.norm_bwd`."""
+  """`ops.norm_bwd`."""
+  op = "norm_bwd"
+  tiles.require_dtype(op, dy.dtype, dtype)
+  if add is not None:
+    tiles.require_dtype(op, add.dtype)
+  norm.require_rows(op, x.qvalue.shape, group_size)
+  supported()
   n = dy.shape[-1]
   chunk = pick_chunk(dy.size // n, n)
   return _norm_bwd(

@@ -36,6 +36,7 @@ from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
 from coat_jax.formats import E4M3
+from coat_jax.ops.dispatch import supported
 from coat_jax.ops.types import Layout, Operand
 from coat_jax.pallas.triton import tiles
 from coat_jax.qtensor import QTensor
@@ -67,17 +68,6 @@ def pick_tile(m: int, n: int) -> tiles.Tile:
 # --- Per group ---------------------------------------------------------------
 
 
-def quantize_groups_unsupported(
-  x: Array, *, group_size: int, dtype: DTypeLike = E4M3
-) -> str | None:
-  """Why the kernel cannot take these arguments, or None."""
-  del dtype  # both formats
-  op = "quantize_groups"
-  return tiles.dtype_unsupported(op, x.dtype) or tiles.groups_unsupported(
-    op, x.shape, group_size
-  )
-
-
 def quantize_groups(
   x: Array,
   *,
@@ -85,7 +75,11 @@ def quantize_groups(
   dtype: DTypeLike = E4M3,
   interpret: bool = False,
 ) -> QTensor:
-  """`ops.definitions.quantize_groups`."""
+  """`ops.quantize_groups`."""
+  op = "quantize_groups"
+  tiles.require_dtype(op, x.dtype)
+  tiles.require_groups(op, x.shape, group_size)
+  supported()
   tile = pick_flat(x.size)
   return _quantize_groups(x, group_size, jnp.dtype(dtype), tile, interpret)
 
@@ -129,21 +123,14 @@ def _groups_kernel(x_ref, q_ref, scale_ref, *, elements, group_size, dtype):
 # --- Per tensor --------------------------------------------------------------
 
 
-def tensor_scale_unsupported(
-  x: Array, *, dtype: DTypeLike = E4M3
-) -> str | None:
-  """Why the kernel cannot take these arguments, or None."""
-  del dtype  # both formats
-  op = "tensor_scale"
-  return tiles.dtype_unsupported(op, x.dtype) or tiles.shape_unsupported(
-    op, x.shape
-  )
-
-
 def tensor_scale(
   x: Array, *, dtype: DTypeLike = E4M3, interpret: bool = False
 ) -> Array:
   """`ops.tensor_scale`: maxima of tiles, then XLA's maximum of them."""
+  op = "tensor_scale"
+  tiles.require_dtype(op, x.dtype)
+  tiles.require_shape(op, x.shape)
+  supported()
   bits = _tensor_amax(x, pick_amax(x.size), interpret)
   return tiles.bits_to_scale(bits, dtype)
 
@@ -168,23 +155,6 @@ def _amax_kernel(x_ref, bits_ref, *, elements):
   tiles.store_scalar(bits_ref, tiles.amax_bits(tiles.load(x_ref, mask)))
 
 
-def quantize_tensor_unsupported(
-  x: Array,
-  *,
-  dtype: DTypeLike = E4M3,
-  scale: Array | None = None,
-  layout: Layout = "rows",
-) -> str | None:
-  """Why the kernel cannot take these arguments, or None."""
-  del dtype, scale  # both formats, any scale
-  op = "quantize_tensor"
-  return (
-    tiles.dtype_unsupported(op, x.dtype)
-    or tiles.shape_unsupported(op, x.shape)
-    or tiles.columns_unsupported(op, x.shape, layout)
-  )
-
-
 def quantize_tensor(
   x: Array,
   *,
@@ -193,7 +163,12 @@ def quantize_tensor(
   layout: Layout = "rows",
   interpret: bool = False,
 ) -> Operand:
-  """`ops.definitions.quantize_tensor`."""
+  """`ops.quantize_tensor`."""
+  op = "quantize_tensor"
+  tiles.require_dtype(op, x.dtype)
+  tiles.require_shape(op, x.shape)
+  tiles.require_columns(op, x.shape, layout)
+  supported()
   if scale is None:
     scale = tensor_scale(x, dtype=dtype, interpret=interpret)
   dtype = jnp.dtype(dtype)

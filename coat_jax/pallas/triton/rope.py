@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Heads taken apart and rotated, and put together again, in Triton.
 
-`ops.rope.split_heads` and `join_heads`. A program has the columns of one
+`ops.split_heads` and `join_heads`. A program has the columns of one
 key head, R = N / K queries, a key and a value, for some rows, and moves them in
 halves of a head: the pairs that are rotated are one in each.
 
@@ -27,16 +27,9 @@ from jax import Array
 from jax.experimental import pallas as pl
 
 from coat_jax.formats import E5M2
-from coat_jax.ops.types import Operand
+from coat_jax.ops.dispatch import supported
+from coat_jax.ops.types import Operand, Unsupported
 from coat_jax.pallas.triton import ptx, tiles
-
-
-def split_heads_unsupported(
-  qkv: Array, cos: Array, sin: Array, *, num_heads: int, num_kv_heads: int
-) -> str | None:
-  """Why the kernel cannot take these arguments, or None."""
-  del sin, num_heads, num_kv_heads
-  return _unsupported("split_heads", qkv, cos)
 
 
 def split_heads(
@@ -48,7 +41,9 @@ def split_heads(
   num_kv_heads: int,
   interpret: bool = False,
 ) -> tuple[Array, Array, Array]:
-  """`ops.rope.split_heads`."""
+  """`ops.split_heads`."""
+  _require_heads("split_heads", qkv, cos)
+  supported()
   return _split_heads(qkv, cos, sin, num_heads, num_kv_heads, interpret)
 
 
@@ -86,14 +81,6 @@ def _split_kernel(qkv_ref, cos_ref, sin_ref, q_ref, k_ref, v_ref, *, r, h):
   _move(qkv_ref, r + 1, v_ref, 0, h)
 
 
-def join_heads_unsupported(
-  dq: Array, dk: Array, dv: Array, cos: Array, sin: Array
-) -> str | None:
-  """Why the kernel cannot take these arguments, or None."""
-  del dk, dv, sin
-  return _unsupported("join_heads", dq, cos)
-
-
 def join_heads(
   dq: Array,
   dk: Array,
@@ -103,7 +90,9 @@ def join_heads(
   *,
   interpret: bool = False,
 ) -> Array:
-  """`ops.rope.join_heads`."""
+  """`ops.join_heads`."""
+  _require_heads("join_heads", dq, cos)
+  supported()
   return _join_heads(dq, dk, dv, cos, sin, interpret)
 
 
@@ -134,20 +123,6 @@ def _join_kernel(dq_ref, dk_ref, dv_ref, cos_ref, sin_ref, out_ref, *, r, h):
   _move(dv_ref, 0, out_ref, r + 1, h)
 
 
-def join_heads_operand_unsupported(
-  dq: Array, dk: Array, dv: Array, cos: Array, sin: Array
-) -> str | None:
-  """Why the kernel cannot take these arguments, or None."""
-  del dk, dv, sin
-  reason = _unsupported("join_heads_operand", dq, cos)
-  if reason is None and dq.shape[1] % 16:
-    return (
-      "join_heads_operand: sequences must be multiples of 16 for columns, got "
-      f"{dq.shape[1]}"
-    )
-  return reason
-
-
 @dataclasses.dataclass(frozen=True)
 class Share:
   """A program's rows of one key head's columns, and the warps on it."""
@@ -165,8 +140,14 @@ def join_heads_operand(
   *,
   interpret: bool = False,
 ) -> Operand:
-  """`ops.rope.join_heads_operand`."""
-  t = dq.shape[1]
+  """`ops.join_heads_operand`."""
+  op, t = "join_heads_operand", dq.shape[1]
+  _require_heads(op, dq, cos)
+  if t % 16:
+    raise Unsupported(
+      f"{op}: sequences must be multiples of 16 for columns, got {t}"
+    )
+  supported()
   amax, codes = Share(_rows(t, 32), 4), Share(_rows(t, 32), 8)
   return _join_heads_operand(dq, dk, dv, cos, sin, amax, codes, interpret)
 
@@ -285,17 +266,18 @@ def _specs(t: int, r: int, h: int, rows: int):
   )
 
 
-def _unsupported(op: str, x: Array, cos: Array) -> str | None:
+def _require_heads(op: str, x: Array, cos: Array) -> None:
+  """Raises `Unsupported` for heads or a sequence that are not whole tiles."""
   t, half = cos.shape
   if half & (half - 1) or half < 8:
-    return (
+    raise Unsupported(
       f"{op}: head sizes must be powers of two from 16 for the Triton kernel, "
       f"got {2 * half}"
     )
   if t % 8:
-    return (
+    raise Unsupported(
       f"{op}: sequences must be multiples of 8 for the Triton kernel, got {t}"
     )
   if x.size > tiles.MAX_ELEMENTS:
-    return f"{op}: arrays must be below 2^31 values, got {x.size}"
-  return tiles.dtype_unsupported(op, x.dtype)
+    raise Unsupported(f"{op}: arrays must be below 2^31 values, got {x.size}")
+  tiles.require_dtype(op, x.dtype)

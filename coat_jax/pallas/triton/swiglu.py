@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SwiGLU from and to FP8: `reference_activation`'s gate_up_input and others.
+"""SwiGLU from and to FP8: `ops.gate_up_input` and others.
 
   gate_up_input          codes and scales of gate and of up, amax of the product
   silu_mul_fwd           silu(gate) up, as rows, as columns or as both
@@ -36,38 +36,35 @@ from jax import Array
 from jax.experimental import pallas as pl
 
 from coat_jax.formats import E4M3, E5M2
-from coat_jax.ops.types import Layout, Operand
+from coat_jax.ops.dispatch import supported
+from coat_jax.ops.types import Layout, Operand, Unsupported
 from coat_jax.pallas.triton import ptx, tiles
 from coat_jax.pallas.triton.elementwise import (
   Work,
   pick_amax_tile,
   pick_row_tile,
   pick_tile,
+  require_values,
   split,
-  values_unsupported,
 )
 from coat_jax.qtensor import QTensor
 
 # --- Input -------------------------------------------------------------------
 
 
-def gate_up_input_unsupported(gate_up: Array, *, group_size: int) -> str | None:
-  """Why the kernel cannot take these arguments, or None."""
-  op, (*leading, n) = "gate_up_input", gate_up.shape
-  if n % 2:
-    return f"{op}: gate and up must be of one width, got {n} for both"
-  return (
-    tiles.dtype_unsupported(op, gate_up.dtype)
-    or tiles.groups_unsupported(op, (*leading, n // 2), group_size)
-    or tiles.shape_unsupported(op, gate_up.shape)
-  )
-
-
 def gate_up_input(
   gate_up: Array, *, group_size: int, interpret: bool = False
 ) -> tuple[QTensor, QTensor, Array]:
-  """`ops.activation.gate_up_input`."""
-  n = gate_up.shape[-1]
+  """`ops.gate_up_input`."""
+  op, (*leading, n) = "gate_up_input", gate_up.shape
+  if n % 2:
+    raise Unsupported(
+      f"{op}: gate and up must be of one width, got {n} for both"
+    )
+  tiles.require_dtype(op, gate_up.dtype)
+  tiles.require_groups(op, (*leading, n // 2), group_size)
+  tiles.require_shape(op, gate_up.shape)
+  supported()
   m, f = gate_up.size // n, n // 2
   work = Work(m, f, group_size, pick_row_tile(m, f), interpret)
   gate, up, bits = _gate_up_input(gate_up, work)
@@ -103,33 +100,6 @@ def _input_kernel(
 # --- Forward -----------------------------------------------------------------
 
 
-def silu_mul_fwd_unsupported(
-  gate: QTensor,
-  up: QTensor,
-  *,
-  scale: Array,
-  group_size: int,
-  layout: Layout = "rows",
-) -> str | None:
-  """Why the kernel cannot take these arguments, or None."""
-  del scale  # any
-  op = "silu_mul_fwd"
-  return _gate_and_up_unsupported(
-    op, gate, up, group_size
-  ) or tiles.columns_unsupported(op, gate.qvalue.shape, layout)
-
-
-def _gate_and_up_unsupported(op, gate, up, group_size) -> str | None:
-  if gate.qvalue.shape != up.qvalue.shape:
-    return (
-      f"{op}: gate and up must be of one shape, got {gate.qvalue.shape} and "
-      f"{up.qvalue.shape}"
-    )
-  return values_unsupported(op, gate, group_size) or values_unsupported(
-    op, up, group_size
-  )
-
-
 def silu_mul_fwd(
   gate: QTensor,
   up: QTensor,
@@ -139,13 +109,27 @@ def silu_mul_fwd(
   layout: Layout = "rows",
   interpret: bool = False,
 ) -> Operand:
-  """`ops.activation.silu_mul_fwd`."""
+  """`ops.silu_mul_fwd`."""
+  op = "silu_mul_fwd"
+  _require_gate_and_up(op, gate, up, group_size)
+  tiles.require_columns(op, gate.qvalue.shape, layout)
+  supported()
   f = gate.qvalue.shape[-1]
   m = gate.qvalue.size // f
   tile = pick_row_tile(m, f) if layout == "rows" else pick_tile(m)
   work = Work(m, f, group_size, tile, interpret)
   rows, columns = _silu_mul_fwd(gate, up, scale, layout, work)
   return Operand(rows, columns, scale)
+
+
+def _require_gate_and_up(op, gate, up, group_size) -> None:
+  if gate.qvalue.shape != up.qvalue.shape:
+    raise Unsupported(
+      f"{op}: gate and up must be of one shape, got {gate.qvalue.shape} and "
+      f"{up.qvalue.shape}"
+    )
+  require_values(op, gate, group_size)
+  require_values(op, up, group_size)
 
 
 @functools.partial(jax.jit, static_argnames=("layout", "work"))
@@ -184,29 +168,6 @@ def _fwd_kernel(
 # --- Backward ----------------------------------------------------------------
 
 
-def silu_mul_bwd_operands_unsupported(
-  dy: Array,
-  gate: QTensor,
-  up: QTensor,
-  *,
-  product_scale: Array,
-  group_size: int,
-) -> str | None:
-  """Why the kernels cannot take these arguments, or None."""
-  del product_scale  # any
-  op, (*leading, f) = "silu_mul_bwd_operands", dy.shape
-  if dy.shape != gate.qvalue.shape:
-    return (
-      f"{op}: dy must be of gate's shape {gate.qvalue.shape}, got {dy.shape}"
-    )
-  return (
-    tiles.dtype_unsupported(op, dy.dtype)
-    or _gate_and_up_unsupported(op, gate, up, group_size)
-    or tiles.columns_unsupported(op, dy.shape, "both")
-    or tiles.shape_unsupported(op, (*leading, 2 * f))
-  )
-
-
 def silu_mul_bwd_operands(
   dy: Array,
   gate: QTensor,
@@ -216,8 +177,17 @@ def silu_mul_bwd_operands(
   group_size: int,
   interpret: bool = False,
 ) -> tuple[Operand, Operand]:
-  """`ops.activation.silu_mul_bwd_operands`, in two passes."""
-  f = dy.shape[-1]
+  """`ops.silu_mul_bwd_operands`, in two passes."""
+  op, (*leading, f) = "silu_mul_bwd_operands", dy.shape
+  if dy.shape != gate.qvalue.shape:
+    raise Unsupported(
+      f"{op}: dy must be of gate's shape {gate.qvalue.shape}, got {dy.shape}"
+    )
+  tiles.require_dtype(op, dy.dtype)
+  _require_gate_and_up(op, gate, up, group_size)
+  tiles.require_columns(op, dy.shape, "both")
+  tiles.require_shape(op, (*leading, 2 * f))
+  supported()
   m = dy.size // f
   work = Work(m, f, group_size, pick_amax_tile(m), interpret)
   scale = tiles.bits_to_scale(_gradients_amax(dy, gate, up, work), E5M2)

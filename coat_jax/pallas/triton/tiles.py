@@ -16,6 +16,7 @@ stores take the mask of `inside`.
 """
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +26,7 @@ from jax.experimental.pallas import triton as plt
 from jax.typing import DTypeLike
 
 from coat_jax.formats import E4M3, qmax
-from coat_jax.ops.types import Layout
+from coat_jax.ops.types import Layout, Unsupported
 from coat_jax.qtensor import amax_to_scale, bits_to_amax
 
 # The index of a value, and of one beyond the end in the last block, is int32.
@@ -254,58 +255,51 @@ def compiler_params(warps: int) -> plt.CompilerParams:
   return plt.CompilerParams(num_warps=warps, num_stages=1)
 
 
-# --- What kernels cannot take ------------------------------------------------
+# --- What kernels cannot take: each of these raises `Unsupported` -------------
 
 
-def shape_unsupported(op: str, shape: tuple[int, ...]) -> str | None:
-  """Why a kernel cannot take arrays [..., n] of this shape, or None."""
-  size = 1
-  for axis in shape:
-    size *= axis
+def require_shape(op: str, shape: tuple[int, ...]) -> None:
+  """Arrays [..., n] of this shape."""
+  size = math.prod(shape)
   if not shape or shape[-1] % 16 or not size:
-    return (
+    raise Unsupported(
       f"{op}: the last axis must be a multiple of 16 and no axis empty for the "
       f"Triton kernel, got {shape}"
     )
   if size > MAX_ELEMENTS:
-    return f"{op}: the Triton kernel indexes in int32, got shape {shape}"
-  return None
+    raise Unsupported(
+      f"{op}: the Triton kernel indexes in int32, got shape {shape}"
+    )
 
 
-def groups_unsupported(
-  op: str, shape: tuple[int, ...], group_size: int
-) -> str | None:
-  """Why a kernel cannot take groups of this size along the last axis."""
+def require_groups(op: str, shape: tuple[int, ...], group_size: int) -> None:
+  """Arrays of this shape in groups of this size along the last axis."""
   if group_size not in GROUP_SIZES:
-    return (
+    raise Unsupported(
       f"{op}: the Triton kernel has groups of {GROUP_SIZES}, got {group_size}"
     )
   if shape and shape[-1] % group_size:
-    return (
+    raise Unsupported(
       f"{op}: the last axis must be a multiple of the group size {group_size} "
       f"for the Triton kernel, got {shape[-1]}"
     )
-  return shape_unsupported(op, shape)
+  require_shape(op, shape)
 
 
-def dtype_unsupported(op: str, *dtypes: DTypeLike) -> str | None:
-  """Why a kernel cannot read arrays of these dtypes, or None."""
+def require_dtype(op: str, *dtypes: DTypeLike) -> None:
+  """Arrays of these dtypes, read or written unquantized."""
   for dtype in dtypes:
     if dtype not in (jnp.bfloat16, jnp.float32):
-      return f"{op}: the Triton kernel reads bfloat16 and float32, got {dtype}"
-  return None
+      raise Unsupported(
+        f"{op}: the Triton kernel reads bfloat16 and float32, got {dtype}"
+      )
 
 
-def columns_unsupported(
-  op: str, shape: tuple[int, ...], layout: str
-) -> str | None:
-  """Why a kernel cannot write this layout of [..., n], or None."""
-  rows = 1
-  for axis in shape[:-1]:
-    rows *= axis
+def require_columns(op: str, shape: tuple[int, ...], layout: Layout) -> None:
+  """An operand of [..., n] in this layout."""
+  rows = math.prod(shape[:-1])
   if layout != "rows" and rows % 16:
-    return (
+    raise Unsupported(
       f"{op}: the Triton kernel writes columns of a multiple of 16 rows, got "
       f"{rows}"
     )
-  return None

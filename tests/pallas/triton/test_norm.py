@@ -7,14 +7,13 @@ f32's rounding of such sums, and of codes that follow from them a share.
 """
 
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from coat_jax.ops import definitions
+from coat_jax import ops
 from coat_jax.ops.types import NormStats
 from coat_jax.pallas.triton import norm, norm_backward, tiles
 from coat_jax.pallas.triton.tiles import Tile
@@ -25,6 +24,7 @@ from tests.pallas.kernels import (
   assert_same_codes,
   assert_same_groups,
   lowered_for_h200,
+  refused,
 )
 
 BF16, F32 = jnp.bfloat16, jnp.float32
@@ -80,7 +80,7 @@ def assert_same_stats(actual, expected):
 def test_input_is_the_definitions(shape, dtype, group_size, kind):
   x, gamma, beta, options = inputs(shape, kind, dtype, group_size)
   actual = interpret(norm.norm_input, x, gamma, beta, **options)
-  x_q, stats, scale = run(definitions.norm_input, x, gamma, beta, **options)
+  x_q, stats, scale = run(ops.norm_input.definition, x, gamma, beta, **options)
   assert_same_groups(actual[0], x_q)
   assert_same_stats(actual[1], stats)
   np.testing.assert_allclose(actual[2], scale, rtol=1e-6)
@@ -97,7 +97,7 @@ def test_input_without_gamma_or_beta(given):
   _, stats, bits = norm._norm_input(
     x, gamma, beta, "layer", EPS, 16, norm.RowBlock(4, 1), True
   )
-  _, expected, scale = run(definitions.norm_input, x, gamma, beta, **options)
+  _, expected, scale = run(ops.norm_input.definition, x, gamma, beta, **options)
   assert_same_stats(stats, expected)
   np.testing.assert_allclose(tiles.bits_to_scale(bits), scale, rtol=1e-6)
 
@@ -110,7 +110,9 @@ def test_input_of_degenerate_rows(kind):
     del groups[name]
   x, options = np.stack(list(groups.values())), inputs((1, 48), kind)[-1]
   actual = interpret(norm.norm_input, jnp.asarray(x), None, None, **options)
-  expected = run(definitions.norm_input, jnp.asarray(x), None, None, **options)
+  expected = run(
+    ops.norm_input.definition, jnp.asarray(x), None, None, **options
+  )
   assert_same_groups(actual[0], expected[0])
   if kind == "layer":
     # A constant's variance is the rounding of its mean, squared.
@@ -130,7 +132,9 @@ def test_input_with_nan():
   x = np.concatenate([x, cases.activations((5, 48))])
   _, _, _, options = inputs((1, 48), "rms")
   actual = interpret(norm.norm_input, jnp.asarray(x), None, None, **options)
-  expected = run(definitions.norm_input, jnp.asarray(x), None, None, **options)
+  expected = run(
+    ops.norm_input.definition, jnp.asarray(x), None, None, **options
+  )
   assert_same_groups(actual[0], expected[0])
   assert_same_stats(actual[1], expected[1])
   assert np.isnan(actual[2]) and np.isnan(expected[2])
@@ -149,11 +153,11 @@ def test_input_with_nan():
 )
 def test_forward_is_the_definitions(shape, kind, layout, group_size):
   x, gamma, beta, options = inputs(shape, kind, F32, group_size)
-  x_q, stats, scale = run(definitions.norm_input, x, gamma, beta, **options)
+  x_q, stats, scale = run(ops.norm_input.definition, x, gamma, beta, **options)
   # Some values beyond qmax.
   args = dict(scale=scale * 0.8, group_size=group_size, layout=layout)
   actual = interpret(norm.norm_fwd, x_q, gamma, beta, stats, **args)
-  expected = run(definitions.norm_fwd, x_q, gamma, beta, stats, **args)
+  expected = run(ops.norm_fwd.definition, x_q, gamma, beta, stats, **args)
   for name in ("rows", "columns"):
     a, e = getattr(actual, name), getattr(expected, name)
     assert (a is None) == (e is None)
@@ -165,12 +169,12 @@ def test_forward_is_the_definitions(shape, kind, layout, group_size):
 @pytest.mark.parametrize("down", [True, False])
 def test_forward_without_gamma_or_beta(down):
   x, _, _, options = inputs((48, 80), "layer")
-  x_q, stats, scale = run(definitions.norm_input, x, None, None, **options)
+  x_q, stats, scale = run(ops.norm_input.definition, x, None, None, **options)
   rows, columns = norm._norm_fwd(
     x_q, None, None, stats, scale, 16, "both", Tile(32, 32, 1, down), True
   )
   expected = run(
-    definitions.norm_fwd,
+    ops.norm_fwd.definition,
     x_q,
     None,
     None,
@@ -185,7 +189,7 @@ def test_forward_without_gamma_or_beta(down):
 
 def gradients(shape, kind, group_size=16, dtype=BF16):
   x, gamma, beta, options = inputs(shape, kind, group_size=group_size)
-  x_q, stats, _ = run(definitions.norm_input, x, gamma, beta, **options)
+  x_q, stats, _ = run(ops.norm_input.definition, x, gamma, beta, **options)
   dy = jnp.asarray(np.random.default_rng(1).normal(size=shape), dtype)
   return dy, x_q, gamma, stats
 
@@ -218,7 +222,7 @@ def test_backward_is_the_definitions(shape, group_size, chunk, kind):
     True,
   )
   expected = run(
-    definitions.norm_bwd,
+    ops.norm_bwd.definition,
     dy,
     x_q,
     gamma,
@@ -237,7 +241,7 @@ def test_backward_in_bf16_without_gamma_or_add(kind):
   actual = interpret(
     norm_backward.norm_bwd, dy, x_q, None, stats, group_size=16
   )
-  expected = run(definitions.norm_bwd, dy, x_q, None, stats, group_size=16)
+  expected = run(ops.norm_bwd.definition, dy, x_q, None, stats, group_size=16)
   assert actual[0].dtype == BF16
   # One ulp of BF16 where f32 differs in its last bits.
   np.testing.assert_allclose(
@@ -265,27 +269,21 @@ def test_picks_are_powers_of_two_and_few_partial_sums(n):
   ],
   ids=str,
 )
-def test_what_kernels_cannot_take_is_said(shape, group_size, reason):
+def test_norm_kernels_refuse(shape, group_size, reason):
   x = jnp.zeros(shape)
   x_q = QTensor(x.astype(jnp.float8_e4m3fn), x[:, :1])
   stats = NormStats(None, x[:, 0])
-  why = norm.norm_input_unsupported(
-    x, None, None, kind="rms", eps=EPS, group_size=group_size
-  )
-  assert re.search(reason, why)
-  why = norm_backward.norm_bwd_unsupported(
-    x, x_q, None, stats, group_size=group_size
-  )
-  assert re.search(reason, why)
+  with refused(reason):
+    norm.norm_input(x, None, None, kind="rms", eps=EPS, group_size=group_size)
+  with refused(reason):
+    norm_backward.norm_bwd(x, x_q, None, stats, group_size=group_size)
 
 
-def test_columns_of_few_rows_are_refused():
+def test_norm_kernel_refuses_columns_of_few_rows():
   x = jnp.zeros((3, 48), jnp.float8_e4m3fn)
   args = QTensor(x, x[:, :3]), None, None, NormStats(None, x[:, 0])
-  options = dict(scale=jnp.float32(1), group_size=16)
-  why = norm.norm_fwd_unsupported(*args, **options, layout="columns")
-  assert "multiple of 16 rows, got 3" in why
-  assert norm.norm_fwd_unsupported(*args, **options) is None
+  with refused("multiple of 16 rows, got 3"):
+    norm.norm_fwd(*args, scale=jnp.float32(1), group_size=16, layout="columns")
 
 
 def specs(m, n, kind, group_size=16):
@@ -327,7 +325,7 @@ def test_lowers_to_triton(kind):
 def test_on_a_gpu(shape, kind):
   x, gamma, beta, options = inputs(shape, kind)
   x_q, stats, scale = run(
-    definitions.norm_input, x, gamma, beta, jit=jax.jit, **options
+    ops.norm_input.definition, x, gamma, beta, jit=jax.jit, **options
   )
   made = norm.norm_input(x, gamma, beta, **options)
   assert_same_codes(made[0].qvalue, x_q.qvalue, 0.9999)
@@ -337,7 +335,7 @@ def test_on_a_gpu(shape, kind):
   args = dict(scale=scale, group_size=16, layout="both")
   actual = norm.norm_fwd(x_q, gamma, beta, stats, **args)
   expected = run(
-    definitions.norm_fwd, x_q, gamma, beta, stats, jit=jax.jit, **args
+    ops.norm_fwd.definition, x_q, gamma, beta, stats, jit=jax.jit, **args
   )
   assert_same_codes(actual.rows, expected.rows, 0.999)
   assert_same_codes(actual.columns, expected.columns, 0.999)
@@ -345,5 +343,5 @@ def test_on_a_gpu(shape, kind):
   args = dict(group_size=16, add=x, dtype=F32)
   assert_close(
     norm_backward.norm_bwd(dy, x_q, gamma, stats, **args),
-    run(definitions.norm_bwd, dy, x_q, gamma, stats, jit=jax.jit, **args),
+    run(ops.norm_bwd.definition, dy, x_q, gamma, stats, jit=jax.jit, **args),
   )

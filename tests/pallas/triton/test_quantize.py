@@ -7,15 +7,14 @@ same way too, but XLA may choose another one: see the share of codes there.
 """
 
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from coat_jax import ops
 from coat_jax.formats import E4M3, E5M2
-from coat_jax.ops import definitions
 from coat_jax.pallas.triton import quantize
 from coat_jax.pallas.triton.quantize import Flat
 from coat_jax.pallas.triton.tiles import Tile
@@ -25,6 +24,7 @@ from tests.pallas.kernels import (
   assert_same_groups,
   assert_same_operand,
   lowered_for_h200,
+  refused,
 )
 
 BF16, F32 = jnp.bfloat16, jnp.float32
@@ -57,7 +57,7 @@ def test_groups_are_the_definitions(x, group_size, size, dtype):
     x, group_size, jnp.dtype(E4M3), Flat(size, 1), True
   )
   assert_same_groups(
-    actual, definitions.quantize_groups(x, group_size=group_size)
+    actual, ops.quantize_groups.definition(x, group_size=group_size)
   )
 
 
@@ -77,7 +77,7 @@ def test_groups_in_e5m2():
   x = jnp.asarray(awkward(64))
   args = dict(group_size=32, dtype=E5M2)
   actual = quantize.quantize_groups(x, **args, interpret=True)
-  assert_same_groups(actual, definitions.quantize_groups(x, **args))
+  assert_same_groups(actual, ops.quantize_groups.definition(x, **args))
 
 
 @pytest.mark.parametrize("dtype", [BF16, F32])
@@ -104,7 +104,7 @@ def test_scale_of_a_tensor_is_the_definitions(x, dtype):
     assert float(amax) == float(expected.astype(F32))
   np.testing.assert_array_equal(
     quantize.tensor_scale(x, dtype=E5M2, interpret=True),
-    definitions.tensor_scale(x, dtype=E5M2),
+    ops.tensor_scale.definition(x, dtype=E5M2),
   )
 
 
@@ -113,7 +113,7 @@ def test_scale_of_a_tensor_is_the_definitions(x, dtype):
 @pytest.mark.parametrize("shape", [(48, 80), (2, 8, 176)], ids=str)
 def test_operand_is_the_definitions(shape, dtype, layout):
   x = jnp.asarray(cases.activations(shape), dtype)
-  expected = definitions.quantize_tensor(x, layout=layout)
+  expected = ops.quantize_tensor.definition(x, layout=layout)
   actual = quantize.quantize_tensor(x, layout=layout, interpret=True)
   assert_same_operand(actual, expected)
 
@@ -125,7 +125,7 @@ def test_tiles_reach_over_both_edges(shape, down):
   x = cases.activations(shape)
   x[1, ::3], x[-1, 5], x[3, -1] = np.inf, np.nan, -np.inf
   x, scale = jnp.asarray(x), jnp.float32(0.01)
-  expected = definitions.quantize_tensor(
+  expected = ops.quantize_tensor.definition(
     x, scale=scale, dtype=E5M2, layout="both"
   )
   rows, columns = quantize._quantize_tiles(
@@ -140,59 +140,43 @@ def test_given_scale_saturates_in_e4m3():
   scale = jnp.float32(1e-3)
   assert_same_operand(
     quantize.quantize_tensor(x, scale=scale, interpret=True),
-    definitions.quantize_tensor(x, scale=scale),
+    ops.quantize_tensor.definition(x, scale=scale),
   )
 
 
 @pytest.mark.parametrize(
-  "why, reason",
+  "kernel, reason",
   [
     (
-      lambda x: quantize.quantize_groups_unsupported(x, group_size=8),
+      lambda x: quantize.quantize_groups(x, group_size=8),
       r"groups of \(16, 32, 64, 128\), got 8",
     ),
     (
-      lambda x: quantize.quantize_groups_unsupported(x, group_size=32),
+      lambda x: quantize.quantize_groups(x, group_size=32),
       "multiple of the group size 32 .* got 48",
     ),
     (
-      lambda x: quantize.quantize_groups_unsupported(
-        x.astype(jnp.float16), group_size=16
-      ),
+      lambda x: quantize.quantize_groups(x.astype(jnp.float16), group_size=16),
       "float16",
     ),
+    (lambda x: quantize.quantize_tensor(x[:, :40]), "multiple of 16 .* got"),
     (
-      lambda x: quantize.quantize_tensor_unsupported(x[:, :40]),
-      "multiple of 16 .* got",
-    ),
-    (
-      lambda x: quantize.quantize_tensor_unsupported(x[:3], layout="columns"),
+      lambda x: quantize.quantize_tensor(x[:3], layout="columns"),
       "multiple of 16 rows, got 3",
     ),
-    (lambda x: quantize.tensor_scale_unsupported(x[:0]), "no axis empty"),
-    (lambda x: quantize.tensor_scale_unsupported(x[0, 0]), r"got \(\)"),
+    (lambda x: quantize.tensor_scale(x[:0]), "no axis empty"),
+    (lambda x: quantize.tensor_scale(x[0, 0]), r"got \(\)"),
   ],
 )
-def test_what_kernels_cannot_take_is_said(why, reason):
-  assert re.search(reason, why(jnp.zeros((32, 48))))
+def test_quantize_kernels_refuse(kernel, reason):
+  with refused(reason):
+    kernel(jnp.zeros((32, 48)))
 
 
-def test_what_is_too_large_is_refused():
-  why = []
-
-  def trace(x):
-    why.append(quantize.tensor_scale_unsupported(x))
-    return x
-
-  jax.eval_shape(trace, jax.ShapeDtypeStruct((2**16, 2**15), BF16))
-  assert "int32" in why[0]
-
-
-def test_what_kernels_take_is_not_refused():
-  x = jnp.zeros((3, 48), BF16)
-  assert quantize.quantize_groups_unsupported(x, group_size=16) is None
-  assert quantize.quantize_tensor_unsupported(x) is None
-  assert quantize.tensor_scale_unsupported(x) is None
+def test_quantize_kernel_refuses_what_int32_cannot_index():
+  x = jax.ShapeDtypeStruct((2**16, 2**15), BF16)
+  with refused("int32"):
+    jax.eval_shape(quantize.tensor_scale, x)
 
 
 OPS = {
@@ -220,13 +204,15 @@ def test_on_a_gpu(shape, dtype):
   scale = jnp.float32(0.01)
   given = quantize.quantize_tensor(jnp.asarray(x), scale=scale)
   # NaN, infinities, values beyond qmax.
-  expected = jax.jit(definitions.quantize_tensor)(jnp.asarray(x), scale=scale)
+  expected = jax.jit(ops.quantize_tensor.definition)(
+    jnp.asarray(x), scale=scale
+  )
   assert_same_operand(given, expected, 0.9999)
   x = jnp.asarray(x, dtype)
   for group_size in (16, 32):
     actual = quantize.quantize_groups(x, group_size=group_size)
     expected = jax.jit(
-      definitions.quantize_groups, static_argnames="group_size"
+      ops.quantize_groups.definition, static_argnames="group_size"
     )(x, group_size=group_size)
     np.testing.assert_array_equal(
       np.asarray(actual.scale, np.float32),
@@ -237,6 +223,6 @@ def test_on_a_gpu(shape, dtype):
   x = jnp.asarray(cases.activations(shape), dtype)
   actual = quantize.quantize_tensor(x, dtype=E5M2, layout="both")
   expected = jax.jit(
-    functools.partial(definitions.quantize_tensor, dtype=E5M2, layout="both")
+    functools.partial(ops.quantize_tensor.definition, dtype=E5M2, layout="both")
   )(x)
   assert_same_operand(actual, expected, 0.9999)

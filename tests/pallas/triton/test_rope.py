@@ -1,20 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """The kernels that split and join heads."""
 
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from coat_jax.ops import rope as definitions
+from coat_jax import ops
+from coat_jax.ops.rope import rotation
 from coat_jax.pallas.triton import rope
-from tests.pallas.kernels import assert_same_operand, lowered_for_h200
+from tests.pallas.kernels import assert_same_operand, lowered_for_h200, refused
+
+DEFINITIONS = types.SimpleNamespace(
+  split_heads=ops.split_heads.definition,
+  join_heads=ops.join_heads.definition,
+  join_heads_operand=ops.join_heads_operand.definition,
+)
 
 
 def case(b, t, n, k, h, dtype=jnp.bfloat16):
   qkv = jax.random.normal(jax.random.key(0), (b, t, (n + 2 * k) * h), dtype)
   positions = jnp.arange(t) + 3
-  return qkv, *definitions.rotation(positions, head_dim=h, theta=1e4)
+  return qkv, *rotation(positions, head_dim=h, theta=1e4)
 
 
 def both(module, qkv, cos, sin, n, k, **kwargs):
@@ -26,7 +35,7 @@ def both(module, qkv, cos, sin, n, k, **kwargs):
 
 
 def operands(module, qkv, cos, sin, n, k, **kwargs):
-  heads = definitions.split_heads(qkv, cos, sin, num_heads=n, num_kv_heads=k)
+  heads = DEFINITIONS.split_heads(qkv, cos, sin, num_heads=n, num_kv_heads=k)
   return module.join_heads_operand(*heads, cos, sin, **kwargs)
 
 
@@ -49,7 +58,7 @@ SHAPES = [(2, 32, 4, 2, 16), (1, 24, 3, 3, 32), (3, 8, 4, 1, 16)]
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_equals_the_definition(shape, dtype):
   arrays, heads = case(*shape, dtype), shape[2:4]
-  want = both(definitions, *arrays, *heads)
+  want = both(DEFINITIONS, *arrays, *heads)
   assert_near(both(rope, *arrays, *heads, interpret=True), want, dtype)
 
 
@@ -57,7 +66,7 @@ def test_equals_the_definition(shape, dtype):
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_operands_equal_the_definition(shape, dtype):
   arrays, heads = case(*shape, dtype), shape[2:4]
-  want = operands(definitions, *arrays, *heads)
+  want = operands(DEFINITIONS, *arrays, *heads)
   got = operands(rope, *arrays, *heads, interpret=True)
   # A product and a sum that are one operation round to another BF16 neighbour
   # once in 2^15 values or so, and then the codes may be neighbours.
@@ -72,32 +81,34 @@ def test_lowers_for_an_h200():
   assert text.count("triton") >= 2
 
 
-def test_says_what_it_cannot_take():
-  def reason(*shape, dtype=jnp.bfloat16):
+def test_rope_kernels_refuse():
+  def split(*shape, dtype=jnp.bfloat16):
     n, k = shape[2:4]
-    return rope.split_heads_unsupported(
-      *case(*shape, dtype), num_heads=n, num_kv_heads=k
-    )
+    rope.split_heads(*case(*shape, dtype), num_heads=n, num_kv_heads=k)
 
-  assert reason(*SHAPES[0]) is None
-  assert "powers of two from 16" in reason(1, 8, 2, 2, 24)
-  assert "multiples of 8" in reason(1, 12, 2, 2, 16)
-  assert "bfloat16 and float32" in reason(1, 8, 2, 2, 16, dtype=jnp.float16)
+  with refused("powers of two from 16"):
+    split(1, 8, 2, 2, 24)
+  with refused("multiples of 8"):
+    split(1, 12, 2, 2, 16)
+  with refused("bfloat16 and float32"):
+    split(1, 8, 2, 2, 16, dtype=jnp.float16)
   dq, dk = jnp.zeros((1, 12, 2, 16)), jnp.zeros((1, 12, 1, 16))
   _, cos, sin = case(1, 12, 2, 1, 16)
-  assert "got 12" in rope.join_heads_unsupported(dq, dk, dk, cos, sin)
-  assert "got 12" in rope.join_heads_operand_unsupported(dq, dk, dk, cos, sin)
+  with refused("got 12"):
+    rope.join_heads(dq, dk, dk, cos, sin)
+  with refused("got 12"):
+    rope.join_heads_operand(dq, dk, dk, cos, sin)
   dq, dk = jnp.zeros((1, 8, 2, 16)), jnp.zeros((1, 8, 1, 16))
   _, cos, sin = case(1, 8, 2, 1, 16)
-  reason = rope.join_heads_operand_unsupported(dq, dk, dk, cos, sin)
-  assert "multiples of 16 for columns" in reason
+  with refused("multiples of 16 for columns"):
+    rope.join_heads_operand(dq, dk, dk, cos, sin)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(2, 512, 32, 32, 128), (1, 1024, 8, 2, 64)])
 def test_equals_the_definition_on_a_gpu(shape):
   arrays, heads = case(*shape), shape[2:4]
-  want = both(definitions, *arrays, *heads)
+  want = both(DEFINITIONS, *arrays, *heads)
   assert_near(both(rope, *arrays, *heads), want, jnp.bfloat16)
-  want = operands(definitions, *arrays, *heads)
+  want = operands(DEFINITIONS, *arrays, *heads)
   assert_same_operand(operands(rope, *arrays, *heads), want, 0.999)

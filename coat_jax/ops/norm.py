@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""RMS norm and layer norm of FP8 values in plain jnp, forward and backward."""
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import DTypeLike
+
+from coat_jax.ops.dispatch import op
+from coat_jax.ops.quantize import quantize_groups, quantize_tensor, tensor_scale
+from coat_jax.ops.types import Layout, NormKind, NormStats, Operand
+from coat_jax.qtensor import QTensor, dequantize
+
+
+def norm_values(
+  x: Array,
+  gamma: Array | None,
+  beta: Array | None,
+  *,
+  kind: NormKind,
+  eps: float,
+) -> tuple[Array, NormStats]:
+  """y = (x - mean) rstd gamma + beta in f32; "rms" has no mean.
+
+  Args:
+    x: [..., D].
+    gamma, beta: [D] or None.
+    kind: "rms", rstd = (mean(x^2) + eps)^-1/2, or "layer", with the variance.
+    eps: added under the root.
+
+  Returns:
+    y f32 [..., D] and the statistics.
+  """
+  x = x.astype(jnp.float32)
+  mean, centred = None, x
+  if kind == "layer":
+    mean = jnp.mean(x, axis=-1)
+    centred = x - mean[..., None]
+  rstd = jax.lax.rsqrt(jnp.mean(centred * centred, axis=-1) + eps)
+  stats = NormStats(mean, rstd)
+  return _normalized(x, gamma, beta, stats), stats
+
+
+def _normalized(x, gamma, beta, stats) -> Array:
+  """(x - mean) rstd gamma + beta, f32 [..., D]."""
+  if stats.mean is not None:
+    x = x - stats.mean[..., None]
+  y = x * stats.rstd[..., None]
+  if gamma is not None:
+    y = y * _row(gamma, y)
+  if beta is not None:
+    y = y + _row(beta, y)
+  return y
+
+
+def norm_gradients(
+  dy: Array, x: Array, gamma: Array | None, stats: NormStats
+) -> tuple[Array, Array, Array]:
+  """dx [..., D], dgamma [D], dbeta [D] in f32; sums over rows in f32.
+
+  With xhat the normalized x and g = gamma dy:
+  dx = (g - xhat mean(xhat g) - mean(g)) rstd, the last mean for "layer" only.
+  """
+  dy = dy.astype(jnp.float32)
+  x = x.astype(jnp.float32)
+  if stats.mean is not None:
+    x = x - stats.mean[..., None]
+  xhat = x * stats.rstd[..., None]
+  g = dy if gamma is None else dy * _row(gamma, dy)
+  dx = g - xhat * jnp.mean(xhat * g, axis=-1, keepdims=True)
+  if stats.mean is not None:
+    dx = dx - jnp.mean(g, axis=-1, keepdims=True)
+  rows = tuple(range(dy.ndim - 1))
+  dgamma, dbeta = jnp.sum(dy * xhat, axis=rows), jnp.sum(dy, axis=rows)
+  return dx * stats.rstd[..., None], dgamma, dbeta
+
+
+def _row(v: Array, like: Array) -> Array:
+  """A [D] vector as f32 of the rank of [..., D]."""
+  return v.astype(jnp.float32).reshape((1,) * (like.ndim - 1) + v.shape)
+
+
+@op(triton="norm")
+def norm_input(
+  x: Array,
+  gamma: Array | None,
+  beta: Array | None,
+  *,
+  kind: NormKind,
+  eps: float,
+  group_size: int,
+) -> tuple[QTensor, NormStats, Array]:
+  """What a norm reads and remembers: 1 x G values, and what follows from them.
+
+  Args:
+    x: [..., D], BF16 or f32.
+    gamma, beta: [D] or None.
+    kind, eps: the norm's.
+    group_size: of the values.
+
+  Returns:
+    x in FP8, the statistics of its rows, and the scale of the norm's output.
+  """
+  x_q = quantize_groups.definition(x, group_size=group_size)
+  values = dequantize(x_q, group_size=group_size)
+  y, stats = norm_values(values, gamma, beta, kind=kind, eps=eps)
+  return x_q, stats, tensor_scale.definition(y)
+
+
+@op(triton="norm")
+def norm_fwd(
+  x: QTensor,
+  gamma: Array | None,
+  beta: Array | None,
+  stats: NormStats,
+  *,
+  scale: Array,
+  group_size: int,
+  layout: Layout = "rows",
+) -> Operand:
+  """Norm of 1 x G values to the operand of the next product."""
+  values = dequantize(x, group_size=group_size)
+  y = _normalized(values, gamma, beta, stats)
+  return quantize_tensor.definition(y, scale=scale, layout=layout)
+
+
+@op(triton="norm_backward")
+def norm_bwd(
+  dy: Array,
+  x: QTensor,
+  gamma: Array | None,
+  stats: NormStats,
+  *,
+  group_size: int,
+  dtype: DTypeLike = jnp.bfloat16,
+  add: Array | None = None,
+) -> tuple[Array, Array, Array]:
+  """dx in `dtype`, dgamma and dbeta in f32, at the values the forward read.
+
+  `add` [..., D], the gradient that goes around the norm, is added to dx in f32.
+  """
+  values = dequantize(x, group_size=group_size)
+  dx, dgamma, dbeta = norm_gradients(dy, values, gamma, stats)
+  if add is not None:
+    dx = dx + add.astype(jnp.float32)
+  return dx.astype(dtype), dgamma, dbeta
