@@ -25,7 +25,7 @@ from pathlib import Path
 
 # The same flags as in tests/train/test_old_checkpoints.py, which says why.
 os.environ["XLA_FLAGS"] = (
-  "--xla_cpu_max_isa=AVX2 --xla_cpu_prefer_vector_width=256 "
+  "--xla_backend_optimization_level=0 --xla_cpu_max_isa=AVX2 "
   "--xla_cpu_multi_thread_eigen=false --xla_cpu_experimental_ynn_fusion_type="
 )
 
@@ -43,7 +43,7 @@ WORK = Path("/tmp/checkpoint_v0")
 COMMAND = (
   "demo --out run --data.path text.txt --no-report-state --steps 3 "
   "--save-every 2 --eval-every 3 --eval-batches 1 --batch 2 --seq 16 "
-  "--model.num-layers 2 --model.d-model 32 --model.d-ff 64 "
+  "--model.num-layers 2 --model.d-model 32 --model.d-ff 48 "
   "--model.num-heads 2 --model.num-kv-heads 1 --model.vocab-size 128 "
   "--optim.group-size 32 --optim.warmup 2"
 )
@@ -115,8 +115,9 @@ def make_trees(count):
     return jnp.asarray(rng.standard_normal(shape) * size, jnp.float32)
 
   def tree():
-    attention = {"key": draw(2, 136), "query": draw(2, 136), "bias": draw(48)}
-    return {"layers": [{"attention": attention}], "embedding": draw(2, 4, 32)}
+    shapes = {"key": (2, 2, 136), "query": (2, 2, 136), "bias": (48,)}
+    attention = {name: draw(*shape) for name, shape in shapes.items()}
+    return {"layers": [{"attention": attention}]}
 
   return [tree() for _ in range(count)]
 

@@ -31,16 +31,17 @@ STORED = DATA / "checkpoint_v0"
 COMMAND = (
   "demo --out run --data.path text.txt --no-report-state --steps 3 "
   "--save-every 2 --eval-every 3 --eval-batches 1 --batch 2 --seq 16 "
-  "--model.num-layers 2 --model.d-model 32 --model.d-ff 64 "
+  "--model.num-layers 2 --model.d-model 32 --model.d-ff 48 "
   "--model.num-heads 2 --model.num-kv-heads 1 --model.vocab-size 128 "
   "--optim.group-size 32 --optim.warmup 2"
 )
 CODECS = ("coat", "coat_e8m0", "log8", "fp8", "bfloat16")
 # Bytes of sums and products would depend on the machine: on its vectors, on its
-# number of cores, and on what a library for products finds there.
+# number of cores, and on what a library for products finds there. Level 0 also
+# compiles in half the time.
 PINNED = {
+  "xla_backend_optimization_level": 0,
   "xla_cpu_max_isa": "AVX2",
-  "xla_cpu_prefer_vector_width": 256,
   "xla_cpu_multi_thread_eigen": False,
   "xla_cpu_experimental_ynn_fusion_type": "",
 }
@@ -51,11 +52,13 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+def path_name(path):
+  return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
 def bytes_by_path(tree):
   return {
-    jax.tree_util.keystr(path, simple=True, separator="/"): np.frombuffer(
-      np.asarray(leaf).tobytes(), np.uint8
-    )
+    path_name(path): np.frombuffer(np.asarray(leaf).tobytes(), np.uint8)
     for path, leaf in jax.tree.leaves_with_path(tree)
   }
 
@@ -93,7 +96,7 @@ def test_next_step_of_a_stored_run_has_the_stored_bytes(tmp_path):
     text=True,
   )
   assert process.returncode == 0, process.stdout
-  assert "run: resumed at step 2\n" in process.stdout
+  assert "run: resumed at step 2" in process.stdout
 
   rows = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
   losses = {row["step"]: row["loss"] for row in rows if "loss" in row}
@@ -117,21 +120,17 @@ def test_configuration_of_a_stored_run_can_be_read():
 def test_next_update_of_stored_states_has_the_stored_bytes():
   stored = np.load(STORED / "states_step_3.npz")
 
-  def tree(name):
-    def read(path, shape):
-      values = stored[f"{name}/{path}"].view(np.float32)
-      return jnp.asarray(values.reshape(shape))
+  def read(name):
+    shapes = {"key": (2, 2, 136), "query": (2, 2, 136), "bias": (48,)}
+    return jax.tree.map_with_path(
+      lambda path, shape: jnp.asarray(
+        stored[f"{name}/{path_name(path)}"].view(np.float32).reshape(shape)
+      ),
+      {"layers": [{"attention": shapes}]},
+      is_leaf=lambda x: isinstance(x, tuple),
+    )
 
-    above = "layers/0/attention"
-    attention = {
-      "key": read(f"{above}/key", (2, 136)),
-      "query": read(f"{above}/query", (2, 136)),
-      "bias": read(f"{above}/bias", (48,)),
-    }
-    embedding = read("embedding", (2, 4, 32))
-    return {"layers": [{"attention": attention}], "embedding": embedding}
-
-  params, grads = tree("params"), tree("grads")
+  params, grads = read("params"), read("grads")
   optimizers = {
     name: optax.chain(
       optax.clip(0.25),
