@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MLP blocks: norm, up, activation function, down and residual add.
+
+Gate and up are one matrix product with one weight [D, 2, F] (a shard of the
+last axis holds both of its columns), and their gradients share one E5M2 scale.
+
+Saved beside what every block saves: gate and up in 1 x G FP8; with
+residuals="coat" also SiLU's output and the product, as the reference does; then
+the product reads SiLU's output from FP8.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jax.typing import DTypeLike
+
+from coat_jax import ops
+from coat_jax import recipe as recipes
+from coat_jax.layers.activation import silu_mul
+from coat_jax.layers.back import BackWeights
+from coat_jax.layers.block import BlockWeights, block
+from coat_jax.layers.front import FrontWeights
+from coat_jax.layers.linear import (
+  Linear,
+  default_kernel_init,
+  gradient_operand,
+)
+from coat_jax.layers.middle import Middle, MiddleGradient, MiddleOutput
+from coat_jax.layers.module import RecipeModule
+from coat_jax.layers.norm import make_norm, norm_options
+from coat_jax.layers.residuals import save_residual
+from coat_jax.ops import Operand
+from coat_jax.qtensor import QTensor
+from coat_jax.recipe import CoatRecipe
+
+
+class _SwiGLUSaved(NamedTuple):
+  gate: QTensor
+  up: QTensor
+  silu: QTensor | None  # None where it is recomputed.
+  product: Operand  # Rows, or the scale alone where it is recomputed.
+
+
+@dataclasses.dataclass(frozen=True)
+class SwiGLU(Middle):
+  """silu(gate) * up of h [..., 2, F], gate first."""
+
+  def plain(self, h, weights, inputs, recipe):
+    del weights, inputs
+    return silu_mul(h[..., 0, :], h[..., 1, :], recipe=recipe)
+
+  def forward(self, h, weights, inputs, recipe):
+    del weights, inputs
+    sizes = _sizes(recipe)
+    gate, up, scale = ops.gate_up_input(h, **sizes)
+    gate, up = save_residual("activation", (gate, up))
+    if recipe.residuals == "coat":
+      silu = save_residual("activation", ops.silu_fwd(gate, **sizes))
+      product = ops.mul_fwd(silu, up, **sizes)
+      kept = save_residual("linear", product)
+      return MiddleOutput(product, _SwiGLUSaved(gate, up, silu, kept))
+    scale = save_residual("linear", scale)
+    product = ops.silu_mul_fwd(gate, up, scale=scale, **sizes)
+    kept = save_residual("linear", product._replace(rows=None))
+    return MiddleOutput(product, _SwiGLUSaved(gate, up, None, kept))
+
+  def backward(self, saved, dout, weights, recipe, *, has_bias):
+    del weights
+    if saved.silu is None:
+      dh, product = ops.silu_mul_bwd_operands(
+        dout,
+        saved.gate,
+        saved.up,
+        product_scale=saved.product.scale,
+        **_sizes(recipe),
+      )
+      values = self._gradient(saved, dout, recipe) if has_bias else None
+      return MiddleGradient(dh, product, values)
+    values = self._gradient(saved, dout, recipe)
+    dh = gradient_operand(values, recipe)
+    # Columns cannot be saved: XLA stacks those of all layers as rows, and
+    # transposes them at once before the backward; its peak has both stacks.
+    rows = saved.product.rows
+    columns = rows.reshape(-1, rows.shape[-1]).T
+    product = Operand(None, columns, saved.product.scale)
+    return MiddleGradient(dh, product, values)
+
+  def _gradient(self, saved, dout, recipe) -> Array:
+    """Gradient of h, f32 [..., 2 F]."""
+    sizes = dict(group_size=recipe.group_size)
+    if saved.silu is None:
+      gradients = ops.silu_mul_bwd(dout, saved.gate, saved.up, **sizes)
+    else:
+      dsilu, dup = ops.mul_bwd(dout, saved.silu, saved.up, **sizes)
+      gradients = ops.silu_bwd(dsilu, saved.gate, **sizes), dup
+    return jnp.concatenate(gradients, axis=-1)
+
+
+def _sizes(recipe: CoatRecipe) -> dict[str, Any]:
+  return dict(
+    group_size=recipe.group_size, implementation=recipe.implementation
+  )
+
+
+def gated_mlp(
+  x: Array,
+  weights: BlockWeights,
+  *,
+  kind: ops.NormKind | None,
+  eps: float,
+  add_input: bool = True,
+  recipe: CoatRecipe,
+) -> Array:
+  """x + (silu(norm(x) w_gate) * (norm(x) w_up)) w_down.
+
+  Args:
+    x: [..., D], the residual stream, BF16 (or f32).
+    weights: front.w [D, 2, F], gate first, front.bias [2, F]; back.w [F, D].
+    kind: norm, "rms" or "layer"; None for none.
+    eps: the norm's.
+    add_input: whether x is added.
+    recipe: fused where both `linear` and `nonlinear` are "fp8".
+
+  Returns:
+    [..., D] in x's dtype.
+
+  Raises:
+    ValueError: shapes that do not fit one another.
+  """
+  front, back = weights.front.w, weights.back.w
+  fits = front.ndim == 3 and front.shape[1] == 2
+  # On a mesh a caller's own shard_map has other shares of either.
+  if not fits or front.shape[2] != back.shape[0] and not recipe.axes:
+    raise ValueError(
+      "gated_mlp: front.w must be [D, 2, F] and back.w [F, D], got "
+      f"{front.shape} and {back.shape}"
+    )
+  return block(
+    x,
+    weights,
+    middle=SwiGLU(),
+    kind=kind,
+    eps=eps,
+    add_input=add_input,
+    recipe=recipe,
+  )
+
+
+class GatedMLP(RecipeModule):
+  """The MLP half of a decoder layer: norm, SwiGLU and residual add.
+
+  x + (silu(norm(x) w_gate) * (norm(x) w_up)) w_down.
+
+  Example usage::
+
+    >>> from coat_jax import recipe
+    >>> from coat_jax.layers import GatedMLP
+    >>> from flax import nnx
+    >>> import jax.numpy as jnp
+
+    >>> mlp = GatedMLP(64, 192, recipe=recipe.coat(), rngs=nnx.Rngs(0))
+    >>> mlp(jnp.ones((2, 16, 64), jnp.bfloat16)).shape
+    (2, 16, 64)
+    >>> mlp.gate_up.kernel.shape
+    (64, 2, 192)
+
+  Attributes:
+    norm: RMSNorm or LayerNorm; None without a norm.
+    gate_up: Linear with kernel [features, 2, hidden_features], gate first.
+    down: Linear with kernel [hidden_features, features].
+  """
+
+  def __init__(
+    self,
+    features: int,
+    hidden_features: int,
+    *,
+    recipe: CoatRecipe | None = None,
+    norm: ops.NormKind | None = "rms",
+    epsilon: float = 1e-6,
+    use_scale: bool = True,
+    use_norm_bias: bool = False,
+    use_bias: bool = False,
+    add_input: bool = True,
+    dtype: DTypeLike = jnp.bfloat16,
+    param_dtype: DTypeLike = jnp.float32,
+    kernel_init: nnx.Initializer = default_kernel_init,
+    out_init: nnx.Initializer | None = None,
+    rngs: nnx.Rngs,
+  ):
+    """Initializes the parameters.
+
+    Args:
+      features: D, width of input and output.
+      hidden_features: F, width of gate and up.
+      recipe: what is computed and saved in FP8; None for `recipe.coat()`.
+      norm: "rms" or "layer"; None for none, as where norms follow the blocks.
+      epsilon: what the norm adds to the mean square or the variance.
+      use_scale: whether the norm has a scale [D], initialized with ones.
+      use_norm_bias: whether the norm has a bias [D], initialized with zeros.
+      use_bias: whether both products have biases, [2, F] and [D], zeros.
+      add_input: whether the block adds its input, the residual stream.
+      dtype: of input, output and what is not FP8.
+      param_dtype: of the parameters and their gradients.
+      kernel_init: initializer of `gate_up`, called with [D, 2 F].
+      out_init: initializer of `down`, [F, D]; None for `kernel_init`.
+      rngs: its stream `params` initializes the kernels.
+    """
+    super().__init__(recipe or recipes.coat(), dtype)
+    shared: dict[str, Any] = dict(
+      recipe=self.recipe, dtype=dtype, param_dtype=param_dtype, rngs=rngs
+    )
+    self.add_input = add_input
+    self.norm = make_norm(
+      norm,
+      features,
+      epsilon=epsilon,
+      use_scale=use_scale,
+      use_bias=use_norm_bias,
+      **shared,
+    )
+    self.gate_up = Linear(
+      features,
+      (2, hidden_features),
+      use_bias=use_bias,
+      kernel_init=kernel_init,
+      split="columns",
+      **shared,
+    )
+    self.down = Linear(
+      hidden_features,
+      features,
+      use_bias=use_bias,
+      kernel_init=out_init or kernel_init,
+      split="inputs",
+      **shared,
+    )
+
+  def __call__(self, x: Array) -> Array:
+    """[..., features] to the same shape, in `dtype`."""
+    return gated_mlp(
+      x.astype(self.dtype),
+      BlockWeights(
+        FrontWeights.of(self.norm, self.gate_up), BackWeights.of(self.down)
+      ),
+      **norm_options(self.norm),
+      add_input=self.add_input,
+      recipe=self.active_recipe,
+    )
