@@ -14,7 +14,7 @@ from coat_jax import ops
 from coat_jax import recipe as recipes
 from coat_jax.layers.mesh.rule import rule
 from coat_jax.layers.mesh.specs import tokens
-from coat_jax.layers.residuals import save_residual
+from coat_jax.layers.residuals import residual_scope, save_residual
 from coat_jax.qtensor import dequantize
 from coat_jax.recipe import CoatRecipe
 
@@ -72,7 +72,8 @@ def silu_mul(
     return _fp8_silu_mul((gate, up), recipe)
   # Named for checkpoint policies: the same set can be kept in BF16.
   gate, up = save_residual("activation", (gate, up))
-  return (jax.nn.silu(gate) * up).astype(gate.dtype)
+  with residual_scope("activation"):
+    return (jax.nn.silu(gate) * up).astype(gate.dtype)
 
 
 def _fp8_gelu_fwd(x, approximate, recipe):
@@ -119,4 +120,6 @@ def gelu(
   recipe = recipe or recipes.coat()
   if recipe.nonlinear == "fp8":
     return _fp8_gelu((x,), approximate, recipe)
-  return jax.nn.gelu(x, approximate=approximate)
+  x = save_residual("activation", x)
+  with residual_scope("activation"):
+    return jax.nn.gelu(x, approximate=approximate)

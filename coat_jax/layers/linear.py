@@ -35,7 +35,11 @@ from coat_jax.layers.mesh.specs import (
   tokens,
 )
 from coat_jax.layers.module import RecipeModule, value_of
-from coat_jax.layers.residuals import cotangent, save_residual
+from coat_jax.layers.residuals import (
+  cotangent,
+  residual_scope,
+  save_residual,
+)
 from coat_jax.layers.weight import (
   as_matrix,
   cache_weight,
@@ -138,7 +142,8 @@ def linear(
       split, cache = None, cache and Operand(None, None, cache.scale)
     return _fp8_linear((x, w, bias, cache), split, recipe)
   # Not as a matrix: of [D, 2, F] devices may each have a part of F.
-  return add_bias(jnp.tensordot(x, w.astype(x.dtype), 1), bias)
+  with residual_scope("linear"):
+    return add_bias(jnp.tensordot(x, w.astype(x.dtype), 1), bias)
 
 
 def gradient_operand(g: Array, recipe: CoatRecipe) -> Operand:

@@ -18,7 +18,11 @@ from coat_jax.layers.mesh.collectives import sum_tokens
 from coat_jax.layers.mesh.rule import rule
 from coat_jax.layers.mesh.specs import tokens
 from coat_jax.layers.module import RecipeModule, value_of
-from coat_jax.layers.residuals import cotangent, save_residual
+from coat_jax.layers.residuals import (
+  cotangent,
+  residual_scope,
+  save_residual,
+)
 from coat_jax.qtensor import QTensor, dequantize
 from coat_jax.recipe import CoatRecipe
 
@@ -108,7 +112,9 @@ def norm(
     return _fp8_norm((x, gamma, beta), kind, eps, recipe)
   # Named for checkpoint policies: the same set can be kept in BF16.
   x = save_residual("norm", x)
-  return ops.norm_values(x, gamma, beta, kind=kind, eps=eps)[0].astype(x.dtype)
+  with residual_scope("norm"):
+    y, _ = ops.norm_values(x, gamma, beta, kind=kind, eps=eps)
+    return y.astype(x.dtype)
 
 
 class Norm(RecipeModule):
