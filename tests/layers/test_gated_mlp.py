@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MLP blocks with their norm and residual add."""
+"""The gated MLP block with its norm and residual add."""
 
 import functools
 

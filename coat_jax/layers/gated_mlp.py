@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MLP blocks: norm, up, activation function, down and residual add.
+"""The gated MLP block: norm, gate and up, SwiGLU, down and residual add.
 
 Gate and up are one matrix product with one weight [D, 2, F] (a shard of the
 last axis holds both of its columns), and their gradients share one E5M2 scale.
