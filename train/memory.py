@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a decoder layer remembers for its backward, counted from its gradient.
+"""What a decoder layer saves for its backward pass, counted from its gradient.
 
 The arrays are those that `jax.vjp` of one layer hands from forward to backward.
 They are read off the traced program, so that nothing is computed and a layer of
@@ -11,10 +11,9 @@ any width takes a second or two:
 The kind of an array is the name that `coat_jax.layers` gives it for checkpoint
 policies. Arrays that plain autodiff keeps (recipes bf16 and fp8_linear) have no
 name: an operand of a linear layer is linear, any other has the kind of the
-function in `coat_jax.layers` that made it.
+`residual_scope` that it was made in.
 """
 
-from pathlib import Path
 from typing import get_args
 
 import jax
@@ -29,22 +28,11 @@ from coat_jax.recipe import CoatRecipe
 
 KINDS = get_args(residuals.Kind)
 
-# Of what a function in such a file of `coat_jax/layers` makes.
-_KIND_OF_FILE = {
-  "norm": "norm",
-  "norm_linear": "norm",
-  "activation": "activation",
-  "gated_mlp": "activation",
-  "rope": "rope",
-  "attention": "attention",
-  "linear": "linear",
-}
-
 
 def residual_bytes(
   config: ModelConfig, recipe: CoatRecipe, *, tokens: int
 ) -> dict[str, float]:
-  """Counts what one decoder layer remembers for its backward, per token.
+  """Counts what one decoder layer saves for its backward, per token.
 
   Args:
     config: The model's shape.
@@ -102,7 +90,7 @@ class _Program:
       self._aliases(var)[-1]
       for equation in jaxpr.eqns
       if equation.primitive.name == "dot_general"
-      and _layer_file(equation) == "linear"
+      and _kind_of_scope(equation) == "linear"
       for var in equation.invars
     }
 
@@ -147,9 +135,16 @@ class _Program:
         return equation.params["name"].removeprefix("coat_")
     if self._aliases(var)[-1] in self.operands:
       return "linear"
-    # The layer's input has no equation; its first norm remembers it.
-    made_by = _layer_file(equations[-1]) if equations[-1] else "norm"
-    return _KIND_OF_FILE[made_by]
+    if equations[-1] is None:
+      return "norm"  # The layer's input, which its first norm saves.
+    kind = _kind_of_scope(equations[-1])
+    if kind is None:
+      raise ValueError(
+        f"memory: {var.aval} is saved for the backward pass and has no kind, "
+        f"got {equations[-1]}; put it through save_residual, or make it under "
+        "residual_scope"
+      )
+    return kind
 
 
 # Of one input, in whose bytes the output lies where it has as many.
@@ -163,12 +158,6 @@ _ALIASES = {
 }
 
 
-def _layer_file(equation) -> str | None:
-  """Stem of the innermost file of `coat_jax/layers` it was traced in."""
-  traceback = equation.source_info.traceback
-  folder = Path(residuals.__file__).parent
-  for frame in traceback.frames if traceback else ():
-    path = Path(frame.file_name)
-    if path.parent == folder and path.stem in _KIND_OF_FILE:
-      return path.stem
-  return None
+def _kind_of_scope(equation) -> str | None:
+  """The kind of what plain autodiff saves of an equation's results."""
+  return residuals.kind_of_scope(str(equation.source_info.name_stack))

@@ -46,7 +46,6 @@ COLUMNS = {
 
 def shape_of(model: ModelConfig) -> DecoderShape:
   """What of a model its memory depends on."""
-  is_llama = model.family == "llama"
   return DecoderShape(
     num_layers=model.num_layers,
     d_model=model.d_model,
@@ -54,8 +53,8 @@ def shape_of(model: ModelConfig) -> DecoderShape:
     num_heads=model.num_heads,
     num_kv_heads=model.num_kv_heads,
     vocab_size=model.vocab_size,
-    is_layer_norm=not is_llama,
-    norm_has_scale=is_llama,
+    is_layer_norm=model.choices.norm == "layer",
+    norm_has_scale=model.choices.norm_has_scale,
   )
 
 

@@ -1,26 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flax NNX layers that remember FP8, and the functions under them.
+"""Flax NNX layers that save FP8 for the backward pass, and their functions.
 
 Two levels: drop-in single operations (Linear, RMSNorm, LayerNorm, silu_mul,
 gelu), and fused blocks, where most of the memory and the speed is (NormLinear,
-GatedMLP, Attention). All are BF16 in and BF16 out.
+GatedMLP, Attention). All are BF16 in and BF16 out. A block of one's own is
+`block` with another `Middle`.
 """
 
 from coat_jax.layers.activation import gelu as gelu
 from coat_jax.layers.activation import silu_mul as silu_mul
 from coat_jax.layers.attention import Attention as Attention
+from coat_jax.layers.attention import SelfAttention as SelfAttention
+from coat_jax.layers.attention import self_attention as self_attention
 from coat_jax.layers.attention_output import (
   attention_output as attention_output,
 )
 from coat_jax.layers.attention_output import (
   dot_product_attention as dot_product_attention,
 )
+from coat_jax.layers.back import BackWeights as BackWeights
+from coat_jax.layers.block import BlockWeights as BlockWeights
+from coat_jax.layers.block import block as block
+from coat_jax.layers.front import FrontWeights as FrontWeights
 from coat_jax.layers.gated_mlp import GatedMLP as GatedMLP
-from coat_jax.layers.gated_mlp import MLPWeights as MLPWeights
+from coat_jax.layers.gated_mlp import SwiGLU as SwiGLU
 from coat_jax.layers.gated_mlp import gated_mlp as gated_mlp
 from coat_jax.layers.linear import Linear as Linear
 from coat_jax.layers.linear import linear as linear
 from coat_jax.layers.linear import with_weight_cache as with_weight_cache
+from coat_jax.layers.middle import Middle as Middle
+from coat_jax.layers.middle import MiddleGradient as MiddleGradient
+from coat_jax.layers.middle import MiddleOutput as MiddleOutput
 from coat_jax.layers.norm import LayerNorm as LayerNorm
 from coat_jax.layers.norm import RMSNorm as RMSNorm
 from coat_jax.layers.norm import norm as norm
@@ -30,6 +40,4 @@ from coat_jax.layers.residuals import RESIDUAL_NAMES as RESIDUAL_NAMES
 from coat_jax.layers.rope import Heads as Heads
 from coat_jax.layers.rope import rope as rope
 from coat_jax.layers.rope import split_heads as split_heads
-from coat_jax.layers.self_attention import AttentionWeights as AttentionWeights
-from coat_jax.layers.self_attention import self_attention as self_attention
 from coat_jax.layers.weight import cache_weight as cache_weight

@@ -12,9 +12,9 @@ from jax import Array
 
 from coat_jax import ops
 from coat_jax import recipe as recipes
-from coat_jax.layers.mesh.rule import block
+from coat_jax.layers.mesh.rule import rule
 from coat_jax.layers.mesh.specs import tokens
-from coat_jax.layers.residuals import save_residual
+from coat_jax.layers.residuals import residual_scope, save_residual
 from coat_jax.qtensor import dequantize
 from coat_jax.recipe import CoatRecipe
 
@@ -32,16 +32,19 @@ def _fp8_silu_mul_fwd(gate, up, recipe):
   return product.astype(gate.dtype), (gate_q, up_q)
 
 
-def _fp8_silu_mul_bwd(recipe, residuals, g):
-  dgate, dup = ops.silu_mul_bwd(g, *residuals, group_size=recipe.group_size)
+def _fp8_silu_mul_bwd(recipe, inputs, saved, g):
+  del inputs
+  dgate, dup = ops.silu_mul_bwd(g, *saved, group_size=recipe.group_size)
   return dgate.astype(g.dtype), dup.astype(g.dtype)
 
 
-def _specs(axes, x, *others):
-  return (tokens(axes, x),) * (1 + len(others)), tokens(axes, x)
+def _silu_mul_specs(gate, up, recipe):
+  del up
+  each = tokens(recipe.axes, gate)
+  return (each, each), each
 
 
-_fp8_silu_mul = block(_fp8_silu_mul_fwd, _fp8_silu_mul_bwd, _specs)
+_fp8_silu_mul = rule(_fp8_silu_mul_fwd, _fp8_silu_mul_bwd, _silu_mul_specs)
 
 
 def silu_mul(
@@ -69,7 +72,8 @@ def silu_mul(
     return _fp8_silu_mul((gate, up), recipe)
   # Named for checkpoint policies: the same set can be kept in BF16.
   gate, up = save_residual("activation", (gate, up))
-  return (jax.nn.silu(gate) * up).astype(gate.dtype)
+  with residual_scope("activation"):
+    return (jax.nn.silu(gate) * up).astype(gate.dtype)
 
 
 def _fp8_gelu_fwd(x, approximate, recipe):
@@ -83,14 +87,21 @@ def _fp8_gelu_fwd(x, approximate, recipe):
   return y.astype(x.dtype), x_q
 
 
-def _fp8_gelu_bwd(approximate, recipe, x_q, g):
+def _fp8_gelu_bwd(approximate, recipe, inputs, x_q, g):
+  del inputs
   dx = ops.gelu_bwd(
     g, x_q, approximate=approximate, group_size=recipe.group_size
   )
   return (dx.astype(g.dtype),)
 
 
-_fp8_gelu = block(_fp8_gelu_fwd, _fp8_gelu_bwd, _specs)
+def _gelu_specs(x, approximate, recipe):
+  del approximate
+  each = tokens(recipe.axes, x)
+  return (each,), each
+
+
+_fp8_gelu = rule(_fp8_gelu_fwd, _fp8_gelu_bwd, _gelu_specs)
 
 
 def gelu(
@@ -109,4 +120,6 @@ def gelu(
   recipe = recipe or recipes.coat()
   if recipe.nonlinear == "fp8":
     return _fp8_gelu((x,), approximate, recipe)
-  return jax.nn.gelu(x, approximate=approximate)
+  x = save_residual("activation", x)
+  with residual_scope("activation"):
+    return jax.nn.gelu(x, approximate=approximate)

@@ -2,26 +2,32 @@
 """Attention, and attention with its output projection and residual add.
 
 The two share the attention's output, which the backward of both reads, so they
-are one custom_vjp. Remembered: q, k, v, output and log-sum-exp; BF16, or with
+are under one rule. Saved: q, k, v, output and log-sum-exp; BF16, or with
 recipe.attention="fp8" 1 x G FP8, and then the forward attends to the
 dequantized q, k, v and projects the dequantized output. (The softmax's backward
 takes its row sums from that output: an error of the output's rounding.)
 """
 
+import dataclasses
 import functools
 from typing import NamedTuple
 
-from jax import Array, P
+from jax import Array
+from jax.typing import DTypeLike
 
 from coat_jax import ops
 from coat_jax import recipe as recipes
-from coat_jax.formats import E5M2
-from coat_jax.layers.linear import add_linear, bias_gradient, keep_scale, linear
-from coat_jax.layers.mesh.collectives import gather_sequence
-from coat_jax.layers.mesh.rule import block
-from coat_jax.layers.mesh.specs import cached, own_heads, split_inputs, tokens
+from coat_jax.layers.back import (
+  BackWeights,
+  back_backward,
+  back_forward,
+  back_specs,
+)
+from coat_jax.layers.linear import linear
+from coat_jax.layers.mesh.rule import rule
+from coat_jax.layers.mesh.specs import own_heads, tokens
+from coat_jax.layers.middle import Middle, MiddleGradient, MiddleOutput
 from coat_jax.layers.residuals import save_residual
-from coat_jax.layers.weight import quantized_weight, weight_gradient
 from coat_jax.ops import Operand
 from coat_jax.qtensor import QTensor, dequantize
 from coat_jax.recipe import CoatRecipe
@@ -32,22 +38,23 @@ def _attention_fwd(q, k, v, causal, recipe):
   q, k, v = save_residual("attention", (q, k, v))
   kept = ops.attention_fwd(q, k, v, causal=causal, implementation=how)
   kept = save_residual("attention", kept)
-  # The very array that is remembered, so that it is held once.
+  # The very array that is saved, so that it is held once.
   return kept.out, (q, k, v, kept)
 
 
-def _attention_bwd(causal, recipe, kept, g):
+def _attention_bwd(causal, recipe, inputs, saved, g):
+  del inputs
   how = recipe.implementation
-  return ops.attention_bwd(g, *kept, causal=causal, implementation=how)
+  return ops.attention_bwd(g, *saved, causal=causal, implementation=how)
 
 
-def _attention_specs(axes, q, k, v):
-  del k, v
-  heads = own_heads(axes)
+def _attention_specs(q, k, v, causal, recipe):
+  del q, k, v, causal
+  heads = own_heads(recipe.axes)
   return (heads,) * 3, heads
 
 
-_attention = block(_attention_fwd, _attention_bwd, _attention_specs)
+_attention = rule(_attention_fwd, _attention_bwd, _attention_specs)
 
 
 def dot_product_attention(
@@ -58,7 +65,7 @@ def dot_product_attention(
   causal: bool = True,
   recipe: CoatRecipe | None = None,
 ) -> Array:
-  """softmax(q k^T / sqrt(H)) v, remembering q, k, v, out and log-sum-exp.
+  """softmax(q k^T / sqrt(H)) v, saving q, k, v, output and log-sum-exp.
 
   Args:
     q: [B, T, N, H].
@@ -75,8 +82,8 @@ def dot_product_attention(
   return _attention((q, k, v), causal, recipe or recipes.bf16())
 
 
-class OutputResiduals(NamedTuple):
-  """What `attention_output_fwd` hands to its backward."""
+class HeadsSaved(NamedTuple):
+  """What attention saves for the backward of a block."""
 
   q: Array | QTensor
   k: Array | QTensor
@@ -84,74 +91,61 @@ class OutputResiduals(NamedTuple):
   out: Array | QTensor
   lse: Array
   out_scale: Array
-  w: Array
-  cache: Operand
-  bias: Array | None
 
 
-def attention_output_fwd(x, q, k, v, w, bias, cache, causal, recipe):
-  """x + attention(q, k, v) w + bias, and what is handed over."""
-  keep, read = _storage(recipe, q.dtype)
-  how = recipe.implementation
-  projected = q  # What is kept of it may be FP8.
-  q, k, v = save_residual("attention", (keep(q), keep(k), keep(v)))
-  out, lse = ops.attention_fwd(
-    read(q), read(k), read(v), causal=causal, implementation=how
-  )
-  out, lse = save_residual("attention", (keep(out), lse))
-  out_q = ops.quantize_tensor(_merge_heads(read(out)), implementation=how)
-  w_q = quantized_weight(w, cache, "columns", recipe, after=projected)
-  total = add_linear(x, out_q, w_q, bias, recipe)
-  cache = keep_scale(cache, w_q)
-  scale = save_residual("linear", out_q.scale)
-  return total, OutputResiduals(q, k, v, out, lse, scale, w, cache, bias)
+@dataclasses.dataclass(frozen=True)
+class HeadsAttention(Middle):
+  """Attention of heads (q, k, v) that are given; their gradients are plain."""
+
+  causal: bool
+
+  def plain(self, h, weights, inputs, recipe):
+    del weights, inputs
+    out = dot_product_attention(*h, causal=self.causal, recipe=recipe)
+    return _merge_heads(out)
+
+  def forward(self, h, weights, inputs, recipe):
+    del weights, inputs
+    keep, read = _storage(recipe, h[0].dtype)
+    how = recipe.implementation
+    q, k, v = save_residual("attention", tuple(map(keep, h)))
+    out, lse = ops.attention_fwd(
+      read(q), read(k), read(v), causal=self.causal, implementation=how
+    )
+    out, lse = save_residual("attention", (keep(out), lse))
+    out_q = ops.quantize_tensor(_merge_heads(read(out)), implementation=how)
+    scale = save_residual("linear", out_q.scale)
+    # What is kept of q may be FP8; codes wait for q itself.
+    saved = HeadsSaved(q, k, v, out, lse, scale)
+    return MiddleOutput(out_q, saved, after=h[0])
+
+  def restore(self, saved, dtype, recipe):
+    _, read = _storage(recipe, dtype)
+    q, k, v, out = map(read, saved[:4])
+    operand = ops.quantize_tensor(
+      _merge_heads(out),
+      scale=saved.out_scale,
+      layout="columns",
+      implementation=recipe.implementation,
+    )
+    return saved._replace(q=q, k=k, v=v, out=out), operand
+
+  def backward(self, saved, dout, weights, recipe, *, has_bias):
+    del weights, has_bias
+    heads = ops.attention_bwd(
+      dout.reshape(saved.out.shape),
+      saved.q,
+      saved.k,
+      saved.v,
+      ops.AttentionResiduals(saved.out, saved.lse),
+      causal=self.causal,
+      implementation=recipe.implementation,
+    )
+    return MiddleGradient(heads)
 
 
-def attention_output_bwd(causal, recipe, residuals, g):
-  r, how = residuals, recipe.implementation
-  _, read = _storage(recipe, g.dtype)
-  q, k, v, out = read(r.q), read(r.k), read(r.v), read(r.out)
-  g_q = ops.quantize_tensor(g, dtype=E5M2, layout="both", implementation=how)
-  g_q = gather_sequence(g_q, recipe, batch=g.shape[0])
-  out_q = ops.quantize_tensor(
-    _merge_heads(out), scale=r.out_scale, layout="columns", implementation=how
-  )
-  dw = weight_gradient(out_q, g_q, r.w, recipe)
-  w_q = quantized_weight(r.w, r.cache, "rows", recipe)
-  dout = ops.linear_dgrad(g_q, w_q, dtype=g.dtype, implementation=how)
-  dq, dk, dv = ops.attention_bwd(
-    dout.reshape(out.shape),
-    q,
-    k,
-    v,
-    ops.AttentionResiduals(out, r.lse),
-    causal=causal,
-    implementation=how,
-  )
-  dbias = bias_gradient(g, r.bias, recipe, has_columns=False)
-  return g, dq, dk, dv, dw, dbias, None
-
-
-def _specs(axes, x, q, k, v, w, bias, cache):
-  del k, v, w, bias
-  heads, rows = own_heads(axes), split_inputs(axes)
-  arrays = (
-    tokens(axes, x),
-    heads,
-    heads,
-    heads,
-    rows,
-    P(),
-    cached(cache, rows),
-  )
-  return arrays, tokens(axes, x)
-
-
-_attention_output = block(attention_output_fwd, attention_output_bwd, _specs)
-
-
-def _storage(recipe, dtype):
-  """How q, k, v and the output are kept, and read back in `dtype`."""
+def _storage(recipe: CoatRecipe, dtype: DTypeLike):
+  """How q, k, v and the output are saved, and read back in `dtype`."""
   if recipe.attention == "bf16":
     return (lambda x: x), (lambda x: x)
   group_size = recipe.group_size
@@ -167,6 +161,31 @@ def _storage(recipe, dtype):
 def _merge_heads(x: Array) -> Array:
   """[B, T, N, H] to [B, T, N H]."""
   return x.reshape(*x.shape[:2], -1)
+
+
+def _attention_output_fwd(x, heads, weights, middle, recipe):
+  out = middle.forward(heads, None, None, recipe)
+  return back_forward(out, weights, recipe, like=x, add=x)
+
+
+def _attention_output_bwd(middle, recipe, inputs, saved, g):
+  (weights,) = inputs
+  gradient, dweights = back_backward(
+    middle, None, weights, saved, g, recipe, has_bias=False
+  )
+  return g, gradient.h, dweights
+
+
+def _specs(x, heads, weights, middle, recipe):
+  del heads, middle
+  axes = recipe.axes
+  arrays = tokens(axes, x), own_heads(axes), back_specs(axes, weights)
+  return arrays, tokens(axes, x)
+
+
+_attention_output = rule(
+  _attention_output_fwd, _attention_output_bwd, _specs, reads=(2,)
+)
 
 
 def attention_output(
@@ -190,8 +209,9 @@ def attention_output(
     w: [N H, D].
     bias: [D] or None.
     causal: whether a query sees only keys up to its own place.
-    recipe: fused where `nonlinear` is "fp8"; `attention` says what is kept how.
-    cache: of w, from `layers.weight`, or None.
+    recipe: fused where `nonlinear` is "fp8"; `attention` says how q, k, v
+      and the output are saved.
+    cache: of w, from `layers.cache_weight`, or None.
 
   Returns:
     [B, T, D] in x's dtype.
@@ -199,9 +219,9 @@ def attention_output(
   Raises:
     ValueError: shapes that do not fit one another.
   """
+  middle, heads = HeadsAttention(causal), (q, k, v)
   if recipe.nonlinear == "fp8":
-    return _attention_output((x, q, k, v, w, bias, cache), causal, recipe)
-  out = dot_product_attention(q, k, v, causal=causal, recipe=recipe)
-  return x + linear(
-    _merge_heads(out), w, bias, recipe=recipe, cache=cache, split="inputs"
-  )
+    weights = BackWeights(w, bias, cache)
+    return _attention_output((x, heads, weights), middle, recipe)
+  out = middle.plain(heads, None, None, recipe)
+  return x + linear(out, w, bias, recipe=recipe, cache=cache, split="inputs")

@@ -7,9 +7,8 @@ multiplied and the weight's scale; the weight is quantized again from the
 parameter, which is alive anyway.
 """
 
-import functools
 import math
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +25,7 @@ from coat_jax.layers.mesh.collectives import (
   sum_tokens,
   tensor_size,
 )
-from coat_jax.layers.mesh.rule import block, run_sharded
+from coat_jax.layers.mesh.rule import rule, run_sharded
 from coat_jax.layers.mesh.specs import (
   Split,
   cache_specs,
@@ -36,7 +35,11 @@ from coat_jax.layers.mesh.specs import (
   tokens,
 )
 from coat_jax.layers.module import RecipeModule, value_of
-from coat_jax.layers.residuals import cotangent, save_residual
+from coat_jax.layers.residuals import (
+  cotangent,
+  residual_scope,
+  save_residual,
+)
 from coat_jax.layers.weight import (
   as_matrix,
   cache_weight,
@@ -49,14 +52,12 @@ from coat_jax.recipe import CoatRecipe
 default_kernel_init = nnx.initializers.lecun_normal()
 
 
-class _Residuals(NamedTuple):
+class _Saved(NamedTuple):
   x: Operand  # Columns.
-  w: Array
-  cache: Operand
-  bias: Array | None
+  w_scale: Operand | None
 
 
-def _fp8_linear_fwd(split, x, w, bias, cache, recipe):
+def _fp8_linear_fwd(x, w, bias, cache, split, recipe):
   how = recipe.implementation
   x_q = ops.quantize_tensor(x, layout="both", implementation=how)
   kept = save_residual("linear", x_q._replace(rows=None))
@@ -68,22 +69,23 @@ def _fp8_linear_fwd(split, x, w, bias, cache, recipe):
   if split == "inputs":
     y = scatter_sequence(y, recipe.axes)
   y = add_bias(y, as_row(bias))
-  residuals = _Residuals(kept, w, keep_scale(cache, w_q), bias)
-  return y.reshape(*y.shape[:-1], *w.shape[1:]), residuals
+  saved = _Saved(kept, scale_to_save(cache, w_q))
+  return y.reshape(*y.shape[:-1], *w.shape[1:]), saved
 
 
-def _fp8_linear_bwd(split, recipe, residuals, g):
-  x_q, w, cache, bias = residuals
+def _fp8_linear_bwd(split, recipe, inputs, saved, g):
+  w, bias, cache = inputs
+  x_q = saved.x
   how = recipe.implementation
   g = g.reshape(*g.shape[: g.ndim - w.ndim + 1], -1)
-  g_q = ops.quantize_tensor(g, dtype=E5M2, layout="both", implementation=how)
+  g_q = gradient_operand(g, recipe)
   batch = g.shape[0]
   if split == "columns":
     x_q = gather_sequence(x_q, recipe, batch=batch)
   if split == "inputs":
     g_q = gather_sequence(g_q, recipe, batch=batch)
-  # Reshaped in here: outside, the reshaped weight would be remembered too.
-  w_q = quantized_weight(as_matrix(w), cache, "rows", recipe)
+  # Reshaped in here: outside, the reshaped weight would be saved too.
+  w_q = quantized_weight(as_matrix(w), cache or saved.w_scale, "rows", recipe)
   dx = ops.linear_dgrad(g_q, w_q, dtype=g.dtype, implementation=how)
   if split == "columns":
     dx = scatter_sequence(dx, recipe.axes)
@@ -92,8 +94,9 @@ def _fp8_linear_bwd(split, recipe, residuals, g):
   return dx, dw, dbias, None
 
 
-def _specs(split, axes, x, w, bias, cache):
+def _specs(x, w, bias, cache, split, recipe):
   del bias
+  axes = recipe.axes
   kernel, each = split_kernel(axes, split, w.ndim), tokens(axes, x)
   x_spec, bias_spec, y_spec = {
     None: (each, P(), each),
@@ -103,12 +106,7 @@ def _specs(split, axes, x, w, bias, cache):
   return (x_spec, kernel, bias_spec, cached(cache, kernel)), y_spec
 
 
-def _block(split: Split):
-  rules = _fp8_linear_fwd, _fp8_linear_bwd, _specs
-  return block(*(functools.partial(rule, split) for rule in rules))
-
-
-_FP8_LINEAR = {split: _block(split) for split in get_args(Split)}
+_fp8_linear = rule(_fp8_linear_fwd, _fp8_linear_bwd, _specs, reads=(1, 2, 3))
 
 
 def linear(
@@ -142,18 +140,27 @@ def linear(
       # No axis of positions for devices along tensor to share. Cached codes of
       # several axes of columns are in the order of devices.
       split, cache = None, cache and Operand(None, None, cache.scale)
-    return _FP8_LINEAR[split]((x, w, bias, cache), recipe)
+    return _fp8_linear((x, w, bias, cache), split, recipe)
   # Not as a matrix: of [D, 2, F] devices may each have a part of F.
-  return add_bias(jnp.tensordot(x, w.astype(x.dtype), 1), bias)
+  with residual_scope("linear"):
+    return add_bias(jnp.tensordot(x, w.astype(x.dtype), 1), bias)
 
 
-def keep_scale(cache: Operand | None, w: Operand) -> Operand:
-  """What the backward gets of a weight's cache: at least the scale.
+def gradient_operand(g: Array, recipe: CoatRecipe) -> Operand:
+  """The gradient of a product's output, as the products behind it read it."""
+  return ops.quantize_tensor(
+    g, dtype=E5M2, layout="both", implementation=recipe.implementation
+  )
 
-  Codes go along only if they are cached, for then they are alive anyway.
+
+def scale_to_save(cache: Operand | None, w: Operand) -> Operand | None:
+  """The scale of a weight's operand for the backward; None if it is cached.
+
+  `cache or scale_to_save(cache, w)` is what the backward reads: codes only if
+  they are cached, for then they are alive anyway.
   """
   if cache is not None:
-    return cache
+    return None
   return Operand(None, None, save_residual("linear", w.scale))
 
 
@@ -172,26 +179,33 @@ def add_bias(y: Array, bias: Array | None) -> Array:
 
 
 def add_linear(
-  residual_stream: Array,
   x: Operand,
   w: Operand,
   bias: Array | None,
   recipe: CoatRecipe,
+  *,
+  dtype: DTypeLike,
+  add: Array | None,
 ) -> Array:
-  """residual_stream + x w + bias, in the residual stream's dtype.
+  """x w + bias + add in `dtype`, of the device's positions.
 
-  Where w's inputs are split over devices, x is of whole sequences and the
-  residual stream of the device's positions.
+  Args:
+    x: rows; on a mesh of whole sequences, the columns that the device has.
+    w: columns; on a mesh the rows that belong to x's columns.
+    bias: [D] or None.
+    recipe: has the axes of the mesh.
+    dtype: of the result.
+    add: [..., D], the residual stream, or None; added in f32.
   """
-  dtype, how = residual_stream.dtype, recipe.implementation
-  if bias is None and tensor_size(recipe.axes) == 1:
-    return ops.linear_fwd(
-      x, w, dtype=dtype, add=residual_stream, implementation=how
-    )
+  how = recipe.implementation
+  if add is not None and bias is None and tensor_size(recipe.axes) == 1:
+    return ops.linear_fwd(x, w, dtype=dtype, add=add, implementation=how)
   y = ops.linear_fwd(x, w, dtype=dtype, implementation=how)
   y = scatter_sequence(y, recipe.axes)
-  y = add_bias(y, bias).astype(jnp.float32)
-  return (residual_stream.astype(jnp.float32) + y).astype(dtype)
+  y = add_bias(y, bias)
+  if add is None:
+    return y
+  return (add.astype(jnp.float32) + y.astype(jnp.float32)).astype(dtype)
 
 
 def bias_gradient(

@@ -5,7 +5,7 @@ The forward normalizes the dequantized values it remembers, so its backward is
 the exact gradient of what ran, straight through the quantizer.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from flax import nnx
@@ -15,21 +15,23 @@ from jax.typing import DTypeLike
 from coat_jax import ops
 from coat_jax import recipe as recipes
 from coat_jax.layers.mesh.collectives import sum_tokens
-from coat_jax.layers.mesh.rule import block
+from coat_jax.layers.mesh.rule import rule
 from coat_jax.layers.mesh.specs import tokens
 from coat_jax.layers.module import RecipeModule, value_of
-from coat_jax.layers.residuals import cotangent, save_residual
+from coat_jax.layers.residuals import (
+  cotangent,
+  residual_scope,
+  save_residual,
+)
 from coat_jax.qtensor import QTensor, dequantize
 from coat_jax.recipe import CoatRecipe
 
 
-class NormResiduals(NamedTuple):
-  """What a norm's forward hands to its backward."""
+class NormSaved(NamedTuple):
+  """What a norm's forward makes for its backward."""
 
   x: QTensor
   stats: ops.NormStats
-  gamma: Array | None
-  beta: Array | None
 
 
 def _fp8_norm_fwd(x, gamma, beta, kind, eps, recipe):
@@ -41,39 +43,48 @@ def _fp8_norm_fwd(x, gamma, beta, kind, eps, recipe):
   values = dequantize(x_q, group_size=group_size)
   y, stats = ops.norm_values(values, gamma, beta, kind=kind, eps=eps)
   stats = save_residual("norm", stats)
-  return y.astype(x.dtype), NormResiduals(x_q, stats, gamma, beta)
+  return y.astype(x.dtype), NormSaved(x_q, stats)
 
 
-def _fp8_norm_bwd(kind, eps, recipe, residuals, g):
+def _fp8_norm_bwd(kind, eps, recipe, inputs, saved, g):
   del kind, eps
-  return norm_gradients(residuals, g, None, recipe)
+  gamma, beta = inputs
+  return norm_gradients(saved, gamma, beta, g, None, recipe)
 
 
-def _specs(axes, x, gamma, beta):
-  del gamma, beta
-  return (tokens(axes, x), P(), P()), tokens(axes, x)
+def _specs(x, gamma, beta, kind, eps, recipe):
+  del gamma, beta, kind, eps
+  each = tokens(recipe.axes, x)
+  return (each, P(), P()), each
 
 
-_fp8_norm = block(_fp8_norm_fwd, _fp8_norm_bwd, _specs)
+_fp8_norm = rule(_fp8_norm_fwd, _fp8_norm_bwd, _specs, reads=(1, 2))
 
 
-def norm_gradients(residuals, dy, add, recipe):
+def norm_gradients(
+  saved: NormSaved,
+  gamma: Array | None,
+  beta: Array | None,
+  dy: Array,
+  add: Array | None,
+  recipe: CoatRecipe,
+) -> tuple[Array, Array | None, Array | None]:
   """dx in dy's dtype, with `add` in it, dgamma and dbeta of all tokens."""
-  r = residuals
   dx, dgamma, dbeta = ops.norm_bwd(
     dy,
-    r.x,
-    r.gamma,
-    r.stats,
+    saved.x,
+    gamma,
+    saved.stats,
     group_size=recipe.group_size,
     dtype=dy.dtype,
     add=add,
     implementation=recipe.implementation,
   )
-  return dx, *(
-    None if p is None else cotangent(sum_tokens(dp, recipe.axes), p)
-    for dp, p in ((dgamma, r.gamma), (dbeta, r.beta))
-  )
+  if gamma is not None:
+    gamma = cotangent(sum_tokens(dgamma, recipe.axes), gamma)
+  if beta is not None:
+    beta = cotangent(sum_tokens(dbeta, recipe.axes), beta)
+  return dx, gamma, beta
 
 
 def norm(
@@ -101,7 +112,9 @@ def norm(
     return _fp8_norm((x, gamma, beta), kind, eps, recipe)
   # Named for checkpoint policies: the same set can be kept in BF16.
   x = save_residual("norm", x)
-  return ops.norm_values(x, gamma, beta, kind=kind, eps=eps)[0].astype(x.dtype)
+  with residual_scope("norm"):
+    y, _ = ops.norm_values(x, gamma, beta, kind=kind, eps=eps)
+    return y.astype(x.dtype)
 
 
 class Norm(RecipeModule):
@@ -171,3 +184,19 @@ class LayerNorm(Norm):
     **kwargs,
   ):
     super().__init__(num_features, use_bias=use_bias, rngs=rngs, **kwargs)
+
+
+def make_norm(
+  kind: ops.NormKind | None, num_features: int, **kwargs
+) -> Norm | None:
+  """The norm module of this kind, None for None; `kwargs` are the module's."""
+  if kind is None:
+    return nnx.data(None)
+  return {"rms": RMSNorm, "layer": LayerNorm}[kind](num_features, **kwargs)
+
+
+def norm_options(norm: Norm | None) -> dict[str, Any]:
+  """`kind` and `eps` of a norm's module, as the functions take them."""
+  if norm is None:
+    return dict(kind=None, eps=0.0)
+  return dict(kind=norm.kind, eps=norm.epsilon)

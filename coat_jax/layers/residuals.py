@@ -1,22 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names for what layers remember, and small helpers of every custom_vjp.
+"""Names for what layers save, and small helpers of every custom_vjp.
 
 Each array that a forward saves for its backward goes through `save_residual`,
-which names it by one of `RESIDUAL_NAMES` before the array is used, so that
-what a policy computes again starts from what it kept; and to scalar scales too,
-since to compute one again takes the operation in front of it. `jax.checkpoint`
-policies can then keep or offload them, and memory can be counted by kind:
+which names it by one of `RESIDUAL_NAMES` before the array is used, so that what
+a policy computes again starts from what it kept. Scalar scales too, since to
+compute one again takes the operation in front of it. `jax.checkpoint` policies
+can then keep or offload them, and memory can be counted by kind:
 
   jax.checkpoint(
     layer,
     policy=jax.checkpoint_policies.save_only_these_names(*RESIDUAL_NAMES),
   )
 
-Weights and norm parameters are handed over too; they are alive anyway and carry
-no name.
+What plain autodiff saves is made under `residual_scope` and is of its kind.
+Weights and norm parameters are saved too; they are alive anyway and carry no
+name.
 """
 
-from typing import Literal, overload
+import re
+from contextlib import AbstractContextManager
+from typing import Literal, get_args, overload
 
 import jax
 import jax.numpy as jnp
@@ -27,19 +30,13 @@ from coat_jax.formats import E4M3, E5M2
 
 Kind = Literal["norm", "activation", "rope", "attention", "linear"]
 
-RESIDUAL_NAMES = (
-  "coat_norm",
-  "coat_activation",
-  "coat_rope",
-  "coat_attention",
-  "coat_linear",
-)
+RESIDUAL_NAMES = tuple(f"coat_{kind}" for kind in get_args(Kind))
 
 
 def save_residual[Tree](kind: Kind, tree: Tree) -> Tree:
   """Names every array of `tree` "coat_<kind>" for checkpoint policies.
 
-  Codes bear their name as bytes: see `protect_codes`.
+  Codes are named as bytes: see `protect_codes`.
   """
 
   def named(x):
@@ -50,6 +47,21 @@ def save_residual[Tree](kind: Kind, tree: Tree) -> Tree:
     return jax.lax.bitcast_convert_type(codes, x.dtype)
 
   return jax.tree.map(named, tree)
+
+
+def residual_scope(kind: Kind) -> AbstractContextManager:
+  """Says of which kind is what plain autodiff saves of the code inside.
+
+  A scope of names, which compiled programs and profiles show; `kind_of_scope`
+  reads it off an equation.
+  """
+  return jax.named_scope(f"coat_{kind}")
+
+
+def kind_of_scope(name_stack: str) -> str | None:
+  """The kind of the innermost `residual_scope` of an equation, or None."""
+  kinds = re.findall(rf"\bcoat_({'|'.join(get_args(Kind))})\b", name_stack)
+  return kinds[-1] if kinds else None
 
 
 def protect_codes[Tree](residuals: Tree) -> Tree:

@@ -15,7 +15,7 @@ from jax import Array, P
 from coat_jax import ops
 from coat_jax import recipe as recipes
 from coat_jax.layers.mesh.collectives import tensor_size
-from coat_jax.layers.mesh.rule import block
+from coat_jax.layers.mesh.rule import rule
 from coat_jax.layers.mesh.specs import own_columns, own_heads
 from coat_jax.layers.residuals import save_residual
 from coat_jax.ops.rope import rotate, rotation
@@ -94,18 +94,20 @@ def _split_heads_fwd(qkv, positions, heads, recipe):
   return out, save_residual("rope", positions)
 
 
-def _split_heads_bwd(heads, recipe, positions, g):
+def _split_heads_bwd(heads, recipe, inputs, positions, g):
+  del inputs
   cos, sin = rotation(positions, head_dim=g[0].shape[-1], theta=heads.theta)
   how = recipe.implementation
   return ops.join_heads(*g, cos, sin, implementation=how), None
 
 
-def _specs(axes, qkv, positions):
-  del positions
+def _specs(qkv, positions, heads, recipe):
+  del positions, heads
+  axes = recipe.axes
   return (own_columns(axes, qkv.ndim), P()), (own_heads(axes),) * 3
 
 
-_split_heads = block(_split_heads_fwd, _split_heads_bwd, _specs)
+_split_heads = rule(_split_heads_fwd, _split_heads_bwd, _specs)
 
 
 def split_heads(

@@ -13,6 +13,7 @@ gradients:
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +45,8 @@ def embed(
   names = _present(axes.tensor, axes.fsdp)
 
   def local(tokens, table):
-    return _gather_rows(table, dtype, names, axes)[tokens]
+    rows: Any = _gather_rows(table, dtype, names, axes)
+    return rows[tokens]
 
   where = P(axes.batch, axes.tensor)
   return jax.shard_map(local, in_specs=(where, P(names)), out_specs=where)(
@@ -144,6 +146,7 @@ def _loss_of_part(
     loss = lax.psum(loss, axes.batch)
   if not has_gradients:
     return loss, ()
+  assert dhidden is not None  # One of each chunk.
   dhidden = jnp.moveaxis(dhidden, 0, 1).reshape(len(hidden), -1, len(weight))
   dhidden = dhidden[:, : hidden.shape[1]]
   dweight = dweight.T if is_tied else dweight

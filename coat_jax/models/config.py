@@ -1,10 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shape of a decoder; a model family is a choice of its fields."""
+"""The shape of a decoder, and what families of models choose.
+
+A family is a row of `FAMILIES`: a new one needs no other line, unless it
+chooses what no `Family` can say yet.
+"""
 
 import dataclasses
+import difflib
 from typing import Literal
 
+from coat_jax.ops import NormKind
+
 Remat = Literal["none", "dots", "full"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Family:
+  """What all models of a family have in common.
+
+  Attributes:
+    norm: RMSNorm or LayerNorm.
+    norm_has_scale: whether norms have weights.
+    qkv_bias: whether q, k and v have biases.
+  """
+
+  norm: NormKind = "rms"
+  norm_has_scale: bool = True
+  qkv_bias: bool = False
+
+
+FAMILIES = {
+  "llama": Family(),
+  "olmo": Family(norm="layer", norm_has_scale=False),
+  "qwen2": Family(qkv_bias=True),
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -12,7 +41,7 @@ class ModelConfig:
   """The shape of a decoder.
 
   Attributes:
-    family: llama has RMSNorm with weights, olmo LayerNorm without parameters.
+    family: A row of `FAMILIES`.
     num_layers: Decoder layers.
     d_model: Width of the residual stream.
     d_ff: Width of the gated MLP.
@@ -25,10 +54,11 @@ class ModelConfig:
     clip_qkv: Largest magnitude of q, k and v; None leaves them as they are.
 
   Raises:
-    ValueError: a size below 1, or sizes that do not divide each other.
+    ValueError: an unknown family, a size below 1, or sizes that do not divide
+      each other.
   """
 
-  family: Literal["llama", "olmo"]
+  family: str
   num_layers: int
   d_model: int
   d_ff: int
@@ -41,6 +71,12 @@ class ModelConfig:
   clip_qkv: float | None = None
 
   def __post_init__(self):
+    if self.family not in FAMILIES:
+      near = difflib.get_close_matches(self.family, FAMILIES, n=1)
+      raise ValueError(
+        f"ModelConfig: family must be one of {tuple(FAMILIES)}, got "
+        f"{self.family!r}{f'; did you mean {near[0]!r}?' if near else ''}"
+      )
     check_positive(
       self,
       ("num_layers", "d_model", "d_ff", "num_heads", "num_kv_heads")
@@ -59,6 +95,11 @@ class ModelConfig:
         f"{self.num_heads} and {self.num_kv_heads}; pass num_kv_heads equal to "
         "num_heads for attention without sharing"
       )
+
+  @property
+  def choices(self) -> Family:
+    """What the family chooses."""
+    return FAMILIES[self.family]
 
   @property
   def head_dim(self) -> int:

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A decoder language model in two families, built of COAT's blocks.
+"""A decoder language model of several families, built of COAT's blocks.
 
-Llama has RMSNorm with weights, OLMo LayerNorm without parameters; both have
-RoPE, grouped key heads, SwiGLU and no biases. Layers are stacked, one parameter
-array [num_layers, ...] for all, and scanned. As in the paper the embedding, the
-final norm and the output projection stay in BF16, the loss in f32.
+All have RoPE, grouped key heads and SwiGLU; `models.config.FAMILIES` has what
+they differ in. Layers are stacked, one parameter array [num_layers, ...] for
+all, and scanned. As in the paper the embedding, the final norm and the output
+projection stay in BF16, the loss in f32.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,10 +25,13 @@ from coat_jax.recipe import CoatRecipe
 _INIT_STDDEV = 0.02
 
 
-def _all_but_gathered(primitive, *arrays, call_jaxpr=None, **options) -> bool:
+def _all_but_gathered(
+  primitive, *arrays, call_jaxpr: Any = None, **options
+) -> bool:
   """A checkpoint policy: what autodiff keeps, but not rows of other devices.
 
   They come of `_constrained`; what is made of them before a product is a view.
+  (A policy by `checkpoint_name` keeps the array in front of the name instead.)
   """
   del arrays, options
   names = {primitive.name}
@@ -44,17 +48,13 @@ _POLICIES = {
 }
 
 
-def _norm_options(config: ModelConfig) -> dict:
-  is_llama = config.family == "llama"
-  return dict(
-    norm="rms" if is_llama else "layer",
-    epsilon=config.norm_eps,
-    use_scale=is_llama,
-  )
-
-
 class DecoderLayer(nnx.Module):
-  """Attention and gated MLP, each with its norm and residual add."""
+  """Attention and gated MLP, each with its norm and residual add.
+
+  Attributes:
+    attention: an `Attention`.
+    mlp: a `GatedMLP`.
+  """
 
   def __init__(
     self,
@@ -64,16 +64,28 @@ class DecoderLayer(nnx.Module):
     dtype: DTypeLike = jnp.bfloat16,
     rngs: nnx.Rngs,
   ):
+    """Initializes the parameters.
+
+    Args:
+      config: the model's shape; the initial size of what writes to the residual
+        stream falls with its depth.
+      recipe: what is computed and saved in FP8.
+      dtype: of activations.
+      rngs: its stream `params` initializes the kernels.
+    """
     # Projections that write to the residual stream start smaller, so that its
     # variance does not grow with depth.
     out_stddev = _INIT_STDDEV * (2 * config.num_layers) ** -0.5
-    shared = dict(
+    choices = config.choices
+    shared: dict[str, Any] = dict(
       recipe=recipe,
+      norm=choices.norm,
+      epsilon=config.norm_eps,
+      use_scale=choices.norm_has_scale,
       dtype=dtype,
       kernel_init=nnx.initializers.normal(_INIT_STDDEV),
       out_init=nnx.initializers.normal(out_stddev),
       rngs=rngs,
-      **_norm_options(config),
     )
     self.attention = Attention(
       config.d_model,
@@ -81,6 +93,7 @@ class DecoderLayer(nnx.Module):
       num_kv_heads=config.num_kv_heads,
       rope_theta=config.rope_theta,
       clip_qkv=config.clip_qkv,
+      use_qkv_bias=choices.qkv_bias,
       **shared,
     )
     self.mlp = GatedMLP(config.d_model, config.d_ff, **shared)
@@ -92,6 +105,22 @@ class DecoderLayer(nnx.Module):
 
 class Decoder(nnx.Module):
   """Tokens to the hidden states in front of the output projection.
+
+  Example usage::
+
+    >>> from coat_jax import recipe
+    >>> from coat_jax.models.config import ModelConfig
+    >>> from coat_jax.models.decoder import Decoder, loss_fn
+    >>> from flax import nnx
+    >>> import jax.numpy as jnp
+
+    >>> config = ModelConfig(
+    ...   family="qwen2", num_layers=2, d_model=64, d_ff=160, num_heads=4,
+    ...   num_kv_heads=2, vocab_size=384, rope_theta=1e6,
+    ... )
+    >>> model = Decoder(config, recipe.coat(), rngs=nnx.Rngs(0))
+    >>> loss_fn(model, jnp.zeros((2, 17), jnp.int32)).shape
+    ()
 
   Attributes:
     embedding: [V, D].
@@ -109,6 +138,17 @@ class Decoder(nnx.Module):
     remat: Remat = "none",
     rngs: nnx.Rngs,
   ):
+    """Initializes the parameters, f32.
+
+    Args:
+      config: the model's shape.
+      recipe: what layers compute and save in FP8; its `axes` are those of the
+        mesh that the model is called on.
+      dtype: of activations.
+      remat: what layers compute again in the backward: "none" of it, all but
+        products without a batch ("dots"), or all ("full").
+      rngs: its stream `params` initializes the parameters.
+    """
     self.dtype, self.axes, self.remat = dtype, recipe.axes, remat
     init = nnx.initializers.normal(_INIT_STDDEV)
     shape = (config.vocab_size, config.d_model)
@@ -120,15 +160,15 @@ class Decoder(nnx.Module):
       return DecoderLayer(config, recipe, dtype=dtype, rngs=rngs)
 
     self.layers = stack(rngs)
-    options = _norm_options(config)
-    norm = {"rms": RMSNorm, "layer": LayerNorm}[options.pop("norm")]
+    norm = {"rms": RMSNorm, "layer": LayerNorm}[config.choices.norm]
     self.norm = norm(
       config.d_model,
       recipe=recipes.bf16(),
+      epsilon=config.norm_eps,
+      use_scale=config.choices.norm_has_scale,
       dtype=dtype,
       use_bias=False,
       rngs=rngs,
-      **options,
     )
     self.head = nnx.data(None)
     if not config.tied_embeddings:
@@ -162,7 +202,7 @@ class Decoder(nnx.Module):
 
 
 def _gather_weights(
-  layer: DecoderLayer, dtype: DTypeLike, fsdp: str
+  layer: DecoderLayer, dtype: DTypeLike, fsdp: str | None
 ) -> DecoderLayer:
   """For layers that XLA partitions: weights in `dtype` with all their rows.
 
@@ -173,14 +213,14 @@ def _gather_weights(
   def gather(path, w):
     spec = param_spec(path)[1:]  # Of one layer.
     whole = P(*(_without(names, fsdp) for names in spec))
-    return _constrained(w, dtype, P(*spec), whole) if spec else w
+    return w if whole == P(*spec) else _constrained(w, dtype, P(*spec), whole)
 
   graph, params, others = nnx.split(layer, nnx.Param, ...)
   params = jax.tree.map_with_path(gather, nnx.to_pure_dict(params))
   return nnx.merge(graph, params, others)
 
 
-def _without(names, name: str):
+def _without(names, name: str | None):
   """An entry of a PartitionSpec without one of its axes."""
   if isinstance(names, tuple):
     return tuple(other for other in names if other != name) or None
@@ -216,7 +256,7 @@ def loss_fn(model: Decoder, tokens: Array) -> Array:
     f32 scalar, nats per token.
   """
   is_tied = model.head is None
-  weight = model.embedding if is_tied else model.head
+  weight = model.embedding if model.head is None else model.head
   return vocabulary.mean_loss(
     model(tokens[:, :-1]),
     tokens[:, 1:],

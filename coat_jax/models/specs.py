@@ -24,6 +24,7 @@ PARAMETER_AXES = {
   "embedding": ("rows of columns", None),
   "head": ("rows", "columns"),
   "qkv/linear/kernel": (None, "rows", "columns"),
+  "qkv/linear/bias": (None, "columns"),
   "attention/out/kernel": (None, "rows of columns", None),
   "gate_up/kernel": (None, "rows", None, "columns"),
   "down/kernel": (None, "rows of columns", None),
@@ -32,7 +33,7 @@ PARAMETER_AXES = {
 
 
 def param_shardings(mesh: Mesh, params: Any) -> Any:
-  """Where the parameters of a `model.Decoder` lie.
+  """How the parameters of a `models.decoder.Decoder` are sharded.
 
   Args:
     mesh: From `make_mesh`.

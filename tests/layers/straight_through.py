@@ -89,9 +89,9 @@ def _row(v, like):
 
 def gated_mlp(x, weights, kind, eps, residuals, group_size=16):
   """x + (silu(norm(x) w_gate) * (norm(x) w_up)) w_down, f32."""
-  w = weights
-  y = norm(x, w.gamma, w.beta, kind, eps, group_size)
-  gate_up = linear(y, w.gate_up, w.gate_up_bias, x.dtype)
+  front, back, _ = weights
+  y = norm(x, front.gamma, front.beta, kind, eps, group_size)
+  gate_up = linear(y, front.w, front.bias, x.dtype)
   gate_up = rounded(gate_up, x.dtype)
   gate, up = jnp.split(gate_up, 2, axis=-1)
   gate, up = per_group(gate, group_size), per_group(up, group_size)
@@ -100,8 +100,8 @@ def gated_mlp(x, weights, kind, eps, residuals, group_size=16):
   if residuals == "coat":
     silu = per_group(silu, group_size)
   # The product is rounded only where a bias is added to it first.
-  dtype = jnp.float32 if w.down_bias is None else x.dtype
-  out = linear(silu * up, w.down, w.down_bias, dtype)
+  dtype = jnp.float32 if back.bias is None else x.dtype
+  out = linear(silu * up, back.w, back.bias, dtype)
   return x.astype(jnp.float32) + rounded(out, dtype)
 
 

@@ -10,7 +10,13 @@ import pytest
 from flax import nnx
 
 from coat_jax import recipe as recipes
-from coat_jax.layers import GatedMLP, MLPWeights, gated_mlp
+from coat_jax.layers import (
+  BackWeights,
+  BlockWeights,
+  FrontWeights,
+  GatedMLP,
+  gated_mlp,
+)
 from tests.comparing import assert_close, assert_same_bits, jit
 from tests.layers import straight_through
 
@@ -23,17 +29,14 @@ def case(rows, has_biases=True, seed=0):
   def normal(*shape):
     return jnp.float32(rng.normal(size=shape))
 
-  weights = MLPWeights(
-    gamma=normal(24),
-    beta=normal(24),
-    gate_up=normal(24, 2, 40),
-    gate_up_bias=normal(2, 40),
-    down=normal(40, 24),
-    down_bias=normal(24),
+  front = FrontWeights(
+    gamma=normal(24), beta=normal(24), w=normal(24, 2, 40), bias=normal(2, 40)
   )
+  back = BackWeights(w=normal(40, 24), bias=normal(24))
   if not has_biases:
-    weights = weights._replace(beta=None, gate_up_bias=None, down_bias=None)
-  return normal(*rows, 24), weights, normal(*rows, 24)
+    front = front._replace(beta=None, bias=None)
+    back = back._replace(bias=None)
+  return normal(*rows, 24), BlockWeights(front, back), normal(*rows, 24)
 
 
 @functools.partial(jit, static_argnames=("kind", "eps", "recipe"))
@@ -63,7 +66,7 @@ def oracle(x, weights, dy, kind, eps, residuals):
     ("rms", (2, 2, 3), 1e-5, True),
   ],
 )
-def test_equals_the_composition(kind, rows, eps, has_biases, residuals):
+def test_gated_mlp_equals_its_parts(kind, rows, eps, has_biases, residuals):
   x, weights, dy = case(rows, has_biases)
   y, gradients = layer(x, weights, dy, kind, eps, RECIPES[residuals])
   want, want_gradients = oracle(x, weights, dy, kind, eps, residuals)
@@ -72,7 +75,7 @@ def test_equals_the_composition(kind, rows, eps, has_biases, residuals):
 
 
 @pytest.mark.parametrize("residuals", RECIPES)
-def test_bfloat16_in_and_out(residuals):
+def test_gated_mlp_in_bfloat16(residuals):
   x, weights, dy = case((2, 6))
   x, dy = x.astype(jnp.bfloat16), dy.astype(jnp.bfloat16)
   y, (dx, dw) = layer(x, weights, dy, "rms", 1e-5, RECIPES[residuals])
@@ -83,8 +86,8 @@ def test_bfloat16_in_and_out(residuals):
   want_dx, want_dw = want_gradients
   # The gradient of the product, rounded to BF16, moves E5M2 codes of dgate and
   # dup that lie at a boundary: each by 2^-2 at most, one in 2^-9 / 2^-3 or so
-  # of them. dx and everything in front of down shares that; down does not.
-  assert_close((dw.down, dw.down_bias), (want_dw.down, want_dw.down_bias))
+  # of them. dx and the front share that; the back does not.
+  assert_close(dw.back, want_dw.back)
   for got, exact in zip(
     jax.tree.leaves((dx, dw)), jax.tree.leaves((want_dx, want_dw)), strict=True
   ):
@@ -92,13 +95,14 @@ def test_bfloat16_in_and_out(residuals):
     assert error < 0.02 * jnp.linalg.norm(exact)
 
 
-def test_residual_sets_differ_by_the_fp8_of_silu_only():
+def test_gated_mlp_residuals_differ_by_fp8_of_silu_only():
   # silu(30) = 30 in f32: where all gates are equal, SiLU is exact in FP8 too.
   x, weights, dy = case((2, 6), has_biases=True)
-  weights = weights._replace(
-    gate_up=weights.gate_up.at[:, 0].set(0.0),
-    gate_up_bias=weights.gate_up_bias.at[0].set(30.0),
+  front = weights.front
+  front = front._replace(
+    w=front.w.at[:, 0].set(0.0), bias=front.bias.at[0].set(30.0)
   )
+  weights = weights._replace(front=front)
   kept, recomputed = (
     layer(x, weights, dy, "rms", 1e-5, recipe) for recipe in RECIPES.values()
   )
@@ -112,15 +116,15 @@ def test_residual_sets_differ_by_the_fp8_of_silu_only():
   assert 0 < off < 0.05 * jnp.linalg.norm(recomputed - x)
 
 
-def test_a_zero_down_projection_leaves_the_stream_as_it_is():
+def test_gated_mlp_of_zero_down_returns_its_input():
   x, weights, dy = case((2, 6), has_biases=False)
-  weights = weights._replace(down=jnp.zeros((40, 24)))
+  weights = weights._replace(back=BackWeights(jnp.zeros((40, 24))))
   y, (dx, _) = layer(x, weights, dy, "rms", 1e-5, RECIPES["minimal"])
   assert_same_bits((y, dx), (x, dy))
 
 
 @pytest.mark.parametrize("recipe", [recipes.bf16(), recipes.fp8_linear()])
-def test_other_recipes_are_the_ordinary_layers(recipe):
+def test_gated_mlp_of_other_recipes_is_its_parts(recipe):
   m = GatedMLP(24, 40, recipe=recipe, use_bias=True, rngs=nnx.Rngs(0))
   x = case((2, 6))[0].astype(jnp.bfloat16)
 
@@ -133,11 +137,11 @@ def test_other_recipes_are_the_ordinary_layers(recipe):
   assert_same_bits(jit(lambda m, x: m(x))(m, x), by_hand(m, x))
 
 
-def test_weights_that_do_not_fit_are_refused():
-  x, weights, _ = case((2, 6))
+def test_gated_mlp_refuses_weights_that_do_not_fit():
+  x, (front, back, _), _ = case((2, 6))
   for bad in (
-    weights._replace(gate_up=jnp.ones((24, 80))),
-    weights._replace(down=jnp.ones((41, 24))),
+    BlockWeights(front._replace(w=jnp.ones((24, 80))), back),
+    BlockWeights(front, back._replace(w=jnp.ones((41, 24)))),
   ):
-    with pytest.raises(ValueError, match=r"gated_mlp: gate_up must be \[D, 2"):
+    with pytest.raises(ValueError, match=r"gated_mlp: front.w must be \[D, 2"):
       gated_mlp(x, bad, kind="rms", eps=1e-5, recipe=RECIPES["minimal"])

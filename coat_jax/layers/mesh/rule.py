@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks that run on each device's part of their arrays.
+"""Functions with a gradient of their own that run on each device's shards.
 
-A kernel cannot be partitioned by XLA, which would gather its arguments first.
-So the two rules of a block, forward and backward, run inside `jax.shard_map`
-over all axes of the mesh and write out what they move between devices
-(`layers.mesh.collectives`). Nothing is differentiated through `shard_map`, and
-what
-a block remembers stays on the device that made it.
+XLA cannot partition a kernel: it would gather the kernel's arguments first. So
+a forward and its backward run inside `jax.shard_map` over all axes of the mesh
+and write out what they move between devices (`layers.mesh.collectives`).
+Nothing is differentiated through `shard_map`, and what is saved for the
+backward pass stays on the device that made it.
 
-Between blocks arrays lie as `MeshAxes` says: tokens are split over its axes, a
-weight's rows over fsdp. Where they lie otherwise XLA moves them. Without a mesh
-(recipe.axes None) and inside a caller's own `shard_map` the rules run as they
-are.
+Between blocks arrays are sharded as `MeshAxes` says: tokens over its axes, a
+weight's rows over fsdp. XLA moves arrays that are sharded otherwise. Without a
+mesh (recipe.axes None), and inside a caller's own `shard_map`, forward and
+backward run as they are.
 """
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -43,130 +43,117 @@ class _Specs(NamedTuple):
     return self.tree.unflatten(self.leaves)
 
 
-class _Layout(NamedTuple):
-  """How to take apart what a forward handed over; all of it is static.
-
-  Attributes:
-    structure: of what the rules hand over.
-    places: of each of its leaves: whether it is one of the block's arguments.
-    scalars: of each other leaf: whether a device has one number.
-    inputs: specs of the arguments that are handed over.
-    results: specs of the block's results.
-    cotangents: specs of what the backward returns.
-  """
-
-  structure: Any
-  places: tuple[bool, ...]
-  scalars: tuple[bool, ...]
-  inputs: tuple[P, ...]
-  results: _Specs
-  cotangents: _Specs
-
-
 @functools.partial(
   jax.tree_util.register_dataclass,
   data_fields=["inputs", "own"],
-  meta_fields=["layout"],
+  meta_fields=["input_specs", "result_specs", "cotangent_specs"],
 )
 @dataclasses.dataclass(frozen=True)
-class _Kept:
-  """What a forward on a mesh hands to its backward.
+class _Saved:
+  """What a forward on a mesh saves for its backward.
 
   Attributes:
-    inputs: arguments of the block, which are alive anyway.
-    own: other arrays, the parts of all devices in a row along axis 0.
-    layout: how they belong together.
+    inputs: the arguments that the backward reads, which are alive anyway.
+    own: what the forward made, all devices' shards in a row along axis 0.
+    input_specs, result_specs, cotangent_specs: of `inputs`, of the forward's
+      results and of what the backward returns.
   """
 
-  inputs: list[Array]
-  own: list[Array]
-  layout: _Layout
+  inputs: tuple
+  own: Any
+  input_specs: _Specs
+  result_specs: _Specs
+  cotangent_specs: _Specs
 
 
-def block(fwd: Callable, bwd: Callable, specs: Callable) -> Callable:
-  """A function with a gradient of its own, run by each device on its part.
+class _Scalar(NamedTuple):
+  """A scalar that each device has one of, as [1]: in a row they are [P]."""
+
+  value: Array
+
+
+def rule(
+  fwd: Callable, bwd: Callable, specs: Callable, *, reads: tuple[int, ...] = ()
+) -> Callable:
+  """A function with a gradient of its own, run by each device on its shards.
 
   Args:
-    fwd: `fwd(*arrays, *static, recipe)`, its results and what it hands over.
-    bwd: `bwd(*static, recipe, handed_over, g)`, a cotangent for each array;
-      None for integers and for caches (`Operand`s).
-    specs: `specs(axes, *arrays)`, where arrays and results lie: a tuple of
-      trees of `PartitionSpec`, one for each array (a spec can stand for a whole
-      tree), and the same for the results.
+    fwd: `fwd(*arrays, *static, recipe)` returns its results and a tree of what
+      it made for the backward.
+    bwd: `bwd(*static, recipe, inputs, own, g)` returns a cotangent for each of
+      the arrays; None for integers and for caches (`Operand`s). `inputs` are
+      the arguments that `reads` names, `own` is the tree that `fwd` made.
+    specs: `specs(*arrays, *static, recipe)`, how arrays and results are
+      sharded: a tuple of trees of `PartitionSpec`, one for each array (a spec
+      can stand for a whole tree), and the same for the results.
+    reads: places of the arguments that the backward reads too: weights, which
+      are alive anyway. They are handed to it as they came in.
 
   Returns:
     `f(arrays, *static, recipe)`, differentiable in its tuple of arrays.
   """
 
   @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-  def rule(arrays, static):
+  def apply(arrays, static):
     return forward(arrays, static)[0]
 
   def forward(arrays, static):
-    axes = static[-1].axes
-    if _is_local(axes):
-      results, kept = fwd(*arrays, *static)
-      return results, protect_codes(kept)
-    inputs, tree = jax.tree.flatten(arrays)
-    in_specs, out_specs = specs(axes, *arrays)
-    input_specs = _for_leaves(in_specs, arrays)
-    found = []
+    inputs = tuple(arrays[i] for i in reads)
+    if _is_local(static[-1].axes):
+      results, own = fwd(*arrays, *static)
+      return results, protect_codes((inputs, own))
+    in_specs, out_specs = specs(*arrays, *static)
+    in_specs = jax.tree.broadcast(in_specs, arrays, is_leaf=_is_spec)
 
-    def local(*inputs):
-      results, kept = fwd(*tree.unflatten(inputs), *static)
-      leaves, structure = jax.tree.flatten(kept)
-      places = [_place(x, inputs) for x in leaves]
-      own = [x for x, at in zip(leaves, places, strict=True) if at is None]
-      found.append((structure, places, tuple(x.ndim == 0 for x in own)))
-      return results, protect_codes([x.reshape(x.shape or (1,)) for x in own])
+    def local(*arrays):
+      results, own = fwd(*arrays, *static)
+      own = jax.tree.map(lambda x: x if x.ndim else _Scalar(x.reshape(1)), own)
+      return results, protect_codes(own)
 
     results, own = jax.shard_map(
       local,
-      in_specs=tuple(input_specs),
+      in_specs=in_specs,
       out_specs=(out_specs, _everywhere()),
       check_vma=False,
-    )(*inputs)
-    structure, places, scalars = found[-1]
-    again = [at for at in places if at is not None]
-    layout = _Layout(
-      structure=structure,
-      places=tuple(at is not None for at in places),
-      scalars=scalars,
-      inputs=tuple(input_specs[at] for at in again),
-      results=_Specs.of(out_specs),
-      cotangents=_Specs.of(_of_cotangents(in_specs, arrays)),
+    )(*arrays)
+    return results, _Saved(
+      inputs,
+      own,
+      input_specs=_Specs.of(tuple(in_specs[i] for i in reads)),
+      result_specs=_Specs.of(out_specs),
+      cotangent_specs=_Specs.of(_cotangent_specs(in_specs, arrays)),
     )
-    return results, _Kept([inputs[at] for at in again], own, layout)
 
-  def backward(static, kept, g):
-    if not isinstance(kept, _Kept):
-      return (bwd(*static, kept, g),)
-    layout = kept.layout
+  def backward(static, saved, g):
+    if not isinstance(saved, _Saved):
+      return (bwd(*static, *saved, g),)
 
     def local(inputs, own, g):
-      own = [
-        x[0] if is_scalar else x
-        for x, is_scalar in zip(own, layout.scalars, strict=True)
-      ]
-      inputs, own = iter(inputs), iter(own)
-      leaves = [next(inputs if at else own) for at in layout.places]
-      return bwd(*static, layout.structure.unflatten(leaves), g)
+      own = jax.tree.map(
+        lambda x: x.value[0] if isinstance(x, _Scalar) else x,
+        own,
+        is_leaf=lambda x: isinstance(x, _Scalar),
+      )
+      return bwd(*static, inputs, own, g)
 
     cotangents = jax.shard_map(
       local,
-      in_specs=(list(layout.inputs), _everywhere(), layout.results.specs()),
-      out_specs=layout.cotangents.specs(),
+      in_specs=(
+        saved.input_specs.specs(),
+        _everywhere(),
+        saved.result_specs.specs(),
+      ),
+      out_specs=saved.cotangent_specs.specs(),
       check_vma=False,
-    )(kept.inputs, kept.own, g)
+    )(saved.inputs, saved.own, g)
     return (cotangents,)
 
-  rule.defvjp(forward, backward)
+  apply.defvjp(forward, backward)
 
   def f(arrays: tuple, *static: Any) -> Any:
-    axes = static[-1].axes
-    if not _is_local(axes):
-      arrays = _placed(arrays, specs(axes, *arrays)[0])
-    return rule(arrays, static)
+    if not _is_local(static[-1].axes):
+      arrays = _placed(arrays, specs(*arrays, *static)[0])
+    return apply(arrays, static)
 
   return f
 
@@ -174,12 +161,12 @@ def block(fwd: Callable, bwd: Callable, specs: Callable) -> Callable:
 def run_sharded(
   f: Callable, axes: MeshAxes | None, arrays, in_specs, out_specs
 ):
-  """f(*arrays) of each device's part; what it returns has no gradient.
+  """f(*arrays) on each device's shards; what it returns has no gradient.
 
   Args:
     f: any function of arrays.
     axes: of the mesh.
-    arrays, in_specs, out_specs: as `block` has them.
+    arrays, in_specs, out_specs: as `rule` has them.
   """
   if _is_local(axes):
     return f(*arrays)
@@ -190,7 +177,7 @@ def run_sharded(
 
 
 def _is_local(axes: MeshAxes | None) -> bool:
-  """Whether what is traced here is one device's part already."""
+  """Whether what is traced here is one device's shards already."""
   if axes is None:
     return True
   mesh = jax.sharding.get_abstract_mesh()
@@ -205,21 +192,12 @@ def _is_local(axes: MeshAxes | None) -> bool:
 
 
 def _everywhere() -> P:
-  """Of an array's first axis: a part on each device."""
+  """Of an array's first axis: a shard on each device."""
   return P(jax.sharding.get_abstract_mesh().axis_names)
 
 
-def _place(x: Array, inputs: tuple[Array, ...]) -> int | None:
-  return next((i for i, known in enumerate(inputs) if known is x), None)
-
-
-def _for_leaves(specs, arrays) -> list[P]:
-  """A spec for each leaf."""
-  return jax.tree.leaves(jax.tree.broadcast(specs, arrays, is_leaf=_is_spec))
-
-
-def _of_cotangents(specs, arrays):
-  """None where there are none: of caches and of integers."""
+def _cotangent_specs(specs, arrays):
+  """None where there is no cotangent: of caches and of integers."""
 
   def of(x, spec):
     has_gradient = isinstance(x, Array) and jnp.issubdtype(
@@ -227,7 +205,6 @@ def _of_cotangents(specs, arrays):
     )
     return spec if has_gradient else None
 
-  specs = jax.tree.broadcast(specs, arrays, is_leaf=_is_spec)
   return jax.tree.map(of, arrays, specs, is_leaf=_is_cache)
 
 
@@ -240,23 +217,20 @@ def _is_spec(x) -> bool:
 
 
 def _placed(arrays, specs):
-  """Checks that arrays can be split so; moves them where types say where."""
+  """Checks that arrays can be split so; moves them on an explicit mesh."""
   mesh = jax.sharding.get_abstract_mesh()
   leaves, tree = jax.tree.flatten(arrays)
+  specs = jax.tree.leaves(jax.tree.broadcast(specs, arrays, is_leaf=_is_spec))
   out = []
-  for x, spec in zip(leaves, _for_leaves(specs, arrays), strict=True):
+  for x, spec in zip(leaves, specs, strict=True):
     for size, names in zip(x.shape, spec, strict=False):
       names = names if isinstance(names, tuple) else (names,) if names else ()
-      parts = [mesh.shape[name] for name in names]
-      if any(parts) and size % _product(parts):
+      counts = [mesh.shape[name] for name in names]
+      if any(counts) and size % math.prod(counts):
         raise ValueError(
           f"layers: an array {list(x.shape)} must be split evenly by {spec}, "
-          f"got {size} for {dict(zip(names, parts, strict=True))}; change the "
+          f"got {size} for {dict(zip(names, counts, strict=True))}; change the "
           "batch, the sequence or the mesh"
         )
     out.append(jax.sharding.reshard(x, spec) if mesh.explicit_axes else x)
   return tree.unflatten(out)
-
-
-def _product(sizes: list[int]) -> int:
-  return functools.reduce(lambda a, b: a * b, sizes, 1)

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A block: front, middle and back under one rule, with FP8 between them.
+
+  front    x --norm or none--> operand --product, bias--> h
+  middle   h --elementwise or attention--> operand of the second product
+  back     operand --product, bias--> x + that, or that alone
+
+Front (`layers.front`) and back (`layers.back`) are the same in every block;
+what is between them is a `Middle`: SwiGLU, GELU, attention. One custom_vjp
+holds all three, so that only BF16 crosses a block's borders: the norm writes
+the E4M3 operand of the first product, the middle that of the second, and the
+middle's backward writes the E5M2 operand of the products in front of it.
+
+Saved for the backward pass with residuals="minimal": the front's input in 1 x G
+FP8 with the norm's statistics, what the middle saves, and scales. With "coat"
+also the norm's output, as the reference does. Without a norm the front saves
+the codes that its product read.
+
+On a mesh the front is column-parallel and the back row-parallel over the tensor
+axis; between them a device has its own columns of whole sequences.
+"""
+
+from typing import Any, NamedTuple
+
+from jax import Array
+
+from coat_jax import ops
+from coat_jax.layers.back import (
+  BackWeights,
+  back_backward,
+  back_forward,
+  back_specs,
+)
+from coat_jax.layers.front import (
+  FrontWeights,
+  front_backward,
+  front_forward,
+  front_specs,
+)
+from coat_jax.layers.linear import bias_gradient, linear
+from coat_jax.layers.mesh.rule import rule
+from coat_jax.layers.mesh.specs import tokens
+from coat_jax.layers.middle import Middle
+from coat_jax.layers.norm import norm
+from coat_jax.recipe import CoatRecipe
+
+
+class BlockWeights(NamedTuple):
+  """Parameters of a block, and its gradient (where caches are None).
+
+  Attributes:
+    front: of the norm and the first product.
+    back: of the second product.
+    middle: what the middle has of its own, or None.
+  """
+
+  front: FrontWeights
+  back: BackWeights
+  middle: Any = None
+
+
+class _Static(NamedTuple):
+  """Arguments of `block` that are no arrays."""
+
+  middle: Middle
+  kind: ops.NormKind | None
+  eps: float
+  add_input: bool
+
+
+def _block_fwd(x, weights, inputs, static, recipe):
+  w, (middle, kind, eps, add_input) = weights, static
+  h, scale, front = front_forward(x, w.front, kind, eps, recipe)
+  out = middle.forward(h, w.middle, inputs, recipe)
+  add = x if add_input else None
+  y, back = back_forward(out, w.back, recipe, like=x, add=add, after=scale)
+  return y, (front, back)
+
+
+def _block_bwd(static, recipe, kept, saved, g):
+  (w,), (front, back) = kept, saved
+  has_bias = w.front.bias is not None
+  gradient, dback = back_backward(
+    static.middle, w.middle, w.back, back, g, recipe, has_bias=has_bias
+  )
+  add = g if static.add_input else None
+  dx, dfront = front_backward(
+    w.front, front, gradient.h, recipe, like=g, add=add
+  )
+  if has_bias:
+    assert gradient.values is not None  # See `MiddleGradient`.
+    dbias = bias_gradient(
+      gradient.values, w.front.bias, recipe, has_columns=True
+    )
+    dfront = dfront._replace(bias=dbias)
+  return dx, BlockWeights(dfront, dback, gradient.weights), None
+
+
+def _specs(x, weights, inputs, static, recipe):
+  w, axes = weights, recipe.axes
+  of_middle, of_inputs = static.middle.specs(axes, w.middle, inputs)
+  of_weights = BlockWeights(
+    front_specs(axes, w.front), back_specs(axes, w.back), of_middle
+  )
+  return (tokens(axes, x), of_weights, of_inputs), tokens(axes, x)
+
+
+_block = rule(_block_fwd, _block_bwd, _specs, reads=(1,))
+
+
+def block(
+  x: Array,
+  weights: BlockWeights,
+  inputs: Any = None,
+  *,
+  middle: Middle,
+  kind: ops.NormKind | None,
+  eps: float,
+  add_input: bool = True,
+  recipe: CoatRecipe,
+) -> Array:
+  """x + middle(norm(x) w_front) w_back.
+
+  Args:
+    x: [..., D], the residual stream, BF16 (or f32).
+    weights: see `BlockWeights`.
+    inputs: arrays that the middle reads beside, which have no gradient.
+    middle: what is between the two products.
+    kind: norm, "rms" or "layer"; None for none.
+    eps: the norm's.
+    add_input: whether x is added.
+    recipe: fused where both `linear` and `nonlinear` are "fp8".
+
+  Returns:
+    [..., D] in x's dtype.
+
+  Raises:
+    ValueError: shapes that do not fit one another.
+  """
+  if recipe.nonlinear == "fp8":
+    static = _Static(middle, kind, eps, add_input)
+    return _block((x, weights, inputs), static, recipe)
+  front, back, own = weights
+  y = x
+  if kind is not None:
+    y = norm(x, front.gamma, front.beta, kind=kind, eps=eps, recipe=recipe)
+  h = linear(
+    y,
+    front.w,
+    front.bias,
+    recipe=recipe,
+    cache=front.cache,
+    split="columns",
+  )
+  y = linear(
+    middle.plain(h, own, inputs, recipe),
+    back.w,
+    back.bias,
+    recipe=recipe,
+    cache=back.cache,
+    split="inputs",
+  )
+  return x + y if add_input else y
