@@ -16,7 +16,7 @@ import coat_jax.recipe
 from coat_jax import codecs
 from coat_jax.models.config import ModelConfig, Remat, check_positive
 from coat_jax.recipe import GradDtype, MeshAxes
-from train.data.batches import DataConfig
+from train.data.tokens import DataConfig
 from train.mesh import AXIS_RULES, check_fits, parse_mesh
 
 # Which arguments each of these takes; the rest must be left as they are.

@@ -39,7 +39,8 @@ from jax.sharding import NamedSharding
 from coat_jax import from_adam_state, sharding, to_adam_state
 from train import step as steps
 from train.config import OptimConfig, TrainConfig
-from train.data.batches import load_tokens, train_iterator
+from train.data.batches import train_iterator
+from train.data.tokens import load_tokens
 from train.presets import PRESETS
 from train.run.checkpoint import Checkpoints, read_description, restore_state
 from train.run.directory import RunDirectory, configuration, describe

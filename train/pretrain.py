@@ -32,12 +32,8 @@ import tyro
 
 from train import convert, step
 from train.config import TrainConfig
-from train.data.batches import (
-  TokenSource,
-  eval_batches,
-  load_tokens,
-  train_iterator,
-)
+from train.data.batches import eval_batches, train_iterator
+from train.data.tokens import TokenSource, load_tokens
 from train.mesh import batch_sharding, make_mesh
 from train.presets import PRESETS
 from train.run import compare, processes, report

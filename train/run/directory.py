@@ -23,7 +23,7 @@ from typing import Any
 import filelock
 
 from train.config import ModelConfig, OptimConfig, TrainConfig
-from train.data.batches import DataConfig
+from train.data.tokens import DataConfig
 from train.run import checkpoint, processes
 
 _FORMAT = "coat_jax run 1"
