@@ -9,8 +9,8 @@
 `optax.adamw(schedule, mask=mask)` with moments in f32.
 
 `import` makes a run of such a checkpoint, which `python -m train.pretrain
-PRESET --out RUN [options] --resume` goes on with. Its step is Adam's count, and
-the data go on behind as many batches as that.
+PRESET --out RUN [options] --resume` continues. Its step is Adam's count, and as
+many batches are skipped.
 
 Both work on one device: with JAX_PLATFORMS=cpu a model needs no more than the
 host's memory, 12 bytes a parameter and the codec's. Runs can then be resumed on
@@ -308,7 +308,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
       text = f"{command.out}: params and opt_state of step {step}"
     else:
       step = import_adamw(command.source, command.config)
-      text = f"{command.config.out}: --resume goes on from step {step}"
+      text = f"{command.config.out}: --resume continues from step {step}"
   except (ValueError, OSError) as error:
     print(f"error: {error}", file=sys.stderr)
     return 2
