@@ -46,7 +46,9 @@ class DataConfig:
   path: str | None = None
   tokenizer: str | None = None
   dtype: Literal["text", "uint16", "uint32"] = "text"
-  held_out: float = 0.05
+  held_out: float = dataclasses.field(
+    default=0.05, metadata={"resume": "fixed"}
+  )
 
   def __post_init__(self):
     if not 0 < self.held_out < 1:

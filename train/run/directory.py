@@ -22,7 +22,7 @@ from typing import Any
 
 import filelock
 
-from train.config import ModelConfig, OptimConfig, TrainConfig
+from train.config import ModelConfig, OptimConfig, TrainConfig, resume_rule
 from train.data.tokens import DataConfig
 from train.run import checkpoint, processes
 
@@ -35,17 +35,6 @@ _CONTENTS = (
   "plot.png",
   "twins",
 )
-
-# A checkpoint of a run that differs in one of these is another run's; the other
-# options may change at a resume.
-_FIXED = ("model", "recipe", "residuals", "attention", "activation_group_size")
-_FIXED += ("seed", "batch", "seq", "data.held_out", "report_state")
-# So it is in one of these, unless its state may be converted.
-_CODEC = ("optim.codec", "optim.rounding", "optim.group_size", "optim.second")
-# Changes of these are not worth a word.
-_SILENT = ("out", "resume", "overwrite", "compare", "compare_seeds", "keep")
-_SILENT += ("convert_state", "distributed")
-_SILENT += ("eval_every", "eval_batches", "save_every", "evaluation", "data")
 
 
 class RunDirectory:
@@ -264,10 +253,15 @@ def check_same(
     for name in {**before, **now}
     if before.get(name) != now.get(name)
   }
-  fixed = [text for name, text in changed.items() if _is_in(name, _FIXED)]
+
+  def changes(*rules: str) -> list[str]:
+    return [
+      text for name, text in changed.items() if resume_rule(name) in rules
+    ]
+
+  fixed, codec = changes("fixed"), changes("converted")
   if saved["fingerprint"] != description["fingerprint"]:
     fixed.append("data: other tokens")
-  codec = [text for name, text in changed.items() if name in _CODEC]
   if fixed or (codec and not convert_state):
     convert = "" if fixed else "--convert-state to encode its moments anew, "
     raise ValueError(
@@ -275,7 +269,7 @@ def check_same(
       f"{'; '.join(fixed + codec)}; pass {convert}what it was trained with, or "
       "another --out to start a run"
     )
-  return [text for name, text in changed.items() if not _is_in(name, _SILENT)]
+  return changes("converted", "reported")
 
 
 def _read_json(path: Path) -> Any:
@@ -288,10 +282,6 @@ def _read_json(path: Path) -> Any:
 
 def _is_ours(description: Any) -> bool:
   return isinstance(description, dict) and description.get("format") == _FORMAT
-
-
-def _is_in(name: str, names: tuple[str, ...]) -> bool:
-  return name in names or name.split(".")[0] in names
 
 
 def _flatten(tree: dict, prefix: str = "") -> dict:
