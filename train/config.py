@@ -41,6 +41,11 @@ _RECIPES = {
 # Options of `OptimConfig` that are for the codec, where it takes them.
 _CODEC_OPTIONS = ("rounding", "group_size", "second")
 
+# A known name, or package.module:function of the user's own.
+Codec = Annotated[
+  str, tyro.conf.arg(metavar=f"{{{','.join(registry.names())}}}|MODULE:FN")
+]
+
 FIXED = {"resume": "fixed"}
 CONVERTED = {"resume": "converted"}
 SILENT = {"resume": "silent"}
@@ -71,9 +76,7 @@ class OptimConfig:
   """
 
   lr: float
-  codec: Annotated[
-    str, tyro.conf.arg(metavar=f"{{{','.join(registry.names())}}}|MODULE:FN")
-  ] = dataclasses.field(default="coat", metadata=CONVERTED)
+  codec: Codec = dataclasses.field(default="coat", metadata=CONVERTED)
   rounding: Literal["stochastic", "nearest"] = dataclasses.field(
     default="stochastic", metadata=CONVERTED
   )
