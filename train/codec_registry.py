@@ -34,9 +34,10 @@ def _constructor(name: str):
         f"({error}); check that Python finds the module"
       ) from error
   if name not in names():
-    near = difflib.get_close_matches(name, names()) or names()
+    near = difflib.get_close_matches(name, names())
     raise ValueError(
-      f"codec: must be one of {', '.join(names())} or package.module:function, "
-      f"got {name!r}; did you mean {' or '.join(near)}?"
+      f"codecs: codec must be one of {', '.join(names())}, or "
+      f"package.module:function, got {name!r}"
+      + (f"; did you mean {near[0]!r}?" if near else "; pass one of these")
     )
   return getattr(codecs, name)

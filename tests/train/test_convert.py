@@ -362,4 +362,4 @@ def test_an_export_needs_a_run_and_replaces_nothing(halfway, tmp_path, capsys):
   assert command("export", tmp_path / "none", tmp_path / "out") == 2
   assert "none must hold a run with a checkpoint" in capsys.readouterr().err
   assert command("export", halfway, tmp_path) == 2
-  assert f"{tmp_path} must not be there" in capsys.readouterr().err
+  assert f"{tmp_path} must not exist" in capsys.readouterr().err

@@ -133,7 +133,7 @@ def test_table_says_what_fits(capsys, hbm, fits):
   [
     (["llama9"], "invalid choice 'llama9'"),
     (["demo", "--hbm", "80"], "memory is written as 80GB"),
-    (["demo", "--codec", "caot"], "did you mean coat?"),
+    (["demo", "--codec", "caot"], "did you mean 'coat'?"),
     (["demo", "--mesh", "fsdp=3"], "fsdp must divide d_model"),
     (["demo", "--mesh", "fsdp=4", "--batch", "3"], "4 would fit"),
     (["demo", "--batch", "0"], "batch must be above 0"),
