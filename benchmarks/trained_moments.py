@@ -18,7 +18,8 @@ from benchmarks.harness import say
 from coat_jax import recipe
 from coat_jax.models.config import ModelConfig
 from coat_jax.models.decoder import Decoder, loss_fn
-from train.data.batches import DataConfig, load_tokens, train_iterator
+from train.data.batches import train_iterator
+from train.data.tokens import DataConfig, load_tokens
 
 MODEL = ModelConfig(
   family="llama",

@@ -29,7 +29,8 @@ from benchmarks.training_step import VARIANTS, configure
 from train import mesh as meshes
 from train import step
 from train.config import TrainConfig
-from train.data.batches import DataConfig, load_tokens, train_iterator
+from train.data.batches import train_iterator
+from train.data.tokens import DataConfig, load_tokens
 from train.presets import PRESETS
 
 _WARM_UP_STEPS = 3

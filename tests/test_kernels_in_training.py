@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from train import step
-from train.data.batches import DataConfig, load_tokens, train_iterator
+from train.data.batches import train_iterator
+from train.data.tokens import DataConfig, load_tokens
 from train.presets import demo
 
 pytestmark = pytest.mark.gpu

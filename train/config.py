@@ -1,22 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run is made of; `presets` has the published shapes and settings.
+"""The configuration of a run; `presets` has published shapes and settings.
 
 `python -m train.pretrain PRESET` reads a `TrainConfig` from the command line:
 options of the run have no prefix (`--steps 100`), the others that of their part
 (`--optim.codec log8`). An option that the chosen recipe or codec would ignore
 is an error.
+
+A field's metadata says what a resumed run may change (`resume_rule`): what is
+FIXED makes another run of it, CONVERTED fields may change with `convert_state`,
+changes of SILENT ones are not worth a line, and all others are reported.
 """
 
 import dataclasses
-from typing import Literal
+from collections.abc import Iterable
+from typing import Annotated, Literal
 
 import jax.numpy as jnp
+import tyro
 
 import coat_jax.recipe
 from coat_jax import codecs
 from coat_jax.models.config import ModelConfig, Remat, check_positive
 from coat_jax.recipe import GradDtype, MeshAxes
-from train.data.batches import DataConfig
+from train import codec_registry as registry  # Shim: coat_jax.codecs instead.
+from train.data.tokens import DataConfig
 from train.mesh import AXIS_RULES, check_fits, parse_mesh
 
 # Which arguments each of these takes; the rest must be left as they are.
@@ -31,26 +38,30 @@ _RECIPES = {
   "fp8_linear": ("weight_cache", "evaluation"),
   "bf16": ("compute",),
 }
-_CODECS = {
-  "coat": ("rounding", "group_size", "second"),
-  "coat_e8m0": ("rounding", "group_size"),
-  "log8": ("rounding", "group_size"),
-  "fp8": ("rounding", "group_size"),
-  "bfloat16": (),
-  "float32": (),
-}
+# Options of `OptimConfig` that are for the codec, where it takes them.
+_CODEC_OPTIONS = ("rounding", "group_size", "second")
+
+# A known name, or package.module:function of the user's own.
+Codec = Annotated[
+  str, tyro.conf.arg(metavar=f"{{{','.join(registry.names())}}}|MODULE:FN")
+]
+
+FIXED = {"resume": "fixed"}
+CONVERTED = {"resume": "converted"}
+SILENT = {"resume": "silent"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimConfig:
-  """AdamW, how its moments rest, and the learning rate.
+  """AdamW, the codec of its stored moments, and the learning rate.
 
   Attributes:
-    codec: How both moments rest between steps.
+    lr: The largest learning rate.
+    codec: How both moments are stored between steps; package.module:function
+      calls a function of yours that returns a MomentCodec.
     rounding: Of an 8-bit codec; nearest freezes second moments at a high b2.
     group_size: Of an 8-bit codec, values that share statistics.
     second: Of codec coat, the format of the second moment.
-    lr: The largest learning rate.
     schedule: How it falls after the warmup.
     warmup: Steps in which it rises from 0; below 1, a share of all steps.
     min_lr_ratio: Where the schedule ends, as a share of lr.
@@ -65,12 +76,14 @@ class OptimConfig:
   """
 
   lr: float
-  codec: Literal["coat", "coat_e8m0", "log8", "fp8", "bfloat16", "float32"] = (
-    "coat"
+  codec: Codec = dataclasses.field(default="coat", metadata=CONVERTED)
+  rounding: Literal["stochastic", "nearest"] = dataclasses.field(
+    default="stochastic", metadata=CONVERTED
   )
-  rounding: Literal["stochastic", "nearest"] = "stochastic"
-  group_size: int = 128
-  second: Literal["e4m3", "e5m2"] = "e4m3"
+  group_size: int = dataclasses.field(default=128, metadata=CONVERTED)
+  second: Literal["e4m3", "e5m2"] = dataclasses.field(
+    default="e4m3", metadata=CONVERTED
+  )
   schedule: Literal["cosine", "linear"] = "cosine"
   warmup: float = 2000
   min_lr_ratio: float = 0.0
@@ -94,17 +107,26 @@ class OptimConfig:
           f"OptimConfig: {name} must be a share between 0 and 1, got "
           f"{getattr(self, name)}; see the presets for usual values"
         )
-    _check_unused(self, "codec", _CODECS)
+    _check_unused(self, "codec", _options_of_codecs((self.codec,)))
     self.moment_codec()  # Raises what the codec refuses.
 
   def moment_codec(self) -> codecs.MomentCodec:
-    """Builds the codec."""
-    arguments = {name: getattr(self, name) for name in _CODECS[self.codec]}
-    return getattr(codecs, self.codec)(**arguments)
+    """Builds the codec, with those options that it takes."""
+    taken = _options_of_codecs((self.codec,))[self.codec]
+    options = {name: getattr(self, name) for name in taken}
+    return registry.build(self.codec, **options)
 
   def warmup_steps(self, steps: int) -> int:
     """Steps of warmup in a run of `steps`."""
     return round(self.warmup * steps if self.warmup < 1 else self.warmup)
+
+
+def _options_of_codecs(names: Iterable[str] = ()) -> dict[str, list[str]]:
+  """The options that each known codec, and each of `names`, takes."""
+  return {
+    name: [x for x in _CODEC_OPTIONS if x in registry.options(name)]
+    for name in (*registry.names(), *names)
+  }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -119,24 +141,25 @@ class TrainConfig:
     distributed: Join the other processes of the run, as SLURM, Open MPI or the
       environment names them; see docs/sharding.md.
     batch: Sequences a step, on all devices together.
-    accumulate: Parts of a batch that go through the model one after another,
-      whose gradients are added; less memory for the same step.
-    grad_reduce: In what gradients are summed over devices; they are added and
-      used in f32.
+    accumulate: Microbatches that go through the model one after another, whose
+      gradients are added; less memory for the same step.
+    grad_reduce: The dtype in which gradients are summed over devices; they are
+      accumulated and used in f32.
     seq: Tokens a sequence.
     seed: Of initial weights, order of the data and stochastic rounding.
-    recipe: What the layers compute and remember in FP8.
-    residuals: Of recipe coat, what layers remember; minimal recomputes more.
-    attention: Of recipe coat, how q, k, v and output are remembered.
+    recipe: What the layers compute, and save for the backward pass, in FP8.
+    residuals: Of recipe coat, what layers save for the backward pass; minimal
+      recomputes more.
+    attention: Of recipe coat, how q, k, v and output are saved.
     activation_group_size: Of recipe coat, activations that share a scale.
     weight_cache: Of an FP8 recipe, what is computed of a weight once a step.
     evaluation: Of an FP8 recipe, what evaluation computes; same as training
       or bf16.
-    compute: Of recipe bf16, what layers compute in; float32 tells what comes
+    compute: Of recipe bf16, what layers compute in; float32 shows what comes
       of rounding.
-    remat: What jax.checkpoint keeps of a layer, to compute the rest again in
-      the backward: dots the results of its products, full its input alone;
-      none does without.
+    remat: What jax.checkpoint saves of a layer, to recompute the rest in the
+      backward pass: dots the results of its products, full its input alone;
+      none does not use it.
     implementation: Kernels where there is a GPU, or xla for none anywhere.
     resume: Continue the run in `out` from its last checkpoint.
     convert_state: With resume, decode the moments of a checkpoint of another
@@ -147,9 +170,9 @@ class TrainConfig:
     eval_every: Steps between evaluations; the last step is always evaluated.
     eval_batches: Held-out batches of an evaluation.
     report_state: At evaluations, report how well the moments fit their codes,
-      against f32 moments that are kept for it (8 bytes a parameter more).
+      against f32 moments that are stored for it (8 bytes a parameter more).
     save_every: Steps between checkpoints; the last step is always saved.
-    keep: Newest checkpoints that are kept.
+    keep: How many of the newest checkpoints stay.
     model: Shape of the model.
     optim: Optimizer and learning rate.
     data: Where tokens come from.
@@ -158,37 +181,47 @@ class TrainConfig:
     ValueError: a value outside its range, or options that exclude each other.
   """
 
-  model: ModelConfig
+  model: ModelConfig = dataclasses.field(metadata=FIXED)
   optim: OptimConfig
-  data: DataConfig = DataConfig()
-  recipe: Literal["coat", "bf16", "fp8_linear"] = "coat"
-  residuals: coat_jax.recipe.Residuals = "minimal"
-  attention: coat_jax.recipe.Kept = "bf16"
-  activation_group_size: int = 16
+  data: DataConfig = dataclasses.field(default=DataConfig(), metadata=SILENT)
+  recipe: Literal["coat", "bf16", "fp8_linear"] = dataclasses.field(
+    default="coat", metadata=FIXED
+  )
+  residuals: coat_jax.recipe.Residuals = dataclasses.field(
+    default="minimal", metadata=FIXED
+  )
+  attention: coat_jax.recipe.Kept = dataclasses.field(
+    default="bf16", metadata=FIXED
+  )
+  activation_group_size: int = dataclasses.field(default=16, metadata=FIXED)
   weight_cache: coat_jax.recipe.WeightCache = "scale"
-  evaluation: Literal["same", "bf16"] = "same"
+  evaluation: Literal["same", "bf16"] = dataclasses.field(
+    default="same", metadata=SILENT
+  )
   compute: Literal["bfloat16", "float32"] = "bfloat16"
   remat: Remat = "none"
   implementation: Literal["auto", "xla"] = "auto"
-  out: str
+  out: str = dataclasses.field(metadata=SILENT)
   steps: int
   mesh: str = ""
-  distributed: bool = False
-  batch: int
+  distributed: bool = dataclasses.field(default=False, metadata=SILENT)
+  batch: int = dataclasses.field(metadata=FIXED)
   accumulate: int = 1
   grad_reduce: GradDtype = "float32"
-  seq: int
-  seed: int = 0
-  resume: bool = False
-  convert_state: bool = False
-  overwrite: bool = False
-  compare: Literal["bf16"] | None = None
-  compare_seeds: int = 1
-  eval_every: int = 1000
-  eval_batches: int = 16
-  report_state: bool = False
-  save_every: int = 1000
-  keep: int = 3
+  seq: int = dataclasses.field(metadata=FIXED)
+  seed: int = dataclasses.field(default=0, metadata=FIXED)
+  resume: bool = dataclasses.field(default=False, metadata=SILENT)
+  convert_state: bool = dataclasses.field(default=False, metadata=SILENT)
+  overwrite: bool = dataclasses.field(default=False, metadata=SILENT)
+  compare: Literal["bf16"] | None = dataclasses.field(
+    default=None, metadata=SILENT
+  )
+  compare_seeds: int = dataclasses.field(default=1, metadata=SILENT)
+  eval_every: int = dataclasses.field(default=1000, metadata=SILENT)
+  eval_batches: int = dataclasses.field(default=16, metadata=SILENT)
+  report_state: bool = dataclasses.field(default=False, metadata=FIXED)
+  save_every: int = dataclasses.field(default=1000, metadata=SILENT)
+  keep: int = dataclasses.field(default=3, metadata=SILENT)
 
   def __post_init__(self):
     check_positive(
@@ -264,7 +297,7 @@ class TrainConfig:
     return dataclasses.replace(recipe, axes=self._mesh_axes())
 
   def _mesh_axes(self) -> MeshAxes | None:
-    """What the axes of the mesh split; `tensor` only where it splits."""
+    """The mesh axes of the layers; `tensor` only where it has devices."""
     if not (sizes := self.mesh_sizes):
       return None
     return MeshAxes(
@@ -274,32 +307,65 @@ class TrainConfig:
       grad_dtype=self.grad_reduce,
     )
 
-  def bf16_twin(self, *, seed: int, out: str) -> "TrainConfig":
-    """The same run with BF16 layers and f32 moments, to compare with."""
+  def with_f32_moments(self, recipe: str) -> "TrainConfig":
+    """Returns the same run in another recipe, with f32 moments and no twin.
+
+    Options that the recipe does not take get their defaults.
+    """
+    unused = _defaults(self, _RECIPES)
+    for name in _RECIPES[recipe]:
+      unused.pop(name)
+    optim = dataclasses.replace(
+      self.optim,
+      codec="float32",
+      **_defaults(self.optim, _options_of_codecs()),
+    )
     return dataclasses.replace(
-      self,
-      recipe="bf16",
-      **_defaults(self, _RECIPES),
-      optim=dataclasses.replace(
-        self.optim, codec="float32", **_defaults(self.optim, _CODECS)
-      ),
+      self, recipe=recipe, optim=optim, compare=None, **unused
+    )
+
+  def bf16_twin(self, *, seed: int, out: str) -> "TrainConfig":
+    """Returns the run with BF16 layers and f32 moments, to compare with."""
+    return dataclasses.replace(
+      self.with_f32_moments("bf16"),
+      compute="bfloat16",
       seed=seed,
       out=out,
-      compare=None,
       convert_state=False,
       report_state=False,
     )
 
 
+def resume_rule(name: str) -> str:
+  """Looks up what a resumed run may change.
+
+  Args:
+    name: A field of `TrainConfig`, or of a part of it as `optim.lr`.
+
+  Returns:
+    `fixed`, `converted`, `silent`, or `reported`, which is the default, also of
+    names that are no field (any more). A part's rule is that of its fields,
+    unless they have one.
+  """
+  rule, part = "reported", TrainConfig
+  for word in name.split("."):
+    fields = dataclasses.fields(part) if dataclasses.is_dataclass(part) else ()
+    field = next((field for field in fields if field.name == word), None)
+    if field is None:
+      break
+    rule, part = field.metadata.get("resume", rule), field.type
+  return rule
+
+
 def _defaults(config, taken: dict) -> dict:
-  """Default of each option that one choice or another takes."""
+  """Returns the default of each option that any of the choices takes."""
   names = {name for options in taken.values() for name in options}
   fields = dataclasses.fields(config)
   return {field.name: field.default for field in fields if field.name in names}
 
 
 def _check_unused(config, chosen: str, taken: dict) -> None:
-  """Refuses options that the choice does not read."""
+  """Raises for options that the choice does not take."""
   choice = getattr(config, chosen)
   for name, default in _defaults(config, taken).items():
     if name not in taken[choice] and getattr(config, name) != default:

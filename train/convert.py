@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Takes a run's state to another codec, and to optax's AdamW and back.
+"""Converts a run's state to another codec, and to and from optax's AdamW.
 
   python -m train.convert export RUN OUT
   python -m train.convert import IN PRESET --out RUN [options]
@@ -8,13 +8,13 @@
 {"params": ..., "opt_state": ...}, where opt_state is the state of
 `optax.adamw(schedule, mask=mask)` with moments in f32.
 
-`import` makes a run of such a checkpoint, which `python -m train.pretrain
-PRESET --out RUN [options] --resume` goes on with. Its step is Adam's count, and
-the data go on behind as many batches as that.
+`import` makes such a checkpoint a run, which `python -m train.pretrain
+PRESET --out RUN [options] --resume` continues. Its step is Adam's count, and as
+many batches are skipped.
 
-Both work on one device: with JAX_PLATFORMS=cpu a model needs no more than the
-host's memory, 12 bytes a parameter and the codec's. Runs can then be resumed on
-any mesh. Exit status: 0, or 2 when the input was at fault.
+Both work on one device: with JAX_PLATFORMS=cpu a model needs only the host's
+memory, 12 bytes a parameter and the codec's. Runs can then be resumed on any
+mesh. Exit status: 0, or 2 when the input was wrong.
 """
 
 import contextlib
@@ -39,13 +39,14 @@ from jax.sharding import NamedSharding
 from coat_jax import from_adam_state, sharding, to_adam_state
 from train import step as steps
 from train.config import OptimConfig, TrainConfig
-from train.data.batches import load_tokens, train_iterator
+from train.data.batches import train_iterator
+from train.data.tokens import load_tokens
 from train.presets import PRESETS
 from train.run.checkpoint import Checkpoints, read_description, restore_state
 from train.run.directory import RunDirectory, configuration, describe
 from train.step import TrainState
 
-# What of a codec decides how its bytes are read; rounding does not.
+# The options that decide how stored bytes are read; rounding does not.
 _LAYOUT = ("codec", "group_size", "second")
 
 
@@ -56,18 +57,18 @@ def restore(
   abstract: TrainState,
   batches: grain.DatasetIterator,
 ) -> TrainState:
-  """Restores a checkpoint, its moments converted to the run's codec if need be.
+  """Restores a checkpoint, converting its moments to the run's codec.
 
   Args:
     checkpoints: The run's.
     step: One of their steps.
-    config: The run's, whose `check_same` has allowed the checkpoint.
-    abstract: As for `Checkpoints.restore`, of `config`.
+    config: The run's, with which `check_same` has allowed the checkpoint.
+    abstract: The state of `config`, as for `Checkpoints.restore`.
     batches: As for `Checkpoints.restore`.
 
   Returns:
-    The state after `step` steps, as `abstract` says. Moments are decoded and
-    encoded by each device where they lie.
+    The state after `step` steps, sharded like `abstract`. Each device decodes
+    and encodes its own shards of the moments.
 
   Raises:
     ValueError: the checkpoint holds another state.
@@ -98,21 +99,21 @@ def _recode(state, *, before: OptimConfig, config: TrainConfig):
 def _abstract_optimizer(config: TrainConfig, params: Any):
   """The optimizer's state, with shardings where parameters have them.
 
-  Where a device's columns would have part of a group, it has all columns: the
-  codec is that of a checkpoint, which may come of a mesh with other groups.
+  Leaves are replicated over their columns where a device would have a part of a
+  group: the checkpoint's codec may come from a mesh that other groups fitted.
   """
   init = steps.build_optimizer(config).init
   if jax.tree.leaves(params)[0].sharding is None:
     return jax.eval_shape(init, params)
   codec = config.optim.moment_codec()
-  size = getattr(codec.mu, "group_size", 1)  # Of plain moments there are none.
+  size = getattr(codec.mu, "group_size", 1)  # Plain moments have no groups.
 
   def with_whole_groups(p):
-    where = p.sharding
-    if where.shard_shape(p.shape)[-1] % size == 0:
+    mesh, spec = p.sharding.mesh, p.sharding.spec
+    if p.sharding.shard_shape(p.shape)[-1] % size == 0:
       return p
-    rows = (*where.spec, *(None,) * p.ndim)[: p.ndim - 1]
-    return p.update(sharding=NamedSharding(where.mesh, P(*rows)))
+    rows = (*spec, *(None,) * p.ndim)[: p.ndim - 1]
+    return p.update(sharding=NamedSharding(mesh, P(*rows)))
 
   params = jax.tree.map(with_whole_groups, params)
   return sharding.abstract_state(init, params, codec=codec)
@@ -122,14 +123,14 @@ def export_adamw(run: Path, out: Path) -> int:
   """Writes a run's newest whole checkpoint as one of optax's AdamW.
 
   Args:
-    run: Folder of the run; it may go on meanwhile.
-    out: Folder to make.
+    run: Folder of the run, which may be training meanwhile.
+    out: Folder to create.
 
   Returns:
     The checkpoint's step.
 
   Raises:
-    ValueError: `run` is no run with a whole checkpoint, or there is `out`.
+    ValueError: `run` is no run with a whole checkpoint, or `out` exists.
   """
   source = RunDirectory(run)
   if source.latest_step() is None or not source.is_run():
@@ -139,8 +140,8 @@ def export_adamw(run: Path, out: Path) -> int:
     )
   if out.exists():
     raise ValueError(
-      f"export: {out} must not be there, for nothing is replaced, got a folder "
-      "or a file; pass another"
+      f"export: {out} must not exist, because nothing is replaced, got a "
+      "folder or a file; pass another"
     )
   step, _ = source.newest_whole_step()
   config = configuration(read_description(source.checkpoints, step))
@@ -162,25 +163,25 @@ def export_adamw(run: Path, out: Path) -> int:
 
 
 def import_adamw(source: Path, config: TrainConfig) -> int:
-  """Makes a run of a checkpoint of optax's AdamW.
+  """Makes a checkpoint of optax's AdamW a run.
 
   Args:
-    source: An Orbax checkpoint with `params`, the nested dicts that the model
-      of `config` has, and anywhere in it one state of `optax.scale_by_adam`.
-    config: The run to make; its `overwrite` replaces one that is there.
+    source: An Orbax checkpoint with `params`, nested dicts as the model of
+      `config` has, and one state of `optax.scale_by_adam` anywhere in it.
+    config: The run to make; with `overwrite` it replaces an existing one.
 
   Returns:
-    The step that the run goes on from: Adam's count.
+    The step that the run resumes from: Adam's count.
 
   Raises:
-    ValueError: the checkpoint has no such state, or other parameters, or the
-      folder of the run is not free, or `config` is to resume.
+    ValueError: the checkpoint has no such state, or other parameters; the
+      folder holds a run; `config.resume` is set.
   """
   run = RunDirectory(config.out)
-  if config.resume:  # That would let a run that is there pass, to be replaced.
+  if config.resume:  # `claimed` would let an existing run pass.
     raise ValueError(
-      "import: makes a run, got --resume; leave it out, or replace the run "
-      "that is there with --overwrite"
+      "import: makes a run, got --resume; leave it out, or replace an existing "
+      "run with --overwrite"
     )
   if run.is_started() and not config.overwrite:
     raise ValueError(
@@ -203,7 +204,7 @@ def import_adamw(source: Path, config: TrainConfig) -> int:
       exact=adam if config.report_state else (),
     )
     step = int(adam.count)
-    # The whole state of our pipeline's iterator.
+    # The iterator's whole state.
     place = {**batches.get_state(), "next_index": step}
     description = describe(config, tokens.fingerprint())
     run.create(description)
@@ -216,7 +217,7 @@ def import_adamw(source: Path, config: TrainConfig) -> int:
 def _read_adamw(
   source: Path, params: Any
 ) -> tuple[Any, optax.ScaleByAdamState]:
-  """Reads parameters like `params`, and the state of Adam, in f32."""
+  """Reads parameters shaped like `params`, and Adam's state, in f32."""
   checkpointer = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
   path, to_host = source.absolute(), ocp.RestoreArgs(restore_type=np.ndarray)
   try:
@@ -268,7 +269,7 @@ class Export:
 
   Attributes:
     run: Folder of the run.
-    out: Folder to make.
+    out: Folder to create.
   """
 
   run: tyro.conf.Positional[Path]
@@ -284,7 +285,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
   @dataclasses.dataclass(frozen=True)
   class Import:
-    """Makes a run of a checkpoint of optax's AdamW.
+    """Makes a checkpoint of optax's AdamW a run.
 
     Attributes:
       source: Folder of the checkpoint.
@@ -307,7 +308,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
       text = f"{command.out}: params and opt_state of step {step}"
     else:
       step = import_adamw(command.source, command.config)
-      text = f"{command.config.out}: --resume goes on from step {step}"
+      text = f"{command.config.out}: --resume continues from step {step}"
   except (ValueError, OSError) as error:
     print(f"error: {error}", file=sys.stderr)
     return 2

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A mesh of devices for training, and where each array lies on it.
+"""A mesh of devices for training, and what its axes shard.
 
   data     copies of the model; sequences of a batch
-  fsdp     rows of weights, and of all that has their shape; sequences too
-  tensor   heads, columns of the MLP, the vocabulary; between layers, positions
+  fsdp     rows of weights, gradients and moments; sequences of a batch
+  tensor   heads, columns of the MLP, the vocabulary; positions between layers
 
-Last axes of weights are split by `tensor` alone: groups of values that share a
-scale run along them, and a device must have whole groups.
+Only `tensor` shards the last axis of weights: groups of values that share a
+scale run along it, and a device must have whole groups.
 """
 
 import math
@@ -25,14 +25,14 @@ def parse_mesh(text: str) -> dict[str, int]:
   """Reads `data=2,fsdp=4`.
 
   Args:
-    text: Axes and how many devices each has, in any order; "" is one device
+    text: Axes with their numbers of devices, in any order; "" is one device
       without a mesh.
 
   Returns:
-    The size of each of `MESH_AXES`, 1 of those that are not named; {} of "".
+    The size of each of `MESH_AXES`, 1 where not named; {} for "".
 
   Raises:
-    ValueError: another axis, one that is named twice, or no size.
+    ValueError: an unknown axis, one that is named twice, or no size.
   """
   sizes: dict[str, int] = {}
   for part in text.split(",") if text else ():
@@ -52,24 +52,24 @@ def parse_mesh(text: str) -> dict[str, int]:
 
 
 def format_mesh(sizes: Mapping[str, int]) -> str:
-  """Writes what `parse_mesh` reads."""
+  """Writes sizes as `parse_mesh` reads them."""
   return ",".join(f"{name}={size}" for name, size in sizes.items())
 
 
 def make_mesh(
   sizes: Mapping[str, int], devices: Sequence[jax.Device] | None = None
 ) -> Mesh | None:
-  """Makes the mesh, of automatic axes.
+  """Makes the mesh, with automatic axes.
 
   Args:
     sizes: From `parse_mesh`.
-    devices: To be on it; None is all there are, of all processes.
+    devices: Its devices; None takes all, of all processes.
 
   Returns:
-    The mesh; None of {}.
+    The mesh; None for {}.
 
   Raises:
-    ValueError: there are more devices, or fewer.
+    ValueError: the number of devices is another one.
   """
   if not sizes:
     return None
@@ -77,7 +77,7 @@ def make_mesh(
   count = math.prod(sizes.values())
   if count != len(devices):
     raise ValueError(
-      f"mesh: {format_mesh(sizes)} is of {count} devices, got {len(devices)}; "
+      f"mesh: {format_mesh(sizes)} is for {count} devices, got {len(devices)}; "
       f"{format_mesh(_fitting(sizes, len(devices)))} would fit"
     )
   # Neighbours on the last axis, which exchange most, are devices of one host.
@@ -91,7 +91,7 @@ def make_mesh(
 
 
 def _fitting(sizes: Mapping[str, int], count: int) -> dict[str, int]:
-  """Sizes of a mesh of `count` devices that are as near as can be."""
+  """Finds sizes for `count` devices that are near these ones."""
   tensor = math.gcd(sizes["tensor"], count)
   data = math.gcd(sizes["data"], count // tensor)
   return dict(data=data, fsdp=count // tensor // data, tensor=tensor)
@@ -110,10 +110,10 @@ def check_fits(
   accumulate: int,
   activation_group_size: int | None = None,
 ) -> None:
-  """Checks that a model and its batches can be split over a mesh.
+  """Checks that a model and its batches can be sharded over a mesh.
 
   Args:
-    sizes: From `parse_mesh`; {} takes anything that can be accumulated.
+    sizes: From `parse_mesh`; for {} only `accumulate` is checked.
     d_model, d_ff, num_heads, num_kv_heads, vocab_size: The model's shape.
     seq: Tokens a sequence.
     batch: Sequences a step.
@@ -142,7 +142,7 @@ def check_fits(
       f"{d_ff} / {tensor} = {d_ff // tensor} and {group}; an "
       f"activation_group_size of {math.gcd(d_ff // tensor, group)} would fit"
     )
-  # Rows of columns: what one device of `tensor` has of them.
+  # fsdp shards the rows that are left to one device of `tensor`.
   _check_divides(
     "fsdp",
     fsdp,
@@ -151,17 +151,17 @@ def check_fits(
     d_ff=d_ff // tensor,
     vocab_size=vocab_size // tensor,
   )
-  parts = data * fsdp * accumulate
-  if batch % parts:
+  shards = data * fsdp * accumulate
+  if batch % shards:
     raise ValueError(
       "mesh: batch must be a multiple of data * fsdp * accumulate = "
-      f"{data} * {fsdp} * {accumulate} = {parts}, got {batch}; "
-      f"{max(batch // parts, 1) * parts} would fit"
+      f"{data} * {fsdp} * {accumulate} = {shards}, got {batch}; "
+      f"{max(batch // shards, 1) * shards} would fit"
     )
 
 
 def _check_divides(axis: str, size: int, share: str = "", **of: int) -> None:
-  """Checks that an axis splits all these sizes evenly."""
+  """Checks that an axis divides all these sizes."""
   common = math.gcd(*of.values())
   if common % size == 0:
     return
@@ -174,5 +174,5 @@ def _check_divides(axis: str, size: int, share: str = "", **of: int) -> None:
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-  """Where tokens [B, T + 1] lie: sequences on all axes but `tensor`."""
+  """Returns the sharding of tokens [B, T + 1]: on all axes but `tensor`."""
   return NamedSharding(mesh, PartitionSpec(AXIS_RULES["batch"]))

@@ -1,26 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Says what a run takes on each GPU before there is one.
+"""Plans the memory of a run on each GPU, before there is one.
 
   python -m train.plan llama2_7b --mesh fsdp=4 --batch 8 --seq 2048
   python -m train.plan llama2_13b --mesh fsdp=8 --hbm 141GB
 
-Options are those of `train.pretrain`. The table has a column for each of the
-usual ways to train, with f32 moments where nothing but products is in FP8; GB
-are 10^9 bytes. Nothing is compiled and no device is touched. docs/plan.md says
-what is counted.
+Options are as of `train.pretrain`. The table has a column for each of the usual
+ways to train, with f32 moments where at most products are in FP8; GB are 10^9
+bytes. Nothing is compiled and no device is used. docs/plan.md says what is
+counted.
 """
 
-import argparse
 import dataclasses
 import math
 import sys
-from collections.abc import Sequence
-from typing import get_args
+from collections.abc import Callable, Sequence
 
 import jax
+import tyro
 from jax.sharding import AbstractMesh, AxisType
 
 from coat_jax.layers import vocabulary
+from coat_jax.models.config import ModelConfig, Remat
 from coat_jax.plan import (
   DecoderShape,
   Load,
@@ -29,23 +29,29 @@ from coat_jax.plan import (
   largest_batch,
   plan_step,
 )
+from coat_jax.recipe import GradDtype, Kept, Residuals, WeightCache
 from train import mesh as meshes
 from train import step
-from train.config import ModelConfig, OptimConfig, TrainConfig
+from train.config import Codec, OptimConfig, TrainConfig
 from train.presets import PRESETS
 from train.run.metrics import format_table
 
 GB = 10**9
-COLUMNS = {
-  "BF16": dict(recipe="bf16"),
-  "FP8 linears": dict(recipe="fp8_linear"),
-  "COAT": dict(recipe="coat", residuals="coat"),
-  "COAT minimal": dict(recipe="coat"),
+COLUMNS: dict[str, Callable[[TrainConfig], TrainConfig]] = {
+  "BF16": lambda run: run.with_f32_moments("bf16"),
+  "FP8 linears": lambda run: run.with_f32_moments("fp8_linear"),
+  "COAT": lambda run: _coat(run, "coat"),
+  "COAT minimal": lambda run: _coat(run, "minimal"),
 }
+_Preset = tyro.extras.literal_type_from_choices(PRESETS)
+
+
+def _coat(config: TrainConfig, residuals: Residuals) -> TrainConfig:
+  return dataclasses.replace(config, recipe="coat", residuals=residuals)
 
 
 def shape_of(model: ModelConfig) -> DecoderShape:
-  """What of a model its memory depends on."""
+  """Returns the sizes of a model that its memory depends on."""
   return DecoderShape(
     num_layers=model.num_layers,
     d_model=model.d_model,
@@ -62,13 +68,13 @@ def plan(config: TrainConfig) -> dict[str, Memory]:
   """Plans a run's memory on one of its GPUs.
 
   Args:
-    config: the run.
+    config: The run.
 
   Returns:
-    By moment, as `coat_jax.plan.plan_step`.
+    By moment of a step, as `coat_jax.plan.plan_step`.
 
   Raises:
-    ValueError: a device would have part of a group of moments.
+    ValueError: a device would have a part of a group of moments.
   """
   return _plan(config, *_state(config))
 
@@ -77,8 +83,8 @@ def largest(config: TrainConfig, memory_bytes: int) -> int:
   """Finds the most sequences a step for which a run fits its GPUs.
 
   Args:
-    config: the run, of any batch.
-    memory_bytes: of a GPU.
+    config: The run, of any batch.
+    memory_bytes: Memory of a GPU.
 
   Returns:
     The batch; 0 where nothing fits.
@@ -87,17 +93,17 @@ def largest(config: TrainConfig, memory_bytes: int) -> int:
 
 
 def _largest(config: TrainConfig, state, memory_bytes: int) -> int:
-  parts = _parts(config) * config.accumulate
+  shards = _batch_shards(config) * config.accumulate
 
   def peak(batch: int) -> Memory:
-    run = dataclasses.replace(config, batch=batch * parts)
+    run = dataclasses.replace(config, batch=batch * shards)
     return fullest(_plan(run, *state))[1]
 
-  return parts * largest_batch(peak, memory_bytes)
+  return shards * largest_batch(peak, memory_bytes)
 
 
 def _state(config: TrainConfig):
-  """Abstract parameters and moments, where they lie on a mesh."""
+  """Builds abstract parameters and moments, with shardings on a mesh."""
   mesh = None
   if sizes := config.mesh_sizes:
     mesh = AbstractMesh(
@@ -109,8 +115,8 @@ def _state(config: TrainConfig):
   return state.params, (state.optimizer, state.exact)
 
 
-def _parts(config: TrainConfig) -> int:
-  """Among how many devices sequences are split."""
+def _batch_shards(config: TrainConfig) -> int:
+  """Counts the devices that sequences are split over."""
   sizes = config.mesh_sizes
   return sizes.get("data", 1) * sizes.get("fsdp", 1)
 
@@ -118,7 +124,7 @@ def _parts(config: TrainConfig) -> int:
 def _plan(config: TrainConfig, params, optimizer) -> dict[str, Memory]:
   sizes, model = config.mesh_sizes, config.model
   tensor = sizes.get("tensor", 1)
-  batch = config.batch // _parts(config) // config.accumulate
+  batch = config.batch // _batch_shards(config) // config.accumulate
   load = Load(
     batch=batch,
     seq=config.seq,
@@ -144,15 +150,15 @@ def table(config: TrainConfig, hbm_bytes: int) -> str:
   """Writes the plan of a run, a column for each of `COLUMNS`.
 
   Args:
-    config: the run; its recipe is replaced.
-    hbm_bytes: memory of a GPU.
+    config: The run; each column replaces its recipe.
+    hbm_bytes: Memory of a GPU.
 
   Returns:
     Lines of text.
   """
   lines: dict[str, list[str]] = {}
-  for options in COLUMNS.values():
-    run = _variant(config, **options)
+  for column in COLUMNS.values():
+    run = column(config)
     state = _state(run)
     moment, memory = fullest(_plan(run, *state))
     for part, count in memory._asdict().items():
@@ -167,93 +173,87 @@ def table(config: TrainConfig, hbm_bytes: int) -> str:
   return format_table(["GB on each GPU", *COLUMNS], rows)
 
 
-def _variant(config: TrainConfig, *, recipe: str, **options) -> TrainConfig:
-  """The run in another recipe; moments are f32 outside of COAT."""
-  if recipe != "coat":
-    optim = dataclasses.replace(
-      config.optim, codec="float32", rounding="stochastic", group_size=128
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlanConfig:
+  """Memory of a training run on each GPU, without one.
+
+  Attributes:
+    preset: The run, with its recipe replaced by each of the columns.
+    hbm: Memory of a GPU, as 80GB or 74.5GiB.
+    mesh: As of train.pretrain: data=2,fsdp=4,tensor=1.
+    batch: Sequences a step, on all GPUs; default 1 on each.
+    seq: Tokens a sequence; default the preset's.
+    accumulate: As of train.pretrain.
+    remat: As of train.pretrain.
+    attention: As of train.pretrain.
+    weight_cache: As of train.pretrain.
+    grad_reduce: As of train.pretrain.
+    codec: As --optim.codec of train.pretrain, in the columns of COAT.
+    group_size: As --optim.group-size of train.pretrain.
+  """
+
+  preset: tyro.conf.Positional[_Preset]  # pyright: ignore
+  hbm: str = "80GB"
+  mesh: str = ""
+  batch: int | None = None
+  seq: int | None = None
+  accumulate: int = TrainConfig.accumulate
+  remat: Remat = TrainConfig.remat
+  attention: Kept = TrainConfig.attention
+  weight_cache: WeightCache = TrainConfig.weight_cache
+  grad_reduce: GradDtype = TrainConfig.grad_reduce
+  codec: Codec = OptimConfig.codec
+  group_size: int = OptimConfig.group_size
+
+  def run(self) -> TrainConfig:
+    """Builds the configuration of the run.
+
+    Raises:
+      ValueError: `train.pretrain` would refuse it.
+    """
+    preset = PRESETS[self.preset]()
+    sizes = meshes.parse_mesh(self.mesh)
+    devices = sizes.get("data", 1) * sizes.get("fsdp", 1)
+    one_each = devices * max(self.accumulate, 1)  # 0 is refused below.
+    return dataclasses.replace(
+      preset,
+      mesh=self.mesh,
+      batch=one_each if self.batch is None else self.batch,
+      seq=preset.seq if self.seq is None else self.seq,
+      accumulate=self.accumulate,
+      remat=self.remat,
+      attention=self.attention,
+      weight_cache=self.weight_cache,
+      grad_reduce=self.grad_reduce,
+      optim=dataclasses.replace(
+        preset.optim, codec=self.codec, group_size=self.group_size
+      ),
+      report_state=False,
     )
-    options |= dict(optim=optim, attention="bf16")
-  if recipe == "bf16":
-    options |= dict(weight_cache="scale")
-  return dataclasses.replace(config, recipe=recipe, **options)
-
-
-def configure(options: argparse.Namespace) -> TrainConfig:
-  """The run that the command line describes."""
-  preset = PRESETS[options.preset]()
-  sizes = meshes.parse_mesh(options.mesh)
-  devices = sizes.get("data", 1) * sizes.get("fsdp", 1)
-  parts = devices * max(options.accumulate, 1)  # 0 is refused below.
-  return dataclasses.replace(
-    preset,
-    mesh=options.mesh,
-    batch=parts if options.batch is None else options.batch,
-    seq=preset.seq if options.seq is None else options.seq,
-    accumulate=options.accumulate,
-    remat=options.remat,
-    attention=options.attention,
-    weight_cache=options.weight_cache,
-    grad_reduce=options.grad_reduce,
-    optim=dataclasses.replace(
-      preset.optim, codec=options.codec, group_size=options.group_size
-    ),
-    report_state=False,
-  )
 
 
 def read_bytes(text: str) -> int:
-  """Reads 80GB or 74.5GiB."""
+  """Reads 80GB or 74.5GiB.
+
+  Raises:
+    ValueError: it is written in another way, or is 0.
+  """
   for unit, size in (("GiB", 2**30), ("GB", GB)):
     number = text.removesuffix(unit)
     if number != text and number.replace(".", "", 1).isdigit():
       if float(number) > 0:
         return round(float(number) * size)
-  raise argparse.ArgumentTypeError(
-    f"memory is written as 80GB or 74.5GiB, got {text!r}"
-  )
-
-
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-  """Reads the command line."""
-  parser = argparse.ArgumentParser(
-    prog="python -m train.plan",
-    description="Memory of a training run on each GPU, without one.",
-  )
-  parser.add_argument("preset", choices=PRESETS)
-  parser.add_argument(
-    "--mesh", default="", help="as of train.pretrain: data=2,fsdp=4,tensor=1"
-  )
-  parser.add_argument(
-    "--batch", type=int, help="sequences a step, on all GPUs; default 1 on each"
-  )
-  parser.add_argument("--seq", type=int, help="default: the preset's")
-  parser.add_argument("--accumulate", type=int, default=1)
-  parser.add_argument("--hbm", type=read_bytes, default="80GB")
-  for name in ("remat", "attention", "weight_cache", "grad_reduce"):
-    field = next(f for f in dataclasses.fields(TrainConfig) if f.name == name)
-    parser.add_argument(
-      f"--{name.replace('_', '-')}",
-      choices=get_args(field.type),
-      default=field.default,
-    )
-  of_optim = {f.name: f for f in dataclasses.fields(OptimConfig)}
-  codecs, group_size = of_optim["codec"], of_optim["group_size"]
-  parser.add_argument(
-    "--codec", choices=get_args(codecs.type), default=codecs.default
-  )
-  parser.add_argument("--group-size", type=int, default=group_size.default)
-  return parser.parse_args(arguments)
+  raise ValueError(f"hbm: memory is written as 80GB or 74.5GiB, got {text!r}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
   """Runs the command; returns the exit status."""
-  options = parse(arguments)
+  options = tyro.cli(PlanConfig, args=arguments, prog="python -m train.plan")
   # Nothing is computed, and a GPU that is in use is left alone.
   jax.config.update("jax_platforms", "cpu")
   try:
-    config = configure(options)
-    text = table(config, options.hbm)
+    config = options.run()
+    text = table(config, read_bytes(options.hbm))
   except ValueError as error:
     print(f"error: {error}", file=sys.stderr)
     return 2

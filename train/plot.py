@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draws runs from their metrics.jsonl.
 
-  python -m train.plot RUN... [--out PICTURE.png]
+  python -m train.plot RUN... [--out FIGURE.png]
 
-A picture has the loss curves of all runs, and of those that report them, a
-histogram of the powers k that dynamic range expansion chose and the relative
-error of the stored moments. A run's twins are drawn with it.
+A figure has the loss curves of all runs and, for runs that report on their
+moments, a histogram of the powers k of dynamic range expansion and the relative
+errors of the stored moments. A run's twins are drawn with it.
 """
 
 import dataclasses
@@ -30,8 +30,8 @@ def draw(runs: dict[str, list[dict]], out: Path) -> None:
   """Draws runs side by side.
 
   Args:
-    runs: By name, the lines of each metrics.jsonl.
-    out: A .png, .pdf or .svg.
+    runs: The lines of each metrics.jsonl, by name of the run.
+    out: The figure's file; a .png, .pdf or .svg.
   """
   panels = [(_draw_losses, runs)]
   for draw_panel, key in ((_draw_powers, "powers"), (_draw_errors, "state")):
@@ -50,7 +50,7 @@ def draw(runs: dict[str, list[dict]], out: Path) -> None:
 
 def _draw_losses(axes, runs: dict[str, list[dict]]) -> None:
   for index, (name, rows) in enumerate(runs.items()):
-    # The first run is thin and on top, for a good one hides behind its twin.
+    # The first run is thin and on top, else its twin could hide it.
     style = dict(color=f"C{index}", zorder=3 - index / (1 + index))
     steps, losses = _series(rows, "loss")
     axes.plot(steps, losses, **style, alpha=0.2, linewidth=0.8)
@@ -107,7 +107,7 @@ def _draw_errors(axes, runs: dict[str, list[dict]]) -> None:
 
 
 def _mean_error(state: dict, moment: str) -> float:
-  """The leaves' relative errors, weighted by their parameters."""
+  """Averages relative errors over leaves, weighted by their parameters."""
   leaves = [leaf for leaf in state.values() if leaf["encoded"]]
   errors = [leaf[moment]["relative_error"] for leaf in leaves]
   sizes = [leaf["parameters"] for leaf in leaves]
@@ -115,7 +115,7 @@ def _mean_error(state: dict, moment: str) -> float:
 
 
 def _series(rows: list[dict], key: str) -> tuple[np.ndarray, np.ndarray]:
-  """Steps and values of the lines that have a key."""
+  """Returns steps and values of the lines that have a key."""
   found = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
   steps, values = zip(*found, strict=True) if found else ((), ())
   return np.array(steps), np.array(values)
@@ -127,7 +127,7 @@ class PlotConfig:
 
   Attributes:
     runs: Folders of runs.
-    out: The picture; a .png, .pdf or .svg. Default: plot.png in the first run.
+    out: The figure; a .png, .pdf or .svg. Default: plot.png in the first run.
   """
 
   runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
@@ -141,10 +141,10 @@ def load(paths: tuple[Path, ...]) -> dict[str, list[dict]]:
     paths: Folders of runs.
 
   Returns:
-    By name, the lines of each.
+    The lines of each metrics.jsonl, by name.
 
   Raises:
-    ValueError: one is no run, or has no step yet.
+    ValueError: a folder has no run, or no step yet.
   """
   runs = {}
   for path in paths:
@@ -152,7 +152,7 @@ def load(paths: tuple[Path, ...]) -> dict[str, list[dict]]:
     if not run.is_started():
       raise ValueError(
         f"plot: {path} must be the folder of a run with steps, got none; pass "
-        "what --out was when it was trained"
+        "the --out that it was trained with"
       )
     for each in (run, *run.twins()):
       is_twin = each is not run
@@ -162,6 +162,7 @@ def load(paths: tuple[Path, ...]) -> dict[str, list[dict]]:
 
 
 def main() -> int:
+  """Runs the command; returns the exit status."""
   config = tyro.cli(PlotConfig, prog="python -m train.plot")
   try:
     if not config.runs:

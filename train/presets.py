@@ -2,8 +2,8 @@
 """Presets: published shapes and settings, each a function to read and copy.
 
 All have SwiGLU, no biases, gradients clipped at a norm of 1, and no weight
-decay on norms, biases and embeddings. Batches and steps are the published ones:
-on fewer devices, lower `--batch` and `--steps`.
+decay on norms, biases and embeddings. Batches and steps are as published; on
+fewer devices, lower `--batch` and `--steps`.
 """
 
 from train.config import ModelConfig, OptimConfig, TrainConfig

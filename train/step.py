@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One training step and one evaluation, as pure functions, and what they need.
+"""One training step and one evaluation, as pure functions.
 
-The state is a tuple of plain trees, so the same bytes that a step reads are
-what a checkpoint holds. A step compiles once, ahead of time, with its input's
-buffers given to its output: a state is used once.
+The state is a tuple of plain trees, and a checkpoint holds the bytes that a
+step reads. A step is compiled once, ahead of time, and donates its state: the
+buffers of its input become those of its output, so a state is used once.
 """
 
 import contextlib
@@ -30,13 +30,13 @@ from train.config import TrainConfig
 
 
 class TrainState(NamedTuple):
-  """All that a run carries from step to step, beside its place in the data.
+  """What a run carries from step to step, except its place in the data.
 
   Attributes:
     step: int32, steps done.
     params: f32 master weights, nested dicts.
-    optimizer: Moments at rest, and the number of updates.
-    exact: Moments in f32 of the same gradients, for reports only; () without.
+    optimizer: Stored moments, and the number of updates.
+    exact: f32 moments of the same gradients, for reports; () without reports.
   """
 
   step: jax.Array
@@ -52,7 +52,7 @@ class StepMetrics(NamedTuple):
     loss: f32, mean next-token loss of the batch, in nats.
     grad_norm: f32, global norm of the gradients before clipping.
     lr: f32, learning rate of the update.
-    is_finite: bool [leaves], whether each leaf's gradient is; as `leaf_names`.
+    is_finite: bool [leaves], whether each gradient is, as `leaf_names` orders.
   """
 
   loss: jax.Array
@@ -62,7 +62,7 @@ class StepMetrics(NamedTuple):
 
 
 def learning_rate(config: TrainConfig) -> optax.Schedule:
-  """Builds the schedule: up from 0 in a line, down to its end at the last step.
+  """Builds the schedule: a linear warmup, then a fall until the last step.
 
   The first update has 1 / warmup of the peak, not 0, which would waste a batch.
   """
@@ -81,7 +81,7 @@ def learning_rate(config: TrainConfig) -> optax.Schedule:
 
 
 def decays(params) -> Any:
-  """True at each leaf that decays: all but norms, biases and embeddings."""
+  """Returns True for leaves that decay: not norms, biases and embeddings."""
 
   def is_decayed(path, leaf):
     del leaf
@@ -96,12 +96,12 @@ def decays(params) -> Any:
 def build_optimizer(
   config: TrainConfig, mesh: Mesh | None = None
 ) -> FusedTransformation:
-  """Builds AdamW with resting moments; on a mesh a device steps its part."""
+  """Builds AdamW with stored moments; on a mesh devices step their shards."""
   optim = config.optim
-  where = None
+  param_shardings = None
   if mesh is not None:
     params = jax.eval_shape(lambda: _initial_params(config))
-    where = specs.param_shardings(mesh, params)
+    param_shardings = specs.param_shardings(mesh, params)
   return fused_coat_adamw(
     learning_rate(config),
     optim.b1,
@@ -112,7 +112,7 @@ def build_optimizer(
     mask=decays,
     seed=config.seed,
     implementation="xla" if config.implementation == "xla" else None,
-    shardings=where,
+    shardings=param_shardings,
   )
 
 
@@ -139,7 +139,7 @@ def abstract_state(
     `jax.ShapeDtypeStruct`s: what checkpoints are restored into.
 
   Raises:
-    ValueError: a device would have part of a group of moments.
+    ValueError: a device would have a part of a group of moments.
   """
   params = jax.eval_shape(lambda: _initial_params(config))
   make = functools.partial(_with_moments, config, optimizer)
@@ -156,13 +156,13 @@ def abstract_state(
 def initial_state(
   config: TrainConfig, optimizer: FusedTransformation, mesh: Mesh | None = None
 ) -> TrainState:
-  """Builds the state before the first step; the seed alone draws the weights.
+  """Builds the state before the first step, with weights drawn from the seed.
 
-  On a mesh each device makes its own part, of the same values.
+  On a mesh each device makes its own shards; values do not depend on the mesh.
   """
-  where = shardings(abstract_state(config, optimizer, mesh))
+  out_shardings = shardings(abstract_state(config, optimizer, mesh))
 
-  @functools.partial(jax.jit, out_shardings=where)
+  @functools.partial(jax.jit, out_shardings=out_shardings)
   def make():
     return _with_moments(config, optimizer, _initial_params(config))
 
@@ -170,7 +170,7 @@ def initial_state(
 
 
 def shardings(abstract: Any) -> Any:
-  """The shardings of a tree on a mesh, as `jit` takes them; None of others."""
+  """Returns the shardings of a tree as `jit` takes them; None without any."""
   found = jax.tree.map(lambda x: x.sharding, abstract)
   return found if jax.tree.leaves(found) else None
 
@@ -194,7 +194,16 @@ def train_step(
 ) -> Callable[[TrainState, jax.Array], tuple[TrainState, StepMetrics]]:
   """Builds the function of (state, tokens int32 [B, T + 1]) that trains.
 
-  On a mesh it is to be traced under `jax.set_mesh`, as `compile_on` does.
+  On a mesh, trace it under `jax.set_mesh`, as `compile_on` does.
+
+  Args:
+    config: The run.
+    graph: From `build_graph`.
+    optimizer: From `build_optimizer`.
+    mesh: From `train.mesh.make_mesh`; None for one device.
+
+  Returns:
+    The function; it returns the next state and the `StepMetrics`.
   """
   schedule = learning_rate(config)
 
@@ -224,7 +233,7 @@ def train_step(
 
 
 def _mean_gradients(config, graph, mesh, params, tokens):
-  """The loss of a batch and its f32 gradients, microbatch by microbatch."""
+  """Computes the loss and f32 gradients of a batch, a microbatch at a time."""
   graph, cache = _with_cache(nnx.merge(graph, params))
 
   @jax.value_and_grad
@@ -248,12 +257,13 @@ def _mean_gradients(config, graph, mesh, params, tokens):
 
 
 def _microbatches(tokens: jax.Array, accumulate: int) -> jax.Array:
-  """[B, T + 1] to [accumulate, B / accumulate, T + 1].
+  """Reshapes [B, T + 1] to [accumulate, B / accumulate, T + 1].
 
-  Every so many sequences: each device takes from its own ones.
+  A microbatch has every `accumulate`-th sequence, so that each device takes
+  from its own sequences and no token moves.
   """
-  parts = tokens.reshape(-1, accumulate, tokens.shape[-1])
-  return jnp.moveaxis(parts, 1, 0)
+  split = tokens.reshape(-1, accumulate, tokens.shape[-1])
+  return jnp.moveaxis(split, 1, 0)
 
 
 def eval_step(
@@ -263,7 +273,7 @@ def eval_step(
 
   Args:
     graph: From `build_graph`.
-    accumulate: Microbatches, one after the other as in training: all at once
+    accumulate: Microbatches, one after another as in training: all at once
       could need more memory than training does.
   """
 
@@ -283,7 +293,7 @@ def eval_step(
 
 
 def _with_cache(model: Decoder) -> tuple[nnx.GraphDef, nnx.State]:
-  """A model whose weights' caches are filled: all of it but the weights."""
+  """Fills the model's weight caches; returns all of it but the weights."""
   recipe = model.layers.attention.active_recipe
   graph, _, cache = nnx.split(with_weight_cache(model, recipe), nnx.Param, ...)
   return graph, cache
@@ -298,21 +308,21 @@ def compile_on(
     mesh: From `train.mesh.make_mesh`; None for one device.
     step: From `train_step` or `eval_step`.
     *abstract: Its arguments: shapes, dtypes and, on a mesh, shardings.
-    updates: Whether the first argument is a state whose memory is used again
-      for the first result, which lies where it did.
+    updates: Whether the first argument is a state that is donated to the first
+      result, which is sharded like it.
 
   Returns:
-    The program. Results that are no state are on all devices.
+    The program. Results that are no state are replicated on all devices.
   """
-  where = None
+  out_shardings = None
   context = contextlib.nullcontext()
   if mesh is not None:
-    where = everywhere = NamedSharding(mesh, PartitionSpec())
+    out_shardings = replicated = NamedSharding(mesh, PartitionSpec())
     if updates:
-      where = shardings(abstract[0]), everywhere
+      out_shardings = shardings(abstract[0]), replicated
     context = jax.set_mesh(mesh)
   donated = 0 if updates else ()
-  jitted = jax.jit(step, donate_argnums=donated, out_shardings=where)
+  jitted = jax.jit(step, donate_argnums=donated, out_shardings=out_shardings)
   with context:
     return jitted.lower(*abstract).compile()
 

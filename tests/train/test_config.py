@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configurations and presets: the published numbers, and who refuses what."""
+"""Configurations and presets: published numbers, and what is refused."""
 
 import dataclasses
 
 import pytest
 
 from coat_jax import recipe
+from tests.train import own_codec
 from train import step
-from train.config import ModelConfig, OptimConfig
+from train.config import ModelConfig, OptimConfig, resume_rule
 from train.presets import PRESETS, demo
+
+OWN = "tests.train.own_codec:scaled"
 
 # Layers, h, f, heads, kv, vocabulary, tied, sequence, theta, norm eps; then lr,
 # schedule, its end, warmup in steps, eps.
@@ -52,12 +55,12 @@ PUBLISHED = {
 }
 
 
-def test_every_preset_is_checked():
+def test_all_presets_have_published_numbers():
   assert PRESETS.keys() == PUBLISHED.keys()
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_presets_are_the_published_ones(name):
+def test_preset_matches_its_publication(name):
   expected = " ".join(PUBLISHED[name]).split()
   config = PRESETS[name]()
   model, optim = config.model, config.optim
@@ -110,7 +113,7 @@ def replace(config, **values):
     (dict(evaluation="bf16", recipe="bf16"), "recipe coat or fp8_linear, got"),
   ],
 )
-def test_values_that_make_no_sense_are_refused(values, words):
+def test_config_rejects_values_out_of_range(values, words):
   with pytest.raises(ValueError, match=words):
     for name, value in values.items():
       # In two steps, for the first of two may be fine by itself.
@@ -126,9 +129,13 @@ def test_values_that_make_no_sense_are_refused(values, words):
     (dict(codec="log8", second="e5m2"), "second applies to codec coat, got"),
     (dict(codec="bfloat16", group_size=64), "group_size applies to codec"),
     (dict(codec="log8", rounding="nearest"), "freezes second moments"),
+    (dict(codec="caot"), "got 'caot'; did you mean 'coat'"),
+    (dict(codec="tests.train.own_codec:none"), "has no attribute 'none'"),
+    (dict(codec="no.such_module:codec"), "No module named 'no'"),
+    (dict(codec=OWN, rounding="nearest"), "rounding applies to codec coat or"),
   ],
 )
-def test_options_that_a_codec_ignores_are_refused(values, words):
+def test_optim_config_rejects_codecs_and_options_it_cannot_use(values, words):
   with pytest.raises(ValueError, match=words):
     OptimConfig(lr=1e-3, **values)
 
@@ -136,11 +143,16 @@ def test_options_that_a_codec_ignores_are_refused(values, words):
 @pytest.mark.parametrize(
   "codec", ["coat", "coat_e8m0", "log8", "fp8", "bfloat16", "float32"]
 )
-def test_a_codec_is_built_by_its_name(codec):
+def test_codec_is_built_by_its_name(codec):
   assert OptimConfig(lr=1e-3, codec=codec).moment_codec().name == codec
 
 
-def test_a_recipe_gets_its_options():
+def test_codec_of_a_module_is_built_with_the_options_it_takes():
+  built = OptimConfig(lr=1e-3, codec=OWN, group_size=64).moment_codec()
+  assert built == own_codec.scaled(64)
+
+
+def test_recipe_gets_its_options():
   config = dataclasses.replace(
     demo(),
     residuals="coat",
@@ -165,7 +177,7 @@ def test_a_recipe_gets_its_options():
     assert config.coat_recipe() == preset(implementation="xla")
 
 
-def test_a_twin_is_the_plain_run_whatever_the_options_were():
+def test_twin_is_the_plain_run_whatever_the_options_were():
   config = dataclasses.replace(
     demo(),
     residuals="coat",
@@ -183,7 +195,7 @@ def test_a_twin_is_the_plain_run_whatever_the_options_were():
   )
 
 
-def test_a_run_is_not_compared_with_itself():
+def test_comparison_of_a_run_with_itself_is_rejected():
   plain = demo().bf16_twin(seed=0, out="x")
   with pytest.raises(ValueError, match="differs from its twin"):
     dataclasses.replace(plain, compare="bf16")
@@ -192,7 +204,7 @@ def test_a_run_is_not_compared_with_itself():
 @pytest.mark.parametrize(
   "schedule, middle", [("cosine", 0.55), ("linear", 0.55)]
 )
-def test_the_learning_rate_rises_and_falls(schedule, middle):
+def test_learning_rate_rises_and_falls(schedule, middle):
   config = dataclasses.replace(
     demo(),
     steps=110,
@@ -205,10 +217,28 @@ def test_the_learning_rate_rises_and_falls(schedule, middle):
   assert float(rate(110)) == pytest.approx(0.2)
 
 
-def test_without_warmup_the_learning_rate_starts_at_its_peak():
+def test_learning_rate_without_warmup_starts_at_its_peak():
   config = replace(demo(), optim__warmup=0)
   assert float(step.learning_rate(config)(0)) == pytest.approx(1e-3)
 
 
-def test_head_dim():
+@pytest.mark.parametrize(
+  "name, rule",
+  [
+    ("batch", "fixed"),
+    ("model.d_ff", "fixed"),
+    ("data.held_out", "fixed"),
+    ("optim.codec", "converted"),
+    ("data.path", "silent"),
+    ("keep", "silent"),
+    ("optim.lr", "reported"),
+    ("steps", "reported"),
+    ("an_option_of_long_ago", "reported"),
+  ],
+)
+def test_resume_rule_is_that_of_the_field_or_of_its_part(name, rule):
+  assert resume_rule(name) == rule
+
+
+def test_head_dim_is_the_width_of_a_head():
   assert ModelConfig(**vars(demo().model)).head_dim == 32

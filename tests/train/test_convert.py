@@ -210,7 +210,7 @@ def test_there_and_back_a_run_goes_on_bit_for_bit(
   assert "params and opt_state of step 4" in capsys.readouterr().err
   line = arguments(out, **PLAIN)
   assert command("import", exported, *line) == 0
-  assert "--resume goes on from step 4" in capsys.readouterr().err
+  assert "--resume continues from step 4" in capsys.readouterr().err
   assert run(out, "--resume", **PLAIN) == 0
   # But for its report: what it compares with begins anew.
   before, after = losses(finished), losses(out)
@@ -362,4 +362,4 @@ def test_an_export_needs_a_run_and_replaces_nothing(halfway, tmp_path, capsys):
   assert command("export", tmp_path / "none", tmp_path / "out") == 2
   assert "none must hold a run with a checkpoint" in capsys.readouterr().err
   assert command("export", halfway, tmp_path) == 2
-  assert f"{tmp_path} must not be there" in capsys.readouterr().err
+  assert f"{tmp_path} must not exist" in capsys.readouterr().err

@@ -93,7 +93,7 @@ def test_a_signal_to_one_of_two_stops_both_and_they_go_on_bit_for_bit(
     statuses, outputs = finish(started)
   assert statuses == [143, 143], outputs
   assert "SIGTERM: saving after this step" in outputs[1]
-  assert "--resume goes on" in outputs[0]
+  assert "pass --resume to continue" in outputs[0]
   saved = RunDirectory(out).latest_step()
   assert 5 <= saved < 40
 

@@ -121,7 +121,7 @@ def test_a_model_that_cannot_be_split_is_told(mesh, options, words):
 @pytest.mark.parametrize(
   "options, words",
   [
-    (dict(mesh="fsdp=4", batch=4), "is of 4 devices, got 8; data=1,fsdp=8"),
+    (dict(mesh="fsdp=4", batch=4), "is for 4 devices, got 8; data=1,fsdp=8"),
     (dict(mesh="fsdp=8", batch=4), "fsdp * accumulate = 1 * 8 * 1 = 8, got 4"),
     # Groups of 128 along columns of gate_up, 128 on two devices.
     (

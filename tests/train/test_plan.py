@@ -1,18 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m train.plan`: what it counts, what it prints, what it refuses."""
+"""`python -m train.plan`: what it counts, prints and rejects."""
 
 import dataclasses
 import re
 from pathlib import Path
 
 import pytest
+import tyro
 
 from coat_jax import plan as plans
 from coat_jax import recipe as recipes
 from train import memory, plan
 from train.presets import PRESETS
-
-ATTENTION_TWICE = {"bf16": 2, "fp8_linear": 1}
 
 
 @pytest.mark.parametrize("preset", ["llama3_8b", "olmo_1b"])
@@ -26,13 +25,12 @@ ATTENTION_TWICE = {"bf16": 2, "fp8_linear": 1}
     recipes.fp8_linear(),
   ],
 )
-def test_layers_remember_what_is_planned(preset, recipe):
+def test_planned_residuals_match_those_of_a_traced_layer(preset, recipe):
   config = PRESETS[preset]().model
   planned = plans.kept_bytes(plan.shape_of(config), recipe)
   counted = memory.residual_bytes(config, recipe, tokens=256)["total"]
-  if (
-    recipe.name == "bf16"
-  ):  # The attention's output once more, for its product.
+  if recipe.name == "bf16":
+    # The attention's output once more, for its product.
     counted += 2 * config.d_model
   if recipe.nonlinear == "bf16" and config.family == "olmo":
     # XLA finds that without weights both arrays of a norm are one.
@@ -41,7 +39,7 @@ def test_layers_remember_what_is_planned(preset, recipe):
   assert planned == pytest.approx(counted, rel=1e-3)
 
 
-def test_a_plan_has_the_state_of_the_run():
+def test_plan_counts_the_state_of_the_run():
   config = PRESETS["llama2_7b"]()
   config = dataclasses.replace(config, mesh="fsdp=4", batch=8, seq=2048)
   count = 6_738_415_616
@@ -54,14 +52,14 @@ def test_a_plan_has_the_state_of_the_run():
   assert more == pytest.approx(8 * count / 4, rel=1e-3)
 
 
-def test_llama2_7b_trains_on_one_gpu_of_80_gb():
+def test_llama2_7b_fits_one_gpu_of_80_gb():
   config = PRESETS["llama2_7b"]()
   config = dataclasses.replace(config, batch=1, seq=2048)
   assert plans.fullest(plan.plan(config))[1].total <= 76e9
   assert plan.largest(config, 80 * 10**9) >= 1
 
 
-def test_the_largest_batch_fits_and_no_larger():
+def test_largest_batch_fits_and_a_larger_one_does_not():
   config = PRESETS["llama_60m"]()
   config = dataclasses.replace(
     config, mesh="data=2,fsdp=2", batch=8, accumulate=2
@@ -83,7 +81,7 @@ def rows(text):
   return {first: others for first, *others in cells}
 
 
-def test_the_table_adds_up(capsys):
+def test_printed_terms_add_up_to_the_peak(capsys):
   options = ["--mesh", "fsdp=4", "--batch", "8", "--seq", "2048"]
   assert plan.main(["llama2_7b", *options]) == 0
   out = capsys.readouterr().out
@@ -100,10 +98,11 @@ def test_the_table_adds_up(capsys):
   assert set(found["it is in the"]) == {"backward"}
 
 
-def test_options_reach_the_plan():
+def test_each_option_changes_the_plan():
   def backward(*options):
     large = ["llama_60m", "--seq", "1024", "--batch", "16"]
-    config = plan.configure(plan.parse([*large, *options]))
+    line = [*large, *options]
+    config = tyro.cli(plan.PlanConfig, args=line).run()
     assert (config.seq, config.batch) == (1024, 16)
     return plan.plan(config)["backward"]
 
@@ -120,7 +119,7 @@ def test_options_reach_the_plan():
 
 
 @pytest.mark.parametrize("hbm, fits", [("0.2GB", "yes"), ("0.005GiB", "no")])
-def test_what_fits_is_said(capsys, hbm, fits):
+def test_table_says_what_fits(capsys, hbm, fits):
   assert plan.main(["demo", "--hbm", hbm]) == 0
   found = rows(capsys.readouterr().out)
   (key,) = (key for key in found if key.startswith("fits"))
@@ -132,8 +131,9 @@ def test_what_fits_is_said(capsys, hbm, fits):
 @pytest.mark.parametrize(
   "options, said",
   [
-    (["llama9"], "invalid choice: 'llama9'"),
+    (["llama9"], "invalid choice 'llama9'"),
     (["demo", "--hbm", "80"], "memory is written as 80GB"),
+    (["demo", "--codec", "caot"], "did you mean 'coat'?"),
     (["demo", "--mesh", "fsdp=3"], "fsdp must divide d_model"),
     (["demo", "--mesh", "fsdp=4", "--batch", "3"], "4 would fit"),
     (["demo", "--batch", "0"], "batch must be above 0"),
@@ -141,7 +141,7 @@ def test_what_fits_is_said(capsys, hbm, fits):
     (["demo", "--mesh", "tensor=2"], "a device must have whole groups"),
   ],
 )
-def test_errors_say_what_would_do(capsys, options, said):
+def test_errors_say_what_would_fit(capsys, options, said):
   try:
     status = plan.main(options)
   except SystemExit as stop:
@@ -150,7 +150,7 @@ def test_errors_say_what_would_do(capsys, options, said):
   assert said in capsys.readouterr().err
 
 
-def test_groups_of_moments_can_be_smaller(capsys):
+def test_smaller_groups_of_moments_can_be_split(capsys):
   smaller = ["demo", "--mesh", "tensor=2", "--group-size", "16"]
   assert plan.main(smaller) == 0
   assert "demo, 2 GPUs" in capsys.readouterr().out
@@ -159,13 +159,13 @@ def test_groups_of_moments_can_be_smaller(capsys):
 DOCS = (Path(__file__).parents[2] / "docs" / "plan.md").read_text()
 
 
-def test_docs_show_what_is_printed(capsys):
+def test_docs_show_the_printed_table(capsys):
   (command,) = re.findall(r"python -m train.plan (llama2_7b.*)", DOCS)
   assert plan.main(command.split()) == 0
   assert f"```\n{capsys.readouterr().out}```" in DOCS
 
 
-def test_code_of_the_docs_runs(capsys):
+def test_code_in_the_docs_runs(capsys):
   (block,) = re.findall(r"```python\n(.*?)```", DOCS, re.DOTALL)
   exec(compile(block, "docs/plan.md", "exec"), {})
   printed = capsys.readouterr().out

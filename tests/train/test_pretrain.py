@@ -3,6 +3,7 @@
 
 import json
 import math
+import os
 import signal
 import subprocess
 from pathlib import Path
@@ -21,6 +22,7 @@ from tests.train.runs import (
   wait_for_step,
 )
 from train import pretrain
+from train.run import processes
 from train.run.directory import RunDirectory
 from train.run.metrics import read_metrics
 
@@ -49,7 +51,7 @@ def test_a_run_goes_on_bit_for_bit_after_being_stopped_and_killed(
   process.send_signal(signal.SIGTERM)
   output = process.communicate(timeout=60)[0]
   assert process.returncode == 143, output
-  assert "--resume goes on" in output
+  assert "pass --resume to continue" in output
   saved = RunDirectory(out).latest_step()
   assert saved % 50, "saved where it was stopped"
 
@@ -117,6 +119,7 @@ def test_a_finished_run_can_be_extended(finished, tmp_path, capsys):
     ),
     (["--overwrite"], dict(recipee="bf16"), "--recipe {coat,bf16,fp8_linear}"),
     (["--overwrite"], dict(recipe="bf17"), "'coat', 'bf16', 'fp8_linear'"),
+    (["--overwrite"], dict(optim__codec="caot"), "did you mean 'coat'?"),
     (["--overwrite"], dict(model__d_model=65), "even multiple of num_heads"),
   ],
 )
@@ -233,9 +236,9 @@ def test_other_faults_of_a_device_are_not_called_memory(tmp_path, monkeypatch):
   ],
 )
 def test_most_of_a_gpu_is_taken_unless_told(given, expected, monkeypatch):
-  monkeypatch.setattr(pretrain.os, "environ", dict(given))
-  pretrain.take_most_of_gpus()
-  assert pretrain.os.environ == expected
+  monkeypatch.setattr(os, "environ", dict(given))
+  processes.reserve_gpu_memory()
+  assert os.environ == expected
 
 
 @pytest.mark.slow

@@ -12,7 +12,8 @@ import pytest
 
 from tests.train.runs import MODEL
 from train import plot, step
-from train.data.batches import DataConfig, load_tokens, train_iterator
+from train.data.batches import train_iterator
+from train.data.tokens import DataConfig, load_tokens
 from train.presets import demo
 from train.run import report
 from train.run.checkpoint import Checkpoints, latest_step, read_description

@@ -2,9 +2,9 @@
 """From files to flat arrays of token ids.
 
 Text becomes ids in memory, byte by byte or through a `tokenizers` JSON file.
-Simple on purpose: it is done again at every start, so tokenize a corpus of more
-than a few gigabytes once, ahead of training, into flat uint16 or uint32 files.
-Those are mapped and never read whole.
+This is simple on purpose and repeated at every start. Tokenize a corpus of more
+than a few gigabytes once, ahead of training, into flat uint16 or uint32 files:
+those are memory-mapped and never read whole.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 # Names that tokenizers in use give their end-of-text token.
 _END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
-# Characters handed to the tokenizer at once. A long document is cut at line
+# Characters that the tokenizer gets at once. A long document is split at line
 # ends, where few tokenizers merge across; larger pieces run on fewer cores.
 _PIECE = 1 << 18
 _NOT_OURS = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
@@ -73,7 +73,7 @@ def documents(path: str | None) -> Iterator[tuple[str, bytes]]:
   """Yields (name, content) of each text file, sorted by path.
 
   In a folder or glob, files with a zero byte near their start are not text and
-  are passed over.
+  are skipped.
 
   Args:
     path: As for `find_files`; None is the source of Python's standard library
@@ -198,7 +198,15 @@ def read_tokenized(
 
 @dataclasses.dataclass(frozen=True)
 class TokenFile:
-  """A flat file of token ids, mapped while it is in use: see `open_tokens`."""
+  """A flat file of token ids that `open_tokens` opened.
+
+  It is memory-mapped while it is in use; `len` and slices work as on an array.
+
+  Attributes:
+    path: The file.
+    dtype: Of its ids, uint16 or uint32.
+    size: How many ids it holds.
+  """
 
   path: str
   dtype: str
@@ -219,7 +227,7 @@ def open_tokens(path: str, dtype: str) -> list[TokenFile]:
     dtype: uint16 or uint32. A NumPy header is checked against it, not needed.
 
   Returns:
-    The files in sorted order, as things with a length and slices.
+    The files, sorted by path.
 
   Raises:
     FileNotFoundError: there is none.
@@ -263,7 +271,7 @@ def _mapped(path: str, dtype: str) -> np.ndarray:
 
 
 def _pieces(contents) -> Iterator[tuple[str, str, bool]]:
-  """Cuts documents at line ends; (name, piece, is it the document's last)."""
+  """Splits documents at line ends: (name, piece, whether it is the last)."""
   for name, content in contents:
     text = content.decode("utf-8", errors="replace")
     start = 0

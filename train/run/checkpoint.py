@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints of a run: written in the background, whole or not at all.
 
-A checkpoint has the items `params`, `optimizer` (the very FP8 bytes), `data`
-(the iterator's place), `run` (step, configuration and data's fingerprint) and,
-where a run reports on its moments, `exact`; `data` and `run` are JSON. Nothing
-in it depends on devices or processes: arrays are restored as the very bytes to
-wherever an abstract state says, and each process's iterator has the same place.
-Restoring repeats nothing and skips nothing: a resumed run goes on bit for bit.
+A checkpoint has the items `params`, `optimizer` (the FP8 bytes themselves),
+`data` (the iterator's place), `run` (step, configuration and fingerprint of the
+data) and, where a run reports on its moments, `exact`; `data` and `run` are
+JSON. Nothing in it depends on devices or processes: arrays are restored bit for
+bit with the shardings of an abstract state, and the iterators of all processes
+have the same place. Restoring repeats nothing and skips nothing, so a resumed
+run is bit-equal to one that was never stopped.
 
-A checkpoint gets its name when all of it is there, checksums included. One that
-was damaged since then is told by them, and the one before it is used.
+A checkpoint gets its name when all its files are written, checksums included.
+The checksums detect damage since then, and the checkpoint before is used.
 """
 
 import contextlib
@@ -33,11 +34,11 @@ from train.step import TrainState
 
 
 class SaveError(OSError):
-  """A checkpoint could not be written; those before it are as they were."""
+  """A checkpoint could not be written; earlier ones are unchanged."""
 
 
 class Checkpoints:
-  """The checkpoints in one folder, made with the first one."""
+  """The checkpoints in one folder, which the first save creates."""
 
   def __init__(self, path: Path, *, keep: int):
     """Opens the folder, which need not exist.
@@ -45,6 +46,8 @@ class Checkpoints:
     Args:
       path: The folder.
       keep: How many of the newest checkpoints stay when one is saved.
+
+    Until `close`, Orbax's and asyncio's loggers are silent: see `_quietly`.
     """
     self.path = path
     options = ocp.CheckpointManagerOptions(
@@ -61,7 +64,7 @@ class Checkpoints:
     self._opened.enter_context(_quietly())
 
   def latest_step(self) -> int | None:
-    """The step of the newest checkpoint."""
+    """Returns the step of the newest checkpoint."""
     return self._manager.latest_step()
 
   def save(
@@ -71,7 +74,13 @@ class Checkpoints:
     batches: grain.DatasetIterator,
     description: dict,
   ) -> None:
-    """Copies the state off the device and returns; writing goes on behind.
+    """Copies the state off the device and returns; threads write it.
+
+    Args:
+      step: Steps done.
+      state: What to save.
+      batches: The iterator whose place is saved.
+      description: From `train.run.directory.describe`.
 
     Raises:
       SaveError: it cannot be written, or the one before it was not.
@@ -81,7 +90,7 @@ class Checkpoints:
   def save_at(
     self, step: int, state: TrainState, place: dict, description: dict
   ) -> None:
-    """As `save`, with the iterator's state in place of the iterator."""
+    """As `save`, from the iterator's state instead of the iterator."""
     items = {
       name: args.StandardSave(tree) for name, tree in _array_items(state)
     }
@@ -96,8 +105,8 @@ class Checkpoints:
 
     Args:
       step: One of the checkpoints' steps.
-      abstract: What the state looks like and, by its shardings, where it goes;
-        without any, to one device.
+      abstract: Shapes, dtypes and shardings of the state; leaves without a
+        sharding go to one device.
       batches: A fresh iterator over the same data, of this process.
 
     Returns:
@@ -114,7 +123,7 @@ class Checkpoints:
     """Renames checkpoints of later steps, which will be saved again.
 
     Args:
-      after: The step that the run goes on from.
+      after: The step that the run resumes from.
     """
     if processes.is_primary():
       for step in filter(lambda step: step > after, steps(self.path)):
@@ -125,24 +134,24 @@ class Checkpoints:
     self._manager.reload()
 
   def wait(self) -> None:
-    """Waits until all is written.
+    """Waits until everything is written.
 
     Raises:
-      SaveError: it was not.
+      SaveError: something was not.
     """
     self._write(self._manager.wait_until_finished)
 
   def close(self) -> None:
-    """Waits and lets go of the folder.
+    """Waits until everything is written and closes the folder.
 
     Raises:
-      SaveError: not all was written.
+      SaveError: something was not.
     """
     with self._opened:
       self._write(self._manager.close)
 
   def _write(self, call: Callable[[], Any]) -> None:
-    """Calls; errors of this write or of the one before it are the disk's."""
+    """Calls Orbax; any error of this write or the one before is SaveError."""
     try:
       call()
     except Exception as error:  # Orbax and TensorStore raise many kinds.
@@ -157,13 +166,18 @@ class Checkpoints:
       ) from error
 
   def _write_checksums(self) -> None:
-    # One is written at a time, and what others left was removed at the start.
+    # One is written at a time, and unfinished ones were removed at the start.
     (folder,) = self.path.glob("*.orbax-checkpoint-tmp")
     checksums.write(folder)
 
 
 def _join_writers() -> None:
-  """Waits for Orbax's threads: one that fails does not wait for the others."""
+  """Waits for Orbax's threads after one has failed.
+
+  Orbax does not: it raises the first error while other threads still write into
+  the folder, and it has no call that waits for them. Their classes are private,
+  so they are found by the module that defines them.
+  """
   for thread in threading.enumerate():
     if type(thread).__module__.startswith("orbax."):
       threading.Thread.join(thread)  # Its own would raise.
@@ -171,13 +185,16 @@ def _join_writers() -> None:
 
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
-  """Keeps Orbax from telling array by array what is raised here as one error.
+  """Silences what Orbax logs, array by array, of a write that fails.
 
-  What fails is logged with tracebacks, also when it is thrown away at last, and
-  TensorStore reports to an event loop that is closed.
+  `SaveError` says it once. Orbax logs each failure with its traceback, and
+  again when it is dropped; TensorStore reports to an event loop that is closed.
+  Levels and hook are restored.
   """
-  for name in ("absl", "asyncio"):
-    logging.getLogger(name).setLevel(logging.CRITICAL)
+  loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
+  levels = [logger.level for logger in loggers]
+  for logger in loggers:
+    logger.setLevel(logging.CRITICAL)
   hook = sys.unraisablehook
 
   def report(unraisable):
@@ -189,17 +206,19 @@ def _quietly() -> Iterator[None]:
     yield
   finally:
     sys.unraisablehook = hook
+    for logger, level in zip(loggers, levels, strict=True):
+      logger.setLevel(level)
 
 
 def _array_items(state: TrainState):
-  """The state's trees that have leaves, each an item of the checkpoint."""
+  """Yields the state's trees with leaves: the checkpoint's array items."""
   for name, tree in state._asdict().items():
     if name != "step" and tree != ():
       yield name, tree
 
 
 def _placed(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-  """Orbax would look for the devices that wrote an array that has no place."""
+  """Adds a sharding, else Orbax looks for the devices that wrote the array."""
   if leaf.sharding is not None:
     return leaf
   return leaf.update(sharding=SingleDeviceSharding(jax.local_devices()[0]))
@@ -211,19 +230,19 @@ def _first_line(error: Exception) -> str:
 
 
 def steps(path: Path) -> list[int]:
-  """The steps of the checkpoints in a folder, whole when they were written."""
+  """Returns the steps of the finished checkpoints in a folder, sorted."""
   if not path.is_dir():
     return []
   return sorted(ocp.utils.checkpoint_steps(path.absolute()))
 
 
 def latest_step(path: Path) -> int | None:
-  """The newest checkpoint's step, without reading it."""
+  """Returns the newest checkpoint's step, without reading it."""
   return max(steps(path), default=None)
 
 
 def newest_whole_step(path: Path) -> tuple[int, list[str]]:
-  """Finds the newest checkpoint that is as it was written, reading all of it.
+  """Finds the newest undamaged checkpoint, reading all of its files.
 
   One process reads; all get its answer.
 
@@ -231,10 +250,10 @@ def newest_whole_step(path: Path) -> tuple[int, list[str]]:
     path: The folder, with a checkpoint.
 
   Returns:
-    Its step, and what is wrong with each newer one.
+    Its step, and the damage of each newer one.
 
   Raises:
-    ValueError: none is, with what is wrong with each.
+    ValueError: all are damaged, with the damage of each.
   """
   found, damaged = -1, []
   if processes.is_primary():
@@ -255,7 +274,7 @@ def newest_whole_step(path: Path) -> tuple[int, list[str]]:
 
 
 def restore_state(path: Path, step: int, abstract: TrainState) -> TrainState:
-  """As `Checkpoints.restore`, without an iterator, and changes nothing."""
+  """Restores a state as `Checkpoints.restore` does, without an iterator."""
   abstract = jax.tree.map(_placed, abstract)
   items = {
     name: args.StandardRestore(tree) for name, tree in _array_items(abstract)
@@ -276,7 +295,7 @@ def restore_state(path: Path, step: int, abstract: TrainState) -> TrainState:
 
 
 def read_description(path: Path, step: int) -> dict:
-  """Reads what `Checkpoints.save` was given as the run's description."""
+  """Reads the run's description that `Checkpoints.save` wrote."""
   return _read_json(path, step, "run")
 
 

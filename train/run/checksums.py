@@ -1,10 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checksums of the files of a checkpoint.
 
-Orbax and TensorStore check their indices, not the arrays: a bit that flips in
-those is restored as it is, and a model trains on from it. So a checkpoint
-carries the SHA-256 of its files, from before it gets its name, and is restored
-only if they have it still.
+Orbax and TensorStore check their indices, not the arrays: a flipped bit in an
+array is restored as it is, and the model trains on from it. So a checkpoint has
+the SHA-256 of its files, written before it gets its name, and is restored only
+if they still match.
+
+Why not TensorStore's own crc32c: Orbax writes Zarr version 2, which has no such
+codec, and puts crc32c of Zarr version 3 on the index of shards, not on the
+arrays, without an option for them. Nor would it cover the JSON items or a file
+that is missing, and old checkpoints would need a second check beside it.
 """
 
 import hashlib
@@ -13,8 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 NAME = "checksums.json"
-# Orbax writes these two in a checkpoint's own folder at the very end. Nothing
-# of a run is in them, and restoring it does not need them.
+# Orbax writes these two at the very end; they hold nothing of the run, and
+# restoring does not need them.
 _WRITTEN_LATER = ("_CHECKPOINT_METADATA", "commit_success.txt")
 
 
@@ -30,13 +35,13 @@ def write(folder: Path) -> None:
 
 
 def find_damage(folder: Path) -> str | None:
-  """Reads all files of a checkpoint and says what is wrong with the first.
+  """Reads all files of a checkpoint and reports the first damaged one.
 
   Args:
-    folder: Of the checkpoint.
+    folder: The checkpoint's.
 
   Returns:
-    Such as `params/d/1234 is not what was written`; None if nothing is wrong.
+    Such as `params/d/1234 is not what was written`; None if all are whole.
   """
   try:
     checksums = json.loads((folder / NAME).read_bytes())

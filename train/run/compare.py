@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run beside its twins in BF16: which they are, and the table at the end."""
+"""Compares a run with its twins in BF16: their configurations, the table."""
 
 import dataclasses
 
@@ -9,21 +9,21 @@ from train.run import report
 from train.run.directory import RunDirectory
 from train.run.metrics import LAST, format_table, read_metrics, summarize
 
-# What the table shows: key, words, format.
+# Rows of the table: key, words, format.
 _ROWS = (
   ("train_loss", f"training loss, mean of last {LAST}", ".4f"),
   ("held_out_loss", "held-out loss", ".4f"),
   ("perplexity", "held-out perplexity", ".3f"),
   ("state", "optimizer state, bytes/parameter", ".2f"),
-  ("remembered", "remembered, bytes/token/layer", ",.0f"),
+  ("residuals", "saved for backward, bytes/token/layer", ",.0f"),
   ("tokens_per_s", "tokens/s", ",.0f"),
 )
 
 
 def twins(config: TrainConfig) -> list[TrainConfig]:
-  """The runs that `config` asks to be compared with, each in its folder.
+  """Returns the runs to compare with, each in its folder.
 
-  The first has the run's own seed, hence its initial weights and its data.
+  The first has the run's seed, hence the same initial weights and data.
   """
   found = []
   count = config.compare_seeds if config.compare else 0
@@ -39,7 +39,7 @@ def finish(runs: list[TrainConfig]) -> None:
   """Prints the table of finished runs and draws their losses.
 
   Args:
-    runs: The run, and the twins that it is compared with.
+    runs: The run and its twins.
   """
   folders = [RunDirectory(config.out) for config in runs]
   names = [_name(config, runs[0]) for config in runs]
@@ -48,8 +48,8 @@ def finish(runs: list[TrainConfig]) -> None:
     result = summarize(folder.metrics)
     result["state"] = report.state_bytes_per_param(config)
     recipe = dataclasses.replace(config.coat_recipe(), axes=None)
-    remembered = memory.residual_bytes(config.model, recipe, tokens=config.seq)
-    result["remembered"] = remembered["total"]
+    residuals = memory.residual_bytes(config.model, recipe, tokens=config.seq)
+    result["residuals"] = residuals["total"]
     results.append(result)
   print(_table(names, results))
   lines = [list(read_metrics(folder.metrics)) for folder in folders]
@@ -58,7 +58,7 @@ def finish(runs: list[TrainConfig]) -> None:
 
 
 def _table(names: list[str], results: list[dict[str, float]]) -> str:
-  """One column a run, then what tells them apart."""
+  """Writes a column for each run, then their difference and spread."""
   header, has_twin, has_spread = [*names], len(names) > 1, len(names) > 2
   if has_twin:
     header.append("difference")
@@ -77,7 +77,7 @@ def _table(names: list[str], results: list[dict[str, float]]) -> str:
 
 
 def _name(config: TrainConfig, first: TrainConfig) -> str:
-  """Tells runs apart: what they compute in, how moments rest, which seed."""
+  """Names a run by its recipe, its codec if unusual, and its seed."""
   name, usual = config.recipe, {"coat": "coat", "bf16": "float32"}
   if config.optim.codec != usual.get(config.recipe):
     name += f"/{config.optim.codec}"

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The folder of a run: what is in it, whose it is, what may be done to it.
+"""The folder of a run: its files, who may write to it, what may be replaced.
 
 config.json     the configuration; its presence makes a folder a run
 metrics.jsonl   see `metrics`
 checkpoints/    see `checkpoint`
 plot.png        see `plot`
 twins/          runs that a run was compared with
-lock            kept by the command that trains here, and its name
+lock            held by the command that trains here; holds its name
 """
 
 import contextlib
@@ -22,8 +22,8 @@ from typing import Any
 
 import filelock
 
-from train.config import ModelConfig, OptimConfig, TrainConfig
-from train.data.batches import DataConfig
+from train.config import ModelConfig, OptimConfig, TrainConfig, resume_rule
+from train.data.tokens import DataConfig
 from train.run import checkpoint, processes
 
 _FORMAT = "coat_jax run 1"
@@ -35,17 +35,6 @@ _CONTENTS = (
   "plot.png",
   "twins",
 )
-
-# A checkpoint of a run that differs in one of these is another run's; the other
-# options may change at a resume.
-_FIXED = ("model", "recipe", "residuals", "attention", "activation_group_size")
-_FIXED += ("seed", "batch", "seq", "data.held_out", "report_state")
-# So it is in one of these, unless its state may be converted.
-_CODEC = ("optim.codec", "optim.rounding", "optim.group_size", "optim.second")
-# Changes of these are not worth a word.
-_SILENT = ("out", "resume", "overwrite", "compare", "compare_seeds", "keep")
-_SILENT += ("convert_state", "distributed")
-_SILENT += ("eval_every", "eval_batches", "save_every", "evaluation", "data")
 
 
 class RunDirectory:
@@ -61,10 +50,10 @@ class RunDirectory:
     self.lock = self.path / "lock"
 
   def is_run(self) -> bool:
-    """Whether the folder is a run of ours.
+    """Whether the folder is a run of this program.
 
-    Where config.json is damaged or lost its checkpoints tell, for they have all
-    that is in it.
+    Where config.json is damaged or lost, the checkpoints decide: they hold the
+    same description.
     """
     if (description := _read_json(self.config)) is not None:
       return _is_ours(description)
@@ -72,12 +61,12 @@ class RunDirectory:
     return any(_is_ours(_read_json(file)) for file in saved)
 
   def is_started(self) -> bool:
-    """Whether the run has something to lose: a step or a checkpoint."""
+    """Whether the run has a step or a checkpoint that could be lost."""
     has_steps = self.metrics.exists() and self.metrics.stat().st_size > 0
     return self.is_run() and (has_steps or self.latest_step() is not None)
 
   def latest_step(self) -> int | None:
-    """Step of the newest checkpoint."""
+    """Returns the step of the newest checkpoint."""
     return checkpoint.latest_step(self.checkpoints)
 
   def newest_whole_step(self) -> tuple[int, list[str]]:
@@ -85,19 +74,19 @@ class RunDirectory:
     return checkpoint.newest_whole_step(self.checkpoints)
 
   def twin(self, name: str) -> "RunDirectory":
-    """Where a run goes that this one is compared with."""
+    """Returns the folder of a run that this one is compared with."""
     return RunDirectory(self.path / "twins" / name)
 
   def twins(self) -> list["RunDirectory"]:
-    """The runs that this one was compared with."""
+    """Returns the runs that this one was compared with."""
     found = sorted((self.path / "twins").glob("*"))
     return [run for run in map(RunDirectory, found) if run.is_run()]
 
   def check(self, config: TrainConfig) -> None:
-    """Checks that the folder is fit for what is asked; changes nothing.
+    """Checks that the folder fits the configuration; changes nothing.
 
     Raises:
-      ValueError: it is not, with what to do.
+      ValueError: it does not, with what to do.
     """
     path, step = self.path, self.latest_step()
     if path.exists() and not path.is_dir():
@@ -118,13 +107,13 @@ class RunDirectory:
       )
     if config.resume or not path.exists():
       return
-    # Of a command that was killed before it had made a run.
+    # Left by a command that was killed before it had made a run.
     if set(path.iterdir()) <= {self.lock, self.config_temporary}:
       return
     if not self.is_run():
       raise ValueError(
-        f"out: {path} is not empty and is no run of ours, so it is left alone; "
-        "pass another --out"
+        f"out: {path} is not empty and is no run of this program, so it is "
+        "left alone; pass another --out"
       )
     if self.is_started() and not config.overwrite:
       raise ValueError(
@@ -136,11 +125,11 @@ class RunDirectory:
   def claimed(self, config: TrainConfig) -> Iterator[None]:
     """While entered, `check` holds and no other command may enter.
 
-    The operating system keeps the lock, and it goes with its process, however
-    that ends. Of a run's processes the one that is_primary has it, for all.
+    The operating system holds the lock and releases it when the process ends,
+    however it does. The primary process holds it for all processes of a run.
 
     Raises:
-      ValueError: the folder is not fit, or another command is in it.
+      ValueError: `check` fails, or another command is in the folder.
     """
     self.check(config)
     with contextlib.ExitStack() as opened:
@@ -176,9 +165,9 @@ class RunDirectory:
       _remove_if_empty(self.path)
 
   def create(self, description: dict) -> None:
-    """Makes the folder afresh; call `check` first, which guards what is there.
+    """Creates the folder, or replaces the run in it; call `check` first.
 
-    Of a run that is there only its own files go, nothing else in the folder.
+    Only files of the replaced run are removed, nothing else in the folder.
     """
     if self.is_run():
       self._clear()
@@ -186,7 +175,7 @@ class RunDirectory:
     self.write_description(description)
 
   def remove(self) -> None:
-    """Removes the run's own files, and the folder if it is empty then."""
+    """Removes the run's files, and the folder if nothing else is in it."""
     self._clear()
     self.lock.unlink(missing_ok=True)
     _remove_if_empty(self.path)
@@ -202,11 +191,11 @@ class RunDirectory:
         shutil.rmtree(item)
       else:
         item.unlink(missing_ok=True)
-    # Last: half removed, it is still a run. It may be lost already.
+    # Last, so that it stays a run until then. It may be lost already.
     self.config.unlink(missing_ok=True)
 
   def write_description(self, description: dict) -> None:
-    """Writes config.json, whole or not at all."""
+    """Writes config.json atomically."""
     try:
       with self.config_temporary.open("w") as file:
         file.write(json.dumps(description, indent=2) + "\n")
@@ -223,7 +212,7 @@ def describe(config: TrainConfig, fingerprint: str) -> dict:
 
   Args:
     config: The run's.
-    fingerprint: Of its data, from `TokenSource.fingerprint`.
+    fingerprint: Its data's, from `TokenSource.fingerprint`.
   """
   return {
     "format": _FORMAT,
@@ -233,7 +222,7 @@ def describe(config: TrainConfig, fingerprint: str) -> dict:
 
 
 def configuration(description: dict) -> TrainConfig:
-  """The configuration in a description that was read back."""
+  """Returns the configuration in a description that was read back."""
   values = description["config"]
   parts = dict(model=ModelConfig, optim=OptimConfig, data=DataConfig)
   parts = {name: part(**values[name]) for name, part in parts.items()}
@@ -246,16 +235,16 @@ def check_same(
   """Checks that a checkpoint of a run can be continued.
 
   Args:
-    run: With the checkpoint.
-    step: The checkpoint's.
-    description: Of what is to continue it.
-    convert_state: Whether the moments may go to another codec.
+    run: The run with the checkpoint.
+    step: The checkpoint's step.
+    description: That of the run that is to continue it.
+    convert_state: Whether the moments may be converted to another codec.
 
   Returns:
-    The options that have changed and may, as `optim.lr: 0.001 -> 0.0005`.
+    The allowed changes of options, as `optim.lr: 0.001 -> 0.0005`.
 
   Raises:
-    ValueError: it is another run's, with each difference.
+    ValueError: the checkpoint is of another run, with each difference.
   """
   saved = checkpoint.read_description(run.checkpoints, step)
   before, now = _flatten(saved["config"]), _flatten(description["config"])
@@ -264,10 +253,15 @@ def check_same(
     for name in {**before, **now}
     if before.get(name) != now.get(name)
   }
-  fixed = [text for name, text in changed.items() if _is_in(name, _FIXED)]
+
+  def changes(*rules: str) -> list[str]:
+    return [
+      text for name, text in changed.items() if resume_rule(name) in rules
+    ]
+
+  fixed, codec = changes("fixed"), changes("converted")
   if saved["fingerprint"] != description["fingerprint"]:
     fixed.append("data: other tokens")
-  codec = [text for name, text in changed.items() if name in _CODEC]
   if fixed or (codec and not convert_state):
     convert = "" if fixed else "--convert-state to encode its moments anew, "
     raise ValueError(
@@ -275,11 +269,11 @@ def check_same(
       f"{'; '.join(fixed + codec)}; pass {convert}what it was trained with, or "
       "another --out to start a run"
     )
-  return [text for name, text in changed.items() if not _is_in(name, _SILENT)]
+  return changes("converted", "reported")
 
 
 def _read_json(path: Path) -> Any:
-  """What a file holds; None if it cannot be read."""
+  """Reads a file; None if it cannot be read."""
   try:
     return json.loads(path.read_bytes())
   except (OSError, ValueError):
@@ -288,10 +282,6 @@ def _read_json(path: Path) -> Any:
 
 def _is_ours(description: Any) -> bool:
   return isinstance(description, dict) and description.get("format") == _FORMAT
-
-
-def _is_in(name: str, names: tuple[str, ...]) -> bool:
-  return name in names or name.split(".")[0] in names
 
 
 def _flatten(tree: dict, prefix: str = "") -> dict:

@@ -1,11 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run says about itself: metrics.jsonl, progress, the table at its end.
+"""A run's log: metrics.jsonl, progress on standard error, tables.
 
-metrics.jsonl has one JSON object a line, each with its `step`. A step's line
-has loss, grad_norm, lr and tokens_per_s; an evaluation's held_out_loss; a
-report's state_bytes_per_param and, leaf by leaf, what `state` says about the
-optimizer's codes. Lines are written as they happen and whole, so that a killed
-run loses none; a resumed run first drops those that it will write again.
+metrics.jsonl has one JSON object a line, each with its `step`. The line of a
+step has loss, grad_norm, lr and tokens_per_s; that of an evaluation has
+held_out_loss; that of a report has state (`coat_jax.state_report`, leaf by
+leaf) and, with codec coat, powers (groups by their power k in sixteenths).
+Lines are written whole and at once, so that a killed run loses none; a resumed
+run first drops those that it will write again.
+
+Why not tqdm away from a terminal: it separates updates by carriage returns,
+which make one endless line in a log, whatever `mininterval` is. Why not rich's
+tables: away from a terminal it cuts cells to fit 80 columns.
 """
 
 import json
@@ -35,7 +40,7 @@ class MetricsLog:
     Args:
       path: The file; made if it is not there.
       resumed_step: Lines of later steps are dropped.
-      is_silent: Write nothing: another process does.
+      is_silent: Write nothing, because another process does.
     """
     self._file = None
     if is_silent:
@@ -57,6 +62,7 @@ class MetricsLog:
     self._file.write(json.dumps(row, allow_nan=False) + "\n")
 
   def close(self) -> None:
+    """Closes the file."""
     if self._file is not None:
       self._file.close()
 
@@ -64,7 +70,7 @@ class MetricsLog:
 def read_metrics(path: Path) -> Iterator[dict]:
   """Yields the lines of a metrics.jsonl; none if there is no file.
 
-  Lines that a crash cut short or a disk damaged are left out, no others.
+  Only lines that a crash cut short or a disk damaged are left out.
   """
   if not path.exists():
     return
@@ -85,7 +91,7 @@ def summarize(path: Path) -> dict[str, float]:
 
   Returns:
     train_loss (mean of the last 50 steps), held_out_loss, perplexity (of the
-    held-out loss) and tokens_per_s (median); those that it has.
+    held-out loss) and tokens_per_s (median), without those that the file lacks.
   """
   losses, speeds, summary = [], [], {}
   for row in read_metrics(path):
@@ -102,12 +108,20 @@ def summarize(path: Path) -> dict[str, float]:
 
 
 class Progress:
-  """A bar on a terminal; elsewhere a line now and then. On standard error."""
+  """Progress on standard error: a bar on a terminal, elsewhere some lines."""
 
   def __init__(
     self, name: str, *, steps: int, done: int, is_silent: bool = False
   ):
-    self._is_silent = is_silent  # Another process shows it.
+    """Starts the clock.
+
+    Args:
+      name: The run's.
+      steps: Steps of the whole run.
+      done: Steps done before.
+      is_silent: Show nothing, because another process does.
+    """
+    self._is_silent = is_silent
     self._name, self._steps, self._held_out = name, steps, ""
     self._done = self._first = done
     self._start = self._printed = time.monotonic()
@@ -151,6 +165,7 @@ class Progress:
       print(text, file=sys.stderr, flush=True)
 
   def close(self) -> None:
+    """Leaves the terminal as it was."""
     if self._bar:
       self._bar.close()
 

@@ -2,11 +2,11 @@
 """A run of several processes, such as one on each host.
 
 All run the same program and must call the same collective operations in the
-same order. What one of them alone knows, that it was sent a signal or cannot
-read its data, it tells the others before they act. One of them is_primary: it
-prints and writes metrics.
+same order. What only one of them knows, such as a signal or data that cannot be
+read, is gathered before any of them acts on it. The primary process prints and
+writes metrics.
 
-With one process nothing here does anything.
+With one process these functions return at once.
 """
 
 import os
@@ -17,17 +17,30 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 
 _VARIABLES = ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+# About what a GPU is sold with, of what it has: 80 of 85.5 GB, 141 of 150.8;
+# the rest is for CUDA, cuBLAS and NCCL.
+_GPU_SHARE = "0.935"
+
+
+def reserve_gpu_memory() -> None:
+  """Lets JAX take as much of a GPU as `train.plan` counts on.
+
+  Call it before JAX looks for devices. A share in the environment stays.
+  """
+  names = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
+  if not any(name in os.environ for name in names):
+    os.environ[names[0]] = _GPU_SHARE
 
 
 def join() -> None:
-  """Joins the other processes; before anything else is done with JAX.
+  """Joins the other processes, before anything else is done with JAX.
 
-  Who they are JAX finds out by itself under SLURM and Open MPI. Elsewhere each
-  is told by JAX_COORDINATOR_ADDRESS (host and port of process 0),
+  Under SLURM and Open MPI JAX finds them by itself. Elsewhere the environment
+  of each must have JAX_COORDINATOR_ADDRESS (host and port of process 0),
   JAX_NUM_PROCESSES and JAX_PROCESS_ID.
 
   Raises:
-    ValueError: they are not named, or do not answer.
+    ValueError: these are missing, or the others do not answer.
   """
   try:
     count, index = (
@@ -51,14 +64,14 @@ def is_primary() -> bool:
 
 
 def gather(value: int) -> list[int]:
-  """The value of each process; all of them must call this."""
+  """Returns the value of each process; all of them must call this."""
   if jax.process_count() == 1:
     return [value]
   return multihost_utils.process_allgather(np.int32(value)).tolist()
 
 
 def gather_arrays[Tree](tree: Tree) -> Tree:
-  """Whole arrays, of which a process may have a part, as NumPy's in each."""
+  """Gathers arrays of which a process has shards, whole, as NumPy's."""
   if jax.process_count() == 1:
     return tree
   return multihost_utils.process_allgather(tree, tiled=True)
@@ -72,19 +85,19 @@ def own_rows(sharding: NamedSharding | None, batch: int) -> dict[str, int]:
     batch: Sequences of the batch, of all processes.
 
   Returns:
-    `process_index` and `process_count` for `train.data`. Processes that read
-    the same sequences, for their devices share them, have the same index.
+    `process_index` and `process_count` for `train.data`. Processes whose
+    devices share sequences read the same ones and have the same index.
 
   Raises:
-    ValueError: the parts of processes overlap.
+    ValueError: the sequences of two processes overlap only in part.
   """
   if sharding is None:
     return dict(process_index=0, process_count=1)
-  parts = sharding.addressable_devices_indices_map((batch,)).values()
-  bounds = [part.indices(batch) for (part,) in parts]
+  shards = sharding.addressable_devices_indices_map((batch,)).values()
+  bounds = [shard.indices(batch) for (shard,) in shards]
   first = min(start for start, _, _ in bounds)
   size = max(stop for _, stop, _ in bounds) - first
-  # Of the process, then of the next one.
+  # Each process starts where the one before it ends.
   if first % size or batch % size:
     raise ValueError(
       "mesh: processes must have sequences of their own or share all of them, "
@@ -98,7 +111,13 @@ def own_rows(sharding: NamedSharding | None, batch: int) -> dict[str, int]:
 def to_devices(
   rows: np.ndarray, sharding: NamedSharding | None, batch: int
 ) -> jax.Array | np.ndarray:
-  """Puts a batch on the mesh, each process its rows [rows, ...] of it."""
+  """Puts a batch on the mesh.
+
+  Args:
+    rows: This process's rows [rows, ...] of it.
+    sharding: As for `own_rows`; None leaves the rows as they are.
+    batch: Sequences of the batch, of all processes.
+  """
   if sharding is None:
     return rows
   shape = (batch, *rows.shape[1:])

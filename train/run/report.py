@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run's optimizer holds, and how well its moments fit their codes."""
+"""What a run reports: its sizes, and how well moments fit their codes."""
 
 import jax
 import numpy as np
@@ -10,6 +10,22 @@ from train.run import processes
 from train.step import TrainState, abstract_state, build_optimizer
 
 
+def describe_sizes(config: TrainConfig, params) -> str:
+  """Writes a line on what the options amount to.
+
+  Args:
+    config: The run's.
+    params: Its parameters, possibly abstract.
+  """
+  count = sum(leaf.size for leaf in jax.tree.leaves(params))
+  tokens = config.batch * config.seq
+  state = state_bytes_per_param(config)
+  return (
+    f"{config.out}: {count / 1e6:,.2f} M parameters, {state:.2f} bytes each in "
+    f"the optimizer; {tokens:,} tokens a step, {tokens * config.steps:,} in all"
+  )
+
+
 def report_state(config: TrainConfig, state: TrainState) -> dict:
   """Reports how well the moments fit their codes.
 
@@ -18,9 +34,9 @@ def report_state(config: TrainConfig, state: TrainState) -> dict:
     state: Its state.
 
   Returns:
-    A line for metrics.jsonl: `state` as of `coat_jax.state_report`, and for
+    A line for metrics.jsonl: `state`, from `coat_jax.state_report`, and for
     codec coat `powers`: for each moment, how many groups have which power
-    k, by sixteenths.
+    k, in sixteenths. Groups of zeros have none.
   """
   codec = config.optim.moment_codec()
   state = processes.gather_arrays(state._replace(params=()))
@@ -33,7 +49,7 @@ def report_state(config: TrainConfig, state: TrainState) -> dict:
 
 
 def _count_powers(state: TrainState) -> dict[str, dict[int, int]]:
-  """Counts k by sixteenths; groups of nothing but zeros have none."""
+  """Counts groups by their k in sixteenths."""
   counts = {}
   for name in ("mu", "nu"):
     total = np.zeros(256, np.int64)
@@ -42,7 +58,7 @@ def _count_powers(state: TrainState) -> dict[str, dict[int, int]]:
       for statistic in ("range", "amax")
     ]
     for power, amax in zip(*map(jax.tree.leaves, trees), strict=True):
-      if power.ndim:  # A scalar stands in where a leaf stays f32.
+      if power.ndim:  # Leaves that stay f32 have a scalar.
         used = np.asarray(power)[np.asarray(amax) > 0]
         total += np.bincount(used.ravel(), minlength=256)
     counts[name] = {int(k): int(total[k]) for k in np.flatnonzero(total)}
@@ -50,6 +66,6 @@ def _count_powers(state: TrainState) -> dict[str, dict[int, int]]:
 
 
 def state_bytes_per_param(config: TrainConfig) -> float:
-  """Bytes of the optimizer's state a parameter, from abstract shapes."""
+  """Computes the optimizer's bytes per parameter, from abstract shapes."""
   state = abstract_state(config, build_optimizer(config))
   return state_bytes(state.optimizer).bytes_per_param

@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """SIGINT and SIGTERM: stop at once while nothing is lost, else save first.
 
-Python runs signal handlers between two of its instructions, so a compilation
-of a minute would leave Ctrl-C without an answer. Here the signal's number goes
-through a pipe to a thread that answers at once.
+Python runs signal handlers between two of its instructions, so Ctrl-C would do
+nothing during a compilation of a minute. Here the signal's number goes through
+a pipe to a thread that acts at once.
+
+Why not Orbax's `reached_preemption`: it needs JAX's coordination service, hence
+`--distributed`, knows SIGTERM only, and stops some steps later. The price of
+ours, one gathered integer a step, is paid by several processes only.
 """
 
 import os
@@ -17,9 +21,13 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 class Signals:
   """While entered, decides what SIGINT and SIGTERM do.
 
-  While not `is_deferred` they end the process. While it is, the first one only
-  sets `received`, for the training loop to save and leave; the next ends the
-  process. The exit status is 128 + the signal's number, as shells have it.
+  The exit status is 128 + the signal's number, as in shells.
+
+  Attributes:
+    is_deferred: False: a signal ends the process. True: the first one only sets
+      `received`, for the training loop to save and leave; the next one ends the
+      process.
+    received: The number of the signal that was deferred.
   """
 
   is_deferred = False
@@ -44,7 +52,7 @@ class Signals:
 
   @property
   def exit_status(self) -> int:
-    """128 + the number of the signal that was received."""
+    """Returns 128 + the number of the signal that was received."""
     return 128 + (self.received or 0)
 
   def _listen(self) -> None:

@@ -12,7 +12,8 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 from train import step
-from train.data.batches import TokenSource, train_iterator
+from train.data.batches import train_iterator
+from train.data.tokens import TokenSource
 from train.mesh import make_mesh, parse_mesh
 from train.presets import demo
 from train.run import checkpoint, checksums

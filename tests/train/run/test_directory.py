@@ -66,7 +66,7 @@ def test_a_folder_that_is_no_run_is_left_alone(tmp_path, marker, overwrite):
   (tmp_path / "checkpoints").mkdir()
   if marker is not None:
     (tmp_path / "config.json").write_text(marker)
-  with pytest.raises(ValueError, match="no run of ours, so it is left alone"):
+  with pytest.raises(ValueError, match="no run of this program, so it is left"):
     RunDirectory(tmp_path).check(config(overwrite=overwrite))
 
 
@@ -267,7 +267,7 @@ def test_a_run_whose_description_is_damaged_is_one_still(saved, damage):
 
 def test_a_description_of_another_run_is_believed(saved):
   saved.config.write_text('{"format": "another"}')
-  with pytest.raises(ValueError, match="no run of ours, so it is left alone"):
+  with pytest.raises(ValueError, match="no run of this program, so it is left"):
     saved.check(config(overwrite=True))
   with pytest.raises(ValueError, match=r"got .*config.json that is of no run"):
     saved.check(config(resume=True))

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from train import pretrain
-from train.run import processes
+from train.run import exits, processes
 from train.run.signals import Signals
 
 ROOT = Path(__file__).parent.parent.parent
@@ -85,6 +84,6 @@ def test_a_signal_that_comes_while_processes_tell_each_other_is_not_lost(
     return [value, 0]
 
   monkeypatch.setattr(processes, "gather", gather)
-  assert not pretrain.is_received(signals)
-  assert pretrain.is_received(signals)
+  assert not exits.is_received(signals)
+  assert exits.is_received(signals)
   assert signals.exit_status == 143

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One flat stream of token ids, from text or from token files.
+
+The end of the stream is held out for evaluation. `DataConfig` offers three
+kinds of data:
+  * nothing given: the source text of the running Python's own standard library,
+    real text that every machine has, as bytes;
+  * text: a file, folder or glob, as bytes or through a `tokenizers` JSON file,
+    tokenized at the start and kept in memory;
+  * tokens: flat `uint16` or `uint32` files, memory-mapped and never read whole,
+    with NumPy's header or without one, as OLMo publishes Dolma.
+"""
+
+import bisect
+import dataclasses
+import functools
+import hashlib
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+import numpy as np
+
+from train.data import sources
+
+_SAMPLES, _SAMPLE_TOKENS = 64, 4096
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataConfig:
+  """Where tokens come from.
+
+  Attributes:
+    path: A file, a folder (read recursively) or a glob; None is the source text
+      of Python's standard library.
+    tokenizer: A `tokenizers` JSON file for text; None reads bytes as ids.
+    dtype: What the files hold: text, or token ids of this type.
+    held_out: Share of the stream, at its end, that is kept for evaluation and
+      never trained on; at least one sequence is.
+
+  Raises:
+    ValueError: options that exclude each other, or a share outside (0, 1).
+  """
+
+  path: str | None = None
+  tokenizer: str | None = None
+  dtype: Literal["text", "uint16", "uint32"] = "text"
+  held_out: float = dataclasses.field(
+    default=0.05, metadata={"resume": "fixed"}
+  )
+
+  def __post_init__(self):
+    if not 0 < self.held_out < 1:
+      raise ValueError(
+        "DataConfig: held_out must be a share between 0 and 1, got "
+        f"{self.held_out}; 0.05 keeps 5 % for evaluation"
+      )
+    if self.dtype not in ("text", "uint16", "uint32"):
+      raise ValueError(
+        "DataConfig: dtype must be 'text', 'uint16' or 'uint32', got "
+        f"{self.dtype!r}; name the type that the token files were written in"
+      )
+    if self.dtype != "text" and self.path is None:
+      raise ValueError(
+        f"DataConfig: dtype {self.dtype} needs a path, got none; give the "
+        "token files, or leave dtype as 'text' for the embedded text"
+      )
+    if self.dtype != "text" and self.tokenizer is not None:
+      raise ValueError(
+        f"DataConfig: tokenizer applies to text, got dtype {self.dtype}; leave "
+        "tokenizer out, for these files hold token ids already"
+      )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class TokenSource:
+  """A flat stream of token ids below `vocab_size`; see `load_tokens`.
+
+  Attributes:
+    name: Where the tokens come from, for messages.
+    parts: Flat integer arrays, or memory-mapped files, one after the other.
+    vocab_size: Every id that is read is checked to be below it.
+    held_out: Share at the end that is kept for evaluation.
+  """
+
+  name: str
+  parts: Sequence["np.ndarray | sources.TokenFile"]
+  vocab_size: int
+  held_out: float
+
+  @functools.cached_property
+  def _ends(self) -> list[int]:
+    return list(itertools.accumulate(len(part) for part in self.parts))
+
+  @property
+  def is_in_memory(self) -> bool:
+    """Whether no part is a file."""
+    return all(isinstance(part, np.ndarray) for part in self.parts)
+
+  def __len__(self) -> int:
+    return self._ends[-1] if self.parts else 0
+
+  def read(self, start: int, stop: int) -> np.ndarray:
+    """Reads tokens `start` to `stop` of the stream.
+
+    Args:
+      start: First token, at least 0.
+      stop: One past the last token, at most `len(self)`.
+
+    Returns:
+      int32 [stop - start].
+
+    Raises:
+      ValueError: an id outside the vocabulary, with the file that holds it.
+    """
+    tokens = np.empty(stop - start, np.int32)
+    index = bisect.bisect_right(self._ends, start)
+    done = 0
+    while done < len(tokens):
+      part = self.parts[index]
+      begin = self._ends[index] - len(part)
+      ids = part[start + done - begin : stop - begin]
+      name = part.path if isinstance(part, sources.TokenFile) else self.name
+      sources.check_ids(ids, name, self.vocab_size)
+      tokens[done : done + len(ids)] = ids
+      done += len(ids)
+      index += 1
+    return tokens
+
+  def samples(self) -> Iterator[np.ndarray]:
+    """Yields up to 64 short pieces spread over the stream, 1 MiB in all."""
+    size = min(_SAMPLE_TOKENS, len(self))
+    starts = np.linspace(0, len(self) - size, _SAMPLES).astype(int)
+    for start in np.unique(starts).tolist():
+      yield self.read(start, start + size)
+
+  def fingerprint(self) -> str:
+    """A short hash of length and samples; a resumed run must have the same."""
+    digest = hashlib.sha256(str(len(self)).encode())
+    for sample in self.samples():
+      digest.update(sample.tobytes())
+    return digest.hexdigest()[:16]
+
+  def train_size(self, seq_len: int) -> int:
+    """Number of tokens before the held-out share, which ends the stream."""
+    return len(self) - max(math.ceil(len(self) * self.held_out), seq_len + 1)
+
+
+def load_tokens(config: DataConfig, vocab_size: int) -> TokenSource:
+  """Opens the data and checks what can be checked without reading it all.
+
+  Text is read (and tokenized) here, in memory. Token files are mapped: 64 short
+  samples are checked here and every batch when it is read.
+
+  Args:
+    config: Where tokens come from.
+    vocab_size: The model's vocabulary; byte data needs 256 ids at most and
+      leaves the others unused.
+
+  Returns:
+    The stream of tokens, in the order of the sorted paths.
+
+  Raises:
+    FileNotFoundError: nothing at the path, or no file of the kind.
+    ValueError: empty data, a file that is not what it was said to be, an
+      unreadable tokenizer, or ids outside the vocabulary.
+  """
+  if config.dtype != "text":
+    parts = sources.open_tokens(config.path, config.dtype)
+  elif config.tokenizer is None:
+    parts = [sources.read_bytes(config.path, vocab_size)]
+  else:
+    parts = [sources.read_tokenized(config.path, config.tokenizer, vocab_size)]
+  source = TokenSource(
+    name=config.path or "Python's standard library",
+    parts=[part for part in parts if len(part)],
+    vocab_size=vocab_size,
+    held_out=config.held_out,
+  )
+  if not len(source):
+    raise ValueError(
+      f"load_tokens: the data must not be empty, got no token in "
+      f"{source.name}; give a path with text"
+    )
+  _check_samples(source, config.dtype)
+  return source
+
+
+def _check_samples(tokens: TokenSource, dtype: str) -> None:
+  """Finds ids out of the vocabulary, and uint32 read as uint16, early."""
+  samples = list(tokens.samples())
+  is_half_zero = all(
+    not ids[::2].any() or not ids[1::2].any() for ids in samples
+  )
+  has_ids = any(ids.any() for ids in samples)
+  if dtype == "uint16" and is_half_zero and has_ids:
+    raise ValueError(
+      f"load_tokens: {tokens.name} must hold uint16, got zero in every other "
+      "place, as uint32 reads; pass dtype uint32"
+    )
