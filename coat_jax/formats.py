@@ -1,15 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two FP8 formats and their limits.
+"""Number formats and their arithmetic: limits, casts, neighbours, by dtype.
 
 E4M3 (4 exponent bits, 3 mantissa bits, no infinity) holds values and weights;
-E5M2 (more range, less precision) holds gradients. Two traps of a plain cast are
-avoided by rounding to the format's grid in f32 first, which makes the cast
-exact; every cast in this package goes through `saturating_cast`.
+E5M2 (more range, less precision) holds gradients. INT8 is here for definitions
+("xla"); no kernel knows it. Another format is one entry of `_FORMATS`.
+
+Two traps of a plain cast to FP8 are avoided by rounding to the format's grid in
+f32 first, which makes the cast exact; every cast in this package goes through
+`saturating_cast`.
   * A JAX cast does not saturate: 465 becomes NaN in E4M3, 61440 inf in E5M2.
   * On a GPU XLA drops pairs of conversions f32 -> FP8 -> f32 inside a jitted
     function ("excess precision"), and may go through f16, rounding twice. What
-    is computed with would then not be what is remembered.
+    is computed with would then not be what is saved for the backward pass.
 """
+
+from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -19,38 +24,37 @@ from jaxtyping import Float
 
 E4M3 = jnp.float8_e4m3fn
 E5M2 = jnp.float8_e5m2
+INT8 = jnp.int8
 
 
 def qmax(dtype: DTypeLike) -> float:
-  """Largest finite value: 448 for E4M3, 57344 for E5M2."""
-  return float(jnp.finfo(dtype).max)
+  """Largest magnitude: 448 for E4M3, 57344 for E5M2, 127 for INT8."""
+  return _format(dtype).qmax
 
 
 def smallest_subnormal(dtype: DTypeLike) -> float:
-  """Smallest positive value: 2^-9 for E4M3, 2^-16 for E5M2."""
-  return float(jnp.finfo(dtype).smallest_subnormal)
+  """Smallest positive value: 2^-9 for E4M3, 2^-16 for E5M2, 1 for INT8."""
+  return _format(dtype).smallest
+
+
+def accumulator(dtype: DTypeLike) -> DTypeLike:
+  """The dtype that sums products of two values: f32, or int32 for INT8."""
+  return _format(dtype).accumulator
 
 
 def saturating_cast(x: Float[Array, "*s"], dtype: DTypeLike) -> Array:
-  """Casts to an FP8 format, round to nearest even, clipping to ±qmax first.
+  """Casts to a format, round to nearest even, clipping to ±qmax first.
 
   Args:
-    x: Float array of any shape. NaN stays NaN; infinities become ±qmax.
-    dtype: E4M3 or E5M2.
+    x: Float array of any shape. Infinities become ±qmax. NaN stays NaN, and
+      becomes 0 in INT8, which has none; the scale that goes with it is NaN.
+    dtype: E4M3, E5M2 or INT8.
 
   Returns:
     Array of the same shape in `dtype`.
   """
   x = jnp.clip(x.astype(jnp.float32), -qmax(dtype), qmax(dtype))
-  drop = _dropped_bits(dtype)
-  bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
-  # Half a step less one, plus one where the kept part is odd: ties to even.
-  half = jnp.uint32((1 << (drop - 1)) - 1) + ((bits >> drop) & jnp.uint32(1))
-  normal = _truncated(bits + half, drop)
-  step = smallest_subnormal(dtype)
-  subnormal = jnp.round(x * (1 / step)) * step
-  rounded = jnp.where(jnp.abs(x) < _smallest_normal(dtype), subnormal, normal)
-  return jnp.where(jnp.isnan(x), x, rounded).astype(dtype)
+  return _format(dtype).nearest(x).astype(dtype)
 
 
 def neighbours(x: Float[Array, "*s"], dtype: DTypeLike) -> tuple[Array, Array]:
@@ -58,30 +62,107 @@ def neighbours(x: Float[Array, "*s"], dtype: DTypeLike) -> tuple[Array, Array]:
 
   Args:
     x: f32 of any shape, 0 <= x <= qmax. NaN gives NaN twice.
-    dtype: E4M3 or E5M2.
+    dtype: E4M3, E5M2 or INT8.
 
   Returns:
     lower and upper, f32, both exact in `dtype`; both qmax for qmax.
   """
-  drop, step = _dropped_bits(dtype), smallest_subnormal(dtype)
-  bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
-  is_normal = x >= _smallest_normal(dtype)
-  subnormal = jnp.floor(x * (1 / step)) * step
-  lower = jnp.where(is_normal, _truncated(bits, drop), subnormal)
-  above = _truncated(bits + jnp.uint32(1 << drop), drop)
-  upper = jnp.where(is_normal, above, subnormal + step)
+  lower, upper = _format(dtype).around(x)
   upper = jnp.minimum(upper, qmax(dtype))
   is_nan = jnp.isnan(x)
   return jnp.where(is_nan, x, lower), jnp.where(is_nan, x, upper)
 
 
-def _smallest_normal(dtype: DTypeLike) -> float:
-  return float(jnp.finfo(dtype).smallest_normal)
+@runtime_checkable
+class _Format(Protocol):
+  """A format's limits, and its values around an f32.
+
+  Attributes:
+    qmax: the largest magnitude that is used.
+    smallest: the smallest positive value.
+    accumulator: dtype that products of two values are summed in.
+  """
+
+  qmax: float
+  smallest: float
+  accumulator: DTypeLike
+
+  def nearest(self, x: Array) -> Array:
+    """f32 within ±qmax to the nearest value, ties to even."""
+    ...
+
+  def around(self, x: Array) -> tuple[Array, Array]:
+    """f32, not negative, to the largest value not above it, and the next."""
+    ...
 
 
-def _dropped_bits(dtype: DTypeLike) -> int:
-  """Mantissa bits that f32 has and the format has not."""
-  return 23 - jnp.finfo(dtype).nmant
+class _FP8:
+  """A floating-point format with subnormal numbers: a few mantissa bits."""
+
+  accumulator = jnp.float32
+
+  def __init__(self, dtype: DTypeLike):
+    limits = jnp.finfo(dtype)
+    self.qmax = float(limits.max)
+    self.smallest = float(limits.smallest_subnormal)
+    self._smallest_normal = float(limits.smallest_normal)
+    # Mantissa bits that f32 has and the format has not.
+    self._dropped_bits = 23 - limits.nmant
+
+  def nearest(self, x: Array) -> Array:
+    drop = self._dropped_bits
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    # Half a step less one, plus one where the kept part is odd: ties to even.
+    half = jnp.uint32((1 << (drop - 1)) - 1) + ((bits >> drop) & jnp.uint32(1))
+    normal = _truncated(bits + half, drop)
+    step = self.smallest
+    subnormal = jnp.round(x * (1 / step)) * step
+    rounded = jnp.where(jnp.abs(x) < self._smallest_normal, subnormal, normal)
+    return jnp.where(jnp.isnan(x), x, rounded)
+
+  def around(self, x: Array) -> tuple[Array, Array]:
+    drop, step = self._dropped_bits, self.smallest
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    is_normal = x >= self._smallest_normal
+    subnormal = jnp.floor(x * (1 / step)) * step
+    lower = jnp.where(is_normal, _truncated(bits, drop), subnormal)
+    above = _truncated(bits + jnp.uint32(1 << drop), drop)
+    return lower, jnp.where(is_normal, above, subnormal + step)
+
+
+class _Integer:
+  """A signed integer format, symmetric: the one value below -qmax is unused."""
+
+  smallest = 1.0
+  accumulator = jnp.int32
+
+  def __init__(self, dtype: DTypeLike):
+    self.qmax = float(jnp.iinfo(dtype).max)
+
+  def nearest(self, x: Array) -> Array:
+    return jnp.where(jnp.isnan(x), 0, jnp.round(x))
+
+  def around(self, x: Array) -> tuple[Array, Array]:
+    lower = jnp.floor(x)
+    return lower, lower + 1
+
+
+_FORMATS: dict[jnp.dtype, _Format] = {
+  jnp.dtype(E4M3): _FP8(E4M3),
+  jnp.dtype(E5M2): _FP8(E5M2),
+  jnp.dtype(INT8): _Integer(INT8),
+}
+
+
+def _format(dtype: DTypeLike) -> _Format:
+  found = _FORMATS.get(jnp.dtype(dtype))
+  if found is None:
+    names = ", ".join(known.name for known in _FORMATS)
+    raise ValueError(
+      f"formats: values are quantized to one of {names}, got "
+      f"{jnp.dtype(dtype).name}; another format is an entry of formats._FORMATS"
+    )
+  return found
 
 
 def _truncated(bits: Array, drop: int) -> Array:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FP8 arrays with their scales: one scale per tensor, or per group of a row.
+"""Quantized arrays: one scale per tensor, or per group of a row.
 
 A `QTensor` is a pair (qvalue, scale) with x ≈ qvalue * scale. `scale` always
 dequantizes (scale = amax / qmax); it is never the multiplier on the way in.
@@ -29,10 +29,10 @@ _SMALLEST_SCALE = float(jnp.finfo(jnp.float32).tiny)
 
 
 class QTensor(NamedTuple):
-  """An FP8 array and what multiplies it back: x ≈ qvalue * scale.
+  """A quantized array and what multiplies it back: x ≈ qvalue * scale.
 
   Attributes:
-    qvalue: FP8 [..., n].
+    qvalue: [..., n] in FP8 or another of `formats`.
     scale: [] for one scale per tensor, else [..., ceil(n / group_size)].
   """
 
@@ -73,7 +73,7 @@ def group_amax(x: Float[Array, "*b n"], group_size: int) -> Array:
 def tensor_amax(x: Float[Array, "*s"]) -> Array:
   """Largest magnitude of a tensor: f32 scalar, NaN where it holds one.
 
-  A kernel that has the values in registers anyway finds those of its blocks for
+  A kernel that has the values in registers anyway finds those of its tiles for
   nothing, and this is then taken of those few (Group Scaling).
   """
   return bits_to_amax(_magnitude_bits(x))
@@ -82,8 +82,8 @@ def tensor_amax(x: Float[Array, "*s"]) -> Array:
 def bits_to_amax(bits: Array) -> Array:
   """The largest of magnitudes given as the int32 with their f32's bits.
 
-  Inside `jax.shard_map` a tensor is what all devices have of it together, as it
-  is elsewhere: one number a device is compared.
+  Inside `jax.shard_map` a tensor is all of its shards together, as it is
+  elsewhere: one number a device is compared.
   """
   largest = jnp.max(bits, initial=0)
   if axes := jax.sharding.get_abstract_mesh().manual_axes:
@@ -112,7 +112,7 @@ def amax_to_scale(
 
   Args:
     amax: f32 array, not negative.
-    dtype: the FP8 format.
+    dtype: the format of the codes.
     scale_dtype: float32, or bfloat16 (rounded up).
 
   Returns:
@@ -146,13 +146,13 @@ def quantize_with_scale(
     x: Float [..., n].
     scale: [] where group_size is None, else [..., ceil(n / group_size)].
     group_size: values that share one scale; None for one scale per tensor.
-    dtype: E4M3 or E5M2.
+    dtype: E4M3, E5M2 or INT8.
 
   Returns:
     QTensor of x's shape with this scale.
 
   Raises:
-    ValueError: the scale's shape does not belong to x and group_size.
+    ValueError: the scale's shape is not that of x and group_size.
   """
   divisor = _spread_scale("quantize_with_scale", scale, x.shape, group_size)
   return QTensor(saturating_cast(x.astype(jnp.float32) / divisor, dtype), scale)
@@ -165,7 +165,7 @@ def quantize(
   dtype: DTypeLike = E4M3,
   scale_dtype: DTypeLike = jnp.float32,
 ) -> QTensor:
-  """Quantizes to FP8 with one scale per `group_size` values of the last axis.
+  """Quantizes with one scale per `group_size` values of the last axis.
 
   scale = amax * float32(1 / qmax), 1 for a group of zeros, rounded up where it
   is stored in BF16; qvalue = rne(clip(x / scale, ±qmax)).
@@ -174,11 +174,12 @@ def quantize(
     x: Float [..., n]. A NaN stays a NaN and touches no other group.
     group_size: at least 1; the last group may be short; None gives one scale
       for the whole array.
-    dtype: E4M3 or E5M2.
+    dtype: E4M3, E5M2 or INT8.
     scale_dtype: float32 or bfloat16.
 
   Returns:
-    QTensor: qvalue FP8 [..., n], scale [..., ceil(n / group_size)] or [].
+    QTensor: qvalue [..., n] in `dtype`, scale [..., ceil(n / group_size)] or
+    [].
 
   Raises:
     ValueError: group_size below 1.
@@ -200,7 +201,7 @@ def dequantize(
   group_size: int | None,
   dtype: DTypeLike = jnp.float32,
 ) -> Array:
-  """The values an FP8 array stands for: qvalue * scale, computed in f32.
+  """The values that codes stand for: qvalue * scale, computed in f32.
 
   Args:
     q: what `quantize` returned.
@@ -211,7 +212,7 @@ def dequantize(
     Array of qvalue's shape in `dtype`.
 
   Raises:
-    ValueError: the scale's shape does not belong to qvalue and group_size.
+    ValueError: the scale's shape is not that of qvalue and group_size.
   """
   scale = _spread_scale("dequantize", q.scale, q.qvalue.shape, group_size)
   return (q.qvalue.astype(jnp.float32) * scale).astype(dtype)

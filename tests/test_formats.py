@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Limits of the FP8 formats, and casts against a table of their values."""
+"""Limits of the formats, and casts against a table of their values."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from coat_jax import formats
+from coat_jax import formats, ops, qtensor
 from tests import oracles
 
 DTYPES = [formats.E4M3, formats.E5M2]
@@ -15,9 +15,13 @@ DTYPES = [formats.E4M3, formats.E5M2]
 
 @pytest.mark.parametrize(
   "dtype, qmax, subnormal",
-  [(formats.E4M3, 448, 2**-9), (formats.E5M2, 57344, 2**-16)],
+  [
+    (formats.E4M3, 448, 2**-9),
+    (formats.E5M2, 57344, 2**-16),
+    (formats.INT8, 127, 1),
+  ],
 )
-def test_limits_are_the_formats(dtype, qmax, subnormal):
+def test_limits_are_those_of_the_format(dtype, qmax, subnormal):
   assert formats.qmax(dtype) == qmax
   assert formats.smallest_subnormal(dtype) == subnormal
 
@@ -105,3 +109,51 @@ def test_cast_rounds_before_it_converts(dtype):
   )[0]
   want = formats.saturating_cast(x, dtype).astype(jnp.float32)
   np.testing.assert_array_equal(rounded, want)
+
+
+def test_format_without_an_entry_is_refused():
+  with pytest.raises(ValueError, match="one of float8_e4m3fn.*got float16"):
+    formats.saturating_cast(jnp.ones(2), jnp.float16)
+
+
+def test_int8_cast_rounds_to_nearest_even_and_saturates():
+  x = jnp.asarray([0.5, 1.5, -2.5, 126.6, 1e9, -jnp.inf, jnp.nan])
+  got = formats.saturating_cast(x, formats.INT8)
+  assert got.dtype == jnp.int8
+  np.testing.assert_array_equal(got, [0, 2, -2, 127, 127, -127, 0])
+  x = jnp.asarray([0.0, 2.0, 2.5, 127.0])
+  lower, upper = formats.neighbours(x, formats.INT8)
+  np.testing.assert_array_equal(lower, [0, 2, 2, 127])
+  np.testing.assert_array_equal(upper, [1, 3, 3, 127])
+
+
+def test_int8_groups_are_half_a_step_off_at_most():
+  x = jnp.float32(np.random.default_rng(0).normal(size=(3, 40)))
+  x = x.at[1, 3].set(jnp.nan)
+  q = qtensor.quantize(x, group_size=16, dtype=formats.INT8)
+  values = qtensor.dequantize(q, group_size=16)
+  step = jnp.repeat(q.scale, 16, axis=-1)[:, :40]
+  is_nan = np.zeros((3, 40), bool)
+  is_nan[1, :16] = True
+  np.testing.assert_array_equal(np.isnan(values), is_nan)
+  error = np.abs(values - x)[~is_nan]
+  assert np.all(error <= 0.5001 * step[~is_nan])
+
+
+def test_int8_products_are_exact_sums_of_codes():
+  rng = np.random.default_rng(0)
+  x, w = (jnp.float32(rng.normal(size=s)) for s in ((32, 2048), (2048, 16)))
+  how = dict(dtype=formats.INT8, layout="both")
+  x, w = ops.quantize_tensor(x, **how), ops.quantize_tensor(w, **how)
+  y = ops.linear_fwd(x, w, dtype=jnp.float32)
+  exact = np.asarray(x.rows, np.int64) @ np.asarray(w.rows, np.int64)
+  # Sums above 2^24 are rounded to f32, and their product with the scale is.
+  np.testing.assert_allclose(y, exact * float(x.scale * w.scale), rtol=2e-7)
+  said = ops.explain(ops.linear_fwd, x, w)
+  assert "xla everywhere (linear_fwd: cuBLASLt multiplies FP8" in said
+
+
+@pytest.mark.parametrize("op", [ops.quantize_tensor, ops.tensor_scale])
+def test_kernels_refuse_int8(op):
+  said = ops.explain(op, jnp.ones((32, 64)), dtype=formats.INT8)
+  assert "float8_e4m3fn and float8_e5m2, got int8" in said

@@ -10,8 +10,9 @@ gradient in f32 (`*_bwd`), and as operands of the products on both sides
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import DTypeLike
 
-from coat_jax.formats import E5M2
+from coat_jax.formats import E4M3, E5M2
 from coat_jax.ops.dispatch import op
 from coat_jax.ops.quantize import quantize_groups, quantize_tensor, tensor_scale
 from coat_jax.ops.types import Layout, Operand
@@ -64,10 +65,12 @@ def gelu_derivative(x: Array, *, approximate: bool) -> Array:
 
 
 @op()
-def silu_fwd(x: QTensor, *, group_size: int) -> QTensor:
+def silu_fwd(
+  x: QTensor, *, group_size: int, dtype: DTypeLike = E4M3
+) -> QTensor:
   """SiLU from 1 x G values to 1 x G values."""
   y = silu_values(dequantize(x, group_size=group_size))
-  return quantize_groups.definition(y, group_size=group_size)
+  return quantize_groups.definition(y, group_size=group_size, dtype=dtype)
 
 
 @op()
@@ -78,12 +81,14 @@ def silu_bwd(dy: Array, x: QTensor, *, group_size: int) -> Array:
 
 
 @op()
-def mul_fwd(a: QTensor, b: QTensor, *, group_size: int) -> Operand:
+def mul_fwd(
+  a: QTensor, b: QTensor, *, group_size: int, dtype: DTypeLike = E4M3
+) -> Operand:
   """Product of 1 x G values to an operand's rows."""
   product = dequantize(a, group_size=group_size) * dequantize(
     b, group_size=group_size
   )
-  return quantize_tensor.definition(product)
+  return quantize_tensor.definition(product, dtype=dtype)
 
 
 @op()
@@ -98,22 +103,29 @@ def mul_bwd(
 
 @op(triton="swiglu")
 def gate_up_input(
-  gate_up: Array, *, group_size: int
+  gate_up: Array,
+  *,
+  group_size: int,
+  dtype: DTypeLike = E4M3,
+  product_dtype: DTypeLike = E4M3,
 ) -> tuple[QTensor, QTensor, Array]:
-  """What SwiGLU reads and remembers: 1 x G values, and the product's scale.
+  """What SwiGLU reads and saves: 1 x G values, and the product's scale.
 
   Args:
     gate_up: [..., 2 F], gate first.
     group_size: of the values.
+    dtype: format of the values.
+    product_dtype: format of silu(gate) up.
 
   Returns:
-    gate and up in FP8, [..., F] each, and the scale of silu(gate) up.
+    gate and up in `dtype`, [..., F] each, and the scale of silu(gate) up.
   """
   gate, up = jnp.split(gate_up, 2, axis=-1)
-  gate_q = quantize_groups.definition(gate, group_size=group_size)
-  up_q = quantize_groups.definition(up, group_size=group_size)
+  how = dict(group_size=group_size, dtype=dtype)
+  gate_q = quantize_groups.definition(gate, **how)
+  up_q = quantize_groups.definition(up, **how)
   product = _silu_product(gate_q, up_q, group_size)
-  return gate_q, up_q, tensor_scale.definition(product)
+  return gate_q, up_q, tensor_scale.definition(product, dtype=product_dtype)
 
 
 @op(triton="swiglu")
@@ -124,10 +136,13 @@ def silu_mul_fwd(
   scale: Array,
   group_size: int,
   layout: Layout = "rows",
+  dtype: DTypeLike = E4M3,
 ) -> Operand:
   """silu(gate) up from 1 x G values to an operand."""
   product = _silu_product(gate, up, group_size)
-  return quantize_tensor.definition(product, scale=scale, layout=layout)
+  return quantize_tensor.definition(
+    product, scale=scale, layout=layout, dtype=dtype
+  )
 
 
 @op()
@@ -150,6 +165,8 @@ def silu_mul_bwd_operands(
   *,
   product_scale: Array,
   group_size: int,
+  dtype: DTypeLike = E5M2,
+  product_dtype: DTypeLike = E4M3,
 ) -> tuple[Operand, Operand]:
   """`silu_mul_bwd` to the operands of the products on both sides of SwiGLU.
 
@@ -158,19 +175,25 @@ def silu_mul_bwd_operands(
     gate, up: what `gate_up_input` returned.
     product_scale: the scale it returned.
     group_size: of gate and up.
+    dtype: format of the gradient.
+    product_dtype: format of the product.
 
   Returns:
-    The gradient of [gate, up], E5M2 [..., 2 F] with one scale, in both layouts;
-    and the product again, E4M3, its columns, for the weight gradient.
+    The gradient of [gate, up], [..., 2 F] with one scale, in both layouts; and
+    the product again, its columns, for the weight gradient.
   """
   gradients = silu_mul_bwd.definition(dy, gate, up, group_size=group_size)
   dgate_up = jnp.concatenate(gradients, axis=-1)
   product = silu_mul_fwd.definition(
-    gate, up, scale=product_scale, group_size=group_size, layout="columns"
+    gate,
+    up,
+    scale=product_scale,
+    group_size=group_size,
+    layout="columns",
+    dtype=product_dtype,
   )
-  return quantize_tensor.definition(
-    dgate_up, dtype=E5M2, layout="both"
-  ), product
+  gradient = quantize_tensor.definition(dgate_up, dtype=dtype, layout="both")
+  return gradient, product
 
 
 def _silu_product(gate: QTensor, up: QTensor, group_size: int) -> Array:
@@ -181,14 +204,29 @@ def _silu_product(gate: QTensor, up: QTensor, group_size: int) -> Array:
 
 @op(triton="gelu")
 def gelu_input(
-  x: Array, *, approximate: bool, group_size: int
+  x: Array,
+  *,
+  approximate: bool,
+  group_size: int,
+  dtype: DTypeLike = E4M3,
+  output_dtype: DTypeLike = E4M3,
 ) -> tuple[QTensor, Array]:
-  """What GELU reads and remembers, [..., F] in FP8, and its output's scale."""
-  x_q = quantize_groups.definition(x, group_size=group_size)
+  """What GELU reads and saves: 1 x G values, and its output's scale.
+
+  Args:
+    x: [..., F].
+    approximate: Phi by the tanh approximation, else by erf.
+    group_size: of the values.
+    dtype: format of the values.
+    output_dtype: format of gelu(x).
+
+  Returns:
+    x in `dtype`, [..., F], and the scale of gelu(x).
+  """
+  x_q = quantize_groups.definition(x, group_size=group_size, dtype=dtype)
   values = dequantize(x_q, group_size=group_size)
-  return x_q, tensor_scale.definition(
-    gelu_values(values, approximate=approximate)
-  )
+  y = gelu_values(values, approximate=approximate)
+  return x_q, tensor_scale.definition(y, dtype=output_dtype)
 
 
 @op(triton="gelu")
@@ -199,11 +237,12 @@ def gelu_fwd(
   scale: Array,
   group_size: int,
   layout: Layout = "rows",
+  dtype: DTypeLike = E4M3,
 ) -> Operand:
   """GELU from 1 x G values to an operand."""
   values = dequantize(x, group_size=group_size)
   y = gelu_values(values, approximate=approximate)
-  return quantize_tensor.definition(y, scale=scale, layout=layout)
+  return quantize_tensor.definition(y, scale=scale, layout=layout, dtype=dtype)
 
 
 @op()
@@ -224,11 +263,22 @@ def gelu_bwd_operands(
   approximate: bool,
   output_scale: Array,
   group_size: int,
+  dtype: DTypeLike = E5M2,
+  output_dtype: DTypeLike = E4M3,
 ) -> tuple[Operand, Operand]:
-  """`gelu_bwd` to E5M2 in both layouts; and GELU's output again, its columns.
+  """`gelu_bwd` to the operands of the products on both sides of GELU.
 
-  The two are what the products on both sides of a GELU read in the backward,
-  as `silu_mul_bwd_operands` gives them for SwiGLU.
+  Args:
+    dy: [..., F], gradient of gelu(x).
+    x: what `gelu_input` returned.
+    approximate: Phi by the tanh approximation, else by erf.
+    output_scale: the scale that `gelu_input` returned.
+    group_size: of x.
+    dtype: format of the gradient.
+    output_dtype: format of gelu(x).
+
+  Returns:
+    The gradient of x in both layouts; and gelu(x) again, its columns.
   """
   dx = gelu_bwd.definition(
     dy, x, approximate=approximate, group_size=group_size
@@ -239,5 +289,6 @@ def gelu_bwd_operands(
     scale=output_scale,
     group_size=group_size,
     layout="columns",
+    dtype=output_dtype,
   )
-  return quantize_tensor.definition(dx, dtype=E5M2, layout="both"), output
+  return quantize_tensor.definition(dx, dtype=dtype, layout="both"), output

@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matrix products of FP8 operands in plain jnp, forward and backward."""
+"""Matrix products of operands in plain jnp, forward and backward.
+
+Their formats are the operands' own; `dtype` is that of the result.
+"""
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
+from coat_jax.formats import accumulator
 from coat_jax.ops.dispatch import op
 from coat_jax.ops.types import Operand
 
@@ -36,11 +40,14 @@ def _matmul(
   dtype: DTypeLike,
   add: Array | None = None,
 ) -> Array:
-  """a [m, k] b [n, k]^T in FP8 times a scalar, plus `add`, in f32: [m, n]."""
+  """a [m, k] b [n, k]^T of codes times a scalar, plus `add`, in f32: [m, n]."""
   out = jax.lax.dot_general(
-    a, b, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
+    a,
+    b,
+    (((1,), (1,)), ((), ())),
+    preferred_element_type=accumulator(a.dtype),
   )
-  out = out * scale
+  out = out.astype(jnp.float32) * scale
   if add is not None:
     out = out + add.astype(jnp.float32)
   return out.astype(dtype)
@@ -59,7 +66,7 @@ def linear_fwd(
   dtype: DTypeLike = jnp.bfloat16,
   add: Array | None = None,
 ) -> Array:
-  """y [..., F] = x w, E4M3 times E4M3: x.rows [..., D], w.columns [F, D].
+  """y [..., F] = x w: x.rows [..., D], w.columns [F, D].
 
   `add` [..., F], the residual stream, is added in f32, before y is rounded.
   """
@@ -74,7 +81,7 @@ def linear_fwd(
 def linear_dgrad(
   g: Operand, w: Operand, *, dtype: DTypeLike = jnp.bfloat16
 ) -> Array:
-  """dx [..., D] = g w^T, E5M2 times E4M3: g.rows [..., F], w.rows [D, F]."""
+  """dx [..., D] = g w^T: g.rows [..., F], w.rows [D, F]."""
   assert g.rows is not None and w.rows is not None
   dx = _matmul(_rows(g.rows), w.rows, g.scale * w.scale, dtype)
   return dx.reshape(*g.rows.shape[:-1], w.rows.shape[0])
@@ -84,6 +91,6 @@ def linear_dgrad(
 def linear_wgrad(
   x: Operand, g: Operand, *, dtype: DTypeLike = jnp.float32
 ) -> Array:
-  """dw [D, F] = x^T g, E4M3 times E5M2: x.columns [D, m], g.columns [F, m]."""
+  """dw [D, F] = x^T g: x.columns [D, m], g.columns [F, m]."""
   assert x.columns is not None and g.columns is not None
   return _matmul(x.columns, g.columns, x.scale * g.scale, dtype)

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
+from coat_jax.formats import E4M3
 from coat_jax.ops.dispatch import op
 from coat_jax.ops.quantize import quantize_groups, quantize_tensor, tensor_scale
 from coat_jax.ops.types import Layout, NormKind, NormStats, Operand
@@ -89,22 +90,26 @@ def norm_input(
   kind: NormKind,
   eps: float,
   group_size: int,
+  dtype: DTypeLike = E4M3,
+  output_dtype: DTypeLike = E4M3,
 ) -> tuple[QTensor, NormStats, Array]:
-  """What a norm reads and remembers: 1 x G values, and what follows from them.
+  """What a norm reads and saves: 1 x G values, and what follows from them.
 
   Args:
     x: [..., D], BF16 or f32.
     gamma, beta: [D] or None.
     kind, eps: the norm's.
     group_size: of the values.
+    dtype: format of the values.
+    output_dtype: format of the norm's output.
 
   Returns:
-    x in FP8, the statistics of its rows, and the scale of the norm's output.
+    x in `dtype`, the statistics of its rows, and the scale of the output.
   """
-  x_q = quantize_groups.definition(x, group_size=group_size)
+  x_q = quantize_groups.definition(x, group_size=group_size, dtype=dtype)
   values = dequantize(x_q, group_size=group_size)
   y, stats = norm_values(values, gamma, beta, kind=kind, eps=eps)
-  return x_q, stats, tensor_scale.definition(y)
+  return x_q, stats, tensor_scale.definition(y, dtype=output_dtype)
 
 
 @op(triton="norm")
@@ -117,11 +122,12 @@ def norm_fwd(
   scale: Array,
   group_size: int,
   layout: Layout = "rows",
+  dtype: DTypeLike = E4M3,
 ) -> Operand:
   """Norm of 1 x G values to the operand of the next product."""
   values = dequantize(x, group_size=group_size)
   y = _normalized(values, gamma, beta, stats)
-  return quantize_tensor.definition(y, scale=scale, layout=layout)
+  return quantize_tensor.definition(y, scale=scale, layout=layout, dtype=dtype)
 
 
 @op(triton="norm_backward")

@@ -21,7 +21,7 @@ from coat_jax.qtensor import (
 def quantize_groups(
   x: Array, *, group_size: int, dtype: DTypeLike = E4M3
 ) -> QTensor:
-  """[..., n] to FP8 with a BF16 scale, rounded up, per 1 x group_size group."""
+  """[..., n] to codes, a BF16 scale, rounded up, per 1 x group_size group."""
   return quantize(
     x, group_size=group_size, dtype=dtype, scale_dtype=jnp.bfloat16
   )

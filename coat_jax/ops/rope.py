@@ -8,6 +8,7 @@ query heads, its key, its value.
 
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import DTypeLike
 
 from coat_jax.formats import E5M2
 from coat_jax.ops.dispatch import op
@@ -80,8 +81,14 @@ def join_heads(
 
 @op(triton="rope")
 def join_heads_operand(
-  dq: Array, dk: Array, dv: Array, cos: Array, sin: Array
+  dq: Array,
+  dk: Array,
+  dv: Array,
+  cos: Array,
+  sin: Array,
+  *,
+  dtype: DTypeLike = E5M2,
 ) -> Operand:
-  """`join_heads` to the E5M2 operand, both layouts, of the products before."""
+  """`join_heads` to the operand, both layouts, of the products before."""
   joined = join_heads.definition(dq, dk, dv, cos, sin)
-  return quantize_tensor.definition(joined, dtype=E5M2, layout="both")
+  return quantize_tensor.definition(joined, dtype=dtype, layout="both")

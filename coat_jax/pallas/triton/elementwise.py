@@ -14,6 +14,7 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
+from coat_jax.formats import E4M3, E5M2
 from coat_jax.ops.types import Layout, Unsupported
 from coat_jax.pallas.triton import ptx, tiles
 from coat_jax.qtensor import QTensor
@@ -159,6 +160,7 @@ def split(outputs) -> dict[str, tuple]:
 def require_values(op: str, x: QTensor, group_size: int) -> None:
   """Raises `Unsupported` where a kernel cannot read these 1 x G values."""
   *leading, n = x.qvalue.shape
+  tiles.require_format(op, x.qvalue.dtype, E4M3, E5M2)
   tiles.require_groups(op, x.qvalue.shape, group_size)
   if x.scale.shape != (*leading, n // group_size):
     raise Unsupported(

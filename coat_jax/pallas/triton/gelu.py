@@ -25,6 +25,7 @@ import functools
 import jax
 from jax import Array
 from jax.experimental import pallas as pl
+from jax.typing import DTypeLike
 
 from coat_jax.formats import E4M3, E5M2
 from coat_jax.ops.dispatch import supported
@@ -46,10 +47,18 @@ _CUBIC = 0.044715
 
 
 def gelu_input(
-  x: Array, *, approximate: bool, group_size: int, interpret: bool = False
+  x: Array,
+  *,
+  approximate: bool,
+  group_size: int,
+  dtype: DTypeLike = E4M3,
+  output_dtype: DTypeLike = E4M3,
+  interpret: bool = False,
 ) -> tuple[QTensor, Array]:
   """`ops.gelu_input`."""
   op = "gelu_input"
+  tiles.require_format(op, dtype, E4M3)
+  tiles.require_format(op, output_dtype, E4M3)
   _require_tanh(op, approximate)
   tiles.require_dtype(op, x.dtype)
   tiles.require_groups(op, x.shape, group_size)
@@ -104,10 +113,12 @@ def gelu_fwd(
   scale: Array,
   group_size: int,
   layout: Layout = "rows",
+  dtype: DTypeLike = E4M3,
   interpret: bool = False,
 ) -> Operand:
   """`ops.gelu_fwd`."""
   op = "gelu_fwd"
+  tiles.require_format(op, dtype, E4M3)
   _require_tanh(op, approximate)
   require_values(op, x, group_size)
   tiles.require_columns(op, x.qvalue.shape, layout)
@@ -151,10 +162,14 @@ def gelu_bwd_operands(
   approximate: bool,
   output_scale: Array,
   group_size: int,
+  dtype: DTypeLike = E5M2,
+  output_dtype: DTypeLike = E4M3,
   interpret: bool = False,
 ) -> tuple[Operand, Operand]:
   """`ops.gelu_bwd_operands`, in two passes."""
   op = "gelu_bwd_operands"
+  tiles.require_format(op, dtype, E5M2)
+  tiles.require_format(op, output_dtype, E4M3)
   if dy.shape != x.qvalue.shape:
     raise Unsupported(
       f"{op}: dy must be of x's shape {x.qvalue.shape}, got {dy.shape}"

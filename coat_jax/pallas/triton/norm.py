@@ -30,8 +30,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
+from jax.typing import DTypeLike
 
-from coat_jax.formats import E4M3
+from coat_jax.formats import E4M3, E5M2
 from coat_jax.ops.dispatch import supported
 from coat_jax.ops.types import Layout, NormKind, NormStats, Operand, Unsupported
 from coat_jax.pallas.triton import tiles
@@ -76,11 +77,16 @@ def norm_input(
   kind: NormKind,
   eps: float,
   group_size: int,
+  dtype: DTypeLike = E4M3,
+  output_dtype: DTypeLike = E4M3,
   interpret: bool = False,
 ) -> tuple[QTensor, NormStats, Array]:
   """`ops.norm_input`."""
-  tiles.require_dtype("norm_input", x.dtype)
-  require_rows("norm_input", x.shape, group_size)
+  op = "norm_input"
+  tiles.require_format(op, dtype, E4M3)
+  tiles.require_format(op, output_dtype, E4M3)
+  tiles.require_dtype(op, x.dtype)
+  require_rows(op, x.shape, group_size)
   supported()
   block = pick_input_block(x.shape[-1])
   x_q, stats, bits = _norm_input(
@@ -223,10 +229,13 @@ def norm_fwd(
   scale: Array,
   group_size: int,
   layout: Layout = "rows",
+  dtype: DTypeLike = E4M3,
   interpret: bool = False,
 ) -> Operand:
   """`ops.norm_fwd`."""
   op, shape = "norm_fwd", x.qvalue.shape
+  tiles.require_format(op, x.qvalue.dtype, E4M3, E5M2)
+  tiles.require_format(op, dtype, E4M3)
   tiles.require_groups(op, shape, group_size)
   tiles.require_columns(op, shape, layout)
   supported()

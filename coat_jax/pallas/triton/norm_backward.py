@@ -30,6 +30,7 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
+from coat_jax.formats import E4M3, E5M2
 from coat_jax.ops.dispatch import supported
 from coat_jax.ops.types import NormStats
 from coat_jax.pallas.triton import norm, tiles
@@ -74,6 +75,7 @@ def norm_bwd(
 ) -> tuple[Array, Array, Array]:
   """`ops.norm_bwd`."""
   op = "norm_bwd"
+  tiles.require_format(op, x.qvalue.dtype, E4M3, E5M2)
   tiles.require_dtype(op, dy.dtype, dtype)
   if add is not None:
     tiles.require_dtype(op, add.dtype)

@@ -35,7 +35,7 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
-from coat_jax.formats import E4M3
+from coat_jax.formats import E4M3, E5M2
 from coat_jax.ops.dispatch import supported
 from coat_jax.ops.types import Layout, Operand
 from coat_jax.pallas.triton import tiles
@@ -77,6 +77,7 @@ def quantize_groups(
 ) -> QTensor:
   """`ops.quantize_groups`."""
   op = "quantize_groups"
+  tiles.require_format(op, dtype, E4M3, E5M2)
   tiles.require_dtype(op, x.dtype)
   tiles.require_groups(op, x.shape, group_size)
   supported()
@@ -128,6 +129,7 @@ def tensor_scale(
 ) -> Array:
   """`ops.tensor_scale`: maxima of tiles, then XLA's maximum of them."""
   op = "tensor_scale"
+  tiles.require_format(op, dtype, E4M3, E5M2)
   tiles.require_dtype(op, x.dtype)
   tiles.require_shape(op, x.shape)
   supported()
@@ -165,6 +167,7 @@ def quantize_tensor(
 ) -> Operand:
   """`ops.quantize_tensor`."""
   op = "quantize_tensor"
+  tiles.require_format(op, dtype, E4M3, E5M2)
   tiles.require_dtype(op, x.dtype)
   tiles.require_shape(op, x.shape)
   tiles.require_columns(op, x.shape, layout)

@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
+from jax.typing import DTypeLike
 
 from coat_jax.formats import E5M2
 from coat_jax.ops.dispatch import supported
@@ -138,10 +139,12 @@ def join_heads_operand(
   cos: Array,
   sin: Array,
   *,
+  dtype: DTypeLike = E5M2,
   interpret: bool = False,
 ) -> Operand:
   """`ops.join_heads_operand`."""
   op, t = "join_heads_operand", dq.shape[1]
+  tiles.require_format(op, dtype, E5M2)
   _require_heads(op, dq, cos)
   if t % 16:
     raise Unsupported(

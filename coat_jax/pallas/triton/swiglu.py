@@ -34,6 +34,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
+from jax.typing import DTypeLike
 
 from coat_jax.formats import E4M3, E5M2
 from coat_jax.ops.dispatch import supported
@@ -53,10 +54,17 @@ from coat_jax.qtensor import QTensor
 
 
 def gate_up_input(
-  gate_up: Array, *, group_size: int, interpret: bool = False
+  gate_up: Array,
+  *,
+  group_size: int,
+  dtype: DTypeLike = E4M3,
+  product_dtype: DTypeLike = E4M3,
+  interpret: bool = False,
 ) -> tuple[QTensor, QTensor, Array]:
   """`ops.gate_up_input`."""
   op, (*leading, n) = "gate_up_input", gate_up.shape
+  tiles.require_format(op, dtype, E4M3)
+  tiles.require_format(op, product_dtype, E4M3)
   if n % 2:
     raise Unsupported(
       f"{op}: gate and up must be of one width, got {n} for both"
@@ -107,10 +115,12 @@ def silu_mul_fwd(
   scale: Array,
   group_size: int,
   layout: Layout = "rows",
+  dtype: DTypeLike = E4M3,
   interpret: bool = False,
 ) -> Operand:
   """`ops.silu_mul_fwd`."""
   op = "silu_mul_fwd"
+  tiles.require_format(op, dtype, E4M3)
   _require_gate_and_up(op, gate, up, group_size)
   tiles.require_columns(op, gate.qvalue.shape, layout)
   supported()
@@ -175,10 +185,14 @@ def silu_mul_bwd_operands(
   *,
   product_scale: Array,
   group_size: int,
+  dtype: DTypeLike = E5M2,
+  product_dtype: DTypeLike = E4M3,
   interpret: bool = False,
 ) -> tuple[Operand, Operand]:
   """`ops.silu_mul_bwd_operands`, in two passes."""
   op, (*leading, f) = "silu_mul_bwd_operands", dy.shape
+  tiles.require_format(op, dtype, E5M2)
+  tiles.require_format(op, product_dtype, E4M3)
   if dy.shape != gate.qvalue.shape:
     raise Unsupported(
       f"{op}: dy must be of gate's shape {gate.qvalue.shape}, got {dy.shape}"

@@ -295,6 +295,15 @@ def require_dtype(op: str, *dtypes: DTypeLike) -> None:
       )
 
 
+def require_format(op: str, dtype: DTypeLike, *known: DTypeLike) -> None:
+  """Codes of this format, where the kernel has those in `known`."""
+  if dtype not in known:
+    names = " and ".join(jnp.dtype(x).name for x in known)
+    raise Unsupported(
+      f"{op}: the Triton kernel has {names}, got {jnp.dtype(dtype).name}"
+    )
+
+
 def require_columns(op: str, shape: tuple[int, ...], layout: Layout) -> None:
   """An operand of [..., n] in this layout."""
   rows = math.prod(shape[:-1])
