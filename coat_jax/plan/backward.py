@@ -4,6 +4,11 @@
 Sums of arrays that are alive at once, at the moments that can be the fullest,
 in the order in which XLA works: found from its live ranges in steps that were
 compiled for H200s.
+
+tests/plan/test_terms.py has each sum once more, beside the peak that was
+compiled: `test_backward_is_its_arrays_and_what_was_compiled` one GPU and four,
+`test_bf16_backward_of_few_tokens_is_in_the_mlp` the other terms of `max`.
+tests/aot/test_plan.py compiles some of these steps anew.
 """
 
 from coat_jax.plan.decoder import BF16, F32, DecoderShape, Load, kept_bytes
@@ -57,6 +62,10 @@ class _Layer:
     self.summed = (BF16 if in_bf16 else F32) * self.every
     self.gate_up, self.qkv = weights["gate_up"], weights["qkv"]
     self.gathered = 1 + 1 / load.fsdp if load.is_on_mesh else 0
+
+
+# The coefficients of the three functions below are held by
+# test_backward_is_its_arrays_and_what_was_compiled in tests/plan/test_terms.py.
 
 
 def _bf16_backward(layer: _Layer) -> float:

@@ -112,7 +112,7 @@ def kept_bytes(
   """
   d, f, heads = shape.d_model, shape.d_ff, shape.heads_width
   # Of BF16 layers each GPU has all positions between products, and its columns.
-  whole = 1 if recipe.linear == "bf16" else 1 / tensor
+  whole = 1.0 if recipe.linear == "bf16" else 1 / tensor
   if remat == "full":
     return whole * BF16 * d
   if remat == "dots":  # The input, and what the products give but the last.

@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Group sizes that fit the shares of several leaves at once."""
+
+import jax
+import pytest
+from jax.sharding import AbstractMesh, NamedSharding
+
+from coat_jax import codecs
+from coat_jax.sharding import fit_group_size
+
+
+# Values of a row that each of four devices has, by leaf, and what divides them.
+@pytest.mark.parametrize(
+  "shares, most, size",
+  [
+    ((96, 64), 128, 32),
+    ((64, 96), 128, 32),
+    ((96, 64), 24, 16),
+    ((256, 512, 384), 128, 128),
+    ((48, 80, 112), 128, 16),
+  ],
+)
+def test_group_size_divides_the_share_of_every_leaf(shares, most, size):
+  mesh = AbstractMesh((4,), ("fsdp",))
+  where = NamedSharding(mesh, jax.P(None, "fsdp"))
+  params = {
+    f"w{i}": jax.ShapeDtypeStruct((64, 4 * share), "float32", sharding=where)
+    for i, share in enumerate(shares)
+  }
+  assert fit_group_size(codecs.coat(most), params) == codecs.coat(size)

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training and evaluation share no token where windows fill their part."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from train.data import batches as data
+
+SEQ_LEN = 16
+
+
+def source(size, held_out):
+  """A stream in which each token is its own position."""
+  parts = [np.arange(size, dtype=np.uint32)]
+  return data.TokenSource(
+    name="test", parts=parts, vocab_size=size, held_out=held_out
+  )
+
+
+# Tokens, share held out, and where that begins; 320 = 20 * 16, 321 and 319 not.
+@pytest.mark.parametrize(
+  "size, held_out, start, windows",
+  [
+    (337, 0.05, 320, 19),
+    (338, 0.05, 321, 20),
+    (336, 0.05, 319, 19),
+    (640, 0.5, 320, 19),
+  ],
+)
+def test_training_reads_no_held_out_token(size, held_out, start, windows):
+  tokens = source(size, held_out)
+  assert tokens.train_size(SEQ_LEN) == start
+  batches = data.train_iterator(tokens, seq_len=SEQ_LEN, batch_size=1, seed=0)
+  read = [next(batches)["tokens"][0] for _ in range(windows)]
+  # One epoch: every whole window once; each ends on the next one's first token.
+  assert max(rows.max() for rows in read) == windows * SEQ_LEN < start
+  assert sorted(rows[0] for rows in read) == [
+    SEQ_LEN * i for i in range(windows)
+  ]
+  again = [next(batches)["tokens"][0, 0] for _ in range(windows)]
+  assert set(again) == {rows[0] for rows in read}
+
+
+# The last window ends on the last token, or would end one behind it.
+@pytest.mark.parametrize("size, windows", [(640, 19), (642, 20)])
+def test_evaluation_reads_whole_windows_of_the_held_out_tokens(size, windows):
+  tokens = source(size, 0.5)
+  start = size // 2
+  held_out = data.eval_batches(tokens, seq_len=SEQ_LEN, batch_size=1)
+  read = [batch["tokens"][0] for batch in itertools.islice(held_out, 99)]
+  assert [rows[0] for rows in read] == [
+    start + SEQ_LEN * i for i in range(windows)
+  ]
+  assert all(len(rows) == SEQ_LEN + 1 for rows in read)

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of a run beside its twins, from three literal results."""
+
+import dataclasses
+import json
+
+import pytest
+
+from tests.train.runs import MODEL
+from train import plot
+from train.presets import demo
+from train.run import compare
+
+# Loss of the last steps, held-out loss, tokens a second.
+RESULTS = {
+  "mine": (2.5, 2.0, 100.0),
+  "first": (2.3, 1.5, 300.0),
+  "second": (2.4, 1.75, 500.0),
+}
+
+
+@pytest.fixture
+def runs(tmp_path, monkeypatch):
+  """A run and two twins of 60 steps, whose first ten had a loss of 9."""
+  monkeypatch.setattr(plot, "draw", lambda runs, out: None)
+  config = dataclasses.replace(
+    demo(), model=dataclasses.replace(demo().model, **MODEL), compare="bf16"
+  )
+  configs = []
+  for seed, (name, (loss, held_out, speed)) in enumerate(RESULTS.items()):
+    out = tmp_path / name
+    out.mkdir()
+    rows = [
+      dict(step=i, loss=9.0 if i <= 10 else loss, tokens_per_s=speed)
+      for i in range(1, 61)
+    ]
+    rows.append(dict(step=30, held_out_loss=7.0))
+    rows.append(dict(step=60, held_out_loss=held_out))
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    (out / "metrics.jsonl").write_text(lines)
+    if seed:
+      config_of = configs[0].bf16_twin(seed=seed - 1, out=str(out))
+    else:
+      config_of = dataclasses.replace(config, out=str(out))
+    configs.append(config_of)
+  return configs
+
+
+def table(text):
+  """Cells of each row by its first words."""
+  lines = [line.split("  ") for line in text.splitlines() if line]
+  cells = [[cell.strip() for cell in line if cell.strip()] for line in lines]
+  return {first: rest for first, *rest in cells}
+
+
+def test_difference_is_to_the_first_twin_and_spread_is_of_twins(runs, capsys):
+  compare.finish(runs)
+  rows = table(capsys.readouterr().out)
+  assert rows["held-out loss"] == ["2.0000", "1.5000", "1.7500"] + [
+    "+0.5000",
+    "0.2500",
+  ]
+  assert rows["training loss, mean of last 50"] == [
+    *("2.5000", "2.3000", "2.4000"),
+    *("+0.2000", "0.1000"),
+  ]
+  assert rows["tokens/s"] == ["100", "300", "500", "-200", "200"]
+  # e^2, e^1.5 and e^1.75.
+  assert rows["held-out perplexity"] == [
+    *("7.389", "4.482", "5.755"),
+    *("+2.907", "1.273"),
+  ]
+  state = [float(x) for x in rows["optimizer state, bytes/parameter"]]
+  assert state[1:3] == [8, 8] and state[4] == 0
+  assert 2 < state[0] < 2.3
+  assert state[3] == pytest.approx(state[0] - 8, abs=0.011)
+
+
+def test_a_run_alone_has_no_difference_and_one_twin_no_spread(runs, capsys):
+  compare.finish(runs[:1])
+  assert table(capsys.readouterr().out)["held-out loss"] == ["2.0000"]
+  compare.finish(runs[:2])
+  rows = table(capsys.readouterr().out)
+  assert rows["held-out loss"] == ["2.0000", "1.5000", "+0.5000"]

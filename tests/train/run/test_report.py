@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run's report of its moments, from a state that is known."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from coat_jax import from_adam_state
+from train.presets import demo
+from train.run import report
+from train.step import TrainState
+
+
+def test_powers_are_counted_by_sixteenths_without_groups_of_zeros():
+  config = dataclasses.replace(
+    demo(), optim=dataclasses.replace(demo().optim, group_size=64)
+  )
+  # k is 2 where a group spans the root of 448 to 2 / 448; two groups a row.
+  span = np.geomspace(1e-4, 1e-4 * np.sqrt(448**2 / 2), 64)
+  rows = np.tile(span, (64, 2)).astype(np.float32)
+  rows[:24] = 0
+  params = {"norm": jnp.ones(64), "w": jnp.asarray(rows)}
+  adam = optax.ScaleByAdamState(jnp.int32(1), params, params)
+  optimizer = from_adam_state(adam, codec=config.optim.moment_codec())
+  row = report.report_state(
+    config, TrainState(jnp.int32(1), params, optimizer, adam)
+  )
+  for moment in ("mu", "nu"):
+    ((sixteenths, count),) = row["powers"][moment].items()
+    assert sixteenths == pytest.approx(32, abs=1) and count == 2 * 40
+    # Half a step of E4M3 at most to either side, less with k above 1.
+    error = row["state"]["w"][moment]["relative_error"]
+    assert 0 < error < 1 / 16
+    assert row["state"]["norm"][moment]["relative_error"] == 0
+  assert row["state"]["w"]["parameters"] == 64 * 128

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a picture shows: the points of its lines, not its bytes."""
+
+import matplotlib.figure
+import numpy as np
+import pytest
+
+from train import plot
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+  """Draws runs; gives the picture's axes by their titles."""
+  figures = []
+  monkeypatch.setattr(
+    matplotlib.figure.Figure,
+    "savefig",
+    lambda figure, *args, **kwargs: figures.append(figure),
+  )
+
+  def draw(runs):
+    plot.draw(runs, "unused.png")
+    (figure,) = figures
+    return {axes.get_title(): axes for axes in figure.axes}
+
+  return draw
+
+
+def points(line):
+  return [
+    tuple(map(float, point)) for point in zip(*line.get_data(), strict=True)
+  ]
+
+
+LOSSES = np.random.default_rng(0).normal(3, 1, 50)
+
+
+def rows():
+  return [
+    *(dict(step=i + 1, loss=float(x)) for i, x in enumerate(LOSSES)),
+    dict(step=25, held_out_loss=2.0),
+    dict(step=50, held_out_loss=1.0),
+  ]
+
+
+def test_smoothed_loss_at_a_step_is_the_mean_of_the_steps_up_to_it(drawn):
+  raw, smoothed, held_out = drawn({"a": rows()})["Loss"].lines
+  assert points(raw) == [(i + 1, x) for i, x in enumerate(LOSSES)]
+  want = [(i, np.mean(LOSSES[i - 20 : i])) for i in range(20, 51)]
+  np.testing.assert_allclose(points(smoothed), want, rtol=1e-12)
+  assert points(held_out) == [(25, 2.0), (50, 1.0)]
+
+
+def test_losses_that_were_not_finite_are_left_out(drawn):
+  lines = rows()
+  lines[3]["loss"] = None
+  raw, smoothed, _ = drawn({"a": lines})["Loss"].lines
+  assert [step for step, _ in points(raw)] == [1, 2, 3, *range(5, 51)]
+  kept = np.delete(LOSSES, 3)
+  assert points(smoothed)[0] == (21, pytest.approx(np.mean(kept[:20])))
+
+
+def leaf(parameters, error, encoded=True):
+  moment = dict(relative_error=error)
+  second = dict(relative_error=error / 2)
+  return dict(encoded=encoded, parameters=parameters, mu=moment, nu=second)
+
+
+def reports():
+  """Rows of two reports, at steps 10 and 20."""
+  first = dict(
+    step=10,
+    state={"w": leaf(10, 0.1)},
+    powers=dict(mu={"16": 1}, nu={"16": 1}),
+  )
+  last = dict(
+    step=20,
+    state={
+      "small": leaf(10, 0.1),
+      "large": leaf(30, 0.5),
+      "norm": leaf(1000, 9.0, encoded=False),
+    },
+    powers=dict(mu={"16": 3, "40": 1}, nu={"255": 2}),
+  )
+  return [first, last]
+
+
+def test_powers_are_sixteenths_and_shares_of_the_last_report(drawn):
+  mu, nu = drawn({"a": reports()})["Expansion"].lines
+  assert points(mu) == [(1.0, 0.75), (2.5, 0.25)]
+  assert points(nu) == [(15.9375, 1.0)]
+  assert [line.get_label() for line in (mu, nu)] == [
+    "a, first moment, step 20",
+    "a, second moment, step 20",
+  ]
+
+
+def test_errors_are_weighted_by_parameters_of_encoded_leaves(drawn):
+  (axes,) = (
+    axes
+    for title, axes in drawn({"a": reports()}).items()
+    if axes.get_ylabel() == "relative error"
+  )
+  mu, nu = axes.lines
+  # (10 * 0.1 + 30 * 0.5) / 40, and half of it.
+  np.testing.assert_allclose(points(mu), [(10, 0.1), (20, 0.4)])
+  np.testing.assert_allclose(points(nu), [(10, 0.05), (20, 0.2)])
