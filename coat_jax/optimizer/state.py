@@ -15,7 +15,8 @@ from jax.typing import ArrayLike
 
 from coat_jax import stochastic
 from coat_jax.codecs import MomentCodec
-from coat_jax.codecs.group import Encoded, ExpandedFP8, GroupCodec
+from coat_jax.codecs.fp8 import ExpandedFP8
+from coat_jax.codecs.group import Encoded, GroupCodec
 from coat_jax.optax_coat import ScaleByCoatAdamState
 from coat_jax.optimizer import moments
 from coat_jax.optimizer.moments import QuantizeMask

@@ -23,13 +23,9 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from coat_jax.codecs.group import (
-  BoundedFP8,
-  ExpandedFP8,
-  GroupCodec,
-  LogUniform,
-  ScaledFP8,
-)
+from coat_jax.codecs.fp8 import BoundedFP8, ExpandedFP8, ScaledFP8
+from coat_jax.codecs.group import GroupCodec
+from coat_jax.codecs.log8 import LogUniform
 from coat_jax.formats import E4M3, qmax
 from coat_jax.pallas.mosaic import registers
 from coat_jax.pallas.mosaic.registers import (
