@@ -13,6 +13,10 @@ Layout = Literal["rows", "columns", "both"]
 NormKind = Literal["rms", "layer"]
 
 
+class Unsupported(NotImplementedError):
+  """Raised by an implementation that cannot take these, with the reason."""
+
+
 class Operand(NamedTuple):
   """A matrix in FP8 with one scale, laid out for the products that read it.
 
