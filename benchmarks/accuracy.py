@@ -41,7 +41,7 @@ from benchmarks.trained_moments import (
   train_moments,
 )
 from coat_jax import codecs, stochastic
-from coat_jax.codecs.group import LogUniform
+from coat_jax.codecs.log8 import LogUniform
 
 TRACKED_B2 = (0.95, 0.99, 0.999)
 TRACKED_GROUPS = 128

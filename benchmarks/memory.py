@@ -34,7 +34,7 @@ from benchmarks.harness import emit
 from coat_jax import coat_adamw, codecs, recipe
 from coat_jax.models.config import ModelConfig
 from coat_jax.models.decoder import Decoder
-from coat_jax.optimizer.state import state_bytes
+from coat_jax.optimizer.report import state_bytes
 from train.memory import residual_bytes
 from train.presets import PRESETS
 

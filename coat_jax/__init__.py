@@ -19,15 +19,16 @@ from coat_jax.optax_coat import ScaleByCoatAdamState as ScaleByCoatAdamState
 from coat_jax.optax_coat import apply_updates as apply_updates
 from coat_jax.optax_coat import coat_adamw as coat_adamw
 from coat_jax.optax_coat import scale_by_coat_adam as scale_by_coat_adam
+from coat_jax.optimizer.conversion import from_adam_state as from_adam_state
+from coat_jax.optimizer.conversion import to_adam_state as to_adam_state
 from coat_jax.optimizer.fused import FusedTransformation as FusedTransformation
 from coat_jax.optimizer.fused import fused_coat_adamw as fused_coat_adamw
-from coat_jax.optimizer.moments import (
+from coat_jax.optimizer.masks import (
   default_quantize_mask as default_quantize_mask,
 )
-from coat_jax.optimizer.state import from_adam_state as from_adam_state
-from coat_jax.optimizer.state import state_bytes as state_bytes
-from coat_jax.optimizer.state import state_report as state_report
-from coat_jax.optimizer.state import to_adam_state as to_adam_state
+from coat_jax.optimizer.masks import is_norm_or_bias as is_norm_or_bias
+from coat_jax.optimizer.report import state_bytes as state_bytes
+from coat_jax.optimizer.report import state_report as state_report
 from coat_jax.qtensor import QTensor as QTensor
 from coat_jax.qtensor import dequantize as dequantize
 from coat_jax.qtensor import quantize as quantize

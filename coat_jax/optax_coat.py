@@ -1,51 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adam whose moments rest in FP8, as an optax transformation.
+"""Adam whose moments are stored in FP8, as an optax transformation.
 
 "COAT: Compressing Optimizer States and Activation for Memory-Efficient FP8
 Training" (arXiv:2410.19313), section 4. Between steps a moment is what a codec
 of `codecs` makes of it: one byte a value and up to five per group of 128. In a
-step it is decoded, updated in f32 and encoded again; nothing but the state
-remembers less than Adam does, and the update uses the new moments before they
-are encoded.
+step it is decoded, updated in f32 and encoded again; nothing but the state is
+rounded, and the update uses the new moments before they are encoded.
 
-Not here: the layers' FP8 (`layers`), where the state lies on a mesh
-(`sharding`), reports about a state (`state`).
+Not here: the layers' FP8 (`layers`), how the state is sharded (`sharding`),
+the step as one kernel (`optimizer.fused`), conversions and reports
+(`optimizer.conversion`, `optimizer.report`).
 """
 
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax import Array
 from jax.typing import ArrayLike
 
 from coat_jax import codecs, stochastic
 from coat_jax.ops.types import Implementation
 from coat_jax.optimizer import adam, moments, shards
-from coat_jax.optimizer.moments import QuantizeMask
-
-# Parameters draw from another stream of random words than moments do.
-_PARAMETER_STREAM = 0x85EBCA6B
-
-
-class ScaleByCoatAdamState(NamedTuple):
-  """State of Adam with encoded moments.
-
-  All fields but `count` are trees of the parameters' structure whose leaves are
-  plain arrays: `Encoded` of `codecs.group`, once for each moment. A leaf that
-  stays in f32 has its moments in `*_codes` and scalars in the others.
-  """
-
-  # shape=(), dtype=jnp.int32
-  count: ArrayLike  # pyright: ignore[reportIncompatibleMethodOverride]
-  mu_codes: optax.Updates  # shape=leaf.shape, dtype=the codec's
-  mu_amax: optax.Updates  # shape=(..., ceil(n / group_size))
-  mu_range: optax.Updates  # shape=(..., ceil(n / group_size))
-  nu_codes: optax.Updates  # as mu_*
-  nu_amax: optax.Updates
-  nu_range: optax.Updates
+from coat_jax.optimizer.masks import QuantizeMask
+from coat_jax.optimizer.state import (
+  ScaleByCoatAdamState as ScaleByCoatAdamState,
+)
+from coat_jax.optimizer.state import (
+  check_codec,
+  init_state,
+  next_state,
+  pair_leaves,
+  parameter_key,
+)
 
 
 def scale_by_coat_adam(
@@ -61,80 +49,73 @@ def scale_by_coat_adam(
   implementation: Implementation | None = None,
   shardings: Any = None,
 ) -> optax.GradientTransformation:
-  """Rescales updates by Adam whose moments rest in FP8. See `coat_adamw`.
+  """Rescales updates by Adam whose moments are in FP8. See `coat_adamw`.
 
   Args:
     b1: decay of the first moment.
     b2: decay of the second moment.
     eps: added to the denominator, outside the root.
     eps_root: added to the second moment, inside the root.
-    codec: how the moments rest, from `codecs`.
+    codec: how the moments are stored, from `codecs`.
     nesterov: whether to use Nesterov momentum.
     quantize_mask: `(path, leaf) -> bool`, which leaves the codec encodes (the
-      others' moments stay f32); None for `default_quantize_mask`. Asked by
-      `init` only: afterwards the state says it.
+      others' moments stay f32); None for `default_quantize_mask`. Called by
+      `init` only: afterwards it is inferred from the state's dtypes.
     seed: of the random words of stochastic rounding.
     implementation: "mosaic" for the GPU kernel, "xla" for plain JAX, None for
       the kernel where a leaf and the platform allow it.
-    shardings: on a mesh of automatic axes, how parameters lie, a tree of
-      `NamedSharding`s, so that the kernel can run on each device's part; None
-      leaves partitioning to XLA, which cannot partition a kernel. Explicit axes
-      say it themselves.
+    shardings: on a mesh of automatic axes, the parameters' shardings, a tree of
+      `NamedSharding`s, so that the kernel can run on each device's shard; None
+      leaves partitioning to XLA, which cannot partition a kernel. Not needed on
+      explicit axes, where shardings are part of types.
 
   Returns:
     An `optax.GradientTransformation`. Updates have the gradients' dtype.
 
   Raises:
-    TypeError: `codec` is none, or (by `init`) a leaf is not real floating.
+    TypeError: `codec` is not a `MomentCodec`, or (by `init`) a leaf is not real
+      floating.
     ValueError: (by `update`) the state is not this codec's or these leaves'.
+
+  Examples:
+    >>> import optax
+    >>> from coat_jax import codecs, scale_by_coat_adam
+    >>> solver = optax.chain(
+    ...   optax.clip_by_global_norm(1.0),
+    ...   scale_by_coat_adam(b2=0.95, codec=codecs.coat()),
+    ...   optax.scale_by_learning_rate(3e-4),
+    ... )
 
   Source: arXiv:2410.19313, section 4; docs/deviations.md 4 to 9.
   """
   op = "scale_by_coat_adam"
-  if not isinstance(codec, codecs.MomentCodec):
-    raise TypeError(
-      f"{op}: codec must be a MomentCodec, got {codec!r}; call a function of "
-      "codecs, as in codec=codecs.coat()"
-    )
+  check_codec(op, codec)
 
   def init_fn(params):
-    groups = moments.choose_groups(op, params, codec, quantize_mask)
-    key = stochastic.leaf_key(seed, 0, 0)
-    resting = []
-    for leaf, leaf_groups in zip(jax.tree.leaves(params), groups, strict=True):
-      # They lie where the parameter does, and stay zero whatever the words. The
-      # compiler would encode constants itself, for half a minute.
-      zeros = jnp.zeros_like(leaf, dtype=jnp.float32)
-      zeros = jax.lax.optimization_barrier(zeros)
-      resting.append(moments.encode(leaf_groups, zeros, zeros, key))
-    fields = moments.unflatten(moments.fields_like(params), resting)
-    return ScaleByCoatAdamState(jnp.zeros([], jnp.int32), *fields)
+    return init_state(op, params, codec, quantize_mask, seed)
 
   def update_fn(updates, state, params=None):
     del params
     count = optax.safe_increment(state.count)
     scalars = adam.adam_scalars(count, b1, b2, eps, eps_root, nesterov=nesterov)
-    new_updates, new_resting = [], []
-    pairs = list(paired(op, updates, state))
-    where = shards.shardings_of(
-      op, shardings, [resting for _, resting in pairs]
-    )
-    for i, (g, resting) in enumerate(pairs):
-      update, resting = shards.run_on_shards(
+    new_updates, new_stored = [], []
+    pairs = pair_leaves(op, updates, state)
+    where = shards.shardings_of(op, shardings, [stored for _, stored in pairs])
+    for i, (g, stored) in enumerate(pairs):
+      update, stored = shards.run_on_shards(
         adam.adam_update,
         where[i],
         (g,),
-        resting,
+        stored,
         stochastic.leaf_key(seed, count, i),
         scalars,
-        groups=moments.stored_groups(op, resting, codec),
+        groups=moments.stored_groups(op, stored, codec.groups, codec.name),
         implementation=implementation,
       )
       new_updates.append(update)
-      new_resting.append(resting)
-    fields = moments.unflatten(state[1:], new_resting)
+      new_stored.append(stored)
     new_updates = jax.tree.structure(updates).unflatten(new_updates)
-    return new_updates, ScaleByCoatAdamState(count, *fields)
+    return new_updates, next_state(state, count, new_stored)
 
   return optax.GradientTransformation(init_fn, update_fn)
 
@@ -156,7 +137,7 @@ def coat_adamw(
   shardings: Any = None,
   mu_dtype: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
-  r"""AdamW whose moments rest in FP8: `optax.adamw` at a quarter of the state.
+  r"""AdamW with moments in FP8: `optax.adamw` at a quarter of the state.
 
   Let :math:`D` and :math:`E` be the codec's decoding and encoding, and
   :math:`S_t = (E(m_t), E(v_t))` the state, 2.08 bytes a parameter with the
@@ -188,7 +169,7 @@ def coat_adamw(
     b1, b2: decay of the first and the second moment.
     eps: added to the denominator, outside the root.
     eps_root: added to the second moment, inside the root.
-    codec: how the moments rest, from `codecs`; holds every static choice.
+    codec: how the moments are stored, from `codecs`; holds every static choice.
     weight_decay: a number or a schedule; multiplied with the learning rate.
     mask: tree of bools or function of the parameters, where to decay weights.
     nesterov: whether to use Nesterov momentum.
@@ -198,18 +179,19 @@ def coat_adamw(
     seed: of the random words of stochastic rounding. A run repeats itself.
     implementation: "mosaic" for the GPU kernel, "xla" for plain JAX, None for
       the kernel where a leaf and the platform allow it.
-    shardings: on a mesh of automatic axes, how parameters lie, a tree of
-      `NamedSharding`s, so that the kernel can run on each device's part; None
-      leaves partitioning to XLA, which cannot partition a kernel. Explicit axes
-      say it themselves.
-    mu_dtype: not for this optimizer; here to say what is.
+    shardings: on a mesh of automatic axes, the parameters' shardings, a tree of
+      `NamedSharding`s, so that the kernel can run on each device's shard; None
+      leaves partitioning to XLA, which cannot partition a kernel. Not needed on
+      explicit axes, where shardings are part of types.
+    mu_dtype: unsupported: raises, pointing to `codec`.
 
   Returns:
     An `optax.GradientTransformationExtraArgs`.
 
   Raises:
     ValueError: `mu_dtype` is given.
-    TypeError: `codec` is none, or (by `init`) a leaf is not real floating.
+    TypeError: `codec` is not a `MomentCodec`, or (by `init`) a leaf is not real
+      floating.
 
   Examples:
     >>> import jax, optax
@@ -234,7 +216,7 @@ def coat_adamw(
   """
   if mu_dtype is not None:
     raise ValueError(
-      f"coat_adamw: moments rest as the codec says, got mu_dtype={mu_dtype!r}; "
+      f"coat_adamw: the codec says how moments are stored, got {mu_dtype=}; "
       "pass codec=codecs.bfloat16() or codec=codecs.float32() instead"
     )
   return optax.chain(
@@ -291,34 +273,3 @@ def apply_updates(
     key = parameter_key(seed, step, i)
     out.append(moments.round_to_bfloat16(total, key))
   return treedef.unflatten(out)
-
-
-def parameter_key(seed: ArrayLike, step: ArrayLike, leaf: int) -> Array:
-  """The key of the random words that round a leaf's parameters to bf16."""
-  key = stochastic.leaf_key(seed, step, leaf) ^ jnp.uint32(_PARAMETER_STREAM)
-  return stochastic.mix(key)
-
-
-def paired(
-  op: str, updates: optax.Updates, state: ScaleByCoatAdamState
-) -> Iterable[tuple[Array, moments.Moments]]:
-  """Gradients and moments, leaf by leaf.
-
-  Raises:
-    ValueError: they do not belong together.
-  """
-  grads, leaves = moments.leaf_paths(updates), moments.flatten(state[1:])
-  shapes = [leaf.mu.codes.shape for leaf in leaves]
-  wrong = [
-    f"{g.shape} for {shape} at {path!r}"
-    for (path, g), shape in zip(grads, shapes, strict=False)
-    if g.shape != shape
-  ]
-  if len(grads) != len(leaves):
-    wrong = [f"{len(grads)} leaves for {len(leaves)}"]
-  if wrong:
-    raise ValueError(
-      f"{op}: gradients must have the shapes of the parameters given to init, "
-      f"got {wrong[0]}; initialize the state with these parameters"
-    )
-  return zip([g for _, g in grads], leaves, strict=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where an optimizer's FP8 state lies on a mesh: as its parameters say.
+"""How an optimizer's FP8 state is sharded: like its parameters.
 
 Codes and unencoded moments have the parameter's shape and its sharding. A
 group's statistics have the same axes, the last one shorter, and are sharded
@@ -16,7 +16,7 @@ row only if the group size divides its share (`fit_group_size`).
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -24,12 +24,10 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from coat_jax import codecs
 from coat_jax.codecs import MomentCodec
-from coat_jax.codecs.group import Encoded, GroupCodec
+from coat_jax.codecs.group import GroupCodec
 from coat_jax.optimizer import moments
-from coat_jax.optimizer.moments import Groups, Moments, QuantizeMask
-
-# The fields of a state of `scale_by_coat_adam` but its count.
-_FIELDS = [f"{m}_{field}" for m in Moments._fields for field in Encoded._fields]
+from coat_jax.optimizer.masks import QuantizeMask, leaf_paths
+from coat_jax.optimizer.moments import GroupCodecs, Stored
 
 
 def abstract_state(
@@ -58,9 +56,9 @@ def abstract_state(
     with a `NamedSharding`: what Orbax restores into.
 
   Raises:
-    TypeError: a sharding is no `NamedSharding`.
-    ValueError: shardings do not belong to `params`; a device would have part of
-      a group; or a coat state is not `codec`'s.
+    TypeError: a sharding is not a `NamedSharding`.
+    ValueError: shardings do not belong to `params`; a group would be split over
+      devices; or a coat state is not `codec`'s.
 
   Examples:
     >>> import jax, optax
@@ -88,7 +86,7 @@ def state_shardings(
   """The shardings of what `init` makes: the same tree of `NamedSharding`s.
 
   For `jit`'s in_shardings and out_shardings and for `jax.device_put`.
-  Arguments, errors and what lies where are `abstract_state`'s.
+  Arguments, errors and the shardings are `abstract_state`'s.
 
   Returns:
     A tree of the structure of `init(params)`.
@@ -129,8 +127,8 @@ def fit_group_size(
   """
   op = "fit_group_size"
   placed, _ = _placed(op, params, shardings)
-  leaves = moments.leaf_paths(placed)
-  chosen = moments.choose_groups(op, placed, codec, quantize_mask)
+  leaves = leaf_paths(placed)
+  chosen = moments.choose_groups(op, placed, codec.groups, quantize_mask)
   shares = {
     path: _share(leaf)
     for (path, leaf), groups in zip(leaves, chosen, strict=True)
@@ -177,10 +175,10 @@ def _abstract_state(op, init, params, shardings, codec) -> Any:
     )
   state = jax.tree.map(lambda x: on(mesh, x), state)
   several = (codec,) if isinstance(codec, MomentCodec) else tuple(codec)
-  for fields in _coat_states(state):
-    paths = [path for path, _ in moments.leaf_paths(fields[0])]
-    for path, leaf in zip(paths, moments.flatten(fields), strict=True):
-      _check_groups(op, path, leaf, several)
+  for trees in moments.all_moment_trees(state):
+    paths = [path for path, _ in leaf_paths(trees[0])]
+    for path, stored in zip(paths, moments.flatten(trees), strict=True):
+      _check_groups(op, path, stored, several)
   return state
 
 
@@ -188,7 +186,7 @@ def _placed(
   op: str, params: Any, shardings: Any
 ) -> tuple[Any, Mesh | AbstractMesh]:
   """Abstract parameters with the given shardings, and these shardings' mesh."""
-  leaves = moments.leaf_paths(params)
+  leaves = leaf_paths(params)
   where: list[Any] = (
     [getattr(leaf, "sharding", None) for _, leaf in leaves]
     if shardings is None
@@ -224,28 +222,11 @@ def _placed(
   return jax.tree.structure(params).unflatten(out), where[0].mesh
 
 
-def _coat_states(node: Any) -> Iterator[list[Any]]:
-  """The six trees of each coat state in a tree, as `moments.flatten` takes.
-
-  They are known by their names: a NamedTuple, or what NNX makes of one.
-  """
-
-  def fields(x):
-    x = x._asdict() if hasattr(x, "_asdict") else x
-    if isinstance(x, Mapping) and all(name in x for name in _FIELDS):
-      return [x[name] for name in _FIELDS]
-    return None
-
-  for leaf in jax.tree.leaves(node, is_leaf=lambda x: fields(x) is not None):
-    if found := fields(leaf):
-      yield found
-
-
-def _check_groups(op, path: str, leaf: Moments, several) -> None:
-  """Raises where a device would have part of a group of one leaf's moments."""
-  codes = leaf.mu.codes
+def _check_groups(op, path: str, stored: Stored, several) -> None:
+  """Raises where a group of one leaf's moments would be split over devices."""
+  codes = stored[0].codes
   share = _share(codes)
-  for size in _sizes(_stored_groups(op, leaf, several)):
+  for size in _sizes(_stored_groups(op, stored, several)):
     if share == codes.shape[-1] or share % size == 0:
       continue
     fitting = ", ".join(str(g) for g in _fitting(share, size)[:5])
@@ -258,14 +239,20 @@ def _check_groups(op, path: str, leaf: Moments, several) -> None:
     )
 
 
-def _stored_groups(op, leaf: Moments, several) -> Groups:
+def _stored_groups(op, stored: Stored, several) -> GroupCodecs:
   """The group codecs of the first codec that can have written these moments."""
+
+  def written_by(codec):
+    # An optimizer with fewer moments than Adam has the first ones.
+    groups = codec.groups[: len(stored)]
+    return moments.stored_groups(op, stored, groups, codec.name)
+
   for codec in several[:-1]:
     try:
-      return moments.stored_groups(op, leaf, codec)
+      return written_by(codec)
     except ValueError:
       pass
-  return moments.stored_groups(op, leaf, several[-1])
+  return written_by(several[-1])
 
 
 def _sizes(groups: Sequence[GroupCodec]) -> list[int]:

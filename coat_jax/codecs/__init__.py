@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How an optimizer's moments rest between steps: one small interface.
+"""How an optimizer's moments are stored between steps: one small interface.
 
 A codec turns f32 values into codes of the same shape and at most two statistics
 per group of `group_size` values along the last axis, and back. `coat`, `fp8`,
@@ -29,38 +29,29 @@ E[decode(encode(x))] = x.
 
 A group that holds a NaN or an infinity decodes to NaN as a whole and touches no
 other group. Magnitudes below 2^-126 count as zero on every backend.
+
+A codec of your own is one file: group codecs (`codecs.group`), and a function
+that returns a `MomentCodec` and has a default for every argument. Pass its
+result as `codec=`, or name the function as "package.module:function" where the
+command line and the benchmarks ask for a codec; `register` gives it a name.
 """
 
-import dataclasses
 from typing import Literal
 
-from coat_jax.codecs.group import (
-  BoundedFP8,
-  ExpandedFP8,
-  GroupCodec,
-  LogUniform,
-  Plain,
-  Rounding,
-  ScaledFP8,
-)
+from coat_jax.codecs.fp8 import BoundedFP8, ExpandedFP8, ScaledFP8
+from coat_jax.codecs.group import Encoded as Encoded
+from coat_jax.codecs.group import GroupCodec as GroupCodec
+from coat_jax.codecs.group import Plain, Rounding
+from coat_jax.codecs.log8 import LogUniform
+from coat_jax.codecs.registry import MomentCodec, register
+from coat_jax.codecs.registry import build as build
+from coat_jax.codecs.registry import names as names
+from coat_jax.codecs.registry import options as options
+from coat_jax.codecs.registry import variants as variants
 from coat_jax.formats import E4M3, E5M2
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MomentCodec:
-  """How both moments of Adam rest: what `coat_adamw(codec=...)` takes.
-
-  Attributes:
-    name: as the command line and the benchmarks spell it.
-    mu: codec of the first moment.
-    nu: codec of the second moment.
-  """
-
-  name: str
-  mu: GroupCodec
-  nu: GroupCodec
-
-
+@register
 def coat(
   group_size: int = 128,
   rounding: Rounding = "stochastic",
@@ -80,6 +71,11 @@ def coat(
   Raises:
     ValueError: an argument outside its values.
 
+  Examples:
+    >>> import coat_jax
+    >>> from coat_jax import codecs
+    >>> optimizer = coat_jax.coat_adamw(3e-4, codec=codecs.coat(group_size=64))
+
   Source: arXiv:2410.19313, section 4; docs/deviations.md 3 to 6.
   """
   _check("coat", group_size, rounding)
@@ -96,6 +92,7 @@ def coat(
   )
 
 
+@register
 def coat_e8m0(
   group_size: int = 128, rounding: Rounding = "stochastic"
 ) -> MomentCodec:
@@ -103,12 +100,28 @@ def coat_e8m0(
 
   Keep it stochastic: to nearest, v ends up 6 times (b2 = 0.95) to 180 times
   (0.99) too large after gradients shrink.
+
+  Args:
+    group_size: values along the last axis that share both bounds.
+    rounding: "stochastic" or "nearest".
+
+  Returns:
+    A codec of 2 + 4 / group_size bytes a parameter.
+
+  Raises:
+    ValueError: an argument outside its values.
+
+  Examples:
+    >>> import coat_jax
+    >>> from coat_jax import codecs
+    >>> optimizer = coat_jax.coat_adamw(3e-4, codec=codecs.coat_e8m0())
   """
   _check("coat_e8m0", group_size, rounding)
   group = BoundedFP8(group_size, rounding)
   return MomentCodec(name="coat_e8m0", mu=group, nu=group)
 
 
+@register
 def log8(
   group_size: int = 128, rounding: Rounding = "stochastic"
 ) -> MomentCodec:
@@ -116,6 +129,21 @@ def log8(
 
   Only with stochastic rounding: to nearest, v ends up 200 times too large after
   gradients shrink (b2 = 0.99), since a step in log x is wider than a step of v.
+
+  Args:
+    group_size: values along the last axis that share both bounds.
+    rounding: "stochastic"; "nearest" is refused.
+
+  Returns:
+    A codec of 2 + 4 / group_size bytes a parameter.
+
+  Raises:
+    ValueError: an argument outside its values.
+
+  Examples:
+    >>> import coat_jax
+    >>> from coat_jax import codecs
+    >>> optimizer = coat_jax.coat_adamw(3e-4, codec=codecs.log8())
   """
   _check("log8", group_size, rounding)
   if rounding == "nearest":
@@ -130,25 +158,44 @@ def log8(
   )
 
 
+@register
 def fp8(
   group_size: int = 128, rounding: Rounding = "stochastic"
 ) -> MomentCodec:
-  """E4M3 with one scale per group and no expansion: a baseline, not advice."""
+  """E4M3 with one scale per group and no expansion: a baseline, not advice.
+
+  Args:
+    group_size: values along the last axis that share a scale.
+    rounding: "stochastic" or "nearest".
+
+  Returns:
+    A codec of 2 + 8 / group_size bytes a parameter.
+
+  Raises:
+    ValueError: an argument outside its values.
+
+  Examples:
+    >>> import coat_jax
+    >>> from coat_jax import codecs
+    >>> optimizer = coat_jax.coat_adamw(3e-4, codec=codecs.fp8())
+  """
   _check("fp8", group_size, rounding)
   group = ScaledFP8(group_size, rounding)
   return MomentCodec(name="fp8", mu=group, nu=group)
 
 
-def float32() -> MomentCodec:
-  """Moments as they are: Adam exactly, 8 bytes a parameter."""
-  return MomentCodec(name="float32", mu=Plain("float32"), nu=Plain("float32"))
-
-
+@register
 def bfloat16() -> MomentCodec:
   """Both moments rounded to nearest bfloat16: a baseline, 4 B/param."""
   return MomentCodec(
     name="bfloat16", mu=Plain("bfloat16"), nu=Plain("bfloat16")
   )
+
+
+@register
+def float32() -> MomentCodec:
+  """Moments as they are: Adam exactly, 8 bytes a parameter."""
+  return MomentCodec(name="float32", mu=Plain("float32"), nu=Plain("float32"))
 
 
 def _check(name: str, group_size: int, rounding: str) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One step of Adam on one leaf whose moments rest encoded: the definition.
+"""One step of Adam on one leaf with encoded moments: the definition.
 
 `adam_update` gives the update, for optax; `adamw_step` takes the whole step,
 parameter included. Both decode, update the moments in f32, use them as they
@@ -19,7 +19,7 @@ from jax.typing import ArrayLike
 
 from coat_jax.ops.dispatch import op
 from coat_jax.optimizer import moments
-from coat_jax.optimizer.moments import Groups, Moments
+from coat_jax.optimizer.moments import GroupCodecs, Stored
 
 
 class AdamScalars(NamedTuple):
@@ -115,70 +115,70 @@ def adam(
 @op(mosaic="adam")
 def adam_update(
   g: Array,
-  resting: Moments,
+  stored: Stored,
   key: Array,
   scalars: AdamScalars,
   *,
-  groups: Groups,
+  groups: GroupCodecs,
   start: Array | None = None,
   whole: tuple[int, ...] | None = None,
-) -> tuple[Array, Moments]:
-  """Adam's update of one leaf, and its moments at rest.
+) -> tuple[Array, Stored]:
+  """Adam's update of one leaf, and its new moments.
 
   Args:
     g: f32 or bf16 [..., n], the gradient.
-    resting: moments at rest.
+    stored: the two moments, as they are stored.
     key: from `stochastic.leaf_key`, for the moments' random words.
     scalars: of this step.
-    groups: the leaf's group codecs.
+    groups: the codecs of both.
     start, whole: which part of the leaf this is: see `stochastic.random_words`.
 
   Returns:
-    The update in the gradient's dtype, and the new moments.
+    The update in the gradient's dtype, and the new moments, stored likewise.
   """
-  mu, nu = moments.decode(groups, resting)
+  mu, nu = moments.decode(groups, stored)
   update, mu, nu = adam(g.astype(jnp.float32), mu, nu, scalars)
-  resting = moments.encode(groups, mu, nu, key, start, whole)
-  return update.astype(g.dtype), resting
+  stored = moments.encode(groups, (mu, nu), key, start, whole)
+  return update.astype(g.dtype), stored
 
 
 @op(mosaic="adam")
 def adamw_step(
   p: Array,
   g: Array,
-  resting: Moments,
+  stored: Stored,
   keys: Array,
   scalars: AdamScalars,
   step: StepScalars,
   *,
-  groups: Groups,
+  groups: GroupCodecs,
   start: Array | None = None,
   whole: tuple[int, ...] | None = None,
-) -> tuple[Array, Moments]:
+) -> tuple[Array, Stored]:
   """A step of AdamW on one leaf, all of it in f32.
 
   Args:
     p: [..., n], the parameter. The new one is rounded to nearest, to bf16
       stochastically.
     g: [..., n], the gradient.
-    resting: moments at rest.
+    stored: the two moments, as they are stored.
     keys: uint32 [2], of the moments' and of the parameter's random words.
     scalars: of this step.
     step: of this step and leaf.
-    groups: the leaf's group codecs.
+    groups: the codecs of both.
     start, whole: which part of the leaf this is: see `stochastic.random_words`.
 
   Returns:
-    The new parameter in its dtype, and the new moments.
+    The new parameter in its dtype, and the new moments, stored likewise.
   """
   gradient = g.astype(jnp.float32)
   if step.grad_scale is not None:
     gradient = gradient * step.grad_scale
-  mu, nu = moments.decode(groups, resting)
+  mu, nu = moments.decode(groups, stored)
   update, mu, nu = adam(gradient, mu, nu, scalars)
   new = p.astype(jnp.float32)
   new = new + -step.learning_rate * (update + step.weight_decay * new)
   if p.dtype == jnp.bfloat16:
     new = moments.round_to_bfloat16(new, keys[1], start, whole)
-  resting = moments.encode(groups, mu, nu, keys[0], start, whole)
-  return new.astype(p.dtype), resting
+  stored = moments.encode(groups, (mu, nu), keys[0], start, whole)
+  return new.astype(p.dtype), stored

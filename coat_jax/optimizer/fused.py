@@ -3,8 +3,8 @@
 
 optax hands updates from one transformation to the next, each a copy of the
 parameters in memory. `fused_coat_adamw` is `coat_adamw` and `apply_updates` in
-one function, which a GPU carries out leaf by leaf in one pass over memory, in
-place where parameters and state are donated. The state is Adam's own
+one function, which runs on a GPU leaf by leaf in one pass over memory, in place
+where parameters and state are donated. The state is Adam's own
 (`ScaleByCoatAdamState`): checkpoints go both ways.
 """
 
@@ -16,12 +16,19 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from coat_jax import codecs, optax_coat, stochastic
+from coat_jax import codecs, stochastic
 from coat_jax.ops.dispatch import explain
 from coat_jax.ops.types import Implementation
-from coat_jax.optax_coat import ScaleByCoatAdamState
 from coat_jax.optimizer import adam, moments, shards
-from coat_jax.optimizer.moments import QuantizeMask
+from coat_jax.optimizer.masks import QuantizeMask, leaf_paths
+from coat_jax.optimizer.state import (
+  ScaleByCoatAdamState,
+  check_codec,
+  init_state,
+  next_state,
+  pair_leaves,
+  parameter_key,
+)
 
 
 class FusedTransformation(NamedTuple):
@@ -65,12 +72,23 @@ def fused_coat_adamw(
   gradients and parameters the result is that of the chain.
 
   Args:
-    learning_rate, b1, b2, eps, eps_root, codec, weight_decay, mask,
-      quantize_mask, seed: as in `coat_adamw`.
-    nesterov: must be False; here to say so.
+    learning_rate: a number or a schedule.
+    b1, b2: decay of the first and the second moment.
+    eps: added to the denominator, outside the root.
+    eps_root: added to the second moment, inside the root.
+    codec: how the moments are stored, from `codecs`; holds every static choice.
+    weight_decay: a number or a schedule; multiplied with the learning rate.
+    mask: tree of bools or function of the parameters, where to decay weights.
+    nesterov: unsupported: raises, pointing to `coat_adamw`.
+    quantize_mask: `(path, leaf) -> bool`, which leaves the codec encodes; None
+      for `default_quantize_mask`.
+    seed: of the random words of stochastic rounding. A run repeats itself.
     implementation: "mosaic" for the kernel, "xla" for the definition, None for
       the kernel where a leaf and the platform allow it.
-    shardings: as in `coat_adamw`.
+    shardings: on a mesh of automatic axes, the parameters' shardings, a tree of
+      `NamedSharding`s, so that the kernel can run on each device's shard; None
+      leaves partitioning to XLA, which cannot partition a kernel. Not needed on
+      explicit axes, where shardings are part of types.
 
   Returns:
     A `FusedTransformation`.
@@ -95,9 +113,10 @@ def fused_coat_adamw(
       f"{op}: nesterov must be False, got True; use coat_adamw(nesterov=True) "
       "with coat_jax.apply_updates"
     )
-  chained = optax_coat.scale_by_coat_adam(
-    b1, b2, eps, eps_root=eps_root, codec=codec, quantize_mask=quantize_mask
-  )
+  check_codec(op, codec)
+
+  def init_fn(params: optax.Params) -> ScaleByCoatAdamState:
+    return init_state(op, params, codec, quantize_mask)
 
   def apply_fn(
     grads: optax.Updates,
@@ -118,30 +137,27 @@ def fused_coat_adamw(
     if grad_scale is not None:
       grad_scale = jnp.asarray(grad_scale, jnp.float32)
     leaves, treedef = jax.tree.flatten(params)
-    pairs = list(optax_coat.paired(op, grads, state))
-    new_leaves, new_resting = [], []
-    where = shards.shardings_of(
-      op, shardings, [resting for _, resting in pairs]
-    )
-    for i, (p, (g, resting), decayed) in enumerate(
+    pairs = pair_leaves(op, grads, state)
+    new_leaves, new_stored = [], []
+    where = shards.shardings_of(op, shardings, [stored for _, stored in pairs])
+    for i, (p, (g, stored), decayed) in enumerate(
       zip(leaves, pairs, _decayed(mask, params), strict=True)
     ):
       key = stochastic.leaf_key(seed, count, i)
-      p, resting = shards.run_on_shards(
+      p, stored = shards.run_on_shards(
         adamw_step,
         where[i],
         (p, g),
-        resting,
-        jnp.stack([key, optax_coat.parameter_key(seed, count, i)]),
+        stored,
+        jnp.stack([key, parameter_key(seed, count, i)]),
         scalars,
         adam.StepScalars(rate, decay if decayed else 0 * decay, grad_scale),
-        groups=moments.stored_groups(op, resting, codec),
+        groups=moments.stored_groups(op, stored, codec.groups, codec.name),
         implementation=implementation,
       )
       new_leaves.append(p)
-      new_resting.append(resting)
-    fields = moments.unflatten(state[1:], new_resting)
-    return treedef.unflatten(new_leaves), ScaleByCoatAdamState(count, *fields)
+      new_stored.append(stored)
+    return treedef.unflatten(new_leaves), next_state(state, count, new_stored)
 
   def explain_fn(params: optax.Params) -> dict[str, str]:
     found = []
@@ -152,14 +168,11 @@ def fused_coat_adamw(
       return adam.adamw_step.definition(*args, **kwargs)
 
     def whole_step(params):
-      return step(explained, params, chained.init(params), params, None)
+      return step(explained, params, init_fn(params), params, None)
 
     jax.eval_shape(whole_step, params)
-    paths = [path for path, _ in moments.leaf_paths(params)]
+    paths = [path for path, _ in leaf_paths(params)]
     return dict(zip(paths, found, strict=True))
-
-  def init_fn(params: optax.Params) -> ScaleByCoatAdamState:
-    return chained.init(params)  # pyright: ignore[reportReturnType]
 
   return FusedTransformation(init_fn, apply_fn, explain_fn)
 

@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The moments of a whole tree at rest: which leaves are encoded, and where.
+"""The stored moments of a whole tree: which are encoded, and how.
 
-What lies between a codec, which knows one array, and an optimizer's state,
-which is six trees: `mu_codes, mu_amax, mu_range, nu_codes, nu_amax, nu_range`.
-A leaf that a codec does not encode rests in f32, and the state itself says
-which: its codes are f32 then.
+What is between a codec, which knows one array, and an optimizer's state. Each
+moment of a state is three trees of the parameters' structure, its codes and
+statistics (`codecs.group.Encoded`): `mu_codes, mu_amax, mu_range` and as many
+for every other moment. Here a leaf's moments are a tuple of `Encoded`, of any
+length, and their codecs a tuple as long.
+
+A leaf that a codec does not encode is stored in f32, which is inferred from the
+state's dtypes: its codes are f32.
 """
 
 import functools
 import math
-import re
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,100 +23,33 @@ from flax.core import meta
 from jax import Array
 
 from coat_jax import stochastic
-from coat_jax.codecs import MomentCodec
 from coat_jax.codecs.group import Encoded, GroupCodec, Plain
+from coat_jax.optimizer.masks import (
+  QuantizeMask,
+  default_quantize_mask,
+  leaf_paths,
+)
 
-QuantizeMask = Callable[[str, Any], bool]
+# The moments of one leaf as they are stored, and the codec of each of them.
+Stored = tuple[Encoded, ...]
+GroupCodecs = tuple[GroupCodec, ...]
 
-_SMALLEST_LEAF, _SHORTEST_ROW = 4096, 16
-
-
-class Groups(NamedTuple):
-  """The group codecs of one leaf: static, so a `jit` can be told them."""
-
-  mu: GroupCodec
-  nu: GroupCodec
-
-
-class Moments(NamedTuple):
-  """The moments of one leaf at rest."""
-
-  mu: Encoded
-  nu: Encoded
-
-
-_IN_F32 = Groups(Plain("float32"), Plain("float32"))
-
-
-def default_quantize_mask(path: str, leaf: Any) -> bool:
-  """Whether a leaf's moments are encoded unless the user says otherwise.
-
-  True for leaves of at least 4096 values and 16 columns that are neither norms
-  nor biases by their names. Those stay in f32, stacked over layers or not: they
-  are less than a thousandth of a model.
-
-  A name is a norm's if it *ends* in a norm, as `input_layernorm`, `q_norm` and
-  `norm_1` do and `norm_mlp` does not, or is `ln` with anything, as `ln_f`; a
-  bias's if `bias` is one of its words; `scale`, `gamma` and `beta` belong to
-  norms. Only the leaf's own name and the one above it count, and a `kernel` or
-  an `embedding` is a matrix whatever is above it.
-
-  Args:
-    path: such as "layers/attn/qkv/kernel"; dots separate names too.
-    leaf: array or `jax.ShapeDtypeStruct`.
-
-  Returns:
-    True to encode the leaf's moments.
-  """
-  if leaf.size < _SMALLEST_LEAF or leaf.shape[-1] < _SHORTEST_ROW:
-    return False
-  names = [x for x in re.split("[/.]", path) if not x.isdigit()] or [""]
-  words = _words(names[-1])
-  if names[-1] in ("kernel", "embedding"):
-    return True
-  if "bias" in words or words[-1] in ("scale", "gamma", "beta"):
-    return False
-  return not any(_names_norm(name) for name in names[-2:])
-
-
-def _names_norm(name: str) -> bool:
-  words = [word.rstrip("0123456789") for word in _words(name)]
-  words = [word for word in words if len(word) > 1] or [""]
-  return words[-1].endswith(("norm", "norms")) or "ln" in (words[0], words[-1])
-
-
-def _words(name: str) -> list[str]:
-  return re.split("[^a-z0-9]+", name.lower())
-
-
-def leaf_paths(tree: Any) -> list[tuple[str, Any]]:
-  """The leaves of a tree with paths such as "layers/attn/qkv/kernel".
-
-  `nnx.Variable`s end theirs in "value" where they are in the tree; that is left
-  out, so that a path is the same with and without them.
-  """
-  out = []
-  for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-    if keys and keys[-1] == jax.tree_util.GetAttrKey("value"):
-      keys = keys[:-1]
-    path = jax.tree_util.keystr(keys, simple=True, separator="/")
-    out.append((path, jnp.asarray(leaf) if isinstance(leaf, float) else leaf))
-  return out
+_F32 = Plain("float32")
 
 
 def choose_groups(
-  op: str, params: Any, codec: MomentCodec, mask: QuantizeMask | None
-) -> list[Groups]:
+  op: str, params: Any, groups: GroupCodecs, mask: QuantizeMask | None
+) -> list[GroupCodecs]:
   """The group codecs of every leaf of `params`, in order.
 
   Args:
     op: the public function that asks, for error messages.
     params: tree of arrays or `jax.ShapeDtypeStruct`s.
-    codec: the codec of leaves to encode.
+    groups: the codecs of leaves to encode, one a moment.
     mask: which those are; None for `default_quantize_mask`.
 
   Returns:
-    One `Groups` a leaf.
+    As many codecs a leaf.
 
   Raises:
     TypeError: a leaf is not real floating.
@@ -134,32 +70,34 @@ def choose_groups(
         f"{op}: quantize_mask must choose arrays with an axis, got the scalar "
         f"at {path!r}; return False for it"
       )
-    out.append(Groups(codec.mu, codec.nu) if chosen else _IN_F32)
+    out.append(groups if chosen else (_F32,) * len(groups))
   return out
 
 
-def stored_groups(op: str, moments: Moments, codec: MomentCodec) -> Groups:
-  """The group codecs that wrote the moments of a leaf: `codec`'s, or f32.
+def stored_groups(
+  op: str, stored: Stored, groups: GroupCodecs, name: str
+) -> GroupCodecs:
+  """The group codecs that wrote the moments of a leaf: `groups`, or f32.
 
   Args:
     op: the public function that asks, for error messages.
-    moments: of one leaf.
-    codec: the codec of leaves that are encoded.
+    stored: the moments of one leaf.
+    groups: the codecs of leaves that are encoded, one a moment.
+    name: what these are called together, for error messages.
 
   Returns:
-    The leaf's `Groups`.
+    The leaf's codecs.
 
   Raises:
     ValueError: neither can have written them.
   """
-  if moments.mu.codes.dtype == moments.nu.codes.dtype == jnp.float32:
-    return _IN_F32
-  groups = Groups(codec.mu, codec.nu)
-  for encoded, group in zip(moments, groups, strict=True):
-    got, want = _layout(encoded), _rest_layout(group, encoded.codes.shape)
+  if all(encoded.codes.dtype == jnp.float32 for encoded in stored):
+    return (_F32,) * len(stored)
+  for encoded, group in zip(stored, groups, strict=True):
+    got, want = _layout(encoded), _stored_layout(group, encoded.codes.shape)
     if got != want:
       raise ValueError(
-        f"{op}: codec {codec.name!r} keeps a moment as {want}, got {got}; pass "
+        f"{op}: codec {name!r} keeps a moment as {want}, got {got}; pass "
         "the codec that the state was made with (to change it, go through "
         "to_adam_state and from_adam_state)"
       )
@@ -171,95 +109,159 @@ def _layout(encoded: Encoded) -> str:
 
 
 @functools.lru_cache(maxsize=4096)
-def _rest_layout(group: GroupCodec, shape: tuple[int, ...]) -> str:
+def _stored_layout(group: GroupCodec, shape: tuple[int, ...]) -> str:
   x = jax.ShapeDtypeStruct(shape, jnp.float32)
   noise = x if group.needs_noise else None
   return _layout(jax.eval_shape(group.encode, x, noise))
 
 
-def flatten(fields: Sequence[Any]) -> list[Moments]:
-  """The moments of every leaf, in order, from a state's six trees."""
-  columns = [jax.tree.leaves(field) for field in fields]
+def moment_trees(state: Any) -> list[Any]:
+  """The trees of the moments that a state stores, as `flatten` takes them.
+
+  They are known by their names: a moment m is stored in m_codes, m_amax and
+  m_range, fields of a NamedTuple or of the mapping that NNX makes of one.
+
+  Args:
+    state: anything.
+
+  Returns:
+    Three trees for each moment, in the order of its fields; [] where `state`
+    stores none.
+  """
+  fields = state._asdict() if hasattr(state, "_asdict") else state
+  if not isinstance(fields, Mapping):
+    return []
+  codes = f"_{Encoded._fields[0]}"
+  names = [
+    [f"{key.removesuffix(codes)}_{field}" for field in Encoded._fields]
+    for key in fields
+    if isinstance(key, str) and key.endswith(codes)
+  ]
   return [
-    Moments(Encoded(*leaves[:3]), Encoded(*leaves[3:]))
-    for leaves in zip(*columns, strict=True)
+    fields[name]
+    for moment in names
+    if all(name in fields for name in moment)
+    for name in moment
   ]
 
 
-def unflatten(trees: Sequence[Any], moments: Sequence[Moments]) -> list[Any]:
-  """Six trees from the moments of every leaf: the inverse of `flatten`.
+def all_moment_trees(tree: Any) -> Iterator[list[Any]]:
+  """`moment_trees` of each state in a tree that stores moments."""
+  for leaf in jax.tree.leaves(tree, is_leaf=lambda x: bool(moment_trees(x))):
+    if found := moment_trees(leaf):
+      yield found
+
+
+def flatten(trees: Sequence[Any]) -> list[Stored]:
+  """The moments of every leaf, in order, from three trees for each moment."""
+  columns = [jax.tree.leaves(tree) for tree in trees]
+  width = len(Encoded._fields)
+  return [
+    tuple(Encoded(*row[i : i + width]) for i in range(0, len(row), width))
+    for row in zip(*columns, strict=True)
+  ]
+
+
+def unflatten(trees: Sequence[Any], stored: Sequence[Stored]) -> list[Any]:
+  """Three trees for each moment: the inverse of `flatten`.
 
   Args:
-    trees: one for each field, whose structure it takes.
-    moments: of every leaf, in order.
+    trees: whose structures they get.
+    stored: the moments of every leaf, in order.
 
   Returns:
-    Trees for `mu_codes, mu_amax, mu_range, nu_codes, nu_amax, nu_range`.
+    As many trees.
   """
-  rows = [(*mu, *nu) for mu, nu in moments]
+  rows = [[x for encoded in moments for x in encoded] for moments in stored]
   return [
     jax.tree.structure(tree).unflatten([row[i] for row in rows])
     for i, tree in enumerate(trees)
   ]
 
 
-def fields_like(params: Any) -> list[Any]:
-  """Six trees of the structure that a state for `params` has.
+def trees_like(params: Any, count: int) -> list[Any]:
+  """Trees of the structures that `count` moments of `params` have.
 
   Boxes around parameters (`nnx.Variable`, Linen's `Partitioned`) stay around
   the codes, which are sharded as they say. Statistics are bare arrays: they
   have other shapes, where the same sharding need not be possible.
   """
   bare = nnx.as_pure(meta.unbox(params))
-  return [params, bare, bare, params, bare, bare]
+  return [params, bare, bare] * count
 
 
 @functools.partial(jax.jit, static_argnames=("groups", "whole"), inline=True)
 def encode(
-  groups: Groups,
-  mu: Array,
-  nu: Array,
+  groups: GroupCodecs,
+  values: tuple[Array, ...],
   key: Array,
   start: Array | None = None,
   whole: tuple[int, ...] | None = None,
-) -> Moments:
+) -> Stored:
   """Encodes the moments of one leaf.
 
   Args:
     groups: the leaf's group codecs.
-    mu: f32.
-    nu: f32 of the same shape.
-    key: from `stochastic.leaf_key`; mu takes the low half of each of its words,
-      nu the high half.
+    values: the moments, f32 of one shape.
+    key: from `stochastic.leaf_key`. Two moments share each of its words, the
+      first taking the low half and the second the high half; the next two share
+      those of another key, and so on (`pair_key`).
     start, whole: which part of the leaf this is: see `stochastic.random_words`.
 
   Returns:
-    The moments at rest.
+    The moments as they are stored.
   """
 
-  def f(mu, nu, key):
-    noise = [None, None]
-    if groups.mu.needs_noise or groups.nu.needs_noise:
-      words = stochastic.random_words(key, mu.shape, start=start, whole=whole)
-      noise = stochastic.low_half(words), stochastic.high_half(words)
-    return Moments(
-      *(
-        group.encode(x, half if group.needs_noise else None)
-        for group, x, half in zip(groups, (mu, nu), noise, strict=True)
-      )
+  def f(values, key):
+    noise = _noise(groups, key, values[0].shape, start, whole)
+    return tuple(
+      group.encode(x, half)
+      for group, x, half in zip(groups, values, noise, strict=True)
     )
 
-  return _partitioned_like(mu, f)(mu, nu, key)
+  return _partitioned_like(values[0], f)(values, key)
+
+
+def _noise(groups: GroupCodecs, key: Array, shape, start, whole) -> list:
+  """Uniform noise for each moment whose codec needs any, else None."""
+  out = []
+  for pair in range(0, len(groups), 2):
+    needs = [group.needs_noise for group in groups[pair : pair + 2]]
+    if not any(needs):
+      out += [None] * len(needs)
+      continue
+    words = stochastic.random_words(
+      pair_key(key, pair // 2), shape, start=start, whole=whole
+    )
+    halves = stochastic.low_half, stochastic.high_half
+    out += [
+      half(words) if needed else None
+      for half, needed in zip(halves, needs, strict=False)
+    ]
+  return out
+
+
+def pair_key(key: Array, pair: int) -> Array:
+  """The key of the words that moments 2 `pair` and 2 `pair` + 1 share.
+
+  That of the first pair is the leaf's own: the words of Adam's two moments.
+  """
+  if not pair:
+    return key
+  return stochastic.mix(key ^ jnp.uint32(pair * stochastic.GOLDEN % 2**32))
 
 
 @functools.partial(jax.jit, static_argnames="groups", inline=True)
-def decode(groups: Groups, moments: Moments) -> tuple[Array, Array]:
+def decode(groups: GroupCodecs, stored: Stored) -> tuple[Array, ...]:
   """Decodes the moments of one leaf to f32."""
 
-  def f(moments):
-    return groups.mu.decode(moments.mu), groups.nu.decode(moments.nu)
+  def f(stored):
+    return tuple(
+      group.decode(encoded)
+      for group, encoded in zip(groups, stored, strict=True)
+    )
 
-  return _partitioned_like(moments.mu.codes, f)(moments)
+  return _partitioned_like(stored[0].codes, f)(stored)
 
 
 @functools.partial(jax.jit, static_argnames="whole", inline=True)
@@ -279,11 +281,11 @@ def round_to_bfloat16(
 
 
 def _partitioned_like(x: Array, f: Callable) -> Callable:
-  """`f` as the compiler partitions it, its results typed to lie as x does.
+  """`f` as the compiler partitions it, with results sharded like x.
 
   Where x is sharded over explicit axes, JAX refuses to reshape a row into
-  groups that lie across devices and makes random words whole on each of them.
-  The compiler, left to itself, does neither.
+  groups that are split over devices and makes random words whole on each of
+  them. The compiler, left to itself, does neither.
   """
   sharding = jax.typeof(x).sharding
   if all(axes is None for axes in sharding.spec):

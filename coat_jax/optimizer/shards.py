@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An optimizer's step on each device's part of a leaf.
+"""An optimizer's step on each device's shard of a leaf.
 
-XLA partitions a step in plain JAX by itself, but no kernel. Where it is known
-how a leaf lies on its mesh, the step runs inside `jax.shard_map`: nothing moves
-between devices, and a device draws the random words of its own rows and columns
-of the whole leaf, so that the result does not depend on the mesh.
+XLA partitions a step in plain JAX by itself, but no kernel. Where a leaf's
+sharding is known, the step runs inside `jax.shard_map`: nothing moves between
+devices, and a device draws the random words of its own rows and columns of the
+whole leaf, so that the result does not depend on the mesh.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,25 +15,26 @@ import jax.numpy as jnp
 from jax import Array, P
 from jax.sharding import NamedSharding
 
-from coat_jax.optimizer.moments import Groups, Moments
+from coat_jax.optimizer.moments import GroupCodecs, Stored
 
 
 def shardings_of(
-  op: str, shardings: Any, resting: Sequence[Moments]
+  op: str, shardings: Any, leaves: Sequence[Stored]
 ) -> list[NamedSharding | None]:
-  """How each leaf lies, or None where that is not known.
+  """The sharding of each leaf, or None where it is not known.
 
   Args:
     op: the public function that asks, for error messages.
     shardings: tree of `NamedSharding`s or None.
-    resting: moments of the leaves; on explicit axes their types say it.
+    leaves: stored moments of the leaves; on explicit axes the shardings are
+      part of their types.
 
   Raises:
-    TypeError: a leaf of `shardings` is no `NamedSharding`.
+    TypeError: a leaf of `shardings` is not a `NamedSharding`.
     ValueError: there are not as many as parameters.
   """
   if shardings is None:
-    types = [jax.typeof(leaf.mu.codes).sharding for leaf in resting]
+    types = [jax.typeof(stored[0].codes).sharding for stored in leaves]
     return [t if t.mesh.explicit_axes else None for t in types]
   found = jax.tree.leaves(shardings)
   if wrong := [x for x in found if not isinstance(x, NamedSharding)]:
@@ -41,48 +42,48 @@ def shardings_of(
       f"{op}: shardings must be NamedShardings, got {wrong[0]!r}; pass "
       "jax.tree.map(lambda x: x.sharding, params)"
     )
-  if len(found) != len(resting):
+  if len(found) != len(leaves):
     raise ValueError(
       f"{op}: there must be a sharding for each parameter, got {len(found)} "
-      f"for {len(resting)}; pass those of the parameters that this "
+      f"for {len(leaves)}; pass those of the parameters that this "
       "transformation sees"
     )
   return found
 
 
 def run_on_shards(
-  step: Callable[..., tuple[Array, Moments]],
+  step: Callable[..., tuple[Array, Stored]],
   sharding: NamedSharding | None,
   arrays: tuple[Array, ...],
-  resting: Moments,
+  stored: Stored,
   *scalars: Any,
-  groups: Groups,
+  groups: GroupCodecs,
   **kwargs: Any,
-) -> tuple[Array, Moments]:
-  """`step(*arrays, resting, *scalars, groups=groups, ...)`, part by part.
+) -> tuple[Array, Stored]:
+  """`step(*arrays, stored, *scalars, groups=groups, ...)`, shard by shard.
 
   Args:
     step: `adam.adam_update` or `adam.adamw_step`.
-    sharding: of the leaf. None, or groups that lie across devices, leave the
-      step to XLA.
+    sharding: of the leaf. None, or groups that are split over devices, leave
+      the step to XLA.
     arrays: of the leaf's shape.
-    resting: the leaf's moments.
+    stored: the leaf's moments.
     *scalars: the same for all devices.
     groups: the leaf's group codecs.
     **kwargs: static, for `step`.
 
   Returns:
-    What `step` does.
+    What `step` returns.
   """
   if sharding is None or not _has_whole_groups(sharding, arrays[0], groups):
-    return step(*arrays, resting, *scalars, groups=groups, **kwargs)
+    return step(*arrays, stored, *scalars, groups=groups, **kwargs)
   whole, spec = arrays[0].shape, sharding.spec
-  of_resting = jax.tree.map(lambda x: spec if x.ndim else P(), resting)
+  of_stored = jax.tree.map(lambda x: spec if x.ndim else P(), stored)
 
-  def local(arrays, resting, scalars):
+  def local(arrays, stored, scalars):
     return step(
       *arrays,
-      resting,
+      stored,
       *scalars,
       groups=groups,
       start=_start(spec, arrays[0].shape),
@@ -93,17 +94,17 @@ def run_on_shards(
   mesh = jax.sharding.get_abstract_mesh()
   if mesh.explicit_axes:
     arrays = tuple(jax.sharding.reshard(x, spec) for x in arrays)
-    resting = jax.tree.map(jax.sharding.reshard, resting, of_resting)
+    stored = jax.tree.map(jax.sharding.reshard, stored, of_stored)
   return jax.shard_map(
     local,
     mesh=sharding.mesh if mesh.empty else None,
-    in_specs=(spec, of_resting, P()),
-    out_specs=(spec, of_resting),
+    in_specs=(spec, of_stored, P()),
+    out_specs=(spec, of_stored),
     check_vma=False,
-  )(arrays, resting, scalars)
+  )(arrays, stored, scalars)
 
 
-def _has_whole_groups(sharding, x, groups: Groups) -> bool:
+def _has_whole_groups(sharding, x, groups: GroupCodecs) -> bool:
   if not x.ndim:
     return True
   share = sharding.shard_shape(x.shape)[-1]
@@ -112,7 +113,7 @@ def _has_whole_groups(sharding, x, groups: Groups) -> bool:
 
 
 def _start(spec: P, shape: tuple[int, ...]) -> Array:
-  """Where the device's part starts along each axis: uint32 [ndim]."""
+  """Where the device's shard starts along each axis: uint32 [ndim]."""
   axes = (*spec, *(None,) * (len(shape) - len(spec)))
   starts = [
     0 if names is None else jax.lax.axis_index(names) * size

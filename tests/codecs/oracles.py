@@ -3,13 +3,9 @@
 
 import numpy as np
 
-from coat_jax.codecs.group import (
-  BoundedFP8,
-  Encoded,
-  ExpandedFP8,
-  LogUniform,
-  ScaledFP8,
-)
+from coat_jax.codecs.fp8 import BoundedFP8, ExpandedFP8, ScaledFP8
+from coat_jax.codecs.group import Encoded
+from coat_jax.codecs.log8 import LogUniform
 from coat_jax.formats import E5M2
 from tests import oracles
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from coat_jax import codecs, stochastic
-from coat_jax.codecs.group import LogUniform
+from coat_jax.codecs.log8 import LogUniform
 from coat_jax.formats import E4M3, E5M2
 from tests import cases, oracles
 from tests.codecs import oracles as codec_oracles

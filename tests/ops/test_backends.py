@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 
 from coat_jax import formats, qtensor, stochastic
-from coat_jax.codecs.group import LogUniform, ScaledFP8
+from coat_jax.codecs.fp8 import ScaledFP8
+from coat_jax.codecs.log8 import LogUniform
 from tests import cases, oracles
 from tests.codecs import oracles as codec_oracles
 

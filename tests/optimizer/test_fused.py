@@ -66,7 +66,7 @@ def test_fused_step_equals_the_chain(name):
   assert_same_bits(state, other)
 
 
-def test_bf16_parameters_draw_the_words_of_apply_updates():
+def test_fused_step_draws_the_words_of_apply_updates():
   a, state, b, other = run({"weight_decay": 0.0}, jnp.bfloat16, steps=1)
   assert_same_bits(state, other)
   for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
@@ -75,7 +75,7 @@ def test_bf16_parameters_draw_the_words_of_apply_updates():
     assert np.mean(np.asarray(x != y)) < 1e-3
 
 
-def test_gradient_scale_is_that_of_scaled_gradients():
+def test_fused_step_scales_gradients():
   fused = fused_coat_adamw(1e-2)
   params, grads = tree(0), tree(1)
   state = fused.init(params)
@@ -84,7 +84,7 @@ def test_gradient_scale_is_that_of_scaled_gradients():
   assert_same_bits(got, jax.jit(fused.apply)(scaled, state, params))
 
 
-def test_foreseeable_mistakes_are_named():
+def test_fused_step_names_foreseeable_mistakes():
   with pytest.raises(NotImplementedError, match="nesterov must be False"):
     fused_coat_adamw(1e-3, nesterov=True)
   params = tree(0)

@@ -20,7 +20,7 @@ import pytest
 from coat_jax import codecs
 from coat_jax.optax_coat import coat_adamw
 
-DATA = Path(__file__).parent / "data"
+DATA = Path(__file__).parent.parent / "data"
 
 # Codes that differ, by case and step: one in all 184,320. At element 4916 of
 # step 5 y = 448 (v / amax)^0.8125 is 1.0625003 in float64, two ulp of f32 above

@@ -1,88 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which leaves are encoded, by which codec, and what is refused."""
+"""The stored moments of a tree: chosen codecs, trees, and random words."""
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax import nnx
 
-from coat_jax import codecs
+from coat_jax import codecs, stochastic
+from coat_jax.codecs.group import Plain
 from coat_jax.optax_coat import coat_adamw, scale_by_coat_adam
 from coat_jax.optimizer import moments
-from coat_jax.optimizer.moments import default_quantize_mask
-
-
-def leaf(*shape, dtype=jnp.float32):
-  return jax.ShapeDtypeStruct(shape, dtype)
-
-
-@pytest.mark.parametrize(
-  "path",
-  [
-    "",
-    "w",
-    "layers/attn/qkv/kernel",
-    "layers/mlp/norm_linear/weight",  # a matrix after a norm
-    "upscale_proj/weight",
-    "upscale",
-    "normal/weight",
-    "debiased/weight",
-    "input_layernorm/kernel",  # no norm's parameter is called kernel
-    "relative_attention_bias/embedding",
-    "model.layers.0.self_attn.q_proj.weight",
-    "alibi/weight",
-    "lnet/weight",
-    "layers/0/w1",
-  ],
-)
-def test_default_quantize_mask_takes_matrices(path):
-  assert default_quantize_mask(path, leaf(64, 64))
-
-
-@pytest.mark.parametrize(
-  "path",
-  [
-    "bias",
-    "layers/attn/qkv/bias",
-    "layers/attn/qkv_bias",
-    "lstm/bias_hh_l0",
-    "layers/norm/scale",
-    "layer_scale",
-    "LayerNorm_0/scale",
-    "LayerNorm_0/gamma",
-    "model/layers/3/input_layernorm/weight",
-    "model.layers.3.post_attention_layernorm.weight",
-    "model/layers/q_norm/weight",
-    "norms/0/weight",
-    "norm1/weight",
-    "norm_f/weight",
-    "transformer/ln_f/weight",
-    "h/0/ln_1/w",
-    "ln_attn/w",
-    "final_ln/w",
-    "rmsnorm",
-  ],
-)
-def test_default_quantize_mask_leaves_norms_and_biases(path):
-  # Stacked over 32 layers, large enough to be encoded otherwise.
-  assert not default_quantize_mask(path, leaf(32, 4096))
-
-
-def test_default_quantize_mask_leaves_small_leaves_and_short_rows():
-  assert default_quantize_mask("w", leaf(4096))
-  assert not default_quantize_mask("w", leaf(4095))
-  assert default_quantize_mask("w", leaf(512, 16))
-  assert not default_quantize_mask("w", leaf(512, 15))
-  assert not default_quantize_mask("w", leaf())
-
-
-def test_mask_sees_the_same_path_with_and_without_variables():
-  model = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
-  state = nnx.state({"layers": [model]}, nnx.Param)
-  want = {"layers/0/kernel", "layers/0/bias"}
-  assert {path for path, _ in moments.leaf_paths(state)} == want
-  assert {path for path, _ in moments.leaf_paths(nnx.as_pure(state))} == want
+from tests.comparing import assert_same_bits
 
 
 def test_quantize_mask_overrides_and_is_asked_by_init_only():
@@ -115,7 +45,7 @@ def test_leaves_that_are_not_real_floating_are_refused(dtype):
   optax.masked(coat_adamw(1e-3), mask).init(params)
 
 
-def test_foreseeable_mistakes_are_named():
+def test_optimizer_names_foreseeable_mistakes():
   params = {"w": jnp.ones((64, 128))}
   with pytest.raises(ValueError, match="codec=codecs.bfloat16"):
     coat_adamw(1e-3, mu_dtype=jnp.bfloat16)
@@ -137,3 +67,100 @@ def test_foreseeable_mistakes_are_named():
   # Another rounding reads the same state.
   nearest = scale_by_coat_adam(codec=codecs.coat(rounding="nearest"))
   nearest.update(params, state)
+
+
+def values(count, shape=(4, 256)):
+  keys = jax.random.split(jax.random.key(0), count)
+  return tuple(jnp.abs(jax.random.normal(key, shape)) for key in keys)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+def test_moments_of_any_number_take_their_own_words(count):
+  codec = codecs.coat().nu
+  key = stochastic.leaf_key(1, 2, 3)
+  x = values(count)
+  stored = moments.encode((codec,) * count, x, key)
+  # Which words each of them draws is part of what checkpoints go on from: the
+  # two halves of the key's own, then of another key's.
+  for i, encoded in enumerate(stored):
+    pair = (
+      key
+      if i < 2
+      else stochastic.mix(key ^ jnp.uint32(i // 2 * stochastic.GOLDEN % 2**32))
+    )
+    words = stochastic.random_words(pair, x[i].shape)
+    half = (stochastic.low_half, stochastic.high_half)[i % 2]
+    assert_same_bits(encoded, jax.jit(codec.encode)(x[i], half(words)))
+  decoded = moments.decode((codec,) * count, stored)
+  assert len(decoded) == count
+  for a, b in zip(decoded, x, strict=True):
+    # A code's step, up to 1/8 of a value.
+    np.testing.assert_allclose(a, b, rtol=0.125)
+
+
+def test_words_of_moments_and_parameters_are_all_different():
+  key = stochastic.leaf_key(0, 1, 0)
+  keys = {int(moments.pair_key(key, pair)) for pair in range(1000)}
+  assert len(keys) == 1000
+  assert int(moments.pair_key(key, 0)) == int(key)
+  parameter = stochastic.mix(key ^ jnp.uint32(0x85EBCA6B))
+  assert int(parameter) not in keys
+
+
+def test_moments_that_round_to_nearest_draw_no_words():
+  nearest, stochastic_ = codecs.coat(rounding="nearest").nu, codecs.coat().nu
+  x = values(3)
+  groups = (nearest, stochastic_, Plain("bfloat16"))
+  stored = moments.encode(groups, x, jnp.uint32(7))
+  words = stochastic.random_words(jnp.uint32(7), x[0].shape)
+  noise = (None, stochastic.high_half(words), None)
+  for group, encoded, value, half in zip(groups, stored, x, noise, strict=True):
+    assert_same_bits(encoded, jax.jit(group.encode)(value, half))
+  text = str(
+    jax.make_jaxpr(lambda x, key: moments.encode((nearest,) * 3, x, key))(
+      x, jnp.uint32(7)
+    )
+  )
+  assert "random_bits" not in text and "iota" not in text
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_trees_of_moments_flatten_and_unflatten(count):
+  params = {"b": jnp.ones((4, 128)), "a": jnp.ones((2, 256))}
+  groups = (codecs.coat().nu,) * count
+  stored = [
+    moments.encode(groups, (x,) * count, jnp.uint32(0))
+    for x in jax.tree.leaves(params)
+  ]
+  trees = moments.unflatten(moments.trees_like(params, count), stored)
+  assert len(trees) == 3 * count
+  assert all(set(tree) == {"a", "b"} for tree in trees)
+  assert_same_bits(moments.flatten(trees), stored)
+  found = moments.stored_groups("test", stored[0], groups, "coat")
+  assert found == groups
+  with pytest.raises(ValueError, match="codec 'log8' keeps"):
+    moments.stored_groups(
+      "test", stored[0], (codecs.log8().nu,) * count, "log8"
+    )
+
+
+def test_states_that_store_moments_are_known_by_their_fields():
+  params = {"w": jnp.ones((64, 128))}
+  state = scale_by_coat_adam().init(params)
+  trees = moments.moment_trees(state)
+  assert len(trees) == 6
+  assert all(a is b for a, b in zip(trees, state[1:], strict=True))
+  # One moment in a mapping, as NNX makes one of a NamedTuple, and in any order.
+  one = {"m_range": 3, "count": 0, "m_codes": 1, "m_amax": 2}
+  assert moments.moment_trees(one) == [1, 2, 3]
+  assert moments.moment_trees({"m_codes": 1, "m_amax": 2}) == []
+  assert moments.moment_trees(optax.adam(1e-3).init(params)[0]) == []
+  assert moments.moment_trees(jnp.ones(3)) == []
+  nested = {"x": [one, (state, jnp.ones(2))]}
+  found = list(moments.all_moment_trees(nested))
+  assert [len(trees) for trees in found] == [3, 6]
+  optimizer = nnx.Optimizer(
+    nnx.Linear(64, 64, rngs=nnx.Rngs(0)), coat_adamw(1e-3), wrt=nnx.Param
+  )
+  (found,) = moments.all_moment_trees(nnx.state(optimizer.opt_state))
+  assert len(found) == 6

@@ -85,7 +85,7 @@ def objective(params):
 
 
 @every_codec
-def test_converges(name):
+def test_optimizer_converges(name):
   # Adam treats each value by itself: three targets in one run.
   params = {
     "parabola": jnp.array([-1.0, 10.0, 1.0]),
@@ -137,7 +137,7 @@ CHOOSERS = ("none", "multi_steps", "apply_if_finite")
   [(wrapper, "coat") for wrapper in WRAPPERS]
   + [(wrapper, name) for wrapper in CHOOSERS for name in LAYOUTS[1:]],
 )
-def test_works_inside(wrapper, name):
+def test_optimizer_works_inside(wrapper, name):
   solver = WRAPPERS[wrapper](make(name))
   params = tree()
   abstract = jax.eval_shape(solver.init, params)
@@ -148,7 +148,7 @@ def test_works_inside(wrapper, name):
   # As for an optimizer's own state, a function of the parameters reaches it.
   state = optax.tree.map_params(solver, lambda x: x, state)
   before = types(state), types(params)
-  # No container of ours takes these: they go through to whoever wants them.
+  # No container of ours takes these: they go through to the others.
   extra = {"unexpected": 1} if wrapper in ("none", "chain") else {}
 
   @functools.partial(jax.jit, donate_argnums=(0, 1))
@@ -168,7 +168,7 @@ def test_works_inside(wrapper, name):
 
 
 @every_codec
-def test_inject_hyperparams(name):
+def test_inject_hyperparams_reaches_the_optimizer(name):
   injected = optax.inject_hyperparams(coat_adamw, static_args="quantize_mask")
   injected = injected(1e-2, codec=CODECS[name], quantize_mask=quantize_mask)
   params = tree()
@@ -189,7 +189,7 @@ def test_inject_hyperparams(name):
   assert not any(np.any(x) for x in jax.tree.leaves(updates))
 
 
-def test_inject_hyperparams_as_written():
+def test_inject_hyperparams_works_as_written():
   solver = optax.inject_hyperparams(coat_adamw)(learning_rate=1e-3)
   params = {"w": jnp.ones((32, 128))}
   updates, state = solver.update(params, solver.init(params), params)
@@ -198,7 +198,7 @@ def test_inject_hyperparams_as_written():
 
 
 @every_codec
-def test_preserves_dtypes(name):
+def test_optimizer_preserves_dtypes(name):
   dtype = jnp.float16 if name == "fp8" else jnp.bfloat16
   params = tree(dtype=dtype)
   solver = make(name)
@@ -290,7 +290,7 @@ def adam_losses():
 @pytest.mark.parametrize(
   "name, jit", [("coat", True), ("coat", False), ("log8", True), ("fp8", True)]
 )
-def test_nnx_optimizer(name, jit):
+def test_nnx_optimizer_follows_adam(name, jit):
   solver = coat_adamw(1e-2, codec=getattr(codecs, name)())
   optimizer, losses = train_nnx(solver, jit=jit)
   adam = adam_losses()
@@ -306,7 +306,7 @@ def test_nnx_optimizer(name, jit):
   assert state["mu_amax"]["up"]["kernel"].shape == (64, 1)
 
 
-def test_nnx_model_in_bf16():
+def test_nnx_model_in_bf16_moves():
   model = nnx.Linear(64, 64, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
   solver = coat_adamw(1e-3)
   state = solver.init(nnx.state(model, nnx.Param))

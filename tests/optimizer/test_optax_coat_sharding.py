@@ -77,7 +77,7 @@ def solver_and_result(name, names):
   "name, kind",
   [(name, AxisType.Auto) for name in CODECS] + [("coat", AxisType.Explicit)],
 )
-def test_sharded_equals_unsharded(name, kind):
+def test_sharded_step_equals_unsharded(name, kind):
   # Compiling all leaves for all codecs would take a minute.
   names = tuple(LEAVES) if name == "coat" else ("whole", "across")
   solver, (want, want_state) = solver_and_result(name, names)
@@ -166,7 +166,7 @@ def test_apply_updates_does_not_depend_on_sharding(kind):
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_variables_with_sharding_metadata(kind):
+def test_variables_keep_their_sharding_metadata(kind):
   # Statistics have other shapes than the variables: the metadata is not theirs.
   with jax.set_mesh(mesh(kind)):
     model = nnx.Linear(
@@ -190,7 +190,7 @@ def test_variables_with_sharding_metadata(kind):
     assert codes.sharding.is_equivalent_to(where, 2)
 
 
-def test_linen_partitioned_boxes():
+def test_linen_boxes_stay_around_codes():
   model = nn.Dense(
     96, kernel_init=nn.with_partitioning(nn.initializers.ones, ("x", "y"))
   )

@@ -1,58 +1,141 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reports of a state whose groups are known by construction."""
+"""The size of states, and reports on how well moments fit their codes."""
 
+import doctest
+import json
+
+import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
+from flax import nnx
 
-from coat_jax import codecs, from_adam_state, state_report
-
-ROWS, GROUP = 64, 64
-# k = 1 spans 448 to 2 / 448, and k = 2 the root of that.
-RATIO = np.sqrt(448**2 / 2)
-
-
-def state(codec, zero_rows):
-  """Moments of one group a row; the first rows are zero."""
-  row = np.geomspace(1e-4, 1e-4 * RATIO, GROUP)
-  values = np.tile(row, (ROWS, 1)).astype(np.float32)
-  values[:zero_rows] = 0
-  leaf = {"w": jnp.asarray(values)}
-  adam = optax.ScaleByAdamState(jnp.int32(1), leaf, leaf)
-  return from_adam_state(adam, codec=codec)
+from coat_jax import codecs
+from coat_jax.optax_coat import coat_adamw
+from coat_jax.optimizer import report as reports_module
+from coat_jax.optimizer.conversion import from_adam_state
+from coat_jax.optimizer.report import state_bytes, state_report
+from tests import cases
 
 
-@pytest.mark.parametrize("zero_rows", [0, 1, 48])
-def test_powers_of_groups_of_zeros_are_not_counted(zero_rows):
-  codec = codecs.coat(GROUP)
-  report = state_report(state(codec, zero_rows), codec=codec)["w"]
-  for moment in ("mu", "nu"):
-    # On a grid of sixteenths.
-    powers = report[moment]["power"]
-    assert set(powers) == {"min", "p10", "median", "p90", "max", "mean"}
-    for name, power in powers.items():
-      assert power == pytest.approx(2, abs=1 / 16), name
-    assert powers["min"] == powers["max"]
-    assert report[moment]["zeroed"] == zero_rows / ROWS
-
-
-def test_a_leaf_of_zeros_has_no_powers():
-  codec = codecs.coat(GROUP)
-  report = state_report(state(codec, ROWS), codec=codec)["w"]
-  assert "power" not in report["mu"] and report["mu"]["zeroed"] == 1
-
-
-def test_quantiles_are_those_of_the_groups():
-  # Spans of k = 1 and of k = 2, three groups to one.
-  one, two = (np.geomspace(1e-4, 1e-4 * RATIO**n, GROUP) for n in (2, 1))
-  rows = np.concatenate([np.tile(one, (48, 1)), np.tile(two, (16, 1))])
-  leaf = {"w": jnp.asarray(rows, jnp.float32)}
-  codec = codecs.coat(GROUP)
-  adam = optax.ScaleByAdamState(jnp.int32(1), leaf, leaf)
-  powers = state_report(from_adam_state(adam, codec=codec), codec=codec)["w"]
-  powers = powers["mu"]["power"]
-  want = dict(min=1, p10=1, median=1, p90=2, max=2, mean=1.25)
-  assert powers == {
-    name: pytest.approx(value, abs=1 / 16) for name, value in want.items()
+def llama2_7b():
+  """Abstract parameters of Llama-2-7B, layers stacked, f32."""
+  layers, h, f, vocabulary = 32, 4096, 11008, 32000
+  shapes = {
+    "embed": {"embedding": (vocabulary, h)},
+    "layers": {
+      "attn": {
+        "norm": {"scale": (layers, h)},
+        "qkv": {"kernel": (layers, h, 3 * h)},
+        "out": {"kernel": (layers, h, h)},
+      },
+      "mlp": {
+        "norm": {"scale": (layers, h)},
+        "gate_up": {"kernel": (layers, h, 2 * f)},
+        "down": {"kernel": (layers, f, h)},
+      },
+    },
+    "norm": {"scale": (h,)},
+    "head": {"kernel": (h, vocabulary)},
   }
+  return jax.tree.map(
+    lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32),
+    shapes,
+    is_leaf=lambda x: isinstance(x, tuple),
+  )
+
+
+@pytest.mark.parametrize(
+  "codec, most",
+  [
+    (codecs.coat(), 2.09),
+    (codecs.coat_e8m0(), 2.04),
+    (codecs.log8(), 2.04),
+    (codecs.fp8(), 2.07),
+    (codecs.bfloat16(), 4.001),
+    (codecs.float32(), 8),
+  ],
+  ids=lambda x: getattr(x, "name", ""),
+)
+def test_state_bytes_of_llama2_7b(codec, most):
+  state = jax.eval_shape(coat_adamw(1e-3, codec=codec).init, llama2_7b())
+  size = state_bytes(state)
+  assert size.parameters == 6_738_415_616
+  assert size.total == pytest.approx(size.parameters * size.bytes_per_param)
+  # No state is smaller than its codes; the count and the scalars are nothing.
+  codes = 2 * (8 if codec.name == "float32" else 1)
+  assert min(codes, most - 0.1) <= size.bytes_per_param <= most + 1e-7
+
+
+def test_state_bytes_finds_states_anywhere():
+  params = {"w": jnp.ones((64, 64)), "b": jnp.ones(64)}
+  # Both moments: codes, 5 bytes for each of 64 groups, f32 biases and their
+  # placeholders (4 + 1 bytes); the count.
+  want = 2 * (4096 + 64 * 5 + 64 * 4 + 5) + 4
+  solver = optax.chain(optax.clip(1.0), coat_adamw(1e-3))
+  assert state_bytes(solver.init(params)).total == want
+  size = state_bytes(jax.eval_shape(solver.init, params))
+  assert size == (want, 4160, want / 4160)
+  model = nnx.Linear(64, 64, rngs=nnx.Rngs(0))
+  optimizer = nnx.Optimizer(model, solver, wrt=nnx.Param)
+  assert state_bytes(optimizer.opt_state).total == want
+  with pytest.raises(ValueError, match="must hold a ScaleByCoatAdamState"):
+    state_bytes(optax.adam(1e-3).init(params))
+
+
+def test_state_report_tells_codecs_apart():
+  mu, nu = (jnp.asarray(x) for x in cases.moments((64, 256)))
+  nu = nu.at[0].set(0.0)  # Rows of zeros say nothing about powers.
+  reference = optax.ScaleByAdamState(
+    jnp.int32(5),
+    {"w": mu, "norm": {"scale": mu[0]}},
+    {"w": nu, "norm": {"scale": nu[1]}},
+  )
+  reports = {}
+  for name in ("coat", "coat_e8m0", "log8", "fp8", "bfloat16"):
+    codec = getattr(codecs, name)()
+    state = from_adam_state(reference, codec=codec)
+    report = state_report(state, codec=codec, reference=reference)
+    assert json.loads(json.dumps(report)) == report
+    assert set(report) == {"w", "norm/scale"}
+    assert report["w"]["parameters"] == 64 * 256
+    assert (report["w"]["encoded"], report["norm/scale"]["encoded"]) == (
+      True,
+      False,
+    )
+    assert report["norm/scale"]["nu"] == {"zeroed": 0, "relative_error": 0}
+    reports[name] = report["w"]
+  coat, e8m0 = reports["coat"], reports["coat_e8m0"]
+  for moment in ("mu", "nu"):
+    power = coat[moment]["power"]
+    assert 1 / 16 <= power["min"] <= power["median"] <= power["max"] < 15.9
+    # Coarser bounds are at most an octave wider at each end: a smaller power.
+    assert e8m0[moment]["power"]["median"] < power["median"]
+    assert "power" not in reports["log8"][moment]
+    assert 0.2 < coat[moment]["codes_used"] <= 1
+  assert coat["nu"]["power"]["median"] < coat["mu"]["power"]["median"] * 2
+  # What expansion is for: without it small second moments become zero.
+  assert coat["nu"]["zeroed"] == 0 < reports["fp8"]["nu"]["zeroed"]
+  assert "codes_used" not in reports["bfloat16"]["mu"]
+  # Half an ulp of bfloat16 at most.
+  assert 0 < reports["bfloat16"]["mu"]["relative_error"] < 2.0**-8
+  # Without a reference zeros are counted as they stand.
+  alone = state_report(
+    from_adam_state(reference, codec=codecs.coat()), codec=codecs.coat()
+  )
+  assert alone["w"]["nu"]["zeroed"] == 1 / 64
+  assert "relative_error" not in alone["w"]["nu"]
+
+
+def test_state_report_refuses_what_it_cannot_compare():
+  params = {"w": jnp.ones((64, 64))}
+  state = coat_adamw(1e-3).init(params)
+  other = optax.adam(1e-3).init({"w": jnp.ones(3)})[0]
+  with pytest.raises(ValueError, match="reference must have leaves"):
+    state_report(state, codec=codecs.coat(), reference=other)
+  with pytest.raises(ValueError, match="one coat state, got 2"):
+    state_report((state, state), codec=codecs.coat())
+
+
+def test_report_examples_run():
+  assert not doctest.testmod(reports_module).failed

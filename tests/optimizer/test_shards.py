@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The optimizer on each device's part of its leaves, as its kernel runs."""
+"""The optimizer on each device's shard of its leaves, as its kernel runs."""
 
 import functools
 
@@ -98,7 +98,7 @@ def on_one_device(name, codec, dtype):
     ("chained", "coat_e8m0", jnp.float32, AxisType.Explicit),
   ],
 )
-def test_parts_together_are_the_step_of_one_device(name, codec, dtype, kind):
+def test_shards_together_are_the_step_of_one_device(name, codec, dtype, kind):
   codec = getattr(codecs, codec)()
   mesh = make_mesh(kind)
   shardings = None
@@ -109,7 +109,7 @@ def test_parts_together_are_the_step_of_one_device(name, codec, dtype, kind):
   assert_same_bits(got, on_one_device(name, codec, dtype))
   for operation in ("all-gather", "all-reduce", "all-to-all", "permute"):
     assert operation not in text
-  # The second step's arguments lie as the first one's.
+  # The second step's arguments are sharded like the first one's.
   for leaf, (shape, spec) in LEAVES.items():
     where = NamedSharding(mesh, spec)
     assert got[0][leaf].sharding.is_equivalent_to(where, len(shape))
@@ -132,7 +132,7 @@ def test_every_leaf_runs_inside_shard_map(monkeypatch):
   assert found and all(axes == {"x", "y"} for axes in found)
 
 
-def test_groups_across_devices_are_left_to_the_compiler():
+def test_groups_split_over_devices_are_left_to_the_compiler():
   mesh = make_mesh(AxisType.Auto)
   params = {"w": jnp.ones((8, 384))}
   where = {"w": NamedSharding(mesh, jax.P("x", "y"))}
@@ -147,7 +147,7 @@ def test_groups_across_devices_are_left_to_the_compiler():
   assert_same_bits(got, want)
 
 
-def test_explain_speaks_of_a_device_s_part():
+def test_explain_speaks_of_a_device_s_shard():
   mesh = make_mesh(AxisType.Auto)
   params = {"w": jnp.ones((64, 1024)), "narrow": jnp.ones((8, 256))}
   where = {"w": jax.P("x"), "narrow": jax.P("x", "y")}
@@ -160,7 +160,7 @@ def test_explain_speaks_of_a_device_s_part():
   assert "takes 8 groups at a time, got 2" in said["narrow"]
 
 
-def test_shardings_that_are_none_are_refused():
+def test_values_that_are_not_shardings_are_refused():
   params = {"w": jnp.ones((8, 256)), "v": jnp.ones((8, 256))}
   with pytest.raises(TypeError, match="must be NamedShardings.*P"):
     optimizer = fused_coat_adamw(**OPTIONS, shardings={"w": jax.P("x")})

@@ -4,7 +4,7 @@
 import jax
 import numpy as np
 
-from coat_jax.optimizer.state import state_bytes, state_report
+from coat_jax.optimizer.report import state_bytes, state_report
 from train.config import TrainConfig
 from train.run import processes
 from train.step import TrainState, abstract_state, build_optimizer

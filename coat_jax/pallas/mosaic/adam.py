@@ -2,10 +2,10 @@
 """A step of Adam on one leaf with encoded moments, in one pass over memory.
 
 `adam.adam_update` and `adam.adamw_step` as one kernel (Mosaic GPU): decode both
-moments, update them, the update or the new parameter, encode. What is written
-lies where it was read: in place where the caller donates it.
+moments, update them, the update or the new parameter, encode. Results are
+written to where they were read from: in place where the caller donates them.
 
-A program of one warpgroup holds a block of 8 groups of 128 values. Everything
+A program of one warpgroup holds a tile of 8 groups of 128 values. Everything
 that belongs to a group is computed once for 8 values of it. With f32
 parameters and gradients and E4M3 codes a step reads and writes 16.2 bytes a
 value (p twice, g, two codes twice), with bf16 10.2.
@@ -41,22 +41,71 @@ from coat_jax.pallas.mosaic.registers import GROUP_SIZE, ROWS, Instructions
 from coat_jax.stochastic import GOLDEN, mix
 
 
-def _require(op, resting, scalars, groups, *arrays) -> None:
-  """Raises `Unsupported` for what the kernel cannot take."""
+def adam_update(
+  g,
+  stored,
+  key,
+  scalars,
+  *,
+  groups,
+  start=None,
+  whole=None,
+  interpret: bool = False,
+):
+  """`adam.adam_update`. With `interpret`, on a CPU, slowly."""
+  _check("adam_update", stored, groups, scalars, (g,))
+  supported()
+  numbers = _adam_numbers(scalars)
+  words = _Words(jnp.stack([key, key]), start, whole)
+  return _run(numbers, words, g, None, stored, groups, interpret)
+
+
+def adamw_step(
+  p,
+  g,
+  stored,
+  keys,
+  scalars,
+  step,
+  *,
+  groups,
+  start=None,
+  whole=None,
+  interpret: bool = False,
+):
+  """`adam.adamw_step`. With `interpret`, on a CPU, slowly."""
+  _check("adamw_step", stored, groups, scalars, (p, g))
+  supported()
+  numbers = dataclasses.replace(
+    _adam_numbers(scalars),
+    grad_scale=step.grad_scale,
+    update_rate=-step.learning_rate * scalars.ratio,
+    decay_rate=-step.learning_rate * step.weight_decay,
+  )
+  words = _Words(keys, start, whole)
+  return _run(numbers, words, g, p, stored, groups, interpret)
+
+
+def _check(op: str, stored, groups, scalars, arrays) -> None:
+  """Raises `Unsupported` where the kernel cannot take these."""
   if scalars.gradient_ratio is not None:
     raise Unsupported(f"{op}: the kernel has no Nesterov momentum")
-  shape = resting.mu.codes.shape
   if any(isinstance(codec, Plain) for codec in groups):
     raise Unsupported(f"{op}: moments that are not encoded have no groups")
-  if any(codec.group_size != GROUP_SIZE for codec in groups):
-    raise Unsupported(
-      f"{op}: the kernel needs groups of 128, got {groups.mu.group_size}"
-    )
+  for codec in groups:
+    if not moment_codecs.is_registered(codec):
+      name = type(codec).__name__
+      raise Unsupported(f"{op}: the kernel knows no codec {name}")
+  sizes = {codec.group_size for codec in groups}
+  if sizes != {GROUP_SIZE}:
+    got = ", ".join(map(str, sorted(sizes)))
+    raise Unsupported(f"{op}: the kernel needs groups of 128, got {got}")
+  codes = stored[0].codes
+  shape, count = codes.shape, codes.size // GROUP_SIZE
   if not shape or shape[-1] % GROUP_SIZE:
     raise Unsupported(
       f"{op}: the last axis must be a multiple of 128, got shape {shape}"
     )
-  count = resting.mu.codes.size // GROUP_SIZE
   if not count or count % ROWS:
     raise Unsupported(
       f"{op}: the kernel takes 8 groups at a time, got {count} in {shape}"
@@ -68,57 +117,12 @@ def _require(op, resting, scalars, groups, *arrays) -> None:
     )
 
 
-def adam_update(
-  g,
-  resting,
-  key,
-  scalars,
-  *,
-  groups,
-  start=None,
-  whole=None,
-  interpret: bool = False,
-):
-  """`adam.adam_update`. With `interpret`, on a CPU, slowly."""
-  _require("adam_update", resting, scalars, groups, g)
-  supported()
-  numbers = _adam_numbers(scalars)
-  words = _Words(jnp.stack([key, key]), start, whole)
-  return _run(numbers, words, g, None, resting, groups, interpret)
-
-
-def adamw_step(
-  p,
-  g,
-  resting,
-  keys,
-  scalars,
-  step,
-  *,
-  groups,
-  start=None,
-  whole=None,
-  interpret: bool = False,
-):
-  """`adam.adamw_step`. With `interpret`, on a CPU, slowly."""
-  _require("adamw_step", resting, scalars, groups, p, g)
-  supported()
-  numbers = dataclasses.replace(
-    _adam_numbers(scalars),
-    grad_scale=step.grad_scale,
-    update_rate=-step.learning_rate * scalars.ratio,
-    decay_rate=-step.learning_rate * step.weight_decay,
-  )
-  words = _Words(keys, start, whole)
-  return _run(numbers, words, g, p, resting, groups, interpret)
-
-
 class _Words(NamedTuple):
   """What random words depend on: see `stochastic.random_words`.
 
   Attributes:
     keys: uint32 [2], of the moments and of the parameter.
-    start, whole: which part of the leaf is at hand; None for all of it.
+    start, whole: which part of the leaf this is; None for all of it.
   """
 
   keys: Array
@@ -134,7 +138,7 @@ class _Words(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Numbers:
-  """The scalars of a step, on the host as arrays and in a kernel as loaded."""
+  """The scalars of a step: arrays on the host, loaded values in a kernel."""
 
   b1: Array
   one_minus_b1: Array
@@ -148,7 +152,7 @@ class _Numbers:
   decay_rate: Array | None = None
 
   def names(self) -> tuple[str, ...]:
-    """Of those there are."""
+    """The names of those that are not None."""
     return tuple(k for k, v in vars(self).items() if v is not None)
 
 
@@ -157,10 +161,10 @@ def _adam_numbers(scalars) -> _Numbers:
   return _Numbers(**{k: v for k, v in scalars._asdict().items() if k in kept})
 
 
-def _run(numbers, words: _Words, g, p, resting, groups, interpret):
-  """Both functions: p is None where the update is wanted."""
+def _run(numbers, words: _Words, g, p, stored, groups, interpret):
+  """Runs either function: p is None where the update is wanted."""
   packed = jnp.stack([getattr(numbers, name) for name in numbers.names()])
-  flat, treedef = jax.tree.flatten(resting)
+  flat, treedef = jax.tree.flatten(stored)
   kept = [i for i, x in enumerate(flat) if x.ndim]
   first, arrays = _step(
     packed,
@@ -182,14 +186,14 @@ def _run(numbers, words: _Words, g, p, resting, groups, interpret):
 @functools.partial(
   jax.jit, static_argnames=("names", "whole", "groups", "interpret")
 )
-def _step(packed, keys, g, p, resting, *, names, whole, groups, interpret):
-  codes = resting[0]
+def _step(packed, keys, g, p, stored, *, names, whole, groups, interpret):
+  codes = stored[0]
 
   def view(x):
     whole = x.shape == codes.shape
     return x.reshape((-1, GROUP_SIZE) if whole else (-1,))
 
-  in_place = (*resting, *(() if p is None else (p,)))
+  in_place = (*stored, *(() if p is None else (p,)))
   refs = [jax.new_ref(view(x)) for x in in_place]
   body = functools.partial(
     _kernel,
@@ -197,7 +201,7 @@ def _step(packed, keys, g, p, resting, *, names, whole, groups, interpret):
     groups=groups,
     shape=codes.shape,
     whole=whole,
-    split=sum(x.ndim > 0 for x in _like(groups.mu)),
+    present=tuple(_present(codec) for codec in groups),
     on=Instructions(interpret),
     gives_update=p is None,
   )
@@ -224,9 +228,11 @@ def _step(packed, keys, g, p, resting, *, names, whole, groups, interpret):
   return new.pop(), tuple(new)
 
 
-def _like(codec: GroupCodec):
+def _present(codec: GroupCodec) -> tuple[bool, ...]:
+  """Which fields of `Encoded` are arrays and not a scalar zero."""
   x = jax.ShapeDtypeStruct((1, GROUP_SIZE), jnp.float32)
-  return jax.eval_shape(codec.encode, x, x if codec.needs_noise else None)
+  noise = x if codec.needs_noise else None
+  return tuple(x.ndim > 0 for x in jax.eval_shape(codec.encode, x, noise))
 
 
 def _kernel(
@@ -238,22 +244,23 @@ def _kernel(
   groups,
   shape: tuple[int, ...],
   whole: tuple[int, ...] | None,
-  split: int,
+  present: tuple[tuple[bool, ...], ...],
   on: Instructions,
   gives_update: bool,
 ):
-  """One block.
+  """One tile.
 
   Args:
     packed_gmem: f32 [names], keys_gmem: uint32 [2] and, where this is a part
       of a leaf, where it starts along each axis; g_gmem: [groups, 128].
-    *gmem: codes [groups, 128] and statistics [groups] of mu (`split` of them)
-      and of nu, then the parameter or the update, [groups, 128].
+    *gmem: codes [groups, 128] and statistics [groups] of mu and of nu, those
+      that are `present`, then the parameter or the update, [groups, 128].
   """
   numbers = {name: packed_gmem[i] for i, name in enumerate(names)}
   numbers = _Numbers(**{"eps_root": None, **numbers})
   keys = keys_gmem[0], keys_gmem[1]
   *moments_gmem, last_gmem = gmem
+  split = sum(present[0])
   mu_gmem, nu_gmem = moments_gmem[:split], moments_gmem[split:]
   p_gmem = () if gives_update else (last_gmem,)
 
@@ -261,8 +268,9 @@ def _kernel(
   refs = (g_gmem, *p_gmem, *moments_gmem)
   g, *rest = (registers.load(ref, start) for ref in refs)
   p = None if gives_update else rest.pop(0).astype(jnp.float32)
-  mu = _decoded(groups.mu, rest[:split], True, on)
-  nu = _decoded(groups.nu, rest[split:], False, on)
+  mu_codec, nu_codec = map(moment_codecs.on_registers, groups)
+  mu = mu_codec.decode(*_fields(rest[:split], present[0]), True, on)
+  nu = nu_codec.decode(*_fields(rest[split:], present[1]), False, on)
   value, mu, nu = _adam(g.astype(jnp.float32), p, mu, nu, numbers, on)
 
   def draw(key):
@@ -273,24 +281,25 @@ def _kernel(
     value = _round_to_bfloat16(value, draw(keys[1]))
   registers.store(last_gmem, start, value.astype(last_gmem.dtype))
   low = high = None
-  if groups.mu.needs_noise or groups.nu.needs_noise:
+  if any(codec.needs_noise for codec in groups):
     low = draw(keys[0])
     high = low >> 16
-  for codec, refs, x, noise, signed in (
-    (groups.mu, mu_gmem, mu, low, True),
-    (groups.nu, nu_gmem, nu, high, False),
+  for group, codec, refs, x, noise, signed in (
+    (groups[0], mu_codec, mu_gmem, mu, low, True),
+    (groups[1], nu_codec, nu_gmem, nu, high, False),
   ):
-    noise = noise if codec.needs_noise else None
-    codes, statistics = moment_codecs.encode(codec, x, noise, signed, on)
+    noise = noise if group.needs_noise else None
+    codes, statistics = codec.encode(x, noise, signed, on)
     written = [codes, *(x for x in statistics if x is not None)]
     for ref, out in zip(refs, written, strict=True):
       registers.store(ref, start, out)
 
 
-def _decoded(codec, loaded, signed: bool, on: Instructions) -> Array:
-  codes, *statistics = loaded
-  statistics = Statistics(*statistics, *[None] * (2 - len(statistics)))
-  return moment_codecs.decode(codec, codes, statistics, signed, on)
+def _fields(loaded, present: tuple[bool, ...]) -> tuple[Array, Statistics]:
+  """Codes and statistics, None for those that are not present."""
+  codes, *rest = loaded
+  amax, range_ = (rest.pop(0) if there else None for there in present[1:])
+  return codes, Statistics(amax, range_)
 
 
 def _adam(g, p, mu, nu, s: _Numbers, on: Instructions):
@@ -344,3 +353,25 @@ def _round_to_bfloat16(x: Array, words: Array) -> Array:
   noisy = bits + (words & jnp.uint32(0xFFFF))
   bits = jnp.where(jnp.abs(x) < jnp.inf, noisy, bits)
   return registers.as_float(bits & jnp.uint32(0xFFFF0000))
+
+
+def adam_update_unsupported(g, stored, key, scalars, *, groups, **kwargs):
+  """Why the kernel cannot take these, or None."""
+  del key, kwargs
+  return _reason("adam_update", stored, groups, scalars, (g,))
+
+
+def adamw_step_unsupported(
+  p, g, stored, keys, scalars, step, *, groups, **kwargs
+):
+  """Why the kernel cannot take these, or None."""
+  del keys, step, kwargs
+  return _reason("adamw_step", stored, groups, scalars, (p, g))
+
+
+def _reason(*args) -> str | None:
+  try:
+    _check(*args)
+  except Unsupported as reason:
+    return str(reason)
+  return None

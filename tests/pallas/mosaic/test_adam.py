@@ -16,9 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from coat_jax import codecs, ops, optax_coat, stochastic
+from coat_jax import codecs, ops, stochastic
 from coat_jax.codecs.group import Encoded
 from coat_jax.optimizer import adam, moments
+from coat_jax.optimizer.state import parameter_key
 from coat_jax.pallas.mosaic import adam as kernel
 from tests import cases
 from tests.codecs import oracles as codec_oracles
@@ -37,30 +38,24 @@ CODECS = {
 SHAPE = (4, 4, 256)  # 32 groups, two a row, rows of two axes.
 
 
-def groups_of(codec):
-  return moments.Groups(codec.mu, codec.nu)
-
-
 @functools.partial(jax.jit, static_argnums=0)
-def at_rest(codec, mu, nu):
-  return moments.encode(groups_of(codec), mu, nu, jnp.uint32(3))
+def encoded(codec, mu, nu):
+  return moments.encode(codec.groups, (mu, nu), jnp.uint32(3))
 
 
 def problem(codec, dtype, grad_dtype=None, shape=SHAPE, seed=0):
-  """p, g and moments at rest, as after some steps."""
+  """p, g and stored moments, as after some steps."""
   rng = np.random.default_rng(seed)
   mu, nu = cases.moments(shape, seed)
   g = mu * rng.normal(1, 1, size=shape)
   p = jnp.asarray(rng.normal(size=shape), dtype)
   g = jnp.asarray(g, dtype if grad_dtype is None else grad_dtype)
-  return p, g, at_rest(codec, mu, nu)
+  return p, g, encoded(codec, mu, nu)
 
 
 def numbers(step, *, eps_root=0.0, grad_scale=None, b2=0.999):
   """Keys and scalars of a step."""
-  keys = jnp.stack(
-    [stochastic.leaf_key(0, step, 1), optax_coat.parameter_key(0, step, 1)]
-  )
+  keys = jnp.stack([stochastic.leaf_key(0, step, 1), parameter_key(0, step, 1)])
   scalars = adam.adam_scalars(jnp.int32(step), 0.9, b2, 1e-8, eps_root)
   rest = jax.tree.map(jnp.float32, (1e-2, 0.1, grad_scale))
   return keys, scalars, adam.StepScalars(*rest)
@@ -68,17 +63,17 @@ def numbers(step, *, eps_root=0.0, grad_scale=None, b2=0.999):
 
 @functools.partial(jax.jit, static_argnums=0)
 def by_definition(codec, *args):
-  return adam.adamw_step.definition(*args, groups=groups_of(codec))
+  return adam.adamw_step.definition(*args, groups=codec.groups)
 
 
 def by_kernel(codec, *args, interpret=True):
-  return kernel.adamw_step(*args, groups=groups_of(codec), interpret=interpret)
+  return kernel.adamw_step(*args, groups=codec.groups, interpret=interpret)
 
 
 def differences(codec, want, got):
   """Groups with another k or bound, and codes apart in the others."""
   other, apart, total = 0, [], 0
-  for group, a, b in zip((codec.mu, codec.nu), want, got, strict=True):
+  for group, a, b in zip(codec.groups, want, got, strict=True):
     assert [x.dtype for x in a] == [x.dtype for x in b]
     assert [x.shape for x in a] == [x.shape for x in b]
     count = a.codes.size // 128
@@ -109,32 +104,30 @@ def compare(codec, step, args, *, interpret, rtol=1e-6):
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_a_part_of_a_leaf_draws_the_words_of_its_place(dtype):
+def test_kernel_on_a_shard_draws_the_words_of_its_place(dtype):
   codec = CODECS["coat"]
-  p, g, resting = problem(codec, dtype)
+  p, g, stored = problem(codec, dtype)
   part = dict(start=jnp.uint32([4, 8, 256]), whole=(8, 12, 1024))
-  args = (p, g, resting, *numbers(1))
-  want = adam.adamw_step.definition(*args, groups=groups_of(codec), **part)
-  got = kernel.adamw_step(
-    *args, groups=groups_of(codec), **part, interpret=True
-  )
+  args = (p, g, stored, *numbers(1))
+  want = adam.adamw_step.definition(*args, groups=codec.groups, **part)
+  got = kernel.adamw_step(*args, groups=codec.groups, **part, interpret=True)
   _, _, apart = differences(codec, want[1], got[1])
   assert np.mean(apart != 0) <= 1e-3
   p, q = (np.asarray(x[0], np.float32) for x in (want, got))
   assert np.mean(p != q) <= (1e-3 if dtype == jnp.bfloat16 else 1)
-  elsewhere = adam.adamw_step.definition(*args, groups=groups_of(codec))
+  elsewhere = adam.adamw_step.definition(*args, groups=codec.groups)
   _, _, apart = differences(codec, elsewhere[1], got[1])
   assert np.mean(apart != 0) > 0.1
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("name", CODECS)
-def test_interpreted_kernel_equals_the_definition(name, dtype):
+def test_interpreted_kernel_matches_definition(name, dtype):
   codec = CODECS[name]
-  p, g, resting = problem(codec, dtype)
+  p, g, stored = problem(codec, dtype)
   other, total, apart = 0, 0, []
   for step in (1, 2):
-    (p, resting), found = compare(codec, step, (p, g, resting), interpret=True)
+    (p, stored), found = compare(codec, step, (p, g, stored), interpret=True)
     other, total = other + found[0], total + found[1]
     apart.append(found[2])
   apart = np.concatenate(apart)
@@ -143,12 +136,12 @@ def test_interpreted_kernel_equals_the_definition(name, dtype):
 
 
 @pytest.mark.parametrize("grad_dtype", [jnp.float32, jnp.bfloat16])
-def test_interpreted_update_equals_the_definition(grad_dtype):
+def test_interpreted_update_matches_definition(grad_dtype):
   codec = CODECS["coat"]
-  _, g, resting = problem(codec, jnp.float32, grad_dtype)
+  _, g, stored = problem(codec, jnp.float32, grad_dtype)
   keys, scalars, _ = numbers(3, eps_root=1e-10)
-  args, groups = (g, resting, keys[0], scalars), groups_of(codec)
-  want, resting = jax.jit(
+  args, groups = (g, stored, keys[0], scalars), codec.groups
+  want, stored = jax.jit(
     functools.partial(adam.adam_update.definition, groups=groups)
   )(*args)
   got, new = kernel.adam_update(*args, groups=groups, interpret=True)
@@ -157,16 +150,16 @@ def test_interpreted_update_equals_the_definition(grad_dtype):
   np.testing.assert_allclose(
     np.asarray(got, np.float32), np.asarray(want, np.float32), rtol=rtol
   )
-  other, _, apart = differences(codec, resting, new)
+  other, _, apart = differences(codec, stored, new)
   assert other == 0 and np.mean(apart != 0) <= 1e-3 and np.max(apart) <= 1
 
 
-def test_gradient_scale_and_mixed_dtypes():
+def test_kernel_scales_gradients_and_mixes_dtypes():
   codec = CODECS["coat_nearest"]
-  p, g, resting = problem(codec, jnp.float32, jnp.bfloat16)
+  p, g, stored = problem(codec, jnp.float32, jnp.bfloat16)
   keys, scalars, step = numbers(2, grad_scale=0.25)
-  want = by_definition(codec, p, g, resting, keys, scalars, step)
-  got = by_kernel(codec, p, g, resting, keys, scalars, step)
+  want = by_definition(codec, p, g, stored, keys, scalars, step)
+  got = by_kernel(codec, p, g, stored, keys, scalars, step)
   np.testing.assert_allclose(got[0], want[0], rtol=1e-6, atol=1e-8)
   other, _, apart = differences(codec, want[1], got[1])
   assert other == 0 and np.mean(apart != 0) <= 1e-3
@@ -182,16 +175,16 @@ def awkward(codec):
   g = jnp.asarray(np.stack(list(groups.values())))
   zero = jnp.zeros_like(g)
   names = np.array(list(groups))
-  return names, np.isin(names, list(bad)), zero, g, at_rest(codec, zero, zero)
+  return names, np.isin(names, list(bad)), zero, g, encoded(codec, zero, zero)
 
 
 def check_awkward(name, interpret):
   codec = CODECS[name]
-  names, bad, p, g, resting = awkward(codec)
+  names, bad, p, g, stored = awkward(codec)
   step = numbers(1)
-  want = by_definition(codec, p, g, resting, *step)
-  got = by_kernel(codec, p, g, resting, *step, interpret=interpret)
-  groups = groups_of(codec)
+  want = by_definition(codec, p, g, stored, *step)
+  got = by_kernel(codec, p, g, stored, *step, interpret=interpret)
+  groups = codec.groups
   for group, a, b in zip(groups, want[1], got[1], strict=True):
     decoded = [np.asarray(group.decode(x)) for x in (a, b)]
     # Squares overflow in "large" and the like: those groups are NaN as well.
@@ -207,7 +200,7 @@ def check_awkward(name, interpret):
     assert not np.any(zero)
   # What holds a NaN or an infinity touches no other group.
   clean = jnp.where(bad[:, None], 1.0, g)
-  again = by_kernel(codec, p, clean, resting, *step, interpret=interpret)
+  again = by_kernel(codec, p, clean, stored, *step, interpret=interpret)
   for a, b in zip(got[1], again[1], strict=True):
     np.testing.assert_array_equal(
       codec_oracles.bits(a.codes)[~bad], codec_oracles.bits(b.codes)[~bad]
@@ -215,12 +208,12 @@ def check_awkward(name, interpret):
 
 
 @pytest.mark.parametrize("name", ["coat", "coat_e8m0", "log8", "fp8_nearest"])
-def test_awkward_groups_stay_by_themselves(name):
+def test_kernel_keeps_awkward_groups_apart(name):
   check_awkward(name, interpret=True)
 
 
 def check_unbiased(name, draws, interpret):
-  """E[decode(encode(x))] = x: `test_codecs` says where the bounds are from.
+  """E[decode(encode(x))] = x: `tests.codecs` says where the bounds are from.
 
   b1 = b2 = 1 keeps the moments, so that encoding is all that a step does. Each
   step starts from values that are no codes: those of an f32 group around them.
@@ -228,7 +221,7 @@ def check_unbiased(name, draws, interpret):
   codec = CODECS[name]
   shape = (8, 128)
   mu, nu = cases.moments(shape)
-  zero = at_rest(codec, np.zeros(shape, "f4"), np.zeros(shape, "f4"))
+  zero = encoded(codec, np.zeros(shape, "f4"), np.zeros(shape, "f4"))
   one, none = jnp.float32(1), jnp.float32(0)
   # mu = 1 * 0 + 1 * g, nu = 1 * 0 + g * g.
   scalars = adam.AdamScalars(one, one, one, one, one, None, None, one)
@@ -236,13 +229,13 @@ def check_unbiased(name, draws, interpret):
   total = np.zeros((2, *shape))
   for step in range(draws):
     keys = jnp.stack([stochastic.leaf_key(0, step, 0)] * 2)
-    _, resting = by_kernel(
+    _, stored = by_kernel(
       codec, *args, keys, scalars, adam.StepScalars(none, none, None),
       interpret=interpret,
     )  # fmt: skip
-    total += np.stack([np.asarray(x) for x in decoded(codec, resting)])
+    total += np.stack([np.asarray(x) for x in decoded(codec, stored)])
   for group, mean, x in zip(
-    groups_of(codec), total / draws, (mu, np.float32(mu) ** 2), strict=True
+    codec.groups, total / draws, (mu, np.float32(mu) ** 2), strict=True
   ):
     gap = codec_oracles.gap(group, x)
     error = np.divide(mean - x, gap, out=np.zeros_like(mean), where=gap > 0)
@@ -253,28 +246,28 @@ def check_unbiased(name, draws, interpret):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def decoded(codec, resting):
-  return moments.decode(groups_of(codec), resting)
+def decoded(codec, stored):
+  return moments.decode(codec.groups, stored)
 
 
 @pytest.mark.parametrize("name", ["coat", "log8"])
-def test_stochastic_rounding_is_unbiased(name):
+def test_kernel_rounding_is_unbiased(name):
   check_unbiased(name, 48, interpret=True)
 
 
-def test_words_are_those_of_the_leafs_own_rows_and_columns():
+def test_kernel_draws_words_by_row_and_column():
   # Each value halfway between two: any other word would round half of them
   # otherwise.
   codec = CODECS["fp8"]
   x = jnp.tile(jnp.array([448.0, *[17.0] * 127]), (2, 5, 8, 3)) / 448
-  zero = at_rest(codec, jnp.zeros(x.shape), jnp.zeros(x.shape))
+  zero = encoded(codec, jnp.zeros(x.shape), jnp.zeros(x.shape))
   one, none = jnp.float32(1), jnp.float32(0)
   scalars = adam.AdamScalars(one, one, one, one, one, None, None, one)
   keys = jnp.array([5, 7], jnp.uint32)
   rates = adam.StepScalars(none, none, None)
-  _, resting = by_kernel(codec, x, x, zero, keys, scalars, rates)
+  _, stored = by_kernel(codec, x, x, zero, keys, scalars, rates)
   noise = stochastic.low_half(stochastic.random_words(keys[0], x.shape))
-  up = resting.mu.codes.astype(jnp.float32) > 17
+  up = stored[0].codes.astype(jnp.float32) > 17
   mask = jnp.arange(x.shape[-1]) % 128 > 0
   np.testing.assert_array_equal(up[..., mask], (0.5 > noise)[..., mask])
 
@@ -289,10 +282,10 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("codec, shape, dtype, reason", REFUSED)
-def test_what_the_kernel_cannot_take_is_refused(codec, shape, dtype, reason):
+def test_kernel_refuses_what_it_cannot_take(codec, shape, dtype, reason):
   zeros = jnp.zeros(shape)
-  args = zeros.astype(dtype), zeros.astype(dtype), at_rest(codec, zeros, zeros)
-  args, groups = (*args, *numbers(1)), groups_of(codec)
+  args = zeros.astype(dtype), zeros.astype(dtype), encoded(codec, zeros, zeros)
+  args, groups = (*args, *numbers(1)), codec.groups
   with pytest.raises(NotImplementedError, match=f"adamw_step.*{reason}"):
     adam.adamw_step(*args, groups=groups, implementation="mosaic")
   assert re.search(reason, ops.explain(adam.adamw_step, *args, groups=groups))
@@ -302,11 +295,11 @@ def test_what_the_kernel_cannot_take_is_refused(codec, shape, dtype, reason):
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("name", CODECS)
-def test_lowers_for_a_gpu(name, dtype):
+def test_kernel_lowers_for_a_gpu(name, dtype):
   codec = CODECS[name]
   args = jax.eval_shape(lambda: (*problem(codec, dtype), *numbers(1)))
   step = functools.partial(
-    adam.adamw_step, groups=groups_of(codec), implementation="mosaic"
+    adam.adamw_step, groups=codec.groups, implementation="mosaic"
   )
   text = jax.jit(step).trace(*args).lower(lowering_platforms=("cuda",))
   assert text.as_text().count("mosaic_gpu_v2") == 1
@@ -315,12 +308,12 @@ def test_lowers_for_a_gpu(name, dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("name", CODECS)
-def test_kernel_equals_the_definition(name, dtype):
+def test_kernel_matches_definition_on_a_gpu(name, dtype):
   codec = CODECS[name]
-  p, g, resting = problem(codec, dtype, shape=(512, 4096))
+  p, g, stored = problem(codec, dtype, shape=(512, 4096))
   for step in (1, 2, 3):
-    (p, resting), (other, total, apart) = compare(
-      codec, step, (p, g, resting), interpret=False
+    (p, stored), (other, total, apart) = compare(
+      codec, step, (p, g, stored), interpret=False
     )
     print(
       f"{name} {jnp.dtype(dtype).name} step {step}: k or bounds differ in "
@@ -336,7 +329,7 @@ def test_kernel_equals_the_definition(name, dtype):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["coat", "coat_e8m0", "log8", "fp8_nearest"])
-def test_awkward_groups_stay_by_themselves_on_a_gpu(name):
+def test_kernel_keeps_awkward_groups_apart_on_a_gpu(name):
   check_awkward(name, interpret=False)
 
 
@@ -344,32 +337,30 @@ def test_awkward_groups_stay_by_themselves_on_a_gpu(name):
 @pytest.mark.parametrize(
   "name", ["coat", "coat_e5m2", "coat_e8m0", "log8", "fp8"]
 )
-def test_stochastic_rounding_is_unbiased_on_a_gpu(name):
+def test_kernel_rounding_is_unbiased_on_a_gpu(name):
   check_unbiased(name, 1024, interpret=False)
 
 
 @pytest.mark.gpu
-def test_leaves_of_more_than_2_31_values():
+def test_kernel_takes_leaves_of_more_than_2_31_values():
   # Only the last groups are not zero: a wrong offset would leave them so.
   codec, rows = CODECS["coat_nearest"], (1 << 24) + 8
   zeros = jax.jit(lambda: jnp.zeros((rows, 128), jnp.bfloat16))()
-  resting = jax.jit(
+  stored = jax.jit(
     lambda: jax.tree.map(
       lambda x: jnp.zeros(x.shape, x.dtype),
       jax.eval_shape(
-        lambda z: at_rest(codec, z, z), jax.ShapeDtypeStruct((rows, 128), "f4")
+        lambda z: encoded(codec, z, z), jax.ShapeDtypeStruct((rows, 128), "f4")
       ),
     )
   )()
-  resting = jax.tree.map(
-    lambda x: x + 1 if x.dtype == jnp.uint8 else x, resting
-  )
+  stored = jax.tree.map(lambda x: x + 1 if x.dtype == jnp.uint8 else x, stored)
   g = jax.jit(lambda z: z.at[-8:].set(1.0))(zeros)
   p, new = adam.adamw_step(
-    zeros, g, resting, *numbers(1), groups=groups_of(codec),
+    zeros, g, stored, *numbers(1), groups=codec.groups,
     implementation="mosaic",
   )  # fmt: skip
   assert not np.any(np.asarray(p[:-8:4096], np.float32))
   np.testing.assert_allclose(np.asarray(p[-8:], np.float32), -1e-2, rtol=1e-2)
-  tail = Encoded(*(x[-8:] for x in new.mu))
+  tail = Encoded(*(x[-8:] for x in new[0]))
   np.testing.assert_allclose(codec.mu.decode(tail), 0.1, rtol=1e-5)

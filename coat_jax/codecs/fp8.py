@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Moment codecs whose codes are FP8, with and without range expansion."""
+
+import abc
+import dataclasses
+import math
+
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import DTypeLike
+
+from coat_jax.codecs.group import (
+  Grouped,
+  exp2_biased,
+  exponent_bounds,
+  finite_amax,
+  nonzero_amin,
+  octaves_between,
+  share,
+)
+from coat_jax.formats import E4M3, neighbours, qmax, saturating_cast
+
+# k is stored in sixteenths as a uint8 (the reference's expand_min = 16).
+_POWER_STEPS = 16
+_SMALLEST_POWER, _LARGEST_POWER = 1, 255
+
+
+def log2_range(dtype: DTypeLike) -> float:
+  """Octaves that a format spans, as the reference counts them."""
+  return math.log2(qmax(dtype) ** 2 / 2)
+
+
+@dataclasses.dataclass(frozen=True)
+class _FP8(Grouped):
+  """FP8 codes of an image y in [0, qmax] of t = magnitude / bound in [0, 1].
+
+  A subclass gives the bound and the maps from t to y and from y to t.
+  """
+
+  dtype: DTypeLike = E4M3
+
+  def _codes(self, magnitude, amax, range_, noise):
+    t = share(magnitude, self._bound(amax))
+    y = self._expand(t, amax, range_)
+    if noise is not None:
+      lower, upper = neighbours(y, self.dtype)
+      below = self._contract(lower, amax, range_)
+      above = self._contract(upper, amax, range_)
+      y = jnp.where(t - below > noise * (above - below), upper, lower)
+    return saturating_cast(y, self.dtype)
+
+  @abc.abstractmethod
+  def _bound(self, amax: Array) -> Array:
+    """The largest magnitude that a group can hold."""
+
+  @abc.abstractmethod
+  def _expand(self, t: Array, amax: Array, range_: Array) -> Array:
+    """t to y."""
+
+  @abc.abstractmethod
+  def _contract(self, y: Array, amax: Array, range_: Array) -> Array:
+    """y to t."""
+
+  def _signed(self, codes, negative):
+    return jnp.where(negative, -codes, codes)
+
+  def _values(self, codes, amax, range_):
+    y = codes.astype(jnp.float32)
+    magnitude = self._contract(jnp.abs(y), amax, range_) * self._bound(amax)
+    return jnp.where(y < 0, -magnitude, magnitude)
+
+
+@dataclasses.dataclass(frozen=True)
+class ScaledFP8(_FP8):
+  """x = q amax / qmax: one f32 amax per group, no expansion.
+
+  Groups whose amax / qmax is below 2^-126 may count as zero.
+  """
+
+  def _statistics(self, magnitude):
+    return finite_amax(magnitude), jnp.uint8(0)
+
+  def _bound(self, amax):
+    return amax
+
+  def _expand(self, t, amax, range_):
+    return t * qmax(self.dtype)
+
+  def _contract(self, y, amax, range_):
+    return y * (1 / qmax(self.dtype))
+
+  def _values(self, codes, amax, range_):
+    # As XLA would reorder y / qmax * amax anyway, in some programs.
+    scale = amax * jnp.float32(1 / qmax(self.dtype))
+    return codes.astype(jnp.float32) * scale
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpandedFP8(_FP8):
+  """x = sign(q) (|q| / qmax)^(1/k) amax; amax f32, k uint8 of sixteenths.
+
+  k = clip(floor(log2(qmax^2 / 2) / log2(amax / amin) * 16) / 16, 1/16, 255/16)
+  with amin the smallest nonzero magnitude; qmax^2 / 2 is the reference's range
+  of the format, 2.3 times less than qmax / smallest subnormal. Magnitudes below
+  amax * 2^-126 count as zero.
+  """
+
+  def _statistics(self, magnitude):
+    amax, amin = finite_amax(magnitude), nonzero_amin(magnitude)
+    # A group of zeros is a group of one magnitude: ratio 1, the largest power.
+    ratio = jnp.where(amax > 0, amax / amin, 1.0)
+    power = jnp.floor(log2_range(self.dtype) / jnp.log2(ratio) * _POWER_STEPS)
+    power = jnp.clip(power, _SMALLEST_POWER, _LARGEST_POWER)
+    return amax, power.astype(jnp.uint8)
+
+  def _bound(self, amax):
+    return amax
+
+  def power(self, amax: Array, range_: Array) -> Array:
+    """k of groups from their two statistics, f32 of their shape."""
+    del amax
+    return range_.astype(jnp.float32) * (1 / _POWER_STEPS)
+
+  def _root(self, amax, range_):
+    return 1 / self.power(amax, range_)
+
+  def _expand(self, t, amax, range_):
+    return jnp.exp2(self.power(amax, range_) * jnp.log2(t)) * qmax(self.dtype)
+
+  def _contract(self, y, amax, range_):
+    # jnp.power is good to the last bit where exp2(log2(y) / k) is off by up to
+    # five: where b1 * m + (1 - b1) * g cancels, those five move amin, hence k.
+    root = self._root(amax, range_)
+    return jnp.power(y * (1 / qmax(self.dtype)), root)
+
+
+@dataclasses.dataclass(frozen=True)
+class BoundedFP8(ExpandedFP8):
+  """x = sign(q) (|q| / qmax)^(1/k) 2^upper, k from the group's octaves.
+
+  Bounds are 2^lower <= amin and amax <= 2^upper, each a biased exponent in a
+  byte; k = log2(qmax^2 / 2) / max(upper - lower, 1) lies on a coarse grid by
+  itself. Magnitudes above 2^127 saturate.
+  """
+
+  def _statistics(self, magnitude):
+    return exponent_bounds(magnitude)
+
+  def _bound(self, amax):
+    return exp2_biased(amax)
+
+  def power(self, amax: Array, range_: Array) -> Array:
+    return log2_range(self.dtype) / octaves_between(amax, range_)
+
+  def _root(self, amax, range_):
+    # Rounded once, where the inverse of a power would be twice or, as XLA
+    # rewrites it, once.
+    return octaves_between(amax, range_) * (1 / log2_range(self.dtype))

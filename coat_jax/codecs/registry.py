@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Codecs by name: for command lines, benchmarks and tests.
+
+`register` gives a constructor a name; a codec of the user's own needs none, it
+is found as "package.module:function".
+"""
+
+import dataclasses
+import difflib
+import importlib
+import inspect
+import itertools
+import typing
+from collections.abc import Callable
+from typing import Any, Literal
+
+from coat_jax.codecs.group import GroupCodec
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MomentCodec:
+  """How both moments of Adam are stored: what `coat_adamw(codec=...)` takes.
+
+  Attributes:
+    name: as the command line and the benchmarks spell it.
+    mu: codec of the first moment.
+    nu: codec of the second moment.
+
+  Examples:
+    >>> from coat_jax import codecs
+    >>> codec = codecs.MomentCodec(
+    ...   name="coat_log8", mu=codecs.coat().mu, nu=codecs.log8().nu
+    ... )
+  """
+
+  name: str
+  mu: GroupCodec
+  nu: GroupCodec
+
+  @property
+  def groups(self) -> tuple[GroupCodec, ...]:
+    """The group codecs, in the order of the moments."""
+    return self.mu, self.nu
+
+
+_REGISTRY: dict[str, Callable[..., MomentCodec]] = {}
+
+
+def register[F: Callable[..., MomentCodec]](constructor: F) -> F:
+  """Makes a constructor known by its name, where codecs are chosen by name.
+
+  Args:
+    constructor: returns a `MomentCodec`; every argument has a default.
+
+  Returns:
+    The constructor: `register` is a decorator.
+
+  Raises:
+    ValueError: another constructor has this name.
+  """
+  name = getattr(constructor, "__name__", repr(constructor))
+  if _REGISTRY.setdefault(name, constructor) is not constructor:
+    raise ValueError(
+      f"codecs.register: names must be unique, got {name!r} twice; rename the "
+      "function"
+    )
+  return constructor
+
+
+def names() -> tuple[str, ...]:
+  """The names of all registered codecs, ours first."""
+  return tuple(_REGISTRY)
+
+
+def options(name: str) -> dict[str, Any]:
+  """The arguments that a codec's constructor takes, with their defaults.
+
+  Args:
+    name: one of `names()`, or "package.module:function".
+
+  Returns:
+    Defaults by name, from the constructor's signature.
+
+  Raises:
+    ValueError: there is no such codec, or an argument has no default.
+
+  Examples:
+    >>> from coat_jax import codecs
+    >>> codecs.options("log8")
+    {'group_size': 128, 'rounding': 'stochastic'}
+  """
+  parameters = inspect.signature(_constructor(name)).parameters
+  missing = [k for k, p in parameters.items() if p.default is p.empty]
+  if missing:
+    raise ValueError(
+      f"codecs: each argument of a codec must have a default, got none for "
+      f"{missing} of {name!r}; give them one"
+    )
+  return {key: parameter.default for key, parameter in parameters.items()}
+
+
+def build(name: str, **arguments: Any) -> MomentCodec:
+  """Builds a codec from its name and its options, as a command line has them.
+
+  Args:
+    name: one of `names()`, or "package.module:function" for a codec of your
+      own.
+    **arguments: some of `options(name)`.
+
+  Returns:
+    The codec.
+
+  Raises:
+    TypeError: the function returns no `MomentCodec`.
+    ValueError: there is no such codec; it takes no such option, or not this
+      value.
+
+  Examples:
+    >>> from coat_jax import codecs
+    >>> codecs.build("coat", group_size=64) == codecs.coat(64)
+    True
+  """
+  taken = options(name)
+  for key in arguments:
+    if key not in taken:
+      raise ValueError(
+        f"codecs.build: {name!r} takes {', '.join(taken) or 'no option'}, got "
+        f"{key!r}; leave it out"
+      )
+  codec = _constructor(name)(**arguments)
+  if not isinstance(codec, MomentCodec):
+    raise TypeError(
+      f"codecs.build: {name!r} must return a MomentCodec, got {codec!r}; pair "
+      "its group codecs in one"
+    )
+  return codec
+
+
+def variants(name: str) -> list[dict[str, Any]]:
+  """The combinations of a codec's options that have a few values each.
+
+  What a benchmark goes through: every value of every option that is a Literal,
+  but for combinations that the codec refuses.
+
+  Args:
+    name: one of `names()`, or "package.module:function".
+
+  Returns:
+    Arguments for `build`, the defaults first.
+
+  Examples:
+    >>> from coat_jax import codecs
+    >>> codecs.variants("fp8")
+    [{'rounding': 'stochastic'}, {'rounding': 'nearest'}]
+  """
+  hints = typing.get_type_hints(inspect.unwrap(_constructor(name)))
+  values = {
+    key: sorted(typing.get_args(hints[key]), key=lambda x, d=default: x != d)
+    for key, default in options(name).items()
+    if typing.get_origin(hints.get(key)) is Literal
+  }
+  found = []
+  for chosen in itertools.product(*values.values()):
+    arguments = dict(zip(values, chosen, strict=True))
+    try:
+      build(name, **arguments)
+    except ValueError:
+      continue
+    found.append(arguments)
+  return found
+
+
+def _constructor(name: str) -> Callable[..., MomentCodec]:
+  """The function behind a name."""
+  if name in _REGISTRY:
+    return _REGISTRY[name]
+  module, _, function = name.partition(":")
+  if not function:
+    near = difflib.get_close_matches(name, _REGISTRY)
+    raise ValueError(
+      f"codecs: codec must be one of {', '.join(_REGISTRY)}, or "
+      f"package.module:function, got {name!r}"
+      + (f"; did you mean {near[0]!r}?" if near else "; pass one of these")
+    )
+  try:
+    return getattr(importlib.import_module(module), function)
+  except (ImportError, AttributeError) as error:
+    raise ValueError(
+      f"codecs: {name!r} must name a function as package.module:function, got "
+      f"{type(error).__name__}: {error}; check the spelling, and that the "
+      "package can be imported here"
+    ) from error

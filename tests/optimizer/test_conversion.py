@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Switching between Adam's states and ours in the middle of a run."""
+
+import doctest
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from coat_jax import codecs
+from coat_jax.optax_coat import coat_adamw, scale_by_coat_adam
+from coat_jax.optimizer import conversion
+from coat_jax.optimizer.conversion import from_adam_state, to_adam_state
+from coat_jax.optimizer.report import state_report
+from tests import cases
+
+
+def problem():
+  """Least squares with rows of very different scale."""
+  keys = jax.random.split(jax.random.key(0), 3)
+  x = jax.random.normal(keys[0], (256, 64)) * jnp.logspace(-1, 0.5, 64)[None]
+  y = x @ jax.random.normal(keys[1], (64, 64))
+  params = {"w": jnp.zeros((64, 64)), "bias": jnp.zeros(64)}
+
+  def loss(params):
+    return jnp.mean((x @ params["w"] + params["bias"][None] - y) ** 2)
+
+  return params, loss
+
+
+def train(solver, loss, params, opt_state, count):
+  def step(carry, _):
+    params, opt_state = carry
+    grads = jax.grad(loss)(params)
+    updates, opt_state = solver.update(grads, opt_state, params)
+    return (optax.apply_updates(params, updates), opt_state), None
+
+  run = jax.jit(lambda x: jax.lax.scan(step, x, length=count)[0])
+  return run((params, opt_state))
+
+
+@pytest.mark.parametrize(
+  "codec", [codecs.coat(), codecs.log8()], ids=["coat", "log8"]
+)
+def test_run_switches_to_adam_and_back(codec):
+  params, loss = problem()
+  ours = coat_adamw(1e-2, b2=0.99, codec=codec)
+  adam = optax.adamw(1e-2, b2=0.99)
+  start = float(loss(params))
+  want, _ = train(adam, loss, params, adam.init(params), 180)
+
+  params, state = train(ours, loss, params, ours.init(params), 60)
+  state = to_adam_state(state, codec)
+  assert jax.tree.structure(state) == jax.tree.structure(adam.init(params))
+  assert int(state[0].count) == 60
+  params, state = train(adam, loss, params, state, 60)
+  in_f32 = state[0]
+  state = from_adam_state(state, codec=codec)
+  assert jax.tree.map(jax.typeof, state) == jax.tree.map(
+    jax.typeof, ours.init(params)
+  )
+  error = state_report(state, codec=codec, reference=in_f32)["w"]
+  # A code's step, up to 1/8 of a value, in an octave and fewer with k > 1.
+  assert 0 < error["mu"]["relative_error"] < 0.06
+  assert 0 < error["nu"]["relative_error"] < 0.06
+  params, state = train(ours, loss, params, state, 60)
+  assert int(state[0].count) == 180
+  # It follows: within a twentieth of what training gained.
+  assert abs(loss(params) - loss(want)) < 0.05 * (start - loss(want))
+
+
+def test_conversion_changes_no_moment():
+  codec = codecs.coat()
+  solver = scale_by_coat_adam(codec=codec)
+  params = {"w": jnp.ones((64, 64)), "bias": jnp.ones(64)}
+  grads = {"w": jnp.asarray(cases.moments((64, 64))[0]), "bias": jnp.ones(64)}
+  _, state = solver.update(grads, solver.init(params))
+  adam = to_adam_state(state, codec)
+  assert isinstance(adam, optax.ScaleByAdamState)
+  exact = from_adam_state(adam, codec=codecs.float32())
+  # The next update is Adam's with the decoded moments.
+  got, _ = solver.update(grads, state)
+  want, _ = optax.scale_by_adam().update(grads, adam)
+  in_f32, _ = scale_by_coat_adam(codec=codecs.float32()).update(grads, exact)
+  for other in (want, in_f32):
+    jax.tree.map(
+      lambda x, y: np.testing.assert_allclose(
+        x, y, rtol=14 * 2.0**-23, atol=1e-7
+      ),
+      got,
+      other,
+    )
+  # Values that are on codes already stay on them.
+  nearest = codecs.fp8(rounding="nearest")
+  once = from_adam_state(adam, codec=nearest)
+  twice = from_adam_state(to_adam_state(once, nearest), codec=nearest)
+  np.testing.assert_array_equal(twice.mu_codes["w"], once.mu_codes["w"])
+  np.testing.assert_array_equal(twice.nu_codes["w"], once.nu_codes["w"])
+
+
+def test_conversions_refuse_what_they_cannot_read():
+  params = {"w": jnp.ones((64, 64))}
+  state = coat_adamw(1e-3).init(params)
+  with pytest.raises(ValueError, match="codec 'log8' keeps"):
+    to_adam_state(state, codecs.log8())
+  with pytest.raises(ValueError, match="must hold a ScaleByAdamState"):
+    from_adam_state(state, codec=codecs.coat())
+
+
+def test_conversion_examples_run():
+  assert not doctest.testmod(conversion).failed

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which leaves are norms, biases or matrices, by their paths."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from coat_jax.optimizer.masks import (
+  default_quantize_mask,
+  is_norm_or_bias,
+  leaf_paths,
+)
+
+
+def leaf(*shape, dtype=jnp.float32):
+  return jax.ShapeDtypeStruct(shape, dtype)
+
+
+@pytest.mark.parametrize(
+  "path",
+  [
+    "",
+    "w",
+    "layers/attn/qkv/kernel",
+    "layers/mlp/norm_linear/weight",  # a matrix after a norm
+    "upscale_proj/weight",
+    "upscale",
+    "normal/weight",
+    "debiased/weight",
+    "input_layernorm/kernel",  # no norm's parameter is called kernel
+    "relative_attention_bias/embedding",
+    "model.layers.0.self_attn.q_proj.weight",
+    "alibi/weight",
+    "lnet/weight",
+    "layers/0/w1",
+  ],
+)
+def test_default_quantize_mask_takes_matrices(path):
+  assert default_quantize_mask(path, leaf(64, 64))
+  assert not is_norm_or_bias(path)
+
+
+@pytest.mark.parametrize(
+  "path",
+  [
+    "bias",
+    "layers/attn/qkv/bias",
+    "layers/attn/qkv_bias",
+    "lstm/bias_hh_l0",
+    "layers/norm/scale",
+    "layer_scale",
+    "LayerNorm_0/scale",
+    "LayerNorm_0/gamma",
+    "model/layers/3/input_layernorm/weight",
+    "model.layers.3.post_attention_layernorm.weight",
+    "model/layers/q_norm/weight",
+    "norms/0/weight",
+    "norm1/weight",
+    "norm_f/weight",
+    "transformer/ln_f/weight",
+    "h/0/ln_1/w",
+    "ln_attn/w",
+    "final_ln/w",
+    "rmsnorm",
+  ],
+)
+def test_default_quantize_mask_leaves_norms_and_biases(path):
+  # Stacked over 32 layers, large enough to be encoded otherwise.
+  assert not default_quantize_mask(path, leaf(32, 4096))
+  assert is_norm_or_bias(path)
+
+
+def test_default_quantize_mask_leaves_small_leaves_and_short_rows():
+  assert default_quantize_mask("w", leaf(4096))
+  assert not default_quantize_mask("w", leaf(4095))
+  assert default_quantize_mask("w", leaf(512, 16))
+  assert not default_quantize_mask("w", leaf(512, 15))
+  assert not default_quantize_mask("w", leaf())
+
+
+def test_mask_sees_the_same_path_with_and_without_variables():
+  model = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+  state = nnx.state({"layers": [model]}, nnx.Param)
+  want = {"layers/0/kernel", "layers/0/bias"}
+  assert {path for path, _ in leaf_paths(state)} == want
+  assert {path for path, _ in leaf_paths(nnx.as_pure(state))} == want

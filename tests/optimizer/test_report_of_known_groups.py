@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reports of a state whose groups are known by construction."""
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from coat_jax import codecs, from_adam_state, state_report
+
+ROWS, GROUP = 64, 64
+# k = 1 spans 448 to 2 / 448, and k = 2 the root of that.
+RATIO = np.sqrt(448**2 / 2)
+
+
+def state(codec, zero_rows):
+  """Moments of one group a row; the first rows are zero."""
+  row = np.geomspace(1e-4, 1e-4 * RATIO, GROUP)
+  values = np.tile(row, (ROWS, 1)).astype(np.float32)
+  values[:zero_rows] = 0
+  leaf = {"w": jnp.asarray(values)}
+  adam = optax.ScaleByAdamState(jnp.int32(1), leaf, leaf)
+  return from_adam_state(adam, codec=codec)
+
+
+@pytest.mark.parametrize("zero_rows", [0, 1, 48])
+def test_powers_of_groups_of_zeros_are_not_counted(zero_rows):
+  codec = codecs.coat(GROUP)
+  report = state_report(state(codec, zero_rows), codec=codec)["w"]
+  for moment in ("mu", "nu"):
+    # On a grid of sixteenths.
+    powers = report[moment]["power"]
+    assert set(powers) == {"min", "p10", "median", "p90", "max", "mean"}
+    for name, power in powers.items():
+      assert power == pytest.approx(2, abs=1 / 16), name
+    assert powers["min"] == powers["max"]
+    assert report[moment]["zeroed"] == zero_rows / ROWS
+
+
+def test_a_leaf_of_zeros_has_no_powers():
+  codec = codecs.coat(GROUP)
+  report = state_report(state(codec, ROWS), codec=codec)["w"]
+  assert "power" not in report["mu"] and report["mu"]["zeroed"] == 1
+
+
+def test_quantiles_are_those_of_the_groups():
+  # Spans of k = 1 and of k = 2, three groups to one.
+  one, two = (np.geomspace(1e-4, 1e-4 * RATIO**n, GROUP) for n in (2, 1))
+  rows = np.concatenate([np.tile(one, (48, 1)), np.tile(two, (16, 1))])
+  leaf = {"w": jnp.asarray(rows, jnp.float32)}
+  codec = codecs.coat(GROUP)
+  adam = optax.ScaleByAdamState(jnp.int32(1), leaf, leaf)
+  powers = state_report(from_adam_state(adam, codec=codec), codec=codec)["w"]
+  powers = powers["mu"]["power"]
+  want = dict(min=1, p10=1, median=1, p90=2, max=2, mean=1.25)
+  assert powers == {
+    name: pytest.approx(value, abs=1 / 16) for name, value in want.items()
+  }
