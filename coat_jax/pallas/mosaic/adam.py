@@ -353,25 +353,3 @@ def _round_to_bfloat16(x: Array, words: Array) -> Array:
   noisy = bits + (words & jnp.uint32(0xFFFF))
   bits = jnp.where(jnp.abs(x) < jnp.inf, noisy, bits)
   return registers.as_float(bits & jnp.uint32(0xFFFF0000))
-
-
-def adam_update_unsupported(g, stored, key, scalars, *, groups, **kwargs):
-  """Why the kernel cannot take these, or None."""
-  del key, kwargs
-  return _reason("adam_update", stored, groups, scalars, (g,))
-
-
-def adamw_step_unsupported(
-  p, g, stored, keys, scalars, step, *, groups, **kwargs
-):
-  """Why the kernel cannot take these, or None."""
-  del keys, step, kwargs
-  return _reason("adamw_step", stored, groups, scalars, (p, g))
-
-
-def _reason(*args) -> str | None:
-  try:
-    _check(*args)
-  except Unsupported as reason:
-    return str(reason)
-  return None

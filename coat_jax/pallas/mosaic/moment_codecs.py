@@ -16,7 +16,7 @@ plain JAX until it has a register codec of its own (`register`).
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 from jax import Array
@@ -34,6 +34,7 @@ class Statistics(NamedTuple):
   range: Any
 
 
+@runtime_checkable
 class RegisterCodec(Protocol):
   """Encodes and decodes a tile of 8 groups of 128 values in registers."""
 
