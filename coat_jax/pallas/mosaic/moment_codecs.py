@@ -16,13 +16,17 @@ plain JAX until it has a register codec of its own (`register`).
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 from jax import Array
 
 from coat_jax.codecs.group import NAN_EXPONENT, SMALLEST_NORMAL, GroupCodec
-from coat_jax.pallas.mosaic.registers import Instructions, as_bits, as_float
+from coat_jax.pallas.mosaic.registers import (
+  Instructions,
+  as_bits,
+  as_float,
+)
 
 _SIGN = 0x80000000
 
@@ -34,6 +38,7 @@ class Statistics(NamedTuple):
   range: Any
 
 
+@runtime_checkable
 class RegisterCodec(Protocol):
   """Encodes and decodes a tile of 8 groups of 128 values in registers."""
 
