@@ -46,14 +46,7 @@ RECIPES = (
   recipe.coat(residuals="minimal", attention="fp8"),
 )
 PAPER_UNITS = {"bf16": 22.66, "fp8_linear": 18.33, "coat": 13.33}
-CODECS = {
-  "coat": codecs.coat(),
-  "coat_e8m0": codecs.coat_e8m0(),
-  "log8": codecs.log8(),
-  "fp8": codecs.fp8(),
-  "bfloat16": codecs.bfloat16(),
-  "float32": codecs.float32(),
-}
+CODECS = {name: codecs.build(name) for name in codecs.names()}
 
 
 def reference_bytes(config: ModelConfig) -> int:

@@ -4,14 +4,17 @@
   python -m benchmarks.optimizer [--rows 16384] [--codecs coat log8]
 
 optimizer: a row for optax.adamw with donated parameters and state (XLA), and
-for each codec, rounding and dtype of parameters and gradients the fused step by
-each implementation. Beside the time: `gbps`, the bytes that a step must read
-and write (the parameter and the moments both, the gradient once) by that time,
-and `ceiling_share`, that by the bandwidth at which this device copies 1 GiB.
+for each registered codec, rounding and dtype of parameters and gradients the
+fused step by each implementation that can run it; --codecs takes those of your
+own too, as package.module:function. Beside the time: `gbps`, the bytes that a
+step must read and write (the parameter and the moments both, the gradient once)
+by that time, and `ceiling_share`, that by the bandwidth at which this device
+copies 1 GiB.
 Default: 2^28 parameters in a leaf of 16384 x 16384.
 """
 
 import argparse
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -19,17 +22,33 @@ import optax
 
 from benchmarks.harness import copy_bandwidth, emit, measure, say
 from coat_jax import codecs
+from coat_jax.ops.types import Implementation
 from coat_jax.optimizer.fused import fused_coat_adamw
 
-CODECS = {
-  ("coat", "nearest"): codecs.coat(rounding="nearest"),
-  ("coat", "stochastic"): codecs.coat(),
-  ("coat_e5m2", "stochastic"): codecs.coat(second="e5m2"),
-  ("coat_e8m0", "stochastic"): codecs.coat_e8m0(),
-  ("log8", "stochastic"): codecs.log8(),
-  ("fp8", "stochastic"): codecs.fp8(),
-}
 DTYPES = (jnp.float32, jnp.bfloat16)
+
+
+def cases(
+  names: Sequence[str] | None = None,
+) -> dict[tuple[str, str], codecs.MomentCodec]:
+  """Every variant of codecs, by (label, rounding).
+
+  Args:
+    names: Of codecs; None for all that are registered.
+  """
+  found = {}
+  for name in codecs.names() if names is None else names:
+    defaults = codecs.options(name)
+    for options in codecs.variants(name):
+      codec = codecs.build(name, **options)
+      other = [
+        str(value)
+        for key, value in options.items()
+        if key != "rounding" and value != defaults[key]
+      ]
+      label = "_".join([codec.name, *other])
+      found[label, options.get("rounding", "nearest")] = codec
+  return found
 
 
 def parameters(shape, dtype):
@@ -66,11 +85,23 @@ def adamw(shape, dtype, ceiling: float) -> dict:
   return report(case, "xla", timing, size, ceiling)
 
 
-def fused(key, shape, dtype, implementation, ceiling: float) -> dict:
+def implementations(codec, shape, dtype) -> list[Implementation]:
+  """Those that can run the fused step here."""
+  if jax.default_backend() != "gpu":
+    return ["xla"]
+  said = fused_coat_adamw(1e-3, codec=codec).explain(
+    {"p": jax.ShapeDtypeStruct(shape, dtype)}
+  )
+  return ["xla", "mosaic"] if "mosaic on a GPU" in said["p"] else ["xla"]
+
+
+def fused(
+  key, codec, shape, dtype, implementation: Implementation, ceiling: float
+) -> dict:
   """The row of `fused_coat_adamw`."""
   p, g = parameters(shape, dtype)
   optimizer = fused_coat_adamw(
-    1e-3, codec=CODECS[key], weight_decay=0.1, implementation=implementation
+    1e-3, codec=codec, weight_decay=0.1, implementation=implementation
   )
   state = jax.jit(optimizer.init)(p)
 
@@ -101,25 +132,26 @@ def report(case, implementation, timing, size: int, ceiling: float) -> dict:
   return row
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("--rows", type=int, default=1 << 14, help="of the leaf")
   parser.add_argument("--columns", type=int, default=1 << 14)
-  parser.add_argument("--codecs", nargs="*", help="by name; all if not given")
-  args = parser.parse_args()
+  parser.add_argument(
+    "--codecs", nargs="+", help="by name; all that are registered if not given"
+  )
+  args = parser.parse_args(arguments)
   shape = args.rows, args.columns
-  implementations = ["xla"]
-  if jax.default_backend() == "gpu":
-    implementations.append("mosaic")
+  try:
+    chosen = cases(args.codecs)
+  except ValueError as error:
+    parser.error(str(error))
   ceiling = copy_bandwidth()
   for dtype in DTYPES:
     adamw(shape, dtype, ceiling)
-  for key in CODECS:
-    if args.codecs and key[0] not in args.codecs:
-      continue
+  for key, codec in chosen.items():
     for dtype in DTYPES:
-      for implementation in implementations:
-        fused(key, shape, dtype, implementation, ceiling)
+      for implementation in implementations(codec, shape, dtype):
+        fused(key, codec, shape, dtype, implementation, ceiling)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Moment codecs against float64 oracles, and the bounds they promise."""
+"""Group codecs against float64 oracles, and the bounds they promise."""
 
 import functools
-import inspect
 
 import hypothesis
 import hypothesis.extra.numpy as hnp
@@ -13,7 +12,6 @@ import numpy as np
 import pytest
 
 from coat_jax import codecs, stochastic
-from coat_jax.codecs.log8 import LogUniform
 from coat_jax.formats import E4M3, E5M2
 from tests import cases, oracles
 from tests.codecs import oracles as codec_oracles
@@ -47,7 +45,7 @@ def roundtrip(codec, x, step=0):
   return encoded, np.asarray(decode(codec, encoded))
 
 
-def inputs(codec, shape=(256, 1024), seed=0):
+def inputs(codec, shape=(64, 512), seed=0):
   """A moment that fits the codec: signed unless it takes no sign."""
   mu, nu = cases.moments(shape, seed)
   return nu if codec_oracles.is_unsigned(codec) else mu
@@ -120,7 +118,7 @@ POWERS = [
 
 
 @pytest.mark.parametrize("ratio, sixteenths", POWERS)
-def test_power_over_its_whole_range(ratio, sixteenths):
+def test_power_equals_the_oracle_over_its_whole_range(ratio, sixteenths):
   codec = codecs.coat(rounding="nearest").mu
   amax = 2.0**100 if ratio > 2.0**50 else 0.75
   x = np.geomspace(amax / ratio, amax, 128).astype(np.float32)[None]
@@ -215,7 +213,7 @@ def test_stochastic_rounding_is_unbiased(name):
   # 5 / (2 sqrt(n elements)). 2^-17 is the resolution of half a word.
   codec = codec_oracles.GROUP_CODECS[name](32, "stochastic")
   draws = 1024
-  x = inputs(codec, (4, 256))
+  x = inputs(codec, (3, 96))
   x[0, :32] = codec_oracles.signed_like(codec, np.geomspace(1e-9, 1, 32))
   x[1, 32:64] = x[1, 32]
   x[2, 64:96] *= np.arange(32) == 5
@@ -241,7 +239,7 @@ def test_stochastic_rounding_is_unbiased(name):
 @pytest.mark.parametrize("name", GROUP_CODECS)
 def test_repeated_encoding_of_the_same_values_does_not_drift(name):
   codec = GROUP_CODECS[name](group_size=128)
-  x = inputs(codec, (16, 1024))
+  x = inputs(codec, (4, 1024))
 
   @jax.jit
   def repeat(x):
@@ -254,14 +252,14 @@ def test_repeated_encoding_of_the_same_values_does_not_drift(name):
   ratio = np.asarray(repeat(jnp.asarray(x))) / x
   # After the first time a value is a code and stays one, unless a group gets
   # another power. So most are within the first error, 2^-4 of the value at
-  # most to nearest, of which a median of 16384 sees less than a tenth.
+  # most to nearest, of which a median of 4096 sees less than a tenth.
   low, median, high = np.percentile(ratio, [10, 50, 90])
   assert abs(median - 1) < 2**-7
   assert 1 - 2**-4 < low and high < 1 + 2**-4
 
 
 @pytest.mark.parametrize("name", GROUP_CODECS)
-def test_jit_agrees_with_eager(name):
+def test_codec_under_jit_agrees_with_eager(name):
   codec, x, noise, jitted, decoded = trained(name)
   eager = codec.encode(jnp.asarray(x), noise)
   np.testing.assert_array_equal(eager.amax, jitted.amax)
@@ -274,53 +272,6 @@ def test_jit_agrees_with_eager(name):
     np.testing.assert_array_equal(eagerly_decoded, decoded)
   # XLA may merge log8's 1 / steps with the ln 2 of its exp2: 1 ulp.
   np.testing.assert_allclose(eagerly_decoded, decoded, rtol=2**-22)
-
-
-@pytest.mark.parametrize(
-  "codec, mu, nu",
-  [
-    (codecs.coat(), ("float8_e4m3fn", "f4", "u1"), None),
-    (
-      codecs.coat(second="e5m2"),
-      ("float8_e4m3fn", "f4", "u1"),
-      ("float8_e5m2", "f4", "u1"),
-    ),
-    (codecs.coat_e8m0(), ("float8_e4m3fn", "u1", "u1"), None),
-    (codecs.log8(), ("i1", "u1", "u1"), ("u1", "u1", "u1")),
-    (codecs.fp8(), ("float8_e4m3fn", "f4", None), None),
-    (codecs.bfloat16(), ("bfloat16", None, None), None),
-    (codecs.float32(), ("f4", None, None), None),
-  ],
-  ids=["coat", "coat_e5m2", "coat_e8m0", "log8", "fp8", "bfloat16", "float32"],
-)
-def test_state_has_the_shapes_and_dtypes_stated(codec, mu, nu):
-  for shape in ((3, 300), (2, 3, 128), (5,)):
-    groups = (*shape[:-1], -(-shape[-1] // 128))
-    for group, dtypes in ((codec.mu, mu), (codec.nu, nu or mu)):
-      x = jax.ShapeDtypeStruct(shape, jnp.float32)
-      encoded = jax.eval_shape(
-        group.encode, x, x if group.needs_noise else None
-      )
-      assert encoded.codes.shape == shape
-      assert encoded.codes.dtype == jnp.dtype(dtypes[0])
-      for statistic, dtype in zip(encoded[1:], dtypes[1:], strict=True):
-        # What a codec does not have is a scalar.
-        assert statistic.shape == (() if dtype is None else groups)
-        assert dtype is None or statistic.dtype == jnp.dtype(dtype)
-      decoded = jax.eval_shape(group.decode, encoded)
-      assert decoded.shape == shape and decoded.dtype == jnp.float32
-
-
-def test_plain_codecs_round_to_their_dtype_only():
-  x = jnp.asarray(cases.moments((4, 33))[0])
-  for codec, dtype in (
-    (codecs.float32(), jnp.float32),
-    (codecs.bfloat16(), jnp.bfloat16),
-  ):
-    for group in (codec.mu, codec.nu):
-      assert not group.needs_noise
-      decoded = group.decode(group.encode(x, None))
-      np.testing.assert_array_equal(decoded, x.astype(dtype).astype("f4"))
 
 
 @hypothesis.given(
@@ -344,51 +295,3 @@ def test_any_finite_moment_is_within_the_bound(x, group_size, name, signed):
   bound = codec_oracles.error_bound(codec, x, encoded)
   assert np.all(np.isfinite(decoded))
   assert np.all(np.abs(decoded.astype(np.float64) - x) <= bound)
-
-
-def test_codecs_are_frozen_hashable_and_comparable():
-  for build in (codecs.coat, codecs.coat_e8m0, codecs.log8, codecs.fp8):
-    codec = build()
-    assert codec.mu.rounding == codec.nu.rounding == "stochastic"
-    assert codec == build() and hash(codec) == hash(build())
-    assert codec != build(group_size=64)
-    assert codec.name == build.__name__
-    with pytest.raises(AttributeError):
-      codec.mu = codec.nu
-    with pytest.raises(AttributeError):
-      codec.mu.group_size = 64
-  assert codecs.coat() != codecs.coat(rounding="nearest")
-  assert codecs.coat() != codecs.coat(second="e5m2")
-  assert codecs.coat(second="e5m2").mu == codecs.coat().mu
-
-
-def test_log8_refuses_nearest_but_its_group_codec_takes_it():
-  with pytest.raises(ValueError, match="rounding='nearest' freezes"):
-    codecs.log8(rounding="nearest")
-  x = jnp.geomspace(1e-6, 1, 64)[None]
-  codec = LogUniform(64, "nearest", signed=False)
-  assert np.all(codec.decode(codec.encode(x, None)) > 0)
-
-
-@pytest.mark.parametrize(
-  "build", [codecs.coat, codecs.coat_e8m0, codecs.log8, codecs.fp8]
-)
-def test_wrong_choices_are_refused_by_name(build):
-  name = build.__name__
-  with pytest.raises(ValueError, match=f"{name}: group_size must be at least"):
-    build(group_size=0)
-  # As users see it: the tests' checks of types would come first.
-  build = inspect.unwrap(build)
-  with pytest.raises(ValueError, match=f"{name}: rounding must be .* 'up'"):
-    build(rounding="up")
-  if name == "coat":
-    with pytest.raises(ValueError, match="second must be .* got 'e3m4'"):
-      build(second="e3m4")
-
-
-def test_noise_must_match_the_rounding():
-  x = jnp.ones((1, 4))
-  with pytest.raises(ValueError, match="'stochastic' needs noise, got None"):
-    codecs.coat().mu.encode(x, None)
-  with pytest.raises(ValueError, match="'nearest' takes no noise"):
-    codecs.coat(rounding="nearest").mu.encode(x, x)

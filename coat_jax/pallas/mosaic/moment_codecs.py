@@ -22,7 +22,11 @@ import jax.numpy as jnp
 from jax import Array
 
 from coat_jax.codecs.group import NAN_EXPONENT, SMALLEST_NORMAL, GroupCodec
-from coat_jax.pallas.mosaic.registers import Instructions, as_bits, as_float
+from coat_jax.pallas.mosaic.registers import (
+  Instructions,
+  as_bits,
+  as_float,
+)
 
 _SIGN = 0x80000000
 

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A codec of the tests' own, in one file: codes uniform in |x|^(1/4).
+
+What a user writes to add a codec; nothing of coat_jax knows it. It is named
+`tests.codecs.own_codec:make`.
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+
+from coat_jax.codecs import MomentCodec
+from coat_jax.codecs.group import Grouped, Rounding, finite_amax, share
+
+
+@dataclasses.dataclass(frozen=True)
+class FourthRoots(Grouped):
+  """x = sign(code) (code / 127)^4 amax, code int8; amax f32 per group."""
+
+  def _statistics(self, magnitude):
+    return finite_amax(magnitude), jnp.uint8(0)
+
+  def _codes(self, magnitude, amax, range_, noise):
+    t = share(magnitude, amax)
+    y = jnp.sqrt(jnp.sqrt(t)) * 127
+    if noise is None:
+      return jnp.round(y).astype(jnp.int8)
+    lower = jnp.minimum(jnp.floor(y), 126)
+    below, above = (lower / 127) ** 4, ((lower + 1) / 127) ** 4
+    up = t - below > noise * (above - below)
+    return jnp.where(up, lower + 1, lower).astype(jnp.int8)
+
+  def _signed(self, codes, negative):
+    return jnp.where(negative, -codes, codes)
+
+  def _values(self, codes, amax, range_):
+    root = codes.astype(jnp.float32) / 127
+    return jnp.sign(root) * root**4 * amax
+
+
+def make(
+  group_size: int = 128, rounding: Rounding = "stochastic"
+) -> MomentCodec:
+  """Both moments as fourth roots: 2 + 8 / group_size bytes a parameter."""
+  group = FourthRoots(group_size, rounding)
+  return MomentCodec(name="fourth_roots", mu=group, nu=group)

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The codecs that coat_jax brings: what they promise and what they refuse."""
+
+import doctest
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from coat_jax import codecs
+from coat_jax.codecs.log8 import LogUniform
+from tests import cases
+
+
+@pytest.mark.parametrize(
+  "codec, mu, nu",
+  [
+    (codecs.coat(), ("float8_e4m3fn", "f4", "u1"), None),
+    (
+      codecs.coat(second="e5m2"),
+      ("float8_e4m3fn", "f4", "u1"),
+      ("float8_e5m2", "f4", "u1"),
+    ),
+    (codecs.coat_e8m0(), ("float8_e4m3fn", "u1", "u1"), None),
+    (codecs.log8(), ("i1", "u1", "u1"), ("u1", "u1", "u1")),
+    (codecs.fp8(), ("float8_e4m3fn", "f4", None), None),
+    (codecs.bfloat16(), ("bfloat16", None, None), None),
+    (codecs.float32(), ("f4", None, None), None),
+  ],
+  ids=["coat", "coat_e5m2", "coat_e8m0", "log8", "fp8", "bfloat16", "float32"],
+)
+def test_encoded_moments_have_the_dtypes_stated(codec, mu, nu):
+  for shape in ((3, 300), (2, 3, 128), (5,)):
+    groups = (*shape[:-1], -(-shape[-1] // 128))
+    for group, dtypes in ((codec.mu, mu), (codec.nu, nu or mu)):
+      x = jax.ShapeDtypeStruct(shape, jnp.float32)
+      encoded = jax.eval_shape(
+        group.encode, x, x if group.needs_noise else None
+      )
+      assert encoded.codes.shape == shape
+      assert encoded.codes.dtype == jnp.dtype(dtypes[0])
+      for statistic, dtype in zip(encoded[1:], dtypes[1:], strict=True):
+        # What a codec does not have is a scalar.
+        assert statistic.shape == (() if dtype is None else groups)
+        assert dtype is None or statistic.dtype == jnp.dtype(dtype)
+      decoded = jax.eval_shape(group.decode, encoded)
+      assert decoded.shape == shape and decoded.dtype == jnp.float32
+
+
+def test_plain_codecs_round_to_their_dtype_only():
+  x = jnp.asarray(cases.moments((4, 33))[0])
+  for codec, dtype in (
+    (codecs.float32(), jnp.float32),
+    (codecs.bfloat16(), jnp.bfloat16),
+  ):
+    for group in (codec.mu, codec.nu):
+      assert not group.needs_noise
+      decoded = group.decode(group.encode(x, None))
+      np.testing.assert_array_equal(decoded, x.astype(dtype).astype("f4"))
+
+
+def test_codecs_are_frozen_hashable_and_comparable():
+  for build in (codecs.coat, codecs.coat_e8m0, codecs.log8, codecs.fp8):
+    codec = build()
+    assert codec.mu.rounding == codec.nu.rounding == "stochastic"
+    assert codec == build() and hash(codec) == hash(build())
+    assert codec != build(group_size=64)
+    assert codec.name == build.__name__
+    with pytest.raises(AttributeError):
+      codec.mu = codec.nu
+    with pytest.raises(AttributeError):
+      codec.mu.group_size = 64
+  assert codecs.coat() != codecs.coat(rounding="nearest")
+  assert codecs.coat() != codecs.coat(second="e5m2")
+  assert codecs.coat(second="e5m2").mu == codecs.coat().mu
+
+
+def test_log8_refuses_nearest_but_its_group_codec_takes_it():
+  with pytest.raises(ValueError, match="rounding='nearest' freezes"):
+    codecs.log8(rounding="nearest")
+  x = jnp.geomspace(1e-6, 1, 64)[None]
+  codec = LogUniform(64, "nearest", signed=False)
+  assert np.all(codec.decode(codec.encode(x, None)) > 0)
+
+
+@pytest.mark.parametrize(
+  "build", [codecs.coat, codecs.coat_e8m0, codecs.log8, codecs.fp8]
+)
+def test_constructors_refuse_wrong_choices_by_name(build):
+  name = build.__name__
+  with pytest.raises(ValueError, match=f"{name}: group_size must be at least"):
+    build(group_size=0)
+  # As users see it: the tests' checks of types would come first.
+  build = inspect.unwrap(build)
+  with pytest.raises(ValueError, match=f"{name}: rounding must be .* 'up'"):
+    build(rounding="up")
+  if name == "coat":
+    with pytest.raises(ValueError, match="second must be .* got 'e3m4'"):
+      build(second="e3m4")
+
+
+def test_encode_takes_noise_where_it_rounds_stochastically():
+  x = jnp.ones((1, 4))
+  with pytest.raises(ValueError, match="'stochastic' needs noise, got None"):
+    codecs.coat().mu.encode(x, None)
+  with pytest.raises(ValueError, match="'nearest' takes no noise"):
+    codecs.coat(rounding="nearest").mu.encode(x, x)
+
+
+def test_codec_examples_run():
+  for module in (codecs, codecs.registry):
+    assert not doctest.testmod(module).failed
