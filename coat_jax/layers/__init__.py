@@ -3,7 +3,7 @@
 
 Two levels: drop-in single operations (Linear, RMSNorm, LayerNorm, silu_mul,
 gelu), and fused blocks, where most of the memory and the speed is (NormLinear,
-GatedMLP, Attention). All are BF16 in and BF16 out. A block of one's own is
+GatedMLP, MLP, Attention). All are BF16 in and BF16 out. A block of one's own is
 `block` with another `Middle`.
 """
 
@@ -31,6 +31,8 @@ from coat_jax.layers.linear import with_weight_cache as with_weight_cache
 from coat_jax.layers.middle import Middle as Middle
 from coat_jax.layers.middle import MiddleGradient as MiddleGradient
 from coat_jax.layers.middle import MiddleOutput as MiddleOutput
+from coat_jax.layers.mlp import GELU as GELU
+from coat_jax.layers.mlp import MLP as MLP
 from coat_jax.layers.norm import LayerNorm as LayerNorm
 from coat_jax.layers.norm import RMSNorm as RMSNorm
 from coat_jax.layers.norm import norm as norm

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The MLP block: GELU between a norm and the residual add."""
+
+import collections
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from coat_jax import ops
+from coat_jax import recipe as recipes
+from coat_jax.formats import E4M3
+from coat_jax.layers import (
+  GELU,
+  MLP,
+  BackWeights,
+  BlockWeights,
+  FrontWeights,
+  block,
+)
+from coat_jax.ops import activation
+from coat_jax.qtensor import num_groups
+from tests.comparing import assert_close, assert_same_bits, jit
+from tests.layers import straight_through
+from tests.pallas.kernels import lowered_for_h200
+
+D, F, G = 24, 40, 16
+RECIPES = {kept: recipes.coat(residuals=kept) for kept in ("coat", "minimal")}
+
+
+def case(rows, has_biases=True, seed=0):
+  rng = np.random.default_rng(seed)
+
+  def normal(*shape):
+    return jnp.float32(rng.normal(size=shape))
+
+  front = FrontWeights(normal(D), normal(D), normal(D, F), normal(F))
+  back = BackWeights(normal(F, D), normal(D))
+  if not has_biases:
+    front, back = front._replace(bias=None), back._replace(bias=None)
+  return normal(*rows, D), BlockWeights(front, back), normal(*rows, D)
+
+
+@functools.partial(jit, static_argnames=("approximate", "recipe"))
+def layer(x, weights, dy, approximate, recipe):
+  def f(x, weights):
+    middle = GELU(approximate)
+    return block(
+      x, weights, middle=middle, kind="layer", eps=1e-5, recipe=recipe
+    )
+
+  y, vjp = jax.vjp(f, x, weights)
+  return y, vjp(dy)
+
+
+@functools.partial(jit, static_argnames="approximate")
+def oracle(x, weights, dy, approximate):
+  def f(x, weights):
+    front, back, _ = weights
+    y = straight_through.norm(x, front.gamma, front.beta, "layer", 1e-5)
+    h = straight_through.linear(y, front.w, front.bias, x.dtype)
+    h = straight_through.per_group(straight_through.rounded(h, x.dtype))
+    fixed = activation.gelu_values(h, approximate=approximate)
+    y = jax.nn.gelu(h, approximate=approximate)
+    y = straight_through.pin(y, jax.lax.stop_gradient(fixed))
+    return x + straight_through.linear(y, back.w, back.bias, jnp.float32)
+
+  y, vjp = jax.vjp(f, x, weights)
+  return y, vjp(dy)
+
+
+@pytest.mark.parametrize("residuals", RECIPES)
+@pytest.mark.parametrize(
+  "rows, approximate, has_biases",
+  [((2, 6), True, True), ((6,), False, True), ((2, 2, 3), True, False)],
+)
+def test_mlp_equals_its_parts(rows, approximate, has_biases, residuals):
+  x, weights, dy = case(rows, has_biases)
+  found = layer(x, weights, dy, approximate, RECIPES[residuals])
+  wanted = oracle(x, weights, dy, approximate)
+  assert_same_bits(found[0], wanted[0])
+  assert_close(found[1], wanted[1])
+
+
+@pytest.mark.parametrize("recipe", [recipes.bf16(), recipes.fp8_linear()])
+def test_mlp_of_other_recipes_is_its_parts(recipe):
+  m = MLP(D, F, norm="layer", recipe=recipe, use_bias=True, rngs=nnx.Rngs(0))
+  x = case((2, 6))[0].astype(jnp.bfloat16)
+
+  @jit
+  def by_hand(m, x):
+    return x + m.down(jax.nn.gelu(m.up(m.norm(x))))
+
+  assert_same_bits(jit(lambda m, x: m(x))(m, x), by_hand(m, x))
+
+
+def make_mlp(recipe, features=D, hidden=F):
+  """A function of (parameters, x), and the parameters."""
+  m = nnx.eval_shape(
+    lambda: MLP(
+      features,
+      hidden,
+      norm="layer",
+      use_norm_bias=True,
+      recipe=recipe,
+      rngs=nnx.Rngs(0),
+    )
+  )
+  graph, params = nnx.split(m, nnx.Param)
+  return (lambda params, x: nnx.merge(graph, params)(x)), params
+
+
+@pytest.mark.parametrize("residuals", RECIPES)
+def test_mlp_saves_the_fp8_inputs_of_norm_and_gelu(residuals):
+  f, params = make_mlp(RECIPES[residuals])
+  x = jax.ShapeDtypeStruct((1, 34, D), jnp.bfloat16)
+
+  def saved(params, x):
+    return jax.tree.leaves(jax.vjp(f, params, x)[1])
+
+  def kinds(arrays):
+    return collections.Counter((a.shape, a.dtype) for a in arrays if a.ndim)
+
+  found = kinds(jax.eval_shape(saved, params, x))
+  want = {((1, 34), jnp.dtype("float32")): 2}  # Mean and rstd.
+  for n in (D, F):
+    scales = (1, 34, num_groups(n, G))
+    want |= {
+      ((1, 34, n), jnp.dtype(E4M3)): 1,
+      (scales, jnp.dtype("bfloat16")): 1,
+    }
+  if residuals == "coat":
+    want[(D, 34), jnp.dtype(E4M3)] = 1  # The norm's output, columns.
+  assert found - kinds(jax.tree.leaves(params)) == collections.Counter(want)
+
+
+def test_mlp_runs_the_gelu_kernels():
+  f, params = make_mlp(recipes.coat(), 128, 256)
+  x = jax.ShapeDtypeStruct((1, 128, 128), jnp.bfloat16)
+
+  def gradients(params, x, dy):
+    y, vjp = jax.vjp(f, params, x)
+    return y, vjp(dy)
+
+  text = lowered_for_h200(gradients, params, x, x)
+  kernels = ("gelu_input", "gelu_fwd", "gelu_bwd_amax", "gelu_bwd_operands")
+  assert [name for name in kernels if f'"{name}"' not in text] == []
+  h = jnp.zeros((1, 128, 256), jnp.bfloat16)
+  sizes = dict(group_size=G)
+  for approximate, backend in ((True, "triton"), (False, "xla everywhere")):
+    said = ops.explain(ops.gelu_input, h, approximate=approximate, **sizes)
+    assert backend in said
