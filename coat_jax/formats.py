@@ -37,6 +37,11 @@ def smallest_subnormal(dtype: DTypeLike) -> float:
   return _format(dtype).smallest
 
 
+def is_fp8(dtype: DTypeLike) -> bool:
+  """Whether a dtype is one of the FP8 formats, E4M3 or E5M2."""
+  return jnp.dtype(dtype) in (jnp.dtype(E4M3), jnp.dtype(E5M2))
+
+
 def accumulator(dtype: DTypeLike) -> DTypeLike:
   """The dtype that sums products of two values: f32, or int32 for INT8."""
   return _format(dtype).accumulator

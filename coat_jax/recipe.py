@@ -28,10 +28,28 @@ G = group_size, before scales (a scale adds 2 / G to each 1 x G byte):
 import dataclasses
 from typing import Literal
 
+from jax.typing import DTypeLike
+
+from coat_jax.formats import E4M3, E5M2
+
 Residuals = Literal["coat", "minimal"]
 Kept = Literal["bf16", "fp8"]
 WeightCache = Literal["none", "scale", "codes"]
 GradDtype = Literal["float32", "bfloat16"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Formats:
+  """The number formats of a recipe that is not BF16.
+
+  Attributes:
+    values: of activations and weights: what products read, and what is saved
+      for the backward pass.
+    gradients: of the gradients that products read in the backward pass.
+  """
+
+  values: DTypeLike = E4M3
+  gradients: DTypeLike = E5M2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -94,6 +112,8 @@ class CoatRecipe:
     implementation: None for kernels on a GPU, "xla" for none anywhere.
     evaluation: "same" computes in evaluation what training computes; "bf16"
       leaves FP8 out there, as the reference does.
+    formats: E4M3 for values and E5M2 for gradients, which kernels know; others
+      of `coat_jax.formats` run as plain JAX.
     axes: on a mesh, what its axes split: FP8 blocks then run on each device's
       part (`jax.shard_map`), under `jax.set_mesh`. None on one device, and to
       leave it to XLA, which can partition no kernel.
@@ -107,6 +127,7 @@ class CoatRecipe:
   weight_cache: WeightCache = "scale"
   implementation: Literal["xla"] | None = None
   evaluation: Literal["same", "bf16"] = "same"
+  formats: Formats = Formats()
   axes: MeshAxes | None = None
 
   def __post_init__(self):

@@ -24,6 +24,7 @@ def _fp8_silu_mul_fwd(gate, up, recipe):
   quantize = functools.partial(
     ops.quantize_groups,
     group_size=group_size,
+    dtype=recipe.formats.values,
     implementation=recipe.implementation,
   )
   gate_q, up_q = save_residual("activation", (quantize(gate), quantize(up)))
@@ -79,7 +80,10 @@ def silu_mul(
 def _fp8_gelu_fwd(x, approximate, recipe):
   group_size = recipe.group_size
   x_q = ops.quantize_groups(
-    x, group_size=group_size, implementation=recipe.implementation
+    x,
+    group_size=group_size,
+    dtype=recipe.formats.values,
+    implementation=recipe.implementation,
   )
   x_q = save_residual("activation", x_q)
   values = dequantize(x_q, group_size=group_size)

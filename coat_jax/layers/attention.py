@@ -89,7 +89,9 @@ class SelfAttention(Middle):
     ).h
     angles = self._angles(saved.positions, dheads[0].shape[-1])
     if self.clip is None and not has_bias:
-      dh = ops.join_heads_operand(*dheads, *angles, implementation=how)
+      dh = ops.join_heads_operand(
+        *dheads, *angles, dtype=recipe.formats.gradients, implementation=how
+      )
       return MiddleGradient(dh)
     values = ops.join_heads(*dheads, *angles, implementation=how)
     values = _clip_bwd(self.clip, saved.inside, values)[0]

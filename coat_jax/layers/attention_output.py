@@ -113,7 +113,9 @@ class HeadsAttention(Middle):
       read(q), read(k), read(v), causal=self.causal, implementation=how
     )
     out, lse = save_residual("attention", (keep(out), lse))
-    out_q = ops.quantize_tensor(_merge_heads(read(out)), implementation=how)
+    out_q = ops.quantize_tensor(
+      _merge_heads(read(out)), dtype=recipe.formats.values, implementation=how
+    )
     scale = save_residual("linear", out_q.scale)
     # What is kept of q may be FP8; codes wait for q itself.
     saved = HeadsSaved(q, k, v, out, lse, scale)
@@ -124,6 +126,7 @@ class HeadsAttention(Middle):
     q, k, v, out = map(read, saved[:4])
     operand = ops.quantize_tensor(
       _merge_heads(out),
+      dtype=recipe.formats.values,
       scale=saved.out_scale,
       layout="columns",
       implementation=recipe.implementation,
@@ -152,6 +155,7 @@ def _storage(recipe: CoatRecipe, dtype: DTypeLike):
   keep = functools.partial(
     ops.quantize_groups,
     group_size=group_size,
+    dtype=recipe.formats.values,
     implementation=recipe.implementation,
   )
   read = functools.partial(dequantize, group_size=group_size, dtype=dtype)

@@ -90,7 +90,10 @@ def front_forward(
     normed, y = (
       None,
       ops.quantize_tensor(
-        x, layout="both", implementation=recipe.implementation
+        x,
+        dtype=recipe.formats.values,
+        layout="both",
+        implementation=recipe.implementation,
       ),
     )
     kept = save_residual("linear", y._replace(rows=None))
@@ -158,6 +161,8 @@ def _norm_to_operand(x, gamma, beta, kind, eps, recipe):
     kind=kind,
     eps=eps,
     group_size=group_size,
+    dtype=recipe.formats.values,
+    output_dtype=recipe.formats.values,
     implementation=how,
   )
   x_q, stats = save_residual("norm", (x_q, stats))
@@ -169,6 +174,7 @@ def _norm_to_operand(x, gamma, beta, kind, eps, recipe):
     stats,
     scale=scale,
     group_size=group_size,
+    dtype=recipe.formats.values,
     layout="both" if recipe.residuals == "coat" else "rows",
     implementation=how,
   )
@@ -187,6 +193,7 @@ def _columns_of(saved: FrontSaved, weights: FrontWeights, recipe) -> Operand:
     saved.norm.stats,
     scale=saved.y.scale,
     group_size=recipe.group_size,
+    dtype=recipe.formats.values,
     layout="columns",
     implementation=recipe.implementation,
   )

@@ -55,7 +55,9 @@ class SwiGLU(Middle):
   def forward(self, h, weights, inputs, recipe):
     del weights, inputs
     sizes = _sizes(recipe)
-    gate, up, scale = ops.gate_up_input(h, **sizes)
+    gate, up, scale = ops.gate_up_input(
+      h, product_dtype=recipe.formats.values, **sizes
+    )
     gate, up = save_residual("activation", (gate, up))
     if recipe.residuals == "coat":
       silu = save_residual("activation", ops.silu_fwd(gate, **sizes))
@@ -75,7 +77,10 @@ class SwiGLU(Middle):
         saved.gate,
         saved.up,
         product_scale=saved.product.scale,
-        **_sizes(recipe),
+        dtype=recipe.formats.gradients,
+        product_dtype=recipe.formats.values,
+        group_size=recipe.group_size,
+        implementation=recipe.implementation,
       )
       values = self._gradient(saved, dout, recipe) if has_bias else None
       return MiddleGradient(dh, product, values)
@@ -101,7 +106,9 @@ class SwiGLU(Middle):
 
 def _sizes(recipe: CoatRecipe) -> dict[str, Any]:
   return dict(
-    group_size=recipe.group_size, implementation=recipe.implementation
+    group_size=recipe.group_size,
+    dtype=recipe.formats.values,
+    implementation=recipe.implementation,
   )
 
 

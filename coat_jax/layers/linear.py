@@ -18,7 +18,6 @@ from jax.typing import DTypeLike
 
 from coat_jax import ops
 from coat_jax import recipe as recipes
-from coat_jax.formats import E5M2
 from coat_jax.layers.mesh.collectives import (
   gather_sequence,
   scatter_sequence,
@@ -59,7 +58,9 @@ class _Saved(NamedTuple):
 
 def _fp8_linear_fwd(x, w, bias, cache, split, recipe):
   how = recipe.implementation
-  x_q = ops.quantize_tensor(x, layout="both", implementation=how)
+  x_q = ops.quantize_tensor(
+    x, dtype=recipe.formats.values, layout="both", implementation=how
+  )
   kept = save_residual("linear", x_q._replace(rows=None))
   x_q = Operand(x_q.rows, None, kept.scale)
   if split == "columns":
@@ -149,7 +150,10 @@ def linear(
 def gradient_operand(g: Array, recipe: CoatRecipe) -> Operand:
   """The gradient of a product's output, as the products behind it read it."""
   return ops.quantize_tensor(
-    g, dtype=E5M2, layout="both", implementation=recipe.implementation
+    g,
+    dtype=recipe.formats.gradients,
+    layout="both",
+    implementation=recipe.implementation,
   )
 
 

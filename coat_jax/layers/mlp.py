@@ -50,7 +50,7 @@ class GELU(Middle):
   def forward(self, h, weights, inputs, recipe):
     del weights, inputs
     sizes = self._sizes(recipe)
-    x, scale = ops.gelu_input(h, **sizes)
+    x, scale = ops.gelu_input(h, output_dtype=recipe.formats.values, **sizes)
     x = save_residual("activation", x)
     scale = save_residual("linear", scale)
     output = ops.gelu_fwd(x, scale=scale, **sizes)
@@ -59,7 +59,14 @@ class GELU(Middle):
   def backward(self, saved, dout, weights, recipe, *, has_bias):
     del weights
     dh, output = ops.gelu_bwd_operands(
-      dout, saved.x, output_scale=saved.scale, **self._sizes(recipe)
+      dout,
+      saved.x,
+      output_scale=saved.scale,
+      approximate=self.approximate,
+      group_size=recipe.group_size,
+      dtype=recipe.formats.gradients,
+      output_dtype=recipe.formats.values,
+      implementation=recipe.implementation,
     )
     values = None
     if has_bias:
@@ -75,6 +82,7 @@ class GELU(Middle):
     return dict(
       approximate=self.approximate,
       group_size=recipe.group_size,
+      dtype=recipe.formats.values,
       implementation=recipe.implementation,
     )
 

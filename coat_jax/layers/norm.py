@@ -37,7 +37,10 @@ class NormSaved(NamedTuple):
 def _fp8_norm_fwd(x, gamma, beta, kind, eps, recipe):
   group_size = recipe.group_size
   x_q = ops.quantize_groups(
-    x, group_size=group_size, implementation=recipe.implementation
+    x,
+    group_size=group_size,
+    dtype=recipe.formats.values,
+    implementation=recipe.implementation,
   )
   x_q = save_residual("norm", x_q)
   values = dequantize(x_q, group_size=group_size)

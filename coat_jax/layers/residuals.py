@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
-from coat_jax.formats import E4M3, E5M2
+from coat_jax.formats import is_fp8
 
 Kind = Literal["norm", "activation", "rope", "attention", "linear"]
 
@@ -40,7 +40,7 @@ def save_residual[Tree](kind: Kind, tree: Tree) -> Tree:
   """
 
   def named(x):
-    if x.dtype not in (E4M3, E5M2):
+    if not is_fp8(x.dtype):
       return checkpoint_name(x, f"coat_{kind}")
     codes = jax.lax.bitcast_convert_type(x, jnp.uint8)
     codes = checkpoint_name(codes, f"coat_{kind}")
@@ -75,7 +75,7 @@ def protect_codes[Tree](residuals: Tree) -> Tree:
   """
 
   def again(x):
-    if x.dtype not in (E4M3, E5M2):
+    if not is_fp8(x.dtype):
       return x
     codes = jax.lax.bitcast_convert_type(x, jnp.uint8)
     return jax.lax.bitcast_convert_type(codes, x.dtype)

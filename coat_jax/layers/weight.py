@@ -56,6 +56,7 @@ def quantized_weight(
   # layers. For a kernel it copies them out first, 8 bytes a parameter.
   codes = ops.quantize_tensor(
     w,
+    dtype=recipe.formats.values,
     scale=None if cache is None else cache.scale,
     layout=layout,
     implementation="xla" if layout == "rows" else recipe.implementation,
@@ -91,11 +92,17 @@ def cache_weight(w: Array, recipe: CoatRecipe) -> Operand | None:
   w = jax.lax.stop_gradient(as_matrix(w))
   if recipe.weight_cache == "codes":
     return ops.quantize_tensor(
-      w, layout="both", implementation=recipe.implementation
+      w,
+      dtype=recipe.formats.values,
+      layout="both",
+      implementation=recipe.implementation,
     )
   if recipe.weight_cache == "scale":
     # As fast as the kernel, and where weights are stacked XLA copies none out.
-    return Operand(None, None, ops.tensor_scale(w, implementation="xla"))
+    scale = ops.tensor_scale(
+      w, dtype=recipe.formats.values, implementation="xla"
+    )
+    return Operand(None, None, scale)
   return None
 
 

@@ -20,7 +20,7 @@ from jax import Array
 from jax._src.cudnn import fused_attention_stablehlo as cudnn
 from jax.typing import DTypeLike
 
-from coat_jax.formats import E4M3, E5M2
+from coat_jax.formats import is_fp8
 from coat_jax.ops.dispatch import supported
 from coat_jax.ops.types import AttentionResiduals, Operand, Unsupported
 
@@ -46,7 +46,7 @@ def _rows(x: Array) -> Array:
 
 def _require_product(op: str, a: Array, b: Array, dtype: DTypeLike) -> None:
   """Raises `Unsupported` where cuBLASLt would have to pad or convert."""
-  wrong = {x.dtype.name for x in (a, b) if x.dtype not in (E4M3, E5M2)}
+  wrong = {x.dtype.name for x in (a, b) if not is_fp8(x.dtype)}
   if wrong:
     raise Unsupported(f"{op}: cuBLASLt multiplies FP8 here, got {wrong}")
   sizes = (math.prod(a.shape[:-1]), b.shape[0], a.shape[-1])
