@@ -23,7 +23,6 @@ from tests.pallas.kernels import (
   assert_same_codes,
   assert_same_groups,
   assert_same_operand,
-  lowered_for_h200,
   refused,
 )
 
@@ -41,14 +40,12 @@ def awkward(n: int) -> np.ndarray:
 @pytest.mark.parametrize(
   "x, group_size, size",
   [
-    (cases.activations((3, 16)), 16, 32),
     (cases.activations((100, 48)), 16, 1024),
-    (cases.activations((2, 3, 688)), 16, 1024),
     (cases.activations((5, 384)), 128, 512),
     (awkward(48), 16, 256),
     (awkward(64), 64, 256),
   ],
-  ids=["3x16", "100x48", "2x3x688", "5x384", "awkward16", "awkward64"],
+  ids=["100x48", "5x384", "awkward16", "awkward64"],
 )
 def test_groups_are_the_definitions(x, group_size, size, dtype):
   # Neither one block nor a whole number of blocks, but for the power of two.
@@ -84,13 +81,11 @@ def test_groups_in_e5m2():
 @pytest.mark.parametrize(
   "x",
   [
-    cases.activations((7, 688)),
     awkward(48)[:-3],
     awkward(48),
     np.zeros((3, 16), np.float32),
-    -cases.activations((2, 3, 16)),
   ],
-  ids=["7x688", "finite", "not_finite", "zeros", "2x3x16"],
+  ids=["finite", "not_finite", "zeros"],
 )
 def test_scale_of_a_tensor_is_the_definitions(x, dtype):
   x = jnp.asarray(x, dtype)
@@ -106,16 +101,6 @@ def test_scale_of_a_tensor_is_the_definitions(x, dtype):
     quantize.tensor_scale(x, dtype=E5M2, interpret=True),
     ops.tensor_scale.definition(x, dtype=E5M2),
   )
-
-
-@pytest.mark.parametrize("layout", ["rows", "columns", "both"])
-@pytest.mark.parametrize("dtype", [BF16, F32])
-@pytest.mark.parametrize("shape", [(48, 80), (2, 8, 176)], ids=str)
-def test_operand_is_the_definitions(shape, dtype, layout):
-  x = jnp.asarray(cases.activations(shape), dtype)
-  expected = ops.quantize_tensor.definition(x, layout=layout)
-  actual = quantize.quantize_tensor(x, layout=layout, interpret=True)
-  assert_same_operand(actual, expected)
 
 
 @pytest.mark.parametrize("down", [True, False])
@@ -177,22 +162,6 @@ def test_quantize_kernel_refuses_what_int32_cannot_index():
   x = jax.ShapeDtypeStruct((2**16, 2**15), BF16)
   with refused("int32"):
     jax.eval_shape(quantize.tensor_scale, x)
-
-
-OPS = {
-  "quantize_groups": functools.partial(quantize.quantize_groups, group_size=16),
-  "tensor_amax": quantize.tensor_scale,
-  "quantize_rows": quantize.quantize_tensor,
-  "quantize_tiles": functools.partial(quantize.quantize_tensor, layout="both"),
-}
-
-
-@pytest.mark.parametrize("dtype", [BF16, F32])
-@pytest.mark.parametrize("name", OPS)
-def test_lowers_to_triton(name, dtype):
-  x = jax.ShapeDtypeStruct((8192, 1376), dtype)
-  text = lowered_for_h200(OPS[name], x)
-  assert "triton" in text and f'"{name}' in text
 
 
 @pytest.mark.gpu
