@@ -21,6 +21,7 @@ from coat_jax.formats import E4M3, E5M2
 from coat_jax.ops.types import Unsupported
 from coat_jax.optimizer import adam
 from tests.comparing import assert_close, jit
+from tests.ops import own_op
 from tests.pallas.kernels import (
   assert_same_codes,
   for_h200,
@@ -28,12 +29,14 @@ from tests.pallas.kernels import (
 )
 
 OPERATIONS = [x for x in vars(ops).values() if isinstance(x, ops.Op)]
+OPERATIONS.append(own_op.double)
 # The optimizer's: its cases are in benchmarks.optimizer and tests/pallas.
 STEPS = [adam.adam_update, adam.adamw_step]
 
 
 def cases_of(sizes: Sizes) -> list[OpCase]:
-  return [case for case in all_cases(sizes) if isinstance(case, OpCase)]
+  ours = [case for case in all_cases(sizes) if isinstance(case, OpCase)]
+  return [*ours, *own_op.cases(sizes)]
 
 
 def name_of(case) -> str:

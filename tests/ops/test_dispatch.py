@@ -91,6 +91,20 @@ def test_what_no_kernel_can_take_is_left_to_xla():
   assert "there is no kernel" in ops.explain(ops.mul_bwd)
 
 
+def test_a_kernel_is_traced_once():
+  traces = []
+
+  def kernel(x):
+    supported()
+    traces.append(x)
+    return 2 * x
+
+  double = op(triton=kernel)(lambda x: x + x)
+  with jax.sharding.use_abstract_mesh(H200):
+    jax.jit(double).trace(jnp.ones(3))
+  assert len(traces) == 1
+
+
 def test_errors_other_than_a_refusal_surface():
   traces = []
 
