@@ -155,7 +155,7 @@ def _attention(sizes):
     ops.attention_bwd,
     shape,
     with_residuals,
-    lambda op, dout, q, k, v, kept: op(dout, q, k, v, kept, causal=True),
+    lambda op, dout, q, k, v, saved: op(dout, q, k, v, saved, causal=True),
     flops=2.5 * products,
     ceiling="bf16",
   )

@@ -94,7 +94,7 @@ def test_gelu_is_near_float64_at_every_value():
   assert np.all(np.abs(slope - gelu_slope64(x64)) <= 5e-6 * terms)
 
 
-def test_operands_are_written_with_the_scale_given():
+def test_activation_operands_are_written_with_the_scale_given():
   a, _ = in_groups((ROWS, 43), 1)
   b, _ = in_groups((ROWS, 43), 2)
   for forward in (
@@ -138,7 +138,7 @@ def test_activation_backwards_are_the_gradients(width):
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_backward_operands_are_the_gradients_with_one_scale(width):
+def test_activation_backward_operands_are_the_gradients_with_one_scale(width):
   a, a_values = in_groups((ROWS, width), 1, factor=4)
   b, b_values = in_groups((ROWS, width), 2)
   dy = gradient((ROWS, width))
@@ -196,7 +196,7 @@ def test_activations_of_degenerate_groups():
       assert np.all(np.isfinite(leaf))
 
 
-def test_a_nan_comes_out_as_nan():
+def test_activations_of_nan_are_nan():
   x = gradient((2, 32)).at[1, 3].set(jnp.nan)
   q = ops.quantize_groups(x, group_size=GROUP)
   fine, _ = in_groups((2, 32))

@@ -121,7 +121,7 @@ def test_kernel_matches_definition(case):
 
 
 @of_cases(models.SMOKE, having="xla")
-def test_without_a_gpu_operation_is_its_definition(case):
+def test_operation_without_a_gpu_is_its_definition(case):
   specs = jax.eval_shape(case.arrays)
   programs = [
     str(jax.make_jaxpr(functools.partial(case.call, fn))(*specs))
@@ -164,7 +164,7 @@ def test_explain_names_the_implementation(case):
   [case for case in cases_of(models.ODD) if len(case.implementations) > 1],
   ids=name_of,
 )
-def test_what_a_kernel_refuses_is_left_to_xla(case):
+def test_refused_operation_is_left_to_xla(case):
   said = on_specs(case, case.operation.explain)
   named = functools.partial(
     case.operation, implementation=case.implementations[1]

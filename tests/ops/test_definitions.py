@@ -252,7 +252,7 @@ def test_operands_of_degenerate_rows_are_finite():
   np.testing.assert_array_equal(ops.linear_fwd(zero, ones), 0)
 
 
-def test_a_nan_comes_out_as_nan():
+def test_norms_and_products_of_nan_are_nan():
   x = gradient((2, 32)).at[1, 3].set(jnp.nan)
   q = ops.quantize_groups(x, group_size=GROUP)
   dy = gradient((2, 32))

@@ -78,7 +78,7 @@ def in_float64(dy, x):
   return x * cdf, dy * derivative
 
 
-def test_far_below_zero_against_float64():
+def test_gelu_kernel_far_below_zero_equals_float64():
   dy, x, (x_q, scale) = inputs((64, 176), F32, least=-np.inf)
   assert np.min(x) < -5
   options = dict(output_scale=scale, group_size=16)
@@ -93,7 +93,7 @@ def test_far_below_zero_against_float64():
     assert_same_codes(operand.columns, expected.qvalue.T, SHARE)
 
 
-def test_degenerate_groups():
+def test_gelu_kernel_of_degenerate_groups_matches_definition():
   groups = cases.finite_groups(48)
   x = jnp.asarray(np.stack(list(groups.values())))
   actual, expected = both("gelu_input", x, group_size=16)
@@ -101,7 +101,7 @@ def test_degenerate_groups():
   np.testing.assert_allclose(actual[1], expected[1], rtol=1e-6)
 
 
-def test_far_values_and_what_is_no_number():
+def test_gelu_kernels_of_far_and_nonfinite_values():
   far = np.repeat([-1e30, -500, -20, -9.9, 9.9, 20, 500, 1e30], 16)
   x = np.concatenate([far.reshape(8, 16), np.ones((8, 16))]).astype(np.float32)
   for i, group in enumerate(cases.nonfinite_groups(16).values()):
@@ -164,7 +164,7 @@ def test_gelu_kernels_refuse_residuals_that_do_not_fit():
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [BF16, F32])
 @pytest.mark.parametrize("shape", [(2048, 5504), (1008, 176)], ids=str)
-def test_on_a_gpu(shape, dtype):
+def test_gelu_kernels_on_a_gpu(shape, dtype):
   dy, x, (x_q, scale) = inputs(shape, dtype, least=-np.inf)
   options = dict(approximate=True, group_size=16)
   actual, amax = gelu.gelu_input(x, **options)

@@ -18,7 +18,7 @@ def parts_of(shape, dtype=E4M3):
   return jax.lax.bitcast_convert_type(jnp.asarray(codes), dtype)
 
 
-def test_a_device_has_values_of_every_column():
+def test_join_columns_has_values_of_every_device():
   # Of each of three columns the first device has two values, then the second.
   parts = jnp.asarray([[[0, 1], [4, 5], [8, 9]], [[2, 3], [6, 7], [10, 11]]])
   np.testing.assert_array_equal(
@@ -28,7 +28,7 @@ def test_a_device_has_values_of_every_column():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(2, 22016, 2048), (4, 4096, 2752)], ids=str)
-def test_on_a_gpu(shape):
+def test_join_kernel_on_a_gpu(shape):
   parts = parts_of(shape)
   actual = jax.jit(join.join_columns)(parts)
   assert_same_codes(actual, ops.join_columns.definition(parts))

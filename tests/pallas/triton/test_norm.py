@@ -65,15 +65,15 @@ def assert_same_stats(actual, expected):
 
 
 @pytest.mark.parametrize("given", ["gamma", "beta", "neither"])
-def test_input_without_gamma_or_beta(given):
-  # In three blocks of rows, the last one of which has one row. So far from
+def test_norm_input_kernel_without_gamma_or_beta(given):
+  # In three tiles of rows, the last one of which has one row. So far from
   # zero that what is masked, 0 - mean, would be the largest of y.
   _, gamma, beta, options = inputs((9, 176), "layer")
   x = jnp.asarray(1000 + 100 * np.random.default_rng(0).normal(size=(9, 176)))
   gamma = gamma.astype(BF16) if given == "gamma" else None
   beta = beta if given == "beta" else None
   _, stats, bits = norm._norm_input(
-    x, gamma, beta, "layer", EPS, 16, norm.RowBlock(4, 1), True
+    x, gamma, beta, "layer", EPS, 16, norm.RowTile(4, 1), True
   )
   _, expected, scale = run(ops.norm_input.definition, x, gamma, beta, **options)
   assert_same_stats(stats, expected)
@@ -81,7 +81,7 @@ def test_input_without_gamma_or_beta(given):
 
 
 @pytest.mark.parametrize("kind", ["rms", "layer"])
-def test_input_of_degenerate_rows(kind):
+def test_norm_input_kernel_of_degenerate_rows(kind):
   groups = cases.finite_groups(48)
   # Their squares overflow, and their squares' means underflow, in any order.
   for name in ("largest", "huge_ratio", "large"):
@@ -105,7 +105,7 @@ def test_input_of_degenerate_rows(kind):
     assert_same_stats(actual[1], expected[1])
 
 
-def test_input_with_nan():
+def test_norm_input_kernel_of_nan():
   x = np.concatenate([[g] for g in cases.nonfinite_groups(48).values()])
   x = np.concatenate([x, cases.activations((5, 48))])
   _, _, _, options = inputs((1, 48), "rms")
@@ -119,7 +119,7 @@ def test_input_with_nan():
 
 
 @pytest.mark.parametrize("down", [True, False])
-def test_forward_without_gamma_or_beta(down):
+def test_norm_kernel_without_gamma_or_beta(down):
   x, _, _, options = inputs((48, 80), "layer")
   x_q, stats, scale = run(ops.norm_input.definition, x, None, None, **options)
   scale = scale * 0.8  # Some values beyond qmax.
@@ -152,7 +152,7 @@ def gradients(shape, kind, group_size=16, dtype=BF16):
   "shape, group_size, chunk",
   [
     ((5, 48), 16, (4, 3, 1, True)),
-    # A whole number of blocks, but not of chunks; then neither.
+    # A whole number of tiles, but not of chunks; then neither.
     ((32, 176), 16, (4, 3, 1, True)),
     ((32, 176), 16, (4, 3, 1, False)),
     ((2, 9, 688), 16, (4, 2, 1, True)),
@@ -160,7 +160,9 @@ def gradients(shape, kind, group_size=16, dtype=BF16):
   ],
   ids=str,
 )
-def test_backward_is_the_definitions(shape, group_size, chunk, kind):
+def test_norm_backward_kernel_in_chunks_matches_definition(
+  shape, group_size, chunk, kind
+):
   dy, x_q, gamma, stats = gradients(shape, kind, group_size)
   add = jnp.asarray(cases.activations(shape))
   actual = norm_backward._norm_bwd(
@@ -189,7 +191,7 @@ def test_backward_is_the_definitions(shape, group_size, chunk, kind):
 
 
 @pytest.mark.parametrize("kind", ["rms", "layer"])
-def test_backward_in_bf16_without_gamma_or_add(kind):
+def test_norm_backward_kernel_in_bf16_without_gamma_or_add(kind):
   dy, x_q, _, stats = gradients((3, 176), kind, dtype=F32)
   actual = interpret(
     norm_backward.norm_bwd, dy, x_q, None, stats, group_size=16
@@ -204,12 +206,12 @@ def test_backward_in_bf16_without_gamma_or_add(kind):
 
 
 @pytest.mark.parametrize("n", [16, 48, 1024, 4096, 5120, 6656, 8192])
-def test_picks_are_powers_of_two_and_few_partial_sums(n):
+def test_norm_tiles_are_powers_of_two_and_partial_sums_few(n):
   for m in (1, 100, 8192, 65536):
-    block, chunk = norm.pick_input_block(n), norm_backward.pick_chunk(m, n)
-    for number in (block.rows, block.warps, chunk.rows, chunk.warps):
+    tile, chunk = norm.pick_input_tile(n), norm_backward.pick_chunk(m, n)
+    for number in (tile.rows, tile.warps, chunk.rows, chunk.warps):
       assert number & (number - 1) == 0 and number >= 1
-    assert max(block.warps, chunk.warps) <= 32
+    assert max(tile.warps, chunk.warps) <= 32
     assert -(-m // (chunk.rows * chunk.steps)) <= 264
 
 
@@ -235,7 +237,7 @@ def test_norm_kernels_refuse(shape, group_size, reason):
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["rms", "layer"])
 @pytest.mark.parametrize("shape", [(4096, 4096), (1008, 5120)], ids=str)
-def test_on_a_gpu(shape, kind):
+def test_norm_kernels_on_a_gpu(shape, kind):
   x, gamma, beta, options = inputs(shape, kind)
   x_q, stats, scale = run(
     ops.norm_input.definition, x, gamma, beta, jit=jax.jit, **options

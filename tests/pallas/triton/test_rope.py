@@ -75,7 +75,7 @@ def test_rope_kernels_refuse():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(2, 512, 32, 32, 128), (1, 1024, 8, 2, 64)])
-def test_equals_the_definition_on_a_gpu(shape):
+def test_rope_kernels_on_a_gpu_match_definition(shape):
   arrays, heads = case(*shape), shape[2:4]
   want = both(DEFINITIONS, *arrays, *heads)
   assert_near(both(rope, *arrays, *heads), want, jnp.bfloat16)

@@ -48,8 +48,8 @@ def inputs(shape, dtype=BF16, group_size=16):
   *leading, f = shape
   gate_up = jnp.asarray(cases.activations((*leading, 2 * f)) / 8, dtype)
   dy = jnp.asarray(1e-3 * cases.activations(shape, 1), dtype)
-  remembered = run(ops.gate_up_input.definition, gate_up, group_size=group_size)
-  return dy, gate_up, remembered
+  saved = run(ops.gate_up_input.definition, gate_up, group_size=group_size)
+  return dy, gate_up, saved
 
 
 def assert_same_product(actual, expected):
@@ -66,7 +66,7 @@ def assert_same_product(actual, expected):
     np.testing.assert_array_equal(rows.T, code_bits(actual.columns))
 
 
-def test_degenerate_groups():
+def test_swiglu_kernel_of_degenerate_groups_matches_definition():
   groups = cases.finite_groups(48)
   gate = np.stack(list(groups.values()))
   # Every group as a gate beside an ordinary up, and the other way round.
@@ -85,7 +85,7 @@ def far_gates():
   return gate, np.full_like(gate, -3.0)
 
 
-def test_far_gates():
+def test_swiglu_kernels_of_far_gates():
   gate_up = jnp.asarray(np.concatenate(far_gates(), -1))
   actual, (gate, up, scale) = both("gate_up_input", gate_up, group_size=16)
   np.testing.assert_allclose(actual[2], scale, rtol=1e-6)
@@ -97,7 +97,7 @@ def test_far_gates():
     assert not np.any(code_bits(a.columns) == 0xFF)
 
 
-def test_what_is_no_number():
+def test_swiglu_kernels_of_nonfinite_values():
   gate, up = far_gates()
   for i, group in enumerate(cases.nonfinite_groups(16).values()):
     gate[8 + i], up[12 + i] = group, group
@@ -163,7 +163,7 @@ def test_swiglu_kernels_refuse_residuals_that_do_not_fit():
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [BF16, F32])
 @pytest.mark.parametrize("shape", [(2048, 11008), (1008, 176)], ids=str)
-def test_on_a_gpu(shape, dtype):
+def test_swiglu_kernels_on_a_gpu(shape, dtype):
   dy, gate_up, (gate, up, scale) = inputs(shape, dtype)
 
   def on_both(name, *args, **options):
