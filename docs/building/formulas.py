@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Formulas as MathML, which browsers draw by themselves: no script, no fonts."""
+"""Formulas as MathML, which browsers draw: no script, no fonts."""
 
 import html
 import re

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the drawn figures share: colours for light and dark pages, boxes, arrows.
+"""What the drawn figures share: two palettes, boxes and arrows.
 
 Each figure is written twice, NAME.light.svg and NAME.dark.svg, on a transparent
 ground; the pages show the one that fits. `--png` adds a PNG of each to look at.
