@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which random words round moments that come from optax's Adam."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from coat_jax import codecs, from_adam_state
+from tests import cases
+
+SHAPE = (64, 128)
+
+
+@jax.jit
+def codes(seed, count):
+  """Codes of two leaves of the same moments, [2, 64, 128] uint8 each."""
+  mu, nu = cases.moments(SHAPE)
+  adam = optax.ScaleByAdamState(
+    count, {"a": jnp.asarray(mu), "b": jnp.asarray(mu)}, {"a": nu, "b": nu}
+  )
+  state = from_adam_state(adam, codec=codecs.coat(), seed=seed)
+  trees = state.mu_codes, state.nu_codes
+  return [
+    jax.lax.bitcast_convert_type(tree[leaf], jnp.uint8)
+    for leaf in ("a", "b")
+    for tree in trees
+  ]
+
+
+def share_that_differs(xs, ys):
+  return min(np.mean(x != y) for x, y in zip(xs, ys, strict=True))
+
+
+def test_conversion_draws_words_of_seed_count_and_leaf():
+  first = codes(3, 5)
+  assert share_that_differs(first, codes(3, 5)) == 0
+  # Of values between two codes, which nearly all are, other words round many
+  # the other way.
+  assert share_that_differs(first, codes(4, 5)) > 0.1
+  assert share_that_differs(first, codes(3, 6)) > 0.1
+  assert share_that_differs(first[:2], first[2:]) > 0.1
