@@ -30,7 +30,7 @@ def to_markdown(text: str) -> str:
   text = re.sub(r":math:`([^`]+)`", r"$\1$", text)
   text = re.sub(
     r"^\.\. math::\n((?:\n|  .*\n?)+)",
-    lambda match: f"$$\n{match[1].strip()}\n$$\n",
+    lambda match: f"$$\n{match[1].strip()}\n$$\n\n",
     text,
     flags=re.MULTILINE,
   )
