@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Docstrings on their way to the reference pages: plain text to Markdown.
+"""What mkdocstrings reads, made ready for the reference pages.
 
 A docstring is read in a terminal first. Three things that it writes for there
 would be lost in Markdown: tables and formulas that are indented, lists without
 a blank line before them, and the formulas of optax's docstrings.
+
+And a package may export a function under the name of the module that defines
+it: `coat_jax.layers.linear` is the function, as it is in Python.
 """
 
+import contextlib
 import re
 from typing import Any
 
@@ -17,12 +21,37 @@ _SECTION = re.compile(
 _ITEM = re.compile(r"\s+[*-] ")
 
 
-class Markdown(griffe.Extension):
-  """Rewrites the docstring of every object that is loaded."""
+class Reference(griffe.Extension):
+  """Called for all that is loaded."""
 
   def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
+    """Rewrites a docstring."""
     if obj.docstring is not None:
       obj.docstring.value = to_markdown(obj.docstring.value)
+
+  def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
+    """Gives names to what Python gives them to."""
+    _unshadow(pkg)
+
+
+def _unshadow(package: griffe.Module) -> None:
+  """Puts what a package imports before its modules of the same name."""
+  for module in package.modules.values():
+    if module.is_init_module and not module.is_alias:
+      _unshadow(module)
+  exported = {}
+  for name, path in package.imports.items():
+    module = package.members.get(name)
+    if isinstance(module, griffe.Module) and name in module.members:
+      if path == f"{module.path}.{name}":
+        exported[name] = module.members[name]
+  # The others still have to find what they import from these modules.
+  for member in package.members.values() if exported else ():
+    if member.is_alias:
+      with contextlib.suppress(griffe.AliasResolutionError):
+        member.resolve_target()
+  for name, target in exported.items():
+    package.members[name] = griffe.Alias(name, target, parent=package)
 
 
 def to_markdown(text: str) -> str:

@@ -7,9 +7,11 @@ import inspect
 import re
 from types import ModuleType
 
+import griffe
 import pytest
 
-from tests.docs.pages import DOCS
+from docs.building import docstrings
+from tests.docs.pages import DOCS, ROOT
 
 PUBLIC = (
   "coat_jax",
@@ -30,12 +32,11 @@ ENTRIES = [
 
 
 def find(path: str):
-  """The object of a dotted path."""
-  try:
-    return importlib.import_module(path)
-  except ModuleNotFoundError:
-    module, _, name = path.rpartition(".")
-    return getattr(find(module), name)
+  """The object of a dotted path; a function before its module of that name."""
+  parent, _, name = path.rpartition(".")
+  if parent and hasattr(find(parent), name):
+    return getattr(find(parent), name)
+  return importlib.import_module(path)
 
 
 def public_names(module: ModuleType) -> list[str]:
@@ -82,6 +83,29 @@ def test_entries_are_there_once():
     if any(objects[i] is other for other in objects[:i])
   ]
   assert twice == []
+
+
+def test_entries_are_of_the_kind_that_python_has():
+  """Where a function has its module's name, the entry is the function's."""
+  extensions = griffe.load_extensions(docstrings.Reference())
+  package = griffe.load("coat_jax", search_paths=[ROOT], extensions=extensions)
+  for entry in ENTRIES:
+    documented, python = package[entry.removeprefix("coat_jax.")], find(entry)
+    kinds = (documented.is_module, documented.is_class)
+    # A dtype is a class too, but not written as one here.
+    is_class = inspect.isclass(python) and documented.kind.value != "attribute"
+    assert kinds == (inspect.ismodule(python), is_class), entry
+
+
+def test_docstrings_become_markdown():
+  lines = ["Table:", "", "  a  b", "  1  2", "", "List:", "  * one", "  * two"]
+  lines += ["", "Args:", "  x: [n].", "", "    More."]
+  want = ["Table:", "", "```text", "a  b", "1  2", "```", "", "List:", ""]
+  want += lines[6:]
+  assert docstrings.to_markdown("\n".join(lines)).split("\n") == want
+  formula = "With :math:`x`,\n\n.. math::\n\n  y = x\n\nit is."
+  want = "With $x$,\n\n$$\ny = x\n$$\n\nit is."
+  assert docstrings.to_markdown(formula) == want
 
 
 def test_public_names_are_those_of_the_source():
