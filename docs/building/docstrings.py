@@ -5,8 +5,8 @@ A docstring is read in a terminal first. Three things that it writes for there
 would be lost in Markdown: tables and formulas that are indented, lists without
 a blank line before them, and the formulas of optax's docstrings.
 
-And a package may export a function under the name of the module that defines
-it: `coat_jax.layers.linear` is the function, as it is in Python.
+And a function may have the name of a module beside it: `coat_jax.layers.linear`
+is the function, as it is in Python.
 """
 
 import contextlib
@@ -24,34 +24,43 @@ _ITEM = re.compile(r"\s+[*-] ")
 class Reference(griffe.Extension):
   """Called for all that is loaded."""
 
+  def __init__(self):
+    super().__init__()
+    # What is written in packages themselves, not in their modules.
+    self._written: dict[str, griffe.Object] = {}
+
   def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
     """Rewrites a docstring."""
     if obj.docstring is not None:
       obj.docstring.value = to_markdown(obj.docstring.value)
 
+  def on_module_members(self, *, mod: griffe.Module, **_: Any) -> None:
+    """Keeps what a package defines, before its modules are loaded."""
+    if mod.is_init_module:
+      for member in mod.members.values():
+        if not member.is_alias:
+          self._written[member.path] = member
+
   def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
     """Gives names to what Python gives them to."""
-    _unshadow(pkg)
-
-
-def _unshadow(package: griffe.Module) -> None:
-  """Puts what a package imports before its modules of the same name."""
-  for module in package.modules.values():
-    if module.is_init_module and not module.is_alias:
-      _unshadow(module)
-  exported = {}
-  for name, path in package.imports.items():
-    module = package.members.get(name)
-    if isinstance(module, griffe.Module) and name in module.members:
-      if path == f"{module.path}.{name}":
-        exported[name] = module.members[name]
-  # The others still have to find what they import from these modules.
-  for member in package.members.values() if exported else ():
-    if member.is_alias:
-      with contextlib.suppress(griffe.AliasResolutionError):
-        member.resolve_target()
-  for name, target in exported.items():
-    package.members[name] = griffe.Alias(name, target, parent=package)
+    for module in pkg.modules.values():
+      if module.is_init_module and not module.is_alias:
+        self.on_package(pkg=module)
+    shadowing = {}
+    for name, module in pkg.members.items():
+      if not isinstance(module, griffe.Module):
+        continue
+      path = f"{pkg.path}.{name}"
+      if path in self._written:
+        shadowing[name] = self._written[path]
+      elif pkg.imports.get(name) == f"{path}.{name}":
+        shadowing[name] = griffe.Alias(name, module.members[name], parent=pkg)
+    # The others still have to find what they import from these modules.
+    for member in pkg.members.values() if shadowing else ():
+      if member.is_alias:
+        with contextlib.suppress(griffe.AliasResolutionError):
+          member.resolve_target()
+    pkg.members.update(shadowing)
 
 
 def to_markdown(text: str) -> str:

@@ -97,6 +97,19 @@ def test_entries_are_of_the_kind_that_python_has():
     assert kinds == (inspect.ismodule(python), is_class), entry
 
 
+def test_functions_come_before_modules_of_their_name():
+  files = {
+    "__init__.py": "from p.a import A as A\nfrom p.a import a as a\n"
+    "from p.b import B as B\n\ndef b(): ...",
+    "a.py": "def a(): ...\n\nclass A: ...",
+    "b.py": "class B: ...",
+  }
+  extensions = griffe.load_extensions(docstrings.Reference())
+  with griffe.temporary_visited_package("p", files, extensions=extensions) as p:
+    assert p["a"].is_function and p["b"].is_function
+    assert p["A"].is_class and p["B"].is_class
+
+
 def test_docstrings_become_markdown():
   lines = ["Table:", "", "  a  b", "  1  2", "", "List:", "  * one", "  * two"]
   lines += ["", "Args:", "  x: [n].", "", "    More."]
