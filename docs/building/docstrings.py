@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Docstrings on their way to the reference pages: plain text to Markdown.
+"""What mkdocstrings reads, made ready for the reference pages.
 
 A docstring is read in a terminal first. Three things that it writes for there
 would be lost in Markdown: tables and formulas that are indented, lists without
 a blank line before them, and the formulas of optax's docstrings.
+
+And a function may have the name of a module beside it: `coat_jax.layers.linear`
+is the function, as it is in Python.
 """
 
+import contextlib
 import re
 from typing import Any
 
@@ -17,12 +21,46 @@ _SECTION = re.compile(
 _ITEM = re.compile(r"\s+[*-] ")
 
 
-class Markdown(griffe.Extension):
-  """Rewrites the docstring of every object that is loaded."""
+class Reference(griffe.Extension):
+  """Called for all that is loaded."""
+
+  def __init__(self):
+    super().__init__()
+    # What is written in packages themselves, not in their modules.
+    self._written: dict[str, griffe.Object] = {}
 
   def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
+    """Rewrites a docstring."""
     if obj.docstring is not None:
       obj.docstring.value = to_markdown(obj.docstring.value)
+
+  def on_module_members(self, *, mod: griffe.Module, **_: Any) -> None:
+    """Keeps what a package defines, before its modules are loaded."""
+    if mod.is_init_module:
+      for member in mod.members.values():
+        if not member.is_alias:
+          self._written[member.path] = member
+
+  def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
+    """Gives names to what Python gives them to."""
+    for module in pkg.modules.values():
+      if module.is_init_module and not module.is_alias:
+        self.on_package(pkg=module)
+    shadowing = {}
+    for name, module in pkg.members.items():
+      if not isinstance(module, griffe.Module):
+        continue
+      path = f"{pkg.path}.{name}"
+      if path in self._written:
+        shadowing[name] = self._written[path]
+      elif pkg.imports.get(name) == f"{path}.{name}":
+        shadowing[name] = griffe.Alias(name, module.members[name], parent=pkg)
+    # The others still have to find what they import from these modules.
+    for member in pkg.members.values() if shadowing else ():
+      if member.is_alias:
+        with contextlib.suppress(griffe.AliasResolutionError):
+          member.resolve_target()
+    pkg.members.update(shadowing)
 
 
 def to_markdown(text: str) -> str:
@@ -30,7 +68,7 @@ def to_markdown(text: str) -> str:
   text = re.sub(r":math:`([^`]+)`", r"$\1$", text)
   text = re.sub(
     r"^\.\. math::\n((?:\n|  .*\n?)+)",
-    lambda match: f"$$\n{match[1].strip()}\n$$\n",
+    lambda match: f"$$\n{match[1].strip()}\n$$\n\n",
     text,
     flags=re.MULTILINE,
   )

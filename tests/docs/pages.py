@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pages of the documentation, and the Python in them."""
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+# The log says what was measured once, with the words and commands of its day.
+LOG = DOCS / "LOG.md"
+PAGES = [ROOT / "README.md", *sorted({*DOCS.rglob("*.md")} - {LOG})]
+NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
+
+# A block says in its title, which readers see, why no test runs it.
+NOT_RUN = 'title="Not run by the tests: '
+_BLOCK = re.compile(r"^```python(.*)\n((?:.*\n)*?)```$", re.MULTILINE)
+
+
+def python_blocks(text: str) -> list[str]:
+  """The Python of a page that is run, each block on its page's own lines.
+
+  Args:
+    text: of the page.
+
+  Returns:
+    Sources, with blank lines in front so that tracebacks name the right line.
+
+  Raises:
+    ValueError: a block's title is no such reason, or the block is indented.
+  """
+  blocks = []
+  for match in _BLOCK.finditer(text):
+    options = match[1].strip()
+    if options.startswith(NOT_RUN):
+      continue
+    if options:
+      raise ValueError(
+        f"docs: a block of Python is run, or its title begins {NOT_RUN!r}, got "
+        f"{options!r}"
+      )
+    lines_before = text[: match.start(2)].count("\n")
+    blocks.append("\n" * lines_before + match[2])
+  if len(_BLOCK.findall(text)) != len(re.findall(r"```\s*py", text)):
+    raise ValueError(
+      "docs: Python is in blocks ```python that are not indented, got another "
+      "kind; no test would run it"
+    )
+  return blocks

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Python of every page runs, block after block, as readers type it."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from jax import P
+
+from tests.comparing import assert_same_bits
+from tests.docs.pages import LOG, NAMES, NOT_RUN, PAGES, ROOT, python_blocks
+
+WITH_PYTHON = {
+  name: blocks
+  for name, page in zip(NAMES, PAGES, strict=True)
+  if (blocks := python_blocks(page.read_text()))
+}
+
+
+@pytest.fixture
+def as_a_reader(tmp_path, monkeypatch):
+  """Runs in an empty folder, with JAX's defaults, compiled in half the time."""
+  monkeypatch.chdir(tmp_path)
+  option = "jax_disable_most_optimizations"
+  before = jax.config.read(option)
+  jax.config.update(option, True)
+  with jax.numpy_rank_promotion("allow"):
+    yield
+  jax.config.update(option, before)
+
+
+@pytest.mark.parametrize("name", WITH_PYTHON)
+def test_page_runs(name, as_a_reader, capsys):
+  names = {"__name__": "__main__"}
+  for block in WITH_PYTHON[name]:
+    exec(compile(block, str(ROOT / name), "exec"), names)
+  if check := CHECKS.get(name):
+    check(names, capsys.readouterr().out, (ROOT / name).read_text())
+
+
+def check_tutorial(names, printed, text):
+  """The model learns, and the page says what the program prints."""
+  losses = names["losses"]
+  assert losses[0] > 5 and losses[-1] < 0.1
+  assert names["model"].layer.mlp.active_recipe.nonlinear == "fp8"
+  # The model that the page begins with, which it does not train.
+  plain = nnx.eval_shape(
+    lambda: names["Model"](names["Layer"], rngs=nnx.Rngs(0))(names["tokens"])
+  )
+  assert plain.shape == (*names["tokens"].shape, 256)
+  per_param = re.search(r"([\d.]+) bytes a parameter", printed)[1]
+  assert f"prints {per_param} bytes a parameter" in text
+  saved = re.findall(r"(\w+): (\d+) bytes a token", printed)
+  assert [name for name, _ in saved] == ["bf16", "coat"]
+  assert f"{saved[0][1]} bytes for `bf16` and {saved[1][1]} for `coat`" in text
+
+
+def check_checkpoints(names, printed, text):
+  """Two devices have what eight saved."""
+  saved, restored = names["state"], names["restored"]
+  assert_same_bits(restored, saved)
+  codes = restored["optimizer"][0].mu_codes["kernel"]
+  assert codes.dtype == jnp.float8_e4m3fn
+  assert len(codes.sharding.device_set) == 2
+
+
+def check_sharding(names, printed, text):
+  """The state is sharded like the parameters, and so is what layers compute."""
+  moments = names["opt_state"][0]
+  assert moments.nu_codes["up"].sharding.spec == P(None, "fsdp")
+  assert moments.nu_amax["up"].sharding.spec == P(None, "fsdp")
+  assert names["state_specs"][0].nu_amax["up"] == P(None, "fsdp")
+  abstract = names["target"]["optimizer"][0].nu_amax["up"].sharding
+  assert abstract == moments.nu_amax["up"].sharding
+  of_nnx = names["shardings"]["opt_state"][0]["mu_amax"]["kernel"]
+  assert of_nnx.get_value().spec == P(None, "fsdp")
+  assert names["y"].sharding.spec == P(("data", "fsdp"))
+
+
+def check_optimizer(names, printed, text):
+  """The state is encoded, and small updates of BF16 parameters are not lost."""
+  assert names["params"]["kernel"].dtype == jnp.bfloat16
+  state = names["opt_state"][1][0]
+  assert state.mu_codes["kernel"].dtype == jnp.float8_e4m3fn
+
+
+CHECKS = {
+  "docs/checkpoints.md": check_checkpoints,
+  "docs/optimizer.md": check_optimizer,
+  "docs/sharding.md": check_sharding,
+  "docs/tutorial.md": check_tutorial,
+}
+
+
+def test_pages_with_python_are_found():
+  assert {*CHECKS, "README.md", "docs/layers.md", "docs/plan.md"} <= {
+    *WITH_PYTHON
+  }
+  assert LOG.exists()
+
+
+def test_block_that_is_not_run_says_why():
+  text = f'```python {NOT_RUN}it needs a GPU"\n1 / 0\n```\n'
+  assert python_blocks(text) == []
+  for hidden in ("```python noqa\n1 / 0\n```\n", "  ```python\n  1 / 0\n  ```"):
+    with pytest.raises(ValueError, match="docs: "):
+      python_blocks(hidden)
+
+
+def test_links_of_the_readme_lead_somewhere():
+  targets = re.findall(r"\]\(([^)#]+)[^)]*\)", (ROOT / "README.md").read_text())
+  local = [target for target in targets if "://" not in target]
+  assert len(local) > 10
+  assert [target for target in local if not (ROOT / target).exists()] == []
