@@ -8,7 +8,7 @@ scale run along them, and a device must have whole groups.
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 # What an axis of an array is, and which axes of the mesh split it.
 AXIS_RULES = {
@@ -32,7 +32,7 @@ PARAMETER_AXES = {
 }
 
 
-def param_shardings(mesh: Mesh, params: Any) -> Any:
+def param_shardings(mesh: Mesh | AbstractMesh, params: Any) -> Any:
   """How the parameters of a `models.decoder.Decoder` are sharded.
 
   Args:
