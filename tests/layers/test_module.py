@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What all modules share: a recipe, evaluation, and how they are built."""
 
+import doctest
 import inspect
 import re
 
@@ -11,6 +12,7 @@ from flax import nnx
 
 from coat_jax import recipe as recipes
 from coat_jax.layers import (
+  MLP,
   Attention,
   GatedMLP,
   LayerNorm,
@@ -19,6 +21,7 @@ from coat_jax.layers import (
   RMSNorm,
 )
 from coat_jax.layers.module import RecipeModule
+from coat_jax.models.decoder import Decoder
 from tests.comparing import assert_same_bits
 
 D = 24
@@ -28,6 +31,7 @@ MODULES = {
   "LayerNorm": lambda **k: LayerNorm(D, **k),
   "NormLinear": lambda **k: NormLinear(D, 40, **k),
   "GatedMLP": lambda **k: GatedMLP(D, 40, **k),
+  "MLP": lambda **k: MLP(D, 40, **k),
   "Attention": lambda **k: Attention(D, 3, **k),
 }
 
@@ -101,3 +105,22 @@ def test_a_recipe_that_is_none_is_refused():
     TypeError, match=r"Own: recipe must be .*; call it, as in"
   ):
     Own(recipes.coat, jnp.bfloat16)
+
+
+CLASSES = [Linear, RMSNorm, LayerNorm, NormLinear, GatedMLP, MLP, Attention]
+
+
+@pytest.mark.parametrize("module", [*CLASSES, Decoder])
+def test_module_documents_its_arguments_with_an_example(module):
+  documented = inspect.getdoc(module.__init__) or ""
+  _, *arguments = inspect.signature(module.__init__).parameters.values()
+  names = [
+    f"**{a.name}" if a.kind == a.VAR_KEYWORD else a.name for a in arguments
+  ]
+  assert [name for name in names if f"\n  {name}: " not in documented] == []
+  (example,) = doctest.DocTestFinder(recurse=False).find(module, globs={})
+  assert len(example.examples) > 4
+  runner = doctest.DocTestRunner()
+  # Traced, so that nothing is compiled; what it prints are shapes.
+  jax.eval_shape(lambda: runner.run(example) and None)
+  assert runner.failures == 0
