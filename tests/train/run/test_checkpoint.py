@@ -2,8 +2,10 @@
 """Checkpoints: where they can be restored, and what damage is told."""
 
 import dataclasses
+import logging
 import re
 import shutil
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -285,6 +287,15 @@ def test_a_save_that_fails_is_told_once_and_leaves_what_was(
     checkpoints.wait()
   checkpoints.close()
   assert checkpoint.newest_whole_step(copied) == (5, [])
+
+
+def test_loggers_are_silent_only_while_checkpoints_are_open(tmp_path):
+  logger, hook = logging.getLogger("absl"), sys.unraisablehook
+  before = logger.level
+  checkpoints = Checkpoints(tmp_path, keep=3)
+  assert logger.level == logging.CRITICAL != before
+  checkpoints.close()
+  assert (logger.level, sys.unraisablehook) == (before, hook)
 
 
 def test_the_place_in_the_data_is_the_iterators_whole_state():
