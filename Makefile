@@ -12,7 +12,7 @@ COMPILER_STAMP := $(COMPILER)/.installed
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check \
   --constraint constraints.txt
 CHECK := import sys, venv, ensurepip; assert sys.version_info >= (3, 12)
-EXTRAS := train,test,lint
+EXTRAS := train,test,lint,docs
 
 # More arguments for `make train` and the tests, as in
 # `make train ARGS="--steps 50"` or `make test ARGS="-k qtensor"`.
@@ -25,7 +25,7 @@ $(shell rm -f $(STAMP))
 endif
 endif
 
-.PHONY: help train test test-aot test-gpu lint clean
+.PHONY: help train test test-aot test-gpu lint docs clean
 
 help:
 	@echo 'make train     train a small model on real text: FP8 beside its BF16 twin'
@@ -33,6 +33,7 @@ help:
 	@echo 'make test-aot  compile for an H200, without one, and check what comes out'
 	@echo 'make test-gpu  run the tests that need an NVIDIA GPU'
 	@echo 'make lint      check style (ruff) and types (pyright)'
+	@echo 'make docs      build the documentation into site/; a warning is an error'
 	@echo 'make clean     remove .venv and caches'
 	@echo
 	@echo 'Each sets up .venv by itself, with a Python >= 3.12 that it finds, or'
@@ -60,8 +61,12 @@ lint: $(STAMP)
 	$(PY) -m ruff format --check .
 	$(PY) -m pyright --pythonpath $(PY) coat_jax
 
+# The variable silences an advertisement of MkDocs' next version.
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet --strict
+
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) site .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamp is the last thing written and the first thing removed, so a .venv

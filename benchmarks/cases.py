@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a case of `benchmarks.ops` is, and the arrays that cases are made of."""
+"""What a case of `benchmarks.ops` is, and the models that cases are taken from.
+
+Each operation is called here with the arguments that a layer of a model gives
+it. `tests/ops/test_conformance.py` goes through the same cases: an operation is
+correct, and measured, where it is used.
+"""
 
 import dataclasses
 import functools
@@ -15,19 +20,32 @@ from coat_jax.formats import E4M3
 from coat_jax.ops import Operand
 from coat_jax.qtensor import QTensor
 
-GROUP_SIZE = 16
-
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-  """A Llama-2 7B layer, and the matrix that bare quantization is timed on."""
+  """A layer of a model, by default of Llama-2 7B.
+
+  Attributes:
+    batch, seq, d_model, d_ff, num_heads: of the layer.
+    num_kv_heads: key heads, or None for as many as there are query heads.
+    norm: kind of its norms; a layer norm has a beta.
+    dtype: of activations, gradients and parameters of norms.
+    group_size: of the values that norms and activation functions read.
+    quantized: the matrix that bare quantization is timed on.
+    group_sizes: that it is quantized in groups of.
+  """
 
   batch: int = 4
   seq: int = 2048
   d_model: int = 4096
   d_ff: int = 11008
   num_heads: int = 32
+  num_kv_heads: int | None = None
+  norm: ops.NormKind = "rms"
+  dtype: DTypeLike = jnp.bfloat16
+  group_size: int = 16
   quantized: tuple[int, int] = (8192, 16384)
+  group_sizes: tuple[int, ...] = (16, 128)
 
   @property
   def tokens(self) -> int:
@@ -36,9 +54,14 @@ class Sizes:
 
   @property
   def heads(self) -> tuple[int, int, int, int]:
-    """Shape [B, T, N, H] of q, k and v."""
+    """Shape [B, T, N, H] of q."""
     head_dim = self.d_model // self.num_heads
     return self.batch, self.seq, self.num_heads, head_dim
+
+  @property
+  def kv_heads(self) -> int:
+    """Key heads."""
+    return self.num_kv_heads or self.num_heads
 
   @property
   def weights(self) -> dict[str, tuple[int, int]]:
@@ -46,18 +69,60 @@ class Sizes:
     d, f = self.d_model, self.d_ff
     return dict(qkv=(d, 3 * d), out=(d, d), gate_up=(d, 2 * f), down=(f, d))
 
+  @property
+  def value_bytes(self) -> int:
+    """Bytes of a value of an activation."""
+    return jnp.dtype(self.dtype).itemsize
+
+  @property
+  def grouped_bytes(self) -> float:
+    """Bytes of a value in FP8 with its share of a BF16 scale."""
+    return 1 + 2 / self.group_size
+
+  def normal(self, *shape: int, seed: int = 0) -> Array:
+    """Values as activations have them, about."""
+    return jax.random.normal(jax.random.key(seed), shape, self.dtype)
+
+  def grouped(self, *shape: int, seed: int = 0) -> QTensor:
+    """1 x G values."""
+    return _grouped(self.normal(*shape, seed=seed), self.group_size)
+
 
 SMOKE = Sizes(
   batch=2, seq=16, d_model=64, d_ff=96, num_heads=4, quantized=(32, 128)
+)
+# No width or height is a whole number of a kernel's tiles, where it may be so.
+UNEVEN = Sizes(
+  batch=1,
+  seq=48,
+  d_model=160,
+  d_ff=224,
+  num_heads=5,
+  num_kv_heads=1,
+  norm="layer",
+  dtype=jnp.float32,
+  group_size=32,
+  quantized=(48, 672),
+  group_sizes=(32,),
+)
+# What no kernel takes.
+ODD = Sizes(
+  batch=1,
+  seq=3,
+  d_model=12,
+  d_ff=10,
+  num_heads=2,
+  quantized=(3, 10),
+  group_sizes=(16,),
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-  """One operation at one shape.
+  """What is measured at one shape.
 
   Attributes:
-    op: its name.
+    op: the operation's name.
     shape: what else names the case in a row.
     run: called with one of `implementations`, then with the `arrays`.
     num_bytes: least that are read and written, or 0.
@@ -75,24 +140,40 @@ class Case:
   ceiling: str = "copy"
 
 
-def of_op(op: ops.Op, shape: dict, arrays, call, **cost) -> Case:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OpCase(Case):
+  """A case of an operation.
+
+  Attributes:
+    operation: which.
+    call: called with a function of its signature, then with the `arrays`.
+  """
+
+  operation: ops.Op
+  call: Callable
+
+
+def of_op(op: ops.Op, shape: dict, arrays, call, **cost) -> OpCase:
   """A case of `call(op with an implementation, *arrays)`."""
 
   def run(implementation, *args):
     return call(functools.partial(op, implementation=implementation), *args)
 
-  return Case(op.name, shape, run, arrays, op.implementations, **cost)
+  return OpCase(
+    op.name,
+    shape,
+    run,
+    arrays,
+    op.implementations,
+    operation=op,
+    call=call,
+    **cost,
+  )
 
 
-def normal(*shape: int, seed: int = 0) -> Array:
-  """BF16 values as activations have them, about."""
-  return jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
-
-
-@jax.jit
-def grouped(x: Array) -> QTensor:
-  """1 x G values."""
-  return ops.quantize_groups(x, group_size=GROUP_SIZE, implementation="xla")
+@functools.partial(jax.jit, static_argnums=1)
+def _grouped(x: Array, group_size: int) -> QTensor:
+  return ops.quantize_groups(x, group_size=group_size, implementation="xla")
 
 
 @functools.partial(jax.jit, static_argnames="dtype")

@@ -12,42 +12,40 @@ from collections.abc import Iterator
 
 import jax.numpy as jnp
 
-from benchmarks.cases import GROUP_SIZE, Case, Sizes, grouped, normal, of_op
+from benchmarks.cases import OpCase, Sizes, of_op
 from coat_jax import ops
 from coat_jax.formats import E4M3
 
-_GROUPS = dict(group_size=GROUP_SIZE)
-# Bytes of a value in FP8 with its share of a BF16 scale; in BF16 it has 2.
-_GROUPED = 1 + 2 / GROUP_SIZE
 _ONE = functools.partial(jnp.ones, ())
 _LAYOUTS = {"rows": 1, "columns": 1, "both": 2}  # Bytes written a value.
 
 
-def elementwise_cases(sizes: Sizes) -> Iterator[Case]:
-  """Every one."""
+def elementwise_cases(sizes: Sizes) -> Iterator[OpCase]:
+  """Those of every operation that multiplies no matrices."""
   yield from _quantize(sizes)
   yield from _join_columns(sizes)
   yield from _norm(sizes)
   yield from _rope(sizes)
   yield from _swiglu(sizes)
+  yield from _silu_and_mul(sizes)
   yield from _gelu(sizes)
 
 
 def _quantize(sizes):
   shape = dict(zip(("rows", "columns"), sizes.quantized, strict=True))
-  size = math.prod(sizes.quantized)
-  x = lambda: (normal(*sizes.quantized),)  # noqa: E731
+  size, read = math.prod(sizes.quantized), sizes.value_bytes
+  x = lambda: (sizes.normal(*sizes.quantized),)  # noqa: E731
   x_and_scale = lambda: (*x(), _ONE())  # noqa: E731
-  for group_size in (16, 128):
+  for group_size in sizes.group_sizes:
     yield of_op(
       ops.quantize_groups,
       shape | dict(group_size=group_size),
       x,
       lambda op, x, g=group_size: op(x, group_size=g),
-      num_bytes=size * (3 + 2 / group_size),
+      num_bytes=size * (read + 1 + 2 / group_size),
     )
   yield of_op(
-    ops.tensor_scale, shape, x, lambda op, x: op(x), num_bytes=2 * size
+    ops.tensor_scale, shape, x, lambda op, x: op(x), num_bytes=read * size
   )
   for layout, written in _LAYOUTS.items():
     yield of_op(
@@ -55,14 +53,14 @@ def _quantize(sizes):
       shape | dict(layout=layout, scale="found"),
       x,
       lambda op, x, to=layout: op(x, layout=to),
-      num_bytes=size * (4 + written),
+      num_bytes=size * (2 * read + written),
     )
     yield of_op(
       ops.quantize_tensor,
       shape | dict(layout=layout, scale="given"),
       x_and_scale,
       lambda op, x, scale, to=layout: op(x, scale=scale, layout=to),
-      num_bytes=size * (2 + written),
+      num_bytes=size * (read + written),
     )
 
 
@@ -71,65 +69,85 @@ def _join_columns(sizes):
   yield of_op(
     ops.join_columns,
     dict(devices=2, columns=f, rows=d),
-    lambda: (normal(2, f, d // 2).astype(E4M3),),
+    lambda: (sizes.normal(2, f, d // 2).astype(E4M3),),
     lambda op, parts: op(parts),
     num_bytes=2 * d * f,
   )
 
 
 def _norm(sizes):
-  t, d = sizes.tokens, sizes.d_model
-  shape, size = dict(tokens=t, d_model=d, kind="rms"), t * d
-  gamma = lambda: jnp.ones(d, jnp.bfloat16)  # noqa: E731
+  t, d, kind = sizes.tokens, sizes.d_model, sizes.norm
+  shape, size = dict(tokens=t, d_model=d, kind=kind), t * d
+  groups = dict(group_size=sizes.group_size)
+  has_mean = kind == "layer"
+
+  def x(seed=0):
+    # Far from zero: what a mean or a variance wrongly includes would show.
+    return sizes.normal(t, d, seed=seed) + (7 if has_mean else 0)
+
+  def parameters():
+    gamma = 1 + sizes.normal(d, seed=5)
+    return gamma, sizes.normal(d, seed=6) if has_mean else None
 
   def normalized():
-    stats = ops.NormStats(None, jnp.ones(t))
-    return grouped(normal(t, d)), gamma(), stats
+    mean = 0.1 * jnp.arange(t, dtype=jnp.float32) / t if has_mean else None
+    stats = ops.NormStats(mean, 1 + jnp.arange(t, dtype=jnp.float32) / t)
+    return sizes.grouped(t, d), *parameters(), stats
 
   yield of_op(
     ops.norm_input,
     shape,
-    lambda: (normal(t, d), gamma()),
-    lambda op, x, gamma: op(x, gamma, None, kind="rms", eps=1e-5, **_GROUPS),
-    num_bytes=size * (2 + _GROUPED),
+    lambda: (x(), *parameters()),
+    lambda op, *args: op(*args, kind=kind, eps=1e-5, **groups),
+    num_bytes=size * (sizes.value_bytes + sizes.grouped_bytes),
   )
   for layout, written in _LAYOUTS.items():
     yield of_op(
       ops.norm_fwd,
       shape | dict(layout=layout),
       lambda: (*normalized(), _ONE()),
-      lambda op, x, gamma, stats, scale, to=layout: op(
-        x, gamma, None, stats, scale=scale, layout=to, **_GROUPS
+      lambda op, *args, to=layout: op(
+        *args[:-1], scale=args[-1], layout=to, **groups
       ),
-      num_bytes=size * (_GROUPED + written),
+      num_bytes=size * (sizes.grouped_bytes + written),
     )
   yield of_op(
     ops.norm_bwd,
     shape | dict(add=True),
-    lambda: (normal(t, d), *normalized(), normal(t, d, seed=1)),
-    lambda op, dy, x, gamma, stats, add: op(
-      dy, x, gamma, stats, add=add, **_GROUPS
+    lambda: (sizes.normal(t, d), *normalized(), sizes.normal(t, d, seed=1)),
+    lambda op, dy, x, gamma, beta, stats, add: op(
+      dy, x, gamma, stats, add=add, dtype=sizes.dtype, **groups
     ),
-    num_bytes=size * (2 + _GROUPED + 2 + 2),
+    num_bytes=size * (3 * sizes.value_bytes + sizes.grouped_bytes),
   )
 
 
 def _rope(sizes):
   b, t, n, h = sizes.heads
-  shape = dict(batch=b, seq=t, num_heads=n, num_kv_heads=n, head_dim=h)
-  cost = 3 * b * t * n * h * (2 + 2) + t * h * 4
-  angles = lambda: (jnp.ones((t, h // 2)),) * 2  # noqa: E731
+  k = sizes.kv_heads
+  shape = dict(batch=b, seq=t, num_heads=n, num_kv_heads=k, head_dim=h)
+  size, read = b * t * (n + 2 * k) * h, sizes.value_bytes
+  cost = 2 * read * size + t * h * 4
+
+  def angles():
+    angle = jnp.arange(t * (h // 2), dtype=jnp.float32).reshape(t, h // 2)
+    return jnp.cos(angle), jnp.sin(angle)
+
+  def heads():
+    q = sizes.normal(b, t, n, h)
+    return q, *sizes.normal(2, b, t, k, h, seed=1), *angles()
+
   yield of_op(
     ops.split_heads,
     shape,
-    lambda: (normal(b, t, 3 * n * h), *angles()),
-    lambda op, *args: op(*args, num_heads=n, num_kv_heads=n),
+    lambda: (sizes.normal(b, t, (n + 2 * k) * h), *angles()),
+    lambda op, *args: op(*args, num_heads=n, num_kv_heads=k),
     num_bytes=cost,
   )
   yield of_op(
     ops.join_heads,
     shape,
-    lambda: (*normal(3, b, t, n, h), *angles()),
+    heads,
     lambda op, *args: op(*args),
     num_bytes=cost,
   )
@@ -137,69 +155,105 @@ def _rope(sizes):
   yield of_op(
     ops.join_heads_operand,
     shape,
-    lambda: (*normal(3, b, t, n, h), *angles()),
+    heads,
     lambda op, *args: op(*args),
-    num_bytes=3 * b * t * n * h * (2 + 2 + 1 + 1),
+    num_bytes=size * (2 * read + 1 + 1),
   )
 
 
 def _swiglu(sizes):
-  t, f = sizes.tokens, sizes.d_ff
+  t, f, groups = sizes.tokens, sizes.d_ff, dict(group_size=sizes.group_size)
   shape, size = dict(tokens=t, d_ff=f), t * f
+  read, grouped = sizes.value_bytes, sizes.grouped_bytes
 
-  def kept():
-    gate, up = normal(2, t, f)
-    return grouped(gate), grouped(up), _ONE()
+  def saved():
+    return sizes.grouped(t, f), sizes.grouped(t, f, seed=1), _ONE()
 
   yield of_op(
     ops.gate_up_input,
     shape,
-    lambda: (normal(t, 2 * f),),
-    lambda op, gate_up: op(gate_up, **_GROUPS),
-    num_bytes=2 * size * (2 + _GROUPED),
+    lambda: (sizes.normal(t, 2 * f),),
+    lambda op, gate_up: op(gate_up, **groups),
+    num_bytes=2 * size * (read + grouped),
   )
   for layout, written in _LAYOUTS.items():
     yield of_op(
       ops.silu_mul_fwd,
       shape | dict(layout=layout),
-      kept,
+      saved,
       lambda op, gate, up, scale, to=layout: op(
-        gate, up, scale=scale, layout=to, **_GROUPS
+        gate, up, scale=scale, layout=to, **groups
       ),
-      num_bytes=size * (2 * _GROUPED + written),
+      num_bytes=size * (2 * grouped + written),
     )
+  yield of_op(
+    ops.silu_mul_bwd,
+    shape,
+    lambda: (sizes.normal(t, f, seed=2), *saved()[:2]),
+    lambda op, *args: op(*args, **groups),
+    num_bytes=size * (read + 2 * grouped + 2 * 4),
+  )
   yield of_op(
     ops.silu_mul_bwd_operands,
     shape,
-    lambda: (normal(t, f, seed=2), *kept()),
+    lambda: (sizes.normal(t, f, seed=2), *saved()),
     lambda op, dy, gate, up, scale: op(
-      dy, gate, up, product_scale=scale, **_GROUPS
+      dy, gate, up, product_scale=scale, **groups
     ),
-    num_bytes=size * (2 * (2 + 2 * _GROUPED) + 5),
+    num_bytes=size * (2 * (read + 2 * grouped) + 5),
   )
+
+
+def _silu_and_mul(sizes):
+  """SwiGLU one step at a time, as residuals="coat" saves it."""
+  t, f, groups = sizes.tokens, sizes.d_ff, dict(group_size=sizes.group_size)
+  shape, size = dict(tokens=t, d_ff=f), t * f
+  read, grouped = sizes.value_bytes, sizes.grouped_bytes
+  a = lambda: (sizes.grouped(t, f),)  # noqa: E731
+  a_and_b = lambda: (*a(), sizes.grouped(t, f, seed=1))  # noqa: E731
+  dy = functools.partial(sizes.normal, t, f, seed=2)
+  call = lambda op, *args: op(*args, **groups)  # noqa: E731
+  for op, arrays, num_bytes in (
+    (ops.silu_fwd, a, 2 * grouped),
+    (ops.silu_bwd, lambda: (dy(), *a()), read + grouped + 4),
+    (ops.mul_fwd, a_and_b, 2 * grouped + 1),
+    (ops.mul_bwd, lambda: (dy(), *a_and_b()), read + 2 * grouped + 2 * 4),
+  ):
+    yield of_op(op, shape, arrays, call, num_bytes=size * num_bytes)
 
 
 def _gelu(sizes):
   t, f = sizes.tokens, sizes.d_ff
   shape, size = dict(tokens=t, d_ff=f, approximate=True), t * f
-  how = dict(approximate=True, **_GROUPS)
-  kept = lambda: (grouped(normal(t, f)), _ONE())  # noqa: E731
-  x = lambda: (normal(t, f),)  # noqa: E731
-  cost = size * (2 + _GROUPED)
+  how = dict(approximate=True, group_size=sizes.group_size)
+  saved = lambda: (sizes.grouped(t, f), _ONE())  # noqa: E731
+  read, grouped = sizes.value_bytes, sizes.grouped_bytes
   yield of_op(
-    ops.gelu_input, shape, x, lambda op, x: op(x, **how), num_bytes=cost
+    ops.gelu_input,
+    shape,
+    lambda: (sizes.normal(t, f),),
+    lambda op, x: op(x, **how),
+    num_bytes=size * (read + grouped),
   )
+  for layout, written in _LAYOUTS.items():
+    yield of_op(
+      ops.gelu_fwd,
+      shape | dict(layout=layout),
+      saved,
+      lambda op, x, scale, to=layout: op(x, scale=scale, layout=to, **how),
+      num_bytes=size * (grouped + written),
+    )
   yield of_op(
-    ops.gelu_fwd,
-    shape | dict(layout="rows"),
-    kept,
-    lambda op, x, scale: op(x, scale=scale, **how),
-    num_bytes=size * (_GROUPED + 1),
+    ops.gelu_bwd,
+    shape,
+    lambda: (sizes.normal(t, f, seed=2), sizes.grouped(t, f)),
+    lambda op, dy, x: op(dy, x, **how),
+    num_bytes=size * (read + grouped + 4),
   )
   yield of_op(
     ops.gelu_bwd_operands,
     shape,
-    lambda: (normal(t, f, seed=2), *kept()),
+    lambda: (sizes.normal(t, f, seed=2), *saved()),
     lambda op, dy, x, scale: op(dy, x, output_scale=scale, **how),
-    num_bytes=size * (2 * (2 + _GROUPED) + 3),
+    num_bytes=size * (2 * (read + grouped) + 3),
   )

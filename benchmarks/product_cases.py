@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax.linen import fp8_ops
 
-from benchmarks.cases import Case, Sizes, normal, of_op, operand
+from benchmarks.cases import Case, Sizes, of_op, operand
 from coat_jax import ops
 from coat_jax import recipe as recipes
 from coat_jax.formats import E4M3, E5M2
@@ -20,7 +20,7 @@ from coat_jax.layers import linear
 
 
 def product_cases(sizes: Sizes) -> Iterator[Case]:
-  """Every one."""
+  """Those of every operation and layer that multiplies matrices."""
   yield from _matmuls(sizes)
   yield from _linear(sizes)
   yield from _attention(sizes)
@@ -40,8 +40,8 @@ def _matmuls(sizes):
     shape = dict(weight=weight, tokens=t, in_features=d, out_features=f)
     for op, a, b, summed in products:
       plain = lambda a=shapes[a], b=shapes[b]: (  # noqa: E731
-        normal(*a),
-        normal(*b, seed=1),
+        sizes.normal(*a),
+        sizes.normal(*b, seed=1),
       )
       dtypes = [E5M2 if name == "g" else E4M3 for name in (a, b)]
       operands = lambda plain=plain, dtypes=dtypes: tuple(  # noqa: E731
@@ -65,8 +65,12 @@ def _matmuls(sizes):
   yield of_op(
     ops.linear_fwd,
     dict(weight="down", tokens=t, in_features=f, out_features=d, add=True),
-    lambda: (operand(normal(t, f)), operand(normal(f, d)), normal(t, d)),
-    lambda op, x, w, add: op(x, w, add=add),
+    lambda: (
+      operand(sizes.normal(t, f)),
+      operand(sizes.normal(f, d)),
+      sizes.normal(t, d),
+    ),
+    lambda op, x, w, add: op(x, w, add=add, dtype=sizes.dtype),
     flops=2 * t * f * d,
     ceiling="fp8",
   )
@@ -88,9 +92,9 @@ def _linear(sizes):
   for weight, (d, f) in sizes.weights.items():
     shape = dict(weight=weight, tokens=t, in_features=d, out_features=f)
     arrays = lambda d=d, f=f: (  # noqa: E731
-      normal(t, d),
-      normal(d, f, seed=1),
-      normal(t, f, seed=2),
+      sizes.normal(t, d),
+      sizes.normal(d, f, seed=1),
+      sizes.normal(t, f, seed=2),
     )
     for name in layers:
       yield Case(
@@ -125,13 +129,17 @@ def _flax_linear(x, w):
 def _attention(sizes):
   b, t, n, h = sizes.heads
   shape = dict(batch=b, seq=t, num_heads=n, head_dim=h, causal=True)
-  qkv = lambda: tuple(normal(3, b, t, n, h))  # noqa: E731
+
+  def qkv():
+    k_and_v = sizes.normal(2, b, t, sizes.kv_heads, h, seed=1)
+    return sizes.normal(b, t, n, h), *k_and_v
+
   attend = jax.jit(
     functools.partial(ops.attention_fwd, causal=True, implementation="xla")
   )
 
   def with_residuals():
-    dout, *arrays = normal(4, b, t, n, h)
+    dout, arrays = sizes.normal(b, t, n, h, seed=2), qkv()
     return dout, *arrays, attend(*arrays)
 
   products = 2 * b * n * t * t * h  # Half of two.
@@ -147,7 +155,7 @@ def _attention(sizes):
     ops.attention_bwd,
     shape,
     with_residuals,
-    lambda op, dout, q, k, v, kept: op(dout, q, k, v, kept, causal=True),
+    lambda op, dout, q, k, v, saved: op(dout, q, k, v, saved, causal=True),
     flops=2.5 * products,
     ceiling="bf16",
   )

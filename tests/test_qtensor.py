@@ -72,7 +72,7 @@ def test_quantize_of_degenerate_groups_equals_the_oracle(scale_dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape, group_size", [*cases.SHAPES, ((64, 96), None)])
-def test_error_is_within_half_a_step(shape, group_size, dtype):
+def test_quantization_error_is_within_half_a_step(shape, group_size, dtype):
   x = cases.activations(shape)
   q, x_hat = quantize(x, group_size=group_size, dtype=dtype)
   assert q.qvalue.shape == shape and q.qvalue.dtype == dtype
@@ -99,7 +99,7 @@ def test_error_is_within_half_a_step(shape, group_size, dtype):
   dtype=st.sampled_from(DTYPES),
   scale_dtype=st.sampled_from(SCALE_DTYPES),
 )
-def test_any_finite_input_is_within_the_bound(
+def test_quantization_error_of_any_finite_input_is_bounded(
   x, group_size, dtype, scale_dtype
 ):
   # Not jitted: every example would compile anew.
@@ -148,7 +148,7 @@ def test_bfloat16_scales_are_the_next_ones_up():
   np.testing.assert_array_equal(got[exact], values[exact])
 
 
-def test_values_are_divided_by_the_stored_scale():
+def test_quantize_divides_by_the_stored_scale():
   # amax / 448 = 1 + 2^-9 is stored as 1 + 2^-7: 252.5 / (1 + 2^-9) would be
   # nearer to 256, divided by the stored scale it is nearer to 240 (spacing 16).
   x = jnp.asarray([[448 * (1 + 2**-9), 249.5]], jnp.float32)
@@ -190,7 +190,7 @@ def test_group_amax_counts_short_groups(group_size):
   np.testing.assert_array_equal(qtensor.join_groups(groups, 100), x)
 
 
-def test_nonfinite_values_touch_no_other_group():
+def test_nonfinite_value_touches_no_other_group():
   x = cases.activations((3, 48))
   clean, _ = quantize(x, group_size=16)
   for name, group in cases.nonfinite_groups(16).items():
@@ -206,7 +206,7 @@ def test_nonfinite_values_touch_no_other_group():
     assert not np.isfinite(x_hat[1, 24]), name
 
 
-def test_a_nan_makes_a_per_tensor_array_nan():
+def test_nan_makes_all_of_a_per_tensor_array_nan():
   x = jnp.asarray(cases.activations((4, 33))).at[2, 5].set(jnp.nan)
   q = qtensor.quantize(x, group_size=None)
   assert np.all(np.isnan(qtensor.dequantize(q, group_size=None)))
@@ -235,7 +235,7 @@ def test_group_size_below_one_is_refused(group_size):
     qtensor.quantize(x, group_size=group_size)
 
 
-def test_a_scale_of_another_grouping_is_refused():
+def test_scale_of_another_grouping_is_refused():
   q = qtensor.quantize(jnp.ones((2, 32)), group_size=16)
   for group_size in (8, None):
     with pytest.raises(ValueError, match=r"got \(2, 2\); pass the group_size"):

@@ -129,7 +129,7 @@ def test_statistics_are_sharded_like_the_axes_they_summarise(name):
       assert (range_.shape, range_.sharding.spec) == (groups, spec), leaf
 
 
-def test_agrees_with_jax_on_explicit_axes():
+def test_shardings_agree_with_jax_on_explicit_axes():
   optimizer = coat_adamw(1e-2, quantize_mask=quantize_mask)
   mesh = make_mesh(AxisType.Explicit)
   params = jax.tree.map(
@@ -160,13 +160,13 @@ def unsharded():
 
 
 @KINDS
-@pytest.mark.parametrize("told", [True, False], ids=["told", "untold"])
-def test_sharded_equals_unsharded_and_stays_where_it_is(unsharded, kind, told):
+@pytest.mark.parametrize("given", [True, False], ids=["given", "inferred"])
+def test_sharded_step_equals_unsharded(unsharded, kind, given):
   optimizer, want = unsharded
   mesh = make_mesh(kind)
   shardings = where(mesh)
   promised = state_shardings(optimizer.init, abstract(), shardings)
-  out = (shardings, promised) if told else None
+  out = (shardings, promised) if given else None
   with jax.set_mesh(mesh):
     params = draw(0, shardings)
     state = jax.jit(optimizer.init, out_shardings=promised)(params)
@@ -207,7 +207,7 @@ WRAPPED = {
 
 
 @pytest.mark.parametrize("name", WRAPPED)
-def test_wrapped_optimizers(name):
+def test_wrapped_optimizers_are_sharded_like_parameters(name):
   optimizer = WRAPPED[name]()
   mesh = make_mesh()
   shardings = where(mesh, FEW)
@@ -217,7 +217,8 @@ def test_wrapped_optimizers(name):
     shardings,
     codec=[codecs.coat(), codecs.log8(64)],
   )
-  # What has a parameter's shape lies like it; nothing else large is left whole.
+  # What has a parameter's shape is sharded like it; nothing else large is
+  # left whole.
   for path, s in jax.tree_util.tree_leaves_with_path(promised):
     keys = [getattr(key, "key", None) for key in path]
     if leaf := [key for key in keys if key in FEW]:
@@ -237,7 +238,7 @@ def test_wrapped_optimizers(name):
   assert step._cache_size() == 1
 
 
-def test_nnx_optimizer():
+def test_nnx_optimizer_is_sharded_like_its_model():
   class Model(nnx.Module):
     def __init__(self, rngs):
       out = {"out_sharding": ("tensor", "fsdp")}
@@ -289,14 +290,14 @@ def test_nnx_optimizer():
     (1000, r"groups of 128 at 'w', .* 250 values each.*\(125, 50, 25, 10, 5\)"),
   ],
 )
-def test_groups_that_would_straddle_devices_are_refused(columns, message):
+def test_groups_split_over_devices_are_refused(columns, message):
   params = {"w": jax.ShapeDtypeStruct((16, columns), jnp.float32)}
   shardings = {"w": NamedSharding(make_mesh(), P(None, "fsdp"))}
   with pytest.raises(ValueError, match=f"^abstract_state: .*{message}"):
     abstract_state(coat_adamw(1e-2).init, params, shardings)
   with pytest.raises(ValueError, match="^state_shardings: "):
     state_shardings(coat_adamw(1e-2).init, params, shardings)
-  # Sharded elsewhere, short groups are nobody's concern.
+  # Sharded elsewhere, short groups matter to no other device.
   shardings = {"w": NamedSharding(make_mesh(), P("fsdp"))}
   state = abstract_state(coat_adamw(1e-2).init, params, shardings)[0]
   assert state.mu_amax["w"].sharding.spec == P("fsdp")
@@ -347,7 +348,7 @@ def test_fit_group_size_changes_what_it_must():
   assert fitted == codecs.coat(14)
 
 
-def test_errors_name_the_leaf_and_the_remedy():
+def test_sharding_errors_name_the_leaf_and_the_remedy():
   init = coat_adamw(1e-2).init
   mesh = make_mesh()
   params = {
@@ -373,5 +374,5 @@ def test_errors_name_the_leaf_and_the_remedy():
     state_shardings(init, params, {"a": good, "b": good}, codec=codecs.log8())
 
 
-def test_examples_in_docstrings_run():
+def test_sharding_examples_run():
   assert doctest.testmod(coat_jax.sharding).failed == 0

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a decoder layer saves for its backward pass, counted from its gradient.
 
-The arrays are those that `jax.vjp` of one layer hands from forward to backward.
+The arrays are those that `jax.vjp` of one layer saves for its backward pass.
 They are read off the traced program, so that nothing is computed and a layer of
 any width takes a second or two:
   * each array once: a reshape of one that is kept anyway is that one;
@@ -147,7 +147,7 @@ class _Program:
     return kind
 
 
-# Of one input, in whose bytes the output lies where it has as many.
+# Of one input, whose bytes the output shares where it has as many.
 _ALIASES = {
   "bitcast_convert_type",
   "broadcast_in_dim",

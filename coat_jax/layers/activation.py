@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SiLU·mul (SwiGLU) and GELU that remember their inputs in FP8, 1 x G groups.
+"""SiLU·mul (SwiGLU) and GELU that save their inputs in FP8, 1 x G groups.
 
-Nothing else is remembered: SiLU and the product are elementwise and cheap to
+Nothing else is saved: SiLU and the product are elementwise and cheap to
 compute again. As everywhere, the forward reads what the backward will read.
 """
 
@@ -55,7 +55,7 @@ def silu_mul(
 
   Args:
     gate, up: [..., F] of one shape and dtype, BF16 (or f32).
-    recipe: `recipe.nonlinear` says whether they are read and remembered in FP8.
+    recipe: `recipe.nonlinear` says whether they are read and saved in FP8.
 
   Returns:
     [..., F] in the inputs' dtype.
@@ -116,7 +116,7 @@ def gelu(
   Args:
     x: [..., F], BF16 (or f32).
     approximate: the tanh formula (as `jax.nn.gelu` does by default), or erf.
-    recipe: `recipe.nonlinear` says whether x is read and remembered in FP8.
+    recipe: `recipe.nonlinear` says whether x is read and saved in FP8.
 
   Returns:
     [..., F] in x's dtype.

@@ -51,7 +51,7 @@ class BlockWeights(NamedTuple):
   Attributes:
     front: of the norm and the first product.
     back: of the second product.
-    middle: what the middle has of its own, or None.
+    middle: of the middle, or None.
   """
 
   front: FrontWeights
@@ -77,8 +77,8 @@ def _block_fwd(x, weights, inputs, static, recipe):
   return y, (front, back)
 
 
-def _block_bwd(static, recipe, kept, saved, g):
-  (w,), (front, back) = kept, saved
+def _block_bwd(static, recipe, inputs, saved, g):
+  (w,), (front, back) = inputs, saved
   has_bias = w.front.bias is not None
   gradient, dback = back_backward(
     static.middle, w.middle, w.back, back, g, recipe, has_bias=has_bias

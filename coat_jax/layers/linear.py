@@ -2,8 +2,8 @@
 """Linear layers with all three matrix products in FP8.
 
 Activations and weights are quantized per tensor to E4M3, gradients to E5M2, all
-just in time. The backward remembers x as the E4M3 codes that the forward
-multiplied and the weight's scale; the weight is quantized again from the
+just in time. Saved for the backward are x, as the E4M3 codes that the forward
+multiplied, and the weight's scale; the weight is quantized again from the
 parameter, which is alive anyway.
 """
 
@@ -127,8 +127,8 @@ def linear(
     bias: [*F] or None, added in f32.
     recipe: `recipe.linear` says how it is computed.
     cache: of w, from `layers.weight`, or None.
-    split: what of w devices along a mesh's tensor axis have of their own, where
-      x is [B, T, D]; XLA decides on what is not FP8.
+    split: how w is split over a mesh's tensor axis where x is [B, T, D]:
+      "columns", "inputs" (rows), or None; XLA decides on what is not FP8.
 
   Returns:
     [..., *F] in x's dtype.
@@ -233,12 +233,25 @@ def bias_gradient(
 class Linear(RecipeModule):
   """y = x kernel + bias; takes the place of `nnx.Linear`.
 
+  Example usage::
+
+    >>> from coat_jax import recipe
+    >>> from coat_jax.layers import Linear
+    >>> from flax import nnx
+    >>> import jax.numpy as jnp
+
+    >>> layer = Linear(64, (2, 96), recipe=recipe.coat(), rngs=nnx.Rngs(0))
+    >>> layer(jnp.ones((2, 16, 64), jnp.bfloat16)).shape
+    (2, 16, 2, 96)
+    >>> layer.kernel.shape
+    (64, 2, 96)
+
   Attributes:
     kernel: [in_features, *out_features]; in front of that, where layers are
       stacked for a scan, their axes.
     bias: [*out_features] or None.
     weight_ndim: rank of one layer's kernel.
-    split: what devices along a mesh's tensor axis have of their own.
+    split: how the kernel is split over a mesh's tensor axis.
     cache: of the kernel; None but in a copy by `with_weight_cache`.
   """
 
@@ -255,6 +268,20 @@ class Linear(RecipeModule):
     split: Split = None,
     rngs: nnx.Rngs,
   ):
+    """Initializes the parameters.
+
+    Args:
+      in_features: D, width of the input.
+      out_features: width of the output, or the shape [*F] of its last axes.
+      recipe: whether the products are FP8; None for `recipe.coat()`.
+      use_bias: whether there is a bias [*F], initialized with zeros.
+      dtype: of input and output.
+      param_dtype: of the parameters and their gradients.
+      kernel_init: initializer of the kernel, called with [D, F] of all columns.
+      split: on a mesh with a tensor axis: "columns" for a column-parallel
+        kernel, "inputs" for a row-parallel one, None for a replicated one.
+      rngs: its stream `params` initializes the kernel.
+    """
     super().__init__(recipe or recipes.coat(), dtype)
     self.split: Split = split
     if isinstance(out_features, int):

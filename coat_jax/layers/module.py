@@ -13,13 +13,22 @@ class RecipeModule(nnx.Module):
   """Base of all modules: holds the recipe and the compute dtype.
 
   Attributes:
-    recipe: what training computes and remembers.
+    recipe: what training computes and saves for the backward pass.
     dtype: dtype of inputs and outputs.
     deterministic: set by `module.eval()` and `module.train()`; evaluation uses
       `recipe.for_evaluation()`.
   """
 
   def __init__(self, recipe: CoatRecipe, dtype: DTypeLike):
+    """Sets what all modules have.
+
+    Args:
+      recipe: what training computes and saves.
+      dtype: of inputs and outputs.
+
+    Raises:
+      TypeError: `recipe` is not a CoatRecipe, such as a preset not called.
+    """
     if not isinstance(recipe, CoatRecipe):
       raise TypeError(
         f"{type(self).__name__}: recipe must be a CoatRecipe, got "

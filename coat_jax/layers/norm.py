@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RMSNorm and LayerNorm that remember their input in FP8, 1 x G groups.
+"""RMSNorm and LayerNorm that save their input in FP8, 1 x G groups.
 
-The forward normalizes the dequantized values it remembers, so its backward is
+The forward normalizes the dequantized values it saves, so its backward is
 the exact gradient of what ran, straight through the quantizer.
 """
 
@@ -106,7 +106,7 @@ def norm(
     gamma, beta: [D] or None.
     kind: "rms" or "layer".
     eps: added to the mean square or the variance.
-    recipe: `recipe.nonlinear` says whether x is read and remembered in FP8.
+    recipe: `recipe.nonlinear` says whether x is read and saved in FP8.
 
   Returns:
     [..., D] in x's dtype.
@@ -124,6 +124,8 @@ class Norm(RecipeModule):
   """A norm of either kind; `RMSNorm` and `LayerNorm` construct it.
 
   Attributes:
+    kind: "rms" or "layer".
+    epsilon: what is added to the mean square or the variance.
     scale: [num_features] or None.
     bias: [num_features] or None.
   """
@@ -142,7 +144,20 @@ class Norm(RecipeModule):
     param_dtype: DTypeLike = jnp.float32,
     rngs: nnx.Rngs,
   ):
-    del rngs  # Nothing here is random; nnx.RMSNorm takes it too.
+    """Initializes the parameters.
+
+    Args:
+      num_features: D, width of the last axis.
+      epsilon: added to the mean square or the variance.
+      recipe: whether the input is read and saved in FP8; None for
+        `recipe.coat()`.
+      use_scale: whether there is a scale [D], initialized with ones.
+      use_bias: whether there is a bias [D], initialized with zeros.
+      dtype: of input and output.
+      param_dtype: of the parameters and their gradients.
+      rngs: not used, for nothing is random; as `nnx.RMSNorm` takes it.
+    """
+    del rngs
     super().__init__(recipe or recipes.coat(), dtype)
     self.epsilon = epsilon
     self.scale = nnx.data(None)
@@ -165,7 +180,19 @@ class Norm(RecipeModule):
 
 
 class RMSNorm(Norm):
-  """x / sqrt(mean(x^2) + epsilon) * scale."""
+  """x / sqrt(mean(x^2) + epsilon) * scale; arguments as `Norm`'s.
+
+  Example usage::
+
+    >>> from coat_jax import recipe
+    >>> from coat_jax.layers import RMSNorm
+    >>> from flax import nnx
+    >>> import jax.numpy as jnp
+
+    >>> norm = RMSNorm(64, recipe=recipe.coat(), rngs=nnx.Rngs(0))
+    >>> norm(jnp.ones((2, 16, 64), jnp.bfloat16)).shape
+    (2, 16, 64)
+  """
 
   kind = "rms"
 
@@ -174,6 +201,17 @@ class LayerNorm(Norm):
   """(x - mean) / sqrt(var + epsilon) * scale + bias.
 
   Non-parametric, as in OLMo, with `use_scale=False, use_bias=False`.
+
+  Example usage::
+
+    >>> from coat_jax import recipe
+    >>> from coat_jax.layers import LayerNorm
+    >>> from flax import nnx
+    >>> import jax.numpy as jnp
+
+    >>> norm = LayerNorm(64, recipe=recipe.coat(), rngs=nnx.Rngs(0))
+    >>> norm(jnp.ones((2, 16, 64), jnp.bfloat16)).shape
+    (2, 16, 64)
   """
 
   kind = "layer"
@@ -186,6 +224,14 @@ class LayerNorm(Norm):
     rngs: nnx.Rngs,
     **kwargs,
   ):
+    """Initializes the parameters.
+
+    Args:
+      num_features: D, width of the last axis.
+      use_bias: whether there is a bias [D], initialized with zeros.
+      rngs: not used, for nothing is random; as `nnx.LayerNorm` takes it.
+      **kwargs: the others of `Norm`.
+    """
     super().__init__(num_features, use_bias=use_bias, rngs=rngs, **kwargs)
 
 
@@ -194,7 +240,7 @@ def make_norm(
 ) -> Norm | None:
   """The norm module of this kind, None for None; `kwargs` are the module's."""
   if kind is None:
-    return nnx.data(None)
+    return None
   return {"rms": RMSNorm, "layer": LayerNorm}[kind](num_features, **kwargs)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotary position embedding that remembers nothing but the positions.
+"""Rotary position embedding that saves nothing but the positions.
 
 The rotation is linear and its transpose is the opposite rotation, so the
 backward needs no activation. Pairs are (i, i + H/2), as in Hugging Face

@@ -67,7 +67,7 @@ def mean_loss(
   Logits [B, T, V] are never held: some positions of all sequences at a time,
   they are computed once, and where a gradient is asked for, what follows from
   them goes into the gradients of `hidden` and `weight` there and then. So the
-  backward has no product left and remembers no weight.
+  backward has no product left and reads no weight.
 
   Args:
     hidden: [B, T, D].
@@ -104,7 +104,7 @@ _mean_loss.defvjp(_mean_loss_fwd, _mean_loss_bwd)
 def _on_devices(hidden, targets, weight, is_tied, axes, has_gradients):
   """The loss and, if asked for, its gradients, of each device's tokens."""
   local = functools.partial(
-    _loss_of_part,
+    _loss_of_shard,
     is_tied=is_tied,
     axes=axes,
     share=1 / targets.size,
@@ -124,7 +124,7 @@ def _on_devices(hidden, targets, weight, is_tied, axes, has_gradients):
   )(hidden, targets, weight)
 
 
-def _loss_of_part(
+def _loss_of_shard(
   hidden, targets, weight, *, is_tied, axes, share, has_gradients
 ):
   """What `_on_devices` gives, of one device's tokens and rows of the weight."""

@@ -52,7 +52,7 @@ def quantized_weight(
     # and so have codes wait, and gathers of them, for the input's amax.
     scale, _ = jax.lax.optimization_barrier((cache.scale, after))
     cache = cache._replace(scale=scale)
-  # Rows are elementwise, and XLA reads them where they lie in a stack of
+  # Rows are elementwise, and XLA reads them where they are in a stack of
   # layers. For a kernel it copies them out first, 8 bytes a parameter.
   codes = ops.quantize_tensor(
     w,
@@ -72,7 +72,7 @@ def weight_gradient(
   *,
   has_columns: bool = True,
 ) -> Array:
-  """x^T g as the gradient of w [D, *F], of its own rows on a mesh.
+  """x^T g as the gradient of w [D, *F]; on a mesh of the device's rows.
 
   Args:
     x: columns of the input.

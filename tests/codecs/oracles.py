@@ -40,7 +40,7 @@ def bits(codes) -> np.ndarray:
 
 
 def codes_apart(codec, a, b) -> np.ndarray:
-  """How many code words lie between codes, by the order of their values."""
+  """How many code words are between codes, by the order of their values."""
   if isinstance(codec, LogUniform):
     return np.abs(np.asarray(a).astype(int) - np.asarray(b).astype(int))
   return oracles.codes_apart(bits(a), bits(b))

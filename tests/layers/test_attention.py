@@ -129,16 +129,29 @@ def by_hand(m, x):
     positions = jnp.arange(t)
     q = rope(q, positions, theta=m.rope_theta)
     k = rope(k, positions, theta=m.rope_theta)
+  bias = None if m.out.bias is None else m.out.bias[...]
   return attention_output(
-    x, q, k, v, m.out.kernel[...], causal=m.causal, recipe=m.recipe
+    x, q, k, v, m.out.kernel[...], bias, causal=m.causal, recipe=m.recipe
   )
 
 
 @pytest.mark.parametrize(
-  "options", [{}, {"rope_theta": None, "causal": False}, {"clip_qkv": 0.5}]
+  "options, biases",
+  [
+    ({}, []),
+    ({"rope_theta": None, "causal": False}, []),
+    ({"clip_qkv": 0.5, "use_bias": True}, ["qkv", "out"]),
+    ({"use_qkv_bias": True}, ["qkv"]),
+    ({"use_bias": True, "use_qkv_bias": False}, ["out"]),
+  ],
 )
-def test_module_is_made_of_its_parts(options):
+def test_attention_module_is_made_of_its_parts(options, biases):
   m = module(recipes.coat(), **options)
+  found = {"qkv": m.qkv.linear, "out": m.out}
+  found = {name: p for name, p in found.items() if p.bias is not None}
+  assert list(found) == biases
+  for linear in found.values():
+    linear.bias[...] = jnp.linspace(-1, 1, linear.bias.size)
   x = case()[0].astype(jnp.bfloat16)
   assert_same_bits(run(m, x), by_hand(m, x))
 

@@ -229,7 +229,7 @@ def test_scanned_residuals_stay_fp8(name):
 
 
 def test_scan_holds_no_causal_mask(monkeypatch):
-  monkeypatch.setattr(attention, "_BLOCK", 8)
+  monkeypatch.setattr(attention, "_CHUNK", 8)
   length = 32
   params, scanned, _ = stack("minimal")
   jaxpr = jax.make_jaxpr(lambda *args: jax.vjp(scanned, *args)[1])(

@@ -11,6 +11,7 @@ import pytest
 
 from coat_jax import ops
 from coat_jax.formats import E5M2
+from coat_jax.pallas.triton import gelu
 from tests import cases, oracles
 from tests.comparing import assert_close, assert_same_bits
 from tests.ops.test_definitions import (
@@ -76,7 +77,24 @@ def test_activation_forwards_equal_float64(width):
     assert_codes_stand_for(codes, want)
 
 
-def test_operands_are_written_with_the_scale_given():
+def test_gelu_is_near_float64_at_every_value():
+  # Where it is small as well: a formula that is a little off shows there.
+  x = np.linspace(-5, 5, 1001, dtype=np.float32)
+  x64 = np.float64(x)
+  # Of exp(2 u), f32 2 u being off by 2^-24 of itself, and 2 u at most 12.
+  for values in (
+    ops.gelu_values(jnp.asarray(x), approximate=True),
+    x * np.asarray(gelu._cdf(jnp.asarray(x), interpret=True)),
+  ):
+    np.testing.assert_allclose(values, gelu64(x64, True), rtol=3e-6, atol=0)
+  slope = ops.gelu_derivative(jnp.asarray(x), approximate=True)
+  # Two terms, of which the second cancels the first around -0.75.
+  terms = np.abs(gelu64(x64, True) / np.where(x == 0, 1, x64))
+  terms += np.abs(gelu_slope64(x64) - terms)
+  assert np.all(np.abs(slope - gelu_slope64(x64)) <= 5e-6 * terms)
+
+
+def test_activation_operands_are_written_with_the_scale_given():
   a, _ = in_groups((ROWS, 43), 1)
   b, _ = in_groups((ROWS, 43), 2)
   for forward in (
@@ -120,7 +138,7 @@ def test_activation_backwards_are_the_gradients(width):
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_backward_operands_are_the_gradients_with_one_scale(width):
+def test_activation_backward_operands_are_the_gradients_with_one_scale(width):
   a, a_values = in_groups((ROWS, width), 1, factor=4)
   b, b_values = in_groups((ROWS, width), 2)
   dy = gradient((ROWS, width))
@@ -178,7 +196,7 @@ def test_activations_of_degenerate_groups():
       assert np.all(np.isfinite(leaf))
 
 
-def test_a_nan_comes_out_as_nan():
+def test_activations_of_nan_are_nan():
   x = gradient((2, 32)).at[1, 3].set(jnp.nan)
   q = ops.quantize_groups(x, group_size=GROUP)
   fine, _ = in_groups((2, 32))

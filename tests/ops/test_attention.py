@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention by blocks against a softmax that holds every score at once."""
+"""Attention by chunks against a softmax that holds every score at once."""
 
 import functools
 
@@ -42,15 +42,15 @@ def oracle(q, k, v, dout, causal):
   return (out, lse), vjp((dout, jnp.zeros_like(lse)))
 
 
-@functools.partial(jit, static_argnames=("causal", "block"))
-def run(q, k, v, dout, causal, block=None):
-  del block  # Read from the module while tracing: another one, another trace.
+@functools.partial(jit, static_argnames=("causal", "chunk"))
+def run(q, k, v, dout, causal, chunk=None):
+  del chunk  # Read from the module while tracing: another one, another trace.
   residuals = ops.attention_fwd(q, k, v, causal=causal)
   gradients = ops.attention_bwd(dout, q, k, v, residuals, causal=causal)
   return residuals, gradients
 
 
-# (T, S, query heads, key heads, block): one block, several, a ragged last one,
+# (T, S, query heads, key heads, chunk): one chunk, several, a ragged last one,
 # more keys than queries (a causal offset) and fewer.
 CASES = [
   (16, 16, 4, 2, 4),
@@ -63,18 +63,20 @@ CASES = [
 
 
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("t, s, heads, kv_heads, block", CASES)
-def test_equals_the_softmax(t, s, heads, kv_heads, block, causal, monkeypatch):
-  monkeypatch.setattr(attention, "_BLOCK", block)
+@pytest.mark.parametrize("t, s, heads, kv_heads, chunk", CASES)
+def test_attention_equals_the_softmax(
+  t, s, heads, kv_heads, chunk, causal, monkeypatch
+):
+  monkeypatch.setattr(attention, "_CHUNK", chunk)
   q, k, v, dout = case(t, s, heads, kv_heads)
   if causal and t > s:  # The first t - s queries see no key: not defined.
     q, dout = q[:, t - s :], dout[:, t - s :]
-  residuals, gradients = run(q, k, v, dout, causal, block)
+  residuals, gradients = run(q, k, v, dout, causal, chunk)
   assert residuals.lse.dtype == jnp.float32
   assert_close((residuals, gradients), oracle(q, k, v, dout, causal))
 
 
-def test_scores_of_several_hundreds_do_not_overflow():
+def test_attention_scores_of_several_hundreds_do_not_overflow():
   q, k, v, dout = case(13, 13, 4, 1)
   residuals, gradients = run(300 * q, k, v, dout, True)
   q, k, v = (np.asarray(x, np.float64) for x in (300 * q, k, v))
@@ -89,7 +91,7 @@ def test_scores_of_several_hundreds_do_not_overflow():
   assert all(np.all(np.isfinite(x)) for x in gradients)
 
 
-def test_bfloat16_operands_accumulate_in_f32():
+def test_attention_of_bfloat16_accumulates_in_f32():
   q, k, v, dout = (x.astype(jnp.bfloat16) for x in case(16, 16, 4, 2))
   exact = [x.astype(jnp.float32) for x in (q, k, v, dout)]
   (out, lse), want = oracle(*exact, True)
@@ -104,7 +106,23 @@ def test_bfloat16_operands_accumulate_in_f32():
   assert_close(gradients, want, 2.0**-6)
 
 
-def test_no_array_of_all_scores_is_made():
+def test_attention_gradients_are_summed_over_chunks_in_f32(monkeypatch):
+  arrays = [x.astype(jnp.bfloat16) for x in case(64, 64, 4, 2)]
+  (_, one_dk, one_dv), (_, dk, dv) = (
+    run_in_chunks(monkeypatch, arrays, chunk) for chunk in (64, 4)
+  )
+  for whole, summed in ((one_dk, dk), (one_dv, dv)):
+    # Sums of f32 in another order round to another BF16 now and then; sums of
+    # 16 chunks that are rounded to BF16 on the way, in half of the values.
+    assert np.mean(np.asarray(whole == summed)) >= 0.97
+
+
+def run_in_chunks(monkeypatch, arrays, chunk):
+  monkeypatch.setattr(attention, "_CHUNK", chunk)
+  return run(*arrays, True, chunk)[1]
+
+
+def test_attention_makes_no_array_of_all_scores():
   t = 1024
   shape = jax.ShapeDtypeStruct((1, t, 1, 8), jnp.bfloat16)
   text = str(jax.make_jaxpr(lambda *a: run.__wrapped__(*a, True))(*[shape] * 4))
@@ -112,7 +130,7 @@ def test_no_array_of_all_scores_is_made():
   assert f"256,{t}" in text
 
 
-def test_nan_stays_in_its_sequence():
+def test_attention_nan_stays_in_its_sequence():
   q, k, v, dout = case(16, 16, 4, 2)
   residuals, gradients = run(q.at[0, 2, 1, 3].set(jnp.nan), k, v, dout, True)
   for x in (*residuals, *gradients):
@@ -129,6 +147,6 @@ def test_nan_stays_in_its_sequence():
     ((4, 2, 8), (4, 2, 8), (4, 2, 8)),
   ],
 )
-def test_shapes_that_do_not_fit_are_refused(q, k, v):
+def test_attention_shapes_that_do_not_fit_are_refused(q, k, v):
   with pytest.raises(ValueError, match="attention: needs q .* multiple of K"):
     ops.attention_fwd(jnp.ones(q), jnp.ones(k), jnp.ones(v), causal=True)

@@ -89,10 +89,29 @@ def test_linear_products_equal_float64_of_the_operands(rows):
   assert dw.dtype == jnp.float32
   within(dw, x64.reshape(flat).T, g64.reshape(-1, f), x64.size // d)
   assert_same_bits(ops.linear_fwd(x, w), y.astype(jnp.bfloat16))
-  stream = gradient(y.shape, 3).astype(jnp.bfloat16)
-  total = y + stream.astype(jnp.float32)
-  assert_same_bits(ops.linear_fwd(x, w, add=stream), total.astype(jnp.bfloat16))
   assert ops.linear_dgrad(g, w).dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_what_is_added_to_a_product_is_rounded_once(dtype):
+  x = ops.quantize_tensor(gradient((64, 40), 0))
+  w = ops.quantize_tensor(gradient((40, 24), 1), layout="columns")
+  stream = gradient((64, 24), 3).astype(dtype)
+  total = ops.linear_fwd(x, w, dtype=jnp.float32) + stream.astype(jnp.float32)
+  got = ops.linear_fwd(x, w, add=stream)
+  assert_same_bits(got, total.astype(jnp.bfloat16))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_what_is_added_to_a_norms_gradient_is_rounded_once(dtype):
+  x, _ = in_groups((64, 32))
+  stats = ops.NormStats(None, jnp.ones(64))
+  dy, around = gradient((64, 32)), gradient((64, 32), 5).astype(dtype)
+  args, options = (dy, x, None, stats), dict(group_size=GROUP)
+  dx = ops.norm_bwd(*args, **options, dtype=jnp.float32)[0]
+  got = ops.norm_bwd(*args, **options, add=around)[0]
+  total = dx + around.astype(jnp.float32)
+  assert_same_bits(got, total.astype(jnp.bfloat16))
 
 
 # --- Norms -------------------------------------------------------------------
@@ -233,7 +252,7 @@ def test_operands_of_degenerate_rows_are_finite():
   np.testing.assert_array_equal(ops.linear_fwd(zero, ones), 0)
 
 
-def test_a_nan_comes_out_as_nan():
+def test_norms_and_products_of_nan_are_nan():
   x = gradient((2, 32)).at[1, 3].set(jnp.nan)
   q = ops.quantize_groups(x, group_size=GROUP)
   dy = gradient((2, 32))

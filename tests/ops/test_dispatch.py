@@ -12,7 +12,6 @@ from coat_jax import ops
 from coat_jax.ops import nvidia, quantize_tensor
 from coat_jax.ops.dispatch import op, supported
 from coat_jax.ops.types import Operand, Unsupported
-from tests.comparing import assert_same_bits
 
 H200 = AbstractMesh((), (), abstract_device=AbstractDevice("H200", 132, "cuda"))
 
@@ -37,16 +36,7 @@ def primitives(f, *args):
   return names
 
 
-def test_without_a_gpu_an_op_is_its_definition():
-  x, w = operands()
-  assert_same_bits(ops.linear_fwd(x, w), ops.linear_fwd.definition(x, w))
-  assert_same_bits(
-    ops.linear_fwd(x, w, implementation="xla"), ops.linear_fwd.definition(x, w)
-  )
-  assert "platform_index" not in primitives(ops.linear_fwd, x, w)
-
-
-def test_for_a_gpu_the_choice_is_made_when_it_is_lowered():
+def test_op_for_a_gpu_is_chosen_when_it_is_lowered():
   x, w = operands()
   with jax.sharding.use_abstract_mesh(H200):
     assert "platform_index" in primitives(ops.linear_fwd, x, w)
@@ -61,7 +51,7 @@ def test_for_a_gpu_the_choice_is_made_when_it_is_lowered():
   assert "algorithm" in text["cuda"] and "algorithm" not in text["cpu"]
 
 
-def test_on_a_mesh_of_gpus_there_is_no_choice():
+def test_op_on_a_mesh_of_gpus_has_no_choice_of_platform():
   devices = AbstractMesh(
     (2,), ("fsdp",), (AxisType.Auto,), abstract_device=H200.abstract_device
   )
@@ -77,7 +67,7 @@ def test_on_a_mesh_of_gpus_there_is_no_choice():
   assert "pallas_call" in found
 
 
-def test_what_no_kernel_can_take_is_left_to_xla():
+def test_op_that_its_kernel_refuses_is_left_to_xla():
   x, w = operands(m=6)
   with jax.sharding.use_abstract_mesh(H200):
     assert "platform_index" not in primitives(ops.linear_fwd, x, w)
@@ -89,6 +79,20 @@ def test_what_no_kernel_can_take_is_left_to_xla():
     "linear_fwd: cublas on a GPU, xla elsewhere"
   )
   assert "there is no kernel" in ops.explain(ops.mul_bwd)
+
+
+def test_kernel_is_traced_once():
+  traces = []
+
+  def kernel(x):
+    supported()
+    traces.append(x)
+    return 2 * x
+
+  double = op(triton=kernel)(lambda x: x + x)
+  with jax.sharding.use_abstract_mesh(H200):
+    jax.jit(double).trace(jnp.ones(3))
+  assert len(traces) == 1
 
 
 def test_errors_other_than_a_refusal_surface():
@@ -106,7 +110,7 @@ def test_errors_other_than_a_refusal_surface():
   assert len(traces) == 2  # The dry run, and the trace that raised.
 
 
-def test_a_named_implementation_never_falls_back():
+def test_named_implementation_never_falls_back():
   x, w = operands(m=6)
   with pytest.raises(NotImplementedError, match="multiples of 16.*=None"):
     ops.linear_fwd(x, w, implementation="cublas")
@@ -140,7 +144,7 @@ def test_kernels_are_for_gpus_with_fp8(monkeypatch, capability, has_fp8):
   assert ("platform_index" in found) == has_fp8
 
 
-def test_with_several_gpus_kernels_run_inside_shard_map_only(monkeypatch):
+def test_kernels_with_several_gpus_run_inside_shard_map_only(monkeypatch):
   x = jnp.ones((16, 64))
   monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
   assert jax.device_count() > 1

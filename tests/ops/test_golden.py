@@ -121,7 +121,7 @@ def test_our_own_operations_lose_no_more_than_the_reference(arrays):
   assert error(minimal.rows, minimal.scale) < ours
 
 
-def test_a_wrong_formula_is_found(arrays):
+def test_norm_codes_of_a_wrong_formula_are_apart(arrays):
   got = codes_with_scale(
     through_bfloat16(normalized(arrays, eps=1e-2)), arrays["norm_s"]
   )

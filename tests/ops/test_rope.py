@@ -22,7 +22,7 @@ def case(n, k, dtype=jnp.float32):
 
 
 @pytest.mark.parametrize("n, k", [(4, 2), (3, 3), (4, 1)])
-def test_heads_lie_by_key_head(n, k):
+def test_split_heads_takes_columns_by_key_head(n, k):
   qkv, _ = case(n, k)
   straight = jnp.ones((T, H // 2)), jnp.zeros((T, H // 2))
   q, key, v = ops.split_heads(qkv, *straight, num_heads=n, num_kv_heads=k)
@@ -38,7 +38,7 @@ def test_heads_lie_by_key_head(n, k):
 
 
 @pytest.mark.parametrize("n, k", [(4, 2), (3, 3)])
-def test_joining_is_the_transpose_of_splitting(n, k):
+def test_join_heads_is_the_transpose_of_split_heads(n, k):
   qkv, angles = case(n, k)
 
   def split(qkv):
@@ -51,13 +51,13 @@ def test_joining_is_the_transpose_of_splitting(n, k):
   assert_close(ops.join_heads(*dheads, *angles), vjp(dheads)[0])
 
 
-def test_values_are_left_as_they_are():
+def test_split_heads_leaves_values_as_they_are():
   qkv, angles = case(4, 2, jnp.bfloat16)
   v = ops.split_heads(qkv, *angles, num_heads=4, num_kv_heads=2)[2]
   assert_same_bits(v, qkv.reshape(B, T, 2, 4, H)[:, :, :, 3])
 
 
-def test_the_operand_is_of_what_is_joined():
+def test_join_heads_operand_is_of_the_joined_heads():
   qkv, angles = case(4, 2, jnp.bfloat16)
   heads = ops.split_heads(qkv, *angles, num_heads=4, num_kv_heads=2)
   joined = ops.join_heads(*heads, *angles)

@@ -98,7 +98,7 @@ def test_moments_are_encoded_with_the_words_of_seed_step_and_leaf():
       assert np.mean(got != expected) <= 2 / 1600
 
 
-def test_examples_in_docstrings_run():
+def test_optax_coat_examples_run():
   failed, attempted = doctest.testmod(optax_coat)
   assert attempted and not failed
 
@@ -133,7 +133,7 @@ def test_first_update_is_a_sign_at_any_magnitude(b2, size):
     assert np.all(np.isfinite(nu)) and np.all(nu > 0)
 
 
-def test_count_stops_at_its_largest_value():
+def test_step_count_stops_at_its_largest_value():
   solver = scale_by_coat_adam(b1=0.9, b2=0.999)
   grads = normal(0, (32, 128))
   _, state = solver.update(grads, solver.init(grads))

@@ -10,10 +10,15 @@ from coat_jax.ops.types import Unsupported
 from tests import oracles
 
 
+def for_h200():
+  """A context in which JAX traces for an H200, on any machine."""
+  device = AbstractDevice("NVIDIA H200", 132, "cuda")
+  return use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
+
+
 def lowered_for_h200(fn, *args) -> str:
   """The program that JAX makes of `fn` for an H200, on any machine."""
-  device = AbstractDevice("NVIDIA H200", 132, "cuda")
-  with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+  with for_h200():
     traced = jax.jit(fn).trace(*args)
     return traced.lower(lowering_platforms=("cuda",)).as_text()
 

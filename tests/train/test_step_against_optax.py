@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps with f32 moments against optax's clipping and AdamW."""
+"""Steps with f32 moments against optax's clipping and AdamW.
+
+The step adds the gradients of two microbatches, optax gets the whole batch's.
+"""
 
 import dataclasses
 
@@ -46,6 +49,7 @@ CONFIG = dataclasses.replace(
   optim=OPTIM,
   steps=6,
   batch=2,
+  accumulate=2,
   seq=16,
   recipe="bf16",
   compute="float32",
@@ -123,3 +127,9 @@ def test_steps_are_those_of_clipping_and_adamw():
     assert_close((state.exact.mu, state.exact.nu), (adam.mu, adam.nu))
     stored = state.optimizer.mu_codes, state.optimizer.nu_codes
     assert_close(stored, (adam.mu, adam.nu))
+
+  # Weights so large that products overflow are finite still.
+  state = state._replace(params=draw(state.params, 1e25))
+  _, metrics = run(state, TOKENS[0])
+  assert not metrics.is_finite.all()
+  assert len(metrics.is_finite) == len(jax.tree.leaves(state.params))

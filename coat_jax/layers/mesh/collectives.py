@@ -5,7 +5,8 @@
               batch's axes in `axes.grad_dtype`, each device keeping its rows
   sequences   split over tensor between blocks: codes gathered in front of a
               product, partial products summed and split again behind one
-  scales      one number, by whoever finds an amax (`qtensor.bits_to_amax`)
+  scales      the largest amax of all devices, where each operation finds its
+              own (`qtensor.bits_to_amax`)
 
 Inside `jax.shard_map`. Without axes, and over axes of one device, these do
 nothing.
@@ -64,7 +65,7 @@ def reduce_gradient(
 def sum_tokens(
   x: Array, axes: MeshAxes | None, *, all_positions: bool = False
 ) -> Array:
-  """Sums what devices have of their own tokens.
+  """Sums over devices what each has computed of its tokens.
 
   Args:
     x: of any shape.
@@ -126,8 +127,8 @@ def _gather(x: Array | None, axis: str | None, dimension: int) -> Array | None:
 
 def _gather_columns(x: Array, axis: str | None, recipe: CoatRecipe) -> Array:
   """[f, k] of each device to [f, P k]."""
-  parts = lax.all_gather(x, axis)
-  return ops.join_columns(parts, implementation=recipe.implementation)
+  shards = lax.all_gather(x, axis)
+  return ops.join_columns(shards, implementation=recipe.implementation)
 
 
 def _sum(x: Array, names) -> Array:

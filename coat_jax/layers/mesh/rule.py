@@ -87,7 +87,7 @@ def rule(
       sharded: a tuple of trees of `PartitionSpec`, one for each array (a spec
       can stand for a whole tree), and the same for the results.
     reads: places of the arguments that the backward reads too: weights, which
-      are alive anyway. They are handed to it as they came in.
+      are alive anyway.
 
   Returns:
     `f(arrays, *static, recipe)`, differentiable in its tuple of arrays.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the arrays of a block lie on a mesh, as `PartitionSpec`s.
+"""How the arrays of a block are sharded on a mesh, as `PartitionSpec`s.
 
         [B, T, D]            batch, tensor      tokens, between blocks
         [B, T, F]            batch, -, tensor   whole sequences, inside
@@ -15,9 +15,9 @@ from jax import Array, P
 from coat_jax.ops import Operand
 from coat_jax.recipe import MeshAxes
 
-# What of a linear layer's kernel devices along tensor have of their own: its
-# columns, or its rows with what those are multiplied by; None: nothing, they
-# have other tokens.
+# How a linear layer's kernel is split over the tensor axis: column-parallel,
+# row-parallel ("inputs": its rows, with what they are multiplied by), or None,
+# replicated: then devices along the axis have other tokens.
 Split = Literal[None, "columns", "inputs"]
 
 
@@ -75,7 +75,7 @@ def cached(cache: Operand | None, w: P) -> Any:
 
   Args:
     cache: what there is of it.
-    w: where the weight [D, ..., F] lies.
+    w: how the weight [D, ..., F] is sharded.
   """
   if cache is None:
     return None
@@ -83,10 +83,10 @@ def cached(cache: Operand | None, w: P) -> Any:
 
 
 def cache_specs(w: P, *, has_codes: bool, num_stacked: int = 0) -> Any:
-  """Of a cache: rows [D, F] lie as the weight, columns [F, D] turned.
+  """Of a cache: rows [D, F] sharded like the weight, columns [F, D] turned.
 
   Args:
-    w: where the weight [D, ..., F] lies.
+    w: how the weight [D, ..., F] is sharded.
     has_codes: or the scale alone.
     num_stacked: axes of layers in front of all of it.
   """

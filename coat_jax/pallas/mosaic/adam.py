@@ -274,7 +274,7 @@ def _kernel(
   value, mu, nu = _adam(g.astype(jnp.float32), p, mu, nu, numbers, on)
 
   def draw(key):
-    # Only where words are wanted: no layout is found for a place nobody uses.
+    # Only where words are wanted: no layout is found for what is not used.
     return _words(*_place(start, shape, whole, keys_gmem), key)
 
   if p is not None and last_gmem.dtype == jnp.bfloat16:
@@ -303,7 +303,7 @@ def _fields(loaded, present: tuple[bool, ...]) -> tuple[Array, Statistics]:
 
 
 def _adam(g, p, mu, nu, s: _Numbers, on: Instructions):
-  """`adam.adam`, and the new parameter if there is one: f32 blocks."""
+  """`adam.adam`, and the new parameter if there is one: f32 tiles."""
   if s.grad_scale is not None:
     g = g * s.grad_scale
   mu = s.b1 * mu + s.one_minus_b1 * g
@@ -317,7 +317,7 @@ def _adam(g, p, mu, nu, s: _Numbers, on: Instructions):
 
 
 def _place(start, shape, whole, keys_gmem) -> tuple[Array, Array]:
-  """The rows of a block's groups in the whole leaf, and their first columns."""
+  """The rows of a tile's groups in the whole leaf, and their first columns."""
   groups_per_row = shape[-1] // GROUP_SIZE
   row = registers.iota(0) + start.astype(jnp.uint32)
   column = jnp.zeros_like(row)

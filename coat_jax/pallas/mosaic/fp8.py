@@ -164,9 +164,9 @@ def _looked_up_codes(magnitude, e, x, root, scale, noise, on) -> Array:
   """E4M3 codes, stochastic, of t = magnitude scale and e = t^k.
 
   Args:
-    magnitude: f32 block.
-    e: f32 block; off by an ulp it moves t's neighbours, hence no expectation.
-    x: f32 block whose signs the codes get, or None.
+    magnitude: f32 tile.
+    e: f32 tile; off by an ulp it moves t's neighbours, hence no expectation.
+    x: f32 tile whose signs the codes get, or None.
     root, scale: 1 / k and 1 / bound, [ROWS].
     noise: as in `encode`.
     on: where this runs.

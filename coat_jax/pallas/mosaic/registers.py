@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks of groups in the registers of one warpgroup, and what PTX adds.
+"""Tiles of groups in the registers of one warpgroup, and what PTX adds.
 
-A block is ROWS groups of 128 values. Each warp holds two groups at a time, each
+A tile is ROWS groups of 128 values. Each warp holds two groups at a time, each
 lane 8 neighbouring values of one, so that
 
   lane       0        1    ...    15       16       17   ...    31
@@ -50,11 +50,11 @@ LAYOUT = plgpu.Layout.TILED(
 )
 GROUP_LAYOUT = LAYOUT.reduce(1)
 
-BLOCK = (ROWS, GROUP_SIZE)
+TILE = (ROWS, GROUP_SIZE)
 
 
 def load(ref, start) -> Array:
-  """A block, or its groups' statistics, from global memory."""
+  """A tile, or its groups' statistics, from global memory."""
   layout = LAYOUT if ref.ndim == 2 else GROUP_LAYOUT
   rows = ref.at[pl.ds(start, ROWS)]
   return plgpu.load(rows, layout=layout, optimized=False)
@@ -65,15 +65,15 @@ def store(ref, start, x: Array) -> None:
 
 
 def spread(x: Array) -> Array:
-  """[ROWS] to a block: each group's statistic beside its values."""
-  return lax.broadcast_in_dim(x, BLOCK, (0,))
+  """[ROWS] to a tile: each group's statistic beside its values."""
+  return lax.broadcast_in_dim(x, TILE, (0,))
 
 
 def iota(axis: int) -> Array:
-  """uint32 indices along an axis of a block; of axis 0 as [ROWS]."""
+  """uint32 indices along an axis of a tile; of axis 0 as [ROWS]."""
   if axis == 0:
     return plgpu.broadcasted_iota(jnp.uint32, (ROWS,), 0, layout=GROUP_LAYOUT)
-  return plgpu.broadcasted_iota(jnp.uint32, BLOCK, 1, layout=LAYOUT)
+  return plgpu.broadcasted_iota(jnp.uint32, TILE, 1, layout=LAYOUT)
 
 
 def as_bits(x: Array) -> Array:
@@ -140,8 +140,8 @@ class Instructions:
     With a = root, p(J) = (J / 8)^a:
 
     Args:
-      significand: int32 block, J in 0..15; the GPU looks at 4 bits.
-      exponent: int32 block, e in 0..15, where 0 counts as 1; as above.
+      significand: int32 tile, J in 0..15; the GPU looks at 4 bits.
+      exponent: int32 tile, e in 0..15, where 0 counts as 1; as above.
       root: f32 [ROWS], above 0.
       scale: f32 [ROWS].
 
@@ -161,7 +161,7 @@ class Instructions:
 
 
 def _inline(instruction: str, x: Array) -> Array:
-  """An f32 instruction of one operand, on a block or on statistics."""
+  """An f32 instruction of one operand, on a tile or on statistics."""
   layout = LAYOUT if x.ndim == 2 else GROUP_LAYOUT
 
   @plgpu.inline_mgpu(
@@ -176,11 +176,11 @@ def _inline(instruction: str, x: Array) -> Array:
 
 def _look_up(significand, exponent, root, scale, top: float):
   """`Instructions.powers`: lane j of 16 has the entries j of three tables."""
-  block = plgpu.ShapeDtypeStruct(BLOCK, jnp.float32, layout=LAYOUT)
+  tile = plgpu.ShapeDtypeStruct(TILE, jnp.float32, layout=LAYOUT)
 
   @plgpu.inline_mgpu(
     arg_types=(LAYOUT, LAYOUT, GROUP_LAYOUT, GROUP_LAYOUT),
-    return_type=(block,) * 3,
+    return_type=(tile,) * 3,
   )
   def apply(_, significand, exponent, root, scale):
     f32, i32 = ir.F32Type.get(), ir.IntegerType.get_signless(32)

@@ -110,8 +110,8 @@ class Work:
   # --- In a kernel ---
 
   def mask(self) -> Array | None:
-    block = self.tile.rows, self.tile.columns
-    return tiles.inside(block, (self.m, self.n), self.tile.index())
+    tile = self.tile.rows, self.tile.columns
+    return tiles.inside(tile, (self.m, self.n), self.tile.index())
 
   def load(self, ref) -> Array:
     """A tile as f32, zeros outside the matrix."""
@@ -134,9 +134,9 @@ class Work:
     return tiles.dequantize_groups(codes, scale, group_size=self.group_size)
 
   def _group_mask(self) -> Array | None:
-    block = self.tile.rows, self.tile.columns // self.group_size
+    tile = self.tile.rows, self.tile.columns // self.group_size
     shape = self.m, self.n // self.group_size
-    return tiles.inside(block, shape, self.tile.index())
+    return tiles.inside(tile, shape, self.tile.index())
 
   def quantize(self, x: Array, scale_ref, dtype: DTypeLike) -> Array:
     """Codes of a tile with the one scale in `scale_ref` [1]."""

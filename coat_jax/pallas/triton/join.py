@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Columns gathered from devices, side by side: `reference`'s, in Triton.
+"""Columns gathered from devices, side by side, in Triton.
 
   join_columns  [P, f, k] to [f, P k]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Norms of FP8 values: `reference`'s norm_input and norm_fwd, in Triton.
+"""Norms of FP8 values: `ops.norm_input` and `norm_fwd`, in Triton.
 
   norm_input  x to codes and scales of 1 x G groups; of what those stand for,
               mean, rstd and amax(y), y = (x - mean) rstd gamma + beta
@@ -43,7 +43,7 @@ _MAX_WIDTH = 8192
 
 
 @dataclasses.dataclass(frozen=True)
-class RowBlock:
+class RowTile:
   """Whole rows of a program.
 
   Attributes:
@@ -55,11 +55,11 @@ class RowBlock:
   warps: int
 
 
-def pick_input_block(width: int) -> RowBlock:
+def pick_input_tile(width: int) -> RowTile:
   """About 8192 values a program, 32 a thread."""
   padded = pl.next_power_of_2(width)
   rows = max(8192 // padded, 1)
-  return RowBlock(rows, max(rows * padded // 1024, 1))
+  return RowTile(rows, max(rows * padded // 1024, 1))
 
 
 def pick_tile(m: int, n: int, group_size: int) -> tiles.Tile:
@@ -88,9 +88,9 @@ def norm_input(
   tiles.require_dtype(op, x.dtype)
   require_rows(op, x.shape, group_size)
   supported()
-  block = pick_input_block(x.shape[-1])
+  tile = pick_input_tile(x.shape[-1])
   x_q, stats, bits = _norm_input(
-    x, gamma, beta, kind, eps, group_size, block, interpret
+    x, gamma, beta, kind, eps, group_size, tile, interpret
   )
   return x_q, stats, tiles.bits_to_scale(bits)
 
@@ -107,15 +107,15 @@ def require_rows(op: str, shape: tuple[int, ...], group_size: int) -> None:
 
 @functools.partial(
   jax.jit,
-  static_argnames=("kind", "eps", "group_size", "block", "interpret"),
+  static_argnames=("kind", "eps", "group_size", "tile", "interpret"),
 )
-def _norm_input(x, gamma, beta, kind, eps, group_size, block, interpret):
+def _norm_input(x, gamma, beta, kind, eps, group_size, tile, interpret):
   *leading, n = x.shape
   m, width = x.size // n, pl.next_power_of_2(n)
-  programs = pl.cdiv(m, block.rows)
-  rows = pl.BlockSpec((block.rows, width), lambda i: (i, 0))
-  groups = pl.BlockSpec((block.rows, width // group_size), lambda i: (i, 0))
-  per_row = pl.BlockSpec((block.rows,), lambda i: (i,))
+  programs = pl.cdiv(m, tile.rows)
+  rows = pl.BlockSpec((tile.rows, width), lambda i: (i, 0))
+  groups = pl.BlockSpec((tile.rows, width // group_size), lambda i: (i, 0))
+  per_row = pl.BlockSpec((tile.rows,), lambda i: (i,))
   vector = pl.BlockSpec((width,), lambda i: (0,))
   is_layer = kind == "layer"
   stat = jax.ShapeDtypeStruct((m,), jnp.float32)
@@ -143,7 +143,7 @@ def _norm_input(x, gamma, beta, kind, eps, group_size, block, interpret):
       stat,
       jax.ShapeDtypeStruct((programs,), jnp.int32),
     ],
-    compiler_params=tiles.compiler_params(block.warps),
+    compiler_params=tiles.compiler_params(tile.warps),
     interpret=interpret,
     name="norm_input",
   )(x.reshape(m, n), gamma, beta)
@@ -199,7 +199,7 @@ def _within(x, mask) -> Array:
 
 
 def vector(ref, n, index=0) -> Array | None:
-  """A block of gamma or beta [n] as a row of a matrix."""
+  """A tile of gamma or beta [n] as a row of a matrix."""
   if ref is None:
     return None
   return tiles.load(ref, tiles.inside(ref.shape, (n,), (index,)))[None, :]
@@ -316,7 +316,7 @@ def _fwd_kernel(
 
 
 def values(q_ref, scale_ref, shape, index, g) -> Array:
-  """The values of a block of codes and its scales, zeros outside [m, n]."""
+  """The values of a tile of codes and its scales, zeros outside [m, n]."""
   m, n = shape
   codes = tiles.load(q_ref, tiles.inside(q_ref.shape, shape, index))
   mask = tiles.inside(scale_ref.shape, (m, n // g), index)

@@ -5,7 +5,7 @@
   dgamma = sum(dy xhat), dbeta = sum(dy) over rows  ("rms": no means of x and g)
 
 A program holds whole rows, padded to a power of two, `rows` at a time. It goes
-down `steps` such blocks, loads one while it works on the one before, and keeps
+down `steps` such tiles, loads one while it works on the one before, and keeps
 its sums over rows in registers; XLA then adds up the sums of the programs, in
 one order always.
 
@@ -43,9 +43,9 @@ class Chunk:
 
   Attributes:
     rows: that are in registers at a time, a power of two.
-    steps: such blocks, one after the other.
+    steps: such tiles, one after the other.
     warps: that share a chunk.
-    ahead: whether the next block is loaded while one is worked on.
+    ahead: whether the next tile is loaded while one is worked on.
   """
 
   rows: int
@@ -58,7 +58,7 @@ def pick_chunk(m: int, n: int) -> Chunk:
   """About 4096 values at a time, 8 a thread; at most a program for each SM."""
   width = pl.next_power_of_2(n)
   rows = max(4096 // width, 1)
-  # Twice the values a thread leave no registers for those of the next block.
+  # Twice the values a thread leave no registers for those of the next tile.
   return Chunk(rows, pl.cdiv(m, 132 * rows), 16, ahead=width <= 4096)
 
 
@@ -165,11 +165,11 @@ def _bwd_kernel(
   steps = jnp.minimum(chunk.steps, pl.cdiv(m, chunk.rows) - first)
 
   def at(ref, k, columns):
-    """A block of rows of a step, and which of its values are inside."""
-    block = ref.at[pl.ds(k * chunk.rows, chunk.rows)]
+    """A tile of rows of a step, and which of its values are inside."""
+    tile = ref.at[pl.ds(k * chunk.rows, chunk.rows)]
     axes = (m,) if columns is None else (m, columns)
     index = (first + k, 0)[: len(axes)]
-    return block, tiles.inside(block.shape, axes, index)
+    return tile, tiles.inside(tile.shape, axes, index)
 
   def load(k) -> list:
     """What a step reads, in the dtypes that memory has."""
@@ -211,8 +211,8 @@ def _bwd_kernel(
 
   refs = [ref for ref in (dgamma_ref, dbeta_ref) if ref is not None]
   zeros = jnp.zeros((chunk.rows, width), jnp.float32)
-  first_block = load(0) if chunk.ahead else None
-  carry = first_block, [zeros for _ in refs]
+  first_tile = load(0) if chunk.ahead else None
+  carry = first_tile, [zeros for _ in refs]
   _, sums = jax.lax.fori_loop(0, steps, step, carry)
   mask = tiles.inside((1, width), (1, n), (0, 0))
   for ref, total in zip(refs, sums, strict=True):

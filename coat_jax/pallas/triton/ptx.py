@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arithmetic on f32 blocks in fewer instructions than Pallas has words for.
+"""Arithmetic on f32 tiles in fewer instructions than Pallas has words for.
 
 An elementwise kernel has about 30 instructions for a value before they, and not
 the memory, are what takes the time. In Pallas's words a sigmoid is 18 of them,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantization to FP8, per group and per tensor: `reference`'s, in Triton.
+"""Quantization to FP8, per group and per tensor, in Triton.
 
   quantize_groups   code = x / scale, scale = bf16_up(amax of 1 x G / qmax)
   tensor_scale      scale = amax of everything / qmax
@@ -51,7 +51,7 @@ class Flat:
 
 
 def pick_flat(elements: int) -> Flat:
-  """16 values a thread; smaller blocks where they would not fill the chip."""
+  """16 values a thread; smaller tiles where they would not fill the chip."""
   return Flat(2048, 4) if elements >= 2**20 else Flat(1024, 1)
 
 

@@ -226,7 +226,7 @@ def _operand_kernel(
 
 
 def _joined_halves(dq_ref, dk_ref, dv_ref, cos_ref, sin_ref, r, h):
-  """Each half head of the joined block: its first column, f32 of what it is."""
+  """Each half head of the joined tile: its first column, f32 of what it is."""
   cos, sin = cos_ref[...], -sin_ref[...]
   heads = [(dq_ref, i) for i in range(r)] + [(dk_ref, 0), (dv_ref, 0)]
   for j, (ref, i) in enumerate(heads):
@@ -238,14 +238,14 @@ def _joined_halves(dq_ref, dk_ref, dv_ref, cos_ref, sin_ref, r, h):
 
 
 def _move(source, i, target, j, h, *rotation):
-  """Head i of one block to head j of another, rotated by (cos, sin)."""
+  """Head i of one tile to head j of another, rotated by (cos, sin)."""
   for k, x in enumerate(_halves(source, i, h, *rotation)):
     columns = pl.ds(j * h + k * (h // 2), h // 2)
     target[:, columns] = x.astype(target.dtype)
 
 
 def _halves(ref, i, h, cos=None, sin=None):
-  """Both halves of head i of a block, rotated where cos is given."""
+  """Both halves of head i of a tile, rotated where cos is given."""
   half = h // 2
   a, b = (ref[:, pl.ds(i * h + k * half, half)] for k in (0, 1))
   if cos is None:
@@ -255,12 +255,12 @@ def _halves(ref, i, h, cos=None, sin=None):
 
 
 def _rows(t: int, most: int) -> int:
-  """Rows of a block: what divides a sequence, a power of two."""
+  """Rows of a tile: what divides a sequence, a power of two."""
   return min(t & -t, most)
 
 
 def _specs(t: int, r: int, h: int, rows: int):
-  """Blocks of [q, k, v], of the angles, of q, and of k or v."""
+  """Tiles of [q, k, v], of the angles, of q, and of k or v."""
   return (
     pl.BlockSpec((rows, (r + 2) * h), lambda i, j: (i, j)),
     pl.BlockSpec((rows, h // 2), lambda i, j: (i % (t // rows), 0)),

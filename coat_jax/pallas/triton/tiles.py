@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What kernels do with the blocks that they hold in registers.
+"""What kernels do with the tiles that they hold in registers.
 
-Every function here works on arrays of a kernel's body, in f32 unless it says
+Functions here work on arrays of a kernel's body, in f32 unless it says
 otherwise, and does what `formats` and `qtensor` define, in the same order:
   * largest magnitudes are found as integers, which carry a NaN: the largest of
     floats in Triton drops it;
@@ -10,8 +10,8 @@ otherwise, and does what `formats` and `qtensor` define, in the same order:
   * codes are x / scale, rounded to nearest even by the cast. XLA cannot drop or
     split a cast in a kernel, so rounding in f32 first is not needed here.
 
-A block at the edge of an array reaches beyond it where the array's axes are no
-multiples of the block's: Pallas masks nothing there on a GPU, so that loads and
+A tile at the edge of an array reaches beyond it where the array's axes are no
+multiples of the tile's: Pallas masks nothing there on a GPU, so that loads and
 stores take the mask of `inside`.
 """
 
@@ -29,7 +29,7 @@ from coat_jax.formats import E4M3, qmax
 from coat_jax.ops.types import Layout, Unsupported
 from coat_jax.qtensor import amax_to_scale, bits_to_amax
 
-# The index of a value, and of one beyond the end in the last block, is int32.
+# The index of a value, and of one beyond the end in the last tile, is int32.
 MAX_ELEMENTS = 2**31 - 2**20
 
 GROUP_SIZES = (16, 32, 64, 128)
@@ -44,21 +44,21 @@ _ONE_BITS = 0x3F800000
 
 
 def inside(
-  block: tuple[int, ...],
+  tile: tuple[int, ...],
   shape: tuple[int, ...],
   index: tuple[Array | int, ...],
 ) -> Array | None:
-  """Which values of a block lie in the array: bool [*block], None for all.
+  """Which values of a tile are inside the array: bool [*tile], None for all.
 
   Args:
-    block: the block's shape.
+    tile: the tile's shape.
     shape: the array's.
-    index: which block it is along each axis.
+    index: which tile it is along each axis.
   """
   mask = None
-  for axis, (size, n, i) in enumerate(zip(block, shape, index, strict=True)):
+  for axis, (size, n, i) in enumerate(zip(tile, shape, index, strict=True)):
     if n % size:
-      position = i * size + jax.lax.broadcasted_iota(jnp.int32, block, axis)
+      position = i * size + jax.lax.broadcasted_iota(jnp.int32, tile, axis)
       mask = position < n if mask is None else mask & (position < n)
   return mask
 
@@ -66,13 +66,13 @@ def inside(
 def load(
   ref, mask: Array | None = None, *, dtype: DTypeLike = jnp.float32
 ) -> Array:
-  """A block in `dtype`, zeros where the mask is False."""
+  """A tile in `dtype`, zeros where the mask is False."""
   zero = None if mask is None else jnp.zeros((), ref.dtype)
   return plt.load(ref, mask=mask, other=zero).astype(dtype)
 
 
 def store(ref, x: Array, mask: Array | None = None) -> None:
-  """Writes a block in the dtype of `ref` where the mask is True.
+  """Writes a tile in the dtype of `ref` where the mask is True.
 
   FP8 is not what this rounds to: see `saturating_cast`, `quantize_groups`.
   """
@@ -86,7 +86,7 @@ def store_transposed(
   leading: tuple[Array, ...] = (),
   first: int = 0,
 ) -> None:
-  """Writes a block [rows, columns] to `ref[*leading, first:]`, transposed.
+  """Writes a tile [rows, columns] to `ref[*leading, first:]`, transposed.
 
   Not as `ref[...] = x.T`: XLA moves a transpose up to the loads, and all that
   was computed since is computed twice where x is also stored as it is.
@@ -101,7 +101,7 @@ def store_transposed(
 
 
 def store_scalar(ref, x: Array) -> None:
-  """Writes a value to a block of one, of any rank."""
+  """Writes a value to a tile of one, of any rank."""
   ref[(0,) * len(ref.shape)] = x
 
 
@@ -114,12 +114,12 @@ def magnitude_bits(x: Array) -> Array:
 
 
 def amax_bits(x: Array) -> Array:
-  """The largest magnitude of a block as the bits of its f32: int32 []."""
+  """The largest magnitude of a tile as the bits of its f32: int32 []."""
   return jnp.max(magnitude_bits(x))
 
 
 def bits_to_scale(bits: Array, dtype: DTypeLike = E4M3) -> Array:
-  """The scale of a tensor from the bits of its blocks' maxima."""
+  """The scale of a tensor from the bits of its tiles' maxima."""
   return amax_to_scale(bits_to_amax(bits), dtype)
 
 
@@ -207,7 +207,7 @@ class Tile:
   def spec(
     self, shape: tuple[int, ...], axes: tuple[int | None, ...]
   ) -> pl.BlockSpec:
-    """Blocks of `shape` along these axes of the matrix; None is along none."""
+    """Tiles of `shape` along these axes of the matrix; None is along none."""
 
     def index(first, second):
       tile = (first, second) if self.down else (second, first)

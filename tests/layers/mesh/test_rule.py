@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks on meshes of eight devices: same values, FP8 over the wires."""
+"""Blocks on meshes of eight devices: same values, FP8 between devices."""
 
 import collections
 import dataclasses
@@ -16,6 +16,7 @@ from jax.sharding import AxisType, NamedSharding
 
 from coat_jax import recipe as recipes
 from coat_jax.layers import (
+  MLP,
   RESIDUAL_NAMES,
   Attention,
   GatedMLP,
@@ -132,6 +133,14 @@ def check(
 )
 def test_a_layer_computes_what_it_does_on_one_device(recipe, sizes, kind):
   check(lambda r: Layer(r, nnx.Rngs(0)), recipe, sizes, kind)
+
+
+def test_an_mlp_without_norm_and_add_computes_what_it_does_on_one_device():
+  def make(recipe):
+    shared = dict(recipe=recipe, dtype=jnp.float32, rngs=nnx.Rngs(0))
+    return MLP(D, F, norm=None, add_input=False, use_bias=True, **shared)
+
+  check(make, recipes.coat(), (2, 2, 2))
 
 
 def test_gradients_can_be_summed_in_bfloat16():

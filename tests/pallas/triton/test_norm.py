@@ -23,7 +23,6 @@ from tests.comparing import assert_close, jit
 from tests.pallas.kernels import (
   assert_same_codes,
   assert_same_groups,
-  lowered_for_h200,
   refused,
 )
 
@@ -65,37 +64,16 @@ def assert_same_stats(actual, expected):
       np.testing.assert_allclose(a, e, rtol=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["rms", "layer"])
-@pytest.mark.parametrize(
-  "shape, dtype, group_size",
-  [
-    ((3, 16), BF16, 16),
-    ((100, 48), F32, 16),
-    ((2, 3, 176), BF16, 16),
-    ((5, 1376), F32, 32),
-    ((4, 256), BF16, 128),
-  ],
-  ids=["3x16", "100x48", "2x3x176", "5x1376", "4x256"],
-)
-def test_input_is_the_definitions(shape, dtype, group_size, kind):
-  x, gamma, beta, options = inputs(shape, kind, dtype, group_size)
-  actual = interpret(norm.norm_input, x, gamma, beta, **options)
-  x_q, stats, scale = run(ops.norm_input.definition, x, gamma, beta, **options)
-  assert_same_groups(actual[0], x_q)
-  assert_same_stats(actual[1], stats)
-  np.testing.assert_allclose(actual[2], scale, rtol=1e-6)
-
-
 @pytest.mark.parametrize("given", ["gamma", "beta", "neither"])
-def test_input_without_gamma_or_beta(given):
-  # In three blocks of rows, the last one of which has one row. So far from
+def test_norm_input_kernel_without_gamma_or_beta(given):
+  # In three tiles of rows, the last one of which has one row. So far from
   # zero that what is masked, 0 - mean, would be the largest of y.
   _, gamma, beta, options = inputs((9, 176), "layer")
   x = jnp.asarray(1000 + 100 * np.random.default_rng(0).normal(size=(9, 176)))
   gamma = gamma.astype(BF16) if given == "gamma" else None
   beta = beta if given == "beta" else None
   _, stats, bits = norm._norm_input(
-    x, gamma, beta, "layer", EPS, 16, norm.RowBlock(4, 1), True
+    x, gamma, beta, "layer", EPS, 16, norm.RowTile(4, 1), True
   )
   _, expected, scale = run(ops.norm_input.definition, x, gamma, beta, **options)
   assert_same_stats(stats, expected)
@@ -103,7 +81,7 @@ def test_input_without_gamma_or_beta(given):
 
 
 @pytest.mark.parametrize("kind", ["rms", "layer"])
-def test_input_of_degenerate_rows(kind):
+def test_norm_input_kernel_of_degenerate_rows(kind):
   groups = cases.finite_groups(48)
   # Their squares overflow, and their squares' means underflow, in any order.
   for name in ("largest", "huge_ratio", "large"):
@@ -127,7 +105,7 @@ def test_input_of_degenerate_rows(kind):
     assert_same_stats(actual[1], expected[1])
 
 
-def test_input_with_nan():
+def test_norm_input_kernel_of_nan():
   x = np.concatenate([[g] for g in cases.nonfinite_groups(48).values()])
   x = np.concatenate([x, cases.activations((5, 48))])
   _, _, _, options = inputs((1, 48), "rms")
@@ -140,36 +118,11 @@ def test_input_with_nan():
   assert np.isnan(actual[2]) and np.isnan(expected[2])
 
 
-@pytest.mark.parametrize(
-  "shape, kind, layout, group_size",
-  [
-    ((3, 176), "rms", "rows", 16),
-    ((48, 176), "rms", "both", 16),
-    ((48, 80), "layer", "both", 16),
-    ((2, 8, 688), "layer", "columns", 16),
-    ((16, 1280), "rms", "columns", 128),
-  ],
-  ids=str,
-)
-def test_forward_is_the_definitions(shape, kind, layout, group_size):
-  x, gamma, beta, options = inputs(shape, kind, F32, group_size)
-  x_q, stats, scale = run(ops.norm_input.definition, x, gamma, beta, **options)
-  # Some values beyond qmax.
-  args = dict(scale=scale * 0.8, group_size=group_size, layout=layout)
-  actual = interpret(norm.norm_fwd, x_q, gamma, beta, stats, **args)
-  expected = run(ops.norm_fwd.definition, x_q, gamma, beta, stats, **args)
-  for name in ("rows", "columns"):
-    a, e = getattr(actual, name), getattr(expected, name)
-    assert (a is None) == (e is None)
-    if e is not None:
-      # XLA may fuse a product and a sum into one rounding.
-      assert_same_codes(a, e, 0.999)
-
-
 @pytest.mark.parametrize("down", [True, False])
-def test_forward_without_gamma_or_beta(down):
+def test_norm_kernel_without_gamma_or_beta(down):
   x, _, _, options = inputs((48, 80), "layer")
   x_q, stats, scale = run(ops.norm_input.definition, x, None, None, **options)
+  scale = scale * 0.8  # Some values beyond qmax.
   rows, columns = norm._norm_fwd(
     x_q, None, None, stats, scale, 16, "both", Tile(32, 32, 1, down), True
   )
@@ -199,7 +152,7 @@ def gradients(shape, kind, group_size=16, dtype=BF16):
   "shape, group_size, chunk",
   [
     ((5, 48), 16, (4, 3, 1, True)),
-    # A whole number of blocks, but not of chunks; then neither.
+    # A whole number of tiles, but not of chunks; then neither.
     ((32, 176), 16, (4, 3, 1, True)),
     ((32, 176), 16, (4, 3, 1, False)),
     ((2, 9, 688), 16, (4, 2, 1, True)),
@@ -207,7 +160,9 @@ def gradients(shape, kind, group_size=16, dtype=BF16):
   ],
   ids=str,
 )
-def test_backward_is_the_definitions(shape, group_size, chunk, kind):
+def test_norm_backward_kernel_in_chunks_matches_definition(
+  shape, group_size, chunk, kind
+):
   dy, x_q, gamma, stats = gradients(shape, kind, group_size)
   add = jnp.asarray(cases.activations(shape))
   actual = norm_backward._norm_bwd(
@@ -236,7 +191,7 @@ def test_backward_is_the_definitions(shape, group_size, chunk, kind):
 
 
 @pytest.mark.parametrize("kind", ["rms", "layer"])
-def test_backward_in_bf16_without_gamma_or_add(kind):
+def test_norm_backward_kernel_in_bf16_without_gamma_or_add(kind):
   dy, x_q, _, stats = gradients((3, 176), kind, dtype=F32)
   actual = interpret(
     norm_backward.norm_bwd, dy, x_q, None, stats, group_size=16
@@ -251,12 +206,12 @@ def test_backward_in_bf16_without_gamma_or_add(kind):
 
 
 @pytest.mark.parametrize("n", [16, 48, 1024, 4096, 5120, 6656, 8192])
-def test_picks_are_powers_of_two_and_few_partial_sums(n):
+def test_norm_tiles_are_powers_of_two_and_partial_sums_few(n):
   for m in (1, 100, 8192, 65536):
-    block, chunk = norm.pick_input_block(n), norm_backward.pick_chunk(m, n)
-    for number in (block.rows, block.warps, chunk.rows, chunk.warps):
+    tile, chunk = norm.pick_input_tile(n), norm_backward.pick_chunk(m, n)
+    for number in (tile.rows, tile.warps, chunk.rows, chunk.warps):
       assert number & (number - 1) == 0 and number >= 1
-    assert max(block.warps, chunk.warps) <= 32
+    assert max(tile.warps, chunk.warps) <= 32
     assert -(-m // (chunk.rows * chunk.steps)) <= 264
 
 
@@ -279,50 +234,10 @@ def test_norm_kernels_refuse(shape, group_size, reason):
     norm_backward.norm_bwd(x, x_q, None, stats, group_size=group_size)
 
 
-def test_norm_kernel_refuses_columns_of_few_rows():
-  x = jnp.zeros((3, 48), jnp.float8_e4m3fn)
-  args = QTensor(x, x[:, :3]), None, None, NormStats(None, x[:, 0])
-  with refused("multiple of 16 rows, got 3"):
-    norm.norm_fwd(*args, scale=jnp.float32(1), group_size=16, layout="columns")
-
-
-def specs(m, n, kind, group_size=16):
-  """x, the values that were made of it, gamma, beta, statistics."""
-  spec = jax.ShapeDtypeStruct
-  x_q = QTensor(
-    spec((m, n), jnp.float8_e4m3fn), spec((m, n // group_size), BF16)
-  )
-  is_layer = kind == "layer"
-  row, vector = spec((m,), F32), spec((n,), F32)
-  stats = NormStats(row if is_layer else None, row)
-  return spec((m, n), BF16), x_q, vector, vector if is_layer else None, stats
-
-
-@pytest.mark.parametrize("kind", ["rms", "layer"])
-def test_lowers_to_triton(kind):
-  x, x_q, gamma, beta, stats = specs(8192, 5120, kind)
-
-  def run(x, x_q, gamma, beta, stats, scale):
-    y = norm.norm_fwd(
-      x_q, gamma, beta, stats, scale=scale, group_size=16, layout="both"
-    )
-    made = norm.norm_input(x, gamma, beta, kind=kind, eps=EPS, group_size=16)
-    return (
-      y,
-      made,
-      norm_backward.norm_bwd(x, x_q, gamma, stats, group_size=16, add=x),
-    )
-
-  scale = jax.ShapeDtypeStruct((), F32)
-  text = lowered_for_h200(run, x, x_q, gamma, beta, stats, scale)
-  for name in ("norm_input", "norm_fwd", "norm_bwd"):
-    assert f'"{name}' in text
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["rms", "layer"])
 @pytest.mark.parametrize("shape", [(4096, 4096), (1008, 5120)], ids=str)
-def test_on_a_gpu(shape, kind):
+def test_norm_kernels_on_a_gpu(shape, kind):
   x, gamma, beta, options = inputs(shape, kind)
   x_q, stats, scale = run(
     ops.norm_input.definition, x, gamma, beta, jit=jax.jit, **options

@@ -23,7 +23,6 @@ from tests.pallas.kernels import (
   assert_same_codes,
   assert_same_groups,
   assert_same_operand,
-  lowered_for_h200,
   refused,
 )
 
@@ -41,17 +40,15 @@ def awkward(n: int) -> np.ndarray:
 @pytest.mark.parametrize(
   "x, group_size, size",
   [
-    (cases.activations((3, 16)), 16, 32),
     (cases.activations((100, 48)), 16, 1024),
-    (cases.activations((2, 3, 688)), 16, 1024),
     (cases.activations((5, 384)), 128, 512),
     (awkward(48), 16, 256),
     (awkward(64), 64, 256),
   ],
-  ids=["3x16", "100x48", "2x3x688", "5x384", "awkward16", "awkward64"],
+  ids=["100x48", "5x384", "awkward16", "awkward64"],
 )
-def test_groups_are_the_definitions(x, group_size, size, dtype):
-  # Neither one block nor a whole number of blocks, but for the power of two.
+def test_groups_kernel_matches_definition(x, group_size, size, dtype):
+  # Neither one tile nor a whole number of tiles, but for the power of two.
   x = jnp.asarray(x, dtype)
   actual = quantize._quantize_groups(
     x, group_size, jnp.dtype(E4M3), Flat(size, 1), True
@@ -61,7 +58,7 @@ def test_groups_are_the_definitions(x, group_size, size, dtype):
   )
 
 
-def test_a_nan_of_any_bits_makes_a_nan_scale():
+def test_groups_kernel_gives_nan_of_any_bits_a_nan_scale():
   # A GPU's NaN is 0x7FFFFFFF: rounding that up to BF16 would give -0.
   x = cases.activations((4, 16))
   bits = np.array([0x7FFFFFFF, 0x7F800001, 0xFFFFFFFF], np.uint32)
@@ -73,7 +70,7 @@ def test_a_nan_of_any_bits_makes_a_nan_scale():
   np.testing.assert_array_equal(np.isnan(scale), [True, True, True, False])
 
 
-def test_groups_in_e5m2():
+def test_groups_kernel_in_e5m2_matches_definition():
   x = jnp.asarray(awkward(64))
   args = dict(group_size=32, dtype=E5M2)
   actual = quantize.quantize_groups(x, **args, interpret=True)
@@ -84,15 +81,13 @@ def test_groups_in_e5m2():
 @pytest.mark.parametrize(
   "x",
   [
-    cases.activations((7, 688)),
     awkward(48)[:-3],
     awkward(48),
     np.zeros((3, 16), np.float32),
-    -cases.activations((2, 3, 16)),
   ],
-  ids=["7x688", "finite", "not_finite", "zeros", "2x3x16"],
+  ids=["finite", "not_finite", "zeros"],
 )
-def test_scale_of_a_tensor_is_the_definitions(x, dtype):
+def test_tensor_scale_kernel_matches_definition(x, dtype):
   x = jnp.asarray(x, dtype)
   bits = quantize._tensor_amax(x, Flat(512, 1), True)
   amax = jax.lax.bitcast_convert_type(jnp.max(bits), F32)
@@ -108,19 +103,9 @@ def test_scale_of_a_tensor_is_the_definitions(x, dtype):
   )
 
 
-@pytest.mark.parametrize("layout", ["rows", "columns", "both"])
-@pytest.mark.parametrize("dtype", [BF16, F32])
-@pytest.mark.parametrize("shape", [(48, 80), (2, 8, 176)], ids=str)
-def test_operand_is_the_definitions(shape, dtype, layout):
-  x = jnp.asarray(cases.activations(shape), dtype)
-  expected = ops.quantize_tensor.definition(x, layout=layout)
-  actual = quantize.quantize_tensor(x, layout=layout, interpret=True)
-  assert_same_operand(actual, expected)
-
-
 @pytest.mark.parametrize("down", [True, False])
 @pytest.mark.parametrize("shape", [(48, 80), (64, 32), (16, 688)], ids=str)
-def test_tiles_reach_over_both_edges(shape, down):
+def test_operand_kernel_of_tiles_over_both_edges(shape, down):
   # Values beyond qmax, infinities and NaN under a scale that is given.
   x = cases.activations(shape)
   x[1, ::3], x[-1, 5], x[3, -1] = np.inf, np.nan, -np.inf
@@ -135,7 +120,7 @@ def test_tiles_reach_over_both_edges(shape, down):
   assert_same_codes(columns, expected.columns)
 
 
-def test_given_scale_saturates_in_e4m3():
+def test_operand_kernel_with_a_small_scale_saturates():
   x = jnp.asarray(awkward(48))
   scale = jnp.float32(1e-3)
   assert_same_operand(
@@ -179,26 +164,10 @@ def test_quantize_kernel_refuses_what_int32_cannot_index():
     jax.eval_shape(quantize.tensor_scale, x)
 
 
-OPS = {
-  "quantize_groups": functools.partial(quantize.quantize_groups, group_size=16),
-  "tensor_amax": quantize.tensor_scale,
-  "quantize_rows": quantize.quantize_tensor,
-  "quantize_tiles": functools.partial(quantize.quantize_tensor, layout="both"),
-}
-
-
-@pytest.mark.parametrize("dtype", [BF16, F32])
-@pytest.mark.parametrize("name", OPS)
-def test_lowers_to_triton(name, dtype):
-  x = jax.ShapeDtypeStruct((8192, 1376), dtype)
-  text = lowered_for_h200(OPS[name], x)
-  assert "triton" in text and f'"{name}' in text
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [BF16, F32])
 @pytest.mark.parametrize("shape", [(4096, 4096), (1008, 1376)], ids=str)
-def test_on_a_gpu(shape, dtype):
+def test_quantize_kernels_on_a_gpu(shape, dtype):
   x = cases.activations(shape)
   x[: len(awkward(48)), :48] = awkward(48)
   scale = jnp.float32(0.01)

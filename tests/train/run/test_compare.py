@@ -82,3 +82,30 @@ def test_a_run_alone_has_no_difference_and_one_twin_no_spread(runs, capsys):
   compare.finish(runs[:2])
   rows = table(capsys.readouterr().out)
   assert rows["held-out loss"] == ["2.0000", "1.5000", "+0.5000"]
+
+
+def test_twins_are_the_plain_run_from_the_same_seed_and_the_next(tmp_path):
+  config = dataclasses.replace(
+    demo(),
+    out=str(tmp_path / "run"),
+    seed=3,
+    compare="bf16",
+    compare_seeds=2,
+    optim=dataclasses.replace(demo().optim, b2=0.99, eps=1e-6, group_size=64),
+    report_state=True,
+  )
+  twins = compare.twins(config)
+  assert [twin.seed for twin in twins] == [3, 4]
+  assert len({config.out, *(twin.out for twin in twins)}) == 3
+  for twin in twins:
+    assert twin.out.startswith(config.out)
+    assert (twin.recipe, twin.optim.codec) == ("bf16", "float32")
+    assert not twin.report_state and twin.compare is None
+    assert twin.overwrite and not twin.resume
+    # In all else it is the run.
+    assert (twin.optim.b2, twin.optim.eps) == (0.99, 1e-6)
+    same = ("model", "data", "steps", "batch", "seq", "eval_every", "mesh")
+    assert [getattr(twin, name) for name in same] == [
+      getattr(config, name) for name in same
+    ]
+  assert compare.twins(dataclasses.replace(config, compare=None)) == []

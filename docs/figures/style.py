@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the drawn figures share: two palettes, boxes and arrows.
+
+Each figure is written twice, NAME.light.svg and NAME.dark.svg, on a transparent
+ground; the pages show the one that fits. `--png` adds a PNG of each to look at.
+"""
+
+import argparse
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
+
+FOLDER = Path(__file__).parent
+
+
+@dataclasses.dataclass(frozen=True)
+class Palette:
+  """Colours by what they stand for.
+
+  Attributes:
+    ground: of the page, to look at the figure on.
+    text, faint: of words, and of what is less important.
+    plain: BF16 and f32.
+    value: E4M3.
+    gradient: E5M2.
+    saved: what is kept from the forward pass for the backward pass.
+    fault: what goes wrong.
+    zone: large areas behind everything.
+  """
+
+  name: str
+  ground: str
+  text: str
+  faint: str
+  plain: str
+  value: str
+  gradient: str
+  saved: str
+  fault: str
+  zone: str
+
+
+PALETTES = (
+  Palette(
+    name="light",
+    ground="#ffffff",
+    text="#1f2430",
+    faint="#6b7280",
+    plain="#8a919e",
+    value="#2563c9",
+    gradient="#c2570c",
+    saved="#0f8a5f",
+    fault="#c81e3a",
+    zone="#f1f3f7",
+  ),
+  Palette(
+    name="dark",
+    ground="#1e2129",
+    text="#e6e8ee",
+    faint="#9aa3b2",
+    plain="#a3abb9",
+    value="#77a9ff",
+    gradient="#ff9d57",
+    saved="#4fd1a1",
+    fault="#ff7a90",
+    zone="#2b303c",
+  ),
+)
+
+
+class Drawing:
+  """Boxes and arrows on axes whose units are inches."""
+
+  def __init__(self, axes: Axes, palette: Palette):
+    self.axes, self.palette = axes, palette
+
+  def box(
+    self,
+    x: float,
+    y: float,
+    text: str,
+    *,
+    width: float = 1.3,
+    height: float = 0.62,
+    color: str,
+    filled: bool = False,
+    size: float = 12,
+  ) -> None:
+    """A rounded box around (x, y)."""
+    low = (x - width / 2, y - height / 2)
+    # A filled box is tinted: its words must be read in either palette.
+    for face, alpha in ((self.palette.ground, 1), (color, 0.22 * filled)):
+      self.axes.add_patch(
+        FancyBboxPatch(
+          low,
+          width,
+          height,
+          boxstyle="round,pad=0,rounding_size=0.1",
+          facecolor=matplotlib.colors.to_rgba(face, alpha),
+          edgecolor=color,
+          linewidth=1.5,
+          zorder=3,
+        )
+      )
+    self.text(x, y, text, size=size)
+
+  def zone(self, low: tuple, high: tuple, title: str = "") -> None:
+    """A large area from corner to corner, its title inside at the top."""
+    (x0, y0), (x1, y1) = low, high
+    self.axes.add_patch(
+      FancyBboxPatch(
+        low,
+        x1 - x0,
+        y1 - y0,
+        boxstyle="round,pad=0,rounding_size=0.15",
+        facecolor=self.palette.zone,
+        edgecolor="none",
+        zorder=0,
+      )
+    )
+    self.text((x0 + x1) / 2, y1 - 0.22, title, color=self.palette.faint)
+
+  def arrow(
+    self,
+    start: tuple,
+    end: tuple,
+    *,
+    color: str,
+    label: str = "",
+    shift: tuple = (0, 0.18),
+    bend: float = 0,
+    dashed: bool = False,
+    size: float = 11,
+  ) -> None:
+    """An arrow, and its label beside its middle."""
+    self.axes.add_patch(
+      FancyArrowPatch(
+        start,
+        end,
+        arrowstyle="-|>,head_length=5,head_width=2.6",
+        connectionstyle=f"arc3,rad={bend}",
+        shrinkA=0,
+        shrinkB=0,
+        color=color,
+        linewidth=1.8,
+        linestyle=(0, (3, 2)) if dashed else "-",
+        zorder=2,
+      )
+    )
+    middle = [
+      (a + b) / 2 + s for a, b, s in zip(start, end, shift, strict=True)
+    ]
+    if label:
+      self.text(*middle, label, color=color, size=size)
+
+  def line(self, *points: tuple, color: str, dashed: bool = False) -> None:
+    """Straight lines from point to point; the last one ends in an arrow."""
+    style = (0, (3, 2)) if dashed else "-"
+    xs, ys = zip(*points[:-1], strict=True)
+    self.axes.plot(
+      xs, ys, color=color, linewidth=1.8, linestyle=style, zorder=2
+    )
+    self.arrow(points[-2], points[-1], color=color, dashed=dashed)
+
+  def text(self, x: float, y: float, text: str, **options) -> None:
+    """Words around (x, y)."""
+    options = dict(size=12, color=self.palette.text) | options
+    options = dict(ha="center", va="center", zorder=4) | options
+    self.axes.text(x, y, text, **options)
+
+
+def canvas(figure: Figure) -> Axes:
+  """Axes that fill a figure, in inches, with nothing drawn."""
+  axes = figure.add_axes((0, 0, 1, 1))
+  width, height = figure.get_size_inches()
+  axes.set(xlim=(0, width), ylim=(0, height))
+  axes.axis("off")
+  return axes
+
+
+def write(
+  name: str,
+  draw: Callable[[Palette], Figure],
+  folder: Path = FOLDER,
+  *,
+  png: bool = False,
+) -> list[Path]:
+  """Writes a figure once a palette; returns the files."""
+  files = []
+  # The same bytes each time: no date, and names that do not come by chance.
+  with matplotlib.rc_context({"svg.hashsalt": name}):
+    for palette in PALETTES:
+      figure, path = draw(palette), folder / f"{name}.{palette.name}.svg"
+      figure.savefig(path, transparent=True, metadata={"Date": None})
+      files.append(path)
+      if png:
+        ground = dict(facecolor=palette.ground)
+        figure.savefig(path.with_suffix(".png"), dpi=110, **ground)
+  return files
+
+
+def main(name: str, draw: Callable[[Palette], Figure]) -> None:
+  """The command of a figure's module."""
+  parser = argparse.ArgumentParser(description=f"Draws {name}.*.svg.")
+  parser.add_argument("--png", action="store_true", help="PNGs to look at, too")
+  parser.add_argument("--out", type=Path, default=FOLDER)
+  options = parser.parse_args()
+  for path in write(name, draw, options.out, png=options.png):
+    print(path)

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every block has: its options, and a middle that is not ours."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from coat_jax import ops
+from coat_jax import recipe as recipes
+from coat_jax.layers import (
+  MLP,
+  Attention,
+  BackWeights,
+  BlockWeights,
+  FrontWeights,
+  GatedMLP,
+  Middle,
+  MiddleGradient,
+  MiddleOutput,
+  block,
+)
+from coat_jax.layers.linear import gradient_operand
+from coat_jax.layers.residuals import save_residual
+from coat_jax.qtensor import dequantize
+from tests.comparing import assert_close, assert_same_bits, jit
+from tests.layers import straight_through
+
+D, F, G = 24, 40, 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Scaled(Middle):
+  """h times a weight for each column: a middle with a weight of its own."""
+
+  def plain(self, h, weights, inputs, recipe):
+    return h * weights.reshape(1, 1, -1)
+
+  def forward(self, h, weights, inputs, recipe):
+    h = save_residual("activation", ops.quantize_groups(h, group_size=G))
+    out = ops.quantize_tensor(self._values(h) * self._row(weights))
+    return MiddleOutput(out, (h, save_residual("linear", out.scale)))
+
+  def backward(self, saved, dout, weights, recipe, *, has_bias):
+    values, scale = self._values(saved[0]), saved[1]
+    dh = dout.astype(jnp.float32) * self._row(weights)
+    return MiddleGradient(
+      gradient_operand(dh, recipe),
+      ops.quantize_tensor(
+        values * self._row(weights), scale=scale, layout="columns"
+      ),
+      dh if has_bias else None,
+      jnp.sum(dout * values, axis=(0, 1)),
+    )
+
+  def _values(self, h):
+    return dequantize(h, group_size=G)
+
+  def _row(self, weights):
+    return weights.reshape(1, 1, -1)
+
+
+def case(has_bias, seed=0):
+  rng = np.random.default_rng(seed)
+
+  def normal(*shape):
+    return jnp.float32(rng.normal(size=shape))
+
+  front = FrontWeights(normal(D), None, normal(D, F), normal(F))
+  back = BackWeights(normal(F, D))
+  front = front if has_bias else front._replace(bias=None)
+  return normal(2, 6, D), BlockWeights(front, back, normal(F)), normal(2, 6, D)
+
+
+@functools.partial(jit, static_argnames=("kind", "add_input"))
+def layer(x, weights, dy, kind, add_input):
+  def f(x, weights):
+    return block(
+      x,
+      weights,
+      middle=Scaled(),
+      kind=kind,
+      eps=1e-5,
+      add_input=add_input,
+      recipe=recipes.coat(),
+    )
+
+  y, vjp = jax.vjp(f, x, weights)
+  return y, vjp(dy)
+
+
+@functools.partial(jit, static_argnames=("kind", "add_input"))
+def oracle(x, weights, dy, kind, add_input):
+  def f(x, weights):
+    front, back, scales = weights
+    y = x
+    if kind is not None:
+      y = straight_through.norm(x, front.gamma, None, kind, 1e-5)
+    h = straight_through.linear(y, front.w, front.bias)
+    h = straight_through.per_group(h) * scales.reshape(1, 1, -1)
+    y = straight_through.linear(h, back.w)
+    return x + y if add_input else y
+
+  y, vjp = jax.vjp(f, x, weights)
+  return y, vjp(dy)
+
+
+@pytest.mark.parametrize(
+  "kind, add_input, has_bias",
+  [("rms", True, True), (None, True, False), (None, False, True)],
+)
+def test_block_of_another_middle_equals_its_parts(kind, add_input, has_bias):
+  x, weights, dy = case(has_bias)
+  if kind is None:
+    front = weights.front._replace(gamma=None)
+    weights = weights._replace(front=front)
+  found = layer(x, weights, dy, kind, add_input)
+  wanted = oracle(x, weights, dy, kind, add_input)
+  assert_same_bits(found[0], wanted[0])
+  assert_close(found[1], wanted[1])
+
+
+@pytest.mark.parametrize("make", [GatedMLP, MLP, Attention])
+@pytest.mark.parametrize("recipe", [recipes.bf16(), recipes.coat()])
+def test_modules_can_leave_out_norm_and_add(make, recipe):
+  width = 2 if make is Attention else F  # Heads, or columns.
+
+  def build(**options):
+    return make(D, width, recipe=recipe, rngs=nnx.Rngs(0), **options)
+
+  whole, bare = build(), build(norm=None, add_input=False)
+  paths = [
+    [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(m)]
+    for m in (nnx.state(whole, nnx.Param), nnx.state(bare, nnx.Param))
+  ]
+  assert paths[1] == [path for path in paths[0] if "norm" not in path]
+
+  @jit
+  def outputs(bare, unnormed, x):
+    return bare(x), x + bare(x), unnormed(x)
+
+  x = jax.random.normal(jax.random.key(1), (2, 6, D), jnp.float32)
+  options = dict(dtype=jnp.float32)
+  bare = build(norm=None, add_input=False, **options)
+  y, added, wanted = outputs(bare, build(norm=None, **options), x)
+  assert jnp.any(y)
+  # The sum is rounded once there, as is the product here.
+  assert_close(added, wanted, 1e-6)

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An operation of one file: its kernel, its definition, its cases.
+
+`coat_jax`'s own have a file for kernels, so that Pallas is loaded where it is
+needed, and their cases in `benchmarks`. Nothing else has to be written.
+"""
+
+import functools
+from collections.abc import Iterator
+
+import jax
+from jax import Array
+from jax.experimental import pallas as pl
+
+from benchmarks.cases import OpCase, Sizes, of_op
+from coat_jax.ops.dispatch import op, supported
+from coat_jax.ops.types import Unsupported
+
+_TILE = 128
+
+
+def _double_by_triton(x: Array, *, interpret: bool = False) -> Array:
+  """`double`, a tile of values a program."""
+  if x.size % _TILE:
+    raise Unsupported(
+      f"double: the Triton kernel takes multiples of {_TILE} values, got "
+      f"shape {x.shape}"
+    )
+  supported()
+  return _launch(x, interpret)
+
+
+@functools.partial(jax.jit, static_argnames="interpret")
+def _launch(x: Array, interpret: bool) -> Array:
+  tile = pl.BlockSpec((_TILE,), lambda i: (i,))
+  return pl.pallas_call(
+    _kernel,
+    grid=(x.size // _TILE,),
+    in_specs=[tile],
+    out_specs=tile,
+    out_shape=jax.ShapeDtypeStruct((x.size,), x.dtype),
+    interpret=interpret,
+    name="double",
+  )(x.reshape(-1)).reshape(x.shape)
+
+
+def _kernel(x_ref, y_ref):
+  y_ref[...] = x_ref[...] * 2
+
+
+@op(triton=_double_by_triton)
+def double(x: Array) -> Array:
+  """2 x."""
+  return x * 2
+
+
+def cases(sizes: Sizes) -> Iterator[OpCase]:
+  """Those of `double`."""
+  rows, columns = sizes.quantized
+  yield of_op(
+    double,
+    dict(rows=rows, columns=columns),
+    lambda: (sizes.normal(rows, columns),),
+    lambda op, x: op(x),
+    num_bytes=2 * sizes.value_bytes * rows * columns,
+  )

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every implementation of every operation against its definition.
+
+The cases are those of `benchmarks.ops`, at the sizes of a real model and of
+small ones: an operation without a case fails here. What single kernels have to
+hold beside (NaN, degenerate groups, saturation) is in `tests/pallas`.
+"""
+
+import functools
+import inspect
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from benchmarks import cases as models
+from benchmarks.cases import OpCase, Sizes
+from benchmarks.ops import all_cases
+from coat_jax import ops
+from coat_jax.formats import E4M3, E5M2
+from coat_jax.ops.types import Unsupported
+from coat_jax.optimizer import adam
+from tests.comparing import assert_close, jit
+from tests.ops import own_op
+from tests.pallas.kernels import (
+  assert_same_codes,
+  for_h200,
+  lowered_for_h200,
+)
+
+OPERATIONS = [x for x in vars(ops).values() if isinstance(x, ops.Op)]
+OPERATIONS.append(own_op.double)
+# The optimizer's: its cases are in benchmarks.optimizer and tests/pallas.
+STEPS = [adam.adam_update, adam.adamw_step]
+
+
+def cases_of(sizes: Sizes) -> list[OpCase]:
+  ours = [case for case in all_cases(sizes) if isinstance(case, OpCase)]
+  return [*ours, *own_op.cases(sizes)]
+
+
+def name_of(case) -> str:
+  return "-".join(map(str, (case.op, *case.shape.values())))
+
+
+def of_cases(*sizes: Sizes, having: str):
+  """Parametrizes a test by the cases whose operation has an implementation."""
+  cases = [
+    case
+    for each in sizes
+    for case in cases_of(each)
+    if having in case.implementations
+  ]
+  return pytest.mark.parametrize("case", cases, ids=name_of)
+
+
+def on_specs(case, fn):
+  """What `fn` gives for the case's arguments, which are never made."""
+  results = []
+  specs = jax.eval_shape(case.arrays)
+  jax.eval_shape(lambda *args: results.append(case.call(fn, *args)), *specs)
+  return results[0]
+
+
+def test_every_operation_has_cases():
+  for sizes in (Sizes(), models.SMOKE, models.UNEVEN, models.ODD):
+    found = {case.op for case in cases_of(sizes)}
+    assert found == {op.name for op in OPERATIONS}
+
+
+@pytest.mark.parametrize(
+  "op, implementation",
+  [
+    (op, name)
+    for op in OPERATIONS + STEPS
+    for name in op.implementations
+    if name != "xla"
+  ],
+  ids=lambda x: getattr(x, "name", x),
+)
+def test_implementation_has_the_signature_of_the_definition(op, implementation):
+  wanted = dict(inspect.signature(op.definition).parameters)
+  actual = dict(inspect.signature(op.kernel(implementation)).parameters)
+  if implementation in ("triton", "mosaic"):
+    assert actual.pop("interpret").default is False
+  assert [(x.name, x.kind, x.default) for x in actual.values()] == [
+    (x.name, x.kind, x.default) for x in wanted.values()
+  ]
+
+
+# A derivative's 1 - tanh(u)^2, off by 2^-24, is multiplied by up to 20.
+TOLERANCE = {"gelu_bwd_operands": 1e-5}
+
+
+def assert_conforms(actual, expected, tolerance):
+  """Leaf by leaf: codes, BF16 and f32, each as near as arithmetic allows.
+
+  XLA contracts a product and a sum to one rounding on one side and not on the
+  other: an f32 off by 2^-22 changes 1 code in 2^18.
+  """
+  actual, expected = jax.tree.leaves(actual), jax.tree.leaves(expected)
+  for a, e in zip(actual, expected, strict=True):
+    assert (a.dtype, a.shape) == (e.dtype, e.shape)
+    if a.dtype in (E4M3, E5M2):
+      assert_same_codes(a, e, 0.999)
+    elif a.dtype == jnp.bfloat16:
+      assert_close(a, e, 2.0**-8)
+    else:
+      # Sums over a row or over rows are in another order.
+      assert_close(a, e, tolerance)
+
+
+@of_cases(models.SMOKE, models.UNEVEN, having="triton")
+def test_kernel_matches_definition(case):
+  kernel = functools.partial(case.operation.kernel("triton"), interpret=True)
+  args = case.arrays()
+  actual = jit(functools.partial(case.call, kernel))(*args)
+  definition = case.operation.definition
+  expected = jit(functools.partial(case.call, definition))(*args)
+  assert_conforms(actual, expected, TOLERANCE.get(case.op, 2e-6))
+
+
+@of_cases(models.SMOKE, having="xla")
+def test_operation_without_a_gpu_is_its_definition(case):
+  specs = jax.eval_shape(case.arrays)
+  programs = [
+    str(jax.make_jaxpr(functools.partial(case.call, fn))(*specs))
+    for fn in (case.operation, case.operation.definition)
+  ]
+  assert programs[0] == programs[1]
+
+
+def lowered(case) -> str:
+  specs = jax.eval_shape(case.arrays)
+  return lowered_for_h200(functools.partial(case.call, case.operation), *specs)
+
+
+@of_cases(Sizes(), models.UNEVEN, having="triton")
+def test_triton_kernel_is_in_the_program_for_a_gpu(case):
+  assert "__gpu$xla.gpu.triton" in lowered(case)
+  # A `.T` in a kernel has XLA compute all before it twice.
+  kernel = functools.partial(case.call, case.operation.kernel("triton"))
+  program = str(jax.make_jaxpr(kernel)(*jax.eval_shape(case.arrays)))
+  assert "pallas_call" in program and "transpose[" not in program
+
+
+@of_cases(Sizes(), having="cublas")
+def test_cublas_algorithm_is_in_the_program_for_a_gpu(case):
+  assert "algorithm = <" in lowered(case)
+
+
+@of_cases(Sizes(), having="xla")
+def test_explain_names_the_implementation(case):
+  said = on_specs(case, case.operation.explain)
+  _, *kernels = case.implementations
+  if kernels:
+    assert said == f"{case.op}: {kernels[0]} on a GPU, xla elsewhere"
+  else:
+    assert said == f"{case.op}: xla everywhere (there is no kernel for it)"
+
+
+@pytest.mark.parametrize(
+  "case",
+  [case for case in cases_of(models.ODD) if len(case.implementations) > 1],
+  ids=name_of,
+)
+def test_refused_operation_is_left_to_xla(case):
+  said = on_specs(case, case.operation.explain)
+  named = functools.partial(
+    case.operation, implementation=case.implementations[1]
+  )
+  with pytest.raises(Unsupported, match="pass implementation=None") as refusal:
+    on_specs(case, named)
+  reason, _ = str(refusal.value).split("; pass")
+  assert said == f"{case.op}: xla everywhere ({reason})"
+  specs = jax.eval_shape(case.arrays)
+  with for_h200():
+    programs = [
+      str(jax.make_jaxpr(functools.partial(case.call, fn))(*specs))
+      for fn in (case.operation, case.operation.definition)
+    ]
+  assert programs[0] == programs[1]

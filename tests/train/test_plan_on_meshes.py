@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a plan takes each GPU of a mesh to work on, in numbers."""
+
+import dataclasses
+
+import pytest
+
+from coat_jax import plan as plans
+from coat_jax import recipe
+from train import plan
+from train.presets import PRESETS
+
+
+def test_each_gpu_has_its_sequences_and_its_part_of_the_vocabulary():
+  config = dataclasses.replace(
+    PRESETS["llama2_7b"](),
+    mesh="data=2,fsdp=2,tensor=2",
+    batch=16,
+    accumulate=2,
+    seq=4096,
+  )
+  found = plan.plan(config)["loss"]
+  # 16 sequences of two microbatches on the four GPUs of data and fsdp.
+  tokens = 2 * 4096
+  kept = plans.kept_bytes(plan.shape_of(config.model), recipe.coat(), tensor=2)
+  assert found.activations == pytest.approx(32 * kept * tokens, rel=1e-9)
+  # 2^28 bytes of f32 logits of half the vocabulary are 2097 positions of two
+  # sequences: two even chunks of 4096. Logits and the head's gradient in f32,
+  # both in BF16 too; three copies of hidden states in BF16.
+  logits, head = 2 * 2048 * 16000, 4096 * 16000
+  assert found.temporary == (4 + 2) * (logits + head) + 3 * 2 * 4096 * tokens
+
+
+def test_memory_is_decimal_unless_it_is_written_gib():
+  assert plan.read_bytes("80GB") == 80 * 10**9
+  assert plan.read_bytes("1.5GiB") == 1.5 * 2**30

@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many tokens presets train on: those of the papers."""
+
+import pytest
+
+from train.presets import PRESETS
+
+TOKENS = {
+  "llama_60m": 1.3e9,
+  "llama_130m": 2.6e9,
+  "olmo_1b": 2e12,
+  "olmo_7b": 2.46e12,
+  "llama2_7b": 2e12,
+  "llama2_13b": 2e12,
+  "llama_30b": 1.4e12,
+  "llama3_8b": 15e12,
+}
+
+
+@pytest.mark.parametrize("name", TOKENS)
+def test_presets_train_on_the_published_tokens(name):
+  config = PRESETS[name]()
+  # Papers give two digits.
+  tokens = config.steps * config.batch * config.seq
+  assert tokens == pytest.approx(TOKENS[name], rel=0.01)
+
+
+def test_no_published_preset_is_left_out():
+  assert PRESETS.keys() - {"demo"} == TOKENS.keys()
