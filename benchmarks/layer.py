@@ -8,7 +8,7 @@ layer.time: forward, and forward with backward (`mode` full: the output, and the
 gradients of the weights and of the input), in milliseconds and in TFLOP/s of
 the layer's matrix products and attention; a checkpoint's second forward is not
 counted as work. `temporary_bytes` is what the compiled program takes beside its
-arguments and results, `remembered_units` what the layer hands from forward to
+arguments and results, `remembered_units` what the layer saves from forward to
 backward in U = 2 D bytes a token (`train.memory`).
 
 layer.scan (--scan-memory): by how many U the temporary memory of a scan over
@@ -119,7 +119,7 @@ class Layer:
     graph, state = self._cached(params)
     if codes is not None:
       state = nnx.merge_state(params, codes)
-    return self._remembering(graph, in_scan=False)(state, x)
+    return self._saving(graph, in_scan=False)(state, x)
 
   def weight_codes(self, params):
     """What weight_cache="codes" keeps, for as many calls as one likes."""
@@ -128,14 +128,14 @@ class Layer:
   def scanned(self, params, x):
     """All layers of parameters that are stacked over layers."""
     graph, state = self._cached(params)
-    layer = self._remembering(graph, in_scan=True)
+    layer = self._saving(graph, in_scan=True)
     return jax.lax.scan(lambda x, state: (layer(state, x), None), x, state)[0]
 
   def _cached(self, params):
     layer = nnx.merge(self.graph, params)
     return nnx.split(with_weight_cache(layer, self.recipe))
 
-  def _remembering(self, graph, *, in_scan: bool) -> Callable:
+  def _saving(self, graph, *, in_scan: bool) -> Callable:
     layer = lambda state, x: nnx.merge(graph, state)(x)  # noqa: E731
     if self.policy is None:
       return layer
@@ -189,7 +189,7 @@ def time_rows(config, variant, case, options) -> list[dict]:
   further = {}
   if variant.checkpoint == "none":
     tokens = min(_REMEMBERED_TOKENS, options.seq)
-    # Kernels remember the same; what is counted is read off plain JAX.
+    # Kernels save the same; the count is read off the traced plain JAX.
     recipe = dataclasses.replace(variant.recipe, implementation="xla")
     counted = residual_bytes(config, recipe, tokens=tokens)
     further["remembered_units"] = counted["total"] / (2 * config.d_model)

@@ -6,7 +6,7 @@
   python -m benchmarks.memory table7
   python -m benchmarks.memory plan
 
-memory.residuals: bytes per token that one decoder layer remembers for its
+memory.residuals: bytes per token that one decoder layer saves for its
 backward, by kind, and their total in `units` of U = 2 d_model (one BF16 copy of
 the residual stream). Counted from the arrays of the layer's own `jax.vjp`, as
 `train.memory` describes. Beside them, in U: `paper_units`, Table 2 of
@@ -152,7 +152,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
   """Reads the command line."""
   parser = argparse.ArgumentParser(
     prog="python -m benchmarks.memory",
-    description="What layers remember, optimizer states and steps take.",
+    description="What layers save, and what optimizer states and steps take.",
   )
   commands = parser.add_subparsers(dest="command", required=True)
   for name in ("residuals", "state"):

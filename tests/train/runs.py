@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run of a few seconds, for tests of the training scripts."""
+"""A run of a few seconds, for tests of the commands."""
 
 import contextlib
 import os
@@ -45,7 +45,7 @@ def arguments(out, *flags, **options):
 
 
 def run(out, *flags, **options):
-  """Runs it in this process; its exit status."""
+  """Runs it in this process; returns the exit status."""
   try:
     return pretrain.main(arguments(out, *flags, **options))
   except SystemExit as exit:  # tyro's own errors
@@ -76,7 +76,7 @@ def wait_for_step(process, out, step):
 
 
 def contents(path):
-  """Bytes of all files below a folder, by name."""
+  """Returns the bytes of all files below a folder, by name."""
   return {
     str(file.relative_to(path)): file.read_bytes()
     for file in Path(path).rglob("*")
@@ -85,7 +85,7 @@ def contents(path):
 
 
 def losses(out):
-  """Every loss of a run, by step; JSON keeps a float's very bits."""
+  """Returns the losses of a run, by step; JSON keeps all bits of a float."""
   rows = list(read_metrics(Path(out) / "metrics.jsonl"))
   keys = ("loss", "held_out_loss", "grad_norm", "state", "powers")
   return {
@@ -95,9 +95,9 @@ def losses(out):
 
 @contextlib.contextmanager
 def programs_on_disk(folder):
-  """Keeps programs in a folder: most runs of a test's module share theirs.
+  """Caches compiled programs in a folder, for the runs of a test's module.
 
-  Gives the environment with which a process shares them too.
+  Yields the environment with which processes share them too.
   """
   options = {
     "jax_compilation_cache_dir": str(folder),

@@ -27,14 +27,16 @@ def whole():
 
 
 @pytest.mark.parametrize("mesh, accumulate", [("", 4), (MESH, 2)])
-def test_losses_are_those_of_whole_batches(whole, mesh, accumulate):
+def test_losses_of_microbatches_equal_those_of_whole_batches(
+  whole, mesh, accumulate
+):
   parts = Trained(on(EXACT, mesh, accumulate=accumulate)).run()
   # Sums in another order, as in test_mesh.
   assert largest_difference(whole, parts) <= 1e-5
 
 
 @pytest.mark.parametrize("mesh, accumulate", [("", 4), (MESH, 2)])
-def test_evaluation_takes_one_microbatch_at_a_time(mesh, accumulate):
+def test_evaluation_runs_one_microbatch_at_a_time(mesh, accumulate):
   run = Trained(on(EXACT, mesh))
   state = step.initial_state(run.config, run.optimizer, run.mesh)
   tokens = jax.device_put(TOKENS, run.where)
@@ -57,7 +59,7 @@ def test_evaluation_takes_one_microbatch_at_a_time(mesh, accumulate):
 
 
 def equations(jaxpr):
-  """Those of a jaxpr and of all that is in it."""
+  """Yields the equations of a jaxpr and of all jaxprs in it."""
   for equation in jaxpr.eqns:
     yield equation
     for inner in jax.tree.leaves(
@@ -69,7 +71,7 @@ def equations(jaxpr):
 
 
 def quantized_weights(cache):
-  """How often a microbatch makes codes of down [F, D], in either layout."""
+  """Counts conversions of down [F, D] to FP8 in a microbatch."""
   config = dataclasses.replace(SMALL, accumulate=4, weight_cache=cache)
   (loop,) = (
     equation
@@ -84,13 +86,13 @@ def quantized_weights(cache):
   )
 
 
-def test_codes_of_weights_are_computed_once_for_all_microbatches():
+def test_weight_codes_are_computed_once_for_all_microbatches():
   assert quantized_weights("scale") >= 2, "a forward's and a backward's"
   assert quantized_weights("codes") == 0
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_gradients_are_summed_over_devices_as_asked(dtype):
+def test_gradients_are_summed_over_devices_in_the_given_dtype(dtype):
   config = on(SMALL, MESH, grad_reduce=dtype)
   found = {
     equation.invars[0].aval.dtype

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs that change their codec, and states that come from optax or go there."""
+"""Runs that change their codec; states converted from and to optax."""
 
 import dataclasses
 import functools
@@ -124,19 +124,21 @@ def assert_same_bytes(tree, other):
     (dict(codec="coat"), dict(codec="float32")),
   ],
 )
-def test_moments_are_decoded_and_encoded_anew(tmp_path, before, now):
+def test_moments_are_decoded_and_encoded_by_the_other_codec(
+  tmp_path, before, now
+):
   _, adam = saved_state(tmp_path, config(**before))
   after = config(**now)
   assert_same_bytes(restored(tmp_path, after), encoded(adam, after))
 
 
-def test_another_rounding_leaves_the_codes_as_they_are(tmp_path):
+def test_codes_do_not_change_with_the_rounding(tmp_path):
   optimizer, _ = saved_state(tmp_path, config())
   after = config(rounding="nearest")
   assert_same_bytes(restored(tmp_path, after), optimizer)
 
 
-def test_on_a_mesh_each_device_converts_its_part(tmp_path):
+def test_moments_on_a_mesh_are_converted_as_on_one_device(tmp_path):
   saved_state(tmp_path, config(codec="log8", group_size=32))
   after = config(codec="coat", group_size=16)
   expected = restored(tmp_path, after)
@@ -144,7 +146,7 @@ def test_on_a_mesh_each_device_converts_its_part(tmp_path):
   assert_same_bytes(restored(tmp_path, after, mesh), expected)
 
 
-def test_groups_that_devices_had_whole_elsewhere_are_converted(tmp_path):
+def test_groups_that_do_not_fit_the_mesh_are_converted_whole(tmp_path):
   saved_state(tmp_path, config(codec="log8", group_size=96))
   after = config(codec="coat", group_size=16)
   expected = restored(tmp_path, after)
@@ -176,15 +178,15 @@ def halfway(finished, tmp_path):
   return out
 
 
-def test_a_run_goes_on_with_another_codec_when_asked(finished, halfway, capsys):
+def test_run_resumes_with_another_codec_when_asked(finished, halfway, capsys):
   options = dict(recipe="bf16", optim__codec="log8", eval_every=8)
   assert run(halfway, "--resume", **options) == 2
-  told = capsys.readouterr().err
-  assert "got optim.codec: float32 -> log8; pass --convert-state to" in told
+  errors = capsys.readouterr().err
+  assert "got optim.codec: float32 -> log8; pass --convert-state to" in errors
   assert run(halfway, "--resume", "--convert-state", **options) == 0
-  told = capsys.readouterr().err
-  assert "resumed at step 4" in told
-  assert "optim.codec: float32 -> log8" in told
+  errors = capsys.readouterr().err
+  assert "resumed at step 4" in errors
+  assert "optim.codec: float32 -> log8" in errors
   folder = RunDirectory(halfway)
   saved = checkpoint.read_description(folder.checkpoints, 8)
   for described in (saved, json.loads(folder.config.read_text())):
@@ -194,7 +196,7 @@ def test_a_run_goes_on_with_another_codec_when_asked(finished, halfway, capsys):
   assert after[5, "loss"] == before[5, "loss"]
   assert after[8, "loss"] != before[8, "loss"]
   assert after[8, "loss"] == pytest.approx(before[8, "loss"], rel=1e-2)
-  # From here on it is a run like any other, also where it is still asked for.
+  # It is a run like any other now, also with --convert-state once more.
   assert run(halfway, "--resume", **options) == 0
   assert run(halfway, "--resume", "--convert-state", **options) == 0
 
@@ -203,7 +205,7 @@ def command(*words):
   return convert.main([str(word) for word in words])
 
 
-def test_there_and_back_a_run_goes_on_bit_for_bit(
+def test_exported_and_imported_run_resumes_bit_for_bit(
   finished, halfway, tmp_path, capsys
 ):
   exported, out = tmp_path / "adamw", tmp_path / "imported"
@@ -233,7 +235,7 @@ def described(path):
   return found, directory.configuration(description)
 
 
-def test_an_exported_state_is_that_of_optax_adamw(halfway, tmp_path):
+def test_exported_state_is_that_of_optax_adamw(halfway, tmp_path):
   assert command("export", halfway, tmp_path / "adamw") == 0
   found, made = described(halfway)
   state = checkpoint.restore_state(
@@ -301,7 +303,7 @@ def imported(tmp_path, tree):
     (optax.inject_hyperparams(optax.adamw)(1e-3), jnp.float32),
   ],
 )
-def test_any_chain_with_one_state_of_adam_is_imported(
+def test_chain_with_one_state_of_adam_is_imported(
   finished, tmp_path, optimizer, kind
 ):
   params = model_state(described(finished)[1]).params
@@ -324,9 +326,7 @@ def test_any_chain_with_one_state_of_adam_is_imported(
   assert json.loads(path.read_text()) == {"next_index": 3}
 
 
-def test_a_run_that_is_there_is_imported_over_only_when_asked(
-  halfway, tmp_path, capsys
-):
+def test_import_replaces_a_run_only_when_asked(halfway, tmp_path, capsys):
   assert command("export", halfway, tmp_path / "adamw") == 0
   line = arguments(halfway, **PLAIN)
   assert command("import", tmp_path / "adamw", *line) == 2
@@ -349,7 +349,7 @@ def test_a_run_that_is_there_is_imported_over_only_when_asked(
     ),
   ],
 )
-def test_what_is_no_such_state_is_told(tmp_path, capsys, tree, words):
+def test_import_rejects_other_checkpoints(tmp_path, capsys, tree, words):
   if tree is not None:
     with ocp.StandardCheckpointer() as checkpointer:
       checkpointer.save(tmp_path / "in", jax.tree.map(np.asarray, tree))
@@ -359,7 +359,7 @@ def test_what_is_no_such_state_is_told(tmp_path, capsys, tree, words):
   assert not (tmp_path / "run").exists()
 
 
-def test_an_export_needs_a_run_and_replaces_nothing(halfway, tmp_path, capsys):
+def test_export_needs_a_run_and_replaces_nothing(halfway, tmp_path, capsys):
   assert command("export", tmp_path / "none", tmp_path / "out") == 2
   assert "none must hold a run with a checkpoint" in capsys.readouterr().err
   assert command("export", halfway, tmp_path) == 2

@@ -23,7 +23,7 @@ OPTIONS = dict(
   steps=40,
   save_every=20,
   eval_every=20,
-  # What is tested here does not depend on these, and they compile the fastest.
+  # Nothing here depends on these, and they compile the fastest.
   recipe="bf16",
   optim__codec="float32",
 )
@@ -83,7 +83,7 @@ def finish(started):
 
 
 @pytest.mark.slow
-def test_a_signal_to_one_of_two_stops_both_and_they_go_on_bit_for_bit(
+def test_signal_to_one_of_two_stops_both_and_they_resume_bit_for_bit(
   tmp_path, programs
 ):
   out = tmp_path / "two"
@@ -101,7 +101,7 @@ def test_a_signal_to_one_of_two_stops_both_and_they_go_on_bit_for_bit(
     statuses, outputs = finish(started)
   assert statuses == [0, 0], outputs
   assert f"resumed at step {saved}" in outputs[0]
-  # One of them is_primary.
+  # Only the primary process prints.
   assert "parameters" in outputs[0] and "parameters" not in outputs[1]
   assert "held-out" in outputs[0] and "held-out" not in outputs[1]
 
@@ -111,7 +111,7 @@ def test_a_signal_to_one_of_two_stops_both_and_they_go_on_bit_for_bit(
 
 
 @pytest.mark.slow
-def test_another_number_of_processes_goes_on_bit_for_bit(tmp_path, programs):
+def test_another_number_of_processes_resumes_bit_for_bit(tmp_path, programs):
   run_alone(tmp_path / "one", environment=programs)
   expected = runs.losses(tmp_path / "one")
   two = shutil.copytree(tmp_path / "one", tmp_path / "two")
@@ -131,7 +131,7 @@ def test_another_number_of_processes_goes_on_bit_for_bit(tmp_path, programs):
   assert runs.losses(alone) == expected
 
 
-def test_what_one_of_two_cannot_read_stops_both(tmp_path):
+def test_data_that_one_of_two_cannot_read_stop_both(tmp_path):
   others = dict(data__path=tmp_path / "missing")
   with processes(tmp_path / "out", environment={}, others=others) as started:
     statuses, outputs = finish(started)
@@ -141,7 +141,7 @@ def test_what_one_of_two_cannot_read_stops_both(tmp_path):
   assert not (tmp_path / "out").exists()
 
 
-def test_processes_that_are_not_named_are_told(tmp_path):
+def test_distributed_run_without_its_environment_is_rejected(tmp_path):
   process = runs.start(tmp_path, "--distributed", environment={}, **OPTIONS)
   output = process.communicate(timeout=60)[0]
   assert process.returncode == 2
@@ -149,7 +149,7 @@ def test_processes_that_are_not_named_are_told(tmp_path):
   assert "Traceback" not in output
 
 
-class Part:
+class Shards:
   """A sharding of which this process has some devices."""
 
   def __init__(self, *bounds):
@@ -167,20 +167,20 @@ class Part:
   "sharding, index, count",
   [
     (None, 0, 1),
-    (Part((None, None), (None, None)), 0, 1),
-    (Part((0, 6), (6, 12)), 0, 2),
-    (Part((12, 18), (18, 24)), 1, 2),
+    (Shards((None, None), (None, None)), 0, 1),
+    (Shards((0, 6), (6, 12)), 0, 2),
+    (Shards((12, 18), (18, 24)), 1, 2),
     # Devices along tensor, of this process or of others.
-    (Part((8, 12), (8, 12)), 2, 6),
-    (Part((6, 12)), 1, 4),
+    (Shards((8, 12), (8, 12)), 2, 6),
+    (Shards((6, 12)), 1, 4),
   ],
 )
-def test_a_process_reads_what_its_devices_need(sharding, index, count):
+def test_own_rows_are_those_of_the_devices_of_a_process(sharding, index, count):
   rows = own_rows(sharding, 24)
   assert rows == dict(process_index=index, process_count=count)
 
 
-def test_parts_that_overlap_are_told():
+def test_own_rows_that_overlap_in_part_raise():
   # Three pairs along tensor on two processes of three devices.
   with pytest.raises(ValueError, match="got sequences 8 to 23 of 24 for"):
-    own_rows(Part((8, 16), (16, 24), (16, 24)), 24)
+    own_rows(Shards((8, 16), (16, 24), (16, 24)), 24)

@@ -89,9 +89,7 @@ def saver(tmp_path):
     process.kill()
 
 
-def test_whenever_a_save_is_cut_short_there_is_a_whole_checkpoint(
-  saver, tmp_path
-):
+def test_interrupted_save_leaves_a_whole_checkpoint(saver, tmp_path):
   process, path = saver
   shape = jax.ShapeDtypeStruct((50, 1000), jnp.int32)
   params = dict.fromkeys("abcd", shape)
@@ -109,7 +107,7 @@ def test_whenever_a_save_is_cut_short_there_is_a_whole_checkpoint(
     assert checkpoint.newest_whole_step(left) == (newest, [])
     state = checkpoint.restore_state(left, newest, abstract)
     assert all(np.all(x == newest) for x in state.params.values())
-    # It can be gone on with, and what was cut short is cleaned up.
+    # Saving continues from it, and what was interrupted is removed.
     checkpoints = Checkpoints(left, keep=2)
     checkpoints.save(newest + 1, state, Batches(), {})
     checkpoints.close()
@@ -128,7 +126,7 @@ def start_saving(out, environment):
 
 
 @pytest.mark.slow
-def test_a_run_that_is_killed_while_it_saves_goes_on_bit_for_bit(
+def test_run_killed_while_it_saves_resumes_bit_for_bit(
   finished, tmp_path, compiled_once
 ):
   out = tmp_path / "killed"
@@ -144,7 +142,7 @@ def test_a_run_that_is_killed_while_it_saves_goes_on_bit_for_bit(
   assert losses(out) == losses(finished)
 
 
-def test_a_damaged_checkpoint_is_told_and_the_one_before_it_resumed(
+def test_damaged_checkpoint_is_reported_and_the_one_before_resumed(
   finished, copied, capsys
 ):
   folder = copied / "checkpoints" / "8"
@@ -163,7 +161,7 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_it_resumed(
   assert (copied / "checkpoints" / "8.damaged" / name).read_bytes() == data
 
 
-def test_no_whole_checkpoint_is_an_error_and_changes_nothing(copied, capsys):
+def test_resume_without_a_whole_checkpoint_changes_nothing(copied, capsys):
   for step in ("4", "8"):
     (copied / "checkpoints" / step / "run" / "metadata").write_text("")
   before = contents(copied)
@@ -175,9 +173,7 @@ def test_no_whole_checkpoint_is_an_error_and_changes_nothing(copied, capsys):
 
 
 @pytest.mark.parametrize("damage", ["", '{"format": "coat', None])
-def test_a_run_goes_on_without_its_description(
-  finished, copied, capsys, damage
-):
+def test_run_without_its_description_resumes(finished, copied, capsys, damage):
   file = RunDirectory(copied).config
   description = file.read_bytes()
   file.unlink()
@@ -195,7 +191,7 @@ def test_a_run_goes_on_without_its_description(
 
 
 @pytest.mark.slow
-def test_a_full_disk_ends_the_run_and_leaves_its_checkpoints(
+def test_full_disk_ends_the_run_and_leaves_its_checkpoints(
   tmp_path, compiled_once
 ):
   out = tmp_path / "run"
@@ -216,7 +212,9 @@ def test_a_full_disk_ends_the_run_and_leaves_its_checkpoints(
   assert run_directory.newest_whole_step() == (8, [])
 
 
-def test_a_folder_is_one_commands_at_a_time(finished, copied, capsys):
+def test_folder_is_locked_while_a_command_trains_in_it(
+  finished, copied, capsys
+):
   program = """
 import sys
 from train.presets import demo

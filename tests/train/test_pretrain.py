@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The training script as a user meets it: killed, resumed, misused."""
+"""train.pretrain from the command line: killed, resumed, misused."""
 
 import json
 import math
@@ -43,9 +43,7 @@ def finished(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_bit_for_bit_after_being_stopped_and_killed(
-  tmp_path, compiled_once
-):
+def test_stopped_and_killed_run_resumes_bit_for_bit(tmp_path, compiled_once):
   out = tmp_path / "killed"
   process = start(out, environment=compiled_once)
   wait_for_step(process, out, 70)
@@ -74,9 +72,7 @@ def test_a_run_goes_on_bit_for_bit_after_being_stopped_and_killed(
   assert max(losses(out)) >= (400, "loss")
 
 
-def test_a_finished_run_has_its_table_its_plot_and_its_last_state(
-  finished, capsys
-):
+def test_finished_run_has_its_table_plot_and_last_checkpoint(finished, capsys):
   assert run(finished, "--resume") == 0
   output, errors = capsys.readouterr()
   assert "its 8 steps are done already" in errors
@@ -92,7 +88,7 @@ def test_a_finished_run_has_its_table_its_plot_and_its_last_state(
 
 
 @pytest.mark.slow
-def test_a_finished_run_can_be_extended(finished, tmp_path, capsys):
+def test_finished_run_can_be_extended(finished, tmp_path, capsys):
   before = losses(finished)
   out = tmp_path / "copy"
   subprocess.run(["cp", "-r", finished, out], check=True)
@@ -126,7 +122,7 @@ def test_a_finished_run_can_be_extended(finished, tmp_path, capsys):
     (["--overwrite"], dict(model__d_model=65), "even multiple of num_heads"),
   ],
 )
-def test_bad_input_is_told_and_changes_nothing(
+def test_bad_input_is_reported_and_changes_nothing(
   finished, tmp_path, monkeypatch, capfd, flags, options, words
 ):
   monkeypatch.chdir(tmp_path)
@@ -142,26 +138,26 @@ def test_bad_input_is_told_and_changes_nothing(
   assert not Path("runs").exists()
 
 
-def test_other_data_are_refused(finished, tmp_path, capsys):
+def test_resume_with_other_data_is_rejected(finished, tmp_path, capsys):
   text = tmp_path / "text"
   text.write_text("Other words than those of before. " * 500)
   assert run(finished, "--resume", data__path=text) == 2
   assert "data: other tokens" in capsys.readouterr().err
 
 
-def test_nothing_to_resume_is_an_error(tmp_path, capsys):
+def test_resume_without_a_run_is_rejected(tmp_path, capsys):
   assert run(tmp_path / "none", "--resume") == 2
   assert "must hold a run with a checkpoint" in capsys.readouterr().err
   assert not (tmp_path / "none").exists()
 
 
-def test_an_unknown_preset_is_told_with_the_known_ones(capsys):
+def test_unknown_preset_is_reported_with_the_known_ones(capsys):
   with pytest.raises(SystemExit, match="2"):
     pretrain.main(["dmeo"])
   assert "demo, llama_60m, llama_130m" in capsys.readouterr().err
 
 
-def test_ids_found_in_the_middle_of_training_are_told(tmp_path, capsys):
+def test_wrong_ids_found_during_training_are_reported(tmp_path, capsys):
   # 64 samples of 4096 are checked at the start; these are between two of them,
   # in the first of the held-out windows.
   ids = np.ones(2_000_000, np.uint16)
@@ -175,7 +171,7 @@ def test_ids_found_in_the_middle_of_training_are_told(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, capsys):
+def test_loss_that_is_not_finite_stops_the_run(tmp_path, capsys):
   # The second step sees what the first, with such a learning rate, has made.
   out = tmp_path / "out"
   assert run(out, optim__lr=1e37, save_every=3, optim__warmup=0) == 1
@@ -188,7 +184,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_a_state_that_cannot_go_on_is_not_saved(
+def test_state_with_a_loss_that_is_not_finite_is_not_saved(
   finished, tmp_path, monkeypatch, capsys
 ):
   out = tmp_path / "copy"
@@ -205,7 +201,9 @@ def test_a_state_that_cannot_go_on_is_not_saved(
   assert RunDirectory(out).latest_step() == 8
 
 
-def test_too_little_memory_is_said_in_a_sentence(tmp_path, monkeypatch, capsys):
+def test_too_little_memory_is_reported_in_a_sentence(
+  tmp_path, monkeypatch, capsys
+):
   def without_memory(*_):
     raise jax.errors.JaxRuntimeError(
       "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 29.20GiB.\n"
@@ -219,7 +217,7 @@ def test_too_little_memory_is_said_in_a_sentence(tmp_path, monkeypatch, capsys):
   assert "29.20GiB; raise --accumulate" in last and "train.plan" in last
 
 
-def test_other_faults_of_a_device_are_not_called_memory(tmp_path, monkeypatch):
+def test_other_device_errors_are_not_reported_as_memory(tmp_path, monkeypatch):
   def broken(*_):
     raise jax.errors.JaxRuntimeError("INTERNAL: an illegal address")
 
@@ -238,14 +236,16 @@ def test_other_faults_of_a_device_are_not_called_memory(tmp_path, monkeypatch):
     ],
   ],
 )
-def test_most_of_a_gpu_is_taken_unless_told(given, expected, monkeypatch):
+def test_gpu_memory_is_reserved_unless_the_environment_says_how_much(
+  given, expected, monkeypatch
+):
   monkeypatch.setattr(os, "environ", dict(given))
   processes.reserve_gpu_memory()
   assert os.environ == expected
 
 
 @pytest.mark.slow
-def test_a_run_is_compared_with_twins_of_the_same_start(tmp_path, capsys):
+def test_run_is_compared_with_twins_of_the_same_weights(tmp_path, capsys):
   out = tmp_path / "out"
   flags = ("--compare", "bf16", "--compare-seeds", "2")
   assert run(out, *flags) == 0
@@ -264,7 +264,7 @@ def test_a_run_is_compared_with_twins_of_the_same_start(tmp_path, capsys):
   )
   assert abs(mine - same) < 0.1 * abs(same - other)
   assert all(math.isfinite(loss) for loss in (mine, same, other))
-  # Stopped after its first twin, it goes on with the second.
+  # Stopped after its first twin, it resumes with the second.
   before = losses(out), losses(twins[0].path), losses(twins[1].path)
   twins[1].remove()
   assert run(out, "--resume", *flags) == 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints: where they can be restored, and what damage is told."""
+"""Checkpoints: where they can be restored, and that damage is reported."""
 
 import dataclasses
 import logging
@@ -102,7 +102,7 @@ def copied(saved, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_state_goes_from_mesh_to_mesh_as_the_very_bytes(tmp_path):
+def test_state_is_restored_on_other_meshes_bit_for_bit(tmp_path):
   state = random_state(abstract_state(MESHES[0]))
   before = bytes_of(state)
   for i, mesh in enumerate(MESHES[1:]):
@@ -121,7 +121,7 @@ def test_a_state_goes_from_mesh_to_mesh_as_the_very_bytes(tmp_path):
 
 
 @pytest.mark.gpu
-def test_a_state_goes_from_gpu_to_cpu_and_back_as_the_very_bytes(tmp_path):
+def test_state_is_restored_on_gpu_and_cpu_bit_for_bit(tmp_path):
   gpu, cpu = jax.devices()[0], jax.devices("cpu")[0]
   state = random_state(on_device(abstract_state(""), gpu))
   before = bytes_of(state)
@@ -140,7 +140,7 @@ def on_device(abstract, device):
   return jax.tree.map(lambda x: x.update(sharding=sharding), abstract)
 
 
-def test_the_devices_that_wrote_a_state_need_not_be_there(saved, tmp_path):
+def test_state_is_restored_without_the_devices_that_wrote_it(saved, tmp_path):
   path = shutil.copytree(saved[0], tmp_path / "checkpoints")
   files = list(path.rglob("_sharding"))
   for file in files:
@@ -153,9 +153,7 @@ def test_the_devices_that_wrote_a_state_need_not_be_there(saved, tmp_path):
 
 
 @pytest.mark.parametrize("before, after", [(1, 2), (2, 1), (2, 4), (4, 2)])
-def test_any_number_of_processes_reads_on_where_another_stopped(
-  tmp_path, before, after
-):
+def test_data_resume_with_any_number_of_processes(tmp_path, before, after):
   whole = batches()
   for _ in range(5):
     next(whole)
@@ -178,7 +176,7 @@ def test_any_number_of_processes_reads_on_where_another_stopped(
 
 
 def damages(data):
-  """What may become of a file: other bytes, or None where it is gone."""
+  """Yields damaged versions of a file: other bytes, or None for no file."""
   rng = np.random.default_rng(len(data))
   for place in rng.integers(len(data), size=5):
     flipped = bytearray(data)
@@ -187,7 +185,7 @@ def damages(data):
   yield from (data[: len(data) * 2 // 3], b"", data + b"\0", None)
 
 
-def test_damage_of_any_file_is_told_and_the_checkpoint_before_it_is_used(
+def test_damage_of_any_file_selects_the_checkpoint_before(
   copied,
 ):
   late = {"_CHECKPOINT_METADATA", "commit_success.txt"}
@@ -209,21 +207,21 @@ def test_damage_of_any_file_is_told_and_the_checkpoint_before_it_is_used(
       (folder / name).unlink()
       if damaged is not None:
         (folder / name).write_bytes(damaged)
-      found, told = checkpoint.newest_whole_step(copied)
+      found, damages_found = checkpoint.newest_whole_step(copied)
       assert found == 3, name
-      # A checksum that is damaged is told by the file that it is of.
-      assert len(told) == 1 and str(folder) in told[0]
-      assert name in told[0] or name == checksums.NAME
+      # A damaged checksum is reported as damage of the file.
+      assert len(damages_found) == 1 and str(folder) in damages_found[0]
+      assert name in damages_found[0] or name == checksums.NAME
     (folder / name).write_bytes(data)
   assert checkpoint.newest_whole_step(copied) == (5, [])
 
 
 @pytest.mark.parametrize("text", ["{}", "[]", '["run/metadata"]', "null", "1"])
-def test_checksums_of_nothing_are_damage(copied, text):
+def test_checksums_without_files_are_damage(copied, text):
   (copied / "5" / checksums.NAME).write_text(text)
-  found, told = checkpoint.newest_whole_step(copied)
+  found, damaged = checkpoint.newest_whole_step(copied)
   assert found == 3
-  assert told == [f"{copied / '5'}: checksums.json names no files"]
+  assert damaged == [f"{copied / '5'}: checksums.json names no files"]
 
 
 # Orbax says that it cannot read its own file.
@@ -241,7 +239,7 @@ def test_files_without_a_checksum_are_not_needed(saved, copied, name):
     assert bytes_of(state)[1:] == bytes_of(saved[1])[1:]
 
 
-def test_where_no_checkpoint_is_whole_all_are_named(copied):
+def test_error_names_all_checkpoints_where_none_is_whole(copied):
   for number in (3, 5):
     (copied / str(number) / "run" / "metadata").write_text("{}")
   with pytest.raises(
@@ -250,7 +248,7 @@ def test_where_no_checkpoint_is_whole_all_are_named(copied):
     checkpoint.newest_whole_step(copied)
 
 
-def test_a_run_that_goes_on_from_before_saves_its_steps_anew(saved, copied):
+def test_steps_after_a_damaged_one_are_set_aside_and_saved_again(saved, copied):
   checkpoints = Checkpoints(copied, keep=3)
   assert checkpoints.latest_step() == 5
   checkpoints.set_aside(after=3)
@@ -265,14 +263,14 @@ def test_a_run_that_goes_on_from_before_saves_its_steps_anew(saved, copied):
   assert names == {"3", "5", "5.damaged"}
 
 
-def test_another_state_is_refused(saved):
+def test_checkpoint_of_another_state_is_rejected(saved):
   abstract = abstract_state("")
   params = {"other": jax.ShapeDtypeStruct((3,), jnp.float32)}
   with pytest.raises(ValueError, match="must hold the state of this run, got"):
     checkpoint.restore_state(saved[0], 3, abstract._replace(params=params))
 
 
-def test_a_save_that_fails_is_told_once_and_leaves_what_was(
+def test_failed_save_is_reported_once_and_leaves_earlier_ones(
   copied, monkeypatch
 ):
   def fail(folder):
@@ -298,7 +296,7 @@ def test_loggers_are_silent_only_while_checkpoints_are_open(tmp_path):
   assert (logger.level, sys.unraisablehook) == (before, hook)
 
 
-def test_the_place_in_the_data_is_the_iterators_whole_state():
+def test_state_of_the_iterator_is_its_place_alone():
   """What `convert` relies on, where there is no iterator to ask."""
   iterator = batches()
   for count in range(3):

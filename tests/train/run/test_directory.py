@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whose a folder is, and what may be done to it."""
+"""Folders of runs: what may be started, resumed, replaced and removed."""
 
 import dataclasses
 import errno
@@ -39,12 +39,12 @@ def contents(path):
   }
 
 
-def test_a_new_or_empty_folder_is_free(tmp_path):
+def test_new_or_empty_folder_is_free(tmp_path):
   RunDirectory(tmp_path / "new").check(config())
   RunDirectory(tmp_path).check(config())
 
 
-def test_a_run_is_not_replaced_unasked(run):
+def test_run_is_replaced_only_when_asked(run):
   before = contents(run.path)
   with pytest.raises(ValueError, match="holds a run; pass --resume"):
     run.check(config())
@@ -52,7 +52,7 @@ def test_a_run_is_not_replaced_unasked(run):
   assert contents(run.path) == before
 
 
-def test_a_run_without_a_step_may_be_replaced(run):
+def test_run_without_a_step_may_be_replaced(run):
   run.metrics.unlink()
   run.check(config())
 
@@ -61,7 +61,7 @@ def test_a_run_without_a_step_may_be_replaced(run):
   "marker", [None, "", "{}", "[]", '{"format": "another"}', '{"format": 1}']
 )
 @pytest.mark.parametrize("overwrite", [True, False])
-def test_a_folder_that_is_no_run_is_left_alone(tmp_path, marker, overwrite):
+def test_folder_without_a_run_is_left_alone(tmp_path, marker, overwrite):
   (tmp_path / "thesis.tex").write_text("years of work")
   (tmp_path / "checkpoints").mkdir()
   if marker is not None:
@@ -70,19 +70,19 @@ def test_a_folder_that_is_no_run_is_left_alone(tmp_path, marker, overwrite):
     RunDirectory(tmp_path).check(config(overwrite=overwrite))
 
 
-def test_a_file_is_no_folder(tmp_path):
+def test_file_in_place_of_the_folder_raises(tmp_path):
   (tmp_path / "file").write_text("")
   with pytest.raises(ValueError, match="needs a folder, got the file"):
     RunDirectory(tmp_path / "file").check(config(overwrite=True))
 
 
-def test_without_a_checkpoint_nothing_is_resumed(run, tmp_path):
+def test_resume_without_a_checkpoint_raises(run, tmp_path):
   for folder in (run, RunDirectory(tmp_path / "new")):
     with pytest.raises(ValueError, match="hold a run with a checkpoint, got"):
       folder.check(config(resume=True))
 
 
-def test_overwriting_takes_only_what_is_the_runs(run):
+def test_overwrite_removes_only_files_of_the_run(run):
   run.create(directory.describe(demo(), "other tokens"))
   assert set(contents(run.path)) == {"config.json", "notes.txt"}
   assert json.loads(run.config.read_text())["fingerprint"] == "other tokens"
@@ -96,7 +96,7 @@ def test_removing_a_twin_leaves_other_folders_in_twins(run):
   assert set(contents(run.path)) == {"twins/other/file", "notes.txt"}
 
 
-def test_a_link_is_removed_and_not_followed(run, tmp_path):
+def test_symbolic_link_is_removed_and_not_followed(run, tmp_path):
   elsewhere = tmp_path / "elsewhere"
   elsewhere.mkdir()
   (elsewhere / "100").write_text("kept")
@@ -120,12 +120,12 @@ def compare(
   )
 
 
-def test_the_same_run_may_go_on(monkeypatch, run):
+def test_same_run_may_be_resumed(monkeypatch, run):
   same = config(resume=True, keep=1, compare="bf16", eval_every=7)
   assert compare(monkeypatch, run, demo(), same) == []
 
 
-def test_changes_that_are_allowed_are_told(monkeypatch, run):
+def test_allowed_changes_are_reported(monkeypatch, run):
   optim = dataclasses.replace(demo().optim, lr=5e-4)
   now = config(steps=300, optim=optim)
   changes = compare(monkeypatch, run, demo(), now)
@@ -149,19 +149,17 @@ def test_changes_that_are_allowed_are_told(monkeypatch, run):
     ),
   ],
 )
-def test_a_checkpoint_of_another_run_is_refused(
-  monkeypatch, run, values, words
-):
+def test_checkpoint_of_another_run_is_rejected(monkeypatch, run, values, words):
   with pytest.raises(ValueError, match=f"checkpoints/100 is .*{words}"):
     compare(monkeypatch, run, demo(), config(**values))
 
 
-def test_a_checkpoint_of_other_data_is_refused(monkeypatch, run):
+def test_checkpoint_of_other_data_is_rejected(monkeypatch, run):
   with pytest.raises(ValueError, match="data: other tokens"):
     compare(monkeypatch, run, demo(), demo(), fingerprint="others")
 
 
-def test_a_codec_may_change_only_where_states_are_converted(monkeypatch, run):
+def test_codec_may_change_only_with_convert_state(monkeypatch, run):
   optim = dataclasses.replace(
     demo().optim, second="e5m2", rounding="nearest", group_size=64
   )
@@ -179,14 +177,14 @@ def test_a_codec_may_change_only_where_states_are_converted(monkeypatch, run):
     compare(monkeypatch, run, demo(), other, convert_state=True)
 
 
-def test_a_description_gives_the_configuration_back():
+def test_description_gives_the_configuration_back():
   made = config(steps=7, batch=8)
   described = directory.describe(made, "tokens")
   saved = json.loads(json.dumps(described))
   assert directory.configuration(saved) == made
 
 
-def test_a_folder_is_claimed_while_it_is_entered(run):
+def test_folder_is_claimed_while_it_is_entered(run):
   wanted = config(overwrite=True)
   with run.claimed(wanted):
     with pytest.raises(ValueError, match=f"got process {os.getpid()} on"):
@@ -202,22 +200,20 @@ def test_a_folder_is_claimed_while_it_is_entered(run):
   assert run.is_run()
 
 
-def test_a_claimed_folder_goes_again_if_it_becomes_no_run(tmp_path):
+def test_claimed_folder_is_removed_if_no_run_is_created(tmp_path):
   run = RunDirectory(tmp_path / "run")
   with run.claimed(config()):
     assert run.lock.exists()
   assert not run.path.exists()
 
 
-def test_a_folder_that_was_claimed_and_killed_is_free(tmp_path):
+def test_folder_with_only_a_stale_lock_is_free(tmp_path):
   (tmp_path / "lock").write_text("process 1 on host")
   RunDirectory(tmp_path).check(config())
 
 
 @pytest.mark.parametrize("overwrite", [True, False])
-def test_a_folder_whose_command_was_killed_as_it_described_it_is_free(
-  tmp_path, overwrite
-):
+def test_folder_with_only_half_a_description_is_free(tmp_path, overwrite):
   run = RunDirectory(tmp_path)
   (tmp_path / "lock").write_text("process 1 on host")
   (tmp_path / "config.tmp").write_text('{"format": "coa')
@@ -229,9 +225,7 @@ def test_a_folder_whose_command_was_killed_as_it_described_it_is_free(
   assert not tmp_path.exists()
 
 
-def test_a_description_that_cannot_be_written_leaves_the_one_before(
-  monkeypatch, run
-):
+def test_failed_write_leaves_the_description_before(monkeypatch, run):
   def full(file):
     raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -253,7 +247,7 @@ def saved(run):
 
 
 @pytest.mark.parametrize("damage", [b"", b'{"format": "coat', b"\xff\0", None])
-def test_a_run_whose_description_is_damaged_is_one_still(saved, damage):
+def test_run_with_a_damaged_description_is_a_run(saved, damage):
   saved.config.unlink()
   if damage is not None:
     saved.config.write_bytes(damage)
@@ -265,7 +259,7 @@ def test_a_run_whose_description_is_damaged_is_one_still(saved, damage):
   assert set(contents(saved.path)) == {"config.json", "notes.txt"}
 
 
-def test_a_description_of_another_run_is_believed(saved):
+def test_description_of_another_program_is_no_run(saved):
   saved.config.write_text('{"format": "another"}')
   with pytest.raises(ValueError, match="no run of this program, so it is left"):
     saved.check(config(overwrite=True))
@@ -273,7 +267,7 @@ def test_a_description_of_another_run_is_believed(saved):
     saved.check(config(resume=True))
 
 
-def test_what_another_command_did_meanwhile_is_seen(monkeypatch, tmp_path):
+def test_claim_checks_again_once_it_has_the_lock(monkeypatch, tmp_path):
   run = RunDirectory(tmp_path / "run")
   lock = RunDirectory._lock
 
@@ -289,7 +283,7 @@ def test_what_another_command_did_meanwhile_is_seen(monkeypatch, tmp_path):
   assert run.is_run()
 
 
-def test_without_locks_in_the_file_system_it_says_so_and_goes_on(
+def test_claim_without_locks_in_the_file_system_warns(
   monkeypatch, tmp_path, capsys
 ):
   def flock(file, operation):

@@ -20,14 +20,14 @@ def steps(path):
   return [row["step"] for row in metrics.read_metrics(path)]
 
 
-def test_lines_past_the_resumed_step_are_written_again(tmp_path):
+def test_lines_after_the_resumed_step_are_replaced(tmp_path):
   path = tmp_path / "metrics.jsonl"
   write(path, [1, 2, 3, 4, 5])
   write(path, [4, 5, 6], resumed_step=3)
   assert steps(path) == [1, 2, 3, 4, 5, 6]
 
 
-def test_a_line_that_was_cut_short_is_dropped(tmp_path):
+def test_truncated_line_is_dropped(tmp_path):
   path = tmp_path / "metrics.jsonl"
   write(path, [1, 2])
   with path.open("a") as file:
@@ -41,7 +41,7 @@ def test_a_line_that_was_cut_short_is_dropped(tmp_path):
   "damaged",
   [b'{"step": \xff}', b'{"st', b"[2]", b"2", b"{}", b'{"step": null}'],
 )
-def test_of_lines_in_the_middle_only_a_damaged_one_is_lost(tmp_path, damaged):
+def test_damaged_line_alone_is_dropped(tmp_path, damaged):
   path = tmp_path / "metrics.jsonl"
   write(path, [1, 2, 3])
   lines = path.read_bytes().splitlines()
@@ -52,16 +52,14 @@ def test_of_lines_in_the_middle_only_a_damaged_one_is_lost(tmp_path, damaged):
   assert steps(path) == [1, 3, 4]
 
 
-def test_each_line_is_there_at_once(tmp_path):
+def test_line_is_on_disk_at_once(tmp_path):
   log = metrics.MetricsLog(tmp_path / "metrics.jsonl")
   log.write(step=1, loss=2.0)
   assert steps(tmp_path / "metrics.jsonl") == [1]
   log.close()
 
 
-def test_a_process_that_does_not_speak_writes_and_prints_nothing(
-  tmp_path, capsys
-):
+def test_silent_process_writes_and_prints_nothing(tmp_path, capsys):
   path = tmp_path / "metrics.jsonl"
   write(path, [1, 2], is_silent=True)
   assert not path.exists()
@@ -72,7 +70,7 @@ def test_a_process_that_does_not_speak_writes_and_prints_nothing(
     assert bool(capsys.readouterr().err) == (not is_silent)
 
 
-def test_numbers_that_are_not_finite_stay_json(tmp_path):
+def test_numbers_that_are_not_finite_become_null(tmp_path):
   log = metrics.MetricsLog(tmp_path / "m.jsonl")
   log.write(step=1, loss=math.nan, grad_norm=math.inf)
   log.close()
@@ -80,7 +78,7 @@ def test_numbers_that_are_not_finite_stay_json(tmp_path):
   assert json.loads(line) == {"step": 1, "loss": None, "grad_norm": None}
 
 
-def test_a_summary_takes_the_last_steps(tmp_path):
+def test_summary_is_of_the_last_steps(tmp_path):
   log = metrics.MetricsLog(tmp_path / "m.jsonl")
   for step in range(1, 101):
     log.write(step=step, loss=float(step), tokens_per_s=step)
@@ -95,7 +93,7 @@ def test_a_summary_takes_the_last_steps(tmp_path):
   }
 
 
-def test_no_file_has_no_lines(tmp_path):
+def test_missing_file_has_no_lines(tmp_path):
   assert list(metrics.read_metrics(tmp_path / "none")) == []
 
 
@@ -103,11 +101,11 @@ def test_no_file_has_no_lines(tmp_path):
   "seconds, text",
   [(0, "0 s"), (59, "59 s"), (61, "1:01"), (59.9, "1:00"), (7322, "2:02:02")],
 )
-def test_durations_read_well(seconds, text):
+def test_durations_are_formatted(seconds, text):
   assert metrics.format_seconds(seconds) == text
 
 
-def test_a_table_aligns():
+def test_table_is_aligned():
   table = metrics.format_table(["", "a"], [["loss", "1.0"], ["x", "20.0"]])
   assert table.splitlines() == [
     "         a",
@@ -117,7 +115,7 @@ def test_a_table_aligns():
   ]
 
 
-def test_away_from_a_terminal_progress_is_few_plain_lines(capsys, monkeypatch):
+def test_progress_away_from_a_terminal_is_few_plain_lines(capsys, monkeypatch):
   clock = iter(range(1000))
   monkeypatch.setattr(metrics.time, "monotonic", lambda: float(next(clock)))
   progress = metrics.Progress("run", steps=60, done=20)

@@ -45,7 +45,7 @@ def start(*arguments):
 @pytest.mark.parametrize(
   "number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)]
 )
-def test_a_signal_ends_the_process_while_nothing_is_lost(number, status):
+def test_signal_that_is_not_deferred_ends_the_process(number, status):
   process = start()
   process.send_signal(number)
   _, errors = process.communicate(timeout=30)
@@ -56,7 +56,7 @@ def test_a_signal_ends_the_process_while_nothing_is_lost(number, status):
 @pytest.mark.parametrize(
   "number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)]
 )
-def test_a_deferred_signal_lets_the_program_finish(number, status):
+def test_deferred_signal_lets_the_program_finish(number, status):
   process = start("deferred")
   process.send_signal(number)
   output, errors = process.communicate(timeout=30)
@@ -64,7 +64,7 @@ def test_a_deferred_signal_lets_the_program_finish(number, status):
   assert "saving after this step" in errors
 
 
-def test_the_second_signal_ends_the_process():
+def test_second_signal_ends_the_process():
   process = start("deferred", "again")
   process.send_signal(signal.SIGINT)
   assert process.stdout.readline() == "received\n"
@@ -73,7 +73,7 @@ def test_the_second_signal_ends_the_process():
   assert process.returncode == 130
 
 
-def test_a_signal_that_comes_while_processes_tell_each_other_is_not_lost(
+def test_signal_during_the_gather_is_not_lost(
   monkeypatch,
 ):
   signals = Signals()
