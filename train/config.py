@@ -22,7 +22,6 @@ import coat_jax.recipe
 from coat_jax import codecs
 from coat_jax.models.config import ModelConfig, Remat, check_positive
 from coat_jax.recipe import GradDtype, MeshAxes
-from train import codec_registry as registry  # Shim: coat_jax.codecs instead.
 from train.data.tokens import DataConfig
 from train.mesh import AXIS_RULES, check_fits, parse_mesh
 
@@ -43,7 +42,7 @@ _CODEC_OPTIONS = ("rounding", "group_size", "second")
 
 # A known name, or package.module:function of the user's own.
 Codec = Annotated[
-  str, tyro.conf.arg(metavar=f"{{{','.join(registry.names())}}}|MODULE:FN")
+  str, tyro.conf.arg(metavar=f"{{{','.join(codecs.names())}}}|MODULE:FN")
 ]
 
 FIXED = {"resume": "fixed"}
@@ -108,13 +107,16 @@ class OptimConfig:
           f"{getattr(self, name)}; see the presets for usual values"
         )
     _check_unused(self, "codec", _options_of_codecs((self.codec,)))
-    self.moment_codec()  # Raises what the codec refuses.
+    try:
+      self.moment_codec()  # Raises what the codec refuses.
+    except TypeError as error:  # The user's function returned something else.
+      raise ValueError(str(error)) from error
 
   def moment_codec(self) -> codecs.MomentCodec:
     """Builds the codec, with those options that it takes."""
     taken = _options_of_codecs((self.codec,))[self.codec]
     options = {name: getattr(self, name) for name in taken}
-    return registry.build(self.codec, **options)
+    return codecs.build(self.codec, **options)
 
   def warmup_steps(self, steps: int) -> int:
     """Steps of warmup in a run of `steps`."""
@@ -124,8 +126,8 @@ class OptimConfig:
 def _options_of_codecs(names: Iterable[str] = ()) -> dict[str, list[str]]:
   """The options that each known codec, and each of `names`, takes."""
   return {
-    name: [x for x in _CODEC_OPTIONS if x in registry.options(name)]
-    for name in (*registry.names(), *names)
+    name: [x for x in _CODEC_OPTIONS if x in codecs.options(name)]
+    for name in (*codecs.names(), *names)
   }
 
 

@@ -26,6 +26,7 @@ from coat_jax import (
 from coat_jax.layers import with_weight_cache
 from coat_jax.models import specs
 from coat_jax.models.decoder import Decoder, loss_fn
+from coat_jax.optimizer.masks import is_norm_or_bias
 from train.config import TrainConfig
 
 
@@ -82,15 +83,11 @@ def learning_rate(config: TrainConfig) -> optax.Schedule:
 
 def decays(params) -> Any:
   """Returns True for leaves that decay: not norms, biases and embeddings."""
-
-  def is_decayed(path, leaf):
-    del leaf
-    names = [str(getattr(key, "key", key)) for key in path]
-    return not any(
-      "norm" in name or "bias" in name or "embed" in name for name in names
-    )
-
-  return jax.tree.map_with_path(is_decayed, params)
+  decayed = [
+    not (is_norm_or_bias(name) or "embed" in name)
+    for name in leaf_names(params)
+  ]
+  return jax.tree.unflatten(jax.tree.structure(params), decayed)
 
 
 def build_optimizer(

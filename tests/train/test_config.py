@@ -131,6 +131,7 @@ def test_config_rejects_values_out_of_range(values, words):
     (dict(codec="log8", rounding="nearest"), "freezes second moments"),
     (dict(codec="caot"), "got 'caot'; did you mean 'coat'"),
     (dict(codec="tests.train.own_codec:none"), "has no attribute 'none'"),
+    (dict(codec="tests.train.own_codec:nothing"), "must return a MomentCodec"),
     (dict(codec="no.such_module:codec"), "No module named 'no'"),
     (dict(codec=OWN, rounding="nearest"), "rounding applies to codec coat or"),
   ],

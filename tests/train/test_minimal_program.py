@@ -11,8 +11,8 @@ import train
 from tests.train.runs import MODEL
 from train import presets
 
-# What the docstring names, and the shim that goes with coat_jax.codecs.names.
-NEEDED = {"step", "config", "mesh", "presets", "data", "codec_registry"}
+# What the docstring names.
+NEEDED = {"step", "config", "mesh", "presets", "data"}
 
 
 def imported(path):
