@@ -247,7 +247,8 @@ def check_same(
     ValueError: the checkpoint is of another run, with each difference.
   """
   saved = checkpoint.read_description(run.checkpoints, step)
-  before, now = _flatten(saved["config"]), _flatten(description["config"])
+  before = _flatten(_with_new_options(saved["config"], TrainConfig))
+  now = _flatten(description["config"])
   changed = {
     name: f"{name}: {before.get(name)} -> {now.get(name)}"
     for name in {**before, **now}
@@ -282,6 +283,18 @@ def _read_json(path: Path) -> Any:
 
 def _is_ours(description: Any) -> bool:
   return isinstance(description, dict) and description.get("format") == _FORMAT
+
+
+def _with_new_options(values: dict, part: type) -> dict:
+  """Stored values of a dataclass; options that are newer have their defaults."""
+  values = dict(values)
+  for field in dataclasses.fields(part):
+    name = field.name
+    if name in values and dataclasses.is_dataclass(field.type):
+      values[name] = _with_new_options(values[name], field.type)  # pyright: ignore[reportArgumentType]
+    elif name not in values and field.default is not dataclasses.MISSING:
+      values[name] = field.default
+  return values
 
 
 def _flatten(tree: dict, prefix: str = "") -> dict:

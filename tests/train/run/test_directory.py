@@ -4,6 +4,7 @@
 import dataclasses
 import errno
 import fcntl
+import functools
 import json
 import os
 
@@ -123,6 +124,24 @@ def compare(
 def test_same_run_may_be_resumed(monkeypatch, run):
   same = config(resume=True, keep=1, compare="bf16", eval_every=7)
   assert compare(monkeypatch, run, demo(), same) == []
+
+
+def test_options_newer_than_the_checkpoint_have_their_defaults(
+  monkeypatch, run
+):
+  def older(path, step):
+    del path, step
+    description = directory.describe(demo(), "data")
+    del description["config"]["model"]["clip_qkv"]
+    del description["config"]["remat"]
+    return description
+
+  monkeypatch.setattr(directory.checkpoint, "read_description", older)
+  check = functools.partial(directory.check_same, run, 100, convert_state=False)
+  assert check(directory.describe(demo(), "data")) == []
+  model = dataclasses.replace(demo().model, clip_qkv=8.0)
+  with pytest.raises(ValueError, match="model.clip_qkv: None -> 8.0"):
+    check(directory.describe(config(model=model), "data"))
 
 
 def test_allowed_changes_are_reported(monkeypatch, run):
