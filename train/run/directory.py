@@ -286,7 +286,7 @@ def _is_ours(description: Any) -> bool:
 
 
 def _with_new_options(values: dict, part: type) -> dict:
-  """Stored values of a dataclass; options that are newer have their defaults."""
+  """Stored values of a dataclass; newer options have their defaults."""
   values = dict(values)
   for field in dataclasses.fields(part):
     name = field.name
