@@ -47,21 +47,15 @@ train: $(STAMP)
 	  $(if $(findstring --resume,$(ARGS))$(findstring --out,$(ARGS)),,--overwrite) \
 	  $(ARGS)
 
-# Most of the suite's time is compilation of programs that run once: compiled
-# without LLVM's optimizations they take less than half of it. Tests marked
-# `exact` compare the bits of two programs that XLA optimizes alike only as users
-# compile them. Programs are shared by all processes of a run, in a cache that
-# begins empty.
-QUICK_XLA := --xla_backend_optimization_level=0 \
-  --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters
+# All processes of a run share their compiled programs, in a cache that begins
+# empty; tests/conftest.py says how they are compiled.
 PYTEST := $(PY) -m pytest -n 2 --dist worksteal --durations=10
 define run_tests
 	@set -e; cache=$$(mktemp -d); trap 'rm -rf "$$cache"' EXIT; \
-	export JAX_COMPILATION_CACHE_DIR="$$cache" \
-	  JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 \
-	  JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES=0; \
-	$(PYTEST) -m 'exact and $(1)' $(ARGS) || [ $$? -eq 5 ]; \
-	XLA_FLAGS="$(QUICK_XLA) $$XLA_FLAGS" $(PYTEST) -m 'not exact and $(1)' $(ARGS)
+	JAX_COMPILATION_CACHE_DIR="$$cache" \
+	JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 \
+	JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES=0 \
+	$(PYTEST) -m '$(1)' $(ARGS)
 endef
 
 test: $(STAMP)

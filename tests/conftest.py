@@ -2,10 +2,13 @@
 """Settings for every test: CPU with eight devices, no silent rank promotion.
 
 `make test-gpu` runs the tests that need a GPU, `make test-aot` those that only
-compile for one; elsewhere they are skipped.
+compile for one; elsewhere they are skipped. Programs for the CPU are compiled
+with `QUICK`, unless XLA_FLAGS says otherwise (`XLA_FLAGS= make test`: as users
+compile them).
 """
 
 import os
+import platform
 
 # Before JAX is imported: on a machine with a GPU the suite still means the CPU.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -16,7 +19,23 @@ import pytest
 
 from benchmarks import aot
 
+# Most of the suite's time would be the compiler's. These flags take away three
+# quarters of it: each fused loop becomes machine code through XLA's older
+# emitter and through LLVM without its optimizations. XLA's own passes, and so
+# fusions, collectives and buffers, stay. Without FMA (AVX has none) a product
+# and a sum are rounded twice in every program: which of them LLVM contracts to
+# one rounding differs from emitter to emitter and from program to program.
+# Commands that tests start inherit the flags.
+QUICK = (
+  "--xla_backend_optimization_level=0"
+  " --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
+  " --xla_cpu_max_isa=AVX"
+)
+
 if os.environ["JAX_PLATFORMS"] == "cpu":
+  # The level would be that of what is compiled for a GPU, too.
+  if platform.machine() in ("x86_64", "AMD64") and not aot.available():
+    os.environ.setdefault("XLA_FLAGS", QUICK)
   aot.only_compile()
 
 # Not through XLA_FLAGS, which commands started by a test would inherit.
