@@ -19,7 +19,7 @@ argument and `jit` and `optax.inject_hyperparams` see only numbers elsewhere.
 Why a power: a group of second moments spans more than E4M3 can; x^k with
 k = log(range of E4M3) / log(range of the group) spans it exactly (dynamic range
 expansion, arXiv:2410.19313, section 4). x = sign(q) (|q|/qmax)^(1/k) amax needs
-no more than amax and k. k lies on a grid of sixteenths: an exact k would change
+no more than amax and k. k is on a grid of sixteenths: an exact k would change
 at every step, re-round every code and make the moments drift.
 
 Why stochastic: with b2 = 0.999 a step moves v by about 0.1 %, an FP8 code by 6;
