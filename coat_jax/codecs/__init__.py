@@ -43,10 +43,11 @@ from coat_jax.codecs.group import Encoded as Encoded
 from coat_jax.codecs.group import GroupCodec as GroupCodec
 from coat_jax.codecs.group import Plain, Rounding
 from coat_jax.codecs.log8 import LogUniform
-from coat_jax.codecs.registry import MomentCodec, register
+from coat_jax.codecs.registry import MomentCodec as MomentCodec
 from coat_jax.codecs.registry import build as build
 from coat_jax.codecs.registry import names as names
 from coat_jax.codecs.registry import options as options
+from coat_jax.codecs.registry import register as register
 from coat_jax.codecs.registry import variants as variants
 from coat_jax.formats import E4M3, E5M2
 
