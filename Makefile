@@ -5,8 +5,8 @@ VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 CUDA_STAMP := $(VENV)/.installed-cuda
-# The compiler for CUDA lies apart: where JAX finds it without the libraries of
-# CUDA, it says so in every command that does not name its platform.
+# The compiler for CUDA has a folder to itself: where JAX finds it without the
+# libraries of CUDA, every command that does not name its platform warns.
 COMPILER := $(VENV)/compiler
 COMPILER_STAMP := $(COMPILER)/.installed
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check \

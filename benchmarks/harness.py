@@ -195,7 +195,7 @@ class _Calls:
     results = jax.eval_shape(fn, *args)
     if donate:
       self._check(results, args)
-    # Results are kept until their turn comes again, and so lie elsewhere.
+    # Results are kept until their turn comes again, and so are elsewhere.
     size = _num_bytes(args) + _num_bytes(results)
     turns = min(math.ceil(_CACHE_BYTES / max(size, 1)), _MOST_CALLS)
     copies = [jax.tree.map(jnp.copy, args) for _ in range(turns - 1)]

@@ -49,7 +49,7 @@ CHECKPOINTS = {
   "names": _policies.save_only_these_names(*RESIDUAL_NAMES),
 }
 SCANNED_LAYERS = (8, 16)
-_REMEMBERED_TOKENS = 256
+_RESIDUAL_TOKENS = 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,7 +188,7 @@ def time_rows(config, variant, case, options) -> list[dict]:
   specs = make_specs(layer, shape, options.param_dtype)
   further = {}
   if variant.checkpoint == "none":
-    tokens = min(_REMEMBERED_TOKENS, options.seq)
+    tokens = min(_RESIDUAL_TOKENS, options.seq)
     # Kernels save the same; the count is read off the traced plain JAX.
     recipe = dataclasses.replace(variant.recipe, implementation="xla")
     counted = residual_bytes(config, recipe, tokens=tokens)

@@ -33,3 +33,5 @@ from coat_jax.qtensor import QTensor as QTensor
 from coat_jax.qtensor import dequantize as dequantize
 from coat_jax.qtensor import quantize as quantize
 from coat_jax.recipe import CoatRecipe as CoatRecipe
+from coat_jax.recipe import Formats as Formats
+from coat_jax.recipe import MeshAxes as MeshAxes

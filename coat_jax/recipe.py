@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where FP8 flows in a layer, and what the layer remembers for its backward.
+"""Where FP8 flows in a layer, and what is saved for the backward pass.
 
 Three presets, each written as the three matrix products of a linear layer
 (x [T, D] activations, w [D, F] weights, g [T, F] gradients):
@@ -12,9 +12,9 @@ Three presets, each written as the three matrix products of a linear layer
 All scales of matrix products are per tensor and found just in time; products
 accumulate in f32. `coat` differs from `fp8_linear` in the rest of the layer:
 norms and activation functions read FP8 values with one scale per 1 x 16 group
-and remember those instead of BF16 (arXiv:2410.19313, section 5).
+and save those instead of BF16 (arXiv:2410.19313, section 5).
 
-Remembered per token in one Llama layer, in units of U = 2 D bytes, MLP width F,
+Saved per token in one Llama layer, in units of U = 2 D bytes, MLP width F,
 G = group_size, before scales (a scale adds 2 / G to each 1 x G byte):
 
                        coat                  minimal
@@ -101,10 +101,10 @@ class CoatRecipe:
 
   Attributes:
     linear: operands of matrix products.
-    nonlinear: what norms and activation functions read and remember.
-    residuals: "coat" remembers what the reference does; "minimal" recomputes
+    nonlinear: what norms and activation functions read and save.
+    residuals: "coat" saves what the reference does; "minimal" recomputes
       norm outputs, SiLU and products elementwise in the backward.
-    attention: how q, k, v and the attention's output are remembered. With "fp8"
+    attention: how q, k, v and the attention's output are saved. With "fp8"
       the forward attends to the dequantized values too.
     group_size: values that share a scale in front of a non-linear operation.
     weight_cache: what is computed of a weight once for all its uses in a step:
@@ -175,7 +175,7 @@ _CHOICES = {
 
 
 def bf16(*, implementation: Literal["xla"] | None = None) -> CoatRecipe:
-  """The ordinary layer in BF16, remembering what autodiff remembers."""
+  """The ordinary layer in BF16, which saves what autodiff saves."""
   return CoatRecipe(
     linear="bf16", nonlinear="bf16", implementation=implementation
   )

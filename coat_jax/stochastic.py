@@ -131,6 +131,6 @@ def round_to_bfloat16(x: Float[Array, "*s"], words: Array) -> Array:
   # with just the probability that the cut-off part is of one unit.
   noisy = bits + (words & jnp.uint32(0xFFFF))
   kept = jnp.where(jnp.isfinite(x), noisy, bits) & jnp.uint32(0xFFFF0000)
-  # A NaN whose payload lies in the lower half would become an infinity.
+  # A NaN whose payload is in the lower half would become an infinity.
   kept = jnp.where(jnp.isnan(x), bits | jnp.uint32(0x00400000), kept)
   return jax.lax.bitcast_convert_type(kept, jnp.float32).astype(jnp.bfloat16)

@@ -4,8 +4,8 @@
   python -m examples.linen_bridge
 
 `nnx.bridge.to_linen` makes a Linen module of an NNX class and the arguments of
-its constructor. Its parameters then lie in the Linen variables as those of any
-other submodule, and what it remembers for the backward is FP8 all the same.
+its constructor. Its parameters are then Linen variables like those of any other
+submodule, and what it saves for the backward pass is still FP8.
 Here a two-layer decoder learns eight sequences that repeat themselves.
 """
 

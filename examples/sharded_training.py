@@ -5,9 +5,9 @@
 
 A small network learns a function on all devices (on a CPU, eight are made up).
 The batch is split over all of them, parameters over the axis `fsdp`; the
-optimizer's state lies as `coat_jax.sharding` says, from its first moment on.
-Halfway the state goes to disk and comes back on a mesh of another shape, the
-very bytes, and training goes on.
+optimizer's state is sharded by `coat_jax.sharding` from the start. Halfway the
+state is saved, restored on a mesh of another shape with the same bytes, and
+training continues.
 """
 
 import pathlib
@@ -30,7 +30,7 @@ SHAPES = {
   "down": (LAYERS, HIDDEN, WIDTH),
   "bias": (LAYERS, HIDDEN),
 }
-# One matrix is split along its last axis, along which groups lie, the other
+# One matrix is split along its last axis, along which groups run, the other
 # along its rows. Shares of multiples of 128 columns hold whole groups.
 SPECS = {"up": P(None, None, "fsdp"), "down": P(None, "fsdp"), "bias": P()}
 
@@ -86,7 +86,7 @@ def step(state, x, y):
 def train(state, mesh: Mesh, steps: range) -> tuple[dict, list[float]]:
   batch = NamedSharding(mesh, P(("data", "fsdp")))
   shardings = jax.tree.map(lambda x: x.sharding, state)
-  # The state's memory is used again for the next one, which lies like it.
+  # The state's memory is used again for the next one, sharded like it.
   jitted = jax.jit(
     step, out_shardings=(shardings, NamedSharding(mesh, P())), donate_argnums=0
   )

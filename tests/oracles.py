@@ -39,7 +39,7 @@ def fp8_cast(x: np.ndarray, dtype) -> np.ndarray:
 
 
 def codes_apart(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-  """How many FP8 values lie between two codes (bits), 0 where equal."""
+  """How many FP8 values are between two codes (bits), 0 where equal."""
   # Sign and magnitude to ordered integers; +0 and -0 are the same.
   a, b = (np.where(x & 0x80, -(x & 0x7F).astype(int), x & 0x7F) for x in (a, b))
   return np.abs(a - b)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The planner's parts: what is counted, where it lies, what fits.
+"""The planner's parts: what is counted, how it is sharded, what fits.
 
 That the sum is the compiler's is tests/aot/test_plan.py.
 """

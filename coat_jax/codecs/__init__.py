@@ -19,7 +19,7 @@ argument and `jit` and `optax.inject_hyperparams` see only numbers elsewhere.
 Why a power: a group of second moments spans more than E4M3 can; x^k with
 k = log(range of E4M3) / log(range of the group) spans it exactly (dynamic range
 expansion, arXiv:2410.19313, section 4). x = sign(q) (|q|/qmax)^(1/k) amax needs
-no more than amax and k. k lies on a grid of sixteenths: an exact k would change
+no more than amax and k. k is on a grid of sixteenths: an exact k would change
 at every step, re-round every code and make the moments drift.
 
 Why stochastic: with b2 = 0.999 a step moves v by about 0.1 %, an FP8 code by 6;
@@ -43,10 +43,11 @@ from coat_jax.codecs.group import Encoded as Encoded
 from coat_jax.codecs.group import GroupCodec as GroupCodec
 from coat_jax.codecs.group import Plain, Rounding
 from coat_jax.codecs.log8 import LogUniform
-from coat_jax.codecs.registry import MomentCodec, register
+from coat_jax.codecs.registry import MomentCodec as MomentCodec
 from coat_jax.codecs.registry import build as build
 from coat_jax.codecs.registry import names as names
 from coat_jax.codecs.registry import options as options
+from coat_jax.codecs.registry import register as register
 from coat_jax.codecs.registry import variants as variants
 from coat_jax.formats import E4M3, E5M2
 

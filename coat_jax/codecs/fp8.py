@@ -139,7 +139,7 @@ class BoundedFP8(ExpandedFP8):
   """x = sign(q) (|q| / qmax)^(1/k) 2^upper, k from the group's octaves.
 
   Bounds are 2^lower <= amin and amax <= 2^upper, each a biased exponent in a
-  byte; k = log2(qmax^2 / 2) / max(upper - lower, 1) lies on a coarse grid by
+  byte; k = log2(qmax^2 / 2) / max(upper - lower, 1) is on a coarse grid by
   itself. Magnitudes above 2^127 saturate.
   """
 

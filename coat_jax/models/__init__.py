@@ -1,2 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models built of the layers."""
+"""Decoder language models, built of the layers.
+
+A `ModelConfig` is the shape of a model, and names its family; a family is a row
+of `FAMILIES`.
+"""
+
+from coat_jax.models.config import FAMILIES as FAMILIES
+from coat_jax.models.config import Family as Family
+from coat_jax.models.config import ModelConfig as ModelConfig
+from coat_jax.models.config import Remat as Remat
+from coat_jax.models.decoder import Decoder as Decoder
+from coat_jax.models.decoder import DecoderLayer as DecoderLayer
+from coat_jax.models.decoder import loss_fn as loss_fn
+from coat_jax.models.specs import param_shardings as param_shardings

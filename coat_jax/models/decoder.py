@@ -109,8 +109,7 @@ class Decoder(nnx.Module):
   Example usage::
 
     >>> from coat_jax import recipe
-    >>> from coat_jax.models.config import ModelConfig
-    >>> from coat_jax.models.decoder import Decoder, loss_fn
+    >>> from coat_jax.models import Decoder, ModelConfig, loss_fn
     >>> from flax import nnx
     >>> import jax.numpy as jnp
 

@@ -152,7 +152,7 @@ def attention_bwd(
 ) -> tuple[Array, Array, Array]:
   """`ops.attention_bwd`.
 
-  JAX has no public function for a backward from residuals of one's own, which
+  JAX has no public function for a backward from given residuals, which
   need not be the arrays that the forward made (recipe.attention="fp8").
   """
   _require_attention(q, k, causal)

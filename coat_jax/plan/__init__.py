@@ -2,14 +2,14 @@
 """How much memory a training step takes on each GPU, before there is one.
 
 Nothing is compiled: weights, gradients and the optimizer's state are added up
-from shapes and shardings, what layers remember and what a step needs for a
-moment from the formulas of this package. docs/plan.md says what is counted, and
+from shapes and shardings, what layers save and what a step needs for a moment
+from the formulas of this package. docs/plan.md says what is counted, and
 how far it is from XLA's own count.
 
 A step is fullest at one of a few moments, each with what is alive then:
 
-  loss       all that layers remember, and a chunk of logits
-  backward   all that layers remember, the layers' gradients, and the arrays of
+  loss       all that layers save, and a chunk of logits
+  backward   all that layers save, the layers' gradients, and the arrays of
              the one layer that is being differentiated
   embedding  all gradients, the embedding's not yet summed; the optimizer, which
              works in place, needs no more

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is there while one layer is differentiated, beside what all remember.
+"""Memory while one layer is differentiated, beside what all layers save.
 
 Sums of arrays that are alive at once, at the moments that can be the fullest,
 in the order in which XLA works: found from its live ranges in steps that were
@@ -48,7 +48,7 @@ class _Layer:
     every, gate_up, qkv: values of weights, with the rows of all GPUs.
     summed: bytes of the gradients of all weights before GPUs sum them.
     gathered: of a weight, what there is for a product: on a mesh all rows, and
-      those of the GPU; elsewhere XLA reads them where they lie.
+      those of the GPU; elsewhere XLA reads them in place.
   """
 
   def __init__(self, shape: DecoderShape, recipe: CoatRecipe, load: Load):
@@ -74,7 +74,7 @@ def _bf16_backward(layer: _Layer) -> float:
     # in attention the product still, q, k, v, its output and all gradients.
     mlp = BF16 * (3 * layer.inner + layer.gate_up) + 2 * layer.unit
     return max(mlp, BF16 * 3 * layer.inner + 12 * layer.unit)
-  # The same; all that a product remembers is copied, and weights are gathered.
+  # The same; all that a product saves is copied, and weights are gathered.
   mlp = BF16 * (4 * layer.inner + layer.gathered * layer.gate_up)
   attention = BF16 * (3 * layer.inner + layer.gathered * layer.qkv)
   return max(mlp, attention + 6 * layer.unit) + 10 * layer.unit
@@ -85,20 +85,20 @@ def _fp8_linear_backward(layer: _Layer) -> float:
   mlp = 8 * layer.inner + 1.5 * layer.unit
   if layer.load.is_on_mesh:
     return mlp + layer.summed + layer.gathered * layer.gate_up
-  # With what products remember, copied; or with a weight's gradient.
+  # With what products save, copied; or with a weight's gradient.
   last = F32 * layer.gate_up + 4 * layer.inner + 2 * layer.unit
   return max(mlp + layer.inner + 3.5 * layer.unit, last)
 
 
 def _coat_backward(layer: _Layer, recipe: CoatRecipe) -> float:
   # The product's gradient in BF16, E5M2 of gate and up as rows and as columns,
-  # the product again; beside all that the layer remembers, copied.
+  # the product again; beside all that the layer saves, copied.
   mlp = 7 * layer.inner
   kept = kept_bytes(layer.shape, recipe, remat=layer.load.remat)
   kept *= layer.load.tokens
   if recipe.residuals == "coat":
     # In place of the product gradients of gate and up in f32, and what the
-    # layer remembers of SwiGLU is dead by then.
+    # layer saves of SwiGLU is dead by then.
     mlp, kept = 12 * layer.inner, kept - 4.5 * layer.inner
   mlp += 1.5 * layer.unit
   if layer.load.is_on_mesh:

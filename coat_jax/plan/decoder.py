@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A decoder, what one GPU works on of it, and what its layers remember."""
+"""A decoder, what one GPU works on of it, and what its layers save."""
 
 import dataclasses
 from typing import Literal
@@ -22,7 +22,7 @@ class DecoderShape:
     num_kv_heads: key and value heads.
     vocab_size: columns of the output projection.
     head_dim: width of a head; None for d_model / num_heads.
-    is_layer_norm: norms subtract the mean, and remember one more number.
+    is_layer_norm: norms subtract the mean, and save one more number.
     norm_has_scale: norms have weights.
   """
 

@@ -20,7 +20,7 @@ class Memory(NamedTuple):
     weights: f32 parameters.
     gradients: those that are there by then, with their sums over microbatches.
     optimizer: its state.
-    activations: what layers remember.
+    activations: what layers save for the backward pass.
     temporary: all else.
   """
 
@@ -32,7 +32,7 @@ class Memory(NamedTuple):
 
   @property
   def total(self) -> int:
-    """All of it."""
+    """The sum of all of them."""
     return sum(self)
 
 

@@ -79,7 +79,7 @@ def custom_calls(compiled: jax.stages.Compiled) -> collections.Counter[str]:
 
 
 def fp8_matmul_calls(compiled: jax.stages.Compiled) -> list[Instruction]:
-  """The products of FP8 matrices that cuBLASLt carries out."""
+  """The FP8 matrix products that run on cuBLASLt."""
   return [
     instruction
     for instruction in instructions(compiled)

@@ -92,7 +92,7 @@ def test_each_product_is_one_fp8_call_with_no_transpose_before_it(name):
   compiled = compiled_layers(SMALL, RECIPES[name], (2, 256))
   # qkv, out, gate_up and down: forward, gradient of the input, of the weight.
   assert len(fp8_matmul_calls(compiled)) == 4 * 3
-  # What the reference remembers has a product of two FP8 values that no kernel
+  # What the reference saves has a product of two FP8 values that no kernel
   # writes: XLA does, as rows, and transposes them.
   assert len(fp8_moves(compiled)) == (1 if name == "coat" else 0)
   assert not [x for x in instructions(compiled) if x.opcode == "dot"]
@@ -128,7 +128,7 @@ U = 4 * 2048 * 4096 * 2  # One BF16 activation of a layer, B 4, S 2048.
 
 @pytest.mark.slow
 @pytest.mark.parametrize("attention, limit", [("bf16", 8.9), ("fp8", 6.9)])
-def test_a_layer_more_in_a_scan_costs_what_it_remembers(attention, limit):
+def test_layer_more_in_a_scan_costs_what_it_saves(attention, limit):
   recipe = recipes.coat(attention=attention)
   few, many = (
     temporary_bytes(compiled_layers(LLAMA2_7B, recipe, (4, 2048), depth))

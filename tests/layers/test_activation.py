@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SiLU·mul and GELU that remember FP8."""
+"""SiLU·mul and GELU that save FP8."""
 
 import functools
 
@@ -41,14 +41,14 @@ GELUS = {
 
 
 @pytest.mark.parametrize("rows", [(6,), (2, 2, 3)])
-def test_silu_mul_equals_the_formula_at_the_remembered_values(rows):
+def test_silu_mul_equals_the_formula_at_the_saved_values(rows):
   gate, up, dy = case(rows)
   got, want = run(silu_mul, dy, gate, up), run(silu_mul_oracle, dy, gate, up)
   assert_close(got, want)
 
 
 @pytest.mark.parametrize("function", GELUS)
-def test_gelu_equals_the_formula_at_the_remembered_values(function):
+def test_gelu_equals_the_formula_at_the_saved_values(function):
   x, _, dy = case((6,))
   assert_close(run(function, dy, x), run(GELUS[function], dy, x))
 

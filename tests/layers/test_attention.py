@@ -75,7 +75,7 @@ def test_output_block_in_bfloat16():
       assert error < tolerance * jnp.linalg.norm(correct)
 
 
-def test_fp8_attends_to_what_it_remembers():
+def test_fp8_attention_reads_the_saved_values():
   *args, dy = case()
   bf16, fp8 = (layer(args, dy, recipe)[0] for recipe in RECIPES.values())
   assert jnp.max(jnp.abs(bf16 - fp8)) > 1e-3

@@ -85,7 +85,7 @@ def test_gated_mlp_in_bfloat16(residuals):
   assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(dw))
   want_dx, want_dw = want_gradients
   # The gradient of the product, rounded to BF16, moves E5M2 codes of dgate and
-  # dup that lie at a boundary: each by 2^-2 at most, one in 2^-9 / 2^-3 or so
+  # dup that are at a boundary: each by 2^-2 at most, one in 2^-9 / 2^-3 or so
   # of them. dx and the front share that; the back does not.
   assert_close(dw.back, want_dw.back)
   for got, exact in zip(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our NNX modules inside a Linen model: the example runs, and remembers FP8."""
+"""Our NNX modules inside a Linen model: the example runs, and saves FP8."""
 
 import jax
 import jax.numpy as jnp

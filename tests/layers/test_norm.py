@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Norms that remember FP8: their formula, their gradient, their epsilon."""
+"""Norms that save FP8: their formula, their gradient, their epsilon."""
 
 import functools
 
@@ -51,7 +51,7 @@ def oracle(x, gamma, beta, dy, kind, eps, group_size=16):
     ("layer", (6,), True, True, 1.0),
   ],
 )
-def test_equals_the_formula_at_the_remembered_values(
+def test_norm_equals_the_formula_at_the_saved_values(
   kind, rows, has_gamma, has_beta, eps
 ):
   x, gamma, beta, dy = case(rows)

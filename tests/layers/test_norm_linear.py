@@ -64,7 +64,7 @@ def test_equals_norm_then_linear(kind, rows, eps, present, residuals):
   assert_close(gradients, want_gradients)
 
 
-def test_recomputed_operand_is_the_remembered_one():
+def test_recomputed_operand_equals_the_saved_one():
   *args, dy = case((2, 6))
   for dtype in (jnp.float32, jnp.bfloat16):
     args[0], dy = args[0].astype(dtype), dy.astype(dtype)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What layers remember: every array of `jax.vjp`, by dtype and by bytes."""
+"""What layers save: every array of `jax.vjp`, by dtype and by bytes."""
 
 import collections
 import dataclasses
@@ -75,11 +75,11 @@ def split(module):
   return (lambda params, x: nnx.merge(graph, params)(x)), params
 
 
-def test_single_operations_remember_fp8_only():
+def test_single_operations_save_fp8_only():
   x, y = jax.random.normal(jax.random.key(0), (2, 1, T, D), jnp.bfloat16)
   rngs = nnx.Rngs(0)
   rstd = collections.Counter({(F32, (1, T)): 1})
-  # What a product over the tokens reads lies transposed.
+  # What a product over the tokens reads is transposed.
   code = collections.Counter({(FP8, (D, T)): 1})
   expected = [
     (Linear(D, F, rngs=rngs), code),
@@ -122,7 +122,7 @@ def run_layer(recipe):
 @pytest.mark.parametrize(
   "recipe", COAT, ids=lambda r: r.residuals + r.attention
 )
-def test_a_layer_remembers_what_its_shapes_say(recipe):
+def test_layer_saves_what_its_shapes_say(recipe):
   want = collections.Counter(expected_layer(recipe))
   assert kinds(run_layer(recipe)) == want
   # The abstract count sees the same arrays, and scales of whole tensors.
@@ -147,7 +147,7 @@ def test_abstract_count_equals_the_arrays_of_other_recipes(recipe):
   assert got == want
 
 
-def test_clipping_remembers_one_bit_a_value():
+def test_clipping_saves_one_bit_a_value():
   clipping = dataclasses.replace(CONFIG, clip_qkv=8.0)
   plain, clipped = (
     residual_bytes(config, recipes.coat(), tokens=T)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RoPE against complex numbers; it remembers positions only."""
+"""RoPE against complex numbers; it saves positions only."""
 
 import jax
 import jax.numpy as jnp
@@ -54,7 +54,7 @@ def test_bfloat16_is_turned_in_f32():
   assert_close(y, turned(x, positions), 2.0**-8)
 
 
-def test_remembers_nothing_but_positions():
+def test_rope_saves_nothing_but_positions():
   x, _, positions = case(range(6))
   _, vjp = jax.vjp(lambda x: rope(x, positions, theta=THETA), x)
   leaves = jax.tree.leaves(vjp)

@@ -135,9 +135,9 @@ def test_checkpoint_without_attention_keeps_the_rest_only(name):
     n for n in RESIDUAL_NAMES if n not in ("coat_attention", "coat_rope")
   ]
   policy = jax.checkpoint_policies.save_only_these_names(*fewer)
-  remembering = jax.checkpoint(f, policy=policy)
+  checkpointed = jax.checkpoint(f, policy=policy)
   kept = jax.eval_shape(
-    lambda *args: jax.vjp(remembering, *args)[1], params, inputs(B, T)
+    lambda *args: jax.vjp(checkpointed, *args)[1], params, inputs(B, T)
   )
   # What is computed again starts from codes: the BF16 input is not kept.
   weights = {leaf.shape for leaf in jax.tree.leaves(params)}

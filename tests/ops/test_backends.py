@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The numerical core on a GPU against the same code on the CPU.
 
-  JAX_PLATFORMS=cuda,cpu python -m pytest -m gpu tests/test_backends.py -s
+  JAX_PLATFORMS=cuda,cpu python -m pytest -m gpu tests/ops/test_backends.py -s
 
 What is exact is compared bit for bit: random words, casts, power-of-two bounds,
 maxima, scales. XLA divides, exponentiates and takes logarithms and roots

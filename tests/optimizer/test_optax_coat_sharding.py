@@ -97,7 +97,7 @@ def test_sharded_step_equals_unsharded(name, kind):
       else:
         # Two devices pad and share a group of 72: another program, in which
         # b1 * mu + (1 - b1) * g is contracted to one rounding or is not. An ulp
-        # of the larger product each step; no code happens to lie that close.
+        # of the larger product each step; no code happens to be that close.
         np.testing.assert_allclose(got, expected, rtol=3 * 2.0**-23, atol=1e-7)
     # Where a device has whole groups, the compiler has no reason to move them.
     if kind == AxisType.Explicit or leaf not in ("across", "short"):

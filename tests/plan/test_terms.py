@@ -106,7 +106,7 @@ def of_tokens(case, name):
     # their gradients.
     "bf16": 2 * 3 * a + 12 * u,
     # In SwiGLU: gradients of gate and up in BF16 (4 A), in E5M2 as rows and as
-    # columns (4 A), and what products remember, copied.
+    # columns (4 A), and what products save, copied.
     "fp8_linear": (4 + 4 + 1) * a + (1.5 + 3.5) * u,
     # Gradients of gate and up in f32 (8 A), in E5M2 twice (4 A). What SwiGLU
     # keeps is dead: gate, up, SiLU and product, each counted with a BF16 scale

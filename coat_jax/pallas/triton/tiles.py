@@ -185,7 +185,7 @@ class Tile:
   Attributes:
     rows, columns: powers of two, at least 16.
     warps: that share it.
-    down: programs that start one after the other lie below each other, not
+    down: programs that start one after the other are below each other, not
       beside each other.
   """
 

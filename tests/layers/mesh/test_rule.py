@@ -277,7 +277,7 @@ def residual_bytes(recipe, sizes=None):
 
 
 @pytest.mark.parametrize("cache", ["scale", "codes"])
-def test_all_devices_together_remember_what_one_does(cache):
+def test_all_devices_together_save_what_one_does(cache):
   recipe = recipes.coat(weight_cache=cache)
   one = residual_bytes(recipe)
   assert residual_bytes(on_mesh(recipe), (2, 4, 1)) == pytest.approx(

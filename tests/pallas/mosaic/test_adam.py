@@ -191,7 +191,7 @@ def check_awkward(name, interpret):
     nan = np.isnan(decoded[0])
     assert np.all(nan[bad]) and not np.any(nan[names == "plain"])
     np.testing.assert_array_equal(np.isnan(decoded[1]), nan)
-    # Values of a group that repeat may all lie at a boundary: a code apart.
+    # Values of a group that repeat may all be at a boundary: a code apart.
     scale = np.nanmax(np.abs(decoded[0]), axis=1, keepdims=True, initial=0)
     error = np.abs(decoded[1] - decoded[0])[~nan]
     limit = (0.2 * np.abs(decoded[0]) + 1e-2 * scale)[~nan]

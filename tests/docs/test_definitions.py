@@ -1,0 +1,17 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pages define U before they use it."""
+
+import re
+
+import pytest
+
+from tests.docs.pages import LOG, NAMES, PAGES
+
+
+@pytest.mark.parametrize("page", [*PAGES, LOG], ids=[*NAMES, "docs/LOG.md"])
+def test_page_defines_u(page):
+  text = page.read_text()
+  if re.search(r"\d U\b", text):
+    definition = re.search(r"\bU\W+(is|be) one BF16\s+copy|U one BF16", text)
+    assert definition, "define U: one BF16 copy of a layer's input"
+    assert "2 D bytes" in text[definition.start() :][:160].replace("\n", " ")
