@@ -7,6 +7,7 @@ import inspect
 import pytest
 
 from coat_jax import recipe
+from coat_jax.formats import E4M3, E5M2
 from coat_jax.recipe import CoatRecipe, MeshAxes
 
 
@@ -36,7 +37,11 @@ def test_variants_keep_the_preset_and_set_the_field():
   variant = recipe.coat(**fields)
   assert variant.name == "coat"
   assert dataclasses.asdict(variant) == dict(
-    linear="fp8", nonlinear="fp8", axes=None, **fields
+    linear="fp8",
+    nonlinear="fp8",
+    formats=dict(values=E4M3, gradients=E5M2),
+    axes=None,
+    **fields,
   )
   assert recipe.fp8_linear(evaluation="bf16").evaluation == "bf16"
 

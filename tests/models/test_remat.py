@@ -37,7 +37,7 @@ def build(**options):
   )
 
   def loss(params):
-    return decoder.loss_fn(nnx.merge(graph, params), TOKENS)
+    return decoder.loss_fn(nnx.merge(graph, params), jnp.asarray(TOKENS))
 
   return loss, params
 

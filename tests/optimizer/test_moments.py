@@ -94,8 +94,10 @@ def test_moments_of_any_number_take_their_own_words(count):
   decoded = moments.decode((codec,) * count, stored)
   assert len(decoded) == count
   for a, b in zip(decoded, x, strict=True):
-    # A code's step, up to 1/8 of a value.
-    np.testing.assert_allclose(a, b, rtol=0.125)
+    # The least magnitude of a group has a code of 2.3 subnormal steps: it may
+    # be off by 1 / 2.3 where k is 1 (here more), others by 1 / 8.
+    np.testing.assert_allclose(a, b, rtol=1 / 2.3)
+    assert np.quantile(np.abs(a - b) / np.abs(b), 0.99) < 1 / 8
 
 
 def test_words_of_moments_and_parameters_are_all_different():

@@ -11,7 +11,7 @@ import pytest
 from train.run import exits, processes
 from train.run.signals import Signals
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parents[3]
 PROGRAM = """
 import sys, time
 from train.run.signals import Signals
