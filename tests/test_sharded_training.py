@@ -15,6 +15,7 @@ def result(tmp_path_factory):
   return sharded_training.main(tmp_path_factory.mktemp("run"))
 
 
+@pytest.mark.slow
 def test_the_example_learns_on_both_meshes(result):
   losses = result[2]
   middle = len(losses) // 2

@@ -15,6 +15,7 @@ from jax.sharding import AxisType, NamedSharding
 import coat_jax.sharding
 from coat_jax import coat_adamw, codecs
 from coat_jax.sharding import abstract_state, fit_group_size, state_shardings
+from tests.matrices import quick
 
 # Leaves as (shape, spec): with a last axis of 1024, four or eight devices have
 # whole groups of 128. "short" has a short last group on each device that has
@@ -160,7 +161,7 @@ def unsharded():
 
 
 @KINDS
-@pytest.mark.parametrize("given", [True, False], ids=["given", "inferred"])
+@pytest.mark.parametrize("given", quick(1, [True, False]))
 def test_sharded_step_equals_unsharded(unsharded, kind, given):
   optimizer, want = unsharded
   mesh = make_mesh(kind)
@@ -206,7 +207,7 @@ WRAPPED = {
 }
 
 
-@pytest.mark.parametrize("name", WRAPPED)
+@pytest.mark.parametrize("name", quick(2, WRAPPED))
 def test_wrapped_optimizers_are_sharded_like_parameters(name):
   optimizer = WRAPPED[name]()
   mesh = make_mesh()

@@ -54,6 +54,7 @@ def test_cases_cover_every_codec_and_rounding():
   assert len(set(labels)) == len(labels)
 
 
+@pytest.mark.slow
 def test_one_step_errors_hold_their_bounds(one_step):
   coat = one_step["coat", "nearest", "e4m3"]["update_rms_error"]
   assert 0 < coat <= 0.02
@@ -133,6 +134,7 @@ def test_stochastic_rounding_tracks_and_nearest_freezes():
     assert 0.85 <= median(codec) <= 1.1, codec.name
 
 
+@pytest.mark.slow
 def test_stochastic_rounding_tracks_at_the_default_b2():
   _, nu = cases.moments((32, 128))
   sizes = jnp.sqrt(jnp.asarray(nu))

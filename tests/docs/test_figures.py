@@ -132,6 +132,7 @@ def test_table_of_saved_residuals_is_what_is_counted():
 
 
 @pytest.mark.parametrize("figure", [expansion, flow, mesh])
+@pytest.mark.slow
 def test_figure_is_drawn_for_light_and_dark_pages(figure, tmp_path):
   name = figure.__name__.rpartition(".")[2]
   files = style.write(name, figure.draw, tmp_path)

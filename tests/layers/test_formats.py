@@ -13,6 +13,7 @@ from coat_jax import recipe as recipes
 from coat_jax.formats import E4M3, E5M2, INT8
 from coat_jax.layers import MLP, Attention, GatedMLP
 from coat_jax.recipe import Formats
+from tests.matrices import quick
 
 BLOCKS = {
   "gated_mlp": lambda recipe, rngs: GatedMLP(64, 96, recipe=recipe, rngs=rngs),
@@ -35,7 +36,7 @@ def value_and_gradients(block, recipe):
   return y - x, vjp(g), {leaf.dtype for leaf in jax.tree.leaves(vjp)}
 
 
-@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("block", quick(1, BLOCKS))
 @pytest.mark.parametrize(
   "formats",
   [

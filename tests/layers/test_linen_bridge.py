@@ -3,11 +3,13 @@
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 from coat_jax.formats import E4M3
 from examples import linen_bridge
 
 
+@pytest.mark.slow
 def test_the_example_learns():
   first, last = linen_bridge.main(steps=21)
   # ln(16) = 2.77 at first; eight sequences are soon known by heart.

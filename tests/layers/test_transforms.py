@@ -14,6 +14,7 @@ from coat_jax.formats import E4M3
 from coat_jax.layers import RESIDUAL_NAMES, Attention, GatedMLP
 from coat_jax.ops import attention
 from tests.comparing import assert_close, assert_same_bits, jit
+from tests.matrices import quick
 
 B, T, D, F = 2, 6, 24, 40
 RECIPES = {
@@ -111,7 +112,7 @@ def products(f, *args):
   return str(jaxpr).count("dot_general")
 
 
-@pytest.mark.parametrize("name", COATS)
+@pytest.mark.parametrize("name", quick(1, COATS))
 def test_checkpoint_with_names_computes_no_product_twice(name):
   f, params = make(name)
   x = inputs(B, T)
@@ -202,7 +203,7 @@ def test_scanned_layers_equal_a_loop():
   assert_close(*results)
 
 
-@pytest.mark.parametrize("name", COATS)
+@pytest.mark.parametrize("name", quick(1, COATS))
 def test_scanned_residuals_stay_fp8(name):
   depth, length = 3, 48  # No weight has B * length columns.
   params, scanned, _ = stack(name, depth)

@@ -15,6 +15,7 @@ from coat_jax.layers import (
   with_weight_cache,
 )
 from tests.comparing import assert_same_bits, jit
+from tests.matrices import quick
 
 CACHES = ("none", "scale", "codes")
 
@@ -48,7 +49,7 @@ def stack(recipe, depth=2):
   return run, params
 
 
-@pytest.mark.parametrize("preset", [recipes.coat, recipes.fp8_linear])
+@pytest.mark.parametrize("preset", quick(1, [recipes.coat, recipes.fp8_linear]))
 def test_every_cache_gives_the_same_bits(preset):
   x = jax.random.normal(jax.random.key(1), (2, 8, 32), jnp.bfloat16)
   results = []

@@ -17,6 +17,7 @@ from jax.sharding import AxisType, NamedSharding
 
 from coat_jax import codecs
 from coat_jax.optax_coat import apply_updates, coat_adamw, scale_by_coat_adam
+from tests.matrices import quick
 
 CODECS = {
   name: getattr(codecs, name)() for name in ("coat", "coat_e8m0", "log8", "fp8")
@@ -75,7 +76,10 @@ def solver_and_result(name, names):
 
 @pytest.mark.parametrize(
   "name, kind",
-  [(name, AxisType.Auto) for name in CODECS] + [("coat", AxisType.Explicit)],
+  quick(
+    1,
+    [(name, AxisType.Auto) for name in CODECS] + [("coat", AxisType.Explicit)],
+  ),
 )
 def test_sharded_step_equals_unsharded(name, kind):
   # Compiling all leaves for all codecs would take a minute.
@@ -111,7 +115,7 @@ def state_types(state):
   return jax.tree.map(jax.typeof, state)
 
 
-@pytest.mark.parametrize("jit", [True, False], ids=["jit", "eager"])
+@pytest.mark.parametrize("jit", quick(1, [True, False]))
 def test_state_types_are_those_of_init(jit):
   solver = coat_adamw(1e-2, quantize_mask=quantize_mask)
   devices = mesh(AxisType.Explicit)
@@ -147,7 +151,7 @@ def test_whole_groups_need_no_collective(kind):
   assert "[8,512]" not in compiled.as_text()
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("kind", quick(1, [AxisType.Auto, AxisType.Explicit]))
 def test_apply_updates_does_not_depend_on_sharding(kind):
   def step(params, updates):
     return apply_updates(params, updates, step=3)
@@ -165,7 +169,7 @@ def test_apply_updates_does_not_depend_on_sharding(kind):
   )
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("kind", quick(1, [AxisType.Explicit, AxisType.Auto]))
 def test_variables_keep_their_sharding_metadata(kind):
   # Statistics have other shapes than the variables: the metadata is not theirs.
   with jax.set_mesh(mesh(kind)):

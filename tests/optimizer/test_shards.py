@@ -13,6 +13,7 @@ from coat_jax import coat_adamw, codecs, fused_coat_adamw
 from coat_jax.optimizer import adam
 from coat_jax.sharding import state_shardings
 from tests.comparing import assert_same_bits
+from tests.matrices import quick
 
 # Rows, columns or both; the axis of layers and a middle one; a leaf in f32.
 LEAVES = {
@@ -90,13 +91,16 @@ def on_one_device(name, codec, dtype):
 
 @pytest.mark.parametrize(
   "name, codec, dtype, kind",
-  [
-    ("fused", "coat", jnp.float32, AxisType.Auto),
-    ("fused", "coat", jnp.bfloat16, AxisType.Explicit),
-    ("fused", "log8", jnp.float32, AxisType.Explicit),
-    ("chained", "coat", jnp.float32, AxisType.Auto),
-    ("chained", "coat_e8m0", jnp.float32, AxisType.Explicit),
-  ],
+  quick(
+    1,
+    [
+      ("fused", "coat", jnp.float32, AxisType.Auto),
+      ("fused", "coat", jnp.bfloat16, AxisType.Explicit),
+      ("fused", "log8", jnp.float32, AxisType.Explicit),
+      ("chained", "coat", jnp.float32, AxisType.Auto),
+      ("chained", "coat_e8m0", jnp.float32, AxisType.Explicit),
+    ],
+  ),
 )
 def test_shards_together_are_the_step_of_one_device(name, codec, dtype, kind):
   codec = getattr(codecs, codec)()

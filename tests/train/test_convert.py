@@ -178,6 +178,7 @@ def halfway(finished, tmp_path):
   return out
 
 
+@pytest.mark.slow
 def test_run_resumes_with_another_codec_when_asked(finished, halfway, capsys):
   options = dict(recipe="bf16", optim__codec="log8", eval_every=8)
   assert run(halfway, "--resume", **options) == 2

@@ -89,6 +89,7 @@ def saver(tmp_path):
     process.kill()
 
 
+@pytest.mark.slow
 def test_interrupted_save_leaves_a_whole_checkpoint(saver, tmp_path):
   process, path = saver
   shape = jax.ShapeDtypeStruct((50, 1000), jnp.int32)
@@ -212,6 +213,7 @@ def test_full_disk_ends_the_run_and_leaves_its_checkpoints(
   assert run_directory.newest_whole_step() == (8, [])
 
 
+@pytest.mark.slow
 def test_folder_is_locked_while_a_command_trains_in_it(
   finished, copied, capsys
 ):

@@ -29,6 +29,7 @@ from coat_jax.layers import (
 )
 from coat_jax.recipe import MeshAxes
 from tests.comparing import assert_close, jit
+from tests.matrices import quick
 
 D, F, B, T = 64, 96, 8, 16
 NAMES = ("data", "fsdp", "tensor")
@@ -119,17 +120,20 @@ def check(
 # to 128 tokens through both blocks, 128 * 2^-24 = 8e-6 each.
 @pytest.mark.parametrize(
   "recipe, sizes, kind",
-  [
-    (recipes.coat(), (2, 4, 1), AxisType.Auto),
-    (recipes.coat(weight_cache="codes"), (2, 2, 2), AxisType.Auto),
-    (
-      recipes.coat(residuals="coat", attention="fp8", weight_cache="none"),
-      (2, 2, 2),
-      AxisType.Explicit,
-    ),
-    (recipes.fp8_linear(weight_cache="codes"), (1, 4, 2), AxisType.Auto),
-    (recipes.fp8_linear(), (2, 2, 2), AxisType.Explicit),
-  ],
+  quick(
+    1,
+    [
+      (recipes.coat(), (2, 4, 1), AxisType.Auto),
+      (recipes.coat(weight_cache="codes"), (2, 2, 2), AxisType.Auto),
+      (
+        recipes.coat(residuals="coat", attention="fp8", weight_cache="none"),
+        (2, 2, 2),
+        AxisType.Explicit,
+      ),
+      (recipes.fp8_linear(weight_cache="codes"), (1, 4, 2), AxisType.Auto),
+      (recipes.fp8_linear(), (2, 2, 2), AxisType.Explicit),
+    ],
+  ),
 )
 def test_a_layer_computes_what_it_does_on_one_device(recipe, sizes, kind):
   check(lambda r: Layer(r, nnx.Rngs(0)), recipe, sizes, kind)
@@ -157,11 +161,14 @@ def test_gradients_can_be_summed_in_bfloat16():
 
 @pytest.mark.parametrize(
   "kind, splits",
-  [
-    (AxisType.Auto, (None, None)),
-    (AxisType.Explicit, (None, None)),
-    (AxisType.Auto, ("columns", "inputs")),
-  ],
+  quick(
+    1,
+    [
+      (AxisType.Auto, (None, None)),
+      (AxisType.Explicit, (None, None)),
+      (AxisType.Auto, ("columns", "inputs")),
+    ],
+  ),
 )
 def test_drop_in_layers_compute_what_they_do_on_one_device(kind, splits):
   class Stack(nnx.Module):
@@ -190,8 +197,8 @@ class Reshaped(nnx.Module):
     return self.layer(x.reshape(*self.shape, D)).reshape(B, T, -1)
 
 
-@pytest.mark.parametrize("shape", [(B, T), (B * T,), (B, 2, T // 2)])
-@pytest.mark.parametrize("cache", ["scale", "codes"])
+@pytest.mark.parametrize("shape", quick(1, [(B, T), (B * T,), (B, 2, T // 2)]))
+@pytest.mark.parametrize("cache", quick(1, ["scale", "codes"]))
 def test_a_split_linear_takes_any_shape(shape, cache):
   def make(recipe):
     shared = dict(recipe=recipe, dtype=jnp.float32, rngs=nnx.Rngs(0))
@@ -202,11 +209,14 @@ def test_a_split_linear_takes_any_shape(shape, cache):
 
 @pytest.mark.parametrize(
   "shape, sizes",
-  [
-    ((B, T), (2, 2, 2)),
-    ((B, 2, T // 2), (2, 2, 2)),
-    ((B * T,), (2, 4, 1)),
-  ],
+  quick(
+    1,
+    [
+      ((B, T), (2, 2, 2)),
+      ((B, 2, T // 2), (2, 2, 2)),
+      ((B * T,), (2, 4, 1)),
+    ],
+  ),
 )
 def test_a_norm_linear_gives_whole_sequences_of_its_columns(shape, sizes):
   def make(recipe):
@@ -276,7 +286,7 @@ def residual_bytes(recipe, sizes=None):
   return sum(s.size * s.dtype.itemsize for s in shapes)
 
 
-@pytest.mark.parametrize("cache", ["scale", "codes"])
+@pytest.mark.parametrize("cache", quick(1, ["scale", "codes"]))
 def test_all_devices_together_save_what_one_does(cache):
   recipe = recipes.coat(weight_cache=cache)
   one = residual_bytes(recipe)

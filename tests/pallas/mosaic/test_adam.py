@@ -23,6 +23,7 @@ from coat_jax.optimizer.state import parameter_key
 from coat_jax.pallas.mosaic import adam as kernel
 from tests import cases
 from tests.codecs import oracles as codec_oracles
+from tests.matrices import quick
 
 CODECS = {
   "coat": codecs.coat(),
@@ -103,7 +104,7 @@ def compare(codec, step, args, *, interpret, rtol=1e-6):
   return want, differences(codec, want[1], got[1])
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", quick(1, [jnp.bfloat16, jnp.float32]))
 def test_kernel_on_a_shard_draws_the_words_of_its_place(dtype):
   codec = CODECS["coat"]
   p, g, stored = problem(codec, dtype)
@@ -120,7 +121,7 @@ def test_kernel_on_a_shard_draws_the_words_of_its_place(dtype):
   assert np.mean(apart != 0) > 0.1
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", quick(1, [jnp.float32, jnp.bfloat16]))
 @pytest.mark.parametrize("name", CODECS)
 def test_interpreted_kernel_matches_definition(name, dtype):
   codec = CODECS[name]
@@ -207,7 +208,9 @@ def check_awkward(name, interpret):
     )
 
 
-@pytest.mark.parametrize("name", ["coat", "coat_e8m0", "log8", "fp8_nearest"])
+@pytest.mark.parametrize(
+  "name", quick(1, ["coat", "coat_e8m0", "log8", "fp8_nearest"])
+)
 def test_kernel_keeps_awkward_groups_apart(name):
   check_awkward(name, interpret=True)
 
@@ -250,7 +253,7 @@ def decoded(codec, stored):
   return moments.decode(codec.groups, stored)
 
 
-@pytest.mark.parametrize("name", ["coat", "log8"])
+@pytest.mark.parametrize("name", quick(1, ["coat", "log8"]))
 def test_kernel_rounding_is_unbiased(name):
   check_unbiased(name, 48, interpret=True)
 
@@ -293,7 +296,7 @@ def test_kernel_refuses_what_it_cannot_take(codec, shape, dtype, reason):
   adam.adamw_step(*args, groups=groups)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", quick(1, [jnp.bfloat16, jnp.float32]))
 @pytest.mark.parametrize("name", CODECS)
 def test_kernel_lowers_for_a_gpu(name, dtype):
   codec = CODECS[name]

@@ -185,6 +185,7 @@ def damages(data):
   yield from (data[: len(data) * 2 // 3], b"", data + b"\0", None)
 
 
+@pytest.mark.slow
 def test_damage_of_any_file_selects_the_checkpoint_before(
   copied,
 ):
