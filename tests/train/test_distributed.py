@@ -16,6 +16,9 @@ from tests.train import runs
 from train.run.directory import RunDirectory
 from train.run.processes import own_rows
 
+# Each starts programs; make test-all runs them.
+pytestmark = pytest.mark.slow
+
 OPTIONS = dict(
   mesh="fsdp=2",
   batch=4,
@@ -82,7 +85,6 @@ def finish(started):
   return [process.returncode for process in started], outputs
 
 
-@pytest.mark.slow
 def test_signal_to_one_of_two_stops_both_and_they_resume_bit_for_bit(
   tmp_path, programs
 ):
@@ -110,7 +112,6 @@ def test_signal_to_one_of_two_stops_both_and_they_resume_bit_for_bit(
   assert max(runs.losses(out)) >= (40, "loss")
 
 
-@pytest.mark.slow
 def test_another_number_of_processes_resumes_bit_for_bit(tmp_path, programs):
   run_alone(tmp_path / "one", environment=programs)
   expected = runs.losses(tmp_path / "one")

@@ -29,6 +29,9 @@ from train.run.checkpoint import Checkpoints
 from train.run.directory import RunDirectory
 from train.step import TrainState
 
+# Each starts programs; make test-all runs them.
+pytestmark = pytest.mark.slow
+
 # Saves states that are known from their step, without end.
 SAVER = """
 import itertools, pathlib, sys
@@ -89,7 +92,6 @@ def saver(tmp_path):
     process.kill()
 
 
-@pytest.mark.slow
 def test_interrupted_save_leaves_a_whole_checkpoint(saver, tmp_path):
   process, path = saver
   shape = jax.ShapeDtypeStruct((50, 1000), jnp.int32)
@@ -126,7 +128,6 @@ def start_saving(out, environment):
   return process
 
 
-@pytest.mark.slow
 def test_run_killed_while_it_saves_resumes_bit_for_bit(
   finished, tmp_path, compiled_once
 ):
@@ -191,7 +192,6 @@ def test_run_without_its_description_resumes(finished, copied, capsys, damage):
   assert RunDirectory(copied).is_run()
 
 
-@pytest.mark.slow
 def test_full_disk_ends_the_run_and_leaves_its_checkpoints(
   tmp_path, compiled_once
 ):
@@ -213,7 +213,6 @@ def test_full_disk_ends_the_run_and_leaves_its_checkpoints(
   assert run_directory.newest_whole_step() == (8, [])
 
 
-@pytest.mark.slow
 def test_folder_is_locked_while_a_command_trains_in_it(
   finished, copied, capsys
 ):
