@@ -23,6 +23,7 @@ def test_the_example_learns_on_both_meshes(result):
   assert losses[-1] < 0.8 * losses[middle]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_comes_back_bit_for_bit_on_another_mesh(result):
   saved, restored, _ = result
   leaves = jax.tree.leaves_with_path(saved)

@@ -108,6 +108,18 @@ class Grouped(abc.ABC):
   group_size: int
   rounding: Rounding
 
+  def __post_init__(self):
+    name = type(self).__name__
+    if self.group_size < 1:
+      raise ValueError(
+        f"{name}: group_size must be at least 1, got {self.group_size}"
+      )
+    if self.rounding not in ("stochastic", "nearest"):
+      raise ValueError(
+        f"{name}: rounding must be 'stochastic' or 'nearest', got "
+        f"{self.rounding!r}"
+      )
+
   @property
   def needs_noise(self) -> bool:
     return self.rounding == "stochastic"

@@ -22,7 +22,7 @@ class MomentCodec:
   """How both moments of Adam are stored: what `coat_adamw(codec=...)` takes.
 
   Attributes:
-    name: as the command line and the benchmarks spell it.
+    name: a label for reports; `build` finds a codec by its function's name.
     mu: codec of the first moment.
     nu: codec of the second moment.
 

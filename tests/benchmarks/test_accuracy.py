@@ -114,6 +114,7 @@ def test_one_step_error_is_that_of_the_moments_it_was_given():
   assert float(found["max_update"]) == pytest.approx(0.1 / 0.05**0.5, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_stochastic_rounding_tracks_and_nearest_freezes():
   _, nu = cases.moments((32, 128))
   sizes = jnp.sqrt(jnp.asarray(nu))

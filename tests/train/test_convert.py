@@ -146,6 +146,7 @@ def test_moments_on_a_mesh_are_converted_as_on_one_device(tmp_path):
   assert_same_bytes(restored(tmp_path, after, mesh), expected)
 
 
+@pytest.mark.slow
 def test_groups_that_do_not_fit_the_mesh_are_converted_whole(tmp_path):
   saved_state(tmp_path, config(codec="log8", group_size=96))
   after = config(codec="coat", group_size=16)
@@ -206,6 +207,7 @@ def command(*words):
   return convert.main([str(word) for word in words])
 
 
+@pytest.mark.slow
 def test_exported_and_imported_run_resumes_bit_for_bit(
   finished, halfway, tmp_path, capsys
 ):
@@ -262,6 +264,7 @@ def test_exported_state_is_that_of_optax_adamw(halfway, tmp_path):
   assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(updates))
 
 
+@pytest.mark.slow
 def test_encoded_moments_are_exported_decoded(halfway, tmp_path):
   options = dict(recipe="bf16", optim__codec="log8", eval_every=8)
   assert run(halfway, "--resume", "--convert-state", **options) == 0

@@ -231,6 +231,7 @@ def test_logits_do_not_move_and_weights_are_gathered_once(exact_on_mesh):
   assert gathered.count((64, 384 // tensor)) == 1, "the head"
 
 
+@pytest.mark.slow
 def test_evaluation_in_bf16_equals_that_of_one_device(exact):
   losses = []
   for text in ("", *MESHES):

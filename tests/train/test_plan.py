@@ -150,6 +150,7 @@ def test_errors_say_what_would_fit(capsys, options, said):
   assert said in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_smaller_groups_of_moments_can_be_split(capsys):
   smaller = ["demo", "--mesh", "tensor=2", "--group-size", "16"]
   assert plan.main(smaller) == 0

@@ -197,7 +197,9 @@ class Reshaped(nnx.Module):
     return self.layer(x.reshape(*self.shape, D)).reshape(B, T, -1)
 
 
-@pytest.mark.parametrize("shape", quick(1, [(B, T), (B * T,), (B, 2, T // 2)]))
+@pytest.mark.parametrize(
+  "shape", quick(1, map(pytest.param, [(B, T), (B * T,), (B, 2, T // 2)]))
+)
 @pytest.mark.parametrize("cache", quick(1, ["scale", "codes"]))
 def test_a_split_linear_takes_any_shape(shape, cache):
   def make(recipe):
