@@ -87,15 +87,15 @@ def test_quantization_error_is_within_half_a_step(shape, group_size, dtype):
 @hypothesis.given(
   x=hnp.arrays(
     np.float32,
-    # Few shapes, so that later examples find compiled operations.
-    st.sampled_from([(1,), (7,), (2, 9), (3, 16), (2, 2, 5), (1, 33)]),
+    # One shape, so that later examples find compiled operations.
+    (2, 9),
     elements=st.one_of(
       st.sampled_from([0.0, -0.0, 1.0, 2.0**-126, 1e38, -3e38]),
       st.floats(-(2.0**127), 2.0**127, width=32),
       st.floats(-(2.0**-100), 2.0**-100, width=32),
     ),
   ),
-  group_size=st.sampled_from([None, 1, 2, 3, 16]),
+  group_size=st.sampled_from([None, 4]),
   dtype=st.sampled_from(DTYPES),
   scale_dtype=st.sampled_from(SCALE_DTYPES),
 )
@@ -116,7 +116,7 @@ def test_quantization_error_of_any_finite_input_is_bounded(
 @hypothesis.given(
   magnitude=st.floats(-38, 38),
   value=st.floats(1, 9),
-  n=st.sampled_from([1, 7, 16, 33]),
+  n=st.sampled_from([7, 33]),
   dtype=st.sampled_from(DTYPES),
 )
 def test_constant_groups_keep_their_value(magnitude, value, n, dtype):

@@ -30,7 +30,7 @@ LEAVES = {
   "scale": ((), P()),
 }
 KINDS = pytest.mark.parametrize(
-  "kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"]
+  "kind", quick(1, [AxisType.Explicit, AxisType.Auto])
 )
 COLLECTIVES = (
   "all-gather",

@@ -71,6 +71,7 @@ def test_one_step_errors_hold_their_bounds(one_step):
   assert one_step["fp8", "nearest", ""]["zeroed_v"] > 0
 
 
+@pytest.mark.slow
 def test_bytes_are_those_of_codes_and_statistics(one_step):
   expected = {
     "float32": 8,
@@ -84,6 +85,7 @@ def test_bytes_are_those_of_codes_and_statistics(one_step):
     assert row["bytes_per_param"] == pytest.approx(expected[name], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_parts_are_the_groups_of_their_leaves(moments, one_step):
   (mu, nu), parts = moments
   assert mu.shape == nu.shape and mu.shape[-1] == 128
@@ -146,6 +148,7 @@ def test_stochastic_rounding_tracks_at_the_default_b2():
     assert 0.9 <= row["unchanged_median_ratio"] <= 1.1, codec.name
 
 
+@pytest.mark.slow
 def test_rows_have_their_keys_and_are_json(moments, capsys, tmp_path):
   chosen = accuracy.cases()[2:5]
   one_step, _, traces = accuracy.run_codecs(*moments, chosen, tracking_steps=20)

@@ -56,6 +56,7 @@ def test_flops_are_those_of_the_products():
   assert found["full"] == 6 * 8192 * weights + 3.5 * attention
 
 
+@pytest.mark.slow
 def test_a_variant_is_the_layer_that_training_has():
   variant = layer.VARIANTS["minimal_codes"]
   shape = (1, 32, CONFIG.d_model)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
+from tests.matrices import quick
 from tests.train.steps import (
   EXACT,
   SMALL,
@@ -26,7 +27,7 @@ def whole():
   return Trained(EXACT).run()
 
 
-@pytest.mark.parametrize("mesh, accumulate", [("", 4), (MESH, 2)])
+@pytest.mark.parametrize("mesh, accumulate", quick(1, [(MESH, 2), ("", 4)]))
 def test_losses_of_microbatches_equal_those_of_whole_batches(
   whole, mesh, accumulate
 ):
@@ -35,7 +36,7 @@ def test_losses_of_microbatches_equal_those_of_whole_batches(
   assert largest_difference(whole, parts) <= 1e-5
 
 
-@pytest.mark.parametrize("mesh, accumulate", [("", 4), (MESH, 2)])
+@pytest.mark.parametrize("mesh, accumulate", quick(1, [("", 4), (MESH, 2)]))
 def test_evaluation_runs_one_microbatch_at_a_time(mesh, accumulate):
   run = Trained(on(EXACT, mesh))
   state = step.initial_state(run.config, run.optimizer, run.mesh)
@@ -91,7 +92,7 @@ def test_weight_codes_are_computed_once_for_all_microbatches():
   assert quantized_weights("codes") == 0
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", quick(1, ["bfloat16", "float32"]))
 def test_gradients_are_summed_over_devices_in_the_given_dtype(dtype):
   config = on(SMALL, MESH, grad_reduce=dtype)
   found = {

@@ -16,6 +16,7 @@ from jax import P
 from jax.sharding import NamedSharding
 
 from coat_jax import from_adam_state, sharding, to_adam_state
+from tests.matrices import quick
 from tests.train.runs import arguments, contents, losses, programs_on_disk, run
 from train import convert, step
 from train.mesh import make_mesh, parse_mesh
@@ -115,14 +116,17 @@ def assert_same_bytes(tree, other):
 
 @pytest.mark.parametrize(
   "before, now",
-  [
-    (dict(codec="log8", group_size=32), dict(codec="coat", second="e5m2")),
-    (dict(codec="coat"), dict(codec="coat", group_size=64)),
-    (dict(codec="coat"), dict(codec="coat", second="e5m2")),
-    (dict(codec="float32"), dict(codec="coat", rounding="nearest")),
-    (dict(codec="coat_e8m0"), dict(codec="bfloat16")),
-    (dict(codec="coat"), dict(codec="float32")),
-  ],
+  quick(
+    1,
+    [
+      (dict(codec="log8", group_size=32), dict(codec="coat", second="e5m2")),
+      (dict(codec="coat"), dict(codec="coat", group_size=64)),
+      (dict(codec="coat"), dict(codec="coat", second="e5m2")),
+      (dict(codec="float32"), dict(codec="coat", rounding="nearest")),
+      (dict(codec="coat_e8m0"), dict(codec="bfloat16")),
+      (dict(codec="coat"), dict(codec="float32")),
+    ],
+  ),
 )
 def test_moments_are_decoded_and_encoded_by_the_other_codec(
   tmp_path, before, now
@@ -294,18 +298,21 @@ def imported(tmp_path, tree):
 
 @pytest.mark.parametrize(
   "optimizer, kind",
-  [
-    (optax.adamw(1e-3), jnp.float32),
-    (
-      optax.chain(
-        optax.clip_by_global_norm(1.0),
-        optax.adamw(1e-3, mu_dtype=jnp.bfloat16),
-        optax.ema(0.9),
+  quick(
+    1,
+    [
+      (
+        optax.chain(
+          optax.clip_by_global_norm(1.0),
+          optax.adamw(1e-3, mu_dtype=jnp.bfloat16),
+          optax.ema(0.9),
+        ),
+        jnp.bfloat16,
       ),
-      jnp.bfloat16,
-    ),
-    (optax.inject_hyperparams(optax.adamw)(1e-3), jnp.float32),
-  ],
+      (optax.adamw(1e-3), jnp.float32),
+      (optax.inject_hyperparams(optax.adamw)(1e-3), jnp.float32),
+    ],
+  ),
 )
 def test_chain_with_one_state_of_adam_is_imported(
   finished, tmp_path, optimizer, kind

@@ -9,6 +9,7 @@ import pytest
 from jax import P
 
 from coat_jax.models import specs
+from tests.matrices import quick
 from tests.train.runs import run
 from tests.train.steps import (
   EXACT,
@@ -29,7 +30,7 @@ def exact():
   return Trained(EXACT).run()
 
 
-@pytest.fixture(scope="module", params=MESHES)
+@pytest.fixture(scope="module", params=quick(1, MESHES[::-1]))
 def exact_on_mesh(request):
   return Trained(on(EXACT, request.param)).run()
 

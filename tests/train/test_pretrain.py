@@ -157,6 +157,7 @@ def test_unknown_preset_is_reported_with_the_known_ones(capsys):
   assert "demo, llama_60m, llama_130m" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_wrong_ids_found_during_training_are_reported(tmp_path, capsys):
   # 64 samples of 4096 are checked at the start; these are between two of them,
   # in the first of the held-out windows.

@@ -332,24 +332,24 @@ def test_what_a_mesh_cannot_take_is_said():
   f, params = build(lambda r: Layer(r, nnx.Rngs(0)), recipe)
   x = arrays()[0]
   with pytest.raises(ValueError, match="axis 'data'.*no mesh.*jax.set_mesh"):
-    f(params, x)
+    jax.eval_shape(f, params, x)
   with jax.set_mesh(make_mesh((2, 4, 1))):
     with pytest.raises(ValueError, match="got 7 for .*'fsdp': 4"):
-      f(params, x[:7])
+      jax.eval_shape(f, params, x[:7])
   with jax.set_mesh(make_mesh((1, 2, 4))):
     with pytest.raises(ValueError, match="2 key heads.*got 4 devices"):
-      f(params, x)
+      jax.eval_shape(f, params, x)
   f, params = build(
     lambda r: GatedMLP(D, F, recipe=r, rngs=nnx.Rngs(0)), recipe
   )
   with jax.set_mesh(make_mesh((2, 2, 2))):
     with pytest.raises(ValueError, match=r"blocks take \[B, T, D\], got rows"):
-      f(params, x.reshape(-1, D))
+      jax.eval_shape(f, params, x.reshape(-1, D))
     with pytest.raises(ValueError, match="got one token of 64; vmap over seq"):
-      f(params, x[0, 0])
+      jax.eval_shape(f, params, x[0, 0])
   f, params = build(
     lambda r: Linear(D, F, split="inputs", recipe=r, rngs=nnx.Rngs(0)), recipe
   )
   with jax.set_mesh(make_mesh((2, 2, 2))):
     with pytest.raises(ValueError, match="got 15 positions and 2 devices; pad"):
-      f(params, x[:, :15])
+      jax.eval_shape(f, params, x[:, :15])
