@@ -50,7 +50,7 @@ def _require_product(op: str, a: Array, b: Array, dtype: DTypeLike) -> None:
   if wrong:
     raise Unsupported(f"{op}: cuBLASLt multiplies FP8 here, got {wrong}")
   sizes = (math.prod(a.shape[:-1]), b.shape[0], a.shape[-1])
-  if any(size % 16 for size in sizes):
+  if any(size % 16 or size == 0 for size in sizes):
     raise Unsupported(
       f"{op}: cuBLASLt takes FP8 matrices whose sizes are multiples of 16, "
       f"got [{sizes[0]}, {sizes[2]}] times [{sizes[2]}, {sizes[1]}]"

@@ -214,3 +214,12 @@ def test_heads_that_do_not_fit_are_refused(arguments, message):
     module(**arguments)
   with pytest.raises(ValueError, match="features must be a multiple of num_he"):
     Attention(25, 4, rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize("sizes", [dict(num_heads=8), dict(head_dim=5)])
+def test_heads_of_an_odd_size_are_refused(sizes):
+  arguments = dict(num_heads=4, rope_theta=None) | sizes
+  odd = sizes.get("head_dim", 3)
+  message = f"heads must have an even size.*got {odd}; pass an even head_dim"
+  with pytest.raises(ValueError, match=message):
+    Attention(24, **arguments, rngs=nnx.Rngs(0))
