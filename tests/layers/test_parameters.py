@@ -4,12 +4,14 @@
 import math
 
 import jax
+import jax.numpy as jnp
 import pytest
 from flax import linen, nnx
 from jax import P
 from jax.sharding import AxisType, NamedSharding
 
 from coat_jax import coat_adamw
+from coat_jax import recipe as recipes
 from coat_jax.layers import (
   MLP,
   Attention,
@@ -18,9 +20,10 @@ from coat_jax.layers import (
   Linear,
   NormLinear,
   RMSNorm,
+  with_weight_cache,
 )
 from coat_jax.sharding import state_shardings
-from tests.comparing import assert_same_bits
+from tests.comparing import assert_close, assert_same_bits, jit
 from tests.matrices import quick
 
 D = 16
@@ -296,3 +299,34 @@ def test_optimizer_s_state_follows_the_metadata():
   for field in ("mu_codes", "mu_amax", "nu_codes", "nu_amax"):
     kernel = adam[field]["gate_up"]["kernel"]
     assert kernel == NamedSharding(mesh, P("data", None, "fsdp")), field
+
+
+def test_stacked_layers_with_metadata_are_scanned():
+  """With metadata, weights cached in front of the scan; as on one device."""
+  meta = {nnx.PARTITION_NAME: None}
+  rows = dict(kernel_init=nnx.with_partitioning(INIT, ("fsdp",)))
+
+  def gradients(options, x):
+    layers = stack("GatedMLP", dict(options, recipe=recipes.coat()), 3)
+    graph, params = nnx.split(layers)
+
+    def loss(params):
+      layers = with_weight_cache(nnx.merge(graph, params), recipes.coat())
+      forward = nnx.scan(
+        lambda x, layer: layer(x),
+        in_axes=(nnx.Carry, 0),
+        out_axes=nnx.Carry,
+        transform_metadata=meta,
+      )
+      return jnp.mean(forward(x, layers).astype(jnp.float32) ** 2)
+
+    return jax.grad(loss)(params)
+
+  x = jax.random.normal(jax.random.key(1), (8, 4, D), jnp.bfloat16)
+  want = jit(lambda x: gradients({}, x))(x)
+  mesh = make_mesh()
+  with jax.set_mesh(mesh):
+    got = jit(lambda x: gradients(rows, x))(
+      jax.device_put(x, NamedSharding(mesh, P(("data", "fsdp"))))
+    )
+  assert_close(got, want, 2.0**-7)
