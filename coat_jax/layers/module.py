@@ -2,6 +2,7 @@
 """What every module here has: a recipe, and another one for evaluation."""
 
 import inspect
+import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -141,4 +142,4 @@ def reshard(y: Array, out_sharding: Sharding) -> Array:
 
 def rows_to_batch(x: Array) -> Array:
   """[..., T, D] to [B, T, D], leading axes taken together."""
-  return jnp.reshape(x, (-1, *x.shape[-2:]))
+  return jnp.reshape(x, (math.prod(x.shape[:-2]), *x.shape[-2:]))

@@ -115,6 +115,11 @@ def _require_attention(q: Array, k: Array, causal: bool) -> None:
       "attention: cuDNN takes head sizes that are multiples of 8 up to 256, "
       f"got {q.shape[-1]}"
     )
+  if q.size == 0 or k.size == 0:
+    raise Unsupported(
+      "attention: cuDNN attends to at least one query and key, got q "
+      f"{q.shape} and k {k.shape}"
+    )
   if causal and q.shape[1] != k.shape[1]:
     raise Unsupported(
       "attention: cuDNN aligns a causal mask with the first key and needs as "
