@@ -5,19 +5,31 @@
 
 `nnx.bridge.to_linen` makes a Linen module of an NNX class and the arguments of
 its constructor. Its parameters are then Linen variables like those of any other
-submodule, and what it saves for the backward pass is still FP8.
+submodule: they keep the names that `linen.with_partitioning` gives to their
+axes, by which FSDP is derived here on as many devices as there are. What the
+blocks save for the backward pass is still FP8.
 Here a two-layer decoder learns eight sequences that repeat themselves.
 """
+
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from flax import linen, nnx
+from jax import P
+from jax.sharding import AxisType, Mesh, NamedSharding
 
 from coat_jax import coat_adamw, recipe
 from coat_jax.layers import Attention, GatedMLP
+from coat_jax.sharding import state_shardings
 
 VOCABULARY, WIDTH, STEPS = 16, 32, 60
+
+
+def split_rows(init: linen.initializers.Initializer, *columns: None):
+  """An initializer whose array has its rows split over the devices."""
+  return linen.with_partitioning(init, ("fsdp", *columns))
 
 
 class Decoder(linen.Module):
@@ -25,26 +37,65 @@ class Decoder(linen.Module):
 
   @linen.compact
   def __call__(self, tokens):
-    x = linen.Embed(VOCABULARY, WIDTH, dtype=jnp.bfloat16)(tokens)
+    kernel_init = split_rows(linen.initializers.lecun_normal(), None)
+    options = dict(
+      recipe=recipe.coat(),
+      kernel_init=kernel_init,
+      scale_init=split_rows(linen.initializers.ones),
+    )
+    x = linen.Embed(
+      VOCABULARY,
+      WIDTH,
+      dtype=jnp.bfloat16,
+      embedding_init=split_rows(linen.initializers.normal(1.0), None),
+    )(tokens)
     for i in range(2):
       attention = nnx.bridge.to_linen(
-        Attention, WIDTH, 4, recipe=recipe.coat(), name=f"attention_{i}"
+        Attention, WIDTH, 4, name=f"attention_{i}", **options
       )
-      mlp = nnx.bridge.to_linen(
-        GatedMLP, WIDTH, 96, recipe=recipe.coat(), name=f"mlp_{i}"
-      )
+      mlp = nnx.bridge.to_linen(GatedMLP, WIDTH, 96, name=f"mlp_{i}", **options)
       x = mlp(attention(x))
-    return linen.Dense(VOCABULARY)(linen.RMSNorm()(x))
+    x = linen.RMSNorm()(x)
+    return linen.Dense(VOCABULARY, kernel_init=kernel_init)(x)
+
+
+class State(NamedTuple):
+  """What a step updates.
+
+  Attributes:
+    params: of the model, in Linen's boxes, which have the names of axes.
+    optimizer: the state of `coat_adamw`.
+  """
+
+  params: Any
+  optimizer: Any
+
+
+def make_state(
+  model: Decoder,
+  tokens: jax.Array,
+  optimizer: optax.GradientTransformation,
+  mesh: Mesh,
+) -> State:
+  """Parameters and optimizer's state, each device with its share of both."""
+  key = jax.random.key(1)
+  params = jax.eval_shape(model.init, key, tokens)
+  shardings = linen.get_sharding(params, mesh)
+  state = state_shardings(optimizer.init, params, shardings)
+  params = jax.jit(model.init, out_shardings=shardings)(key, tokens)
+  return State(params, jax.jit(optimizer.init, out_shardings=state)(params))
 
 
 def main(steps: int = STEPS) -> tuple[float, float]:
   """Trains the model; returns its first and its last loss."""
   period = jax.random.randint(jax.random.key(0), (8, 4), 0, VOCABULARY)
   tokens = jnp.tile(period, (1, 5))
-  model = Decoder()
-  params = jax.jit(model.init)(jax.random.key(1), tokens[:, :-1])
-  optimizer = coat_adamw(1e-2)
-  state = jax.jit(optimizer.init)(params)
+  devices = jax.make_mesh(
+    (jax.device_count(),), ("fsdp",), axis_types=(AxisType.Auto,)
+  )
+  tokens = jax.device_put(tokens, NamedSharding(devices, P("fsdp")))
+  model, optimizer = Decoder(), coat_adamw(1e-2)
+  state = make_state(model, tokens[:, :-1], optimizer, devices)
 
   def loss_of(params):
     logits = model.apply(params, tokens[:, :-1])
@@ -54,14 +105,16 @@ def main(steps: int = STEPS) -> tuple[float, float]:
     return jnp.mean(nats)
 
   @jax.jit
-  def step(params, state):
-    loss, gradients = jax.value_and_grad(loss_of)(params)
-    updates, state = optimizer.update(gradients, state, params)
-    return optax.apply_updates(params, updates), state, loss
+  def step(state):
+    loss, gradients = jax.value_and_grad(loss_of)(state.params)
+    updates, moments = optimizer.update(
+      gradients, state.optimizer, state.params
+    )
+    return State(optax.apply_updates(state.params, updates), moments), loss
 
   losses = []
   for i in range(steps):
-    params, state, loss = step(params, state)
+    state, loss = step(state)
     losses.append(float(loss))
     if i % 20 == 0:
       print(f"step {i}: loss {loss:.3f}")

@@ -27,7 +27,6 @@ from coat_jax.layers.gated_mlp import SwiGLU as SwiGLU
 from coat_jax.layers.gated_mlp import gated_mlp as gated_mlp
 from coat_jax.layers.linear import Linear as Linear
 from coat_jax.layers.linear import linear as linear
-from coat_jax.layers.linear import with_weight_cache as with_weight_cache
 from coat_jax.layers.middle import Middle as Middle
 from coat_jax.layers.middle import MiddleGradient as MiddleGradient
 from coat_jax.layers.middle import MiddleOutput as MiddleOutput
@@ -38,8 +37,11 @@ from coat_jax.layers.norm import RMSNorm as RMSNorm
 from coat_jax.layers.norm import norm as norm
 from coat_jax.layers.norm_linear import NormLinear as NormLinear
 from coat_jax.layers.norm_linear import norm_linear as norm_linear
+from coat_jax.layers.parameters import BlockOptions as BlockOptions
+from coat_jax.layers.parameters import NormLinearOptions as NormLinearOptions
 from coat_jax.layers.residuals import RESIDUAL_NAMES as RESIDUAL_NAMES
 from coat_jax.layers.rope import Heads as Heads
 from coat_jax.layers.rope import rope as rope
 from coat_jax.layers.rope import split_heads as split_heads
 from coat_jax.layers.weight import cache_weight as cache_weight
+from coat_jax.layers.weight_cache import with_weight_cache as with_weight_cache

@@ -8,7 +8,7 @@ needs their sums before they are rounded, and clipping comes between.
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -22,15 +22,17 @@ from coat_jax.layers.attention_output import HeadsAttention, HeadsSaved
 from coat_jax.layers.back import BackWeights
 from coat_jax.layers.block import BlockWeights, block
 from coat_jax.layers.front import FrontWeights
-from coat_jax.layers.linear import (
-  Linear,
-  default_kernel_init,
-  gradient_operand,
-)
+from coat_jax.layers.linear import Linear, gradient_operand
 from coat_jax.layers.middle import Middle, MiddleGradient
-from coat_jax.layers.module import RecipeModule, rows_to_batch
+from coat_jax.layers.module import (
+  RecipeModule,
+  Sharding,
+  reshard,
+  rows_to_batch,
+)
 from coat_jax.layers.norm import norm_options
 from coat_jax.layers.norm_linear import NormLinear
+from coat_jax.layers.parameters import BlockOptions, options_by_part
 from coat_jax.layers.residuals import save_residual
 from coat_jax.layers.rope import Heads, split_heads
 from coat_jax.ops.rope import rotation
@@ -206,6 +208,8 @@ class Attention(RecipeModule):
     out: Linear [num_heads * head_dim, features].
   """
 
+  counterparts = (nnx.MultiHeadAttention,)
+
   def __init__(
     self,
     features: int,
@@ -225,11 +229,10 @@ class Attention(RecipeModule):
     use_qkv_bias: bool | None = None,
     use_out_bias: bool | None = None,
     add_input: bool = True,
-    dtype: DTypeLike = jnp.bfloat16,
+    dtype: DTypeLike | None = jnp.bfloat16,
     param_dtype: DTypeLike = jnp.float32,
-    kernel_init: nnx.Initializer = default_kernel_init,
-    out_init: nnx.Initializer | None = None,
     rngs: nnx.Rngs,
+    **options: Unpack[BlockOptions],
   ):
     """Initializes the parameters.
 
@@ -245,25 +248,29 @@ class Attention(RecipeModule):
       recipe: what is computed and saved in FP8; None for `recipe.coat()`.
       norm: "rms" or "layer"; None for none, as where norms follow the blocks.
       epsilon: what the norm adds to the mean square or the variance.
-      use_scale: whether the norm has a scale [D], initialized with ones.
-      use_norm_bias: whether the norm has a bias [D], initialized with zeros.
-      use_bias: whether both products have biases, zeros at first.
+      use_scale: whether the norm has a scale [D].
+      use_norm_bias: whether the norm has a bias [D].
+      use_bias: whether both products have biases.
       use_qkv_bias: whether q, k and v have one, [(N + 2 K) H]; None for
         `use_bias`.
       use_out_bias: whether the output projection has one, [D]; None for
         `use_bias`.
       add_input: whether the block adds its input, the residual stream.
-      dtype: of input, output and what is not FP8.
+      dtype: of input, output and what is not FP8; None for what the input and
+        the parameters promote to.
       param_dtype: of the parameters and their gradients.
-      kernel_init: initializer of `qkv`, [D, (N + 2 K) H].
-      out_init: initializer of `out`, [N H, D]; None for `kernel_init`.
-      rngs: its stream `params` initializes the kernels.
+      rngs: its stream `params` initializes the parameters.
+      **options: initializers and metadata of the parameters, see
+        `BlockOptions`, of kernels [D, (N + 2 K) H] and [N H, D]; flax's other
+        arguments are refused.
 
     Raises:
       ValueError: num_heads is no multiple of num_kv_heads, or features none of
-        num_heads where `head_dim` is None.
+        num_heads where `head_dim` is None; heads of an odd size; an argument of
+        flax's that FP8 attention does not have.
     """
-    super().__init__(recipe or recipes.coat(), dtype)
+    of = options_by_part(options)
+    super().__init__(recipe or recipes.coat(), dtype, of.others)
     kv_heads = num_kv_heads or num_heads
     if num_heads % kv_heads:
       raise ValueError(
@@ -276,6 +283,11 @@ class Attention(RecipeModule):
         f"{features} and {num_heads}; or pass head_dim"
       )
     self.head_dim = head_dim or features // num_heads
+    if self.head_dim % 2:
+      raise ValueError(
+        "Attention: heads must have an even size, for RoPE rotates pairs, got "
+        f"{self.head_dim}; pass an even head_dim, or another num_heads"
+      )
     self.num_heads, self.num_kv_heads = num_heads, kv_heads
     self.causal, self.rope_theta = causal, rope_theta
     self.clip_qkv, self.add_input = clip_qkv, add_input
@@ -290,30 +302,37 @@ class Attention(RecipeModule):
       use_scale=use_scale,
       use_norm_bias=use_norm_bias,
       use_bias=use_bias if use_qkv_bias is None else use_qkv_bias,
-      kernel_init=kernel_init,
       **shared,
+      **of.norm_linear,
     )
     self.out = Linear(
       num_heads * self.head_dim,
       features,
       use_bias=use_bias if use_out_bias is None else use_out_bias,
-      kernel_init=out_init or kernel_init,
       split="inputs",
       **shared,
+      **of.back,
     )
 
-  def __call__(self, x: Array, positions: Array | None = None) -> Array:
+  def __call__(
+    self,
+    x: Array,
+    positions: Array | None = None,
+    *,
+    out_sharding: Sharding = None,
+  ) -> Array:
     """Attends within each sequence.
 
     Args:
       x: [..., T, features].
       positions: int32 [T] for RoPE; None for 0 to T - 1.
+      out_sharding: how the output is sharded; None leaves it to JAX.
 
     Returns:
       [..., T, features] in `dtype`.
     """
     shape = x.shape
-    x = rows_to_batch(x.astype(self.dtype))
+    x = rows_to_batch(self.cast(x, self.out.kernel))
     if positions is None:
       positions = jnp.arange(x.shape[1], dtype=jnp.int32)
     y = self_attention(
@@ -330,4 +349,4 @@ class Attention(RecipeModule):
       add_input=self.add_input,
       recipe=self.active_recipe,
     )
-    return y.reshape(shape)
+    return reshard(y.reshape(shape), out_sharding)

@@ -164,7 +164,8 @@ def _storage(recipe: CoatRecipe, dtype: DTypeLike):
 
 def _merge_heads(x: Array) -> Array:
   """[B, T, N, H] to [B, T, N H]."""
-  return x.reshape(*x.shape[:2], -1)
+  b, t, n, h = x.shape
+  return x.reshape(b, t, n * h)
 
 
 def _attention_output_fwd(x, heads, weights, middle, recipe):

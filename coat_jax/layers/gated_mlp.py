@@ -10,7 +10,7 @@ the product reads SiLU's output from FP8.
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import jax.numpy as jnp
 from flax import nnx
@@ -23,14 +23,15 @@ from coat_jax.layers.activation import silu_mul
 from coat_jax.layers.back import BackWeights
 from coat_jax.layers.block import BlockWeights, block
 from coat_jax.layers.front import FrontWeights
-from coat_jax.layers.linear import (
-  Linear,
-  default_kernel_init,
-  gradient_operand,
-)
+from coat_jax.layers.linear import Linear, gradient_operand
 from coat_jax.layers.middle import Middle, MiddleGradient, MiddleOutput
-from coat_jax.layers.module import RecipeModule
+from coat_jax.layers.module import RecipeModule, Sharding, reshard
 from coat_jax.layers.norm import make_norm, norm_options
+from coat_jax.layers.parameters import (
+  BlockOptions,
+  options_by_part,
+  stack_options,
+)
 from coat_jax.layers.residuals import save_residual
 from coat_jax.ops import Operand
 from coat_jax.qtensor import QTensor
@@ -180,6 +181,8 @@ class GatedMLP(RecipeModule):
     down: Linear with kernel [hidden_features, features].
   """
 
+  counterparts = (nnx.Linear,)
+
   def __init__(
     self,
     features: int,
@@ -192,11 +195,10 @@ class GatedMLP(RecipeModule):
     use_norm_bias: bool = False,
     use_bias: bool = False,
     add_input: bool = True,
-    dtype: DTypeLike = jnp.bfloat16,
+    dtype: DTypeLike | None = jnp.bfloat16,
     param_dtype: DTypeLike = jnp.float32,
-    kernel_init: nnx.Initializer = default_kernel_init,
-    out_init: nnx.Initializer | None = None,
     rngs: nnx.Rngs,
+    **options: Unpack[BlockOptions],
   ):
     """Initializes the parameters.
 
@@ -206,17 +208,22 @@ class GatedMLP(RecipeModule):
       recipe: what is computed and saved in FP8; None for `recipe.coat()`.
       norm: "rms" or "layer"; None for none, as where norms follow the blocks.
       epsilon: what the norm adds to the mean square or the variance.
-      use_scale: whether the norm has a scale [D], initialized with ones.
-      use_norm_bias: whether the norm has a bias [D], initialized with zeros.
-      use_bias: whether both products have biases, [2, F] and [D], zeros.
+      use_scale: whether the norm has a scale [D].
+      use_norm_bias: whether the norm has a bias [D].
+      use_bias: whether both products have biases, [2, F] and [D].
       add_input: whether the block adds its input, the residual stream.
-      dtype: of input, output and what is not FP8.
+      dtype: of input, output and what is not FP8; None for what the input and
+        the parameters promote to.
       param_dtype: of the parameters and their gradients.
-      kernel_init: initializer of `gate_up`, called with [D, 2 F].
-      out_init: initializer of `down`, [F, D]; None for `kernel_init`.
-      rngs: its stream `params` initializes the kernels.
+      rngs: its stream `params` initializes the parameters.
+      **options: initializers and metadata of the parameters, see
+        `BlockOptions`; flax's other arguments are refused.
+
+    Raises:
+      ValueError: an argument of flax's that FP8 layers do not have.
     """
-    super().__init__(recipe or recipes.coat(), dtype)
+    of = options_by_part(options)
+    super().__init__(recipe or recipes.coat(), dtype, of.others)
     shared: dict[str, Any] = dict(
       recipe=self.recipe, dtype=dtype, param_dtype=param_dtype, rngs=rngs
     )
@@ -228,28 +235,37 @@ class GatedMLP(RecipeModule):
       use_scale=use_scale,
       use_bias=use_norm_bias,
       **shared,
+      **of.norm,
     )
     self.gate_up = Linear(
       features,
       (2, hidden_features),
       use_bias=use_bias,
-      kernel_init=kernel_init,
       split="columns",
       **shared,
+      **stack_options(of.front),
     )
     self.down = Linear(
       hidden_features,
       features,
       use_bias=use_bias,
-      kernel_init=out_init or kernel_init,
       split="inputs",
       **shared,
+      **of.back,
     )
 
-  def __call__(self, x: Array) -> Array:
-    """[..., features] to the same shape, in `dtype`."""
-    return gated_mlp(
-      x.astype(self.dtype),
+  def __call__(self, x: Array, out_sharding: Sharding = None) -> Array:
+    """Runs the block.
+
+    Args:
+      x: [..., features].
+      out_sharding: how the output is sharded; None leaves it to JAX.
+
+    Returns:
+      [..., features] in `dtype`.
+    """
+    y = gated_mlp(
+      self.cast(x, self.gate_up.kernel),
       BlockWeights(
         FrontWeights.of(self.norm, self.gate_up), BackWeights.of(self.down)
       ),
@@ -257,3 +273,4 @@ class GatedMLP(RecipeModule):
       add_input=self.add_input,
       recipe=self.active_recipe,
     )
+    return reshard(y, out_sharding)

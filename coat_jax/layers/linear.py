@@ -8,9 +8,8 @@ parameter, which is alive anyway.
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array, P
@@ -24,16 +23,16 @@ from coat_jax.layers.mesh.collectives import (
   sum_tokens,
   tensor_size,
 )
-from coat_jax.layers.mesh.rule import rule, run_sharded
+from coat_jax.layers.mesh.rule import rule
 from coat_jax.layers.mesh.specs import (
   Split,
-  cache_specs,
   cached,
   own_columns,
   split_kernel,
   tokens,
 )
-from coat_jax.layers.module import RecipeModule, value_of
+from coat_jax.layers.module import RecipeModule, Sharding, reshard, value_of
+from coat_jax.layers.parameters import NO_METADATA, Metadata, make_param
 from coat_jax.layers.residuals import (
   cotangent,
   residual_scope,
@@ -41,7 +40,6 @@ from coat_jax.layers.residuals import (
 )
 from coat_jax.layers.weight import (
   as_matrix,
-  cache_weight,
   quantized_weight,
   weight_gradient,
 )
@@ -78,7 +76,8 @@ def _fp8_linear_bwd(split, recipe, inputs, saved, g):
   w, bias, cache = inputs
   x_q = saved.x
   how = recipe.implementation
-  g = g.reshape(*g.shape[: g.ndim - w.ndim + 1], -1)
+  # Not -1, which has no answer for an empty batch.
+  g = g.reshape(*g.shape[: g.ndim - w.ndim + 1], math.prod(w.shape[1:]))
   g_q = gradient_operand(g, recipe)
   batch = g.shape[0]
   if split == "columns":
@@ -233,6 +232,8 @@ def bias_gradient(
 class Linear(RecipeModule):
   """y = x kernel + bias; takes the place of `nnx.Linear`.
 
+  And of `nnx.LinearGeneral` for the last axis of its input.
+
   Example usage::
 
     >>> from coat_jax import recipe
@@ -247,6 +248,7 @@ class Linear(RecipeModule):
     (64, 2, 96)
 
   Attributes:
+    in_features, out_features: as they were given.
     kernel: [in_features, *out_features]; in front of that, where layers are
       stacked for a scan, their axes.
     bias: [*out_features] or None.
@@ -255,6 +257,8 @@ class Linear(RecipeModule):
     cache: of the kernel; None but in a copy by `with_weight_cache`.
   """
 
+  counterparts = (nnx.Linear, nnx.LinearGeneral)
+
   def __init__(
     self,
     in_features: int,
@@ -262,11 +266,15 @@ class Linear(RecipeModule):
     *,
     recipe: CoatRecipe | None = None,
     use_bias: bool = True,
-    dtype: DTypeLike = jnp.bfloat16,
+    dtype: DTypeLike | None = jnp.bfloat16,
     param_dtype: DTypeLike = jnp.float32,
     kernel_init: nnx.Initializer = default_kernel_init,
+    bias_init: nnx.Initializer | None = None,
+    kernel_metadata: Metadata = NO_METADATA,
+    bias_metadata: Metadata = NO_METADATA,
     split: Split = None,
     rngs: nnx.Rngs,
+    **others: Any,
   ):
     """Initializes the parameters.
 
@@ -274,85 +282,62 @@ class Linear(RecipeModule):
       in_features: D, width of the input.
       out_features: width of the output, or the shape [*F] of its last axes.
       recipe: whether the products are FP8; None for `recipe.coat()`.
-      use_bias: whether there is a bias [*F], initialized with zeros.
-      dtype: of input and output.
+      use_bias: whether there is a bias [*F].
+      dtype: of input and output; None for what the input and the parameters
+        promote to, as in flax.
       param_dtype: of the parameters and their gradients.
       kernel_init: initializer of the kernel, called with [D, F] of all columns.
+      bias_init: initializer of the bias, called with [F] of all columns; None
+        for zeros, which draw no key.
+      kernel_metadata: metadata of the kernel, such as `out_sharding`.
+      bias_metadata: metadata of the bias.
       split: on a mesh with a tensor axis: "columns" for a column-parallel
         kernel, "inputs" for a row-parallel one, None for a replicated one.
-      rngs: its stream `params` initializes the kernel.
+      rngs: its stream `params` initializes the parameters.
+      **others: flax's other arguments; refused unless they have flax's default.
+
+    Raises:
+      ValueError: an argument of flax's that FP8 products do not have.
     """
-    super().__init__(recipe or recipes.coat(), dtype)
+    super().__init__(recipe or recipes.coat(), dtype, others)
+    self.in_features, self.out_features = in_features, out_features
+    self.use_bias, self.param_dtype = use_bias, param_dtype
     self.split: Split = split
-    if isinstance(out_features, int):
-      out_features = (out_features,)
+    columns = (out_features,) if isinstance(out_features, int) else out_features
     # Initialized as a matrix, so that the fan-in and fan-out are the product's.
-    matrix = kernel_init(
-      rngs.params(), (in_features, math.prod(out_features)), param_dtype
+    self.kernel = make_param(
+      kernel_init,
+      rngs,
+      (in_features, *columns),
+      param_dtype,
+      kernel_metadata,
+      drawn=(in_features, math.prod(columns)),
     )
-    self.kernel = nnx.Param(matrix.reshape(in_features, *out_features))
-    self.weight_ndim = 1 + len(out_features)
+    self.weight_ndim = 1 + len(columns)
     self.cache: Operand | None = nnx.data(None)
     self.bias = nnx.data(None)
     if use_bias:
-      self.bias = nnx.Param(jnp.zeros(out_features, param_dtype))
+      drawn = (math.prod(columns),)
+      self.bias = make_param(
+        bias_init, rngs, columns, param_dtype, bias_metadata, drawn=drawn
+      )
 
-  def __call__(self, x: Array) -> Array:
-    """[..., in_features] to [..., *out_features], both in `dtype`."""
-    return linear(
-      x.astype(self.dtype),
+  def __call__(self, x: Array, out_sharding: Sharding = None) -> Array:
+    """Multiplies the last axis.
+
+    Args:
+      x: [..., in_features].
+      out_sharding: how the output is sharded; None leaves it to JAX.
+
+    Returns:
+      [..., *out_features] in `dtype`.
+    """
+    y = linear(
+      self.cast(x, self.kernel, self.bias),
       self.kernel[...],
       value_of(self.bias),
       recipe=self.active_recipe,
       cache=self.cache,
       split=self.split,
     )
-
-
-def with_weight_cache[Module: nnx.Module](
-  module: Module, recipe: CoatRecipe
-) -> Module:
-  """A copy of a module, of the same weights, with their caches filled.
-
-  To be used where the module is used and dropped with it: in the function that
-  is differentiated, or around the microbatches of one step.
-
-  Args:
-    module: any module; its linear layers can be stacked over layers.
-    recipe: says what is cached.
-
-  Returns:
-    The module itself where nothing is cached, else a copy.
-  """
-  if recipe.linear == "bf16" or recipe.weight_cache == "none":
-    return module
-  copy = nnx.merge(*nnx.split(module))
-  for _, part in nnx.iter_modules(copy):
-    if isinstance(part, Linear):
-      part.cache = nnx.data(_cache(part, recipe))
-  return copy
-
-
-def _cache(part: Linear, recipe: CoatRecipe) -> Operand:
-  """The cache of one kernel, or of a stack of them."""
-  w = jax.lax.stop_gradient(part.kernel[...])
-  stack = w.shape[: w.ndim - part.weight_ndim]
-
-  def fill(w):
-    flat = w.reshape(-1, *w.shape[len(stack) :])
-    # Codes one layer after the other: a kernel has one matrix at a time.
-    each = jax.lax.map if recipe.weight_cache == "codes" else _vmap
-    cache = each(lambda w: cache_weight(w, recipe), flat)
-    return jax.tree.map(lambda x: x.reshape(*stack, *x.shape[1:]), cache)
-
-  if (axes := recipe.axes) is None:
-    return fill(w)
-  kernel = split_kernel(axes, part.split, part.weight_ndim)
-  has_codes = recipe.weight_cache == "codes"
-  out_specs = cache_specs(kernel, has_codes=has_codes, num_stacked=len(stack))
-  stacked = P(*(None,) * len(stack), *kernel)
-  return run_sharded(fill, axes, (w,), (stacked,), out_specs)
-
-
-def _vmap(f, x):
-  return jax.vmap(f)(x)
+    return reshard(y, out_sharding)

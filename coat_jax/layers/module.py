@@ -1,34 +1,83 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every module here has: a recipe, and another one for evaluation."""
 
+import inspect
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import jax
 import jax.numpy as jnp
 from flax import nnx
+from flax.nnx.nn.dtypes import canonicalize_dtype
 from jax import Array
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from coat_jax.recipe import CoatRecipe
+
+type Sharding = NamedSharding | PartitionSpec | None
+
+# Why arguments of flax's modules are refused, by a part of their name; the
+# first that is found.
+_REASONS = {
+  "precision": "products read FP8 codes and are summed in f32",
+  "dot_general": "products and their gradients are the recipe's",
+  "promote_dtype": "`dtype` and the recipe say in which format each array is",
+  "preferred_element_type": "sums are f32 and outputs `dtype`",
+  "axis_name": "statistics are of whole rows; shard other axes than the last",
+  "axis_index_groups": "statistics are of whole rows",
+  "use_fast_variance": "the variance is always the accurate one",
+  "_axes": "groups that share a scale, and so norms, are along the last axis",
+  "axis": "products are over the last axis; reshape the input, or use nnx.vmap "
+  "for a batch of kernels",
+  "attention_fn": "attention is part of the block; one of your own can be made "
+  "of NormLinear, Linear and a function between",
+  "drop": "there is no dropout",
+  "determ": "there is no dropout",
+  "keep_rngs": "there is no dropout",
+  "decode": "there is no cache of keys and values",
+  "normalize_qk": "q and k are not normalized",
+  "_ln_": "q and k are not normalized",
+  "_features": "input and output are `features` wide, heads `head_dim`",
+}
 
 
 class RecipeModule(nnx.Module):
   """Base of all modules: holds the recipe and the compute dtype.
 
   Attributes:
+    counterparts: modules of flax whose other arguments are refused with a
+      reason, or taken with their default value.
     recipe: what training computes and saves for the backward pass.
-    dtype: dtype of inputs and outputs.
+    dtype: dtype of inputs and outputs; None for what they promote to with the
+      parameters.
     deterministic: set by `module.eval()` and `module.train()`; evaluation uses
       `recipe.for_evaluation()`.
   """
 
-  def __init__(self, recipe: CoatRecipe, dtype: DTypeLike):
+  counterparts: ClassVar[tuple[type[nnx.Module], ...]] = ()
+
+  def __init__(
+    self,
+    recipe: CoatRecipe,
+    dtype: DTypeLike | None,
+    others: Mapping[str, Any] | None = None,
+  ):
     """Sets what all modules have.
 
     Args:
       recipe: what training computes and saves.
-      dtype: of inputs and outputs.
+      dtype: of inputs and outputs, or None.
+      others: arguments that a constructor does not know.
 
     Raises:
-      TypeError: `recipe` is not a CoatRecipe, such as a preset not called.
+      TypeError: `recipe` is not a CoatRecipe, such as a preset not called; or
+        flax does not know one of `others` either.
+      ValueError: one of `others` is flax's but cannot be had here.
     """
+    for name, value in (others or {}).items():
+      self._refuse(name, value)
     if not isinstance(recipe, CoatRecipe):
       raise TypeError(
         f"{type(self).__name__}: recipe must be a CoatRecipe, got "
@@ -37,6 +86,32 @@ class RecipeModule(nnx.Module):
     self.recipe = recipe
     self.dtype = dtype
     self.deterministic = False
+
+  def _refuse(self, name: str, value: Any) -> None:
+    """Raises unless this is flax's argument with its default value."""
+    module = type(self).__name__
+    theirs = [inspect.signature(c.__init__) for c in self.counterparts]
+    found = [
+      signature.parameters[name].default
+      for signature in theirs
+      if name in signature.parameters
+    ]
+    if not found:
+      raise TypeError(
+        f"{module}.__init__() got an unexpected keyword argument {name!r}"
+      )
+    if any(value is x or type(value) is type(x) and value == x for x in found):
+      return
+    reasons = (why for part, why in _REASONS.items() if part in name)
+    reason = next(reasons, "there is nothing like it in FP8 layers")
+    raise ValueError(
+      f"{module}: {name} must be left out, got {value!r}: {reason}"
+    )
+
+  def cast(self, x: Array, *params: nnx.Param | None) -> Array:
+    """x in `dtype`; where that is None, in what it and these promote to."""
+    arrays = map(value_of, params)
+    return x.astype(canonicalize_dtype(x, *arrays, dtype=self.dtype))
 
   @property
   def active_recipe(self) -> CoatRecipe:
@@ -49,6 +124,22 @@ def value_of(param: nnx.Param | None) -> Array | None:
   return None if param is None else param[...]
 
 
+def reshard(y: Array, out_sharding: Sharding) -> Array:
+  """The same values, sharded like this; None leaves them as they are.
+
+  On explicit axes of a mesh it is a part of the type, on automatic ones a
+  constraint.
+  """
+  if out_sharding is None:
+    return y
+  mesh = jax.sharding.get_abstract_mesh()
+  if isinstance(out_sharding, NamedSharding):
+    mesh = out_sharding.mesh
+  if AxisType.Explicit in mesh.axis_types:
+    return jax.sharding.reshard(y, out_sharding)
+  return jax.lax.with_sharding_constraint(y, out_sharding)
+
+
 def rows_to_batch(x: Array) -> Array:
   """[..., T, D] to [B, T, D], leading axes taken together."""
-  return jnp.reshape(x, (-1, *x.shape[-2:]))
+  return jnp.reshape(x, (math.prod(x.shape[:-2]), *x.shape[-2:]))

@@ -18,6 +18,7 @@ from coat_jax.layers.mesh.collectives import sum_tokens
 from coat_jax.layers.mesh.rule import rule
 from coat_jax.layers.mesh.specs import tokens
 from coat_jax.layers.module import RecipeModule, value_of
+from coat_jax.layers.parameters import NO_METADATA, Metadata, make_param
 from coat_jax.layers.residuals import (
   cotangent,
   residual_scope,
@@ -124,6 +125,7 @@ class Norm(RecipeModule):
   """A norm of either kind; `RMSNorm` and `LayerNorm` construct it.
 
   Attributes:
+    num_features: width of the last axis.
     kind: "rms" or "layer".
     epsilon: what is added to the mean square or the variance.
     scale: [num_features] or None.
@@ -140,9 +142,14 @@ class Norm(RecipeModule):
     recipe: CoatRecipe | None = None,
     use_scale: bool = True,
     use_bias: bool = False,
-    dtype: DTypeLike = jnp.bfloat16,
+    dtype: DTypeLike | None = jnp.bfloat16,
     param_dtype: DTypeLike = jnp.float32,
+    scale_init: nnx.Initializer | None = None,
+    bias_init: nnx.Initializer | None = None,
+    scale_metadata: Metadata = NO_METADATA,
+    bias_metadata: Metadata = NO_METADATA,
     rngs: nnx.Rngs,
+    **others: Any,
   ):
     """Initializes the parameters.
 
@@ -151,26 +158,39 @@ class Norm(RecipeModule):
       epsilon: added to the mean square or the variance.
       recipe: whether the input is read and saved in FP8; None for
         `recipe.coat()`.
-      use_scale: whether there is a scale [D], initialized with ones.
-      use_bias: whether there is a bias [D], initialized with zeros.
-      dtype: of input and output.
+      use_scale: whether there is a scale [D].
+      use_bias: whether there is a bias [D].
+      dtype: of input and output; None for what the input and the parameters
+        promote to, as in flax.
       param_dtype: of the parameters and their gradients.
-      rngs: not used, for nothing is random; as `nnx.RMSNorm` takes it.
+      scale_init: initializer of the scale; None for ones, which draw no key.
+      bias_init: initializer of the bias; None for zeros, which draw no key.
+      scale_metadata: metadata of the scale, such as `out_sharding`.
+      bias_metadata: metadata of the bias.
+      rngs: its stream `params`, for initializers that are given.
+      **others: flax's other arguments; refused unless they have flax's default.
+
+    Raises:
+      ValueError: an argument of flax's that norms of FP8 values do not have.
     """
-    del rngs
-    super().__init__(recipe or recipes.coat(), dtype)
-    self.epsilon = epsilon
+    super().__init__(recipe or recipes.coat(), dtype, others)
+    self.num_features, self.epsilon = num_features, epsilon
+    self.use_scale, self.use_bias = use_scale, use_bias
+    self.param_dtype = param_dtype
     self.scale = nnx.data(None)
     self.bias = nnx.data(None)
+    shape = (num_features,)
     if use_scale:
-      self.scale = nnx.Param(jnp.ones(num_features, param_dtype))
+      self.scale = make_param(
+        scale_init, rngs, shape, param_dtype, scale_metadata, default=jnp.ones
+      )
     if use_bias:
-      self.bias = nnx.Param(jnp.zeros(num_features, param_dtype))
+      self.bias = make_param(bias_init, rngs, shape, param_dtype, bias_metadata)
 
   def __call__(self, x: Array) -> Array:
     """[..., num_features] to the same shape, in `dtype`."""
     return norm(
-      x.astype(self.dtype),
+      self.cast(x, self.scale, self.bias),
       value_of(self.scale),
       value_of(self.bias),
       kind=self.kind,
@@ -195,6 +215,7 @@ class RMSNorm(Norm):
   """
 
   kind = "rms"
+  counterparts = (nnx.RMSNorm,)
 
 
 class LayerNorm(Norm):
@@ -215,6 +236,7 @@ class LayerNorm(Norm):
   """
 
   kind = "layer"
+  counterparts = (nnx.LayerNorm,)
 
   def __init__(
     self,
@@ -228,8 +250,8 @@ class LayerNorm(Norm):
 
     Args:
       num_features: D, width of the last axis.
-      use_bias: whether there is a bias [D], initialized with zeros.
-      rngs: not used, for nothing is random; as `nnx.LayerNorm` takes it.
+      use_bias: whether there is a bias [D].
+      rngs: its stream `params`, for initializers that are given.
       **kwargs: the others of `Norm`.
     """
     super().__init__(num_features, use_bias=use_bias, rngs=rngs, **kwargs)

@@ -5,7 +5,7 @@ The norm reads 1 x G FP8 values and writes the E4M3 operand of the product, with
 no BF16 array between.
 """
 
-from typing import Any
+from typing import Any, Unpack
 
 import jax.numpy as jnp
 from flax import nnx
@@ -28,8 +28,9 @@ from coat_jax.layers.linear import (
 )
 from coat_jax.layers.mesh.rule import rule
 from coat_jax.layers.mesh.specs import own_columns, tokens
-from coat_jax.layers.module import RecipeModule
+from coat_jax.layers.module import RecipeModule, Sharding, reshard
 from coat_jax.layers.norm import make_norm, norm, norm_options
+from coat_jax.layers.parameters import NormLinearOptions, options_by_part
 from coat_jax.ops import Operand
 from coat_jax.recipe import CoatRecipe
 
@@ -116,6 +117,8 @@ class NormLinear(RecipeModule):
     linear: Linear (its parameters).
   """
 
+  counterparts = (nnx.Linear,)
+
   def __init__(
     self,
     in_features: int,
@@ -127,10 +130,10 @@ class NormLinear(RecipeModule):
     use_scale: bool = True,
     use_norm_bias: bool = False,
     use_bias: bool = True,
-    dtype: DTypeLike = jnp.bfloat16,
+    dtype: DTypeLike | None = jnp.bfloat16,
     param_dtype: DTypeLike = jnp.float32,
-    kernel_init: nnx.Initializer | None = None,
     rngs: nnx.Rngs,
+    **options: Unpack[NormLinearOptions],
   ):
     """Initializes the parameters.
 
@@ -140,15 +143,21 @@ class NormLinear(RecipeModule):
       recipe: what is computed and saved in FP8; None for `recipe.coat()`.
       norm: "rms" or "layer"; None for none, which makes a `Linear`.
       epsilon: what the norm adds to the mean square or the variance.
-      use_scale: whether the norm has a scale [D], initialized with ones.
-      use_norm_bias: whether the norm has a bias [D], initialized with zeros.
-      use_bias: whether the product has a bias [F], initialized with zeros.
-      dtype: of input, output and what is not FP8.
+      use_scale: whether the norm has a scale [D].
+      use_norm_bias: whether the norm has a bias [D].
+      use_bias: whether the product has a bias [F].
+      dtype: of input, output and what is not FP8; None for what the input and
+        the parameters promote to.
       param_dtype: of the parameters and their gradients.
-      kernel_init: initializer of the kernel [D, F]; None for `Linear`'s.
-      rngs: its stream `params` initializes the kernel.
+      rngs: its stream `params` initializes the parameters.
+      **options: initializers and metadata of the parameters, see
+        `NormLinearOptions`; flax's other arguments are refused.
+
+    Raises:
+      ValueError: an argument of flax's that FP8 layers do not have.
     """
-    super().__init__(recipe or recipes.coat(), dtype)
+    of = options_by_part(options, NormLinearOptions)
+    super().__init__(recipe or recipes.coat(), dtype, of.others)
     shared: dict[str, Any] = dict(
       recipe=self.recipe, dtype=dtype, param_dtype=param_dtype, rngs=rngs
     )
@@ -159,17 +168,24 @@ class NormLinear(RecipeModule):
       use_scale=use_scale,
       use_bias=use_norm_bias,
       **shared,
+      **of.norm,
     )
-    if kernel_init is not None:
-      shared["kernel_init"] = kernel_init
     shared |= dict(use_bias=use_bias, split="columns")
-    self.linear = Linear(in_features, out_features, **shared)
+    self.linear = Linear(in_features, out_features, **shared, **of.front)
 
-  def __call__(self, x: Array) -> Array:
-    """[..., in_features] to [..., out_features], both in `dtype`."""
+  def __call__(self, x: Array, out_sharding: Sharding = None) -> Array:
+    """Normalizes and multiplies the last axis.
+
+    Args:
+      x: [..., in_features].
+      out_sharding: how the output is sharded; None leaves it to JAX.
+
+    Returns:
+      [..., out_features] in `dtype`.
+    """
     gamma, beta, w, bias, cache = FrontWeights.of(self.norm, self.linear)
-    return norm_linear(
-      x.astype(self.dtype),
+    y = norm_linear(
+      self.cast(x, self.linear.kernel),
       gamma,
       beta,
       w,
@@ -178,3 +194,4 @@ class NormLinear(RecipeModule):
       recipe=self.active_recipe,
       cache=cache,
     )
+    return reshard(y, out_sharding)

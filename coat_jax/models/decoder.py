@@ -84,7 +84,7 @@ class DecoderLayer(nnx.Module):
       use_scale=choices.norm_has_scale,
       dtype=dtype,
       kernel_init=nnx.initializers.normal(_INIT_STDDEV),
-      out_init=nnx.initializers.normal(out_stddev),
+      out_kernel_init=nnx.initializers.normal(out_stddev),
       rngs=rngs,
     )
     self.attention = Attention(

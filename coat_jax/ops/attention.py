@@ -114,7 +114,7 @@ def _chunks(x: Array) -> tuple[Array, Array]:
   chunk = min(_CHUNK, x.shape[1])
   missing = -x.shape[1] % chunk
   x = jnp.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2))
-  x = x.reshape(x.shape[0], -1, chunk, *x.shape[2:])
+  x = x.reshape(x.shape[0], x.shape[1] // chunk, chunk, *x.shape[2:])
   x, first = jnp.moveaxis(x, 1, 0), jnp.arange(x.shape[1]) * chunk
   # Tied to the data: masks that depend on constants only are the same in every
   # layer, so a scan over layers would compute all of them first and hold them.
@@ -124,7 +124,8 @@ def _chunks(x: Array) -> tuple[Array, Array]:
 def _join(x: Array, t: int) -> Array:
   """[chunks, B, chunk, ...] to [B, T, ...]: the inverse of `_chunks`."""
   x = jnp.moveaxis(x, 0, 1)
-  return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :t]
+  length = x.shape[1] * x.shape[2]
+  return x.reshape(x.shape[0], length, *x.shape[3:])[:, :t]
 
 
 def _per_row(x: Array) -> Array:

@@ -50,7 +50,7 @@ def _require_product(op: str, a: Array, b: Array, dtype: DTypeLike) -> None:
   if wrong:
     raise Unsupported(f"{op}: cuBLASLt multiplies FP8 here, got {wrong}")
   sizes = (math.prod(a.shape[:-1]), b.shape[0], a.shape[-1])
-  if any(size % 16 for size in sizes):
+  if any(size % 16 or size == 0 for size in sizes):
     raise Unsupported(
       f"{op}: cuBLASLt takes FP8 matrices whose sizes are multiples of 16, "
       f"got [{sizes[0]}, {sizes[2]}] times [{sizes[2]}, {sizes[1]}]"
@@ -114,6 +114,11 @@ def _require_attention(q: Array, k: Array, causal: bool) -> None:
     raise Unsupported(
       "attention: cuDNN takes head sizes that are multiples of 8 up to 256, "
       f"got {q.shape[-1]}"
+    )
+  if q.size == 0 or k.size == 0:
+    raise Unsupported(
+      "attention: cuDNN attends to at least one query and key, got q "
+      f"{q.shape} and k {k.shape}"
     )
   if causal and q.shape[1] != k.shape[1]:
     raise Unsupported(

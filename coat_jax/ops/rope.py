@@ -70,13 +70,15 @@ def join_heads(
 ) -> Array:
   """The transpose of `split_heads`, which is linear: [B, T, (N + 2 K) H]."""
   b, t, kv_heads, h = dk.shape
+  heads = dq.shape[2] // kv_heads
   dq, dk = rotate(dq, cos, -sin), rotate(dk, cos, -sin)
   parts = (
-    dq.reshape(b, t, kv_heads, -1, h),
+    dq.reshape(b, t, kv_heads, heads, h),
     dk[..., None, :],
     dv[..., None, :],
   )
-  return jnp.concatenate(parts, axis=3).reshape(b, t, -1)
+  columns = kv_heads * (heads + 2) * h
+  return jnp.concatenate(parts, axis=3).reshape(b, t, columns)
 
 
 @op(triton="rope")

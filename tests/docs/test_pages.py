@@ -74,8 +74,19 @@ def check_sharding(names, printed, text):
   assert names["state_specs"][0].nu_amax["up"] == P(None, "fsdp")
   abstract = names["target"]["optimizer"][0].nu_amax["up"].sharding
   assert abstract == moments.nu_amax["up"].sharding
-  of_nnx = names["shardings"]["opt_state"][0]["mu_amax"]["kernel"]
-  assert of_nnx.get_value().spec == P(None, "fsdp")
+  model, adam = names["model"], names["adamw"].opt_state[0]
+  for kernel, spec in (
+    (model.head.kernel, P("fsdp")),
+    (adam.mu_codes["head"]["kernel"], P("fsdp")),
+    (adam.mu_amax["head"]["kernel"], P("fsdp")),
+    (model.mlp.gate_up.kernel, P("fsdp")),
+    (adam.nu_codes["mlp"]["gate_up"]["kernel"], P("fsdp")),
+    (adam.nu_amax["mlp"]["gate_up"]["kernel"], P("fsdp")),
+    (adam.mu_codes["head"]["bias"], P("fsdp")),
+  ):
+    array = kernel[...]
+    assert tuple(spec) == tuple(array.sharding.spec)[:1]
+    assert array.addressable_shards[0].data.nbytes * 4 == array.nbytes
   assert names["y"].sharding.spec == P(("data", "fsdp"))
 
 

@@ -214,3 +214,33 @@ def test_heads_that_do_not_fit_are_refused(arguments, message):
     module(**arguments)
   with pytest.raises(ValueError, match="features must be a multiple of num_he"):
     Attention(25, 4, rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize(
+  "recipe", [*RECIPES.values(), recipes.bf16()], ids=["coat", "fp8", "bf16"]
+)
+def test_an_empty_batch_has_gradients_of_zero(recipe):
+  attention = Attention(
+    24, 4, num_kv_heads=2, use_bias=True, recipe=recipe, rngs=nnx.Rngs(0)
+  )
+  graph, params = nnx.split(attention)
+
+  @jit
+  def run(params, x):
+    f = lambda params, x: nnx.merge(graph, params)(x)  # noqa: E731
+    y, vjp = jax.vjp(f, params, x)
+    return y, vjp(y)
+
+  x = jnp.zeros((0, 6, 24), jnp.bfloat16)
+  y, (dparams, dx) = run(params, x)
+  assert y.shape == dx.shape == x.shape
+  assert_same_bits(dparams, jax.tree.map(jnp.zeros_like, params))
+
+
+@pytest.mark.parametrize("sizes", [dict(num_heads=8), dict(head_dim=5)])
+def test_heads_of_an_odd_size_are_refused(sizes):
+  arguments = dict(num_heads=4, rope_theta=None) | sizes
+  odd = sizes.get("head_dim", 3)
+  message = f"heads must have an even size.*got {odd}; pass an even head_dim"
+  with pytest.raises(ValueError, match=message):
+    Attention(24, **arguments, rngs=nnx.Rngs(0))

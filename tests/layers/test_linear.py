@@ -127,6 +127,21 @@ def test_takes_the_place_of_nnx_linear():
   assert_same_bits(without.kernel[...].reshape(24, 40), ours.kernel[...])
 
 
+@pytest.mark.parametrize("recipe", [COAT, recipes.bf16()])
+@pytest.mark.parametrize("rows", [(0, 6), (2, 0), (0,)])
+def test_an_empty_batch_has_gradients_of_zero(rows, recipe):
+  x, w, bias, dy = case(rows, (2, 20), jnp.bfloat16)
+
+  @jit
+  def run(x, w, bias, dy):
+    y, vjp = jax.vjp(lambda *args: linear(*args, recipe=recipe), x, w, bias)
+    return y, vjp(dy)
+
+  y, (dx, dw, dbias) = run(x, w, bias, dy)
+  assert y.shape == (*rows, 2, 20) and dx.shape == x.shape
+  assert_same_bits((dw, dbias), (jnp.zeros_like(w), jnp.zeros_like(bias)))
+
+
 def test_shapes_that_do_not_fit_are_refused():
   with pytest.raises(ValueError, match=r"linear: x \[..., D\] needs a weight"):
     linear(jnp.ones((2, 3)), jnp.ones((4, 5)), recipe=COAT)

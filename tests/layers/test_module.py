@@ -92,6 +92,20 @@ def test_recipes_have_one_set_of_parameters(name):
   assert make(name).recipe == recipes.coat()
 
 
+@pytest.mark.parametrize("name", MODULES)
+def test_every_layer_takes_an_empty_batch(name):
+  for recipe in (recipes.coat(residuals="coat"), recipes.bf16()):
+    graph, params = nnx.split(make(name, recipe))
+
+    def run(params, x, graph=graph):
+      y, vjp = jax.vjp(lambda p, x: nnx.merge(graph, p)(x), params, x)
+      return y, vjp(y)
+
+    x = jax.ShapeDtypeStruct((0, 6, D), jnp.bfloat16)
+    y, (_, dx) = jax.eval_shape(run, params, x)
+    assert y.shape[:2] == (0, 6) and dx.shape == x.shape
+
+
 def test_a_recipe_that_is_none_is_refused():
   # Here, where types are checked, the type checker may speak first.
   for make_module in MODULES.values():

@@ -81,6 +81,15 @@ def test_bfloat16_in_and_out():
   assert_close((dgamma, dbeta), want_gradients[1:])
 
 
+@pytest.mark.parametrize("recipe", [COAT, recipes.bf16()])
+@pytest.mark.parametrize("rows", [(0, 6), (2, 0), (0,)])
+def test_an_empty_batch_has_gradients_of_zero(rows, recipe):
+  x, gamma, beta, dy = case(rows)
+  y, (dx, *rest) = layer(x, gamma, beta, dy, "layer", 1e-5, recipe)
+  assert y.shape == dx.shape == x.shape
+  assert_same_bits(rest, [jnp.zeros_like(gamma)] * 2)
+
+
 @pytest.mark.parametrize("module", [RMSNorm, LayerNorm])
 def test_epsilon_is_the_caller_s(module):
   # A row of one value: exact in FP8 (code 448 and a scale of 2^-8 is 1.75).

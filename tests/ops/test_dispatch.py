@@ -67,13 +67,14 @@ def test_op_on_a_mesh_of_gpus_has_no_choice_of_platform():
   assert "pallas_call" in found
 
 
-def test_op_that_its_kernel_refuses_is_left_to_xla():
-  x, w = operands(m=6)
+@pytest.mark.parametrize("m", [6, 0])
+def test_op_that_its_kernel_refuses_is_left_to_xla(m):
+  x, w = operands(m=m)
   with jax.sharding.use_abstract_mesh(H200):
     assert "platform_index" not in primitives(ops.linear_fwd, x, w)
   assert ops.explain(ops.linear_fwd, x, w) == (
     "linear_fwd: xla everywhere (linear_fwd: cuBLASLt takes FP8 matrices whose "
-    "sizes are multiples of 16, got [6, 32] times [32, 48])"
+    f"sizes are multiples of 16, got [{m}, 32] times [32, 48])"
   )
   assert ops.explain(ops.linear_fwd, *operands()) == (
     "linear_fwd: cublas on a GPU, xla elsewhere"
