@@ -32,7 +32,8 @@ from coat_jax.plan import (
 from coat_jax.recipe import GradDtype, Kept, Residuals, WeightCache
 from train import mesh as meshes
 from train import step
-from train.config import Codec, OptimConfig, TrainConfig
+from train.config import TrainConfig
+from train.optim_config import Codec, OptimConfig
 from train.presets import PRESETS
 from train.run.metrics import format_table
 

@@ -9,7 +9,9 @@ errors of the stored moments. A run's twins are drawn with it.
 """
 
 import dataclasses
+import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -19,10 +21,11 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import ScalarFormatter
 
 from train.run.directory import RunDirectory
-from train.run.metrics import read_metrics
+from train.run.rows import read_rows
 
 # Steps over which a loss curve is smoothed; the raw one is drawn behind it.
 _WINDOW = 20
+FORMATS = (".png", ".pdf", ".svg")
 _MOMENTS = {"mu": "first moment", "nu": "second moment"}
 
 
@@ -46,6 +49,25 @@ def draw(runs: dict[str, list[dict]], out: Path) -> None:
   for axis, (draw_panel, rows_by_name) in zip(axes, panels, strict=True):
     draw_panel(axis, rows_by_name)
   figure.savefig(out, dpi=150)
+
+
+def check_figure(out: Path) -> None:
+  """Checks that a figure can be written; to be asked before it is computed.
+
+  Raises:
+    ValueError: it is a folder, is in none, or ends in no known format.
+  """
+  if out.is_dir() or out.suffix not in FORMATS:
+    what = "a folder" if out.is_dir() else f"the ending {out.suffix!r}"
+    raise ValueError(
+      f"out: a figure is a file that ends in {', '.join(FORMATS)}, got {what} "
+      f"in {out}; write it as {out.with_name('figure.png')}"
+    )
+  if not out.parent.is_dir() or not os.access(out.parent, os.W_OK):
+    raise ValueError(
+      f"out: the figure {out} needs a folder that can be written to, got "
+      f"{out.parent}; make it, or pass another"
+    )
 
 
 def _draw_losses(axes, runs: dict[str, list[dict]]) -> None:
@@ -134,19 +156,21 @@ class PlotConfig:
   out: Path | None = None
 
 
-def load(paths: tuple[Path, ...]) -> dict[str, list[dict]]:
+def load(
+  paths: tuple[Path, ...],
+) -> tuple[dict[str, list[dict]], list[str]]:
   """Reads runs and their twins.
 
   Args:
     paths: Folders of runs.
 
   Returns:
-    The lines of each metrics.jsonl, by name.
+    The lines of each metrics.jsonl, by name, and what is wrong with them.
 
   Raises:
     ValueError: a folder has no run, or no step yet.
   """
-  runs = {}
+  runs, damaged = {}, []
   for path in paths:
     run = RunDirectory(path)
     if not run.is_started():
@@ -157,22 +181,26 @@ def load(paths: tuple[Path, ...]) -> dict[str, list[dict]]:
     for each in (run, *run.twins()):
       is_twin = each is not run
       name = f"{path.name} {each.path.name}" if is_twin else path.name
-      runs[name] = list(read_metrics(each.metrics))
-  return runs
+      read = read_rows(each.metrics)
+      runs[name] = read.rows
+      damaged += [read.damaged] if read.damaged else []
+  return runs, damaged
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
   """Runs the command; returns the exit status."""
-  config = tyro.cli(PlotConfig, prog="python -m train.plot")
+  config = tyro.cli(PlotConfig, args=arguments, prog="python -m train.plot")
   try:
     if not config.runs:
       raise ValueError("plot: name at least one run, such as runs/demo")
-    runs = load(config.runs)
     out = config.out or RunDirectory(config.runs[0]).plot
+    runs, damaged = load(config.runs)
+    check_figure(out)
     draw(runs, out)
   except (ValueError, OSError) as error:
     print(f"error: {error}", file=sys.stderr)
     return 2
+  print(*damaged, sep="\n", end="\n" * bool(damaged), file=sys.stderr)
   print(out)
   return 0
 
