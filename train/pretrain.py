@@ -214,8 +214,7 @@ def train(
   is_stopping = False
   while done < config.steps and not is_stopping:
     # One step, and its line in the log.
-    if trace := profiler.before_step():
-      progress.say(trace)
+    profiler.before_step()
     started = time.monotonic()
     with stop_on_bad_input():
       rows = next(batches)
@@ -263,8 +262,7 @@ def train(
           "step is not saved"
         )
       checkpoints.save(done, state, batches, description)
-  if trace := profiler.close():
-    progress.say(trace)
+  profiler.close()
   checkpoints.wait()
   signals.is_deferred = False
   if done < config.steps:

@@ -24,6 +24,10 @@ PUBLISHED = {
     "4 128 352 4 2 256 False 256 1e4 1e-5",
     "1e-3 cosine 0 100 1e-8",
   ),
+  "demo_gpu": (
+    "8 2048 5504 16 16 256 False 2048 1e4 1e-5",
+    "3e-4 cosine 0 150 1e-8",
+  ),
   "llama_60m": (
     "8 512 1376 8 8 32000 False 1024 1e4 1e-6",
     "1e-3 cosine 0 1000 1e-8",

@@ -5,6 +5,7 @@
 and ui.perfetto.dev its trace.json.gz.
 """
 
+import sys
 from pathlib import Path
 
 import jax
@@ -24,27 +25,23 @@ class Profiler:
       is_silent: Trace nothing, because another process does.
     """
     self._folder, self._is_on = folder, False
-    self._count, self._wait = (0, 0) if is_silent else read_profile(text)
+    count, wait = (0, 0) if is_silent else read_profile(text)
+    # Counted from the run's start, or from where it was resumed.
+    self._steps, self._seen = range(wait, wait + count), 0
 
-  def before_step(self) -> str | None:
-    """Starts or ends the trace; to be called before each step.
-
-    Returns:
-      A line to print, when a trace has ended.
-    """
-    if self._is_on:
-      self._count -= 1
-      return None if self._count else self.close()
-    if self._count and not self._wait:
+  def before_step(self) -> None:
+    """Starts or ends the trace; to be called before each step."""
+    is_traced = self._seen in self._steps
+    self._seen += 1
+    if is_traced and not self._is_on:
       jax.profiler.start_trace(str(self._folder))
       self._is_on = True
-    self._wait -= 1
-    return None
+    elif not is_traced:
+      self.close()
 
-  def close(self) -> str | None:
-    """Ends a trace that has not ended yet; returns the line to print."""
-    if not self._is_on:
-      return None
-    self._is_on = False
-    jax.profiler.stop_trace()
-    return f"{self._folder}: a trace of some steps"
+  def close(self) -> None:
+    """Ends a trace that has not ended yet."""
+    if self._is_on:
+      self._is_on = False
+      jax.profiler.stop_trace()
+      print(f"{self._folder}: a trace of steps", file=sys.stderr, flush=True)
