@@ -20,6 +20,7 @@ import tyro
 from matplotlib.figure import Figure
 from matplotlib.ticker import ScalarFormatter
 
+from train.options import read_path
 from train.run.directory import RunDirectory
 from train.run.rows import read_rows
 
@@ -193,7 +194,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
   try:
     if not config.runs:
       raise ValueError("plot: name at least one run, such as runs/demo")
-    out = config.out or RunDirectory(config.runs[0]).plot
+    out = RunDirectory(config.runs[0]).plot
+    if config.out is not None:
+      out = read_path("out", config.out)
     runs, damaged = load(config.runs)
     check_figure(out)
     draw(runs, out)
