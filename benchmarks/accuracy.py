@@ -45,6 +45,7 @@ from benchmarks.trained_moments import (
 )
 from coat_jax import codecs, stochastic
 from coat_jax.codecs.log8 import LogUniform
+from train.plot import check_figure
 
 TRACKED_B2 = (0.95, 0.99, 0.999)
 TRACKED_GROUPS = 128
@@ -322,11 +323,13 @@ def main(arguments: list[str] | None = None) -> None:
     "--codecs", nargs="+", help="by name; all that are registered if not given"
   )
   command.add_argument(
-    "--out", type=args.figure, default="docs/figures/accuracy.png"
+    "--out", type=Path, default=Path("docs/figures/accuracy.png")
   )
   options = parser.parse_args(arguments)
   with args.checked(parser):
     chosen = cases(options.codecs)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    check_figure(options.out)
   one_step, _, traces = run_codecs(*train_moments(options.steps), chosen)
   draw(one_step, traces, options.out)
   say(f"drew {options.out}")

@@ -10,12 +10,10 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import jax
 
 from benchmarks.aot import CompilerMissing
-from train.plot import check_figure
 from train.run.exits import describe_shortage
 
 _LARGEST = 2**20
@@ -29,18 +27,6 @@ def count(text: str) -> int:
       f"a whole number from 1 to {_LARGEST} is needed, got {text[:40]}"
     )
   return number
-
-
-def figure(text: str) -> Path:
-  """Reads the file of a figure, and makes its folder."""
-  path = Path(text)
-  try:
-    if path.suffix:  # Else it may be meant as a folder.
-      path.parent.mkdir(parents=True, exist_ok=True)
-    check_figure(path)
-  except (OSError, ValueError) as error:
-    raise argparse.ArgumentTypeError(str(error)) from error
-  return path
 
 
 @contextlib.contextmanager

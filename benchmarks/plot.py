@@ -12,6 +12,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from benchmarks import arguments as args
+from train.plot import check_figure
 
 _KEYS = ("case", "device", "median_ms", "temporary_bytes")
 
@@ -91,9 +92,10 @@ def main(arguments: list[str] | None = None) -> None:
     description="Draws rows of benchmarks.layer.",
   )
   parser.add_argument("rows", type=Path)
-  parser.add_argument("out", type=args.figure)
+  parser.add_argument("out", type=Path)
   options = parser.parse_args(arguments)
   with args.checked(parser):
+    check_figure(options.out)
     rows = read_rows(options.rows)
   draw(rows, options.out)
 

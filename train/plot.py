@@ -9,8 +9,8 @@ errors of the stored moments. A run's twins are drawn with it.
 """
 
 import dataclasses
-import os
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -64,11 +64,14 @@ def check_figure(out: Path) -> None:
       f"out: a figure is a file that ends in {', '.join(FORMATS)}, got {what} "
       f"in {out}; write it as {out.with_name('figure.png')}"
     )
-  if not out.parent.is_dir() or not os.access(out.parent, os.W_OK):
+  try:
+    with tempfile.TemporaryFile(dir=out.parent):
+      pass
+  except OSError as error:
     raise ValueError(
       f"out: the figure {out} needs a folder that can be written to, got "
-      f"{out.parent}; make it, or pass another"
-    )
+      f"{out.parent} ({error.strerror}); make it, or pass another"
+    ) from error
 
 
 def _draw_losses(axes, runs: dict[str, list[dict]]) -> None:
