@@ -59,10 +59,11 @@ def check_figure(out: Path) -> None:
     ValueError: it is a folder, is in none, or ends in no known format.
   """
   if out.is_dir() or out.suffix not in FORMATS:
+    folder = out if out.is_dir() else out.parent
     what = "a folder" if out.is_dir() else f"the ending {out.suffix!r}"
     raise ValueError(
       f"out: a figure is a file that ends in {', '.join(FORMATS)}, got {what} "
-      f"in {out}; write it as {out.with_name('figure.png')}"
+      f"in {out}; pass {folder / 'figure.png'}, say"
     )
   try:
     with tempfile.TemporaryFile(dir=out.parent):
