@@ -12,16 +12,10 @@ import pytest
 from tensorboardX import crc32c
 from tensorboardX.proto import event_pb2
 
-from tests.train.runs import programs_on_disk, run
+from tests.train.runs import run
 from train.presets import demo
 from train.run import trackers
 from train.run.metrics import MetricsLog, read_metrics
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled_once(tmp_path_factory):
-  with programs_on_disk(tmp_path_factory.mktemp("programs")):
-    yield
 
 
 def events(folder):
