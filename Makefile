@@ -18,6 +18,15 @@ EXTRAS := train,test,lint,docs
 # `make train ARGS="--steps 50"` or `make test ARGS="-k qtensor"`.
 ARGS ?=
 
+# Where there is an NVIDIA GPU, `make train` installs JAX with CUDA and trains on
+# it; `make train GPU=` does neither.
+GPU := $(shell nvidia-smi >/dev/null 2>&1 && echo yes)
+READY := $(if $(GPU),$(CUDA_STAMP),$(STAMP))
+PRESET := $(if $(GPU),demo_gpu,demo)
+ifeq ($(origin GPU)$(GPU),command line)
+train: export JAX_PLATFORMS := cpu
+endif
+
 # A .venv whose Python no longer runs (upgraded, moved) is made again.
 ifneq ($(wildcard $(STAMP)),)
 ifneq ($(shell $(PY) -c 'print("ok")' 2>/dev/null),ok)
@@ -28,7 +37,7 @@ endif
 .PHONY: help train test test-all test-aot test-gpu lint docs clean
 
 help:
-	@echo 'make train     train a small model on real text: FP8 beside its BF16 twin'
+	@echo 'make train     train a model on real text: FP8 beside its BF16 twin'
 	@echo 'make test      run the CPU test suite but for what takes long'
 	@echo 'make test-all  run all of it: killed runs, several processes, matrices'
 	@echo 'make test-aot  compile for an H200, without one, and check what comes out'
@@ -39,11 +48,22 @@ help:
 	@echo
 	@echo 'Each sets up .venv by itself, with a Python >= 3.12 that it finds, or'
 	@echo 'with PYTHON=/path/to/python. Further arguments: ARGS="...".'
+	@echo 'Where nvidia-smi answers, make train installs CUDA and uses the GPU.'
+
+# Where the driver is too old for JAX's CUDA, JAX would train on the CPU, where a
+# step of this preset takes minutes.
+define check_gpu
+@$(PY) -c 'import jax; exit(jax.default_backend() != "gpu")' || { \
+  echo 'nvidia-smi answers, but JAX finds no GPU: its CUDA 13 needs a driver' \
+    'of version 580 or newer. `make train GPU=` trains on the CPU.' >&2; exit 1; }
+@echo 'NVIDIA GPU: training $(PRESET) there (`make train GPU=` for the CPU)'
+endef
 
 # Each time from the start, in place of the demo run before; a run elsewhere
 # (--out) is not replaced unasked, and --resume goes on with the one there is.
-train: $(STAMP)
-	$(PY) -m train.pretrain demo --compare bf16 \
+train: $(READY)
+	$(if $(GPU),$(check_gpu))
+	$(PY) -m train.pretrain $(PRESET) --compare bf16 \
 	  $(if $(findstring --resume,$(ARGS))$(findstring --out,$(ARGS)),,--overwrite) \
 	  $(ARGS)
 
@@ -52,6 +72,7 @@ train: $(STAMP)
 PYTEST := $(PY) -m pytest -n 2 --dist worksteal --durations=10
 define run_tests
 	@set -e; cache=$$(mktemp -d); trap 'rm -rf "$$cache"' EXIT; \
+	JAX_PLATFORMS=cpu \
 	JAX_COMPILATION_CACHE_DIR="$$cache" \
 	JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 \
 	JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES=0 \
@@ -122,5 +143,6 @@ $(COMPILER_STAMP): $(STAMP)
 	touch $@
 
 $(CUDA_STAMP): $(STAMP)
-	$(PIP) --editable '.[$(EXTRAS),cuda]'
-	touch $@
+	@echo "Adding CUDA to $(VENV) (some gigabytes, once)"
+	@$(PIP) --editable '.[$(EXTRAS),cuda]'
+	@touch $@

@@ -33,6 +33,7 @@ import jax.numpy as jnp
 import numpy as np
 from matplotlib.figure import Figure
 
+from benchmarks import arguments as args
 from benchmarks.harness import emit, say
 from benchmarks.trained_moments import (
   B1,
@@ -44,6 +45,7 @@ from benchmarks.trained_moments import (
 )
 from coat_jax import codecs, stochastic
 from coat_jax.codecs.log8 import LogUniform
+from train.plot import check_figure
 
 TRACKED_B2 = (0.95, 0.99, 0.999)
 TRACKED_GROUPS = 128
@@ -303,10 +305,10 @@ def draw(one_step: list[dict], traces: dict, out: Path, b2=0.99) -> None:
   right.set_ylabel("stored v / exact v, median")
   right.set_title(f"Many steps, b2 = {b2}, elements whose gradients shrink")
   right.legend(fontsize="small")
-  out.parent.mkdir(parents=True, exist_ok=True)
   figure.savefig(out, dpi=120)
 
 
+@args.command
 def main(arguments: list[str] | None = None) -> None:
   """Reads the command line and runs."""
   parser = argparse.ArgumentParser(
@@ -314,7 +316,9 @@ def main(arguments: list[str] | None = None) -> None:
   )
   commands = parser.add_subparsers(dest="command", required=True)
   command = commands.add_parser("codecs", help="one step and many steps")
-  command.add_argument("--steps", type=int, default=300, help="of training")
+  command.add_argument(
+    "--steps", type=args.count, default=300, help="of training"
+  )
   command.add_argument(
     "--codecs", nargs="+", help="by name; all that are registered if not given"
   )
@@ -322,12 +326,10 @@ def main(arguments: list[str] | None = None) -> None:
     "--out", type=Path, default=Path("docs/figures/accuracy.png")
   )
   options = parser.parse_args(arguments)
-  if options.steps < 1:
-    parser.error(f"--steps must be at least 1, got {options.steps}")
-  try:
+  with args.checked(parser):
     chosen = cases(options.codecs)
-  except ValueError as error:
-    parser.error(str(error))
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    check_figure(options.out)
   one_step, _, traces = run_codecs(*train_moments(options.steps), chosen)
   draw(one_step, traces, options.out)
   say(f"drew {options.out}")

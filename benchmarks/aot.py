@@ -30,6 +30,10 @@ TARGET = Path(__file__).parent / "h200.txtpb"
 CUDNN_VERSION = 91000  # As in TARGET.
 
 
+class CompilerMissing(RuntimeError):
+  """XLA's compiler for CUDA is needed and not installed."""
+
+
 def available() -> bool:
   """Whether the compiler for CUDA is installed."""
   return importlib.util.find_spec("jax_cuda13_plugin") is not None
@@ -52,10 +56,10 @@ def h200_devices(count: int) -> list[jax.Device]:
     Devices that can be compiled for, and no more.
 
   Raises:
-    RuntimeError: the compiler is not installed.
+    CompilerMissing: the compiler is not installed.
   """
   if not available():
-    raise RuntimeError(
+    raise CompilerMissing(
       "h200_devices: needs XLA's compiler for CUDA, got no module "
       "jax_cuda13_plugin; run `make test-aot`, which puts it into "
       ".venv/compiler, and set PYTHONPATH=.venv/compiler"
@@ -87,7 +91,7 @@ def compile_for_h200(
     device.
 
   Raises:
-    RuntimeError: the compiler is not installed.
+    CompilerMissing: the compiler is not installed.
   """
   if mesh is None:
     out_shardings = sharding = SingleDeviceSharding(h200_devices(1)[0])

@@ -31,6 +31,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from benchmarks import aot
+from benchmarks import arguments as args
 from benchmarks.harness import emit, measure, say
 from coat_jax import recipe as recipes
 from coat_jax.layers import RESIDUAL_NAMES, with_weight_cache
@@ -253,8 +254,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     description="Time and memory of one decoder layer.",
   )
   parser.add_argument("--preset", choices=PRESETS, default="llama2_7b")
-  parser.add_argument("--batch", type=int, default=4)
-  parser.add_argument("--seq", type=int, default=2048)
+  parser.add_argument("--batch", type=args.count, default=4)
+  parser.add_argument("--seq", type=args.count, default=2048)
   parser.add_argument("--param-dtype", choices=("bf16", "f32"), default="bf16")
   parser.add_argument(
     "--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS)
@@ -267,16 +268,14 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
   )
   parser.add_argument("--scan-memory", action="store_true")
   parser.add_argument("--compile-only", action="store_true")
-  parser.add_argument("--repeats", type=int, default=20)
+  parser.add_argument("--repeats", type=args.count, default=20)
   options = parser.parse_args(arguments)
-  for name in ("batch", "seq", "repeats"):
-    if getattr(options, name) < 1:
-      parser.error(f"--{name} must be at least 1, got {getattr(options, name)}")
   dtypes = {"bf16": jnp.bfloat16, "f32": jnp.float32}
   options.param_dtype = dtypes[options.param_dtype]
   return options
 
 
+@args.command
 def main(arguments: list[str] | None = None) -> list[dict]:
   """Runs the command; returns the rows it printed."""
   options = parse(arguments)

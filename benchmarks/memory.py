@@ -30,6 +30,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from benchmarks import aot, planned, table7
+from benchmarks import arguments as args
 from benchmarks.harness import emit
 from coat_jax import coat_adamw, codecs, recipe
 from coat_jax.models.config import ModelConfig
@@ -129,6 +130,7 @@ def _abstract_params(config: ModelConfig, dtype):
   )
 
 
+@args.command
 def main(arguments: list[str] | None = None) -> list[dict]:
   """Runs the command; returns the rows it printed."""
   options = parse(arguments)
@@ -159,7 +161,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     command = commands.add_parser(name)
     command.add_argument("--preset", choices=PRESETS, default="llama2_7b")
     if name == "residuals":
-      command.add_argument("--tokens", type=int, default=256)
+      command.add_argument("--tokens", type=args.count, default=256)
   presets = list(dict.fromkeys(case.preset for case in table7.CASES))
   for name, choices in (
     ("table7", dict(presets=presets, variants=table7.VARIANTS)),
@@ -174,10 +176,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         choices=values,
         default=values,
       )
-  options = parser.parse_args(arguments)
-  if options.command == "residuals" and options.tokens < 1:
-    parser.error(f"--tokens must be at least 1, got {options.tokens}")
-  return options
+  return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":

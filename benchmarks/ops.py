@@ -16,6 +16,7 @@ import functools
 
 import jax
 
+from benchmarks import arguments as args
 from benchmarks.cases import SMOKE, Case, Sizes
 from benchmarks.elementwise_cases import elementwise_cases
 from benchmarks.harness import (
@@ -89,6 +90,7 @@ def chosen(options: argparse.Namespace) -> list[tuple[Case, str]]:
   ]
 
 
+@args.command
 def main(arguments: list[str] | None = None) -> list[dict]:
   """Runs the command; returns the rows of operations that it printed."""
   parser = argparse.ArgumentParser(
@@ -102,10 +104,8 @@ def main(arguments: list[str] | None = None) -> list[dict]:
     "--implementations", nargs="+", help="as xla, triton, cublas; default all"
   )
   parser.add_argument("--smoke", action="store_true", help="tiny shapes")
-  parser.add_argument("--repeats", type=int, default=20)
+  parser.add_argument("--repeats", type=args.count, default=20)
   options = parser.parse_args(arguments)
-  if options.repeats < 1:
-    parser.error(f"--repeats must be at least 1, got {options.repeats}")
   pairs = chosen(options)
   if not pairs:
     parser.error(

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from benchmarks import arguments as args
 from benchmarks.harness import copy_bandwidth, emit, measure, say
 from coat_jax import codecs
 from coat_jax.ops.types import Implementation
@@ -132,19 +133,21 @@ def report(case, implementation, timing, size: int, ceiling: float) -> dict:
   return row
 
 
+@args.command
 def main(arguments: list[str] | None = None) -> None:
+  """Reads the command line and runs."""
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument("--rows", type=int, default=1 << 14, help="of the leaf")
-  parser.add_argument("--columns", type=int, default=1 << 14)
+  parser.add_argument(
+    "--rows", type=args.count, default=1 << 14, help="of the leaf"
+  )
+  parser.add_argument("--columns", type=args.count, default=1 << 14)
   parser.add_argument(
     "--codecs", nargs="+", help="by name; all that are registered if not given"
   )
-  args = parser.parse_args(arguments)
-  shape = args.rows, args.columns
-  try:
-    chosen = cases(args.codecs)
-  except ValueError as error:
-    parser.error(str(error))
+  options = parser.parse_args(arguments)
+  shape = options.rows, options.columns
+  with args.checked(parser):
+    chosen = cases(options.codecs)
   ceiling = copy_bandwidth()
   for dtype in DTYPES:
     adamw(shape, dtype, ceiling)

@@ -16,6 +16,7 @@ from train import plan
 # Sequences on each GPU, and tokens of each.
 LOADS = {
   "demo": (64, 256),
+  "demo_gpu": (4, 2048),
   "llama_60m": (16, 1024),
   "llama_130m": (16, 1024),
   "olmo_1b": (4, 2048),

@@ -11,21 +11,36 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
+from benchmarks import arguments as args
+from train.plot import check_figure
+
+_KEYS = ("case", "device", "median_ms", "temporary_bytes")
+
 
 def read_rows(path: Path) -> list[dict]:
   """Rows of layer.time for forward and backward, in their order.
 
   Raises:
-    ValueError: there are none.
+    OSError: the file cannot be read.
+    ValueError: there are none, or a line is not a row of a benchmark.
   """
-  rows = [json.loads(line) for line in path.read_text().splitlines()]
-  rows = [
-    row
-    for row in rows
-    if row["bench"] == "layer.time"
-    and row["case"]["mode"] == "full"
-    and "median_ms" in row
-  ]
+  rows = []
+  for i, line in enumerate(path.read_bytes().splitlines()):
+    try:
+      row = json.loads(line)
+      if _is_drawn(row):
+        rows.append({name: row[name] for name in _KEYS})
+    except (
+      AttributeError,
+      KeyError,
+      TypeError,
+      ValueError,
+      RecursionError,
+    ) as error:
+      raise ValueError(
+        f"plot: line {i + 1} of {path} must be a row of a benchmark, got "
+        f"{line[:40]!r} ({type(error).__name__}); write the file again"
+      ) from error
   if not rows:
     raise ValueError(
       f"plot: {path} must hold rows of layer.time with times, got none; write "
@@ -34,9 +49,22 @@ def read_rows(path: Path) -> list[dict]:
   return rows
 
 
+def _is_drawn(row: dict) -> bool:
+  if row["bench"] != "layer.time" or row["case"]["mode"] != "full":
+    return False
+  # Of a layer that was only compiled there are no times.
+  if "median_ms" not in row:
+    return False
+  known = row["case"].keys() >= {"variant", "preset", "batch", "seq"}
+  sizes = row["median_ms"], row["temporary_bytes"]
+  if not known or not all(0 <= x < 1e100 for x in sizes):
+    raise ValueError("neither its case nor its sizes")
+  return True
+
+
 def draw(rows: list[dict], out: Path) -> None:
   """Draws the bars to a PNG."""
-  names = [row["case"]["variant"] for row in rows]
+  names = [str(row["case"]["variant"]) for row in rows]
   panels = {
     "forward and backward, ms": [row["median_ms"] for row in rows],
     "temporary memory, MB": [row["temporary_bytes"] / 1e6 for row in rows],
@@ -66,7 +94,10 @@ def main(arguments: list[str] | None = None) -> None:
   parser.add_argument("rows", type=Path)
   parser.add_argument("out", type=Path)
   options = parser.parse_args(arguments)
-  draw(read_rows(options.rows), options.out)
+  with args.checked(parser):
+    check_figure(options.out)
+    rows = read_rows(options.rows)
+  draw(rows, options.out)
 
 
 if __name__ == "__main__":

@@ -20,10 +20,13 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
+from benchmarks import arguments as args
 from benchmarks.harness import emit, say
 from benchmarks.training_step import VARIANTS, configure
 from train import mesh as meshes
@@ -36,18 +39,24 @@ from train.presets import PRESETS
 _WARM_UP_STEPS = 3
 
 
-def measure_steps(config: TrainConfig, *, steps: int) -> dict:
+def measure_steps(
+  config: TrainConfig,
+  mesh: Mesh | None,
+  batches: Iterator[dict],
+  *,
+  steps: int,
+) -> dict:
   """Trains for some steps.
 
   Args:
-    config: the run; all devices are those of its mesh, or one without.
+    config: the run.
+    mesh: its mesh, of all devices; None for one device.
+    batches: its data.
     steps: that are timed, after some that are not.
 
   Returns:
     The values of a row.
   """
-  sizes = config.mesh_sizes
-  mesh = meshes.make_mesh(sizes)
   optimizer = step.build_optimizer(config, mesh)
   abstract = step.abstract_state(config, optimizer, mesh)
   where = meshes.batch_sharding(mesh) if mesh else None
@@ -61,10 +70,6 @@ def measure_steps(config: TrainConfig, *, steps: int) -> dict:
   compile_s = time.monotonic() - started
   state = step.initial_state(config, optimizer, mesh)
 
-  source = load_tokens(DataConfig(), config.model.vocab_size)
-  batches = train_iterator(
-    source, seq_len=config.seq, batch_size=config.batch, seed=0
-  )
   times, losses = [], []
   for _ in range(_WARM_UP_STEPS + steps):
     batch = jax.device_put(next(batches)["tokens"], where)
@@ -89,17 +94,28 @@ def measure_steps(config: TrainConfig, *, steps: int) -> dict:
   )
 
 
-def run(options: argparse.Namespace) -> dict:
-  """Measures one variant in this process; prints its row."""
-  config = configure(
+def configuration(options: argparse.Namespace, variant: str) -> TrainConfig:
+  """The run that a variant is measured in."""
+  return configure(
     options.preset,
-    options.variant,
+    variant,
     batch=options.batch,
     seq=options.seq,
     mesh=options.mesh,
     grad_reduce=options.grad_reduce,
     weight_cache=options.weight_cache,
   )
+
+
+def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> dict:
+  """Measures one variant in this process; prints its row."""
+  with args.checked(parser):
+    config = configuration(options, options.variant)
+    mesh = meshes.make_mesh(config.mesh_sizes)
+    source = load_tokens(DataConfig(), config.model.vocab_size)
+    batches = train_iterator(
+      source, seq_len=config.seq, batch_size=config.batch, seed=0
+    )
   case = dict(
     preset=options.preset,
     variant=options.variant,
@@ -111,19 +127,30 @@ def run(options: argparse.Namespace) -> dict:
     hbm=options.hbm,
     xla_flags=os.environ.get("XLA_FLAGS", ""),
   )
-  return emit(
-    "training.step", case, **measure_steps(config, steps=options.steps)
-  )
+  values = measure_steps(config, mesh, batches, steps=options.steps)
+  return emit("training.step", case, **values)
 
 
 def _fraction(hbm: float) -> str:
   """How much of a GPU's memory JAX may take, for `hbm` of 10^9 bytes."""
   query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader"]
-  found = subprocess.run(query, check=True, capture_output=True, text=True)
-  total = float(found.stdout.split()[0]) * 2**20
+  try:
+    found = subprocess.run(query, check=True, capture_output=True, text=True)
+    total = float(found.stdout.split()[0]) * 2**20
+  except (OSError, subprocess.SubprocessError, IndexError, ValueError) as error:
+    raise ValueError(
+      f"--hbm asks nvidia-smi for the memory of a GPU, got {error}; leave it "
+      "out where there is none"
+    ) from error
+  if not 0 < hbm * 1e9 <= total:
+    raise ValueError(
+      f"--hbm must be above 0 and at most {total / 1e9:.1f}, which is what the "
+      f"GPU has, got {hbm}"
+    )
   return f"{hbm * 1e9 / total:.4f}"
 
 
+@args.command
 def main(arguments: list[str] | None = None) -> int:
   """Runs the command; returns 1 where a variant could not be run."""
   parser = argparse.ArgumentParser(
@@ -133,9 +160,9 @@ def main(arguments: list[str] | None = None) -> int:
   parser.add_argument("--preset", choices=PRESETS, default="llama2_7b")
   parser.add_argument("--variant", choices=VARIANTS, help="all without it")
   parser.add_argument("--mesh", default="", help="as of train.pretrain")
-  parser.add_argument("--batch", type=int, default=2, help="on each GPU")
-  parser.add_argument("--seq", type=int, default=2048)
-  parser.add_argument("--steps", type=int, default=12)
+  parser.add_argument("--batch", type=args.count, default=2, help="on each GPU")
+  parser.add_argument("--seq", type=args.count, default=2048)
+  parser.add_argument("--steps", type=args.count, default=12)
   parser.add_argument(
     "--grad-reduce", choices=("float32", "bfloat16"), default="float32"
   )
@@ -146,18 +173,27 @@ def main(arguments: list[str] | None = None) -> int:
   parser.add_argument("--in-process", action="store_true")
   options = parser.parse_args(arguments)
   if options.in_process:
-    run(options)
+    if options.variant is None:
+      parser.error("--in-process measures one variant; pass --variant")
+    run(parser, options)
     return 0
   environment = dict(os.environ)
-  if options.hbm is not None:
-    environment.pop("XLA_PYTHON_CLIENT_MEM_FRACTION", None)  # Its old name.
-    environment["XLA_CLIENT_MEM_FRACTION"] = _fraction(options.hbm)
+  variants = [options.variant] if options.variant else list(VARIANTS)
+  with args.checked(parser):
+    for variant in variants:
+      configuration(options, variant)
+    if options.hbm is not None:
+      environment.pop("XLA_PYTHON_CLIENT_MEM_FRACTION", None)  # Its old name.
+      environment["XLA_CLIENT_MEM_FRACTION"] = _fraction(options.hbm)
   failed = 0
-  for variant in [options.variant] if options.variant else VARIANTS:
+  for variant in variants:
     command = [sys.executable, "-m", "benchmarks.training", "--in-process"]
     passed = list(sys.argv[1:] if arguments is None else arguments)
     command += [*passed, "--variant", variant]
-    if subprocess.run(command, env=environment).returncode:
+    status = subprocess.run(command, env=environment).returncode
+    if status == 2:  # The arguments are at fault, for all of them.
+      return status
+    if status:
       say(f"{variant}: failed, see above")
       failed = 1
   return failed

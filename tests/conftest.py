@@ -33,9 +33,6 @@ QUICK = (
 )
 
 if os.environ["JAX_PLATFORMS"] == "cpu":
-  # The level would be that of what is compiled for a GPU, too.
-  if platform.machine() in ("x86_64", "AMD64") and not aot.available():
-    os.environ.setdefault("XLA_FLAGS", QUICK)
   aot.only_compile()
 
 # Not through XLA_FLAGS, which commands started by a test would inherit.
@@ -47,6 +44,15 @@ hypothesis.settings.register_profile(
   "coat_jax", deadline=None, derandomize=True, max_examples=20
 )
 hypothesis.settings.load_profile("coat_jax")
+
+
+def pytest_configure(config):
+  # Before anything is compiled. The level would be that of what is compiled for
+  # a GPU, too; CUDA may be there without a test for it.
+  is_for_gpu = aot.available() and "not aot" not in config.option.markexpr
+  is_x86 = platform.machine() in ("x86_64", "AMD64")
+  if os.environ["JAX_PLATFORMS"] == "cpu" and is_x86 and not is_for_gpu:
+    os.environ.setdefault("XLA_FLAGS", QUICK)
 
 
 def pytest_runtest_setup(item):

@@ -6,24 +6,29 @@ options of the run have no prefix (`--steps 100`), the others that of their part
 (`--optim.codec log8`). An option that the chosen recipe or codec would ignore
 is an error.
 
-A field's metadata says what a resumed run may change (`resume_rule`): what is
-FIXED makes another run of it, CONVERTED fields may change with `convert_state`,
-changes of SILENT ones are not worth a line, and all others are reported.
+The type of a number says which are allowed (`coat_jax.models.ranges`), and a
+field's metadata what a resumed run may change (`resume_rule`).
 """
 
 import dataclasses
-from collections.abc import Iterable
 from typing import Annotated, Literal
 
 import jax.numpy as jnp
-import tyro
 
 import coat_jax.recipe
-from coat_jax import codecs
-from coat_jax.models.config import ModelConfig, Remat, check_positive
+from coat_jax.models.config import ModelConfig, Remat
+from coat_jax.models.ranges import Count, Range, Width, check_numbers
 from coat_jax.recipe import GradDtype, MeshAxes
 from train.data.tokens import DataConfig
 from train.mesh import AXIS_RULES, check_fits, parse_mesh
+from train.optim_config import OptimConfig, options_of_codecs
+from train.options import (
+  FIXED,
+  SILENT,
+  check_unused,
+  defaults,
+  read_profile,
+)
 
 # Which arguments each of these takes; the rest must be left as they are.
 _RECIPES = {
@@ -37,98 +42,6 @@ _RECIPES = {
   "fp8_linear": ("weight_cache", "evaluation"),
   "bf16": ("compute",),
 }
-# Options of `OptimConfig` that are for the codec, where it takes them.
-_CODEC_OPTIONS = ("rounding", "group_size", "second")
-
-# A known name, or package.module:function of the user's own.
-Codec = Annotated[
-  str, tyro.conf.arg(metavar=f"{{{','.join(codecs.names())}}}|MODULE:FN")
-]
-
-FIXED = {"resume": "fixed"}
-CONVERTED = {"resume": "converted"}
-SILENT = {"resume": "silent"}
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class OptimConfig:
-  """AdamW, the codec of its stored moments, and the learning rate.
-
-  Attributes:
-    lr: The largest learning rate.
-    codec: How both moments are stored between steps; package.module:function
-      calls a function of yours that returns a MomentCodec.
-    rounding: Of an 8-bit codec; nearest freezes second moments at a high b2.
-    group_size: Of an 8-bit codec, values that share statistics.
-    second: Of codec coat, the format of the second moment.
-    schedule: How it falls after the warmup.
-    warmup: Steps in which it rises from 0; below 1, a share of all steps.
-    min_lr_ratio: Where the schedule ends, as a share of lr.
-    b1: Decay of the first moment.
-    b2: Decay of the second moment.
-    eps: Added to the root of the second moment.
-    weight_decay: Decoupled; not on norms, biases and embeddings.
-    grad_clip: Largest global norm of the gradients.
-
-  Raises:
-    ValueError: a value outside its range, or one that the codec does not take.
-  """
-
-  lr: float
-  codec: Codec = dataclasses.field(default="coat", metadata=CONVERTED)
-  rounding: Literal["stochastic", "nearest"] = dataclasses.field(
-    default="stochastic", metadata=CONVERTED
-  )
-  group_size: int = dataclasses.field(default=128, metadata=CONVERTED)
-  second: Literal["e4m3", "e5m2"] = dataclasses.field(
-    default="e4m3", metadata=CONVERTED
-  )
-  schedule: Literal["cosine", "linear"] = "cosine"
-  warmup: float = 2000
-  min_lr_ratio: float = 0.0
-  b1: float = 0.9
-  b2: float = 0.95
-  eps: float = 1e-8
-  weight_decay: float = 0.1
-  grad_clip: float = 1.0
-
-  def __post_init__(self):
-    check_positive(self, ("lr", "eps", "grad_clip"))
-    for name in ("warmup", "weight_decay"):
-      if not getattr(self, name) >= 0:
-        raise ValueError(
-          f"OptimConfig: {name} must be at least 0, got {getattr(self, name)}; "
-          "0 turns it off"
-        )
-    for name, highest in (("b1", 1), ("b2", 1), ("min_lr_ratio", 1.001)):
-      if not 0 <= getattr(self, name) < highest:
-        raise ValueError(
-          f"OptimConfig: {name} must be a share between 0 and 1, got "
-          f"{getattr(self, name)}; see the presets for usual values"
-        )
-    _check_unused(self, "codec", _options_of_codecs((self.codec,)))
-    try:
-      self.moment_codec()  # Raises what the codec refuses.
-    except TypeError as error:  # The user's function returned something else.
-      raise ValueError(str(error)) from error
-
-  def moment_codec(self) -> codecs.MomentCodec:
-    """Builds the codec, with those options that it takes."""
-    taken = _options_of_codecs((self.codec,))[self.codec]
-    options = {name: getattr(self, name) for name in taken}
-    return codecs.build(self.codec, **options)
-
-  def warmup_steps(self, steps: int) -> int:
-    """Steps of warmup in a run of `steps`."""
-    return round(self.warmup * steps if self.warmup < 1 else self.warmup)
-
-
-def _options_of_codecs(names: Iterable[str] = ()) -> dict[str, list[str]]:
-  """The options that each known codec, and each of `names`, takes."""
-  return {
-    name: [x for x in _CODEC_OPTIONS if x in codecs.options(name)]
-    for name in (*codecs.names(), *names)
-  }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -175,6 +88,11 @@ class TrainConfig:
       against f32 moments that are stored for it (8 bytes a parameter more).
     save_every: Steps between checkpoints; the last step is always saved.
     keep: How many of the newest checkpoints stay.
+    tensorboard: Write metrics to TensorBoard's event files too.
+    wandb: Write metrics to Weights & Biases too; WANDB_PROJECT and its other
+      variables say where.
+    profile: Steps to trace with jax.profiler, as 5, or 5:100 for five after the
+      first hundred. Empty for none.
     model: Shape of the model.
     optim: Optimizer and learning rate.
     data: Where tokens come from.
@@ -195,7 +113,7 @@ class TrainConfig:
   attention: coat_jax.recipe.Kept = dataclasses.field(
     default="bf16", metadata=FIXED
   )
-  activation_group_size: int = dataclasses.field(default=16, metadata=FIXED)
+  activation_group_size: Width = dataclasses.field(default=16, metadata=FIXED)
   weight_cache: coat_jax.recipe.WeightCache = "scale"
   evaluation: Literal["same", "bf16"] = dataclasses.field(
     default="same", metadata=SILENT
@@ -204,33 +122,36 @@ class TrainConfig:
   remat: Remat = "none"
   implementation: Literal["auto", "xla"] = "auto"
   out: str = dataclasses.field(metadata=SILENT)
-  steps: int
+  steps: Count
   mesh: str = ""
   distributed: bool = dataclasses.field(default=False, metadata=SILENT)
-  batch: int = dataclasses.field(metadata=FIXED)
-  accumulate: int = 1
+  batch: Count = dataclasses.field(metadata=FIXED)
+  accumulate: Count = 1
   grad_reduce: GradDtype = "float32"
-  seq: int = dataclasses.field(metadata=FIXED)
-  seed: int = dataclasses.field(default=0, metadata=FIXED)
+  seq: Count = dataclasses.field(metadata=FIXED)
+  seed: Annotated[int, Range(0, 2**31 - 1)] = dataclasses.field(
+    default=0, metadata=FIXED
+  )
   resume: bool = dataclasses.field(default=False, metadata=SILENT)
   convert_state: bool = dataclasses.field(default=False, metadata=SILENT)
   overwrite: bool = dataclasses.field(default=False, metadata=SILENT)
   compare: Literal["bf16"] | None = dataclasses.field(
     default=None, metadata=SILENT
   )
-  compare_seeds: int = dataclasses.field(default=1, metadata=SILENT)
-  eval_every: int = dataclasses.field(default=1000, metadata=SILENT)
-  eval_batches: int = dataclasses.field(default=16, metadata=SILENT)
+  compare_seeds: Annotated[int, Range(1, 100)] = dataclasses.field(
+    default=1, metadata=SILENT
+  )
+  eval_every: Count = dataclasses.field(default=1000, metadata=SILENT)
+  eval_batches: Count = dataclasses.field(default=16, metadata=SILENT)
   report_state: bool = dataclasses.field(default=False, metadata=FIXED)
-  save_every: int = dataclasses.field(default=1000, metadata=SILENT)
-  keep: int = dataclasses.field(default=3, metadata=SILENT)
+  save_every: Count = dataclasses.field(default=1000, metadata=SILENT)
+  keep: Count = dataclasses.field(default=3, metadata=SILENT)
+  tensorboard: bool = dataclasses.field(default=False, metadata=SILENT)
+  wandb: bool = dataclasses.field(default=False, metadata=SILENT)
+  profile: str = dataclasses.field(default="", metadata=SILENT)
 
   def __post_init__(self):
-    check_positive(
-      self,
-      ("steps", "batch", "accumulate", "seq", "activation_group_size")
-      + ("compare_seeds", "eval_every", "eval_batches", "save_every", "keep"),
-    )
+    check_numbers(self)
     shape = ("d_model", "d_ff", "num_heads", "num_kv_heads", "vocab_size")
     check_fits(
       self.mesh_sizes,
@@ -242,12 +163,7 @@ class TrainConfig:
         self.activation_group_size if self.recipe == "coat" else None
       ),
     )
-    if not 0 <= self.seed < 2**31:
-      raise ValueError(
-        f"TrainConfig: seed must be at least 0 and below 2^31, got {self.seed};"
-        " pass another"
-      )
-    _check_unused(self, "recipe", _RECIPES)
+    check_unused(self, "recipe", _RECIPES)
     for name in ("grad_reduce", "distributed"):
       if not self.mesh and getattr(self, name) != getattr(type(self), name):
         raise ValueError(
@@ -269,6 +185,11 @@ class TrainConfig:
         f"TrainConfig: warmup must fit into {self.steps} steps, got "
         f"{self.optim.warmup:g}; lower optim.warmup, or give it as a share "
         "such as 0.1"
+      )
+    if sum(read_profile(self.profile)) > self.steps:
+      raise ValueError(
+        f"TrainConfig: profile must fit into {self.steps} steps, got "
+        f"{self.profile}; trace fewer or earlier ones"
       )
     plain = ("bf16", "bfloat16", "float32")
     if self.compare and (self.recipe, self.compute, self.optim.codec) == plain:
@@ -314,13 +235,13 @@ class TrainConfig:
 
     Options that the recipe does not take get their defaults.
     """
-    unused = _defaults(self, _RECIPES)
+    unused = defaults(self, _RECIPES)
     for name in _RECIPES[recipe]:
       unused.pop(name)
     optim = dataclasses.replace(
       self.optim,
       codec="float32",
-      **_defaults(self.optim, _options_of_codecs()),
+      **defaults(self.optim, options_of_codecs()),
     )
     return dataclasses.replace(
       self, recipe=recipe, optim=optim, compare=None, **unused
@@ -357,22 +278,3 @@ def resume_rule(name: str) -> str:
       break
     rule, part = field.metadata.get("resume", rule), field.type
   return rule
-
-
-def _defaults(config, taken: dict) -> dict:
-  """Returns the default of each option that any of the choices takes."""
-  names = {name for options in taken.values() for name in options}
-  fields = dataclasses.fields(config)
-  return {field.name: field.default for field in fields if field.name in names}
-
-
-def _check_unused(config, chosen: str, taken: dict) -> None:
-  """Raises for options that the choice does not take."""
-  choice = getattr(config, chosen)
-  for name, default in _defaults(config, taken).items():
-    if name not in taken[choice] and getattr(config, name) != default:
-      takers = [taker for taker, found in taken.items() if name in found]
-      raise ValueError(
-        f"{type(config).__name__}: {name} applies to {chosen} "
-        f"{' or '.join(takers)}, got {chosen} {choice}; leave {name} out"
-      )

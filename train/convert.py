@@ -41,6 +41,7 @@ from train import step as steps
 from train.config import OptimConfig, TrainConfig
 from train.data.batches import train_iterator
 from train.data.tokens import load_tokens
+from train.options import read_path
 from train.presets import PRESETS
 from train.run.checkpoint import Checkpoints, read_description, restore_state
 from train.run.directory import RunDirectory, configuration, describe
@@ -304,10 +305,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
   )
   try:
     if isinstance(command, Export):
-      step = export_adamw(command.run, command.out)
+      step = export_adamw(command.run, read_path("out", command.out))
       text = f"{command.out}: params and opt_state of step {step}"
     else:
-      step = import_adamw(command.source, command.config)
+      source = read_path("source", command.source)
+      step = import_adamw(source, command.config)
       text = f"{command.config.out}: --resume continues from step {step}"
   except (ValueError, OSError) as error:
     print(f"error: {error}", file=sys.stderr)

@@ -18,6 +18,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from coat_jax.models.specs import AXIS_RULES
 
+_MOST_DEVICES = 2**16
 MESH_AXES = ("data", "fsdp", "tensor")
 
 
@@ -42,10 +43,12 @@ def parse_mesh(text: str) -> dict[str, int]:
         f"mesh: its axes are {', '.join(MESH_AXES)}, got {name!r} in {text!r}; "
         "write it as data=2,fsdp=4,tensor=1"
       )
-    if name in sizes or not (size.isascii() and size.isdigit() and int(size)):
+    is_number = size.isascii() and size.isdigit() and len(size) < 10
+    if name in sizes or not (is_number and 1 <= int(size) <= _MOST_DEVICES):
       raise ValueError(
-        f"mesh: an axis has one size, at least 1, got {part.strip()!r} in "
-        f"{text!r}; write it as data=2,fsdp=4,tensor=1"
+        f"mesh: an axis has one size, from 1 to {_MOST_DEVICES}, got "
+        f"{part.strip()[:40]!r} in {text[:80]!r}; write it as "
+        "data=2,fsdp=4,tensor=1"
       )
     sizes[name] = int(size)
   return {name: sizes.get(name, 1) for name in MESH_AXES} if sizes else {}
@@ -166,7 +169,8 @@ def _check_divides(axis: str, size: int, share: str = "", **of: int) -> None:
   if common % size == 0:
     return
   name = next(name for name, value in of.items() if value % size)
-  fitting = [str(n) for n in range(1, common + 1) if common % n == 0]
+  most = min(common, _MOST_DEVICES)
+  fitting = [str(n) for n in range(1, most + 1) if common % n == 0]
   raise ValueError(
     f"mesh: {axis} must divide {name}{share}, got {axis}={size} and "
     f"{of[name]}; {axis} of {', '.join(fitting[:8])} would fit this model"

@@ -21,6 +21,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 from coat_jax.layers import vocabulary
 from coat_jax.models.config import ModelConfig, Remat
+from coat_jax.models.ranges import Count, Width, check_numbers
 from coat_jax.plan import (
   DecoderShape,
   Load,
@@ -32,11 +33,13 @@ from coat_jax.plan import (
 from coat_jax.recipe import GradDtype, Kept, Residuals, WeightCache
 from train import mesh as meshes
 from train import step
-from train.config import Codec, OptimConfig, TrainConfig
+from train.config import TrainConfig
+from train.optim_config import Codec, OptimConfig
 from train.presets import PRESETS
 from train.run.metrics import format_table
 
 GB = 10**9
+_LARGEST_HBM = 10**6
 COLUMNS: dict[str, Callable[[TrainConfig], TrainConfig]] = {
   "BF16": lambda run: run.with_f32_moments("bf16"),
   "FP8 linears": lambda run: run.with_f32_moments("fp8_linear"),
@@ -195,15 +198,15 @@ class PlanConfig:
   preset: tyro.conf.Positional[_Preset]  # pyright: ignore
   hbm: str = "80GB"
   mesh: str = ""
-  batch: int | None = None
-  seq: int | None = None
-  accumulate: int = TrainConfig.accumulate
+  batch: Count | None = None
+  seq: Count | None = None
+  accumulate: Count = TrainConfig.accumulate
   remat: Remat = TrainConfig.remat
   attention: Kept = TrainConfig.attention
   weight_cache: WeightCache = TrainConfig.weight_cache
   grad_reduce: GradDtype = TrainConfig.grad_reduce
   codec: Codec = OptimConfig.codec
-  group_size: int = OptimConfig.group_size
+  group_size: Width = OptimConfig.group_size
 
   def run(self) -> TrainConfig:
     """Builds the configuration of the run.
@@ -211,10 +214,11 @@ class PlanConfig:
     Raises:
       ValueError: `train.pretrain` would refuse it.
     """
+    check_numbers(self)
     preset = PRESETS[self.preset]()
     sizes = meshes.parse_mesh(self.mesh)
     devices = sizes.get("data", 1) * sizes.get("fsdp", 1)
-    one_each = devices * max(self.accumulate, 1)  # 0 is refused below.
+    one_each = devices * self.accumulate
     return dataclasses.replace(
       preset,
       mesh=self.mesh,
@@ -236,14 +240,17 @@ def read_bytes(text: str) -> int:
   """Reads 80GB or 74.5GiB.
 
   Raises:
-    ValueError: it is written in another way, or is 0.
+    ValueError: it is written in another way, is 0 or absurd.
   """
   for unit, size in (("GiB", 2**30), ("GB", GB)):
     number = text.removesuffix(unit)
     if number != text and number.replace(".", "", 1).isdigit():
-      if float(number) > 0:
+      if 0 < float(number) <= _LARGEST_HBM:
         return round(float(number) * size)
-  raise ValueError(f"hbm: memory is written as 80GB or 74.5GiB, got {text!r}")
+  raise ValueError(
+    "hbm: memory is written as 80GB or 74.5GiB, above 0 and at most "
+    f"{_LARGEST_HBM}GB, got {text[:40]!r}"
+  )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -10,6 +10,8 @@ errors of the stored moments. A run's twins are drawn with it.
 
 import dataclasses
 import sys
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -18,11 +20,13 @@ import tyro
 from matplotlib.figure import Figure
 from matplotlib.ticker import ScalarFormatter
 
+from train.options import read_path
 from train.run.directory import RunDirectory
-from train.run.metrics import read_metrics
+from train.run.rows import read_rows
 
 # Steps over which a loss curve is smoothed; the raw one is drawn behind it.
 _WINDOW = 20
+FORMATS = (".png", ".pdf", ".svg")
 _MOMENTS = {"mu": "first moment", "nu": "second moment"}
 
 
@@ -46,6 +50,29 @@ def draw(runs: dict[str, list[dict]], out: Path) -> None:
   for axis, (draw_panel, rows_by_name) in zip(axes, panels, strict=True):
     draw_panel(axis, rows_by_name)
   figure.savefig(out, dpi=150)
+
+
+def check_figure(out: Path) -> None:
+  """Checks that a figure can be written; to be asked before it is computed.
+
+  Raises:
+    ValueError: it is a folder, is in none, or ends in no known format.
+  """
+  if out.is_dir() or out.suffix not in FORMATS:
+    folder = out if out.is_dir() else out.parent
+    what = "a folder" if out.is_dir() else f"the ending {out.suffix!r}"
+    raise ValueError(
+      f"out: a figure is a file that ends in {', '.join(FORMATS)}, got {what} "
+      f"in {out}; pass {folder / 'figure.png'}, say"
+    )
+  try:
+    with tempfile.TemporaryFile(dir=out.parent):
+      pass
+  except OSError as error:
+    raise ValueError(
+      f"out: the figure {out} needs a folder that can be written to, got "
+      f"{out.parent} ({error.strerror}); make it, or pass another"
+    ) from error
 
 
 def _draw_losses(axes, runs: dict[str, list[dict]]) -> None:
@@ -134,19 +161,21 @@ class PlotConfig:
   out: Path | None = None
 
 
-def load(paths: tuple[Path, ...]) -> dict[str, list[dict]]:
+def load(
+  paths: tuple[Path, ...],
+) -> tuple[dict[str, list[dict]], list[str]]:
   """Reads runs and their twins.
 
   Args:
     paths: Folders of runs.
 
   Returns:
-    The lines of each metrics.jsonl, by name.
+    The lines of each metrics.jsonl, by name, and what is wrong with them.
 
   Raises:
     ValueError: a folder has no run, or no step yet.
   """
-  runs = {}
+  runs, damaged = {}, []
   for path in paths:
     run = RunDirectory(path)
     if not run.is_started():
@@ -157,22 +186,28 @@ def load(paths: tuple[Path, ...]) -> dict[str, list[dict]]:
     for each in (run, *run.twins()):
       is_twin = each is not run
       name = f"{path.name} {each.path.name}" if is_twin else path.name
-      runs[name] = list(read_metrics(each.metrics))
-  return runs
+      read = read_rows(each.metrics)
+      runs[name] = read.rows
+      damaged += [read.damaged] if read.damaged else []
+  return runs, damaged
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
   """Runs the command; returns the exit status."""
-  config = tyro.cli(PlotConfig, prog="python -m train.plot")
+  config = tyro.cli(PlotConfig, args=arguments, prog="python -m train.plot")
   try:
     if not config.runs:
       raise ValueError("plot: name at least one run, such as runs/demo")
-    runs = load(config.runs)
-    out = config.out or RunDirectory(config.runs[0]).plot
+    out = RunDirectory(config.runs[0]).plot
+    if config.out is not None:
+      out = read_path("out", config.out)
+    runs, damaged = load(config.runs)
+    check_figure(out)
     draw(runs, out)
   except (ValueError, OSError) as error:
     print(f"error: {error}", file=sys.stderr)
     return 2
+  print(*damaged, sep="\n", end="\n" * bool(damaged), file=sys.stderr)
   print(out)
   return 0
 

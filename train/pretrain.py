@@ -49,7 +49,9 @@ from train.run.exits import (
   stop_on_failure,
 )
 from train.run.metrics import MetricsLog, Progress
+from train.run.profile import Profiler
 from train.run.signals import Signals
+from train.run.trackers import check_installed, open_trackers
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -72,6 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
           processes.join()
       with contextlib.ExitStack() as claimed:
         with stop_on_bad_input():
+          check_installed(config)
           claimed.enter_context(RunDirectory(config.out).claimed(config))
           say(f"{config.out}: reading data")
           tokens = load_tokens(config.data, config.model.vocab_size)
@@ -163,8 +166,16 @@ def train(
     )
     state = step.initial_state(config, optimizer, mesh)
   is_silent = not processes.is_primary()
-  log = MetricsLog(run.metrics, resumed_step=done, is_silent=is_silent)
+  with stop_on_bad_input():
+    trackers = []
+    if not is_silent:
+      trackers = open_trackers(config, run.path, description, resumed_step=done)
+  log = MetricsLog(
+    run.metrics, resumed_step=done, is_silent=is_silent, trackers=trackers
+  )
   opened.enter_context(contextlib.closing(log))
+  profiler = Profiler(config.profile, run.path / "profile", is_silent=is_silent)
+  opened.enter_context(contextlib.closing(profiler))
 
   # Both programs are compiled here, so that the loop only runs them.
   say(f"{config.out}: compiling")
@@ -174,6 +185,7 @@ def train(
   train_step = step.compile_on(mesh, train_step, abstract, batch, updates=True)
   eval_step = step.eval_step(graph, accumulate=config.accumulate)
   eval_step = step.compile_on(mesh, eval_step, abstract.params, batch)
+  step_bytes = train_step.memory_analysis().peak_memory_in_bytes
 
   def on_devices(rows):
     return processes.to_devices(rows["tokens"], sharding, config.batch)
@@ -202,6 +214,7 @@ def train(
   is_stopping = False
   while done < config.steps and not is_stopping:
     # One step, and its line in the log.
+    profiler.before_step()
     started = time.monotonic()
     with stop_on_bad_input():
       rows = next(batches)
@@ -233,7 +246,7 @@ def train(
     held_out_loss = None
     if done % config.eval_every == 0 or is_last:
       held_out_loss = evaluate()
-      log.write(step=done, held_out_loss=held_out_loss)
+      log.write(step=done, held_out_loss=held_out_loss, step_bytes=step_bytes)
       progress.held_out(done, held_out_loss)
       if config.report_state:
         log.write(step=done, **report.report_state(config, state))
@@ -249,6 +262,7 @@ def train(
           "step is not saved"
         )
       checkpoints.save(done, state, batches, description)
+  profiler.close()
   checkpoints.wait()
   signals.is_deferred = False
   if done < config.steps:

@@ -7,8 +7,14 @@ chooses what no `Family` can say yet.
 
 import dataclasses
 import difflib
-from typing import Literal
+from typing import Annotated, Literal
 
+from coat_jax.models.ranges import (
+  Positive,
+  Range,
+  Width,
+  check_numbers,
+)
 from coat_jax.ops import NormKind
 
 Remat = Literal["none", "dots", "full"]
@@ -54,21 +60,21 @@ class ModelConfig:
     clip_qkv: Largest magnitude of q, k and v; None leaves them as they are.
 
   Raises:
-    ValueError: an unknown family, a size below 1, or sizes that do not divide
-      each other.
+    ValueError: an unknown family, a number outside its range, or sizes that do
+      not divide each other.
   """
 
   family: str
-  num_layers: int
-  d_model: int
-  d_ff: int
-  num_heads: int
-  num_kv_heads: int
-  vocab_size: int
-  rope_theta: float = 1e4
-  norm_eps: float = 1e-5
+  num_layers: Width
+  d_model: Width
+  d_ff: Width
+  num_heads: Width
+  num_kv_heads: Width
+  vocab_size: Annotated[int, Range(1, 2**24)]
+  rope_theta: Annotated[float, Range(1, 1e12)] = 1e4
+  norm_eps: Annotated[float, Range(1.2e-38, 1)] = 1e-5
   tied_embeddings: bool = False
-  clip_qkv: float | None = None
+  clip_qkv: Positive | None = None
 
   def __post_init__(self):
     if self.family not in FAMILIES:
@@ -77,13 +83,7 @@ class ModelConfig:
         f"ModelConfig: family must be one of {tuple(FAMILIES)}, got "
         f"{self.family!r}{f'; did you mean {near[0]!r}?' if near else ''}"
       )
-    check_positive(
-      self,
-      ("num_layers", "d_model", "d_ff", "num_heads", "num_kv_heads")
-      + ("vocab_size", "rope_theta", "norm_eps"),
-    )
-    if self.clip_qkv is not None:
-      check_positive(self, ("clip_qkv",))
+    check_numbers(self)
     if self.d_model % self.num_heads or self.head_dim % 2:
       raise ValueError(
         "ModelConfig: d_model must be an even multiple of num_heads, got "
@@ -105,13 +105,3 @@ class ModelConfig:
   def head_dim(self) -> int:
     """Width of one head."""
     return self.d_model // self.num_heads
-
-
-def check_positive(config, names: tuple[str, ...]) -> None:
-  for name in names:
-    value = getattr(config, name)
-    if not value > 0:
-      raise ValueError(
-        f"{type(config).__name__}: {name} must be above 0, got {value}; see "
-        "the presets for usual values"
-      )

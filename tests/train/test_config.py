@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Configurations and presets: published numbers, and what is refused."""
 
+import contextlib
+import copy
 import dataclasses
+import math
 
 import pytest
 
 from coat_jax import recipe
+from coat_jax.models.ranges import check_numbers, range_of
 from tests.train import own_codec
 from train import step
 from train.config import ModelConfig, OptimConfig, resume_rule
@@ -19,6 +23,10 @@ PUBLISHED = {
   "demo": (
     "4 128 352 4 2 256 False 256 1e4 1e-5",
     "1e-3 cosine 0 100 1e-8",
+  ),
+  "demo_gpu": (
+    "8 2048 5504 16 16 256 False 2048 1e4 1e-5",
+    "3e-4 cosine 0 150 1e-8",
   ),
   "llama_60m": (
     "8 512 1376 8 8 32000 False 1024 1e4 1e-6",
@@ -96,15 +104,33 @@ def replace(config, **values):
   [
     (dict(model__d_model=130), "even multiple of num_heads, got 130 and 4"),
     (dict(model__num_kv_heads=3), "multiple of num_kv_heads, got 4 and 3"),
-    (dict(model__d_ff=0), "d_ff must be above 0, got 0"),
-    (dict(model__clip_qkv=-1.0), "clip_qkv must be above 0"),
-    (dict(optim__lr=0.0), "lr must be above 0"),
-    (dict(optim__warmup=-1), "warmup must be at least 0"),
-    (dict(optim__b2=1.0), "b2 must be a share between 0 and 1, got 1.0"),
-    (dict(optim__b1=float("nan")), "b1 must be a share between 0 and 1"),
-    (dict(optim__group_size=0), "group_size must be at least 1"),
-    (dict(steps=0), "steps must be above 0"),
-    (dict(seed=-1), "seed must be at least 0"),
+    (
+      dict(model__d_ff=0),
+      "d_ff must be a whole number from 1 to 1048576, got 0",
+    ),
+    (dict(model__clip_qkv=-1.0), "clip_qkv must be a number from"),
+    (dict(optim__lr=0.0), "lr must be a number from"),
+    (dict(optim__warmup=-1), "warmup must be a number from 0"),
+    (dict(optim__b2=1.0), "b2 must be a number from 0 to 0.9999999, got 1"),
+    (dict(optim__b1=float("nan")), "b1 must be a number from 0 to .*, got nan"),
+    (dict(optim__group_size=0), "group_size must be a whole number from 1"),
+    (dict(steps=0), "steps must be a whole number from 1 to 2147483647"),
+    (dict(steps="40"), "steps must be a whole number .*, got '40'"),
+    (dict(keep=True), "keep must be a whole number .*, got True"),
+    (dict(seed=-1), "seed must be a whole number from 0"),
+    (
+      dict(model__vocab_size=10**20),
+      "vocab_size must .* to 16777216, got 1000",
+    ),
+    (dict(model__rope_theta=math.inf), "rope_theta must be .*, got inf"),
+    (dict(model__norm_eps=math.inf), "norm_eps must be a number .*, got inf"),
+    (dict(optim__eps=math.inf), "eps must be a number from 1.2e-38 to 1, got"),
+    (dict(optim__eps=1e-300), "eps must be a number from 1.2e-38 to 1, got"),
+    (dict(optim__warmup=math.inf), "warmup must be a number .*, got inf"),
+    (dict(optim__lr=10**400), "lr must be a number .*, got 10000000000000000"),
+    (dict(profile="5:196"), "profile must fit into 200 steps, got 5:196"),
+    (dict(profile="0"), "written as 5, or as 5:100 for five .*, got '0'"),
+    (dict(profile="5:"), "written as 5, or as 5:100 for five .*, got '5:'"),
     (dict(optim__warmup=201), "warmup must fit into 200 steps, got 201"),
     (dict(resume=True, overwrite=True), "exclude each other"),
     (dict(convert_state=True), "pass resume too, or leave convert_state out"),
@@ -120,6 +146,44 @@ def test_config_rejects_values_out_of_range(values, words):
       if len(values) == 1 or "__" in name:
         replace(demo(), **{name: value})
     dataclasses.replace(demo(), **values)
+
+
+def test_every_number_of_a_configuration_has_a_range():
+  found = {
+    f"{type(part).__name__}.{field.name}"
+    for part in (demo(), demo().model, demo().optim)
+    for field in dataclasses.fields(part)
+    if range_of(field.type)
+  }
+  assert found >= {"TrainConfig.keep", "ModelConfig.clip_qkv", "OptimConfig.lr"}
+  with pytest.raises(TypeError, match="must have a Range, got"):
+    range_of(float | None)
+
+
+@pytest.mark.parametrize("name", ["TrainConfig", "OptimConfig", "ModelConfig"])
+def test_ends_of_ranges_are_allowed_and_what_is_beyond_is_not(name):
+  config = {type(x).__name__: x for x in (demo(), demo().optim, demo().model)}
+  config = config[name]
+  for field in dataclasses.fields(config):
+    if not (found := range_of(field.type)):
+      continue
+    kind, allowed = found
+    for value, is_allowed in (
+      (kind(allowed.lowest), True),
+      (kind(allowed.highest), True),
+      (allowed.lowest - 1, False),
+      (allowed.highest * 2, False),
+      (math.nan, False),
+    ):
+      # Of other fields' rules, such as a batch for its mesh, nothing is asked.
+      changed = copy.copy(config)
+      object.__setattr__(changed, field.name, value)
+      with (
+        contextlib.nullcontext()
+        if is_allowed
+        else pytest.raises(ValueError, match=f"{name}: {field.name} must be")
+      ):
+        check_numbers(changed)
 
 
 @pytest.mark.parametrize(

@@ -202,20 +202,45 @@ def test_state_with_a_loss_that_is_not_finite_is_not_saved(
   assert RunDirectory(out).latest_step() == 8
 
 
+@pytest.mark.parametrize(
+  "error, words",
+  [
+    (
+      jax.errors.JaxRuntimeError(
+        "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 29.20GiB.\n"
+        "and a page of what was allocated"
+      ),
+      "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 29.20GiB",
+    ),
+    # A CPU's words, at once and from a step that was dispatched.
+    (
+      jax.errors.JaxRuntimeError(
+        "RESOURCE_EXHAUSTED: Out of memory allocating 99 bytes."
+      ),
+      "RESOURCE_EXHAUSTED: Out of memory allocating 99 bytes",
+    ),
+    (
+      jax.errors.JaxRuntimeError(
+        "INTERNAL: Error dispatching computation: Out of memory allocating 99 "
+        "bytes."
+      ),
+      "INTERNAL: Error dispatching computation: Out of memory allocating 99",
+    ),
+    (MemoryError(), "Out of memory;"),
+    (MemoryError("Unable to allocate 2.00 PiB"), "Out of memory. Unable to"),
+  ],
+)
 def test_too_little_memory_is_reported_in_a_sentence(
-  tmp_path, monkeypatch, capsys
+  error, words, tmp_path, monkeypatch, capsys
 ):
   def without_memory(*_):
-    raise jax.errors.JaxRuntimeError(
-      "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 29.20GiB.\n"
-      "and a page of what was allocated"
-    )
+    raise error
 
   monkeypatch.setattr(pretrain.step, "initial_state", without_memory)
   assert run(tmp_path / "out") == 1
   last = capsys.readouterr().err.splitlines()[-1]
-  assert last.startswith("error: RESOURCE_EXHAUSTED: Out of memory")
-  assert "29.20GiB; raise --accumulate" in last and "train.plan" in last
+  assert last.startswith(f"error: {words}")
+  assert "; raise --accumulate" in last and "train.plan" in last
 
 
 def test_other_device_errors_are_not_reported_as_memory(tmp_path, monkeypatch):

@@ -20,6 +20,8 @@ import numpy as np
 import tokenizers
 from tqdm import tqdm
 
+from train.options import read_path
+
 # Names that tokenizers in use give their end-of-text token.
 _END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 # Characters that the tokenizer gets at once. A long document is split at line
@@ -41,8 +43,9 @@ def find_files(path: str, *, suffixes: tuple[str, ...] = ()) -> list[Path]:
 
   Raises:
     FileNotFoundError: there is none.
+    ValueError: the path is empty, or names a user that there is not.
   """
-  root = Path(path).expanduser()
+  root = read_path("data.path", path)
   if root.is_file():
     return [root]
   if root.is_dir():
@@ -283,7 +286,7 @@ def _pieces(contents) -> Iterator[tuple[str, str, bool]]:
 
 
 def _load_tokenizer(path: str) -> tokenizers.Tokenizer:
-  file = Path(path).expanduser()
+  file = read_path("data.tokenizer", path)
   if not file.is_file():
     raise FileNotFoundError(
       f"load_tokens: the tokenizer must be a JSON file, got {path}, which is "

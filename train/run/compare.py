@@ -7,7 +7,9 @@ from train import memory, plot
 from train.config import TrainConfig
 from train.run import report
 from train.run.directory import RunDirectory
-from train.run.metrics import LAST, format_table, read_metrics, summarize
+from train.run.exits import say
+from train.run.metrics import format_table
+from train.run.rows import LAST, read_rows, summarize
 
 # Rows of the table: key, words, format.
 _ROWS = (
@@ -17,6 +19,7 @@ _ROWS = (
   ("state", "optimizer state, bytes/parameter", ".2f"),
   ("residuals", "saved for backward, bytes/token/layer", ",.0f"),
   ("tokens_per_s", "tokens/s", ",.0f"),
+  ("step_megabytes", "memory of a step, MB of each device", ",.0f"),
 )
 
 
@@ -43,17 +46,21 @@ def finish(runs: list[TrainConfig]) -> None:
   """
   folders = [RunDirectory(config.out) for config in runs]
   names = [_name(config, runs[0]) for config in runs]
+  read = [read_rows(folder.metrics) for folder in folders]
   results = []
-  for config, folder in zip(runs, folders, strict=True):
-    result = summarize(folder.metrics)
+  for config, (rows, _) in zip(runs, read, strict=True):
+    result = summarize(rows)
     result["state"] = report.state_bytes_per_param(config)
     recipe = dataclasses.replace(config.coat_recipe(), axes=None)
     residuals = memory.residual_bytes(config.model, recipe, tokens=config.seq)
     result["residuals"] = residuals["total"]
     results.append(result)
   print(_table(names, results))
-  lines = [list(read_metrics(folder.metrics)) for folder in folders]
-  plot.draw(dict(zip(names, lines, strict=True)), folders[0].plot)
+  for _, damaged in read:
+    if damaged:
+      say(damaged)
+  lines = {name: rows for name, (rows, _) in zip(names, read, strict=True)}
+  plot.draw(lines, folders[0].plot)
   print(f"\nloss curves: {folders[0].plot}")
 
 
@@ -66,14 +73,24 @@ def _table(names: list[str], results: list[dict[str, float]]) -> str:
     header.append("spread of bf16")
   rows = []
   for key, words, form in _ROWS:
-    values = [result[key] for result in results]
-    row = [words, *(format(value, form) for value in values)]
+    values = [result.get(key) for result in results]
+    if all(value is None for value in values):  # Runs of an older version.
+      continue
+    row = [words, *(_cell(form, value) for value in values)]
     if has_twin:
-      row.append(format(values[0] - values[1], "+" + form))
+      difference = None if None in values[:2] else values[0] - values[1]
+      row.append(_cell("+" + form, difference))
     if has_spread:
-      row.append(format(max(values[1:]) - min(values[1:]), form))
+      twins = values[1:]
+      row.append(
+        _cell(form, None if None in twins else max(twins) - min(twins))
+      )
     rows.append(row)
   return format_table(["", *header], rows)
+
+
+def _cell(form: str, value: float | None) -> str:
+  return "none" if value is None else format(value, form)
 
 
 def _name(config: TrainConfig, first: TrainConfig) -> str:

@@ -5,6 +5,8 @@ config.json     the configuration; its presence makes a folder a run
 metrics.jsonl   see `metrics`
 checkpoints/    see `checkpoint`
 plot.png        see `plot`
+profile/        see `profile`
+tensorboard/    and wandb/, see `trackers`
 twins/          runs that a run was compared with
 lock            held by the command that trains here; holds its name
 """
@@ -24,6 +26,7 @@ import filelock
 
 from train.config import ModelConfig, OptimConfig, TrainConfig, resume_rule
 from train.data.tokens import DataConfig
+from train.options import read_path
 from train.run import checkpoint, processes
 
 _FORMAT = "coat_jax run 1"
@@ -33,7 +36,10 @@ _CONTENTS = (
   "metrics.jsonl",
   "metrics.tmp",
   "plot.png",
+  "profile",
+  "tensorboard",
   "twins",
+  "wandb",
 )
 
 
@@ -41,7 +47,7 @@ class RunDirectory:
   """A run's folder, which need not exist yet."""
 
   def __init__(self, path: str | Path):
-    self.path = Path(path).expanduser()
+    self.path = read_path("out", path)
     self.config = self.path / "config.json"
     self.config_temporary = self.path / "config.tmp"
     self.metrics = self.path / "metrics.jsonl"

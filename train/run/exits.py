@@ -67,21 +67,32 @@ def stop_on_failure() -> Iterator[None]:
   """
   try:
     yield
-  except (OSError, jax.errors.JaxRuntimeError) as error:
+  except (OSError, MemoryError, jax.errors.JaxRuntimeError) as error:
     text = f"error: {error}"
-    if isinstance(error, jax.errors.JaxRuntimeError):
-      if "RESOURCE_EXHAUSTED: Out of memory" not in text:
+    if not isinstance(error, OSError):
+      if (shortage := describe_shortage(error)) is None:
         raise
       text = (
-        f"{text.splitlines()[0].rstrip('.')}; raise --accumulate, give --mesh "
-        "more devices or start with a smaller --batch: python -m train.plan "
-        "shows what fits"
+        f"error: {shortage}; raise --accumulate, give --mesh more devices or "
+        "start with a smaller --batch: python -m train.plan shows what fits"
       )
     stop = Stop(1, text, process=jax.process_index())
     if jax.process_count() == 1:
       raise stop from error
     say(text, process=stop.process)
     os._exit(1)
+
+
+def describe_shortage(error: BaseException) -> str | None:
+  """Says in a line what memory was asked for; None where it is another error.
+
+  JAX has one kind of error for all that goes wrong on a device.
+  """
+  lines = str(error).splitlines()
+  if isinstance(error, MemoryError):
+    return f"Out of memory. {lines[0] if lines else ''}".strip(" .")
+  found = [line for line in lines if "out of memory" in line.lower()]
+  return found[0].rstrip(".") if found else None
 
 
 def is_received(signals: Signals) -> bool:

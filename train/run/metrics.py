@@ -3,8 +3,9 @@
 
 metrics.jsonl has one JSON object a line, each with its `step`. The line of a
 step has loss, grad_norm, lr and tokens_per_s; that of an evaluation has
-held_out_loss; that of a report has state (`coat_jax.state_report`, leaf by
-leaf) and, with codec coat, powers (groups by their power k in sixteenths).
+held_out_loss and step_bytes, the most memory that the compiled step takes of a
+device; that of a report has state (`coat_jax.state_report`, leaf by leaf) and,
+with codec coat, powers (groups by their power k in sixteenths).
 Lines are written whole and at once, so that a killed run loses none; a resumed
 run first drops those that it will write again.
 
@@ -16,16 +17,16 @@ tables: away from a terminal it cuts cells to fit 80 columns.
 import json
 import math
 import os
-import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
-# Training losses are noisy from batch to batch: their mean over the last ones.
-LAST = 50
+from train.run.trackers import Tracker
+
 _SECONDS_BETWEEN_LINES = 10
 
 
@@ -33,7 +34,12 @@ class MetricsLog:
   """Appends lines to a run's metrics.jsonl."""
 
   def __init__(
-    self, path: Path, *, resumed_step: int = 0, is_silent: bool = False
+    self,
+    path: Path,
+    *,
+    resumed_step: int = 0,
+    is_silent: bool = False,
+    trackers: Sequence[Tracker] = (),
   ):
     """Opens the file.
 
@@ -41,8 +47,9 @@ class MetricsLog:
       path: The file; made if it is not there.
       resumed_step: Lines of later steps are dropped.
       is_silent: Write nothing, because another process does.
+      trackers: What gets the numbers too; closed with the file.
     """
-    self._file = None
+    self._file, self._trackers = None, trackers
     if is_silent:
       return
     kept = [row for row in read_metrics(path) if row["step"] <= resumed_step]
@@ -60,11 +67,19 @@ class MetricsLog:
       for name, x in row.items()
     }
     self._file.write(json.dumps(row, allow_nan=False) + "\n")
+    step = row.pop("step")
+    values = {
+      name: float(x) for name, x in row.items() if isinstance(x, int | float)
+    }
+    for tracker in self._trackers if values else ():
+      tracker.write(step, values)
 
   def close(self) -> None:
-    """Closes the file."""
+    """Closes the file and the trackers."""
     if self._file is not None:
       self._file.close()
+    for tracker in self._trackers:
+      tracker.close()
 
 
 def read_metrics(path: Path) -> Iterator[dict]:
@@ -72,39 +87,21 @@ def read_metrics(path: Path) -> Iterator[dict]:
 
   Only lines that a crash cut short or a disk damaged are left out.
   """
-  if not path.exists():
-    return
-  for line in path.read_bytes().splitlines():
-    try:
-      row = json.loads(line)
-    except ValueError:  # Of JSON, or of UTF-8.
-      continue
+  for row in parse_lines(path):
     if isinstance(row, dict) and isinstance(row.get("step"), int):
       yield row
 
 
-def summarize(path: Path) -> dict[str, float]:
-  """Condenses a metrics.jsonl.
-
-  Args:
-    path: The file.
-
-  Returns:
-    train_loss (mean of the last 50 steps), held_out_loss, perplexity (of the
-    held-out loss) and tokens_per_s (median), without those that the file lacks.
-  """
-  losses, speeds, summary = [], [], {}
-  for row in read_metrics(path):
-    if "loss" in row:
-      losses.append(row["loss"])
-      speeds.append(row["tokens_per_s"])
-    if "held_out_loss" in row:
-      summary["held_out_loss"] = row["held_out_loss"]
-      summary["perplexity"] = math.exp(min(row["held_out_loss"], 700.0))
-  if losses:
-    summary["train_loss"] = statistics.fmean(losses[-LAST:])
-    summary["tokens_per_s"] = statistics.median(speeds)
-  return summary
+def parse_lines(path: Path) -> Iterator[Any]:
+  """Yields the JSON of each line; None for one that has none."""
+  if not path.exists():
+    return
+  for line in path.read_bytes().splitlines():
+    try:
+      yield json.loads(line)
+    # Of JSON, of UTF-8, or of a thousand brackets.
+    except (ValueError, RecursionError):
+      yield None
 
 
 class Progress:

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from train.run import metrics
+from train.run import metrics, rows
 
 
 def write(path, steps, **kwargs):
@@ -85,7 +85,7 @@ def test_summary_is_of_the_last_steps(tmp_path):
   log.write(step=50, held_out_loss=9.0)
   log.write(step=100, held_out_loss=1.0)
   log.close()
-  assert metrics.summarize(tmp_path / "m.jsonl") == {
+  assert rows.summarize(rows.read_rows(tmp_path / "m.jsonl").rows) == {
     "train_loss": pytest.approx(75.5),
     "held_out_loss": 1.0,
     "perplexity": pytest.approx(math.e),

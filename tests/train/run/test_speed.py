@@ -3,17 +3,17 @@
 
 import json
 
-from train.run import metrics
+from train.run import metrics, rows
 
 
 def test_speed_is_the_median_of_steps(tmp_path):
   path = tmp_path / "metrics.jsonl"
-  rows = [
+  lines = [
     dict(step=i + 1, loss=1.0, tokens_per_s=speed)
     for i, speed in enumerate([1.0, 300.0, 310.0, 320.0, 900.0])
   ]
-  path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-  assert metrics.summarize(path)["tokens_per_s"] == 310
+  path.write_text("".join(json.dumps(row) + "\n" for row in lines))
+  assert rows.summarize(rows.read_rows(path).rows)["tokens_per_s"] == 310
 
 
 def test_time_left_is_of_the_steps_since_the_run_was_resumed(

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the benchmarks' command lines have in common.
+
+Arguments are checked before anything is timed: a benchmark that ends in an
+error after a minute has wasted it.
+"""
+
+import argparse
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Iterator
+
+import jax
+
+from benchmarks.aot import CompilerMissing
+from train.run.exits import describe_shortage
+
+_LARGEST = 2**20
+
+
+def count(text: str) -> int:
+  """Reads a size or a number of repeats, for `add_argument(type=)`."""
+  number = int(text) if len(text) < 10 else _LARGEST + 1
+  if not 1 <= number <= _LARGEST:
+    raise argparse.ArgumentTypeError(
+      f"a whole number from 1 to {_LARGEST} is needed, got {text[:40]}"
+    )
+  return number
+
+
+@contextlib.contextmanager
+def checked(parser: argparse.ArgumentParser) -> Iterator[None]:
+  """Reports errors of input as the parser does, with exit status 2."""
+  try:
+    yield
+  except (OSError, TypeError, ValueError) as error:
+    parser.error(str(error))
+
+
+def command[Result](
+  main: Callable[[list[str] | None], Result],
+) -> Callable[..., Result]:
+  """Ends a benchmark with a sentence where there is too little memory.
+
+  Args:
+    main: Reads the command line, and runs.
+
+  Returns:
+    The same; the exit status is 1, and 2 where the compiler for CUDA is needed
+    and not installed.
+  """
+
+  @functools.wraps(main)
+  def run(arguments: list[str] | None = None) -> Result:
+    try:
+      return main(arguments)
+    except CompilerMissing as error:
+      print(f"error: {error}", file=sys.stderr)
+      sys.exit(2)
+    except (MemoryError, jax.errors.JaxRuntimeError) as error:
+      if (shortage := describe_shortage(error)) is None:
+        raise
+      print(f"error: {shortage}; measure something smaller", file=sys.stderr)
+      sys.exit(1)
+
+  return run

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which numbers the fields of a configuration take.
+
+A field says it in its type, as `steps: Count` or `b1: Annotated[float, Range(0,
+1)]`, and `check_numbers` holds a whole dataclass to it: a number that is not
+finite, or larger than anything that can be meant, is refused before it reaches
+JAX, whatever it was for.
+"""
+
+import dataclasses
+import numbers
+from typing import Annotated, Any, get_args
+
+
+@dataclasses.dataclass(frozen=True)
+class Range:
+  """The numbers from `lowest` to `highest`, both included."""
+
+  lowest: int | float
+  highest: int | float
+
+
+# What int32 counts, as a step's number.
+Count = Annotated[int, Range(1, 2**31 - 1)]
+# A width, with which neither bytes nor values of a weight overflow 64 bits.
+Width = Annotated[int, Range(1, 2**20)]
+# What f32 holds, without its subnormal numbers, which devices flush to 0.
+Positive = Annotated[float, Range(1.2e-38, 3.4e38)]
+NotNegative = Annotated[float, Range(0, 3.4e38)]
+
+
+def range_of(hint: Any) -> tuple[type, Range] | None:
+  """Looks up int or float, and the range, in a field's type.
+
+  Args:
+    hint: The type, possibly `| None`.
+
+  Returns:
+    None for the types of other things than numbers.
+
+  Raises:
+    TypeError: a number has no range.
+  """
+  found = [hint, *get_args(hint)]
+  for each in found:
+    arguments = get_args(each)
+    ranges = [x for x in arguments if isinstance(x, Range)]
+    if ranges:
+      return arguments[0], ranges[0]
+  if any(each in (int, float) for each in found):
+    raise TypeError(f"range_of: a number must have a Range, got {hint}")
+  return None
+
+
+def check_numbers(config: Any) -> None:
+  """Checks all numbers of a configuration.
+
+  Args:
+    config: An instance of a dataclass whose numbers have a `Range`.
+
+  Raises:
+    ValueError: one is outside its range, is not finite or is no number.
+  """
+  for field in dataclasses.fields(config):
+    found, value = range_of(field.type), getattr(config, field.name)
+    if found is None or (value is None and type(None) in get_args(field.type)):
+      continue
+    kind, allowed = found
+    wanted = numbers.Integral if kind is int else numbers.Real
+    is_number = isinstance(value, wanted) and not isinstance(value, bool)
+    if is_number and allowed.lowest <= value <= allowed.highest:
+      continue
+    text = repr(value)
+    text = text if len(text) < 30 else f"{text[:20]}..."
+    whole = "a whole number" if kind is int else "a number"
+    raise ValueError(
+      f"{type(config).__name__}: {field.name} must be {whole} from "
+      f"{allowed.lowest} to {allowed.highest}, got {text}; see the presets for "
+      "usual values"
+    )

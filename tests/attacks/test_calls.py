@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Some of the wrong calls of `tests.attacks.calls`, and what it finds wrong."""
+
+import pytest
+
+from tests.attacks.calls import Outcome, attack, call
+from tests.attacks.tables import bad_calls
+
+
+@pytest.mark.parametrize("every", [40, pytest.param(1, marks=pytest.mark.slow)])
+def test_wrong_calls_are_refused_and_change_nothing(every, tmp_path):
+  found = dict(attack(tmp_path, every=every))
+  assert len(found) >= 400 / every
+  wrong = {line: each.faults for line, each in found.items() if each.faults}
+  assert wrong == {}
+
+
+def test_there_are_wrong_calls_of_every_command_line():
+  programs = {program for program, _, _ in bad_calls()}
+  assert programs == {
+    *(f"train.{name}" for name in ("pretrain", "plan", "plot", "convert")),
+    *(f"benchmarks.{name}" for name in ("accuracy", "layer", "memory", "ops")),
+    *(f"benchmarks.{name}" for name in ("optimizer", "plot", "training")),
+  }
+
+
+@pytest.mark.parametrize(
+  "status, output, changed, faults",
+  [
+    (2, "error: no", [], []),
+    (0, "", [], ["accepted"]),
+    (2, "", [], ["no text"]),
+    ("raised", "Traceback (most", [], ["a traceback"]),
+    ("too long", "x", [], ["did not end"]),
+    (2, "error", ["changed run/config.json"], ["changed run/config.json"]),
+  ],
+)
+def test_faults_of_a_call(status, output, changed, faults):
+  assert Outcome(status, output, 1.0, changed).faults == faults
+
+
+def test_call_that_is_accepted_or_raises_or_hangs_is_seen(monkeypatch):
+  import train.plot
+
+  def hang(_):
+    while True:
+      pass
+
+  for main, status in (
+    (lambda _: 0, 0),
+    (lambda _: [{}], 0),
+    (lambda _: 1 / 0, "raised"),
+    (hang, "too long"),
+  ):
+    monkeypatch.setattr(train.plot, "main", main)
+    assert call("train.plot", [], limit=1)[0] == status

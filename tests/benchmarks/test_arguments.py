@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arguments of benchmarks are looked at before anything is timed."""
+
+import json
+import subprocess
+
+import jax
+import pytest
+
+from benchmarks import accuracy, aot, layer, ops, optimizer, plot, training
+from benchmarks.arguments import command
+
+
+def refused(main, arguments, capsys, status=2):
+  with pytest.raises(SystemExit) as stopped:
+    main([str(x) for x in arguments])
+  assert stopped.value.code == status
+  errors = capsys.readouterr().err
+  assert "error: " in errors and "Traceback" not in errors
+  return errors
+
+
+@pytest.fixture
+def timing_nothing(monkeypatch):
+  """Fails where something is timed, trained or started."""
+
+  def fail(*_, **__):
+    raise AssertionError("begun before the arguments were checked")
+
+  for module, name in (
+    (accuracy, "train_moments"),
+    (optimizer, "copy_bandwidth"),
+    (ops, "ceilings"),
+    (layer, "time_rows"),
+  ):
+    monkeypatch.setattr(module, name, fail)
+  monkeypatch.setattr(
+    training.subprocess, "run", lambda line, **_: fail() if "-m" in line else 0
+  )
+
+
+@pytest.mark.parametrize(
+  "main, arguments, words",
+  [
+    (accuracy.main, ["codecs", "--steps", "0"], "from 1 to 1048576 is needed"),
+    (accuracy.main, ["codecs", "--out", "."], "got a folder in"),
+    (accuracy.main, ["codecs", "--out", "x.y"], "got the ending '.y'"),
+    (accuracy.main, ["codecs", "--codecs", "os:getcwd"], "MomentCodec"),
+    (optimizer.main, ["--rows", "-1"], "--rows"),
+    (optimizer.main, ["--columns", "9" * 5000], "--columns"),
+    (optimizer.main, ["--codecs", "caot"], "did you mean 'coat'"),
+    (ops.main, ["--repeats", "0"], "--repeats"),
+    (layer.main, ["--repeats", "1.5"], "--repeats"),
+    (training.main, ["--steps", "0"], "--steps"),
+    (training.main, ["--mesh", "fsdp=x"], "mesh: an axis has one size"),
+    (training.main, ["--mesh", "fsdp=3"], "mesh: fsdp must divide d_model"),
+    (training.main, ["--in-process"], "pass --variant"),
+  ],
+)
+def test_wrong_arguments_are_refused_before_anything_is_timed(
+  main, arguments, words, timing_nothing, tmp_path, monkeypatch, capsys
+):
+  monkeypatch.chdir(tmp_path)
+  assert words in refused(main, arguments, capsys)
+
+
+@pytest.mark.parametrize(
+  "found, hbm, words",
+  [
+    (FileNotFoundError("no nvidia-smi"), 80, "got no nvidia-smi; leave it"),
+    (subprocess.CalledProcessError(9, "nvidia-smi"), 80, "exit status 9"),
+    ("", 80, "asks nvidia-smi for the memory of a GPU"),
+    ("81920 MiB\n", 86, "at most 85.9, which is what the GPU has, got 86"),
+    ("81920 MiB\n", "nan", "must be above 0"),
+    ("81920 MiB\n", 0, "must be above 0"),
+  ],
+)
+def test_memory_of_a_gpu_is_that_of_one_that_there_is(
+  found, hbm, words, monkeypatch, capsys
+):
+  def run(line, **_):
+    assert line[0] == "nvidia-smi"
+    if isinstance(found, Exception):
+      raise found
+    return subprocess.CompletedProcess(line, 0, found, "")
+
+  monkeypatch.setattr(training.subprocess, "run", run)
+  assert words in refused(training.main, ["--hbm", hbm], capsys)
+
+
+def test_variants_are_not_tried_in_turn_when_the_arguments_are_at_fault(
+  monkeypatch,
+):
+  calls = []
+
+  def run(line, **_):
+    calls.append(line)
+    return subprocess.CompletedProcess(line, 2)
+
+  monkeypatch.setattr(training.subprocess, "run", run)
+  assert training.main(["--mesh", "fsdp=4", "--preset", "demo"]) == 2
+  assert len(calls) == 1
+
+
+def test_mesh_of_devices_that_there_are_not_is_a_sentence(capsys):
+  line = ["--in-process", "--variant", "bf16", "--preset", "demo"]
+  line += ["--mesh", "fsdp=2", "--seq", "32"]
+  assert "for 2 devices, got 8" in refused(training.main, line, capsys)
+
+
+@pytest.mark.parametrize(
+  "error, status, words",
+  [
+    (MemoryError("of 2 PiB"), 1, "Out of memory. of 2 PiB; measure"),
+    (
+      jax.errors.JaxRuntimeError(
+        "INTERNAL: Error dispatching computation: Out of memory allocating 9 "
+        "bytes."
+      ),
+      1,
+      "allocating 9 bytes; measure something smaller",
+    ),
+    (aot.CompilerMissing("install it"), 2, "error: install it"),
+  ],
+)
+def test_missing_memory_and_compilers_are_sentences(
+  error, status, words, capsys
+):
+  @command
+  def main(arguments=None):
+    raise error
+
+  assert words in refused(main, [], capsys, status=status)
+
+
+def test_other_errors_of_a_benchmark_keep_their_traceback():
+  @command
+  def main(arguments=None):
+    raise jax.errors.JaxRuntimeError("INTERNAL: an illegal address")
+
+  with pytest.raises(jax.errors.JaxRuntimeError, match="illegal address"):
+    main([])
+
+
+ROW = {
+  "bench": "layer.time",
+  "device": "a card",
+  "median_ms": 1.0,
+  "temporary_bytes": 1,
+  "case": dict(mode="full", variant="bf16", preset="demo", batch=1, seq=1),
+}
+
+
+@pytest.mark.parametrize(
+  "line",
+  [
+    b"null",
+    b"3",
+    b"{}",
+    b"[" * 200_000,
+    b"\xff",
+    json.dumps(ROW | {"case": "full"}).encode(),
+    json.dumps(ROW | {"case": {"mode": "full"}}).encode(),
+    json.dumps(ROW | {"median_ms": None}).encode(),
+    json.dumps(ROW | {"temporary_bytes": float("inf")}).encode(),
+    json.dumps({k: x for k, x in ROW.items() if k != "device"}).encode(),
+  ],
+)
+def test_picture_of_bad_rows_is_refused_with_their_line(line, tmp_path, capsys):
+  rows, out = tmp_path / "rows.jsonl", tmp_path / "figure.png"
+  rows.write_bytes(json.dumps(ROW).encode() + b"\n" + line + b"\n")
+  assert f"line 2 of {rows} must be" in refused(plot.main, [rows, out], capsys)
+  rows.write_bytes(json.dumps(ROW).encode())
+  plot.main([str(rows), str(out)])
+  assert out.read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Traces of some steps, by jax.profiler."""
+
+import jax
+import pytest
+
+from train.options import read_profile
+from train.run.profile import Profiler
+
+
+@pytest.fixture
+def calls(monkeypatch):
+  """What is called of jax.profiler."""
+  found = []
+  profiler = jax.profiler
+  monkeypatch.setattr(profiler, "start_trace", lambda p: found.append("start"))
+  monkeypatch.setattr(profiler, "stop_trace", lambda: found.append("stop"))
+  return found
+
+
+def traced(text, steps, calls, **options):
+  """Which of so many steps are traced."""
+  profiler = Profiler(text, "folder", **options)
+  found = []
+  for step in range(steps):
+    profiler.before_step()
+    if len(calls) == 1:
+      found.append(step)
+  profiler.close()
+  assert calls in ([], ["start", "stop"])
+  return found
+
+
+@pytest.mark.parametrize(
+  "text, steps, expected",
+  [
+    ("2", 20, [5, 6]),
+    ("3:4", 20, [4, 5, 6]),
+    ("1:0", 3, [0]),
+    ("3:1", 3, [1, 2]),
+    ("3:5", 3, []),
+    ("", 20, []),
+  ],
+)
+def test_the_steps_that_are_asked_for_are_traced(text, steps, expected, calls):
+  assert traced(text, steps, calls) == expected
+
+
+def test_a_silent_process_traces_nothing(calls):
+  assert traced("2", 20, calls, is_silent=True) == []
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "5:", ":5", "x", "1e3", "9" * 400])
+def test_other_writings_are_refused(text):
+  with pytest.raises(ValueError, match="written as 5, or as 5:100"):
+    read_profile(text)

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Paths of options: users that there are not, and no path at all."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.train.runs import arguments
+from train import plot, pretrain
+from train.options import read_path
+
+
+def test_home_is_found_and_other_paths_stay_as_they_are(monkeypatch):
+  monkeypatch.setenv("HOME", "/home/someone")
+  assert read_path("out", "~/runs") == Path("/home/someone/runs")
+  assert read_path("out", "runs/~x") == Path("runs/~x")
+
+
+@pytest.mark.parametrize("path", ["", " ", "~nosuchuser", "~nosuchuser/x"])
+def test_path_of_nothing_and_of_no_user_is_a_sentence(path):
+  with pytest.raises(ValueError, match="^out: (a path is needed|~ must be)"):
+    read_path("out", path)
+
+
+@pytest.mark.parametrize("option", ["out", "data.path", "data.tokenizer"])
+def test_options_of_a_run_are_such_paths(option, tmp_path, monkeypatch, capsys):
+  monkeypatch.chdir(tmp_path)
+  for path in ("", "~nosuchuser/x"):
+    assert pretrain.main([*arguments("made"), f"--{option}", path]) == 2
+    assert f"error: {option}: " in capsys.readouterr().err
+  assert not any(tmp_path.iterdir())
+
+
+def started(folder):
+  """A run's folder with a step, as `train.plot` asks for."""
+  folder.mkdir()
+  (folder / "config.json").write_text('{"format": "coat_jax run 1"}')
+  (folder / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+  return folder
+
+
+@pytest.mark.parametrize(
+  "out, words",
+  [
+    (".", "got a folder in"),
+    ("figure", "ends in .png, .pdf, .svg, got the ending ''"),
+    ("figure.txt", "got the ending '.txt'"),
+    ("none/figure.png", "needs a folder that can be written to, got"),
+    ("~nosuchuser.png", "~ must be followed by"),
+  ],
+)
+def test_plot_writes_what_it_was_asked_for_or_nothing(
+  out, words, tmp_path, monkeypatch, capsys
+):
+  folder = started(tmp_path / "run")
+  monkeypatch.chdir(tmp_path)
+  assert plot.main([str(folder), "--out", out]) == 2
+  assert words in capsys.readouterr().err
+  assert [path.name for path in tmp_path.iterdir()] == ["run"]
+  assert plot.main([str(folder), "--out", "figure.svg"]) == 0
+  assert (tmp_path / "figure.svg").read_text().startswith("<?xml")

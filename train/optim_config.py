@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The optimizer's options, which are those of its codec too."""
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Annotated, Literal
+
+import tyro
+
+from coat_jax import codecs
+from coat_jax.models.ranges import (
+  NotNegative,
+  Positive,
+  Range,
+  Width,
+  check_numbers,
+)
+from train.options import CONVERTED, check_unused
+
+# Options of `OptimConfig` that are for the codec, where it takes them.
+_CODEC_OPTIONS = ("rounding", "group_size", "second")
+
+# A known name, or package.module:function of the user's own.
+Codec = Annotated[
+  str, tyro.conf.arg(metavar=f"{{{','.join(codecs.names())}}}|MODULE:FN")
+]
+Share = Annotated[float, Range(0, 1)]
+# Nearer to 1 f32 rounds to 1, and the moment's bias correction divides by 0.
+Decay = Annotated[float, Range(0, 0.9999999)]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+  """AdamW, the codec of its stored moments, and the learning rate.
+
+  Attributes:
+    lr: The largest learning rate.
+    codec: How both moments are stored between steps; package.module:function
+      calls a function of yours that returns a MomentCodec.
+    rounding: Of an 8-bit codec; nearest freezes second moments at a high b2.
+    group_size: Of an 8-bit codec, values that share statistics.
+    second: Of codec coat, the format of the second moment.
+    schedule: How it falls after the warmup.
+    warmup: Steps in which it rises from 0; below 1, a share of all steps.
+    min_lr_ratio: Where the schedule ends, as a share of lr.
+    b1: Decay of the first moment.
+    b2: Decay of the second moment.
+    eps: Added to the root of the second moment.
+    weight_decay: Decoupled; not on norms, biases and embeddings.
+    grad_clip: Largest global norm of the gradients.
+
+  Raises:
+    ValueError: a value outside its range, or one that the codec does not take.
+  """
+
+  lr: Positive
+  codec: Codec = dataclasses.field(default="coat", metadata=CONVERTED)
+  rounding: Literal["stochastic", "nearest"] = dataclasses.field(
+    default="stochastic", metadata=CONVERTED
+  )
+  group_size: Width = dataclasses.field(default=128, metadata=CONVERTED)
+  second: Literal["e4m3", "e5m2"] = dataclasses.field(
+    default="e4m3", metadata=CONVERTED
+  )
+  schedule: Literal["cosine", "linear"] = "cosine"
+  warmup: Annotated[float, Range(0, 2**31 - 1)] = 2000
+  min_lr_ratio: Share = 0.0
+  b1: Decay = 0.9
+  b2: Decay = 0.95
+  eps: Annotated[float, Range(1.2e-38, 1)] = 1e-8
+  weight_decay: NotNegative = 0.1
+  grad_clip: Positive = 1.0
+
+  def __post_init__(self):
+    check_numbers(self)
+    check_unused(self, "codec", options_of_codecs((self.codec,)))
+    try:
+      self.moment_codec()  # Raises what the codec refuses.
+    except TypeError as error:  # The user's function returned something else.
+      raise ValueError(str(error)) from error
+
+  def moment_codec(self) -> codecs.MomentCodec:
+    """Builds the codec, with those options that it takes."""
+    taken = options_of_codecs((self.codec,))[self.codec]
+    options = {name: getattr(self, name) for name in taken}
+    return codecs.build(self.codec, **options)
+
+  def warmup_steps(self, steps: int) -> int:
+    """Steps of warmup in a run of `steps`."""
+    return round(self.warmup * steps if self.warmup < 1 else self.warmup)
+
+
+def options_of_codecs(names: Iterable[str] = ()) -> dict[str, list[str]]:
+  """Lists the options that each known codec, and each of `names`, takes."""
+  return {
+    name: [x for x in _CODEC_OPTIONS if x in codecs.options(name)]
+    for name in (*codecs.names(), *names)
+  }

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What all options have in common: resuming, defaults, paths.
+
+A field's metadata says what a resumed run may change (`resume_rule` of
+`train.config`): what is FIXED makes another run of it, CONVERTED fields may
+change with `convert_state`, changes of SILENT ones are not worth a line, and
+all others are reported.
+"""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+FIXED = {"resume": "fixed"}
+CONVERTED = {"resume": "converted"}
+SILENT = {"resume": "silent"}
+
+
+def defaults(config: Any, taken: dict) -> dict:
+  """Returns the default of each option that any of the choices takes.
+
+  Args:
+    config: A dataclass, or an instance of one.
+    taken: The options that each choice takes, by its name.
+  """
+  names = {name for options in taken.values() for name in options}
+  fields = dataclasses.fields(config)
+  return {field.name: field.default for field in fields if field.name in names}
+
+
+def check_unused(config: Any, chosen: str, taken: dict) -> None:
+  """Checks that no option is set that the choice would ignore.
+
+  Args:
+    config: The options.
+    chosen: The option that is the choice, as `recipe`.
+    taken: As for `defaults`.
+
+  Raises:
+    ValueError: one is, with the choices that take it.
+  """
+  choice = getattr(config, chosen)
+  for name, default in defaults(config, taken).items():
+    if name not in taken[choice] and getattr(config, name) != default:
+      takers = [taker for taker, found in taken.items() if name in found]
+      raise ValueError(
+        f"{type(config).__name__}: {name} applies to {chosen} "
+        f"{' or '.join(takers)}, got {chosen} {choice}; leave {name} out"
+      )
+
+
+def read_path(option: str, path: str | Path) -> Path:
+  """Reads a path that may begin with ~ or ~user.
+
+  Args:
+    option: Its name, for the message.
+    path: As it was written.
+
+  Raises:
+    ValueError: it is empty, or there is no such user.
+  """
+  if not str(path).strip():
+    raise ValueError(f"{option}: a path is needed, got {str(path)!r}")
+  try:
+    return Path(path).expanduser()
+  except RuntimeError as error:
+    raise ValueError(
+      f"{option}: ~ must be followed by / or by a user of this machine, got "
+      f"{path}; write the folder out, or ./~ for a file of that name"
+    ) from error
+
+
+def read_profile(text: str) -> tuple[int, int]:
+  """Reads which steps to trace, as `5` or `5:100`.
+
+  Args:
+    text: How many, and after how many others; "" for none.
+
+  Returns:
+    (how many, after how many others): five are the default, in which kernels
+    are loaded and buffers settle.
+
+  Raises:
+    ValueError: it is written in another way.
+  """
+  count, colon, wait = text.partition(":")
+  wait = wait if colon else "5"
+  if not text:
+    return 0, 0
+  numbers = [x for x in (count, wait) if x.isascii() and x.isdigit()]
+  numbers = [int(x) for x in numbers if len(x) < 10]
+  if len(numbers) < 2 or not numbers[0]:
+    raise ValueError(
+      "profile: steps to trace are written as 5, or as 5:100 for five after "
+      f"the first hundred, got {text[:40]!r}"
+    )
+  return numbers[0], numbers[1]

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Traces some steps of a run with jax.profiler.
+
+`tensorboard --logdir RUN/profile` (with the plugin of `xprof`) shows the trace,
+and ui.perfetto.dev its trace.json.gz.
+"""
+
+import sys
+from pathlib import Path
+
+import jax
+
+from train.options import read_profile
+
+
+class Profiler:
+  """Traces the steps that `--profile` asks for."""
+
+  def __init__(self, text: str, folder: Path, *, is_silent: bool = False):
+    """Reads what to trace; nothing is started yet.
+
+    Args:
+      text: The option; "" traces nothing.
+      folder: Of traces.
+      is_silent: Trace nothing, because another process does.
+    """
+    self._folder, self._is_on = folder, False
+    count, wait = (0, 0) if is_silent else read_profile(text)
+    # Counted from the run's start, or from where it was resumed.
+    self._steps, self._seen = range(wait, wait + count), 0
+
+  def before_step(self) -> None:
+    """Starts or ends the trace; to be called before each step."""
+    is_traced = self._seen in self._steps
+    self._seen += 1
+    if is_traced and not self._is_on:
+      jax.profiler.start_trace(str(self._folder))
+      self._is_on = True
+    elif not is_traced:
+      self.close()
+
+  def close(self) -> None:
+    """Ends a trace that has not ended yet."""
+    if self._is_on:
+      self._is_on = False
+      jax.profiler.stop_trace()
+      print(f"{self._folder}: a trace of steps", file=sys.stderr, flush=True)
