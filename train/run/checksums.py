@@ -14,6 +14,7 @@ that is missing, and old checkpoints would need a second check beside it.
 
 import hashlib
 import json
+import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -45,16 +46,25 @@ def find_damage(folder: Path) -> str | None:
   """
   try:
     checksums = json.loads((folder / NAME).read_bytes())
-  except (OSError, ValueError) as error:
+  except (OSError, ValueError, RecursionError) as error:
     return f"{NAME} cannot be read ({error})"
   if not (isinstance(checksums, dict) and checksums):
     return f"{NAME} names no files"
 
+  root = os.path.realpath(folder)
+
   def damage(name: str) -> str | None:
+    path = os.path.join(root, name)
     try:
-      is_whole = _digest(folder / name) == checksums[name]
+      # A link, `..` or a device would be read, whatever and how long it is.
+      is_own = path.startswith(root) and os.path.realpath(path) == path
+      if not is_own or (os.path.exists(path) and not os.path.isfile(path)):
+        return f"{name} is no file of the checkpoint"
+      is_whole = _digest(Path(path)) == checksums[name]
     except OSError as error:
       return f"{name} cannot be read ({error.strerror})"
+    except ValueError as error:  # A name that no file can have.
+      return f"{name} cannot be read ({error})"
     return None if is_whole else f"{name} is not what was written"
 
   with ThreadPoolExecutor() as pool:

@@ -2,7 +2,9 @@
 """Checkpoints: where they can be restored, and that damage is reported."""
 
 import dataclasses
+import json
 import logging
+import os
 import re
 import shutil
 import sys
@@ -223,6 +225,93 @@ def test_checksums_without_files_are_damage(copied, text):
   found, damaged = checkpoint.newest_whole_step(copied)
   assert found == 3
   assert damaged == [f"{copied / '5'}: checksums.json names no files"]
+
+
+def test_deeply_nested_checksums_are_damage(copied):
+  (copied / "5" / checksums.NAME).write_text("[" * 300_000)
+  found, damaged = checkpoint.newest_whole_step(copied)
+  assert found == 3 and "checksums.json cannot be read" in damaged[0]
+
+
+@pytest.mark.parametrize(
+  "name",
+  [
+    *("/dev/zero", "../3/run/metadata", "run/../../3/run/metadata", "outside"),
+    *("link", "fifo", "run", "a\0b", "/etc/hostname"),
+  ],
+)
+def test_checksums_of_what_is_no_file_of_the_checkpoint_are_damage(
+  copied, tmp_path, name
+):
+  file = copied / "5" / checksums.NAME
+  if name == "outside":
+    name = str(tmp_path / name)
+    shutil.copy(copied / "5" / "run" / "metadata", name)
+  if name == "link":
+    (copied / "5" / name).symlink_to(copied / "3" / "run" / "metadata")
+  if name == "fifo":
+    os.mkfifo(copied / "5" / name)
+  digest = json.loads(file.read_text())["run/metadata"]
+  for named in ({name: digest}, {"run/metadata": digest, name: digest}):
+    file.write_text(json.dumps(named))
+    found, damaged = checkpoint.newest_whole_step(copied)
+    assert found == 3
+    words = "cannot be read" if "\0" in name else "is no file of the checkpoint"
+    assert words in damaged[0]
+
+
+@pytest.mark.parametrize("name", ["7", "4", "000007", "000005"])
+def test_renamed_checkpoint_is_not_taken_for_another_step(saved, copied, name):
+  (copied / "5").rename(copied / name)
+  found, damaged = checkpoint.newest_whole_step(copied)
+  assert (found, len(damaged)) == (3, 1)
+  assert damaged[0] == f"{copied / name}: is of step 5; rename it 5 to use it"
+  # The run goes on, and its later steps are saved where that one was.
+  checkpoints = Checkpoints(copied, keep=3)
+  checkpoints.set_aside(after=3)
+  for number in (4, 5, 7):
+    checkpoints.save(number, saved[1], batches(), {"config": {}})
+  checkpoints.close()
+  assert checkpoint.newest_whole_step(copied) == (7, [])
+  assert (copied / f"{name}.damaged").exists()
+
+
+def test_file_by_the_name_of_a_step_is_no_checkpoint(saved, copied):
+  (copied / "9").write_text("no checkpoint")
+  found, damaged = checkpoint.newest_whole_step(copied)
+  assert found == 5 and f"{copied / '9'}: checksums.json cannot" in damaged[0]
+  checkpoints = Checkpoints(copied, keep=3)
+  checkpoints.set_aside(after=5)
+  checkpoints.save(9, saved[1], batches(), {"config": {}})
+  checkpoints.close()
+  assert checkpoint.newest_whole_step(copied) == (9, [])
+
+
+def test_step_before_one_that_is_there_is_not_left_out_silently(saved, copied):
+  checkpoints = Checkpoints(copied, keep=3)
+  with pytest.raises(SaveError, match="has a later step than 4"):
+    checkpoints.save(4, saved[1], batches(), {"config": {}})
+  checkpoints.close()
+
+
+@pytest.mark.parametrize("how", ["removed", "renamed", "another"])
+def test_folder_that_is_gone_is_named_and_not_made_anew(saved, tmp_path, how):
+  run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+  shutil.copytree(saved[0], run / "checkpoints")
+  checkpoints = Checkpoints(run / "checkpoints", keep=3)
+  run.rename(elsewhere)
+  if how != "renamed":
+    shutil.rmtree(elsewhere)
+  if how == "another":
+    run.mkdir()
+  with pytest.raises(SaveError, match=f"{run} must stay .* removed or renamed"):
+    checkpoints.save(9, saved[1], batches(), {"config": {}})
+  with pytest.raises(SaveError, match="removed or renamed"):
+    checkpoints.close()
+  if how == "renamed":
+    path = elsewhere / "checkpoints"
+    assert checkpoint.newest_whole_step(path) == (5, [])
+  assert not (run / "checkpoints").exists()
 
 
 # Orbax says that it cannot read its own file.
