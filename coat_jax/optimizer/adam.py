@@ -17,6 +17,7 @@ import optax
 from jax import Array
 from jax.typing import ArrayLike
 
+from coat_jax.formats import with_finite_square
 from coat_jax.ops.dispatch import op
 from coat_jax.optimizer import moments
 from coat_jax.optimizer.moments import GroupCodecs, Stored
@@ -99,9 +100,8 @@ def adam(
   g: Array, mu: Array, nu: Array, scalars: AdamScalars
 ) -> tuple[Array, Array, Array]:
   """The update and the new moments, all f32."""
-  s = scalars
+  s, g = scalars, with_finite_square(g)
   mu = s.b1 * mu + s.one_minus_b1 * g
-  # From the left: g * g alone overflows from 1.8e19.
   nu = s.b2 * nu + s.one_minus_b2 * g * g
   # No array is divided by a scalar: XLA multiplies by its inverse or does not,
   # and not alike on one device and on many.
