@@ -29,6 +29,8 @@ from coat_jax.optimizer.masks import (
 from coat_jax.optimizer.masks import is_norm_or_bias as is_norm_or_bias
 from coat_jax.optimizer.report import state_bytes as state_bytes
 from coat_jax.optimizer.report import state_report as state_report
+from coat_jax.optimizer.serialization import from_integers as from_integers
+from coat_jax.optimizer.serialization import to_integers as to_integers
 from coat_jax.qtensor import QTensor as QTensor
 from coat_jax.qtensor import dequantize as dequantize
 from coat_jax.qtensor import quantize as quantize

@@ -78,6 +78,16 @@ def neighbours(x: Float[Array, "*s"], dtype: DTypeLike) -> tuple[Array, Array]:
   return jnp.where(is_nan, x, lower), jnp.where(is_nan, x, upper)
 
 
+def with_finite_square(x: Array) -> Array:
+  """f32 within ±2^63; NaN where x is not finite.
+
+  Its square, at most 2^126, and a sum of a few are far enough from f32's
+  largest number that nothing computed with them overflows, in any codec.
+  """
+  bound = jnp.clip(x, -(2.0**63), 2.0**63)
+  return jnp.where(jnp.abs(x) < jnp.inf, bound, jnp.nan)
+
+
 @runtime_checkable
 class _Format(Protocol):
   """A format's limits, and its values around an f32.

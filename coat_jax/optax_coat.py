@@ -40,8 +40,8 @@ def scale_by_coat_adam(
   b1: ArrayLike = 0.9,
   b2: ArrayLike = 0.999,
   eps: ArrayLike = 1e-8,
-  *,
   eps_root: ArrayLike = 0.0,
+  *,
   codec: codecs.MomentCodec = codecs.coat(),  # noqa: B008 (it is frozen)
   nesterov: bool = False,
   quantize_mask: QuantizeMask | None = None,
@@ -70,11 +70,12 @@ def scale_by_coat_adam(
       explicit axes, where shardings are part of types.
 
   Returns:
-    An `optax.GradientTransformation`. Updates have the gradients' dtype.
+    An `optax.GradientTransformation`. Updates have the dtype of the gradients
+    and the parameters together: f32 of BF16 gradients of f32 parameters.
 
   Raises:
-    TypeError: `codec` is not a `MomentCodec`, or (by `init`) a leaf is not real
-      floating.
+    TypeError: `codec` is not a `MomentCodec`; or, by `init`, a leaf is neither
+      floating nor complex, or `quantize_mask` chooses a complex one.
     ValueError: (by `update`) the state is not this codec's or these leaves'.
 
   Examples:
@@ -95,7 +96,7 @@ def scale_by_coat_adam(
     return init_state(op, params, codec, quantize_mask, seed)
 
   def update_fn(updates, state, params=None):
-    del params
+    updates = _promoted(updates, params)
     count = optax.safe_increment(state.count)
     scalars = adam.adam_scalars(count, b1, b2, eps, eps_root, nesterov=nesterov)
     new_updates, new_stored = [], []
@@ -120,22 +121,34 @@ def scale_by_coat_adam(
   return optax.GradientTransformation(init_fn, update_fn)
 
 
+def _promoted(updates: optax.Updates, params: optax.Params | None):
+  """Gradients in the dtypes that updates have: optax promotes them likewise."""
+  if params is None:
+    return updates
+  return jax.tree.map(
+    lambda g, p: None if g is None else g.astype(jnp.result_type(g, p)),
+    updates,
+    params,
+    is_leaf=lambda x: x is None,
+  )
+
+
 def coat_adamw(
   learning_rate: optax.ScalarOrSchedule,
   b1: ArrayLike = 0.9,
   b2: ArrayLike = 0.999,
   eps: ArrayLike = 1e-8,
-  *,
   eps_root: ArrayLike = 0.0,
-  codec: codecs.MomentCodec = codecs.coat(),  # noqa: B008 (it is frozen)
+  mu_dtype: Any = None,
   weight_decay: optax.ScalarOrSchedule = 1e-4,
   mask: Any | Callable[[optax.Params], Any] | None = None,
+  *,
   nesterov: bool = False,
+  codec: codecs.MomentCodec = codecs.coat(),  # noqa: B008 (it is frozen)
   quantize_mask: QuantizeMask | None = None,
   seed: ArrayLike = 0,
   implementation: Implementation | None = None,
   shardings: Any = None,
-  mu_dtype: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""AdamW with moments in FP8: `optax.adamw` at a quarter of the state.
 
@@ -169,29 +182,29 @@ def coat_adamw(
     b1, b2: decay of the first and the second moment.
     eps: added to the denominator, outside the root.
     eps_root: added to the second moment, inside the root.
-    codec: how the moments are stored, from `codecs`; holds every static choice.
+    mu_dtype: unsupported: raises, pointing to `codec`.
     weight_decay: a number or a schedule; multiplied with the learning rate.
     mask: tree of bools or function of the parameters, where to decay weights.
     nesterov: whether to use Nesterov momentum.
+    codec: how the moments are stored, from `codecs`; holds every static choice.
     quantize_mask: `(path, leaf) -> bool`, which leaves the codec encodes; None
       for `default_quantize_mask`. Inside `optax.inject_hyperparams` name it in
       `static_args`, for callables are taken for schedules there.
-    seed: of the random words of stochastic rounding. A run repeats itself.
+    seed: of the random words of stochastic rounding. A compiled program
+      repeats itself bit for bit; it and an eager call may differ by some ulp.
     implementation: "mosaic" for the GPU kernel, "xla" for plain JAX, None for
       the kernel where a leaf and the platform allow it.
     shardings: on a mesh of automatic axes, the parameters' shardings, a tree of
       `NamedSharding`s, so that the kernel can run on each device's shard; None
       leaves partitioning to XLA, which cannot partition a kernel. Not needed on
       explicit axes, where shardings are part of types.
-    mu_dtype: unsupported: raises, pointing to `codec`.
 
   Returns:
     An `optax.GradientTransformationExtraArgs`.
 
   Raises:
     ValueError: `mu_dtype` is given.
-    TypeError: `codec` is not a `MomentCodec`, or (by `init`) a leaf is not real
-      floating.
+    TypeError: as `scale_by_coat_adam`.
 
   Examples:
     >>> import jax, optax
@@ -224,7 +237,7 @@ def coat_adamw(
       b1,
       b2,
       eps,
-      eps_root=eps_root,
+      eps_root,
       codec=codec,
       nesterov=nesterov,
       quantize_mask=quantize_mask,

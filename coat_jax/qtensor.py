@@ -58,7 +58,8 @@ def split_groups(x: Array, group_size: int, fill: float = 0) -> Array:
 
 def join_groups(x: Array, n: int) -> Array:
   """[..., groups, group_size] to [..., n]: the inverse of `split_groups`."""
-  return x.reshape(*x.shape[:-2], -1)[..., :n]
+  *rows, groups, size = x.shape
+  return x.reshape(*rows, groups * size)[..., :n]
 
 
 def group_amax(x: Float[Array, "*b n"], group_size: int) -> Array:

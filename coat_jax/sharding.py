@@ -10,8 +10,9 @@ No rule of this is written here. Shardings are part of types on a mesh of
 explicit axes, so tracing `init` there gives those of everything that it makes,
 whatever wraps the optimizer. What comes out holds on any mesh.
 
-Left to the caller is what the groups are: a device has whole ones of a sharded
-row only if the group size divides its share (`fit_group_size`).
+A device has whole groups of a sharded row only if the group size divides its
+share (`fit_group_size`). Shapes do not tell the size; the codecs that `init`
+chooses while it is traced do.
 """
 
 import dataclasses
@@ -22,7 +23,6 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
-from coat_jax import codecs
 from coat_jax.codecs import MomentCodec
 from coat_jax.codecs.group import GroupCodec
 from coat_jax.optimizer import moments
@@ -35,7 +35,7 @@ def abstract_state(
   params: Any,
   shardings: Any = None,
   *,
-  codec: MomentCodec | Sequence[MomentCodec] = codecs.coat(),  # noqa: B008
+  codec: MomentCodec | Sequence[MomentCodec] | None = None,
 ) -> Any:
   """The shapes, dtypes and shardings of what `init` makes; no memory is used.
 
@@ -49,7 +49,9 @@ def abstract_state(
     params: tree of arrays or `jax.ShapeDtypeStruct`s.
     shardings: `NamedSharding`s on one mesh, a tree with a leaf for each of
       `params`; None for those that `params` have.
-    codec: the one given to the optimizer; all of them where it has several.
+    codec: None for those of the optimizers whose `init` is called in `init`.
+      Where a state comes from elsewhere, its codec, or all of them if it has
+      several; then the state is checked to be theirs.
 
   Returns:
     What `jax.eval_shape(init, params)` returns, each `jax.ShapeDtypeStruct`
@@ -58,7 +60,7 @@ def abstract_state(
   Raises:
     TypeError: a sharding is not a `NamedSharding`.
     ValueError: shardings do not belong to `params`; a group would be split over
-      devices; or a coat state is not `codec`'s.
+      devices; a coat state is not `codec`'s, or not known to be anyone's.
 
   Examples:
     >>> import jax, optax
@@ -81,7 +83,7 @@ def state_shardings(
   params: Any,
   shardings: Any = None,
   *,
-  codec: MomentCodec | Sequence[MomentCodec] = codecs.coat(),  # noqa: B008
+  codec: MomentCodec | Sequence[MomentCodec] | None = None,
 ) -> Any:
   """The shardings of what `init` makes: the same tree of `NamedSharding`s.
 
@@ -169,16 +171,23 @@ def _abstract_state(op, init, params, shardings, codec) -> Any:
         spec = spec[:-1]
     return x.update(sharding=NamedSharding(mesh, jax.P(*spec)))
 
-  with jax.sharding.use_abstract_mesh(explicit):
+  chosen = moments.ChosenCodecs()
+  with jax.sharding.use_abstract_mesh(explicit), moments.NOTES(chosen):
     state = jax.eval_shape(
       init, jax.tree.map(lambda x: on(explicit, x), placed)
     )
   state = jax.tree.map(lambda x: on(mesh, x), state)
-  several = (codec,) if isinstance(codec, MomentCodec) else tuple(codec)
+  named = [("the optimizer's", groups) for groups in chosen.found]
+  if codec is not None:
+    several = (codec,) if isinstance(codec, MomentCodec) else codec
+    named = [(each.name, each.groups) for each in several]
   for trees in moments.all_moment_trees(state):
     paths = [path for path, _ in leaf_paths(trees[0])]
     for path, stored in zip(paths, moments.flatten(trees), strict=True):
-      _check_groups(op, path, stored, several)
+      first = stored[0]
+      is_split = _share(first.codes) < _row(first.codes)
+      if codec is not None or (is_split and moments.is_encoded(first)):
+        _check_groups(op, path, stored, named)
   return state
 
 
@@ -222,12 +231,12 @@ def _placed(
   return jax.tree.structure(params).unflatten(out), where[0].mesh
 
 
-def _check_groups(op, path: str, stored: Stored, several) -> None:
+def _check_groups(op, path: str, stored: Stored, named) -> None:
   """Raises where a group of one leaf's moments would be split over devices."""
   codes = stored[0].codes
   share = _share(codes)
-  for size in _sizes(_stored_groups(op, stored, several)):
-    if share == codes.shape[-1] or share % size == 0:
+  for size in _sizes(_stored_groups(op, path, stored, named)):
+    if share == _row(codes) or share % size == 0:
       continue
     fitting = ", ".join(str(g) for g in _fitting(share, size)[:5])
     raise ValueError(
@@ -235,24 +244,36 @@ def _check_groups(op, path: str, stored: Stored, several) -> None:
       f"{path!r}, whose last axis of {codes.shape[-1]} is sharded over "
       f"{codes.shape[-1] // share} devices, {share} values each; give the "
       f"codec a group size that fits ({fitting}), as fit_group_size does, or "
-      "shard other axes (and pass the optimizer's codec, if you did not)"
+      "shard other axes"
     )
 
 
-def _stored_groups(op, stored: Stored, several) -> GroupCodecs:
-  """The group codecs of the first codec that can have written these moments."""
+def _stored_groups(op, path: str, stored: Stored, named) -> GroupCodecs:
+  """The group codecs of the first codec that can have written these moments.
 
-  def written_by(codec):
+  Args:
+    op: for error messages.
+    path: for error messages.
+    stored: of one leaf.
+    named: (name, group codecs) of each codec.
+  """
+  if not named:
+    raise ValueError(
+      f"{op}: the codec of moments whose last axis is sharded must be known, "
+      f"got a state that no optimizer's init made, at {path!r}; call "
+      "optimizer.init in init, or pass codec"
+    )
+
+  def written_by(name, groups):
     # An optimizer with fewer moments than Adam has the first ones.
-    groups = codec.groups[: len(stored)]
-    return moments.stored_groups(op, stored, groups, codec.name)
+    return moments.stored_groups(op, stored, groups[: len(stored)], name)
 
-  for codec in several[:-1]:
+  for name, groups in named[:-1]:
     try:
-      return written_by(codec)
+      return written_by(name, groups)
     except ValueError:
       pass
-  return written_by(several[-1])
+  return written_by(*named[-1])
 
 
 def _sizes(groups: Sequence[GroupCodec]) -> list[int]:
@@ -263,6 +284,11 @@ def _sizes(groups: Sequence[GroupCodec]) -> list[int]:
 def _fitting(share: int, most: int) -> list[int]:
   """The group sizes up to `most` that divide `share`, from the largest."""
   return [size for size in range(most, 0, -1) if share % size == 0]
+
+
+def _row(x: Any) -> int:
+  """How many values a row has."""
+  return x.shape[-1] if x.ndim else 1
 
 
 def _share(x: Any) -> int:

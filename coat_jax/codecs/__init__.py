@@ -79,7 +79,6 @@ def coat(
 
   Source: arXiv:2410.19313, section 4; docs/deviations.md 3 to 6.
   """
-  _check("coat", group_size, rounding)
   formats = {"e4m3": E4M3, "e5m2": E5M2}
   if second not in formats:
     raise ValueError(
@@ -117,7 +116,6 @@ def coat_e8m0(
     >>> from coat_jax import codecs
     >>> optimizer = coat_jax.coat_adamw(3e-4, codec=codecs.coat_e8m0())
   """
-  _check("coat_e8m0", group_size, rounding)
   group = BoundedFP8(group_size, rounding)
   return MomentCodec(name="coat_e8m0", mu=group, nu=group)
 
@@ -146,7 +144,6 @@ def log8(
     >>> from coat_jax import codecs
     >>> optimizer = coat_jax.coat_adamw(3e-4, codec=codecs.log8())
   """
-  _check("log8", group_size, rounding)
   if rounding == "nearest":
     raise ValueError(
       "log8: rounding='nearest' freezes second moments; use "
@@ -180,7 +177,6 @@ def fp8(
     >>> from coat_jax import codecs
     >>> optimizer = coat_jax.coat_adamw(3e-4, codec=codecs.fp8())
   """
-  _check("fp8", group_size, rounding)
   group = ScaledFP8(group_size, rounding)
   return MomentCodec(name="fp8", mu=group, nu=group)
 
@@ -197,12 +193,3 @@ def bfloat16() -> MomentCodec:
 def float32() -> MomentCodec:
   """Moments as they are: Adam exactly, 8 bytes a parameter."""
   return MomentCodec(name="float32", mu=Plain("float32"), nu=Plain("float32"))
-
-
-def _check(name: str, group_size: int, rounding: str) -> None:
-  if group_size < 1:
-    raise ValueError(f"{name}: group_size must be at least 1, got {group_size}")
-  if rounding not in ("stochastic", "nearest"):
-    raise ValueError(
-      f"{name}: rounding must be 'stochastic' or 'nearest', got {rounding!r}"
-    )

@@ -20,7 +20,7 @@ from typing import Literal, NamedTuple, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Float
+from jaxtyping import Float, Inexact
 
 from coat_jax.qtensor import join_groups, split_groups
 
@@ -75,7 +75,7 @@ class Plain:
   """No codes at all: values stored as they are, rounded to nearest.
 
   Attributes:
-    dtype: of the stored values, by name.
+    dtype: of the stored values, by name; a complex one decodes to itself.
   """
 
   dtype: str
@@ -84,12 +84,13 @@ class Plain:
   def needs_noise(self) -> bool:
     return False
 
-  def encode(self, x: Float[Array, "..."], noise: Array | None) -> Encoded:
+  def encode(self, x: Inexact[Array, "..."], noise: Array | None) -> Encoded:
     del noise
     return Encoded(x.astype(self.dtype), jnp.float32(0), jnp.uint8(0))
 
   def decode(self, encoded: Encoded) -> Array:
-    return encoded.codes.astype(jnp.float32)
+    codes = encoded.codes
+    return codes if jnp.iscomplexobj(codes) else codes.astype(jnp.float32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,15 +110,15 @@ class Grouped(abc.ABC):
   rounding: Rounding
 
   def __post_init__(self):
-    name = type(self).__name__
     if self.group_size < 1:
       raise ValueError(
-        f"{name}: group_size must be at least 1, got {self.group_size}"
+        f"codecs: group_size must be at least 1, got {self.group_size}; 128 is "
+        "the default"
       )
     if self.rounding not in ("stochastic", "nearest"):
       raise ValueError(
-        f"{name}: rounding must be 'stochastic' or 'nearest', got "
-        f"{self.rounding!r}"
+        "codecs: rounding must be 'stochastic' or 'nearest', got "
+        f"{self.rounding!r}; pass one of these"
       )
 
   @property
@@ -168,7 +169,15 @@ class Grouped(abc.ABC):
 
 
 def share(magnitude: Array, bound: Array) -> Array:
-  """magnitude / bound, at most 1; below 2^-126, and for bound 0, it is 0."""
+  """Magnitudes as shares of their group's bound.
+
+  Args:
+    magnitude: f32 [..., group_size], not negative.
+    bound: f32 [..., 1], the largest magnitude that a group can hold.
+
+  Returns:
+    magnitude / bound, at most 1; below 2^-126, and for bound 0, it is 0.
+  """
   bound = jnp.where(bound == 0, 1.0, bound)
   # XLA multiplies by 1 / bound, which is subnormal, hence perhaps zero, above
   # 2^126. The factor is a power of two and loses nothing.
@@ -179,19 +188,33 @@ def share(magnitude: Array, bound: Array) -> Array:
 
 
 def finite_amax(magnitude: Array) -> Array:
-  """Largest magnitude per group, NaN where any is not finite."""
+  """Largest magnitude of each group, [..., group_size] to [...].
+
+  NaN where any is not finite: then the group decodes to NaN.
+  """
   amax = jnp.max(magnitude, axis=-1)
   # Reductions need not carry a NaN; a test of every value does.
   return jnp.where(jnp.all(jnp.isfinite(magnitude), axis=-1), amax, jnp.nan)
 
 
 def nonzero_amin(magnitude: Array) -> Array:
-  """Smallest nonzero magnitude per group, infinity where there is none."""
+  """Smallest nonzero magnitude of each group, [..., group_size] to [...].
+
+  Infinity where there is none.
+  """
   return jnp.min(jnp.where(magnitude > 0, magnitude, jnp.inf), axis=-1)
 
 
 def exponent_bounds(magnitude: Array) -> tuple[Array, Array]:
-  """Biased exponents of 2^upper >= amax and 2^lower <= nonzero amin, uint8."""
+  """Powers of two around the nonzero magnitudes of each group.
+
+  Args:
+    magnitude: f32 [..., group_size], not negative.
+
+  Returns:
+    Biased exponents of 2^upper >= amax and 2^lower <= nonzero amin, uint8
+    [...]; upper is NAN_EXPONENT where a magnitude is not finite.
+  """
   amax = finite_amax(magnitude)
   upper, fraction = split_float(amax)
   upper = jnp.clip(upper + (fraction > 0), 1, NAN_EXPONENT - 1)

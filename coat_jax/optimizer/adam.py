@@ -17,6 +17,7 @@ import optax
 from jax import Array
 from jax.typing import ArrayLike
 
+from coat_jax.formats import with_finite_square
 from coat_jax.ops.dispatch import op
 from coat_jax.optimizer import moments
 from coat_jax.optimizer.moments import GroupCodecs, Stored
@@ -98,11 +99,14 @@ def adam_scalars(
 def adam(
   g: Array, mu: Array, nu: Array, scalars: AdamScalars
 ) -> tuple[Array, Array, Array]:
-  """The update and the new moments, all f32."""
+  """The update and the new moments, all f32; of complex g but nu complex64."""
   s = scalars
+  parts = [with_finite_square(x) for x in _real_parts(g)]
+  g = parts[0] if len(parts) == 1 else jax.lax.complex(*parts)
   mu = s.b1 * mu + s.one_minus_b1 * g
-  # From the left: g * g alone overflows from 1.8e19.
-  nu = s.b2 * nu + s.one_minus_b2 * g * g
+  nu = s.b2 * nu
+  for part in parts:
+    nu = nu + s.one_minus_b2 * part * part
   # No array is divided by a scalar: XLA multiplies by its inverse or does not,
   # and not alike on one device and on many.
   numerator = mu * s.ratio
@@ -110,6 +114,10 @@ def adam(
     numerator = numerator + g * s.gradient_ratio
   inner = nu if s.eps_root is None else nu + s.eps_root
   return numerator / (jnp.sqrt(inner) + s.eps), mu, nu
+
+
+def _real_parts(x: Array) -> list[Array]:
+  return [x.real, x.imag] if jnp.iscomplexobj(x) else [x]
 
 
 @op(mosaic="adam")
@@ -126,7 +134,7 @@ def adam_update(
   """Adam's update of one leaf, and its new moments.
 
   Args:
-    g: f32 or bf16 [..., n], the gradient.
+    g: [..., n], the gradient; complex where the first moment is.
     stored: the two moments, as they are stored.
     key: from `stochastic.leaf_key`, for the moments' random words.
     scalars: of this step.
@@ -137,7 +145,7 @@ def adam_update(
     The update in the gradient's dtype, and the new moments, stored likewise.
   """
   mu, nu = moments.decode(groups, stored)
-  update, mu, nu = adam(g.astype(jnp.float32), mu, nu, scalars)
+  update, mu, nu = adam(moments.in_f32(g), mu, nu, scalars)
   stored = moments.encode(groups, (mu, nu), key, start, whole)
   return update.astype(g.dtype), stored
 
@@ -171,12 +179,12 @@ def adamw_step(
   Returns:
     The new parameter in its dtype, and the new moments, stored likewise.
   """
-  gradient = g.astype(jnp.float32)
+  gradient = moments.in_f32(g)
   if step.grad_scale is not None:
     gradient = gradient * step.grad_scale
   mu, nu = moments.decode(groups, stored)
   update, mu, nu = adam(gradient, mu, nu, scalars)
-  new = p.astype(jnp.float32)
+  new = moments.in_f32(p)
   new = new + -step.learning_rate * (update + step.weight_decay * new)
   if p.dtype == jnp.bfloat16:
     new = moments.round_to_bfloat16(new, keys[1], start, whole)

@@ -52,6 +52,8 @@ def to_adam_state(opt_state: Any, codec: MomentCodec) -> Any:
       groups = moments.stored_groups(op, stored, codec.groups, codec.name)
       decoded.append(moments.decode(groups, stored))
     treedef = jax.tree.structure(state.mu_codes)
+    # optax has complex second moments of complex leaves.
+    decoded = [(mu, nu.astype(mu.dtype)) for mu, nu in decoded]
     mu, nu = (treedef.unflatten([leaf[i] for leaf in decoded]) for i in (0, 1))
     # Donation takes no buffer twice: the count is a copy.
     return optax.ScaleByAdamState(jnp.array(state.count), mu, nu)
@@ -82,7 +84,7 @@ def from_adam_state(
     The same tree with coat states.
 
   Raises:
-    TypeError: a leaf is not real floating.
+    TypeError: as `scale_by_coat_adam`'s.
     ValueError: it holds no state of Adam.
 
   Examples:
@@ -103,8 +105,9 @@ def from_adam_state(
     stored = []
     for i, (groups, values) in enumerate(zip(chosen, leaves, strict=True)):
       key = stochastic.leaf_key(seed, state.count, i)
-      values = tuple(jnp.array(x, jnp.float32) for x in values)
-      stored.append(moments.encode(groups, values, key))
+      mu, nu = moments.in_f32(jnp.array(values[0])), jnp.real(values[1])
+      nu = jnp.array(nu, jnp.float32)
+      stored.append(moments.encode(groups, (mu, nu), key))
     like = moments.trees_like(state.mu, len(trees))
     return make_state(jnp.array(state.count), like, stored)
 

@@ -53,8 +53,8 @@ def fused_coat_adamw(
   b1: ArrayLike = 0.9,
   b2: ArrayLike = 0.999,
   eps: ArrayLike = 1e-8,
-  *,
   eps_root: ArrayLike = 0.0,
+  *,
   codec: codecs.MomentCodec = codecs.coat(),  # noqa: B008 (it is frozen)
   weight_decay: optax.ScalarOrSchedule = 1e-4,
   mask: Any | Callable[[optax.Params], Any] | None = None,
@@ -69,7 +69,8 @@ def fused_coat_adamw(
   Everything is f32 from the gradient to the new parameter, which is rounded to
   bf16 stochastically where it is bf16, with the words that `apply_updates`
   draws for `step=state.count` of the new state and the same seed. With f32
-  gradients and parameters the result is that of the chain.
+  gradients and parameters the result is that of the chain, up to how another
+  compiled program rounds: some ulp, and a code where one is that close.
 
   Args:
     learning_rate: a number or a schedule.
@@ -82,7 +83,7 @@ def fused_coat_adamw(
     nesterov: unsupported: raises, pointing to `coat_adamw`.
     quantize_mask: `(path, leaf) -> bool`, which leaves the codec encodes; None
       for `default_quantize_mask`.
-    seed: of the random words of stochastic rounding. A run repeats itself.
+    seed: of the random words of stochastic rounding.
     implementation: "mosaic" for the kernel, "xla" for the definition, None for
       the kernel where a leaf and the platform allow it.
     shardings: on a mesh of automatic axes, the parameters' shardings, a tree of

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Leaves by their paths: what is a norm or a bias, and what is encoded."""
+"""Leaves by shapes and paths: what is a norm or a bias, and what is encoded."""
 
 import re
 from collections.abc import Callable
@@ -11,14 +11,16 @@ import jax.numpy as jnp
 QuantizeMask = Callable[[str, Any], bool]
 
 _SMALLEST_LEAF, _SHORTEST_ROW = 4096, 16
+# A vector this long is no bias: `optax.flatten` makes one of all parameters.
+_LONG_VECTOR = 1 << 20
 
 
 def default_quantize_mask(path: str, leaf: Any) -> bool:
   """Whether a leaf's moments are encoded unless the user says otherwise.
 
-  True for leaves of at least 4096 values and 16 columns that are neither norms
-  nor biases by their names. Those stay in f32, stacked over layers or not: they
-  are less than a thousandth of a model.
+  True for real leaves of at least 4096 values and 16 columns that are neither
+  norms nor biases (`is_norm_or_bias`). Those stay in f32, stacked over layers
+  or not: they are less than a thousandth of a model.
 
   Args:
     path: such as "layers/attn/qkv/kernel"; dots separate names too.
@@ -29,24 +31,34 @@ def default_quantize_mask(path: str, leaf: Any) -> bool:
   """
   if leaf.size < _SMALLEST_LEAF or leaf.shape[-1] < _SHORTEST_ROW:
     return False
-  return not is_norm_or_bias(path)
+  if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+    return False
+  return not is_norm_or_bias(path, leaf)
 
 
-def is_norm_or_bias(path: str) -> bool:
-  """Whether a leaf is a norm's parameter or a bias, by its name.
+def is_norm_or_bias(path: str, leaf: Any = None) -> bool:
+  """Whether a leaf is a norm's parameter or a bias, by its shape and its name.
+
+  Vectors and scalars are, whatever their names, but for vectors of a million
+  values (parameters that `optax.flatten` has joined). Arrays of more axes may
+  be stacked over layers: there the name decides.
 
   A name is a norm's if it *ends* in a norm, as `input_layernorm`, `q_norm` and
   `norm_1` do and `norm_mlp` does not, or is `ln` with anything, as `ln_f`; a
-  bias's if `bias` is one of its words; `scale`, `gamma` and `beta` belong to
-  norms. Only the leaf's own name and the one above it count, and a `kernel` or
-  an `embedding` is a matrix whatever is above it.
+  bias's if `bias` is one of its words (a `b` may be anything: LoRA's `lora_b`);
+  `scale`, `gamma` and `beta` belong to norms. Only the leaf's own name and the
+  one above it count, and a `kernel` or an `embedding` is a matrix whatever is
+  above it.
 
   Args:
     path: such as "layers/attn/norm/scale"; dots separate names too.
+    leaf: array or `jax.ShapeDtypeStruct`; None leaves it to the name.
 
   Returns:
     True for norms and biases.
   """
+  if leaf is not None and leaf.ndim < 2 and leaf.size < _LONG_VECTOR:
+    return True
   names = [x for x in re.split("[/.]", path) if not x.isdigit()] or [""]
   words = _words(names[-1])
   if names[-1] in ("kernel", "embedding"):

@@ -7,8 +7,9 @@ statistics (`codecs.group.Encoded`): `mu_codes, mu_amax, mu_range` and as many
 for every other moment. Here a leaf's moments are a tuple of `Encoded`, of any
 length, and their codecs a tuple as long.
 
-A leaf that a codec does not encode is stored in f32, which is inferred from the
-state's dtypes: its codes are f32.
+A leaf that a codec does not encode is stored in f32, the first moment of a
+complex one in complex64, which is inferred from the state's dtypes: those are
+its codes'.
 """
 
 import functools
@@ -34,7 +35,22 @@ from coat_jax.optimizer.masks import (
 Stored = tuple[Encoded, ...]
 GroupCodecs = tuple[GroupCodec, ...]
 
-_F32 = Plain("float32")
+# Holds a `ChosenCodecs` while `sharding` traces an `init`. It is a context of
+# JAX's, so that a jitted one is traced again.
+NOTES = jax.make_user_context(default_value=None)
+
+_PLAIN = {dtype: Plain(dtype) for dtype in ("float32", "complex64")}
+
+
+class ChosenCodecs:
+  """The codecs that `choose_groups` was given, once each, in `found`."""
+
+  def __init__(self):
+    self.found: list[GroupCodecs] = []
+
+  def add(self, groups: GroupCodecs) -> None:
+    if groups not in self.found:
+      self.found.append(groups)
 
 
 def choose_groups(
@@ -52,26 +68,47 @@ def choose_groups(
     As many codecs a leaf.
 
   Raises:
-    TypeError: a leaf is not real floating.
+    TypeError: a leaf is neither floating nor complex, or `mask` chooses a
+      complex one.
     ValueError: `mask` chooses a scalar.
   """
   mask = default_quantize_mask if mask is None else mask
+  if NOTES.value is not None:
+    NOTES.value.add(groups)
   out = []
   for path, leaf in leaf_paths(params):
     dtype = jnp.result_type(leaf)
-    if not jnp.issubdtype(dtype, jnp.floating):
+    if not jnp.issubdtype(dtype, jnp.inexact):
       raise TypeError(
-        f"{op}: parameters must be real floating, got {dtype} at {path!r}; "
-        "leave it out with optax.masked or optax.partition"
+        f"{op}: parameters must be floating or complex, got {dtype} at "
+        f"{path!r}; leave it out with optax.masked or optax.partition"
       )
     chosen = mask(path, leaf)
+    is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
+    if chosen and is_complex:
+      raise TypeError(
+        f"{op}: quantize_mask must choose real leaves, got {dtype} at "
+        f"{path!r}; return False for it, or wrap the optimizer in "
+        "optax.contrib.split_real_and_imaginary"
+      )
     if chosen and leaf.ndim == 0:
       raise ValueError(
         f"{op}: quantize_mask must choose arrays with an axis, got the scalar "
         f"at {path!r}; return False for it"
       )
-    out.append(groups if chosen else (_F32,) * len(groups))
+    out.append(groups if chosen else _plain_groups(is_complex, len(groups)))
   return out
+
+
+def _plain_groups(is_complex: bool, count: int) -> GroupCodecs:
+  """Of moments that are not encoded: but for the first they are of squares."""
+  first = _PLAIN["complex64" if is_complex else "float32"]
+  return (first, *(_PLAIN["float32"],) * (count - 1))
+
+
+def in_f32(x: Array) -> Array:
+  """x in f32, or in complex64 where it is complex."""
+  return x.astype("complex64" if jnp.iscomplexobj(x) else "float32")
 
 
 def stored_groups(
@@ -91,8 +128,8 @@ def stored_groups(
   Raises:
     ValueError: neither can have written them.
   """
-  if all(encoded.codes.dtype == jnp.float32 for encoded in stored):
-    return (_F32,) * len(stored)
+  if not any(is_encoded(encoded) for encoded in stored):
+    return tuple(_PLAIN[encoded.codes.dtype.name] for encoded in stored)
   for encoded, group in zip(stored, groups, strict=True):
     got, want = _layout(encoded), _stored_layout(group, encoded.codes.shape)
     if got != want:
@@ -102,6 +139,11 @@ def stored_groups(
         "to_adam_state and from_adam_state)"
       )
   return groups
+
+
+def is_encoded(encoded: Encoded) -> bool:
+  """Whether a codec wrote this moment: False where it is stored as it is."""
+  return encoded.codes.dtype.name not in _PLAIN
 
 
 def _layout(encoded: Encoded) -> str:

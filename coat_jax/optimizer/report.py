@@ -4,7 +4,6 @@
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -125,7 +124,7 @@ def state_report(
     codes = stored[0].codes
     out[path] = {
       "parameters": int(codes.size),
-      "encoded": codes.dtype != jnp.float32,
+      "encoded": moments.is_encoded(stored[0]),
     }
     for i, name in enumerate(("mu", "nu")):
       out[path][name] = _report_moment(
@@ -135,7 +134,7 @@ def state_report(
 
 
 def _report_moment(group: GroupCodec, encoded: Encoded, decoded, exact) -> dict:
-  values = np.asarray(decoded, np.float64)
+  values = _in_f64(decoded)
   report = {}
   if isinstance(group, ExpandedFP8):
     powers = np.asarray(group.power(encoded.amax, encoded.range), np.float64)
@@ -150,11 +149,21 @@ def _report_moment(group: GroupCodec, encoded: Encoded, decoded, exact) -> dict:
     codes = np.asarray(encoded.codes).view(np.uint8)
     report["codes_used"] = len(np.unique(codes)) / 256
   if exact is None:
-    report["zeroed"] = float(np.mean(values == 0))
+    report["zeroed"] = _share(values == 0)
     return report
-  exact = np.asarray(exact, np.float64)
-  report["zeroed"] = float(np.mean((values == 0) & (exact != 0)))
+  exact = _in_f64(exact)
+  report["zeroed"] = _share((values == 0) & (exact != 0))
   norm = np.linalg.norm(exact)
   error = np.linalg.norm(values - exact)
   report["relative_error"] = float(error / norm) if norm else float(error)
   return report
+
+
+def _in_f64(x) -> np.ndarray:
+  x = np.asarray(x)
+  return x.astype(np.complex128 if np.iscomplexobj(x) else np.float64)
+
+
+def _share(chosen: np.ndarray) -> float:
+  """The share that is True; none of nothing."""
+  return float(np.count_nonzero(chosen) / max(chosen.size, 1))

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The state of Adam with encoded moments: what it is, and what it goes with."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -66,6 +67,8 @@ def init_state(
   Returns:
     Moments of zeros, sharded like the parameters.
   """
+  if isinstance(params, _placeholder()):
+    return _marked_state(params, len(codec.groups))
   chosen = moments.choose_groups(op, params, codec.groups, mask)
   key = stochastic.leaf_key(seed, 0, 0)
   stored = []
@@ -77,6 +80,29 @@ def init_state(
     stored.append(moments.encode(groups, (zeros,) * len(groups), key))
   trees = moments.trees_like(params, len(codec.groups))
   return make_state(jnp.zeros([], jnp.int32), trees, stored)
+
+
+@functools.cache
+def _placeholder() -> type:
+  """What `optax.tree.map_params` gives to `init` in place of parameters."""
+  kinds = []
+
+  def init(params):
+    kinds.append(type(params))
+    return params
+
+  optax.tree.map_params(init, lambda x: x, ())
+  return kinds[0]
+
+
+def _marked_state(placeholder: Any, count: int) -> ScaleByCoatAdamState:
+  """A state that says which of its trees are like the parameters.
+
+  Codes have their shapes. Statistics have others, and a sharding of theirs need
+  not be possible: a tree of them is one leaf here, for `transform_non_params`.
+  """
+  leaf = jnp.zeros([], jnp.int32)
+  return ScaleByCoatAdamState(leaf, *[placeholder, leaf, leaf] * count)
 
 
 def make_state(

@@ -2,10 +2,10 @@
 """The codecs that coat_jax brings: what they promise and what they refuse."""
 
 import doctest
-import inspect
 
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import pytest
 
@@ -88,15 +88,14 @@ def test_log8_refuses_nearest_but_its_group_codec_takes_it():
 @pytest.mark.parametrize(
   "build", [codecs.coat, codecs.coat_e8m0, codecs.log8, codecs.fp8]
 )
-def test_constructors_refuse_wrong_choices_by_name(build):
-  name = build.__name__
-  with pytest.raises(ValueError, match=f"{name}: group_size must be at least"):
+def test_constructors_refuse_wrong_choices(build, monkeypatch):
+  with pytest.raises(ValueError, match="codecs: group_size must be at least 1"):
     build(group_size=0)
   # As users see it: the tests' checks of types would come first.
-  build = inspect.unwrap(build)
-  with pytest.raises(ValueError, match=f"{name}: rounding must be .* 'up'"):
+  monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+  with pytest.raises(ValueError, match="codecs: rounding must be .* 'up'"):
     build(rounding="up")
-  if name == "coat":
+  if build.__name__ == "coat":
     with pytest.raises(ValueError, match="second must be .* got 'e3m4'"):
       build(second="e3m4")
 

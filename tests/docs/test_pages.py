@@ -58,9 +58,11 @@ def check_tutorial(names, printed, text):
 
 
 def check_checkpoints(names, printed, text):
-  """Two devices have what eight saved."""
+  """Two devices have what eight saved; so have a state by names and an npz."""
   saved, restored = names["state"], names["restored"]
   assert_same_bits(restored, saved)
+  assert_same_bits(names["adam"], saved["optimizer"][0])
+  assert_same_bits(names["loaded"], saved)
   codes = restored["optimizer"][0].mu_codes["kernel"]
   assert codes.dtype == jnp.float8_e4m3fn
   assert len(codes.sharding.device_set) == 2
@@ -71,6 +73,8 @@ def check_sharding(names, printed, text):
   moments = names["opt_state"][0]
   assert moments.nu_codes["up"].sharding.spec == P(None, "fsdp")
   assert moments.nu_amax["up"].sharding.spec == P(None, "fsdp")
+  by_optax = names["by_optax"][0]
+  assert by_optax.nu_codes["up"].sharding.spec == P(None, "fsdp")
   assert names["state_specs"][0].nu_amax["up"] == P(None, "fsdp")
   abstract = names["target"]["optimizer"][0].nu_amax["up"].sharding
   assert abstract == moments.nu_amax["up"].sharding

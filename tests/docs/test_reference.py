@@ -16,6 +16,7 @@ from tests.docs.pages import DOCS, ROOT
 PUBLIC = (
   "coat_jax",
   "coat_jax.codecs",
+  "coat_jax.codecs.group",
   "coat_jax.layers",
   "coat_jax.models",
   "coat_jax.optax_coat",

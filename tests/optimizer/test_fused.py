@@ -55,6 +55,20 @@ def run(settings, dtype, steps=4, **kwargs):
   return a, state[0], b, other
 
 
+def test_fused_step_takes_complex_leaves_as_the_chain_does():
+  params = {"z": jnp.array([[1 + 2j, -3j, 0.5]]), "none": jnp.zeros((0, 3))}
+  grads = jax.tree.map(lambda x: (0.1 - 0.2j) * x, params)
+  grads["none"] = params["none"]
+  chain, fused = coat_adamw(1e-2), fused_coat_adamw(1e-2)
+  updates, state = chain.update(grads, chain.init(params), params)
+  want = optax.apply_updates(params, updates)
+  got, other = fused.apply(grads, fused.init(params), params)
+  assert got["z"].dtype == "complex64"
+  np.testing.assert_allclose(got["z"], want["z"], rtol=1e-6)
+  np.testing.assert_allclose(other.mu_codes["z"], state[0].mu_codes["z"])
+  np.testing.assert_allclose(other.nu_codes["z"], state[0].nu_codes["z"])
+
+
 @pytest.mark.parametrize("name", SETTINGS)
 def test_fused_step_equals_the_chain(name):
   a, state, b, other = run(SETTINGS[name], jnp.float32)

@@ -34,6 +34,10 @@ def leaf(*shape, dtype=jnp.float32):
     "alibi/weight",
     "lnet/weight",
     "layers/0/w1",
+    "mamba/b_proj",
+    "ssm/B",
+    "attn/lora_b",
+    "b",
   ],
 )
 def test_default_quantize_mask_takes_matrices(path):
@@ -72,11 +76,25 @@ def test_default_quantize_mask_leaves_norms_and_biases(path):
 
 
 def test_default_quantize_mask_leaves_small_leaves_and_short_rows():
-  assert default_quantize_mask("w", leaf(4096))
-  assert not default_quantize_mask("w", leaf(4095))
+  assert default_quantize_mask("w", leaf(64, 64))
+  assert not default_quantize_mask("w", leaf(63, 65))
   assert default_quantize_mask("w", leaf(512, 16))
   assert not default_quantize_mask("w", leaf(512, 15))
   assert not default_quantize_mask("w", leaf())
+
+
+@pytest.mark.parametrize("path", ["attn_q_b", "b_proj", "w", "kernel", "out_b"])
+def test_vectors_are_norms_or_biases_whatever_their_names(path):
+  assert is_norm_or_bias(path, leaf(8192))
+  assert is_norm_or_bias(path, leaf())
+  assert not default_quantize_mask(path, leaf(8192))
+  # Unless it is all parameters in one, as optax.flatten makes them.
+  assert default_quantize_mask("", leaf(1 << 20))
+  assert not is_norm_or_bias("", leaf(1 << 20))
+
+
+def test_default_quantize_mask_leaves_complex_leaves():
+  assert not default_quantize_mask("kernel", leaf(64, 64, dtype=jnp.complex64))
 
 
 def test_mask_sees_the_same_path_with_and_without_variables():

@@ -16,41 +16,15 @@ from flax import nnx
 
 from coat_jax import codecs
 from coat_jax.optax_coat import apply_updates, coat_adamw, scale_by_coat_adam
-
-CODECS = {
-  "coat": codecs.coat(4),
-  "coat_e5m2": codecs.coat(4, second="e5m2"),
-  "coat_nearest": codecs.coat(4, rounding="nearest"),
-  "coat_e8m0": codecs.coat_e8m0(4),
-  "log8": codecs.log8(4),
-  "fp8": codecs.fp8(4),
-  "bfloat16": codecs.bfloat16(),
-  "float32": codecs.float32(),
-}
-
-every_codec = pytest.mark.parametrize("name", CODECS)
-# One codec for each layout of a state: with f32 and uint8 statistics, with
-# uint8 ones, with one of two, with none.
-LAYOUTS = ("coat", "log8", "fp8", "float32")
-
-
-def quantize_mask(path, leaf):
-  return leaf.ndim > 0 and "f32" not in path
-
-
-@functools.cache  # One object for one solver, so that jit compiles it once.
-def make(name, learning_rate=1e-2, **kwargs):
-  kwargs = {"codec": CODECS[name], "quantize_mask": quantize_mask} | kwargs
-  return coat_adamw(learning_rate, **kwargs)
-
-
-def tree(seed=0, dtype=jnp.float32):
-  rng = np.random.default_rng(seed)
-
-  def normal(*shape):
-    return jnp.asarray(rng.normal(size=shape), dtype)
-
-  return {"layer": {"w": normal(2, 3, 10), "f32": normal(6)}, "x": normal()}
+from tests.optimizer.solvers import (
+  CODECS,
+  LAYOUTS,
+  every_codec,
+  make,
+  quantize_mask,
+  tree,
+  types,
+)
 
 
 def steps(solver, params, count=3, update=None):
@@ -68,10 +42,6 @@ def steps(solver, params, count=3, update=None):
 
 def assert_equal(actual, expected):
   jax.tree.map(np.testing.assert_array_equal, actual, expected)
-
-
-def types(state):
-  return jax.tree.map(jax.typeof, state)
 
 
 def objective(params):

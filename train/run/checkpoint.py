@@ -6,8 +6,8 @@ A checkpoint has the items `params`, `optimizer` (the FP8 bytes themselves),
 data) and, where a run reports on its moments, `exact`; `data` and `run` are
 JSON. Nothing in it depends on devices or processes: arrays are restored bit for
 bit with the shardings of an abstract state, and the iterators of all processes
-have the same place. Restoring repeats nothing and skips nothing, so a resumed
-run is bit-equal to one that was never stopped.
+have the same place. Restoring repeats nothing and skips nothing, so a run that
+the same compiled program resumes is bit-equal to one that was never stopped.
 
 A checkpoint gets its name, the step, when all its files are written, checksums
 included. The checksums detect damage since then, the stored step another name,

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FP8 and bfloat16 as integers, for file formats that do not know them.
+
+NumPy, and what is built on it, has no FP8: `np.savez` writes bytes that
+`np.load` does not take for numbers again. An integer of the same width has the
+same bits and is known everywhere.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def to_integers(tree: Any) -> Any:
+  """A tree whose FP8 and bfloat16 arrays are uint8 and uint16, bit for bit.
+
+  Args:
+    tree: such as an optimizer's state, or a whole train state; of arrays or of
+      `jax.ShapeDtypeStruct`s.
+
+  Returns:
+    The same tree and shardings; leaves of other kinds are as they were.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> from coat_jax import coat_adamw, to_integers
+    >>> state = coat_adamw(1e-3).init({"w": jnp.ones((64, 128))})
+    >>> print(to_integers(state)[0].mu_codes["w"].dtype)
+    uint8
+  """
+  return jax.tree.map(
+    lambda x: _view(x, _unsigned(x)) if _is_foreign(x) else x, tree
+  )
+
+
+def from_integers(tree: Any, like: Any) -> Any:
+  """The inverse of `to_integers`.
+
+  Args:
+    tree: what `to_integers` gave, perhaps from a file; NumPy arrays stay so.
+    like: a tree of its structure with the dtypes that it had, such as
+      `jax.eval_shape(optimizer.init, params)`. Formats of one width cannot be
+      told apart: it must be of the same codec.
+
+  Returns:
+    `tree` with the dtypes of `like`.
+
+  Raises:
+    ValueError: an array has not the shape or the width that `like` says.
+
+  Examples:
+    >>> import jax, jax.numpy as jnp
+    >>> from coat_jax import coat_adamw, from_integers, to_integers
+    >>> params, optimizer = {"w": jnp.ones((64, 128))}, coat_adamw(1e-3)
+    >>> state = optimizer.init(params)
+    >>> like = jax.eval_shape(optimizer.init, params)
+    >>> print(from_integers(to_integers(state), like)[0].mu_codes["w"].dtype)
+    float8_e4m3fn
+  """
+
+  def view(keys, want, x):
+    if not _is_foreign(want):
+      return x
+    if (x.dtype, x.shape) != (_unsigned(want), want.shape):
+      path = jax.tree_util.keystr(keys, simple=True, separator="/")
+      raise ValueError(
+        f"from_integers: {want.dtype}{list(want.shape)} must be stored as "
+        f"{_unsigned(want)}, got {x.dtype}{list(x.shape)} at {path!r}; pass as "
+        "like what was given to to_integers, or its shapes"
+      )
+    return _view(x, want.dtype)
+
+  return jax.tree.map_with_path(view, like, tree)
+
+
+def _is_foreign(x: Any) -> bool:
+  """Whether a leaf has a floating dtype that NumPy itself does not have."""
+  dtype = getattr(x, "dtype", None)
+  if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+    return False
+  return np.dtype(dtype).isbuiltin != 1
+
+
+def _unsigned(x: Any) -> np.dtype:
+  return np.dtype(f"uint{8 * np.dtype(x.dtype).itemsize}")
+
+
+def _view(x: Any, dtype: Any) -> Any:
+  if isinstance(x, jax.ShapeDtypeStruct):
+    return x.update(dtype=dtype)
+  if isinstance(x, np.ndarray):
+    return x.view(dtype)
+  return jax.lax.bitcast_convert_type(x, dtype)

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shardings of states need no codec: it is found from the optimizer."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax import P
+from jax.sharding import NamedSharding
+
+from coat_jax import coat_adamw, codecs
+from coat_jax.sharding import abstract_state, state_shardings
+from tests.test_sharding import make_mesh
+
+
+def test_codec_is_found_from_the_optimizer():
+  params = {"w": jax.ShapeDtypeStruct((16, 1000), jnp.float32)}
+  whole = {"w": NamedSharding(make_mesh(), P("fsdp"))}
+  split = {"w": NamedSharding(make_mesh(), P(None, "fsdp"))}
+
+  def make(codec):
+    return coat_adamw(1e-2, codec=codec)
+
+  def refused(init, size):
+    with pytest.raises(
+      ValueError, match=f"groups of {size} at 'w'.*250 values"
+    ):
+      state_shardings(init, params, split)
+
+  state_shardings(make(codecs.log8(64)).init, params, whole)
+  # 1000 values have eight groups of 125 and of 128: one of them fits.
+  fits, jitted = make(codecs.log8(125)), jax.jit(make(codecs.log8()).init)
+  state = abstract_state(lambda p: [fits.init(p)], params, split)[0][0]
+  assert state.mu_amax["w"].sharding.spec == P(None, "fsdp")
+  for _ in range(2):  # The second trace is not one from a cache.
+    refused(jitted, 128)
+  two = {"a": make(codecs.fp8(100)), "b": make(codecs.log8(64))}
+  refused(optax.partition(two, {"w": "a"}).init, 100)
+  # A state that no optimizer makes is somebody's who knows the codec.
+  made = jax.eval_shape(fits.init, params)
+
+  def elsewhere(p):
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), made)
+    like = jax.tree.map(lambda x, y: y.astype(x.dtype), zeros[0].mu_codes, p)
+    return zeros[0]._replace(mu_codes=like)
+
+  state_shardings(elsewhere, params, whole)
+  with pytest.raises(ValueError, match="must be known.* at 'w'.*or pass codec"):
+    state_shardings(elsewhere, params, split)
+  state_shardings(elsewhere, params, split, codec=codecs.log8(125))
