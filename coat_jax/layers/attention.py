@@ -27,6 +27,7 @@ from coat_jax.layers.linear import (
   default_kernel_init,
   gradient_operand,
 )
+from coat_jax.layers.mesh.rule import run_whole
 from coat_jax.layers.middle import Middle, MiddleGradient
 from coat_jax.layers.module import RecipeModule, rows_to_batch
 from coat_jax.layers.norm import norm_options
@@ -60,7 +61,8 @@ class SelfAttention(Middle):
   clip: float | None = None
 
   def plain(self, h, weights, inputs, recipe):
-    clipped: Any = _clip(h, self.clip)
+    clip = functools.partial(_clip, limit=self.clip)
+    clipped: Any = run_whole(clip, recipe.axes, h)
     heads = split_heads(clipped, inputs, self.heads, recipe=recipe)
     return self._attention.plain(heads, weights, None, recipe)
 

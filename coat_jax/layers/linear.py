@@ -24,7 +24,7 @@ from coat_jax.layers.mesh.collectives import (
   sum_tokens,
   tensor_size,
 )
-from coat_jax.layers.mesh.rule import rule, run_sharded
+from coat_jax.layers.mesh.rule import rule, run_sharded, run_whole
 from coat_jax.layers.mesh.specs import (
   Split,
   cache_specs,
@@ -46,6 +46,7 @@ from coat_jax.layers.weight import (
   weight_gradient,
 )
 from coat_jax.ops import Operand
+from coat_jax.ops.explicit import partitioned, product_spec, spec_of
 from coat_jax.recipe import CoatRecipe
 
 default_kernel_init = nnx.initializers.lecun_normal()
@@ -107,7 +108,13 @@ def _specs(x, w, bias, cache, split, recipe):
   return (x_spec, kernel, bias_spec, cached(cache, kernel)), y_spec
 
 
-_fp8_linear = rule(_fp8_linear_fwd, _fp8_linear_bwd, _specs, reads=(1, 2, 3))
+_fp8_linear = rule(
+  _fp8_linear_fwd,
+  _fp8_linear_bwd,
+  _specs,
+  reads=(1, 2, 3),
+  result_spec=lambda x, w, *_: product_spec(x, w),
+)
 
 
 def linear(
@@ -142,9 +149,14 @@ def linear(
       # several axes of columns are in the order of devices.
       split, cache = None, cache and Operand(None, None, cache.scale)
     return _fp8_linear((x, w, bias, cache), split, recipe)
-  # Not as a matrix: of [D, 2, F] devices may each have a part of F.
-  with residual_scope("linear"):
-    return add_bias(jnp.tensordot(x, w.astype(x.dtype), 1), bias)
+
+  def plain(x, w, bias):
+    # Not as a matrix: of [D, 2, F] devices may each have a part of F.
+    with residual_scope("linear"):
+      return add_bias(jnp.tensordot(x, w.astype(x.dtype), 1), bias)
+
+  types = lambda y, arrays: product_spec(*arrays[:2])  # noqa: E731
+  return run_whole(plain, recipe.axes, x, w, bias, types=types)
 
 
 def gradient_operand(g: Array, recipe: CoatRecipe) -> Operand:
@@ -345,10 +357,12 @@ def _cache(part: Linear, recipe: CoatRecipe) -> Operand:
     cache = each(lambda w: cache_weight(w, recipe), flat)
     return jax.tree.map(lambda x: x.reshape(*stack, *x.shape[1:]), cache)
 
-  if (axes := recipe.axes) is None:
-    return fill(w)
-  kernel = split_kernel(axes, part.split, part.weight_ndim)
   has_codes = recipe.weight_cache == "codes"
+  if (axes := recipe.axes) is None:
+    kernel = P(*spec_of(w)[len(stack) :])
+    out_specs = cache_specs(kernel, has_codes=has_codes, num_stacked=len(stack))
+    return partitioned(fill, w, types=lambda *_: out_specs)
+  kernel = split_kernel(axes, part.split, part.weight_ndim)
   out_specs = cache_specs(kernel, has_codes=has_codes, num_stacked=len(stack))
   stacked = P(*(None,) * len(stack), *kernel)
   return run_sharded(fill, axes, (w,), (stacked,), out_specs)
