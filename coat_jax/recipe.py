@@ -115,8 +115,9 @@ class CoatRecipe:
     formats: E4M3 for values and E5M2 for gradients, which kernels know; others
       of `coat_jax.formats` run as plain JAX.
     axes: on a mesh, what its axes split: FP8 blocks then run on each device's
-      part (`jax.shard_map`), under `jax.set_mesh`. None on one device, and to
-      leave it to XLA, which can partition no kernel.
+      part (`jax.shard_map`), under `jax.set_mesh`. None on one device, where
+      types say it (explicit axes of data and FSDP), and to leave it to XLA,
+      which can partition no kernel.
   """
 
   linear: Kept = "fp8"

@@ -23,6 +23,7 @@ from coat_jax.layers.back import BackWeights
 from coat_jax.layers.block import BlockWeights, block
 from coat_jax.layers.front import FrontWeights
 from coat_jax.layers.linear import Linear, gradient_operand
+from coat_jax.layers.mesh.rule import run_whole
 from coat_jax.layers.middle import Middle, MiddleGradient
 from coat_jax.layers.module import (
   RecipeModule,
@@ -62,7 +63,8 @@ class SelfAttention(Middle):
   clip: float | None = None
 
   def plain(self, h, weights, inputs, recipe):
-    clipped: Any = _clip(h, self.clip)
+    clip = functools.partial(_clip, limit=self.clip)
+    clipped: Any = run_whole(clip, recipe.axes, h)
     heads = split_heads(clipped, inputs, self.heads, recipe=recipe)
     return self._attention.plain(heads, weights, None, recipe)
 

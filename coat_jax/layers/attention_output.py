@@ -12,6 +12,7 @@ import dataclasses
 import functools
 from typing import NamedTuple
 
+import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
@@ -24,7 +25,7 @@ from coat_jax.layers.back import (
   back_specs,
 )
 from coat_jax.layers.linear import linear
-from coat_jax.layers.mesh.rule import rule
+from coat_jax.layers.mesh.rule import rule, run_whole
 from coat_jax.layers.mesh.specs import own_heads, tokens
 from coat_jax.layers.middle import Middle, MiddleGradient, MiddleOutput
 from coat_jax.layers.residuals import save_residual
@@ -229,4 +230,5 @@ def attention_output(
     weights = BackWeights(w, bias, cache)
     return _attention_output((x, heads, weights), middle, recipe)
   out = middle.plain(heads, None, None, recipe)
-  return x + linear(out, w, bias, recipe=recipe, cache=cache, split="inputs")
+  y = linear(out, w, bias, recipe=recipe, cache=cache, split="inputs")
+  return run_whole(jnp.add, recipe.axes, x, y)

@@ -38,7 +38,7 @@ from coat_jax.layers.front import (
   front_specs,
 )
 from coat_jax.layers.linear import bias_gradient, linear
-from coat_jax.layers.mesh.rule import rule
+from coat_jax.layers.mesh.rule import rule, run_whole
 from coat_jax.layers.mesh.specs import tokens
 from coat_jax.layers.middle import Middle
 from coat_jax.layers.norm import norm
@@ -160,4 +160,5 @@ def block(
     cache=back.cache,
     split="inputs",
   )
-  return x + y if add_input else y
+  add = lambda x, y: x + y if add_input else y  # noqa: E731
+  return run_whole(add, recipe.axes, x, y)

@@ -23,7 +23,7 @@ from coat_jax.layers.mesh.collectives import (
   sum_tokens,
   tensor_size,
 )
-from coat_jax.layers.mesh.rule import rule
+from coat_jax.layers.mesh.rule import rule, run_whole
 from coat_jax.layers.mesh.specs import (
   Split,
   cached,
@@ -44,6 +44,7 @@ from coat_jax.layers.weight import (
   weight_gradient,
 )
 from coat_jax.ops import Operand
+from coat_jax.ops.explicit import product_spec
 from coat_jax.recipe import CoatRecipe
 
 default_kernel_init = nnx.initializers.lecun_normal()
@@ -106,7 +107,13 @@ def _specs(x, w, bias, cache, split, recipe):
   return (x_spec, kernel, bias_spec, cached(cache, kernel)), y_spec
 
 
-_fp8_linear = rule(_fp8_linear_fwd, _fp8_linear_bwd, _specs, reads=(1, 2, 3))
+_fp8_linear = rule(
+  _fp8_linear_fwd,
+  _fp8_linear_bwd,
+  _specs,
+  reads=(1, 2, 3),
+  result_spec=lambda x, w, *_: product_spec(x, w),
+)
 
 
 def linear(
@@ -141,9 +148,14 @@ def linear(
       # several axes of columns are in the order of devices.
       split, cache = None, cache and Operand(None, None, cache.scale)
     return _fp8_linear((x, w, bias, cache), split, recipe)
-  # Not as a matrix: of [D, 2, F] devices may each have a part of F.
-  with residual_scope("linear"):
-    return add_bias(jnp.tensordot(x, w.astype(x.dtype), 1), bias)
+
+  def plain(x, w, bias):
+    # Not as a matrix: of [D, 2, F] devices may each have a part of F.
+    with residual_scope("linear"):
+      return add_bias(jnp.tensordot(x, w.astype(x.dtype), 1), bias)
+
+  types = lambda y, arrays: product_spec(*arrays[:2])  # noqa: E731
+  return run_whole(plain, recipe.axes, x, w, bias, types=types)
 
 
 def gradient_operand(g: Array, recipe: CoatRecipe) -> Operand:

@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from coat_jax import ops
 from coat_jax import recipe as recipes
 from coat_jax.layers.mesh.collectives import sum_tokens
-from coat_jax.layers.mesh.rule import rule
+from coat_jax.layers.mesh.rule import rule, run_whole
 from coat_jax.layers.mesh.specs import tokens
 from coat_jax.layers.module import RecipeModule, value_of
 from coat_jax.layers.parameters import NO_METADATA, Metadata, make_param
@@ -114,11 +114,15 @@ def norm(
   """
   if recipe.nonlinear == "fp8":
     return _fp8_norm((x, gamma, beta), kind, eps, recipe)
-  # Named for checkpoint policies: the same set can be kept in BF16.
-  x = save_residual("norm", x)
-  with residual_scope("norm"):
-    y, _ = ops.norm_values(x, gamma, beta, kind=kind, eps=eps)
-    return y.astype(x.dtype)
+
+  def plain(x, gamma, beta):
+    # Named for checkpoint policies: the same set can be kept in BF16.
+    x = save_residual("norm", x)
+    with residual_scope("norm"):
+      y, _ = ops.norm_values(x, gamma, beta, kind=kind, eps=eps)
+      return y.astype(x.dtype)
+
+  return run_whole(plain, recipe.axes, x, gamma, beta)
 
 
 class Norm(RecipeModule):

@@ -32,6 +32,7 @@ from coat_jax.layers.module import RecipeModule, Sharding, reshard
 from coat_jax.layers.norm import make_norm, norm, norm_options
 from coat_jax.layers.parameters import NormLinearOptions, options_by_part
 from coat_jax.ops import Operand
+from coat_jax.ops.explicit import product_spec
 from coat_jax.recipe import CoatRecipe
 
 
@@ -56,7 +57,13 @@ def _specs(x, weights, kind, eps, recipe):
   return arrays, own_columns(axes, x.ndim)
 
 
-_norm_linear = rule(_norm_linear_fwd, _norm_linear_bwd, _specs, reads=(1,))
+_norm_linear = rule(
+  _norm_linear_fwd,
+  _norm_linear_bwd,
+  _specs,
+  reads=(1,),
+  result_spec=lambda x, weights: product_spec(x, weights.w),
+)
 
 
 def norm_linear(

@@ -18,6 +18,7 @@ from coat_jax.layers.mesh.collectives import tensor_size
 from coat_jax.layers.mesh.rule import rule
 from coat_jax.layers.mesh.specs import own_columns, own_heads
 from coat_jax.layers.residuals import save_residual
+from coat_jax.ops.explicit import partitioned
 from coat_jax.ops.rope import rotate, rotation
 from coat_jax.recipe import CoatRecipe, MeshAxes
 
@@ -59,7 +60,8 @@ def rope(x: Array, positions: Array, *, theta: float) -> Array:
       "rope: needs x [B, T, N, H] with an even H and positions [T], got x "
       f"{x.shape} and positions {positions.shape}"
     )
-  return _rope(x, positions, theta)
+  turn = functools.partial(_rope, theta=theta)
+  return partitioned(turn, x, positions)
 
 
 class Heads(NamedTuple):

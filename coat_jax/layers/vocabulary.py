@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax import Array, P, lax
 from jax.typing import DTypeLike
 
+from coat_jax.ops.explicit import partitioned, spec_of
 from coat_jax.recipe import MeshAxes
 
 # Of the f32 logits that a device holds at a time.
@@ -41,7 +42,12 @@ def embed(
     [B, T, D] in `dtype`.
   """
   if axes is None:
-    return table.astype(dtype)[tokens]
+    return partitioned(
+      lambda tokens, table: table.astype(dtype)[tokens],
+      tokens,
+      table,
+      types=lambda *_: spec_of(tokens),
+    )
   names = _present(axes.tensor, axes.fsdp)
 
   def local(tokens, table):
@@ -111,7 +117,9 @@ def _on_devices(hidden, targets, weight, is_tied, axes, has_gradients):
     has_gradients=has_gradients,
   )
   if axes is None:
-    return local(hidden, targets, weight)
+    gradients = (spec_of(hidden), spec_of(weight)) if has_gradients else ()
+    types = lambda *_: (P(), gradients)  # noqa: E731
+    return partitioned(local, hidden, targets, weight, types=types)
   tokens = P(axes.batch, axes.tensor)
   rows = P(axes.fsdp, axes.tensor)
   if is_tied:

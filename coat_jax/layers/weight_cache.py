@@ -10,6 +10,7 @@ from coat_jax.layers.mesh.rule import run_sharded
 from coat_jax.layers.mesh.specs import cache_specs, split_kernel
 from coat_jax.layers.weight import cache_weight
 from coat_jax.ops import Operand
+from coat_jax.ops.explicit import partitioned, spec_of
 from coat_jax.recipe import CoatRecipe
 
 
@@ -49,10 +50,12 @@ def _cache(part: Linear, recipe: CoatRecipe) -> Operand:
     cache = each(lambda w: cache_weight(w, recipe), flat)
     return jax.tree.map(lambda x: x.reshape(*stack, *x.shape[1:]), cache)
 
-  if (axes := recipe.axes) is None:
-    return fill(w)
-  kernel = split_kernel(axes, part.split, part.weight_ndim)
   has_codes = recipe.weight_cache == "codes"
+  if (axes := recipe.axes) is None:
+    kernel = P(*spec_of(w)[len(stack) :])
+    out_specs = cache_specs(kernel, has_codes=has_codes, num_stacked=len(stack))
+    return partitioned(fill, w, types=lambda *_: out_specs)
+  kernel = split_kernel(axes, part.split, part.weight_ndim)
   out_specs = cache_specs(kernel, has_codes=has_codes, num_stacked=len(stack))
   stacked = P(*(None,) * len(stack), *kernel)
   return run_sharded(fill, axes, (w,), (stacked,), out_specs)

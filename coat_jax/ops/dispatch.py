@@ -23,6 +23,7 @@ from typing import Any
 
 import jax
 
+from coat_jax.ops.explicit import partitioned
 from coat_jax.ops.types import Implementation, Unsupported
 
 # An implementation, or the module that has a function of the operation's name:
@@ -72,6 +73,13 @@ class Op[R]:
   ) -> R:
     if self.check is not None:
       self.check(*args, **kwargs)
+
+    def run(args, kwargs) -> R:
+      return self._run(implementation, args, kwargs)
+
+    return partitioned(run, args, kwargs)
+
+  def _run(self, implementation: Implementation | None, args, kwargs) -> R:
     if implementation is None:
       return self._choose(args, kwargs)
     if implementation == "xla":
@@ -134,7 +142,7 @@ class Op[R]:
     if implementation in ("triton", "mosaic") and _may_be_partitioned():
       raise Unsupported(
         f"{self.name}: with several GPUs a kernel sees one device's part only "
-        "inside jax.shard_map"
+        "inside jax.shard_map, where layers run with recipe.axes=MeshAxes(...)"
       )
 
 

@@ -8,9 +8,10 @@ Nothing is differentiated through `shard_map`, and what is saved for the
 backward pass stays on the device that made it.
 
 Between blocks arrays are sharded as `MeshAxes` says: tokens over its axes, a
-weight's rows over fsdp. XLA moves arrays that are sharded otherwise. Without a
-mesh (recipe.axes None), and inside a caller's own `shard_map`, forward and
-backward run as they are.
+weight's rows over fsdp. XLA moves arrays that are sharded otherwise. Without
+recipe.axes XLA partitions all of it (`ops.explicit` where axes are explicit).
+Without a mesh, and inside a caller's own `shard_map`, forward and backward run
+as they are.
 """
 
 import dataclasses
@@ -22,9 +23,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array, P
+from jax.sharding import NamedSharding
 
 from coat_jax.layers.residuals import protect_codes
 from coat_jax.ops import Operand
+from coat_jax.ops.explicit import axes_in, inferred, partitioned, spec_of
 from coat_jax.recipe import MeshAxes
 
 
@@ -66,6 +69,20 @@ class _Saved:
   cotangent_specs: _Specs
 
 
+@functools.partial(
+  jax.tree_util.register_dataclass,
+  data_fields=["inputs", "own"],
+  meta_fields=["cotangent_specs"],
+)
+@dataclasses.dataclass(frozen=True)
+class _Typed:
+  """What a forward on explicit axes saves; as in `_Saved`."""
+
+  inputs: tuple
+  own: Any
+  cotangent_specs: _Specs
+
+
 class _Scalar(NamedTuple):
   """A scalar that each device has one of, as [1]: in a row they are [P]."""
 
@@ -73,7 +90,12 @@ class _Scalar(NamedTuple):
 
 
 def rule(
-  fwd: Callable, bwd: Callable, specs: Callable, *, reads: tuple[int, ...] = ()
+  fwd: Callable,
+  bwd: Callable,
+  specs: Callable,
+  *,
+  reads: tuple[int, ...] = (),
+  result_spec: Callable | None = None,
 ) -> Callable:
   """A function with a gradient of its own, run by each device on its shards.
 
@@ -88,6 +110,8 @@ def rule(
       can stand for a whole tree), and the same for the results.
     reads: places of the arguments that the backward reads too: weights, which
       are alive anyway.
+    result_spec: `result_spec(*arrays)`, how the result is sharded on explicit
+      axes without recipe.axes; None for `ops.explicit.inferred`.
 
   Returns:
     `f(arrays, *static, recipe)`, differentiable in its tuple of arrays.
@@ -99,6 +123,8 @@ def rule(
 
   def forward(arrays, static):
     inputs = tuple(arrays[i] for i in reads)
+    if _is_explicit(static[-1].axes):
+      return partitioned_forward(arrays, inputs, static)
     if _is_local(static[-1].axes):
       results, own = fwd(*arrays, *static)
       return results, protect_codes((inputs, own))
@@ -124,7 +150,24 @@ def rule(
       cotangent_specs=_Specs.of(_cotangent_specs(in_specs, arrays)),
     )
 
+  def partitioned_forward(arrays, inputs, static):
+    def whole(*arrays):
+      results, own = fwd(*arrays, *static)
+      return results, protect_codes(own)
+
+    def types(out, arrays):
+      found = inferred(out, arrays)
+      return found if result_spec is None else (result_spec(*arrays), found[1])
+
+    results, own = partitioned(whole, *arrays, types=types)
+    specs = _Specs.of(_cotangent_specs(jax.tree.map(spec_of, arrays), arrays))
+    return results, _Typed(inputs, own, specs)
+
   def backward(static, saved, g):
+    if isinstance(saved, _Typed):
+      whole = functools.partial(bwd, *static)
+      types = lambda *_: saved.cotangent_specs.specs()  # noqa: E731
+      return (partitioned(whole, saved.inputs, saved.own, g, types=types),)
     if not isinstance(saved, _Saved):
       return (bwd(*static, *saved, g),)
 
@@ -151,6 +194,8 @@ def rule(
   apply.defvjp(forward, backward)
 
   def f(arrays: tuple, *static: Any) -> Any:
+    if _is_explicit(static[-1].axes):
+      static = _with_axes_of_types(arrays, static, specs)
     if not _is_local(static[-1].axes):
       arrays = _placed(arrays, specs(*arrays, *static)[0])
     return apply(arrays, static)
@@ -176,6 +221,23 @@ def run_sharded(
   )(*arrays)
 
 
+def run_whole(
+  f: Callable, axes: MeshAxes | None, *arrays, types: Callable | None = None
+):
+  """f(*arrays), which is differentiated as it is written.
+
+  As a whole on explicit axes, where `axes` does not say what they split.
+
+  Args:
+    f: any function of arrays.
+    axes: of the mesh.
+    *arrays, types: as of `ops.explicit.partitioned`.
+  """
+  if axes is not None:
+    return f(*arrays)
+  return partitioned(f, *arrays, types=types)
+
+
 def _is_local(axes: MeshAxes | None) -> bool:
   """Whether what is traced here is one device's shards already."""
   if axes is None:
@@ -189,6 +251,41 @@ def _is_local(axes: MeshAxes | None) -> bool:
       "with these axes, or leave axes out"
     )
   return not (mesh.auto_axes or mesh.explicit_axes)
+
+
+def _is_explicit(axes: MeshAxes | None) -> bool:
+  """Whether types say how arrays are sharded, and nothing else does."""
+  return axes is None and bool(jax.sharding.get_abstract_mesh().explicit_axes)
+
+
+def _with_axes_of_types(arrays: tuple, static: tuple, specs: Callable) -> tuple:
+  """The static arguments, with axes where they shard arrays as types say.
+
+  Of axes of data and of FSDP: there each device runs kernels on its own shard,
+  and codes are what it gathers, without recipe.axes too.
+  """
+  mesh = jax.sharding.get_abstract_mesh()
+  leaves = jax.tree.leaves(arrays)
+  batch = axes_in(spec_of(leaves[0])[:1])
+  if mesh.auto_axes or mesh.manual_axes or leaves[0].ndim < 2 or not batch:
+    return static
+
+  def fit(wanted) -> bool:
+    wanted = jax.tree.broadcast(wanted, arrays, is_leaf=_is_spec)
+    return all(
+      NamedSharding(mesh, spec_of(x)).is_equivalent_to(
+        NamedSharding(mesh, spec), x.ndim
+      )
+      for x, spec in zip(leaves, jax.tree.leaves(wanted), strict=True)
+    )
+
+  *others, recipe = static
+  for fsdp in (None, *batch):
+    axes = MeshAxes(batch=batch, fsdp=fsdp)
+    candidate = (*others, dataclasses.replace(recipe, axes=axes))
+    if fit(specs(*arrays, *candidate)[0]):
+      return candidate
+  return static
 
 
 def _everywhere() -> P:

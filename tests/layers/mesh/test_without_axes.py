@@ -1,0 +1,319 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers on meshes of eight devices whose recipe has no axes.
+
+Every layer on the meshes that people make, with automatic and with explicit
+axes: gradients of weights and inputs are those of one device, and are sharded
+like them.
+"""
+
+import dataclasses
+import functools
+import itertools
+import re
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from jax import P
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
+
+from coat_jax import ops
+from coat_jax import recipe as recipes
+from coat_jax.layers import (
+  MLP,
+  Attention,
+  GatedMLP,
+  Heads,
+  LayerNorm,
+  Linear,
+  NormLinear,
+  RMSNorm,
+  attention_output,
+  dot_product_attention,
+  gelu,
+  rope,
+  silu_mul,
+  split_heads,
+  with_weight_cache,
+)
+from coat_jax.ops.types import Unsupported
+from tests.comparing import assert_close, jit
+from tests.layers.mesh.placing import (
+  assert_sharded_like,
+  bytes_of_device,
+  normal,
+  place,
+)
+from tests.matrices import quick
+
+B, T, D, F, N, K = 8, 16, 64, 128, 8, 4
+X = (B, T, D)
+Q, KV, QKV = (B, T, N, 16), (B, T, K, 16), (B, T, (N + 2 * K) * 16)
+POSITIONS = jnp.arange(T, dtype=jnp.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+  """A layer: from a recipe to a module, or a function of arrays.
+
+  Attributes:
+    make: `make(recipe, **shared)`, a module; or the function
+      `make(recipe, *arrays)`.
+    inputs: shapes of what it is called with.
+    is_module: whether `make` makes a module.
+    columns: how many of the result's last axes are a weight's columns.
+  """
+
+  make: Callable
+  inputs: tuple[tuple[int, ...], ...] = (X,)
+  is_module: bool = True
+  columns: int = 0
+
+
+def function(f, *inputs):
+  return Case(f, inputs, is_module=False)
+
+
+LAYERS = {
+  "Linear": Case(lambda **a: Linear(D, (2, F), **a), columns=2),
+  "RMSNorm": Case(lambda **a: RMSNorm(D, **a)),
+  "LayerNorm": Case(lambda **a: LayerNorm(D, **a)),
+  "NormLinear": Case(lambda **a: NormLinear(D, F, **a), columns=1),
+  "MLP": Case(lambda **a: MLP(D, F, use_bias=True, **a)),
+  "GatedMLP": Case(lambda **a: GatedMLP(D, F, use_bias=True, **a)),
+  "Attention": Case(
+    lambda **a: Attention(D, N, num_kv_heads=K, clip_qkv=2.0, **a)
+  ),
+  "attention_output": function(
+    lambda r, x, q, k, v, w: attention_output(x, q, k, v, w, recipe=r),
+    *(X, Q, KV, KV, (N * 16, D)),
+  ),
+  "dot_product_attention": function(
+    lambda r, q, k, v: dot_product_attention(q, k, v, recipe=r), Q, KV, KV
+  ),
+  "split_heads": function(
+    lambda r, x: split_heads(x, POSITIONS, Heads(N, K, 1e4), recipe=r), QKV
+  ),
+  "rope": function(lambda r, q: rope(q, POSITIONS, theta=1e4), Q),
+  "silu_mul": function(lambda r, x, y: silu_mul(x, y, recipe=r), X, X),
+  "gelu": function(lambda r, x: gelu(x, recipe=r), X),
+}
+
+RECIPES = {
+  "coat": recipes.coat(),
+  "all": recipes.coat(
+    residuals="coat", attention="fp8", weight_cache="codes", group_size=32
+  ),
+  "fp8_linear": recipes.fp8_linear(),
+  "bf16": recipes.bf16(),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Mesh:
+  """A mesh, and what a person splits over its axes.
+
+  Attributes:
+    sizes: devices by axis.
+    batch: axes that sequences are split over.
+    rows, columns: the axis that a weight's rows (or columns) are split over for
+      memory's sake, or None.
+    tensor: the axis of column- and row-parallel weights, or None.
+  """
+
+  sizes: dict[str, int]
+  batch: tuple[str, ...] = ()
+  rows: str | None = None
+  columns: str | None = None
+  tensor: str | None = None
+
+  def make(self, kind: AxisType) -> jax.sharding.Mesh:
+    sizes, names = tuple(self.sizes.values()), tuple(self.sizes)
+    return jax.make_mesh(sizes, names, axis_types=(kind,) * len(names))
+
+  def of_weight(self, path, w) -> P:
+    """Norms and biases that no product has split are everywhere."""
+    name = jax.tree_util.keystr(path)
+    is_second = any(part in name for part in ("out", "down"))
+    if "norm" in name or "scale" in name or w.ndim == 1 and is_second:
+      return P()
+    if "bias" in name:
+      return P(*(None,) * (w.ndim - 1), self.tensor)
+    if is_second:
+      return P(_both(self.tensor, self.rows), self.columns)
+    last = _both(self.tensor, self.columns)
+    return P(self.rows, *(None,) * (w.ndim - 2), last)
+
+  def of_input(self, x) -> P:
+    if x.ndim == 2:  # The weight of a function.
+      return self.of_weight(("out",), x)
+    heads = self.tensor if x.ndim == 4 or x.shape == QKV else None
+    return P(self.batch or None, None, heads, *(None,) * (x.ndim - 3))
+
+
+def _both(*names):
+  return tuple(name for name in names if name) or None
+
+
+MESHES = {
+  "fsdp x tensor": Mesh(
+    {"fsdp": 4, "tensor": 2}, ("fsdp",), rows="fsdp", tensor="tensor"
+  ),
+  "data": Mesh({"data": 8}, ("data",)),
+  "fsdp": Mesh({"fsdp": 8}, ("fsdp",), rows="fsdp"),
+  "fsdp by columns": Mesh({"fsdp": 8}, ("fsdp",), columns="fsdp"),
+  "tensor": Mesh({"tensor": 4}, tensor="tensor"),
+  "data x fsdp": Mesh({"data": 2, "fsdp": 4}, ("data", "fsdp"), rows="fsdp"),
+  "data x tensor": Mesh({"data": 2, "tensor": 4}, ("data",), tensor="tensor"),
+}
+
+
+def build(case: Case, recipe):
+  """A function of (weights, inputs), and the weights."""
+  if not case.is_module:
+    return (lambda weights, inputs: case.make(recipe, *inputs)), {}
+  module = case.make(recipe=recipe, dtype=jnp.float32, rngs=nnx.Rngs(0))
+  graph, params = nnx.split(module, nnx.Param)
+
+  def f(weights, inputs):
+    return with_weight_cache(nnx.merge(graph, weights), recipe)(*inputs)
+
+  return f, nnx.to_pure_dict(params)
+
+
+def value_and_gradients(f):
+  def g(weights, inputs):
+    y, vjp = jax.vjp(f, weights, inputs)
+    return y, vjp(jax.tree.map(jnp.sin, y))
+
+  return g
+
+
+def cases():
+  """(layer, mesh, kind, recipe); of each layer all but the first are slow."""
+  kinds = (AxisType.Explicit, AxisType.Auto)
+  first, *_ = MESHES
+  coat, *others = RECIPES
+  found = []
+  for layer in LAYERS:
+    found += quick(
+      1,
+      itertools.chain(
+        itertools.product([layer], MESHES, kinds, [coat]),
+        itertools.product([layer], [first], kinds, others),
+      ),
+    )
+  return found
+
+
+# With f32 activations FP8 codes are those of one device, because scales are of
+# whole tensors: another code in one operand would be seen as 1e-3. What is left
+# is the order of f32 sums over up to 128 values, 128 * 2^-24 = 8e-6, a few in a
+# row.
+TOLERANCE = 5e-5
+
+
+@pytest.mark.parametrize("layer, mesh, kind, recipe", cases())
+def test_a_layer_computes_what_it_does_on_one_device(layer, mesh, kind, recipe):
+  case, how = LAYERS[layer], MESHES[mesh]
+  f, weights = build(case, RECIPES[recipe])
+  inputs = normal(case.inputs)
+  wanted = jit(value_and_gradients(f))(weights, inputs)
+
+  mesh = how.make(kind)
+  weights = place(mesh, how.of_weight, weights)
+  inputs = place(mesh, lambda _, x: how.of_input(x), inputs)
+  shardings = jax.tree.map(lambda x: x.sharding, (weights, inputs))
+  given = {}
+  if kind == AxisType.Auto:
+    given = dict(in_shardings=shardings, out_shardings=(None, shardings))
+  with jax.set_mesh(mesh):
+    y, gradients = jit(value_and_gradients(f), **given)(weights, inputs)
+  assert_close((y, gradients), wanted, TOLERANCE)
+  assert_sharded_like(gradients, (weights, inputs))
+  if kind == AxisType.Explicit and layer != "split_heads":
+    columns = [None] * case.columns
+    if columns:
+      columns[-1] = how.tensor
+    wanted = P(*how.of_input(inputs[0])[: y.ndim - len(columns)], *columns)
+    wanted = NamedSharding(mesh, wanted)
+    assert y.sharding.is_equivalent_to(wanted, y.ndim), y.sharding
+
+
+def abstract(sizes, kind=AxisType.Explicit):
+  """A mesh of H200s, which nobody needs to have."""
+  device = AbstractDevice("H200", 132, "cuda")
+  kinds = (kind,) * len(sizes)
+  return AbstractMesh(
+    tuple(sizes.values()), tuple(sizes), kinds, abstract_device=device
+  )
+
+
+def traced(case, how, kind=AxisType.Explicit, recipe=RECIPES["coat"]):
+  """The program of value and gradients for H200s, as text."""
+  f, weights = build(case, recipe)
+
+  def g(weights, inputs):
+    put = lambda spec, x: jax.sharding.reshard(x, spec)  # noqa: E731
+    if kind == AxisType.Explicit:
+      specs = jax.tree.map_with_path(how.of_weight, weights)
+      weights = jax.tree.map(put, specs, weights)
+      inputs = tuple(put(how.of_input(x), x) for x in inputs)
+    return value_and_gradients(f)(weights, inputs)
+
+  arrays = jax.eval_shape(lambda: (weights, normal(case.inputs)))
+  with jax.sharding.use_abstract_mesh(abstract(how.sizes, kind)):
+    return str(jax.make_jaxpr(g)(*arrays))
+
+
+@pytest.mark.parametrize("mesh", quick(1, ["fsdp", "data", "data x fsdp"]))
+def test_kernels_run_where_types_are_those_of_data_and_fsdp(mesh):
+  how = MESHES[mesh]
+  program = traced(LAYERS["GatedMLP"], how)
+  assert "pallas_call" in program
+  # The E4M3 codes of two weights, forward and backward.
+  gathers = re.findall(r":f8_e4m3fn\S* = all_gather\[", program)
+  assert len(gathers) == (4 if how.rows else 0)
+
+
+def test_kernels_are_left_out_where_xla_partitions():
+  case = LAYERS["GatedMLP"]
+  assert "pallas_call" not in traced(case, MESHES["data x tensor"])
+  assert "pallas_call" not in traced(case, MESHES["fsdp"], AxisType.Auto)
+  x, how = jnp.ones((16, 64)), dict(implementation="triton")
+  with jax.sharding.use_abstract_mesh(abstract({"data": 2})):
+    with pytest.raises(Unsupported, match="layers run with recipe.axes"):
+      jax.eval_shape(functools.partial(ops.tensor_scale, **how), x)
+
+
+def bytes_saved(how, case):
+  """Bytes of what a device saves for the backward, weights left out."""
+  f, weights = build(case, RECIPES["coat"])
+
+  def saved(weights, inputs):
+    return jax.tree.leaves(jax.vjp(f, weights, inputs)[1])
+
+  if how is None:
+    arrays = jax.jit(saved)(weights, normal(case.inputs))
+  else:
+    mesh = how.make(AxisType.Explicit)
+    weights = place(mesh, how.of_weight, weights)
+    inputs = place(mesh, lambda _, x: how.of_input(x), normal(case.inputs))
+    with jax.set_mesh(mesh):
+      arrays = jax.jit(saved)(weights, inputs)
+  shapes = {w.shape for w in jax.tree.leaves(weights)}
+  return sum(bytes_of_device(x) for x in arrays if x.shape not in shapes)
+
+
+@pytest.mark.parametrize(
+  "mesh, share", quick(1, [("data x tensor", 1 / 8), ("fsdp", 1 / 8)])
+)
+def test_a_device_saves_its_share(mesh, share):
+  case = Case(lambda **a: GatedMLP(D, 16 * D, **a))
+  # All but x, of D and not of 2 * 16 D columns, which tensor has copies of.
+  copies = B * T * D / 2
+  found = bytes_saved(MESHES[mesh], case)
+  assert share * bytes_saved(None, case) <= found * 1.01
+  assert found <= share * bytes_saved(None, case) + copies
