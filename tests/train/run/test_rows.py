@@ -9,7 +9,8 @@ import pytest
 from tests.train.run.test_compare import runs, table  # noqa: F401
 from train import plot
 from train.run import compare
-from train.run.directory import RunDirectory, describe
+from train.run.description import describe
+from train.run.directory import RunDirectory
 from train.run.rows import read_rows, summarize
 
 GOOD = [dict(step=i, loss=2.0, tokens_per_s=100.0) for i in range(1, 5)]
