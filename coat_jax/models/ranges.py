@@ -62,11 +62,12 @@ def check_numbers(config: Any) -> None:
     ValueError: one is outside its range, is not finite or is no number.
   """
   for field in dataclasses.fields(config):
-    found, value = range_of(field.type), getattr(config, field.name)
+    found = range_of(field.type)
+    value = getattr(config, field.name)
     if found is None or (value is None and type(None) in get_args(field.type)):
       continue
     kind, allowed = found
-    wanted = numbers.Integral if kind is int else numbers.Real
+    wanted: Any = numbers.Integral if kind is int else numbers.Real
     is_number = isinstance(value, wanted) and not isinstance(value, bool)
     if is_number and allowed.lowest <= value <= allowed.highest:
       continue
