@@ -62,14 +62,12 @@ def check_numbers(config: Any) -> None:
     ValueError: one is outside its range, is not finite or is no number.
   """
   for field in dataclasses.fields(config):
-    found = range_of(field.type)
-    value = getattr(config, field.name)
-    if found is None or (value is None and type(None) in get_args(field.type)):
+    found, value = range_of(field.type), getattr(config, field.name)
+    if found is None:
       continue
     kind, allowed = found
-    wanted: Any = numbers.Integral if kind is int else numbers.Real
-    is_number = isinstance(value, wanted) and not isinstance(value, bool)
-    if is_number and allowed.lowest <= value <= allowed.highest:
+    is_optional = type(None) in get_args(field.type)
+    if _is_allowed(value, kind, allowed, is_optional=is_optional):
       continue
     text = repr(value)
     text = text if len(text) < 30 else f"{text[:20]}..."
@@ -79,3 +77,14 @@ def check_numbers(config: Any) -> None:
       f"{allowed.lowest} to {allowed.highest}, got {text}; see the presets for "
       "usual values"
     )
+
+
+def _is_allowed(
+  value: Any, kind: type, allowed: Range, *, is_optional: bool
+) -> bool:
+  if value is None:
+    return is_optional
+  wanted = numbers.Integral if kind is int else numbers.Real
+  if not isinstance(value, wanted) or isinstance(value, bool):
+    return False
+  return bool(allowed.lowest <= value <= allowed.highest)  # pyright: ignore[reportOperatorIssue]
