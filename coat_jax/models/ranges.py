@@ -63,12 +63,11 @@ def check_numbers(config: Any) -> None:
   """
   for field in dataclasses.fields(config):
     found, value = range_of(field.type), getattr(config, field.name)
-    if found is None or (value is None and type(None) in get_args(field.type)):
+    if found is None:
       continue
     kind, allowed = found
-    wanted = numbers.Integral if kind is int else numbers.Real
-    is_number = isinstance(value, wanted) and not isinstance(value, bool)
-    if is_number and allowed.lowest <= value <= allowed.highest:
+    is_optional = type(None) in get_args(field.type)
+    if _is_allowed(value, kind, allowed, is_optional=is_optional):
       continue
     text = repr(value)
     text = text if len(text) < 30 else f"{text[:20]}..."
@@ -78,3 +77,14 @@ def check_numbers(config: Any) -> None:
       f"{allowed.lowest} to {allowed.highest}, got {text}; see the presets for "
       "usual values"
     )
+
+
+def _is_allowed(
+  value: Any, kind: type, allowed: Range, *, is_optional: bool
+) -> bool:
+  if value is None:
+    return is_optional
+  wanted = numbers.Integral if kind is int else numbers.Real
+  if not isinstance(value, wanted) or isinstance(value, bool):
+    return False
+  return bool(allowed.lowest <= value <= allowed.highest)  # pyright: ignore[reportOperatorIssue]

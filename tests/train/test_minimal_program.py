@@ -12,7 +12,9 @@ from tests.train.runs import MODEL
 from train import presets
 
 # What the docstring names.
-NEEDED = {"step", "config", "mesh", "presets", "data"}
+NEEDED = {
+  *("step", "config", "optim_config", "options", "mesh", "presets", "data"),
+}
 
 
 def imported(path):

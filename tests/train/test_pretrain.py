@@ -156,7 +156,7 @@ def test_resume_without_a_run_is_rejected(tmp_path, capsys):
 def test_unknown_preset_is_reported_with_the_known_ones(capsys):
   with pytest.raises(SystemExit, match="2"):
     pretrain.main(["dmeo"])
-  assert "demo, llama_60m, llama_130m" in capsys.readouterr().err
+  assert "demo, demo_gpu, llama_60m" in capsys.readouterr().err
 
 
 @pytest.mark.slow
