@@ -11,7 +11,7 @@ import jax.numpy as jnp
 QuantizeMask = Callable[[str, Any], bool]
 
 _SMALLEST_LEAF, _SHORTEST_ROW = 4096, 16
-# A vector this long is no bias: `optax.flatten` makes one of all parameters.
+# A vector this long is no bias, but many parameters in one.
 _LONG_VECTOR = 1 << 20
 
 
@@ -39,9 +39,10 @@ def default_quantize_mask(path: str, leaf: Any) -> bool:
 def is_norm_or_bias(path: str, leaf: Any = None) -> bool:
   """Whether a leaf is a norm's parameter or a bias, by its shape and its name.
 
-  Vectors and scalars are, whatever their names, but for vectors of a million
-  values (parameters that `optax.flatten` has joined). Arrays of more axes may
-  be stacked over layers: there the name decides.
+  Vectors and scalars are, whatever their names, unless they are many parameters
+  in one: a tree that is nothing but a vector, as `optax.flatten` makes it, or a
+  vector of a million values. Arrays of more axes may be stacked over layers:
+  there the name decides.
 
   A name is a norm's if it *ends* in a norm, as `input_layernorm`, `q_norm` and
   `norm_1` do and `norm_mlp` does not, or is `ln` with anything, as `ln_f`; a
@@ -57,7 +58,7 @@ def is_norm_or_bias(path: str, leaf: Any = None) -> bool:
   Returns:
     True for norms and biases.
   """
-  if leaf is not None and leaf.ndim < 2 and leaf.size < _LONG_VECTOR:
+  if path and leaf is not None and leaf.ndim < 2 and leaf.size < _LONG_VECTOR:
     return True
   names = [x for x in re.split("[/.]", path) if not x.isdigit()] or [""]
   words = _words(names[-1])

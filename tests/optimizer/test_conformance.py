@@ -276,6 +276,9 @@ def test_shardings_by_optax_s_tree_map_params(wrapper):
     updates, state = solver.update(grads, state, params)
     return optax.apply_updates(params, updates), state
 
+  # A sharding stands for a tree of statistics; written out it is one for each.
+  each = jax.tree.broadcast(where, state)
+  assert jax.tree.structure(each) == jax.tree.structure(state)
   params = draw(0, shardings)
   made = jax.jit(solver.init, out_shardings=where)(params)
   for adam in optax.tree.get_all_with_path(made, "mu_codes"):

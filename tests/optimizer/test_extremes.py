@@ -74,7 +74,9 @@ def run(name, dtype, fused):
   else:
     optimizer = coat_adamw(1e-3, codec=codec, **kwargs)
   grads = gradients(dtype)
-  params = jnp.asarray(np.resize(SIZES, grads.shape[1:]), dtype) % 1e38
+  top = float(jnp.finfo(dtype).max) / 4
+  params = np.minimum(np.resize(SIZES, grads.shape[1:]), top).astype(dtype)
+  params = jnp.asarray(params)
 
   def step(carry, g):
     params, state = carry
@@ -100,6 +102,8 @@ CASES += [
   for name in CODECS
   for dtype in (jnp.float32, jnp.bfloat16, jnp.float16)
   if (case := (name, dtype, fused)) not in CASES
+  # Where fp8 has a second moment of zero, updates are m / eps: f16 has no 1e8.
+  and not (dtype == jnp.float16 and name.startswith("fp8"))
 ]
 
 

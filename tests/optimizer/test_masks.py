@@ -3,9 +3,11 @@
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from flax import nnx
 
+from coat_jax import coat_adamw
 from coat_jax.optimizer.masks import (
   default_quantize_mask,
   is_norm_or_bias,
@@ -88,9 +90,13 @@ def test_vectors_are_norms_or_biases_whatever_their_names(path):
   assert is_norm_or_bias(path, leaf(8192))
   assert is_norm_or_bias(path, leaf())
   assert not default_quantize_mask(path, leaf(8192))
-  # Unless it is all parameters in one, as optax.flatten makes them.
-  assert default_quantize_mask("", leaf(1 << 20))
-  assert not is_norm_or_bias("", leaf(1 << 20))
+
+
+def test_many_parameters_in_one_vector_are_no_bias():
+  params = {"w": jnp.ones((64, 64)), "bias": jnp.ones(3)}
+  state = optax.flatten(coat_adamw(1e-3)).init(params)
+  assert state[0].mu_codes.dtype == jnp.float8_e4m3fn
+  assert not is_norm_or_bias("flat", leaf(1 << 20))
 
 
 def test_default_quantize_mask_leaves_complex_leaves():
