@@ -21,6 +21,9 @@ from tests.docs.pages import (
   run_page,
 )
 
+# Compiles more than the quick suite has time for; `docs/howto/gemma.md` is of
+# its kind.
+SLOW = {"docs/howto/nanodo.md"}
 WITH_PYTHON = [
   name
   for name, page in zip(NAMES, PAGES, strict=True)
@@ -40,7 +43,13 @@ def as_a_reader(tmp_path, monkeypatch):
   jax.config.update(option, before)
 
 
-@pytest.mark.parametrize("name", WITH_PYTHON)
+@pytest.mark.parametrize(
+  "name",
+  [
+    pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else [])
+    for name in WITH_PYTHON
+  ],
+)
 def test_page_runs(name, as_a_reader, capsys):
   names = run_page(name)
   if check := CHECKS.get(name):
