@@ -1,13 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """What must hold after the Python of a how-to page has run."""
 
+import os
+import pathlib
+import re
+import subprocess
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import tyro
+import yaml
 from flax import nnx
 from jax import P
 
 from coat_jax.formats import E4M3
+from train import presets
+from train.config import TrainConfig
 
 
 def assert_shares(tree, *, parts: int, vector_parts: int = 1):
@@ -118,11 +127,53 @@ def check_maxtext(names, printed, text):
 
 
 def check_clusters(names, printed, text):
-  """Each device has its rows."""
-  del printed, text
+  """Each device has its rows; what launchers read is well formed."""
+  del printed
   batch = names["batch"]
   assert batch.shape == (16, 128)
   assert batch.addressable_shards[0].data.shape == (2, 128)
+  check_script(*_blocks(text, "sh"))
+  (job,) = _blocks(text, "yaml")
+  (hosts,) = yaml.safe_load(job)["spec"]["replicatedJobs"]
+  spec = hosts["template"]["spec"]
+  (container,) = spec["template"]["spec"]["containers"]
+  variables = {x["name"]: x["value"] for x in container["env"]}
+  assert variables["JAX_NUM_PROCESSES"] == str(spec["parallelism"])
+  assert variables["JAX_COORDINATOR_ADDRESS"] == "llama-hosts-0-0.llama:1234"
+
+
+def check_script(script, slurm):
+  """The script resumes where there is a whole checkpoint, else it starts."""
+  subprocess.run(["bash", "-n"], input=slurm, text=True, check=True)
+  pathlib.Path("train.sh").write_text(script.replace("/shared/runs", "."))
+  pathlib.Path("python").write_text('#!/bin/sh\necho "$@"\n')
+  pathlib.Path("python").chmod(0o755)
+  path = f"{pathlib.Path.cwd()}:{os.environ['PATH']}"
+  for folder, flag in (
+    ("nothing", "--overwrite"),
+    ("checkpoints/500.orbax-checkpoint-tmp-7", "--overwrite"),
+    ("checkpoints/500", "--resume"),
+  ):
+    pathlib.Path("llama", folder).mkdir(parents=True)
+    command = subprocess.run(
+      ["bash", "train.sh"],
+      env=os.environ | {"PATH": path},
+      capture_output=True,
+      text=True,
+      check=True,
+    ).stdout.split()
+    assert command[:3] == ["-m", "train.pretrain", "llama2_7b"]
+    assert command[-1] == flag
+    config = tyro.cli(
+      tyro.conf.FlagCreatePairsOff[TrainConfig],
+      args=command[3:],
+      default=presets.llama2_7b(),
+    )
+    assert config.distributed and config.mesh_sizes["fsdp"] == 32
+
+
+def _blocks(text, language):
+  return re.findall(rf"^```{language}\n(.*?)^```$", text, re.M | re.S)
 
 
 CHECKS = {
