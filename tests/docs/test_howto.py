@@ -4,9 +4,12 @@
 The pages' own way is run with every page (`test_pages`).
 """
 
+import contextlib
+
 import jax
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 
 from tests.docs import howto
 from tests.docs.pages import run_page
@@ -42,13 +45,23 @@ def test_gemma_trains_with_the_optimizer_alone_and_on_one_device():
 
 def test_nanodo_trains_with_the_optimizer_alone_and_on_other_meshes():
   names = run_page("docs/howto/nanodo.md")
-  train, config = names["train"], names["DoConfig"]()
+  config = names["DoConfig"]()
+
+  def train(model, mesh):
+    made = names["init_train_state"](model, mesh, jax.random.key(0))
+    explicit = mesh.axis_types[0] == AxisType.Explicit
+    with jax.set_mesh(mesh) if explicit else contextlib.nullcontext():
+      return names["train"](*made[::-1], mesh)
+
   # q, k and v are three matrices.
   state, losses = train(names["TransformerDo"](config), names["mesh"])
   howto.check_nanodo_shares(state, encoded=7)
   howto.assert_learns(losses)
 
-  one = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
+  auto = (AxisType.Auto,)
+  one = jax.make_mesh(
+    (1,), ("data",), axis_types=auto, devices=jax.devices()[:1]
+  )
   _, losses = train(names["model"], one)
   assert_learns_like(losses, names["losses"], rtol=1e-3)
 
