@@ -46,3 +46,11 @@ def python_blocks(text: str) -> list[str]:
       "kind; no test would run it"
     )
   return blocks
+
+
+def run_page(name: str) -> dict:
+  """Runs a page's Python, block after block; returns the names it defines."""
+  names = {"__name__": "__main__"}
+  for block in python_blocks((ROOT / name).read_text()):
+    exec(compile(block, str(ROOT / name), "exec"), names)
+  return names

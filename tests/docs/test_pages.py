@@ -10,13 +10,25 @@ from flax import nnx
 from jax import P
 
 from tests.comparing import assert_same_bits
-from tests.docs.pages import LOG, NAMES, NOT_RUN, PAGES, ROOT, python_blocks
+from tests.docs import howto
+from tests.docs.pages import (
+  LOG,
+  NAMES,
+  NOT_RUN,
+  PAGES,
+  ROOT,
+  python_blocks,
+  run_page,
+)
 
-WITH_PYTHON = {
-  name: blocks
+# Compiles more than the quick suite has time for; `docs/howto/gemma.md` is of
+# its kind.
+SLOW = {"docs/howto/nanodo.md"}
+WITH_PYTHON = [
+  name
   for name, page in zip(NAMES, PAGES, strict=True)
-  if (blocks := python_blocks(page.read_text()))
-}
+  if python_blocks(page.read_text())
+]
 
 
 @pytest.fixture
@@ -31,11 +43,15 @@ def as_a_reader(tmp_path, monkeypatch):
   jax.config.update(option, before)
 
 
-@pytest.mark.parametrize("name", WITH_PYTHON)
+@pytest.mark.parametrize(
+  "name",
+  [
+    pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else [])
+    for name in WITH_PYTHON
+  ],
+)
 def test_page_runs(name, as_a_reader, capsys):
-  names = {"__name__": "__main__"}
-  for block in WITH_PYTHON[name]:
-    exec(compile(block, str(ROOT / name), "exec"), names)
+  names = run_page(name)
   if check := CHECKS.get(name):
     check(names, capsys.readouterr().out, (ROOT / name).read_text())
 
@@ -101,7 +117,7 @@ def check_optimizer(names, printed, text):
   assert state.mu_codes["kernel"].dtype == jnp.float8_e4m3fn
 
 
-CHECKS = {
+CHECKS = howto.CHECKS | {
   "docs/checkpoints.md": check_checkpoints,
   "docs/optimizer.md": check_optimizer,
   "docs/sharding.md": check_sharding,

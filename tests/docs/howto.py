@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What must hold after the Python of a how-to page has run."""
+
+import os
+import pathlib
+import re
+import subprocess
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+import yaml
+from flax import nnx
+from jax import P
+
+from coat_jax.formats import E4M3
+from train import presets
+from train.config import TrainConfig
+
+
+def assert_shares(tree, *, parts: int, vector_parts: int = 1):
+  """Each device has its share of a tree's bytes, within 2 %.
+
+  Args:
+    tree: of arrays on one mesh.
+    parts: how many devices share a matrix, codes or statistics of groups.
+    vector_parts: how many share a vector; scalars are everywhere.
+  """
+  arrays = jax.tree.leaves(tree)
+  share = sum(
+    x.nbytes / (parts if x.ndim > 1 else vector_parts if x.ndim else 1)
+    for x in arrays
+  )
+  held = dict.fromkeys(jax.devices()[: len(arrays[0].sharding.device_set)], 0)
+  for x in arrays:
+    for shard in x.addressable_shards:
+      held[shard.device] += shard.data.nbytes
+  for device, size in held.items():
+    assert abs(size / share - 1) <= 0.02, (device, size, share)
+
+
+def assert_learns(losses):
+  """From about that of a guess to far below."""
+  assert losses[0] > 1.5 and np.all(np.isfinite(losses))
+  assert losses[-1] < 0.3 * losses[0]
+
+
+def check_gemma(names, printed, text):
+  """FP8 layers train on 4 x 2 explicit devices, sharded as Gemma says."""
+  del printed, text
+  assert_learns(names["losses"])
+  model, optimizer = names["model"], names["optimizer"]
+  check_gemma_shares(model, optimizer)
+  of_weight = model.layers[0].mlp.down_proj.kernel
+  assert of_weight[...].sharding.spec == P("tensor", "fsdp")
+  # What the page replaces has the same parameters.
+  with jax.set_mesh(names["mesh"]):
+    plain = nnx.eval_shape(
+      lambda: names["Transformer"](names["Layers"](), rngs=nnx.Rngs(0))
+    )
+  shapes = lambda x: jax.tree.map(jnp.shape, nnx.to_pure_dict(nnx.state(x)))  # noqa: E731
+  assert shapes(plain) == shapes(model)
+
+
+def check_gemma_shares(model, optimizer):
+  """The norms' scales are split over `tensor`."""
+  assert_shares(nnx.state(model), parts=8, vector_parts=2)
+  state = nnx.state(optimizer)
+  assert_shares(state, parts=8, vector_parts=2)
+  codes = [x for x in jax.tree.leaves(state) if x.dtype == E4M3]
+  assert len(codes) == 2 * 7  # Three matrices of attention, three, embedding.
+
+
+def check_nanodo(names, printed, text):
+  """FP8 layers train on eight devices with nanodo's FSDP."""
+  del printed, text
+  assert_learns(names["losses"])
+  check_nanodo_shares(names["state"], encoded=5)
+
+
+def check_nanodo_shares(state, *, encoded: int):
+  """nanodo leaves the norms' scales whole."""
+  assert_shares(state.params, parts=8)
+  assert_shares(state.opt_state, parts=8)
+  leaves = jax.tree.leaves(state.opt_state)
+  assert sum(x.dtype == E4M3 for x in leaves) == 2 * encoded
+
+
+def check_equinox(names, printed, text):
+  """Matrices are encoded; what was serialised is what was there."""
+  del printed, text
+  assert_learns(names["losses"])
+  moments = names["opt_state"][0]
+  assert moments.mu_codes.up.weight.dtype == E4M3
+  assert moments.mu_codes.up.bias.dtype == jnp.float32
+  assert moments.mu_codes.norm.weight.dtype == jnp.float32
+  # The model that the page begins with computes nearly the same.
+  x = names["x"]
+  plain, fp8 = names["model"], names["FP8MLP"](names["model"])
+  expected = jax.jit(lambda x: jax.vmap(jax.vmap(plain))(x))(x)
+  actual = jax.jit(lambda x: fp8(x))(x.astype(jnp.bfloat16))
+  error = jnp.linalg.norm(actual.astype(jnp.float32) - expected)
+  error /= jnp.linalg.norm(expected)
+  assert 0 < error < 0.06  # E4M3 is within 1/16 of a value.
+
+
+def check_pjit(names, printed, text):
+  """The state is sharded like the parameters."""
+  del printed, text
+  assert_learns(names["losses"])
+  assert_shares(names["state"]["params"], parts=8)
+  assert_shares(names["state"]["optimizer"], parts=8)
+
+
+def check_maxtext(names, printed, text):
+  """The product is FP8's, of the same parameters as without it."""
+  del printed, text
+  x, params = names["x"], names["params"]
+  kernel = params["params"]["kernel"]
+  assert kernel.shape == (4, 16, 64)
+  y = names["y"]
+  exact = jnp.einsum("bthd,hdf->btf", x.astype(jnp.float32), kernel)
+  error = jnp.linalg.norm(y - exact) / jnp.linalg.norm(exact)
+  assert y.dtype == jnp.bfloat16 and 0.01 < error < 0.06
+  traced = str(jax.make_jaxpr(names["dense"].apply)(params, x))
+  assert "f8_e4m3fn" in traced
+
+
+def check_clusters(names, printed, text):
+  """Each device has its rows; what launchers read is well formed."""
+  del printed
+  batch = names["batch"]
+  assert batch.shape == (16, 128)
+  assert batch.addressable_shards[0].data.shape == (2, 128)
+  check_script(*_blocks(text, "sh"))
+  (job,) = _blocks(text, "yaml")
+  (hosts,) = yaml.safe_load(job)["spec"]["replicatedJobs"]
+  spec = hosts["template"]["spec"]
+  (container,) = spec["template"]["spec"]["containers"]
+  variables = {x["name"]: x["value"] for x in container["env"]}
+  assert variables["JAX_NUM_PROCESSES"] == str(spec["parallelism"])
+  assert variables["JAX_COORDINATOR_ADDRESS"] == "llama-hosts-0-0.llama:1234"
+
+
+def check_script(script, slurm):
+  """The script resumes where there is a whole checkpoint, else it starts."""
+  subprocess.run(["bash", "-n"], input=slurm, text=True, check=True)
+  pathlib.Path("train.sh").write_text(script.replace("/shared/runs", "."))
+  pathlib.Path("python").write_text('#!/bin/sh\necho "$@"\n')
+  pathlib.Path("python").chmod(0o755)
+  path = f"{pathlib.Path.cwd()}:{os.environ['PATH']}"
+  for folder, flag in (
+    ("nothing", "--overwrite"),
+    ("checkpoints/500.orbax-checkpoint-tmp-7", "--overwrite"),
+    ("checkpoints/500", "--resume"),
+  ):
+    pathlib.Path("llama", folder).mkdir(parents=True)
+    command = subprocess.run(
+      ["bash", "train.sh"],
+      env=os.environ | {"PATH": path},
+      capture_output=True,
+      text=True,
+      check=True,
+    ).stdout.split()
+    assert command[:3] == ["-m", "train.pretrain", "llama2_7b"]
+    assert command[-1] == flag
+    config = tyro.cli(
+      tyro.conf.FlagCreatePairsOff[TrainConfig],
+      args=command[3:],
+      default=presets.llama2_7b(),
+    )
+    assert config.distributed and config.mesh_sizes["fsdp"] == 32
+
+
+def _blocks(text, language):
+  return re.findall(rf"^```{language}\n(.*?)^```$", text, re.M | re.S)
+
+
+CHECKS = {
+  "docs/howto/clusters.md": check_clusters,
+  "docs/howto/equinox.md": check_equinox,
+  "docs/howto/gemma.md": check_gemma,
+  "docs/howto/maxtext.md": check_maxtext,
+  "docs/howto/nanodo.md": check_nanodo,
+  "docs/howto/pjit.md": check_pjit,
+}

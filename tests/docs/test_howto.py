@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The how-tos' models in the other ways that their pages name.
+
+The pages' own way is run with every page (`test_pages`).
+"""
+
+import contextlib
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+from tests.docs import howto
+from tests.docs.pages import run_page
+
+# Each compiles a page's model several times.
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def as_a_reader():
+  with jax.numpy_rank_promotion("allow"):
+    yield
+
+
+def assert_learns_like(losses, expected, *, rtol: float):
+  """From the same first loss but for rounding."""
+  howto.assert_learns(losses)
+  np.testing.assert_allclose(losses[0], expected[0], rtol=rtol)
+
+
+def test_gemma_trains_with_the_optimizer_alone_and_on_one_device():
+  names = run_page("docs/howto/gemma.md")
+  make, train, mesh = names["make"], names["train"], names["mesh"]
+  model, optimizer = make(names["Layers"](), mesh)
+  losses = train(model, optimizer, mesh)
+  howto.check_gemma_shares(model, optimizer)
+  assert_learns_like(losses, names["losses"], rtol=0.02)
+
+  one = jax.make_mesh((1, 1), mesh.axis_names, devices=jax.devices()[:1])
+  losses = train(*make(names["fp8"], one), one)
+  assert_learns_like(losses, names["losses"], rtol=1e-3)
+
+
+def test_nanodo_trains_with_the_optimizer_alone_and_on_other_meshes():
+  names = run_page("docs/howto/nanodo.md")
+  config = names["DoConfig"]()
+
+  def train(model, mesh):
+    made = names["init_train_state"](model, mesh, jax.random.key(0))
+    explicit = mesh.axis_types[0] == AxisType.Explicit
+    with jax.set_mesh(mesh) if explicit else contextlib.nullcontext():
+      return names["train"](*made[::-1], mesh)
+
+  # q, k and v are three matrices.
+  state, losses = train(names["TransformerDo"](config), names["mesh"])
+  howto.check_nanodo_shares(state, encoded=7)
+  howto.assert_learns(losses)
+
+  auto = (AxisType.Auto,)
+  one = jax.make_mesh(
+    (1,), ("data",), axis_types=auto, devices=jax.devices()[:1]
+  )
+  _, losses = train(names["model"], one)
+  assert_learns_like(losses, names["losses"], rtol=1e-3)
+
+  # FSDP over two explicit axes; the page's functions read the name.
+  names["DATA"] = axes = ("data", "fsdp")
+  model = names["TransformerDo"](config, names["FP8TBlock"], names["Embed"])
+  state, losses = train(model, jax.make_mesh((4, 2), axes))
+  howto.check_nanodo_shares(state, encoded=5)
+  assert_learns_like(losses, names["losses"], rtol=1e-3)
