@@ -189,7 +189,7 @@ def attack(folder: Path, resumed: int, seed: int) -> None:
     raise Lost("the undamaged run failed")
   original = expected / "checkpoints"
   rng = random.Random(seed)
-  cases = [*damages_of_files(original, rng), *damages_of_checkpoints()]
+  cases = [*damages_of_checkpoints(), *damages_of_files(original, rng)]
   chosen = set(rng.sample(range(len(cases)), min(resumed, len(cases))))
   whole = 0
   for i, (words, damage) in enumerate(cases):

@@ -18,6 +18,7 @@ compiled programs.
 import argparse
 import contextlib
 import dataclasses
+import itertools
 import multiprocessing
 import os
 import random
@@ -83,6 +84,7 @@ class Attempt:
   def __init__(self, context, out: Path, count: int):
     run = RunDirectory(out)
     self.out, self.before = out, run.latest_step() or 0
+    self.metrics = _inode(run.metrics)
     if self.before:
       flags = ["--resume"]
     else:
@@ -115,7 +117,9 @@ class Attempt:
   def wait_for_a_step(self) -> bool:
     """Whether it does a step before it ends."""
     while not self.finish(0.01):
-      if _last_step(self.out) > self.before:
+      # A start replaces the file, without lines of steps that were not saved.
+      is_new = _inode(RunDirectory(self.out).metrics) != self.metrics
+      if is_new and _last_step(self.out) > self.before:
         return True
     return False
 
@@ -129,6 +133,7 @@ class Attempt:
       process.join()
 
   def fail(self, text: str) -> None:
+    self.kill()
     outputs = [log.read_text() for log in self.logs if log.exists()]
     raise Lost("\n".join([text, *outputs]))
 
@@ -190,6 +195,10 @@ def attack(context, out: Path, count: int, expected: Reference, rng, kills):
   return done
 
 
+def _inode(file: Path) -> int | None:
+  return file.stat().st_ino if file.exists() else None
+
+
 def _last_step(out: Path) -> int:
   """The last step in a run's metrics."""
   rows = read_metrics(out / "metrics.jsonl")
@@ -201,7 +210,6 @@ def _check_kill(attempt: Attempt, victims: list[int]) -> None:
   for victim in victims:
     attempt.processes[victim].join(TIMEOUT)
     if attempt.processes[victim].exitcode is None:
-      attempt.kill()
       attempt.fail("it hangs after a signal")
   attempt.finish(GRACE)
   attempt.kill()
@@ -250,7 +258,7 @@ def attack_all(folder: Path, total: int, seed: int, workers: int) -> int:
       f"step, {1e3 * each.step:.0f} ms a step, {STEPS} steps",
       flush=True,
     )
-  lock, numbers, done = threading.Lock(), iter(range(total)), 0
+  lock, numbers, done = threading.Lock(), itertools.count(), 0
 
   def work():
     nonlocal done

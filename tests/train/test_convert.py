@@ -4,7 +4,6 @@
 import dataclasses
 import functools
 import json
-import resource
 import shutil
 
 import jax
@@ -380,9 +379,7 @@ def test_export_needs_a_run_and_replaces_nothing(halfway, tmp_path, capsys):
   assert f"{tmp_path} must not exist" in capsys.readouterr().err
 
 
-def test_export_into_a_file_is_refused_before_anything_is_read(
-  halfway, tmp_path, capfd
-):
+def test_export_into_a_file_is_refused_at_once(halfway, tmp_path, capfd):
   (tmp_path / "file").write_text("mine")
   out = tmp_path / "file" / "deeper" / "out"
   assert command("export", halfway, out) == 2
@@ -393,22 +390,7 @@ def test_export_into_a_file_is_refused_before_anything_is_read(
   assert len(errors.splitlines()) == 1
 
 
-def test_export_onto_a_full_disk_leaves_nothing(halfway, tmp_path, capfd):
-  limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-  # Enough for the indices, and for what pytest writes.
-  resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
-  try:
-    status = command("export", halfway, tmp_path / "new" / "adamw")
-  finally:
-    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-  assert status == 1
-  errors = capfd.readouterr().err
-  assert "adamw must be written, got" in errors and "File too large" in errors
-  assert len(errors.splitlines()) == 1
-  assert not any((tmp_path / "new").iterdir())
-
-
-def test_import_that_cannot_be_saved_keeps_the_run_of_before(
+def test_import_that_cannot_be_saved_keeps_the_old_run(
   halfway, tmp_path, monkeypatch, capfd
 ):
   def fail(folder):
@@ -418,7 +400,6 @@ def test_import_that_cannot_be_saved_keeps_the_run_of_before(
   before = contents(halfway)
   monkeypatch.setattr(checkpoint.checksums, "write", fail)
   line = arguments(halfway, **PLAIN)
-  capfd.readouterr()
   assert command("import", tmp_path / "adamw", *line, "--overwrite") == 1
   errors = capfd.readouterr().err
   assert "No space left" in errors and "Traceback" not in errors
