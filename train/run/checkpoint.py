@@ -9,16 +9,16 @@ bit with the shardings of an abstract state, and the iterators of all processes
 have the same place. Restoring repeats nothing and skips nothing, so a resumed
 run is bit-equal to one that was never stopped.
 
-A checkpoint gets its name when all its files are written, checksums included.
-The checksums detect damage since then, and the checkpoint before is used.
+A checkpoint gets its name, the step, when all its files are written, checksums
+included. The checksums detect damage since then, the stored step another name,
+and the checkpoint before is used.
 """
 
 import contextlib
-import logging
+import json
+import os
 import shutil
-import sys
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +30,8 @@ from jax.sharding import SingleDeviceSharding
 from orbax.checkpoint import args
 
 from train.run import checksums, processes
+from train.run.writing import SaveError, first_line, join_writers, quietly
 from train.step import TrainState
-
-
-class SaveError(OSError):
-  """A checkpoint could not be written; earlier ones are unchanged."""
 
 
 class Checkpoints:
@@ -44,10 +41,10 @@ class Checkpoints:
     """Opens the folder, which need not exist.
 
     Args:
-      path: The folder.
+      path: The folder, in that of the run.
       keep: How many of the newest checkpoints stay when one is saved.
 
-    Until `close`, Orbax's and asyncio's loggers are silent: see `_quietly`.
+    Until `close`, Orbax's and asyncio's loggers are silent: see `quietly`.
     """
     self.path = path
     options = ocp.CheckpointManagerOptions(
@@ -61,7 +58,10 @@ class Checkpoints:
     )
     self._manager = ocp.CheckpointManager(path.absolute(), options=options)
     self._opened = contextlib.ExitStack()
-    self._opened.enter_context(_quietly())
+    self._opened.enter_context(quietly())
+    # Open, so that no folder made later is taken for it.
+    self._run = os.open(path.parent, os.O_RDONLY)
+    self._opened.callback(os.close, self._run)
 
   def latest_step(self) -> int | None:
     """Returns the step of the newest checkpoint."""
@@ -96,7 +96,13 @@ class Checkpoints:
     }
     items["data"] = args.JsonSave(place)
     items["run"] = args.JsonSave({"step": step, **description})
-    self._write(lambda: self._manager.save(step, args=args.Composite(**items)))
+
+    def save():
+      # Orbax returns False where a later step is there already.
+      if not self._manager.save(step, args=args.Composite(**items)):
+        raise ValueError(f"{self.path} has a later step than {step}")
+
+    self._write(save)
 
   def restore(
     self, step: int, abstract: TrainState, batches: grain.DatasetIterator
@@ -126,10 +132,11 @@ class Checkpoints:
       after: The step that the run resumes from.
     """
     if processes.is_primary():
-      for step in filter(lambda step: step > after, steps(self.path)):
-        folder = self.path / f"{step}.damaged"
-        shutil.rmtree(folder, ignore_errors=True)
-        (self.path / str(step)).rename(folder)
+      for folder in _folders(self.path):
+        if int(folder.name) > after or folder.name != str(int(folder.name)):
+          aside = folder.with_name(f"{folder.name}.damaged")
+          shutil.rmtree(aside, ignore_errors=True)
+          folder.rename(aside)
     processes.gather(after)  # The others wait for it.
     self._manager.reload()
 
@@ -153,61 +160,39 @@ class Checkpoints:
   def _write(self, call: Callable[[], Any]) -> None:
     """Calls Orbax; any error of this write or the one before is SaveError."""
     try:
-      call()
-    except Exception as error:  # Orbax and TensorStore raise many kinds.
-      _join_writers()
-      last = latest_step(self.path)
-      then = "and start again, for there is none yet"
-      if last is not None:
-        then = f"and pass --resume, which goes on from {self.path / str(last)}"
+      if self._is_in_place():  # Else Orbax would make the folder anew.
+        call()
+        return
+      error = None
+    except Exception as caught:  # Orbax and TensorStore raise many kinds.
+      error = caught
+      join_writers()
+    if not self._is_in_place():
       raise SaveError(
-        f"save: a checkpoint in {self.path} must be written, got "
-        f"{_first_line(error)}; make room {then}"
+        f"save: {self.path.parent} must stay while a run trains in it, got "
+        "it removed or renamed; its files are as they were: name the folder "
+        "as before and pass --resume, or start again"
       ) from error
+    last = latest_step(self.path)
+    then = "and start again, for there is none yet"
+    if last is not None:
+      then = f"and pass --resume, which goes on from {self.path / str(last)}"
+    raise SaveError(
+      f"save: a checkpoint in {self.path} must be written, got "
+      f"{first_line(error)}; make room {then}"
+    ) from error
+
+  def _is_in_place(self) -> bool:
+    """Whether the run's folder is still where it was."""
+    try:
+      return os.path.samestat(os.stat(self.path.parent), os.stat(self._run))
+    except FileNotFoundError:
+      return False
 
   def _write_checksums(self) -> None:
     # One is written at a time, and unfinished ones were removed at the start.
     (folder,) = self.path.glob("*.orbax-checkpoint-tmp")
     checksums.write(folder)
-
-
-def _join_writers() -> None:
-  """Waits for Orbax's threads after one has failed.
-
-  Orbax does not: it raises the first error while other threads still write into
-  the folder, and it has no call that waits for them. Their classes are private,
-  so they are found by the module that defines them.
-  """
-  for thread in threading.enumerate():
-    if type(thread).__module__.startswith("orbax."):
-      threading.Thread.join(thread)  # Its own would raise.
-
-
-@contextlib.contextmanager
-def _quietly() -> Iterator[None]:
-  """Silences what Orbax logs, array by array, of a write that fails.
-
-  `SaveError` says it once. Orbax logs each failure with its traceback, and
-  again when it is dropped; TensorStore reports to an event loop that is closed.
-  Levels and hook are restored.
-  """
-  loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
-  levels = [logger.level for logger in loggers]
-  for logger in loggers:
-    logger.setLevel(logging.CRITICAL)
-  hook = sys.unraisablehook
-
-  def report(unraisable):
-    if str(unraisable.exc_value) != "Event loop is closed":
-      hook(unraisable)
-
-  sys.unraisablehook = report
-  try:
-    yield
-  finally:
-    sys.unraisablehook = hook
-    for logger, level in zip(loggers, levels, strict=True):
-      logger.setLevel(level)
 
 
 def _array_items(state: TrainState):
@@ -224,16 +209,15 @@ def _placed(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
   return leaf.update(sharding=SingleDeviceSharding(jax.local_devices()[0]))
 
 
-def _first_line(error: Exception) -> str:
-  line = str(error).strip().partition("\n")[0]
-  return f"{type(error).__name__} ({line[:1000]})"
+def _folders(path: Path) -> list[Path]:
+  """Lists the finished checkpoints in a folder, of the last step last."""
+  found = [item for item in path.glob("*") if item.name.isdecimal()]
+  return sorted(found, key=lambda item: int(item.name))
 
 
 def steps(path: Path) -> list[int]:
   """Returns the steps of the finished checkpoints in a folder, sorted."""
-  if not path.is_dir():
-    return []
-  return sorted(ocp.utils.checkpoint_steps(path.absolute()))
+  return [int(folder.name) for folder in _folders(path)]
 
 
 def latest_step(path: Path) -> int | None:
@@ -257,12 +241,12 @@ def newest_whole_step(path: Path) -> tuple[int, list[str]]:
   """
   found, damaged = -1, []
   if processes.is_primary():
-    for step in reversed(steps(path)):
-      damage = checksums.find_damage(path / str(step))
+    for folder in reversed(_folders(path)):
+      damage = checksums.find_damage(folder) or _find_other_step(folder)
       if damage is None:
-        found = step
+        found = int(folder.name)
         break
-      damaged.append(f"{path / str(step)}: {damage}")
+      damaged.append(f"{folder}: {damage}")
   found = processes.gather(found)[0]
   if found < 0:
     raise ValueError(
@@ -271,6 +255,17 @@ def newest_whole_step(path: Path) -> tuple[int, list[str]]:
       "start again"
     )
   return found, damaged
+
+
+def _find_other_step(folder: Path) -> str | None:
+  """Reports a whole checkpoint that is named by another step than its own."""
+  try:
+    step = json.loads((folder / "run" / "metadata").read_bytes())["step"]
+  except (OSError, ValueError, LookupError, TypeError, RecursionError):
+    return "run/metadata has no step"
+  if folder.name == str(step):
+    return None
+  return f"is of step {step}; rename it {step} to use it"
 
 
 def restore_state(path: Path, step: int, abstract: TrainState) -> TrainState:
@@ -286,7 +281,7 @@ def restore_state(path: Path, step: int, abstract: TrainState) -> TrainState:
   except Exception as error:  # Orbax and TensorStore raise many kinds.
     raise ValueError(
       f"resume: the checkpoint {path / str(step)} must hold the state of this "
-      f"run, got {_first_line(error)}; pass the options it was trained with"
+      f"run, got {first_line(error)}; pass the options it was trained with"
     ) from error
   return abstract._replace(
     step=jax.device_put(np.int32(step), abstract.step.sharding),

@@ -14,6 +14,9 @@ that is missing, and old checkpoints would need a second check beside it.
 
 import hashlib
 import json
+import os
+import stat
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -25,9 +28,7 @@ _WRITTEN_LATER = ("_CHECKPOINT_METADATA", "commit_success.txt")
 
 def write(folder: Path) -> None:
   """Writes the checksums of all files in a folder into it."""
-  files = sorted(file for file in folder.rglob("*") if file.is_file())
-  names = [file.relative_to(folder).as_posix() for file in files]
-  names = [name for name in names if name not in (NAME, *_WRITTEN_LATER)]
+  names = sorted({*_plain_files(folder)} - {NAME, *_WRITTEN_LATER})
   with ThreadPoolExecutor() as pool:
     digests = pool.map(lambda name: _digest(folder / name), names)
     checksums = dict(zip(names, digests, strict=True))
@@ -37,20 +38,30 @@ def write(folder: Path) -> None:
 def find_damage(folder: Path) -> str | None:
   """Reads all files of a checkpoint and reports the first damaged one.
 
+  Only plain files in the folder are read: through a link or `..` it would be a
+  device without an end, or a file of something else.
+
   Args:
     folder: The checkpoint's.
 
   Returns:
     Such as `params/d/1234 is not what was written`; None if all are whole.
   """
+  own = set(_plain_files(folder))
+  others = [name for name in _WRITTEN_LATER if os.path.lexists(folder / name)]
+  for name in (NAME, *others):
+    if name not in own:
+      return _not_own(name)
   try:
     checksums = json.loads((folder / NAME).read_bytes())
-  except (OSError, ValueError) as error:
+  except (OSError, ValueError, RecursionError) as error:
     return f"{NAME} cannot be read ({error})"
   if not (isinstance(checksums, dict) and checksums):
     return f"{NAME} names no files"
 
   def damage(name: str) -> str | None:
+    if name not in own:
+      return _not_own(name)
     try:
       is_whole = _digest(folder / name) == checksums[name]
     except OSError as error:
@@ -59,6 +70,19 @@ def find_damage(folder: Path) -> str | None:
 
   with ThreadPoolExecutor() as pool:
     return next(filter(None, pool.map(damage, sorted(checksums))), None)
+
+
+def _not_own(name: str) -> str:
+  return f"{name} is missing, or no file of the checkpoint"
+
+
+def _plain_files(folder: Path) -> Iterator[str]:
+  """Yields the names of files, without links and what is in linked folders."""
+  for path, _, names in os.walk(folder):
+    for name in names:
+      file = Path(path, name)
+      if stat.S_ISREG(file.lstat().st_mode):
+        yield file.relative_to(folder).as_posix()
 
 
 def _digest(path: Path) -> str:

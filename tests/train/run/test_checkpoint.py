@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints: where they can be restored, and that damage is reported."""
+"""Checkpoints: where they can be restored, and what cannot be saved."""
 
-import dataclasses
 import logging
 import re
 import shutil
@@ -13,92 +12,18 @@ import numpy as np
 import pytest
 from jax.sharding import SingleDeviceSharding
 
-from train import step
-from train.data.batches import train_iterator
-from train.data.tokens import TokenSource
-from train.mesh import make_mesh, parse_mesh
-from train.presets import demo
+from tests.train.run.states import (
+  abstract_state,
+  batches,
+  bytes_of,
+  random_state,
+  save,
+)
 from train.run import checkpoint, checksums
 from train.run.checkpoint import Checkpoints, SaveError
 from train.step import TrainState
 
 MESHES = ["fsdp=8", "fsdp=2", "", "data=2,tensor=2", "fsdp=2,tensor=2,data=2"]
-
-
-def config(codec="coat"):
-  """A model that all of `MESHES` can split, in groups that they split too."""
-  model = dict(num_layers=2, d_model=64, d_ff=128, num_heads=2, num_kv_heads=2)
-  return dataclasses.replace(
-    demo(),
-    model=dataclasses.replace(demo().model, **model),
-    optim=dataclasses.replace(demo().optim, group_size=32, codec=codec),
-    batch=8,
-    seq=32,
-    report_state=False,
-  )
-
-
-def abstract_state(mesh):
-  sizes = parse_mesh(mesh)
-  count = int(np.prod(list(sizes.values()) or [1]))
-  mesh = make_mesh(sizes, jax.devices()[:count])
-  return step.abstract_state(config(), step.build_optimizer(config()), mesh)
-
-
-def random_state(abstract):
-  """Any bytes, NaNs too: nothing may depend on what they mean."""
-  rng = np.random.default_rng(0)
-
-  def fill(leaf):
-    bytes_ = rng.bytes(leaf.size * leaf.dtype.itemsize)
-    x = np.frombuffer(bytes_, leaf.dtype).reshape(leaf.shape)
-    return jax.device_put(x, leaf.sharding)
-
-  state = jax.tree.map(fill, abstract)
-  number = jax.device_put(jnp.int32(3), abstract.step.sharding)
-  return state._replace(step=number)
-
-
-def bytes_of(state):
-  return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(state)]
-
-
-def batches(index=0, count=1):
-  tokens = TokenSource(
-    name="numbers",
-    parts=[np.arange(5000, dtype=np.uint16) % 251],
-    vocab_size=256,
-    held_out=0.1,
-  )
-  return train_iterator(
-    tokens,
-    seq_len=32,
-    batch_size=4,
-    seed=0,
-    process_index=index,
-    process_count=count,
-  )
-
-
-def save(path, state, iterator=None, step=3, **options):
-  checkpoints = Checkpoints(path, keep=3)
-  checkpoints.save(step, state, iterator or batches(), {"config": {}})
-  checkpoints.close()
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-  """Two checkpoints; tests copy them before they damage them."""
-  path = tmp_path_factory.mktemp("checkpoints")
-  state = random_state(abstract_state(""))
-  for number in (3, 5):
-    save(path, state, step=number)
-  return path, state
-
-
-@pytest.fixture
-def copied(saved, tmp_path):
-  return shutil.copytree(saved[0], tmp_path / "checkpoints")
 
 
 @pytest.mark.slow
@@ -175,78 +100,60 @@ def test_data_resume_with_any_number_of_processes(tmp_path, before, after):
     np.testing.assert_array_equal(rows, next(whole)["tokens"])
 
 
-def damages(data):
-  """Yields damaged versions of a file: other bytes, or None for no file."""
-  rng = np.random.default_rng(len(data))
-  for place in rng.integers(len(data), size=5):
-    flipped = bytearray(data)
-    flipped[place] ^= 1 << rng.integers(8)
-    yield bytes(flipped)
-  yield from (data[: len(data) * 2 // 3], b"", data + b"\0", None)
-
-
-@pytest.mark.slow
-def test_damage_of_any_file_selects_the_checkpoint_before(
-  copied,
-):
-  late = {"_CHECKPOINT_METADATA", "commit_success.txt"}
-  folder = copied / "5"
-  names = [
-    file.relative_to(folder).as_posix()
-    for file in folder.rglob("*")
-    if file.is_file()
-  ]
-  kinds = {re.sub("[0-9a-f]{32}", "*", name) for name in names}
-  for item in ("params", "optimizer"):
-    for kind in ("manifest.ocdbt", "d/*", "ocdbt.process_0/d/*", "_METADATA"):
-      assert f"{item}/{kind}" in kinds
-  assert {"data/metadata", "run/metadata", "checksums.json"} | late < kinds
-  assert checkpoint.newest_whole_step(copied) == (5, [])
-  for name in set(names) - late:
-    data = (folder / name).read_bytes()
-    for damaged in damages(data):
-      (folder / name).unlink()
-      if damaged is not None:
-        (folder / name).write_bytes(damaged)
-      found, damages_found = checkpoint.newest_whole_step(copied)
-      assert found == 3, name
-      # A damaged checksum is reported as damage of the file.
-      assert len(damages_found) == 1 and str(folder) in damages_found[0]
-      assert name in damages_found[0] or name == checksums.NAME
-    (folder / name).write_bytes(data)
-  assert checkpoint.newest_whole_step(copied) == (5, [])
-
-
-@pytest.mark.parametrize("text", ["{}", "[]", '["run/metadata"]', "null", "1"])
-def test_checksums_without_files_are_damage(copied, text):
-  (copied / "5" / checksums.NAME).write_text(text)
+@pytest.mark.parametrize("name", ["7", "4", "000007", "000005"])
+def test_renamed_checkpoint_is_not_taken_for_another_step(saved, copied, name):
+  (copied / "5").rename(copied / name)
   found, damaged = checkpoint.newest_whole_step(copied)
-  assert found == 3
-  assert damaged == [f"{copied / '5'}: checksums.json names no files"]
+  assert (found, len(damaged)) == (3, 1)
+  assert damaged[0] == f"{copied / name}: is of step 5; rename it 5 to use it"
+  # The run goes on, and its later steps are saved where that one was.
+  checkpoints = Checkpoints(copied, keep=3)
+  checkpoints.set_aside(after=3)
+  for number in (4, 5, 7):
+    checkpoints.save(number, saved[1], batches(), {"config": {}})
+  checkpoints.close()
+  assert checkpoint.newest_whole_step(copied) == (7, [])
+  assert (copied / f"{name}.damaged").exists()
 
 
-# Orbax says that it cannot read its own file.
-@pytest.mark.parametrize("name", ["_CHECKPOINT_METADATA", "commit_success.txt"])
-def test_files_without_a_checksum_are_not_needed(saved, copied, name):
-  for damaged in damages((copied / "5" / name).read_bytes()):
-    (copied / "5" / name).unlink(missing_ok=True)
-    if damaged is not None:
-      (copied / "5" / name).write_bytes(damaged)
-    assert checkpoint.newest_whole_step(copied) == (5, [])
-    checkpoints = Checkpoints(copied, keep=3)
-    state = checkpoints.restore(5, abstract_state(""), batches())
+def test_file_by_the_name_of_a_step_is_no_checkpoint(saved, copied):
+  (copied / "9").write_text("no checkpoint")
+  found, damaged = checkpoint.newest_whole_step(copied)
+  assert (
+    found == 5 and f"{copied / '9'}: checksums.json is missing" in damaged[0]
+  )
+  checkpoints = Checkpoints(copied, keep=3)
+  checkpoints.set_aside(after=5)
+  checkpoints.save(9, saved[1], batches(), {"config": {}})
+  checkpoints.close()
+  assert checkpoint.newest_whole_step(copied) == (9, [])
+
+
+def test_step_before_one_that_is_there_is_not_left_out_silently(saved, copied):
+  checkpoints = Checkpoints(copied, keep=3)
+  with pytest.raises(SaveError, match="has a later step than 4"):
+    checkpoints.save(4, saved[1], batches(), {"config": {}})
+  checkpoints.close()
+
+
+@pytest.mark.parametrize("how", ["removed", "renamed", "another"])
+def test_folder_that_is_gone_is_named_and_not_made_anew(saved, tmp_path, how):
+  run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+  shutil.copytree(saved[0], run / "checkpoints")
+  checkpoints = Checkpoints(run / "checkpoints", keep=3)
+  run.rename(elsewhere)
+  if how != "renamed":
+    shutil.rmtree(elsewhere)
+  if how == "another":
+    run.mkdir()
+  with pytest.raises(SaveError, match=f"{run} must stay .* removed or renamed"):
+    checkpoints.save(9, saved[1], batches(), {"config": {}})
+  with pytest.raises(SaveError, match="removed or renamed"):
     checkpoints.close()
-    assert state.step == 5
-    assert bytes_of(state)[1:] == bytes_of(saved[1])[1:]
-
-
-def test_error_names_all_checkpoints_where_none_is_whole(copied):
-  for number in (3, 5):
-    (copied / str(number) / "run" / "metadata").write_text("{}")
-  with pytest.raises(
-    ValueError, match=r"5: run/metadata is not .*3: run/metadata is not"
-  ):
-    checkpoint.newest_whole_step(copied)
+  if how == "renamed":
+    path = elsewhere / "checkpoints"
+    assert checkpoint.newest_whole_step(path) == (5, [])
+  assert not (run / "checkpoints").exists()
 
 
 def test_steps_after_a_damaged_one_are_set_aside_and_saved_again(saved, copied):

@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trees that Orbax writes: whole, or nothing and one sentence."""
+
+import resource
+
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+from train.run.writing import SaveError, write_tree
+
+TREE = {"params": {"w": np.random.default_rng(0).normal(size=(100, 100))}}
+
+
+def test_tree_is_written_into_folders_that_are_made(tmp_path):
+  write_tree(tmp_path / "new" / "tree", TREE)
+  with ocp.StandardCheckpointer() as checkpointer:
+    tree = checkpointer.restore(tmp_path / "new" / "tree")
+  np.testing.assert_array_equal(tree["params"]["w"], TREE["params"]["w"])
+  assert [path.name for path in (tmp_path / "new").iterdir()] == ["tree"]
+
+
+def test_full_disk_leaves_nothing_and_no_traceback(tmp_path, capfd):
+  limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+  # Enough for the indices, and for what pytest writes.
+  resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+  try:
+    with pytest.raises(SaveError, match="tree must be written.* too large"):
+      write_tree(tmp_path / "tree", TREE)
+  finally:
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+  assert capfd.readouterr() == ("", "")
+  assert not any(tmp_path.iterdir())
+
+
+def test_file_in_place_of_a_folder_is_named(tmp_path):
+  (tmp_path / "file").write_text("mine")
+  with pytest.raises(SaveError, match="sub must be written, got .*file"):
+    write_tree(tmp_path / "file" / "sub", TREE)
