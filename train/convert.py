@@ -14,7 +14,8 @@ many batches are skipped.
 
 Both work on one device: with JAX_PLATFORMS=cpu a model needs only the host's
 memory, 12 bytes a parameter and the codec's. Runs can then be resumed on any
-mesh. Exit status: 0, or 2 when the input was wrong.
+mesh. Exit status: 0; 1 when a checkpoint could not be written; 2 when the input
+was wrong.
 """
 
 import contextlib
@@ -43,7 +44,9 @@ from train.data.batches import train_iterator
 from train.data.tokens import load_tokens
 from train.presets import PRESETS
 from train.run.checkpoint import Checkpoints, read_description, restore_state
-from train.run.directory import RunDirectory, configuration, describe
+from train.run.description import configuration, describe
+from train.run.directory import RunDirectory
+from train.run.writing import SaveError, write_tree
 from train.step import TrainState
 
 # The options that decide how stored bytes are read; rounding does not.
@@ -130,7 +133,9 @@ def export_adamw(run: Path, out: Path) -> int:
     The checkpoint's step.
 
   Raises:
-    ValueError: `run` is no run with a whole checkpoint, or `out` exists.
+    ValueError: `run` is no run with a whole checkpoint, or `out` exists or
+      would be in a file.
+    SaveError: it cannot be written.
   """
   source = RunDirectory(run)
   if source.latest_step() is None or not source.is_run():
@@ -142,6 +147,11 @@ def export_adamw(run: Path, out: Path) -> int:
     raise ValueError(
       f"export: {out} must not exist, because nothing is replaced, got a "
       "folder or a file; pass another"
+    )
+  above = next(path for path in out.absolute().parents if path.exists())
+  if not above.is_dir():
+    raise ValueError(
+      f"export: {out} must be in a folder, got the file {above}; pass another"
     )
   step, _ = source.newest_whole_step()
   config = configuration(read_description(source.checkpoints, step))
@@ -156,9 +166,7 @@ def export_adamw(run: Path, out: Path) -> int:
   opt_state = jax.eval_shape(adamw.init, state.params)
   schedule = optax.ScaleByScheduleState(adam.count)
   opt_state = (adam, opt_state[1], schedule)
-  with ocp.StandardCheckpointer() as checkpointer:
-    tree = {"params": state.params, "opt_state": opt_state}
-    checkpointer.save(out.absolute(), tree)
+  write_tree(out, {"params": state.params, "opt_state": opt_state})
   return step
 
 
@@ -206,11 +214,14 @@ def import_adamw(source: Path, config: TrainConfig) -> int:
     step = int(adam.count)
     # The iterator's whole state.
     place = {**batches.get_state(), "next_index": step}
-    description = describe(config, tokens.fingerprint())
+    description = describe(config, tokens)
+    opened.callback(run.put_back)  # Unless it is saved.
     run.create(description)
-    checkpoints = Checkpoints(run.checkpoints, keep=config.keep)
-    opened.enter_context(contextlib.closing(checkpoints))
-    checkpoints.save_at(step, state, place, description)
+    with contextlib.closing(
+      Checkpoints(run.checkpoints, keep=config.keep)
+    ) as checkpoints:
+      checkpoints.save_at(step, state, place, description)
+    run.remove_replaced()
   return step
 
 
@@ -311,7 +322,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
       text = f"{command.config.out}: --resume continues from step {step}"
   except (ValueError, OSError) as error:
     print(f"error: {error}", file=sys.stderr)
-    return 2
+    return 1 if isinstance(error, SaveError) else 2
   print(text, file=sys.stderr)
   return 0
 

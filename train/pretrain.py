@@ -39,8 +39,9 @@ from train.data.tokens import TokenSource, load_tokens
 from train.mesh import batch_sharding, make_mesh
 from train.presets import PRESETS
 from train.run import compare, processes, report
-from train.run.checkpoint import Checkpoints
-from train.run.directory import RunDirectory, check_same, describe
+from train.run.checkpoint import Checkpoints, read_description
+from train.run.description import check_same, describe
+from train.run.directory import RunDirectory
 from train.run.exits import (
   Stop,
   is_received,
@@ -54,11 +55,12 @@ from train.run.signals import Signals
 
 def main(arguments: Sequence[str] | None = None) -> int:
   """Reads the command line, trains, and returns the exit status."""
-  presets = {
-    name: (inspect.getdoc(preset), preset()) for name, preset in PRESETS.items()
-  }
-  processes.reserve_gpu_memory()
   with Signals() as signals:
+    presets = {
+      name: (inspect.getdoc(preset), preset())
+      for name, preset in PRESETS.items()
+    }
+    processes.reserve_gpu_memory()
     config = tyro.extras.overridable_config_cli(
       presets,
       args=arguments,
@@ -73,6 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
       with contextlib.ExitStack() as claimed:
         with stop_on_bad_input():
           claimed.enter_context(RunDirectory(config.out).claimed(config))
+        with stop_on_bad_input():  # Where the others wait for the claim.
           say(f"{config.out}: reading data")
           tokens = load_tokens(config.data, config.model.vocab_size)
           runs = [config, *compare.twins(config)]
@@ -114,7 +117,6 @@ def train(
       signals.exit_status, f"{config.out}: not started; pass --resume to do so"
     )
   run = RunDirectory(config.out)
-  description = describe(config, tokens.fingerprint())
 
   # Devices: the mesh, and which sequences of a batch this process reads.
   with stop_on_bad_input():
@@ -125,6 +127,7 @@ def train(
   # Data: an iterator whose place is saved, and a fixed held-out set.
   sizes = dict(seq_len=config.seq, batch_size=config.batch, **own_rows)
   with stop_on_bad_input():
+    description = describe(config, tokens)
     batches = train_iterator(tokens, **sizes, seed=config.seed)
     held_out = eval_batches(tokens, **sizes, max_batches=config.eval_batches)
 
@@ -140,8 +143,9 @@ def train(
   if config.resume:
     with stop_on_bad_input():
       done, damaged = run.newest_whole_step()
-      convert_state = config.convert_state
-      changes = check_same(run, done, description, convert_state=convert_state)
+      saved = read_description(run.checkpoints, done)
+      where = run.checkpoints / str(done)
+      changes = check_same(where, saved, config, tokens)
     if done >= config.steps:
       say(f"{config.out}: its {config.steps} steps are done already")
       return
@@ -157,6 +161,7 @@ def train(
   else:
     with stop_on_bad_input():
       if processes.is_primary():
+        opened.callback(run.put_back)  # Unless the new run has a step.
         run.create(description)
     checkpoints = opened.enter_context(
       contextlib.closing(Checkpoints(run.checkpoints, keep=config.keep))
@@ -226,6 +231,8 @@ def train(
         f"step {done} has loss {loss} and gradients that are not finite in "
         f"{bad or 'no leaf'}"
       )
+    if done == 1 and processes.is_primary():
+      run.remove_replaced()
     progress.step(done, loss, speed)
 
     # Evaluate, and report on the optimizer's state.

@@ -16,12 +16,14 @@ from jax import P
 from jax.sharding import NamedSharding
 
 from coat_jax import from_adam_state, sharding, to_adam_state
+from tests.train.data.streams import numbered
 from tests.train.runs import arguments, contents, losses, programs_on_disk, run
 from train import convert, step
 from train.mesh import make_mesh, parse_mesh
 from train.presets import demo
-from train.run import checkpoint, directory
+from train.run import checkpoint
 from train.run.checkpoint import Checkpoints
+from train.run.description import configuration, describe
 from train.run.directory import RunDirectory
 
 # Compiles fast, and computes with what it keeps.
@@ -86,7 +88,7 @@ def saved_state(path, config):
   optimizer = encoded(moments(params), config)
   state = step.TrainState(jnp.int32(3), params, optimizer, ())
   checkpoints = Checkpoints(path, keep=3)
-  checkpoints.save(3, state, Batches(), directory.describe(config, ""))
+  checkpoints.save(3, state, Batches(), describe(config, numbered(1000)))
   checkpoints.close()
   return optimizer, jax.jit(lambda s: to_adam_state(s, codec))(optimizer)
 
@@ -235,7 +237,7 @@ def described(path):
   folder = RunDirectory(path)
   found, _ = folder.newest_whole_step()
   description = checkpoint.read_description(folder.checkpoints, found)
-  return found, directory.configuration(description)
+  return found, configuration(description)
 
 
 def test_exported_state_is_that_of_optax_adamw(halfway, tmp_path):
@@ -368,3 +370,30 @@ def test_export_needs_a_run_and_replaces_nothing(halfway, tmp_path, capsys):
   assert "none must hold a run with a checkpoint" in capsys.readouterr().err
   assert command("export", halfway, tmp_path) == 2
   assert f"{tmp_path} must not exist" in capsys.readouterr().err
+
+
+def test_export_into_a_file_is_refused_at_once(halfway, tmp_path, capfd):
+  (tmp_path / "file").write_text("mine")
+  out = tmp_path / "file" / "deeper" / "out"
+  assert command("export", halfway, out) == 2
+  errors = capfd.readouterr().err
+  assert (
+    f"{out} must be in a folder, got the file {tmp_path / 'file'}" in errors
+  )
+  assert len(errors.splitlines()) == 1
+
+
+def test_import_that_cannot_be_saved_keeps_the_old_run(
+  halfway, tmp_path, monkeypatch, capfd
+):
+  def fail(folder):
+    raise OSError(28, "No space left on device")
+
+  assert command("export", halfway, tmp_path / "adamw") == 0
+  before = contents(halfway)
+  monkeypatch.setattr(checkpoint.checksums, "write", fail)
+  line = arguments(halfway, **PLAIN)
+  assert command("import", tmp_path / "adamw", *line, "--overwrite") == 1
+  errors = capfd.readouterr().err
+  assert "No space left" in errors and "Traceback" not in errors
+  assert contents(halfway) == before

@@ -174,7 +174,10 @@ def test_resume_without_a_whole_checkpoint_changes_nothing(copied, capsys):
   assert contents(copied) == before
 
 
-@pytest.mark.parametrize("damage", ["", '{"format": "coat', None])
+@pytest.mark.parametrize(
+  "damage",
+  ["", '{"format": "coat', '{"format": "coat_jax rum 1"}', "[" * 300_000, None],
+)
 def test_run_without_its_description_resumes(finished, copied, capsys, damage):
   file = RunDirectory(copied).config
   description = file.read_bytes()
@@ -211,6 +214,21 @@ def test_full_disk_ends_the_run_and_leaves_its_checkpoints(
   assert last.name == str(found) and not damaged
   assert run(out, "--resume") == 0
   assert run_directory.newest_whole_step() == (8, [])
+
+
+@pytest.mark.parametrize("flag", ["--resume", "--overwrite"])
+def test_run_whose_replacement_was_killed_while_it_compiled_is_back(
+  finished, copied, compiled_once, flag
+):
+  process = start(copied, "--overwrite", environment=compiled_once, steps=8)
+  while "compiling" not in process.stdout.readline():
+    assert process.poll() is None
+  process.kill()
+  process.communicate()
+  assert (copied / "replaced_run" / "checkpoints" / "8").is_dir()
+  assert run(copied, flag) == 0
+  assert losses(copied) == losses(finished)
+  assert not (copied / "replaced_run").exists()
 
 
 def test_folder_is_locked_while_a_command_trains_in_it(

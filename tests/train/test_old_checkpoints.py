@@ -24,7 +24,7 @@ from jax.sharding import SingleDeviceSharding
 from coat_jax import coat_adamw, codecs
 from tests.golden import DATA
 from tests.train.runs import ROOT
-from train.run.directory import configuration
+from train.run.description import configuration
 
 STORED = DATA / "checkpoint_v0"
 # As in make_checkpoint_v0.py.

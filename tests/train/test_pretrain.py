@@ -4,8 +4,10 @@
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
+import time
 from pathlib import Path
 
 import jax
@@ -215,6 +217,77 @@ def test_too_little_memory_is_reported_in_a_sentence(
   last = capsys.readouterr().err.splitlines()[-1]
   assert last.startswith("error: RESOURCE_EXHAUSTED: Out of memory")
   assert "29.20GiB; raise --accumulate" in last and "train.plan" in last
+
+
+@pytest.fixture
+def copied(finished, tmp_path):
+  return shutil.copytree(finished, tmp_path / "copy")
+
+
+def test_overwriting_run_that_fails_early_leaves_the_old_one(
+  copied, monkeypatch, capsys
+):
+  def without_memory(*_):
+    raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+
+  before = contents(copied)
+  monkeypatch.setattr(pretrain.step, "initial_state", without_memory)
+  assert run(copied, "--overwrite") == 1
+  assert contents(copied) == before | {"lock": contents(copied)["lock"]}
+  assert "the run that was to be replaced is back" in capsys.readouterr().err
+  monkeypatch.undo()
+  assert run(copied, "--resume") == 0
+  assert "its 8 steps are done already" in capsys.readouterr().err
+
+
+def test_overwriting_run_replaces_the_old_one_with_its_first_step(
+  copied, monkeypatch
+):
+  seen = []
+
+  def step(progress, done, loss, speed):
+    seen.append((copied / "replaced_run").exists())
+
+  monkeypatch.setattr(pretrain.Progress, "step", step)
+  assert run(copied, "--overwrite", steps=2, optim__lr=1e-4) == 0
+  assert seen == [False, False]
+  assert RunDirectory(copied).latest_step() == 2
+
+
+def test_folder_renamed_in_mid_run_is_reported_and_keeps_its_checkpoints(
+  tmp_path, monkeypatch, capsys
+):
+  out, elsewhere = tmp_path / "out", tmp_path / "elsewhere"
+
+  def step(progress, done, loss, speed):
+    if done == 6:
+      while RunDirectory(out).latest_step() != 4:
+        time.sleep(0.01)
+      out.rename(elsewhere)
+
+  monkeypatch.setattr(pretrain.Progress, "step", step)
+  assert run(out) == 1
+  errors = capsys.readouterr().err.splitlines()
+  assert f"{out} must stay while a run trains in it, got it remov" in errors[-1]
+  assert not out.exists()
+  elsewhere.rename(out)
+  assert RunDirectory(out).newest_whole_step() == (4, [])
+
+
+def test_tokens_cut_short_in_mid_run_are_reported(
+  tmp_path, monkeypatch, capsys
+):
+  ids = tmp_path / "ids"
+  np.ones(2_000_000, np.uint16).tofile(ids)
+
+  def step(progress, done, loss, speed):
+    os.truncate(ids, 4096)
+
+  monkeypatch.setattr(pretrain.Progress, "step", step)
+  options = dict(data__path=ids, data__dtype="uint16", steps=60)
+  assert run(tmp_path / "out", **options) == 2
+  errors = capsys.readouterr().err.splitlines()
+  assert "ids must keep the 2000000 ids that it began with" in errors[-1]
 
 
 def test_other_device_errors_are_not_reported_as_memory(tmp_path, monkeypatch):

@@ -1,17 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From files to flat arrays of token ids.
+"""From text to a flat array of token ids in memory.
 
-Text becomes ids in memory, byte by byte or through a `tokenizers` JSON file.
-This is simple on purpose and repeated at every start. Tokenize a corpus of more
-than a few gigabytes once, ahead of training, into flat uint16 or uint32 files:
-those are memory-mapped and never read whole.
+Bytes are ids, or a `tokenizers` JSON file gives them. This is simple on purpose
+and repeated at every start. Tokenize a corpus of more than a few gigabytes
+once, ahead of training, into flat files: see `token_files`.
 """
 
-import dataclasses
-import functools
 import glob
 import itertools
-import os
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
@@ -194,80 +190,6 @@ def read_tokenized(
         bar.update(len(piece))
   tokens = np.concatenate(arrays)
   return tokens.astype(np.uint16) if vocab_size <= 1 << 16 else tokens
-
-
-@dataclasses.dataclass(frozen=True)
-class TokenFile:
-  """A flat file of token ids that `open_tokens` opened.
-
-  It is memory-mapped while it is in use; `len` and slices work as on an array.
-
-  Attributes:
-    path: The file.
-    dtype: Of its ids, uint16 or uint32.
-    size: How many ids it holds.
-  """
-
-  path: str
-  dtype: str
-  size: int
-
-  def __len__(self) -> int:
-    return self.size
-
-  def __getitem__(self, where: slice) -> np.ndarray:
-    return _mapped(self.path, self.dtype)[where]
-
-
-def open_tokens(path: str, dtype: str) -> list[TokenFile]:
-  """Opens token files; their content is read when a slice of it is asked for.
-
-  Args:
-    path: As for `find_files`; in a folder, files that end in .npy or .bin.
-    dtype: uint16 or uint32. A NumPy header is checked against it, not needed.
-
-  Returns:
-    The files, sorted by path.
-
-  Raises:
-    FileNotFoundError: there is none.
-    ValueError: a file that cannot be a flat array of this dtype.
-  """
-  parts = []
-  for file in find_files(path, suffixes=(".npy", ".bin")):
-    count = len(_mapped(str(file), dtype)) if file.stat().st_size else 0
-    parts.append(TokenFile(path=str(file), dtype=dtype, size=count))
-  return parts
-
-
-# A published corpus has thousands of files and a mapping keeps its file open:
-# stay well below the usual limit of 1024.
-@functools.lru_cache(maxsize=256)
-def _mapped(path: str, dtype: str) -> np.ndarray:
-  with open(path, "rb") as file:
-    has_header = file.read(6) == b"\x93NUMPY"
-  if not has_header:
-    size, itemsize = os.path.getsize(path), np.dtype(dtype).itemsize
-    if size % itemsize:
-      raise ValueError(
-        f"load_tokens: a file of {dtype} must hold a multiple of {itemsize} "
-        f"bytes, got {size} in {path}; check dtype, or copy the file again if "
-        "it was cut short"
-      )
-    return np.memmap(path, np.dtype(dtype), mode="r")
-  try:
-    array = np.load(path, mmap_mode="r")
-  except ValueError as error:
-    raise ValueError(
-      f"load_tokens: {path} begins as a NumPy file but cannot be read as one "
-      f"({error}); write it again with numpy.save"
-    ) from error
-  if array.dtype != np.dtype(dtype) or array.ndim != 1:
-    raise ValueError(
-      f"load_tokens: {path} must hold a flat array of {dtype}, got "
-      f"{array.dtype} {list(array.shape)}; pass its dtype, or save it flat"
-    )
-  return array
 
 
 def _pieces(contents) -> Iterator[tuple[str, str, bool]]:

@@ -7,8 +7,8 @@ kinds of data:
     real text that every machine has, as bytes;
   * text: a file, folder or glob, as bytes or through a `tokenizers` JSON file,
     tokenized at the start and kept in memory;
-  * tokens: flat `uint16` or `uint32` files, memory-mapped and never read whole,
-    with NumPy's header or without one, as OLMo publishes Dolma.
+  * tokens: flat `uint16` or `uint32` files, of which only what a batch needs is
+    read, with NumPy's header or without one, as OLMo publishes Dolma.
 """
 
 import bisect
@@ -22,7 +22,8 @@ from typing import Literal
 
 import numpy as np
 
-from train.data import sources
+from train.data import fingerprint, sources
+from train.data.token_files import TokenFile, open_tokens
 
 _SAMPLES, _SAMPLE_TOKENS = 64, 4096
 
@@ -79,13 +80,13 @@ class TokenSource:
 
   Attributes:
     name: Where the tokens come from, for messages.
-    parts: Flat integer arrays, or memory-mapped files, one after the other.
+    parts: Flat integer arrays, or files, one after the other.
     vocab_size: Every id that is read is checked to be below it.
     held_out: Share at the end that is kept for evaluation.
   """
 
   name: str
-  parts: Sequence["np.ndarray | sources.TokenFile"]
+  parts: Sequence[np.ndarray | TokenFile]
   vocab_size: int
   held_out: float
 
@@ -121,7 +122,7 @@ class TokenSource:
       part = self.parts[index]
       begin = self._ends[index] - len(part)
       ids = part[start + done - begin : stop - begin]
-      name = part.path if isinstance(part, sources.TokenFile) else self.name
+      name = part.path if isinstance(part, TokenFile) else self.name
       sources.check_ids(ids, name, self.vocab_size)
       tokens[done : done + len(ids)] = ids
       done += len(ids)
@@ -135,8 +136,24 @@ class TokenSource:
     for start in np.unique(starts).tolist():
       yield self.read(start, start + size)
 
+  @functools.cached_property
   def fingerprint(self) -> str:
-    """A short hash of length and samples; a resumed run must have the same."""
+    """A hash of the tokens; a resumed run must have the same."""
+    return fingerprint.fingerprint(self.parts)
+
+  @functools.cached_property
+  def change_times(self) -> str | None:
+    """A hash of the files' times, where the fingerprint does not see all."""
+    return fingerprint.change_times(self.parts)
+
+  def has_fingerprint(self, stored: str) -> bool:
+    """Whether a checkpoint's fingerprint, old or new, is of these tokens."""
+    if stored.startswith("2:"):
+      return stored == self.fingerprint
+    return stored == self._first_fingerprint()
+
+  def _first_fingerprint(self) -> str:
+    """That of version 0.1.0: length and samples."""
     digest = hashlib.sha256(str(len(self)).encode())
     for sample in self.samples():
       digest.update(sample.tobytes())
@@ -150,8 +167,8 @@ class TokenSource:
 def load_tokens(config: DataConfig, vocab_size: int) -> TokenSource:
   """Opens the data and checks what can be checked without reading it all.
 
-  Text is read (and tokenized) here, in memory. Token files are mapped: 64 short
-  samples are checked here and every batch when it is read.
+  Text is read (and tokenized) here, in memory. Of token files 64 short
+  samples are checked here, and every batch when it is read.
 
   Args:
     config: Where tokens come from.
@@ -167,7 +184,7 @@ def load_tokens(config: DataConfig, vocab_size: int) -> TokenSource:
       unreadable tokenizer, or ids outside the vocabulary.
   """
   if config.dtype != "text":
-    parts = sources.open_tokens(config.path, config.dtype)
+    parts = open_tokens(config.path, config.dtype)
   elif config.tokenizer is None:
     parts = [sources.read_bytes(config.path, vocab_size)]
   else:

@@ -6,35 +6,33 @@ metrics.jsonl   see `metrics`
 checkpoints/    see `checkpoint`
 plot.png        see `plot`
 twins/          runs that a run was compared with
+replaced_run/   see `replacing`
 lock            held by the command that trains here; holds its name
 """
 
 import contextlib
-import dataclasses
 import json
 import os
-import shutil
+import re
 import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import filelock
 
-from train.config import ModelConfig, OptimConfig, TrainConfig, resume_rule
-from train.data.tokens import DataConfig
-from train.run import checkpoint, processes
+from train.config import TrainConfig
+from train.run import checkpoint, processes, replacing
+from train.run.description import is_described
 
-_FORMAT = "coat_jax run 1"
 _CONTENTS = (
-  "checkpoints",
   "config.tmp",
   "metrics.jsonl",
   "metrics.tmp",
   "plot.png",
-  "twins",
 )
+# In `checkpoints`: finished ones, those set aside, unfinished ones of Orbax.
+_CHECKPOINT = re.compile(r"\d+(\.damaged|\.orbax-checkpoint-tmp.*)?")
 
 
 class RunDirectory:
@@ -55,10 +53,8 @@ class RunDirectory:
     Where config.json is damaged or lost, the checkpoints decide: they hold the
     same description.
     """
-    if (description := _read_json(self.config)) is not None:
-      return _is_ours(description)
     saved = self.checkpoints.glob("*/run/metadata")
-    return any(_is_ours(_read_json(file)) for file in saved)
+    return any(map(is_described, (self.config, *saved)))
 
   def is_started(self) -> bool:
     """Whether the run has a step or a checkpoint that could be lost."""
@@ -125,21 +121,32 @@ class RunDirectory:
   def claimed(self, config: TrainConfig) -> Iterator[None]:
     """While entered, `check` holds and no other command may enter.
 
-    The operating system holds the lock and releases it when the process ends,
-    however it does. The primary process holds it for all processes of a run.
+    The primary process does this for all processes of a run, which wait for it
+    before they look into the folder. The operating system holds the lock and
+    releases it when the process ends, however it does. A run that a command was
+    replacing when it was killed is put back first.
 
     Raises:
       ValueError: `check` fails, or another command is in the folder.
     """
-    self.check(config)
     with contextlib.ExitStack() as opened:
       if processes.is_primary():
+        if not replacing.is_aside(self.path):
+          self.check(config)  # Before anything is written.
         self._lock(opened)
-      self.check(config)  # Another command may have been here meanwhile.
+        self.put_back()
+        self.check(config)  # Another command may have been here meanwhile.
       yield
 
   def _lock(self, opened: contextlib.ExitStack) -> None:
     self.path.mkdir(parents=True, exist_ok=True)
+    if self.lock.is_symlink() or (
+      self.lock.exists() and not self.lock.is_file()
+    ):
+      raise ValueError(
+        f"out: {self.lock} must be a file of its own, which is written to, got "
+        "a link or no file; remove it, or pass another --out"
+      )
     lock = filelock.FileLock(self.lock, blocking=False, fallback_to_soft=False)
     try:
       opened.enter_context(lock)
@@ -160,44 +167,67 @@ class RunDirectory:
     self.lock.write_text(f"process {os.getpid()} on {socket.gethostname()}")
 
   def _remove_if_no_run(self) -> None:
-    if not self.is_run():
+    if not (self.is_run() or replacing.is_aside(self.path)):
       self.lock.unlink(missing_ok=True)
       _remove_if_empty(self.path)
 
   def create(self, description: dict) -> None:
     """Creates the folder, or replaces the run in it; call `check` first.
 
-    Only files of the replaced run are removed, nothing else in the folder.
+    Files of the replaced run are moved aside, nothing else in the folder, until
+    `remove_replaced` or `put_back`.
     """
+    self.put_back()  # Twins are not claimed.
     if self.is_run():
-      self._clear()
+      replacing.move_aside(self.path, self._own_files())
     self.path.mkdir(parents=True, exist_ok=True)
     self.write_description(description)
 
+  def put_back(self) -> None:
+    """Puts the run that was to be replaced back, unless it was removed."""
+    was_aside = replacing.is_aside(self.path)
+    replacing.put_back(self.path, self._own_files())
+    if was_aside:
+      print(
+        f"{self.path}: the run that was to be replaced is back",
+        file=sys.stderr,
+        flush=True,
+      )
+
+  def remove_replaced(self) -> None:
+    """Removes the run that was replaced; what is there is now the new one."""
+    replacing.remove_old(self.path)
+
   def remove(self) -> None:
     """Removes the run's files, and the folder if nothing else is in it."""
-    self._clear()
+    replacing.remove(self.path, self._own_files())
     self.lock.unlink(missing_ok=True)
     _remove_if_empty(self.path)
 
-  def _clear(self) -> None:
+  def _own_files(self) -> list[Path]:
+    """Lists what runs write, relative to the folder: nothing of the user's.
+
+    config.json is the last, so that the folder is a run until all others went.
+    """
+    own = [self.path / name for name in _CONTENTS]
+    saved = list(self.checkpoints.glob("*"))
+    if self.checkpoints.is_symlink() or not saved:
+      own.append(self.checkpoints)
+    else:
+      own += [item for item in saved if _CHECKPOINT.fullmatch(item.name)]
     for twin in self.twins():
-      twin.remove()
-    for name in _CONTENTS:
-      item = self.path / name
-      if name == "twins":
-        _remove_if_empty(item)
-      elif item.is_dir() and not item.is_symlink():
-        shutil.rmtree(item)
-      else:
-        item.unlink(missing_ok=True)
-    # Last, so that it stays a run until then. It may be lost already.
-    self.config.unlink(missing_ok=True)
+      own += [twin.path / name for name in twin._own_files()]
+    own.append(self.config)
+    return [
+      item.relative_to(self.path) for item in own if os.path.lexists(item)
+    ]
 
   def write_description(self, description: dict) -> None:
     """Writes config.json atomically."""
+    # A link by this name would be followed.
+    self.config_temporary.unlink(missing_ok=True)
     try:
-      with self.config_temporary.open("w") as file:
+      with self.config_temporary.open("x") as file:
         file.write(json.dumps(description, indent=2) + "\n")
         file.flush()
         os.fsync(file.fileno())  # Else a crash may leave the name without it.
@@ -205,106 +235,6 @@ class RunDirectory:
     except OSError:  # The disk is full, say.
       self.config_temporary.unlink(missing_ok=True)
       raise
-
-
-def describe(config: TrainConfig, fingerprint: str) -> dict:
-  """Describes a run, for config.json and for checkpoints.
-
-  Args:
-    config: The run's.
-    fingerprint: Its data's, from `TokenSource.fingerprint`.
-  """
-  return {
-    "format": _FORMAT,
-    "config": dataclasses.asdict(config),
-    "fingerprint": fingerprint,
-  }
-
-
-def configuration(description: dict) -> TrainConfig:
-  """Returns the configuration in a description that was read back."""
-  values = description["config"]
-  parts = dict(model=ModelConfig, optim=OptimConfig, data=DataConfig)
-  parts = {name: part(**values[name]) for name, part in parts.items()}
-  return TrainConfig(**{**values, **parts})
-
-
-def check_same(
-  run: RunDirectory, step: int, description: dict, *, convert_state: bool
-) -> list[str]:
-  """Checks that a checkpoint of a run can be continued.
-
-  Args:
-    run: The run with the checkpoint.
-    step: The checkpoint's step.
-    description: That of the run that is to continue it.
-    convert_state: Whether the moments may be converted to another codec.
-
-  Returns:
-    The allowed changes of options, as `optim.lr: 0.001 -> 0.0005`.
-
-  Raises:
-    ValueError: the checkpoint is of another run, with each difference.
-  """
-  saved = checkpoint.read_description(run.checkpoints, step)
-  before = _flatten(_with_new_options(saved["config"], TrainConfig))
-  now = _flatten(description["config"])
-  changed = {
-    name: f"{name}: {before.get(name)} -> {now.get(name)}"
-    for name in {**before, **now}
-    if before.get(name) != now.get(name)
-  }
-
-  def changes(*rules: str) -> list[str]:
-    return [
-      text for name, text in changed.items() if resume_rule(name) in rules
-    ]
-
-  fixed, codec = changes("fixed"), changes("converted")
-  if saved["fingerprint"] != description["fingerprint"]:
-    fixed.append("data: other tokens")
-  if fixed or (codec and not convert_state):
-    convert = "" if fixed else "--convert-state to encode its moments anew, "
-    raise ValueError(
-      f"resume: {run.checkpoints / str(step)} is of another run, got "
-      f"{'; '.join(fixed + codec)}; pass {convert}what it was trained with, or "
-      "another --out to start a run"
-    )
-  return changes("converted", "reported")
-
-
-def _read_json(path: Path) -> Any:
-  """Reads a file; None if it cannot be read."""
-  try:
-    return json.loads(path.read_bytes())
-  except (OSError, ValueError):
-    return None
-
-
-def _is_ours(description: Any) -> bool:
-  return isinstance(description, dict) and description.get("format") == _FORMAT
-
-
-def _with_new_options(values: dict, part: type) -> dict:
-  """Stored values of a dataclass; newer options have their defaults."""
-  values = dict(values)
-  for field in dataclasses.fields(part):
-    name = field.name
-    if name in values and dataclasses.is_dataclass(field.type):
-      values[name] = _with_new_options(values[name], field.type)  # pyright: ignore[reportArgumentType]
-    elif name not in values and field.default is not dataclasses.MISSING:
-      values[name] = field.default
-  return values
-
-
-def _flatten(tree: dict, prefix: str = "") -> dict:
-  flat = {}
-  for name, value in tree.items():
-    if isinstance(value, dict):
-      flat |= _flatten(value, f"{prefix}{name}.")
-    else:
-      flat[prefix + name] = value
-  return flat
 
 
 def _remove_if_empty(path: Path) -> None:

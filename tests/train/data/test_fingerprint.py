@@ -1,34 +1,113 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A fingerprint tells other data of the same length; it stays what it was."""
+"""Fingerprints: which changes of the data they see, and which they do not."""
 
 import hashlib
+import os
 
 import numpy as np
 import pytest
 
-from train.data.batches import TokenSource
+from train.data import fingerprint
+from train.data.tokens import DataConfig, TokenSource, load_tokens
 
 SIZE = 300_000
+IDS = np.random.default_rng(0).integers(0, 2**16, SIZE, np.uint16)
 
 
-def fingerprint(ids):
-  source = TokenSource(
-    name="test", parts=[ids], vocab_size=2**16, held_out=0.05
-  )
-  return source.fingerprint()
+def source(*parts):
+  return TokenSource(name="test", parts=parts, vocab_size=2**16, held_out=0.05)
 
 
-@pytest.mark.parametrize("sample", [0, 31, 63])
-def test_one_token_of_any_sample_changes_the_fingerprint(sample):
-  ids = np.random.default_rng(0).integers(0, 2**16, SIZE, np.uint16)
-  changed = ids.copy()
-  # 64 samples of 4096 tokens, spread evenly from the first to the last token.
-  changed[round(sample / 63 * (SIZE - 4096)) + 5] ^= 1
-  assert fingerprint(changed) != fingerprint(ids) == fingerprint(ids.copy())
+def files(folder, *parts):
+  for i, part in enumerate(parts):
+    part.tofile(folder / f"{i}.bin")
+  return load_tokens(DataConfig(path=str(folder), dtype="uint16"), 2**16)
 
 
-def test_fingerprint_is_the_hash_in_checkpoints_of_before():
+@pytest.fixture
+def few_blocks(monkeypatch):
+  """20 blocks of 100 ids, as 4096 of 64 KiB are of a large corpus."""
+  monkeypatch.setattr(fingerprint, "_BLOCK_BYTES", 200)
+  monkeypatch.setattr(fingerprint, "_BLOCKS", 20)
+
+
+def test_fingerprint_hashes_length_and_all_tokens():
+  want = hashlib.sha256(f"[{SIZE}]".encode() + IDS.astype("<u2").tobytes())
+  assert source(IDS).fingerprint == f"2:{want.hexdigest()[:32]}"
+
+
+# Some are between the samples of the first version.
+@pytest.mark.parametrize("place", [0, 4500, SIZE // 2, SIZE - 1])
+def test_any_token_in_memory_changes_the_fingerprint(place):
+  changed = IDS.copy()
+  changed[place] ^= 1
+  assert source(changed).fingerprint != source(IDS).fingerprint
+  assert source(IDS).change_times is None
+
+
+@pytest.mark.parametrize("place", [0, 4500, SIZE // 2, SIZE - 1])
+def test_any_token_of_small_files_changes_the_fingerprint(tmp_path, place):
+  tokens = files(tmp_path, IDS[:70_001], IDS[70_001:])
+  assert tokens.fingerprint == source(IDS).fingerprint
+  assert tokens.change_times is None
+  changed = IDS.copy()
+  changed[place] ^= 1
+  tokens = files(tmp_path, changed[:70_001], changed[70_001:])
+  assert tokens.fingerprint != source(IDS).fingerprint
+
+
+def test_three_quarters_replaced_between_samples_change_the_fingerprint(
+  tmp_path, few_blocks
+):
+  before = files(tmp_path, IDS).fingerprint
+  changed = np.zeros_like(IDS)
+  for start in np.linspace(0, SIZE - 4096, 16).astype(int):
+    changed[start : start + 4096] = IDS[start : start + 4096]
+  assert files(tmp_path, changed).fingerprint != before
+
+
+def test_change_longer_than_the_distance_of_blocks_is_seen_anywhere(
+  tmp_path, few_blocks
+):
+  before = files(tmp_path, IDS).fingerprint
+  for start in np.random.default_rng(1).integers(0, SIZE * 19 // 20, 50):
+    changed = IDS.copy()
+    changed[start : start + SIZE // 20 + 1] ^= 1
+    assert files(tmp_path, changed).fingerprint != before
+
+
+def test_ends_of_every_file_and_their_order_are_seen(tmp_path, few_blocks):
+  parts = np.split(IDS, [100_000, 100_300, 100_900])
+  before = files(tmp_path, *parts).fingerprint
+  for part in parts:
+    for place in (0, 99, len(part) - 100, len(part) - 1):
+      part[place] ^= 1
+      assert files(tmp_path, *parts).fingerprint != before
+      part[place] ^= 1
+  assert files(tmp_path, *parts).fingerprint == before
+  parts[1], parts[2] = parts[2], parts[1]
+  assert files(tmp_path, *parts).fingerprint != before
+
+
+def test_short_change_between_blocks_is_seen_in_the_times_alone(
+  tmp_path, few_blocks
+):
+  tokens = files(tmp_path, IDS)
+  before, times = tokens.fingerprint, tokens.change_times
+  changed = IDS.copy()
+  changed[101] ^= 1
+  tokens = files(tmp_path, changed)
+  os.utime(tmp_path / "0.bin", ns=(0, 1))
+  assert tokens.fingerprint == before
+  assert None not in (times, tokens.change_times)
+  assert tokens.change_times != times
+
+
+def test_fingerprint_in_checkpoints_of_before_is_recognized():
   # Of a stream that is one sample: its length, then its ids as int32.
   ids = np.arange(1000, dtype=np.uint16)
-  want = hashlib.sha256(b"1000" + ids.astype("<i4").tobytes()).hexdigest()
-  assert fingerprint(ids) == want[:16]
+  first = hashlib.sha256(b"1000" + ids.astype("<i4").tobytes()).hexdigest()
+  assert source(ids).has_fingerprint(first[:16])
+  assert not source(ids[::-1]).has_fingerprint(first[:16])
+  assert source(ids).has_fingerprint(source(ids).fingerprint)
+  assert not source(ids).has_fingerprint(source(ids[::-1]).fingerprint)

@@ -44,8 +44,8 @@ def test_read_across_arrays_equals_the_whole_stream():
 
 
 def test_fingerprint_differs_between_streams():
-  assert numbered(1000).fingerprint() == numbered(1000, cuts=[9]).fingerprint()
-  assert numbered(1000).fingerprint() != numbered(1001).fingerprint()
+  assert numbered(1000).fingerprint == numbered(1000, cuts=[9]).fingerprint
+  assert numbered(1000).fingerprint != numbered(1001).fingerprint
 
 
 def test_folder_and_glob_yield_sorted_text_and_skip_the_rest(tmp_path):
@@ -85,24 +85,6 @@ def test_long_documents_are_split_at_line_ends(
   monkeypatch.setattr(sources, "_PIECE", 60)
   cut = load_tokens(config, 5)
   np.testing.assert_array_equal(whole.read(0, 102), cut.read(0, 102))
-
-
-@pytest.mark.parametrize("dtype", ["uint16", "uint32"])
-@pytest.mark.parametrize("has_header", [False, True])
-def test_token_files_are_memory_mapped_with_and_without_header(
-  tmp_path, dtype, has_header
-):
-  ids = np.arange(5000, dtype=dtype)
-  for name, part in [("a.npy", ids[:3000]), ("b.npy", ids[3000:])]:
-    if has_header:
-      np.save(tmp_path / name, part)
-    else:
-      part.tofile(tmp_path / name)
-  config = DataConfig(path=str(tmp_path), dtype=dtype)
-  tokens = load_tokens(config, 5000)
-  assert not tokens.is_in_memory
-  assert isinstance(tokens.parts[0][:1], np.memmap)
-  np.testing.assert_array_equal(tokens.read(0, 5000), ids)
 
 
 def load(path, vocab_size=256, **kwargs):

@@ -4,15 +4,17 @@
 import dataclasses
 import errno
 import fcntl
-import functools
 import json
 import os
 
 import pytest
 
+from tests.train.data.streams import numbered
 from train.presets import demo
-from train.run import directory
+from train.run.description import describe
 from train.run.directory import RunDirectory
+
+TOKENS, OTHERS = numbered(1000), numbered(1001)
 
 
 def config(**values):
@@ -23,11 +25,11 @@ def config(**values):
 def run(tmp_path):
   """A run with a step, a twin, and a file of the user's."""
   made = RunDirectory(tmp_path / "run")
-  made.create(directory.describe(demo(), "tokens"))
+  made.create(describe(demo(), TOKENS))
   made.metrics.write_text('{"step": 1}\n')
   (made.path / "notes.txt").write_text("mine")
   twin = made.twin("bf16_seed_0")
-  twin.create(directory.describe(demo(), "tokens"))
+  twin.create(describe(demo(), TOKENS))
   twin.metrics.write_text('{"step": 1}\n')
   return made
 
@@ -84,17 +86,27 @@ def test_resume_without_a_checkpoint_raises(run, tmp_path):
 
 
 def test_overwrite_removes_only_files_of_the_run(run):
-  run.create(directory.describe(demo(), "other tokens"))
+  run.create(describe(demo(), OTHERS))
+  run.remove_replaced()
   assert set(contents(run.path)) == {"config.json", "notes.txt"}
-  assert json.loads(run.config.read_text())["fingerprint"] == "other tokens"
+  assert json.loads(run.config.read_text())["fingerprint"] == OTHERS.fingerprint
 
 
-def test_removing_a_twin_leaves_other_folders_in_twins(run):
-  other = run.path / "twins" / "other"
-  other.mkdir()
-  (other / "file").write_text("mine")
+def test_what_the_user_put_between_the_files_of_a_run_stays(run):
+  checkpoints = "10", "8.damaged", "12.orbax-checkpoint-tmp"
+  for name in checkpoints:
+    (run.checkpoints / name).mkdir(parents=True)
+    (run.checkpoints / name / "file").write_text("a checkpoint's")
+  mine = set()
+  for folder in ("checkpoints/best", "twins/other", "twins/bf16_seed_0/mine"):
+    (run.path / folder).mkdir()
+    (run.path / folder / "file").write_text("mine")
+    mine.add(f"{folder}/file")
+  run.create(describe(demo(), OTHERS))
+  run.remove_replaced()
+  assert set(contents(run.path)) == mine | {"config.json", "notes.txt"}
   run.remove()
-  assert set(contents(run.path)) == {"twins/other/file", "notes.txt"}
+  assert set(contents(run.path)) == mine | {"notes.txt"}
 
 
 def test_symbolic_link_is_removed_and_not_followed(run, tmp_path):
@@ -106,110 +118,13 @@ def test_symbolic_link_is_removed_and_not_followed(run, tmp_path):
   assert (elsewhere / "100").read_text() == "kept"
 
 
-def compare(
-  monkeypatch, run, before, now, fingerprint="tokens", convert_state=False
-):
-  saved = json.loads(json.dumps(directory.describe(before, "tokens")))
-  monkeypatch.setattr(
-    directory.checkpoint, "read_description", lambda path, step: saved
-  )
-  return directory.check_same(
-    run,
-    100,
-    directory.describe(now, fingerprint),
-    convert_state=convert_state,
-  )
-
-
-def test_same_run_may_be_resumed(monkeypatch, run):
-  same = config(resume=True, keep=1, compare="bf16", eval_every=7)
-  assert compare(monkeypatch, run, demo(), same) == []
-
-
-def test_options_newer_than_the_checkpoint_have_their_defaults(
-  monkeypatch, run
-):
-  def older(path, step):
-    del path, step
-    description = directory.describe(demo(), "data")
-    del description["config"]["model"]["clip_qkv"]
-    del description["config"]["remat"]
-    return description
-
-  monkeypatch.setattr(directory.checkpoint, "read_description", older)
-  check = functools.partial(directory.check_same, run, 100, convert_state=False)
-  assert check(directory.describe(demo(), "data")) == []
-  model = dataclasses.replace(demo().model, clip_qkv=8.0)
-  with pytest.raises(ValueError, match="model.clip_qkv: None -> 8.0"):
-    check(directory.describe(config(model=model), "data"))
-
-
-def test_allowed_changes_are_reported(monkeypatch, run):
-  optim = dataclasses.replace(demo().optim, lr=5e-4)
-  now = config(steps=300, optim=optim)
-  changes = compare(monkeypatch, run, demo(), now)
-  assert changes == ["optim.lr: 0.001 -> 0.0005", "steps: 200 -> 300"]
-
-
-@pytest.mark.parametrize(
-  "values, words",
-  [
-    (dict(recipe="bf16"), "recipe: coat -> bf16"),
-    (dict(residuals="coat"), "residuals: minimal -> coat"),
-    (dict(seed=1), "seed: 0 -> 1"),
-    (dict(batch=8), "batch: 4 -> 8"),
-    (
-      dict(model=dataclasses.replace(demo().model, d_ff=64)),
-      "model.d_ff: 352 -> 64",
-    ),
-    (
-      dict(optim=dataclasses.replace(demo().optim, codec="log8")),
-      "optim.codec: coat -> log8",
-    ),
-  ],
-)
-def test_checkpoint_of_another_run_is_rejected(monkeypatch, run, values, words):
-  with pytest.raises(ValueError, match=f"checkpoints/100 is .*{words}"):
-    compare(monkeypatch, run, demo(), config(**values))
-
-
-def test_checkpoint_of_other_data_is_rejected(monkeypatch, run):
-  with pytest.raises(ValueError, match="data: other tokens"):
-    compare(monkeypatch, run, demo(), demo(), fingerprint="others")
-
-
-def test_codec_may_change_only_with_convert_state(monkeypatch, run):
-  optim = dataclasses.replace(
-    demo().optim, second="e5m2", rounding="nearest", group_size=64
-  )
-  now = config(optim=optim, resume=True, convert_state=True)
-  with pytest.raises(ValueError, match="e4m3 -> e5m2; pass --convert-state"):
-    compare(monkeypatch, run, demo(), now)
-  changes = compare(monkeypatch, run, demo(), now, convert_state=True)
-  assert sorted(changes) == [
-    "optim.group_size: 128 -> 64",
-    "optim.rounding: stochastic -> nearest",
-    "optim.second: e4m3 -> e5m2",
-  ]
-  other = dataclasses.replace(now, seed=1)
-  with pytest.raises(ValueError, match="seed: 0 -> 1.*; pass what it was"):
-    compare(monkeypatch, run, demo(), other, convert_state=True)
-
-
-def test_description_gives_the_configuration_back():
-  made = config(steps=7, batch=8)
-  described = directory.describe(made, "tokens")
-  saved = json.loads(json.dumps(described))
-  assert directory.configuration(saved) == made
-
-
 def test_folder_is_claimed_while_it_is_entered(run):
   wanted = config(overwrite=True)
   with run.claimed(wanted):
     with pytest.raises(ValueError, match=f"got process {os.getpid()} on"):
       with run.claimed(wanted):
         raise AssertionError
-    run.create(directory.describe(demo(), "other tokens"))
+    run.create(describe(demo(), OTHERS))
     assert run.lock.exists(), "it is not one of the run's files"
     with pytest.raises(ValueError, match=f"got process {os.getpid()} on"):
       with run.claimed(wanted):
@@ -237,7 +152,7 @@ def test_folder_with_only_half_a_description_is_free(tmp_path, overwrite):
   (tmp_path / "lock").write_text("process 1 on host")
   (tmp_path / "config.tmp").write_text('{"format": "coa')
   run.check(config(overwrite=overwrite))
-  run.create(directory.describe(demo(), "tokens"))
+  run.create(describe(demo(), TOKENS))
   assert set(contents(tmp_path)) == {"lock", "config.json"}
   (tmp_path / "config.tmp").write_text('{"format": "coa')
   run.remove()
@@ -251,7 +166,7 @@ def test_failed_write_leaves_the_description_before(monkeypatch, run):
   before = contents(run.path)
   monkeypatch.setattr(os, "fsync", full)
   with pytest.raises(OSError, match="No space left"):
-    run.write_description(directory.describe(demo(), "other tokens"))
+    run.write_description(describe(demo(), OTHERS))
   assert contents(run.path) == before
 
 
@@ -260,12 +175,18 @@ def saved(run):
   """The run with what a checkpoint says about it."""
   folder = run.checkpoints / "100" / "run"
   folder.mkdir(parents=True)
-  description = {"step": 100, **directory.describe(demo(), "tokens")}
+  description = {"step": 100, **describe(demo(), TOKENS)}
   (folder / "metadata").write_text(json.dumps(description))
   return run
 
 
-@pytest.mark.parametrize("damage", [b"", b'{"format": "coat', b"\xff\0", None])
+@pytest.mark.parametrize(
+  "damage",
+  [
+    *(b"", b'{"format": "coat', b"\xff\0", None),
+    *(b'{"format": "coat_jax rum 1"}', b"[" * 300_000),
+  ],
+)
 def test_run_with_a_damaged_description_is_a_run(saved, damage):
   saved.config.unlink()
   if damage is not None:
@@ -274,16 +195,45 @@ def test_run_with_a_damaged_description_is_a_run(saved, damage):
     saved.check(config())
   saved.check(config(resume=True))
   saved.check(config(overwrite=True))
-  saved.create(directory.describe(demo(), "other tokens"))
+  saved.create(describe(demo(), OTHERS))
+  saved.remove_replaced()
   assert set(contents(saved.path)) == {"config.json", "notes.txt"}
 
 
-def test_description_of_another_program_is_no_run(saved):
-  saved.config.write_text('{"format": "another"}')
+def test_description_of_another_program_is_no_run(tmp_path):
+  run = RunDirectory(tmp_path)
+  run.config.write_text('{"format": "another"}')
   with pytest.raises(ValueError, match="no run of this program, so it is left"):
-    saved.check(config(overwrite=True))
+    run.check(config(overwrite=True))
   with pytest.raises(ValueError, match=r"got .*config.json that is of no run"):
-    saved.check(config(resume=True))
+    run.check(config(resume=True))
+
+
+@pytest.mark.parametrize("kind", ["link", "dangling", "folder", "fifo"])
+def test_lock_that_is_no_file_of_the_run_is_left_alone(tmp_path, run, kind):
+  thesis = tmp_path / "thesis.tex"
+  if kind == "link":
+    thesis.write_text("years of work")
+  if kind in ("link", "dangling"):
+    run.lock.symlink_to(thesis)
+  elif kind == "folder":
+    run.lock.mkdir()
+  else:
+    os.mkfifo(run.lock)
+  with pytest.raises(ValueError, match="lock must be a file of its own"):
+    with run.claimed(config(overwrite=True)):
+      raise AssertionError
+  assert thesis.exists() == (kind == "link")
+  assert kind != "link" or thesis.read_text() == "years of work"
+
+
+def test_link_by_the_name_of_a_temporary_file_is_not_followed(tmp_path, run):
+  thesis = tmp_path / "thesis.tex"
+  thesis.write_text("years of work")
+  run.config_temporary.symlink_to(thesis)
+  run.write_description(describe(demo(), OTHERS))
+  assert thesis.read_text() == "years of work"
+  assert json.loads(run.config.read_text())["fingerprint"] == OTHERS.fingerprint
 
 
 def test_claim_checks_again_once_it_has_the_lock(monkeypatch, tmp_path):
@@ -291,7 +241,7 @@ def test_claim_checks_again_once_it_has_the_lock(monkeypatch, tmp_path):
   lock = RunDirectory._lock
 
   def late(self, opened):
-    run.create(directory.describe(demo(), "tokens"))
+    run.create(describe(demo(), TOKENS))
     run.metrics.write_text('{"step": 1}\n')
     lock(self, opened)
 

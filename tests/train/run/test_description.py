@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Descriptions of runs: what may be continued, and what is no description."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.train.data.streams import numbered
+from train.presets import demo
+from train.run.description import (
+  check_same,
+  configuration,
+  describe,
+  is_described,
+)
+
+TOKENS = numbered(1000)
+
+
+def config(**values):
+  return dataclasses.replace(demo(), **values)
+
+
+def described(made, **changes):
+  """A description as it is read back."""
+  return json.loads(json.dumps(describe(made, TOKENS) | changes))
+
+
+def compare(saved, now, tokens=TOKENS):
+  return check_same(Path("checkpoints/100"), saved, now, tokens)
+
+
+def test_same_run_may_be_resumed():
+  same = config(resume=True, keep=1, compare="bf16", eval_every=7)
+  assert compare(described(demo()), same) == []
+
+
+def test_options_newer_than_the_checkpoint_have_their_defaults():
+  older = described(demo())
+  del older["config"]["model"]["clip_qkv"]
+  del older["config"]["remat"]
+  assert compare(older, demo()) == []
+  model = dataclasses.replace(demo().model, clip_qkv=8.0)
+  with pytest.raises(ValueError, match="model.clip_qkv: None -> 8.0"):
+    compare(older, config(model=model))
+
+
+def test_allowed_changes_are_reported():
+  optim = dataclasses.replace(demo().optim, lr=5e-4)
+  changes = compare(described(demo()), config(steps=300, optim=optim))
+  assert changes == ["optim.lr: 0.001 -> 0.0005", "steps: 200 -> 300"]
+
+
+@pytest.mark.parametrize(
+  "values, words",
+  [
+    (dict(recipe="bf16"), "recipe: coat -> bf16"),
+    (dict(residuals="coat"), "residuals: minimal -> coat"),
+    (dict(seed=1), "seed: 0 -> 1"),
+    (dict(batch=8), "batch: 4 -> 8"),
+    (
+      dict(model=dataclasses.replace(demo().model, d_ff=64)),
+      "model.d_ff: 352 -> 64",
+    ),
+    (
+      dict(optim=dataclasses.replace(demo().optim, codec="log8")),
+      "optim.codec: coat -> log8",
+    ),
+  ],
+)
+def test_checkpoint_of_another_run_is_rejected(values, words):
+  with pytest.raises(ValueError, match=f"checkpoints/100 is .*{words}"):
+    compare(described(demo()), config(**values))
+
+
+def test_checkpoint_of_other_data_is_rejected():
+  with pytest.raises(ValueError, match="data: other tokens"):
+    compare(described(demo()), demo(), tokens=numbered(1001))
+
+
+def test_times_of_files_are_a_hint_where_a_checkpoint_has_them():
+  other = described(demo(), change_times="others")
+  (hint,) = compare(other, demo())
+  assert "changed or copied since; the fingerprint is the same" in hint
+  older = described(demo())
+  del older["change_times"]
+  assert compare(older, demo()) == []
+
+
+def test_codec_may_change_only_with_convert_state():
+  optim = dataclasses.replace(
+    demo().optim, second="e5m2", rounding="nearest", group_size=64
+  )
+  now = config(optim=optim, resume=True)
+  with pytest.raises(ValueError, match="e4m3 -> e5m2; pass --convert-state"):
+    compare(described(demo()), now)
+  now = dataclasses.replace(now, convert_state=True)
+  assert sorted(compare(described(demo()), now)) == [
+    "optim.group_size: 128 -> 64",
+    "optim.rounding: stochastic -> nearest",
+    "optim.second: e4m3 -> e5m2",
+  ]
+  other = dataclasses.replace(now, seed=1)
+  with pytest.raises(ValueError, match="seed: 0 -> 1.*; pass what it was"):
+    compare(described(demo()), other)
+
+
+def test_description_gives_the_configuration_back():
+  made = config(steps=7, batch=8)
+  assert configuration(described(made)) == made
+
+
+@pytest.mark.parametrize(
+  "text", ["", "{}", "null", '{"format": 1}', "\xff", "[" * 300_000]
+)
+def test_other_files_are_no_descriptions(tmp_path, text):
+  file = tmp_path / "config.json"
+  assert not is_described(file)
+  file.write_text(text)
+  assert not is_described(file)
+  file.write_text(json.dumps(described(demo())))
+  assert is_described(file)
