@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Damages checkpoints in every way: none may be trained on, no step be wrong.
+
+  python -m tests.attacks.damage [--resume 20] [--seed 0]
+
+Of a run with two checkpoints the newer one is damaged: each of its files is
+truncated, emptied, has bits flipped, is removed, swapped, or replaced by a
+folder, a link or a device, and whole checkpoints are renamed and exchanged. In
+each case that one must be found and reported, or be as good as it was. From a
+part of them, drawn at random, `train.pretrain --resume` goes on to the end,
+which must equal that of the undamaged run. Exit status: 0 if all that holds.
+"""
+
+import argparse
+import os
+import random
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import tests.conftest  # noqa: F401, says how programs are compiled
+from tests.attacks.equality import Lost, check_checkpoints, check_runs
+from tests.train.runs import contents, programs_on_disk, run
+from train.run import checkpoint, checksums
+
+BEFORE, NEWEST = "4", "8"
+OPTIONS = dict(model__num_layers=1, eval_batches=1)
+Damage = Callable[[Path], object]
+Case = tuple[str, Damage]
+
+
+def damages_of_file(name: str, rng: random.Random) -> Iterator[Case]:
+  """Yields what may become of a file of the newest checkpoint."""
+
+  def rewritten(change: Callable[[bytes], bytes]) -> Damage:
+    def damage(path: Path):
+      file = path / NEWEST / name
+      file.write_bytes(change(file.read_bytes()))
+
+    return damage
+
+  def replaced(put: Callable[[Path, Path], object]) -> Damage:
+    def damage(path: Path):
+      file, aside = path / NEWEST / name, path.with_name("aside")
+      file.rename(aside)
+      put(file, aside)
+
+    return damage
+
+  def flip(data: bytes) -> bytes:
+    if not data:
+      return b"\0"
+    flipped = bytearray(data)
+    flipped[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+    return bytes(flipped)
+
+  yield "truncated", rewritten(lambda data: data[: len(data) * 2 // 3])
+  yield "emptied", rewritten(lambda data: b"")
+  yield "lengthened", rewritten(lambda data: data + b"\0")
+  yield "zeroed", rewritten(lambda data: bytes(len(data)))
+  for i in range(5):
+    yield f"a bit flipped ({i})", rewritten(flip)
+  yield "removed", replaced(lambda file, aside: None)
+  yield "a folder", replaced(lambda file, aside: file.mkdir())
+  yield (
+    "a link to its copy",
+    replaced(lambda file, aside: file.symlink_to(aside)),
+  )
+  yield (
+    "a link to a device",
+    replaced(lambda file, aside: file.symlink_to("/dev/zero")),
+  )
+  yield "a link to itself", replaced(lambda file, aside: file.symlink_to(file))
+  yield "a pipe", replaced(lambda file, aside: os.mkfifo(file))
+
+
+def exchange(one: Path, other: Path) -> None:
+  aside = one.with_name("exchanged")
+  one.rename(aside)
+  other.rename(one)
+  aside.rename(other)
+
+
+def damages_of_files(path: Path, rng: random.Random) -> Iterator[Case]:
+  """Yields damages of each file of the newest checkpoint, and of pairs."""
+  names = sorted(contents(path / NEWEST))
+  for name in names:
+    for words, damage in damages_of_file(name, rng):
+      yield f"{name}: {words}", damage
+  for name in names:
+    other = rng.choice([each for each in names if each != name])
+    yield (
+      f"{name}: exchanged with {other}",
+      lambda path, name=name, other=other: exchange(
+        path / NEWEST / name, path / NEWEST / other
+      ),
+    )
+    if (path / BEFORE / name).exists():
+      yield (
+        f"{name}: that of step {BEFORE}",
+        lambda path, name=name: shutil.copy(
+          path / BEFORE / name, path / NEWEST / name
+        ),
+      )
+
+
+def damages_of_checkpoints() -> Iterator[Case]:
+  """Yields what may become of whole checkpoints."""
+  for name in ("15", "5", "000008", "8.bak", "08"):
+    yield (
+      f"renamed {name}",
+      lambda path, name=name: (path / NEWEST).rename(path / name),
+    )
+  yield (
+    "copied as 12",
+    lambda path: shutil.copytree(path / NEWEST, path / "12"),
+  )
+  yield "exchanged", lambda path: exchange(path / BEFORE, path / NEWEST)
+  for item in ("params", "optimizer", "data", "run"):
+    yield (
+      f"{item} removed",
+      lambda path, item=item: shutil.rmtree(path / NEWEST / item),
+    )
+    yield (
+      f"{item} of step {BEFORE}",
+      lambda path, item=item: exchange(
+        path / BEFORE / item, path / NEWEST / item
+      ),
+    )
+
+  def replaced(put: Callable[[Path], object]) -> Damage:
+    def damage(path: Path):
+      shutil.rmtree(path / NEWEST)
+      put(path / NEWEST)
+
+    return damage
+
+  yield "emptied", replaced(lambda folder: folder.mkdir())
+  yield "a file", replaced(lambda folder: folder.write_text(""))
+  yield (
+    "a link to the one before",
+    replaced(lambda folder: folder.symlink_to(BEFORE)),
+  )
+  yield "a link to nothing", replaced(lambda folder: folder.symlink_to("no"))
+  texts = ("{}", "[]", "null", "[" * 300_000, '{"/dev/zero": ""}')
+  for text in (*texts, '{"../4/run/metadata": ""}', '{"run/metadata": 1}'):
+    yield (
+      f"{checksums.NAME} with {text[:30]}",
+      lambda path, text=text: (path / NEWEST / checksums.NAME).write_text(text),
+    )
+
+
+def check(path: Path, original: Path) -> str:
+  """Checks which checkpoint is found in damaged ones.
+
+  Returns:
+    What was reported.
+
+  Raises:
+    Lost: a damaged one, or one by another step.
+  """
+  try:
+    found, damaged = checkpoint.newest_whole_step(path)
+  except ValueError as error:
+    if str(error).startswith("resume: a checkpoint in"):
+      return "no checkpoint is whole"
+    raise
+  whole = str(found)
+  if whole not in (BEFORE, NEWEST):
+    raise Lost(f"step {found} was found")
+  if whole != NEWEST and not damaged and (path / NEWEST).exists():
+    raise Lost(f"step {found} was found, without a word")
+  if contents(path / whole) != contents(original / whole):
+    check_checkpoints(path / whole, original / whole)
+  return "; ".join(damaged) or f"step {found} is whole"
+
+
+def attack(folder: Path, resumed: int, seed: int) -> None:
+  """Damages copies of a run.
+
+  Raises:
+    Lost: one was trained on, or ended elsewhere.
+  """
+  expected = folder / "undamaged"
+  if run(expected, "--no-report-state", **OPTIONS):
+    raise Lost("the undamaged run failed")
+  original = expected / "checkpoints"
+  rng = random.Random(seed)
+  cases = [*damages_of_checkpoints(), *damages_of_files(original, rng)]
+  chosen = set(rng.sample(range(len(cases)), min(resumed, len(cases))))
+  whole = 0
+  for i, (words, damage) in enumerate(cases):
+    out = folder / "damaged"
+    shutil.copytree(expected, out)
+    damage(out / "checkpoints")
+    try:
+      report = check(out / "checkpoints", original)
+      whole += report == f"step {NEWEST} is whole"
+      if i in chosen and report != "no checkpoint is whole":
+        if run(out, "--no-report-state", "--resume", **OPTIONS):
+          raise Lost("it could not be resumed")
+        check_runs(out, expected)
+        print(f"{words}: resumed", flush=True)
+    except Exception as error:
+      raise Lost(f"{words}: {error!r}") from error
+    shutil.rmtree(out)
+  print(
+    f"{len(cases)} damages, 0 trained on, 0 wrong steps; in {whole} of them "
+    f"nothing that is read was damaged"
+  )
+
+
+def main(words: list[str] | None = None) -> int:
+  """Reads the command line and attacks; returns the exit status."""
+  parser = argparse.ArgumentParser(
+    prog="python -m tests.attacks.damage", description="Damages checkpoints."
+  )
+  parser.add_argument("--resume", type=int, default=20, help="cases to resume")
+  parser.add_argument("--seed", type=int, default=0, help="of places and cases")
+  options = parser.parse_args(words)
+  start = time.monotonic()
+  with tempfile.TemporaryDirectory(prefix="damage.") as folder:
+    folder = Path(folder)
+    with programs_on_disk(folder / "programs"):
+      try:
+        attack(folder, options.resume, options.seed)
+      except Lost as lost:
+        print(f"{lost}\nseed {options.seed}")
+        return 1
+  print(f"{time.monotonic() - start:.0f} s")
+  return 0
+
+
+if __name__ == "__main__":
+  sys.exit(main())

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether two runs are equal, bit for bit, but for their speed."""
+
+import itertools
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from train.run.directory import RunDirectory
+from train.run.metrics import read_metrics
+from train.run.writing import quietly
+
+
+class Lost(Exception):
+  """Something was lost, or differs."""
+
+
+def check_runs(out: Path, expected: Path) -> None:
+  """Compares metrics.jsonl and the last checkpoint.
+
+  Raises:
+    Lost: they differ, with what.
+  """
+  rows, want = (_rows(path) for path in (out, expected))
+  if rows != want:
+    other = next(x for x in itertools.zip_longest(rows, want) if x[0] != x[1])
+    raise Lost(f"{out}: metrics.jsonl has {other[0]} in place of {other[1]}")
+  last = str(RunDirectory(expected).latest_step())
+  check_checkpoints(
+    *(RunDirectory(path).checkpoints / last for path in (out, expected))
+  )
+
+
+def check_checkpoints(folder: Path, expected: Path) -> None:
+  """Compares the arrays and the place in the data.
+
+  Raises:
+    Lost: they differ, with the names.
+  """
+  saved, want = (_contents(path) for path in (folder, expected))
+  if saved != want:
+    names = saved.keys() | want.keys()
+    other = [name for name in names if saved.get(name) != want.get(name)]
+    raise Lost(f"{folder}: other bytes in {', '.join(sorted(other))}")
+
+
+def _rows(out: Path) -> list[dict]:
+  rows = list(read_metrics(out / "metrics.jsonl"))
+  for row in rows:
+    row.pop("tokens_per_s", None)
+  return rows
+
+
+def _contents(folder: Path) -> dict:
+  """The bytes of all arrays of a checkpoint, by name, and its place."""
+  found = {"data": json.loads((folder / "data" / "metadata").read_text())}
+  for path in (folder / item for item in ("params", "optimizer", "exact")):
+    if not path.is_dir():
+      continue
+    with quietly():  # Orbax warns that it wrote no description of its own.
+      checkpointer = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
+      tree = checkpointer.metadata(path.absolute()).item_metadata.tree
+      how = jax.tree.map(
+        lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree
+      )
+      tree = checkpointer.restore(
+        path.absolute(), args=ocp.args.PyTreeRestore(None, how)
+      )
+    for name, leaf in jax.tree.leaves_with_path(tree):
+      found[path.name + jax.tree_util.keystr(name)] = np.asarray(leaf).tobytes()
+  return found

@@ -1,0 +1,310 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kills training runs at random moments: nothing may be lost, no bit differ.
+
+  python -m tests.attacks.kills --count 100 [--seed 0]
+
+A run of one process, or of two, is killed (SIGKILL, SIGTERM, SIGINT; one
+process or both) and started again with --resume, up to five times, until its
+last step. After each kill the newest checkpoint must be whole and not older
+than before, and the next start must go on from it. In the end metrics.jsonl and
+the last checkpoint must equal, bit for bit, those of a run that nobody
+disturbed. Exit status: 0 if all that holds, else 1, and what was found stays in
+a folder.
+
+Programs are forked from a server that has imported all of it, and share their
+compiled programs.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import itertools
+import multiprocessing
+import os
+import random
+import re
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import jax
+
+import tests.conftest  # noqa: F401, says how programs are compiled
+from tests.attacks.equality import Lost, check_runs
+from tests.train.runs import arguments
+from train import pretrain
+from train.run.directory import RunDirectory
+from train.run.metrics import read_metrics
+
+SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
+STEPS = 24
+OPTIONS = dict(
+  model__num_layers=1,
+  batch=4,
+  steps=STEPS,
+  save_every=4,
+  eval_every=8,
+  eval_batches=1,
+)
+# The share of kills before a start's first step; the others come after it.
+EARLY = 0.3
+# Of two processes one that is left alone is killed, as launchers do.
+GRACE, TIMEOUT = 2, 600
+
+
+def train(out, flags, count, index, address, log) -> None:
+  """Trains in a process of its own, one of `count`."""
+  file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+  os.dup2(file, 1)
+  os.dup2(file, 2)
+  jax.config.update("jax_num_cpu_devices", 1)
+  options = OPTIONS | {"data__path": Path(out).with_name("text")}
+  flags = ["--no-report-state", *flags]
+  if count > 1:
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    os.environ |= {
+      "JAX_COORDINATOR_ADDRESS": address,
+      "JAX_NUM_PROCESSES": str(count),
+      "JAX_PROCESS_ID": str(index),
+    }
+    flags = ["--distributed", *flags]
+    options["mesh"] = f"fsdp={count}"
+  sys.exit(pretrain.main(arguments(out, *flags, **options)))
+
+
+class Attempt:
+  """A run's processes, started once."""
+
+  def __init__(self, context, out: Path, count: int):
+    run = RunDirectory(out)
+    self.out, self.before = out, run.latest_step() or 0
+    self.metrics = _inode(run.metrics)
+    if self.before:
+      flags = ["--resume"]
+    else:
+      flags = ["--overwrite"] if run.path.exists() else []
+    with socket.socket() as free:
+      free.bind(("localhost", 0))
+      address = f"localhost:{free.getsockname()[1]}"
+    self.logs = [out.with_name(f"{out.name}.{i}.log") for i in range(count)]
+    for log in self.logs:
+      log.unlink(missing_ok=True)
+    self.started = time.monotonic()
+    self.processes = [
+      context.Process(
+        target=train,
+        args=(out, flags, count, i, address, str(self.logs[i])),
+        daemon=True,
+      )
+      for i in range(count)
+    ]
+    for process in self.processes:
+      process.start()
+
+  def finish(self, seconds: float | None = TIMEOUT) -> bool:
+    """Waits; whether all processes have ended."""
+    until = time.monotonic() + seconds
+    for process in self.processes:
+      process.join(max(until - time.monotonic(), 0))
+    return all(process.exitcode is not None for process in self.processes)
+
+  def wait_for_a_step(self) -> bool:
+    """Whether it does a step before it ends."""
+    while not self.finish(0.01):
+      # A start replaces the file, without lines of steps that were not saved.
+      is_new = _inode(RunDirectory(self.out).metrics) != self.metrics
+      if is_new and _last_step(self.out) > self.before:
+        return True
+    return False
+
+  def output(self) -> str:
+    """What the primary process has printed."""
+    return self.logs[0].read_text() if self.logs[0].exists() else ""
+
+  def kill(self) -> None:
+    for process in self.processes:
+      process.kill()
+      process.join()
+
+  def fail(self, text: str) -> None:
+    self.kill()
+    outputs = [log.read_text() for log in self.logs if log.exists()]
+    raise Lost("\n".join([text, *outputs]))
+
+
+@dataclasses.dataclass
+class Reference:
+  """An undisturbed run, and how long its parts take."""
+
+  out: Path
+  start: float  # Seconds until its first step.
+  step: float  # Seconds of a step.
+
+
+def reference(context, out: Path, count: int) -> Reference:
+  """Trains twice: the first one compiles, the second one is measured."""
+  for _ in range(2):
+    shutil.rmtree(out, ignore_errors=True)
+    attempt = Attempt(context, out, count)
+    attempt.wait_for_a_step()
+    first = time.monotonic()
+    if not attempt.finish() or any(p.exitcode for p in attempt.processes):
+      attempt.fail("the undisturbed run failed")
+  seconds = (time.monotonic() - first) / STEPS
+  return Reference(out, first - attempt.started, seconds)
+
+
+def attack(context, out: Path, count: int, expected: Reference, rng, kills):
+  """Kills a run up to `kills` times, and compares it when it is done.
+
+  Returns:
+    What was done, a word for each kill.
+  """
+  done = []
+  while True:
+    is_early, moment = rng.random() < EARLY, rng.random()
+    number = rng.choice(SIGNALS)
+    victims = rng.choice([[i] for i in range(count)] + [list(range(count))])
+    attempt = Attempt(context, out, count)
+    if len(done) == kills:
+      seconds = TIMEOUT
+    elif is_early:
+      seconds = moment * expected.start
+    else:
+      attempt.wait_for_a_step()
+      seconds = moment * expected.step * (STEPS - attempt.before)
+    if attempt.finish(seconds):
+      break
+    if len(done) == kills:
+      attempt.fail(f"it hangs, after {done}")
+    for victim in victims:
+      with contextlib.suppress(ProcessLookupError):
+        os.kill(attempt.processes[victim].pid, number)
+    _check_kill(attempt, victims)
+    done.append(f"{signal.Signals(number).name}@{_last_step(out)}")
+  if any(process.exitcode for process in attempt.processes):
+    attempt.fail(f"it failed, after {done}")
+  _check_start(attempt)
+  check_runs(out, expected.out)
+  return done
+
+
+def _inode(file: Path) -> int | None:
+  return file.stat().st_ino if file.exists() else None
+
+
+def _last_step(out: Path) -> int:
+  """The last step in a run's metrics."""
+  rows = read_metrics(out / "metrics.jsonl")
+  return max((row["step"] for row in rows), default=0)
+
+
+def _check_kill(attempt: Attempt, victims: list[int]) -> None:
+  """Checks what is left, once the killed processes have ended."""
+  for victim in victims:
+    attempt.processes[victim].join(TIMEOUT)
+    if attempt.processes[victim].exitcode is None:
+      attempt.fail("it hangs after a signal")
+  attempt.finish(GRACE)
+  attempt.kill()
+  _check_start(attempt)
+  # Ctrl-C before `main` is Python's to report; of two, the other one fails.
+  output = attempt.output()
+  is_python = output.rstrip().endswith("KeyboardInterrupt")
+  if len(attempt.processes) == 1 and "Traceback" in output and not is_python:
+    attempt.fail("a traceback")
+  run = RunDirectory(attempt.out)
+  latest = run.latest_step() or 0
+  if latest < attempt.before:
+    attempt.fail(f"checkpoint {attempt.before} is gone, {latest} is the newest")
+  if latest and run.newest_whole_step() != (latest, []):
+    attempt.fail(f"damage: {run.newest_whole_step()}")
+  saved = re.search(r"saved step (\d+) of", attempt.output())
+  if saved and not int(saved[1]) == latest == _last_step(run.path):
+    attempt.fail(f"{saved[0]}, but the newest checkpoint is {latest}")
+
+
+def _check_start(attempt: Attempt) -> None:
+  """Checks that it went on from where the one before was killed."""
+  resumed = re.search(r"resumed at step (\d+)", attempt.output())
+  if resumed and int(resumed[1]) != attempt.before:
+    attempt.fail(f"{resumed[0]} in place of {attempt.before}")
+
+
+def attack_all(folder: Path, total: int, seed: int, workers: int) -> int:
+  """Attacks runs until as many kills are done; how many were."""
+  os.environ |= {
+    "JAX_COMPILATION_CACHE_DIR": str(folder / "programs"),
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+  }
+  context = multiprocessing.get_context("forkserver")
+  context.set_forkserver_preload(["tests.conftest", "train.pretrain"])
+  words = random.Random(0).randbytes(100_000).hex()
+  (folder / "text").write_text(words)
+  references = {
+    count: reference(context, folder / f"undisturbed_{count}", count)
+    for count in (1, 2)
+  }
+  for count, each in references.items():
+    print(
+      f"{count} process(es), undisturbed: {each.start:.1f} s until the first "
+      f"step, {1e3 * each.step:.0f} ms a step, {STEPS} steps",
+      flush=True,
+    )
+  lock, numbers, done = threading.Lock(), itertools.count(), 0
+
+  def work():
+    nonlocal done
+    while True:
+      with lock:
+        left, number = total - done, next(numbers)
+        done += min(left, 5)
+      if left <= 0:
+        return
+      count = 1 + number % 2
+      out = folder / f"run_{number}"
+      rng = random.Random(f"{seed} {number}")
+      kills = attack(context, out, count, references[count], rng, min(left, 5))
+      with lock:
+        done += len(kills) - min(left, 5)
+        words = " ".join(kills) or "finished before it was killed"
+        print(f"{out.name}, {count} process(es), equal: {words}", flush=True)
+      shutil.rmtree(out)
+
+  with ThreadPoolExecutor(workers) as pool:
+    for future in [pool.submit(work) for _ in range(workers)]:
+      future.result()
+  return done
+
+
+def main(words: list[str] | None = None) -> int:
+  """Reads the command line and attacks; returns the exit status."""
+  parser = argparse.ArgumentParser(
+    prog="python -m tests.attacks.kills", description="Kills training runs."
+  )
+  parser.add_argument("--count", type=int, default=100, help="kills in all")
+  parser.add_argument("--seed", type=int, default=0, help="of the moments")
+  parser.add_argument("--workers", type=int, default=2, help="runs at a time")
+  options = parser.parse_args(words)
+  folder = Path(tempfile.mkdtemp(prefix="kills."))
+  start = time.monotonic()
+  try:
+    done = attack_all(folder, options.count, options.seed, options.workers)
+  except Lost as lost:
+    print(f"{lost}\nseed {options.seed}; what is left is in {folder}")
+    return 1
+  shutil.rmtree(folder)
+  seconds = time.monotonic() - start
+  print(f"{done} kills, all runs bit-equal, none lost, {seconds:.0f} s")
+  return 0
+
+
+if __name__ == "__main__":
+  sys.exit(main())

@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command that damages checkpoints, and that it finds planted faults."""
+
+import pytest
+
+from tests.attacks import damage
+from train.run import checkpoint
+
+# Each trains, and damages up to 541 copies; make test-all runs them.
+pytestmark = pytest.mark.slow
+
+
+def test_no_damaged_checkpoint_is_trained_on(capsys):
+  assert damage.main(["--resume", "2"]) == 0
+  assert "damages, 0 trained on, 0 wrong steps" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+  "owner, name, words",
+  [
+    (checkpoint.checksums, "find_damage", "params removed: "),
+    (checkpoint, "_find_other_step", "renamed 15: Lost('step 15 was found')"),
+  ],
+)
+def test_planted_fault_is_found(monkeypatch, capsys, owner, name, words):
+  monkeypatch.setattr(owner, name, lambda folder: None)
+  assert damage.main(["--resume", "0"]) == 1
+  assert words in capsys.readouterr().out
