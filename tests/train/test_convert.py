@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs that change their codec; states converted from and to optax."""
+"""Runs converted from and to optax, and resumed with another codec."""
 
-import dataclasses
-import functools
 import json
 import shutil
 
@@ -12,155 +10,18 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
-from jax import P
-from jax.sharding import NamedSharding
 
-from coat_jax import from_adam_state, sharding, to_adam_state
+from coat_jax import to_adam_state
 from tests.matrices import quick
-from tests.train.data.streams import numbered
+from tests.train.adam_states import assert_same_bytes, encoded, moments
 from tests.train.runs import arguments, contents, losses, programs_on_disk, run
 from train import convert, step
-from train.mesh import make_mesh, parse_mesh
-from train.presets import demo
 from train.run import checkpoint
-from train.run.checkpoint import Checkpoints
-from train.run.description import configuration, describe
+from train.run.description import configuration
 from train.run.directory import RunDirectory
 
 # Compiles fast, and computes with what it keeps.
 PLAIN = dict(recipe="bf16", optim__codec="float32")
-SHAPES = {"up": (2, 64, 256), "down": (128, 64), "norm": (64,)}
-SPECS = {"up": P(None, "fsdp", "tensor"), "down": P("fsdp"), "norm": P()}
-
-
-def config(**optim):
-  optim = dataclasses.replace(demo().optim, **optim)
-  # Another seed than the default of what draws random words.
-  return dataclasses.replace(demo(), optim=optim, seed=3, report_state=False)
-
-
-def abstract_state(config, mesh=None):
-  """Of a few leaves in place of the model's many."""
-  init = step.build_optimizer(config).init
-  params = {
-    name: jax.ShapeDtypeStruct(shape, jnp.float32)
-    for name, shape in SHAPES.items()
-  }
-  make = lambda params: step.TrainState(jnp.int32(0), params, init(params), ())  # noqa: E731
-  if mesh is None:
-    return jax.eval_shape(make, params)
-  where = {name: NamedSharding(mesh, spec) for name, spec in SPECS.items()}
-  codec = config.optim.moment_codec()
-  return sharding.abstract_state(make, params, where, codec=codec)
-
-
-def moments(like):
-  """Moments of Adam as they may be: over many orders of magnitude."""
-  rng = np.random.default_rng(0)
-
-  def draw(leaf):
-    spread = np.exp(rng.normal(size=leaf.shape) * 2 - 7)
-    return jnp.float32(spread * rng.choice([-1, 1], leaf.shape))
-
-  mu = jax.tree.map(draw, like)
-  nu = jax.tree.map(lambda m: jnp.square(m) * 1.5, mu)
-  return optax.ScaleByAdamState(jnp.int32(3), mu, nu)
-
-
-@functools.partial(jax.jit, static_argnames="config")
-def encoded(adam, config):
-  codec = config.optim.moment_codec()
-  return from_adam_state(adam, codec=codec, seed=config.seed)
-
-
-class Batches:
-  def get_state(self):
-    return {"next_index": 3}
-
-  def set_state(self, state):
-    assert state == {"next_index": 3}
-
-
-def saved_state(path, config):
-  """Saves a state of such moments; Adam's, as it reads once it is encoded."""
-  abstract = abstract_state(config)
-  codec = config.optim.moment_codec()
-  params = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), abstract.params)
-  optimizer = encoded(moments(params), config)
-  state = step.TrainState(jnp.int32(3), params, optimizer, ())
-  checkpoints = Checkpoints(path, keep=3)
-  checkpoints.save(3, state, Batches(), describe(config, numbered(1000)))
-  checkpoints.close()
-  return optimizer, jax.jit(lambda s: to_adam_state(s, codec))(optimizer)
-
-
-def restored(path, config, mesh=None):
-  checkpoints = Checkpoints(path, keep=3)
-  abstract = abstract_state(config, mesh)
-  state = convert.restore(checkpoints, 3, config, abstract, Batches())
-  checkpoints.close()
-  for leaf, want in zip(
-    jax.tree.leaves(state), jax.tree.leaves(abstract), strict=True
-  ):
-    assert (leaf.shape, leaf.dtype) == (want.shape, want.dtype)
-    assert mesh is None or leaf.sharding == want.sharding
-  return state.optimizer
-
-
-def assert_same_bytes(tree, other):
-  assert jax.tree.structure(tree) == jax.tree.structure(other)
-  names = step.leaf_names(tree)
-  pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(other), strict=True)
-  for name, (x, y) in zip(names, pairs, strict=True):
-    assert x.dtype == y.dtype, name
-    assert np.asarray(x).tobytes() == np.asarray(y).tobytes(), name
-
-
-@pytest.mark.parametrize(
-  "before, now",
-  quick(
-    1,
-    [
-      (dict(codec="log8", group_size=32), dict(codec="coat", second="e5m2")),
-      (dict(codec="coat"), dict(codec="coat", group_size=64)),
-      (dict(codec="coat"), dict(codec="coat", second="e5m2")),
-      (dict(codec="float32"), dict(codec="coat", rounding="nearest")),
-      (dict(codec="coat_e8m0"), dict(codec="bfloat16")),
-      (dict(codec="coat"), dict(codec="float32")),
-    ],
-  ),
-)
-def test_moments_are_decoded_and_encoded_by_the_other_codec(
-  tmp_path, before, now
-):
-  _, adam = saved_state(tmp_path, config(**before))
-  after = config(**now)
-  assert_same_bytes(restored(tmp_path, after), encoded(adam, after))
-
-
-def test_codes_do_not_change_with_the_rounding(tmp_path):
-  optimizer, _ = saved_state(tmp_path, config())
-  after = config(rounding="nearest")
-  assert_same_bytes(restored(tmp_path, after), optimizer)
-
-
-def test_moments_on_a_mesh_are_converted_as_on_one_device(tmp_path):
-  saved_state(tmp_path, config(codec="log8", group_size=32))
-  after = config(codec="coat", group_size=16)
-  expected = restored(tmp_path, after)
-  mesh = make_mesh(parse_mesh("data=2,fsdp=2,tensor=2"))
-  assert_same_bytes(restored(tmp_path, after, mesh), expected)
-
-
-@pytest.mark.slow
-def test_groups_that_do_not_fit_the_mesh_are_converted_whole(tmp_path):
-  saved_state(tmp_path, config(codec="log8", group_size=96))
-  after = config(codec="coat", group_size=16)
-  expected = restored(tmp_path, after)
-  mesh = make_mesh(parse_mesh("fsdp=4,tensor=2"))
-  assert_same_bytes(restored(tmp_path, after, mesh), expected)
-  with pytest.raises(ValueError, match="whole groups, got groups of 96"):
-    restored(tmp_path, config(codec="coat", group_size=96), mesh)
 
 
 @pytest.fixture(scope="module", autouse=True)
