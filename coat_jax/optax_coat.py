@@ -93,7 +93,7 @@ def scale_by_coat_adam(
   check_codec(op, codec)
 
   def init_fn(params):
-    return init_state(op, params, codec, quantize_mask, seed)
+    return init_state(op, params, codec, quantize_mask)
 
   def update_fn(updates, state, params=None):
     updates = _promoted(updates, params)

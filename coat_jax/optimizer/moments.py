@@ -264,6 +264,28 @@ def encode(
   return _partitioned_like(values[0], f)(values, key)
 
 
+@functools.partial(jax.jit, static_argnames="groups", inline=True)
+def encode_zeros(groups: GroupCodecs, zeros: Array) -> Stored:
+  """The moments of one leaf before its first step.
+
+  Zeros are encoded as zeros whatever the noise is, so none is drawn: `init`
+  compiles in two thirds of the time.
+
+  Args:
+    groups: the leaf's group codecs.
+    zeros: f32 of the leaf's shape and sharding.
+  """
+
+  def f(zeros):
+    noise = jnp.full_like(zeros, 0.5)
+    return tuple(
+      group.encode(zeros, noise if group.needs_noise else None)
+      for group in groups
+    )
+
+  return _partitioned_like(zeros, f)(zeros)
+
+
 def _noise(groups: GroupCodecs, key: Array, shape, start, whole) -> list:
   """Uniform noise for each moment whose codec needs any, else None."""
   out = []

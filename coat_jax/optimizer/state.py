@@ -53,7 +53,6 @@ def init_state(
   params: Any,
   codec: MomentCodec,
   mask: QuantizeMask | None,
-  seed: ArrayLike = 0,
 ) -> ScaleByCoatAdamState:
   """The state of step 0.
 
@@ -62,7 +61,6 @@ def init_state(
     params: tree of parameters.
     codec: how the moments are stored.
     mask: which leaves are encoded; None for `default_quantize_mask`.
-    seed: of the random words; zeros stay zero whatever they are.
 
   Returns:
     Moments of zeros, sharded like the parameters.
@@ -70,14 +68,13 @@ def init_state(
   if isinstance(params, _placeholder()):
     return _marked_state(params, len(codec.groups))
   chosen = moments.choose_groups(op, params, codec.groups, mask)
-  key = stochastic.leaf_key(seed, 0, 0)
   stored = []
   for leaf, groups in zip(jax.tree.leaves(params), chosen, strict=True):
     # `zeros_like` shards them like the parameter. The compiler would encode
     # constants itself, for half a minute.
     zeros = jnp.zeros_like(leaf, dtype=jnp.float32)
     zeros = jax.lax.optimization_barrier(zeros)
-    stored.append(moments.encode(groups, (zeros,) * len(groups), key))
+    stored.append(moments.encode_zeros(groups, zeros))
   trees = moments.trees_like(params, len(codec.groups))
   return make_state(jnp.zeros([], jnp.int32), trees, stored)
 
