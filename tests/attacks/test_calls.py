@@ -7,10 +7,10 @@ from tests.attacks.calls import Outcome, attack, call
 from tests.attacks.tables import bad_calls
 
 
-@pytest.mark.parametrize("every", [40, pytest.param(1, marks=pytest.mark.slow)])
-def test_wrong_calls_are_refused_and_change_nothing(every, tmp_path):
-  found = dict(attack(tmp_path, every=every))
-  assert len(found) >= 400 / every
+@pytest.mark.slow
+def test_wrong_calls_are_refused_and_change_nothing(tmp_path):
+  found = dict(attack(tmp_path, every=10))
+  assert len(found) >= 40
   wrong = {line: each.faults for line, each in found.items() if each.faults}
   assert wrong == {}
 

@@ -21,9 +21,14 @@ from tests.docs.pages import (
   run_page,
 )
 
-# Compiles more than the quick suite has time for; `docs/howto/gemma.md` is of
-# its kind.
-SLOW = {"docs/howto/nanodo.md"}
+# These compile more than the quick suite has time for.
+SLOW = {
+  "docs/howto/equinox.md",
+  "docs/howto/gemma.md",
+  "docs/howto/nanodo.md",
+  "docs/howto/pjit.md",
+  "docs/sharding.md",
+}
 WITH_PYTHON = [
   name
   for name, page in zip(NAMES, PAGES, strict=True)

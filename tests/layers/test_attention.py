@@ -18,6 +18,7 @@ from coat_jax.layers import (
 )
 from tests.comparing import assert_close, assert_same_bits, jit
 from tests.layers import straight_through
+from tests.matrices import quick
 
 RECIPES = {kept: recipes.coat(attention=kept) for kept in ("bf16", "fp8")}
 HEADS, KV_HEADS, SIZE = 4, 2, 8
@@ -45,7 +46,7 @@ def oracle(args, dy, kept):
 
 
 @pytest.mark.parametrize("kept", RECIPES)
-@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize("has_bias", quick(1, [True, False]))
 def test_output_block_equals_attention_then_linear(kept, has_bias):
   *args, dy = case()
   args[5] = args[5] if has_bias else None

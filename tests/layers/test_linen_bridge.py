@@ -42,6 +42,7 @@ def test_parameters_and_residuals_are_those_of_the_modules():
   assert sorted(codes) == sorted(2 * [(2, 19, width)] * 2 + 4 * [(2, 19, 96)])
 
 
+@pytest.mark.slow
 def test_each_device_has_its_share_of_the_example():
   mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
   # All matrices are encoded; by default these are too small.

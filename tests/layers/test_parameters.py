@@ -301,6 +301,7 @@ def test_optimizer_s_state_follows_the_metadata():
     assert kernel == NamedSharding(mesh, P("data", None, "fsdp")), field
 
 
+@pytest.mark.slow
 def test_stacked_layers_with_metadata_are_scanned():
   """With metadata, weights cached in front of the scan; as on one device."""
   meta = {nnx.PARTITION_NAME: None}

@@ -129,7 +129,7 @@ def test_checkpoint_with_names_computes_no_product_twice(name):
   assert shapes[0] == shapes[1]
 
 
-@pytest.mark.parametrize("name", COATS)
+@pytest.mark.parametrize("name", quick(1, COATS))
 def test_checkpoint_without_attention_keeps_the_rest_only(name):
   f, params = make(name)
   fewer = [
@@ -151,14 +151,14 @@ def test_checkpoint_without_attention_keeps_the_rest_only(name):
 
 
 POLICIES = {
-  "none": None,
   "names": ONLY_NAMES,
   "some": SOME_NAMES,
+  "none": None,
   "all": jax.checkpoint_policies.everything_saveable,
 }
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", quick(1, POLICIES))
 def test_checkpoint_changes_no_gradient(policy):
   # In E4M3 as JAX keeps it under a policy, 256 and above would become NaN.
   f, params = make("coat")

@@ -57,6 +57,7 @@ def kept_bytes(loss, params):
   )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "recipe, remat",
   quick(1, [("coat", "full"), ("bf16", "dots"), ("bf16", "full")]),

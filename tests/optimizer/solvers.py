@@ -10,6 +10,7 @@ import pytest
 
 from coat_jax import codecs
 from coat_jax.optax_coat import coat_adamw
+from tests.matrices import quick
 
 CODECS = {
   "coat": codecs.coat(4),
@@ -22,10 +23,12 @@ CODECS = {
   "float32": codecs.float32(),
 }
 
-every_codec = pytest.mark.parametrize("name", CODECS)
 # One codec for each layout of a state: with f32 and uint8 statistics, with
 # uint8 ones, with one of two, with none.
 LAYOUTS = ("coat", "log8", "fp8", "float32")
+every_codec = pytest.mark.parametrize(
+  "name", quick(len(LAYOUTS), [*LAYOUTS, *sorted(CODECS.keys() - {*LAYOUTS})])
+)
 
 
 def quantize_mask(path, leaf):

@@ -16,6 +16,7 @@ from flax import nnx
 
 from coat_jax import codecs
 from coat_jax.optax_coat import apply_updates, coat_adamw, scale_by_coat_adam
+from tests.matrices import quick
 from tests.optimizer.solvers import (
   CODECS,
   LAYOUTS,
@@ -104,8 +105,11 @@ CHOOSERS = ("none", "multi_steps", "apply_if_finite")
 
 @pytest.mark.parametrize(
   "wrapper, name",
-  [(wrapper, "coat") for wrapper in WRAPPERS]
-  + [(wrapper, name) for wrapper in CHOOSERS for name in LAYOUTS[1:]],
+  quick(
+    len(WRAPPERS),
+    [(wrapper, "coat") for wrapper in WRAPPERS]
+    + [(wrapper, name) for wrapper in CHOOSERS for name in LAYOUTS[1:]],
+  ),
 )
 def test_optimizer_works_inside(wrapper, name):
   solver = WRAPPERS[wrapper](make(name))
@@ -258,7 +262,8 @@ def adam_losses():
 
 
 @pytest.mark.parametrize(
-  "name, jit", [("coat", True), ("coat", False), ("log8", True), ("fp8", True)]
+  "name, jit",
+  quick(1, [("coat", True), ("coat", False), ("log8", True), ("fp8", True)]),
 )
 def test_nnx_optimizer_follows_adam(name, jit):
   solver = coat_adamw(1e-2, codec=getattr(codecs, name)())

@@ -92,6 +92,7 @@ def test_weight_codes_are_computed_once_for_all_microbatches():
   assert quantized_weights("codes") == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", quick(1, ["bfloat16", "float32"]))
 def test_gradients_are_summed_over_devices_in_the_given_dtype(dtype):
   config = on(SMALL, MESH, grad_reduce=dtype)

@@ -106,6 +106,7 @@ def test_codes_do_not_change_with_the_rounding(tmp_path):
   assert_same_bytes(restored(tmp_path, after), optimizer)
 
 
+@pytest.mark.slow
 def test_moments_on_a_mesh_are_converted_as_on_one_device(tmp_path):
   saved_state(tmp_path, config(codec="log8", group_size=32))
   after = config(codec="coat", group_size=16)

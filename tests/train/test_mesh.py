@@ -143,7 +143,7 @@ def test_impossible_mesh_is_reported_and_changes_nothing(
   assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", quick(2, PRESETS))
 def test_presets_are_sharded_in_whole_groups(name):
   config = PRESETS[name]()
   mesh = meshes.make_mesh(dict(data=1, fsdp=8, tensor=1))

@@ -59,6 +59,7 @@ def test_llama2_7b_fits_one_gpu_of_80_gb():
   assert plan.largest(config, 80 * 10**9) >= 1
 
 
+@pytest.mark.slow
 def test_largest_batch_fits_and_a_larger_one_does_not():
   config = PRESETS["llama_60m"]()
   config = dataclasses.replace(

@@ -266,6 +266,7 @@ def test_overwriting_run_that_fails_early_leaves_the_old_one(
   assert "its 8 steps are done already" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_overwriting_run_replaces_the_old_one_with_its_first_step(
   copied, monkeypatch
 ):
@@ -280,6 +281,7 @@ def test_overwriting_run_replaces_the_old_one_with_its_first_step(
   assert RunDirectory(copied).latest_step() == 2
 
 
+@pytest.mark.slow
 def test_folder_renamed_in_mid_run_is_reported_and_keeps_its_checkpoints(
   tmp_path, monkeypatch, capsys
 ):
@@ -300,6 +302,7 @@ def test_folder_renamed_in_mid_run_is_reported_and_keeps_its_checkpoints(
   assert RunDirectory(out).newest_whole_step() == (4, [])
 
 
+@pytest.mark.slow
 def test_tokens_cut_short_in_mid_run_are_reported(
   tmp_path, monkeypatch, capsys
 ):

@@ -297,6 +297,7 @@ def test_all_devices_together_save_what_one_does(cache):
   )
 
 
+@pytest.mark.slow
 def test_checkpoint_policies_know_the_names():
   recipe = on_mesh(recipes.coat())
   f, params = build(lambda r: Layer(r, nnx.Rngs(0), use_bias=False), recipe)

@@ -9,6 +9,7 @@ import shutil
 import numpy as np
 import pytest
 
+from tests.matrices import quick
 from tests.train.run.states import abstract_state, batches, bytes_of
 from train.run import checkpoint, checksums
 from train.run.checkpoint import Checkpoints
@@ -107,7 +108,9 @@ def test_link_to_a_device_is_not_read(copied, name):
 
 
 # Orbax says that it cannot read its own file.
-@pytest.mark.parametrize("name", ["_CHECKPOINT_METADATA", "commit_success.txt"])
+@pytest.mark.parametrize(
+  "name", quick(1, ["_CHECKPOINT_METADATA", "commit_success.txt"])
+)
 def test_files_without_a_checksum_are_not_needed(saved, copied, name):
   for damaged in damages((copied / "5" / name).read_bytes()):
     (copied / "5" / name).unlink(missing_ok=True)

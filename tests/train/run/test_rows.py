@@ -6,6 +6,7 @@ import json
 import matplotlib.image
 import pytest
 
+from tests.train.data.streams import numbered
 from tests.train.run.test_compare import runs, table  # noqa: F401
 from train import plot
 from train.run import compare
@@ -124,7 +125,7 @@ def test_last_table_and_picture_survive_nonsense(runs, capsys, monkeypatch):  # 
 
 def test_plot_command_draws_the_rest(runs, capsys):  # noqa: F811
   folder = RunDirectory(runs[0].out)
-  folder.write_description(describe(runs[0], "0"))
+  folder.write_description(describe(runs[0], numbered(1000)))
   write(folder.metrics, *good(), *NONSENSE.values())
   assert plot.main([str(folder.path)]) == 0
   output, errors = capsys.readouterr()

@@ -136,6 +136,7 @@ def test_weights_and_biases_gets_the_numbers_and_continues_its_run(
   ]
 
 
+@pytest.mark.slow
 def test_run_writes_to_what_is_asked_for_and_to_nothing_else(
   wandb, tmp_path, capsys
 ):
