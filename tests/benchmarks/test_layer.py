@@ -22,6 +22,7 @@ def run(*arguments):
   return layer.main([*SMALL, *arguments])
 
 
+@pytest.mark.slow
 def test_rows_of_time(capsys):
   rows = run("--variants", "minimal", "--implementation", "xla")
   printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]

@@ -78,7 +78,7 @@ def dtypes(tree):
   return jax.tree.map(lambda x: x.dtype, tree)
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", quick(3, RECIPES))
 def test_gradients_are_those_of_bf16_but_for_fp8(name):
   loss, gradients = results(name)
   assert dtypes(gradients) == dtypes(make(name)[1])

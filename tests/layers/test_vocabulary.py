@@ -54,7 +54,9 @@ def test_chunks_together_are_the_loss(monkeypatch, positions, is_tied):
   assert_close(found(*args, is_tied=is_tied), wanted(*args))
 
 
-@pytest.mark.parametrize("sizes", quick(1, [((2, 2, 2),), ((1, 4, 1),)]))
+@pytest.mark.parametrize(
+  "sizes", quick(1, map(pytest.param, [(2, 2, 2), (1, 4, 1)]))
+)
 @pytest.mark.parametrize("is_tied", [False, True])
 def test_devices_together_find_the_loss(monkeypatch, sizes, is_tied):
   monkeypatch.setattr(vocabulary, "LOGITS_BYTES", 4 * V * 5)

@@ -123,6 +123,7 @@ def test_state_bytes_are_counted_per_parameter():
   assert 2 < report.state_bytes_per_param(SMALL) < 2.3
 
 
+@pytest.mark.slow
 def test_report_counts_powers_and_errors(trained):
   state, _ = trained
   row = report.report_state(SMALL, state)

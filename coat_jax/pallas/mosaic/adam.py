@@ -18,7 +18,7 @@ One H200, 2026-11-21, jax 0.11.2, 2^28 parameters, donated, one run (ms):
   log8 stochastic         1.29   1.38    104   121
   optax.adamw (XLA)       1.81   0.92
 
-Since then a gradient is bounded, which takes 4 instructions a value more and no
+Since then a gradient is bounded, which takes 3 instructions a value more and no
 more registers.
 
 To nearest with f32, memory bounds it. With stochastic rounding instructions do:

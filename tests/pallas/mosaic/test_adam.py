@@ -36,6 +36,8 @@ CODECS = {
   "fp8": codecs.fp8(),
   "fp8_nearest": codecs.fp8(rounding="nearest"),
 }
+# Those that draw words have all that the others have.
+STOCHASTIC_FIRST = sorted(CODECS, key=lambda name: "nearest" in name)
 SHAPE = (4, 4, 256)  # 32 groups, two a row, rows of two axes.
 
 
@@ -122,7 +124,7 @@ def test_kernel_on_a_shard_draws_the_words_of_its_place(dtype):
 
 
 @pytest.mark.parametrize("dtype", quick(1, [jnp.float32, jnp.bfloat16]))
-@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("name", quick(5, STOCHASTIC_FIRST))
 def test_interpreted_kernel_matches_definition(name, dtype):
   codec = CODECS[name]
   p, g, stored = problem(codec, dtype)
@@ -297,7 +299,7 @@ def test_kernel_refuses_what_it_cannot_take(codec, shape, dtype, reason):
 
 
 @pytest.mark.parametrize("dtype", quick(1, [jnp.bfloat16, jnp.float32]))
-@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("name", quick(5, STOCHASTIC_FIRST))
 def test_kernel_lowers_for_a_gpu(name, dtype):
   codec = CODECS[name]
   args = jax.eval_shape(lambda: (*problem(codec, dtype), *numbers(1)))
