@@ -18,8 +18,7 @@ One H200, 2026-11-21, jax 0.11.2, 2^28 parameters, donated, one run (ms):
   log8 stochastic         1.29   1.38    104   121
   optax.adamw (XLA)       1.81   0.92
 
-Since then a gradient is bounded, which takes 3 instructions a value more and no
-more registers.
+Since then a gradient is bounded: log8 takes 3 to 5 % longer for it on an H100.
 
 To nearest with f32, memory bounds it. With stochastic rounding instructions do:
 the hash alone takes 11, once more for bf16 parameters, and registers (128; log8
