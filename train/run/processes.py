@@ -39,8 +39,10 @@ def join() -> None:
   of each must have JAX_COORDINATOR_ADDRESS (host and port of process 0),
   JAX_NUM_PROCESSES and JAX_PROCESS_ID.
 
+  Where process 0 does not answer within five minutes JAX ends the process.
+
   Raises:
-    ValueError: these are missing, or the others do not answer.
+    ValueError: these are missing.
   """
   try:
     count, index = (
@@ -53,8 +55,8 @@ def join() -> None:
   except (RuntimeError, TypeError, ValueError) as error:
     raise ValueError(
       "distributed: the processes must be named by SLURM, by Open MPI or by "
-      f"JAX_COORDINATOR_ADDRESS, {' and '.join(_VARIABLES)}, and all be "
-      f"started, got {error}; leave out --distributed for one process"
+      f"JAX_COORDINATOR_ADDRESS, {' and '.join(_VARIABLES)}, got "
+      f"{error}; leave out --distributed for one process"
     ) from error
 
 
