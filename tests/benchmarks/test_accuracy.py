@@ -169,7 +169,7 @@ def test_rows_have_their_keys_and_are_json(moments, capsys, tmp_path):
     assert row["bench"] == "accuracy.tracking"
     assert row["case"]["b2"] in accuracy.TRACKED_B2
     assert {"median_ratio", "p10", "p90"} < row.keys()
-  picture = tmp_path / "made" / "picture.png"
+  picture = tmp_path / "picture.png"
   accuracy.draw(one_step, traces, picture)
   assert picture.read_bytes().startswith(b"\x89PNG")
 

@@ -9,7 +9,8 @@ import pytest
 
 from tests.train.runs import losses, programs_on_disk, run, start, wait_for_step
 from train import step
-from train.run import checkpoint, directory
+from train.run import checkpoint
+from train.run.description import configuration
 from train.run.directory import RunDirectory
 
 ON = {count: dict(mesh=f"fsdp={count}") for count in (8, 2)}
@@ -42,7 +43,7 @@ def last_state(out):
   folder = RunDirectory(out)
   number, _ = folder.newest_whole_step()
   description = checkpoint.read_description(folder.checkpoints, number)
-  config = directory.configuration(description)
+  config = configuration(description)
   abstract = step.abstract_state(config, step.build_optimizer(config))
   state = checkpoint.restore_state(folder.checkpoints, number, abstract)
   place = folder.checkpoints / str(number) / "data" / "metadata"

@@ -80,7 +80,7 @@ class Checkpoints:
       step: Steps done.
       state: What to save.
       batches: The iterator whose place is saved.
-      description: From `train.run.directory.describe`.
+      description: From `train.run.description.describe`.
 
     Raises:
       SaveError: it cannot be written, or the one before it was not.

@@ -62,7 +62,7 @@ def open_trackers(
     config: The run's.
     path: Its folder; event files go to `tensorboard`, Weights & Biases to
       `wandb` there.
-    description: From `directory.describe`.
+    description: From `train.run.description.describe`.
     resumed_step: Steps done before.
 
   Raises:
