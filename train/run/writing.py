@@ -59,8 +59,8 @@ def join_writers() -> None:
   for thread in threading.enumerate():
     if type(thread).__module__.startswith("orbax."):
       threading.Thread.join(thread)  # Its own would raise.
-  # What else failed with it is logged when it is dropped, which can be as late as
-  # the end of the process.
+  # What else failed with it is logged when it is dropped, which can be as late
+  # as the end of the process.
   logging.getLogger("asyncio").addFilter(_is_of_no_dropped_task)
 
 
