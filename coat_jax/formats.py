@@ -78,15 +78,18 @@ def neighbours(x: Float[Array, "*s"], dtype: DTypeLike) -> tuple[Array, Array]:
   return jnp.where(is_nan, x, lower), jnp.where(is_nan, x, upper)
 
 
+# Of what a gradient may be for its square to be finite.
+ROOT_OF_LARGEST = 2.0**63
+
+
 def with_finite_square(x: Array) -> Array:
   """f32 within ±2^63; NaN where x is not finite.
 
   Its square, at most 2^126, and a sum of a few are far enough from f32's
   largest number that nothing computed with them overflows, in any codec.
   """
-  # A product and a sum, one instruction in a kernel; to compare and to select
-  # are two, at half its rate.
-  return jnp.clip(x, -(2.0**63), 2.0**63) + 0.0 * x
+  bound = jnp.clip(x, -ROOT_OF_LARGEST, ROOT_OF_LARGEST)
+  return jnp.where(jnp.abs(x) < jnp.inf, bound, jnp.nan)
 
 
 @runtime_checkable
