@@ -26,6 +26,7 @@ VARIANTS = {
   "coat": dict(recipe="coat", residuals="coat"),
   "minimal": dict(recipe="coat"),
   "minimal_attention": dict(recipe="coat", attention="fp8"),
+  "in_backward": dict(recipe="coat", optimizer_in_backward=True),
 }
 
 
@@ -55,6 +56,8 @@ def configure(
   config = PRESETS[preset]()
   options = VARIANTS[variant] | options
   codec = "coat" if options["recipe"] == "coat" else "float32"
+  in_backward = options.get("optimizer_in_backward", False)
+  clip = "adaptive" if in_backward else "global"
   sizes = meshes.parse_mesh(mesh)
   parts = sizes.get("data", 1) * sizes.get("fsdp", 1)
   return dataclasses.replace(
@@ -62,7 +65,7 @@ def configure(
     batch=batch * parts,
     seq=seq,
     mesh=mesh,
-    optim=dataclasses.replace(config.optim, codec=codec),
+    optim=dataclasses.replace(config.optim, codec=codec, clip=clip),
     report_state=False,
     **options,
   )

@@ -19,10 +19,14 @@ from coat_jax.optax_coat import ScaleByCoatAdamState as ScaleByCoatAdamState
 from coat_jax.optax_coat import apply_updates as apply_updates
 from coat_jax.optax_coat import coat_adamw as coat_adamw
 from coat_jax.optax_coat import scale_by_coat_adam as scale_by_coat_adam
+from coat_jax.optimizer.clipping import Clipping as Clipping
+from coat_jax.optimizer.clipping import ClipState as ClipState
 from coat_jax.optimizer.conversion import from_adam_state as from_adam_state
 from coat_jax.optimizer.conversion import to_adam_state as to_adam_state
 from coat_jax.optimizer.fused import FusedTransformation as FusedTransformation
 from coat_jax.optimizer.fused import fused_coat_adamw as fused_coat_adamw
+from coat_jax.optimizer.in_backward import BackwardStep as BackwardStep
+from coat_jax.optimizer.in_backward import step_in_backward as step_in_backward
 from coat_jax.optimizer.masks import (
   default_quantize_mask as default_quantize_mask,
 )

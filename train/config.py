@@ -75,6 +75,9 @@ class TrainConfig:
     remat: What jax.checkpoint saves of a layer, to recompute the rest in the
       backward pass: dots the results of its products, full its input alone;
       none does not use it.
+    optimizer_in_backward: Step each layer's parameters as soon as its gradients
+      exist, so that those of one layer exist at a time; needs optim.clip
+      adaptive or previous.
     implementation: Kernels where there is a GPU, or xla for none anywhere.
     resume: Continue the run in `out` from its last checkpoint.
     convert_state: With resume, decode the moments of a checkpoint of another
@@ -120,6 +123,7 @@ class TrainConfig:
   )
   compute: Literal["bfloat16", "float32"] = "bfloat16"
   remat: Remat = "none"
+  optimizer_in_backward: bool = False
   implementation: Literal["auto", "xla"] = "auto"
   out: str = dataclasses.field(metadata=SILENT)
   steps: Count
@@ -180,6 +184,8 @@ class TrainConfig:
         "TrainConfig: convert_state is for a run that is resumed, got resume "
         "False; pass resume too, or leave convert_state out"
       )
+    if self.optimizer_in_backward:
+      self._check_in_backward()
     if self.optim.warmup_steps(self.steps) > self.steps:
       raise ValueError(
         f"TrainConfig: warmup must fit into {self.steps} steps, got "
@@ -197,6 +203,31 @@ class TrainConfig:
         "TrainConfig: compare=bf16 needs a run that differs from its twin, got "
         "recipe bf16 with codec float32; change one of them"
       )
+
+  def _check_in_backward(self):
+    """Raises where an option needs the gradients of all layers at once."""
+    impossible = {
+      f"accumulate {self.accumulate}": (
+        self.accumulate > 1,
+        "each microbatch would be a step of its own; lower batch, or raise "
+        "optim.b2 with more and smaller steps",
+      ),
+      "optim.clip global": (
+        self.optim.clip == "global",
+        "the global norm is known when the last gradient is; pass "
+        "--optim.clip adaptive",
+      ),
+      "report_state": (
+        self.report_state,
+        "its exact moments need all gradients; leave it out",
+      ),
+    }
+    for option, (is_set, reason) in impossible.items():
+      if is_set:
+        raise ValueError(
+          "TrainConfig: optimizer_in_backward uses each gradient as soon as it "
+          f"exists, got {option}: {reason}"
+        )
 
   @property
   def mesh_sizes(self) -> dict[str, int]:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from coat_jax import codecs
+from coat_jax import Clipping, codecs
 from coat_jax.models.ranges import (
   NotNegative,
   Positive,
@@ -15,7 +15,7 @@ from coat_jax.models.ranges import (
   Width,
   check_numbers,
 )
-from train.options import CONVERTED, check_unused
+from train.options import CONVERTED, FIXED, check_unused
 
 # Options of `OptimConfig` that are for the codec, where it takes them.
 _CODEC_OPTIONS = ("rounding", "group_size", "second")
@@ -48,6 +48,8 @@ class OptimConfig:
     eps: Added to the root of the second moment.
     weight_decay: Decoupled; not on norms, biases and embeddings.
     grad_clip: Largest global norm of the gradients.
+    clip: How they are clipped: by their global norm, by that of the step
+      before, or each layer of a parameter by the norms it had (adaptive).
 
   Raises:
     ValueError: a value outside its range, or one that the codec does not take.
@@ -70,6 +72,9 @@ class OptimConfig:
   eps: Annotated[float, Range(1.2e-38, 1)] = 1e-8
   weight_decay: NotNegative = 0.1
   grad_clip: Positive = 1.0
+  clip: Literal["global", "previous", "adaptive"] = dataclasses.field(
+    default="global", metadata=FIXED
+  )
 
   def __post_init__(self):
     check_numbers(self)
@@ -84,6 +89,12 @@ class OptimConfig:
     taken = options_of_codecs((self.codec,))[self.codec]
     options = {name: getattr(self, name) for name in taken}
     return codecs.build(self.codec, **options)
+
+  def clipping(self) -> Clipping | None:
+    """Builds the rule of clipping; None for by the global norm."""
+    if self.clip == "global":
+      return None
+    return Clipping(self.clip, self.grad_clip)
 
   def warmup_steps(self, steps: int) -> int:
     """Steps of warmup in a run of `steps`."""

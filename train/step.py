@@ -18,6 +18,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from coat_jax import (
+  BackwardStep,
   FusedTransformation,
   ScaleByCoatAdamState,
   fused_coat_adamw,
@@ -26,8 +27,11 @@ from coat_jax import (
 from coat_jax.layers import with_weight_cache
 from coat_jax.models import specs
 from coat_jax.models.decoder import Decoder, loss_fn
+from coat_jax.optimizer.clipping import ClipState, clip_gradients
+from coat_jax.optimizer.in_backward import stacked_leaves
 from coat_jax.optimizer.masks import is_norm_or_bias
 from train.config import TrainConfig
+from train.in_backward import step_decoder
 
 
 class TrainState(NamedTuple):
@@ -38,12 +42,14 @@ class TrainState(NamedTuple):
     params: f32 master weights, nested dicts.
     optimizer: Stored moments, and the number of updates.
     exact: f32 moments of the same gradients, for reports; () without reports.
+    clip: Norms that clipping remembers; () where it is by the global norm.
   """
 
   step: jax.Array
   params: Any
   optimizer: ScaleByCoatAdamState
   exact: optax.ScaleByAdamState | tuple[()]
+  clip: ClipState | tuple[()] = ()
 
 
 class StepMetrics(NamedTuple):
@@ -180,7 +186,9 @@ def _with_moments(
   config: TrainConfig, optimizer: FusedTransformation, params: Any
 ) -> TrainState:
   exact = _exact_adam(config).init(params) if config.report_state else ()
-  return TrainState(jnp.int32(0), params, optimizer.init(params), exact)
+  clip = config.optim.clipping()
+  norms = clip.init(params, is_stacked=stacked_leaves(params)) if clip else ()
+  return TrainState(jnp.int32(0), params, optimizer.init(params), exact, norms)
 
 
 def train_step(
@@ -203,30 +211,65 @@ def train_step(
     The function; it returns the next state and the `StepMetrics`.
   """
   schedule = learning_rate(config)
+  update = _update_in_backward if config.optimizer_in_backward else _update
 
   def step(state, tokens):
-    loss, grads = _mean_gradients(config, graph, mesh, state.params, tokens)
-    # Clipped by the global norm, in the optimizer's pass over the gradients.
-    norm = optax.tree.norm(grads)
-    largest = config.optim.grad_clip
-    grad_scale = jnp.where(norm < largest, 1.0, largest / norm)
-    params, optimizer_state = optimizer.apply(
-      grads, state.optimizer, state.params, grad_scale=grad_scale
-    )
+    done, exact = update(config, graph, optimizer, mesh, state, tokens)
     metrics = StepMetrics(
-      loss=loss,
-      grad_norm=norm,
+      loss=done.loss,
+      grad_norm=done.grad_norm,
       lr=jnp.asarray(schedule(state.step), jnp.float32),
-      is_finite=finite_leaves(grads),
+      is_finite=done.is_finite,
     )
-    exact = state.exact
-    if config.report_state:
-      clipped = jax.tree.map(lambda g: g * grad_scale, grads)
-      exact = _exact_adam(config).update(clipped, exact)[1]
-    state = TrainState(state.step + 1, params, optimizer_state, exact)
+    state = TrainState(
+      state.step + 1, done.params, done.state, exact, done.clip_state
+    )
     return state, metrics
 
   return step
+
+
+def _update(config, graph, optimizer, mesh, state, tokens):
+  """Computes all gradients, then steps all parameters."""
+  loss, grads = _mean_gradients(config, graph, mesh, state.params, tokens)
+  is_finite = finite_leaves(grads)
+  scale, clip_state, exact = jnp.float32(1), state.clip, state.exact
+  if clip := config.optim.clipping():
+    grads, clip_state, norm = clip_gradients(
+      clip, state.clip, grads, is_stacked=stacked_leaves(grads)
+    )
+  else:
+    # By the global norm, in the optimizer's pass over the gradients.
+    norm = optax.tree.norm(grads)
+    largest = config.optim.grad_clip
+    scale = jnp.where(norm < largest, 1.0, largest / norm)
+  params, optimizer_state = optimizer.apply(
+    grads, state.optimizer, state.params, grad_scale=scale
+  )
+  if config.report_state:
+    clipped = jax.tree.map(lambda g: g * scale, grads)
+    exact = _exact_adam(config).update(clipped, exact)[1]
+  done = BackwardStep(
+    params, optimizer_state, clip_state, loss, norm, is_finite
+  )
+  return done, exact
+
+
+def _update_in_backward(config, graph, optimizer, mesh, state, tokens):
+  """Steps each layer's parameters when its gradients exist."""
+  del mesh
+  graph, cache = _with_cache(nnx.merge(graph, state.params))
+  done = step_decoder(
+    optimizer,
+    state.params,
+    state.optimizer,
+    tokens,
+    graph=graph,
+    cache=cache,
+    clip=config.optim.clipping(),
+    clip_state=state.clip,
+  )
+  return done, state.exact
 
 
 def _mean_gradients(config, graph, mesh, params, tokens):

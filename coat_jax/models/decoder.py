@@ -8,6 +8,7 @@ projection stay in BF16, the loss in f32.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -175,9 +176,22 @@ class Decoder(nnx.Module):
 
   def __call__(self, tokens: Array) -> Array:
     """Tokens int32 [B, T] to hidden states [B, T, D], in `dtype`."""
-    x = vocabulary.embed(
+    forward = self.layer_forward()
+    scan = nnx.scan(forward, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+    return self.norm(scan(self.embed(tokens), self.layers))
+
+  def embed(self, tokens: Array) -> Array:
+    """Tokens int32 [B, T] to the input of the first layer [B, T, D]."""
+    return vocabulary.embed(
       tokens, self.embedding[...], dtype=self.dtype, axes=self.axes
     )
+
+  def layer_forward(self) -> Callable[[Array, DecoderLayer], Array]:
+    """The function (x, layer) that a scan over layers runs.
+
+    It has what surrounds a layer: shardings on a mesh, weights that are
+    gathered for layers that XLA partitions, and `remat`.
+    """
     recipe = self.layers.attention.active_recipe
     is_gathering = self.axes is not None and recipe.linear == "bf16"
 
@@ -192,12 +206,11 @@ class Decoder(nnx.Module):
         layer = _gather_weights(layer, self.dtype, self.axes.fsdp)
       return jax.lax.with_sharding_constraint(layer(x), where)
 
-    if self.remat != "none" or is_gathering:
-      # In a scan XLA cannot mistake the second forward for the first.
-      policy = _POLICIES[self.remat]
-      forward = nnx.remat(forward, prevent_cse=False, policy=policy)
-    scan = nnx.scan(forward, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
-    return self.norm(scan(x, self.layers))
+    if self.remat == "none" and not is_gathering:
+      return forward
+    # In a scan XLA cannot mistake the second forward for the first.
+    policy = _POLICIES[self.remat]
+    return nnx.remat(forward, prevent_cse=False, policy=policy)
 
 
 def _gather_weights(
@@ -254,12 +267,22 @@ def loss_fn(model: Decoder, tokens: Array) -> Array:
   Returns:
     f32 scalar, nats per token.
   """
+  return loss_of_hidden(model, model(tokens[:, :-1]), tokens[:, 1:])
+
+
+def loss_of_hidden(model: Decoder, hidden: Array, targets: Array) -> Array:
+  """Mean cross-entropy of the targets.
+
+  Args:
+    model: a Decoder, of which the output projection is used.
+    hidden: [B, T, D], what the model returns.
+    targets: int32 [B, T].
+
+  Returns:
+    f32 scalar, nats per token.
+  """
   is_tied = model.head is None
   weight = model.embedding if model.head is None else model.head
   return vocabulary.mean_loss(
-    model(tokens[:, :-1]),
-    tokens[:, 1:],
-    weight[...],
-    is_tied=is_tied,
-    axes=model.axes,
+    hidden, targets, weight[...], is_tied=is_tied, axes=model.axes
   )

@@ -85,7 +85,8 @@ def run_on_shards(
   whole, first = shape, None
   if layer is not None:
     whole = (layer.count, *shape[1:])
-    first = jnp.zeros(len(shape), jnp.uint32).at[0].set(layer.index)
+    first = jnp.zeros(len(shape), jnp.uint32)
+    first = first.at[0].set(layer.index.astype(jnp.uint32))
   if sharding is None or not _has_whole_groups(sharding, shape, groups):
     place = {} if first is None else dict(start=first, whole=whole)
     return step(*arrays, stored, *scalars, groups=groups, **place, **kwargs)

@@ -1,0 +1,356 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The optimizer's step inside the backward pass of stacked layers.
+
+Ordinarily all gradients exist before the first is used: 4 bytes a parameter in
+f32. Here the backward scan hands each layer's gradients to the optimizer at
+once and writes its weights and moments where they were read, so that gradients
+of one layer exist at a time:
+
+  forward   scan: x_l+1, and what layer l saves for its backward
+  after     the loss, its gradients of x_L and of parameters outside the stack
+  backward  scan from the last layer to the first; its carry is the gradient of
+            x, all stacked weights and all that the optimizer stores of them
+  before    gradients of what precedes the stack; parameters outside it
+
+The carry is updated in place where the caller donates parameters and state.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from coat_jax.optimizer.clipping import Clipping, ClipState
+from coat_jax.optimizer.leaves import Layer, LeafSteps
+
+
+class LeafwiseOptimizer(Protocol):
+  """An optimizer that takes its step leaf by leaf."""
+
+  @property
+  def begin(self) -> Callable[[Any, Any], LeafSteps]:
+    """`begin(params, state)`."""
+    ...
+
+
+class BackwardStep(NamedTuple):
+  """What `step_in_backward` returns.
+
+  Attributes:
+    params: the new parameters.
+    state: the optimizer's new state.
+    clip_state: as `Clipping` has it; () without clipping.
+    loss: f32 [], at the parameters before the step.
+    grad_norm: f32 [], global norm of the gradients before clipping.
+    is_finite: bool [leaves], whether each leaf's gradient is, in the order of
+      the tree.
+  """
+
+  params: Any
+  state: Any
+  clip_state: ClipState | tuple[()]
+  loss: Array
+  grad_norm: Array
+  is_finite: Array
+
+
+def step_in_backward(
+  optimizer: LeafwiseOptimizer,
+  params: Any,
+  state: Any,
+  *,
+  before: Callable[[Any], Array],
+  layer: Callable[..., Array],
+  after: Callable[[Any, Array], Array],
+  stack: str = "layers",
+  per_layer: Any = None,
+  clip: Clipping | None = None,
+  clip_state: ClipState | tuple[()] = (),
+) -> BackwardStep:
+  """A training step that uses each layer's gradients as soon as they exist.
+
+  The new parameters and state are those of an ordinary step with the same
+  gradients. What cannot be had: gradients of several microbatches added up, for
+  each would be a step, and clipping by their global norm, known at the end.
+
+  Args:
+    optimizer: `fused_coat_adamw`, or any that has its `begin`.
+    params: a tree with one subtree of stacked layers, each leaf [layers, ...].
+    state: the optimizer's.
+    before: `before(outer)`, what precedes the stack: the first layer's input.
+      `outer` is `params` with None for the leaves of the stack.
+    layer: `layer(layer_params, x)`, one layer: x of the same shape and dtype;
+      with `per_layer`, `layer(layer_params, x, per_layer_slice)`. Wrapped in
+      `jax.checkpoint` it saves less. It should close over no array that depends
+      on x's shape: such a one is saved once a layer.
+    after: `after(outer, x)`, what follows the stack: the loss, f32 []. It may
+      use what `before` uses, such as an embedding.
+    stack: where the subtree is in `params`: its path, as `model/layers`.
+    per_layer: further tree of arrays [layers, ...], not differentiated.
+    clip: scales gradients first, by what earlier steps had; None for not at
+      all.
+    clip_state: the last step's; `clip.init(params, is_stacked=...)` at first,
+      see `stacked_leaves`.
+
+  Returns:
+    A `BackwardStep`.
+
+  Raises:
+    ValueError: no leaf is below `stack`, or some differ in their first axis.
+
+  Examples:
+    >>> optimizer = fused_coat_adamw(3e-4)
+    >>> @functools.partial(jax.jit, donate_argnums=(0, 1))
+    ... def step(params, state, tokens):
+    ...   done = step_in_backward(
+    ...     optimizer, params, state,
+    ...     before=lambda outer: outer["embedding"][tokens[:, :-1]],
+    ...     layer=block,
+    ...     after=lambda outer, x: loss(x @ outer["head"], tokens[:, 1:]),
+    ...   )
+    ...   return done.params, done.state, done.loss
+  """
+  steps = optimizer.begin(params, state)
+  split = _Split(params, stack)
+  outer = split.outer(params)
+
+  # Forward.
+  x, before_vjp = jax.vjp(before, outer)
+  run = _Layers(layer)
+  x, residuals = lax.scan(run.forward, x, (split.layers(params), per_layer))
+  loss, after_vjp = jax.vjp(after, outer, x)
+  if loss.shape:
+    raise ValueError(
+      f"step_in_backward: after must return a scalar, got {loss.shape}; return "
+      "the mean of the loss"
+    )
+  outer_grads, dx = after_vjp(jnp.ones_like(loss))
+
+  # Backward through the stack: leaves are lists, of the stacked ones only.
+  own = _running_norms(clip, clip_state, len(steps.weights))
+  slices = _Slices(steps, clip, clip_state)
+
+  def backward(carry, inputs):
+    dx, stacked = carry
+    index, residuals, per_layer = inputs
+    mine = [_take(each, index) for each in stacked]
+    layer_params = split.layer_of([_parameter(each.weight) for each in mine])
+    grads, dx = run.backward(residuals, layer_params, per_layer, dx)
+    where = Layer(index, split.num_layers)
+    new, found = [], []
+    for i, each, g in zip(
+      split.stacked, mine, jax.tree.leaves(grads), strict=True
+    ):
+      after_step, seen = slices.step(i, each, g[None], where)
+      new.append(after_step)
+      found.append(seen)
+    stacked = [_put(x, y, index) for x, y in zip(stacked, new, strict=True)]
+    return (dx, stacked), found
+
+  start = [
+    _Slice(steps.weights[i], steps.stored[i], own[i]) for i in split.stacked
+  ]
+  inputs = jnp.arange(split.num_layers, dtype=jnp.int32), residuals, per_layer
+  (dx, stacked), found = lax.scan(backward, (dx, start), inputs, reverse=True)
+
+  # What is outside the stack.
+  (before_grads,) = before_vjp(dx)
+  done = dict(zip(split.stacked, stacked, strict=True))
+  seen = {
+    i: _Seen(jnp.sum(each.square), jnp.all(each.is_finite))
+    for i, each in zip(split.stacked, found, strict=True)
+  }
+  grads = zip(*map(jax.tree.leaves, (outer_grads, before_grads)), strict=True)
+  for i, (of_after, of_before) in zip(split.others, grads, strict=True):
+    whole = _Slice(steps.weights[i], steps.stored[i], own[i])
+    done[i], seen[i] = slices.step(i, whole, of_after + of_before)
+
+  in_order = [done[i] for i in range(len(done))]
+  new_params, new_state = steps.end(
+    [each.weight for each in in_order], [each.stored for each in in_order]
+  )
+  square = jnp.sum(jnp.stack([seen[i].square for i in range(len(seen))]))
+  if clip is not None:
+    assert isinstance(clip_state, ClipState)
+    clip_state = clip.next_state(
+      clip_state, [each.own for each in in_order], square
+    )
+  return BackwardStep(
+    new_params,
+    new_state,
+    clip_state,
+    loss,
+    jnp.sqrt(square),
+    jnp.stack([seen[i].is_finite for i in range(len(seen))]),
+  )
+
+
+def stacked_leaves(params: Any, stack: str = "layers") -> list[bool]:
+  """Whether each leaf of `params`, in order, is below `stack`."""
+  paths = [path for path, _ in jax.tree.leaves_with_path(params)]
+  names = [jax.tree_util.keystr(p, simple=True, separator="/") for p in paths]
+  return [name.startswith(f"{stack}/") for name in names]
+
+
+class _Slice(NamedTuple):
+  """A leaf, or of a stacked leaf all layers or one.
+
+  Attributes:
+    weight, stored: as of `LeafSteps`.
+    own: its running norm, or None.
+  """
+
+  weight: Any
+  stored: Any
+  own: Array | None
+
+
+class _Seen(NamedTuple):
+  """What is known of a slice's gradient: its squares' sum, whether finite."""
+
+  square: Array
+  is_finite: Array
+
+
+class _Slices(NamedTuple):
+  """Steps slices."""
+
+  steps: LeafSteps
+  clip: Clipping | None
+  clip_state: Any
+
+  def step(
+    self, i: int, old: _Slice, g: Array, layer: Layer | None = None
+  ) -> tuple[_Slice, _Seen]:
+    square = jnp.sum(jnp.square(g.astype(jnp.float32)))
+    seen = _Seen(square, jnp.all(jnp.isfinite(g)))
+    scale, own = None, old.own
+    if self.clip is not None:
+      mine = own if own is None else own.reshape(())
+      scale, mine = self.clip.scale(self.clip_state, mine, square)
+      own = own if mine is None else mine.reshape(jnp.shape(own))
+    weight, stored = self.steps.step(
+      i, old.weight, g, old.stored, layer=layer, grad_scale=scale
+    )
+    return _Slice(weight, stored, own), seen
+
+
+class _Layers:
+  """One layer's forward and backward, apart from each other.
+
+  `jax.vjp` gives a function that is a tree: its arrays are what the backward
+  reads. Those that are the layer's parameters are left out between forward and
+  backward; they are in memory anyway.
+  """
+
+  def __init__(self, layer: Callable[..., Array]):
+    self._layer = layer
+    self._structure: Any = None
+    self._places: list[int | None] = []
+
+  def forward(self, x, inputs):
+    """x of the next layer, and what is saved."""
+    layer_params, per_layer = inputs
+    extra = () if per_layer is None else (per_layer,)
+    y, vjp = jax.vjp(
+      lambda params, x: self._layer(params, x, *extra), layer_params, x
+    )
+    if jax.typeof(y) != jax.typeof(x):
+      raise ValueError(
+        "step_in_backward: a layer must return what it takes, got "
+        f"{jax.typeof(y)} for {jax.typeof(x)}; cast the result"
+      )
+    leaves, self._structure = jax.tree.flatten(vjp)
+    known = jax.tree.leaves((layer_params, per_layer))
+    place = {id(leaf): n for n, leaf in enumerate(known)}
+    self._places = [place.get(id(leaf)) for leaf in leaves]
+    saved = zip(leaves, self._places, strict=True)
+    return y, [leaf for leaf, place in saved if place is None]
+
+  def backward(self, saved, layer_params, per_layer, dy):
+    """Gradients of the layer's parameters and of its input."""
+    known = jax.tree.leaves((layer_params, per_layer))
+    rest = iter(saved)
+    leaves = [next(rest) if n is None else known[n] for n in self._places]
+    return jax.tree.unflatten(self._structure, leaves)(dy)
+
+
+class _Split:
+  """Which leaves of a tree are stacked layers.
+
+  Attributes:
+    stacked, others: places of these leaves in the tree.
+    num_layers: of the stack.
+  """
+
+  def __init__(self, params: Any, stack: str):
+    is_stacked = stacked_leaves(params, stack)
+    leaves, self._treedef = jax.tree.flatten(params)
+    self.stacked = [i for i, found in enumerate(is_stacked) if found]
+    self.others = [i for i, found in enumerate(is_stacked) if not found]
+    self._words = stack.split("/")
+    sizes = {leaves[i].shape[:1] for i in self.stacked}
+    if len(sizes) != 1 or sizes == {()}:
+      raise ValueError(
+        "step_in_backward: parameters of the stack must have layers as their "
+        f"first axis, got {sorted(sizes) or 'no parameters'} below {stack!r}; "
+        "pass stack, the path of the stacked layers' subtree"
+      )
+    [[self.num_layers]] = sizes
+    only = dict.fromkeys(self.stacked, True)
+    subtree = self._subtree([only.get(i) for i in range(len(leaves))])
+    self._layers = jax.tree.structure(subtree)
+
+  def outer(self, params: Any) -> Any:
+    """`params` with None for stacked leaves."""
+    leaves: list[Any] = jax.tree.leaves(params)
+    for i in self.stacked:
+      leaves[i] = None
+    return self._treedef.unflatten(leaves)
+
+  def layers(self, params: Any) -> Any:
+    """The stack's subtree."""
+    leaves = jax.tree.leaves(params)
+    return self.layer_of([leaves[i] for i in self.stacked])
+
+  def layer_of(self, leaves: list[Any]) -> Any:
+    """The stack's subtree with these leaves."""
+    return self._layers.unflatten(leaves)
+
+  def _subtree(self, leaves: list[Any]) -> Any:
+    node = self._treedef.unflatten(leaves)
+    for word in self._words:
+      is_mapping = isinstance(node, Mapping)
+      node = node[word] if is_mapping else getattr(node, word)
+    return node
+
+
+def _running_norms(clip, clip_state, count: int) -> list[Array | None]:
+  if clip is None or clip.rule != "adaptive":
+    return [None] * count
+  return jax.tree.leaves(clip_state.own)
+
+
+def _parameter(weight: Any) -> Array:
+  """The array that a layer reads, of one layer."""
+  return jax.tree.leaves(weight)[0][0]
+
+
+def _take(stacked: Any, index: Array) -> Any:
+  """One layer, [1, ...], of each array; scalars as they are."""
+  return jax.tree.map(
+    lambda x: lax.dynamic_slice_in_dim(x, index, 1) if x.ndim else x, stacked
+  )
+
+
+def _put(stacked: Any, new: Any, index: Array) -> Any:
+  """The inverse of `_take`."""
+  return jax.tree.map(
+    lambda x, y: (
+      lax.dynamic_update_slice_in_dim(x, y, index, 0) if x.ndim else x
+    ),
+    stacked,
+    new,
+  )
