@@ -27,6 +27,7 @@ from coat_jax.optimizer.fused import FusedTransformation as FusedTransformation
 from coat_jax.optimizer.fused import fused_coat_adamw as fused_coat_adamw
 from coat_jax.optimizer.in_backward import BackwardStep as BackwardStep
 from coat_jax.optimizer.in_backward import step_in_backward as step_in_backward
+from coat_jax.optimizer.leafwise import leafwise as leafwise
 from coat_jax.optimizer.masks import (
   default_quantize_mask as default_quantize_mask,
 )

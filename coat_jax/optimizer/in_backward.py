@@ -7,16 +7,17 @@ once and writes its weights and moments where they were read, so that gradients
 of one layer exist at a time:
 
   forward   scan: x_l+1, and what layer l saves for its backward
-  after     the loss, its gradients of x_L and of parameters outside the stack
+  after     the loss; its gradients of x_L and of parameters outside the stack,
+            which are stepped at once if `before` does not use them
   backward  scan from the last layer to the first; its carry is the gradient of
             x, all stacked weights and all that the optimizer stores of them
-  before    gradients of what precedes the stack; parameters outside it
+  before    gradients of what precedes the stack, and their step
 
 The carry is updated in place where the caller donates parameters and state.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +27,7 @@ from coat_jax.optimizer.clipping import Clipping, ClipState
 from coat_jax.optimizer.leaves import Layer, LeafSteps
 
 
+@runtime_checkable
 class LeafwiseOptimizer(Protocol):
   """An optimizer that takes its step leaf by leaf."""
 
@@ -126,11 +128,28 @@ def step_in_backward(
       f"step_in_backward: after must return a scalar, got {loss.shape}; return "
       "the mean of the loss"
     )
-  outer_grads, dx = after_vjp(jnp.ones_like(loss))
+  after_grads, dx = after_vjp(jnp.ones_like(loss))
+  after_grads = dict(
+    zip(split.others, jax.tree.leaves(after_grads), strict=True)
+  )
 
-  # Backward through the stack: leaves are lists, of the stacked ones only.
+  # What only the loss uses, an output projection, before all else.
   own = _running_norms(clip, clip_state, len(steps.weights))
   slices = _Slices(steps, clip, clip_state)
+  done: dict[int, _Slice] = {}
+  seen: dict[int, _Seen] = {}
+
+  def step_leaf(i, g):
+    whole = _Slice(steps.weights[i], steps.stored[i], own[i])
+    done[i], seen[i] = slices.step(i, whole, g)
+
+  is_used = dict(zip(split.others, _uses(before, outer), strict=True))
+  for i in split.others:
+    if not is_used[i]:
+      step_leaf(i, after_grads[i])
+  dx, done = lax.optimization_barrier((dx, done))
+
+  # Backward through the stack: lists have an entry for each stacked leaf.
 
   def backward(carry, inputs):
     dx, stacked = carry
@@ -155,17 +174,15 @@ def step_in_backward(
   inputs = jnp.arange(split.num_layers, dtype=jnp.int32), residuals, per_layer
   (dx, stacked), found = lax.scan(backward, (dx, start), inputs, reverse=True)
 
-  # What is outside the stack.
+  for i, new, all_seen in zip(split.stacked, stacked, found, strict=True):
+    done[i] = new
+    seen[i] = _Seen(jnp.sum(all_seen.square), jnp.all(all_seen.is_finite))
+
+  # What precedes the stack, and the loss may use too.
   (before_grads,) = before_vjp(dx)
-  done = dict(zip(split.stacked, stacked, strict=True))
-  seen = {
-    i: _Seen(jnp.sum(each.square), jnp.all(each.is_finite))
-    for i, each in zip(split.stacked, found, strict=True)
-  }
-  grads = zip(*map(jax.tree.leaves, (outer_grads, before_grads)), strict=True)
-  for i, (of_after, of_before) in zip(split.others, grads, strict=True):
-    whole = _Slice(steps.weights[i], steps.stored[i], own[i])
-    done[i], seen[i] = slices.step(i, whole, of_after + of_before)
+  for i, g in zip(split.others, jax.tree.leaves(before_grads), strict=True):
+    if is_used[i]:
+      step_leaf(i, after_grads[i] + g)
 
   in_order = [done[i] for i in range(len(done))]
   new_params, new_state = steps.end(
@@ -331,6 +348,14 @@ def _running_norms(clip, clip_state, count: int) -> list[Array | None]:
   if clip is None or clip.rule != "adaptive":
     return [None] * count
   return jax.tree.leaves(clip_state.own)
+
+
+def _uses(before: Callable[[Any], Array], outer: Any) -> list[bool]:
+  """Whether `before` reads each leaf of `outer`."""
+  jaxpr = jax.make_jaxpr(before)(outer).jaxpr
+  read = {id(v) for equation in jaxpr.eqns for v in equation.invars}
+  read |= {id(v) for v in jaxpr.outvars}
+  return [id(v) in read for v in jaxpr.invars]
 
 
 def _parameter(weight: Any) -> Array:

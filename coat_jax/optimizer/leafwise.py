@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Any optax transformation that works leaf by leaf, as `LeafSteps`."""
+
+from typing import Any, NamedTuple
+
+import jax
+import optax
+
+from coat_jax.optimizer.leaves import LeafSteps
+from coat_jax.optimizer.masks import leaf_paths
+
+
+class LeafwiseTransformation(NamedTuple):
+  """An optax transformation, to be stepped leaf by leaf.
+
+  Attributes:
+    init: of the transformation.
+    begin: `begin(params, state)`, a `LeafSteps`.
+  """
+
+  init: Any
+  begin: Any
+
+
+def leafwise(tx: optax.GradientTransformation) -> LeafwiseTransformation:
+  """Has `step_in_backward` take an optax transformation.
+
+  Args:
+    tx: one whose update of a leaf depends on this leaf alone, such as
+      `optax.adamw` or `optax.lion`. Of stacked leaves it sees one layer at a
+      time: [1, ...], so that what is computed of a whole leaf (a norm, factored
+      second moments) is of one layer. Masks have to be functions.
+
+  Returns:
+    What `step_in_backward` takes as its optimizer.
+
+  Raises:
+    ValueError: (by `begin`) an update depends on other leaves, as after
+      clipping by the global norm.
+
+  Examples:
+    >>> optimizer = leafwise(optax.adamw(3e-4))
+    >>> state = optimizer.init(params)
+  """
+
+  def begin(params: Any, state: Any) -> LeafSteps:
+    _check(tx, params, state)
+    leaves, treedef = jax.tree.flatten(params)
+    places = treedef.unflatten(range(len(leaves)))
+    stored: list[list[Any]] = [[] for _ in leaves]
+
+    def take(x, i):
+      stored[i].append(x)
+      return _Slot(i, len(stored[i]) - 1)
+
+    # The state with slots in place of what belongs to a leaf.
+    slots = optax.tree.map_params(tx, take, state, places)
+
+    def state_of(only: int | None, kept: Any) -> Any:
+      return jax.tree.map(
+        lambda x: _filled(x, only, kept), slots, is_leaf=_is_slot
+      )
+
+    def tree_of(only: int, x: Any) -> Any:
+      return treedef.unflatten(
+        [x if i == only else None for i in range(len(leaves))]
+      )
+
+    def step(i, weight, g, kept, *, layer=None, grad_scale=None):
+      del layer
+      g = g if grad_scale is None else (g * grad_scale).astype(g.dtype)
+      update, new = tx.update(
+        tree_of(i, g), state_of(i, kept), tree_of(i, weight)
+      )
+      new_kept: list[Any] = []
+      optax.tree.map_params(tx, new_kept.append, new)
+      weight = optax.apply_updates(weight, jax.tree.leaves(update)[0])
+      return weight, new_kept
+
+    def end(weights, all_kept):
+      # What belongs to no leaf, a count, is that of an update of no leaves.
+      nothing = tree_of(-1, None)
+      _, rest = tx.update(nothing, state_of(None, ()), nothing)
+      shared = iter(jax.tree.leaves(rest))
+      new = jax.tree.map(
+        lambda x: all_kept[x.leaf][x.place] if _is_slot(x) else next(shared),
+        slots,
+        is_leaf=_is_slot,
+      )
+      return treedef.unflatten(weights), new
+
+    return LeafSteps(leaves, stored, step, end)
+
+  return LeafwiseTransformation(tx.init, begin)
+
+
+class _Slot:
+  """Where in a state what belongs to a leaf was."""
+
+  def __init__(self, leaf: int, place: int):
+    self.leaf, self.place = leaf, place
+
+
+def _is_slot(x: Any) -> bool:
+  return isinstance(x, _Slot)
+
+
+def _filled(x: Any, only: int | None, kept: Any) -> Any:
+  if not _is_slot(x):
+    return x
+  return kept[x.place] if x.leaf == only else None
+
+
+def _check(tx: optax.GradientTransformation, params: Any, state: Any) -> None:
+  """Raises where the update of a leaf depends on another leaf's gradient."""
+  leaves, treedef = jax.tree.flatten(params)
+
+  def updates(*grads):
+    return jax.tree.leaves(
+      tx.update(treedef.unflatten(grads), state, params)[0]
+    )
+
+  jaxpr = jax.make_jaxpr(updates)(*leaves).jaxpr
+  paths = [path for path, _ in leaf_paths(params)]
+  found = _dependencies(jaxpr, [{i} for i in range(len(leaves))])
+  for i, depends in enumerate(found):
+    if others := depends - {i}:
+      raise ValueError(
+        "leafwise: the update of a leaf must depend on its own gradient, got "
+        f"one of {paths[i]!r} that depends on {paths[min(others)]!r}, as after "
+        "clipping by the global norm; leave that out, and pass clip to "
+        "step_in_backward"
+      )
+
+
+def _dependencies(jaxpr, inputs: list[set[int]]) -> list[set[int]]:
+  """On which inputs each result depends."""
+  of = {id(v): each for v, each in zip(jaxpr.invars, inputs, strict=True)}
+  for equation in jaxpr.eqns:
+    mine = [of.get(id(v), set()) for v in equation.invars]
+    inner = equation.params.get("jaxpr")
+    if equation.primitive.name == "jit" and inner is not None:
+      outputs = _dependencies(inner.jaxpr, mine)
+    else:
+      outputs = [set().union(*mine)] * len(equation.outvars)
+    of |= {id(v): x for v, x in zip(equation.outvars, outputs, strict=True)}
+  return [of.get(id(v), set()) for v in jaxpr.outvars]

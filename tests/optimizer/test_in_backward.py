@@ -1,0 +1,301 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A step inside the backward pass is the ordinary step, bit for bit.
+
+The oracle is plain autodiff of the whole loss and then `optimizer.apply`, or
+optax.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+
+from coat_jax import (
+  Clipping,
+  ClipState,
+  codecs,
+  fused_coat_adamw,
+  leafwise,
+  step_in_backward,
+)
+from tests.matrices import quick
+
+LAYERS, WIDTH, WORDS, STEPS = 3, 128, 32, 20
+
+
+def initial(is_tied):
+  keys = jax.random.split(jax.random.key(0), 4)
+  normal = jax.random.normal
+  params = {
+    "embedding": 0.3 * normal(keys[0], (WORDS, WIDTH)),
+    "layers": {
+      "down": 0.1 * normal(keys[1], (LAYERS, 2 * WIDTH, WIDTH)),
+      "scale": jnp.ones((LAYERS, WIDTH)),
+      "up": 0.1 * normal(keys[2], (LAYERS, WIDTH, 2 * WIDTH)),
+    },
+  }
+  if not is_tied:
+    params["head"] = 0.1 * normal(keys[3], (WIDTH, WORDS))
+  return params
+
+
+def before(tokens, outer):
+  return outer["embedding"][tokens]
+
+
+def layer(params, x):
+  x_scaled = x * params["scale"][None, None]
+  return x + jnp.tanh(x_scaled @ params["up"]) @ params["down"]
+
+
+def after(tokens, outer, x):
+  head = outer["head"] if "head" in outer else outer["embedding"].T
+  log_p = jax.nn.log_softmax(x @ head)
+  return -jnp.mean(jnp.take_along_axis(log_p, tokens[..., None], -1))
+
+
+def batch(step):
+  tokens = jax.random.randint(jax.random.key(step), (4, 8), 0, WORDS)
+  return tokens, (7 * tokens + 3) % WORDS
+
+
+def loss_fn(params, tokens, targets):
+  x = before(tokens, params)
+  x = lax.scan(lambda x, p: (layer(p, x), None), x, params["layers"])[0]
+  return after(targets, params, x)
+
+
+def halved():
+  """Clips to a half at every step: the norm before is twice the limit."""
+  state = ClipState(jnp.int32(1), jnp.float32(2), ())
+  return dict(clip=Clipping("previous", 1.0), clip_state=state)
+
+
+def train_ordinarily(optimizer, params, grad_scale):
+  @jax.jit
+  def step(params, state, tokens, targets):
+    loss, grads = jax.value_and_grad(loss_fn)(params, tokens, targets)
+    params, state = optimizer.apply(grads, state, params, grad_scale=grad_scale)
+    return params, state, (loss, optax.tree.norm(grads))
+
+  return run(step, optimizer, params)
+
+
+def train_in_backward(optimizer, params, layer=layer, **clipping):
+  @jax.jit
+  def step(params, state, tokens, targets):
+    done = step_in_backward(
+      optimizer,
+      params,
+      state,
+      before=functools.partial(before, tokens),
+      layer=layer,
+      after=functools.partial(after, targets),
+      **clipping,
+    )
+    assert not clipping or done.clip_state
+    return done.params, done.state, (done.loss, done.grad_norm)
+
+  return run(step, optimizer, params)
+
+
+def run(step, optimizer, params):
+  state, found = optimizer.init(params), []
+  for i in range(STEPS):
+    params, state, values = step(params, state, *batch(i))
+    found.append(values)
+  return params, state, np.array(found)
+
+
+def assert_same_bits(a, b):
+  pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+  assert all(x.tobytes() == y.tobytes() for x, y in jax.device_get(list(pairs)))
+
+
+@pytest.mark.parametrize(
+  ("codec", "is_tied"),
+  quick(
+    1,
+    [
+      (codecs.coat(), True),
+      (codecs.coat(rounding="nearest"), False),
+      (codecs.log8(), False),
+      (codecs.log8(), True),
+    ],
+  ),
+)
+def test_step_is_the_ordinary_one(codec, is_tied):
+  optimizer = fused_coat_adamw(3e-3, codec=codec, weight_decay=0.1)
+  params = initial(is_tied)
+  *expected, values = train_ordinarily(optimizer, params, 0.5)
+  *got, found = train_in_backward(optimizer, params, **halved())
+  assert_same_bits(got, expected)
+  np.testing.assert_allclose(found, values, rtol=1e-6)
+  assert values[0, 0] - values[-1, 0] > 0.1  # It learns.
+
+
+def test_checkpointed_layer_takes_the_same_step():
+  optimizer = fused_coat_adamw(3e-3, codec=codecs.float32())
+  params = initial(False)
+  checkpointed = jax.checkpoint(layer, prevent_cse=False)
+  *expected, values = train_in_backward(optimizer, params)
+  *got, found = train_in_backward(optimizer, params, layer=checkpointed)
+  np.testing.assert_allclose(found, values, rtol=1e-4)
+  close = functools.partial(np.testing.assert_allclose, atol=1e-4)
+  jax.tree.map(close, got[0], expected[0])
+
+
+def test_only_what_layers_save_is_between_forward_and_backward():
+  optimizer = leafwise(optax.sgd(1e-3))
+  params = initial(False)
+  tokens, targets = batch(0)
+
+  def step(params, state):
+    return step_in_backward(
+      optimizer,
+      params,
+      state,
+      before=functools.partial(before, tokens),
+      layer=jax.checkpoint(layer),
+      after=functools.partial(after, targets),
+    )
+
+  jaxpr = jax.make_jaxpr(step)(params, optimizer.init(params)).jaxpr
+  forward, backward = [e for e in jaxpr.eqns if e.primitive.name == "scan"]
+  assert not forward.params["reverse"] and backward.params["reverse"]
+  x, *saved = [v.aval.shape for v in forward.outvars]
+  assert x == (4, 8, WIDTH)
+  # Of a checkpointed layer its input alone, once: no parameter.
+  assert saved == [(LAYERS, 4, 8, WIDTH)]
+
+
+def test_layers_see_their_slice_of_further_arrays():
+  optimizer = leafwise(optax.sgd(1e-3))
+  params = initial(False)
+  gains = jnp.array([0.5, 1.0, 2.0])
+  tokens, targets = batch(0)
+
+  def gained(params, x, gain):
+    return x + gain * (layer(params, x) - x)
+
+  def whole(params):
+    x = before(tokens, params)
+    for i in range(LAYERS):
+      each = jax.tree.map(lambda p, i=i: p[i], params["layers"])
+      x = gained(each, x, gains[i])
+    return after(targets, params, x)
+
+  done = step_in_backward(
+    optimizer,
+    params,
+    optimizer.init(params),
+    before=functools.partial(before, tokens),
+    layer=gained,
+    after=functools.partial(after, targets),
+    per_layer=gains,
+  )
+  loss, grads = jax.value_and_grad(whole)(params)
+  np.testing.assert_allclose(done.loss, loss, rtol=1e-5)
+  np.testing.assert_allclose(done.grad_norm, optax.tree.norm(grads), rtol=1e-5)
+
+
+@pytest.mark.parametrize("is_tied", quick(1, [False, True]))
+def test_optax_transformations_step_leaf_by_leaf(is_tied):
+  def decayed(params):
+    return jax.tree.map(lambda p: p.ndim > 1, params)
+
+  tx = optax.adamw(
+    optax.linear_schedule(1e-2, 1e-3, STEPS), weight_decay=0.1, mask=decayed
+  )
+  params = initial(is_tied)
+  *got, _ = train_in_backward(leafwise(tx), params)
+  expected, state = params, tx.init(params)
+  for i in range(STEPS):
+    grads = jax.grad(loss_fn)(expected, *batch(i))
+    updates, state = tx.update(grads, state, expected)
+    expected = optax.apply_updates(expected, updates)
+  close = functools.partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-5)
+  jax.tree.map(close, got, [expected, state])
+
+
+def test_what_depends_on_other_leaves_is_refused():
+  tx = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1e-2))
+  optimizer = leafwise(tx)
+  params = initial(False)
+  with pytest.raises(ValueError, match="'embedding' that depends on 'head'"):
+    optimizer.begin(params, optimizer.init(params))
+
+
+def test_gradients_that_are_not_finite_are_named():
+  optimizer = leafwise(optax.sgd(1e-3))
+  params = initial(False)
+  tokens, targets = batch(0)
+
+  @jax.custom_vjp
+  def spoil(x):
+    return x
+
+  spoil.defvjp(lambda x: (x, None), lambda _, g: (g * jnp.nan,))
+
+  def spoiled(params, x):
+    return layer(params | {"scale": spoil(params["scale"])}, x)
+
+  done = step_in_backward(
+    optimizer,
+    params,
+    optimizer.init(params),
+    before=functools.partial(before, tokens),
+    layer=spoiled,
+    after=functools.partial(after, targets),
+  )
+  paths = [path for path, _ in jax.tree.leaves_with_path(params)]
+  bad = [
+    jax.tree_util.keystr(path, simple=True, separator="/")
+    for path, is_finite in zip(paths, done.is_finite, strict=True)
+    if not is_finite
+  ]
+  assert bad == ["layers/scale"]
+  assert jnp.isfinite(done.loss) and not jnp.isfinite(done.grad_norm)
+
+
+@pytest.mark.parametrize(
+  ("stack", "said"), [("blocks", "no parameters below 'blocks'"), ("", "")]
+)
+def test_stack_that_is_not_there_is_refused(stack, said):
+  optimizer = fused_coat_adamw(1e-3)
+  params = initial(False)
+  with pytest.raises(ValueError, match=f"step_in_backward: .*{said}"):
+    step_in_backward(
+      optimizer,
+      params,
+      optimizer.init(params),
+      before=functools.partial(before, batch(0)[0]),
+      layer=layer,
+      after=functools.partial(after, batch(0)[1]),
+      stack=stack,
+    )
+
+
+@pytest.mark.parametrize(
+  ("wrong", "said"),
+  [
+    (dict(layer=lambda p, x: layer(p, x).astype("bfloat16")), "a layer must"),
+    (dict(after=lambda outer, x: x[0]), "after must return a scalar"),
+  ],
+)
+def test_functions_that_return_something_else_are_refused(wrong, said):
+  optimizer = fused_coat_adamw(1e-3)
+  params = initial(False)
+  functions = dict(
+    before=functools.partial(before, batch(0)[0]),
+    layer=layer,
+    after=functools.partial(after, batch(0)[1]),
+  )
+  with pytest.raises(ValueError, match=f"step_in_backward: {said}"):
+    step_in_backward(
+      optimizer, params, optimizer.init(params), **functions | wrong
+    )
