@@ -219,7 +219,7 @@ class TrainConfig:
       ),
       "report_state": (
         self.report_state,
-        "its exact moments need all gradients; leave it out",
+        "its exact moments need all gradients; pass --no-report-state",
       ),
     }
     for option, (is_set, reason) in impossible.items():

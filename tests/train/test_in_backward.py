@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training with the optimizer's step in the backward pass."""
+
+import dataclasses
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+from tests.attacks.equality import check_runs
+from tests.matrices import quick
+from tests.train import steps
+from tests.train.runs import run
+from tests.train.steps import EXACT, SMALL, Trained, largest_difference, on
+
+# No gradient is as large: every scale is 1, whatever the order of sums.
+UNCLIPPED = 1e9
+
+
+def with_clip(config, clip, grad_clip=UNCLIPPED):
+  optim = dataclasses.replace(config.optim, clip=clip, grad_clip=grad_clip)
+  return dataclasses.replace(config, optim=optim)
+
+
+def in_backward(config):
+  return dataclasses.replace(config, optimizer_in_backward=True)
+
+
+def tied(config):
+  model = dataclasses.replace(config.model, tied_embeddings=True)
+  return dataclasses.replace(config, model=model)
+
+
+@pytest.mark.parametrize(
+  "config",
+  quick(
+    1,
+    [
+      on(SMALL, "", recipe="bf16"),
+      SMALL,
+      on(tied(SMALL), "", recipe="bf16", compute="float32"),
+      on(SMALL, "fsdp=2"),
+      on(tied(EXACT), "data=2,fsdp=2,tensor=2"),
+      on(SMALL, "fsdp=2", recipe="bf16"),
+      on(SMALL, "", weight_cache="codes"),
+    ],
+  ),
+)
+def test_steps_are_the_ordinary_ones(config, monkeypatch):
+  monkeypatch.setattr(steps, "STEPS", 20)
+  config = with_clip(config, "previous")
+  ordinary = Trained(config).run()
+  other = Trained(in_backward(config)).run()
+  assert ordinary.losses == other.losses
+  assert ordinary.losses[0] - ordinary.losses[-1] > 0.1
+  pairs = zip(
+    jax.tree.leaves((ordinary.state.params, ordinary.state.optimizer)),
+    jax.tree.leaves((other.state.params, other.state.optimizer)),
+    strict=True,
+  )
+  for x, y in pairs:
+    assert x.sharding.is_equivalent_to(y.sharding, x.ndim)
+    assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["", "fsdp=2"])
+def test_adaptive_clipping_is_that_of_whole_gradients(mesh):
+  config = with_clip(on(SMALL, mesh), "adaptive", grad_clip=0.1)
+  config = dataclasses.replace(config, recipe="bf16", compute="float32")
+  ordinary, other = (Trained(x).run() for x in (config, in_backward(config)))
+  assert largest_difference(ordinary, other) <= 1e-5
+  norms = (jax.tree.leaves(x.state.clip.own) for x in (ordinary, other))
+  for x, y in zip(*norms, strict=True):
+    assert x.shape in ((), (SMALL.model.num_layers,))
+    np.testing.assert_allclose(x, y, rtol=1e-3)
+
+
+@pytest.mark.slow
+def test_run_is_resumed_with_its_norms(tmp_path):
+  options = dict(optim__clip="adaptive", optim__grad_clip=0.1)
+  flags = "--optimizer-in-backward", "--no-report-state"
+  whole, parts = tmp_path / "whole", tmp_path / "parts"
+  assert run(whole, *flags, **options) == 0
+  assert run(parts, *flags, **options) == 0
+  shutil.rmtree(parts / "checkpoints" / "8")  # As of a run that was killed.
+  assert run(parts, *flags, "--resume", **options) == 0
+  check_runs(parts, whole)
+
+
+@pytest.mark.slow
+def test_gradient_that_is_not_finite_stops_the_run(tmp_path, capsys):
+  out = tmp_path / "out"
+  options = dict(optim__lr=1e37, save_every=3, optim__warmup=0)
+  flags = "--optimizer-in-backward", "--no-report-state"
+  assert run(out, *flags, optim__clip="adaptive", **options) == 1
+  errors = capsys.readouterr().err
+  assert "step 2 has loss nan" in errors
+  assert "not finite in embedding, " in errors and "mlp/down" in errors
+
+
+@pytest.mark.parametrize(
+  "values, words",
+  [
+    (dict(accumulate=2), "got accumulate 2: each microbatch would be a step"),
+    (dict(report_state=True), "got report_state: .* pass --no-report-state"),
+    (dict(optim=SMALL.optim), "got optim.clip global: .* --optim.clip adap"),
+  ],
+)
+def test_what_needs_all_gradients_is_refused(values, words):
+  config = with_clip(SMALL, "adaptive")
+  with pytest.raises(ValueError, match=words):
+    dataclasses.replace(config, optimizer_in_backward=True, **values)
