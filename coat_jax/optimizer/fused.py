@@ -20,6 +20,7 @@ from coat_jax import codecs, stochastic
 from coat_jax.ops.dispatch import explain
 from coat_jax.ops.types import Implementation
 from coat_jax.optimizer import adam, moments, shards
+from coat_jax.optimizer.leaves import LeafSteps
 from coat_jax.optimizer.masks import QuantizeMask, leaf_paths
 from coat_jax.optimizer.state import (
   ScaleByCoatAdamState,
@@ -39,12 +40,15 @@ class FusedTransformation(NamedTuple):
     apply: `apply(grads, state, params, *, grad_scale=None)`, the new parameters
       and the new state. `grad_scale` is a scalar that multiplies the gradients
       first, such as min(1, max_norm / global_norm).
+    begin: `begin(params, state)`, the same step leaf by leaf, for
+      `step_in_backward`: a `LeafSteps`.
     explain: `explain(params)`, by path which implementation a leaf gets and
       why, on the platform that a program is compiled for.
   """
 
   init: Callable[[optax.Params], ScaleByCoatAdamState]
   apply: Callable[..., tuple[optax.Params, ScaleByCoatAdamState]]
+  begin: Callable[[optax.Params, ScaleByCoatAdamState], LeafSteps]
   explain: Callable[[optax.Params], dict[str, str]]
 
 
@@ -126,39 +130,53 @@ def fused_coat_adamw(
     *,
     grad_scale: ArrayLike | None = None,
   ) -> tuple[optax.Params, ScaleByCoatAdamState]:
-    return step(adam.adamw_step, grads, state, params, grad_scale)
+    if grad_scale is not None:
+      grad_scale = jnp.asarray(grad_scale, jnp.float32)
+    pairs = pair_leaves(op, grads, state)
+    steps = begin(adam.adamw_step, params, state)
+    new = [
+      steps.step(i, weight, g, stored, grad_scale=grad_scale)
+      for i, (weight, (g, stored)) in enumerate(
+        zip(steps.weights, pairs, strict=True)
+      )
+    ]
+    return steps.end(*zip(*new, strict=True)) if new else steps.end((), ())
 
-  def step(adamw_step, grads, state, params, grad_scale):
+  def begin_fn(params: optax.Params, state: ScaleByCoatAdamState) -> LeafSteps:
+    return begin(adam.adamw_step, params, state)
+
+  def begin(adamw_step, params, state) -> LeafSteps:
     count = optax.safe_increment(state.count)
     scalars = adam.adam_scalars(count, b1, b2, eps, eps_root)
     rate, decay = (
       jnp.asarray(x(state.count) if callable(x) else x, jnp.float32)
       for x in (learning_rate, weight_decay)
     )
-    if grad_scale is not None:
-      grad_scale = jnp.asarray(grad_scale, jnp.float32)
     leaves, treedef = jax.tree.flatten(params)
-    pairs = pair_leaves(op, grads, state)
-    new_leaves, new_stored = [], []
-    where = shards.shardings_of(op, shardings, [stored for _, stored in pairs])
-    for i, (p, (g, stored), decayed) in enumerate(
-      zip(leaves, pairs, _decayed(mask, params), strict=True)
-    ):
+    all_stored = [stored for _, stored in pair_leaves(op, params, state)]
+    where = shards.shardings_of(op, shardings, all_stored)
+    decayed = _decayed(mask, params)
+
+    def step(i, weight, g, stored, *, layer=None, grad_scale=None):
       key = stochastic.leaf_key(seed, count, i)
-      p, stored = shards.run_on_shards(
+      leaf_decay = decay if decayed[i] else 0 * decay
+      return shards.run_on_shards(
         adamw_step,
         where[i],
-        (p, g),
+        (weight, g),
         stored,
         jnp.stack([key, parameter_key(seed, count, i)]),
         scalars,
-        adam.StepScalars(rate, decay if decayed else 0 * decay, grad_scale),
+        adam.StepScalars(rate, leaf_decay, grad_scale),
         groups=moments.stored_groups(op, stored, codec.groups, codec.name),
+        layer=layer,
         implementation=implementation,
       )
-      new_leaves.append(p)
-      new_stored.append(stored)
-    return treedef.unflatten(new_leaves), next_state(state, count, new_stored)
+
+    def end(weights, stored):
+      return treedef.unflatten(weights), next_state(state, count, stored)
+
+    return LeafSteps(leaves, all_stored, step, end)
 
   def explain_fn(params: optax.Params) -> dict[str, str]:
     found = []
@@ -169,13 +187,16 @@ def fused_coat_adamw(
       return adam.adamw_step.definition(*args, **kwargs)
 
     def whole_step(params):
-      return step(explained, params, init_fn(params), params, None)
+      steps = begin(explained, params, init_fn(params))
+      leaves = zip(steps.weights, steps.stored, strict=True)
+      for i, (weight, stored) in enumerate(leaves):
+        steps.step(i, weight, weight, stored)
 
     jax.eval_shape(whole_step, params)
     paths = [path for path, _ in leaf_paths(params)]
     return dict(zip(paths, found, strict=True))
 
-  return FusedTransformation(init_fn, apply_fn, explain_fn)
+  return FusedTransformation(init_fn, apply_fn, begin_fn, explain_fn)
 
 
 def _decayed(mask: Any, params: optax.Params) -> list[bool]:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import Array, P
 from jax.sharding import NamedSharding
 
+from coat_jax.optimizer.leaves import Layer
 from coat_jax.optimizer.moments import GroupCodecs, Stored
 
 
@@ -52,64 +53,81 @@ def shardings_of(
 
 
 def run_on_shards(
-  step: Callable[..., tuple[Array, Stored]],
+  step: Callable[..., tuple[Any, Stored]],
   sharding: NamedSharding | None,
-  arrays: tuple[Array, ...],
+  arrays: tuple[Any, ...],
   stored: Stored,
   *scalars: Any,
   groups: GroupCodecs,
+  layer: Layer | None = None,
   **kwargs: Any,
-) -> tuple[Array, Stored]:
+) -> tuple[Any, Stored]:
   """`step(*arrays, stored, *scalars, groups=groups, ...)`, shard by shard.
 
   Args:
     step: `adam.adam_update` or `adam.adamw_step`.
     sharding: of the leaf. None, or groups that are split over devices, leave
       the step to XLA.
-    arrays: of the leaf's shape.
+    arrays: of the leaf's shape, or trees of such.
     stored: the leaf's moments.
     *scalars: the same for all devices.
     groups: the leaf's group codecs.
+    layer: which part of a stacked leaf the arrays are, if they are not all.
     **kwargs: static, for `step`.
 
   Returns:
     What `step` returns.
+
+  Raises:
+    ValueError: the axis of `layer` is sharded.
   """
-  if sharding is None or not _has_whole_groups(sharding, arrays[0], groups):
-    return step(*arrays, stored, *scalars, groups=groups, **kwargs)
-  whole, spec = arrays[0].shape, sharding.spec
+  shape = jax.tree.leaves(arrays)[0].shape
+  whole, first = shape, None
+  if layer is not None:
+    whole = (layer.count, *shape[1:])
+    first = jnp.zeros(len(shape), jnp.uint32).at[0].set(layer.index)
+  if sharding is None or not _has_whole_groups(sharding, shape, groups):
+    place = {} if first is None else dict(start=first, whole=whole)
+    return step(*arrays, stored, *scalars, groups=groups, **place, **kwargs)
+  spec = sharding.spec
+  if layer is not None and spec[:1] not in ((), (None,)):
+    raise ValueError(
+      "step_in_backward: stacked parameters must be whole along their axis of "
+      f"layers on each device, got {spec}; shard other axes"
+    )
   of_stored = jax.tree.map(lambda x: spec if x.ndim else P(), stored)
 
-  def local(arrays, stored, scalars):
+  def local(arrays, stored, scalars, first):
+    start = _start(spec, jax.tree.leaves(arrays)[0].shape)
     return step(
       *arrays,
       stored,
       *scalars,
       groups=groups,
-      start=_start(spec, arrays[0].shape),
+      start=start if first is None else start + first,
       whole=whole,
       **kwargs,
     )
 
   mesh = jax.sharding.get_abstract_mesh()
   if mesh.explicit_axes:
-    arrays = tuple(jax.sharding.reshard(x, spec) for x in arrays)
+    arrays = jax.tree.map(lambda x: jax.sharding.reshard(x, spec), arrays)
     stored = jax.tree.map(jax.sharding.reshard, stored, of_stored)
   return jax.shard_map(
     local,
     mesh=sharding.mesh if mesh.empty else None,
-    in_specs=(spec, of_stored, P()),
+    in_specs=(spec, of_stored, P(), P()),
     out_specs=(spec, of_stored),
     check_vma=False,
-  )(arrays, stored, scalars)
+  )(arrays, stored, scalars, first)
 
 
-def _has_whole_groups(sharding, x, groups: GroupCodecs) -> bool:
-  if not x.ndim:
+def _has_whole_groups(sharding, shape, groups: GroupCodecs) -> bool:
+  if not shape:
     return True
-  share = sharding.shard_shape(x.shape)[-1]
+  share = sharding.shard_shape(shape)[-1]
   sizes = [getattr(group, "group_size", 1) for group in groups]
-  return share == x.shape[-1] or all(share % size == 0 for size in sizes)
+  return share == shape[-1] or all(share % size == 0 for size in sizes)
 
 
 def _start(spec: P, shape: tuple[int, ...]) -> Array:
