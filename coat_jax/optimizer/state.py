@@ -39,6 +39,17 @@ class ScaleByCoatAdamState(NamedTuple):
   nu_range: optax.Updates
 
 
+class LowBitsState(NamedTuple):
+  """State of `fused_coat_adamw` with weights of 24 bits.
+
+  `low` is a tree of the parameters' structure whose leaves are plain arrays.
+  The weight of a leaf that has bytes is `join_weights` of it and them.
+  """
+
+  low: Any  # shape=leaf.shape, dtype=jnp.int8; shape=() where none are kept
+  inner: ScaleByCoatAdamState
+
+
 def check_codec(op: str, codec: Any) -> None:
   """Raises a TypeError where `codec` is not a `MomentCodec`."""
   if not isinstance(codec, MomentCodec):

@@ -17,6 +17,7 @@ bits the low 8.
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -261,3 +262,23 @@ def pair_weights(op: str, params: Any, low: Any) -> list[Weight]:
       )
     out.append(SplitWeight(leaf, part))
   return out
+
+
+def unpair_weights(
+  leaves: Sequence[Weight], low: Any
+) -> tuple[list[Array], Any]:
+  """The inverse of `pair_weights`.
+
+  Args:
+    leaves: as it returns them.
+    low: the bytes that it was given, whose scalars stay.
+
+  Returns:
+    The leaves of the parameters, and the tree of bytes.
+  """
+  pairs = [
+    x if isinstance(x, SplitWeight) else (x, part)
+    for x, part in zip(leaves, jax.tree.leaves(low), strict=True)
+  ]
+  high, parts = [x for x, _ in pairs], [part for _, part in pairs]
+  return high, jax.tree.structure(low).unflatten(parts)
