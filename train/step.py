@@ -19,7 +19,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from coat_jax import (
   FusedTransformation,
-  ScaleByCoatAdamState,
   fused_coat_adamw,
   sharding,
 )
@@ -27,6 +26,8 @@ from coat_jax.layers import with_weight_cache
 from coat_jax.models import specs
 from coat_jax.models.decoder import Decoder, loss_fn
 from coat_jax.optimizer.masks import is_norm_or_bias
+from coat_jax.optimizer.state import FusedState
+from train import weights
 from train.config import TrainConfig
 
 
@@ -35,14 +36,15 @@ class TrainState(NamedTuple):
 
   Attributes:
     step: int32, steps done.
-    params: f32 master weights, nested dicts.
-    optimizer: Stored moments, and the number of updates.
+    params: Weights as layers read them, nested dicts.
+    optimizer: Stored moments and the number of updates; with params
+      bfloat16_low8 the weights' low bytes too.
     exact: f32 moments of the same gradients, for reports; () without reports.
   """
 
   step: jax.Array
   params: Any
-  optimizer: ScaleByCoatAdamState
+  optimizer: FusedState
   exact: optax.ScaleByAdamState | tuple[()]
 
 
@@ -107,6 +109,7 @@ def build_optimizer(
     codec=optim.moment_codec(),
     weight_decay=optim.weight_decay,
     mask=decays,
+    low_bits=config.params == "bfloat16_low8",
     seed=config.seed,
     implementation="xla" if config.implementation == "xla" else None,
     shardings=param_shardings,
@@ -157,13 +160,36 @@ def initial_state(
 
   On a mesh each device makes its own shards; values do not depend on the mesh.
   """
+  return initializer(config, optimizer, mesh)()
+
+
+def initializer(
+  config: TrainConfig, optimizer: FusedTransformation, mesh: Mesh | None = None
+) -> jax.stages.Wrapped:
+  """Builds the jitted function that makes `initial_state`.
+
+  Weights that are not stored in f32 are rounded to nearest; they are drawn a
+  layer at a time, so that this needs no more memory than a step.
+  """
   out_shardings = shardings(abstract_state(config, optimizer, mesh))
 
   @functools.partial(jax.jit, out_shardings=out_shardings)
   def make():
-    return _with_moments(config, optimizer, _initial_params(config))
+    if config.params == "float32":
+      return _with_moments(config, optimizer, _initial_params(config))
+    params = _initial_params(config, weights.high_of(config.params))
+    state = _with_moments(config, optimizer, params)
+    adam, zeros = weights.without_low(state.optimizer)
+    if zeros is None:
+      return state
+    low = jax.tree.map(
+      lambda zero, low: low if zero.ndim else zero,
+      zeros,
+      _initial_params(config, weights.low_of),
+    )
+    return state._replace(optimizer=weights.with_low(adam, low))
 
-  return make()
+  return make
 
 
 def shardings(abstract: Any) -> Any:
@@ -172,15 +198,24 @@ def shardings(abstract: Any) -> Any:
   return found if jax.tree.leaves(found) else None
 
 
-def _initial_params(config: TrainConfig) -> Any:
-  return nnx.to_pure_dict(nnx.split(_decoder(config), nnx.Param)[1])
+def _initial_params(config: TrainConfig, store: Callable | None = None) -> Any:
+  decoder = _decoder(config, store)
+  return nnx.to_pure_dict(nnx.split(decoder, nnx.Param)[1])
 
 
 def _with_moments(
   config: TrainConfig, optimizer: FusedTransformation, params: Any
 ) -> TrainState:
-  exact = _exact_adam(config).init(params) if config.report_state else ()
-  return TrainState(jnp.int32(0), params, optimizer.init(params), exact)
+  """Builds the state of step 0 of weights in f32, or stored ones."""
+  stored, _ = weights.store(config.params, params)
+  exact = ()
+  if config.report_state:
+    exact = _exact_adam(config).init(_in_f32(params))
+  return TrainState(jnp.int32(0), stored, optimizer.init(params), exact)
+
+
+def _in_f32(tree: Any) -> Any:
+  return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
 
 
 def train_step(
@@ -207,7 +242,7 @@ def train_step(
   def step(state, tokens):
     loss, grads = _mean_gradients(config, graph, mesh, state.params, tokens)
     # Clipped by the global norm, in the optimizer's pass over the gradients.
-    norm = optax.tree.norm(grads)
+    norm = optax.tree.norm(_in_f32(grads))
     largest = config.optim.grad_clip
     grad_scale = jnp.where(norm < largest, 1.0, largest / norm)
     params, optimizer_state = optimizer.apply(
@@ -221,7 +256,7 @@ def train_step(
     )
     exact = state.exact
     if config.report_state:
-      clipped = jax.tree.map(lambda g: g * grad_scale, grads)
+      clipped = jax.tree.map(lambda g: g * grad_scale, _in_f32(grads))
       exact = _exact_adam(config).update(clipped, exact)[1]
     state = TrainState(state.step + 1, params, optimizer_state, exact)
     return state, metrics
@@ -230,7 +265,11 @@ def train_step(
 
 
 def _mean_gradients(config, graph, mesh, params, tokens):
-  """Computes the loss and f32 gradients of a batch, a microbatch at a time."""
+  """Computes the loss and gradients of a batch, a microbatch at a time.
+
+  Gradients have the dtypes of the weights, their sums over microbatches f32 or
+  what `grad_accumulate` says.
+  """
   graph, cache = _with_cache(nnx.merge(graph, params))
 
   @jax.value_and_grad
@@ -240,7 +279,10 @@ def _mean_gradients(config, graph, mesh, params, tokens):
 
   if config.accumulate == 1:
     return share_of(params, tokens)
-  zeros = jax.tree.map(jnp.zeros_like, params)
+  small = config.grad_accumulate == "bfloat16"
+  zeros = jax.tree.map(
+    lambda p: jnp.zeros_like(p, dtype=p.dtype if small else jnp.float32), params
+  )
   if mesh is not None:
     zeros = jax.lax.with_sharding_constraint(
       zeros, specs.param_shardings(mesh, params)
@@ -335,12 +377,13 @@ def leaf_names(tree) -> list[str]:
   return [jax.tree_util.keystr(p, simple=True, separator="/") for p in paths]
 
 
-def _decoder(config: TrainConfig) -> Decoder:
+def _decoder(config: TrainConfig, store: Callable | None = None) -> Decoder:
   rngs = nnx.Rngs(config.seed)
   return Decoder(
     config.model,
     config.coat_recipe(),
     dtype=config.compute_dtype,
     remat=config.remat,
+    store=store,
     rngs=rngs,
   )

@@ -24,6 +24,7 @@ from coat_jax.optimizer import adam, moments, shards, weights
 from coat_jax.optimizer.leaves import LeafSteps
 from coat_jax.optimizer.masks import QuantizeMask, leaf_paths
 from coat_jax.optimizer.state import (
+  FusedState,
   LowBitsState,
   ScaleByCoatAdamState,
   check_codec,
@@ -32,8 +33,6 @@ from coat_jax.optimizer.state import (
   pair_leaves,
   parameter_key,
 )
-
-FusedState = ScaleByCoatAdamState | LowBitsState
 
 
 class FusedTransformation(NamedTuple):
