@@ -49,6 +49,7 @@ from train.run.checkpoint import Checkpoints, read_description, restore_state
 from train.run.description import configuration, describe
 from train.run.directory import RunDirectory
 from train.run.writing import SaveError, write_tree
+from train.schedule import learning_rate
 from train.step import TrainState
 
 # The options that decide how stored bytes are read; rounding does not.
@@ -188,7 +189,7 @@ def export_adamw(run: Path, out: Path) -> int:
   adam = jax.jit(lambda adam: to_adam_state(adam, codec))(adam)
   params = jax.jit(weights.load)(state.params, low)
   # An optimizer's arguments are not in its state, but their kinds are.
-  adamw = optax.adamw(steps.learning_rate(config), mask=steps.decays)
+  adamw = optax.adamw(learning_rate(config), mask=steps.decays)
   opt_state = jax.eval_shape(adamw.init, params)
   schedule = optax.ScaleByScheduleState(adam.count)
   opt_state = (adam, opt_state[1], schedule)

@@ -29,6 +29,7 @@ from coat_jax.optimizer.masks import is_norm_or_bias
 from coat_jax.optimizer.state import FusedState
 from train import weights
 from train.config import TrainConfig
+from train.schedule import learning_rate
 
 
 class TrainState(NamedTuple):
@@ -62,25 +63,6 @@ class StepMetrics(NamedTuple):
   grad_norm: jax.Array
   lr: jax.Array
   is_finite: jax.Array
-
-
-def learning_rate(config: TrainConfig) -> optax.Schedule:
-  """Builds the schedule: a linear warmup, then a fall until the last step.
-
-  The first update has 1 / warmup of the peak, not 0, which would waste a batch.
-  """
-  optim = config.optim
-  warmup = optim.warmup_steps(config.steps)
-  remaining = max(config.steps - warmup, 1)
-  if optim.schedule == "cosine":
-    fall = optax.cosine_decay_schedule(optim.lr, remaining, optim.min_lr_ratio)
-  else:
-    end = optim.lr * optim.min_lr_ratio
-    fall = optax.linear_schedule(optim.lr, end, remaining)
-  if not warmup:
-    return fall
-  rise = optax.linear_schedule(optim.lr / warmup, optim.lr, max(warmup - 1, 1))
-  return optax.join_schedules([rise, fall], [warmup])
 
 
 def decays(params) -> Any:
@@ -175,19 +157,11 @@ def initializer(
 
   @functools.partial(jax.jit, out_shardings=out_shardings)
   def make():
-    if config.params == "float32":
-      return _with_moments(config, optimizer, _initial_params(config))
-    params = _initial_params(config, weights.high_of(config.params))
-    state = _with_moments(config, optimizer, params)
-    adam, zeros = weights.without_low(state.optimizer)
-    if zeros is None:
-      return state
-    low = jax.tree.map(
-      lambda zero, low: low if zero.ndim else zero,
-      zeros,
-      _initial_params(config, weights.low_of),
+    return weights.draw(
+      config.params,
+      functools.partial(_initial_params, config),
+      functools.partial(_with_moments, config, optimizer),
     )
-    return state._replace(optimizer=weights.with_low(adam, low))
 
   return make
 
@@ -210,12 +184,8 @@ def _with_moments(
   stored, _ = weights.store(config.params, params)
   exact = ()
   if config.report_state:
-    exact = _exact_adam(config).init(_in_f32(params))
+    exact = _exact_adam(config).init(weights.in_f32(params))
   return TrainState(jnp.int32(0), stored, optimizer.init(params), exact)
-
-
-def _in_f32(tree: Any) -> Any:
-  return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
 
 
 def train_step(
@@ -242,7 +212,7 @@ def train_step(
   def step(state, tokens):
     loss, grads = _mean_gradients(config, graph, mesh, state.params, tokens)
     # Clipped by the global norm, in the optimizer's pass over the gradients.
-    norm = optax.tree.norm(_in_f32(grads))
+    norm = optax.tree.norm(weights.in_f32(grads))
     largest = config.optim.grad_clip
     grad_scale = jnp.where(norm < largest, 1.0, largest / norm)
     params, optimizer_state = optimizer.apply(
@@ -256,7 +226,7 @@ def train_step(
     )
     exact = state.exact
     if config.report_state:
-      clipped = jax.tree.map(lambda g: g * grad_scale, _in_f32(grads))
+      clipped = jax.tree.map(lambda g: g * grad_scale, weights.in_f32(grads))
       exact = _exact_adam(config).update(clipped, exact)[1]
     state = TrainState(state.step + 1, params, optimizer_state, exact)
     return state, metrics

@@ -59,9 +59,40 @@ def store(kind: Stored, params: Any) -> tuple[Any, Any]:
 
 def load(params: Any, low: Any) -> Any:
   """Loads stored weights in f32: the inverse of `store` up to its rounding."""
-  if low is not None:
-    params = join_weights(params, low)
-  return jax.tree.map(lambda x: x.astype(jnp.float32), params)
+  return in_f32(params if low is None else join_weights(params, low))
+
+
+def in_f32(tree: Any) -> Any:
+  """Casts a tree to f32."""
+  return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
+
+
+def draw(
+  kind: Stored,
+  draw_params: Callable[..., Any],
+  with_moments: Callable[[Any], Any],
+) -> Any:
+  """Draws weights, rounded to nearest, and makes the train state of step 0.
+
+  Args:
+    kind: As `TrainConfig.params`.
+    draw_params: Function of what `Decoder` takes as `store`: weights that are
+      not stored in f32 are drawn a layer at a time.
+    with_moments: Function of these weights that makes the state.
+
+  Returns:
+    The state, with the low bytes of these weights if it has any.
+  """
+  if kind == "float32":
+    return with_moments(draw_params())
+  state = with_moments(draw_params(high_of(kind)))
+  adam, zeros = without_low(state.optimizer)
+  if zeros is None:
+    return state
+  low = jax.tree.map(
+    lambda zero, low: low if zero.ndim else zero, zeros, draw_params(low_of)
+  )
+  return state._replace(optimizer=with_low(adam, low))
 
 
 def abstract(kind: Stored, params: Any) -> Any:
