@@ -9,8 +9,8 @@
   memory     bytes that a layer saves for its backward pass
 
 A program of your own needs `step` with `schedule` and `weights`, `config` with
-`optim_config` and `options`, `mesh`, `presets` and `data`, and no more than this
-to train on one device:
+`optim_config` and `options`, `mesh`, `presets` and `data`, and no more than
+this to train on one device:
 
 ```python
 import jax
