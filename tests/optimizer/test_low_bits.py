@@ -11,6 +11,7 @@ from coat_jax import (
   LowBitsState,
   codecs,
   from_adam_state,
+  from_integers,
   fused_coat_adamw,
   join_weights,
   split_weights,
@@ -18,6 +19,7 @@ from coat_jax import (
   state_report,
   stochastic,
   to_adam_state,
+  to_integers,
 )
 from coat_jax.optimizer.state import ScaleByCoatAdamState, parameter_key
 from tests.comparing import assert_same_bits
@@ -146,6 +148,15 @@ def test_state_bytes_count_the_low_bits():
   without, with_them = size(False), size(True)
   assert with_them.total - without.total == 70 * 100 + 32 * 256 + 1
   assert with_them.parameters == without.parameters
+
+
+def test_weights_and_state_go_through_integers():
+  optimizer = fused_coat_adamw(1e-2, low_bits=True)
+  made = split_weights(tree(0))[0], optimizer.init(tree(0))
+  integers = to_integers(made)
+  assert integers[0]["w"].dtype == jnp.uint16
+  assert integers[1].low["w"].dtype == jnp.int8
+  assert_same_bits(from_integers(integers, made), made)
 
 
 def test_weights_of_another_kind_are_refused():

@@ -122,6 +122,8 @@ def test_shards_together_are_the_step_of_one_device(name, codec, dtype, kind):
   for leaf, (shape, spec) in LEAVES.items():
     where = NamedSharding(mesh, spec)
     assert got[0][leaf].sharding.is_equivalent_to(where, len(shape))
+    if name == "low_bits" and leaf != "norm":
+      assert got[1].low[leaf].sharding.is_equivalent_to(where, len(shape))
 
 
 def test_every_leaf_runs_inside_shard_map(monkeypatch):
