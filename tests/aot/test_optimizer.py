@@ -60,6 +60,15 @@ def test_update_for_optax_is_one_kernel_a_leaf():
   assert not whole_copies(compiled)
 
 
+@pytest.mark.parametrize("name", ["coat", "log8"])
+def test_first_state_needs_no_zeros_in_f32(name):
+  optimizer = fused_coat_adamw(1e-3, codec=getattr(codecs, name)())
+  params = jax.ShapeDtypeStruct((4, 1024, 4096), jnp.bfloat16)
+  compiled = compile_for_h200(optimizer.init, params)
+  # They would be 4 bytes a value.
+  assert temporary_bytes(compiled) < 0.5 * 4 * 1024 * 4096
+
+
 def compile_one(name: str, dtype: str, low_bits: bool) -> None:
   """Compiles a step of one leaf; run in a process of its own."""
   codec = getattr(codecs, name)()
