@@ -2,14 +2,16 @@
 """How long a step of the optimizer takes, one leaf, everything in place.
 
   python -m benchmarks.optimizer [--rows 16384] [--codecs coat log8]
+    [--weights float32 bfloat16 bfloat16_low8]
 
 optimizer: a row for optax.adamw with donated parameters and state (XLA), and
-for each registered codec, rounding and dtype of parameters and gradients the
-fused step by each implementation that can run it; --codecs takes those of your
-own too, as package.module:function. Beside the time: `gbps`, the bytes that a
-step must read and write (the parameter and the moments both, the gradient once)
-by that time, and `ceiling_share`, that by the bandwidth at which this device
-copies 1 GiB.
+for each registered codec, rounding and kind of weights the fused step by each
+implementation that can run it; --codecs takes those of your own too, as
+package.module:function. Gradients have the weights' dtype; bfloat16_low8 are
+bf16 weights with low bytes in the state (`low_bits`). Beside the time: `gbps`,
+the bytes that a step must read and write (the parameter and the state both, the
+gradient once) by that time, and `ceiling_share`, that by the bandwidth at which
+this device copies 1 GiB.
 Default: 2^28 parameters in a leaf of 16384 x 16384.
 """
 
@@ -26,7 +28,12 @@ from coat_jax import codecs
 from coat_jax.ops.types import Implementation
 from coat_jax.optimizer.fused import fused_coat_adamw
 
-DTYPES = (jnp.float32, jnp.bfloat16)
+# The dtype of weights and gradients, and whether weights have 24 bits.
+WEIGHTS = {
+  "float32": (jnp.float32, False),
+  "bfloat16": (jnp.bfloat16, False),
+  "bfloat16_low8": (jnp.bfloat16, True),
+}
 
 
 def cases(
@@ -97,12 +104,22 @@ def implementations(codec, shape, dtype) -> list[Implementation]:
 
 
 def fused(
-  key, codec, shape, dtype, implementation: Implementation, ceiling: float
+  key,
+  codec,
+  shape,
+  kind: str,
+  implementation: Implementation,
+  ceiling: float,
 ) -> dict:
   """The row of `fused_coat_adamw`."""
+  dtype, low_bits = WEIGHTS[kind]
   p, g = parameters(shape, dtype)
   optimizer = fused_coat_adamw(
-    1e-3, codec=codec, weight_decay=0.1, implementation=implementation
+    1e-3,
+    codec=codec,
+    weight_decay=0.1,
+    low_bits=low_bits,
+    implementation=implementation,
   )
   state = jax.jit(optimizer.init)(p)
 
@@ -111,7 +128,7 @@ def fused(
 
   size = num_bytes(p, g, state)
   timing = measure(step, p, state, g, donate=(0, 1))
-  case = dict(codec=key[0], rounding=key[1], dtype=jnp.dtype(dtype).name)
+  case = dict(codec=key[0], rounding=key[1], dtype=kind)
   return report(case | dict(shape=shape), implementation, timing, size, ceiling)
 
 
@@ -144,17 +161,20 @@ def main(arguments: list[str] | None = None) -> None:
   parser.add_argument(
     "--codecs", nargs="+", help="by name; all that are registered if not given"
   )
+  parser.add_argument(
+    "--weights", nargs="+", choices=WEIGHTS, default=list(WEIGHTS)
+  )
   options = parser.parse_args(arguments)
   shape = options.rows, options.columns
   with args.checked(parser):
     chosen = cases(options.codecs)
   ceiling = copy_bandwidth()
-  for dtype in DTYPES:
+  for dtype in dict.fromkeys(WEIGHTS[kind][0] for kind in options.weights):
     adamw(shape, dtype, ceiling)
   for key, codec in chosen.items():
-    for dtype in DTYPES:
-      for implementation in implementations(codec, shape, dtype):
-        fused(key, codec, shape, dtype, implementation, ceiling)
+    for kind in options.weights:
+      for implementation in implementations(codec, shape, WEIGHTS[kind][0]):
+        fused(key, codec, shape, kind, implementation, ceiling)
 
 
 if __name__ == "__main__":

@@ -36,6 +36,10 @@ from coat_jax.optimizer.report import state_bytes as state_bytes
 from coat_jax.optimizer.report import state_report as state_report
 from coat_jax.optimizer.serialization import from_integers as from_integers
 from coat_jax.optimizer.serialization import to_integers as to_integers
+from coat_jax.optimizer.state import LowBitsState as LowBitsState
+from coat_jax.optimizer.weights import SplitWeight as SplitWeight
+from coat_jax.optimizer.weights import join_weights as join_weights
+from coat_jax.optimizer.weights import split_weights as split_weights
 from coat_jax.qtensor import QTensor as QTensor
 from coat_jax.qtensor import dequantize as dequantize
 from coat_jax.qtensor import quantize as quantize

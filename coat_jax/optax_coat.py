@@ -22,7 +22,7 @@ from jax.typing import ArrayLike
 
 from coat_jax import codecs, stochastic
 from coat_jax.ops.types import Implementation
-from coat_jax.optimizer import adam, moments, shards
+from coat_jax.optimizer import adam, moments, shards, weights
 from coat_jax.optimizer.masks import QuantizeMask
 from coat_jax.optimizer.state import (
   ScaleByCoatAdamState as ScaleByCoatAdamState,
@@ -284,5 +284,5 @@ def apply_updates(
       continue
     total = p.astype(jnp.float32) + u.astype(jnp.float32)
     key = parameter_key(seed, step, i)
-    out.append(moments.round_to_bfloat16(total, key))
+    out.append(weights.round_to_bfloat16(total, key))
   return treedef.unflatten(out)

@@ -23,12 +23,14 @@ from train.data.tokens import DataConfig
 from train.mesh import AXIS_RULES, check_fits, parse_mesh
 from train.optim_config import OptimConfig, options_of_codecs
 from train.options import (
+  CONVERTED,
   FIXED,
   SILENT,
   check_unused,
   defaults,
   read_profile,
 )
+from train.weights import Stored
 
 # Which arguments each of these takes; the rest must be left as they are.
 _RECIPES = {
@@ -58,8 +60,11 @@ class TrainConfig:
     batch: Sequences a step, on all devices together.
     accumulate: Microbatches that go through the model one after another, whose
       gradients are added; less memory for the same step.
-    grad_reduce: The dtype in which gradients are summed over devices; they are
-      accumulated and used in f32.
+    params: How weights are stored; in bfloat16 they are rounded stochastically,
+      and bfloat16_low8 adds 8 bits to each. Norms and biases are f32 always.
+    grad_reduce: The dtype in which gradients are summed over devices.
+    grad_accumulate: Of microbatches, the dtype in which gradients of weights in
+      bfloat16 are added.
     seq: Tokens a sequence.
     seed: Of initial weights, order of the data and stochastic rounding.
     recipe: What the layers compute, and save for the backward pass, in FP8.
@@ -80,8 +85,8 @@ class TrainConfig:
       adaptive or previous.
     implementation: Kernels where there is a GPU, or xla for none anywhere.
     resume: Continue the run in `out` from its last checkpoint.
-    convert_state: With resume, decode the moments of a checkpoint of another
-      codec, rounding, group size or second format, and encode them anew.
+    convert_state: With resume, convert a checkpoint of another codec, rounding,
+      group size or second format, or of other params.
     overwrite: Replace the run in `out`.
     compare: Train a twin in BF16 with f32 moments too, and compare.
     compare_seeds: Twins, from as many seeds; their spread is shown.
@@ -131,7 +136,9 @@ class TrainConfig:
   distributed: bool = dataclasses.field(default=False, metadata=SILENT)
   batch: Count = dataclasses.field(metadata=FIXED)
   accumulate: Count = 1
+  params: Stored = dataclasses.field(default="float32", metadata=CONVERTED)
   grad_reduce: GradDtype = "float32"
+  grad_accumulate: GradDtype = "float32"
   seq: Count = dataclasses.field(metadata=FIXED)
   seed: Annotated[int, Range(0, 2**31 - 1)] = dataclasses.field(
     default=0, metadata=FIXED
@@ -174,6 +181,14 @@ class TrainConfig:
           f"TrainConfig: {name} applies to a run on a mesh, got none; pass "
           "--mesh fsdp=8 with the number of devices, or leave it out"
         )
+    if self.grad_accumulate != "float32" and (
+      self.accumulate == 1 or self.params == "float32"
+    ):
+      raise ValueError(
+        "TrainConfig: grad_accumulate applies to microbatches of a run with "
+        f"weights in bfloat16, got accumulate {self.accumulate} and params "
+        f"{self.params}; leave it out, or change these"
+      )
     if self.resume and self.overwrite:
       raise ValueError(
         "TrainConfig: resume and overwrite exclude each other; pass resume to "
@@ -197,11 +212,12 @@ class TrainConfig:
         f"TrainConfig: profile must fit into {self.steps} steps, got "
         f"{self.profile}; trace fewer or earlier ones"
       )
-    plain = ("bf16", "bfloat16", "float32")
-    if self.compare and (self.recipe, self.compute, self.optim.codec) == plain:
+    plain = ("bf16", "bfloat16", "float32", "float32")
+    own = (self.recipe, self.compute, self.optim.codec, self.params)
+    if self.compare and own == plain:
       raise ValueError(
         "TrainConfig: compare=bf16 needs a run that differs from its twin, got "
-        "recipe bf16 with codec float32; change one of them"
+        "recipe bf16 with codec float32 and params float32; change one of them"
       )
 
   def _check_in_backward(self):
@@ -262,7 +278,7 @@ class TrainConfig:
     )
 
   def with_f32_moments(self, recipe: str) -> "TrainConfig":
-    """Returns the same run in another recipe, with f32 moments and no twin.
+    """Returns the same run in another recipe, all else in f32, and no twin.
 
     Options that the recipe does not take get their defaults.
     """
@@ -275,7 +291,13 @@ class TrainConfig:
       **defaults(self.optim, options_of_codecs()),
     )
     return dataclasses.replace(
-      self, recipe=recipe, optim=optim, compare=None, **unused
+      self,
+      recipe=recipe,
+      optim=optim,
+      params="float32",
+      grad_accumulate="float32",
+      compare=None,
+      **unused,
     )
 
   def bf16_twin(self, *, seed: int, out: str) -> "TrainConfig":

@@ -6,7 +6,7 @@
 
 `export` writes the newest checkpoint of a run as an Orbax checkpoint of
 {"params": ..., "opt_state": ...}, where opt_state is the state of
-`optax.adamw(schedule, mask=mask)` with moments in f32.
+`optax.adamw(schedule, mask=mask)`; weights and moments are in f32.
 
 `import` makes such a checkpoint a run, which `python -m train.pretrain
 PRESET --out RUN [options] --resume` continues. Its step is Adam's count, and as
@@ -39,6 +39,7 @@ from jax.sharding import NamedSharding
 
 from coat_jax import from_adam_state, sharding, to_adam_state
 from train import step as steps
+from train import weights
 from train.config import OptimConfig, TrainConfig
 from train.data.batches import train_iterator
 from train.data.tokens import load_tokens
@@ -48,6 +49,7 @@ from train.run.checkpoint import Checkpoints, read_description, restore_state
 from train.run.description import configuration, describe
 from train.run.directory import RunDirectory
 from train.run.writing import SaveError, write_tree
+from train.schedule import learning_rate
 from train.step import TrainState
 
 # The options that decide how stored bytes are read; rounding does not.
@@ -61,7 +63,7 @@ def restore(
   abstract: TrainState,
   batches: grain.DatasetIterator,
 ) -> TrainState:
-  """Restores a checkpoint, converting its moments to the run's codec.
+  """Restores a checkpoint, converting weights and moments to the run's kinds.
 
   Args:
     checkpoints: The run's.
@@ -71,27 +73,50 @@ def restore(
     batches: As for `Checkpoints.restore`.
 
   Returns:
-    The state after `step` steps, sharded like `abstract`. Each device decodes
-    and encodes its own shards of the moments.
+    The state after `step` steps, sharded like `abstract`. Each device converts
+    its own shards; weights are rounded to nearest.
 
   Raises:
     ValueError: the checkpoint holds another state.
   """
   saved = configuration(read_description(checkpoints.path, step))
-  if all(
+  params = abstract.params
+  if saved.params != config.params:
+    params = weights.abstract(saved.params, params)
+  same_codes = all(
     getattr(saved.optim, name) == getattr(config.optim, name)
     for name in _LAYOUT
-  ):
-    return checkpoints.restore(step, abstract, batches)
-  before = _abstract_optimizer(saved, abstract.params)
+  )
+  optimizer = abstract.optimizer
+  if not same_codes or saved.params != config.params:
+    optimizer = _abstract_optimizer(saved, params)
   state = checkpoints.restore(
-    step, abstract._replace(optimizer=before), batches
+    step, abstract._replace(params=params, optimizer=optimizer), batches
   )
-  convert = jax.jit(
-    functools.partial(_recode, before=saved.optim, config=config),
-    out_shardings=steps.shardings(abstract.optimizer),
-  )
-  return state._replace(optimizer=convert(state.optimizer))
+  if saved.params != config.params:
+    state = _stored_anew(state, config, abstract)
+  if not same_codes:
+    convert = jax.jit(
+      functools.partial(_recode, before=saved.optim, config=config),
+      out_shardings=steps.shardings(abstract.optimizer),
+    )
+    state = state._replace(optimizer=convert(state.optimizer))
+  return state
+
+
+def _stored_anew(
+  state: TrainState, config: TrainConfig, abstract: TrainState
+) -> TrainState:
+  """Stores the weights of a state as `config` says; moments keep their bits."""
+  adam, low = weights.without_low(state.optimizer)
+  where = abstract.params, weights.without_low(abstract.optimizer)[1]
+
+  @functools.partial(jax.jit, out_shardings=steps.shardings(where))
+  def convert(params, low):
+    return weights.store(config.params, weights.load(params, low))
+
+  params, low = convert(state.params, low)
+  return state._replace(params=params, optimizer=weights.with_low(adam, low))
 
 
 def _recode(state, *, before: OptimConfig, config: TrainConfig):
@@ -159,15 +184,16 @@ def export_adamw(run: Path, out: Path) -> int:
   optimizer = steps.build_optimizer(config)
   abstract = steps.abstract_state(config, optimizer)
   state = restore_state(source.checkpoints, step, abstract)
-  adam = jax.jit(
-    lambda state: to_adam_state(state, config.optim.moment_codec())
-  )(state.optimizer)
+  codec = config.optim.moment_codec()
+  adam, low = weights.without_low(state.optimizer)
+  adam = jax.jit(lambda adam: to_adam_state(adam, codec))(adam)
+  params = jax.jit(weights.load)(state.params, low)
   # An optimizer's arguments are not in its state, but their kinds are.
-  adamw = optax.adamw(steps.learning_rate(config), mask=steps.decays)
-  opt_state = jax.eval_shape(adamw.init, state.params)
+  adamw = optax.adamw(learning_rate(config), mask=steps.decays)
+  opt_state = jax.eval_shape(adamw.init, params)
   schedule = optax.ScaleByScheduleState(adam.count)
   opt_state = (adam, opt_state[1], schedule)
-  write_tree(out, {"params": state.params, "opt_state": opt_state})
+  write_tree(out, {"params": params, "opt_state": opt_state})
   return step
 
 
@@ -206,10 +232,12 @@ def import_adamw(source: Path, config: TrainConfig) -> int:
     abstract = steps.abstract_state(config, steps.build_optimizer(config))
     params, adam = _read_adamw(source, abstract.params)
     codec = config.optim.moment_codec()
+    params, low = weights.store(config.params, params)
+    encoded = from_adam_state(adam, codec=codec, seed=config.seed)
     state = TrainState(
       step=adam.count,
       params=params,
-      optimizer=from_adam_state(adam, codec=codec, seed=config.seed),
+      optimizer=weights.with_low(encoded, low),
       exact=adam if config.report_state else (),
     )
     step = int(adam.count)

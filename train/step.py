@@ -18,20 +18,26 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from coat_jax import (
-  BackwardStep,
   FusedTransformation,
-  ScaleByCoatAdamState,
   fused_coat_adamw,
   sharding,
 )
-from coat_jax.layers import with_weight_cache
 from coat_jax.models import specs
 from coat_jax.models.decoder import Decoder, loss_fn
-from coat_jax.optimizer.clipping import ClipState, clip_gradients
+from coat_jax.optimizer.clipping import ClipState
 from coat_jax.optimizer.in_backward import stacked_leaves
 from coat_jax.optimizer.masks import is_norm_or_bias
+from coat_jax.optimizer.state import FusedState
+from train import weights
 from train.config import TrainConfig
-from train.in_backward import step_decoder
+from train.schedule import learning_rate
+from train.update import (
+  exact_adam,
+  microbatches,
+  update,
+  update_in_backward,
+  with_cache,
+)
 
 
 class TrainState(NamedTuple):
@@ -39,15 +45,16 @@ class TrainState(NamedTuple):
 
   Attributes:
     step: int32, steps done.
-    params: f32 master weights, nested dicts.
-    optimizer: Stored moments, and the number of updates.
+    params: Weights as layers read them, nested dicts.
+    optimizer: Stored moments and the number of updates; with params
+      bfloat16_low8 the weights' low bytes too.
     exact: f32 moments of the same gradients, for reports; () without reports.
     clip: Norms that clipping remembers; () where it is by the global norm.
   """
 
   step: jax.Array
   params: Any
-  optimizer: ScaleByCoatAdamState
+  optimizer: FusedState
   exact: optax.ScaleByAdamState | tuple[()]
   clip: ClipState | tuple[()] = ()
 
@@ -66,25 +73,6 @@ class StepMetrics(NamedTuple):
   grad_norm: jax.Array
   lr: jax.Array
   is_finite: jax.Array
-
-
-def learning_rate(config: TrainConfig) -> optax.Schedule:
-  """Builds the schedule: a linear warmup, then a fall until the last step.
-
-  The first update has 1 / warmup of the peak, not 0, which would waste a batch.
-  """
-  optim = config.optim
-  warmup = optim.warmup_steps(config.steps)
-  remaining = max(config.steps - warmup, 1)
-  if optim.schedule == "cosine":
-    fall = optax.cosine_decay_schedule(optim.lr, remaining, optim.min_lr_ratio)
-  else:
-    end = optim.lr * optim.min_lr_ratio
-    fall = optax.linear_schedule(optim.lr, end, remaining)
-  if not warmup:
-    return fall
-  rise = optax.linear_schedule(optim.lr / warmup, optim.lr, max(warmup - 1, 1))
-  return optax.join_schedules([rise, fall], [warmup])
 
 
 def decays(params) -> Any:
@@ -113,14 +101,11 @@ def build_optimizer(
     codec=optim.moment_codec(),
     weight_decay=optim.weight_decay,
     mask=decays,
+    low_bits=config.params == "bfloat16_low8",
     seed=config.seed,
     implementation="xla" if config.implementation == "xla" else None,
     shardings=param_shardings,
   )
-
-
-def _exact_adam(config: TrainConfig) -> optax.GradientTransformation:
-  return optax.scale_by_adam(config.optim.b1, config.optim.b2)
 
 
 def build_graph(config: TrainConfig) -> nnx.GraphDef:
@@ -163,13 +148,28 @@ def initial_state(
 
   On a mesh each device makes its own shards; values do not depend on the mesh.
   """
+  return initializer(config, optimizer, mesh)()
+
+
+def initializer(
+  config: TrainConfig, optimizer: FusedTransformation, mesh: Mesh | None = None
+) -> jax.stages.Wrapped:
+  """Builds the jitted function that makes `initial_state`.
+
+  Weights that are not stored in f32 are rounded to nearest; they are drawn a
+  layer at a time, so that this needs no more memory than a step.
+  """
   out_shardings = shardings(abstract_state(config, optimizer, mesh))
 
   @functools.partial(jax.jit, out_shardings=out_shardings)
   def make():
-    return _with_moments(config, optimizer, _initial_params(config))
+    return weights.draw(
+      config.params,
+      functools.partial(_initial_params, config),
+      functools.partial(_with_moments, config, optimizer),
+    )
 
-  return make()
+  return make
 
 
 def shardings(abstract: Any) -> Any:
@@ -178,17 +178,21 @@ def shardings(abstract: Any) -> Any:
   return found if jax.tree.leaves(found) else None
 
 
-def _initial_params(config: TrainConfig) -> Any:
-  return nnx.to_pure_dict(nnx.split(_decoder(config), nnx.Param)[1])
+def _initial_params(config: TrainConfig, store: Callable | None = None) -> Any:
+  decoder = _decoder(config, store)
+  return nnx.to_pure_dict(nnx.split(decoder, nnx.Param)[1])
 
 
 def _with_moments(
   config: TrainConfig, optimizer: FusedTransformation, params: Any
 ) -> TrainState:
-  exact = _exact_adam(config).init(params) if config.report_state else ()
-  clip = config.optim.clipping()
-  norms = clip.init(params, is_stacked=stacked_leaves(params)) if clip else ()
-  return TrainState(jnp.int32(0), params, optimizer.init(params), exact, norms)
+  stored, _ = weights.store(config.params, params)
+  exact, norms = (), ()
+  if config.report_state:
+    exact = exact_adam(config).init(weights.in_f32(params))
+  if clip := config.optim.clipping():
+    norms = clip.init(params, is_stacked=stacked_leaves(params))
+  return TrainState(jnp.int32(0), stored, optimizer.init(params), exact, norms)
 
 
 def train_step(
@@ -211,10 +215,10 @@ def train_step(
     The function; it returns the next state and the `StepMetrics`.
   """
   schedule = learning_rate(config)
-  update = _update_in_backward if config.optimizer_in_backward else _update
+  change = update_in_backward if config.optimizer_in_backward else update
 
   def step(state, tokens):
-    done, exact = update(config, graph, optimizer, mesh, state, tokens)
+    done, exact = change(config, graph, optimizer, mesh, state, tokens)
     metrics = StepMetrics(
       loss=done.loss,
       grad_norm=done.grad_norm,
@@ -227,83 +231,6 @@ def train_step(
     return state, metrics
 
   return step
-
-
-def _update(config, graph, optimizer, mesh, state, tokens):
-  """Computes all gradients, then steps all parameters."""
-  loss, grads = _mean_gradients(config, graph, mesh, state.params, tokens)
-  is_finite = finite_leaves(grads)
-  scale, clip_state, exact = jnp.float32(1), state.clip, state.exact
-  if clip := config.optim.clipping():
-    grads, clip_state, norm = clip_gradients(
-      clip, state.clip, grads, is_stacked=stacked_leaves(grads)
-    )
-  else:
-    # By the global norm, in the optimizer's pass over the gradients.
-    norm = optax.tree.norm(grads)
-    largest = config.optim.grad_clip
-    scale = jnp.where(norm < largest, 1.0, largest / norm)
-  params, optimizer_state = optimizer.apply(
-    grads, state.optimizer, state.params, grad_scale=scale
-  )
-  if config.report_state:
-    clipped = jax.tree.map(lambda g: g * scale, grads)
-    exact = _exact_adam(config).update(clipped, exact)[1]
-  done = BackwardStep(
-    params, optimizer_state, clip_state, loss, norm, is_finite
-  )
-  return done, exact
-
-
-def _update_in_backward(config, graph, optimizer, mesh, state, tokens):
-  """Steps each layer's parameters when its gradients exist."""
-  del mesh
-  graph, cache = _with_cache(nnx.merge(graph, state.params))
-  done = step_decoder(
-    optimizer,
-    state.params,
-    state.optimizer,
-    tokens,
-    graph=graph,
-    cache=cache,
-    clip=config.optim.clipping(),
-    clip_state=state.clip,
-  )
-  return done, state.exact
-
-
-def _mean_gradients(config, graph, mesh, params, tokens):
-  """Computes the loss and f32 gradients of a batch, a microbatch at a time."""
-  graph, cache = _with_cache(nnx.merge(graph, params))
-
-  @jax.value_and_grad
-  def share_of(params, tokens):
-    loss = loss_fn(nnx.merge(graph, params, cache), tokens)
-    return loss / config.accumulate
-
-  if config.accumulate == 1:
-    return share_of(params, tokens)
-  zeros = jax.tree.map(jnp.zeros_like, params)
-  if mesh is not None:
-    zeros = jax.lax.with_sharding_constraint(
-      zeros, specs.param_shardings(mesh, params)
-    )
-
-  def add(total, tokens):
-    return jax.tree.map(jnp.add, total, share_of(params, tokens)), None
-
-  start = jnp.float32(0), zeros
-  return jax.lax.scan(add, start, _microbatches(tokens, config.accumulate))[0]
-
-
-def _microbatches(tokens: jax.Array, accumulate: int) -> jax.Array:
-  """Reshapes [B, T + 1] to [accumulate, B / accumulate, T + 1].
-
-  A microbatch has every `accumulate`-th sequence, so that each device takes
-  from its own sequences and no token moves.
-  """
-  split = tokens.reshape(-1, accumulate, tokens.shape[-1])
-  return jnp.moveaxis(split, 1, 0)
 
 
 def eval_step(
@@ -320,23 +247,16 @@ def eval_step(
   def evaluate(params, tokens):
     model = nnx.merge(graph, params)
     model.eval()
-    graph_of_eval, cache = _with_cache(model)
+    graph_of_eval, cache = with_cache(model)
 
     def loss(tokens):
       return loss_fn(nnx.merge(graph_of_eval, params, cache), tokens)
 
     if accumulate == 1:
       return loss(tokens)
-    return jnp.mean(jax.lax.map(loss, _microbatches(tokens, accumulate)))
+    return jnp.mean(jax.lax.map(loss, microbatches(tokens, accumulate)))
 
   return evaluate
-
-
-def _with_cache(model: Decoder) -> tuple[nnx.GraphDef, nnx.State]:
-  """Fills the model's weight caches; returns all of it but the weights."""
-  recipe = model.layers.attention.active_recipe
-  graph, _, cache = nnx.split(with_weight_cache(model, recipe), nnx.Param, ...)
-  return graph, cache
 
 
 def compile_on(
@@ -367,23 +287,19 @@ def compile_on(
     return jitted.lower(*abstract).compile()
 
 
-def finite_leaves(tree) -> jax.Array:
-  """Finds which leaves are finite: bool [leaves], in the order of the tree."""
-  return jnp.stack([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(tree)])
-
-
 def leaf_names(tree) -> list[str]:
   """Names the leaves, `layers/mlp/gate`, in the order of the tree."""
   paths = [path for path, _ in jax.tree.leaves_with_path(tree)]
   return [jax.tree_util.keystr(p, simple=True, separator="/") for p in paths]
 
 
-def _decoder(config: TrainConfig) -> Decoder:
+def _decoder(config: TrainConfig, store: Callable | None = None) -> Decoder:
   rngs = nnx.Rngs(config.seed)
   return Decoder(
     config.model,
     config.coat_recipe(),
     dtype=config.compute_dtype,
     remat=config.remat,
+    store=store,
     rngs=rngs,
   )

@@ -51,7 +51,8 @@ def embed(
   names = _present(axes.tensor, axes.fsdp)
 
   def local(tokens, table):
-    rows: Any = _gather_rows(table, dtype, names, axes)
+    # Its gradient is summed in f32 and then cast to the table's dtype.
+    rows: Any = _gather_rows(table.astype(jnp.float32), dtype, names, axes)
     return rows[tokens]
 
   where = P(axes.batch, axes.tensor)
@@ -100,8 +101,8 @@ def _mean_loss_fwd(hidden, targets, weight, is_tied, axes):
 
 def _mean_loss_bwd(is_tied, axes, gradients, g):
   del is_tied, axes
-  dhidden, dweight = gradients
-  return (g * dhidden).astype(dhidden.dtype), None, g * dweight
+  dhidden, dweight = ((g * x).astype(x.dtype) for x in gradients)
+  return dhidden, None, dweight
 
 
 _mean_loss.defvjp(_mean_loss_fwd, _mean_loss_bwd)
@@ -137,6 +138,7 @@ def _loss_of_shard(
 ):
   """What `_on_devices` gives, of one device's tokens and rows of the weight."""
   tensor = None if axes is None else axes.tensor
+  weight_dtype = weight.dtype
   weight = weight.astype(hidden.dtype)
   if axes is not None:
     weight = lax.all_gather(weight, _present(axes.fsdp), axis=0, tiled=True)
@@ -162,6 +164,8 @@ def _loss_of_shard(
     dhidden = lax.psum_scatter(dhidden, tensor, scatter_dimension=1, tiled=True)
   if axes is not None:
     dweight = _sum_rows(dweight, _present(axes.fsdp), axes)
+  dweight = dweight.astype(weight_dtype)
+  if axes is not None:
     # Now, or XLA holds what is not yet summed through the whole backward.
     dhidden, dweight = lax.optimization_barrier((dhidden, dweight))
   return loss, (dhidden, dweight)

@@ -136,9 +136,10 @@ class Decoder(nnx.Module):
     *,
     dtype: DTypeLike = jnp.bfloat16,
     remat: Remat = "none",
+    store: Callable[[str, Array], Array] | None = None,
     rngs: nnx.Rngs,
   ):
-    """Initializes the parameters, f32.
+    """Initializes the parameters, f32 unless `store` says otherwise.
 
     Args:
       config: the model's shape.
@@ -147,6 +148,9 @@ class Decoder(nnx.Module):
       dtype: of activations.
       remat: what layers compute again in the backward: "none" of it, all but
         products without a batch ("dots"), or all ("full").
+      store: `(path, array) -> array`, in what a parameter is stored that was
+        drawn in f32. Layers are drawn one after another then, so that there is
+        no stack of them in f32: path and array are those of one layer.
       rngs: its stream `params` initializes the parameters.
     """
     self.dtype, self.axes, self.remat = dtype, recipe.axes, remat
@@ -154,10 +158,14 @@ class Decoder(nnx.Module):
     shape = (config.vocab_size, config.d_model)
     self.embedding = nnx.Param(init(rngs.params(), shape, jnp.float32))
 
+    one_by_one = functools.partial(nnx.scan, in_axes=0, out_axes=0)
+
     @nnx.split_rngs(splits=config.num_layers)
-    @nnx.vmap
+    @(nnx.vmap if store is None else one_by_one)
     def stack(rngs: nnx.Rngs) -> DecoderLayer:
-      return DecoderLayer(config, recipe, dtype=dtype, rngs=rngs)
+      layer = DecoderLayer(config, recipe, dtype=dtype, rngs=rngs)
+      _store(layer, "layers", store)
+      return layer
 
     self.layers = stack(rngs)
     norm = {"rms": RMSNorm, "layer": LayerNorm}[config.choices.norm]
@@ -173,6 +181,8 @@ class Decoder(nnx.Module):
     self.head = nnx.data(None)
     if not config.tied_embeddings:
       self.head = nnx.Param(init(rngs.params(), shape[::-1], jnp.float32))
+    for name in ("embedding", "norm", "head"):
+      _store(getattr(self, name), name, store)
 
   def __call__(self, tokens: Array) -> Array:
     """Tokens int32 [B, T] to hidden states [B, T, D], in `dtype`."""
@@ -213,6 +223,15 @@ class Decoder(nnx.Module):
     return nnx.remat(forward, prevent_cse=False, policy=policy)
 
 
+def _store(module: Any, path: str, store: Callable | None) -> None:
+  """Stores parameters of a module at `path` as the caller wants them."""
+  if store is None or module is None:
+    return
+  for keys, node in nnx.iter_graph(module):
+    if isinstance(node, nnx.Param):
+      node.set_value(store("/".join(map(str, (path, *keys))), node[...]))
+
+
 def _gather_weights(
   layer: DecoderLayer, dtype: DTypeLike, fsdp: str | None
 ) -> DecoderLayer:
@@ -225,7 +244,10 @@ def _gather_weights(
   def gather(path, w):
     spec = param_spec(path)[1:]  # Of one layer.
     whole = P(*(_without(names, fsdp) for names in spec))
-    return w if whole == P(*spec) else _constrained(w, dtype, P(*spec), whole)
+    if whole == P(*spec):
+      return w
+    # Its gradient is f32 and then cast to the weight's dtype.
+    return _constrained(w.astype(jnp.float32), dtype, P(*spec), whole)
 
   graph, params, others = nnx.split(layer, nnx.Param, ...)
   params = jax.tree.map_with_path(gather, nnx.to_pure_dict(params))

@@ -19,8 +19,9 @@ from jax.typing import ArrayLike
 
 from coat_jax.formats import with_finite_square
 from coat_jax.ops.dispatch import op
-from coat_jax.optimizer import moments
+from coat_jax.optimizer import moments, weights
 from coat_jax.optimizer.moments import GroupCodecs, Stored
+from coat_jax.optimizer.weights import Weight
 
 
 class AdamScalars(NamedTuple):
@@ -152,7 +153,7 @@ def adam_update(
 
 @op(mosaic="adam")
 def adamw_step(
-  p: Array,
+  p: Weight,
   g: Array,
   stored: Stored,
   keys: Array,
@@ -162,13 +163,13 @@ def adamw_step(
   groups: GroupCodecs,
   start: Array | None = None,
   whole: tuple[int, ...] | None = None,
-) -> tuple[Array, Stored]:
+) -> tuple[Weight, Stored]:
   """A step of AdamW on one leaf, all of it in f32.
 
   Args:
-    p: [..., n], the parameter. The new one is rounded to nearest, to bf16
-      stochastically.
-    g: [..., n], the gradient.
+    p: [..., n], the parameter. The new one is rounded to nearest, to bf16 and
+      to a `SplitWeight`'s 24 bits stochastically.
+    g: [..., n], the gradient, of any dtype.
     stored: the two moments, as they are stored.
     keys: uint32 [2], of the moments' and of the parameter's random words.
     scalars: of this step.
@@ -177,16 +178,15 @@ def adamw_step(
     start, whole: which part of the leaf this is: see `stochastic.random_words`.
 
   Returns:
-    The new parameter in its dtype, and the new moments, stored likewise.
+    The new parameter, stored as p is, and the new moments, stored likewise.
   """
   gradient = moments.in_f32(g)
   if step.grad_scale is not None:
     gradient = gradient * step.grad_scale
   mu, nu = moments.decode(groups, stored)
   update, mu, nu = adam(gradient, mu, nu, scalars)
-  new = moments.in_f32(p)
+  new = weights.in_f32(p)
   new = new + -step.learning_rate * (update + step.weight_decay * new)
-  if p.dtype == jnp.bfloat16:
-    new = moments.round_to_bfloat16(new, keys[1], start, whole)
+  new = weights.round_like(p, new, keys[1], start, whole)
   stored = moments.encode(groups, (mu, nu), keys[0], start, whole)
-  return new.astype(p.dtype), stored
+  return new, stored

@@ -5,7 +5,8 @@ optax hands updates from one transformation to the next, each a copy of the
 parameters in memory. `fused_coat_adamw` is `coat_adamw` and `apply_updates` in
 one function, which runs on a GPU leaf by leaf in one pass over memory, in place
 where parameters and state are donated. The state is Adam's own
-(`ScaleByCoatAdamState`): checkpoints go both ways.
+(`ScaleByCoatAdamState`): checkpoints go both ways. With `low_bits` there are
+bytes of the weights beside it (`LowBitsState`).
 """
 
 from collections.abc import Callable
@@ -19,10 +20,12 @@ from jax.typing import ArrayLike
 from coat_jax import codecs, stochastic
 from coat_jax.ops.dispatch import explain
 from coat_jax.ops.types import Implementation
-from coat_jax.optimizer import adam, moments, shards
+from coat_jax.optimizer import adam, moments, shards, weights
 from coat_jax.optimizer.leaves import LeafSteps
 from coat_jax.optimizer.masks import QuantizeMask, leaf_paths
 from coat_jax.optimizer.state import (
+  FusedState,
+  LowBitsState,
   ScaleByCoatAdamState,
   check_codec,
   init_state,
@@ -46,9 +49,9 @@ class FusedTransformation(NamedTuple):
       why, on the platform that a program is compiled for.
   """
 
-  init: Callable[[optax.Params], ScaleByCoatAdamState]
-  apply: Callable[..., tuple[optax.Params, ScaleByCoatAdamState]]
-  begin: Callable[[optax.Params, ScaleByCoatAdamState], LeafSteps]
+  init: Callable[[optax.Params], FusedState]
+  apply: Callable[..., tuple[optax.Params, FusedState]]
+  begin: Callable[[optax.Params, FusedState], LeafSteps]
   explain: Callable[[optax.Params], dict[str, str]]
 
 
@@ -64,15 +67,17 @@ def fused_coat_adamw(
   mask: Any | Callable[[optax.Params], Any] | None = None,
   nesterov: bool = False,
   quantize_mask: QuantizeMask | None = None,
+  low_bits: bool = False,
   seed: ArrayLike = 0,
   implementation: Implementation | None = None,
   shardings: Any = None,
 ) -> FusedTransformation:
   """`coat_adamw` and `apply_updates` in one step.
 
-  Everything is f32 from the gradient to the new parameter, which is rounded to
-  bf16 stochastically where it is bf16, with the words that `apply_updates`
-  draws for `step=state.count` of the new state and the same seed. With f32
+  Everything is f32 from the gradient to the new parameter. A bf16 one is
+  rounded stochastically, to bf16 with the words that `apply_updates` draws for
+  `step=state.count` of the new state and the same seed, or, with `low_bits`, to
+  24 bits: see docs/optimizer.md on which one to take. With f32
   gradients and parameters the result is that of the chain, up to how another
   compiled program rounds: some ulp, and a code where one is that close.
 
@@ -87,6 +92,10 @@ def fused_coat_adamw(
     nesterov: unsupported: raises, pointing to `coat_adamw`.
     quantize_mask: `(path, leaf) -> bool`, which leaves the codec encodes; None
       for `default_quantize_mask`.
+    low_bits: whether `init` makes a state that holds another byte of each bf16
+      parameter, 24 bits together: those of f32 parameters, of which the caller
+      goes on with `split_weights(params)[0]`, and zeros of bf16 ones. `apply`
+      infers it from the state.
     seed: of the random words of stochastic rounding.
     implementation: "mosaic" for the kernel, "xla" for the definition, None for
       the kernel where a leaf and the platform allow it.
@@ -120,19 +129,22 @@ def fused_coat_adamw(
     )
   check_codec(op, codec)
 
-  def init_fn(params: optax.Params) -> ScaleByCoatAdamState:
-    return init_state(op, params, codec, quantize_mask)
+  def init_fn(params: optax.Params) -> FusedState:
+    state = init_state(op, params, codec, quantize_mask)
+    if not low_bits:
+      return state
+    return LowBitsState(weights.split_weights(params)[1], state)
 
   def apply_fn(
     grads: optax.Updates,
-    state: ScaleByCoatAdamState,
+    state: FusedState,
     params: optax.Params,
     *,
     grad_scale: ArrayLike | None = None,
-  ) -> tuple[optax.Params, ScaleByCoatAdamState]:
+  ) -> tuple[optax.Params, FusedState]:
     if grad_scale is not None:
       grad_scale = jnp.asarray(grad_scale, jnp.float32)
-    pairs = pair_leaves(op, grads, state)
+    pairs = pair_leaves(op, grads, _adam_state(state))
     steps = begin(adam.adamw_step, params, state)
     new = [
       steps.step(i, weight, g, stored, grad_scale=grad_scale)
@@ -142,10 +154,12 @@ def fused_coat_adamw(
     ]
     return steps.end(*zip(*new, strict=True)) if new else steps.end((), ())
 
-  def begin_fn(params: optax.Params, state: ScaleByCoatAdamState) -> LeafSteps:
+  def begin_fn(params: optax.Params, state: FusedState) -> LeafSteps:
     return begin(adam.adamw_step, params, state)
 
   def begin(adamw_step, params, state) -> LeafSteps:
+    low = state.low if isinstance(state, LowBitsState) else None
+    state = _adam_state(state)
     count = optax.safe_increment(state.count)
     scalars = adam.adam_scalars(count, b1, b2, eps, eps_root)
     rate, decay = (
@@ -153,6 +167,8 @@ def fused_coat_adamw(
       for x in (learning_rate, weight_decay)
     )
     leaves, treedef = jax.tree.flatten(params)
+    if low is not None:
+      leaves = weights.pair_weights(op, params, low)
     all_stored = [stored for _, stored in pair_leaves(op, params, state)]
     where = shards.shardings_of(op, shardings, all_stored)
     decayed = _decayed(mask, params)
@@ -173,8 +189,12 @@ def fused_coat_adamw(
         implementation=implementation,
       )
 
-    def end(weights, stored):
-      return treedef.unflatten(weights), next_state(state, count, stored)
+    def end(new_leaves, stored):
+      new_state = next_state(state, count, stored)
+      if low is None:
+        return treedef.unflatten(new_leaves), new_state
+      high, new_low = weights.unpair_weights(new_leaves, low)
+      return treedef.unflatten(high), LowBitsState(new_low, new_state)
 
     return LeafSteps(leaves, all_stored, step, end)
 
@@ -187,16 +207,24 @@ def fused_coat_adamw(
       return adam.adamw_step.definition(*args, **kwargs)
 
     def whole_step(params):
-      steps = begin(explained, params, init_fn(params))
-      leaves = zip(steps.weights, steps.stored, strict=True)
-      for i, (weight, stored) in enumerate(leaves):
-        steps.step(i, weight, weight, stored)
+      state = init_fn(params)
+      if low_bits:
+        params, _ = weights.split_weights(params)
+      steps = begin(explained, params, state)
+      grads = jax.tree.leaves(params)
+      leaves = zip(steps.weights, grads, steps.stored, strict=True)
+      for i, (weight, g, stored) in enumerate(leaves):
+        steps.step(i, weight, g, stored)
 
     jax.eval_shape(whole_step, params)
     paths = [path for path, _ in leaf_paths(params)]
     return dict(zip(paths, found, strict=True))
 
   return FusedTransformation(init_fn, apply_fn, begin_fn, explain_fn)
+
+
+def _adam_state(state: FusedState) -> ScaleByCoatAdamState:
+  return state.inner if isinstance(state, LowBitsState) else state
 
 
 def _decayed(mask: Any, params: optax.Params) -> list[bool]:

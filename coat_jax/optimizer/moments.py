@@ -261,7 +261,7 @@ def encode(
       for group, x, half in zip(groups, values, noise, strict=True)
     )
 
-  return _partitioned_like(values[0], f)(values, key)
+  return partitioned_like(values[0], f)(values, key)
 
 
 @functools.partial(jax.jit, static_argnames="groups", inline=True)
@@ -283,7 +283,7 @@ def encode_zeros(groups: GroupCodecs, zeros: Array) -> Stored:
       for group in groups
     )
 
-  return _partitioned_like(zeros, f)(zeros)
+  return partitioned_like(zeros, f)(zeros)
 
 
 def _noise(groups: GroupCodecs, key: Array, shape, start, whole) -> list:
@@ -325,26 +325,10 @@ def decode(groups: GroupCodecs, stored: Stored) -> tuple[Array, ...]:
       for group, encoded in zip(groups, stored, strict=True)
     )
 
-  return _partitioned_like(stored[0].codes, f)(stored)
+  return partitioned_like(stored[0].codes, f)(stored)
 
 
-@functools.partial(jax.jit, static_argnames="whole", inline=True)
-def round_to_bfloat16(
-  x: Array,
-  key: Array,
-  start: Array | None = None,
-  whole: tuple[int, ...] | None = None,
-) -> Array:
-  """Rounds one f32 leaf to bfloat16 stochastically, key from `leaf_key`."""
-
-  def f(x, key):
-    words = stochastic.random_words(key, x.shape, start=start, whole=whole)
-    return stochastic.round_to_bfloat16(x, words)
-
-  return _partitioned_like(x, f)(x, key)
-
-
-def _partitioned_like(x: Array, f: Callable) -> Callable:
+def partitioned_like(x: Array, f: Callable) -> Callable:
   """`f` as the compiler partitions it, with results sharded like x.
 
   Where x is sharded over explicit axes, JAX refuses to reshape a row into

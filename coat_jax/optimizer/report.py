@@ -12,17 +12,21 @@ from coat_jax.codecs.fp8 import ExpandedFP8
 from coat_jax.codecs.group import Encoded, GroupCodec
 from coat_jax.optimizer import moments
 from coat_jax.optimizer.masks import leaf_paths
-from coat_jax.optimizer.state import ScaleByCoatAdamState, find_states
+from coat_jax.optimizer.state import (
+  LowBitsState,
+  ScaleByCoatAdamState,
+  find_states,
+)
 from coat_jax.qtensor import split_groups
 
 _QUANTILES = {"min": 0, "p10": 0.1, "median": 0.5, "p90": 0.9, "max": 1}
 
 
 class StateBytes(NamedTuple):
-  """Size of the state of `scale_by_coat_adam`.
+  """Size of the state of `scale_by_coat_adam` or `fused_coat_adamw`.
 
   Attributes:
-    total: bytes of all its arrays.
+    total: bytes of all its arrays, those of weights' low bits among them.
     parameters: values whose moments it keeps.
     bytes_per_param: total / parameters.
   """
@@ -34,6 +38,8 @@ class StateBytes(NamedTuple):
 
 def state_bytes(opt_state: Any) -> StateBytes:
   """Counts the bytes of the coat states in an optimizer state.
+
+  Low bits of weights (`LowBitsState`) count, for they are kept beside moments.
 
   Args:
     opt_state: a coat state, or any optimizer state that holds some; of arrays
@@ -56,8 +62,18 @@ def state_bytes(opt_state: Any) -> StateBytes:
   """
   states = find_states("state_bytes", opt_state, ScaleByCoatAdamState)
   parameters = sum(x.size for s in states for x in jax.tree.leaves(s.mu_codes))
-  total = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(states))
+  low = [
+    x.low
+    for x in jax.tree.leaves(opt_state, is_leaf=_is_low_bits)
+    if _is_low_bits(x)
+  ]
+  arrays = jax.tree.leaves((states, low))
+  total = sum(x.size * x.dtype.itemsize for x in arrays)
   return StateBytes(total, parameters, total / max(parameters, 1))
+
+
+def _is_low_bits(node: Any) -> bool:
+  return isinstance(node, LowBitsState)
 
 
 def state_report(

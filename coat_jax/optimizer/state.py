@@ -39,6 +39,20 @@ class ScaleByCoatAdamState(NamedTuple):
   nu_range: optax.Updates
 
 
+class LowBitsState(NamedTuple):
+  """State of `fused_coat_adamw` with weights of 24 bits.
+
+  `low` is a tree of the parameters' structure whose leaves are plain arrays.
+  The weight of a leaf that has bytes is `join_weights` of it and them.
+  """
+
+  low: Any  # shape=leaf.shape, dtype=jnp.int8; shape=() where none are kept
+  inner: ScaleByCoatAdamState
+
+
+FusedState = ScaleByCoatAdamState | LowBitsState
+
+
 def check_codec(op: str, codec: Any) -> None:
   """Raises a TypeError where `codec` is not a `MomentCodec`."""
   if not isinstance(codec, MomentCodec):
@@ -68,12 +82,12 @@ def init_state(
   if isinstance(params, _placeholder()):
     return _marked_state(params, len(codec.groups))
   chosen = moments.choose_groups(op, params, codec.groups, mask)
+  # The compiler would encode constants itself, for half a minute.
+  zero = jax.lax.optimization_barrier(jnp.zeros([], jnp.float32))
   stored = []
   for leaf, groups in zip(jax.tree.leaves(params), chosen, strict=True):
-    # `zeros_like` shards them like the parameter. The compiler would encode
-    # constants itself, for half a minute.
-    zeros = jnp.zeros_like(leaf, dtype=jnp.float32)
-    zeros = jax.lax.optimization_barrier(zeros)
+    # Sharded like the parameter, and never in memory under jit.
+    zeros = jnp.full_like(leaf, zero, dtype=jnp.float32)
     stored.append(moments.encode_zeros(groups, zeros))
   trees = moments.trees_like(params, len(codec.groups))
   return make_state(jnp.zeros([], jnp.int32), trees, stored)

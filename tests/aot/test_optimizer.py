@@ -33,9 +33,12 @@ def kernels(compiled) -> int:
   return sum("mosaic_gpu" in i.text for i in instructions(compiled))
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_donated_step_is_one_kernel_a_leaf_and_copies_nothing(dtype):
-  optimizer = fused_coat_adamw(1e-3, weight_decay=0.1)
+@pytest.mark.parametrize(
+  "dtype, low_bits",
+  [(jnp.float32, False), (jnp.bfloat16, False), (jnp.bfloat16, True)],
+)
+def test_donated_step_is_one_kernel_a_leaf_and_copies_nothing(dtype, low_bits):
+  optimizer = fused_coat_adamw(1e-3, weight_decay=0.1, low_bits=low_bits)
   params = {k: jax.ShapeDtypeStruct(v, dtype) for k, v in SHAPES.items()}
   state = jax.eval_shape(optimizer.init, params)
 
@@ -57,22 +60,35 @@ def test_update_for_optax_is_one_kernel_a_leaf():
   assert not whole_copies(compiled)
 
 
-def compile_one(name: str, dtype: str) -> None:
-  """Compiles a step of one leaf; run in a process of its own."""
+@pytest.mark.parametrize("name", ["coat", "log8"])
+def test_first_state_needs_no_zeros_in_f32(name):
   optimizer = fused_coat_adamw(1e-3, codec=getattr(codecs, name)())
+  params = jax.ShapeDtypeStruct((4, 1024, 4096), jnp.bfloat16)
+  compiled = compile_for_h200(optimizer.init, params)
+  # They would be 4 bytes a value.
+  assert temporary_bytes(compiled) < 0.5 * 4 * 1024 * 4096
+
+
+def compile_one(name: str, dtype: str, low_bits: bool) -> None:
+  """Compiles a step of one leaf; run in a process of its own."""
+  codec = getattr(codecs, name)()
+  optimizer = fused_coat_adamw(1e-3, codec=codec, low_bits=low_bits)
   p = jax.ShapeDtypeStruct((4096, 1024), dtype)
   state = jax.eval_shape(optimizer.init, p)
   compile_for_h200(lambda p, s, g: optimizer.apply(g, s, p), p, state, p)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+  "dtype, low_bits",
+  [("float32", False), ("bfloat16", False), ("bfloat16", True)],
+)
 @pytest.mark.parametrize("name", ["coat", "coat_e8m0", "log8", "fp8"])
-def test_no_register_spills(name, dtype, tmp_path):
+def test_no_register_spills(name, dtype, low_bits, tmp_path):
   # Mosaic writes what ptxas says only where the environment says so.
   code = (
     "from benchmarks import aot; aot.only_compile(); "
     "from tests.aot import test_optimizer as t; "
-    f"t.compile_one({name!r}, {dtype!r})"
+    f"t.compile_one({name!r}, {dtype!r}, {low_bits})"
   )
   environment = os.environ | {
     "MOSAIC_GPU_DUMP_TO": str(tmp_path),

@@ -57,7 +57,9 @@ def _rows(out: Path) -> list[dict]:
 def _contents(folder: Path) -> dict:
   """The bytes of all arrays of a checkpoint, by name, and its place."""
   found = {"data": json.loads((folder / "data" / "metadata").read_text())}
-  for path in (folder / item for item in ("params", "optimizer", "exact", "clip")):
+  for path in (
+    folder / item for item in ("params", "optimizer", "exact", "clip")
+  ):
     if not path.is_dir():
       continue
     with quietly():  # Orbax warns that it wrote no description of its own.

@@ -73,6 +73,8 @@ def _pretrain() -> Iterator[list[str]]:
   for extra in (
     ["--resume", "--overwrite"],
     ["--convert-state"],
+    ["--params", "bfloat8"],
+    ["--grad-accumulate", "bfloat16"],
     ["--distributed"],
     ["--grad-reduce", "bfloat16"],
     ["--recipe", "bf16", "--residuals", "coat"],

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 
-from coat_jax import coat_adamw, codecs, fused_coat_adamw
+from coat_jax import coat_adamw, codecs, fused_coat_adamw, split_weights
 from coat_jax.optimizer import adam
 from coat_jax.sharding import state_shardings
 from tests.comparing import assert_same_bits
@@ -61,6 +61,7 @@ def chained_step(optimizer):
 
 KINDS = {
   "fused": (fused_coat_adamw, fused_step),
+  "low_bits": (functools.partial(fused_coat_adamw, low_bits=True), fused_step),
   "chained": (coat_adamw, chained_step),
 }
 
@@ -76,6 +77,8 @@ def run(name, codec, dtype, mesh=None, **options):
   if mesh is not None:
     where = state_shardings(optimizer.init, params, codec=codec)
     state = jax.device_put(state, where)
+  if name == "low_bits":
+    params, _ = jax.jit(split_weights)(params)
   step = jax.jit(step_of(optimizer))
   for seed in (1, 2):
     grads = tree(seed, mesh, dtype)
@@ -92,9 +95,11 @@ def on_one_device(name, codec, dtype):
 @pytest.mark.parametrize(
   "name, codec, dtype, kind",
   quick(
-    1,
+    2,
     [
       ("fused", "coat", jnp.float32, AxisType.Auto),
+      ("low_bits", "coat", jnp.float32, AxisType.Auto),
+      ("low_bits", "log8", jnp.float32, AxisType.Explicit),
       ("fused", "coat", jnp.bfloat16, AxisType.Explicit),
       ("fused", "log8", jnp.float32, AxisType.Explicit),
       ("chained", "coat", jnp.float32, AxisType.Auto),
@@ -117,6 +122,8 @@ def test_shards_together_are_the_step_of_one_device(name, codec, dtype, kind):
   for leaf, (shape, spec) in LEAVES.items():
     where = NamedSharding(mesh, spec)
     assert got[0][leaf].sharding.is_equivalent_to(where, len(shape))
+    if name == "low_bits" and leaf != "norm":
+      assert got[1].low[leaf].sharding.is_equivalent_to(where, len(shape))
 
 
 def test_every_leaf_runs_inside_shard_map(monkeypatch):

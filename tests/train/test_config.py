@@ -11,9 +11,9 @@ import pytest
 from coat_jax import recipe
 from coat_jax.models.ranges import check_numbers, range_of
 from tests.train import own_codec
-from train import step
 from train.config import ModelConfig, OptimConfig, resume_rule
 from train.presets import PRESETS, demo
+from train.schedule import learning_rate
 
 OWN = "tests.train.own_codec:scaled"
 
@@ -275,7 +275,7 @@ def test_learning_rate_rises_and_falls(schedule, middle):
     steps=110,
     optim=OptimConfig(lr=2.0, schedule=schedule, warmup=10, min_lr_ratio=0.1),
   )
-  rate = step.learning_rate(config)
+  rate = learning_rate(config)
   assert [float(rate(i)) for i in (0, 4, 9)] == pytest.approx([0.2, 1.0, 2.0])
   assert float(rate(10)) == pytest.approx(2.0)
   assert float(rate(60)) == pytest.approx(2.0 * middle)
@@ -284,7 +284,7 @@ def test_learning_rate_rises_and_falls(schedule, middle):
 
 def test_learning_rate_without_warmup_starts_at_its_peak():
   config = replace(demo(), optim__warmup=0)
-  assert float(step.learning_rate(config)(0)) == pytest.approx(1e-3)
+  assert float(learning_rate(config)(0)) == pytest.approx(1e-3)
 
 
 @pytest.mark.parametrize(

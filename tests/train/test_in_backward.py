@@ -37,7 +37,8 @@ def tied(config):
   quick(
     1,
     [
-      on(SMALL, "", recipe="bf16"),
+      on(SMALL, "", recipe="bf16", params="bfloat16_low8"),
+      on(SMALL, "", params="bfloat16"),
       SMALL,
       on(tied(SMALL), "", recipe="bf16", compute="float32"),
       on(SMALL, "fsdp=2"),

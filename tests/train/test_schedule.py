@@ -6,9 +6,9 @@ import dataclasses
 import numpy as np
 import pytest
 
-from train import step
 from train.config import OptimConfig
 from train.presets import demo
+from train.schedule import learning_rate
 
 STEPS, PEAK, END = 80, 2.0, 0.1
 
@@ -36,7 +36,7 @@ def test_learning_rate_is_the_formula(schedule, warmup, in_steps):
   )
   config = dataclasses.replace(demo(), steps=STEPS, optim=optim)
   assert optim.warmup_steps(STEPS) == in_steps
-  rate = step.learning_rate(config)
+  rate = learning_rate(config)
   found = [float(rate(np.int32(i))) for i in range(0, STEPS + 1, 4)]
   np.testing.assert_allclose(found, wanted(schedule, in_steps)[::4], rtol=1e-5)
 
@@ -48,8 +48,6 @@ def test_cosine_and_linear_differ_at_their_quarters():
     ("linear", 1.55, 0.65),
   ):
     optim = OptimConfig(lr=PEAK, schedule=schedule, warmup=0, min_lr_ratio=END)
-    rate = step.learning_rate(
-      dataclasses.replace(demo(), steps=STEPS, optim=optim)
-    )
+    rate = learning_rate(dataclasses.replace(demo(), steps=STEPS, optim=optim))
     assert float(rate(20)) == pytest.approx(first, abs=1e-3)
     assert float(rate(60)) == pytest.approx(last, abs=1e-3)

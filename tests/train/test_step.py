@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.train.runs import MODEL
-from train import plot, step
+from train import plot, step, update
 from train.data.batches import train_iterator
 from train.data.tokens import DataConfig, load_tokens
 from train.presets import demo
@@ -77,7 +77,7 @@ def test_norms_biases_and_embeddings_do_not_decay():
 def test_leaf_names_and_finite_leaves_have_the_order_of_the_tree():
   grads = {"a": {"b": jnp.array([1.0, jnp.nan])}, "c": jnp.ones(2)}
   assert step.leaf_names(grads) == ["a/b", "c"]
-  assert step.finite_leaves(grads).tolist() == [False, True]
+  assert update.finite_leaves(grads).tolist() == [False, True]
 
 
 def test_twin_starts_from_the_same_weights():

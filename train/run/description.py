@@ -56,7 +56,7 @@ def check_same(
     where: The checkpoint's folder, for messages.
     saved: The description in it.
     config: The run's that is to continue it; with `convert_state` its moments
-      may have another codec.
+      may have another codec, and its weights another kind of storage.
     tokens: Its data.
 
   Returns:
@@ -78,15 +78,15 @@ def check_same(
       text for name, text in changed.items() if resume_rule(name) in rules
     ]
 
-  fixed, codec = changes("fixed"), changes("converted")
+  fixed, converted = changes("fixed"), changes("converted")
   if not tokens.has_fingerprint(saved["fingerprint"]):
     fixed.append("data: other tokens")
-  if fixed or (codec and not config.convert_state):
-    convert = "" if fixed else "--convert-state to encode its moments anew, "
+  if fixed or (converted and not config.convert_state):
+    convert = "" if fixed else "--convert-state to convert its state, "
     raise ValueError(
       f"resume: {where} is of another run, got "
-      f"{'; '.join(fixed + codec)}; pass {convert}what it was trained with, or "
-      "another --out to start a run"
+      f"{'; '.join(fixed + converted)}; pass {convert}what it was trained "
+      "with, or another --out to start a run"
     )
   allowed = changes("converted", "reported")
   if saved.get("change_times", tokens.change_times) != tokens.change_times:

@@ -5,6 +5,7 @@ import jax
 import numpy as np
 
 from coat_jax.optimizer.report import state_bytes, state_report
+from train import weights
 from train.config import TrainConfig
 from train.run import processes
 from train.step import TrainState, abstract_state, build_optimizer
@@ -50,12 +51,12 @@ def report_state(config: TrainConfig, state: TrainState) -> dict:
 
 def _count_powers(state: TrainState) -> dict[str, dict[int, int]]:
   """Counts groups by their k in sixteenths."""
+  adam, _ = weights.without_low(state.optimizer)
   counts = {}
   for name in ("mu", "nu"):
     total = np.zeros(256, np.int64)
     trees = [
-      getattr(state.optimizer, f"{name}_{statistic}")
-      for statistic in ("range", "amax")
+      getattr(adam, f"{name}_{statistic}") for statistic in ("range", "amax")
     ]
     for power, amax in zip(*map(jax.tree.leaves, trees), strict=True):
       if power.ndim:  # Leaves that stay f32 have a scalar.

@@ -8,7 +8,8 @@ written to where they were read from: in place where the caller donates them.
 A program of one warpgroup holds a tile of 8 groups of 128 values. Everything
 that belongs to a group is computed once for 8 values of it. With f32
 parameters and gradients and E4M3 codes a step reads and writes 16.2 bytes a
-value (p twice, g, two codes twice), with bf16 10.2.
+value (p twice, g, two codes twice), with bf16 10.2, with weights of 24 bits and
+bf16 gradients 12.2.
 
 One H200, 2026-11-21, jax 0.11.2, 2^28 parameters, donated, one run (ms):
 
@@ -38,7 +39,7 @@ from coat_jax.codecs.group import GroupCodec, Plain
 from coat_jax.formats import ROOT_OF_LARGEST
 from coat_jax.ops.dispatch import supported
 from coat_jax.ops.types import Unsupported
-from coat_jax.pallas.mosaic import moment_codecs, registers
+from coat_jax.pallas.mosaic import moment_codecs, registers, weights
 from coat_jax.pallas.mosaic.moment_codecs import Statistics
 from coat_jax.pallas.mosaic.registers import GROUP_SIZE, ROWS, Instructions
 from coat_jax.stochastic import GOLDEN, mix
@@ -77,7 +78,8 @@ def adamw_step(
   interpret: bool = False,
 ):
   """`adam.adamw_step`. With `interpret`, on a CPU, slowly."""
-  _check("adamw_step", stored, groups, scalars, (p, g))
+  values = jax.tree.leaves(p)[0]  # A `SplitWeight` has low bytes too.
+  _check("adamw_step", stored, groups, scalars, (values, g))
   supported()
   numbers = dataclasses.replace(
     _adam_numbers(scalars),
@@ -196,7 +198,8 @@ def _step(packed, keys, g, p, stored, *, names, whole, groups, interpret):
     whole = x.shape == codes.shape
     return x.reshape((-1, GROUP_SIZE) if whole else (-1,))
 
-  in_place = (*stored, *(() if p is None else (p,)))
+  weight, of_weight = jax.tree.flatten(p)  # None has no arrays.
+  in_place = (*stored, *weight)
   refs = [jax.new_ref(view(x)) for x in in_place]
   body = functools.partial(
     _kernel,
@@ -206,7 +209,7 @@ def _step(packed, keys, g, p, stored, *, names, whole, groups, interpret):
     whole=whole,
     present=tuple(_present(codec) for codec in groups),
     on=Instructions(interpret),
-    gives_update=p is None,
+    num_weights=len(weight),
   )
   update = plgpu.kernel(
     body,
@@ -228,7 +231,8 @@ def _step(packed, keys, g, p, stored, *, names, whole, groups, interpret):
   ]
   if p is None:
     return update.reshape(g.shape), tuple(new)
-  return new.pop(), tuple(new)
+  new_stored, new_weight = new[: len(stored)], new[len(stored) :]
+  return of_weight.unflatten(new_weight), tuple(new_stored)
 
 
 def _present(codec: GroupCodec) -> tuple[bool, ...]:
@@ -249,7 +253,7 @@ def _kernel(
   whole: tuple[int, ...] | None,
   present: tuple[tuple[bool, ...], ...],
   on: Instructions,
-  gives_update: bool,
+  num_weights: int,
 ):
   """One tile.
 
@@ -257,20 +261,20 @@ def _kernel(
     packed_gmem: f32 [names], keys_gmem: uint32 [2] and, where this is a part
       of a leaf, where it starts along each axis; g_gmem: [groups, 128].
     *gmem: codes [groups, 128] and statistics [groups] of mu and of nu, those
-      that are `present`, then the parameter or the update, [groups, 128].
+      that are `present`, then the arrays of the parameter, which are
+      `num_weights`, or the update, [groups, 128].
   """
   numbers = {name: packed_gmem[i] for i, name in enumerate(names)}
   numbers = _Numbers(**{"eps_root": None, **numbers})
   keys = keys_gmem[0], keys_gmem[1]
-  *moments_gmem, last_gmem = gmem
-  split = sum(present[0])
-  mu_gmem, nu_gmem = moments_gmem[:split], moments_gmem[split:]
-  p_gmem = () if gives_update else (last_gmem,)
+  split, count = sum(present[0]), sum(map(sum, present))
+  mu_gmem, nu_gmem, last_gmem = gmem[:split], gmem[split:count], gmem[count:]
 
   start = lax.axis_index("block") * ROWS
-  refs = (g_gmem, *p_gmem, *moments_gmem)
+  refs = (g_gmem, *last_gmem[:num_weights], *mu_gmem, *nu_gmem)
   g, *rest = (registers.load(ref, start) for ref in refs)
-  p = None if gives_update else rest.pop(0).astype(jnp.float32)
+  weight, rest = rest[:num_weights], rest[num_weights:]
+  p = weights.in_f32(*weight) if weight else None
   mu_codec, nu_codec = map(moment_codecs.on_registers, groups)
   mu = mu_codec.decode(*_fields(rest[:split], present[0]), True, on)
   nu = nu_codec.decode(*_fields(rest[split:], present[1]), False, on)
@@ -280,9 +284,12 @@ def _kernel(
     # Only where words are wanted: no layout is found for what is not used.
     return _words(*_place(start, shape, whole, keys_gmem), key)
 
-  if p is not None and last_gmem.dtype == jnp.bfloat16:
-    value = _round_to_bfloat16(value, draw(keys[1]))
-  registers.store(last_gmem, start, value.astype(last_gmem.dtype))
+  if weight:
+    values = weights.round_like(last_gmem, value, lambda: draw(keys[1]))
+  else:
+    values = (value.astype(last_gmem[0].dtype),)
+  for ref, out in zip(last_gmem, values, strict=True):
+    registers.store(ref, start, out)
   low = high = None
   if any(codec.needs_noise for codec in groups):
     low = draw(keys[0])
@@ -352,11 +359,3 @@ def _words(row: Array, column: Array, key) -> Array:
   golden = jnp.uint32(GOLDEN)
   row_word = mix(row * golden + key) + column * golden
   return mix(registers.iota(1) * golden + registers.spread(row_word))
-
-
-def _round_to_bfloat16(x: Array, words: Array) -> Array:
-  """`stochastic.round_to_bfloat16`; a conversion keeps a NaN one."""
-  bits = registers.as_bits(x)
-  noisy = bits + (words & jnp.uint32(0xFFFF))
-  bits = jnp.where(jnp.abs(x) < jnp.inf, noisy, bits)
-  return registers.as_float(bits & jnp.uint32(0xFFFF0000))

@@ -107,6 +107,15 @@ def test_codec_may_change_only_with_convert_state():
     compare(described(demo()), other)
 
 
+def test_weights_may_change_only_with_convert_state():
+  now = config(params="bfloat16_low8", resume=True)
+  words = "params: float32 -> bfloat16_low8; pass --convert-state to"
+  with pytest.raises(ValueError, match=words):
+    compare(described(demo()), now)
+  now = dataclasses.replace(now, convert_state=True)
+  assert compare(described(demo()), now) == ["params: float32 -> bfloat16_low8"]
+
+
 def test_description_gives_the_configuration_back():
   made = config(steps=7, batch=8)
   assert configuration(described(made)) == made

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trains as `train.pretrain` does, with bf16 weights rounded to nearest.
+
+  python -m benchmarks.nearest_weights llama_60m --params bfloat16 [options]
+
+What stochastic rounding is for: a step that is smaller than half an ulp of a
+weight is lost. This is no way to train, so it is no option of `train.pretrain`,
+whose options these are. A run can be resumed by either.
+"""
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from coat_jax import FusedTransformation, scale_by_coat_adam
+from train import pretrain, step
+from train.config import TrainConfig
+from train.schedule import learning_rate
+
+_build_optimizer = step.build_optimizer
+
+
+def build_optimizer(
+  config: TrainConfig, mesh: Mesh | None = None
+) -> FusedTransformation:
+  """Builds `train.step.build_optimizer`'s AdamW, which rounds to nearest.
+
+  Args:
+    config: The run.
+    mesh: None: this is for one device.
+
+  Returns:
+    The same transformation with another `apply`, and the same state.
+
+  Raises:
+    ValueError: there is a mesh, or weights have low bits.
+  """
+  if mesh is not None or config.params == "bfloat16_low8":
+    raise ValueError(
+      "nearest_weights: is for params bfloat16 on one device, got params "
+      f"{config.params} and mesh {config.mesh!r}; use train.pretrain"
+    )
+  optim = config.optim
+  adam = scale_by_coat_adam(
+    optim.b1,
+    optim.b2,
+    optim.eps,
+    codec=optim.moment_codec(),
+    seed=config.seed,
+  )
+
+  def apply(grads: Any, state: Any, params: Any, *, grad_scale: Any):
+    grads = jax.tree.map(lambda g: grad_scale * g.astype(jnp.float32), grads)
+    updates, new_state = adam.update(grads, state)
+    rate = learning_rate(config)(state.count)
+
+    def add(p, update, is_decayed):
+      exact = p.astype(jnp.float32)
+      decay = optim.weight_decay if is_decayed else 0.0
+      return (exact - rate * (update + decay * exact)).astype(p.dtype)
+
+    return jax.tree.map(add, params, updates, step.decays(params)), new_state
+
+  return _build_optimizer(config)._replace(apply=apply)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+  """Reads the command line, trains, and returns the exit status."""
+  with mock.patch.object(step, "build_optimizer", build_optimizer):
+    return pretrain.main(arguments)
+
+
+if __name__ == "__main__":
+  sys.exit(main())

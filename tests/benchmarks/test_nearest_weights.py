@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The negative control: bf16 weights that are rounded to nearest."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+
+from benchmarks import nearest_weights
+from train import step
+from train.presets import demo
+
+
+def small(**optim):
+  optim = dataclasses.replace(
+    demo().optim, codec="float32", warmup=0, min_lr_ratio=1.0, **optim
+  )
+  return dataclasses.replace(demo(), optim=optim, params="bfloat16")
+
+
+def values(seed, dtype):
+  x = np.random.default_rng(seed).normal(size=(8, 64))
+  return {"kernel": jnp.asarray(x, dtype)}
+
+
+def test_step_is_optax_s_rounded_to_nearest():
+  config = small(lr=1e-2)
+  ours = nearest_weights.build_optimizer(config)
+  params, grads = values(0, jnp.bfloat16), values(1, jnp.bfloat16)
+  exact = {"kernel": params["kernel"].astype(jnp.float32)}
+  got, state = ours.apply(grads, ours.init(params), params, grad_scale=0.5)
+  optim = config.optim
+  adamw = optax.adamw(1e-2, optim.b1, optim.b2, optim.eps, weight_decay=0.1)
+  halves = {"kernel": 0.5 * grads["kernel"].astype(jnp.float32)}
+  updates, _ = adamw.update(halves, adamw.init(exact), exact)
+  want = np.asarray(optax.apply_updates(exact, updates)["kernel"])
+  # Two f32 sums in another order may round to neighbours of a tie.
+  apart = np.asarray(got["kernel"]) != want.astype(ml_dtypes.bfloat16)
+  assert got["kernel"].dtype == jnp.bfloat16 and np.mean(apart) < 0.01
+  assert int(state.count) == 1
+
+
+def test_small_steps_are_lost():
+  ours = nearest_weights.build_optimizer(small(lr=1e-6))
+  params = values(0, jnp.bfloat16)
+  got, _ = ours.apply(params, ours.init(params), params, grad_scale=1.0)
+  # A step of 1e-6 is less than half an ulp of all but weights near zero.
+  large = np.abs(np.asarray(params["kernel"], np.float32)) > 1e-2
+  same = np.asarray(got["kernel"] == params["kernel"])
+  assert np.all(same[large])
+
+
+def test_what_it_is_not_for_is_refused():
+  config = dataclasses.replace(small(lr=1e-3), params="bfloat16_low8")
+  with pytest.raises(ValueError, match="got params bfloat16_low8"):
+    nearest_weights.build_optimizer(config)
+
+
+def test_training_uses_it_and_then_its_own_again(monkeypatch):
+  found = []
+  monkeypatch.setattr(
+    nearest_weights.pretrain,
+    "main",
+    lambda arguments: found.append((arguments, step.build_optimizer)) or 0,
+  )
+  own = step.build_optimizer
+  assert nearest_weights.main(["demo"]) == 0
+  assert found == [(["demo"], nearest_weights.build_optimizer)]
+  assert step.build_optimizer is own

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""bf16 weights and weights of 24 bits in the optimizer's kernel."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from coat_jax import codecs
+from coat_jax.optimizer import adam, weights
+from coat_jax.optimizer.weights import SplitWeight
+from coat_jax.pallas.mosaic import weights as on_registers
+from tests.matrices import quick
+from tests.optimizer.test_weights import as_f32, every_end
+from tests.pallas.mosaic.test_adam import (
+  by_definition,
+  by_kernel,
+  differences,
+  numbers,
+  problem,
+)
+
+CODECS = {"coat": codecs.coat(), "log8": codecs.log8()}
+
+
+def split_problem(codec, **options):
+  p, g, stored = problem(codec, jnp.float32, jnp.bfloat16, **options)
+  return jax.jit(weights.split)(p), g, stored
+
+
+def units(weight):
+  """The 24 bits, as integers."""
+  return np.asarray(weights.join(weight)).view(np.uint32).astype(np.int64) >> 8
+
+
+def check(name, interpret, **options):
+  codec = CODECS[name]
+  p, g, stored = split_problem(codec, **options)
+  for step in (1, 2):
+    args = (p, g, stored, *numbers(step, grad_scale=0.5))
+    (q, new) = by_kernel(codec, *args, interpret=interpret)
+    (p, stored) = by_definition(codec, *args)
+    assert isinstance(q, SplitWeight)
+    assert [x.dtype for x in q] == [jnp.bfloat16, jnp.int8]
+    apart = units(q) - units(p)
+    # A parameter that is off by an ulp of f32 is off by 1/256 of a unit.
+    assert np.max(np.abs(apart)) <= 1 and np.mean(apart != 0) < 0.02
+    # As split writes it: another byte would be of another bf16.
+    again = jax.jit(lambda w: weights.split(weights.join(w)))(q)
+    np.testing.assert_array_equal(np.asarray(again.low), np.asarray(q.low))
+    other, total, codes = differences(codec, stored, new)
+    assert other <= 1e-3 * total and np.mean(codes != 0) <= 1e-3
+
+
+@pytest.mark.parametrize("name", quick(1, CODECS))
+def test_interpreted_kernel_steps_weights_of_24_bits(name):
+  check(name, interpret=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CODECS)
+def test_kernel_steps_weights_of_24_bits_on_a_gpu(name):
+  check(name, interpret=False, shape=(512, 4096))
+
+
+def check_zero_rate(interpret):
+  codec = CODECS["coat"]
+  p, g, stored = split_problem(codec)
+  keys, scalars, step = numbers(1)
+  step = step._replace(learning_rate=jnp.float32(0))
+  q, _ = by_kernel(
+    codec, p, g, stored, keys, scalars, step, interpret=interpret
+  )
+  for a, b in zip(p, q, strict=True):
+    np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+def test_kernel_at_rate_zero_keeps_every_bit():
+  check_zero_rate(interpret=True)
+
+
+@pytest.mark.gpu
+def test_kernel_at_rate_zero_keeps_every_bit_on_a_gpu():
+  check_zero_rate(interpret=False)
+
+
+def test_kernel_takes_f32_gradients_of_bf16_weights():
+  codec = CODECS["coat"]
+  p, g, stored = problem(codec, jnp.bfloat16, jnp.float32)
+  args = (p, g, stored, *numbers(2))
+  q, new = by_kernel(codec, *args)
+  want, stored = by_definition(codec, *args)
+  assert q.dtype == jnp.bfloat16
+  assert np.mean(np.asarray(q != want)) <= 1e-3
+  other, _, apart = differences(codec, stored, new)
+  assert other == 0 and np.mean(apart != 0) <= 1e-3
+
+
+def test_registers_split_and_join_as_the_definition_does():
+  bits = every_end()
+  # What is rounded has been computed: its NaN is a quiet one.
+  quiet = (bits & 0x7FFFFFFF <= 0x7F800000) | (bits & 0x00400000 > 0)
+  x = as_f32(bits[quiet])
+  words = jnp.asarray(
+    np.random.default_rng(0).integers(0, 2**32, x.shape, np.uint64).astype("u4")
+  )
+  refs = jnp.zeros(1, jnp.bfloat16), jnp.zeros(1, jnp.int8)
+  got = jax.jit(
+    lambda x, words: on_registers.round_like(refs, x, lambda: words)
+  )(x, words)
+  want = jax.jit(weights.split)(x, words)
+  high, low = (np.asarray(a).view(f"u{a.dtype.itemsize}") for a in got)
+  # Hardware has no subnormals in what a tile is clipped to.
+  normal = np.abs(np.asarray(x)) >= 2.0**-126
+  normal |= ~np.isfinite(np.asarray(x))
+  np.testing.assert_array_equal(
+    high[normal], np.asarray(want.high).view(np.uint16)[normal]
+  )
+  np.testing.assert_array_equal(
+    low[normal], np.asarray(want.low).view(np.uint8)[normal]
+  )
+  joined = jax.jit(on_registers.in_f32)(*want)
+  np.testing.assert_array_equal(
+    np.asarray(joined).view(np.uint32)[normal],
+    np.asarray(jax.jit(weights.join)(want)).view(np.uint32)[normal],
+  )
+
+
+@pytest.mark.parametrize("name", quick(1, CODECS))
+def test_kernel_of_24_bits_lowers_for_a_gpu(name):
+  codec = CODECS[name]
+  args = jax.eval_shape(lambda: (*split_problem(codec), *numbers(1)))
+  step = functools.partial(
+    adam.adamw_step, groups=codec.groups, implementation="mosaic"
+  )
+  text = jax.jit(step).trace(*args).lower(lowering_platforms=("cuda",))
+  assert text.as_text().count("mosaic_gpu_v2") == 1

@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs that store weights in bf16, or in 24 bits: first state, steps, sums."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from coat_jax import LowBitsState, join_weights
+from tests.comparing import assert_same_bits
+from tests.matrices import quick
+from tests.optimizer.test_weights import oracle
+from tests.train.steps import SMALL, TOKENS, Trained, on
+from train import step, weights
+
+KINDS = ("bfloat16", "bfloat16_low8")
+MESH = "data=2,fsdp=2,tensor=2"
+NORMS = ("norm/scale",)
+
+
+def stored(kind, **options):
+  return dataclasses.replace(SMALL, params=kind, **options)
+
+
+def by_name(tree):
+  return dict(zip(step.leaf_names(tree), jax.tree.leaves(tree), strict=True))
+
+
+@functools.cache
+def initial(kind, mesh=""):
+  config = stored(kind, mesh=mesh)
+  run = Trained(config)
+  return step.initial_state(config, run.optimizer, run.mesh)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_first_weights_are_those_of_f32_rounded_to_nearest(kind):
+  exact, ours = by_name(initial("float32").params), initial(kind)
+  got = by_name(ours.params)
+  low = None
+  if kind == "bfloat16_low8":
+    low = by_name(ours.optimizer.low)
+  for name, x in exact.items():
+    x = np.asarray(x)
+    if name.endswith(NORMS):
+      assert_same_bits(got[name], x)
+      assert low is None or (low[name].shape, int(low[name])) == ((), 0)
+    elif low is None:
+      assert_same_bits(got[name], x.astype(ml_dtypes.bfloat16))
+    else:
+      want = oracle(x.view(np.uint32))
+      np.testing.assert_array_equal(
+        np.asarray(got[name]).view(np.uint16), want[0]
+      )
+      np.testing.assert_array_equal(low[name], want[1])
+  adam, _ = weights.without_low(ours.optimizer)
+  assert_same_bits(adam, initial("float32").optimizer)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_first_state_does_not_depend_on_the_mesh(kind):
+  ours = initial(kind, MESH)
+  assert_same_bits(ours, initial(kind))
+  abstract = Trained(stored(kind, mesh=MESH)).abstract
+  for x, want in zip(
+    jax.tree.leaves(ours), jax.tree.leaves(abstract), strict=True
+  ):
+    assert x.sharding.is_equivalent_to(want.sharding, x.ndim)
+
+
+DEEP = dataclasses.replace(SMALL.model, num_layers=32)
+# Moments that nothing has to encode; tests/aot has those that are encoded.
+PLAIN = dataclasses.replace(SMALL.optim, codec="float32", group_size=128)
+
+
+def test_first_weights_are_drawn_a_layer_at_a_time():
+  config = stored("bfloat16_low8", model=DEEP, optim=PLAIN)
+  run = Trained(config)
+  made = step.initializer(config, run.optimizer).lower().compile()
+  temporary = made.memory_analysis().temp_size_in_bytes
+  # In f32: gate and up are the most of a layer.
+  layer = 4 * DEEP.d_model * 2 * DEEP.d_ff
+  vocabulary = 4 * DEEP.d_model * DEEP.vocab_size
+  # Random bits, normal values and what they are rounded to.
+  assert temporary < 6 * max(layer, vocabulary) < DEEP.num_layers * layer / 2
+
+
+def gradients(config):
+  run = Trained(config)
+  graph = step.build_graph(config)
+  state = initial(config.params)
+
+  @jax.jit
+  def compute(params):
+    return step._mean_gradients(config, graph, None, params, TOKENS)
+
+  return jax.tree.map(np.asarray, compute(state.params)), run.abstract.params
+
+
+@functools.cache
+def summed(accumulate, dtype="float32", **options):
+  config = stored(
+    "bfloat16", accumulate=accumulate, grad_accumulate=dtype, **options
+  )
+  return gradients(config)
+
+
+def test_gradients_of_bf16_weights_are_bf16():
+  (_, grads), params = summed(1)
+  assert jax.tree.map(lambda g: g.dtype, grads) == (
+    jax.tree.map(lambda p: p.dtype, params)
+  )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_sums_over_microbatches_have_the_dtype_that_is_asked_for(dtype):
+  # In layers without FP8 a microbatch rounds as the whole batch does.
+  (_, want), _ = summed(1, recipe="bf16", compute="float32")
+  (_, got), params = summed(4, dtype, recipe="bf16", compute="float32")
+  for name, g in by_name(got).items():
+    kept = by_name(params)[name].dtype
+    assert g.dtype == (kept if dtype == "bfloat16" else jnp.float32)
+    exact = np.asarray(by_name(want)[name], np.float64)
+    error = np.abs(np.asarray(g, np.float64) - exact)
+    # Each of four gradients is rounded, and so may be each of three sums.
+    ulps = 2.0**-8 * (1 + 4 + (3 if dtype == "bfloat16" else 0))
+    assert np.max(error) <= ulps * np.max(np.abs(exact))
+
+
+@pytest.mark.parametrize(
+  "options, words",
+  [
+    (dict(grad_accumulate="bfloat16"), "got accumulate 1 and params float32"),
+    (
+      dict(grad_accumulate="bfloat16", accumulate=2),
+      "got accumulate 2 and params float32",
+    ),
+    (
+      dict(grad_accumulate="bfloat16", params="bfloat16"),
+      "got accumulate 1 and params bfloat16",
+    ),
+  ],
+)
+def test_dtype_of_sums_is_refused_where_nothing_is_summed(options, words):
+  with pytest.raises(ValueError, match=words):
+    dataclasses.replace(SMALL, **options)
+
+
+def test_twins_have_f32_weights():
+  config = stored("bfloat16", accumulate=2, grad_accumulate="bfloat16")
+  twin = config.bf16_twin(seed=1, out="twin")
+  assert (twin.params, twin.grad_accumulate) == ("float32", "float32")
+
+
+@functools.cache
+def trained(kind, mesh=""):
+  return Trained(on(stored(kind), mesh)).run()
+
+
+@pytest.mark.parametrize("kind", quick(1, reversed(KINDS)))
+def test_each_kind_learns_as_f32_does(kind):
+  want, got = trained("float32"), trained(kind)
+  assert got.losses[0] == pytest.approx(want.losses[0], abs=2e-2)
+  assert got.losses[-1] < got.losses[0] - 0.5
+  assert got.losses[-1] == pytest.approx(want.losses[-1], abs=0.1)
+  state = got.state
+  assert isinstance(state.optimizer, LowBitsState) == (kind == KINDS[1])
+  if kind == KINDS[1]:
+    joined = join_weights(state.params, state.optimizer.low)
+    for name, x in by_name(joined).items():
+      y = np.asarray(by_name(state.params)[name], np.float32)
+      # To nearest: half an ulp of bf16.
+      np.testing.assert_allclose(y, x, rtol=2**-8)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_mesh_trains_as_one_device(kind):
+  alone, together = trained(kind), trained(kind, MESH)
+  # Sums in another order, rounded to FP8 and bf16: as in test_mesh.
+  assert np.max(np.abs(np.subtract(alone.losses, together.losses))) <= 2e-2

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a run stores its weights: in f32, in bf16, or in bf16 and a byte.
+
+The option `params` of `train.config`. Only matrices and embeddings are stored
+in fewer bits: norms' scales and biases (`is_matrix`) are f32 in every run.
+Bytes are in the optimizer's state, `LowBitsState`.
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from coat_jax import LowBitsState, join_weights, split_weights
+from coat_jax.optimizer import weights
+from coat_jax.optimizer.masks import leaf_paths
+from coat_jax.optimizer.state import FusedState
+
+Stored = Literal["float32", "bfloat16", "bfloat16_low8"]
+
+
+def high_of(kind: Stored) -> Callable[[str, jax.Array], jax.Array]:
+  """Builds the function of (path, f32) that gives what layers read."""
+
+  def high(path, x):
+    if not weights.is_matrix(path, x):
+      return x
+    if kind == "bfloat16_low8":
+      return weights.split(x).high
+    return x.astype(kind)
+
+  return high
+
+
+def low_of(path: str, x: jax.Array) -> jax.Array:
+  """Returns the low bytes of a matrix, zeros of the same shape of others."""
+  if weights.is_matrix(path, x):
+    return weights.split(x).low
+  return jnp.zeros_like(x, dtype=jnp.int8)
+
+
+def store(kind: Stored, params: Any) -> tuple[Any, Any]:
+  """Stores weights, rounded to nearest.
+
+  Args:
+    kind: As `TrainConfig.params`.
+    params: f32; leaves in bf16 stay so where they may.
+
+  Returns:
+    Parameters, and the tree of their low bytes; None where none are stored.
+  """
+  if kind == "bfloat16_low8":
+    return split_weights(params)
+  high = high_of(kind)
+  leaves = [high(path, leaf) for path, leaf in leaf_paths(params)]
+  return jax.tree.unflatten(jax.tree.structure(params), leaves), None
+
+
+def load(params: Any, low: Any) -> Any:
+  """Loads stored weights in f32: the inverse of `store` up to its rounding."""
+  return in_f32(params if low is None else join_weights(params, low))
+
+
+def in_f32(tree: Any) -> Any:
+  """Casts a tree to f32."""
+  return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
+
+
+def draw(
+  kind: Stored,
+  draw_params: Callable[..., Any],
+  with_moments: Callable[[Any], Any],
+) -> Any:
+  """Draws weights, rounded to nearest, and makes the train state of step 0.
+
+  Args:
+    kind: As `TrainConfig.params`.
+    draw_params: Function of what `Decoder` takes as `store`: weights that are
+      not stored in f32 are drawn a layer at a time.
+    with_moments: Function of these weights that makes the state.
+
+  Returns:
+    The state, with the low bytes of these weights if it has any.
+  """
+  if kind == "float32":
+    return with_moments(draw_params())
+  state = with_moments(draw_params(high_of(kind)))
+  adam, zeros = without_low(state.optimizer)
+  if zeros is None:
+    return state
+  low = jax.tree.map(
+    lambda zero, low: low if zero.ndim else zero, zeros, draw_params(low_of)
+  )
+  return state._replace(optimizer=with_low(adam, low))
+
+
+def abstract(kind: Stored, params: Any) -> Any:
+  """Returns abstract parameters with the dtypes of another kind of storage."""
+  dtype = "float32" if kind == "float32" else "bfloat16"
+  leaves = [
+    leaf.update(dtype=dtype if weights.is_matrix(path, leaf) else "float32")
+    for path, leaf in leaf_paths(params)
+  ]
+  return jax.tree.unflatten(jax.tree.structure(params), leaves)
+
+
+def without_low(optimizer: FusedState) -> tuple[Any, Any]:
+  """Splits an optimizer's state into Adam's and the low bytes, or None."""
+  if isinstance(optimizer, LowBitsState):
+    return optimizer.inner, optimizer.low
+  return optimizer, None
+
+
+def with_low(adam: Any, low: Any) -> Any:
+  """The inverse of `without_low`."""
+  return adam if low is None else LowBitsState(low, adam)
