@@ -26,7 +26,9 @@ VARIANTS = {
   "coat": dict(recipe="coat", residuals="coat"),
   "minimal": dict(recipe="coat"),
   "minimal_attention": dict(recipe="coat", attention="fp8"),
+  "bfloat16": dict(recipe="coat", params="bfloat16"),
   "in_backward": dict(recipe="coat", optimizer_in_backward=True),
+  "lean": dict(recipe="coat", params="bfloat16", optimizer_in_backward=True),
 }
 
 

@@ -37,6 +37,7 @@ def tied(config):
   quick(
     1,
     [
+      on(EXACT, "", params="bfloat16_low8"),
       on(SMALL, "", recipe="bf16", params="bfloat16_low8"),
       on(SMALL, "", params="bfloat16"),
       SMALL,
