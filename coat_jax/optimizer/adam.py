@@ -20,6 +20,7 @@ from jax.typing import ArrayLike
 from coat_jax.formats import with_finite_square
 from coat_jax.ops.dispatch import op
 from coat_jax.optimizer import moments, weights
+from coat_jax.optimizer.leaves import put_layer, take_layer
 from coat_jax.optimizer.moments import GroupCodecs, Stored
 from coat_jax.optimizer.weights import Weight
 
@@ -163,8 +164,9 @@ def adamw_step(
   groups: GroupCodecs,
   start: Array | None = None,
   whole: tuple[int, ...] | None = None,
+  layer: Array | None = None,
 ) -> tuple[Weight, Stored]:
-  """A step of AdamW on one leaf, all of it in f32.
+  """A step of AdamW on one leaf, or on one layer of it, all of it in f32.
 
   Args:
     p: [..., n], the parameter. The new one is rounded to nearest, to bf16 and
@@ -176,10 +178,25 @@ def adamw_step(
     step: of this step and leaf.
     groups: the codecs of both.
     start, whole: which part of the leaf this is: see `stochastic.random_words`.
+    layer: int32 []: p and `stored` are of stacked layers, [layers, ...], of
+      which this one is stepped; g is [1, ...].
 
   Returns:
     The new parameter, stored as p is, and the new moments, stored likewise.
   """
+  numbers = keys, scalars, step
+  if layer is None:
+    return _step(p, g, stored, *numbers, groups, start, whole)
+  whole = jax.tree.leaves(p)[0].shape if whole is None else whole
+  first = jnp.zeros(g.ndim, jnp.uint32).at[0].set(layer.astype(jnp.uint32))
+  start = first if start is None else start + first
+  p_part, stored_part = take_layer((p, stored), layer)
+  new = _step(p_part, g, stored_part, *numbers, groups, start, whole)
+  return put_layer((p, stored), new, layer)
+
+
+def _step(p, g, stored, keys, scalars, step, groups, start, whole):
+  """What `adamw_step` says, on all that is given."""
   gradient = moments.in_f32(g)
   if step.grad_scale is not None:
     gradient = gradient * step.grad_scale

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from coat_jax.optimizer.clipping import Clipping, ClipState
-from coat_jax.optimizer.leaves import Layer, LeafSteps
+from coat_jax.optimizer.leaves import LeafSteps
 
 
 @runtime_checkable
@@ -154,19 +154,23 @@ def step_in_backward(
   def backward(carry, inputs):
     dx, stacked = carry
     index, residuals, per_layer = inputs
-    mine = [_take(each, index) for each in stacked]
-    layer_params = split.layer_of([_parameter(each.weight) for each in mine])
-    grads, dx = run.backward(residuals, layer_params, per_layer, dx)
-    where = Layer(index, split.num_layers)
+    parameters = [jax.tree.leaves(each.weight)[0] for each in stacked]
+    layer_params = split.layer_of(
+      [lax.dynamic_index_in_dim(p, index, keepdims=False) for p in parameters]
+    )
+    # Weights are written in place, so all that reads them has to be done: XLA
+    # copied whole stacks otherwise.
+    grads, dx = lax.optimization_barrier(
+      run.backward(residuals, layer_params, per_layer, dx)
+    )
     new, found = [], []
     for i, each, g in zip(
-      split.stacked, mine, jax.tree.leaves(grads), strict=True
+      split.stacked, stacked, jax.tree.leaves(grads), strict=True
     ):
-      after_step, seen = slices.step(i, each, g[None], where)
+      after_step, seen = slices.step(i, each, g[None], index)
       new.append(after_step)
       found.append(seen)
-    stacked = [_put(x, y, index) for x, y in zip(stacked, new, strict=True)]
-    return (dx, stacked), found
+    return (dx, new), found
 
   start = [
     _Slice(steps.weights[i], steps.stored[i], own[i]) for i in split.stacked
@@ -239,15 +243,16 @@ class _Slices(NamedTuple):
   clip_state: Any
 
   def step(
-    self, i: int, old: _Slice, g: Array, layer: Layer | None = None
+    self, i: int, old: _Slice, g: Array, layer: Array | None = None
   ) -> tuple[_Slice, _Seen]:
     square = jnp.sum(jnp.square(g.astype(jnp.float32)))
     seen = _Seen(square, jnp.all(jnp.isfinite(g)))
     scale, own = None, old.own
     if self.clip is not None:
-      mine = own if own is None else own.reshape(())
+      mine = own if layer is None or own is None else own[layer]
       scale, mine = self.clip.scale(self.clip_state, mine, square)
-      own = own if mine is None else mine.reshape(jnp.shape(own))
+      if own is not None:
+        own = mine if layer is None else own.at[layer].set(mine)
     weight, stored = self.steps.step(
       i, old.weight, g, old.stored, layer=layer, grad_scale=scale
     )
@@ -356,26 +361,3 @@ def _uses(before: Callable[[Any], Array], outer: Any) -> list[bool]:
   read = {id(v) for equation in jaxpr.eqns for v in equation.invars}
   read |= {id(v) for v in jaxpr.outvars}
   return [id(v) in read for v in jaxpr.invars]
-
-
-def _parameter(weight: Any) -> Array:
-  """The array that a layer reads, of one layer."""
-  return jax.tree.leaves(weight)[0][0]
-
-
-def _take(stacked: Any, index: Array) -> Any:
-  """One layer, [1, ...], of each array; scalars as they are."""
-  return jax.tree.map(
-    lambda x: lax.dynamic_slice_in_dim(x, index, 1) if x.ndim else x, stacked
-  )
-
-
-def _put(stacked: Any, new: Any, index: Array) -> Any:
-  """The inverse of `_take`."""
-  return jax.tree.map(
-    lambda x, y: (
-      lax.dynamic_update_slice_in_dim(x, y, index, 0) if x.ndim else x
-    ),
-    stacked,
-    new,
-  )

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
-from coat_jax.optimizer.leaves import LeafSteps
+from coat_jax.optimizer.leaves import LeafSteps, put_layer, take_layer
 from coat_jax.optimizer.masks import leaf_paths
 
 
@@ -67,7 +67,13 @@ def leafwise(tx: optax.GradientTransformation) -> LeafwiseTransformation:
       )
 
     def step(i, weight, g, kept, *, layer=None, grad_scale=None):
-      del layer
+      if layer is None:
+        return step_part(i, weight, g, kept, grad_scale)
+      part = take_layer((weight, kept), layer)
+      new = step_part(i, part[0], g, part[1], grad_scale)
+      return put_layer((weight, kept), new, layer)
+
+    def step_part(i, weight, g, kept, grad_scale):
       g = g if grad_scale is None else (g * grad_scale).astype(g.dtype)
       update, new = tx.update(
         tree_of(i, g), state_of(i, kept), tree_of(i, weight)

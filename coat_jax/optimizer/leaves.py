@@ -8,19 +8,8 @@ each layer, is stepped when its gradient exists, in whatever order they come.
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from jax import Array
-
-
-class Layer(NamedTuple):
-  """Which part of a stacked leaf [layers, ...] is at hand: [1, ...] of it.
-
-  Attributes:
-    index: int32 [], the layer.
-    count: layers of the stack.
-  """
-
-  index: Array
-  count: int
+import jax
+from jax import Array, lax
 
 
 class LeafSteps(NamedTuple):
@@ -32,8 +21,8 @@ class LeafSteps(NamedTuple):
     stored: for each leaf what the optimizer keeps of it, a tree: arrays whose
       leading axes are the leaf's, and scalars.
     step: `step(i, weight, gradient, stored, *, layer=None, grad_scale=None)`,
-      the new weight and what is kept of leaf i; with `layer` all of them are
-      [1, ...] of stacked ones.
+      the new weight and what is kept of leaf i. With `layer`, int32 [], both
+      are of stacked layers and this one is stepped; its gradient is [1, ...].
     end: `end(weights, stored)`, the new parameters and the new state.
   """
 
@@ -41,3 +30,19 @@ class LeafSteps(NamedTuple):
   stored: Sequence[Any]
   step: Callable[..., tuple[Any, Any]]
   end: Callable[[Sequence[Any], Sequence[Any]], tuple[Any, Any]]
+
+
+def take_layer(stacked: Any, layer: Array) -> Any:
+  """One layer, [1, ...], of each array of a tree; scalars as they are."""
+  return jax.tree.map(
+    lambda x: lax.dynamic_slice_in_dim(x, layer, 1) if x.ndim else x, stacked
+  )
+
+
+def put_layer(stacked: Any, new: Any, layer: Array) -> Any:
+  """The inverse of `take_layer`: `stacked` with one layer replaced."""
+
+  def put(x, y):
+    return lax.dynamic_update_slice_in_dim(x, y, layer, 0) if x.ndim else x
+
+  return jax.tree.map(put, stacked, new)

@@ -15,7 +15,6 @@ import jax.numpy as jnp
 from jax import Array, P
 from jax.sharding import NamedSharding
 
-from coat_jax.optimizer.leaves import Layer
 from coat_jax.optimizer.moments import GroupCodecs, Stored
 
 
@@ -59,7 +58,7 @@ def run_on_shards(
   stored: Stored,
   *scalars: Any,
   groups: GroupCodecs,
-  layer: Layer | None = None,
+  layer: Array | None = None,
   **kwargs: Any,
 ) -> tuple[Any, Stored]:
   """`step(*arrays, stored, *scalars, groups=groups, ...)`, shard by shard.
@@ -68,11 +67,12 @@ def run_on_shards(
     step: `adam.adam_update` or `adam.adamw_step`.
     sharding: of the leaf. None, or groups that are split over devices, leave
       the step to XLA.
-    arrays: of the leaf's shape, or trees of such.
+    arrays: of the leaf's shape, or trees of such; with `layer`, all but the
+      first [1, ...].
     stored: the leaf's moments.
     *scalars: the same for all devices.
     groups: the leaf's group codecs.
-    layer: which part of a stacked leaf the arrays are, if they are not all.
+    layer: which layer of a stacked leaf is stepped, or None for the leaf.
     **kwargs: static, for `step`.
 
   Returns:
@@ -81,15 +81,11 @@ def run_on_shards(
   Raises:
     ValueError: the axis of `layer` is sharded.
   """
-  shape = jax.tree.leaves(arrays)[0].shape
-  whole, first = shape, None
-  if layer is not None:
-    whole = (layer.count, *shape[1:])
-    first = jnp.zeros(len(shape), jnp.uint32)
-    first = first.at[0].set(layer.index.astype(jnp.uint32))
-  if sharding is None or not _has_whole_groups(sharding, shape, groups):
-    place = {} if first is None else dict(start=first, whole=whole)
-    return step(*arrays, stored, *scalars, groups=groups, **place, **kwargs)
+  whole = jax.tree.leaves(arrays)[0].shape
+  # Where it is not needed, `step` need not know of layers.
+  further = {} if layer is None else dict(layer=layer)
+  if sharding is None or not _has_whole_groups(sharding, whole, groups):
+    return step(*arrays, stored, *scalars, groups=groups, **further, **kwargs)
   spec = sharding.spec
   if layer is not None and spec[:1] not in ((), (None,)):
     raise ValueError(
@@ -98,15 +94,15 @@ def run_on_shards(
     )
   of_stored = jax.tree.map(lambda x: spec if x.ndim else P(), stored)
 
-  def local(arrays, stored, scalars, first):
-    start = _start(spec, jax.tree.leaves(arrays)[0].shape)
+  def local(arrays, stored, scalars, further):
     return step(
       *arrays,
       stored,
       *scalars,
       groups=groups,
-      start=start if first is None else start + first,
+      start=_start(spec, jax.tree.leaves(arrays)[0].shape),
       whole=whole,
+      **further,
       **kwargs,
     )
 
@@ -120,7 +116,7 @@ def run_on_shards(
     in_specs=(spec, of_stored, P(), P()),
     out_specs=(spec, of_stored),
     check_vma=False,
-  )(arrays, stored, scalars, first)
+  )(arrays, stored, scalars, further)
 
 
 def _has_whole_groups(sharding, shape, groups: GroupCodecs) -> bool:

@@ -60,8 +60,8 @@ def adam_update(
   _check("adam_update", stored, groups, scalars, (g,))
   supported()
   numbers = _adam_numbers(scalars)
-  words = _Words(jnp.stack([key, key]), start, whole)
-  return _run(numbers, words, g, None, stored, groups, interpret)
+  place = _Place(jnp.stack([key, key]), start, whole, None)
+  return _run(numbers, place, g, None, stored, groups, interpret)
 
 
 def adamw_step(
@@ -75,6 +75,7 @@ def adamw_step(
   groups,
   start=None,
   whole=None,
+  layer=None,
   interpret: bool = False,
 ):
   """`adam.adamw_step`. With `interpret`, on a CPU, slowly."""
@@ -87,8 +88,8 @@ def adamw_step(
     update_rate=-step.learning_rate * scalars.ratio,
     decay_rate=-step.learning_rate * step.weight_decay,
   )
-  words = _Words(keys, start, whole)
-  return _run(numbers, words, g, p, stored, groups, interpret)
+  place = _Place(keys, start, whole, layer)
+  return _run(numbers, place, g, p, stored, groups, interpret)
 
 
 def _check(op: str, stored, groups, scalars, arrays) -> None:
@@ -106,7 +107,7 @@ def _check(op: str, stored, groups, scalars, arrays) -> None:
     got = ", ".join(map(str, sorted(sizes)))
     raise Unsupported(f"{op}: the kernel needs groups of 128, got {got}")
   codes = stored[0].codes
-  shape, count = codes.shape, codes.size // GROUP_SIZE
+  shape, count = codes.shape, arrays[-1].size // GROUP_SIZE
   if not shape or shape[-1] % GROUP_SIZE:
     raise Unsupported(
       f"{op}: the last axis must be a multiple of 128, got shape {shape}"
@@ -122,23 +123,29 @@ def _check(op: str, stored, groups, scalars, arrays) -> None:
     )
 
 
-class _Words(NamedTuple):
-  """What random words depend on: see `stochastic.random_words`.
+class _Place(NamedTuple):
+  """What is stepped, and what its random words depend on.
 
   Attributes:
     keys: uint32 [2], of the moments and of the parameter.
-    start, whole: which part of the leaf this is; None for all of it.
+    start, whole: which part of the leaf this is; None for all of it: see
+      `stochastic.random_words`.
+    layer: which layer of it is stepped; None for all of it.
   """
 
   keys: Array
   start: Array | None
   whole: tuple[int, ...] | None
+  layer: Array | None
 
   def packed(self) -> Array:
-    """Keys and start as one array."""
-    if self.start is None:
-      return self.keys
-    return jnp.concatenate([self.keys, self.start])
+    """What is not None, but `whole`: uint32."""
+    parts = [self.keys]
+    if self.start is not None:
+      parts.append(self.start)
+    if self.layer is not None:
+      parts.append(self.layer.astype(jnp.uint32)[None])
+    return jnp.concatenate(parts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,19 +173,20 @@ def _adam_numbers(scalars) -> _Numbers:
   return _Numbers(**{k: v for k, v in scalars._asdict().items() if k in kept})
 
 
-def _run(numbers, words: _Words, g, p, stored, groups, interpret):
+def _run(numbers, place: _Place, g, p, stored, groups, interpret):
   """Runs either function: p is None where the update is wanted."""
   packed = jnp.stack([getattr(numbers, name) for name in numbers.names()])
   flat, treedef = jax.tree.flatten(stored)
   kept = [i for i, x in enumerate(flat) if x.ndim]
   first, arrays = _step(
     packed,
-    words.packed(),
+    place.packed(),
     g,
     p,
     tuple(flat[i] for i in kept),
     names=numbers.names(),
-    whole=words.whole,
+    whole=place.whole,
+    has_layer=place.layer is not None,
     groups=groups,
     interpret=interpret,
   )
@@ -189,14 +197,17 @@ def _run(numbers, words: _Words, g, p, stored, groups, interpret):
 
 # Jitted here, so that leaves of one shape share a lowering and a compilation.
 @functools.partial(
-  jax.jit, static_argnames=("names", "whole", "groups", "interpret")
+  jax.jit,
+  static_argnames=("names", "whole", "has_layer", "groups", "interpret"),
 )
-def _step(packed, keys, g, p, stored, *, names, whole, groups, interpret):
+def _step(
+  packed, place, g, p, stored, *, names, whole, has_layer, groups, interpret
+):
   codes = stored[0]
 
   def view(x):
-    whole = x.shape == codes.shape
-    return x.reshape((-1, GROUP_SIZE) if whole else (-1,))
+    has_values = x.shape[-1] == codes.shape[-1]
+    return x.reshape((-1, GROUP_SIZE) if has_values else (-1,))
 
   weight, of_weight = jax.tree.flatten(p)  # None has no arrays.
   in_place = (*stored, *weight)
@@ -207,6 +218,7 @@ def _step(packed, keys, g, p, stored, *, names, whole, groups, interpret):
     groups=groups,
     shape=codes.shape,
     whole=whole,
+    groups_per_layer=g.size // GROUP_SIZE if has_layer else None,
     present=tuple(_present(codec) for codec in groups),
     on=Instructions(interpret),
     num_weights=len(weight),
@@ -214,7 +226,7 @@ def _step(packed, keys, g, p, stored, *, names, whole, groups, interpret):
   update = plgpu.kernel(
     body,
     out_type=jax.ShapeDtypeStruct(view(g).shape, g.dtype) if p is None else (),
-    grid=(codes.size // (GROUP_SIZE * ROWS),),
+    grid=(g.size // (GROUP_SIZE * ROWS),),
     grid_names=("block",),
     compiler_params=plgpu.CompilerParams(
       # Exact division, exp2 and log2 take ten times as long.
@@ -224,7 +236,7 @@ def _step(packed, keys, g, p, stored, *, names, whole, groups, interpret):
       unsafe_no_auto_barriers=True,
     ),
     interpret=plgpu.InterpretGPUParams() if interpret else False,
-  )(packed, keys, view(g), *refs)
+  )(packed, place, view(g), *refs)
   new = [
     jax.freeze(ref).reshape(x.shape)
     for ref, x in zip(refs, in_place, strict=True)
@@ -244,13 +256,14 @@ def _present(codec: GroupCodec) -> tuple[bool, ...]:
 
 def _kernel(
   packed_gmem,
-  keys_gmem,
+  place_gmem,
   g_gmem,
   *gmem,
   names,
   groups,
   shape: tuple[int, ...],
   whole: tuple[int, ...] | None,
+  groups_per_layer: int | None,
   present: tuple[tuple[bool, ...], ...],
   on: Instructions,
   num_weights: int,
@@ -258,21 +271,25 @@ def _kernel(
   """One tile.
 
   Args:
-    packed_gmem: f32 [names], keys_gmem: uint32 [2] and, where this is a part
-      of a leaf, where it starts along each axis; g_gmem: [groups, 128].
+    packed_gmem: f32 [names]; place_gmem: as `_Place` has it; g_gmem: [groups,
+      128], of a layer where there is one.
     *gmem: codes [groups, 128] and statistics [groups] of mu and of nu, those
       that are `present`, then the arrays of the parameter, which are
       `num_weights`, or the update, [groups, 128].
   """
   numbers = {name: packed_gmem[i] for i, name in enumerate(names)}
   numbers = _Numbers(**{"eps_root": None, **numbers})
-  keys = keys_gmem[0], keys_gmem[1]
+  keys = place_gmem[0], place_gmem[1]
   split, count = sum(present[0]), sum(map(sum, present))
   mu_gmem, nu_gmem, last_gmem = gmem[:split], gmem[split:count], gmem[count:]
 
   start = lax.axis_index("block") * ROWS
-  refs = (g_gmem, *last_gmem[:num_weights], *mu_gmem, *nu_gmem)
-  g, *rest = (registers.load(ref, start) for ref in refs)
+  g = registers.load(g_gmem, start)
+  if groups_per_layer is not None:
+    layer = place_gmem[place_gmem.shape[0] - 1].astype(jnp.int32)
+    start = start + layer * groups_per_layer
+  refs = (*last_gmem[:num_weights], *mu_gmem, *nu_gmem)
+  rest = [registers.load(ref, start) for ref in refs]
   weight, rest = rest[:num_weights], rest[num_weights:]
   p = weights.in_f32(*weight) if weight else None
   mu_codec, nu_codec = map(moment_codecs.on_registers, groups)
@@ -282,7 +299,7 @@ def _kernel(
 
   def draw(key):
     # Only where words are wanted: no layout is found for what is not used.
-    return _words(*_place(start, shape, whole, keys_gmem), key)
+    return _words(*_row_and_column(start, shape, whole, place_gmem), key)
 
   if weight:
     values = weights.round_like(last_gmem, value, lambda: draw(keys[1]))
@@ -330,7 +347,7 @@ def _adam(g, p, mu, nu, s: _Numbers, on: Instructions):
   return p + (s.update_rate * update + s.decay_rate * p), mu, nu
 
 
-def _place(start, shape, whole, keys_gmem) -> tuple[Array, Array]:
+def _row_and_column(start, shape, whole, place_gmem) -> tuple[Array, Array]:
   """The rows of a tile's groups in the whole leaf, and their first columns."""
   groups_per_row = shape[-1] // GROUP_SIZE
   row = registers.iota(0) + start.astype(jnp.uint32)
@@ -340,7 +357,7 @@ def _place(start, shape, whole, keys_gmem) -> tuple[Array, Array]:
     column = group * jnp.uint32(GROUP_SIZE)
   if whole is None:
     return row, column
-  begins = [keys_gmem[2 + axis] for axis in range(len(shape))]
+  begins = [place_gmem[2 + axis] for axis in range(len(shape))]
   rest, row, stride = row, jnp.zeros_like(row), 1
   for axis in range(len(shape) - 2, -1, -1):
     rest, index = _divide(rest, shape[axis]) if axis else (rest, rest)
