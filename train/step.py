@@ -25,7 +25,6 @@ from coat_jax import (
 from coat_jax.models import specs
 from coat_jax.models.decoder import Decoder, loss_fn
 from coat_jax.optimizer.clipping import ClipState
-from coat_jax.optimizer.in_backward import stacked_leaves
 from coat_jax.optimizer.masks import is_norm_or_bias
 from coat_jax.optimizer.state import FusedState
 from train import weights
@@ -49,7 +48,7 @@ class TrainState(NamedTuple):
     optimizer: Stored moments and the number of updates; with params
       bfloat16_low8 the weights' low bytes too.
     exact: f32 moments of the same gradients, for reports; () without reports.
-    clip: Norms that clipping remembers; () where it is by the global norm.
+    clip: Norms of earlier steps; () where gradients are clipped by their own.
   """
 
   step: jax.Array
@@ -191,7 +190,7 @@ def _with_moments(
   if config.report_state:
     exact = exact_adam(config).init(weights.in_f32(params))
   if clip := config.optim.clipping():
-    norms = clip.init(params, is_stacked=stacked_leaves(params))
+    norms = clip.init(params)
   return TrainState(jnp.int32(0), stored, optimizer.init(params), exact, norms)
 
 

@@ -18,7 +18,6 @@ from coat_jax.layers import with_weight_cache
 from coat_jax.models import specs
 from coat_jax.models.decoder import Decoder, loss_fn, loss_of_hidden
 from coat_jax.optimizer.clipping import clip_gradients
-from coat_jax.optimizer.in_backward import stacked_leaves
 from train import weights
 from train.config import TrainConfig
 
@@ -46,9 +45,7 @@ def update(
   is_finite = finite_leaves(grads)
   scale, clip_state, exact = jnp.float32(1), state.clip, state.exact
   if clip := config.optim.clipping():
-    grads, clip_state, norm = clip_gradients(
-      clip, state.clip, grads, is_stacked=stacked_leaves(grads)
-    )
+    grads, clip_state, norm = clip_gradients(clip, state.clip, grads)
   else:
     # By the global norm, in the optimizer's pass over the gradients.
     norm = optax.tree.norm(weights.in_f32(grads))

@@ -4,7 +4,7 @@
 The global norm of all gradients is known after the last of them. A step that
 uses each gradient as soon as it exists (`step_in_backward`) clips by what is
 known by then: by the norms of the steps before. `Clipping` has the rules; what
-they remember is a `ClipState`, which belongs into checkpoints.
+they keep is a `ClipState`, which belongs into checkpoints.
 
 A slice is a leaf or, of a stacked leaf, one layer of it.
 """
@@ -17,11 +17,13 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from coat_jax.optimizer.masks import leaf_paths
+
 Rule = Literal["previous", "adaptive"]
 
 
 class ClipState(NamedTuple):
-  """What clipping remembers from step to step.
+  """What clipping keeps from step to step.
 
   Attributes:
     count: int32 [], steps done.
@@ -65,12 +67,12 @@ class Clipping:
   decay: float = 0.98
   warmup: int = 100
 
-  def init(self, params: Any, *, is_stacked: Sequence[bool]) -> ClipState:
+  def init(self, params: Any, *, stack: str = "layers") -> ClipState:
     """The state before the first step.
 
     Args:
       params: tree of parameters.
-      is_stacked: of each leaf, whether its first axis is that of layers.
+      stack: as of `step_in_backward`: the path of the stacked layers.
 
     Returns:
       Zeros.
@@ -80,7 +82,7 @@ class Clipping:
       leaves, treedef = jax.tree.flatten(params)
       own = treedef.unflatten(
         jnp.zeros(leaf.shape[:1] if stacked else ())
-        for leaf, stacked in zip(leaves, is_stacked, strict=True)
+        for leaf, stacked in zip(leaves, is_stacked(params, stack), strict=True)
       )
     return ClipState(jnp.int32(0), jnp.float32(0), own)
 
@@ -126,8 +128,13 @@ class Clipping:
     return ClipState(state.count + 1, jnp.sqrt(square), trees)
 
 
+def is_stacked(params: Any, stack: str) -> list[bool]:
+  """Whether each leaf of `params`, in order, is below the path `stack`."""
+  return [path.startswith(f"{stack}/") for path, _ in leaf_paths(params)]
+
+
 def clip_gradients(
-  clip: Clipping, state: ClipState, grads: Any, *, is_stacked: Sequence[bool]
+  clip: Clipping, state: ClipState, grads: Any, *, stack: str = "layers"
 ) -> tuple[Any, ClipState, Array]:
   """Clips gradients that are all there, by the same rules.
 
@@ -135,7 +142,7 @@ def clip_gradients(
     clip: the rule.
     state: before this step.
     grads: tree of gradients.
-    is_stacked: as of `Clipping.init`.
+    stack: as of `Clipping.init`.
 
   Returns:
     The clipped gradients, f32; the new state; and the global norm before
@@ -146,7 +153,8 @@ def clip_gradients(
   if clip.rule == "adaptive":
     owns = jax.tree.leaves(state.own)
   clipped, new, total = [], [], jnp.float32(0)
-  for g, own, stacked in zip(leaves, owns, is_stacked, strict=True):
+  stacks = is_stacked(grads, stack)
+  for g, own, stacked in zip(leaves, owns, stacks, strict=True):
     g = g.astype(jnp.float32)
     axes = tuple(range(1 if stacked else 0, g.ndim))
     square = jnp.sum(jnp.square(g), axis=axes)

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from coat_jax.optimizer.clipping import Clipping, ClipState
+from coat_jax.optimizer.clipping import Clipping, ClipState, is_stacked
 from coat_jax.optimizer.leaves import LeafSteps
 
 
@@ -93,8 +93,7 @@ def step_in_backward(
     per_layer: further tree of arrays [layers, ...], not differentiated.
     clip: scales gradients first, by what earlier steps had; None for not at
       all.
-    clip_state: the last step's; `clip.init(params, is_stacked=...)` at first,
-      see `stacked_leaves`.
+    clip_state: the last step's; at first `clip.init(params, stack=stack)`.
 
   Returns:
     A `BackwardStep`.
@@ -208,13 +207,6 @@ def step_in_backward(
   )
 
 
-def stacked_leaves(params: Any, stack: str = "layers") -> list[bool]:
-  """Whether each leaf of `params`, in order, is below `stack`."""
-  paths = [path for path, _ in jax.tree.leaves_with_path(params)]
-  names = [jax.tree_util.keystr(p, simple=True, separator="/") for p in paths]
-  return [name.startswith(f"{stack}/") for name in names]
-
-
 class _Slice(NamedTuple):
   """A leaf, or of a stacked leaf all layers or one.
 
@@ -308,10 +300,10 @@ class _Split:
   """
 
   def __init__(self, params: Any, stack: str):
-    is_stacked = stacked_leaves(params, stack)
+    found = is_stacked(params, stack)
     leaves, self._treedef = jax.tree.flatten(params)
-    self.stacked = [i for i, found in enumerate(is_stacked) if found]
-    self.others = [i for i, found in enumerate(is_stacked) if not found]
+    self.stacked = [i for i, below in enumerate(found) if below]
+    self.others = [i for i, below in enumerate(found) if not below]
     self._words = stack.split("/")
     sizes = {leaves[i].shape[:1] for i in self.stacked}
     if len(sizes) != 1 or sizes == {()}:

@@ -10,7 +10,6 @@ from coat_jax import Clipping
 from coat_jax.optimizer.clipping import clip_gradients
 
 MAX, RELATIVE, DECAY, WARMUP = 1.0, 1.05, 0.9, 4
-STACKED = [False, True]
 
 
 def gradients(step):
@@ -19,7 +18,10 @@ def gradients(step):
   a, b = rng.normal(size=(3,)), rng.normal(size=(2, 4))
   b[1] *= 50 if step == 6 else 1
   big = 2.0 if step < 2 else 0.2
-  return {"a": (big * a).astype("float32"), "b": (0.2 * b).astype("float32")}
+  return {
+    "a": (big * a).astype("float32"),
+    "layers": {"b": (0.2 * b).astype("float32")},
+  }
 
 
 def scales_in_numpy(rule, steps):
@@ -27,7 +29,7 @@ def scales_in_numpy(rule, steps):
   own, before, out = np.zeros(3), None, []
   for step in range(steps):
     g = gradients(step)
-    slices = [g["a"], g["b"][0], g["b"][1]]
+    slices = [g["a"], *g["layers"]["b"]]
     norms = np.array([np.linalg.norm(x.astype("float64")) for x in slices])
     if before is None:
       scale = np.minimum(1, MAX / norms)
@@ -48,15 +50,13 @@ def scales_in_numpy(rule, steps):
 @pytest.mark.parametrize("rule", ["previous", "adaptive"])
 def test_scales_are_those_of_the_rule(rule):
   clip = Clipping(rule, MAX, relative=RELATIVE, decay=DECAY, warmup=WARMUP)
-  state = clip.init(gradients(0), is_stacked=STACKED)
+  state = clip.init(gradients(0), stack="layers")
   for step, (scale, norm) in enumerate(scales_in_numpy(rule, 9)):
     grads = gradients(step)
-    clipped, state, found = clip_gradients(
-      clip, state, grads, is_stacked=STACKED
-    )
+    clipped, state, found = clip_gradients(clip, state, grads)
     np.testing.assert_allclose(clipped["a"], grads["a"] * scale[0], rtol=1e-5)
-    expected = grads["b"] * scale[1:, None]
-    np.testing.assert_allclose(clipped["b"], expected, rtol=1e-5)
+    expected = grads["layers"]["b"] * scale[1:, None]
+    np.testing.assert_allclose(clipped["layers"]["b"], expected, rtol=1e-5)
     np.testing.assert_allclose(found, norm, rtol=1e-5)
     assert int(state.count) == step + 1
   assert bool(jax.tree.leaves(state.own)) == (rule == "adaptive")
@@ -72,15 +72,15 @@ def test_a_spike_is_clipped_at_once_by_the_adaptive_rule_alone():
 def test_norm_that_is_not_finite_is_not_hidden():
   clip = Clipping("adaptive", 1.0)
   grads = {"a": jnp.array([jnp.nan])}
-  state = clip.init(grads, is_stacked=[False])
-  clipped, _, norm = clip_gradients(clip, state, grads, is_stacked=[False])
+  state = clip.init(grads, stack="layers")
+  clipped, _, norm = clip_gradients(clip, state, grads, stack="layers")
   assert np.isnan(clipped["a"]).all() and np.isnan(norm)
 
 
 def test_gradients_of_zeros_stay_zeros():
   clip = Clipping("adaptive", 1.0, warmup=1)
   grads = {"a": jnp.zeros(3)}
-  state = clip.init(grads, is_stacked=[False])
+  state = clip.init(grads, stack="layers")
   for _ in range(3):
-    clipped, state, _ = clip_gradients(clip, state, grads, is_stacked=[False])
+    clipped, state, _ = clip_gradients(clip, state, grads, stack="layers")
     np.testing.assert_array_equal(clipped["a"], 0)
