@@ -26,13 +26,13 @@ class ClipState(NamedTuple):
   """What clipping keeps from step to step.
 
   Attributes:
-    count: int32 [], steps done.
+    steps: int32 [], how many are done.
     norm: f32 [], global norm of the last step's gradients before clipping.
     own: of rule "adaptive", running norms of all slices: a tree of the
       parameters' structure, f32 [], or [layers] of a stacked leaf; else ().
   """
 
-  count: Array
+  steps: Array
   norm: Array
   own: Any
 
@@ -101,11 +101,11 @@ class Clipping:
       The scale, and the new running norm.
     """
     norm = jnp.sqrt(square)
-    is_first = state.count == 0
+    is_first = state.steps == 0
     scale = _at_most(self.max_norm, jnp.where(is_first, norm, state.norm))
     if own is None:
       return scale, None
-    is_warm = state.count >= self.warmup
+    is_warm = state.steps >= self.warmup
     scale = jnp.where(is_warm, _at_most(self.relative * own, norm), scale)
     clipped = scale * norm
     least = jnp.where(is_first, clipped, jnp.minimum(own, clipped))
@@ -125,7 +125,7 @@ class Clipping:
     trees = state.own
     if self.rule == "adaptive":
       trees = jax.tree.structure(state.own).unflatten(own)
-    return ClipState(state.count + 1, jnp.sqrt(square), trees)
+    return ClipState(state.steps + 1, jnp.sqrt(square), trees)
 
 
 def is_stacked(params: Any, stack: str) -> list[bool]:

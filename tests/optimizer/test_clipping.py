@@ -58,7 +58,7 @@ def test_scales_are_those_of_the_rule(rule):
     expected = grads["layers"]["b"] * scale[1:, None]
     np.testing.assert_allclose(clipped["layers"]["b"], expected, rtol=1e-5)
     np.testing.assert_allclose(found, norm, rtol=1e-5)
-    assert int(state.count) == step + 1
+    assert int(state.steps) == step + 1
   assert bool(jax.tree.leaves(state.own)) == (rule == "adaptive")
 
 
