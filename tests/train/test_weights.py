@@ -12,7 +12,6 @@ import pytest
 
 from coat_jax import LowBitsState, join_weights
 from tests.comparing import assert_same_bits
-from tests.matrices import quick
 from tests.optimizer.test_weights import oracle
 from tests.train.steps import SMALL, TOKENS, Trained, on
 from train import step, weights
@@ -20,6 +19,12 @@ from train import step, weights
 KINDS = ("bfloat16", "bfloat16_low8")
 MESH = "data=2,fsdp=2,tensor=2"
 NORMS = ("norm/scale",)
+
+
+# Moments of zeros that nothing has to encode.
+PLAIN = dataclasses.replace(SMALL.optim, codec="float32", group_size=128)
+# Compiles fast.
+FAST = dict(recipe="bf16", optim=PLAIN)
 
 
 def stored(kind, **options):
@@ -32,7 +37,7 @@ def by_name(tree):
 
 @functools.cache
 def initial(kind, mesh=""):
-  config = stored(kind, mesh=mesh)
+  config = stored(kind, mesh=mesh, **FAST)
   run = Trained(config)
   return step.initial_state(config, run.optimizer, run.mesh)
 
@@ -66,28 +71,22 @@ def test_first_weights_are_those_of_f32_rounded_to_nearest(kind):
 def test_first_state_does_not_depend_on_the_mesh(kind):
   ours = initial(kind, MESH)
   assert_same_bits(ours, initial(kind))
-  abstract = Trained(stored(kind, mesh=MESH)).abstract
+  abstract = Trained(stored(kind, mesh=MESH, **FAST)).abstract
   for x, want in zip(
     jax.tree.leaves(ours), jax.tree.leaves(abstract), strict=True
   ):
     assert x.sharding.is_equivalent_to(want.sharding, x.ndim)
 
 
-DEEP = dataclasses.replace(SMALL.model, num_layers=32)
-# Moments that nothing has to encode; tests/aot has those that are encoded.
-PLAIN = dataclasses.replace(SMALL.optim, codec="float32", group_size=128)
-
-
 def test_first_weights_are_drawn_a_layer_at_a_time():
-  config = stored("bfloat16_low8", model=DEEP, optim=PLAIN)
+  deep = dataclasses.replace(SMALL.model, num_layers=64)
+  config = stored("bfloat16_low8", model=deep, optim=PLAIN)
   run = Trained(config)
   made = step.initializer(config, run.optimizer).lower().compile()
   temporary = made.memory_analysis().temp_size_in_bytes
-  # In f32: gate and up are the most of a layer.
-  layer = 4 * DEEP.d_model * 2 * DEEP.d_ff
-  vocabulary = 4 * DEEP.d_model * DEEP.vocab_size
-  # Random bits, normal values and what they are rounded to.
-  assert temporary < 6 * max(layer, vocabulary) < DEEP.num_layers * layer / 2
+  layers = sum(x.size for x in jax.tree.leaves(run.abstract.params["layers"]))
+  # Some times what a layer is in f32: random bits, normal values, their sums.
+  assert temporary < 4 * layers / 8
 
 
 def gradients(config):
@@ -97,7 +96,8 @@ def gradients(config):
 
   @jax.jit
   def compute(params):
-    return step._mean_gradients(config, graph, None, params, TOKENS)
+    tokens = jnp.asarray(TOKENS)
+    return step._mean_gradients(config, graph, None, params, tokens)
 
   return jax.tree.map(np.asarray, compute(state.params)), run.abstract.params
 
@@ -158,29 +158,38 @@ def test_twins_have_f32_weights():
 
 
 @functools.cache
-def trained(kind, mesh=""):
-  return Trained(on(stored(kind), mesh)).run()
+def trained(kind, recipe, mesh=""):
+  options = FAST if recipe == "bf16" else {}
+  return Trained(on(stored(kind, **options), mesh)).run()
 
 
-@pytest.mark.parametrize("kind", quick(1, reversed(KINDS)))
-def test_each_kind_learns_as_f32_does(kind):
-  want, got = trained("float32"), trained(kind)
-  assert got.losses[0] == pytest.approx(want.losses[0], abs=2e-2)
-  assert got.losses[-1] < got.losses[0] - 0.5
-  assert got.losses[-1] == pytest.approx(want.losses[-1], abs=0.1)
+def test_run_with_24_bits_learns_and_moves_its_low_bytes():
+  got = trained("bfloat16_low8", "bf16")
+  assert got.losses[-1] < got.losses[0] - 0.3
   state = got.state
-  assert isinstance(state.optimizer, LowBitsState) == (kind == KINDS[1])
-  if kind == KINDS[1]:
-    joined = join_weights(state.params, state.optimizer.low)
-    for name, x in by_name(joined).items():
-      y = np.asarray(by_name(state.params)[name], np.float32)
-      # To nearest: half an ulp of bf16.
-      np.testing.assert_allclose(y, x, rtol=2**-8)
+  assert isinstance(state.optimizer, LowBitsState)
+  joined = join_weights(state.params, state.optimizer.low)
+  for name, x in by_name(joined).items():
+    y = np.asarray(by_name(state.params)[name], np.float32)
+    # To nearest: half an ulp of bf16.
+    np.testing.assert_allclose(y, x, rtol=2**-8)
+    if not name.endswith(NORMS):
+      before = by_name(got.initial.optimizer.low)[name]
+      assert np.any(by_name(state.optimizer.low)[name] != before)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("recipe", ["bf16", "coat"])
+def test_each_kind_learns_as_f32_does(kind, recipe):
+  want, got = trained("float32", recipe), trained(kind, recipe)
+  assert got.losses[0] == pytest.approx(want.losses[0], abs=2e-2)
+  assert got.losses[-1] == pytest.approx(want.losses[-1], abs=3e-2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_mesh_trains_as_one_device(kind):
-  alone, together = trained(kind), trained(kind, MESH)
+  alone, together = trained(kind, "coat"), trained(kind, "coat", MESH)
   # Sums in another order, rounded to FP8 and bf16: as in test_mesh.
   assert np.max(np.abs(np.subtract(alone.losses, together.losses))) <= 2e-2
