@@ -26,6 +26,9 @@ VARIANTS = {
   "coat": dict(recipe="coat", residuals="coat"),
   "minimal": dict(recipe="coat"),
   "minimal_attention": dict(recipe="coat", attention="fp8"),
+  "minimal_full": dict(recipe="coat", remat="full"),
+  "minimal_fp8": dict(recipe="coat", remat="fp8"),
+  "minimal_fp8_layer": dict(recipe="coat", remat="fp8_layer"),
 }
 
 

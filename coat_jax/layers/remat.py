@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What `jax.checkpoint` keeps in FP8, to compute the rest of a layer again.
 
-Two forms, both with codes of 1 x G groups and their scales, per token of width D
-(G = 16; U is a BF16 copy, 2 D bytes):
+Two forms, both with codes of 1 x G groups and their scales; bytes per token of
+width D (G = 16; U is a BF16 copy, 2 D bytes):
 
   fp8_remat               of a function's argument          D + 2 D / G   0.56 U
   block_inputs_saveable   of the input of each block's norm, with its
