@@ -17,7 +17,7 @@ from flax import nnx
 
 from coat_jax import plan as plans
 from coat_jax import recipe as recipes
-from coat_jax.layers import vocabulary
+from coat_jax.layers import vocabulary, with_weight_cache
 from coat_jax.models import decoder
 from tests.comparing import assert_close, assert_same_bits, jit
 from tests.layers.straight_through import pin
@@ -57,7 +57,10 @@ def build(**options):
   )
 
   def loss(params):
-    return decoder.loss_fn(nnx.merge(graph, params), jnp.asarray(TOKENS))
+    model = nnx.merge(graph, params)
+    if "weight_cache" in options:
+      model = with_weight_cache(model, config.coat_recipe())
+    return decoder.loss_fn(model, jnp.asarray(TOKENS))
 
   return loss, params
 
@@ -117,9 +120,11 @@ def test_what_is_kept_changes_no_gradient(recipe, remat):
     1,
     [
       dict(attention="fp8"),
-      dict(residuals="coat"),
-      dict(residuals="coat", attention="fp8", weight_cache="codes"),
+      dict(),
       dict(weight_cache="none"),
+      dict(weight_cache="codes", attention="fp8"),
+      dict(residuals="coat"),
+      dict(residuals="coat", attention="fp8"),
       dict(mesh="fsdp=4"),
       dict(mesh="data=2,tensor=2"),
     ],
@@ -132,7 +137,14 @@ def test_inputs_of_norms_give_the_same_bits_again(options):
     value_and_grad(*build(**options, remat=remat), mesh)
     for remat in ("none", "fp8")
   )
-  assert_same_bits(got, want)
+  if options.get("residuals") == "coat":
+    # The transposed operands that this keeps are computed again, and a CPU sums
+    # their products in another order, with remat="full" too. A code that was
+    # another one would be 6 % of a value.
+    assert_same_bits(got[0], want[0])
+    assert_close(got[1], want[1], 1e-6)
+  else:
+    assert_same_bits(got, want)
 
 
 def rounded(x):
