@@ -29,6 +29,12 @@ VARIANTS = {
   "bfloat16": dict(recipe="coat", params="bfloat16"),
   "in_backward": dict(recipe="coat", optimizer_in_backward=True),
   "lean": dict(recipe="coat", params="bfloat16", optimizer_in_backward=True),
+  "minimal_full": dict(recipe="coat", remat="full"),
+  "minimal_fp8": dict(recipe="coat", remat="fp8"),
+  "minimal_fp8_layer": dict(recipe="coat", remat="fp8_layer"),
+  "leanest": dict(
+    recipe="coat", params="bfloat16", optimizer_in_backward=True, remat="fp8"
+  ),
 }
 
 
