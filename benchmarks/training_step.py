@@ -65,7 +65,7 @@ def configure(
   options = VARIANTS[variant] | options
   codec = "coat" if options["recipe"] == "coat" else "float32"
   in_backward = options.get("optimizer_in_backward", False)
-  clip = "adaptive" if in_backward else "global"
+  clip = "share" if in_backward else "global"
   sizes = meshes.parse_mesh(mesh)
   parts = sizes.get("data", 1) * sizes.get("fsdp", 1)
   return dataclasses.replace(

@@ -84,7 +84,7 @@ class TrainConfig:
       rounded to FP8; none does not use it.
     optimizer_in_backward: Step each layer's parameters as soon as its gradients
       exist, so that those of one layer exist at a time; needs optim.clip
-      adaptive or previous.
+      share or adaptive.
     implementation: Kernels where there is a GPU, or xla for none anywhere.
     resume: Continue the run in `out` from its last checkpoint.
     convert_state: With resume, convert a checkpoint of another codec, rounding,
@@ -234,7 +234,7 @@ class TrainConfig:
       "optim.clip global": (
         self.optim.clip == "global",
         "the global norm is known when the last gradient is; pass "
-        "--optim.clip adaptive",
+        "--optim.clip share",
       ),
       "report_state": (
         self.report_state,

@@ -48,8 +48,9 @@ class OptimConfig:
     eps: Added to the root of the second moment.
     weight_decay: Decoupled; not on norms, biases and embeddings.
     grad_clip: Largest global norm of the gradients.
-    clip: How they are clipped: by their global norm, by that of the step
-      before, or each layer of a parameter by the norms it had (adaptive).
+    clip: How they are clipped: by their global norm; each layer of a parameter
+      to its share of grad_clip in the step before (share); or to the running
+      mean of its norms (adaptive).
 
   Raises:
     ValueError: a value outside its range, or one that the codec does not take.
@@ -72,7 +73,7 @@ class OptimConfig:
   eps: Annotated[float, Range(1.2e-38, 1)] = 1e-8
   weight_decay: NotNegative = 0.1
   grad_clip: Positive = 1.0
-  clip: Literal["global", "previous", "adaptive"] = dataclasses.field(
+  clip: Literal["global", "share", "adaptive"] = dataclasses.field(
     default="global", metadata=FIXED
   )
 

@@ -19,7 +19,7 @@ from jax import Array
 
 from coat_jax.optimizer.masks import leaf_paths
 
-Rule = Literal["previous", "adaptive"]
+Rule = Literal["share", "adaptive"]
 
 
 class ClipState(NamedTuple):
@@ -28,8 +28,8 @@ class ClipState(NamedTuple):
   Attributes:
     steps: int32 [], how many are done.
     norm: f32 [], global norm of the last step's gradients before clipping.
-    own: of rule "adaptive", running norms of all slices: a tree of the
-      parameters' structure, f32 [], or [layers] of a stacked leaf; else ().
+    own: norms of all slices: a tree of the parameters' structure, f32 [], or
+      [layers] of a stacked leaf.
   """
 
   steps: Array
@@ -41,17 +41,19 @@ class ClipState(NamedTuple):
 class Clipping:
   """A rule that clips a slice of the gradients by what earlier steps had.
 
-  previous   all slices are scaled by min(1, max_norm / N), with N the global
-             norm of the step before
-  adaptive   a slice with norm n is scaled by min(1, relative r / n), with r the
-             running mean of its own clipped norms (AdaGC); in the first
-             `warmup` steps as by "previous", r being the least norm so far
+  A slice with norm n is scaled by min(1, limit / n):
 
-  Of the first step of all N is not known: each slice is scaled by
-  min(1, max_norm / n).
+  share      limit = max_norm r / N, with r the slice's norm and N the global
+             norm of the step before, both before clipping. The squares of all
+             limits add up to max_norm^2: the global norm is never above it.
+  adaptive   limit = relative r, with r the running mean of the slice's own
+             clipped norms (AdaGC); as "share" in the first `warmup` steps
+
+  A slice that had no gradient, and all of them in the first step, may have
+  max_norm.
 
   Attributes:
-    rule: "previous" or "adaptive".
+    rule: "share" or "adaptive".
     max_norm: as of clipping by the global norm.
     relative: how far above its running mean a norm may be.
     decay: of the running mean.
@@ -61,7 +63,7 @@ class Clipping:
   the warm-up.
   """
 
-  rule: Rule = "adaptive"
+  rule: Rule = "share"
   max_norm: float = 1.0
   relative: float = 1.05
   decay: float = 0.98
@@ -77,55 +79,53 @@ class Clipping:
     Returns:
       Zeros.
     """
-    own: Any = ()
-    if self.rule == "adaptive":
-      leaves, treedef = jax.tree.flatten(params)
-      own = treedef.unflatten(
-        jnp.zeros(leaf.shape[:1] if stacked else ())
-        for leaf, stacked in zip(leaves, is_stacked(params, stack), strict=True)
-      )
+    leaves, treedef = jax.tree.flatten(params)
+    own = treedef.unflatten(
+      jnp.zeros(leaf.shape[:1] if stacked else ())
+      for leaf, stacked in zip(leaves, is_stacked(params, stack), strict=True)
+    )
     return ClipState(jnp.int32(0), jnp.float32(0), own)
 
   def scale(
-    self, state: ClipState, own: Array | None, square: Array
-  ) -> tuple[Array, Array | None]:
+    self, state: ClipState, own: Array, square: Array
+  ) -> tuple[Array, Array]:
     """What a slice's gradient is multiplied with.
 
     Args:
       state: before this step.
-      own: f32, the slice's running norm; None for rule "previous".
+      own: f32, what the state has of the slice.
       square: f32, the sum of the gradient's squares, over all devices; or
         those of several slices, of own's shape.
 
     Returns:
-      The scale, and the new running norm.
+      The scale, and what the next state has of the slice.
     """
     norm = jnp.sqrt(square)
-    is_first = state.steps == 0
-    scale = _at_most(self.max_norm, jnp.where(is_first, norm, state.norm))
-    if own is None:
-      return scale, None
-    is_warm = state.steps >= self.warmup
-    scale = jnp.where(is_warm, _at_most(self.relative * own, norm), scale)
+    limit, is_warm = self.max_norm * own / state.norm, False
+    if self.rule == "adaptive":
+      is_warm = state.steps >= self.warmup
+      limit = jnp.where(is_warm, self.relative * own, limit)
+    limit = jnp.where(own > 0, limit, self.max_norm)
+    scale = jnp.where(norm <= limit, 1.0, limit / norm)
+    if self.rule == "share":
+      return scale, norm
     clipped = scale * norm
-    least = jnp.where(is_first, clipped, jnp.minimum(own, clipped))
     mean = self.decay * own + (1 - self.decay) * clipped
-    return scale, jnp.where(is_warm, mean, least)
+    first = jnp.where(state.steps == self.warmup - 1, clipped, norm)
+    return scale, jnp.where(is_warm, mean, first)
 
   def next_state(
-    self, state: ClipState, own: Sequence[Array | None], square: Array
+    self, state: ClipState, own: Sequence[Array], square: Array
   ) -> ClipState:
     """The state after a step.
 
     Args:
       state: before it.
-      own: new running norms of all leaves.
+      own: what `scale` gave for each leaf.
       square: f32, the sum of the squares of all gradients.
     """
-    trees = state.own
-    if self.rule == "adaptive":
-      trees = jax.tree.structure(state.own).unflatten(own)
-    return ClipState(state.steps + 1, jnp.sqrt(square), trees)
+    tree = jax.tree.structure(state.own).unflatten(own)
+    return ClipState(state.steps + 1, jnp.sqrt(square), tree)
 
 
 def is_stacked(params: Any, stack: str) -> list[bool]:
@@ -149,9 +149,7 @@ def clip_gradients(
     clipping, f32 [].
   """
   leaves, treedef = jax.tree.flatten(grads)
-  owns = [None] * len(leaves)
-  if clip.rule == "adaptive":
-    owns = jax.tree.leaves(state.own)
+  owns = jax.tree.leaves(state.own)
   clipped, new, total = [], [], jnp.float32(0)
   stacks = is_stacked(grads, stack)
   for g, own, stacked in zip(leaves, owns, stacks, strict=True):
@@ -164,9 +162,3 @@ def clip_gradients(
     total = total + jnp.sum(square)
   state = clip.next_state(state, new, total)
   return treedef.unflatten(clipped), state, state.norm
-
-
-def _at_most(largest: Array | float, norm: Array) -> Array:
-  """min(1, largest / norm), 1 where both are 0; NaN of a norm that is not
-  finite, which the step reports."""
-  return jnp.where(norm <= largest, 1.0, largest / norm)

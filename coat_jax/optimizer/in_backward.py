@@ -212,7 +212,7 @@ class _Slice(NamedTuple):
 
   Attributes:
     weight, stored: as of `LeafSteps`.
-    own: its running norm, or None.
+    own: what clipping keeps of it, or None.
   """
 
   weight: Any
@@ -241,10 +241,9 @@ class _Slices(NamedTuple):
     seen = _Seen(square, jnp.all(jnp.isfinite(g)))
     scale, own = None, old.own
     if self.clip is not None:
-      mine = own if layer is None or own is None else own[layer]
+      mine = own if layer is None else own[layer]
       scale, mine = self.clip.scale(self.clip_state, mine, square)
-      if own is not None:
-        own = mine if layer is None else own.at[layer].set(mine)
+      own = mine if layer is None else own.at[layer].set(mine)
     weight, stored = self.steps.step(
       i, old.weight, g, old.stored, layer=layer, grad_scale=scale
     )
@@ -342,7 +341,7 @@ class _Split:
 
 
 def _running_norms(clip, clip_state, count: int) -> list[Array | None]:
-  if clip is None or clip.rule != "adaptive":
+  if clip is None:
     return [None] * count
   return jax.tree.leaves(clip_state.own)
 

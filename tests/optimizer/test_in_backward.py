@@ -16,7 +16,6 @@ from jax import lax
 
 from coat_jax import (
   Clipping,
-  ClipState,
   codecs,
   fused_coat_adamw,
   leafwise,
@@ -69,10 +68,15 @@ def loss_fn(params, tokens, targets):
   return after(targets, params, x)
 
 
-def halved():
-  """Clips to a half at every step: the norm before is twice the limit."""
-  state = ClipState(jnp.int32(1), jnp.float32(2), ())
-  return dict(clip=Clipping("previous", 1.0), clip_state=state)
+class Halved(Clipping):
+  """A rule that halves all gradients."""
+
+  def scale(self, state, own, square):
+    return jnp.float32(0.5), own
+
+
+def halved(params):
+  return dict(clip=Halved(), clip_state=Halved().init(params))
 
 
 def train_ordinarily(optimizer, params, grad_scale):
@@ -132,7 +136,7 @@ def test_step_is_the_ordinary_one(codec, is_tied):
   optimizer = fused_coat_adamw(3e-3, codec=codec, weight_decay=0.1)
   params = initial(is_tied)
   *expected, values = train_ordinarily(optimizer, params, 0.5)
-  *got, found = train_in_backward(optimizer, params, **halved())
+  *got, found = train_in_backward(optimizer, params, **halved(params))
   assert_same_bits(got, expected)
   np.testing.assert_allclose(found, values, rtol=1e-6)
   assert values[0, 0] - values[-1, 0] > 0.1  # It learns.

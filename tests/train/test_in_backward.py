@@ -51,7 +51,7 @@ def tied(config):
 )
 def test_steps_are_the_ordinary_ones(config, monkeypatch):
   monkeypatch.setattr(steps, "STEPS", 20)
-  config = with_clip(config, "previous")
+  config = with_clip(config, "share")
   ordinary = Trained(config).run()
   other = Trained(in_backward(config)).run()
   assert ordinary.losses == other.losses
@@ -67,9 +67,11 @@ def test_steps_are_the_ordinary_ones(config, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["", "fsdp=2"])
-def test_adaptive_clipping_is_that_of_whole_gradients(mesh):
-  config = with_clip(on(SMALL, mesh), "adaptive", grad_clip=0.1)
+@pytest.mark.parametrize(
+  ("mesh", "clip"), [("", "adaptive"), ("fsdp=2", "share")]
+)
+def test_clipping_is_that_of_whole_gradients(mesh, clip):
+  config = with_clip(on(SMALL, mesh), clip, grad_clip=0.1)
   config = dataclasses.replace(config, recipe="bf16", compute="float32")
   ordinary, other = (Trained(x).run() for x in (config, in_backward(config)))
   assert largest_difference(ordinary, other) <= 1e-5
@@ -107,7 +109,7 @@ def test_gradient_that_is_not_finite_stops_the_run(tmp_path, capsys):
   [
     (dict(accumulate=2), "got accumulate 2: each microbatch would be a step"),
     (dict(report_state=True), "got report_state: .* pass --no-report-state"),
-    (dict(optim=SMALL.optim), "got optim.clip global: .* --optim.clip adap"),
+    (dict(optim=SMALL.optim), "got optim.clip global: .* --optim.clip share"),
   ],
 )
 def test_what_needs_all_gradients_is_refused(values, words):
