@@ -109,6 +109,7 @@ def test_small_steps_move_24_bits_where_bf16_walks_at_random():
   assert walked.std() > 10 * moved.std()
 
 
+@pytest.mark.slow
 def test_bf16_weights_take_gradients_of_either_dtype():
   params, _ = split_weights({"w": tree(0)["w"]})
   grads = {"w": tree(1, 1e-2)["w"]}
@@ -171,6 +172,7 @@ def test_explain_knows_weights_of_24_bits():
   assert said["w"] == "adamw_step: mosaic on a GPU, xla elsewhere"
 
 
+@pytest.mark.slow
 def test_nnx_models_train_with_the_fused_step():
   model = nnx.Linear(64, 128, rngs=nnx.Rngs(0))
   optimizer = fused_coat_adamw(1e-2, low_bits=True)

@@ -95,7 +95,7 @@ def on_one_device(name, codec, dtype):
 @pytest.mark.parametrize(
   "name, codec, dtype, kind",
   quick(
-    2,
+    1,
     [
       ("fused", "coat", jnp.float32, AxisType.Auto),
       ("low_bits", "coat", jnp.float32, AxisType.Auto),

@@ -77,6 +77,7 @@ def check_zero_rate(interpret):
     np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
+@pytest.mark.slow
 def test_kernel_at_rate_zero_keeps_every_bit():
   check_zero_rate(interpret=True)
 
@@ -86,6 +87,7 @@ def test_kernel_at_rate_zero_keeps_every_bit_on_a_gpu():
   check_zero_rate(interpret=False)
 
 
+@pytest.mark.slow
 def test_kernel_takes_f32_gradients_of_bf16_weights():
   codec = CODECS["coat"]
   p, g, stored = problem(codec, jnp.bfloat16, jnp.float32)
