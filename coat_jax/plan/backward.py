@@ -101,15 +101,15 @@ def _coat_backward(layer: _Layer, recipe: CoatRecipe) -> float:
     mlp, kept = 12 * layer.inner, kept - 4.5 * layer.inner
   mlp += 1.5 * layer.unit
   if layer.load.is_on_mesh:
-    # XLA copies later here, and sums gradients of weights over GPUs in the time
-    # of the next layer: all four are there all the time.
-    mlp += 2.25 * layer.inner + 0.5 * layer.unit
-    mlp += layer.summed + layer.gathered * layer.gate_up
+    # XLA copies later here, gate and up alone, and sums gradients of weights
+    # over GPUs in the time of the next layer: all four are there all the time.
+    copied = 2.25 * layer.inner + 0.5 * layer.unit
     if layer.load.remat in ("full", "fp8_layer"):
-      mlp += kept_bytes(layer.shape, recipe, tensor=layer.load.tensor) * (
-        layer.load.tokens
+      # Computed again, with attention's.
+      copied = 0.5 * layer.unit + layer.load.tokens * kept_bytes(
+        layer.shape, recipe, tensor=layer.load.tensor
       )
-    return mlp
+    return mlp + copied + layer.summed + layer.gathered * layer.gate_up
   # XLA computes gradients of weights last, all four.
   last = F32 * layer.every + 2 * layer.inner + 1.5 * layer.unit
   return max(mlp + kept, last)
