@@ -253,9 +253,9 @@ def test_second_forward_keeps_silu_and_operands_only_with_residuals_coat():
 
 
 def test_second_forward_on_four_gpus():
-  none, fp8, layer = (
+  none, fp8, layer, full = (
     LLAMA2_7B.plan("minimal", 4, remat=remat)["backward"]
-    for remat in ("none", "fp8", "fp8_layer")
+    for remat in ("none", "fp8", "fp8_layer", "full")
   )
   # Gate and up, which XLA copies at that moment in any case.
   assert fp8.temporary == none.temporary
@@ -263,6 +263,8 @@ def test_second_forward_on_four_gpus():
   attention = LLAMA2_7B.kept("minimal") - 2.25 * LLAMA2_7B.a
   assert abs(layer.temporary - none.temporary - attention) <= 1
   assert layer.total == pytest.approx(19_034_203_304, rel=0.01)
+  assert full.temporary == layer.temporary
+  assert full.total == pytest.approx(19_503_965_352, rel=0.01)
 
 
 def test_half_of_the_heads_and_columns_take_half():
