@@ -28,15 +28,15 @@ def layer_backward(
   Returns:
     All that is there for this layer alone.
   """
-  again = 0.0
-  if load.remat == "full":
-    again = kept_bytes(shape, recipe, tensor=load.tensor) * load.tokens
   layer = _Layer(shape, recipe, load)
+  if recipe.nonlinear == "fp8":
+    return _coat_backward(layer, recipe)
+  again = 0.0
+  if load.remat in ("full", "fp8_layer"):
+    again = kept_bytes(shape, recipe, tensor=load.tensor) * load.tokens
   if recipe.linear == "bf16":
     return again + _bf16_backward(layer)
-  if recipe.nonlinear == "bf16":
-    return again + _fp8_linear_backward(layer)
-  return again + _coat_backward(layer, recipe)
+  return again + _fp8_linear_backward(layer)
 
 
 class _Layer:
@@ -94,19 +94,39 @@ def _coat_backward(layer: _Layer, recipe: CoatRecipe) -> float:
   # The product's gradient in BF16, E5M2 of gate and up as rows and as columns,
   # the product again; beside all that the layer saves, copied.
   mlp = 7 * layer.inner
-  kept = kept_bytes(layer.shape, recipe, remat=layer.load.remat)
-  kept *= layer.load.tokens
+  kept = _there_in_mlp(layer, recipe)
   if recipe.residuals == "coat":
     # In place of the product gradients of gate and up in f32, and what the
     # layer saves of SwiGLU is dead by then.
     mlp, kept = 12 * layer.inner, kept - 4.5 * layer.inner
   mlp += 1.5 * layer.unit
   if layer.load.is_on_mesh:
-    # XLA copies later here, and sums gradients of weights over GPUs in the time
-    # of the next layer: all four are there all the time.
-    mlp += 2.25 * layer.inner + 0.5 * layer.unit
-    mlp += layer.summed + layer.gathered * layer.gate_up
-    return mlp
+    # XLA copies later here, gate and up alone, and sums gradients of weights
+    # over GPUs in the time of the next layer: all four are there all the time.
+    copied = 2.25 * layer.inner + 0.5 * layer.unit
+    if layer.load.remat in ("full", "fp8_layer"):
+      # Computed again, with attention's.
+      copied = 0.5 * layer.unit + layer.load.tokens * kept_bytes(
+        layer.shape, recipe, tensor=layer.load.tensor
+      )
+    return mlp + copied + layer.summed + layer.gathered * layer.gate_up
   # XLA computes gradients of weights last, all four.
   last = F32 * layer.every + 2 * layer.inner + 1.5 * layer.unit
   return max(mlp + kept, last)
+
+
+def _there_in_mlp(layer: _Layer, recipe: CoatRecipe) -> float:
+  """What a layer saved, or computed again, while its MLP is differentiated."""
+  remat, tokens = layer.load.remat, layer.load.tokens
+  if remat in ("full", "fp8_layer"):
+    # Attention's too; both blocks' inputs in BF16, and the operand of gate and
+    # up.
+    return kept_bytes(layer.shape, recipe) * tokens + 2.5 * layer.unit
+  kept = kept_bytes(layer.shape, recipe, remat=remat) * tokens
+  if remat == "fp8":
+    # Attention is computed again later: gate and up.
+    codes = 1 + BF16 / recipe.group_size
+    kept += 2 * codes * layer.inner
+    if recipe.residuals == "coat":  # SiLU and the product, and the operand.
+      kept += (codes + 1) * layer.inner + 0.5 * layer.unit
+  return kept
