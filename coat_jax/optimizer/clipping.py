@@ -115,7 +115,7 @@ class Clipping:
     return scale, jnp.where(is_warm, mean, first)
 
   def next_state(
-    self, state: ClipState, own: Sequence[Array], square: Array
+    self, state: ClipState, own: Sequence[Any], square: Array
   ) -> ClipState:
     """The state after a step.
 

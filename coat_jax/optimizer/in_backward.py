@@ -241,6 +241,7 @@ class _Slices(NamedTuple):
     seen = _Seen(square, jnp.all(jnp.isfinite(g)))
     scale, own = None, old.own
     if self.clip is not None:
+      assert own is not None  # Kept wherever gradients are clipped.
       mine = own if layer is None else own[layer]
       scale, mine = self.clip.scale(self.clip_state, mine, square)
       own = mine if layer is None else own.at[layer].set(mine)
