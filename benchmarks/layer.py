@@ -34,20 +34,27 @@ from benchmarks import aot
 from benchmarks import arguments as args
 from benchmarks.harness import emit, measure, say
 from coat_jax import recipe as recipes
-from coat_jax.layers import RESIDUAL_NAMES, with_weight_cache
+from coat_jax.layers import (
+  RESIDUAL_NAMES,
+  block_inputs_saveable,
+  fp8_remat,
+  with_weight_cache,
+)
 from coat_jax.models.config import ModelConfig
 from coat_jax.models.decoder import DecoderLayer
 from coat_jax.recipe import CoatRecipe
 from train.memory import residual_bytes
 from train.presets import PRESETS
 
-# What jax.checkpoint keeps of a layer; the rest is computed again.
+# What jax.checkpoint keeps of a layer; the rest is computed again. Beside these
+# "fp8_layer", which is `fp8_remat` of the layer's input.
 _policies = jax.checkpoint_policies
 CHECKPOINTS = {
   "none": None,
   "dots": _policies.dots_with_no_batch_dims_saveable,
   "nothing": _policies.nothing_saveable,
   "names": _policies.save_only_these_names(*RESIDUAL_NAMES),
+  "fp8": block_inputs_saveable,
 }
 SCANNED_LAYERS = (8, 16)
 _RESIDUAL_TOKENS = 256
@@ -87,6 +94,8 @@ VARIANTS = {
   "minimal_attention": Variant(_coat(attention="fp8")),
   "minimal_nothing": Variant(_coat(), "nothing"),
   "minimal_names": Variant(_coat(), "names"),
+  "minimal_fp8": Variant(_coat(), "fp8"),
+  "minimal_fp8_layer": Variant(_coat(), "fp8_layer"),
 }
 
 
@@ -109,7 +118,7 @@ class Layer:
 
   def __init__(self, config: ModelConfig, variant: Variant):
     self.recipe = variant.recipe
-    self.policy = CHECKPOINTS[variant.checkpoint]
+    self.checkpoint = variant.checkpoint
     layer = nnx.eval_shape(
       lambda: DecoderLayer(config, self.recipe, rngs=nnx.Rngs(0))
     )
@@ -138,11 +147,14 @@ class Layer:
 
   def _saving(self, graph, *, in_scan: bool) -> Callable:
     layer = lambda state, x: nnx.merge(graph, state)(x)  # noqa: E731
-    if self.policy is None:
-      return layer
     # XLA would find the second forward equal to the first, and drop it.
     prevent_cse = not in_scan
-    return jax.checkpoint(layer, policy=self.policy, prevent_cse=prevent_cse)
+    if self.checkpoint == "fp8_layer":
+      return fp8_remat(layer, 1, recipe=self.recipe, prevent_cse=prevent_cse)
+    policy = CHECKPOINTS[self.checkpoint]
+    if policy is None:
+      return layer
+    return jax.checkpoint(layer, policy=policy, prevent_cse=prevent_cse)
 
 
 def with_gradients(forward: Callable) -> Callable:

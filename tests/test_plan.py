@@ -4,6 +4,7 @@
 That the sum is the compiler's is tests/aot/test_plan.py.
 """
 
+import dataclasses
 import doctest
 
 import jax
@@ -97,6 +98,33 @@ def test_checkpoints_keep_less_and_compute_a_layer_again():
   # x, q with k and v, the attention's output, gate and up.
   dots = plan.kept_bytes(SHAPE, recipe.bf16(), remat="dots")
   assert dots == 2 * (256 + 384 + 256 + 2 * 768)
+
+
+@pytest.mark.parametrize("is_layer_norm", [False, True])
+@pytest.mark.parametrize("group_size", [16, 100])
+def test_codes_in_front_of_a_second_forward(is_layer_norm, group_size):
+  r = recipe.coat(group_size=group_size)
+  shape = dataclasses.replace(SHAPE, is_layer_norm=is_layer_norm)
+  codes = 256 + 2 * {16: 16, 100: 3}[group_size]
+  layer = plan.kept_bytes(shape, r, remat="fp8_layer")
+  assert layer == codes
+  # Two norms, with f32 statistics.
+  blocks = plan.kept_bytes(shape, r, remat="fp8")
+  assert blocks == 2 * (codes + (8 if is_layer_norm else 4))
+  for remat, whole in (("fp8_layer", layer), ("fp8", blocks)):
+    assert plan.kept_bytes(shape, r, remat=remat, tensor=2) == whole / 2
+  # Of BF16 layers too each GPU keeps its own positions.
+  bf16 = plan.kept_bytes(shape, recipe.bf16(), remat="fp8_layer", tensor=2)
+  assert bf16 == (256 + 2 * 16) / 2
+
+
+@pytest.mark.parametrize(
+  "remat, units", [("full", 1), ("fp8_layer", 0.57), ("fp8", 1.14)]
+)
+def test_units_of_llama2_7b(remat, units):
+  shape = dataclasses.replace(SHAPE, d_model=4096, d_ff=11008, num_heads=32)
+  kept = plan.kept_bytes(shape, recipe.coat(), remat=remat)
+  assert 0.98 * units <= kept / (2 * 4096) <= units
 
 
 def test_the_loss_grows_with_the_logits_that_are_held():

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import coat_jax.recipe
 from coat_jax.models.config import ModelConfig, Remat
 from coat_jax.models.ranges import Count, Range, Width, check_numbers
+from coat_jax.models.remat import check_remat
 from coat_jax.recipe import GradDtype, MeshAxes
 from train.data.tokens import DataConfig
 from train.mesh import AXIS_RULES, check_fits, parse_mesh
@@ -79,7 +80,8 @@ class TrainConfig:
       of rounding.
     remat: What jax.checkpoint saves of a layer, to recompute the rest in the
       backward pass: dots the results of its products, full its input alone;
-      none does not use it.
+      fp8, of recipe coat, both norms' inputs in FP8; fp8_layer its input,
+      rounded to FP8; none does not use it.
     optimizer_in_backward: Step each layer's parameters as soon as its gradients
       exist, so that those of one layer exist at a time; needs optim.clip
       adaptive or previous.
@@ -175,6 +177,7 @@ class TrainConfig:
       ),
     )
     check_unused(self, "recipe", _RECIPES)
+    check_remat(self.remat, self.coat_recipe())
     for name in ("grad_reduce", "distributed"):
       if not self.mesh and getattr(self, name) != getattr(type(self), name):
         raise ValueError(
@@ -214,7 +217,7 @@ class TrainConfig:
       )
     plain = ("bf16", "bfloat16", "float32", "float32")
     own = (self.recipe, self.compute, self.optim.codec, self.params)
-    if self.compare and own == plain:
+    if self.compare and own == plain and self.remat != "fp8_layer":
       raise ValueError(
         "TrainConfig: compare=bf16 needs a run that differs from its twin, got "
         "recipe bf16 with codec float32 and params float32; change one of them"
@@ -280,7 +283,8 @@ class TrainConfig:
   def with_f32_moments(self, recipe: str) -> "TrainConfig":
     """Returns the same run in another recipe, all else in f32, and no twin.
 
-    Options that the recipe does not take get their defaults.
+    Options that the recipe does not take get their defaults; what layers keep
+    in FP8 they keep in BF16 (remat full).
     """
     unused = defaults(self, _RECIPES)
     for name in _RECIPES[recipe]:
@@ -290,6 +294,8 @@ class TrainConfig:
       codec="float32",
       **defaults(self.optim, options_of_codecs()),
     )
+    if self.remat in ("fp8", "fp8_layer"):
+      unused["remat"] = "full"
     return dataclasses.replace(
       self,
       recipe=recipe,

@@ -39,6 +39,10 @@ from coat_jax.layers.norm_linear import NormLinear as NormLinear
 from coat_jax.layers.norm_linear import norm_linear as norm_linear
 from coat_jax.layers.parameters import BlockOptions as BlockOptions
 from coat_jax.layers.parameters import NormLinearOptions as NormLinearOptions
+from coat_jax.layers.remat import (
+  block_inputs_saveable as block_inputs_saveable,
+)
+from coat_jax.layers.remat import fp8_remat as fp8_remat
 from coat_jax.layers.residuals import RESIDUAL_NAMES as RESIDUAL_NAMES
 from coat_jax.layers.rope import Heads as Heads
 from coat_jax.layers.rope import rope as rope

@@ -34,16 +34,18 @@ RESIDUAL_NAMES = tuple(f"coat_{kind}" for kind in get_args(Kind))
 
 
 def save_residual[Tree](kind: Kind, tree: Tree) -> Tree:
-  """Names every array of `tree` "coat_<kind>" for checkpoint policies.
+  """Names every array of `tree` "coat_<kind>" for checkpoint policies."""
+  return name_residual(f"coat_{kind}", tree)
 
-  Codes are named as bytes: see `protect_codes`.
-  """
+
+def name_residual[Tree](name: str, tree: Tree) -> Tree:
+  """Names every array of `tree`; codes as bytes: see `protect_codes`."""
 
   def named(x):
     if not is_fp8(x.dtype):
-      return checkpoint_name(x, f"coat_{kind}")
+      return checkpoint_name(x, name)
     codes = jax.lax.bitcast_convert_type(x, jnp.uint8)
-    codes = checkpoint_name(codes, f"coat_{kind}")
+    codes = checkpoint_name(codes, name)
     return jax.lax.bitcast_convert_type(codes, x.dtype)
 
   return jax.tree.map(named, tree)

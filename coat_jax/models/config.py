@@ -17,7 +17,7 @@ from coat_jax.models.ranges import (
 )
 from coat_jax.ops import NormKind
 
-Remat = Literal["none", "dots", "full"]
+Remat = Literal["none", "dots", "full", "fp8", "fp8_layer"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -20,33 +20,11 @@ from jax.typing import DTypeLike
 from coat_jax import recipe as recipes
 from coat_jax.layers import Attention, GatedMLP, LayerNorm, RMSNorm, vocabulary
 from coat_jax.models.config import ModelConfig, Remat
+from coat_jax.models.remat import check_remat, checkpointed
 from coat_jax.models.specs import param_spec
 from coat_jax.recipe import CoatRecipe
 
 _INIT_STDDEV = 0.02
-
-
-def _all_but_gathered(
-  primitive, *arrays, call_jaxpr: Any = None, **options
-) -> bool:
-  """A checkpoint policy: what autodiff keeps, but not rows of other devices.
-
-  They come of `_constrained`; what is made of them before a product is a view.
-  (A policy by `checkpoint_name` keeps the array in front of the name instead.)
-  """
-  del arrays, options
-  names = {primitive.name}
-  if primitive.name == "custom_vjp_call":
-    names |= {equation.primitive.name for equation in call_jaxpr.eqns}
-    names.discard("reshape")
-  return not names & {"sharding_constraint", "reshape"}
-
-
-_POLICIES = {
-  "none": _all_but_gathered,
-  "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-  "full": jax.checkpoint_policies.nothing_saveable,
-}
 
 
 class DecoderLayer(nnx.Module):
@@ -147,12 +125,19 @@ class Decoder(nnx.Module):
         mesh that the model is called on.
       dtype: of activations.
       remat: what layers compute again in the backward: "none" of it, all but
-        products without a batch ("dots"), or all ("full").
+        products without a batch ("dots"), or all ("full"), of their input in
+        BF16. "fp8", of recipe coat, keeps the FP8 inputs of both norms and
+        computes all else but the last product of each block again; "fp8_layer"
+        rounds each layer's input to FP8, keeps that and computes all again.
       store: `(path, array) -> array`, in what a parameter is stored that was
         drawn in f32. Layers are drawn one after another then, so that there is
         no stack of them in f32: path and array are those of one layer.
       rngs: its stream `params` initializes the parameters.
+
+    Raises:
+      ValueError: `remat` is "fp8" and the recipe is not coat.
     """
+    check_remat(remat, recipe)
     self.dtype, self.axes, self.remat = dtype, recipe.axes, remat
     init = nnx.initializers.normal(_INIT_STDDEV)
     shape = (config.vocab_size, config.d_model)
@@ -216,11 +201,10 @@ class Decoder(nnx.Module):
         layer = _gather_weights(layer, self.dtype, self.axes.fsdp)
       return jax.lax.with_sharding_constraint(layer(x), where)
 
-    if self.remat == "none" and not is_gathering:
-      return forward
-    # In a scan XLA cannot mistake the second forward for the first.
-    policy = _POLICIES[self.remat]
-    return nnx.remat(forward, prevent_cse=False, policy=policy)
+    remat = self.remat
+    if remat == "fp8_layer" and recipe != self.layers.attention.recipe:
+      remat = "none"  # Evaluation in BF16 rounds no residual stream.
+    return checkpointed(forward, remat, recipe, is_gathering=is_gathering)
 
 
 def _store(module: Any, path: str, store: Callable | None) -> None:

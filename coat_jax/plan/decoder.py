@@ -2,11 +2,10 @@
 """A decoder, what one GPU works on of it, and what its layers save."""
 
 import dataclasses
-from typing import Literal
 
+from coat_jax.models.config import Remat
 from coat_jax.recipe import CoatRecipe
 
-Remat = Literal["none", "dots", "full"]
 F32, BF16, FP8 = 4, 2, 1  # Bytes.
 
 
@@ -73,7 +72,8 @@ class Load:
     loss_positions: of each sequence, whose logits are held at a time; None for
       all of them.
     remat: what `jax.checkpoint` keeps of a layer: "dots" the results of its
-      products (`dots_with_no_batch_dims_saveable`), "full" its input alone.
+      products (`dots_with_no_batch_dims_saveable`), "full" its input alone,
+      "fp8" both norms' inputs in FP8, "fp8_layer" the layer's input in FP8.
   """
 
   batch: int
@@ -111,10 +111,16 @@ def kept_bytes(
     layout and as an operand, and what a norm without weights divides once.
   """
   d, f, heads = shape.d_model, shape.d_ff, shape.heads_width
+
+  def groups(width: int) -> int:  # Codes, and a BF16 scale for each group.
+    return FP8 * width + BF16 * -(-width // recipe.group_size)
+
   # Of BF16 layers each GPU has all positions between products, and its columns.
   whole = 1.0 if recipe.linear == "bf16" else 1 / tensor
   if remat == "full":
     return whole * BF16 * d
+  if remat == "fp8_layer":
+    return groups(d) / tensor
   if remat == "dots":  # The input, and what the products give but the last.
     return whole * BF16 * 2 * d + BF16 * (shape.qkv_width + 2 * f) / tensor
   attention = shape.qkv_width + heads
@@ -125,11 +131,11 @@ def kept_bytes(
     inner = BF16 * (attention + 5 * f) + log_sum_exp + operand * (heads + f)
     return 2 * whole * norm + inner / tensor
 
-  def groups(width: int) -> int:  # Codes, and a BF16 scale for each group.
-    return FP8 * width + BF16 * -(-width // recipe.group_size)
-
   statistics = F32 * (2 if shape.is_layer_norm else 1)
-  kept = 2 * (groups(d) + statistics) + 2 * groups(f) + log_sum_exp
+  norms = 2 * (groups(d) + statistics)
+  if remat == "fp8":
+    return norms / tensor
+  kept = norms + 2 * groups(f) + log_sum_exp
   if recipe.attention == "fp8":
     width = heads // shape.num_heads
     kept += attention // width * groups(width)

@@ -10,8 +10,9 @@ from flax import nnx
 
 from coat_jax import recipe as recipes
 from coat_jax.layers import with_weight_cache
-from coat_jax.models.config import ModelConfig
+from coat_jax.models.config import ModelConfig, Remat
 from coat_jax.models.decoder import DecoderLayer
+from coat_jax.models.remat import checkpointed
 from tests.aot.compiling import (
   compile_for_h200,
   custom_calls,
@@ -44,7 +45,14 @@ LLAMA2_7B = ModelConfig(
 )
 
 
-def compiled_layers(config, recipe, shape, depth=None, param_dtype=jnp.float32):
+def compiled_layers(
+  config,
+  recipe,
+  shape,
+  depth=None,
+  param_dtype=jnp.float32,
+  remat: Remat = "none",
+):
   """Gradients for weights and input of one layer, or of a scan over `depth`."""
 
   def build(rngs):
@@ -65,11 +73,9 @@ def compiled_layers(config, recipe, shape, depth=None, param_dtype=jnp.float32):
     if depth is None:
       return layers(x)
 
-    @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
-    def scan(x, layer):
-      return layer(x)
-
-    return scan(x, layers)
+    run = lambda x, layer: layer(x)  # noqa: E731
+    run = checkpointed(run, remat, recipe, is_gathering=False)
+    return nnx.scan(run, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, layers)
 
   def gradients(params, x, g):
     y, vjp = jax.vjp(forward, params, x)
@@ -132,6 +138,30 @@ def test_layer_more_in_a_scan_costs_what_it_saves(attention, limit):
   recipe = recipes.coat(attention=attention)
   few, many = (
     temporary_bytes(compiled_layers(LLAMA2_7B, recipe, (4, 2048), depth))
+    for depth in (8, 16)
+  )
+  assert (many - few) / 8 <= limit * U
+
+
+@pytest.mark.parametrize(
+  "remat, again", [("full", 3), ("fp8_layer", 3), ("fp8", 2)]
+)
+def test_second_forward_has_no_product_that_nothing_reads(remat, again):
+  compiled = compiled_layers(SMALL, recipes.coat(), (2, 256), 3, remat=remat)
+  # All but down; where both norms' inputs are kept, all but out and down.
+  assert len(fp8_matmul_calls(compiled)) == 4 * 3 + again
+  assert custom_calls(compiled)["__cudnn$fmhaSoftmax"] == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  "remat, limit", [("full", 1.01), ("fp8_layer", 0.57), ("fp8", 1.14)]
+)
+def test_layer_more_costs_what_is_kept_for_a_second_forward(remat, limit):
+  few, many = (
+    temporary_bytes(
+      compiled_layers(LLAMA2_7B, recipes.coat(), (4, 2048), depth, remat=remat)
+    )
     for depth in (8, 16)
   )
   assert (many - few) / 8 <= limit * U

@@ -1,7 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What jax.checkpoint keeps of a layer, and that it changes no gradient."""
+"""What jax.checkpoint keeps of a layer, and that it changes no gradient.
 
+That of remat="fp8_layer" is held against a loop over layers in plain autodiff,
+which rounds the residual stream by the formula, straight through.
+"""
+
+import contextlib
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -9,27 +15,40 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from coat_jax import plan as plans
+from coat_jax import recipe as recipes
+from coat_jax.layers import vocabulary, with_weight_cache
 from coat_jax.models import decoder
+from tests.comparing import assert_close, assert_same_bits, jit
+from tests.layers.straight_through import pin
 from tests.matrices import quick
 from tests.train import runs
 from train import mesh as meshes
 from train import step
+from train.plan import shape_of
 from train.presets import PRESETS
 
 TOKENS = np.random.default_rng(0).integers(0, 256, (8, 33), np.int32)
+MODEL = runs.MODEL | dict(num_heads=4, num_kv_heads=2)
+LAYERS, WIDTH = MODEL["num_layers"], MODEL["d_model"]
 
 
-def build(**options):
-  """A tiny run's model, as a loss of its parameters, and those."""
+def configure(**options):
+  """A tiny run."""
   demo = PRESETS["demo"]()
-  config = dataclasses.replace(
+  return dataclasses.replace(
     demo,
-    model=dataclasses.replace(demo.model, **runs.MODEL),
+    model=dataclasses.replace(demo.model, **MODEL),
     batch=8,
     seq=32,
     implementation="xla",
     **options,
   )
+
+
+def build(**options):
+  """Its model, as a loss of its parameters, and those."""
+  config = configure(**options)
   graph = step.build_graph(config)
   abstract = step.abstract_state(config, step.build_optimizer(config)).params
   random = np.random.default_rng(1)
@@ -38,20 +57,38 @@ def build(**options):
   )
 
   def loss(params):
-    return decoder.loss_fn(nnx.merge(graph, params), jnp.asarray(TOKENS))
+    model = nnx.merge(graph, params)
+    if "weight_cache" in options:
+      model = with_weight_cache(model, config.coat_recipe())
+    return decoder.loss_fn(model, jnp.asarray(TOKENS))
 
   return loss, params
 
 
-def kept_bytes(loss, params):
+def on_mesh(mesh):
+  """The mesh "fsdp=4" as the one that is set; none of ""."""
+  if not mesh:
+    return contextlib.nullcontext()
+  sizes = meshes.parse_mesh(mesh)
+  devices = jax.devices()[: math.prod(sizes.values())]
+  return jax.set_mesh(meshes.make_mesh(sizes, devices))
+
+
+def value_and_grad(loss, params, mesh=""):
+  with on_mesh(mesh):
+    return jit(jax.value_and_grad(loss))(params)
+
+
+def kept_bytes(loss, params, mesh=""):
   """What layers keep of all tokens, beside parameters and casts of them."""
-  residuals = jax.eval_shape(lambda p: jax.vjp(loss, p)[1], params)
+  with on_mesh(mesh):
+    residuals = jax.eval_shape(lambda p: jax.vjp(loss, p)[1], params)
   shapes = {p.shape for p in jax.tree.leaves(params)}
-  of_layers = runs.MODEL["num_layers"] * TOKENS[:, 1:].size
+  of_layers = LAYERS * TOKENS[:, 1:].size
   return sum(
     x.size * x.dtype.itemsize
     for x in jax.tree.leaves(residuals)
-    if x.shape[:1] == (runs.MODEL["num_layers"],)
+    if x.shape[:1] == (LAYERS,)
     and x.shape not in shapes
     and x.size % of_layers == 0
   )
@@ -77,6 +114,98 @@ def test_what_is_kept_changes_no_gradient(recipe, remat):
   )
 
 
+@pytest.mark.parametrize(
+  "options",
+  quick(
+    1,
+    [
+      dict(attention="fp8"),
+      dict(),
+      dict(weight_cache="none"),
+      dict(weight_cache="codes", attention="fp8"),
+      dict(residuals="coat"),
+      dict(residuals="coat", attention="fp8"),
+      dict(mesh="fsdp=4"),
+      dict(mesh="data=2,tensor=2"),
+    ],
+  ),
+)
+def test_inputs_of_norms_give_the_same_bits_again(options):
+  # The second forward reads the codes of the first: nothing else is rounded.
+  mesh = options.get("mesh", "")
+  want, got = (
+    value_and_grad(*build(**options, remat=remat), mesh)
+    for remat in ("none", "fp8")
+  )
+  if options.get("residuals") == "coat":
+    # The transposed operands that this keeps are computed again, and a CPU sums
+    # their products in another order, with remat="full" too. A code that was
+    # another one would be 6 % of a value.
+    assert_same_bits(got[0], want[0])
+    assert_close(got[1], want[1], 1e-6)
+  else:
+    assert_same_bits(got, want)
+
+
+def rounded(x):
+  """As 1 x 16 codes stand for x, with BF16 scales of at least amax / 448."""
+  groups = (
+    jax.lax.stop_gradient(x).astype(jnp.float32).reshape(*x.shape[:-1], -1, 16)
+  )
+  amax = jnp.max(jnp.abs(groups), axis=-1, keepdims=True)
+  scale = amax * jnp.float32(1 / 448)
+  nearest = scale.astype(jnp.bfloat16)
+  above = jnp.nextafter(nearest, jnp.full_like(nearest, jnp.inf))
+  nearest_is_below = nearest.astype(jnp.float32) < scale
+  scale = jnp.where(nearest_is_below, above, nearest).astype(jnp.float32)
+  codes = (groups / scale).astype(jnp.float8_e4m3fn)
+  return (codes.astype(jnp.float32) * scale).reshape(x.shape).astype(x.dtype)
+
+
+def layer_by_layer(**options):
+  """The loss of the run with remat="fp8_layer"."""
+  graph = step.build_graph(configure(**options))
+
+  def loss(params):
+    model = nnx.merge(graph, params)
+    layers, weights = nnx.split(model.layers)
+    tokens, targets = jnp.asarray(TOKENS[:, :-1]), jnp.asarray(TOKENS[:, 1:])
+    x = vocabulary.embed(
+      tokens, model.embedding[...], dtype=model.dtype, axes=model.axes
+    )
+    for i in range(LAYERS):
+      layer = nnx.merge(layers, jax.tree.map(lambda w: w[i], weights))  # noqa: B023
+      x = layer(pin(x, rounded(x)))
+    head, axes = model.head[...], model.axes
+    return vocabulary.mean_loss(
+      model.norm(x), targets, head, is_tied=False, axes=axes
+    )
+
+  return loss
+
+
+@pytest.mark.parametrize(
+  "options",
+  quick(
+    1,
+    [
+      # In f32, since a layer in BF16 rounds where the compiler fuses.
+      dict(recipe="bf16", compute="float32"),
+      dict(),
+      dict(attention="fp8", residuals="coat"),
+      dict(mesh="fsdp=4"),
+      dict(mesh="data=2,tensor=2"),
+    ],
+  ),
+)
+def test_layers_read_their_rounded_inputs(options):
+  mesh = options.get("mesh", "")
+  loss, params = build(**options, remat="fp8_layer")
+  got = value_and_grad(loss, params, mesh)
+  want = value_and_grad(layer_by_layer(**options), params, mesh)
+  assert_close(got, want, 1e-5)
+
+
 @pytest.mark.parametrize("recipe", ["bf16", "coat"])
 def test_how_much_is_kept(recipe):
   none, dots, full = (
@@ -85,8 +214,44 @@ def test_how_much_is_kept(recipe):
   )
   # COAT keeps less than the BF16 results of its products.
   assert (none < dots) == (recipe == "coat")
-  layers, d_model = runs.MODEL["num_layers"], runs.MODEL["d_model"]
-  assert full == TOKENS[:, 1:].size * layers * d_model * 2 < min(none, dots)
+  assert full == TOKENS[:, 1:].size * LAYERS * WIDTH * 2 < min(none, dots)
+
+
+@pytest.mark.parametrize(
+  "remat, mesh",
+  quick(
+    3,
+    [
+      ("fp8", ""),
+      ("fp8_layer", ""),
+      ("fp8", "data=2,tensor=2"),
+      ("fp8_layer", "data=2,tensor=2"),
+    ],
+  ),
+)
+def test_codes_of_norms_or_of_layers_are_kept(remat, mesh):
+  kept = kept_bytes(*build(remat=remat, mesh=mesh), mesh)
+  codes = WIDTH + 2 * WIDTH // 16
+  # With the statistics of two norms.
+  each = codes if remat == "fp8_layer" else 2 * (codes + 4)
+  assert kept == TOKENS[:, 1:].size * LAYERS * each
+  config = configure(remat=remat, mesh=mesh)
+  tensor = config.mesh_sizes.get("tensor", 1)
+  planned = plans.kept_bytes(
+    shape_of(config.model), config.coat_recipe(), remat=remat, tensor=tensor
+  )
+  assert planned * tensor == each
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp8_linear"])
+def test_norms_without_codes_have_none_to_keep(recipe):
+  with pytest.raises(ValueError, match=f"got recipe {recipe}; pass 'fp8_"):
+    decoder.Decoder(
+      configure().model,
+      getattr(recipes, recipe)(),
+      remat="fp8",
+      rngs=nnx.Rngs(0),
+    )
 
 
 def test_rows_of_other_devices_are_not_kept():
@@ -97,7 +262,7 @@ def test_rows_of_other_devices_are_not_kept():
   weights = [
     x
     for x in jax.tree.leaves(residuals)
-    if x.dtype == jnp.bfloat16 and x.shape[-1] == runs.MODEL["d_ff"]
+    if x.dtype == jnp.bfloat16 and x.shape[-1] == MODEL["d_ff"]
   ]
   # Gate, up and their product are; a weight has no axis of 8 sequences.
   assert weights and all(8 in x.shape for x in weights)

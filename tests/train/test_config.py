@@ -137,6 +137,8 @@ def replace(config, **values):
     (dict(recipe="bf16", residuals="coat"), "residuals applies to recipe coat"),
     (dict(residuals="coat", recipe="fp8_linear"), "got recipe fp8_linear"),
     (dict(evaluation="bf16", recipe="bf16"), "recipe coat or fp8_linear, got"),
+    (dict(remat="fp8", recipe="bf16"), "'fp8' keeps .* coat has, got .* bf16"),
+    (dict(remat="fp8", recipe="fp8_linear"), "pass 'fp8_layer', .* or 'full'"),
   ],
 )
 def test_config_rejects_values_out_of_range(values, words):
@@ -260,10 +262,22 @@ def test_twin_is_the_plain_run_whatever_the_options_were():
   )
 
 
+@pytest.mark.parametrize(
+  "remat, of_twin",
+  [("fp8", "full"), ("fp8_layer", "full"), ("full", "full"), ("dots", "dots")],
+)
+def test_twin_keeps_no_fp8_for_a_second_forward(remat, of_twin):
+  config = dataclasses.replace(demo(), remat=remat)
+  assert config.bf16_twin(seed=0, out="twin").remat == of_twin
+  assert config.with_f32_moments("fp8_linear").remat == of_twin
+
+
 def test_comparison_of_a_run_with_itself_is_rejected():
   plain = demo().bf16_twin(seed=0, out="x")
   with pytest.raises(ValueError, match="differs from its twin"):
     dataclasses.replace(plain, compare="bf16")
+  # Its layers' inputs are rounded, the twin's are not.
+  dataclasses.replace(plain, compare="bf16", remat="fp8_layer")
 
 
 @pytest.mark.parametrize(

@@ -11,15 +11,19 @@ from train import step
 from train.presets import demo
 
 
-@pytest.mark.parametrize("recipe", ["coat", "fp8_linear"])
+@pytest.mark.parametrize(
+  "recipe, remat",
+  [("coat", "none"), ("fp8_linear", "none"), ("coat", "fp8_layer")],
+)
 @pytest.mark.parametrize("evaluation", ["same", "bf16"])
 def test_evaluation_has_fp8_only_where_it_is_that_of_training(
-  recipe, evaluation
+  recipe, remat, evaluation
 ):
   config = dataclasses.replace(
     demo(),
     model=dataclasses.replace(demo().model, **MODEL),
     recipe=recipe,
+    remat=remat,
     evaluation=evaluation,
   )
   params = step.abstract_state(config, step.build_optimizer(config)).params
