@@ -17,6 +17,7 @@ from train import step
 from train.config import TrainConfig
 from train.presets import PRESETS
 
+_LEAN = dict(recipe="coat", params="bfloat16", optimizer_in_backward=True)
 # What a run is compared in: the layers' recipe, and how its moments rest.
 VARIANTS = {
   "bf16": dict(recipe="bf16"),
@@ -31,7 +32,8 @@ VARIANTS = {
   "minimal_fp8_layer": dict(recipe="coat", remat="fp8_layer"),
   "bfloat16": dict(recipe="coat", params="bfloat16"),
   "in_backward": dict(recipe="coat", optimizer_in_backward=True),
-  "lean": dict(recipe="coat", params="bfloat16", optimizer_in_backward=True),
+  "lean": _LEAN,
+  "leanest": _LEAN | dict(remat="fp8"),
 }
 
 

@@ -11,12 +11,12 @@ compiled: `test_backward_is_its_arrays_and_what_was_compiled` one GPU and four,
 tests/aot/test_plan.py compiles some of these steps anew.
 """
 
-from coat_jax.plan.decoder import BF16, F32, DecoderShape, Load, kept_bytes
+from coat_jax.plan.decoder import BF16, F32, FP8, DecoderShape, Load, kept_bytes
 from coat_jax.recipe import CoatRecipe
 
 
 def layer_backward(
-  shape: DecoderShape, recipe: CoatRecipe, load: Load
+  shape: DecoderShape, recipe: CoatRecipe, load: Load, *, value: int = F32
 ) -> float:
   """Bytes on one GPU at the fullest moment of one layer's backward.
 
@@ -24,14 +24,13 @@ def layer_backward(
     shape: of the decoder.
     recipe: of its layers.
     load: of the GPU.
+    value: bytes of a weight's value, and of its gradient's.
 
   Returns:
     All that is there for this layer alone.
   """
-  again = 0.0
-  if load.remat == "full":
-    again = kept_bytes(shape, recipe, tensor=load.tensor) * load.tokens
-  layer = _Layer(shape, recipe, load)
+  layer = _Layer(shape, recipe, load, value)
+  again = _computed_again(layer, recipe)
   if recipe.linear == "bf16":
     return again + _bf16_backward(layer)
   if recipe.nonlinear == "bf16":
@@ -46,13 +45,16 @@ class _Layer:
     unit: bytes of the residual stream in BF16.
     inner: values inside the MLP, of one of gate and up.
     every, gate_up, qkv: values of weights, with the rows of all GPUs.
+    value: bytes of a weight's value, and of its gradient's.
     summed: bytes of the gradients of all weights before GPUs sum them.
     gathered: of a weight, what there is for a product: on a mesh all rows, and
       those of the GPU; elsewhere XLA reads them in place.
   """
 
-  def __init__(self, shape: DecoderShape, recipe: CoatRecipe, load: Load):
-    self.shape, self.load = shape, load
+  def __init__(
+    self, shape: DecoderShape, recipe: CoatRecipe, load: Load, value: int
+  ):
+    self.shape, self.load, self.value = shape, load, value
     self.unit = BF16 * shape.d_model * load.tokens / load.tensor
     self.inner = load.tokens * shape.d_ff / load.tensor
     weights = {k: v / load.tensor for k, v in shape.matrices.items()}
@@ -62,6 +64,20 @@ class _Layer:
     self.summed = (BF16 if in_bf16 else F32) * self.every
     self.gate_up, self.qkv = weights["gate_up"], weights["qkv"]
     self.gathered = 1 + 1 / load.fsdp if load.is_on_mesh else 0
+
+
+def _computed_again(layer: _Layer, recipe: CoatRecipe) -> float:
+  """Bytes of what a checkpointed layer computes again and keeps meanwhile."""
+  load = layer.load
+  if load.remat == "fp8":
+    # Codes of gate and up, and those of their weight: attention, whose input is
+    # kept too, is computed again when the MLP's gradients are done.
+    codes = (FP8 + BF16 / recipe.group_size) * 2 * layer.inner
+    return codes + FP8 * layer.gate_up
+  if load.remat in ("full", "fp8_layer"):
+    kept = kept_bytes(layer.shape, recipe, tensor=load.tensor)
+    return kept * load.tokens
+  return 0.0
 
 
 # The coefficients of the three functions below are held by
@@ -86,7 +102,7 @@ def _fp8_linear_backward(layer: _Layer) -> float:
   if layer.load.is_on_mesh:
     return mlp + layer.summed + layer.gathered * layer.gate_up
   # With what products save, copied; or with a weight's gradient.
-  last = F32 * layer.gate_up + 4 * layer.inner + 2 * layer.unit
+  last = layer.value * layer.gate_up + 4 * layer.inner + 2 * layer.unit
   return max(mlp + layer.inner + 3.5 * layer.unit, last)
 
 
@@ -102,11 +118,18 @@ def _coat_backward(layer: _Layer, recipe: CoatRecipe) -> float:
     mlp, kept = 12 * layer.inner, kept - 4.5 * layer.inner
   mlp += 1.5 * layer.unit
   if layer.load.is_on_mesh:
-    # XLA copies later here, and sums gradients of weights over GPUs in the time
-    # of the next layer: all four are there all the time.
+    # XLA copies later here.
     mlp += 2.25 * layer.inner + 0.5 * layer.unit
-    mlp += layer.summed + layer.gathered * layer.gate_up
-    return mlp
+    mlp += layer.gathered * layer.gate_up
+    if not layer.load.optimizer_in_backward:
+      # It sums gradients of weights over GPUs in the time of the next layer:
+      # all four are there all the time.
+      return mlp + layer.summed
+    # Two of them before they are summed, and what the GPU has of the others.
+    whole = layer.gate_up + layer.qkv
+    share = (layer.every - layer.gate_up) / layer.load.fsdp
+    last = layer.summed / layer.every * (whole + share)
+    return max(mlp, last + 2 * layer.inner + 1.5 * layer.unit)
   # XLA computes gradients of weights last, all four.
-  last = F32 * layer.every + 2 * layer.inner + 1.5 * layer.unit
+  last = layer.value * layer.every + 2 * layer.inner + 1.5 * layer.unit
   return max(mlp + kept, last)

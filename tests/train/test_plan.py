@@ -10,7 +10,7 @@ import tyro
 
 from coat_jax import plan as plans
 from coat_jax import recipe as recipes
-from train import memory, plan
+from train import memory, plan, planning
 from train.presets import PRESETS
 
 
@@ -27,7 +27,7 @@ from train.presets import PRESETS
 )
 def test_planned_residuals_match_those_of_a_traced_layer(preset, recipe):
   config = PRESETS[preset]().model
-  planned = plans.kept_bytes(plan.shape_of(config), recipe)
+  planned = plans.kept_bytes(planning.shape_of(config), recipe)
   counted = memory.residual_bytes(config, recipe, tokens=256)["total"]
   if recipe.name == "bf16":
     # The attention's output once more, for its product.
@@ -43,20 +43,20 @@ def test_plan_counts_the_state_of_the_run():
   config = PRESETS["llama2_7b"]()
   config = dataclasses.replace(config, mesh="fsdp=4", batch=8, seq=2048)
   count = 6_738_415_616
-  for found in plan.plan(config).values():
+  for found in planning.plan(config).values():
     assert found.weights == pytest.approx(count, rel=1e-3)  # 4 bytes on 4 GPUs.
     # 2.08 bytes a parameter, and norms, which are whole everywhere.
     assert found.optimizer == pytest.approx(2.08 * count / 4, rel=2e-3)
   exact = dataclasses.replace(config, report_state=True)
-  more = plan.plan(exact)["loss"].optimizer - found.optimizer
+  more = planning.plan(exact)["loss"].optimizer - found.optimizer
   assert more == pytest.approx(8 * count / 4, rel=1e-3)
 
 
 def test_llama2_7b_fits_one_gpu_of_80_gb():
   config = PRESETS["llama2_7b"]()
   config = dataclasses.replace(config, batch=1, seq=2048)
-  assert plans.fullest(plan.plan(config))[1].total <= 76e9
-  assert plan.largest(config, 80 * 10**9) >= 1
+  assert plans.fullest(planning.plan(config))[1].total <= 76e9
+  assert planning.largest(config, 80 * 10**9) >= 1
 
 
 @pytest.mark.slow
@@ -65,14 +65,14 @@ def test_largest_batch_fits_and_a_larger_one_does_not():
   config = dataclasses.replace(
     config, mesh="data=2,fsdp=2", batch=8, accumulate=2
   )
-  most = plan.largest(config, 10**10)
+  most = planning.largest(config, 10**10)
 
   def peak(batch):
     run = dataclasses.replace(config, batch=batch)
-    return plans.fullest(plan.plan(run))[1].total
+    return plans.fullest(planning.plan(run))[1].total
 
   assert most % 8 == 0 and peak(most) <= 10**10 < peak(most + 8)
-  assert plan.largest(config, 10**8) == 0
+  assert planning.largest(config, 10**8) == 0
 
 
 def rows(text):
@@ -105,7 +105,7 @@ def test_each_option_changes_the_plan():
     line = [*large, *options]
     config = tyro.cli(plan.PlanConfig, args=line).run()
     assert (config.seq, config.batch) == (1024, 16)
-    return plan.plan(config)["backward"]
+    return planning.plan(config)["backward"]
 
   plain = backward()
   assert backward("--codec", "float32").optimizer > plain.optimizer
