@@ -77,9 +77,10 @@ def table(config: TrainConfig, hbm_bytes: int) -> str:
   if config.accumulate > 1:
     for name in _NOT_IN_MICROBATCHES:
       columns.pop(name)
+  states = planning.States()
   for column in columns.values():
     run = column(config)
-    state = planning.state_of(run)
+    state = states.of(run)
     moment, memory = fullest(planning.plan(run, state))
     for part, count in memory._asdict().items():
       lines.setdefault(part, []).append(f"{count / GB:.2f}")

@@ -70,6 +70,25 @@ def state_of(config: TrainConfig) -> AbstractState:
   return AbstractState(state.params, optimizer)
 
 
+class States:
+  """`state_of`, once for runs that store the same.
+
+  Recipes have the same parameters, and what clipping remembers is a few
+  numbers.
+  """
+
+  def __init__(self):
+    self._known: dict[tuple, AbstractState] = {}
+
+  def of(self, config: TrainConfig) -> AbstractState:
+    """Returns the run's abstract state."""
+    optim = dataclasses.replace(config.optim, clip="global")
+    key = config.model, config.mesh, config.params, config.report_state, optim
+    if key not in self._known:
+      self._known[key] = state_of(config)
+    return self._known[key]
+
+
 def plan(
   config: TrainConfig, state: AbstractState | None = None
 ) -> dict[str, Memory]:

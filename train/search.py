@@ -120,12 +120,9 @@ def search(
   """
   allowed = int(hbm_bytes / (1 + _MARGIN))
   fitting, smallest = [], None
-  states: dict[tuple, planning.AbstractState] = {}
+  states = planning.States()
   for run in runs:
-    key = run.recipe, run.params, run.optim
-    if key not in states:
-      states[key] = planning.state_of(run)
-    state = states[key]
+    state = states.of(run)
     if is_batch_fixed:
       run = _in_microbatches(run, allowed, state)
     else:

@@ -34,5 +34,5 @@ def test_each_gpu_has_its_sequences_and_its_part_of_the_vocabulary():
 
 
 def test_memory_is_decimal_unless_it_is_written_gib():
-  assert plan.read_bytes("80GB") == 80 * 10**9
+  assert plan.read_bytes("80GB") == plan.read_bytes("80") == 80 * 10**9
   assert plan.read_bytes("1.5GiB") == 1.5 * 2**30
