@@ -37,7 +37,7 @@ What can be left out, and what is lost then:
   * all of `run`, `pretrain`, `convert` and `plot`: files, resuming, several
     processes, comparison with a twin; begin with `run.checkpoint` and its
     `run.checksums` and `run.processes` to save and resume;
-  * `plan`, `planning`, `search` and `memory`: knowing before whether a run fits;
+  * `plan`, `planning`, `search`, `memory`: knowing before whether a run fits;
   * `presets`: build a `TrainConfig` instead;
   * `mesh`: only after its checks are taken out of `config`.
 """
