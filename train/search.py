@@ -125,11 +125,10 @@ def search(
     state = states.of(run)
     if is_batch_fixed:
       run = _in_microbatches(run, allowed, state)
-    else:
+    elif fullest(planning.plan(run, state))[1].total > allowed:
       shards = planning.batch_shards(run) * run.accumulate
       most = planning.largest(run, allowed, state)
-      batch = max(shards, min(most, run.batch // shards * shards))
-      run = dataclasses.replace(run, batch=batch)
+      run = dataclasses.replace(run, batch=max(shards, most))
     peak = fullest(planning.plan(run, state))[1].total
     found = Found(run, peak, cost(run))
     if peak <= allowed:
