@@ -138,7 +138,8 @@ class Decoder(nnx.Module):
       ValueError: `remat` is "fp8" and the recipe is not coat.
     """
     check_remat(remat, recipe)
-    self.dtype, self.axes, self.remat = dtype, recipe.axes, remat
+    self.dtype, self.axes = dtype, recipe.axes
+    self.remat: Remat = remat
     init = nnx.initializers.normal(_INIT_STDDEV)
     shape = (config.vocab_size, config.d_model)
     self.embedding = nnx.Param(init(rngs.params(), shape, jnp.float32))
@@ -201,7 +202,7 @@ class Decoder(nnx.Module):
         layer = _gather_weights(layer, self.dtype, self.axes.fsdp)
       return jax.lax.with_sharding_constraint(layer(x), where)
 
-    remat = self.remat
+    remat: Remat = self.remat
     if remat == "fp8_layer" and recipe != self.layers.attention.recipe:
       remat = "none"  # Evaluation in BF16 rounds no residual stream.
     return checkpointed(forward, remat, recipe, is_gathering=is_gathering)

@@ -11,7 +11,7 @@ compiled: `test_backward_is_its_arrays_and_what_was_compiled` one GPU and four,
 tests/aot/test_plan.py compiles some of these steps anew.
 """
 
-from coat_jax.plan.decoder import BF16, F32, FP8, DecoderShape, Load, kept_bytes
+from coat_jax.plan.decoder import BF16, F32, DecoderShape, Load, kept_bytes
 from coat_jax.recipe import CoatRecipe
 
 
@@ -30,12 +30,14 @@ def layer_backward(
     All that is there for this layer alone.
   """
   layer = _Layer(shape, recipe, load, value)
-  again = _computed_again(layer, recipe)
+  if recipe.nonlinear == "fp8":
+    return _coat_backward(layer, recipe)
+  again = 0.0
+  if load.remat in ("full", "fp8_layer"):
+    again = kept_bytes(shape, recipe, tensor=load.tensor) * load.tokens
   if recipe.linear == "bf16":
     return again + _bf16_backward(layer)
-  if recipe.nonlinear == "bf16":
-    return again + _fp8_linear_backward(layer)
-  return again + _coat_backward(layer, recipe)
+  return again + _fp8_linear_backward(layer)
 
 
 class _Layer:
@@ -64,20 +66,6 @@ class _Layer:
     self.summed = (BF16 if in_bf16 else F32) * self.every
     self.gate_up, self.qkv = weights["gate_up"], weights["qkv"]
     self.gathered = 1 + 1 / load.fsdp if load.is_on_mesh else 0
-
-
-def _computed_again(layer: _Layer, recipe: CoatRecipe) -> float:
-  """Bytes of what a checkpointed layer computes again and keeps meanwhile."""
-  load = layer.load
-  if load.remat == "fp8":
-    # Codes of gate and up, and those of their weight: attention, whose input is
-    # kept too, is computed again when the MLP's gradients are done.
-    codes = (FP8 + BF16 / recipe.group_size) * 2 * layer.inner
-    return codes + FP8 * layer.gate_up
-  if load.remat in ("full", "fp8_layer"):
-    kept = kept_bytes(layer.shape, recipe, tensor=load.tensor)
-    return kept * load.tokens
-  return 0.0
 
 
 # The coefficients of the three functions below are held by
@@ -110,17 +98,21 @@ def _coat_backward(layer: _Layer, recipe: CoatRecipe) -> float:
   # The product's gradient in BF16, E5M2 of gate and up as rows and as columns,
   # the product again; beside all that the layer saves, copied.
   mlp = 7 * layer.inner
-  kept = kept_bytes(layer.shape, recipe, remat=layer.load.remat)
-  kept *= layer.load.tokens
+  kept = _there_in_mlp(layer, recipe)
   if recipe.residuals == "coat":
     # In place of the product gradients of gate and up in f32, and what the
     # layer saves of SwiGLU is dead by then.
     mlp, kept = 12 * layer.inner, kept - 4.5 * layer.inner
   mlp += 1.5 * layer.unit
   if layer.load.is_on_mesh:
-    # XLA copies later here.
-    mlp += 2.25 * layer.inner + 0.5 * layer.unit
-    mlp += layer.gathered * layer.gate_up
+    # XLA copies later here, gate and up alone.
+    copied = 2.25 * layer.inner + 0.5 * layer.unit
+    if layer.load.remat in ("full", "fp8_layer"):
+      # Computed again, with attention's.
+      copied = 0.5 * layer.unit + layer.load.tokens * kept_bytes(
+        layer.shape, recipe, tensor=layer.load.tensor
+      )
+    mlp += copied + layer.gathered * layer.gate_up
     if not layer.load.optimizer_in_backward:
       # It sums gradients of weights over GPUs in the time of the next layer:
       # all four are there all the time.
@@ -133,3 +125,20 @@ def _coat_backward(layer: _Layer, recipe: CoatRecipe) -> float:
   # XLA computes gradients of weights last, all four.
   last = layer.value * layer.every + 2 * layer.inner + 1.5 * layer.unit
   return max(mlp + kept, last)
+
+
+def _there_in_mlp(layer: _Layer, recipe: CoatRecipe) -> float:
+  """What a layer saved, or computed again, while its MLP is differentiated."""
+  remat, tokens = layer.load.remat, layer.load.tokens
+  if remat in ("full", "fp8_layer"):
+    # Attention's too; both blocks' inputs in BF16, and the operand of gate and
+    # up.
+    return kept_bytes(layer.shape, recipe) * tokens + 2.5 * layer.unit
+  kept = kept_bytes(layer.shape, recipe, remat=remat) * tokens
+  if remat == "fp8":
+    # Attention is computed again later: gate and up.
+    codes = 1 + BF16 / recipe.group_size
+    kept += 2 * codes * layer.inner
+    if recipe.residuals == "coat":  # SiLU and the product, and the operand.
+      kept += (codes + 1) * layer.inner + 0.5 * layer.unit
+  return kept

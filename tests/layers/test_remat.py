@@ -204,5 +204,6 @@ def test_argnums_are_places():
     fp8_remat(f, argnums=2)(X, W)
 
 
+@pytest.mark.slow
 def test_examples():
   assert doctest.testmod(remat).failed == 0

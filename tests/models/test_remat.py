@@ -220,7 +220,7 @@ def test_how_much_is_kept(recipe):
 @pytest.mark.parametrize(
   "remat, mesh",
   quick(
-    3,
+    2,
     [
       ("fp8", ""),
       ("fp8_layer", ""),

@@ -191,13 +191,80 @@ def test_gradients_that_are_summed_in_bf16_take_half(name):
   assert f32 - bf16 == 2 * LLAMA2_7B.layer
 
 
-@pytest.mark.parametrize("name", ["bf16", "fp8_linear", "minimal"])
+@pytest.mark.parametrize("name", ["bf16", "fp8_linear"])
 def test_a_layer_that_is_computed_again_is_there_once_more(name):
   none, again = (
     LLAMA2_7B.plan(name, 4, remat=remat)["backward"].temporary
     for remat in ("none", "full")
   )
   assert abs(again - none - LLAMA2_7B.kept(name)) <= 1
+
+
+# Twice the tokens.
+LLAMA2_7B_4 = Case(
+  LLAMA2_7B.shape,
+  LLAMA2_7B.parameters,
+  batch=4,
+  seq=2048,
+  loss_positions=512,
+)
+
+
+# In SwiGLU as without a second forward; at the end, with weights' gradients.
+@pytest.mark.parametrize(
+  "case, remat, is_in_mlp, compiled",
+  [
+    (DEMO, "full", True, 114_849_500),
+    (DEMO, "fp8_layer", True, 107_509_468),
+    (DEMO, "fp8", True, 92_157_336),
+    (LLAMA2_7B_4, "full", True, 70_974_145_712),
+    (LLAMA2_7B_4, "fp8_layer", True, 70_034_621_616),
+    (LLAMA2_7B_4, "fp8", False, 70_907_037_344),
+  ],
+)
+def test_second_forward_is_its_arrays_and_what_was_compiled(
+  case, remat, is_in_mlp, compiled
+):
+  a, u = case.a, case.u
+  # What a layer keeps without it; the inputs of attention and of the MLP in
+  # BF16, an operand in E4M3. Or the codes of two norms, of gate and of up, each
+  # with a BF16 scale for 16.
+  norms = u * (1 + 2 / 16) + 2 * 4 * case.tokens
+  kept = case.kept("minimal") + 2.5 * u
+  kept = norms + 2 * (1 + 2 / 16) * a if remat == "fp8" else kept
+  arrays = (2 + 4 + 1) * a + 1.5 * u + kept
+  if not is_in_mlp:
+    arrays = of_weights(case, "minimal")
+  moment, memory = plan.fullest(case.plan("minimal", remat=remat))
+  assert moment == "backward"
+  assert abs(memory.temporary - arrays - 4 * case.head) <= 1
+  assert memory.total == pytest.approx(compiled, rel=0.025)
+
+
+def test_second_forward_keeps_silu_and_operands_only_with_residuals_coat():
+  minimal, coat = (
+    DEMO.plan(name, remat="fp8")["backward"].temporary
+    for name in ("minimal", "coat")
+  )
+  # Gradients in f32 instead of the product's and the product, SiLU with its
+  # scales, the product and the operand of gate and up; but what is dead.
+  grown = (12 - 7) + (1 + 2 / 16) + 1 - 4.5
+  assert abs(coat - minimal - grown * DEMO.a - 0.5 * DEMO.u) <= 1
+
+
+def test_second_forward_on_four_gpus():
+  none, fp8, layer, full = (
+    LLAMA2_7B.plan("minimal", 4, remat=remat)["backward"]
+    for remat in ("none", "fp8", "fp8_layer", "full")
+  )
+  # Gate and up, which XLA copies at that moment in any case.
+  assert fp8.temporary == none.temporary
+  assert fp8.total == pytest.approx(19_486_664_360, rel=0.01)
+  attention = LLAMA2_7B.kept("minimal") - 2.25 * LLAMA2_7B.a
+  assert abs(layer.temporary - none.temporary - attention) <= 1
+  assert layer.total == pytest.approx(19_034_203_304, rel=0.01)
+  assert full.temporary == layer.temporary
+  assert full.total == pytest.approx(19_503_965_352, rel=0.01)
 
 
 def test_half_of_the_heads_and_columns_take_half():
