@@ -73,7 +73,7 @@ def state_of(config: TrainConfig) -> AbstractState:
 class States:
   """`state_of`, once for runs that store the same.
 
-  Recipes have the same parameters, and what clipping remembers is a few
+  Recipes have the same parameters, and what clipping keeps is a few
   numbers.
   """
 

@@ -49,7 +49,7 @@ class TrainState(NamedTuple):
     optimizer: Stored moments and the number of updates; with params
       bfloat16_low8 the weights' low bytes too.
     exact: f32 moments of the same gradients, for reports; () without reports.
-    clip: Norms that clipping remembers; () where it is by the global norm.
+    clip: Norms that clipping keeps; () where it is by the global norm.
   """
 
   step: jax.Array

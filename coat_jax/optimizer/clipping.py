@@ -4,7 +4,7 @@
 The global norm of all gradients is known after the last of them. A step that
 uses each gradient as soon as it exists (`step_in_backward`) clips by what is
 known by then: by the norms of the steps before. `Clipping` has the rules; what
-they remember is a `ClipState`, which belongs into checkpoints.
+they keep is a `ClipState`, which belongs into checkpoints.
 
 A slice is a leaf or, of a stacked leaf, one layer of it.
 """
@@ -21,7 +21,7 @@ Rule = Literal["previous", "adaptive"]
 
 
 class ClipState(NamedTuple):
-  """What clipping remembers from step to step.
+  """What clipping keeps from step to step.
 
   Attributes:
     count: int32 [], steps done.

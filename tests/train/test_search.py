@@ -3,7 +3,9 @@
 
 import dataclasses
 import inspect
+import re
 import shlex
+from pathlib import Path
 
 import pytest
 import tyro
@@ -11,6 +13,8 @@ import tyro
 from coat_jax.plan import fullest
 from train import plan, planning, search
 from train.presets import PRESETS
+
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 def trained(line):
@@ -34,9 +38,11 @@ def found_by(capsys, *options):
 
 
 def test_13b_trains_on_one_gpu_of_80_gb(capsys):
-  run, out = found_by(
-    capsys, "llama2_13b", "--hbm", "80", "--gpus", "1", "--seq", "2048"
-  )
+  text = (DOCS / "plan.md").read_text()
+  (line,) = re.findall(r"python -m train.plan (llama2_13b.*)", text)
+  assert line == "llama2_13b --gpus 1 --hbm 80GB --seq 2048"
+  run, out = found_by(capsys, *line.split())
+  assert f"```\n{out}```" in text
   assert (run.params, run.optimizer_in_backward) == ("bfloat16", True)
   assert (run.optim.clip, run.seq, run.mesh) == ("adaptive", 2048, "")
   peak = fullest(planning.plan(run))[1].total
