@@ -51,7 +51,7 @@ class Timeline(NamedTuple):
   @property
   def peak(self) -> float:
     """The most bytes at a time."""
-    return float(sum(self.bytes_of.values()).max())
+    return float(np.max(np.sum(list(self.bytes_of.values()), axis=0)))
 
 
 class _Array(NamedTuple):
