@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `train.plan` says beside what XLA's compiler says, preset by preset.
+"""What `train.planning` says beside what XLA's compiler says, preset by preset.
 
 Each row is a whole training step, compiled for one H200 or for as many as the
 mesh fsdp=N has, and its plan: `peak_bytes` and `planned_bytes` of a GPU, and
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from benchmarks import training_step
 from benchmarks.harness import emit, say
 from coat_jax.plan import fullest
-from train import plan
+from train import planning
 
 # Sequences on each GPU, and tokens of each.
 LOADS = {
@@ -27,7 +27,7 @@ LOADS = {
   "llama3_8b": (1, 8192),
 }
 GPUS = (1, 2, 4, 8)
-VARIANTS = ("bf16", "fp8_linear", "coat", "minimal")
+VARIANTS = ("bf16", "fp8_linear", "coat", "minimal", "lean", "leanest")
 
 
 def rows(
@@ -61,7 +61,7 @@ def row(preset: str, variant: str, *, gpus: int, batch: int, seq: int) -> dict:
   )
   compiled, _ = training_step.compile_step(config)
   peak = compiled.memory_analysis().peak_memory_in_bytes
-  moment, memory = fullest(plan.plan(config))
+  moment, memory = fullest(planning.plan(config))
   return emit(
     "memory.plan",
     dict(

@@ -3,7 +3,8 @@
 
 Each row is a whole training step on as many H200s as the reference used H100s,
 sharded as FSDP, at its batch per GPU and sequence: f32 parameters, gradients
-and BF16's moments, BF16 compute. No GPU is needed; `benchmarks.memory` prints
+and BF16's moments, BF16 compute; "lean" and "leanest" have BF16 parameters and
+gradients, one layer's at a time. No GPU is needed; `benchmarks.memory` prints
 the rows.
 """
 
@@ -56,6 +57,8 @@ VARIANTS = (
   "coat",
   "minimal",
   "minimal_attention",
+  "lean",
+  "leanest",
 )
 
 
@@ -103,6 +106,8 @@ def describe(case: Case, variant: str) -> dict:
     else "autodiff",
     attention=options.get("attention", "bf16"),
     remat=options.get("remat", "none"),
+    params=options.get("params", "float32"),
+    optimizer_in_backward=options.get("optimizer_in_backward", False),
     compiled_for="NVIDIA H200",
   )
 
@@ -117,10 +122,12 @@ def measure(case: Case, variant: str) -> dict[str, int]:
   peak = compiled.memory_analysis().peak_memory_in_bytes
   weights = device_bytes(state.params)
   optimizer = device_bytes(state.optimizer)
+  # A gradient has its weight's dtype; of one layer they are with all else.
+  gradients = 0 if config.optimizer_in_backward else weights
   return dict(
     peak_bytes=peak,
     weight_bytes=weights,
-    gradient_bytes=weights,  # f32 both.
+    gradient_bytes=gradients,
     optimizer_bytes=optimizer,
-    activation_bytes=peak - 2 * weights - optimizer,
+    activation_bytes=peak - weights - gradients - optimizer,
   )

@@ -17,6 +17,7 @@ from train import step
 from train.config import TrainConfig
 from train.presets import PRESETS
 
+_LEAN = dict(recipe="coat", params="bfloat16", optimizer_in_backward=True)
 # What a run is compared in: the layers' recipe, and how its moments rest.
 VARIANTS = {
   "bf16": dict(recipe="bf16"),
@@ -26,15 +27,13 @@ VARIANTS = {
   "coat": dict(recipe="coat", residuals="coat"),
   "minimal": dict(recipe="coat"),
   "minimal_attention": dict(recipe="coat", attention="fp8"),
-  "bfloat16": dict(recipe="coat", params="bfloat16"),
-  "in_backward": dict(recipe="coat", optimizer_in_backward=True),
-  "lean": dict(recipe="coat", params="bfloat16", optimizer_in_backward=True),
   "minimal_full": dict(recipe="coat", remat="full"),
   "minimal_fp8": dict(recipe="coat", remat="fp8"),
   "minimal_fp8_layer": dict(recipe="coat", remat="fp8_layer"),
-  "leanest": dict(
-    recipe="coat", params="bfloat16", optimizer_in_backward=True, remat="fp8"
-  ),
+  "bfloat16": dict(recipe="coat", params="bfloat16"),
+  "in_backward": dict(recipe="coat", optimizer_in_backward=True),
+  "lean": _LEAN,
+  "leanest": _LEAN | dict(remat="fp8"),
 }
 
 

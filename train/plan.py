@@ -3,150 +3,63 @@
 
   python -m train.plan llama2_7b --mesh fsdp=4 --batch 8 --seq 2048
   python -m train.plan llama2_13b --mesh fsdp=8 --hbm 141GB
+  python -m train.plan llama2_13b --gpus 1
 
 Options are as of `train.pretrain`. The table has a column for each of the usual
 ways to train, with f32 moments where at most products are in FP8; GB are 10^9
-bytes. Nothing is compiled and no device is used. docs/plan.md says what is
-counted.
+bytes. With --gpus it has what fits on so many, the fastest first, and a command
+line that trains so. Nothing is compiled and no device is used. docs/plan.md
+says what is counted.
 """
 
 import dataclasses
 import math
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import jax
 import tyro
-from jax.sharding import AbstractMesh, AxisType
 
-from coat_jax.layers import vocabulary
-from coat_jax.models.config import ModelConfig, Remat
+from coat_jax.models.config import Remat
 from coat_jax.models.ranges import Count, Width, check_numbers
-from coat_jax.plan import (
-  DecoderShape,
-  Load,
-  Memory,
-  fullest,
-  largest_batch,
-  plan_step,
-)
-from coat_jax.recipe import GradDtype, Kept, Residuals, WeightCache
+from coat_jax.plan import fullest
+from coat_jax.recipe import GradDtype, Kept, WeightCache
 from train import mesh as meshes
-from train import step
+from train import planning, search
 from train.config import TrainConfig
 from train.optim_config import Codec, OptimConfig
 from train.presets import PRESETS
 from train.run.metrics import format_table
+from train.weights import Stored
 
 GB = 10**9
 _LARGEST_HBM = 10**6
-COLUMNS: dict[str, Callable[[TrainConfig], TrainConfig]] = {
-  "BF16": lambda run: run.with_f32_moments("bf16"),
-  "FP8 linears": lambda run: run.with_f32_moments("fp8_linear"),
-  "COAT": lambda run: _coat(run, "coat"),
-  "COAT minimal": lambda run: _coat(run, "minimal"),
-}
 _Preset = tyro.extras.literal_type_from_choices(PRESETS)
 
 
-def _coat(config: TrainConfig, residuals: Residuals) -> TrainConfig:
-  return dataclasses.replace(config, recipe="coat", residuals=residuals)
+def _coat(run: TrainConfig, **options: Any) -> TrainConfig:
+  return dataclasses.replace(run, recipe="coat", **options)
 
 
-def shape_of(model: ModelConfig) -> DecoderShape:
-  """Returns the sizes of a model that its memory depends on."""
-  return DecoderShape(
-    num_layers=model.num_layers,
-    d_model=model.d_model,
-    d_ff=model.d_ff,
-    num_heads=model.num_heads,
-    num_kv_heads=model.num_kv_heads,
-    vocab_size=model.vocab_size,
-    is_layer_norm=model.choices.norm == "layer",
-    norm_has_scale=model.choices.norm_has_scale,
+def _lean(run: TrainConfig, **options: Any) -> TrainConfig:
+  params = "bfloat16" if run.params == "float32" else run.params
+  clip = dataclasses.replace(run.optim, clip="share")
+  return _coat(
+    run, params=params, optimizer_in_backward=True, optim=clip, **options
   )
 
 
-def plan(config: TrainConfig) -> dict[str, Memory]:
-  """Plans a run's memory on one of its GPUs.
-
-  Args:
-    config: The run.
-
-  Returns:
-    By moment of a step, as `coat_jax.plan.plan_step`.
-
-  Raises:
-    ValueError: a device would have a part of a group of moments.
-  """
-  return _plan(config, *_state(config))
-
-
-def largest(config: TrainConfig, memory_bytes: int) -> int:
-  """Finds the most sequences a step for which a run fits its GPUs.
-
-  Args:
-    config: The run, of any batch.
-    memory_bytes: Memory of a GPU.
-
-  Returns:
-    The batch; 0 where nothing fits.
-  """
-  return _largest(config, _state(config), memory_bytes)
-
-
-def _largest(config: TrainConfig, state, memory_bytes: int) -> int:
-  shards = _batch_shards(config) * config.accumulate
-
-  def peak(batch: int) -> Memory:
-    run = dataclasses.replace(config, batch=batch * shards)
-    return fullest(_plan(run, *state))[1]
-
-  return shards * largest_batch(peak, memory_bytes)
-
-
-def _state(config: TrainConfig):
-  """Builds abstract parameters and moments, with shardings on a mesh."""
-  mesh = None
-  if sizes := config.mesh_sizes:
-    mesh = AbstractMesh(
-      tuple(sizes.values()),
-      tuple(sizes),
-      axis_types=(AxisType.Auto,) * len(sizes),
-    )
-  state = step.abstract_state(config, step.build_optimizer(config), mesh)
-  return state.params, (state.optimizer, state.exact)
-
-
-def _batch_shards(config: TrainConfig) -> int:
-  """Counts the devices that sequences are split over."""
-  sizes = config.mesh_sizes
-  return sizes.get("data", 1) * sizes.get("fsdp", 1)
-
-
-def _plan(config: TrainConfig, params, optimizer) -> dict[str, Memory]:
-  sizes, model = config.mesh_sizes, config.model
-  tensor = sizes.get("tensor", 1)
-  batch = config.batch // _batch_shards(config) // config.accumulate
-  load = Load(
-    batch=batch,
-    seq=config.seq,
-    fsdp=sizes.get("fsdp", 1),
-    tensor=tensor,
-    is_on_mesh=math.prod(sizes.values()) > 1,
-    accumulate=config.accumulate,
-    loss_positions=vocabulary.loss_positions(
-      batch, config.seq, model.vocab_size // tensor
-    ),
-    remat=config.remat,
-  )
-  return plan_step(
-    shape_of(model),
-    config.coat_recipe(),
-    load,
-    params=params,
-    optimizer_state=optimizer,
-  )
+COLUMNS: dict[str, Callable[[TrainConfig], TrainConfig]] = {
+  "BF16": lambda run: run.with_f32_moments("bf16"),
+  "FP8 linears": lambda run: run.with_f32_moments("fp8_linear"),
+  "COAT": lambda run: _coat(run, residuals="coat"),
+  "COAT minimal": lambda run: _coat(run, residuals="minimal"),
+  "lean": _lean,
+  "leanest": lambda run: _lean(run, remat="fp8"),
+}
+# These need the gradients of a whole step at once.
+_NOT_IN_MICROBATCHES = ("lean", "leanest")
 
 
 def table(config: TrainConfig, hbm_bytes: int) -> str:
@@ -160,20 +73,25 @@ def table(config: TrainConfig, hbm_bytes: int) -> str:
     Lines of text.
   """
   lines: dict[str, list[str]] = {}
-  for column in COLUMNS.values():
+  columns = dict(COLUMNS)
+  if config.accumulate > 1:
+    for name in _NOT_IN_MICROBATCHES:
+      columns.pop(name)
+  states = planning.States()
+  for column in columns.values():
     run = column(config)
-    state = _state(run)
-    moment, memory = fullest(_plan(run, *state))
+    state = states.of(run)
+    moment, memory = fullest(planning.plan(run, state))
     for part, count in memory._asdict().items():
       lines.setdefault(part, []).append(f"{count / GB:.2f}")
-    most = _largest(run, state, hbm_bytes)
+    most = planning.largest(run, hbm_bytes, state)
     lines.setdefault("peak", []).append(f"{memory.total / GB:.2f}")
     lines.setdefault("it is in the", []).append(moment)
     fits = "yes" if memory.total <= hbm_bytes else "no"
     lines.setdefault(f"fits {hbm_bytes / GB:g} GB", []).append(fits)
     lines.setdefault("largest batch", []).append(str(most) if most else "none")
   rows = [[name, *cells] for name, cells in lines.items()]
-  return format_table(["GB on each GPU", *COLUMNS], rows)
+  return format_table(["GB on each GPU", *columns], rows)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -182,12 +100,17 @@ class PlanConfig:
 
   Attributes:
     preset: The run, with its recipe replaced by each of the columns.
-    hbm: Memory of a GPU, as 80GB or 74.5GiB.
+    hbm: Memory of a GPU, as 80, 80GB or 74.5GiB.
+    gpus: Tries recipes, weights, remat, the optimizer in the backward and
+      batches on so many GPUs (fsdp), and prints the fastest that fits.
     mesh: As of train.pretrain: data=2,fsdp=4,tensor=1.
-    batch: Sequences a step, on all GPUs; default 1 on each.
+    batch: Sequences a step, on all GPUs; default 1 on each, with --gpus the
+      most that fit, up to the preset's.
     seq: Tokens a sequence; default the preset's.
     accumulate: As of train.pretrain.
-    remat: As of train.pretrain.
+    params: As of train.pretrain, where layers are COAT's; any is float32, with
+      --gpus all that there are.
+    remat: As of train.pretrain; any is none, with --gpus all that there are.
     attention: As of train.pretrain.
     weight_cache: As of train.pretrain.
     grad_reduce: As of train.pretrain.
@@ -197,11 +120,13 @@ class PlanConfig:
 
   preset: tyro.conf.Positional[_Preset]  # pyright: ignore
   hbm: str = "80GB"
+  gpus: Count | None = None
   mesh: str = ""
   batch: Count | None = None
   seq: Count | None = None
   accumulate: Count = TrainConfig.accumulate
-  remat: Remat = TrainConfig.remat
+  params: Stored | Literal["any"] = "any"
+  remat: Remat | Literal["any"] = "any"
   attention: Kept = TrainConfig.attention
   weight_cache: WeightCache = TrainConfig.weight_cache
   grad_reduce: GradDtype = TrainConfig.grad_reduce
@@ -215,17 +140,26 @@ class PlanConfig:
       ValueError: `train.pretrain` would refuse it.
     """
     check_numbers(self)
+    if self.gpus and self.mesh:
+      raise ValueError(
+        "plan: gpus looks for settings on a mesh of its own, got mesh "
+        f"{self.mesh} too; leave one of them out"
+      )
+    mesh = f"fsdp={self.gpus}" if (self.gpus or 1) > 1 else self.mesh
     preset = PRESETS[self.preset]()
-    sizes = meshes.parse_mesh(self.mesh)
+    sizes = meshes.parse_mesh(mesh)
     devices = sizes.get("data", 1) * sizes.get("fsdp", 1)
-    one_each = devices * self.accumulate
+    batch = devices * self.accumulate  # One each.
+    if self.gpus:
+      batch = max(batch, preset.batch // batch * batch)
     return dataclasses.replace(
       preset,
-      mesh=self.mesh,
-      batch=one_each if self.batch is None else self.batch,
+      mesh=mesh,
+      batch=batch if self.batch is None else self.batch,
       seq=preset.seq if self.seq is None else self.seq,
       accumulate=self.accumulate,
-      remat=self.remat,
+      params="float32" if self.params == "any" else self.params,
+      remat="none" if self.remat == "any" else self.remat,
       attention=self.attention,
       weight_cache=self.weight_cache,
       grad_reduce=self.grad_reduce,
@@ -237,19 +171,56 @@ class PlanConfig:
 
 
 def read_bytes(text: str) -> int:
-  """Reads 80GB or 74.5GiB.
+  """Reads 80GB, 74.5GiB, or 80, which is in GB.
 
   Raises:
     ValueError: it is written in another way, is 0 or absurd.
   """
-  for unit, size in (("GiB", 2**30), ("GB", GB)):
+  for unit, size in (("GiB", 2**30), ("GB", GB), ("", GB)):
     number = text.removesuffix(unit)
-    if number != text and number.replace(".", "", 1).isdigit():
+    if text.endswith(unit) and number.replace(".", "", 1).isdigit():
       if 0 < float(number) <= _LARGEST_HBM:
         return round(float(number) * size)
   raise ValueError(
     "hbm: memory is written as 80GB or 74.5GiB, above 0 and at most "
     f"{_LARGEST_HBM}GB, got {text[:40]!r}"
+  )
+
+
+def fastest(options: PlanConfig, hbm_bytes: int) -> str:
+  """Looks for the settings that train fastest on `options.gpus`.
+
+  Args:
+    options: The command line.
+    hbm_bytes: Memory of a GPU.
+
+  Returns:
+    Lines of text: a command, and a table of what fits.
+
+  Raises:
+    ValueError: no settings fit, or `train.pretrain` would refuse them all.
+  """
+  config = options.run()
+  params = None if options.params == "any" else options.params
+  remat = None if options.remat == "any" else options.remat
+  fitting, smallest = search.search(
+    search.candidates(config, params, remat),
+    hbm_bytes,
+    is_batch_fixed=options.batch is not None,
+  )
+  if not fitting:
+    raise ValueError(
+      f"plan: {options.preset} must fit {hbm_bytes / GB:g} GB on each of "
+      f"{options.gpus} GPUs, got {smallest.peak_bytes / GB:.1f} GB at least "
+      f"({search.describe(smallest.run)}); take more GPUs, or a smaller --seq "
+      "or --batch"
+    )
+  best = fitting[0]
+  preset = PRESETS[options.preset]()
+  line = search.command(best.run, options.preset, preset)
+  return (
+    f"fastest that fits, {best.peak_bytes / GB:.1f} GB planned at the peak:\n\n"
+    f"{line}\n\n{search.report(fitting)}"
   )
 
 
@@ -259,16 +230,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
   # Nothing is computed, and a GPU that is in use is left alone.
   jax.config.update("jax_platforms", "cpu")
   try:
+    hbm = read_bytes(options.hbm)
     config = options.run()
-    text = table(config, read_bytes(options.hbm))
+    text = fastest(options, hbm) if options.gpus else table(config, hbm)
   except ValueError as error:
     print(f"error: {error}", file=sys.stderr)
     return 2
   gpus = math.prod(config.mesh_sizes.values())
-  print(
-    f"{options.preset}, {gpus} GPU{'s' * (gpus > 1)}, a step of {config.batch} "
-    f"sequences of {config.seq}\n{text}"
-  )
+  step = f"a step of {config.batch} sequences of {config.seq}"
+  if options.gpus:
+    step = f"{hbm / GB:g} GB on each, sequences of {config.seq}"
+  print(f"{options.preset}, {gpus} GPU{'s' * (gpus > 1)}, {step}\n{text}")
   return 0
 
 

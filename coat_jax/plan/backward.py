@@ -16,7 +16,7 @@ from coat_jax.recipe import CoatRecipe
 
 
 def layer_backward(
-  shape: DecoderShape, recipe: CoatRecipe, load: Load
+  shape: DecoderShape, recipe: CoatRecipe, load: Load, *, value: int = F32
 ) -> float:
   """Bytes on one GPU at the fullest moment of one layer's backward.
 
@@ -24,11 +24,12 @@ def layer_backward(
     shape: of the decoder.
     recipe: of its layers.
     load: of the GPU.
+    value: bytes of a weight's value, and of its gradient's.
 
   Returns:
     All that is there for this layer alone.
   """
-  layer = _Layer(shape, recipe, load)
+  layer = _Layer(shape, recipe, load, value)
   if recipe.nonlinear == "fp8":
     return _coat_backward(layer, recipe)
   again = 0.0
@@ -46,13 +47,16 @@ class _Layer:
     unit: bytes of the residual stream in BF16.
     inner: values inside the MLP, of one of gate and up.
     every, gate_up, qkv: values of weights, with the rows of all GPUs.
+    value: bytes of a weight's value, and of its gradient's.
     summed: bytes of the gradients of all weights before GPUs sum them.
     gathered: of a weight, what there is for a product: on a mesh all rows, and
       those of the GPU; elsewhere XLA reads them in place.
   """
 
-  def __init__(self, shape: DecoderShape, recipe: CoatRecipe, load: Load):
-    self.shape, self.load = shape, load
+  def __init__(
+    self, shape: DecoderShape, recipe: CoatRecipe, load: Load, value: int
+  ):
+    self.shape, self.load, self.value = shape, load, value
     self.unit = BF16 * shape.d_model * load.tokens / load.tensor
     self.inner = load.tokens * shape.d_ff / load.tensor
     weights = {k: v / load.tensor for k, v in shape.matrices.items()}
@@ -86,7 +90,7 @@ def _fp8_linear_backward(layer: _Layer) -> float:
   if layer.load.is_on_mesh:
     return mlp + layer.summed + layer.gathered * layer.gate_up
   # With what products save, copied; or with a weight's gradient.
-  last = F32 * layer.gate_up + 4 * layer.inner + 2 * layer.unit
+  last = layer.value * layer.gate_up + 4 * layer.inner + 2 * layer.unit
   return max(mlp + layer.inner + 3.5 * layer.unit, last)
 
 
@@ -101,17 +105,25 @@ def _coat_backward(layer: _Layer, recipe: CoatRecipe) -> float:
     mlp, kept = 12 * layer.inner, kept - 4.5 * layer.inner
   mlp += 1.5 * layer.unit
   if layer.load.is_on_mesh:
-    # XLA copies later here, gate and up alone, and sums gradients of weights
-    # over GPUs in the time of the next layer: all four are there all the time.
+    # XLA copies later here, gate and up alone.
     copied = 2.25 * layer.inner + 0.5 * layer.unit
     if layer.load.remat in ("full", "fp8_layer"):
       # Computed again, with attention's.
       copied = 0.5 * layer.unit + layer.load.tokens * kept_bytes(
         layer.shape, recipe, tensor=layer.load.tensor
       )
-    return mlp + copied + layer.summed + layer.gathered * layer.gate_up
+    mlp += copied + layer.gathered * layer.gate_up
+    if not layer.load.optimizer_in_backward:
+      # It sums gradients of weights over GPUs in the time of the next layer:
+      # all four are there all the time.
+      return mlp + layer.summed
+    # Two of them before they are summed, and what the GPU has of the others.
+    whole = layer.gate_up + layer.qkv
+    share = (layer.every - layer.gate_up) / layer.load.fsdp
+    last = layer.summed / layer.every * (whole + share)
+    return max(mlp, last + 2 * layer.inner + 1.5 * layer.unit)
   # XLA computes gradients of weights last, all four.
-  last = F32 * layer.every + 2 * layer.inner + 1.5 * layer.unit
+  last = layer.value * layer.every + 2 * layer.inner + 1.5 * layer.unit
   return max(mlp + kept, last)
 
 

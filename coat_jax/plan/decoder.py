@@ -4,7 +4,7 @@
 import dataclasses
 
 from coat_jax.models.config import Remat
-from coat_jax.recipe import CoatRecipe
+from coat_jax.recipe import CoatRecipe, GradDtype
 
 F32, BF16, FP8 = 4, 2, 1  # Bytes.
 
@@ -23,6 +23,7 @@ class DecoderShape:
     head_dim: width of a head; None for d_model / num_heads.
     is_layer_norm: norms subtract the mean, and save one more number.
     norm_has_scale: norms have weights.
+    tied_embeddings: the embedding is the output projection too.
   """
 
   num_layers: int
@@ -34,6 +35,7 @@ class DecoderShape:
   head_dim: int | None = None
   is_layer_norm: bool = False
   norm_has_scale: bool = True
+  tied_embeddings: bool = False
 
   @property
   def heads_width(self) -> int:
@@ -74,6 +76,9 @@ class Load:
     remat: what `jax.checkpoint` keeps of a layer: "dots" the results of its
       products (`dots_with_no_batch_dims_saveable`), "full" its input alone,
       "fp8" both norms' inputs in FP8, "fp8_layer" the layer's input in FP8.
+    optimizer_in_backward: a layer's gradients are used as soon as they exist,
+      as `coat_jax.step_in_backward` does.
+    sums_dtype: of microbatches, in what their gradients are added.
   """
 
   batch: int
@@ -84,6 +89,8 @@ class Load:
   accumulate: int = 1
   loss_positions: int | None = None
   remat: Remat = "none"
+  optimizer_in_backward: bool = False
+  sums_dtype: GradDtype = "float32"
 
   @property
   def tokens(self) -> int:

@@ -17,8 +17,10 @@ class Memory(NamedTuple):
   """Bytes on one GPU at one moment.
 
   Attributes:
-    weights: f32 parameters.
+    weights: parameters.
     gradients: those that are there by then, with their sums over microbatches.
+      Where the optimizer runs in the backward, those of one layer are among the
+      temporary.
     optimizer: its state.
     activations: what layers save for the backward pass.
     temporary: all else.
@@ -66,8 +68,9 @@ def plan_step(
 ) -> dict[str, Memory]:
   """Plans the memory of a training step on one GPU.
 
-  The step is one with f32 parameters and gradients, layers in a `lax.scan`,
-  the loss in chunks of logits, and donated state, as `train.step` has it.
+  The step is one with layers in a `lax.scan`, gradients in the dtypes of the
+  parameters, the loss in chunks of logits, and donated state, as `train.step`
+  has it.
 
   Args:
     shape: of the decoder.
@@ -110,17 +113,25 @@ def plan_step(
   layers = shape.num_layers * sum(shape.matrices.values())
   kept = kept_bytes(shape, recipe, remat=load.remat, tensor=load.tensor)
   kept = shape.num_layers * kept * load.tokens
+  value = _value_bytes(params)
   # Between microbatches their sum is kept.
-  summed = weights if load.accumulate > 1 else 0
-  if recipe.linear == "bf16" and not load.is_on_mesh and load.remat == "none":
+  summed = 0
+  if load.accumulate > 1:
+    summed = weights * max(1, jnp.dtype(load.sums_dtype).itemsize / value)
+  is_cast = recipe.linear == "bf16" and value == F32
+  if is_cast and not load.is_on_mesh and load.remat == "none":
     kept += BF16 * layers  # Autodiff keeps the casts of weights.
   cached = 0
   if recipe.linear == "fp8" and recipe.weight_cache == "codes":
     # Columns are dead after the only forward of a step, rows are not.
     layouts = 1 if load.accumulate == 1 else 2
     cached = layouts * FP8 * layers / parts
-  ends = _Ends(shape, load)
-  backward = layer_backward(shape, recipe, load) + ends.in_backward
+  ends = _Ends(shape, load, value)
+  backward = layer_backward(shape, recipe, load, value=value)
+  backward += ends.in_backward
+  of_layers, of_all = value * layers / parts, weights
+  if load.optimizer_in_backward:
+    of_layers, of_all = 0, value * ends.head / load.fsdp
 
   def memory(gradients, activations, temporary):
     others = (round(x) for x in (activations, temporary))
@@ -128,8 +139,8 @@ def plan_step(
 
   return {
     "loss": memory(0, kept, ends.in_loss + cached),
-    "backward": memory(F32 * layers / parts, kept, backward + cached),
-    "embedding": memory(weights, 0, ends.in_embedding + cached),
+    "backward": memory(of_layers, kept, backward + cached),
+    "embedding": memory(of_all, 0, ends.in_embedding + cached),
   }
 
 
@@ -161,11 +172,15 @@ def largest_batch(plan_of: Callable[[int], Memory], memory_bytes: int) -> int:
 
 
 class _Ends:
-  """The embedding and the loss: what they need at each moment."""
+  """The embedding and the loss: what they need at each moment.
 
-  def __init__(self, shape: DecoderShape, load: Load):
-    # Values of the output weights with all their rows.
-    head = shape.d_model * shape.vocab_size / load.tensor
+  Attributes:
+    head: values of the output weights with all their rows.
+    in_loss, in_backward, in_embedding: bytes at these moments.
+  """
+
+  def __init__(self, shape: DecoderShape, load: Load, value: int):
+    self.head = head = shape.d_model * shape.vocab_size / load.tensor
     unit = BF16 * shape.d_model * load.tokens
     logits = (
       load.batch
@@ -173,12 +188,26 @@ class _Ends:
       * shape.vocab_size
       / load.tensor
     )
-    # Logits; their gradient, and the weights, in BF16; the weights' gradient;
-    # hidden states, those in chunks, and their gradient.
-    self.in_loss = (F32 + BF16) * (logits + head) + 3 * unit
+    # Logits, and their gradient in BF16; the weights' gradient; hidden states,
+    # those in chunks, and their gradient.
+    self.in_loss = (F32 + BF16) * logits + F32 * head + 3 * unit
+    if value == F32 or load.is_on_mesh:
+      # The weights in BF16, on a mesh gathered.
+      self.in_loss += BF16 * head
     # The weights' gradient, summed over devices by then.
-    self.in_backward = F32 * head / load.fsdp
+    self.in_backward = value * head / load.fsdp
+    if load.optimizer_in_backward:
+      # It was used, unless the embedding's has to be added; that one's zeros
+      # XLA may make before it differentiates the layers.
+      self.in_backward *= shape.tied_embeddings
+      self.in_backward += BF16 * head
     # The embedding's too, in BF16 and in f32.
     self.in_embedding = BF16 * head
     if load.is_on_mesh:
       self.in_embedding += F32 * head
+
+
+def _value_bytes(params: Any) -> int:
+  """Bytes of a matrix's values; norms and biases may be wider."""
+  largest = max(jax.tree.leaves(params), key=lambda leaf: leaf.size)
+  return jnp.dtype(largest.dtype).itemsize

@@ -15,6 +15,9 @@ pytestmark = pytest.mark.aot
   [
     ("llama_60m", "minimal", 2),
     ("llama_60m", "bf16", 1),
+    ("llama_60m", "lean", 2),
+    pytest.param("llama2_7b", "lean", 4, marks=pytest.mark.slow),
+    pytest.param("llama2_7b", "leanest", 1, marks=pytest.mark.slow),
     pytest.param("llama2_7b", "minimal", 4, marks=pytest.mark.slow),
     pytest.param("llama2_7b", "coat", 4, marks=pytest.mark.slow),
     pytest.param("llama2_7b", "bf16", 4, marks=pytest.mark.slow),
@@ -41,6 +44,11 @@ def peak(preset, gpus, batch, variant):
 @pytest.mark.slow
 def test_7b_trains_on_one_gpu_of_80_gb():
   assert peak("llama2_7b", 1, 1, "minimal") <= 76e9
+
+
+@pytest.mark.slow
+def test_7b_trains_on_one_gpu_of_32_gb():
+  assert peak("llama2_7b", 1, 1, "leanest") <= 31e9
 
 
 @pytest.mark.slow

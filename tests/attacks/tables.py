@@ -123,14 +123,16 @@ def _plan() -> Iterator[list[str]]:
     ("batch", _COUNT),
     ("seq", _COUNT),
     ("accumulate", _COUNT),
+    ("gpus", _COUNT),
     ("group-size", _COUNT),
     ("remat", _CHOICE),
+    ("params", _CHOICE),
     ("attention", _CHOICE),
     ("codec", ("", "x", "no.such:codec")),
     ("mesh", _MESHES),
     (
       "hbm",
-      ("", "80", "0GB", "-1GB", "infGB", "nanGB", _LONG + "GB", "1e9GB", "GB")
+      ("", "80MB", "0GB", "-1GB", "infGB", "nanGB", _LONG + "GB", "1e9GB", "GB")
       + ("1.2.3GB", "80 GB", "9999999999GB"),
     ),
   ):

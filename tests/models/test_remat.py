@@ -25,7 +25,7 @@ from tests.matrices import quick
 from tests.train import runs
 from train import mesh as meshes
 from train import step
-from train.plan import shape_of
+from train.planning import shape_of
 from train.presets import PRESETS
 
 TOKENS = np.random.default_rng(0).integers(0, 256, (8, 33), np.int32)

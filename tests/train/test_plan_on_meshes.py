@@ -7,7 +7,7 @@ import pytest
 
 from coat_jax import plan as plans
 from coat_jax import recipe
-from train import plan
+from train import plan, planning
 from train.presets import PRESETS
 
 
@@ -19,10 +19,12 @@ def test_each_gpu_has_its_sequences_and_its_part_of_the_vocabulary():
     accumulate=2,
     seq=4096,
   )
-  found = plan.plan(config)["loss"]
+  found = planning.plan(config)["loss"]
   # 16 sequences of two microbatches on the four GPUs of data and fsdp.
   tokens = 2 * 4096
-  kept = plans.kept_bytes(plan.shape_of(config.model), recipe.coat(), tensor=2)
+  kept = plans.kept_bytes(
+    planning.shape_of(config.model), recipe.coat(), tensor=2
+  )
   assert found.activations == pytest.approx(32 * kept * tokens, rel=1e-9)
   # 2^28 bytes of f32 logits of half the vocabulary are 2097 positions of two
   # sequences: two even chunks of 4096. Logits and the head's gradient in f32,
@@ -32,5 +34,5 @@ def test_each_gpu_has_its_sequences_and_its_part_of_the_vocabulary():
 
 
 def test_memory_is_decimal_unless_it_is_written_gib():
-  assert plan.read_bytes("80GB") == 80 * 10**9
+  assert plan.read_bytes("80GB") == plan.read_bytes("80") == 80 * 10**9
   assert plan.read_bytes("1.5GiB") == 1.5 * 2**30

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""docs/memory.md has what is counted, and what was compiled."""
+
+import pytest
+
+from coat_jax import plan, recipe
+from tests.docs.pages import DOCS
+from tests.docs.test_figures import measured, table
+from tests.plan.test_terms import LLAMA2_7B
+
+PAGE = (DOCS / "memory.md").read_text()
+
+
+def test_bytes_a_parameter_add_up():
+  shown = table(PAGE, "## Bytes a parameter")
+  assert len(shown) == 7
+  for weights, gradients, optimizer, together, whole in shown:
+    total = weights + (gradients or 0) + optimizer
+    assert total == pytest.approx(together)
+    # To 0.1 GB, and 2.078 is written 2.08.
+    assert whole == pytest.approx(total * 6.738415616, abs=0.08)
+
+
+def test_bytes_a_token_are_what_is_counted():
+  coat, bf16 = recipe.coat(), recipe.bf16()
+  cases = [(bf16, "none"), (recipe.fp8_linear(), "none")]
+  cases += [(recipe.coat(residuals="coat"), "none"), (coat, "none")]
+  cases += [(recipe.coat(attention="fp8"), "none"), (coat, "fp8")]
+  cases += [(bf16, "full"), (coat, "fp8_layer")]
+  shown = table(PAGE, "## Bytes a token")
+  for (how, remat), (units, megabytes) in zip(cases, shown, strict=True):
+    kept = plan.kept_bytes(LLAMA2_7B.shape, how, remat=remat)
+    assert kept / 8192 == pytest.approx(units, rel=0.01)
+    assert 32 * kept / 1e6 == pytest.approx(megabytes, abs=0.006)
+
+
+def test_whole_steps_are_those_of_the_rows():
+  rows = measured("lean")
+  assert all(abs(row["error"]) <= 0.015 for row in rows)
+  known = [
+    [round(row[key] / 1e9, 1) for key in ("peak_bytes", "planned_bytes")]
+    for row in rows
+  ]
+  shown = table(PAGE, "## What whole steps take")
+  assert len(shown) == 17 and all(cells in known for cells in shown)

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights in fewer bits, the step in the backward, checkpoints in FP8: planned.
+
+Sums of arrays as in test_terms, beside the peaks that were compiled for H200s.
+"""
+
+import dataclasses
+
+import jax
+import pytest
+
+from coat_jax import plan, recipe
+from coat_jax.plan import Load
+from coat_jax.recipe import MeshAxes
+from tests.plan.test_terms import LLAMA2_7B
+
+SHAPE, COUNT = LLAMA2_7B.shape, LLAMA2_7B.parameters
+LAYER, HEAD = LLAMA2_7B.layer, LLAMA2_7B.head
+IN_BACKWARD = dict(optimizer_in_backward=True)
+
+
+def planned(batch=4, *, value=2, gpus=1, tied=False, grad="float32", **load):
+  """Moments of a step on one of some GPUs, of 2048 tokens a sequence."""
+  how = recipe.coat()
+  if gpus > 1:
+    how = dataclasses.replace(how, axes=MeshAxes(grad_dtype=grad))
+    load |= dict(fsdp=gpus, is_on_mesh=True)
+  positions = {1: 2048, 4: 512}[batch]
+  share = COUNT // gpus
+  return plan.plan_step(
+    dataclasses.replace(SHAPE, tied_embeddings=tied),
+    how,
+    Load(batch=batch, seq=2048, loss_positions=positions, **load),
+    params=jax.ShapeDtypeStruct((share,), {2: "bfloat16", 4: "float32"}[value]),
+    optimizer_state=jax.ShapeDtypeStruct(
+      (int((2 + 10 / 128) * share),), "uint8"
+    ),
+  )
+
+
+def sizes(batch):
+  """U, values of gate, and what a layer keeps, of 2048 tokens a sequence."""
+  tokens = 2048 * batch
+  kept = plan.kept_bytes(SHAPE, recipe.coat()) * tokens
+  return 2 * 4096 * tokens, 11008 * tokens, kept
+
+
+@pytest.mark.parametrize("value", [2, 4])
+def test_gradients_have_the_dtype_of_their_weights(value):
+  found = planned(value=value)
+  assert found["embedding"].weights == value * COUNT
+  assert found["embedding"].gradients == value * COUNT
+  assert found["backward"].gradients == value * 32 * LAYER
+  u, a, kept = sizes(4)
+  # In SwiGLU; gradients of the output's weights.
+  arrays = 7 * a + 1.5 * u + kept + value * HEAD
+  assert abs(found["backward"].temporary - arrays) <= 1
+
+
+def test_gradients_of_one_layer_are_there_at_a_time():
+  found = planned(1, **IN_BACKWARD)
+  u, a, _ = sizes(1)
+  assert [x.gradients for x in found.values()] == [0, 0, 2 * HEAD]
+  # All four of a layer, in BF16; the embedding's, of zeros.
+  arrays = 2 * LAYER + 2 * a + 1.5 * u + 2 * HEAD
+  assert abs(found["backward"].temporary - arrays) <= 1
+  # The output's of a tied embedding waits for the embedding's.
+  tied = planned(1, tied=True, **IN_BACKWARD)["backward"].temporary
+  assert abs(tied - arrays - 2 * HEAD) <= 1
+
+
+@pytest.mark.parametrize(
+  "value, gpus, casts", [(4, 1, 1), (2, 1, 0), (2, 2, 1)]
+)
+def test_loss_reads_weights_in_bf16_as_they_are(value, gpus, casts):
+  found = planned(value=value, gpus=gpus)["loss"].temporary
+  # Logits and their gradient, the weights' gradient in f32, hidden states.
+  logits = 4 * 512 * 32000
+  u = sizes(4)[0]
+  assert found == (4 + 2) * logits + (4 + 2 * casts) * HEAD + 3 * u
+
+
+@pytest.mark.parametrize("sums, count", [("float32", 4), ("bfloat16", 2)])
+def test_sums_of_microbatches_have_their_own_dtype(sums, count):
+  one, two = (
+    planned(accumulate=n, sums_dtype=sums)["loss"].gradients for n in (1, 2)
+  )
+  assert (one, two) == (0, count * COUNT)
+  # Of f32 weights they are f32 whatever is asked for.
+  f32 = planned(value=4, accumulate=2, sums_dtype=sums)["loss"].gradients
+  assert f32 == 4 * COUNT
+
+
+def test_second_forward_of_mlp_behind_fp8_boundaries():
+  found = planned(remat="fp8", **IN_BACKWARD)["backward"]
+  u, a, _ = sizes(4)
+  # Codes and scales of both norms' inputs, with f32 statistics.
+  kept = 2 * (u / 2 + u / 16 + 4 * 8192)
+  assert found.activations == 32 * kept
+  # And of gate and up, computed again.
+  again = 2 * (a + a / 8)
+  arrays = 7 * a + 1.5 * u + kept + again + 2 * HEAD
+  assert abs(found.temporary - arrays) <= 1
+
+
+@pytest.mark.parametrize("grad, size", [("float32", 4), ("bfloat16", 2)])
+def test_gpus_sum_a_layer_before_the_next(grad, size):
+  case = LLAMA2_7B
+  found = planned(1, gpus=4, grad=grad, **IN_BACKWARD)["backward"].temporary
+  u, a, _ = sizes(1)
+  # Gate and up, q, k and v before they are summed; a fourth of the others.
+  sums = size * (case.gate_up + case.qkv + (LAYER - case.gate_up) / 4)
+  assert abs(found - sums - 2 * a - 1.5 * u - 2 * HEAD) <= 1
+
+
+# Peaks of llama2_7b's step (docs/rows/lean.jsonl).
+@pytest.mark.parametrize(
+  "compiled, batch, options",
+  [
+    (59_807_868_616, 4, dict()),
+    (59_892_042_352, 4, dict(value=4, **IN_BACKWARD)),
+    (46_296_690_296, 4, IN_BACKWARD),
+    (32_618_958_417, 1, IN_BACKWARD),
+    (31_037_065_840, 4, dict(remat="fp8", **IN_BACKWARD)),
+    (28_839_628_369, 1, dict(remat="fp8", **IN_BACKWARD)),
+    (32_676_235_892, 4, dict(gpus=2, **IN_BACKWARD)),
+    (17_568_570_988, 4, dict(gpus=2, remat="fp8", **IN_BACKWARD)),
+  ],
+)
+def test_plan_is_what_was_compiled(compiled, batch, options):
+  _, memory = plan.fullest(planned(batch, **options))
+  assert memory.total == pytest.approx(compiled, rel=0.02)
