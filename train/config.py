@@ -88,7 +88,7 @@ class TrainConfig:
     implementation: Kernels where there is a GPU, or xla for none anywhere.
     resume: Continue the run in `out` from its last checkpoint.
     convert_state: With resume, convert a checkpoint of another codec, rounding,
-      group size or second format, or of other params.
+      group size or second format, or of other params or optim.clip.
     overwrite: Replace the run in `out`.
     compare: Train a twin in BF16 with f32 moments too, and compare.
     compare_seeds: Twins, from as many seeds; their spread is shown.

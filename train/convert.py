@@ -63,7 +63,7 @@ def restore(
   abstract: TrainState,
   batches: grain.DatasetIterator,
 ) -> TrainState:
-  """Restores a checkpoint, converting weights and moments to the run's kinds.
+  """Restores a checkpoint, converting its state to what the run keeps.
 
   Args:
     checkpoints: The run's.
@@ -74,7 +74,8 @@ def restore(
 
   Returns:
     The state after `step` steps, sharded like `abstract`. Each device converts
-    its own shards; weights are rounded to nearest.
+    its own shards; weights are rounded to nearest. Norms of earlier steps, for
+    clipping, begin anew where the checkpoint has none.
 
   Raises:
     ValueError: the checkpoint holds another state.
@@ -90,9 +91,15 @@ def restore(
   optimizer = abstract.optimizer
   if not same_codes or saved.params != config.params:
     optimizer = _abstract_optimizer(saved, params)
+  # Of rule global there are no norms; the other rules keep alike ones.
+  clip = () if saved.optim.clip == "global" else abstract.clip
   state = checkpoints.restore(
-    step, abstract._replace(params=params, optimizer=optimizer), batches
+    step,
+    abstract._replace(params=params, optimizer=optimizer, clip=clip),
+    batches,
   )
+  if saved.optim.clip == "global":
+    state = state._replace(clip=steps.initial_clip(config, abstract))
   if saved.params != config.params:
     state = _stored_anew(state, config, abstract)
   if not same_codes:
@@ -239,6 +246,7 @@ def import_adamw(source: Path, config: TrainConfig) -> int:
       params=params,
       optimizer=weights.with_low(encoded, low),
       exact=adam if config.report_state else (),
+      clip=steps.initial_clip(config, abstract),
     )
     step = int(adam.count)
     # The iterator's whole state.

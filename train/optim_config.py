@@ -15,7 +15,7 @@ from coat_jax.models.ranges import (
   Width,
   check_numbers,
 )
-from train.options import CONVERTED, FIXED, check_unused
+from train.options import CONVERTED, check_unused
 
 # Options of `OptimConfig` that are for the codec, where it takes them.
 _CODEC_OPTIONS = ("rounding", "group_size", "second")
@@ -74,7 +74,7 @@ class OptimConfig:
   weight_decay: NotNegative = 0.1
   grad_clip: Positive = 1.0
   clip: Literal["global", "share", "adaptive"] = dataclasses.field(
-    default="global", metadata=FIXED
+    default="global", metadata=CONVERTED
   )
 
   def __post_init__(self):

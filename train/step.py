@@ -171,6 +171,17 @@ def initializer(
   return make
 
 
+def initial_clip(config: TrainConfig, abstract: TrainState) -> Any:
+  """Builds what clipping keeps before its first step; () of a global norm."""
+  clip = config.optim.clipping()
+  if clip is None:
+    return ()
+  make = jax.jit(
+    lambda: clip.init(abstract.params), out_shardings=shardings(abstract.clip)
+  )
+  return make()
+
+
 def shardings(abstract: Any) -> Any:
   """Returns the shardings of a tree as `jit` takes them; None without any."""
   found = jax.tree.map(lambda x: x.sharding, abstract)

@@ -99,7 +99,9 @@ def step_in_backward(
     A `BackwardStep`.
 
   Raises:
-    ValueError: no leaf is below `stack`, or some differ in their first axis.
+    ValueError: no leaf is below `stack`, or some differ in their first axis;
+      `clip` without its state; a layer that does not return what it takes, or a
+      loss that is no scalar.
 
   Examples:
     >>> optimizer = fused_coat_adamw(3e-4)
@@ -113,6 +115,11 @@ def step_in_backward(
     ...   )
     ...   return done.params, done.state, done.loss
   """
+  if (clip is None) == isinstance(clip_state, ClipState):
+    raise ValueError(
+      "step_in_backward: clip and clip_state belong together, got only one of "
+      "them; pass clip_state=clip.init(params), then that of the last step"
+    )
   steps = optimizer.begin(params, state)
   split = _Split(params, stack)
   outer = split.outer(params)
@@ -192,8 +199,7 @@ def step_in_backward(
     [each.weight for each in in_order], [each.stored for each in in_order]
   )
   square = jnp.sum(jnp.stack([seen[i].square for i in range(len(seen))]))
-  if clip is not None:
-    assert isinstance(clip_state, ClipState)
+  if clip is not None and isinstance(clip_state, ClipState):
     clip_state = clip.next_state(
       clip_state, [each.own for each in in_order], square
     )

@@ -289,9 +289,10 @@ def test_stack_that_is_not_there_is_refused(stack, said):
   [
     (dict(layer=lambda p, x: layer(p, x).astype("bfloat16")), "a layer must"),
     (dict(after=lambda outer, x: x[0]), "after must return a scalar"),
+    (dict(clip=Clipping()), "clip and clip_state belong together"),
   ],
 )
-def test_functions_that_return_something_else_are_refused(wrong, said):
+def test_arguments_that_do_not_fit_are_refused(wrong, said):
   optimizer = fused_coat_adamw(1e-3)
   params = initial(False)
   functions = dict(

@@ -11,8 +11,9 @@ import pytest
 from tests.attacks.equality import check_runs
 from tests.matrices import quick
 from tests.train import steps
-from tests.train.runs import run
+from tests.train.runs import arguments, losses, run
 from tests.train.steps import EXACT, SMALL, Trained, largest_difference, on
+from train import convert
 
 # No gradient is as large: every scale is 1, whatever the order of sums.
 UNCLIPPED = 1e9
@@ -91,6 +92,32 @@ def test_run_is_resumed_with_its_norms(tmp_path):
   shutil.rmtree(parts / "checkpoints" / "8")  # As of a run that was killed.
   assert run(parts, *flags, "--resume", **options) == 0
   check_runs(parts, whole)
+
+
+@pytest.mark.slow
+def test_run_changes_its_rule_of_clipping(tmp_path, capsys):
+  out, flags = tmp_path / "out", ("--resume", "--no-report-state")
+  assert run(out, "--no-report-state", steps=4) == 0
+  lean = (*flags, "--optimizer-in-backward")
+  assert run(out, *lean, steps=8, optim__clip="share") == 2
+  assert "convert-state" in capsys.readouterr().err
+  convert = "--convert-state"
+  assert run(out, *lean, convert, steps=6, optim__clip="share") == 0
+  assert run(out, *lean, convert, steps=8, optim__clip="adaptive") == 0
+  assert run(out, *flags, convert, steps=10, optim__clip="global") == 0
+  assert losses(out)[1, "loss"] > losses(out)[10, "loss"]
+
+
+@pytest.mark.slow
+def test_imported_run_begins_with_no_norms(tmp_path):
+  out, exported = tmp_path / "out", tmp_path / "exported"
+  made = tmp_path / "made"
+  assert run(out, "--no-report-state", steps=4) == 0
+  assert convert.main(["export", str(out), str(exported)]) == 0
+  options = ("--no-report-state", "--optimizer-in-backward")
+  line = arguments(made, *options, optim__clip="share")
+  assert convert.main(["import", str(exported), *line]) == 0
+  assert run(made, "--resume", *options, optim__clip="share") == 0
 
 
 @pytest.mark.slow

@@ -242,7 +242,7 @@ def test_too_little_memory_is_reported_in_a_sentence(
   assert run(tmp_path / "out") == 1
   last = capsys.readouterr().err.splitlines()[-1]
   assert last.startswith(f"error: {words}")
-  assert "; raise --accumulate" in last and "train.plan" in last
+  assert "raise --accumulate" in last and "train.plan" in last
 
 
 @pytest.fixture

@@ -73,8 +73,9 @@ def stop_on_failure() -> Iterator[None]:
       if (shortage := describe_shortage(error)) is None:
         raise
       text = (
-        f"error: {shortage}; raise --accumulate, give --mesh more devices or "
-        "start with a smaller --batch: python -m train.plan shows what fits"
+        f"error: {shortage}; give --mesh more devices, raise --accumulate or "
+        "start with a smaller --batch: python -m train.plan PRESET --gpus N "
+        "says which settings fit"
       )
     stop = Stop(1, text, process=jax.process_index())
     if jax.process_count() == 1:
