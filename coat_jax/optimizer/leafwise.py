@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
+from coat_jax.optimizer import moments
 from coat_jax.optimizer.leaves import LeafSteps, put_layer, take_layer
 from coat_jax.optimizer.masks import leaf_paths
 
@@ -36,7 +37,8 @@ def leafwise(tx: optax.GradientTransformation) -> LeafwiseTransformation:
 
   Raises:
     ValueError: (by `begin`) an update depends on other leaves, as after
-      clipping by the global norm.
+      clipping by the global norm; or the state is that of `coat_adamw`, in
+      whose place is `fused_coat_adamw`.
 
   Examples:
     >>> optimizer = leafwise(optax.adamw(3e-4))
@@ -119,6 +121,11 @@ def _filled(x: Any, only: int | None, kept: Any) -> Any:
 
 def _check(tx: optax.GradientTransformation, params: Any, state: Any) -> None:
   """Raises where the update of a leaf depends on another leaf's gradient."""
+  if any(moments.all_moment_trees(state)):
+    raise ValueError(
+      "leafwise: needs a state of the parameters' shapes, which groups have "
+      "not, got coat_adamw; pass fused_coat_adamw as it is"
+    )
   leaves, treedef = jax.tree.flatten(params)
 
   def updates(*grads):

@@ -16,6 +16,7 @@ from jax import lax
 
 from coat_jax import (
   Clipping,
+  coat_adamw,
   codecs,
   fused_coat_adamw,
   leafwise,
@@ -231,6 +232,13 @@ def test_what_depends_on_other_leaves_is_refused():
   optimizer = leafwise(tx)
   params = initial(False)
   with pytest.raises(ValueError, match="'embedding' that depends on 'head'"):
+    optimizer.begin(params, optimizer.init(params))
+
+
+def test_state_of_coat_adamw_is_refused():
+  optimizer = leafwise(coat_adamw(1e-2))
+  params = initial(False)
+  with pytest.raises(ValueError, match="got coat_adamw.* fused_coat_adamw"):
     optimizer.begin(params, optimizer.init(params))
 
 

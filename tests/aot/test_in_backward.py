@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The step in the backward pass, compiled for an H200."""
+
+import dataclasses
+import re
+
+import jax
+import pytest
+
+from benchmarks import training_step
+
+pytestmark = pytest.mark.aot
+
+
+@pytest.mark.parametrize("variant", ["lean", "in_backward"])
+def test_stacks_are_stepped_in_place(variant):
+  config = training_step.configure("demo_gpu", variant, batch=1, seq=1024)
+  # Of a number of layers that no other array has.
+  model = dataclasses.replace(config.model, num_layers=7)
+  compiled, state = training_step.compile_step(
+    dataclasses.replace(config, model=model)
+  )
+  stacks = {
+    ",".join(map(str, leaf.shape))
+    for leaf in jax.tree.leaves((state.params, state.optimizer))
+    if leaf.ndim >= 3
+  }
+  assert len(stacks) >= 8  # Weights and codes of four, and their statistics.
+  text = compiled.as_text()
+  made = re.findall(r"= \w+\[([\d,]+)\]\S* (copy|copy-start)\(", text)
+  assert made and not stacks & {shape for shape, _ in made}
+  # Each is written where it was: by the kernel, or one layer of it by XLA.
+  assert "mosaic_gpu" in text
