@@ -164,8 +164,8 @@ def step_in_backward(
     layer_params = split.layer_of(
       [lax.dynamic_index_in_dim(p, index, keepdims=False) for p in parameters]
     )
-    # Weights are written in place, so all that reads them has to be done: XLA
-    # copied whole stacks otherwise.
+    # Weights are written where they are read, so all that reads them is to come
+    # first. XLA finds that order by itself today; else it would copy stacks.
     grads, dx = lax.optimization_barrier(
       run.backward(residuals, layer_params, per_layer, dx)
     )
