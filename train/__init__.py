@@ -4,14 +4,14 @@
   commands   pretrain, convert, plan, plot: one file each; plan with planning
              and search
   a step     presets, config, optim_config, options, mesh, schedule, weights,
-             step
+             update, step
   data/      from files to batches
   run/       folder, checkpoints, log, signals, processes, comparison of a run
   memory     bytes that a layer saves for its backward pass
 
-A program of your own needs `step` with `schedule` and `weights`, `config` with
-`optim_config` and `options`, `mesh`, `presets` and `data`, and no more than
-this to train on one device:
+A program of your own needs `step` with `schedule`, `weights` and `update`,
+`config` with `optim_config` and `options`, `mesh`, `presets` and `data`, and no
+more than this to train on one device:
 
 ```python
 import jax

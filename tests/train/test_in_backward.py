@@ -43,9 +43,9 @@ def tied(config):
       on(SMALL, "", params="bfloat16"),
       SMALL,
       on(tied(SMALL), "", recipe="bf16", compute="float32"),
-      on(SMALL, "fsdp=2"),
+      on(SMALL, "fsdp=8"),
       on(tied(EXACT), "data=2,fsdp=2,tensor=2"),
-      on(SMALL, "fsdp=2", recipe="bf16"),
+      on(SMALL, "fsdp=8", recipe="bf16"),
       on(SMALL, "", weight_cache="codes"),
     ],
   ),
@@ -69,7 +69,7 @@ def test_steps_are_the_ordinary_ones(config, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-  ("mesh", "clip"), [("", "adaptive"), ("fsdp=2", "share")]
+  ("mesh", "clip"), [("", "adaptive"), ("fsdp=8", "share")]
 )
 def test_clipping_is_that_of_whole_gradients(mesh, clip):
   config = with_clip(on(SMALL, mesh), clip, grad_clip=0.1)

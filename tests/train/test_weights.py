@@ -15,7 +15,7 @@ from tests.comparing import assert_same_bits
 from tests.matrices import quick
 from tests.optimizer.test_weights import oracle
 from tests.train.steps import SMALL, TOKENS, Trained, on
-from train import step, weights
+from train import step, update, weights
 
 KINDS = ("bfloat16", "bfloat16_low8")
 MESH = "data=2,fsdp=2,tensor=2"
@@ -98,7 +98,7 @@ def gradients(config):
   @jax.jit
   def compute(params):
     tokens = jnp.asarray(TOKENS)
-    return step._mean_gradients(config, graph, None, params, tokens)
+    return update._mean_gradients(config, graph, None, params, tokens)
 
   return jax.tree.map(np.asarray, compute(state.params)), run.abstract.params
 
