@@ -36,7 +36,7 @@ def tied(config):
 @pytest.mark.parametrize(
   "config",
   quick(
-    1,
+    0,
     [
       on(EXACT, "", params="bfloat16_low8"),
       on(SMALL, "", recipe="bf16", params="bfloat16_low8"),
