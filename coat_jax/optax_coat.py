@@ -284,5 +284,5 @@ def apply_updates(
       continue
     total = p.astype(jnp.float32) + u.astype(jnp.float32)
     key = parameter_key(seed, step, i)
-    out.append(weights.round_to_bfloat16(total, key))
+    out.append(weights.round_like(p, total, key))
   return treedef.unflatten(out)

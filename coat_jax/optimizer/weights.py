@@ -17,7 +17,7 @@ bits the low 8.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -127,40 +127,26 @@ def round_like(
     x as an array of the same dtype or a `SplitWeight`.
   """
   if isinstance(weight, SplitWeight):
-    return split_stochastically(x, key, start, whole)
+    return round_stochastically(split, x, key, start, whole)
   if weight.dtype == jnp.bfloat16:
-    return round_to_bfloat16(x, key, start, whole)
+    to_bfloat16 = stochastic.round_to_bfloat16
+    return round_stochastically(to_bfloat16, x, key, start, whole)
   return x.astype(weight.dtype)
 
 
-@functools.partial(jax.jit, static_argnames="whole", inline=True)
-def round_to_bfloat16(
+@functools.partial(jax.jit, static_argnames=("rounding", "whole"), inline=True)
+def round_stochastically(
+  rounding: Callable[[Array, Array], Any],
   x: Array,
   key: Array,
   start: Array | None = None,
   whole: tuple[int, ...] | None = None,
-) -> Array:
-  """Rounds one f32 leaf to bfloat16 stochastically, key from `leaf_key`."""
+) -> Any:
+  """One f32 leaf through `rounding(x, words)`, key from `leaf_key`."""
 
   def f(x, key):
     words = stochastic.random_words(key, x.shape, start=start, whole=whole)
-    return stochastic.round_to_bfloat16(x, words)
-
-  return moments.partitioned_like(x, f)(x, key)
-
-
-@functools.partial(jax.jit, static_argnames="whole", inline=True)
-def split_stochastically(
-  x: Array,
-  key: Array,
-  start: Array | None = None,
-  whole: tuple[int, ...] | None = None,
-) -> SplitWeight:
-  """`split` of one f32 leaf with its random words, key from `leaf_key`."""
-
-  def f(x, key):
-    words = stochastic.random_words(key, x.shape, start=start, whole=whole)
-    return split(x, words)
+    return rounding(x, words)
 
   return moments.partitioned_like(x, f)(x, key)
 

@@ -146,7 +146,7 @@ def check_clusters(names, printed, text):
 def check_script(script, slurm):
   """The script resumes where there is a whole checkpoint, else it starts."""
   subprocess.run(["bash", "-n"], input=slurm, text=True, check=True)
-  pathlib.Path("train.sh").write_text(script.replace("/shared/runs", "."))
+  pathlib.Path("train.sh").write_text(script.replace("/mnt/runs", "."))
   pathlib.Path("python").write_text('#!/bin/sh\necho "$@"\n')
   pathlib.Path("python").chmod(0o755)
   path = f"{pathlib.Path.cwd()}:{os.environ['PATH']}"
