@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kills training runs at random moments: nothing may be lost, no bit differ.
 
-  python -m tests.attacks.kills --count 100 [--seed 0]
+  python -m tests.attacks.kills --count 100 [--seed 0] [--lean]
 
 A run of one process, or of two, is killed (SIGKILL, SIGTERM, SIGINT; one
 process or both) and started again with --resume, up to five times, until its
@@ -10,6 +10,8 @@ than before, and the next start must go on from it. In the end metrics.jsonl and
 the last checkpoint must equal, bit for bit, those of a run that nobody
 disturbed. Exit status: 0 if all that holds, else 1, and what was found stays in
 a folder.
+
+With --lean weights are BF16 and the optimizer steps in the backward.
 
 Programs are forked from a server that has imported all of it, and share their
 compiled programs.
@@ -52,6 +54,10 @@ OPTIONS = dict(
   eval_every=8,
   eval_batches=1,
 )
+LEAN = (
+  *("--params", "bfloat16", "--optimizer-in-backward"),
+  *("--optim.clip", "share"),
+)
 # The share of kills before a start's first step; the others come after it.
 EARLY = 0.3
 # Of two processes one that is left alone is killed, as launchers do.
@@ -81,7 +87,7 @@ def train(out, flags, count, index, address, log) -> None:
 class Attempt:
   """A run's processes, started once."""
 
-  def __init__(self, context, out: Path, count: int):
+  def __init__(self, context, out: Path, count: int, settings):
     run = RunDirectory(out)
     self.out, self.before = out, run.latest_step() or 0
     self.metrics = _inode(run.metrics)
@@ -89,6 +95,7 @@ class Attempt:
       flags = ["--resume"]
     else:
       flags = ["--overwrite"] if run.path.exists() else []
+    flags = [*flags, *settings]
     with socket.socket() as free:
       free.bind(("localhost", 0))
       address = f"localhost:{free.getsockname()[1]}"
@@ -143,21 +150,22 @@ class Reference:
   """An undisturbed run, and how long its parts take."""
 
   out: Path
+  settings: tuple[str, ...]  # On its command line.
   start: float  # Seconds until its first step.
   step: float  # Seconds of a step.
 
 
-def reference(context, out: Path, count: int) -> Reference:
+def reference(context, out: Path, count: int, settings) -> Reference:
   """Trains twice: the first one compiles, the second one is measured."""
   for _ in range(2):
     shutil.rmtree(out, ignore_errors=True)
-    attempt = Attempt(context, out, count)
+    attempt = Attempt(context, out, count, settings)
     attempt.wait_for_a_step()
     first = time.monotonic()
     if not attempt.finish() or any(p.exitcode for p in attempt.processes):
       attempt.fail("the undisturbed run failed")
   seconds = (time.monotonic() - first) / STEPS
-  return Reference(out, first - attempt.started, seconds)
+  return Reference(out, settings, first - attempt.started, seconds)
 
 
 def attack(context, out: Path, count: int, expected: Reference, rng, kills):
@@ -171,7 +179,7 @@ def attack(context, out: Path, count: int, expected: Reference, rng, kills):
     is_early, moment = rng.random() < EARLY, rng.random()
     number = rng.choice(SIGNALS)
     victims = rng.choice([[i] for i in range(count)] + [list(range(count))])
-    attempt = Attempt(context, out, count)
+    attempt = Attempt(context, out, count, expected.settings)
     if len(done) == kills:
       seconds = TIMEOUT
     elif is_early:
@@ -237,7 +245,9 @@ def _check_start(attempt: Attempt) -> None:
     attempt.fail(f"{resumed[0]} in place of {attempt.before}")
 
 
-def attack_all(folder: Path, total: int, seed: int, workers: int) -> int:
+def attack_all(
+  folder: Path, total: int, seed: int, workers: int, settings: tuple[str, ...]
+) -> int:
   """Attacks runs until as many kills are done; how many were."""
   os.environ |= {
     "JAX_COMPILATION_CACHE_DIR": str(folder / "programs"),
@@ -249,7 +259,7 @@ def attack_all(folder: Path, total: int, seed: int, workers: int) -> int:
   words = random.Random(0).randbytes(100_000).hex()
   (folder / "text").write_text(words)
   references = {
-    count: reference(context, folder / f"undisturbed_{count}", count)
+    count: reference(context, folder / f"undisturbed_{count}", count, settings)
     for count in (1, 2)
   }
   for count, each in references.items():
@@ -292,11 +302,17 @@ def main(words: list[str] | None = None) -> int:
   parser.add_argument("--count", type=int, default=100, help="kills in all")
   parser.add_argument("--seed", type=int, default=0, help="of the moments")
   parser.add_argument("--workers", type=int, default=2, help="runs at a time")
+  parser.add_argument(
+    "--lean", action="store_true", help="--params bfloat16 ..."
+  )
   options = parser.parse_args(words)
   folder = Path(tempfile.mkdtemp(prefix="kills."))
   start = time.monotonic()
   try:
-    done = attack_all(folder, options.count, options.seed, options.workers)
+    settings = LEAN if options.lean else ()
+    done = attack_all(
+      folder, options.count, options.seed, options.workers, settings
+    )
   except Lost as lost:
     print(f"{lost}\nseed {options.seed}; what is left is in {folder}")
     return 1
