@@ -45,7 +45,7 @@ def _check_attention(q, k, v, segments=None, *, kind: AttentionKind) -> None:
     )
 
 
-@op(check=_check_attention, cudnn="nvidia")
+@op(check=_check_attention, cudnn="cudnn")
 def attention_fwd(
   q: Array,
   k: Array,
@@ -83,7 +83,7 @@ def attention_fwd(
   return AttentionResiduals(out, lse.reshape(q.shape[:3]))
 
 
-@op(cudnn="nvidia")
+@op(cudnn="cudnn")
 def attention_bwd(
   dout: Array,
   q: Array,

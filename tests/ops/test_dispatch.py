@@ -9,7 +9,7 @@ from jax.extend.core import jaxprs_in_params
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from coat_jax import ops
-from coat_jax.ops import nvidia, quantize_tensor
+from coat_jax.ops import cublas, quantize_tensor
 from coat_jax.ops.dispatch import op, supported
 from coat_jax.ops.types import Operand, Unsupported
 
@@ -206,4 +206,4 @@ def test_cudnn_refuses_what_it_cannot_attend_to():
 def test_cublas_refuses_results_that_it_cannot_write():
   x, w = operands()
   with pytest.raises(Unsupported, match="bfloat16, float16 or float32"):
-    nvidia.linear_fwd(x, w, dtype=jnp.float8_e4m3fn)
+    cublas.linear_fwd(x, w, dtype=jnp.float8_e4m3fn)
