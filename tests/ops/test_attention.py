@@ -242,6 +242,18 @@ def test_attention_makes_no_array_of_all_scores(kind, length, segmented):
   assert (f"256,{t}]" in text) == (length == t)
 
 
+def test_window_of_all_keys_is_none():
+  arrays = [jax.ShapeDtypeStruct((1, 32, 1, 8), jnp.float32)] * 4
+
+  def program(window):
+    kind = AttentionKind(window=window)
+    f = lambda *arrays: run.__wrapped__(*arrays, kind)  # noqa: E731
+    return str(jax.make_jaxpr(f)(*arrays))
+
+  assert program(32) == program(None) == program(100)
+  assert program(31) != program(None)
+
+
 def test_attention_nan_stays_in_its_sequence():
   q, k, v, dout = case(16, 16, 4, 2)
   residuals, gradients = run(q.at[0, 2, 1, 3].set(jnp.nan), k, v, dout)
