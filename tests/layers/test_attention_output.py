@@ -28,12 +28,8 @@ RECIPES = {
 }
 OPTIONS = dict(window=3, soft_cap=0.8, scale=0.7)
 # Two documents, padding, ids that come back, and a single document.
-SEGMENTS = np.int32([
-  [0] * 5 + [1] * 7,
-  [3] * 10 + [-1] * 2,
-  [0, 1] * 6,
-  [7] * 12,
-] * 2)  # fmt: skip
+ROWS = [[0] * 5 + [1] * 7, [3] * 10 + [-1] * 2, [0, 1] * 6, [7] * 12]
+SEGMENTS = np.array(2 * ROWS, np.int32)
 
 
 def case(batch=B, t=T):

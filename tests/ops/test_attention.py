@@ -30,7 +30,7 @@ def case(t, s, heads, kv_heads, size=8, batch=2, seed=0):
 def segments_of(t):
   """Documents of three lengths, and segments that are not contiguous."""
   documents = np.searchsorted([t // 4, t // 3], np.arange(t), side="right")
-  return np.int32([documents, np.arange(t) // 2 % 3 - 1])
+  return np.array([documents, np.arange(t) // 2 % 3 - 1], np.int32)
 
 
 @functools.partial(jit, static_argnames="cap")
