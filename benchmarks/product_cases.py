@@ -127,27 +127,37 @@ def _flax_linear(x, w):
 
 
 def _attention(sizes):
+  yield from _attention_of(sizes, ops.AttentionKind())
+  yield from _attention_of(sizes, ops.AttentionKind(window=-(-sizes.seq // 2)))
+
+
+def _attention_of(sizes, kind):
   b, t, n, h = sizes.heads
   shape = dict(batch=b, seq=t, num_heads=n, head_dim=h, causal=True)
+  if kind.window is not None:
+    shape |= dict(window=kind.window)
 
   def qkv():
     k_and_v = sizes.normal(2, b, t, sizes.kv_heads, h, seed=1)
     return sizes.normal(b, t, n, h), *k_and_v
 
   attend = jax.jit(
-    functools.partial(ops.attention_fwd, causal=True, implementation="xla")
+    functools.partial(ops.attention_fwd, kind=kind, implementation="xla")
   )
 
   def with_residuals():
     dout, arrays = sizes.normal(b, t, n, h, seed=2), qkv()
     return dout, *arrays, attend(*arrays)
 
-  products = 2 * b * n * t * t * h  # Half of two.
+  # Two products of each pair that is seen: half of T^2, and with a window W
+  # without half of (T - W)^2.
+  hidden = t - (kind.window or t)
+  products = 2 * b * n * (t * t - hidden * hidden) * h
   yield of_op(
     ops.attention_fwd,
     shape,
     qkv,
-    lambda op, q, k, v: op(q, k, v, causal=True),
+    lambda op, q, k, v: op(q, k, v, kind=kind),
     flops=products,
     ceiling="bf16",
   )
@@ -155,7 +165,7 @@ def _attention(sizes):
     ops.attention_bwd,
     shape,
     with_residuals,
-    lambda op, dout, q, k, v, saved: op(dout, q, k, v, saved, causal=True),
+    lambda op, dout, q, k, v, saved: op(dout, q, k, v, saved, kind=kind),
     flops=2.5 * products,
     ceiling="bf16",
   )

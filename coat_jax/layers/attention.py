@@ -103,7 +103,7 @@ class SelfAttention(Middle):
 
   @property
   def _attention(self) -> HeadsAttention:
-    return HeadsAttention(self.causal)
+    return HeadsAttention(ops.AttentionKind(self.causal))
 
   def _angles(self, positions, head_dim):
     return rotation(positions, head_dim=head_dim, theta=self.heads.theta)

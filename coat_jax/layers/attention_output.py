@@ -13,7 +13,7 @@ import functools
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, P
 from jax.typing import DTypeLike
 
 from coat_jax import ops
@@ -29,33 +29,40 @@ from coat_jax.layers.mesh.rule import rule, run_whole
 from coat_jax.layers.mesh.specs import own_heads, tokens
 from coat_jax.layers.middle import Middle, MiddleGradient, MiddleOutput
 from coat_jax.layers.residuals import save_residual
-from coat_jax.ops import Operand
+from coat_jax.ops import AttentionKind, Operand
 from coat_jax.qtensor import QTensor, dequantize
-from coat_jax.recipe import CoatRecipe
+from coat_jax.recipe import CoatRecipe, MeshAxes
 
 
-def _attention_fwd(q, k, v, causal, recipe):
+def _attention_fwd(q, k, v, segments, kind, recipe):
   how = recipe.implementation
   q, k, v = save_residual("attention", (q, k, v))
-  kept = ops.attention_fwd(q, k, v, causal=causal, implementation=how)
+  kept = ops.attention_fwd(q, k, v, segments, kind=kind, implementation=how)
   kept = save_residual("attention", kept)
   # The very array that is saved, so that it is held once.
   return kept.out, (q, k, v, kept)
 
 
-def _attention_bwd(causal, recipe, inputs, saved, g):
-  del inputs
-  how = recipe.implementation
-  return ops.attention_bwd(g, *saved, causal=causal, implementation=how)
+def _attention_bwd(kind, recipe, inputs, saved, g):
+  (segments,), how = inputs, recipe.implementation
+  gradients = ops.attention_bwd(
+    g, *saved, segments, kind=kind, implementation=how
+  )
+  return *gradients, None
 
 
-def _attention_specs(q, k, v, causal, recipe):
-  del q, k, v, causal
+def _attention_specs(q, k, v, segments, kind, recipe):
+  del q, k, v, segments, kind
   heads = own_heads(recipe.axes)
-  return (heads,) * 3, heads
+  return (heads, heads, heads, _of_segments(recipe.axes)), heads
 
 
-_attention = rule(_attention_fwd, _attention_bwd, _attention_specs)
+def _of_segments(axes: MeshAxes) -> P:
+  """[B, T] of whole sequences."""
+  return P(axes.batch)
+
+
+_attention = rule(_attention_fwd, _attention_bwd, _attention_specs, reads=(3,))
 
 
 def dot_product_attention(
@@ -64,23 +71,49 @@ def dot_product_attention(
   v: Array,
   *,
   causal: bool = True,
+  window: int | None = None,
+  soft_cap: float | None = None,
+  scale: float | None = None,
+  segments: Array | None = None,
   recipe: CoatRecipe | None = None,
 ) -> Array:
   """softmax(q k^T / sqrt(H)) v, saving q, k, v, output and log-sum-exp.
+
+  Example usage, with packed documents of three and five tokens, where a query
+  sees three keys::
+
+    >>> from coat_jax.layers import dot_product_attention
+    >>> import jax.numpy as jnp
+
+    >>> q, kv = jnp.ones((1, 8, 4, 16)), jnp.ones((1, 8, 2, 16))
+    >>> documents = jnp.array([[0, 0, 0, 1, 1, 1, 1, 1]])
+    >>> dot_product_attention(
+    ...   q, kv, kv, window=3, soft_cap=50.0, segments=documents
+    ... ).shape
+    (1, 8, 4, 16)
 
   Args:
     q: [B, T, N, H].
     k, v: [B, S, K, H], N a multiple of K.
     causal: query t sees keys up to t + S - T.
+    window: of these a query sees only the last so many, its own among them, as
+      with `sliding_window` in transformers; None for all.
+    soft_cap: scores become soft_cap * tanh(scores / soft_cap); None leaves
+      them as they are.
+    scale: what q k^T is multiplied by; None for 1 / sqrt(H).
+    segments: int32 [B, T] where S = T, as of packed documents or of padding: a
+      query sees keys of its own segment; None for one segment.
     recipe: its implementation, and its axes of a mesh; None has neither.
 
   Returns:
     [B, T, N, H] in q's dtype.
 
   Raises:
-    ValueError: shapes that do not fit one another.
+    ValueError: shapes that do not fit one another; a window below 1 or where
+      attention is not causal; a cap or a scale that is not above 0.
   """
-  return _attention((q, k, v), causal, recipe or recipes.bf16())
+  kind = AttentionKind(causal, window, soft_cap, scale)
+  return _attention((q, k, v, segments), kind, recipe or recipes.bf16())
 
 
 class HeadsSaved(NamedTuple):
@@ -92,26 +125,35 @@ class HeadsSaved(NamedTuple):
   out: Array | QTensor
   lse: Array
   out_scale: Array
+  segments: Array | None
 
 
 @dataclasses.dataclass(frozen=True)
 class HeadsAttention(Middle):
-  """Attention of heads (q, k, v) that are given; their gradients are plain."""
+  """Attention of heads (q, k, v) that are given; their gradients are plain.
 
-  causal: bool
+  `inputs` are segments, int32 [B, T] or None.
+  """
+
+  kind: AttentionKind
 
   def plain(self, h, weights, inputs, recipe):
-    del weights, inputs
-    out = dot_product_attention(*h, causal=self.causal, recipe=recipe)
-    return _merge_heads(out)
+    del weights
+    return _merge_heads(_attention((*h, inputs), self.kind, recipe))
 
   def forward(self, h, weights, inputs, recipe):
-    del weights, inputs
+    del weights
     keep, read = _storage(recipe, h[0].dtype)
     how = recipe.implementation
     q, k, v = save_residual("attention", tuple(map(keep, h)))
+    segments = save_residual("attention", inputs)
     out, lse = ops.attention_fwd(
-      read(q), read(k), read(v), causal=self.causal, implementation=how
+      read(q),
+      read(k),
+      read(v),
+      segments,
+      kind=self.kind,
+      implementation=how,
     )
     out, lse = save_residual("attention", (keep(out), lse))
     out_q = ops.quantize_tensor(
@@ -119,7 +161,7 @@ class HeadsAttention(Middle):
     )
     scale = save_residual("linear", out_q.scale)
     # What is kept of q may be FP8; codes wait for q itself.
-    saved = HeadsSaved(q, k, v, out, lse, scale)
+    saved = HeadsSaved(q, k, v, out, lse, scale, segments)
     return MiddleOutput(out_q, saved, after=h[0])
 
   def restore(self, saved, dtype, recipe):
@@ -142,10 +184,15 @@ class HeadsAttention(Middle):
       saved.k,
       saved.v,
       ops.AttentionResiduals(saved.out, saved.lse),
-      causal=self.causal,
+      saved.segments,
+      kind=self.kind,
       implementation=recipe.implementation,
     )
     return MiddleGradient(heads)
+
+  def specs(self, axes, weights, inputs):
+    del weights, inputs
+    return P(), _of_segments(axes)
 
 
 def _storage(recipe: CoatRecipe, dtype: DTypeLike):
@@ -169,8 +216,8 @@ def _merge_heads(x: Array) -> Array:
   return x.reshape(b, t, n * h)
 
 
-def _attention_output_fwd(x, heads, weights, middle, recipe):
-  out = middle.forward(heads, None, None, recipe)
+def _attention_output_fwd(x, heads, segments, weights, middle, recipe):
+  out = middle.forward(heads, None, segments, recipe)
   return back_forward(out, weights, recipe, like=x, add=x)
 
 
@@ -179,18 +226,19 @@ def _attention_output_bwd(middle, recipe, inputs, saved, g):
   gradient, dweights = back_backward(
     middle, None, weights, saved, g, recipe, has_bias=False
   )
-  return g, gradient.h, dweights
+  return g, gradient.h, None, dweights
 
 
-def _specs(x, heads, weights, middle, recipe):
-  del heads, middle
-  axes = recipe.axes
-  arrays = tokens(axes, x), own_heads(axes), back_specs(axes, weights)
-  return arrays, tokens(axes, x)
+def _specs(x, heads, segments, weights, middle, recipe):
+  del heads
+  axes, stream = recipe.axes, tokens(recipe.axes, x)
+  _, of_segments = middle.specs(axes, None, segments)
+  arrays = stream, own_heads(axes), of_segments, back_specs(axes, weights)
+  return arrays, stream
 
 
 _attention_output = rule(
-  _attention_output_fwd, _attention_output_bwd, _specs, reads=(2,)
+  _attention_output_fwd, _attention_output_bwd, _specs, reads=(3,)
 )
 
 
@@ -203,6 +251,10 @@ def attention_output(
   bias: Array | None = None,
   *,
   causal: bool = True,
+  window: int | None = None,
+  soft_cap: float | None = None,
+  scale: float | None = None,
+  segments: Array | None = None,
   recipe: CoatRecipe,
   cache: Operand | None = None,
 ) -> Array:
@@ -215,6 +267,7 @@ def attention_output(
     w: [N H, D].
     bias: [D] or None.
     causal: whether a query sees only keys up to its own place.
+    window, soft_cap, scale, segments: as of `dot_product_attention`.
     recipe: fused where `nonlinear` is "fp8"; `attention` says how q, k, v
       and the output are saved.
     cache: of w, from `layers.cache_weight`, or None.
@@ -223,12 +276,13 @@ def attention_output(
     [B, T, D] in x's dtype.
 
   Raises:
-    ValueError: shapes that do not fit one another.
+    ValueError: as of `dot_product_attention`.
   """
-  middle, heads = HeadsAttention(causal), (q, k, v)
+  kind = AttentionKind(causal, window, soft_cap, scale)
+  middle, heads = HeadsAttention(kind), (q, k, v)
   if recipe.nonlinear == "fp8":
     weights = BackWeights(w, bias, cache)
-    return _attention_output((x, heads, weights), middle, recipe)
-  out = middle.plain(heads, None, None, recipe)
+    return _attention_output((x, heads, segments, weights), middle, recipe)
+  out = middle.plain(heads, None, segments, recipe)
   y = linear(out, w, bias, recipe=recipe, cache=cache, split="inputs")
   return run_whole(jnp.add, recipe.axes, x, y)

@@ -58,7 +58,7 @@ def _rows(x: Array) -> Array:
   return x.reshape(-1, x.shape[-1])
 
 
-@op(check=_check_linear, cublas="nvidia")
+@op(check=_check_linear, cublas="cublas")
 def linear_fwd(
   x: Operand,
   w: Operand,
@@ -77,7 +77,7 @@ def linear_fwd(
   return y.reshape(*x.rows.shape[:-1], w.columns.shape[0])
 
 
-@op(cublas="nvidia")
+@op(cublas="cublas")
 def linear_dgrad(
   g: Operand, w: Operand, *, dtype: DTypeLike = jnp.bfloat16
 ) -> Array:
@@ -87,7 +87,7 @@ def linear_dgrad(
   return dx.reshape(*g.rows.shape[:-1], w.rows.shape[0])
 
 
-@op(cublas="nvidia")
+@op(cublas="cublas")
 def linear_wgrad(
   x: Operand, g: Operand, *, dtype: DTypeLike = jnp.float32
 ) -> Array:

@@ -13,7 +13,11 @@ import jax.numpy as jnp
 
 from coat_jax import ops
 from coat_jax.formats import E4M3, E5M2
+from coat_jax.ops import AttentionKind
 from coat_jax.qtensor import dequantize
+from tests.ops.naive_attention import naive_attention, seen
+
+CAUSAL = AttentionKind()
 
 
 @jax.custom_vjp
@@ -105,45 +109,44 @@ def gated_mlp(x, weights, kind, eps, residuals, group_size=16):
   return x.astype(jnp.float32) + rounded(out, dtype)
 
 
-@jax.custom_vjp
-def attention(q, k, v, keep):
-  """Causal softmax(q k^T / sqrt(H)) v; its output is kept as `keep` does.
+def attention(q, k, v, keep, kind=CAUSAL, segments=None):
+  """softmax(scores) v; its output is kept as `keep` does.
 
   The backward takes the row sums of p dp from the kept output, not the exact
   one: what is off is a gradient of the log-sum-exp, and known.
   """
-  return _attention_fwd(q, k, v, keep)[0]
+  exact = jax.tree_util.Partial(
+    naive_attention,
+    mask=seen(q.shape[1], k.shape[1], kind, segments),
+    scale=kind.scale or q.shape[-1] ** -0.5,
+    cap=kind.soft_cap,
+  )
+  return _attention(q, k, v, exact, keep)
 
 
-def _attention_fwd(q, k, v, keep):
-  (out, _), vjp = jax.vjp(_naive_attention, q, k, v)
+@jax.custom_vjp
+def _attention(q, k, v, exact, keep):
+  return _attention_fwd(q, k, v, exact, keep)[0]
+
+
+def _attention_fwd(q, k, v, exact, keep):
+  (out, _), vjp = jax.vjp(exact, q, k, v)
   kept = keep(out)
   return kept, (vjp, kept - out)
 
 
 def _attention_bwd(residuals, g):
   vjp, off = residuals
-  return (*vjp((g, -jnp.sum(off * g, axis=-1))), None)
+  return (*vjp((g, -jnp.sum(off * g, axis=-1))), None, None)
 
 
-attention.defvjp(_attention_fwd, _attention_bwd)
+_attention.defvjp(_attention_fwd, _attention_bwd)
 
 
-def _naive_attention(q, k, v):
-  repeats = q.shape[2] // k.shape[2]
-  k, v = (jnp.repeat(x, repeats, axis=2) for x in (k, v))
-  scores = jnp.einsum("btnh,bsnh->btns", q, k) * q.shape[-1] ** -0.5
-  seen = jnp.tri(q.shape[1], dtype=bool)[None, :, None]
-  scores = jnp.where(seen, scores, -1e30)
-  p = jax.nn.softmax(scores, axis=-1)
-  out = jnp.einsum("btns,bsnh->btnh", p, v)
-  return out, jax.nn.logsumexp(scores, axis=-1)
-
-
-def attention_output(x, q, k, v, w, bias, kept):
+def attention_output(x, q, k, v, w, bias, kept, kind=CAUSAL, ids=None):
   """x + attention(q, k, v) w + bias; q, k, v and the output kept in `kept`."""
   keep = jax.tree_util.Partial(per_group if kept == "fp8" else _as_is)
-  out = attention(keep(q), keep(k), keep(v), keep)
+  out = attention(keep(q), keep(k), keep(v), keep, kind, ids)
   return x + linear(out.reshape(*x.shape[:2], -1), w, bias)
 
 

@@ -1,28 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What NVIDIA's libraries do best, asked for in the form that reaches them.
+"""Matrix products in FP8, asked for in the form that reaches cuBLASLt.
 
-Matrix products in FP8 are cuBLASLt's ("cublas"). XLA makes one such call of a
-dot product with an FP8 algorithm, both operands with the summed axis last, a
-result in the dtype that is wanted and a scalar factor in that dtype. In any
-other form a separate pass over the result, or over an operand, comes with it.
-A matrix that is added becomes part of the call. The factor and the sum are f32
-in it: XLA:GPU drops the roundings to BF16.
-
-Attention is cuDNN's ("cudnn"), forward and backward, BF16 or f16.
+XLA makes one call of a dot product with an FP8 algorithm, both operands with
+the summed axis last, a result in the dtype that is wanted and a scalar factor
+in that dtype. In any other form a separate pass over the result, or over an
+operand, comes with it. A matrix that is added becomes part of the call. The
+factor and the sum are f32 in it: XLA:GPU drops the roundings to BF16.
 """
 
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax._src.cudnn import fused_attention_stablehlo as cudnn
 from jax.typing import DTypeLike
 
 from coat_jax.formats import is_fp8
 from coat_jax.ops.dispatch import supported
-from coat_jax.ops.types import AttentionResiduals, Operand, Unsupported
+from coat_jax.ops.types import Operand, Unsupported
 
 _SUMMED_LAST = (((1,), (1,)), ((), ()))
 # Products of activations may sum with fewer bits, as is usual on Hopper; sums
@@ -102,85 +97,3 @@ def linear_wgrad(
   _require_product("linear_wgrad", x.columns, g.columns, dtype)
   supported()
   return _matmul(x.columns, g.columns, x.scale * g.scale, dtype, _PRECISE)
-
-
-def _require_attention(q: Array, k: Array, causal: bool) -> None:
-  """Raises `Unsupported` where cuDNN cannot attend to these."""
-  if q.dtype not in (jnp.bfloat16, jnp.float16):
-    raise Unsupported(
-      f"attention: cuDNN computes in bfloat16 or float16, got {q.dtype}"
-    )
-  if q.shape[-1] % 8 or q.shape[-1] > 256:
-    raise Unsupported(
-      "attention: cuDNN takes head sizes that are multiples of 8 up to 256, "
-      f"got {q.shape[-1]}"
-    )
-  if q.size == 0 or k.size == 0:
-    raise Unsupported(
-      "attention: cuDNN attends to at least one query and key, got q "
-      f"{q.shape} and k {k.shape}"
-    )
-  if causal and q.shape[1] != k.shape[1]:
-    raise Unsupported(
-      "attention: cuDNN aligns a causal mask with the first key and needs as "
-      f"many queries as keys, got {q.shape[1]} and {k.shape[1]}"
-    )
-
-
-def attention_fwd(
-  q: Array, k: Array, v: Array, *, causal: bool
-) -> AttentionResiduals:
-  """`ops.attention_fwd`."""
-  _require_attention(q, k, causal)
-  supported()
-  results: Any = cudnn.dot_product_attention(
-    q,
-    k,
-    v,
-    scale=q.shape[-1] ** -0.5,
-    mask_type=_mask_type(causal),
-    return_residual=True,
-  )
-  out, lse = results
-  # cuDNN's statistics are [B, N, T].
-  return AttentionResiduals(out, jnp.swapaxes(lse, 1, 2))
-
-
-def attention_bwd(
-  dout: Array,
-  q: Array,
-  k: Array,
-  v: Array,
-  residuals: AttentionResiduals,
-  *,
-  causal: bool,
-) -> tuple[Array, Array, Array]:
-  """`ops.attention_bwd`.
-
-  JAX has no public function for a backward from given residuals, which
-  need not be the arrays that the forward made (recipe.attention="fp8").
-  """
-  _require_attention(q, k, causal)
-  supported()
-  unused = jnp.zeros(0, q.dtype)
-  dq, dk, dv = cudnn._dot_product_attention_bwd_p_wrapper.bind(
-    q,
-    k,
-    v,
-    *(unused,) * 7,
-    jnp.swapaxes(residuals.lse, 1, 2),
-    residuals.out,
-    dout.astype(q.dtype),
-    scale=q.shape[-1] ** -0.5,
-    seed=42,
-    dropout_rate=0.0,
-    variadic_args=(False, False),
-    mask_type=_mask_type(causal),
-    layout=cudnn.AttentionLayout.BTNH.value,
-    sliding_window_length=None,
-  )
-  return dq, dk, dv
-
-
-def _mask_type(causal: bool):
-  return cudnn.MaskType.CAUSAL if causal else cudnn.MaskType.NO_MASK

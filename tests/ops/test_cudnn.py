@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is asked of cuDNN, by the program that JAX makes of it for a GPU.
+
+The oracle is `jax.nn.dot_product_attention`: its windows are (left, right), the
+query not among them, and it asks cuDNN itself.
+"""
+
+import functools
+import re
+from collections.abc import Callable
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from coat_jax import ops
+from coat_jax.ops import AttentionKind, cudnn
+from tests.comparing import assert_close, jit
+from tests.matrices import quick
+from tests.ops.test_dispatch import attention_arrays
+from tests.pallas.kernels import lowered_for_h200
+
+WINDOWS = [AttentionKind(window=window) for window in (7, 1, 31)]
+KINDS = [
+  AttentionKind(),
+  AttentionKind(window=32),
+  AttentionKind(window=100, scale=0.25),
+  AttentionKind(causal=False, scale=0.25),
+  *WINDOWS,
+]
+
+
+@pytest.fixture(autouse=True)
+def has_cudnn(monkeypatch):
+  """Answers JAX's question for its version, which lowering does not need."""
+  monkeypatch.setattr(cudnn.fmha, "check_cudnn_version", lambda: 91000)
+
+
+def forward_and_backward(kind):
+  def f(q, k, v, dout):
+    residuals = ops.attention_fwd(q, k, v, kind=kind)
+    return residuals, ops.attention_bwd(dout, q, k, v, residuals, kind=kind)
+
+  return f
+
+
+def forward_and_backward_of_jax(
+  kind, implementation: Literal["cudnn", "xla"] = "cudnn"
+):
+  attend: Callable = functools.partial(
+    jax.nn.dot_product_attention,
+    is_causal=kind.causal,
+    local_window_size=None if kind.window is None else (kind.window - 1, 0),
+    scale=kind.scale,
+    implementation=implementation,
+  )
+
+  def f(q, k, v, dout):
+    out, vjp = jax.vjp(attend, q, k, v)
+    return out, vjp(dout)
+
+  return f
+
+
+def settings(text):
+  """Each call of cuDNN: its name and what of our kind it is told."""
+  calls, setting = [], r"(fmha_scale|mask_type|sliding\w+).22: ([^,]+),"
+  for line in text.splitlines():
+    if name := re.search(r"@(__cudnn\$\w+)", line):
+      found = re.findall(setting, line)
+      assert len(found) == 3, line
+      calls.append((name[1], dict(found)))
+  return calls
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_cudnn_is_asked_for_the_window_that_jax_asks_for(kind):
+  arrays = attention_arrays()
+  arrays = (*arrays, arrays[0])
+  actual = settings(lowered_for_h200(forward_and_backward(kind), *arrays))
+  names = ["__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"]
+  assert [name for name, _ in actual] == names
+  want = settings(lowered_for_h200(forward_and_backward_of_jax(kind), *arrays))
+  if kind.window is not None and kind.window >= 32:  # All of the 32 keys.
+    for _, found in want:
+      found["sliding_window_length"] = "0"
+  assert actual == want
+
+
+@pytest.mark.parametrize("kind", quick(1, WINDOWS), ids=str)
+def test_the_window_that_jax_asks_for_is_ours(kind):
+  keys = jax.random.split(jax.random.key(0), 4)
+  shapes = [x.shape for x in attention_arrays(h=8)]
+  arrays = map(jax.random.normal, keys, [*shapes, shapes[0]])
+  q, k, v, dout = arrays
+  residuals, gradients = jit(forward_and_backward(kind))(q, k, v, dout)
+  want = jit(forward_and_backward_of_jax(kind, "xla"))(q, k, v, dout)
+  assert_close(residuals.out, want[0])
+  # Of one key dq and dk are 0: of rounding errors of dv's size.
+  assert_close(
+    jnp.hstack(list(map(jnp.ravel, gradients))),
+    jnp.hstack(list(map(jnp.ravel, want[1]))),
+  )
+
+
+@pytest.mark.parametrize(
+  "kind, segmented, reason",
+  [
+    (AttentionKind(), False, None),
+    (AttentionKind(window=7, scale=0.25), False, None),
+    (AttentionKind(soft_cap=50.0), False, "no caps of scores.*soft_cap=50.0"),
+    (AttentionKind(), True, "fixed number of segments, got an id for each"),
+  ],
+)
+def test_explain_says_what_cudnn_runs(kind, segmented, reason):
+  q, k, v = attention_arrays()
+  segments = jnp.zeros(q.shape[:2], jnp.int32) if segmented else None
+  residuals = ops.AttentionResiduals(q, jnp.zeros(q.shape[:3]))
+  forward = ops.attention_fwd, q, k, v, segments
+  backward = ops.attention_bwd, q, q, k, v, residuals, segments
+  for op, *args in (forward, backward):
+    said = ops.explain(op, *args, kind=kind)
+    if reason is None:
+      assert said == f"{op.name}: cudnn on a GPU, xla elsewhere"
+    else:
+      assert re.fullmatch(rf"{op.name}: xla everywhere .*{reason}.*", said)
+
+
+@pytest.mark.parametrize("segmented", [True, False])
+def test_what_cudnn_cannot_do_is_not_asked_of_it(segmented):
+  kind = AttentionKind(window=7, soft_cap=None if segmented else 50.0)
+  q, k, v = attention_arrays()
+  segments = jnp.zeros(q.shape[:2], jnp.int32) if segmented else None
+  f = lambda *arrays: ops.attention_fwd(*arrays, kind=kind)  # noqa: E731
+  text = lowered_for_h200(f, q, k, v, segments)
+  assert "cudnn" not in text and "dot_general" in text
