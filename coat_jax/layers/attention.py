@@ -226,6 +226,7 @@ class Attention(RecipeModule):
     norm: ops.NormKind | None = "rms",
     epsilon: float = 1e-6,
     use_scale: bool = True,
+    scale_plus_one: bool = False,
     use_norm_bias: bool = False,
     use_bias: bool = False,
     use_qkv_bias: bool | None = None,
@@ -251,6 +252,7 @@ class Attention(RecipeModule):
       norm: "rms" or "layer"; None for none, as where norms follow the blocks.
       epsilon: what the norm adds to the mean square or the variance.
       use_scale: whether the norm has a scale [D].
+      scale_plus_one: whether the norm multiplies by 1 + scale, as in Gemma.
       use_norm_bias: whether the norm has a bias [D].
       use_bias: whether both products have biases.
       use_qkv_bias: whether q, k and v have one, [(N + 2 K) H]; None for
@@ -302,6 +304,7 @@ class Attention(RecipeModule):
       norm=norm,
       epsilon=epsilon,
       use_scale=use_scale,
+      scale_plus_one=scale_plus_one,
       use_norm_bias=use_norm_bias,
       use_bias=use_bias if use_qkv_bias is None else use_qkv_bias,
       **shared,

@@ -124,6 +124,7 @@ class MLP(RecipeModule):
     norm: ops.NormKind | None = "rms",
     epsilon: float = 1e-6,
     use_scale: bool = True,
+    scale_plus_one: bool = False,
     use_norm_bias: bool = False,
     use_bias: bool = False,
     add_input: bool = True,
@@ -143,6 +144,7 @@ class MLP(RecipeModule):
       norm: "rms" or "layer"; None for none, as where norms follow the blocks.
       epsilon: what the norm adds to the mean square or the variance.
       use_scale: whether the norm has a scale [D].
+      scale_plus_one: whether the norm multiplies by 1 + scale, as in Gemma.
       use_norm_bias: whether the norm has a bias [D].
       use_bias: whether both products have biases, [F] and [D].
       add_input: whether the block adds its input, the residual stream.
@@ -167,6 +169,7 @@ class MLP(RecipeModule):
       features,
       epsilon=epsilon,
       use_scale=use_scale,
+      scale_plus_one=scale_plus_one,
       use_bias=use_norm_bias,
       **shared,
       **of.norm,

@@ -134,6 +134,7 @@ class Norm(RecipeModule):
     epsilon: what is added to the mean square or the variance.
     scale: [num_features] or None.
     bias: [num_features] or None.
+    scale_plus_one: whether 1 + scale is what the norm multiplies by.
   """
 
   kind: ops.NormKind = "rms"
@@ -146,6 +147,7 @@ class Norm(RecipeModule):
     recipe: CoatRecipe | None = None,
     use_scale: bool = True,
     use_bias: bool = False,
+    scale_plus_one: bool = False,
     dtype: DTypeLike | None = jnp.bfloat16,
     param_dtype: DTypeLike = jnp.float32,
     scale_init: nnx.Initializer | None = None,
@@ -164,10 +166,13 @@ class Norm(RecipeModule):
         `recipe.coat()`.
       use_scale: whether there is a scale [D].
       use_bias: whether there is a bias [D].
+      scale_plus_one: multiplies by 1 + scale, summed in f32, as Gemma does;
+        the scale then starts at zeros.
       dtype: of input and output; None for what the input and the parameters
         promote to, as in flax.
       param_dtype: of the parameters and their gradients.
-      scale_init: initializer of the scale; None for ones, which draw no key.
+      scale_init: initializer of the scale; None for ones (zeros with
+        `scale_plus_one`), which draw no key.
       bias_init: initializer of the bias; None for zeros, which draw no key.
       scale_metadata: metadata of the scale, such as `out_sharding`.
       bias_metadata: metadata of the bias.
@@ -175,27 +180,47 @@ class Norm(RecipeModule):
       **others: flax's other arguments; refused unless they have flax's default.
 
     Raises:
-      ValueError: an argument of flax's that norms of FP8 values do not have.
+      ValueError: `scale_plus_one` without a scale, or an argument of flax's
+        that norms of FP8 values do not have.
     """
     super().__init__(recipe or recipes.coat(), dtype, others)
     self.num_features, self.epsilon = num_features, epsilon
+    if scale_plus_one and not use_scale:
+      raise ValueError(
+        f"{type(self).__name__}: scale_plus_one must come with a scale, got "
+        "use_scale=False; leave one of them out"
+      )
     self.use_scale, self.use_bias = use_scale, use_bias
+    self.scale_plus_one = scale_plus_one
     self.param_dtype = param_dtype
     self.scale = nnx.data(None)
     self.bias = nnx.data(None)
     shape = (num_features,)
     if use_scale:
       self.scale = make_param(
-        scale_init, rngs, shape, param_dtype, scale_metadata, default=jnp.ones
+        scale_init,
+        rngs,
+        shape,
+        param_dtype,
+        scale_metadata,
+        default=jnp.zeros if scale_plus_one else jnp.ones,
       )
     if use_bias:
       self.bias = make_param(bias_init, rngs, shape, param_dtype, bias_metadata)
+
+  @property
+  def gamma(self) -> Array | None:
+    """What the norm multiplies by [num_features], or None."""
+    scale = value_of(self.scale)
+    if scale is None or not self.scale_plus_one:
+      return scale
+    return 1 + scale.astype(jnp.float32)
 
   def __call__(self, x: Array) -> Array:
     """[..., num_features] to the same shape, in `dtype`."""
     return norm(
       self.cast(x, self.scale, self.bias),
-      value_of(self.scale),
+      self.gamma,
       value_of(self.bias),
       kind=self.kind,
       eps=self.epsilon,
