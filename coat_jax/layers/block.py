@@ -6,7 +6,7 @@
   back     operand --product, bias--> x + that, or that alone
 
 Front (`layers.front`) and back (`layers.back`) are the same in every block;
-what is between them is a `Middle`: SwiGLU, GELU, attention. One custom_vjp
+what is between them is a `Middle`: gated, GELU, attention. One custom_vjp
 holds all three, so that only BF16 crosses a block's borders: the norm writes
 the E4M3 operand of the first product, the middle that of the second, and the
 middle's backward writes the E5M2 operand of the products in front of it.

@@ -22,6 +22,7 @@ from coat_jax.layers import (
   Middle,
   MiddleGradient,
   MiddleOutput,
+  NormLinear,
   block,
 )
 from coat_jax.layers.linear import gradient_operand
@@ -29,6 +30,7 @@ from coat_jax.layers.residuals import save_residual
 from coat_jax.qtensor import dequantize
 from tests.comparing import assert_close, assert_same_bits, jit
 from tests.layers import straight_through
+from tests.matrices import quick
 
 D, F, G = 24, 40, 16
 
@@ -150,3 +152,32 @@ def test_modules_can_leave_out_norm_and_add(make, recipe):
   assert jnp.any(y)
   # The sum is rounded once there, as is the product here.
   assert_close(added, wanted, 1e-6)
+
+
+@pytest.mark.parametrize(
+  "make", quick(1, [GatedMLP, MLP, Attention, NormLinear])
+)
+def test_blocks_multiply_by_one_plus_scale(make):
+  width = 2 if make is Attention else F  # Heads, or columns.
+  build = functools.partial(make, D, width, dtype=jnp.float32)
+  scale = jax.random.normal(jax.random.key(2), D) / 4
+  x, dy = jax.random.normal(jax.random.key(1), (2, 2, 6, D))
+  dy = jnp.resize(dy, (2, 6, F)) if make is NormLinear else dy
+
+  @jit
+  def run(m, scale, x, dy):
+    graph, params, others = nnx.split(m, nnx.Param, ...)
+
+    def f(params, scale, x):
+      m = nnx.merge(graph, params, others)
+      norm = m.qkv.norm if make is Attention else m.norm
+      norm.scale[...] = scale
+      return m(x)
+
+    y, vjp = jax.vjp(f, params, scale, x)
+    return y, vjp(dy)[1:]
+
+  gemma = build(scale_plus_one=True, rngs=nnx.Rngs(0))
+  found = run(gemma, scale, x, dy)
+  wanted = run(build(rngs=nnx.Rngs(0)), 1 + scale, x, dy)
+  assert_same_bits(found, wanted)
