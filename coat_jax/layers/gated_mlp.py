@@ -10,6 +10,7 @@ does; then the product reads the activation's output from FP8.
 """
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple, Unpack, get_args
 
 import jax.numpy as jnp
@@ -26,7 +27,7 @@ from coat_jax.layers.front import FrontWeights
 from coat_jax.layers.linear import Linear, gradient_operand
 from coat_jax.layers.middle import Middle, MiddleGradient, MiddleOutput
 from coat_jax.layers.module import RecipeModule, Sharding, reshard
-from coat_jax.layers.norm import make_norm, norm_options
+from coat_jax.layers.norm import block_norm_options, make_norm
 from coat_jax.layers.parameters import (
   BlockOptions,
   options_by_part,
@@ -140,17 +141,19 @@ def gated_mlp(
   activation: ops.Activation = "silu",
   kind: ops.NormKind | None,
   eps: float,
+  post_norm: ops.NormKind | None = None,
   add_input: bool = True,
   recipe: CoatRecipe,
 ) -> Array:
-  """x + (activation(norm(x) w_gate) * (norm(x) w_up)) w_down.
+  """x + post_norm((activation(norm(x) w_gate) * (norm(x) w_up)) w_down).
 
   Args:
     x: [..., D], the residual stream, BF16 (or f32).
     weights: front.w [D, 2, F], gate first, front.bias [2, F]; back.w [F, D].
     activation: of the gate, see `Gated`.
-    kind: norm, "rms" or "layer"; None for none.
-    eps: the norm's.
+    kind: norm in front, "rms" or "layer"; None for none.
+    eps: both norms'.
+    post_norm: norm of the second product, "rms" or "layer"; None for none.
     add_input: whether x is added.
     recipe: fused where both `linear` and `nonlinear` are "fp8".
 
@@ -174,6 +177,7 @@ def gated_mlp(
     middle=Gated(activation),
     kind=kind,
     eps=eps,
+    post_norm=post_norm,
     add_input=add_input,
     recipe=recipe,
   )
@@ -182,7 +186,7 @@ def gated_mlp(
 class GatedMLP(RecipeModule):
   """The MLP half of a decoder layer: norm, gated activation and residual add.
 
-  x + (activation(norm(x) w_gate) * (norm(x) w_up)) w_down.
+  x + post_norm((activation(norm(x) w_gate) * (norm(x) w_up)) w_down).
 
   Example usage::
 
@@ -198,7 +202,7 @@ class GatedMLP(RecipeModule):
     (64, 2, 192)
 
   Attributes:
-    norm: RMSNorm or LayerNorm; None without a norm.
+    norm, post_norm: RMSNorm or LayerNorm; None without this norm.
     gate_up: Linear with kernel [features, 2, hidden_features], gate first.
     down: Linear with kernel [hidden_features, features].
   """
@@ -213,6 +217,7 @@ class GatedMLP(RecipeModule):
     activation: ops.Activation = "silu",
     recipe: CoatRecipe | None = None,
     norm: ops.NormKind | None = "rms",
+    post_norm: ops.NormKind | None = None,
     epsilon: float = 1e-6,
     use_scale: bool = True,
     scale_plus_one: bool = False,
@@ -232,11 +237,13 @@ class GatedMLP(RecipeModule):
       activation: of the gate: "silu" (SwiGLU), or "gelu_tanh" or "gelu" (GeGLU,
         by the tanh approximation or by erf; on a GPU erf has no kernel).
       recipe: what is computed and saved in FP8; None for `recipe.coat()`.
-      norm: "rms" or "layer"; None for none, as where norms follow the blocks.
-      epsilon: what the norm adds to the mean square or the variance.
-      use_scale: whether the norm has a scale [D].
-      scale_plus_one: whether the norm multiplies by 1 + scale, as in Gemma.
-      use_norm_bias: whether the norm has a bias [D].
+      norm: of the input, "rms" or "layer"; None for none.
+      post_norm: of what is added to the input, "rms" or "layer"; None for none.
+        OLMo 2 has this norm alone, Gemma 2 and 3 have both.
+      epsilon: what norms add to the mean square or the variance.
+      use_scale: whether norms have a scale [D].
+      scale_plus_one: whether norms multiply by 1 + scale, as in Gemma.
+      use_norm_bias: whether norms have a bias [D].
       use_bias: whether both products have biases, [2, F] and [D].
       add_input: whether the block adds its input, the residual stream.
       dtype: of input, output and what is not FP8; None for what the input and
@@ -257,9 +264,9 @@ class GatedMLP(RecipeModule):
     )
     self.activation: ops.Activation = Gated(activation).activation
     self.add_input = add_input
-    self.norm = make_norm(
-      norm,
-      features,
+    norm_of = functools.partial(
+      make_norm,
+      num_features=features,
       epsilon=epsilon,
       use_scale=use_scale,
       scale_plus_one=scale_plus_one,
@@ -267,6 +274,7 @@ class GatedMLP(RecipeModule):
       **shared,
       **of.norm,
     )
+    self.norm = norm_of(norm)
     self.gate_up = Linear(
       features,
       (2, hidden_features),
@@ -283,6 +291,7 @@ class GatedMLP(RecipeModule):
       **shared,
       **of.back,
     )
+    self.post_norm = norm_of(post_norm)
 
   def __call__(self, x: Array, out_sharding: Sharding = None) -> Array:
     """Runs the block.
@@ -297,10 +306,11 @@ class GatedMLP(RecipeModule):
     y = gated_mlp(
       self.cast(x, self.gate_up.kernel),
       BlockWeights(
-        FrontWeights.of(self.norm, self.gate_up), BackWeights.of(self.down)
+        FrontWeights.of(self.norm, self.gate_up),
+        BackWeights.of(self.down, self.post_norm),
       ),
       activation=self.activation,
-      **norm_options(self.norm),
+      **block_norm_options(self.norm, self.post_norm),
       add_input=self.add_input,
       recipe=self.active_recipe,
     )

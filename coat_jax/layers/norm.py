@@ -35,7 +35,15 @@ class NormSaved(NamedTuple):
   stats: ops.NormStats
 
 
-def _fp8_norm_fwd(x, gamma, beta, kind, eps, recipe):
+def norm_forward(
+  x: Array,
+  gamma: Array | None,
+  beta: Array | None,
+  kind: ops.NormKind,
+  eps: float,
+  recipe: CoatRecipe,
+) -> tuple[Array, NormSaved]:
+  """y in f32 [..., D], and what `norm_gradients` reads."""
   group_size = recipe.group_size
   x_q = ops.quantize_groups(
     x,
@@ -47,7 +55,12 @@ def _fp8_norm_fwd(x, gamma, beta, kind, eps, recipe):
   values = dequantize(x_q, group_size=group_size)
   y, stats = ops.norm_values(values, gamma, beta, kind=kind, eps=eps)
   stats = save_residual("norm", stats)
-  return y.astype(x.dtype), NormSaved(x_q, stats)
+  return y, NormSaved(x_q, stats)
+
+
+def _fp8_norm_fwd(x, gamma, beta, kind, eps, recipe):
+  y, saved = norm_forward(x, gamma, beta, kind, eps, recipe)
+  return y.astype(x.dtype), saved
 
 
 def _fp8_norm_bwd(kind, eps, recipe, inputs, saved, g):
@@ -300,3 +313,16 @@ def norm_options(norm: Norm | None) -> dict[str, Any]:
   if norm is None:
     return dict(kind=None, eps=0.0)
   return dict(kind=norm.kind, eps=norm.epsilon)
+
+
+def block_norm_options(
+  norm: Norm | None, post_norm: Norm | None
+) -> dict[str, Any]:
+  """`kind`, `eps` and `post_norm` of a block's modules, as functions take them.
+
+  Both norms of a block have the same epsilon.
+  """
+  options = norm_options(norm)
+  if post_norm is None:
+    return options | dict(post_norm=None)
+  return options | dict(eps=post_norm.epsilon, post_norm=post_norm.kind)

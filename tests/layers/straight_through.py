@@ -95,11 +95,20 @@ ACTIVATIONS = {
 
 
 def gated_mlp(
-  x, weights, kind, eps, residuals, group_size=16, activation="silu"
+  x,
+  weights,
+  kind,
+  eps,
+  residuals,
+  group_size=16,
+  activation="silu",
+  post_norm=None,
 ):
-  """x + (activation(norm(x) w_gate) * (norm(x) w_up)) w_down, f32."""
+  """x + post_norm((f(norm(x) w_gate) * (norm(x) w_up)) w_down), f32."""
   front, back, _ = weights
-  y = norm(x, front.gamma, front.beta, kind, eps, group_size)
+  y = x
+  if kind is not None:
+    y = norm(x, front.gamma, front.beta, kind, eps, group_size)
   gate_up = linear(y, front.w, front.bias, x.dtype)
   gate_up = rounded(gate_up, x.dtype)
   gate, up = jnp.split(gate_up, 2, axis=-1)
@@ -110,6 +119,10 @@ def gated_mlp(
     y = per_group(y, group_size)
   # The product is rounded only where a bias is added to it first.
   dtype = jnp.float32 if back.bias is None else x.dtype
+  if post_norm is not None:
+    out = rounded(linear(y * up, back.w, back.bias, x.dtype), x.dtype)
+    out = norm(out, back.gamma, back.beta, post_norm, eps, group_size)
+    return x.astype(jnp.float32) + out
   out = linear(y * up, back.w, back.bias, dtype)
   return x.astype(jnp.float32) + rounded(out, dtype)
 
