@@ -3,7 +3,7 @@
 
 Counted are the bytes that a case must read and write, matrices only. Where the
 largest magnitude of what is written must be known first (`quantize_tensor`
-without a scale, `silu_mul_bwd_operands`) what it follows from is read twice.
+without a scale, `gated_bwd_operands`) what it follows from is read twice.
 """
 
 import functools
@@ -26,8 +26,9 @@ def elementwise_cases(sizes: Sizes) -> Iterator[OpCase]:
   yield from _join_columns(sizes)
   yield from _norm(sizes)
   yield from _rope(sizes)
-  yield from _swiglu(sizes)
-  yield from _silu_and_mul(sizes)
+  for activation in ("silu", "gelu_tanh"):
+    yield from _gated(sizes, activation)
+  yield from _activation_and_mul(sizes)
   yield from _gelu(sizes)
 
 
@@ -161,50 +162,53 @@ def _rope(sizes):
   )
 
 
-def _swiglu(sizes):
-  t, f, groups = sizes.tokens, sizes.d_ff, dict(group_size=sizes.group_size)
-  shape, size = dict(tokens=t, d_ff=f), t * f
+def _gated(sizes, activation):
+  t, f, size = sizes.tokens, sizes.d_ff, sizes.tokens * sizes.d_ff
+  shape = dict(tokens=t, d_ff=f, activation=activation)
+  how = dict(activation=activation, group_size=sizes.group_size)
   read, grouped = sizes.value_bytes, sizes.grouped_bytes
 
   def saved():
     return sizes.grouped(t, f), sizes.grouped(t, f, seed=1), _ONE()
 
   yield of_op(
-    ops.gate_up_input,
+    ops.gated_input,
     shape,
     lambda: (sizes.normal(t, 2 * f),),
-    lambda op, gate_up: op(gate_up, **groups),
+    lambda op, gate_up: op(gate_up, **how),
     num_bytes=2 * size * (read + grouped),
   )
-  for layout, written in _LAYOUTS.items():
+  # The second activation differs from the first in its formula alone.
+  layouts = _LAYOUTS if activation == "silu" else {"rows": 1}
+  for layout, written in layouts.items():
     yield of_op(
-      ops.silu_mul_fwd,
+      ops.gated_fwd,
       shape | dict(layout=layout),
       saved,
       lambda op, gate, up, scale, to=layout: op(
-        gate, up, scale=scale, layout=to, **groups
+        gate, up, scale=scale, layout=to, **how
       ),
       num_bytes=size * (2 * grouped + written),
     )
   yield of_op(
-    ops.silu_mul_bwd,
+    ops.gated_bwd,
     shape,
     lambda: (sizes.normal(t, f, seed=2), *saved()[:2]),
-    lambda op, *args: op(*args, **groups),
+    lambda op, *args: op(*args, **how),
     num_bytes=size * (read + 2 * grouped + 2 * 4),
   )
   yield of_op(
-    ops.silu_mul_bwd_operands,
+    ops.gated_bwd_operands,
     shape,
     lambda: (sizes.normal(t, f, seed=2), *saved()),
     lambda op, dy, gate, up, scale: op(
-      dy, gate, up, product_scale=scale, **groups
+      dy, gate, up, product_scale=scale, **how
     ),
     num_bytes=size * (2 * (read + 2 * grouped) + 5),
   )
 
 
-def _silu_and_mul(sizes):
+def _activation_and_mul(sizes):
   """SwiGLU one step at a time, as residuals="coat" saves it."""
   t, f, groups = sizes.tokens, sizes.d_ff, dict(group_size=sizes.group_size)
   shape, size = dict(tokens=t, d_ff=f), t * f
@@ -212,14 +216,19 @@ def _silu_and_mul(sizes):
   a = lambda: (sizes.grouped(t, f),)  # noqa: E731
   a_and_b = lambda: (*a(), sizes.grouped(t, f, seed=1))  # noqa: E731
   dy = functools.partial(sizes.normal, t, f, seed=2)
-  call = lambda op, *args: op(*args, **groups)  # noqa: E731
-  for op, arrays, num_bytes in (
-    (ops.silu_fwd, a, 2 * grouped),
-    (ops.silu_bwd, lambda: (dy(), *a()), read + grouped + 4),
-    (ops.mul_fwd, a_and_b, 2 * grouped + 1),
-    (ops.mul_bwd, lambda: (dy(), *a_and_b()), read + 2 * grouped + 2 * 4),
+  silu = dict(activation="silu")
+  for op, options, arrays, num_bytes in (
+    (ops.activation_fwd, silu, a, 2 * grouped),
+    (ops.activation_bwd, silu, lambda: (dy(), *a()), read + grouped + 4),
+    (ops.mul_fwd, {}, a_and_b, 2 * grouped + 1),
+    (ops.mul_bwd, {}, lambda: (dy(), *a_and_b()), read + 2 * grouped + 2 * 4),
   ):
-    yield of_op(op, shape, arrays, call, num_bytes=size * num_bytes)
+    call = functools.partial(_call, **options, **groups)
+    yield of_op(op, shape | options, arrays, call, num_bytes=size * num_bytes)
+
+
+def _call(op, *args, **options):
+  return op(*args, **options)
 
 
 def _gelu(sizes):

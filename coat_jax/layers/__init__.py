@@ -22,8 +22,8 @@ from coat_jax.layers.back import BackWeights as BackWeights
 from coat_jax.layers.block import BlockWeights as BlockWeights
 from coat_jax.layers.block import block as block
 from coat_jax.layers.front import FrontWeights as FrontWeights
+from coat_jax.layers.gated_mlp import Gated as Gated
 from coat_jax.layers.gated_mlp import GatedMLP as GatedMLP
-from coat_jax.layers.gated_mlp import SwiGLU as SwiGLU
 from coat_jax.layers.gated_mlp import gated_mlp as gated_mlp
 from coat_jax.layers.linear import Linear as Linear
 from coat_jax.layers.linear import linear as linear

@@ -6,6 +6,7 @@ compute again. As everywhere, the forward reads what the backward will read.
 """
 
 import functools
+from collections.abc import Callable
 
 import jax
 from jax import Array
@@ -35,7 +36,9 @@ def _fp8_silu_mul_fwd(gate, up, recipe):
 
 def _fp8_silu_mul_bwd(recipe, inputs, saved, g):
   del inputs
-  dgate, dup = ops.silu_mul_bwd(g, *saved, group_size=recipe.group_size)
+  dgate, dup = ops.gated_bwd(
+    g, *saved, activation="silu", group_size=recipe.group_size
+  )
   return dgate.astype(g.dtype), dup.astype(g.dtype)
 
 
@@ -71,10 +74,26 @@ def silu_mul(
     )
   if recipe.nonlinear == "fp8":
     return _fp8_silu_mul((gate, up), recipe)
+  return plain_gated(gate, up, activation="silu")
+
+
+def plain_gated(gate: Array, up: Array, *, activation: ops.Activation) -> Array:
+  """The activation of gate times up in their dtype, [..., F] each.
+
+  Plain autodiff saves what it reads; for recipes whose nonlinear operations are
+  not FP8.
+  """
   # Named for checkpoint policies: the same set can be kept in BF16.
   gate, up = save_residual("activation", (gate, up))
   with residual_scope("activation"):
-    return (jax.nn.silu(gate) * up).astype(gate.dtype)
+    return (_PLAIN[activation](gate) * up).astype(gate.dtype)
+
+
+_PLAIN: dict[ops.Activation, Callable[[Array], Array]] = {
+  "silu": jax.nn.silu,
+  "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
+  "gelu": functools.partial(jax.nn.gelu, approximate=False),
+}
 
 
 def _fp8_gelu_fwd(x, approximate, recipe):

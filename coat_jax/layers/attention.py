@@ -31,7 +31,7 @@ from coat_jax.layers.module import (
   reshard,
   rows_to_batch,
 )
-from coat_jax.layers.norm import norm_options
+from coat_jax.layers.norm import block_norm_options, make_norm
 from coat_jax.layers.norm_linear import NormLinear
 from coat_jax.layers.parameters import BlockOptions, options_by_part
 from coat_jax.layers.residuals import save_residual
@@ -142,21 +142,23 @@ def self_attention(
   heads: Heads,
   causal: bool = True,
   clip: float | None = None,
+  post_norm: ops.NormKind | None = None,
   add_input: bool = True,
   recipe: CoatRecipe,
 ) -> Array:
-  """x + attention(heads(norm(x) w_qkv)) w_out.
+  """x + post_norm(attention(heads(norm(x) w_qkv)) w_out).
 
   Args:
     x: [B, T, D], the residual stream, BF16 (or f32).
     weights: front.w [D, (N + 2 K) H], ordered by key head, see
       `layers.split_heads`; back.w [N H, D].
     positions: int32 [T], for RoPE.
-    kind: norm, "rms" or "layer"; None for none.
-    eps: the norm's.
+    kind: norm in front, "rms" or "layer"; None for none.
+    eps: both norms'.
     heads: N, K and the base of RoPE's frequencies, or None for no RoPE.
     causal: whether a query sees only keys up to its own place.
     clip: largest magnitude of q, k and v, or None.
+    post_norm: norm of the second product, "rms" or "layer"; None for none.
     add_input: whether x is added.
     recipe: fused where both `linear` and `nonlinear` are "fp8".
 
@@ -178,6 +180,7 @@ def self_attention(
     middle=SelfAttention(heads, causal, clip),
     kind=kind,
     eps=eps,
+    post_norm=post_norm,
     add_input=add_input,
     recipe=recipe,
   )
@@ -186,7 +189,7 @@ def self_attention(
 class Attention(RecipeModule):
   """Self-attention with its norm, RoPE, grouped key heads and residual add.
 
-  x + attention(RoPE(norm(x) w_qkv)) w_out.
+  x + post_norm(attention(RoPE(norm(x) w_qkv)) w_out).
 
   Example usage::
 
@@ -208,6 +211,7 @@ class Attention(RecipeModule):
       for each of the K key heads its N / K query heads, its key, its value, so
       that a shard of the columns holds whole groups of heads.
     out: Linear [num_heads * head_dim, features].
+    post_norm: RMSNorm or LayerNorm; None without this norm.
   """
 
   counterparts = (nnx.MultiHeadAttention,)
@@ -224,8 +228,10 @@ class Attention(RecipeModule):
     clip_qkv: float | None = None,
     recipe: CoatRecipe | None = None,
     norm: ops.NormKind | None = "rms",
+    post_norm: ops.NormKind | None = None,
     epsilon: float = 1e-6,
     use_scale: bool = True,
+    scale_plus_one: bool = False,
     use_norm_bias: bool = False,
     use_bias: bool = False,
     use_qkv_bias: bool | None = None,
@@ -248,10 +254,13 @@ class Attention(RecipeModule):
       rope_theta: base of RoPE's frequencies; None for no RoPE.
       clip_qkv: largest magnitude of q, k and v; None leaves them as they are.
       recipe: what is computed and saved in FP8; None for `recipe.coat()`.
-      norm: "rms" or "layer"; None for none, as where norms follow the blocks.
-      epsilon: what the norm adds to the mean square or the variance.
-      use_scale: whether the norm has a scale [D].
-      use_norm_bias: whether the norm has a bias [D].
+      norm: of the input, "rms" or "layer"; None for none.
+      post_norm: of what is added to the input, "rms" or "layer"; None for none.
+        OLMo 2 has this norm alone, Gemma 2 and 3 have both.
+      epsilon: what norms add to the mean square or the variance.
+      use_scale: whether norms have a scale [D].
+      scale_plus_one: whether norms multiply by 1 + scale, as in Gemma.
+      use_norm_bias: whether norms have a bias [D].
       use_bias: whether both products have biases.
       use_qkv_bias: whether q, k and v have one, [(N + 2 K) H]; None for
         `use_bias`.
@@ -302,6 +311,7 @@ class Attention(RecipeModule):
       norm=norm,
       epsilon=epsilon,
       use_scale=use_scale,
+      scale_plus_one=scale_plus_one,
       use_norm_bias=use_norm_bias,
       use_bias=use_bias if use_qkv_bias is None else use_qkv_bias,
       **shared,
@@ -314,6 +324,16 @@ class Attention(RecipeModule):
       split="inputs",
       **shared,
       **of.back,
+    )
+    self.post_norm = make_norm(
+      post_norm,
+      features,
+      epsilon=epsilon,
+      use_scale=use_scale,
+      scale_plus_one=scale_plus_one,
+      use_bias=use_norm_bias,
+      **shared,
+      **of.norm,
     )
 
   def __call__(
@@ -341,10 +361,10 @@ class Attention(RecipeModule):
       x,
       BlockWeights(
         FrontWeights.of(self.qkv.norm, self.qkv.linear),
-        BackWeights.of(self.out),
+        BackWeights.of(self.out, self.post_norm),
       ),
       positions,
-      **norm_options(self.qkv.norm),
+      **block_norm_options(self.qkv.norm, self.post_norm),
       heads=Heads(self.num_heads, self.num_kv_heads, self.rope_theta),
       causal=self.causal,
       clip=self.clip_qkv,

@@ -1,12 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A block's back: the middle, and the product that reads what it writes.
+"""A block's back: the product behind the middle, a norm or none, the sum.
+
+The norm reads the product, bias included, as 1 x G FP8 values, and these are
+saved with its statistics; the product itself is not. Its gradient is that of
+the product, from there on as without a norm.
 
 On a mesh the product is row-parallel over the tensor axis: each device
-multiplies its own columns of whole sequences, and sums are scattered.
+multiplies its own columns of whole sequences, and sums are scattered. The norm
+is behind that: a device has whole rows of its own tokens.
 """
 
+import functools
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 from jax import Array, P
 
 from coat_jax import ops
@@ -21,6 +28,12 @@ from coat_jax.layers.mesh.collectives import gather_sequence
 from coat_jax.layers.mesh.specs import cached, split_inputs
 from coat_jax.layers.middle import Middle, MiddleGradient, MiddleOutput
 from coat_jax.layers.module import value_of
+from coat_jax.layers.norm import (
+  Norm,
+  NormSaved,
+  norm_forward,
+  norm_gradients,
+)
 from coat_jax.layers.weight import quantized_weight, weight_gradient
 from coat_jax.ops import Operand
 from coat_jax.recipe import CoatRecipe, MeshAxes
@@ -33,30 +46,50 @@ class BackWeights(NamedTuple):
     w: [F, D].
     bias: [D].
     cache: of w, from `layers.cache_weight`.
+    gamma, beta: [D], of the norm behind the product.
   """
 
   w: Array
   bias: Array | None = None
   cache: Operand | None = None
+  gamma: Array | None = None
+  beta: Array | None = None
 
   @classmethod
-  def of(cls, linear: Linear) -> "BackWeights":
-    """Those of a linear layer's module."""
-    return cls(linear.kernel[...], value_of(linear.bias), linear.cache)
+  def of(cls, linear: Linear, norm: Norm | None = None) -> "BackWeights":
+    """Those of a linear layer's module and of the norm's behind it."""
+    gamma, beta = (None, None)
+    if norm is not None:
+      gamma, beta = norm.gamma, value_of(norm.bias)
+    w, bias = linear.kernel[...], value_of(linear.bias)
+    return cls(w, bias, linear.cache, gamma, beta)
 
 
 def back_specs(axes: MeshAxes, weights: BackWeights) -> BackWeights:
-  """How a back's weights are sharded: row-parallel, the bias replicated."""
+  """How a back's weights are sharded: row-parallel, vectors replicated."""
   rows: Any = split_inputs(axes)
   all_of_it: Any = P()
-  return BackWeights(rows, all_of_it, cached(weights.cache, rows))
+  return BackWeights(
+    w=rows,
+    bias=all_of_it,
+    cache=cached(weights.cache, rows),
+    gamma=all_of_it,
+    beta=all_of_it,
+  )
 
 
 class BackSaved(NamedTuple):
-  """What `back_forward` makes for its backward."""
+  """What `back_forward` makes for its backward.
+
+  Attributes:
+    middle: what the middle saves.
+    w_scale: see `scale_to_save`.
+    norm: input and statistics of the norm; None without one.
+  """
 
   middle: Any
   w_scale: Operand | None
+  norm: NormSaved | None
 
 
 def back_forward(
@@ -67,13 +100,35 @@ def back_forward(
   like: Array,
   add: Array | None,
   after: Array | None = None,
+  post_norm: ops.NormKind | None = None,
+  eps: float = 0.0,
 ) -> tuple[Array, BackSaved]:
-  """The second product in `like`'s dtype, plus `add`; and what is saved."""
+  """The second product or its norm, plus `add`; and what is saved.
+
+  Args:
+    out: of the middle.
+    weights: of the back.
+    recipe: as of the block.
+    like: any array of the dtype that the result has.
+    add: the residual stream or None; added in f32.
+    after: see `quantized_weight`.
+    post_norm: of the product, "rms" or "layer"; None for none.
+    eps: the norm's.
+  """
   w = weights
   after = after if out.after is None else out.after
   w_q = quantized_weight(w.w, w.cache, "columns", recipe, after=after)
-  y = add_linear(out.operand, w_q, w.bias, recipe, dtype=like.dtype, add=add)
-  return y, BackSaved(out.saved, scale_to_save(w.cache, w_q))
+  product = functools.partial(
+    add_linear, out.operand, w_q, w.bias, recipe, dtype=like.dtype
+  )
+  w_scale = scale_to_save(w.cache, w_q)
+  if post_norm is None:
+    return product(add=add), BackSaved(out.saved, w_scale, None)
+  z = product(add=None)
+  y, saved = norm_forward(z, w.gamma, w.beta, post_norm, eps, recipe)
+  if add is not None:
+    y = add.astype(jnp.float32) + y
+  return y.astype(like.dtype), BackSaved(out.saved, w_scale, saved)
 
 
 def back_backward(
@@ -87,7 +142,11 @@ def back_backward(
   has_bias: bool,
 ) -> tuple[MiddleGradient, BackWeights]:
   """Gradients of the middle's input and weights, and of the back's weights."""
-  w = weights
+  w, dgamma, dbeta = weights, None, None
+  if saved.norm is not None:
+    g, dgamma, dbeta = norm_gradients(
+      saved.norm, w.gamma, w.beta, g, None, recipe
+    )
   g_q = gather_sequence(gradient_operand(g, recipe), recipe, batch=g.shape[0])
   values, operand = middle.restore(saved.middle, g.dtype, recipe)
   dw = None
@@ -104,4 +163,4 @@ def back_backward(
     assert gradient.operand is not None  # See `MiddleGradient`.
     dw = weight_gradient(gradient.operand, g_q, w.w, recipe)
   dbias = bias_gradient(g, w.bias, recipe, has_columns=False)
-  return gradient, BackWeights(dw, dbias)
+  return gradient, BackWeights(dw, dbias, None, dgamma, dbeta)

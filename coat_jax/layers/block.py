@@ -3,10 +3,10 @@
 
   front    x --norm or none--> operand --product, bias--> h
   middle   h --elementwise or attention--> operand of the second product
-  back     operand --product, bias--> x + that, or that alone
+  back     operand --product, bias--> z --norm or none--> x + that, or that
 
 Front (`layers.front`) and back (`layers.back`) are the same in every block;
-what is between them is a `Middle`: SwiGLU, GELU, attention. One custom_vjp
+what is between them is a `Middle`: gated, GELU, attention. One custom_vjp
 holds all three, so that only BF16 crosses a block's borders: the norm writes
 the E4M3 operand of the first product, the middle that of the second, and the
 middle's backward writes the E5M2 operand of the products in front of it.
@@ -14,7 +14,8 @@ middle's backward writes the E5M2 operand of the products in front of it.
 Saved for the backward pass with residuals="minimal": the front's input in 1 x G
 FP8 with the norm's statistics, what the middle saves, and scales. With "coat"
 also the norm's output, as the reference does. Without a norm the front saves
-the codes that its product read.
+the codes that its product read. A norm in the back saves z as the front's does
+its input.
 
 On a mesh the front is column-parallel and the back row-parallel over the tensor
 axis; between them a device has its own columns of whole sequences.
@@ -66,14 +67,24 @@ class _Static(NamedTuple):
   kind: ops.NormKind | None
   eps: float
   add_input: bool
+  post_norm: ops.NormKind | None
 
 
 def _block_fwd(x, weights, inputs, static, recipe):
-  w, (middle, kind, eps, add_input) = weights, static
+  w, (middle, kind, eps, add_input, post_norm) = weights, static
   h, scale, front = front_forward(x, w.front, kind, eps, recipe)
   out = middle.forward(h, w.middle, inputs, recipe)
   add = x if add_input else None
-  y, back = back_forward(out, w.back, recipe, like=x, add=add, after=scale)
+  y, back = back_forward(
+    out,
+    w.back,
+    recipe,
+    like=x,
+    add=add,
+    after=scale,
+    post_norm=post_norm,
+    eps=eps,
+  )
   return y, (front, back)
 
 
@@ -116,18 +127,20 @@ def block(
   middle: Middle,
   kind: ops.NormKind | None,
   eps: float,
+  post_norm: ops.NormKind | None = None,
   add_input: bool = True,
   recipe: CoatRecipe,
 ) -> Array:
-  """x + middle(norm(x) w_front) w_back.
+  """x + post_norm(middle(norm(x) w_front) w_back).
 
   Args:
     x: [..., D], the residual stream, BF16 (or f32).
     weights: see `BlockWeights`.
     inputs: arrays that the middle reads beside, which have no gradient.
     middle: what is between the two products.
-    kind: norm, "rms" or "layer"; None for none.
-    eps: the norm's.
+    kind: norm in front, "rms" or "layer"; None for none.
+    eps: both norms'.
+    post_norm: norm of the second product, "rms" or "layer"; None for none.
     add_input: whether x is added.
     recipe: fused where both `linear` and `nonlinear` are "fp8".
 
@@ -138,7 +151,7 @@ def block(
     ValueError: shapes that do not fit one another.
   """
   if recipe.nonlinear == "fp8":
-    static = _Static(middle, kind, eps, add_input)
+    static = _Static(middle, kind, eps, add_input, post_norm)
     return _block((x, weights, inputs), static, recipe)
   front, back, own = weights
   y = x
@@ -160,5 +173,8 @@ def block(
     cache=back.cache,
     split="inputs",
   )
+  if post_norm is not None:
+    gamma, beta = back.gamma, back.beta
+    y = norm(y, gamma, beta, kind=post_norm, eps=eps, recipe=recipe)
   add = lambda x, y: x + y if add_input else y  # noqa: E731
   return run_whole(add, recipe.axes, x, y)

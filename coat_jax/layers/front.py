@@ -45,9 +45,11 @@ class FrontWeights(NamedTuple):
   @classmethod
   def of(cls, norm: Norm | None, linear: Linear) -> "FrontWeights":
     """Those of a norm's module and a linear layer's."""
-    gamma, beta = (None, None) if norm is None else (norm.scale, norm.bias)
+    gamma, beta = (None, None)
+    if norm is not None:
+      gamma, beta = norm.gamma, value_of(norm.bias)
     w, bias = linear.kernel[...], value_of(linear.bias)
-    return cls(value_of(gamma), value_of(beta), w, bias, linear.cache)
+    return cls(gamma, beta, w, bias, linear.cache)
 
 
 def front_specs(axes: MeshAxes, weights: FrontWeights) -> FrontWeights:

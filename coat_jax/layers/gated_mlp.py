@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gated MLP block: norm, gate and up, SwiGLU, down and residual add.
+"""The gated MLP block: norm, gate and up, activation, down and residual add.
 
 Gate and up are one matrix product with one weight [D, 2, F] (a shard of the
 last axis holds both of its columns), and their gradients share one E5M2 scale.
 
 Saved beside what every block saves: gate and up in 1 x G FP8; with
-residuals="coat" also SiLU's output and the product, as the reference does; then
-the product reads SiLU's output from FP8.
+residuals="coat" also the activation's output and the product, as the reference
+does; then the product reads the activation's output from FP8.
 """
 
 import dataclasses
-from typing import Any, NamedTuple, Unpack
+import functools
+from typing import Any, NamedTuple, Unpack, get_args
 
 import jax.numpy as jnp
 from flax import nnx
@@ -19,14 +20,14 @@ from jax.typing import DTypeLike
 
 from coat_jax import ops
 from coat_jax import recipe as recipes
-from coat_jax.layers.activation import silu_mul
+from coat_jax.layers.activation import plain_gated
 from coat_jax.layers.back import BackWeights
 from coat_jax.layers.block import BlockWeights, block
 from coat_jax.layers.front import FrontWeights
 from coat_jax.layers.linear import Linear, gradient_operand
 from coat_jax.layers.middle import Middle, MiddleGradient, MiddleOutput
 from coat_jax.layers.module import RecipeModule, Sharding, reshard
-from coat_jax.layers.norm import make_norm, norm_options
+from coat_jax.layers.norm import block_norm_options, make_norm
 from coat_jax.layers.parameters import (
   BlockOptions,
   options_by_part,
@@ -38,45 +39,64 @@ from coat_jax.qtensor import QTensor
 from coat_jax.recipe import CoatRecipe
 
 
-class _SwiGLUSaved(NamedTuple):
+class _GatedSaved(NamedTuple):
   gate: QTensor
   up: QTensor
-  silu: QTensor | None  # None where it is recomputed.
+  activated: QTensor | None  # None where it is recomputed.
   product: Operand  # Rows, or the scale alone where it is recomputed.
 
 
 @dataclasses.dataclass(frozen=True)
-class SwiGLU(Middle):
-  """silu(gate) * up of h [..., 2, F], gate first."""
+class Gated(Middle):
+  """activation(gate) * up of h [..., 2, F], gate first.
+
+  Attributes:
+    activation: "silu" makes a SwiGLU, "gelu_tanh" and "gelu" a GeGLU, by the
+      tanh approximation or by erf; on a GPU erf has no kernel.
+
+  Raises:
+    ValueError: an unknown activation.
+  """
+
+  activation: ops.Activation = "silu"
+
+  def __post_init__(self):
+    known = get_args(ops.Activation)
+    if self.activation not in known:
+      raise ValueError(
+        f"Gated: activation must be one of {known}, got {self.activation!r}"
+      )
 
   def plain(self, h, weights, inputs, recipe):
-    del weights, inputs
-    return silu_mul(h[..., 0, :], h[..., 1, :], recipe=recipe)
+    del weights, inputs, recipe
+    return plain_gated(h[..., 0, :], h[..., 1, :], activation=self.activation)
 
   def forward(self, h, weights, inputs, recipe):
     del weights, inputs
     sizes = _sizes(recipe)
-    gate, up, scale = ops.gate_up_input(
-      h, product_dtype=recipe.formats.values, **sizes
+    how: dict[str, Any] = sizes | dict(activation=self.activation)
+    gate, up, scale = ops.gated_input(
+      h, product_dtype=recipe.formats.values, **how
     )
     gate, up = save_residual("activation", (gate, up))
     if recipe.residuals == "coat":
-      silu = save_residual("activation", ops.silu_fwd(gate, **sizes))
-      product = ops.mul_fwd(silu, up, **sizes)
+      activated = save_residual("activation", ops.activation_fwd(gate, **how))
+      product = ops.mul_fwd(activated, up, **sizes)
       kept = save_residual("linear", product)
-      return MiddleOutput(product, _SwiGLUSaved(gate, up, silu, kept))
+      return MiddleOutput(product, _GatedSaved(gate, up, activated, kept))
     scale = save_residual("linear", scale)
-    product = ops.silu_mul_fwd(gate, up, scale=scale, **sizes)
+    product = ops.gated_fwd(gate, up, scale=scale, **how)
     kept = save_residual("linear", product._replace(rows=None))
-    return MiddleOutput(product, _SwiGLUSaved(gate, up, None, kept))
+    return MiddleOutput(product, _GatedSaved(gate, up, None, kept))
 
   def backward(self, saved, dout, weights, recipe, *, has_bias):
     del weights
-    if saved.silu is None:
-      dh, product = ops.silu_mul_bwd_operands(
+    if saved.activated is None:
+      dh, product = ops.gated_bwd_operands(
         dout,
         saved.gate,
         saved.up,
+        activation=self.activation,
         product_scale=saved.product.scale,
         dtype=recipe.formats.gradients,
         product_dtype=recipe.formats.values,
@@ -96,12 +116,13 @@ class SwiGLU(Middle):
 
   def _gradient(self, saved, dout, recipe) -> Array:
     """Gradient of h, f32 [..., 2 F]."""
-    sizes = dict(group_size=recipe.group_size)
-    if saved.silu is None:
-      gradients = ops.silu_mul_bwd(dout, saved.gate, saved.up, **sizes)
+    sizes: dict[str, Any] = dict(group_size=recipe.group_size)
+    how: dict[str, Any] = sizes | dict(activation=self.activation)
+    if saved.activated is None:
+      gradients = ops.gated_bwd(dout, saved.gate, saved.up, **how)
     else:
-      dsilu, dup = ops.mul_bwd(dout, saved.silu, saved.up, **sizes)
-      gradients = ops.silu_bwd(dsilu, saved.gate, **sizes), dup
+      dy, dup = ops.mul_bwd(dout, saved.activated, saved.up, **sizes)
+      gradients = ops.activation_bwd(dy, saved.gate, **how), dup
     return jnp.concatenate(gradients, axis=-1)
 
 
@@ -117,18 +138,22 @@ def gated_mlp(
   x: Array,
   weights: BlockWeights,
   *,
+  activation: ops.Activation = "silu",
   kind: ops.NormKind | None,
   eps: float,
+  post_norm: ops.NormKind | None = None,
   add_input: bool = True,
   recipe: CoatRecipe,
 ) -> Array:
-  """x + (silu(norm(x) w_gate) * (norm(x) w_up)) w_down.
+  """x + post_norm((activation(norm(x) w_gate) * (norm(x) w_up)) w_down).
 
   Args:
     x: [..., D], the residual stream, BF16 (or f32).
     weights: front.w [D, 2, F], gate first, front.bias [2, F]; back.w [F, D].
-    kind: norm, "rms" or "layer"; None for none.
-    eps: the norm's.
+    activation: of the gate, see `Gated`.
+    kind: norm in front, "rms" or "layer"; None for none.
+    eps: both norms'.
+    post_norm: norm of the second product, "rms" or "layer"; None for none.
     add_input: whether x is added.
     recipe: fused where both `linear` and `nonlinear` are "fp8".
 
@@ -149,18 +174,19 @@ def gated_mlp(
   return block(
     x,
     weights,
-    middle=SwiGLU(),
+    middle=Gated(activation),
     kind=kind,
     eps=eps,
+    post_norm=post_norm,
     add_input=add_input,
     recipe=recipe,
   )
 
 
 class GatedMLP(RecipeModule):
-  """The MLP half of a decoder layer: norm, SwiGLU and residual add.
+  """The MLP half of a decoder layer: norm, gated activation and residual add.
 
-  x + (silu(norm(x) w_gate) * (norm(x) w_up)) w_down.
+  x + post_norm((activation(norm(x) w_gate) * (norm(x) w_up)) w_down).
 
   Example usage::
 
@@ -176,7 +202,7 @@ class GatedMLP(RecipeModule):
     (64, 2, 192)
 
   Attributes:
-    norm: RMSNorm or LayerNorm; None without a norm.
+    norm, post_norm: RMSNorm or LayerNorm; None without this norm.
     gate_up: Linear with kernel [features, 2, hidden_features], gate first.
     down: Linear with kernel [hidden_features, features].
   """
@@ -188,10 +214,13 @@ class GatedMLP(RecipeModule):
     features: int,
     hidden_features: int,
     *,
+    activation: ops.Activation = "silu",
     recipe: CoatRecipe | None = None,
     norm: ops.NormKind | None = "rms",
+    post_norm: ops.NormKind | None = None,
     epsilon: float = 1e-6,
     use_scale: bool = True,
+    scale_plus_one: bool = False,
     use_norm_bias: bool = False,
     use_bias: bool = False,
     add_input: bool = True,
@@ -205,11 +234,16 @@ class GatedMLP(RecipeModule):
     Args:
       features: D, width of input and output.
       hidden_features: F, width of gate and up.
+      activation: of the gate: "silu" (SwiGLU), or "gelu_tanh" or "gelu" (GeGLU,
+        by the tanh approximation or by erf; on a GPU erf has no kernel).
       recipe: what is computed and saved in FP8; None for `recipe.coat()`.
-      norm: "rms" or "layer"; None for none, as where norms follow the blocks.
-      epsilon: what the norm adds to the mean square or the variance.
-      use_scale: whether the norm has a scale [D].
-      use_norm_bias: whether the norm has a bias [D].
+      norm: of the input, "rms" or "layer"; None for none.
+      post_norm: of what is added to the input, "rms" or "layer"; None for none.
+        OLMo 2 has this norm alone, Gemma 2 and 3 have both.
+      epsilon: what norms add to the mean square or the variance.
+      use_scale: whether norms have a scale [D].
+      scale_plus_one: whether norms multiply by 1 + scale, as in Gemma.
+      use_norm_bias: whether norms have a bias [D].
       use_bias: whether both products have biases, [2, F] and [D].
       add_input: whether the block adds its input, the residual stream.
       dtype: of input, output and what is not FP8; None for what the input and
@@ -220,23 +254,27 @@ class GatedMLP(RecipeModule):
         `BlockOptions`; flax's other arguments are refused.
 
     Raises:
-      ValueError: an argument of flax's that FP8 layers do not have.
+      ValueError: an unknown activation, or an argument of flax's that FP8
+        layers do not have.
     """
     of = options_by_part(options)
     super().__init__(recipe or recipes.coat(), dtype, of.others)
     shared: dict[str, Any] = dict(
       recipe=self.recipe, dtype=dtype, param_dtype=param_dtype, rngs=rngs
     )
+    self.activation: ops.Activation = Gated(activation).activation
     self.add_input = add_input
-    self.norm = make_norm(
-      norm,
-      features,
+    norm_of = functools.partial(
+      make_norm,
+      num_features=features,
       epsilon=epsilon,
       use_scale=use_scale,
+      scale_plus_one=scale_plus_one,
       use_bias=use_norm_bias,
       **shared,
       **of.norm,
     )
+    self.norm = norm_of(norm)
     self.gate_up = Linear(
       features,
       (2, hidden_features),
@@ -253,6 +291,7 @@ class GatedMLP(RecipeModule):
       **shared,
       **of.back,
     )
+    self.post_norm = norm_of(post_norm)
 
   def __call__(self, x: Array, out_sharding: Sharding = None) -> Array:
     """Runs the block.
@@ -267,9 +306,11 @@ class GatedMLP(RecipeModule):
     y = gated_mlp(
       self.cast(x, self.gate_up.kernel),
       BlockWeights(
-        FrontWeights.of(self.norm, self.gate_up), BackWeights.of(self.down)
+        FrontWeights.of(self.norm, self.gate_up),
+        BackWeights.of(self.down, self.post_norm),
       ),
-      **norm_options(self.norm),
+      activation=self.activation,
+      **block_norm_options(self.norm, self.post_norm),
       add_input=self.add_input,
       recipe=self.active_recipe,
     )

@@ -6,6 +6,7 @@ its gradient gives its output again, which the weight's gradient reads.
 """
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple, Unpack
 
 import jax.numpy as jnp
@@ -22,7 +23,7 @@ from coat_jax.layers.front import FrontWeights
 from coat_jax.layers.linear import Linear
 from coat_jax.layers.middle import Middle, MiddleGradient, MiddleOutput
 from coat_jax.layers.module import RecipeModule, Sharding, reshard
-from coat_jax.layers.norm import make_norm, norm_options
+from coat_jax.layers.norm import block_norm_options, make_norm
 from coat_jax.layers.parameters import BlockOptions, options_by_part
 from coat_jax.layers.residuals import save_residual
 from coat_jax.qtensor import QTensor
@@ -91,7 +92,7 @@ class GELU(Middle):
 class MLP(RecipeModule):
   """The MLP half of a transformer's layer: norm, GELU and residual add.
 
-  x + gelu(norm(x) w_up) w_down.
+  x + post_norm(gelu(norm(x) w_up) w_down).
 
   Example usage::
 
@@ -107,7 +108,7 @@ class MLP(RecipeModule):
     (64, 256)
 
   Attributes:
-    norm: RMSNorm or LayerNorm; None without a norm.
+    norm, post_norm: RMSNorm or LayerNorm; None without this norm.
     up: Linear with kernel [features, hidden_features].
     down: Linear with kernel [hidden_features, features].
   """
@@ -122,8 +123,10 @@ class MLP(RecipeModule):
     approximate: bool = True,
     recipe: CoatRecipe | None = None,
     norm: ops.NormKind | None = "rms",
+    post_norm: ops.NormKind | None = None,
     epsilon: float = 1e-6,
     use_scale: bool = True,
+    scale_plus_one: bool = False,
     use_norm_bias: bool = False,
     use_bias: bool = False,
     add_input: bool = True,
@@ -140,10 +143,13 @@ class MLP(RecipeModule):
       approximate: GELU by the tanh formula, or by erf; on a GPU only tanh has a
         kernel.
       recipe: what is computed and saved in FP8; None for `recipe.coat()`.
-      norm: "rms" or "layer"; None for none, as where norms follow the blocks.
-      epsilon: what the norm adds to the mean square or the variance.
-      use_scale: whether the norm has a scale [D].
-      use_norm_bias: whether the norm has a bias [D].
+      norm: of the input, "rms" or "layer"; None for none.
+      post_norm: of what is added to the input, "rms" or "layer"; None for none.
+        OLMo 2 has this norm alone, Gemma 2 and 3 have both.
+      epsilon: what norms add to the mean square or the variance.
+      use_scale: whether norms have a scale [D].
+      scale_plus_one: whether norms multiply by 1 + scale, as in Gemma.
+      use_norm_bias: whether norms have a bias [D].
       use_bias: whether both products have biases, [F] and [D].
       add_input: whether the block adds its input, the residual stream.
       dtype: of input, output and what is not FP8; None for what the input and
@@ -162,15 +168,17 @@ class MLP(RecipeModule):
       recipe=self.recipe, dtype=dtype, param_dtype=param_dtype, rngs=rngs
     )
     self.approximate, self.add_input = approximate, add_input
-    self.norm = make_norm(
-      norm,
-      features,
+    norm_of = functools.partial(
+      make_norm,
+      num_features=features,
       epsilon=epsilon,
       use_scale=use_scale,
+      scale_plus_one=scale_plus_one,
       use_bias=use_norm_bias,
       **shared,
       **of.norm,
     )
+    self.norm = norm_of(norm)
     shared |= dict(use_bias=use_bias)
     self.up = Linear(
       features,
@@ -186,6 +194,7 @@ class MLP(RecipeModule):
       **shared,
       **of.back,
     )
+    self.post_norm = norm_of(post_norm)
 
   def __call__(self, x: Array, out_sharding: Sharding = None) -> Array:
     """Runs the block.
@@ -200,10 +209,11 @@ class MLP(RecipeModule):
     y = block(
       self.cast(x, self.up.kernel),
       BlockWeights(
-        FrontWeights.of(self.norm, self.up), BackWeights.of(self.down)
+        FrontWeights.of(self.norm, self.up),
+        BackWeights.of(self.down, self.post_norm),
       ),
       middle=GELU(self.approximate),
-      **norm_options(self.norm),
+      **block_norm_options(self.norm, self.post_norm),
       add_input=self.add_input,
       recipe=self.active_recipe,
     )

@@ -35,7 +35,15 @@ class NormSaved(NamedTuple):
   stats: ops.NormStats
 
 
-def _fp8_norm_fwd(x, gamma, beta, kind, eps, recipe):
+def norm_forward(
+  x: Array,
+  gamma: Array | None,
+  beta: Array | None,
+  kind: ops.NormKind,
+  eps: float,
+  recipe: CoatRecipe,
+) -> tuple[Array, NormSaved]:
+  """y in f32 [..., D], and what `norm_gradients` reads."""
   group_size = recipe.group_size
   x_q = ops.quantize_groups(
     x,
@@ -47,7 +55,12 @@ def _fp8_norm_fwd(x, gamma, beta, kind, eps, recipe):
   values = dequantize(x_q, group_size=group_size)
   y, stats = ops.norm_values(values, gamma, beta, kind=kind, eps=eps)
   stats = save_residual("norm", stats)
-  return y.astype(x.dtype), NormSaved(x_q, stats)
+  return y, NormSaved(x_q, stats)
+
+
+def _fp8_norm_fwd(x, gamma, beta, kind, eps, recipe):
+  y, saved = norm_forward(x, gamma, beta, kind, eps, recipe)
+  return y.astype(x.dtype), saved
 
 
 def _fp8_norm_bwd(kind, eps, recipe, inputs, saved, g):
@@ -134,6 +147,7 @@ class Norm(RecipeModule):
     epsilon: what is added to the mean square or the variance.
     scale: [num_features] or None.
     bias: [num_features] or None.
+    scale_plus_one: whether 1 + scale is what the norm multiplies by.
   """
 
   kind: ops.NormKind = "rms"
@@ -146,6 +160,7 @@ class Norm(RecipeModule):
     recipe: CoatRecipe | None = None,
     use_scale: bool = True,
     use_bias: bool = False,
+    scale_plus_one: bool = False,
     dtype: DTypeLike | None = jnp.bfloat16,
     param_dtype: DTypeLike = jnp.float32,
     scale_init: nnx.Initializer | None = None,
@@ -164,10 +179,13 @@ class Norm(RecipeModule):
         `recipe.coat()`.
       use_scale: whether there is a scale [D].
       use_bias: whether there is a bias [D].
+      scale_plus_one: multiplies by 1 + scale, summed in f32, as Gemma does;
+        the scale then starts at zeros.
       dtype: of input and output; None for what the input and the parameters
         promote to, as in flax.
       param_dtype: of the parameters and their gradients.
-      scale_init: initializer of the scale; None for ones, which draw no key.
+      scale_init: initializer of the scale; None for ones (zeros with
+        `scale_plus_one`), which draw no key.
       bias_init: initializer of the bias; None for zeros, which draw no key.
       scale_metadata: metadata of the scale, such as `out_sharding`.
       bias_metadata: metadata of the bias.
@@ -175,27 +193,47 @@ class Norm(RecipeModule):
       **others: flax's other arguments; refused unless they have flax's default.
 
     Raises:
-      ValueError: an argument of flax's that norms of FP8 values do not have.
+      ValueError: `scale_plus_one` without a scale, or an argument of flax's
+        that norms of FP8 values do not have.
     """
     super().__init__(recipe or recipes.coat(), dtype, others)
     self.num_features, self.epsilon = num_features, epsilon
+    if scale_plus_one and not use_scale:
+      raise ValueError(
+        f"{type(self).__name__}: scale_plus_one must come with a scale, got "
+        "use_scale=False; leave one of them out"
+      )
     self.use_scale, self.use_bias = use_scale, use_bias
+    self.scale_plus_one = scale_plus_one
     self.param_dtype = param_dtype
     self.scale = nnx.data(None)
     self.bias = nnx.data(None)
     shape = (num_features,)
     if use_scale:
       self.scale = make_param(
-        scale_init, rngs, shape, param_dtype, scale_metadata, default=jnp.ones
+        scale_init,
+        rngs,
+        shape,
+        param_dtype,
+        scale_metadata,
+        default=jnp.zeros if scale_plus_one else jnp.ones,
       )
     if use_bias:
       self.bias = make_param(bias_init, rngs, shape, param_dtype, bias_metadata)
+
+  @property
+  def gamma(self) -> Array | None:
+    """What the norm multiplies by [num_features], or None."""
+    scale = value_of(self.scale)
+    if scale is None or not self.scale_plus_one:
+      return scale
+    return 1 + scale.astype(jnp.float32)
 
   def __call__(self, x: Array) -> Array:
     """[..., num_features] to the same shape, in `dtype`."""
     return norm(
       self.cast(x, self.scale, self.bias),
-      value_of(self.scale),
+      self.gamma,
       value_of(self.bias),
       kind=self.kind,
       eps=self.epsilon,
@@ -275,3 +313,16 @@ def norm_options(norm: Norm | None) -> dict[str, Any]:
   if norm is None:
     return dict(kind=None, eps=0.0)
   return dict(kind=norm.kind, eps=norm.epsilon)
+
+
+def block_norm_options(
+  norm: Norm | None, post_norm: Norm | None
+) -> dict[str, Any]:
+  """`kind`, `eps` and `post_norm` of a block's modules, as functions take them.
+
+  Both norms of a block have the same epsilon.
+  """
+  options = norm_options(norm)
+  if post_norm is None:
+    return options | dict(post_norm=None)
+  return options | dict(eps=post_norm.epsilon, post_norm=post_norm.kind)

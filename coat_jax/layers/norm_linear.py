@@ -135,6 +135,7 @@ class NormLinear(RecipeModule):
     norm: ops.NormKind | None = "rms",
     epsilon: float = 1e-6,
     use_scale: bool = True,
+    scale_plus_one: bool = False,
     use_norm_bias: bool = False,
     use_bias: bool = True,
     dtype: DTypeLike | None = jnp.bfloat16,
@@ -151,6 +152,7 @@ class NormLinear(RecipeModule):
       norm: "rms" or "layer"; None for none, which makes a `Linear`.
       epsilon: what the norm adds to the mean square or the variance.
       use_scale: whether the norm has a scale [D].
+      scale_plus_one: whether the norm multiplies by 1 + scale, as in Gemma.
       use_norm_bias: whether the norm has a bias [D].
       use_bias: whether the product has a bias [F].
       dtype: of input, output and what is not FP8; None for what the input and
@@ -173,6 +175,7 @@ class NormLinear(RecipeModule):
       in_features,
       epsilon=epsilon,
       use_scale=use_scale,
+      scale_plus_one=scale_plus_one,
       use_bias=use_norm_bias,
       **shared,
       **of.norm,

@@ -55,7 +55,7 @@ class NormLinearOptions(TypedDict, total=False):
 class BlockOptions(NormLinearOptions, total=False):
   """Initializers and metadata of the parameters of a block.
 
-  With those of `NormLinearOptions`, which are of the norm and of the first
+  With those of `NormLinearOptions`, which are of the norms and of the first
   product.
 
   Attributes:

@@ -14,7 +14,9 @@ for, in both forwards: the residual stream itself is rounded, once a call.
 that a block's norm, products and middle read are its norm's codes already, so
 the second forward is the first again and nothing is rounded that was not; and
 the block's second product, which only the residual stream reads, is not
-computed again.
+computed again. The input of a norm behind that product is kept as well. A block
+without a norm in front reads its input itself: where it is a layer's first one,
+the layer's input is kept too, in BF16.
 """
 
 import functools

@@ -16,7 +16,7 @@ back in `dtype`. A definition calls other definitions, never a kernel: "xla" is
 plain jnp all the way down.
 
 Group Scaling. The operation that produces the values of an operand finds their
-largest magnitude too (`norm_input`, `gate_up_input`), so that writing the
+largest magnitude too (`norm_input`, `gated_input`), so that writing the
 operand is one pass, in the forward and, with the scale it had, again in the
 backward.
 
@@ -24,7 +24,14 @@ Source: arXiv:2410.19313, section 5; the backward formulas are the derivatives.
 """
 
 from coat_jax.ops.activation import (
-  gate_up_input,
+  activation_bwd,
+  activation_derivative,
+  activation_fwd,
+  activation_values,
+  gated_bwd,
+  gated_bwd_operands,
+  gated_fwd,
+  gated_input,
   gelu_bwd,
   gelu_bwd_operands,
   gelu_derivative,
@@ -33,12 +40,7 @@ from coat_jax.ops.activation import (
   gelu_values,
   mul_bwd,
   mul_fwd,
-  silu_bwd,
   silu_derivative,
-  silu_fwd,
-  silu_mul_bwd,
-  silu_mul_bwd_operands,
-  silu_mul_fwd,
   silu_values,
 )
 from coat_jax.ops.attention import attention_bwd, attention_fwd
@@ -59,6 +61,7 @@ from coat_jax.ops.quantize import (
 )
 from coat_jax.ops.rope import join_heads, join_heads_operand, split_heads
 from coat_jax.ops.types import (
+  Activation,
   AttentionKind,
   AttentionResiduals,
   Implementation,
@@ -70,6 +73,7 @@ from coat_jax.ops.types import (
 
 __all__ = [
   "AttentionKind",
+  "Activation",
   "AttentionResiduals",
   "Implementation",
   "Layout",
@@ -77,10 +81,17 @@ __all__ = [
   "NormStats",
   "Op",
   "Operand",
+  "activation_bwd",
+  "activation_derivative",
+  "activation_fwd",
+  "activation_values",
   "attention_bwd",
   "attention_fwd",
   "explain",
-  "gate_up_input",
+  "gated_bwd",
+  "gated_bwd_operands",
+  "gated_fwd",
+  "gated_input",
   "gelu_bwd",
   "gelu_bwd_operands",
   "gelu_derivative",
@@ -102,12 +113,7 @@ __all__ = [
   "norm_values",
   "quantize_groups",
   "quantize_tensor",
-  "silu_bwd",
   "silu_derivative",
-  "silu_fwd",
-  "silu_mul_bwd",
-  "silu_mul_bwd_operands",
-  "silu_mul_fwd",
   "silu_values",
   "split_heads",
   "tensor_scale",

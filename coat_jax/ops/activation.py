@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Activation functions of FP8 values in plain jnp: SwiGLU and GELU.
+"""Activation functions of FP8 values in plain jnp: gated ones, and GELU.
 
 For each function: its values and derivative in f32; what it reads and saves for
 the backward pass (`*_input`); the operand of the next product (`*_fwd`); its
 gradient in f32 (`*_bwd`), and as operands of the products on both sides
 (`*_bwd_operands`).
 """
+
+import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +18,7 @@ from jax.typing import DTypeLike
 from coat_jax.formats import E4M3, E5M2
 from coat_jax.ops.dispatch import op
 from coat_jax.ops.quantize import quantize_groups, quantize_tensor, tensor_scale
-from coat_jax.ops.types import Layout, Operand
+from coat_jax.ops.types import Activation, Layout, Operand
 from coat_jax.qtensor import QTensor, dequantize
 
 
@@ -64,19 +67,51 @@ def gelu_derivative(x: Array, *, approximate: bool) -> Array:
   return 0.5 * (1 + jax.lax.erf(x * _SQRT_HALF)) + x * density
 
 
+# Values and derivative of each.
+_FUNCTIONS: dict[Activation, tuple[Callable, Callable]] = {
+  "silu": (silu_values, silu_derivative),
+  "gelu_tanh": (
+    functools.partial(gelu_values, approximate=True),
+    functools.partial(gelu_derivative, approximate=True),
+  ),
+  "gelu": (
+    functools.partial(gelu_values, approximate=False),
+    functools.partial(gelu_derivative, approximate=False),
+  ),
+}
+
+
+def activation_values(x: Array, *, activation: Activation) -> Array:
+  """The activation function of x in f32."""
+  return _FUNCTIONS[activation][0](x)
+
+
+def activation_derivative(x: Array, *, activation: Activation) -> Array:
+  """Its derivative in f32."""
+  return _FUNCTIONS[activation][1](x)
+
+
 @op()
-def silu_fwd(
-  x: QTensor, *, group_size: int, dtype: DTypeLike = E4M3
+def activation_fwd(
+  x: QTensor,
+  *,
+  activation: Activation,
+  group_size: int,
+  dtype: DTypeLike = E4M3,
 ) -> QTensor:
-  """SiLU from 1 x G values to 1 x G values."""
-  y = silu_values(dequantize(x, group_size=group_size))
+  """An activation function from 1 x G values to 1 x G values."""
+  values = dequantize(x, group_size=group_size)
+  y = activation_values(values, activation=activation)
   return quantize_groups.definition(y, group_size=group_size, dtype=dtype)
 
 
 @op()
-def silu_bwd(dy: Array, x: QTensor, *, group_size: int) -> Array:
-  """Gradient of SiLU, f32."""
-  slope = silu_derivative(dequantize(x, group_size=group_size))
+def activation_bwd(
+  dy: Array, x: QTensor, *, activation: Activation, group_size: int
+) -> Array:
+  """Gradient of an activation function, f32."""
+  values = dequantize(x, group_size=group_size)
+  slope = activation_derivative(values, activation=activation)
   return dy.astype(jnp.float32) * slope
 
 
@@ -101,78 +136,89 @@ def mul_bwd(
   return da, dy * dequantize(a, group_size=group_size)
 
 
-@op(triton="swiglu")
-def gate_up_input(
+@op(triton="gated")
+def gated_input(
   gate_up: Array,
   *,
+  activation: Activation,
   group_size: int,
   dtype: DTypeLike = E4M3,
   product_dtype: DTypeLike = E4M3,
 ) -> tuple[QTensor, QTensor, Array]:
-  """What SwiGLU reads and saves: 1 x G values, and the product's scale.
+  """What a gated function reads and saves: 1 x G values, the product's scale.
 
   Args:
     gate_up: [..., 2 F], gate first.
+    activation: f in f(gate) up.
     group_size: of the values.
     dtype: format of the values.
-    product_dtype: format of silu(gate) up.
+    product_dtype: format of f(gate) up.
 
   Returns:
-    gate and up in `dtype`, [..., F] each, and the scale of silu(gate) up.
+    gate and up in `dtype`, [..., F] each, and the scale of f(gate) up.
   """
   gate, up = jnp.split(gate_up, 2, axis=-1)
   how = dict(group_size=group_size, dtype=dtype)
   gate_q = quantize_groups.definition(gate, **how)
   up_q = quantize_groups.definition(up, **how)
-  product = _silu_product(gate_q, up_q, group_size)
+  product = _gated_product(gate_q, up_q, activation, group_size)
   return gate_q, up_q, tensor_scale.definition(product, dtype=product_dtype)
 
 
-@op(triton="swiglu")
-def silu_mul_fwd(
+@op(triton="gated")
+def gated_fwd(
   gate: QTensor,
   up: QTensor,
   *,
+  activation: Activation,
   scale: Array,
   group_size: int,
   layout: Layout = "rows",
   dtype: DTypeLike = E4M3,
 ) -> Operand:
-  """silu(gate) up from 1 x G values to an operand."""
-  product = _silu_product(gate, up, group_size)
+  """f(gate) up from 1 x G values to an operand."""
+  product = _gated_product(gate, up, activation, group_size)
   return quantize_tensor.definition(
     product, scale=scale, layout=layout, dtype=dtype
   )
 
 
 @op()
-def silu_mul_bwd(
-  dy: Array, gate: QTensor, up: QTensor, *, group_size: int
-) -> tuple[Array, Array]:
-  """Gradients (dgate, dup), f32, SiLU recomputed from the gate."""
-  dy = dy.astype(jnp.float32)
-  gate_values = dequantize(gate, group_size=group_size)
-  up_values = dequantize(up, group_size=group_size)
-  dgate = dy * up_values * silu_derivative(gate_values)
-  return dgate, dy * silu_values(gate_values)
-
-
-@op(triton="swiglu")
-def silu_mul_bwd_operands(
+def gated_bwd(
   dy: Array,
   gate: QTensor,
   up: QTensor,
   *,
+  activation: Activation,
+  group_size: int,
+) -> tuple[Array, Array]:
+  """Gradients (dgate, dup), f32, the activation recomputed from the gate."""
+  dy = dy.astype(jnp.float32)
+  gate_values = dequantize(gate, group_size=group_size)
+  up_values = dequantize(up, group_size=group_size)
+  values, derivative = _FUNCTIONS[activation]
+  dgate = dy * up_values * derivative(gate_values)
+  return dgate, dy * values(gate_values)
+
+
+@op(triton="gated")
+def gated_bwd_operands(
+  dy: Array,
+  gate: QTensor,
+  up: QTensor,
+  *,
+  activation: Activation,
   product_scale: Array,
   group_size: int,
   dtype: DTypeLike = E5M2,
   product_dtype: DTypeLike = E4M3,
 ) -> tuple[Operand, Operand]:
-  """`silu_mul_bwd` to the operands of the products on both sides of SwiGLU.
+  """`gated_bwd` to the operands of the products in front and behind.
 
   Args:
-    dy: [..., F], gradient of the product.
-    gate, up: what `gate_up_input` returned.
+    dy: [..., F], gradient of f(gate) up.
+    gate, up: what `gated_input` returned.
+    activation: f.
     product_scale: the scale it returned.
     group_size: of gate and up.
     dtype: format of the gradient.
@@ -182,11 +228,14 @@ def silu_mul_bwd_operands(
     The gradient of [gate, up], [..., 2 F] with one scale, in both layouts; and
     the product again, its columns, for the weight gradient.
   """
-  gradients = silu_mul_bwd.definition(dy, gate, up, group_size=group_size)
+  gradients = gated_bwd.definition(
+    dy, gate, up, activation=activation, group_size=group_size
+  )
   dgate_up = jnp.concatenate(gradients, axis=-1)
-  product = silu_mul_fwd.definition(
+  product = gated_fwd.definition(
     gate,
     up,
+    activation=activation,
     scale=product_scale,
     group_size=group_size,
     layout="columns",
@@ -196,10 +245,13 @@ def silu_mul_bwd_operands(
   return gradient, product
 
 
-def _silu_product(gate: QTensor, up: QTensor, group_size: int) -> Array:
-  """silu(gate) up in f32."""
+def _gated_product(
+  gate: QTensor, up: QTensor, activation: Activation, group_size: int
+) -> Array:
+  """f(gate) up in f32."""
   gate_values = dequantize(gate, group_size=group_size)
-  return silu_values(gate_values) * dequantize(up, group_size=group_size)
+  y = activation_values(gate_values, activation=activation)
+  return y * dequantize(up, group_size=group_size)
 
 
 @op(triton="gelu")

@@ -14,6 +14,9 @@ Layout = Literal["rows", "columns", "both"]
 
 NormKind = Literal["rms", "layer"]
 
+# SiLU, and GELU by its tanh approximation or by erf.
+Activation = Literal["silu", "gelu_tanh", "gelu"]
+
 
 class Unsupported(NotImplementedError):
   """Raised by an implementation that cannot take these arguments: why not."""

@@ -91,21 +91,43 @@ def _row(v, like):
   return v.astype(jnp.float32).reshape((1,) * (like.ndim - 1) + v.shape)
 
 
-def gated_mlp(x, weights, kind, eps, residuals, group_size=16):
-  """x + (silu(norm(x) w_gate) * (norm(x) w_up)) w_down, f32."""
+ACTIVATIONS = {
+  "silu": jax.nn.silu,
+  "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+  "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+}
+
+
+def gated_mlp(
+  x,
+  weights,
+  kind,
+  eps,
+  residuals,
+  group_size=16,
+  activation="silu",
+  post_norm=None,
+):
+  """x + post_norm((f(norm(x) w_gate) * (norm(x) w_up)) w_down), f32."""
   front, back, _ = weights
-  y = norm(x, front.gamma, front.beta, kind, eps, group_size)
+  y = x
+  if kind is not None:
+    y = norm(x, front.gamma, front.beta, kind, eps, group_size)
   gate_up = linear(y, front.w, front.bias, x.dtype)
   gate_up = rounded(gate_up, x.dtype)
   gate, up = jnp.split(gate_up, 2, axis=-1)
   gate, up = per_group(gate, group_size), per_group(up, group_size)
-  silu = jax.nn.silu(gate)
-  silu = pin(silu, jax.lax.stop_gradient(ops.silu_values(gate)))
+  fixed = ops.activation_values(gate, activation=activation)
+  y = pin(ACTIVATIONS[activation](gate), jax.lax.stop_gradient(fixed))
   if residuals == "coat":
-    silu = per_group(silu, group_size)
+    y = per_group(y, group_size)
   # The product is rounded only where a bias is added to it first.
   dtype = jnp.float32 if back.bias is None else x.dtype
-  out = linear(silu * up, back.w, back.bias, dtype)
+  if post_norm is not None:
+    out = rounded(linear(y * up, back.w, back.bias, x.dtype), x.dtype)
+    out = norm(out, back.gamma, back.beta, post_norm, eps, group_size)
+    return x.astype(jnp.float32) + out
+  out = linear(y * up, back.w, back.bias, dtype)
   return x.astype(jnp.float32) + rounded(out, dtype)
 
 

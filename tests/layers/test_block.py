@@ -22,6 +22,8 @@ from coat_jax.layers import (
   Middle,
   MiddleGradient,
   MiddleOutput,
+  NormLinear,
+  RMSNorm,
   block,
 )
 from coat_jax.layers.linear import gradient_operand
@@ -29,6 +31,7 @@ from coat_jax.layers.residuals import save_residual
 from coat_jax.qtensor import dequantize
 from tests.comparing import assert_close, assert_same_bits, jit
 from tests.layers import straight_through
+from tests.matrices import quick
 
 D, F, G = 24, 40, 16
 
@@ -150,3 +153,94 @@ def test_modules_can_leave_out_norm_and_add(make, recipe):
   assert jnp.any(y)
   # The sum is rounded once there, as is the product here.
   assert_close(added, wanted, 1e-6)
+
+
+@pytest.mark.parametrize(
+  "make", quick(1, [GatedMLP, MLP, Attention, NormLinear])
+)
+def test_blocks_multiply_by_one_plus_scale(make):
+  width = 2 if make is Attention else F  # Heads, or columns.
+  build = functools.partial(make, D, width, dtype=jnp.float32)
+  scale = jax.random.normal(jax.random.key(2), D) / 4
+  x, dy = jax.random.normal(jax.random.key(1), (2, 2, 6, D))
+  dy = jnp.resize(dy, (2, 6, F)) if make is NormLinear else dy
+
+  @jit
+  def run(m, scale, x, dy):
+    graph, params, others = nnx.split(m, nnx.Param, ...)
+
+    def f(params, scale, x):
+      m = nnx.merge(graph, params, others)
+      norm = m.qkv.norm if make is Attention else m.norm
+      norm.scale[...] = scale
+      return m(x)
+
+    y, vjp = jax.vjp(f, params, scale, x)
+    return y, vjp(dy)[1:]
+
+  gemma = build(scale_plus_one=True, rngs=nnx.Rngs(0))
+  found = run(gemma, scale, x, dy)
+  wanted = run(build(rngs=nnx.Rngs(0)), 1 + scale, x, dy)
+  assert_same_bits(found, wanted)
+
+
+class AddedNorm(nnx.Module):
+  """x + norm(block(x)), of a block that adds nothing and a norm behind it."""
+
+  def __init__(self, block, norm):
+    self.block, self.norm = block, norm
+
+  def __call__(self, x):
+    return x + self.norm(self.block(x))
+
+
+@pytest.mark.parametrize(
+  "make, recipe, norm",
+  [
+    pytest.param(Attention, recipes.coat(), None),
+    *quick(
+      0,
+      [
+        (make, recipe, norm)
+        for make in (Attention, GatedMLP, MLP)
+        for recipe, norm in [
+          (recipes.bf16(), None),
+          (recipes.fp8_linear(), "rms"),
+          (recipes.coat(residuals="coat", attention="fp8"), "rms"),
+        ]
+      ],
+    ),
+  ],
+)
+def test_post_norm_is_the_norm_behind_a_block(make, recipe, norm):
+  width = 2 if make is Attention else F  # Heads, or columns.
+  shared = dict(recipe=recipe, epsilon=1e-2, dtype=jnp.float32)
+  rngs = nnx.Rngs(0)
+  options = dict(norm=norm, use_bias=True, rngs=rngs, **shared)
+  whole = make(D, width, post_norm="rms", scale_plus_one=True, **options)
+  scale = jax.random.normal(jax.random.key(2), D) / 4
+  whole.post_norm.scale[...] = scale
+  x, dy = jax.random.normal(jax.random.key(1), (2, 2, 6, D))
+  bare = make(
+    D, width, add_input=False, scale_plus_one=norm is not None, **options
+  )
+  post_norm = RMSNorm(D, scale_plus_one=True, rngs=rngs, **shared)
+  parts = AddedNorm(bare, post_norm)
+
+  @jit
+  def run(whole, parts, x, dy):
+    def of(module, params):
+      graph = nnx.split(module, nnx.Param)[0]
+      f = lambda params, x: nnx.merge(graph, params)(x)  # noqa: E731
+      y, vjp = jax.vjp(f, params, x)
+      return y, vjp(dy)
+
+    own = nnx.to_pure_dict(nnx.split(whole, nnx.Param)[1])
+    rest = {name: p for name, p in own.items() if name != "post_norm"}
+    return of(whole, own), of(parts, dict(block=rest, norm=own["post_norm"]))
+
+  (y, (dw, dx)), (want, (want_dw, want_dx)) = run(whole, parts, x, dy)
+  assert_close(y, want, 1e-6)
+  behind = dw.pop("post_norm")
+  # The sum may be contracted on one side, and flip no code.
+  assert_close((dx, dw, behind), (want_dx, want_dw["block"], want_dw["norm"]))

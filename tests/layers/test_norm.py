@@ -121,6 +121,42 @@ def test_modules_hold_what_nnx_norms_hold():
   assert abs(float(jnp.mean(olmo(x)))) < 1e-2
 
 
+@pytest.mark.parametrize(
+  "kind, module", [("rms", RMSNorm), ("layer", LayerNorm)]
+)
+def test_scale_plus_one_is_summed_in_float32(kind, module):
+  x, scale, beta, dy = case((2, 6))
+  # 1 + 2^-9 is 1 in BF16.
+  scale = (scale / 8).at[:4].set(2.0**-9).astype(jnp.bfloat16)
+  options = dict(use_bias=True, scale_plus_one=True, epsilon=1e-5)
+  dtypes = dict(dtype=jnp.float32, param_dtype=jnp.bfloat16)
+  m = module(24, **options, **dtypes, rngs=nnx.Rngs(0))
+  assert_same_bits(m.scale[...], jnp.zeros(24, jnp.bfloat16))
+  m.scale[...], m.bias[...] = scale, beta.astype(jnp.bfloat16)
+  graph, params = nnx.split(m)
+
+  @jit
+  def run(x, params, dy):
+    y, vjp = jax.vjp(lambda x, params: nnx.merge(graph, params)(x), x, params)
+    return y, vjp(dy)
+
+  y, (dx, grads) = run(x, params, dy)
+  gamma = 1 + scale.astype(jnp.float32)
+  beta = m.bias[...].astype(jnp.float32)
+  want, (want_dx, *want_grads) = oracle(x, gamma, beta, dy, kind, 1e-5)
+  assert_same_bits(y, want)
+  assert_close(dx, want_dx)
+  # Gradients have the parameters' dtype.
+  assert_close((grads.scale[...], grads.bias[...]), want_grads, 2.0**-8)
+
+
+def test_scale_plus_one_needs_a_scale():
+  with pytest.raises(
+    ValueError, match="RMSNorm: scale_plus_one must come with"
+  ):
+    RMSNorm(24, scale_plus_one=True, use_scale=False, rngs=nnx.Rngs(0))
+
+
 @pytest.mark.parametrize("recipe", [recipes.bf16(), recipes.fp8_linear()])
 def test_other_recipes_are_the_ordinary_norm(recipe):
   x, gamma, beta, dy = case((2, 6))

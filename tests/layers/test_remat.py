@@ -14,11 +14,17 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from flax import nnx
 from jax import P
 from jax.sharding import AxisType, NamedSharding
 
 from coat_jax import recipe as recipes
-from coat_jax.layers import fp8_remat, remat
+from coat_jax.layers import (
+  GatedMLP,
+  block_inputs_saveable,
+  fp8_remat,
+  remat,
+)
 from coat_jax.recipe import MeshAxes
 from tests import oracles
 from tests.comparing import assert_close, assert_same_bits, jit
@@ -51,7 +57,7 @@ def f(x, w):
 def gradients(f, *args):
   def both(*args):
     y, backward = jax.vjp(f, *args)
-    return y, backward(DY.astype(y.dtype))
+    return y, backward(jnp.asarray(DY, y.dtype))
 
   return jit(both)(*args)
 
@@ -197,6 +203,29 @@ def test_devices_of_a_mesh_keep_their_own_codes(is_explicit):
     program = jit(both).lower(x, w, dy).compile().as_text()
   assert_close(found, want, 1e-6)
   assert "all-gather" not in program
+
+
+@pytest.mark.parametrize("norm", [None, "rms"])
+def test_block_inputs_are_those_of_norms_behind_too(norm):
+  options = dict(norm=norm, post_norm="rms", recipe=XLA)
+  layer = GatedMLP(D, 96, dtype=jnp.float32, rngs=nnx.Rngs(0), **options)
+  graph, params = nnx.split(layer)
+
+  def plain(params, x):
+    return nnx.merge(graph, params)(x)
+
+  saving = jax.checkpoint(plain, policy=block_inputs_saveable)
+  assert_same_bits(gradients(saving, params, X), gradients(plain, params, X))
+  found = kept(saving, params, X)
+  num_norms = 1 if norm is None else 2
+  assert found["uint8", (B, T, D)] == num_norms
+  assert found["float32", (B, T)] == num_norms
+  # Without a norm in front the block reads its input itself.
+  assert found["float32", (B, T, D)] == (1 if norm is None else 0)
+  # The first product once more, the second not.
+  f = jit(lambda *args: jax.vjp(saving, *args)[1](jnp.asarray(DY)))
+  products = f.lower(params, X).as_text().count("stablehlo.dot_general")
+  assert products == 2 + 1 + 4
 
 
 def test_argnums_are_places():

@@ -13,6 +13,7 @@ from flax import nnx
 from coat_jax import recipe as recipes
 from coat_jax.formats import E4M3
 from coat_jax.layers import (
+  GatedMLP,
   LayerNorm,
   Linear,
   NormLinear,
@@ -24,6 +25,7 @@ from coat_jax.models.config import ModelConfig
 from coat_jax.models.decoder import DecoderLayer
 from coat_jax.qtensor import num_groups
 from tests.comparing import jit
+from train import memory
 from train.memory import residual_arrays, residual_bytes
 
 BF16, F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
@@ -174,6 +176,27 @@ def test_kinds_are_those_of_the_operations():
   assert bf16["activation"] == 5 * 2 * F
   assert bf16["linear"] == 2 * (2 * D + F)
   assert bf16["attention"] == want
+
+
+@pytest.mark.parametrize("norm", [None, "rms"])
+def test_a_norm_behind_saves_its_input_in_fp8(norm, monkeypatch):
+  def make(config, recipe, rngs):
+    return GatedMLP(D, F, norm=norm, post_norm="rms", recipe=recipe, rngs=rngs)
+
+  recipe = recipes.coat()
+  # What a whole layer is counted with.
+  monkeypatch.setattr(memory, "DecoderLayer", make)
+  arrays = residual_arrays(CONFIG, recipe, tokens=T)
+  want = groups(1, T, D) + groups(1, T, F, count=2)
+  want[F32, (1, T)] += 1  # rstd
+  in_front = collections.Counter({(FP8, (D, T)): 1})  # What the product read.
+  if norm is not None:
+    in_front = groups(1, T, D) + collections.Counter({(F32, (1, T)): 1})
+  assert kinds(a for a, _ in arrays if a.ndim) == want + in_front
+  counted = residual_bytes(CONFIG, recipe, tokens=T)
+  of_norm = D + 2 * num_groups(D, G) + 4
+  assert counted["norm"] == of_norm * (1 if norm is None else 2)
+  assert counted["linear"] == pytest.approx(D if norm is None else 0, abs=1)
 
 
 def test_bytes_per_token_do_not_depend_on_the_tokens():

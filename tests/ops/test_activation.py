@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SwiGLU and GELU against float64, or `jax.vjp` of a formula written here."""
+"""Activation functions against float64, or `jax.vjp` of formulas."""
 
 import functools
 import math
@@ -37,6 +37,19 @@ def gelu64(x, approximate):
   return 0.5 * x * (1 + np.vectorize(math.erf)(x / 2**0.5))
 
 
+# By the names of `ops.Activation`: formulas in float64, and JAX's functions.
+FORMULAS = {
+  "silu": silu64,
+  "gelu_tanh": functools.partial(gelu64, approximate=True),
+  "gelu": functools.partial(gelu64, approximate=False),
+}
+FUNCTIONS = {
+  "silu": jax.nn.silu,
+  "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
+  "gelu": functools.partial(jax.nn.gelu, approximate=False),
+}
+
+
 def gelu_slope64(x):
   """Derivative of the tanh approximation."""
   c = (2 / np.pi) ** 0.5
@@ -45,26 +58,38 @@ def gelu_slope64(x):
   return 0.5 * (1 + tanh) + 0.5 * x * (1 - tanh**2) * slope
 
 
+@jax.custom_jvp
+def gelu_of_slope64(x):
+  """GELU with the float64 derivative; in f32 one of a tanh is off by 2e-6."""
+  return jnp.float32(gelu64(np.asarray(x, np.float64), True))
+
+
+@gelu_of_slope64.defjvp
+def _gelu_jvp(primals, tangents):
+  slope = gelu_slope64(np.asarray(primals[0], np.float64))
+  return gelu_of_slope64(*primals), jnp.float32(slope) * tangents[0]
+
+
 @pytest.mark.parametrize("width", WIDTHS)
 def test_activation_forwards_equal_float64(width):
   a, a_values = in_groups((ROWS, width), 1, factor=4)
   b, b_values = in_groups((ROWS, width), 2)
   a64, b64 = np.asarray(a_values, np.float64), np.asarray(b_values, np.float64)
-  silu, product = silu64(a64), silu64(a64) * b64
-  assert_close(ops.silu_values(a_values), silu, 1e-6)
-  q = ops.silu_fwd(a, group_size=GROUP)
-  assert_same_bits(
-    q,
-    ops.quantize_groups(ops.silu_values(a_values), group_size=16),
-  )
+  for activation, formula in FORMULAS.items():
+    values = ops.activation_values(a_values, activation=activation)
+    assert_close(values, formula(a64), 1e-6)
+    q = ops.activation_fwd(a, activation=activation, group_size=GROUP)
+    assert_same_bits(q, ops.quantize_groups(values, group_size=GROUP))
   assert_codes_stand_for(ops.mul_fwd(a, b, group_size=GROUP), a64 * b64)
   gate = unquantized((ROWS, width), 1, factor=4)
   gate_up = jnp.concatenate([gate, unquantized((ROWS, width), 2)], axis=-1)
-  *got, scale = ops.gate_up_input(gate_up, group_size=GROUP)
-  assert_same_bits(got, (a, b))
-  for layout in ("rows", "columns", "both"):
-    q = ops.silu_mul_fwd(a, b, scale=scale, group_size=GROUP, layout=layout)
-    assert_codes_stand_for(q, product)
+  for activation, formula in FORMULAS.items():
+    how = dict(activation=activation, group_size=GROUP)
+    *got, scale = ops.gated_input(gate_up, **how)
+    assert_same_bits(got, (a, b))
+    for layout in ("rows", "columns", "both"):
+      q = ops.gated_fwd(a, b, scale=scale, layout=layout, **how)
+      assert_codes_stand_for(q, formula(a64) * b64)
   for approximate in (True, False):
     want = gelu64(a64, approximate)
     got = ops.gelu_values(a_values, approximate=approximate)
@@ -84,7 +109,7 @@ def test_gelu_is_near_float64_at_every_value():
   # Of exp(2 u), f32 2 u being off by 2^-24 of itself, and 2 u at most 12.
   for values in (
     ops.gelu_values(jnp.asarray(x), approximate=True),
-    x * np.asarray(gelu._cdf(jnp.asarray(x), interpret=True)),
+    x * np.asarray(gelu.cdf(jnp.asarray(x), interpret=True)),
   ):
     np.testing.assert_allclose(values, gelu64(x64, True), rtol=3e-6, atol=0)
   slope = ops.gelu_derivative(jnp.asarray(x), approximate=True)
@@ -98,7 +123,7 @@ def test_activation_operands_are_written_with_the_scale_given():
   a, _ = in_groups((ROWS, 43), 1)
   b, _ = in_groups((ROWS, 43), 2)
   for forward in (
-    functools.partial(ops.silu_mul_fwd, a, b),
+    functools.partial(ops.gated_fwd, a, b, activation="silu"),
     functools.partial(ops.gelu_fwd, a, approximate=True),
   ):
     q = forward(group_size=GROUP, scale=jnp.float32(2**-7))
@@ -120,17 +145,15 @@ def test_activation_backwards_are_the_gradients(width):
     return jax.vjp(f, *args)[1](dy)
 
   assert_close(
-    (ops.silu_bwd(dy, a, group_size=GROUP),),
-    oracle(jax.nn.silu, a_values),
-  )
-  assert_close(
     ops.mul_bwd(dy, a, b, group_size=GROUP),
     oracle(jnp.multiply, a_values, b_values),
   )
-  assert_close(
-    ops.silu_mul_bwd(dy, a, b, group_size=GROUP),
-    oracle(lambda x, y: jax.nn.silu(x) * y, a_values, b_values),
-  )
+  for activation, f in FUNCTIONS.items():
+    how = dict(activation=activation, group_size=GROUP)
+    got = ops.activation_bwd(dy, a, **how)
+    assert_close((got,), oracle(f, a_values))
+    got = ops.gated_bwd(dy, a, b, **how)
+    assert_close(got, oracle(lambda x, y, f=f: f(x) * y, a_values, b_values))
   for approximate in (True, False):
     gelu = functools.partial(jax.nn.gelu, approximate=approximate)
     got = ops.gelu_bwd(dy, a, approximate=approximate, group_size=GROUP)
@@ -144,14 +167,16 @@ def test_activation_backward_operands_are_the_gradients_with_one_scale(width):
   dy = gradient((ROWS, width))
   scale = jnp.float32(1 / 64)
   keywords = dict(group_size=GROUP)
-  dgate_up, product = ops.silu_mul_bwd_operands(
-    dy, a, b, product_scale=scale, **keywords
-  )
-  want = jax.vjp(lambda x, y: jax.nn.silu(x) * y, a_values, b_values)[1](dy)
-  assert_codes_stand_for(dgate_up, np.concatenate(want, axis=-1), E5M2)
-  again = ops.silu_mul_fwd(a, b, scale=scale, **keywords)
-  assert product.rows is None
-  assert_same_bits(product.columns, np.asarray(again.rows).T)
+  for activation, f in (("silu", jax.nn.silu), ("gelu_tanh", gelu_of_slope64)):
+    how = dict(activation=activation, **keywords)
+    dgate_up, product = ops.gated_bwd_operands(
+      dy, a, b, product_scale=scale, **how
+    )
+    want = jax.vjp(lambda x, y, f=f: f(x) * y, a_values, b_values)[1](dy)
+    assert_codes_stand_for(dgate_up, np.concatenate(want, axis=-1), E5M2)
+    again = ops.gated_fwd(a, b, scale=scale, **how)
+    assert product.rows is None
+    assert_same_bits(product.columns, np.asarray(again.rows).T)
   dx, output = ops.gelu_bwd_operands(
     dy, a, approximate=True, output_scale=scale, **keywords
   )
@@ -170,7 +195,7 @@ def test_activations_of_degenerate_groups():
   values64 = np.asarray(values, np.float64)
   with np.errstate(over="ignore"):
     silu = silu64(values64)
-  q = ops.silu_fwd(x, group_size=GROUP)
+  q = ops.activation_fwd(x, activation="silu", group_size=GROUP)
   assert np.all(np.isfinite(q.qvalue.astype(jnp.float32)))
   # What is below f32's normal numbers may count as zero.
   error = np.abs(np.asarray(ops.silu_values(values), np.float64) - silu)
@@ -186,12 +211,13 @@ def test_activations_of_degenerate_groups():
     far = np.abs(values64) > 20
     assert far.any() and np.all(slope[far] == (values64[far] > 0))
     assert np.all(np.isfinite(slope))
-  slope = ops.silu_bwd(dy, x, group_size=GROUP)
+  slope = ops.activation_bwd(dy, x, activation="silu", group_size=GROUP)
   far = np.abs(values64) > 200
   assert np.all(slope[far] == (values64[far] > 0))
   assert np.all(np.isfinite(slope))
   ones, _ = in_groups(values.shape)
-  for op in (ops.mul_bwd, ops.silu_mul_bwd):
+  gated = functools.partial(ops.gated_bwd, activation="silu")
+  for op in (ops.mul_bwd, gated):
     for leaf in op(0.25 * dy, ones, x, group_size=GROUP):
       assert np.all(np.isfinite(leaf))
 
@@ -204,15 +230,16 @@ def test_activations_of_nan_are_nan():
   keywords = dict(group_size=GROUP)
   one = dict(scale=jnp.float32(1), **keywords)
   gate_up = jnp.concatenate([x, dy], axis=-1)
+  silu = dict(activation="silu")
   assert_nans(
-    silu=ops.silu_fwd(q, **keywords),
-    silu_bwd=ops.silu_bwd(dy, q, **keywords),
+    silu=ops.activation_fwd(q, **silu, **keywords),
+    silu_bwd=ops.activation_bwd(dy, q, **silu, **keywords),
     mul=ops.mul_fwd(fine, q, **keywords),
     mul_bwd=ops.mul_bwd(dy, fine, q, **keywords)[0],
-    gate=ops.gate_up_input(gate_up, **keywords)[0],
-    product_scale=ops.gate_up_input(gate_up, **keywords)[2],
-    silu_mul=ops.silu_mul_fwd(fine, q, **one),
-    silu_mul_bwd=ops.silu_mul_bwd(dy, fine, q, **keywords)[0],
+    gate=ops.gated_input(gate_up, **silu, **keywords)[0],
+    product_scale=ops.gated_input(gate_up, **silu, **keywords)[2],
+    gated=ops.gated_fwd(fine, q, **silu, **one),
+    gated_bwd=ops.gated_bwd(dy, fine, q, **silu, **keywords)[0],
     gelu=ops.gelu_fwd(q, approximate=True, **one),
     gelu_bwd=ops.gelu_bwd(dy, q, approximate=True, **keywords),
   )

@@ -103,12 +103,14 @@ def test_our_own_operations_lose_no_more_than_the_reference(arrays):
   # scales rounded up, divided by) are as near to it.
   gate, up = jnp.asarray(arrays["g"]), jnp.asarray(arrays["u"])
   exact = ops.silu_values(gate) * up
-  gate_q, up_q, scale = ops.gate_up_input(
-    jnp.concatenate([gate, up], axis=-1), group_size=GROUP
+  gate_q, up_q, scale = ops.gated_input(
+    jnp.concatenate([gate, up], axis=-1), activation="silu", group_size=GROUP
   )
-  silu_q = ops.silu_fwd(gate_q, group_size=GROUP)
+  silu_q = ops.activation_fwd(gate_q, activation="silu", group_size=GROUP)
   ours = ops.mul_fwd(silu_q, up_q, group_size=GROUP)
-  minimal = ops.silu_mul_fwd(gate_q, up_q, scale=scale, group_size=GROUP)
+  minimal = ops.gated_fwd(
+    gate_q, up_q, activation="silu", scale=scale, group_size=GROUP
+  )
   golden_codes = jnp.asarray(arrays["mul_q"].view(ml_dtypes.float8_e4m3fn))
 
   def error(codes, scale):

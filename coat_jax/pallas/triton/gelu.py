@@ -10,7 +10,7 @@ The tanh approximation, as the sigmoid that it is:
   1 + tanh(u) = 2 s,  s = sigmoid(2 u),  u = sqrt(2 / pi) (x + 0.044715 x^3)
   gelu = x s,  gelu' = s + 2 x s (1 - s) du/dx
 
-Tiles and passes are as in `swiglu`.
+Tiles and passes are as in `gated`.
 
 Bytes for each value, BF16: gelu_input 2 + 1 + 2 / G; gelu_fwd 1 + 2 / G, and 1
 a layout; gelu_bwd_operands 2 * (2 + 1 + 2 / G) + 3.
@@ -93,12 +93,12 @@ def _gelu_input(x, work: Work) -> tuple[QTensor, Array]:
 
 def _input_kernel(work, x_ref, q_ref, scale_ref, bits_ref):
   x = work.store_groups(q_ref, scale_ref, work.load(x_ref))
-  y = x * _cdf(x, work.interpret)
+  y = x * cdf(x, work.interpret)
   tiles.store_scalar(bits_ref, tiles.amax_bits(y))
 
 
-def _cdf(x: Array, interpret: bool) -> Array:
-  """gelu(x) / x."""
+def cdf(x: Array, interpret: bool) -> Array:
+  """gelu(x) / x, of a tile."""
   inner = _SQRT_2_OVER_PI * (x + _CUBIC * x * x * x)
   return ptx.sigmoid(2 * inner, interpret=interpret)
 
@@ -148,7 +148,7 @@ def _gelu_fwd(
 
 def _fwd_kernel(work, q_ref, scales_ref, scale_ref, rows_ref, columns_ref):
   x = work.load_groups(q_ref, scales_ref)
-  codes = work.quantize(x * _cdf(x, work.interpret), scale_ref, E4M3)
+  codes = work.quantize(x * cdf(x, work.interpret), scale_ref, E4M3)
   work.store_operand(rows_ref, columns_ref, codes)
 
 
@@ -209,12 +209,17 @@ def _amax_kernel(work, dy_ref, q_ref, scales_ref, bits_ref):
 def _gradient_values(work, dy_ref, q_ref, scales_ref) -> tuple[Array, Array]:
   """dx and y of a tile, zeros outside the matrix."""
   x = work.load_groups(q_ref, scales_ref)
+  share, derivative = cdf_and_derivative(x, work.interpret)
+  return work.load(dy_ref) * derivative, x * share
+
+
+def cdf_and_derivative(x: Array, interpret: bool) -> tuple[Array, Array]:
+  """gelu(x) / x and gelu'(x), of a tile."""
   # Beyond 20 s is 0 or 1, and 0 times an overflowing slope would be NaN.
-  near = ptx.clip(x, 20.0, interpret=work.interpret)
-  cdf = _cdf(near, work.interpret)
+  near = ptx.clip(x, 20.0, interpret=interpret)
+  s = cdf(near, interpret)
   slope = _SQRT_2_OVER_PI * (1 + 3 * _CUBIC * near * near)
-  derivative = cdf + 2 * near * cdf * (1 - cdf) * slope
-  return work.load(dy_ref) * derivative, x * cdf
+  return s, s + 2 * near * s * (1 - s) * slope
 
 
 @functools.partial(jax.jit, static_argnames="work")

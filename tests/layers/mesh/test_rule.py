@@ -147,6 +147,37 @@ def test_an_mlp_without_norm_and_add_computes_what_it_does_on_one_device():
   check(make, recipes.coat(), (2, 2, 2))
 
 
+class PostNormed(nnx.Module):
+  """A decoder layer with norms behind, and one in front of the MLP or none."""
+
+  def __init__(self, recipe, norm):
+    shared = dict(post_norm="layer", use_norm_bias=True, use_bias=True)
+    shared |= dict(recipe=recipe, dtype=jnp.float32, rngs=nnx.Rngs(0))
+    self.attention = Attention(D, 4, num_kv_heads=2, norm=None, **shared)
+    self.mlp = GatedMLP(D, F, norm=norm, activation="gelu_tanh", **shared)
+
+  def __call__(self, x):
+    return self.mlp(self.attention(x))
+
+
+@pytest.mark.parametrize(
+  "recipe, sizes, norm, kind",
+  quick(
+    1,
+    [
+      (recipes.coat(), (2, 2, 2), "rms", AxisType.Auto),
+      (recipes.coat(), (1, 8, 1), None, AxisType.Auto),
+      (recipes.coat(), (2, 2, 2), None, AxisType.Explicit),
+      (recipes.fp8_linear(), (2, 2, 2), None, AxisType.Auto),
+    ],
+  ),
+)
+def test_norms_behind_compute_what_they_do_on_one_device(
+  recipe, sizes, norm, kind
+):
+  check(lambda r: PostNormed(r, norm), recipe, sizes, kind)
+
+
 def test_gradients_can_be_summed_in_bfloat16():
   # Two devices' sums are each rounded to 8 bits, and once more together.
   check(

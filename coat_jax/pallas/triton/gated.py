@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SwiGLU from and to FP8: `ops.gate_up_input` and others.
+"""Gated activation functions from and to FP8: `ops.gated_input` and others.
 
-  gate_up_input          codes and scales of gate and of up, amax of the product
-  silu_mul_fwd           silu(gate) up, as rows, as columns or as both
-  silu_mul_bwd_operands  dgate = dy up silu'(gate), dup = dy silu(gate), in both
-                         layouts with one scale, and the product's columns
+  gated_input         codes and scales of gate and of up, amax of the product
+  gated_fwd           f(gate) up, as rows, as columns or as both
+  gated_bwd_operands  dgate = dy up f'(gate), dup = dy f(gate), in both layouts
+                      with one scale, and the product's columns
 
-with silu(x) = x s, silu'(x) = s (1 + x (1 - s)), s = sigmoid(x), once for each
-element and pass. A program has a tile of the gate and the same tile of up, F
-columns apart: arrays of both are [m, 2, F] here.
+with f SiLU, silu(x) = x s, silu'(x) = s (1 + x (1 - s)), s = sigmoid(x), once
+for each element and pass; or GELU by the formulas of `gelu`. A program has a
+tile of the gate and the same tile of up, F columns apart: arrays of both are
+[m, 2, F] here.
 
       gate_up [m, 2 F]            dgate_up.rows           .columns [2 F, m]
       +--------+--------+         +--------+--------+         +----+
@@ -19,13 +20,13 @@ columns apart: arrays of both are [m, 2, F] here.
 The backward's scale must be known before a code is written: it is two passes,
 of which the first finds maxima only.
 
-Bytes for each of m F, BF16: gate_up_input 2 * 2 + 2 * (1 + 2 / G); silu_mul_fwd
-2 * (1 + 2 / G), and 1 a layout; silu_mul_bwd_operands 2 * (2 + 2 * (1 + 2 / G))
+Bytes for each of m F, BF16: gated_input 2 * 2 + 2 * (1 + 2 / G); gated_fwd
+2 * (1 + 2 / G), and 1 a layout; gated_bwd_operands 2 * (2 + 2 * (1 + 2 / G))
 + 5.
 
-On an H200 (2026-11-21, jax 0.11.2, m 8192, F 11008, G = 16): gate_up_input 152
-microseconds, 3.7 TB/s; silu_mul_fwd rows 69, 4.3; silu_mul_bwd_operands 401,
-3.0 (some 50 instructions a value in its second pass); XLA takes 412, 218, 1663.
+On an H200 (2026-11-21, jax 0.11.2, m 8192, F 11008, G = 16), SiLU: gated_input
+152 microseconds, 3.7 TB/s; gated_fwd rows 69, 4.3; gated_bwd_operands 401, 3.0
+(some 50 instructions a value in its second pass); XLA takes 412, 218, 1663.
 """
 
 import functools
@@ -38,8 +39,8 @@ from jax.typing import DTypeLike
 
 from coat_jax.formats import E4M3, E5M2
 from coat_jax.ops.dispatch import supported
-from coat_jax.ops.types import Layout, Operand, Unsupported
-from coat_jax.pallas.triton import ptx, tiles
+from coat_jax.ops.types import Activation, Layout, Operand, Unsupported
+from coat_jax.pallas.triton import gelu, ptx, tiles
 from coat_jax.pallas.triton.elementwise import (
   Work,
   pick_amax_tile,
@@ -53,18 +54,20 @@ from coat_jax.qtensor import QTensor
 # --- Input -------------------------------------------------------------------
 
 
-def gate_up_input(
+def gated_input(
   gate_up: Array,
   *,
+  activation: Activation,
   group_size: int,
   dtype: DTypeLike = E4M3,
   product_dtype: DTypeLike = E4M3,
   interpret: bool = False,
 ) -> tuple[QTensor, QTensor, Array]:
-  """`ops.gate_up_input`."""
-  op, (*leading, n) = "gate_up_input", gate_up.shape
+  """`ops.gated_input`."""
+  op, (*leading, n) = "gated_input", gate_up.shape
   tiles.require_format(op, dtype, E4M3)
   tiles.require_format(op, product_dtype, E4M3)
+  _require_kernel(op, activation)
   if n % 2:
     raise Unsupported(
       f"{op}: gate and up must be of one width, got {n} for both"
@@ -75,18 +78,20 @@ def gate_up_input(
   supported()
   m, f = gate_up.size // n, n // 2
   work = Work(m, f, group_size, pick_row_tile(m, f), interpret)
-  gate, up, bits = _gate_up_input(gate_up, work)
+  gate, up, bits = _gated_input(gate_up, activation, work)
   return gate, up, tiles.bits_to_scale(bits)
 
 
-@functools.partial(jax.jit, static_argnames="work")
-def _gate_up_input(gate_up, work: Work) -> tuple[QTensor, QTensor, Array]:
+@functools.partial(jax.jit, static_argnames=("activation", "work"))
+def _gated_input(
+  gate_up, activation, work: Work
+) -> tuple[QTensor, QTensor, Array]:
   *results, bits = work.run(
-    _input_kernel,
+    _with(_input_kernel, activation),
     gate_up.reshape(work.m, 2, work.n),
     in_specs=[_halves(work)],
     **split([*[work.matrix(E4M3), work.scales()] * 2, work.bits()]),
-    name="gate_up_input",
+    name="gated_input",
   )
   gate, gate_scale, up, up_scale = (
     x.reshape(*gate_up.shape[:-1], x.shape[-1]) for x in results
@@ -95,32 +100,42 @@ def _gate_up_input(gate_up, work: Work) -> tuple[QTensor, QTensor, Array]:
 
 
 def _input_kernel(
-  work, gate_up_ref, gate_ref, gate_scale_ref, up_ref, up_scale_ref, bits_ref
+  work,
+  gate_up_ref,
+  gate_ref,
+  gate_scale_ref,
+  up_ref,
+  up_scale_ref,
+  bits_ref,
+  *,
+  activation,
 ):
   gate = work.load(gate_up_ref.at[:, jnp.int32(0)])
   up = work.load(gate_up_ref.at[:, jnp.int32(1)])
   gate = work.store_groups(gate_ref, gate_scale_ref, gate)
   up = work.store_groups(up_ref, up_scale_ref, up)
-  product = gate * ptx.sigmoid(gate, interpret=work.interpret) * up
+  product = _values(gate, activation, work.interpret) * up
   tiles.store_scalar(bits_ref, tiles.amax_bits(product))
 
 
 # --- Forward -----------------------------------------------------------------
 
 
-def silu_mul_fwd(
+def gated_fwd(
   gate: QTensor,
   up: QTensor,
   *,
+  activation: Activation,
   scale: Array,
   group_size: int,
   layout: Layout = "rows",
   dtype: DTypeLike = E4M3,
   interpret: bool = False,
 ) -> Operand:
-  """`ops.silu_mul_fwd`."""
-  op = "silu_mul_fwd"
+  """`ops.gated_fwd`."""
+  op = "gated_fwd"
   tiles.require_format(op, dtype, E4M3)
+  _require_kernel(op, activation)
   _require_gate_and_up(op, gate, up, group_size)
   tiles.require_columns(op, gate.qvalue.shape, layout)
   supported()
@@ -128,7 +143,7 @@ def silu_mul_fwd(
   m = gate.qvalue.size // f
   tile = pick_row_tile(m, f) if layout == "rows" else pick_tile(m)
   work = Work(m, f, group_size, tile, interpret)
-  rows, columns = _silu_mul_fwd(gate, up, scale, layout, work)
+  rows, columns = _gated_fwd(gate, up, scale, activation, layout, work)
   return Operand(rows, columns, scale)
 
 
@@ -142,18 +157,18 @@ def _require_gate_and_up(op, gate, up, group_size) -> None:
   require_values(op, up, group_size)
 
 
-@functools.partial(jax.jit, static_argnames=("layout", "work"))
-def _silu_mul_fwd(
-  gate, up, scale, layout, work: Work
+@functools.partial(jax.jit, static_argnames=("activation", "layout", "work"))
+def _gated_fwd(
+  gate, up, scale, activation, layout, work: Work
 ) -> tuple[Array | None, Array | None]:
   rows, columns = work.run(
-    _fwd_kernel,
+    _with(_fwd_kernel, activation),
     *work.matrices(gate),
     *work.matrices(up),
     scale.reshape(1),
     in_specs=[*_gate_and_up(work), tiles.scalar_spec()],
     **split(work.operand(E4M3, layout)),
-    name="silu_mul_fwd",
+    name="gated_fwd",
   )
   return rows if rows is None else rows.reshape(gate.qvalue.shape), columns
 
@@ -167,10 +182,12 @@ def _fwd_kernel(
   scale_ref,
   rows_ref,
   columns_ref,
+  *,
+  activation,
 ):
   gate = work.load_groups(gate_ref, gate_scale_ref)
   up = work.load_groups(up_ref, up_scale_ref)
-  product = gate * ptx.sigmoid(gate, interpret=work.interpret) * up
+  product = _values(gate, activation, work.interpret) * up
   codes = work.quantize(product, scale_ref, E4M3)
   work.store_operand(rows_ref, columns_ref, codes)
 
@@ -178,25 +195,27 @@ def _fwd_kernel(
 # --- Backward ----------------------------------------------------------------
 
 
-def silu_mul_bwd_operands(
+def gated_bwd_operands(
   dy: Array,
   gate: QTensor,
   up: QTensor,
   *,
+  activation: Activation,
   product_scale: Array,
   group_size: int,
   dtype: DTypeLike = E5M2,
   product_dtype: DTypeLike = E4M3,
   interpret: bool = False,
 ) -> tuple[Operand, Operand]:
-  """`ops.silu_mul_bwd_operands`, in two passes."""
-  op, (*leading, f) = "silu_mul_bwd_operands", dy.shape
+  """`ops.gated_bwd_operands`, in two passes."""
+  op, (*leading, f) = "gated_bwd_operands", dy.shape
   tiles.require_format(op, dtype, E5M2)
   tiles.require_format(op, product_dtype, E4M3)
   if dy.shape != gate.qvalue.shape:
     raise Unsupported(
       f"{op}: dy must be of gate's shape {gate.qvalue.shape}, got {dy.shape}"
     )
+  _require_kernel(op, activation)
   tiles.require_dtype(op, dy.dtype)
   _require_gate_and_up(op, gate, up, group_size)
   tiles.require_columns(op, dy.shape, "both")
@@ -204,54 +223,55 @@ def silu_mul_bwd_operands(
   supported()
   m = dy.size // f
   work = Work(m, f, group_size, pick_amax_tile(m), interpret)
-  scale = tiles.bits_to_scale(_gradients_amax(dy, gate, up, work), E5M2)
+  bits = _gradients_amax(dy, gate, up, activation, work)
+  scale = tiles.bits_to_scale(bits, E5M2)
   work = Work(m, f, group_size, pick_tile(m), interpret)
-  rows, columns, product = _gradients(dy, gate, up, scale, product_scale, work)
+  rows, columns, product = _gradients(
+    dy, gate, up, scale, product_scale, activation, work
+  )
   return Operand(rows, columns, scale), Operand(None, product, product_scale)
 
 
-@functools.partial(jax.jit, static_argnames="work")
-def _gradients_amax(dy, gate, up, work: Work) -> Array:
+@functools.partial(jax.jit, static_argnames=("activation", "work"))
+def _gradients_amax(dy, gate, up, activation, work: Work) -> Array:
   [bits] = work.run(
-    _amax_kernel,
+    _with(_amax_kernel, activation),
     dy.reshape(work.m, work.n),
     *work.matrices(gate),
     *work.matrices(up),
     in_specs=[work.tile.matrix(), *_gate_and_up(work)],
     **split([work.bits()]),
-    name="silu_mul_bwd_amax",
+    name="gated_bwd_amax",
   )
   return bits
 
 
-def _amax_kernel(work, *refs):
+def _amax_kernel(work, *refs, activation):
   *refs, bits_ref = refs
-  dgate, dup, _ = _gradient_values(work, *refs)
+  dgate, dup, _ = _gradient_values(work, activation, *refs)
   bits = jnp.maximum(tiles.amax_bits(dgate), tiles.amax_bits(dup))
   tiles.store_scalar(bits_ref, bits)
 
 
 def _gradient_values(
-  work, dy_ref, gate_ref, gate_scale_ref, up_ref, up_scale_ref
+  work, activation, dy_ref, gate_ref, gate_scale_ref, up_ref, up_scale_ref
 ) -> tuple[Array, Array, Array]:
   """dgate, dup and the product of a tile, zeros outside the matrix."""
   dy = work.load(dy_ref)
   gate = work.load_groups(gate_ref, gate_scale_ref)
   up = work.load_groups(up_ref, up_scale_ref)
-  sigmoid = ptx.sigmoid(gate, interpret=work.interpret)
-  silu = gate * sigmoid
-  derivative = sigmoid * (1 + gate * (1 - sigmoid))
-  return dy * up * derivative, dy * silu, silu * up
+  y, derivative = _values_and_derivative(gate, activation, work.interpret)
+  return dy * up * derivative, dy * y, y * up
 
 
-@functools.partial(jax.jit, static_argnames="work")
+@functools.partial(jax.jit, static_argnames=("activation", "work"))
 def _gradients(
-  dy, gate, up, scale, product_scale, work: Work
+  dy, gate, up, scale, product_scale, activation, work: Work
 ) -> tuple[Array, Array, Array]:
   m, f, tile = work.m, work.n, work.tile
   column_halves = tile.spec((2, tile.columns, tile.rows), (None, 1, 0))
   rows, columns, product = work.run(
-    _bwd_kernel,
+    _with(_bwd_kernel, activation),
     dy.reshape(m, f),
     *work.matrices(gate),
     *work.matrices(up),
@@ -270,15 +290,15 @@ def _gradients(
         work.columns(E4M3),
       ]
     ),
-    name="silu_mul_bwd_operands",
+    name="gated_bwd_operands",
   )
   rows = rows.reshape(*dy.shape[:-1], 2 * f)
   return rows, columns.reshape(2 * f, m), product
 
 
-def _bwd_kernel(work, *refs):
+def _bwd_kernel(work, *refs, activation):
   *refs, scale_ref, product_scale_ref, rows_ref, columns_ref, product_ref = refs
-  *gradients, product = _gradient_values(work, *refs)
+  *gradients, product = _gradient_values(work, activation, *refs)
   mask = work.mask()
   for i, gradient in enumerate(gradients):
     half = jnp.int32(i)  # The interpreter takes no plain int.
@@ -287,6 +307,43 @@ def _bwd_kernel(work, *refs):
     tiles.store_transposed(columns_ref, codes, mask, leading=(half,))
   codes = work.quantize(product, product_scale_ref, E4M3)
   work.store_operand(None, product_ref, codes)
+
+
+# --- Activation functions ----------------------------------------------------
+
+
+def _require_kernel(op: str, activation: Activation) -> None:
+  """Raises `Unsupported` for an activation that kernels have no formula of."""
+  if activation == "gelu":
+    raise Unsupported(
+      f"{op}: the Triton kernel has SiLU and GELU by the tanh approximation, "
+      "since Pallas lowers no erf to Triton; got activation='gelu'"
+    )
+
+
+def _with(kernel, activation: Activation):
+  return functools.partial(kernel, activation=activation)
+
+
+def _values(x: Array, activation: Activation, interpret: bool) -> Array:
+  """f(x)."""
+  if activation == "silu":
+    return x * ptx.sigmoid(x, interpret=interpret)
+  return x * gelu.cdf(x, interpret)
+
+
+def _values_and_derivative(
+  x: Array, activation: Activation, interpret: bool
+) -> tuple[Array, Array]:
+  """f(x) and f'(x)."""
+  if activation == "silu":
+    sigmoid = ptx.sigmoid(x, interpret=interpret)
+    return x * sigmoid, sigmoid * (1 + x * (1 - sigmoid))
+  cdf, derivative = gelu.cdf_and_derivative(x, interpret)
+  return x * cdf, derivative
+
+
+# --- Specs -------------------------------------------------------------------
 
 
 def _halves(work: Work) -> pl.BlockSpec:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton's SwiGLU and GELU, compiled for an H200: no spills.
+"""Triton's gated functions and GELU, compiled for an H200: no spills.
 
 That XLA fails where registers spill was seen with eight times the values a
 thread in the backward of SwiGLU.
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from coat_jax.formats import E4M3
-from coat_jax.pallas.triton import gelu, swiglu
+from coat_jax.pallas.triton import gated, gelu
 from coat_jax.qtensor import QTensor
 from tests.aot.compiling import compile_for_h200, custom_calls, fp8_moves
 
@@ -37,17 +37,20 @@ SHAPES = pytest.mark.parametrize("m, n", [(8192, 11008), (112, 688)])
 DTYPES = pytest.mark.parametrize("dtype", [BF16, F32])
 
 
+ACTIVATIONS = pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+
+
 @SHAPES
 @DTYPES
-def test_swiglu(m, n, dtype):
+@ACTIVATIONS
+def test_gated(m, n, dtype, activation):
   gate_up = jax.ShapeDtypeStruct((m, 2 * n), dtype)
-  assert_kernels(
-    lambda x: swiglu.gate_up_input(x, group_size=16), gate_up, count=1
-  )
+  how = dict(activation=activation, group_size=16)
+  assert_kernels(lambda x: gated.gated_input(x, **how), gate_up, count=1)
   dy, x = jax.ShapeDtypeStruct((m, n), dtype), values(m, n)
   assert_kernels(
-    lambda dy, gate, up, scale: swiglu.silu_mul_bwd_operands(
-      dy, gate, up, product_scale=scale, group_size=16
+    lambda dy, gate, up, scale: gated.gated_bwd_operands(
+      dy, gate, up, product_scale=scale, **how
     ),
     *(dy, x, x, SCALE),
     count=2,
@@ -57,12 +60,18 @@ def test_swiglu(m, n, dtype):
 @SHAPES
 @pytest.mark.parametrize("layout", ["rows", "columns", "both"])
 @pytest.mark.parametrize("group_size", [16, 128])
-def test_swiglu_forward(m, n, layout, group_size):
+@ACTIVATIONS
+def test_gated_forward(m, n, layout, group_size, activation):
   n = n // group_size * group_size
   x = values(m, n, group_size)
   assert_kernels(
-    lambda gate, up, scale: swiglu.silu_mul_fwd(
-      gate, up, scale=scale, group_size=group_size, layout=layout
+    lambda gate, up, scale: gated.gated_fwd(
+      gate,
+      up,
+      activation=activation,
+      scale=scale,
+      group_size=group_size,
+      layout=layout,
     )[:2],
     *(x, x, SCALE),
     count=1,
