@@ -49,3 +49,8 @@ from coat_jax.layers.rope import rope as rope
 from coat_jax.layers.rope import split_heads as split_heads
 from coat_jax.layers.weight import cache_weight as cache_weight
 from coat_jax.layers.weight_cache import with_weight_cache as with_weight_cache
+from coat_jax.ops.rotary import LinearScaling as LinearScaling
+from coat_jax.ops.rotary import Llama3Scaling as Llama3Scaling
+from coat_jax.ops.rotary import RopeScaling as RopeScaling
+from coat_jax.ops.rotary import Rotary as Rotary
+from coat_jax.ops.rotary import YarnScaling as YarnScaling
