@@ -86,8 +86,8 @@ def dot_product_attention(
 class HeadsSaved(NamedTuple):
   """What attention saves for the backward of a block."""
 
-  q: Array | QTensor
-  k: Array | QTensor
+  q: Array | QTensor | None  # None where they are computed again.
+  k: Array | QTensor | None
   v: Array | QTensor
   out: Array | QTensor
   lse: Array
@@ -107,24 +107,38 @@ class HeadsAttention(Middle):
 
   def forward(self, h, weights, inputs, recipe):
     del weights, inputs
-    keep, read = _storage(recipe, h[0].dtype)
-    how = recipe.implementation
+    keep, read = attention_storage(recipe, h[0].dtype)
     q, k, v = save_residual("attention", tuple(map(keep, h)))
+    # What is kept of q may be FP8; codes wait for q itself.
+    out = self.attend(read(q), read(k), v, recipe, after=h[0])
+    return out._replace(saved=out.saved._replace(q=q, k=k))
+
+  def attend(self, q, k, v, recipe, *, after) -> MiddleOutput:
+    """`forward` for a caller who saves what q and k are computed from.
+
+    Args:
+      q, k: what attention reads; they are not saved.
+      v: as `attention_storage` saves it.
+      recipe: as of the block.
+      after: see `MiddleOutput`.
+    """
+    keep, read = attention_storage(recipe, q.dtype)
+    how = recipe.implementation
     out, lse = ops.attention_fwd(
-      read(q), read(k), read(v), causal=self.causal, implementation=how
+      q, k, read(v), causal=self.causal, implementation=how
     )
     out, lse = save_residual("attention", (keep(out), lse))
     out_q = ops.quantize_tensor(
       _merge_heads(read(out)), dtype=recipe.formats.values, implementation=how
     )
     scale = save_residual("linear", out_q.scale)
-    # What is kept of q may be FP8; codes wait for q itself.
-    saved = HeadsSaved(q, k, v, out, lse, scale)
-    return MiddleOutput(out_q, saved, after=h[0])
+    saved = HeadsSaved(None, None, v, out, lse, scale)
+    return MiddleOutput(out_q, saved, after=after)
 
   def restore(self, saved, dtype, recipe):
-    _, read = _storage(recipe, dtype)
-    q, k, v, out = map(read, saved[:4])
+    _, read = attention_storage(recipe, dtype)
+    q, k = (None if x is None else read(x) for x in (saved.q, saved.k))
+    v, out = read(saved.v), read(saved.out)
     operand = ops.quantize_tensor(
       _merge_heads(out),
       dtype=recipe.formats.values,
@@ -148,7 +162,7 @@ class HeadsAttention(Middle):
     return MiddleGradient(heads)
 
 
-def _storage(recipe: CoatRecipe, dtype: DTypeLike):
+def attention_storage(recipe: CoatRecipe, dtype: DTypeLike):
   """How q, k, v and the output are saved, and read back in `dtype`."""
   if recipe.attention == "bf16":
     return (lambda x: x), (lambda x: x)

@@ -184,15 +184,18 @@ class Rotary:
         f"2, got {size}; None turns all channels"
       )
 
-  def frequencies(self, head_dim: int) -> Array:
-    """f32 [R / 2]."""
-    size = head_dim if self.rotary_dim is None else self.rotary_dim
-    if size > head_dim:
+  def check(self, head_dim: int) -> None:
+    """Raises a ValueError if heads of this size have too few channels."""
+    if self.rotary_dim is not None and self.rotary_dim > head_dim:
       raise ValueError(
         f"Rotary: rotary_dim must be at most the heads' size {head_dim}, got "
-        f"{size}"
+        f"{self.rotary_dim}"
       )
-    half = size // 2
+
+  def frequencies(self, head_dim: int) -> Array:
+    """f32 [R / 2], of heads of this size."""
+    self.check(head_dim)
+    half = (head_dim if self.rotary_dim is None else self.rotary_dim) // 2
     frequency = self.theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
     if self.scaling is None:
       return frequency
