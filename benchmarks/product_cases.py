@@ -134,8 +134,9 @@ def _attention(sizes):
     k_and_v = sizes.normal(2, b, t, sizes.kv_heads, h, seed=1)
     return sizes.normal(b, t, n, h), *k_and_v
 
+  kind = ops.AttentionKind()
   attend = jax.jit(
-    functools.partial(ops.attention_fwd, causal=True, implementation="xla")
+    functools.partial(ops.attention_fwd, kind=kind, implementation="xla")
   )
 
   def with_residuals():
@@ -147,7 +148,7 @@ def _attention(sizes):
     ops.attention_fwd,
     shape,
     qkv,
-    lambda op, q, k, v: op(q, k, v, causal=True),
+    lambda op, q, k, v: op(q, k, v, kind=kind),
     flops=products,
     ceiling="bf16",
   )
@@ -155,7 +156,7 @@ def _attention(sizes):
     ops.attention_bwd,
     shape,
     with_residuals,
-    lambda op, dout, q, k, v, saved: op(dout, q, k, v, saved, causal=True),
+    lambda op, dout, q, k, v, saved: op(dout, q, k, v, saved, kind=kind),
     flops=2.5 * products,
     ceiling="bf16",
   )

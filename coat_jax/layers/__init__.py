@@ -47,6 +47,7 @@ from coat_jax.layers.residuals import RESIDUAL_NAMES as RESIDUAL_NAMES
 from coat_jax.layers.rope import Heads as Heads
 from coat_jax.layers.rope import rope as rope
 from coat_jax.layers.rope import split_heads as split_heads
+from coat_jax.layers.self_attention import AttentionInputs as AttentionInputs
 from coat_jax.layers.self_attention import SelfAttention as SelfAttention
 from coat_jax.layers.self_attention import self_attention as self_attention
 from coat_jax.layers.weight import cache_weight as cache_weight

@@ -14,6 +14,14 @@ from coat_jax import recipe as recipes
 from coat_jax.layers.back import BackWeights
 from coat_jax.layers.block import BlockWeights
 from coat_jax.layers.front import FrontWeights
+from coat_jax.layers.layer_kinds import (
+  Bases,
+  Scalings,
+  Windows,
+  attention_kinds,
+  count_kinds,
+  rotaries,
+)
 from coat_jax.layers.linear import Linear
 from coat_jax.layers.module import (
   RecipeModule,
@@ -27,7 +35,6 @@ from coat_jax.layers.parameters import BlockOptions, options_by_part
 from coat_jax.layers.qk_norm import NormedOver, QKNorm, QKNormWeights
 from coat_jax.layers.rope import Heads
 from coat_jax.layers.self_attention import self_attention
-from coat_jax.ops.rotary import RopeScaling, Rotary
 from coat_jax.recipe import CoatRecipe
 
 
@@ -52,7 +59,7 @@ class Attention(RecipeModule):
     (64, 128)
 
   Attributes:
-    rotary: RoPE's `Rotary`, or None.
+    rotary: RoPE's `Rotary`, or None; or a tuple, see `rope_theta`.
     qkv: NormLinear to the columns of q, k and v. They are ordered by key head:
       for each of the K key heads its N / K query heads, its key, its value, so
       that a shard of the columns holds whole groups of heads.
@@ -72,8 +79,11 @@ class Attention(RecipeModule):
     num_kv_heads: int | None = None,
     head_dim: int | None = None,
     causal: bool = True,
-    rope_theta: float | None = 1e4,
-    rope_scaling: RopeScaling | None = None,
+    window: Windows = None,
+    soft_cap: float | None = None,
+    query_scale: float | None = None,
+    rope_theta: Bases = 1e4,
+    rope_scaling: Scalings = None,
     rotary_dim: int | None = None,
     qk_norm: NormedOver | None = None,
     clip_qkv: float | None = None,
@@ -100,9 +110,15 @@ class Attention(RecipeModule):
         None for N.
       head_dim: H, width of a head, even; None for D / N.
       causal: whether a query sees only keys up to its own place.
-      rope_theta: base of RoPE's frequencies; None for no RoPE.
+      window: how many keys a query sees, its own and those before; None for
+        all. Where layers of a stack differ in it, or in the next ones of which
+        it is said, a tuple with one for each kind; the call says which it is.
+      soft_cap: scores become soft_cap * tanh(scores / soft_cap); None leaves
+        them as they are.
+      query_scale: what q k^T is multiplied by; None for 1 / sqrt(H).
+      rope_theta: base of RoPE's frequencies; None for no RoPE. Or a tuple.
       rope_scaling: how they are stretched, such as `Llama3Scaling`; None for as
-        they are.
+        they are. Or a tuple.
       rotary_dim: how many of a head's first channels RoPE turns; None for all.
       qk_norm: RMSNorm of q and of k in front of RoPE: "head", of each head by
         itself; "all", of all heads of a token together; None for none. In FP8
@@ -130,7 +146,8 @@ class Attention(RecipeModule):
     Raises:
       ValueError: num_heads is no multiple of num_kv_heads, or features none of
         num_heads where `head_dim` is None; heads of an odd size; `rotary_dim`
-        odd or above it; an unknown `qk_norm`; an argument of flax's that FP8
+        odd or above it; an unknown `qk_norm`; tuples of several lengths; a
+        window below 1 or without `causal`; an argument of flax's that FP8
         attention does not have.
     """
     of = options_by_part(options)
@@ -154,7 +171,13 @@ class Attention(RecipeModule):
       )
     self.num_heads, self.num_kv_heads = num_heads, kv_heads
     self.causal, self.rope_theta = causal, rope_theta
-    self.rotary = self._make_rotary(rope_theta, rope_scaling, rotary_dim)
+    self.window, self.soft_cap = window, soft_cap
+    self.query_scale = query_scale
+    count_kinds(window=window, rope_theta=rope_theta, rope_scaling=rope_scaling)
+    self.rotary = rotaries(
+      rope_theta, rope_scaling, rotary_dim, head_dim=self.head_dim
+    )
+    attention_kinds(causal, window, soft_cap, query_scale)  # Checks them.
     self.clip_qkv, self.add_input = clip_qkv, add_input
     shared: dict[str, Any] = dict(
       recipe=self.recipe, dtype=dtype, param_dtype=param_dtype, rngs=rngs
@@ -195,26 +218,39 @@ class Attention(RecipeModule):
     self,
     x: Array,
     positions: Array | None = None,
+    segments: Array | None = None,
+    kind: Array | None = None,
     *,
     out_sharding: Sharding = None,
   ) -> Array:
-    """Attends within each sequence.
+    """Attends within each sequence, or within its segments.
 
     Args:
       x: [..., T, features].
       positions: int32 [T] for RoPE, or [..., T] where sequences have their
         own; None for 0 to T - 1.
+      segments: int32 [..., T], as of packed documents or of padding: a query
+        sees keys of its own segment; None for one segment. (Positions of packed
+        documents begin at 0 in each.)
+      kind: int32 scalar, the place in the constructor's tuples; None where it
+        was given none.
       out_sharding: how the output is sharded; None leaves it to JAX.
 
     Returns:
       [..., T, features] in `dtype`.
+
+    Raises:
+      ValueError: shapes that do not fit one another, or no `kind` where layers
+        are of several.
     """
     shape = x.shape
     x = rows_to_batch(self.cast(x, self.out.kernel))
     if positions is None:
       positions = jnp.arange(x.shape[1], dtype=jnp.int32)
-    elif positions.ndim > 1:
+    elif positions.ndim > 1 and positions.shape == shape[:-1]:
       positions = positions.reshape(x.shape[:2])
+    if segments is not None and segments.shape == shape[:-1]:
+      segments = segments.reshape(x.shape[:2])
     qk_norm, qk_norm_weights = self._qk_norm
     y = self_attention(
       x,
@@ -227,24 +263,17 @@ class Attention(RecipeModule):
       **norm_options(self.qkv.norm),
       heads=Heads(self.num_heads, self.num_kv_heads, self.rotary),
       causal=self.causal,
+      window=self.window,
+      soft_cap=self.soft_cap,
+      scale=self.query_scale,
+      segments=segments,
+      layer_kind=kind,
       clip=self.clip_qkv,
       qk_norm=qk_norm,
       add_input=self.add_input,
       recipe=self.active_recipe,
     )
     return reshard(y.reshape(shape), out_sharding)
-
-  def _make_rotary(self, theta, scaling, rotary_dim) -> Rotary | None:
-    if theta is not None:
-      rotary = Rotary(theta, scaling, rotary_dim)
-      rotary.check(self.head_dim)
-      return rotary
-    if scaling is not None or rotary_dim is not None:
-      raise ValueError(
-        "Attention: rope_scaling and rotary_dim need RoPE, got "
-        f"{scaling} and {rotary_dim} with rope_theta None; pass its base"
-      )
-    return None
 
   @property
   def _qk_norm(self) -> tuple[QKNorm | None, QKNormWeights | None]:

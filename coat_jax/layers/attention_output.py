@@ -10,10 +10,12 @@ takes its row sums from that output: an error of the output's rounding.)
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, P
 from jax.typing import DTypeLike
 
 from coat_jax import ops
@@ -29,33 +31,77 @@ from coat_jax.layers.mesh.rule import rule, run_whole
 from coat_jax.layers.mesh.specs import own_heads, tokens
 from coat_jax.layers.middle import Middle, MiddleGradient, MiddleOutput
 from coat_jax.layers.residuals import save_residual
-from coat_jax.ops import Operand
+from coat_jax.ops import AttentionKind, Operand
 from coat_jax.qtensor import QTensor, dequantize
-from coat_jax.recipe import CoatRecipe
+from coat_jax.recipe import CoatRecipe, MeshAxes
 
 
-def _attention_fwd(q, k, v, causal, recipe):
-  how = recipe.implementation
+class HeadsInputs(NamedTuple):
+  """What attention reads beside q, k and v; it has no gradient.
+
+  Attributes:
+    segments: int32 [B, T], or None.
+    kind: int32 scalar, the place in a tuple of kinds; None where there is one.
+  """
+
+  segments: Array | None = None
+  kind: Array | None = None
+
+
+# Of one kind of layers, or of a stack with several.
+type Kinds = AttentionKind | tuple[AttentionKind, ...]
+
+
+def _attend(q, k, v, inputs, kinds, recipe):
+  run = functools.partial(
+    ops.attention_fwd, implementation=recipe.implementation
+  )
+  return _of_kind(run, kinds, inputs.kind)(q, k, v, inputs.segments)
+
+
+def _attend_backward(g, q, k, v, residuals, inputs, kinds, recipe):
+  run = functools.partial(
+    ops.attention_bwd, implementation=recipe.implementation
+  )
+  run = _of_kind(run, kinds, inputs.kind)
+  return run(g, q, k, v, residuals, inputs.segments)
+
+
+def _of_kind(run: Callable, kinds: Kinds, kind: Array | None) -> Callable:
+  """`run` for one kind, or a switch: each branch knows its kind statically."""
+  if isinstance(kinds, AttentionKind):
+    return functools.partial(run, kind=kinds)
+  branches = [functools.partial(run, kind=each) for each in kinds]
+  return functools.partial(jax.lax.switch, kind, branches)
+
+
+def _attention_fwd(q, k, v, inputs, kinds, recipe):
   q, k, v = save_residual("attention", (q, k, v))
-  kept = ops.attention_fwd(q, k, v, causal=causal, implementation=how)
+  kept = _attend(q, k, v, inputs, kinds, recipe)
   kept = save_residual("attention", kept)
   # The very array that is saved, so that it is held once.
   return kept.out, (q, k, v, kept)
 
 
-def _attention_bwd(causal, recipe, inputs, saved, g):
-  del inputs
-  how = recipe.implementation
-  return ops.attention_bwd(g, *saved, causal=causal, implementation=how)
+def _attention_bwd(kinds, recipe, inputs, saved, g):
+  (inputs,), (q, k, v, kept) = inputs, saved
+  return *_attend_backward(g, q, k, v, kept, inputs, kinds, recipe), None
 
 
-def _attention_specs(q, k, v, causal, recipe):
-  del q, k, v, causal
+def _attention_specs(q, k, v, inputs, kinds, recipe):
+  del q, k, v, inputs, kinds
   heads = own_heads(recipe.axes)
-  return (heads,) * 3, heads
+  return (heads, heads, heads, heads_inputs_specs(recipe.axes)), heads
 
 
-_attention = rule(_attention_fwd, _attention_bwd, _attention_specs)
+def heads_inputs_specs(axes: MeshAxes) -> Any:
+  """How `HeadsInputs` are sharded: segments like whole sequences."""
+  of_segments: Any = P(axes.batch)
+  of_kind: Any = P()
+  return HeadsInputs(of_segments, of_kind)
+
+
+_attention = rule(_attention_fwd, _attention_bwd, _attention_specs, reads=(3,))
 
 
 def dot_product_attention(
@@ -64,23 +110,50 @@ def dot_product_attention(
   v: Array,
   *,
   causal: bool = True,
+  window: int | None = None,
+  soft_cap: float | None = None,
+  scale: float | None = None,
+  segments: Array | None = None,
   recipe: CoatRecipe | None = None,
 ) -> Array:
   """softmax(q k^T / sqrt(H)) v, saving q, k, v, output and log-sum-exp.
+
+  Example usage, with packed documents of three and five tokens, where a query
+  sees three keys::
+
+    >>> from coat_jax.layers import dot_product_attention
+    >>> import jax.numpy as jnp
+
+    >>> q, kv = jnp.ones((1, 8, 4, 16)), jnp.ones((1, 8, 2, 16))
+    >>> documents = jnp.array([[0, 0, 0, 1, 1, 1, 1, 1]])
+    >>> dot_product_attention(
+    ...   q, kv, kv, window=3, soft_cap=50.0, segments=documents
+    ... ).shape
+    (1, 8, 4, 16)
 
   Args:
     q: [B, T, N, H].
     k, v: [B, S, K, H], N a multiple of K.
     causal: query t sees keys up to t + S - T.
+    window: of these a query sees only the last so many, its own among them, as
+      with `sliding_window` in transformers; None for all.
+    soft_cap: scores become soft_cap * tanh(scores / soft_cap); None leaves
+      them as they are.
+    scale: what q k^T is multiplied by; None for 1 / sqrt(H).
+    segments: int32 [B, T] where S = T, as of packed documents or of padding: a
+      query sees keys of its own segment; None for one segment.
     recipe: its implementation, and its axes of a mesh; None has neither.
 
   Returns:
     [B, T, N, H] in q's dtype.
 
   Raises:
-    ValueError: shapes that do not fit one another.
+    ValueError: shapes that do not fit one another; a window below 1 or where
+      attention is not causal; a cap or a scale that is not above 0.
   """
-  return _attention((q, k, v), causal, recipe or recipes.bf16())
+  kind = AttentionKind(causal, window, soft_cap, scale)
+  inputs = HeadsInputs(segments)
+  return _attention((q, k, v, inputs), kind, recipe or recipes.bf16())
 
 
 class HeadsSaved(NamedTuple):
@@ -92,47 +165,55 @@ class HeadsSaved(NamedTuple):
   out: Array | QTensor
   lse: Array
   out_scale: Array
+  inputs: HeadsInputs
 
 
 @dataclasses.dataclass(frozen=True)
 class HeadsAttention(Middle):
-  """Attention of heads (q, k, v) that are given; their gradients are plain."""
+  """Attention of heads (q, k, v) that are given; their gradients are plain.
 
-  causal: bool
+  `inputs` are `HeadsInputs`.
+
+  Attributes:
+    kind: which keys a query sees and what a score is; or a tuple of that, where
+      a stack has layers of several kinds.
+  """
+
+  kind: Kinds
 
   def plain(self, h, weights, inputs, recipe):
-    del weights, inputs
-    out = dot_product_attention(*h, causal=self.causal, recipe=recipe)
-    return _merge_heads(out)
+    del weights
+    return _merge_heads(_attention((*h, inputs), self.kind, recipe))
 
   def forward(self, h, weights, inputs, recipe):
-    del weights, inputs
+    del weights
     keep, read = attention_storage(recipe, h[0].dtype)
     q, k, v = save_residual("attention", tuple(map(keep, h)))
     # What is kept of q may be FP8; codes wait for q itself.
-    out = self.attend(read(q), read(k), v, recipe, after=h[0])
+    out = self.attend(read(q), read(k), v, inputs, recipe, after=h[0])
     return out._replace(saved=out.saved._replace(q=q, k=k))
 
-  def attend(self, q, k, v, recipe, *, after) -> MiddleOutput:
+  def attend(self, q, k, v, inputs, recipe, *, after) -> MiddleOutput:
     """`forward` for a caller who saves what q and k are computed from.
 
     Args:
       q, k: what attention reads; they are not saved.
       v: as `attention_storage` saves it.
+      inputs: as of `forward`.
       recipe: as of the block.
       after: see `MiddleOutput`.
     """
     keep, read = attention_storage(recipe, q.dtype)
-    how = recipe.implementation
-    out, lse = ops.attention_fwd(
-      q, k, read(v), causal=self.causal, implementation=how
-    )
+    inputs = save_residual("attention", inputs)
+    out, lse = _attend(q, k, read(v), inputs, self.kind, recipe)
     out, lse = save_residual("attention", (keep(out), lse))
     out_q = ops.quantize_tensor(
-      _merge_heads(read(out)), dtype=recipe.formats.values, implementation=how
+      _merge_heads(read(out)),
+      dtype=recipe.formats.values,
+      implementation=recipe.implementation,
     )
     scale = save_residual("linear", out_q.scale)
-    saved = HeadsSaved(None, None, v, out, lse, scale)
+    saved = HeadsSaved(None, None, v, out, lse, scale, inputs)
     return MiddleOutput(out_q, saved, after=after)
 
   def restore(self, saved, dtype, recipe):
@@ -150,16 +231,21 @@ class HeadsAttention(Middle):
 
   def backward(self, saved, dout, weights, recipe, *, has_bias):
     del weights, has_bias
-    heads = ops.attention_bwd(
+    heads = _attend_backward(
       dout.reshape(saved.out.shape),
       saved.q,
       saved.k,
       saved.v,
       ops.AttentionResiduals(saved.out, saved.lse),
-      causal=self.causal,
-      implementation=recipe.implementation,
+      saved.inputs,
+      self.kind,
+      recipe,
     )
     return MiddleGradient(heads)
+
+  def specs(self, axes, weights, inputs):
+    del weights, inputs
+    return P(), heads_inputs_specs(axes)
 
 
 def attention_storage(recipe: CoatRecipe, dtype: DTypeLike):
@@ -183,8 +269,8 @@ def _merge_heads(x: Array) -> Array:
   return x.reshape(b, t, n * h)
 
 
-def _attention_output_fwd(x, heads, weights, middle, recipe):
-  out = middle.forward(heads, None, None, recipe)
+def _attention_output_fwd(x, heads, inputs, weights, middle, recipe):
+  out = middle.forward(heads, None, inputs, recipe)
   return back_forward(out, weights, recipe, like=x, add=x)
 
 
@@ -193,18 +279,19 @@ def _attention_output_bwd(middle, recipe, inputs, saved, g):
   gradient, dweights = back_backward(
     middle, None, weights, saved, g, recipe, has_bias=False
   )
-  return g, gradient.h, dweights
+  return g, gradient.h, None, dweights
 
 
-def _specs(x, heads, weights, middle, recipe):
-  del heads, middle
-  axes = recipe.axes
-  arrays = tokens(axes, x), own_heads(axes), back_specs(axes, weights)
-  return arrays, tokens(axes, x)
+def _specs(x, heads, inputs, weights, middle, recipe):
+  del heads
+  axes, stream = recipe.axes, tokens(recipe.axes, x)
+  _, of_inputs = middle.specs(axes, None, inputs)
+  arrays = stream, own_heads(axes), of_inputs, back_specs(axes, weights)
+  return arrays, stream
 
 
 _attention_output = rule(
-  _attention_output_fwd, _attention_output_bwd, _specs, reads=(2,)
+  _attention_output_fwd, _attention_output_bwd, _specs, reads=(3,)
 )
 
 
@@ -217,6 +304,10 @@ def attention_output(
   bias: Array | None = None,
   *,
   causal: bool = True,
+  window: int | None = None,
+  soft_cap: float | None = None,
+  scale: float | None = None,
+  segments: Array | None = None,
   recipe: CoatRecipe,
   cache: Operand | None = None,
 ) -> Array:
@@ -229,6 +320,7 @@ def attention_output(
     w: [N H, D].
     bias: [D] or None.
     causal: whether a query sees only keys up to its own place.
+    window, soft_cap, scale, segments: as of `dot_product_attention`.
     recipe: fused where `nonlinear` is "fp8"; `attention` says how q, k, v
       and the output are saved.
     cache: of w, from `layers.cache_weight`, or None.
@@ -237,12 +329,13 @@ def attention_output(
     [B, T, D] in x's dtype.
 
   Raises:
-    ValueError: shapes that do not fit one another.
+    ValueError: as of `dot_product_attention`.
   """
-  middle, heads = HeadsAttention(causal), (q, k, v)
+  kind = AttentionKind(causal, window, soft_cap, scale)
+  middle, heads, inputs = HeadsAttention(kind), (q, k, v), HeadsInputs(segments)
   if recipe.nonlinear == "fp8":
     weights = BackWeights(w, bias, cache)
-    return _attention_output((x, heads, weights), middle, recipe)
-  out = middle.plain(heads, None, None, recipe)
+    return _attention_output((x, heads, inputs, weights), middle, recipe)
+  out = middle.plain(heads, None, inputs, recipe)
   y = linear(out, w, bias, recipe=recipe, cache=cache, split="inputs")
   return run_whole(jnp.add, recipe.axes, x, y)

@@ -19,36 +19,49 @@ from coat_jax.layers.mesh.rule import rule
 from coat_jax.layers.mesh.specs import own_columns, own_heads
 from coat_jax.layers.residuals import save_residual
 from coat_jax.ops.explicit import partitioned
-from coat_jax.ops.rope import Theta, rotate, rotation
+from coat_jax.ops.rope import Theta, Thetas, rotate, rotation
 from coat_jax.ops.rotary import Rotary
 from coat_jax.recipe import CoatRecipe, MeshAxes
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnames=("theta",))
-def _rope(x, positions, theta):
-  return _rope_fwd(x, positions, theta)[0]
+def _rope(x, positions, kind, theta):
+  return _rope_fwd(x, positions, kind, theta)[0]
 
 
-def _rope_fwd(x, positions, theta):
-  cos, sin = rotation(positions, head_dim=x.shape[-1], theta=theta)
-  return rotate(x, cos, sin), save_residual("rope", positions)
+def _rope_fwd(x, positions, kind, theta):
+  cos, sin = _angles(positions, kind, x.shape[-1], theta)
+  return rotate(x, cos, sin), save_residual("rope", (positions, kind))
 
 
-def _rope_bwd(theta, positions, g):
-  cos, sin = rotation(positions, head_dim=g.shape[-1], theta=theta)
-  return rotate(g, cos, -sin), None
+def _rope_bwd(theta, saved, g):
+  positions, kind = saved
+  cos, sin = _angles(positions, kind, g.shape[-1], theta)
+  return rotate(g, cos, -sin), None, None
+
+
+def _angles(positions, kind, head_dim, theta):
+  return rotation(positions, head_dim=head_dim, theta=theta, kind=kind)
 
 
 _rope.defvjp(_rope_fwd, _rope_bwd)
 
 
-def rope(x: Array, positions: Array, *, theta: float | Rotary) -> Array:
+def rope(
+  x: Array,
+  positions: Array,
+  *,
+  theta: float | Rotary | tuple[Theta, ...],
+  kind: Array | None = None,
+) -> Array:
   """Rotates each pair of channels by position * theta^(-2 i / H).
 
   Args:
     x: [B, T, N, H], H even.
     positions: int32 [T], or [B, T] where sequences have their own.
-    theta: base of the frequencies, 1e4 for Llama 2; or a `Rotary`.
+    theta: base of the frequencies, 1e4 for Llama 2; or a `Rotary`; or a tuple
+      of these, one for each kind of layer in a stack, None for no rotation.
+    kind: int32 scalar, the place in such a tuple.
 
   Returns:
     Array of x's shape and dtype; angles and rotation are f32.
@@ -63,7 +76,7 @@ def rope(x: Array, positions: Array, *, theta: float | Rotary) -> Array:
       f"got x {x.shape} and positions {positions.shape}"
     )
   turn = functools.partial(_rope, theta=theta)
-  return partitioned(turn, x, positions)
+  return partitioned(turn, x, positions, kind)
 
 
 def has_positions(positions: Array, x: Array) -> bool:
@@ -77,12 +90,13 @@ class Heads(NamedTuple):
   Attributes:
     num_heads: N, query heads.
     num_kv_heads: K, key and value heads.
-    theta: RoPE's base or a `Rotary`; None for no RoPE.
+    theta: RoPE's base or a `Rotary`; None for no RoPE. Or a tuple of these, one
+      for each kind of layer in a stack.
   """
 
   num_heads: int
   num_kv_heads: int
-  theta: Theta
+  theta: Thetas
 
   def of_device(self, axes: MeshAxes | None) -> "Heads":
     """A device's share of them, inside a block."""
@@ -96,24 +110,25 @@ class Heads(NamedTuple):
     return Heads(n // count, k // count, theta)
 
 
-def _split_heads_fwd(qkv, positions, heads, recipe):
+def _split_heads_fwd(qkv, positions, kind, heads, recipe):
   n, k, theta = heads.of_device(recipe.axes)
   head_dim = qkv.shape[-1] // (n + 2 * k)
   out = ops.split_heads(
     qkv,
-    *rotation(positions, head_dim=head_dim, theta=theta),
+    *_angles(positions, kind, head_dim, theta),
     num_heads=n,
     num_kv_heads=k,
     implementation=recipe.implementation,
   )
-  return out, save_residual("rope", positions)
+  return out, save_residual("rope", (positions, kind))
 
 
-def _split_heads_bwd(heads, recipe, inputs, positions, g):
+def _split_heads_bwd(heads, recipe, inputs, saved, g):
   del inputs
-  cos, sin = rotation(positions, head_dim=g[0].shape[-1], theta=heads.theta)
+  positions, kind = saved
+  cos, sin = _angles(positions, kind, g[0].shape[-1], heads.theta)
   how = recipe.implementation
-  return ops.join_heads(*g, cos, sin, implementation=how), None
+  return ops.join_heads(*g, cos, sin, implementation=how), None, None
 
 
 def positions_spec(axes: MeshAxes, positions: Array) -> P:
@@ -121,10 +136,10 @@ def positions_spec(axes: MeshAxes, positions: Array) -> P:
   return P() if positions.ndim == 1 else P(axes.batch)
 
 
-def _specs(qkv, positions, heads, recipe):
-  del heads
+def _specs(qkv, positions, kind, heads, recipe):
+  del kind, heads
   axes = recipe.axes
-  arrays = own_columns(axes, qkv.ndim), positions_spec(axes, positions)
+  arrays = own_columns(axes, qkv.ndim), positions_spec(axes, positions), P()
   return arrays, (own_heads(axes),) * 3
 
 
@@ -136,6 +151,7 @@ def split_heads(
   positions: Array,
   heads: Heads,
   *,
+  kind: Array | None = None,
   recipe: CoatRecipe | None = None,
 ) -> tuple[Array, Array, Array]:
   """Takes q, k and v apart and rotates q and k, in one pass each way.
@@ -145,6 +161,7 @@ def split_heads(
       its N / K query heads, its key, its value. H is even.
     positions: int32 [T], or [B, T] where sequences have their own.
     heads: N, K and theta.
+    kind: int32 scalar, the place in `heads.theta` where that is a tuple.
     recipe: its implementation, and its axes of a mesh; None has neither.
 
   Returns:
@@ -161,4 +178,5 @@ def split_heads(
       f"[T] or [B, T], got qkv {qkv.shape}, N {n}, K {k} and positions "
       f"{positions.shape}"
     )
-  return _split_heads((qkv, positions), heads, recipe or recipes.bf16())
+  arrays = qkv, positions, kind
+  return _split_heads(arrays, heads, recipe or recipes.bf16())

@@ -59,6 +59,7 @@ from coat_jax.ops.quantize import (
 )
 from coat_jax.ops.rope import join_heads, join_heads_operand, split_heads
 from coat_jax.ops.types import (
+  AttentionKind,
   AttentionResiduals,
   Implementation,
   Layout,
@@ -68,6 +69,7 @@ from coat_jax.ops.types import (
 )
 
 __all__ = [
+  "AttentionKind",
   "AttentionResiduals",
   "Implementation",
   "Layout",

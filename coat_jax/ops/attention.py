@@ -5,26 +5,29 @@ Like FlashAttention it saves q, k, v, the output and the log-sum-exp of each
 row, and rebuilds the probabilities of one chunk of queries at a time, so that
 no [T, S] matrix is ever held whole. (`jax.nn.dot_product_attention` without
 cuDNN saves the probabilities: 13 U a layer at a sequence of 2048, in units of
-U = 2 D bytes a token.)
+U = 2 D bytes a token.) With a window a chunk reads only the keys that one of
+its queries sees: T (window + chunk) scores are computed, not T S.
 
 Shapes: q [B, T, N, H]; k, v [B, S, K, H] with N a multiple of K, query head n
 reading key head n // (N / K). Products read their operands in the dtype they
 have and accumulate in f32; softmax is f32.
 """
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from coat_jax.ops.dispatch import op
-from coat_jax.ops.types import AttentionResiduals
+from coat_jax.ops.types import AttentionKind, AttentionResiduals
 
 _CHUNK = 256
 _MASKED = -1e30
 
 
-def _check_attention(q, k, v, *, causal: bool) -> None:
-  del causal
+def _check_attention(q, k, v, segments=None, *, kind: AttentionKind) -> None:
+  del kind
   fits = q.ndim == k.ndim == 4 and k.shape == v.shape
   fits = fits and q.shape[0] == k.shape[0] and q.shape[3] == k.shape[3]
   if not fits or q.shape[2] % k.shape[2]:
@@ -32,28 +35,48 @@ def _check_attention(q, k, v, *, causal: bool) -> None:
       "attention: needs q [B, T, N, H] and k, v [B, S, K, H] with N a "
       f"multiple of K, got q {q.shape}, k {k.shape}, v {v.shape}"
     )
+  if segments is None:
+    return
+  fits = segments.shape == q.shape[:2] == k.shape[:2]
+  if not fits or not jnp.issubdtype(segments.dtype, jnp.integer):
+    raise ValueError(
+      "attention: segments are integers [B, T], of queries and keys alike, got "
+      f"{segments.dtype} {segments.shape} for q {q.shape} and k {k.shape}"
+    )
 
 
 @op(check=_check_attention, cudnn="nvidia")
 def attention_fwd(
-  q: Array, k: Array, v: Array, *, causal: bool
+  q: Array,
+  k: Array,
+  v: Array,
+  segments: Array | None = None,
+  *,
+  kind: AttentionKind,
 ) -> AttentionResiduals:
-  """softmax(q k^T / sqrt(H)) v and its log-sum-exp.
+  """softmax(scores) v and its log-sum-exp, scores being q k^T / sqrt(H).
 
   Args:
     q: [B, T, N, H].
     k, v: [B, S, K, H].
-    causal: query t sees keys up to t + S - T.
+    segments: int32 [B, T] where S = T: a query sees keys of its own segment.
+      None for one segment.
+    kind: which keys a query sees, how scores are scaled and capped.
   """
 
   def one_chunk(args):
-    q_chunk, first = args
-    scores = _scores(q_chunk, k, first, q.shape[1], causal)
+    q_args, own = args
+    queries = _Queries.of(q_args, own)
+    keys = _Keys.of(queries, q, k, kind)
+    scores, _ = _scores(queries, keys, k, segments, kind)
     lse = jax.nn.logsumexp(scores, axis=-1)
     p = jnp.exp(scores - lse[..., None]).astype(v.dtype)
-    return _einsum("bkrts,bskh->btkrh", p, v).astype(q.dtype), lse
+    out = _einsum("bkrts,bskh->btkrh", p, keys.read(v))
+    return out.astype(q.dtype), lse
 
-  out, lse = jax.lax.map(one_chunk, _chunks(_grouped(q, k.shape[2])))
+  kind = kind.among(k.shape[1])
+  chunks = _chunks(_grouped(q, k.shape[2])), _chunks(segments)
+  out, lse = jax.lax.map(one_chunk, chunks)
   out = _join(out, q.shape[1]).reshape(q.shape)
   # [chunks, B, K, R, chunk] to [B, T, N].
   lse = _join(jnp.moveaxis(lse, -1, 2), q.shape[1])
@@ -67,12 +90,13 @@ def attention_bwd(
   k: Array,
   v: Array,
   residuals: AttentionResiduals,
+  segments: Array | None = None,
   *,
-  causal: bool,
+  kind: AttentionKind,
 ) -> tuple[Array, Array, Array]:
   """dq, dk, dv in the dtypes of q, k, v; dk and dv summed in f32."""
   kv_heads, t = k.shape[2], q.shape[1]
-  scale = q.shape[-1] ** -0.5
+  kind = kind.among(k.shape[1])
   # Row sums of p * dp, which are those of out * dout.
   delta = jnp.sum(
     residuals.out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1
@@ -80,23 +104,122 @@ def attention_bwd(
 
   def one_chunk(carry, args):
     dk, dv = carry
-    (q_chunk, first), (dout_chunk, _), (lse, _), (delta_chunk, _) = args
-    scores = _scores(q_chunk, k, first, t, causal)
+    q_args, (dout_chunk, _), (lse, _), (delta_chunk, _), own = args
+    queries = _Queries.of(q_args, own)
+    keys = _Keys.of(queries, q, k, kind)
+    scores, slope = _scores(queries, keys, k, segments, kind)
     p = jnp.exp(scores - _per_row(lse))
-    dv += _einsum("bkrts,btkrh->bskh", p.astype(v.dtype), dout_chunk)
-    dp = _einsum("btkrh,bskh->bkrts", dout_chunk, v)
-    ds = (p * (dp - _per_row(delta_chunk)) * scale).astype(q.dtype)
-    dk += _einsum("bkrts,btkrh->bskh", ds, q_chunk)
-    return (dk, dv), _einsum("bkrts,bskh->btkrh", ds, k)
+    dv = keys.add(
+      dv, _einsum("bkrts,btkrh->bskh", p.astype(v.dtype), dout_chunk)
+    )
+    dp = _einsum("btkrh,bskh->bkrts", dout_chunk, keys.read(v))
+    ds = (p * (dp - _per_row(delta_chunk)) * slope).astype(q.dtype)
+    dk = keys.add(dk, _einsum("bkrts,btkrh->bskh", ds, queries.q))
+    return (dk, dv), _einsum("bkrts,bskh->btkrh", ds, keys.read(k))
 
   chunks = tuple(
     _chunks(_grouped(x, kv_heads))
     for x in (q, dout.astype(q.dtype), residuals.lse, delta)
   )
   zeros = (jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32))
-  (dk, dv), dq = jax.lax.scan(one_chunk, zeros, chunks)
+  (dk, dv), dq = jax.lax.scan(one_chunk, zeros, (*chunks, _chunks(segments)))
   dq = _join(dq, t).reshape(q.shape)
   return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
+
+
+class _Queries(NamedTuple):
+  """A chunk of queries [B, chunk, K, R, H] from `first` on, and segments."""
+
+  q: Array
+  first: Array
+  segments: Array | None
+
+  @classmethod
+  def of(cls, q, segments) -> "_Queries":
+    """From what `_chunks` made of them."""
+    chunk, first = q
+    return cls(chunk, first, None if segments is None else segments[0])
+
+
+class _Keys(NamedTuple):
+  """Keys [first, first + length) of all S: what one chunk of queries reads.
+
+  The first of the T queries is at the place of key `offset`.
+  """
+
+  first: Array | int
+  length: int
+  all: int
+  offset: int
+
+  @classmethod
+  def of(cls, queries: _Queries, q, k, kind: AttentionKind) -> "_Keys":
+    """All, or those that a query of the chunk has in its window and one more.
+
+    With that one, a window of 4096 reads 4352 keys: matrix products are fast at
+    multiples of 8.
+    """
+    s, chunk = k.shape[1], queries.q.shape[1]
+    offset = s - q.shape[1]
+    if kind.window is None or kind.window + chunk >= s:
+      return cls(0, s, s, offset)
+    length = kind.window + chunk
+    # There are fewer at both ends: what is read in their place is masked.
+    first = jnp.clip(queries.first + offset - kind.window, 0, s - length)
+    return cls(first, length, s, offset)
+
+  def read(self, x: Array) -> Array:
+    """Of x [B, S, ...] these keys."""
+    if self.length == self.all:
+      return x
+    return jax.lax.dynamic_slice_in_dim(x, self.first, self.length, axis=1)
+
+  def add(self, sums: Array, x: Array) -> Array:
+    """Sums [B, S, ...] with x added at these keys."""
+    if self.length == self.all:
+      return sums + x
+    x = self.read(sums) + x
+    return jax.lax.dynamic_update_slice_in_dim(sums, x, self.first, axis=1)
+
+  def places(self) -> Array:
+    """int32 [length]."""
+    places = jnp.arange(self.length)
+    return places if self.length == self.all else self.first + places
+
+
+def _scores(queries, keys: _Keys, k, segments, kind: AttentionKind):
+  """Scores of a chunk, and their derivatives by q k^T before the mask.
+
+  Returns:
+    f32 [B, K, R, chunk, length], scaled, capped and masked; and the same, or a
+    number that all of them have.
+  """
+  scale = kind.scale_of(queries.q.shape[-1])
+  scores = _einsum("btkrh,bskh->bkrts", queries.q, keys.read(k)) * scale
+  slope = scale
+  if kind.soft_cap is not None:
+    share = jnp.tanh(scores / kind.soft_cap)
+    scores, slope = kind.soft_cap * share, scale * (1 - share * share)
+  seen = _seen(queries, keys, segments, kind)
+  return scores if seen is None else jnp.where(seen, scores, _MASKED), slope
+
+
+def _seen(queries: _Queries, keys: _Keys, segments, kind: AttentionKind):
+  """Which keys a query sees: bool [B or 1, 1, 1, chunk, length], or None."""
+  seen = None
+  if kind.causal:
+    query = queries.first + jnp.arange(queries.q.shape[1])
+    key, query = keys.places()[None, :], query[:, None] + keys.offset
+    seen = key <= query
+    if kind.window is not None:
+      seen &= key > query - kind.window
+    seen = seen[None, None, None]
+  if segments is not None:
+    assert queries.segments is not None
+    own, others = queries.segments[:, :, None], keys.read(segments)[:, None, :]
+    same = (own == others)[:, None, None]
+    seen = same if seen is None else same & seen
+  return seen
 
 
 def _einsum(formula: str, a: Array, b: Array) -> Array:
@@ -109,8 +232,10 @@ def _grouped(x: Array, kv_heads: int) -> Array:
   return x.reshape(b, t, kv_heads, n // kv_heads, *rest)
 
 
-def _chunks(x: Array) -> tuple[Array, Array]:
+def _chunks(x: Array | None) -> tuple[Array, Array] | None:
   """[B, T, ...] to [chunks, B, chunk, ...] and each chunk's first query."""
+  if x is None:
+    return None
   chunk = min(_CHUNK, x.shape[1])
   missing = -x.shape[1] % chunk
   x = jnp.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2))
@@ -131,14 +256,3 @@ def _join(x: Array, t: int) -> Array:
 def _per_row(x: Array) -> Array:
   """[B, chunk, K, R] to [B, K, R, chunk, 1]."""
   return jnp.moveaxis(x, 1, -1)[..., None]
-
-
-def _scores(q_chunk, k, first, t, causal):
-  """Scaled and masked scores of one chunk of queries: f32 [B, K, R, c, S]."""
-  scores = _einsum("btkrh,bskh->bkrts", q_chunk, k) * q_chunk.shape[-1] ** -0.5
-  if not causal:
-    return scores
-  query = first + jnp.arange(q_chunk.shape[1])
-  key = jnp.arange(k.shape[1])
-  seen = key[None, :] <= query[:, None] + (k.shape[1] - t)
-  return jnp.where(seen[None, None, None], scores, _MASKED)

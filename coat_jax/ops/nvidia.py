@@ -8,7 +8,8 @@ other form a separate pass over the result, or over an operand, comes with it.
 A matrix that is added becomes part of the call. The factor and the sum are f32
 in it: XLA:GPU drops the roundings to BF16.
 
-Attention is cuDNN's ("cudnn"), forward and backward, BF16 or f16.
+Attention is cuDNN's ("cudnn"), forward and backward, BF16 or f16. Its sliding
+window has as many keys as ours, the query's own among them.
 """
 
 import math
@@ -22,7 +23,12 @@ from jax.typing import DTypeLike
 
 from coat_jax.formats import is_fp8
 from coat_jax.ops.dispatch import supported
-from coat_jax.ops.types import AttentionResiduals, Operand, Unsupported
+from coat_jax.ops.types import (
+  AttentionKind,
+  AttentionResiduals,
+  Operand,
+  Unsupported,
+)
 
 _SUMMED_LAST = (((1,), (1,)), ((), ()))
 # Products of activations may sum with fewer bits, as is usual on Hopper; sums
@@ -104,8 +110,20 @@ def linear_wgrad(
   return _matmul(x.columns, g.columns, x.scale * g.scale, dtype, _PRECISE)
 
 
-def _require_attention(q: Array, k: Array, causal: bool) -> None:
+def _require_attention(
+  q: Array, k: Array, segments: Array | None, kind: AttentionKind
+) -> None:
   """Raises `Unsupported` where cuDNN cannot attend to these."""
+  if kind.soft_cap is not None:
+    raise Unsupported(
+      "attention: cuDNN is called without caps of scores here, got "
+      f"soft_cap={kind.soft_cap}"
+    )
+  if segments is not None:
+    raise Unsupported(
+      "attention: cuDNN takes packed sequences as offsets and lengths of a "
+      "fixed number of segments, got an id for each token"
+    )
   if q.dtype not in (jnp.bfloat16, jnp.float16):
     raise Unsupported(
       f"attention: cuDNN computes in bfloat16 or float16, got {q.dtype}"
@@ -120,7 +138,7 @@ def _require_attention(q: Array, k: Array, causal: bool) -> None:
       "attention: cuDNN attends to at least one query and key, got q "
       f"{q.shape} and k {k.shape}"
     )
-  if causal and q.shape[1] != k.shape[1]:
+  if kind.causal and q.shape[1] != k.shape[1]:
     raise Unsupported(
       "attention: cuDNN aligns a causal mask with the first key and needs as "
       f"many queries as keys, got {q.shape[1]} and {k.shape[1]}"
@@ -128,17 +146,23 @@ def _require_attention(q: Array, k: Array, causal: bool) -> None:
 
 
 def attention_fwd(
-  q: Array, k: Array, v: Array, *, causal: bool
+  q: Array,
+  k: Array,
+  v: Array,
+  segments: Array | None = None,
+  *,
+  kind: AttentionKind,
 ) -> AttentionResiduals:
   """`ops.attention_fwd`."""
-  _require_attention(q, k, causal)
+  _require_attention(q, k, segments, kind)
   supported()
   results: Any = cudnn.dot_product_attention(
     q,
     k,
     v,
-    scale=q.shape[-1] ** -0.5,
-    mask_type=_mask_type(causal),
+    scale=kind.scale_of(q.shape[-1]),
+    mask_type=_mask_type(kind),
+    sliding_window_length=kind.among(k.shape[1]).window,
     return_residual=True,
   )
   out, lse = results
@@ -152,15 +176,16 @@ def attention_bwd(
   k: Array,
   v: Array,
   residuals: AttentionResiduals,
+  segments: Array | None = None,
   *,
-  causal: bool,
+  kind: AttentionKind,
 ) -> tuple[Array, Array, Array]:
   """`ops.attention_bwd`.
 
   JAX has no public function for a backward from given residuals, which
   need not be the arrays that the forward made (recipe.attention="fp8").
   """
-  _require_attention(q, k, causal)
+  _require_attention(q, k, segments, kind)
   supported()
   unused = jnp.zeros(0, q.dtype)
   dq, dk, dv = cudnn._dot_product_attention_bwd_p_wrapper.bind(
@@ -171,16 +196,16 @@ def attention_bwd(
     jnp.swapaxes(residuals.lse, 1, 2),
     residuals.out,
     dout.astype(q.dtype),
-    scale=q.shape[-1] ** -0.5,
+    scale=kind.scale_of(q.shape[-1]),
     seed=42,
     dropout_rate=0.0,
     variadic_args=(False, False),
-    mask_type=_mask_type(causal),
+    mask_type=_mask_type(kind),
     layout=cudnn.AttentionLayout.BTNH.value,
-    sliding_window_length=None,
+    sliding_window_length=kind.among(k.shape[1]).window,
   )
   return dq, dk, dv
 
 
-def _mask_type(causal: bool):
-  return cudnn.MaskType.CAUSAL if causal else cudnn.MaskType.NO_MASK
+def _mask_type(kind: AttentionKind):
+  return cudnn.MaskType.CAUSAL if kind.causal else cudnn.MaskType.NO_MASK

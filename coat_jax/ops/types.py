@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What operations take, give and raise beside `QTensor`s and arrays."""
 
+import dataclasses
+import math
 from typing import Literal, NamedTuple
 
 from jax import Array
@@ -42,12 +44,61 @@ class NormStats(NamedTuple):
   rstd: Array
 
 
+@dataclasses.dataclass(frozen=True)
+class AttentionKind:
+  """Which keys a query sees, and what a score is.
+
+  Attributes:
+    causal: query t sees keys up to t + S - T.
+    window: of these only the last so many, its own among them: keys with
+      query - window < key, `sliding_window` in transformers; None for all.
+    soft_cap: scores become soft_cap * tanh(scores / soft_cap); None leaves
+      them as they are.
+    scale: what q k^T is multiplied by; None for 1 / sqrt(H).
+  """
+
+  causal: bool = True
+  window: int | None = None
+  soft_cap: float | None = None
+  scale: float | None = None
+
+  def __post_init__(self):
+    if self.window is not None and self.window < 1:
+      raise ValueError(
+        f"attention: window must be at least 1, got {self.window}; a query "
+        "sees itself, and window=None is for all keys"
+      )
+    if self.window is not None and not self.causal:
+      raise ValueError(
+        "attention: a window ends at its query and needs causal=True, got "
+        f"window={self.window} and causal=False"
+      )
+    for name in ("soft_cap", "scale"):
+      value = getattr(self, name)
+      if value is not None and not 0 < value < math.inf:
+        raise ValueError(
+          f"attention: {name} must be above 0 and finite, got {value}; pass "
+          f"{name}=None for none of your own"
+        )
+
+  def among(self, keys: int) -> "AttentionKind":
+    """The same for so many keys: a window as long sees all of them."""
+    if self.window is None or self.window < keys:
+      return self
+    return dataclasses.replace(self, window=None)
+
+  def scale_of(self, head_dim: int) -> float:
+    """What q k^T is multiplied by."""
+    return head_dim**-0.5 if self.scale is None else self.scale
+
+
 class AttentionResiduals(NamedTuple):
   """What attention's backward reads beside q, k and v.
 
   Attributes:
     out: [B, T, N, H], the output.
-    lse: f32 [B, T, N], log-sum-exp of the scaled scores of each query.
+    lse: f32 [B, T, N], log-sum-exp of each query's scores, which are scaled
+      and capped.
   """
 
   out: Array

@@ -2,6 +2,7 @@
 """Attention by chunks against a softmax that holds every score at once."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -9,22 +10,12 @@ import numpy as np
 import pytest
 
 from coat_jax import ops
-from coat_jax.ops import attention
+from coat_jax.ops import AttentionKind, attention
 from tests.comparing import assert_close, jit
+from tests.matrices import quick
+from tests.ops.naive_attention import exact_attention, naive_attention, seen
 
-
-def naive(q, k, v, causal):
-  """softmax(q k^T / sqrt(H)) v and its log-sum-exp, all scores at once."""
-  repeats = q.shape[2] // k.shape[2]
-  k, v = (jnp.repeat(x, repeats, axis=2) for x in (k, v))
-  scores = jnp.einsum("btnh,bsnh->bnts", q, k) / q.shape[-1] ** 0.5
-  t, s = scores.shape[-2:]
-  if causal:
-    seen = np.tri(t, s, s - t, dtype=bool)
-    scores = jnp.where(seen[None, None], scores, -jnp.inf)
-  p = jax.nn.softmax(scores, axis=-1)
-  lse = jax.nn.logsumexp(scores, axis=-1)
-  return jnp.einsum("bnts,bsnh->btnh", p, v), jnp.moveaxis(lse, 1, 2)
+CAUSAL = AttentionKind()
 
 
 def case(t, s, heads, kv_heads, size=8, batch=2, seed=0):
@@ -36,17 +27,31 @@ def case(t, s, heads, kv_heads, size=8, batch=2, seed=0):
   ]
 
 
-@functools.partial(jit, static_argnames="causal")
-def oracle(q, k, v, dout, causal):
-  (out, lse), vjp = jax.vjp(lambda *args: naive(*args, causal), q, k, v)
+def segments_of(t):
+  """Documents of three lengths, and segments that are not contiguous."""
+  documents = np.searchsorted([t // 4, t // 3], np.arange(t), side="right")
+  return np.int32([documents, np.arange(t) // 2 % 3 - 1])
+
+
+@functools.partial(jit, static_argnames="cap")
+def plain(q, k, v, dout, mask, scale, cap):
+  """Output, log-sum-exp and gradients of all scores at once."""
+  f = functools.partial(naive_attention, mask=mask, scale=scale, cap=cap)
+  (out, lse), vjp = jax.vjp(f, q, k, v)
   return (out, lse), vjp((dout, jnp.zeros_like(lse)))
 
 
-@functools.partial(jit, static_argnames=("causal", "chunk"))
-def run(q, k, v, dout, causal, chunk=None):
+def oracle(q, k, v, dout, kind, segments=None):
+  mask = seen(q.shape[1], k.shape[1], kind, segments)
+  scale = kind.scale or q.shape[-1] ** -0.5
+  return plain(q, k, v, dout, mask, scale, kind.soft_cap)
+
+
+@functools.partial(jit, static_argnames=("kind", "chunk"))
+def run(q, k, v, dout, kind=CAUSAL, segments=None, chunk=None):
   del chunk  # Read from the module while tracing: another one, another trace.
-  residuals = ops.attention_fwd(q, k, v, causal=causal)
-  gradients = ops.attention_bwd(dout, q, k, v, residuals, causal=causal)
+  residuals = ops.attention_fwd(q, k, v, segments, kind=kind)
+  gradients = ops.attention_bwd(dout, q, k, v, residuals, segments, kind=kind)
   return residuals, gradients
 
 
@@ -71,31 +76,120 @@ def test_attention_equals_the_softmax(
   q, k, v, dout = case(t, s, heads, kv_heads)
   if causal and t > s:  # The first t - s queries see no key: not defined.
     q, dout = q[:, t - s :], dout[:, t - s :]
-  residuals, gradients = run(q, k, v, dout, causal, chunk)
+  kind = AttentionKind(causal)
+  residuals, gradients = run(q, k, v, dout, kind, chunk=chunk)
   assert residuals.lse.dtype == jnp.float32
-  assert_close((residuals, gradients), oracle(q, k, v, dout, causal))
+  assert_close((residuals, gradients), oracle(q, k, v, dout, kind))
+
+
+def assert_gradients_close(actual, expected):
+  """To the largest value of all three: one key has dq and dk that are 0."""
+  flat = lambda tree: np.concatenate([np.ravel(x) for x in tree])  # noqa: E731
+  assert_close(flat(actual), flat(expected))
+
+
+def kinds():
+  """(kind, whether there are segments, heads, key heads).
+
+  In front those with all there is; a scale of its own beside each cap.
+  """
+  masks = [(True, w) for w in (7, None, 1, 22)] + [(False, None)]
+  every = itertools.product(
+    [(4, 2), (3, 3), (4, 1)], [(1.5, 0.4), (None, None)], (True, False), masks
+  )
+  return [
+    (AttentionKind(causal, window, *scores), segmented, *heads)
+    for heads, scores, segmented, (causal, window) in every
+  ]
+
+
+# Chunks of 4 read 11 of 21 keys with a window of 7; the last is ragged.
+T, CHUNK = 21, 4
+
+
+@pytest.mark.parametrize("kind, segmented, heads, kv_heads", quick(6, kinds()))
+def test_attention_of_every_kind(kind, segmented, heads, kv_heads, monkeypatch):
+  monkeypatch.setattr(attention, "_CHUNK", CHUNK)
+  q, k, v, dout = case(T, T, heads, kv_heads)
+  segments = segments_of(T) if segmented else None
+  residuals, gradients = run(q, k, v, dout, kind, segments, CHUNK)
+  assert_close(residuals, exact_attention(q, k, v, kind, segments), 2e-6)
+  _, want = oracle(q, k, v, dout, kind, segments)
+  assert_gradients_close(gradients, want)
+
+
+# Windows at both ends of the keys, where fewer are read than a chunk reaches.
+@pytest.mark.parametrize(
+  "t, s, chunk, window",
+  quick(
+    3,
+    [
+      (7, 19, 3, 4),
+      (1, 19, 4, 9),
+      (19, 19, 5, 14),
+      *itertools.product([7, 19], [19], [3, 5], [1, 2, 3, 9, 15, 18, 19]),
+    ],
+  ),
+)
+def test_window_is_of_the_last_keys(t, s, chunk, window, monkeypatch):
+  monkeypatch.setattr(attention, "_CHUNK", chunk)
+  q, k, v, dout = case(t, s, 2, 1)
+  kind = AttentionKind(window=window)
+  residuals, gradients = run(q, k, v, dout, kind, chunk=chunk)
+  want, want_gradients = oracle(q, k, v, dout, kind)
+  assert_close(residuals, want)
+  assert_gradients_close(gradients, want_gradients)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  "kind",
+  [
+    AttentionKind(window=300),
+    AttentionKind(window=300, soft_cap=2.0, scale=0.3),
+    AttentionKind(soft_cap=2.0),
+    AttentionKind(causal=False),
+  ],
+)
+def test_attention_of_several_real_chunks(kind):
+  t = 700
+  q, k, v, dout = case(t, t, 4, 2)
+  segments = segments_of(t)
+  residuals, gradients = run(q, k, v, dout, kind, segments)
+  assert_close(residuals, exact_attention(q, k, v, kind, segments), 2e-6)
+  _, want = oracle(q, k, v, dout, kind, segments)
+  assert_gradients_close(gradients, want)
 
 
 def test_attention_scores_of_several_hundreds_do_not_overflow():
   q, k, v, dout = case(13, 13, 4, 1)
-  residuals, gradients = run(300 * q, k, v, dout, True)
-  q, k, v = (np.asarray(x, np.float64) for x in (300 * q, k, v))
-  scores = np.einsum("btnh,bsh->bnts", q, k[:, :, 0]) / 8**0.5
+  residuals, gradients = run(300 * q, k, v, dout)
+  scores = np.einsum("btnh,bsh->bnts", 300 * q, k[:, :, 0]) / 8**0.5
   assert np.max(scores) > 700
-  scores[..., ~np.tri(13, dtype=bool)] = -np.inf
-  lse = np.logaddexp.reduce(scores, axis=-1)
-  p = np.exp(scores - lse[..., None])
   # An f32 score of 1000 is off by up to 2^-14, and a probability with it.
-  want = np.einsum("bnts,bsh->btnh", p, v[:, :, 0]), np.moveaxis(lse, 1, 2)
+  want = exact_attention(300 * q, k, v, CAUSAL)
   assert_close(residuals, want, 2.0**-13)
   assert all(np.all(np.isfinite(x)) for x in gradients)
+
+
+def test_capped_scores_of_several_hundreds_have_no_gradient():
+  q, k, v, dout = case(13, 13, 4, 1)
+  kind = AttentionKind(soft_cap=1.0)
+  residuals, (dq, dk, dv) = run(1e4 * q, k, v, dout, kind)
+  # All but the few scores that are near 0 are at the cap: tanh's derivative is
+  # 0, and not NaN where a query does not see the key.
+  assert np.mean(np.asarray(dq) == 0) > 0.5
+  assert np.all(np.isfinite(dq)) and np.all(np.isfinite(dk))
+  want = exact_attention(1e4 * q, k, v, kind)
+  assert_close(residuals, want, 1e-3)
+  assert np.all(np.isfinite(dv))
 
 
 def test_attention_of_bfloat16_accumulates_in_f32():
   q, k, v, dout = (x.astype(jnp.bfloat16) for x in case(16, 16, 4, 2))
   exact = [x.astype(jnp.float32) for x in (q, k, v, dout)]
-  (out, lse), want = oracle(*exact, True)
-  residuals, gradients = run(q, k, v, dout, True)
+  (out, lse), want = oracle(*exact, CAUSAL)
+  residuals, gradients = run(q, k, v, dout)
   assert residuals.out.dtype == jnp.bfloat16
   assert residuals.lse.dtype == jnp.float32
   assert all(x.dtype == jnp.bfloat16 for x in gradients)
@@ -106,10 +200,13 @@ def test_attention_of_bfloat16_accumulates_in_f32():
   assert_close(gradients, want, 2.0**-6)
 
 
-def test_attention_gradients_are_summed_over_chunks_in_f32(monkeypatch):
+# With a window the sums of a few keys are read, added to and written.
+@pytest.mark.parametrize("window", [None, 24])
+def test_attention_gradients_are_summed_over_chunks_in_f32(window, monkeypatch):
   arrays = [x.astype(jnp.bfloat16) for x in case(64, 64, 4, 2)]
+  kind = AttentionKind(window=window)
   (_, one_dk, one_dv), (_, dk, dv) = (
-    run_in_chunks(monkeypatch, arrays, chunk) for chunk in (64, 4)
+    run_in_chunks(monkeypatch, arrays, kind, chunk) for chunk in (64, 4)
   )
   for whole, summed in ((one_dk, dk), (one_dv, dv)):
     # Sums of f32 in another order round to another BF16 now and then; sums of
@@ -117,22 +214,37 @@ def test_attention_gradients_are_summed_over_chunks_in_f32(monkeypatch):
     assert np.mean(np.asarray(whole == summed)) >= 0.97
 
 
-def run_in_chunks(monkeypatch, arrays, chunk):
+def run_in_chunks(monkeypatch, arrays, kind, chunk):
   monkeypatch.setattr(attention, "_CHUNK", chunk)
-  return run(*arrays, True, chunk)[1]
+  return run(*arrays, kind, chunk=chunk)[1]
 
 
-def test_attention_makes_no_array_of_all_scores():
+@pytest.mark.parametrize(
+  "kind, length",
+  [
+    (AttentionKind(), 1024),
+    (AttentionKind(soft_cap=2.0), 1024),
+    (AttentionKind(window=128), 384),
+    (AttentionKind(window=128, soft_cap=2.0), 384),
+    (AttentionKind(window=768), 1024),
+  ],
+)
+@pytest.mark.parametrize("segmented", [True, False])
+def test_attention_makes_no_array_of_all_scores(kind, length, segmented):
   t = 1024
   shape = jax.ShapeDtypeStruct((1, t, 1, 8), jnp.bfloat16)
-  text = str(jax.make_jaxpr(lambda *a: run.__wrapped__(*a, True))(*[shape] * 4))
+  segments = jax.ShapeDtypeStruct((1, t), jnp.int32) if segmented else None
+  f = lambda segments, *a: run.__wrapped__(*a, kind, segments)  # noqa: E731
+  text = str(jax.make_jaxpr(f)(segments, *[shape] * 4))
   assert f"{t},{t}" not in text
-  assert f"256,{t}" in text
+  assert f"256,{length}]" in text
+  # A chunk reads no key that no window reaches.
+  assert (f"256,{t}]" in text) == (length == t)
 
 
 def test_attention_nan_stays_in_its_sequence():
   q, k, v, dout = case(16, 16, 4, 2)
-  residuals, gradients = run(q.at[0, 2, 1, 3].set(jnp.nan), k, v, dout, True)
+  residuals, gradients = run(q.at[0, 2, 1, 3].set(jnp.nan), k, v, dout)
   for x in (*residuals, *gradients):
     assert np.isnan(x[0]).any() and np.isfinite(x[1]).all()
 
@@ -149,4 +261,36 @@ def test_attention_nan_stays_in_its_sequence():
 )
 def test_attention_shapes_that_do_not_fit_are_refused(q, k, v):
   with pytest.raises(ValueError, match="attention: needs q .* multiple of K"):
-    ops.attention_fwd(jnp.ones(q), jnp.ones(k), jnp.ones(v), causal=True)
+    ops.attention_fwd(jnp.ones(q), jnp.ones(k), jnp.ones(v), kind=CAUSAL)
+
+
+@pytest.mark.parametrize(
+  "s, segments",
+  [
+    (4, jnp.zeros((2, 5), jnp.int32)),
+    (4, jnp.zeros((4,), jnp.int32)),
+    (4, jnp.zeros((2, 4))),
+    (6, jnp.zeros((2, 4), jnp.int32)),
+  ],
+)
+def test_segments_that_do_not_fit_are_refused(s, segments):
+  q, k, v, _ = case(4, s, 2, 2)
+  with pytest.raises(ValueError, match="segments are integers .B, T.*got"):
+    ops.attention_fwd(q, k, v, segments, kind=CAUSAL)
+
+
+@pytest.mark.parametrize(
+  "options, message",
+  [
+    (dict(window=0), "window must be at least 1, got 0"),
+    (dict(window=-3), "window must be at least 1, got -3"),
+    (dict(causal=False, window=4), "needs causal=True, got window=4"),
+    (dict(soft_cap=0.0), "soft_cap must be above 0 and finite, got 0.0"),
+    (dict(soft_cap=float("inf")), "soft_cap must be above 0 and finite"),
+    (dict(scale=-1.0), "scale must be above 0 and finite, got -1.0"),
+    (dict(scale=float("nan")), "scale must be above 0 and finite, got nan"),
+  ],
+)
+def test_kinds_that_make_no_sense_are_refused(options, message):
+  with pytest.raises(ValueError, match=message):
+    AttentionKind(**options)

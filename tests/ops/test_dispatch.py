@@ -180,7 +180,7 @@ def test_operands_that_do_not_fit_are_refused():
     ops.linear_fwd(x, narrow)
   q, k = jnp.ones((1, 4, 3, 8)), jnp.ones((1, 4, 2, 8))
   with pytest.raises(ValueError, match="N a multiple of K"):
-    ops.attention_fwd(q, k, k, causal=True)
+    ops.attention_fwd(q, k, k, kind=ops.AttentionKind())
 
 
 def attention_arrays(n=4, k=2, t=32, s=32, h=64, dtype=jnp.bfloat16):
@@ -191,7 +191,8 @@ def attention_arrays(n=4, k=2, t=32, s=32, h=64, dtype=jnp.bfloat16):
 def test_cudnn_refuses_what_it_cannot_attend_to():
   def explain(causal=True, **shapes):
     arrays = attention_arrays(**shapes)
-    return ops.explain(ops.attention_fwd, *arrays, causal=causal)
+    kind = ops.AttentionKind(causal)
+    return ops.explain(ops.attention_fwd, *arrays, kind=kind)
 
   # A dry run ends before cuDNN is looked for: there is none on this machine.
   assert explain() == "attention_fwd: cudnn on a GPU, xla elsewhere"
