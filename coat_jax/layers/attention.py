@@ -169,6 +169,10 @@ class Attention(RecipeModule):
         "Attention: heads must have an even size, for RoPE rotates pairs, got "
         f"{self.head_dim}; pass an even head_dim, or another num_heads"
       )
+    if qk_norm not in ("head", "all", None):
+      raise ValueError(
+        f"Attention: qk_norm must be 'head', 'all' or None, got {qk_norm!r}"
+      )
     self.num_heads, self.num_kv_heads = num_heads, kv_heads
     self.causal, self.rope_theta = causal, rope_theta
     self.window, self.soft_cap = window, soft_cap
@@ -204,10 +208,6 @@ class Attention(RecipeModule):
     self.q_norm: Any = nnx.data(None)
     self.k_norm: Any = nnx.data(None)
     if qk_norm is not None:
-      if qk_norm not in ("head", "all"):
-        raise ValueError(
-          f"Attention: qk_norm must be 'head', 'all' or None, got {qk_norm!r}"
-        )
       of_q, of_k = (n if qk_norm == "all" else 1 for n in (num_heads, kv_heads))
       make = functools.partial(RMSNorm, epsilon=epsilon, **shared)
       self.q_norm = make(of_q * self.head_dim)

@@ -43,12 +43,10 @@ class QKNorm:
     over: what the mean is of: "head", the H channels of each, as in Qwen3; or
       "all", the N H channels of a token, as in OLMo 2.
     eps: added to the mean.
-    scale_plus_one: whether the factor is 1 + weight, as in Gemma.
   """
 
   over: NormedOver
   eps: float
-  scale_plus_one: bool = False
 
   def normalized(
     self, x: Array, weight: Array, axes: MeshAxes | None = None
@@ -89,5 +87,4 @@ class QKNorm:
 
   def _factor(self, weight, like):
     shape = (1, 1, 1, -1) if self.over == "head" else (1, 1, *like.shape[2:])
-    factor = weight.astype(jnp.float32).reshape(shape)
-    return factor + 1 if self.scale_plus_one else factor
+    return weight.astype(jnp.float32).reshape(shape)

@@ -8,6 +8,8 @@ values. A gradient that enters a matrix product becomes E5M2, as it does in the
 layers; nothing else is rounded on the way back.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -105,34 +107,40 @@ def gated_mlp(x, weights, kind, eps, residuals, group_size=16):
   return x.astype(jnp.float32) + rounded(out, dtype)
 
 
-@jax.custom_vjp
-def attention(q, k, v, keep):
-  """Causal softmax(q k^T / sqrt(H)) v; its output is kept as `keep` does.
+def attention(q, k, v, keep, scores=None):
+  """Causal softmax(scores(q k^T / sqrt(H))) v; `keep` rounds the output.
 
   The backward takes the row sums of p dp from the kept output, not the exact
   one: what is off is a gradient of the log-sum-exp, and known.
   """
-  return _attention_fwd(q, k, v, keep)[0]
+  scores = scores or jax.tree_util.Partial(_as_is)
+  return _attention(q, k, v, keep, scores)
 
 
-def _attention_fwd(q, k, v, keep):
-  (out, _), vjp = jax.vjp(_naive_attention, q, k, v)
+@jax.custom_vjp
+def _attention(q, k, v, keep, scores):
+  return _attention_fwd(q, k, v, keep, scores)[0]
+
+
+def _attention_fwd(q, k, v, keep, scores):
+  naive = functools.partial(_naive_attention, scores=scores)
+  (out, _), vjp = jax.vjp(naive, q, k, v)
   kept = keep(out)
   return kept, (vjp, kept - out)
 
 
 def _attention_bwd(residuals, g):
   vjp, off = residuals
-  return (*vjp((g, -jnp.sum(off * g, axis=-1))), None)
+  return (*vjp((g, -jnp.sum(off * g, axis=-1))), None, None)
 
 
-attention.defvjp(_attention_fwd, _attention_bwd)
+_attention.defvjp(_attention_fwd, _attention_bwd)
 
 
-def _naive_attention(q, k, v):
+def _naive_attention(q, k, v, scores):
   repeats = q.shape[2] // k.shape[2]
   k, v = (jnp.repeat(x, repeats, axis=2) for x in (k, v))
-  scores = jnp.einsum("btnh,bsnh->btns", q, k) * q.shape[-1] ** -0.5
+  scores = scores(jnp.einsum("btnh,bsnh->btns", q, k) * q.shape[-1] ** -0.5)
   seen = jnp.tri(q.shape[1], dtype=bool)[None, :, None]
   scores = jnp.where(seen, scores, -1e30)
   p = jax.nn.softmax(scores, axis=-1)
@@ -145,6 +153,53 @@ def attention_output(x, q, k, v, w, bias, kept):
   keep = jax.tree_util.Partial(per_group if kept == "fp8" else _as_is)
   out = attention(keep(q), keep(k), keep(v), keep)
   return x + linear(out.reshape(*x.shape[:2], -1), w, bias)
+
+
+def self_attention(x, weights, scores, turn, heads, over, eps, recipe):
+  """x + attention(q, k, v) w_out with an RMSNorm of q and k, f32.
+
+  Args:
+    x: [B, T, D].
+    weights: `BlockWeights`; its middle has the weights of both norms.
+    scores: what scores [B, T, N, S] become before the causal mask.
+    turn: RoPE of [B, T, N, H].
+    heads: N and K.
+    over: what the norm's mean is of, "head" or "all".
+    eps: of both norms.
+    recipe: coat, bf16 or fp8_linear.
+  """
+  (front, back, own), (n, kv_heads) = weights, heads
+  is_coat, is_fp8 = recipe.nonlinear == "fp8", recipe.linear == "fp8"
+  group = per_group if is_coat else _as_is
+  keep = group if recipe.attention == "fp8" else _as_is
+  product = linear if is_fp8 else _exact_linear
+  if is_coat:
+    y = norm(x, front.gamma, None, "rms", eps)
+  else:
+    y = _rms(x, -1, eps) * _row(front.gamma, x)
+  h = product(y, front.w, front.bias)
+  h = h.reshape(*h.shape[:2], kv_heads, n // kv_heads + 2, -1)
+  q, k, v = h[..., :-2, :], h[..., -2, :], h[..., -1, :]
+  q = q.reshape(*q.shape[:2], n, -1)
+
+  def normed(x, weight):
+    axes = -1 if over == "head" else (-2, -1)
+    x = _rms(group(x), axes, eps)
+    shape = (1, 1, 1, -1) if over == "head" else (1, 1, *x.shape[2:])
+    return turn(x * weight.reshape(shape))
+
+  q, k = normed(q, own.q), normed(k, own.k)
+  out = attention(q, k, keep(v), jax.tree_util.Partial(keep), scores)
+  return x + product(out.reshape(*x.shape[:2], -1), back.w, back.bias)
+
+
+def _rms(x, axes, eps):
+  return x / jnp.sqrt(jnp.mean(x * x, axis=axes, keepdims=True) + eps)
+
+
+def _exact_linear(x, w, bias):
+  y = jnp.matmul(x, w, precision="highest")
+  return y if bias is None else y + _row(bias, y)
 
 
 def _as_is(x):
