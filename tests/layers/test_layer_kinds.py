@@ -115,6 +115,7 @@ def test_layers_that_are_alike_need_no_choice():
   assert text == jaxpr_of(build(0, recipes.coat(), window=3))
 
 
+@pytest.mark.slow
 def test_layers_may_differ_in_rope_alone():
   recipe = recipes.bf16()
   m = build(0, recipe, rope_theta=(1e4, None))
@@ -125,6 +126,7 @@ def test_layers_may_differ_in_rope_alone():
     assert_close(found, want, 1e-6)
 
 
+@pytest.mark.slow
 def test_scalings_reach_rope():
   x = arrays(1)[0]
   ys = []
