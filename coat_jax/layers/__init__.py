@@ -10,8 +10,6 @@ GatedMLP, MLP, Attention). All are BF16 in and BF16 out. A block of one's own is
 from coat_jax.layers.activation import gelu as gelu
 from coat_jax.layers.activation import silu_mul as silu_mul
 from coat_jax.layers.attention import Attention as Attention
-from coat_jax.layers.attention import SelfAttention as SelfAttention
-from coat_jax.layers.attention import self_attention as self_attention
 from coat_jax.layers.attention_output import (
   attention_output as attention_output,
 )
@@ -39,6 +37,8 @@ from coat_jax.layers.norm_linear import NormLinear as NormLinear
 from coat_jax.layers.norm_linear import norm_linear as norm_linear
 from coat_jax.layers.parameters import BlockOptions as BlockOptions
 from coat_jax.layers.parameters import NormLinearOptions as NormLinearOptions
+from coat_jax.layers.qk_norm import QKNorm as QKNorm
+from coat_jax.layers.qk_norm import QKNormWeights as QKNormWeights
 from coat_jax.layers.remat import (
   block_inputs_saveable as block_inputs_saveable,
 )
@@ -47,5 +47,13 @@ from coat_jax.layers.residuals import RESIDUAL_NAMES as RESIDUAL_NAMES
 from coat_jax.layers.rope import Heads as Heads
 from coat_jax.layers.rope import rope as rope
 from coat_jax.layers.rope import split_heads as split_heads
+from coat_jax.layers.self_attention import AttentionInputs as AttentionInputs
+from coat_jax.layers.self_attention import SelfAttention as SelfAttention
+from coat_jax.layers.self_attention import self_attention as self_attention
 from coat_jax.layers.weight import cache_weight as cache_weight
 from coat_jax.layers.weight_cache import with_weight_cache as with_weight_cache
+from coat_jax.ops.rotary import LinearScaling as LinearScaling
+from coat_jax.ops.rotary import Llama3Scaling as Llama3Scaling
+from coat_jax.ops.rotary import RopeScaling as RopeScaling
+from coat_jax.ops.rotary import Rotary as Rotary
+from coat_jax.ops.rotary import YarnScaling as YarnScaling

@@ -1,16 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The attention block: norm, q, k and v, RoPE, attention, projection and add.
+"""The attention block's module; `layers.self_attention` is what it computes."""
 
-q, k and v are one product. Their gradients go from attention's backward to the
-E5M2 operand of that product in one pass, where nothing else reads them: a bias
-needs their sums before they are rounded, and clipping comes between.
-"""
-
-import dataclasses
 import functools
-from typing import Any, NamedTuple, Unpack
+from typing import Any, Unpack
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
@@ -18,172 +11,31 @@ from jax.typing import DTypeLike
 
 from coat_jax import ops
 from coat_jax import recipe as recipes
-from coat_jax.layers.attention_output import HeadsAttention, HeadsSaved
 from coat_jax.layers.back import BackWeights
-from coat_jax.layers.block import BlockWeights, block
+from coat_jax.layers.block import BlockWeights
 from coat_jax.layers.front import FrontWeights
-from coat_jax.layers.linear import Linear, gradient_operand
-from coat_jax.layers.mesh.rule import run_whole
-from coat_jax.layers.middle import Middle, MiddleGradient
+from coat_jax.layers.layer_kinds import (
+  Bases,
+  Scalings,
+  Windows,
+  attention_kinds,
+  count_kinds,
+  rotaries,
+)
+from coat_jax.layers.linear import Linear
 from coat_jax.layers.module import (
   RecipeModule,
   Sharding,
   reshard,
   rows_to_batch,
 )
-from coat_jax.layers.norm import block_norm_options, make_norm
+from coat_jax.layers.norm import RMSNorm, block_norm_options, make_norm
 from coat_jax.layers.norm_linear import NormLinear
 from coat_jax.layers.parameters import BlockOptions, options_by_part
-from coat_jax.layers.residuals import save_residual
-from coat_jax.layers.rope import Heads, split_heads
-from coat_jax.ops.rope import rotation
+from coat_jax.layers.qk_norm import NormedOver, QKNorm, QKNormWeights
+from coat_jax.layers.rope import Heads
+from coat_jax.layers.self_attention import self_attention
 from coat_jax.recipe import CoatRecipe
-
-
-class _Saved(NamedTuple):
-  heads: HeadsSaved
-  positions: Array
-  inside: Array | None  # Bits: what clipping left alone.
-
-
-@dataclasses.dataclass(frozen=True)
-class SelfAttention(Middle):
-  """q, k and v of h taken apart, clipped and rotated; and attention.
-
-  `inputs` are positions, int32 [T].
-
-  Attributes:
-    heads: N, K and the base of RoPE's frequencies, or None for no RoPE.
-    causal: whether a query sees only keys up to its own place.
-    clip: largest magnitude of q, k and v, or None.
-  """
-
-  heads: Heads
-  causal: bool = True
-  clip: float | None = None
-
-  def plain(self, h, weights, inputs, recipe):
-    clip = functools.partial(_clip, limit=self.clip)
-    clipped: Any = run_whole(clip, recipe.axes, h)
-    heads = split_heads(clipped, inputs, self.heads, recipe=recipe)
-    return self._attention.plain(heads, weights, None, recipe)
-
-  def forward(self, h, weights, inputs, recipe):
-    n, k, _ = self.heads.of_device(recipe.axes)
-    h, inside = _clip_fwd(h, self.clip)
-    positions = save_residual("rope", inputs)
-    heads = ops.split_heads(
-      h,
-      *self._angles(positions, h.shape[-1] // (n + 2 * k)),
-      num_heads=n,
-      num_kv_heads=k,
-      implementation=recipe.implementation,
-    )
-    out = self._attention.forward(heads, weights, None, recipe)
-    return out._replace(saved=_Saved(out.saved, positions, inside))
-
-  def restore(self, saved, dtype, recipe):
-    heads, operand = self._attention.restore(saved.heads, dtype, recipe)
-    return saved._replace(heads=heads), operand
-
-  def backward(self, saved, dout, weights, recipe, *, has_bias):
-    how = recipe.implementation
-    dheads = self._attention.backward(
-      saved.heads, dout, weights, recipe, has_bias=False
-    ).h
-    angles = self._angles(saved.positions, dheads[0].shape[-1])
-    if self.clip is None and not has_bias:
-      dh = ops.join_heads_operand(
-        *dheads, *angles, dtype=recipe.formats.gradients, implementation=how
-      )
-      return MiddleGradient(dh)
-    values = ops.join_heads(*dheads, *angles, implementation=how)
-    values = _clip_bwd(self.clip, saved.inside, values)[0]
-    return MiddleGradient(gradient_operand(values, recipe), values=values)
-
-  @property
-  def _attention(self) -> HeadsAttention:
-    return HeadsAttention(ops.AttentionKind(self.causal))
-
-  def _angles(self, positions, head_dim):
-    return rotation(positions, head_dim=head_dim, theta=self.heads.theta)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnames=("limit",))
-def _clip(x, limit):
-  return _clip_fwd(x, limit)[0]
-
-
-def _clip_fwd(x, limit):
-  if limit is None:
-    return x, None
-  # One bit a value; autodiff would keep two BF16 arrays, 6 U for q, k and v.
-  inside = jnp.packbits(jnp.abs(x) <= limit, axis=-1)
-  return jnp.clip(x, -limit, limit), save_residual("attention", inside)
-
-
-def _clip_bwd(limit, inside, g):
-  if limit is None:
-    return (g,)
-  passes = jnp.unpackbits(inside, axis=-1, count=g.shape[-1])
-  return (jnp.where(passes == 1, g, 0),)
-
-
-_clip.defvjp(_clip_fwd, _clip_bwd)
-
-
-def self_attention(
-  x: Array,
-  weights: BlockWeights,
-  positions: Array,
-  *,
-  kind: ops.NormKind | None,
-  eps: float,
-  heads: Heads,
-  causal: bool = True,
-  clip: float | None = None,
-  post_norm: ops.NormKind | None = None,
-  add_input: bool = True,
-  recipe: CoatRecipe,
-) -> Array:
-  """x + post_norm(attention(heads(norm(x) w_qkv)) w_out).
-
-  Args:
-    x: [B, T, D], the residual stream, BF16 (or f32).
-    weights: front.w [D, (N + 2 K) H], ordered by key head, see
-      `layers.split_heads`; back.w [N H, D].
-    positions: int32 [T], for RoPE.
-    kind: norm in front, "rms" or "layer"; None for none.
-    eps: both norms'.
-    heads: N, K and the base of RoPE's frequencies, or None for no RoPE.
-    causal: whether a query sees only keys up to its own place.
-    clip: largest magnitude of q, k and v, or None.
-    post_norm: norm of the second product, "rms" or "layer"; None for none.
-    add_input: whether x is added.
-    recipe: fused where both `linear` and `nonlinear` are "fp8".
-
-  Returns:
-    [B, T, D] in x's dtype.
-
-  Raises:
-    ValueError: shapes that do not fit one another.
-  """
-  if positions.shape != (x.shape[1],):
-    raise ValueError(
-      "self_attention: needs positions [T], one for each of x [B, T, D], got "
-      f"x {x.shape} and positions {positions.shape}"
-    )
-  return block(
-    x,
-    weights,
-    positions,
-    middle=SelfAttention(heads, causal, clip),
-    kind=kind,
-    eps=eps,
-    post_norm=post_norm,
-    add_input=add_input,
-    recipe=recipe,
-  )
 
 
 class Attention(RecipeModule):
@@ -207,11 +59,15 @@ class Attention(RecipeModule):
     (64, 128)
 
   Attributes:
+    rotary: RoPE's `Rotary`, or None; or a tuple, see `rope_theta`.
     qkv: NormLinear to the columns of q, k and v. They are ordered by key head:
       for each of the K key heads its N / K query heads, its key, its value, so
       that a shard of the columns holds whole groups of heads.
     out: Linear [num_heads * head_dim, features].
     post_norm: RMSNorm or LayerNorm; None without this norm.
+    q_norm, k_norm: RMSNorms of q and k, or None: of [head_dim] with
+      `qk_norm="head"`; with "all" of [num_heads * head_dim] and of
+      [num_kv_heads * head_dim], the heads in their order.
   """
 
   counterparts = (nnx.MultiHeadAttention,)
@@ -224,7 +80,13 @@ class Attention(RecipeModule):
     num_kv_heads: int | None = None,
     head_dim: int | None = None,
     causal: bool = True,
-    rope_theta: float | None = 1e4,
+    window: Windows = None,
+    soft_cap: float | None = None,
+    query_scale: float | None = None,
+    rope_theta: Bases = 1e4,
+    rope_scaling: Scalings = None,
+    rotary_dim: int | None = None,
+    qk_norm: NormedOver | None = None,
     clip_qkv: float | None = None,
     recipe: CoatRecipe | None = None,
     norm: ops.NormKind | None = "rms",
@@ -251,7 +113,19 @@ class Attention(RecipeModule):
         None for N.
       head_dim: H, width of a head, even; None for D / N.
       causal: whether a query sees only keys up to its own place.
-      rope_theta: base of RoPE's frequencies; None for no RoPE.
+      window: how many keys a query sees, its own and those before; None for
+        all. Where layers of a stack differ in it, or in the next ones of which
+        it is said, a tuple with one for each kind; the call says which it is.
+      soft_cap: scores become soft_cap * tanh(scores / soft_cap); None leaves
+        them as they are.
+      query_scale: what q k^T is multiplied by; None for 1 / sqrt(H).
+      rope_theta: base of RoPE's frequencies; None for no RoPE. Or a tuple.
+      rope_scaling: how they are stretched, such as `Llama3Scaling`; None for as
+        they are. Or a tuple.
+      rotary_dim: how many of a head's first channels RoPE turns; None for all.
+      qk_norm: RMSNorm of q and of k in front of RoPE: "head", of each head by
+        itself; "all", of all heads of a token together; None for none. In FP8
+        recipes q and k before it are what is saved, in FP8.
       clip_qkv: largest magnitude of q, k and v; None leaves them as they are.
       recipe: what is computed and saved in FP8; None for `recipe.coat()`.
       norm: of the input, "rms" or "layer"; None for none.
@@ -259,7 +133,8 @@ class Attention(RecipeModule):
         OLMo 2 has this norm alone, Gemma 2 and 3 have both.
       epsilon: what norms add to the mean square or the variance.
       use_scale: whether norms have a scale [D].
-      scale_plus_one: whether norms multiply by 1 + scale, as in Gemma.
+      scale_plus_one: whether norms, those of q and k too, multiply by 1 +
+        scale, as in Gemma.
       use_norm_bias: whether norms have a bias [D].
       use_bias: whether both products have biases.
       use_qkv_bias: whether q, k and v have one, [(N + 2 K) H]; None for
@@ -277,8 +152,10 @@ class Attention(RecipeModule):
 
     Raises:
       ValueError: num_heads is no multiple of num_kv_heads, or features none of
-        num_heads where `head_dim` is None; heads of an odd size; an argument of
-        flax's that FP8 attention does not have.
+        num_heads where `head_dim` is None; heads of an odd size; `rotary_dim`
+        odd or above it; an unknown `qk_norm`; tuples of several lengths; a
+        window below 1 or without `causal`; an argument of flax's that FP8
+        attention does not have.
     """
     of = options_by_part(options)
     super().__init__(recipe or recipes.coat(), dtype, of.others)
@@ -299,8 +176,19 @@ class Attention(RecipeModule):
         "Attention: heads must have an even size, for RoPE rotates pairs, got "
         f"{self.head_dim}; pass an even head_dim, or another num_heads"
       )
+    if qk_norm not in ("head", "all", None):
+      raise ValueError(
+        f"Attention: qk_norm must be 'head', 'all' or None, got {qk_norm!r}"
+      )
     self.num_heads, self.num_kv_heads = num_heads, kv_heads
     self.causal, self.rope_theta = causal, rope_theta
+    self.window, self.soft_cap = window, soft_cap
+    self.query_scale = query_scale
+    count_kinds(window=window, rope_theta=rope_theta, rope_scaling=rope_scaling)
+    self.rotary = rotaries(
+      rope_theta, rope_scaling, rotary_dim, head_dim=self.head_dim
+    )
+    attention_kinds(causal, window, soft_cap, query_scale)  # Checks them.
     self.clip_qkv, self.add_input = clip_qkv, add_input
     shared: dict[str, Any] = dict(
       recipe=self.recipe, dtype=dtype, param_dtype=param_dtype, rngs=rngs
@@ -335,40 +223,83 @@ class Attention(RecipeModule):
       **shared,
       **of.norm,
     )
+    self.q_norm: Any = nnx.data(None)
+    self.k_norm: Any = nnx.data(None)
+    if qk_norm is not None:
+      of_q, of_k = (n if qk_norm == "all" else 1 for n in (num_heads, kv_heads))
+      make = functools.partial(
+        RMSNorm, epsilon=epsilon, scale_plus_one=scale_plus_one, **shared
+      )
+      self.q_norm = make(of_q * self.head_dim)
+      self.k_norm = make(of_k * self.head_dim)
+    self.qk_norm: NormedOver | None = qk_norm
 
   def __call__(
     self,
     x: Array,
     positions: Array | None = None,
+    segments: Array | None = None,
+    kind: Array | None = None,
     *,
     out_sharding: Sharding = None,
   ) -> Array:
-    """Attends within each sequence.
+    """Attends within each sequence, or within its segments.
 
     Args:
       x: [..., T, features].
-      positions: int32 [T] for RoPE; None for 0 to T - 1.
+      positions: int32 [T] for RoPE, or [..., T] where sequences have their
+        own; None for 0 to T - 1.
+      segments: int32 [..., T], as of packed documents or of padding: a query
+        sees keys of its own segment; None for one segment. (Positions of packed
+        documents begin at 0 in each.)
+      kind: int32 scalar, the place in the constructor's tuples; None where it
+        was given none.
       out_sharding: how the output is sharded; None leaves it to JAX.
 
     Returns:
       [..., T, features] in `dtype`.
+
+    Raises:
+      ValueError: shapes that do not fit one another, or no `kind` where layers
+        are of several.
     """
     shape = x.shape
     x = rows_to_batch(self.cast(x, self.out.kernel))
     if positions is None:
       positions = jnp.arange(x.shape[1], dtype=jnp.int32)
+    elif positions.ndim > 1 and positions.shape == shape[:-1]:
+      positions = positions.reshape(x.shape[:2])
+    if segments is not None and segments.shape == shape[:-1]:
+      segments = segments.reshape(x.shape[:2])
+    qk_norm, qk_norm_weights = self._qk_norm
     y = self_attention(
       x,
       BlockWeights(
         FrontWeights.of(self.qkv.norm, self.qkv.linear),
         BackWeights.of(self.out, self.post_norm),
+        qk_norm_weights,
       ),
       positions,
       **block_norm_options(self.qkv.norm, self.post_norm),
-      heads=Heads(self.num_heads, self.num_kv_heads, self.rope_theta),
+      heads=Heads(self.num_heads, self.num_kv_heads, self.rotary),
       causal=self.causal,
+      window=self.window,
+      soft_cap=self.soft_cap,
+      scale=self.query_scale,
+      segments=segments,
+      layer_kind=kind,
       clip=self.clip_qkv,
+      qk_norm=qk_norm,
       add_input=self.add_input,
       recipe=self.active_recipe,
     )
     return reshard(y.reshape(shape), out_sharding)
+
+  @property
+  def _qk_norm(self) -> tuple[QKNorm | None, QKNormWeights | None]:
+    """The norm of q and k, and its weights."""
+    if self.qk_norm is None:
+      return None, None
+    q, k = self.q_norm, self.k_norm
+    weights = QKNormWeights(q.gamma, k.gamma)
+    return QKNorm(self.qk_norm, q.epsilon), weights

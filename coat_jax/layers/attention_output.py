@@ -10,8 +10,10 @@ takes its row sums from that output: an error of the output's rounding.)
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array, P
 from jax.typing import DTypeLike
@@ -34,32 +36,69 @@ from coat_jax.qtensor import QTensor, dequantize
 from coat_jax.recipe import CoatRecipe, MeshAxes
 
 
-def _attention_fwd(q, k, v, segments, kind, recipe):
-  how = recipe.implementation
+class HeadsInputs(NamedTuple):
+  """What attention reads beside q, k and v; it has no gradient.
+
+  Attributes:
+    segments: int32 [B, T], or None.
+    kind: int32 scalar, the place in a tuple of kinds; None where there is one.
+  """
+
+  segments: Array | None = None
+  kind: Array | None = None
+
+
+# Of one kind of layers, or of a stack with several.
+type Kinds = AttentionKind | tuple[AttentionKind, ...]
+
+
+def _attend(q, k, v, inputs, kinds, recipe):
+  run = functools.partial(
+    ops.attention_fwd, implementation=recipe.implementation
+  )
+  return _of_kind(run, kinds, inputs.kind)(q, k, v, inputs.segments)
+
+
+def _attend_backward(g, q, k, v, residuals, inputs, kinds, recipe):
+  run = functools.partial(
+    ops.attention_bwd, implementation=recipe.implementation
+  )
+  run = _of_kind(run, kinds, inputs.kind)
+  return run(g, q, k, v, residuals, inputs.segments)
+
+
+def _of_kind(run: Callable, kinds: Kinds, kind: Array | None) -> Callable:
+  """`run` for one kind, or a switch: each branch knows its kind statically."""
+  if isinstance(kinds, AttentionKind):
+    return functools.partial(run, kind=kinds)
+  branches = [functools.partial(run, kind=each) for each in kinds]
+  return functools.partial(jax.lax.switch, kind, branches)
+
+
+def _attention_fwd(q, k, v, inputs, kinds, recipe):
   q, k, v = save_residual("attention", (q, k, v))
-  kept = ops.attention_fwd(q, k, v, segments, kind=kind, implementation=how)
+  kept = _attend(q, k, v, inputs, kinds, recipe)
   kept = save_residual("attention", kept)
   # The very array that is saved, so that it is held once.
   return kept.out, (q, k, v, kept)
 
 
-def _attention_bwd(kind, recipe, inputs, saved, g):
-  (segments,), how = inputs, recipe.implementation
-  gradients = ops.attention_bwd(
-    g, *saved, segments, kind=kind, implementation=how
-  )
-  return *gradients, None
+def _attention_bwd(kinds, recipe, inputs, saved, g):
+  (inputs,), (q, k, v, kept) = inputs, saved
+  return *_attend_backward(g, q, k, v, kept, inputs, kinds, recipe), None
 
 
-def _attention_specs(q, k, v, segments, kind, recipe):
-  del q, k, v, segments, kind
+def _attention_specs(q, k, v, inputs, kinds, recipe):
+  del q, k, v, inputs, kinds
   heads = own_heads(recipe.axes)
-  return (heads, heads, heads, _of_segments(recipe.axes)), heads
+  return (heads, heads, heads, heads_inputs_specs(recipe.axes)), heads
 
 
-def _of_segments(axes: MeshAxes) -> P:
-  """[B, T] of whole sequences."""
-  return P(axes.batch)
+def heads_inputs_specs(axes: MeshAxes) -> Any:
+  """How `HeadsInputs` are sharded: segments like whole sequences."""
+  of_segments: Any = P(axes.batch)
+  of_kind: Any = P()
+  return HeadsInputs(of_segments, of_kind)
 
 
 _attention = rule(_attention_fwd, _attention_bwd, _attention_specs, reads=(3,))
@@ -113,29 +152,34 @@ def dot_product_attention(
       attention is not causal; a cap or a scale that is not above 0.
   """
   kind = AttentionKind(causal, window, soft_cap, scale)
-  return _attention((q, k, v, segments), kind, recipe or recipes.bf16())
+  inputs = HeadsInputs(segments)
+  return _attention((q, k, v, inputs), kind, recipe or recipes.bf16())
 
 
 class HeadsSaved(NamedTuple):
   """What attention saves for the backward of a block."""
 
-  q: Array | QTensor
-  k: Array | QTensor
+  q: Array | QTensor | None  # None where they are computed again.
+  k: Array | QTensor | None
   v: Array | QTensor
   out: Array | QTensor
   lse: Array
   out_scale: Array
-  segments: Array | None
+  inputs: HeadsInputs
 
 
 @dataclasses.dataclass(frozen=True)
 class HeadsAttention(Middle):
   """Attention of heads (q, k, v) that are given; their gradients are plain.
 
-  `inputs` are segments, int32 [B, T] or None.
+  `inputs` are `HeadsInputs`.
+
+  Attributes:
+    kind: which keys a query sees and what a score is; or a tuple of that, where
+      a stack has layers of several kinds.
   """
 
-  kind: AttentionKind
+  kind: Kinds
 
   def plain(self, h, weights, inputs, recipe):
     del weights
@@ -143,30 +187,39 @@ class HeadsAttention(Middle):
 
   def forward(self, h, weights, inputs, recipe):
     del weights
-    keep, read = _storage(recipe, h[0].dtype)
-    how = recipe.implementation
+    keep, read = attention_storage(recipe, h[0].dtype)
     q, k, v = save_residual("attention", tuple(map(keep, h)))
-    segments = save_residual("attention", inputs)
-    out, lse = ops.attention_fwd(
-      read(q),
-      read(k),
-      read(v),
-      segments,
-      kind=self.kind,
-      implementation=how,
-    )
+    # What is kept of q may be FP8; codes wait for q itself.
+    out = self.attend(read(q), read(k), v, inputs, recipe, after=h[0])
+    return out._replace(saved=out.saved._replace(q=q, k=k))
+
+  def attend(self, q, k, v, inputs, recipe, *, after) -> MiddleOutput:
+    """`forward` for a caller who saves what q and k are computed from.
+
+    Args:
+      q, k: what attention reads; they are not saved.
+      v: as `attention_storage` saves it.
+      inputs: as of `forward`.
+      recipe: as of the block.
+      after: see `MiddleOutput`.
+    """
+    keep, read = attention_storage(recipe, q.dtype)
+    inputs = save_residual("attention", inputs)
+    out, lse = _attend(q, k, read(v), inputs, self.kind, recipe)
     out, lse = save_residual("attention", (keep(out), lse))
     out_q = ops.quantize_tensor(
-      _merge_heads(read(out)), dtype=recipe.formats.values, implementation=how
+      _merge_heads(read(out)),
+      dtype=recipe.formats.values,
+      implementation=recipe.implementation,
     )
     scale = save_residual("linear", out_q.scale)
-    # What is kept of q may be FP8; codes wait for q itself.
-    saved = HeadsSaved(q, k, v, out, lse, scale, segments)
-    return MiddleOutput(out_q, saved, after=h[0])
+    saved = HeadsSaved(None, None, v, out, lse, scale, inputs)
+    return MiddleOutput(out_q, saved, after=after)
 
   def restore(self, saved, dtype, recipe):
-    _, read = _storage(recipe, dtype)
-    q, k, v, out = map(read, saved[:4])
+    _, read = attention_storage(recipe, dtype)
+    q, k = (None if x is None else read(x) for x in (saved.q, saved.k))
+    v, out = read(saved.v), read(saved.out)
     operand = ops.quantize_tensor(
       _merge_heads(out),
       dtype=recipe.formats.values,
@@ -178,24 +231,24 @@ class HeadsAttention(Middle):
 
   def backward(self, saved, dout, weights, recipe, *, has_bias):
     del weights, has_bias
-    heads = ops.attention_bwd(
+    heads = _attend_backward(
       dout.reshape(saved.out.shape),
       saved.q,
       saved.k,
       saved.v,
       ops.AttentionResiduals(saved.out, saved.lse),
-      saved.segments,
-      kind=self.kind,
-      implementation=recipe.implementation,
+      saved.inputs,
+      self.kind,
+      recipe,
     )
     return MiddleGradient(heads)
 
   def specs(self, axes, weights, inputs):
     del weights, inputs
-    return P(), _of_segments(axes)
+    return P(), heads_inputs_specs(axes)
 
 
-def _storage(recipe: CoatRecipe, dtype: DTypeLike):
+def attention_storage(recipe: CoatRecipe, dtype: DTypeLike):
   """How q, k, v and the output are saved, and read back in `dtype`."""
   if recipe.attention == "bf16":
     return (lambda x: x), (lambda x: x)
@@ -216,8 +269,8 @@ def _merge_heads(x: Array) -> Array:
   return x.reshape(b, t, n * h)
 
 
-def _attention_output_fwd(x, heads, segments, weights, middle, recipe):
-  out = middle.forward(heads, None, segments, recipe)
+def _attention_output_fwd(x, heads, inputs, weights, middle, recipe):
+  out = middle.forward(heads, None, inputs, recipe)
   return back_forward(out, weights, recipe, like=x, add=x)
 
 
@@ -229,11 +282,11 @@ def _attention_output_bwd(middle, recipe, inputs, saved, g):
   return g, gradient.h, None, dweights
 
 
-def _specs(x, heads, segments, weights, middle, recipe):
+def _specs(x, heads, inputs, weights, middle, recipe):
   del heads
   axes, stream = recipe.axes, tokens(recipe.axes, x)
-  _, of_segments = middle.specs(axes, None, segments)
-  arrays = stream, own_heads(axes), of_segments, back_specs(axes, weights)
+  _, of_inputs = middle.specs(axes, None, inputs)
+  arrays = stream, own_heads(axes), of_inputs, back_specs(axes, weights)
   return arrays, stream
 
 
@@ -279,10 +332,10 @@ def attention_output(
     ValueError: as of `dot_product_attention`.
   """
   kind = AttentionKind(causal, window, soft_cap, scale)
-  middle, heads = HeadsAttention(kind), (q, k, v)
+  middle, heads, inputs = HeadsAttention(kind), (q, k, v), HeadsInputs(segments)
   if recipe.nonlinear == "fp8":
     weights = BackWeights(w, bias, cache)
-    return _attention_output((x, heads, segments, weights), middle, recipe)
-  out = middle.plain(heads, None, segments, recipe)
+    return _attention_output((x, heads, inputs, weights), middle, recipe)
+  out = middle.plain(heads, None, inputs, recipe)
   y = linear(out, w, bias, recipe=recipe, cache=cache, split="inputs")
   return run_whole(jnp.add, recipe.axes, x, y)

@@ -37,8 +37,8 @@ _REASONS = {
   "determ": "there is no dropout",
   "keep_rngs": "there is no dropout",
   "decode": "there is no cache of keys and values",
-  "normalize_qk": "q and k are not normalized",
-  "_ln_": "q and k are not normalized",
+  "normalize_qk": "`qk_norm` says how q and k are normalized, by an RMSNorm",
+  "_ln_": "`qk_norm` says how q and k are normalized, by an RMSNorm",
   "_features": "input and output are `features` wide, heads `head_dim`",
 }
 

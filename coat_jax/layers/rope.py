@@ -2,8 +2,8 @@
 """Rotary position embedding that saves nothing but the positions.
 
 The rotation is linear and its transpose is the opposite rotation, so the
-backward needs no activation. Pairs are (i, i + H/2), as in Hugging Face
-Transformers.
+backward needs no activation. Pairs are (i, i + R/2) of a head's first R
+channels, as in Hugging Face Transformers; R is H unless a `Rotary` says less.
 """
 
 import functools
@@ -19,57 +19,84 @@ from coat_jax.layers.mesh.rule import rule
 from coat_jax.layers.mesh.specs import own_columns, own_heads
 from coat_jax.layers.residuals import save_residual
 from coat_jax.ops.explicit import partitioned
-from coat_jax.ops.rope import rotate, rotation
+from coat_jax.ops.rope import Theta, Thetas, rotate, rotation
+from coat_jax.ops.rotary import Rotary
 from coat_jax.recipe import CoatRecipe, MeshAxes
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnames=("theta",))
-def _rope(x, positions, theta):
-  return _rope_fwd(x, positions, theta)[0]
+def _rope(x, positions, kind, theta):
+  return _rope_fwd(x, positions, kind, theta)[0]
 
 
-def _rope_fwd(x, positions, theta):
-  cos, sin = rotation(positions, head_dim=x.shape[-1], theta=theta)
-  return rotate(x, cos, sin), save_residual("rope", positions)
+def _rope_fwd(x, positions, kind, theta):
+  cos, sin = _angles(positions, kind, x.shape[-1], theta)
+  return rotate(x, cos, sin), save_residual("rope", (positions, kind))
 
 
-def _rope_bwd(theta, positions, g):
-  cos, sin = rotation(positions, head_dim=g.shape[-1], theta=theta)
-  return rotate(g, cos, -sin), None
+def _rope_bwd(theta, saved, g):
+  positions, kind = saved
+  cos, sin = _angles(positions, kind, g.shape[-1], theta)
+  return rotate(g, cos, -sin), None, None
+
+
+def _angles(positions, kind, head_dim, theta):
+  return rotation(positions, head_dim=head_dim, theta=theta, kind=kind)
 
 
 _rope.defvjp(_rope_fwd, _rope_bwd)
 
 
-def rope(x: Array, positions: Array, *, theta: float) -> Array:
+def rope(
+  x: Array,
+  positions: Array,
+  *,
+  theta: float | Rotary | tuple[Theta, ...],
+  kind: Array | None = None,
+) -> Array:
   """Rotates each pair of channels by position * theta^(-2 i / H).
 
   Args:
     x: [B, T, N, H], H even.
-    positions: int32 [T].
-    theta: base of the frequencies, 1e4 for Llama 2.
+    positions: int32 [T], or [B, T] where sequences have their own.
+    theta: base of the frequencies, 1e4 for Llama 2; or a `Rotary`; or a tuple
+      of these, one for each kind of layer in a stack, None for no rotation.
+    kind: int32 scalar, the place in such a tuple.
 
   Returns:
     Array of x's shape and dtype; angles and rotation are f32.
 
   Raises:
-    ValueError: an odd H, or positions of another length.
+    ValueError: an odd H, positions of another length, or a `rotary_dim` above
+      H.
   """
-  if x.shape[-1] % 2 or positions.shape != (x.shape[1],):
+  if x.shape[-1] % 2 or not has_positions(positions, x):
     raise ValueError(
-      "rope: needs x [B, T, N, H] with an even H and positions [T], got x "
-      f"{x.shape} and positions {positions.shape}"
+      "rope: needs x [B, T, N, H] with an even H and positions [T] or [B, T], "
+      f"got x {x.shape} and positions {positions.shape}"
     )
   turn = functools.partial(_rope, theta=theta)
-  return partitioned(turn, x, positions)
+  return partitioned(turn, x, positions, kind)
+
+
+def has_positions(positions: Array, x: Array) -> bool:
+  """Whether they are [T] or [B, T], one for each of x [B, T, ...]."""
+  return positions.shape in (x.shape[1:2], x.shape[:2])
 
 
 class Heads(NamedTuple):
-  """What `split_heads` splits: N, K, and RoPE's base or None for no RoPE."""
+  """What `split_heads` splits.
+
+  Attributes:
+    num_heads: N, query heads.
+    num_kv_heads: K, key and value heads.
+    theta: RoPE's base or a `Rotary`; None for no RoPE. Or a tuple of these, one
+      for each kind of layer in a stack.
+  """
 
   num_heads: int
   num_kv_heads: int
-  theta: float | None
+  theta: Thetas
 
   def of_device(self, axes: MeshAxes | None) -> "Heads":
     """A device's share of them, inside a block."""
@@ -83,30 +110,37 @@ class Heads(NamedTuple):
     return Heads(n // count, k // count, theta)
 
 
-def _split_heads_fwd(qkv, positions, heads, recipe):
+def _split_heads_fwd(qkv, positions, kind, heads, recipe):
   n, k, theta = heads.of_device(recipe.axes)
   head_dim = qkv.shape[-1] // (n + 2 * k)
   out = ops.split_heads(
     qkv,
-    *rotation(positions, head_dim=head_dim, theta=theta),
+    *_angles(positions, kind, head_dim, theta),
     num_heads=n,
     num_kv_heads=k,
     implementation=recipe.implementation,
   )
-  return out, save_residual("rope", positions)
+  return out, save_residual("rope", (positions, kind))
 
 
-def _split_heads_bwd(heads, recipe, inputs, positions, g):
+def _split_heads_bwd(heads, recipe, inputs, saved, g):
   del inputs
-  cos, sin = rotation(positions, head_dim=g[0].shape[-1], theta=heads.theta)
+  positions, kind = saved
+  cos, sin = _angles(positions, kind, g[0].shape[-1], heads.theta)
   how = recipe.implementation
-  return ops.join_heads(*g, cos, sin, implementation=how), None
+  return ops.join_heads(*g, cos, sin, implementation=how), None, None
 
 
-def _specs(qkv, positions, heads, recipe):
-  del positions, heads
+def positions_spec(axes: MeshAxes, positions: Array) -> P:
+  """How positions [T] or [B, T] are sharded: like whole sequences."""
+  return P() if positions.ndim == 1 else P(axes.batch)
+
+
+def _specs(qkv, positions, kind, heads, recipe):
+  del kind, heads
   axes = recipe.axes
-  return (own_columns(axes, qkv.ndim), P()), (own_heads(axes),) * 3
+  arrays = own_columns(axes, qkv.ndim), positions_spec(axes, positions), P()
+  return arrays, (own_heads(axes),) * 3
 
 
 _split_heads = rule(_split_heads_fwd, _split_heads_bwd, _specs)
@@ -117,6 +151,7 @@ def split_heads(
   positions: Array,
   heads: Heads,
   *,
+  kind: Array | None = None,
   recipe: CoatRecipe | None = None,
 ) -> tuple[Array, Array, Array]:
   """Takes q, k and v apart and rotates q and k, in one pass each way.
@@ -124,8 +159,9 @@ def split_heads(
   Args:
     qkv: [B, T, (N + 2 K) H], ordered by key head: for each of the K key heads
       its N / K query heads, its key, its value. H is even.
-    positions: int32 [T].
+    positions: int32 [T], or [B, T] where sequences have their own.
     heads: N, K and theta.
+    kind: int32 scalar, the place in `heads.theta` where that is a tuple.
     recipe: its implementation, and its axes of a mesh; None has neither.
 
   Returns:
@@ -136,9 +172,11 @@ def split_heads(
   """
   n, k, _ = heads
   columns = qkv.shape[-1]
-  if columns % (2 * (n + 2 * k)) or positions.shape != (qkv.shape[1],):
+  if columns % (2 * (n + 2 * k)) or not has_positions(positions, qkv):
     raise ValueError(
       "split_heads: needs qkv [B, T, (N + 2 K) H] with an even H and positions "
-      f"[T], got qkv {qkv.shape}, N {n}, K {k} and positions {positions.shape}"
+      f"[T] or [B, T], got qkv {qkv.shape}, N {n}, K {k} and positions "
+      f"{positions.shape}"
     )
-  return _split_heads((qkv, positions), heads, recipe or recipes.bf16())
+  arrays = qkv, positions, kind
+  return _split_heads(arrays, heads, recipe or recipes.bf16())

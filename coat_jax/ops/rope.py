@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rotary position embedding and the layout of heads, in plain jnp.
 
-Pairs of channels are (i, i + H/2), as in Hugging Face Transformers. The columns
-of q, k and v are ordered by key head: for each of the K key heads its N / K
-query heads, its key, its value.
+Pairs of channels are (i, i + R/2) of the first R, as in Hugging Face
+Transformers; R is a head's size H unless RoPE is partial. The columns of q, k
+and v are ordered by key head: for each of the K key heads its N / K query
+heads, its key, its value.
 """
 
 import jax.numpy as jnp
@@ -13,32 +14,87 @@ from jax.typing import DTypeLike
 from coat_jax.formats import E5M2
 from coat_jax.ops.dispatch import op
 from coat_jax.ops.quantize import quantize_tensor
+from coat_jax.ops.rotary import Rotary
 from coat_jax.ops.types import Operand
+
+# RoPE's base, or a `Rotary`; None turns nothing.
+type Theta = float | Rotary | None
+# Where a stack has layers of several kinds, one for each kind.
+type Thetas = Theta | tuple[Theta, ...]
 
 
 def rotation(
-  positions: Array, *, head_dim: int, theta: float | None
+  positions: Array, *, head_dim: int, theta: Thetas, kind: Array | None = None
 ) -> tuple[Array, Array]:
-  """cos and sin of position * theta^(-2 i / H): f32 [T, H / 2] each.
+  """cos and sin of position * theta^(-2 i / R): f32 [T, R / 2] each.
 
-  theta None turns nothing.
+  Args:
+    positions: int32 [T]; or [B, T], and then the results are [B, T, R / 2].
+    head_dim: H, which R is too unless a `Rotary` says otherwise.
+    theta: the base, or a `Rotary`; None turns nothing. A tuple has one for each
+      kind of layer, all with the same R.
+    kind: int32 scalar, the place in that tuple.
   """
-  half = head_dim // 2
   if theta is None:
-    shape = *positions.shape, half
+    shape = *positions.shape, head_dim // 2
     return jnp.ones(shape, jnp.float32), jnp.zeros(shape, jnp.float32)
-  frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-  angle = positions.astype(jnp.float32)[:, None] * frequency[None]
-  return jnp.cos(angle), jnp.sin(angle)
+  frequency, magnitude = _frequencies(theta, head_dim, kind)
+  positions = positions.astype(jnp.float32)[..., None]
+  axes = tuple(range(positions.ndim - 1))
+  angle = positions * jnp.expand_dims(frequency, axes)
+  cos, sin = jnp.cos(angle), jnp.sin(angle)
+  if magnitude is None:
+    return cos, sin
+  return cos * magnitude, sin * magnitude
+
+
+def _frequencies(theta, head_dim, kind):
+  """f32 [R / 2], and what cos and sin are multiplied by, or None."""
+  if not isinstance(theta, tuple):
+    rotary = as_rotary(theta)
+    magnitude = rotary.magnitude
+    return rotary.frequencies(head_dim), magnitude if magnitude != 1 else None
+  rotaries = [None if x is None else as_rotary(x) for x in theta]
+  sizes = {r.rotary_dim or head_dim for r in rotaries if r is not None}
+  if len(sizes) > 1:
+    raise ValueError(
+      "rope: rotary_dim must be the same in all kinds of layers, got "
+      f"{sorted(sizes)}"
+    )
+  still = jnp.zeros(max(sizes, default=head_dim) // 2, jnp.float32)
+  frequencies = jnp.stack(
+    [still if r is None else r.frequencies(head_dim) for r in rotaries]
+  )
+  magnitudes = [1.0 if r is None else r.magnitude for r in rotaries]
+  if set(magnitudes) == {1.0}:
+    return frequencies[kind], None
+  return frequencies[kind], jnp.asarray(magnitudes, jnp.float32)[kind]
+
+
+def as_rotary(theta: float | Rotary) -> Rotary:
+  """A base as the RoPE that has nothing else."""
+  return theta if isinstance(theta, Rotary) else Rotary(theta)
 
 
 def rotate(x: Array, cos: Array, sin: Array) -> Array:
-  """Rotates the pairs of x [B, T, N, H], in f32."""
-  # One angle for all sequences and heads.
-  cos, sin = cos[None, :, None], sin[None, :, None]
-  a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+  """Rotates the pairs of x [B, T, N, H], in f32; the first R channels of H.
+
+  `cos` and `sin` are [T, R / 2] or [B, T, R / 2].
+  """
+  if cos.ndim == 2:
+    # One angle for all sequences and heads.
+    cos, sin = cos[None, :, None], sin[None, :, None]
+  else:
+    cos, sin = cos[:, :, None], sin[:, :, None]
+  size = 2 * cos.shape[-1]
+  is_partial = size < x.shape[-1]
+  turning = x[..., :size] if is_partial else x
+  a, b = jnp.split(turning.astype(jnp.float32), 2, axis=-1)
   rotated = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
-  return rotated.astype(x.dtype)
+  rotated = rotated.astype(x.dtype)
+  if not is_partial:
+    return rotated
+  return jnp.concatenate([rotated, x[..., size:]], axis=-1)
 
 
 @op(triton="rope")
@@ -49,7 +105,7 @@ def split_heads(
 
   Args:
     qkv: [B, T, (N + 2 K) H].
-    cos, sin: f32 [T, H / 2].
+    cos, sin: f32 [T, R / 2] or [B, T, R / 2], R at most H: see `rotate`.
     num_heads, num_kv_heads: N and K.
 
   Returns:

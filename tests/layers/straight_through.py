@@ -8,6 +8,8 @@ values. A gradient that enters a matrix product becomes E5M2, as it does in the
 layers; nothing else is rounded on the way back.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -170,6 +172,54 @@ def attention_output(x, q, k, v, w, bias, kept, kind=CAUSAL, ids=None):
   keep = jax.tree_util.Partial(per_group if kept == "fp8" else _as_is)
   out = attention(keep(q), keep(k), keep(v), keep, kind, ids)
   return x + linear(out.reshape(*x.shape[:2], -1), w, bias)
+
+
+def self_attention(x, weights, kind, segments, turn, heads, over, eps, recipe):
+  """x + attention(q, k, v) w_out with an RMSNorm of q and k, f32.
+
+  Args:
+    x: [B, T, D].
+    weights: `BlockWeights`; its middle has the weights of both norms.
+    kind, segments: as of `attention`.
+    turn: RoPE of [B, T, N, H].
+    heads: N and K.
+    over: what the norm's mean is of, "head" or "all".
+    eps: of both norms.
+    recipe: coat, bf16 or fp8_linear.
+  """
+  (front, back, own), (n, kv_heads) = weights, heads
+  is_coat, is_fp8 = recipe.nonlinear == "fp8", recipe.linear == "fp8"
+  group = per_group if is_coat else _as_is
+  keep = group if recipe.attention == "fp8" else _as_is
+  product = linear if is_fp8 else _exact_linear
+  if is_coat:
+    y = norm(x, front.gamma, None, "rms", eps)
+  else:
+    y = _rms(x, -1, eps) * _row(front.gamma, x)
+  h = product(y, front.w, front.bias)
+  h = h.reshape(*h.shape[:2], kv_heads, n // kv_heads + 2, -1)
+  q, k, v = h[..., :-2, :], h[..., -2, :], h[..., -1, :]
+  q = q.reshape(*q.shape[:2], n, -1)
+
+  def normed(x, weight):
+    axes = -1 if over == "head" else (-2, -1)
+    x = _rms(group(x), axes, eps)
+    shape = (1, 1, 1, -1) if over == "head" else (1, 1, *x.shape[2:])
+    return turn(x * weight.reshape(shape))
+
+  q, k = normed(q, own.q), normed(k, own.k)
+  keep = jax.tree_util.Partial(keep)
+  out = attention(q, k, keep(v), keep, kind, segments)
+  return x + product(out.reshape(*x.shape[:2], -1), back.w, back.bias)
+
+
+def _rms(x, axes, eps):
+  return x / jnp.sqrt(jnp.mean(x * x, axis=axes, keepdims=True) + eps)
+
+
+def _exact_linear(x, w, bias):
+  y = jnp.matmul(x, w, precision="highest")
+  return y if bias is None else y + _row(bias, y)
 
 
 def _as_is(x):

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """RoPE against complex numbers; it saves positions only."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from coat_jax.layers import rope
+from coat_jax.layers import Rotary, YarnScaling, rope
 from tests.comparing import assert_close
 
 THETA = 1e4
@@ -40,6 +42,46 @@ def test_turns_pairs_by_their_angle(positions):
   assert_close(vjp(dy), (turned(dy, positions, sign=-1),), tolerance)
 
 
+def test_sequences_can_have_positions_of_their_own():
+  x, dy, _ = case(range(6))
+  positions = jnp.int32([[0, 1, 2, 3, 4, 5], [0, 1, 0, 1, 2, 0]])
+  y, vjp = jax.vjp(lambda x: rope(x, positions, theta=THETA), x)
+
+  def by_row(x, sign=1):
+    rows = [
+      turned(x[i : i + 1], positions[i], sign=sign) for i in range(len(x))
+    ]
+    return np.concatenate(rows)
+
+  assert_close(y, by_row(x), 1e-6)
+  assert_close(vjp(dy), (by_row(dy, -1),), 1e-6)
+
+
+def test_partial_rope_turns_the_first_channels():
+  x, dy, positions = case(range(6))
+  f = functools.partial(
+    rope, positions=positions, theta=Rotary(THETA, rotary_dim=4)
+  )
+  y, vjp = jax.vjp(f, x)
+  assert_close(y[..., :4], turned(x[..., :4], positions), 1e-6)
+  np.testing.assert_array_equal(y[..., 4:], x[..., 4:])
+  (dx,) = vjp(dy)
+  assert_close(dx[..., :4], turned(dy[..., :4], positions, sign=-1), 1e-6)
+  np.testing.assert_array_equal(dx[..., 4:], dy[..., 4:])
+
+
+def test_gradient_of_a_magnitude_is_its_transpose():
+  x, dy, positions = case(range(6))
+  scaling = YarnScaling(factor=4.0, original_max_position_embeddings=8)
+  y, vjp = jax.vjp(
+    lambda x: rope(x, positions, theta=Rotary(THETA, scaling)), x
+  )
+  assert jnp.linalg.norm(y) > 1.1 * jnp.linalg.norm(x)
+  (dx,) = vjp(dy)
+  # <dy, A x> = <A^T dy, x> of a linear A.
+  assert_close(jnp.vdot(dy, y), jnp.vdot(dx, x), 1e-5)
+
+
 def test_theta_is_the_caller_s():
   x, _, positions = case(range(6))
   y = rope(x, positions, theta=5e5)
@@ -67,3 +109,5 @@ def test_bad_shapes_are_refused():
     rope(jnp.ones((1, 2, 3, 5)), jnp.arange(2), theta=THETA)
   with pytest.raises(ValueError, match="rope: needs x .* positions"):
     rope(jnp.ones((1, 2, 3, 4)), jnp.arange(3), theta=THETA)
+  with pytest.raises(ValueError, match=r"positions \[T\] or \[B, T\], got"):
+    rope(jnp.ones((2, 4, 3, 4)), jnp.ones((1, 4), jnp.int32), theta=THETA)

@@ -9,16 +9,17 @@ import pytest
 from coat_jax import ops
 from coat_jax.formats import E5M2
 from coat_jax.ops import rope
+from coat_jax.ops.rotary import Rotary
 from tests.comparing import assert_close, assert_same_bits
 
 B, T, H = 2, 5, 6
 
 
-def case(n, k, dtype=jnp.float32):
+def case(n, k, dtype=jnp.float32, positions=None, theta=1e4):
   columns = (n + 2 * k) * H
   qkv = jax.random.normal(jax.random.key(0), (B, T, columns), dtype)
-  angles = rope.rotation(jnp.arange(T), head_dim=H, theta=1e4)
-  return qkv, angles
+  positions = jnp.arange(T) if positions is None else positions
+  return qkv, rope.rotation(positions, head_dim=H, theta=theta)
 
 
 @pytest.mark.parametrize("n, k", [(4, 2), (3, 3), (4, 1)])
@@ -38,8 +39,16 @@ def test_split_heads_takes_columns_by_key_head(n, k):
 
 
 @pytest.mark.parametrize("n, k", [(4, 2), (3, 3)])
-def test_join_heads_is_the_transpose_of_split_heads(n, k):
-  qkv, angles = case(n, k)
+@pytest.mark.parametrize(
+  "options",
+  [
+    {},
+    {"positions": jnp.int32([[0, 1, 2, 3, 4], [0, 1, 0, 1, 2]])},
+    {"theta": Rotary(1e4, rotary_dim=4)},
+  ],
+)
+def test_join_heads_is_the_transpose_of_split_heads(n, k, options):
+  qkv, angles = case(n, k, **options)
 
   def split(qkv):
     return ops.split_heads(qkv, *angles, num_heads=n, num_kv_heads=k)

@@ -294,7 +294,10 @@ def _everywhere() -> P:
 
 
 def _cotangent_specs(specs, arrays):
-  """None where there is no cotangent: of caches and of integers."""
+  """None where there is no cotangent: of caches and of integers.
+
+  And for a whole argument that has none, as its rule returns.
+  """
 
   def of(x, spec):
     has_gradient = isinstance(x, Array) and jnp.issubdtype(
@@ -302,7 +305,8 @@ def _cotangent_specs(specs, arrays):
     )
     return spec if has_gradient else None
 
-  return jax.tree.map(of, arrays, specs, is_leaf=_is_cache)
+  found = jax.tree.map(of, arrays, specs, is_leaf=_is_cache)
+  return tuple(spec if jax.tree.leaves(spec) else None for spec in found)
 
 
 def _is_cache(x) -> bool:

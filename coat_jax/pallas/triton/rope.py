@@ -43,7 +43,8 @@ def split_heads(
   interpret: bool = False,
 ) -> tuple[Array, Array, Array]:
   """`ops.split_heads`."""
-  _require_heads("split_heads", qkv, cos)
+  h = qkv.shape[-1] // (num_heads + 2 * num_kv_heads)
+  _require_heads("split_heads", qkv, cos, h)
   supported()
   return _split_heads(qkv, cos, sin, num_heads, num_kv_heads, interpret)
 
@@ -55,7 +56,7 @@ def _split_heads(qkv, cos, sin, num_heads, num_kv_heads, interpret):
   b, t, _ = qkv.shape
   r, h = num_heads // num_kv_heads, 2 * cos.shape[-1]
   rows = _rows(t, 32)
-  joined, table, query, single = _specs(t, r, h, rows)
+  joined, table, query, single = _specs(cos, r, h, rows)
   kv = jax.ShapeDtypeStruct((b * t, num_kv_heads * h), qkv.dtype)
   q, k, v = pl.pallas_call(
     functools.partial(_split_kernel, r=r, h=h),
@@ -70,7 +71,7 @@ def _split_heads(qkv, cos, sin, num_heads, num_kv_heads, interpret):
     compiler_params=tiles.compiler_params(4),
     interpret=interpret,
     name="split_heads",
-  )(qkv.reshape(b * t, -1), cos, sin)
+  )(qkv.reshape(b * t, -1), *_tables(cos, sin))
   return tuple(x.reshape(b, t, -1, h) for x in (q, k, v))
 
 
@@ -92,7 +93,7 @@ def join_heads(
   interpret: bool = False,
 ) -> Array:
   """`ops.join_heads`."""
-  _require_heads("join_heads", dq, cos)
+  _require_heads("join_heads", dq, cos, dq.shape[-1])
   supported()
   return _join_heads(dq, dk, dv, cos, sin, interpret)
 
@@ -103,7 +104,7 @@ def _join_heads(dq, dk, dv, cos, sin, interpret):
   kv_heads = dk.shape[2]
   r = num_heads // kv_heads
   rows = _rows(t, 32)
-  joined, table, query, single = _specs(t, r, h, rows)
+  joined, table, query, single = _specs(cos, r, h, rows)
   return pl.pallas_call(
     functools.partial(_join_kernel, r=r, h=h),
     grid=(b * t // rows, kv_heads),
@@ -113,7 +114,9 @@ def _join_heads(dq, dk, dv, cos, sin, interpret):
     compiler_params=tiles.compiler_params(4),
     interpret=interpret,
     name="join_heads",
-  )(*(x.reshape(b * t, -1) for x in (dq, dk, dv)), cos, sin).reshape(b, t, -1)
+  )(*(x.reshape(b * t, -1) for x in (dq, dk, dv)), *_tables(cos, sin)).reshape(
+    b, t, -1
+  )
 
 
 def _join_kernel(dq_ref, dk_ref, dv_ref, cos_ref, sin_ref, out_ref, *, r, h):
@@ -145,7 +148,7 @@ def join_heads_operand(
   """`ops.join_heads_operand`."""
   op, t = "join_heads_operand", dq.shape[1]
   tiles.require_format(op, dtype, E5M2)
-  _require_heads(op, dq, cos)
+  _require_heads(op, dq, cos, dq.shape[-1])
   if t % 16:
     raise Unsupported(
       f"{op}: sequences must be multiples of 16 for columns, got {t}"
@@ -164,8 +167,8 @@ def _join_heads_operand(
   b, t, num_heads, h = dq.shape
   kv_heads = dk.shape[2]
   r, m, columns = num_heads // kv_heads, b * t, (num_heads + 2 * kv_heads) * h
-  arrays = (*(x.reshape(m, -1) for x in (dq, dk, dv)), cos, sin)
-  _, table, query, single = _specs(t, r, h, amax_share.rows)
+  arrays = (*(x.reshape(m, -1) for x in (dq, dk, dv)), *_tables(cos, sin))
+  _, table, query, single = _specs(cos, r, h, amax_share.rows)
   grid = m // amax_share.rows, kv_heads
   bits = pl.pallas_call(
     functools.partial(_amax_kernel, r=r, h=h),
@@ -179,7 +182,7 @@ def _join_heads_operand(
   )(*arrays)
   scale = tiles.bits_to_scale(bits, E5M2)
   rows = share.rows
-  joined, table, query, single = _specs(t, r, h, rows)
+  joined, table, query, single = _specs(cos, r, h, rows)
   codes = pl.pallas_call(
     functools.partial(_operand_kernel, r=r, h=h, interpret=interpret),
     grid=(m // rows, kv_heads),
@@ -259,19 +262,34 @@ def _rows(t: int, most: int) -> int:
   return min(t & -t, most)
 
 
-def _specs(t: int, r: int, h: int, rows: int):
+def _tables(cos: Array, sin: Array) -> tuple[Array, Array]:
+  """Angles [B, T, H / 2] as [B T, H / 2]; [T, H / 2] as they are."""
+  if cos.ndim == 2:
+    return cos, sin
+  half = cos.shape[-1]
+  return cos.reshape(-1, half), sin.reshape(-1, half)
+
+
+def _specs(cos: Array, r: int, h: int, rows: int):
   """Tiles of [q, k, v], of the angles, of q, and of k or v."""
+  # Angles [T, H / 2] begin again with each sequence, [B T, H / 2] do not.
+  tiles_of_angles = cos.size // cos.shape[-1] // rows
   return (
     pl.BlockSpec((rows, (r + 2) * h), lambda i, j: (i, j)),
-    pl.BlockSpec((rows, h // 2), lambda i, j: (i % (t // rows), 0)),
+    pl.BlockSpec((rows, h // 2), lambda i, j: (i % tiles_of_angles, 0)),
     pl.BlockSpec((rows, r * h), lambda i, j: (i, j)),
     pl.BlockSpec((rows, h), lambda i, j: (i, j)),
   )
 
 
-def _require_heads(op: str, x: Array, cos: Array) -> None:
+def _require_heads(op: str, x: Array, cos: Array, h: int) -> None:
   """Raises `Unsupported` for heads or a sequence that are not whole tiles."""
-  t, half = cos.shape
+  t, half = cos.shape[-2:]
+  if 2 * half != h:
+    raise Unsupported(
+      f"{op}: all channels of a head must turn in the Triton kernel, got "
+      f"{2 * half} of {h}"
+    )
   if half & (half - 1) or half < 8:
     raise Unsupported(
       f"{op}: head sizes must be powers of two from 16 for the Triton kernel, "

@@ -10,6 +10,7 @@ import pytest
 
 from coat_jax import ops
 from coat_jax.ops.rope import rotation
+from coat_jax.ops.rotary import Rotary
 from coat_jax.pallas.triton import rope
 from tests.pallas.kernels import assert_same_operand, refused
 
@@ -20,10 +21,12 @@ DEFINITIONS = types.SimpleNamespace(
 )
 
 
-def case(b, t, n, k, h, dtype=jnp.bfloat16):
+def case(b, t, n, k, h, dtype=jnp.bfloat16, theta=1e4, own=False):
   qkv = jax.random.normal(jax.random.key(0), (b, t, (n + 2 * k) * h), dtype)
   positions = jnp.arange(t) + 3
-  return qkv, *rotation(positions, head_dim=h, theta=1e4)
+  if own:  # Each sequence has other positions.
+    positions = positions[None] * (1 + jnp.arange(b)[:, None])
+  return qkv, *rotation(positions, head_dim=h, theta=theta)
 
 
 def both(module, qkv, cos, sin, n, k, **kwargs):
@@ -51,9 +54,9 @@ def assert_near(actual, expected, dtype):
 
 
 def test_rope_kernels_refuse():
-  def split(*shape, dtype=jnp.bfloat16):
+  def split(*shape, **options):
     n, k = shape[2:4]
-    rope.split_heads(*case(*shape, dtype), num_heads=n, num_kv_heads=k)
+    rope.split_heads(*case(*shape, **options), num_heads=n, num_kv_heads=k)
 
   with refused("powers of two from 16"):
     split(1, 8, 2, 2, 24)
@@ -61,6 +64,8 @@ def test_rope_kernels_refuse():
     split(1, 12, 2, 2, 16)
   with refused("bfloat16 and float32"):
     split(1, 8, 2, 2, 16, dtype=jnp.float16)
+  with refused("all channels of a head must turn .* got 16 of 32"):
+    split(1, 8, 2, 2, 32, theta=Rotary(1e4, rotary_dim=16))
   dq, dk = jnp.zeros((1, 12, 2, 16)), jnp.zeros((1, 12, 1, 16))
   _, cos, sin = case(1, 12, 2, 1, 16)
   with refused("got 12"):
@@ -73,10 +78,20 @@ def test_rope_kernels_refuse():
     rope.join_heads_operand(dq, dk, dk, cos, sin)
 
 
+def test_rope_kernels_read_positions_of_each_sequence():
+  arrays, heads = case(2, 16, 2, 1, 16, jnp.float32, own=True), (2, 1)
+  want = both(DEFINITIONS, *arrays, *heads)
+  assert_near(both(rope, *arrays, *heads, interpret=True), want, jnp.float32)
+  want = operands(DEFINITIONS, *arrays, *heads)
+  found = operands(rope, *arrays, *heads, interpret=True)
+  assert_same_operand(found, want, 0.99)
+
+
 @pytest.mark.gpu
+@pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("shape", [(2, 512, 32, 32, 128), (1, 1024, 8, 2, 64)])
-def test_rope_kernels_on_a_gpu_match_definition(shape):
-  arrays, heads = case(*shape), shape[2:4]
+def test_rope_kernels_on_a_gpu_match_definition(shape, own):
+  arrays, heads = case(*shape, own=own), shape[2:4]
   want = both(DEFINITIONS, *arrays, *heads)
   assert_near(both(rope, *arrays, *heads), want, jnp.bfloat16)
   want = operands(DEFINITIONS, *arrays, *heads)

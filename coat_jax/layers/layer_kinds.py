@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What layers of one stack may differ in: RoPE, and the keys a query sees.
+
+Layers that are scanned are one program, so such a choice is a tuple with one
+entry for each kind of layer, and an int32 scalar says of which kind one is.
+"""
+
+from coat_jax import ops
+from coat_jax.layers.attention_output import Kinds
+from coat_jax.ops.rope import Theta, Thetas
+from coat_jax.ops.rotary import RopeScaling, Rotary
+
+type Windows = int | tuple[int | None, ...] | None
+type Bases = float | tuple[float | None, ...] | None
+type Scalings = RopeScaling | tuple[RopeScaling | None, ...] | None
+
+
+def count_kinds(**choices) -> int:
+  """How many kinds these tell apart: the length of their tuples, or 1.
+
+  Raises:
+    ValueError: tuples of several lengths, or an empty one.
+  """
+  lengths = {n: len(x) for n, x in choices.items() if isinstance(x, tuple)}
+  if len(set(lengths.values())) > 1 or 0 in lengths.values():
+    raise ValueError(
+      "attention: tuples must have one entry for each kind of layer, got "
+      f"{lengths} entries"
+    )
+  return max(lengths.values(), default=1)
+
+
+def attention_kinds(
+  causal: bool,
+  window: Windows,
+  soft_cap: float | None,
+  scale: float | None,
+) -> Kinds:
+  """One kind of attention, or one for each of several windows."""
+  windows = window if isinstance(window, tuple) else (window,)
+  return _one_or_each(
+    tuple(ops.AttentionKind(causal, x, soft_cap, scale) for x in windows)
+  )
+
+
+def rotaries(
+  theta: Bases, scaling: Scalings, rotary_dim: int | None, *, head_dim: int
+) -> Thetas:
+  """RoPE's choices as one, or as one for each kind of layer.
+
+  Raises:
+    ValueError: choices without a base, or a `rotary_dim` above `head_dim`.
+  """
+  count = count_kinds(rope_theta=theta, rope_scaling=scaling)
+  thetas = theta if isinstance(theta, tuple) else (theta,) * count
+  scalings = scaling if isinstance(scaling, tuple) else (scaling,) * count
+  if set(thetas) == {None} and (rotary_dim, *scalings) != (None,) * (count + 1):
+    raise ValueError(
+      "Attention: rope_scaling and rotary_dim need RoPE, got "
+      f"{scaling} and {rotary_dim} with rope_theta {theta}; pass its base"
+    )
+
+  def one(theta, scaling) -> Theta:
+    if theta is None:
+      return None
+    rotary = Rotary(theta, scaling, rotary_dim)
+    rotary.check(head_dim)
+    return rotary
+
+  return _one_or_each(tuple(map(one, thetas, scalings)))
+
+
+def _one_or_each(choices: tuple):
+  """Where all are alike no layer has to choose."""
+  return choices[0] if len(set(choices)) == 1 else choices

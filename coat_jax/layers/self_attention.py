@@ -1,0 +1,348 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The middle of an attention block: heads, their norm, RoPE and attention.
+
+q, k and v are one product. Their gradients go from attention's backward to the
+E5M2 operand of that product in one pass, where nothing else reads them: a bias
+needs their sums before they are rounded, and clipping comes between.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, P
+
+from coat_jax import ops
+from coat_jax.layers.attention_output import (
+  HeadsAttention,
+  HeadsInputs,
+  HeadsSaved,
+  Kinds,
+  attention_storage,
+  heads_inputs_specs,
+)
+from coat_jax.layers.block import BlockWeights, block
+from coat_jax.layers.layer_kinds import (
+  Windows,
+  attention_kinds,
+  count_kinds,
+)
+from coat_jax.layers.linear import gradient_operand
+from coat_jax.layers.mesh.rule import run_whole
+from coat_jax.layers.middle import Middle, MiddleGradient
+from coat_jax.layers.qk_norm import QKNorm, QKNormWeights
+from coat_jax.layers.residuals import residual_scope, save_residual
+from coat_jax.layers.rope import (
+  Heads,
+  has_positions,
+  positions_spec,
+  rope,
+  split_heads,
+)
+from coat_jax.ops.rope import rotate, rotation
+from coat_jax.qtensor import QTensor, dequantize
+from coat_jax.recipe import CoatRecipe
+
+
+class AttentionInputs(NamedTuple):
+  """What `SelfAttention` reads beside h; it has no gradient.
+
+  Attributes:
+    positions: int32 [T], or [B, T] where sequences have their own.
+    segments: int32 [B, T]: a query sees keys of its own segment; None for one
+      segment.
+    kind: int32 scalar, of which kind the layer is; None where there is one.
+  """
+
+  positions: Array
+  segments: Array | None = None
+  kind: Array | None = None
+
+  @property
+  def of_heads(self) -> HeadsInputs:
+    """What attention itself reads of them."""
+    return HeadsInputs(self.segments, self.kind)
+
+
+class _Saved(NamedTuple):
+  heads: HeadsSaved
+  normed: tuple[QTensor, ...] | None  # Codes of q and k before their norm.
+  positions: Array
+  inside: Array | None  # Bits: what clipping left alone.
+
+
+@dataclasses.dataclass(frozen=True)
+class SelfAttention(Middle):
+  """q, k and v of h taken apart, clipped, normalized and rotated; attention.
+
+  `weights` are `QKNormWeights`, or None without that norm; `inputs` are
+  `AttentionInputs`.
+
+  A stack whose layers differ in RoPE or in the keys that they see has tuples of
+  them in place of one, and `inputs.kind` chooses: of RoPE a row of a table, of
+  attention a branch of a `lax.switch`, forward and backward.
+
+  With a norm of q and k their codes before it are saved, whatever
+  recipe.attention says of v and the output, and not the q and k behind it.
+
+  Attributes:
+    heads: N, K and RoPE's base or `Rotary`, or None for no RoPE.
+    kind: which keys a query sees and what a score is.
+    clip: largest magnitude of q, k and v, or None.
+    qk_norm: the norm of q and k, or None.
+  """
+
+  heads: Heads
+  kind: Kinds = ops.AttentionKind()
+  clip: float | None = None
+  qk_norm: QKNorm | None = None
+
+  def plain(self, h, weights, inputs, recipe):
+    clip = functools.partial(_clip, limit=self.clip)
+    clipped: Any = run_whole(clip, recipe.axes, h)
+    positions, _, kind = inputs
+    split = functools.partial(
+      split_heads, clipped, positions, kind=kind, recipe=recipe
+    )
+    theta = self.heads.theta
+    if self.qk_norm is None:
+      heads = split(self.heads)
+    else:
+      q, k, v = split(self.heads._replace(theta=None))
+      q, k = self._plain_norms(q, k, weights, recipe)
+      if theta is not None:
+        q = rope(q, positions, theta=theta, kind=kind)
+        k = rope(k, positions, theta=theta, kind=kind)
+      heads = q, k, v
+    return self._attention.plain(heads, None, inputs.of_heads, recipe)
+
+  def _plain_norms(self, q, k, weights, recipe):
+    norm = self.qk_norm
+    assert norm is not None
+
+    def plain(x, weight):
+      x = save_residual("norm", x)
+      with residual_scope("norm"):
+        return norm.normalized(x, weight).astype(x.dtype)
+
+    return (
+      run_whole(plain, recipe.axes, q, weights.q),
+      run_whole(plain, recipe.axes, k, weights.k),
+    )
+
+  def forward(self, h, weights, inputs, recipe):
+    n, k, _ = self.heads.of_device(recipe.axes)
+    h, inside = _clip_fwd(h, self.clip)
+    positions = save_residual("rope", inputs.positions)
+    head_dim = h.shape[-1] // (n + 2 * k)
+    heads = ops.split_heads(
+      h,
+      *self._joined_angles(positions, inputs.kind, head_dim),
+      num_heads=n,
+      num_kv_heads=k,
+      implementation=recipe.implementation,
+    )
+    if self.qk_norm is None:
+      normed = None
+      out = self._attention.forward(heads, None, inputs.of_heads, recipe)
+    else:
+      keep = functools.partial(
+        ops.quantize_groups,
+        group_size=recipe.group_size,
+        dtype=recipe.formats.values,
+        implementation=recipe.implementation,
+      )
+      # Attention's, not a norm's: policies that keep the inputs of norms mean
+      # those of blocks, from which these are computed.
+      normed = save_residual("attention", tuple(map(keep, heads[:2])))
+      q, k = self._turned(
+        normed, weights, positions, inputs.kind, h.dtype, recipe
+      )
+      keep_v, _ = attention_storage(recipe, h.dtype)
+      v = save_residual("attention", keep_v(heads[2]))
+      out = self._attention.attend(
+        q, k, v, inputs.of_heads, recipe, after=heads[0]
+      )
+    return out._replace(saved=_Saved(out.saved, normed, positions, inside))
+
+  def restore(self, saved, dtype, recipe):
+    heads, operand = self._attention.restore(saved.heads, dtype, recipe)
+    return saved._replace(heads=heads), operand
+
+  def backward(self, saved, dout, weights, recipe, *, has_bias):
+    how, heads = recipe.implementation, saved.heads
+    kind = heads.inputs.kind
+    if self.qk_norm is not None:
+      q, k = self._turned(
+        saved.normed, weights, saved.positions, kind, dout.dtype, recipe
+      )
+      heads = heads._replace(q=q, k=k)
+    dq, dk, dv = self._attention.backward(
+      heads, dout, None, recipe, has_bias=False
+    ).h
+    dweights = None
+    if self.qk_norm is not None:
+      dq, dk, dweights = self._norm_gradients(saved, dq, dk, weights, recipe)
+    angles = self._joined_angles(saved.positions, kind, dq.shape[-1])
+    if self.clip is None and not has_bias:
+      dh = ops.join_heads_operand(
+        dq, dk, dv, *angles, dtype=recipe.formats.gradients, implementation=how
+      )
+      return MiddleGradient(dh, weights=dweights)
+    values = ops.join_heads(dq, dk, dv, *angles, implementation=how)
+    values = _clip_bwd(self.clip, saved.inside, values)[0]
+    return MiddleGradient(
+      gradient_operand(values, recipe), values=values, weights=dweights
+    )
+
+  def specs(self, axes, weights, inputs):
+    of_weights = P() if self.qk_norm is None else self.qk_norm.spec(axes)
+    of_positions: Any = positions_spec(axes, inputs.positions)
+    return of_weights, AttentionInputs(of_positions, *heads_inputs_specs(axes))
+
+  @property
+  def _attention(self) -> HeadsAttention:
+    return HeadsAttention(self.kind)
+
+  def _turned(self, codes, weights, positions, kind, dtype, recipe):
+    """q and k that attention reads, from their codes before the norm."""
+    norm = self.qk_norm
+    assert norm is not None
+    cos, sin = self._angles(positions, kind, codes[0].qvalue.shape[-1])
+
+    def turned(codes, weight):
+      x = dequantize(codes, group_size=recipe.group_size)
+      y = norm.normalized(x, weight, recipe.axes)
+      return rotate(y, cos, sin).astype(dtype)
+
+    return turned(codes[0], weights.q), turned(codes[1], weights.k)
+
+  def _norm_gradients(self, saved, dq, dk, weights, recipe):
+    """dq and dk before the norm, and gradients of its weights."""
+    norm = self.qk_norm
+    assert norm is not None
+    cos, sin = self._angles(
+      saved.positions, saved.heads.inputs.kind, dq.shape[-1]
+    )
+
+    def gradients(dy, codes, weight):
+      x = dequantize(codes, group_size=recipe.group_size)
+      dy = rotate(dy.astype(jnp.float32), cos, -sin)
+      dx, dweight = norm.gradients(dy, x, weight, recipe.axes)
+      return dx.astype(dq.dtype), dweight
+
+    dq, dq_weight = gradients(dq, saved.normed[0], weights.q)
+    dk, dk_weight = gradients(dk, saved.normed[1], weights.k)
+    return dq, dk, QKNormWeights(dq_weight, dk_weight)
+
+  def _angles(self, positions, kind, head_dim):
+    theta = self.heads.theta
+    return rotation(positions, head_dim=head_dim, theta=theta, kind=kind)
+
+  def _joined_angles(self, positions, kind, head_dim):
+    """By which heads turn where they are split and joined."""
+    if self.qk_norm is None:
+      return self._angles(positions, kind, head_dim)
+    # Behind the norm, not here.
+    return rotation(positions, head_dim=head_dim, theta=None)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnames=("limit",))
+def _clip(x, limit):
+  return _clip_fwd(x, limit)[0]
+
+
+def _clip_fwd(x, limit):
+  if limit is None:
+    return x, None
+  # One bit a value; autodiff would keep two BF16 arrays, 6 U for q, k and v.
+  inside = jnp.packbits(jnp.abs(x) <= limit, axis=-1)
+  return jnp.clip(x, -limit, limit), save_residual("attention", inside)
+
+
+def _clip_bwd(limit, inside, g):
+  if limit is None:
+    return (g,)
+  passes = jnp.unpackbits(inside, axis=-1, count=g.shape[-1])
+  return (jnp.where(passes == 1, g, 0),)
+
+
+_clip.defvjp(_clip_fwd, _clip_bwd)
+
+
+def self_attention(
+  x: Array,
+  weights: BlockWeights,
+  positions: Array,
+  *,
+  kind: ops.NormKind | None,
+  eps: float,
+  heads: Heads,
+  causal: bool = True,
+  window: Windows = None,
+  soft_cap: float | None = None,
+  scale: float | None = None,
+  clip: float | None = None,
+  qk_norm: QKNorm | None = None,
+  segments: Array | None = None,
+  layer_kind: Array | None = None,
+  post_norm: ops.NormKind | None = None,
+  add_input: bool = True,
+  recipe: CoatRecipe,
+) -> Array:
+  """x + post_norm(attention(heads(norm(x) w_qkv)) w_out).
+
+  Args:
+    x: [B, T, D], the residual stream, BF16 (or f32).
+    weights: front.w [D, (N + 2 K) H], ordered by key head, see
+      `layers.split_heads`; back.w [N H, D]; middle `QKNormWeights`, or None.
+    positions: int32 [T], for RoPE; or [B, T] where sequences have their own.
+    kind: norm in front, "rms" or "layer"; None for none.
+    eps: both norms'.
+    heads: N, K and RoPE's base or `Rotary`, or None for no RoPE.
+    causal: whether a query sees only keys up to its own place.
+    window, soft_cap, scale, segments: as of `dot_product_attention`. Where a
+      stack has layers of several kinds, `window` may be a tuple of them, as
+      `heads.theta` may.
+    clip: largest magnitude of q, k and v, or None.
+    qk_norm: norm of q and k in front of RoPE, or None.
+    layer_kind: int32 scalar, the place in those tuples.
+    post_norm: norm of the second product, "rms" or "layer"; None for none.
+    add_input: whether x is added.
+    recipe: fused where both `linear` and `nonlinear` are "fp8".
+
+  Returns:
+    [B, T, D] in x's dtype.
+
+  Raises:
+    ValueError: shapes that do not fit one another; tuples without `layer_kind`;
+      and as of `dot_product_attention`.
+  """
+  if not has_positions(positions, x):
+    raise ValueError(
+      "self_attention: needs positions [T] or [B, T], one for each of x "
+      f"[B, T, D], got x {x.shape} and positions {positions.shape}"
+    )
+  kinds = attention_kinds(causal, window, soft_cap, scale)
+  middle = SelfAttention(heads, kinds, clip, qk_norm)
+  count = count_kinds(windows=kinds, theta=heads.theta)
+  if count == 1:
+    layer_kind = None
+  elif layer_kind is None:
+    raise ValueError(
+      f"attention: needs to be told of which of {count} kinds the layer is, "
+      "got None; pass an int32 scalar"
+    )
+  return block(
+    x,
+    weights,
+    AttentionInputs(positions, segments, layer_kind),
+    middle=middle,
+    kind=kind,
+    eps=eps,
+    post_norm=post_norm,
+    add_input=add_input,
+    recipe=recipe,
+  )

@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Frequencies of RoPE, and how models stretch them to longer sequences.
+
+The scalings are those that Hugging Face Transformers computes, under the names
+that its configurations have for their fields.
+"""
+
+import abc
+import dataclasses
+import math
+
+import jax.numpy as jnp
+from jax import Array
+
+
+class RopeScaling(abc.ABC):
+  """How frequencies change: a frozen dataclass."""
+
+  @abc.abstractmethod
+  def scaled(self, frequency: Array, *, theta: float) -> Array:
+    """The frequencies f32 [R / 2] of a RoPE of base theta, stretched."""
+
+  @property
+  def magnitude(self) -> float:
+    """What cos and sin are multiplied by."""
+    return 1.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LinearScaling(RopeScaling):
+  """All frequencies are divided by a factor.
+
+  Attributes:
+    factor: how many times longer sequences are.
+
+  Raises:
+    ValueError: a factor below 1.
+
+  Source: arXiv:2306.15595, section 2.3.
+  """
+
+  factor: float
+
+  def __post_init__(self):
+    _require_factor(self)
+
+  def scaled(self, frequency, *, theta):
+    del theta
+    return frequency / self.factor
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Llama3Scaling(RopeScaling):
+  """Low frequencies are divided by a factor, high ones stay: Llama 3.1.
+
+  A frequency is low if it turns less than `low_freq_factor` times in the
+  original length, high if more than `high_freq_factor` times; between them the
+  two are mixed linearly.
+
+  Attributes:
+    factor: what low frequencies are divided by.
+    low_freq_factor, high_freq_factor: turns.
+    original_max_position_embeddings: the original length.
+
+  Raises:
+    ValueError: a factor below 1, or low turns that are not below high ones.
+  """
+
+  factor: float
+  low_freq_factor: float
+  high_freq_factor: float
+  original_max_position_embeddings: int
+
+  def __post_init__(self):
+    _require_factor(self)
+    if not 0 < self.low_freq_factor < self.high_freq_factor:
+      raise ValueError(
+        "Llama3Scaling: low_freq_factor must be between 0 and "
+        f"high_freq_factor, got {self.low_freq_factor} and "
+        f"{self.high_freq_factor}"
+      )
+
+  def scaled(self, frequency, *, theta):
+    del theta
+    low, high = self.low_freq_factor, self.high_freq_factor
+    turns = frequency * (self.original_max_position_embeddings / math.tau)
+    kept = jnp.clip((turns - low) / (high - low), 0, 1)
+    return frequency * (kept + (1 - kept) / self.factor)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class YarnScaling(RopeScaling):
+  """Low frequencies are divided by a factor, high ones stay; cos and sin grow.
+
+  The channels between those that turn `beta_fast` and `beta_slow` times in the
+  original length are mixed, linearly in the channel.
+
+  Attributes:
+    factor: what low frequencies are divided by.
+    original_max_position_embeddings: the original length.
+    beta_fast, beta_slow: turns.
+    attention_factor: what cos and sin are multiplied by; None for what follows
+      from the factor: 0.1 log(factor) + 1 or, with both of the next two, the
+      quotient of 0.1 mscale log(factor) + 1 and the same of mscale_all_dim.
+    mscale, mscale_all_dim: see `attention_factor`.
+
+  Raises:
+    ValueError: a factor below 1, or slow turns that are not below fast ones.
+
+  Source: arXiv:2309.00071, section 3.
+  """
+
+  factor: float
+  original_max_position_embeddings: int
+  beta_fast: float = 32.0
+  beta_slow: float = 1.0
+  attention_factor: float | None = None
+  mscale: float | None = None
+  mscale_all_dim: float | None = None
+
+  def __post_init__(self):
+    _require_factor(self)
+    if not 0 < self.beta_slow < self.beta_fast:
+      raise ValueError(
+        "YarnScaling: beta_slow must be between 0 and beta_fast, got "
+        f"{self.beta_slow} and {self.beta_fast}"
+      )
+
+  def scaled(self, frequency, *, theta):
+    half = len(frequency)
+
+    def channel(turns):
+      length = self.original_max_position_embeddings / (turns * math.tau)
+      return half * math.log(length) / math.log(theta)
+
+    first = max(math.floor(channel(self.beta_fast)), 0)
+    last = min(math.ceil(channel(self.beta_slow)), 2 * half - 1)
+    width = last - first or 1  # Of a step any will do.
+    channels = jnp.arange(half, dtype=jnp.float32)
+    kept = 1 - jnp.clip((channels - first) / width, 0, 1)
+    return frequency * (kept + (1 - kept) / self.factor)
+
+  @property
+  def magnitude(self) -> float:
+    if self.attention_factor is not None:
+      return self.attention_factor
+    grown = 0.1 * math.log(self.factor)
+    if self.mscale and self.mscale_all_dim:
+      return (self.mscale * grown + 1) / (self.mscale_all_dim * grown + 1)
+    return grown + 1
+
+
+def _require_factor(scaling) -> None:
+  if not scaling.factor >= 1:
+    raise ValueError(
+      f"{type(scaling).__name__}: factor must be at least 1, got "
+      f"{scaling.factor}"
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Rotary:
+  """RoPE with all that it can have.
+
+  Attributes:
+    theta: base of the frequencies theta^(-2 i / R).
+    scaling: how they are stretched to longer sequences, or None.
+    rotary_dim: R, how many of a head's first channels turn; None for all. The
+      others pass as they are.
+
+  Raises:
+    ValueError: an odd `rotary_dim`, or one below 2.
+  """
+
+  theta: float
+  scaling: RopeScaling | None = None
+  rotary_dim: int | None = None
+
+  def __post_init__(self):
+    size = self.rotary_dim
+    if size is not None and (size < 2 or size % 2):
+      raise ValueError(
+        "Rotary: rotary_dim must be even, for RoPE rotates pairs, and at least "
+        f"2, got {size}; None turns all channels"
+      )
+
+  def check(self, head_dim: int) -> None:
+    """Raises a ValueError if heads of this size have too few channels."""
+    if self.rotary_dim is not None and self.rotary_dim > head_dim:
+      raise ValueError(
+        f"Rotary: rotary_dim must be at most the heads' size {head_dim}, got "
+        f"{self.rotary_dim}"
+      )
+
+  def frequencies(self, head_dim: int) -> Array:
+    """f32 [R / 2], of heads of this size."""
+    self.check(head_dim)
+    half = (head_dim if self.rotary_dim is None else self.rotary_dim) // 2
+    frequency = self.theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    if self.scaling is None:
+      return frequency
+    return self.scaling.scaled(frequency, theta=self.theta)
+
+  @property
+  def magnitude(self) -> float:
+    """What cos and sin are multiplied by."""
+    return 1.0 if self.scaling is None else self.scaling.magnitude

@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Norms of q and k inside the attention block, and what they save."""
+
+import collections
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from coat_jax import recipe as recipes
+from coat_jax.formats import E4M3
+from coat_jax.layers import (
+  Attention,
+  BackWeights,
+  BlockWeights,
+  FrontWeights,
+  Heads,
+  QKNorm,
+  QKNormWeights,
+  Rotary,
+  self_attention,
+)
+from coat_jax.ops import AttentionKind
+from coat_jax.qtensor import num_groups
+from tests.comparing import assert_close, assert_same_bits, jit
+from tests.layers import straight_through
+from tests.matrices import quick
+
+D, N, K, H, B, T, EPS = 24, 4, 2, 8, 2, 6, 1e-3
+THETA, ROTARY_DIM, WINDOW, CAP, SCALE = 100.0, 4, 3, 2.0, 0.5
+# Two documents in the second row.
+POSITIONS = np.int32([[0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 0, 1]])
+SEGMENTS = np.int32([[0] * 6, [0, 0, 0, 0, 1, 1]])
+
+
+def case(over, seed=0):
+  """x, weights and dy."""
+  rng = np.random.default_rng(seed)
+
+  def normal(*shape):
+    return jnp.float32(rng.normal(size=shape))
+
+  sizes = (H, H) if over == "head" else (N * H, K * H)
+  width = (N + 2 * K) * H
+  weights = BlockWeights(
+    FrontWeights(normal(D), None, normal(D, width) / 4, normal(width)),
+    BackWeights(normal(N * H, D)),
+    QKNormWeights(*map(normal, sizes)),
+  )
+  return normal(B, T, D), weights, normal(B, T, D)
+
+
+@functools.partial(jit, static_argnames=("over", "recipe"))
+def layer(x, weights, dy, over, recipe):
+  f = functools.partial(
+    self_attention,
+    positions=jnp.asarray(POSITIONS),
+    segments=jnp.asarray(SEGMENTS),
+    kind="rms",
+    eps=EPS,
+    heads=Heads(N, K, Rotary(THETA, rotary_dim=ROTARY_DIM)),
+    window=WINDOW,
+    soft_cap=CAP,
+    scale=SCALE,
+    qk_norm=QKNorm(over, EPS),
+    recipe=recipe,
+  )
+  y, vjp = jax.vjp(f, x, weights)
+  return y, vjp(dy)
+
+
+def turn(x):
+  """RoPE of the first channels, as complex numbers."""
+  half = ROTARY_DIM // 2
+  angle = POSITIONS[..., None] * THETA ** -(np.arange(half) / half)
+  z = x[..., :half] + 1j * x[..., half:ROTARY_DIM]
+  z = z * jnp.asarray(np.exp(1j * angle), jnp.complex64)[:, :, None]
+  return jnp.concatenate([z.real, z.imag, x[..., ROTARY_DIM:]], axis=-1)
+
+
+@functools.partial(jit, static_argnames=("over", "recipe"))
+def oracle(x, weights, dy, over, recipe):
+  f = functools.partial(
+    straight_through.self_attention,
+    kind=AttentionKind(window=WINDOW, soft_cap=CAP, scale=SCALE),
+    segments=SEGMENTS,
+    turn=turn,
+    heads=(N, K),
+    over=over,
+    eps=EPS,
+    recipe=recipe,
+  )
+  y, vjp = jax.vjp(f, x, weights)
+  return y, vjp(dy)
+
+
+@pytest.mark.parametrize(
+  "over, recipe",
+  quick(
+    1,
+    [
+      ("head", recipes.coat()),
+      ("all", recipes.coat(residuals="coat", attention="fp8")),
+      ("all", recipes.coat()),
+      ("head", recipes.coat(attention="fp8")),
+      ("head", recipes.bf16()),
+      ("all", recipes.bf16()),
+      ("head", recipes.fp8_linear()),
+      ("all", recipes.fp8_linear()),
+    ],
+  ),
+)
+def test_block_with_norms_of_q_and_k_equals_its_parts(over, recipe):
+  arguments = case(over)
+  y, gradients = layer(*arguments, over, recipe)
+  want, want_gradients = oracle(*arguments, over, recipe)
+  # Two formulas of norm, RoPE and softmax: a code on a boundary may flip.
+  assert_close(y, want)
+  assert_close(gradients, want_gradients)
+
+
+def module(over, recipe, head_dim=H, num_heads=N, **options):
+  return Attention(
+    D,
+    num_heads,
+    num_kv_heads=num_heads // 2,
+    head_dim=head_dim,
+    qk_norm=over,
+    recipe=recipe,
+    rngs=nnx.Rngs(0),
+    **options,
+  )
+
+
+@pytest.mark.parametrize("over", quick(1, ["all", "head"]))
+def test_module_gives_its_weights_to_the_block(over):
+  recipe = recipes.coat(implementation="xla")
+  m = module(over, recipe, dtype=jnp.float32, epsilon=EPS)
+  sizes = {"head": (H, H), "all": (N * H, K * H)}[over]
+  assert (m.q_norm.scale.shape, m.k_norm.scale.shape) == tuple(
+    (size,) for size in sizes
+  )
+  x, weights, _ = case(over)
+  weights = weights._replace(
+    front=weights.front._replace(bias=None, w=m.qkv.linear.kernel[...])
+  )
+  m.qkv.norm.scale[...] = weights.front.gamma
+  m.q_norm.scale[...] = weights.middle.q
+  m.k_norm.scale[...] = weights.middle.k
+  m.out.kernel[...] = weights.back.w
+
+  @jit
+  def both(m, x, weights):
+    block = self_attention(
+      x,
+      weights,
+      jnp.arange(T, dtype=jnp.int32),
+      kind="rms",
+      eps=EPS,
+      heads=Heads(N, K, 1e4),
+      qk_norm=QKNorm(over, EPS),
+      recipe=recipe,
+    )
+    return m(x), block
+
+  assert_same_bits(*both(m, x, weights))
+
+
+# No two axes alike.
+ROWS, HEADS, SIZE = 34, 6, 12
+
+
+def saved_of_attention(over, recipe):
+  """Shapes and dtypes of what is saved of q, k and v, and how often."""
+  m = nnx.eval_shape(
+    lambda: module(over, recipe, head_dim=SIZE, num_heads=HEADS)
+  )
+  graph, params = nnx.split(m, nnx.Param)
+  x = jax.ShapeDtypeStruct((1, ROWS, D), jnp.bfloat16)
+
+  def saved(params, x):
+    f = lambda params, x: nnx.merge(graph, params)(x)  # noqa: E731
+    return jax.tree.leaves(jax.vjp(f, params, x)[1])
+
+  found = jax.eval_shape(saved, params, x)
+  return collections.Counter(
+    (a.dtype, a.shape[2:]) for a in found if a.ndim == 4
+  )
+
+
+@pytest.mark.parametrize("over", ["head", "all"])
+@pytest.mark.parametrize("kept", ["bf16", "fp8"])
+def test_q_and_k_are_saved_once_in_front_of_their_norm(over, kept):
+  found = saved_of_attention(over, recipes.coat(attention=kept))
+  fp8, bf16 = jnp.dtype(E4M3), jnp.dtype(jnp.bfloat16)
+  groups = num_groups(SIZE, 16)
+  # q and k; then v and the output.
+  want = collections.Counter()
+  for n in (HEADS, HEADS // 2):
+    want[fp8, (n, SIZE)] += 1
+    want[bf16, (n, groups)] += 1
+    if kept == "fp8":
+      want[fp8, (n, SIZE)] += 1
+      want[bf16, (n, groups)] += 1
+    else:
+      want[bf16, (n, SIZE)] += 1
+  assert found == want
