@@ -107,9 +107,9 @@ def generate(
   """
   sampling = make_sampling(temperature, top_k, top_p)
   _check(model, prompts, max_new_tokens, stop_tokens, seed)
-  length = _bucket(max(map(len, prompts)))
+  length = bucket(max(map(len, prompts)))
   if cache_size is None:
-    cache_size = length + _bucket(max_new_tokens)
+    cache_size = length + bucket(max_new_tokens)
   if cache_size < length + max_new_tokens:
     raise ValueError(
       "generate: cache_size must hold the longest prompt, rounded up, and the "
@@ -138,6 +138,20 @@ def generate(
     prefill_s=prefilled - started,
     decode_s=ended - prefilled,
   )
+
+
+def bucket(size: int) -> int:
+  """A size rounded up: to a power of two, or to a multiple of 256.
+
+  Args:
+    size: tokens of the longest prompt, or new ones; at least 1.
+
+  Returns:
+    At least 16.
+  """
+  if size > CHUNK:
+    return -(-size // CHUNK) * CHUNK
+  return max(1 << (size - 1).bit_length(), _SMALLEST_BUCKET)
 
 
 @functools.partial(jax.jit, static_argnames=("graph", "size"))
@@ -242,13 +256,6 @@ def _until_stop(tokens: list[int], stops: Sequence[int]) -> list[int]:
   """Tokens up to the first stop token, it included."""
   ends = [i + 1 for i, token in enumerate(tokens) if token in stops]
   return tokens[: ends[0]] if ends else tokens
-
-
-def _bucket(size: int) -> int:
-  """A size rounded up: to a power of two, or to a multiple of `CHUNK`."""
-  if size > CHUNK:
-    return -(-size // CHUNK) * CHUNK
-  return max(1 << (size - 1).bit_length(), _SMALLEST_BUCKET)
 
 
 def _rows(model: Decoder, count: int) -> int:

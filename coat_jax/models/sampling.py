@@ -7,7 +7,6 @@ that reach p. One of what is kept is drawn. Temperature 0 takes the most
 probable.
 """
 
-import math
 from typing import NamedTuple
 
 import jax
@@ -15,6 +14,7 @@ import jax.numpy as jnp
 from jax import Array
 
 _SMALLEST = float(jnp.finfo(jnp.float32).tiny)
+_LARGEST = float(jnp.finfo(jnp.float32).max)
 
 
 class Sampling(NamedTuple):
@@ -39,10 +39,10 @@ def make_sampling(
   Raises:
     ValueError: one is outside its range, or would be ignored.
   """
-  if not 0 <= temperature < math.inf:
+  if not 0 <= temperature <= _LARGEST:
     raise ValueError(
-      "generate: temperature must be a number of at least 0, got "
-      f"{temperature}; 0 takes the most probable token"
+      "generate: temperature must be at least 0 and a number that f32 holds, "
+      f"got {temperature}; 0 takes the most probable token"
     )
   if top_k is not None and not 1 <= top_k < 2**31:
     raise ValueError(

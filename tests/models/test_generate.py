@@ -13,7 +13,7 @@ from flax import nnx
 
 from coat_jax import recipe as recipes
 from coat_jax.models import generate as generate_tokens
-from coat_jax.models.generate import _bucket, _decode, _in_dtype, _prefill
+from coat_jax.models.generate import _decode, _in_dtype, _prefill, bucket
 from coat_jax.recipe import MeshAxes
 from tests.models import hf_llama
 from tests.models.test_cache import CONFIGS, build, without_cache
@@ -99,7 +99,7 @@ def test_decoding_ends_when_all_rows_have_stopped(small, monkeypatch):
 
 def test_sizes_are_rounded_up_to_whole_chunks():
   sizes = {1: 16, 16: 16, 17: 32, 200: 256, 256: 256, 257: 512, 513: 768}
-  assert {size: _bucket(size) for size in sizes} == sizes
+  assert {size: bucket(size) for size in sizes} == sizes
 
 
 def test_other_calls_find_their_programs_compiled(small):
@@ -188,6 +188,7 @@ def test_tokens_on_a_mesh_are_those_of_one_device(small, sizes):
     ([[1]], dict(max_new_tokens=0), "max_new_tokens must be at least 1, got 0"),
     ([[1]], dict(stop_tokens=[40]), "stop_tokens must be at least 0 and below"),
     ([[1]], dict(temperature=-0.1), "temperature .* at least 0, got -0.1"),
+    ([[1]], dict(temperature=1e39), "temperature .* that f32 holds, got 1e"),
     ([[1]], dict(temperature=float("nan")), "temperature .* got nan"),
     ([[1]], dict(temperature=1.0, top_k=0), "top_k must be at least 1, got 0"),
     ([[1]], dict(temperature=1.0, top_p=0.0), "top_p .* got 0.0"),
