@@ -135,7 +135,8 @@ def test_weights_of_every_kind_are_those_that_layers_read(
 def test_run_of_a_mesh_generates_on_one_device(tmp_path, capsys):
   out = tmp_path / "run"
   mesh = dict(mesh="data=2,fsdp=2,tensor=2", batch=4, grad_reduce="bfloat16")
-  assert run(out, **SHORT | mesh, model__num_kv_heads=2) == 0
+  mesh |= dict(model__num_kv_heads=2, optim__group_size=32)
+  assert run(out, **SHORT | mesh) == 0
   assert command(out, "--prompt", PROMPT, "--max-tokens", 8) == 0
   assert capsys.readouterr().out.startswith(PROMPT)
 

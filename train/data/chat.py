@@ -2,7 +2,7 @@
 """Chat templates, as transformers keeps them beside a tokenizer.
 
 chat_template.jinja, or `chat_template` in tokenizer_config.json. A template is
-a program of whoever wrote it, so it runs in Jinja's sandbox and changes
+a program that came with a tokenizer, so it runs in Jinja's sandbox and changes
 nothing. It has what transformers gives it: messages, the special tokens by
 their names, `raise_exception` and `strftime_now`.
 """
