@@ -171,7 +171,7 @@ def _convert() -> Iterator[list[str]]:
 
 
 def _generate() -> Iterator[list[str]]:
-  prompt = ["--prompt", "x"]
+  prompt = ["--prompt", "x", "--max-tokens", "8"]
   yield []
   yield [RUN]
   yield [RUN, "--prompt", ""]

@@ -137,6 +137,7 @@ def test_run_of_a_mesh_generates_on_one_device(tmp_path, capsys):
   mesh = dict(mesh="data=2,fsdp=2,tensor=2", batch=4, grad_reduce="bfloat16")
   mesh |= dict(model__num_kv_heads=2, optim__group_size=32)
   assert run(out, **SHORT | mesh) == 0
+  capsys.readouterr()
   assert command(out, "--prompt", PROMPT, "--max-tokens", 8) == 0
   assert capsys.readouterr().out.startswith(PROMPT)
 

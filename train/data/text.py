@@ -86,7 +86,7 @@ def open_text(data: DataConfig, tokenizer: str | None) -> Text:
   Raises:
     FileNotFoundError, ValueError: it cannot be read, or is not known.
   """
-  tokenizer = tokenizer or data.tokenizer
+  tokenizer = data.tokenizer if tokenizer is None else tokenizer
   if tokenizer is not None:
     return TokenizerText(tokenizer)
   if data.dtype != "text":
