@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training programs to read, to run from the clone, and to copy.
 
-  commands   pretrain, convert, plan, plot: one file each; plan with planning
-             and search
+  commands   pretrain, convert, generate, plan, plot: one file each; plan with
+             planning and search
   a step     presets, config, optim_config, options, mesh, schedule, weights,
              update, step
   data/      from files to batches
@@ -34,9 +34,9 @@ for _ in range(config.steps):
 ```
 
 What can be left out, and what is lost then:
-  * all of `run`, `pretrain`, `convert` and `plot`: files, resuming, several
-    processes, comparison with a twin; begin with `run.checkpoint` and its
-    `run.checksums` and `run.processes` to save and resume;
+  * all of `run`, `pretrain`, `convert`, `generate` and `plot`: files, resuming,
+    several processes, comparison with a twin; begin with `run.checkpoint` and
+    its `run.checksums` and `run.processes` to save and resume;
   * `plan`, `planning`, `search`, `memory`: knowing before whether a run fits;
   * `presets`: build a `TrainConfig` instead;
   * `mesh`: only after its checks are taken out of `config`.

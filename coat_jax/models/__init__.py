@@ -12,4 +12,6 @@ from coat_jax.models.config import Remat as Remat
 from coat_jax.models.decoder import Decoder as Decoder
 from coat_jax.models.decoder import DecoderLayer as DecoderLayer
 from coat_jax.models.decoder import loss_fn as loss_fn
+from coat_jax.models.generate import Generation as Generation
+from coat_jax.models.generate import generate as generate
 from coat_jax.models.specs import param_shardings as param_shardings

@@ -170,6 +170,28 @@ def _convert() -> Iterator[list[str]]:
   yield ["import", "missing", "demo", "--out", "made", "--steps", "inf"]
 
 
+def _generate() -> Iterator[list[str]]:
+  prompt = ["--prompt", "x", "--max-tokens", "8"]
+  yield []
+  yield [RUN]
+  yield [RUN, "--prompt", ""]
+  yield [RUN, "--prompt", "x" * 10_000]
+  yield [RUN, *prompt, "--chat"]
+  for path in ("missing", "empty", "zeros", _USER, "", "/dev/null"):
+    yield [path, *prompt]
+  for name, values in {
+    "max-tokens": _COUNT,
+    "temperature": ("-1", "inf", "nan", "1e400", _LONG, "", "x"),
+    "top-k": _COUNT,
+    "top-p": (*_POSITIVE, "1.5"),
+    "seed": ("-1", "1.5", "1e20", "9" * 20, "nan", ""),
+    "tokenizer": (*_PATHS, "empty", "short", "binary", "brackets"),
+    "no-such-option": ("1",),
+  }.items():
+    for value in values:
+      yield [RUN, *prompt, f"--{name}", value]
+
+
 def _benchmarks() -> Iterator[tuple[str, list[str]]]:
   """Calls of the benchmarks; these look at their arguments first."""
   few = ("0", "-1", "1.5", "9" * 20, "inf", "", "x")
@@ -226,6 +248,7 @@ def bad_calls() -> Iterator[tuple[str, list[str], bool]]:
     *(("train.plan", x) for x in _plan()),
     *(("train.plot", x) for x in _plot()),
     *(("train.convert", x) for x in _convert()),
+    *(("train.generate", x) for x in _generate()),
     *_benchmarks(),
   ]
   yield from ((*each, False) for each in found)

@@ -19,6 +19,7 @@ def test_there_are_wrong_calls_of_every_command_line():
   programs = {program for program, _, _ in bad_calls()}
   assert programs == {
     *(f"train.{name}" for name in ("pretrain", "plan", "plot", "convert")),
+    "train.generate",
     *(f"benchmarks.{name}" for name in ("accuracy", "layer", "memory", "ops")),
     *(f"benchmarks.{name}" for name in ("optimizer", "plot", "training")),
   }

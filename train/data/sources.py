@@ -172,9 +172,8 @@ def read_tokenized(
     FileNotFoundError, ValueError: as `documents` and `check_ids`; no tokenizer
       there, or it cannot be read.
   """
-  tokenizer = _load_tokenizer(tokenizer_path)
-  known = (tokenizer.token_to_id(token) for token in _END_OF_TEXT)
-  end_of_text = next((id for id in known if id is not None), None)
+  tokenizer = load_tokenizer(tokenizer_path)
+  end_of_text = find_end_of_text(tokenizer)
   arrays = [np.empty(0, np.uint32)]
   with tqdm(desc="tokenizing", unit="char", unit_scale=True, delay=2) as bar:
     # Batches are large enough for the tokenizer's own threads.
@@ -207,7 +206,24 @@ def _pieces(contents) -> Iterator[tuple[str, str, bool]]:
     yield name, text[start:], True
 
 
-def _load_tokenizer(path: str) -> tokenizers.Tokenizer:
+def find_end_of_text(tokenizer: tokenizers.Tokenizer) -> int | None:
+  """Finds the id of the end-of-text token; None where there is none."""
+  known = (tokenizer.token_to_id(token) for token in _END_OF_TEXT)
+  return next((id for id in known if id is not None), None)
+
+
+def load_tokenizer(path: str) -> tokenizers.Tokenizer:
+  """Reads a `tokenizers` JSON file.
+
+  Args:
+    path: Of the file.
+
+  Returns:
+    The tokenizer.
+
+  Raises:
+    FileNotFoundError, ValueError: there is none, or it cannot be read.
+  """
   file = read_path("data.tokenizer", path)
   if not file.is_file():
     raise FileNotFoundError(

@@ -1,0 +1,325 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Text out: tokens that a decoder adds to prompts.
+
+Two programs: one runs the prompts and chooses the first new token, the other
+adds tokens until all rows have stopped. Both are compiled for sizes that are
+rounded up, so that other prompts, lengths, seeds and temperatures find them
+compiled.
+"""
+
+import functools
+import math
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import Array
+
+from coat_jax.models.cache import (
+  CHUNK,
+  KVCache,
+  cached_forward,
+  empty_cache,
+  next_logits,
+)
+from coat_jax.models.decoder import Decoder
+from coat_jax.models.sampling import Sampling, choose, make_sampling
+from coat_jax.optimizer.masks import is_norm_or_bias
+
+_SMALLEST_BUCKET = 16
+
+
+class Generation(NamedTuple):
+  """What `generate` returns.
+
+  Attributes:
+    tokens: of each prompt the new ones; the last is a stop token where it has
+      stopped.
+    prefill_s: seconds that the prompts and the first new tokens took.
+    decode_s: seconds of all other new tokens. Both have what was compiled.
+  """
+
+  tokens: list[list[int]]
+  prefill_s: float
+  decode_s: float
+
+
+def generate(
+  model: Decoder,
+  prompts: Sequence[Sequence[int]],
+  *,
+  max_new_tokens: int,
+  temperature: float = 0.0,
+  top_k: int | None = None,
+  top_p: float | None = None,
+  stop_tokens: Sequence[int] = (),
+  seed: int = 0,
+  cache_size: int | None = None,
+) -> Generation:
+  """Adds tokens to prompts, all at once.
+
+  Computed in the model's `dtype`, BF16 or f32, without FP8 in any recipe: an
+  FP8 product has one scale for all of its tokens, so that what a prompt gives
+  would depend on the prompts beside it. So a prompt gives what it gives alone,
+  up to the order of sums.
+
+  On a mesh it is called under `jax.set_mesh`, with the model's parameters
+  sharded; the axes are those of the model's recipe.
+
+  Args:
+    model: a Decoder.
+    prompts: token ids, of several lengths.
+    max_new_tokens: how many to add to each, unless it stops before.
+    temperature: what logits are divided by; 0 takes the most probable token.
+    top_k: draws from the k most probable tokens; None from all.
+    top_p: draws from the fewest most probable tokens whose probability reaches
+      this, after `top_k`; None from all.
+    stop_tokens: a row stops after one of them.
+    seed: of what is drawn. A row's draws depend on its place, not on how many
+      prompts there are.
+    cache_size: tokens of a row that there is memory for, padding included; one
+      size for all calls compiles the second program once. None for the longest
+      prompt and `max_new_tokens`, each rounded up.
+
+  Returns:
+    A `Generation`.
+
+  Raises:
+    ValueError: no prompt, an empty one, a token outside the vocabulary, or an
+      option outside its range.
+
+  Examples:
+    >>> from coat_jax import recipe
+    >>> from coat_jax.models import Decoder, ModelConfig, generate
+    >>> from flax import nnx
+    >>> config = ModelConfig(
+    ...   family="llama", num_layers=2, d_model=64, d_ff=160, num_heads=4,
+    ...   num_kv_heads=2, vocab_size=384,
+    ... )
+    >>> model = Decoder(config, recipe.coat(), rngs=nnx.Rngs(0))
+    >>> found = generate(model, [[1, 2, 3], [4]], max_new_tokens=5)
+    >>> [len(tokens) for tokens in found.tokens]
+    [5, 5]
+  """
+  sampling = make_sampling(temperature, top_k, top_p)
+  _check(model, prompts, max_new_tokens, stop_tokens, seed)
+  length = bucket(max(map(len, prompts)))
+  if cache_size is None:
+    cache_size = length + bucket(max_new_tokens)
+  if cache_size < length + max_new_tokens:
+    raise ValueError(
+      "generate: cache_size must hold the longest prompt, rounded up, and the "
+      f"new tokens, {length} + {max_new_tokens}, got {cache_size}; pass more, "
+      "or None"
+    )
+  tokens, padding = _padded(prompts, length, rows=_rows(model, len(prompts)))
+  is_row = np.arange(len(tokens)) < len(prompts)
+  graph, params = nnx.split(model)
+  keys = _keys(seed, len(tokens))
+
+  started = time.monotonic()
+  first, cache = _prefill(
+    graph, params, tokens, padding, sampling, keys, size=cache_size
+  )
+  jax.block_until_ready(first)
+  prefilled = time.monotonic()
+  stops = np.array(sorted({*stop_tokens}), np.int32)
+  new, count, _ = _decode(
+    graph, params, first, cache, sampling, keys, is_row, stops, max_new_tokens
+  )
+  new = np.asarray(new)[: len(prompts), : int(count)]
+  ended = time.monotonic()
+  return Generation(
+    tokens=[_until_stop(row.tolist(), stop_tokens) for row in new],
+    prefill_s=prefilled - started,
+    decode_s=ended - prefilled,
+  )
+
+
+def bucket(size: int) -> int:
+  """A size rounded up: to a power of two, or to a multiple of 256.
+
+  Args:
+    size: tokens of the longest prompt, or new ones; at least 1.
+
+  Returns:
+    At least 16.
+  """
+  if size > CHUNK:
+    return -(-size // CHUNK) * CHUNK
+  return max(1 << (size - 1).bit_length(), _SMALLEST_BUCKET)
+
+
+@functools.partial(jax.jit, static_argnames=("graph", "size"))
+def _prefill(
+  graph: Any,
+  params: Any,
+  tokens: Array,
+  padding: Array,
+  sampling: Sampling,
+  keys: Array,
+  *,
+  size: int,
+) -> tuple[Array, KVCache]:
+  """The first new token of each row, int32 [B], and the cache."""
+  model = nnx.merge(graph, params)
+  cache = empty_cache(model, padding, size=size)
+  hidden, cache = cached_forward(model, tokens, cache)
+  logits = next_logits(model, hidden[:, -1:])[:, 0]
+  return choose(logits, sampling, _keys_of(keys, 0)), cache
+
+
+@functools.partial(
+  jax.jit, static_argnames=("graph",), donate_argnames=("cache",)
+)
+def _decode(
+  graph: Any,
+  params: Any,
+  first: Array,
+  cache: KVCache,
+  sampling: Sampling,
+  keys: Array,
+  is_row: Array,
+  stops: Array,
+  most: Array | int,
+) -> tuple[Array, Array, KVCache]:
+  """New tokens int32 [B, room], how many of them are, and the cache.
+
+  Args:
+    graph, params: the model.
+    first: int32 [B], the first new token.
+    cache: of what is before it.
+    sampling, keys: as in `choose`.
+    is_row: bool [B], False for rows that nobody waits for.
+    stops: int32 [n], stop tokens.
+    most: new tokens, the first included.
+  """
+  params = _in_dtype(graph, params)
+  room = cache.k.shape[2]
+  new = jnp.zeros((first.shape[0], room), jnp.int32)
+  is_running = is_row & ~_is_stop(first, stops)
+  state = jnp.int32(1), first, new.at[:, 0].set(first), is_running, cache
+
+  def goes_on(state):
+    count, _, _, is_running, _ = state
+    return (count < most) & jnp.any(is_running)
+
+  def add(state):
+    count, last, new, is_running, cache = state
+    model = nnx.merge(graph, params)
+    hidden, cache = cached_forward(model, last[:, None], cache)
+    logits = next_logits(model, hidden)[:, 0]
+    last = choose(logits, sampling, _keys_of(keys, count))
+    new = new.at[:, count].set(last)
+    is_running = is_running & ~_is_stop(last, stops)
+    return count + 1, last, new, is_running, cache
+
+  count, _, new, _, cache = jax.lax.while_loop(goes_on, add, state)
+  return new, count, cache
+
+
+def _in_dtype(graph: Any, params: Any) -> Any:
+  """Weights as products read them: cast once, not in each step."""
+  dtype = nnx.merge(graph, params).dtype
+
+  def cast(path, x):
+    name = jax.tree_util.keystr(path, simple=True, separator="/")
+    name = name.removesuffix("/value")
+    is_wider = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize > (
+      jnp.dtype(dtype).itemsize
+    )
+    return x.astype(dtype) if is_wider and not is_norm_or_bias(name, x) else x
+
+  return jax.tree.map_with_path(cast, params)
+
+
+def _keys(seed: int, rows: int) -> Array:
+  """A key for each row."""
+  key = jax.random.key(seed)
+  return jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(rows))
+
+
+def _keys_of(keys: Array, count: Array | int) -> Array:
+  """Keys of the token after `count` new ones."""
+  return jax.vmap(lambda key: jax.random.fold_in(key, count))(keys)
+
+
+def _is_stop(token: Array, stops: Array) -> Array:
+  return jnp.any(token[:, None] == stops[None], axis=-1)
+
+
+def _until_stop(tokens: list[int], stops: Sequence[int]) -> list[int]:
+  """Tokens up to the first stop token, it included."""
+  ends = [i + 1 for i, token in enumerate(tokens) if token in stops]
+  return tokens[: ends[0]] if ends else tokens
+
+
+def _rows(model: Decoder, count: int) -> int:
+  """How many rows a batch has: on a mesh as many on each device."""
+  if (axes := model.axes) is None:
+    return count
+  shape = jax.sharding.get_abstract_mesh().shape
+  if missing := [name for name in axes.tokens if name not in shape]:
+    raise ValueError(
+      f"generate: the model's recipe names the axis {missing[0]!r} of a mesh, "
+      f"got {tuple(shape) or 'no mesh'}; call it under jax.set_mesh of a mesh "
+      "with these axes, or make the model without axes"
+    )
+  devices = math.prod(shape[name] for name in axes.batch)
+  return -(-count // devices) * devices
+
+
+def _padded(
+  prompts: Sequence[Sequence[int]], length: int, *, rows: int
+) -> tuple[np.ndarray, np.ndarray]:
+  """Tokens int32 [rows, length], padded on the left, and padding [rows]."""
+  tokens = np.zeros((rows, length), np.int32)
+  padding = np.full(rows, length - 1, np.int32)
+  for i, prompt in enumerate(prompts):
+    padding[i] = length - len(prompt)
+    tokens[i, padding[i] :] = prompt
+  return tokens, padding
+
+
+def _check(
+  model: Decoder,
+  prompts: Sequence[Sequence[int]],
+  max_new_tokens: int,
+  stop_tokens: Sequence[int],
+  seed: int,
+) -> None:
+  """Raises where arguments are not as `generate` needs them."""
+  if not prompts:
+    raise ValueError("generate: needs at least one prompt, got none; pass one")
+  vocab_size = model.embedding.shape[0]
+  for i, prompt in enumerate(prompts):
+    if not len(prompt):
+      raise ValueError(
+        "generate: a prompt must have at least one token, got none in prompt "
+        f"{i}; pass a token that texts begin with"
+      )
+    if not all(0 <= token < vocab_size for token in prompt):
+      raise ValueError(
+        "generate: tokens must be at least 0 and below the vocabulary of "
+        f"{vocab_size}, got {min(prompt)} to {max(prompt)} in prompt {i}; use "
+        "the model's own tokenizer"
+      )
+  if not all(0 <= token < vocab_size for token in stop_tokens):
+    raise ValueError(
+      "generate: stop_tokens must be at least 0 and below the vocabulary of "
+      f"{vocab_size}, got {tuple(stop_tokens)}; use the model's own"
+    )
+  if not 1 <= max_new_tokens < 2**31:
+    raise ValueError(
+      f"generate: max_new_tokens must be at least 1, got {max_new_tokens}; "
+      "pass how many tokens to add"
+    )
+  if not 0 <= seed < 2**32:
+    raise ValueError(
+      f"generate: seed must be at least 0 and below 2^32, got {seed}; pass "
+      "another"
+    )

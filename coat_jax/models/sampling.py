@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the next token is chosen from its logits.
+
+temperature divides the logits; of the probabilities that come of it top_k keeps
+the k largest, and top_p, of those put together anew, the fewest largest ones
+that reach p. One of what is kept is drawn. Temperature 0 takes the most
+probable.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+_SMALLEST = float(jnp.finfo(jnp.float32).tiny)
+_LARGEST = float(jnp.finfo(jnp.float32).max)
+
+
+class Sampling(NamedTuple):
+  """How to choose; None leaves a rule out. Values do not recompile.
+
+  Attributes:
+    temperature: f32; None for greedy.
+    top_k: int32.
+    top_p: f32.
+  """
+
+  temperature: Array | None = None
+  top_k: Array | None = None
+  top_p: Array | None = None
+
+
+def make_sampling(
+  temperature: float, top_k: int | None, top_p: float | None
+) -> Sampling:
+  """Checks the options of `generate` and makes arrays of them.
+
+  Raises:
+    ValueError: one is outside its range, or would be ignored.
+  """
+  if not 0 <= temperature <= _LARGEST:
+    raise ValueError(
+      "generate: temperature must be at least 0 and a number that f32 holds, "
+      f"got {temperature}; 0 takes the most probable token"
+    )
+  if top_k is not None and not 1 <= top_k < 2**31:
+    raise ValueError(
+      f"generate: top_k must be at least 1, got {top_k}; pass None for all"
+    )
+  if top_p is not None and not 0 < top_p <= 1:
+    raise ValueError(
+      "generate: top_p must be a probability above 0 and up to 1, got "
+      f"{top_p}; pass None for all"
+    )
+  if temperature == 0 and not (top_k is None and top_p is None):
+    raise ValueError(
+      "generate: top_k and top_p apply to sampling, got temperature 0, which "
+      "takes the most probable token; leave them out, or raise temperature"
+    )
+  if temperature < _SMALLEST:  # So cold that it is greedy.
+    return Sampling()
+  return Sampling(
+    temperature=jnp.float32(temperature),
+    top_k=None if top_k is None else jnp.int32(top_k),
+    # All of them: a sum of f32 may reach 1 before the last.
+    top_p=None if top_p in (None, 1) else jnp.float32(top_p),
+  )
+
+
+def kept(logits: Array, sampling: Sampling) -> tuple[Array, Array]:
+  """Which tokens can be drawn, from the most probable.
+
+  Args:
+    logits: f32 [B, V].
+    sampling: not greedy.
+
+  Returns:
+    Logits divided by the temperature, -inf where they are not kept, and their
+    tokens: f32 and int32 [B, V]. Of equal ones the lower token comes first.
+  """
+  assert sampling.temperature is not None  # Else greedy.
+  largest = jnp.max(logits, axis=-1, keepdims=True)
+  logits = (logits - largest) / sampling.temperature
+  tokens = jnp.broadcast_to(jnp.arange(logits.shape[-1])[None], logits.shape)
+  if sampling.top_k is None and sampling.top_p is None:
+    return logits, tokens
+  tokens = jnp.argsort(logits, axis=-1, stable=True, descending=True)
+  logits = jnp.take_along_axis(logits, tokens, axis=-1)
+  if sampling.top_k is not None:
+    rank = jnp.arange(logits.shape[-1])[None]
+    logits = jnp.where(rank < sampling.top_k, logits, -jnp.inf)
+  if sampling.top_p is not None:
+    p = jax.nn.softmax(logits, axis=-1)
+    # Of those before it; the first token has none and is always kept.
+    before = jnp.cumsum(p, axis=-1) - p
+    logits = jnp.where(before < sampling.top_p, logits, -jnp.inf)
+  return logits, tokens
+
+
+def choose(logits: Array, sampling: Sampling, keys: Array) -> Array:
+  """Chooses a token of each row.
+
+  Args:
+    logits: f32 [B, V].
+    sampling: how.
+    keys: [B], a random key for each row; greedy uses none.
+
+  Returns:
+    int32 [B].
+  """
+  if sampling.temperature is None:
+    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+  logits, tokens = kept(logits, sampling)
+  drawn = jax.vmap(jax.random.categorical)(keys, logits)
+  chosen = jnp.take_along_axis(tokens, drawn[:, None], axis=-1)[:, 0]
+  return chosen.astype(jnp.int32)

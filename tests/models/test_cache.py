@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Logits with a cache are those of the decoder on whole sequences."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from coat_jax import recipe as recipes
+from coat_jax.models import Decoder, ModelConfig, param_shardings
+from coat_jax.models.cache import (
+  CHUNK,
+  cached_forward,
+  empty_cache,
+  next_logits,
+)
+from coat_jax.recipe import MeshAxes
+from tests.comparing import assert_close, jit
+from tests.matrices import quick
+from train.mesh import make_mesh, parse_mesh
+
+V = 40
+SMALL: dict[str, Any] = dict(
+  num_layers=2,
+  d_model=32,
+  d_ff=48,
+  num_heads=4,
+  num_kv_heads=2,
+  vocab_size=V,
+  # Far from the defaults of any layer, and large enough to show.
+  rope_theta=50.0,
+  norm_eps=0.1,
+)
+CONFIGS = {
+  "olmo": ModelConfig(family="olmo", **SMALL, clip_qkv=0.5),
+  "qwen2, tied": ModelConfig(family="qwen2", **SMALL, tied_embeddings=True),
+  "qwen2": ModelConfig(family="qwen2", **SMALL),
+  "llama": ModelConfig(family="llama", **SMALL),
+}
+
+
+def build(config, recipe, *, dtype="float32", mesh=None):
+  """A decoder with random weights, whatever its recipe."""
+  graph, params = nnx.split(
+    nnx.eval_shape(
+      lambda: Decoder(config, recipe, dtype=dtype, rngs=nnx.Rngs(0))
+    )
+  )
+  rng = np.random.default_rng(1)
+  params = jax.tree.map(
+    lambda w: jnp.asarray(rng.normal(0, 0.25, w.shape), w.dtype), params
+  )
+  if mesh is not None:
+    pure = nnx.to_pure_dict(params)
+    pure = jax.device_put(pure, param_shardings(mesh, pure))
+    nnx.replace_by_pure_dict(params, pure)
+  return nnx.merge(graph, params)
+
+
+def without_cache(model):
+  """The function of one sequence, without padding, that gives its logits."""
+  graph, params = nnx.split(model)
+
+  @jit
+  def run(params, tokens):
+    model = nnx.merge(graph, params)
+    return next_logits(model, model(tokens))[0]
+
+  return lambda row: run(params, jnp.asarray(row[None]))
+
+
+def cached_logits(model, rows, first, size):
+  """Of all slots: of the first ones at once, of the others one by one.
+
+  Args:
+    model: a Decoder.
+    rows: sequences that end in one slot.
+    first: how many slots are run at once.
+    size: of the cache.
+  """
+  graph, params = nnx.split(model)
+
+  @jit
+  def run(params, tokens, cache):
+    model = nnx.merge(graph, params)
+    hidden, cache = cached_forward(model, tokens, cache)
+    return next_logits(model, hidden), cache
+
+  length = max(map(len, rows))
+  padding = np.array([length - len(row) for row in rows], np.int32)
+  tokens = np.stack([np.pad(row, (length - len(row), 0)) for row in rows])
+  cache = jit(lambda padding: empty_cache(model, padding, size=size))(padding)
+  out, cache = run(params, tokens[:, :first], cache)
+  out = [out]
+  for i in range(first, length):
+    each, cache = run(params, tokens[:, i : i + 1], cache)
+    out.append(each)
+  assert int(cache.filled) == length
+  return np.concatenate(out, axis=1), padding
+
+
+def sequences(*lengths):
+  rng = np.random.default_rng(2)
+  return [rng.integers(0, V, length, np.int32) for length in lengths]
+
+
+def check(model, plain, rows, first, size):
+  run = without_cache(plain)
+  out, padding = cached_logits(model, rows, first, size)
+  for got, skip, row in zip(out, padding, rows, strict=True):
+    assert_close(got[skip:], run(row))
+
+
+@pytest.mark.parametrize("name", quick(2, CONFIGS))
+def test_cached_logits_are_those_of_the_decoder(name):
+  # The recipe of training is not what generation computes in.
+  model = build(CONFIGS[name], recipes.coat())
+  plain = build(CONFIGS[name], recipes.bf16())
+  check(model, plain, sequences(12, 9), first=6, size=16)
+
+
+def test_long_prompt_is_run_in_chunks_of_queries():
+  model = build(CONFIGS["llama"], recipes.bf16())
+  rows = sequences(2 * CHUNK, CHUNK + 30)
+  check(model, model, rows, first=2 * CHUNK, size=2 * CHUNK + 4)
+
+
+def test_cache_and_hidden_states_have_the_models_dtype():
+  model = build(CONFIGS["llama"], recipes.coat(), dtype=jnp.bfloat16)
+  cache = empty_cache(model, jnp.zeros(2, jnp.int32), size=8)
+  tokens = jax.ShapeDtypeStruct((2, 3), jnp.int32)
+  hidden, cache = jax.eval_shape(
+    functools.partial(cached_forward, model), tokens, cache
+  )
+  assert hidden.dtype == cache.k.dtype == cache.v.dtype == jnp.bfloat16
+  assert cache.k.shape == cache.v.shape == (2, 2, 8, 2, 8)
+  logits = jax.eval_shape(functools.partial(next_logits, model), hidden)
+  assert (logits.shape, logits.dtype) == ((2, 3, V), jnp.float32)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  "sizes, name",
+  quick(
+    0,
+    [
+      ("data=2,fsdp=2,tensor=2", "llama"),
+      ("data=2,fsdp=2,tensor=2", "qwen2, tied"),
+      ("fsdp=8", "olmo"),
+    ],
+  ),
+)
+def test_cached_logits_on_a_mesh_are_those_of_one_device(sizes, name):
+  mesh = make_mesh(parse_mesh(sizes))
+  axes = MeshAxes(tensor="tensor" if "tensor" in sizes else None)
+  recipe = dataclasses.replace(recipes.coat(), axes=axes)
+  plain = build(CONFIGS[name], recipes.bf16())
+  model = build(CONFIGS[name], recipe, mesh=mesh)
+  rows = sequences(12, 9, 4, 12, 11, 7, 8, 5)
+  with jax.set_mesh(mesh):
+    check(model, plain, rows, first=6, size=16)

@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Generated tokens: transformers' own, and those of each prompt alone."""
+
+import dataclasses
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from coat_jax import recipe as recipes
+from coat_jax.models import generate as generate_tokens
+from coat_jax.models.generate import _decode, _in_dtype, _prefill, bucket
+from coat_jax.recipe import MeshAxes
+from tests.models import hf_llama
+from tests.models.test_cache import CONFIGS, build, without_cache
+from train.mesh import make_mesh, parse_mesh
+
+# A function has the module's name.
+MODULE = sys.modules["coat_jax.models.generate"]
+PROMPTS = [[3, 1, 4, 1, 5, 9, 2], [6], [5, 3, 5, 8]]
+
+
+@pytest.fixture(scope="module")
+def llama():
+  return hf_llama.load()
+
+
+@pytest.fixture(scope="module")
+def small():
+  return build(CONFIGS["llama"], recipes.coat())
+
+
+def generate(model, prompts, **options):
+  """The new tokens of each prompt."""
+  return generate_tokens(model, prompts, **options).tokens
+
+
+def greedy_without_cache(run, prompt, count):
+  """Greedy tokens by the whole sequence again and again."""
+  row: Any = list(prompt)
+  margins = []
+  for _ in range(count):
+    # One size for all: the tokens behind are not seen.
+    padded = np.pad(np.int32(row), (0, 32 - len(row)))
+    logits = np.asarray(run(padded)[len(row) - 1])
+    margins.append(np.diff(np.sort(logits)[-2:]))
+    row.append(int(np.argmax(logits)))
+  # Far above what sums in another order give: nothing here is a tie.
+  assert min(margins) > 1e-3
+  return row[len(prompt) :]
+
+
+def test_greedy_tokens_are_those_of_transformers(llama):
+  greedy = hf_llama.expected()["greedy"][0].tolist()
+  prompt, want = greedy[:8], greedy[8:]
+  assert prompt == hf_llama.expected()["input_ids"][0, :8].tolist()
+  assert generate(llama, [prompt], max_new_tokens=16) == [want]
+  # Beside a longer one, which pads it.
+  longer = hf_llama.expected()["input_ids"][1, :13].tolist()
+  both = generate(llama, [longer, prompt], max_new_tokens=16)
+  assert both[1] == want and len(both[0]) == 16
+
+
+def test_prompts_give_what_they_give_alone(small):
+  run = without_cache(build(CONFIGS["llama"], recipes.bf16()))
+  together = generate(small, PROMPTS, max_new_tokens=9)
+  assert together == [greedy_without_cache(run, each, 9) for each in PROMPTS]
+
+
+def test_rows_stop_after_a_stop_token_and_the_others_go_on(small):
+  free = generate(small, PROMPTS, max_new_tokens=9)
+  stops = [free[0][2], free[1][5]]
+  got = generate(small, PROMPTS, max_new_tokens=9, stop_tokens=stops)
+  for tokens, all_tokens in zip(got, free, strict=True):
+    found = [i for i, token in enumerate(all_tokens) if token in stops]
+    assert tokens == all_tokens[: found[0] + 1 if found else 9]
+  assert len({len(tokens) for tokens in got}) > 1
+
+
+def test_decoding_ends_when_all_rows_have_stopped(small, monkeypatch):
+  counts = []
+
+  def counting(*args):
+    result = _decode(*args)
+    counts.append(int(result[1]))
+    return result
+
+  monkeypatch.setattr(MODULE, "_decode", counting)
+  free = generate(small, PROMPTS, max_new_tokens=9)
+  stops = [tokens[0] for tokens in free]
+  got = generate(small, PROMPTS, max_new_tokens=9, stop_tokens=stops)
+  assert got == [[token] for token in stops]
+  assert counts == [9, 1]
+
+
+def test_sizes_are_rounded_up_to_whole_chunks():
+  sizes = {1: 16, 16: 16, 17: 32, 200: 256, 256: 256, 257: 512, 513: 768}
+  assert {size: bucket(size) for size in sizes} == sizes
+
+
+def test_other_calls_find_their_programs_compiled(small):
+  programs: Any = _prefill, _decode
+
+  def compiled():
+    return [program._cache_size() for program in programs]
+
+  options = dict(max_new_tokens=9, temperature=0.5, top_k=3)
+  generate(small, PROMPTS, **options)
+  before = compiled()
+  for other in (
+    dict(max_new_tokens=12, temperature=0.7, top_k=5, seed=1),
+    dict(max_new_tokens=1, cache_size=32),
+  ):
+    generate(small, [[1], [2, 3, 4], list(range(16))], **options | other)
+  assert compiled() == before
+  # Another size is compiled: the counts do count.
+  generate(small, PROMPTS, **options, cache_size=40)
+  assert compiled() == [n + 1 for n in before]
+
+
+def test_cache_size_changes_no_token(small):
+  want = generate(small, PROMPTS, max_new_tokens=9)
+  assert generate(small, PROMPTS, max_new_tokens=9, cache_size=40) == want
+
+
+@pytest.mark.slow
+def test_draws_depend_on_the_seed_and_the_place_alone(small):
+  options = dict(max_new_tokens=9, temperature=1.5)
+  one = generate(small, PROMPTS, **options, seed=1)
+  assert generate(small, PROMPTS, **options, seed=1) == one
+  assert generate(small, PROMPTS[:1], **options, seed=1) == one[:1]
+  assert generate(small, PROMPTS, **options, seed=2) != one
+  same = generate(small, [PROMPTS[0]] * 3, **options, seed=1)
+  assert same[0] == one[0] and len({tuple(tokens) for tokens in same}) == 3
+  # Nothing but the most probable token is left of a narrow choice.
+  greedy = generate(small, PROMPTS, max_new_tokens=9)
+  for narrow in (dict(top_k=1), dict(top_p=1e-6)):
+    assert generate(small, PROMPTS, **options, **narrow) == greedy
+
+
+def test_weights_are_cast_once_but_norms_and_biases():
+  model = build(CONFIGS["qwen2"], recipes.coat(), dtype=jnp.bfloat16)
+  graph, params = nnx.split(model)
+  found = nnx.to_pure_dict(_in_dtype(graph, params))
+  dtypes = {
+    jax.tree_util.keystr(path, simple=True, separator="/"): str(x.dtype)
+    for path, x in jax.tree.leaves_with_path(found)
+  }
+  assert dtypes == {
+    name: "float32" if name.endswith(("scale", "bias")) else "bfloat16"
+    for name in dtypes
+  }
+  assert "layers/attention/qkv/linear/bias" in dtypes
+  # And so they are read in any case.
+  assert len(generate(model, [[1, 2]], max_new_tokens=3)[0]) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  "sizes", ["data=2,fsdp=2,tensor=2", "data=4,tensor=2", "fsdp=8"]
+)
+def test_tokens_on_a_mesh_are_those_of_one_device(small, sizes):
+  mesh = make_mesh(parse_mesh(sizes))
+  axes = MeshAxes(tensor="tensor" if "tensor" in sizes else None)
+  recipe = dataclasses.replace(recipes.coat(), axes=axes)
+  model = build(CONFIGS["llama"], recipe, mesh=mesh)
+  # Three rows are no share of four or eight devices.
+  for options in (dict(), dict(temperature=1.5, top_k=5)):
+    want = generate(small, PROMPTS, max_new_tokens=9, **options)
+    with jax.set_mesh(mesh):
+      got = generate(model, PROMPTS, max_new_tokens=9, **options)
+    assert got == want
+  with pytest.raises(ValueError, match="names the axis 'data' .* got no mesh"):
+    generate(model, PROMPTS, max_new_tokens=9)
+
+
+@pytest.mark.parametrize(
+  "prompts, options, message",
+  [
+    ([], {}, "at least one prompt, got none"),
+    ([[1], []], {}, "got none in prompt 1"),
+    ([[1, 40]], {}, "below the vocabulary of 40, got 1 to 40 in prompt 0"),
+    ([[-1]], {}, "at least 0 and below"),
+    ([[1]], dict(max_new_tokens=0), "max_new_tokens must be at least 1, got 0"),
+    ([[1]], dict(stop_tokens=[40]), "stop_tokens must be at least 0 and below"),
+    ([[1]], dict(temperature=-0.1), "temperature .* at least 0, got -0.1"),
+    ([[1]], dict(temperature=1e39), "temperature .* that f32 holds, got 1e"),
+    ([[1]], dict(temperature=float("nan")), "temperature .* got nan"),
+    ([[1]], dict(temperature=1.0, top_k=0), "top_k must be at least 1, got 0"),
+    ([[1]], dict(temperature=1.0, top_p=0.0), "top_p .* got 0.0"),
+    ([[1]], dict(temperature=1.0, top_p=1.1), "top_p .* got 1.1"),
+    ([[1]], dict(top_k=3), "apply to sampling, got temperature 0"),
+    ([[1]], dict(top_p=0.9), "apply to sampling, got temperature 0"),
+    ([[1]], dict(seed=-1), "seed must be at least 0"),
+    ([[1] * 17], dict(cache_size=35), r"new tokens, 32 \+ 4, got 35"),
+  ],
+)
+def test_bad_input_is_refused(small, prompts, options, message):
+  with pytest.raises(ValueError, match=f"generate: .*{message}"):
+    generate(small, prompts, **{"max_new_tokens": 4, **options})

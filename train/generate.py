@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prints text that a run's model adds to prompts.
+
+  python -m train.generate RUN --prompt "def main("
+  python -m train.generate RUN --prompt "One" --prompt "Two" --temperature 0
+  python -m train.generate RUN --prompt "Who are you?" --chat
+
+RUN is the folder of a run, of whose newest checkpoint only the weights are
+read. It runs on one device, in BF16 (or f32, as the run's `compute` says), all
+prompts at once; `coat_jax.models.generate` has what is computed.
+
+Text goes to standard output, speeds to standard error. They are those of a
+second call: the first one, of the prompts and a token, compiles both programs.
+
+Exit status: 0; 2 when the input was wrong.
+"""
+
+import dataclasses
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import tyro
+from flax import nnx
+
+from coat_jax.models import Decoder, Generation, generate
+from coat_jax.models.generate import bucket
+from coat_jax.models.sampling import make_sampling
+from train import step as steps
+from train.config import TrainConfig
+from train.data.text import Text, open_text
+from train.options import read_path
+from train.run.checkpoint import read_description, restore_state
+from train.run.description import configuration
+from train.run.directory import RunDirectory
+from train.run.exits import say
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GenerateConfig:
+  """Prints text that a run's model adds to prompts.
+
+  Attributes:
+    run: Folder of the run.
+    prompt: What the text begins with; give it again for more texts.
+    max_tokens: How many tokens to add to each, unless it ends before.
+    temperature: Of sampling; 0 takes the most probable token.
+    top_k: Draw from the k most probable tokens.
+    top_p: Draw from the fewest most probable tokens whose probability reaches
+      this.
+    seed: Of what is drawn.
+    chat: The prompt is what a user says, in the tokenizer's chat template; the
+      answer alone is printed.
+    tokenizer: A tokenizer.json in place of the run's.
+  """
+
+  run: tyro.conf.Positional[str]
+  prompt: tyro.conf.UseAppendAction[tuple[str, ...]]
+  max_tokens: int = 64
+  temperature: float = 0.8
+  top_k: int | None = None
+  top_p: float | None = None
+  seed: int = 0
+  chat: bool = False
+  tokenizer: str | None = None
+
+
+class Source(NamedTuple):
+  """A model to generate with, whose weights are not read yet.
+
+  Attributes:
+    text: Its tokenizer.
+    length: Tokens that it was trained to see, prompt and text together.
+    load: Reads the weights and returns the model, on one device.
+  """
+
+  text: Text
+  length: int
+  load: Callable[[], Decoder]
+
+
+def open_source(folder: Path, tokenizer: str | None = None) -> Source:
+  """Opens the newest checkpoint of a run.
+
+  Args:
+    folder: The run's, which may be training meanwhile.
+    tokenizer: As `open_text` takes it.
+
+  Returns:
+    The model and its tokenizer.
+
+  Raises:
+    FileNotFoundError, ValueError: it is no run with a whole checkpoint, or its
+      tokenizer cannot be read.
+  """
+  run = RunDirectory(folder)
+  if run.latest_step() is None or not run.is_run():
+    raise ValueError(
+      f"generate: {folder} must hold a run with a checkpoint, got none; pass "
+      "the --out of a run"
+    )
+  done, damaged = run.newest_whole_step()
+  saved = configuration(read_description(run.checkpoints, done))
+  config = _on_one_device(saved)
+
+  def load() -> Decoder:
+    abstract = steps.abstract_state(config, steps.build_optimizer(config))
+    # What is () is not read.
+    weights: Any = abstract._replace(optimizer=(), exact=(), clip=())
+    params = restore_state(run.checkpoints, done, weights).params
+    say(f"{folder}: weights of step {done}", *damaged)
+    return nnx.merge(steps.build_graph(config), params)
+
+  return Source(open_text(config.data, tokenizer), config.seq, load)
+
+
+def _on_one_device(config: TrainConfig) -> TrainConfig:
+  options = {"mesh": "", "distributed": False, "grad_reduce": "float32"}
+  return dataclasses.replace(config, **options)
+
+
+def encode(config: GenerateConfig, source: Source) -> list[list[int]]:
+  """Encodes the prompts.
+
+  Args:
+    config: The options.
+    source: The model and its tokenizer.
+
+  Returns:
+    The tokens of each prompt.
+
+  Raises:
+    ValueError: one has no token or too many, or there is no chat template.
+  """
+  text, out = source.text, []
+  if config.chat and text.chat is None:
+    raise ValueError(
+      "generate: --chat needs a tokenizer with a chat template, got none; put "
+      "chat_template.jinja beside tokenizer.json, or leave --chat out"
+    )
+  for prompt in config.prompt:
+    if config.chat and text.chat is not None:
+      prompt = text.chat.render(prompt)
+    tokens = text.encode(prompt)
+    if not tokens:
+      raise ValueError(
+        f"generate: a prompt must have at least one token, got {prompt!r}; "
+        "pass --prompt with a text"
+      )
+    if len(tokens) + config.max_tokens > source.length:
+      raise ValueError(
+        "generate: a prompt and --max-tokens must fit into the "
+        f"{source.length} tokens that the model was trained to see, got "
+        f"{len(tokens)} + {config.max_tokens}; pass fewer"
+      )
+    out.append(tokens)
+  return out
+
+
+def run(config: GenerateConfig) -> None:
+  """Generates and prints.
+
+  Raises:
+    FileNotFoundError, ValueError: the input was wrong.
+  """
+  make_sampling(config.temperature, config.top_k, config.top_p)
+  if config.max_tokens < 1:
+    raise ValueError(
+      f"generate: --max-tokens must be at least 1, got {config.max_tokens}; "
+      "pass how many to add"
+    )
+  if not config.prompt:
+    raise ValueError("generate: needs a prompt, got none; pass --prompt")
+  source = open_source(read_path("run", config.run), config.tokenizer)
+  prompts = encode(config, source)
+  model = source.load()
+
+  # The first call compiles, so that the second one's times are of its work.
+  def call(most: int) -> Generation:
+    return generate(
+      model,
+      prompts,
+      max_new_tokens=most,
+      temperature=config.temperature,
+      top_k=config.top_k,
+      top_p=config.top_p,
+      stop_tokens=source.text.stop_tokens,
+      seed=config.seed,
+      cache_size=bucket(max(map(len, prompts))) + bucket(config.max_tokens),
+    )
+
+  started = time.monotonic()
+  call(1)
+  compiled_s = time.monotonic() - started
+  found = call(config.max_tokens)
+
+  for i, tokens in enumerate(found.tokens):
+    if i:
+      print("---")
+    print(
+      ("" if config.chat else config.prompt[i]) + source.text.decode(tokens)
+    )
+  say(describe_speed(prompts, found, compiled_s))
+
+
+def describe_speed(
+  prompts: list[list[int]], found: Generation, compiled_s: float
+) -> str:
+  """Describes how fast it was; the first new tokens belong to the prompts.
+
+  Args:
+    prompts: Their tokens.
+    found: What was generated.
+    compiled_s: Seconds that compiling took.
+  """
+  read = sum(map(len, prompts))
+  added = sum(map(len, found.tokens)) - len(prompts)
+  speeds = [f"prompts: {read} tokens, {read / found.prefill_s:,.0f} tokens/s"]
+  if added:
+    speed = added / found.decode_s
+    speeds.append(f"decoding: {added} tokens, {speed:,.0f} tokens/s")
+  return "; ".join([*speeds, f"compiled in {compiled_s:.1f} s"])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+  """Reads the command line, generates, and returns the exit status."""
+  config = tyro.cli(
+    GenerateConfig,
+    args=arguments,
+    prog="python -m train.generate",
+    config=(tyro.conf.FlagCreatePairsOff,),
+  )
+  try:
+    run(config)
+  except (ValueError, OSError) as error:
+    print(f"error: {error}", file=sys.stderr)
+    return 2
+  return 0
+
+
+if __name__ == "__main__":
+  sys.exit(main())
