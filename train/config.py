@@ -19,9 +19,10 @@ import coat_jax.recipe
 from coat_jax.models.config import ModelConfig, Remat
 from coat_jax.models.ranges import Count, Range, Width, check_numbers
 from coat_jax.models.remat import check_remat
+from coat_jax.models.specs import mesh_axes
 from coat_jax.recipe import GradDtype, MeshAxes
 from train.data.tokens import DataConfig
-from train.mesh import AXIS_RULES, check_fits, parse_mesh
+from train.mesh import check_fits, parse_mesh
 from train.optim_config import OptimConfig, options_of_codecs
 from train.options import (
   CONVERTED,
@@ -270,15 +271,10 @@ class TrainConfig:
     return dataclasses.replace(recipe, axes=self._mesh_axes())
 
   def _mesh_axes(self) -> MeshAxes | None:
-    """The mesh axes of the layers; `tensor` only where it has devices."""
+    """The mesh axes of the layers."""
     if not (sizes := self.mesh_sizes):
       return None
-    return MeshAxes(
-      batch=AXIS_RULES["batch"],
-      fsdp=AXIS_RULES["rows"],
-      tensor=AXIS_RULES["columns"] if sizes["tensor"] > 1 else None,
-      grad_dtype=self.grad_reduce,
-    )
+    return mesh_axes(sizes, grad_dtype=self.grad_reduce)
 
   def with_f32_moments(self, recipe: str) -> "TrainConfig":
     """Returns the same run in another recipe, all else in f32, and no twin.
