@@ -6,4 +6,5 @@ tensors   which tensors make which parameter: a table a family
 pack      fused weights from separate ones, and back
 files     safetensors, read a tensor at a time
 load      a checkpoint onto devices
+save      a model to a checkpoint
 """

@@ -97,6 +97,7 @@ _FIXED = {
   "is_encoder_decoder": False,
   "add_cross_attention": False,
 }
+_FLOATS = ("rms_norm_eps", "clip_qkv")
 _ROPE = ("rope_parameters", "rope_theta", "rope_scaling")
 _DTYPE = ("dtype", "torch_dtype")
 _WITHOUT_EFFECT = {
@@ -167,28 +168,38 @@ def parse_config(file: Path, found: dict) -> tuple[ModelConfig, np.dtype]:
     raise ValueError(
       f"load_hf: {file} must have {', '.join(missing)}; copy the file again"
     )
-  values = {fields[key]: found.get(key, defaults.get(key)) for key in fields}
-  return _model_config(file, family, values, _rope_theta(file, found)), _dtype(
-    file, found
+  values = {
+    field: _number(file, key, found.get(key, defaults.get(key)))
+    for key, field in fields.items()
+  }
+  theta = _rope_theta(file, found)
+  return _model_config(file, family, values, theta), _dtype(file, found)
+
+
+def _number(file: Path, key: str, value: Any) -> Any:
+  """Checks the kind of a value; `ModelConfig` checks its range."""
+  is_choice = key == "tie_word_embeddings"
+  allowed = (bool,) if is_choice else (int, float, type(None))
+  if type(value) in allowed:
+    return float(value) if key in _FLOATS and value is not None else value
+  kind = "true or false" if is_choice else "a number"
+  raise ValueError(
+    f"load_hf: {file}: {key} must be {kind}, got {str(value)[:40]}; copy the "
+    "file again"
   )
 
 
 def _model_config(
   file: Path, family: str, values: dict, theta: float
 ) -> ModelConfig:
-  if not isinstance(values["tied_embeddings"], bool):
-    raise ValueError(
-      f"load_hf: {file}: tie_word_embeddings must be true or false, got "
-      f"{str(values['tied_embeddings'])[:40]}; copy the file again"
-    )
   if values["num_kv_heads"] is None:
     values["num_kv_heads"] = values["num_heads"]
   try:
     config = ModelConfig(family=family, rope_theta=theta, **values)
-    if config.head_dim == config.d_model / config.num_heads:
-      config = dataclasses.replace(config, head_dim=None)  # One way to say it.
   except ValueError as error:
     raise ValueError(f"load_hf: {file}: {error}") from error
+  if config.head_dim == config.d_model / config.num_heads:
+    return dataclasses.replace(config, head_dim=None)  # One way to say it.
   return config
 
 

@@ -150,10 +150,11 @@ def _open_shards(folder: Path) -> dict[str, StoredTensor]:
   files = list(dict.fromkeys(map(str, places.values())))
   for name in files:
     # A name alone, so that nothing outside the folder is read.
-    if Path(name).name != name or "\\" in name or not name.isprintable():
+    is_name = name.endswith(".safetensors") and name.isprintable()
+    if not is_name or Path(name).name != name or "\\" in name:
       raise ValueError(
         f"load_hf: {index} must name files of its folder, got {name[:80]!r}; "
-        "shards have no folders in their names"
+        "shards are called NAME.safetensors, without folders"
       )
     if not (folder / name).is_file():
       raise ValueError(
@@ -226,9 +227,10 @@ def _entry(
       f"load_hf: {file} must hold tensors of {', '.join(DTYPES)}, got {name} "
       f"of {kind}; save the model in one of these dtypes"
     )
-  if _are_counts(shape) and _are_counts(offsets) and len(offsets) == 2:
+  dtype = DTYPES.get(kind) if isinstance(kind, str) else None
+  is_place = _are_counts(offsets) and len(offsets) == 2
+  if dtype is not None and _are_counts(shape) and is_place:
     begin, end = offsets
-    dtype = DTYPES[kind]
     if end - begin == dtype.itemsize * math.prod(shape) > 0:
       stored = StoredTensor(file, dtype, tuple(shape), start + begin)
       return stored, begin, end
