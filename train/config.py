@@ -87,6 +87,9 @@ class TrainConfig:
       exist, so that those of one layer exist at a time; needs optim.clip
       share or adaptive.
     implementation: Kernels where there is a GPU, or xla for none anywhere.
+    init_from: Folder of a checkpoint of transformers whose weights, and whose
+      model's shape in place of the preset's, the run begins with; see
+      docs/models.md. Empty for random weights.
     resume: Continue the run in `out` from its last checkpoint.
     convert_state: With resume, convert a checkpoint of another codec, rounding,
       group size or second format, or of other params or optim.clip.
@@ -146,6 +149,7 @@ class TrainConfig:
   seed: Annotated[int, Range(0, 2**31 - 1)] = dataclasses.field(
     default=0, metadata=FIXED
   )
+  init_from: str = dataclasses.field(default="", metadata=SILENT)
   resume: bool = dataclasses.field(default=False, metadata=SILENT)
   convert_state: bool = dataclasses.field(default=False, metadata=SILENT)
   overwrite: bool = dataclasses.field(default=False, metadata=SILENT)
@@ -166,17 +170,8 @@ class TrainConfig:
 
   def __post_init__(self):
     check_numbers(self)
-    shape = ("d_model", "d_ff", "num_heads", "num_kv_heads", "vocab_size")
-    check_fits(
-      self.mesh_sizes,
-      **{name: getattr(self.model, name) for name in shape},
-      seq=self.seq,
-      batch=self.batch,
-      accumulate=self.accumulate,
-      activation_group_size=(
-        self.activation_group_size if self.recipe == "coat" else None
-      ),
-    )
+    if not self.init_from:  # Else the model is not yet the run's.
+      self.check_mesh()
     check_unused(self, "recipe", _RECIPES)
     check_remat(self.remat, self.coat_recipe())
     for name in ("grad_reduce", "distributed"):
@@ -223,6 +218,20 @@ class TrainConfig:
         "TrainConfig: compare=bf16 needs a run that differs from its twin, got "
         "recipe bf16 with codec float32 and params float32; change one of them"
       )
+
+  def check_mesh(self):
+    """Raises ValueError where the mesh cannot split the model or a batch."""
+    shape = ("d_model", "d_ff", "num_heads", "num_kv_heads", "vocab_size")
+    check_fits(
+      self.mesh_sizes,
+      **{name: getattr(self.model, name) for name in shape},
+      seq=self.seq,
+      batch=self.batch,
+      accumulate=self.accumulate,
+      activation_group_size=(
+        self.activation_group_size if self.recipe == "coat" else None
+      ),
+    )
 
   def _check_in_backward(self):
     """Raises where an option needs the gradients of all layers at once."""

@@ -42,9 +42,9 @@ CARRIED = (
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-def carry(source: Path, target: Path) -> None:
-  """Copies the files of `CARRIED` that a folder has into another."""
-  for name in CARRIED:
+def carry(source: Path, target: Path, *others: str) -> None:
+  """Copies the files of `CARRIED`, and others, that a folder has to another."""
+  for name in (*CARRIED, *others):
     if (source / name).is_file():
       shutil.copyfile(source / name, target / name)
 
