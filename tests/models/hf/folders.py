@@ -14,6 +14,7 @@ from coat_jax.models.hf.tensors import parts, path_of
 
 # Written by transformers 5.17 (torch 2.11, CPU, f32) with random weights;
 # expected.npz has tokens, logits, loss and norms of each tensor's gradient.
+ROOT = Path(__file__).parents[3]
 DATA = Path(__file__).parents[2] / "data" / "hf"
 FAMILIES = ("llama", "olmo", "qwen2")
 
