@@ -101,7 +101,7 @@ VARIANTS = {
 
 def layer_flops(config: ModelConfig, batch: int, seq: int) -> dict[str, float]:
   """Operations of a layer's products and of its causal attention, by mode."""
-  d, h = config.d_model, config.head_dim
+  d, h = config.d_model, config.head_width
   heads, kv_heads = config.num_heads, config.num_kv_heads
   weights = d * h * (2 * heads + 2 * kv_heads) + 3 * d * config.d_ff
   products = 2 * batch * seq * weights

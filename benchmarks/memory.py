@@ -52,7 +52,7 @@ CODECS = {name: codecs.build(name) for name in codecs.names()}
 
 def reference_bytes(config: ModelConfig) -> int:
   """Bytes per token that the reference's Llama layer saves, without RoPE."""
-  d, f, h = config.d_model, config.d_ff, config.head_dim
+  d, f, h = config.d_model, config.d_ff, config.head_width
   n, kv = config.num_heads, config.num_kv_heads
   norm = 2 * (d + 2 * d // 16 + 4) + 2 * d  # Inputs and outputs of two norms.
   attention = 2 * (2 * n + 2 * kv) * h + 4 * n  # q, k, v, output; log-sum-exp.
@@ -64,7 +64,7 @@ def residuals(preset: str, tokens: int) -> list[dict]:
   """Prints a row for each recipe."""
   config = PRESETS[preset]().model
   unit = 2 * config.d_model
-  rope = 2 * (config.num_heads + config.num_kv_heads) * config.head_dim
+  rope = 2 * (config.num_heads + config.num_kv_heads) * config.head_width
   without_rope = reference_bytes(config)
   rows = []
   for r in RECIPES:

@@ -19,9 +19,10 @@ import coat_jax.recipe
 from coat_jax.models.config import ModelConfig, Remat
 from coat_jax.models.ranges import Count, Range, Width, check_numbers
 from coat_jax.models.remat import check_remat
+from coat_jax.models.specs import mesh_axes
 from coat_jax.recipe import GradDtype, MeshAxes
 from train.data.tokens import DataConfig
-from train.mesh import AXIS_RULES, check_fits, parse_mesh
+from train.mesh import check_fits, parse_mesh
 from train.optim_config import OptimConfig, options_of_codecs
 from train.options import (
   CONVERTED,
@@ -86,6 +87,9 @@ class TrainConfig:
       exist, so that those of one layer exist at a time; needs optim.clip
       share or adaptive.
     implementation: Kernels where there is a GPU, or xla for none anywhere.
+    init_from: Folder of a checkpoint of transformers whose weights, and whose
+      model's shape in place of the preset's, the run begins with; see
+      docs/models.md. Empty for random weights.
     resume: Continue the run in `out` from its last checkpoint.
     convert_state: With resume, convert a checkpoint of another codec, rounding,
       group size or second format, or of other params or optim.clip.
@@ -145,6 +149,7 @@ class TrainConfig:
   seed: Annotated[int, Range(0, 2**31 - 1)] = dataclasses.field(
     default=0, metadata=FIXED
   )
+  init_from: str = dataclasses.field(default="", metadata=SILENT)
   resume: bool = dataclasses.field(default=False, metadata=SILENT)
   convert_state: bool = dataclasses.field(default=False, metadata=SILENT)
   overwrite: bool = dataclasses.field(default=False, metadata=SILENT)
@@ -165,17 +170,8 @@ class TrainConfig:
 
   def __post_init__(self):
     check_numbers(self)
-    shape = ("d_model", "d_ff", "num_heads", "num_kv_heads", "vocab_size")
-    check_fits(
-      self.mesh_sizes,
-      **{name: getattr(self.model, name) for name in shape},
-      seq=self.seq,
-      batch=self.batch,
-      accumulate=self.accumulate,
-      activation_group_size=(
-        self.activation_group_size if self.recipe == "coat" else None
-      ),
-    )
+    if not self.init_from:  # Else the model is not yet the run's.
+      self.check_mesh()
     check_unused(self, "recipe", _RECIPES)
     check_remat(self.remat, self.coat_recipe())
     for name in ("grad_reduce", "distributed"):
@@ -222,6 +218,20 @@ class TrainConfig:
         "TrainConfig: compare=bf16 needs a run that differs from its twin, got "
         "recipe bf16 with codec float32 and params float32; change one of them"
       )
+
+  def check_mesh(self):
+    """Raises ValueError where the mesh cannot split the model or a batch."""
+    shape = ("d_model", "d_ff", "num_heads", "num_kv_heads", "vocab_size")
+    check_fits(
+      self.mesh_sizes,
+      **{name: getattr(self.model, name) for name in shape},
+      seq=self.seq,
+      batch=self.batch,
+      accumulate=self.accumulate,
+      activation_group_size=(
+        self.activation_group_size if self.recipe == "coat" else None
+      ),
+    )
 
   def _check_in_backward(self):
     """Raises where an option needs the gradients of all layers at once."""
@@ -270,15 +280,10 @@ class TrainConfig:
     return dataclasses.replace(recipe, axes=self._mesh_axes())
 
   def _mesh_axes(self) -> MeshAxes | None:
-    """The mesh axes of the layers; `tensor` only where it has devices."""
+    """The mesh axes of the layers."""
     if not (sizes := self.mesh_sizes):
       return None
-    return MeshAxes(
-      batch=AXIS_RULES["batch"],
-      fsdp=AXIS_RULES["rows"],
-      tensor=AXIS_RULES["columns"] if sizes["tensor"] > 1 else None,
-      grad_dtype=self.grad_reduce,
-    )
+    return mesh_axes(sizes, grad_dtype=self.grad_reduce)
 
   def with_f32_moments(self, recipe: str) -> "TrainConfig":
     """Returns the same run in another recipe, all else in f32, and no twin.

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Converts a run's state to another codec, and to and from optax's AdamW.
+"""Converts runs: to another codec, to and from optax's AdamW and transformers.
 
   python -m train.convert export RUN OUT
   python -m train.convert import IN PRESET --out RUN [options]
+  python -m train.convert export-hf RUN --out DIR
+  python -m train.convert import-hf DIR --out RUN [options]
 
 `export` writes the newest checkpoint of a run as an Orbax checkpoint of
 {"params": ..., "opt_state": ...}, where opt_state is the state of
@@ -12,13 +14,19 @@
 PRESET --out RUN [options] --resume` continues. Its step is Adam's count, and as
 many batches are skipped.
 
-Both work on one device: with JAX_PLATFORMS=cpu a model needs only the host's
+`export-hf` writes the weights of the newest checkpoint as a folder that
+transformers reads: config.json, safetensors, and the tokenizer's files if the
+run began with such a folder. `import-hf` makes such a folder a run that has
+done no step, with the settings of the preset finetune and the options, which
+`python -m train.pretrain finetune --out RUN [options] --resume` trains. (See
+--init-from of train.pretrain for doing both at once, on a mesh.)
+
+All work on one device: with JAX_PLATFORMS=cpu a model needs only the host's
 memory, 12 bytes a parameter and the codec's. Runs can then be resumed on any
 mesh. Exit status: 0; 1 when a checkpoint could not be written; 2 when the input
 was wrong.
 """
 
-import contextlib
 import dataclasses
 import functools
 import inspect
@@ -38,16 +46,15 @@ from jax import P
 from jax.sharding import NamedSharding
 
 from coat_jax import from_adam_state, sharding, to_adam_state
+from train import convert_hf, weights
 from train import step as steps
-from train import weights
 from train.config import OptimConfig, TrainConfig
-from train.data.batches import train_iterator
-from train.data.tokens import load_tokens
 from train.options import read_path
-from train.presets import PRESETS
+from train.presets import PRESETS, finetune
 from train.run.checkpoint import Checkpoints, read_description, restore_state
-from train.run.description import configuration, describe
-from train.run.directory import RunDirectory
+from train.run.description import configuration
+from train.run.imported import create_run
+from train.run.sources import newest_checkpoint
 from train.run.writing import SaveError, write_tree
 from train.schedule import learning_rate
 from train.step import TrainState
@@ -170,27 +177,10 @@ def export_adamw(run: Path, out: Path) -> int:
       would be in a file.
     SaveError: it cannot be written.
   """
-  source = RunDirectory(run)
-  if source.latest_step() is None or not source.is_run():
-    raise ValueError(
-      f"export: {run} must hold a run with a checkpoint, got none; pass the "
-      "--out of a run"
-    )
-  if out.exists():
-    raise ValueError(
-      f"export: {out} must not exist, because nothing is replaced, got a "
-      "folder or a file; pass another"
-    )
-  above = next(path for path in out.absolute().parents if path.exists())
-  if not above.is_dir():
-    raise ValueError(
-      f"export: {out} must be in a folder, got the file {above}; pass another"
-    )
-  step, _ = source.newest_whole_step()
-  config = configuration(read_description(source.checkpoints, step))
+  path, step, config = newest_checkpoint(run, out)
   optimizer = steps.build_optimizer(config)
   abstract = steps.abstract_state(config, optimizer)
-  state = restore_state(source.checkpoints, step, abstract)
+  state = restore_state(path, step, abstract)
   codec = config.optim.moment_codec()
   adam, low = weights.without_low(state.optimizer)
   adam = jax.jit(lambda adam: to_adam_state(adam, codec))(adam)
@@ -217,49 +207,27 @@ def import_adamw(source: Path, config: TrainConfig) -> int:
 
   Raises:
     ValueError: the checkpoint has no such state, or other parameters; the
-      folder holds a run; `config.resume` is set.
+      folder holds a run; `config.resume` or `config.init_from` is set.
   """
-  run = RunDirectory(config.out)
-  if config.resume:  # `claimed` would let an existing run pass.
+  if config.init_from:
     raise ValueError(
-      "import: makes a run, got --resume; leave it out, or replace an existing "
-      "run with --overwrite"
+      f"import: weights come from {source}, got --init-from; leave it out"
     )
-  if run.is_started() and not config.overwrite:
-    raise ValueError(
-      f"import: {config.out} holds a run; pass --overwrite to replace it, or "
-      "another --out"
-    )
-  with contextlib.ExitStack() as opened:
-    opened.enter_context(run.claimed(config))
-    tokens = load_tokens(config.data, config.model.vocab_size)
-    batches = train_iterator(
-      tokens, seq_len=config.seq, batch_size=config.batch, seed=config.seed
-    )
-    abstract = steps.abstract_state(config, steps.build_optimizer(config))
+
+  def make(abstract):
     params, adam = _read_adamw(source, abstract.params)
     codec = config.optim.moment_codec()
     params, low = weights.store(config.params, params)
     encoded = from_adam_state(adam, codec=codec, seed=config.seed)
-    state = TrainState(
+    return TrainState(
       step=adam.count,
       params=params,
       optimizer=weights.with_low(encoded, low),
       exact=adam if config.report_state else (),
       clip=steps.initial_clip(config, abstract),
     )
-    step = int(adam.count)
-    # The iterator's whole state.
-    place = {**batches.get_state(), "next_index": step}
-    description = describe(config, tokens)
-    opened.callback(run.put_back)  # Unless it is saved.
-    run.create(description)
-    with contextlib.closing(
-      Checkpoints(run.checkpoints, keep=config.keep)
-    ) as checkpoints:
-      checkpoints.save_at(step, state, place, description)
-    run.remove_replaced()
-  return step
+
+  return create_run(config, make)
 
 
 def _read_adamw(
@@ -324,6 +292,50 @@ class Export:
   out: tyro.conf.Positional[Path]
 
 
+@dataclasses.dataclass(frozen=True)
+class ExportHF:
+  """Writes a run's newest checkpoint as a folder that transformers reads.
+
+  Attributes:
+    run: Folder of the run.
+    out: Folder to create.
+    dtype: Of the tensors; by default that of the checkpoint that the run began
+      with, or else that of the run's weights.
+  """
+
+  run: tyro.conf.Positional[Path]
+  out: Path
+  dtype: convert_hf.Dtype | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class ImportHF:
+  """Makes a folder that transformers wrote a run.
+
+  Attributes:
+    source: The folder.
+    config: The run to make; its model's shape is that of the folder.
+  """
+
+  source: tyro.conf.Positional[Path]
+  config: Annotated[TrainConfig, tyro.conf.arg(name="")] = finetune()
+
+
+def _run(command: Any) -> str:
+  """Runs a command and returns what to print."""
+  if isinstance(command, Export):
+    step = export_adamw(command.run, read_path("out", command.out))
+    return f"{command.out}: params and opt_state of step {step}"
+  if isinstance(command, ExportHF):
+    out = read_path("out", command.out)
+    step = convert_hf.export_hf(command.run, out, command.dtype)
+    return f"{command.out}: weights of step {step}, for transformers"
+  is_hf = isinstance(command, ImportHF)
+  make = convert_hf.import_hf if is_hf else import_adamw
+  step = make(read_path("source", command.source), command.config)
+  return f"{command.config.out}: --resume continues from step {step}"
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
   """Reads the command line, converts, and returns the exit status."""
   presets = tyro.extras.subcommand_type_from_defaults(
@@ -345,19 +357,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
   command = tyro.cli(
     Annotated[Export, tyro.conf.subcommand("export")]
-    | Annotated[Import, tyro.conf.subcommand("import")],
+    | Annotated[Import, tyro.conf.subcommand("import")]
+    | Annotated[ExportHF, tyro.conf.subcommand("export-hf")]
+    | Annotated[ImportHF, tyro.conf.subcommand("import-hf")],
     args=arguments,
     prog="python -m train.convert",
     config=(tyro.conf.FlagCreatePairsOff,),
   )
   try:
-    if isinstance(command, Export):
-      step = export_adamw(command.run, read_path("out", command.out))
-      text = f"{command.out}: params and opt_state of step {step}"
-    else:
-      source = read_path("source", command.source)
-      step = import_adamw(source, command.config)
-      text = f"{command.config.out}: --resume continues from step {step}"
+    text = _run(command)
   except (ValueError, OSError) as error:
     print(f"error: {error}", file=sys.stderr)
     return 1 if isinstance(error, SaveError) else 2

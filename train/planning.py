@@ -34,6 +34,7 @@ def shape_of(model: ModelConfig) -> DecoderShape:
     num_heads=model.num_heads,
     num_kv_heads=model.num_kv_heads,
     vocab_size=model.vocab_size,
+    head_dim=model.head_dim,
     is_layer_norm=model.choices.norm == "layer",
     norm_has_scale=model.choices.norm_has_scale,
     tied_embeddings=model.tied_embeddings,

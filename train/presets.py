@@ -127,6 +127,21 @@ def llama2_7b() -> TrainConfig:
   )
 
 
+def finetune() -> TrainConfig:
+  """arXiv:2307.09288, section 3.1, for --init-from; as many steps as you like.
+
+  The model is the checkpoint's; without one it is that of llama2_7b.
+  """
+  return TrainConfig(
+    out="runs/finetune",
+    model=_llama(32, 4096, 11008, 32),
+    optim=OptimConfig(lr=2e-5, warmup=0.03),
+    steps=1000,
+    batch=64,
+    seq=4096,
+  )
+
+
 def llama2_13b() -> TrainConfig:
   """arXiv:2307.09288, section 2; 2 trillion tokens in batches of 4 million."""
   return TrainConfig(
@@ -208,6 +223,7 @@ PRESETS = {
     olmo_1b,
     olmo_7b,
     llama2_7b,
+    finetune,
     llama2_13b,
     llama_30b,
     llama3_8b,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains a language model from scratch.
+"""Trains a language model, from random weights or those of a checkpoint.
 
   python -m train.pretrain PRESET [options]      PRESET --help shows the options
   python -m train.pretrain demo --compare bf16   what `make train` runs
@@ -32,7 +32,7 @@ import jax.numpy as jnp
 import numpy as np
 import tyro
 
-from train import convert, step
+from train import convert, pretrained, step
 from train.config import TrainConfig
 from train.data.batches import eval_batches, train_iterator
 from train.data.tokens import TokenSource, load_tokens
@@ -74,6 +74,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
       if config.distributed:
         with stop_on_bad_input():
           processes.join()
+      with stop_on_bad_input():
+        config = pretrained.with_shape(config)
       with contextlib.ExitStack() as claimed:
         with stop_on_bad_input():
           check_installed(config)
@@ -139,6 +141,8 @@ def train(
   optimizer = step.build_optimizer(config, mesh)
   with stop_on_bad_input():
     abstract = step.abstract_state(config, optimizer, mesh)
+    if not config.resume:
+      pretrained.check(config, abstract)
   say(report.describe_sizes(config, abstract.params))
 
   # State: from the newest checkpoint, or drawn from the seed.
@@ -166,10 +170,12 @@ def train(
       if processes.is_primary():
         opened.callback(run.put_back)  # Unless the new run has a step.
         run.create(description)
+        pretrained.keep_files(config, run)
     checkpoints = opened.enter_context(
       contextlib.closing(Checkpoints(run.checkpoints, keep=config.keep))
     )
-    state = step.initial_state(config, optimizer, mesh)
+    with stop_on_bad_input():
+      state = pretrained.initial_state(config, optimizer, mesh)
   is_silent = not processes.is_primary()
   with stop_on_bad_input():
     trackers = []

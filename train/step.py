@@ -129,7 +129,7 @@ def abstract_state(
     ValueError: a device would have a part of a group of moments.
   """
   params = jax.eval_shape(lambda: _initial_params(config))
-  make = functools.partial(_with_moments, config, optimizer)
+  make = functools.partial(with_moments, config, optimizer)
   if mesh is None:
     return jax.eval_shape(make, params)
   return sharding.abstract_state(
@@ -165,7 +165,7 @@ def initializer(
     return weights.draw(
       config.params,
       functools.partial(_initial_params, config),
-      functools.partial(_with_moments, config, optimizer),
+      functools.partial(with_moments, config, optimizer),
     )
 
   return make
@@ -193,9 +193,16 @@ def _initial_params(config: TrainConfig, store: Callable | None = None) -> Any:
   return nnx.to_pure_dict(nnx.split(decoder, nnx.Param)[1])
 
 
-def _with_moments(
+def with_moments(
   config: TrainConfig, optimizer: FusedTransformation, params: Any
 ) -> TrainState:
+  """Builds the state before the first step of these weights.
+
+  Args:
+    config: The run.
+    optimizer: From `build_optimizer`.
+    params: Weights as layers read them, nested dicts.
+  """
   stored, _ = weights.store(config.params, params)
   exact, norms = (), ()
   if config.report_state:

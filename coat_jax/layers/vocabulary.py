@@ -89,6 +89,36 @@ def mean_loss(
   return _mean_loss(hidden, targets, weight, is_tied, axes)
 
 
+def logits(
+  hidden: Array, weight: Array, *, is_tied: bool, axes: MeshAxes | None
+) -> Array:
+  """Logits of every token; a loss needs no such array, see `mean_loss`.
+
+  Args:
+    hidden: [B, T, D].
+    weight: [D, V]; or [V, D] where it is the embedding's.
+    is_tied: whether it is.
+    axes: of the mesh, or None.
+
+  Returns:
+    f32 [B, T, V]; on a mesh, split over sequences and the vocabulary.
+  """
+
+  def product(hidden, weight):
+    return jnp.einsum(
+      "btd,vd->btv" if is_tied else "btd,dv->btv",
+      hidden,
+      weight.astype(hidden.dtype),
+      preferred_element_type=jnp.float32,
+    )
+
+  if axes is None:
+    types = lambda *_: P(*spec_of(hidden)[:2])  # noqa: E731
+    return partitioned(product, hidden, weight, types=types)
+  where = P(axes.batch, None, axes.tensor)
+  return lax.with_sharding_constraint(product(hidden, weight), where)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def _mean_loss(hidden, targets, weight, is_tied, axes):
   return _on_devices(hidden, targets, weight, is_tied, axes, False)[0]

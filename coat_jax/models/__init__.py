@@ -2,7 +2,8 @@
 """Decoder language models, built of the layers.
 
 A `ModelConfig` is the shape of a model, and names its family; a family is a row
-of `FAMILIES`.
+of `FAMILIES`. `load_hf` and `save_hf` read and write checkpoints of
+Hugging Face's transformers.
 """
 
 from coat_jax.models.config import FAMILIES as FAMILIES
@@ -14,4 +15,10 @@ from coat_jax.models.decoder import DecoderLayer as DecoderLayer
 from coat_jax.models.decoder import loss_fn as loss_fn
 from coat_jax.models.generate import Generation as Generation
 from coat_jax.models.generate import generate as generate
+from coat_jax.models.hf.load import load_hf as load_hf
+from coat_jax.models.hf.pack import pack_gate_up as pack_gate_up
+from coat_jax.models.hf.pack import pack_qkv as pack_qkv
+from coat_jax.models.hf.pack import unpack_gate_up as unpack_gate_up
+from coat_jax.models.hf.pack import unpack_qkv as unpack_qkv
+from coat_jax.models.hf.save import save_hf as save_hf
 from coat_jax.models.specs import param_shardings as param_shardings

@@ -85,9 +85,8 @@ def cached_forward(
     cache: of the tokens before.
 
   Returns:
-    Hidden states [B, T, D] of the model's dtype, whose `next_logits` are those
-    of the model without a cache; of padding they mean nothing. And the cache
-    with these tokens.
+    Hidden states [B, T, D] of the model's dtype, those of the model without a
+    cache; of padding they mean nothing. And the cache with these tokens.
   """
   axes, model = model.axes, _without_fp8(model)
   slots = cache.filled + jnp.arange(tokens.shape[1], dtype=jnp.int32)
@@ -106,28 +105,6 @@ def cached_forward(
   (x, _, k, v), _ = jax.lax.scan(run, start, layers)
   filled = cache.filled + tokens.shape[1]
   return model.norm(x), KVCache(k, v, cache.padding, filled)
-
-
-def next_logits(model: Decoder, hidden: Array) -> Array:
-  """Logits of the token after each of these.
-
-  Args:
-    model: a Decoder.
-    hidden: [B, T, D], from `cached_forward`.
-
-  Returns:
-    f32 [B, T, V].
-  """
-  if model.head is None:
-    weight = model.embedding[...].T
-  else:
-    weight = model.head[...]
-  return jnp.einsum(
-    "btd,dv->btv",
-    hidden,
-    weight.astype(hidden.dtype),
-    preferred_element_type=jnp.float32,
-  )
 
 
 def _without_fp8(model: Decoder) -> Decoder:
@@ -179,9 +156,7 @@ def _heads(
   """
   if (limit := attention.clip_qkv) is not None:
     h = jnp.clip(h, -limit, limit)
-  heads = Heads(
-    attention.num_heads, attention.num_kv_heads, attention.rope_theta
-  )
+  heads = Heads(attention.num_heads, attention.num_kv_heads, attention.rotary)
   # As one sequence, for rows have positions of their own.
   b, t, columns = h.shape
   parts: Any = split_heads(

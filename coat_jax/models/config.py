@@ -39,6 +39,7 @@ FAMILIES = {
   "llama": Family(),
   "olmo": Family(norm="layer", norm_has_scale=False),
   "qwen2": Family(qkv_bias=True),
+  "mistral": Family(),
 }
 
 
@@ -58,6 +59,7 @@ class ModelConfig:
     norm_eps: What norms add to the mean square.
     tied_embeddings: The output layer is the embedding, transposed.
     clip_qkv: Largest magnitude of q, k and v; None leaves them as they are.
+    head_dim: Width of a head; None for d_model / num_heads.
 
   Raises:
     ValueError: an unknown family, a number outside its range, or sizes that do
@@ -75,6 +77,7 @@ class ModelConfig:
   norm_eps: Annotated[float, Range(1.2e-38, 1)] = 1e-5
   tied_embeddings: bool = False
   clip_qkv: Positive | None = None
+  head_dim: Width | None = None
 
   def __post_init__(self):
     if self.family not in FAMILIES:
@@ -84,10 +87,16 @@ class ModelConfig:
         f"{self.family!r}{f'; did you mean {near[0]!r}?' if near else ''}"
       )
     check_numbers(self)
-    if self.d_model % self.num_heads or self.head_dim % 2:
+    if self.head_dim is None and self.d_model % (2 * self.num_heads):
       raise ValueError(
         "ModelConfig: d_model must be an even multiple of num_heads, got "
-        f"{self.d_model} and {self.num_heads}; rotary embeddings turn pairs"
+        f"{self.d_model} and {self.num_heads}; rotary embeddings turn pairs; "
+        "or pass head_dim"
+      )
+    if self.head_width % 2:
+      raise ValueError(
+        "ModelConfig: head_dim must be even, because rotary embeddings turn "
+        f"pairs, got {self.head_dim}"
       )
     if self.num_heads % self.num_kv_heads:
       raise ValueError(
@@ -102,6 +111,6 @@ class ModelConfig:
     return FAMILIES[self.family]
 
   @property
-  def head_dim(self) -> int:
-    """Width of one head."""
-    return self.d_model // self.num_heads
+  def head_width(self) -> int:
+    """Width of one head: `head_dim`, or what it is by default."""
+    return self.head_dim or self.d_model // self.num_heads

@@ -70,6 +70,7 @@ class DecoderLayer(nnx.Module):
       config.d_model,
       config.num_heads,
       num_kv_heads=config.num_kv_heads,
+      head_dim=config.head_dim,
       rope_theta=config.rope_theta,
       clip_qkv=config.clip_qkv,
       use_qkv_bias=choices.qkv_bias,
@@ -101,6 +102,7 @@ class Decoder(nnx.Module):
     ()
 
   Attributes:
+    config: the model's shape.
     embedding: [V, D].
     layers: a DecoderLayer whose parameters have a leading axis of layers.
     norm: the final norm.
@@ -138,6 +140,7 @@ class Decoder(nnx.Module):
       ValueError: `remat` is "fp8" and the recipe is not coat.
     """
     check_remat(remat, recipe)
+    self.config = config
     self.dtype, self.axes = dtype, recipe.axes
     self.remat: Remat = remat
     init = nnx.initializers.normal(_INIT_STDDEV)
@@ -175,6 +178,24 @@ class Decoder(nnx.Module):
     forward = self.layer_forward()
     scan = nnx.scan(forward, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
     return self.norm(scan(self.embed(tokens), self.layers))
+
+  def logits(self, tokens: Array) -> Array:
+    """Tokens int32 [B, T] to logits of the next token, f32 [B, T, V]."""
+    return self.logits_of_hidden(self(tokens))
+
+  def logits_of_hidden(self, hidden: Array) -> Array:
+    """[B, T, D], what the model returns, to logits f32 [B, T, V]."""
+    return vocabulary.logits(
+      hidden,
+      self.output_weight[...],
+      is_tied=self.head is None,
+      axes=self.axes,
+    )
+
+  @property
+  def output_weight(self) -> nnx.Param:
+    """The output projection: `head` [D, V], or the embedding [V, D]."""
+    return self.embedding if self.head is None else self.head
 
   def embed(self, tokens: Array) -> Array:
     """Tokens int32 [B, T] to the input of the first layer [B, T, D]."""
@@ -288,8 +309,10 @@ def loss_of_hidden(model: Decoder, hidden: Array, targets: Array) -> Array:
   Returns:
     f32 scalar, nats per token.
   """
-  is_tied = model.head is None
-  weight = model.embedding if model.head is None else model.head
   return vocabulary.mean_loss(
-    hidden, targets, weight[...], is_tied=is_tied, axes=model.axes
+    hidden,
+    targets,
+    model.output_weight[...],
+    is_tied=model.head is None,
+    axes=model.axes,
   )

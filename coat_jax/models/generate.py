@@ -24,7 +24,6 @@ from coat_jax.models.cache import (
   KVCache,
   cached_forward,
   empty_cache,
-  next_logits,
 )
 from coat_jax.models.decoder import Decoder
 from coat_jax.models.sampling import Sampling, choose, make_sampling
@@ -169,7 +168,7 @@ def _prefill(
   model = nnx.merge(graph, params)
   cache = empty_cache(model, padding, size=size)
   hidden, cache = cached_forward(model, tokens, cache)
-  logits = next_logits(model, hidden[:, -1:])[:, 0]
+  logits = model.logits_of_hidden(hidden[:, -1:])[:, 0]
   return choose(logits, sampling, _keys_of(keys, 0)), cache
 
 
@@ -212,7 +211,7 @@ def _decode(
     count, last, new, is_running, cache = state
     model = nnx.merge(graph, params)
     hidden, cache = cached_forward(model, last[:, None], cache)
-    logits = next_logits(model, hidden)[:, 0]
+    logits = model.logits_of_hidden(hidden)[:, 0]
     last = choose(logits, sampling, _keys_of(keys, count))
     new = new.at[:, count].set(last)
     is_running = is_running & ~_is_stop(last, stops)

@@ -5,10 +5,13 @@ Last axes of weights are split by `tensor` alone: groups of values that share a
 scale run along them, and a device must have whole groups.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from coat_jax.recipe import GradDtype, MeshAxes
 
 # What an axis of an array is, and which axes of the mesh split it.
 AXIS_RULES = {
@@ -45,6 +48,35 @@ def param_shardings(mesh: Mesh | AbstractMesh, params: Any) -> Any:
 
   return jax.tree.map_with_path(
     lambda path, _: NamedSharding(mesh, param_spec(path)), params
+  )
+
+
+def mesh_axes(
+  sizes: Mapping[Any, int], *, grad_dtype: GradDtype = "float32"
+) -> MeshAxes:
+  """The axes of a mesh as layers use them, for a recipe.
+
+  Args:
+    sizes: of the mesh's axes, which are data, fsdp and tensor.
+    grad_dtype: in what gradients are summed over devices.
+
+  Returns:
+    The axes; `tensor` only where it has devices.
+
+  Raises:
+    ValueError: other axes.
+  """
+  wanted = (*AXIS_RULES["batch"], AXIS_RULES["columns"])
+  if set(sizes) != set(wanted):
+    raise ValueError(
+      f"mesh: its axes must be {', '.join(wanted)}, got {', '.join(sizes)}; "
+      "axes that are not needed have size 1"
+    )
+  return MeshAxes(
+    batch=AXIS_RULES["batch"],
+    fsdp=AXIS_RULES["rows"],
+    tensor=AXIS_RULES["columns"] if sizes["tensor"] > 1 else None,
+    grad_dtype=grad_dtype,
   )
 
 

@@ -8,7 +8,6 @@ values. A gradient that enters a matrix product becomes E5M2, as it does in the
 layers; nothing else is rounded on the way back.
 """
 
-
 import jax
 import jax.numpy as jnp
 

@@ -17,7 +17,6 @@ from coat_jax.models.cache import (
   CHUNK,
   cached_forward,
   empty_cache,
-  next_logits,
 )
 from coat_jax.recipe import MeshAxes
 from tests.comparing import assert_close, jit
@@ -69,7 +68,7 @@ def without_cache(model):
   @jit
   def run(params, tokens):
     model = nnx.merge(graph, params)
-    return next_logits(model, model(tokens))[0]
+    return model.logits(tokens)[0]
 
   return lambda row: run(params, jnp.asarray(row[None]))
 
@@ -89,7 +88,7 @@ def cached_logits(model, rows, first, size):
   def run(params, tokens, cache):
     model = nnx.merge(graph, params)
     hidden, cache = cached_forward(model, tokens, cache)
-    return next_logits(model, hidden), cache
+    return model.logits_of_hidden(hidden), cache
 
   length = max(map(len, rows))
   padding = np.array([length - len(row) for row in rows], np.int32)
@@ -139,7 +138,7 @@ def test_cache_and_hidden_states_have_the_models_dtype():
   )
   assert hidden.dtype == cache.k.dtype == cache.v.dtype == jnp.bfloat16
   assert cache.k.shape == cache.v.shape == (2, 2, 8, 2, 8)
-  logits = jax.eval_shape(functools.partial(next_logits, model), hidden)
+  logits = jax.eval_shape(model.logits_of_hidden, hidden)
   assert (logits.shape, logits.dtype) == ((2, 3, V), jnp.float32)
 
 

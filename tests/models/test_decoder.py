@@ -35,7 +35,7 @@ TOKENS = np.random.default_rng(0).integers(0, 40, (2, 12), np.int32)
 
 def in_numpy(config, params, tokens):
   """The final hidden states, in float64, from the formulas."""
-  heads, kv_heads, h = config.num_heads, config.num_kv_heads, config.head_dim
+  heads, kv_heads, h = config.num_heads, config.num_kv_heads, config.head_width
   batch, length = tokens.shape
 
   def norm(x, scale):

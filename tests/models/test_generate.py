@@ -13,9 +13,10 @@ from flax import nnx
 
 from coat_jax import recipe as recipes
 from coat_jax.models import generate as generate_tokens
+from coat_jax.models import load_hf
 from coat_jax.models.generate import _decode, _in_dtype, _prefill, bucket
 from coat_jax.recipe import MeshAxes
-from tests.models import hf_llama
+from tests.models.hf.folders import DATA, expected
 from tests.models.test_cache import CONFIGS, build, without_cache
 from train.mesh import make_mesh, parse_mesh
 
@@ -26,7 +27,8 @@ PROMPTS = [[3, 1, 4, 1, 5, 9, 2], [6], [5, 3, 5, 8]]
 
 @pytest.fixture(scope="module")
 def llama():
-  return hf_llama.load()
+  recipe = recipes.bf16()
+  return load_hf(DATA / "llama", recipe=recipe, dtype=jnp.float32)
 
 
 @pytest.fixture(scope="module")
@@ -55,12 +57,13 @@ def greedy_without_cache(run, prompt, count):
 
 
 def test_greedy_tokens_are_those_of_transformers(llama):
-  greedy = hf_llama.expected()["greedy"][0].tolist()
+  golden = expected("llama")
+  greedy = golden["greedy"][0].tolist()
   prompt, want = greedy[:8], greedy[8:]
-  assert prompt == hf_llama.expected()["input_ids"][0, :8].tolist()
+  assert prompt == golden["input_ids"][0, :8].tolist()
   assert generate(llama, [prompt], max_new_tokens=16) == [want]
   # Beside a longer one, which pads it.
-  longer = hf_llama.expected()["input_ids"][1, :13].tolist()
+  longer = golden["input_ids"][1, :13].tolist()
   both = generate(llama, [longer, prompt], max_new_tokens=16)
   assert both[1] == want and len(both[0]) == 16
 

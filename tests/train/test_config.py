@@ -319,5 +319,7 @@ def test_resume_rule_is_that_of_the_field_or_of_its_part(name, rule):
   assert resume_rule(name) == rule
 
 
-def test_head_dim_is_the_width_of_a_head():
-  assert ModelConfig(**vars(demo().model)).head_dim == 32
+def test_head_width_is_head_dim_or_that_of_d_model():
+  shape = vars(demo().model)
+  assert ModelConfig(**shape).head_width == 32
+  assert ModelConfig(**{**shape, "head_dim": 48}).head_width == 48

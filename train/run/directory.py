@@ -7,6 +7,7 @@ checkpoints/    see `checkpoint`
 plot.png        see `plot`
 profile/        see `profile`
 tensorboard/    and wandb/, see `trackers`
+hf/             what is kept of the checkpoint it began with, see `pretrained`
 twins/          runs that a run was compared with
 replaced_run/   see `replacing`
 lock            held by the command that trains here; holds its name
@@ -30,6 +31,7 @@ from train.run.description import is_described
 
 _CONTENTS = (
   "config.tmp",
+  "hf",
   "metrics.jsonl",
   "metrics.tmp",
   "plot.png",
@@ -51,6 +53,7 @@ class RunDirectory:
     self.metrics = self.path / "metrics.jsonl"
     self.checkpoints = self.path / "checkpoints"
     self.plot = self.path / "plot.png"
+    self.source = self.path / "hf"
     self.lock = self.path / "lock"
 
   def is_run(self) -> bool:

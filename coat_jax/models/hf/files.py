@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads folders of safetensors, a tensor at a time.
+
+A file is 8 bytes that count those of a header, the header, JSON that says where
+each tensor is, and the tensors. Headers are read and checked when a folder is
+opened; a tensor is mapped into memory when it is used, and unmapped after.
+
+Shards are named by an index and must be files of the folder. They may be links
+to other places, as in the cache of huggingface_hub, whose files all are.
+"""
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+MODEL = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+DTYPES = {
+  "F32": np.dtype(np.float32),
+  "F16": np.dtype(np.float16),
+  "BF16": np.dtype(jnp.bfloat16),
+}
+# As the safetensors package has it.
+_LARGEST_HEADER = 100_000_000
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredTensor:
+  """A tensor in a file.
+
+  Attributes:
+    file: the file.
+    dtype: its dtype.
+    shape: its shape.
+    offset: of its first byte in the file.
+  """
+
+  file: Path
+  dtype: np.dtype
+  shape: tuple[int, ...]
+  offset: int
+
+  def read(self, index: Any = ...) -> np.ndarray:
+    """Reads a part of it; the file stays mapped while the result is used.
+
+    Args:
+      index: as of NumPy's basic indexing.
+    """
+    mapped = np.memmap(self.file, self.dtype, "r", self.offset, self.shape)
+    return np.asarray(mapped[index])
+
+
+def read_json(file: Path) -> dict:
+  """Reads a file that holds a JSON object.
+
+  Raises:
+    ValueError: it cannot be read, or holds something else.
+  """
+  try:
+    return _parse_object(file.read_bytes())
+  except (OSError, ValueError) as error:
+    reason = getattr(error, "strerror", None) or str(error)
+    raise ValueError(
+      f"load_hf: {file} must hold a JSON object, got {reason}; copy the whole "
+      "folder of the checkpoint again"
+    ) from error
+
+
+def _parse_object(data: bytes) -> dict:
+  """Parses a JSON object whose names are there once.
+
+  Raises:
+    ValueError: it is something else.
+  """
+
+  def pairs(found):
+    names = [name for name, _ in found]
+    if len(set(names)) < len(names):
+      twice = next(name for name in names if names.count(name) > 1)
+      raise ValueError(f"{twice!r} twice")
+    return dict(found)
+
+  try:
+    found = json.loads(data, object_pairs_hook=pairs)
+  except RecursionError as error:
+    raise ValueError("brackets in too many brackets") from error
+  if not isinstance(found, dict):
+    raise ValueError(f"a {type(found).__name__}")
+  return found
+
+
+def check_folder(folder: Path) -> None:
+  """Checks that a folder may be that of a checkpoint.
+
+  Raises:
+    ValueError: it is no folder, or empty.
+  """
+  if folder.is_dir() and any(folder.iterdir()):
+    return
+  got = "a file" if folder.is_file() else "nothing of that name"
+  got = "an empty folder" if folder.is_dir() else got
+  raise ValueError(
+    f"load_hf: {folder} must be a folder with config.json and {MODEL}, got "
+    f"{got}; pass the folder that save_pretrained of transformers wrote"
+  )
+
+
+def open_tensors(folder: Path) -> dict[str, StoredTensor]:
+  """Reads the headers of a checkpoint's files.
+
+  Args:
+    folder: with `model.safetensors`, or with shards and their index.
+
+  Returns:
+    The tensors by name; none is read yet.
+
+  Raises:
+    ValueError: there are no such files, or damaged ones.
+  """
+  check_folder(folder)
+  if (folder / MODEL).is_file():
+    return read_header(folder / MODEL)
+  if (folder / INDEX).is_file():
+    return _open_shards(folder)
+  pickles = [f for end in ("bin", "pt", "pth") for f in folder.glob(f"*.{end}")]
+  got = "neither"
+  if pickles:
+    got = (
+      f"{min(pickles).name}, a pickle, which may run any code when it is read"
+    )
+  raise ValueError(
+    f"load_hf: {folder} must hold {MODEL} or {INDEX}, got {got}; save the "
+    "model again with save_pretrained of transformers, which writes safetensors"
+  )
+
+
+def _open_shards(folder: Path) -> dict[str, StoredTensor]:
+  index = folder / INDEX
+  places = read_json(index).get("weight_map")
+  if not isinstance(places, dict) or not places:
+    raise ValueError(
+      f"load_hf: {index} must have a weight_map from tensors to files, got "
+      f"{str(places)[:40]}; copy the file again"
+    )
+  files = list(dict.fromkeys(map(str, places.values())))
+  for name in files:
+    # A name alone, so that nothing outside the folder is read.
+    is_name = name.endswith(".safetensors") and name.isprintable()
+    if not is_name or Path(name).name != name or "\\" in name:
+      raise ValueError(
+        f"load_hf: {index} must name files of its folder, got {name[:80]!r}; "
+        "shards are called NAME.safetensors, without folders"
+      )
+    if not (folder / name).is_file():
+      raise ValueError(
+        f"load_hf: {index} names {name}, which is not in the folder; copy all "
+        f"{len(files)} files of the checkpoint"
+      )
+  found: dict[str, StoredTensor] = {}
+  for name in files:
+    for tensor, stored in read_header(folder / name).items():
+      if places.get(tensor) != name:
+        raise ValueError(
+          f"load_hf: {index} must name the file of each tensor, got {tensor} "
+          f"in {name} and {places.get(tensor)} in the index; copy both again"
+        )
+      found[tensor] = stored
+  if missing := places.keys() - found.keys():
+    raise ValueError(
+      f"load_hf: {index} names the tensor {min(missing)} in "
+      f"{places[min(missing)]}, which does not have it; copy both again"
+    )
+  return found
+
+
+def read_header(file: Path) -> dict[str, StoredTensor]:
+  """Reads where the tensors of a file are.
+
+  Args:
+    file: of safetensors.
+
+  Returns:
+    The tensors by name.
+
+  Raises:
+    ValueError: the file was cut short, or is none of safetensors.
+  """
+  size = file.stat().st_size
+  with file.open("rb") as opened:
+    length = int.from_bytes(opened.read(8), "little")
+    if size < 8 or length > min(size - 8, _LARGEST_HEADER):
+      raise ValueError(
+        f"load_hf: {file} must be a whole file of safetensors, got {size} "
+        f"bytes with a header of {length}; copy it again"
+      )
+    try:
+      header = _parse_object(opened.read(length))
+    except ValueError as error:
+      raise ValueError(
+        f"load_hf: {file} must begin with a header of JSON, got {error}; it is "
+        "no file of safetensors, or damaged: copy it again"
+      ) from error
+  header.pop("__metadata__", None)
+  start, found, ranges = 8 + length, {}, []
+  for name, entry in header.items():
+    stored, begin, end = _entry(file, name, entry, start)
+    found[name] = stored
+    ranges.append((begin, end))
+  _check_ranges(file, sorted(ranges), size - start)
+  return found
+
+
+def _entry(
+  file: Path, name: str, entry: Any, start: int
+) -> tuple[StoredTensor, int, int]:
+  """Reads an entry of a header; offsets in it count from `start`."""
+  entry = entry if isinstance(entry, dict) else {}
+  kind, shape = entry.get("dtype"), entry.get("shape")
+  offsets = entry.get("data_offsets")
+  if kind not in DTYPES and isinstance(kind, str):
+    raise ValueError(
+      f"load_hf: {file} must hold tensors of {', '.join(DTYPES)}, got {name} "
+      f"of {kind}; save the model in one of these dtypes"
+    )
+  dtype = DTYPES.get(kind) if isinstance(kind, str) else None
+  is_place = _are_counts(offsets) and len(offsets) == 2
+  if dtype is not None and _are_counts(shape) and is_place:
+    begin, end = offsets
+    if end - begin == dtype.itemsize * math.prod(shape) > 0:
+      stored = StoredTensor(file, dtype, tuple(shape), start + begin)
+      return stored, begin, end
+  raise ValueError(
+    f"load_hf: {file} must say dtype, shape and place of each tensor, got "
+    f"{name}: {str(entry)[:80]}; the header is damaged: copy the file again"
+  )
+
+
+def _are_counts(values: Any) -> bool:
+  return isinstance(values, list) and all(
+    type(value) is int and 0 <= value < 2**48 for value in values
+  )
+
+
+def _check_ranges(file: Path, ranges: list, size: int) -> None:
+  """Checks that tensors fill the rest of a file, none over another."""
+  place = 0
+  for begin, end in ranges:
+    if begin != place:
+      raise ValueError(
+        f"load_hf: {file} must hold tensors one after another, got one from "
+        f"byte {begin} where {place} was due; the header is damaged: copy the "
+        "file again"
+      )
+    place = end
+  if place != size:
+    raise ValueError(
+      f"load_hf: {file} must hold {place} bytes of tensors, got {size}; it was "
+      "cut short, or damaged: copy it again"
+    )

@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints in safetensors become parameters, straight on their devices.
+
+One tensor of one layer is in the host's memory at a time, and of it what the
+host's devices have: it is moved as it is stored, sharded like the parameter,
+and transposed, packed and cast on the devices, into one layer of the stacked
+parameter, which is updated in place.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import Array, P
+from jax.sharding import Mesh, NamedSharding
+from jax.typing import DTypeLike
+
+from coat_jax import recipe as recipes
+from coat_jax.models import specs
+from coat_jax.models.config import ModelConfig
+from coat_jax.models.decoder import Decoder
+from coat_jax.models.hf.config import CONFIG, read_config
+from coat_jax.models.hf.files import StoredTensor, open_tensors
+from coat_jax.models.hf.tensors import (
+  IGNORED_ENDS,
+  TENSORS,
+  Row,
+  is_stacked,
+  parts,
+  path_of,
+)
+from coat_jax.optimizer.weights import is_matrix
+from coat_jax.recipe import CoatRecipe
+
+Store = Callable[[str, Array], Array]
+# Rows of two tensors that are compared at a time.
+_ROWS = 4096
+
+
+def load_hf(
+  folder: str | Path,
+  *,
+  recipe: CoatRecipe | None = None,
+  mesh: Mesh | None = None,
+  dtype: DTypeLike = jnp.bfloat16,
+  param_dtype: DTypeLike = jnp.float32,
+) -> Decoder:
+  """Loads a model that `save_pretrained` of transformers wrote.
+
+  Example usage::
+
+    from coat_jax import recipe
+    from coat_jax.models import load_hf
+
+    model = load_hf("Llama-2-7b-hf", recipe=recipe.coat())
+    model.logits(tokens)  # f32 [B, T, V]
+
+  Args:
+    folder: with config.json and model.safetensors, or shards and their index.
+    recipe: what layers compute and save in FP8; None for `recipe.coat()`. On a
+      mesh it gets the mesh's axes unless it has some.
+    mesh: with axes data, fsdp and tensor, over which parameters are sharded as
+      `param_shardings` says; the model is then called under `jax.set_mesh`.
+      None for one device.
+    dtype: of activations.
+    param_dtype: in what weights are stored; norms' scales and biases are f32
+      always. float32 holds all values of bfloat16 and float16.
+
+  Returns:
+    A Decoder with these weights.
+
+  Raises:
+    ValueError: the folder has no such checkpoint, or one of a model that cannot
+      be had here; the message says what it has.
+  """
+  folder = Path(folder)
+  config, _ = read_config(folder)
+  recipe = _on_mesh(recipe or recipes.coat(), mesh)
+
+  def store(path: str, x: Array) -> Array:
+    return x.astype(param_dtype if is_matrix(path, x) else jnp.float32)
+
+  model = nnx.eval_shape(
+    lambda: Decoder(
+      config, recipe, dtype=dtype, store=store, rngs=nnx.Rngs(params=0)
+    )
+  )
+  graph, abstract = nnx.split(model, nnx.Param)
+  abstract = nnx.to_pure_dict(abstract)
+  if mesh is not None:
+    where = specs.param_shardings(mesh, abstract)
+    abstract = jax.tree.map(lambda x, y: x.update(sharding=y), abstract, where)
+  return nnx.merge(graph, load_params(folder, config, abstract, store))
+
+
+def _on_mesh(recipe: CoatRecipe, mesh: Mesh | None) -> CoatRecipe:
+  if mesh is None or recipe.axes is not None:
+    return recipe
+  return dataclasses.replace(recipe, axes=specs.mesh_axes(mesh.shape))
+
+
+def load_params(
+  folder: Path,
+  config: ModelConfig,
+  abstract: Any,
+  store: Store | None = None,
+) -> Any:
+  """Loads the parameters of a checkpoint.
+
+  Args:
+    folder: of the checkpoint.
+    config: the model's shape.
+    abstract: its parameters, nested dicts of `jax.ShapeDtypeStruct`; those
+      without a sharding go to the default device.
+    store: `(path, array) -> array`, as `Decoder` takes it; None casts to the
+      dtypes of `abstract`.
+
+  Returns:
+    The same tree of arrays, with the shardings of `abstract` and the dtypes
+    that `store` gives.
+
+  Raises:
+    ValueError: the checkpoint has other tensors.
+  """
+  tensors = check_tensors(folder, config, abstract)
+
+  def load(keys, leaf):
+    path = path_of(keys)
+    cast = store or (lambda _, x: x.astype(leaf.dtype))
+    return _load_leaf(
+      path,
+      leaf,
+      TENSORS[config.family][path],
+      config,
+      tensors,
+      lambda x: cast(path, x),
+    )
+
+  return jax.tree.map_with_path(load, abstract)
+
+
+def check_tensors(
+  folder: Path, config: ModelConfig, params: Any
+) -> dict[str, StoredTensor]:
+  """Opens a checkpoint and checks that its tensors are those of a model.
+
+  Args:
+    folder: of the checkpoint.
+    config: the model's shape.
+    params: its parameters, nested dicts of arrays or `jax.ShapeDtypeStruct`.
+
+  Returns:
+    The tensors by name.
+
+  Raises:
+    ValueError: tensors are missing, surplus or of other shapes.
+  """
+  tensors = open_tensors(folder)
+  wanted: dict[str, tuple[int, ...]] = {}
+  for part in parts(config, params):
+    wanted |= {name: x.shape for name, x in part.tensors.items()}
+  where = f"load_hf: {folder} must have the tensors of its {CONFIG}"
+  if missing := [name for name in wanted if name not in tensors]:
+    raise ValueError(
+      f"{where}, got no {_some(missing)}; copy the whole checkpoint"
+    )
+  for name, shape in wanted.items():
+    if tensors[name].shape != shape:
+      raise ValueError(
+        f"{where}, got {name} {list(tensors[name].shape)} in place of "
+        f"{list(shape)}; pass a folder whose files belong together"
+      )
+  surplus = [
+    name
+    for name in tensors
+    if name not in wanted and not name.endswith(IGNORED_ENDS)
+  ]
+  if config.tied_embeddings:
+    surplus = _without_tied_head(where, surplus, config, tensors)
+  if surplus:
+    raise ValueError(
+      f"{where}, got {_some(surplus)} too, which this model does not have; "
+      "pass a folder whose files belong together"
+    )
+  return tensors
+
+
+def _some(names: list[str]) -> str:
+  more = f" and {len(names) - 2} others" if len(names) > 2 else ""
+  return ", ".join(names[:2]) + more
+
+
+def _without_tied_head(
+  where: str,
+  surplus: list[str],
+  config: ModelConfig,
+  tensors: Mapping[str, StoredTensor],
+) -> list[str]:
+  """Drops an output projection that is the embedding, written twice."""
+  table = TENSORS[config.family]
+  (head,), (embedding,) = table["head"].names, table["embedding"].names
+  if head not in surplus:
+    return surplus
+  first, second = tensors[head], tensors[embedding]
+  starts = range(0, first.shape[0], _ROWS) if first.shape else ()
+  if first.shape != second.shape or not all(
+    np.array_equal(first.read(rows), second.read(rows))
+    for rows in (slice(start, start + _ROWS) for start in starts)
+  ):
+    raise ValueError(
+      f"{where}, got another {head} than {embedding} though "
+      "tie_word_embeddings is true; correct the one that is wrong"
+    )
+  return [name for name in surplus if name != head]
+
+
+def _load_leaf(
+  path: str,
+  leaf: jax.ShapeDtypeStruct,
+  row: Row,
+  config: ModelConfig,
+  tensors: Mapping[str, StoredTensor],
+  store: Callable[[Array], Array],
+) -> Array:
+  """Loads one parameter, of all layers if it is stacked."""
+  own = where = leaf.sharding
+  if where is not None:
+    entries = P(*where.spec, *(None,) * (leaf.ndim - len(where.spec)))
+    entries = entries[1:] if is_stacked(path) else entries
+    own = NamedSharding(where.mesh, row.layout.spec(P(*entries)))
+
+  def packed(*found):
+    return store(row.layout.pack(config, *found).astype(jnp.float32))
+
+  def place(i: int) -> list[Array]:
+    return [_place(tensors[name], own) for name in row.of_layer(i)]
+
+  if not is_stacked(path):
+    return jax.block_until_ready(
+      jax.jit(packed, out_shardings=where)(*place(0))
+    )
+
+  def update(stack, i, *found):
+    return jax.lax.dynamic_update_index_in_dim(stack, packed(*found), i, 0)
+
+  update = jax.jit(update, donate_argnums=0, out_shardings=where)
+  stack = None
+  for i in range(config.num_layers):
+    found = place(i)
+    if stack is None:
+      dtype = jax.eval_shape(packed, *found).dtype
+      stack = jnp.zeros(leaf.shape, dtype, device=where)
+    # Else layers that wait for a device would pile up on the host.
+    stack = jax.block_until_ready(update(stack, np.int32(i), *found))
+  assert stack is not None  # There is a layer.
+  return stack
+
+
+def _place(tensor: StoredTensor, sharding: NamedSharding | None) -> Array:
+  """Moves a tensor to its devices, each of which reads its own part."""
+  if sharding is None:
+    return jnp.asarray(tensor.read())
+  return jax.make_array_from_callback(tensor.shape, sharding, tensor.read)

@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models become checkpoints that transformers reads.
+
+Layer by layer parameters are unpacked on their devices and cast there; a
+parameter of one layer is in the host's memory at a time.
+"""
+
+import json
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import Array
+from jax.typing import DTypeLike
+
+from coat_jax.models.config import ModelConfig
+from coat_jax.models.decoder import Decoder
+from coat_jax.models.hf.config import CONFIG, parse_config, write_config
+from coat_jax.models.hf.files import DTYPES, INDEX, MODEL, read_json
+from coat_jax.models.hf.tensors import Part, parts, path_of
+
+# What a tokenizer or a generating program reads.
+CARRIED = (
+  "tokenizer.json",
+  "tokenizer.model",
+  "tokenizer_config.json",
+  "special_tokens_map.json",
+  "added_tokens.json",
+  "vocab.json",
+  "merges.txt",
+  "chat_template.jinja",
+  "generation_config.json",
+)
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def carry(source: Path, target: Path, *others: str) -> None:
+  """Copies the files of `CARRIED`, and others, that a folder has to another."""
+  for name in (*CARRIED, *others):
+    if (source / name).is_file():
+      shutil.copyfile(source / name, target / name)
+
+
+def save_hf(
+  model: Decoder,
+  folder: str | Path,
+  *,
+  like: str | Path | None = None,
+  dtype: DTypeLike | None = None,
+  max_shard_size: int = 5 * 10**9,
+) -> None:
+  """Saves a model as a checkpoint that transformers reads.
+
+  Example usage::
+
+    model = load_hf("Llama-2-7b-hf")
+    ...  # Train it.
+    save_hf(model, "trained", like="Llama-2-7b-hf")
+
+  Args:
+    model: a Decoder, on one device or on a mesh of this process.
+    folder: to create.
+    like: a folder with the config.json of such a model: the keys that do not
+      follow from the model's shape, tokenizer and generation settings are
+      copied from it. None for none.
+    dtype: of the tensors, float32, bfloat16 or float16; None for that of
+      `like`, or without one that of the model's weights.
+    max_shard_size: bytes of tensors a file; a larger model is split, and gets
+      an index. The parameter of one layer is not split.
+
+  Raises:
+    ValueError: the folder exists, `like` is of another model, or transformers
+      has no such model.
+    OSError: it cannot be written; nothing is left of it then.
+  """
+  folder = Path(folder)
+  if os.path.lexists(folder):
+    raise ValueError(
+      f"save_hf: {folder} must not exist, because nothing is replaced; pass "
+      "another folder"
+    )
+  params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+  config = model.config
+  keys = None
+  if like is not None:
+    file = Path(like) / CONFIG
+    keys = read_json(file)
+    described, of_like = parse_config(file, keys)
+    if described != config:
+      raise ValueError(
+        f"save_hf: {file} must be of the model that is saved, got {described}; "
+        "pass the folder that it was loaded from"
+      )
+    dtype = of_like if dtype is None else dtype
+  dtype = jnp.dtype(params["embedding"].dtype if dtype is None else dtype)
+  if dtype not in _NAMES:
+    raise ValueError(
+      f"save_hf: dtype must be float32, bfloat16 or float16, got {dtype}; pass "
+      "one of these"
+    )
+  keys = write_config(config, dtype, keys)
+  folder.absolute().parent.mkdir(parents=True, exist_ok=True)
+  with tempfile.TemporaryDirectory(
+    prefix=f"{folder.name}.", dir=folder.absolute().parent
+  ) as temporary:
+    written = Path(temporary) / folder.name
+    written.mkdir()
+    _write_tensors(written, config, params, dtype, max_shard_size)
+    _write_json(written / CONFIG, keys)
+    if like is not None:
+      carry(Path(like), written)
+    written.rename(folder)
+
+
+class _Shard(NamedTuple):
+  """Parts of the model that are in one file, and their tensors' bytes."""
+
+  parts: list[Part]
+  size: int
+
+
+def _write_tensors(
+  folder: Path,
+  config: ModelConfig,
+  params: Any,
+  dtype: np.dtype,
+  max_shard_size: int,
+) -> None:
+  shards = [_Shard([], 0)]
+  for part in parts(config, params):
+    size = sum(_bytes(x.shape, dtype) for x in part.tensors.values())
+    if shards[-1].parts and shards[-1].size + size > max_shard_size:
+      shards.append(_Shard([], 0))
+    last = shards[-1]
+    shards[-1] = _Shard([*last.parts, part], last.size + size)
+  read = _reader(config, params, dtype)
+  places: dict[str, str] = {}
+  for i, shard in enumerate(shards):
+    name = MODEL
+    if len(shards) > 1:
+      name = f"model-{i + 1:05}-of-{len(shards):05}.safetensors"
+    _write_file(folder / name, shard.parts, dtype, read)
+    places |= {tensor: name for part in shard.parts for tensor in part.tensors}
+  if len(shards) > 1:
+    size = sum(shard.size for shard in shards)
+    _write_json(
+      folder / INDEX,
+      {"metadata": {"total_size": size}, "weight_map": places},
+    )
+
+
+def _bytes(shape: tuple[int, ...], dtype: np.dtype) -> int:
+  return math.prod(shape) * dtype.itemsize
+
+
+def _reader(
+  config: ModelConfig, params: Any, dtype: np.dtype
+) -> Callable[[Part], Iterator[np.ndarray]]:
+  """Builds the function that gives a part's tensors, one after another."""
+  leaves = {path_of(keys): x for keys, x in jax.tree.leaves_with_path(params)}
+  unpacked: dict[str, Callable] = {}
+
+  def read(part: Part) -> Iterator[np.ndarray]:
+    if part.path not in unpacked:  # A function a parameter, not one a layer.
+      unpacked[part.path] = jax.jit(_unpacker(config, part, dtype))
+    for x in unpacked[part.path](leaves[part.path], np.int32(part.layer or 0)):
+      yield np.asarray(x)
+
+  return read
+
+
+def _unpacker(config: ModelConfig, part: Part, dtype: np.dtype) -> Callable:
+  def unpack(x: Array, i: Array) -> tuple[Array, ...]:
+    if part.layer is not None:
+      x = jax.lax.dynamic_index_in_dim(x, i, keepdims=False)
+    return part.row.layout.unpack(config, x.astype(dtype))
+
+  return unpack
+
+
+def _write_file(
+  file: Path,
+  written: list[Part],
+  dtype: np.dtype,
+  read: Callable[[Part], Iterator[np.ndarray]],
+) -> None:
+  """Writes one file of safetensors, whose header is known before its data."""
+  header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+  place = 0
+  for part in written:
+    for name, x in part.tensors.items():
+      end = place + _bytes(x.shape, dtype)
+      header[name] = {
+        "dtype": _NAMES[dtype],
+        "shape": list(x.shape),
+        "data_offsets": [place, end],
+      }
+      place = end
+  text = json.dumps(header, separators=(",", ":")).encode()
+  text += b" " * (-len(text) % 8)  # Tensors begin at multiples of 8 bytes.
+  with file.open("xb") as opened:
+    opened.write(len(text).to_bytes(8, "little") + text)
+    for part in written:
+      for x in read(part):
+        opened.write(np.ascontiguousarray(x).view(np.uint8).data)
+    opened.flush()
+    os.fsync(opened.fileno())  # Else a crash may leave the name without it.
+
+
+def _write_json(file: Path, values: dict) -> None:
+  file.write_text(json.dumps(values, indent=2) + "\n")

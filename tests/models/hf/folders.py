@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints that transformers wrote, and ones that are made from them."""
+
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import numpy as np
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+
+from coat_jax.models.hf.tensors import parts, path_of
+
+# Written by transformers 5.17 (torch 2.11, CPU, f32) with random weights;
+# expected.npz has tokens, logits, loss and norms of each tensor's gradient.
+ROOT = Path(__file__).parents[3]
+DATA = Path(__file__).parents[2] / "data" / "hf"
+FAMILIES = ("llama", "olmo", "qwen2")
+
+
+def tensors_of(folder):
+  """All tensors of a folder, by name, as the safetensors package reads them."""
+  found = {}
+  for file in sorted(folder.glob("*.safetensors")):
+    found |= load_file(file)
+  return found
+
+
+def copied(path, name="llama", *, tensors=None, cast=None, **keys):
+  """Copies a checkpoint into a new folder, with other keys of config.json.
+
+  A key that is `...` is left out; `tensors` replaces those of these names,
+  None takes them out; `cast` is a dtype for all.
+  """
+  folder = shutil.copytree(DATA / name, path)
+  file = folder / "config.json"
+  found = json.loads(file.read_text()) | keys
+  file.write_text(json.dumps({k: v for k, v in found.items() if v is not ...}))
+  if tensors is not None or cast is not None:
+    all_of_it = tensors_of(folder) | (tensors or {})
+    all_of_it = {k: v for k, v in all_of_it.items() if v is not None}
+    if cast is not None:
+      all_of_it = {k: v.astype(cast) for k, v in all_of_it.items()}
+    save_file(all_of_it, folder / "model.safetensors")
+  return folder
+
+
+def split(folder, count=3):
+  """Splits a folder's file into shards with an index, as transformers names."""
+  tensors = tensors_of(folder)
+  (folder / "model.safetensors").unlink()
+  places = {}
+  for i in range(count):
+    file = f"model-{i + 1:05}-of-{count:05}.safetensors"
+    names = sorted(tensors)[i::count]
+    save_file({name: tensors[name] for name in names}, folder / file)
+    places |= dict.fromkeys(names, file)
+  write_index(folder, places)
+  return folder
+
+
+def write_index(folder, places):
+  index = {"metadata": {"total_size": 0}, "weight_map": places}
+  file = folder / "model.safetensors.index.json"
+  file.write_text(json.dumps(index))
+
+
+def params_of(model):
+  return nnx.to_pure_dict(nnx.state(model, nnx.Param))
+
+
+def by_tensor(config, params):
+  """Parameters, or gradients, by the names of the checkpoint's tensors."""
+  leaves = {path_of(keys): x for keys, x in jax.tree.leaves_with_path(params)}
+  found = {}
+  for part in parts(config, params):
+    x = leaves[part.path]
+    x = x if part.layer is None else x[part.layer]
+    tensors = part.row.layout.unpack(config, x)
+    found |= dict(zip(part.tensors, tensors, strict=True))
+  return found
+
+
+def expected(name):
+  with np.load(DATA / name / "expected.npz") as file:
+    return dict(file)

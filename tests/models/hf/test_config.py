@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""config.json to a ModelConfig and back; what is refused by name."""
+
+import json
+from pathlib import Path
+
+import jax.numpy as jnp
+import pytest
+
+from coat_jax.models import ModelConfig
+from coat_jax.models.config import FAMILIES
+from coat_jax.models.hf.config import CONFIGS, parse_config, write_config
+from coat_jax.models.hf.tensors import TENSORS
+from tests.models.hf.folders import DATA
+from train.presets import PRESETS
+
+FILE = Path("config.json")
+# As transformers 4 wrote them.
+LLAMA2_7B = """{
+  "_name_or_path": "meta-llama/Llama-2-7b-hf",
+  "architectures": ["LlamaForCausalLM"], "bos_token_id": 1, "eos_token_id": 2,
+  "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
+  "intermediate_size": 11008, "max_position_embeddings": 4096,
+  "model_type": "llama", "num_attention_heads": 32, "num_hidden_layers": 32,
+  "num_key_value_heads": 32, "pretraining_tp": 1, "rms_norm_eps": 1e-05,
+  "rope_scaling": null, "tie_word_embeddings": false,
+  "torch_dtype": "float16", "transformers_version": "4.31.0.dev0",
+  "use_cache": true, "vocab_size": 32000
+}"""
+QWEN2_05B = """{
+  "architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0,
+  "bos_token_id": 151643, "eos_token_id": 151643, "hidden_act": "silu",
+  "hidden_size": 896, "initializer_range": 0.02, "intermediate_size": 4864,
+  "max_position_embeddings": 131072, "max_window_layers": 24,
+  "model_type": "qwen2", "num_attention_heads": 14, "num_hidden_layers": 24,
+  "num_key_value_heads": 2, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0,
+  "sliding_window": 131072, "tie_word_embeddings": true,
+  "torch_dtype": "bfloat16", "transformers_version": "4.40.1",
+  "use_cache": true, "use_sliding_window": false, "vocab_size": 151936
+}"""
+MISTRAL = """{
+  "architectures": ["MistralForCausalLM"], "attention_dropout": 0.0,
+  "head_dim": 128, "hidden_act": "silu", "hidden_size": 5120,
+  "intermediate_size": 14336, "max_position_embeddings": 131072,
+  "model_type": "mistral", "num_attention_heads": 32, "num_hidden_layers": 40,
+  "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "sliding_window": null,
+  "rope_parameters": {"rope_theta": 1000000.0, "rope_type": "default"},
+  "tie_word_embeddings": false, "dtype": "bfloat16", "vocab_size": 131072
+}"""
+
+
+def golden(name="llama"):
+  return json.loads((DATA / name / "config.json").read_text())
+
+
+def test_llama2_is_that_of_the_preset():
+  config, dtype = parse_config(FILE, json.loads(LLAMA2_7B))
+  assert config == PRESETS["llama2_7b"]().model
+  assert dtype == "float16"
+
+
+def test_other_families_are_read():
+  config, dtype = parse_config(FILE, json.loads(QWEN2_05B))
+  assert config == ModelConfig(
+    family="qwen2",
+    num_layers=24,
+    d_model=896,
+    d_ff=4864,
+    num_heads=14,
+    num_kv_heads=2,
+    vocab_size=151936,
+    rope_theta=1e6,
+    norm_eps=1e-6,
+    tied_embeddings=True,
+  )
+  assert dtype == jnp.bfloat16
+  config, _ = parse_config(FILE, json.loads(MISTRAL))
+  assert (config.head_dim, config.head_width) == (128, 128)
+  assert (config.rope_theta, config.num_kv_heads) == (1e6, 8)
+  found = golden("olmo") | {"clip_qkv": 8.0}
+  config, _ = parse_config(FILE, found)
+  assert config.clip_qkv == 8 and config.norm_eps == 1e-5
+  assert parse_config(FILE, golden("olmo"))[0].clip_qkv is None
+
+
+def test_every_family_has_a_row_and_a_table():
+  assert FAMILIES.keys() == CONFIGS.keys() == TENSORS.keys()
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_are_written_and_read_again(name):
+  config = PRESETS[name]().model
+  written = write_config(config, jnp.dtype("bfloat16"))
+  found = json.loads(json.dumps(written))
+  assert parse_config(FILE, found) == (config, jnp.bfloat16)
+  # As transformers 4 reads it.
+  found.pop("rope_parameters")
+  found.pop("dtype")
+  assert parse_config(FILE, found) == (config, jnp.bfloat16)
+
+
+@pytest.mark.parametrize("text", [LLAMA2_7B, QWEN2_05B, MISTRAL])
+def test_keys_of_a_file_are_kept(text):
+  before = json.loads(text)
+  config, dtype = parse_config(FILE, before)
+  after = write_config(config, dtype, before)
+  before.pop("rope_scaling", None)
+  assert {key: after[key] for key in before} == before
+
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "rope_theta": 5e5}
+V4 = {"rope_parameters": ...}
+
+
+@pytest.mark.parametrize(
+  "name, keys, words",
+  [
+    ("llama", {"rope_parameters": LLAMA3}, "of type 'llama3' is not supported"),
+    (
+      "llama",
+      {**V4, "rope_scaling": {"type": "linear", "factor": 2.0}},
+      "rope_scaling of type 'linear' is not supported",
+    ),
+    ("llama", {"rope_parameters": {"rope_type": []}}, "of type '[]' is not"),
+    ("llama", {"rope_parameters": [1]}, "rope_parameters must be an object"),
+    (
+      "llama",
+      {"rope_parameters": {"partial_rotary_factor": 0.5}},
+      "partial_rotary_factor of rope_parameters is not supported",
+    ),
+    (
+      "llama",
+      {"rope_theta": 5e5},
+      "must be one number, got [10000.0, 500000.0]",
+    ),
+    ("llama", {**V4, "rope_theta": "1"}, "must be one number, got ['1']"),
+    (
+      "llama",
+      {"attention_bias": True},
+      "attention_bias must be False, got True",
+    ),
+    ("llama", {"mlp_bias": True}, "mlp_bias must be False, got True"),
+    ("llama", {"hidden_act": "gelu"}, "hidden_act must be silu, got gelu"),
+    (
+      "llama",
+      {"attention_dropout": 0.1},
+      "attention_dropout must be 0, got 0.1",
+    ),
+    ("mistral", {"sliding_window": 24}, "sliding_window must be None, got 24"),
+    ("mistral", {"sliding_window": ...}, "must be None, got 4096"),
+    ("qwen2", {"use_sliding_window": True}, "use_sliding_window must be False"),
+    (
+      "qwen2",
+      {"layer_types": ["full_attention", "sliding_attention"]},
+      "layer_types must be None, got ['full_attention', 'sliding",
+    ),
+    (
+      "llama",
+      {"qk_layernorm": True},
+      "qk_layernorm is not supported, got True",
+    ),
+    ("llama", {"num_experts": 8}, "num_experts is not supported, got 8"),
+    ("llama", {"hiden_size": 8}, "did you mean hidden_size?"),
+    ("llama", {"quantization_config": {}}, "weights that another library"),
+    ("llama", {"auto_map": {"AutoModel": "m.M"}}, "auto_map is not supported"),
+    (
+      "llama",
+      {"model_type": "gpt_neox"},
+      "model_type must be one of llama, mi",
+    ),
+    ("llama", {"model_type": ["llama"]}, "model_type must be one of llama, mi"),
+    ("llama", {"model_type": "qwen2"}, "must be [Qwen2ForCausalLM]"),
+    (
+      "llama",
+      {"architectures": ["LlamaForSequenceClassification"]},
+      "only language models can be read",
+    ),
+    ("llama", {"hidden_size": ...}, "must have hidden_size; copy"),
+    ("llama", {"hidden_size": "64"}, "hidden_size must be a number"),
+    ("llama", {"hidden_size": 2**40}, "d_model must be a whole number"),
+    ("llama", {"head_dim": 15}, "head_dim must be even"),
+    ("llama", {"num_key_value_heads": 3}, "a multiple of num_kv_heads, got 4"),
+    ("llama", {"rms_norm_eps": float("nan")}, "norm_eps must be a number"),
+    ("llama", {"tie_word_embeddings": 1}, "must be true or false, got 1"),
+    ("llama", {"dtype": "int8"}, "float16, got int8"),
+    ("llama", {"dtype": ["a"]}, "float16, got ['a']"),
+  ],
+)
+def test_keys_that_cannot_be_had_are_refused_by_name(name, keys, words):
+  found = json.loads(MISTRAL) if name == "mistral" else golden(name)
+  found = {k: v for k, v in (found | keys).items() if v is not ...}
+  with pytest.raises(ValueError) as caught:
+    parse_config(FILE, found)
+  message = str(caught.value)
+  assert message.startswith("load_hf: config.json") and "\n" not in message
+  assert words in message, message
+
+
+def test_missing_keys_are_those_of_transformers():
+  found = golden()
+  for key in ("head_dim", "num_key_value_heads", "rms_norm_eps", "dtype"):
+    found.pop(key)
+  found.pop("rope_parameters")
+  found.pop("tie_word_embeddings")
+  config, dtype = parse_config(FILE, found)
+  assert (config.num_kv_heads, config.norm_eps) == (4, 1e-6)
+  assert (config.rope_theta, config.tied_embeddings) == (1e4, False)
+  assert config.head_dim is None and dtype == "float32"

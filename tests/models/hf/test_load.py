@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models that were loaded, against transformers' own and bit by bit."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from flax import nnx
+
+from coat_jax import recipe as recipes
+from coat_jax.models import load_hf, loss_fn
+from tests.comparing import jit
+from tests.models.hf.folders import (
+  DATA,
+  FAMILIES,
+  by_tensor,
+  copied,
+  expected,
+  params_of,
+  split,
+  tensors_of,
+)
+from train.mesh import make_mesh, parse_mesh
+
+MESHES = ("fsdp=8", "data=2,fsdp=2,tensor=2")
+
+
+def loaded(folder, **options):
+  options = {"recipe": recipes.bf16(), "dtype": jnp.float32, **options}
+  return load_hf(folder, **options)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_model_is_that_of_transformers(name):
+  model = loaded(DATA / name)
+  graph, params = nnx.split(model, nnx.Param)
+  params, golden = nnx.to_pure_dict(params), expected(name)
+  tokens = jnp.asarray(golden["input_ids"], jnp.int32)
+
+  @jit
+  def run(params):
+    def loss(params):
+      return loss_fn(nnx.merge(graph, params), tokens)
+
+    logits = nnx.merge(graph, params).logits(tokens)
+    return logits, jax.value_and_grad(loss)(params)
+
+  logits, (loss, gradients) = run(params)
+  assert logits.dtype == jnp.float32
+  # Sums of 64 to 160 products in f32, in another order, through two layers.
+  largest = np.max(np.abs(golden["logits"]))
+  assert np.max(np.abs(logits - golden["logits"])) < 1e-5 * largest
+  np.testing.assert_allclose(loss, golden["loss"], rtol=1e-6)
+  norms = jax.tree.map(jnp.linalg.norm, by_tensor(model.config, gradients))
+  want = {
+    name.removeprefix("gradnorm/"): norm
+    for name, norm in golden.items()
+    if name.startswith("gradnorm/")
+  }
+  assert norms.keys() == want.keys()
+  for name, found in norms.items():
+    np.testing.assert_allclose(found, want[name], rtol=1e-4, err_msg=name)
+
+
+@pytest.mark.parametrize("mesh", ["", *MESHES])
+def test_each_value_is_in_its_place(mesh, tmp_path):
+  """Also of shards of a file, and of a family with biases."""
+  folder = split(copied(tmp_path / "m", "qwen2"))
+  model = loaded(folder, mesh=make_mesh(parse_mesh(mesh)))
+  params = params_of(model)
+  found, want = by_tensor(model.config, params), tensors_of(folder)
+  assert found.keys() == want.keys()
+  for name, tensor in found.items():
+    np.testing.assert_array_equal(tensor, want[name], err_msg=name)
+  heads = want["model.layers.1.self_attn.q_proj.weight"].reshape(4, 16, 64)
+  qkv = params["layers"]["attention"]["qkv"]["linear"]["kernel"][1]
+  # Without the tables: query heads 2 and 3 belong to the second key head.
+  np.testing.assert_array_equal(qkv[:, 64:80].T, heads[2])
+  np.testing.assert_array_equal(qkv[:, 80:96].T, heads[3])
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_model_on_a_mesh_is_sharded_and_has_the_same_logits(mesh):
+  mesh = make_mesh(parse_mesh(mesh))
+  assert mesh is not None
+  model = loaded(DATA / "llama", mesh=mesh)
+  kernel = model.layers.mlp.gate_up.kernel[...]
+  shares = mesh.shape["fsdp"] * mesh.shape["tensor"]
+  assert kernel.addressable_shards[0].data.size == kernel.size // shares
+  golden = expected("llama")
+  tokens = jnp.asarray(np.tile(golden["input_ids"], (4, 1)), jnp.int32)
+  with jax.set_mesh(mesh):
+    graph, state = nnx.split(model)
+    logits = jit(lambda s: nnx.merge(graph, s).logits(tokens))(state)
+  largest = np.max(np.abs(golden["logits"]))
+  difference = np.abs(logits - np.tile(golden["logits"], (4, 1, 1)))
+  assert np.max(difference) < 1e-5 * largest
+
+
+# Subnormal numbers and the largest of each dtype included.
+CASTS = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
+
+
+@pytest.mark.parametrize("name", CASTS)
+@pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
+def test_dtypes_are_cast_to_what_is_stored(name, param_dtype, tmp_path):
+  dtype = CASTS[name]
+  name = "model.layers.0.mlp.down_proj.weight"
+  odd = tensors_of(DATA / "llama")[name].astype(dtype)
+  info = ml_dtypes.finfo(dtype)
+  odd[0, :4] = [info.smallest_subnormal, -info.tiny, info.max, -0.0]
+  folder = copied(tmp_path / "m", tensors={name: odd}, cast=dtype)
+  model = loaded(folder, param_dtype=param_dtype)
+  found, want = by_tensor(model.config, params_of(model)), tensors_of(folder)
+  for name, tensor in found.items():
+    kept = "float32" if tensor.ndim == 1 else param_dtype
+    assert tensor.dtype == kept
+    np.testing.assert_array_equal(
+      np.asarray(tensor).view(np.uint8),
+      want[name].astype(kept).view(np.uint8),
+      err_msg=name,
+    )
+
+
+def test_tied_output_projection_may_be_written_twice(tmp_path):
+  tensors = tensors_of(DATA / "llama")
+  embedding = tensors["model.embed_tokens.weight"]
+  absent = {"lm_head.weight": None}
+  twice = {
+    "lm_head.weight": embedding,
+    # As old checkpoints of Llama have.
+    "model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(8, np.float32),
+  }
+  for i, change in enumerate((absent, twice)):
+    folder = copied(tmp_path / f"{i}", tensors=change, tie_word_embeddings=True)
+    model = loaded(folder)
+    assert model.head is None
+    np.testing.assert_array_equal(model.embedding[...], embedding)
+
+
+def test_recipe_is_coat_unless_another_is_given():
+  model = load_hf(DATA / "llama")
+  assert model.layers.mlp.recipe == recipes.coat()
+  assert model.dtype == jnp.bfloat16
+  tokens = jnp.ones((1, 4), jnp.int32)
+  logits = nnx.jit(lambda model, tokens: model.logits(tokens))(model, tokens)
+  assert logits.shape == (1, 4, 384) and logits.dtype == jnp.float32
+
+
+def test_files_may_be_links_to_others(tmp_path):
+  """As in the cache of huggingface_hub."""
+  blobs, folder = copied(tmp_path / "blobs"), tmp_path / "m"
+  folder.mkdir()
+  for file in blobs.iterdir():
+    (folder / file.name).symlink_to(file)
+  assert loaded(folder).config == loaded(DATA / "llama").config

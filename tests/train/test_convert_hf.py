@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs that begin with checkpoints of transformers, and become such."""
+
+import dataclasses
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from coat_jax import split_weights
+from coat_jax.models import load_hf
+from tests.comparing import assert_same_bits
+from tests.matrices import quick
+from tests.models.hf.folders import DATA, copied, params_of, tensors_of
+from tests.train.runs import contents, losses, programs_on_disk
+from train import convert, pretrain, pretrained, step
+from train.mesh import make_mesh
+from train.presets import demo
+from train.run.directory import RunDirectory
+
+OPTIONS = {
+  "batch": 2,
+  "seq": 32,
+  "steps": 2,
+  "eval-batches": 1,
+  "recipe": "bf16",
+  "optim.codec": "float32",
+  "optim.warmup": 1,
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_once(tmp_path_factory):
+  with programs_on_disk(tmp_path_factory.mktemp("programs")):
+    yield
+
+
+def options(out, *flags, **others):
+  others = {name.replace("__", "."): x for name, x in others.items()}
+  pairs = ((f"--{name}", x) for name, x in (OPTIONS | others).items())
+  return ["--out", str(out), *(str(x) for pair in pairs for x in pair), *flags]
+
+
+def command(*words):
+  return convert.main([str(word) for word in words])
+
+
+def train(out, *flags, preset="finetune", **others):
+  return pretrain.main([preset, *options(out, *flags, **others)])
+
+
+def test_imported_run_is_exported_as_it_was(tmp_path, capsys):
+  source = copied(tmp_path / "hf", cast=ml_dtypes.bfloat16, dtype="bfloat16")
+  (source / "tokenizer.json").write_text("{}")
+  run, out = tmp_path / "run", tmp_path / "out"
+  assert command("import-hf", source, *options(run)) == 0
+  assert "run: --resume continues from step 0" in capsys.readouterr().err
+  shutil.move(source, tmp_path / "moved")  # The run does without it.
+  assert command("export-hf", run, "--out", out) == 0
+  assert "out: weights of step 0, for transformers" in capsys.readouterr().err
+  found, want = tensors_of(out), tensors_of(tmp_path / "moved")
+  assert_same_bits(found, want)
+  names = {"config.json", "model.safetensors", "tokenizer.json"}
+  assert {file.name for file in out.iterdir()} == names
+  assert command("export-hf", run, "--out", out) == 2
+  assert "out must not exist" in capsys.readouterr().err
+  other = tmp_path / "f32"
+  assert command("export-hf", run, "--out", other, "--dtype", "float32") == 0
+  f32 = {name: x.astype(np.float32) for name, x in want.items()}
+  assert_same_bits(tensors_of(other), f32)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("params", ["float32", "bfloat16", "bfloat16_low8"])
+def test_runs_begin_with_the_weights_whichever_command_makes_them(
+  params, tmp_path, capsys
+):
+  source = DATA / "qwen2"
+  kind = {"params": params}
+  made, started = tmp_path / "made", tmp_path / "started"
+  assert command("import-hf", source, *options(made, **kind)) == 0
+  assert train(made, "--resume", **kind) == 0
+  assert train(started, "--init-from", str(source), **kind) == 0
+  assert losses(made) == losses(started)
+  assert "2" in {f.name for f in (started / "checkpoints").iterdir()}
+  # Resumed without the option, and with other presets, it is the same model.
+  for flags in ([], ["--init-from", str(source)]):
+    assert train(started, "--resume", *flags, preset="demo_gpu", **kind) == 0
+  out = tmp_path / "out"
+  assert command("export-hf", started, "--out", out) == 0
+  before, after = tensors_of(source), tensors_of(out)
+  assert before.keys() == after.keys()
+  for name, x in after.items():
+    assert x.shape == before[name].shape and x.dtype == np.float32
+    # Two steps at 2e-5, each of which rounds to one of two neighbours.
+    bound = 1e-4 + (2**-5 * np.abs(x) if params == "bfloat16" else 0)
+    assert np.all(np.abs(x - before[name]) < bound)
+    assert np.any(x != before[name])
+  load_hf(out)
+
+
+@pytest.mark.parametrize(
+  "params, mesh",
+  quick(
+    1,
+    [
+      ("bfloat16_low8", "data=2,fsdp=2,tensor=2"),
+      ("bfloat16_low8", ""),
+      ("bfloat16", "data=2,fsdp=2,tensor=2"),
+      ("float32", "data=2,fsdp=2,tensor=2"),
+      ("float32", ""),
+    ],
+  ),
+)
+def test_weights_are_stored_as_the_run_says(params, mesh, tmp_path):
+  config = demo_of(DATA / "qwen2", params=params, mesh=mesh)
+  on_mesh = make_mesh(config.mesh_sizes)
+  optimizer = step.build_optimizer(config, on_mesh)
+  state = pretrained.initial_state(config, optimizer, on_mesh)
+  dtype = jnp.bfloat16 if params == "bfloat16" else jnp.float32
+  exact = params_of(load_hf(DATA / "qwen2", param_dtype=dtype))
+  if params == "bfloat16_low8":
+    high, low = split_weights(exact)
+    assert_same_bits(state.params, high)
+    assert_same_bits(state.optimizer.low, low)
+  else:
+    assert_same_bits(state.params, exact)
+  abstract = step.abstract_state(config, optimizer, on_mesh)
+  for x, want in zip(*map(jax.tree.leaves, (state, abstract)), strict=True):
+    assert (x.shape, x.dtype) == (want.shape, want.dtype)
+    if mesh:
+      assert x.sharding.is_equivalent_to(want.sharding, x.ndim)
+
+
+def demo_of(source, **others):
+  config = dataclasses.replace(
+    demo(), init_from=str(source), report_state=False, batch=8, **others
+  )
+  optim = dataclasses.replace(config.optim, codec="float32")
+  return pretrained.with_shape(dataclasses.replace(config, optim=optim))
+
+
+def test_shape_is_that_of_the_checkpoint(tmp_path):
+  config = demo_of(DATA / "qwen2")
+  assert config.model == load_hf(DATA / "qwen2").config
+  assert demo_of("").model == demo().model
+  with pytest.raises(ValueError, match="tensor must divide num_kv_heads"):
+    demo_of(DATA / "qwen2", mesh="tensor=4")
+  # A mesh that the preset's model could not be split over.
+  folder = copied(tmp_path / "wide", num_key_value_heads=4)
+  assert demo_of(folder, mesh="tensor=4", recipe="bf16").model.num_kv_heads == 4
+
+
+def test_bad_checkpoints_are_refused_and_nothing_is_written(tmp_path, capsys):
+  missing = copied(tmp_path / "missing", tensors={"model.norm.weight": None})
+  other = copied(tmp_path / "other", model_type="gpt_neox")
+  run = tmp_path / "run"
+  for source, words in [
+    (missing, "got no model.norm.weight; copy the whole checkpoint"),
+    (other, "model_type must be one of llama"),
+    (tmp_path / "none", "got nothing of that name"),
+  ]:
+    for make in (
+      lambda source: command("import-hf", source, *options(run)),
+      lambda source: train(run, "--init-from", str(source)),
+    ):
+      assert make(source) == 2
+      error = capsys.readouterr().err.splitlines()[-1]
+      assert error.startswith("error: load_hf: ") and words in error
+      assert not run.exists()
+
+
+def test_options_that_would_be_ignored_are_refused(tmp_path, capsys):
+  run, source = tmp_path / "run", DATA / "llama"
+  again = ["--init-from", str(source)]
+  for status in (
+    train(run, *again, **{"model.num-layers": 1}),
+    command("import-hf", source, *options(run, *again)),
+    command("import", source, "demo", *options(run, *again)),
+    command("import-hf", source, *options(run, "--resume")),
+  ):
+    assert status == 2
+    assert not run.exists()
+  errors = capsys.readouterr().err
+  assert "leave --model out" in errors and errors.count("got --init-from") == 2
+  assert "makes a run, got --resume" in errors
+
+
+@pytest.mark.slow
+def test_run_from_random_weights_is_exported_too(tmp_path, capsys):
+  run, out = tmp_path / "run", tmp_path / "out"
+  shape = {"num-layers": 1, "d-model": 32, "d-ff": 48, "num-heads": 2}
+  shape = {f"model.{name}": x for name, x in shape.items()}
+  shape |= {"model.num-kv-heads": 1, "steps": 1}
+  assert train(run, preset="demo", **shape) == 0
+  assert not RunDirectory(run).source.exists()
+  assert command("export-hf", run, "--out", out) == 0
+  config = load_hf(out).config
+  assert (config.family, config.num_layers, config.d_model) == ("llama", 1, 32)
+  assert json.loads((out / "config.json").read_text())["dtype"] == "float32"
+
+
+def test_export_that_cannot_be_written_says_so(tmp_path, capsys, monkeypatch):
+  run, source = tmp_path / "run", DATA / "llama"
+  assert command("import-hf", source, *options(run)) == 0
+  assert command("import-hf", source, *options(run)) == 2
+  assert "holds a run; pass --overwrite" in capsys.readouterr().err
+  before = contents(run)
+  assert command("export-hf", run / "none", "--out", tmp_path / "out") == 2
+  assert "must hold a run with a checkpoint" in capsys.readouterr().err
+
+  def full(*_):
+    raise OSError(28, "No space left on device")
+
+  monkeypatch.setattr("coat_jax.models.hf.save._write_file", full)
+  assert command("export-hf", run, "--out", tmp_path / "out") == 1
+  assert "out must be written, got OSError" in capsys.readouterr().err
+  assert not (tmp_path / "out").exists() and contents(run) == before
+  assert command("import-hf", source, *options(run, "--overwrite")) == 0

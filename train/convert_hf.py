@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs from checkpoints of Hugging Face's transformers, and to them.
+
+Called by `train.convert`, which says how.
+"""
+
+import dataclasses
+from pathlib import Path
+from typing import Literal
+
+import jax
+from flax import nnx
+
+from coat_jax.models import save_hf
+from coat_jax.models.hf.config import CONFIG
+from train import pretrained, weights
+from train import step as steps
+from train.config import TrainConfig
+from train.run.checkpoint import restore_state
+from train.run.directory import RunDirectory
+from train.run.imported import create_run
+from train.run.sources import newest_checkpoint
+from train.run.writing import SaveError, first_line
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+
+
+def import_hf(source: Path, config: TrainConfig) -> int:
+  """Makes a checkpoint of transformers a run that has done no step.
+
+  Args:
+    source: Folder with config.json and safetensors.
+    config: The run to make, of any model: its shape becomes the checkpoint's.
+
+  Returns:
+    The step that the run resumes from, 0.
+
+  Raises:
+    ValueError: the checkpoint is damaged or of another family; the folder holds
+      a run; `config.resume` or `config.init_from` is set.
+  """
+  if config.init_from:
+    raise ValueError(
+      f"import-hf: weights come from {source}, got --init-from; leave it out"
+    )
+  config = dataclasses.replace(config, init_from=str(source.absolute()))
+  config = pretrained.with_shape(config)
+
+  def make(abstract):
+    pretrained.check(config, abstract)
+    return pretrained.initial_state(config, steps.build_optimizer(config))
+
+  return create_run(config, make)
+
+
+def export_hf(run: Path, out: Path, dtype: Dtype | None = None) -> int:
+  """Writes a run's newest whole checkpoint as one of transformers.
+
+  Args:
+    run: Folder of the run, which may be training meanwhile.
+    out: Folder to create.
+    dtype: Of the tensors; None for that of the checkpoint that the run began
+      with, or without one that of the run's weights.
+
+  Returns:
+    The checkpoint's step.
+
+  Raises:
+    ValueError: `run` is no run with a whole checkpoint, or `out` exists or
+      would be in a file.
+    SaveError: it cannot be written.
+  """
+  path, step, config = newest_checkpoint(run, out)
+  abstract = steps.abstract_state(config, steps.build_optimizer(config))
+  abstract = abstract._replace(exact=(), clip=())
+  if config.params != "bfloat16_low8":  # Else it has the weights' low bytes.
+    abstract = abstract._replace(optimizer=())
+  state = restore_state(path, step, abstract)
+  params, low = state.params, weights.without_low(state.optimizer)[1]
+  if low is not None:
+    params = jax.jit(weights.load)(params, low)
+  model = nnx.merge(steps.build_graph(config), params)
+  source = RunDirectory(run).source
+  like = source if (source / CONFIG).is_file() else None
+  try:
+    save_hf(model, out, like=like, dtype=dtype)
+  except OSError as error:
+    raise SaveError(
+      f"export-hf: {out} must be written, got {first_line(error)}; make room, "
+      "or pass a folder on another disk"
+    ) from error
+  return step
