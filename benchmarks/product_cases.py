@@ -79,7 +79,7 @@ def _matmuls(sizes):
 
 def _grouped(sizes):
   """The products of a mixture's experts, each of which has some of the rows."""
-  t, d, f = sizes.tokens, sizes.d_model, sizes.d_ff // sizes.num_experts
+  t, d, f = sizes.tokens, sizes.d_model, sizes.d_ff
   e = sizes.num_experts
   shapes = {"x": (t, d), "w": (e, d, f), "g": (t, f)}
   shape = dict(experts=e, rows=t, in_features=d, out_features=f)
