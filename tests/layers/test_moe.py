@@ -21,6 +21,7 @@ from coat_jax.qtensor import num_groups
 from tests.comparing import assert_close, assert_same_bits, jit
 from tests.layers import straight_through
 from tests.layers.test_residuals import BF16, F32, FP8, kinds
+from tests.matrices import quick
 
 D, F, E, K, G = 24, 40, 6, 2, 16
 COAT = recipes.coat()
@@ -113,13 +114,16 @@ def oracle(x, weights, dy, dprobability, kind, normalize, add_input, is_fp8):
 
 @pytest.mark.parametrize(
   "kind, normalize, add_input, recipe",
-  [
-    ("rms", False, True, COAT),
-    ("layer", True, False, COAT),
-    (None, True, True, COAT),
-    ("rms", True, True, recipes.bf16()),
-    (None, False, False, recipes.fp8_linear()),
-  ],
+  quick(
+    3,
+    [
+      ("rms", False, True, COAT),
+      ("layer", True, False, COAT),
+      ("rms", True, True, recipes.bf16()),
+      (None, True, True, COAT),
+      (None, False, False, recipes.fp8_linear()),
+    ],
+  ),
 )
 def test_moe_equals_all_experts_masked(kind, normalize, add_input, recipe):
   x, weights, dy = case(has_beta=kind == "layer")
@@ -151,7 +155,7 @@ def routed(x, router, normalize):
   return experts, weights, load / count, total / count
 
 
-@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("normalize", quick(1, [False, True]))
 def test_routing_is_numpy_s(normalize):
   # An expert's output that says which one it is: gate and up read a constant
   # feature, and down writes to a column of the expert's own.
@@ -210,6 +214,7 @@ def test_moe_drops_no_token():
   assert not np.any(gradients[1].gate_up[0])
 
 
+@pytest.mark.slow
 def test_moe_in_bfloat16():
   x, weights, dy = case((2, 32))
   # A router that decides: rounding to BF16 sends no token elsewhere.
