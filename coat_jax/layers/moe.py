@@ -2,8 +2,8 @@
 """The mixture-of-experts block: norm, router, gated experts, residual add.
 
 The MLP half of a decoder layer whose tokens go to k of E gated MLPs each, none
-dropped. `layers.experts` has how it computes and what it saves, `layers.
-routing` the router and the auxiliary loss.
+dropped. `layers.experts` says how it is computed and what is saved in FP8;
+`layers.routing` has the router and the auxiliary loss.
 """
 
 import functools
