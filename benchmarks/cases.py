@@ -28,6 +28,7 @@ class Sizes:
   Attributes:
     batch, seq, d_model, d_ff, num_heads: of the layer.
     num_kv_heads: key heads, or None for as many as there are query heads.
+    num_experts: of a mixture as wide as the layer's MLP.
     norm: kind of its norms; a layer norm has a beta.
     dtype: of activations, gradients and parameters of norms.
     group_size: of the values that norms and activation functions read.
@@ -41,6 +42,7 @@ class Sizes:
   d_ff: int = 11008
   num_heads: int = 32
   num_kv_heads: int | None = None
+  num_experts: int = 8
   norm: ops.NormKind = "rms"
   dtype: DTypeLike = jnp.bfloat16
   group_size: int = 16
@@ -112,6 +114,7 @@ ODD = Sizes(
   d_model=12,
   d_ff=10,
   num_heads=2,
+  num_experts=2,
   quantized=(3, 10),
   group_sizes=(16,),
 )

@@ -22,6 +22,7 @@ from coat_jax.layers import linear
 def product_cases(sizes: Sizes) -> Iterator[Case]:
   """Those of every operation and layer that multiplies matrices."""
   yield from _matmuls(sizes)
+  yield from _grouped(sizes)
   yield from _linear(sizes)
   yield from _attention(sizes)
 
@@ -74,6 +75,34 @@ def _matmuls(sizes):
     flops=2 * t * f * d,
     ceiling="fp8",
   )
+
+
+def _grouped(sizes):
+  """The products of a mixture's experts, each of which has some of the rows."""
+  t, d, f = sizes.tokens, sizes.d_model, sizes.d_ff
+  e = sizes.num_experts
+  shapes = {"x": (t, d), "w": (e, d, f), "g": (t, f)}
+  shape = dict(experts=e, rows=t, in_features=d, out_features=f)
+  # Triangular numbers: no two experts have equally many, and the first none.
+  ends = [t * i * (i + 1) // (e * (e - 1)) for i in range(e)]
+  counts = [b - a for a, b in zip([0, *ends], ends, strict=False)]
+  for op, a, b in (
+    (ops.grouped_fwd, "x", "w"),
+    (ops.grouped_dgrad, "g", "w"),
+    (ops.grouped_wgrad, "x", "g"),
+  ):
+    yield of_op(
+      op,
+      shape,
+      lambda a=a, b=b: (
+        sizes.normal(*shapes[a]),
+        sizes.normal(*shapes[b], seed=1),
+        jnp.array(counts, jnp.int32),
+      ),
+      lambda op, a, b, counts: op(a, b, counts, dtype=sizes.dtype),
+      flops=2 * t * d * f,
+      ceiling="bf16",
+    )
 
 
 def _linear(sizes):

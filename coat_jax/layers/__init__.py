@@ -3,8 +3,8 @@
 
 Two levels: drop-in single operations (Linear, RMSNorm, LayerNorm, silu_mul,
 gelu), and fused blocks, where most of the memory and the speed is (NormLinear,
-GatedMLP, MLP, Attention). All are BF16 in and BF16 out. A block of one's own is
-`block` with another `Middle`.
+GatedMLP, MLP, MoE, Attention). All are BF16 in and BF16 out. A block of one's
+own is `block` with another `Middle`.
 """
 
 from coat_jax.layers.activation import gelu as gelu
@@ -19,6 +19,7 @@ from coat_jax.layers.attention_output import (
 from coat_jax.layers.back import BackWeights as BackWeights
 from coat_jax.layers.block import BlockWeights as BlockWeights
 from coat_jax.layers.block import block as block
+from coat_jax.layers.experts import MoEWeights as MoEWeights
 from coat_jax.layers.front import FrontWeights as FrontWeights
 from coat_jax.layers.gated_mlp import Gated as Gated
 from coat_jax.layers.gated_mlp import GatedMLP as GatedMLP
@@ -30,6 +31,8 @@ from coat_jax.layers.middle import MiddleGradient as MiddleGradient
 from coat_jax.layers.middle import MiddleOutput as MiddleOutput
 from coat_jax.layers.mlp import GELU as GELU
 from coat_jax.layers.mlp import MLP as MLP
+from coat_jax.layers.moe import MoE as MoE
+from coat_jax.layers.moe import moe as moe
 from coat_jax.layers.norm import LayerNorm as LayerNorm
 from coat_jax.layers.norm import RMSNorm as RMSNorm
 from coat_jax.layers.norm import norm as norm
@@ -47,6 +50,8 @@ from coat_jax.layers.residuals import RESIDUAL_NAMES as RESIDUAL_NAMES
 from coat_jax.layers.rope import Heads as Heads
 from coat_jax.layers.rope import rope as rope
 from coat_jax.layers.rope import split_heads as split_heads
+from coat_jax.layers.routing import RoutingStats as RoutingStats
+from coat_jax.layers.routing import load_balancing_loss as load_balancing_loss
 from coat_jax.layers.self_attention import AttentionInputs as AttentionInputs
 from coat_jax.layers.self_attention import SelfAttention as SelfAttention
 from coat_jax.layers.self_attention import self_attention as self_attention

@@ -45,6 +45,7 @@ from coat_jax.ops.activation import (
 )
 from coat_jax.ops.attention import attention_bwd, attention_fwd
 from coat_jax.ops.dispatch import Op, explain
+from coat_jax.ops.grouped import grouped_dgrad, grouped_fwd, grouped_wgrad
 from coat_jax.ops.linear import linear_dgrad, linear_fwd, linear_wgrad
 from coat_jax.ops.norm import (
   norm_bwd,
@@ -98,6 +99,9 @@ __all__ = [
   "gelu_fwd",
   "gelu_input",
   "gelu_values",
+  "grouped_dgrad",
+  "grouped_fwd",
+  "grouped_wgrad",
   "join_columns",
   "join_heads",
   "join_heads_operand",

@@ -12,6 +12,8 @@ Inside `jax.shard_map`. Without axes, and over axes of one device, these do
 nothing.
 """
 
+import math
+
 import jax
 from jax import Array, lax
 
@@ -41,16 +43,28 @@ def gather_weight(w: Operand, recipe: CoatRecipe) -> Operand:
   return w._replace(rows=rows, columns=columns)
 
 
+def gather_experts(w: Array, axes: MeshAxes | None) -> Array:
+  """All rows of the weights of experts [E, D, F], of which it has a share."""
+  if axes is None or size_of(axes.fsdp) == 1:
+    return w
+  return lax.all_gather(w, axes.fsdp, axis=1, tiled=True)
+
+
 def reduce_gradient(
-  dw: Array, axes: MeshAxes | None, *, has_columns: bool
+  dw: Array,
+  axes: MeshAxes | None,
+  *,
+  has_columns: bool,
+  rows: int = 0,
 ) -> Array:
   """A device's rows of a weight's gradient, summed over all tokens.
 
   Args:
-    dw: [D, F], of the device's own tokens.
+    dw: [D, F], of the device's own tokens; of several experts [E, D, F].
     axes: of the mesh.
     has_columns: whether the device's columns or inputs are its own; otherwise
       devices along tensor have other tokens of the same weight.
+    rows: the axis of the rows, which are split over fsdp.
   """
   if axes is None:
     return dw
@@ -58,7 +72,7 @@ def reduce_gradient(
   if axes.tensor is not None and not has_columns:
     over.append(axes.tensor)
   if size_of(axes.fsdp) > 1:
-    dw = lax.psum_scatter(dw, axes.fsdp, scatter_dimension=0, tiled=True)
+    dw = lax.psum_scatter(dw, axes.fsdp, scatter_dimension=rows, tiled=True)
   return _sum(dw, over)
 
 
@@ -95,6 +109,19 @@ def gather_sequence(x: Operand, recipe: CoatRecipe, *, batch: int) -> Operand:
     columns = columns.reshape(n * batch, -1)
     columns = _gather_columns(columns, axes.tensor, recipe).reshape(n, -1)
   return x._replace(rows=rows, columns=columns)
+
+
+def gather_positions[Tree](tree: Tree, axes: MeshAxes | None) -> Tree:
+  """Arrays [B, T, ...] of whole sequences, from those of its positions."""
+  if axes is None or size_of(axes.tensor) == 1:
+    return tree
+  jax.tree.map(_check_has_positions, tree)
+  return jax.tree.map(lambda x: _gather(x, axes.tensor, 1), tree)
+
+
+def token_shards(axes: MeshAxes | None) -> int:
+  """Among how many devices tokens are split."""
+  return 1 if axes is None else math.prod(map(size_of, axes.tokens))
 
 
 def scatter_sequence(y: Array, axes: MeshAxes | None) -> Array:

@@ -1,0 +1,269 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A mixture of experts under one rule, with FP8 residuals.
+
+  router   x --norm--> y --f32 product, softmax--> experts and weights p
+  front    y --copied, sorted by expert, product--> gate, up    [T k, 2 F]
+  middle   z = p silu(gate) up
+  back     z --product, summed over a token's copies--> + x or nothing
+
+The products are BF16 (they have x's dtype), of groups of rows: per-tensor FP8
+has one scale for all experts and no grouped product on Hopper in XLA. What is
+saved for the backward pass is FP8 all the same: x and, for each of a token's k
+copies, gate and up, all in 1 x G groups, and the experts' numbers, 4 k bytes a
+token. All else is computed again from those: y and its statistics, the router's
+probabilities (one small product), the copies, which are rows of y, and z. The
+forward computes with the same values. COAT's code has no mixtures, so
+recipe.residuals and recipe.weight_cache change nothing here.
+
+The weight p multiplies z, of F columns, and not an expert's output, of D: then
+the gradient of the product before p, dz = dy w_down^T, gives p's as well:
+dp = dz . (silu(gate) up) = dy . (expert's output). So that output, [T k, D], is
+neither saved nor computed again.
+
+On a mesh every device has a share of every expert: its rows over fsdp, which
+are gathered in BF16 where they are used, and its columns F over tensor, as in
+`gated_mlp`. A device computes those columns of all positions of its sequences,
+and partial sums are scattered. Whole experts on devices would need as many rows
+on each as all tokens at once could ask of it, since shapes are static and no
+token is dropped: T k rows, of gate and up too, tensor times what they are here.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, P
+
+from coat_jax import ops
+from coat_jax.layers.mesh.collectives import (
+  gather_experts,
+  gather_positions,
+  reduce_gradient,
+  scatter_sequence,
+  sum_tokens,
+  token_shards,
+)
+from coat_jax.layers.mesh.rule import rule
+from coat_jax.layers.mesh.specs import split_inputs, tokens
+from coat_jax.layers.norm import NormSaved, norm_gradients
+from coat_jax.layers.residuals import cotangent, save_residual
+from coat_jax.layers.routing import (
+  RoutingStats,
+  Rows,
+  choose_experts,
+  copies_of,
+  expert_weights,
+  load_of,
+  p_of_rows,
+  sort_rows,
+  sum_of_copies,
+  to_rows,
+)
+from coat_jax.qtensor import QTensor, dequantize
+from coat_jax.recipe import CoatRecipe, MeshAxes
+
+
+class MoEWeights(NamedTuple):
+  """Parameters of a mixture of experts, and their gradients.
+
+  Attributes:
+    gamma, beta: [D], of the norm; None where it has none.
+    router: [D, E].
+    gate_up: [E, D, 2, F], gate first.
+    down: [E, F, D].
+  """
+
+  gamma: Array | None
+  beta: Array | None
+  router: Array
+  gate_up: Array
+  down: Array
+
+
+class MoEKind(NamedTuple):
+  """Arguments of a mixture of experts that are no arrays.
+
+  Attributes:
+    kind, eps: of the norm; None for none.
+    experts_per_token: k.
+    normalize: whether a token's k weights are divided by their sum.
+    add_input: whether x is added.
+  """
+
+  kind: ops.NormKind | None
+  eps: float
+  experts_per_token: int
+  normalize: bool
+  add_input: bool
+
+
+class _Saved(NamedTuple):
+  x: QTensor
+  experts: Array  # int32 [..., k], of the device's positions.
+  gate: QTensor  # [..., k, F] of whole sequences: rows sorted by expert.
+  up: QTensor
+
+
+def _fwd(x, weights, static, recipe):
+  w, axes, k = weights, recipe.axes, static.experts_per_token
+  num_experts, dtype = w.router.shape[-1], x.dtype
+  grouped = _grouped(ops.grouped_fwd, dtype, recipe)
+  x_q = ops.quantize_groups(
+    x,
+    group_size=recipe.group_size,
+    dtype=recipe.formats.values,
+    implementation=recipe.implementation,
+  )
+  x_q = save_residual("norm", x_q)
+  y, _ = _normed(x_q, w, static, recipe, dtype)
+  experts = save_residual("linear", choose_experts(y, w.router, k))
+  p, probability = expert_weights(
+    y, w.router, experts, normalize=static.normalize
+  )
+  stats = RoutingStats(load_of(experts, num_experts), probability)
+
+  y, _ = _normed(gather_positions(x_q, axes), w, static, recipe, dtype)
+  rows = sort_rows(gather_positions(experts, axes), num_experts)
+  p = p_of_rows(gather_positions(p, axes), rows)
+  h = grouped(to_rows(y, rows, k), _matrices(w.gate_up, dtype, axes), rows)
+  # Its third result, the scale of an FP8 product's operand, is not needed.
+  gate, up, _ = ops.gate_up_input(
+    h.reshape(*y.shape[:-1], k, h.shape[-1]),
+    group_size=recipe.group_size,
+    dtype=recipe.formats.values,
+    product_dtype=recipe.formats.values,
+    implementation=recipe.implementation,
+  )
+  gate, up = save_residual("activation", (gate, up))
+  z = (p * _silu_product(gate, up, recipe)).astype(dtype)
+  out = grouped(z, _matrices(w.down, dtype, axes), rows)
+  out = sum_of_copies(out, rows, (*y.shape[:-1], k)).astype(dtype)
+  out = scatter_sequence(out, axes)
+  if static.add_input:
+    out = _sum(x, out)
+  mean = lambda a: sum_tokens(a, axes) / token_shards(axes)  # noqa: E731
+  return (out, jax.tree.map(mean, stats)), _Saved(x_q, experts, gate, up)
+
+
+def _bwd(static, recipe, inputs, saved, cotangents):
+  (w,), (g, dstats) = inputs, cotangents
+  axes, k, dtype = recipe.axes, static.experts_per_token, g.dtype
+  grouped = _grouped(ops.grouped_dgrad, dtype, recipe)
+  x_q, experts, gate, up = saved
+  own_y, norm_stats = _normed(x_q, w, static, recipe, dtype)
+
+  def route(y, router):
+    return expert_weights(y, router, experts, normalize=static.normalize)
+
+  (p, _), route_backward = jax.vjp(route, own_y, w.router)
+  shape = (*gate.qvalue.shape[:-2], k)
+  rows = sort_rows(gather_positions(experts, axes), w.router.shape[-1])
+  p = p_of_rows(gather_positions(p, axes), rows)
+
+  dout = to_rows(gather_positions(g, axes), rows, k)
+  dz = grouped(dout, _matrices(w.down, dtype, axes), rows).astype(jnp.float32)
+  product = _silu_product(gate, up, recipe)
+  dp = copies_of(jnp.sum(dz * product, axis=-1), rows).reshape(shape)
+  dp = scatter_sequence(dp, axes)
+  z = (p * product).astype(dtype)
+  ddown = _weight_gradient(z, dout, w.down, rows, recipe)
+
+  dgate_and_up = ops.silu_mul_bwd(
+    p * dz, _flat(gate), _flat(up), group_size=recipe.group_size
+  )
+  dh = jnp.concatenate(dgate_and_up, axis=-1).astype(dtype)
+  y, _ = _normed(gather_positions(x_q, axes), w, static, recipe, dtype)
+  dgate_up = _weight_gradient(to_rows(y, rows, k), dh, w.gate_up, rows, recipe)
+  dy = grouped(dh, _matrices(w.gate_up, dtype, axes), rows)
+  dy = scatter_sequence(sum_of_copies(dy, rows, shape).astype(dtype), axes)
+
+  dprobability = dstats.probability / token_shards(axes)
+  from_router, drouter = route_backward((dp, dprobability))
+  drouter = cotangent(sum_tokens(drouter, axes), w.router)
+  dx, dgamma, dbeta = _sum(dy, from_router), None, None
+  if norm_stats is None:
+    dx = _sum(dx, g) if static.add_input else dx
+  else:
+    dx, dgamma, dbeta = norm_gradients(
+      NormSaved(x_q, norm_stats),
+      w.gamma,
+      w.beta,
+      dx,
+      g if static.add_input else None,
+      recipe,
+    )
+  return dx, MoEWeights(dgamma, dbeta, drouter, dgate_up, ddown)
+
+
+def _specs(x, weights, static, recipe):
+  del weights, static
+  axes = recipe.axes
+  of_weights = MoEWeights(
+    gamma=P(),  # pyright: ignore[reportArgumentType]
+    beta=P(),  # pyright: ignore[reportArgumentType]
+    router=P(),  # pyright: ignore[reportArgumentType]
+    gate_up=P(None, axes.fsdp, None, axes.tensor),  # pyright: ignore[reportArgumentType]
+    down=P(None, *split_inputs(axes)),  # pyright: ignore[reportArgumentType]
+  )
+  each = tokens(axes, x)
+  return (each, of_weights), (each, P())
+
+
+experts_rule = rule(_fwd, _bwd, _specs, reads=(1,))
+
+
+def _normed(x_q, w, static, recipe, dtype):
+  """The norm of 1 x G values in `dtype`, and its statistics; None for none."""
+  values = dequantize(x_q, group_size=recipe.group_size)
+  if static.kind is None:
+    return values.astype(dtype), None
+  y, stats = ops.norm_values(
+    values, w.gamma, w.beta, kind=static.kind, eps=static.eps
+  )
+  return y.astype(dtype), stats
+
+
+def _grouped(op, dtype, recipe):
+  """A product of rows with weights, in `dtype`."""
+
+  def product(x, w, rows: Rows):
+    how = recipe.implementation
+    return op(x, w, rows.sizes, dtype=dtype, implementation=how)
+
+  return product
+
+
+def _matrices(w: Array, dtype, axes: MeshAxes | None) -> Array:
+  """All rows of [E, D, *F] as [E, D, F] in `dtype`."""
+  w = w.reshape(*w.shape[:2], -1)
+  return gather_experts(w.astype(dtype), axes)
+
+
+def _weight_gradient(x, g, w, rows: Rows, recipe: CoatRecipe) -> Array:
+  """x^T g of each expert; on a mesh of the device's rows."""
+  axes = recipe.axes
+  dw = ops.grouped_wgrad(
+    x,
+    g,
+    rows.sizes,
+    dtype=w.dtype if axes is None else axes.grad_dtype,
+    implementation=recipe.implementation,
+  )
+  return cotangent(reduce_gradient(dw, axes, has_columns=True, rows=1), w)
+
+
+def _silu_product(gate: QTensor, up: QTensor, recipe: CoatRecipe) -> Array:
+  """silu(gate) up, f32 [T k, F]."""
+  gate_values, up_values = (
+    dequantize(_flat(a), group_size=recipe.group_size) for a in (gate, up)
+  )
+  return ops.silu_values(gate_values) * up_values
+
+
+def _flat(q: QTensor) -> QTensor:
+  return jax.tree.map(lambda a: a.reshape(-1, a.shape[-1]), q)
+
+
+def _sum(a: Array, b: Array) -> Array:
+  """a + b, in f32, in a's dtype."""
+  return (a.astype(jnp.float32) + b.astype(jnp.float32)).astype(a.dtype)

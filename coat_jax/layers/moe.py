@@ -1,0 +1,309 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The mixture-of-experts block: norm, router, gated experts, residual add.
+
+The MLP half of a decoder layer whose tokens go to k of E gated MLPs each, none
+dropped. `layers.experts` says how it is computed and what is saved in FP8;
+`layers.routing` has the router and the auxiliary loss.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jax.typing import DTypeLike
+
+from coat_jax import ops
+from coat_jax import recipe as recipes
+from coat_jax.layers.activation import silu_mul
+from coat_jax.layers.experts import MoEKind, MoEWeights, experts_rule
+from coat_jax.layers.linear import default_kernel_init
+from coat_jax.layers.module import RecipeModule, Sharding, reshard, value_of
+from coat_jax.layers.norm import make_norm, norm, norm_options
+from coat_jax.layers.parameters import NO_METADATA, Metadata, make_param
+from coat_jax.layers.residuals import cotangent, residual_scope
+from coat_jax.layers.routing import (
+  RoutingStats,
+  choose_experts,
+  expert_weights,
+  load_of,
+  p_of_rows,
+  sort_rows,
+  sum_of_copies,
+  to_rows,
+)
+from coat_jax.ops.explicit import partitioned
+from coat_jax.recipe import CoatRecipe
+
+# As `Linear`'s for one expert: E is no part of the fan-in.
+default_experts_init = nnx.initializers.variance_scaling(
+  1.0, "fan_in", "truncated_normal", batch_axis=(0,)
+)
+
+
+def moe(
+  x: Array,
+  weights: MoEWeights,
+  *,
+  experts_per_token: int,
+  normalize: bool,
+  kind: ops.NormKind | None,
+  eps: float,
+  add_input: bool = True,
+  recipe: CoatRecipe,
+) -> tuple[Array, RoutingStats]:
+  """x + sum_e p_e (silu(norm(x) w_gate_e) * (norm(x) w_up_e)) w_down_e.
+
+  The sum is over a token's k experts, those with the largest p =
+  softmax(norm(x) w_router). All tokens go to all of their experts.
+
+  Args:
+    x: [..., D], the residual stream, BF16 (or f32).
+    weights: see `MoEWeights`.
+    experts_per_token: k.
+    normalize: whether a token's k weights p are divided by their sum.
+    kind: norm, "rms" or "layer"; None for none.
+    eps: the norm's.
+    add_input: whether x is added.
+    recipe: what is saved is FP8 where `nonlinear` is "fp8"; the products are
+      in x's dtype whatever it says.
+
+  Returns:
+    [..., D] in x's dtype, and what `load_balancing_loss` reads.
+
+  Raises:
+    ValueError: shapes that do not fit one another, or k above E.
+  """
+  _check(x, weights, experts_per_token, recipe)
+  static = MoEKind(kind, eps, experts_per_token, normalize, add_input)
+  if recipe.nonlinear == "fp8":
+    return experts_rule((x, weights), static, recipe)
+  y = x
+  if kind is not None:
+    gamma, beta = weights.gamma, weights.beta
+    y = norm(x, gamma, beta, kind=kind, eps=eps, recipe=recipe)
+  plain = functools.partial(_plain, static=static, recipe=recipe)
+  return partitioned(plain, x, y, weights)
+
+
+def _plain(x, y, w, *, static, recipe):
+  """Differentiated as it is written, but for the products."""
+  k, num_experts = static.experts_per_token, w.router.shape[-1]
+  shape = (*y.shape[:-1], k)
+  with residual_scope("linear"):
+    experts = choose_experts(jax.lax.stop_gradient(y), w.router, k)
+    p, probability = expert_weights(
+      y, w.router, experts, normalize=static.normalize
+    )
+    rows = sort_rows(experts, num_experts)
+    p = p_of_rows(p, rows)
+    h = _product(
+      to_rows(y, rows, k), w.gate_up, rows.sizes, recipe.implementation
+    )
+  z = silu_mul(*jnp.split(h, 2, axis=-1), recipe=recipe)
+  with residual_scope("activation"):
+    z = (p * z.astype(jnp.float32)).astype(y.dtype)
+  with residual_scope("linear"):
+    out = _product(z, w.down, rows.sizes, recipe.implementation)
+    out = sum_of_copies(out, rows, shape).astype(y.dtype)
+  out = x + out if static.add_input else out
+  return out, RoutingStats(load_of(experts, num_experts), probability)
+
+
+def _grouped(x, w, sizes, implementation) -> Array:
+  """Rows x [M, D] times w [E, D, *F] of their group, in x's dtype."""
+  return ops.grouped_fwd(
+    x, _matrices(w, x), sizes, dtype=x.dtype, implementation=implementation
+  )
+
+
+def _grouped_fwd(x, w, sizes, implementation):
+  return _grouped(x, w, sizes, implementation), (x, w, sizes)
+
+
+def _grouped_bwd(implementation, saved, g):
+  x, w, sizes = saved
+  dx = ops.grouped_dgrad(
+    g, _matrices(w, x), sizes, dtype=x.dtype, implementation=implementation
+  )
+  dw = ops.grouped_wgrad(
+    x, g, sizes, dtype=w.dtype, implementation=implementation
+  )
+  return dx, cotangent(dw, w), None
+
+
+_product = jax.custom_vjp(_grouped, nondiff_argnums=(3,))
+_product.defvjp(_grouped_fwd, _grouped_bwd)
+
+
+def _matrices(w, x):
+  return w.reshape(*w.shape[:2], -1).astype(x.dtype)
+
+
+def _check(x, w, experts_per_token, recipe) -> None:
+  """Raises for shapes that do not fit; a caller's shard_map has other F's."""
+  (d, e), gate_up, down = w.router.shape, w.gate_up.shape, w.down.shape
+  fits = len(gate_up) == 4 and len(down) == 3 and gate_up[2] == 2
+  fits = fits and gate_up[0] == down[0] == e
+  if fits and not recipe.axes:
+    fits = gate_up[1] == down[2] == d == x.shape[-1] and gate_up[3] == down[1]
+  if not fits:
+    raise ValueError(
+      "moe: weights must be router [D, E], gate_up [E, D, 2, F] and down "
+      f"[E, F, D] for x [..., D], got {w.router.shape}, {gate_up} and {down} "
+      f"for {x.shape}"
+    )
+  if not 1 <= experts_per_token <= e:
+    raise ValueError(
+      f"moe: experts_per_token must be between 1 and the {e} experts, got "
+      f"{experts_per_token}"
+    )
+
+
+class MoE(RecipeModule):
+  """The MLP half of a decoder layer as a mixture of experts.
+
+  x + sum_e p_e (silu(norm(x) w_gate_e) * (norm(x) w_up_e)) w_down_e over the
+  `experts_per_token` experts with the largest p = softmax(norm(x) w_router).
+
+  Example usage::
+
+    >>> from coat_jax import recipe
+    >>> from coat_jax.layers import MoE, load_balancing_loss
+    >>> from flax import nnx
+    >>> import jax.numpy as jnp
+
+    >>> experts = MoE(64, 96, 8, 2, recipe=recipe.coat(), rngs=nnx.Rngs(0))
+    >>> y, stats = experts(jnp.ones((2, 16, 64), jnp.bfloat16))
+    >>> y.shape, stats.load.shape
+    ((2, 16, 64), (8,))
+    >>> load_balancing_loss(stats).shape
+    ()
+
+  Attributes:
+    num_experts, experts_per_token, normalize, add_input: as they were given.
+    norm: RMSNorm or LayerNorm; None without a norm.
+    router: [features, num_experts].
+    gate_up: [num_experts, features, 2, hidden_features], gate first.
+    down: [num_experts, hidden_features, features].
+  """
+
+  def __init__(
+    self,
+    features: int,
+    hidden_features: int,
+    num_experts: int,
+    experts_per_token: int,
+    *,
+    normalize: bool = False,
+    recipe: CoatRecipe | None = None,
+    norm: ops.NormKind | None = "rms",
+    epsilon: float = 1e-6,
+    use_scale: bool = True,
+    use_norm_bias: bool = False,
+    add_input: bool = True,
+    dtype: DTypeLike | None = jnp.bfloat16,
+    param_dtype: DTypeLike = jnp.float32,
+    router_init: nnx.Initializer = default_kernel_init,
+    router_metadata: Metadata = NO_METADATA,
+    kernel_init: nnx.Initializer = default_experts_init,
+    kernel_metadata: Metadata = NO_METADATA,
+    out_kernel_init: nnx.Initializer | None = None,
+    out_kernel_metadata: Metadata = NO_METADATA,
+    scale_init: nnx.Initializer | None = None,
+    scale_metadata: Metadata = NO_METADATA,
+    rngs: nnx.Rngs,
+  ):
+    """Initializes the parameters.
+
+    Args:
+      features: D, width of input and output.
+      hidden_features: F, width of an expert's gate and up.
+      num_experts: E.
+      experts_per_token: k, how many experts each token goes to.
+      normalize: whether a token's k weights are divided by their sum
+        (`norm_topk_prob` in transformers).
+      recipe: what is saved in FP8; None for `recipe.coat()`. Products are in
+        `dtype` in every recipe.
+      norm: "rms" or "layer"; None for none.
+      epsilon: what the norm adds to the mean square or the variance.
+      use_scale: whether the norm has a scale [D].
+      use_norm_bias: whether the norm has a bias [D], zeros at first.
+      add_input: whether the block adds its input, the residual stream.
+      dtype: of input, output and products; None for what the input and the
+        parameters promote to.
+      param_dtype: of the parameters and their gradients.
+      router_init: initializer of the router's kernel.
+      router_metadata: metadata of that kernel.
+      kernel_init: initializer of gate_up, called with [E, D, 2 F].
+      kernel_metadata: metadata of gate_up; names are those of its four axes.
+      out_kernel_init: initializer of down, called with [E, F, D]; None for
+        `kernel_init`.
+      out_kernel_metadata: metadata of down.
+      scale_init: initializer of the norm's scale; None for ones.
+      scale_metadata: metadata of that scale.
+      rngs: its stream `params` initializes the parameters.
+    """
+    super().__init__(recipe or recipes.coat(), dtype)
+    self.num_experts, self.experts_per_token = num_experts, experts_per_token
+    self.normalize, self.add_input = normalize, add_input
+    self.norm = make_norm(
+      norm,
+      features,
+      epsilon=epsilon,
+      use_scale=use_scale,
+      use_bias=use_norm_bias,
+      scale_init=scale_init,
+      scale_metadata=scale_metadata,
+      recipe=self.recipe,
+      dtype=dtype,
+      param_dtype=param_dtype,
+      rngs=rngs,
+    )
+
+    def make(init, shape, metadata, **drawn: Any) -> nnx.Param:
+      return make_param(init, rngs, shape, param_dtype, metadata, **drawn)
+
+    e, d, f = num_experts, features, hidden_features
+    self.router = make(router_init, (d, e), router_metadata)
+    self.gate_up = make(
+      kernel_init, (e, d, 2, f), kernel_metadata, drawn=(e, d, 2 * f)
+    )
+    self.down = make(
+      out_kernel_init or kernel_init, (e, f, d), out_kernel_metadata
+    )
+
+  def __call__(
+    self, x: Array, out_sharding: Sharding = None
+  ) -> tuple[Array, RoutingStats]:
+    """Runs the block.
+
+    Args:
+      x: [..., features].
+      out_sharding: how the output is sharded; None leaves it to JAX.
+
+    Returns:
+      [..., features] in `dtype`, and what `load_balancing_loss` reads, of
+      these tokens.
+    """
+    scale, bias = (
+      (None, None) if self.norm is None else (self.norm.scale, self.norm.bias)
+    )
+    y, stats = moe(
+      self.cast(x, self.gate_up),
+      MoEWeights(
+        value_of(scale),
+        value_of(bias),
+        self.router[...],
+        self.gate_up[...],
+        self.down[...],
+      ),
+      experts_per_token=self.experts_per_token,
+      normalize=self.normalize,
+      **norm_options(self.norm),
+      add_input=self.add_input,
+      recipe=self.active_recipe,
+    )
+    return reshard(y, out_sharding), stats

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Products of rows with the weight of their group, forward and backward.
+
+The rows of each expert of a mixture are next to each other: the first sizes[0]
+rows are group 0's, and so on. Groups have any sizes, none too; all together
+they are all rows.
+"""
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.typing import DTypeLike
+
+from coat_jax.ops.dispatch import op
+
+
+def _check_weights(x: Array, w: Array, sizes: Array, **kwargs) -> None:
+  del kwargs
+  fits = x.ndim == 2 and w.ndim == 3 and sizes.shape == w.shape[:1]
+  if not fits or x.shape[1] not in w.shape[1:]:
+    raise ValueError(
+      "grouped: needs rows [M, D] or gradients [M, F], weights [E, D, F] and "
+      f"sizes [E], got {x.shape}, {w.shape} and {sizes.shape}"
+    )
+
+
+def _check_rows(x: Array, g: Array, sizes: Array, **kwargs) -> None:
+  del kwargs
+  if x.ndim != 2 or g.ndim != 2 or len(x) != len(g) or sizes.ndim != 1:
+    raise ValueError(
+      "grouped: needs rows [M, D], gradients [M, F] and sizes [E], got "
+      f"{x.shape}, {g.shape} and {sizes.shape}"
+    )
+
+
+def _product(a, b, sizes, summed, groups, dtype) -> Array:
+  """A ragged product, summed in f32 over one axis of each."""
+  dimensions = lax.RaggedDotDimensionNumbers(
+    dot_dimension_numbers=(([summed[0]], [summed[1]]), ([], [])),
+    lhs_ragged_dimensions=[0],
+    rhs_group_dimensions=groups,
+  )
+  out = lax.ragged_dot_general(
+    a, b, sizes, dimensions, preferred_element_type=jnp.float32
+  )
+  return out.astype(dtype)
+
+
+@op(check=_check_weights, triton="grouped")
+def grouped_fwd(
+  x: Array, w: Array, sizes: Array, *, dtype: DTypeLike = jnp.bfloat16
+) -> Array:
+  """y [M, F]: rows of x [M, D] times w [E, D, F] of their group."""
+  return _product(x, w, sizes, (1, 1), [0], dtype)
+
+
+@op(check=_check_weights, triton="grouped")
+def grouped_dgrad(
+  g: Array, w: Array, sizes: Array, *, dtype: DTypeLike = jnp.bfloat16
+) -> Array:
+  """dx [M, D]: rows of g [M, F] times w^T, w [E, D, F] of their group."""
+  return _product(g, w, sizes, (1, 2), [0], dtype)
+
+
+@op(check=_check_rows, triton="grouped")
+def grouped_wgrad(
+  x: Array, g: Array, sizes: Array, *, dtype: DTypeLike = jnp.float32
+) -> Array:
+  """dw [E, D, F]: x^T g of each group's rows; zeros where it has none."""
+  return _product(x, g, sizes, (0, 0), [], dtype)

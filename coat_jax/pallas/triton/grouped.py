@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Products of rows with the weight of their group, in Triton.
+
+  grouped_fwd     y  = x w      [M, D] x [E, D, F] -> [M, F]
+  grouped_dgrad   dx = g w^T    [M, F] x [E, D, F] -> [M, D]
+  grouped_wgrad   dw = x^T g    [M, D] x [M, F] -> [E, D, F]
+
+For the first two rows are cut into tiles that do not cross groups. How many a
+group needs is known only on the device, and together they need M / rows + E at
+most: so many programs start, and those that are left over find no rows.
+
+      rows of x   | group 0      | 1 | group 2           |
+      tiles       | 0    | 1     | 2 | 3     | 4    | 5  | (6: none)
+
+For the third a program has a tile of one group's weight and goes through the
+group's rows.
+
+BF16 or f32 in, f32 sums. XLA has no kernel for them on a GPU: it multiplies
+every row with every group's weight, E times the operations, and writes rows
+times groups of zeros beside.
+
+Not measured yet. As many operations as a product [M, D] x [D, F].
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+from jax.typing import DTypeLike
+
+from coat_jax.ops.dispatch import supported
+from coat_jax.ops.types import Unsupported
+from coat_jax.pallas.triton import tiles
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+  """A program's share of a product, and the steps in which it is summed.
+
+  Attributes:
+    rows, columns: of the result.
+    step: how much of what is summed over is loaded at a time.
+    warps, stages: that share it; loads ahead.
+  """
+
+  rows: int
+  columns: int
+  step: int
+  warps: int
+  stages: int
+
+
+def pick_tile(dtype: DTypeLike) -> Tile:
+  """64 sums a thread."""
+  if dtype == jnp.bfloat16:
+    return Tile(128, 128, 64, 8, 3)
+  return Tile(64, 64, 32, 4, 2)
+
+
+def grouped_fwd(
+  x: Array,
+  w: Array,
+  sizes: Array,
+  *,
+  dtype: DTypeLike = jnp.bfloat16,
+  interpret: bool = False,
+) -> Array:
+  """`ops.grouped_fwd`."""
+  _require("grouped_fwd", x, w, dtype)
+  supported()
+  return _rows_times(
+    x, w, sizes, jnp.dtype(dtype), False, pick_tile(x.dtype), interpret
+  )
+
+
+def grouped_dgrad(
+  g: Array,
+  w: Array,
+  sizes: Array,
+  *,
+  dtype: DTypeLike = jnp.bfloat16,
+  interpret: bool = False,
+) -> Array:
+  """`ops.grouped_dgrad`."""
+  _require("grouped_dgrad", g, w, dtype)
+  supported()
+  return _rows_times(
+    g, w, sizes, jnp.dtype(dtype), True, pick_tile(g.dtype), interpret
+  )
+
+
+def grouped_wgrad(
+  x: Array,
+  g: Array,
+  sizes: Array,
+  *,
+  dtype: DTypeLike = jnp.float32,
+  interpret: bool = False,
+) -> Array:
+  """`ops.grouped_wgrad`."""
+  _require("grouped_wgrad", x, g, dtype)
+  supported()
+  return _wgrad(x, g, sizes, jnp.dtype(dtype), pick_tile(x.dtype), interpret)
+
+
+def _require(op: str, a: Array, b: Array, dtype: DTypeLike) -> None:
+  tiles.require_dtype(op, a.dtype, b.dtype, dtype)
+  if a.dtype != b.dtype:
+    raise Unsupported(
+      f"{op}: the Triton kernel multiplies values of one dtype, got {a.dtype} "
+      f"and {b.dtype}"
+    )
+  for x in (a, b):
+    tiles.require_shape(op, x.shape)
+
+
+# --- Rows times weights ------------------------------------------------------
+
+
+@functools.partial(
+  jax.jit, static_argnames=("dtype", "is_transposed", "tile", "interpret")
+)
+def _rows_times(x, w, sizes, dtype, is_transposed, tile: Tile, interpret):
+  (m, _), n = x.shape, w.shape[1 if is_transposed else 2]
+  work = _row_tiles(sizes, m, tile.rows)
+  return pl.pallas_call(
+    functools.partial(_rows_kernel, tile=tile, is_transposed=is_transposed),
+    grid=(work[0].size, pl.cdiv(n, tile.columns)),
+    out_shape=jax.ShapeDtypeStruct((m, n), dtype),
+    compiler_params=_compiler_params(tile),
+    interpret=interpret,
+    name="grouped_dgrad" if is_transposed else "grouped_fwd",
+  )(*work, x, w)
+
+
+def _row_tiles(sizes: Array, m: int, rows: int) -> tuple[Array, Array, Array]:
+  """Of each tile its group, its first row, and the end of the group's rows."""
+  num_tiles = pl.cdiv(m, rows) + sizes.size
+  ends = jnp.cumsum(sizes)
+  tiles_of = pl.cdiv(sizes, rows)
+  tile_ends = jnp.cumsum(tiles_of)
+  tile = jnp.arange(num_tiles)
+  group = jnp.searchsorted(tile_ends, tile, side="right")
+  is_left = group == sizes.size
+  group = jnp.minimum(group, sizes.size - 1)
+  within = tile - (tile_ends - tiles_of)[group]
+  first = (ends - sizes)[group] + within * rows
+  first = jnp.where(is_left, m, first)
+  as_int = lambda x: x.astype(jnp.int32)  # noqa: E731
+  return as_int(group), as_int(first), as_int(ends[group])
+
+
+def _rows_kernel(
+  group_ref, first_ref, end_ref, x_ref, w_ref, y_ref, *, tile, is_transposed
+):
+  i, j = pl.program_id(0), pl.program_id(1)
+  group, first, end = group_ref[i], first_ref[i], end_ref[i]
+  row = _count(first, tile.rows)
+  column = _count(j * tile.columns, tile.columns)
+  depth, n = x_ref.shape[1], y_ref.shape[1]
+
+  def add(k, total):
+    inner = _count(k * tile.step, tile.step)
+    a = _load(x_ref, row, inner, rows=end, columns=depth)
+    if is_transposed:
+      b = _load(w_ref, column, inner, group, rows=n, columns=depth)
+    else:
+      b = _load(w_ref, inner, column, group, rows=depth, columns=n)
+    return total + _dot(a, b, (1, 1 if is_transposed else 0))
+
+  total = jnp.zeros((tile.rows, tile.columns), jnp.float32)
+  total = jax.lax.fori_loop(0, pl.cdiv(depth, tile.step), add, total)
+  _store(y_ref, total, row, column, rows=end, columns=n)
+
+
+# --- Gradients of weights ----------------------------------------------------
+
+
+@functools.partial(jax.jit, static_argnames=("dtype", "tile", "interpret"))
+def _wgrad(x, g, sizes, dtype, tile: Tile, interpret):
+  (_, d), (_, f), (e,) = x.shape, g.shape, sizes.shape
+  ends = jnp.cumsum(sizes).astype(jnp.int32)
+  return pl.pallas_call(
+    functools.partial(_wgrad_kernel, tile=tile),
+    grid=(pl.cdiv(d, tile.rows), pl.cdiv(f, tile.columns), e),
+    out_shape=jax.ShapeDtypeStruct((e, d, f), dtype),
+    compiler_params=_compiler_params(tile),
+    interpret=interpret,
+    name="grouped_wgrad",
+  )(ends - sizes.astype(jnp.int32), ends, x, g)
+
+
+def _wgrad_kernel(first_ref, end_ref, x_ref, g_ref, dw_ref, *, tile):
+  i, j, group = (pl.program_id(axis) for axis in range(3))
+  first, end = first_ref[group], end_ref[group]
+  row = _count(i * tile.rows, tile.rows)
+  column = _count(j * tile.columns, tile.columns)
+  _, d, f = dw_ref.shape
+
+  def add(k, total):
+    token = _count(first + k * tile.step, tile.step)
+    a = _load(x_ref, token, row, rows=end, columns=d)
+    b = _load(g_ref, token, column, rows=end, columns=f)
+    return total + _dot(a, b, (0, 0))
+
+  steps = (end - first + tile.step - 1) // tile.step
+  total = jnp.zeros((tile.rows, tile.columns), jnp.float32)
+  total = jax.lax.fori_loop(0, steps, add, total)
+  _store(dw_ref, total, row, column, group, rows=d, columns=f)
+
+
+# --- Loads, stores and products of tiles -------------------------------------
+
+
+def _count(first, size: int) -> Array:
+  return first + jax.lax.broadcasted_iota(jnp.int32, (size,), 0)
+
+
+def _load(ref, row, column, *leading, rows, columns) -> Array:
+  """ref[*leading, row, column], zeros where they are not below their ends."""
+  at, mask = _at(ref, row, column, leading, rows, columns)
+  return plt.load(at, mask=mask, other=jnp.zeros((), ref.dtype))
+
+
+def _store(ref, x, row, column, *leading, rows, columns) -> None:
+  at, mask = _at(ref, row, column, leading, rows, columns)
+  plt.store(at, x.astype(ref.dtype), mask=mask)
+
+
+def _at(ref, row, column, leading, rows, columns):
+  shape = (row.size, column.size)
+  row = jax.lax.broadcast_in_dim(row, shape, (0,))
+  column = jax.lax.broadcast_in_dim(column, shape, (1,))
+  return ref.at[(*leading, row, column)], (row < rows) & (column < columns)
+
+
+def _dot(a: Array, b: Array, summed: tuple[int, int]) -> Array:
+  """Sums over an axis of each, in f32; f32 is not rounded to TF32 before."""
+  dimensions = (((summed[0],), (summed[1],)), ((), ()))
+  return jax.lax.dot_general(
+    a,
+    b,
+    dimensions,
+    precision=jax.lax.Precision.HIGHEST,
+    preferred_element_type=jnp.float32,
+  )
+
+
+def _compiler_params(tile: Tile) -> plt.CompilerParams:
+  return plt.CompilerParams(num_warps=tile.warps, num_stages=tile.stages)

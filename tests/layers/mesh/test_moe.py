@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A mixture of experts on meshes of eight devices: what one device computes."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from jax import P
+from jax.sharding import AxisType
+
+from coat_jax import recipe as recipes
+from coat_jax.layers import MoE, load_balancing_loss
+from coat_jax.recipe import MeshAxes
+from tests.comparing import assert_close, jit
+from tests.layers.mesh.placing import assert_sharded_like, place
+from tests.matrices import quick
+
+D, F, E, K, B, T = 64, 96, 5, 2, 8, 8
+NAMES = ("data", "fsdp", "tensor")
+# Five experts: no axis of a mesh divides them.
+SPECS = {
+  "gate_up": P(None, "fsdp", None, "tensor"),
+  "down": P(None, ("tensor", "fsdp")),
+}
+
+
+def spec_of(path, p):
+  name = jax.tree_util.keystr(path, simple=True, separator="/")
+  return next((s for end, s in SPECS.items() if name.endswith(end)), P())
+
+
+def build(recipe):
+  """The loss with its gradients and all results, and the parameters."""
+
+  def make(recipe):
+    options = dict(normalize=True, norm="layer", use_norm_bias=True)
+    options |= dict(dtype=jnp.float32, recipe=recipe, rngs=nnx.Rngs(0))
+    return MoE(D, F, E, K, **options)
+
+  graph = nnx.split(nnx.eval_shape(lambda: make(recipe)), nnx.Param)[0]
+  single = dataclasses.replace(recipe, axes=None)
+  params = nnx.to_pure_dict(nnx.split(make(single), nnx.Param)[1])
+
+  def loss(params, x, dy):
+    y, stats = nnx.merge(graph, params)(x)
+    return jnp.sum(y * dy) + 3 * load_balancing_loss(stats), (y, stats)
+
+  return jax.value_and_grad(loss, argnums=(0, 1), has_aux=True), params
+
+
+def arrays(shape=(B, T, D)):
+  return tuple(jax.random.normal(jax.random.key(i), shape) for i in (1, 2))
+
+
+# As in test_rule: other codes would be seen as 1e-3; what is left is the order
+# of sums.
+@pytest.mark.parametrize(
+  "recipe, sizes, kind",
+  quick(
+    1,
+    [
+      (recipes.coat(), (2, 2, 2), AxisType.Auto),
+      (recipes.coat(), (1, 8, 1), AxisType.Auto),
+      (recipes.coat(), (2, 2, 2), AxisType.Explicit),
+      (recipes.bf16(), (2, 2, 2), AxisType.Auto),
+      (recipes.bf16(), (2, 2, 2), AxisType.Explicit),
+    ],
+  ),
+)
+def test_moe_on_a_mesh_computes_what_it_does_on_one_device(recipe, sizes, kind):
+  x, dy = arrays()
+  f, params = build(recipe)
+  wanted = jit(f)(params, x, dy)
+  f, _ = build(dataclasses.replace(recipe, axes=MeshAxes(tensor="tensor")))
+  mesh = jax.make_mesh(sizes, NAMES, axis_types=(kind,) * 3)
+  with jax.set_mesh(mesh):
+    params = place(mesh, spec_of, params)
+    x, dy = place(mesh, lambda *_: P(("data", "fsdp")), (x, dy))
+    found = jit(f)(params, x, dy)
+  assert_close(found, wanted, 5e-5)
+  if recipe.nonlinear == "fp8":  # Else it is XLA's choice.
+    assert_sharded_like(found[1][0], params)
+
+
+@pytest.mark.slow
+def test_moe_without_axes_computes_what_it_does_on_one_device():
+  x, dy = arrays()
+  f, params = build(recipes.coat())
+  wanted = jit(f)(params, x, dy)
+  mesh = jax.make_mesh((2, 4), NAMES[:2], axis_types=(AxisType.Explicit,) * 2)
+  rows = {"gate_up": P(None, "fsdp"), "down": P(None, "fsdp")}
+  with jax.set_mesh(mesh):
+    params = place(mesh, lambda path, _: rows.get(path[-1].key, P()), params)
+    x, dy = place(mesh, lambda *_: P(("data", "fsdp")), (x, dy))
+    found = jit(f)(params, x, dy)
+  assert_close(found, wanted, 5e-5)
+
+
+def test_a_device_saves_its_share_of_copies():
+  """Of T k copies of its own tokens and their columns F, not of all experts."""
+  recipe = dataclasses.replace(recipes.coat(), axes=MeshAxes(tensor="tensor"))
+  mesh = jax.make_mesh((2, 2, 2), NAMES, axis_types=(AxisType.Auto,) * 3)
+  m = nnx.eval_shape(lambda: MoE(D, F, E, K, recipe=recipe, rngs=nnx.Rngs(0)))
+  graph, params = nnx.split(m)
+  x = jax.ShapeDtypeStruct((B, T, D), jnp.bfloat16)
+  with jax.set_mesh(mesh):
+    leaves = jax.eval_shape(
+      lambda p, x: jax.tree.leaves(
+        jax.vjp(lambda p, x: nnx.merge(graph, p)(x), p, x)[1]
+      ),
+      params,
+      x,
+    )
+  codes = sum(a.size for a in leaves if a.dtype == recipe.formats.values)
+  assert codes == B * T * (D + 2 * K * F)
+
+
+def test_what_a_mesh_cannot_take_is_said():
+  f, params = build(
+    dataclasses.replace(recipes.coat(), axes=MeshAxes(tensor="tensor"))
+  )
+  with jax.set_mesh(jax.make_mesh((2, 2, 2), NAMES)):
+    x = jnp.ones((B * T, D))
+    with pytest.raises(ValueError, match=r"blocks take \[B, T, D\], got rows"):
+      jax.eval_shape(f, params, x, x)
