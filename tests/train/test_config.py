@@ -64,7 +64,8 @@ PUBLISHED = {
 
 
 def test_all_presets_have_published_numbers():
-  assert PRESETS.keys() == PUBLISHED.keys()
+  # The model of finetune is that of the checkpoint.
+  assert PRESETS.keys() - {"finetune"} == PUBLISHED.keys()
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
