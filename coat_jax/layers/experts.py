@@ -127,8 +127,9 @@ def _fwd(x, weights, static, recipe):
   p = p_of_rows(gather_positions(p, axes), rows)
   h = grouped(to_rows(y, rows, k), _matrices(w.gate_up, dtype, axes), rows)
   # Its third result, the scale of an FP8 product's operand, is not needed.
-  gate, up, _ = ops.gate_up_input(
+  gate, up, _ = ops.gated_input(
     h.reshape(*y.shape[:-1], k, h.shape[-1]),
+    activation="silu",
     group_size=recipe.group_size,
     dtype=recipe.formats.values,
     product_dtype=recipe.formats.values,
@@ -168,8 +169,12 @@ def _bwd(static, recipe, inputs, saved, cotangents):
   z = (p * product).astype(dtype)
   ddown = _weight_gradient(z, dout, w.down, rows, recipe)
 
-  dgate_and_up = ops.silu_mul_bwd(
-    p * dz, _flat(gate), _flat(up), group_size=recipe.group_size
+  dgate_and_up = ops.gated_bwd(
+    p * dz,
+    _flat(gate),
+    _flat(up),
+    activation="silu",
+    group_size=recipe.group_size,
   )
   dh = jnp.concatenate(dgate_and_up, axis=-1).astype(dtype)
   y, _ = _normed(gather_positions(x_q, axes), w, static, recipe, dtype)
