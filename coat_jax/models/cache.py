@@ -176,11 +176,11 @@ def _heads(
   cos, sin = rotation(
     positions, head_dim=attention.head_dim, theta=attention.rotary
   )
-  turned = (
+  q, k = (
     rotate(norm.normalized(x, weight), cos, sin).astype(v.dtype)
     for x, weight in ((q, weights.q), (k, weights.k))
   )
-  return *turned, v
+  return q, k, v
 
 
 def _attend(
@@ -204,7 +204,8 @@ def _attend(
     [B, T, N H] in q's dtype.
   """
   b, t, n, h = q.shape
-  kv_heads, kind = k.shape[2], attention.kind
+  kv_heads = k.shape[2]
+  kind: Any = attention.kind  # One: layers of several cannot be cached yet.
   key = jnp.arange(k.shape[1])
   is_token = key[None] >= padding[:, None]
 
