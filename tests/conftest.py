@@ -46,6 +46,11 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("coat_jax")
 
 
+# Compiled programs map memory, a few thousand mappings a file of tests, and a
+# process may have 65530 of them (vm.max_map_count): the next one is a crash.
+MAPPINGS = 30_000
+
+
 def pytest_configure(config):
   # Before anything is compiled. The level would be that of what is compiled for
   # a GPU, too; CUDA may be there without a test for it.
@@ -60,3 +65,16 @@ def pytest_runtest_setup(item):
     pytest.skip("needs an NVIDIA GPU")
   if item.get_closest_marker("aot") and not aot.available():
     pytest.skip("needs the compiler for CUDA; make test-aot installs it")
+
+
+def pytest_runtest_teardown(item, nextitem):
+  """Drops programs between files of tests, before there are too many."""
+  if nextitem is not None and nextitem.path == item.path:
+    return
+  if platform.system() == "Linux" and _mappings() > MAPPINGS:
+    jax.clear_caches()
+
+
+def _mappings():
+  with open("/proc/self/maps") as maps:
+    return sum(1 for _ in maps)

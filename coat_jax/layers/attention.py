@@ -271,7 +271,7 @@ class Attention(RecipeModule):
       positions = positions.reshape(x.shape[:2])
     if segments is not None and segments.shape == shape[:-1]:
       segments = segments.reshape(x.shape[:2])
-    qk_norm, qk_norm_weights = self._qk_norm
+    qk_norm, qk_norm_weights = self.norm_of_qk
     y = self_attention(
       x,
       BlockWeights(
@@ -296,7 +296,14 @@ class Attention(RecipeModule):
     return reshard(y.reshape(shape), out_sharding)
 
   @property
-  def _qk_norm(self) -> tuple[QKNorm | None, QKNormWeights | None]:
+  def kind(self) -> ops.AttentionKind | tuple[ops.AttentionKind, ...]:
+    """Which keys queries see; a tuple where `window` is one."""
+    return attention_kinds(
+      self.causal, self.window, self.soft_cap, self.query_scale
+    )
+
+  @property
+  def norm_of_qk(self) -> tuple[QKNorm | None, QKNormWeights | None]:
     """The norm of q and k, and its weights."""
     if self.qk_norm is None:
       return None, None

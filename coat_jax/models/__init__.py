@@ -21,4 +21,5 @@ from coat_jax.models.hf.pack import pack_qkv as pack_qkv
 from coat_jax.models.hf.pack import unpack_gate_up as unpack_gate_up
 from coat_jax.models.hf.pack import unpack_qkv as unpack_qkv
 from coat_jax.models.hf.save import save_hf as save_hf
+from coat_jax.models.rope import parse_scaling as parse_scaling
 from coat_jax.models.specs import param_shardings as param_shardings

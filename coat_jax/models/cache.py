@@ -29,6 +29,7 @@ from coat_jax import recipe as recipes
 from coat_jax.layers import Attention, Heads, split_heads
 from coat_jax.layers.module import RecipeModule
 from coat_jax.models.decoder import Decoder, DecoderLayer
+from coat_jax.ops.rope import rotate, rotation
 from coat_jax.recipe import MeshAxes
 
 # Of queries, whose scores against all slots are held at a time.
@@ -139,8 +140,10 @@ def _attention(
     jax.lax.dynamic_update_slice(old, each[None], start)
     for old, each in zip((cache.k, cache.v), new, strict=True)
   )
-  out = _attend(q, k[layer], v[layer], slots, cache.padding)
+  out = _attend(attention, q, k[layer], v[layer], slots, cache.padding)
   y = attention.out(out)
+  if attention.post_norm is not None:
+    y = attention.post_norm(y)
   return x + y if attention.add_input else y, k, v
 
 
@@ -156,22 +159,42 @@ def _heads(
   """
   if (limit := attention.clip_qkv) is not None:
     h = jnp.clip(h, -limit, limit)
-  heads = Heads(attention.num_heads, attention.num_kv_heads, attention.rotary)
+  norm, weights = attention.norm_of_qk
+  heads = Heads(
+    attention.num_heads,
+    attention.num_kv_heads,
+    attention.rotary if norm is None else None,
+  )
   # As one sequence, for rows have positions of their own.
   b, t, columns = h.shape
   parts: Any = split_heads(
     h.reshape(1, b * t, columns), positions.reshape(-1), heads, recipe=_PLAIN
   )
   q, k, v = (each.reshape(b, t, *each.shape[2:]) for each in parts)
+  if norm is None or weights is None:
+    return q, k, v
+  cos, sin = rotation(
+    positions, head_dim=attention.head_dim, theta=attention.rotary
+  )
+  q, k = (
+    rotate(norm.normalized(x, weight), cos, sin).astype(v.dtype)
+    for x, weight in ((q, weights.q), (k, weights.k))
+  )
   return q, k, v
 
 
 def _attend(
-  q: Array, k: Array, v: Array, slots: Array, padding: Array
+  attention: Attention,
+  q: Array,
+  k: Array,
+  v: Array,
+  slots: Array,
+  padding: Array,
 ) -> Array:
-  """softmax(q k^T / sqrt(H)) v, with all slots of the cache as keys.
+  """softmax(scores) v, with all slots of the cache as keys.
 
   Args:
+    attention: says which keys a query sees, and how scores are formed.
     q: [B, T, N, H], of the queries at `slots`.
     k, v: [B, S, K, H].
     slots: int32 [T].
@@ -182,6 +205,7 @@ def _attend(
   """
   b, t, n, h = q.shape
   kv_heads = k.shape[2]
+  kind: Any = attention.kind  # One: layers of several cannot be cached yet.
   key = jnp.arange(k.shape[1])
   is_token = key[None] >= padding[:, None]
 
@@ -191,9 +215,14 @@ def _attend(
       "btkrh,bskh->bkrts", q, k, preferred_element_type=jnp.float32
     )
     is_past = key[None] <= slots[:, None]
+    if kind.window is not None:
+      is_past &= key[None] > slots[:, None] - kind.window
     seen = is_token[:, None] & is_past[None]
     # Padding sees nothing; finite numbers keep NaN out of its rows.
-    scores = jnp.where(seen[:, None, None], scores * h**-0.5, _MASKED)
+    scores = scores * kind.scale_of(h)
+    if kind.soft_cap is not None:
+      scores = kind.soft_cap * jnp.tanh(scores / kind.soft_cap)
+    scores = jnp.where(seen[:, None, None], scores, _MASKED)
     p = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
     out = jnp.einsum(
       "bkrts,bskh->btkrh", p, v, preferred_element_type=jnp.float32

@@ -9,13 +9,16 @@ import dataclasses
 import difflib
 from typing import Annotated, Literal
 
+from coat_jax.layers.qk_norm import NormedOver
 from coat_jax.models.ranges import (
   Positive,
   Range,
   Width,
   check_numbers,
 )
+from coat_jax.models.rope import parse_scaling
 from coat_jax.ops import NormKind
+from coat_jax.ops.rotary import RopeScaling
 
 Remat = Literal["none", "dots", "full", "fp8", "fp8_layer"]
 
@@ -28,11 +31,17 @@ class Family:
     norm: RMSNorm or LayerNorm.
     norm_has_scale: whether norms have weights.
     qkv_bias: whether q, k and v have biases.
+    pre_norm: whether blocks have a norm in front.
+    post_norm: whether they have one of what they add to their input.
+    qk_norm: norm of q and k, as of `layers.Attention`.
   """
 
   norm: NormKind = "rms"
   norm_has_scale: bool = True
   qkv_bias: bool = False
+  pre_norm: bool = True
+  post_norm: bool = False
+  qk_norm: NormedOver | None = None
 
 
 FAMILIES = {
@@ -40,6 +49,9 @@ FAMILIES = {
   "olmo": Family(norm="layer", norm_has_scale=False),
   "qwen2": Family(qkv_bias=True),
   "mistral": Family(),
+  "qwen3": Family(qk_norm="head"),
+  "olmo2": Family(pre_norm=False, post_norm=True, qk_norm="all"),
+  "phi3": Family(),
 }
 
 
@@ -60,6 +72,10 @@ class ModelConfig:
     tied_embeddings: The output layer is the embedding, transposed.
     clip_qkv: Largest magnitude of q, k and v; None leaves them as they are.
     head_dim: Width of a head; None for d_model / num_heads.
+    window: How many keys a query sees, its own and those before; None for all.
+    rope_scaling: How RoPE's frequencies are stretched, as
+      `llama3,factor=8,low_freq_factor=1,...`, see `models.parse_scaling`; None
+      for as they are.
 
   Raises:
     ValueError: an unknown family, a number outside its range, or sizes that do
@@ -78,6 +94,8 @@ class ModelConfig:
   tied_embeddings: bool = False
   clip_qkv: Positive | None = None
   head_dim: Width | None = None
+  window: Width | None = None
+  rope_scaling: str | None = None
 
   def __post_init__(self):
     if self.family not in FAMILIES:
@@ -87,6 +105,7 @@ class ModelConfig:
         f"{self.family!r}{f'; did you mean {near[0]!r}?' if near else ''}"
       )
     check_numbers(self)
+    parse_scaling(self.rope_scaling)  # Checks it.
     if self.head_dim is None and self.d_model % (2 * self.num_heads):
       raise ValueError(
         "ModelConfig: d_model must be an even multiple of num_heads, got "
@@ -104,6 +123,11 @@ class ModelConfig:
         f"{self.num_heads} and {self.num_kv_heads}; pass num_kv_heads equal to "
         "num_heads for attention without sharing"
       )
+
+  @property
+  def scaling(self) -> RopeScaling | None:
+    """`rope_scaling`, read."""
+    return parse_scaling(self.rope_scaling)
 
   @property
   def choices(self) -> Family:

@@ -58,7 +58,8 @@ class DecoderLayer(nnx.Module):
     choices = config.choices
     shared: dict[str, Any] = dict(
       recipe=recipe,
-      norm=choices.norm,
+      norm=choices.norm if choices.pre_norm else None,
+      post_norm=choices.norm if choices.post_norm else None,
       epsilon=config.norm_eps,
       use_scale=choices.norm_has_scale,
       dtype=dtype,
@@ -72,6 +73,9 @@ class DecoderLayer(nnx.Module):
       num_kv_heads=config.num_kv_heads,
       head_dim=config.head_dim,
       rope_theta=config.rope_theta,
+      rope_scaling=config.scaling,
+      window=config.window,
+      qk_norm=choices.qk_norm,
       clip_qkv=config.clip_qkv,
       use_qkv_bias=choices.qkv_bias,
       **shared,

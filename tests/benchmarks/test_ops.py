@@ -50,9 +50,14 @@ def test_flops_are_those_of_the_layer():
     "gate_up": 2 * 8192 * 4096 * 22016,
     "down": 2 * 8192 * 11008 * 4096,
   }
-  fwd, bwd = (case for case in CASES if case.op.startswith("attention"))
+  attention = [case for case in CASES if case.op.startswith("attention")]
+  fwd, bwd, *in_window = attention
   assert fwd.flops == 2 * 4 * 32 * 2048**2 * 128
   assert bwd.flops == 2.5 * fwd.flops
+  # Without the triangle of half the sequence that the window of the other half
+  # leaves out: a quarter.
+  for case, whole in zip(in_window, (fwd, bwd), strict=True):
+    assert case.flops == 0.75 * whole.flops
 
 
 def test_rows(capsys):

@@ -35,11 +35,17 @@ SMALL: dict[str, Any] = dict(
   rope_theta=50.0,
   norm_eps=0.1,
 )
+SCALING = "yarn,factor=4,original_max_position_embeddings=16"
 CONFIGS = {
   "olmo": ModelConfig(family="olmo", **SMALL, clip_qkv=0.5),
   "qwen2, tied": ModelConfig(family="qwen2", **SMALL, tied_embeddings=True),
   "qwen2": ModelConfig(family="qwen2", **SMALL),
   "llama": ModelConfig(family="llama", **SMALL),
+  "olmo2": ModelConfig(family="olmo2", **SMALL),
+  "qwen3": ModelConfig(
+    family="qwen3", **SMALL, head_dim=6, window=5, rope_scaling=SCALING
+  ),
+  "mistral": ModelConfig(family="mistral", **SMALL, window=5),
 }
 
 

@@ -27,8 +27,11 @@ PROMPTS = [[3, 1, 4, 1, 5, 9, 2], [6], [5, 3, 5, 8]]
 
 @pytest.fixture(scope="module")
 def llama():
-  recipe = recipes.bf16()
-  return load_hf(DATA / "llama", recipe=recipe, dtype=jnp.float32)
+  return read("llama")
+
+
+def read(name):
+  return load_hf(DATA / name, recipe=recipes.bf16(), dtype=jnp.float32)
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +69,12 @@ def test_greedy_tokens_are_those_of_transformers(llama):
   longer = golden["input_ids"][1, :13].tolist()
   both = generate(llama, [longer, prompt], max_new_tokens=16)
   assert both[1] == want and len(both[0]) == 16
+
+
+def test_greedy_tokens_with_norms_of_q_and_k_are_those_of_transformers():
+  greedy = expected("qwen3")["greedy"][0].tolist()
+  tokens = generate(read("qwen3"), [greedy[:8]], max_new_tokens=16)
+  assert tokens == [greedy[8:]]
 
 
 def test_prompts_give_what_they_give_alone(small):

@@ -21,6 +21,7 @@ import numpy as np
 
 from coat_jax.models.config import ModelConfig
 from coat_jax.models.hf.files import check_folder, read_json
+from coat_jax.models.hf.rope import read_rope, write_rope
 
 CONFIG = "config.json"
 
@@ -47,6 +48,7 @@ class ConfigRow:
 
 
 _RMS = {"rms_norm_eps": "norm_eps"}
+_WINDOW = {"sliding_window": "window"}
 _ONLY_FULL = {"layer_types": None}
 CONFIGS = {
   "llama": ConfigRow(
@@ -56,14 +58,35 @@ CONFIGS = {
   ),
   "mistral": ConfigRow(
     architecture="MistralForCausalLM",
-    fields=_RMS,
-    fixed={"sliding_window": None, **_ONLY_FULL},
+    fields=_RMS | _WINDOW,
+    fixed=_ONLY_FULL,
     defaults={"num_key_value_heads": 8, "sliding_window": 4096},
+  ),
+  "phi3": ConfigRow(
+    architecture="Phi3ForCausalLM",
+    fields=_RMS | _WINDOW,
+    fixed={"embd_pdrop": 0, "resid_pdrop": 0, "attention_bias": False},
+    defaults={"rms_norm_eps": 1e-5},
+    # The length that longrope, which is refused, stretches.
+    ignored=("original_max_position_embeddings",),
+  ),
+  "olmo2": ConfigRow(
+    architecture="Olmo2ForCausalLM",
+    fields=_RMS,
+    fixed={"attention_bias": False},
+    defaults={"rms_norm_eps": 1e-5},
   ),
   "olmo": ConfigRow(
     architecture="OlmoForCausalLM",
     fields={"clip_qkv": "clip_qkv"},
     fixed={"attention_bias": False},
+  ),
+  "qwen3": ConfigRow(
+    architecture="Qwen3ForCausalLM",
+    fields=_RMS,
+    fixed={"attention_bias": False, "use_sliding_window": False, **_ONLY_FULL},
+    defaults={"num_key_value_heads": 32, "head_dim": 128},
+    ignored=("sliding_window", "max_window_layers"),
   ),
   "qwen2": ConfigRow(
     architecture="Qwen2ForCausalLM",
@@ -90,6 +113,7 @@ _DEFAULTS = {
   "tie_word_embeddings": False,
   "rms_norm_eps": 1e-6,
   "clip_qkv": None,
+  "sliding_window": None,
 }
 _FIXED = {
   "hidden_act": "silu",
@@ -172,8 +196,8 @@ def parse_config(file: Path, found: dict) -> tuple[ModelConfig, np.dtype]:
     field: _number(file, key, found.get(key, defaults.get(key)))
     for key, field in fields.items()
   }
-  theta = _rope_theta(file, found)
-  return _model_config(file, family, values, theta), _dtype(file, found)
+  values |= read_rope(file, found)
+  return _model_config(file, family, values), _dtype(file, found)
 
 
 def _number(file: Path, key: str, value: Any) -> Any:
@@ -190,12 +214,12 @@ def _number(file: Path, key: str, value: Any) -> Any:
 
 
 def _model_config(
-  file: Path, family: str, values: dict, theta: float
+  file: Path, family: str, values: dict[str, Any]
 ) -> ModelConfig:
   if values["num_kv_heads"] is None:
     values["num_kv_heads"] = values["num_heads"]
   try:
-    config = ModelConfig(family=family, rope_theta=theta, **values)
+    config = ModelConfig(family=family, **values)
   except ValueError as error:
     raise ValueError(f"load_hf: {file}: {error}") from error
   if config.head_dim == config.d_model / config.num_heads:
@@ -224,38 +248,6 @@ def _is_all_full(key: str, value: Any) -> bool:
     and isinstance(value, list)
     and all(each == "full_attention" for each in value)
   )
-
-
-def _rope_theta(file: Path, found: dict) -> float:
-  """Reads the base of RoPE's frequencies; scaled ones are refused."""
-  key = "rope_parameters" if found.get("rope_parameters") else "rope_scaling"
-  rope = found.get(key) or {}
-  if not isinstance(rope, dict):
-    raise ValueError(
-      f"load_hf: {file}: {key} must be an object, got {str(rope)[:40]}; copy "
-      "the file again"
-    )
-  kinds = [rope[name] for name in ("rope_type", "type") if name in rope]
-  if others := [kind for kind in kinds if kind != "default"]:
-    raise ValueError(
-      f"load_hf: {file}: {key} of type {str(others[0])[:40]!r} is not "
-      "supported yet; only plain RoPE (type 'default') is"
-    )
-  for name, value in rope.items():
-    is_plain = name == "partial_rotary_factor" and value == 1
-    if name not in ("rope_theta", "rope_type", "type") and not is_plain:
-      raise ValueError(
-        f"load_hf: {file}: {name} of {key} is not supported yet, got "
-        f"{str(value)[:40]}; only plain RoPE (type 'default') is"
-      )
-  bases = [each["rope_theta"] for each in (rope, found) if "rope_theta" in each]
-  bases = bases or [1e4]
-  if not all(type(base) in (int, float) and base == bases[0] for base in bases):
-    raise ValueError(
-      f"load_hf: {file}: rope_theta must be one number, got "
-      f"{str(bases)[:80]}; copy the file again"
-    )
-  return float(bases[0])
 
 
 def _dtype(file: Path, found: dict) -> np.dtype:
@@ -300,12 +292,11 @@ def write_config(
     value = getattr(config, field)
     if value is not None or key in row.fields:
       found[key] = value
-  found.pop("rope_scaling", None)
-  found["rope_theta"] = config.rope_theta
-  found["rope_parameters"] = {
-    "rope_type": "default",
-    "rope_theta": config.rope_theta,
-  }
+  if "head_dim" in row.defaults:  # Else it would be another one.
+    found["head_dim"] = config.head_width
+  if config.scaling is None:
+    found.pop("rope_scaling", None)
+  found |= write_rope(config.rope_theta, config.scaling)
   found |= dict.fromkeys(_DTYPE, dtype.name)
   written, _ = parse_config(Path(CONFIG), found)
   before = dataclasses.asdict(config)

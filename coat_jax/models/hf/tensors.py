@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import P
 
 from coat_jax.models.config import ModelConfig
@@ -55,6 +56,31 @@ GATE_UP = Layout(
 )
 
 
+QKV_OF_PHI = Layout(
+  lambda config, qkv: pack_qkv(
+    *_split_rows(config, qkv), num_kv_heads=config.num_kv_heads
+  ),
+  lambda config, qkv: (
+    jnp.concatenate(
+      unpack_qkv(
+        qkv, num_heads=config.num_heads, num_kv_heads=config.num_kv_heads
+      )
+    ),
+  ),
+)
+GATE_UP_OF_PHI = Layout(
+  lambda _, x: pack_gate_up(*jnp.split(x, 2)),
+  lambda _, gate_up: (jnp.concatenate(unpack_gate_up(gate_up)),),
+)
+
+
+def _split_rows(config: ModelConfig, qkv: Any) -> list:
+  """q, k and v of their rows [(N + 2 K) H, D]."""
+  n, k = config.num_heads, config.num_kv_heads
+  width = qkv.shape[0] // (n + 2 * k)
+  return jnp.split(qkv, [n * width, (n + k) * width])
+
+
 class Row(NamedTuple):
   """The tensors of a parameter; `{i}` in a name is the layer's number."""
 
@@ -91,12 +117,41 @@ _LLAMA = {
   "norm/scale": Row(SAME, ("model.norm.weight",)),
   "head": Row(TRANSPOSED, ("lm_head.weight",)),
 }
+_NORMS_OF_QK = {
+  f"layers/attention/{x}_norm/scale": Row(
+    SAME, (f"{_LAYER}self_attn.{x}_norm.weight",)
+  )
+  for x in "qk"
+}
+# Behind its blocks, where others have them in front.
+_OLMO2 = {
+  path: row for path, row in _LLAMA.items() if not path.endswith("/norm/scale")
+} | {
+  "layers/attention/post_norm/scale": Row(
+    SAME, (_LAYER + "post_attention_layernorm.weight",)
+  ),
+  "layers/mlp/post_norm/scale": Row(
+    SAME, (_LAYER + "post_feedforward_layernorm.weight",)
+  ),
+  "norm/scale": _LLAMA["norm/scale"],
+}
+_PHI = _LLAMA | {
+  "layers/attention/qkv/linear/kernel": Row(
+    QKV_OF_PHI, (_LAYER + "self_attn.qkv_proj.weight",)
+  ),
+  "layers/mlp/gate_up/kernel": Row(
+    GATE_UP_OF_PHI, (_LAYER + "mlp.gate_up_proj.weight",)
+  ),
+}
 # By the family's name; a model has those rows whose parameters it has.
 TENSORS: dict[str, dict[str, Row]] = {
   "llama": _LLAMA,
   "olmo": _LLAMA,
   "qwen2": _LLAMA,
   "mistral": _LLAMA,
+  "qwen3": _LLAMA | _NORMS_OF_QK,
+  "olmo2": _OLMO2 | _NORMS_OF_QK,
+  "phi3": _PHI,
 }
 
 # Old checkpoints of Llama hold the frequencies of RoPE, which follow from its

@@ -16,7 +16,16 @@ from coat_jax.models.hf.tensors import parts, path_of
 # expected.npz has tokens, logits, loss and norms of each tensor's gradient.
 ROOT = Path(__file__).parents[3]
 DATA = Path(__file__).parents[2] / "data" / "hf"
-FAMILIES = ("llama", "olmo", "qwen2")
+FAMILIES = (
+  "llama",
+  "llama3_rope",
+  "mistral",
+  "olmo",
+  "olmo2",
+  "phi3",
+  "qwen2",
+  "qwen3",
+)
 
 
 def tensors_of(folder):

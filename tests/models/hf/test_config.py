@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """config.json to a ModelConfig and back; what is refused by name."""
 
+import dataclasses
 import json
 from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
 
+from coat_jax.layers import LinearScaling, Llama3Scaling, YarnScaling
 from coat_jax.models import ModelConfig
 from coat_jax.models.config import FAMILIES
 from coat_jax.models.hf.config import CONFIGS, parse_config, write_config
@@ -108,18 +110,120 @@ def test_keys_of_a_file_are_kept(text):
   assert {key: after[key] for key in before} == before
 
 
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "rope_theta": 5e5}
+LLAMA31 = {
+  "factor": 8.0,
+  "high_freq_factor": 4.0,
+  "low_freq_factor": 1.0,
+  "original_max_position_embeddings": 8192,
+  "rope_type": "llama3",
+}
 V4 = {"rope_parameters": ...}
+
+
+@pytest.mark.parametrize(
+  "rope, scaling",
+  [
+    (
+      LLAMA31,
+      Llama3Scaling(
+        factor=8.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position_embeddings=8192,
+      ),
+    ),
+    ({"type": "linear", "factor": 2.5}, LinearScaling(factor=2.5)),
+    (
+      {"rope_type": "yarn", "factor": 4.0, "beta_fast": None},
+      YarnScaling(factor=4.0, original_max_position_embeddings=256),
+    ),
+    (
+      {
+        "rope_type": "yarn",
+        "factor": 40.0,
+        "original_max_position_embeddings": 4096,
+        "mscale": 0.707,
+        "mscale_all_dim": 1.0,
+        "truncate": True,
+      },
+      YarnScaling(
+        factor=40.0,
+        original_max_position_embeddings=4096,
+        mscale=0.707,
+        mscale_all_dim=1.0,
+      ),
+    ),
+  ],
+)
+def test_stretched_rope_is_read_in_both_forms_and_written(rope, scaling):
+  old = golden() | {"rope_scaling": rope, "rope_theta": 5e5}
+  old.pop("rope_parameters")
+  new = golden() | {"rope_parameters": rope | {"rope_theta": 5e5}}
+  for found in (old, new):
+    config, dtype = parse_config(FILE, found)
+    assert (config.scaling, config.rope_theta) == (scaling, 5e5)
+    written = json.loads(json.dumps(write_config(config, dtype)))
+    assert parse_config(FILE, written)[0] == config
+    # As transformers 4 reads it.
+    written.pop("rope_parameters")
+    assert parse_config(FILE, written)[0] == config
+
+
+def test_windows_are_read():
+  found = json.loads(MISTRAL) | {"sliding_window": 24}
+  assert parse_config(FILE, found)[0].window == 24
+  found.pop("sliding_window")
+  assert parse_config(FILE, found)[0].window == 4096
+  assert parse_config(FILE, json.loads(MISTRAL))[0].window is None
+  # Qwen3 names one that it does not use.
+  found = golden("qwen3") | {"sliding_window": 24}
+  assert parse_config(FILE, found)[0].window is None
+
+
+@pytest.mark.parametrize(
+  "text, words",
+  [
+    ("ntk,factor=2", "must be one of ('linear', 'llama3', 'yarn'), got 'ntk'"),
+    ("linear", "of which factor are needed; wrong are factor"),
+    ("linear,factor=2,base=3", "wrong are base"),
+    ("linear,factor", "fields as factor=4, got 'factor'"),
+    ("linear,factor=0.5", "factor"),
+  ],
+)
+def test_scaling_of_a_configuration_is_checked(text, words):
+  shape = dataclasses.asdict(parse_config(FILE, golden())[0])
+  with pytest.raises(ValueError) as caught:
+    ModelConfig(**shape | {"rope_scaling": text})
+  assert words in str(caught.value)
 
 
 @pytest.mark.parametrize(
   "name, keys, words",
   [
-    ("llama", {"rope_parameters": LLAMA3}, "of type 'llama3' is not supported"),
+    (
+      "phi3",
+      {"rope_parameters": {"rope_type": "longrope"}},
+      "of type 'longrope' is not supported",
+    ),
     (
       "llama",
-      {**V4, "rope_scaling": {"type": "linear", "factor": 2.0}},
-      "rope_scaling of type 'linear' is not supported",
+      {**V4, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
+      "rope_scaling of type 'dynamic' is not supported",
+    ),
+    (
+      "llama",
+      {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}},
+      "llama3 has the fields factor, low_freq_factor",
+    ),
+    (
+      "llama",
+      {"rope_parameters": {"rope_type": "linear", "factor": "8"}},
+      "factor of rope_parameters must be a number, got 8",
+    ),
+    (
+      "llama",
+      {"rope_parameters": {"rope_type": "yarn", "truncate": False}},
+      "truncate of rope_parameters must be a number, got False",
     ),
     ("llama", {"rope_parameters": {"rope_type": []}}, "of type '[]' is not"),
     ("llama", {"rope_parameters": [1]}, "rope_parameters must be an object"),
@@ -146,8 +250,10 @@ V4 = {"rope_parameters": ...}
       {"attention_dropout": 0.1},
       "attention_dropout must be 0, got 0.1",
     ),
-    ("mistral", {"sliding_window": 24}, "sliding_window must be None, got 24"),
-    ("mistral", {"sliding_window": ...}, "must be None, got 4096"),
+    ("mistral", {"sliding_window": 0}, "window must be a whole number"),
+    ("mistral", {"layer_types": ["sliding_attention"]}, "must be None, got"),
+    ("olmo2", {"attention_bias": True}, "attention_bias must be False"),
+    ("phi3", {"resid_pdrop": 0.1}, "resid_pdrop must be 0, got 0.1"),
     ("qwen2", {"use_sliding_window": True}, "use_sliding_window must be False"),
     (
       "qwen2",

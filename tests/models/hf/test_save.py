@@ -39,7 +39,16 @@ def bytes_of(folder):
 
 @pytest.mark.parametrize(
   "name, dtype",
-  [("llama", "bfloat16"), ("olmo", "float16"), ("qwen2", "float32")],
+  [
+    ("llama", "bfloat16"),
+    ("olmo", "float16"),
+    ("qwen2", "float32"),
+    ("phi3", "bfloat16"),
+    ("olmo2", "float32"),
+    pytest.param("qwen3", "float32", marks=pytest.mark.slow),
+    pytest.param("mistral", "float32", marks=pytest.mark.slow),
+    pytest.param("llama3_rope", "float32", marks=pytest.mark.slow),
+  ],
 )
 def test_import_and_export_gives_the_same_bytes(name, dtype, tmp_path):
   source = copied(tmp_path / "a", name, cast=DTYPES[dtype], dtype=dtype)

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How RoPE is stretched, as one word of a configuration.
+
+`llama3,factor=8,low_freq_factor=1,high_freq_factor=4,...`: the type and the
+fields, by the names that transformers gives them.
+"""
+
+import dataclasses
+
+from coat_jax.ops.rotary import (
+  LinearScaling,
+  Llama3Scaling,
+  RopeScaling,
+  YarnScaling,
+)
+
+SCALINGS: dict[str, type[RopeScaling]] = {
+  "linear": LinearScaling,
+  "llama3": Llama3Scaling,
+  "yarn": YarnScaling,
+}
+
+
+def parse_scaling(text: str | None) -> RopeScaling | None:
+  """Reads a scaling.
+
+  Args:
+    text: `TYPE,FIELD=NUMBER,...`, such as `linear,factor=4`; or None.
+
+  Returns:
+    `layers.LinearScaling`, `Llama3Scaling` or `YarnScaling`; None for None.
+
+  Raises:
+    ValueError: an unknown type or field, a field that is missing, or a number
+      outside its range.
+  """
+  if text is None:
+    return None
+  name, *fields = text.split(",")
+  kind = SCALINGS.get(name)
+  if kind is None:
+    raise ValueError(
+      f"rope_scaling: the type must be one of {tuple(SCALINGS)}, got "
+      f"{name[:40]!r}; written as linear,factor=4"
+    )
+  values = {}
+  for field in fields:
+    key, _, number = field.partition("=")
+    try:
+      values[key] = float(number)
+    except ValueError as error:
+      raise ValueError(
+        f"rope_scaling: {name} needs fields as factor=4, got {field[:40]!r}"
+      ) from error
+  return scaling_of(name, values)
+
+
+def scaling_of(name: str, values: dict[str, float]) -> RopeScaling:
+  """A scaling of a known type from its fields; raises as `parse_scaling`."""
+  kind = SCALINGS[name]
+  known = {field.name: field for field in dataclasses.fields(kind)}  # pyright: ignore[reportArgumentType]
+  needed = {
+    key for key, field in known.items() if field.default is dataclasses.MISSING
+  }
+  if wrong := (values.keys() - known.keys()) | (needed - values.keys()):
+    raise ValueError(
+      f"rope_scaling: {name} has the fields {', '.join(known)}, of which "
+      f"{', '.join(sorted(needed))} are needed; wrong are "
+      f"{', '.join(sorted(wrong))}"
+    )
+  length = "original_max_position_embeddings"
+  if length in values:
+    values = values | {length: int(values[length])}
+  return kind(**values)
+
+
+def write_scaling(scaling: RopeScaling | None) -> str | None:
+  """The inverse of `parse_scaling`; fields at their default are left out."""
+  if scaling is None:
+    return None
+  name, fields = scaling_fields(scaling)
+  return ",".join([name, *(f"{key}={x!r}" for key, x in fields.items())])
+
+
+def scaling_fields(scaling: RopeScaling) -> tuple[str, dict[str, float]]:
+  """The type of a scaling, and its fields that are not at their default."""
+  (name,) = (name for name, kind in SCALINGS.items() if type(scaling) is kind)
+  return name, {
+    field.name: getattr(scaling, field.name)
+    for field in dataclasses.fields(scaling)  # pyright: ignore[reportArgumentType]
+    if getattr(scaling, field.name) != field.default
+  }
