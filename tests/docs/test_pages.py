@@ -21,13 +21,13 @@ from tests.docs.pages import (
   run_page,
 )
 
-# These compile more than the quick suite has time for.
-SLOW = {
-  "docs/howto/equinox.md",
-  "docs/howto/gemma.md",
-  "docs/howto/nanodo.md",
-  "docs/howto/pjit.md",
-  "docs/sharding.md",
+# The others compile more than the quick suite has time for.
+QUICK = {
+  "README.md",
+  "docs/howto/clusters.md",
+  "docs/howto/maxtext.md",
+  "docs/plan.md",
+  "docs/tutorial.md",
 }
 WITH_PYTHON = [
   name
@@ -51,7 +51,7 @@ def as_a_reader(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
   "name",
   [
-    pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else [])
+    pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow])
     for name in WITH_PYTHON
   ],
 )

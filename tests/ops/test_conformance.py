@@ -44,10 +44,13 @@ def name_of(case) -> str:
 
 
 def of_cases(*sizes: Sizes, having: str):
-  """Parametrizes a test by the cases whose operation has an implementation."""
+  """Parametrizes a test by the cases whose operation has an implementation.
+
+  Those of sizes behind the first are left to `make test-all`.
+  """
   cases = [
-    case
-    for each in sizes
+    pytest.param(case, marks=[pytest.mark.slow] if i else [])
+    for i, each in enumerate(sizes)
     for case in cases_of(each)
     if having in case.implementations
   ]

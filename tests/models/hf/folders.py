@@ -18,12 +18,12 @@ ROOT = Path(__file__).parents[3]
 DATA = Path(__file__).parents[2] / "data" / "hf"
 FAMILIES = (
   "llama",
+  "olmo2",
+  "qwen2",
   "llama3_rope",
   "mistral",
   "olmo",
-  "olmo2",
   "phi3",
-  "qwen2",
   "qwen3",
 )
 

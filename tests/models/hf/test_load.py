@@ -11,6 +11,7 @@ from flax import nnx
 from coat_jax import recipe as recipes
 from coat_jax.models import load_hf, loss_fn
 from tests.comparing import jit
+from tests.matrices import quick
 from tests.models.hf.folders import (
   DATA,
   FAMILIES,
@@ -31,7 +32,7 @@ def loaded(folder, **options):
   return load_hf(folder, **options)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", quick(3, FAMILIES))
 def test_model_is_that_of_transformers(name):
   model = loaded(DATA / name)
   graph, params = nnx.split(model, nnx.Param)

@@ -12,6 +12,7 @@ from flax import nnx
 
 from coat_jax import recipe as recipes
 from coat_jax.models import Decoder, ModelConfig, load_hf, save_hf
+from tests.matrices import quick
 from tests.models.hf.folders import (
   DATA,
   FAMILIES,
@@ -159,7 +160,7 @@ def test_what_transformers_does_not_have_is_refused(tmp_path):
   assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", quick(2, FAMILIES))
 def test_header_is_as_the_format_has_it(name, tmp_path):
   save_hf(load_hf(DATA / name), tmp_path / "m")
   data = (tmp_path / "m" / "model.safetensors").read_bytes()
