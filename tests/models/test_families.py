@@ -70,8 +70,8 @@ def test_family_is_a_row_of_a_table(monkeypatch):
 
 
 def test_family_that_is_unknown_is_refused():
-  with pytest.raises(ValueError, match="'qwen'; did you mean 'qwen2'"):
-    ModelConfig(family="qwen", vocab_size=384, **SIZES)
+  with pytest.raises(ValueError, match="'lama'; did you mean 'llama'"):
+    ModelConfig(family="lama", vocab_size=384, **SIZES)
 
 
 def test_bias_of_qkv_is_split_with_its_columns():
