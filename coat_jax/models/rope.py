@@ -6,6 +6,7 @@ fields, by the names that transformers gives them.
 """
 
 import dataclasses
+import math
 
 from coat_jax.ops.rotary import (
   LinearScaling,
@@ -69,6 +70,13 @@ def scaling_of(name: str, values: dict[str, float]) -> RopeScaling:
       f"{', '.join(sorted(wrong))}"
     )
   length = "original_max_position_embeddings"
+  for key, value in values.items():
+    lowest = 1 if key == length else 0
+    if not lowest <= value < math.inf:
+      raise ValueError(
+        f"rope_scaling: {key} must be a number from {lowest} on, got {value}; "
+        "copy it from the model's config.json"
+      )
   if length in values:
     values = values | {length: int(values[length])}
   return kind(**values)

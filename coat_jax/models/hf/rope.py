@@ -69,9 +69,9 @@ def read_rope(file: Path, found: dict) -> dict[str, Any]:
         "with plain RoPE (type 'default')"
       )
     return dict(rope_theta=theta, rope_scaling=None)
-  if name == "yarn" and _LENGTH not in values:
-    # As transformers does.
-    values[_LENGTH] = float(found.get("max_position_embeddings", 0))
+  longest = found.get("max_position_embeddings")
+  if name == "yarn" and type(longest) is int:  # As transformers does.
+    values.setdefault(_LENGTH, float(longest))
   try:
     scaling = scaling_of(name, values)
   except ValueError as error:

@@ -187,7 +187,13 @@ def test_windows_are_read():
     ("linear", "of which factor are needed; wrong are factor"),
     ("linear,factor=2,base=3", "wrong are base"),
     ("linear,factor", "fields as factor=4, got 'factor'"),
-    ("linear,factor=0.5", "factor"),
+    ("linear,factor=0.5", "factor must be at least 1, got 0.5"),
+    ("linear,factor=inf", "factor must be a number from 0 on, got inf"),
+    ("linear,factor=nan", "factor must be a number from 0 on, got nan"),
+    (
+      "yarn,factor=2,original_max_position_embeddings=inf",
+      "original_max_position_embeddings must be a number from 1 on, got inf",
+    ),
   ],
 )
 def test_scaling_of_a_configuration_is_checked(text, words):
@@ -214,6 +220,14 @@ def test_scaling_of_a_configuration_is_checked(text, words):
       "llama",
       {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}},
       "llama3 has the fields factor, low_freq_factor",
+    ),
+    (
+      "llama",
+      {
+        "max_position_embeddings": None,
+        "rope_parameters": {"rope_type": "yarn", "factor": 8.0},
+      },
+      "original_max_position_embeddings are needed",
     ),
     (
       "llama",
