@@ -20,117 +20,17 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from coat_jax import codecs, stochastic
+from coat_jax import codecs
 from coat_jax.ops.types import Implementation
-from coat_jax.optimizer import adam, moments, shards, weights
+from coat_jax.optimizer import weights
 from coat_jax.optimizer.masks import QuantizeMask
+from coat_jax.optimizer.scale_by_adam import (
+  scale_by_coat_adam as scale_by_coat_adam,
+)
 from coat_jax.optimizer.state import (
   ScaleByCoatAdamState as ScaleByCoatAdamState,
 )
-from coat_jax.optimizer.state import (
-  check_codec,
-  init_state,
-  next_state,
-  pair_leaves,
-  parameter_key,
-)
-
-
-def scale_by_coat_adam(
-  b1: ArrayLike = 0.9,
-  b2: ArrayLike = 0.999,
-  eps: ArrayLike = 1e-8,
-  eps_root: ArrayLike = 0.0,
-  *,
-  codec: codecs.MomentCodec = codecs.coat(),  # noqa: B008 (it is frozen)
-  nesterov: bool = False,
-  quantize_mask: QuantizeMask | None = None,
-  seed: ArrayLike = 0,
-  implementation: Implementation | None = None,
-  shardings: Any = None,
-) -> optax.GradientTransformation:
-  """Rescales updates by Adam whose moments are in FP8. See `coat_adamw`.
-
-  Args:
-    b1: decay of the first moment.
-    b2: decay of the second moment.
-    eps: added to the denominator, outside the root.
-    eps_root: added to the second moment, inside the root.
-    codec: how the moments are stored, from `codecs`.
-    nesterov: whether to use Nesterov momentum.
-    quantize_mask: `(path, leaf) -> bool`, which leaves the codec encodes (the
-      others' moments stay f32); None for `default_quantize_mask`. Called by
-      `init` only: afterwards it is inferred from the state's dtypes.
-    seed: of the random words of stochastic rounding.
-    implementation: "mosaic" for the GPU kernel, "xla" for plain JAX, None for
-      the kernel where a leaf and the platform allow it.
-    shardings: on a mesh of automatic axes, the parameters' shardings, a tree of
-      `NamedSharding`s, so that the kernel can run on each device's shard; None
-      leaves partitioning to XLA, which cannot partition a kernel. Not needed on
-      explicit axes, where shardings are part of types.
-
-  Returns:
-    An `optax.GradientTransformation`. Updates have the dtype of the gradients
-    and the parameters together: f32 of BF16 gradients of f32 parameters.
-
-  Raises:
-    TypeError: `codec` is not a `MomentCodec`; or, by `init`, a leaf is neither
-      floating nor complex, or `quantize_mask` chooses a complex one.
-    ValueError: (by `update`) the state is not this codec's or these leaves'.
-
-  Examples:
-    >>> import optax
-    >>> from coat_jax import codecs, scale_by_coat_adam
-    >>> solver = optax.chain(
-    ...   optax.clip_by_global_norm(1.0),
-    ...   scale_by_coat_adam(b2=0.95, codec=codecs.coat()),
-    ...   optax.scale_by_learning_rate(3e-4),
-    ... )
-
-  Source: arXiv:2410.19313, section 4; docs/deviations.md 4 to 9.
-  """
-  op = "scale_by_coat_adam"
-  check_codec(op, codec)
-
-  def init_fn(params):
-    return init_state(op, params, codec, quantize_mask)
-
-  def update_fn(updates, state, params=None):
-    updates = _promoted(updates, params)
-    count = optax.safe_increment(state.count)
-    scalars = adam.adam_scalars(count, b1, b2, eps, eps_root, nesterov=nesterov)
-    new_updates, new_stored = [], []
-    pairs = pair_leaves(op, updates, state)
-    where = shards.shardings_of(op, shardings, [stored for _, stored in pairs])
-    for i, (g, stored) in enumerate(pairs):
-      update, stored = shards.run_on_shards(
-        adam.adam_update,
-        where[i],
-        (g,),
-        stored,
-        stochastic.leaf_key(seed, count, i),
-        scalars,
-        groups=moments.stored_groups(op, stored, codec.groups, codec.name),
-        implementation=implementation,
-      )
-      new_updates.append(update)
-      new_stored.append(stored)
-    new_updates = jax.tree.structure(updates).unflatten(new_updates)
-    return new_updates, next_state(state, count, new_stored)
-
-  return optax.GradientTransformation(init_fn, update_fn)
-
-
-def _promoted(updates: optax.Updates, params: optax.Params | None):
-  """Gradients in the dtypes that updates have: optax promotes them likewise."""
-  if params is None:
-    return updates
-  return jax.tree.map(
-    lambda g, p: None if g is None else g.astype(jnp.result_type(g, p)),
-    updates,
-    params,
-    is_leaf=lambda x: x is None,
-  )
+from coat_jax.optimizer.state import parameter_key
 
 
 def coat_adamw(

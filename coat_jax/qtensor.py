@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float
@@ -124,6 +125,31 @@ def amax_to_scale(
   if jnp.dtype(scale_dtype) == jnp.bfloat16:
     return _bfloat16_rounded_up(scale)
   return scale.astype(scale_dtype)
+
+
+def power_of_two_scale(amax: Array, dtype: DTypeLike = E4M3) -> Array:
+  """The smallest power of two with which a group of this amax fits qmax.
+
+  A floating-point code times such a scale has the code's mantissa, whatever the
+  scale: values quantized once can be quantized again in other groups and stay
+  what they are, but those near the format's smallest.
+
+  Args:
+    amax: f32 array, not negative.
+    dtype: the format of the codes.
+
+  Returns:
+    f32 of amax's shape; 1 for a group of zeros, and amax where that is NaN or
+    infinite.
+  """
+  bits = jax.lax.bitcast_convert_type(amax, jnp.int32)
+  # As integers f32 values count up, 2^23 of them to a factor of two.
+  of_qmax = np.float32(qmax(dtype)).view(np.int32)
+  exponent = (bits - of_qmax + jnp.int32(2**23 - 1)) >> 23
+  biased = jnp.clip(exponent + 127, 1, 254) << 23
+  scale = jax.lax.bitcast_convert_type(biased, jnp.float32)
+  scale = jnp.where(amax == 0, jnp.float32(1), scale)
+  return jnp.where(amax < jnp.inf, scale, amax)
 
 
 def _bfloat16_rounded_up(x: Array) -> Array:

@@ -264,16 +264,19 @@ def _stored_groups(op, path: str, stored: Stored, named) -> GroupCodecs:
       "optimizer.init in init, or pass codec"
     )
 
-  def written_by(name, groups):
-    # An optimizer with fewer moments than Adam has the first ones.
-    return moments.stored_groups(op, stored, groups[: len(stored)], name)
-
-  for name, groups in named[:-1]:
+  # One moment alone may be a first or a second one.
+  candidates = [
+    (name, part)
+    for name, groups in named
+    for part in (zip(groups) if len(stored) == 1 else [groups[: len(stored)]])
+  ]
+  for name, part in candidates[:-1]:
     try:
-      return written_by(name, groups)
+      return moments.stored_groups(op, stored, part, name)
     except ValueError:
       pass
-  return written_by(*named[-1])
+  name, part = candidates[-1]
+  return moments.stored_groups(op, stored, part, name)
 
 
 def _sizes(groups: Sequence[GroupCodec]) -> list[int]:

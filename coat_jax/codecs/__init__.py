@@ -2,17 +2,18 @@
 """How an optimizer's moments are stored between steps: one small interface.
 
 A codec turns f32 values into codes of the same shape and at most two statistics
-per group of `group_size` values along the last axis, and back. `coat`, `fp8`,
-`coat_e8m0`, `log8`, `float32` and `bfloat16` return a `MomentCodec`: one group
-codec for the first moment (signed) and one for the second (never negative).
-They are frozen and carry every static choice, so that an ablation is one
-argument and `jit` and `optax.inject_hyperparams` see only numbers elsewhere.
+per group of `group_size` values along the last axis, and back. The functions
+below return a `MomentCodec`: one group codec for the first moment (signed) and
+one for the second (never negative). They are frozen and carry every static
+choice, so that an ablation is one argument and `jit` and
+`optax.inject_hyperparams` see only numbers elsewhere.
 
   codec      code                  statistics per group          B/param
   coat       E4M3 of a power of x  amax f32, power uint8         2.08
   coat_e8m0  E4M3 of a power of x  two exponents of 2, uint8     2.03
   log8       uniform in log x      two exponents of 2, uint8     2.03
   fp8        E4M3 of x             amax f32                      2.06
+  int8       linear in x           amax f32                      2.06
   bfloat16   x                     none                          4
   float32    x                     none                          8
 
@@ -42,6 +43,7 @@ from coat_jax.codecs.fp8 import BoundedFP8, ExpandedFP8, ScaledFP8
 from coat_jax.codecs.group import Encoded as Encoded
 from coat_jax.codecs.group import GroupCodec as GroupCodec
 from coat_jax.codecs.group import Plain, Rounding
+from coat_jax.codecs.int8 import int8 as int8
 from coat_jax.codecs.log8 import LogUniform
 from coat_jax.codecs.registry import MomentCodec as MomentCodec
 from coat_jax.codecs.registry import build as build
@@ -179,6 +181,9 @@ def fp8(
   """
   group = ScaledFP8(group_size, rounding)
   return MomentCodec(name="fp8", mu=group, nu=group)
+
+
+register(int8)
 
 
 @register

@@ -3,9 +3,9 @@
 
 `adam_update` gives the update, for optax; `adamw_step` takes the whole step,
 parameter included. Both decode, update the moments in f32, use them as they
-are and encode them again. `ops` calls these or the kernel that does the same in
-one pass over memory; the numbers of a step come as f32 scalars, so that one
-program serves all steps and leaves.
+are and encode them again (`stored_step`). `ops` calls these or the kernel that
+does the same in one pass over memory; the numbers of a step come as f32
+scalars, so that one program serves all steps and leaves.
 """
 
 import functools
@@ -19,9 +19,9 @@ from jax.typing import ArrayLike
 
 from coat_jax.formats import with_finite_square
 from coat_jax.ops.dispatch import op
-from coat_jax.optimizer import moments, weights
-from coat_jax.optimizer.leaves import put_layer, take_layer
+from coat_jax.optimizer import stored_step
 from coat_jax.optimizer.moments import GroupCodecs, Stored
+from coat_jax.optimizer.stored_step import StepScalars
 from coat_jax.optimizer.weights import Weight
 
 
@@ -48,20 +48,6 @@ class AdamScalars(NamedTuple):
   gradient_ratio: Array | None
   eps_root: Array | None
   eps: Array
-
-
-class StepScalars(NamedTuple):
-  """What a step of AdamW has beside Adam's, f32 [].
-
-  Attributes:
-    learning_rate: a positive one descends.
-    weight_decay: zero for a leaf that is masked.
-    grad_scale: multiplies the gradient first, or None.
-  """
-
-  learning_rate: Array
-  weight_decay: Array
-  grad_scale: Array | None
 
 
 def adam_scalars(
@@ -146,10 +132,9 @@ def adam_update(
   Returns:
     The update in the gradient's dtype, and the new moments, stored likewise.
   """
-  mu, nu = moments.decode(groups, stored)
-  update, mu, nu = adam(moments.in_f32(g), mu, nu, scalars)
-  stored = moments.encode(groups, (mu, nu), key, start, whole)
-  return update.astype(g.dtype), stored
+  return stored_step.update_of(
+    adam, g, stored, key, scalars, groups, start, whole
+  )
 
 
 @op(mosaic="adam")
@@ -166,44 +151,10 @@ def adamw_step(
   whole: tuple[int, ...] | None = None,
   layer: Array | None = None,
 ) -> tuple[Weight, Stored]:
-  """A step of AdamW on one leaf, or on one layer of it, all of it in f32.
+  """A step of AdamW on one leaf, or on one layer of it.
 
-  Args:
-    p: [..., n], the parameter. The new one is rounded to nearest, to bf16 and
-      to a `SplitWeight`'s 24 bits stochastically.
-    g: [..., n], the gradient, of any dtype.
-    stored: the two moments, as they are stored.
-    keys: uint32 [2], of the moments' and of the parameter's random words.
-    scalars: of this step.
-    step: of this step and leaf.
-    groups: the codecs of both.
-    start, whole: which part of the leaf this is: see `stochastic.random_words`.
-    layer: int32 []: p and `stored` are of stacked layers, [layers, ...], of
-      which this one is stepped; g is [1, ...].
-
-  Returns:
-    The new parameter, stored as p is, and the new moments, stored likewise.
+  Args and Returns: as of `stored_step.step_of`, of two moments.
   """
-  numbers = keys, scalars, step
-  if layer is None:
-    return _step(p, g, stored, *numbers, groups, start, whole)
-  whole = jax.tree.leaves(p)[0].shape if whole is None else whole
-  first = jnp.zeros(g.ndim, jnp.uint32).at[0].set(layer.astype(jnp.uint32))
-  start = first if start is None else start + first
-  p_part, stored_part = take_layer((p, stored), layer)
-  new = _step(p_part, g, stored_part, *numbers, groups, start, whole)
-  return put_layer((p, stored), new, layer)
-
-
-def _step(p, g, stored, keys, scalars, step, groups, start, whole):
-  """What `adamw_step` says, on all that is given."""
-  gradient = moments.in_f32(g)
-  if step.grad_scale is not None:
-    gradient = gradient * step.grad_scale
-  mu, nu = moments.decode(groups, stored)
-  update, mu, nu = adam(gradient, mu, nu, scalars)
-  new = weights.in_f32(p)
-  new = new + -step.learning_rate * (update + step.weight_decay * new)
-  new = weights.round_like(p, new, keys[1], start, whole)
-  stored = moments.encode(groups, (mu, nu), keys[0], start, whole)
-  return new, stored
+  return stored_step.step_of(
+    adam, p, g, stored, keys, scalars, step, groups, start, whole, layer
+  )

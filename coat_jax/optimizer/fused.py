@@ -1,58 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The whole step of AdamW with encoded moments: one kernel a leaf on a GPU.
+"""The whole step of AdamW and of Lion with encoded moments.
 
-optax hands updates from one transformation to the next, each a copy of the
-parameters in memory. `fused_coat_adamw` is `coat_adamw` and `apply_updates` in
-one function, which runs on a GPU leaf by leaf in one pass over memory, in place
-where parameters and state are donated. The state is Adam's own
-(`ScaleByCoatAdamState`): checkpoints go both ways. With `low_bits` there are
-bytes of the weights beside it (`LowBitsState`).
+`fused_coat_adamw` is `coat_adamw` and `apply_updates` in one function,
+`fused_coat_lion` likewise: one kernel a leaf on a GPU. The states are those of
+the optax transformations (`ScaleByCoatAdamState`, `ScaleByCoatLionState`), the
+first of the chain's: checkpoints go both ways. With `low_bits` there are bytes
+of the weights beside it (`LowBitsState`).
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax
-import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from coat_jax import codecs, stochastic
-from coat_jax.ops.dispatch import explain
+from coat_jax import codecs
 from coat_jax.ops.types import Implementation
-from coat_jax.optimizer import adam, moments, shards, weights
-from coat_jax.optimizer.leaves import LeafSteps
-from coat_jax.optimizer.masks import QuantizeMask, leaf_paths
-from coat_jax.optimizer.state import (
-  FusedState,
-  LowBitsState,
-  ScaleByCoatAdamState,
-  check_codec,
-  init_state,
-  next_state,
-  pair_leaves,
-  parameter_key,
+from coat_jax.optimizer import adam, lion
+from coat_jax.optimizer.fused_transformation import (
+  FusedTransformation,
+  fused_transformation,
 )
-
-
-class FusedTransformation(NamedTuple):
-  """An optimizer that gives new parameters in place of updates.
-
-  Attributes:
-    init: `init(params)`, the state of step 0.
-    apply: `apply(grads, state, params, *, grad_scale=None)`, the new parameters
-      and the new state. `grad_scale` is a scalar that multiplies the gradients
-      first, such as min(1, max_norm / global_norm).
-    begin: `begin(params, state)`, the same step leaf by leaf, for
-      `step_in_backward`: a `LeafSteps`.
-    explain: `explain(params)`, by path which implementation a leaf gets and
-      why, on the platform that a program is compiled for.
-  """
-
-  init: Callable[[optax.Params], FusedState]
-  apply: Callable[..., tuple[optax.Params, FusedState]]
-  begin: Callable[[optax.Params, FusedState], LeafSteps]
-  explain: Callable[[optax.Params], dict[str, str]]
+from coat_jax.optimizer.masks import QuantizeMask
+from coat_jax.optimizer.state import ScaleByCoatAdamState, ScaleByCoatLionState
 
 
 def fused_coat_adamw(
@@ -127,113 +97,94 @@ def fused_coat_adamw(
       f"{op}: nesterov must be False, got True; use coat_adamw(nesterov=True) "
       "with coat_jax.apply_updates"
     )
-  check_codec(op, codec)
 
-  def init_fn(params: optax.Params) -> FusedState:
-    state = init_state(op, params, codec, quantize_mask)
-    if not low_bits:
-      return state
-    return LowBitsState(weights.split_weights(params)[1], state)
+  def scalars_of(count: ArrayLike) -> adam.AdamScalars:
+    return adam.adam_scalars(count, b1, b2, eps, eps_root)
 
-  def apply_fn(
-    grads: optax.Updates,
-    state: FusedState,
-    params: optax.Params,
-    *,
-    grad_scale: ArrayLike | None = None,
-  ) -> tuple[optax.Params, FusedState]:
-    if grad_scale is not None:
-      grad_scale = jnp.asarray(grad_scale, jnp.float32)
-    pairs = pair_leaves(op, grads, _adam_state(state))
-    steps = begin(adam.adamw_step, params, state)
-    new = [
-      steps.step(i, weight, g, stored, grad_scale=grad_scale)
-      for i, (weight, (g, stored)) in enumerate(
-        zip(steps.weights, pairs, strict=True)
-      )
-    ]
-    return steps.end(*zip(*new, strict=True)) if new else steps.end((), ())
-
-  def begin_fn(params: optax.Params, state: FusedState) -> LeafSteps:
-    return begin(adam.adamw_step, params, state)
-
-  def begin(adamw_step, params, state) -> LeafSteps:
-    low = state.low if isinstance(state, LowBitsState) else None
-    state = _adam_state(state)
-    count = optax.safe_increment(state.count)
-    scalars = adam.adam_scalars(count, b1, b2, eps, eps_root)
-    rate, decay = (
-      jnp.asarray(x(state.count) if callable(x) else x, jnp.float32)
-      for x in (learning_rate, weight_decay)
-    )
-    leaves, treedef = jax.tree.flatten(params)
-    if low is not None:
-      leaves = weights.pair_weights(op, params, low)
-    all_stored = [stored for _, stored in pair_leaves(op, params, state)]
-    where = shards.shardings_of(op, shardings, all_stored)
-    decayed = _decayed(mask, params)
-
-    def step(i, weight, g, stored, *, layer=None, grad_scale=None):
-      key = stochastic.leaf_key(seed, count, i)
-      leaf_decay = decay if decayed[i] else 0 * decay
-      return shards.run_on_shards(
-        adamw_step,
-        where[i],
-        (weight, g),
-        stored,
-        jnp.stack([key, parameter_key(seed, count, i)]),
-        scalars,
-        adam.StepScalars(rate, leaf_decay, grad_scale),
-        groups=moments.stored_groups(op, stored, codec.groups, codec.name),
-        layer=layer,
-        implementation=implementation,
-      )
-
-    def end(new_leaves, stored):
-      new_state = next_state(state, count, stored)
-      if low is None:
-        return treedef.unflatten(new_leaves), new_state
-      high, new_low = weights.unpair_weights(new_leaves, low)
-      return treedef.unflatten(high), LowBitsState(new_low, new_state)
-
-    return LeafSteps(leaves, all_stored, step, end)
-
-  def explain_fn(params: optax.Params) -> dict[str, str]:
-    found = []
-
-    def explained(*args, implementation, **kwargs):
-      del implementation
-      found.append(explain(adam.adamw_step, *args, **kwargs))
-      return adam.adamw_step.definition(*args, **kwargs)
-
-    def whole_step(params):
-      state = init_fn(params)
-      if low_bits:
-        params, _ = weights.split_weights(params)
-      steps = begin(explained, params, state)
-      grads = jax.tree.leaves(params)
-      leaves = zip(steps.weights, grads, steps.stored, strict=True)
-      for i, (weight, g, stored) in enumerate(leaves):
-        steps.step(i, weight, g, stored)
-
-    jax.eval_shape(whole_step, params)
-    paths = [path for path, _ in leaf_paths(params)]
-    return dict(zip(paths, found, strict=True))
-
-  return FusedTransformation(init_fn, apply_fn, begin_fn, explain_fn)
-
-
-def _adam_state(state: FusedState) -> ScaleByCoatAdamState:
-  return state.inner if isinstance(state, LowBitsState) else state
-
-
-def _decayed(mask: Any, params: optax.Params) -> list[bool]:
-  """Whether weights decay, leaf by leaf: `optax.masked`'s reading of a mask."""
-  treedef = jax.tree.structure(params)
-  if mask is None:
-    return [True] * treedef.num_leaves
-  mask = mask(params) if callable(mask) else mask
-  whole = jax.tree.map(
-    lambda chosen, part: jax.tree.map(lambda _: chosen, part), mask, params
+  return fused_transformation(
+    op,
+    adam.adamw_step,
+    scalars_of,
+    ScaleByCoatAdamState,
+    learning_rate=learning_rate,
+    weight_decay=weight_decay,
+    mask=mask,
+    codec=codec,
+    quantize_mask=quantize_mask,
+    low_bits=low_bits,
+    seed=seed,
+    implementation=implementation,
+    shardings=shardings,
   )
-  return treedef.flatten_up_to(whole)
+
+
+def fused_coat_lion(
+  learning_rate: optax.ScalarOrSchedule,
+  b1: ArrayLike = 0.9,
+  b2: ArrayLike = 0.99,
+  *,
+  codec: codecs.MomentCodec = codecs.coat(),  # noqa: B008 (it is frozen)
+  weight_decay: optax.ScalarOrSchedule = 1e-3,
+  mask: Any | Callable[[optax.Params], Any] | None = None,
+  quantize_mask: QuantizeMask | None = None,
+  low_bits: bool = False,
+  seed: ArrayLike = 0,
+  implementation: Implementation | None = None,
+  shardings: Any = None,
+) -> FusedTransformation:
+  """`coat_lion` and `apply_updates` in one step.
+
+  As `fused_coat_adamw` is of `coat_adamw`: everything is f32 from the gradient
+  to the new parameter, and a bf16 one is rounded stochastically, with the words
+  that `apply_updates` draws.
+
+  Args:
+    learning_rate: a number or a schedule; a third to a tenth of AdamW's.
+    b1: share of the momentum in the update, whose sign is taken.
+    b2: decay of the momentum.
+    codec: how the momentum is stored, as the first moment of `codecs`.
+    weight_decay: a number or a schedule; multiplied with the learning rate.
+    mask: tree of bools or function of the parameters, where to decay weights.
+    quantize_mask, low_bits, seed, implementation, shardings: as of
+      `fused_coat_adamw`.
+
+  Returns:
+    A `FusedTransformation`.
+
+  Raises:
+    NotImplementedError: (by `apply`) a named implementation that cannot take a
+      leaf.
+    TypeError, ValueError: as `coat_lion`.
+
+  Examples:
+    >>> import jax, jax.numpy as jnp
+    >>> from coat_jax import fused_coat_lion
+    >>> optimizer = fused_coat_lion(1e-2, weight_decay=0.1)
+    >>> params = {"w": jnp.ones((16, 256))}
+    >>> state = optimizer.init(params)
+    >>> params, state = jax.jit(optimizer.apply)(params, state, params)
+    >>> print(f"{params['w'][0, 0]:.3f}")
+    0.989
+
+  Source: arXiv:2302.06675, algorithm 2.
+  """
+
+  def scalars_of(count: ArrayLike) -> lion.LionScalars:
+    del count  # Its moment is used as it is: nothing is corrected.
+    return lion.lion_scalars(b1, b2)
+
+  return fused_transformation(
+    "fused_coat_lion",
+    lion.lion_step,
+    scalars_of,
+    ScaleByCoatLionState,
+    learning_rate=learning_rate,
+    weight_decay=weight_decay,
+    mask=mask,
+    codec=codec,
+    quantize_mask=quantize_mask,
+    low_bits=low_bits,
+    seed=seed,
+    implementation=implementation,
+    shardings=shardings,
+  )

@@ -63,9 +63,9 @@ def step_in_backward(
   params: Any,
   state: Any,
   *,
-  before: Callable[[Any], Array],
-  layer: Callable[..., Array],
-  after: Callable[[Any, Array], Array],
+  before: Callable[[Any], Any],
+  layer: Callable[..., Any],
+  after: Callable[[Any, Any], Array],
   stack: str = "layers",
   per_layer: Any = None,
   clip: Clipping | None = None,
@@ -78,13 +78,15 @@ def step_in_backward(
   each would be a step, and clipping by their global norm, known at the end.
 
   Args:
-    optimizer: `fused_coat_adamw`, or any that has its `begin`.
+    optimizer: `fused_coat_adamw`, `fused_coat_lion`, or any that has their
+      `begin`.
     params: a tree with one subtree of stacked layers, each leaf [layers, ...].
     state: the optimizer's.
     before: `before(outer)`, what precedes the stack: the first layer's input.
       `outer` is `params` with None for the leaves of the stack.
-    layer: `layer(layer_params, x)`, one layer: x of the same shape and dtype;
-      with `per_layer`, `layer(layer_params, x, per_layer_slice)`. Wrapped in
+    layer: `layer(layer_params, x)`, one layer: x of the same shape and dtype,
+      an array or a tree of them, such as the residual stream and a sum over
+      layers; with `per_layer`, `layer(layer_params, x, per_layer_slice)`. In
       `jax.checkpoint` it saves less. It should close over no array that depends
       on x's shape: such a one is saved once a layer.
     after: `after(outer, x)`, what follows the stack: the loss, f32 []. It may
@@ -265,7 +267,7 @@ class _Layers:
   backward; they are in memory anyway.
   """
 
-  def __init__(self, layer: Callable[..., Array]):
+  def __init__(self, layer: Callable[..., Any]):
     self._layer = layer
     self._structure: Any = None
     self._places: list[int | None] = []
@@ -277,10 +279,11 @@ class _Layers:
     y, vjp = jax.vjp(
       lambda params, x: self._layer(params, x, *extra), layer_params, x
     )
-    if jax.typeof(y) != jax.typeof(x):
+    given, found = (jax.tree.map(jax.typeof, each) for each in (x, y))
+    if jax.tree.flatten(found) != jax.tree.flatten(given):
       raise ValueError(
         "step_in_backward: a layer must return what it takes, got "
-        f"{jax.typeof(y)} for {jax.typeof(x)}; cast the result"
+        f"{found} for {given}; cast the result"
       )
     leaves, self._structure = jax.tree.flatten(vjp)
     known = jax.tree.leaves((layer_params, per_layer))
@@ -353,7 +356,7 @@ def _running_norms(clip, clip_state, count: int) -> list[Array | None]:
   return jax.tree.leaves(clip_state.own)
 
 
-def _uses(before: Callable[[Any], Array], outer: Any) -> list[bool]:
+def _uses(before: Callable[[Any], Any], outer: Any) -> list[bool]:
   """Whether `before` reads each leaf of `outer`."""
   jaxpr = jax.make_jaxpr(before)(outer).jaxpr
   read = {id(v) for equation in jaxpr.eqns for v in equation.invars}

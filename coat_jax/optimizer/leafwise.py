@@ -37,8 +37,9 @@ def leafwise(tx: optax.GradientTransformation) -> LeafwiseTransformation:
 
   Raises:
     ValueError: (by `begin`) an update depends on other leaves, as after
-      clipping by the global norm; or the state is that of `coat_adamw`, in
-      whose place is `fused_coat_adamw`.
+      clipping by the global norm; or the state is that of `coat_adamw` or
+      `coat_lion`, in whose places are `fused_coat_adamw` and
+      `fused_coat_lion`, or of `encoded`.
 
   Examples:
     >>> optimizer = leafwise(optax.adamw(3e-4))
@@ -124,7 +125,8 @@ def _check(tx: optax.GradientTransformation, params: Any, state: Any) -> None:
   if any(moments.all_moment_trees(state)):
     raise ValueError(
       "leafwise: needs a state of the parameters' shapes, which groups have "
-      "not, got coat_adamw; pass fused_coat_adamw as it is"
+      "not, got coat_adamw's, coat_lion's or encoded's; pass fused_coat_adamw "
+      "or fused_coat_lion as it is, or the optimizer that is encoded"
     )
   leaves, treedef = jax.tree.flatten(params)
 

@@ -2,7 +2,7 @@
 """Leaves by shapes and paths: what is a norm or a bias, and what is encoded."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -80,15 +80,20 @@ def _words(name: str) -> list[str]:
 
 
 def leaf_paths(tree: Any) -> list[tuple[str, Any]]:
-  """The leaves of a tree with paths such as "layers/attn/qkv/kernel".
+  """The leaves of a tree with paths such as "layers/attn/qkv/kernel"."""
+  out = []
+  for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+    leaf = jnp.asarray(leaf) if isinstance(leaf, float) else leaf
+    out.append((leaf_path(keys), leaf))
+  return out
+
+
+def leaf_path(keys: Sequence[Any]) -> str:
+  """A leaf's path from its keys.
 
   `nnx.Variable`s end theirs in "value" where they are in the tree; that is left
   out, so that a path is the same with and without them.
   """
-  out = []
-  for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-    if keys and keys[-1] == jax.tree_util.GetAttrKey("value"):
-      keys = keys[:-1]
-    path = jax.tree_util.keystr(keys, simple=True, separator="/")
-    out.append((path, jnp.asarray(leaf) if isinstance(leaf, float) else leaf))
-  return out
+  if keys and keys[-1] == jax.tree_util.GetAttrKey("value"):
+    keys = keys[:-1]
+  return jax.tree_util.keystr(tuple(keys), simple=True, separator="/")

@@ -136,7 +136,7 @@ def stored_groups(
       raise ValueError(
         f"{op}: codec {name!r} keeps a moment as {want}, got {got}; pass "
         "the codec that the state was made with (to change it, go through "
-        "to_adam_state and from_adam_state)"
+        "to_plain_state and from_plain_state)"
       )
   return groups
 

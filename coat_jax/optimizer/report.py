@@ -5,28 +5,31 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-import optax
 
 from coat_jax.codecs import MomentCodec
 from coat_jax.codecs.fp8 import ExpandedFP8
 from coat_jax.codecs.group import Encoded, GroupCodec
 from coat_jax.optimizer import moments
-from coat_jax.optimizer.masks import leaf_paths
+from coat_jax.optimizer.fields import EncodedState
+from coat_jax.optimizer.masks import leaf_path
 from coat_jax.optimizer.state import (
   LowBitsState,
-  ScaleByCoatAdamState,
+  MomentState,
+  check_codec,
   find_states,
 )
+from coat_jax.optimizer.stored_fields import fields_of, stored_fields
 from coat_jax.qtensor import split_groups
 
 _QUANTILES = {"min": 0, "p10": 0.1, "median": 0.5, "p90": 0.9, "max": 1}
 
 
 class StateBytes(NamedTuple):
-  """Size of the state of `scale_by_coat_adam` or `fused_coat_adamw`.
+  """Size of the states of `coat_adamw`, `coat_lion`, `encoded` and the like.
 
   Attributes:
-    total: bytes of all its arrays, those of weights' low bits among them.
+    total: bytes of all its arrays, those of weights' low bits among them, and
+      of what `encoded` leaves as it is.
     parameters: values whose moments it keeps.
     bytes_per_param: total / parameters.
   """
@@ -60,8 +63,8 @@ def state_bytes(opt_state: Any) -> StateBytes:
     >>> print(f"{size.bytes_per_param:.2f}")
     2.08
   """
-  states = find_states("state_bytes", opt_state, ScaleByCoatAdamState)
-  parameters = sum(x.size for s in states for x in jax.tree.leaves(s.mu_codes))
+  states = find_states("state_bytes", opt_state, MomentState | EncodedState)
+  parameters = sum(_parameters(state) for state in states)
   low = [
     x.low
     for x in jax.tree.leaves(opt_state, is_leaf=_is_low_bits)
@@ -72,6 +75,13 @@ def state_bytes(opt_state: Any) -> StateBytes:
   return StateBytes(total, parameters, total / max(parameters, 1))
 
 
+def _parameters(state: MomentState | EncodedState) -> int:
+  if isinstance(state, EncodedState):
+    leaves = stored_fields(state.inner).leaves.values()
+    return sum(stored[0].codes.size for stored in leaves)
+  return sum(x.size for x in jax.tree.leaves(moments.moment_trees(state)[0]))
+
+
 def _is_low_bits(node: Any) -> bool:
   return isinstance(node, LowBitsState)
 
@@ -80,18 +90,21 @@ def state_report(
   opt_state: Any,
   *,
   codec: MomentCodec,
-  reference: optax.ScaleByAdamState | None = None,
+  reference: Any = None,
 ) -> dict[str, dict[str, Any]]:
   """Reports, leaf by leaf, how well the moments fit their codes.
 
   Args:
-    opt_state: a coat state, or an optimizer state that holds exactly one.
+    opt_state: a coat state or an `EncodedState`, or an optimizer state that
+      holds exactly one of them.
     codec: the codec it was made with.
-    reference: moments of the same run in f32, to compare with.
+    reference: moments of the same run in f32, to compare with: the state of
+      optax's optimizer of this kind, or of the one that is encoded.
 
   Returns:
     By path, a dict that JSON can take: `parameters`, `encoded` (False for
-    leaves that stay f32), and for each of `mu` and `nu` a dict of
+    leaves that stay f32), and for each of `mu` and `nu`, or each encoded field
+    by its path, a dict of
       `power`: min, p10, median, p90, max and mean of the expansion's k over the
         groups that are not all zero (codecs that have one);
       `codes_used`: share of the 256 codes that occur (8-bit codecs);
@@ -101,6 +114,7 @@ def state_report(
         Euclidean norms over the leaf.
 
   Raises:
+    TypeError: `codec` is not a `MomentCodec`.
     ValueError: not exactly one coat state, or one of another codec, or a
       reference of other leaves.
 
@@ -114,37 +128,37 @@ def state_report(
     (True, 1.0)
   """
   op = "state_report"
-  found = find_states(op, opt_state, ScaleByCoatAdamState)
+  check_codec(op, codec)
+  found = find_states(op, opt_state, MomentState | EncodedState)
   if len(found) > 1:
     raise ValueError(
       f"{op}: opt_state must hold one coat state, got {len(found)}; pass one"
     )
   (state,) = found
-  paths = [path for path, _ in leaf_paths(state.mu_codes)]
-  leaves = moments.flatten(moments.moment_trees(state))
-  references = [(None,) * len(codec.groups)] * len(leaves)
+  if isinstance(state, EncodedState):
+    inner = state.inner
+  else:
+    inner = fields_of(state)
+    if reference is not None:
+      reference = {name: getattr(reference, name) for name in inner}
+  fields = stored_fields(inner)
+  references = None
   if reference is not None:
-    pair = jax.tree.leaves(reference.mu), jax.tree.leaves(reference.nu)
-    references = list(zip(*pair, strict=True))
-    got = [mu.shape for mu, _ in references]
-    want = [stored[0].codes.shape for stored in leaves]
-    if got != want:
-      raise ValueError(
-        f"{op}: reference must have leaves of shapes {want}, got {got}; pass "
-        "the state of Adam for the same parameters"
-      )
+    trees = fields.plain_fields(op, "reference", reference)
+    references = [jax.tree.leaves(tree) for tree in trees]
+  groups = fields.groups(op, codec)
+  decoded = [jax.tree.leaves(tree) for tree in fields.decode(groups)]
   out = {}
-  for path, stored, exact in zip(paths, leaves, references, strict=True):
-    groups = moments.stored_groups(op, stored, codec.groups, codec.name)
-    decoded = moments.decode(groups, stored)
-    codes = stored[0].codes
-    out[path] = {
-      "parameters": int(codes.size),
+  rows = zip(fields.rows.items(), fields.leaves.values(), groups, strict=True)
+  for (keys, row), stored, chosen in rows:
+    leaf = out[leaf_path(keys)] = {
+      "parameters": int(stored[0].codes.size),
       "encoded": moments.is_encoded(stored[0]),
     }
-    for i, name in enumerate(("mu", "nu")):
-      out[path][name] = _report_moment(
-        groups[i], stored[i], decoded[i], exact[i]
+    for (j, i), encoded, group in zip(row, stored, chosen, strict=True):
+      exact = None if references is None else references[j][i]
+      leaf[fields.paths[j]] = _report_moment(
+        group, encoded, decoded[j][i], exact
       )
   return out
 

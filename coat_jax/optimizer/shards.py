@@ -64,7 +64,7 @@ def run_on_shards(
   """`step(*arrays, stored, *scalars, groups=groups, ...)`, shard by shard.
 
   Args:
-    step: `adam.adam_update` or `adam.adamw_step`.
+    step: such as `adam.adam_update` or `lion.lion_step`.
     sharding: of the leaf. None, or groups that are split over devices, leave
       the step to XLA.
     arrays: of the leaf's shape, or trees of such; with `layer`, all but the

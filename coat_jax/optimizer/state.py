@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state of Adam with encoded moments: what it is, and what it goes with."""
+"""States with encoded moments: what they are, and what they go with."""
 
 import functools
 from collections.abc import Sequence
@@ -12,10 +12,18 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from coat_jax import stochastic
-from coat_jax.codecs import MomentCodec
+from coat_jax.codecs import Encoded, MomentCodec
 from coat_jax.optimizer import moments
 from coat_jax.optimizer.masks import QuantizeMask, leaf_paths
 from coat_jax.optimizer.moments import Stored
+
+# Whose states they are, for error messages.
+_MAKERS = {
+  "ScaleByCoatAdamState": "coat_adamw",
+  "ScaleByCoatLionState": "coat_lion",
+  "ScaleByCoatMuonState": "coat_muon",
+  "EncodedState": "encoded",
+}
 
 # Parameters draw from another stream of random words than moments do.
 _PARAMETER_STREAM = 0x85EBCA6B
@@ -39,18 +47,41 @@ class ScaleByCoatAdamState(NamedTuple):
   nu_range: optax.Updates
 
 
+class ScaleByCoatLionState(NamedTuple):
+  """State of Lion with an encoded moment: `ScaleByCoatAdamState` without nu."""
+
+  # shape=(), dtype=jnp.int32
+  count: ArrayLike  # pyright: ignore[reportIncompatibleMethodOverride]
+  mu_codes: optax.Updates  # shape=leaf.shape, dtype=the codec's
+  mu_amax: optax.Updates  # shape=(..., ceil(n / group_size))
+  mu_range: optax.Updates  # shape=(..., ceil(n / group_size))
+
+
+class ScaleByCoatMuonState(NamedTuple):
+  """State of Muon with an encoded moment: `ScaleByCoatAdamState` without nu."""
+
+  # shape=(), dtype=jnp.int32
+  count: ArrayLike  # pyright: ignore[reportIncompatibleMethodOverride]
+  mu_codes: optax.Updates  # shape=leaf.shape, dtype=the codec's
+  mu_amax: optax.Updates  # shape=(..., ceil(n / group_size))
+  mu_range: optax.Updates  # shape=(..., ceil(n / group_size))
+
+
+MomentState = ScaleByCoatAdamState | ScaleByCoatLionState | ScaleByCoatMuonState
+
+
 class LowBitsState(NamedTuple):
-  """State of `fused_coat_adamw` with weights of 24 bits.
+  """State of a fused optimizer with weights of 24 bits.
 
   `low` is a tree of the parameters' structure whose leaves are plain arrays.
   The weight of a leaf that has bytes is `join_weights` of it and them.
   """
 
   low: Any  # shape=leaf.shape, dtype=jnp.int8; shape=() where none are kept
-  inner: ScaleByCoatAdamState
+  inner: MomentState
 
 
-FusedState = ScaleByCoatAdamState | LowBitsState
+FusedState = MomentState | LowBitsState
 
 
 def check_codec(op: str, codec: Any) -> None:
@@ -67,7 +98,8 @@ def init_state(
   params: Any,
   codec: MomentCodec,
   mask: QuantizeMask | None,
-) -> ScaleByCoatAdamState:
+  kind: type[MomentState] = ScaleByCoatAdamState,
+) -> MomentState:
   """The state of step 0.
 
   Args:
@@ -75,26 +107,28 @@ def init_state(
     params: tree of parameters.
     codec: how the moments are stored.
     mask: which leaves are encoded; None for `default_quantize_mask`.
+    kind: of the state. One with fewer moments than the codec has the first.
 
   Returns:
     Moments of zeros, sharded like the parameters.
   """
-  if isinstance(params, _placeholder()):
-    return _marked_state(params, len(codec.groups))
-  chosen = moments.choose_groups(op, params, codec.groups, mask)
+  groups = codec.groups[: len(kind._fields) // len(Encoded._fields)]
+  if isinstance(params, placeholder_type()):
+    return _marked_state(params, len(groups), kind)
+  chosen = moments.choose_groups(op, params, groups, mask)
   # The compiler would encode constants itself, for half a minute.
   zero = jax.lax.optimization_barrier(jnp.zeros([], jnp.float32))
   stored = []
-  for leaf, groups in zip(jax.tree.leaves(params), chosen, strict=True):
+  for leaf, own in zip(jax.tree.leaves(params), chosen, strict=True):
     # Sharded like the parameter, and never in memory under jit.
     zeros = jnp.full_like(leaf, zero, dtype=jnp.float32)
-    stored.append(moments.encode_zeros(groups, zeros))
-  trees = moments.trees_like(params, len(codec.groups))
-  return make_state(jnp.zeros([], jnp.int32), trees, stored)
+    stored.append(moments.encode_zeros(own, zeros))
+  trees = moments.trees_like(params, len(groups))
+  return make_state(jnp.zeros([], jnp.int32), trees, stored, kind)
 
 
 @functools.cache
-def _placeholder() -> type:
+def placeholder_type() -> type:
   """What `optax.tree.map_params` gives to `init` in place of parameters."""
   kinds = []
 
@@ -106,32 +140,49 @@ def _placeholder() -> type:
   return kinds[0]
 
 
-def _marked_state(placeholder: Any, count: int) -> ScaleByCoatAdamState:
+def _marked_state(
+  placeholder: Any, count: int, kind: type[MomentState]
+) -> MomentState:
   """A state that says which of its trees are like the parameters.
 
   Codes have their shapes. Statistics have others, and a sharding of theirs need
   not be possible: a tree of them is one leaf here, for `transform_non_params`.
   """
   leaf = jnp.zeros([], jnp.int32)
-  return ScaleByCoatAdamState(leaf, *[placeholder, leaf, leaf] * count)
+  return kind(leaf, *[placeholder, leaf, leaf] * count)
 
 
 def make_state(
-  count: ArrayLike, trees: Sequence[Any], stored: Sequence[Stored]
-) -> ScaleByCoatAdamState:
+  count: ArrayLike,
+  trees: Sequence[Any],
+  stored: Sequence[Stored],
+  kind: type[MomentState] = ScaleByCoatAdamState,
+) -> MomentState:
   """A state of these moments, in trees of these structures."""
-  return ScaleByCoatAdamState(count, *moments.unflatten(trees, stored))
+  return kind(count, *moments.unflatten(trees, stored))
 
 
 def next_state(
-  state: ScaleByCoatAdamState, count: ArrayLike, stored: Sequence[Stored]
-) -> ScaleByCoatAdamState:
+  state: MomentState, count: ArrayLike, stored: Sequence[Stored]
+) -> MomentState:
   """The same state with other moments."""
-  return make_state(count, moments.moment_trees(state), stored)
+  return make_state(count, moments.moment_trees(state), stored, type(state))
+
+
+def promoted(updates: optax.Updates, params: optax.Params | None):
+  """Gradients in the dtypes that updates have: optax promotes them likewise."""
+  if params is None:
+    return updates
+  return jax.tree.map(
+    lambda g, p: None if g is None else g.astype(jnp.result_type(g, p)),
+    updates,
+    params,
+    is_leaf=lambda x: x is None,
+  )
 
 
 def pair_leaves(
-  op: str, updates: optax.Updates, state: ScaleByCoatAdamState
+  op: str, updates: optax.Updates, state: MomentState
 ) -> list[tuple[Array, Stored]]:
   """Gradients and moments, leaf by leaf.
 
@@ -170,13 +221,13 @@ def parameter_key(seed: ArrayLike, step: ArrayLike, leaf: int) -> Array:
   return stochastic.mix(key)
 
 
-def find_states(op: str, opt_state: Any, kind: type) -> list[Any]:
+def find_states(op: str, opt_state: Any, kind: Any) -> list[Any]:
   """All states of a kind in an optimizer's state.
 
   Args:
     op: the public function that asks, for error messages.
     opt_state: any tree.
-    kind: such as `ScaleByCoatAdamState`.
+    kind: such as `ScaleByCoatAdamState`, or a union of several.
 
   Raises:
     ValueError: there is none.
@@ -184,9 +235,12 @@ def find_states(op: str, opt_state: Any, kind: type) -> list[Any]:
   leaves = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, kind))
   found = [leaf for leaf in leaves if isinstance(leaf, kind)]
   if not found:
+    kinds = getattr(kind, "__args__", (kind,))
+    makers = [_MAKERS.get(x.__name__, "optax.adamw") for x in kinds]
     raise ValueError(
-      f"{op}: the optimizer state must hold a {kind.__name__}, got "
+      f"{op}: the optimizer state must hold a "
+      f"{' or '.join(x.__name__ for x in kinds)}, got "
       f"{type(opt_state).__name__} without one; pass what init or update of "
-      f"{'coat_adamw' if kind is ScaleByCoatAdamState else 'optax.adamw'} gave"
+      f"{' or '.join(makers)} gave"
     )
   return found

@@ -11,7 +11,7 @@ Both ways are exact. W itself is rounded, stochastically in a step: 2^-16 of a
 weight is the least update that is not left to chance, where bf16 alone has
 2^-8. See docs/optimizer.md on which one to take.
 
-`adam.adamw_step` takes either kind in a parameter's place. Random words are
+`stored_step.step_of` takes either kind in a parameter's place. Random words are
 those of the parameter (`state.parameter_key`): bf16 takes their low 16 bits, 24
 bits the low 8.
 """

@@ -9,7 +9,8 @@ from coat_jax.codecs.log8 import LogUniform
 from coat_jax.formats import E5M2
 from tests import oracles
 
-# (group_size, rounding) to a group codec: all there are.
+# (group_size, rounding) to a group codec: those whose errors are relative. The
+# linear one has its own oracle, in test_int8.
 GROUP_CODECS = {
   "fp8": ScaledFP8,
   "coat": ExpandedFP8,

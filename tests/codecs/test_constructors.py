@@ -26,10 +26,11 @@ from tests import cases
     (codecs.coat_e8m0(), ("float8_e4m3fn", "u1", "u1"), None),
     (codecs.log8(), ("i1", "u1", "u1"), ("u1", "u1", "u1")),
     (codecs.fp8(), ("float8_e4m3fn", "f4", None), None),
+    (codecs.int8(), ("i1", "f4", None), ("u1", "f4", None)),
     (codecs.bfloat16(), ("bfloat16", None, None), None),
     (codecs.float32(), ("f4", None, None), None),
   ],
-  ids=["coat", "coat_e5m2", "coat_e8m0", "log8", "fp8", "bfloat16", "float32"],
+  ids="coat coat_e5m2 coat_e8m0 log8 fp8 int8 bfloat16 float32".split(),
 )
 def test_encoded_moments_have_the_dtypes_stated(codec, mu, nu):
   for shape in ((3, 300), (2, 3, 128), (5,)):
@@ -62,7 +63,13 @@ def test_plain_codecs_round_to_their_dtype_only():
 
 
 def test_codecs_are_frozen_hashable_and_comparable():
-  for build in (codecs.coat, codecs.coat_e8m0, codecs.log8, codecs.fp8):
+  for build in (
+    codecs.coat,
+    codecs.coat_e8m0,
+    codecs.log8,
+    codecs.fp8,
+    codecs.int8,
+  ):
     codec = build()
     assert codec.mu.rounding == codec.nu.rounding == "stochastic"
     assert codec == build() and hash(codec) == hash(build())
@@ -80,13 +87,15 @@ def test_codecs_are_frozen_hashable_and_comparable():
 def test_log8_refuses_nearest_but_its_group_codec_takes_it():
   with pytest.raises(ValueError, match="rounding='nearest' freezes"):
     codecs.log8(rounding="nearest")
-  x = jnp.geomspace(1e-6, 1, 64)[None]
+  x = jnp.asarray(np.geomspace(1e-6, 1, 64, dtype=np.float32)[None])
   codec = LogUniform(64, "nearest", signed=False)
-  assert np.all(codec.decode(codec.encode(x, None)) > 0)
+  roundtrip = jax.jit(lambda x: codec.decode(codec.encode(x, None)))
+  assert np.all(roundtrip(x) > 0)
 
 
 @pytest.mark.parametrize(
-  "build", [codecs.coat, codecs.coat_e8m0, codecs.log8, codecs.fp8]
+  "build",
+  [codecs.coat, codecs.coat_e8m0, codecs.log8, codecs.fp8, codecs.int8],
 )
 def test_constructors_refuse_wrong_choices(build, monkeypatch):
   with pytest.raises(ValueError, match="codecs: group_size must be at least 1"):

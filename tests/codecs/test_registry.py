@@ -12,7 +12,7 @@ from coat_jax import codecs
 from coat_jax.codecs import registry
 from tests.codecs import own_codec
 
-OURS = ("coat", "coat_e8m0", "log8", "fp8", "bfloat16", "float32")
+OURS = ("coat", "coat_e8m0", "log8", "fp8", "int8", "bfloat16", "float32")
 OWN = "tests.codecs.own_codec:make"
 
 
@@ -33,7 +33,7 @@ def test_names_are_those_of_the_constructors():
 def test_options_are_the_constructor_s_arguments():
   groups = {"group_size": 128, "rounding": "stochastic"}
   assert codecs.options("coat") == groups | {"second": "e4m3"}
-  for name in ("coat_e8m0", "log8", "fp8", OWN):
+  for name in ("coat_e8m0", "log8", "fp8", "int8", OWN):
     assert codecs.options(name) == groups
   assert codecs.options("bfloat16") == codecs.options("float32") == {}
 

@@ -27,7 +27,7 @@ CODECS = {
 # uint8 ones, with one of two, with none.
 LAYOUTS = ("coat", "log8", "fp8", "float32")
 every_codec = pytest.mark.parametrize(
-  "name", quick(len(LAYOUTS), [*LAYOUTS, *sorted(CODECS.keys() - {*LAYOUTS})])
+  "name", quick(2, [*LAYOUTS, *sorted(CODECS.keys() - {*LAYOUTS})])
 )
 
 

@@ -96,12 +96,12 @@ def run(name, dtype, fused):
 
 
 CASES = [("coat", jnp.float32, True), ("log8", jnp.bfloat16, False)]
+# Any two of a codec, a dtype and one of two ways to step.
 CASES += [
   case
-  for fused in (False, True)
-  for name in CODECS
-  for dtype in (jnp.float32, jnp.bfloat16, jnp.float16)
-  if (case := (name, dtype, fused)) not in CASES
+  for i, name in enumerate(CODECS)
+  for j, dtype in enumerate((jnp.float32, jnp.bfloat16, jnp.float16))
+  if (case := (name, dtype, (i + j) % 2 == 0)) not in CASES
   # Where fp8 has a second moment of zero, updates are m / eps: f16 has no 1e8.
   and not (dtype == jnp.float16 and name.startswith("fp8"))
 ]

@@ -19,6 +19,7 @@ from coat_jax import (
   coat_adamw,
   codecs,
   fused_coat_adamw,
+  fused_coat_lion,
   leafwise,
   step_in_backward,
 )
@@ -122,19 +123,19 @@ def assert_same_bits(a, b):
 
 
 @pytest.mark.parametrize(
-  ("codec", "is_tied"),
+  ("make", "codec", "is_tied"),
   quick(
     1,
     [
-      (codecs.coat(), True),
-      (codecs.coat(rounding="nearest"), False),
-      (codecs.log8(), False),
-      (codecs.log8(), True),
+      (fused_coat_adamw, codecs.coat(), True),
+      (fused_coat_lion, codecs.coat(), True),
+      (fused_coat_adamw, codecs.coat(rounding="nearest"), False),
+      (fused_coat_adamw, codecs.log8(), False),
     ],
   ),
 )
-def test_step_is_the_ordinary_one(codec, is_tied):
-  optimizer = fused_coat_adamw(3e-3, codec=codec, weight_decay=0.1)
+def test_step_is_the_ordinary_one(make, codec, is_tied):
+  optimizer = make(3e-3, codec=codec, weight_decay=0.1)
   params = initial(is_tied)
   *expected, values = train_ordinarily(optimizer, params, 0.5)
   *got, found = train_in_backward(optimizer, params, **halved(params))
@@ -208,7 +209,60 @@ def test_layers_see_their_slice_of_further_arrays():
   np.testing.assert_allclose(done.grad_norm, optax.tree.norm(grads), rtol=1e-5)
 
 
-@pytest.mark.parametrize("is_tied", quick(1, [False, True]))
+@pytest.mark.slow
+def test_layers_hand_on_a_tree():
+  """The residual stream, and a sum over layers that the loss reads."""
+  optimizer = fused_coat_adamw(3e-3, weight_decay=0.1)
+  params = initial(False)
+  tokens, targets = batch(0)
+
+  def summing(params, carry):
+    x, total, none = carry
+    y = layer(params, x)
+    return y, total + jnp.mean(y**2, axis=(0, 1)), none
+
+  def start(outer):
+    return before(tokens, outer), jnp.zeros(WIDTH), None
+
+  def loss_of_both(outer, carry):
+    x, total, none = carry
+    assert none is None
+    return after(targets, outer, x) + 0.1 * jnp.sum(total**2)
+
+  def loss(params):
+    def scanned(carry, p):
+      return summing(p, carry), None
+
+    carry = lax.scan(scanned, start(params), params["layers"])[0]
+    return loss_of_both(params, carry)
+
+  @jax.jit
+  def ordinarily(params, state):
+    value, grads = jax.value_and_grad(loss)(params)
+    return *optimizer.apply(grads, state, params, grad_scale=0.5), value
+
+  @jax.jit
+  def in_backward(params, state):
+    done = step_in_backward(
+      optimizer,
+      params,
+      state,
+      before=start,
+      layer=summing,
+      after=loss_of_both,
+      **halved(params),
+    )
+    return done.params, done.state, done.loss
+
+  state = optimizer.init(params)
+  *expected, want = ordinarily(params, state)
+  *got, found = in_backward(params, state)
+  assert_same_bits(got, expected)
+  np.testing.assert_allclose(found, want, rtol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_tied", [False, True])
 def test_optax_transformations_step_leaf_by_leaf(is_tied):
   def decayed(params):
     return jax.tree.map(lambda p: p.ndim > 1, params)

@@ -116,7 +116,7 @@ def state_types(state):
   return jax.tree.map(jax.typeof, state)
 
 
-@pytest.mark.parametrize("jit", quick(1, [True, False]))
+@pytest.mark.parametrize("jit", quick(0, [True, False]))
 def test_state_types_are_those_of_init(jit):
   solver = coat_adamw(1e-2, quantize_mask=quantize_mask)
   devices = mesh(AxisType.Explicit)

@@ -1,0 +1,272 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fields of any optimizer's state: which are stored in a codec, and as what.
+
+A field is a tree in a state that is like the parameters: a momentum, second
+moments. `encoded` replaces it by an `EncodedMu` or an `EncodedNu`, three trees
+of the same structure, and leaves all else of the state as it is. So the state
+says itself which of its fields are encoded, and by which of the codec's two
+group codecs.
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.typing import ArrayLike
+
+Kind = Literal["mu", "nu"]
+FieldRule = Callable[[str], Kind | None]
+
+# Optax's names of what is never negative: averages and sums of squares.
+_NONNEGATIVE = frozenset(
+  ("nu", "nu_max", "n", "exp_avg_sq", "sum_of_squares", "grad_sum_sq")
+  + ("e_g", "e_x", "step_sizes")
+)
+# Optax's names of parameters that a state keeps.
+_PARAMETERS = frozenset(
+  ("z", "x0", "params", "params0", "init_params", "init_particles", "cache")
+)
+
+
+class EncodedMu(NamedTuple):
+  """A field whose values have signs, encoded as first moments are.
+
+  Trees of the field's structure with plain arrays as leaves: `Encoded` of
+  `codecs.group`. A leaf that stays in f32 has its values in the codes and
+  scalars in the others.
+  """
+
+  mu_codes: optax.Updates  # shape=leaf.shape, dtype=the codec's
+  mu_amax: optax.Updates  # shape=(..., ceil(n / group_size))
+  mu_range: optax.Updates  # shape=(..., ceil(n / group_size))
+
+
+class EncodedNu(NamedTuple):
+  """A field that is never negative, encoded as second moments are."""
+
+  nu_codes: optax.Updates  # as `EncodedMu`
+  nu_amax: optax.Updates
+  nu_range: optax.Updates
+
+
+class EncodedState(NamedTuple):
+  """State of `encoded`: the inner optimizer's, with fields encoded.
+
+  `inner` is what the inner optimizer's `init` gives, with an `EncodedMu` or an
+  `EncodedNu` of plain arrays in the place of each encoded field.
+  """
+
+  # shape=(), dtype=jnp.int32: of steps, for the random words alone.
+  count: ArrayLike  # pyright: ignore[reportIncompatibleMethodOverride]
+  inner: optax.OptState
+
+
+# What is in a field's place, by its kind.
+FIELDS: dict[Kind, Any] = {"mu": EncodedMu, "nu": EncodedNu}
+
+
+def default_field_rule(path: str) -> Kind | None:
+  """How `encoded` stores a field unless the user says otherwise, by its name.
+
+  Args:
+    path: of the field in the state, such as "0/nu".
+
+  Returns:
+    "nu" for optax's names of what is never negative: `nu`, `nu_max`, `n`,
+    `exp_avg_sq`, `sum_of_squares` and the like. None, as it is, for optax's
+    names of parameters in a state: `z` of Schedule-Free, `params0` of Prodigy.
+    "mu" for all else.
+
+  Examples:
+    >>> from coat_jax import default_field_rule
+    >>> [default_field_rule(path) for path in ("0/trace", "0/nu", "z")]
+    ['mu', 'nu', None]
+  """
+  name = path.rpartition("/")[-1]
+  if name in _PARAMETERS:
+    return None
+  return "nu" if name in _NONNEGATIVE else "mu"
+
+
+def is_field(node: Any) -> bool:
+  """Whether a node of a state is an encoded field."""
+  return isinstance(node, EncodedMu | EncodedNu)
+
+
+def path_of(keys: Sequence[Any]) -> str:
+  """A path in a state as a rule gets it."""
+  return jax.tree_util.keystr(tuple(keys), simple=True, separator="/")
+
+
+def rule_of(op: str, fields: FieldRule | Collection[str] | None) -> FieldRule:
+  """A rule from what `encoded` takes as `fields`."""
+  if fields is None:
+    return default_field_rule
+  if callable(fields):
+    return fields
+  if isinstance(fields, str):
+    raise TypeError(
+      f"{op}: fields must be several names, got {fields!r}; pass ({fields!r},)"
+    )
+  kinds = dict(fields) if isinstance(fields, Mapping) else dict.fromkeys(fields)
+  if wrong := {x for x in kinds.values() if x not in (None, "mu", "nu")}:
+    raise ValueError(
+      f"{op}: a field is stored as 'mu' or 'nu', got {wrong.pop()!r}; pass "
+      "'nu' for what is never negative and 'mu' for all else"
+    )
+
+  def rule(path):
+    for name, kind in kinds.items():
+      if _is_named(path, name):
+        return kind or default_field_rule(path) or "mu"
+    return None
+
+  return rule
+
+
+def _is_named(path: str, name: str) -> bool:
+  return f"/{path}".endswith(f"/{name}")
+
+
+def mark_placeholders(state: Any, kind: type, rule: FieldRule) -> Any:
+  """What `optax.tree.map_params` reads: which trees are like the parameters.
+
+  Codes are. Statistics have other shapes: a tree of them is one leaf here.
+
+  Args:
+    state: what `init` makes of optax's placeholder for parameters.
+    kind: the placeholder's type.
+    rule: which fields are encoded.
+  """
+  leaf = jnp.zeros([], jnp.int32)
+
+  def mark(keys, node):
+    chosen = rule(path_of(keys)) if isinstance(node, kind) else None
+    return FIELDS[chosen](node, leaf, leaf) if chosen else node
+
+  return jax.tree.map_with_path(
+    mark,
+    state,
+    # Of factored moments only v may have the parameters' shapes, and has not.
+    is_leaf=lambda x: isinstance(x, kind | optax.FactoredState),
+  )
+
+
+class Found(NamedTuple):
+  """Where fields are in a state.
+
+  Attributes:
+    nodes: of the state, in order; fields whole.
+    kinds: for each node "mu" or "nu", or None where it is no field to encode.
+    treedef: puts nodes together again.
+  """
+
+  nodes: list[Any]
+  kinds: list[Kind | None]
+  treedef: Any
+
+
+def find_fields(op: str, state: Any, params: Any, rule: FieldRule) -> Found:
+  """Finds the fields of an inner optimizer's state that are to be encoded.
+
+  Args:
+    op: the public function that asks, for error messages.
+    state: what `init` of the inner optimizer gave.
+    params: whose structure and shapes fields have; leaves of a field may be
+      masked, as `optax.partition` does.
+    rule: which fields are encoded, and how.
+
+  Raises:
+    ValueError: a field is neither f32 nor complex64.
+  """
+  leaves = jax.tree_util.tree_flatten_with_path(params)[0]
+  shapes = {keys: jnp.shape(x) for keys, x in leaves}
+
+  def is_whole(node):
+    return isinstance(node, optax.FactoredState) or _is_like(node, shapes)
+
+  flat, treedef = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_whole)
+  nodes, kinds = [], []
+  for keys, node in flat:
+    path = path_of(keys)
+    kinds.append(rule(path) if _is_like(node, shapes) else None)
+    nodes.append(node)
+    if kinds[-1] is None:
+      continue
+    for x in jax.tree.leaves(node):
+      if x.dtype not in (jnp.float32, jnp.complex64):
+        raise ValueError(
+          f"{op}: the inner optimizer must keep its fields in f32, got "
+          f"{x.dtype} at {path!r}; leave its mu_dtype out, for the codec says "
+          "how they are stored, or leave this one out with fields"
+        )
+  return Found(nodes, kinds, treedef)
+
+
+def _is_like(node: Any, shapes: Mapping[Any, tuple[int, ...]]) -> bool:
+  """Whether a node is a tree of floating arrays of these paths and shapes.
+
+  Leaves may be masked, all of them too: what an optimizer of a partition has.
+  """
+  present, masked = {}, set()
+  flat = jax.tree_util.tree_flatten_with_path(node, is_leaf=_is_masked)[0]
+  for keys, x in flat:
+    if _is_masked(x):
+      masked.add(keys)
+    elif hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.inexact):
+      present[keys] = x.shape
+    else:
+      return False
+  # A masked leaf alone is no tree, unless the parameters are one array.
+  if not flat or (() in masked and () not in shapes):
+    return False
+  return present.keys() <= shapes.keys() and all(
+    present[keys] == shape
+    if keys in present
+    else any(keys[:i] in masked for i in range(len(keys) + 1))
+    for keys, shape in shapes.items()
+  )
+
+
+def _is_masked(x: Any) -> bool:
+  return isinstance(x, optax.MaskedNode)
+
+
+def check_names(
+  op: str, names: Collection[str], state: Any, found: Found
+) -> None:
+  """Raises a ValueError where a field that was named is not to be encoded.
+
+  Args:
+    op: the public function that asks, for error messages.
+    names: of fields; empty where a rule chooses them.
+    state: of the inner optimizer.
+    found: its fields.
+  """
+  flat = jax.tree_util.tree_flatten_with_path(state)[0]
+  everything = [path_of(keys) for keys, _ in flat]
+  flat = jax.tree_util.tree_flatten_with_path(
+    found.treedef.unflatten(range(len(found.nodes)))
+  )[0]
+  chosen = [path_of(keys) for keys, i in flat if found.kinds[i]]
+  for name in names:
+    if any(_is_named(path, name) for path in chosen):
+      continue
+    if any(f"/{name}/" in f"/{path}/" for path in everything):
+      raise ValueError(
+        f"{op}: a field must have the structure and the shapes of the "
+        f"parameters, got another tree at {name!r}; leave it out of fields"
+      )
+    raise ValueError(
+      f"{op}: fields must be in the inner optimizer's state, got {name!r}, "
+      f"which is not among {', '.join(everything[:8])}; pass the last part of "
+      "a path, or all of it"
+    )
+  if not chosen:
+    raise ValueError(
+      f"{op}: the inner optimizer must keep a field of the parameters' "
+      "structure and shapes, got a state without one to encode; use it as it "
+      "is, or say with fields which to encode"
+    )

@@ -1,0 +1,372 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Muon whose momentum is stored in FP8, as an optax transformation.
+
+Muon moves hidden matrices by their orthogonalized momentum; other parameters
+are `coat_adamw`'s. The momentum is updated on each device's shard as Adam's
+moments are; `matrices` orthogonalizes, a layer of a stack at a time.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+from jax.typing import ArrayLike
+
+from coat_jax import codecs
+from coat_jax.optimizer import moments, shards
+from coat_jax.optimizer.leaf_step import update_leaves
+from coat_jax.optimizer.masks import QuantizeMask, leaf_paths
+from coat_jax.optimizer.matrices import (
+  Matrices,
+  MatrixSplit,
+  check_split,
+  hidden_matrices,
+  orthogonalize,
+  split_of,
+)
+from coat_jax.optimizer.moments import GroupCodecs, Stored
+from coat_jax.optimizer.scale_by_adam import scale_by_coat_adam
+from coat_jax.optimizer.state import (
+  ScaleByCoatMuonState,
+  check_codec,
+  init_state,
+  promoted,
+)
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+# Leaves of either optimizer are counted from 0: AdamW's draw other words.
+_ADAM_STREAM = 0x2545F491
+
+
+class MuonScalars(NamedTuple):
+  """What a step of Muon multiplies with, f32 [].
+
+  Attributes:
+    beta, one_minus_beta: of the momentum.
+    ratio: of the momentum in the direction: 1 over the bias correction, with
+      Nesterov beta over the next step's.
+    gradient_ratio: Nesterov's of the gradient, or None.
+  """
+
+  beta: Array
+  one_minus_beta: Array
+  ratio: Array
+  gradient_ratio: Array | None
+
+
+def muon_scalars(
+  count: ArrayLike, beta: ArrayLike, *, nesterov: bool
+) -> MuonScalars:
+  """The scalars of step `count`, the first being 1."""
+  c = 1 - beta**count  # pyright: ignore[reportOperatorIssue]
+  ratio, gradient_ratio = 1 / c, None
+  if nesterov:
+    ratio = beta / (1 - beta ** optax.safe_increment(count))
+    gradient_ratio = jnp.asarray((1 - beta) / c, jnp.float32)
+
+  def f32(x) -> Array:
+    return jnp.asarray(x, jnp.float32)
+
+  return MuonScalars(f32(beta), f32(1 - beta), f32(ratio), gradient_ratio)
+
+
+def muon_momentum(
+  g: Array,
+  stored: Stored,
+  key: Array,
+  scalars: MuonScalars,
+  *,
+  groups: GroupCodecs,
+  start: Array | None = None,
+  whole: tuple[int, ...] | None = None,
+) -> tuple[Array, Stored]:
+  """What Muon orthogonalizes of one leaf, f32, and its new momentum.
+
+  Args:
+    g: [..., n], the gradient.
+    stored: the momentum, as it is stored.
+    key: from `stochastic.leaf_key`, for the momentum's random words.
+    scalars: from `muon_scalars`.
+    groups: its codec.
+    start, whole: which part of the leaf this is: see `stochastic.random_words`.
+
+  Returns:
+    The direction, and the new momentum, stored likewise.
+  """
+  s = scalars
+  (mu,) = moments.decode(groups, stored)
+  gradient = moments.in_f32(g)
+  mu = s.beta * mu + s.one_minus_beta * gradient
+  direction = s.ratio * mu
+  if s.gradient_ratio is not None:
+    direction = direction + s.gradient_ratio * gradient
+  return direction, moments.encode(groups, (mu,), key, start, whole)
+
+
+def scale_by_coat_muon(
+  ns_coeffs: tuple[float, float, float] = COEFFICIENTS,
+  ns_steps: int = 5,
+  beta: ArrayLike = 0.95,
+  eps: float = 1e-8,
+  *,
+  nesterov: bool = True,
+  consistent_rms: float | None = None,
+  matrices: Matrices = hidden_matrices,
+  codec: codecs.MomentCodec = codecs.coat(),  # noqa: B008 (it is frozen)
+  quantize_mask: QuantizeMask | None = None,
+  seed: ArrayLike = 0,
+  shardings: Any = None,
+) -> optax.GradientTransformation:
+  """Rescales updates by Muon whose momentum is in FP8. See `coat_muon`.
+
+  Args:
+    ns_coeffs: of the Newton-Schulz iteration.
+    ns_steps: its iterations.
+    beta: decay of the momentum.
+    eps: added to the norm that a matrix is divided by.
+    nesterov: whether to use Nesterov momentum.
+    consistent_rms: scales updates by sqrt(max(inputs, outputs)) times this
+      (0.2 is near AdamW's); None by sqrt(max(1, outputs / inputs)).
+    matrices: `(path, leaf) -> MatrixSplit`, how a leaf is cut into matrices.
+    codec: how the momentum is stored, as the first moment of `codecs`.
+    quantize_mask: `(path, leaf) -> bool`, which leaves the codec encodes; None
+      for `default_quantize_mask`.
+    seed: of the random words of stochastic rounding.
+    shardings: on a mesh of automatic axes, the parameters' shardings, a tree of
+      `NamedSharding`s: each device then steps its own shard of the momentum,
+      and matrices are orthogonalized with their longer axis split. None leaves
+      partitioning to XLA. Not needed on explicit axes.
+
+  Returns:
+    An `optax.GradientTransformation` for trees of matrices alone.
+
+  Raises:
+    TypeError: `codec` is not a `MomentCodec`, or `matrices` returns something
+      else than a `MatrixSplit` or None.
+    ValueError: a leaf is no matrix, or cannot be cut as `matrices` says; the
+      state is not this codec's or these leaves'.
+
+  Examples:
+    >>> import optax
+    >>> from coat_jax import scale_by_coat_muon
+    >>> solver = optax.chain(
+    ...   scale_by_coat_muon(), optax.scale_by_learning_rate(0.02)
+    ... )
+
+  Source: Jordan et al., Muon, 2024; `optax.contrib.scale_by_muon`.
+  """
+  op = "scale_by_coat_muon"
+  check_codec(op, codec)
+
+  def splits_of(tree: Any) -> list[MatrixSplit]:
+    out = []
+    for path, leaf in leaf_paths(tree):
+      split = split_of(op, matrices, path, leaf)
+      if split is None:
+        raise ValueError(
+          f"{op}: leaves must be matrices, got {list(leaf.shape)} at {path!r}; "
+          "use coat_muon, which has AdamW for the others, or pass matrices"
+        )
+      check_split(op, path, leaf, split)
+      out.append(split)
+    return out
+
+  def init_fn(params):
+    return init_state(op, params, codec, quantize_mask, ScaleByCoatMuonState)
+
+  def update_fn(updates, state, params=None):
+    splits = splits_of(updates)
+    dtypes = [x.dtype for x in jax.tree.leaves(promoted(updates, params))]
+    count = optax.safe_increment(state.count)
+    directions, new_state = update_leaves(
+      op,
+      muon_momentum,
+      updates,
+      state,
+      muon_scalars(count, beta, nesterov=nesterov),
+      codec=codec,
+      seed=seed,
+      shardings=shardings,
+    )
+    stored = moments.flatten(moments.moment_trees(state))
+    where = shards.shardings_of(op, shardings, stored)
+    leaves, treedef = jax.tree.flatten(directions)
+    new = [
+      orthogonalize(
+        x,
+        split,
+        sharding,
+        coefficients=ns_coeffs,
+        steps=ns_steps,
+        eps=eps,
+        consistent_rms=consistent_rms,
+      ).astype(dtype)
+      for x, split, sharding, dtype in zip(
+        leaves, splits, where, dtypes, strict=True
+      )
+    ]
+    return treedef.unflatten(new), new_state
+
+  return optax.GradientTransformation(init_fn, update_fn)
+
+
+def coat_muon(
+  learning_rate: optax.ScalarOrSchedule,
+  ns_coeffs: tuple[float, float, float] = COEFFICIENTS,
+  ns_steps: int = 5,
+  beta: ArrayLike = 0.95,
+  eps: float = 1e-8,
+  weight_decay: optax.ScalarOrSchedule = 0.0,
+  weight_decay_mask: Any | Callable[[optax.Params], Any] | None = None,
+  *,
+  nesterov: bool = True,
+  adam_b1: ArrayLike = 0.9,
+  adam_b2: ArrayLike = 0.999,
+  adam_eps_root: ArrayLike = 0.0,
+  adam_weight_decay: optax.ScalarOrSchedule = 0.0,
+  adam_weight_decay_mask: Any | Callable[[optax.Params], Any] | None = None,
+  adam_learning_rate: optax.ScalarOrSchedule | None = None,
+  consistent_rms: float | None = None,
+  matrices: Matrices = hidden_matrices,
+  codec: codecs.MomentCodec = codecs.coat(),  # noqa: B008 (it is frozen)
+  quantize_mask: QuantizeMask | None = None,
+  seed: ArrayLike = 0,
+  shardings: Any = None,
+) -> optax.GradientTransformationExtraArgs:
+  """Muon with its momentum in FP8, and `coat_adamw` for what is no matrix.
+
+  Hidden matrices move by their momentum with singular values near 1. The
+  momentum takes 1.04 bytes a parameter with the default codec, the moments of
+  the others (embeddings, head, norms) 2.08.
+
+  Args:
+    learning_rate: a number or a schedule.
+    ns_coeffs: of the Newton-Schulz iteration.
+    ns_steps: its iterations.
+    beta: decay of the momentum.
+    eps: added to the norm that a matrix is divided by, and of AdamW.
+    weight_decay: of the matrices; multiplied with the learning rate.
+    weight_decay_mask: function of the parameters, which matrices decay.
+    nesterov: whether to use Nesterov momentum, in AdamW too.
+    adam_b1, adam_b2, adam_eps_root, adam_weight_decay: of AdamW.
+    adam_weight_decay_mask: function of the parameters, which of AdamW's decay.
+    adam_learning_rate: of AdamW; None for `learning_rate`.
+    consistent_rms: scales updates by sqrt(max(inputs, outputs)) times this
+      (0.2 is near AdamW's); None by sqrt(max(1, outputs / inputs)).
+    matrices: `(path, leaf) -> MatrixSplit | None`, how a leaf is cut into
+      matrices, None for AdamW's: `hidden_matrices`, `decoder_matrices(...)` for
+      a `models.Decoder`, or a function of yours.
+    codec: how the momentum and AdamW's moments are stored, from `codecs`.
+    quantize_mask: `(path, leaf) -> bool`, which leaves the codec encodes; None
+      for `default_quantize_mask`.
+    seed: of the random words of stochastic rounding.
+    shardings: as of `scale_by_coat_muon`, of all parameters.
+
+  Returns:
+    An `optax.GradientTransformationExtraArgs`.
+
+  Raises:
+    TypeError, ValueError: as `scale_by_coat_muon`.
+
+  Examples:
+    >>> import jax, jax.numpy as jnp
+    >>> from coat_jax import coat_muon
+    >>> params = {"up": jnp.ones((64, 128)), "norm": jnp.ones(64)}
+    >>> solver = coat_muon(0.02, adam_learning_rate=3e-4)
+    >>> state = solver.init(params)
+    >>> updates, state = solver.update(params, state, params)
+
+  Source: Jordan et al., Muon, 2024; `optax.contrib.muon`.
+  """
+  op = "coat_muon"
+  check_codec(op, codec)
+  stored: dict[str, Any] = dict(codec=codec, quantize_mask=quantize_mask)
+
+  def label(params: Any) -> Any:
+    labels = [
+      "adam" if split_of(op, matrices, path, leaf) is None else "muon"
+      for path, leaf in leaf_paths(params)
+    ]
+    return jax.tree.structure(params).unflatten(labels)
+
+  def muon(where: Any) -> optax.GradientTransformation:
+    return scale_by_coat_muon(
+      ns_coeffs,
+      ns_steps,
+      beta,
+      eps,
+      nesterov=nesterov,
+      consistent_rms=consistent_rms,
+      matrices=matrices,
+      seed=seed,
+      shardings=where,
+      **stored,
+    )
+
+  def adam(where: Any) -> optax.GradientTransformation:
+    return scale_by_coat_adam(
+      adam_b1,
+      adam_b2,
+      eps,
+      adam_eps_root,
+      nesterov=nesterov,
+      seed=seed ^ _ADAM_STREAM,  # pyright: ignore[reportOperatorIssue]
+      shardings=where,
+      **stored,
+    )
+
+  if adam_learning_rate is None:
+    adam_learning_rate = learning_rate
+  return optax.partition(
+    {
+      "muon": optax.chain(
+        _with_own_shardings(muon, shardings),
+        optax.add_decayed_weights(weight_decay, weight_decay_mask),
+        optax.scale_by_learning_rate(learning_rate),
+      ),
+      "adam": optax.chain(
+        _with_own_shardings(adam, shardings),
+        _decayed_weights(adam_weight_decay, adam_weight_decay_mask),
+        optax.scale_by_learning_rate(adam_learning_rate),
+      ),
+    },
+    label,
+  )
+
+
+def _decayed_weights(
+  weight_decay: optax.ScalarOrSchedule, mask: Any
+) -> optax.GradientTransformation:
+  """`optax.add_decayed_weights` whose state has no node of a mask.
+
+  So it is that of `optax.contrib.muon`, and of checkpoints without a mask.
+  """
+  plain = optax.add_decayed_weights(weight_decay)
+  if mask is None:
+    return plain
+  masked = optax.masked(plain, mask)
+
+  def update_fn(updates, state, params=None):
+    state = optax.MaskedState(state)
+    updates, state = masked.update(updates, state, params)
+    return updates, state.inner_state  # pyright: ignore[reportAttributeAccessIssue]
+
+  return optax.GradientTransformation(plain.init, update_fn)
+
+
+def _with_own_shardings(
+  make: Callable[[Any], optax.GradientTransformation], shardings: Any
+) -> optax.GradientTransformation:
+  """`make` of the shardings of those leaves that the transformation sees."""
+  if shardings is None:
+    return make(None)
+  by_path = dict(leaf_paths(shardings))
+
+  def update_fn(updates, state, params=None):
+    own = [by_path[path] for path, _ in leaf_paths(updates)]
+    return make(own).update(updates, state, params)
+
+  return optax.GradientTransformation(make(None).init, update_fn)

@@ -1,0 +1,307 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A step of one leaf with encoded moments, in one pass over memory.
+
+`stored_step.step_of` as one kernel (Mosaic GPU), whatever the optimizer's
+arithmetic: decode the moments, a `Rule`, encode them. Results are written to
+where they were read from: in place where the caller donates them.
+
+A program of one warpgroup holds a tile of 8 groups of 128 values. Everything
+that belongs to a group is computed once for 8 values of it. `adam` and `lion`
+say what a step takes.
+"""
+
+import functools
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from coat_jax.codecs.group import GroupCodec, Plain
+from coat_jax.ops.types import Unsupported
+from coat_jax.pallas.mosaic import moment_codecs, registers, weights, words
+from coat_jax.pallas.mosaic.moment_codecs import Statistics
+from coat_jax.pallas.mosaic.registers import GROUP_SIZE, ROWS, Instructions
+
+GroupCodecs = tuple[GroupCodec, ...]
+
+
+@runtime_checkable
+class Rule(Protocol):
+  """An optimizer's arithmetic: a frozen dataclass of its scalars, by keyword.
+
+  On the host they are arrays, f32 [], in a kernel loaded values; None, which is
+  the default of those that need not be there, is passed on as None.
+  """
+
+  def apply(
+    self, g: Array, p: Array | None, old: tuple[Array, ...], on: Instructions
+  ) -> tuple[Array, tuple[Array, ...]]:
+    """Steps a tile.
+
+    Args:
+      g: f32, the gradient.
+      p: f32, the parameter, or None.
+      old: f32, one moment or two, of which the second is never negative.
+      on: what is one instruction on the GPU.
+
+    Returns:
+      The new parameter, or the update where there is none; the new moments.
+    """
+    ...
+
+
+def check(op: str, stored, groups, arrays) -> None:
+  """Raises `Unsupported` where the kernel cannot take these, of any rule."""
+  if any(isinstance(codec, Plain) for codec in groups):
+    raise Unsupported(f"{op}: moments that are not encoded have no groups")
+  for codec in groups:
+    if not moment_codecs.is_registered(codec):
+      name = type(codec).__name__
+      raise Unsupported(f"{op}: the kernel knows no codec {name}")
+  sizes = {codec.group_size for codec in groups}
+  if sizes != {GROUP_SIZE}:
+    got = ", ".join(map(str, sorted(sizes)))
+    raise Unsupported(f"{op}: the kernel needs groups of 128, got {got}")
+  codes = stored[0].codes
+  shape, count = codes.shape, arrays[-1].size // GROUP_SIZE
+  if not shape or shape[-1] % GROUP_SIZE:
+    raise Unsupported(
+      f"{op}: the last axis must be a multiple of 128, got shape {shape}"
+    )
+  if not count or count % ROWS:
+    raise Unsupported(
+      f"{op}: the kernel takes 8 groups at a time, got {count} in {shape}"
+    )
+  wrong = {x.dtype.name for x in arrays} - {"float32", "bfloat16"}
+  if wrong:
+    raise Unsupported(
+      f"{op}: parameters and gradients must be f32 or bf16, got {wrong}"
+    )
+
+
+class Place(NamedTuple):
+  """What is stepped, and what its random words depend on.
+
+  Attributes:
+    keys: uint32 [2], of the moments and of the parameter.
+    start, whole: which part of the leaf this is; None for all of it: see
+      `stochastic.random_words`.
+    layer: which layer of it is stepped; None for all of it.
+  """
+
+  keys: Array
+  start: Array | None
+  whole: tuple[int, ...] | None
+  layer: Array | None
+
+  def packed(self) -> Array:
+    """What is not None, but `whole`: uint32."""
+    parts = [self.keys]
+    if self.start is not None:
+      parts.append(self.start)
+    if self.layer is not None:
+      parts.append(self.layer.astype(jnp.uint32)[None])
+    return jnp.concatenate(parts)
+
+
+def run(
+  rule: Rule, place: Place, g, p, stored, groups: GroupCodecs, interpret: bool
+):
+  """Runs the kernel.
+
+  Args:
+    rule: the optimizer's, its scalars f32 [].
+    place: what is stepped.
+    g: the gradient.
+    p: the parameter; None where the update is wanted.
+    stored: one moment or two.
+    groups: their codecs.
+    interpret: on a CPU, slowly.
+
+  Returns:
+    The new parameter, or the update in the gradient's dtype, and the moments.
+  """
+  names = tuple(k for k, v in vars(rule).items() if v is not None)
+  packed = jnp.stack([getattr(rule, name) for name in names])
+  flat, treedef = jax.tree.flatten(stored)
+  kept = [i for i, x in enumerate(flat) if x.ndim]
+  first, arrays = _step(
+    packed,
+    place.packed(),
+    g,
+    p,
+    tuple(flat[i] for i in kept),
+    rule=type(rule),
+    names=names,
+    whole=place.whole,
+    has_layer=place.layer is not None,
+    groups=groups,
+    interpret=interpret,
+  )
+  for i, x in zip(kept, arrays, strict=True):
+    flat[i] = x
+  return first, treedef.unflatten(flat)
+
+
+# Jitted here, so that leaves of one shape share a lowering and a compilation.
+@functools.partial(
+  jax.jit,
+  static_argnames=(
+    *("rule", "names", "whole", "has_layer", "groups", "interpret"),
+  ),
+)
+def _step(
+  packed,
+  place,
+  g,
+  p,
+  stored,
+  *,
+  rule,
+  names,
+  whole,
+  has_layer,
+  groups,
+  interpret,
+):
+  codes = stored[0]
+
+  def view(x):
+    has_values = x.shape[-1] == codes.shape[-1]
+    return x.reshape((-1, GROUP_SIZE) if has_values else (-1,))
+
+  weight, of_weight = jax.tree.flatten(p)  # None has no arrays.
+  in_place = (*stored, *weight)
+  refs = [jax.new_ref(view(x)) for x in in_place]
+  body = functools.partial(
+    _kernel,
+    rule=rule,
+    names=names,
+    groups=groups,
+    shape=codes.shape,
+    whole=whole,
+    groups_per_layer=g.size // GROUP_SIZE if has_layer else None,
+    present=tuple(_present(codec) for codec in groups),
+    on=Instructions(interpret),
+    num_weights=len(weight),
+  )
+  update = plgpu.kernel(
+    body,
+    out_type=jax.ShapeDtypeStruct(view(g).shape, g.dtype) if p is None else (),
+    grid=(g.size // (GROUP_SIZE * ROWS),),
+    grid_names=("block",),
+    compiler_params=plgpu.CompilerParams(
+      # Exact division, exp2 and log2 take ten times as long.
+      approx_math=True,
+      # Every thread reads what it writes and nothing else; 16 lanes that share
+      # a statistic have exchanged values that depend on it before one writes.
+      unsafe_no_auto_barriers=True,
+    ),
+    interpret=plgpu.InterpretGPUParams() if interpret else False,
+  )(packed, place, view(g), *refs)
+  new = [
+    jax.freeze(ref).reshape(x.shape)
+    for ref, x in zip(refs, in_place, strict=True)
+  ]
+  if p is None:
+    return update.reshape(g.shape), tuple(new)
+  new_stored, new_weight = new[: len(stored)], new[len(stored) :]
+  return of_weight.unflatten(new_weight), tuple(new_stored)
+
+
+def _present(codec: GroupCodec) -> tuple[bool, ...]:
+  """Which fields of `Encoded` are arrays and not a scalar zero."""
+  x = jax.ShapeDtypeStruct((1, GROUP_SIZE), jnp.float32)
+  noise = x if codec.needs_noise else None
+  return tuple(x.ndim > 0 for x in jax.eval_shape(codec.encode, x, noise))
+
+
+def _kernel(
+  packed_gmem,
+  place_gmem,
+  g_gmem,
+  *gmem,
+  rule: type,
+  names,
+  groups: GroupCodecs,
+  shape: tuple[int, ...],
+  whole: tuple[int, ...] | None,
+  groups_per_layer: int | None,
+  present: tuple[tuple[bool, ...], ...],
+  on: Instructions,
+  num_weights: int,
+):
+  """One tile.
+
+  Args:
+    packed_gmem: f32 [names]; place_gmem: as `Place` has it; g_gmem: [groups,
+      128], of a layer where there is one.
+    *gmem: codes [groups, 128] and statistics [groups] of each moment, those
+      that are `present`, then the arrays of the parameter, which are
+      `num_weights`, or the update, [groups, 128].
+  """
+  scalars = rule(**{name: packed_gmem[i] for i, name in enumerate(names)})
+  keys = place_gmem[0], place_gmem[1]
+  counts = [sum(there) for there in present]
+  *moments_gmem, last_gmem = _parts(gmem, counts)
+
+  start = lax.axis_index("block") * ROWS
+  g = registers.load(g_gmem, start)
+  if groups_per_layer is not None:
+    layer = place_gmem[place_gmem.shape[0] - 1].astype(jnp.int32)
+    start = start + layer * groups_per_layer
+  refs = (*last_gmem[:num_weights], *gmem[: sum(counts)])
+  loaded = [registers.load(ref, start) for ref in refs]
+  weight, *stored, _ = _parts(loaded, [num_weights, *counts])
+  p = weights.in_f32(*weight) if weight else None
+  register_codecs = [moment_codecs.on_registers(codec) for codec in groups]
+  signed = [i == 0 for i in range(len(groups))]
+  old = tuple(
+    codec.decode(*_fields(part, there), is_signed, on)
+    for codec, part, there, is_signed in zip(
+      register_codecs, stored, present, signed, strict=True
+    )
+  )
+  value, new = scalars.apply(g.astype(jnp.float32), p, old, on)
+
+  def draw(key):
+    # Only where words are wanted: no layout is found for what is not used.
+    place = words.row_and_column(start, shape, whole, place_gmem)
+    return words.random_words(*place, key)
+
+  if weight:
+    values = weights.round_like(last_gmem, value, lambda: draw(keys[1]))
+  else:
+    values = (value.astype(last_gmem[0].dtype),)
+  for ref, out in zip(last_gmem, values, strict=True):
+    registers.store(ref, start, out)
+  noise: tuple[Array | None, ...] = (None,) * len(groups)
+  if any(codec.needs_noise for codec in groups):
+    low = draw(keys[0])
+    noise = (low, low >> 16) if len(groups) == 2 else (low,)
+  for group, codec, refs, x, half, is_signed in zip(
+    groups, register_codecs, moments_gmem, new, noise, signed, strict=True
+  ):
+    half = half if group.needs_noise else None
+    codes, statistics = codec.encode(x, half, is_signed, on)
+    written = [codes, *(x for x in statistics if x is not None)]
+    for ref, out in zip(refs, written, strict=True):
+      registers.store(ref, start, out)
+
+
+def _parts(xs, counts) -> list:
+  """Takes xs apart: so many for each of `counts`, and what is left."""
+  parts = []
+  for count in counts:
+    part, xs = xs[:count], xs[count:]
+    parts.append(part)
+  return [*parts, xs]
+
+
+def _fields(loaded, present: tuple[bool, ...]) -> tuple[Array, Statistics]:
+  """Codes and statistics, None for those that are not present."""
+  codes, *rest = loaded
+  amax, range_ = (rest.pop(0) if there else None for there in present[1:])
+  return codes, Statistics(amax, range_)

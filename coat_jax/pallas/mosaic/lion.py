@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A step of Lion on one leaf with an encoded moment, in one pass over memory.
+
+`lion.lion_step` as one kernel (`leaf_step`). With f32 parameters and gradients
+and E4M3 codes a step reads and writes 14.1 bytes a value (p twice, g, the code
+twice), with bf16 8.1, with weights of 24 bits and bf16 gradients 10.1.
+
+It was compiled for an H200 and interpreted, and has run on no GPU.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from coat_jax.ops.dispatch import supported
+from coat_jax.pallas.mosaic import leaf_step
+from coat_jax.pallas.mosaic.leaf_step import Place
+from coat_jax.pallas.mosaic.moment_codecs import with_sign
+from coat_jax.pallas.mosaic.registers import Instructions
+
+
+def lion_step(
+  p,
+  g,
+  stored,
+  keys,
+  scalars,
+  step,
+  *,
+  groups,
+  start=None,
+  whole=None,
+  layer=None,
+  interpret: bool = False,
+):
+  """`lion.lion_step`. With `interpret`, on a CPU, slowly."""
+  values = jax.tree.leaves(p)[0]  # A `SplitWeight` has low bytes too.
+  leaf_step.check("lion_step", stored, groups, (values, g))
+  supported()
+  rule = _Lion(
+    **scalars._asdict(),
+    grad_scale=step.grad_scale,
+    update_rate=-step.learning_rate,
+    decay_rate=-step.learning_rate * step.weight_decay,
+  )
+  place = Place(keys, start, whole, layer)
+  return leaf_step.run(rule, place, g, p, stored, groups, interpret)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Lion:
+  """`lion.lion`, and the new parameter."""
+
+  b1: Array
+  one_minus_b1: Array
+  b2: Array
+  one_minus_b2: Array
+  grad_scale: Array | None = None
+  update_rate: Array
+  decay_rate: Array
+
+  def apply(self, g, p, old, on: Instructions):
+    """See `leaf_step.Rule`."""
+    del on
+    (mu,) = old
+    if self.grad_scale is not None:
+      g = g * self.grad_scale
+    mixed = self.b1 * mu + self.one_minus_b1 * g
+    # The sign by its bit; zero and NaN stay what they are.
+    update = jnp.where(
+      jnp.abs(mixed) > 0, with_sign(jnp.ones_like(mixed), mixed), mixed
+    )
+    mu = self.b2 * mu + self.one_minus_b2 * g
+    return p + (self.update_rate * update + self.decay_rate * p), (mu,)

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random words of a tile of groups: `stochastic.random_words` in a kernel."""
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from coat_jax.pallas.mosaic import registers
+from coat_jax.pallas.mosaic.registers import GROUP_SIZE
+from coat_jax.stochastic import GOLDEN, mix
+
+
+def row_and_column(start, shape, whole, place_gmem) -> tuple[Array, Array]:
+  """The rows of a tile's groups in the whole leaf, and their first columns."""
+  groups_per_row = shape[-1] // GROUP_SIZE
+  row = registers.iota(0) + start.astype(jnp.uint32)
+  column = jnp.zeros_like(row)
+  if groups_per_row > 1:
+    row, group = _divide(row, groups_per_row)
+    column = group * jnp.uint32(GROUP_SIZE)
+  if whole is None:
+    return row, column
+  begins = [place_gmem[2 + axis] for axis in range(len(shape))]
+  rest, row, stride = row, jnp.zeros_like(row), 1
+  for axis in range(len(shape) - 2, -1, -1):
+    rest, index = _divide(rest, shape[axis]) if axis else (rest, rest)
+    row = row + (index + begins[axis]) * jnp.uint32(stride % 2**32)
+    stride *= whole[axis]
+  return row, column + begins[-1]
+
+
+def _divide(x: Array, by: int) -> tuple[Array, Array]:
+  quotient = lax.div(x, jnp.uint32(by))
+  return quotient, x - quotient * jnp.uint32(by)
+
+
+def random_words(row: Array, column: Array, key) -> Array:
+  """`stochastic.random_words` of groups at these rows and columns."""
+  golden = jnp.uint32(GOLDEN)
+  row_word = mix(row * golden + key) + column * golden
+  return mix(registers.iota(1) * golden + registers.spread(row_word))

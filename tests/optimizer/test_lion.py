@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`coat_lion`: `optax.lion` where nothing is rounded, and its state in FP8."""
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+
+from coat_jax import (
+  coat_lion,
+  codecs,
+  from_plain_state,
+  scale_by_coat_lion,
+  state_bytes,
+  state_report,
+  to_plain_state,
+)
+from coat_jax.optimizer import moments
+from coat_jax.sharding import abstract_state, state_shardings
+from tests.optimizer.test_report import llama2_7b
+
+SHAPES = {"w": (16, 256), "stack": (2, 16, 384), "norm": (16,)}
+SPECS = {"w": jax.P("x", "y"), "stack": jax.P(None, "x"), "norm": jax.P()}
+
+
+def tree(seed, dtype=jnp.float32):
+  rng = np.random.default_rng(seed)
+  return {k: jnp.asarray(rng.normal(size=v), dtype) for k, v in SHAPES.items()}
+
+
+def run(solver, steps=4, place=lambda x: x):
+  """(parameters, state) after some steps, compiled."""
+  params = place(tree(0))
+  state = solver.init(params)
+
+  @jax.jit
+  def step(params, state, grads):
+    updates, state = solver.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+  for seed in range(1, steps + 1):
+    params, state = step(params, state, place(tree(seed)))
+  return params, state
+
+
+def assert_same_bits(got, want):
+  jax.tree.map(
+    lambda x, y: np.testing.assert_array_equal(np.asarray(x), np.asarray(y)),
+    got,
+    want,
+  )
+
+
+def test_float32_is_lion_of_optax_bit_for_bit():
+  arguments = dict(
+    learning_rate=optax.linear_schedule(1e-2, 1e-3, 4),
+    b1=0.8,
+    b2=0.95,
+    weight_decay=0.1,
+    mask={"w": True, "stack": True, "norm": False},
+  )
+  codec = codecs.float32()
+  lion = coat_lion(**arguments, codec=codec)
+  got, got_state = run(lion)
+  want, want_state = run(optax.lion(**arguments))
+  assert_same_bits(got, want)
+  assert_same_bits(got_state[0].mu_codes, want_state[0].mu)
+  assert got_state[0].count == 4
+  # Each state stands for the other.
+  plain = to_plain_state(got_state, codec)
+  assert jax.tree.structure(plain) == jax.tree.structure(want_state)
+  assert_same_bits(plain, want_state)
+  like = jax.eval_shape(lion.init, tree(0))
+  back = from_plain_state(want_state, like, codec=codec)
+  assert jax.tree.structure(back) == jax.tree.structure(got_state)
+  assert_same_bits(back, got_state)
+
+
+def test_state_changes_its_codec_by_way_of_optax_s():
+  old, new = codecs.fp8(rounding="nearest"), codecs.float32()
+  params = {"w": tree(0)["w"], "norm": tree(0)["norm"]}
+  solver, other = (
+    scale_by_coat_lion(codec=codec, quantize_mask=lambda _, x: x.ndim > 1)
+    for codec in (old, new)
+  )
+  _, state = solver.update(params, solver.init(params))
+  plain = to_plain_state(state, old)
+  assert isinstance(plain, optax.ScaleByLionState)
+  like = jax.eval_shape(other.init, params)
+  changed = from_plain_state(plain, like, codec=new)
+  assert jax.tree.map(jax.typeof, changed) == jax.tree.map(jax.typeof, like)
+  assert_same_bits(changed.mu_codes, plain.mu)
+  # Values that are on codes already stay on them.
+  like = jax.eval_shape(solver.init, params)
+  back = from_plain_state(to_plain_state(changed, new), like, codec=old)
+  assert back.mu_codes["w"].dtype == jnp.float8_e4m3fn and back.count == 1
+  assert_same_bits(back.mu_codes, state.mu_codes)
+  with pytest.raises(ValueError, match="'float32' keeps.*to_plain_state and"):
+    to_plain_state(state, new)
+  with pytest.raises(ValueError, match="have a ScaleByLionState where like"):
+    from_plain_state(optax.ScaleByAdamState(*plain, plain), like, codec=old)
+
+
+def test_arguments_and_dtypes_are_those_of_optax():
+  ours = inspect.signature(inspect.unwrap(coat_lion)).parameters
+  theirs = inspect.signature(optax.lion).parameters
+  assert list(ours)[: len(theirs)] == list(theirs)
+  for name, want in theirs.items():
+    assert (ours[name].kind, ours[name].default) == (want.kind, want.default)
+  params = tree(0)
+  grads = {**tree(1, jnp.bfloat16), "norm": tree(1)["norm"]}
+  for solver in (coat_lion(1e-2), optax.lion(1e-2)):
+    update = jax.eval_shape(solver.update, grads, solver.init(params), params)
+    assert {x.dtype for x in jax.tree.leaves(update[0])} == {jnp.dtype("f4")}
+  with pytest.raises(ValueError, match="coat_lion: the codec says.*bfloat16"):
+    coat_lion(1e-3, mu_dtype="bfloat16")
+  with pytest.raises(TypeError, match="scale_by_coat_lion: codec must be a"):
+    inspect.unwrap(scale_by_coat_lion)(codec="coat")  # Past beartype.
+
+
+def test_state_is_one_byte_a_parameter_and_its_report_has_one_moment():
+  shapes = jax.eval_shape(coat_lion(1e-3).init, llama2_7b())
+  size = state_bytes(shapes)
+  assert size.parameters == 6_738_415_616
+  # A byte of code and 5 bytes a group of 128.
+  assert 1 + 5 / 128 <= size.bytes_per_param <= 1.05
+  _, state = run(coat_lion(1e-2, quantize_mask=lambda _, x: x.ndim > 1))
+  exact = run(optax.lion(1e-2))[1][0]
+  report = state_report(state, codec=codecs.coat(), reference=exact)
+  assert set(report["w"]) == {"parameters", "encoded", "mu"}
+  assert report["w"]["encoded"] and not report["norm"]["encoded"]
+  # A code is at most an ulp away, 2^-3 of the value, and mostly by far less.
+  assert 0 < report["stack"]["mu"]["relative_error"] < 0.06
+  assert report["norm"]["mu"]["relative_error"] < 1e-6
+  (stored, *_) = moments.flatten(moments.moment_trees(state[0]))
+  assert len(stored) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  "kind, known",
+  [(AxisType.Auto, True), (AxisType.Auto, False), (AxisType.Explicit, False)],
+)
+def test_step_on_a_mesh_has_the_bits_of_one_device(kind, known):
+  mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(kind,) * 2)
+  where = {k: NamedSharding(mesh, spec) for k, spec in SPECS.items()}
+
+  def solver(**kwargs):
+    return coat_lion(1e-2, quantize_mask=lambda _, x: x.ndim > 1, **kwargs)
+
+  want = run(solver())
+  with jax.set_mesh(mesh):
+    sharded = solver(shardings=where if known else None)
+    got = run(sharded, place=lambda x: jax.device_put(x, where))
+  assert_same_bits(got, want)
+  abstract = abstract_state(sharded.init, tree(0), where)[0]
+  for field, leaf in (("mu_codes", "w"), ("mu_amax", "stack")):
+    found = getattr(abstract, field)[leaf]
+    assert found.sharding.is_equivalent_to(where[leaf], found.ndim)
+  # What is predicted is where a step leaves the state.
+  predicted = state_shardings(sharded.init, tree(0), where)[0]
+  for name in ("mu_codes", "mu_amax"):
+    for leaf in ("w", "stack"):
+      found = getattr(got[1][0], name)[leaf]
+      expected = getattr(predicted, name)[leaf]
+      assert found.sharding.is_equivalent_to(expected, found.ndim)

@@ -1,0 +1,274 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`coat_muon`: `optax.contrib.muon` of every matrix, and its state in FP8."""
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import AxisType
+
+from coat_jax import (
+  MatrixSplit,
+  coat_muon,
+  codecs,
+  decoder_matrices,
+  from_plain_state,
+  hidden_matrices,
+  recipe,
+  scale_by_coat_muon,
+  state_bytes,
+  to_plain_state,
+)
+from coat_jax.models import Decoder, ModelConfig, specs
+from coat_jax.sharding import state_shardings
+from tests.comparing import assert_same_bits
+
+HEADS = dict(num_heads=4, num_kv_heads=2)
+MODEL = ModelConfig(
+  family="llama", num_layers=2, d_model=64, d_ff=160, vocab_size=384, **HEADS
+)
+MATRICES = decoder_matrices(**HEADS)
+
+
+def abstract_params():
+  model = nnx.eval_shape(
+    lambda: Decoder(MODEL, recipe.coat(), rngs=nnx.Rngs(0))
+  )
+  return nnx.to_pure_dict(nnx.split(model, nnx.Param)[1])
+
+
+def tree(seed, scale=0.02):
+  rng = np.random.default_rng(seed)
+  return jax.tree.map(
+    lambda x: jnp.asarray(scale * rng.normal(size=x.shape), jnp.float32),
+    abstract_params(),
+  )
+
+
+def run(solver, trees):
+  """Parameters after a step of each gradient, the last state, the program."""
+  params, *grads = trees
+  state = solver.init(params)
+
+  def step(params, state, grads):
+    updates, state = solver.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+  # Compiled for one sharding of the state, which a step has to keep.
+  step = jax.jit(step).lower(params, state, grads[0]).compile()
+  for g in grads:
+    params, state = step(params, state, g)
+  return params, state, step.as_text()
+
+
+def apart(params):
+  """Matrices of their own: the tree that `optax.contrib.muon` is for."""
+  out = {}
+  for name in ("embedding", "head"):
+    out[name] = params[name][None]  # Of three axes: AdamW's in optax.
+  out["norm"] = params["norm"]["scale"]
+  layers = params["layers"]
+  for i in range(2):
+    # Columns are ordered by key head: two of q, one of k, one of v in each.
+    qkv = layers["attention"]["qkv"]["linear"]["kernel"][i]
+    heads = qkv.reshape(64, 2, 4, 16)
+    out[str(i)] = {
+      "q": heads[:, :, :2].reshape(64, 64),
+      "k": heads[:, :, 2].reshape(64, 32),
+      "v": heads[:, :, 3].reshape(64, 32),
+      "out": layers["attention"]["out"]["kernel"][i],
+      "gate": layers["mlp"]["gate_up"]["kernel"][i, :, 0],
+      "up": layers["mlp"]["gate_up"]["kernel"][i, :, 1],
+      "down": layers["mlp"]["down"]["kernel"][i],
+      "norms": [
+        layers["attention"]["qkv"]["norm"]["scale"][i],
+        layers["mlp"]["norm"]["scale"][i],
+      ],
+    }
+  return out
+
+
+@pytest.mark.parametrize(
+  "options",
+  [
+    dict(ns_steps=2),  # Compiles faster.
+    pytest.param(
+      dict(
+        nesterov=False,
+        consistent_rms=0.2,
+        ns_coeffs=(3.0, -3.2, 1.2),
+        adam_learning_rate=1e-3,
+        adam_weight_decay=0.2,
+        adam_b2=0.9,
+      ),
+      marks=pytest.mark.slow,
+    ),
+  ],
+)
+def test_float32_is_muon_of_optax_on_matrices_apart(options):
+  options = dict(learning_rate=2e-2, weight_decay=0.1, beta=0.9) | options
+  trees = [tree(0, 1.0), tree(1), tree(2)]
+  solver = coat_muon(**options, matrices=MATRICES, codec=codecs.float32())
+  got, *_ = run(solver, trees)
+  want, *_ = run(
+    optax.contrib.muon(**options), [apart(params) for params in trees]
+  )
+  # Of weights of size 1; each update is of size 0.1.
+  for x, y in zip(
+    jax.tree.leaves(apart(got)), jax.tree.leaves(want), strict=True
+  ):
+    np.testing.assert_allclose(x, y, atol=1e-5, rtol=0)
+
+
+def test_state_stands_for_that_of_optax_and_back():
+  params, grads = (
+    {"w": 0.1 * x, "u": x.T, "norm": x[0], "conv": x[None]}
+    for x in jnp.asarray(np.random.default_rng(0).normal(size=(2, 16, 64)))
+  )
+  # Optax's schedules are in both states, its coefficients in its own alone.
+  options: dict = dict(
+    learning_rate=optax.linear_schedule(0.02, 0.01, 9),
+    ns_coeffs=(3.0, -3.2, 1.2),
+    ns_steps=1,
+    weight_decay=0.1,
+  )
+  codec, theirs = codecs.float32(), optax.contrib.muon(**options)
+  ours = coat_muon(**options, codec=codec)
+  _, state = ours.update(grads, ours.init(params), params)
+  _, want = theirs.update(grads, theirs.init(params), params)
+  plain = to_plain_state(state, codec, ns_coeffs=options["ns_coeffs"])
+  # Its chain has one part more, which keeps nothing.
+  got = jax.tree.unflatten(jax.tree.structure(want), jax.tree.leaves(plain))
+  for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+    assert x.dtype == y.dtype and x.shape == y.shape
+    np.testing.assert_allclose(x, y, rtol=2**-22)  # Two roundings.
+  # The next update is the same.
+  updates = [
+    solver.update(params, state, params)[0]
+    for solver, state in ((ours, state), (theirs, got))
+  ]
+  for x, y in zip(*map(jax.tree.leaves, updates), strict=True):
+    np.testing.assert_allclose(x, y, atol=1e-6, rtol=0)  # Of size 0.02.
+  like = jax.eval_shape(ours.init, params)
+  back = from_plain_state(
+    jax.tree.unflatten(jax.tree.structure(plain), jax.tree.leaves(got)),
+    like,
+    codec=codec,
+  )
+  assert jax.tree.structure(back) == jax.tree.structure(state)
+  assert_same_bits(back, state)
+
+
+def test_states_are_small_and_leaves_are_the_right_ones():
+  params = {
+    "layers": {
+      "attention": {"qkv": {"linear": {"kernel": (32, 4096, 12288)}}},
+      "mlp": {"gate_up": {"kernel": (32, 4096, 2, 11008)}},
+    },
+    "head": (4096, 32000),
+  }
+  params = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x, jnp.float32),
+    params,
+    is_leaf=lambda x: isinstance(x, tuple),
+  )
+  matrices = decoder_matrices(num_heads=32, num_kv_heads=32)
+  state = jax.eval_shape(coat_muon(1e-2, matrices=matrices).init, params)
+  of = {
+    name: state_bytes(state.inner_states[name]) for name in ("muon", "adam")
+  }
+  assert of["muon"].bytes_per_param <= 1.05 < 2.07 < of["adam"].bytes_per_param
+  assert of["adam"].parameters == 4096 * 32000
+  # Without the heads' numbers q, k and v cannot be told apart.
+  with pytest.raises(ValueError, match="decoder_matrices.num_heads"):
+    coat_muon(1e-2).init(abstract_params())
+
+
+def leaf(*shape, dtype=jnp.float32):
+  return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def test_hidden_matrices_are_no_tables_norms_or_biases():
+  found = {
+    "blocks/0/up": leaf(64, 128),
+    "embedding": leaf(384, 64),
+    "lm_head/kernel": leaf(64, 384),
+    "norm/scale": leaf(2, 64),
+    "conv": leaf(3, 3, 8, 8),
+    "rotation": leaf(8, 8, dtype=jnp.complex64),
+  }
+  chosen = [path for path, x in found.items() if hidden_matrices(path, x)]
+  assert chosen == ["blocks/0/up"]
+
+
+@pytest.mark.parametrize(
+  "split, problem",
+  [
+    (MatrixSplit((0,), (0,)), "must name different axes"),
+    (MatrixSplit((2,), (1,)), "must name different axes"),
+    (MatrixSplit(parts=(-8, 16)), "must have the 8 columns, got 1 times"),
+    (MatrixSplit(groups=3), "must have the 8 columns, got 3 times"),
+    (MatrixSplit(groups=0), "must have the 8 columns, got 0 times"),
+    (MatrixSplit((-1,), (-2,)), "the last one among its outputs"),
+    (MatrixSplit(parts=(3, 4)), "must have the 8 columns, got 1 times"),
+    (None, "leaves must be matrices"),
+  ],
+)
+def test_wrong_splits_are_refused(split, problem):
+  params = {"w": jnp.ones((4, 8))}
+  solver = scale_by_coat_muon(matrices=lambda path, leaf: split)
+  with pytest.raises(ValueError, match=problem):
+    solver.update(params, solver.init(params))
+
+
+def test_what_is_no_split_is_refused_in_a_sentence():
+  params = {"w": jnp.ones((4, 8)), "norm": jnp.ones(8)}
+  muon, scale = map(inspect.unwrap, (coat_muon, scale_by_coat_muon))
+  with pytest.raises(TypeError, match=r"coat_muon: .* True for \[8\] at 'no"):
+    muon(1e-2, matrices=lambda path, leaf: True).init(params)
+  solver = scale(matrices=lambda path, leaf: (0, 1))
+  with pytest.raises(TypeError, match=r"got \(0, 1\) for .* MatrixSplit\(\) f"):
+    solver.update(params, solver.init(params))
+  params = {"w": jnp.ones((4, 8), "complex64")}
+  solver = scale(matrices=lambda path, leaf: MatrixSplit())
+  with pytest.raises(ValueError, match="be real, got complex64 at 'w'; return"):
+    solver.update(params, solver.init(params))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_step_on_a_mesh_gathers_nothing(kind):
+  axes = ("data", "fsdp", "tensor")
+  mesh = jax.make_mesh((1, 8, 1), axes, axis_types=(kind,) * 3)
+  trees = [{"layers": tree(seed)["layers"]} for seed in range(3)]
+  where = specs.param_shardings(mesh, trees[0])
+  options = dict(ns_steps=3, matrices=MATRICES)
+  want, want_state, _ = run(coat_muon(2e-2, **options), trees)
+  known = where if kind == AxisType.Auto else None
+  solver = coat_muon(2e-2, **options, shardings=known)
+  with jax.set_mesh(mesh):
+    placed = [jax.device_put(x, where) for x in trees]
+    # As from a jitted init: nothing is left on one device.
+    predicted = state_shardings(solver.init, trees[0], where)
+    init = jax.jit(solver.init, out_shardings=predicted)
+    got, state, text = run(solver._replace(init=init), placed)
+  for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+    # f32 rounding of sums over devices, up to 40-fold where singular values
+    # are small, of updates of 0.02 * 0.1.
+    np.testing.assert_allclose(x, y, atol=2e-6, rtol=0)
+  codes = [
+    jax.tree.leaves(x.inner_states["muon"].inner_state[0].mu_codes)
+    for x in (state, want_state)
+  ]
+  for x, y in zip(*codes, strict=True):
+    np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+  for x, y in zip(
+    jax.tree.leaves(state), jax.tree.leaves(predicted), strict=True
+  ):
+    assert x.sharding.is_equivalent_to(y, x.ndim)
+  # Devices exchange shares of matrices and sum x x^T, and gather none.
+  assert "all-to-all" in text and "all-gather" not in text

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lion's kernel against its definition, interpreted and on a card.
+
+As Adam's, whose codecs it shares: `test_adam` says what may differ. Besides, a
+sum of a gradient and a moment may have another sign where it is all but zero.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from coat_jax import codecs, ops, stochastic
+from coat_jax.optimizer import lion, moments, weights
+from coat_jax.optimizer.state import parameter_key
+from coat_jax.optimizer.stored_step import StepScalars
+from coat_jax.pallas.mosaic import lion as kernel
+from tests import cases
+from tests.matrices import quick
+from tests.pallas.mosaic.test_adam import differences
+
+CODECS = {
+  "coat": codecs.coat(),
+  "log8": codecs.log8(),
+  "fp8_nearest": codecs.fp8(rounding="nearest"),
+}
+B1, B2, RATE, DECAY = 0.9, 0.99, 1e-2, 0.1
+KINDS = ["float32", "split", "bfloat16"]
+SHAPE = (4, 4, 256)  # 32 groups, two a row, rows of two axes.
+
+
+class Mu:
+  """What `test_adam.differences` reads of a codec, of one moment."""
+
+  def __init__(self, codec):
+    self.groups = codec.groups[:1]
+
+
+def problem(codec, kind, shape=SHAPE):
+  """p, g and the stored moment, as after some steps; some groups are zero."""
+  rng = np.random.default_rng(0)
+  mu, _ = cases.moments(shape, 0)
+  mu = np.array(mu).reshape(-1, 128)
+  g = mu * rng.normal(1, 1, size=mu.shape)
+  mu[3] = g[3] = 0
+  mu, g = (jnp.asarray(x.reshape(shape), jnp.float32) for x in (mu, g))
+  p = jnp.asarray(rng.normal(size=shape), jnp.float32)
+  if kind == "split":
+    p = jax.jit(weights.split)(p)
+  elif kind == "bfloat16":
+    p, g = p.astype(kind), g.astype(kind)
+  encode = functools.partial(moments.encode, Mu(codec).groups)
+  return p, g, jax.jit(encode)((mu,), jnp.uint32(3))
+
+
+def numbers(step, grad_scale=0.5):
+  keys = jnp.stack([stochastic.leaf_key(0, step, 1), parameter_key(0, step, 1)])
+  rest = jax.tree.map(jnp.float32, (RATE, DECAY, grad_scale))
+  return keys, lion.lion_scalars(B1, B2), StepScalars(*rest)
+
+
+def terms(codec, p, g, stored):
+  """The old parameter, the mix that decides and the size of what it adds up."""
+  [mu] = (np.asarray(x, np.float64) for x in moments.decode(codec, stored))
+  g = 0.5 * np.asarray(g, np.float64)
+  size = B1 * np.abs(mu) + (1 - B1) * np.abs(g)
+  old = np.asarray(weights.in_f32(p), np.float64)
+  return old, B1 * mu + (1 - B1) * g, size
+
+
+def check(codec, args, want, got):
+  """Both steps of one state."""
+  groups = Mu(codec).groups
+  old, mix, size = terms(groups, *args)
+  p, q = (np.asarray(weights.in_f32(x[0]), np.float64) for x in (want, got))
+  # Decoded moments are some ulp apart.
+  undecided = (np.abs(mix) < 2**-16 * size) & (size > 0)
+  assert np.mean(undecided) < 1e-3
+  # f32 by itself; 24 bits round by 2^-16 of a weight, bf16 by 2^-8.
+  exact = old - RATE * (np.sign(mix) + DECAY * old)
+  kind = jax.tree.leaves(args[0])[0].dtype
+  unit = 2**-22 if kind == jnp.float32 else 2**-15
+  if kind == jnp.bfloat16 and len(jax.tree.leaves(args[0])) == 1:
+    unit = 2**-7
+  for x in (p, q):
+    error = np.abs(x - exact)[~undecided]
+    limit = unit * (np.abs(exact) + np.abs(old) + RATE)[~undecided]
+    assert np.all(error <= limit)
+  # Another rounding only where noise is that close.
+  if kind == jnp.bfloat16:
+    assert np.mean((p != q)[~undecided]) < 0.02
+  other, total, apart = differences(Mu(codec), want[1], got[1])
+  assert other <= 1e-3 * total
+  assert np.mean(apart != 0) <= 1e-3 and np.max(apart) <= 1
+
+
+def by_definition(codec, *args, **options):
+  step = functools.partial(
+    lion.lion_step.definition, groups=codec.groups[:1], **options
+  )
+  return jax.jit(step)(*args)
+
+
+def by_kernel(codec, *args, interpret=True, **options):
+  return kernel.lion_step(
+    *args, groups=codec.groups[:1], interpret=interpret, **options
+  )
+
+
+@pytest.mark.parametrize(
+  "name, kind",
+  quick(
+    1,
+    [
+      ("coat", "bfloat16"),
+      ("coat", "split"),
+      ("log8", "float32"),
+      ("fp8_nearest", "split"),
+    ],
+  ),
+)
+def test_interpreted_kernel_matches_definition_on_a_shard(name, kind):
+  codec = CODECS[name]
+  args = problem(codec, kind)
+  part = dict(start=jnp.uint32([4, 8, 256]), whole=(8, 12, 1024))
+  want = by_definition(codec, *args, *numbers(1), **part)
+  got = by_kernel(codec, *args, *numbers(1), **part)
+  check(codec, args, want, got)
+  zero = np.asarray(got[1][0].codes).reshape(-1, 128)[3]
+  assert not np.any(zero.view(np.uint8))
+
+
+@pytest.mark.slow
+def test_one_layer_is_stepped_and_what_is_not_finite_stays_in_its_group():
+  codec = CODECS["coat"]
+  p, g, stored = problem(codec, "float32", (3, 8, 128))
+  bad = [[1, 2], [1, 5]]
+  g = g.at[1, 2, 7].set(jnp.inf).at[1, 5, 7].set(jnp.nan)
+  step = numbers(2, grad_scale=None)
+  q, new = by_kernel(codec, p, g[1:2], stored, *step, layer=jnp.int32(1))
+  whole, all_new = by_kernel(codec, p, g, stored, *step)
+  found = (q, *new[0]), (whole, *all_new[0]), (p, *stored[0])
+  for x, y, old in zip(*found, strict=True):
+    want = np.array(old)
+    want[1] = np.asarray(y)[1]
+    assert np.asarray(x).tobytes() == want.tobytes()
+  # An infinite gradient has a sign, of NaN there is none.
+  assert np.isfinite(q[1, 2, 7]) and np.isnan(q[1, 5, 7])
+  assert np.sum(~np.isfinite(q)) == 1
+  decoded = moments.decode(codec.groups[:1], new)[0]
+  spoilt = ~np.all(np.isfinite(decoded), axis=-1)
+  assert bad == np.argwhere(spoilt).tolist()
+
+
+@pytest.mark.parametrize(
+  "name, kind",
+  quick(1, [("coat", "bfloat16"), ("coat", "split"), ("log8", "float32")]),
+)
+def test_kernel_lowers_for_a_gpu(name, kind):
+  codec = CODECS[name]
+  args = jax.eval_shape(lambda: (*problem(codec, kind), *numbers(1)))
+  options = dict(groups=codec.groups[:1])
+  step = functools.partial(lion.lion_step, **options, implementation="mosaic")
+  text = jax.jit(step).trace(*args).lower(lowering_platforms=("cuda",))
+  assert text.as_text().count("mosaic_gpu_v2") == 1
+  said = ops.explain(lion.lion_step, *args, **options)
+  assert said == "lion_step: mosaic on a GPU, xla elsewhere"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", CODECS)
+def test_kernel_matches_definition_on_a_gpu(name, kind):
+  codec = CODECS[name]
+  args = problem(codec, kind, (512, 4096))
+  want = by_definition(codec, *args, *numbers(1))
+  got = by_kernel(codec, *args, *numbers(1), interpret=False)
+  check(codec, args, want, got)
