@@ -7,12 +7,13 @@ import inspect
 import pytest
 
 from coat_jax import recipe
-from coat_jax.formats import E4M3, E5M2
+from coat_jax.formats import E4M3, E5M2, INT8
 from coat_jax.recipe import CoatRecipe, MeshAxes
 
 
 def test_presets_carry_their_names():
-  for preset in (recipe.bf16, recipe.fp8_linear, recipe.coat):
+  presets = "bf16", "fp8_linear", "coat", "fp8_block", "int8"
+  for preset in (getattr(recipe, name) for name in presets):
     assert preset().name == preset.__name__
 
 
@@ -29,6 +30,7 @@ def test_variants_keep_the_preset_and_set_the_field():
   fields = dict(
     residuals="coat",
     attention="fp8",
+    attention_compute="fp8",
     group_size=32,
     weight_cache="codes",
     implementation="xla",
@@ -38,12 +40,18 @@ def test_variants_keep_the_preset_and_set_the_field():
   assert variant.name == "coat"
   assert dataclasses.asdict(variant) == dict(
     linear="fp8",
+    scaling="tensor",
     nonlinear="fp8",
     formats=dict(values=E4M3, gradients=E5M2),
     axes=None,
     **fields,
   )
   assert recipe.fp8_linear(evaluation="bf16").evaluation == "bf16"
+  assert recipe.fp8_block(**fields).attention_compute == "fp8"
+  integers = recipe.Formats(values=INT8, gradients=INT8)
+  variant = dataclasses.replace(variant, attention_compute="bf16")
+  fields.pop("attention_compute")
+  assert recipe.int8(**fields) == dataclasses.replace(variant, formats=integers)
 
 
 def test_evaluation_computes_what_training_does_unless_told():
@@ -66,7 +74,16 @@ def test_recipes_are_frozen_and_hashable():
 
 
 @pytest.mark.parametrize(
-  "field", ["linear", "nonlinear", "residuals", "attention", "evaluation"]
+  "field",
+  [
+    "linear",
+    "scaling",
+    "nonlinear",
+    "residuals",
+    "attention",
+    "attention_compute",
+    "evaluation",
+  ],
 )
 def test_an_unknown_choice_names_the_field_and_what_it_got(field):
   # As users see it: the tests' checks of types would come first.
@@ -85,3 +102,17 @@ def test_fp8_residuals_need_fp8_products(field):
   fields = {"linear": "bf16", "nonlinear": "bf16", field: "fp8"}
   with pytest.raises(ValueError, match="linear='bf16' goes with"):
     CoatRecipe(**fields)
+
+
+@pytest.mark.parametrize(
+  "fields",
+  [
+    dict(attention="bf16"),
+    dict(attention="fp8", nonlinear="bf16"),
+    dict(attention="fp8", formats=recipe.Formats(values=INT8, gradients=INT8)),
+    dict(attention="fp8", formats=recipe.Formats(values=E5M2)),
+  ],
+)
+def test_attention_in_fp8_saves_the_codes_it_multiplies(fields):
+  with pytest.raises(ValueError, match="pass attention='fp8' to coat or"):
+    CoatRecipe(attention_compute="fp8", **fields)

@@ -128,13 +128,17 @@ _fp8_gelu = rule(_fp8_gelu_fwd, _fp8_gelu_bwd, _gelu_specs)
 
 
 def gelu(
-  x: Array, *, approximate: bool = True, recipe: CoatRecipe | None = None
+  x: Array,
+  *,
+  approximate: ops.Approximation = True,
+  recipe: CoatRecipe | None = None,
 ) -> Array:
   """GELU; computed in f32.
 
   Args:
     x: [..., F], BF16 (or f32).
-    approximate: the tanh formula (as `jax.nn.gelu` does by default), or erf.
+    approximate: the tanh formula (as `jax.nn.gelu` does by default), erf
+      (False), or "sigmoid": x sigmoid(1.702 x), the quick GELU of CLIP.
     recipe: `recipe.nonlinear` says whether x is read and saved in FP8.
 
   Returns:
@@ -145,4 +149,6 @@ def gelu(
     return _fp8_gelu((x,), approximate, recipe)
   x = save_residual("activation", x)
   with residual_scope("activation"):
+    if approximate == "sigmoid":
+      return x * jax.nn.sigmoid(1.702 * x)
     return jax.nn.gelu(x, approximate=approximate)

@@ -6,6 +6,11 @@ are under one rule. Saved: q, k, v, output and log-sum-exp; BF16, or with
 recipe.attention="fp8" 1 x G FP8, and then the forward attends to the
 dequantized q, k, v and projects the dequantized output. (The softmax's backward
 takes its row sums from that output: an error of the output's rounding.)
+
+With recipe.attention_compute="fp8" the products of attention read FP8, with one
+scale per tensor. What is saved then are their operands: the very codes that the
+forward multiplied are those of the backward and, of the output, those of the
+projection.
 """
 
 import dataclasses
@@ -26,12 +31,19 @@ from coat_jax.layers.back import (
   back_forward,
   back_specs,
 )
+from coat_jax.layers.fp8_attention import fp8_attention_backward, per_tensor
 from coat_jax.layers.linear import linear
 from coat_jax.layers.mesh.rule import rule, run_whole
 from coat_jax.layers.mesh.specs import own_heads, tokens
 from coat_jax.layers.middle import Middle, MiddleGradient, MiddleOutput
+from coat_jax.layers.operands import quantized, scale_of
 from coat_jax.layers.residuals import save_residual
-from coat_jax.ops import AttentionKind, Operand
+from coat_jax.ops import (
+  AttentionKind,
+  AttentionResiduals,
+  FP8AttentionResiduals,
+  Operand,
+)
 from coat_jax.qtensor import QTensor, dequantize
 from coat_jax.recipe import CoatRecipe, MeshAxes
 
@@ -53,18 +65,35 @@ type Kinds = AttentionKind | tuple[AttentionKind, ...]
 
 
 def _attend(q, k, v, inputs, kinds, recipe):
-  run = functools.partial(
-    ops.attention_fwd, implementation=recipe.implementation
-  )
+  q, k, v = _read_by_products((q, k, v), recipe)
+  run: Any = ops.attention_fwd
+  if recipe.attention_compute == "fp8":
+    run = ops.attention_fp8_fwd
+  run = functools.partial(run, implementation=recipe.implementation)
   return _of_kind(run, kinds, inputs.kind)(q, k, v, inputs.segments)
 
 
-def _attend_backward(g, q, k, v, residuals, inputs, kinds, recipe):
-  run = functools.partial(
-    ops.attention_bwd, implementation=recipe.implementation
-  )
+def _attend_backward(g, q, k, v, out, lse, inputs, kinds, recipe):
+  q, k, v = _read_by_products((q, k, v), recipe)
+  if recipe.attention_compute == "fp8":
+    residuals = FP8AttentionResiduals(out, lse)
+    run = functools.partial(
+      fp8_attention_backward, recipe=recipe, dtype=g.dtype
+    )
+  else:
+    residuals = AttentionResiduals(out, lse)
+    run = functools.partial(
+      ops.attention_bwd, implementation=recipe.implementation
+    )
   run = _of_kind(run, kinds, inputs.kind)
   return run(g, q, k, v, residuals, inputs.segments)
+
+
+def _read_by_products(arrays, recipe):
+  """q, k, v as attention's products read them."""
+  if recipe.attention_compute == "bf16":
+    return arrays
+  return tuple(per_tensor(x, recipe) for x in arrays)
 
 
 def _of_kind(run: Callable, kinds: Kinds, kind: Array | None) -> Callable:
@@ -76,16 +105,21 @@ def _of_kind(run: Callable, kinds: Kinds, kind: Array | None) -> Callable:
 
 
 def _attention_fwd(q, k, v, inputs, kinds, recipe):
-  q, k, v = save_residual("attention", (q, k, v))
+  dtype = q.dtype
+  read = _read_by_products((q, k, v), recipe)
+  q, k, v = save_residual("attention", read)
   kept = _attend(q, k, v, inputs, kinds, recipe)
   kept = save_residual("attention", kept)
   # The very array that is saved, so that it is held once.
-  return kept.out, (q, k, v, kept)
+  return _values(kept.out, dtype), (q, k, v, kept)
 
 
 def _attention_bwd(kinds, recipe, inputs, saved, g):
   (inputs,), (q, k, v, kept) = inputs, saved
-  return *_attend_backward(g, q, k, v, kept, inputs, kinds, recipe), None
+  return (
+    *_attend_backward(g, q, k, v, kept.out, kept.lse, inputs, kinds, recipe),
+    None,
+  )
 
 
 def _attention_specs(q, k, v, inputs, kinds, recipe):
@@ -142,7 +176,8 @@ def dot_product_attention(
     scale: what q k^T is multiplied by; None for 1 / sqrt(H).
     segments: int32 [B, T] where S = T, as of packed documents or of padding: a
       query sees keys of its own segment; None for one segment.
-    recipe: its implementation, and its axes of a mesh; None has neither.
+    recipe: its implementation, its axes of a mesh, and whether products read
+      FP8 (`attention_compute`); None for BF16 products on one device.
 
   Returns:
     [B, T, N, H] in q's dtype.
@@ -164,7 +199,7 @@ class HeadsSaved(NamedTuple):
   v: Array | QTensor
   out: Array | QTensor
   lse: Array
-  out_scale: Array
+  out_scale: Array | None  # See `scale_of`.
   inputs: HeadsInputs
 
 
@@ -197,46 +232,38 @@ class HeadsAttention(Middle):
     """`forward` for a caller who saves what q and k are computed from.
 
     Args:
-      q, k: what attention reads; they are not saved.
+      q, k: what attention reads, or what it quantizes; they are not saved.
       v: as `attention_storage` saves it.
       inputs: as of `forward`.
       recipe: as of the block.
       after: see `MiddleOutput`.
     """
-    keep, read = attention_storage(recipe, q.dtype)
+    keep, read = attention_storage(recipe, after.dtype)
     inputs = save_residual("attention", inputs)
     out, lse = _attend(q, k, read(v), inputs, self.kind, recipe)
     out, lse = save_residual("attention", (keep(out), lse))
-    out_q = ops.quantize_tensor(
-      _merge_heads(read(out)),
-      dtype=recipe.formats.values,
-      implementation=recipe.implementation,
-    )
-    scale = save_residual("linear", out_q.scale)
-    saved = HeadsSaved(None, None, v, out, lse, scale, inputs)
+    out_q = _projected(read(out), recipe, dtype=after.dtype)
+    saved = HeadsSaved(None, None, v, out, lse, scale_of(out_q), inputs)
     return MiddleOutput(out_q, saved, after=after)
 
   def restore(self, saved, dtype, recipe):
     _, read = attention_storage(recipe, dtype)
     q, k = (None if x is None else read(x) for x in (saved.q, saved.k))
     v, out = read(saved.v), read(saved.out)
-    operand = ops.quantize_tensor(
-      _merge_heads(out),
-      dtype=recipe.formats.values,
-      scale=saved.out_scale,
-      layout="columns",
-      implementation=recipe.implementation,
+    operand = _projected(
+      out, recipe, dtype=dtype, scale=saved.out_scale, layout="columns"
     )
     return saved._replace(q=q, k=k, v=v, out=out), operand
 
   def backward(self, saved, dout, weights, recipe, *, has_bias):
     del weights, has_bias
     heads = _attend_backward(
-      dout.reshape(saved.out.shape),
+      dout.reshape(*saved.lse.shape, dout.shape[-1] // saved.lse.shape[-1]),
       saved.q,
       saved.k,
       saved.v,
-      ops.AttentionResiduals(saved.out, saved.lse),
+      saved.out,
+      saved.lse,
       saved.inputs,
       self.kind,
       recipe,
@@ -249,9 +276,14 @@ class HeadsAttention(Middle):
 
 
 def attention_storage(recipe: CoatRecipe, dtype: DTypeLike):
-  """How q, k, v and the output are saved, and read back in `dtype`."""
+  """How q, k, v and the output are saved, and read back in `dtype`.
+
+  Where products read FP8, codes are saved that are read as they are.
+  """
   if recipe.attention == "bf16":
     return (lambda x: x), (lambda x: x)
+  if recipe.attention_compute == "fp8":
+    return functools.partial(per_tensor, recipe=recipe), (lambda x: x)
   group_size = recipe.group_size
   keep = functools.partial(
     ops.quantize_groups,
@@ -261,6 +293,31 @@ def attention_storage(recipe: CoatRecipe, dtype: DTypeLike):
   )
   read = functools.partial(dequantize, group_size=group_size, dtype=dtype)
   return keep, read
+
+
+def _values(x: Array | QTensor, dtype: DTypeLike) -> Array:
+  """What codes with one scale stand for, in `dtype`; arrays as they are."""
+  if isinstance(x, QTensor):
+    return dequantize(x, group_size=None, dtype=dtype)
+  return x
+
+
+def _projected(
+  out: Array | QTensor,
+  recipe: CoatRecipe,
+  *,
+  dtype: DTypeLike,
+  scale: Array | None = None,
+  layout: ops.Layout = "rows",
+) -> Operand:
+  """Attention's output as the projection reads it; codes as they are."""
+  if isinstance(out, Array) or recipe.scaling == "block":
+    values = _merge_heads(_values(out, dtype))
+    return quantized(values, recipe, scale=scale, layout=layout)
+  codes = _merge_heads(out.qvalue)
+  if layout == "rows":
+    return Operand(codes, None, out.scale)
+  return Operand(None, codes.reshape(-1, codes.shape[-1]).T, out.scale)
 
 
 def _merge_heads(x: Array) -> Array:

@@ -21,7 +21,6 @@ from coat_jax.layers.linear import (
   Linear,
   add_linear,
   bias_gradient,
-  gradient_operand,
   scale_to_save,
 )
 from coat_jax.layers.mesh.collectives import gather_sequence
@@ -34,8 +33,9 @@ from coat_jax.layers.norm import (
   norm_forward,
   norm_gradients,
 )
+from coat_jax.layers.operands import gradient_operand
 from coat_jax.layers.weight import quantized_weight, weight_gradient
-from coat_jax.ops import Operand
+from coat_jax.ops import BlockScales, Operand
 from coat_jax.recipe import CoatRecipe, MeshAxes
 
 
@@ -99,7 +99,7 @@ def back_forward(
   *,
   like: Array,
   add: Array | None,
-  after: Array | None = None,
+  after: Array | BlockScales | None = None,
   post_norm: ops.NormKind | None = None,
   eps: float = 0.0,
 ) -> tuple[Array, BackSaved]:

@@ -20,9 +20,10 @@ from coat_jax.layers.mesh.collectives import gather_sequence, scatter_sequence
 from coat_jax.layers.mesh.specs import cached, split_columns
 from coat_jax.layers.module import value_of
 from coat_jax.layers.norm import Norm, NormSaved, norm_gradients
+from coat_jax.layers.operands import columns_of, input_operand
 from coat_jax.layers.residuals import save_residual
 from coat_jax.layers.weight import as_matrix, quantized_weight, weight_gradient
-from coat_jax.ops import Operand
+from coat_jax.ops import BlockScales, Operand
 from coat_jax.recipe import CoatRecipe, MeshAxes
 
 
@@ -70,12 +71,13 @@ class FrontSaved(NamedTuple):
 
   Attributes:
     norm: input and statistics of the norm; None without one.
-    y: the operand's columns, or its scale alone where they are recomputed.
+    y: the operand, see `input_operand`; where it is recomputed its scale alone,
+      or None in blocks.
     w_scale: see `scale_to_save`.
   """
 
   norm: NormSaved | None
-  y: Operand
+  y: Operand | None
   w_scale: Operand | None
 
 
@@ -85,21 +87,11 @@ def front_forward(
   kind: ops.NormKind | None,
   eps: float,
   recipe: CoatRecipe,
-) -> tuple[Array, Array, FrontSaved]:
-  """h [..., F] of whole sequences, the operand's scale, and what is saved."""
+) -> tuple[Array, Array | BlockScales, FrontSaved]:
+  """h [..., F] of whole sequences, the operand's scales, and what is saved."""
   w = weights
   if kind is None:
-    normed, y = (
-      None,
-      ops.quantize_tensor(
-        x,
-        dtype=recipe.formats.values,
-        layout="both",
-        implementation=recipe.implementation,
-      ),
-    )
-    kept = save_residual("linear", y._replace(rows=None))
-    y = Operand(y.rows, None, kept.scale)
+    normed, (y, kept) = None, input_operand(x, recipe)
   else:
     normed, y, kept = _norm_to_operand(x, w.gamma, w.beta, kind, eps, recipe)
   y = gather_sequence(y, recipe, batch=x.shape[0])
@@ -153,8 +145,9 @@ def _norm_to_operand(x, gamma, beta, kind, eps, recipe):
   """A norm in front of a product: what it saves, its operand, what is saved.
 
   Of the operand the backward gets columns with residuals="coat", else the
-  scale, to compute them again.
+  scale, to compute them again. In blocks rows, or nothing.
   """
+  in_blocks = recipe.scaling == "block"
   group_size, how = recipe.group_size, recipe.implementation
   x_q, stats, scale = ops.norm_input(
     x,
@@ -168,7 +161,8 @@ def _norm_to_operand(x, gamma, beta, kind, eps, recipe):
     implementation=how,
   )
   x_q, stats = save_residual("norm", (x_q, stats))
-  scale = save_residual("linear", scale)
+  scale = None if in_blocks else save_residual("linear", scale)
+  saves_codes = recipe.residuals == "coat"
   y = ops.norm_fwd(
     x_q,
     gamma,
@@ -177,23 +171,28 @@ def _norm_to_operand(x, gamma, beta, kind, eps, recipe):
     scale=scale,
     group_size=group_size,
     dtype=recipe.formats.values,
-    layout="both" if recipe.residuals == "coat" else "rows",
+    layout="both" if saves_codes and not in_blocks else "rows",
     implementation=how,
   )
+  if in_blocks:
+    kept = save_residual("linear", y) if saves_codes else None
+    return NormSaved(x_q, stats), kept or y, kept
   kept = save_residual("linear", y._replace(rows=None))
   return NormSaved(x_q, stats), y, kept
 
 
 def _columns_of(saved: FrontSaved, weights: FrontWeights, recipe) -> Operand:
   """The columns of the front's operand, saved or computed again."""
-  if saved.norm is None or saved.y.columns is not None:
-    return saved.y
+  y = saved.y
+  if y is not None and (y.rows is not None or y.columns is not None):
+    return columns_of(y, recipe)
+  assert saved.norm is not None
   return ops.norm_fwd(
     saved.norm.x,
     weights.gamma,
     weights.beta,
     saved.norm.stats,
-    scale=saved.y.scale,
+    scale=None if y is None else y.scale,
     group_size=recipe.group_size,
     dtype=recipe.formats.values,
     layout="columns",

@@ -24,10 +24,11 @@ from coat_jax.layers.activation import plain_gated
 from coat_jax.layers.back import BackWeights
 from coat_jax.layers.block import BlockWeights, block
 from coat_jax.layers.front import FrontWeights
-from coat_jax.layers.linear import Linear, gradient_operand
+from coat_jax.layers.linear import Linear
 from coat_jax.layers.middle import Middle, MiddleGradient, MiddleOutput
 from coat_jax.layers.module import RecipeModule, Sharding, reshard
 from coat_jax.layers.norm import block_norm_options, make_norm
+from coat_jax.layers.operands import columns_of, gradient_operand
 from coat_jax.layers.parameters import (
   BlockOptions,
   options_by_part,
@@ -43,7 +44,8 @@ class _GatedSaved(NamedTuple):
   gate: QTensor
   up: QTensor
   activated: QTensor | None  # None where it is recomputed.
-  product: Operand  # Rows, or the scale alone where it is recomputed.
+  # Rows; where it is recomputed its scale alone, or None in blocks.
+  product: Operand | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,9 +83,12 @@ class Gated(Middle):
     gate, up = save_residual("activation", (gate, up))
     if recipe.residuals == "coat":
       activated = save_residual("activation", ops.activation_fwd(gate, **how))
-      product = ops.mul_fwd(activated, up, **sizes)
+      product = ops.mul_fwd(activated, up, scaling=recipe.scaling, **sizes)
       kept = save_residual("linear", product)
       return MiddleOutput(product, _GatedSaved(gate, up, activated, kept))
+    if recipe.scaling == "block":
+      product = ops.gated_fwd(gate, up, scale=None, **how)
+      return MiddleOutput(product, _GatedSaved(gate, up, None, None))
     scale = save_residual("linear", scale)
     product = ops.gated_fwd(gate, up, scale=scale, **how)
     kept = save_residual("linear", product._replace(rows=None))
@@ -97,7 +102,7 @@ class Gated(Middle):
         saved.gate,
         saved.up,
         activation=self.activation,
-        product_scale=saved.product.scale,
+        product_scale=saved.product and saved.product.scale,
         dtype=recipe.formats.gradients,
         product_dtype=recipe.formats.values,
         group_size=recipe.group_size,
@@ -107,6 +112,8 @@ class Gated(Middle):
       return MiddleGradient(dh, product, values)
     values = self._gradient(saved, dout, recipe)
     dh = gradient_operand(values, recipe)
+    if recipe.scaling == "block":
+      return MiddleGradient(dh, columns_of(saved.product, recipe), values)
     # Columns cannot be saved: XLA stacks those of all layers as rows, and
     # transposes them at once before the backward; its peak has both stacks.
     rows = saved.product.rows

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Linear layers with all three matrix products in FP8.
 
-Activations and weights are quantized per tensor to E4M3, gradients to E5M2, all
-just in time. Saved for the backward are x, as the E4M3 codes that the forward
-multiplied, and the weight's scale; the weight is quantized again from the
-parameter, which is alive anyway.
+Activations and weights are quantized to E4M3, gradients to E5M2, per tensor or
+in blocks, all just in time. Saved for the backward are x, as the E4M3 codes
+that the forward multiplied, and the weight's scale; the weight is quantized
+again from the parameter, which is alive anyway.
 """
 
 import math
@@ -32,6 +32,11 @@ from coat_jax.layers.mesh.specs import (
   tokens,
 )
 from coat_jax.layers.module import RecipeModule, Sharding, reshard, value_of
+from coat_jax.layers.operands import (
+  columns_of,
+  gradient_operand,
+  input_operand,
+)
 from coat_jax.layers.parameters import NO_METADATA, Metadata, make_param
 from coat_jax.layers.residuals import (
   cotangent,
@@ -43,7 +48,7 @@ from coat_jax.layers.weight import (
   quantized_weight,
   weight_gradient,
 )
-from coat_jax.ops import Operand
+from coat_jax.ops import BlockScales, Operand
 from coat_jax.ops.explicit import product_spec
 from coat_jax.recipe import CoatRecipe
 
@@ -51,17 +56,13 @@ default_kernel_init = nnx.initializers.lecun_normal()
 
 
 class _Saved(NamedTuple):
-  x: Operand  # Columns.
+  x: Operand  # See `input_operand`.
   w_scale: Operand | None
 
 
 def _fp8_linear_fwd(x, w, bias, cache, split, recipe):
   how = recipe.implementation
-  x_q = ops.quantize_tensor(
-    x, dtype=recipe.formats.values, layout="both", implementation=how
-  )
-  kept = save_residual("linear", x_q._replace(rows=None))
-  x_q = Operand(x_q.rows, None, kept.scale)
+  x_q, kept = input_operand(x, recipe)
   if split == "columns":
     x_q = gather_sequence(x_q, recipe, batch=x.shape[0])
   w_q = quantized_weight(as_matrix(w), cache, "columns", recipe)
@@ -75,7 +76,7 @@ def _fp8_linear_fwd(x, w, bias, cache, split, recipe):
 
 def _fp8_linear_bwd(split, recipe, inputs, saved, g):
   w, bias, cache = inputs
-  x_q = saved.x
+  x_q = columns_of(saved.x, recipe)
   how = recipe.implementation
   # Not -1, which has no answer for an empty batch.
   g = g.reshape(*g.shape[: g.ndim - w.ndim + 1], math.prod(w.shape[1:]))
@@ -158,23 +159,14 @@ def linear(
   return run_whole(plain, recipe.axes, x, w, bias, types=types)
 
 
-def gradient_operand(g: Array, recipe: CoatRecipe) -> Operand:
-  """The gradient of a product's output, as the products behind it read it."""
-  return ops.quantize_tensor(
-    g,
-    dtype=recipe.formats.gradients,
-    layout="both",
-    implementation=recipe.implementation,
-  )
-
-
 def scale_to_save(cache: Operand | None, w: Operand) -> Operand | None:
   """The scale of a weight's operand for the backward; None if it is cached.
 
-  `cache or scale_to_save(cache, w)` is what the backward reads: codes only if
-  they are cached, for then they are alive anyway.
+  And in tiles, whose scales are found again. `cache or scale_to_save(cache, w)`
+  is what the backward reads: codes only if they are cached, for then they are
+  alive anyway.
   """
-  if cache is not None:
+  if cache is not None or isinstance(w.scale, BlockScales):
     return None
   return Operand(None, None, save_residual("linear", w.scale))
 

@@ -32,7 +32,7 @@ from coat_jax.recipe import CoatRecipe
 
 class _GELUSaved(NamedTuple):
   x: QTensor
-  scale: Array  # Of the output.
+  scale: Array | None  # Of the output; None in blocks.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,10 +40,11 @@ class GELU(Middle):
   """gelu(h) of h [..., F].
 
   Attributes:
-    approximate: the tanh formula, or erf; on a GPU only tanh has a kernel.
+    approximate: the tanh formula, erf (False), or "sigmoid": x sigmoid(1.702
+      x), the quick GELU of CLIP; on a GPU erf has no kernel.
   """
 
-  approximate: bool = True
+  approximate: ops.Approximation = True
 
   def plain(self, h, weights, inputs, recipe):
     del weights, inputs
@@ -54,7 +55,8 @@ class GELU(Middle):
     sizes = self._sizes(recipe)
     x, scale = ops.gelu_input(h, output_dtype=recipe.formats.values, **sizes)
     x = save_residual("activation", x)
-    scale = save_residual("linear", scale)
+    in_blocks = recipe.scaling == "block"
+    scale = None if in_blocks else save_residual("linear", scale)
     output = ops.gelu_fwd(x, scale=scale, **sizes)
     return MiddleOutput(output, _GELUSaved(x, scale))
 
@@ -120,7 +122,7 @@ class MLP(RecipeModule):
     features: int,
     hidden_features: int,
     *,
-    approximate: bool = True,
+    approximate: ops.Approximation = True,
     recipe: CoatRecipe | None = None,
     norm: ops.NormKind | None = "rms",
     post_norm: ops.NormKind | None = None,
@@ -140,8 +142,8 @@ class MLP(RecipeModule):
     Args:
       features: D, width of input and output.
       hidden_features: F, width inside.
-      approximate: GELU by the tanh formula, or by erf; on a GPU only tanh has a
-        kernel.
+      approximate: GELU by the tanh formula, by erf (False), or "sigmoid": x
+        sigmoid(1.702 x), the quick GELU of CLIP; on a GPU erf has no kernel.
       recipe: what is computed and saved in FP8; None for `recipe.coat()`.
       norm: of the input, "rms" or "layer"; None for none.
       post_norm: of what is added to the input, "rms" or "layer"; None for none.
@@ -167,7 +169,8 @@ class MLP(RecipeModule):
     shared: dict[str, Any] = dict(
       recipe=self.recipe, dtype=dtype, param_dtype=param_dtype, rngs=rngs
     )
-    self.approximate, self.add_input = approximate, add_input
+    self.approximate: ops.Approximation = approximate
+    self.add_input = add_input
     norm_of = functools.partial(
       make_norm,
       num_features=features,

@@ -23,13 +23,13 @@ from coat_jax.layers.front import (
 from coat_jax.layers.linear import (
   Linear,
   bias_gradient,
-  gradient_operand,
   linear,
 )
 from coat_jax.layers.mesh.rule import rule
 from coat_jax.layers.mesh.specs import own_columns, tokens
 from coat_jax.layers.module import RecipeModule, Sharding, reshard
 from coat_jax.layers.norm import make_norm, norm, norm_options
+from coat_jax.layers.operands import gradient_operand
 from coat_jax.layers.parameters import NormLinearOptions, options_by_part
 from coat_jax.ops import Operand
 from coat_jax.ops.explicit import product_spec

@@ -29,9 +29,9 @@ from coat_jax.layers.layer_kinds import (
   attention_kinds,
   count_kinds,
 )
-from coat_jax.layers.linear import gradient_operand
 from coat_jax.layers.mesh.rule import run_whole
 from coat_jax.layers.middle import Middle, MiddleGradient
+from coat_jax.layers.operands import gradient_operand
 from coat_jax.layers.qk_norm import QKNorm, QKNormWeights
 from coat_jax.layers.residuals import residual_scope, save_residual
 from coat_jax.layers.rope import (
@@ -186,7 +186,7 @@ class SelfAttention(Middle):
     if self.qk_norm is not None:
       dq, dk, dweights = self._norm_gradients(saved, dq, dk, weights, recipe)
     angles = self._joined_angles(saved.positions, kind, dq.shape[-1])
-    if self.clip is None and not has_bias:
+    if self.clip is None and not has_bias and recipe.scaling == "tensor":
       dh = ops.join_heads_operand(
         dq, dk, dv, *angles, dtype=recipe.formats.gradients, implementation=how
       )

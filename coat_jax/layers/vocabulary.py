@@ -61,13 +61,51 @@ def embed(
   )
 
 
+def add_positions(
+  x: Array, places: Array, table: Array, *, axes: MeshAxes | None
+) -> Array:
+  """Adds learned positions; gradients of these are summed in f32.
+
+  Args:
+    x: [B, T, D], embedded tokens.
+    places: int32 [T], or [B, T] where sequences have their own.
+    table: [positions, D]; on a mesh, rows split over tensor and fsdp.
+    axes: of the mesh, or None.
+
+  Returns:
+    [B, T, D] of x's dtype, added in f32.
+  """
+
+  def added(x, places, rows):
+    rows = rows.astype(jnp.float32)[places]
+    rows = rows if places.ndim == 2 else rows[None]
+    return (x.astype(jnp.float32) + rows).astype(x.dtype)
+
+  if axes is None:
+    types = lambda *_: spec_of(x)  # noqa: E731
+    return partitioned(added, x, places, table, types=types)
+  names = _present(axes.tensor, axes.fsdp)
+
+  def local(x, places, table):
+    table = table.astype(jnp.float32)
+    return added(x, places, _gather_rows(table, jnp.float32, names, axes))
+
+  where = P(axes.batch, axes.tensor)
+  of_places = where if places.ndim == 2 else P(axes.tensor)
+  return jax.shard_map(
+    local, in_specs=(where, of_places, P(names)), out_specs=where
+  )(x, places, table)
+
+
 def mean_loss(
   hidden: Array,
   targets: Array,
   weight: Array,
+  shares: Array | None = None,
   *,
   is_tied: bool,
   axes: MeshAxes | None,
+  soft_cap: float | None = None,
 ) -> Array:
   """Mean cross-entropy of the next token.
 
@@ -80,17 +118,26 @@ def mean_loss(
     hidden: [B, T, D].
     targets: int32 [B, T].
     weight: [D, V]; or [V, D] where it is the embedding's.
+    shares: f32 [B, T], what each target's nats are multiplied by in the sum,
+      not differentiated; None for 1 / (B T).
     is_tied: whether it is.
     axes: of the mesh, or None.
+    soft_cap: logits become soft_cap * tanh(logits / soft_cap); None leaves
+      them as they are.
 
   Returns:
     f32 scalar, nats per token.
   """
-  return _mean_loss(hidden, targets, weight, is_tied, axes)
+  return _mean_loss(hidden, targets, weight, shares, is_tied, axes, soft_cap)
 
 
 def logits(
-  hidden: Array, weight: Array, *, is_tied: bool, axes: MeshAxes | None
+  hidden: Array,
+  weight: Array,
+  *,
+  is_tied: bool,
+  axes: MeshAxes | None,
+  soft_cap: float | None = None,
 ) -> Array:
   """Logits of every token; a loss needs no such array, see `mean_loss`.
 
@@ -99,18 +146,20 @@ def logits(
     weight: [D, V]; or [V, D] where it is the embedding's.
     is_tied: whether it is.
     axes: of the mesh, or None.
+    soft_cap: as of `mean_loss`.
 
   Returns:
     f32 [B, T, V]; on a mesh, split over sequences and the vocabulary.
   """
 
   def product(hidden, weight):
-    return jnp.einsum(
+    found = jnp.einsum(
       "btd,vd->btv" if is_tied else "btd,dv->btv",
       hidden,
       weight.astype(hidden.dtype),
       preferred_element_type=jnp.float32,
     )
+    return found if soft_cap is None else _capped(found, soft_cap)
 
   if axes is None:
     types = lambda *_: P(*spec_of(hidden)[:2])  # noqa: E731
@@ -119,52 +168,69 @@ def logits(
   return lax.with_sharding_constraint(product(hidden, weight), where)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _mean_loss(hidden, targets, weight, is_tied, axes):
-  return _on_devices(hidden, targets, weight, is_tied, axes, False)[0]
+def _capped(logits: Array, soft_cap: float) -> Array:
+  return soft_cap * jnp.tanh(logits / soft_cap)
 
 
-def _mean_loss_fwd(hidden, targets, weight, is_tied, axes):
-  loss, gradients = _on_devices(hidden, targets, weight, is_tied, axes, True)
-  return loss, gradients
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+def _mean_loss(hidden, targets, weight, shares, is_tied, axes, soft_cap):
+  args = hidden, targets, weight, shares, is_tied, axes, soft_cap
+  return _on_devices(*args, has_gradients=False)[0]
 
 
-def _mean_loss_bwd(is_tied, axes, gradients, g):
-  del is_tied, axes
+def _mean_loss_fwd(hidden, targets, weight, shares, is_tied, axes, soft_cap):
+  args = hidden, targets, weight, shares, is_tied, axes, soft_cap
+  return _on_devices(*args, has_gradients=True)
+
+
+def _mean_loss_bwd(is_tied, axes, soft_cap, gradients, g):
+  del is_tied, axes, soft_cap
   dhidden, dweight = ((g * x).astype(x.dtype) for x in gradients)
-  return dhidden, None, dweight
+  return dhidden, None, dweight, None
 
 
 _mean_loss.defvjp(_mean_loss_fwd, _mean_loss_bwd)
 
 
-def _on_devices(hidden, targets, weight, is_tied, axes, has_gradients):
+def _on_devices(
+  hidden, targets, weight, shares, is_tied, axes, soft_cap, *, has_gradients
+):
   """The loss and, if asked for, its gradients, of each device's tokens."""
   local = functools.partial(
     _loss_of_shard,
     is_tied=is_tied,
     axes=axes,
+    soft_cap=soft_cap,
     share=1 / targets.size,
     has_gradients=has_gradients,
   )
   if axes is None:
     gradients = (spec_of(hidden), spec_of(weight)) if has_gradients else ()
     types = lambda *_: (P(), gradients)  # noqa: E731
-    return partitioned(local, hidden, targets, weight, types=types)
+    return partitioned(local, hidden, targets, weight, shares, types=types)
   tokens = P(axes.batch, axes.tensor)
   rows = P(axes.fsdp, axes.tensor)
   if is_tied:
     rows = P(_present(axes.tensor, axes.fsdp))
   return jax.shard_map(
     local,
-    in_specs=(tokens, P(axes.batch), rows),
+    in_specs=(tokens, P(axes.batch), rows, P(axes.batch)),
     out_specs=(P(), (tokens, rows) if has_gradients else ()),
     check_vma=False,
-  )(hidden, targets, weight)
+  )(hidden, targets, weight, shares)
 
 
 def _loss_of_shard(
-  hidden, targets, weight, *, is_tied, axes, share, has_gradients
+  hidden,
+  targets,
+  weight,
+  shares,
+  *,
+  is_tied,
+  axes,
+  soft_cap,
+  share,
+  has_gradients,
 ):
   """What `_on_devices` gives, of one device's tokens and rows of the weight."""
   tensor = None if axes is None else axes.tensor
@@ -176,11 +242,19 @@ def _loss_of_shard(
     hidden = lax.all_gather(hidden, tensor, axis=1, tiled=True)
   weight = weight.T if is_tied else weight
   add = functools.partial(
-    _add_chunk, weight, tensor=tensor, share=share, has_gradients=has_gradients
+    _add_chunk,
+    weight,
+    tensor=tensor,
+    is_tied=is_tied,
+    soft_cap=soft_cap,
+    share=share if shares is None else 1.0,
+    has_gradients=has_gradients,
   )
-  dweight = jnp.zeros(weight.shape if has_gradients else (), jnp.float32)
+  shape = weight.shape[::-1] if is_tied else weight.shape
+  dweight = jnp.zeros(shape if has_gradients else (), jnp.float32)
   start = jnp.float32(0), dweight
-  chunks = _chunks(hidden, targets, weight.shape[1])
+  counted = jnp.ones(targets.shape, jnp.float32) if shares is None else shares
+  chunks = _chunks(hidden, targets, counted, weight.shape[1])
   (loss, dweight), dhidden = lax.scan(add, start, chunks)
   if axes is not None:
     loss = lax.psum(loss, axes.batch)
@@ -189,7 +263,6 @@ def _loss_of_shard(
   assert dhidden is not None  # One of each chunk.
   dhidden = jnp.moveaxis(dhidden, 0, 1).reshape(len(hidden), -1, len(weight))
   dhidden = dhidden[:, : hidden.shape[1]]
-  dweight = dweight.T if is_tied else dweight
   if tensor is not None:
     dhidden = lax.psum_scatter(dhidden, tensor, scatter_dimension=1, tiled=True)
   if axes is not None:
@@ -207,13 +280,12 @@ def loss_positions(batch: int, length: int, vocab_size: int) -> int:
   return -(-length // -(-length // most))
 
 
-def _chunks(hidden: Array, targets: Array, vocab_size: int):
-  """hidden, targets and which of them count: [chunks, B, positions, ...]."""
+def _chunks(hidden: Array, targets: Array, counted: Array, vocab_size: int):
+  """hidden, targets and how much they count: [chunks, B, positions, ...]."""
   batch, length = targets.shape
   positions = loss_positions(batch, length, vocab_size)
   count = -(-length // positions)
   padding = count * positions - length
-  counted = jnp.ones(targets.shape, jnp.float32)
 
   def split(x):
     x = jnp.pad(x, [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2))
@@ -223,12 +295,16 @@ def _chunks(hidden: Array, targets: Array, vocab_size: int):
   return split(hidden), split(targets), split(counted)
 
 
-def _add_chunk(weight, total, chunk, *, tensor, share, has_gradients):
+def _add_chunk(
+  weight, total, chunk, *, tensor, is_tied, soft_cap, share, has_gradients
+):
   """Adds a chunk's nats and its part of the weight's gradient."""
   (loss, dweight), (hidden, targets, counted) = total, chunk
   logits = jnp.einsum(
     "btd,dv->btv", hidden, weight, preferred_element_type=jnp.float32
   )
+  if soft_cap is not None:
+    logits = _capped(logits, soft_cap)
   largest = jnp.max(logits, axis=-1)
   size = logits.shape[-1]
   if tensor is not None:
@@ -247,10 +323,14 @@ def _add_chunk(weight, total, chunk, *, tensor, share, has_gradients):
   # Rounded to the products' dtype, as every gradient that a product reads.
   softmax = jnp.exp(logits - log_sum[..., None])
   dlogits = (softmax - is_target) * (share * counted)[..., None]
+  if soft_cap is not None:
+    dlogits = dlogits * (1 - jnp.square(logits / soft_cap))
   dlogits = dlogits.astype(weight.dtype)
   dhidden = jnp.einsum("btv,dv->btd", dlogits, weight)
+  # As the weight is stored: a transposed product of BF16 is none on a CPU.
+  factors = (dlogits, hidden) if is_tied else (hidden, dlogits)
   dweight = dweight + jnp.einsum(
-    "btd,btv->dv", hidden, dlogits, preferred_element_type=jnp.float32
+    "bti,btj->ij", *factors, preferred_element_type=jnp.float32
   )
   return (loss, dweight), dhidden
 

@@ -2,10 +2,11 @@
 """Weights on their way into FP8 products, and what may be kept of that.
 
 A forward reads a weight's columns and a backward its rows, in E4M3 with one
-scale. recipe.weight_cache says what is computed once for several uses:
+scale, or with one per tile of 128 x 128. recipe.weight_cache says what is
+computed once for several uses:
 
   "none"   nothing: amax at the first use, codes at each
-  "scale"  the scale of every weight, before the scan over layers
+  "scale"  the scales of every weight, before the scan over layers
   "codes"  scale and codes in both layouts: 2 bytes a parameter, for as long as
            the function that asked for them runs; pays with accumulation
 
@@ -14,13 +15,19 @@ there. It is no state: none can survive an update of its weights. On a mesh a
 device caches its own rows and gathers the codes of the others at each use.
 """
 
+from typing import Any
+
 import jax
 from jax import Array
 
 from coat_jax import ops
-from coat_jax.layers.mesh.collectives import gather_weight, reduce_gradient
+from coat_jax.layers.mesh.collectives import (
+  check_scaling,
+  gather_weight,
+  reduce_gradient,
+)
 from coat_jax.layers.residuals import cotangent
-from coat_jax.ops import Operand
+from coat_jax.ops import BlockScales, Operand
 from coat_jax.recipe import CoatRecipe
 
 
@@ -30,7 +37,7 @@ def quantized_weight(
   layout: ops.Layout,
   recipe: CoatRecipe,
   *,
-  after: Array | None = None,
+  after: Array | BlockScales | None = None,
 ) -> Operand:
   """The operand of all rows of w [D, F], from as much as is cached.
 
@@ -43,21 +50,29 @@ def quantized_weight(
       this value is known. Devices exchange one thing after another, and an amax
       that a product waits for should not wait behind all of a layer's codes.
   """
+  check_scaling(recipe)
   if cache is not None and cache.rows is not None:
-    rows = cache.rows if layout == "rows" else None
-    columns = cache.columns if layout == "columns" else None
-    return gather_weight(Operand(rows, columns, cache.scale), recipe)
+    return gather_weight(_in_layout(cache, layout), recipe)
   if cache is not None and recipe.axes is not None:
     # XLA would take the scale from its stack along with the product of scales,
     # and so have codes wait, and gathers of them, for the input's amax.
     scale, _ = jax.lax.optimization_barrier((cache.scale, after))
     cache = cache._replace(scale=scale)
+  if recipe.scaling == "block":
+    tiles = ops.quantize_tiles(
+      w,
+      dtype=recipe.formats.values,
+      scale=_tile_scales(cache),
+      layout=layout,
+      implementation=recipe.implementation,
+    )
+    return gather_weight(tiles, recipe)
   # Rows are elementwise, and XLA reads them where they are in a stack of
   # layers. For a kernel it copies them out first, 8 bytes a parameter.
   codes = ops.quantize_tensor(
     w,
     dtype=recipe.formats.values,
-    scale=None if cache is None else cache.scale,
+    scale=None if cache is None else cache.scale,  # pyright: ignore[reportArgumentType]
     layout=layout,
     implementation="xla" if layout == "rows" else recipe.implementation,
   )
@@ -88,8 +103,13 @@ def weight_gradient(
 
 
 def cache_weight(w: Array, recipe: CoatRecipe) -> Operand | None:
-  """What `recipe.weight_cache` keeps of a weight [D, *F]."""
+  """What `recipe.weight_cache` keeps of a weight [D, *F].
+
+  Scales of tiles are kept as those of rows.
+  """
   w = jax.lax.stop_gradient(as_matrix(w))
+  if recipe.scaling == "block":
+    return _cache_tiles(w, recipe)
   if recipe.weight_cache == "codes":
     return ops.quantize_tensor(
       w,
@@ -104,6 +124,35 @@ def cache_weight(w: Array, recipe: CoatRecipe) -> Operand | None:
     )
     return Operand(None, None, scale)
   return None
+
+
+def _cache_tiles(w: Array, recipe: CoatRecipe) -> Operand | None:
+  """`cache_weight` in tiles."""
+  how: Any = dict(
+    dtype=recipe.formats.values, implementation=recipe.implementation
+  )
+  if recipe.weight_cache == "codes":
+    return ops.quantize_tiles(w, layout="both", **how)
+  if recipe.weight_cache == "scale":
+    return Operand(None, None, BlockScales(ops.tile_scales(w, **how), None))
+  return None
+
+
+def _tile_scales(cache: Operand | None) -> Array | None:
+  if cache is None:
+    return None
+  assert isinstance(cache.scale, BlockScales)
+  return cache.scale.rows
+
+
+def _in_layout(x: Operand, layout: ops.Layout) -> Operand:
+  """An operand that has both layouts without one of them."""
+  is_rows, scale = layout == "rows", x.scale
+  if isinstance(scale, BlockScales):
+    without = dict(columns=None) if is_rows else dict(rows=None)
+    scale = scale._replace(**without)
+  rows, columns = (x.rows, None) if is_rows else (None, x.columns)
+  return Operand(rows, columns, scale)
 
 
 def as_matrix(w: Array) -> Array:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copies of modules whose weights' scales or codes are computed once."""
 
+import functools
+
 import jax
 from flax import nnx
 from jax import P
@@ -50,13 +52,18 @@ def _cache(part: Linear, recipe: CoatRecipe) -> Operand:
     cache = each(lambda w: cache_weight(w, recipe), flat)
     return jax.tree.map(lambda x: x.reshape(*stack, *x.shape[1:]), cache)
 
-  has_codes = recipe.weight_cache == "codes"
+  specs_of = functools.partial(
+    cache_specs,
+    has_codes=recipe.weight_cache == "codes",
+    in_tiles=recipe.scaling == "block",
+    num_stacked=len(stack),
+  )
   if (axes := recipe.axes) is None:
     kernel = P(*spec_of(w)[len(stack) :])
-    out_specs = cache_specs(kernel, has_codes=has_codes, num_stacked=len(stack))
+    out_specs = specs_of(kernel)
     return partitioned(fill, w, types=lambda *_: out_specs)
   kernel = split_kernel(axes, part.split, part.weight_ndim)
-  out_specs = cache_specs(kernel, has_codes=has_codes, num_stacked=len(stack))
+  out_specs = specs_of(kernel)
   stacked = P(*(None,) * len(stack), *kernel)
   return run_sharded(fill, axes, (w,), (stacked,), out_specs)
 

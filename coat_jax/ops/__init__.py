@@ -8,12 +8,12 @@ differentiated through: `layers` pairs forwards and backwards up with
 `jax.custom_vjp`.
 
 Conventions. What a matrix product reads is an `Operand`: FP8 with one scale per
-tensor, in the layout that the product needs. What a norm or an activation
-function reads is a `QTensor` with one BF16 scale per 1 x G group of the last
-axis. All arithmetic between reading codes and writing codes is f32, with no
-BF16 step on the way. `dy` and other plain gradients are BF16 or f32, `dx` comes
-back in `dtype`. A definition calls other definitions, never a kernel: "xla" is
-plain jnp all the way down.
+tensor, or per block of 128 (`blocks`), in the layout that the product needs.
+What a norm or an activation function reads is a `QTensor` with one BF16 scale
+per 1 x G group of the last axis. All arithmetic between reading codes and
+writing codes is f32, with no BF16 step on the way. `dy` and other plain
+gradients are BF16 or f32, `dx` comes back in `dtype`. A definition calls other
+definitions, never a kernel: "xla" is plain jnp all the way down.
 
 Group Scaling. The operation that produces the values of an operand finds their
 largest magnitude too (`norm_input`, `gated_input`), so that writing the
@@ -44,6 +44,18 @@ from coat_jax.ops.activation import (
   silu_values,
 )
 from coat_jax.ops.attention import attention_bwd, attention_fwd
+from coat_jax.ops.attention_fp8 import (
+  FP8AttentionResiduals,
+  GradientScales,
+  attention_fp8_bwd,
+  attention_fp8_fwd,
+)
+from coat_jax.ops.blocks import (
+  quantize_blocks,
+  quantize_tiles,
+  tile_scales,
+  turn_blocks,
+)
 from coat_jax.ops.dispatch import Op, explain
 from coat_jax.ops.grouped import grouped_dgrad, grouped_fwd, grouped_wgrad
 from coat_jax.ops.linear import linear_dgrad, linear_fwd, linear_wgrad
@@ -63,8 +75,10 @@ from coat_jax.ops.quantize import (
 from coat_jax.ops.rope import join_heads, join_heads_operand, split_heads
 from coat_jax.ops.types import (
   Activation,
+  Approximation,
   AttentionKind,
   AttentionResiduals,
+  BlockScales,
   Implementation,
   Layout,
   NormKind,
@@ -75,7 +89,11 @@ from coat_jax.ops.types import (
 __all__ = [
   "AttentionKind",
   "Activation",
+  "Approximation",
   "AttentionResiduals",
+  "BlockScales",
+  "FP8AttentionResiduals",
+  "GradientScales",
   "Implementation",
   "Layout",
   "NormKind",
@@ -87,6 +105,8 @@ __all__ = [
   "activation_fwd",
   "activation_values",
   "attention_bwd",
+  "attention_fp8_bwd",
+  "attention_fp8_fwd",
   "attention_fwd",
   "explain",
   "gated_bwd",
@@ -115,10 +135,14 @@ __all__ = [
   "norm_gradients",
   "norm_input",
   "norm_values",
+  "quantize_blocks",
   "quantize_groups",
   "quantize_tensor",
+  "quantize_tiles",
   "silu_derivative",
   "silu_values",
   "split_heads",
   "tensor_scale",
+  "tile_scales",
+  "turn_blocks",
 ]

@@ -16,10 +16,12 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from coat_jax.formats import E4M3, E5M2
+from coat_jax.ops.blocks import quantize_blocks, values_to_operand
 from coat_jax.ops.dispatch import op
 from coat_jax.ops.quantize import quantize_groups, quantize_tensor, tensor_scale
-from coat_jax.ops.types import Activation, Layout, Operand
+from coat_jax.ops.types import Activation, Approximation, Layout, Operand
 from coat_jax.qtensor import QTensor, dequantize
+from coat_jax.recipe import Scaling
 
 
 def silu_values(x: Array) -> Array:
@@ -39,23 +41,40 @@ _SQRT_HALF = 0.7071067811865476
 _INV_SQRT_2PI = 0.3989422804014327
 _SQRT_2_OVER_PI = 0.7978845608028654
 _CUBIC = 0.044715
+_QUICK = 1.702
 
 
-def gelu_values(x: Array, *, approximate: bool) -> Array:
-  """x Phi(x) in f32, Phi by erf or by the tanh approximation.
+def gelu_values(x: Array, *, approximate: Approximation) -> Array:
+  """x Phi(x) in f32.
 
   (1 + tanh(u)) / 2 = sigmoid(2 u) does not cancel where tanh(u) is near -1.
+
+  Args:
+    x: any shape.
+    approximate: Phi by the tanh approximation (True), by erf (False), or as
+      sigmoid(1.702 x) ("sigmoid").
+
+  Raises:
+    ValueError: another approximation.
   """
   x = x.astype(jnp.float32)
+  _check_approximation(approximate)
+  if approximate == "sigmoid":
+    return x * jax.nn.sigmoid(_QUICK * x)
   if approximate:
     inner = _SQRT_2_OVER_PI * (x + _CUBIC * x * x * x)
     return x * jax.nn.sigmoid(2 * inner)
   return 0.5 * x * (1 + jax.lax.erf(x * _SQRT_HALF))
 
 
-def gelu_derivative(x: Array, *, approximate: bool) -> Array:
+def gelu_derivative(x: Array, *, approximate: Approximation) -> Array:
   """d gelu / dx in f32."""
   x = x.astype(jnp.float32)
+  _check_approximation(approximate)
+  if approximate == "sigmoid":
+    x = jnp.clip(x, -60, 60)  # As below; sigmoid(-102) is not subnormal.
+    cdf = jax.nn.sigmoid(_QUICK * x)
+    return cdf + _QUICK * x * cdf * (1 - cdf)
   if approximate:
     # Beyond 20 it is 0 or 1, and 0 times an overflowing slope would be NaN.
     x = jnp.clip(x, -20, 20)
@@ -65,6 +84,14 @@ def gelu_derivative(x: Array, *, approximate: bool) -> Array:
     return cdf + 2 * x * cdf * (1 - cdf) * slope
   density = _INV_SQRT_2PI * jnp.exp(-0.5 * x * x)
   return 0.5 * (1 + jax.lax.erf(x * _SQRT_HALF)) + x * density
+
+
+def _check_approximation(approximate) -> None:
+  if approximate not in (True, False, "sigmoid"):
+    raise ValueError(
+      'gelu: approximate must be True, False or "sigmoid", got '
+      f"{approximate!r}; True is the tanh formula, False erf"
+    )
 
 
 # Values and derivative of each.
@@ -117,12 +144,19 @@ def activation_bwd(
 
 @op()
 def mul_fwd(
-  a: QTensor, b: QTensor, *, group_size: int, dtype: DTypeLike = E4M3
+  a: QTensor,
+  b: QTensor,
+  *,
+  group_size: int,
+  dtype: DTypeLike = E4M3,
+  scaling: Scaling = "tensor",
 ) -> Operand:
   """Product of 1 x G values to an operand's rows."""
   product = dequantize(a, group_size=group_size) * dequantize(
     b, group_size=group_size
   )
+  if scaling == "block":
+    return quantize_blocks.definition(product, dtype=dtype)
   return quantize_tensor.definition(product, dtype=dtype)
 
 
@@ -171,16 +205,14 @@ def gated_fwd(
   up: QTensor,
   *,
   activation: Activation,
-  scale: Array,
+  scale: Array | None,
   group_size: int,
   layout: Layout = "rows",
   dtype: DTypeLike = E4M3,
 ) -> Operand:
-  """f(gate) up from 1 x G values to an operand."""
+  """f(gate) up from 1 x G values to an operand; scale None: in blocks."""
   product = _gated_product(gate, up, activation, group_size)
-  return quantize_tensor.definition(
-    product, scale=scale, layout=layout, dtype=dtype
-  )
+  return values_to_operand(product, scale=scale, layout=layout, dtype=dtype)
 
 
 @op()
@@ -208,7 +240,7 @@ def gated_bwd_operands(
   up: QTensor,
   *,
   activation: Activation,
-  product_scale: Array,
+  product_scale: Array | None,
   group_size: int,
   dtype: DTypeLike = E5M2,
   product_dtype: DTypeLike = E4M3,
@@ -219,7 +251,7 @@ def gated_bwd_operands(
     dy: [..., F], gradient of f(gate) up.
     gate, up: what `gated_input` returned.
     activation: f.
-    product_scale: the scale it returned.
+    product_scale: the scale it returned; None for operands in blocks of 128.
     group_size: of gate and up.
     dtype: format of the gradient.
     product_dtype: format of the product.
@@ -241,7 +273,7 @@ def gated_bwd_operands(
     layout="columns",
     dtype=product_dtype,
   )
-  gradient = quantize_tensor.definition(dgate_up, dtype=dtype, layout="both")
+  gradient = _gradient_operand(dgate_up, product_scale is None, dtype)
   return gradient, product
 
 
@@ -258,7 +290,7 @@ def _gated_product(
 def gelu_input(
   x: Array,
   *,
-  approximate: bool,
+  approximate: Approximation,
   group_size: int,
   dtype: DTypeLike = E4M3,
   output_dtype: DTypeLike = E4M3,
@@ -267,7 +299,7 @@ def gelu_input(
 
   Args:
     x: [..., F].
-    approximate: Phi by the tanh approximation, else by erf.
+    approximate: see `gelu_values`.
     group_size: of the values.
     dtype: format of the values.
     output_dtype: format of gelu(x).
@@ -285,21 +317,21 @@ def gelu_input(
 def gelu_fwd(
   x: QTensor,
   *,
-  approximate: bool,
-  scale: Array,
+  approximate: Approximation,
+  scale: Array | None,
   group_size: int,
   layout: Layout = "rows",
   dtype: DTypeLike = E4M3,
 ) -> Operand:
-  """GELU from 1 x G values to an operand."""
+  """GELU from 1 x G values to an operand; scale None: in blocks of 128."""
   values = dequantize(x, group_size=group_size)
   y = gelu_values(values, approximate=approximate)
-  return quantize_tensor.definition(y, scale=scale, layout=layout, dtype=dtype)
+  return values_to_operand(y, scale=scale, layout=layout, dtype=dtype)
 
 
 @op()
 def gelu_bwd(
-  dy: Array, x: QTensor, *, approximate: bool, group_size: int
+  dy: Array, x: QTensor, *, approximate: Approximation, group_size: int
 ) -> Array:
   """Gradient of GELU, f32."""
   values = dequantize(x, group_size=group_size)
@@ -312,8 +344,8 @@ def gelu_bwd_operands(
   dy: Array,
   x: QTensor,
   *,
-  approximate: bool,
-  output_scale: Array,
+  approximate: Approximation,
+  output_scale: Array | None,
   group_size: int,
   dtype: DTypeLike = E5M2,
   output_dtype: DTypeLike = E4M3,
@@ -323,8 +355,9 @@ def gelu_bwd_operands(
   Args:
     dy: [..., F], gradient of gelu(x).
     x: what `gelu_input` returned.
-    approximate: Phi by the tanh approximation, else by erf.
-    output_scale: the scale that `gelu_input` returned.
+    approximate: see `gelu_values`.
+    output_scale: the scale that `gelu_input` returned; None for operands in
+      blocks of 128.
     group_size: of x.
     dtype: format of the gradient.
     output_dtype: format of gelu(x).
@@ -343,4 +376,10 @@ def gelu_bwd_operands(
     layout="columns",
     dtype=output_dtype,
   )
-  return quantize_tensor.definition(dx, dtype=dtype, layout="both"), output
+  return _gradient_operand(dx, output_scale is None, dtype), output
+
+
+def _gradient_operand(g: Array, in_blocks: bool, dtype: DTypeLike) -> Operand:
+  """A gradient in both layouts."""
+  quantize = quantize_blocks if in_blocks else quantize_tensor
+  return quantize.definition(g, dtype=dtype, layout="both")

@@ -26,7 +26,7 @@ _CHUNK = 256
 _MASKED = -1e30
 
 
-def _check_attention(q, k, v, segments=None, *, kind: AttentionKind) -> None:
+def check_attention(q, k, v, segments=None, *, kind: AttentionKind) -> None:
   del kind
   fits = q.ndim == k.ndim == 4 and k.shape == v.shape
   fits = fits and q.shape[0] == k.shape[0] and q.shape[3] == k.shape[3]
@@ -45,7 +45,7 @@ def _check_attention(q, k, v, segments=None, *, kind: AttentionKind) -> None:
     )
 
 
-@op(check=_check_attention, cudnn="cudnn")
+@op(check=check_attention, cudnn="cudnn", triton="attention")
 def attention_fwd(
   q: Array,
   k: Array,
@@ -66,24 +66,24 @@ def attention_fwd(
 
   def one_chunk(args):
     q_args, own = args
-    queries = _Queries.of(q_args, own)
-    keys = _Keys.of(queries, q, k, kind)
-    scores, _ = _scores(queries, keys, k, segments, kind)
+    queries = Queries.of(q_args, own)
+    keys = Keys.of(queries, q, k, kind)
+    scores, _ = masked_scores(queries, keys, k, segments, kind)
     lse = jax.nn.logsumexp(scores, axis=-1)
     p = jnp.exp(scores - lse[..., None]).astype(v.dtype)
-    out = _einsum("bkrts,bskh->btkrh", p, keys.read(v))
+    out = einsum_f32("bkrts,bskh->btkrh", p, keys.read(v))
     return out.astype(q.dtype), lse
 
   kind = kind.among(k.shape[1])
-  chunks = _chunks(_grouped(q, k.shape[2])), _chunks(segments)
+  chunks = in_chunks(grouped_heads(q, k.shape[2])), in_chunks(segments)
   out, lse = jax.lax.map(one_chunk, chunks)
-  out = _join(out, q.shape[1]).reshape(q.shape)
+  out = join_chunks(out, q.shape[1]).reshape(q.shape)
   # [chunks, B, K, R, chunk] to [B, T, N].
-  lse = _join(jnp.moveaxis(lse, -1, 2), q.shape[1])
+  lse = join_chunks(jnp.moveaxis(lse, -1, 2), q.shape[1])
   return AttentionResiduals(out, lse.reshape(q.shape[:3]))
 
 
-@op(cudnn="cudnn")
+@op(cudnn="cudnn", triton="attention")
 def attention_bwd(
   dout: Array,
   q: Array,
@@ -105,29 +105,29 @@ def attention_bwd(
   def one_chunk(carry, args):
     dk, dv = carry
     q_args, (dout_chunk, _), (lse, _), (delta_chunk, _), own = args
-    queries = _Queries.of(q_args, own)
-    keys = _Keys.of(queries, q, k, kind)
-    scores, slope = _scores(queries, keys, k, segments, kind)
-    p = jnp.exp(scores - _per_row(lse))
+    queries = Queries.of(q_args, own)
+    keys = Keys.of(queries, q, k, kind)
+    scores, slope = masked_scores(queries, keys, k, segments, kind)
+    p = jnp.exp(scores - per_row(lse))
     dv = keys.add(
-      dv, _einsum("bkrts,btkrh->bskh", p.astype(v.dtype), dout_chunk)
+      dv, einsum_f32("bkrts,btkrh->bskh", p.astype(v.dtype), dout_chunk)
     )
-    dp = _einsum("btkrh,bskh->bkrts", dout_chunk, keys.read(v))
-    ds = (p * (dp - _per_row(delta_chunk)) * slope).astype(q.dtype)
-    dk = keys.add(dk, _einsum("bkrts,btkrh->bskh", ds, queries.q))
-    return (dk, dv), _einsum("bkrts,bskh->btkrh", ds, keys.read(k))
+    dp = einsum_f32("btkrh,bskh->bkrts", dout_chunk, keys.read(v))
+    ds = (p * (dp - per_row(delta_chunk)) * slope).astype(q.dtype)
+    dk = keys.add(dk, einsum_f32("bkrts,btkrh->bskh", ds, queries.q))
+    return (dk, dv), einsum_f32("bkrts,bskh->btkrh", ds, keys.read(k))
 
   chunks = tuple(
-    _chunks(_grouped(x, kv_heads))
+    in_chunks(grouped_heads(x, kv_heads))
     for x in (q, dout.astype(q.dtype), residuals.lse, delta)
   )
   zeros = (jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32))
-  (dk, dv), dq = jax.lax.scan(one_chunk, zeros, (*chunks, _chunks(segments)))
-  dq = _join(dq, t).reshape(q.shape)
+  (dk, dv), dq = jax.lax.scan(one_chunk, zeros, (*chunks, in_chunks(segments)))
+  dq = join_chunks(dq, t).reshape(q.shape)
   return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
 
 
-class _Queries(NamedTuple):
+class Queries(NamedTuple):
   """A chunk of queries [B, chunk, K, R, H] from `first` on, and segments."""
 
   q: Array
@@ -135,13 +135,13 @@ class _Queries(NamedTuple):
   segments: Array | None
 
   @classmethod
-  def of(cls, q, segments) -> "_Queries":
-    """From what `_chunks` made of them."""
+  def of(cls, q, segments) -> "Queries":
+    """From what `in_chunks` made of them."""
     chunk, first = q
     return cls(chunk, first, None if segments is None else segments[0])
 
 
-class _Keys(NamedTuple):
+class Keys(NamedTuple):
   """Keys [first, first + length) of all S: what one chunk of queries reads.
 
   The first of the T queries is at the place of key `offset`.
@@ -153,7 +153,7 @@ class _Keys(NamedTuple):
   offset: int
 
   @classmethod
-  def of(cls, queries: _Queries, q, k, kind: AttentionKind) -> "_Keys":
+  def of(cls, queries: Queries, q, k, kind: AttentionKind) -> "Keys":
     """All, or those that a query of the chunk has in its window and one more.
 
     With that one, a window of 4096 reads 4352 keys: matrix products are fast at
@@ -187,15 +187,31 @@ class _Keys(NamedTuple):
     return places if self.length == self.all else self.first + places
 
 
-def _scores(queries, keys: _Keys, k, segments, kind: AttentionKind):
+def masked_scores(
+  queries: Queries,
+  keys: Keys,
+  k: Array,
+  segments: Array | None,
+  kind: AttentionKind,
+  unit: Array | None = None,
+):
   """Scores of a chunk, and their derivatives by q k^T before the mask.
+
+  Args:
+    queries, keys: of the chunk.
+    k: [B, S, K, H].
+    segments: int32 [B, S], or None.
+    kind: as of `attention_fwd`.
+    unit: f32 scalar, what a product of codes of q and k stands for; None where
+      they are values.
 
   Returns:
     f32 [B, K, R, chunk, length], scaled, capped and masked; and the same, or a
     number that all of them have.
   """
   scale = kind.scale_of(queries.q.shape[-1])
-  scores = _einsum("btkrh,bskh->bkrts", queries.q, keys.read(k)) * scale
+  products = einsum_f32("btkrh,bskh->bkrts", queries.q, keys.read(k))
+  scores = (products if unit is None else products * unit) * scale
   slope = scale
   if kind.soft_cap is not None:
     share = jnp.tanh(scores / kind.soft_cap)
@@ -204,7 +220,7 @@ def _scores(queries, keys: _Keys, k, segments, kind: AttentionKind):
   return scores if seen is None else jnp.where(seen, scores, _MASKED), slope
 
 
-def _seen(queries: _Queries, keys: _Keys, segments, kind: AttentionKind):
+def _seen(queries: Queries, keys: Keys, segments, kind: AttentionKind):
   """Which keys a query sees: bool [B or 1, 1, 1, chunk, length], or None."""
   seen = None
   if kind.causal:
@@ -222,17 +238,17 @@ def _seen(queries: _Queries, keys: _Keys, segments, kind: AttentionKind):
   return seen
 
 
-def _einsum(formula: str, a: Array, b: Array) -> Array:
+def einsum_f32(formula: str, a: Array, b: Array) -> Array:
   return jnp.einsum(formula, a, b, preferred_element_type=jnp.float32)
 
 
-def _grouped(x: Array, kv_heads: int) -> Array:
+def grouped_heads(x: Array, kv_heads: int) -> Array:
   """[B, T, N, ...] to [B, T, K, R, ...], R query heads to a key head."""
   b, t, n, *rest = x.shape
   return x.reshape(b, t, kv_heads, n // kv_heads, *rest)
 
 
-def _chunks(x: Array | None) -> tuple[Array, Array] | None:
+def in_chunks(x: Array | None) -> tuple[Array, Array] | None:
   """[B, T, ...] to [chunks, B, chunk, ...] and each chunk's first query."""
   if x is None:
     return None
@@ -246,13 +262,13 @@ def _chunks(x: Array | None) -> tuple[Array, Array] | None:
   return jax.lax.optimization_barrier((x, first))
 
 
-def _join(x: Array, t: int) -> Array:
-  """[chunks, B, chunk, ...] to [B, T, ...]: the inverse of `_chunks`."""
+def join_chunks(x: Array, t: int) -> Array:
+  """[chunks, B, chunk, ...] to [B, T, ...]: the inverse of `in_chunks`."""
   x = jnp.moveaxis(x, 0, 1)
   length = x.shape[1] * x.shape[2]
   return x.reshape(x.shape[0], length, *x.shape[3:])[:, :t]
 
 
-def _per_row(x: Array) -> Array:
+def per_row(x: Array) -> Array:
   """[B, chunk, K, R] to [B, K, R, chunk, 1]."""
   return jnp.moveaxis(x, 1, -1)[..., None]

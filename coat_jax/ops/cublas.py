@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 
 from coat_jax.formats import is_fp8
 from coat_jax.ops.dispatch import supported
-from coat_jax.ops.types import Operand, Unsupported
+from coat_jax.ops.types import BlockScales, Operand, Unsupported
 
 _SUMMED_LAST = (((1,), (1,)), ((), ()))
 # Products of activations may sum with fewer bits, as is usual on Hopper; sums
@@ -37,6 +37,16 @@ def _matmul(a: Array, b: Array, scale: Array, dtype: DTypeLike, algorithm):
 def _rows(x: Array) -> Array:
   """[..., n] to [rows, n]."""
   return x.reshape(-1, x.shape[-1])
+
+
+def _scalar(op: str, a: Operand, b: Operand) -> Array:
+  """What a product of codes is multiplied by: one number."""
+  scales = a.scale, b.scale
+  if isinstance(scales[0], BlockScales) or isinstance(scales[1], BlockScales):
+    raise Unsupported(
+      f"{op}: cuBLASLt takes one scale per tensor, got scales of blocks"
+    )
+  return scales[0] * scales[1]
 
 
 def _require_product(op: str, a: Array, b: Array, dtype: DTypeLike) -> None:
@@ -70,9 +80,10 @@ def linear_fwd(
       f"{add.dtype} for {jnp.dtype(dtype)}"
     )
   assert x.rows is not None and w.columns is not None
+  scale = _scalar("linear_fwd", x, w)
   _require_product("linear_fwd", x.rows, w.columns, dtype)
   supported()
-  y = _matmul(_rows(x.rows), w.columns, x.scale * w.scale, dtype, _FAST)
+  y = _matmul(_rows(x.rows), w.columns, scale, dtype, _FAST)
   if add is not None:
     y = y + _rows(add)
   return y.reshape(*x.rows.shape[:-1], w.columns.shape[0])
@@ -83,9 +94,10 @@ def linear_dgrad(
 ) -> Array:
   """`ops.linear_dgrad`."""
   assert g.rows is not None and w.rows is not None
+  scale = _scalar("linear_dgrad", g, w)
   _require_product("linear_dgrad", g.rows, w.rows, dtype)
   supported()
-  dx = _matmul(_rows(g.rows), w.rows, g.scale * w.scale, dtype, _PRECISE)
+  dx = _matmul(_rows(g.rows), w.rows, scale, dtype, _PRECISE)
   return dx.reshape(*g.rows.shape[:-1], w.rows.shape[0])
 
 
@@ -94,6 +106,7 @@ def linear_wgrad(
 ) -> Array:
   """`ops.linear_wgrad`."""
   assert x.columns is not None and g.columns is not None
+  scale = _scalar("linear_wgrad", x, g)
   _require_product("linear_wgrad", x.columns, g.columns, dtype)
   supported()
-  return _matmul(x.columns, g.columns, x.scale * g.scale, dtype, _PRECISE)
+  return _matmul(x.columns, g.columns, scale, dtype, _PRECISE)

@@ -31,6 +31,9 @@ from coat_jax.ops.types import Implementation, Unsupported
 type Kernel = str | Callable[..., Any]
 type Kernels = tuple[tuple[Implementation, Kernel], ...]
 
+# Kernels, each in a folder of `pallas`, which XLA cannot partition.
+_PALLAS = ("triton", "mosaic", "jax_triton")
+
 _in_dry_run = contextvars.ContextVar("in_dry_run", default=False)
 
 
@@ -63,8 +66,9 @@ class Op[R]:
     found = dict(self.kernels)[implementation]  # pyright: ignore[reportArgumentType]
     if not isinstance(found, str):
       return found
-    folder = {"triton": "pallas.triton", "mosaic": "pallas.mosaic"}
-    room = folder.get(implementation, "ops")
+    room = "ops"
+    if implementation in _PALLAS:
+      room = f"pallas.{implementation}"
     module = importlib.import_module(f"coat_jax.{room}.{found}")
     return getattr(module, self.name)
 
@@ -139,7 +143,7 @@ class Op[R]:
     return None
 
   def _require_whole_arrays(self, implementation: str) -> None:
-    if implementation in ("triton", "mosaic") and _may_be_partitioned():
+    if implementation in _PALLAS and may_be_partitioned():
       raise Unsupported(
         f"{self.name}: with several GPUs a kernel sees one device's part only "
         "inside jax.shard_map, where layers run with recipe.axes=MeshAxes(...)"
@@ -215,7 +219,7 @@ def _targets_gpu() -> bool:
   return capability[:1].isdigit() and float(capability) >= 8.9
 
 
-def _may_be_partitioned() -> bool:
+def may_be_partitioned() -> bool:
   """Whether XLA may gather arrays for a kernel, which it cannot partition."""
   mesh = jax.sharding.get_abstract_mesh()
   if mesh.auto_axes or mesh.explicit_axes:

@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Matrix products of operands in plain jnp, forward and backward.
 
-Their formats are the operands' own; `dtype` is that of the result.
+Their formats are the operands' own; `dtype` is that of the result. Both
+operands have one scale, or both have scales of blocks: then the sum over each
+block of 128 is multiplied by its two scales and added to the others in f32.
+These are powers of two, so that codes may be multiplied by them first, in BF16,
+and nothing is rounded but sums.
 """
 
 import jax
@@ -10,8 +14,10 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from coat_jax.formats import accumulator
+from coat_jax.ops.blocks import block_values
 from coat_jax.ops.dispatch import op
-from coat_jax.ops.types import Operand
+from coat_jax.ops.types import BlockScales, Operand
+from coat_jax.qtensor import QTensor
 
 
 def _check_linear(x: Operand, w: Operand, **kwargs) -> None:
@@ -34,23 +40,34 @@ def _layout_of(operand: Operand) -> str:
 
 
 def _matmul(
-  a: Array,
-  b: Array,
-  scale: Array,
+  a: QTensor,
+  b: QTensor,
   dtype: DTypeLike,
   add: Array | None = None,
 ) -> Array:
-  """a [m, k] b [n, k]^T of codes times a scalar, plus `add`, in f32: [m, n]."""
-  out = jax.lax.dot_general(
-    a,
-    b,
-    (((1,), (1,)), ((), ())),
-    preferred_element_type=accumulator(a.dtype),
-  )
-  out = out.astype(jnp.float32) * scale
+  """a [m, k] b [n, k]^T of codes and scales, plus `add`, in f32: [m, n]."""
+  if a.scale.ndim != b.scale.ndim:
+    raise ValueError(
+      "linear: operands must both have one scale, or both scales of blocks, "
+      f"got {a.scale.shape} and {b.scale.shape}; `layers.operands.quantized` "
+      "gives those of a recipe"
+    )
+  if a.scale.ndim:
+    out = _dot(*(block_values(*x, dtype=jnp.bfloat16) for x in (a, b)))
+  else:
+    out = _dot(a.qvalue, b.qvalue) * (a.scale * b.scale)
   if add is not None:
     out = out + add.astype(jnp.float32)
   return out.astype(dtype)
+
+
+def _dot(a: Array, b: Array) -> Array:
+  """a [m, k] b [n, k]^T: f32 [m, n]."""
+  total = jnp.float32 if a.dtype == jnp.bfloat16 else accumulator(a.dtype)
+  out = jax.lax.dot_general(
+    a, b, (((1,), (1,)), ((), ())), preferred_element_type=total
+  )
+  return out.astype(jnp.float32)
 
 
 def _rows(x: Array) -> Array:
@@ -58,7 +75,25 @@ def _rows(x: Array) -> Array:
   return x.reshape(-1, x.shape[-1])
 
 
-@op(check=_check_linear, cublas="cublas")
+def in_rows(x: Operand) -> QTensor:
+  """Rows [m, n] with one scale, or with those of their blocks."""
+  assert x.rows is not None
+  if not isinstance(x.scale, BlockScales):
+    return QTensor(_rows(x.rows), x.scale)
+  assert x.scale.rows is not None
+  return QTensor(_rows(x.rows), _rows(x.scale.rows))
+
+
+def in_columns(x: Operand) -> QTensor:
+  """Columns [n, m], likewise."""
+  assert x.columns is not None
+  if not isinstance(x.scale, BlockScales):
+    return QTensor(x.columns, x.scale)
+  assert x.scale.columns is not None
+  return QTensor(x.columns, x.scale.columns)
+
+
+@op(check=_check_linear, cublas="cublas", jax_triton="block_product")
 def linear_fwd(
   x: Operand,
   w: Operand,
@@ -73,24 +108,23 @@ def linear_fwd(
   assert x.rows is not None and w.columns is not None
   if add is not None:
     add = _rows(add)
-  y = _matmul(_rows(x.rows), w.columns, x.scale * w.scale, dtype, add)
+  y = _matmul(in_rows(x), in_columns(w), dtype, add)
   return y.reshape(*x.rows.shape[:-1], w.columns.shape[0])
 
 
-@op(cublas="cublas")
+@op(cublas="cublas", jax_triton="block_product")
 def linear_dgrad(
   g: Operand, w: Operand, *, dtype: DTypeLike = jnp.bfloat16
 ) -> Array:
   """dx [..., D] = g w^T: g.rows [..., F], w.rows [D, F]."""
   assert g.rows is not None and w.rows is not None
-  dx = _matmul(_rows(g.rows), w.rows, g.scale * w.scale, dtype)
+  dx = _matmul(in_rows(g), in_rows(w), dtype)
   return dx.reshape(*g.rows.shape[:-1], w.rows.shape[0])
 
 
-@op(cublas="cublas")
+@op(cublas="cublas", jax_triton="block_product")
 def linear_wgrad(
   x: Operand, g: Operand, *, dtype: DTypeLike = jnp.float32
 ) -> Array:
   """dw [D, F] = x^T g: x.columns [D, m], g.columns [F, m]."""
-  assert x.columns is not None and g.columns is not None
-  return _matmul(x.columns, g.columns, x.scale * g.scale, dtype)
+  return _matmul(in_columns(x), in_columns(g), dtype)

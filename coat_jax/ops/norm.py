@@ -7,8 +7,9 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from coat_jax.formats import E4M3
+from coat_jax.ops.blocks import values_to_operand
 from coat_jax.ops.dispatch import op
-from coat_jax.ops.quantize import quantize_groups, quantize_tensor, tensor_scale
+from coat_jax.ops.quantize import quantize_groups, tensor_scale
 from coat_jax.ops.types import Layout, NormKind, NormStats, Operand
 from coat_jax.qtensor import QTensor, dequantize
 
@@ -119,15 +120,18 @@ def norm_fwd(
   beta: Array | None,
   stats: NormStats,
   *,
-  scale: Array,
+  scale: Array | None,
   group_size: int,
   layout: Layout = "rows",
   dtype: DTypeLike = E4M3,
 ) -> Operand:
-  """Norm of 1 x G values to the operand of the next product."""
+  """Norm of 1 x G values to the operand of the next product.
+
+  With this scale; with None in blocks of 128, each with its own.
+  """
   values = dequantize(x, group_size=group_size)
   y = _normalized(values, gamma, beta, stats)
-  return quantize_tensor.definition(y, scale=scale, layout=layout, dtype=dtype)
+  return values_to_operand(y, scale=scale, layout=layout, dtype=dtype)
 
 
 @op(triton="norm_backward")

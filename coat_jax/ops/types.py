@@ -8,7 +8,9 @@ from typing import Literal, NamedTuple
 from jax import Array
 
 # "xla" is the definition in plain jnp; the others are for a GPU.
-Implementation = Literal["xla", "triton", "mosaic", "cublas", "cudnn"]
+Implementation = Literal[
+  "xla", "triton", "mosaic", "jax_triton", "cublas", "cudnn"
+]
 
 Layout = Literal["rows", "columns", "both"]
 
@@ -17,13 +19,34 @@ NormKind = Literal["rms", "layer"]
 # SiLU, and GELU by its tanh approximation or by erf.
 Activation = Literal["silu", "gelu_tanh", "gelu"]
 
+# GELU by the tanh formula (True), by erf (False), or as x sigmoid(1.702 x), the
+# "quick GELU" of CLIP.
+Approximation = bool | Literal["sigmoid"]
+
 
 class Unsupported(NotImplementedError):
   """Raised by an implementation that cannot take these arguments: why not."""
 
 
+class BlockScales(NamedTuple):
+  """Scales of an operand in blocks of 128; each layout has its own.
+
+  f32 powers of two. An activation or a gradient has one per 1 x 128 values of
+  what a product sums over, a weight one per tile of 128 x 128; last blocks may
+  be short. `ops.blocks` quantizes so.
+
+  Attributes:
+    rows: of `Operand.rows` [..., n]: [..., ceil(n / 128)]; of a weight's
+      [ceil(m / 128), ceil(n / 128)].
+    columns: of `Operand.columns` [n, m], likewise.
+  """
+
+  rows: Array | None
+  columns: Array | None
+
+
 class Operand(NamedTuple):
-  """A matrix in FP8 with one scale, laid out for the products that read it.
+  """A matrix in FP8 with its scales, laid out for the products that read it.
 
   FP8 matrix products on Hopper want both operands with the axis that is summed
   over last. So a matrix that is summed over its rows is transposed where it is
@@ -32,12 +55,13 @@ class Operand(NamedTuple):
   Attributes:
     rows: FP8 [..., n], or None where no product reads it so.
     columns: FP8 [n, m], m the number of rows (all axes but the last), or None.
-    scale: f32 scalar, x ≈ rows * scale.
+    scale: f32 scalar, x ≈ rows * scale; or `BlockScales`, and then columns are
+      no transpose of rows but quantized in blocks of their own.
   """
 
   rows: Array | None
   columns: Array | None
-  scale: Array
+  scale: Array | BlockScales
 
 
 class NormStats(NamedTuple):

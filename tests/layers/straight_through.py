@@ -5,19 +5,23 @@
 quantizer. Values are those of the reference operations, so that oracle and
 layer read the same codes; gradients are JAX's, of plain f32 functions at those
 values. A gradient that enters a matrix product becomes E5M2, as it does in the
-layers; nothing else is rounded on the way back.
+layers (or what `formats` says); nothing else is rounded on the way back.
 """
+
+import functools
 
 import jax
 import jax.numpy as jnp
 
 from coat_jax import ops
-from coat_jax.formats import E4M3, E5M2
+from coat_jax.formats import E4M3
 from coat_jax.ops import AttentionKind
 from coat_jax.qtensor import dequantize
+from coat_jax.recipe import Formats
 from tests.ops.naive_attention import naive_attention, seen
 
 CAUSAL = AttentionKind()
+FP8 = Formats()
 
 
 @jax.custom_vjp
@@ -29,9 +33,10 @@ def pin(x, value):
 pin.defvjp(lambda x, value: (value, None), lambda _, g: (g, None))
 
 
-@jax.custom_vjp
-def e5m2_gradient(x):
-  """The identity; its gradient is rounded to E5M2 with one scale."""
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def rounded_gradient(x, dtype):
+  """The identity; its gradient is rounded to a format with one scale."""
+  del dtype
   return x
 
 
@@ -41,16 +46,14 @@ def per_tensor(x, dtype=E4M3):
   return q.rows.astype(jnp.float32) * q.scale
 
 
-def _e5m2_gradient_bwd(_, g):
-  return (per_tensor(g, E5M2),)
+rounded_gradient.defvjp(
+  lambda x, dtype: (x, None), lambda dtype, _, g: (per_tensor(g, dtype),)
+)
 
 
-e5m2_gradient.defvjp(lambda x: (x, None), _e5m2_gradient_bwd)
-
-
-def per_group(x, group_size=16):
+def per_group(x, group_size=16, dtype=E4M3):
   """x as 1 x G codes stand for it, f32."""
-  q = ops.quantize_groups(x, group_size=group_size)
+  q = ops.quantize_groups(x, group_size=group_size, dtype=dtype)
   x = x.astype(jnp.float32)
   return pin(x, dequantize(q, group_size=group_size))
 
@@ -60,24 +63,26 @@ def rounded(x, dtype):
   return pin(x, x.astype(dtype).astype(jnp.float32))
 
 
-def linear(x, w, bias=None, dtype=jnp.float32):
-  """x w + bias with E4M3 operands and E5M2 gradients, all axes of w.
+def linear(x, w, bias=None, dtype=jnp.float32, formats=FP8):
+  """x w + bias with operands and gradients in their formats, all axes of w.
 
   The product is rounded to `dtype` before the bias is added.
   """
   matrix = w.reshape(w.shape[0], -1)
-  x_q = ops.quantize_tensor(x)
-  w_q = ops.quantize_tensor(matrix, layout="columns")
-  x = pin(x.astype(jnp.float32), per_tensor(x))
-  matrix = pin(matrix.astype(jnp.float32), per_tensor(matrix))
-  y = e5m2_gradient(jnp.matmul(x, matrix, precision="highest"))
+  of = formats.values
+  x_q = ops.quantize_tensor(x, dtype=of)
+  w_q = ops.quantize_tensor(matrix, dtype=of, layout="columns")
+  x = pin(x.astype(jnp.float32), per_tensor(x, of))
+  matrix = pin(matrix.astype(jnp.float32), per_tensor(matrix, of))
+  y = jnp.matmul(x, matrix, precision="highest")
+  y = rounded_gradient(y, formats.gradients)
   y = pin(y, ops.linear_fwd(x_q, w_q, dtype=dtype).astype(jnp.float32))
   return y if bias is None else y + _row(bias.reshape(-1), y)
 
 
-def norm(x, gamma, beta, kind, eps, group_size=16):
+def norm(x, gamma, beta, kind, eps, group_size=16, dtype=E4M3):
   """The norm of 1 x G values, by the formula."""
-  x = per_group(x, group_size)
+  x = per_group(x, group_size, dtype)
   mean = jnp.mean(x, -1, keepdims=True) if kind == "layer" else 0.0
   variance = jnp.mean((x - mean) ** 2, -1, keepdims=True)
   y = (x - mean) * (variance + eps) ** -0.5
@@ -107,27 +112,30 @@ def gated_mlp(
   group_size=16,
   activation="silu",
   post_norm=None,
+  formats=FP8,
 ):
   """x + post_norm((f(norm(x) w_gate) * (norm(x) w_up)) w_down), f32."""
   front, back, _ = weights
+  groups = dict(group_size=group_size, dtype=formats.values)
   y = x
   if kind is not None:
-    y = norm(x, front.gamma, front.beta, kind, eps, group_size)
-  gate_up = linear(y, front.w, front.bias, x.dtype)
+    y = norm(x, front.gamma, front.beta, kind, eps, **groups)
+  gate_up = linear(y, front.w, front.bias, x.dtype, formats)
   gate_up = rounded(gate_up, x.dtype)
   gate, up = jnp.split(gate_up, 2, axis=-1)
-  gate, up = per_group(gate, group_size), per_group(up, group_size)
+  gate, up = per_group(gate, **groups), per_group(up, **groups)
   fixed = ops.activation_values(gate, activation=activation)
   y = pin(ACTIVATIONS[activation](gate), jax.lax.stop_gradient(fixed))
   if residuals == "coat":
-    y = per_group(y, group_size)
+    y = per_group(y, **groups)
   # The product is rounded only where a bias is added to it first.
   dtype = jnp.float32 if back.bias is None else x.dtype
   if post_norm is not None:
-    out = rounded(linear(y * up, back.w, back.bias, x.dtype), x.dtype)
-    out = norm(out, back.gamma, back.beta, post_norm, eps, group_size)
+    out = linear(y * up, back.w, back.bias, x.dtype, formats)
+    out = rounded(out, x.dtype)
+    out = norm(out, back.gamma, back.beta, post_norm, eps, **groups)
     return x.astype(jnp.float32) + out
-  out = linear(y * up, back.w, back.bias, dtype)
+  out = linear(y * up, back.w, back.bias, dtype, formats)
   return x.astype(jnp.float32) + rounded(out, dtype)
 
 

@@ -34,9 +34,18 @@ def gelu_exact(x):
   return gelu(x, approximate=False)
 
 
+def gelu_quick(x):
+  return gelu(x, approximate="sigmoid")
+
+
+def by_sigmoid(x):
+  return x * jax.nn.sigmoid(1.702 * x)
+
+
 GELUS = {
   gelu: lambda x: jax.nn.gelu(per_group(x), approximate=True),
   gelu_exact: lambda x: jax.nn.gelu(per_group(x), approximate=False),
+  gelu_quick: lambda x: by_sigmoid(per_group(x)),
 }
 
 

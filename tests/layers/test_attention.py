@@ -45,8 +45,9 @@ def oracle(args, dy, kept):
   return y, vjp(dy)
 
 
-@pytest.mark.parametrize("kept", RECIPES)
-@pytest.mark.parametrize("has_bias", quick(1, [True, False]))
+@pytest.mark.parametrize(
+  "kept, has_bias", quick(1, zip(RECIPES, (True, False), strict=True))
+)
 def test_output_block_equals_attention_then_linear(kept, has_bias):
   *args, dy = case()
   args[5] = args[5] if has_bias else None

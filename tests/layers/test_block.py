@@ -26,7 +26,7 @@ from coat_jax.layers import (
   RMSNorm,
   block,
 )
-from coat_jax.layers.linear import gradient_operand
+from coat_jax.layers.operands import gradient_operand
 from coat_jax.layers.residuals import save_residual
 from coat_jax.qtensor import dequantize
 from tests.comparing import assert_close, assert_same_bits, jit

@@ -40,7 +40,7 @@ def value_and_gradients(block, recipe):
 @pytest.mark.parametrize(
   "formats",
   quick(
-    1,
+    0,
     [
       Formats(values=INT8, gradients=INT8),
       Formats(values=E5M2),

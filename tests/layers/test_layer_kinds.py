@@ -49,7 +49,7 @@ def stacked(layers):
 @pytest.mark.parametrize(
   "recipe, qk_norm",
   quick(
-    1,
+    0,
     [
       (recipes.coat(), "head"),
       (recipes.coat(residuals="coat", attention="fp8"), None),

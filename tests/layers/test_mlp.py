@@ -153,6 +153,10 @@ def test_mlp_runs_the_gelu_kernels():
   assert [name for name in kernels if f'"{name}"' not in text] == []
   h = jnp.zeros((1, 128, 256), jnp.bfloat16)
   sizes = dict(group_size=G)
-  for approximate, backend in ((True, "triton"), (False, "xla everywhere")):
+  for approximate, backend in (
+    (True, "triton"),
+    ("sigmoid", "triton"),
+    (False, "xla everywhere"),
+  ):
     said = ops.explain(ops.gelu_input, h, approximate=approximate, **sizes)
     assert backend in said

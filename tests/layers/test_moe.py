@@ -258,6 +258,7 @@ def test_moe_saves_codes_and_the_experts_numbers():
   assert not any(leaf.dtype == F32 for leaf in leaves)
 
 
+@pytest.mark.slow
 def test_moe_goes_through_a_scan_of_stacked_layers():
   @nnx.split_rngs(splits=2)
   @nnx.vmap

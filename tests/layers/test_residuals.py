@@ -180,12 +180,17 @@ def test_kinds_are_those_of_the_operations():
 
 @pytest.mark.parametrize("norm", [None, "rms"])
 def test_a_norm_behind_saves_its_input_in_fp8(norm, monkeypatch):
-  def make(config, recipe, rngs):
-    return GatedMLP(D, F, norm=norm, post_norm="rms", recipe=recipe, rngs=rngs)
+  class Layer(nnx.Module):
+    def __init__(self, config, recipe, rngs):
+      options = dict(norm=norm, post_norm="rms", recipe=recipe, rngs=rngs)
+      self.mlp = GatedMLP(D, F, **options)
+
+    def __call__(self, x):
+      return self.mlp(x)
 
   recipe = recipes.coat()
   # What a whole layer is counted with.
-  monkeypatch.setattr(memory, "DecoderLayer", make)
+  monkeypatch.setattr(memory, "DecoderLayer", Layer)
   arrays = residual_arrays(CONFIG, recipe, tokens=T)
   want = groups(1, T, D) + groups(1, T, F, count=2)
   want[F32, (1, T)] += 1  # rstd

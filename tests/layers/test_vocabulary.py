@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The loss and its gradients, chunk by chunk, against the formula at once."""
 
+import contextlib
 import math
 
 import jax
@@ -24,25 +25,33 @@ def arrays(dtype=jnp.float32):
   return hidden, weight, jax.random.randint(keys[2], (B, T), 0, V)
 
 
-def wanted(hidden, weight, targets):
+def wanted(hidden, weight, targets, shares=1 / (B * T), soft_cap=None):
   """The loss and its gradients, by autodiff of all logits."""
 
   def loss(hidden, weight):
     logits = hidden @ weight
+    if soft_cap is not None:
+      logits = soft_cap * jnp.tanh(logits / soft_cap)
     at_target = jnp.take_along_axis(logits, targets[..., None], axis=-1)
-    return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - at_target[..., 0])
+    nats = jax.nn.logsumexp(logits, axis=-1) - at_target[..., 0]
+    return jnp.sum(shares * nats)
 
   return jax.value_and_grad(loss, (0, 1))(hidden, weight)
 
 
-def found(hidden, weight, targets, axes=None, *, is_tied=False):
+def found(
+  hidden, weight, targets, axes=None, shares=None, *, is_tied=False, **options
+):
   def loss(hidden, weight):
-    weight = weight.T if is_tied else weight
     return vocabulary.mean_loss(
-      hidden, targets, weight, is_tied=is_tied, axes=axes
+      hidden, targets, weight, shares, is_tied=is_tied, axes=axes, **options
     )
 
-  return jax.jit(jax.value_and_grad(loss, (0, 1)))(hidden, weight)
+  turned = (lambda w: w.T) if is_tied else (lambda w: w)
+  loss, gradients = jax.jit(jax.value_and_grad(loss, (0, 1)))(
+    hidden, turned(weight)
+  )
+  return loss, (gradients[0], turned(gradients[1]))
 
 
 # One chunk; chunks of 5 positions, the last one padded; of one position.
@@ -81,6 +90,18 @@ def test_devices_together_find_the_loss(monkeypatch, sizes, is_tied):
   assert_close(loss, got[0])  # Without a gradient.
 
 
+@pytest.mark.parametrize("axes", [None, MeshAxes(tensor="tensor")])
+def test_targets_count_as_they_should_and_logits_are_capped(monkeypatch, axes):
+  monkeypatch.setattr(vocabulary, "LOGITS_BYTES", 4 * V * 5)
+  args = arrays()
+  shares = jax.random.uniform(jax.random.key(7), (B, T))
+  options = dict(shares=shares.at[0, :3].set(0), soft_cap=1.5)
+  mesh = jax.make_mesh((2, 2, 2), NAMES, axis_types=(AxisType.Auto,) * 3)
+  with jax.set_mesh(mesh) if axes else contextlib.nullcontext():
+    got = found(*args, axes, is_tied=True, **options)
+  assert_close(got, wanted(*args, **options))
+
+
 def test_gradients_scale_with_what_comes_back():
   hidden, weight, targets = arrays()
 
@@ -94,9 +115,10 @@ def test_gradients_scale_with_what_comes_back():
   assert_close(got, jax.tree.map(lambda x: 3 * x, once))
 
 
-def test_bfloat16_gradients_are_those_of_rounded_logits_gradients():
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_bfloat16_gradients_are_those_of_rounded_logits_gradients(is_tied):
   hidden, weight, targets = arrays(jnp.bfloat16)
-  loss, (dhidden, dweight) = found(hidden, weight, targets)
+  loss, (dhidden, dweight) = found(hidden, weight, targets, is_tied=is_tied)
   assert dhidden.dtype == jnp.bfloat16 and dweight.dtype == jnp.float32
   in_f32 = hidden.astype(jnp.float32), weight.astype(jnp.bfloat16)
   want = wanted(in_f32[0], in_f32[1].astype(jnp.float32), targets)

@@ -2,7 +2,6 @@
 """Attention by chunks against a softmax that holds every score at once."""
 
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +11,7 @@ import pytest
 from coat_jax import ops
 from coat_jax.ops import AttentionKind, attention
 from tests.comparing import assert_close, jit
-from tests.matrices import quick
+from tests.matrices import pairwise, quick
 from tests.ops.naive_attention import exact_attention, naive_attention, seen
 
 CAUSAL = AttentionKind()
@@ -91,10 +90,11 @@ def assert_gradients_close(actual, expected):
 def kinds():
   """(kind, whether there are segments, heads, key heads).
 
-  In front those with all there is; a scale of its own beside each cap.
+  Any two of their values; in front all there is; a scale of its own beside each
+  cap.
   """
   masks = [(True, w) for w in (7, None, 1, 22)] + [(False, None)]
-  every = itertools.product(
+  every = pairwise(
     [(4, 2), (3, 3), (4, 1)], [(1.5, 0.4), (None, None)], (True, False), masks
   )
   return [
@@ -127,7 +127,7 @@ def test_attention_of_every_kind(kind, segmented, heads, kv_heads, monkeypatch):
       (7, 19, 3, 4),
       (1, 19, 4, 9),
       (19, 19, 5, 14),
-      *itertools.product([7, 19], [19], [3, 5], [1, 2, 3, 9, 15, 18, 19]),
+      *pairwise([7, 19], [19], [3, 5], [1, 2, 3, 9, 15, 18, 19]),
     ],
   ),
 )

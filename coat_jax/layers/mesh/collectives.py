@@ -18,7 +18,8 @@ import jax
 from jax import Array, lax
 
 from coat_jax import ops
-from coat_jax.ops import Operand
+from coat_jax.ops import BlockScales, Operand
+from coat_jax.ops.blocks import BLOCK
 from coat_jax.recipe import CoatRecipe, MeshAxes
 
 
@@ -37,10 +38,39 @@ def gather_weight(w: Operand, recipe: CoatRecipe) -> Operand:
   axes = recipe.axes
   if axes is None or size_of(axes.fsdp) == 1:
     return w
-  rows, columns = _gather(w.rows, axes.fsdp, 0), w.columns
+  scale = w.scale
+  if isinstance(scale, BlockScales):
+    _check_tiles(w)
+    scale = BlockScales(*_gather_both(*scale, axes.fsdp, recipe))
+  return Operand(*_gather_both(w.rows, w.columns, axes.fsdp, recipe), scale)
+
+
+def _gather_both(rows, columns, axis, recipe):
+  """All of rows [D, F] and columns [F, D], of which a device has some of D."""
+  rows = _gather(rows, axis, 0)
   if columns is not None:
-    columns = _gather_columns(columns, axes.fsdp, recipe)
-  return w._replace(rows=rows, columns=columns)
+    columns = _gather_columns(columns, axis, recipe)
+  return rows, columns
+
+
+def _check_tiles(w: Operand) -> None:
+  rows = w.columns.shape[1] if w.rows is None else w.rows.shape[0]  # pyright: ignore[reportOptionalMemberAccess]
+  if rows % BLOCK:
+    raise ValueError(
+      "layers: with scaling='block' each device along fsdp must have whole "
+      f"tiles of {BLOCK} rows of a weight, got {rows}; use fewer devices along "
+      "fsdp, or wider layers"
+    )
+
+
+def check_scaling(recipe: CoatRecipe) -> None:
+  """Raises where products in blocks would be split over a tensor axis."""
+  if recipe.scaling == "block" and tensor_size(recipe.axes) > 1:
+    raise ValueError(
+      "layers: scaling='block' needs one device along the tensor axis, got "
+      f"{tensor_size(recipe.axes)}; split weights over fsdp, or use "
+      "recipe.coat(), whose scales do not depend on how a weight is split"
+    )
 
 
 def gather_experts(w: Array, axes: MeshAxes | None) -> Array:

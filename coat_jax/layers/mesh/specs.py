@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from jax import Array, P
 
-from coat_jax.ops import Operand
+from coat_jax.ops import BlockScales, Operand
 from coat_jax.recipe import MeshAxes
 
 # How a linear layer's kernel is split over the tensor axis: column-parallel,
@@ -79,15 +79,24 @@ def cached(cache: Operand | None, w: P) -> Any:
   """
   if cache is None:
     return None
-  return cache_specs(w, has_codes=cache.rows is not None)
+  return cache_specs(
+    w,
+    has_codes=cache.rows is not None,
+    in_tiles=isinstance(cache.scale, BlockScales),
+  )
 
 
-def cache_specs(w: P, *, has_codes: bool, num_stacked: int = 0) -> Any:
+def cache_specs(
+  w: P, *, has_codes: bool, in_tiles: bool, num_stacked: int = 0
+) -> Any:
   """Of a cache: rows [D, F] sharded like the weight, columns [F, D] turned.
+
+  Scales of tiles are sharded like what they are of.
 
   Args:
     w: how the weight [D, ..., F] is sharded.
     has_codes: or the scale alone.
+    in_tiles: whether scales are `BlockScales`.
     num_stacked: axes of layers in front of all of it.
   """
   stack = (None,) * num_stacked
@@ -95,6 +104,8 @@ def cache_specs(w: P, *, has_codes: bool, num_stacked: int = 0) -> Any:
   rows: Any = P(*stack, first, last)
   columns: Any = P(*stack, last, first)
   scale: Any = P()
+  if in_tiles:
+    scale = BlockScales(rows, columns if has_codes else None)
   if not has_codes:
     return Operand(None, None, scale)
   return Operand(rows, columns, scale)

@@ -126,7 +126,7 @@ def gated_fwd(
   up: QTensor,
   *,
   activation: Activation,
-  scale: Array,
+  scale: Array | None,
   group_size: int,
   layout: Layout = "rows",
   dtype: DTypeLike = E4M3,
@@ -138,6 +138,7 @@ def gated_fwd(
   _require_kernel(op, activation)
   _require_gate_and_up(op, gate, up, group_size)
   tiles.require_columns(op, gate.qvalue.shape, layout)
+  scale = tiles.require_one_scale(op, scale)
   supported()
   f = gate.qvalue.shape[-1]
   m = gate.qvalue.size // f
@@ -201,7 +202,7 @@ def gated_bwd_operands(
   up: QTensor,
   *,
   activation: Activation,
-  product_scale: Array,
+  product_scale: Array | None,
   group_size: int,
   dtype: DTypeLike = E5M2,
   product_dtype: DTypeLike = E4M3,
@@ -220,6 +221,7 @@ def gated_bwd_operands(
   _require_gate_and_up(op, gate, up, group_size)
   tiles.require_columns(op, dy.shape, "both")
   tiles.require_shape(op, (*leading, 2 * f))
+  product_scale = tiles.require_one_scale(op, product_scale)
   supported()
   m = dy.size // f
   work = Work(m, f, group_size, pick_amax_tile(m), interpret)

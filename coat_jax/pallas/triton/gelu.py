@@ -5,7 +5,7 @@
   gelu_fwd           y = gelu(x), as rows, as columns or as both
   gelu_bwd_operands  dx = dy gelu'(x) in both layouts, and y's columns
 
-The tanh approximation, as the sigmoid that it is:
+The tanh approximation, as the sigmoid that it is; quick GELU has 2 u = 1.702 x:
 
   1 + tanh(u) = 2 s,  s = sigmoid(2 u),  u = sqrt(2 / pi) (x + 0.044715 x^3)
   gelu = x s,  gelu' = s + 2 x s (1 - s) du/dx
@@ -29,7 +29,7 @@ from jax.typing import DTypeLike
 
 from coat_jax.formats import E4M3, E5M2
 from coat_jax.ops.dispatch import supported
-from coat_jax.ops.types import Layout, Operand, Unsupported
+from coat_jax.ops.types import Approximation, Layout, Operand, Unsupported
 from coat_jax.pallas.triton import ptx, tiles
 from coat_jax.pallas.triton.elementwise import (
   Work,
@@ -42,6 +42,7 @@ from coat_jax.qtensor import QTensor
 
 _SQRT_2_OVER_PI = 0.7978845608028654
 _CUBIC = 0.044715
+_QUICK = 1.702
 
 # --- Input -------------------------------------------------------------------
 
@@ -49,7 +50,7 @@ _CUBIC = 0.044715
 def gelu_input(
   x: Array,
   *,
-  approximate: bool,
+  approximate: Approximation,
   group_size: int,
   dtype: DTypeLike = E4M3,
   output_dtype: DTypeLike = E4M3,
@@ -59,29 +60,33 @@ def gelu_input(
   op = "gelu_input"
   tiles.require_format(op, dtype, E4M3)
   tiles.require_format(op, output_dtype, E4M3)
-  _require_tanh(op, approximate)
+  _require_kernel(op, approximate)
   tiles.require_dtype(op, x.dtype)
   tiles.require_groups(op, x.shape, group_size)
   supported()
   n = x.shape[-1]
   m = x.size // n
   work = Work(m, n, group_size, pick_row_tile(m, n), interpret)
-  x_q, bits = _gelu_input(x, work)
+  x_q, bits = _gelu_input(x, approximate, work)
   return x_q, tiles.bits_to_scale(bits)
 
 
-def _require_tanh(op: str, approximate: bool) -> None:
+def _require_kernel(op: str, approximate: Approximation) -> None:
   if not approximate:
     raise Unsupported(
-      f"{op}: the Triton kernel has the tanh approximation only, since Pallas "
-      "lowers no erf to Triton; got approximate=False"
+      f"{op}: the Triton kernel has the tanh approximation and the sigmoid, "
+      "since Pallas lowers no erf to Triton; got approximate=False"
     )
 
 
-@functools.partial(jax.jit, static_argnames="work")
-def _gelu_input(x, work: Work) -> tuple[QTensor, Array]:
+def _with(kernel, approximate: Approximation):
+  return functools.partial(kernel, approximate=approximate)
+
+
+@functools.partial(jax.jit, static_argnames=("approximate", "work"))
+def _gelu_input(x, approximate, work: Work) -> tuple[QTensor, Array]:
   codes, scale, bits = work.run(
-    _input_kernel,
+    _with(_input_kernel, approximate),
     x.reshape(work.m, work.n),
     in_specs=[work.tile.matrix()],
     **split([work.matrix(E4M3), work.scales(), work.bits()]),
@@ -91,14 +96,16 @@ def _gelu_input(x, work: Work) -> tuple[QTensor, Array]:
   return QTensor(codes.reshape(x.shape), scale), bits
 
 
-def _input_kernel(work, x_ref, q_ref, scale_ref, bits_ref):
+def _input_kernel(work, x_ref, q_ref, scale_ref, bits_ref, *, approximate):
   x = work.store_groups(q_ref, scale_ref, work.load(x_ref))
-  y = x * cdf(x, work.interpret)
+  y = x * cdf(x, work.interpret, approximate)
   tiles.store_scalar(bits_ref, tiles.amax_bits(y))
 
 
-def cdf(x: Array, interpret: bool) -> Array:
+def cdf(x: Array, interpret: bool, approximate: Approximation = True) -> Array:
   """gelu(x) / x, of a tile."""
+  if approximate == "sigmoid":
+    return ptx.sigmoid(_QUICK * x, interpret=interpret)
   inner = _SQRT_2_OVER_PI * (x + _CUBIC * x * x * x)
   return ptx.sigmoid(2 * inner, interpret=interpret)
 
@@ -109,8 +116,8 @@ def cdf(x: Array, interpret: bool) -> Array:
 def gelu_fwd(
   x: QTensor,
   *,
-  approximate: bool,
-  scale: Array,
+  approximate: Approximation,
+  scale: Array | None,
   group_size: int,
   layout: Layout = "rows",
   dtype: DTypeLike = E4M3,
@@ -119,24 +126,25 @@ def gelu_fwd(
   """`ops.gelu_fwd`."""
   op = "gelu_fwd"
   tiles.require_format(op, dtype, E4M3)
-  _require_tanh(op, approximate)
+  _require_kernel(op, approximate)
   require_values(op, x, group_size)
   tiles.require_columns(op, x.qvalue.shape, layout)
+  scale = tiles.require_one_scale(op, scale)
   supported()
   n = x.qvalue.shape[-1]
   m = x.qvalue.size // n
   tile = pick_row_tile(m, n) if layout == "rows" else pick_tile(m)
   work = Work(m, n, group_size, tile, interpret)
-  rows, columns = _gelu_fwd(x, scale, layout, work)
+  rows, columns = _gelu_fwd(x, scale, approximate, layout, work)
   return Operand(rows, columns, scale)
 
 
-@functools.partial(jax.jit, static_argnames=("layout", "work"))
+@functools.partial(jax.jit, static_argnames=("approximate", "layout", "work"))
 def _gelu_fwd(
-  x, scale, layout, work: Work
+  x, scale, approximate, layout, work: Work
 ) -> tuple[Array | None, Array | None]:
   rows, columns = work.run(
-    _fwd_kernel,
+    _with(_fwd_kernel, approximate),
     *work.matrices(x),
     scale.reshape(1),
     in_specs=[*_values(work), tiles.scalar_spec()],
@@ -146,9 +154,19 @@ def _gelu_fwd(
   return rows if rows is None else rows.reshape(x.qvalue.shape), columns
 
 
-def _fwd_kernel(work, q_ref, scales_ref, scale_ref, rows_ref, columns_ref):
+def _fwd_kernel(
+  work,
+  q_ref,
+  scales_ref,
+  scale_ref,
+  rows_ref,
+  columns_ref,
+  *,
+  approximate,
+):
   x = work.load_groups(q_ref, scales_ref)
-  codes = work.quantize(x * cdf(x, work.interpret), scale_ref, E4M3)
+  y = x * cdf(x, work.interpret, approximate)
+  codes = work.quantize(y, scale_ref, E4M3)
   work.store_operand(rows_ref, columns_ref, codes)
 
 
@@ -159,8 +177,8 @@ def gelu_bwd_operands(
   dy: Array,
   x: QTensor,
   *,
-  approximate: bool,
-  output_scale: Array,
+  approximate: Approximation,
+  output_scale: Array | None,
   group_size: int,
   dtype: DTypeLike = E5M2,
   output_dtype: DTypeLike = E4M3,
@@ -174,24 +192,27 @@ def gelu_bwd_operands(
     raise Unsupported(
       f"{op}: dy must be of x's shape {x.qvalue.shape}, got {dy.shape}"
     )
-  _require_tanh(op, approximate)
+  _require_kernel(op, approximate)
   tiles.require_dtype(op, dy.dtype)
   require_values(op, x, group_size)
   tiles.require_columns(op, dy.shape, "both")
+  output_scale = tiles.require_one_scale(op, output_scale)
   supported()
   n = dy.shape[-1]
   m = dy.size // n
   work = Work(m, n, group_size, pick_row_tile(m, n), interpret)
-  scale = tiles.bits_to_scale(_gradient_amax(dy, x, work), E5M2)
+  scale = tiles.bits_to_scale(_gradient_amax(dy, x, approximate, work), E5M2)
   work = Work(m, n, group_size, pick_tile(m), interpret)
-  rows, columns, output = _gradient(dy, x, scale, output_scale, work)
+  rows, columns, output = _gradient(
+    dy, x, scale, output_scale, approximate, work
+  )
   return Operand(rows, columns, scale), Operand(None, output, output_scale)
 
 
-@functools.partial(jax.jit, static_argnames="work")
-def _gradient_amax(dy, x, work: Work) -> Array:
+@functools.partial(jax.jit, static_argnames=("approximate", "work"))
+def _gradient_amax(dy, x, approximate, work: Work) -> Array:
   [bits] = work.run(
-    _amax_kernel,
+    _with(_amax_kernel, approximate),
     dy.reshape(work.m, work.n),
     *work.matrices(x),
     in_specs=[work.tile.matrix(), *_values(work)],
@@ -201,20 +222,28 @@ def _gradient_amax(dy, x, work: Work) -> Array:
   return bits
 
 
-def _amax_kernel(work, dy_ref, q_ref, scales_ref, bits_ref):
-  dx, _ = _gradient_values(work, dy_ref, q_ref, scales_ref)
+def _amax_kernel(work, dy_ref, q_ref, scales_ref, bits_ref, *, approximate):
+  dx, _ = _gradient_values(work, dy_ref, q_ref, scales_ref, approximate)
   tiles.store_scalar(bits_ref, tiles.amax_bits(dx))
 
 
-def _gradient_values(work, dy_ref, q_ref, scales_ref) -> tuple[Array, Array]:
+def _gradient_values(
+  work, dy_ref, q_ref, scales_ref, approximate
+) -> tuple[Array, Array]:
   """dx and y of a tile, zeros outside the matrix."""
   x = work.load_groups(q_ref, scales_ref)
-  share, derivative = cdf_and_derivative(x, work.interpret)
+  share, derivative = cdf_and_derivative(x, work.interpret, approximate)
   return work.load(dy_ref) * derivative, x * share
 
 
-def cdf_and_derivative(x: Array, interpret: bool) -> tuple[Array, Array]:
+def cdf_and_derivative(
+  x: Array, interpret: bool, approximate: Approximation = True
+) -> tuple[Array, Array]:
   """gelu(x) / x and gelu'(x), of a tile."""
+  if approximate == "sigmoid":
+    near = ptx.clip(x, 60.0, interpret=interpret)
+    s = cdf(near, interpret, approximate)
+    return s, s + _QUICK * near * s * (1 - s)
   # Beyond 20 s is 0 or 1, and 0 times an overflowing slope would be NaN.
   near = ptx.clip(x, 20.0, interpret=interpret)
   s = cdf(near, interpret)
@@ -222,12 +251,12 @@ def cdf_and_derivative(x: Array, interpret: bool) -> tuple[Array, Array]:
   return s, s + 2 * near * s * (1 - s) * slope
 
 
-@functools.partial(jax.jit, static_argnames="work")
+@functools.partial(jax.jit, static_argnames=("approximate", "work"))
 def _gradient(
-  dy, x, scale, output_scale, work: Work
+  dy, x, scale, output_scale, approximate, work: Work
 ) -> tuple[Array, Array, Array]:
   rows, columns, output = work.run(
-    _bwd_kernel,
+    _with(_bwd_kernel, approximate),
     dy.reshape(work.m, work.n),
     *work.matrices(x),
     scale.reshape(1),
@@ -254,8 +283,10 @@ def _bwd_kernel(
   rows_ref,
   columns_ref,
   output_ref,
+  *,
+  approximate,
 ):
-  dx, y = _gradient_values(work, dy_ref, q_ref, scales_ref)
+  dx, y = _gradient_values(work, dy_ref, q_ref, scales_ref, approximate)
   codes = work.quantize(dx, scale_ref, E5M2)
   work.store_operand(rows_ref, columns_ref, codes)
   codes = work.quantize(y, output_scale_ref, E4M3)

@@ -226,7 +226,7 @@ def norm_fwd(
   beta: Array | None,
   stats: NormStats,
   *,
-  scale: Array,
+  scale: Array | None,
   group_size: int,
   layout: Layout = "rows",
   dtype: DTypeLike = E4M3,
@@ -238,6 +238,7 @@ def norm_fwd(
   tiles.require_format(op, dtype, E4M3)
   tiles.require_groups(op, shape, group_size)
   tiles.require_columns(op, shape, layout)
+  scale = tiles.require_one_scale(op, scale)
   supported()
   n = x.qvalue.shape[-1]
   tile = pick_tile(x.qvalue.size // n, n, group_size)

@@ -59,6 +59,38 @@ def sigmoid(x: Array, *, interpret: bool) -> Array:
   )
 
 
+def exp2(x: Array, scale: float, shift: Array, *, interpret: bool) -> Array:
+  """2^(x * scale - shift), on a GPU to 2 ulp and 0 below 2^-126.
+
+  Args:
+    shift: of a shape that broadcasts to that of x.
+  """
+  if interpret:
+    return jnp.exp2(x * scale - shift)
+  return _inline(
+    "{ .reg .f32 t; neg.f32 t, $2; "
+    f"fma.rn.f32 t, $1, {_hex(scale)}, t; ex2.approx.ftz.f32 $0, t; }}",
+    x,
+    jnp.broadcast_to(shift, x.shape),
+  )
+
+
+def tanh(x: Array, scale: float, *, interpret: bool) -> Array:
+  """tanh(x * scale), on a GPU off by up to 2^-22; exactly ±1 at the ends.
+
+  As 1 - 2 / (1 + exp(2 x)): `tanh.approx` is off by 2^-11 of its value, which
+  a cap of 50 makes 0.02 of a score.
+  """
+  if interpret:
+    return jnp.tanh(x * scale)
+  return _inline(
+    f"{{ .reg .f32 e; mul.f32 e, $1, {_hex(2 * _LOG2_E * scale)}; "
+    f"ex2.approx.ftz.f32 e, e; add.f32 e, e, {_hex(1.0)}; "
+    f"rcp.approx.ftz.f32 e, e; fma.rn.f32 $0, e, {_hex(-2.0)}, {_hex(1.0)}; }}",
+    x,
+  )
+
+
 def clip(x: Array, limit: float, *, interpret: bool) -> Array:
   """x clipped to ±limit, NaN kept."""
   if interpret:

@@ -289,10 +289,20 @@ def require_groups(op: str, shape: tuple[int, ...], group_size: int) -> None:
 def require_dtype(op: str, *dtypes: DTypeLike) -> None:
   """Arrays of these dtypes, read or written unquantized."""
   for dtype in dtypes:
-    if dtype not in (jnp.bfloat16, jnp.float32):
+    if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float32):
       raise Unsupported(
         f"{op}: the Triton kernel reads bfloat16 and float32, got {dtype}"
       )
+
+
+def require_one_scale(op: str, scale: Array | None) -> Array:
+  """The scale; raises `Unsupported` for None, an operand in blocks."""
+  if scale is None:
+    raise Unsupported(
+      f"{op}: kernels write operands with one scale, got scale=None, blocks of "
+      "128 with their own"
+    )
+  return scale
 
 
 def require_format(op: str, dtype: DTypeLike, *known: DTypeLike) -> None:

@@ -33,11 +33,10 @@ TRACED = ("scale", "output_scale")
 SHARE = 0.999
 
 
-def run(fn, *args, jit=jit, **options):
+def run(fn, *args, jit=jit, approximate=True, **options):
   traced = {k: options.pop(k) for k in TRACED if k in options}
-  return jit(functools.partial(fn, approximate=True, **options))(
-    *args, **traced
-  )
+  fn = functools.partial(fn, approximate=approximate, **options)
+  return jit(fn)(*args, **traced)
 
 
 def both(name, *args, **options):
@@ -46,12 +45,13 @@ def both(name, *args, **options):
   return kernel, run(getattr(ops, name).definition, *args, **options)
 
 
-def inputs(shape, dtype=BF16, group_size=16, least=-2.0):
+def inputs(shape, dtype=BF16, group_size=16, least=-2.0, **options):
   """dy, x, and what `gelu_input` makes of it."""
   x = cases.activations(shape) / 8
   x = jnp.asarray(np.where(x < least, -x, x), dtype)
   dy = jnp.asarray(1e-3 * cases.activations(shape, 1), dtype)
-  return dy, x, run(ops.gelu_input.definition, x, group_size=group_size)
+  options |= dict(group_size=group_size)
+  return dy, x, run(ops.gelu_input.definition, x, **options)
 
 
 def assert_same_matrix(actual, expected):
@@ -66,6 +66,20 @@ def assert_same_matrix(actual, expected):
   if actual.rows is not None and actual.columns is not None:
     rows = code_bits(actual.rows).reshape(-1, actual.rows.shape[-1])
     np.testing.assert_array_equal(rows.T, code_bits(actual.columns))
+
+
+def test_quick_gelu_kernels_match_the_definition():
+  """At a width of two tiles, the second of them short."""
+  quick = dict(approximate="sigmoid", group_size=16)
+  dy, x, (x_q, scale) = inputs((32, 176), **quick)
+  actual, expected = both("gelu_input", x, **quick)
+  assert_same_groups(actual[0], expected[0])
+  np.testing.assert_allclose(actual[1], expected[1], rtol=1e-6)
+  assert_same_matrix(*both("gelu_fwd", x_q, scale=scale, **quick))
+  options = quick | dict(output_scale=scale)
+  actual, expected = both("gelu_bwd_operands", dy, x_q, **options)
+  assert_same_matrix(actual[0], expected[0])
+  assert_same_matrix(actual[1], expected[1])
 
 
 def in_float64(dy, x):

@@ -6,6 +6,7 @@ That they match their definitions at a model's shapes is in `tests/ops`.
 
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -61,6 +62,15 @@ def test_grouped_kernels_match_where_groups_have_several_tiles(
   wanted = jit(functools.partial(products, lambda op: op.definition))(*args)
   # Products of BF16 are exact in f32; what is left is the order of sums.
   assert_close(found, wanted, 2e-6)
+
+
+def test_a_dtype_may_be_its_name():
+  # As recipe.axes.grad_dtype is, which gradients are summed in on a mesh.
+  x, g, _ = arrays((8, 8), jnp.float32)
+  for dtype in ("float32", jnp.float32, jnp.dtype("float32")):
+    kernel = functools.partial(grouped.grouped_wgrad, dtype=dtype)
+    dw = jax.eval_shape(kernel, x, g, jnp.int32((8, 8)))
+    assert dw.dtype == jnp.float32
 
 
 def test_grouped_kernels_say_what_they_cannot_take():

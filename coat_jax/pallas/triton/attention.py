@@ -1,0 +1,369 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FlashAttention with soft caps, windows and segments, in Triton.
+
+  x = q k^T scale, or tanh(q k^T scale / cap) cap
+  out = softmax(x) v,  lse = log sum exp(x)
+  p = exp(x - lse),  dv = p^T dout,  dp = dout v^T,  delta = sum(out dout)
+  ds = p (dp - delta) [(1 - tanh^2)],  dq = scale ds k,  dk = scale ds^T q
+
+Three kernels: the forward and dq have a tile of queries each and go through its
+tiles of keys; dk and dv have a tile of keys and go through its tiles of
+queries, of all query heads that read the key head. No sum is by atomics: the
+same bits every time. Which tiles those are is in `scores.py`.
+
+Scores that a cap bounds need no running maximum: exp of them has room in f32.
+
+BF16, f32 sums; [T, T] exists in no memory. Matrix products: 4 H operations for
+each pair of query and key that is visited in the forward, 14 H in the backward
+(s and dp are computed by two of its kernels; 16 H where H is 256: dv has a
+kernel of its own).
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from coat_jax.ops.dispatch import supported
+from coat_jax.ops.types import AttentionKind, AttentionResiduals, Unsupported
+from coat_jax.pallas.triton import tiles
+from coat_jax.pallas.triton.scores import (
+  LEAST,
+  LOG2_E,
+  Scores,
+  Tile,
+  Visit,
+  segment_bounds,
+  visible,
+)
+
+_HEAD_SIZES = (64, 128, 256)
+# Scores of ±55 are 2^±80: 2^40 of them have a sum, and the least is not 0.
+_NEEDS_NO_MAXIMUM = 55.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+  """Those of each kernel; with dv=None that for dk gives dv as well.
+
+  At most 64 rows have room for two sums of 256 columns in registers, and eight
+  warps compute the scores of 64 rows twice: Triton gives each four of them all.
+  """
+
+  forward: Tile
+  dq: Tile
+  dk: Tile
+  dv: Tile | None
+
+
+def pick_tiles(head_dim: int) -> Tiles:
+  """The fastest of those that registers and shared memory have room for.
+
+  On an H200, with and without a cap: heads of 256, 4 x 2048, 16 heads; of 128,
+  4 x 2048, 32 heads.
+  """
+  square = Tile(64, 64, 4, 2)
+  if head_dim == 256:
+    return Tiles(Tile(128, 64, 8, 2), square, square, Tile(64, 128, 8, 2))
+  return Tiles(Tile(128, 32, 4, 3), Tile(128, 64, 8, 3), square, None)
+
+
+def attention_fwd(
+  q: Array,
+  k: Array,
+  v: Array,
+  segments: Array | None = None,
+  *,
+  kind: AttentionKind,
+  interpret: bool = False,
+) -> AttentionResiduals:
+  """`ops.attention_fwd`."""
+  tile = pick_tiles(q.shape[-1]).forward
+  _require("attention_fwd", tile, q, k, v)
+  supported()
+  return _forward(q, k, v, segments, kind.among(k.shape[1]), tile, interpret)
+
+
+def attention_bwd(
+  dout: Array,
+  q: Array,
+  k: Array,
+  v: Array,
+  residuals: AttentionResiduals,
+  segments: Array | None = None,
+  *,
+  kind: AttentionKind,
+  interpret: bool = False,
+) -> tuple[Array, Array, Array]:
+  """`ops.attention_bwd`."""
+  picked = pick_tiles(q.shape[-1])
+  for tile in (picked.dq, picked.dk, picked.dv or picked.dk):
+    _require("attention_bwd", tile, q, k, v)
+  supported()
+  kind = kind.among(k.shape[1])
+  dout = dout.astype(q.dtype)
+  delta = jnp.einsum(
+    "btnh,btnh->bnt",
+    residuals.out,
+    dout,
+    preferred_element_type=jnp.float32,
+    precision=jax.lax.Precision.HIGHEST,
+  )
+  lse = jnp.swapaxes(residuals.lse, 1, 2) * LOG2_E
+  args = q, k, v, dout, lse, delta, segments, kind
+  dq = _backward_q(*args, picked.dq, interpret)
+  if picked.dv is None:
+    return dq, *_backward_kv(*args, "both", picked.dk, interpret)
+  (dk,) = _backward_kv(*args, "dk", picked.dk, interpret)
+  (dv,) = _backward_kv(*args, "dv", picked.dv, interpret)
+  return dq, dk, dv
+
+
+def _require(op: str, tile: Tile, q: Array, k: Array, v: Array) -> None:
+  if any(x.dtype != jnp.bfloat16 for x in (q, k, v)):
+    raise Unsupported(
+      f"{op}: the Triton kernel reads bfloat16, got {q.dtype}, {k.dtype} and "
+      f"{v.dtype}"
+    )
+  if q.shape[-1] not in _HEAD_SIZES:
+    raise Unsupported(
+      f"{op}: the Triton kernel has heads of {_HEAD_SIZES}, got {q.shape[-1]}"
+    )
+  if q.shape[1] != k.shape[1]:
+    raise Unsupported(
+      f"{op}: the Triton kernel needs as many queries as keys, got "
+      f"{q.shape[1]} and {k.shape[1]}"
+    )
+  if q.shape[1] % tile.longest:
+    raise Unsupported(
+      f"{op}: the Triton kernel needs a sequence that is a multiple of "
+      f"{tile.longest}, got {q.shape[1]}"
+    )
+  tiles.require_shape(op, q.shape)
+
+
+# --- The three calls ---------------------------------------------------------
+
+
+@functools.partial(jax.jit, static_argnames=("kind", "tile", "interpret"))
+def _forward(q, k, v, segments, kind: AttentionKind, tile: Tile, interpret):
+  b, t, n, _ = q.shape
+  per_row = jax.ShapeDtypeStruct((b, n, t), jnp.float32)
+  out, lse = pl.pallas_call(
+    functools.partial(
+      _forward_kernel, kind=kind, tile=tile, interpret=interpret
+    ),
+    grid=(t // tile.queries, n, b),
+    out_shape=(jax.ShapeDtypeStruct(q.shape, q.dtype), per_row),
+    compiler_params=_compiler_params(tile),
+    interpret=interpret,
+    name="attention_fwd",
+  )(q, k, v, *segment_bounds(segments, tile.queries, tile.keys))
+  return AttentionResiduals(out, jnp.swapaxes(lse, 1, 2))
+
+
+@functools.partial(jax.jit, static_argnames=("kind", "tile", "interpret"))
+def _backward_q(q, k, v, dout, lse, delta, segments, kind, tile, interpret):
+  b, t, n, _ = q.shape
+  bounds = segment_bounds(segments, tile.queries, tile.keys)
+  return pl.pallas_call(
+    functools.partial(_dq_kernel, kind=kind, tile=tile, interpret=interpret),
+    grid=(t // tile.queries, n, b),
+    out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
+    compiler_params=_compiler_params(tile),
+    interpret=interpret,
+    name="attention_dq",
+  )(q, k, v, dout, lse, delta, *bounds)
+
+
+@functools.partial(
+  jax.jit, static_argnames=("kind", "which", "tile", "interpret")
+)
+def _backward_kv(
+  q, k, v, dout, lse, delta, segments, kind, which, tile: Tile, interpret
+):
+  b, s, kv_heads, _ = k.shape
+  bounds = segment_bounds(segments, tile.keys, tile.queries)
+  shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (k, v)]
+  shapes = [
+    None if which not in ("both", name) else shape
+    for name, shape in zip(("dk", "dv"), shapes, strict=True)
+  ]
+  dk, dv = pl.pallas_call(
+    functools.partial(_dkv_kernel, kind=kind, tile=tile, interpret=interpret),
+    grid=(s // tile.keys, kv_heads, b),
+    out_shape=shapes,
+    compiler_params=_compiler_params(tile),
+    interpret=interpret,
+    name="attention_dkv" if which == "both" else f"attention_{which}",
+  )(q, k, v, dout, lse, delta, *bounds)
+  return [x for x in (dk, dv) if x is not None]
+
+
+def _compiler_params(tile: Tile) -> plt.CompilerParams:
+  return plt.CompilerParams(num_warps=tile.warps, num_stages=tile.stages)
+
+
+# --- Kernels -----------------------------------------------------------------
+
+
+def _forward_kernel(
+  q_ref,
+  k_ref,
+  v_ref,
+  segments_ref,
+  first_ref,
+  behind_ref,
+  out_ref,
+  lse_ref,
+  *,
+  kind: AttentionKind,
+  tile: Tile,
+  interpret: bool,
+):
+  visit = Visit.of_queries(kind, tile, k_ref, first_ref, behind_ref)
+  head, b = pl.program_id(1), pl.program_id(2)
+  kv_head = head // (q_ref.shape[2] // k_ref.shape[2])
+  own = pl.ds(visit.own * tile.queries, tile.queries)
+  q = plt.load(q_ref.at[b, own, head])
+  scores = Scores(kind, q.shape[-1], interpret)
+  has_maximum = kind.soft_cap is None or kind.soft_cap > _NEEDS_NO_MAXIMUM
+
+  def step(j, carry, is_masked):
+    acc, largest, total = carry
+    others = pl.ds(j * tile.keys, tile.keys)
+    x = scores.of(_dot(q, plt.load(k_ref.at[b, others, kv_head]), (1, 1)))
+    if is_masked:
+      seen = visible(kind, visit.own, j, tile, segments_ref, b, is_rows=True)
+      x = scores.masked(x, seen)
+    if has_maximum:
+      before = largest
+      largest = jnp.maximum(before, jnp.max(x, axis=1) * scores.unit)
+      rescaled = jnp.exp2(before - largest)
+      acc, total = acc * rescaled[:, None], total * rescaled
+    p = scores.exponential(x, largest[:, None])
+    total = total + jnp.sum(p, axis=1)
+    v = plt.load(v_ref.at[b, others, kv_head])
+    return acc + _dot(p.astype(v.dtype), v, (1, 0)), largest, total
+
+  rows = jnp.zeros((tile.queries,), jnp.float32)
+  carry = jnp.zeros(q.shape, jnp.float32), rows, rows
+  if has_maximum:
+    carry = carry[0], rows + LEAST, rows
+  acc, largest, total = visit.run(step, carry)
+  out = acc / total[:, None]
+  plt.store(out_ref.at[b, own, head], out.astype(out_ref.dtype))
+  lse = largest / LOG2_E + jnp.log(total)
+  plt.store(lse_ref.at[b, head, own], lse)
+
+
+def _dq_kernel(
+  q_ref,
+  k_ref,
+  v_ref,
+  dout_ref,
+  lse_ref,
+  delta_ref,
+  segments_ref,
+  first_ref,
+  behind_ref,
+  dq_ref,
+  *,
+  kind: AttentionKind,
+  tile: Tile,
+  interpret: bool,
+):
+  visit = Visit.of_queries(kind, tile, k_ref, first_ref, behind_ref)
+  head, b = pl.program_id(1), pl.program_id(2)
+  kv_head = head // (q_ref.shape[2] // k_ref.shape[2])
+  own = pl.ds(visit.own * tile.queries, tile.queries)
+  q = plt.load(q_ref.at[b, own, head])
+  dout = plt.load(dout_ref.at[b, own, head])
+  lse = plt.load(lse_ref.at[b, head, own])[:, None]
+  delta = plt.load(delta_ref.at[b, head, own])[:, None]
+  scores = Scores(kind, q.shape[-1], interpret)
+
+  def step(j, dq, is_masked):
+    others = pl.ds(j * tile.keys, tile.keys)
+    k = plt.load(k_ref.at[b, others, kv_head])
+    v = plt.load(v_ref.at[b, others, kv_head])
+    seen = None
+    if is_masked:
+      seen = visible(kind, visit.own, j, tile, segments_ref, b, is_rows=True)
+    x = scores.of(_dot(q, k, (1, 1)))
+    p = scores.probability(x, lse, seen)
+    ds = scores.gradient(x, p * (_dot(dout, v, (1, 1)) - delta))
+    return dq + _dot(ds.astype(k.dtype), k, (1, 0))
+
+  dq = visit.run(step, jnp.zeros(q.shape, jnp.float32))
+  plt.store(dq_ref.at[b, own, head], (dq * scores.scale).astype(dq_ref.dtype))
+
+
+def _dkv_kernel(
+  q_ref,
+  k_ref,
+  v_ref,
+  dout_ref,
+  lse_ref,
+  delta_ref,
+  segments_ref,
+  first_ref,
+  behind_ref,
+  dk_ref,
+  dv_ref,
+  *,
+  kind: AttentionKind,
+  tile: Tile,
+  interpret: bool,
+):
+  visit = Visit.of_keys(kind, tile, q_ref, first_ref, behind_ref)
+  kv_head, b = pl.program_id(1), pl.program_id(2)
+  heads = q_ref.shape[2] // k_ref.shape[2]
+  own = pl.ds(visit.own * tile.keys, tile.keys)
+  k = plt.load(k_ref.at[b, own, kv_head])
+  v = None if dk_ref is None else plt.load(v_ref.at[b, own, kv_head])
+  scores = Scores(kind, k.shape[-1], interpret)
+
+  def of_head(i, carry):
+    head = kv_head * heads + i
+
+    # All transposed: keys are rows.
+    def step(j, carry, is_masked):
+      dk, dv = carry
+      others = pl.ds(j * tile.queries, tile.queries)
+      q = plt.load(q_ref.at[b, others, head])
+      dout = plt.load(dout_ref.at[b, others, head])
+      lse = plt.load(lse_ref.at[b, head, others])[None, :]
+      seen = None
+      if is_masked:
+        seen = visible(kind, j, visit.own, tile, segments_ref, b, is_rows=False)
+      x = scores.of(_dot(k, q, (1, 1)))
+      p = scores.probability(x, lse, seen)
+      if dv is not None:
+        dv = dv + _dot(p.astype(dout.dtype), dout, (1, 0))
+      if v is not None:
+        delta = plt.load(delta_ref.at[b, head, others])[None, :]
+        ds = scores.gradient(x, p * (_dot(v, dout, (1, 1)) - delta))
+        dk = dk + _dot(ds.astype(q.dtype), q, (1, 0))
+      return dk, dv
+
+    return visit.run(step, carry)
+
+  zeros = jnp.zeros(k.shape, jnp.float32)
+  carry = tuple(None if ref is None else zeros for ref in (dk_ref, dv_ref))
+  dk, dv = jax.lax.fori_loop(0, heads, of_head, carry)
+  for ref, x, scale in ((dk_ref, dk, scores.scale), (dv_ref, dv, 1.0)):
+    if ref is not None and x is not None:
+      plt.store(ref.at[b, own, kv_head], (x * scale).astype(ref.dtype))
+
+
+def _dot(a: Array, b: Array, summed: tuple[int, int]) -> Array:
+  """Sums over an axis of each, in f32."""
+  dimensions = (((summed[0],), (summed[1],)), ((), ()))
+  return jax.lax.dot_general(
+    a, b, dimensions, preferred_element_type=jnp.float32
+  )

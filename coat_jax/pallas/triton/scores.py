@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention's scores by tiles: which there are, what they are, what is seen.
+
+Of a tile of queries, the tiles of keys (and of a tile of keys, of queries):
+
+             keys                     keys
+           0 1 2 3 4 5              0 1 2 3 4 5
+         0 e                      0 e                 .  is not visited
+ queries 1 f e                    1 e e               e  is masked (an edge)
+         2 f f e                  2 . e e             f  is seen whole
+         3 f f f e   causal       3 . f e e   window
+
+With segments a tile is visited from the first to the last that may share a
+segment, by the least and the largest id of each: of packed documents, whose ids
+go up, those are the tiles of the same documents, and of ids in any order at
+worst all. What is visited is masked value by value, and right for any ids.
+"""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from coat_jax.ops.types import AttentionKind
+from coat_jax.pallas.triton import ptx
+
+MASKED = -1e30
+# A maximum that every score is above and no masked one: rows that see nothing
+# of a tile have it, and exp2(MASKED - LEAST) is 0. The maximum of masked scores
+# alone would be one of them rounded, from which fma leaves a remainder of 1e22.
+LEAST = -1e20
+LOG2_E = 1.0 / math.log(2.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+  """A program's share of a sequence, and the steps in which it reads the other.
+
+  Attributes:
+    queries, keys: powers of two, at least 16.
+    warps: that share a program.
+    stages: loads ahead.
+  """
+
+  queries: int
+  keys: int
+  warps: int
+  stages: int
+
+  @property
+  def longest(self) -> int:
+    """What a sequence is a multiple of."""
+    return max(self.queries, self.keys)
+
+
+def segment_bounds(segments: Array | None, own: int, others: int) -> tuple:
+  """What a kernel reads of segments: ids [B, T], and of each own tile the first
+  of the others' tiles that may have one of its ids, and the last and one more.
+  """
+  if segments is None:
+    return None, None, None
+  segments = segments.astype(jnp.int32)
+
+  def least_and_largest(size):
+    of_tiles = segments.reshape(segments.shape[0], -1, size)
+    return jnp.min(of_tiles, axis=-1), jnp.max(of_tiles, axis=-1)
+
+  least, largest = (x[:, :, None] for x in least_and_largest(own))
+  low, high = (x[:, None, :] for x in least_and_largest(others))
+  may_share = (least <= high) & (low <= largest)
+  first = jnp.argmax(may_share, axis=-1)
+  behind = may_share.shape[-1] - jnp.argmax(may_share[..., ::-1], axis=-1)
+  return segments, first.astype(jnp.int32), behind.astype(jnp.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Visit:
+  """Tiles of the other sequence that a program visits: [first, behind).
+
+  Those in [whole, edge) are seen whole, by every value of the program's tile.
+  """
+
+  own: Array
+  first: Array | int
+  whole: Array | int
+  edge: Array | int
+  behind: Array | int
+
+  @classmethod
+  def of_queries(cls, kind, tile: Tile, k_ref, first_ref, behind_ref):
+    """Keys of this program's queries; of causal ones the longest row first."""
+    own = pl.program_id(0)
+    if kind.causal:
+      own = pl.num_programs(0) - 1 - own
+    ahead = 0 if kind.causal else None
+    back = None if kind.window is None else kind.window - 1
+    count = k_ref.shape[1] // tile.keys
+    sizes = tile.queries, tile.keys
+    return cls._of(own, sizes, count, back, ahead, first_ref, behind_ref)
+
+  @classmethod
+  def of_keys(cls, kind, tile: Tile, q_ref, first_ref, behind_ref):
+    """Queries of this program's keys."""
+    own = pl.program_id(0)
+    back = 0 if kind.causal else None
+    ahead = None if kind.window is None else kind.window - 1
+    count = q_ref.shape[1] // tile.queries
+    sizes = tile.keys, tile.queries
+    return cls._of(own, sizes, count, back, ahead, first_ref, behind_ref)
+
+  @classmethod
+  def _of(cls, own, sizes, count, back, ahead, first_ref, behind_ref):
+    """Place i sees others from i - back to i + ahead; None for all of them."""
+    size, step = sizes
+    start, last = own * size, own * size + size - 1
+    first = whole = 0
+    edge = behind = count
+    if back is not None:
+      first = jnp.maximum(start - back, 0) // step
+      whole = pl.cdiv(jnp.maximum(last - back, 0), step)
+    if ahead is not None:
+      edge = (start + ahead + 1) // step
+      behind = jnp.minimum((last + ahead) // step + 1, count)
+    if first_ref is not None:
+      b = pl.program_id(2)
+      first = jnp.maximum(first, first_ref[b, own])
+      behind = jnp.minimum(behind, behind_ref[b, own])
+      return cls(own, first, behind, behind, behind)
+    # A bound that is an int is one there is no edge at.
+    if back is not None:
+      whole = jnp.minimum(whole, behind)
+    if ahead is not None:
+      edge = jnp.clip(edge, whole, behind)
+    return cls(own, first, whole, edge, behind)
+
+  def run(self, step, carry):
+    """`step(tile, carry, is_masked)` of each tile, in order."""
+    masked, unmasked = (
+      functools.partial(step, is_masked=masked) for masked in (True, False)
+    )
+    if self.whole is not self.first:
+      carry = jax.lax.fori_loop(self.first, self.whole, masked, carry)
+    if self.edge is not self.whole:
+      carry = jax.lax.fori_loop(self.whole, self.edge, unmasked, carry)
+    if self.behind is not self.edge:
+      carry = jax.lax.fori_loop(self.edge, self.behind, masked, carry)
+    return carry
+
+
+def visible(kind, queries, keys, tile: Tile, segments_ref, b, *, is_rows):
+  """Which keys of a tile queries of a tile see.
+
+  Returns:
+    bool [queries, keys], or [keys, queries] where queries are no rows.
+  """
+  shape = (tile.queries, tile.keys) if is_rows else (tile.keys, tile.queries)
+  query_axis, key_axis = (0, 1) if is_rows else (1, 0)
+  seen = None
+  if kind.causal:
+    query = jax.lax.broadcasted_iota(jnp.int32, shape, query_axis)
+    key = jax.lax.broadcasted_iota(jnp.int32, shape, key_axis)
+    distance = query - key + (queries * tile.queries - keys * tile.keys)
+    seen = distance >= 0
+    if kind.window is not None:
+      seen &= distance < kind.window
+  if segments_ref is not None:
+    of_queries = pl.ds(queries * tile.queries, tile.queries)
+    of_keys = pl.ds(keys * tile.keys, tile.keys)
+    of_queries = plt.load(segments_ref.at[b, of_queries])
+    of_keys = plt.load(segments_ref.at[b, of_keys])
+    same = jnp.expand_dims(of_queries, key_axis) == jnp.expand_dims(
+      of_keys, query_axis
+    )
+    seen = same if seen is None else same & seen
+  return seen
+
+
+@dataclasses.dataclass(frozen=True)
+class Scores:
+  """Scores by what they are multiples of.
+
+  log2(exp(score)) = x * unit: x is q k^T, or tanh of it where there is a cap.
+  """
+
+  kind: AttentionKind
+  head_dim: int
+  interpret: bool
+
+  @property
+  def scale(self) -> float:
+    return self.kind.scale_of(self.head_dim)
+
+  @property
+  def unit(self) -> float:
+    cap = self.kind.soft_cap
+    return (self.scale if cap is None else cap) * LOG2_E
+
+  def of(self, products: Array) -> Array:
+    """x, of q k^T."""
+    cap = self.kind.soft_cap
+    if cap is None:
+      return products
+    return ptx.tanh(products, self.scale / cap, interpret=self.interpret)
+
+  def exponential(self, x: Array, shift: Array) -> Array:
+    """exp(score) / 2^shift."""
+    return ptx.exp2(x, self.unit, shift, interpret=self.interpret)
+
+  def probability(self, x: Array, lse: Array, seen: Array | None) -> Array:
+    """p by the log-sum-exp in octaves, 0 where a key is not seen."""
+    return self.exponential(self.masked(x, seen), lse)
+
+  def masked(self, x: Array, seen: Array | None) -> Array:
+    """x of keys that are seen, None for all of them."""
+    return x if seen is None else jnp.where(seen, x, MASKED)
+
+  def gradient(self, x: Array, ds: Array) -> Array:
+    """The gradient of q k^T scale, by that of scores."""
+    return ds if self.kind.soft_cap is None else ds * (1 - x * x)

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recipe int8: products of integers, residuals in integers, no FP8 anywhere."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend.core import jaxprs_in_params
+
+from coat_jax import recipe as recipes
+from coat_jax.layers import (
+  BackWeights,
+  BlockWeights,
+  FrontWeights,
+  gated_mlp,
+  linear,
+)
+from tests.comparing import assert_close, assert_same_bits, jit
+from tests.layers import straight_through, test_gated_mlp
+from tests.layers.test_residuals import CONFIG, T, kinds
+from tests.matrices import quick
+from tests.pallas.kernels import for_h200
+from train.memory import residual_arrays
+
+INT8 = recipes.int8()
+
+
+def codes(x):
+  """Integers and their scale, by the definition, in float64."""
+  scale = np.float64(np.float32(np.abs(x).max()) * np.float32(1 / 127))
+  return np.rint(np.float64(x) / scale).astype(np.int64), scale
+
+
+def test_linear_is_three_products_of_integers():
+  rng = np.random.default_rng(0)
+  x, w, dy = (rng.normal(size=s) for s in ((48, 32), (32, 40), (48, 40)))
+  dy = dy * np.geomspace(1, 2.0**-10, 48)[:, None]  # Most of it becomes zero.
+  arrays = [jnp.float32(a) for a in (x, w, dy)]
+
+  @jit
+  def run(x, w, dy):
+    y, vjp = jax.vjp(lambda *args: linear(*args, recipe=INT8), x, w)
+    return y, vjp(dy)
+
+  y, (dx, dw) = run(*arrays)
+  (x, sx), (w, sw), (g, sg) = map(codes, map(np.asarray, arrays))
+  for got, want, scale in (
+    (y, x @ w, sx * sw),
+    (dx, g @ w.T, sg * sw),
+    (dw, x.T @ g, sx * sg),
+  ):
+    # Sums are exact; what is left is the rounding of scales and of one product.
+    np.testing.assert_allclose(got, want * scale, rtol=2**-21)
+  assert not np.any(dx[-1]) and np.any(np.asarray(arrays[2])[-1])
+
+
+@functools.partial(jit, static_argnums=(3,))
+def block(x, weights, dy, recipe):
+  f = functools.partial(gated_mlp, kind="rms", eps=1e-5, recipe=recipe)
+  y, vjp = jax.vjp(f, x, weights)
+  return y, vjp(dy)
+
+
+@functools.partial(jit, static_argnums=(3,))
+def oracle(x, weights, dy, residuals):
+  def f(x, weights):
+    return straight_through.gated_mlp(
+      x, weights, "rms", 1e-5, residuals, formats=INT8.formats
+    )
+
+  y, vjp = jax.vjp(f, x, weights)
+  return y, vjp(dy)
+
+
+@pytest.mark.parametrize("residuals", quick(1, ["minimal", "coat"]))
+def test_block_has_the_gradients_of_its_codes(residuals):
+  x, weights, dy = test_gated_mlp.case((2, 6))
+  y, gradients = block(x, weights, dy, recipes.int8(residuals=residuals))
+  want, want_gradients = oracle(x, weights, dy, residuals)
+  assert_same_bits(y, want)
+  assert_close(gradients, want_gradients)
+
+
+@pytest.mark.slow
+def test_a_layer_saves_the_bytes_of_coat_in_integers():
+  coat, int8 = (
+    kinds(a for a, _ in residual_arrays(CONFIG, recipe, tokens=T))
+    for recipe in (recipes.coat(attention="fp8"), recipes.int8(attention="fp8"))
+  )
+  assert int8 == {
+    (jnp.dtype("int8") if dtype.itemsize == 1 else dtype, shape): count
+    for (dtype, shape), count in coat.items()
+  }
+
+
+def dot_dtypes(jaxpr):
+  """Dtypes of operands and result of products, and names of kernels."""
+  dots, kernels = set(), set()
+  for eqn in jaxpr.eqns:
+    if eqn.primitive.name == "dot_general":
+      dots.add(tuple(v.aval.dtype.name for v in (*eqn.invars, *eqn.outvars)))
+    if "pallas" in eqn.primitive.name or "mosaic" in eqn.primitive.name:
+      kernels.add(str(eqn.params.get("name_and_src_info", eqn.primitive)))
+    for sub in jaxprs_in_params(eqn.params):
+      for found, more in zip((dots, kernels), dot_dtypes(sub), strict=True):
+        found |= more
+  return dots, kernels
+
+
+@pytest.mark.slow
+def test_on_a_gpu_products_are_integers_and_no_kernel_runs():
+  # Shapes that the kernels of coat take.
+  x = jax.ShapeDtypeStruct((2, 64, 64), jnp.bfloat16)
+  f32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+  weights = BlockWeights(
+    FrontWeights(gamma=f32((64,)), beta=None, w=f32((64, 2, 64)), bias=None),
+    BackWeights(w=f32((64, 64)), bias=None),
+  )
+  found = {}
+  for name, recipe in (("int8", INT8), ("coat", recipes.coat())):
+    with for_h200():
+      traced = jax.make_jaxpr(
+        lambda *args, recipe=recipe: block.__wrapped__(*args, recipe)
+      )(x, weights, x)
+    found[name] = dot_dtypes(traced.jaxpr)
+  assert found["int8"] == ({("int8", "int8", "int32")}, set())
+  assert found["coat"][1]
