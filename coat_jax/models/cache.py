@@ -13,11 +13,15 @@ sees it; positions are counted from a prompt's first token.
   padding 0     a   b   c   d  (e)               padding 2: slots 0 and 1
   padding 2     -   -   a   b  (c)               step 4 writes slot 4
 
+Images are in the place of tokens of the first block, in front of which their
+features are there already: `prompt_images`.
+
 Layers are the model's own modules, in recipe bf16. What is different with a
 cache is here: `_heads`, of which tokens q, k and v are rotated, and `_attend`,
 which keys a query sees. XLA partitions all of it on a mesh (automatic axes).
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -29,6 +33,9 @@ from coat_jax import recipe as recipes
 from coat_jax.layers import Attention, Heads, split_heads
 from coat_jax.layers.module import RecipeModule
 from coat_jax.models.decoder import Decoder, DecoderLayer
+from coat_jax.models.placing import Placed
+from coat_jax.models.vision import VisionTower
+from coat_jax.ops import AttentionKind
 from coat_jax.ops.rope import rotate, rotation
 from coat_jax.recipe import MeshAxes
 
@@ -43,13 +50,14 @@ class KVCache(NamedTuple):
   """Keys and values of a batch.
 
   Attributes:
-    k, v: [layers, B, S, K, H] in the model's dtype; k is rotated.
+    k, v: [layers, B, S, K, H] in the model's dtype; k is rotated. Or a tuple
+      of [1, B, S, K, H], one for each layer.
     padding: int32 [B], slots in front of each row's first token.
     filled: int32, slots that are written; the next token's.
   """
 
-  k: Array
-  v: Array
+  k: Array | tuple[Array, ...]
+  v: Array | tuple[Array, ...]
   padding: Array
   filled: Array
 
@@ -73,8 +81,25 @@ def empty_cache(model: Decoder, padding: Array, *, size: int) -> KVCache:
   return KVCache(zeros, zeros, padding, jnp.int32(0))
 
 
+def unstacked(stack: Any, num_layers: int) -> tuple:
+  """Each layer's part of a tree, with a leading axis of 1.
+
+  In a loop over layers XLA copies a layer's weights, and its keys and values,
+  out of their stacks before each product. Where layers run once for each token
+  that is three times the memory traffic, so the parts are made once.
+  """
+  return tuple(
+    jax.tree.map(lambda x: x[i : i + 1], stack)  # noqa: B023
+    for i in range(num_layers)
+  )
+
+
 def cached_forward(
-  model: Decoder, tokens: Array, cache: KVCache
+  model: Decoder,
+  tokens: Array,
+  cache: KVCache,
+  layers: Sequence[Any] | None = None,
+  placed: Placed | None = None,
 ) -> tuple[Array, KVCache]:
   """Runs the next tokens of all rows.
 
@@ -84,35 +109,60 @@ def cached_forward(
     tokens: int32 [B, T], for slots `cache.filled` to `cache.filled + T - 1`,
       which the cache must have room for; T up to 256, or a multiple of it.
     cache: of the tokens before.
+    layers: the parameters of `model.layers` in `unstacked` parts; the cache is
+      of such parts too then. None for those of the model.
+    placed: what is in the place of these tokens; None for their embeddings.
 
   Returns:
     Hidden states [B, T, D] of the model's dtype, those of the model without a
     cache; of padding they mean nothing. And the cache with these tokens.
   """
-  axes, model = model.axes, _without_fp8(model)
+  axes, model = model.axes, without_fp8(model)
   slots = cache.filled + jnp.arange(tokens.shape[1], dtype=jnp.int32)
-  graph, layers = nnx.split(model.layers)
+  graph, stack = nnx.split(model.layers)
 
-  def run(carry, params):
+  def run(carry, params_and_kind):
     x, i, k, v = carry
+    params, kind = params_and_kind
     layer: DecoderLayer = nnx.merge(graph, params)
-    x, k, v = _attention(layer.attention, x, i, slots, cache._replace(k=k, v=v))
-    x = _sharded(layer.mlp(x), axes)
+    x, k, v = _attention(
+      layer.attention, x, i, kind, slots, cache._replace(k=k, v=v)
+    )
+    x = _sharded(layer.routed(x)[0], axes)
     k, v = (_sharded(each, axes, is_cache=True) for each in (k, v))
     return (x, i + 1, k, v), None
 
-  x = _sharded(model.embed(tokens), axes)
-  start = x, jnp.int32(0), cache.k, cache.v
-  (x, _, k, v), _ = jax.lax.scan(run, start, layers)
+  places = _positions(slots, cache.padding)
+  x = _sharded(model.embed_at(tokens, places, placed), axes)
+  kinds = model.kinds_of_layers
+  if layers is None:
+    start = x, jnp.int32(0), cache.k, cache.v
+    (x, _, k, v), _ = jax.lax.scan(run, start, (stack, kinds))
+  else:
+    k, v = [], []
+    for i, (params, *of_layer) in enumerate(
+      zip(layers, cache.k, cache.v, strict=True)
+    ):
+      one = jax.tree.map(lambda w: w[0], params)
+      kind = None if kinds is None else kinds[i]
+      (x, _, *of_layer), _ = run((x, jnp.int32(0), *of_layer), (one, kind))
+      for all_of_it, each in zip((k, v), of_layer, strict=True):
+        all_of_it.append(each)
+    k, v = tuple(k), tuple(v)
   filled = cache.filled + tokens.shape[1]
   return model.norm(x), KVCache(k, v, cache.padding, filled)
 
 
-def _without_fp8(model: Decoder) -> Decoder:
-  """A copy of the same weights in recipe bf16, which XLA partitions."""
+def without_fp8[Model: nnx.Module](model: Model) -> Model:
+  """A copy of the same weights in recipe bf16, which XLA partitions.
+
+  Args:
+    model: of decoders, towers and layers.
+  """
   copy = nnx.merge(*nnx.split(model))
-  copy.axes = None
   for _, part in nnx.iter_modules(copy):
+    if isinstance(part, Decoder | VisionTower):
+      part.axes = None
     if isinstance(part, RecipeModule):
       part.recipe = _PLAIN
   return copy
@@ -129,26 +179,37 @@ def _sharded(
 
 
 def _attention(
-  attention: Attention, x: Array, layer: Array, slots: Array, cache: KVCache
+  attention: Attention,
+  x: Array,
+  layer: Array,
+  kind: Array | None,
+  slots: Array,
+  cache: KVCache,
 ) -> tuple[Array, Array, Array]:
   """The attention block of one layer; k and v of all layers with its own."""
-  positions = jnp.maximum(slots[None] - cache.padding[:, None], 0)
-  q, *new = _heads(attention, attention.qkv(x), positions)
+  places = _positions(slots, cache.padding)
+  q, *new = _heads(attention, attention.qkv(x), places, kind)
   zero = jnp.int32(0)
   start = layer, zero, slots[0], zero, zero
+  stored: Any = cache.k, cache.v
   k, v = (
     jax.lax.dynamic_update_slice(old, each[None], start)
-    for old, each in zip((cache.k, cache.v), new, strict=True)
+    for old, each in zip(stored, new, strict=True)
   )
-  out = _attend(attention, q, k[layer], v[layer], slots, cache.padding)
+  out = _attend(attention, q, k[layer], v[layer], slots, cache.padding, kind)
   y = attention.out(out)
   if attention.post_norm is not None:
     y = attention.post_norm(y)
   return x + y if attention.add_input else y, k, v
 
 
+def _positions(slots: Array, padding: Array) -> Array:
+  """int32 [B, T], from each row's first token; 0 of padding."""
+  return jnp.maximum(slots[None] - padding[:, None], 0)
+
+
 def _heads(
-  attention: Attention, h: Array, positions: Array
+  attention: Attention, h: Array, positions: Array, kind: Array | None
 ) -> tuple[Array, Array, Array]:
   """q [B, T, N, H], k and v [B, T, K, H] of h [B, T, (N + 2 K) H], rotated.
 
@@ -156,6 +217,7 @@ def _heads(
     attention: whose product h is.
     h: q, k and v.
     positions: int32 [B, T].
+    kind: of the layer.
   """
   if (limit := attention.clip_qkv) is not None:
     h = jnp.clip(h, -limit, limit)
@@ -168,13 +230,20 @@ def _heads(
   # As one sequence, for rows have positions of their own.
   b, t, columns = h.shape
   parts: Any = split_heads(
-    h.reshape(1, b * t, columns), positions.reshape(-1), heads, recipe=_PLAIN
+    h.reshape(1, b * t, columns),
+    positions.reshape(-1),
+    heads,
+    kind=kind,
+    recipe=_PLAIN,
   )
   q, k, v = (each.reshape(b, t, *each.shape[2:]) for each in parts)
   if norm is None or weights is None:
     return q, k, v
   cos, sin = rotation(
-    positions, head_dim=attention.head_dim, theta=attention.rotary
+    positions,
+    head_dim=attention.head_dim,
+    theta=attention.rotary,
+    kind=kind,
   )
   q, k = (
     rotate(norm.normalized(x, weight), cos, sin).astype(v.dtype)
@@ -190,6 +259,7 @@ def _attend(
   v: Array,
   slots: Array,
   padding: Array,
+  layer_kind: Array | None,
 ) -> Array:
   """softmax(scores) v, with all slots of the cache as keys.
 
@@ -199,13 +269,14 @@ def _attend(
     k, v: [B, S, K, H].
     slots: int32 [T].
     padding: int32 [B].
+    layer_kind: of the layer.
 
   Returns:
     [B, T, N H] in q's dtype.
   """
   b, t, n, h = q.shape
   kv_heads = k.shape[2]
-  kind: Any = attention.kind  # One: layers of several cannot be cached yet.
+  kind, window = _seen(attention, layer_kind, k.shape[1])
   key = jnp.arange(k.shape[1])
   is_token = key[None] >= padding[:, None]
 
@@ -215,8 +286,8 @@ def _attend(
       "btkrh,bskh->bkrts", q, k, preferred_element_type=jnp.float32
     )
     is_past = key[None] <= slots[:, None]
-    if kind.window is not None:
-      is_past &= key[None] > slots[:, None] - kind.window
+    if window is not None:
+      is_past &= key[None] > slots[:, None] - window
     seen = is_token[:, None] & is_past[None]
     # Padding sees nothing; finite numbers keep NaN out of its rows.
     scores = scores * kind.scale_of(h)
@@ -237,3 +308,17 @@ def _attend(
     out = jax.lax.map(one_chunk, (chunks, slots.reshape(-1, CHUNK)))
     out = jnp.moveaxis(out, 0, 1)
   return out.reshape(b, t, n * h)
+
+
+def _seen(
+  attention: Attention, layer_kind: Array | None, size: int
+) -> tuple[AttentionKind, Array | int | None]:
+  """How scores are formed, and how many keys a query sees, None for all.
+
+  Kinds of layers differ in the latter alone; `size` is that of the cache.
+  """
+  kinds = attention.kind
+  if not isinstance(kinds, tuple):
+    return kinds, kinds.window
+  windows = [size if kind.window is None else kind.window for kind in kinds]
+  return kinds[0], jnp.asarray(windows, jnp.int32)[layer_kind]

@@ -9,17 +9,22 @@ import dataclasses
 import difflib
 from typing import Annotated, Literal
 
+from coat_jax.layers.layer_kinds import Bases, Scalings, Windows
 from coat_jax.layers.qk_norm import NormedOver
 from coat_jax.models.ranges import (
+  NotNegative,
   Positive,
   Range,
   Width,
+  check_kinds,
   check_numbers,
 )
 from coat_jax.models.rope import parse_scaling
-from coat_jax.ops import NormKind
+from coat_jax.ops import Activation, NormKind
 from coat_jax.ops.rotary import RopeScaling
 
+# Fields of `ModelConfig` that mean nothing without RoPE.
+_OF_ROPE = ["rope_theta", "rope_scaling", "window_rope_theta", "rotary_dim"]
 Remat = Literal["none", "dots", "full", "fp8", "fp8_layer"]
 
 
@@ -34,6 +39,15 @@ class Family:
     pre_norm: whether blocks have a norm in front.
     post_norm: whether they have one of what they add to their input.
     qk_norm: norm of q and k, as of `layers.Attention`.
+    activation: of the MLP's gate.
+    scale_plus_one: whether norms multiply by 1 + scale.
+    scales_embedding: whether embeddings are multiplied by sqrt(d_model).
+    norm_has_bias: whether norms have biases.
+    use_bias: whether all products of layers have biases.
+    is_gated: whether the MLP is `layers.GatedMLP`, or `layers.MLP`.
+    positions: how tokens know their places: RoPE, or a vector for each place
+      that is learned and added to the embedding.
+    has_experts: whether the MLP is a mixture of experts, `layers.MoE`.
   """
 
   norm: NormKind = "rms"
@@ -42,8 +56,22 @@ class Family:
   pre_norm: bool = True
   post_norm: bool = False
   qk_norm: NormedOver | None = None
+  activation: Activation = "silu"
+  scale_plus_one: bool = False
+  scales_embedding: bool = False
+  norm_has_bias: bool = False
+  use_bias: bool = False
+  is_gated: bool = True
+  positions: Literal["rope", "learned"] = "rope"
+  has_experts: bool = False
 
 
+_GEMMA2 = Family(
+  post_norm=True,
+  activation="gelu_tanh",
+  scale_plus_one=True,
+  scales_embedding=True,
+)
 FAMILIES = {
   "llama": Family(),
   "olmo": Family(norm="layer", norm_has_scale=False),
@@ -52,6 +80,16 @@ FAMILIES = {
   "qwen3": Family(qk_norm="head"),
   "olmo2": Family(pre_norm=False, post_norm=True, qk_norm="all"),
   "phi3": Family(),
+  "gemma2": _GEMMA2,
+  "gemma3_text": dataclasses.replace(_GEMMA2, qk_norm="head"),
+  "gpt2": Family(
+    norm="layer",
+    norm_has_bias=True,
+    use_bias=True,
+    is_gated=False,
+    positions="learned",
+  ),
+  "qwen3_moe": Family(qk_norm="head", has_experts=True),
 }
 
 
@@ -63,11 +101,11 @@ class ModelConfig:
     family: A row of `FAMILIES`.
     num_layers: Decoder layers.
     d_model: Width of the residual stream.
-    d_ff: Width of the gated MLP.
+    d_ff: Width of the MLP, of one expert where there are several.
     num_heads: Query heads.
     num_kv_heads: Key and value heads, each shared by as many query heads.
     vocab_size: Token ids are below it.
-    rope_theta: Base of the rotary embedding.
+    rope_theta: Base of the rotary embedding, of families that have it.
     norm_eps: What norms add to the mean square.
     tied_embeddings: The output layer is the embedding, transposed.
     clip_qkv: Largest magnitude of q, k and v; None leaves them as they are.
@@ -76,10 +114,28 @@ class ModelConfig:
     rope_scaling: How RoPE's frequencies are stretched, as
       `llama3,factor=8,low_freq_factor=1,...`, see `models.parse_scaling`; None
       for as they are.
+    full_every: With a window: each `full_every`-th layer sees all keys, those
+      between them the window's; None for the window in all layers.
+    window_rope_theta: Base of RoPE in the layers that see a window, whose
+      frequencies are not stretched; None for that of all layers.
+    query_scalar: q k^T is divided by its square root; None for head_dim.
+    attention_soft_cap: Scores of attention become
+      soft_cap * tanh(scores / soft_cap); None leaves them as they are.
+    logits_soft_cap: The same of logits.
+    max_positions: Longest sequence, of a family whose positions are learned;
+      None of others, which end nowhere.
+    rotary_dim: How many of a head's first channels RoPE turns; None for all.
+    gelu: Of a family whose MLP is not gated, GELU by the tanh formula or by
+      erf.
+    num_experts: Experts of a layer, each a gated MLP; None for one MLP.
+    experts_per_token: How many of them each token goes to.
+    normalize_experts: A token's weights of its experts add up to 1.
+    auxiliary_loss: What the loss that keeps experts equally busy is multiplied
+      by before it is added in training; 0 for none.
 
   Raises:
-    ValueError: an unknown family, a number outside its range, or sizes that do
-      not divide each other.
+    ValueError: an unknown family, a number outside its range, another type, or
+      sizes that do not divide each other.
   """
 
   family: str
@@ -96,8 +152,21 @@ class ModelConfig:
   head_dim: Width | None = None
   window: Width | None = None
   rope_scaling: str | None = None
+  full_every: Width | None = None
+  window_rope_theta: Annotated[float, Range(1, 1e12)] | None = None
+  query_scalar: Width | None = None
+  attention_soft_cap: Positive | None = None
+  logits_soft_cap: Positive | None = None
+  max_positions: Width | None = None
+  rotary_dim: Width | None = None
+  gelu: Literal["tanh", "erf"] = "tanh"
+  num_experts: Width | None = None
+  experts_per_token: Width | None = None
+  normalize_experts: bool = False
+  auxiliary_loss: NotNegative = 0.0
 
   def __post_init__(self):
+    check_kinds(self)
     if self.family not in FAMILIES:
       near = difflib.get_close_matches(self.family, FAMILIES, n=1)
       raise ValueError(
@@ -106,6 +175,18 @@ class ModelConfig:
       )
     check_numbers(self)
     parse_scaling(self.rope_scaling)  # Checks it.
+    if self.full_every is not None and self.window is None:
+      raise ValueError(
+        "ModelConfig: full_every says which layers see more than a window, got "
+        f"{self.full_every} without one; pass window too"
+      )
+    if self.window_rope_theta is not None and self.full_every is None:
+      raise ValueError(
+        "ModelConfig: window_rope_theta is of layers that see a window beside "
+        f"others that see all, got {self.window_rope_theta} without full_every;"
+        " pass full_every, or rope_theta alone"
+      )
+    self._check_choices()
     if self.head_dim is None and self.d_model % (2 * self.num_heads):
       raise ValueError(
         "ModelConfig: d_model must be an even multiple of num_heads, got "
@@ -117,17 +198,114 @@ class ModelConfig:
         "ModelConfig: head_dim must be even, because rotary embeddings turn "
         f"pairs, got {self.head_dim}"
       )
+    size = self.rotary_dim
+    if size is not None and (size % 2 or size > self.head_width):
+      raise ValueError(
+        "ModelConfig: rotary_dim must be even, because rotary embeddings turn "
+        f"pairs, and at most the heads' size {self.head_width}, got {size}"
+      )
     if self.num_heads % self.num_kv_heads:
       raise ValueError(
         "ModelConfig: num_heads must be a multiple of num_kv_heads, got "
         f"{self.num_heads} and {self.num_kv_heads}; pass num_kv_heads equal to "
         "num_heads for attention without sharing"
       )
+    self._check_experts()
+
+  def _check_experts(self):
+    """Raises ValueError where the family has experts and these do not fit."""
+    e, k = self.num_experts, self.experts_per_token
+    if not self.choices.has_experts:
+      own = (e, k, self.normalize_experts, self.auxiliary_loss)
+      if own != (None, None, False, 0):
+        raise ValueError(
+          "ModelConfig: num_experts, experts_per_token, normalize_experts and "
+          f"auxiliary_loss are of families with experts, got {own} for "
+          f"{self.family}; leave them out"
+        )
+    elif e is None or k is None or k > e:
+      raise ValueError(
+        f"ModelConfig: {self.family} needs num_experts and experts_per_token, "
+        f"the second at most the first, got {e} and {k}; pass both"
+      )
+
+  def _check_choices(self):
+    """Raises where a field is of other families."""
+    has_rope = self.choices.positions == "rope"
+    of_others = ["max_positions"] if has_rope else _OF_ROPE
+    of_others = [*of_others, *(["gelu"] if self.choices.is_gated else [])]
+    for field in dataclasses.fields(self):
+      value = getattr(self, field.name)
+      if field.name in of_others and value != field.default:
+        raise ValueError(
+          f"ModelConfig: {field.name} is of other families than {self.family}, "
+          f"got {value}; leave it out"
+        )
+    if not has_rope and self.max_positions is None:
+      raise ValueError(
+        f"ModelConfig: positions of {self.family} are learned, got "
+        "max_positions None; pass the longest sequence"
+      )
+
+  def check_length(
+    self, where: str, length: int, *, remedy: str = "pass shorter sequences"
+  ) -> None:
+    """Raises a ValueError if a sequence has more tokens than positions.
+
+    Args:
+      where: what begins the message, such as `Decoder: tokens [2, 2048]`.
+      length: of the sequence.
+      remedy: what ends it.
+    """
+    if self.max_positions is not None and length > self.max_positions:
+      raise ValueError(
+        f"{where}: {self.family} has learned positions for {self.max_positions}"
+        f" tokens, got {length}; {remedy}"
+      )
+
+  @property
+  def kinds_of_layers(self) -> tuple[int, ...] | None:
+    """0 for each layer that sees a window, 1 for others; None if all do alike.
+
+    The places in `windows`, `bases` and `scalings`, as `layers.Attention` takes
+    them.
+    """
+    if self.full_every is None:
+      return None
+    return tuple(
+      int(i % self.full_every == 0) for i in range(1, self.num_layers + 1)
+    )
+
+  @property
+  def windows(self) -> Windows:
+    """How many keys queries see, by kind of layer."""
+    return self.window if self.full_every is None else (self.window, None)
+
+  @property
+  def bases(self) -> Bases:
+    """RoPE's bases, by kind of layer."""
+    if self.choices.positions != "rope":
+      return None
+    if self.window_rope_theta is None:
+      return self.rope_theta
+    return (self.window_rope_theta, self.rope_theta)
+
+  @property
+  def scalings(self) -> Scalings:
+    """How RoPE's frequencies are stretched, by kind of layer."""
+    if self.window_rope_theta is None:
+      return self.scaling
+    return (None, self.scaling)
 
   @property
   def scaling(self) -> RopeScaling | None:
     """`rope_scaling`, read."""
     return parse_scaling(self.rope_scaling)
+
+  @property
+  def query_scale(self) -> float | None:
+    """What q k^T is multiplied by, as `layers.Attention` takes it."""
+    return None if self.query_scalar is None else self.query_scalar**-0.5
 
   @property
   def choices(self) -> Family:

@@ -1,38 +1,56 @@
 # SPDX-License-Identifier: Apache-2.0
 """A decoder language model of several families, built of COAT's blocks.
 
-All have RoPE, grouped key heads and SwiGLU; `models.config.FAMILIES` has what
-they differ in. Layers are stacked, one parameter array [num_layers, ...] for
-all, and scanned. As in the paper the embedding, the final norm and the output
-projection stay in BF16, the loss in f32.
+All have grouped key heads; `models.config.FAMILIES` has what they differ in.
+Layers are stacked, one parameter array [num_layers, ...] for all, and scanned.
+As in the paper the embedding, the final norm and the output projection stay in
+BF16, the loss in f32.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import Array, P
+from jax import Array
 from jax.typing import DTypeLike
 
 from coat_jax import recipe as recipes
-from coat_jax.layers import Attention, GatedMLP, LayerNorm, RMSNorm, vocabulary
+from coat_jax.layers import (
+  MLP,
+  Attention,
+  GatedMLP,
+  LayerNorm,
+  MoE,
+  RMSNorm,
+  RoutingStats,
+  vocabulary,
+)
+from coat_jax.models.batch import positions
 from coat_jax.models.config import ModelConfig, Remat
-from coat_jax.models.remat import check_remat, checkpointed
-from coat_jax.models.specs import param_spec
+from coat_jax.models.placing import Placed, place_features
+from coat_jax.models.remat import check_remat
+from coat_jax.models.stack import (
+  Store,
+  layer_forward,
+  stack_layers,
+  store_params,
+)
 from coat_jax.recipe import CoatRecipe
 
 _INIT_STDDEV = 0.02
+# What layers hand on: hidden states [B, T, D], and where there are experts the
+# sums of the layers' statistics.
+Carry = tuple[Array, RoutingStats | None]
 
 
 class DecoderLayer(nnx.Module):
-  """Attention and gated MLP, each with its norm and residual add.
+  """Attention and MLP, each with its norm and residual add.
 
   Attributes:
     attention: an `Attention`.
-    mlp: a `GatedMLP`.
+    mlp: a `GatedMLP` or an `MLP`, or a `MoE` where the family has experts.
   """
 
   def __init__(
@@ -56,12 +74,15 @@ class DecoderLayer(nnx.Module):
     # variance does not grow with depth.
     out_stddev = _INIT_STDDEV * (2 * config.num_layers) ** -0.5
     choices = config.choices
+    post_norm = choices.norm if choices.post_norm else None
     shared: dict[str, Any] = dict(
       recipe=recipe,
       norm=choices.norm if choices.pre_norm else None,
-      post_norm=choices.norm if choices.post_norm else None,
       epsilon=config.norm_eps,
       use_scale=choices.norm_has_scale,
+      scale_plus_one=choices.scale_plus_one,
+      use_norm_bias=choices.norm_has_bias,
+      use_bias=choices.use_bias,
       dtype=dtype,
       kernel_init=nnx.initializers.normal(_INIT_STDDEV),
       out_kernel_init=nnx.initializers.normal(out_stddev),
@@ -72,19 +93,59 @@ class DecoderLayer(nnx.Module):
       config.num_heads,
       num_kv_heads=config.num_kv_heads,
       head_dim=config.head_dim,
-      rope_theta=config.rope_theta,
-      rope_scaling=config.scaling,
-      window=config.window,
+      rope_theta=config.bases,
+      rope_scaling=config.scalings,
+      rotary_dim=config.rotary_dim,
+      window=config.windows,
       qk_norm=choices.qk_norm,
       clip_qkv=config.clip_qkv,
-      use_qkv_bias=choices.qkv_bias,
+      use_qkv_bias=choices.qkv_bias or choices.use_bias,
+      soft_cap=config.attention_soft_cap,
+      query_scale=config.query_scale,
+      post_norm=post_norm,
       **shared,
     )
-    self.mlp = GatedMLP(config.d_model, config.d_ff, **shared)
+    widths = config.d_model, config.d_ff
+    if config.num_experts is not None and config.experts_per_token is not None:
+      del shared["scale_plus_one"], shared["use_bias"]  # Which it has not.
+      self.mlp = MoE(
+        *widths,
+        config.num_experts,
+        config.experts_per_token,
+        normalize=config.normalize_experts,
+        router_init=nnx.initializers.normal(_INIT_STDDEV),
+        **shared,
+      )
+    elif choices.is_gated:
+      self.mlp = GatedMLP(
+        *widths,
+        activation=choices.activation,
+        post_norm=post_norm,
+        **shared,
+      )
+    else:
+      self.mlp = MLP(
+        *widths,
+        approximate=config.gelu == "tanh",
+        post_norm=post_norm,
+        **shared,
+      )
 
-  def __call__(self, x: Array) -> Array:
-    """[B, T, D] to [B, T, D], in `dtype`."""
-    return self.mlp(self.attention(x))
+  def __call__(
+    self,
+    x: Array,
+    positions: Array | None = None,
+    segments: Array | None = None,
+    kind: Array | None = None,
+  ) -> Array:
+    """[B, T, D] to [B, T, D], in `dtype`; the rest is as of `Attention`."""
+    return self.routed(self.attention(x, positions, segments, kind))[0]
+
+  def routed(self, x: Array) -> tuple[Array, RoutingStats | None]:
+    """The MLP alone: [B, T, D] to the same, and what it says of its experts."""
+    if isinstance(self.mlp, MoE):
+      return self.mlp(x)
+    return self.mlp(x), None
 
 
 class Decoder(nnx.Module):
@@ -108,6 +169,7 @@ class Decoder(nnx.Module):
   Attributes:
     config: the model's shape.
     embedding: [V, D].
+    position_embedding: [max_positions, D], or None without learned positions.
     layers: a DecoderLayer whose parameters have a leading axis of layers.
     norm: the final norm.
     head: [D, V], or None where the embedding is tied.
@@ -120,7 +182,7 @@ class Decoder(nnx.Module):
     *,
     dtype: DTypeLike = jnp.bfloat16,
     remat: Remat = "none",
-    store: Callable[[str, Array], Array] | None = None,
+    store: Store | None = None,
     rngs: nnx.Rngs,
   ):
     """Initializes the parameters, f32 unless `store` says otherwise.
@@ -150,42 +212,83 @@ class Decoder(nnx.Module):
     init = nnx.initializers.normal(_INIT_STDDEV)
     shape = (config.vocab_size, config.d_model)
     self.embedding = nnx.Param(init(rngs.params(), shape, jnp.float32))
+    self.position_embedding = nnx.data(None)
+    if config.max_positions is not None:
+      places = (config.max_positions, config.d_model)
+      self.position_embedding = nnx.Param(
+        init(rngs.params(), places, jnp.float32)
+      )
 
-    one_by_one = functools.partial(nnx.scan, in_axes=0, out_axes=0)
-
-    @nnx.split_rngs(splits=config.num_layers)
-    @(nnx.vmap if store is None else one_by_one)
-    def stack(rngs: nnx.Rngs) -> DecoderLayer:
-      layer = DecoderLayer(config, recipe, dtype=dtype, rngs=rngs)
-      _store(layer, "layers", store)
-      return layer
-
-    self.layers = stack(rngs)
+    self.layers = stack_layers(
+      lambda rngs: DecoderLayer(config, recipe, dtype=dtype, rngs=rngs),
+      config.num_layers,
+      store=store,
+      rngs=rngs,
+    )
     norm = {"rms": RMSNorm, "layer": LayerNorm}[config.choices.norm]
     self.norm = norm(
       config.d_model,
       recipe=recipes.bf16(),
       epsilon=config.norm_eps,
       use_scale=config.choices.norm_has_scale,
+      scale_plus_one=config.choices.scale_plus_one,
       dtype=dtype,
-      use_bias=False,
+      use_bias=config.choices.norm_has_bias,
       rngs=rngs,
     )
     self.head = nnx.data(None)
     if not config.tied_embeddings:
       self.head = nnx.Param(init(rngs.params(), shape[::-1], jnp.float32))
-    for name in ("embedding", "norm", "head"):
-      _store(getattr(self, name), name, store)
+    for name in ("embedding", "position_embedding", "norm", "head"):
+      store_params(getattr(self, name), name, store)
 
-  def __call__(self, tokens: Array) -> Array:
-    """Tokens int32 [B, T] to hidden states [B, T, D], in `dtype`."""
-    forward = self.layer_forward()
-    scan = nnx.scan(forward, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
-    return self.norm(scan(self.embed(tokens), self.layers))
+  def __call__(self, tokens: Array, segments: Array | None = None) -> Array:
+    """Runs all but the output projection.
 
-  def logits(self, tokens: Array) -> Array:
+    Args:
+      tokens: int32 [B, T].
+      segments: int32 [B, T], which document each token is of, or padding: a
+        token sees those of its own, and positions begin at 0 in each; None for
+        one document a row.
+
+    Returns:
+      Hidden states [B, T, D], in `dtype`.
+    """
+    return self.routed(tokens, segments)[0]
+
+  def routed(
+    self,
+    tokens: Array,
+    segments: Array | None = None,
+    placed: Placed | None = None,
+  ) -> Carry:
+    """As the call, with what `auxiliary_loss` reads of the layers' experts.
+
+    Args:
+      tokens: as of the call.
+      segments: as of the call.
+      placed: what is in the place of tokens; None for their embeddings alone.
+    """
+    forward = self.layer_forward(segments)
+    scan = nnx.scan(forward, in_axes=(nnx.Carry, 0, 0), out_axes=nnx.Carry)
+    start = self.start(tokens, segments, placed)
+    x, routing = scan(start, self.layers, self.kinds_of_layers)
+    return self.norm(x), routing
+
+  def start(
+    self,
+    tokens: Array,
+    segments: Array | None = None,
+    placed: Placed | None = None,
+  ) -> Carry:
+    """What the first layer gets; arguments as of `routed`."""
+    e = self.config.num_experts
+    zeros = None if e is None else RoutingStats(jnp.zeros(e), jnp.zeros(e))
+    return self.embed(tokens, segments, placed), zeros
+
+  def logits(self, tokens: Array, segments: Array | None = None) -> Array:
     """Tokens int32 [B, T] to logits of the next token, f32 [B, T, V]."""
-    return self.logits_of_hidden(self(tokens))
+    return self.logits_of_hidden(self(tokens, segments))
 
   def logits_of_hidden(self, hidden: Array) -> Array:
     """[B, T, D], what the model returns, to logits f32 [B, T, V]."""
@@ -194,6 +297,7 @@ class Decoder(nnx.Module):
       self.output_weight[...],
       is_tied=self.head is None,
       axes=self.axes,
+      soft_cap=self.config.logits_soft_cap,
     )
 
   @property
@@ -201,122 +305,83 @@ class Decoder(nnx.Module):
     """The output projection: `head` [D, V], or the embedding [V, D]."""
     return self.embedding if self.head is None else self.head
 
-  def embed(self, tokens: Array) -> Array:
-    """Tokens int32 [B, T] to the input of the first layer [B, T, D]."""
-    return vocabulary.embed(
+  def embed(
+    self,
+    tokens: Array,
+    segments: Array | None = None,
+    placed: Placed | None = None,
+  ) -> Array:
+    """Tokens to the input of the first layer.
+
+    Args:
+      tokens: int32 [B, T].
+      segments: as of the call.
+      placed: as of `routed`.
+
+    Returns:
+      [B, T, D], in `dtype`.
+
+    Raises:
+      ValueError: more tokens a sequence than there are learned positions.
+    """
+    shape = list(tokens.shape)
+    self.config.check_length(f"Decoder: tokens {shape}", shape[-1])
+    places = positions(segments)
+    if places is None:
+      places = jnp.arange(shape[-1], dtype=jnp.int32)
+    return self.embed_at(tokens, places, placed)
+
+  def embed_at(
+    self, tokens: Array, places: Array, placed: Placed | None = None
+  ) -> Array:
+    """As `embed`, of tokens at places int32 [T] or [B, T] of their texts."""
+    x = vocabulary.embed(
       tokens, self.embedding[...], dtype=self.dtype, axes=self.axes
     )
+    if self.config.choices.scales_embedding:
+      # Rounded to x's dtype, as in the training of these families.
+      x = x * jnp.asarray(self.config.d_model**0.5, x.dtype)
+    if placed is not None:
+      x = place_features(x, placed, axes=self.axes)
+    if self.position_embedding is None:
+      return x
+    table = self.position_embedding[...]
+    return vocabulary.add_positions(x, places, table, axes=self.axes)
 
-  def layer_forward(self) -> Callable[[Array, DecoderLayer], Array]:
-    """The function (x, layer) that a scan over layers runs.
+  @property
+  def kinds_of_layers(self) -> Array | None:
+    """int32 [num_layers], `config.kinds_of_layers`; None of layers alike."""
+    kinds = self.config.kinds_of_layers
+    return None if kinds is None else jnp.asarray(kinds, jnp.int32)
+
+  def layer_forward(
+    self, segments: Array | None = None
+  ) -> Callable[[Carry, DecoderLayer, Array | None], Carry]:
+    """The function (carry, layer, kind) that a scan over layers runs.
 
     It has what surrounds a layer: shardings on a mesh, weights that are
     gathered for layers that XLA partitions, and `remat`.
+
+    Args:
+      segments: as of the call.
     """
-    recipe = self.layers.attention.active_recipe
-    is_gathering = self.axes is not None and recipe.linear == "bf16"
+    where_seen = positions(segments), segments
+    attention = self.layers.attention
 
-    def forward(x, layer):
-      if self.axes is None:
-        return layer(x)
-      where = P(self.axes.batch, self.axes.tensor)
-      if is_gathering:
-        # Were the sequence split, XLA would move the MLP's activations.
-        where = P(self.axes.batch)
-        x = jax.lax.with_sharding_constraint(x, where)
-        layer = _gather_weights(layer, self.dtype, self.axes.fsdp)
-      return jax.lax.with_sharding_constraint(layer(x), where)
+    def run(x, layer, kind):
+      return layer.routed(layer.attention(x, *where_seen, kind))
 
-    remat: Remat = self.remat
-    if remat == "fp8_layer" and recipe != self.layers.attention.recipe:
-      remat = "none"  # Evaluation in BF16 rounds no residual stream.
-    return checkpointed(forward, remat, recipe, is_gathering=is_gathering)
+    kept = layer_forward(
+      run,
+      attention.active_recipe,
+      trained=attention.recipe,
+      dtype=self.dtype,
+      remat=self.remat,
+    )
 
+    def step(carry, layer, kind):
+      x, routing = carry
+      x, stats = kept(x, layer, kind)
+      return x, jax.tree.map(jnp.add, routing, stats)
 
-def _store(module: Any, path: str, store: Callable | None) -> None:
-  """Stores parameters of a module at `path` as the caller wants them."""
-  if store is None or module is None:
-    return
-  for keys, node in nnx.iter_graph(module):
-    if isinstance(node, nnx.Param):
-      node.set_value(store("/".join(map(str, (path, *keys))), node[...]))
-
-
-def _gather_weights(
-  layer: DecoderLayer, dtype: DTypeLike, fsdp: str | None
-) -> DecoderLayer:
-  """For layers that XLA partitions: weights in `dtype` with all their rows.
-
-  Else XLA may split a product along the rows and move activations, or gather
-  weights in f32. Gradients go back to the rows' devices where they are summed.
-  """
-
-  def gather(path, w):
-    spec = param_spec(path)[1:]  # Of one layer.
-    whole = P(*(_without(names, fsdp) for names in spec))
-    if whole == P(*spec):
-      return w
-    # Its gradient is f32 and then cast to the weight's dtype.
-    return _constrained(w.astype(jnp.float32), dtype, P(*spec), whole)
-
-  graph, params, others = nnx.split(layer, nnx.Param, ...)
-  params = jax.tree.map_with_path(gather, nnx.to_pure_dict(params))
-  return nnx.merge(graph, params, others)
-
-
-def _without(names, name: str | None):
-  """An entry of a PartitionSpec without one of its axes."""
-  if isinstance(names, tuple):
-    return tuple(other for other in names if other != name) or None
-  return None if names == name else names
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
-def _constrained(w: Array, dtype: DTypeLike, spec: P, whole: P) -> Array:
-  del spec
-  return jax.lax.with_sharding_constraint(w.astype(dtype), whole)
-
-
-def _constrained_fwd(w, dtype, spec, whole):
-  return _constrained(w, dtype, spec, whole), None
-
-
-def _constrained_bwd(dtype, spec, whole, residuals, g):
-  del dtype, whole, residuals
-  return (jax.lax.with_sharding_constraint(g, spec).astype(jnp.float32),)
-
-
-_constrained.defvjp(_constrained_fwd, _constrained_bwd)
-
-
-def loss_fn(model: Decoder, tokens: Array) -> Array:
-  """Mean cross-entropy of the next token.
-
-  Args:
-    model: a Decoder.
-    tokens: int32 [B, T + 1].
-
-  Returns:
-    f32 scalar, nats per token.
-  """
-  return loss_of_hidden(model, model(tokens[:, :-1]), tokens[:, 1:])
-
-
-def loss_of_hidden(model: Decoder, hidden: Array, targets: Array) -> Array:
-  """Mean cross-entropy of the targets.
-
-  Args:
-    model: a Decoder, of which the output projection is used.
-    hidden: [B, T, D], what the model returns.
-    targets: int32 [B, T].
-
-  Returns:
-    f32 scalar, nats per token.
-  """
-  return vocabulary.mean_loss(
-    hidden,
-    targets,
-    model.output_weight[...],
-    is_tied=model.head is None,
-    axes=model.axes,
-  )
+    return step

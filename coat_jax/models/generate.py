@@ -24,9 +24,13 @@ from coat_jax.models.cache import (
   KVCache,
   cached_forward,
   empty_cache,
+  unstacked,
 )
 from coat_jax.models.decoder import Decoder
+from coat_jax.models.placing import Placed
+from coat_jax.models.prompt_images import check_images, place_images
 from coat_jax.models.sampling import Sampling, choose, make_sampling
+from coat_jax.models.vision_language import VisionLanguageModel
 from coat_jax.optimizer.masks import is_norm_or_bias
 
 _SMALLEST_BUCKET = 16
@@ -48,10 +52,11 @@ class Generation(NamedTuple):
 
 
 def generate(
-  model: Decoder,
+  model: Decoder | VisionLanguageModel,
   prompts: Sequence[Sequence[int]],
   *,
   max_new_tokens: int,
+  pixel_values: Array | np.ndarray | None = None,
   temperature: float = 0.0,
   top_k: int | None = None,
   top_p: float | None = None,
@@ -66,13 +71,19 @@ def generate(
   would depend on the prompts beside it. So a prompt gives what it gives alone,
   up to the order of sums.
 
+  While tokens are added there is a copy of the layers' weights in that dtype,
+  each layer's by itself, whatever they are stored in.
+
   On a mesh it is called under `jax.set_mesh`, with the model's parameters
   sharded; the axes are those of the model's recipe.
 
   Args:
-    model: a Decoder.
+    model: a Decoder, or a VisionLanguageModel.
     prompts: token ids, of several lengths.
     max_new_tokens: how many to add to each, unless it stops before.
+    pixel_values: [B, I, C, H, W], the images of each prompt as
+      `VisionLanguageModel` takes them, which has all image tokens of each; None
+      for text alone.
     temperature: what logits are divided by; 0 takes the most probable token.
     top_k: draws from the k most probable tokens; None from all.
     top_p: draws from the fewest most probable tokens whose probability reaches
@@ -88,8 +99,9 @@ def generate(
     A `Generation`.
 
   Raises:
-    ValueError: no prompt, an empty one, a token outside the vocabulary, or an
-      option outside its range.
+    ValueError: no prompt, an empty one, a token outside the vocabulary, more
+      tokens than the model has learned positions for, other images than image
+      tokens, or an option outside its range.
 
   Examples:
     >>> from coat_jax import recipe
@@ -105,7 +117,10 @@ def generate(
     [5, 5]
   """
   sampling = make_sampling(temperature, top_k, top_p)
-  _check(model, prompts, max_new_tokens, stop_tokens, seed)
+  decoder = model.decoder if isinstance(model, VisionLanguageModel) else model
+  _check(decoder, prompts, max_new_tokens, stop_tokens, seed)
+  if pixel_values is not None:
+    check_images(model, prompts, pixel_values)
   length = bucket(max(map(len, prompts)))
   if cache_size is None:
     cache_size = length + bucket(max_new_tokens)
@@ -115,14 +130,16 @@ def generate(
       f"new tokens, {length} + {max_new_tokens}, got {cache_size}; pass more, "
       "or None"
     )
-  tokens, padding = _padded(prompts, length, rows=_rows(model, len(prompts)))
+  tokens, padding = _padded(prompts, length, rows=_rows(decoder, len(prompts)))
   is_row = np.arange(len(tokens)) < len(prompts)
-  graph, params = nnx.split(model)
+  graph, params = nnx.split(decoder)
   keys = _keys(seed, len(tokens))
 
-  started = time.monotonic()
+  started, placed = time.monotonic(), None
+  if pixel_values is not None and isinstance(model, VisionLanguageModel):
+    placed = place_images(model, tokens, padding, pixel_values)
   first, cache = _prefill(
-    graph, params, tokens, padding, sampling, keys, size=cache_size
+    graph, params, tokens, padding, sampling, keys, placed, size=cache_size
   )
   jax.block_until_ready(first)
   prefilled = time.monotonic()
@@ -161,14 +178,17 @@ def _prefill(
   padding: Array,
   sampling: Sampling,
   keys: Array,
+  placed: Placed | None,
   *,
   size: int,
 ) -> tuple[Array, KVCache]:
-  """The first new token of each row, int32 [B], and the cache."""
+  """The first new token of each row, int32 [B], and the cache in parts."""
   model = nnx.merge(graph, params)
   cache = empty_cache(model, padding, size=size)
-  hidden, cache = cached_forward(model, tokens, cache)
+  hidden, cache = cached_forward(model, tokens, cache, placed=placed)
   logits = model.logits_of_hidden(hidden[:, -1:])[:, 0]
+  k, v = (unstacked(x, model.config.num_layers) for x in (cache.k, cache.v))
+  cache = cache._replace(k=k, v=v)
   return choose(logits, sampling, _keys_of(keys, 0)), cache
 
 
@@ -191,14 +211,16 @@ def _decode(
   Args:
     graph, params: the model.
     first: int32 [B], the first new token.
-    cache: of what is before it.
+    cache: of what is before it, in parts.
     sampling, keys: as in `choose`.
     is_row: bool [B], False for rows that nobody waits for.
     stops: int32 [n], stop tokens.
     most: new tokens, the first included.
   """
   params = _in_dtype(graph, params)
-  room = cache.k.shape[2]
+  room = cache.k[0].shape[2]
+  _, stack = nnx.split(nnx.merge(graph, params).layers)
+  layers = unstacked(stack, len(cache.k))
   new = jnp.zeros((first.shape[0], room), jnp.int32)
   is_running = is_row & ~_is_stop(first, stops)
   state = jnp.int32(1), first, new.at[:, 0].set(first), is_running, cache
@@ -210,7 +232,7 @@ def _decode(
   def add(state):
     count, last, new, is_running, cache = state
     model = nnx.merge(graph, params)
-    hidden, cache = cached_forward(model, last[:, None], cache)
+    hidden, cache = cached_forward(model, last[:, None], cache, layers)
     logits = model.logits_of_hidden(hidden)[:, 0]
     last = choose(logits, sampling, _keys_of(keys, count))
     new = new.at[:, count].set(last)
@@ -317,6 +339,12 @@ def _check(
       f"generate: max_new_tokens must be at least 1, got {max_new_tokens}; "
       "pass how many tokens to add"
     )
+  # The last new token is not read.
+  longest = max(map(len, prompts))
+  model.config.check_length(
+    f"generate: a prompt of {longest} tokens and {max_new_tokens} new ones",
+    longest + max_new_tokens - 1,
+  )
   if not 0 <= seed < 2**32:
     raise ValueError(
       f"generate: seed must be at least 0 and below 2^32, got {seed}; pass "

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which numbers the fields of a configuration take.
+"""Which values the fields of a configuration take.
 
 A field says it in its type, as `steps: Count` or `b1: Annotated[float, Range(0,
 1)]`, and `check_numbers` holds a whole dataclass to it: a number that is not
@@ -9,7 +9,8 @@ JAX, whatever it was for.
 
 import dataclasses
 import numbers
-from typing import Annotated, Any, get_args
+import types
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +78,41 @@ def check_numbers(config: Any) -> None:
       f"{allowed.lowest} to {allowed.highest}, got {text}; see the presets for "
       "usual values"
     )
+
+
+def check_kinds(config: Any) -> None:
+  """Checks the other fields: texts, True or False, and names to choose from.
+
+  Args:
+    config: An instance of a dataclass.
+
+  Raises:
+    ValueError: one holds another type, or a name that is not there.
+  """
+  for field in dataclasses.fields(config):
+    value, hints = getattr(config, field.name), _alternatives(field.type)
+    words = [text for hint in hints if (text := _words(hint, value))]
+    if len(words) == len(hints):  # The value is none of them.
+      raise ValueError(
+        f"{type(config).__name__}: {field.name} must be {' or '.join(words)}, "
+        f"got {repr(value)[:40]}; pass such a value"
+      )
+
+
+def _alternatives(hint: Any) -> tuple[Any, ...]:
+  """The types of a union, or the one type."""
+  return get_args(hint) if get_origin(hint) is types.UnionType else (hint,)
+
+
+def _words(hint: Any, value: Any) -> str:
+  """What a value must be; "" if it is, or if `check_numbers` knows."""
+  if get_origin(hint) is Literal:
+    names = get_args(hint)
+    return "" if value in names else f"one of {', '.join(names)}"
+  if hint is type(None):
+    return "" if value is None else "None"
+  words = {str: "a text", bool: "True or False"}
+  return words.get(hint, "") if type(value) is not hint else ""
 
 
 def _is_allowed(

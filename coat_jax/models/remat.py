@@ -18,7 +18,7 @@ def _all_but_gathered(
 ) -> bool:
   """A checkpoint policy: what autodiff keeps, but not rows of other devices.
 
-  They come of the decoder's `_constrained`; what is made of them before a
+  They come of `gathering._constrained`; what is made of them before a
   product is a view. (A policy by `checkpoint_name` keeps the array in front of
   the name instead.)
   """
@@ -59,7 +59,8 @@ def checkpointed(
   """A layer's forward for a scan, which keeps for its backward what it should.
 
   Args:
-    forward: forward(x, layer), from x [B, T, D] to the same.
+    forward: forward(x, layer, kind), from x [B, T, D] to the same, and what the
+      layer says of its experts.
     remat: what is kept.
     recipe: of the layer.
     is_gathering: whether `forward` gathers weights itself; those of other
@@ -72,6 +73,6 @@ def checkpointed(
     return forward
   rounded = forward
   if remat == "fp8_layer":
-    rounded = lambda x, layer: forward(through_codes(x, recipe), layer)  # noqa: E731
+    rounded = lambda x, *args: forward(through_codes(x, recipe), *args)  # noqa: E731
   # In a scan XLA cannot mistake the second forward for the first.
   return nnx.remat(rounded, prevent_cse=False, policy=_POLICIES[remat])

@@ -22,6 +22,9 @@ AXIS_RULES = {
   # these columns of the MLP, or of this part of the vocabulary.
   "rows of columns": ("tensor", "fsdp"),
 }
+# Parts that each device has whole: of a vision tower at its ends, which are
+# small and of which few sizes divide by anything, and what is behind it.
+_WHOLE = ("patches/", "pool/", "projector/")
 # The axes of each parameter, by the end of its path.
 PARAMETER_AXES = {
   "embedding": ("rows of columns", None),
@@ -32,11 +35,20 @@ PARAMETER_AXES = {
   "gate_up/kernel": (None, "rows", None, "columns"),
   "down/kernel": (None, "rows of columns", None),
   "norm/scale": (),
+  "norm/bias": (),
+  "mlp/up/kernel": (None, "rows", "columns"),
+  "mlp/up/bias": (None, "columns"),
+  "attention/out/bias": (),
+  "down/bias": (),
+  # Of experts, whose axis no device has a part of.
+  "mlp/router": (),
+  "mlp/gate_up": (None, None, "rows", None, "columns"),
+  "mlp/down": (None, None, "rows of columns", None),
 }
 
 
 def param_shardings(mesh: Mesh | AbstractMesh, params: Any) -> Any:
-  """How the parameters of a `models.decoder.Decoder` are sharded.
+  """How the parameters of a model are sharded.
 
   Args:
     mesh: From `make_mesh`.
@@ -90,5 +102,7 @@ def param_spec(path: Any) -> PartitionSpec:
     Which axes of a mesh split its axes, those of stacked layers included.
   """
   name = jax.tree_util.keystr(path, simple=True, separator="/")
+  if any(part in name for part in _WHOLE):
+    return PartitionSpec()
   (axes,) = (axes for end, axes in PARAMETER_AXES.items() if name.endswith(end))
   return PartitionSpec(*map(AXIS_RULES.get, axes))

@@ -23,3 +23,5 @@ from coat_jax.plan.step import device_bytes as device_bytes
 from coat_jax.plan.step import fullest as fullest
 from coat_jax.plan.step import largest_batch as largest_batch
 from coat_jax.plan.step import plan_step as plan_step
+from coat_jax.plan.vision import Images as Images
+from coat_jax.plan.vision import plan_vision_step as plan_vision_step

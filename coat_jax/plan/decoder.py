@@ -3,7 +3,9 @@
 
 import dataclasses
 
+from coat_jax.layers.qk_norm import NormedOver
 from coat_jax.models.config import Remat
+from coat_jax.ops import Activation
 from coat_jax.recipe import CoatRecipe, GradDtype
 
 F32, BF16, FP8 = 4, 2, 1  # Bytes.
@@ -16,7 +18,7 @@ class DecoderShape:
   Attributes:
     num_layers: decoder layers, scanned.
     d_model: width of the residual stream.
-    d_ff: width of the gated MLP.
+    d_ff: width of the MLP, or of one expert.
     num_heads: query heads.
     num_kv_heads: key and value heads.
     vocab_size: columns of the output projection.
@@ -24,6 +26,13 @@ class DecoderShape:
     is_layer_norm: norms subtract the mean, and save one more number.
     norm_has_scale: norms have weights.
     tied_embeddings: the embedding is the output projection too.
+    pre_norm: blocks have a norm in front.
+    post_norm: blocks have one of what they add.
+    qk_norm: norm of q and k, as of `layers.Attention`.
+    activation: of the MLP's gate.
+    is_gated: the MLP has a gate; else its one product is put through GELU.
+    num_experts: experts of a layer; 0 for one MLP.
+    experts_per_token: how many of them a token goes to.
   """
 
   num_layers: int
@@ -36,6 +45,13 @@ class DecoderShape:
   is_layer_norm: bool = False
   norm_has_scale: bool = True
   tied_embeddings: bool = False
+  pre_norm: bool = True
+  post_norm: bool = False
+  qk_norm: NormedOver | None = None
+  activation: Activation = "silu"
+  is_gated: bool = True
+  num_experts: int = 0
+  experts_per_token: int = 0
 
   @property
   def heads_width(self) -> int:
@@ -49,13 +65,30 @@ class DecoderShape:
     return self.heads_width + 2 * self.num_kv_heads * width
 
   @property
+  def norms(self) -> int:
+    """How many norms of the residual stream's width a layer has."""
+    return 2 * (self.pre_norm + self.post_norm)
+
+  @property
+  def qk_norms(self) -> int:
+    """How many mean squares norms of a token's q and k take."""
+    heads = self.num_heads + self.num_kv_heads
+    return {None: 0, "head": heads, "all": 2}[self.qk_norm]
+
+  @property
+  def inner_width(self) -> int:
+    """Columns of the MLP's first product."""
+    return self.d_ff * (2 if self.is_gated else 1)
+
+  @property
   def matrices(self) -> dict[str, int]:
     """Values of each weight of one layer."""
+    count = self.num_experts or 1
     return {
       "qkv": self.d_model * self.qkv_width,
       "out": self.heads_width * self.d_model,
-      "gate_up": 2 * self.d_model * self.d_ff,
-      "down": self.d_ff * self.d_model,
+      "gate_up": count * self.d_model * self.inner_width,
+      "down": count * self.d_ff * self.d_model,
     }
 
 
@@ -122,6 +155,8 @@ def kept_bytes(
   def groups(width: int) -> int:  # Codes, and a BF16 scale for each group.
     return FP8 * width + BF16 * -(-width // recipe.group_size)
 
+  # Of a saved operand, where each block of 128 has its scale.
+  fp8 = FP8 + (F32 / 128 if recipe.scaling == "block" else 0)
   # Of BF16 layers each GPU has all positions between products, and its columns.
   whole = 1.0 if recipe.linear == "bf16" else 1 / tensor
   if remat == "full":
@@ -129,25 +164,58 @@ def kept_bytes(
   if remat == "fp8_layer":
     return groups(d) / tensor
   if remat == "dots":  # The input, and what the products give but the last.
-    return whole * BF16 * 2 * d + BF16 * (shape.qkv_width + 2 * f) / tensor
+    streams = 3 if shape.post_norm else 2  # Whose norm reads the last too.
+    # Grouped products are none.
+    inner = shape.qkv_width + (0 if shape.num_experts else shape.inner_width)
+    return whole * BF16 * streams * d + BF16 * inner / tensor
   attention = shape.qkv_width + heads
   log_sum_exp = F32 * shape.num_heads
+  qk_width = shape.qkv_width // 2 + heads // 2  # Without the values.
+  copies = shape.experts_per_token
   if recipe.nonlinear == "bf16":
-    operand = BF16 if recipe.linear == "bf16" else FP8
-    norm = F32 * (d * (2 if shape.norm_has_scale else 1) + 2) + operand * d
-    inner = BF16 * (attention + 5 * f) + log_sum_exp + operand * (heads + f)
-    return 2 * whole * norm + inner / tensor
+    operand = BF16 if recipe.linear == "bf16" else fp8
+    norm = F32 * (d * (2 if shape.norm_has_scale else 1) + 2)
+    outer = shape.norms * norm + 2 * operand * d
+    inner = BF16 * attention + log_sum_exp + operand * heads
+    if shape.qk_norm:
+      inner += F32 * 2 * (qk_width + shape.qk_norms)
+    if not shape.num_experts:
+      of_mlp = 5 if shape.activation == "silu" else 6
+      of_mlp = of_mlp if shape.is_gated else 4  # Of GELU each factor.
+      inner += (BF16 * of_mlp + operand) * f
+      return whole * outer + inner / tensor
+    # Rows of every copy, once more in f32 where p multiplies them; the router's
+    # operand in f32, its probabilities and the places of copies.
+    inner += copies * (BF16 * 6 + F32) * f
+    router = F32 * (d + shape.num_experts + 4 + 6 * copies) - operand * d
+    router += copies * BF16 * d
+    return whole * (outer + router) + inner / tensor
 
   statistics = F32 * (2 if shape.is_layer_norm else 1)
-  norms = 2 * (groups(d) + statistics)
-  if remat == "fp8":
-    return norms / tensor
-  kept = norms + 2 * groups(f) + log_sum_exp
-  if recipe.attention == "fp8":
+  norms = shape.norms * (groups(d) + statistics)
+  if shape.num_experts:  # Its statistics are computed again.
+    norms -= statistics
+  if remat == "fp8":  # A first norm's codes, or the input itself.
+    return (norms + (0 if shape.pre_norm else BF16 * d)) / tensor
+  kept = norms + shape.inner_width // f * (copies or 1) * groups(f)
+  kept += log_sum_exp + 4 * copies  # The experts' numbers.
+  if not shape.pre_norm and recipe.residuals != "coat":
+    kept += 2 * fp8 * d  # The operands of the first products.
+  if recipe.attention_compute == "fp8":
+    kept += FP8 * attention
+    if shape.qk_norm:  # Of q and k groups, in front of the norms.
+      width = heads // shape.num_heads
+      kept += qk_width // width * (groups(width) - FP8 * width)
+  elif recipe.attention == "fp8":
     width = heads // shape.num_heads
     kept += attention // width * groups(width)
   else:
     kept += BF16 * attention
+    if shape.qk_norm:  # Of these the codes in front of the norms.
+      width = heads // shape.num_heads
+      kept += qk_width // width * (groups(width) - BF16 * width)
   if recipe.residuals == "coat":  # Norm outputs, SiLU and the product too.
-    kept += groups(f) + FP8 * (2 * d + f)
+    kept += fp8 * d
+    if not shape.num_experts:
+      kept += fp8 * d + (groups(f) + fp8 * f) * shape.is_gated
   return kept / tensor

@@ -119,13 +119,17 @@ def plan_step(
   if load.accumulate > 1:
     summed = weights * max(1, jnp.dtype(load.sums_dtype).itemsize / value)
   is_cast = recipe.linear == "bf16" and value == F32
+  linear = layers
+  if shape.num_experts:  # Of which nothing is cached, and no cast is kept.
+    of_layer = shape.matrices
+    linear = shape.num_layers * (of_layer["qkv"] + of_layer["out"])
   if is_cast and not load.is_on_mesh and load.remat == "none":
-    kept += BF16 * layers  # Autodiff keeps the casts of weights.
+    kept += BF16 * linear  # Autodiff keeps the casts of weights.
   cached = 0
   if recipe.linear == "fp8" and recipe.weight_cache == "codes":
     # Columns are dead after the only forward of a step, rows are not.
     layouts = 1 if load.accumulate == 1 else 2
-    cached = layouts * FP8 * layers / parts
+    cached = layouts * FP8 * linear / parts
   ends = _Ends(shape, load, value)
   backward = layer_backward(shape, recipe, load, value=value)
   backward += ends.in_backward
@@ -194,6 +198,10 @@ class _Ends:
     if value == F32 or load.is_on_mesh:
       # The weights in BF16, on a mesh gathered.
       self.in_loss += BF16 * head
+    if load.is_on_mesh and shape.tied_embeddings:
+      # Before there are logits, gathered weights as rows and as columns.
+      both = (F32 + 2 * BF16) * head + 2 * unit
+      self.in_loss = max(self.in_loss, both)
     # The weights' gradient, summed over devices by then.
     self.in_backward = value * head / load.fsdp
     if load.optimizer_in_backward:

@@ -38,14 +38,48 @@ SMALL: dict[str, Any] = dict(
 SCALING = "yarn,factor=4,original_max_position_embeddings=16"
 CONFIGS = {
   "olmo": ModelConfig(family="olmo", **SMALL, clip_qkv=0.5),
+  "gpt2": ModelConfig(
+    family="gpt2",
+    **SMALL | dict(rope_theta=1e4),
+    tied_embeddings=True,
+    max_positions=13,
+    gelu="erf",
+  ),
   "qwen2, tied": ModelConfig(family="qwen2", **SMALL, tied_embeddings=True),
   "qwen2": ModelConfig(family="qwen2", **SMALL),
   "llama": ModelConfig(family="llama", **SMALL),
   "olmo2": ModelConfig(family="olmo2", **SMALL),
   "qwen3": ModelConfig(
-    family="qwen3", **SMALL, head_dim=6, window=5, rope_scaling=SCALING
+    family="qwen3",
+    **SMALL,
+    head_dim=6,
+    rotary_dim=4,
+    window=5,
+    rope_scaling=SCALING,
   ),
   "mistral": ModelConfig(family="mistral", **SMALL, window=5),
+  "gemma2": ModelConfig(
+    family="gemma2",
+    **SMALL,
+    tied_embeddings=True,
+    window=5,
+    full_every=2,
+    query_scalar=7,
+    attention_soft_cap=0.7,
+    logits_soft_cap=2.0,
+  ),
+  "gemma3": ModelConfig(
+    family="gemma3_text",
+    **SMALL,
+    tied_embeddings=True,
+    window=5,
+    full_every=2,
+    window_rope_theta=20.0,
+    rope_scaling=SCALING,
+  ),
+  "qwen3_moe": ModelConfig(
+    family="qwen3_moe", **SMALL, num_experts=5, experts_per_token=2
+  ),
 }
 
 
@@ -157,6 +191,7 @@ def test_cache_and_hidden_states_have_the_models_dtype():
       ("data=2,fsdp=2,tensor=2", "llama"),
       ("data=2,fsdp=2,tensor=2", "qwen2, tied"),
       ("fsdp=8", "olmo"),
+      ("data=2,fsdp=2,tensor=2", "gemma3"),
     ],
   ),
 )

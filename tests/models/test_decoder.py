@@ -24,63 +24,104 @@ SMALL = dict(
   rope_theta=50.0,
   norm_eps=0.1,
 )
+GEMMA = SMALL | dict(
+  num_layers=3, head_dim=6, window=4, full_every=2, tied_embeddings=True
+)
 CONFIGS = {
   "llama": ModelConfig(family="llama", **SMALL),
   "olmo": ModelConfig(
     family="olmo", **SMALL, tied_embeddings=True, clip_qkv=0.5
+  ),
+  "gemma2": ModelConfig(
+    family="gemma2",
+    **GEMMA,
+    query_scalar=7,
+    attention_soft_cap=0.7,
+    logits_soft_cap=2.0,
+  ),
+  # With the stretched RoPE of its larger models where all keys are seen.
+  "gemma3": ModelConfig(
+    family="gemma3_text",
+    **GEMMA,
+    window_rope_theta=20.0,
+    rope_scaling="linear,factor=8",
   ),
 }
 TOKENS = np.random.default_rng(0).integers(0, 40, (2, 12), np.int32)
 
 
 def in_numpy(config, params, tokens):
-  """The final hidden states, in float64, from the formulas."""
+  """The logits, in float64, from the formulas."""
   heads, kv_heads, h = config.num_heads, config.num_kv_heads, config.head_width
   batch, length = tokens.shape
+  is_gemma = config.family.startswith("gemma")
 
-  def norm(x, scale):
+  def norm(x, module):
     if config.family == "olmo":
       x = x - x.mean(-1, keepdims=True)
     x = x / np.sqrt((x**2).mean(-1, keepdims=True) + config.norm_eps)
-    return x * scale
+    if module is None:
+      return x
+    return x * (1 + module["scale"] if is_gemma else module["scale"])
 
-  def rope(x):  # [B, T, N, H]; pairs are (i, i + H / 2).
+  def after(y, part):
+    return norm(y, part["post_norm"]) if is_gemma else y
+
+  def capped(x, cap):
+    return x if cap is None else cap * np.tanh(x / cap)
+
+  def rope(x, sees_all):  # [B, T, N, H]; pairs are (i, i + H / 2).
     i = np.arange(h // 2)
-    angle = np.arange(length)[:, None] * config.rope_theta ** (-2 * i / h)
+    theta, slower = config.rope_theta, 1
+    if config.family == "gemma3_text":
+      theta, slower = (theta, 8) if sees_all else (20, 1)
+    angle = np.arange(length)[:, None] * theta ** (-2 * i / h) / slower
     turn = np.exp(1j * angle)[None, :, None]
     turned = (x[..., : h // 2] + 1j * x[..., h // 2 :]) * turn
     return np.concatenate([turned.real, turned.imag], -1)
 
-  def attention(x, scale, qkv, out):
-    y = norm(x, scale) @ qkv
+  def attention(x, part, sees_all):
+    y = norm(x, part["qkv"].get("norm")) @ part["qkv"]["linear"]["kernel"]
     if config.clip_qkv is not None:
       y = np.clip(y, -config.clip_qkv, config.clip_qkv)
     shared = heads // kv_heads
     y = y.reshape(batch, length, kv_heads, shared + 2, h)
-    q = rope(y[..., :shared, :].reshape(batch, length, heads, h))
-    k = rope(y[..., shared, :]).repeat(shared, 2)
-    v = y[..., shared + 1, :].repeat(shared, 2)
-    scores = np.einsum("btnh,bsnh->bnts", q, k) / np.sqrt(h)
+    q = y[..., :shared, :].reshape(batch, length, heads, h)
+    k, v = y[..., shared, :], y[..., shared + 1, :].repeat(shared, 2)
+    if "q_norm" in part:
+      q, k = norm(q, part["q_norm"]), norm(k, part["k_norm"])
+    q, k = rope(q, sees_all), rope(k, sees_all).repeat(shared, 2)
+    scores = np.einsum("btnh,bsnh->bnts", q, k)
+    scores = scores / np.sqrt(config.query_scalar or h)
+    weights = np.exp(capped(scores, config.attention_soft_cap))
     past = np.tril(np.ones((length, length), bool))
-    weights = np.where(past, np.exp(scores), 0)
+    if is_gemma and not sees_all:
+      past = np.triu(past, 1 - config.window)
+    weights = np.where(past, weights, 0)
     weights = weights / weights.sum(-1, keepdims=True)
     y = np.einsum("bnts,bsnh->btnh", weights, v)
-    return x + y.reshape(batch, length, heads * h) @ out
+    y = y.reshape(batch, length, heads * h) @ part["out"]["kernel"]
+    return x + after(y, part)
 
-  def mlp(x, scale, gate_up, down):
-    gate, up = np.einsum("btd,dcf->cbtf", norm(x, scale), gate_up)
-    return x + (gate / (1 + np.exp(-gate)) * up) @ down
+  def activation(x):
+    if is_gemma:
+      return x / 2 * (1 + np.tanh((2 / np.pi) ** 0.5 * (x + 0.044715 * x**3)))
+    return x / (1 + np.exp(-x))
 
-  x = params["embedding"][tokens]
-  a, m = params["layers"]["attention"], params["layers"]["mlp"]
+  def mlp(x, part):
+    y = norm(x, part.get("norm"))
+    gate, up = np.einsum("btd,dcf->cbtf", y, part["gate_up"]["kernel"])
+    y = (activation(gate) * up) @ part["down"]["kernel"]
+    return x + after(y, part)
+
+  x = params["embedding"][tokens] * (32**0.5 if is_gemma else 1)
   for i in range(config.num_layers):
-    scale = a["qkv"]["norm"]["scale"][i] if "norm" in a["qkv"] else 1
-    x = attention(
-      x, scale, a["qkv"]["linear"]["kernel"][i], a["out"]["kernel"][i]
-    )
-    scale = m["norm"]["scale"][i] if "norm" in m else 1
-    x = mlp(x, scale, m["gate_up"]["kernel"][i], m["down"]["kernel"][i])
-  return norm(x, params["norm"]["scale"] if "norm" in params else 1)
+    of_layer = jax.tree.map(lambda w, i=i: w[i], params["layers"])
+    x = attention(x, of_layer["attention"], sees_all=i % 2 == 1)
+    x = mlp(x, of_layer["mlp"])
+  x = norm(x, params.get("norm"))
+  head = params["head"] if "head" in params else params["embedding"].T
+  return capped(x @ head, config.logits_soft_cap)
 
 
 @pytest.mark.parametrize("family", CONFIGS)
@@ -95,7 +136,8 @@ def test_decoder_matches_numpy(family):
   params = jax.tree.map(
     lambda w: rng.normal(0, 0.25, w.shape).astype(w.dtype), params
   )
-  got = jit(lambda params, x: nnx.merge(graph, params)(x))(params, TOKENS)
+  logits = lambda params, x: nnx.merge(graph, params).logits(x)  # noqa: E731
+  got = jit(logits)(params, TOKENS)
   pure = jax.tree.map(np.float64, nnx.to_pure_dict(params))
   assert_close(got, in_numpy(config, pure, TOKENS))
 

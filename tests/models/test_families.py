@@ -4,12 +4,15 @@
 import jax
 import pytest
 from flax import nnx
+from jax import P
+from jax.tree_util import DictKey
 
 from coat_jax import recipe as recipes
 from coat_jax.models import config as configs
 from coat_jax.models.config import Family, ModelConfig
 from coat_jax.models.decoder import Decoder
 from coat_jax.models.specs import param_spec
+from train.step import decays
 
 SIZES = dict(num_layers=2, d_model=64, d_ff=160, num_heads=4, num_kv_heads=2)
 
@@ -61,6 +64,23 @@ def test_family_chooses_the_parameters(family, more, less):
   assert shapes(tied) == want
 
 
+def test_family_with_experts_has_them_in_place_of_the_mlp():
+  sizes = SIZES | dict(vocab_size=384, num_experts=6, experts_per_token=2)
+  found = shapes(ModelConfig(family="qwen3_moe", **sizes))
+  mlp = {k: v for k, v in found.items() if k.startswith("layers/mlp/")}
+  assert mlp == {
+    "layers/mlp/down": (2, 6, 160, 64),
+    "layers/mlp/gate_up": (2, 6, 64, 2, 160),
+    "layers/mlp/norm/scale": (2, 64),
+    "layers/mlp/router": (2, 64, 6),
+  }
+  with pytest.raises(ValueError, match=r"of families with experts, got \(6, 2"):
+    ModelConfig(family="llama", **sizes)
+  for change in (dict(num_experts=None), dict(experts_per_token=7)):
+    with pytest.raises(ValueError, match="qwen3_moe needs num_experts and"):
+      ModelConfig(family="qwen3_moe", **(sizes | change))
+
+
 def test_family_is_a_row_of_a_table(monkeypatch):
   own = Family(norm="layer", norm_has_scale=False, qkv_bias=True)
   monkeypatch.setitem(configs.FAMILIES, "own", own)
@@ -69,13 +89,89 @@ def test_family_is_a_row_of_a_table(monkeypatch):
   assert shapes(config) == want
 
 
+def test_gpt2_has_biases_and_learned_positions():
+  config = ModelConfig(
+    family="gpt2",
+    vocab_size=384,
+    tied_embeddings=True,
+    max_positions=32,
+    **SIZES,
+  )
+  found = shapes(config)
+  assert found == {
+    "embedding": (384, 64),
+    "position_embedding": (32, 64),
+    "layers/attention/out/bias": (2, 64),
+    "layers/attention/out/kernel": (2, 64, 64),
+    "layers/attention/qkv/linear/bias": (2, 128),
+    "layers/attention/qkv/linear/kernel": (2, 64, 128),
+    "layers/attention/qkv/norm/bias": (2, 64),
+    "layers/attention/qkv/norm/scale": (2, 64),
+    "layers/mlp/down/bias": (2, 64),
+    "layers/mlp/down/kernel": (2, 160, 64),
+    "layers/mlp/norm/bias": (2, 64),
+    "layers/mlp/norm/scale": (2, 64),
+    "layers/mlp/up/bias": (2, 160),
+    "layers/mlp/up/kernel": (2, 64, 160),
+    "norm/bias": (64,),
+    "norm/scale": (64,),
+  }
+  # What products multiply by decays, and nothing else.
+  decayed = decays({name: 0 for name in found})
+  assert {name for name in found if decayed[name]} == {
+    name for name in found if name.endswith("kernel")
+  }
+  spec = {
+    name: param_spec(tuple(map(DictKey, name.split("/")))) for name in found
+  }
+  assert spec["position_embedding"] == spec["embedding"]
+  assert spec["layers/mlp/up/kernel"] == P(None, "fsdp", "tensor")
+  assert spec["layers/mlp/up/bias"] == P(None, "tensor")
+  assert (
+    spec["layers/mlp/down/bias"] == spec["layers/attention/out/bias"] == P()
+  )
+
+
+@pytest.mark.parametrize(
+  "family, fields, words",
+  [
+    ("gpt2", {}, "positions of gpt2 are learned, got max_positions None"),
+    ("gpt2", dict(max_positions=8, rope_theta=5e5), "rope_theta is of other"),
+    ("llama", dict(max_positions=8), "max_positions is of other families than"),
+    (
+      "llama",
+      dict(gelu="erf"),
+      "gelu is of other families than llama, got erf",
+    ),
+  ],
+)
+def test_fields_of_other_families_are_refused(family, fields, words):
+  with pytest.raises(ValueError, match=words):
+    ModelConfig(family=family, vocab_size=384, **SIZES, **fields)
+
+
 def test_family_that_is_unknown_is_refused():
   with pytest.raises(ValueError, match="'lama'; did you mean 'llama'"):
     ModelConfig(family="lama", vocab_size=384, **SIZES)
 
 
+@pytest.mark.parametrize(
+  "field, value, words",
+  [
+    ("family", None, "family must be a text, got None"),
+    ("rope_scaling", {"type": "yarn"}, "must be a text or None, got {'type'"),
+    ("tied_embeddings", "no", "must be True or False, got 'no'"),
+    ("normalize_experts", 1, "must be True or False, got 1"),
+    ("gelu", ["erf"], "gelu must be one of tanh, erf, got ."),
+  ],
+)
+def test_value_of_another_type_is_a_sentence(field, value, words):
+  config = ModelConfig(family="llama", vocab_size=384, **SIZES)
+  object.__setattr__(config, field, value)  # Past the suite's own checks.
+  with pytest.raises(ValueError, match=f"ModelConfig: .*{words}"):
+    config.__post_init__()
+
+
 def test_bias_of_qkv_is_split_with_its_columns():
-  path = tuple(
-    jax.tree_util.DictKey(key) for key in next(iter(BIAS)).split("/")
-  )
-  assert param_spec(path) == jax.P(None, "tensor")
+  path = tuple(map(DictKey, next(iter(BIAS)).split("/")))
+  assert param_spec(path) == P(None, "tensor")

@@ -71,15 +71,40 @@ def test_greedy_tokens_are_those_of_transformers(llama):
   assert both[1] == want and len(both[0]) == 16
 
 
+@pytest.mark.slow
 def test_greedy_tokens_with_norms_of_q_and_k_are_those_of_transformers():
   greedy = expected("qwen3")["greedy"][0].tolist()
   tokens = generate(read("qwen3"), [greedy[:8]], max_new_tokens=16)
   assert tokens == [greedy[8:]]
 
 
+def test_greedy_tokens_with_learned_positions_are_those_of_transformers():
+  model, golden = read("gpt2"), expected("gpt2")
+  greedy = golden["greedy"][0].tolist()
+  # Beside a longer one, which pads it.
+  prompts = [greedy[:8], golden["input_ids"][1, :13].tolist()]
+  tokens = generate(model, prompts, max_new_tokens=16)
+  assert tokens[0] == greedy[8:]
+  with pytest.raises(ValueError) as caught:
+    generate(model, [[1] * 250], max_new_tokens=8)
+  assert str(caught.value) == (
+    "generate: a prompt of 250 tokens and 8 new ones: gpt2 has learned "
+    "positions for 256 tokens, got 257; pass shorter sequences"
+  )
+
+
 def test_prompts_give_what_they_give_alone(small):
   run = without_cache(build(CONFIGS["llama"], recipes.bf16()))
   together = generate(small, PROMPTS, max_new_tokens=9)
+  assert together == [greedy_without_cache(run, each, 9) for each in PROMPTS]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gemma2", "gemma3"])
+def test_layers_of_two_kinds_give_what_they_give_without_a_cache(name):
+  model = build(CONFIGS[name], recipes.coat())
+  run = without_cache(build(CONFIGS[name], recipes.bf16()))
+  together = generate(model, PROMPTS, max_new_tokens=9)
   assert together == [greedy_without_cache(run, each, 9) for each in PROMPTS]
 
 

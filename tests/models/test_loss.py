@@ -8,7 +8,8 @@ from flax import nnx
 
 from coat_jax import recipe
 from coat_jax.models.config import ModelConfig
-from coat_jax.models.decoder import Decoder, loss_fn
+from coat_jax.models.decoder import Decoder
+from coat_jax.models.loss import loss_fn
 from tests.comparing import jit
 
 B, T, V = 2, 12, 48

@@ -17,8 +17,10 @@ from flax import nnx
 
 from coat_jax import plan as plans
 from coat_jax import recipe as recipes
-from coat_jax.layers import vocabulary, with_weight_cache
-from coat_jax.models import decoder
+from coat_jax.layers import with_weight_cache
+from coat_jax.models.batch import Batch
+from coat_jax.models.decoder import Decoder
+from coat_jax.models.loss import loss_fn, loss_of_hidden
 from tests.comparing import assert_close, assert_same_bits, jit
 from tests.layers.straight_through import pin
 from tests.matrices import quick
@@ -33,12 +35,23 @@ MODEL = runs.MODEL | dict(num_heads=4, num_kv_heads=2)
 LAYERS, WIDTH = MODEL["num_layers"], MODEL["d_model"]
 
 
-def configure(**options):
+# Layers of two kinds, whose blocks have norms on both sides.
+GEMMA = dict(
+  family="gemma3_text",
+  window=8,
+  full_every=2,
+  window_rope_theta=100.0,
+  attention_soft_cap=5.0,
+  logits_soft_cap=10.0,
+)
+
+
+def configure(*, model=None, **options):
   """A tiny run."""
   demo = PRESETS["demo"]()
   return dataclasses.replace(
     demo,
-    model=dataclasses.replace(demo.model, **MODEL),
+    model=dataclasses.replace(demo.model, **MODEL | (model or {})),
     batch=8,
     seq=32,
     implementation="xla",
@@ -60,7 +73,7 @@ def build(**options):
     model = nnx.merge(graph, params)
     if "weight_cache" in options:
       model = with_weight_cache(model, config.coat_recipe())
-    return decoder.loss_fn(model, jnp.asarray(TOKENS))
+    return loss_fn(model, jnp.asarray(TOKENS))
 
   return loss, params
 
@@ -96,12 +109,19 @@ def kept_bytes(loss, params, mesh=""):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-  "recipe, remat",
-  quick(1, [("coat", "full"), ("bf16", "dots"), ("bf16", "full")]),
+  "recipe, remat, model",
+  quick(
+    1,
+    [
+      ("bf16", "full", None),
+      ("bf16", "dots", GEMMA),
+      ("coat", "full", GEMMA),
+    ],
+  ),
 )
-def test_what_is_kept_changes_no_gradient(recipe, remat):
+def test_what_is_kept_changes_no_gradient(recipe, remat, model):
   # In f32 the second forward is the first; FP8 codes are the same codes.
-  options = dict(recipe=recipe)
+  options = dict(recipe=recipe, model=model)
   options |= dict(compute="float32") if recipe == "bf16" else {}
   loss, params = build(**options)
   want = jax.jit(jax.value_and_grad(loss))(params)
@@ -117,16 +137,14 @@ def test_what_is_kept_changes_no_gradient(recipe, remat):
 @pytest.mark.parametrize(
   "options",
   quick(
-    1,
+    0,
     [
-      dict(attention="fp8"),
-      dict(),
       dict(weight_cache="none"),
       dict(weight_cache="codes", attention="fp8"),
-      dict(residuals="coat"),
       dict(residuals="coat", attention="fp8"),
       dict(mesh="fsdp=4"),
       dict(mesh="data=2,tensor=2"),
+      dict(model=GEMMA),
     ],
   ),
 )
@@ -169,17 +187,12 @@ def layer_by_layer(**options):
   def loss(params):
     model = nnx.merge(graph, params)
     layers, weights = nnx.split(model.layers)
-    tokens, targets = jnp.asarray(TOKENS[:, :-1]), jnp.asarray(TOKENS[:, 1:])
-    x = vocabulary.embed(
-      tokens, model.embedding[...], dtype=model.dtype, axes=model.axes
-    )
+    batch, kinds = Batch(jnp.asarray(TOKENS)), model.kinds_of_layers
+    x = model.embed(batch.inputs)
     for i in range(LAYERS):
       layer = nnx.merge(layers, jax.tree.map(lambda w: w[i], weights))  # noqa: B023
-      x = layer(pin(x, rounded(x)))
-    head, axes = model.head[...], model.axes
-    return vocabulary.mean_loss(
-      model.norm(x), targets, head, is_tied=False, axes=axes
-    )
+      x = layer(pin(x, rounded(x)), kind=None if kinds is None else kinds[i])
+    return loss_of_hidden(model, model.norm(x), batch)
 
   return loss
 
@@ -191,10 +204,10 @@ def layer_by_layer(**options):
     [
       # In f32, since a layer in BF16 rounds where the compiler fuses.
       dict(recipe="bf16", compute="float32"),
-      dict(),
       dict(attention="fp8", residuals="coat"),
       dict(mesh="fsdp=4"),
       dict(mesh="data=2,tensor=2"),
+      dict(model=GEMMA),
     ],
   ),
 )
@@ -246,7 +259,7 @@ def test_codes_of_norms_or_of_layers_are_kept(remat, mesh):
 @pytest.mark.parametrize("recipe", ["bf16", "fp8_linear"])
 def test_norms_without_codes_have_none_to_keep(recipe):
   with pytest.raises(ValueError, match=f"got recipe {recipe}; pass 'fp8_"):
-    decoder.Decoder(
+    Decoder(
       configure().model,
       getattr(recipes, recipe)(),
       remat="fp8",

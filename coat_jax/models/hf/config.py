@@ -2,9 +2,9 @@
 """config.json of transformers to a `ModelConfig`, and back.
 
 Each key of a file is one of three: a number or choice of the model; known to
-have no effect on what it computes (`_WITHOUT_EFFECT`); or refused by name, for
+have no effect on what it computes (`WITHOUT_EFFECT`); or refused by name, for
 a model that is read without it would be another one. A family is a row of
-`CONFIGS`.
+`rows.CONFIGS`.
 
 transformers 5 writes RoPE's base into `rope_parameters` and the dtype as
 `dtype`; version 4 had `rope_theta`, `rope_scaling` and `torch_dtype`. Both are
@@ -12,90 +12,33 @@ read, and both are written where they do not exclude each other.
 """
 
 import dataclasses
-import difflib
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from coat_jax.models.config import ModelConfig
 from coat_jax.models.hf.files import check_folder, read_json
-from coat_jax.models.hf.rope import read_rope, write_rope
+from coat_jax.models.hf.keys import DTYPE_KEYS, choose, dtype_of, refusal
+from coat_jax.models.hf.layer_types import (
+  LAYER_TYPES,
+  PATTERNS,
+  read_full_every,
+  write_layer_types,
+)
+from coat_jax.models.hf.rope import (
+  PARTIAL,
+  WINDOW_BASE,
+  read_rope,
+  read_ropes,
+  write_rope,
+  write_ropes,
+)
+from coat_jax.models.hf.rows import CONFIGS, ConfigRow
 
 CONFIG = "config.json"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ConfigRow:
-  """How a family's config.json is read.
-
-  Attributes:
-    architecture: the class of transformers.
-    fields: keys of this family alone that are fields of `ModelConfig`.
-    fixed: keys of this family alone that have one value here. Where a file
-      leaves them out they have it too, unless `defaults` has another one.
-    defaults: what transformers takes where a key is left out, if that differs
-      from the other families.
-    ignored: keys without an effect, given those that are `fixed`.
-  """
-
-  architecture: str
-  fields: dict[str, str] = dataclasses.field(default_factory=dict)
-  fixed: dict[str, Any] = dataclasses.field(default_factory=dict)
-  defaults: dict[str, Any] = dataclasses.field(default_factory=dict)
-  ignored: tuple[str, ...] = ()
-
-
-_RMS = {"rms_norm_eps": "norm_eps"}
-_WINDOW = {"sliding_window": "window"}
-_ONLY_FULL = {"layer_types": None}
-CONFIGS = {
-  "llama": ConfigRow(
-    architecture="LlamaForCausalLM",
-    fields=_RMS,
-    fixed={"attention_bias": False, "mlp_bias": False},
-  ),
-  "mistral": ConfigRow(
-    architecture="MistralForCausalLM",
-    fields=_RMS | _WINDOW,
-    fixed=_ONLY_FULL,
-    defaults={"num_key_value_heads": 8, "sliding_window": 4096},
-  ),
-  "phi3": ConfigRow(
-    architecture="Phi3ForCausalLM",
-    fields=_RMS | _WINDOW,
-    fixed={"embd_pdrop": 0, "resid_pdrop": 0, "attention_bias": False},
-    defaults={"rms_norm_eps": 1e-5},
-    # The length that longrope, which is refused, stretches.
-    ignored=("original_max_position_embeddings",),
-  ),
-  "olmo2": ConfigRow(
-    architecture="Olmo2ForCausalLM",
-    fields=_RMS,
-    fixed={"attention_bias": False},
-    defaults={"rms_norm_eps": 1e-5},
-  ),
-  "olmo": ConfigRow(
-    architecture="OlmoForCausalLM",
-    fields={"clip_qkv": "clip_qkv"},
-    fixed={"attention_bias": False},
-  ),
-  "qwen3": ConfigRow(
-    architecture="Qwen3ForCausalLM",
-    fields=_RMS,
-    fixed={"attention_bias": False, "use_sliding_window": False, **_ONLY_FULL},
-    defaults={"num_key_value_heads": 32, "head_dim": 128},
-    ignored=("sliding_window", "max_window_layers"),
-  ),
-  "qwen2": ConfigRow(
-    architecture="Qwen2ForCausalLM",
-    fields=_RMS,
-    fixed={"use_sliding_window": False, **_ONLY_FULL},
-    defaults={"num_key_value_heads": 32},
-    ignored=("sliding_window", "max_window_layers"),
-  ),
-}
 # Keys of all families. Those of these alone that have a default may be absent.
 _FIELDS = {
   "num_hidden_layers": "num_layers",
@@ -115,20 +58,25 @@ _DEFAULTS = {
   "clip_qkv": None,
   "sliding_window": None,
 }
+_LONGEST = "max_position_embeddings"
 _FIXED = {
   "hidden_act": "silu",
   "attention_dropout": 0,
   "is_encoder_decoder": False,
   "add_cross_attention": False,
 }
-_FLOATS = ("rms_norm_eps", "clip_qkv")
+_FLOATS = (
+  *("rms_norm_eps", "clip_qkv", "layer_norm_epsilon"),
+  *("attn_logit_softcapping", "final_logit_softcapping"),
+  "router_aux_loss_coef",
+)
+_CHOICES = ("tie_word_embeddings", "norm_topk_prob")
 _ROPE = ("rope_parameters", "rope_theta", "rope_scaling")
-_DTYPE = ("dtype", "torch_dtype")
-_WITHOUT_EFFECT = {
+WITHOUT_EFFECT = {
   # Where the file comes from.
   *("model_type", "architectures", "_name_or_path", "transformers_version"),
   # The longest text of its training; plain RoPE ends nowhere.
-  "max_position_embeddings",
+  _LONGEST,
   # Of new random weights.
   "initializer_range",
   # How transformers computes it, or what its calls return.
@@ -166,7 +114,8 @@ def parse_config(file: Path, found: dict) -> tuple[ModelConfig, np.dtype]:
   if row is None or not isinstance(family, str):
     raise ValueError(
       f"load_hf: {file}: model_type must be one of {', '.join(CONFIGS)}, got "
-      f"{str(family)[:40]}; other families cannot be read yet"
+      f"{str(family)[:40]}; other families cannot be read yet; vision towers "
+      "are read with model=VisionTower, llava with model=VisionLanguageModel"
     )
   architectures = found.get("architectures") or [row.architecture]
   if architectures != [row.architecture]:
@@ -174,15 +123,22 @@ def parse_config(file: Path, found: dict) -> tuple[ModelConfig, np.dtype]:
       f"load_hf: {file}: architectures must be [{row.architecture}], got "
       f"{str(architectures)[:80]}; only language models can be read"
     )
-  fixed, defaults = _FIXED | row.fixed, _DEFAULTS | row.defaults
-  fields = _FIELDS | row.fields
-  known = {*fields, *fixed, *row.ignored, *_ROPE, *_DTYPE, *_WITHOUT_EFFECT}
+  fixed = row.of_all(_FIXED) | row.fixed
+  defaults = row.of_all(_DEFAULTS) | row.defaults
+  fields = row.of_all(_FIELDS) | row.fields
+  known = {*fields, *fixed, *row.ignored, *row.choices, *DTYPE_KEYS}
+  known |= WITHOUT_EFFECT.difference(row.lacks)
+  known |= {*_ROPE} if row.has_rope else set()
+  known |= {PARTIAL} if row.has_partial_rope else set()
+  known |= {LAYER_TYPES, *PATTERNS} if row.full_every else set()
+  known |= {WINDOW_BASE} if row.has_ropes else set()
+  found = _without_aliases(file, row, found)
   for key, value in found.items():
     if key not in known:
-      raise _refusal(file, key, value, known)
+      raise refusal(file, key, value, known)
   for key, value in fixed.items():
     got = found.get(key, defaults.get(key, value))
-    if got != value and not _is_all_full(key, got):
+    if (got or None) != (value or None) and not _is_all_full(key, got):
       raise ValueError(
         f"load_hf: {file}: {key} must be {value}, got {str(got)[:80]}; "
         f"a {family} with another one cannot be had here yet"
@@ -196,13 +152,36 @@ def parse_config(file: Path, found: dict) -> tuple[ModelConfig, np.dtype]:
     field: _number(file, key, found.get(key, defaults.get(key)))
     for key, field in fields.items()
   }
-  values |= read_rope(file, found)
-  return _model_config(file, family, values), _dtype(file, found)
+  for key, (field, choices) in row.choices.items():
+    value = found.get(key, next(iter(choices)))
+    values[field] = choose(file, key, value, choices)
+  if row.has_ropes:
+    values |= read_ropes(file, found)
+  elif row.has_rope:
+    values |= read_rope(file, found, has_partial=row.has_partial_rope)
+  if row.full_every:
+    values["full_every"] = read_full_every(file, found, row.full_every)
+  return _model_config(file, family, values), dtype_of(file, found)
+
+
+def _without_aliases(file: Path, row: ConfigRow, found: dict) -> dict:
+  """The same keys, each under one name."""
+  found = dict(found)
+  for alias, key in row.aliases.items():
+    if alias not in found:
+      continue
+    value = found.pop(alias)
+    if found.setdefault(key, value) != value:
+      raise ValueError(
+        f"load_hf: {file}: {alias} must be {key}, which is {found[key]}, got "
+        f"{str(value)[:40]}; correct the one that is wrong"
+      )
+  return found
 
 
 def _number(file: Path, key: str, value: Any) -> Any:
   """Checks the kind of a value; `ModelConfig` checks its range."""
-  is_choice = key == "tie_word_embeddings"
+  is_choice = key in _CHOICES
   allowed = (bool,) if is_choice else (int, float, type(None))
   if type(value) in allowed:
     return float(value) if key in _FLOATS and value is not None else value
@@ -216,29 +195,24 @@ def _number(file: Path, key: str, value: Any) -> Any:
 def _model_config(
   file: Path, family: str, values: dict[str, Any]
 ) -> ModelConfig:
-  if values["num_kv_heads"] is None:
+  if values.get("num_kv_heads") is None:
     values["num_kv_heads"] = values["num_heads"]
+  multiple = CONFIGS[family].d_ff_multiple
+  if values["d_ff"] is None and multiple and type(values["d_model"]) is int:
+    values["d_ff"] = multiple * values["d_model"]
+  share = values.pop(PARTIAL, None)
   try:
     config = ModelConfig(family=family, **values)
+    if share is not None:  # As transformers rounds it.
+      size = int(config.head_width * share)
+      config = dataclasses.replace(config, rotary_dim=size)
   except ValueError as error:
     raise ValueError(f"load_hf: {file}: {error}") from error
   if config.head_dim == config.d_model / config.num_heads:
-    return dataclasses.replace(config, head_dim=None)  # One way to say it.
+    config = dataclasses.replace(config, head_dim=None)  # One way to say it.
+  if config.query_scalar == config.head_width:
+    config = dataclasses.replace(config, query_scalar=None)
   return config
-
-
-def _refusal(file: Path, key: str, value: Any, known: set) -> ValueError:
-  if key == "quantization_config":
-    return ValueError(
-      f"load_hf: {file}: {key} is of weights that another library quantized; "
-      "pass the checkpoint that they were made from, in BF16, F16 or F32"
-    )
-  near = difflib.get_close_matches(key, known, n=1, cutoff=0.85)
-  meant = f"did you mean {near[0]}? " if near else ""
-  return ValueError(
-    f"load_hf: {file}: {key} is not supported, got {str(value)[:40]}; {meant}"
-    "if it changes nothing of what the model computes, take it out of a copy"
-  )
 
 
 def _is_all_full(key: str, value: Any) -> bool:
@@ -250,19 +224,12 @@ def _is_all_full(key: str, value: Any) -> bool:
   )
 
 
-def _dtype(file: Path, found: dict) -> np.dtype:
-  names = [found[key] for key in _DTYPE if found.get(key) is not None]
-  name = names[0] if names else "float32"
-  if name not in ("float32", "bfloat16", "float16"):
-    raise ValueError(
-      f"load_hf: {file}: dtype must be float32, bfloat16 or float16, got "
-      f"{str(name)[:40]}; save the model in one of these"
-    )
-  return np.dtype(jnp.dtype(name))
-
-
 def write_config(
-  config: ModelConfig, dtype: np.dtype, like: dict | None = None
+  config: ModelConfig,
+  dtype: np.dtype,
+  like: dict | None = None,
+  *,
+  max_length: int | None = None,
 ) -> dict:
   """Writes the config.json of a model.
 
@@ -270,6 +237,8 @@ def write_config(
     config: the model's shape.
     dtype: of its tensors.
     like: a config.json of the same shape, whose other keys are kept.
+    max_length: the longest text of its training, where `like` has none and
+      positions are not learned; None to leave it out.
 
   Returns:
     What the file holds; transformers 4 and 5 read it alike.
@@ -278,7 +247,7 @@ def write_config(
     ValueError: the family's models of transformers have no such shape.
   """
   row = CONFIGS[config.family]
-  fixed = _FIXED | row.fixed
+  fixed = row.of_all(_FIXED) | row.fixed
   found = {
     "model_type": config.family,
     "architectures": [row.architecture],
@@ -288,16 +257,40 @@ def write_config(
     },
     **(like or {}),
   }
-  for key, field in (_FIELDS | row.fields).items():
+  for key, field in (row.of_all(_FIELDS) | row.fields).items():
     value = getattr(config, field)
+    if field == "d_ff" and value == config.d_model * (row.d_ff_multiple or 0):
+      value = None
     if value is not None or key in row.fields:
       found[key] = value
+  found |= {alias: found[key] for alias, key in row.aliases.items()}
   if "head_dim" in row.defaults:  # Else it would be another one.
     found["head_dim"] = config.head_width
+  if "query_pre_attn_scalar" in row.fields and config.query_scalar is None:
+    found["query_pre_attn_scalar"] = config.head_width
+  for key, (field, choices) in row.choices.items():
+    value = getattr(config, field)
+    names = [name for name, x in choices.items() if x == value]
+    if found.get(key) not in names:
+      found[key] = names[0]
   if config.scaling is None:
     found.pop("rope_scaling", None)
-  found |= write_rope(config.rope_theta, config.scaling)
-  found |= dict.fromkeys(_DTYPE, dtype.name)
+  rope = config.rope_theta, config.scaling
+  if row.has_ropes:
+    found |= write_ropes(*rope, config.window_rope_theta)
+  elif row.has_rope:
+    share = None
+    if config.rotary_dim is not None and row.has_partial_rope:
+      share = config.rotary_dim / config.head_width
+    found.pop(PARTIAL, None)
+    found |= write_rope(*rope, share)
+  if row.full_every:
+    found |= write_layer_types(
+      config.full_every, config.window, config.num_layers
+    )
+  if max_length is not None and _LONGEST not in row.lacks:
+    found.setdefault(_LONGEST, max_length)
+  found |= dict.fromkeys(DTYPE_KEYS, dtype.name)
   written, _ = parse_config(Path(CONFIG), found)
   before = dataclasses.asdict(config)
   for name, value in dataclasses.asdict(written).items():

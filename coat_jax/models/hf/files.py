@@ -110,6 +110,34 @@ def check_folder(folder: Path) -> None:
   )
 
 
+def split_experts(
+  tensors: dict[str, StoredTensor],
+) -> dict[str, StoredTensor]:
+  """Names each expert's tensors where a file has all of a layer in one.
+
+  Args:
+    tensors: by name; `experts.gate_up_proj` [E, 2 F, D], gate first, and
+      `experts.down_proj` [E, D, F] are of several experts.
+
+  Returns:
+    The same with `experts.0.gate_proj.weight` [F, D] and so on in their place.
+  """
+  found = {}
+  for name, x in tensors.items():
+    start, _, end = name.rpartition(".experts.")
+    parts = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}.get(end)
+    if not parts or len(x.shape) != 3 or x.shape[1] % len(parts):
+      found[name] = x
+      continue
+    shape = x.shape[1] // len(parts), x.shape[2]
+    size = math.prod(shape) * x.dtype.itemsize
+    for i in range(x.shape[0] * len(parts)):
+      expert, part = divmod(i, len(parts))
+      each = dataclasses.replace(x, shape=shape, offset=x.offset + i * size)
+      found[f"{start}.experts.{expert}.{parts[part]}_proj.weight"] = each
+  return found
+
+
 def open_tensors(folder: Path) -> dict[str, StoredTensor]:
   """Reads the headers of a checkpoint's files.
 

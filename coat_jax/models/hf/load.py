@@ -8,9 +8,10 @@ parameter, which is updated in place.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
@@ -25,31 +26,71 @@ from coat_jax.models import specs
 from coat_jax.models.config import ModelConfig
 from coat_jax.models.decoder import Decoder
 from coat_jax.models.hf.config import CONFIG, read_config
-from coat_jax.models.hf.files import StoredTensor, open_tensors
+from coat_jax.models.hf.files import (
+  StoredTensor,
+  open_tensors,
+  split_experts,
+)
+from coat_jax.models.hf.llava_config import read_llava_config
 from coat_jax.models.hf.tensors import (
   IGNORED_ENDS,
+  PREFIXES,
   TENSORS,
-  Row,
+  AnyConfig,
+  Section,
   is_stacked,
   parts,
   path_of,
+  sections,
 )
-from coat_jax.optimizer.weights import is_matrix
+from coat_jax.models.hf.vision_config import read_vision_config
+from coat_jax.models.hf.vision_tensors import of_tower
+from coat_jax.models.stack import Store, stored_in
+from coat_jax.models.vision import VisionConfig, VisionTower
+from coat_jax.models.vision_language import VisionLanguageModel
 from coat_jax.recipe import CoatRecipe
 
-Store = Callable[[str, Array], Array]
+# How config.json is read.
+_READ: dict[type, Callable[[Path], tuple[AnyConfig, np.dtype]]] = {
+  Decoder: read_config,
+  VisionTower: read_vision_config,
+  VisionLanguageModel: read_llava_config,
+}
 # Rows of two tensors that are compared at a time.
 _ROWS = 4096
+
+
+@overload
+def load_hf(
+  folder: str | Path,
+  *,
+  model: type[Decoder] = ...,
+  recipe: CoatRecipe | None = None,
+  mesh: Mesh | None = None,
+  dtype: DTypeLike = ...,
+  param_dtype: DTypeLike = ...,
+) -> Decoder: ...
+@overload
+def load_hf[Model: (VisionTower, VisionLanguageModel)](
+  folder: str | Path,
+  *,
+  model: type[Model],
+  recipe: CoatRecipe | None = None,
+  mesh: Mesh | None = None,
+  dtype: DTypeLike = ...,
+  param_dtype: DTypeLike = ...,
+) -> Model: ...
 
 
 def load_hf(
   folder: str | Path,
   *,
+  model: type[Any] = Decoder,
   recipe: CoatRecipe | None = None,
   mesh: Mesh | None = None,
   dtype: DTypeLike = jnp.bfloat16,
   param_dtype: DTypeLike = jnp.float32,
-) -> Decoder:
+) -> Any:
   """Loads a model that `save_pretrained` of transformers wrote.
 
   Example usage::
@@ -62,6 +103,8 @@ def load_hf(
 
   Args:
     folder: with config.json and model.safetensors, or shards and their index.
+    model: `Decoder`; `VisionTower`, also of a CLIP or SigLIP that has text
+      beside it; or `VisionLanguageModel`, of LLaVA.
     recipe: what layers compute and save in FP8; None for `recipe.coat()`. On a
       mesh it gets the mesh's axes unless it has some.
     mesh: with axes data, fsdp and tensor, over which parameters are sharded as
@@ -72,25 +115,28 @@ def load_hf(
       always. float32 holds all values of bfloat16 and float16.
 
   Returns:
-    A Decoder with these weights.
+    A model of that class with these weights.
 
   Raises:
+    TypeError: `model` is none of these classes.
     ValueError: the folder has no such checkpoint, or one of a model that cannot
       be had here; the message says what it has.
   """
   folder = Path(folder)
-  config, _ = read_config(folder)
   recipe = _on_mesh(recipe or recipes.coat(), mesh)
 
-  def store(path: str, x: Array) -> Array:
-    return x.astype(param_dtype if is_matrix(path, x) else jnp.float32)
-
-  model = nnx.eval_shape(
-    lambda: Decoder(
-      config, recipe, dtype=dtype, store=store, rngs=nnx.Rngs(params=0)
+  if (read := _READ.get(model) if isinstance(model, type) else None) is None:
+    names = ", ".join(kind.__name__ for kind in _READ)
+    raise TypeError(
+      f"load_hf: model must be one of the classes {names}, got {model!r}; pass "
+      "the class, as in model=VisionTower"
     )
-  )
-  graph, abstract = nnx.split(model, nnx.Param)
+  config, _ = read(folder)
+  store = stored_in(param_dtype)
+  how: dict[str, Any] = dict(recipe=recipe, dtype=dtype, store=store)
+  make = functools.partial(model, config, **how)
+  abstract = nnx.eval_shape(lambda: make(rngs=nnx.Rngs(params=0)))
+  graph, abstract = nnx.split(abstract, nnx.Param)
   abstract = nnx.to_pure_dict(abstract)
   if mesh is not None:
     where = specs.param_shardings(mesh, abstract)
@@ -106,7 +152,7 @@ def _on_mesh(recipe: CoatRecipe, mesh: Mesh | None) -> CoatRecipe:
 
 def load_params(
   folder: Path,
-  config: ModelConfig,
+  config: AnyConfig,
   abstract: Any,
   store: Store | None = None,
 ) -> Any:
@@ -129,23 +175,26 @@ def load_params(
   """
   tensors = check_tensors(folder, config, abstract)
 
-  def load(keys, leaf):
+  def load(section, keys, leaf):
     path = path_of(keys)
     cast = store or (lambda _, x: x.astype(leaf.dtype))
     return _load_leaf(
-      path,
-      leaf,
-      TENSORS[config.family][path],
-      config,
-      tensors,
-      lambda x: cast(path, x),
+      section, path, leaf, tensors, lambda x: cast(section.path + path, x)
     )
 
-  return jax.tree.map_with_path(load, abstract)
+  found = {
+    section.path: jax.tree.map_with_path(
+      functools.partial(load, section), section.params(abstract)
+    )
+    for section in sections(config)
+  }
+  if "" in found:
+    return found[""]
+  return {path.rstrip("/"): params for path, params in found.items()}
 
 
 def check_tensors(
-  folder: Path, config: ModelConfig, params: Any
+  folder: Path, config: AnyConfig, params: Any
 ) -> dict[str, StoredTensor]:
   """Opens a checkpoint and checks that its tensors are those of a model.
 
@@ -161,6 +210,8 @@ def check_tensors(
     ValueError: tensors are missing, surplus or of other shapes.
   """
   tensors = open_tensors(folder)
+  for section in sections(config):
+    tensors = _named(section, tensors)
   wanted: dict[str, tuple[int, ...]] = {}
   for part in parts(config, params):
     wanted |= {name: x.shape for name, x in part.tensors.items()}
@@ -180,14 +231,46 @@ def check_tensors(
     for name in tensors
     if name not in wanted and not name.endswith(IGNORED_ENDS)
   ]
-  if config.tied_embeddings:
-    surplus = _without_tied_head(where, surplus, config, tensors)
+  for section in sections(config):
+    text = section.config
+    if isinstance(text, ModelConfig) and text.tied_embeddings:
+      surplus = _without_tied_head(where, surplus, section, tensors)
   if surplus:
     raise ValueError(
       f"{where}, got {_some(surplus)} too, which this model does not have; "
       "pass a folder whose files belong together"
     )
   return tensors
+
+
+def _named(
+  section: Section, tensors: dict[str, StoredTensor]
+) -> dict[str, StoredTensor]:
+  """The tensors, those of a section by the names that its table has."""
+  prefix, config = section.prefix, section.config
+  own = {
+    name.removeprefix(prefix): x
+    for name, x in tensors.items()
+    if name.startswith(prefix)
+  }
+  others = {k: x for k, x in tensors.items() if not k.startswith(prefix)}
+  if isinstance(config, VisionConfig):
+    own = of_tower(config, own)
+  elif config is not None:
+    own = split_experts(_with_prefix(own, PREFIXES.get(config.family)))
+  return others | {prefix + name: x for name, x in own.items()}
+
+
+def _with_prefix(
+  tensors: dict[str, StoredTensor], prefix: str | None
+) -> dict[str, StoredTensor]:
+  """The tensors, with a prefix where no name has it; the head never has."""
+  if prefix is None or any(name.startswith(prefix) for name in tensors):
+    return tensors
+  (head,) = TENSORS["llama"]["head"].names
+  return {
+    name if name == head else prefix + name: x for name, x in tensors.items()
+  }
 
 
 def _some(names: list[str]) -> str:
@@ -198,12 +281,14 @@ def _some(names: list[str]) -> str:
 def _without_tied_head(
   where: str,
   surplus: list[str],
-  config: ModelConfig,
+  section: Section,
   tensors: Mapping[str, StoredTensor],
 ) -> list[str]:
   """Drops an output projection that is the embedding, written twice."""
-  table = TENSORS[config.family]
-  (head,), (embedding,) = table["head"].names, table["embedding"].names
+  head, embedding = (
+    section.prefix + section.table[path].names[0]
+    for path in ("head", "embedding")
+  )
   if head not in surplus:
     return surplus
   first, second = tensors[head], tensors[embedding]
@@ -220,14 +305,14 @@ def _without_tied_head(
 
 
 def _load_leaf(
+  section: Section,
   path: str,
   leaf: jax.ShapeDtypeStruct,
-  row: Row,
-  config: ModelConfig,
   tensors: Mapping[str, StoredTensor],
   store: Callable[[Array], Array],
 ) -> Array:
   """Loads one parameter, of all layers if it is stacked."""
+  row, config = section.table[path], section.config
   own = where = leaf.sharding
   if where is not None:
     entries = P(*where.spec, *(None,) * (leaf.ndim - len(where.spec)))
@@ -238,7 +323,8 @@ def _load_leaf(
     return store(row.layout.pack(config, *found).astype(jnp.float32))
 
   def place(i: int) -> list[Array]:
-    return [_place(tensors[name], own) for name in row.of_layer(i)]
+    names = (section.prefix + name for name in row.of_layer(config, i))
+    return [_place(tensors[name], own) for name in names]
 
   if not is_stacked(path):
     return jax.block_until_ready(
@@ -250,6 +336,7 @@ def _load_leaf(
 
   update = jax.jit(update, donate_argnums=0, out_shardings=where)
   stack = None
+  assert config is not None  # Whose sections have no layers.
   for i in range(config.num_layers):
     found = place(i)
     if stack is None:

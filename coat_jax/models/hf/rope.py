@@ -4,6 +4,10 @@
 transformers 5 has `rope_parameters` with the base in it; version 4 had
 `rope_theta`, and `rope_scaling` where frequencies are stretched. Both are read,
 and both are written.
+
+Where layers that see a window have RoPE of their own, `rope_parameters` has one
+object for each kind of layer; version 4 had `rope_local_base_freq` for them,
+and the other keys for layers that see all.
 """
 
 from pathlib import Path
@@ -19,17 +23,66 @@ from coat_jax.ops.rotary import RopeScaling
 
 _TYPES = ("rope_type", "type")
 _LENGTH = "original_max_position_embeddings"
+# The share of each head's channels that are turned.
+PARTIAL = "partial_rotary_factor"
+_BY_KIND = ("sliding_attention", "full_attention")
+WINDOW_BASE = "rope_local_base_freq"
 
 
-def read_rope(file: Path, found: dict) -> dict[str, Any]:
-  """Reads RoPE.
+def read_ropes(file: Path, found: dict) -> dict[str, Any]:
+  """Reads RoPE of layers that see a window, and of those that see all.
 
   Args:
     file: for messages.
     found: what config.json holds.
 
   Returns:
-    `rope_theta` and `rope_scaling` of a `ModelConfig`.
+    `rope_theta`, `rope_scaling` and `window_rope_theta` of a `ModelConfig`.
+
+  Raises:
+    ValueError: as `read_rope`; or RoPE is stretched where a window is seen, but
+      not as elsewhere.
+  """
+  ropes = found.get("rope_parameters") or {}
+  if not isinstance(ropes, dict) or ropes.keys() - _BY_KIND:
+    raise ValueError(
+      f"load_hf: {file}: rope_parameters must have {' and '.join(_BY_KIND)}, "
+      f"got {str(ropes)[:80]}; copy the file again"
+    )
+  window, full = (ropes.get(name) or {} for name in _BY_KIND)
+  old = {k: v for k, v in found.items() if k != "rope_parameters"}
+  full = read_rope(file, old | {"rope_parameters": full}, 1e6)
+  base = {"rope_theta": found[WINDOW_BASE]} if WINDOW_BASE in found else {}
+  window = read_rope(file, base | {"rope_parameters": window})
+  if window == full:
+    return full | {"window_rope_theta": None}
+  if window["rope_scaling"] is not None:
+    raise ValueError(
+      f"load_hf: {file}: rope_parameters of {_BY_KIND[0]} must be of type "
+      f"'default', got {window['rope_scaling'][:80]}; layers that see a window "
+      "cannot stretch RoPE in a way of their own here yet"
+    )
+  return full | {"window_rope_theta": window["rope_theta"]}
+
+
+def read_rope(
+  file: Path,
+  found: dict,
+  default_base: float = 1e4,
+  *,
+  has_partial: bool = False,
+) -> dict[str, Any]:
+  """Reads RoPE.
+
+  Args:
+    file: for messages.
+    found: what config.json holds.
+    default_base: where it holds none.
+    has_partial: whether it may turn a part of each head.
+
+  Returns:
+    `rope_theta` and `rope_scaling` of a `ModelConfig`; with `has_partial` the
+    share of a head that turns under its own key, if it is below 1.
 
   Raises:
     ValueError: a scaling that cannot be had here, or one without its numbers.
@@ -41,6 +94,18 @@ def read_rope(file: Path, found: dict) -> dict[str, Any]:
       f"load_hf: {file}: {key} must be an object, got {str(rope)[:40]}; copy "
       "the file again"
     )
+  # A file of version 5 may have the key of version 4 too, to the same effect.
+  old = found.get("rope_scaling")
+  if key != "rope_scaling" and isinstance(old, dict):
+    named = {_TYPES[0]: rope.get(_TYPES[1], "default"), **rope}
+    if any(
+      named.get(_TYPES[0] if field in _TYPES else field) != value
+      for field, value in old.items()
+    ):
+      raise ValueError(
+        f"load_hf: {file}: rope_scaling must be as rope_parameters, got "
+        f"{str(old)[:80]}; take out the one that is wrong"
+      )
   names = {str(rope[each]) for each in _TYPES if each in rope} or {"default"}
   name = " and ".join(sorted(names))
   if name != "default" and name not in SCALINGS:
@@ -50,7 +115,7 @@ def read_rope(file: Path, found: dict) -> dict[str, Any]:
     )
   values = {}
   for field, value in rope.items():
-    is_plain = field == "partial_rotary_factor" and value == 1
+    is_plain = field == PARTIAL and (has_partial or value == 1)
     if field in ("rope_theta", *_TYPES) or is_plain or value is None:
       continue
     if field == "truncate" and value is True:
@@ -61,14 +126,21 @@ def read_rope(file: Path, found: dict) -> dict[str, Any]:
         f"{str(value)[:40]}; copy the file again"
       )
     values[field] = float(value)
-  theta = _base(file, rope, found)
+  theta = _one(file, "rope_theta", rope, found, default_base)
+  shared = dict(rope_theta=theta)
+  if has_partial and (share := _one(file, PARTIAL, rope, found, 1.0)) != 1:
+    if not 0 < share < 1:
+      raise ValueError(
+        f"load_hf: {file}: {PARTIAL} must be above 0 and at most 1, got {share}"
+      )
+    shared[PARTIAL] = share
   if name == "default":
     if values:
       raise ValueError(
         f"load_hf: {file}: {', '.join(values)} of {key} is not supported yet "
         "with plain RoPE (type 'default')"
       )
-    return dict(rope_theta=theta, rope_scaling=None)
+    return shared | dict(rope_scaling=None)
   longest = found.get("max_position_embeddings")
   if name == "yarn" and type(longest) is int:  # As transformers does.
     values.setdefault(_LENGTH, float(longest))
@@ -76,25 +148,43 @@ def read_rope(file: Path, found: dict) -> dict[str, Any]:
     scaling = scaling_of(name, values)
   except ValueError as error:
     raise ValueError(f"load_hf: {file}: {key}: {error}") from error
-  return dict(rope_theta=theta, rope_scaling=write_scaling(scaling))
+  return shared | dict(rope_scaling=write_scaling(scaling))
 
 
-def _base(file: Path, rope: dict, found: dict) -> float:
-  bases = [each["rope_theta"] for each in (rope, found) if "rope_theta" in each]
-  bases = bases or [1e4]
-  if not all(type(base) in (int, float) and base == bases[0] for base in bases):
+def _one(
+  file: Path, key: str, rope: dict, found: dict, default: float
+) -> float:
+  """A number that may be in either place, or in both alike."""
+  values = [each[key] for each in (rope, found) if key in each] or [default]
+  if not all(type(x) in (int, float) and x == values[0] for x in values):
     raise ValueError(
-      f"load_hf: {file}: rope_theta must be one number, got "
-      f"{str(bases)[:80]}; copy the file again"
+      f"load_hf: {file}: {key} must be one number, got {str(values)[:80]}; "
+      "copy the file again"
     )
-  return float(bases[0])
+  return float(values[0])
 
 
-def write_rope(theta: float, scaling: RopeScaling | None) -> dict[str, Any]:
-  """The keys of a config.json for a base and a scaling."""
+def write_rope(
+  theta: float, scaling: RopeScaling | None, share: float | None = None
+) -> dict[str, Any]:
+  """The keys of a config.json: base, scaling, and what of a head turns."""
   name, fields = "default", {}
   if scaling is not None:
     name, fields = scaling_fields(scaling)
   rope = {"rope_type": name, **fields}
-  keys = {"rope_theta": theta, "rope_parameters": rope | {"rope_theta": theta}}
+  own = {"rope_theta": theta} | ({} if share is None else {PARTIAL: share})
+  keys = own | {"rope_parameters": rope | own}
   return keys if scaling is None else keys | {"rope_scaling": rope}
+
+
+def write_ropes(
+  theta: float, scaling: RopeScaling | None, window_theta: float | None
+) -> dict[str, Any]:
+  """The keys of a config.json whose layers have RoPE by their kind."""
+  keys = write_rope(theta, scaling)
+  full = keys["rope_parameters"]
+  window = full
+  if window_theta is not None:
+    window = write_rope(window_theta, None)["rope_parameters"]
+  ropes = dict(zip(_BY_KIND, (window, full), strict=True))
+  return keys | {"rope_parameters": ropes, WINDOW_BASE: window["rope_theta"]}

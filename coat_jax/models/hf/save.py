@@ -21,11 +21,20 @@ from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
 
-from coat_jax.models.config import ModelConfig
 from coat_jax.models.decoder import Decoder
 from coat_jax.models.hf.config import CONFIG, parse_config, write_config
 from coat_jax.models.hf.files import DTYPES, INDEX, MODEL, read_json
-from coat_jax.models.hf.tensors import Part, parts, path_of
+from coat_jax.models.hf.llava_config import (
+  parse_llava_config,
+  write_llava_config,
+)
+from coat_jax.models.hf.tensors import AnyConfig, Part, parts, path_of
+from coat_jax.models.hf.vision_config import (
+  parse_vision_config,
+  write_vision_config,
+)
+from coat_jax.models.vision import VisionTower
+from coat_jax.models.vision_language import VisionLanguageModel
 
 # What a tokenizer or a generating program reads.
 CARRIED = (
@@ -39,7 +48,15 @@ CARRIED = (
   "chat_template.jinja",
   "generation_config.json",
 )
+# The images that come with them are preprocessed as these say.
+PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
+# How config.json is read and written.
+_CONFIG_OF: dict[type, tuple[Callable, Callable]] = {
+  Decoder: (parse_config, write_config),
+  VisionTower: (parse_vision_config, write_vision_config),
+  VisionLanguageModel: (parse_llava_config, write_llava_config),
+}
 
 
 def carry(source: Path, target: Path, *others: str) -> None:
@@ -50,11 +67,12 @@ def carry(source: Path, target: Path, *others: str) -> None:
 
 
 def save_hf(
-  model: Decoder,
+  model: Decoder | VisionTower | VisionLanguageModel,
   folder: str | Path,
   *,
   like: str | Path | None = None,
   dtype: DTypeLike | None = None,
+  max_length: int | None = None,
   max_shard_size: int = 5 * 10**9,
 ) -> None:
   """Saves a model as a checkpoint that transformers reads.
@@ -66,13 +84,16 @@ def save_hf(
     save_hf(model, "trained", like="Llama-2-7b-hf")
 
   Args:
-    model: a Decoder, on one device or on a mesh of this process.
+    model: of a class that `load_hf` loads, on one device or on a mesh of this
+      process.
     folder: to create.
     like: a folder with the config.json of such a model: the keys that do not
       follow from the model's shape, tokenizer and generation settings are
       copied from it. None for none.
     dtype: of the tensors, float32, bfloat16 or float16; None for that of
       `like`, or without one that of the model's weights.
+    max_length: of a Decoder, tokens of the longest sequence it was trained
+      with, for config.json where `like` does not say it; None leaves it out.
     max_shard_size: bytes of tensors a file; a larger model is split, and gets
       an index. The parameter of one layer is not split.
 
@@ -89,24 +110,30 @@ def save_hf(
     )
   params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
   config = model.config
+  parse, write = _CONFIG_OF[type(model)]
   keys = None
   if like is not None:
     file = Path(like) / CONFIG
     keys = read_json(file)
-    described, of_like = parse_config(file, keys)
+    described, of_like = parse(file, keys)
     if described != config:
       raise ValueError(
         f"save_hf: {file} must be of the model that is saved, got {described}; "
         "pass the folder that it was loaded from"
       )
     dtype = of_like if dtype is None else dtype
-  dtype = jnp.dtype(params["embedding"].dtype if dtype is None else dtype)
+  if dtype is None:
+    text = params.get("decoder", params)
+    dtype = text["layers"]["attention"]["out"]["kernel"].dtype
+  dtype = jnp.dtype(dtype)
   if dtype not in _NAMES:
     raise ValueError(
       f"save_hf: dtype must be float32, bfloat16 or float16, got {dtype}; pass "
       "one of these"
     )
-  keys = write_config(config, dtype, keys)
+  is_decoder = isinstance(model, Decoder)
+  options = dict(max_length=max_length) if is_decoder else {}
+  keys = write(config, dtype, keys, **options)
   folder.absolute().parent.mkdir(parents=True, exist_ok=True)
   with tempfile.TemporaryDirectory(
     prefix=f"{folder.name}.", dir=folder.absolute().parent
@@ -116,7 +143,8 @@ def save_hf(
     _write_tensors(written, config, params, dtype, max_shard_size)
     _write_json(written / CONFIG, keys)
     if like is not None:
-      carry(Path(like), written)
+      others = () if isinstance(model, Decoder) else PROCESSORS
+      carry(Path(like), written, *others)
     written.rename(folder)
 
 
@@ -129,7 +157,7 @@ class _Shard(NamedTuple):
 
 def _write_tensors(
   folder: Path,
-  config: ModelConfig,
+  config: AnyConfig,
   params: Any,
   dtype: np.dtype,
   max_shard_size: int,
@@ -141,7 +169,7 @@ def _write_tensors(
       shards.append(_Shard([], 0))
     last = shards[-1]
     shards[-1] = _Shard([*last.parts, part], last.size + size)
-  read = _reader(config, params, dtype)
+  read = _reader(params, dtype)
   places: dict[str, str] = {}
   for i, shard in enumerate(shards):
     name = MODEL
@@ -162,7 +190,7 @@ def _bytes(shape: tuple[int, ...], dtype: np.dtype) -> int:
 
 
 def _reader(
-  config: ModelConfig, params: Any, dtype: np.dtype
+  params: Any, dtype: np.dtype
 ) -> Callable[[Part], Iterator[np.ndarray]]:
   """Builds the function that gives a part's tensors, one after another."""
   leaves = {path_of(keys): x for keys, x in jax.tree.leaves_with_path(params)}
@@ -170,18 +198,18 @@ def _reader(
 
   def read(part: Part) -> Iterator[np.ndarray]:
     if part.path not in unpacked:  # A function a parameter, not one a layer.
-      unpacked[part.path] = jax.jit(_unpacker(config, part, dtype))
+      unpacked[part.path] = jax.jit(_unpacker(part, dtype))
     for x in unpacked[part.path](leaves[part.path], np.int32(part.layer or 0)):
       yield np.asarray(x)
 
   return read
 
 
-def _unpacker(config: ModelConfig, part: Part, dtype: np.dtype) -> Callable:
+def _unpacker(part: Part, dtype: np.dtype) -> Callable:
   def unpack(x: Array, i: Array) -> tuple[Array, ...]:
     if part.layer is not None:
       x = jax.lax.dynamic_index_in_dim(x, i, keepdims=False)
-    return part.row.layout.unpack(config, x.astype(dtype))
+    return part.row.layout.unpack(part.config, x.astype(dtype))
 
   return unpack
 

@@ -2,6 +2,7 @@
 """Checkpoints that transformers wrote, and ones that are made from them."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -16,15 +17,20 @@ from coat_jax.models.hf.tensors import parts, path_of
 # expected.npz has tokens, logits, loss and norms of each tensor's gradient.
 ROOT = Path(__file__).parents[3]
 DATA = Path(__file__).parents[2] / "data" / "hf"
+GATE_UP = "experts.gate_up_proj"
 FAMILIES = (
   "llama",
   "olmo2",
+  "gpt2",
   "qwen2",
   "llama3_rope",
   "mistral",
   "olmo",
   "phi3",
   "qwen3",
+  "gemma2",
+  "gemma3",
+  "qwen3_moe",
 )
 
 
@@ -89,6 +95,16 @@ def by_tensor(config, params):
     tensors = part.row.layout.unpack(config, x)
     found |= dict(zip(part.tensors, tensors, strict=True))
   return found
+
+
+def fused(norms):
+  """Norms of tensors, where those of all experts of a layer are one tensor."""
+  squares = {}
+  for name, norm in norms.items():
+    name = re.sub(r"experts\.\d+\.(gate|up)_proj.weight", GATE_UP, name)
+    name = re.sub(r"experts\.\d+\.down_proj.weight", "experts.down_proj", name)
+    squares[name] = squares.get(name, 0) + norm**2
+  return {name: np.sqrt(x) for name, x in squares.items()}
 
 
 def expected(name):

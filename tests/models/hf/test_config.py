@@ -14,41 +14,10 @@ from coat_jax.models.config import FAMILIES
 from coat_jax.models.hf.config import CONFIGS, parse_config, write_config
 from coat_jax.models.hf.tensors import TENSORS
 from tests.models.hf.folders import DATA
+from tests.models.hf.published import GPT2, LLAMA2_7B, MISTRAL, QWEN2_05B
 from train.presets import PRESETS
 
 FILE = Path("config.json")
-# As transformers 4 wrote them.
-LLAMA2_7B = """{
-  "_name_or_path": "meta-llama/Llama-2-7b-hf",
-  "architectures": ["LlamaForCausalLM"], "bos_token_id": 1, "eos_token_id": 2,
-  "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
-  "intermediate_size": 11008, "max_position_embeddings": 4096,
-  "model_type": "llama", "num_attention_heads": 32, "num_hidden_layers": 32,
-  "num_key_value_heads": 32, "pretraining_tp": 1, "rms_norm_eps": 1e-05,
-  "rope_scaling": null, "tie_word_embeddings": false,
-  "torch_dtype": "float16", "transformers_version": "4.31.0.dev0",
-  "use_cache": true, "vocab_size": 32000
-}"""
-QWEN2_05B = """{
-  "architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0,
-  "bos_token_id": 151643, "eos_token_id": 151643, "hidden_act": "silu",
-  "hidden_size": 896, "initializer_range": 0.02, "intermediate_size": 4864,
-  "max_position_embeddings": 131072, "max_window_layers": 24,
-  "model_type": "qwen2", "num_attention_heads": 14, "num_hidden_layers": 24,
-  "num_key_value_heads": 2, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0,
-  "sliding_window": 131072, "tie_word_embeddings": true,
-  "torch_dtype": "bfloat16", "transformers_version": "4.40.1",
-  "use_cache": true, "use_sliding_window": false, "vocab_size": 151936
-}"""
-MISTRAL = """{
-  "architectures": ["MistralForCausalLM"], "attention_dropout": 0.0,
-  "head_dim": 128, "hidden_act": "silu", "hidden_size": 5120,
-  "intermediate_size": 14336, "max_position_embeddings": 131072,
-  "model_type": "mistral", "num_attention_heads": 32, "num_hidden_layers": 40,
-  "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "sliding_window": null,
-  "rope_parameters": {"rope_theta": 1000000.0, "rope_type": "default"},
-  "tie_word_embeddings": false, "dtype": "bfloat16", "vocab_size": 131072
-}"""
 
 
 def golden(name="llama"):
@@ -82,6 +51,12 @@ def test_other_families_are_read():
   found = golden("olmo") | {"clip_qkv": 8.0}
   config, _ = parse_config(FILE, found)
   assert config.clip_qkv == 8 and config.norm_eps == 1e-5
+  config, _ = parse_config(FILE, json.loads(GPT2))
+  preset = PRESETS["gpt2"]().model
+  assert config == dataclasses.replace(preset, vocab_size=50257)
+  found = golden("gpt2") | {"activation_function": "gelu", "n_inner": 128}
+  config, _ = parse_config(FILE, found)
+  assert (config.gelu, config.d_ff) == ("erf", 128)
   assert parse_config(FILE, golden("olmo"))[0].clip_qkv is None
 
 
@@ -96,12 +71,37 @@ def test_presets_are_written_and_read_again(name):
   found = json.loads(json.dumps(written))
   assert parse_config(FILE, found) == (config, jnp.bfloat16)
   # As transformers 4 reads it.
-  found.pop("rope_parameters")
+  found.pop("rope_parameters", None)
   found.pop("dtype")
   assert parse_config(FILE, found) == (config, jnp.bfloat16)
 
 
-@pytest.mark.parametrize("text", [LLAMA2_7B, QWEN2_05B, MISTRAL])
+@pytest.mark.parametrize(
+  "name, like, want",
+  [
+    ("llama2_7b", None, 512),
+    ("llama2_7b", json.loads(LLAMA2_7B), 4096),
+    ("gpt2", None, None),
+  ],
+)
+def test_longest_sequence_is_written_where_none_is_known(name, like, want):
+  config = PRESETS[name]().model
+  found = write_config(config, jnp.dtype("float16"), like, max_length=512)
+  assert found.get("max_position_embeddings") == want
+  assert parse_config(FILE, found) == (config, jnp.float16)
+  without = write_config(config, jnp.dtype("float16"))
+  assert "max_position_embeddings" not in without
+
+
+SPELLED = json.loads(GPT2) | {
+  "activation_function": "gelu_pytorch_tanh",
+  "n_inner": None,
+}
+
+
+@pytest.mark.parametrize(
+  "text", [LLAMA2_7B, QWEN2_05B, MISTRAL, GPT2, json.dumps(SPELLED)]
+)
 def test_keys_of_a_file_are_kept(text):
   before = json.loads(text)
   config, dtype = parse_config(FILE, before)
@@ -167,6 +167,32 @@ def test_stretched_rope_is_read_in_both_forms_and_written(rope, scaling):
     # As transformers 4 reads it.
     written.pop("rope_parameters")
     assert parse_config(FILE, written)[0] == config
+  assert parse_config(FILE, new | {"rope_scaling": rope}) == (config, dtype)
+  for other in ({**rope, "factor": 64.0}, {"type": "default"}):
+    with pytest.raises(ValueError, match="must be as rope_parameters"):
+      parse_config(FILE, new | {"rope_scaling": other})
+
+
+@pytest.mark.parametrize(
+  "keys", [{}, dict(rope_scaling={"rope_type": "linear", "factor": 2.0})]
+)
+def test_share_of_heads_that_turns_is_read_in_both_forms_and_written(keys):
+  old = golden("phi3") | {"partial_rotary_factor": 0.75, "rope_theta": 1e4}
+  old = {k: v for k, v in (old | keys).items() if k != "rope_parameters"}
+  new = golden("phi3")
+  new["rope_parameters"] = new["rope_parameters"] | keys.get("rope_scaling", {})
+  new["rope_parameters"]["partial_rotary_factor"] = 0.75
+  for found in (old, new):
+    config, dtype = parse_config(FILE, found)
+    assert config.rotary_dim == 12  # Of 16.
+    assert (config.scaling is None) == (not keys)
+    written = json.loads(json.dumps(write_config(config, dtype, found)))
+    assert parse_config(FILE, written)[0] == config
+    written.pop("rope_parameters")  # As transformers 4 reads it.
+    assert parse_config(FILE, written)[0] == config
+  # A source's own share is not kept beside that of another model.
+  whole = dataclasses.replace(config, rotary_dim=None)
+  assert parse_config(FILE, write_config(whole, dtype, old))[0] == whole
 
 
 def test_windows_are_read():
@@ -254,6 +280,22 @@ def test_scaling_of_a_configuration_is_checked(text, words):
     ("llama", {**V4, "rope_theta": "1"}, "must be one number, got ['1']"),
     (
       "llama",
+      {"partial_rotary_factor": 0.5},
+      "partial_rotary_factor is not supported, got 0.5",
+    ),
+    ("phi3", {"partial_rotary_factor": 0.5}, "must be one number, got [1.0, 0"),
+    (
+      "phi3",
+      {**V4, "partial_rotary_factor": -1},
+      "partial_rotary_factor must be above 0 and at most 1, got -1",
+    ),
+    (
+      "phi3",
+      {**V4, "partial_rotary_factor": 0.7},
+      "rotary_dim must be even, because rotary embeddings turn pairs, and at",
+    ),
+    (
+      "llama",
       {"attention_bias": True},
       "attention_bias must be False, got True",
     ),
@@ -268,6 +310,26 @@ def test_scaling_of_a_configuration_is_checked(text, words):
     ("mistral", {"layer_types": ["sliding_attention"]}, "must be None, got"),
     ("olmo2", {"attention_bias": True}, "attention_bias must be False"),
     ("phi3", {"resid_pdrop": 0.1}, "resid_pdrop must be 0, got 0.1"),
+    (
+      "gpt2",
+      {"scale_attn_by_inverse_layer_idx": True},
+      "scale_attn_by_inverse_layer_idx must be False, got True",
+    ),
+    (
+      "gpt2",
+      {"reorder_and_upcast_attn": True},
+      "reorder_and_upcast_attn must be False, got True",
+    ),
+    ("gpt2", {"scale_attn_weights": False}, "must be True, got False"),
+    (
+      "gpt2",
+      {"activation_function": "relu"},
+      "must be one of gelu_new, gelu_pytorch_tanh, gelu, got relu",
+    ),
+    ("gpt2", {"n_positions": ...}, "must have n_positions; copy"),
+    ("gpt2", {"n_embd": "64"}, "n_embd must be a number"),
+    ("gpt2", {"rope_theta": 1e4}, "rope_theta is not supported"),
+    ("gpt2", {"hidden_size": 64}, "hidden_size is not supported"),
     ("qwen2", {"use_sliding_window": True}, "use_sliding_window must be False"),
     (
       "qwen2",

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sequences that a decoder learns from: documents, padding and targets."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.typing import ArrayLike
+
+
+class Batch(NamedTuple):
+  """Sequences, each of one document or of several packed into it.
+
+  Attributes:
+    tokens: int32 [B, T + 1]; each is predicted from those in front of it.
+    segments: int32 [B, T + 1], which document of its row each token is of, or
+      padding; None for one a row. Tokens see those of their own, and a
+      document's first token is no target.
+    shares: f32 [B, T + 1], how much each token's nats count as a target, as
+      `make` has them; None where all tokens of all documents are targets. Those
+      of the first column count nothing.
+  """
+
+  tokens: Array
+  segments: Array | None = None
+  shares: Array | None = None
+
+  @classmethod
+  def of(cls, batch: "Batch | Array") -> "Batch":
+    """A batch with its targets' shares.
+
+    Args:
+      batch: a batch, or plain tokens int32 [B, T + 1].
+
+    Raises:
+      ValueError: shapes that differ, or sequences without a target.
+    """
+    tokens, segments, shares = batch if isinstance(batch, Batch) else cls(batch)
+    if tokens.ndim != 2 or tokens.shape[1] < 2:
+      raise ValueError(
+        "Batch: tokens must be [B, T + 1] with T at least 1, got "
+        f"{tokens.shape}; a sequence's first token is no target"
+      )
+    for name, x in (("segments", segments), ("shares", shares)):
+      if x is not None and x.shape != tokens.shape:
+        raise ValueError(
+          f"Batch: {name} must be of the shape of tokens, {tokens.shape}, got "
+          f"{x.shape}"
+        )
+    if shares is None and segments is not None:
+      return cls.make(tokens, segments)
+    return cls(tokens, segments, shares)
+
+  @classmethod
+  def make(
+    cls,
+    tokens: ArrayLike,
+    segments: ArrayLike | None = None,
+    is_target: ArrayLike | None = None,
+  ) -> "Batch":
+    """A batch whose targets count alike.
+
+    Args:
+      tokens: int32 [B, T + 1].
+      segments: int32 [B, T + 1] or None, as above.
+      is_target: bool [B, T + 1], which tokens are to be predicted, if something
+        of their document is in front of them; None for all, padding too.
+
+    Returns:
+      The batch; its shares add up to 1, or to 0 without a target.
+    """
+    tokens = jnp.asarray(tokens)
+    segments = None if segments is None else jnp.asarray(segments)
+    if segments is None and is_target is None:
+      return cls(tokens)
+    counted = jnp.ones(tokens.shape, bool)
+    if is_target is not None:
+      counted &= jnp.asarray(is_target, bool)
+    counted = counted.at[:, 0].set(False)
+    if segments is not None:
+      counted &= jnp.pad(segments[:, 1:] == segments[:, :-1], ((0, 0), (1, 0)))
+    shares = counted / jnp.maximum(jnp.sum(counted), 1)
+    return cls(tokens, segments, shares.astype(jnp.float32))
+
+  @property
+  def inputs(self) -> Array:
+    """int32 [B, T]."""
+    return self.tokens[:, :-1]
+
+  @property
+  def targets(self) -> Array:
+    """int32 [B, T]."""
+    return self.tokens[:, 1:]
+
+  @property
+  def input_segments(self) -> Array | None:
+    """int32 [B, T] of the inputs, or None."""
+    return None if self.segments is None else self.segments[:, :-1]
+
+  @property
+  def target_shares(self) -> Array | None:
+    """f32 [B, T] of the targets, or None."""
+    return None if self.shares is None else self.shares[:, 1:]
+
+
+def positions(segments: Array | None) -> Array | None:
+  """Each token's place in its document.
+
+  Args:
+    segments: int32 [B, T]; tokens side by side of one number are a document.
+      None for one document a row.
+
+  Returns:
+    int32 [B, T], from 0; None for None.
+  """
+  if segments is None:
+    return None
+  place = lax.broadcasted_iota(jnp.int32, segments.shape, 1)
+  is_first = jnp.diff(segments, axis=1, prepend=segments[:, :1]) != 0
+  return place - lax.cummax(jnp.where(is_first, place, 0), axis=1)

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights of layers that XLA partitions, gathered where it would not."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array, P
+from jax.typing import DTypeLike
+
+from coat_jax.models.specs import param_spec
+
+
+def gather_weights[L: nnx.Module](
+  layer: L, dtype: DTypeLike, fsdp: str | None
+) -> L:
+  """For layers that XLA partitions: weights in `dtype` with all their rows.
+
+  Else XLA may split a product along the rows and move activations, or gather
+  weights in f32. Gradients go back to the rows' devices where they are summed.
+  """
+
+  def gather(path, w):
+    spec = param_spec(path)[1:]  # Of one layer.
+    whole = P(*(_without(names, fsdp) for names in spec))
+    if whole == P(*spec):
+      return w
+    # Its gradient is f32 and then cast to the weight's dtype.
+    return _constrained(w.astype(jnp.float32), dtype, P(*spec), whole)
+
+  graph, params, others = nnx.split(layer, nnx.Param, ...)
+  params = jax.tree.map_with_path(gather, nnx.to_pure_dict(params))
+  return nnx.merge(graph, params, others)
+
+
+def _without(names, name: str | None):
+  """An entry of a PartitionSpec without one of its axes."""
+  if isinstance(names, tuple):
+    return tuple(other for other in names if other != name) or None
+  return None if names == name else names
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def _constrained(w: Array, dtype: DTypeLike, spec: P, whole: P) -> Array:
+  del spec
+  return jax.lax.with_sharding_constraint(w.astype(dtype), whole)
+
+
+def _constrained_fwd(w, dtype, spec, whole):
+  return _constrained(w, dtype, spec, whole), None
+
+
+def _constrained_bwd(dtype, spec, whole, residuals, g):
+  del dtype, whole, residuals
+  return (jax.lax.with_sharding_constraint(g, spec).astype(jnp.float32),)
+
+
+_constrained.defvjp(_constrained_fwd, _constrained_bwd)

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the tensors of a checkpoint are laid out in a parameter."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import P
+
+from coat_jax.models.config import ModelConfig
+from coat_jax.models.hf.pack import (
+  pack_gate_up,
+  pack_qkv,
+  unpack_gate_up,
+  unpack_qkv,
+)
+
+
+class Layout(NamedTuple):
+  """How tensors are laid out in a parameter.
+
+  Attributes:
+    pack: `(config, *tensors) -> parameter`; moves values, and no more.
+    unpack: `(config, parameter) -> tensors`, its inverse.
+    is_transposed: whether tensors have the parameter's last axis first.
+    is_of_experts: whether each expert of the parameter, its first axis, has
+      tensors of its own.
+  """
+
+  pack: Callable[..., Any]
+  unpack: Callable[[Any, Any], tuple]
+  is_transposed: bool = True
+  is_of_experts: bool = False
+
+  def spec(self, spec: P) -> P:
+    """How tensors are sharded if the parameter is sharded by `spec`."""
+    spec = P(*spec[1:]) if self.is_of_experts else spec
+    if self.is_transposed and len(spec) > 1:
+      return P(spec[-1], spec[0])
+    return spec
+
+
+SAME = Layout(lambda _, x: x, lambda _, x: (x,), is_transposed=False)
+TRANSPOSED = Layout(lambda _, x: x.T, lambda _, x: (x.T,))
+QKV = Layout(
+  lambda config, *qkv: pack_qkv(*qkv, num_kv_heads=config.num_kv_heads),
+  lambda config, qkv: unpack_qkv(
+    qkv, num_heads=config.num_heads, num_kv_heads=config.num_kv_heads
+  ),
+)
+GATE_UP = Layout(
+  lambda _, gate, up: pack_gate_up(gate, up),
+  lambda _, gate_up: unpack_gate_up(gate_up),
+)
+
+
+QKV_OF_PHI = Layout(
+  lambda config, qkv: pack_qkv(
+    *_split_rows(config, qkv), num_kv_heads=config.num_kv_heads
+  ),
+  lambda config, qkv: (
+    jnp.concatenate(
+      unpack_qkv(
+        qkv, num_heads=config.num_heads, num_kv_heads=config.num_kv_heads
+      )
+    ),
+  ),
+)
+EXPERTS_GATE_UP = Layout(
+  lambda _, *x: jnp.stack(list(map(pack_gate_up, x[::2], x[1::2]))),
+  lambda _, x: tuple(y for each in x for y in unpack_gate_up(each)),
+  is_of_experts=True,
+)
+EXPERTS_TRANSPOSED = Layout(
+  lambda _, *x: jnp.stack([each.T for each in x]),
+  lambda _, x: tuple(each.T for each in x),
+  is_of_experts=True,
+)
+GATE_UP_OF_PHI = Layout(
+  lambda _, x: pack_gate_up(*jnp.split(x, 2)),
+  lambda _, gate_up: (jnp.concatenate(unpack_gate_up(gate_up)),),
+)
+
+
+def _split_rows(config: ModelConfig, qkv: Any) -> list:
+  """q, k and v of their rows [(N + 2 K) H, D]."""
+  n, k = config.num_heads, config.num_kv_heads
+  width = qkv.shape[0] // (n + 2 * k)
+  return jnp.split(qkv, [n * width, (n + k) * width])
+
+
+# Of GPT-2, whose products have [inputs, outputs], as ours; q, k and v in turn.
+QKV_OF_GPT2 = Layout(
+  lambda config, qkv: pack_qkv(
+    *jnp.split(qkv.T, 3), num_kv_heads=config.num_kv_heads
+  ),
+  lambda config, qkv: (
+    jnp.concatenate(
+      unpack_qkv(
+        qkv, num_heads=config.num_heads, num_kv_heads=config.num_kv_heads
+      )
+    ).T,
+  ),
+  is_transposed=False,
+)
+
+
+class Row(NamedTuple):
+  """The tensors of a parameter.
+
+  `{i}` in a name is the layer's number, and `{e}` that of each of its experts.
+  """
+
+  layout: Layout
+  names: tuple[str, ...]
+
+  def of_layer(self, config: Any, i: int) -> list[str]:
+    """The tensors' names in layer `i`, those of one expert after another."""
+    count = config.num_experts if self.layout.is_of_experts else 1
+    return [
+      name.format(i=i, e=e) for e in range(count or 1) for name in self.names
+    ]

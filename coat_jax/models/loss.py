@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The loss of a decoder: cross-entropy, and that of its experts' load."""
+
+import jax
+from jax import Array
+
+from coat_jax.layers import RoutingStats, load_balancing_loss, vocabulary
+from coat_jax.models.batch import Batch
+from coat_jax.models.decoder import Decoder
+from coat_jax.models.vision_language import VisionLanguageModel
+
+
+def loss_fn(
+  model: Decoder | VisionLanguageModel,
+  batch: Batch | Array,
+  pixel_values: Array | None = None,
+) -> Array:
+  """Mean cross-entropy of the next token, in training with `auxiliary_loss`.
+
+  Args:
+    model: a model; after `model.eval()` cross-entropy is all.
+    batch: a `Batch`, or int32 [B, T + 1] where all tokens are targets.
+    pixel_values: images, as a `VisionLanguageModel` takes them; None for a
+      Decoder, and for text alone.
+
+  Returns:
+    f32 scalar, nats per target.
+  """
+  batch = Batch.of(batch)
+  if isinstance(model, VisionLanguageModel):
+    hidden, routing = model.routed(
+      batch.inputs, pixel_values, batch.input_segments
+    )
+    return loss_of_hidden(model.decoder, hidden, batch, routing)
+  if pixel_values is not None:
+    raise ValueError(
+      "loss_fn: images are of a VisionLanguageModel, got some for a Decoder; "
+      "leave them out"
+    )
+  hidden, routing = model.routed(batch.inputs, batch.input_segments)
+  return loss_of_hidden(model, hidden, batch, routing)
+
+
+def auxiliary_loss(model: Decoder, routing: RoutingStats) -> Array:
+  """What keeps experts equally busy, times the configuration's coefficient.
+
+  As in transformers one loss of all layers' tokens together, and not a sum over
+  layers. Tokens are all inputs [B, T], padding and each document's last too.
+
+  Args:
+    model: a Decoder with experts.
+    routing: sums over its layers, as `Decoder.routed` returns them.
+
+  Returns:
+    f32 scalar.
+  """
+  config = model.config
+  means = jax.tree.map(lambda x: x / config.num_layers, routing)
+  return config.auxiliary_loss * load_balancing_loss(means)
+
+
+def loss_of_hidden(
+  model: Decoder,
+  hidden: Array,
+  batch: Batch,
+  routing: RoutingStats | None = None,
+) -> Array:
+  """Mean cross-entropy of the targets, in training with `auxiliary_loss`.
+
+  Args:
+    model: a Decoder, of which the output projection is used.
+    hidden: [B, T, D], what the model returns.
+    batch: has the targets.
+    routing: of the model's experts; None for cross-entropy alone.
+
+  Returns:
+    f32 scalar, nats per target.
+  """
+  is_training = not model.layers.attention.deterministic
+  if routing is not None and model.config.auxiliary_loss and is_training:
+    loss = loss_of_hidden(model, hidden, batch)
+    return loss + auxiliary_loss(model, routing)
+  return vocabulary.mean_loss(
+    hidden,
+    batch.targets,
+    model.output_weight[...],
+    batch.target_shares,
+    is_tied=model.head is None,
+    axes=model.axes,
+    soft_cap=model.config.logits_soft_cap,
+  )

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Features in the place of tokens' embeddings, such as those of images."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, P
+
+from coat_jax.ops.explicit import partitioned, spec_of
+from coat_jax.recipe import MeshAxes
+
+
+class Placed(NamedTuple):
+  """What is in the place of tokens' embeddings.
+
+  Attributes:
+    features: [B, M, D].
+    rows: int32 [B, T], which of its sequence's features each token has; below
+      0 for its own embedding.
+  """
+
+  features: Array
+  rows: Array
+
+
+def place_features(x: Array, placed: Placed, *, axes: MeshAxes | None) -> Array:
+  """Puts features in the place of embedded tokens.
+
+  Args:
+    x: [B, T, D], embedded tokens.
+    placed: what is in their place.
+    axes: of the mesh, or None.
+
+  Returns:
+    [B, T, D] of x's dtype.
+  """
+
+  def put(x, features, rows):
+    taken = jnp.maximum(rows, 0)[..., None]
+    found = jnp.take_along_axis(features, taken, axis=1).astype(x.dtype)
+    return jnp.where(rows[..., None] >= 0, found, x)
+
+  if axes is None:
+    types = lambda *_: spec_of(x)  # noqa: E731
+    return partitioned(put, x, *placed, types=types)
+  where = P(axes.batch, axes.tensor)
+  in_specs = (where, P(axes.batch), where)
+  return jax.shard_map(put, in_specs=in_specs, out_specs=where)(x, *placed)
+
+
+def token_rows(tokens: Array, token: int, count: int) -> Array:
+  """Which feature stands in the place of each token.
+
+  Args:
+    tokens: int32 [B, T].
+    token: the one that stands for features, in their order.
+    count: features of a sequence.
+
+  Returns:
+    int32 [B, T]; -1 for none.
+  """
+  is_placed = tokens == token
+  row = jnp.cumsum(is_placed, axis=1, dtype=jnp.int32) - 1
+  return jnp.where(is_placed & (row < count), row, -1)

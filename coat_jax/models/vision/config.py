@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The shape of a vision tower, and what families of towers choose."""
+
+import dataclasses
+import difflib
+from typing import Annotated
+
+from coat_jax.models.ranges import Range, Width, check_numbers
+from coat_jax.ops import Approximation
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VisionFamily:
+  """What all towers of a family have in common.
+
+  Attributes:
+    approximate: GELU, as `layers.MLP` takes it.
+    has_class_token: whether a learned token stands in front of the patches.
+    patch_bias: whether the patches' projection has a bias.
+    pre_norm: whether there is a norm in front of the first layer.
+    norms_output: whether the hidden states that a tower returns went through
+      its last norm, or only what is pooled.
+  """
+
+  approximate: Approximation
+  has_class_token: bool = True
+  patch_bias: bool = True
+  pre_norm: bool = False
+  norms_output: bool = True
+
+
+VISION_FAMILIES = {
+  "vit": VisionFamily(approximate=False),
+  "clip_vision": VisionFamily(
+    approximate="sigmoid",
+    patch_bias=False,
+    pre_norm=True,
+    norms_output=False,
+  ),
+  "siglip_vision": VisionFamily(approximate=True, has_class_token=False),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VisionConfig:
+  """The shape of a vision tower.
+
+  Attributes:
+    family: a row of `VISION_FAMILIES`: "vit", "clip_vision", "siglip_vision".
+    num_layers: of the encoder.
+    d_model: width of the residual stream, an even multiple of `num_heads`.
+    d_ff: width of the MLPs.
+    num_heads: of attention.
+    image_size: height and width of images. Where it is no multiple of
+      `patch_size`, the last rows and columns are not seen.
+    patch_size: height and width of a patch.
+    num_channels: of images.
+    norm_eps: what norms add to the variance.
+    num_classes: of a "vit" that classifies images; None for one that pools.
+    has_pool: whether a tower has the weights that pool, of a "vit" without
+      classes and of "siglip_vision"; "clip_vision" has none.
+
+  Raises:
+    ValueError: an unknown family, a number outside its range, sizes that do not
+      divide each other, or a choice that is of other families.
+  """
+
+  family: str
+  num_layers: Width
+  d_model: Width
+  d_ff: Width
+  num_heads: Width
+  image_size: Width
+  patch_size: Width
+  num_channels: Width = 3
+  norm_eps: Annotated[float, Range(1.2e-38, 1)] = 1e-6
+  num_classes: Width | None = None
+  has_pool: bool = True
+
+  def __post_init__(self):
+    if self.family not in VISION_FAMILIES:
+      near = difflib.get_close_matches(self.family, VISION_FAMILIES, n=1)
+      raise ValueError(
+        f"VisionConfig: family must be one of {tuple(VISION_FAMILIES)}, got "
+        f"{self.family!r}{f'; did you mean {near[0]!r}?' if near else ''}"
+      )
+    check_numbers(self)
+    if self.d_model % (2 * self.num_heads):
+      raise ValueError(
+        "VisionConfig: d_model must be an even multiple of num_heads, got "
+        f"{self.d_model} and {self.num_heads}"
+      )
+    if self.patch_size > self.image_size:
+      raise ValueError(
+        "VisionConfig: patch_size must be at most image_size, got "
+        f"{self.patch_size} and {self.image_size}"
+      )
+    if self.num_classes is not None and self.family != "vit":
+      raise ValueError(
+        f"VisionConfig: num_classes is of family vit, got {self.num_classes} "
+        f"for {self.family}; leave it out"
+      )
+    if not self.has_pool and (self.num_classes or self.family == "clip_vision"):
+      raise ValueError(
+        "VisionConfig: has_pool=False is of towers with weights that pool, got "
+        f"family {self.family} and num_classes {self.num_classes}; leave it out"
+      )
+
+  @property
+  def choices(self) -> VisionFamily:
+    """What the family chooses."""
+    return VISION_FAMILIES[self.family]
+
+  @property
+  def num_kv_heads(self) -> int:
+    """Of attention, as of a decoder's: each head has its own keys."""
+    return self.num_heads
+
+  @property
+  def num_patches(self) -> int:
+    """Of an image."""
+    return (self.image_size // self.patch_size) ** 2
+
+  @property
+  def num_tokens(self) -> int:
+    """N, hidden states of an image: the class token's first if there is one."""
+    return self.num_patches + self.choices.has_class_token

@@ -1,0 +1,287 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A vision tower of several families, built of COAT's blocks.
+
+Patches become tokens; layers of attention without causality and GELU MLPs, with
+LayerNorms and biases, are stacked and scanned as a decoder's. As there, what is
+at both ends stays in BF16: patches' projection, first and last norm, pooling.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jax.typing import DTypeLike
+
+from coat_jax import recipe as recipes
+from coat_jax.layers import MLP, Attention, LayerNorm
+from coat_jax.models.config import Remat
+from coat_jax.models.remat import check_remat
+from coat_jax.models.stack import (
+  Store,
+  layer_forward,
+  stack_layers,
+  store_params,
+  stored_in,
+)
+from coat_jax.models.vision.config import VisionConfig
+from coat_jax.models.vision.embed import PatchEmbedding
+from coat_jax.models.vision.pool import AttentionPool, ClassPool
+from coat_jax.recipe import CoatRecipe
+
+_INIT_STDDEV = 0.02
+
+
+class VisionLayer(nnx.Module):
+  """Attention to all tokens of an image and an MLP, each with norm and add.
+
+  Attributes:
+    attention: an `Attention` without causality and without RoPE.
+    mlp: an `MLP`.
+  """
+
+  def __init__(
+    self,
+    config: VisionConfig,
+    recipe: CoatRecipe,
+    *,
+    dtype: DTypeLike = jnp.bfloat16,
+    rngs: nnx.Rngs,
+  ):
+    """Initializes the parameters.
+
+    Args:
+      config: the tower's shape; the initial size of what writes to the residual
+        stream falls with its depth.
+      recipe: what is computed and saved in FP8.
+      dtype: of activations.
+      rngs: its stream `params` initializes the parameters.
+    """
+    # As a decoder's: what writes to the residual stream starts smaller.
+    out_stddev = _INIT_STDDEV * (2 * config.num_layers) ** -0.5
+    shared: dict[str, Any] = dict(
+      recipe=recipe,
+      norm="layer",
+      epsilon=config.norm_eps,
+      use_norm_bias=True,
+      use_bias=True,
+      dtype=dtype,
+      kernel_init=nnx.initializers.normal(_INIT_STDDEV),
+      out_kernel_init=nnx.initializers.normal(out_stddev),
+      rngs=rngs,
+    )
+    self.attention = Attention(
+      config.d_model,
+      config.num_heads,
+      causal=False,
+      rope_theta=None,
+      **shared,
+    )
+    self.mlp = MLP(
+      config.d_model,
+      config.d_ff,
+      approximate=config.choices.approximate,
+      **shared,
+    )
+
+  def __call__(self, x: Array) -> Array:
+    """[B, N, D] to [B, N, D], in `dtype`."""
+    return self.mlp(self.attention(x))
+
+
+class VisionTower(nnx.Module):
+  """Images to hidden states, to a vector each, or to logits of classes.
+
+  Example usage::
+
+    >>> from coat_jax import recipe
+    >>> from coat_jax.models import VisionConfig, VisionTower
+    >>> from flax import nnx
+    >>> import jax.numpy as jnp
+
+    >>> config = VisionConfig(
+    ...   family="siglip_vision", num_layers=2, d_model=64, d_ff=128,
+    ...   num_heads=4, image_size=28, patch_size=14,
+    ... )
+    >>> tower = VisionTower(config, recipe=recipe.coat(), rngs=nnx.Rngs(0))
+    >>> images = jnp.zeros((2, 3, 28, 28))
+    >>> tower.features(images, layer=-2).shape
+    (2, 4, 64)
+    >>> tower.pooled(images).shape
+    (2, 64)
+
+  Attributes:
+    config: the tower's shape.
+    patches: `PatchEmbedding`.
+    pre_norm: LayerNorm in front of the first layer, of CLIP; else None.
+    layers: a VisionLayer whose parameters have a leading axis of layers.
+    norm: LayerNorm behind the last layer.
+    pool: `ClassPool` or `AttentionPool`; None where pooling has no weights.
+  """
+
+  def __init__(
+    self,
+    config: VisionConfig,
+    *,
+    recipe: CoatRecipe | None = None,
+    dtype: DTypeLike = jnp.bfloat16,
+    param_dtype: DTypeLike = jnp.float32,
+    remat: Remat = "none",
+    store: Store | None = None,
+    rngs: nnx.Rngs,
+  ):
+    """Initializes the parameters.
+
+    Args:
+      config: the tower's shape.
+      recipe: what layers compute and save in FP8; None for `recipe.coat()`. Its
+        `axes` are those of the mesh that the tower is called on.
+      dtype: of activations.
+      param_dtype: in what weights are stored; norms' scales and biases are f32
+        always.
+      remat: what layers compute again in the backward, as of `Decoder`.
+      store: `(path, array) -> array`, in what parameters are stored, as of
+        `Decoder`; None for `param_dtype`.
+      rngs: its stream `params` initializes the parameters.
+
+    Raises:
+      ValueError: `remat` is "fp8" and the recipe is not coat.
+    """
+    recipe = recipe or recipes.coat()
+    check_remat(remat, recipe)
+    self.config, self.dtype, self.axes = config, dtype, recipe.axes
+    self.remat: Remat = remat
+    if store is None and jnp.dtype(param_dtype) != jnp.float32:
+      store = stored_in(param_dtype)
+    ends: dict[str, Any] = dict(
+      dtype=dtype,
+      kernel_init=nnx.initializers.normal(_INIT_STDDEV),
+      rngs=rngs,
+    )
+
+    def norm() -> LayerNorm:
+      return LayerNorm(
+        config.d_model,
+        recipe=recipes.bf16(),
+        epsilon=config.norm_eps,
+        dtype=dtype,
+        rngs=rngs,
+      )
+
+    self.patches = PatchEmbedding(config, **ends)
+    self.pre_norm = nnx.data(norm() if config.choices.pre_norm else None)
+    self.layers = stack_layers(
+      lambda rngs: VisionLayer(config, recipe, dtype=dtype, rngs=rngs),
+      config.num_layers,
+      store=store,
+      rngs=rngs,
+    )
+    self.norm = norm()
+    pools = {"vit": ClassPool, "siglip_vision": AttentionPool}
+    has_pool = config.has_pool and config.family in pools
+    self.pool = nnx.data(
+      pools[config.family](config, **ends) if has_pool else None
+    )
+    for name in ("patches", "pre_norm", "norm", "pool"):
+      store_params(getattr(self, name), name, store)
+
+  def __call__(self, pixel_values: Array) -> Array:
+    """What the family's model of transformers returns first.
+
+    Args:
+      pixel_values: images [B, C, H, W], BF16 or f32, resized and normalized.
+
+    Returns:
+      Logits f32 [B, classes] where the tower has classes; else hidden states
+      [B, N, D] in `dtype`, behind the last norm but in CLIP.
+    """
+    if self.config.num_classes is not None:
+      return self.pooled(pixel_values).astype(jnp.float32)
+    return self._output(self.features(pixel_values))
+
+  def pooled(self, pixel_values: Array) -> Array:
+    """One vector an image, `pooler_output` of transformers.
+
+    Args:
+      pixel_values: as of the call.
+
+    Returns:
+      [B, D] in `dtype`; of a tower that classifies, its logits.
+
+    Raises:
+      ValueError: the tower has no weights that pool.
+    """
+    hidden = self.features(pixel_values)
+    if self.config.family == "clip_vision":
+      return self.norm(hidden[:, :1])[:, 0]
+    if self.pool is None:
+      raise ValueError(
+        "VisionTower: pooling needs weights, got a configuration with "
+        "has_pool=False; pool the hidden states yourself"
+      )
+    return self.pool(self._output(hidden))
+
+  def features(self, pixel_values: Array, *, layer: int = -1) -> Array:
+    """Hidden states behind a layer, in front of the last norm.
+
+    Args:
+      pixel_values: as of the call.
+      layer: place among the input of the first layer (0) and the outputs of all
+        layers (1 and on), from the end where it is negative: -1 for the last
+        layer's, -2 as LLaVA's `vision_feature_layer`. Layers behind it are not
+        run.
+
+    Returns:
+      [B, N, D] in `dtype`, N with the class token first where there is one.
+
+    Raises:
+      ValueError: there is no such layer; images of another size; or a mesh
+        whose tensor axis does not divide N.
+    """
+    count = self.config.num_layers
+    if not -count - 1 <= layer <= count:
+      raise ValueError(
+        f"VisionTower: layer must be from {-count - 1} to {count}, got "
+        f"{layer}; 0 is the input of the first one"
+      )
+    self._check_mesh()
+    x = self.patches(pixel_values)
+    if self.pre_norm is not None:
+      x = self.pre_norm(x)
+    layers, wanted = self.layers, layer % (count + 1)
+    if wanted == 0:
+      return x
+    if wanted < count:
+      graph, state = nnx.split(layers)
+      layers = nnx.merge(graph, jax.tree.map(lambda w: w[:wanted], state))
+    scan = nnx.scan(self._step(), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+    return scan(x, layers)
+
+  def _output(self, hidden: Array) -> Array:
+    """The last layer's hidden states as transformers returns them."""
+    return self.norm(hidden) if self.config.choices.norms_output else hidden
+
+  def _step(self):
+    attention = self.layers.attention
+    kept = layer_forward(
+      lambda x, layer, _: (layer(x), None),
+      attention.active_recipe,
+      trained=attention.recipe,
+      dtype=self.dtype,
+      remat=self.remat,
+    )
+    return lambda x, layer: kept(x, layer, None)[0]
+
+  def _check_mesh(self) -> None:
+    """Raises ValueError where devices along tensor cannot share an image."""
+    if self.axes is None or self.axes.tensor is None:
+      return
+    mesh = jax.sharding.get_abstract_mesh()
+    devices = mesh.shape.get(self.axes.tensor, 1)
+    if self.config.num_tokens % devices:
+      raise ValueError(
+        "VisionTower: a mesh's tensor axis must divide an image's "
+        f"{self.config.num_tokens} tokens, got {devices} devices; pass a mesh "
+        "with tensor=1"
+      )

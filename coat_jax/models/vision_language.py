@@ -1,0 +1,279 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A vision-language model as LLaVA: images are placed among a decoder's tokens.
+
+A vision tower makes features of an image, two linear layers with GELU between
+them project those to the decoder's width, and they take the place of the
+embeddings of image tokens, of which a text has as many for each image.
+Sequences may have several images, or none.
+
+The tower and the decoder run in the recipe. The projector stays in BF16, as the
+ends of both do.
+"""
+
+import dataclasses
+from typing import Any, Literal
+
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jax.typing import DTypeLike
+
+from coat_jax import ops
+from coat_jax import recipe as recipes
+from coat_jax.layers import Linear
+from coat_jax.models.config import ModelConfig, Remat
+from coat_jax.models.decoder import Carry, Decoder
+from coat_jax.models.placing import Placed, token_rows
+from coat_jax.models.stack import Store, store_params, stored_in
+from coat_jax.models.vision import VisionConfig, VisionTower
+from coat_jax.recipe import CoatRecipe
+
+_INIT_STDDEV = 0.02
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VisionLanguageConfig:
+  """The shape of a vision-language model.
+
+  Attributes:
+    text: of the decoder.
+    vision: of the tower.
+    image_token: the token that stands for an image's features.
+    feature_layer: which hidden states of the tower are projected, as
+      `VisionTower.features` takes it.
+    feature_select: "default" leaves the first hidden state of an image out,
+      CLIP's class token; "full" has all.
+    projector_bias: whether the projector's layers have biases.
+
+  Raises:
+    ValueError: a number outside its range, or a decoder of a family that scales
+      its embeddings, for which it is not settled whether images are scaled too.
+  """
+
+  text: ModelConfig
+  vision: VisionConfig
+  image_token: int
+  feature_layer: int = -2
+  feature_select: Literal["default", "full"] = "default"
+  projector_bias: bool = True
+
+  def __post_init__(self):
+    if self.text.choices.scales_embedding:
+      raise ValueError(
+        "VisionLanguageConfig: text must be of a family that does not scale "
+        f"its embeddings, got {self.text.family}; take another decoder"
+      )
+    if not 0 <= self.image_token < self.text.vocab_size:
+      raise ValueError(
+        "VisionLanguageConfig: image_token must be a token of the vocabulary "
+        f"of {self.text.vocab_size}, got {self.image_token}"
+      )
+    layers = self.vision.num_layers
+    if not -layers - 1 <= self.feature_layer <= layers:
+      raise ValueError(
+        f"VisionLanguageConfig: feature_layer must be from {-layers - 1} to "
+        f"{layers}, got {self.feature_layer}"
+      )
+
+  @property
+  def tokens_each(self) -> int:
+    """Image tokens that stand for an image."""
+    return self.vision.num_tokens - (self.feature_select == "default")
+
+
+class Projector(nnx.Module):
+  """Features of images to the width of a decoder.
+
+  Attributes:
+    linear_1: BF16 `Linear` of the tower's width to the decoder's.
+    linear_2: BF16 `Linear` of the decoder's width to the same.
+  """
+
+  def __init__(
+    self,
+    config: VisionLanguageConfig,
+    *,
+    dtype: DTypeLike = jnp.bfloat16,
+    rngs: nnx.Rngs,
+  ):
+    """Initializes the parameters in f32.
+
+    Args:
+      config: the model's shape.
+      dtype: of activations.
+      rngs: its stream `params` initializes the kernels.
+    """
+    width = config.text.d_model
+    shared: dict[str, Any] = dict(
+      recipe=recipes.bf16(),
+      use_bias=config.projector_bias,
+      dtype=dtype,
+      kernel_init=nnx.initializers.normal(_INIT_STDDEV),
+      rngs=rngs,
+    )
+    self.linear_1 = Linear(config.vision.d_model, width, **shared)
+    self.linear_2 = Linear(width, width, **shared)
+
+  def __call__(self, features: Array) -> Array:
+    """[..., vision D] to [..., text D]; GELU, by erf, is computed in f32."""
+    x = self.linear_1(features)
+    return self.linear_2(ops.gelu_values(x, approximate=False).astype(x.dtype))
+
+
+class VisionLanguageModel(nnx.Module):
+  """Tokens and images to the hidden states in front of the output projection.
+
+  Example usage::
+
+    >>> from coat_jax import recipe
+    >>> from coat_jax.models import (
+    ...   ModelConfig, VisionConfig, VisionLanguageConfig, VisionLanguageModel,
+    ... )
+    >>> from flax import nnx
+    >>> import jax.numpy as jnp
+
+    >>> config = VisionLanguageConfig(
+    ...   text=ModelConfig(
+    ...     family="llama", num_layers=2, d_model=64, d_ff=160, num_heads=4,
+    ...     num_kv_heads=2, vocab_size=384,
+    ...   ),
+    ...   vision=VisionConfig(
+    ...     family="clip_vision", num_layers=2, d_model=64, d_ff=128,
+    ...     num_heads=4, image_size=28, patch_size=14,
+    ...   ),
+    ...   image_token=383,
+    ... )
+    >>> model = VisionLanguageModel(config, recipe.coat(), rngs=nnx.Rngs(0))
+    >>> tokens = jnp.full((2, 16), 383).at[:, config.tokens_each :].set(7)
+    >>> images = jnp.zeros((2, 1, 3, 28, 28))  # One in each sequence.
+    >>> model.logits(tokens, images).shape
+    (2, 16, 384)
+
+  Attributes:
+    config: the model's shape.
+    tower: a `VisionTower`.
+    projector: a `Projector`.
+    decoder: a `Decoder`.
+  """
+
+  def __init__(
+    self,
+    config: VisionLanguageConfig,
+    recipe: CoatRecipe,
+    *,
+    dtype: DTypeLike = jnp.bfloat16,
+    param_dtype: DTypeLike = jnp.float32,
+    remat: Remat = "none",
+    store: Store | None = None,
+    rngs: nnx.Rngs,
+  ):
+    """Initializes the parameters.
+
+    Args:
+      config: the model's shape.
+      recipe: what the layers of tower and decoder compute and save in FP8; its
+        `axes` are those of the mesh that the model is called on.
+      dtype: of activations.
+      param_dtype: in what weights are stored; norms' scales and biases are f32
+        always.
+      remat: what the decoder's layers compute again in the backward, as of
+        `Decoder`. The tower's compute nothing again.
+      store: `(path, array) -> array`, in what parameters are stored, as of
+        `Decoder`, their paths in the part that has them; None for
+        `param_dtype`.
+      rngs: its stream `params` initializes the parameters.
+    """
+    if store is None and jnp.dtype(param_dtype) != jnp.float32:
+      store = stored_in(param_dtype)
+    self.config = config
+    self.tower = VisionTower(
+      config.vision, recipe=recipe, dtype=dtype, store=store, rngs=rngs
+    )
+    self.projector = Projector(config, dtype=dtype, rngs=rngs)
+    store_params(self.projector, "projector", store)
+    self.decoder = Decoder(
+      config.text, recipe, dtype=dtype, remat=remat, store=store, rngs=rngs
+    )
+
+  def __call__(
+    self,
+    tokens: Array,
+    pixel_values: Array | None = None,
+    segments: Array | None = None,
+  ) -> Array:
+    """Runs all but the output projection.
+
+    Args:
+      tokens: int32 [B, T]. Each image has `config.tokens_each` image tokens, in
+        the order of the images; image tokens that are left over when a
+        sequence's images are used up have their own embedding.
+      pixel_values: [B, I, C, H, W], the images of each sequence, BF16 or f32,
+        resized and normalized; those that no token stands for, of sequences
+        with fewer, change nothing. None for text alone.
+      segments: as of `Decoder`.
+
+    Returns:
+      Hidden states [B, T, D], in `dtype`.
+
+    Raises:
+      ValueError: images of another shape.
+    """
+    return self.routed(tokens, pixel_values, segments)[0]
+
+  def routed(
+    self,
+    tokens: Array,
+    pixel_values: Array | None = None,
+    segments: Array | None = None,
+  ) -> Carry:
+    """As the call, with what `Decoder.routed` returns beside."""
+    placed = None
+    if pixel_values is not None:
+      if len(pixel_values) != len(tokens):
+        raise ValueError(
+          "VisionLanguageModel: images must be of as many sequences as tokens, "
+          f"got {len(pixel_values)} for {len(tokens)}; pass pixel_values "
+          "[B, I, C, H, W] and tokens [B, T]"
+        )
+      features = self.features(pixel_values)
+      rows = token_rows(tokens, self.config.image_token, features.shape[1])
+      placed = Placed(features, rows)
+    return self.decoder.routed(tokens, segments, placed)
+
+  def logits(
+    self,
+    tokens: Array,
+    pixel_values: Array | None = None,
+    segments: Array | None = None,
+  ) -> Array:
+    """Logits of the next token, f32 [B, T, V]; arguments as of the call."""
+    hidden = self(tokens, pixel_values, segments)
+    return self.decoder.logits_of_hidden(hidden)
+
+  def features(self, pixel_values: Array) -> Array:
+    """What stands in the place of image tokens.
+
+    Args:
+      pixel_values: as of the call.
+
+    Returns:
+      [B, I tokens_each, D] in `dtype`, of one image after another.
+
+    Raises:
+      ValueError: images of another shape.
+    """
+    if pixel_values.ndim != 5:
+      raise ValueError(
+        "VisionLanguageModel: images must be [B, I, C, H, W], I of each "
+        f"sequence, got {pixel_values.shape}; add the axis"
+      )
+    sequences, images = pixel_values.shape[:2]
+    features = self.tower.features(
+      pixel_values.reshape(-1, *pixel_values.shape[2:]),
+      layer=self.config.feature_layer,
+    )
+    if self.config.feature_select == "default":
+      features = features[:, 1:]
+    projected = self.projector(features)
+    count = images * self.config.tokens_each
+    return projected.reshape(sequences, count, projected.shape[-1])

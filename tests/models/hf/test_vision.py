@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints of vision towers: the same bytes, parts of models, refusals."""
+
+import inspect
+import json
+
+import ml_dtypes
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import save_file
+
+from coat_jax import recipe as recipes
+from coat_jax.models import VisionConfig, VisionTower, load_hf, save_hf
+from tests.matrices import quick
+from tests.models.hf.folders import DATA, copied, params_of, tensors_of
+
+FAMILIES = ("clip_vision", "vit", "siglip_vision")
+
+
+def loaded(folder):
+  return load_hf(folder, model=VisionTower, recipe=recipes.bf16())
+
+
+def bytes_of(folder):
+  return {
+    name: (x.dtype, x.shape, x.tobytes())
+    for name, x in tensors_of(folder).items()
+  }
+
+
+@pytest.mark.parametrize("name", quick(1, FAMILIES))
+def test_import_and_export_gives_the_same_bytes(name, tmp_path):
+  cast = dict(cast=ml_dtypes.bfloat16, dtype="bfloat16")
+  source = copied(tmp_path / "a", name, **cast)
+  save_hf(loaded(source), tmp_path / "b", like=source)
+  assert bytes_of(tmp_path / "b") == bytes_of(source)
+  before, after = (
+    json.loads((tmp_path / each / "config.json").read_text()) for each in "ab"
+  )
+  assert after == before | {"torch_dtype": "bfloat16"}
+  # Without a source the same tower is written.
+  save_hf(loaded(source), tmp_path / "c", dtype="bfloat16")
+  assert bytes_of(tmp_path / "c") == bytes_of(source)
+  assert loaded(tmp_path / "c").config == loaded(source).config
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["clip_vision", "siglip_vision"])
+def test_tower_is_read_out_of_a_whole_model(name, tmp_path):
+  """As CLIP and SigLIP are published, with text beside it."""
+  tower, folder = loaded(DATA / name), tmp_path / "m"
+  folder.mkdir()
+  tensors = {f"vision_model.{k}": x for k, x in tensors_of(DATA / name).items()}
+  tensors |= {
+    "text_model.final_layer_norm.bias": np.ones(64, np.float32),
+    "logit_scale": np.ones((), np.float32),
+  }
+  save_file(tensors, folder / "model.safetensors")
+  keys = json.loads((DATA / name / "config.json").read_text())
+  del keys["architectures"]
+  whole = name.removesuffix("_vision")
+  keys = {
+    "model_type": whole,
+    "architectures": [{"clip": "CLIPModel", "siglip": "SiglipModel"}[whole]],
+    "vision_config": keys,
+    "text_config": {"hidden_size": 64},
+  }
+  (folder / "config.json").write_text(json.dumps(keys))
+  found = loaded(folder)
+  assert found.config == tower.config
+  for a, b in zip(
+    *(nnx.to_flat_state(nnx.state(x, nnx.Param)) for x in (found, tower)),
+    strict=True,
+  ):
+    np.testing.assert_array_equal(a[1][...], b[1][...])
+  save_hf(found, tmp_path / "b", like=folder)
+  assert bytes_of(tmp_path / "b") == bytes_of(DATA / name)
+  assert loaded(tmp_path / "b").config == tower.config
+
+
+@pytest.mark.slow
+def test_encoder_of_vit_pools_by_a_product_and_tanh(tmp_path):
+  """ViTModel: no prefix, no classes."""
+  tensors = {
+    k.removeprefix("vit."): x
+    for k, x in tensors_of(DATA / "vit").items()
+    if not k.startswith("classifier")
+  }
+  rng = np.random.default_rng(0)
+  kernel = rng.normal(size=(64, 64)).astype(np.float32)
+  tensors["pooler.dense.weight"] = kernel
+  tensors["pooler.dense.bias"] = kernel[0]
+  absent = dict.fromkeys(tensors_of(DATA / "vit"))
+  folder = copied(
+    tmp_path / "a",
+    "vit",
+    tensors=absent | tensors,
+    architectures=["ViTModel"],
+    id2label=...,
+    label2id=...,
+  )
+  tower = loaded(folder)
+  assert tower.config.num_classes is None
+  pool = params_of(tower)["pool"]["linear"]
+  np.testing.assert_array_equal(pool["kernel"], kernel.T)
+  save_hf(tower, tmp_path / "b", like=folder)
+  assert bytes_of(tmp_path / "b") == bytes_of(folder)
+
+
+@pytest.mark.slow
+def test_tower_may_lack_what_pools(tmp_path):
+  kept = [
+    k for k in tensors_of(DATA / "siglip_vision") if k.startswith("head.")
+  ]
+  folder = copied(
+    tmp_path / "a",
+    "siglip_vision",
+    tensors=dict.fromkeys(kept),
+    vision_use_head=False,
+  )
+  tower = loaded(folder)
+  assert tower.pool is None and not tower.config.has_pool
+  save_hf(tower, tmp_path / "b")
+  assert bytes_of(tmp_path / "b") == bytes_of(folder)
+  assert loaded(tmp_path / "b").config == tower.config
+
+
+@pytest.mark.parametrize(
+  "name, keys, words",
+  [
+    ("vit", dict(hidden_act="relu"), "hidden_act must be gelu, got relu"),
+    ("vit", dict(qkv_bias=False), "qkv_bias must be True, got False"),
+    ("vit", dict(id2label=[]), r"id2label must name the classes, got \[\]"),
+    ("vit", dict(patch_sise=8), "did you mean patch_size"),
+    ("vit", dict(patch_size=8.5), "patch_size must be a whole number, got 8.5"),
+    ("vit", dict(patch_size=30), "at most image_size, got 30 and 28"),
+    ("clip_vision", dict(architectures=["CLIPTextModel"]), "CLIPTextModel"),
+    ("clip_vision", dict(model_type="clip"), "vision_config must hold"),
+    ("llama", {}, "got llama; other towers cannot be read"),
+    ("siglip_vision", dict(vision_use_head=1), "must be true or false, got 1"),
+    ("siglip_vision", dict(vision_use_head=False), "got head.attention.in_pr"),
+  ],
+)
+def test_other_towers_are_refused(name, keys, words, tmp_path):
+  folder = copied(tmp_path / "m", name, **keys)
+  with pytest.raises(ValueError, match=words):
+    loaded(folder)
+
+
+def test_each_class_reads_its_own():
+  with pytest.raises(ValueError, match="are read with model=VisionTower"):
+    load_hf(DATA / "vit")
+  load = inspect.unwrap(load_hf)  # Past beartype, as users without it.
+  for model in ("VisionTower", VisionConfig):
+    with pytest.raises(
+      TypeError, match="classes Decoder, VisionTower, .*, got"
+    ):
+      load(DATA / "vit", model=model)
+
+
+@pytest.mark.slow
+def test_tower_that_is_another_than_like_is_refused(tmp_path):
+  config = VisionConfig(
+    family="vit",
+    num_layers=1,
+    d_model=8,
+    d_ff=8,
+    num_heads=1,
+    image_size=4,
+    patch_size=2,
+    num_classes=3,
+  )
+  tower = VisionTower(config, recipe=recipes.bf16(), rngs=nnx.Rngs(0))
+  with pytest.raises(ValueError, match="must be of the model that is saved"):
+    save_hf(tower, tmp_path / "m", like=DATA / "vit")
+  save_hf(tower, tmp_path / "m")
+  assert loaded(tmp_path / "m").config == config
