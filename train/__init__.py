@@ -1,17 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training programs to read, to run from the clone, and to copy.
 
-  commands   pretrain, convert, generate, plan, plot: one file each; plan with
-             planning and search
-  a step     presets, config, optim_config, options, mesh, schedule, weights,
-             update, step
+  commands   pretrain, finetune, vit, convert, generate, evaluate, plan, plot:
+             one file each; vit with vit_config, finetune with finetune_config, conversations and
+             samples, plan with planning and search, evaluate with evaluation/
+  loop       of a training run, which pretrain and finetune share
+  a model    source: of a run, or of a folder of transformers
+  a step     presets, config, optim_config, combinations, options, mesh,
+             schedule, weights, optimizers, update, step, and objective: what
+             is learned of a batch, text or images
   data/      from files to batches
   run/       folder, checkpoints, log, signals, processes, comparison of a run
   memory     bytes that a layer saves for its backward pass
+  watch      what tells early that low precision is about to hurt
 
-A program of your own needs `step` with `schedule`, `weights` and `update`,
-`config` with `optim_config` and `options`, `mesh`, `presets` and `data`, and no
-more than this to train on one device:
+A program of your own needs `step` with `objective`, `schedule`, `weights`,
+`optimizers` and `update`, `config` with `optim_config`, `combinations` and
+`options`, `finetune_config`, which `objective` knows, `mesh`, `presets` and
+`data`, and no more than this to train on one device:
 
 ```python
 import jax
@@ -34,10 +40,12 @@ for _ in range(config.steps):
 ```
 
 What can be left out, and what is lost then:
-  * all of `run`, `pretrain`, `convert`, `generate` and `plot`: files, resuming,
-    several processes, comparison with a twin; begin with `run.checkpoint` and
-    its `run.checksums` and `run.processes` to save and resume;
+  * all of `run`, `loop`, `pretrain`, `finetune`, `convert`, `generate`,
+    `evaluate`, `evaluation`, `source` and `plot`: files, resuming, several
+    processes, comparison with a twin; begin with `run.checkpoint` and its
+    `run.checksums` and `run.processes` to save and resume;
   * `plan`, `planning`, `search`, `memory`: knowing before whether a run fits;
+  * `watch`: the option of that name;
   * `presets`: build a `TrainConfig` instead;
   * `mesh`: only after its checks are taken out of `config`.
 """

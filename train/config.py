@@ -11,7 +11,7 @@ field's metadata what a resumed run may change (`resume_rule`).
 """
 
 import dataclasses
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, Self
 
 import jax.numpy as jnp
 
@@ -21,8 +21,9 @@ from coat_jax.models.ranges import Count, Range, Width, check_numbers
 from coat_jax.models.remat import check_remat
 from coat_jax.models.specs import mesh_axes
 from coat_jax.recipe import GradDtype, MeshAxes
+from train.combinations import check_combinations
 from train.data.tokens import DataConfig
-from train.mesh import check_fits, parse_mesh
+from train.mesh import check_fits, check_tiles, parse_mesh
 from train.optim_config import OptimConfig, options_of_codecs
 from train.options import (
   CONVERTED,
@@ -31,20 +32,24 @@ from train.options import (
   check_unused,
   defaults,
   read_profile,
+  type_of,
 )
 from train.weights import Stored
 
 # Which arguments each of these takes; the rest must be left as they are.
+_COAT = (
+  "residuals",
+  "attention",
+  "activation_group_size",
+  "weight_cache",
+  "evaluation",
+)
 _RECIPES = {
-  "coat": (
-    "residuals",
-    "attention",
-    "activation_group_size",
-    "weight_cache",
-    "evaluation",
-  ),
+  "coat": (*_COAT, "attention_compute"),
+  "fp8_block": (*_COAT, "attention_compute"),
   "fp8_linear": ("weight_cache", "evaluation"),
   "bf16": ("compute",),
+  "int8": _COAT,
 }
 
 
@@ -69,11 +74,14 @@ class TrainConfig:
       bfloat16 are added.
     seq: Tokens a sequence.
     seed: Of initial weights, order of the data and stochastic rounding.
-    recipe: What the layers compute, and save for the backward pass, in FP8.
-    residuals: Of recipe coat, what layers save for the backward pass; minimal
-      recomputes more.
-    attention: Of recipe coat, how q, k, v and output are saved.
-    activation_group_size: Of recipe coat, activations that share a scale.
+    recipe: What the layers compute, and save for the backward pass, in FP8, or
+      in INT8 to compare with.
+    residuals: Of recipes coat, fp8_block and int8, what layers save for the
+      backward pass; minimal recomputes more.
+    attention: Of the same recipes, how q, k, v and output are saved.
+    attention_compute: Of coat and fp8_block, what attention's products read;
+      fp8 goes with attention fp8.
+    activation_group_size: Of the same recipes, activations that share a scale.
     weight_cache: Of an FP8 recipe, what is computed of a weight once a step.
     evaluation: Of an FP8 recipe, what evaluation computes; same as training
       or bf16.
@@ -87,9 +95,9 @@ class TrainConfig:
       exist, so that those of one layer exist at a time; needs optim.clip
       share or adaptive.
     implementation: Kernels where there is a GPU, or xla for none anywhere.
-    init_from: Folder of a checkpoint of transformers whose weights, and whose
-      model's shape in place of the preset's, the run begins with; see
-      docs/models.md. Empty for random weights.
+    init_from: Folder of a checkpoint of transformers, or of a run that began
+      with one, whose weights, and whose model's shape in place of the preset's,
+      the run begins with; see docs/models.md. Empty for random weights.
     resume: Continue the run in `out` from its last checkpoint.
     convert_state: With resume, convert a checkpoint of another codec, rounding,
       group size or second format, or of other params or optim.clip.
@@ -100,6 +108,9 @@ class TrainConfig:
     eval_batches: Held-out batches of an evaluation.
     report_state: At evaluations, report how well the moments fit their codes,
       against f32 moments that are stored for it (8 bytes a parameter more).
+    watch: Steps between looks at what tells early that low precision hurts:
+      outliers, lost codes, powers k; see `train.watch`. 0 for none, 100 is
+      enough and costs 0.3 % of the time.
     save_every: Steps between checkpoints; the last step is always saved.
     keep: How many of the newest checkpoints stay.
     tensorboard: Write metrics to TensorBoard's event files too.
@@ -118,13 +129,16 @@ class TrainConfig:
   model: ModelConfig = dataclasses.field(metadata=FIXED)
   optim: OptimConfig
   data: DataConfig = dataclasses.field(default=DataConfig(), metadata=SILENT)
-  recipe: Literal["coat", "bf16", "fp8_linear"] = dataclasses.field(
-    default="coat", metadata=FIXED
+  recipe: Literal["coat", "bf16", "fp8_linear", "fp8_block", "int8"] = (
+    dataclasses.field(default="coat", metadata=FIXED)
   )
   residuals: coat_jax.recipe.Residuals = dataclasses.field(
     default="minimal", metadata=FIXED
   )
   attention: coat_jax.recipe.Kept = dataclasses.field(
+    default="bf16", metadata=FIXED
+  )
+  attention_compute: coat_jax.recipe.Kept = dataclasses.field(
     default="bf16", metadata=FIXED
   )
   activation_group_size: Width = dataclasses.field(default=16, metadata=FIXED)
@@ -162,6 +176,9 @@ class TrainConfig:
   eval_every: Count = dataclasses.field(default=1000, metadata=SILENT)
   eval_batches: Count = dataclasses.field(default=16, metadata=SILENT)
   report_state: bool = dataclasses.field(default=False, metadata=FIXED)
+  watch: Annotated[int, Range(0, 2**31 - 1)] = dataclasses.field(
+    default=0, metadata=SILENT
+  )
   save_every: Count = dataclasses.field(default=1000, metadata=SILENT)
   keep: Count = dataclasses.field(default=3, metadata=SILENT)
   tensorboard: bool = dataclasses.field(default=False, metadata=SILENT)
@@ -180,26 +197,57 @@ class TrainConfig:
           f"TrainConfig: {name} applies to a run on a mesh, got none; pass "
           "--mesh fsdp=8 with the number of devices, or leave it out"
         )
-    if self.grad_accumulate != "float32" and (
-      self.accumulate == 1 or self.params == "float32"
-    ):
+    check_combinations(self)
+    self._check_steps()
+    plain = ("bf16", "bfloat16", "float32", "float32")
+    own = (self.recipe, self.compute, self.optim.codec, self.params)
+    if self.compare and own == plain and self.remat != "fp8_layer":
       raise ValueError(
-        "TrainConfig: grad_accumulate applies to microbatches of a run with "
-        f"weights in bfloat16, got accumulate {self.accumulate} and params "
-        f"{self.params}; leave it out, or change these"
+        "TrainConfig: compare=bf16 needs a run that differs from its twin, got "
+        "recipe bf16 with codec float32 and params float32; change one of them"
       )
-    if self.resume and self.overwrite:
+
+  def check_mesh(self):
+    """Raises ValueError where the mesh cannot split the model or a batch.
+
+    Or where the model cannot have its sequences.
+    """
+    remedy = "pass a smaller --seq"
+    self.model.check_length("TrainConfig: seq", self.seq, remedy=remedy)
+    names = ("vocab_size", "max_positions")
+    self._check_sharding(**{name: getattr(self.model, name) for name in names})
+
+  def _check_sharding(self, **sizes: Any):
+    """Raises where the mesh cannot split the layers, a batch or these sizes."""
+    tensor = self.mesh_sizes.get("tensor", 1)
+    if self.recipe == "fp8_block" and tensor > 1:
       raise ValueError(
-        "TrainConfig: resume and overwrite exclude each other; pass resume to "
-        "continue the run, overwrite to start it afresh"
+        "TrainConfig: recipe fp8_block needs one device along the tensor axis, "
+        f"got {tensor}; split weights over fsdp, or pass --recipe coat"
       )
-    if self.convert_state and not self.resume:
-      raise ValueError(
-        "TrainConfig: convert_state is for a run that is resumed, got resume "
-        "False; pass resume too, or leave convert_state out"
-      )
-    if self.optimizer_in_backward:
-      self._check_in_backward()
+    shape = ("d_model", "d_ff", "num_heads", "num_kv_heads")
+    sizes |= {name: getattr(self.model, name) for name in shape}
+    check_fits(
+      self.mesh_sizes,
+      seq=self.seq,
+      batch=self.batch,
+      accumulate=self.accumulate,
+      activation_group_size=(
+        self.activation_group_size
+        if "activation_group_size" in _RECIPES[self.recipe]
+        else None
+      ),
+      **sizes,
+    )
+    if self.recipe == "fp8_block":
+      of_heads = self.model.num_heads * self.model.head_width
+      rows = {"d_model": self.model.d_model, "num_heads * width": of_heads}
+      if self.model.num_experts is None:  # Whose products are BF16.
+        rows["d_ff"] = self.model.d_ff
+      check_tiles(self.mesh_sizes, rows)
+
+  def _check_steps(self):
+    """Raises where something takes more steps than the run has."""
     if self.optim.warmup_steps(self.steps) > self.steps:
       raise ValueError(
         f"TrainConfig: warmup must fit into {self.steps} steps, got "
@@ -211,52 +259,6 @@ class TrainConfig:
         f"TrainConfig: profile must fit into {self.steps} steps, got "
         f"{self.profile}; trace fewer or earlier ones"
       )
-    plain = ("bf16", "bfloat16", "float32", "float32")
-    own = (self.recipe, self.compute, self.optim.codec, self.params)
-    if self.compare and own == plain and self.remat != "fp8_layer":
-      raise ValueError(
-        "TrainConfig: compare=bf16 needs a run that differs from its twin, got "
-        "recipe bf16 with codec float32 and params float32; change one of them"
-      )
-
-  def check_mesh(self):
-    """Raises ValueError where the mesh cannot split the model or a batch."""
-    shape = ("d_model", "d_ff", "num_heads", "num_kv_heads", "vocab_size")
-    check_fits(
-      self.mesh_sizes,
-      **{name: getattr(self.model, name) for name in shape},
-      seq=self.seq,
-      batch=self.batch,
-      accumulate=self.accumulate,
-      activation_group_size=(
-        self.activation_group_size if self.recipe == "coat" else None
-      ),
-    )
-
-  def _check_in_backward(self):
-    """Raises where an option needs the gradients of all layers at once."""
-    impossible = {
-      f"accumulate {self.accumulate}": (
-        self.accumulate > 1,
-        "each microbatch would be a step of its own; lower batch, or raise "
-        "optim.b2 with more and smaller steps",
-      ),
-      "optim.clip global": (
-        self.optim.clip == "global",
-        "the global norm is known when the last gradient is; pass "
-        "--optim.clip share",
-      ),
-      "report_state": (
-        self.report_state,
-        "its exact moments need all gradients; pass --no-report-state",
-      ),
-    }
-    for option, (is_set, reason) in impossible.items():
-      if is_set:
-        raise ValueError(
-          "TrainConfig: optimizer_in_backward uses each gradient as soon as it "
-          f"exists, got {option}: {reason}"
-        )
 
   @property
   def mesh_sizes(self) -> dict[str, int]:
@@ -285,7 +287,7 @@ class TrainConfig:
       return None
     return mesh_axes(sizes, grad_dtype=self.grad_reduce)
 
-  def with_f32_moments(self, recipe: str) -> "TrainConfig":
+  def with_f32_moments(self, recipe: str) -> Self:
     """Returns the same run in another recipe, all else in f32, and no twin.
 
     Options that the recipe does not take get their defaults; what layers keep
@@ -311,7 +313,7 @@ class TrainConfig:
       **unused,
     )
 
-  def bf16_twin(self, *, seed: int, out: str) -> "TrainConfig":
+  def bf16_twin(self, *, seed: int, out: str) -> Self:
     """Returns the run with BF16 layers and f32 moments, to compare with."""
     return dataclasses.replace(
       self.with_f32_moments("bf16"),
@@ -323,22 +325,23 @@ class TrainConfig:
     )
 
 
-def resume_rule(name: str) -> str:
+def resume_rule(name: str, kind: type = TrainConfig) -> str:
   """Looks up what a resumed run may change.
 
   Args:
-    name: A field of `TrainConfig`, or of a part of it as `optim.lr`.
+    name: A field of the configuration, or of a part of it as `optim.lr`.
+    kind: Of the configuration.
 
   Returns:
     `fixed`, `converted`, `silent`, or `reported`, which is the default, also of
     names that are no field (any more). A part's rule is that of its fields,
     unless they have one.
   """
-  rule, part = "reported", TrainConfig
+  rule, part = "reported", kind
   for word in name.split("."):
     fields = dataclasses.fields(part) if dataclasses.is_dataclass(part) else ()
     field = next((field for field in fields if field.name == word), None)
     if field is None:
       break
-    rule, part = field.metadata.get("resume", rule), field.type
+    rule, part = field.metadata.get("resume", rule), type_of(field)
   return rule

@@ -49,6 +49,7 @@ from coat_jax import from_adam_state, sharding, to_adam_state
 from train import convert_hf, weights
 from train import step as steps
 from train.config import OptimConfig, TrainConfig
+from train.objective import trained
 from train.options import read_path
 from train.presets import PRESETS, finetune
 from train.run.checkpoint import Checkpoints, read_description, restore_state
@@ -127,7 +128,8 @@ def _stored_anew(
 
   @functools.partial(jax.jit, out_shardings=steps.shardings(where))
   def convert(params, low):
-    return weights.store(config.params, weights.load(params, low))
+    params, low = weights.store(config.params, weights.load(params, low))
+    return params, low and trained(config, low)
 
   params, low = convert(state.params, low)
   return state._replace(params=params, optimizer=weights.with_low(adam, low))
@@ -145,7 +147,7 @@ def _abstract_optimizer(config: TrainConfig, params: Any):
   Leaves are replicated over their columns where a device would have a part of a
   group: the checkpoint's codec may come from a mesh that other groups fitted.
   """
-  init = steps.build_optimizer(config).init
+  init, params = steps.build_optimizer(config).init, trained(config, params)
   if jax.tree.leaves(params)[0].sharding is None:
     return jax.eval_shape(init, params)
   codec = config.optim.moment_codec()

@@ -8,18 +8,19 @@ import dataclasses
 from pathlib import Path
 from typing import Literal
 
-import jax
 from flax import nnx
 
 from coat_jax.models import save_hf
 from coat_jax.models.hf.config import CONFIG
-from train import pretrained, weights
+from train import pretrained
 from train import step as steps
 from train.config import TrainConfig
-from train.run.checkpoint import restore_state
+from train.data.chat.ending import write_stop_token
+from train.finetune_config import FinetuneConfig
 from train.run.directory import RunDirectory
 from train.run.imported import create_run
 from train.run.sources import newest_checkpoint
+from train.run.weights import read_weights
 from train.run.writing import SaveError, first_line
 
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -70,20 +71,15 @@ def export_hf(run: Path, out: Path, dtype: Dtype | None = None) -> int:
       would be in a file.
     SaveError: it cannot be written.
   """
-  path, step, config = newest_checkpoint(run, out)
-  abstract = steps.abstract_state(config, steps.build_optimizer(config))
-  abstract = abstract._replace(exact=(), clip=())
-  if config.params != "bfloat16_low8":  # Else it has the weights' low bytes.
-    abstract = abstract._replace(optimizer=())
-  state = restore_state(path, step, abstract)
-  params, low = state.params, weights.without_low(state.optimizer)[1]
-  if low is not None:
-    params = jax.jit(weights.load)(params, low)
+  _, step, config = newest_checkpoint(run, out)
+  params = read_weights(RunDirectory(run), step, config)
   model = nnx.merge(steps.build_graph(config), params)
   source = RunDirectory(run).source
   like = source if (source / CONFIG).is_file() else None
   try:
-    save_hf(model, out, like=like, dtype=dtype)
+    save_hf(model, out, like=like, dtype=dtype, max_length=config.seq)
+    if isinstance(config, FinetuneConfig) and config.data.template:
+      write_stop_token(out)  # The checkpoint's own template is another one.
   except OSError as error:
     raise SaveError(
       f"export-hf: {out} must be written, got {first_line(error)}; make room, "

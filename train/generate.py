@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prints text that a run's model adds to prompts.
+"""Prints text that a model adds to prompts.
 
   python -m train.generate RUN --prompt "def main("
   python -m train.generate RUN --prompt "One" --prompt "Two" --temperature 0
-  python -m train.generate RUN --prompt "Who are you?" --chat
+  python -m train.generate Llama-3.2-1B-Instruct --prompt "Who?" --chat
 
 RUN is the folder of a run, of whose newest checkpoint only the weights are
-read. It runs on one device, in BF16 (or f32, as the run's `compute` says), all
-prompts at once; `coat_jax.models.generate` has what is computed.
+read, or one that transformers wrote. It runs on one device, all prompts at
+once; `coat_jax.models.generate` has what is computed, `train.source` what is
+read.
 
 Text goes to standard output, speeds to standard error. They are those of a
 second call: the first one, of the prompts and a token, compiles both programs.
@@ -18,32 +19,24 @@ Exit status: 0; 2 when the input was wrong.
 import dataclasses
 import sys
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Sequence
 
 import tyro
-from flax import nnx
 
-from coat_jax.models import Decoder, Generation, generate
+from coat_jax.models import Generation, generate
 from coat_jax.models.generate import bucket
 from coat_jax.models.sampling import make_sampling
-from train import step as steps
-from train.config import TrainConfig
-from train.data.text import Text, open_text
 from train.options import read_path
-from train.run.checkpoint import read_description, restore_state
-from train.run.description import configuration
-from train.run.directory import RunDirectory
 from train.run.exits import say
+from train.source import Compute, Source, open_source
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GenerateConfig:
-  """Prints text that a run's model adds to prompts.
+  """Prints text that a model adds to prompts.
 
   Attributes:
-    run: Folder of the run.
+    model: Folder of a run, or of a checkpoint of transformers.
     prompt: What the text begins with; give it again for more texts.
     max_tokens: How many tokens to add to each, unless it ends before.
     temperature: Of sampling; 0 takes the most probable token.
@@ -53,10 +46,11 @@ class GenerateConfig:
     seed: Of what is drawn.
     chat: The prompt is what a user says, in the tokenizer's chat template; the
       answer alone is printed.
-    tokenizer: A tokenizer.json in place of the run's.
+    tokenizer: A tokenizer.json in place of the model's own.
+    compute: What to compute in; by default BF16, or what the run did.
   """
 
-  run: tyro.conf.Positional[str]
+  model: tyro.conf.Positional[str]
   prompt: tyro.conf.UseAppendAction[tuple[str, ...]]
   max_tokens: int = 64
   temperature: float = 0.8
@@ -65,60 +59,7 @@ class GenerateConfig:
   seed: int = 0
   chat: bool = False
   tokenizer: str | None = None
-
-
-class Source(NamedTuple):
-  """A model to generate with, whose weights are not read yet.
-
-  Attributes:
-    text: Its tokenizer.
-    length: Tokens that it was trained to see, prompt and text together.
-    load: Reads the weights and returns the model, on one device.
-  """
-
-  text: Text
-  length: int
-  load: Callable[[], Decoder]
-
-
-def open_source(folder: Path, tokenizer: str | None = None) -> Source:
-  """Opens the newest checkpoint of a run.
-
-  Args:
-    folder: The run's, which may be training meanwhile.
-    tokenizer: As `open_text` takes it.
-
-  Returns:
-    The model and its tokenizer.
-
-  Raises:
-    FileNotFoundError, ValueError: it is no run with a whole checkpoint, or its
-      tokenizer cannot be read.
-  """
-  run = RunDirectory(folder)
-  if run.latest_step() is None or not run.is_run():
-    raise ValueError(
-      f"generate: {folder} must hold a run with a checkpoint, got none; pass "
-      "the --out of a run"
-    )
-  done, damaged = run.newest_whole_step()
-  saved = configuration(read_description(run.checkpoints, done))
-  config = _on_one_device(saved)
-
-  def load() -> Decoder:
-    abstract = steps.abstract_state(config, steps.build_optimizer(config))
-    # What is () is not read.
-    weights: Any = abstract._replace(optimizer=(), exact=(), clip=())
-    params = restore_state(run.checkpoints, done, weights).params
-    say(f"{folder}: weights of step {done}", *damaged)
-    return nnx.merge(steps.build_graph(config), params)
-
-  return Source(open_text(config.data, tokenizer), config.seq, load)
-
-
-def _on_one_device(config: TrainConfig) -> TrainConfig:
-  options = {"mesh": "", "distributed": False, "grad_reduce": "float32"}
-  return dataclasses.replace(config, **options)
+  compute: Compute | None = None
 
 
 def encode(config: GenerateConfig, source: Source) -> list[list[int]]:
@@ -142,8 +83,13 @@ def encode(config: GenerateConfig, source: Source) -> list[list[int]]:
     )
   for prompt in config.prompt:
     if config.chat and text.chat is not None:
-      prompt = text.chat.render(prompt)
-    tokens = text.encode(prompt)
+      messages = [{"role": "user", "content": prompt}]
+      # What begins a text is in the template.
+      tokens = text.encode(
+        text.chat.render(messages, add_generation_prompt=True)
+      )
+    else:
+      tokens = text.encode_from_start(prompt)
     if not tokens:
       raise ValueError(
         f"generate: a prompt must have at least one token, got {prompt!r}; "
@@ -173,9 +119,10 @@ def run(config: GenerateConfig) -> None:
     )
   if not config.prompt:
     raise ValueError("generate: needs a prompt, got none; pass --prompt")
-  source = open_source(read_path("run", config.run), config.tokenizer)
+  folder = read_path("model", config.model)
+  source = open_source(folder, config.tokenizer, config.compute)
   prompts = encode(config, source)
-  model = source.load()
+  model = source.load_decoder()
 
   # The first call compiles, so that the second one's times are of its work.
   def call(most: int) -> Generation:
@@ -199,9 +146,10 @@ def run(config: GenerateConfig) -> None:
   for i, tokens in enumerate(found.tokens):
     if i:
       print("---")
-    print(
-      ("" if config.chat else config.prompt[i]) + source.text.decode(tokens)
-    )
+    added = source.text.decode(tokens)
+    if not config.chat:
+      added = config.prompt[i] + source.text.decode_after(prompts[i], tokens)
+    print(added)
   say(describe_speed(prompts, found, compiled_s))
 
 

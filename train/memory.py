@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a decoder layer saves for its backward pass, counted from its gradient.
+"""What a layer saves for its backward pass, counted from its gradient.
 
 The arrays are those that `jax.vjp` of one layer saves for its backward pass.
 They are read off the traced program, so that nothing is computed and a layer of
@@ -14,6 +14,7 @@ name: an operand of a linear layer is linear, any other has the kind of the
 `residual_scope` that it was made in.
 """
 
+import functools
 from typing import get_args
 
 import jax
@@ -24,18 +25,19 @@ from jax.extend.core import Var
 from coat_jax.layers import residuals
 from coat_jax.models.config import ModelConfig
 from coat_jax.models.decoder import DecoderLayer
+from coat_jax.models.vision import VisionConfig, VisionLayer
 from coat_jax.recipe import CoatRecipe
 
 KINDS = get_args(residuals.Kind)
 
 
 def residual_bytes(
-  config: ModelConfig, recipe: CoatRecipe, *, tokens: int
+  config: ModelConfig | VisionConfig, recipe: CoatRecipe, *, tokens: int
 ) -> dict[str, float]:
-  """Counts what one decoder layer saves for its backward, per token.
+  """Counts what one layer saves for its backward, per token.
 
   Args:
-    config: The model's shape.
+    config: The shape of a decoder or of a vision tower.
     recipe: How its layers compute.
     tokens: Length of the one sequence that is traced; at some hundred, what
       does not grow with it (scales of whole tensors) no longer shows.
@@ -51,7 +53,7 @@ def residual_bytes(
 
 
 def residual_arrays(
-  config: ModelConfig, recipe: CoatRecipe, *, tokens: int
+  config: ModelConfig | VisionConfig, recipe: CoatRecipe, *, tokens: int
 ) -> list[tuple[jax.core.ShapedArray, str]]:
   """Lists the arrays that `residual_bytes` counts.
 
@@ -63,12 +65,20 @@ def residual_arrays(
   Returns:
     Shape with dtype, and kind, of each array.
   """
-  layer = nnx.eval_shape(lambda: DecoderLayer(config, recipe, rngs=nnx.Rngs(0)))
+  options = {}
+  if isinstance(config, VisionConfig):
+    make = functools.partial(VisionLayer, config, recipe)
+  else:
+    make = functools.partial(DecoderLayer, config, recipe)
+    if config.kinds_of_layers is not None:
+      # Which kind of layer it is changes nothing of what is saved.
+      options = dict(kind=jnp.int32(0))
+  layer = nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0)))
   graph, params = nnx.split(layer)
   x = jax.ShapeDtypeStruct((1, tokens, config.d_model), jnp.bfloat16)
 
   def residuals_of(params, x):
-    layer_of = lambda params, x: nnx.merge(graph, params)(x)  # noqa: E731
+    layer_of = lambda params, x: nnx.merge(graph, params)(x, **options)  # noqa: E731
     return jax.tree.leaves(jax.vjp(layer_of, params, x)[1])
 
   jaxpr = jax.make_jaxpr(residuals_of)(params, x).jaxpr

@@ -17,6 +17,8 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from coat_jax.models.specs import AXIS_RULES
+from coat_jax.models.vision import VisionConfig
+from coat_jax.ops.blocks import BLOCK
 
 _MOST_DEVICES = 2**16
 MESH_AXES = ("data", "fsdp", "tensor")
@@ -107,35 +109,42 @@ def check_fits(
   d_ff: int,
   num_heads: int,
   num_kv_heads: int,
-  vocab_size: int,
   seq: int,
   batch: int,
   accumulate: int,
   activation_group_size: int | None = None,
+  vocab_size: int | None = None,
+  max_positions: int | None = None,
 ) -> None:
   """Checks that a model and its batches can be sharded over a mesh.
 
   Args:
     sizes: From `parse_mesh`; for {} only `accumulate` is checked.
-    d_model, d_ff, num_heads, num_kv_heads, vocab_size: The model's shape.
+    d_model, d_ff, num_heads, num_kv_heads: The model's shape.
     seq: Tokens a sequence.
     batch: Sequences a step.
     accumulate: Microbatches a step.
     activation_group_size: Values that share a scale in the MLP; None where
       activations are not in FP8.
+    vocab_size: Of a decoder; None of a vision tower.
+    max_positions: Learned positions, or None.
 
   Raises:
     ValueError: they cannot, with what would fit.
   """
+  vocabulary = {} if vocab_size is None else dict(vocab_size=vocab_size)
+  learned = {} if max_positions is None else dict(max_positions=max_positions)
   data, fsdp, tensor = (sizes.get(name, 1) for name in MESH_AXES)
   _check_divides(
     "tensor",
     tensor,
+    "",
     num_heads=num_heads,
     num_kv_heads=num_kv_heads,
     d_ff=d_ff,
-    vocab_size=vocab_size,
+    **vocabulary,
     seq=seq,
+    **learned,
   )
   # Else scales, and with them the numbers, would depend on the mesh.
   group = activation_group_size or 1
@@ -152,7 +161,7 @@ def check_fits(
     "" if tensor == 1 else f" / tensor={tensor}",
     d_model=d_model // tensor,
     d_ff=d_ff // tensor,
-    vocab_size=vocab_size // tensor,
+    **{name: size // tensor for name, size in (vocabulary | learned).items()},
   )
   shards = data * fsdp * accumulate
   if batch % shards:
@@ -161,6 +170,34 @@ def check_fits(
       f"{data} * {fsdp} * {accumulate} = {shards}, got {batch}; "
       f"{max(batch // shards, 1) * shards} would fit"
     )
+
+
+def check_tower_fits(sizes: Mapping[str, int], vision: VisionConfig) -> None:
+  """Checks that a vision tower can be sharded over a mesh.
+
+  Args:
+    sizes: From `parse_mesh`.
+    vision: The tower's shape.
+
+  Raises:
+    ValueError: it cannot, with what would fit.
+  """
+  tensor, fsdp = (sizes.get(name, 1) for name in ("tensor", "fsdp"))
+  _check_divides(
+    "tensor",
+    tensor,
+    " of the vision tower",
+    num_heads=vision.num_heads,
+    d_ff=vision.d_ff,
+    num_tokens=vision.num_tokens,
+  )
+  _check_divides(
+    "fsdp",
+    fsdp,
+    f" of the vision tower / tensor={tensor}",
+    d_model=vision.d_model // tensor,
+    d_ff=vision.d_ff // tensor,
+  )
 
 
 def _check_divides(axis: str, size: int, share: str = "", **of: int) -> None:
@@ -174,6 +211,31 @@ def _check_divides(axis: str, size: int, share: str = "", **of: int) -> None:
   raise ValueError(
     f"mesh: {axis} must divide {name}{share}, got {axis}={size} and "
     f"{of[name]}; {axis} of {', '.join(fitting[:8])} would fit this model"
+  )
+
+
+def check_tiles(sizes: Mapping[str, int], rows: Mapping[str, int]) -> None:
+  """Checks that devices along fsdp have whole tiles of weights.
+
+  Args:
+    sizes: From `parse_mesh`.
+    rows: Of the weights that are quantized in tiles, by what they are.
+
+  Raises:
+    ValueError: a device would have a part of a tile, with what would fit.
+  """
+  fsdp = sizes.get("fsdp", 1)
+  wrong = [name for name in rows if rows[name] % (fsdp * BLOCK)]
+  if fsdp == 1 or not wrong:
+    return
+  common = math.gcd(*rows.values())
+  most = common // BLOCK
+  fitting = [1, *(n for n in range(2, most + 1) if common % (n * BLOCK) == 0)]
+  raise ValueError(
+    f"mesh: recipe fp8_block needs whole tiles of {BLOCK} rows of each weight "
+    f"on a device, got {wrong[0]} / fsdp = {rows[wrong[0]]} / {fsdp} = "
+    f"{rows[wrong[0]] / fsdp:g}; fsdp of {', '.join(map(str, fitting[:8]))} "
+    "would fit, with the other devices along data, or pass --recipe coat"
   )
 
 

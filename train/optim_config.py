@@ -3,7 +3,7 @@
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, Self
 
 import tyro
 
@@ -15,10 +15,17 @@ from coat_jax.models.ranges import (
   Width,
   check_numbers,
 )
-from train.options import CONVERTED, check_unused
+from train.options import CONVERTED, FIXED, check_unused, defaults
 
 # Options of `OptimConfig` that are for the codec, where it takes them.
 _CODEC_OPTIONS = ("rounding", "group_size", "second")
+
+# Options that not every optimizer takes.
+OPTIMIZERS = {
+  "coat_adamw": ("eps", "second"),
+  "coat_lion": (),
+  "coat_muon": ("eps", "second", "momentum"),
+}
 
 # A known name, or package.module:function of the user's own.
 Codec = Annotated[
@@ -31,10 +38,12 @@ Decay = Annotated[float, Range(0, 0.9999999)]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimConfig:
-  """AdamW, the codec of its stored moments, and the learning rate.
+  """The optimizer, the codec of its stored moments, and the learning rate.
 
   Attributes:
     lr: The largest learning rate.
+    optimizer: What steps the weights. coat_muon orthogonalizes hidden matrices,
+      with updates as large as AdamW's, which steps the rest.
     codec: How both moments are stored between steps; package.module:function
       calls a function of yours that returns a MomentCodec.
     rounding: Of an 8-bit codec; nearest freezes second moments at a high b2.
@@ -46,6 +55,7 @@ class OptimConfig:
     b1: Decay of the first moment.
     b2: Decay of the second moment.
     eps: Added to the root of the second moment.
+    momentum: Of optimizer coat_muon, decay of the matrices' momentum.
     weight_decay: Decoupled; not on norms, biases and embeddings.
     grad_clip: Largest global norm of the gradients.
     clip: How they are clipped: by their global norm; each layer of a parameter
@@ -57,6 +67,9 @@ class OptimConfig:
   """
 
   lr: Positive
+  optimizer: Literal["coat_adamw", "coat_lion", "coat_muon"] = (
+    dataclasses.field(default="coat_adamw", metadata=FIXED)
+  )
   codec: Codec = dataclasses.field(default="coat", metadata=CONVERTED)
   rounding: Literal["stochastic", "nearest"] = dataclasses.field(
     default="stochastic", metadata=CONVERTED
@@ -71,6 +84,7 @@ class OptimConfig:
   b1: Decay = 0.9
   b2: Decay = 0.95
   eps: Annotated[float, Range(1.2e-38, 1)] = 1e-8
+  momentum: Decay = 0.95
   weight_decay: NotNegative = 0.1
   grad_clip: Positive = 1.0
   clip: Literal["global", "share", "adaptive"] = dataclasses.field(
@@ -79,6 +93,7 @@ class OptimConfig:
 
   def __post_init__(self):
     check_numbers(self)
+    check_unused(self, "optimizer", OPTIMIZERS)
     check_unused(self, "codec", options_of_codecs((self.codec,)))
     try:
       self.moment_codec()  # Raises what the codec refuses.
@@ -96,6 +111,19 @@ class OptimConfig:
     if self.clip == "global":
       return None
     return Clipping(self.clip, self.grad_clip)
+
+  def with_optimizer(self, optimizer: str, **options: Any) -> Self:
+    """Returns these options for an optimizer, without those it does not take.
+
+    Args:
+      optimizer: Such as coat_lion.
+      **options: Others to replace.
+    """
+    taken = OPTIMIZERS[optimizer]
+    unused = defaults(self, OPTIMIZERS)
+    unused = {k: v for k, v in unused.items() if k not in taken}
+    options = unused | dict(optimizer=optimizer) | options
+    return dataclasses.replace(self, **options)
 
   def warmup_steps(self, steps: int) -> int:
     """Steps of warmup in a run of `steps`."""

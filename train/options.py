@@ -9,11 +9,32 @@ all others are reported.
 
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 FIXED = {"resume": "fixed"}
 CONVERTED = {"resume": "converted"}
 SILENT = {"resume": "silent"}
+
+
+def type_of(field: dataclasses.Field) -> Any:
+  """The type of a field, without what tyro is told of it."""
+  return getattr(field.type, "__origin__", field.type)
+
+
+def part_of(field: dataclasses.Field, values: Any) -> type | None:
+  """The dataclass that a field's values are of; None of a plain field.
+
+  Args:
+    field: Of a dataclass; its type may be a union of dataclasses.
+    values: As `dataclasses.asdict` has them.
+  """
+  kind = type_of(field)
+  kinds = [x for x in get_args(kind) or (kind,) if dataclasses.is_dataclass(x)]
+  for kind in kinds:
+    names = {field.name for field in dataclasses.fields(kind)}
+    if len(kinds) == 1 or values.keys() <= names:
+      return kind
+  return None
 
 
 def defaults(config: Any, taken: dict) -> dict:

@@ -58,6 +58,10 @@ COLUMNS: dict[str, Callable[[TrainConfig], TrainConfig]] = {
   "lean": _lean,
   "leanest": lambda run: _lean(run, remat="fp8"),
 }
+_OF_EXPERTS = (
+  "not checked: mixtures of experts on several GPUs, with FP8 linears, and how "
+  "fast they are (docs/plan.md)"
+)
 # These need the gradients of a whole step at once.
 _NOT_IN_MICROBATCHES = ("lean", "leanest")
 
@@ -114,6 +118,7 @@ class PlanConfig:
     attention: As of train.pretrain.
     weight_cache: As of train.pretrain.
     grad_reduce: As of train.pretrain.
+    optimizer: As --optim.optimizer of train.pretrain; speeds are AdamW's.
     codec: As --optim.codec of train.pretrain, in the columns of COAT.
     group_size: As --optim.group-size of train.pretrain.
   """
@@ -130,6 +135,7 @@ class PlanConfig:
   attention: Kept = TrainConfig.attention
   weight_cache: WeightCache = TrainConfig.weight_cache
   grad_reduce: GradDtype = TrainConfig.grad_reduce
+  optimizer: Literal["coat_adamw", "coat_lion"] = "coat_adamw"
   codec: Codec = OptimConfig.codec
   group_size: Width = OptimConfig.group_size
 
@@ -163,8 +169,8 @@ class PlanConfig:
       attention=self.attention,
       weight_cache=self.weight_cache,
       grad_reduce=self.grad_reduce,
-      optim=dataclasses.replace(
-        preset.optim, codec=self.codec, group_size=self.group_size
+      optim=preset.optim.with_optimizer(
+        self.optimizer, codec=self.codec, group_size=self.group_size
       ),
       report_state=False,
     )
@@ -241,6 +247,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
   if options.gpus:
     step = f"{hbm / GB:g} GB on each, sequences of {config.seq}"
   print(f"{options.preset}, {gpus} GPU{'s' * (gpus > 1)}, {step}\n{text}")
+  if config.model.num_experts:
+    print(_OF_EXPERTS)
   return 0
 
 

@@ -38,6 +38,13 @@ def shape_of(model: ModelConfig) -> DecoderShape:
     is_layer_norm=model.choices.norm == "layer",
     norm_has_scale=model.choices.norm_has_scale,
     tied_embeddings=model.tied_embeddings,
+    pre_norm=model.choices.pre_norm,
+    post_norm=model.choices.post_norm,
+    qk_norm=model.choices.qk_norm,
+    activation=model.choices.activation,
+    is_gated=model.choices.is_gated,
+    num_experts=model.num_experts or 0,
+    experts_per_token=model.experts_per_token or 0,
   )
 
 

@@ -38,7 +38,12 @@ def draw(runs: dict[str, list[dict]], out: Path) -> None:
     out: The figure's file; a .png, .pdf or .svg.
   """
   panels = [(_draw_losses, runs)]
-  for draw_panel, key in ((_draw_powers, "powers"), (_draw_errors, "state")):
+  kinds = (
+    (_draw_powers, "powers"),
+    (_draw_errors, "state"),
+    (_draw_watched, "watch"),
+  )
+  for draw_panel, key in kinds:
     found = {
       name: [row for row in rows if key in row] for name, rows in runs.items()
     }
@@ -130,6 +135,34 @@ def _draw_errors(axes, runs: dict[str, list[dict]]) -> None:
     ylabel="relative error",
     title="Stored moments against f32 ones of the same gradients",
   )
+  axes.legend(fontsize="small")
+
+
+# Panels have room for so many lines: the worst layer of each.
+_WATCHED = {
+  "activations_kurtosis": "largest kurtosis of a layer",
+  "activations_amax": "largest amax of a layer",
+  "activations_zeroed": "largest share of zeroed activations",
+  "nu_zeroed": "share of zeroed second moments",
+}
+
+
+def _draw_watched(axes, runs: dict[str, list[dict]]) -> None:
+  for index, (name, rows) in enumerate(runs.items()):
+    for (key, meaning), style in zip(
+      _WATCHED.items(), ("-", "--", "-.", ":"), strict=True
+    ):
+      values = [
+        (row["step"], max(x for x in row["watch"][key] if x is not None))
+        for row in rows
+        if any(row["watch"].get(key, ()))  # Zeros have no place here.
+      ]
+      if values:
+        label = f"{name}, {meaning}"
+        steps, worst = zip(*values, strict=True)
+        axes.plot(steps, worst, style, color=f"C{index}", label=label)
+  axes.set_yscale("log")
+  axes.set(xlabel="step", title="Watched")
   axes.legend(fontsize="small")
 
 

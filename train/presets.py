@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Presets: published shapes and settings, each a function to read and copy.
 
-All have SwiGLU, no biases, gradients clipped at a norm of 1, and no weight
-decay on norms, biases and embeddings. Batches and steps are as published; on
-fewer devices, lower `--batch` and `--steps`.
+All but gpt2 have a gated MLP and no biases. All have gradients clipped at a
+norm of 1, and no weight decay on norms, biases and embeddings. Batches and
+steps are as published; on fewer devices, lower `--batch` and `--steps`.
 """
 
 from train.config import ModelConfig, OptimConfig, TrainConfig
@@ -65,6 +65,34 @@ def demo_gpu() -> TrainConfig:
   )
 
 
+def demo_moe() -> TrainConfig:
+  """The demo with a mixture of experts: 8, of which a token goes to 2."""
+  return TrainConfig(
+    out="runs/demo_moe",
+    model=ModelConfig(
+      family="qwen3_moe",
+      num_layers=4,
+      d_model=128,
+      d_ff=192,
+      num_heads=4,
+      num_kv_heads=2,
+      vocab_size=256,
+      num_experts=8,
+      experts_per_token=2,
+      normalize_experts=True,
+      auxiliary_loss=0.01,
+    ),
+    optim=OptimConfig(lr=1e-3, warmup=0.5),
+    steps=200,
+    batch=4,
+    seq=256,
+    compare_seeds=2,
+    eval_every=50,
+    save_every=50,
+    report_state=True,
+  )
+
+
 def llama_60m() -> TrainConfig:
   """Shape and tokens of arXiv:2403.03507, appendix (GaLore)."""
   return TrainConfig(
@@ -112,6 +140,32 @@ def olmo_7b() -> TrainConfig:
     steps=556_000,
     batch=2160,
     seq=2048,
+  )
+
+
+def gpt2() -> TrainConfig:
+  """The smallest GPT-2, trained as its like in arXiv:2005.14165, table 2.1.
+
+  300 billion tokens. The vocabulary of 50257 is rounded up, so that it can be
+  split; there is no dropout.
+  """
+  return TrainConfig(
+    out="runs/gpt2",
+    model=ModelConfig(
+      family="gpt2",
+      num_layers=12,
+      d_model=768,
+      d_ff=3072,
+      num_heads=12,
+      num_kv_heads=12,
+      vocab_size=50304,
+      tied_embeddings=True,
+      max_positions=1024,
+    ),
+    optim=OptimConfig(lr=6e-4, warmup=715, min_lr_ratio=0.1),
+    steps=572_000,
+    batch=512,
+    seq=1024,
   )
 
 
@@ -187,6 +241,63 @@ def llama3_8b() -> TrainConfig:
   )
 
 
+def gemma2_2b() -> TrainConfig:
+  """arXiv:2408.00118, table 1; 2 trillion tokens.
+
+  Its batches and learning rate are not published: they are those of llama2_7b.
+  """
+  return TrainConfig(
+    out="runs/gemma2_2b",
+    model=_gemma2(26, 2304, 9216, 8),
+    optim=OptimConfig(lr=3e-4, min_lr_ratio=0.1),
+    steps=477_000,
+    batch=512,
+    seq=8192,
+  )
+
+
+def gemma2_9b() -> TrainConfig:
+  """arXiv:2408.00118, table 1; 8 trillion tokens; see gemma2_2b."""
+  return TrainConfig(
+    out="runs/gemma2_9b",
+    model=_gemma2(42, 3584, 14336, 16),
+    optim=OptimConfig(lr=3e-4, min_lr_ratio=0.1),
+    steps=1_907_000,
+    batch=512,
+    seq=8192,
+  )
+
+
+def qwen3_30b_a3b() -> TrainConfig:
+  """arXiv:2505.09388, table 2, and its 30 trillion tokens of sequences of 4096.
+
+  Learning rate and batch are not published: they are those of llama3_8b.
+  """
+  return TrainConfig(
+    out="runs/qwen3_30b_a3b",
+    model=ModelConfig(
+      family="qwen3_moe",
+      num_layers=48,
+      d_model=2048,
+      d_ff=768,
+      num_heads=32,
+      num_kv_heads=4,
+      head_dim=128,
+      vocab_size=151936,
+      rope_theta=1e6,
+      norm_eps=1e-6,
+      num_experts=128,
+      experts_per_token=8,
+      normalize_experts=True,
+      auxiliary_loss=0.001,
+    ),
+    optim=OptimConfig(lr=3e-4, min_lr_ratio=0.1),
+    steps=7_153_000,
+    batch=1024,
+    seq=4096,
+  )
+
+
 def _llama(layers: int, d_model: int, d_ff: int, heads: int, **others):
   return ModelConfig(
     family="llama",
@@ -213,19 +324,43 @@ def _olmo(layers: int, d_model: int, d_ff: int, heads: int, **others):
   )
 
 
+def _gemma2(layers: int, d_model: int, d_ff: int, heads: int):
+  return ModelConfig(
+    family="gemma2",
+    num_layers=layers,
+    d_model=d_model,
+    d_ff=d_ff,
+    num_heads=heads,
+    num_kv_heads=heads // 2,
+    vocab_size=256000,
+    norm_eps=1e-6,
+    tied_embeddings=True,
+    head_dim=256,
+    window=4096,
+    full_every=2,
+    attention_soft_cap=50.0,
+    logits_soft_cap=30.0,
+  )
+
+
 PRESETS = {
   preset.__name__: preset
   for preset in (
     demo,
     demo_gpu,
+    demo_moe,
     llama_60m,
     llama_130m,
     olmo_1b,
     olmo_7b,
+    gpt2,
     llama2_7b,
     finetune,
     llama2_13b,
     llama_30b,
     llama3_8b,
+    gemma2_2b,
+    gemma2_9b,
+    qwen3_30b_a3b,
   )
 }

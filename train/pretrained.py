@@ -1,38 +1,65 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs that begin with the weights of a checkpoint of transformers.
+"""Runs that begin with the weights of a checkpoint.
 
-The option `init_from` of `train.config`. The model's shape is that of the
-checkpoint's config.json, in place of the preset's; all else is the preset's and
-the other options'. A run keeps that file, and those of the tokenizer, in its
-folder `hf`, so that it is resumed and exported without the checkpoint.
+The option `init_from` of `train.config` names a folder of transformers, or a
+run that began with one. The model's shape is that of the folder's config.json,
+in place of the preset's; all else is the preset's and the other options'. A run
+keeps that file, and those of the tokenizer and of images, in its folder `hf`,
+so that it is resumed, exported and begun with without the folder.
 """
 
 import dataclasses
 import functools
 from pathlib import Path
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from coat_jax import FusedTransformation
 from coat_jax.models.hf.config import CONFIG, read_config
 from coat_jax.models.hf.load import check_tensors, load_params
-from coat_jax.models.hf.save import carry
+from coat_jax.models.hf.save import PROCESSORS, carry
+from coat_jax.models.stack import Store
+from coat_jax.optimizer.masks import leaf_path
 from train import step as steps
 from train import weights
 from train.config import TrainConfig
+from train.finetune_config import FinetuneConfig
 from train.options import read_path
 from train.presets import PRESETS
+from train.run.checkpoint import read_description
+from train.run.description import configuration
 from train.run.directory import RunDirectory
+from train.run.weights import read_weights
+from train.source import read_shape
 from train.step import TrainState
 
 
-def with_shape(config: TrainConfig) -> TrainConfig:
+def source_of(config: TrainConfig) -> Path | None:
+  """Finds the folder that a run's checkpoint is read from, or was kept in.
+
+  Args:
+    config: The run; if it is resumed, the folder is in its own.
+
+  Returns:
+    The folder; None of a run that begins with random weights.
+
+  Raises:
+    ValueError: it is of a run that cannot be begun with.
+  """
+  kept = RunDirectory(config.out).source
+  if config.resume and (kept / CONFIG).is_file():
+    return kept
+  return _files(config) if config.init_from else None
+
+
+def with_shape[Config: TrainConfig](config: Config) -> Config:
   """Gives a run the shape of the checkpoint that it begins with.
 
   Args:
-    config: The run, with a preset's model. If it is resumed, the shape is read
-      from its own folder.
+    config: The run, with a preset's model.
 
   Returns:
     The run with the checkpoint's model; the same run where it has none.
@@ -41,19 +68,16 @@ def with_shape(config: TrainConfig) -> TrainConfig:
     ValueError: the checkpoint's config.json cannot be used, or options of the
       model were given.
   """
-  kept = RunDirectory(config.out).source
-  if config.resume and (kept / CONFIG).is_file():
-    source = kept
-  elif config.init_from:
-    source = read_path("init_from", config.init_from)
-  else:
+  if (source := source_of(config)) is None:
     return config
   if all(config.model != preset().model for preset in PRESETS.values()):
     raise ValueError(
       f"init_from: the model's shape is that of {source / CONFIG}, got options "
       "of the model too; leave --model out"
     )
-  config = dataclasses.replace(config, model=read_config(source)[0])
+  sees_images = isinstance(config, FinetuneConfig)
+  shape = read_shape(source) if sees_images else read_config(source)[0]
+  config = dataclasses.replace(config, model=shape)
   config.check_mesh()
   return config
 
@@ -68,7 +92,7 @@ def check(config: TrainConfig, abstract: TrainState) -> None:
   Raises:
     ValueError: the checkpoint has no such tensors.
   """
-  if config.init_from:
+  if config.init_from and _run(config) is None:
     check_tensors(_folder(config), config.model, abstract.params)
 
 
@@ -76,7 +100,7 @@ def keep_files(config: TrainConfig, run: RunDirectory) -> None:
   """Copies what is kept of a checkpoint into a run's new folder."""
   if config.init_from:
     run.source.mkdir()
-    carry(_folder(config), run.source, CONFIG)
+    carry(_files(config), run.source, CONFIG, *PROCESSORS)
 
 
 def initial_state(
@@ -93,9 +117,12 @@ def initial_state(
   if not config.init_from:
     return steps.initial_state(config, optimizer, mesh)
   abstract = steps.abstract_state(config, optimizer, mesh)
-  load = functools.partial(
-    load_params, _folder(config), config.model, abstract.params
-  )
+  if (run := _run(config)) is not None:
+    load = functools.partial(_params_of_run, run, config, abstract.params, mesh)
+  else:
+    load = functools.partial(
+      load_params, _folder(config), config.model, abstract.params
+    )
   with_moments = jax.jit(
     functools.partial(steps.with_moments, config, optimizer),
     out_shardings=steps.shardings(abstract),
@@ -104,5 +131,74 @@ def initial_state(
   return weights.draw(config.params, load, with_moments)
 
 
+def _params_of_run(
+  run: RunDirectory,
+  config: TrainConfig,
+  params: Any,
+  mesh: Mesh | None,
+  store: Store | None = None,
+) -> Any:
+  """Reads the weights of a run's newest whole checkpoint.
+
+  Args:
+    run: The run.
+    config: That which begins with them.
+    params: Its parameters, abstract.
+    mesh: Its devices.
+    store: As `load_params` takes it.
+  """
+  step, _ = run.newest_whole_step()
+  saved = configuration(read_description(run.checkpoints, step))
+  saved = dataclasses.replace(
+    saved, mesh=config.mesh, grad_reduce=config.grad_reduce, distributed=False
+  )
+  found = read_weights(run, step, saved, mesh)
+
+  @functools.partial(jax.jit, out_shardings=steps.shardings(params))
+  def stored(found):
+    return jax.tree.map_with_path(
+      lambda keys, x, leaf: (
+        x.astype(leaf.dtype)
+        if store is None
+        else store(leaf_path(keys), x.astype(jnp.float32))
+      ),
+      found,
+      params,
+    )
+
+  return stored(found)
+
+
 def _folder(config: TrainConfig) -> Path:
   return read_path("init_from", config.init_from)
+
+
+def _run(config: TrainConfig) -> RunDirectory | None:
+  """The run that another begins with, if it is no folder of transformers.
+
+  Raises:
+    ValueError: it is the run itself, has no checkpoint yet, or began with
+      random weights.
+  """
+  run = RunDirectory(_folder(config))
+  if not run.is_run():
+    return None
+  needs = None
+  if run.path.resolve() == RunDirectory(config.out).path.resolve():
+    needs = "must be another run than --out, got the same"
+  elif run.latest_step() is None:
+    needs = "must have a checkpoint, got none yet"
+  elif not (run.source / CONFIG).is_file():
+    needs = "must have begun with a folder of transformers, got none"
+  if needs is None:
+    return run
+  raise ValueError(
+    f"init_from: a run to begin with {needs} in {run.path}; pass another, or "
+    "what python -m train.convert export-hf makes of it"
+  )
+
+
+def _files(config: TrainConfig) -> Path:
+  """The folder that the checkpoint's other files are in."""
+  run = _run(config)
+  return _folder(config) if run is None else run.source

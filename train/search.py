@@ -199,6 +199,8 @@ _PRINTED = (
   "remat",
   "weight_cache",
   "grad_reduce",
+  "optim.optimizer",
+  "optim.eps",
   "optim.codec",
   "optim.group_size",
   "report_state",

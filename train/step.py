@@ -16,19 +16,16 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import ArrayLike
 
-from coat_jax import (
-  FusedTransformation,
-  fused_coat_adamw,
-  sharding,
-)
+from coat_jax import FusedTransformation, sharding
 from coat_jax.models import specs
-from coat_jax.models.decoder import Decoder, loss_fn
 from coat_jax.optimizer.clipping import ClipState
 from coat_jax.optimizer.masks import is_norm_or_bias
 from coat_jax.optimizer.state import FusedState
-from train import weights
+from train import optimizers, weights
 from train.config import TrainConfig
+from train.objective import AnyBatch, Rows, objective_of, trained
 from train.schedule import learning_rate
 from train.update import (
   exact_adam,
@@ -45,8 +42,8 @@ class TrainState(NamedTuple):
   Attributes:
     step: int32, steps done.
     params: Weights as layers read them, nested dicts.
-    optimizer: Stored moments and the number of updates; with params
-      bfloat16_low8 the weights' low bytes too.
+    optimizer: Stored moments of what is trained (`train.objective.trained`) and
+      the number of updates; with params bfloat16_low8 its low bytes too.
     exact: f32 moments of the same gradients, for reports; () without reports.
     clip: Norms of earlier steps; () where gradients are clipped by their own.
   """
@@ -62,16 +59,36 @@ class StepMetrics(NamedTuple):
   """Scalars of one step, at the parameters before its update.
 
   Attributes:
-    loss: f32, mean next-token loss of the batch, in nats.
+    loss: f32, mean loss of the batch's targets, in nats.
     grad_norm: f32, global norm of the gradients before clipping.
     lr: f32, learning rate of the update.
     is_finite: bool [leaves], whether each gradient is, as `leaf_names` orders.
+    targets: int32, targets that count; None where all do.
+    padding: f32, share of the input that is of no document; None where there
+      is none.
   """
 
   loss: jax.Array
   grad_norm: jax.Array
   lr: jax.Array
   is_finite: jax.Array
+  targets: jax.Array | None = None
+  padding: jax.Array | None = None
+
+
+class Evaluation(NamedTuple):
+  """Scalars of a held-out batch.
+
+  Attributes:
+    loss: f32, mean loss of its targets, in nats.
+    targets: As of `StepMetrics`.
+    accuracy: f32, share of its targets that are predicted; None where the
+      objective does not say.
+  """
+
+  loss: jax.Array
+  targets: jax.Array | None
+  accuracy: jax.Array | None = None
 
 
 def decays(params) -> Any:
@@ -84,32 +101,30 @@ def decays(params) -> Any:
 
 
 def build_optimizer(
-  config: TrainConfig, mesh: Mesh | None = None
+  config: TrainConfig,
+  mesh: Mesh | None = None,
+  *,
+  rate: optax.ScalarOrSchedule | None = None,
+  seed: ArrayLike | None = None,
 ) -> FusedTransformation:
-  """Builds AdamW with stored moments; on a mesh devices step their shards."""
-  optim = config.optim
+  """Builds the optimizer; on a mesh devices step their shards.
+
+  Args:
+    config: The run.
+    mesh: From `train.mesh.make_mesh`; None for one device.
+    rate: The learning rate, possibly traced; None for the run's schedule.
+    seed: Of stochastic rounding, likewise; None for the run's.
+  """
   param_shardings = None
   if mesh is not None:
     params = jax.eval_shape(lambda: _initial_params(config))
-    param_shardings = specs.param_shardings(mesh, params)
-  return fused_coat_adamw(
-    learning_rate(config),
-    optim.b1,
-    optim.b2,
-    optim.eps,
-    codec=optim.moment_codec(),
-    weight_decay=optim.weight_decay,
-    mask=decays,
-    low_bits=config.params == "bfloat16_low8",
-    seed=config.seed,
-    implementation="xla" if config.implementation == "xla" else None,
-    shardings=param_shardings,
-  )
+    param_shardings = specs.param_shardings(mesh, trained(config, params))
+  return optimizers.build(config, decays, param_shardings, rate=rate, seed=seed)
 
 
 def build_graph(config: TrainConfig) -> nnx.GraphDef:
   """Builds the model without its weights."""
-  return nnx.split(nnx.eval_shape(lambda: _decoder(config)), nnx.Param)[0]
+  return nnx.split(nnx.eval_shape(lambda: _model(config)), nnx.Param)[0]
 
 
 def abstract_state(
@@ -177,7 +192,8 @@ def initial_clip(config: TrainConfig, abstract: TrainState) -> Any:
   if clip is None:
     return ()
   make = jax.jit(
-    lambda: clip.init(abstract.params), out_shardings=shardings(abstract.clip)
+    lambda: clip.init(trained(config, abstract.params)),
+    out_shardings=shardings(abstract.clip),
   )
   return make()
 
@@ -189,8 +205,8 @@ def shardings(abstract: Any) -> Any:
 
 
 def _initial_params(config: TrainConfig, store: Callable | None = None) -> Any:
-  decoder = _decoder(config, store)
-  return nnx.to_pure_dict(nnx.split(decoder, nnx.Param)[1])
+  model = _model(config, store)
+  return nnx.to_pure_dict(nnx.split(model, nnx.Param)[1])
 
 
 def with_moments(
@@ -204,6 +220,7 @@ def with_moments(
     params: Weights as layers read them, nested dicts.
   """
   stored, _ = weights.store(config.params, params)
+  params = trained(config, params)
   exact, norms = (), ()
   if config.report_state:
     exact = exact_adam(config).init(weights.in_f32(params))
@@ -217,8 +234,11 @@ def train_step(
   graph: nnx.GraphDef,
   optimizer: FusedTransformation,
   mesh: Mesh | None = None,
-) -> Callable[[TrainState, jax.Array], tuple[TrainState, StepMetrics]]:
-  """Builds the function of (state, tokens int32 [B, T + 1]) that trains.
+) -> Callable[[TrainState, Rows], tuple[TrainState, StepMetrics]]:
+  """Builds the function of (state, rows) that trains.
+
+  Rows are what the `train.objective` of the run's model makes a batch of, such
+  as tokens int32 [B, T + 1].
 
   On a mesh, trace it under `jax.set_mesh`, as `compile_on` does.
 
@@ -233,14 +253,18 @@ def train_step(
   """
   schedule = learning_rate(config)
   change = update_in_backward if config.optimizer_in_backward else update
+  objective = objective_of(config.model)
 
-  def step(state, tokens):
-    done, exact = change(config, graph, optimizer, mesh, state, tokens)
+  def step(state, rows):
+    batch: Any = objective.batch_of(rows)
+    done, exact = change(config, graph, optimizer, mesh, state, batch)
     metrics = StepMetrics(
       loss=done.loss,
       grad_norm=done.grad_norm,
       lr=jnp.asarray(schedule(state.step), jnp.float32),
       is_finite=done.is_finite,
+      targets=_count_targets(batch),
+      padding=objective.padding(batch),
     )
     state = TrainState(
       state.step + 1, done.params, done.state, exact, done.clip_state
@@ -252,8 +276,8 @@ def train_step(
 
 def eval_step(
   graph: nnx.GraphDef, *, accumulate: int = 1
-) -> Callable[[Any, jax.Array], jax.Array]:
-  """Builds the function of (params, tokens [B, T + 1]) that gives the loss.
+) -> Callable[[Any, Rows], Evaluation]:
+  """Builds the function of (params, rows) that evaluates.
 
   Args:
     graph: From `build_graph`.
@@ -261,19 +285,29 @@ def eval_step(
       could need more memory than training does.
   """
 
-  def evaluate(params, tokens):
+  def evaluate(params, rows):
     model = nnx.merge(graph, params)
+    objective = objective_of(model.config)
+    batch = objective.batch_of(rows)
     model.eval()
     graph_of_eval, cache = with_cache(model)
 
-    def loss(tokens):
-      return loss_fn(nnx.merge(graph_of_eval, params, cache), tokens)
+    def measure(batch):
+      return objective.measure(nnx.merge(graph_of_eval, params, cache), batch)
 
     if accumulate == 1:
-      return loss(tokens)
-    return jnp.mean(jax.lax.map(loss, microbatches(tokens, accumulate)))
+      found = measure(batch)
+    else:
+      found = jax.lax.map(measure, microbatches(batch, accumulate))
+      mean = jnp.mean if batch.shares is None else jnp.sum
+      found = {name: mean(values) for name, values in found.items()}
+    return Evaluation(**found, targets=_count_targets(batch))
 
   return evaluate
+
+
+def _count_targets(batch: AnyBatch) -> jax.Array | None:
+  return None if batch.shares is None else jnp.sum(batch.shares > 0)
 
 
 def compile_on(
@@ -310,13 +344,5 @@ def leaf_names(tree) -> list[str]:
   return [jax.tree_util.keystr(p, simple=True, separator="/") for p in paths]
 
 
-def _decoder(config: TrainConfig, store: Callable | None = None) -> Decoder:
-  rngs = nnx.Rngs(config.seed)
-  return Decoder(
-    config.model,
-    config.coat_recipe(),
-    dtype=config.compute_dtype,
-    remat=config.remat,
-    store=store,
-    rngs=rngs,
-  )
+def _model(config: TrainConfig, store: Callable | None = None) -> nnx.Module:
+  return objective_of(config.model).build(config, store)

@@ -16,19 +16,27 @@ from flax import nnx
 from coat_jax import BackwardStep, step_in_backward
 from coat_jax.layers import with_weight_cache
 from coat_jax.models import specs
-from coat_jax.models.decoder import Decoder, loss_fn, loss_of_hidden
+from coat_jax.models.batch import Batch
+from coat_jax.models.loss import loss_of_hidden
+from coat_jax.models.vision_language import VisionLanguageModel
 from coat_jax.optimizer.clipping import clip_gradients
 from train import weights
 from train.config import TrainConfig
+from train.objective import AnyBatch, objective_of, trained
 
 # Where a decoder's parameters have their stacked layers.
 _STACK = "layers"
 
 
 def update(
-  config: TrainConfig, graph: nnx.GraphDef, optimizer: Any, mesh, state, tokens
+  config: TrainConfig,
+  graph: nnx.GraphDef,
+  optimizer: Any,
+  mesh,
+  state,
+  batch: AnyBatch,
 ) -> tuple[BackwardStep, Any]:
-  """Computes all gradients, then steps all parameters.
+  """Computes the gradients of what is trained, then steps it.
 
   Args:
     config: The run.
@@ -36,12 +44,12 @@ def update(
     optimizer: From `train.step.build_optimizer`.
     mesh: From `train.mesh.make_mesh`, or None.
     state: A `train.step.TrainState`.
-    tokens: int32 [B, T + 1].
+    batch: From the objective's `batch_of`.
 
   Returns:
     The step, and the next `exact` of the state.
   """
-  loss, grads = _mean_gradients(config, graph, mesh, state.params, tokens)
+  loss, grads = _mean_gradients(config, graph, mesh, state.params, batch)
   is_finite = finite_leaves(grads)
   scale, clip_state, exact = jnp.float32(1), state.clip, state.exact
   if clip := config.optim.clipping():
@@ -52,8 +60,9 @@ def update(
     largest = config.optim.grad_clip
     scale = jnp.where(norm < largest, 1.0, largest / norm)
   params, optimizer_state = optimizer.apply(
-    grads, state.optimizer, state.params, grad_scale=scale
+    grads, state.optimizer, trained(config, state.params), grad_scale=scale
   )
+  params = state.params | params  # Frozen ones stay.
   if config.report_state:
     clipped = jax.tree.map(lambda g: g * scale, weights.in_f32(grads))
     exact = exact_adam(config).update(clipped, exact)[1]
@@ -64,9 +73,14 @@ def update(
 
 
 def update_in_backward(
-  config: TrainConfig, graph: nnx.GraphDef, optimizer: Any, mesh, state, tokens
+  config: TrainConfig,
+  graph: nnx.GraphDef,
+  optimizer: Any,
+  mesh,
+  state,
+  batch: Batch,
 ) -> tuple[BackwardStep, Any]:
-  """Steps each layer's parameters when its gradients exist.
+  """Steps each layer's parameters of a decoder when its gradients exist.
 
   Args and Returns: as of `update`.
   """
@@ -74,78 +88,91 @@ def update_in_backward(
   params = state.params
   graph, cache = with_cache(nnx.merge(graph, params))
   model = nnx.merge(graph, params, cache)
-  forward = model.layer_forward()
-  layer_graph, _, per_layer = nnx.split(model.layers, nnx.Param, ...)
+  inputs = batch.inputs, batch.input_segments
+  forward = model.layer_forward(batch.input_segments)
+  layer_graph, _, others = nnx.split(model.layers, nnx.Param, ...)
 
   def with_stack(outer):
     return nnx.merge(graph, outer | {_STACK: params[_STACK]}, cache)
 
-  def layer(layer_params, x, others):
-    return forward(x, nnx.merge(layer_graph, layer_params, others))
+  def layer(layer_params, carry, per_layer):
+    others, kind = per_layer
+    return forward(carry, nnx.merge(layer_graph, layer_params, others), kind)
 
-  def after(outer, x):
+  def after(outer, carry):
     model = with_stack(outer)
-    return loss_of_hidden(model, model.norm(x), tokens[:, 1:])
+    x, routing = carry
+    return loss_of_hidden(model, model.norm(x), batch, routing)
 
   done = step_in_backward(
     optimizer,
     params,
     state.optimizer,
-    before=lambda outer: with_stack(outer).embed(tokens[:, :-1]),
+    before=lambda outer: with_stack(outer).start(*inputs),
     layer=layer,
     after=after,
     stack=_STACK,
-    per_layer=per_layer,
+    per_layer=(others, model.kinds_of_layers),
     clip=config.optim.clipping(),
     clip_state=state.clip,
   )
   return done, state.exact
 
 
-def _mean_gradients(config, graph, mesh, params, tokens):
+def _mean_gradients(config, graph, mesh, params, batch):
   """Computes the loss and gradients of a batch, a microbatch at a time.
+
+  Frozen parameters are no argument of what is differentiated.
 
   Gradients have the dtypes of the weights, their sums over microbatches f32 or
   what `grad_accumulate` says.
   """
   graph, cache = with_cache(nnx.merge(graph, params))
+  objective = objective_of(config.model)
 
   @jax.value_and_grad
-  def share_of(params, tokens):
-    loss = loss_fn(nnx.merge(graph, params, cache), tokens)
-    return loss / config.accumulate
+  def share_of(own, batch):
+    loss = objective.loss(nnx.merge(graph, params | own, cache), batch)
+    # Shares are of all microbatches' targets already.
+    return loss / config.accumulate if batch.shares is None else loss
 
+  own = trained(config, params)
   if config.accumulate == 1:
-    return share_of(params, tokens)
+    return share_of(own, batch)
   small = config.grad_accumulate == "bfloat16"
   zeros = jax.tree.map(
-    lambda p: jnp.zeros_like(p, dtype=p.dtype if small else jnp.float32), params
+    lambda p: jnp.zeros_like(p, dtype=p.dtype if small else jnp.float32), own
   )
   if mesh is not None:
     zeros = jax.lax.with_sharding_constraint(
-      zeros, specs.param_shardings(mesh, params)
+      zeros, specs.param_shardings(mesh, own)
     )
 
-  def add(total, tokens):
-    return jax.tree.map(jnp.add, total, share_of(params, tokens)), None
+  def add(total, batch):
+    return jax.tree.map(jnp.add, total, share_of(own, batch)), None
 
   start = jnp.float32(0), zeros
-  return jax.lax.scan(add, start, microbatches(tokens, config.accumulate))[0]
+  return jax.lax.scan(add, start, microbatches(batch, config.accumulate))[0]
 
 
-def microbatches(tokens: jax.Array, accumulate: int) -> jax.Array:
-  """Reshapes [B, T + 1] to [accumulate, B / accumulate, T + 1].
+def microbatches[Each](batch: Each, accumulate: int) -> Each:
+  """Reshapes arrays [B, ...] to [accumulate, B / accumulate, ...].
 
-  A microbatch has every `accumulate`-th sequence, so that each device takes
-  from its own sequences and no token moves.
+  A microbatch has every `accumulate`-th row, so that each device takes from its
+  own rows and nothing moves.
   """
-  split = tokens.reshape(-1, accumulate, tokens.shape[-1])
-  return jnp.moveaxis(split, 1, 0)
+
+  def split(x):
+    split = x.reshape(-1, accumulate, *x.shape[1:])
+    return jnp.moveaxis(split, 1, 0)
+
+  return jax.tree.map(split, batch)
 
 
-def with_cache(model: Decoder) -> tuple[nnx.GraphDef, nnx.State]:
+def with_cache(model: Any) -> tuple[nnx.GraphDef, nnx.State]:
   """Fills the model's weight caches; returns all of it but the weights."""
-  recipe = model.layers.attention.active_recipe
+  is_whole = isinstance(model, VisionLanguageModel)
+  recipe = (model.decoder if is_whole else model).layers.attention.active_recipe
   graph, _, cache = nnx.split(with_weight_cache(model, recipe), nnx.Param, ...)
   return graph, cache
 

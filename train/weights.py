@@ -58,8 +58,22 @@ def store(kind: Stored, params: Any) -> tuple[Any, Any]:
 
 
 def load(params: Any, low: Any) -> Any:
-  """Loads stored weights in f32: the inverse of `store` up to its rounding."""
-  return in_f32(params if low is None else join_weights(params, low))
+  """Loads stored weights in f32: the inverse of `store` up to its rounding.
+
+  Args:
+    params: Nested dicts.
+    low: The low bytes of some parts of them, or None; those of frozen parts are
+      not kept.
+  """
+  own = {} if low is None else join_weights(_like(low, params), low)
+  return (
+    in_f32({name: x for name, x in params.items() if name not in own}) | own
+  )
+
+
+def _like(some: Any, params: Any) -> Any:
+  """The parts of parameters that others are of."""
+  return {name: params[name] for name in some}
 
 
 def in_f32(tree: Any) -> Any:
@@ -89,9 +103,8 @@ def draw(
   adam, zeros = without_low(state.optimizer)
   if zeros is None:
     return state
-  low = jax.tree.map(
-    lambda zero, low: low if zero.ndim else zero, zeros, draw_params(low_of)
-  )
+  low = _like(zeros, draw_params(low_of))
+  low = jax.tree.map(lambda zero, low: low if zero.ndim else zero, zeros, low)
   return state._replace(optimizer=with_low(adam, low))
 
 

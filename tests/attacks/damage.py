@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Damages checkpoints in every way: none may be trained on, no step be wrong.
 
-  python -m tests.attacks.damage [--resume 20] [--seed 0]
+  python -m tests.attacks.damage [--resume 20] [--seed 0] [--every 1]
 
 Of a run with two checkpoints the newer one is damaged: each of its files is
 truncated, emptied, has bits flipped, is removed, swapped, or replaced by a
-folder, a link or a device, and whole checkpoints are renamed and exchanged. In
+folder, a link or a device, and whole checkpoints are renamed and exchanged.
+(With --every 4 a file has a fourth of this, the next one another fourth.) In
 each case that one must be found and reported, or be as good as it was. From a
 part of them, drawn at random, `train.pretrain --resume` goes on to the end,
 which must equal that of the undamaged run. Exit status: 0 if all that holds.
@@ -178,7 +179,7 @@ def check(path: Path, original: Path) -> str:
   return "; ".join(damaged) or f"step {found} is whole"
 
 
-def attack(folder: Path, resumed: int, seed: int) -> None:
+def attack(folder: Path, resumed: int, seed: int, every: int) -> None:
   """Damages copies of a run.
 
   Raises:
@@ -189,7 +190,8 @@ def attack(folder: Path, resumed: int, seed: int) -> None:
     raise Lost("the undamaged run failed")
   original = expected / "checkpoints"
   rng = random.Random(seed)
-  cases = [*damages_of_checkpoints(), *damages_of_files(original, rng)]
+  of_files = [*damages_of_files(original, rng)][::every]
+  cases = [*damages_of_checkpoints(), *of_files]
   chosen = set(rng.sample(range(len(cases)), min(resumed, len(cases))))
   whole = 0
   for i, (words, damage) in enumerate(cases):
@@ -220,13 +222,14 @@ def main(words: list[str] | None = None) -> int:
   )
   parser.add_argument("--resume", type=int, default=20, help="cases to resume")
   parser.add_argument("--seed", type=int, default=0, help="of places and cases")
+  parser.add_argument("--every", type=int, default=1, help="of files' damages")
   options = parser.parse_args(words)
   start = time.monotonic()
   with tempfile.TemporaryDirectory(prefix="damage.") as folder:
     folder = Path(folder)
     with programs_on_disk(folder / "programs"):
       try:
-        attack(folder, options.resume, options.seed)
+        attack(folder, options.resume, options.seed, options.every)
       except Lost as lost:
         print(f"{lost}\nseed {options.seed}")
         return 1

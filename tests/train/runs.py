@@ -29,7 +29,7 @@ OPTIONS = {
   "save-every": 4,
 }
 # Long enough to be killed in its middle.
-LONG = dict(steps=400, eval_every=100, save_every=50)
+LONG = dict(steps=120, eval_every=30, save_every=20)
 
 
 def arguments(out, *flags, **options):
@@ -97,10 +97,14 @@ def losses(out):
 def programs_on_disk(folder):
   """Caches compiled programs in a folder, for the runs of a test's module.
 
+  Where there is a cache already, as in `make test`, it is that one, which other
+  modules and processes of the suite have filled.
+
   Yields the environment with which processes share them too.
   """
   options = {
-    "jax_compilation_cache_dir": str(folder),
+    "jax_compilation_cache_dir": jax.config.jax_compilation_cache_dir
+    or str(folder),
     "jax_persistent_cache_min_compile_time_secs": 0,
     "jax_persistent_cache_min_entry_size_bytes": -1,
   }

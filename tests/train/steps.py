@@ -4,7 +4,6 @@
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from train import mesh as meshes
@@ -32,10 +31,13 @@ TOKENS = np.random.default_rng(0).integers(0, 256, (8, 33), np.int32)
 
 
 class Trained:
-  """Some steps of a run, all with one batch, which it learns."""
+  """Some steps of a run, all with one batch, which it learns.
 
-  def __init__(self, config):
-    self.config = config
+  The batch is tokens, or a dict of what `Batch.make` takes.
+  """
+
+  def __init__(self, config, rows=TOKENS):
+    self.config, self.rows = config, rows
     self.mesh = meshes.make_mesh(config.mesh_sizes)
     self.optimizer = step.build_optimizer(config, self.mesh)
     self.step = step.train_step(
@@ -43,7 +45,10 @@ class Trained:
     )
     self.where = meshes.batch_sharding(self.mesh) if self.mesh else None
     self.abstract = step.abstract_state(config, self.optimizer, self.mesh)
-    self.batch = jax.ShapeDtypeStruct((8, 33), jnp.int32, sharding=self.where)
+    self.batch = jax.tree.map(
+      lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.where),
+      rows,
+    )
 
   def run(self):
     self.program = step.compile_on(
@@ -52,10 +57,10 @@ class Trained:
     state = step.initial_state(self.config, self.optimizer, self.mesh)
     self.initial = jax.tree.map(np.asarray, state)
     self.losses = []
-    tokens = jax.device_put(TOKENS, self.where)
+    rows = jax.device_put(self.rows, self.where)
     for _ in range(STEPS):
-      state, metrics = self.program(state, tokens)
-      self.losses.append(float(metrics.loss))
+      state, self.metrics = self.program(state, rows)
+      self.losses.append(float(self.metrics.loss))
     self.state = state
     return self
 
@@ -66,6 +71,14 @@ class Trained:
 
 def on(config, mesh, **options):
   return dataclasses.replace(config, mesh=mesh, **options)
+
+
+def gpt2(config):
+  """The run with a GPT-2 of its size, not tied: a CPU has no such product."""
+  model = dataclasses.replace(
+    config.model, family="gpt2", max_positions=config.seq
+  )
+  return dataclasses.replace(config, model=model)
 
 
 def largest_difference(a, b):

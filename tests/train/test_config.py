@@ -8,18 +8,24 @@ import math
 
 import pytest
 
-from coat_jax import recipe
+from coat_jax import codecs, recipe
 from coat_jax.models.ranges import check_numbers, range_of
 from tests.train import own_codec
 from train.config import ModelConfig, OptimConfig, resume_rule
 from train.presets import PRESETS, demo
 from train.schedule import learning_rate
 
+_GPT2 = PRESETS["gpt2"]().model
+
 OWN = "tests.train.own_codec:scaled"
 
 # Layers, h, f, heads, kv, vocabulary, tied, sequence, theta, norm eps; then lr,
 # schedule, its end, warmup in steps, eps.
 PUBLISHED = {
+  "gpt2": (
+    "12 768 3072 12 12 50304 True 1024 1e4 1e-5",
+    "6e-4 cosine .1 715 1e-8",
+  ),
   "demo": (
     "4 128 352 4 2 256 False 256 1e4 1e-5",
     "1e-3 cosine 0 100 1e-8",
@@ -27,6 +33,10 @@ PUBLISHED = {
   "demo_gpu": (
     "8 2048 5504 16 16 256 False 2048 1e4 1e-5",
     "3e-4 cosine 0 150 1e-8",
+  ),
+  "demo_moe": (
+    "4 128 192 4 2 256 False 256 1e4 1e-5",
+    "1e-3 cosine 0 100 1e-8",
   ),
   "llama_60m": (
     "8 512 1376 8 8 32000 False 1024 1e4 1e-6",
@@ -60,6 +70,18 @@ PUBLISHED = {
     "32 4096 14336 32 8 128256 False 8192 5e5 1e-5",
     "3e-4 cosine .1 2000 1e-8",
   ),
+  "gemma2_2b": (
+    "26 2304 9216 8 4 256000 True 8192 1e4 1e-6",
+    "3e-4 cosine .1 2000 1e-8",
+  ),
+  "gemma2_9b": (
+    "42 3584 14336 16 8 256000 True 8192 1e4 1e-6",
+    "3e-4 cosine .1 2000 1e-8",
+  ),
+  "qwen3_30b_a3b": (
+    "48 2048 768 32 4 151936 False 4096 1e6 1e-6",
+    "3e-4 cosine .1 2000 1e-8",
+  ),
 }
 
 
@@ -86,7 +108,15 @@ def test_preset_matches_its_publication(name):
       assert value == float(text)
   assert (optim.b1, optim.b2, optim.weight_decay) == (0.9, 0.95, 0.1)
   assert optim.grad_clip == 1 and optim.codec == "coat"
-  assert model.family == ("olmo" if "olmo" in name else "llama")
+  families = {"olmo": "olmo", "gemma2": "gemma2", "demo_moe": "qwen3_moe"}
+  families["gpt2"] = "gpt2"
+  families |= {"qwen3": "qwen3_moe"}
+  named = families.get(name, families.get(name.split("_")[0], "llama"))
+  assert model.family == named
+  if name == "qwen3_30b_a3b":
+    assert (model.num_experts, model.experts_per_token) == (128, 8)
+    assert model.head_dim == 128 and model.normalize_experts
+    assert model.auxiliary_loss == 0.001
   assert config.out == f"runs/{name}"
 
 
@@ -130,6 +160,10 @@ def replace(config, **values):
     (dict(optim__warmup=math.inf), "warmup must be a number .*, got inf"),
     (dict(optim__lr=10**400), "lr must be a number .*, got 10000000000000000"),
     (dict(profile="5:196"), "profile must fit into 200 steps, got 5:196"),
+    (
+      dict(model=dataclasses.replace(_GPT2, max_positions=100)),
+      "TrainConfig: seq: gpt2 has .* for 100 tokens, got 256; pass .* --seq",
+    ),
     (dict(profile="0"), "written as 5, or as 5:100 for five .*, got '0'"),
     (dict(profile="5:"), "written as 5, or as 5:100 for five .*, got '5:'"),
     (dict(optim__warmup=201), "warmup must fit into 200 steps, got 201"),
@@ -137,7 +171,14 @@ def replace(config, **values):
     (dict(convert_state=True), "pass resume too, or leave convert_state out"),
     (dict(recipe="bf16", residuals="coat"), "residuals applies to recipe coat"),
     (dict(residuals="coat", recipe="fp8_linear"), "got recipe fp8_linear"),
-    (dict(evaluation="bf16", recipe="bf16"), "recipe coat or fp8_linear, got"),
+    (
+      dict(evaluation="bf16", recipe="bf16"),
+      "recipe coat or fp8_block or fp8_linear or int8, got",
+    ),
+    (
+      dict(recipe="fp8_block", mesh="fsdp=2,tensor=2"),
+      "one device along the tensor axis, got 2; .* --recipe coat",
+    ),
     (dict(remat="fp8", recipe="bf16"), "'fp8' keeps .* coat has, got .* bf16"),
     (dict(remat="fp8", recipe="fp8_linear"), "pass 'fp8_layer', .* or 'full'"),
   ],
@@ -208,9 +249,7 @@ def test_optim_config_rejects_codecs_and_options_it_cannot_use(values, words):
     OptimConfig(lr=1e-3, **values)
 
 
-@pytest.mark.parametrize(
-  "codec", ["coat", "coat_e8m0", "log8", "fp8", "bfloat16", "float32"]
-)
+@pytest.mark.parametrize("codec", codecs.names())
 def test_codec_is_built_by_its_name(codec):
   assert OptimConfig(lr=1e-3, codec=codec).moment_codec().name == codec
 
@@ -225,6 +264,7 @@ def test_recipe_gets_its_options():
     demo(),
     residuals="coat",
     attention="fp8",
+    attention_compute="fp8",
     activation_group_size=32,
     weight_cache="codes",
     evaluation="bf16",
@@ -232,13 +272,15 @@ def test_recipe_gets_its_options():
   assert config.coat_recipe() == recipe.coat(
     residuals="coat",
     attention="fp8",
+    attention_compute="fp8",
     group_size=32,
     weight_cache="codes",
     evaluation="bf16",
   )
   config = dataclasses.replace(demo(), recipe="fp8_linear", evaluation="bf16")
   assert config.coat_recipe() == recipe.fp8_linear(evaluation="bf16")
-  for preset in (recipe.bf16, recipe.fp8_linear, recipe.coat):
+  for name in ("bf16", "fp8_linear", "coat", "fp8_block", "int8"):
+    preset = getattr(recipe, name)
     config = dataclasses.replace(
       demo(), recipe=preset.__name__, implementation="xla"
     )

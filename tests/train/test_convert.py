@@ -162,7 +162,7 @@ def imported(tmp_path, tree):
 @pytest.mark.parametrize(
   "optimizer, kind",
   quick(
-    1,
+    0,
     [
       (
         optax.chain(

@@ -106,7 +106,7 @@ def test_runs_begin_with_the_weights_whichever_command_makes_them(
 @pytest.mark.parametrize(
   "params, mesh",
   quick(
-    1,
+    0,
     [
       ("bfloat16_low8", "data=2,fsdp=2,tensor=2"),
       ("bfloat16_low8", ""),
@@ -201,7 +201,9 @@ def test_run_from_random_weights_is_exported_too(tmp_path, capsys):
   assert command("export-hf", run, "--out", out) == 0
   config = load_hf(out).config
   assert (config.family, config.num_layers, config.d_model) == ("llama", 1, 32)
-  assert json.loads((out / "config.json").read_text())["dtype"] == "float32"
+  written = json.loads((out / "config.json").read_text())
+  assert written["dtype"] == "float32"
+  assert written["max_position_embeddings"] == OPTIONS["seq"]
 
 
 def test_export_that_cannot_be_written_says_so(tmp_path, capsys, monkeypatch):

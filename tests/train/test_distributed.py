@@ -79,6 +79,14 @@ def run_alone(out, *flags, environment):
   return output
 
 
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory, programs):
+  """The folder of one process's run; tests leave it as it is."""
+  out = tmp_path_factory.mktemp("runs") / "alone"
+  run_alone(out, environment=programs)
+  return out
+
+
 def finish(started):
   """Waits for both; their exit statuses and what they printed."""
   outputs = [process.communicate(timeout=120)[0] for process in started]
@@ -86,7 +94,7 @@ def finish(started):
 
 
 def test_signal_to_one_of_two_stops_both_and_they_resume_bit_for_bit(
-  tmp_path, programs
+  tmp_path, programs, alone
 ):
   out = tmp_path / "two"
   with processes(out, environment=programs) as started:
@@ -107,15 +115,15 @@ def test_signal_to_one_of_two_stops_both_and_they_resume_bit_for_bit(
   assert "parameters" in outputs[0] and "parameters" not in outputs[1]
   assert "held-out" in outputs[0] and "held-out" not in outputs[1]
 
-  run_alone(tmp_path / "one", environment=programs)
-  assert runs.losses(out) == runs.losses(tmp_path / "one")
+  assert runs.losses(out) == runs.losses(alone)
   assert max(runs.losses(out)) >= (40, "loss")
 
 
-def test_another_number_of_processes_resumes_bit_for_bit(tmp_path, programs):
-  run_alone(tmp_path / "one", environment=programs)
-  expected = runs.losses(tmp_path / "one")
-  two = shutil.copytree(tmp_path / "one", tmp_path / "two")
+def test_another_number_of_processes_resumes_bit_for_bit(
+  tmp_path, programs, alone
+):
+  expected = runs.losses(alone)
+  two = shutil.copytree(alone, tmp_path / "two")
   shutil.rmtree(two / "checkpoints" / "40")
   with processes(
     two, "--resume", environment=programs, all_of_them=dict(save_every=10)
@@ -125,11 +133,11 @@ def test_another_number_of_processes_resumes_bit_for_bit(tmp_path, programs):
   assert "resumed at step 20" in outputs[0]
   assert runs.losses(two) == expected
 
-  alone = shutil.copytree(two, tmp_path / "alone")
-  shutil.rmtree(alone / "checkpoints" / "40")
-  output = run_alone(alone, "--resume", environment=programs)
+  one = shutil.copytree(two, tmp_path / "one")
+  shutil.rmtree(one / "checkpoints" / "40")
+  output = run_alone(one, "--resume", environment=programs)
   assert "resumed at step 30" in output
-  assert runs.losses(alone) == expected
+  assert runs.losses(one) == expected
 
 
 def test_data_that_one_of_two_cannot_read_stop_both(tmp_path):

@@ -168,7 +168,7 @@ def test_prompt_of_a_chat_goes_through_the_template(finished, tmp_path, capsys):
   chat = capsys.readouterr()
   # The same tokens; of the answer the prompt is no part.
   assert "prompts: 3 tokens" in plain.err and "prompts: 3 tokens" in chat.err
-  assert plain.out == "a b c" + chat.out
+  assert plain.out == "a b c " + chat.out
   assert command(*line, "--prompt", " ") == 2
   assert "at least one token, got ' '" in capsys.readouterr().err
   path.with_name("tokenizer_config.json").unlink()
@@ -208,10 +208,10 @@ def test_folder_without_a_whole_checkpoint_is_refused(
   (damaged,) = (copy / "checkpoints" / "2" / "params" / "d").iterdir()
   damaged.write_bytes(b"")
   for folder, message in (
-    (tmp_path / "none", "must hold a run with a checkpoint, got none"),
-    (tmp_path, "must hold a run with a checkpoint, got none"),
+    (tmp_path / "none", "must hold a run with a checkpoint, or one of"),
+    (tmp_path, "must hold a run with a checkpoint, or one of"),
     (copy, "must be whole, got damage in all"),
-    ("", "run: a path is needed"),
+    ("", "model: a path is needed"),
   ):
     assert command(folder, "--prompt", "x") == 2
     assert message in capsys.readouterr().err

@@ -14,7 +14,8 @@ from train import presets
 # What the docstring names.
 NEEDED = {
   *("step", "config", "optim_config", "options", "mesh", "presets", "data"),
-  *("schedule", "update", "weights"),
+  *("optimizers", "schedule", "update", "weights"),
+  *("objective", "combinations", "finetune_config"),
 }
 
 

@@ -55,9 +55,14 @@ def test_13b_trains_on_one_gpu_of_80_gb(capsys):
   "options",
   [
     ["demo", "--gpus", "1"],
-    ["llama_60m", "--gpus", "4", "--hbm", "20", "--remat", "none"],
     pytest.param(
-      ["olmo_1b", "--gpus", "1", "--remat", "full"], marks=pytest.mark.slow
+      ["llama_60m", "--gpus", "4", "--hbm", "20", "--remat", "none"],
+      marks=pytest.mark.slow,
+    ),
+    pytest.param(
+      # Whose eps is not the default, and not Lion's.
+      ["olmo_1b", "--gpus", "1", "--optimizer", "coat_lion", "--remat", "full"],
+      marks=pytest.mark.slow,
     ),
     pytest.param(
       ["llama2_7b", "--gpus", "8", "--batch", "1024"], marks=pytest.mark.slow
@@ -77,6 +82,8 @@ def test_printed_command_trains_what_was_planned(capsys, options):
     assert run.batch == 1024 and run.accumulate > 1
   if "--remat" in options:
     assert run.remat == options[-1]
+  if "--optimizer" in options:
+    assert run.optim.optimizer == "coat_lion"
   if "--codec" in options:
     assert run.optim.codec == "log8"
 

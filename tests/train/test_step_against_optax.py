@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 
 from coat_jax.models.config import ModelConfig
-from coat_jax.models.decoder import loss_fn
+from coat_jax.models.loss import loss_fn
 from tests.comparing import assert_close, jit
 from train import step
 from train.config import OptimConfig

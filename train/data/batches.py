@@ -45,7 +45,9 @@ def train_iterator(
   Raises:
     ValueError: sizes that do not fit each other or the data.
   """
-  rows = _rows("train_iterator", batch_size, process_index, process_count)
+  rows = rows_of_process(
+    "train_iterator", batch_size, process_index, process_count
+  )
   if not 0 <= seed < 2**32:
     raise ValueError(
       f"train_iterator: seed must be at least 0 and below 2^32, got {seed}; "
@@ -92,7 +94,9 @@ def eval_batches(
   Raises:
     ValueError: sizes that do not fit each other, or too little held out.
   """
-  rows = _rows("eval_batches", batch_size, process_index, process_count)
+  rows = rows_of_process(
+    "eval_batches", batch_size, process_index, process_count
+  )
   if max_batches is not None and max_batches < 1:
     raise ValueError(
       f"eval_batches: max_batches must be at least 1, got {max_batches}; pass "
@@ -134,7 +138,7 @@ def _read_windows(
   return numbers.map(read).to_iter_dataset(options)
 
 
-def _rows(op: str, batch_size: int, index: int, count: int) -> slice:
+def rows_of_process(op: str, batch_size: int, index: int, count: int) -> slice:
   """Which rows of a global batch are this process's."""
   if not 0 <= index < count:
     raise ValueError(

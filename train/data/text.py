@@ -10,7 +10,7 @@ import abc
 import os
 from pathlib import Path
 
-from train.data.chat import ChatTemplate
+from train.data.chat.template import ChatTemplate
 from train.data.sources import find_end_of_text, load_tokenizer
 from train.data.tokens import DataConfig
 
@@ -19,11 +19,16 @@ class Text(abc.ABC):
   """Encodes prompts and decodes what was generated.
 
   Attributes:
+    first_tokens: what a text begins with, in front of its own tokens.
     stop_tokens: what ends a text.
+    prefix_token: what stands where a text has nothing in front; None if no
+      token is known for that.
     chat: the template of a chat, or None.
   """
 
+  first_tokens: tuple[int, ...] = ()
   stop_tokens: tuple[int, ...] = ()
+  prefix_token: int | None = None
   chat: ChatTemplate | None = None
 
   @abc.abstractmethod
@@ -34,9 +39,27 @@ class Text(abc.ABC):
   def decode(self, tokens: list[int]) -> str:
     """Returns the text of tokens; what is no text becomes U+FFFD."""
 
+  def encode_from_start(self, text: str) -> list[int]:
+    """As `encode`, with `first_tokens` unless the text has them itself."""
+    first, tokens = list(self.first_tokens), self.encode(text)
+    return tokens if tokens[: len(first)] == first else first + tokens
+
+  def decode_after(self, before: list[int], tokens: list[int]) -> str:
+    """As `decode`, of tokens after others.
+
+    Many tokenizers leave the space out that the first word of a text has in
+    front; here it is there.
+    """
+    head, whole = self.decode(before), self.decode(before + tokens)
+    if whole.startswith(head):
+      return whole[len(head) :]
+    return self.decode(tokens)  # A character was cut in two.
+
 
 class ByteText(Text):
   """Bytes are ids, as in `data.sources.read_bytes`."""
+
+  prefix_token = ord("\n")
 
   def encode(self, text: str) -> list[int]:
     return list(os.fsencode(text))
@@ -62,7 +85,8 @@ class TokenizerText(Text):
     """
     self._tokenizer = load_tokenizer(path)
     self.chat = ChatTemplate.load(Path(path).expanduser().parent)
-    stops = {find_end_of_text(self._tokenizer)}
+    self.prefix_token = find_end_of_text(self._tokenizer)
+    stops = {self.prefix_token}
     if self.chat is not None:
       end = self.chat.special_tokens.get("eos_token", "")
       stops.add(self._tokenizer.token_to_id(end))

@@ -2,7 +2,9 @@
 """Compares a run with its twins in BF16: their configurations, the table."""
 
 import dataclasses
+from collections.abc import Sequence
 
+from coat_jax.models.vision_language import VisionLanguageConfig
 from train import memory, plot
 from train.config import TrainConfig
 from train.run import report
@@ -15,6 +17,7 @@ from train.run.rows import LAST, read_rows, summarize
 _ROWS = (
   ("train_loss", f"training loss, mean of last {LAST}", ".4f"),
   ("held_out_loss", "held-out loss", ".4f"),
+  ("held_out_accuracy", "held-out accuracy", ".4f"),
   ("perplexity", "held-out perplexity", ".3f"),
   ("state", "optimizer state, bytes/parameter", ".2f"),
   ("residuals", "saved for backward, bytes/token/layer", ",.0f"),
@@ -23,7 +26,7 @@ _ROWS = (
 )
 
 
-def twins(config: TrainConfig) -> list[TrainConfig]:
+def twins[Config: TrainConfig](config: Config) -> list[Config]:
   """Returns the runs to compare with, each in its folder.
 
   The first has the run's seed, hence the same initial weights and data.
@@ -38,7 +41,7 @@ def twins(config: TrainConfig) -> list[TrainConfig]:
   return found
 
 
-def finish(runs: list[TrainConfig]) -> None:
+def finish(runs: Sequence[TrainConfig]) -> None:
   """Prints the table of finished runs and draws their losses.
 
   Args:
@@ -52,7 +55,10 @@ def finish(runs: list[TrainConfig]) -> None:
     result = summarize(rows)
     result["state"] = report.state_bytes_per_param(config)
     recipe = dataclasses.replace(config.coat_recipe(), axes=None)
-    residuals = memory.residual_bytes(config.model, recipe, tokens=config.seq)
+    shape = config.model
+    if isinstance(shape, VisionLanguageConfig):
+      shape = shape.text
+    residuals = memory.residual_bytes(shape, recipe, tokens=config.seq)
     result["residuals"] = residuals["total"]
     results.append(result)
   print(_table(names, results))

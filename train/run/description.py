@@ -8,25 +8,46 @@ checkpoint may be continued.
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any, Protocol
 
-from train.config import ModelConfig, OptimConfig, TrainConfig, resume_rule
-from train.data.tokens import DataConfig, TokenSource
+from train.config import TrainConfig, resume_rule
+from train.finetune_config import FinetuneConfig
+from train.options import part_of
+from train.vit_config import VitConfig
 
 _FORMAT = "coat_jax run 1"
+# The configurations of commands, by what a description has as `command`; that
+# of train.pretrain has nothing.
+_COMMANDS = {None: TrainConfig, "finetune": FinetuneConfig, "vit": VitConfig}
 
 
-def describe(config: TrainConfig, tokens: TokenSource) -> dict:
+class Fingerprinted(Protocol):
+  """What a description has of a run's data: see `train.run.data.RunData`."""
+
+  @property
+  def fingerprint(self) -> str: ...
+
+  @property
+  def change_times(self) -> str | None: ...
+
+  def has_fingerprint(self, stored: str) -> bool: ...
+
+
+def describe(config: TrainConfig, data: Fingerprinted) -> dict:
   """Describes a run, for config.json and for checkpoints.
 
   Args:
     config: The run's.
-    tokens: Its data.
+    data: What it learns from.
   """
+  kinds = {kind: command for command, kind in _COMMANDS.items()}
+  command = kinds[type(config)]
   return {
     "format": _FORMAT,
+    **({} if command is None else {"command": command}),
     "config": dataclasses.asdict(config),
-    "fingerprint": tokens.fingerprint,
-    "change_times": tokens.change_times,
+    "fingerprint": data.fingerprint,
+    "change_times": data.change_times,
   }
 
 
@@ -41,14 +62,25 @@ def is_described(file: Path) -> bool:
 
 def configuration(description: dict) -> TrainConfig:
   """Returns the configuration in a description that was read back."""
-  values = description["config"]
-  parts = dict(model=ModelConfig, optim=OptimConfig, data=DataConfig)
-  parts = {name: part(**values[name]) for name, part in parts.items()}
-  return TrainConfig(**{**values, **parts})
+  return _rebuild(_kind(description), description["config"])
+
+
+def _rebuild(kind: type, values: dict) -> Any:
+  """The inverse of `dataclasses.asdict`."""
+  parts = {
+    field.name: _rebuild(part, values[field.name])
+    for field in dataclasses.fields(kind)
+    if field.name in values and (part := part_of(field, values[field.name]))
+  }
+  return kind(**{**values, **parts})
+
+
+def _kind(description: dict) -> type[TrainConfig]:
+  return _COMMANDS[description.get("command")]
 
 
 def check_same(
-  where: Path, saved: dict, config: TrainConfig, tokens: TokenSource
+  where: Path, saved: dict, config: TrainConfig, data: Fingerprinted
 ) -> list[str]:
   """Checks that a run can continue a checkpoint.
 
@@ -57,7 +89,7 @@ def check_same(
     saved: The description in it.
     config: The run's that is to continue it; with `convert_state` its moments
       may have another codec, and its weights another kind of storage.
-    tokens: Its data.
+    data: What it learns from.
 
   Returns:
     What has changed and may, as `optim.lr: 0.001 -> 0.0005`.
@@ -65,7 +97,12 @@ def check_same(
   Raises:
     ValueError: the checkpoint is of another run, with each difference.
   """
-  before = _flatten(_with_new_options(saved["config"], TrainConfig))
+  if _kind(saved) is not type(config):
+    raise ValueError(
+      f"resume: {where} is of train.{saved.get('command', 'pretrain')}; pass "
+      "its options to that command, or another --out to start a run"
+    )
+  before = _flatten(_with_new_options(saved["config"], type(config)))
   now = _flatten(dataclasses.asdict(config))
   changed = {
     name: f"{name}: {before.get(name)} -> {now.get(name)}"
@@ -75,21 +112,25 @@ def check_same(
 
   def changes(*rules: str) -> list[str]:
     return [
-      text for name, text in changed.items() if resume_rule(name) in rules
+      text
+      for name, text in changed.items()
+      if resume_rule(name, type(config)) in rules
     ]
 
   fixed, converted = changes("fixed"), changes("converted")
-  if not tokens.has_fingerprint(saved["fingerprint"]):
+  if not data.has_fingerprint(saved["fingerprint"]):
     fixed.append("data: other tokens")
   if fixed or (converted and not config.convert_state):
-    convert = "" if fixed else "--convert-state to convert its state, "
+    is_adam = config.optim.optimizer == "coat_adamw"  # Others stay as they are.
+    convert = "--convert-state to convert its state, "
+    convert = convert if is_adam and not fixed else ""
     raise ValueError(
       f"resume: {where} is of another run, got "
       f"{'; '.join(fixed + converted)}; pass {convert}what it was trained "
       "with, or another --out to start a run"
     )
   allowed = changes("converted", "reported")
-  if saved.get("change_times", tokens.change_times) != tokens.change_times:
+  if saved.get("change_times", data.change_times) != data.change_times:
     allowed.append(
       "data: files were changed or copied since; the fingerprint is the same, "
       "but it does not read all of files this large"
@@ -102,8 +143,8 @@ def _with_new_options(values: dict, part: type) -> dict:
   values = dict(values)
   for field in dataclasses.fields(part):
     name = field.name
-    if name in values and dataclasses.is_dataclass(field.type):
-      values[name] = _with_new_options(values[name], field.type)  # pyright: ignore[reportArgumentType]
+    if name in values and (kind := part_of(field, values[name])):
+      values[name] = _with_new_options(values[name], kind)
     elif name not in values and field.default is not dataclasses.MISSING:
       values[name] = field.default
   return values

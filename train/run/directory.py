@@ -3,6 +3,7 @@
 
 config.json     the configuration; its presence makes a folder a run
 metrics.jsonl   see `metrics`
+samples.jsonl   see `train.samples`
 checkpoints/    see `checkpoint`
 plot.png        see `plot`
 profile/        see `profile`
@@ -36,6 +37,8 @@ _CONTENTS = (
   "metrics.tmp",
   "plot.png",
   "profile",
+  "samples.jsonl",
+  "samples.tmp",
   "tensorboard",
   "wandb",
 )
@@ -51,6 +54,7 @@ class RunDirectory:
     self.config = self.path / "config.json"
     self.config_temporary = self.path / "config.tmp"
     self.metrics = self.path / "metrics.jsonl"
+    self.samples = self.path / "samples.jsonl"
     self.checkpoints = self.path / "checkpoints"
     self.plot = self.path / "plot.png"
     self.source = self.path / "hf"

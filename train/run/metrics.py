@@ -2,10 +2,12 @@
 """A run's log: metrics.jsonl, progress on standard error, tables.
 
 metrics.jsonl has one JSON object a line, each with its `step`. The line of a
-step has loss, grad_norm, lr and tokens_per_s; that of an evaluation has
-held_out_loss and step_bytes, the most memory that the compiled step takes of a
-device; that of a report has state (`coat_jax.state_report`, leaf by leaf) and,
-with codec coat, powers (groups by their power k in sixteenths).
+step has loss, grad_norm, lr and tokens_per_s, and where documents are learned
+targets, padding (a share) and unpadded_tokens_per_s; that of an evaluation has
+held_out_loss, held_out_accuracy where images are classified, and step_bytes,
+the most memory that the compiled step takes of a device; that of a report has
+state (`coat_jax.state_report`, leaf by leaf) and, with codec coat, powers
+(groups by their power k in sixteenths).
 Lines are written whole and at once, so that a killed run loses none; a resumed
 run first drops those that it will write again.
 
@@ -148,11 +150,19 @@ class Progress:
       left = format_seconds((self._steps - step) * per_step)
       self.say(f"{self._name}: step {step}/{self._steps}, {text}, {left} left")
 
-  def held_out(self, step: int, loss: float) -> None:
-    """Shows the held-out loss after a step, from now on."""
-    self._held_out = f" (held-out {loss:.4f})"
+  def held_out(
+    self,
+    step: int,
+    held_out_loss: float,
+    held_out_accuracy: float | None = None,
+  ) -> None:
+    """Shows the held-out loss after a step, and the accuracy, from now on."""
+    text = f"held-out {held_out_loss:.4f}"
+    if held_out_accuracy is not None:
+      text += f", accuracy {held_out_accuracy:.2%}"
+    self._held_out = f" ({text})"
     if not self._bar:
-      self.say(f"{self._name}: step {step}/{self._steps}, held-out {loss:.4f}")
+      self.say(f"{self._name}: step {step}/{self._steps}, {text}")
 
   def say(self, text: str) -> None:
     """Prints a line above the bar."""

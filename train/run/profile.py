@@ -29,6 +29,11 @@ class Profiler:
     # Counted from the run's start, or from where it was resumed.
     self._steps, self._seen = range(wait, wait + count), 0
 
+  @property
+  def is_at_edge(self) -> bool:
+    """Whether `before_step` will start or end a trace."""
+    return (self._seen in self._steps) != self._is_on
+
   def before_step(self) -> None:
     """Starts or ends the trace; to be called before each step."""
     is_traced = self._seen in self._steps

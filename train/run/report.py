@@ -7,8 +7,15 @@ import numpy as np
 from coat_jax.optimizer.report import state_bytes, state_report
 from train import weights
 from train.config import TrainConfig
+from train.objective import trained
 from train.run import processes
-from train.step import TrainState, abstract_state, build_optimizer
+from train.step import (
+  Evaluation,
+  StepMetrics,
+  TrainState,
+  abstract_state,
+  build_optimizer,
+)
 
 
 def describe_sizes(config: TrainConfig, params) -> str:
@@ -21,10 +28,56 @@ def describe_sizes(config: TrainConfig, params) -> str:
   count = sum(leaf.size for leaf in jax.tree.leaves(params))
   tokens = config.batch * config.seq
   state = state_bytes_per_param(config)
+  own = sum(leaf.size for leaf in jax.tree.leaves(trained(config, params)))
+  some = "" if own == count else f", of which {own / 1e6:,.2f} M are trained"
   return (
-    f"{config.out}: {count / 1e6:,.2f} M parameters, {state:.2f} bytes each in "
-    f"the optimizer; {tokens:,} tokens a step, {tokens * config.steps:,} in all"
+    f"{config.out}: {count / 1e6:,.2f} M parameters{some}, {state:.2f} bytes "
+    f"each in the optimizer; {tokens:,} tokens a step, "
+    f"{tokens * config.steps:,} in all"
   )
+
+
+def held_out_means(found: list[Evaluation]) -> dict[str, float]:
+  """Averages over the targets of held-out batches.
+
+  Args:
+    found: What was measured of each.
+
+  Returns:
+    `held_out_loss` in nats, and `held_out_accuracy` where they have one.
+  """
+  counts = [1 if x.targets is None else int(x.targets) for x in found]
+
+  def mean(values: list) -> float:
+    total = np.sum(np.multiply([float(x) for x in values], counts))
+    return float(total / max(sum(counts), 1))
+
+  means = {"held_out_loss": mean([x.loss for x in found])}
+  if found and found[0].accuracy is not None:
+    # Sums of f32 shares can end above 1.
+    means["held_out_accuracy"] = min(mean([x.accuracy for x in found]), 1.0)
+  return means
+
+
+def describe_rows(metrics: StepMetrics, tokens_per_s: float) -> dict:
+  """Counts what a step learned from, for its line in metrics.jsonl.
+
+  Args:
+    metrics: The step's.
+    tokens_per_s: Its speed, with padding.
+
+  Returns:
+    Of documents `targets`, `padding` and `unpadded_tokens_per_s`; {} of plain
+    tokens, which all are targets.
+  """
+  if metrics.targets is None or metrics.padding is None:
+    return {}
+  padding = float(metrics.padding)
+  return {
+    "targets": int(metrics.targets),
+    "padding": round(padding, 4),
+    "unpadded_tokens_per_s": round(tokens_per_s * (1 - padding), 1),
+  }
 
 
 def report_state(config: TrainConfig, state: TrainState) -> dict:

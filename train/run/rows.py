@@ -63,9 +63,9 @@ def summarize(rows: list[dict]) -> dict[str, float]:
     rows: From `read_rows`.
 
   Returns:
-    train_loss (mean of the last 50 steps), held_out_loss, perplexity (of the
-    held-out loss), tokens_per_s (median) and step_megabytes, without those that
-    the lines lack.
+    train_loss (mean of the last 50 steps), held_out_loss, held_out_accuracy or
+    perplexity (of the held-out loss), tokens_per_s (median) and step_megabytes,
+    without those that the lines lack.
   """
 
   def values(key: str) -> list[float]:
@@ -78,6 +78,9 @@ def summarize(rows: list[dict]) -> dict[str, float]:
     summary["tokens_per_s"] = statistics.median(speeds)
   if held_out := values("held_out_loss"):
     summary["held_out_loss"] = held_out[-1]
+  if shares := values("held_out_accuracy"):
+    summary["held_out_accuracy"] = shares[-1]
+  elif held_out:
     summary["perplexity"] = math.exp(min(held_out[-1], 700.0))
   if sizes := values("step_bytes"):
     summary["step_megabytes"] = sizes[-1] / 1e6
@@ -134,14 +137,28 @@ def _is_powers(x: Any) -> bool:
   )
 
 
+def _is_watch(x: Any) -> bool:
+  """Whether it is what `train.watch` found: lists of numbers by name."""
+  return isinstance(x, dict) and all(
+    isinstance(values, list)
+    and all(value is None or _is_number(value) for value in values)
+    for values in x.values()
+  )
+
+
 _KNOWN: dict[str, Callable[[Any], bool]] = {
   "step": _is_count,
   "loss": _is_number,
   "grad_norm": _is_number,
   "lr": _is_number,
   "tokens_per_s": _is_number,
+  "targets": _is_count,
+  "padding": _is_number,
+  "unpadded_tokens_per_s": _is_number,
   "held_out_loss": _is_number,
+  "held_out_accuracy": _is_number,
   "step_bytes": _is_count,
   "state": _is_state,
   "powers": _is_powers,
+  "watch": _is_watch,
 }

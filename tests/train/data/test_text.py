@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text to tokens and back, and chat templates as transformers renders them."""
+"""Text to tokens and back."""
 
 import json
 
 import pytest
 import tokenizers
 
-from train.data.chat import ChatTemplate
 from train.data.text import ByteText, TokenizerText, open_text
 from train.data.tokens import DataConfig
 
@@ -69,67 +68,3 @@ def test_text_is_that_of_the_runs_data(folder, tmp_path):
   with pytest.raises(ValueError, match="got dtype uint16; pass --tokenizer"):
     open_text(ids, None)
   assert open_text(ids, path).encode("cat") == [1]
-
-
-# As Llama 2, Qwen and Gemma write theirs, shortened.
-TEMPLATE = """\
-{% for message in messages %}
-  {% if message['role'] == 'assistant' %}
-    {% generation %}
-{{ message['content'] }}
-    {% endgeneration %}
-    {% continue %}
-  {% endif %}
-{{ bos_token }}[{{ message.role | upper }}] {{ message['content'] | trim }}
-{% endfor %}
-{% if tools %}
-{{ tools | tojson }}
-{% endif %}
-{% if add_generation_prompt %}
-[ASSISTANT]
-{% endif %}"""
-
-
-def test_template_is_rendered_as_transformers_does(folder):
-  configure(folder, chat_template=TEMPLATE, bos_token={"content": "<s>"})
-  chat = ChatTemplate.load(folder)
-  # Blocks leave no line; what they are indented by is no text.
-  assert chat.render(" hello ") == "<s>[USER] hello\n[ASSISTANT]\n"
-  # A file of its own comes before it.
-  (folder / "chat_template.jinja").write_text("{{ {'a': 'é'} | tojson }}")
-  assert ChatTemplate.load(folder).render("x") == '{"a": "é"}'
-
-
-def test_default_is_chosen_of_several_templates(folder):
-  named = [dict(name="rag", template="r"), dict(name="default", template="d")]
-  configure(folder, chat_template=named)
-  assert ChatTemplate.load(folder).render("x") == "d"
-  configure(folder, chat_template=named[:1])
-  assert ChatTemplate.load(folder) is None
-
-
-@pytest.mark.parametrize(
-  "source, reason",
-  [
-    ("{{ raise_exception('no system role') }}", "no system role"),
-    ("{% if %}", "Expected an expression"),
-    ("{{ messages.append(1) }}", "'append' of 'list' object is unsafe"),
-    ("{{ ''.__class__.__mro__ }}", "is unsafe|undefined"),
-    ("{{ cycler.__init__.__globals__.os }}", "unsafe|undefined"),
-    ("{{ 1 / 0 }}", "division by zero"),
-    ("{{ nothing.at_all }}", "'nothing' is undefined"),
-    ("{{ strftime_now(1) }}", "must be str"),
-  ],
-)
-def test_template_that_fails_is_a_sentence(source, reason):
-  with pytest.raises(ValueError, match=f"^chat: .*({reason})"):
-    ChatTemplate(source, {}).render("x")
-
-
-@pytest.mark.parametrize("content", ["{", "[1]", "[" * 100_000])
-def test_config_that_is_damaged_is_a_sentence(folder, content):
-  (folder / "tokenizer_config.json").write_text(content)
-  with pytest.raises(
-    ValueError, match="^chat: .*tokenizer_config.json must be"
-  ):
-    ChatTemplate.load(folder)

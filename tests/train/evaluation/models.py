@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small models of bytes, and what they say in float64, a row at a time."""
+
+import string
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from coat_jax import recipe as recipes
+from coat_jax.models import ModelConfig
+from tests.models.test_cache import SMALL, build, without_cache
+
+_SHAPE: Any = SMALL | dict(vocab_size=256)
+CONFIG = ModelConfig(family="llama", **_SHAPE)
+
+
+def random_model():
+  """Every token depends on all before."""
+  return build(CONFIG, recipes.bf16())
+
+
+def alphabet_model():
+  """After each letter comes the next, after z a line end; else the same again.
+
+  Layers add nothing, so that a token depends on the one before alone.
+  """
+  model = random_model()
+  graph, params, others = nnx.split(model, nnx.Param, ...)
+  params = nnx.to_pure_dict(params)
+  params["layers"] = jax.tree.map(jnp.zeros_like, params["layers"])
+  following = list(range(256))
+  letters = string.ascii_lowercase + "\n"
+  for here, there in zip(letters, letters[1:] + letters[0], strict=True):
+    following[ord(here)] = ord(there)
+  rng = np.random.default_rng(0)
+  rows = rng.normal(size=params["embedding"].shape)
+  head = np.zeros((rows.shape[1], 256))
+  head[:, following] = 8 * (rows / np.linalg.norm(rows, axis=1)[:, None]).T
+  params["embedding"] = jnp.asarray(rows, jnp.float32)
+  params["head"] = jnp.asarray(head, jnp.float32)
+  params["norm"] = jax.tree.map(jnp.ones_like, params["norm"])
+  return nnx.merge(graph, params, others)
+
+
+def oracle(model):
+  """The function (context, continuation, length) of (logprobs, is_greedy).
+
+  From f32 logits of the row by itself, without padding.
+  """
+  run = without_cache(model)
+
+  def score(context, continuation, length):
+    row = np.array([*context, *continuation], np.int32)[-(length + 1) :]
+    logits = np.asarray(run(row[:-1]), np.float64)
+    largest = logits.max(axis=-1, keepdims=True)
+    logits -= largest + np.log(
+      np.exp(logits - largest).sum(axis=-1, keepdims=True)
+    )
+    count = len(continuation)
+    last, wanted = logits[-count:], row[-count:]
+    is_greedy = bool((last.argmax(axis=-1) == wanted).all())
+    return last[np.arange(count), wanted], is_greedy
+
+  return score

@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files of conversations in every format, and rows that are bad."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from train.data.chat.documents import load_documents
+from train.data.chat.encoder import ChatEncoder, open_template
+from train.data.chat.formats import Completion, parse
+from train.data.chat.rows import BadRow, find_row_files, read_rows
+
+LLAMA3 = Path(__file__).parents[1] / "data" / "chat" / "llama3"
+ASKED = {"role": "user", "content": "What?"}
+ANSWERED = {"role": "assistant", "content": "That."}
+GOOD = {"messages": [ASKED, ANSWERED]}
+
+
+@pytest.fixture(scope="module")
+def encoder():
+  template = open_template(LLAMA3, None)
+  return ChatEncoder(LLAMA3 / "tokenizer.json", template)
+
+
+def write(file, rows, array=False):
+  """Rows as JSON; text and bytes as they are."""
+  rows = [x if isinstance(x, str | bytes) else json.dumps(x) for x in rows]
+  rows = [x.encode() if isinstance(x, str) else x for x in rows]
+  content = b"[\n" + b",\n".join(rows) + b"]" if array else b"\n".join(rows)
+  file.write_bytes(content)
+  return file
+
+
+def turns(row, format):
+  found = parse(row, format)
+  return [(x["role"], x["content"]) for x in found.messages]
+
+
+def test_formats_of_conversations_come_to_the_same():
+  system = {"role": "system", "content": "Be."}
+  plain = [("system", "Be."), ("user", "What?"), ("assistant", "That.")]
+  assert turns({"messages": [system, ASKED, ANSWERED]}, "messages") == plain
+  parts = [{"type": "text", "text": "Wh"}, {"type": "text", "text": "at?"}]
+  asked = {"role": "user", "content": parts}
+  assert turns({"messages": [system, asked, ANSWERED]}, "messages") == plain
+  said = [
+    {"from": "human", "value": "What?"},
+    {"from": "gpt", "value": "That."},
+  ]
+  row = {"id": "x", "conversations": said, "system": "Be."}
+  assert turns(row, "sharegpt") == plain
+  assert parse(row, "sharegpt").trained == (2,)
+  first = {"from": "system", "value": "Be."}
+  row = {"conversations": [first, *said], "system": "Not."}
+  assert turns(row, "sharegpt") == plain
+  row = {"instruction": "Wh", "input": "at?", "output": "That."}
+  assert turns(row, "alpaca") == [("user", "Wh\n\nat?"), plain[2]]
+  assert parse(row, "alpaca").messages[0]["input"] == "at?"
+  row = {"instruction": "What?", "input": "", "output": "That."}
+  assert turns(row, "alpaca") == plain[1:]
+  assert turns({**row, "input": None, "text": 1}, "alpaca") == plain[1:]
+  row = {"prompt": "What?", "completion": " That."}
+  assert parse(row, "prompt") == Completion("What?", " That.")
+
+
+def test_toolbench_has_functions():
+  said = ["Use f.", "\nWhat?\nBegin!\n", "\nAction: f", "", "\nAction: Finish"]
+  roles = ["system", "user", "assistant", "function", "assistant"]
+  pairs = zip(roles, said, strict=True)
+  conversations = [{"from": role, "value": text} for role, text in pairs]
+  row = {"id": "Step 9: x", "conversations": conversations}
+  found = parse(row, "sharegpt")
+  assert [x["role"] for x in found.messages] == [*roles[:3], "tool", roles[4]]
+  assert [x["content"] for x in found.messages] == said
+  assert found.trained == (2, 4)
+
+
+def test_sharegpt_calls_functions_in_turns_of_their_own():
+  said = [("human", "a"), ("function_call", "f"), ("observation", "t")]
+  said = [{"from": role, "value": x} for role, x in [*said, ("gpt", "b")]]
+  found = parse({"conversations": said}, "sharegpt")
+  roles = ["user", "assistant", "tool", "assistant"]
+  assert [x["role"] for x in found.messages] == roles
+  assert found.trained == (1, 3)
+
+
+def test_calls_and_tools_become_objects():
+  function = {"name": "f", "arguments": '{"x": 1}'}
+  call = {"id": "1", "type": "function", "function": function}
+  message = {"role": "assistant", "content": None, "tool_calls": [call]}
+  tools = [{"type": "function", "function": {"name": "f"}}]
+  row = {"messages": [ASKED, message], "tools": json.dumps(tools)}
+  found = parse(row, "messages")
+  assert found.messages[1]["tool_calls"] == [
+    {**call, "function": {"name": "f", "arguments": {"x": 1}}}
+  ]
+  assert found.tools == tools
+  assert parse({**GOOD, "tools": ""}, "messages").tools is None
+  assert function["arguments"] == '{"x": 1}'
+
+
+def test_weight_leaves_a_turn_out():
+  left_out = {**ANSWERED, "weight": 0}
+  messages = [ASKED, left_out, ASKED, {**ANSWERED, "weight": 1}]
+  found = parse({"messages": messages}, "messages")
+  assert found.trained == (3,)
+  assert "weight" not in found.messages[1]
+  with pytest.raises(BadRow, match="must have a turn of the assistant"):
+    parse({"messages": [ASKED, left_out]}, "messages")
+
+
+BAD = [
+  (b'{"messages": ', "broken JSON", "a row must be JSON, got expecting value"),
+  (b'{"messages": [{"role"', "broken JSON", "at character 22"),
+  (b'{"messages": "\xff"}', "not UTF-8", "must be UTF-8, got byte 14"),
+  (b"[" * 100_000, "broken JSON", "a row must be JSON"),
+  ({**GOOD, "image": "a.png"}, "images beside text", "alone here, got image"),
+  ({"text": "x"}, "wrong format", "must have messages, got the keys ..text"),
+  ([1], "wrong format", "a row must be an object"),
+  ({"messages": "x"}, "no turns", 'list of turns, got "x"'),
+  ({"messages": []}, "no turns", "list of turns, got .."),
+  ({"messages": ["x"]}, "wrong format", "turn 1 must be an object"),
+  (
+    {"messages": [ASKED, {"content": "x"}]},
+    "missing role",
+    "turn 2 must have a role, got the keys ..content",
+  ),
+  (
+    {"messages": [ASKED, {"role": "robot", "content": "x"}]},
+    "unknown role",
+    'role of turn 2 must be one of system, .*, got "robot"',
+  ),
+  ({"messages": [ASKED, {**ANSWERED, "role": 1}]}, "unknown role", "got 1"),
+  (
+    {"messages": [{**ASKED, "content": " \n"}, ANSWERED]},
+    "empty turn",
+    "turn 1 must say something, got an empty turn of user",
+  ),
+  ({"messages": [ASKED, {"role": "assistant"}]}, "empty turn", "of assistant"),
+  (
+    {"messages": [ASKED, {**ANSWERED, "content": None, "tool_calls": []}]},
+    "empty turn",
+    "turn 2 must have content, which is null beside tool_calls alone",
+  ),
+  ({"messages": [ASKED]}, "no assistant turn", 'got the roles ."user"'),
+  ({"messages": [{**ASKED, "content": 1}, ANSWERED]}, "not text", "got 1"),
+  (
+    {"messages": [{**ASKED, "content": [{"type": "image"}]}, ANSWERED]},
+    "not text",
+    "turn 1 must be text",
+  ),
+  (
+    {"messages": [ASKED, {**ANSWERED, "content": "\ud800"}]},
+    "not text",
+    "must be Unicode",
+  ),
+  ({**GOOD, "tools": "{"}, "wrong format", "tools must be JSON"),
+  ({**GOOD, "tools": {"a": 1}}, "wrong format", "tools must be a list"),
+  (
+    {"messages": [ASKED, {**ANSWERED, "tool_calls": ["f"]}]},
+    "wrong format",
+    "tool_calls of turn 2 must be a list of objects",
+  ),
+]
+
+
+@pytest.mark.parametrize("row, reason, message", BAD)
+def test_bad_row_is_a_sentence_with_its_line(
+  tmp_path, encoder, row, reason, message
+):
+  rows = [*[GOOD] * 15, "", row, GOOD]  # In line 17; one line is blank.
+  file = write(tmp_path / "data.jsonl", rows)
+  sizes = dict(seq=64, vocab_size=400)
+  with pytest.raises(ValueError, match=message) as raised:
+    load_documents([str(file)], encoder, **sizes)
+  text = str(raised.value)
+  assert text.startswith(f"chat: {file} line 17: ") and "\n" not in text
+  assert text.endswith(
+    "; correct the row, or leave bad rows out with skip_bad=True (of a "
+    "command: --skip-bad)"
+  )
+  found = load_documents([str(file)], encoder, **sizes, skip_bad=True)
+  assert len(found) == 16
+  assert found.counts.bad == {reason: 1} and found.counts.rows == 17
+  assert f"1 bad ones left out (1 {reason})" in found.counts.describe()
+
+
+def test_template_that_raises_is_a_bad_row(tmp_path):
+  folder = LLAMA3.parent / "llama2"
+  encoder = ChatEncoder(folder / "tokenizer.json", open_template(folder, None))
+  file = write(tmp_path / "a.jsonl", [GOOD, {"messages": [ANSWERED, ASKED]}])
+  with pytest.raises(ValueError, match="line 2: .*roles must alternate"):
+    load_documents([str(file)], encoder, seq=64, vocab_size=400)
+  found = load_documents(
+    [str(file)], encoder, seq=64, vocab_size=400, skip_bad=True
+  )
+  assert found.counts.bad == {"template": 1} and len(found) == 1
+
+
+def test_files_are_lines_or_arrays_and_know_their_format(tmp_path, encoder):
+  lines = tmp_path / "a.jsonl"
+  # What Unicode calls a line end is part of a line here.
+  text = json.dumps(GOOD).replace("That.", "\u2028That.")
+  write(lines, [b"\xef\xbb\xbf" + json.dumps(GOOD).encode(), text + "\r"])
+  said = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+  rows = [json.dumps({"conversations": said}, indent=2)] * 2
+  array = write(tmp_path / "b.json", rows, array=True)
+  write(tmp_path / "c.txt", ["not looked at"])
+  assert [row.line for row in read_rows(lines)] == [1, 2]
+  # A row begins in the line after the one before ends: it has 12.
+  assert [row.line for row in read_rows(array)] == [2, 14]
+  found = load_documents([str(tmp_path)], encoder, seq=64, vocab_size=400)
+  assert len(found) == 4
+  both = [str(array), str(tmp_path / "*.json*")]
+  assert find_row_files(both) == [array, lines]
+  # A format by its name is that of every file.
+  with pytest.raises(ValueError, match="line 1: a row of format sharegpt must"):
+    load_documents(
+      [str(lines)], encoder, seq=64, vocab_size=400, format="sharegpt"
+    )
+
+
+@pytest.mark.parametrize(
+  "content, line",
+  [
+    (b'[{"a": 1},\n{"b"}]', 2),
+    (b"[1,\n2\n3]", 3),
+    (b"[1,\n]", 2),
+    (b"[1,\n2", 2),
+    (b"[1]\nx", 2),
+    (b"[1,\n\xff]", 2),
+  ],
+)
+def test_damaged_array_is_a_sentence_with_its_line(tmp_path, content, line):
+  file = write(tmp_path / "a.json", [content])
+  with pytest.raises(ValueError, match=f"^chat: .*a.json line {line}: "):
+    list(read_rows(file))
+
+
+def test_nothing_to_learn_is_a_sentence(tmp_path, encoder):
+  with pytest.raises(ValueError, match="^chat: files .* got none; .*--data"):
+    find_row_files([])
+  with pytest.raises(FileNotFoundError, match="^chat: .*/x must name files"):
+    find_row_files([str(tmp_path / "x")])
+  file = write(tmp_path / "a.jsonl", ["", "{"])
+  with pytest.raises(ValueError, match="1 bad ones left out .1 broken JSON"):
+    load_documents([str(file)], encoder, seq=64, vocab_size=400, skip_bad=True)
+  with pytest.raises(ValueError, match="below the vocabulary of 300, got"):
+    load_documents([str(write(file, [GOOD]))], encoder, seq=64, vocab_size=300)
+
+
+def test_template_must_be_there_for_conversations(tmp_path):
+  (tmp_path / "tokenizer.json").write_bytes(
+    (LLAMA3 / "tokenizer.json").read_bytes()
+  )
+  encoder = ChatEncoder(tmp_path / "tokenizer.json", None)
+  file = write(tmp_path / "a.jsonl", [GOOD])
+  sizes = dict(seq=64, vocab_size=400, skip_bad=True)
+  with pytest.raises(ValueError, match="must have a chat template, got none"):
+    load_documents([str(file)], encoder, **sizes)
+  write(file, [{"prompt": "a", "completion": "b"}])
+  with pytest.raises(ValueError, match="needs the tokenizer's eos_token"):
+    load_documents([str(file)], encoder, **sizes)

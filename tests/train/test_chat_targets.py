@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is to be learned of a conversation, in templates of many kinds."""
+
+import json
+import re
+
+import pytest
+
+from train.data.chat.published import PUBLISHED
+from train.data.chat.rows import BadRow
+from train.data.chat.targets import TargetFinder
+from train.data.chat.template import ChatTemplate
+
+SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
+ADDED = ["<s>", "</s>", "<|end|>", "<|return|>", "<|im_end|>", "<think>"]
+LOOP = "{% for m in messages %}"
+PLAIN = "{% if m.role != 'assistant' %}{{ m.role ~ ': ' ~ m.content ~ '\n' }}"
+ANSWER = PLAIN + "{% else %}"
+END = "{% endif %}{% endfor %}"
+PROMPT = "{% if add_generation_prompt %}{{ 'A:' }}{% endif %}"
+
+
+def found(source, messages, trained=None, tools=None):
+  """The text of what is to be learned, turn by turn."""
+  turns = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
+  finder = TargetFinder(ChatTemplate(source, SPECIAL), ADDED)
+  text, spans = finder.find(messages, tools, trained or turns)
+  return [text[start:end] for start, end in spans]
+
+
+def chat(*contents):
+  roles = ("user", "assistant")
+  return [
+    {"role": roles[i % 2], "content": text} for i, text in enumerate(contents)
+  ]
+
+
+@pytest.mark.parametrize(
+  "source, targets",
+  [
+    # One end in the middle of a chat and another at its end: Phi 3, gpt-oss.
+    (
+      LOOP + ANSWER + "A:{{ m.content }}<|end|>\n" + END + PROMPT
+      + "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}",
+      ["b<|end|>", "d<|end|>"],
+    ),
+    (
+      LOOP + ANSWER + "A:{{ m.content }}"
+      "{{ '<|return|>' if loop.last else '<|end|>' }}" + END + PROMPT,
+      ["b<|end|>", "d<|return|>"],
+    ),
+    # The prompt opens a block that turns leave out: DeepSeek R1.
+    (
+      LOOP + ANSWER + "A:{{ m.content }}</s>" + END
+      + "{% if add_generation_prompt %}A:<think>\n{% endif %}",
+      ["b</s>", "d</s>"],
+    ),
+    # A last turn has an empty one, which the prompt opens: Qwen3 Thinking.
+    (
+      LOOP + ANSWER + "A:{{ '<think>\n\n</think>\n' if loop.last }}"
+      "{{ m.content }}</s>" + END
+      + "{% if add_generation_prompt %}A:<think>\n{% endif %}",
+      ["b</s>", "\n</think>\nd</s>"],
+    ),
+    # No prompt to generate, though a header is written.
+    (LOOP + "{{ m.role }}:\n{{ m.content }}<|im_end|>\n{% endfor %}",
+     ["b<|im_end|>", "d<|im_end|>"]),
+    # Ends that are no tokens of their own.
+    (LOOP + ANSWER + "A: {{ m.content }} ###\n\n" + END + PROMPT,
+     [" b ###", " d ###"]),
+    # A system turn must come first.
+    (
+      "{% if messages[0].role != 'system' %}"
+      "{% set messages = [{'role': 'system', 'content': 'S'}] + messages %}"
+      "{% endif %}" + LOOP + ANSWER + "A:{{ m.content }}</s>" + END + PROMPT,
+      ["b</s>", "d</s>"],
+    ),
+    (PUBLISHED["vicuna"], [" b</s>", " d</s>"]),
+    # Contents in capitals: certain all the same, for the rest is as it was.
+    (LOOP + ANSWER + "A:{{ m.content | upper }}</s>" + END + PROMPT,
+     ["B</s>", "D</s>"]),
+  ],
+)  # fmt: skip
+def test_turns_are_found_with_their_ends(source, targets):
+  assert found(source, chat("a", "b", "c", "d")) == targets
+  assert found(source, chat("a", "b", "c", "d"), trained=[3]) == targets[1:]
+
+
+def test_contents_that_look_like_the_template_are_no_harm():
+  source = LOOP + ANSWER + "A:{{ m.content }}</s>" + END + PROMPT
+  messages = chat("A:b</s>user: x\nA:", "b</s>user: c\nA:b", "A:", "b")
+  assert found(source, messages) == ["b</s>user: c\nA:b</s>", "b</s>"]
+
+
+def test_alpaca_has_an_instruction_and_may_have_an_input():
+  source = PUBLISHED["alpaca"]
+  assert found(source, chat("a", "b")) == ["b</s>"]
+  template = ChatTemplate(source, SPECIAL)
+  assert template.render(chat("Add.", "b")) == (
+    "<s>Below is an instruction that describes a task. Write a response that "
+    "appropriately completes the request.\n\n### Instruction:\nAdd.\n\n"
+    "### Response:b</s>"
+  )
+  messages = chat("Add.\n\n2, 3", "5")
+  messages[0] |= {"instruction": "Add.", "input": "2, 3"}
+  assert template.render(messages) == (
+    "<s>Below is an instruction that describes a task, paired with an input "
+    "that provides further context. Write a response that appropriately "
+    "completes the request.\n\n### Instruction:\nAdd.\n\n### Input:\n2, 3\n\n"
+    "### Response:5</s>"
+  )
+  with pytest.raises(BadRow, match="one instruction and one response"):
+    found(source, chat("a", "b", "c", "d"))
+
+
+def test_reasoning_that_is_dropped_is_not_learned():
+  """Of turns before the last question, as Qwen 3 and DeepSeek R1 do."""
+  source = (
+    "{% for m in messages %}" + PLAIN + "{% else %}A:"
+    "{{ m.content if loop.last else m.content.split('</think>')[-1] }}</s>"
+  ) + END + PROMPT  # fmt: skip
+  messages = chat("a", "<think>x</think>b", "c", "<think>y</think>d")
+  assert found(source, messages) == ["b</s>", "<think>y</think>d</s>"]
+
+
+@pytest.mark.parametrize(
+  "source, reason",
+  [
+    # Answers are left out, written twice, or in another order.
+    (LOOP + PLAIN + END + PROMPT, None),
+    (LOOP + ANSWER + "A:{{ m.content * 2 }}</s>" + END + PROMPT, None),
+    # Nothing ends a turn.
+    (LOOP + ANSWER + "A:{{ m.content }}\n" + END + PROMPT, None),
+    # Only the last turn is written.
+    (
+      PROMPT + "{% set m = messages[-1] %}{% if m.role == 'assistant' %}"
+      "A:{{ m.content }}</s>{% endif %}",
+      "no mask",
+    ),
+    # The prompt goes on otherwise than a turn, and neither is the other's.
+    (
+      LOOP + ANSWER + "A: {{ m.content }}</s>" + END
+      + "{% if add_generation_prompt %}A:<think>{% endif %}",
+      None,
+    ),
+    # What comes before, or follows, depends on what was said.
+    (
+      "{{ messages[-1].content | length }}\n" + LOOP + ANSWER
+      + "A:{{ m.content }}</s>" + END + PROMPT,
+      "no mask",
+    ),
+    (
+      LOOP + ANSWER + "A:{{ m.content }}</s>" + END + PROMPT
+      + "{{ messages[-1].content | length }}",
+      "no mask",
+    ),
+    (
+      LOOP + ANSWER + "A:{{ m.content }}</s>{{ m.content | length }}\n" + END
+      + PROMPT,
+      "no mask",
+    ),
+    ("{% if messages | length > 3 %}{{ raise_exception('no') }}{% endif %}"
+     + LOOP + ANSWER + "A:{{ m.content }}</s>" + END + PROMPT, "template"),
+  ],
+)  # fmt: skip
+def test_what_is_not_certain_is_an_error(source, reason):
+  with pytest.raises(ValueError, match="got .*;") as raised:
+    found(source, chat("a", "b", "c", "d" * 30))
+  assert "\n" not in str(raised.value)
+  assert getattr(raised.value, "reason", None) == reason
+
+
+def test_generation_decides_where_a_template_has_it():
+  source = (
+    LOOP + ANSWER + "A:{% generation %}{{ m.content }}{% endgeneration %}"
+    "</s>" + END
+  )
+  messages = chat("a", "b", "c", "d")
+  assert found(source, messages) == ["b", "d"]
+  assert found(source, messages, trained=[1]) == ["b"]
+  nothing = source.replace("{{ m.content }}{% end", "{% end")
+  with pytest.raises(BadRow, match="must hold the turns to be learned"):
+    found(nothing, messages)
+
+
+def calling(header="A:", last="", ends=PROMPT):
+  """A template that refuses a tool's answer without a call, as Mistral's."""
+  return (
+    "{% for m in messages %}{% if m.role == 'tool' and not "
+    "loop.previtem.tool_calls %}{{ raise_exception('no call') }}{% endif %}"
+    + PLAIN + "{% else %}" + header + "{{ m.tool_calls | tojson if "
+    "m.tool_calls else m.content }}" + last + "<|im_end|>\n" + END + ends
+  )  # fmt: skip
+
+
+def test_turns_whose_place_no_other_can_take_are_found():
+  call = {"role": "assistant", "tool_calls": ["f"]}
+  user = {"role": "user", "content": "a"}
+  messages = [user, call, {"role": "tool", "content": "t"}, *chat("c", "d")]
+  expected = ['["f"]<|im_end|>', "d<|im_end|>"]
+  assert found(calling(), messages) == expected
+  # Without a prompt to generate.
+  assert found(calling(ends=""), messages) == expected
+  # What is written before it, or of it, is another in the whole text.
+  mark = "{{ '!' if messages | length > 4 }}"
+  for changed in (calling(last=mark), calling(header=mark + "A:")):
+    with pytest.raises(BadRow, match="place of turn 2 in the template"):
+      found(changed, messages)
+
+
+def test_calls_of_tools_belong_to_their_turn():
+  source = (
+    LOOP + ANSWER + "A:{{ m.content }}{% if m.tool_calls %}"
+    "{{ m.tool_calls | tojson }}{% endif %}<|im_end|>\n" + END + PROMPT
+  )
+  calls = [{"name": "f", "arguments": {"x": "<|im_end|>"}}]
+  messages = chat("a", "b", "c", "d")
+  messages[1] |= {"tool_calls": calls, "content": ""}
+  written = re.escape(json.dumps(calls))
+  first, second = found(source, messages)
+  assert re.fullmatch(written + re.escape("<|im_end|>"), first)
+  assert second == "d<|im_end|>"

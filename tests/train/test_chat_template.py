@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chat templates, as transformers renders them."""
+
+import dataclasses
+import datetime
+import json
+
+import pytest
+
+from train.data.chat.published import PUBLISHED
+from train.data.chat.template import ChatTemplate
+
+
+def configure(tmp_path, **config):
+  (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def prompt(template, text):
+  messages = [{"role": "user", "content": text}]
+  return template.render(messages, add_generation_prompt=True)
+
+
+# As Llama 2, Qwen and Gemma write theirs, shortened.
+TEMPLATE = """\
+{% for message in messages %}
+  {% if message['role'] == 'assistant' %}
+    {% generation %}
+{{ message['content'] }}
+    {% endgeneration %}
+    {% continue %}
+  {% endif %}
+{{ bos_token }}[{{ message.role | upper }}] {{ message['content'] | trim }}
+{% endfor %}
+{% if tools %}
+{{ tools | tojson }}
+{% endif %}
+{% if add_generation_prompt %}
+[ASSISTANT]
+{% endif %}"""
+
+
+def test_template_is_rendered_as_transformers_does(tmp_path):
+  configure(tmp_path, chat_template=TEMPLATE, bos_token={"content": "<s>"})
+  chat = ChatTemplate.load(tmp_path)
+  # Blocks leave no line; what they are indented by is no text.
+  assert prompt(chat, " hello ") == "<s>[USER] hello\n[ASSISTANT]\n"
+  # A file of its own comes before it.
+  (tmp_path / "chat_template.jinja").write_text("{{ {'a': 'é'} | tojson }}")
+  assert prompt(ChatTemplate.load(tmp_path), "x") == '{"a": "é"}'
+
+
+def test_default_is_chosen_of_several_templates(tmp_path):
+  named = [dict(name="rag", template="r"), dict(name="default", template="d")]
+  configure(tmp_path, chat_template=named)
+  assert prompt(ChatTemplate.load(tmp_path), "x") == "d"
+  configure(tmp_path, chat_template=named[:1])
+  assert ChatTemplate.load(tmp_path) is None
+
+
+def test_tools_choose_the_template_for_them(tmp_path):
+  named = [
+    dict(name="default", template="d"),
+    dict(name="tool_use", template="{{ tools | tojson(indent=1) }}"),
+  ]
+  configure(tmp_path, chat_template=named)
+  chat = ChatTemplate.load(tmp_path)
+  assert chat.render([], tools=[]) == chat.render([]) == "d"
+  assert chat.render([], tools=["é"]) == '[\n "é"\n]'
+
+
+def test_special_tokens_are_also_those_of_older_files(tmp_path):
+  configure(tmp_path, chat_template=PUBLISHED["vicuna"], eos_token=None)
+  old = {"bos_token": "<s>", "eos_token": {"content": "</s>"}}
+  (tmp_path / "special_tokens_map.json").write_text(json.dumps(old))
+  chat = ChatTemplate.load(tmp_path)
+  assert chat.special_tokens == {"bos_token": "<s>", "eos_token": "</s>"}
+  configure(tmp_path, eos_token="<|im_end|>")
+  chat = ChatTemplate.published("vicuna", tmp_path)
+  assert chat.special_tokens["eos_token"] == "<|im_end|>"
+  with pytest.raises(ValueError, match="^chat: a template is one of llama3"):
+    ChatTemplate.published("gpt", tmp_path)
+
+
+def test_date_can_be_fixed():
+  chat = ChatTemplate("{{ strftime_now('%d %b %Y') }}", {})
+  then = datetime.datetime(2024, 7, 26)
+  assert dataclasses.replace(chat, now=then).render([]) == "26 Jul 2024"
+  assert chat.render([]) == datetime.datetime.now().strftime("%d %b %Y")
+
+
+def test_messages_are_shown_as_transformers_shows_them():
+  chat = ChatTemplate("{{ messages | tojson }}", {})
+  given = [{"role": "assistant", "content": None, "reasoning": "so"}]
+  shown = [
+    {"thinking": "so", "role": "assistant", "reasoning": "so"}
+    | {"reasoning_content": "so"}
+  ]
+  assert json.loads(chat.render(given)) == shown
+  assert given[0].keys() == {"role", "content", "reasoning"}
+
+
+def test_generation_marks_what_is_in_its_blocks():
+  chat = ChatTemplate(TEMPLATE, {})
+  assert chat.has_generation(None)
+  assert not ChatTemplate(PUBLISHED["llama3"], {}).has_generation(None)
+  turns = [("user", "a"), ("assistant", "b é"), ("assistant", "c")]
+  messages = [dict(role=role, content=text) for role, text in turns]
+  text = chat.render(messages)
+  spans = chat.generated(messages, None)
+  assert [text[start:end] for start, end in spans] == ["b é\n", "c\n"]
+  # What changes the text of a block would move the places of others.
+  source = "{% set x %}{% generation %}ab{% endgeneration %}{% endset %}"
+  cut = ChatTemplate(source + "{{ x[1:] }}", {})
+  with pytest.raises(ValueError, match="must be part of the whole text"):
+    cut.generated(messages, None)
+
+
+@pytest.mark.parametrize(
+  "source, reason",
+  [
+    ("{{ raise_exception('no system role') }}", "no system role"),
+    ("{% if %}", "Expected an expression"),
+    ("{{ messages.append(1) }}", "'append' of 'list' object is unsafe"),
+    ("{{ ''.__class__.__mro__ }}", "is unsafe|undefined"),
+    ("{{ cycler.__init__.__globals__.os }}", "unsafe|undefined"),
+    ("{{ 1 / 0 }}", "division by zero"),
+    ("{{ nothing.at_all }}", "'nothing' is undefined"),
+    ("{{ strftime_now(1) }}", "must be str"),
+  ],
+)
+def test_template_that_fails_is_a_sentence(source, reason):
+  with pytest.raises(ValueError, match=f"^chat: .*({reason})"):
+    prompt(ChatTemplate(source, {}), "x")
+
+
+@pytest.mark.parametrize("content", ["{", "[1]", "[" * 100_000])
+def test_config_that_is_damaged_is_a_sentence(tmp_path, content):
+  (tmp_path / "tokenizer_config.json").write_text(content)
+  with pytest.raises(
+    ValueError, match="^chat: .*tokenizer_config.json must be"
+  ):
+    ChatTemplate.load(tmp_path)

@@ -1,0 +1,304 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m train.finetune`: from a checkpoint to an exported model."""
+
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+from coat_jax import recipe
+from coat_jax.models import load_hf
+from tests.models.hf.folders import copied
+from tests.train.runs import contents, losses, programs_on_disk
+from train import convert, finetune, generate, pretrain
+from train.config import resume_rule
+from train.conversations import load
+from train.finetune_config import ChatData, FinetuneConfig
+from train.run.directory import RunDirectory
+from train.run.metrics import read_metrics
+
+CHAT = "tests/data/chat/llama3"
+OPTIONS = {
+  "batch": 8,
+  "seq": 96,
+  "steps": 8,
+  "eval-every": 4,
+  "save-every": 4,
+  "held-out": 0.3,
+  "sample-tokens": 8,
+  "recipe": "bf16",
+  "compute": "float32",
+  "optim.codec": "float32",
+  "optim.lr": 3e-3,
+  # No gradient is as large, so that all rules of clipping do the same.
+  "optim.grad-clip": 1e9,
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_once(tmp_path_factory):
+  with programs_on_disk(tmp_path_factory.mktemp("programs")):
+    yield
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+  """A folder of transformers: random weights, a tokenizer with a template."""
+  folder = copied(tmp_path_factory.mktemp("hf") / "checkpoint")
+  for name in ("tokenizer.json", "tokenizer_config.json"):
+    shutil.copy(f"{CHAT}/{name}", folder)
+  return folder
+
+
+def conversation(i):
+  sums = [f"What is {i} and {i % 7 + k}?" for k in range(1 + i % 2)]
+  turns = []
+  for k, question in enumerate(sums):
+    turns.append({"role": "user", "content": question})
+    turns.append({"role": "assistant", "content": f"It is {2 * i + k}."})
+  return {"messages": turns}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+  file = tmp_path_factory.mktemp("data") / "sums.jsonl"
+  rows = (json.dumps(conversation(i)) + "\n" for i in range(60))
+  file.write_text("".join(rows))
+  return file
+
+
+def line(checkpoint, data, out, *flags, **others):
+  others = {name.replace("__", "."): x for name, x in others.items()}
+  others = {name.replace("_", "-"): x for name, x in others.items()}
+  words = [str(checkpoint), "--data", str(data), "--out", str(out), *flags]
+  for name, x in (OPTIONS | others).items():
+    words += [f"--{name}", str(x)]
+  return words
+
+
+def run(*arguments, **options):
+  """Runs it in this process; returns the exit status."""
+  try:
+    return finetune.main(line(*arguments, **options))
+  except SystemExit as exit:  # tyro's own errors
+    return exit.code
+
+
+@pytest.fixture(scope="module")
+def finished(checkpoint, data, tmp_path_factory):
+  """A run that has finished; tests leave it as it is."""
+  out = tmp_path_factory.mktemp("runs") / "finished"
+  assert run(checkpoint, data, out) == 0
+  return out
+
+
+def source_of(checkpoint, data):
+  config = FinetuneConfig(
+    init_from=str(checkpoint),
+    data=ChatData(files=(str(data),), held_out=0.3),
+    out="unused",
+    seq=96,
+    batch=8,
+    model=load_hf(checkpoint).config,
+  )
+  return load(config)
+
+
+def held_out_loss(model, documents, numbers):
+  """Nats of each target, one document at a time, in NumPy."""
+  logits = jax.jit(lambda model, tokens: model.logits(tokens))
+  nats, count = 0.0, 0
+  for number in numbers:
+    start, end = documents.starts[number : number + 2]
+    tokens, mask = documents.tokens[start:end], documents.mask[start:end]
+    padded = np.pad(tokens, (0, 97 - len(tokens)))[None, :-1]
+    found = np.asarray(logits(model, padded))[0, : len(tokens) - 1]
+    found = found.astype(np.float64)
+    own = found[np.arange(len(found)), tokens[1:]]
+    each = np.log(np.sum(np.exp(found), axis=-1)) - own
+    nats += np.sum(each * mask[1:])
+    count += np.sum(mask[1:])
+  return nats / count
+
+
+@pytest.mark.slow
+def test_run_learns_and_is_exported_with_its_held_out_loss(
+  finished, checkpoint, data, tmp_path
+):
+  rows = list(read_metrics(finished / "metrics.jsonl"))
+  found = {r["step"]: r["held_out_loss"] for r in rows if "held_out_loss" in r}
+  assert found.keys() == {4, 8} and found[8] < found[4] - 0.1
+  out = tmp_path / "out"
+  command = ["export-hf", str(finished), "--out", str(out)]
+  assert convert.main(command) == 0
+  for name in ("tokenizer.json", "tokenizer_config.json"):
+    assert (out / name).read_bytes() == (checkpoint / name).read_bytes()
+  _, source = source_of(checkpoint, data)
+  numbers = [i for row in source.held_out.members for i in row]
+  assert len(numbers) == 18 and len(source.held_out) > 8
+  documents = source.rows.documents
+  model = load_hf(out, recipe=recipe.bf16(), dtype="float32")
+  exact = held_out_loss(model, documents, numbers)
+  assert found[8] == pytest.approx(exact, abs=1e-5)
+
+
+def test_log_counts_targets_and_padding(finished, checkpoint, data):
+  rows = [r for r in read_metrics(finished / "metrics.jsonl") if "loss" in r]
+  config, source = source_of(checkpoint, data)
+  batches = source.train_batches(config, process_index=0, process_count=1)
+  for row in rows:
+    batch = next(batches)
+    assert row["targets"] == batch["is_target"].sum() > 0
+    padding = np.mean(batch["segments"][:, :-1] == 0)
+    assert row["padding"] == pytest.approx(padding, abs=1e-4)
+    speed = row["tokens_per_s"] * (1 - row["padding"])
+    assert row["unpadded_tokens_per_s"] == pytest.approx(speed, rel=1e-3)
+  assert len(rows) == 8
+
+
+def test_samples_are_answers_to_held_out_prompts(finished, checkpoint, data):
+  rows = list(read_metrics(RunDirectory(finished).samples))
+  assert [(r["step"], r["sample"]) for r in rows] == [
+    *[(4, 0), (4, 1), (8, 0), (8, 1)]
+  ]
+  told = json.dumps([conversation(i) for i in range(60)])
+  for row in rows:
+    question = row["prompt"].split("user\n\n")[-1].split("?")[0]
+    assert f"{question}?" in told and row["reference"] in told
+    assert row["answer"] != row["prompt"]
+  assert len({row["prompt"] for row in rows}) == 2
+
+
+@pytest.mark.slow
+def test_generated_chat_uses_the_kept_template(finished, capsys):
+  words = [str(finished), "--prompt", "What is 5 and 2?", "--chat"]
+  assert generate.main([*words, "--max-tokens", "4", "--temperature", "0"]) == 0
+  output, errors = capsys.readouterr()
+  assert "What is" not in output and "weights of step 8" in errors
+
+
+def test_interrupted_run_resumes_bit_for_bit(
+  finished, checkpoint, data, tmp_path, capsys
+):
+  out = tmp_path / "copy"
+  shutil.copytree(finished, out)
+  before, samples = losses(out), RunDirectory(out).samples.read_bytes()
+  shutil.rmtree(out / "checkpoints" / "8")  # As of a run that was killed.
+  # The run does without the checkpoint that it began with.
+  assert run(checkpoint / "gone", data, out, "--resume") == 0
+  assert "resumed at step 4" in capsys.readouterr().err
+  assert losses(out) == before
+  assert RunDirectory(out).samples.read_bytes() == samples
+  assert pretrain.main(["demo", "--out", str(out), "--resume"]) == 2
+  assert "is of train.finetune" in capsys.readouterr().err
+
+
+def test_epochs_say_how_many_steps(checkpoint, data):
+  config, source = source_of(checkpoint, data)
+  assert config.steps == -(-3 * len(source.rows) // 8) > 3
+
+
+@pytest.mark.parametrize(
+  "flags, options, words",
+  [
+    ([], dict(data="broken.jsonl"), "broken.jsonl line 2: "),
+    ([], dict(data="none.jsonl"), "none.jsonl must name files"),
+    ([], dict(optim__warmup=20), "warmup must fit into 8 steps"),
+    (["--distributed"], dict(mesh="fsdp=8"), "pass --samples 0"),
+    (["--data=more.jsonl"], {}, "--data must be given once"),
+    ([], dict(batch=4096), "a global batch needs 4096 rows"),
+  ],
+)
+def test_bad_input_is_reported_and_nothing_is_written(
+  flags, options, words, checkpoint, data, tmp_path, monkeypatch, capsys
+):
+  (tmp_path / "broken.jsonl").write_text(data.read_text()[:300] + "\n")
+  file = tmp_path / options.pop("data", data)
+  out = tmp_path / "run"
+  assert run(checkpoint, file, out, *flags, **options) == 2
+  errors = " ".join(capsys.readouterr().err.replace("│", " ").split())
+  assert words in errors and "Traceback" not in errors
+  assert not out.exists()
+
+
+def test_checkpoint_without_a_tokenizer_is_refused(data, tmp_path, capsys):
+  folder, out = copied(tmp_path / "bare"), tmp_path / "run"
+  assert run(folder, data, out) == 2
+  assert "tokenizer" in capsys.readouterr().err
+  assert not out.exists()
+
+
+@pytest.mark.slow
+def test_bad_rows_are_counted_and_a_known_template_is_kept(
+  checkpoint, data, tmp_path, capsys
+):
+  file, out = tmp_path / "some.jsonl", tmp_path / "run"
+  file.write_text(data.read_text() + '{"messages": []}\nnot JSON\n')
+  flags = ["--skip-bad", "--template", "chatml", "--no-packing"]
+  options = dict(steps=1, samples=0)
+  assert run(checkpoint, file, out, *flags, **options) == 0
+  errors = capsys.readouterr().err
+  assert "62 rows; 2 bad ones left out" in errors
+  assert not RunDirectory(out).samples.exists()
+  target = tmp_path / "exported"
+  assert convert.main(["export-hf", str(out), "--out", str(target)]) == 0
+  assert "<|im_start|>" in (target / "chat_template.jinja").read_text()
+  before = contents(out)
+  assert run(checkpoint, file, out, *flags, **options) == 2
+  assert contents(out) == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  "flags, options",
+  [
+    (
+      ["--optimizer-in-backward", "--compare", "bf16"],
+      {"optim.clip": "share", "params": "bfloat16", "mesh": "fsdp=8"},
+    ),
+    (
+      [],
+      {"accumulate": 2, "mesh": "data=2,fsdp=2,tensor=2", "samples": 1},
+    ),
+  ],
+)
+def test_fp8_run_learns_as_f32_does(
+  flags, options, finished, checkpoint, data, tmp_path, capsys
+):
+  out = tmp_path / "run"
+  fp8 = {
+    "recipe": "coat",
+    "compute": "bfloat16",
+    "optim.codec": "coat",
+    "optim.group-size": 16,
+  }
+  assert run(checkpoint, data, out, *flags, **fp8 | options) == 0
+  found, exact = losses(out), losses(finished)
+  for step in (4, 8):
+    key = step, "held_out_loss"
+    assert found[key] == pytest.approx(exact[key], abs=0.05)
+  samples = list(read_metrics(RunDirectory(out).samples))
+  assert len(samples) == 2 * options.get("samples", 2)
+  if "--compare" in flags:
+    table = capsys.readouterr().out
+    assert "held-out loss" in table and "tokens/s" in table
+    (twin,) = RunDirectory(out).twins()
+    own = losses(twin.path)[8, "held_out_loss"]
+    assert own == pytest.approx(exact[8, "held_out_loss"], abs=0.02)
+
+
+@pytest.mark.parametrize(
+  "name, rule",
+  [
+    ("data.held_out", "fixed"),
+    ("data.packing", "fixed"),
+    ("data.files", "silent"),
+    ("model.d_ff", "fixed"),
+    ("steps", "reported"),
+    ("samples", "silent"),
+  ],
+)
+def test_resume_rules_are_those_of_the_options(name, rule):
+  assert resume_rule(name, FinetuneConfig) == rule

@@ -1,0 +1,294 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m train.finetune` of a model that sees images, in its two stages."""
+
+import dataclasses
+import json
+import re
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from coat_jax import LowBitsState
+from coat_jax import recipe as recipes
+from coat_jax.models import Batch, VisionLanguageModel, load_hf, loss_fn
+from tests.models.hf.folders import tensors_of
+from tests.train import llava
+from tests.train.llava import config_of, run
+from tests.train.runs import losses, programs_on_disk
+from train import convert, step, weights
+from train.config import resume_rule
+from train.conversations import load
+from train.finetune_config import FinetuneConfig
+from train.optim_config import OptimConfig
+from train.run.description import configuration, describe
+from train.run.directory import RunDirectory
+from train.source import open_source
+
+PARTS = ("tower", "projector", "decoder")
+TRAINED = {
+  "projector": ("projector",),
+  "decoder": ("projector", "decoder"),
+  "all": PARTS,
+}
+PREFIXES = dict(
+  zip(
+    PARTS,
+    ("vision_tower", "multi_modal_projector", "language_model"),
+    strict=True,
+  )
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_once(tmp_path_factory):
+  with programs_on_disk(tmp_path_factory.mktemp("programs")):
+    yield
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+  return llava.make(tmp_path_factory.mktemp("shapes"))
+
+
+def test_what_is_frozen_has_no_state(folder):
+  for (trained, parts), params in zip(
+    TRAINED.items(), ("float32", "bfloat16_low8", "bfloat16"), strict=True
+  ):
+    config = config_of(
+      folder,
+      trained=trained,
+      params=params,
+      optim=OptimConfig(lr=1e-3, warmup=1, group_size=16, clip="share"),
+      report_state=True,
+    )
+    state = step.abstract_state(config, step.build_optimizer(config))
+    assert state.params.keys() == {*PARTS}
+    adam = state.optimizer
+    if params == "bfloat16_low8":
+      assert adam.low.keys() == {*parts}
+      adam = adam.inner
+    for tree in (adam.mu_codes, adam.nu_codes, state.exact.mu, state.clip.own):
+      assert tree.keys() == {*parts}
+    # Weights of all are stored alike.
+    dtype = "float32" if params == "float32" else "bfloat16"
+    for part in PARTS:
+      kernels = [
+        x.dtype
+        for path, x in jax.tree.leaves_with_path(state.params[part])
+        if "kernel" in jax.tree_util.keystr(path)
+      ]
+      assert {*kernels} == {jnp.dtype(dtype)}
+
+
+def test_low_bytes_are_kept_of_what_is_trained():
+  draw = np.random.default_rng(0)
+  whole = {
+    name: {"kernel": jnp.asarray(draw.normal(size=(8, 16)), jnp.float32)}
+    for name in ("own", "frozen")
+  }
+
+  def draw_params(store):
+    return jax.tree.map(lambda x: store("kernel", x), whole)
+
+  def with_moments(params):
+    zeros = {"own": jax.tree.map(lambda x: x.astype("int8") * 0, params["own"])}
+    low = LowBitsState(zeros, ())
+    return step.TrainState(jnp.int32(0), params, low, (), ())
+
+  state = weights.draw("bfloat16_low8", draw_params, with_moments)
+  assert state.optimizer.low.keys() == {"own"}
+  found = weights.load(state.params, state.optimizer.low)
+  exact = {name: x["kernel"] for name, x in whole.items()}
+  # 8 bits of mantissa, and 16, rounded to nearest.
+  frozen = found["frozen"]["kernel"]
+  np.testing.assert_array_equal(frozen, frozen.astype("bfloat16"))
+  np.testing.assert_allclose(frozen, exact["frozen"], rtol=2**-8)
+  np.testing.assert_allclose(found["own"]["kernel"], exact["own"], rtol=2**-16)
+  assert (found["own"]["kernel"] != exact["own"].astype("bfloat16")).any()
+
+
+def a_step_by_hand(start, config, rows):
+  """Loss and gradients' norm of a run's first step, in plain JAX."""
+  model = load_hf(
+    start, model=VisionLanguageModel, recipe=recipes.bf16(), dtype="float32"
+  )
+  graph, params = nnx.split(model, nnx.Param)
+  params = nnx.to_pure_dict(params)
+  own = {name: params[name] for name in TRAINED[config.trained]}
+  rows = jax.tree.map(jnp.asarray, dict(rows))
+
+  @jax.jit
+  @jax.value_and_grad
+  def loss(own):
+    batch = Batch.make(rows["tokens"], rows["segments"], rows["is_target"])
+    return loss_fn(nnx.merge(graph, params | own), batch, rows["images"])
+
+  value, grads = loss(own)
+  return float(value), float(optax.tree.norm(grads))
+
+
+@pytest.fixture(scope="module")
+def projected(folder, tmp_path_factory):
+  """A run of the projector alone, in FP8; tests leave it as it is."""
+  llava.add_weights(folder / "llava")
+  out = tmp_path_factory.mktemp("runs") / "projected"
+  data = folder / "shapes.json"
+  assert run(folder / "llava", data, out, trained="projector") == 0
+  return out
+
+
+def products(text, name, result):
+  """Shapes of the results of all products in a program, axes sorted."""
+  found = re.findall(rf"{result}\w+\[([\d,]+)\]\S* {name}[(\[]", text)
+  return {tuple(sorted(map(int, x.split(",")))) for x in found}
+
+
+@pytest.mark.slow
+def test_frozen_parts_have_no_gradients(projected, folder):
+  # Of the tower's, and of the decoder's and the head's weights.
+  tower = {(48, 144), (48, 192), (48, 48)}
+  decoder = {(64, 176), (64, 352), (64, 80)}
+  # The program that the run compiled, out of the cache.
+  config = configuration(json.loads((projected / "config.json").read_text()))
+  rows = load(config)[1].batch_shapes(config)
+  optimizer = step.build_optimizer(config)
+  state = step.abstract_state(config, optimizer)
+  train_step = step.train_step(config, step.build_graph(config), optimizer)
+  program = step.compile_on(None, train_step, state, rows, updates=True)
+  found = products(program.as_text(), "dot", "= ")
+  assert {(48, 64), (64, 64)} <= found
+  assert not (tower | decoder) & found
+  # In the second stage the tower has no backward at all; in the third it does.
+  for trained, absent, present in (
+    ("decoder", tower, decoder),
+    ("all", set(), tower | decoder),
+  ):
+    config = config_of(folder, trained=trained)
+    optimizer = step.build_optimizer(config)
+    state = step.abstract_state(config, optimizer)
+    train_step = step.train_step(config, step.build_graph(config), optimizer)
+    traced = str(jax.make_jaxpr(train_step)(state, rows))
+    found = products(traced, "= dot_general", ":")
+    assert present <= found and not absent & found
+
+
+def exported(run, target):
+  assert convert.main(["export-hf", str(run), "--out", str(target)]) == 0
+  return tensors_of(target)
+
+
+def parts_that_differ(a, b):
+  assert a.keys() == b.keys()
+  return {
+    part
+    for part, prefix in PREFIXES.items()
+    for name in a
+    if name.startswith(prefix) and not np.array_equal(a[name], b[name])
+  }
+
+
+@pytest.mark.slow
+def test_stages_train_their_parts_from_runs_and_folders(
+  projected, folder, tmp_path, capsys
+):
+  first = exported(projected, tmp_path / "first")
+  before = tensors_of(folder / "llava")
+  assert parts_that_differ(first, before) == {"projector"}
+  for name in (
+    *("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"),
+    "preprocessor_config.json",
+  ):
+    kept = (folder / "llava" / name).read_bytes()
+    assert (tmp_path / "first" / name).read_bytes() == kept
+  keys = json.loads((tmp_path / "first" / "config.json").read_text())
+  assert keys["architectures"] == ["LlavaForConditionalGeneration"]
+  assert keys["image_token_index"] == 0 and keys["image_seq_length"] == 16
+  # The second begins with the run, or with its folder, alike; on a mesh, in
+  # microbatches.
+  plain = {"recipe": "bf16", "compute": "float32", "optim.codec": "float32"}
+  plain |= {"optim.group-size": None, "batch": 16, "steps": 2, "held-out": 0.1}
+  plain |= {"optim.grad-clip": 1e9}
+  data = folder / "shapes.json"
+  out = tmp_path / "second"
+  flags = dict(mesh="data=4,fsdp=2", accumulate=2)
+  assert run(projected, data, out, **plain, **flags) == 0
+  assert "M are trained" in capsys.readouterr().err
+  config = config_of(folder, batch=16)
+  own = dataclasses.replace(config.data, held_out=0.1)
+  config, source = load(dataclasses.replace(config, data=own))
+  rows = next(source.train_batches(config, process_index=0, process_count=1))
+  assert rows["images"].any() and 1 < rows["segments"].max()
+  loss, norm = a_step_by_hand(tmp_path / "first", config, rows)
+  found = losses(out)
+  # Sums over devices and microbatches in another order, in f32.
+  assert found[1, "loss"] == pytest.approx(loss, rel=1e-5)
+  assert found[1, "grad_norm"] == pytest.approx(norm, rel=1e-4)
+  second = exported(out, tmp_path / "out")
+  assert parts_that_differ(second, first) == {"projector", "decoder"}
+  # Read as a whole model, and its decoder alone as that of text.
+  opened = open_source(out)
+  assert opened.config == config.model and opened.family == "llava"
+  assert (opened.files / "preprocessor_config.json").is_file()
+  model = opened.load()
+  assert isinstance(model, VisionLanguageModel)
+  kernel = model.decoder.layers.mlp.down.kernel[...]
+  name = "language_model.model.layers.1.mlp.down_proj.weight"
+  np.testing.assert_array_equal(kernel[1].T, second[name])
+  assert opened.load_decoder().config == config.model.text
+
+
+@pytest.mark.slow
+def test_killed_run_resumes_bit_for_bit(projected, folder, tmp_path, capsys):
+  out = tmp_path / "copy"
+  shutil.copytree(projected, out)
+  before = losses(out)
+  shutil.rmtree(out / "checkpoints" / "4")  # As of a run that was killed.
+  data = folder / "shapes.json"
+  # The run does without the model that it began with.
+  start = folder / "gone"
+  assert run(start, data, out, "--resume", trained="projector") == 0
+  assert "resumed at step 2" in capsys.readouterr().err
+  assert losses(out) == before
+  # What is trained is of the run.
+  assert run(start, data, out, "--resume", trained="decoder", steps=6) == 2
+  assert "trained: projector -> decoder" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_damage_behind_a_header_ends_the_run_when_it_is_read(
+  projected, folder, tmp_path, capsys
+):
+  rows = json.loads((folder / "shapes.json").read_text())
+  shutil.copytree(folder / "images", tmp_path / "images")
+  for file in (tmp_path / "images").iterdir():
+    file.write_bytes(file.read_bytes()[:-40])
+  data, out = tmp_path / "shapes.json", tmp_path / "run"
+  data.write_text("\n".join(map(json.dumps, rows)))
+  # From that of the run before.
+  assert run(projected, data, out, trained="projector") == 2
+  errors = capsys.readouterr().err
+  assert re.search(r"shapes\.json line \d+: an image must be whole", errors)
+  assert "Traceback" not in errors
+  assert RunDirectory(out).latest_step() is None
+  # Once the image is mended, the same command begins anew.
+  shutil.rmtree(tmp_path / "images")
+  shutil.copytree(folder / "images", tmp_path / "images")
+  assert run(projected, data, out, trained="projector") == 0
+
+
+def test_descriptions_and_resume_rules_know_the_whole_model(folder):
+  config, source = load(config_of(folder))
+  description = json.loads(json.dumps(describe(config, source)))
+  again = configuration(description)
+  assert again.model == config.model and isinstance(again, FinetuneConfig)
+  assert resume_rule("model.vision.d_ff", FinetuneConfig) == "fixed"
+  assert resume_rule("trained", FinetuneConfig) == "fixed"
+  assert resume_rule("data.images", FinetuneConfig) == "silent"
+  # Samples are answers to prompts of text alone.
+  prompts = [*source._prompts()]
+  assert prompts and all(0 not in prompt.tokens for prompt in prompts)

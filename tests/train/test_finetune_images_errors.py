@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Images, options and runs that a fine-tuning run with images refuses."""
+
+import dataclasses
+import json
+import re
+import shutil
+import sys
+
+import pytest
+from PIL import Image
+
+from tests.train import llava
+from tests.train.data.test_images import header
+from tests.train.folders import with_tokenizer
+from tests.train.llava import config_of, run
+from tests.train.runs import contents
+from train.conversations import load
+from train.finetune_config import ChatData
+from train.mesh import check_tower_fits
+from train.optim_config import OptimConfig
+from train.run.description import describe
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+  return llava.make(tmp_path_factory.mktemp("shapes"))
+
+
+def asked(text, **row):
+  turns = [{"from": "human", "value": text}, {"from": "gpt", "value": "it"}]
+  return {"conversations": turns, **row}
+
+
+def test_bad_images_are_named_and_nothing_is_written(folder, tmp_path, capsys):
+  images = tmp_path / "images"
+  images.mkdir()
+  Image.new("RGB", (1, 1)).save(images / "dot.png")
+  (images / "wide.png").write_bytes(header(30_000, 30_000))
+  (images / "cut.png").write_bytes(header(64, 64)[:20])
+  shutil.copy(folder / "images" / "0_0.png", images / "good.png")
+  bad = {
+    "got no file": asked("<image> What", image="none.png"),
+    "got 1 in the text and 0 in the row": asked("<image> What"),
+    "got 0 in the text and 1 in the row": asked("What", image="good.png"),
+    "must be a file in JPEG": asked("<image> What", image="cut.png"),
+    "got 1 x 1": asked("<image> What", image="dot.png"),
+    "at most 89000000 pixels, got": asked("<image> What", image="wide.png"),
+  }
+  good = [asked("<image> What", image="good.png"), asked("What")]
+  out, file = tmp_path / "run", tmp_path / "rows.jsonl"
+  config = config_of(folder, batch=1, trained="projector")
+  data = dict(files=(str(file),), held_out=0.3, images=str(images))
+
+  def load_rows(*rows, **options):
+    file.write_text("".join(json.dumps(x) + "\n" for x in rows))
+    options = ChatData(**data | options)
+    return load(dataclasses.replace(config, data=options))
+
+  for words, row in bad.items():
+    where = re.escape(f"chat: {file} line 3: ")
+    with pytest.raises(ValueError, match=f"^{where}.*{words}"):
+      load_rows(*good, row)
+  # As the command says it, of the last.
+  assert run(folder / "llava", file, out) == 2
+  errors = capsys.readouterr().err
+  assert f"{file} line 3: " in errors and words in errors
+  assert "Traceback" not in errors and not out.exists()
+  load_rows(*bad.values(), *good, *good, skip_bad=True)
+  said = capsys.readouterr().err
+  assert "10 rows; 6 bad ones left out (1 large image, 1 missing image" in said
+  # Without --images, names are relative to the file of rows.
+  with pytest.raises(ValueError, match="line 1: an image must be there"):
+    load_rows(*good, images="")
+
+
+def test_options_that_do_not_fit_the_model_are_refused(
+  folder, tmp_path, monkeypatch, capsys
+):
+  text = with_tokenizer(tmp_path / "text")
+  other = shutil.copytree(folder / "llava", tmp_path / "other")
+  file = other / "preprocessor_config.json"
+  file.write_text(file.read_text().replace("32", "16"))
+  data = folder / "shapes.json"
+  out = tmp_path / "run"
+  assert run(text, data, out) == 2
+  errors = capsys.readouterr().err
+  assert "images is of models that see images" in errors
+  assert "Traceback" not in errors and not out.exists()
+  muon = OptimConfig(lr=1e-3, warmup=1, optimizer="coat_muon", group_size=16)
+  share = OptimConfig(lr=1e-3, warmup=1, group_size=16, clip="share")
+  for words, options in {
+    "trained is of models that see": dict(
+      init_from=str(text), data=ChatData(), trained="all"
+    ),
+    "watch is for a decoder alone": dict(watch=1),
+    "optim.optimizer coat_muon is for a decoder alone": dict(optim=muon),
+    "optimizer_in_backward is for a decoder alone": dict(
+      optim=share, optimizer_in_backward=True
+    ),
+    "num_tokens of the vision tower, got tensor=2 and 17": dict(
+      mesh="data=4,tensor=2", activation_group_size=8
+    ),
+  }.items():
+    with pytest.raises(ValueError, match=words):
+      config_of(folder, **options)
+  with pytest.raises(ValueError, match="must make images of 3 x 32 x 32"):
+    load(config_of(folder, init_from=str(other)))
+  vision = dataclasses.replace(llava.CONFIG.vision, d_ff=136)
+  words = "fsdp must divide d_ff of the vision tower / tensor=1, got fsdp=16"
+  with pytest.raises(ValueError, match=words):
+    check_tower_fits({"fsdp": 16}, vision)
+  monkeypatch.setitem(sys.modules, "train.data.chat.images", None)
+  with pytest.raises(ValueError, match=r"install coat_jax\[vision\]"):
+    load(config_of(folder))
+
+
+def test_a_run_to_begin_with_must_be_one(folder, tmp_path, capsys):
+  data, out = folder / "shapes.json", tmp_path / "run"
+  config, source = load(config_of(folder))
+  start = tmp_path / "start"
+  start.mkdir()
+  described = json.dumps(describe(config, source))
+  (start / "config.json").write_text(described)
+  assert run(start, data, out) == 2
+  assert "must have a checkpoint, got none yet" in capsys.readouterr().err
+  (start / "checkpoints" / "3").mkdir(parents=True)
+  assert run(start, data, out) == 2
+  assert "begun with a folder of transformers" in capsys.readouterr().err
+  before = contents(start)
+  assert run(start, data, start, "--overwrite") == 2
+  assert "must be another run than --out" in capsys.readouterr().err
+  assert contents(start) == before and not out.exists()

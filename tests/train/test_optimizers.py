@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs with Lion and Muon: they learn, resume, and refuse what is AdamW's."""
+
+import dataclasses
+import shutil
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from tests.attacks.equality import check_runs
+from tests.train.runs import MODEL, losses, run
+from train import optimizers, planning, pretrain, step
+from train.presets import PRESETS, demo
+
+OTHERS = ("coat_lion", "coat_muon")
+
+
+def config(optimizer, **options):
+  optim = dataclasses.replace(demo().optim, optimizer=optimizer)
+  model = dataclasses.replace(demo().model, **MODEL)
+  options = dict(report_state=False, model=model) | options
+  return dataclasses.replace(demo(), optim=optim, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", OTHERS)
+def test_resumed_run_has_the_bits_of_one_that_was_not_stopped(
+  tmp_path, optimizer, capsys
+):
+  options = dict(optim__optimizer=optimizer, optim__lr=1e-3, params="bfloat16")
+  flags = []
+  if optimizer == "coat_lion":
+    flags = ["--optimizer-in-backward"]
+    options |= dict(params="bfloat16_low8", optim__clip="share")
+  out, whole = tmp_path / "out", tmp_path / "whole"
+  assert run(out, *flags, **options) == 0
+  shutil.copytree(out, whole)
+  shutil.rmtree(out / "checkpoints" / "8")  # As of a run that was killed.
+  assert run(out, *flags, "--resume", **options) == 0
+  check_runs(out, whole)
+  held_out = losses(out)
+  assert held_out[8, "held_out_loss"] < held_out[4, "held_out_loss"]
+  # Their states are not converted, and nothing says that they can be.
+  options |= dict(optim__codec="log8", steps=9)
+  assert run(out, *flags, "--resume", **options) == 2
+  errors = capsys.readouterr().err
+  assert "-> log8; pass what it was trained with" in " ".join(errors.split())
+
+
+@pytest.mark.parametrize("optimizer", OTHERS)
+def test_plan_counts_one_moment(optimizer):
+  def state_bytes(optimizer):
+    state = planning.state_of(config(optimizer)).optimizer
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
+
+  # Small leaves are f32, tables of Muon AdamW's.
+  assert 0.45 < state_bytes(optimizer) / state_bytes("coat_adamw") < 0.95
+
+
+def test_presets_follow_the_optimizer_and_what_is_given_is_refused(
+  monkeypatch, capsys
+):
+  monkeypatch.setattr(pretrain, "run_command", lambda read, load: read())
+  some = {name: PRESETS[name] for name in ("demo", "olmo_1b")}
+  monkeypatch.setattr(pretrain, "PRESETS", some)  # tyro reads each of them.
+
+  def read(*words):
+    return pretrain.main(words)
+
+  lion, muon = ("--optim.optimizer", "coat_lion"), "--optim.optimizer=coat_muon"
+  found = read("olmo_1b", *lion)
+  assert (found.optim.optimizer, found.optim.eps) == ("coat_lion", 1e-8)
+  assert found.optim.lr == 4e-4
+  found = read("olmo_1b", muon)  # AdamW steps some leaves.
+  assert (found.optim.optimizer, found.optim.eps) == ("coat_muon", 1e-5)
+  assert not read("demo", muon).report_state
+  assert not read("demo", muon, "--no-report-state").report_state
+  assert read("demo").report_state and read("olmo_1b").optim.eps == 1e-5
+  for words, message in (
+    ((*lion, "--optim.eps", "1e-5"), "eps applies to optimizer coat_adamw or"),
+    (
+      (*lion, "--report-state"),
+      "report_state needs optim.optimizer coat_adamw",
+    ),
+    (("--optim.optimizer", "lion"), "invalid choice"),
+    (("--optim.optimizer",), "argument"),
+  ):
+    with pytest.raises(SystemExit) as stopped:
+      read("demo", *words)
+    errors = " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert stopped.value.code == 2 and message in errors
+
+
+@pytest.mark.parametrize("optimizer", ["coat_adamw", *OTHERS])
+def test_the_same_leaves_decay_whatever_the_optimizer_is(optimizer):
+  params = {
+    **{name: jnp.ones((8, 8)) for name in ("embedding", "head")},
+    "layers": {"mlp": {"up": {"kernel": jnp.ones((1, 8, 8))}}},
+    "norm": {"scale": jnp.ones(8)},
+  }
+  tx = optimizers.build(config(optimizer), step.decays, None, rate=0.5, seed=0)
+  zeros = jax.tree.map(jnp.zeros_like, params)
+  state = tx.init(params)
+  new, new_state = tx.apply(zeros, state, params)
+  assert jax.tree.structure(new_state) == jax.tree.structure(state)
+  # 1 - 0.5 * 0.1: gradients of zero move nothing.
+  means = [float(jnp.mean(x)) for x in jax.tree.leaves(new)]
+  got = dict(zip(step.leaf_names(new), means, strict=True))
+  decayed = {"head", "layers/mlp/up/kernel"}
+  assert {k for k, x in got.items() if x != 1} == decayed
+  assert [got[k] for k in decayed] == pytest.approx([0.95, 0.95])
+
+
+@pytest.mark.parametrize("optimizer", OTHERS)
+def test_what_is_for_other_optimizers_is_refused(optimizer):
+  of_leaves = "optim.optimizer coat_adamw or coat_lion"
+  for options, words in (
+    (dict(optimizer_in_backward=True), f"in_backward needs {of_leaves}"),
+    (dict(params="bfloat16_low8"), f"bfloat16_low8 needs {of_leaves}"),
+    (dict(report_state=True), "report_state needs optim.optimizer coat_adamw,"),
+    (dict(resume=True, convert_state=True), "convert_state needs"),
+  ):
+    if optimizer == "coat_lion" and of_leaves in words:
+      continue
+    with pytest.raises(ValueError, match=words):
+      config(optimizer, **options)
+  with pytest.raises(ValueError, match="momentum applies to optimizer"):
+    dataclasses.replace(demo().optim, momentum=0.9)

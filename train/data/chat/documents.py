@@ -1,0 +1,307 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From files of conversations to documents of tokens, cut to a length.
+
+Only token ids and masks are kept, in memory: five bytes a token; of images
+their names, until a batch needs them.
+"""
+
+import bisect
+import collections
+import dataclasses
+import functools
+import hashlib
+import itertools
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from tqdm import tqdm
+
+from train.data.chat import formats
+from train.data.chat.encoder import ChatEncoder, Rendered
+from train.data.chat.rows import BadRow, Row, find_row_files, read_rows
+from train.data.sources import check_ids
+
+if TYPE_CHECKING:  # Which needs Pillow.
+  from train.data.chat.images import ChatImages, RowImage
+
+_BATCH = 256  # Texts that the tokenizer's threads get at once.
+
+
+@dataclasses.dataclass(frozen=True)
+class Counts:
+  """What became of the rows.
+
+  Attributes:
+    rows: Read.
+    bad: Left out because of `skip_bad`, by what was wrong.
+    without_target: Left out because truncation left nothing to learn.
+    truncated: Documents that were too long.
+    lost_targets: Tokens to be learned that truncation took away, of those in
+      `without_target` too.
+  """
+
+  rows: int = 0
+  bad: dict[str, int] = dataclasses.field(default_factory=dict)
+  without_target: int = 0
+  truncated: int = 0
+  lost_targets: int = 0
+
+  def describe(self) -> str:
+    """Says it in a line."""
+    parts = [f"{self.rows} rows"]
+    if self.bad:
+      kinds = ", ".join(f"{n} {x}" for x, n in sorted(self.bad.items()))
+      parts.append(f"{sum(self.bad.values())} bad ones left out ({kinds})")
+    if self.truncated or self.without_target:
+      parts.append(
+        f"{self.truncated} truncated and {self.without_target} left out for "
+        f"their length, with {self.lost_targets} tokens to be learned"
+      )
+    return "; ".join(parts)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class DocumentImages:
+  """Images of documents.
+
+  Attributes:
+    reader: Reads them.
+    found: Those of all documents, one after another.
+    starts: int64 [documents + 1], where each document's begin, and the end.
+  """
+
+  reader: "ChatImages"
+  found: list["RowImage"]
+  starts: np.ndarray
+
+  def of(self, document: int) -> list["RowImage"]:
+    """The images of a document."""
+    start, end = self.starts[document : document + 2]
+    return self.found[start:end]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Documents:
+  """Tokenized conversations, one after the other.
+
+  Attributes:
+    tokens: int32 [n].
+    mask: bool [n], which tokens are to be learned; no document's first.
+    starts: int64 [documents + 1], where each begins, and the end.
+    counts: What became of the rows.
+    images: Of the documents; None where all is text.
+  """
+
+  tokens: np.ndarray
+  mask: np.ndarray
+  starts: np.ndarray
+  counts: Counts
+  images: DocumentImages | None = None
+
+  def __len__(self) -> int:
+    return len(self.starts) - 1
+
+  @property
+  def lengths(self) -> np.ndarray:
+    """Tokens of each document, int64."""
+    return np.diff(self.starts)
+
+  @functools.cached_property
+  def fingerprint(self) -> str:
+    """A hash of all; a resumed run must have the same. Of images, the names."""
+    digest = hashlib.sha256()
+    for array in (self.tokens, self.mask, self.starts):
+      digest.update(np.ascontiguousarray(array))
+    if self.images is not None:
+      names = [image.name for image in self.images.found]
+      reader = dataclasses.replace(self.images.reader, folder=None)
+      digest.update(repr((names, reader)).encode())
+      digest.update(self.images.starts)
+    return digest.hexdigest()[:32]
+
+  def split(self, held_out: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Holds documents out for evaluation, drawn from a seed.
+
+    Args:
+      held_out: Share of the documents; at least one is.
+      seed: At least 0.
+
+    Returns:
+      Numbers of the documents to train on, and of those held out, sorted.
+
+    Raises:
+      ValueError: a share outside (0, 1), or fewer than two documents.
+    """
+    if not 0 < held_out < 1:
+      raise ValueError(
+        "chat: held_out must be a share between 0 and 1, got "
+        f"{held_out}; 0.05 keeps 5 % for evaluation"
+      )
+    if len(self) < 2:
+      raise ValueError(
+        "chat: training and evaluation each need a conversation, got "
+        f"{len(self)} in all; give more data"
+      )
+    order = np.random.default_rng(seed).permutation(len(self))
+    count = min(max(round(len(self) * held_out), 1), len(self) - 1)
+    return np.sort(order[count:]), np.sort(order[:count])
+
+
+def load_documents(
+  paths: list[str],
+  encoder: ChatEncoder,
+  *,
+  seq: int,
+  vocab_size: int,
+  format: str | None = None,
+  skip_bad: bool = False,
+  images: "ChatImages | None" = None,
+) -> Documents:
+  """Reads files of conversations.
+
+  Too long ones end with the last turn of the assistant that fits, or else
+  where a row does.
+
+  Args:
+    paths: Files, folders or globs.
+    encoder: Of the model.
+    seq: Tokens that a model reads; documents have at most one more.
+    vocab_size: The model's.
+    format: Of `formats.FORMATS`; None finds each file's by its first row.
+    skip_bad: Whether bad rows are counted instead of raised.
+    images: How images come into rows; None where all is text.
+
+  Raises:
+    FileNotFoundError: nothing at a path.
+    ValueError: a bad row, with its file and line; no row at all; a template
+      whose turns cannot be found; ids outside the vocabulary.
+  """
+  reader = _Reader(encoder, format, skip_bad, images)
+  ids, masks, lengths = [np.empty(0, np.int32)], [np.empty(0, bool)], [0]
+  found: list[RowImage] = []
+  image_counts = [0]
+  without_target = truncated = lost = 0
+  with tqdm(desc="tokenizing", unit="row", unit_scale=True, delay=2) as bar:
+    for batch in itertools.batched(reader.read(paths), _BATCH):
+      encoded = encoder.encode([each.rendered for each in batch])
+      for each, (tokens, mask, ends) in zip(batch, encoded, strict=True):
+        check_ids(tokens, str(each.row.file), vocab_size)
+        bar.update()
+        if images is not None:
+          try:
+            tokens, mask, ends = images.expand(
+              tokens, mask, ends, images=len(each.images)
+            )
+          except BadRow as error:
+            reader.refuse(each.row, error)
+            continue
+        if len(tokens) > seq + 1:
+          fitting = bisect.bisect_right(ends, seq + 1)
+          kept = ends[fitting - 1] if fitting else seq + 1
+          lost += int(mask[kept:].sum())
+          tokens, mask = tokens[:kept], mask[:kept]
+          truncated += bool(mask.any())
+        if not mask.any():
+          without_target += 1
+          continue
+        ids.append(tokens)
+        masks.append(mask)
+        lengths.append(len(tokens))
+        if images is not None:
+          # No image is cut in two: without an end that fits, the first answer
+          # does not, and images are in front of it.
+          image_counts.append(images.count(tokens))
+          found += each.images[: image_counts[-1]]
+  counts = Counts(
+    reader.rows, dict(reader.bad), without_target, truncated, lost
+  )
+  if len(lengths) == 1:
+    raise ValueError(
+      f"chat: {', '.join(map(str, paths))} must have a row to learn, got "
+      f"{counts.describe()}; check the files and the sequence length"
+    )
+  starts = np.cumsum(image_counts, dtype=np.int64)
+  return Documents(
+    np.concatenate(ids),
+    np.concatenate(masks),
+    np.cumsum(lengths, dtype=np.int64),
+    counts,
+    images and DocumentImages(images, found, starts),
+  )
+
+
+class _ReadRow(NamedTuple):
+  """A good row, its text, and its images."""
+
+  row: Row
+  rendered: Rendered
+  images: tuple["RowImage", ...]
+
+
+class _Reader:
+  """Reads rows of files as texts, and counts the bad ones."""
+
+  def __init__(
+    self,
+    encoder: ChatEncoder,
+    format: str | None,
+    skip_bad: bool,
+    images: "ChatImages | None",
+  ):
+    self._encoder = encoder
+    self._format = format
+    self._skip_bad = skip_bad
+    self._images = images
+    self.rows = 0
+    self.bad: collections.Counter[str] = collections.Counter()
+
+  def read(self, paths: list[str]) -> Iterator[_ReadRow]:
+    """Yields each good row."""
+    for file in find_row_files(paths):
+      format = self._format
+      for row in read_rows(file):
+        self.rows += 1
+        try:
+          if isinstance(row.value, BadRow):
+            raise row.value
+          format = format or self._recognize(row)
+          parsed = formats.parse(row.value, format)
+          found = self._find_images(row, parsed)
+          yield _ReadRow(row, self._encoder.render(parsed), found)
+        except BadRow as error:
+          self.refuse(row, error)
+
+  def _find_images(self, row: Row, parsed) -> "tuple[RowImage, ...]":
+    if self._images is not None:
+      return self._images.of_row(row, parsed)
+    for key in ("image", "images"):
+      if row.value.get(key):
+        raise BadRow(
+          "images beside text",
+          f"a row must be text alone here, got {key}: what is trained does not "
+          "see images",
+        )
+    return ()
+
+  def refuse(self, row: Row, error: BadRow) -> None:
+    """Counts a bad row; raises ValueError where none may be."""
+    if not self._skip_bad:
+      raise ValueError(
+        f"chat: {os.fspath(row.file)} line {row.line}: {error}; correct the "
+        "row, or leave bad rows out with skip_bad=True (of a command: "
+        "--skip-bad)"
+      ) from error
+    self.bad[error.reason] += 1
+
+  def _recognize(self, row: Row) -> str:
+    if format := formats.recognize(row.value):
+      return format
+    keys = list(row.value) if isinstance(row.value, dict) else row.value
+    known = ", ".join("+".join(keys) for keys, _ in formats.FORMATS.values())
+    raise BadRow(
+      "wrong format",
+      f"a row must have the keys of a known format ({known}), got "
+      f"{str(keys)[:80]}",
+    )

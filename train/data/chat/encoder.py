@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From conversations to token ids and a mask of those to be learned.
+
+A conversation's whole text is tokenized at once, so that no token differs from
+what the model will be given, and the mask is taken from the characters that
+each token is of.
+"""
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from train.data.chat.formats import Completion, Conversation
+from train.data.chat.rows import BadRow
+from train.data.chat.targets import Span, TargetFinder
+from train.data.chat.template import ChatTemplate, read_special_tokens
+from train.data.sources import load_tokenizer
+
+# Text, (start, end) of what is to be learned, and ids before the text's own.
+Rendered = tuple[str, list[Span], list[int]]
+
+
+def open_template(folder: str | Path, name: str | None) -> ChatTemplate | None:
+  """Finds the template of a tokenizer, or one by its name.
+
+  Args:
+    folder: That of tokenizer.json.
+    name: Of `published.PUBLISHED`; None for the tokenizer's own.
+
+  Returns:
+    The template; None where the tokenizer has none.
+
+  Raises:
+    ValueError: no such name, or damaged files.
+  """
+  folder = Path(folder).expanduser()
+  if name is None:
+    return ChatTemplate.load(folder)
+  return ChatTemplate.published(name, folder)
+
+
+class ChatEncoder:
+  """Makes token ids and masks of conversations."""
+
+  def __init__(self, tokenizer_path: str | Path, template: ChatTemplate | None):
+    """Reads the tokenizer, and special tokens beside it.
+
+    Args:
+      tokenizer_path: Of tokenizer.json.
+      template: Of conversations; None where there are none.
+
+    Raises:
+      FileNotFoundError, ValueError: it cannot be read.
+    """
+    path = Path(tokenizer_path).expanduser()
+    whole = load_tokenizer(str(path))
+    whole.no_truncation()
+    whole.no_padding()
+    # What is put in front of plain text.
+    plain, with_special = (
+      whole.encode("a", add_special_tokens=is_added).ids
+      for is_added in (False, True)
+    )
+    first = next(iter(plain), None)
+    self._front = list(
+      itertools.takewhile(lambda token: token != first, with_special)
+    )
+    self._end = read_special_tokens(path.parent).get("eos_token", "")
+    # A postprocessor can leave spaces out of a token's characters.
+    self._tokenizer = whole
+    self._tokenizer.post_processor = None
+    added = whole.get_added_tokens_decoder().values()
+    self._template = template
+    if template is not None:
+      self._finder = TargetFinder(template, [x.content for x in added])
+
+  def render(self, row: Conversation | Completion) -> Rendered:
+    """Makes text of a row.
+
+    Args:
+      row: A conversation, or plain text.
+
+    Returns:
+      The text, (start, end) of what is to be learned, and tokens before it.
+
+    Raises:
+      BadRow: the template refuses it, or the text is no Unicode.
+      ValueError: there is no template.
+    """
+    if isinstance(row, Completion):
+      text = row.prompt + row.completion
+      if not self._end:
+        raise ValueError(
+          "chat: the end of a completion needs the tokenizer's eos_token, got "
+          "none; put tokenizer_config.json beside tokenizer.json"
+        )
+      text += "" if text.endswith(self._end) else self._end
+      spans, front = [(len(row.prompt), len(text))], self._front
+    elif self._template is None:
+      raise ValueError(
+        "chat: the tokenizer must have a chat template, got none; put "
+        "chat_template.jinja beside tokenizer.json, or name a template"
+      )
+    else:
+      found = self._finder.find(row.messages, row.tools, row.trained)
+      (text, spans), front = found, []
+    try:
+      text.encode()
+    except UnicodeEncodeError as error:
+      raise BadRow(
+        "not text", "text must be Unicode, got half of a surrogate pair"
+      ) from error
+    return text, spans, front
+
+  def encode(
+    self, rows: list[Rendered]
+  ) -> Iterator[tuple[np.ndarray, np.ndarray, list[int]]]:
+    """Tokenizes texts.
+
+    Args:
+      rows: From `render`.
+
+    Yields:
+      Of each: ids int32 [n]; mask bool [n]; how many tokens there are to the
+      end of each part to be learned.
+    """
+    texts = [text for text, _, _ in rows]
+    encodings = self._tokenizer.encode_batch(texts, add_special_tokens=False)
+    for encoding, (_, spans, front) in zip(encodings, rows, strict=True):
+      ids = np.asarray([*front, *encoding.ids], np.int32)
+      offsets = np.asarray(encoding.offsets, np.int64).reshape(-1, 2)
+      mask, ends = np.zeros(len(ids), bool), []
+      for start, end in spans:
+        is_in = (offsets[:, 1] > start) & (offsets[:, 0] < end)
+        places = np.flatnonzero(is_in) + len(front)
+        if len(places):  # A tokenizer may have none for what was said.
+          mask[places] = True
+          ends.append(int(places[-1]) + 1)
+      mask[:1] = False  # Nothing predicts it.
+      yield ids, mask, ends

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Images of conversations, as LLaVA's JSON has them.
+
+A row has `image`, a path or a list of them, and in what the user says one
+`<image>` for each, in their order. The tokenizer has `<image>` as a token of
+its own, which is repeated for as many features as the model has of an image.
+Rows without images are text.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from train.data.chat.formats import Completion, Conversation
+from train.data.chat.rows import BadRow, Row
+from train.data.images import BadImage, Preprocessing
+
+TOKEN = "<image>"
+_KEYS = ("image", "images")
+
+
+class RowImage(NamedTuple):
+  """An image that a row names.
+
+  Attributes:
+    name: As the row has it.
+    path: Of the file.
+    row: Where the row is, for messages.
+  """
+
+  name: str
+  path: Path
+  row: str
+
+
+@dataclasses.dataclass(frozen=True)
+class ChatImages:
+  """How images come into conversations.
+
+  Attributes:
+    preprocessing: What is done to them.
+    token: The id of `<image>`.
+    tokens_each: Tokens that an image becomes.
+    folder: That names are relative to; None for that of each file of rows.
+  """
+
+  preprocessing: Preprocessing
+  token: int
+  tokens_each: int
+  folder: str | Path | None = None
+
+  def of_row(
+    self, row: Row, parsed: Conversation | Completion
+  ) -> tuple[RowImage, ...]:
+    """Finds a row's images and checks their headers.
+
+    Args:
+      row: As it was read.
+      parsed: What was made of it.
+
+    Raises:
+      BadRow: there are not as many as the user's text has, one is in an answer,
+        or one is none that can be read.
+    """
+    names = _names(row.value)
+    asked, answered = _texts(parsed)
+    if TOKEN in answered:
+      raise BadRow(
+        "image in an answer",
+        f"{TOKEN} must be in what the user says, got it in an answer",
+      )
+    if (count := asked.count(TOKEN)) != len(names):
+      raise BadRow(
+        "other images than text",
+        f"a row must have one {TOKEN} for each of its images, got {count} in "
+        f"the text and {len(names)} in the row",
+      )
+    folder = Path(self.folder or row.file.parent)
+    where = f"chat: {row.file} line {row.line}"
+    found = tuple(RowImage(name, folder / name, where) for name in names)
+    for image in found:
+      try:
+        self.preprocessing.check(image.path)
+      except BadImage as error:
+        raise BadRow(error.reason, str(error)) from error
+    return found
+
+  def expand(
+    self, tokens: np.ndarray, mask: np.ndarray, ends: list[int], *, images: int
+  ) -> tuple[np.ndarray, np.ndarray, list[int]]:
+    """Repeats `<image>`.
+
+    Args:
+      tokens: int32 [n].
+      mask: bool [n].
+      ends: How many tokens there are to certain places.
+      images: Of the row.
+
+    Returns:
+      The three, of the longer sequence.
+
+    Raises:
+      BadRow: the text does not have one `<image>` for each image.
+    """
+    is_image = tokens == self.token
+    if (count := int(is_image.sum())) != images:
+      raise BadRow(
+        "images lost",
+        f"the template and the tokenizer must make one token {self.token} of "
+        f"each {TOKEN}, got {count} of {images}: take another template, or the "
+        "checkpoint's tokenizer",
+      )
+    times = np.where(is_image, self.tokens_each, 1)
+    lengths = np.concatenate([[0], np.cumsum(times)])
+    return (
+      np.repeat(tokens, times),
+      np.repeat(mask, times),
+      [int(lengths[end]) for end in ends],
+    )
+
+  def count(self, tokens: np.ndarray) -> int:
+    """Counts the images in expanded tokens [n]."""
+    return int(np.sum(tokens == self.token)) // self.tokens_each
+
+  def read(self, images: Sequence[RowImage], *, slots: int) -> np.ndarray:
+    """Reads images.
+
+    Args:
+      images: At most `slots`.
+      slots: How many there is room for.
+
+    Returns:
+      f32 [slots, 3, H, W]; zeros behind the last.
+
+    Raises:
+      ValueError: one is damaged, with its row's file and line.
+    """
+    out = np.zeros((slots, 3, *self.preprocessing.shape), np.float32)
+    for place, image in enumerate(images):
+      try:
+        out[place] = self.preprocessing.read(image.path)
+      except BadImage as error:
+        raise ValueError(
+          f"{image.row}: {error}; replace the image, or take the row out"
+        ) from error
+    return out
+
+
+def _names(row: dict[str, Any]) -> list[str]:
+  """The images that a row names."""
+  given = [row[key] for key in _KEYS if row.get(key) is not None]
+  if not given:
+    return []
+  names = [given[0]] if isinstance(given[0], str) else given[0]
+  are_names = isinstance(names, list) and all(
+    isinstance(name, str) and name and "\0" not in name for name in names
+  )
+  if not are_names or len(given) > 1:
+    raise BadRow(
+      "wrong format",
+      "a row must name its images in image or in images, by a path or a list "
+      f"of paths, got {str(given)[:80]}",
+    )
+  return names
+
+
+def _texts(parsed: Conversation | Completion) -> tuple[str, str]:
+  """All that is said by others, and all by the assistant."""
+  if isinstance(parsed, Completion):
+    return parsed.prompt, parsed.completion
+  asked, answered = [], []
+  for message in parsed.messages:
+    said = answered if message["role"] == "assistant" else asked
+    said.append(message["content"] or "")
+  # With what no text has between them.
+  return "\0".join(asked), "\0".join(answered)

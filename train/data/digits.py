@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes scikit-learn's handwritten digits as a folder of images by class.
+
+  python -m train.data.digits FOLDER
+
+1797 grey images of 8 x 8 pixels, a part of the test set of E. Alpaydin and
+C. Kaynak, "Optical Recognition of Handwritten Digits" (1998), UCI Machine
+Learning Repository, doi:10.24432/C50P49. They are in the package: nothing is
+downloaded. Of each digit every fifth one is held out.
+"""
+
+import collections
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import tyro
+from PIL import Image
+from tyro.conf import Positional
+
+_HELD_OUT = 5
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+  """Reads the command line, and returns the exit status."""
+
+  def read(folder: Positional[Path]) -> Path:
+    """Writes handwritten digits as FOLDER/train/DIGIT/*.png, and test.
+
+    Args:
+      folder: To create.
+    """
+    return folder
+
+  folder = tyro.cli(read, args=arguments, prog="python -m train.data.digits")
+  try:
+    count = write_digits(folder)
+  except (ValueError, OSError) as error:
+    print(f"error: {error}", file=sys.stderr)
+    return 2
+  print(f"{folder}: {count} images")
+  return 0
+
+
+def write_digits(folder: Path) -> int:
+  """Writes the digits.
+
+  Args:
+    folder: To create.
+
+  Returns:
+    How many there are.
+
+  Raises:
+    ValueError: scikit-learn is not there, or the folder is.
+  """
+  try:
+    from sklearn import datasets
+  except ImportError as error:
+    raise ValueError(
+      "digits: they are a part of scikit-learn, got no such package; pip "
+      "install scikit-learn, or the extra digits"
+    ) from error
+  if folder.exists():
+    raise ValueError(
+      f"digits: {folder} must not exist, because nothing is replaced, got a "
+      "folder or a file; pass another"
+    )
+  found = datasets.load_digits()
+  images, labels = found.images, found.target  # pyright: ignore
+  written = collections.Counter()
+  for i, (image, label) in enumerate(zip(images, labels, strict=True)):
+    part = "test" if written[label] % _HELD_OUT == 0 else "train"
+    written[label] += 1
+    file = folder / part / str(label) / f"{i:04}.png"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    # From 0 to 16.
+    Image.fromarray(np.round(image * (255 / 16)).astype(np.uint8)).save(file)
+  return len(images)
+
+
+if __name__ == "__main__":
+  sys.exit(main())

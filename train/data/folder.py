@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tokenizer of a checkpoint of transformers, and what else texts need.
+
+tokenizer.json          how a text becomes tokens
+tokenizer_config.json   the special tokens, and whether texts begin with one
+generation_config.json  what ends a text; config.json says so too
+chat_template.jinja     see `data.chat`
+"""
+
+from pathlib import Path
+from typing import Any
+
+from coat_jax.models.hf.files import read_json
+from train.data.text import TokenizerText
+
+_TOKENIZER, _TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
+_CONFIGS = ("generation_config.json", "config.json")
+
+
+class FolderText(TokenizerText):
+  """As transformers reads a folder that it wrote.
+
+  A text begins with the token that the tokenizer's post-processor puts in front
+  of it, or that tokenizer_config.json's `add_bos_token` says. It ends with any
+  `eos_token_id` of generation_config.json and config.json; where neither has
+  one, with the tokenizer's own.
+  """
+
+  def __init__(self, folder: Path, tokenizer: str | None = None):
+    """Reads the folder's files.
+
+    Args:
+      folder: Of the checkpoint.
+      tokenizer: A tokenizer.json in place of the folder's; its
+        tokenizer_config.json and chat template are beside it.
+
+    Raises:
+      FileNotFoundError, ValueError: one of these files is missing or damaged.
+    """
+    path = folder / _TOKENIZER if tokenizer is None else Path(tokenizer)
+    if tokenizer is None and not path.is_file():
+      raise FileNotFoundError(
+        f"{folder} must have a {_TOKENIZER}, got none; copy it from where the "
+        "checkpoint is from, or pass --tokenizer with one"
+      )
+    super().__init__(str(path))
+    found = [_read(folder / name) for name in _CONFIGS]
+    config = _read(path.expanduser().parent / _TOKENIZER_CONFIG)
+    ends = {x for one in found for x in _ids(folder, one, "eos_token_id")}
+    self.stop_tokens = tuple(sorted(ends)) or self.stop_tokens
+    begin, end = (self._id(config, f"{x}_token") for x in ("bos", "eos"))
+    known = _ids(folder, found[-1], "bos_token_id")
+    if begin is None and tokenizer is None:
+      begin = known[0] if known else None
+    self.first_tokens = self._first_tokens(config.get("add_bos_token"), begin)
+    if (first := begin if begin is not None else end) is not None:
+      self.prefix_token = first
+
+  def _id(self, config: dict, name: str) -> int | None:
+    """The id of a special token that tokenizer_config.json names."""
+    token = config.get(name)
+    token = token.get("content") if isinstance(token, dict) else token
+    if not isinstance(token, str):
+      return None
+    return self._tokenizer.token_to_id(token)
+
+  def _first_tokens(self, adds: Any, begin: int | None) -> tuple[int, ...]:
+    """What a text begins with.
+
+    Args:
+      adds: `add_bos_token`, which has the last word where it is there.
+      begin: The token it means, or None.
+    """
+    if isinstance(adds, bool) and begin is not None:
+      return (begin,) if adds else ()
+    encoding = self._tokenizer.encode("a")
+    added = encoding.special_tokens_mask
+    count = added.index(0) if 0 in added else 0
+    return tuple(encoding.ids[:count])
+
+
+def has_tokenizer(folder: Path) -> bool:
+  """Whether a folder has the tokenizer that `FolderText` reads."""
+  return (folder / _TOKENIZER).is_file()
+
+
+def _read(file: Path) -> dict[str, Any]:
+  return read_json(file) if file.is_file() else {}
+
+
+def _ids(folder: Path, config: dict, name: str) -> list[int]:
+  """The token ids that a key has, one or a list of them."""
+  found = config.get(name)
+  found = found if isinstance(found, list) else [found]
+  found = [x for x in found if x is not None]
+  if any(type(x) is not int or x < 0 for x in found):
+    raise ValueError(
+      f"{folder}: {name} must be a token id or a list of them, got "
+      f"{str(config[name])[:40]}; copy {' and '.join(_CONFIGS)} again"
+    )
+  return found

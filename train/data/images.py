@@ -1,0 +1,266 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Image files to the pixels that a vision tower takes.
+
+As transformers' processors do it, whose settings are a checkpoint's
+preprocessor_config.json: an image becomes RGB, is resized by Pillow in 8 bits
+(CLIP: the shorter side, then the middle is cut out; SigLIP: both sides), and
+its values are scaled and normalized in f32.
+
+Files come from anywhere, so that headers are checked first: of what kind they
+are and how many pixels they and the resized image have. No image needs more
+than `MAX_PIXELS` at three bytes, twice.
+"""
+
+import dataclasses
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image, UnidentifiedImageError
+
+# Below this Pillow's own limit, from which it warns, is not reached.
+MAX_PIXELS = 89_000_000
+# One pixel is what trackers and failed downloads leave.
+_MIN_SIDE = 2
+# Those of pixels: what else Pillow knows may be a program, as PostScript is.
+_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
+# Of more than 8 bits, which Pillow would clip.
+_DEEP = ("I", "F")
+_FILES = ("preprocessor_config.json", "processor_config.json")
+_STEPS = ("do_resize", "do_rescale", "do_normalize")
+_WITHOUT_EFFECT = {
+  *("image_processor_type", "feature_extractor_type", "processor_class"),
+  *("data_format", "input_data_format", "return_tensors", "device"),
+  *("default_to_square", "disable_grouping", "image_seq_length"),
+  *("_valid_processor_keys", "do_convert_rgb", "do_center_crop"),
+}
+
+
+class BadImage(ValueError):
+  """A file that is no image to train on.
+
+  Attributes:
+    reason: In a few words, the same for all images of a kind, to count them.
+  """
+
+  def __init__(self, reason: str, message: str):
+    super().__init__(message)
+    self.reason = reason
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Preprocessing:
+  """What is done to images.
+
+  Attributes:
+    size: To which they are resized: height and width, or the shorter side.
+    crop: Height and width that are cut out of the middle then; None for all.
+    resample: Pillow's number of the filter.
+    scale: What 8-bit values are multiplied by.
+    mean: Of each channel, subtracted from scaled values.
+    std: Of each channel, which they are divided by.
+  """
+
+  size: tuple[int, int] | int
+  crop: tuple[int, int] | None
+  resample: int
+  scale: float
+  mean: tuple[float, float, float]
+  std: tuple[float, float, float]
+
+  @classmethod
+  def load(cls, folder: Path) -> "Preprocessing":
+    """Reads the settings of a checkpoint.
+
+    Args:
+      folder: With preprocessor_config.json, or processor_config.json with an
+        `image_processor` in it, as transformers 5 writes them.
+
+    Raises:
+      ValueError: neither is there, or one has what cannot be done here.
+    """
+    file = next((folder / x for x in _FILES if (folder / x).is_file()), None)
+    if file is None:
+      raise ValueError(
+        f"images: {folder} must have {' or '.join(_FILES)}, got neither; copy "
+        "the whole folder of the checkpoint"
+      )
+    try:
+      found = json.loads(file.read_bytes())
+      found = found.get("image_processor", found)
+      return cls._parse({k: x for k, x in found.items() if x is not None})
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+      raise ValueError(
+        f"images: {file} must be a processor's of CLIP or SigLIP, got {error}; "
+        "correct a copy of it"
+      ) from error
+
+  @classmethod
+  def _parse(cls, found: dict[str, Any]) -> "Preprocessing":
+    known = {field.name for field in dataclasses.fields(cls)} - {"scale"}
+    known |= {"crop_size", "rescale_factor", "image_mean", "image_std", *_STEPS}
+    for key, value in found.items():
+      if key not in known | _WITHOUT_EFFECT and value:
+        raise ValueError(f"{key} of {str(value)[:40]}, which is not known")
+    for key in _STEPS:
+      if not found.get(key, True):
+        raise ValueError(f"{key} of {found[key]}")
+    size = found["size"] if "size" in found else {}
+    if isinstance(size, dict) and set(size) == {"shortest_edge"}:
+      size = size["shortest_edge"]
+    size = _count(size) if isinstance(size, int) else _height_width(size)
+    crop = None
+    is_cropped = found.get("do_center_crop", "crop_size" in found)
+    if is_cropped:
+      crop = found.get("crop_size", size)
+      crop = (crop, crop) if isinstance(crop, int) else _height_width(crop)
+    height, width = (size, size) if isinstance(size, int) else size
+    if crop is None and isinstance(size, int):
+      raise ValueError(f"the shorter side of {size}, and no do_center_crop")
+    if crop is not None and (crop[0] > height or crop[1] > width):
+      raise ValueError(f"crop_size {crop} of images of {height} x {width}")
+    resample = found.get("resample", int(Image.Resampling.BICUBIC))
+    return cls(
+      size=size,
+      crop=crop,
+      resample=int(Image.Resampling(resample)),
+      scale=float(found.get("rescale_factor", 1 / 255)),
+      mean=_channels(found, "image_mean"),
+      std=_channels(found, "image_std"),
+    )
+
+  @property
+  def shape(self) -> tuple[int, int]:
+    """Height and width of what comes out."""
+    size = self.crop or self.size
+    assert isinstance(size, tuple)  # Else there is a crop.
+    return size
+
+  def check(self, file: Path) -> None:
+    """Checks what an image's header says, in the main thread.
+
+    Args:
+      file: Of the image.
+
+    Raises:
+      BadImage: it is none, or one that would not be read.
+    """
+    with warnings.catch_warnings():  # Of Pillow, that an image is too large.
+      warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+      with _opened(file) as image:
+        self._check_size(image)
+
+  def read(self, file: Path) -> np.ndarray:
+    """Reads an image, in any thread.
+
+    Args:
+      file: Of the image, which `check` has accepted.
+
+    Returns:
+      f32 [3, H, W], with H and W of `shape`.
+
+    Raises:
+      BadImage: it is none, or damaged.
+    """
+    with _opened(file) as image:
+      width, height = self._check_size(image)
+      try:
+        resized = image.convert("RGB").resize(
+          (width, height), Image.Resampling(self.resample)
+        )
+      except Exception as error:  # Decoders raise many kinds.
+        raise BadImage(
+          "broken image",
+          f"an image must be whole, got {file}, of which Pillow says: "
+          f"{_first_line(error)}",
+        ) from error
+    rows, columns = self.shape
+    top, left = (height - rows) // 2, (width - columns) // 2
+    pixels = np.asarray(resized)[top : top + rows, left : left + columns]
+    scaled = (pixels.astype(np.float64) * self.scale).astype(np.float32)
+    normalized = (scaled - np.asarray(self.mean, np.float32)) / np.asarray(
+      self.std, np.float32
+    )
+    return np.ascontiguousarray(normalized.transpose(2, 0, 1))
+
+  def _check_size(self, image: Image.Image) -> tuple[int, int]:
+    """Returns the width and height of the resized image."""
+    width, height = image.size
+    if min(width, height) < _MIN_SIDE:
+      raise BadImage(
+        "tiny image",
+        f"an image must have {_MIN_SIDE} x {_MIN_SIDE} pixels at least, got "
+        f"{width} x {height} in {image.filename}",  # pyright: ignore
+      )
+    new = self.size
+    if isinstance(new, int):
+      short = min(width, height)
+      new = tuple(
+        new if side == short else int(new * side / short)
+        for side in (height, width)
+      )
+    for what, pixels in (("", width * height), ("resized, ", new[0] * new[1])):
+      if pixels > MAX_PIXELS:
+        raise BadImage(
+          "large image",
+          f"an image must have at most {MAX_PIXELS} pixels, got {width} x "
+          f"{height} in {image.filename}, "  # pyright: ignore
+          f"{what}{pixels} pixels",
+        )
+    return new[1], new[0]
+
+
+def _opened(file: Path) -> Image.Image:
+  """Opens an image, of which Pillow reads the header alone."""
+  try:
+    image = Image.open(file, formats=_FORMATS)
+  except FileNotFoundError as error:
+    raise BadImage(
+      "missing image", f"an image must be there, got no file {file}"
+    ) from error
+  except Image.DecompressionBombError as error:
+    raise BadImage(
+      "large image",
+      f"an image must have at most {MAX_PIXELS} pixels, got {file}: "
+      f"{_first_line(error)}",
+    ) from error
+  except Exception as error:  # As above.
+    is_other = isinstance(error, UnidentifiedImageError)
+    got = "which is none" if is_other else _first_line(error)
+    raise BadImage(
+      "no image",
+      f"an image must be a file in {', '.join(_FORMATS)}, got {file}, {got}",
+    ) from error
+  if image.mode.split(";")[0] in _DEEP:
+    mode = image.mode
+    image.close()
+    raise BadImage(
+      "deep image",
+      f"an image must have 8 bits a channel, got {file} in mode {mode}",
+    )
+  return image
+
+
+def _first_line(error: Exception) -> str:
+  return (str(error).splitlines() or [type(error).__name__])[0][:150]
+
+
+def _height_width(size: Any) -> tuple[int, int]:
+  if not isinstance(size, dict) or set(size) != {"height", "width"}:
+    raise ValueError(f"the size {str(size)[:60]}")
+  return _count(size["height"]), _count(size["width"])
+
+
+def _count(value: Any) -> int:
+  if type(value) is not int or not 1 <= value <= 2**13:
+    raise ValueError(f"the size {str(value)[:60]}")
+  return value
+
+
+def _channels(found: dict[str, Any], key: str) -> tuple[float, float, float]:
+  values = tuple(map(float, found.get(key) or ()))
+  if len(values) != 3 or key == "image_std" and min(values) <= 0:
+    raise ValueError(f"{key} {str(found.get(key))[:60]}")
+  return values

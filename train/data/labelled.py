@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Folders of images by class, as ImageFolder and Hugging Face's imagefolder.
+
+  FOLDER/train/CLASS/*.png   to train on
+  FOLDER/test/CLASS/*.png    held out; or val, or validation
+  FOLDER/CLASS/*.png         without either: a share of each class is held out
+
+A class has the name of its folder, and classes are numbered by name. Images are
+in it or in folders below it. All headers are read at once; images that take at
+most `_IN_MEMORY` as pixels are read at once too and stay in memory, larger sets
+are read a batch at a time.
+"""
+
+import dataclasses
+import hashlib
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+
+from train.data.images import Preprocessing
+
+_TRAIN, _HELD_OUT = "train", ("test", "val", "validation")
+# Other files beside images are left alone: lists, licenses, thumbnails' caches.
+_ENDS = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
+# Pillow does not hold the interpreter's lock while it decodes.
+THREADS = 8
+# 5000 images of 224 x 224; of 8 x 8, four millions.
+_IN_MEMORY = 3 * 2**30
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Images:
+  """Images with their classes, read when they are needed.
+
+  Attributes:
+    files: Of each image.
+    labels: int32 [images], the number of each one's class.
+    preprocessing: What is done to them.
+    seq: Tokens that a tower makes of one.
+    pixels: f32 [images, 3, H, W], or None where they are not kept.
+  """
+
+  files: Sequence[Path]
+  labels: np.ndarray
+  preprocessing: Preprocessing
+  seq: int
+  pixels: np.ndarray | None = None
+
+  def __len__(self) -> int:
+    return len(self.files)
+
+  def read(self, row: int | None) -> dict[str, np.ndarray]:
+    """Reads an image.
+
+    Args:
+      row: Its number; None for what fills a batch up.
+
+    Returns:
+      `images` f32 [3, H, W] and `labels` int32 [], -1 of what is no image.
+
+    Raises:
+      BadImage: the file is damaged.
+    """
+    if row is None:
+      pixels = np.zeros((3, *self.preprocessing.shape), np.float32)
+      return {"images": pixels, "labels": np.asarray(-1, np.int32)}
+    kept = self.pixels
+    pixels = self._decode(row) if kept is None else kept[row]
+    return {"images": pixels, "labels": np.asarray(self.labels[row])}
+
+  def in_memory(self) -> "Images":
+    """The same images, read and checked whole; raises as `read` does."""
+    with ThreadPoolExecutor(THREADS) as pool:
+      pixels = list(pool.map(self._decode, range(len(self))))
+    return dataclasses.replace(self, pixels=np.stack(pixels))
+
+  def take(self, rows: np.ndarray) -> "Images":
+    """Some of the images, in this order."""
+    return dataclasses.replace(
+      self, files=[self.files[i] for i in rows], labels=self.labels[rows]
+    )
+
+  def _decode(self, row: int) -> np.ndarray:
+    return self.preprocessing.read(self.files[row])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Labelled:
+  """A folder of images, divided.
+
+  Attributes:
+    classes: Their names, in the order of their numbers.
+    rows: Images to train on.
+    held_out: Images to evaluate.
+    fingerprint: Hash of names, classes and sizes of all files, of what is done
+      to them and, where they are in memory, of their pixels.
+    change_times: Hash of when files were changed, where they are not.
+  """
+
+  classes: tuple[str, ...]
+  rows: Images
+  held_out: Images
+  fingerprint: str
+  change_times: str | None
+
+
+def load_labelled(
+  folder: Path,
+  preprocessing: Preprocessing,
+  *,
+  seq: int,
+  held_out: float,
+  seed: int,
+) -> Labelled:
+  """Reads a folder of images by class.
+
+  Args:
+    folder: As above.
+    preprocessing: What is done to them.
+    seq: Tokens that a tower makes of one.
+    held_out: Share of each class that is held out, at least one image, where
+      the folder does not say which are.
+    seed: By which these are drawn.
+
+  Raises:
+    ValueError: no such folder; fewer than two classes; a class without images;
+      held-out classes that are not trained on.
+    BadImage: a file is none.
+  """
+  if not folder.is_dir():
+    raise ValueError(
+      f"data: a folder with a folder of images for each class is needed, got "
+      f"{folder}, which is none; write it as {folder}/train/CLASS/1.png"
+    )
+  start = folder / _TRAIN if (folder / _TRAIN).is_dir() else folder
+  own = [folder / name for name in _HELD_OUT if (folder / name).is_dir()]
+  if start == folder or not own:
+    classes, images = _read(start, preprocessing, seq)
+    rows, others = _split(images, held_out, seed)
+  else:
+    classes, rows = _read(start, preprocessing, seq)
+    _, others = _read(own[0], preprocessing, seq, classes)
+  files = [*rows.files, *others.files]
+  shown = 12 * np.prod(preprocessing.shape) * len(files)
+  is_kept = shown <= _IN_MEMORY
+  if is_kept:
+    rows, others = rows.in_memory(), others.in_memory()
+  found = Labelled(
+    classes=classes,
+    rows=rows,
+    held_out=others,
+    fingerprint=_fingerprint(folder, classes, rows, others),
+    change_times=None if is_kept else _change_times(files),
+  )
+  return found
+
+
+def _read(
+  start: Path,
+  preprocessing: Preprocessing,
+  seq: int,
+  classes: tuple[str, ...] | None = None,
+) -> tuple[tuple[str, ...], Images]:
+  """Reads the headers below a folder of classes.
+
+  Args:
+    start: The folder.
+    preprocessing: As above.
+    seq: As above.
+    classes: Those that are known; None to take all that are there.
+  """
+  found = sorted(
+    x.name
+    for x in start.iterdir()
+    if x.is_dir() and not x.name.startswith((".", "__"))
+  )
+  known = tuple(found) if classes is None else classes
+  if len(known) < 2:
+    raise ValueError(
+      f"data: {start} must have a folder of images for each of two classes or "
+      f"more, got {', '.join(known) or 'none'}; with one there is nothing to "
+      "learn"
+    )
+  if new := sorted(set(found) - set(known)):
+    raise ValueError(
+      f"data: held-out classes must be trained on too, got {new[0]} in {start} "
+      "alone; move or remove it"
+    )
+  files, labels = [], []
+  for name in found:
+    own = sorted(_images_in(start / name))
+    if not own:
+      raise ValueError(
+        f"data: each class needs an image, got none in {start / name} (with "
+        f"names that end in {', '.join(_ENDS)}); add some, or remove the folder"
+      )
+    files += own
+    labels += [known.index(name)] * len(own)
+  with ThreadPoolExecutor(THREADS) as pool:
+    list(pool.map(preprocessing.check, files))
+  return known, Images(
+    files=files,
+    labels=np.asarray(labels, np.int32),
+    preprocessing=preprocessing,
+    seq=seq,
+  )
+
+
+def _images_in(folder: Path) -> Iterator[Path]:
+  for file in folder.rglob("*"):
+    is_hidden = file.name.startswith(".")
+    if file.suffix.lower() in _ENDS and not is_hidden and not file.is_dir():
+      yield file
+
+
+def _split(images: Images, share: float, seed: int) -> tuple[Images, Images]:
+  """Divides each class alike, at least one image of it on both sides."""
+  held_out = []
+  draw = np.random.default_rng(seed)
+  for label in np.unique(images.labels):
+    own = np.flatnonzero(images.labels == label)
+    if len(own) < 2:
+      raise ValueError(
+        "data: a class needs two images, one to train on and one to hold out, "
+        f"got only {images.files[own[0]]}; add more, or give "
+        "held-out images in a folder of their own, test beside train"
+      )
+    count = min(max(round(share * len(own)), 1), len(own) - 1)
+    held_out += draw.permutation(own)[:count].tolist()
+  is_held_out = np.zeros(len(images), bool)
+  is_held_out[held_out] = True
+  rows, others = np.flatnonzero(~is_held_out), np.flatnonzero(is_held_out)
+  return images.take(rows), images.take(others)
+
+
+def _fingerprint(folder: Path, classes: tuple[str, ...], *parts: Images) -> str:
+  digest = hashlib.sha256(repr((classes, parts[0].preprocessing)).encode())
+  for images in parts:
+    for file, label in zip(images.files, images.labels, strict=True):
+      name = file.relative_to(folder).as_posix()
+      digest.update(f"{name}\0{label} {file.stat().st_size}\n".encode())
+    if images.pixels is not None:
+      digest.update(np.ascontiguousarray(images.pixels))
+  return f"images 1:{digest.hexdigest()[:32]}"
+
+
+def _change_times(files: Sequence[Path]) -> str:
+  times = [os.stat(file).st_mtime_ns for file in files]
+  return hashlib.sha256(str(times).encode()).hexdigest()[:16]

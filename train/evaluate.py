@@ -1,0 +1,303 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measures how well a model predicts texts and answers, and does tasks.
+
+  python -m train.evaluate RUN --data wiki.test.tokens
+  python -m train.evaluate Llama-3.2-1B --data "c4-validation.*.json.gz"
+  python -m train.evaluate RUN --task arc_easy --task-dir tasks --out RUN.json
+  python -m train.evaluate llava-1.5-7b-hf --conversations vqa.json \
+    --images images --template vicuna --page answers.html
+
+RUN is the folder of a run, of whose newest checkpoint the weights are read, or
+one that transformers wrote. It runs on one device, in BF16 or f32, without FP8.
+`train.evaluation.perplexity` has what is computed of texts; tasks are those of
+lm-evaluation-harness (pip install 'coat_jax[eval]'), and nothing is fetched.
+Conversations may have images, where the model sees them: what it answers is
+written as a page.
+
+Tables go to standard output.
+
+Exit status: 0; 2 when the input was wrong.
+"""
+
+import dataclasses
+import itertools
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+from coat_jax.models import Decoder, VisionLanguageModel
+from train.data.chat.documents import Documents as Conversations
+from train.data.text import Text
+from train.evaluation import page, report
+from train.evaluation.answering import read_conversations
+from train.evaluation.answers import Answers, ask
+from train.evaluation.documents import read_documents
+from train.evaluation.perplexity import Documents, perplexity
+from train.evaluation.scoring import decoder_of
+from train.evaluation.tasks import Tasks
+from train.options import read_path
+from train.run.exits import say
+from train.source import Compute, Source, open_source
+
+# Tokens of an answer.
+_ANSWER = 64
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvaluateConfig:
+  """Measures how well a model predicts texts and answers, and does tasks.
+
+  Attributes:
+    model: Folder of a run, or of a checkpoint of transformers.
+    data: Texts, as a file, folder or glob: JSON lines with `text`, or plain
+      text, compressed or not; give it again for more.
+    documents: Each by itself, or one after another as one text.
+    stride: Tokens between windows of a long text; fewer give more context. By
+      default those of a window.
+    task: A task of lm-evaluation-harness; give it again for more.
+    task_dir: Folder with tasks of your own; paths in them are relative to it.
+    shots: Examples in front of a question, in place of each task's own number.
+    conversations: Conversations whose answers are predicted and asked for, as
+      `train.finetune` reads them; give it again for more.
+    images: Folder that names of images in conversations are relative to; by
+      default that of each file.
+    template: Of conversations, by its name, in place of the tokenizer's own.
+    max_tokens: Of an answer; by default 64.
+    beside: Another model, which is asked the same.
+    page: An HTML file for questions with their images and answers.
+    limit: Documents of each text, examples of each task, and conversations, to
+      stop after.
+    length: Tokens that the model sees at a time; by default those that it was
+      trained to see.
+    batch: Rows that are computed at once.
+    tokenizer: A tokenizer.json in place of the model's own.
+    compute: What to compute in; by default BF16, or what the run did.
+    out: A JSON file for all figures, versions and options.
+  """
+
+  model: tyro.conf.Positional[str]
+  data: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+  documents: Documents = "apart"
+  stride: int | None = None
+  task: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+  task_dir: str | None = None
+  shots: int | None = None
+  conversations: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+  images: str | None = None
+  template: str | None = None
+  max_tokens: int | None = None
+  beside: str | None = None
+  page: str | None = None
+  limit: int | None = None
+  length: int | None = None
+  batch: int = 8
+  tokenizer: str | None = None
+  compute: Compute | None = None
+  out: str | None = None
+
+  def __post_init__(self):
+    if not (self.data or self.task or self.conversations):
+      raise ValueError(
+        "evaluate: needs a text or a task, got none; pass --data, --task or "
+        "--conversations"
+      )
+    for name in ("limit", "length", "batch", "max_tokens"):
+      if (value := getattr(self, name)) is not None and value < 1:
+        raise ValueError(
+          f"evaluate: --{name.replace('_', '-')} must be at least 1, got "
+          f"{value}; pass a number, or leave it out"
+        )
+    if self.shots is not None and self.shots < 0:
+      raise ValueError(
+        f"evaluate: --shots must be at least 0, got {self.shots}; pass how "
+        "many examples are in front of a question"
+      )
+    needs = {"task_dir": "task", "shots": "task", "stride": "data"}
+    asked = ("images", "template", "max_tokens", "beside", "page")
+    needs |= dict.fromkeys(asked, "conversations")
+    for name, needed in needs.items():
+      if getattr(self, name) is not None and not getattr(self, needed):
+        raise ValueError(
+          f"evaluate: --{name.replace('_', '-')} applies to --{needed}, got "
+          "none; pass it too, or leave this out"
+        )
+
+
+def run(config: EvaluateConfig) -> dict[str, Any]:
+  """Evaluates and prints.
+
+  Args:
+    config: The options.
+
+  Returns:
+    All figures, as they are written to `out`.
+
+  Raises:
+    FileNotFoundError, ValueError: the input was wrong.
+  """
+  out, written = (
+    _path_of(option, getattr(config, option)) for option in ("out", "page")
+  )
+  source = _open(config, config.model)
+  length = _length(config, source)
+  for data in config.data:  # A wrong name is found before weights are read.
+    next(read_documents(data), None)
+  tasks = None
+  if config.task:
+    folder = config.task_dir and read_path("task_dir", config.task_dir)
+    tasks = Tasks(config.task, folder or None)
+  asked = []
+  if config.conversations:
+    sources = [source]
+    if config.beside is not None:
+      sources.append(_open(config, config.beside))
+    asked = [(each, _conversations(config, each)) for each in sources]
+  model = source.load()
+  found: dict[str, Any] = {
+    "model": source.name,
+    "family": source.family,
+    "compute": source.compute,
+    "length": length,
+    "arguments": dataclasses.asdict(config),
+    "versions": report.versions(),
+  }
+  if config.data:
+    found["texts"] = of_texts(config, source.text, decoder_of(model), length)
+    print(report.text_table(found["texts"]))
+  if tasks is not None:
+    found["tasks"] = of_tasks(
+      config, source.text, decoder_of(model), length, tasks
+    )
+    print(report.task_table(found["tasks"]))
+  columns = []
+  if asked:
+    found["conversations"] = []
+    for each, documents in asked:
+      if each is not source:
+        del model  # One at a time is in memory.
+        model = each.load()
+      answers, seconds = of_conversations(config, each, model, documents)
+      columns.append((each.name, answers))
+      row = {"model": each.name, "family": each.family, "compute": each.compute}
+      found["conversations"].append(row | report.answer_row(answers, seconds))
+    print(report.answer_table(columns))
+  if out is not None:
+    report.write(out, found)
+  if written is not None:
+    report.write_text(written, page.render(columns))
+    say(f"{written}: {len(columns[0][1].answers)} answers")
+  return found
+
+
+def _path_of(option: str, path: str | None) -> Path | None:
+  """A file to write, which can be made, or None."""
+  if path is None:
+    return None
+  report.check_out(read := read_path(option, path), option)
+  return read
+
+
+def _open(config: EvaluateConfig, folder: str) -> Source:
+  path = read_path("model", folder)
+  return open_source(path, config.tokenizer, config.compute)
+
+
+def _length(config: EvaluateConfig, source: Source) -> int:
+  return source.length if config.length is None else config.length
+
+
+def _conversations(config: EvaluateConfig, source: Source) -> Conversations:
+  images = config.images and read_path("images", config.images)
+  return read_conversations(
+    source,
+    list(config.conversations),
+    length=_length(config, source),
+    tokenizer=config.tokenizer,
+    template=config.template,
+    images=images or None,
+  )
+
+
+def of_conversations(
+  config: EvaluateConfig,
+  source: Source,
+  model: Decoder | VisionLanguageModel,
+  documents: Conversations,
+) -> tuple[Answers, float]:
+  """Asks a model; returns its answers, and the seconds they took."""
+  started = time.monotonic()
+  found = ask(
+    model,
+    source.text,
+    documents,
+    length=_length(config, source),
+    max_tokens=config.max_tokens or _ANSWER,
+    batch=config.batch,
+    limit=config.limit,
+  )
+  seconds = time.monotonic() - started
+  say(
+    f"{source.name}: {len(found.answers)} answers in {seconds:.1f} s; "
+    f"{found.left_out} questions left out for their length"
+  )
+  return found, seconds
+
+
+def of_texts(
+  config: EvaluateConfig, text: Text, model: Decoder, length: int
+) -> list[dict[str, Any]]:
+  """Computes the figures of each text."""
+  rows = []
+  for data in config.data:
+    started = time.monotonic()
+    found = perplexity(
+      model,
+      text,
+      itertools.islice(read_documents(data), config.limit),
+      length=length,
+      stride=config.stride,
+      batch=config.batch,
+      kind=config.documents,
+    )
+    seconds = time.monotonic() - started
+    say(f"{data}: {found.tokens / seconds:,.0f} tokens/s")
+    rows.append(report.text_row(data, config.documents, found, seconds))
+  return rows
+
+
+def of_tasks(
+  config: EvaluateConfig,
+  text: Text,
+  model: Decoder,
+  length: int,
+  tasks: Tasks,
+) -> list[dict[str, Any]]:
+  """Runs the tasks and lists their metrics."""
+  from train.evaluation.harness import harness  # Needs the extra eval.
+
+  lm = harness(model, text, length=length, batch=config.batch)
+  return report.task_rows(tasks.run(lm, shots=config.shots, limit=config.limit))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+  """Reads the command line, evaluates, and returns the exit status."""
+  try:
+    config = tyro.cli(
+      EvaluateConfig,
+      args=arguments,
+      prog="python -m train.evaluate",
+      config=(tyro.conf.FlagCreatePairsOff,),
+    )
+    run(config)
+  except (ValueError, OSError) as error:
+    print(f"error: {error}", file=sys.stderr)
+    return 2
+  return 0
+
+
+if __name__ == "__main__":
+  sys.exit(main())

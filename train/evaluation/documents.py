@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Texts from files, as WikiText, C4 and the Pile are published.
+
+A file of JSON lines has a document in each line's `text`; any other text file
+is one document. Both may be compressed: .gz, or .zst where the module zstandard
+is installed.
+"""
+
+import gzip
+import importlib
+import io
+import json
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from train.data.sources import find_files
+
+_LINES = (".jsonl", ".json", ".ndjson")
+_COMPRESSED = (".gz", ".zst")
+_COLUMNS = (".parquet", ".arrow", ".feather")
+
+
+def read_documents(path: str) -> Iterator[str]:
+  """Yields the documents of files, one after another.
+
+  Args:
+    path: A file, a folder (searched recursively) or a glob.
+
+  Raises:
+    FileNotFoundError, ValueError: there is none, or one that cannot be read;
+      the message has its name and line.
+  """
+  for file in find_files(path):
+    yield from _documents_of(file)
+
+
+def _documents_of(file: Path) -> Iterator[str]:
+  ends = [end.lower() for end in file.suffixes]
+  compressed = ends.pop() if ends and ends[-1] in _COMPRESSED else ""
+  end = ends[-1] if ends else ""
+  if end in _COLUMNS:
+    raise ValueError(
+      f"evaluate: --data must be text or JSON lines, got {file}, which is "
+      f"{end[1:]}; write its column of texts as JSON lines with `text`"
+    )
+  opened, damages = _opened(file, compressed)
+  try:
+    with opened:
+      if end in _LINES:
+        yield from _texts(file, opened)
+      else:
+        yield _decoded(file, opened.read())
+  except damages as error:
+    raise ValueError(
+      f"evaluate: {file} must be a whole compressed file, got {error}; copy it "
+      "again"
+    ) from error
+
+
+def _opened(
+  file: Path, compressed: str
+) -> tuple[Any, tuple[type[Exception], ...]]:
+  """Opens a file, and says what errors it raises where it is damaged."""
+  if compressed == ".gz":
+    return gzip.open(file), (EOFError, zlib.error, gzip.BadGzipFile)
+  if compressed == ".zst":
+    try:
+      zstandard: Any = importlib.import_module("zstandard")
+    except ModuleNotFoundError as error:
+      raise ValueError(
+        f"evaluate: {file} needs the module zstandard, which is not installed; "
+        "pip install zstandard, or decompress the file"
+      ) from error
+    # Files of many frames are what parallel compressors write.
+    reader = zstandard.ZstdDecompressor().stream_reader(
+      file.open("rb"), read_across_frames=True
+    )
+    return io.BufferedReader(reader), (zstandard.ZstdError,)
+  return file.open("rb"), ()
+
+
+def _decoded(file: Path, content: bytes) -> str:
+  try:
+    if b"\0" in content[:8192]:
+      raise ValueError("a zero byte")
+    return content.decode()
+  except ValueError as error:
+    raise ValueError(
+      f"evaluate: {file} must be text in UTF-8, got {error}; convert it, or "
+      "leave it out"
+    ) from error
+
+
+def _texts(file: Path, opened: IO[bytes]) -> Iterator[str]:
+  """Yields the `text` of each line; lines without anything are left out."""
+  for number, line in enumerate(opened, 1):
+    if not line.strip():
+      continue
+    try:
+      found = json.loads(line)
+    except (ValueError, RecursionError) as error:
+      raise _bad_line(file, number, str(error)) from error
+    text = found.get("text") if isinstance(found, dict) else None
+    if not isinstance(text, str):
+      got = (
+        f"the keys {', '.join(found)[:60]}"
+        if isinstance(found, dict)
+        else (f"a {type(found).__name__}")
+      )
+      raise _bad_line(file, number, got)
+    # Half of a surrogate pair is no character, though JSON can write it.
+    yield text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def _bad_line(file: Path, number: int, got: str) -> ValueError:
+  return ValueError(
+    f"evaluate: {file}, line {number} must be a JSON object with a string "
+    f"`text`, got {got}; correct it, or name a text file .txt"
+  )

@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""lm-evaluation-harness over a `Decoder`; needs the extra `eval`.
+
+What tasks ask for, by the harness's own rules for models of transformers: what
+is too long loses its beginning; an empty context is the token that texts begin
+or end with; text is cut at the first of the strings that end it. One thing is
+different: the first token of a text that is scored as a whole is in front of it
+once and not scored, where a tokenizer that puts it there itself makes two.
+"""
+
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from lm_eval.api.model import LM, TemplateLM
+from tqdm import tqdm
+
+from coat_jax.models import Decoder, generate
+from train.data.text import Text
+from train.evaluation.perplexity import SORTED, prefix_token, windows
+from train.evaluation.scoring import Request, Scorer
+
+# Of generated tokens, unless a task says so.
+_MOST = 256
+# Names that tasks give it, the first that is there counts.
+_MOST_NAMES = (
+  "max_gen_toks",
+  "max_new_tokens",
+  "max_tokens",
+  "max_completion_tokens",
+)
+
+
+def harness(model: Decoder, text: Text, *, length: int, batch: int = 8) -> LM:
+  """Makes a model that tasks of lm-evaluation-harness can be run with.
+
+  Example usage::
+
+    lm = harness(model, text, length=2048)
+    lm_eval.simple_evaluate(lm, tasks=["hellaswag"])
+
+  Args:
+    model: A Decoder in recipe bf16, on one device.
+    text: Its tokenizer.
+    length: The most tokens that the model sees at a time.
+    batch: Rows that are computed at once.
+
+  Returns:
+    The model, for `lm_eval.simple_evaluate`.
+
+  Raises:
+    ValueError: a number below 1, or a tokenizer without any token that could be
+      in front of a text.
+  """
+  return DecoderLM(model, text, length=length, batch=batch)
+
+
+class DecoderLM(TemplateLM):
+  """What `harness` returns."""
+
+  def __init__(self, model: Decoder, text: Text, *, length: int, batch: int):
+    """As `harness`."""
+    super().__init__()
+    self._model, self._text, self._batch = model, text, batch
+    self._scorer = Scorer(model, length=length, batch=batch)
+    self._prefix = prefix_token(text)
+    self._stops: dict[tuple[str, ...], tuple[int, ...]] = {}
+
+  @property
+  def eot_token_id(self) -> int:
+    """What is in front of a text without a context."""
+    return self._prefix
+
+  @property
+  def max_length(self) -> int:
+    """The most tokens that the model sees at a time."""
+    return self._scorer.length
+
+  @property
+  def max_gen_toks(self) -> int:
+    """Tokens to generate where a task does not say how many."""
+    return min(_MOST, self.max_length // 2)
+
+  def tok_encode(
+    self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
+  ) -> list[int]:
+    """Encodes a text, with what it begins with unless that is not wanted."""
+    del kwargs
+    if add_special_tokens is False:
+      return self._text.encode(string)
+    return self._text.encode_from_start(string)
+
+  def _loglikelihood_tokens(
+    self,
+    requests: list[tuple[tuple[str, str], list[int], list[int]]],
+    disable_tqdm: bool = False,
+    **kwargs: Any,
+  ) -> list[tuple[float, bool]]:
+    del kwargs
+    found = []
+    with _progress("loglikelihood", len(requests), disable_tqdm) as bar:
+      for some in itertools.batched(
+        _longest_first(requests, lambda one: len(one[1]) + len(one[2])),
+        SORTED * self._batch,
+      ):
+        scores = self._scorer.score(
+          [Request(context, tokens) for _, (_, context, tokens) in some]
+        )
+        for (i, (strings, _, _)), score in zip(some, scores, strict=True):
+          answer = score.total, score.is_greedy
+          found.append((i, answer))
+          self.cache_hook.add_partial("loglikelihood", strings, answer)
+        bar.update(len(some))
+    return _in_order(found)
+
+  def loglikelihood_rolling(
+    self, requests: list, disable_tqdm: bool = False
+  ) -> list[float]:
+    """Log-probabilities of whole texts, in windows of the model's length."""
+    strings = [request.args[0] for request in requests]
+    found = [0.0] * len(strings)
+    with _progress("loglikelihood_rolling", len(strings), disable_tqdm) as bar:
+      asked = (
+        (i, Request(tokens[start:middle], tokens[middle:end]))
+        for i, string in enumerate(strings)
+        for tokens in [[self._prefix, *self._text.encode(string)]]
+        for start, middle, end in windows(
+          len(tokens), self.max_length, self.max_length
+        )
+      )
+      for some in itertools.batched(asked, SORTED * self._batch):
+        scores = self._scorer.score([request for _, request in some])
+        for (i, _), score in zip(some, scores, strict=True):
+          found[i] += score.total
+        bar.update(some[-1][0] - bar.n)
+    for string, total in zip(strings, found, strict=True):
+      self.cache_hook.add_partial("loglikelihood_rolling", (string,), total)
+    return found
+
+  def generate_until(
+    self, requests: list, disable_tqdm: bool = False
+  ) -> list[str]:
+    """Texts that the model adds to others, up to strings that end them."""
+    asked = [(request.args[0], dict(request.args[1])) for request in requests]
+    encoded = [
+      self.tok_encode(context) or [self._prefix] for context, _ in asked
+    ]
+    found = []
+    with _progress("generate_until", len(asked), disable_tqdm) as bar:
+      order = _longest_first(encoded, len)
+      # Rows of one call have one set of options.
+      order = sorted(order, key=lambda one: repr(asked[one[0]][1]))
+      for _, group in itertools.groupby(order, lambda one: asked[one[0]][1]):
+        for some in itertools.batched(group, self._batch):
+          options = dict(asked[some[0][0]][1])
+          texts = self._generate(
+            [tokens for _, tokens in some], options, seed=some[0][0]
+          )
+          for (i, _), added in zip(some, texts, strict=True):
+            found.append((i, added))
+            self.cache_hook.add_partial("generate_until", asked[i], added)
+          bar.update(len(some))
+    return _in_order(found)
+
+  def _generate(
+    self, contexts: Sequence[list[int]], options: dict[str, Any], seed: int
+  ) -> list[str]:
+    """Adds text to up to a batch of contexts, by a task's options."""
+    until = options.pop("until", None) or []
+    until = tuple([until] if isinstance(until, str) else until)
+    given = [options.pop(name, None) for name in _MOST_NAMES]
+    most = next((x for x in given if x is not None), self.max_gen_toks)
+    sampling = _sampling(options)
+    if options:
+      raise ValueError(
+        "evaluate: a task may ask for until, max_gen_toks, do_sample, "
+        "temperature, top_k and top_p, got "
+        f"{', '.join(map(str, options))} too; leave the task out, or change a "
+        "copy of it with --task-dir"
+      )
+    if most >= self.max_length:
+      raise ValueError(
+        f"evaluate: a task's max_gen_toks must be below the {self.max_length} "
+        f"tokens of the model, got {most}; pass a larger --length, or change "
+        "a copy of the task with --task-dir"
+      )
+    kept = [tokens[-(self.max_length - most) :] for tokens in contexts]
+    # One number of rows, so that the last batch finds its programs compiled.
+    rows = kept + kept[-1:] * (self._batch - len(kept))
+    added = generate(
+      self._model,
+      rows,
+      max_new_tokens=most,
+      stop_tokens=self._stop_tokens(until),
+      seed=seed,
+      **sampling,
+    )
+    return [self._cut(tokens, until) for tokens in added.tokens[: len(kept)]]
+
+  def _stop_tokens(self, until: tuple[str, ...]) -> tuple[int, ...]:
+    """Tokens after which nothing is left to add: those with an end in them.
+
+    An end that is made of several tokens is found when all are there.
+    """
+    if until not in self._stops:
+      ids = range(self._model.config.vocab_size)
+      ends = [end for end in until if end]
+      texts = ((i, self._text.decode([i])) for i in ids if ends)
+      found = {i for i, text in texts if any(end in text for end in ends)}
+      self._stops[until] = tuple(sorted(found.union(self._text.stop_tokens)))
+    return self._stops[until]
+
+  def _cut(self, tokens: list[int], until: Iterable[str]) -> str:
+    """The text of new tokens up to the first end."""
+    if tokens and tokens[-1] in self._text.stop_tokens:
+      tokens = tokens[:-1]
+    text = self._text.decode(tokens)
+    for end in until:
+      text = text.split(end)[0] if end else text
+    return text
+
+
+def _sampling(options: dict[str, Any]) -> dict[str, Any]:
+  """Takes what `generate` reads of how to draw out of a task's options."""
+  temperature, top_k, top_p = (
+    options.pop(name, None) for name in ("temperature", "top_k", "top_p")
+  )
+  if not options.pop("do_sample", bool(temperature)):
+    return {}
+  temperature = 1.0 if temperature is None else float(temperature)
+  return {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+
+
+def _longest_first(items: Sequence, size: Any) -> list[tuple[int, Any]]:
+  """Items with their places: what needs most memory fails first."""
+  return sorted(enumerate(items), key=lambda one: -size(one[1]))
+
+
+def _in_order(found: Iterable[tuple[int, Any]]) -> list:
+  return [answer for _, answer in sorted(found, key=lambda one: one[0])]
+
+
+def _progress(name: str, total: int, disable: bool) -> tqdm:
+  return tqdm(desc=name, total=total, disable=disable, delay=2)

@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How well a model predicts texts.
+
+A text that is longer than the model's length is read in windows. Each is as
+long as the model allows and begins `stride` tokens after the one before; of it
+the tokens count that no window before had. With a stride of the whole length
+each token is read once, as in lm-evaluation-harness; a shorter one gives more
+context, and takes more windows.
+
+  length 4, stride 2      read      a b c d | c d e f | e f g h
+                          counted   b c d e |     f g |     h i
+"""
+
+import itertools
+import math
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Literal, NamedTuple
+
+import numpy as np
+from tqdm import tqdm
+
+from coat_jax.models import Decoder
+from train.data.text import Text
+from train.evaluation.scoring import Request, Scorer
+
+Documents = Literal["apart", "joined"]
+# Batches of windows that are sorted by length together.
+SORTED = 64
+
+
+class Perplexity(NamedTuple):
+  """What `perplexity` counted.
+
+  Attributes:
+    documents: With at least one token.
+    tokens: That were predicted: all of them.
+    bytes: Of the texts in UTF-8.
+    words: Pieces between white space, as lm-evaluation-harness counts them.
+    nats: Cross-entropy of all tokens together.
+  """
+
+  documents: int
+  tokens: int
+  bytes: int
+  words: int
+  nats: float
+
+  @property
+  def nats_per_token(self) -> float:
+    """The mean loss."""
+    return self.nats / self.tokens
+
+  @property
+  def perplexity(self) -> float:
+    """Of a token; depends on the tokenizer."""
+    return exp(self.nats_per_token)
+
+  @property
+  def bits_per_byte(self) -> float:
+    """Comparable between tokenizers."""
+    return self.nats / math.log(2) / self.bytes
+
+  @property
+  def word_perplexity(self) -> float:
+    """Comparable between tokenizers, on the same text."""
+    return exp(self.nats / self.words)
+
+
+def perplexity(
+  model: Decoder,
+  text: Text,
+  documents: Iterable[str],
+  *,
+  length: int,
+  stride: int | None = None,
+  batch: int = 8,
+  kind: Documents = "apart",
+) -> Perplexity:
+  """Computes how well a model predicts texts.
+
+  Every token is predicted. In front of a document is the token that texts
+  begin with, or the one that ends them, or a line end where the tokenizer has
+  neither; it is not counted.
+
+  Args:
+    model: A Decoder in recipe bf16, on one device.
+    text: Its tokenizer.
+    documents: Texts; those without a token are left out.
+    length: The most tokens that the model sees at a time.
+    stride: Tokens between windows, 1 to `length`; None for `length`.
+    batch: Windows that are computed at once.
+    kind: "apart", each document by itself; or "joined", one after another as
+      one text, in which a document sees those before.
+
+  Returns:
+    The counts, and what follows from them.
+
+  Raises:
+    ValueError: no document has a token, or a number is outside its range.
+  """
+  stride = length if stride is None else stride
+  if not 1 <= stride <= length:
+    raise ValueError(
+      f"evaluate: stride must be 1 to {length}, the tokens of a window, got "
+      f"{stride}; pass fewer, or leave it out"
+    )
+  scorer, prefix = Scorer(model, length=length, batch=batch), prefix_token(text)
+  counts = np.zeros(4, np.int64)
+
+  def streams() -> Iterator[tuple[list[int], list[bool]]]:
+    for document in documents:
+      if tokens := text.encode(document):
+        words = len(re.split(r"\s+", document))
+        counts[:] += 1, len(tokens), len(_utf8(document)), words
+        is_counted = [False] + [True] * len(tokens)
+        yield [prefix, *tokens], is_counted
+
+  found = streams()
+  if kind == "joined":
+    found = iter([_joined(found)])
+  nats = 0.0
+  with tqdm(desc="perplexity", unit="window", delay=2) as bar:
+    asked = (
+      (Request(tokens[start:middle], tokens[middle:end]), flags[middle:end])
+      for tokens, flags in found
+      for start, middle, end in windows(len(tokens), length, stride)
+    )
+    for some in itertools.batched(asked, SORTED * batch):
+      scores = scorer.score([request for request, _ in some])
+      for score, (_, flags) in zip(scores, some, strict=True):
+        nats -= float(np.sum(score.logprobs[flags], dtype=np.float64))
+      bar.update(len(some))
+  if not counts[0]:
+    raise ValueError(
+      "evaluate: at least one document must have a token, got none; pass "
+      "--data with a text"
+    )
+  return Perplexity(*map(int, counts), nats=nats)
+
+
+def windows(
+  count: int, length: int, stride: int
+) -> Iterator[tuple[int, int, int]]:
+  """Yields (start, middle, end) of windows: read before `middle`, counted from.
+
+  Args:
+    count: Tokens, of which the first is not predicted.
+    length, stride: As of `perplexity`.
+  """
+  done, step = 1, length
+  while done < count:
+    end = min(count, done + step)
+    yield max(0, end - 1 - length), done, end
+    done, step = end, stride
+
+
+def _joined(
+  streams: Iterable[tuple[Sequence[int], Sequence[bool]]],
+) -> tuple[list[int], list[bool]]:
+  tokens, flags = [], []
+  for some, is_counted in streams:
+    tokens += some
+    flags += is_counted
+  return tokens, flags
+
+
+def prefix_token(text: Text) -> int:
+  """The token in front of a text that has nothing in front.
+
+  Args:
+    text: The tokenizer.
+
+  Raises:
+    ValueError: it has none that could be.
+  """
+  if text.prefix_token is not None:
+    return text.prefix_token
+  if line_end := text.encode("\n"):
+    return line_end[-1]
+  raise ValueError(
+    "evaluate: the tokenizer must have a token that texts begin or end with, "
+    "got none; name bos_token or eos_token in tokenizer_config.json beside it"
+  )
+
+
+def _utf8(text: str) -> bytes:
+  return text.encode(errors="surrogateescape")
+
+
+def exp(x: float) -> float:
+  """exp(x), infinity where no number is as large."""
+  return math.exp(x) if x < 709 else math.inf

@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Evaluations as tables, and as JSON with all that they came from."""
+
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from train.evaluation.answers import Answers
+from train.evaluation.perplexity import Documents, Perplexity
+from train.run.metrics import format_table
+
+_PACKAGES = ("coat_jax", "jax", "tokenizers", "lm_eval", "datasets")
+
+
+def text_row(
+  data: str, kind: Documents, found: Perplexity, seconds: float
+) -> dict[str, Any]:
+  """Builds the figures of a text.
+
+  Args:
+    data: Where it is.
+    kind: How documents were read.
+    found: From `perplexity`.
+    seconds: That it took, with what was compiled.
+  """
+  return {
+    "data": data,
+    "documents_are": kind,
+    **found._asdict(),
+    "nats_per_token": found.nats_per_token,
+    "perplexity": found.perplexity,
+    "bits_per_byte": found.bits_per_byte,
+    "word_perplexity": found.word_perplexity,
+    "seconds": seconds,
+  }
+
+
+def text_table(rows: list[dict[str, Any]]) -> str:
+  """Aligns the figures of texts.
+
+  Args:
+    rows: From `text_row`, at least one.
+  """
+  kind = rows[0]["documents_are"]
+  header = [f"text, documents {kind}", "documents", "tokens", "nats/token"]
+  header += ["perplexity", "bits/byte", "word perplexity"]
+  keys = ("nats_per_token", "perplexity", "bits_per_byte", "word_perplexity")
+  return format_table(
+    header,
+    [
+      [row["data"], f"{row['documents']:,}", f"{row['tokens']:,}"]
+      + [_number(row[key]) for key in keys]
+      for row in rows
+    ],
+  )
+
+
+def task_rows(results: dict[str, Any]) -> list[dict[str, Any]]:
+  """Lists the metrics of tasks and groups.
+
+  Args:
+    results: From `lm_eval.simple_evaluate`, whose keys are `metric,filter`.
+  """
+  rows = []
+  # Groups have their tasks' names too.
+  for task, found in {
+    **results["results"],
+    **(results.get("groups") or {}),
+  }.items():
+    for key, value in found.items():
+      metric, comma, taken = key.partition(",")
+      if not comma or metric.endswith("_stderr"):
+        continue
+      error = found.get(f"{metric}_stderr,{taken}")
+      rows.append(
+        {
+          "task": task,
+          "metric": metric,
+          "filter": taken,
+          "value": value,
+          "stderr": error if isinstance(error, float) else None,
+          "shots": results.get("n-shot", {}).get(task),
+          "examples": results.get("n-samples", {})
+          .get(task, {})
+          .get("effective"),
+        }
+      )
+  return rows
+
+
+def task_table(rows: list[dict[str, Any]]) -> str:
+  """Aligns the metrics of tasks.
+
+  Args:
+    rows: From `task_rows`.
+  """
+  return format_table(
+    ["task", "metric", "filter", "examples", "shots", "value", "stderr"],
+    [
+      [row["task"], row["metric"], row["filter"]]
+      + [_number(row[key]) for key in ("examples", "shots", "value", "stderr")]
+      for row in rows
+    ],
+  )
+
+
+def answer_row(found: Answers, seconds: float) -> dict[str, Any]:
+  """Builds the figures of answers in conversations, and lists all answers.
+
+  Args:
+    found: From `answers.ask`.
+    seconds: That it took, with what was compiled.
+  """
+  return {
+    "conversations": found.conversations,
+    "tokens": found.tokens,
+    "nats": found.nats,
+    "nats_per_token": found.nats_per_token,
+    "perplexity": found.perplexity,
+    "questions": len(found.answers),
+    "left_out": found.left_out,
+    "short_answers": found.short,
+    "exact_match": found.exact_match,
+    "seconds": seconds,
+    "answers": [each._asdict() for each in found.answers],
+  }
+
+
+def answer_figures(found: Answers) -> list[str]:
+  """Writes the figures of a model: those behind its name in a table.
+
+  Args:
+    found: What it answered.
+  """
+  match = found.exact_match
+  return [
+    f"{found.conversations:,}",
+    f"{len(found.answers):,}",
+    f"{found.nats_per_token:.4f}",
+    f"{found.perplexity:,.4f}",
+    f"{found.short:,}",
+    "-" if match is None else f"{match:.1%}",
+  ]
+
+
+def answer_table(models: Sequence[tuple[str, Answers]]) -> str:
+  """Aligns the figures of models that were asked the same.
+
+  Args:
+    models: The name of each, and what it answered.
+  """
+  header = ["model", "conversations", "questions", "nats/token", "perplexity"]
+  header += ["short answers", "exact match"]
+  rows = [[name, *answer_figures(found)] for name, found in models]
+  return format_table(header, rows)
+
+
+def _number(value: Any) -> str:
+  if isinstance(value, float):
+    return f"{value:,.4f}"
+  return "-" if value is None else str(value)
+
+
+def versions() -> dict[str, str]:
+  """Lists the versions of what computed it."""
+  found = {"python": platform.python_version()}
+  for name in _PACKAGES:
+    try:
+      found[name] = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+      continue
+  return found | {"device": jax.devices()[0].device_kind}
+
+
+def check_out(path: Path, option: str = "out") -> None:
+  """Checks that a file can be made, before anything is computed.
+
+  Args:
+    path: Of the file.
+    option: That names it.
+
+  Raises:
+    ValueError: it exists, or its folder does not.
+  """
+  if os.path.lexists(path):
+    raise ValueError(
+      f"evaluate: --{option} must not exist, because nothing is replaced, got "
+      f"{path}; pass another"
+    )
+  if not path.absolute().parent.is_dir():
+    raise ValueError(
+      f"evaluate: --{option} must be in a folder, got "
+      f"{path.absolute().parent}, which is none; make it first"
+    )
+
+
+def write(path: Path, report: dict[str, Any]) -> None:
+  """Writes a report as JSON, whole or not at all.
+
+  Args:
+    path: Of the file.
+    report: What it holds; numbers that are not finite become null.
+  """
+  write_text(
+    path, json.dumps(_finite(report), indent=2, allow_nan=False) + "\n"
+  )
+
+
+def write_text(path: Path, text: str) -> None:
+  """Writes a file, whole or not at all.
+
+  Args:
+    path: Of the file.
+    text: What it holds.
+  """
+  folder = path.absolute().parent
+  with tempfile.TemporaryDirectory(prefix=f"{path.name}.", dir=folder) as near:
+    written = Path(near) / path.name
+    written.write_text(text, "utf-8")
+    written.rename(path)
+
+
+def _finite(value: Any) -> Any:
+  """What JSON has, of values of NumPy's and of tasks' options too."""
+  if isinstance(value, dict):
+    return {str(key): _finite(x) for key, x in value.items()}
+  if isinstance(value, list | tuple):
+    return [_finite(x) for x in value]
+  if hasattr(value, "item"):
+    value = value.item()
+  if isinstance(value, float) and not math.isfinite(value):
+    return None
+  known = isinstance(value, str | int | float | None)
+  return value if known else str(value)

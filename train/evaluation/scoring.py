@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How probable a model finds tokens after others.
+
+Rows are padded on the right, where no token before sees the padding, up to one
+of a few lengths: 64, 128, 256, ... and the longest that is allowed. So a row
+gives what it gives alone, and there is one program for each length that occurs.
+"""
+
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import Array
+
+from coat_jax.layers.vocabulary import loss_positions
+from coat_jax.models import Decoder, VisionLanguageModel
+
+_SMALLEST_BUCKET = 64
+
+
+class Request(NamedTuple):
+  """Tokens whose probability is asked for.
+
+  Attributes:
+    context: Token ids in front, at least one.
+    continuation: Token ids that are scored, at least one.
+    images: f32 [I, C, H, W], those of the tokens, of as many as all requests
+      have; None for text. Such a row must fit as it is.
+  """
+
+  context: Sequence[int]
+  continuation: Sequence[int]
+  images: np.ndarray | None = None
+
+
+class Score(NamedTuple):
+  """What a model says of a continuation.
+
+  Attributes:
+    logprobs: f32 [n], of each of its tokens, in nats.
+    is_greedy: Whether each is the most probable one.
+  """
+
+  logprobs: np.ndarray
+  is_greedy: bool
+
+  @property
+  def total(self) -> float:
+    """The log-probability of all of them together."""
+    return float(np.sum(self.logprobs, dtype=np.float64))
+
+
+class Scorer:
+  """A model whose programs are compiled for a few lengths."""
+
+  def __init__(
+    self, model: Decoder | VisionLanguageModel, *, length: int, batch: int
+  ):
+    """Makes it.
+
+    Args:
+      model: On one device. In an FP8 recipe a row's scores would depend on the
+        rows beside it; `train.source` reads models in recipe bf16.
+      length: The most tokens that the model sees at a time.
+      batch: Rows that are computed at once.
+
+    Raises:
+      ValueError: a number below 1.
+    """
+    for name, value in (("length", length), ("batch", batch)):
+      if value < 1:
+        raise ValueError(
+          f"evaluate: {name} must be at least 1, got {value}; pass a number of "
+          + {"length": "tokens", "batch": "rows"}[name]
+        )
+    self._graph, self._params = nnx.split(model)
+    self.length, self.batch = length, batch
+    self._vocab_size = decoder_of(model).config.vocab_size
+
+  def score(self, requests: Sequence[Request]) -> list[Score]:
+    """Scores continuations, the longest rows first.
+
+    Of what is too long for the model the beginning of the context is left out.
+
+    Args:
+      requests: Continuations with their contexts.
+
+    Returns:
+      The score of each, in their order.
+
+    Raises:
+      ValueError: one has no token, too many, or one that is not in the
+        vocabulary.
+    """
+    rows = [self._row(request) for request in requests]
+    found: dict[int, Score] = {}
+    order = sorted(range(len(rows)), key=lambda i: (-len(rows[i]), i))
+    sizes = itertools.groupby(order, lambda i: self._bucket(len(rows[i]) - 1))
+    for size, group in sizes:
+      for batch in itertools.batched(group, self.batch):
+        tokens = np.zeros((self.batch, size + 1), np.int32)
+        for place, i in enumerate(batch):
+          tokens[place, : len(rows[i])] = rows[i]
+        images = self._images([requests[i] for i in batch])
+        scored = _token_scores(self._graph, self._params, tokens, images)
+        logprobs, is_greedy = (np.asarray(x) for x in scored)
+        for place, i in enumerate(batch):
+          end = len(rows[i]) - 1
+          asked = slice(end - len(requests[i].continuation), end)
+          found[i] = Score(
+            logprobs[place, asked].copy(), bool(is_greedy[place, asked].all())
+          )
+    return [found[i] for i in range(len(rows))]
+
+  def _row(self, request: Request) -> list[int]:
+    """The tokens of a request: those that are read, and the last one."""
+    context, continuation = map(list, request[:2])
+    if not context or not continuation:
+      raise ValueError(
+        "evaluate: a context and what is scored after it must have at least "
+        f"one token, got {len(context)} and {len(continuation)}; check the "
+        "task's texts"
+      )
+    if len(continuation) > self.length:
+      raise ValueError(
+        f"evaluate: what is scored must fit into {self.length} tokens, got "
+        f"{len(continuation)}; pass a larger --length, or leave the task out"
+      )
+    row = (context + continuation)[-(self.length + 1) :]
+    if not 0 <= min(row) <= max(row) < self._vocab_size:
+      raise ValueError(
+        "evaluate: tokens must be at least 0 and below the vocabulary of "
+        f"{self._vocab_size}, got {min(row)} to {max(row)}; use the model's "
+        "own tokenizer"
+      )
+    return row
+
+  def _images(self, requests: Sequence[Request]) -> np.ndarray | None:
+    """Images of a batch, zeros in rows that it does not have."""
+    if (first := requests[0].images) is None:
+      return None
+    out = np.zeros((self.batch, *first.shape), first.dtype)
+    for row, request in zip(out, requests, strict=False):
+      row[:] = request.images
+    return out
+
+  def _bucket(self, size: int) -> int:
+    """A length rounded up: 64 times a power of two, or the longest."""
+    steps = max(-(-size // _SMALLEST_BUCKET) - 1, 0).bit_length()
+    return min(_SMALLEST_BUCKET << steps, self.length)
+
+
+def decoder_of(model: Decoder | VisionLanguageModel) -> Decoder:
+  """Returns the model of text, which a vision-language model has in it."""
+  return model.decoder if isinstance(model, VisionLanguageModel) else model
+
+
+@functools.partial(jax.jit, static_argnames=("graph",))
+def _token_scores(
+  graph: Any, params: Any, tokens: Array, images: Array | None
+) -> tuple[Array, Array]:
+  """Scores each token after those before it.
+
+  Args:
+    graph, params: The model.
+    tokens: int32 [B, T + 1].
+    images: [B, I, C, H, W] of a VisionLanguageModel, or None.
+
+  Returns:
+    f32 and bool [B, T]: log-probabilities of tokens 1 to T, and whether each is
+    the most probable one. Logits of some positions are held at a time.
+  """
+  model = nnx.merge(graph, params)
+  seen = () if images is None else (images,)
+  hidden, targets = model(tokens[:, :-1], *seen), tokens[:, 1:]
+  decoder = decoder_of(model)
+  batch, length = targets.shape
+  positions = loss_positions(batch, length, decoder.config.vocab_size)
+  count = -(-length // positions)
+
+  def split(x):
+    padding = [(0, 0), (0, count * positions - length)]
+    x = jnp.pad(x, padding + [(0, 0)] * (x.ndim - 2))
+    return jnp.moveaxis(x.reshape(batch, count, positions, *x.shape[2:]), 1, 0)
+
+  def of_chunk(chunk):
+    hidden, targets = chunk
+    logits = decoder.logits_of_hidden(hidden)
+    at_target = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+    logprobs = at_target - jax.nn.logsumexp(logits, axis=-1)
+    return logprobs, jnp.argmax(logits, axis=-1) == targets
+
+  def joined(x):
+    return jnp.moveaxis(x, 0, 1).reshape(batch, -1)[:, :length]
+
+  scored = jax.lax.map(of_chunk, (split(hidden), split(targets)))
+  return joined(scored[0]), joined(scored[1])

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tasks of lm-evaluation-harness, from its package or a folder.
+
+Nothing is fetched: data that are not on this machine are an error. It needs the
+extra `eval`.
+"""
+
+import contextlib
+import difflib
+import logging
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+  from lm_eval.api.model import LM
+
+# Unless the user has set them. A pool of processes would copy this one, which
+# has JAX's threads.
+_ENVIRONMENT = {
+  "HF_DATASETS_OFFLINE": "1",
+  "HF_HUB_OFFLINE": "1",
+  "HF_EVALUATE_OFFLINE": "1",
+  "HF_HUB_DISABLE_TELEMETRY": "1",
+  "DISABLE_MULTIPROC": "1",
+}
+# Of a metric's error where there is no formula for it.
+_BOOTSTRAPS = 1000
+
+
+class Tasks:
+  """Tasks whose data are there."""
+
+  def __init__(self, names: Sequence[str], folder: Path | None = None):
+    """Finds and loads tasks.
+
+    Args:
+      names: Of tasks, groups or tags; patterns with * too.
+      folder: With tasks of your own, in which paths of data are relative to
+        it; None for those of lm_eval alone.
+
+    Raises:
+      ValueError: lm_eval is not installed, a task is not known, or its data are
+        not on this machine.
+    """
+    if folder is not None and not folder.is_dir():
+      raise ValueError(
+        f"evaluate: --task-dir must be a folder, got {folder}; pass the one "
+        "with the tasks' YAML"
+      )
+    self.names = list(dict.fromkeys(names))
+    self._folder = None if folder is None else folder.absolute()
+    for name, value in _ENVIRONMENT.items():
+      os.environ.setdefault(name, value)
+    try:
+      from lm_eval import tasks  # noqa: F401
+    except ModuleNotFoundError as error:
+      raise ValueError(
+        f"evaluate: --task needs the extra eval, got no module {error.name}; "
+        "pip install 'coat_jax[eval]', or measure perplexity with --data"
+      ) from error
+    self._manager = self._find()
+    try:
+      with self._inside():
+        self._manager.load(self.names)
+    except Exception as error:  # Tasks are others' programs.
+      reason = (str(error).splitlines() or [type(error).__name__])[0]
+      raise ValueError(
+        "evaluate: tasks must load from what is on this machine, got "
+        f"{reason[:200]}; pass --task-dir with a copy of the task that names "
+        "local files"
+      ) from error
+
+  def _find(self) -> Any:
+    """The manager that knows all of the tasks; its own take a while to list."""
+    from lm_eval.tasks import TaskManager
+
+    unknown, manager = self.names, None
+    for with_own in (False, True):
+      if not with_own and self._folder is None:
+        continue
+      manager = TaskManager(
+        include_path=self._folder, include_defaults=with_own
+      )
+      unknown = [x for x in self.names if not manager.match_tasks([x])]
+      if not unknown:
+        return manager
+    known = manager.all_tasks if manager is not None else []
+    near = difflib.get_close_matches(unknown[0], known, n=3)
+    raise ValueError(
+      f"evaluate: --task must be a task of lm_eval or of --task-dir, got "
+      f"{unknown[0]}; "
+      + (f"did you mean {' or '.join(near)}?" if near else "check its name")
+    )
+
+  @contextlib.contextmanager
+  def _inside(self) -> Iterator[None]:
+    """While entered, relative paths begin in the folder of tasks."""
+    with contextlib.ExitStack() as opened:
+      # Standard output is for the table.
+      opened.enter_context(contextlib.redirect_stdout(sys.stderr))
+      if self._folder is not None:
+        opened.enter_context(contextlib.chdir(self._folder))
+      yield
+
+  def run(
+    self, lm: "LM", *, shots: int | None = None, limit: int | None = None
+  ) -> dict[str, Any]:
+    """Runs the tasks.
+
+    Args:
+      lm: From `harness`.
+      shots: Examples in front of each question; None for each task's own.
+      limit: Examples of each task; None for all.
+
+    Returns:
+      What `lm_eval.simple_evaluate` returns.
+    """
+    import lm_eval
+
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    evaluate: Any = lm_eval.simple_evaluate
+    with self._inside():
+      return evaluate(
+        lm,
+        tasks=self.names,
+        num_fewshot=shots,
+        limit=limit,
+        bootstrap_iters=_BOOTSTRAPS,
+        log_samples=False,
+        task_manager=self._manager,
+      )

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trains a vision transformer to say what is in images.
+
+  python -m train.data.digits digits
+  python -m train.vit vit_digits --data digits --out RUN [options]
+  python -m train.vit vit_digits --data digits --out RUN --resume
+
+FOLDER has a folder of images for each class (`train.data.labelled`). Nearly all
+options of `train.pretrain` are here, and its exit status; docs/vision.md says
+more.
+
+It trains as `train.pretrain` does: `train.loop` is the run, `ImageFolder` its
+data, and `train.objective` the loss.
+"""
+
+import dataclasses
+import inspect
+import sys
+from collections.abc import Iterable, Sequence
+
+import grain
+import jax
+import numpy as np
+import tyro
+from PIL import Image
+
+from train.data.chat import batches
+from train.data.images import Preprocessing
+from train.data.labelled import THREADS, Labelled, load_labelled
+from train.loop import run_command
+from train.options import read_path
+from train.run.data import OwnRows, RunData
+from train.run.exits import say
+from train.vit_config import PRESETS, VitConfig
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+  """Reads the command line, trains, and returns the exit status."""
+
+  def read() -> VitConfig:
+    presets = {
+      name: (inspect.getdoc(preset), preset())
+      for name, preset in PRESETS.items()
+    }
+    return tyro.extras.overridable_config_cli(
+      presets,
+      args=arguments,
+      prog="python -m train.vit",
+      description="Trains a vision tower to classify images.",
+      config=(tyro.conf.FlagCreatePairsOff,),
+    )
+
+  return run_command(read, load)
+
+
+def load(config: VitConfig) -> tuple[VitConfig, "ImageFolder"]:
+  """Reads the images of a run.
+
+  Args:
+    config: The run.
+
+  Returns:
+    The run with as many classes as the images have, and its data.
+
+  Raises:
+    ValueError: as of `load_labelled`; or there are fewer images than a batch
+      has, or other classes than the model's; or the model is not for them.
+  """
+  model = config.model
+  if (model.family, model.num_channels) != ("vit", 3):
+    raise ValueError(
+      "model: images of three colors are classified by family vit, got "
+      f"{model.family} with num_channels {model.num_channels}; leave both out"
+    )
+  found = load_labelled(
+    read_path("data", config.data.folder),
+    _preprocessing(model.image_size),
+    seq=config.seq,
+    held_out=config.data.held_out,
+    seed=config.seed,
+  )
+  count = len(found.classes)
+  if model.num_classes not in (None, count):
+    raise ValueError(
+      f"model: num_classes must be those of the images, {count}, got "
+      f"{model.num_classes}; leave it out"
+    )
+  if len(found.rows) < config.batch:
+    raise ValueError(
+      f"batch: there must be as many images to train on, got {config.batch} of "
+      f"{len(found.rows)}; lower --batch, or give more images"
+    )
+  say(
+    f"{config.out}: {len(found.rows)} images of {count} classes to train on, "
+    f"{len(found.held_out)} held out; {config.steps} steps are "
+    f"{config.steps * config.batch / len(found.rows):.3g} epochs"
+  )
+  model = dataclasses.replace(model, num_classes=count)
+  return dataclasses.replace(config, model=model), ImageFolder(found)
+
+
+def _preprocessing(size: int) -> Preprocessing:
+  """Resizes both sides, and scales pixels to between -1 and 1."""
+  return Preprocessing(
+    size=(size, size),
+    crop=None,
+    resample=int(Image.Resampling.BICUBIC),
+    scale=1 / 255,
+    mean=(0.5, 0.5, 0.5),
+    std=(0.5, 0.5, 0.5),
+  )
+
+
+class ImageFolder(RunData[VitConfig]):
+  """A folder of images by class."""
+
+  dtypes = {"images": np.float32, "labels": np.int32}
+
+  def __init__(self, images: Labelled):
+    self.images = images
+
+  @property
+  def fingerprint(self) -> str:
+    return self.images.fingerprint
+
+  @property
+  def change_times(self) -> str | None:
+    return self.images.change_times
+
+  def batch_shapes(self, config: VitConfig) -> dict[str, jax.ShapeDtypeStruct]:
+    sides = self.images.rows.preprocessing.shape
+    shapes = {"images": (config.batch, 3, *sides), "labels": (config.batch,)}
+    return {
+      name: jax.ShapeDtypeStruct(shape, self.dtypes[name])
+      for name, shape in shapes.items()
+    }
+
+  def train_batches(
+    self, config: VitConfig, **own_rows: int
+  ) -> grain.DatasetIterator:
+    rows = self.images.rows
+    found = batches.train_batches(
+      rows, batch_size=config.batch, seed=config.seed, **own_rows
+    )
+    threads = THREADS if rows.pixels is None else 0
+    return batches.to_iterator(found, threads=threads)
+
+  def eval_batches(
+    self, config: VitConfig, **own_rows: int
+  ) -> Iterable[OwnRows]:
+    return batches.eval_batches(
+      self.images.held_out,
+      batch_size=config.batch,
+      max_batches=config.eval_batches,
+      **own_rows,
+    )
+
+
+if __name__ == "__main__":
+  sys.exit(main())

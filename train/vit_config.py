@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The configuration of a run that classifies images, and its presets.
+
+That of `train.config` with a vision tower for a model and images for data:
+`python -m train.vit PRESET` reads it from the command line.
+"""
+
+import dataclasses
+from typing import Annotated, ClassVar
+
+from tyro.conf import Fixed, OmitArgPrefixes, Suppress, arg
+
+from coat_jax.models.ranges import Count, Range, check_numbers
+from coat_jax.models.vision import VisionConfig
+from train.config import TrainConfig
+from train.optim_config import OptimConfig
+from train.options import FIXED, SILENT
+
+# Of what a held-out share can be: neither nothing nor all.
+_Share = Annotated[float, Range(1e-6, 0.999999)]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ImageData:
+  """Images to learn from.
+
+  Attributes:
+    folder: With a folder of images for each class, or with `train` and `test`
+      (or `val`), each of which has those; see `train.data.labelled`.
+    held_out: Share of each class that is kept for evaluation and never trained
+      on, at least one image, where there is no folder of those.
+  """
+
+  # As of `DataConfig`: there is no text.
+  dtype: ClassVar[str] = "images"
+  tokenizer: ClassVar[None] = None
+
+  folder: Annotated[str, arg(name="data", metavar="FOLDER")] = ""
+  held_out: _Share = dataclasses.field(default=0.2, metadata=FIXED)
+
+  def __post_init__(self):
+    check_numbers(self)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VitConfig(TrainConfig):
+  """A run that classifies images: all options of a training run, and these.
+
+  Attributes:
+    data: Images to learn from.
+    model: Shape of the tower. The data say how many classes there are.
+    batch: Images a step, on all devices together.
+    seq: Tokens of an image.
+  """
+
+  # No shared code reads either of the two.
+  model: VisionConfig = dataclasses.field(metadata=FIXED)  # pyright: ignore[reportIncompatibleVariableOverride]
+  data: OmitArgPrefixes[ImageData] = dataclasses.field(  # pyright: ignore[reportIncompatibleVariableOverride]
+    default=ImageData(), metadata=SILENT
+  )
+  seq: Suppress[Fixed[Count]] = dataclasses.field(default=1, metadata=FIXED)
+  # Of decoders.
+  init_from: Suppress[Fixed[str]] = dataclasses.field(
+    default="", metadata=SILENT
+  )
+  optimizer_in_backward: Suppress[Fixed[bool]] = False
+  watch: Suppress[Fixed[Annotated[int, Range(0, 0)]]] = dataclasses.field(
+    default=0, metadata=SILENT
+  )
+
+  def __post_init__(self):
+    # What the loop counts with; frozen dataclasses set a derived field so.
+    object.__setattr__(self, "seq", self.model.num_tokens)
+    super().__post_init__()
+
+  def check_mesh(self):
+    """Raises ValueError where the mesh cannot split the tower or a batch."""
+    self._check_sharding()
+
+
+def vit_digits() -> VitConfig:
+  """Handwritten digits of 8 x 8 pixels, in a minute or two on two CPU cores.
+
+  `python -m train.data.digits FOLDER` writes them, from scikit-learn.
+  """
+  return VitConfig(
+    out="runs/vit_digits",
+    model=VisionConfig(
+      family="vit",
+      num_layers=2,
+      d_model=64,
+      d_ff=256,
+      num_heads=4,
+      image_size=8,
+      patch_size=4,
+    ),
+    optim=OptimConfig(lr=2e-3, warmup=0.1),
+    steps=400,
+    batch=64,
+    eval_every=100,
+    save_every=200,
+  )
+
+
+def vit_s16() -> VitConfig:
+  """ViT-S/16 for ImageNet's 1.28 million images: arXiv:2205.01580, 90 epochs.
+
+  Without its random crops, flips, RandAugment and mixup, which are not here and
+  which its accuracy needs.
+  """
+  return VitConfig(
+    out="runs/vit_s16",
+    model=VisionConfig(
+      family="vit",
+      num_layers=12,
+      d_model=384,
+      d_ff=1536,
+      num_heads=6,
+      image_size=224,
+      patch_size=16,
+    ),
+    optim=OptimConfig(lr=1e-3, warmup=10_000, b2=0.999),
+    steps=112_600,
+    batch=1024,
+    eval_batches=48,
+  )
+
+
+PRESETS = {"vit_digits": vit_digits, "vit_s16": vit_s16}

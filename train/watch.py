@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What tells early that low precision is about to hurt: `--watch N`.
+
+Every N steps a program of its own looks at the state and at the step's batch,
+whose forward it runs once more; the training step stays as it is. It finds
+
+  activations_amax       largest magnitude of each layer's output
+  activations_kurtosis   E[x^4] / E[x^2]^2 of it: 3 for a normal distribution;
+                         outliers, which take a tensor's range, make it large
+  activations_zeroed     share of its values that one scale a tensor makes zero,
+                         in the recipe's format for values (E4M3 of recipe bf16)
+  mu_saturated, nu_      share of the stored moments' codes that are the largest
+  mu_zeroed, nu_         share of them that are zero; a second moment that is
+                         divides its update by eps
+  mu_power, nu_          smallest power k of a group, of codecs that have one
+  grad_norm              of the step
+
+and writes them as `watch` into metrics.jsonl. A forward is a third of a step:
+with N = 100 it costs 0.3 % of the time.
+
+The rule, `RULES`: a value is compared with the median of up to ten probes
+before it, of which there must be three. Where it is above twice the median (of
+kurtosis and amax; four times for the gradients' norm), below half of it (k), or
+above it by 0.05 (shares), a line says so: of layers, the one furthest off.
+"""
+
+import statistics
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+from coat_jax.codecs.fp8 import ExpandedFP8
+from coat_jax.codecs.group import Encoded, GroupCodec
+from coat_jax.formats import is_fp8, qmax
+from coat_jax.models.batch import Batch
+from coat_jax.optimizer import moments
+from coat_jax.qtensor import quantize, split_groups
+from train import step, weights
+from train.config import TrainConfig
+from train.objective import objective_of
+from train.update import microbatches
+
+# Name to values: one, or one of each layer.
+Found = dict[str, list[float | None]]
+
+
+class Rule(NamedTuple):
+  """When a value has drifted from the median of those before it.
+
+  Attributes:
+    factor: It is above `factor` times the median, or below for a factor < 1.
+    plus: It is above the median by this much. One of the two is given.
+    text: What it means, for the line.
+  """
+
+  text: str
+  factor: float | None = None
+  plus: float | None = None
+
+  def is_broken(self, value: float, usual: float) -> bool:
+    """Whether a value has drifted."""
+    if self.plus is not None:
+      return value > usual + self.plus
+    assert self.factor is not None
+    if self.factor < 1:
+      return value < usual * self.factor
+    return value > usual * self.factor
+
+
+_OUTLIERS = "outliers take the range of its codes"
+_EXPLODE = "updates of second moments that are zero are divided by eps"
+_LOST = "moments below the codes' range are lost"
+RULES = {
+  "activations_amax": Rule(_OUTLIERS, factor=2),
+  "activations_kurtosis": Rule(_OUTLIERS, factor=2),
+  "activations_zeroed": Rule("small activations are lost", plus=0.05),
+  "mu_saturated": Rule("groups hold few distinct values", plus=0.05),
+  "nu_saturated": Rule("groups hold few distinct values", plus=0.05),
+  "mu_zeroed": Rule(_LOST, plus=0.05),
+  "nu_zeroed": Rule(_EXPLODE, plus=0.05),
+  "mu_power": Rule("groups span more than before", factor=0.5),
+  "nu_power": Rule("groups span more than before", factor=0.5),
+  "grad_norm": Rule("the loss may spike", factor=4),
+}
+_COMPARED, _FEWEST = 10, 3
+
+
+def probe(
+  config: TrainConfig, graph: nnx.GraphDef
+) -> Callable[[step.TrainState, step.Rows], dict[str, jax.Array]]:
+  """Builds the function of (state, rows) that finds the predictors.
+
+  Args:
+    config: The run. Of several microbatches the first is looked at.
+    graph: From `train.step.build_graph`.
+
+  Returns:
+    The function; it returns f32 [layers] or [1] by the names above, without
+    `grad_norm`.
+  """
+  codec = config.optim.moment_codec()
+
+  def find(state, rows):
+    batch: Any = objective_of(config.model).batch_of(rows)
+    if config.accumulate > 1:
+      parts = microbatches(batch, config.accumulate)
+      batch = jax.tree.map(lambda x: x[0], parts)
+    found = _of_layers(nnx.merge(graph, state.params), batch)
+    adam, _ = weights.without_low(state.optimizer)
+    stored = moments.flatten(moments.moment_trees(adam))
+    for i, name in enumerate(("mu", "nu")):
+      encoded = [each[i] for each in stored if moments.is_encoded(each[i])]
+      found |= {
+        f"{name}_{key}": value.reshape(1)
+        for key, value in _of_codes(codec.groups[i], encoded).items()
+      }
+    return found
+
+  return find
+
+
+def _of_layers(model: Any, batch: Batch) -> dict[str, jax.Array]:
+  """Statistics of each layer's output."""
+  forward = model.layer_forward(batch.input_segments)
+  values = model.layers.attention.active_recipe.formats.values
+
+  def with_statistics(carry, layer, kind):
+    x, routing = forward(carry, layer, kind)
+    return (x, routing), _of_values(x.astype(jnp.float32), values)
+
+  scan = nnx.scan(
+    with_statistics, in_axes=(nnx.Carry, 0, 0), out_axes=(nnx.Carry, 0)
+  )
+  start = model.start(batch.inputs, batch.input_segments)
+  return scan(start, model.layers, model.kinds_of_layers)[1]
+
+
+def _of_values(x: jax.Array, dtype) -> dict[str, jax.Array]:
+  amax = jnp.max(jnp.abs(x))
+  square = jnp.square(x / jnp.where(amax > 0, amax, 1))  # x^4 could overflow.
+  codes = quantize(x, group_size=None, dtype=dtype).qvalue
+  zeroed = (codes.astype(jnp.float32) == 0) & (x != 0)
+  fourth = jnp.mean(jnp.square(square))
+  return {
+    "activations_amax": amax,
+    "activations_kurtosis": fourth / jnp.square(jnp.mean(square)),
+    "activations_zeroed": jnp.mean(zeroed),
+  }
+
+
+def _of_codes(
+  group: GroupCodec, encoded: list[Encoded]
+) -> dict[str, jax.Array]:
+  """Shares of the codes of one moment, of all leaves; {} without codes."""
+  if not encoded or encoded[0].codes.dtype.itemsize > 1:
+    return {}
+  dtype = encoded[0].codes.dtype
+  largest = qmax(dtype) if is_fp8(dtype) else float(jnp.iinfo(dtype).max)
+  magnitudes = [jnp.abs(x.codes.astype(jnp.float32)) for x in encoded]
+  size = sum(x.size for x in magnitudes)
+
+  def share(is_chosen: Callable) -> jax.Array:
+    return sum(jnp.sum(is_chosen(x), dtype=jnp.float32) for x in magnitudes) / (
+      jnp.float32(size)
+    )
+
+  found = {
+    "saturated": share(lambda x: x == largest),
+    "zeroed": share(lambda x: x == 0),
+  }
+  if isinstance(group, ExpandedFP8):
+    powers = []
+    for x, magnitude in zip(encoded, magnitudes, strict=True):
+      occupied = jnp.any(split_groups(magnitude, group.group_size) > 0, axis=-1)
+      power = jnp.where(occupied, group.power(x.amax, x.range), jnp.inf)
+      powers.append(jnp.min(power))
+    found["power"] = jnp.min(jnp.stack(powers))
+  return found
+
+
+class Watcher:
+  """Probes a run, and compares each probe with those before it."""
+
+  def __init__(
+    self,
+    config: TrainConfig,
+    graph: nnx.GraphDef,
+    mesh: Mesh | None,
+    abstract: step.TrainState,
+    rows: Any,
+  ):
+    """Compiles the probe.
+
+    Args:
+      config: The run.
+      graph: From `train.step.build_graph`.
+      mesh: From `train.mesh.make_mesh`; None for one device.
+      abstract: The state, as `train.step.abstract_state` has it.
+      rows: A batch, abstract.
+    """
+    find = probe(config, graph)
+    self._program = step.compile_on(mesh, find, abstract, rows)
+    self._every, self._earlier = config.watch, []
+
+  def is_due(self, done: int) -> bool:
+    """Whether there is a probe after so many steps."""
+    return done % self._every == 0
+
+  def look(
+    self, state: step.TrainState, rows: Any, grad_norm: float
+  ) -> tuple[Found, list[str]]:
+    """Probes a state.
+
+    Args:
+      state: Of the run.
+      rows: The batch of its last step.
+      grad_norm: Of that.
+
+    Returns:
+      What was found, for metrics.jsonl, and a sentence for each drift.
+    """
+    values = jax.device_get(self._program(state, rows))
+    found = {name: _numbers(x) for name, x in values.items()}
+    found["grad_norm"] = _numbers([grad_norm])
+    said = drifts(self._earlier, found)
+    self._earlier = [*self._earlier, found][-_COMPARED:]
+    return found, said
+
+
+def _numbers(values: Any) -> list[float | None]:
+  """Numbers as JSON has them."""
+  return [float(f"{x:.6g}") if np.isfinite(x) else None for x in values]
+
+
+def drifts(earlier: list[Found], found: Mapping[str, list]) -> list[str]:
+  """Compares a probe with those before it, by `RULES`.
+
+  Args:
+    earlier: Probes before it, the oldest first.
+    found: The probe.
+
+  Returns:
+    A sentence for each value that has drifted; of layers, the one furthest off.
+  """
+  said = []
+  for name, rule in RULES.items():
+    worst: tuple[float, str] | None = None
+    for i, value in enumerate(found.get(name, ())):
+      before = [x[name][i] for x in earlier[-_COMPARED:] if name in x]
+      before = [x for x in before if x is not None]
+      if value is None or len(before) < _FEWEST:
+        continue
+      usual = statistics.median(before)
+      if not rule.is_broken(value, usual):
+        continue
+      off = abs(value - usual) / (abs(usual) + 1e-30)
+      where = f" of layer {i}" if len(found[name]) > 1 else ""
+      text = (
+        f"watch: {name}{where} is {value:.4g}, and was {usual:.4g} (median of "
+        f"{len(before)}): {rule.text}"
+      )
+      worst = max(worst or (off, text), (off, text))
+    if worst is not None:
+      said.append(worst[1])
+  return said
