@@ -103,7 +103,7 @@ def cases(names: Sequence[str] | None = None) -> list[Case]:
 
 def codec_row(case: Case, moments: Moments, parts: dict[str, slice]) -> dict:
   """One-step errors of a codec: the values of a row."""
-  encoded, stored = _store(case.codec, moments)
+  encoded, stored = store(case.codec, moments)
   found = update_errors(moments, stored)
   error, exact = (np.asarray(found[x], float) for x in ("error", "exact"))
 
@@ -124,7 +124,10 @@ def codec_row(case: Case, moments: Moments, parts: dict[str, slice]) -> dict:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _store(codec: codecs.MomentCodec, moments: Moments):
+def store(
+  codec: codecs.MomentCodec, moments: Moments
+) -> tuple[tuple[codecs.Encoded, codecs.Encoded], Moments]:
+  """Encodes moments; returns the codes, and what they decode to."""
   words = stochastic.random_words(
     stochastic.leaf_key(0, 0, 0), moments.mu.shape
   )

@@ -8,12 +8,16 @@ it; it is openxla/xla's `specs/h200.txtpb` (Apache-2.0) with the versions of the
 CUDA libraries added. What is compiled so cannot run, but its HLO and its memory
 are those of the card: which kernels and which FP8 products a step consists of,
 and how many bytes it takes. Only what XLA finds out by trying, such as the
-fastest of several algorithms, can differ on a card.
+fastest of several algorithms, can differ on a card. Kernels that programs of a
+process share are compiled once.
 """
 
+import atexit
 import functools
 import importlib.util
 import os
+import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -107,7 +111,8 @@ def compile_for_h200(
   with context:
     jitted = jax.jit(fn, donate_argnums=donate, out_shardings=out_shardings)
     lowered = jitted.trace(*specs).lower()
-  return lowered.compile(compiler_options=options)
+  kept = {"xla_gpu_kernel_cache_file": str(kernels())}
+  return lowered.compile(compiler_options=kept | (options or {}))
 
 
 def temporary_bytes(compiled: jax.stages.Compiled) -> int:
@@ -118,6 +123,18 @@ def temporary_bytes(compiled: jax.stages.Compiled) -> int:
 def peak_bytes(compiled: jax.stages.Compiled) -> int:
   """The most bytes that a device holds at a time, arguments included."""
   return compiled.memory_analysis().peak_memory_in_bytes
+
+
+@functools.cache
+def kernels() -> Path:
+  """The file of the kernels that this process has compiled.
+
+  XLA reads and replaces it with each program, so that no two processes may have
+  the same one; it goes when the process ends.
+  """
+  folder = tempfile.mkdtemp(prefix="kernels.")
+  atexit.register(shutil.rmtree, folder, ignore_errors=True)
+  return Path(folder, "kernels")
 
 
 @functools.cache

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from benchmarks.cases import OpCase, Sizes, of_op
 from coat_jax import ops
 from coat_jax.formats import E4M3
+from coat_jax.ops.blocks import BLOCK
 
 _ONE = functools.partial(jnp.ones, ())
 _LAYOUTS = {"rows": 1, "columns": 1, "both": 2}  # Bytes written a value.
@@ -23,6 +24,7 @@ _LAYOUTS = {"rows": 1, "columns": 1, "both": 2}  # Bytes written a value.
 def elementwise_cases(sizes: Sizes) -> Iterator[OpCase]:
   """Those of every operation that multiplies no matrices."""
   yield from _quantize(sizes)
+  yield from _blocks(sizes)
   yield from _join_columns(sizes)
   yield from _norm(sizes)
   yield from _rope(sizes)
@@ -63,6 +65,44 @@ def _quantize(sizes):
       lambda op, x, scale, to=layout: op(x, scale=scale, layout=to),
       num_bytes=size * (read + written),
     )
+
+
+def _blocks(sizes):
+  """Operands in blocks of 128, of activations and of weights."""
+  shape = dict(zip(("rows", "columns"), sizes.quantized, strict=True))
+  size, read = math.prod(sizes.quantized), sizes.value_bytes
+  x = lambda: (sizes.normal(*sizes.quantized),)  # noqa: E731
+  rows, columns = sizes.quantized
+  blocks = math.ceil(rows / BLOCK), math.ceil(columns / BLOCK)
+  tiles = 4 * math.prod(blocks)
+  yield of_op(
+    ops.tile_scales,
+    shape,
+    x,
+    lambda op, x: op(x),
+    num_bytes=read * size + tiles,
+  )
+  # Of f32 scales, in each layout.
+  of_blocks = dict(rows=4 * rows * blocks[1], columns=4 * columns * blocks[0])
+  of_blocks["both"] = sum(of_blocks.values())
+  of_tiles = dict(rows=tiles, columns=tiles, both=2 * tiles)
+  scales = {ops.quantize_blocks: of_blocks, ops.quantize_tiles: of_tiles}
+  for op, scale_bytes in scales.items():
+    for layout, written in _LAYOUTS.items():
+      yield of_op(
+        op,
+        shape | dict(layout=layout),
+        x,
+        lambda op, x, to=layout: op(x, layout=to),
+        num_bytes=size * (read + written) + scale_bytes[layout],
+      )
+  yield of_op(
+    ops.turn_blocks,
+    shape,
+    lambda: (ops.quantize_blocks(*x(), implementation="xla"),),
+    lambda op, x: op(x),
+    num_bytes=2 * size + of_blocks["both"],
+  )
 
 
 def _join_columns(sizes):

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time and memory of one decoder layer, in FP8 and beside BF16 that saves too.
+"""Time and memory of one layer, in FP8 and beside BF16 that saves too.
 
   python -m benchmarks.layer --preset llama2_7b --batch 4 --seq 2048
+  python -m benchmarks.layer --preset siglip_so400m --batch 64
   python -m benchmarks.layer --compile-only --scan-memory
 
 layer.time: forward, and forward with backward (`mode` full: the output, and the
 gradients of the weights and of the input), in milliseconds and in TFLOP/s of
-the layer's matrix products and attention; a checkpoint's second forward is not
-counted as work. `temporary_bytes` is what the compiled program takes beside its
-arguments and results, `remembered_units` what the layer saves from forward to
-backward in U = 2 D bytes a token (`train.memory`).
+the layer's matrix products and attention, of a decoder causal; a checkpoint's
+second forward is not counted as work. `temporary_bytes` is what the compiled
+program takes beside its arguments and results, `remembered_units` what the
+layer saves from forward to backward in U = 2 D bytes a token (`train.memory`).
 
 layer.scan (--scan-memory): by how many U the temporary memory of a scan over
 layers grows with each layer, (16 layers - 8 layers) / 8. That is what training
@@ -17,6 +18,9 @@ pays for a layer, checkpoints included, and takes no run.
 
 Codes of weights (weight_cache="codes") are computed before and not timed: they
 are for several microbatches. Nor are they counted as temporary.
+
+A decoder's layer is that of a preset of train.pretrain; a vision tower's is
+siglip_so400m (384 pixels, 729 tokens an image) or clip_l (336 pixels, 577).
 
 With --compile-only nothing is run, and everything is compiled for an H200
 (`benchmarks.aot`); then there are no times.
@@ -42,6 +46,7 @@ from coat_jax.layers import (
 )
 from coat_jax.models.config import ModelConfig
 from coat_jax.models.decoder import DecoderLayer
+from coat_jax.models.vision import VisionConfig, VisionLayer
 from coat_jax.recipe import CoatRecipe
 from train.memory import residual_bytes
 from train.presets import PRESETS
@@ -56,6 +61,29 @@ CHECKPOINTS = {
   "names": _policies.save_only_these_names(*RESIDUAL_NAMES),
   "fp8": block_inputs_saveable,
 }
+# SigLIP-so400m and CLIP-L, of patches of 14 pixels.
+TOWERS = {
+  "siglip_so400m": VisionConfig(
+    family="siglip_vision",
+    num_layers=27,
+    d_model=1152,
+    d_ff=4304,
+    num_heads=16,
+    image_size=384,
+    patch_size=14,
+  ),
+  "clip_l": VisionConfig(
+    family="clip_vision",
+    num_layers=24,
+    d_model=1024,
+    d_ff=4096,
+    num_heads=16,
+    image_size=336,
+    patch_size=14,
+    norm_eps=1e-5,
+  ),
+}
+Config = ModelConfig | VisionConfig
 SCANNED_LAYERS = (8, 16)
 _RESIDUAL_TOKENS = 256
 
@@ -74,8 +102,10 @@ class Variant:
     case = {"recipe": r.name, "checkpoint": self.checkpoint}
     if r.name != "bf16":
       case |= {"weight_cache": r.weight_cache}
-    if r.name == "coat":
+    if r.nonlinear == "fp8":
       case |= {"residuals": r.residuals, "attention": r.attention}
+    if r.attention_compute == "fp8":
+      case |= {"attention_compute": "fp8"}
     return case
 
 
@@ -92,6 +122,10 @@ VARIANTS = {
   "minimal_no_cache": Variant(_coat(weight_cache="none")),
   "minimal_codes": Variant(_coat(weight_cache="codes")),
   "minimal_attention": Variant(_coat(attention="fp8")),
+  "minimal_attention_compute": Variant(
+    _coat(attention="fp8", attention_compute="fp8")
+  ),
+  "block": Variant(recipes.fp8_block()),
   "minimal_nothing": Variant(_coat(), "nothing"),
   "minimal_names": Variant(_coat(), "names"),
   "minimal_fp8": Variant(_coat(), "fp8"),
@@ -99,29 +133,38 @@ VARIANTS = {
 }
 
 
-def layer_flops(config: ModelConfig, batch: int, seq: int) -> dict[str, float]:
-  """Operations of a layer's products and of its causal attention, by mode."""
-  d, h = config.d_model, config.head_width
-  heads, kv_heads = config.num_heads, config.num_kv_heads
-  weights = d * h * (2 * heads + 2 * kv_heads) + 3 * d * config.d_ff
+def layer_flops(config: Config, batch: int, seq: int) -> dict[str, float]:
+  """Operations of a layer's products and of its attention, by mode."""
+  d, heads = config.d_model, config.num_heads
+  if isinstance(config, VisionConfig):
+    h, kv_heads, of_mlp, seen = d // heads, heads, 2, 1
+  else:
+    # Attention is causal: half of q k^T and of p v.
+    h, kv_heads, of_mlp, seen = config.head_width, config.num_kv_heads, 3, 0.5
+  weights = d * h * (2 * heads + 2 * kv_heads) + of_mlp * d * config.d_ff
   products = 2 * batch * seq * weights
-  # Half of q k^T and of p v; a backward is five such products in place of two.
-  attention = 2 * batch * heads * seq * seq * h
+  # A backward is five such products in place of two.
+  attention = seen * 4 * batch * heads * seq * seq * h
   return {
     "forward": products + attention,
     "full": 3 * products + 3.5 * attention,
   }
 
 
+def make_layer(config: Config, recipe: CoatRecipe) -> nnx.Module:
+  """A layer with random parameters."""
+  if isinstance(config, VisionConfig):
+    return VisionLayer(config, recipe, rngs=nnx.Rngs(0))
+  return DecoderLayer(config, recipe, rngs=nnx.Rngs(0))
+
+
 class Layer:
   """A variant's layer as functions of parameters and arrays."""
 
-  def __init__(self, config: ModelConfig, variant: Variant):
+  def __init__(self, config: Config, variant: Variant):
     self.recipe = variant.recipe
     self.checkpoint = variant.checkpoint
-    layer = nnx.eval_shape(
-      lambda: DecoderLayer(config, self.recipe, rngs=nnx.Rngs(0))
-    )
+    layer = nnx.eval_shape(lambda: make_layer(config, self.recipe))
     self.graph, self.params = nnx.split(layer, nnx.Param)
 
   def forward(self, params, x, codes=None):
@@ -167,10 +210,9 @@ def with_gradients(forward: Callable) -> Callable:
   return full
 
 
-def make_arrays(layer: Layer, config: ModelConfig, shape, dtype):
+def make_arrays(layer: Layer, config: Config, shape, dtype):
   """Random parameters in `dtype`, x and dy [B, T, D]."""
-  built = DecoderLayer(config, layer.recipe, rngs=nnx.Rngs(0))
-  params = nnx.state(built, nnx.Param)
+  params = nnx.state(make_layer(config, layer.recipe), nnx.Param)
   keys = jax.random.split(jax.random.key(1))
   x, dy = (jax.random.normal(key, shape, jnp.bfloat16) for key in keys)
   return jax.tree.map(lambda p: p.astype(dtype), params), x, dy
@@ -263,11 +305,17 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
   """Reads the command line."""
   parser = argparse.ArgumentParser(
     prog="python -m benchmarks.layer",
-    description="Time and memory of one decoder layer.",
+    description="Time and memory of one layer.",
   )
-  parser.add_argument("--preset", choices=PRESETS, default="llama2_7b")
+  parser.add_argument(
+    "--preset", choices=[*PRESETS, *TOWERS], default="llama2_7b"
+  )
   parser.add_argument("--batch", type=args.count, default=4)
-  parser.add_argument("--seq", type=args.count, default=2048)
+  parser.add_argument(
+    "--seq",
+    type=args.count,
+    help="2048 by default; a vision tower has as many tokens as its images",
+  )
   parser.add_argument("--param-dtype", choices=("bf16", "f32"), default="bf16")
   parser.add_argument(
     "--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS)
@@ -282,6 +330,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
   parser.add_argument("--compile-only", action="store_true")
   parser.add_argument("--repeats", type=args.count, default=20)
   options = parser.parse_args(arguments)
+  if options.preset in TOWERS and options.seq is not None:
+    parser.error(
+      f"--seq is of decoders, got {options.seq} with {options.preset}, whose "
+      "images have as many tokens as their size says; leave it out"
+    )
   dtypes = {"bf16": jnp.bfloat16, "f32": jnp.float32}
   options.param_dtype = dtypes[options.param_dtype]
   return options
@@ -293,7 +346,12 @@ def main(arguments: list[str] | None = None) -> list[dict]:
   options = parse(arguments)
   if options.compile_only:
     aot.only_compile()
-  config = PRESETS[options.preset]().model
+  if options.preset in TOWERS:
+    config = TOWERS[options.preset]
+    options.seq = config.num_tokens
+  else:
+    config = PRESETS[options.preset]().model
+    options.seq = options.seq or 2048
   rows = []
   for name in options.variants:
     say(f"{options.preset}: {name}")

@@ -2,21 +2,21 @@
 """How long a step of the optimizer takes, one leaf, everything in place.
 
   python -m benchmarks.optimizer [--rows 16384] [--codecs coat log8]
-    [--weights float32 bfloat16 bfloat16_low8]
+    [--weights float32 bfloat16 bfloat16_low8] [--optimizer coat_lion]
 
-optimizer: a row for optax.adamw with donated parameters and state (XLA), and
-for each registered codec, rounding and kind of weights the fused step by each
-implementation that can run it; --codecs takes those of your own too, as
-package.module:function. Gradients have the weights' dtype; bfloat16_low8 are
-bf16 weights with low bytes in the state (`low_bits`). Beside the time: `gbps`,
-the bytes that a step must read and write (the parameter and the state both, the
-gradient once) by that time, and `ceiling_share`, that by the bandwidth at which
-this device copies 1 GiB.
+optimizer: a row for optax.adamw (or optax.lion) with donated parameters and
+state (XLA), and for each registered codec, rounding and kind of weights the
+fused step by each implementation that can run it; --codecs takes those of your
+own too, as package.module:function. Gradients have the weights' dtype;
+bfloat16_low8 are bf16 weights with low bytes in the state (`low_bits`). Beside
+the time: `gbps`, the bytes that a step must read and write (the parameter and
+the state both, the gradient once) by that time, and `ceiling_share`, that by
+the bandwidth at which this device copies 1 GiB.
 Default: 2^28 parameters in a leaf of 16384 x 16384.
 """
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -26,8 +26,13 @@ from benchmarks import arguments as args
 from benchmarks.harness import copy_bandwidth, emit, measure, say
 from coat_jax import codecs
 from coat_jax.ops.types import Implementation
-from coat_jax.optimizer.fused import fused_coat_adamw
+from coat_jax.optimizer.fused import fused_coat_adamw, fused_coat_lion
 
+# The step in one function, and what optax has.
+OPTIMIZERS: dict[str, tuple[Callable, Callable]] = {
+  "coat_adamw": (fused_coat_adamw, optax.adamw),
+  "coat_lion": (fused_coat_lion, optax.lion),
+}
 # The dtype of weights and gradients, and whether weights have 24 bits.
 WEIGHTS = {
   "float32": (jnp.float32, False),
@@ -77,10 +82,11 @@ def num_bytes(p, g, state) -> int:
   return 2 * p.nbytes + g.nbytes + 2 * sum(x.nbytes for x in moments)
 
 
-def adamw(shape, dtype, ceiling: float) -> dict:
-  """The row of optax.adamw, its moments in the parameter's dtype."""
+def plain(name: str, shape, dtype, ceiling: float) -> dict:
+  """The row of optax's optimizer, its moments in the parameter's dtype."""
   p, g = parameters(shape, dtype)
-  optimizer = optax.adamw(1e-3, weight_decay=0.1)
+  make = OPTIMIZERS[name][1]
+  optimizer = make(1e-3, weight_decay=0.1)
   state = jax.jit(optimizer.init)(p)
 
   def step(p, state, g):
@@ -89,21 +95,24 @@ def adamw(shape, dtype, ceiling: float) -> dict:
 
   size = num_bytes(p, g, state)
   timing = measure(step, p, state, g, donate=(0, 1))
-  case = dict(codec="optax.adamw", dtype=jnp.dtype(dtype).name, shape=shape)
+  case = dict(
+    codec=f"optax.{make.__name__}", dtype=jnp.dtype(dtype).name, shape=shape
+  )
   return report(case, "xla", timing, size, ceiling)
 
 
-def implementations(codec, shape, dtype) -> list[Implementation]:
+def implementations(name: str, codec, shape, dtype) -> list[Implementation]:
   """Those that can run the fused step here."""
   if jax.default_backend() != "gpu":
     return ["xla"]
-  said = fused_coat_adamw(1e-3, codec=codec).explain(
+  said = OPTIMIZERS[name][0](1e-3, codec=codec).explain(
     {"p": jax.ShapeDtypeStruct(shape, dtype)}
   )
   return ["xla", "mosaic"] if "mosaic on a GPU" in said["p"] else ["xla"]
 
 
 def fused(
+  name: str,
   key,
   codec,
   shape,
@@ -111,10 +120,10 @@ def fused(
   implementation: Implementation,
   ceiling: float,
 ) -> dict:
-  """The row of `fused_coat_adamw`."""
+  """The row of `fused_coat_adamw` or `fused_coat_lion`."""
   dtype, low_bits = WEIGHTS[kind]
   p, g = parameters(shape, dtype)
-  optimizer = fused_coat_adamw(
+  optimizer = OPTIMIZERS[name][0](
     1e-3,
     codec=codec,
     weight_decay=0.1,
@@ -129,6 +138,7 @@ def fused(
   size = num_bytes(p, g, state)
   timing = measure(step, p, state, g, donate=(0, 1))
   case = dict(codec=key[0], rounding=key[1], dtype=kind)
+  case |= {} if name == "coat_adamw" else dict(optimizer=name)
   return report(case | dict(shape=shape), implementation, timing, size, ceiling)
 
 
@@ -164,17 +174,20 @@ def main(arguments: list[str] | None = None) -> None:
   parser.add_argument(
     "--weights", nargs="+", choices=WEIGHTS, default=list(WEIGHTS)
   )
+  parser.add_argument("--optimizer", choices=OPTIMIZERS, default="coat_adamw")
   options = parser.parse_args(arguments)
+  name = options.optimizer
   shape = options.rows, options.columns
   with args.checked(parser):
     chosen = cases(options.codecs)
   ceiling = copy_bandwidth()
   for dtype in dict.fromkeys(WEIGHTS[kind][0] for kind in options.weights):
-    adamw(shape, dtype, ceiling)
+    plain(name, shape, dtype, ceiling)
   for key, codec in chosen.items():
     for kind in options.weights:
-      for implementation in implementations(codec, shape, WEIGHTS[kind][0]):
-        fused(key, codec, shape, kind, implementation, ceiling)
+      dtype = WEIGHTS[kind][0]
+      for implementation in implementations(name, codec, shape, dtype):
+        fused(name, key, codec, shape, kind, implementation, ceiling)
 
 
 if __name__ == "__main__":

@@ -17,14 +17,19 @@ from train import planning
 LOADS = {
   "demo": (64, 256),
   "demo_gpu": (4, 2048),
+  "demo_moe": (64, 256),
   "llama_60m": (16, 1024),
   "llama_130m": (16, 1024),
   "olmo_1b": (4, 2048),
   "olmo_7b": (2, 2048),
+  "gpt2": (16, 1024),
   "llama2_7b": (2, 2048),
   "llama2_13b": (2, 2048),
   "llama_30b": (1, 2048),
   "llama3_8b": (1, 8192),
+  "gemma2_2b": (2, 2048),
+  "gemma2_9b": (2, 2048),
+  "qwen3_30b_a3b": (1, 4096),
 }
 GPUS = (1, 2, 4, 8)
 VARIANTS = ("bf16", "fp8_linear", "coat", "minimal", "lean", "leanest")

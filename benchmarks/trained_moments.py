@@ -7,19 +7,21 @@ within a group that decide how good a codec is.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from jax.typing import DTypeLike
 
 from benchmarks.harness import say
 from coat_jax import recipe
 from coat_jax.models.config import ModelConfig
-from coat_jax.models.decoder import Decoder, loss_fn
+from coat_jax.models.decoder import Decoder
+from coat_jax.models.loss import loss_fn
 from train.data.batches import train_iterator
-from train.data.tokens import DataConfig, load_tokens
+from train.data.tokens import DataConfig, TokenSource, load_tokens
 
 MODEL = ModelConfig(
   family="llama",
@@ -44,6 +46,21 @@ class Moments(NamedTuple):
   nu: jax.Array
 
 
+class Trained(NamedTuple):
+  """A model after its last step.
+
+  Attributes:
+    params: f32, nested dicts.
+    mu, nu: Moments of the same structure, f32.
+    loss: Of the last step, in nats.
+  """
+
+  params: Any
+  mu: Any
+  nu: Any
+  loss: float
+
+
 def train_moments(
   steps: int, *, model: ModelConfig = MODEL, batch: int = 8, seq: int = 64
 ) -> tuple[Moments, dict[str, slice]]:
@@ -59,17 +76,43 @@ def train_moments(
     Moments after the last step, of the leaves that an optimizer would encode,
     and which groups belong to which part of the model.
   """
+  tokens = load_tokens(DataConfig(), model.vocab_size)
+  trained = train_model(model, tokens, steps=steps, batch=batch, seq=seq)
+  return in_groups(trained.mu, trained.nu)
+
+
+def train_model(
+  model: ModelConfig,
+  tokens: TokenSource,
+  *,
+  steps: int,
+  batch: int,
+  seq: int,
+  rate: float = 2e-3,
+  dtype: DTypeLike = jnp.bfloat16,
+) -> Trained:
+  """Trains a model with recipe bf16 and f32 moments.
+
+  Args:
+    model: Its shape.
+    tokens: The data.
+    steps: Updates, with AdamW (b1 0.9, b2 0.95, decay 0.1, clipping at 1).
+    batch: Sequences a step.
+    seq: Tokens a sequence.
+    rate: Peak of the learning rate: warmup of a tenth, cosine to a tenth.
+    dtype: Of activations.
+  """
   graph, params = nnx.split(
-    Decoder(model, recipe.bf16(), rngs=nnx.Rngs(0)), nnx.Param
+    Decoder(model, recipe.bf16(), dtype=dtype, rngs=nnx.Rngs(0)), nnx.Param
   )
+  params = nnx.to_pure_dict(params)
   size = sum(x.size for x in jax.tree.leaves(params))
   say(
-    f"training {size:,} parameters for {steps} steps of {batch} x {seq} bytes"
+    f"training {size:,} parameters for {steps} steps of {batch} x {seq} tokens"
   )
-  tokens = load_tokens(DataConfig(), model.vocab_size)
   batches = train_iterator(tokens, seq_len=seq, batch_size=batch, seed=0)
   schedule = optax.warmup_cosine_decay_schedule(
-    0.0, 2e-3, steps // 10, steps, 2e-4
+    0.0, rate, steps // 10, steps, rate / 10
   )
   optimizer = optax.chain(
     optax.clip_by_global_norm(1.0),
@@ -85,11 +128,13 @@ def train_moments(
     updates, state = optimizer.update(grads, state, params)
     return optax.apply_updates(params, updates), state, loss
 
+  loss = jnp.float32(jnp.nan)
   for i in range(steps):
     params, state, loss = step(params, state, next(batches)["tokens"])
     if i % 50 == 0 or i == steps - 1:
       say(f"  step {i + 1}: loss {float(loss):.3f}")
-  return in_groups(optax.tree.get(state, "mu"), optax.tree.get(state, "nu"))
+  mu, nu = (optax.tree.get(state, name) for name in ("mu", "nu"))
+  return Trained(params, mu, nu, float(loss))
 
 
 def in_groups(mu, nu) -> tuple[Moments, dict[str, slice]]:

@@ -34,6 +34,7 @@ VARIANTS = {
   "in_backward": dict(recipe="coat", optimizer_in_backward=True),
   "lean": _LEAN,
   "leanest": _LEAN | dict(remat="fp8"),
+  "leanest_lion": _LEAN | dict(remat="fp8", optimizer="coat_lion"),
 }
 
 
@@ -55,13 +56,14 @@ def configure(
     batch: sequences for each device that has sequences of its own.
     seq: tokens a sequence.
     mesh: as `--mesh`.
-    **options: of `TrainConfig`.
+    **options: of `TrainConfig`; `optimizer` is its optim's.
 
   Returns:
     Its `TrainConfig`.
   """
   config = PRESETS[preset]()
   options = VARIANTS[variant] | options
+  optimizer = options.pop("optimizer", config.optim.optimizer)
   codec = "coat" if options["recipe"] == "coat" else "float32"
   in_backward = options.get("optimizer_in_backward", False)
   clip = "share" if in_backward else "global"
@@ -72,7 +74,7 @@ def configure(
     batch=batch * parts,
     seq=seq,
     mesh=mesh,
-    optim=dataclasses.replace(config.optim, codec=codec, clip=clip),
+    optim=config.optim.with_optimizer(optimizer, codec=codec, clip=clip),
     report_state=False,
     **options,
   )

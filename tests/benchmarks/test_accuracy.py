@@ -13,7 +13,7 @@ from benchmarks import accuracy, harness, trained_moments
 from coat_jax import codecs
 from tests import cases
 
-CODECS = {"float32", "bfloat16", "fp8", "coat", "coat_e8m0", "log8"}
+CODECS = {"float32", "bfloat16", "fp8", "coat", "coat_e8m0", "log8", "int8"}
 
 
 @pytest.fixture(scope="module")
@@ -63,12 +63,13 @@ def test_one_step_errors_hold_their_bounds(one_step):
   assert "called directly" in grid["note"]
   assert one_step["float32", "none", ""]["update_rms_error"] == 0
   for key, row in one_step.items():
-    if key[0] != "fp8":
+    if key[0] not in ("fp8", "int8"):
       assert row["zeroed_v"] == 0
       # Adam's own limit is (1 - b1) / sqrt((1 - b2) (1 - b1^2 / b2)) = 1.17.
       assert row["max_update"] < 1.3
   # Without expansion v vanishes, and where it does the update explodes.
-  assert one_step["fp8", "nearest", ""]["zeroed_v"] > 0
+  fp8, int8 = (one_step[key, "nearest", ""] for key in ("fp8", "int8"))
+  assert 0 < fp8["zeroed_v"] < int8["zeroed_v"]
 
 
 @pytest.mark.slow
@@ -77,6 +78,7 @@ def test_bytes_are_those_of_codes_and_statistics(one_step):
     "float32": 8,
     "bfloat16": 4,
     "fp8": 2 + 8 / 128,
+    "int8": 2 + 8 / 128,
     "coat": 2 + 10 / 128,
     "coat_e8m0": 2 + 4 / 128,
     "log8": 2 + 4 / 128,

@@ -57,6 +57,18 @@ def test_flops_are_those_of_the_products():
   assert found["full"] == 6 * 8192 * weights + 3.5 * attention
 
 
+def test_layer_of_a_tower_sees_all_tokens_of_an_image():
+  config = layer.TOWERS["siglip_so400m"]
+  assert config.num_tokens == 27**2  # 384 pixels are 27 patches and a bit.
+  assert layer.TOWERS["clip_l"].num_tokens == 24**2 + 1
+  found = layer.layer_flops(config, batch=2, seq=729)
+  weights = 4 * 1152**2 + 2 * 1152 * 4304
+  attention = 2 * 4 * 729**2 * 1152
+  assert found["forward"] == 2 * 2 * 729 * weights + attention
+  options = layer.parse(["--preset=clip_l", "--batch=16"])
+  assert options.seq is None
+
+
 @pytest.mark.slow
 def test_a_variant_is_the_layer_that_training_has():
   variant = layer.VARIANTS["minimal_codes"]
@@ -89,7 +101,13 @@ def test_variants_cover_every_recipe_and_baseline():
 
 
 @pytest.mark.parametrize(
-  "wrong", [["--seq", "0"], ["--preset", "llama9"], ["--variants", "fp7"]]
+  "wrong",
+  [
+    ["--seq", "0"],
+    ["--preset", "llama9"],
+    ["--variants", "fp7"],
+    ["--preset", "clip_l", "--seq", "64"],
+  ],
 )
 def test_wrong_arguments_exit_with_2(wrong, capsys):
   with pytest.raises(SystemExit) as stopped:

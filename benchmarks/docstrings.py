@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Conversations about Python, made of source code that is on the machine.
+
+  python -m benchmarks.docstrings OUT /usr/lib/python3 [DIR ...]
+
+From all .py files below the folders it writes to OUT
+
+  tokenizer.json   a byte-level BPE of 32,000 with the words of ChatML
+  tokens.bin       uint16 ids of all files, to train a model that can be tuned
+  chats.jsonl      a conversation for each function that has a docstring: asked
+                   is what it does, with its source; answered, its docstring
+
+in the same order each time, and each file's text once.
+"""
+
+import argparse
+import ast
+import hashlib
+import json
+import random
+import textwrap
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from benchmarks import arguments as args
+from benchmarks.harness import say
+
+VOCAB_SIZE = 32_000
+END = "<|endoftext|>"
+_LARGEST_FILE, _LARGEST_FUNCTION = 1_000_000, 4_000
+
+
+def read_sources(folders: Sequence[Path]) -> list[str]:
+  """Reads the Python files below folders, each text once, shuffled."""
+  found = {}
+  for folder in folders:
+    for path in sorted(folder.rglob("*.py")):
+      if path.is_symlink() or not path.is_file():
+        continue
+      if path.stat().st_size > _LARGEST_FILE:
+        continue
+      data = path.read_bytes()
+      found.setdefault(hashlib.sha256(data).digest(), data)
+  texts = [data.decode("utf-8", "replace") for _, data in sorted(found.items())]
+  random.Random(0).shuffle(texts)
+  return texts
+
+
+def conversations(text: str) -> Iterator[dict]:
+  """Yields a conversation for each function of a file with a docstring."""
+  try:
+    tree = ast.parse(text)
+  except (SyntaxError, ValueError, RecursionError, MemoryError):
+    return
+  lines = text.split("\n")
+  for node in ast.walk(tree):
+    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+      continue
+    docstring, body = ast.get_docstring(node), node.body[1:]
+    if not docstring or not body:
+      continue
+    first, end = node.body[0], node.end_lineno
+    head = lines[node.lineno - 1 : first.lineno - 1]
+    tail = lines[first.end_lineno : end]
+    if not head or not tail:  # All in a line.
+      continue
+    indent = " " * first.col_offset
+    source = textwrap.dedent("\n".join([*head, f"{indent}...", *tail]))
+    if max(len(source), len(docstring)) > _LARGEST_FUNCTION:
+      continue
+    asked = f"What does {node.name} do?\n\n{source}"
+    yield {
+      "messages": [
+        {"role": "user", "content": asked},
+        {"role": "assistant", "content": docstring},
+      ]
+    }
+
+
+def train_tokenizer(texts: Sequence[str], vocab_size: int) -> Tokenizer:
+  """Trains a byte-level BPE that has the words of ChatML."""
+  tokenizer = Tokenizer(models.BPE())
+  tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+  tokenizer.decoder = decoders.ByteLevel()
+  trainer = trainers.BpeTrainer(
+    vocab_size=vocab_size,
+    special_tokens=[END, "<|im_start|>", "<|im_end|>"],
+    initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    show_progress=False,
+  )
+  tokenizer.train_from_iterator(texts, trainer)
+  return tokenizer
+
+
+def write(texts: Sequence[str], out: Path, vocab_size: int) -> dict[str, int]:
+  """Writes the three files.
+
+  Args:
+    texts: Of Python files.
+    out: A folder.
+    vocab_size: Of the tokenizer, at most 65,536.
+
+  Returns:
+    How many files, tokens and conversations there are.
+  """
+  # An eighth of the text has the words of all.
+  tokenizer = train_tokenizer(texts[: len(texts) // 8 + 1], vocab_size)
+  tokenizer.save(str(out / "tokenizer.json"))
+  (out / "tokenizer_config.json").write_text(
+    json.dumps({"eos_token": "<|im_end|>"}), "utf-8"
+  )
+  end, tokens, chats = tokenizer.token_to_id(END), 0, 0
+  with (
+    open(out / "tokens.bin", "wb") as ids,
+    open(out / "chats.jsonl", "w", encoding="utf-8") as rows,
+  ):
+    for i in range(0, len(texts), 1000):
+      for encoded in tokenizer.encode_batch(texts[i : i + 1000]):
+        ids.write(np.asarray([*encoded.ids, end], np.uint16).tobytes())
+        tokens += len(encoded.ids) + 1
+    for text in texts:
+      for conversation in conversations(text):
+        rows.write(json.dumps(conversation) + "\n")
+        chats += 1
+  return {"files": len(texts), "tokens": tokens, "conversations": chats}
+
+
+def main(arguments: list[str] | None = None) -> dict[str, int]:
+  """Reads the command line and writes the files."""
+  parser = argparse.ArgumentParser(
+    prog="python -m benchmarks.docstrings",
+    description="Writes conversations about Python.",
+  )
+  parser.add_argument("out", type=Path)
+  parser.add_argument("folders", type=Path, nargs="+")
+  parser.add_argument(
+    "--vocab-size", type=args.count, default=VOCAB_SIZE, help="of the tokenizer"
+  )
+  options = parser.parse_args(arguments)
+  with args.checked(parser):
+    if options.vocab_size > 2**16:
+      raise ValueError(
+        "--vocab-size must be at most 65536, for ids are stored in 16 bits, "
+        f"got {options.vocab_size}"
+      )
+    texts = read_sources(options.folders)
+    if not texts:
+      raise ValueError(
+        "folders must have .py files, got none below "
+        f"{', '.join(map(str, options.folders))}"
+      )
+    options.out.mkdir(parents=True)
+    counts = write(texts, options.out, options.vocab_size)
+  say(f"{options.out}: " + ", ".join(f"{n} {x}" for x, n in counts.items()))
+  return counts
+
+
+if __name__ == "__main__":
+  main()

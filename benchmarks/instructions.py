@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Counts what an optimizer's kernel executes, without a GPU.
+
+  PATH=$PATH:DIR PYTHONPATH=.:.venv/compiler python -m benchmarks.instructions
+    [--codecs coat log8] [--weights float32 bfloat16 bfloat16_low8]
+    [--optimizer coat_lion]
+
+DIR has nvdisasm, NVIDIA's disassembler: the wheel nvidia-cuda-nvdisasm, or a
+CUDA toolkit. Each fused step is compiled for an H200 (`benchmarks.aot`) and its
+machine code read. A thread of the kernel holds 8 values and its program has
+neither loops nor branches, so what is written down is what is executed.
+
+optimizer.instructions: a row for each codec, rounding and kind of weights.
+`instructions` a value, and of these by `KINDS`, the pipe that executes them;
+`hash`, what fewer there are where random words are not mixed; `registers` of a
+thread, and `programs`, how many of them that leaves to a multiprocessor.
+`clocks` that a warp's 32 values keep each pipe busy, and the issuing of
+instructions, by the throughputs of compute capability 9.0 in NVIDIA's CUDA C++
+Programming Guide. The largest of them is a bound, not a time: that takes a GPU.
+"""
+
+import argparse
+import collections
+import contextlib
+import functools
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+import jax
+
+from benchmarks import aot
+from benchmarks import arguments as args
+from benchmarks.harness import emit, say
+from benchmarks.optimizer import OPTIMIZERS, WEIGHTS, cases
+from coat_jax.optimizer.fused import fused_coat_adamw
+from coat_jax.pallas.mosaic import words
+
+VALUES = 8  # Of a thread: `pallas.mosaic.registers`.
+SHAPE = (64, 1024)
+
+# What executes an instruction, by how its name starts, the first that matches;
+# and the clocks that it takes a quarter of a multiprocessor for a warp.
+KINDS = {
+  "special": (8, ("MUFU", "F2I", "I2F.", "F2F", "FRND", "POPC", "FLO")),
+  "shuffle": (4, ("SHFL",)),
+  "memory": (4, ("LD", "ST", "RED", "ATOM")),
+  "uniform": (1, ("U", "R2UR", "S2UR")),
+  "multiply-add": (1, ("FFMA", "FMUL", "FADD", "IMAD", "HADD", "HFMA", "HMUL")),
+  "convert": (2, ("F2FP", "I2FP")),
+  "integer, compare": (
+    2,
+    (
+      *("LOP", "PLOP", "SHF", "SHL", "SHR", "LEA", "IADD", "VI", "IABS", "SEL"),
+      *("ISETP", "IMNMX", "PRMT", "SGXT", "BMSK", "BREV", "FMNMX", "FSEL"),
+      *("FSETP", "FCHK", "FSET", "VABSDIFF", "HMNMX", "HSET", "P2R", "R2P"),
+    ),
+  ),
+  "other": (1, ("",)),
+}
+# Multiplications of integers are for one half of the multiply-add pipe.
+_WHOLE_NUMBERS = ("IMAD",)
+_LINE = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P[0-9T]+\s+)?([A-Z][\w.]*)")
+_REGISTERS_OF_SM, _WARPS_OF_PROGRAM = 65536, 4
+
+
+class DisassemblerMissing(aot.CompilerMissing):
+  """nvdisasm is needed and not found."""
+
+
+def disassembler() -> Path:
+  """The CUDA folder whose bin has nvdisasm, as Mosaic wants to be told.
+
+  Raises:
+    DisassemblerMissing: there is none on the PATH.
+  """
+  found = shutil.which("nvdisasm")
+  if found is None:
+    raise DisassemblerMissing(
+      "instructions: needs nvdisasm, got none on the PATH; install the wheel "
+      "nvidia-cuda-nvdisasm into a folder (pip install --target) and add its "
+      "nvidia/cu13/bin to the PATH"
+    )
+  return Path(found).resolve().parents[1]
+
+
+def opcodes(listing: str) -> collections.Counter[str]:
+  """How often each instruction is in a listing of nvdisasm, but for padding."""
+  executed = listing.split("EXIT")[0]  # The end, and then a loop that pads.
+  found = collections.Counter(_LINE.findall(executed))
+  del found["NOP"]
+  return found
+
+
+def kind_of(opcode: str) -> str:
+  """The one of `KINDS` that an instruction is of."""
+  for kind, (_, starts) in KINDS.items():
+    if opcode.startswith(starts):
+      return kind
+  raise AssertionError(opcode)
+
+
+def by_kind(found: collections.Counter[str]) -> dict[str, float]:
+  """Instructions a value of each kind."""
+  out = dict.fromkeys(KINDS, 0.0)
+  for opcode, count in found.items():
+    out[kind_of(opcode)] += count / VALUES
+  return out
+
+
+def clocks(found: collections.Counter[str]) -> dict[str, float]:
+  """Clocks for 32 values, one a lane, of every pipe and of issuing them."""
+  per_value = by_kind(found)
+  out = {kind: per_value[kind] * cost for kind, (cost, _) in KINDS.items()}
+  whole = sum(
+    count for opcode, count in found.items() if opcode.startswith("IMAD")
+  )
+  out["multiply-add"] = max(out["multiply-add"], 2 * whole / VALUES)
+  # Both halves of what is not a multiplication: one pipe.
+  out["integer, compare"] += out.pop("convert")
+  return out | {"issue": sum(per_value.values())}
+
+
+@contextlib.contextmanager
+def _dump() -> Iterator[Path]:
+  """Has Mosaic write machine code to a folder, which is gone afterwards."""
+  # Importing Mosaic sets its folder to what JAX finds of CUDA.
+  with tempfile.TemporaryDirectory() as folder:
+    variables = {
+      "MOSAIC_GPU_CUDA_ROOT": str(disassembler()),
+      "MOSAIC_GPU_DUMP_TO": folder,
+      "MOSAIC_GPU_DUMP_PTXAS": "1",
+      "MOSAIC_GPU_DUMP_SASS": "1",
+    }
+    with mock.patch.dict(os.environ, variables):
+      yield Path(folder)
+
+
+def compile_step(
+  name: str, codec, kind: str, *, mixed: bool = True
+) -> tuple[collections.Counter[str], int]:
+  """Compiles the fused step of one leaf.
+
+  Args:
+    name: of `benchmarks.optimizer.OPTIMIZERS`.
+    codec: a `MomentCodec` that the kernel takes.
+    kind: of `benchmarks.optimizer.WEIGHTS`.
+    mixed: False leaves random words as they are before the hash.
+
+  Returns:
+    Its instructions, and the registers of a thread.
+  """
+  dtype, low_bits = WEIGHTS[kind]
+  optimizer = OPTIMIZERS[name][0](
+    1e-3,
+    codec=codec,
+    weight_decay=0.1,
+    low_bits=low_bits,
+    implementation="mosaic",
+  )
+  p = jax.ShapeDtypeStruct(SHAPE, dtype)
+  state = jax.eval_shape(optimizer.init, p)
+  jax.clear_caches()  # Or a step that is known is not compiled again.
+  mix = words.mix if mixed else (lambda word: word)
+  with _dump() as folder, mock.patch.object(words, "mix", mix):
+    aot.compile_for_h200(
+      lambda p, s, g: optimizer.apply(g, s, p), p, state, p, donate=(0, 1)
+    )
+    [listing] = folder.glob("*.sass*")
+    [report] = folder.glob("*.ptxas")
+    [registers] = re.findall(r"Used (\d+) registers", report.read_text())
+    return opcodes(listing.read_text()), int(registers)
+
+
+def row(name: str, key: tuple[str, str], codec, kind: str) -> dict:
+  """Compiles a step and prints its row."""
+  found, registers = compile_step(name, codec, kind)
+  unmixed, _ = compile_step(name, codec, kind, mixed=False)
+  # Registers are given to a warp in units of 256.
+  of_program = -(-registers // 8) * 8 * 32 * _WARPS_OF_PROGRAM
+  total = found.total() / VALUES
+  busy = clocks(found)
+  case = dict(codec=key[0], rounding=key[1], dtype=kind)
+  case |= {} if name == "coat_adamw" else dict(optimizer=name)
+  per_value, mixing = by_kind(found), total - unmixed.total() / VALUES
+  programs = _REGISTERS_OF_SM // of_program
+  out = emit(
+    "optimizer.instructions",
+    case | dict(compiled_for="NVIDIA H200"),
+    instructions=total,
+    hash=mixing,
+    by_kind=per_value,
+    clocks=busy,
+    registers=registers,
+    programs=programs,
+  )
+  most = max(busy, key=lambda name: busy[name])
+  kinds = ", ".join(f"{k} {v:.1f}" for k, v in per_value.items() if v)
+  say(
+    f"{' '.join(case.values()):32s} {total:6.1f} a value, hash "
+    f"{mixing:.1f} | {kinds} | clocks: issue {busy['issue']:.0f}, "
+    f"{most} {busy[most]:.0f} | {registers} registers, {programs} a "
+    "multiprocessor"
+  )
+  return out
+
+
+@args.command
+def main(arguments: list[str] | None = None) -> None:
+  """Reads the command line and compiles."""
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument(
+    "--codecs", nargs="+", help="by name; all that are registered if not given"
+  )
+  parser.add_argument(
+    "--weights", nargs="+", choices=WEIGHTS, default=list(WEIGHTS)
+  )
+  parser.add_argument("--optimizer", choices=OPTIMIZERS, default="coat_adamw")
+  options = parser.parse_args(arguments)
+  with args.checked(parser):
+    chosen = cases(options.codecs)
+  disassembler()
+  aot.only_compile()
+  for key, codec in chosen.items():
+    for kind in options.weights:
+      if _has_kernel(codec):
+        row(options.optimizer, key, codec, kind)
+
+
+@functools.cache
+def _has_kernel(codec) -> bool:
+  said = fused_coat_adamw(1e-3, codec=codec).explain(
+    {"p": jax.ShapeDtypeStruct(SHAPE, "float32")}
+  )
+  return "mosaic on a GPU" in said["p"]
+
+
+if __name__ == "__main__":
+  main()

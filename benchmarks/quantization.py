@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What 8 bits make of a trained model's moments, activations and gradients.
+
+  python -m benchmarks.quantization run
+  python -m benchmarks.quantization run --preset llama_60m --steps 1500 \\
+    --batch 32 --data FILES --tokenizer FILE
+  python -m benchmarks.quantization plot
+
+`run` trains a Llama on text (Python's standard library as bytes, if no other)
+with recipe bf16 and f32 moments, and measures on what it finds there; the rows
+of its preset in docs/rows/quantization.jsonl are replaced. Activations are f32
+on a CPU, which has no fast BF16, and BF16 on a GPU. Errors are relative RMS
+errors, computed in float64.
+
+quantization.moments   first and second moment in E4M3, E5M2 or INT8, with and
+  without dynamic range expansion, to nearest, per group of 128 and others:
+  error of each and of m / (sqrt(v) + eps), as in table 1 of the paper
+quantization.codecs    the same of every codec that is registered, as it rounds
+quantization.tensors   values and gradients of the last layers' tensors on a
+  held-out batch, and weights: a scale per tensor, per group of 128 to 16
+  values, or per tile of a weight, in E4M3, E5M2 and INT8
+quantization.spread    of the same tensors: amax over RMS, and kurtosis
+quantization.layer     a layer in each recipe: its output and its gradients
+
+`plot` draws docs/figures/quantization_moments.png and quantization_tensors.png
+and prints the tables of docs/stability.md.
+"""
+
+import argparse
+import dataclasses
+import itertools
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks import (
+  accuracy,
+  quantization_figure,
+  quantization_tables,
+  trained_moments,
+)
+from benchmarks import arguments as args
+from benchmarks import quantization_error as errors
+from benchmarks.harness import emit, read_rows, say
+from benchmarks.layer_tensors import LayerTensors, capture
+from benchmarks.trained_moments import GROUP_SIZE, Moments, Trained
+from coat_jax.models.config import ModelConfig
+from train.config import TrainConfig
+from train.data.batches import eval_batches
+from train.data.tokens import DataConfig, TokenSource, load_tokens
+from train.plot import check_figure
+from train.presets import PRESETS
+
+BENCH = "quantization."
+ROWS = Path("docs/rows/quantization.jsonl")
+FIGURES = Path("docs/figures")
+# Of which the tables are of 128.
+GROUP_SIZES = (32, 64, 128, 256, 512)
+# Sequences that layers' tensors are taken of.
+_SEQUENCES = 4
+
+
+class Study(NamedTuple):
+  """What is measured on.
+
+  Attributes:
+    case: What all rows have in common.
+    model: The model's shape.
+    trained: The model.
+    moments: Of it, in groups; parts: whose they are.
+    found: Its layers' tensors.
+  """
+
+  case: dict[str, Any]
+  model: ModelConfig
+  trained: Trained
+  moments: Moments
+  parts: dict[str, slice]
+  found: LayerTensors
+
+
+def prepare(preset: str, config: TrainConfig, tokens: TokenSource) -> Study:
+  """Trains the model, and runs it on held-out text.
+
+  Args:
+    preset: Its name, for the rows.
+    config: Model, steps, batch, sequence and learning rate.
+    tokens: The data.
+  """
+  on_gpu = jax.default_backend() == "gpu"
+  trained = trained_moments.train_model(
+    config.model,
+    tokens,
+    steps=config.steps,
+    batch=config.batch,
+    seq=config.seq,
+    rate=config.optim.lr,
+    dtype=jnp.bfloat16 if on_gpu else jnp.float32,
+  )
+  sizes = dict(batch_size=_SEQUENCES, seq_len=config.seq)
+  (rows,) = eval_batches(tokens, max_batches=1, **sizes)
+  found = capture(config.model, trained.params, jnp.asarray(rows["tokens"]))
+  say(f"loss of the held-out batch: {float(found.loss):.3f}")
+  sizes = dict(steps=config.steps, batch=config.batch, seq=config.seq)
+  return Study(
+    dict(preset=preset) | sizes,
+    config.model,
+    trained,
+    *trained_moments.in_groups(trained.mu, trained.nu),
+    found,
+  )
+
+
+def of_moments(study: Study) -> Iterator[dict]:
+  """Prints and yields the rows of table 1, and of other group sizes."""
+  for group_size in GROUP_SIZES:
+    shape = (-1, group_size)
+    exact = Moments(*(x.reshape(shape) for x in study.moments))
+    codecs = errors.orders(group_size)
+    firsts = {
+      name: errors.through(x, exact.mu) for name, (x, _) in codecs.items()
+    }
+    seconds = {
+      name: errors.through(x, exact.nu) for name, (_, x) in codecs.items()
+    }
+    for first, second in itertools.product(firsts, seconds):
+      if first != second and group_size != GROUP_SIZE:
+        continue
+      stored = Moments(firsts[first], seconds[second])
+      case = dict(first=first, second=second, group_size=group_size)
+      values = errors.moment_errors(exact, stored)
+      yield emit("quantization.moments", study.case | case, **values)
+
+
+def of_codecs(study: Study) -> Iterator[dict]:
+  """Prints and yields a row for each codec and rounding."""
+  for case in accuracy.cases():
+    row = accuracy.codec_row(case, study.moments, study.parts)
+    _, stored = accuracy.store(case.codec, study.moments)
+    values = errors.moment_errors(study.moments, stored)
+    values |= {
+      name: row[name]
+      for name in ("bytes_per_param", "update_rms_error", "max_update")
+    }
+    yield emit("quantization.codecs", study.case | case.row, **values)
+
+
+def of_tensors(study: Study) -> Iterator[dict]:
+  """Prints and yields the rows of layers' tensors and weights."""
+  for kind, name, layers in errors.tensors(study.found, study.trained.params):
+    case = study.case | dict(kind=kind, tensor=name)
+    yield emit("quantization.spread", case, **errors.spread(layers))
+    groups = (*errors.GROUPS, "tile") if kind == "weight" else errors.GROUPS
+    for shared, number in itertools.product(groups, errors.FORMATS):
+      values = errors.tensor_errors(layers, number, shared)
+      how = dict(shared=shared, format=number)
+      yield emit("quantization.tensors", case | how, **values)
+
+
+def of_layers(study: Study) -> Iterator[dict]:
+  """Prints and yields a row for each recipe."""
+  for name, chosen in errors.RECIPES.items():
+    values = errors.layer_errors(
+      study.model, study.trained.params, study.found, chosen
+    )
+    yield emit("quantization.layer", study.case | dict(recipe=name), **values)
+
+
+def measure(study: Study) -> list[dict]:
+  """Prints and returns all rows."""
+  parts = of_moments(study), of_codecs(study), of_tensors(study)
+  return [*itertools.chain(*parts, of_layers(study))]
+
+
+def _parser() -> argparse.ArgumentParser:
+  parser = argparse.ArgumentParser(
+    prog="python -m benchmarks.quantization",
+    description="Errors of 8 bits on a trained model.",
+  )
+  commands = parser.add_subparsers(dest="command", required=True)
+  command = commands.add_parser("run", help="train, and measure")
+  command.add_argument("--preset", choices=PRESETS, default="demo")
+  command.add_argument("--steps", type=args.count, default=1000)
+  command.add_argument("--batch", type=args.count, help="the preset's without")
+  command.add_argument("--seq", type=args.count, help="the preset's without it")
+  command.add_argument("--data", help="as --data.path of train.pretrain")
+  command.add_argument("--tokenizer", help="as --data.tokenizer")
+  command.add_argument("--rows", type=Path, default=ROWS)
+  command = commands.add_parser("plot", help="draw the rows, print the tables")
+  command.add_argument("--preset", choices=PRESETS, default="demo")
+  command.add_argument("--rows", type=Path, default=ROWS)
+  command.add_argument("--out", type=Path, default=FIGURES, help="a folder")
+  return parser
+
+
+@args.command
+def main(arguments: list[str] | None = None) -> int:
+  """Reads the command line and runs; returns the exit status."""
+  parser = _parser()
+  options = parser.parse_args(arguments)
+  if options.command == "plot":
+    with args.checked(parser):
+      names = ("quantization_moments.png", "quantization_tensors.png")
+      files = [options.out / name for name in names]
+      for file in files:
+        check_figure(file)
+      rows = [
+        row
+        for row in read_rows(options.rows, BENCH)
+        if row["case"]["preset"] == options.preset
+      ]
+      if not rows:
+        raise ValueError(
+          f"quantization: {options.rows} must hold rows of {options.preset}, "
+          "got none; run it first"
+        )
+    quantization_figure.draw_moments(rows, files[0])
+    quantization_figure.draw_tensors(rows, files[1])
+    for title, table in quantization_tables.tables(rows).items():
+      print(f"{title}\n\n{table}\n")
+    say(f"drew {files[0]} and {files[1]}")
+    return 0
+  with args.checked(parser):
+    config = PRESETS[options.preset]()
+    if config.model.family != "llama":
+      raise ValueError(
+        f"quantization: --preset must be a Llama, got {options.preset}, whose "
+        "layers are others"
+      )
+    sizes = dict(batch=options.batch, seq=options.seq, steps=options.steps)
+    sizes = {name: x for name, x in sizes.items() if x is not None}
+    config = dataclasses.replace(config, **sizes)
+    data = DataConfig(path=options.data, tokenizer=options.tokenizer)
+    tokens = load_tokens(data, config.model.vocab_size)
+    options.rows.parent.mkdir(parents=True, exist_ok=True)
+    others = [
+      row
+      for row in read_rows(options.rows, BENCH)
+      if row["case"]["preset"] != options.preset
+    ]
+  study = prepare(options.preset, config, tokens)
+  lines = [json.dumps(x, allow_nan=False) for x in [*others, *measure(study)]]
+  options.rows.write_text("\n".join(lines) + "\n")
+  return 0
+
+
+if __name__ == "__main__":
+  sys.exit(main())

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scales per tensor beside scales per block of 128: error, memory, time.
+
+  python -m benchmarks.scaling [--preset llama_60m] [--batch 1] [--seq 512]
+    [--outliers 1 30] [--compile-only] [--repeats 20]
+
+A row for each kind of scales, scaling.layer, of one decoder layer of a preset:
+
+  output_error     of what it adds to its input x, relative RMS beside BF16's
+  dx_error         of the gradient of x, likewise, without the incoming one
+  dweights_error   of the gradients of its matrices, all together
+  bytes_per_token  that it saves for its backward pass
+  forward_ms, full_ms, and temporary_bytes of the latter: on a GPU
+
+With --compile-only, in place of these, what XLA's compiler for CUDA makes of it
+for an H200 (`make test-aot` installs it): temporary bytes, and how many
+products are cuBLASLt's and jax-triton's.
+
+x and the gradient of the output are normal. With --outliers K, every 64th
+feature of both, and one token in 128, are K times as large: that is what blocks
+are for. Products in blocks need the extra `triton` to be kernels. Parameters
+are those of a new model.
+"""
+
+import argparse
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import aot
+from benchmarks import arguments as args
+from benchmarks.harness import emit, measure, say
+from benchmarks.layer import (
+  Layer,
+  Variant,
+  make_arrays,
+  make_specs,
+  with_gradients,
+)
+from benchmarks.layer import temporary_bytes as temporary_bytes_of
+from coat_jax import recipe as recipes
+from coat_jax.formats import E4M3
+from coat_jax.recipe import CoatRecipe, Formats
+from train.memory import residual_bytes
+from train.presets import PRESETS
+
+_E4M3 = Formats(gradients=E4M3)
+VARIANTS: dict[str, CoatRecipe] = {
+  "tensor, E5M2 gradients": recipes.coat(),
+  "tensor, E4M3 gradients": dataclasses.replace(recipes.coat(), formats=_E4M3),
+  "block, E5M2 gradients": dataclasses.replace(
+    recipes.fp8_block(), formats=Formats()
+  ),
+  "block, E4M3 gradients": recipes.fp8_block(),
+}
+
+
+def arrays_of(config, options, outliers: int):
+  """Parameters, x and the output's gradient, some of it larger."""
+  layer = Layer(config, Variant(recipes.bf16()))
+  shape = options.batch, options.seq, config.d_model
+  params, x, dy = make_arrays(layer, config, shape, jnp.float32)
+  features = jnp.where(jnp.arange(shape[2]) % 64 == 7, outliers, 1)
+  tokens = jnp.where(jnp.arange(shape[1]) % 128 == 5, outliers, 1)
+  size = (tokens[:, None] * features[None])[None].astype(x.dtype)
+  return params, x * size, dy * size
+
+
+def errors(config, recipe: CoatRecipe, arrays, exact) -> dict[str, float]:
+  """Relative RMS of what a recipe computes, beside `exact`."""
+  found = results(config, recipe, arrays)
+
+  def relative(name: str) -> float:
+    pairs = list(zip(found[name], exact[name], strict=True))
+    error = sum(np.sum((a - e) ** 2) for a, e in pairs)
+    return float(np.sqrt(error / sum(np.sum(e**2) for _, e in pairs)))
+
+  return {f"{name}_error": relative(name) for name in found}
+
+
+def results(config, recipe: CoatRecipe, arrays) -> dict[str, list]:
+  """What one layer adds to x, to its gradient, and its matrices' gradients."""
+  layer = Layer(config, Variant(recipe))
+
+  @jax.jit
+  def run(params, x, dy):
+    y, dparams, dx = with_gradients(layer.forward)(params, x, dy)
+    f32 = jnp.float32
+    matrices = [w for w in jax.tree.leaves(dparams) if w.ndim > 1]
+    return y.astype(f32) - x.astype(f32), dx.astype(f32) - dy, matrices
+
+  y, dx, dweights = jax.tree.map(np.asarray, run(*arrays))
+  return dict(output=[y], dx=[dx], dweights=dweights)
+
+
+def cost(config, recipe: CoatRecipe, arrays, options) -> dict[str, float]:
+  """Bytes that are saved; on a GPU milliseconds and temporary bytes too."""
+  plain = dataclasses.replace(recipe, implementation="xla")
+  tokens = min(options.seq, 256)
+  saved = residual_bytes(config, plain, tokens=tokens)["total"]
+  values: dict[str, float] = dict(bytes_per_token=saved)
+  if jax.default_backend() != "gpu":
+    return values
+  layer = Layer(config, Variant(recipe))
+  full = with_gradients(layer.forward)
+  values["temporary_bytes"] = temporary_bytes_of(
+    full, jax.eval_shape(lambda: arrays), compile_only=False
+  )
+  for mode, fn, count in (("forward", layer.forward, 2), ("full", full, 3)):
+    timing = measure(fn, *arrays[:count], repeats=options.repeats)
+    values[f"{mode}_ms"] = timing.median_ms
+  return values
+
+
+def compiled(config, recipe: CoatRecipe, options) -> dict:
+  """Of a layer compiled for an H200: memory, and calls of jax-triton's."""
+  layer = Layer(config, Variant(recipe))
+  shape = options.batch, options.seq, config.d_model
+  program = aot.compile_for_h200(
+    with_gradients(layer.forward), *make_specs(layer, shape, jnp.bfloat16)
+  )
+  text = program.as_text()
+  return dict(
+    temporary_bytes=aot.temporary_bytes(program),
+    cublas_products=text.count('custom_call_target="__cublas$lt$matmul$f8"'),
+    jax_triton_products=text.count('custom_call_target="triton_kernel_call'),
+  )
+
+
+@args.command
+def main(arguments: list[str] | None = None) -> list[dict]:
+  """Runs the command; returns the rows it printed."""
+  parser = argparse.ArgumentParser(
+    prog="python -m benchmarks.scaling", description=__doc__.splitlines()[0]
+  )
+  parser.add_argument("--preset", choices=PRESETS, default="llama_60m")
+  parser.add_argument("--batch", type=args.count, default=1)
+  parser.add_argument("--seq", type=args.count, default=512)
+  parser.add_argument("--outliers", type=args.count, nargs="+", default=[1, 30])
+  parser.add_argument("--compile-only", action="store_true")
+  parser.add_argument("--repeats", type=args.count, default=20)
+  options = parser.parse_args(arguments)
+  if options.compile_only:
+    aot.only_compile()
+  config = PRESETS[options.preset]().model
+  case = dict(preset=options.preset, batch=options.batch, seq=options.seq)
+  rows = []
+  if options.compile_only:
+    for name, recipe in VARIANTS.items():
+      say(f"{options.preset}: {name}, compiled for an H200")
+      where = case | dict(scales=name, compiled_for="NVIDIA H200")
+      values = compiled(config, recipe, options)
+      rows.append(emit("scaling.compiled", where, **values))
+    return rows
+  for outliers in options.outliers:
+    arrays = arrays_of(config, options, outliers)
+    exact = results(config, recipes.bf16(), arrays)
+    for name, recipe in VARIANTS.items():
+      say(f"{options.preset}: {name}, outliers x{outliers}")
+      values = errors(config, recipe, arrays, exact)
+      if outliers == options.outliers[0]:
+        values |= cost(config, recipe, arrays, options)
+      where = case | dict(scales=name, outliers=outliers)
+      rows.append(emit("scaling.layer", where, **values))
+  return rows
+
+
+if __name__ == "__main__":
+  main()

@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A small LLaVA and pictures to learn: colored shapes, and what they are.
+
+  python -m benchmarks.shapes FOLDER [--seeds 2]
+
+writes into FOLDER a LLaVA with random weights (`llava`) and conversations
+(`words.json` without images, `shapes.json` with one, two and none), and trains
+in recipe bf16 and in coat, from some seeds:
+
+  words      the decoder, and all else, on descriptions in words, in bf16 alone
+  projector  the projector alone, on images in the place of the words
+  decoder    projector and decoder, from the run before
+
+A table of held-out losses, and of the differences of pairs, is printed at the
+end. On a CPU of two cores it takes some minutes.
+"""
+
+import argparse
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from flax import nnx
+from PIL import Image, ImageDraw
+
+from coat_jax import recipe as recipes
+from coat_jax.models import (
+  ModelConfig,
+  VisionConfig,
+  VisionLanguageConfig,
+  VisionLanguageModel,
+  save_hf,
+)
+from train import finetune
+from train.run.metrics import format_table, read_metrics
+
+COLORS = {
+  "red": (220, 30, 30),
+  "green": (30, 180, 60),
+  "blue": (40, 60, 230),
+  "yellow": (240, 220, 40),
+}
+KINDS = ("circle", "square", "triangle")
+PLACES = ("left", "right", "top", "bottom")
+NUMBERS = "zero one two three four five six seven eight nine ten".split()
+_WORDS = "user assistant system What is it ? are they a the on and . plus which"
+_SPECIAL = ("<image>", "<|im_start|>", "<|im_end|>")
+_SIDE = 32
+# Rows, what is trained, rate and epochs.
+STAGES = {
+  "words": ("words.json", "all", 3e-3, 12),
+  "projector": ("shapes.json", "projector", 3e-3, 4),
+  "decoder": ("shapes.json", "decoder", 1e-3, 4),
+}
+CONFIG = VisionLanguageConfig(
+  text=ModelConfig(
+    family="llama",
+    num_layers=2,
+    d_model=128,
+    d_ff=352,
+    num_heads=4,
+    num_kv_heads=2,
+    vocab_size=64,
+  ),
+  vision=VisionConfig(
+    family="clip_vision",
+    num_layers=2,
+    d_model=64,
+    d_ff=128,
+    num_heads=4,
+    image_size=_SIDE,
+    patch_size=8,
+    norm_eps=1e-5,
+  ),
+  image_token=0,
+)
+_TEMPLATE = (
+  "{% for message in messages %}{{ '<|im_start|>' + message.role + ' ' + "
+  "message.content + ' <|im_end|> ' }}{% endfor %}"
+  "{% if add_generation_prompt %}{{ '<|im_start|>assistant ' }}{% endif %}"
+)
+
+
+def make_llava(
+  folder: Path, config: VisionLanguageConfig = CONFIG, seed: int = 0
+) -> None:
+  """Writes a LLaVA with random weights, as transformers would.
+
+  Args:
+    folder: To create.
+    config: Its shape, with 0 for the image token.
+    seed: Of the weights.
+  """
+  model = VisionLanguageModel(config, recipes.bf16(), rngs=nnx.Rngs(seed))
+  save_hf(model, folder)
+  write_files(folder, config)
+
+
+def write_files(folder: Path, config: VisionLanguageConfig) -> None:
+  """Writes what a LLaVA has beside its tensors and config.json."""
+  words = [*COLORS, *KINDS, *PLACES, *NUMBERS, *_WORDS.split()]
+  vocabulary = {word: i for i, word in enumerate([*_SPECIAL, *words])}
+  tokenizer = tokenizers.Tokenizer(
+    tokenizers.models.WordLevel(vocabulary, unk_token="?")
+  )
+  tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+  tokenizer.add_special_tokens([*_SPECIAL])
+  tokenizer.save(str(folder / "tokenizer.json"))
+  (folder / "chat_template.jinja").write_text(_TEMPLATE)
+  size = config.vision.image_size
+  for name, values in {
+    "tokenizer_config": {"eos_token": "<|im_end|>"},
+    "preprocessor_config": {
+      "image_processor_type": "CLIPImageProcessor",
+      "size": {"shortest_edge": size},
+      "crop_size": {"height": size, "width": size},
+      "image_mean": [0.5, 0.5, 0.5],
+      "image_std": [0.5, 0.5, 0.5],
+    },
+  }.items():
+    (folder / f"{name}.json").write_text(json.dumps(values))
+
+
+def make_rows(folder: Path, count: int, seed: int = 0) -> None:
+  """Writes conversations, and pictures of them.
+
+  Args:
+    folder: To write words.json, shapes.json and the folder images into.
+    count: Rows of each file; every fourth is a sum, without an image.
+    seed: Of what they show.
+  """
+  draw = random.Random(seed)
+  (folder / "images").mkdir(parents=True)
+  words, shapes = [], []
+  for i in range(count):
+    if i % 4 == 3:
+      a, b = draw.randrange(6), draw.randrange(5)
+      asked = f"What is {NUMBERS[a]} plus {NUMBERS[b]} ?"
+      told = f"it is {NUMBERS[a + b]} ."
+      words.append({"conversations": _said(asked, told)})
+      shapes.append(words[-1])
+      continue
+    names, found = [], []
+    for k in range(1 + i % 2):
+      thing = [draw.choice(x) for x in ([*COLORS], KINDS, PLACES)]
+      found.append(thing)
+      names.append(f"{i}_{k}.png")
+      _picture(*thing, draw).save(folder / "images" / names[-1])
+    told = " and ".join(f"a {c} {kind} on the {p}" for c, kind, p in found)
+    asked = "What are they ?" if len(found) > 1 else "What is it ?"
+    described = " ".join(" ".join(thing) for thing in found)
+    words.append({"conversations": _said(f"{described} {asked}", f"{told} .")})
+    seen = " ".join(["<image>"] * len(found))
+    row = {"conversations": _said(f"{seen} {asked}", f"{told} .")}
+    shapes.append({"image": names if len(found) > 1 else names[0], **row})
+  (folder / "words.json").write_text(json.dumps(words))
+  (folder / "shapes.json").write_text(json.dumps(shapes))
+
+
+def _said(asked: str, told: str) -> list[dict[str, str]]:
+  return [{"from": "human", "value": asked}, {"from": "gpt", "value": told}]
+
+
+def _picture(color, kind, place, draw: random.Random) -> Image.Image:
+  image = Image.new("RGB", (_SIDE, _SIDE), (draw.randrange(60),) * 3)
+  x, y = draw.randrange(12, 20), draw.randrange(12, 20)
+  x = {"left": 9, "right": _SIDE - 9}.get(place, x)
+  y = {"top": 9, "bottom": _SIDE - 9}.get(place, y)
+  r = draw.randrange(5, 8)
+  box, pen = (x - r, y - r, x + r, y + r), ImageDraw.Draw(image)
+  if kind == "circle":
+    pen.ellipse(box, fill=COLORS[color])
+  elif kind == "square":
+    pen.rectangle(box, fill=COLORS[color])
+  else:
+    corners = [(x, y - r), (x - r, y + r), (x + r, y + r)]
+    pen.polygon(corners, fill=COLORS[color])
+  return image
+
+
+def train(
+  folder: Path, start: Path, stage: str, recipe: str, seed: int
+) -> Path:
+  """Trains a stage; returns the folder of its run.
+
+  Args:
+    folder: With what `make_llava` and `make_rows` wrote.
+    start: A LLaVA, or the run of the stage before.
+    stage: Of `STAGES`.
+    recipe: Of the layers; with coat moments are in FP8 too.
+    seed: Of the order of the data and of rounding.
+  """
+  rows, trained, rate, epochs = STAGES[stage]
+  out = folder / f"{stage}_{recipe}_{seed}"
+  options: dict[str, Any] = {
+    "data": folder / rows,
+    "images": folder / "images",
+    "out": out,
+    "trained": trained,
+    "recipe": recipe,
+    "seed": seed,
+    "epochs": epochs,
+    "optim.lr": rate,
+    "seq": 96,
+    "batch": 16,
+    "samples": 0,
+    "eval-every": 10_000,
+    "held-out": 0.1,
+  }
+  if recipe == "coat":
+    options |= {"optim.codec": "coat", "optim.group-size": 64}
+  else:
+    options["optim.codec"] = "float32"
+  words = [str(start)]
+  for name, value in options.items():
+    words += [f"--{name}", str(value)]
+  if (status := finetune.main(words)) != 0:
+    raise SystemExit(status)
+  return out
+
+
+def held_out_loss(run: Path) -> float:
+  """The last held-out loss of a run, in nats."""
+  rows = read_metrics(run / "metrics.jsonl")
+  return [x["held_out_loss"] for x in rows if "held_out_loss" in x][-1]
+
+
+def main() -> None:
+  """Makes the data, trains, and prints the table."""
+  parser = argparse.ArgumentParser(description="Trains a small LLaVA.")
+  parser.add_argument("folder", type=Path)
+  parser.add_argument("--seeds", type=int, default=2)
+  folder, seeds = vars(parser.parse_args()).values()
+  make_rows(folder, 800)
+  make_llava(folder / "llava")
+  start = train(folder, folder / "llava", "words", "bf16", 0)
+  rows = [["words", f"{held_out_loss(start):.4f}", "", ""]]
+  for seed in range(seeds):
+    runs = {"bf16": start, "coat": start}
+    for stage in ("projector", "decoder"):
+      for recipe, before in runs.items():
+        runs[recipe] = train(folder, before, stage, recipe, seed)
+      plain, coat = (held_out_loss(run) for run in runs.values())
+      cells = f"{plain:.4f}", f"{coat:.4f}", f"{coat - plain:+.4f}"
+      rows.append([f"{stage}, seed {seed}", *cells])
+  print(format_table(["held-out loss", "bf16", "coat", "difference"], rows))
+
+
+if __name__ == "__main__":
+  main()

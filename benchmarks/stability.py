@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where training breaks: learning rates, seeds and variants of low precision.
+
+  python -m benchmarks.stability run --minutes 9
+  python -m benchmarks.stability run --preset llama_60m --steps 1500 --best 2 \\
+    --data FILES --tokenizer FILE
+  python -m benchmarks.stability plot
+
+`run` trains a Llama of 14.4 M parameters on bytes of Python's standard library
+(batch 16 x 256, warmup of a tenth, cosine to a tenth, AdamW with b2 0.95,
+decay 0.1, clipping at 1) for every variant, learning rate and seed, and appends
+a row to docs/rows/stability.jsonl when a run has ended, whichever way. Rows
+that are there are not run again, so that it goes on where it was stopped;
+with --minutes it begins no run that would end later, going by those before it.
+--best 2 takes each variant's two best rates of the rows of the small model.
+With JAX_COMPILATION_CACHE_DIR set, a program is compiled once for all pieces.
+
+Runs of a variant share one compiled program: rate and seed are its arguments,
+and it takes 25 steps a call. They are not vmapped: the kernels have no rule
+for it. A seed is that of weights, data and stochastic rounding; runs of
+one seed in all variants begin alike and read the same batches.
+
+A row has
+  train_loss      mean of the last 50 steps; held_out_loss: of 16 batches
+  failed          "not finite" (the run ends there), or "diverged": train_loss
+                  above the best mean of 50 steps by half a nat; null
+  spikes          times that a loss is above the mean of the 50 before it by
+                  four of their standard deviations and 0.1 nats, after the
+                  warmup; those next to each other are one
+  losses          means of 25 steps; grad_norms: their medians and largest
+  watch           what `train.watch` finds, ten times: the worst layer, but
+                  amax of each
+`plot` draws the figure of docs/figures/stability.png from the rows.
+"""
+
+import argparse
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks import arguments as args
+from benchmarks import stability_figure
+from benchmarks.harness import emit, read_rows, say
+from benchmarks.stability_run import Data, Programs, Setup, train_one
+from coat_jax.formats import E4M3
+from coat_jax.models.config import ModelConfig
+from coat_jax.recipe import Formats
+from train.config import OptimConfig, TrainConfig
+from train.data.tokens import DataConfig, TokenSource, load_tokens
+from train.plot import check_figure
+from train.presets import PRESETS
+
+RATES = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
+SEEDS = (0, 1, 2)
+ROWS = Path("docs/rows/stability.jsonl")
+FIGURE = Path("docs/figures/stability.png")
+_F32 = dict(optim=dict(codec="float32"))
+
+
+def study() -> TrainConfig:
+  """The small model's run, in recipe coat."""
+  return TrainConfig(
+    out="unused",
+    model=ModelConfig(
+      family="llama",
+      num_layers=8,
+      d_model=384,
+      d_ff=1024,
+      num_heads=6,
+      num_kv_heads=6,
+      vocab_size=256,
+    ),
+    optim=OptimConfig(lr=1e-3, warmup=0.1),
+    steps=1000,
+    batch=16,
+    seq=256,
+  )
+
+
+# What differs from the run in recipe coat.
+VARIANTS: dict[str, dict[str, Any]] = {
+  "bf16": dict(recipe="bf16", **_F32),
+  "fp8_linear": dict(recipe="fp8_linear", **_F32),
+  "coat": {},
+  "coat, nearest": dict(optim=dict(rounding="nearest")),
+  "coat, E4M3 gradients": dict(formats=Formats(gradients=E4M3)),
+  "coat, BF16 weights": dict(params="bfloat16"),
+  "fp8_block": dict(recipe="fp8_block"),
+  "int8": dict(recipe="int8"),
+  "coat, INT8 moments": dict(optim=dict(codec="int8")),
+}
+
+
+def setup(base: TrainConfig, variant: str) -> Setup:
+  """Builds a variant of a run."""
+  changes = dict(VARIANTS[variant])
+  formats = changes.pop("formats", None)
+  optim = dataclasses.replace(base.optim, lr=1.0, **changes.pop("optim", {}))
+  return Setup(dataclasses.replace(base, optim=optim, **changes), formats)
+
+
+def cases(
+  variants: Iterable[str],
+  rates: dict[str, list[float]],
+  seeds: Iterable[int],
+  done: list[dict],
+  case: dict[str, Any],
+) -> Iterator[dict[str, Any]]:
+  """Lists what is still to be run: variant by variant, the seeds of each rate.
+
+  Args:
+    variants: Their names.
+    rates: Of each variant.
+    seeds: Of each rate.
+    done: Rows that are there.
+    case: What all runs have in common.
+  """
+  known = {json.dumps(row["case"], sort_keys=True) for row in done}
+  for variant in variants:
+    for rate in rates[variant]:
+      for seed in seeds:
+        found = case | dict(variant=variant, rate=rate, seed=seed)
+        if json.dumps(found, sort_keys=True) not in known:
+          yield found
+
+
+def run(
+  base: TrainConfig,
+  todo: Iterable[dict[str, Any]],
+  source: TokenSource,
+  rows: Path,
+  *,
+  minutes: float,
+) -> int:
+  """Trains what is to be run, and appends a row for each.
+
+  Args:
+    base: The run in recipe coat.
+    todo: From `cases`.
+    source: The data.
+    rows: The file.
+    minutes: Begins no run that would end later.
+
+  Returns:
+    How many were run.
+  """
+  started, count = time.monotonic(), 0
+  # Seconds of a variant's first run, which compiles, and of its others.
+  longest = {True: 0.0, False: 0.0}
+  data, variant = Data(source, base), None
+  found = programs = None
+  for case in todo:
+    is_first = case["variant"] != variant
+    expected = longest[is_first] or max(longest.values())
+    left = 60 * minutes - (time.monotonic() - started)
+    if left < 1.1 * expected:
+      say(f"{minutes:g} minutes are over; run it again for the rest")
+      break
+    began = time.monotonic()
+    if is_first:
+      variant = case["variant"]
+      found = setup(base, variant)
+      programs = Programs(found)
+    assert found is not None and programs is not None
+    values = train_one(programs, found.config, data, case["rate"], case["seed"])
+    row = emit("stability", case, **values)
+    with rows.open("a") as file:
+      file.write(json.dumps(row, allow_nan=False) + "\n")
+    seconds = time.monotonic() - began
+    longest[is_first] = max(longest[is_first], seconds)
+    count += 1
+  return count
+
+
+def _parser() -> argparse.ArgumentParser:
+  parser = argparse.ArgumentParser(
+    prog="python -m benchmarks.stability",
+    description="Where training breaks.",
+  )
+  commands = parser.add_subparsers(dest="command", required=True)
+  command = commands.add_parser("run", help="train what is not in the rows")
+  command.add_argument("--preset", choices=["study", *PRESETS], default="study")
+  command.add_argument("--variants", nargs="+", choices=VARIANTS)
+  command.add_argument("--rates", nargs="+", type=float, default=RATES)
+  command.add_argument("--best", type=args.count, help="so many of the study's")
+  command.add_argument("--seeds", nargs="+", type=int, default=SEEDS)
+  command.add_argument("--steps", type=args.count, default=1000)
+  command.add_argument("--batch", type=args.count, help="the preset's without")
+  command.add_argument("--seq", type=args.count, help="the preset's without it")
+  command.add_argument("--data", help="as --data.path of train.pretrain")
+  command.add_argument("--tokenizer", help="as --data.tokenizer")
+  command.add_argument("--minutes", type=float, default=1e9)
+  command.add_argument("--rows", type=Path, default=ROWS)
+  command = commands.add_parser("plot", help="draw the rows")
+  command.add_argument("--preset", choices=["study", *PRESETS], default="study")
+  command.add_argument("--rows", type=Path, default=ROWS)
+  command.add_argument("--out", type=Path, default=FIGURE)
+  return parser
+
+
+@args.command
+def main(arguments: list[str] | None = None) -> int:
+  """Reads the command line and runs; returns the exit status."""
+  parser = _parser()
+  options = parser.parse_args(arguments)
+  with args.checked(parser):
+    done = read_rows(options.rows, "stability")
+    if options.command == "plot":
+      check_figure(options.out)
+      print(stability_figure.draw(done, options.preset, options.out))
+      say(f"drew {options.out}")
+      return 0
+    base = study() if options.preset == "study" else PRESETS[options.preset]()
+    sizes = dict(batch=options.batch, seq=options.seq, steps=options.steps)
+    base = dataclasses.replace(
+      base,
+      report_state=False,
+      compare_seeds=1,
+      **{name: x for name, x in sizes.items() if x is not None},
+    )
+    variants = options.variants or list(VARIANTS)
+    rates = {name: list(options.rates) for name in variants}
+    if options.best:
+      rates = {
+        name: stability_figure.best_rates(done, name, options.best)
+        for name in variants
+      }
+    config = DataConfig(path=options.data, tokenizer=options.tokenizer)
+    source = load_tokens(config, base.model.vocab_size)
+    options.rows.parent.mkdir(parents=True, exist_ok=True)
+  case = dict(
+    preset=options.preset, steps=base.steps, batch=base.batch, seq=base.seq
+  )
+  todo = cases(variants, rates, options.seeds, done, case)
+  count = run(base, todo, source, options.rows, minutes=options.minutes)
+  say(f"{count} runs, in {options.rows}")
+  return 0
+
+
+if __name__ == "__main__":
+  sys.exit(main())

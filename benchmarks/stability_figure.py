@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The figure and the table of `benchmarks.stability`, from its rows."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from train.run.metrics import format_table
+
+# Two-sided 95 % of Student's t, by degrees of freedom.
+_T95 = {1: 12.71, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365}
+
+
+class Summary(NamedTuple):
+  """What the runs of a variant come to.
+
+  Attributes:
+    rates: All, in order.
+    losses: Held-out losses of each rate by seed; of runs that did not fail.
+    spikes: Mean of each rate.
+    failed: Runs of each rate that failed.
+    largest: The largest rate of which no seed failed, nor of a lower one; None
+      where there is none.
+    best: The rate with the lowest mean loss of those.
+  """
+
+  rates: list[float]
+  losses: dict[float, dict[int, float]]
+  spikes: dict[float, float]
+  failed: dict[float, int]
+  largest: float | None
+  best: float | None
+
+
+def summarize(rows: Iterable[dict]) -> Summary:
+  """Condenses the rows of one variant of one model."""
+  by_rate: dict[float, list[dict]] = {}
+  for row in sorted(rows, key=lambda row: row["case"]["rate"]):
+    by_rate.setdefault(row["case"]["rate"], []).append(row)
+  losses: dict[float, dict[int, float]] = {}
+  for rate, found in by_rate.items():
+    losses[rate] = {
+      row["case"]["seed"]: row["held_out_loss"]
+      for row in found
+      if row["failed"] is None and row.get("held_out_loss") is not None
+    }
+  failed = {
+    rate: len(found) - len(losses[rate]) for rate, found in by_rate.items()
+  }
+  stable = []
+  for rate in by_rate:
+    if failed[rate]:
+      break
+    stable.append(rate)
+  means = {rate: np.mean(list(losses[rate].values())) for rate in stable}
+  return Summary(
+    rates=list(by_rate),
+    losses=losses,
+    spikes={
+      rate: float(np.mean([row["spikes"] for row in found]))
+      for rate, found in by_rate.items()
+    },
+    failed=failed,
+    largest=stable[-1] if stable else None,
+    best=min(means, key=lambda rate: means[rate]) if means else None,
+  )
+
+
+def best_rates(rows: Iterable[dict], variant: str, count: int) -> list[float]:
+  """The rates of the small model with the lowest mean losses, in order.
+
+  Args:
+    rows: All.
+    variant: Of these.
+    count: How many.
+
+  Raises:
+    ValueError: there are fewer that train with every seed.
+  """
+  found = summarize(
+    row
+    for row in rows
+    if row["case"]["preset"] == "study" and row["case"]["variant"] == variant
+  )
+  whole = [
+    rate
+    for rate in found.rates
+    if found.losses[rate] and not found.failed[rate]
+  ]
+  if len(whole) < count:
+    raise ValueError(
+      f"stability: --best {count} needs as many rates of {variant!r} that "
+      f"train, got {len(whole)}; run the small model first, or pass --rates"
+    )
+  whole.sort(key=lambda rate: np.mean(list(found.losses[rate].values())))
+  return sorted(whole[:count])
+
+
+def interval(values: Iterable[float]) -> tuple[float, float]:
+  """Mean, and half of its 95 % interval; NaN of one value."""
+  x = np.asarray(list(values), float)
+  if len(x) < 2:
+    return float(x.mean()) if len(x) else float("nan"), float("nan")
+  t = _T95.get(len(x) - 1, 1.96)
+  return float(x.mean()), float(t * x.std(ddof=1) / len(x) ** 0.5)
+
+
+def draw(rows: Iterable[dict], preset: str, out: Path) -> str:
+  """Draws the figure of a model and returns its table.
+
+  Args:
+    rows: All.
+    preset: Of this model.
+    out: The figure's file.
+
+  Raises:
+    ValueError: there is no row of the model.
+  """
+  by_variant: dict[str, list[dict]] = {}
+  for row in rows:
+    if row["case"]["preset"] == preset:
+      by_variant.setdefault(row["case"]["variant"], []).append(row)
+  if not by_variant:
+    raise ValueError(
+      f"stability: there must be rows of {preset}, got none; run it first"
+    )
+  found = {name: summarize(each) for name, each in by_variant.items()}
+  figure = Figure(figsize=(15, 9), layout="constrained")
+  losses, largest, spikes, norms = figure.subplots(2, 2).ravel()
+  for i, (name, summary) in enumerate(found.items()):
+    style: dict[str, Any] = dict(color=f"C{i}", label=name)
+    _draw_losses(losses, summary, **style)
+    spikes.plot(*zip(*summary.spikes.items(), strict=True), "o-", **style)
+    if summary.largest is not None:
+      largest.barh(i, summary.largest, **style)
+    _draw_norms(norms, by_variant[name], summary.best, **style)
+  largest.set_yticks(range(len(found)), list(found))
+  largest.invert_yaxis()
+  for axes in (losses, spikes):
+    axes.set_xscale("log")
+    axes.set_xlabel("learning rate")
+  largest.set_xscale("log")
+  losses.set(
+    ylabel="held-out loss (nats)", title="Loss; crosses: a seed failed"
+  )
+  largest.set(xlabel="learning rate", title="Largest rate that all seeds train")
+  spikes.set(ylabel="spikes a run", title="Loss spikes")
+  norms.set(xlabel="step", ylabel="gradient norm", title="At the best rate")
+  norms.set_yscale("log")
+  losses.legend(fontsize="small")
+  figure.savefig(out, dpi=120)
+  return _table(found)
+
+
+def _draw_losses(axes, summary: Summary, **style) -> None:
+  """Means over seeds with the range of seeds; crosses where one failed."""
+  whole = [rate for rate in summary.rates if summary.losses[rate]]
+  means = [np.mean(list(summary.losses[rate].values())) for rate in whole]
+  axes.plot(whole, means, "o-", **style)
+  for rate, mean in zip(whole, means, strict=True):
+    values = summary.losses[rate].values()
+    axes.plot([rate, rate], [min(values), max(values)], color=style["color"])
+    if summary.failed[rate]:
+      axes.plot(rate, mean, "x", color=style["color"], markersize=12)
+  for rate in summary.rates:
+    if not summary.losses[rate]:  # At the top, whatever the axis is.
+      axes.plot(
+        rate,
+        0.98,
+        "x",
+        color=style["color"],
+        markersize=12,
+        transform=axes.get_xaxis_transform(),
+      )
+
+
+def _draw_norms(axes, rows: list[dict], best: float | None, **style) -> None:
+  """Medians of the gradients' norm at a variant's best rate, of one seed."""
+  for row in rows:
+    if row["case"]["rate"] == best:
+      norms = np.array(row["grad_norms"], float)
+      steps = np.linspace(0, row["case"]["steps"], len(norms))
+      axes.plot(steps, norms, **style)
+      return
+
+
+def _table(found: dict[str, Summary]) -> str:
+  """Lines of a table, the differences from bf16 paired by seed."""
+  header = ["variant", "runs failed", "largest rate", "best rate", "loss"]
+  header += ["spread of seeds", "less bf16's", "95 %", "spikes"]
+  lines = []
+  plain = found.get("bf16")
+  for name, summary in found.items():
+    failed = f"{sum(summary.failed.values())}"
+    line = [name, failed, f"{summary.largest or float('nan'):g}"]
+    if summary.best is None:
+      lines.append([*line, *["-"] * (len(header) - len(line))])
+      continue
+    own = summary.losses[summary.best]
+    line += [f"{summary.best:g}", f"{np.mean(list(own.values())):.4f}"]
+    line += [f"{max(own.values()) - min(own.values()):.4f}"]
+    difference = ["-", "-"]
+    if plain is not None and plain.best is not None:
+      other = plain.losses[plain.best]
+      mean, half = interval(own[s] - other[s] for s in own if s in other)
+      difference = [f"{mean:+.4f}", f"±{half:.4f}"]
+    lines.append([*line, *difference, f"{summary.spikes[summary.best]:.1f}"])
+  return format_table(header, lines)

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""benchmarks.instructions reads machine code; compiling it is for `aot`."""
+
+import collections
+
+import pytest
+
+from benchmarks import aot, instructions
+
+# As nvdisasm prints it, with what a kernel ends in to fill a cache line.
+LISTING = """\
+.text.kernel:
+   -:-:-:Y:01        /*0000*/                   LDC R1, c[0x0][0x28]
+   -:-:-:-:06        /*0010*/                   ULDC.64 UR6, c[0x0][0x258]
+   2:-:-:Y:01        /*0020*/               @P0 SHF.R.U32.HI R2, RZ, 0x4, R11
+   -:-:2:Y:01        /*0030*/              @!PT MUFU.LG2 R26, R22 ;
+   -:-:2:Y:01        /*10040*/                  FMNMX.NAN R3, R4, R5, !PT
+   -:-:-:-:03        /*0050*/                   IMAD.WIDE.U32 R4, R25, 0x200, R4
+   -:-:-:-:03        /*0060*/                   IMAD R4, R25, 0x200, R4
+   -:-:-:Y:01        /*0070*/                   NOP
+   -:-:-:Y:05        /*3790*/                   EXIT
+.L_x_0:
+   -:-:-:-:00        /*37a0*/                   BRA `(.L_x_0)
+   -:-:-:Y:00        /*37b0*/                   NOP
+"""
+
+
+def test_instructions_are_read_and_sorted_by_the_pipe_that_executes_them():
+  found = instructions.opcodes(LISTING)
+  assert found == collections.Counter(
+    {
+      "LDC": 1,
+      "ULDC.64": 1,
+      "SHF.R.U32.HI": 1,
+      "MUFU.LG2": 1,
+      "FMNMX.NAN": 1,
+      "IMAD.WIDE.U32": 1,
+      "IMAD": 1,
+    }
+  )
+  per_value = instructions.by_kind(found)
+  assert {k: v * 8 for k, v in per_value.items() if v} == {
+    "memory": 1,
+    "uniform": 1,
+    "integer, compare": 2,
+    "special": 1,
+    "multiply-add": 2,
+  }
+  busy = instructions.clocks(found)
+  # Two clocks for what one half of a pipe executes, eight for a logarithm.
+  assert busy["integer, compare"] * 8 == 4
+  assert busy["multiply-add"] * 8 == 4
+  assert busy["special"] * 8 == 8
+  assert busy["issue"] * 8 == 7
+
+
+def test_a_missing_disassembler_is_named(monkeypatch):
+  monkeypatch.setenv("PATH", "")
+  with pytest.raises(aot.CompilerMissing, match="needs nvdisasm, got none"):
+    instructions.disassembler()
