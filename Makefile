@@ -5,6 +5,9 @@ VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 CUDA_STAMP := $(VENV)/.installed-cuda
+# lm-evaluation-harness brings half a gigabyte (datasets, pandas, scikit-learn)
+# and takes minutes to install, so that no other target waits for it.
+EVAL_STAMP := $(VENV)/.installed-eval
 # The compiler for CUDA has a folder to itself: where JAX finds it without the
 # libraries of CUDA, every command that does not name its platform warns.
 COMPILER := $(VENV)/compiler
@@ -12,7 +15,7 @@ COMPILER_STAMP := $(COMPILER)/.installed
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check \
   --constraint constraints.txt
 CHECK := import sys, venv, ensurepip; assert sys.version_info >= (3, 12)
-EXTRAS := train,test,lint,docs
+EXTRAS := train,vision,test,lint,docs
 
 # More arguments for `make train` and the tests, as in
 # `make train ARGS="--steps 50"` or `make test ARGS="-k qtensor"`.
@@ -34,7 +37,7 @@ $(shell rm -f $(STAMP))
 endif
 endif
 
-.PHONY: help train test test-all test-aot test-gpu lint docs clean
+.PHONY: help train test test-all test-aot test-gpu test-eval lint docs clean
 
 help:
 	@echo 'make train     train a model on real text: FP8 beside its BF16 twin'
@@ -42,6 +45,7 @@ help:
 	@echo 'make test-all  run all of it: killed runs, several processes, matrices'
 	@echo 'make test-aot  compile for an H200, without one, and check what comes out'
 	@echo 'make test-gpu  run the tests that need an NVIDIA GPU'
+	@echo 'make test-eval run the tests that need lm-evaluation-harness'
 	@echo 'make lint      check style (ruff) and types (pyright)'
 	@echo 'make docs      build the documentation into site/; a warning is an error'
 	@echo 'make clean     remove .venv and caches'
@@ -92,6 +96,9 @@ test-aot: $(COMPILER_STAMP)
 test-gpu: $(CUDA_STAMP)
 	JAX_PLATFORMS=cuda,cpu $(PY) -m pytest --durations=10 -m gpu $(ARGS)
 
+test-eval: $(EVAL_STAMP)
+	JAX_PLATFORMS=cpu $(PY) -m pytest --durations=10 tests/train/evaluation $(ARGS)
+
 lint: $(STAMP)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
@@ -141,6 +148,11 @@ $(COMPILER_STAMP): $(STAMP)
 	rm -rf $(COMPILER)
 	$(PIP) --no-deps --target $(COMPILER) jax-cuda13-plugin jax-cuda13-pjrt
 	touch $@
+
+$(EVAL_STAMP): $(STAMP)
+	@echo "Adding lm-evaluation-harness to $(VENV) (half a gigabyte, once)"
+	@$(PIP) --editable '.[$(EXTRAS),eval]'
+	@touch $@
 
 $(CUDA_STAMP): $(STAMP)
 	@echo "Adding CUDA to $(VENV) (some gigabytes, once)"

@@ -88,7 +88,7 @@ def test_with_a_gpu_make_train_installs_cuda_and_trains_there(make):
 def test_without_a_gpu_nothing_of_cuda_is_installed(make, nvidia_smi):
   done, (pip, train) = make("train", nvidia_smi=nvidia_smi)
   assert done.returncode == 0 and "NVIDIA" not in done.stdout
-  assert installed(pip) == {"train", "test", "lint", "docs"}
+  assert installed(pip) == {"train", "vision", "test", "lint", "docs"}
   assert train == "-m train.pretrain demo --compare bf16 --overwrite"
 
 
@@ -109,3 +109,10 @@ def test_make_test_is_the_cpu_suite_with_a_gpu_too(make):
   assert done.returncode == 0, done.stdout
   assert "cuda" not in installed(pip)
   assert suite.startswith("cpu -m pytest") and "not gpu" in suite
+
+
+def test_harness_is_installed_for_its_own_tests_alone(make):
+  done, (first, second, suite) = make("test-eval")
+  assert done.returncode == 0, done.stdout
+  assert "eval" not in installed(first) and "eval" in installed(second)
+  assert suite.startswith("cpu -m pytest") and "tests/train/eval" in suite

@@ -1,14 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the compiler for an H200 makes of attention and its gradients."""
 
+import dataclasses
+import functools
 import re
 
 import jax
 import jax.numpy as jnp
 import pytest
+from jax import P
+from jax.sharding import AxisType, NamedSharding
 
+from benchmarks.aot import h200_devices
 from coat_jax import ops
+from coat_jax import recipe as recipes
+from coat_jax.layers import dot_product_attention
 from coat_jax.ops import AttentionKind
+from coat_jax.recipe import MeshAxes
 from tests.aot.compiling import (
   compile_for_h200,
   custom_calls,
@@ -21,13 +29,14 @@ pytestmark = pytest.mark.aot
 B, T, N, K, H, WINDOW = 1, 4096, 8, 4, 128, 1024
 
 
-def compiled_attention(kind, segmented=False):
+def compiled_attention(kind, segmented=False, heads=(B, T, N, K, H)):
   def f(q, k, v, dout, segments):
     residuals = ops.attention_fwd(q, k, v, segments, kind=kind)
     return ops.attention_bwd(dout, q, k, v, residuals, segments, kind=kind)
 
-  q, kv = (jax.ShapeDtypeStruct((B, T, n, H), jnp.bfloat16) for n in (N, K))
-  segments = jax.ShapeDtypeStruct((B, T), jnp.int32) if segmented else None
+  b, t, *counts, h = heads
+  q, kv = (jax.ShapeDtypeStruct((b, t, n, h), jnp.bfloat16) for n in counts)
+  segments = jax.ShapeDtypeStruct((b, t), jnp.int32) if segmented else None
   return compile_for_h200(f, q, kv, kv, q, segments)
 
 
@@ -41,6 +50,44 @@ def test_window_is_left_to_cudnn(window):
     r'"sliding_window_length": (\d+)', compiled.as_text() or ""
   )
   assert found == [str(window or 0)] * 2
+
+
+@pytest.mark.parametrize("on_mesh", [False, True])
+def test_products_in_fp8_are_left_to_cudnn(on_mesh):
+  recipe = recipes.coat(attention="fp8", attention_compute="fp8")
+  mesh = sharding = None
+  if on_mesh:
+    mesh = jax.make_mesh(
+      (2, 2),
+      ("data", "tensor"),
+      axis_types=(AxisType.Auto,) * 2,
+      devices=h200_devices(4),
+    )
+    axes = MeshAxes(batch=("data",), fsdp=None, tensor="tensor")
+    recipe = dataclasses.replace(recipe, axes=axes)
+    sharding = NamedSharding(mesh, P("data", None, "tensor"))
+
+  def f(q, k, v, dout):
+    attend = functools.partial(dot_product_attention, recipe=recipe)
+    out, vjp = jax.vjp(attend, q, k, v)
+    return out, vjp(dout)
+
+  q, kv = (
+    jax.ShapeDtypeStruct((2, T, n, H), jnp.bfloat16, sharding=sharding)
+    for n in (N, K)
+  )
+  compiled = compile_for_h200(f, q, kv, kv, q, mesh=mesh)
+  calls = custom_calls(compiled)
+  assert calls["__cudnn$fmhaSoftmaxF8"] == 1
+  # And once more where the first scales turn out not to fit.
+  assert calls["__cudnn$fmhaSoftmaxBackwardF8"] == 2
+  assert not [
+    name
+    for name in calls
+    if name.startswith("__cudnn$fmhaSoftmax") and not name.endswith("F8")
+  ]
+  # Devices share maxima, and no array.
+  assert "all-gather" not in (compiled.as_text() or "")
 
 
 SCORES = B * N * T * T * 4  # All of them, f32.
@@ -58,9 +105,37 @@ SCORES = B * N * T * T * 4  # All of them, f32.
   ],
 )
 def test_xla_holds_scores_of_one_chunk(kind, segmented, share):
-  compiled = compiled_attention(kind, segmented)
+  # The kernels have tiles of at least 64 queries.
+  compiled = compiled_attention(kind, segmented, heads=(B, T, N, K, 96))
   assert not custom_calls(compiled)
   # Beside the scores: sums of dk and dv, f32, and chunks of q, dq and dout.
-  others = (2 * 4 * K + 8 * N) * B * T * H
+  others = (2 * 4 * K + 8 * N) * B * T * 96
   assert temporary_bytes(compiled) <= share * SCORES + others
   assert not [x for x in instructions(compiled) if f"{T},{T}]" in x.shape]
+
+
+GEMMA, LLAMA = (16, 8, 256), (32, 32, 128)
+
+
+@pytest.mark.parametrize(
+  "heads, kind, segmented",
+  [
+    ((4, 2048, *GEMMA), AttentionKind(soft_cap=50.0), False),
+    ((1, 8192, *GEMMA), AttentionKind(soft_cap=50.0, window=4096), False),
+    ((1, 8192, *GEMMA), AttentionKind(soft_cap=50.0, window=4096), True),
+    ((4, 2048, *LLAMA), AttentionKind(), True),
+    ((4, 2048, *LLAMA), AttentionKind(soft_cap=50.0), False),
+    ((4, 2048, 32, 8, 64), AttentionKind(False), True),
+  ],
+)
+def test_caps_and_segments_are_kernels(heads, kind, segmented):
+  compiled = compiled_attention(kind, segmented, heads)
+  b, t, n, kv_heads, h = heads
+  names = ["fwd", "dq", *(["dk", "dv"] if h == 256 else ["dkv"])]
+  found = re.findall(r"/attention_(\w+)/pallas_call", compiled.as_text() or "")
+  assert set(found) == set(names)
+  assert custom_calls(compiled) == {"__gpu$xla.gpu.triton": len(names)}
+  assert not [x for x in instructions(compiled) if f"{t},{t}]" in x.shape]
+  # The output; of each row lse, that in octaves, delta, and one in between.
+  rows = b * t * n
+  assert temporary_bytes(compiled) <= 2 * rows * h + 4 * 4 * rows + 2**20

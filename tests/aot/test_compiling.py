@@ -64,6 +64,23 @@ def test_options_reach_the_compiler():
   assert not fp8_matmul_calls(compile_for_h200(*plain))
 
 
+def test_kernels_are_compiled_once_for_all_programs():
+  def one(x):
+    return jnp.sum(jnp.tanh(x), 1)
+
+  def the_same(x):
+    return one(x)
+
+  def another(x):
+    return jnp.sum(jnp.exp(x), 1)
+
+  sizes = []
+  for fn in (one, the_same, another):
+    compile_for_h200(fn, jax.ShapeDtypeStruct((M, N), jnp.float32))
+    sizes.append(aot.kernels().stat().st_size)
+  assert 0 < sizes[0] == sizes[1] < sizes[2]
+
+
 def test_a_cast_is_no_move_and_a_copy_is_one():
   x = jax.ShapeDtypeStruct((M, N), jnp.bfloat16)
   cast = compile_for_h200(lambda x: x.T.astype(E4M3), x)

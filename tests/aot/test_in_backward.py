@@ -12,8 +12,9 @@ from benchmarks import training_step
 pytestmark = pytest.mark.aot
 
 
-def test_stacks_are_stepped_in_place():
-  config = training_step.configure("demo_gpu", "lean", batch=1, seq=1024)
+@pytest.mark.parametrize("variant", ["lean", "leanest_lion"])
+def test_stacks_are_stepped_in_place(variant):
+  config = training_step.configure("demo_gpu", variant, batch=1, seq=1024)
   # Of a number of layers that no other array has.
   model = dataclasses.replace(config.model, num_layers=7)
   compiled, state = training_step.compile_step(

@@ -5,6 +5,7 @@ A CPU cannot tell: there XLA moves BF16 as f32, FP8 as f16, and runs no kernel.
 """
 
 import dataclasses
+import functools
 import re
 
 import jax
@@ -27,6 +28,7 @@ pytestmark = pytest.mark.aot
 D, F, SEQ = 1024, 2816, 512
 
 
+@functools.cache
 def compiled_step(mesh, batch, *, is_twin):
   """A training step of two layers, in COAT or as its BF16 twin."""
   config = llama2_7b()

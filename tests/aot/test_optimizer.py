@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The fused step compiled for an H200: one kernel a leaf, no copy, no spill."""
 
+import itertools
 import os
 import re
 import subprocess
@@ -12,7 +13,7 @@ import pytest
 
 from coat_jax import codecs
 from coat_jax.optax_coat import scale_by_coat_adam
-from coat_jax.optimizer.fused import fused_coat_adamw
+from coat_jax.optimizer.fused import fused_coat_adamw, fused_coat_lion
 from tests.aot.compiling import compile_for_h200, instructions, temporary_bytes
 
 pytestmark = pytest.mark.aot
@@ -34,11 +35,18 @@ def kernels(compiled) -> int:
 
 
 @pytest.mark.parametrize(
-  "dtype, low_bits",
-  [(jnp.float32, False), (jnp.bfloat16, False), (jnp.bfloat16, True)],
+  "make, dtype, low_bits",
+  [
+    (fused_coat_adamw, jnp.float32, False),
+    (fused_coat_adamw, jnp.bfloat16, False),
+    (fused_coat_adamw, jnp.bfloat16, True),
+    (fused_coat_lion, jnp.bfloat16, True),
+  ],
 )
-def test_donated_step_is_one_kernel_a_leaf_and_copies_nothing(dtype, low_bits):
-  optimizer = fused_coat_adamw(1e-3, weight_decay=0.1, low_bits=low_bits)
+def test_donated_step_is_one_kernel_a_leaf_and_copies_nothing(
+  make, dtype, low_bits
+):
+  optimizer = make(1e-3, weight_decay=0.1, low_bits=low_bits)
   params = {k: jax.ShapeDtypeStruct(v, dtype) for k, v in SHAPES.items()}
   state = jax.eval_shape(optimizer.init, params)
 
@@ -69,34 +77,50 @@ def test_first_state_needs_no_zeros_in_f32(name):
   assert temporary_bytes(compiled) < 0.5 * 4 * 1024 * 4096
 
 
+DTYPES = ("float32", False), ("bfloat16", False), ("bfloat16", True)
+NAMES = "coat", "coat_e8m0", "log8", "fp8"
+STEPS = (
+  *((name, *dtype) for name, dtype in itertools.product(NAMES, DTYPES)),
+  ("lion", "bfloat16", True),
+)
+
+
+def compile_all(folder: str) -> None:
+  """Compiles steps of one leaf; run in a process of its own."""
+  for name, dtype, low_bits in STEPS:
+    os.environ["MOSAIC_GPU_DUMP_TO"] = f"{folder}/{name}-{dtype}-{low_bits}"
+    os.mkdir(os.environ["MOSAIC_GPU_DUMP_TO"])
+    compile_one(name, dtype, low_bits)
+
+
 def compile_one(name: str, dtype: str, low_bits: bool) -> None:
-  """Compiles a step of one leaf; run in a process of its own."""
-  codec = getattr(codecs, name)()
-  optimizer = fused_coat_adamw(1e-3, codec=codec, low_bits=low_bits)
+  """Compiles a step of one leaf."""
+  if name == "lion":
+    optimizer = fused_coat_lion(1e-3, low_bits=low_bits)
+  else:
+    codec = getattr(codecs, name)()
+    optimizer = fused_coat_adamw(1e-3, codec=codec, low_bits=low_bits)
   p = jax.ShapeDtypeStruct((4096, 1024), dtype)
   state = jax.eval_shape(optimizer.init, p)
   compile_for_h200(lambda p, s, g: optimizer.apply(g, s, p), p, state, p)
 
 
-@pytest.mark.parametrize(
-  "dtype, low_bits",
-  [("float32", False), ("bfloat16", False), ("bfloat16", True)],
-)
-@pytest.mark.parametrize("name", ["coat", "coat_e8m0", "log8", "fp8"])
-def test_no_register_spills(name, dtype, low_bits, tmp_path):
+def test_no_register_spills(tmp_path):
   # Mosaic writes what ptxas says only where the environment says so.
   code = (
     "from benchmarks import aot; aot.only_compile(); "
     "from tests.aot import test_optimizer as t; "
-    f"t.compile_one({name!r}, {dtype!r}, {low_bits})"
+    f"t.compile_all({str(tmp_path)!r})"
   )
-  environment = os.environ | {
-    "MOSAIC_GPU_DUMP_TO": str(tmp_path),
-    "MOSAIC_GPU_DUMP_PTXAS": "1",
-  }
   subprocess.run(
-    [sys.executable, "-c", code], env=environment, check=True, timeout=300
+    [sys.executable, "-c", code],
+    env=os.environ | {"MOSAIC_GPU_DUMP_PTXAS": "1"},
+    check=True,
+    timeout=600,
   )
-  [report] = tmp_path.glob("*.ptxas")
-  found = re.findall(r"(\d+) bytes spill", report.read_text())
-  assert found and set(found) == {"0"}
+  folders = list(tmp_path.iterdir())
+  assert len(folders) == len(STEPS)
+  for folder in folders:
+    [report] = folder.glob("*.ptxas")
+    found = re.findall(r"(\d+) bytes spill", report.read_text())
+    assert found and set(found) == {"0"}, folder.name

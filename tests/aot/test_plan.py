@@ -5,7 +5,7 @@ import functools
 
 import pytest
 
-from benchmarks import planned, table7
+from benchmarks import planned
 
 pytestmark = pytest.mark.aot
 
@@ -15,14 +15,13 @@ pytestmark = pytest.mark.aot
   [
     ("llama_60m", "minimal", 2),
     ("llama_60m", "bf16", 1),
-    ("llama_60m", "lean", 2),
+    ("llama_60m", "coat", 2),
+    pytest.param("gpt2", "minimal", 1, marks=pytest.mark.slow),
+    pytest.param("demo_moe", "minimal", 1, marks=pytest.mark.slow),
     pytest.param("llama2_7b", "lean", 4, marks=pytest.mark.slow),
-    pytest.param("llama2_7b", "leanest", 1, marks=pytest.mark.slow),
-    pytest.param("llama2_7b", "minimal", 4, marks=pytest.mark.slow),
-    pytest.param("llama2_7b", "coat", 4, marks=pytest.mark.slow),
-    pytest.param("llama2_7b", "bf16", 4, marks=pytest.mark.slow),
     pytest.param("llama3_8b", "fp8_linear", 8, marks=pytest.mark.slow),
-    pytest.param("olmo_1b", "minimal", 1, marks=pytest.mark.slow),
+    # Norms on both sides, kinds of layers, the largest vocabulary, tied.
+    pytest.param("gemma2_2b", "minimal", 4, marks=pytest.mark.slow),
   ],
 )
 def test_the_plan_is_the_compilers(preset, variant, gpus):
@@ -33,26 +32,28 @@ def test_the_plan_is_the_compilers(preset, variant, gpus):
 
 @functools.cache
 def peak(preset, gpus, batch, variant):
-  (case,) = (
-    case
-    for case in table7.CASES
-    if (case.preset, case.gpus, case.batch) == (preset, gpus, batch)
-  )
-  return table7.measure(case, variant)["peak_bytes"]
+  """As compiled, and nearly as planned."""
+  row = planned.row(preset, variant, gpus=gpus, batch=batch, seq=2048)
+  assert abs(row["error"]) <= 0.05, row
+  return row["peak_bytes"]
 
 
 @pytest.mark.slow
-def test_7b_trains_on_one_gpu_of_80_gb():
-  assert peak("llama2_7b", 1, 1, "minimal") <= 76e9
+@pytest.mark.parametrize(
+  "variant, most", [("minimal", 76e9), ("leanest", 31e9)]
+)
+def test_7b_trains_on_one_gpu_of_80_gb_or_of_32(variant, most):
+  assert peak("llama2_7b", 1, 1, variant) <= most
 
 
 @pytest.mark.slow
-def test_7b_trains_on_one_gpu_of_32_gb():
-  assert peak("llama2_7b", 1, 1, "leanest") <= 31e9
+def test_7b_trains_on_one_gpu_of_24_gb_and_is_planned():
+  row = planned.row("llama2_7b", "leanest_lion", gpus=1, batch=1, seq=2048)
+  assert row["peak_bytes"] <= 23.5e9
+  assert abs(row["error"]) <= 0.05
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("preset", ["llama2_7b", "llama2_13b"])
 @pytest.mark.parametrize(
   "variant, baseline, times_less",
   [
@@ -62,6 +63,6 @@ def test_7b_trains_on_one_gpu_of_32_gb():
     ("minimal", "bf16_dots", 1.35),
   ],
 )
-def test_four_gpus_take_less_than_bf16(preset, variant, baseline, times_less):
-  found = peak(preset, 4, 2, variant)
-  assert peak(preset, 4, 2, baseline) >= times_less * found
+def test_four_gpus_take_less_than_bf16(variant, baseline, times_less):
+  found = peak("llama2_7b", 4, 2, variant)
+  assert peak("llama2_7b", 4, 2, baseline) >= times_less * found

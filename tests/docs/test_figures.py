@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from benchmarks import memory
+from benchmarks import memory, quantization_tables
 from docs.figures import expansion, flow, mesh, style
 from tests.docs.pages import DOCS, ROOT
 
@@ -129,6 +129,17 @@ def test_table_of_saved_residuals_is_what_is_counted():
     want = [*row["units_by_kind"].values(), row["units"]]
     # Two decimals; RoPE's 4 bytes a token and the scalars are below one.
     assert [cells[column] for cells in shown] == pytest.approx(want, abs=6e-3)
+
+
+def test_tables_of_quantization_are_those_of_the_rows():
+  text = (DOCS / "stability.md").read_text()
+  rows = [
+    row for row in measured("quantization") if row["case"]["preset"] == "demo"
+  ]
+  found = quantization_tables.tables(rows)
+  assert len(found) == 5
+  for title, lines in found.items():
+    assert lines in text, title
 
 
 @pytest.mark.parametrize("figure", [expansion, flow, mesh])

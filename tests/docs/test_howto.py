@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The how-tos' models in the other ways that their pages name.
 
-The pages' own way is run with every page (`test_pages`).
+The pages' own way is run here too, with what a page has compiled.
 """
 
 import contextlib
@@ -18,20 +18,16 @@ from tests.docs.pages import run_page
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(autouse=True)
-def as_a_reader():
-  with jax.numpy_rank_promotion("allow"):
-    yield
-
-
 def assert_learns_like(losses, expected, *, rtol: float):
   """From the same first loss but for rounding."""
   howto.assert_learns(losses)
   np.testing.assert_allclose(losses[0], expected[0], rtol=rtol)
 
 
+@pytest.mark.usefixtures("as_a_reader")
 def test_gemma_trains_with_the_optimizer_alone_and_on_one_device():
   names = run_page("docs/howto/gemma.md")
+  howto.check_gemma(names)
   make, train, mesh = names["make"], names["train"], names["mesh"]
   model, optimizer = make(names["Layers"](), mesh)
   losses = train(model, optimizer, mesh)
@@ -43,8 +39,10 @@ def test_gemma_trains_with_the_optimizer_alone_and_on_one_device():
   assert_learns_like(losses, names["losses"], rtol=1e-3)
 
 
-def test_nanodo_trains_with_the_optimizer_alone_and_on_other_meshes():
+@pytest.mark.usefixtures("as_a_reader")
+def test_nanodo_trains_with_the_optimizer_alone_and_on_two_axes():
   names = run_page("docs/howto/nanodo.md")
+  howto.check_nanodo(names)
   config = names["DoConfig"]()
 
   def train(model, mesh):
@@ -57,13 +55,6 @@ def test_nanodo_trains_with_the_optimizer_alone_and_on_other_meshes():
   state, losses = train(names["TransformerDo"](config), names["mesh"])
   howto.check_nanodo_shares(state, encoded=7)
   howto.assert_learns(losses)
-
-  auto = (AxisType.Auto,)
-  one = jax.make_mesh(
-    (1,), ("data",), axis_types=auto, devices=jax.devices()[:1]
-  )
-  _, losses = train(names["model"], one)
-  assert_learns_like(losses, names["losses"], rtol=1e-3)
 
   # FSDP over two explicit axes; the page's functions read the name.
   names["DATA"] = axes = ("data", "fsdp")

@@ -3,7 +3,6 @@
 
 import re
 
-import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
@@ -27,7 +26,6 @@ QUICK = {
   "docs/howto/clusters.md",
   "docs/howto/maxtext.md",
   "docs/plan.md",
-  "docs/tutorial.md",
 }
 WITH_PYTHON = [
   name
@@ -36,23 +34,12 @@ WITH_PYTHON = [
 ]
 
 
-@pytest.fixture
-def as_a_reader(tmp_path, monkeypatch):
-  """Runs in an empty folder, with JAX's defaults, compiled in half the time."""
-  monkeypatch.chdir(tmp_path)
-  option = "jax_disable_most_optimizations"
-  before = jax.config.read(option)
-  jax.config.update(option, True)
-  with jax.numpy_rank_promotion("allow"):
-    yield
-  jax.config.update(option, before)
-
-
 @pytest.mark.parametrize(
   "name",
   [
     pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow])
     for name in WITH_PYTHON
+    if name not in howto.VARIED
   ],
 )
 def test_page_runs(name, as_a_reader, capsys):
@@ -131,9 +118,8 @@ CHECKS = howto.CHECKS | {
 
 
 def test_pages_with_python_are_found():
-  assert {*CHECKS, "README.md", "docs/layers.md", "docs/plan.md"} <= {
-    *WITH_PYTHON
-  }
+  others = "README.md", "docs/layers.md", "docs/plan.md"
+  assert {*CHECKS, *howto.VARIED, *others} <= {*WITH_PYTHON}
   assert LOG.exists()
 
 

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A step of generation reads weights and caches where they are."""
+
+import math
+import re
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from coat_jax import recipe as recipes
+from coat_jax.models import Decoder, ModelConfig
+from coat_jax.models import generate as generate_tokens
+from coat_jax.models.cache import KVCache
+from coat_jax.models.sampling import make_sampling
+from tests.aot.compiling import compile_for_h200, instructions
+
+pytestmark = pytest.mark.aot
+
+# A function has the module's name.
+MODULE = sys.modules[generate_tokens.__module__]
+CONFIG = ModelConfig(
+  family="llama",
+  num_layers=2,
+  d_model=512,
+  d_ff=1024,
+  num_heads=8,
+  num_kv_heads=2,
+  vocab_size=1024,
+)
+BATCH, ROOM = 8, 256
+
+
+def test_no_weight_and_no_cache_is_copied_for_a_token():
+  model = nnx.eval_shape(
+    lambda: Decoder(CONFIG, recipes.coat(), rngs=nnx.Rngs(0))
+  )
+  graph, params = nnx.split(model)
+  array: Any = jax.ShapeDtypeStruct
+  each = array((1, BATCH, ROOM, 2, 64), jnp.bfloat16)
+  counts = array((BATCH,), jnp.int32)
+  cache = KVCache((each,) * 2, (each,) * 2, counts, array((), jnp.int32))
+
+  def decode(params, first, cache, keys, is_row, stops, most):
+    sampling = make_sampling(0.0, None, None)
+    return MODULE._decode.__wrapped__(
+      graph, params, first, cache, sampling, keys, is_row, stops, most
+    )
+
+  compiled = compile_for_h200(
+    decode,
+    params,
+    counts,
+    cache,
+    jax.eval_shape(lambda: MODULE._keys(0, BATCH)),
+    array((BATCH,), jnp.bool),
+    array((0,), jnp.int32),
+    array((), jnp.int32),
+    donate=(2,),
+  )
+  smallest = math.prod((CONFIG.d_model, CONFIG.d_model))
+  found = [
+    x
+    for x in instructions(compiled)
+    if "region" in x.computation
+    and x.opcode in ("fusion", "copy", "slice", "dynamic-slice", "transpose")
+    and elements(x.shape) >= smallest
+    # Writes a token into its slot.
+    and "dynamic_update_slice" not in x.name
+  ]
+  assert not found, found
+
+
+def elements(shape):
+  """Of the largest array of a result."""
+  sizes = re.findall(r"\[([\d,]+)\]", shape)
+  return max((math.prod(map(int, x.split(","))) for x in sizes), default=1)

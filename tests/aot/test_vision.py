@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the compiler for an H200 makes of a vision tower's layer."""
+
+import re
+
+import jax.numpy as jnp
+import pytest
+
+from benchmarks import layer
+from coat_jax import recipe as recipes
+from tests.aot.compiling import (
+  compile_for_h200,
+  custom_calls,
+  fp8_matmul_calls,
+  instructions,
+  temporary_bytes,
+)
+
+pytestmark = pytest.mark.aot
+
+# Of 729 or 577 tokens each: products take multiples of 16 in all.
+IMAGES = 16
+KERNELS = {
+  *("norm_input", "norm_fwd", "norm_bwd"),
+  *("gelu_input", "gelu_fwd", "gelu_bwd_amax", "gelu_bwd_operands"),
+}
+
+
+def compiled(tower, recipe, depth=None):
+  """Gradients of weights and input, of one layer or of a scan over `depth`."""
+  config = layer.TOWERS[tower]
+  built = layer.Layer(config, layer.Variant(recipe))
+  shape = (IMAGES, config.num_tokens, config.d_model)
+  run = built.forward if depth is None else built.scanned
+  specs = layer.make_specs(built, shape, jnp.bfloat16, depth)
+  return compile_for_h200(layer.with_gradients(run), *specs)
+
+
+@pytest.mark.parametrize("tower", layer.TOWERS)
+def test_layer_runs_on_kernels_and_fp8_products(tower):
+  """Quick GELU's too; attention without causality is cuDNN's, heads of 72."""
+  found = compiled(tower, recipes.coat())
+  assert len(fp8_matmul_calls(found)) == 4 * 3
+  assert not [x for x in instructions(found) if x.opcode == "dot"]
+  calls = custom_calls(found)
+  assert calls["__cudnn$fmhaSoftmax"] == 1
+  assert calls["__cudnn$fmhaSoftmaxBackward"] == 1
+  names = set(re.findall(r'name = "(\w+)"', found.as_text()))
+  assert names >= KERNELS, KERNELS - names
+  assert "CAUSAL" not in found.as_text()
+
+
+def test_layer_more_saves_about_a_third_of_bf16_at_most():
+  few, many = (
+    {
+      name: temporary_bytes(compiled("siglip_so400m", recipe, depth))
+      for name, recipe in (("coat", recipes.coat()), ("bf16", recipes.bf16()))
+    }
+    for depth in (2, 4)
+  )
+  assert many["coat"] - few["coat"] <= 0.36 * (many["bf16"] - few["bf16"])

@@ -1,0 +1,17 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the Python of pages is run."""
+
+import jax
+import pytest
+
+
+@pytest.fixture
+def as_a_reader(tmp_path, monkeypatch):
+  """Runs in an empty folder, with JAX's defaults, compiled in half the time."""
+  monkeypatch.chdir(tmp_path)
+  option = "jax_disable_most_optimizations"
+  before = jax.config.read(option)
+  jax.config.update(option, True)
+  with jax.numpy_rank_promotion("allow"):
+    yield
+  jax.config.update(option, before)

@@ -1,0 +1,16 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which cases stand for a whole matrix."""
+
+import itertools
+
+from tests.matrices import pairwise
+
+
+def test_all_pairs_of_values_meet():
+  options = "abcde", (True, False), (None, 7, 9), "xy"
+  cases = pairwise(*options)
+  assert cases[0] == ("a", True, None, "x")
+  assert 15 <= len(cases) <= 20 < 60  # 5 x 3 at least.
+  for i, j in itertools.combinations(range(4), 2):
+    met = {(case[i], case[j]) for case in cases}
+    assert met == {*itertools.product(options[i], options[j])}
