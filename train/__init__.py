@@ -2,8 +2,9 @@
 """Training programs to read, to run from the clone, and to copy.
 
   commands   pretrain, finetune, vit, convert, generate, evaluate, plan, plot:
-             one file each; vit with vit_config, finetune with finetune_config, conversations and
-             samples, plan with planning and search, evaluate with evaluation/
+             one file each; vit with vit_config, finetune with
+             finetune_config, conversations and samples, plan with planning
+             and search, evaluate with evaluation/
   loop       of a training run, which pretrain and finetune share
   a model    source: of a run, or of a folder of transformers
   a step     presets, config, optim_config, combinations, options, mesh,
