@@ -12,6 +12,10 @@ A row for each kind of scales, scaling.layer, of one decoder layer of a preset:
   bytes_per_token  that it saves for its backward pass
   forward_ms, full_ms, and temporary_bytes of the latter: on a GPU
 
+And on a GPU scaling.product, for each matrix of the layer, its three products
+and both kinds of scales: milliseconds, and TFLOP/s, of the product alone, whose
+operands are quantized.
+
 With --compile-only, in place of these, what XLA's compiler for CUDA makes of it
 for an H200 (`make test-aot` installs it): temporary bytes, and how many
 products are cuBLASLt's and jax-triton's.
@@ -24,6 +28,7 @@ are those of a new model.
 
 import argparse
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +36,7 @@ import numpy as np
 
 from benchmarks import aot
 from benchmarks import arguments as args
+from benchmarks.cases import Sizes
 from benchmarks.harness import emit, measure, say
 from benchmarks.layer import (
   Layer,
@@ -40,6 +46,7 @@ from benchmarks.layer import (
   with_gradients,
 )
 from benchmarks.layer import temporary_bytes as temporary_bytes_of
+from coat_jax import ops
 from coat_jax import recipe as recipes
 from coat_jax.formats import E4M3
 from coat_jax.recipe import CoatRecipe, Formats
@@ -114,6 +121,45 @@ def cost(config, recipe: CoatRecipe, arrays, options) -> dict[str, float]:
   return values
 
 
+def products(config, options, case) -> list[dict]:
+  """Rows of each matrix's products, with a scale per tensor and per block."""
+  sizes = Sizes(
+    batch=options.batch,
+    seq=options.seq,
+    d_model=config.d_model,
+    d_ff=config.d_ff,
+    num_heads=config.num_heads,
+  )
+  quantizers = {
+    "tensor": (ops.quantize_tensor, ops.quantize_tensor),
+    "block": (ops.quantize_blocks, ops.quantize_tiles),
+  }
+  found = []
+  for matrix, (d, f) in sizes.weights.items():
+    x, g = sizes.normal(sizes.tokens, d), sizes.normal(sizes.tokens, f, seed=1)
+    w = sizes.normal(d, f, seed=2)
+    for scales, (of_rows, of_weight) in quantizers.items():
+      both = functools.partial(of_rows, layout="both")
+      xs, gs = jax.jit(both)(x), jax.jit(both)(g)
+      ws = jax.jit(functools.partial(of_weight, layout="both"))(w)
+      for op, a, b, dtype in (
+        (ops.linear_fwd, xs, ws, jnp.bfloat16),
+        (ops.linear_dgrad, gs, ws, jnp.bfloat16),
+        (ops.linear_wgrad, xs, gs, jnp.float32),
+      ):
+        timing = measure(
+          lambda a, b, op=op, dtype=dtype: op(a, b, dtype=dtype),
+          a,
+          b,
+          repeats=options.repeats,
+        )
+        tflops = timing.tflops(2 * sizes.tokens * d * f)
+        where = case | dict(scales=scales, matrix=matrix, product=op.name)
+        row = emit("scaling.product", where, **timing.row, tflops=tflops)
+        found.append(row)
+  return found
+
+
 def compiled(config, recipe: CoatRecipe, options) -> dict:
   """Of a layer compiled for an H200: memory, and calls of jax-triton's."""
   layer = Layer(config, Variant(recipe))
@@ -154,6 +200,8 @@ def main(arguments: list[str] | None = None) -> list[dict]:
       values = compiled(config, recipe, options)
       rows.append(emit("scaling.compiled", where, **values))
     return rows
+  if jax.default_backend() == "gpu":
+    rows += products(config, options, case)
   for outliers in options.outliers:
     arrays = arrays_of(config, options, outliers)
     exact = results(config, recipes.bf16(), arrays)

