@@ -100,8 +100,8 @@ def fused_transformation(
     scale = None
     if grad_scale is not None:
       scale = jnp.asarray(grad_scale, jnp.float32)
-    pairs = pair_leaves(op, grads, _moment_state(state))
     steps = begin(step_leaf, params, state)
+    pairs = pair_leaves(op, grads, _moment_state(state))
     new = [
       steps.step(i, weight, g, stored, grad_scale=scale)
       for i, (weight, (g, stored)) in enumerate(
@@ -114,6 +114,7 @@ def fused_transformation(
     return begin(step_leaf, params, state)
 
   def begin(step_leaf, params, state) -> LeafSteps:
+    _check_state(op, state, kind, low_bits)
     low = state.low if isinstance(state, LowBitsState) else None
     state = _moment_state(state)
     count = optax.safe_increment(state.count)
@@ -178,6 +179,20 @@ def fused_transformation(
     return dict(zip(paths, found, strict=True))
 
   return FusedTransformation(init_fn, apply_fn, begin_fn, explain_fn)
+
+
+def _check_state(op: str, state: Any, kind: type, low_bits: bool) -> None:
+  """Raises `TypeError` for the state of another optimizer."""
+  wanted, got = kind.__name__, type(state).__name__
+  if low_bits:
+    wanted = f"LowBitsState of {wanted}"
+  if isinstance(state, LowBitsState):
+    got = f"LowBitsState of {type(state.inner).__name__}"
+  if got != wanted:
+    raise TypeError(
+      f"{op}: state must be what its init made with low_bits={low_bits}, a "
+      f"{wanted}, got a {got}; make one with {op}(...).init(params)"
+    )
 
 
 def _moment_state(state: FusedState) -> MomentState:

@@ -68,11 +68,16 @@ def choose_groups(
     As many codecs a leaf.
 
   Raises:
-    TypeError: a leaf is neither floating nor complex, or `mask` chooses a
-      complex one.
+    TypeError: a leaf is neither floating nor complex, `mask` chooses a complex
+      one, or is no function.
     ValueError: `mask` chooses a scalar.
   """
   mask = default_quantize_mask if mask is None else mask
+  if not callable(mask):
+    raise TypeError(
+      f"{op}: quantize_mask must be a function (path, leaf) -> bool, got "
+      f"{mask!r}; for every leaf that can be encoded leave it out"
+    )
   if NOTES.value is not None:
     NOTES.value.add(groups)
   out = []

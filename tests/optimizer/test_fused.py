@@ -1,13 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """The fused step against the chain that it stands for."""
 
+import inspect
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
-from coat_jax import apply_updates, coat_adamw, codecs, fused_coat_adamw
+from coat_jax import (
+  apply_updates,
+  coat_adamw,
+  codecs,
+  fused_coat_adamw,
+  fused_coat_lion,
+)
+from coat_jax.optimizer import moments
 from tests.comparing import assert_same_bits
 
 
@@ -108,6 +117,26 @@ def test_fused_step_names_foreseeable_mistakes():
   fused = fused_coat_adamw(1e-3)
   with pytest.raises(ValueError, match="fused_coat_adamw: gradients must have"):
     fused.apply({"w": params["w"]}, fused.init(params), params)
+
+
+def test_states_of_other_optimizers_are_named():
+  params = tree(0)
+  adam, lion = fused_coat_adamw(1e-3), fused_coat_lion(1e-3)
+  with pytest.raises(TypeError, match="init made with.*got a ScaleByCoatLion"):
+    adam.apply(params, lion.init(params), params)
+  with pytest.raises(TypeError, match="fused_coat_lion: state must be"):
+    lion.begin(params, adam.init(params))
+  low = fused_coat_adamw(1e-3, low_bits=True)
+  with pytest.raises(TypeError, match="low_bits=True, a LowBitsState of"):
+    low.apply(params, adam.init(params), params)
+  with pytest.raises(TypeError, match="got a LowBitsState of ScaleByCoatAdam"):
+    adam.apply(params, low.init(params), params)
+
+
+def test_mask_that_is_no_function_is_named():
+  choose = inspect.unwrap(moments.choose_groups)  # Past beartype, as users.
+  with pytest.raises(TypeError, match="must be a function .* got True"):
+    choose("coat_adamw", tree(0), codecs.coat().groups, True)
 
 
 def test_explain_names_the_implementation_of_each_leaf():
