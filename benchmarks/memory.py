@@ -165,7 +165,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
   presets = list(dict.fromkeys(case.preset for case in table7.CASES))
   for name, choices in (
     ("table7", dict(presets=presets, variants=table7.VARIANTS)),
-    ("plan", dict(presets=list(PRESETS), variants=planned.VARIANTS)),
+    ("plan", dict(presets=list(planned.LOADS), variants=planned.VARIANTS)),
   ):
     command = commands.add_parser(name)
     for option, values in (choices | dict(gpus=planned.GPUS)).items():

@@ -111,9 +111,12 @@ def _coat_backward(layer: _Layer, recipe: CoatRecipe) -> float:
     # layer saves of SwiGLU is dead by then.
     mlp, kept = 12 * layer.inner, kept - 4.5 * layer.inner
   mlp += 1.5 * layer.unit + 2 * layer.rows
+  is_mixture_again = is_mixture and layer.load.remat == "fp8"
+  if is_mixture_again:
+    mlp, kept = _mixture_computed_again(layer, recipe), 0
   if layer.load.is_on_mesh:
     # XLA copies later here, gate and up alone.
-    copied = 2.25 * layer.inner + 0.5 * layer.unit
+    copied = 0 if is_mixture_again else 2.25 * layer.inner + 0.5 * layer.unit
     if layer.load.remat in ("full", "fp8_layer"):
       # Computed again, with attention's.
       copied = 0.5 * layer.unit + layer.load.tokens * kept_bytes(
@@ -134,6 +137,16 @@ def _coat_backward(layer: _Layer, recipe: CoatRecipe) -> float:
   if is_mixture:  # With those of the experts in BF16, which are most of it.
     last = layer.value * layer.every + BF16 * layer.gate_up
   return max(mlp + kept, last)
+
+
+def _mixture_computed_again(layer: _Layer, recipe: CoatRecipe) -> float:
+  # Gate and up, in codes; their gradients in BF16, the product again and its
+  # gradient; tokens and their gradients of all copies. Of the residual stream
+  # the input, its gradient and the router's share of it, and the codes of both
+  # blocks' inputs.
+  codes = 1 + BF16 / recipe.group_size
+  inner = 2 * codes + 8
+  return inner * layer.inner + 2 * layer.rows + (3 + codes) * layer.unit
 
 
 def _there_in_mlp(layer: _Layer, recipe: CoatRecipe) -> float:

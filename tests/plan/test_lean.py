@@ -19,7 +19,9 @@ LAYER, HEAD = LLAMA2_7B.layer, LLAMA2_7B.head
 IN_BACKWARD = dict(optimizer_in_backward=True)
 
 
-def planned(batch=4, *, value=2, gpus=1, tied=False, grad="float32", **load):
+def planned(
+  batch=4, *, value=2, gpus=1, tied=False, grad="float32", shape=SHAPE, **load
+):
   """Moments of a step on one of some GPUs, of 2048 tokens a sequence."""
   how = recipe.coat()
   if gpus > 1:
@@ -28,7 +30,7 @@ def planned(batch=4, *, value=2, gpus=1, tied=False, grad="float32", **load):
   positions = {1: 2048, 4: 512}[batch]
   share = COUNT // gpus
   return plan.plan_step(
-    dataclasses.replace(SHAPE, tied_embeddings=tied),
+    dataclasses.replace(shape, tied_embeddings=tied),
     how,
     Load(batch=batch, seq=2048, loss_positions=positions, **load),
     params=jax.ShapeDtypeStruct((share,), {2: "bfloat16", 4: "float32"}[value]),
@@ -101,6 +103,21 @@ def test_second_forward_of_mlp_behind_fp8_boundaries():
   again = 2 * (a + a / 8)
   arrays = 7 * a + 1.5 * u + kept + again + 2 * HEAD
   assert abs(found.temporary - arrays) <= 1
+
+
+@pytest.mark.parametrize("gpus", [1, 4])
+def test_second_forward_of_experts_behind_fp8_boundaries(gpus):
+  shape = dataclasses.replace(SHAPE, num_experts=2, experts_per_token=2)
+  found = planned(gpus=gpus, shape=shape, remat="fp8", **IN_BACKWARD)
+  u, a, _ = sizes(4)
+  # Of both copies: gate and up in codes, their gradients in BF16, the product
+  # again and its gradient; tokens and gradients.
+  copies = 2 * (2 * (a + a / 8) + 8 * a) + 2 * 2 * u
+  # Two arrays of the layer's width and the router's; the inputs of both blocks.
+  arrays = copies + 3 * u + 2 * (u / 2 + u / 16)
+  if gpus > 1:  # Gate and up of all experts, and this GPU's part of them.
+    arrays += (1 + 1 / gpus) * shape.matrices["gate_up"]
+  assert abs(found["backward"].temporary - arrays - 2 * HEAD) <= 1
 
 
 @pytest.mark.parametrize("grad, size", [("float32", 4), ("bfloat16", 2)])
