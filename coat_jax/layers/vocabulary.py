@@ -240,7 +240,6 @@ def _loss_of_shard(
     weight = lax.all_gather(weight, _present(axes.fsdp), axis=0, tiled=True)
   if tensor is not None:
     hidden = lax.all_gather(hidden, tensor, axis=1, tiled=True)
-  weight = weight.T if is_tied else weight
   add = functools.partial(
     _add_chunk,
     weight,
@@ -250,18 +249,18 @@ def _loss_of_shard(
     share=share if shares is None else 1.0,
     has_gradients=has_gradients,
   )
-  shape = weight.shape[::-1] if is_tied else weight.shape
-  dweight = jnp.zeros(shape if has_gradients else (), jnp.float32)
+  d, vocab_size = weight.shape[::-1] if is_tied else weight.shape
+  dweight = jnp.zeros(weight.shape if has_gradients else (), jnp.float32)
   start = jnp.float32(0), dweight
   counted = jnp.ones(targets.shape, jnp.float32) if shares is None else shares
-  chunks = _chunks(hidden, targets, counted, weight.shape[1])
+  chunks = _chunks(hidden, targets, counted, vocab_size)
   (loss, dweight), dhidden = lax.scan(add, start, chunks)
   if axes is not None:
     loss = lax.psum(loss, axes.batch)
   if not has_gradients:
     return loss, ()
   assert dhidden is not None  # One of each chunk.
-  dhidden = jnp.moveaxis(dhidden, 0, 1).reshape(len(hidden), -1, len(weight))
+  dhidden = jnp.moveaxis(dhidden, 0, 1).reshape(len(hidden), -1, d)
   dhidden = dhidden[:, : hidden.shape[1]]
   if tensor is not None:
     dhidden = lax.psum_scatter(dhidden, tensor, scatter_dimension=1, tiled=True)
@@ -300,8 +299,11 @@ def _add_chunk(
 ):
   """Adds a chunk's nats and its part of the weight's gradient."""
   (loss, dweight), (hidden, targets, counted) = total, chunk
+  # A tied weight is read as it lies: its transpose would be a copy in memory,
+  # which the scan over chunks takes in place of it.
+  axes = "vd" if is_tied else "dv"
   logits = jnp.einsum(
-    "btd,dv->btv", hidden, weight, preferred_element_type=jnp.float32
+    f"btd,{axes}->btv", hidden, weight, preferred_element_type=jnp.float32
   )
   if soft_cap is not None:
     logits = _capped(logits, soft_cap)
@@ -326,7 +328,7 @@ def _add_chunk(
   if soft_cap is not None:
     dlogits = dlogits * (1 - jnp.square(logits / soft_cap))
   dlogits = dlogits.astype(weight.dtype)
-  dhidden = jnp.einsum("btv,dv->btd", dlogits, weight)
+  dhidden = jnp.einsum(f"btv,{axes}->btd", dlogits, weight)
   # As the weight is stored: a transposed product of BF16 is none on a CPU.
   factors = (dlogits, hidden) if is_tied else (hidden, dlogits)
   dweight = dweight + jnp.einsum(

@@ -130,6 +130,8 @@ def _coat_backward(layer: _Layer, recipe: CoatRecipe) -> float:
     # Two of them before they are summed, and what the GPU has of the others.
     whole = layer.gate_up + layer.qkv
     share = (layer.every - layer.gate_up) / layer.load.fsdp
+    if is_mixture:  # Of gate and up once more, with all rows first.
+      whole, share = layer.gate_up + layer.every, 0
     last = layer.summed / layer.every * (whole + share)
     return max(mlp, last + 2 * layer.inner + 1.5 * layer.unit)
   # XLA computes gradients of weights last, all four.

@@ -198,10 +198,9 @@ class _Ends:
     if value == F32 or load.is_on_mesh:
       # The weights in BF16, on a mesh gathered.
       self.in_loss += BF16 * head
-    if load.is_on_mesh and shape.tied_embeddings:
-      # Before there are logits, gathered weights as rows and as columns.
-      both = (F32 + 2 * BF16) * head + 2 * unit
-      self.in_loss = max(self.in_loss, both)
+    if value == BF16 and not load.is_on_mesh:
+      # When there are no logits any more the gradient is rounded.
+      self.in_loss = max(self.in_loss, (F32 + BF16) * head + 2 * unit)
     # The weights' gradient, summed over devices by then.
     self.in_backward = value * head / load.fsdp
     if load.optimizer_in_backward:

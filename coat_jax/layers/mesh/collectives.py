@@ -15,6 +15,7 @@ nothing.
 import math
 
 import jax
+import jax.numpy as jnp
 from jax import Array, lax
 
 from coat_jax import ops
@@ -77,7 +78,11 @@ def gather_experts(w: Array, axes: MeshAxes | None) -> Array:
   """All rows of the weights of experts [E, D, F], of which it has a share."""
   if axes is None or size_of(axes.fsdp) == 1:
     return w
-  return lax.all_gather(w, axes.fsdp, axis=1, tiled=True)
+  # Gathered along D itself, XLA would have D first in memory, and for that copy
+  # the stack of all layers before it scans them.
+  shards = lax.all_gather(w, axes.fsdp, axis=0)
+  experts, _, features = w.shape
+  return jnp.moveaxis(shards, 0, 1).reshape(experts, -1, features)
 
 
 def reduce_gradient(
