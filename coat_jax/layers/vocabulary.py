@@ -299,8 +299,8 @@ def _add_chunk(
 ):
   """Adds a chunk's nats and its part of the weight's gradient."""
   (loss, dweight), (hidden, targets, counted) = total, chunk
-  # A tied weight is read as it lies: its transpose would be a copy in memory,
-  # which the scan over chunks takes in place of it.
+  # A tied weight is read as it is stored: the scan over chunks would take its
+  # transpose as a copy in memory.
   axes = "vd" if is_tied else "dv"
   logits = jnp.einsum(
     f"btd,{axes}->btv", hidden, weight, preferred_element_type=jnp.float32
