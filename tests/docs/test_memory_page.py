@@ -36,10 +36,13 @@ def test_bytes_a_token_are_what_is_counted():
 
 def test_whole_steps_are_those_of_the_rows():
   rows = measured("lean")
-  assert all(abs(row["error"]) <= 0.015 for row in rows)
+  # As docs/plan.md says: all of them, half of them, and those of the page.
+  errors = sorted(abs(row["error"]) for row in rows)
+  assert errors[-1] <= 0.04 and errors[len(errors) // 2] <= 0.003
   known = [
     [round(row[key] / 1e9, 1) for key in ("peak_bytes", "planned_bytes")]
     for row in rows
+    if abs(row["error"]) <= 0.015
   ]
   shown = table(PAGE, "## What whole steps take")
   assert len(shown) == 18 and all(cells in known for cells in shown)
