@@ -183,16 +183,17 @@ def fused_transformation(
 
 def _check_state(op: str, state: Any, kind: type, low_bits: bool) -> None:
   """Raises `TypeError` for the state of another optimizer."""
-  wanted, got = kind.__name__, type(state).__name__
-  if low_bits:
-    wanted = f"LowBitsState of {wanted}"
-  if isinstance(state, LowBitsState):
-    got = f"LowBitsState of {type(state.inner).__name__}"
-  if got != wanted:
-    raise TypeError(
-      f"{op}: state must be what its init made with low_bits={low_bits}, a "
-      f"{wanted}, got a {got}; make one with {op}(...).init(params)"
-    )
+  has_low, inner = isinstance(state, LowBitsState), _moment_state(state)
+  if isinstance(inner, kind) and has_low == low_bits:
+    return
+  wanted, got = (
+    f"{'LowBitsState of ' if low else ''}{name.__name__}"
+    for low, name in ((low_bits, kind), (has_low, type(inner)))
+  )
+  raise TypeError(
+    f"{op}: state must be what its init made with low_bits={low_bits}, a "
+    f"{wanted}, got a {got}; make one with {op}(...).init(params)"
+  )
 
 
 def _moment_state(state: FusedState) -> MomentState:

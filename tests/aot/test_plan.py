@@ -18,11 +18,12 @@ pytestmark = pytest.mark.aot
     ("llama_60m", "coat", 2),
     pytest.param("gpt2", "minimal", 1, marks=pytest.mark.slow),
     pytest.param("demo_moe", "minimal", 1, marks=pytest.mark.slow),
-    pytest.param("demo_moe", "leanest", 1, marks=pytest.mark.slow),
+    # Whose experts would be transposed for all layers at once.
+    pytest.param("qwen3_30b_a3b", "leanest", 8, marks=pytest.mark.slow),
     pytest.param("llama2_7b", "lean", 4, marks=pytest.mark.slow),
     pytest.param("llama3_8b", "fp8_linear", 8, marks=pytest.mark.slow),
     # Norms on both sides, kinds of layers, the largest vocabulary, tied.
-    pytest.param("gemma2_2b", "minimal", 4, marks=pytest.mark.slow),
+    pytest.param("gemma2_2b", "leanest", 8, marks=pytest.mark.slow),
   ],
 )
 def test_the_plan_is_the_compilers(preset, variant, gpus):

@@ -78,8 +78,8 @@ def gather_experts(w: Array, axes: MeshAxes | None) -> Array:
   """All rows of the weights of experts [E, D, F], of which it has a share."""
   if axes is None or size_of(axes.fsdp) == 1:
     return w
-  # Gathered along D itself, XLA would have D first in memory, and for that copy
-  # the stack of all layers before it scans them.
+  # With axis=1 XLA wants D to be the outermost axis in memory. For that it
+  # would transpose the weights of all layers, in front of the scan over them.
   shards = lax.all_gather(w, axes.fsdp, axis=0)
   experts, _, features = w.shape
   return jnp.moveaxis(shards, 0, 1).reshape(experts, -1, features)
