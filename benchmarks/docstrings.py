@@ -60,7 +60,7 @@ def conversations(text: str) -> Iterator[dict]:
     if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
       continue
     docstring, body = ast.get_docstring(node), node.body[1:]
-    if not docstring or not body:
+    if not docstring or not docstring.strip() or not body:
       continue
     first, end = node.body[0], node.end_lineno
     head = lines[node.lineno - 1 : first.lineno - 1]

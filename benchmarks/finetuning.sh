@@ -32,7 +32,7 @@ run() { # a module, a folder, options
 run train.pretrain "$out/pretrained" llama_130m $SHAPE --recipe bf16 \
   --optim.codec float32 --data.path "$data/tokens.bin" --data.dtype uint16 \
   --steps "${STEPS:-1500}" --batch 16 --seq 2048 --optim.lr 1e-3 \
-  --optim.warmup 150 --eval-every 500
+  --optim.warmup 0.1 --eval-every 500
 if [ ! -e "$out/hf" ]; then
   python -m train.convert export-hf "$out/pretrained" --out "$out/hf" \
     --dtype bfloat16

@@ -54,7 +54,7 @@ from train.data.tokens import DataConfig, TokenSource, load_tokens
 from train.plot import check_figure
 from train.presets import PRESETS
 
-RATES = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
+RATES = (3e-4, 1e-3, 3e-3, 1e-2, 1e-1, 1.0)
 SEEDS = (0, 1, 2)
 ROWS = Path("docs/rows/stability.jsonl")
 FIGURE = Path("docs/figures/stability.png")

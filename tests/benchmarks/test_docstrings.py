@@ -30,6 +30,11 @@ def one(): "In a line."; return 1
 
 def only_words():
   """Nothing else."""
+
+
+def blank():
+  """\n  """
+  return 2
 '''
 
 

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether transformers computes what a trained and exported model does.
+
+  python -m benchmarks.exports OUT DIR [DIR ...]
+
+Needs torch and transformers. Each DIR is a checkpoint of transformers. It is
+trained for 10 steps in recipe `coat` by `train.pretrain finetune --init-from`,
+on its default text, and exported by `train.convert export-hf` to OUT. The
+exported folder is read by `coat_jax.models.load_hf` and by transformers, both
+in f32. transformers' attention is its `eager` one: its default may leave soft
+caps out.
+
+exports: a row for each folder.
+  logits   largest difference of logits, of the largest logit
+  greedy   how many of the 16 most probable tokens after a prompt are the same,
+           one after another
+  moved    largest change of a weight that the training made
+"""
+
+import argparse
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+from safetensors.numpy import load_file
+
+from benchmarks.harness import emit
+from coat_jax import recipe
+from coat_jax.models import generate, load_hf
+from train import convert, pretrain
+
+NEW_TOKENS = 16
+
+
+def train_and_export(source: Path, out: Path) -> None:
+  """Trains a checkpoint, and exports it to `out`."""
+  options = {
+    "init-from": source,
+    "recipe": "coat",
+    "steps": 10,
+    "batch": 2,
+    "seq": 64,
+    "optim.lr": 1e-3,
+    "optim.warmup": 1,
+    "eval-batches": 1,
+  }
+  words = [str(x) for pair in options.items() for x in pair]
+  words[::2] = [f"--{name}" for name in words[::2]]
+  with tempfile.TemporaryDirectory() as folder:
+    run = str(Path(folder) / "run")
+    if pretrain.main(["finetune", "--out", run, *words]):
+      raise RuntimeError(f"{source} was not trained")
+    if convert.main(["export-hf", run, "--out", str(out)]):
+      raise RuntimeError(f"{source} was not exported")
+
+
+def theirs(folder: Path, tokens: np.ndarray, prompt: list[int]):
+  """Logits of the tokens and greedy tokens after a prompt, by transformers."""
+  import torch  # Beside JAX only where this is called.
+  from transformers import AutoModelForCausalLM
+
+  model = AutoModelForCausalLM.from_pretrained(
+    folder, dtype=torch.float32, attn_implementation="eager"
+  ).eval()
+  with torch.no_grad():
+    logits = model(torch.tensor(tokens)).logits.numpy()
+    rows = model.generate(
+      torch.tensor([prompt]),
+      max_new_tokens=NEW_TOKENS,
+      do_sample=False,
+      eos_token_id=None,
+    )
+  return logits, rows[0, len(prompt) :].tolist()
+
+
+def compare(source: Path, exported: Path) -> dict[str, float | int]:
+  """Builds the values of a row.
+
+  Args:
+    source: What the training began with.
+    exported: What came of it.
+  """
+  model = load_hf(exported, recipe=recipe.bf16(), dtype=jnp.float32)
+  size = model.config.vocab_size
+  tokens = np.random.default_rng(0).integers(3, size, (2, 48))
+  prompt = tokens[0, :7].tolist()
+  want, greedy = theirs(exported, tokens, prompt)
+  found = np.asarray(model.logits(jnp.int32(tokens)))
+  ours = generate(model, [prompt], max_new_tokens=NEW_TOKENS, temperature=0.0)
+  same = [a == b for a, b in zip(ours.tokens[0], greedy, strict=True)]
+  files = (folder / "model.safetensors" for folder in (source, exported))
+  before, after = map(load_file, files)
+  return dict(
+    logits=float(np.abs(found - want).max() / np.abs(want).max()),
+    greedy=int(np.argmin([*same, False])),
+    moved=max(float(np.abs(after[k] - before[k]).max()) for k in before),
+  )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+  """Trains, exports and compares each folder."""
+  parser = argparse.ArgumentParser(
+    prog="python -m benchmarks.exports", description=__doc__.split("\n")[0]
+  )
+  parser.add_argument("out", type=Path, help="a folder of the exported ones")
+  parser.add_argument("folders", type=Path, nargs="+", metavar="DIR")
+  given = parser.parse_args(arguments)
+  for source in given.folders:
+    exported = given.out / source.name
+    train_and_export(source, exported)
+    emit("exports", dict(model=source.name), **compare(source, exported))
+
+
+if __name__ == "__main__":
+  main()
