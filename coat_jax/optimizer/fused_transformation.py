@@ -28,6 +28,7 @@ from coat_jax.optimizer.state import (
   init_state,
   next_state,
   pair_leaves,
+  parameter_key,
 )
 from coat_jax.optimizer.stored_step import StepScalars
 
@@ -130,6 +131,7 @@ def fused_transformation(
     decayed = _decayed(mask, params)
 
     def step(i, weight, g, stored, *, layer=None, grad_scale=None):
+      key = stochastic.leaf_key(seed, count, i)
       groups = codec.groups[: len(stored)]
       leaf_decay = decay if decayed[i] else 0 * decay
       return shards.run_on_shards(
@@ -137,7 +139,7 @@ def fused_transformation(
         where[i],
         (weight, g),
         stored,
-        stochastic.leaf_key(seed, count, i),
+        jnp.stack([key, parameter_key(seed, count, i)]),
         scalars,
         StepScalars(rate, leaf_decay, grad_scale),
         groups=moments.stored_groups(op, stored, groups, codec.name),

@@ -33,7 +33,7 @@ every_variant = pytest.mark.parametrize("variant", VARIANTS)
 
 def noise_like(x, step=0):
   words = stochastic.random_words(stochastic.leaf_key(0, step, 0), x.shape)
-  return stochastic.uniform(words)
+  return stochastic.low_half(words)
 
 
 def roundtrip(group, x, step=0):

@@ -49,7 +49,7 @@ def adam_update(
   """`adam.adam_update`. With `interpret`, on a CPU, slowly."""
   _check("adam_update", stored, groups, scalars, (g,))
   supported()
-  place = Place(key, start, whole, None)
+  place = Place(jnp.stack([key, key]), start, whole, None)
   return leaf_step.run(
     _rule(scalars), place, g, None, stored, groups, interpret
   )
@@ -59,7 +59,7 @@ def adamw_step(
   p,
   g,
   stored,
-  key,
+  keys,
   scalars,
   step,
   *,
@@ -79,7 +79,7 @@ def adamw_step(
     update_rate=-step.learning_rate * scalars.ratio,
     decay_rate=-step.learning_rate * step.weight_decay,
   )
-  place = Place(key, start, whole, layer)
+  place = Place(keys, start, whole, layer)
   return leaf_step.run(rule, place, g, p, stored, groups, interpret)
 
 
@@ -109,16 +109,13 @@ class _Adam:
     """See `leaf_step.Rule`."""
     mu, nu = old
     if self.grad_scale is not None:
-      g = on.in_f32(g) * self.grad_scale
+      g = g * self.grad_scale
     # `formats.with_finite_square`; a product and a sum are one instruction, to
     # compare and to select are two, at half its rate. XLA keeps a copy of all
     # gradients for this form, so the definition has the other.
-    # In bf16, two values at a time.
-    bound = jnp.asarray(ROOT_OF_LARGEST, g.dtype)
-    g = jnp.clip(g, -bound, bound) + jnp.zeros([], g.dtype) * g
-    g = on.in_f32(g)
-    mu = mu.times(self.b1) + self.one_minus_b1 * g
-    nu = nu.times(self.b2) + self.one_minus_b2 * g * g
+    g = jnp.clip(g, -ROOT_OF_LARGEST, ROOT_OF_LARGEST) + 0.0 * g
+    mu = self.b1 * mu + self.one_minus_b1 * g
+    nu = self.b2 * nu + self.one_minus_b2 * g * g
     inner = nu if self.eps_root is None else nu + self.eps_root
     update = mu * on.reciprocal(on.sqrt(inner) + self.eps)
     if p is None:
