@@ -131,8 +131,10 @@ def store(
   words = stochastic.random_words(
     stochastic.leaf_key(0, 0, 0), moments.mu.shape
   )
-  mu = _encode(codec.mu, moments.mu, stochastic.low_half(words))
-  nu = _encode(codec.nu, moments.nu, stochastic.high_half(words))
+  mu = _encode(codec.mu, moments.mu, stochastic.uniform(words))
+  nu = _encode(
+    codec.nu, moments.nu, stochastic.uniform(stochastic.next_words(words))
+  )
   return (mu, nu), Moments(codec.mu.decode(mu), codec.nu.decode(nu))
 
 
@@ -207,7 +209,9 @@ def track(codec, sizes: jax.Array, b2, *, steps: int, every: int):
     square = (sizes * scale * normal) ** 2
     words = stochastic.random_words(stochastic.leaf_key(0, i, 0), sizes.shape)
     stored = b2 * codec.decode(encoded) + (1 - b2) * square
-    encoded = _encode(codec, stored, stochastic.high_half(words))
+    encoded = _encode(
+      codec, stored, stochastic.uniform(stochastic.next_words(words))
+    )
     return (encoded, b2 * exact + (1 - b2) * square), None
 
   def block(carry, start):
@@ -218,7 +222,9 @@ def track(codec, sizes: jax.Array, b2, *, steps: int, every: int):
 
   start = sizes**2
   words = stochastic.random_words(stochastic.leaf_key(1, 0, 0), sizes.shape)
-  first = _encode(codec, start, stochastic.high_half(words))
+  first = _encode(
+    codec, start, stochastic.uniform(stochastic.next_words(words))
+  )
   (encoded, exact), trace = jax.lax.scan(
     block, (first, start), jnp.arange(0, steps, every)
   )

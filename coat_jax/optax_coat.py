@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from coat_jax import codecs
+from coat_jax import codecs, stochastic
 from coat_jax.ops.types import Implementation
 from coat_jax.optimizer import weights
 from coat_jax.optimizer.masks import QuantizeMask
@@ -30,7 +30,6 @@ from coat_jax.optimizer.scale_by_adam import (
 from coat_jax.optimizer.state import (
   ScaleByCoatAdamState as ScaleByCoatAdamState,
 )
-from coat_jax.optimizer.state import parameter_key
 
 
 def coat_adamw(
@@ -169,8 +168,8 @@ def apply_updates(
     updates: tree of the same structure; best in f32, as f32 gradients give.
     step: number of this step, such as the state's `count`; another one draws
       other random words.
-    seed: of these words. They are independent of those of the moments even if
-      the seed is the same.
+    seed: of these words. They are not correlated with those of the moments,
+      even if seed and step are the same.
 
   Returns:
     Parameters of the same dtypes.
@@ -183,6 +182,6 @@ def apply_updates(
       out.append(optax.apply_updates(p, u))
       continue
     total = p.astype(jnp.float32) + u.astype(jnp.float32)
-    key = parameter_key(seed, step, i)
+    key = stochastic.leaf_key(seed, step, i)
     out.append(weights.round_like(p, total, key))
   return treedef.unflatten(out)

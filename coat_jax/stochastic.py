@@ -8,8 +8,13 @@ that knows its offsets draws the same word. Row and column are separate words of
 the hash because a stacked leaf can have more than 2^32 elements.
 
 The hash is xorshift-multiply ("lowbias32" of C. Wellons' hash-prospector
-search), about 8 integer operations an element; Threefry, behind `jax.random`,
-costs about 37. Moments take half a word each: mu the low, nu the high 16 bits.
+search), 8 integer operations a word; Threefry, behind `jax.random`, takes about
+37. It is paid for once in 8 columns: their words are the hash of their place,
+times powers of one multiplier, as 8 states of a generator that starts there.
+Each word is uniform by itself, since a hash of another step is another start,
+and any two of them are uncorrelated. A second moment takes the state that comes
+8 later (`next_words`), the parameter the one 16 later. Of each word the high
+bits are used: the low ones of such a generator are alike.
 """
 
 import jax
@@ -21,6 +26,11 @@ from jaxtyping import Float, UInt32
 # 2^32 divided by the golden ratio, made odd: consecutive rows, columns and
 # steps land far apart before they are mixed.
 GOLDEN = 0x9E3779B9
+# So many neighbours along the last axis share a hash. The multiplier is one of
+# Steele and Vigna's for 32 bits ("Computationally easy, spectrally good
+# multipliers", arXiv:2001.05304).
+RUN = 8
+MULTIPLIER = 0x915F77F5
 
 
 def mix(word: Array) -> Array:
@@ -63,7 +73,7 @@ def random_words(
   start: Array | None = None,
   whole: tuple[int, ...] | None = None,
 ) -> UInt32[Array, "..."]:
-  """One 32-bit word per element, uniform and independent of its neighbours.
+  """One 32-bit word per element, uniform and uncorrelated to its neighbours'.
 
   The columns are the last axis; the rows number all other axes together, in
   row-major order.
@@ -90,7 +100,20 @@ def random_words(
     row = row * jnp.uint32(size) + index  # Modulo 2^32.
   # The row's word depends on the row alone: a kernel mixes it once per row.
   row_word = mix(row * jnp.uint32(GOLDEN) + key)
-  return mix(column * jnp.uint32(GOLDEN) + row_word)
+  word = mix((column // RUN) * jnp.uint32(GOLDEN) + row_word)
+  return times_power(word, column)
+
+
+def times_power(word: Array, column: Array) -> Array:
+  """word MULTIPLIER^(column modulo RUN), all uint32.
+
+  Without a table: a kernel knows the power of each register when it is
+  compiled, and elsewhere it is three products.
+  """
+  for bit in range(RUN.bit_length() - 1):
+    factor = jnp.uint32(pow(MULTIPLIER, 1 << bit, 2**32))
+    word = word * jnp.where((column >> bit) & 1 == 1, factor, jnp.uint32(1))
+  return word
 
 
 def _word(x: ArrayLike) -> Array:
@@ -100,20 +123,25 @@ def _word(x: ArrayLike) -> Array:
   return jnp.asarray(x).astype(jnp.uint32)
 
 
-def low_half(words: Array) -> Array:
-  """Low 16 bits as f32 in (0, 1), at the centres of 65536 equal intervals."""
-  return _centred(words & jnp.uint32(0xFFFF))
+def next_words(words: Array, count: int = 1) -> Array:
+  """Other words for the same elements, uncorrelated with all of `words`.
+
+  Args:
+    words: from `random_words`.
+    count: which; 0 for `words` themselves.
+  """
+  return words * jnp.uint32(pow(MULTIPLIER, RUN * count, 2**32))
 
 
-def high_half(words: Array) -> Array:
-  """High 16 bits as f32 in (0, 1), at the centres of 65536 equal intervals."""
-  return _centred(words >> 16)
+def parameter_words(words: Array) -> Array:
+  """The words of a parameter: after those of Adam's two moments."""
+  return next_words(words, 2)
 
 
-def _centred(half: Array) -> Array:
-  # Exact in f32. A probability p is met as round(65536 p) / 65536: unbiased,
-  # where comparing with the interval's lower end would add 2^-17.
-  return (half.astype(jnp.float32) + 0.5) * jnp.float32(2**-16)
+def uniform(words: Array) -> Array:
+  """High 23 bits as f32 in [0, 1), multiples of 2^-23."""
+  # Exact in f32. A probability p is met as the next multiple of 2^-23.
+  return (words >> 9).astype(jnp.float32) * jnp.float32(2.0**-23)
 
 
 def round_to_bfloat16(x: Float[Array, "*s"], words: Array) -> Array:
@@ -121,7 +149,7 @@ def round_to_bfloat16(x: Float[Array, "*s"], words: Array) -> Array:
 
   Args:
     x: f32 of any shape. NaN, infinities and bfloat16 values stay as they are.
-    words: uint32 of the same shape; the low 16 bits are used.
+    words: uint32 of the same shape; the high 16 bits are used.
 
   Returns:
     bfloat16 array of the same shape.
@@ -129,7 +157,7 @@ def round_to_bfloat16(x: Float[Array, "*s"], words: Array) -> Array:
   bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
   # bfloat16 is the upper half of an f32: a random lower half carries into it
   # with just the probability that the cut-off part is of one unit.
-  noisy = bits + (words & jnp.uint32(0xFFFF))
+  noisy = bits + (words >> 16)
   kept = jnp.where(jnp.isfinite(x), noisy, bits) & jnp.uint32(0xFFFF0000)
   # A NaN whose payload is in the lower half would become an infinity.
   kept = jnp.where(jnp.isnan(x), bits | jnp.uint32(0x00400000), kept)

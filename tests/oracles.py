@@ -211,4 +211,5 @@ def leaf_key(seed: int, step: int, leaf: int) -> int:
 def word(key: int, row: int, column: int) -> int:
   """The word of one element."""
   row_word = mix((row * 0x9E3779B9 + key) & MASK)
-  return mix((column * 0x9E3779B9 + row_word) & MASK)
+  run = mix((column // 8 * 0x9E3779B9 + row_word) & MASK)
+  return run * 0x915F77F5 ** (column % 8) & MASK

@@ -5,6 +5,8 @@ Statistical bounds are five standard deviations (six where thousands of values
 are tested at once): the words are fixed, so a test that passes always passes.
 """
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -26,9 +28,15 @@ def words(seed=0, step=0, leaf=0, shape=(ROWS, COLUMNS), **part) -> np.ndarray:
   return np.asarray(random_words(key, shape, **part))
 
 
-def halves(x: np.ndarray):
-  """Low and high halves as numbers in [-1/2, 1/2], float64."""
-  return (x & 0xFFFF) / 65535 - 0.5, (x >> 16) / 65535 - 0.5
+def of_element(x: np.ndarray) -> list[np.ndarray]:
+  """The words of two moments and of the parameter."""
+  x = jnp.asarray(x)
+  return [np.asarray(stochastic.next_words(x, i)) for i in (0, 1, 2)]
+
+
+def uniforms(x: np.ndarray) -> list[np.ndarray]:
+  """The high 16 bits of `of_element`, as numbers in (-1/2, 1/2), float64."""
+  return [((words >> 16) + 0.5) / 2**16 - 0.5 for words in of_element(x)]
 
 
 def test_words_equal_the_hash_word_for_word():
@@ -115,21 +123,21 @@ def test_every_byte_is_uniform(where):
 
 
 def test_every_row_and_column_is_uniform():
-  # Means of n uniform halves have variance 1 / 12n.
-  for half in halves(words(0, 1, 0)):
-    assert np.max(np.abs(half.mean(0))) < 6 / np.sqrt(12 * ROWS)
-    assert np.max(np.abs(half.mean(1))) < 6 / np.sqrt(12 * COLUMNS)
-    assert abs(half.mean()) < 5 / np.sqrt(12 * half.size)
+  # Means of n uniform numbers have variance 1 / 12n.
+  for uniform in uniforms(words(0, 1, 0)):
+    assert np.max(np.abs(uniform.mean(0))) < 6 / np.sqrt(12 * ROWS)
+    assert np.max(np.abs(uniform.mean(1))) < 6 / np.sqrt(12 * COLUMNS)
+    assert abs(uniform.mean()) < 5 / np.sqrt(12 * uniform.size)
 
 
 def correlations(a: np.ndarray, b: np.ndarray):
-  """Of both halves of a with both of b, in standard deviations.
+  """Of all uniforms of a with all of b, in standard deviations.
 
   The product of independent uniforms on [-1/2, 1/2] has variance 1/144, so
   that the mean of n products times 12 sqrt(n) is standard normal.
   """
-  for x in halves(a):
-    for y in halves(b):
+  for x in uniforms(a):
+    for y in uniforms(b):
       yield 12 * np.mean(x * y) * np.sqrt(a.size)
 
 
@@ -137,6 +145,7 @@ NEIGHBOURS = {
   "row": lambda: (words()[:-1], words()[1:]),
   "far row": lambda: (words()[:-64], words()[64:]),
   "column": lambda: (words()[:, :-1], words()[:, 1:]),
+  "next run": lambda: (words()[:, :-8], words()[:, 8:]),
   "far column": lambda: (words()[:, :-128], words()[:, 128:]),
   "diagonal": lambda: (words()[:-1, :-1], words()[1:, 1:]),
   "transposed": lambda: (
@@ -158,10 +167,10 @@ def test_neighbours_are_uncorrelated(neighbour):
   assert max(map(abs, correlations(a, b))) < 5
 
 
-def test_halves_of_a_word_are_uncorrelated():
+def test_words_of_an_element_are_uncorrelated():
   for step in range(3):
-    low, high = halves(words(step=step))
-    assert abs(12 * np.mean(low * high) * np.sqrt(low.size)) < 5
+    for a, b in itertools.combinations(uniforms(words(step=step)), 2):
+      assert abs(12 * np.mean(a * b) * np.sqrt(a.size)) < 5
 
 
 def test_one_element_over_many_steps_is_uniform_and_uncorrelated():
@@ -169,27 +178,42 @@ def test_one_element_over_many_steps_is_uniform_and_uncorrelated():
   steps = jnp.arange(2**14)
   draw = jax.vmap(lambda s: random_words(stochastic.leaf_key(0, s, 0), (4, 2)))
   x = np.asarray(draw(steps)).reshape(len(steps), -1)
-  for half in halves(x):
-    assert np.max(np.abs(half.mean(0))) < 6 / np.sqrt(12 * len(steps))
-    product = np.mean(half[1:] * half[:-1], axis=0)
+  for uniform in uniforms(x):
+    assert np.max(np.abs(uniform.mean(0))) < 6 / np.sqrt(12 * len(steps))
+    product = np.mean(uniform[1:] * uniform[:-1], axis=0)
     assert np.max(np.abs(12 * product * np.sqrt(len(steps)))) < 5
 
 
-def test_half_words_are_centred_and_take_their_bits():
-  x = jnp.asarray([0, 0xFFFF, 0xFFFF0000, 0x80010002], jnp.uint32)
-  low, high = stochastic.low_half(x), stochastic.high_half(x)
-  unit = 2.0**-16
-  np.testing.assert_array_equal(
-    low, np.array([0.5, 65535.5, 0.5, 2.5], np.float32) * unit
-  )
-  np.testing.assert_array_equal(
-    high, np.array([0.5, 0.5, 65535.5, 32769.5], np.float32) * unit
-  )
-  # Every half word is exact and inside (0, 1), and the mean is exactly 1/2.
-  every = stochastic.low_half(jnp.arange(2**16, dtype=jnp.uint32))
-  assert every.dtype == jnp.float32
-  assert np.all((every > 0) & (every < 1))
-  assert np.asarray(every, np.float64).mean() == 0.5
+def test_uniform_takes_the_high_bits():
+  x = jnp.asarray([0, 0x1FF, 0xFFFFFE00, 0x80400200], jnp.uint32)
+  got = stochastic.uniform(x)
+  want = np.array([0, 0, 2**23 - 1, 0x402001], np.float32) * 2.0**-23
+  np.testing.assert_array_equal(got, want)
+  assert got.dtype == jnp.float32
+
+
+def test_next_words_are_the_states_that_follow():
+  x = words(3, 2, 1, shape=(4, 16))
+  for count in (1, 2):
+    got = np.asarray(stochastic.next_words(jnp.asarray(x), count))
+    want = [[int(w) * 0x915F77F5 ** (8 * count) % 2**32 for w in r] for r in x]
+    np.testing.assert_array_equal(got, np.array(want, np.uint32))
+
+
+@pytest.mark.parametrize("bits", [4, 6])
+def test_two_words_of_a_run_fill_the_square_evenly(bits):
+  # Words of a run are products of one word: any two of them must be as two
+  # independent ones are, not only uncorrelated.
+  x = words(2, 3, 4, shape=(2**11, 128)).reshape(-1, stochastic.RUN)
+  states = np.concatenate(of_element(x), axis=1) >> (32 - bits)
+  cells = 4**bits
+  for i, j in itertools.combinations(range(states.shape[1]), 2):
+    pair = states[:, i].astype(np.int64) * 2**bits + states[:, j]
+    counts = np.bincount(pair, minlength=cells)
+    expected = len(x) / cells
+    chi_square = np.sum((counts - expected) ** 2) / expected
+    # Six standard deviations: 276 pairs.
+    assert abs(chi_square - (cells - 1)) < 6 * np.sqrt(2 * cells), (i, j)
 
 
 def test_bfloat16_rounding_is_unbiased_and_between_neighbours():
@@ -206,7 +230,7 @@ def test_bfloat16_rounding_is_unbiased_and_between_neighbours():
   away = (bits + np.uint32(0x10000)).view(np.float32).astype(np.float64)
   assert np.all((got == toward_zero) | (got == away))
   # In units of the gap each draw has variance at most 1/4, and the whole mean
-  # that of all draws; 2^-17 is the resolution of half a word.
+  # that of all draws; 2^-17 is the resolution of 16 bits.
   error = (got - x) / (away - toward_zero)
   assert np.max(np.abs(error.mean(0))) < 6 * 0.5 / np.sqrt(repeats) + 2**-17
   assert abs(error.mean()) < 5 * 0.5 / np.sqrt(error.size) + 2**-17

@@ -142,7 +142,7 @@ def adamw_step(
   p: Weight,
   g: Array,
   stored: Stored,
-  keys: Array,
+  key: Array,
   scalars: AdamScalars,
   step: StepScalars,
   *,
@@ -156,5 +156,5 @@ def adamw_step(
   Args and Returns: as of `stored_step.step_of`, of two moments.
   """
   return stored_step.step_of(
-    adam, p, g, stored, keys, scalars, step, groups, start, whole, layer
+    adam, p, g, stored, key, scalars, step, groups, start, whole, layer
   )

@@ -28,7 +28,6 @@ from coat_jax.optimizer.state import (
   init_state,
   next_state,
   pair_leaves,
-  parameter_key,
 )
 from coat_jax.optimizer.stored_step import StepScalars
 
@@ -131,7 +130,6 @@ def fused_transformation(
     decayed = _decayed(mask, params)
 
     def step(i, weight, g, stored, *, layer=None, grad_scale=None):
-      key = stochastic.leaf_key(seed, count, i)
       groups = codec.groups[: len(stored)]
       leaf_decay = decay if decayed[i] else 0 * decay
       return shards.run_on_shards(
@@ -139,7 +137,7 @@ def fused_transformation(
         where[i],
         (weight, g),
         stored,
-        jnp.stack([key, parameter_key(seed, count, i)]),
+        stochastic.leaf_key(seed, count, i),
         scalars,
         StepScalars(rate, leaf_decay, grad_scale),
         groups=moments.stored_groups(op, stored, groups, codec.name),

@@ -88,7 +88,7 @@ def lion_step(
   p: Weight,
   g: Array,
   stored: Stored,
-  keys: Array,
+  key: Array,
   scalars: LionScalars,
   step: StepScalars,
   *,
@@ -102,7 +102,7 @@ def lion_step(
   Args and Returns: as of `stored_step.step_of`, of one moment.
   """
   return stored_step.step_of(
-    lion, p, g, stored, keys, scalars, step, groups, start, whole, layer
+    lion, p, g, stored, key, scalars, step, groups, start, whole, layer
   )
 
 

@@ -250,9 +250,9 @@ def encode(
   Args:
     groups: the leaf's group codecs.
     values: the moments, f32 of one shape.
-    key: from `stochastic.leaf_key`. Two moments share each of its words, the
-      first taking the low half and the second the high half; the next two share
-      those of another key, and so on (`pair_key`).
+    key: from `stochastic.leaf_key`. The first moment takes its words, the
+      second those next to them (`stochastic.next_words`); the next two moments
+      take those of another key, and so on (`pair_key`).
     start, whole: which part of the leaf this is: see `stochastic.random_words`.
 
   Returns:
@@ -302,10 +302,10 @@ def _noise(groups: GroupCodecs, key: Array, shape, start, whole) -> list:
     words = stochastic.random_words(
       pair_key(key, pair // 2), shape, start=start, whole=whole
     )
-    halves = stochastic.low_half, stochastic.high_half
+    both = words, stochastic.next_words(words)
     out += [
-      half(words) if needed else None
-      for half, needed in zip(halves, needs, strict=False)
+      stochastic.uniform(words) if needed else None
+      for words, needed in zip(both, needs, strict=False)
     ]
   return out
 

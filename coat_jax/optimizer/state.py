@@ -11,7 +11,6 @@ import optax
 from jax import Array
 from jax.typing import ArrayLike
 
-from coat_jax import stochastic
 from coat_jax.codecs import Encoded, MomentCodec
 from coat_jax.optimizer import moments
 from coat_jax.optimizer.masks import QuantizeMask, leaf_paths
@@ -24,9 +23,6 @@ _MAKERS = {
   "ScaleByCoatMuonState": "coat_muon",
   "EncodedState": "encoded",
 }
-
-# Parameters draw from another stream of random words than moments do.
-_PARAMETER_STREAM = 0x85EBCA6B
 
 
 class ScaleByCoatAdamState(NamedTuple):
@@ -213,12 +209,6 @@ def pair_leaves(
       f"got {wrong[0]}; initialize the state with these parameters"
     )
   return list(zip([g for _, g in grads], leaves, strict=True))
-
-
-def parameter_key(seed: ArrayLike, step: ArrayLike, leaf: int) -> Array:
-  """The key of the random words that round a leaf's parameters to bf16."""
-  key = stochastic.leaf_key(seed, step, leaf) ^ jnp.uint32(_PARAMETER_STREAM)
-  return stochastic.mix(key)
 
 
 def find_states(op: str, opt_state: Any, kind: Any) -> list[Any]:

@@ -71,7 +71,7 @@ def step_of(
   p: Weight,
   g: Array,
   stored: Stored,
-  keys: Array,
+  key: Array,
   scalars: Any,
   step: StepScalars,
   groups: GroupCodecs,
@@ -87,7 +87,7 @@ def step_of(
       to a `SplitWeight`'s 24 bits stochastically.
     g: [..., n], the gradient, of any dtype.
     stored: the moments, as they are stored.
-    keys: uint32 [2], of the moments' and of the parameter's random words.
+    key: from `stochastic.leaf_key`, for random words of moments and parameter.
     scalars: of the arithmetic.
     step: of this step and leaf.
     groups: the moments' codecs.
@@ -98,7 +98,7 @@ def step_of(
   Returns:
     The new parameter, stored as p is, and the new moments, stored likewise.
   """
-  numbers = keys, scalars, step
+  numbers = key, scalars, step
   if layer is None:
     return _step(arithmetic, p, g, stored, *numbers, groups, start, whole)
   whole = jax.tree.leaves(p)[0].shape if whole is None else whole
@@ -111,7 +111,7 @@ def step_of(
   return put_layer((p, stored), new, layer)
 
 
-def _step(arithmetic, p, g, stored, keys, scalars, step, groups, start, whole):
+def _step(arithmetic, p, g, stored, key, scalars, step, groups, start, whole):
   """What `step_of` says, on all that is given."""
   gradient = moments.in_f32(g)
   if step.grad_scale is not None:
@@ -120,6 +120,6 @@ def _step(arithmetic, p, g, stored, keys, scalars, step, groups, start, whole):
   update, *values = arithmetic(gradient, *old, scalars)
   new = weights.in_f32(p)
   new = new + -step.learning_rate * (update + step.weight_decay * new)
-  new = weights.round_like(p, new, keys[1], start, whole)
-  stored = moments.encode(groups, tuple(values), keys[0], start, whole)
+  new = weights.round_like(p, new, key, start, whole)
+  stored = moments.encode(groups, tuple(values), key, start, whole)
   return new, stored

@@ -11,9 +11,9 @@ Both ways are exact. W itself is rounded, stochastically in a step: 2^-16 of a
 weight is the least update that is not left to chance, where bf16 alone has
 2^-8. See docs/optimizer.md on which one to take.
 
-`stored_step.step_of` takes either kind in a parameter's place. Random words are
-those of the parameter (`state.parameter_key`): bf16 takes their low 16 bits, 24
-bits the low 8.
+`stored_step.step_of` takes either kind in a parameter's place. Its random words
+are `stochastic.parameter_words`: bf16 takes their high 16 bits, 24 bits the
+high 8.
 """
 
 import functools
@@ -64,7 +64,7 @@ def split(
     x: of any shape. Infinities stay, a NaN becomes the canonical one of its
       sign; finite values beyond 3.3895e38, whose nearest bf16 would be
       infinite, become that.
-    words: of which the low 8 bits round stochastically, so that
+    words: of which the high 8 bits round stochastically, so that
       E[join(split(x))] = x; None to nearest, ties to even.
 
   Returns:
@@ -76,7 +76,7 @@ def split(
   if words is None:
     rounding = ((size >> 8) & 1) + jnp.uint32(0x7F)
   else:
-    rounding = words & jnp.uint32(0xFF)
+    rounding = words >> 24
   kept = jnp.minimum(size + rounding, jnp.uint32(_LARGEST))
   kept = jnp.where(size < _INFINITY, kept, size)
   kept = jnp.where(size > _INFINITY, jnp.uint32(_NAN), kept)
@@ -120,7 +120,7 @@ def round_like(
   Args:
     weight: f32 and other dtypes are rounded to nearest.
     x: f32 of its shape; complex64 of a complex one.
-    key: from `state.parameter_key`.
+    key: from `stochastic.leaf_key`.
     start, whole: which part of the leaf this is: see `stochastic.random_words`.
 
   Returns:
@@ -146,7 +146,7 @@ def round_stochastically(
 
   def f(x, key):
     words = stochastic.random_words(key, x.shape, start=start, whole=whole)
-    return rounding(x, words)
+    return rounding(x, stochastic.parameter_words(words))
 
   return moments.partitioned_like(x, f)(x, key)
 

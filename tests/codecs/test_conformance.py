@@ -33,7 +33,7 @@ every_variant = pytest.mark.parametrize("variant", VARIANTS)
 
 def noise_like(x, step=0):
   words = stochastic.random_words(stochastic.leaf_key(0, step, 0), x.shape)
-  return stochastic.low_half(words)
+  return stochastic.uniform(words)
 
 
 def roundtrip(group, x, step=0):

@@ -36,7 +36,7 @@ def decode(codec, encoded):
 
 def noise_like(x, step=0):
   words = stochastic.random_words(stochastic.leaf_key(0, step, 0), x.shape)
-  return stochastic.low_half(words)
+  return stochastic.uniform(words)
 
 
 def roundtrip(codec, x, step=0):
@@ -210,7 +210,7 @@ def test_short_groups_equal_the_oracle(name):
 def test_stochastic_rounding_is_unbiased(name):
   # A step error is at most half a gap in standard deviation, so that the mean
   # of n draws is within 6 / (2 sqrt(n)) gaps, and that of all elements within
-  # 5 / (2 sqrt(n elements)). 2^-17 is the resolution of half a word.
+  # 5 / (2 sqrt(n elements)). 2^-24 is what a word's resolution adds.
   codec = codec_oracles.GROUP_CODECS[name](32, "stochastic")
   draws = 1024
   x = inputs(codec, (3, 96))

@@ -31,7 +31,7 @@ def test_codes_are_the_formula_s(rounding):
   words = stochastic.random_words(stochastic.leaf_key(0, 1, 0), (256, SIZE))
   noise = None
   if rounding == "stochastic":
-    noise = stochastic.low_half(words)
+    noise = stochastic.uniform(words)
 
   @jax.jit
   def roundtrips(moments):

@@ -66,7 +66,10 @@ def test_random_words_and_their_uses_are_the_same_bits():
 
   def draw(step, x):
     words = stochastic.random_words(stochastic.leaf_key(1, step, 2), SHAPE)
-    low, high = stochastic.low_half(words), stochastic.high_half(words)
+    low, high = (
+      stochastic.uniform(words),
+      stochastic.uniform(stochastic.next_words(words)),
+    )
     return words, low, high, stochastic.round_to_bfloat16(x, words)
 
   assert_same_bits(*on_both(draw, jnp.uint32(77), x))
@@ -133,7 +136,7 @@ def test_quantize(group_size, scale_dtype):
 def compare_codecs(codec, x, label):
   """Encodes on both backends; prints the shares and returns what differs."""
   words = stochastic.random_words(stochastic.leaf_key(0, 1, 0), x.shape)
-  noise = stochastic.low_half(words) if codec.needs_noise else None
+  noise = stochastic.uniform(words) if codec.needs_noise else None
   cpu, gpu = on_both(codec.encode, x, noise)
   np.testing.assert_array_equal(cpu.amax, gpu.amax, label)  # equal, or both NaN
   groups = (*x.shape[:-1], -(-x.shape[-1] // codec.group_size))

@@ -17,7 +17,6 @@ from coat_jax import (
   stochastic,
 )
 from coat_jax.optimizer import weights
-from coat_jax.optimizer.state import parameter_key
 from tests.comparing import assert_same_bits
 
 STEPS, SEED = 4, 3
@@ -100,8 +99,8 @@ def test_weights_of_24_bits_are_those_of_f32_rounded():
     if name == "norm":
       np.testing.assert_array_equal(got[name], x)
       continue
-    words = stochastic.random_words(parameter_key(SEED, 1, i), x.shape)
-    split = weights.split(x, words)
+    words = stochastic.random_words(stochastic.leaf_key(SEED, 1, i), x.shape)
+    split = weights.split(x, stochastic.parameter_words(words))
     assert_same_bits((got[name], new.low[name]), tuple(split))
 
 

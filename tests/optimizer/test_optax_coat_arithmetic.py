@@ -84,14 +84,13 @@ def test_moments_are_encoded_with_the_words_of_seed_step_and_leaf():
     # The update uses the new moments before they are encoded.
     want = mu / (1 - 0.9**step) / (jnp.sqrt(nu / (1 - 0.999**step)) + 1e-8)
     np.testing.assert_allclose(updates["b"], want, rtol=2e-4)
-    # "b" is leaf 1; mu takes the low half of each word, nu the high half.
+    # "b" is leaf 1; mu takes its words, nu those next to them.
     words = stochastic.random_words(stochastic.leaf_key(7, step, 1), (8, 200))
-    for x, group, low, codes in (
-      (mu, codec.mu, True, state.mu_codes["b"]),
-      (nu, codec.nu, False, state.nu_codes["b"]),
+    for x, group, drawn, codes in (
+      (mu, codec.mu, words, state.mu_codes["b"]),
+      (nu, codec.nu, stochastic.next_words(words), state.nu_codes["b"]),
     ):
-      half = stochastic.low_half if low else stochastic.high_half
-      expected = jax.jit(group.encode)(x, half(words)).codes
+      expected = jax.jit(group.encode)(x, stochastic.uniform(drawn)).codes
       got, expected = (np.asarray(y).view(np.uint8) for y in (codes, expected))
       # Eager and compiled arithmetic differ by an ulp, which moves a code where
       # the noise is that close: 1e-5 of 1600 codes. Other words: a third.
@@ -193,6 +192,9 @@ def test_parameters_and_moments_draw_independent_words():
   words = stochastic.random_words(key, shape)
   up = np.asarray(apply_updates(params, half, step=5), np.float64) > 1
   assert abs(up.mean() - 0.5) < 5 * 0.5 / np.sqrt(up.size)
-  for noise in (stochastic.low_half(words), stochastic.high_half(words)):
+  for noise in (
+    stochastic.uniform(words),
+    stochastic.uniform(stochastic.next_words(words)),
+  ):
     correlation = np.corrcoef(up.ravel(), np.asarray(noise).ravel())[0, 1]
     assert abs(correlation) < 5 / np.sqrt(up.size)

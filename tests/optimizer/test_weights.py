@@ -57,8 +57,8 @@ def test_split_is_integer_arithmetic_at_every_end(noise):
   bits = every_end()
   words = None
   if noise is not None:
-    # Of words only the low 8 bits count.
-    words = jnp.full(bits.shape, 0xABCDEF00 + noise, jnp.uint32)
+    # Of words only the high 8 bits count.
+    words = jnp.full(bits.shape, (noise << 24) + 0xABCDEF, jnp.uint32)
   got = split(as_f32(bits), words)
   assert (got.high.dtype, got.low.dtype) == (jnp.bfloat16, jnp.int8)
   for a, b in zip(bits_of(got), oracle(bits, noise), strict=True):
@@ -100,7 +100,7 @@ def test_high_is_the_nearest_bf16_and_low_its_distance():
 def test_stochastic_rounding_is_exact_on_average():
   drawn = np.random.default_rng(2).integers(0, 0x7F7F7F00, 512, np.uint64)
   bits = drawn.astype(np.uint32)
-  noise = jnp.arange(256, dtype=jnp.uint32)[:, None]
+  noise = jnp.arange(256, dtype=jnp.uint32)[:, None] << 24
   shape = (256, bits.size)
   got = split(
     jnp.broadcast_to(as_f32(bits), shape), jnp.broadcast_to(noise, shape)

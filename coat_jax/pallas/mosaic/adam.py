@@ -9,16 +9,20 @@ bf16 gradients 12.2.
 One H200, 2026-11-21, jax 0.11.2, 2^28 parameters, donated, one run (ms):
 
   codec, rounding         f32    bf16    instructions a value (f32, bf16)
-  coat nearest            1.11   0.99     58    77
-  coat stochastic         1.56   1.67    108   126
-  log8 stochastic         1.29   1.38    104   121
+                                         then       since 2026-11-23
+  coat nearest            1.11   0.99     58    77    54    62
+  coat stochastic         1.56   1.67    108   126    88    92
+  log8 stochastic         1.29   1.38    104   121    86    91
   optax.adamw (XLA)       1.81   0.92
 
-Since then a gradient is bounded: log8 takes 3 to 5 % longer for it on an H100.
+What is since 2026-11-23 was compiled for an H200, and not timed. With 90 and 95
+instructions coat stochastic took 1.25 and 1.31 ms, log8 1.22 and 1.10.
 
-To nearest with f32, memory bounds it. With stochastic rounding instructions do:
-the hash alone takes 11, once more for bf16 parameters, and registers (128; log8
-96) leave 16 warps (20) to a multiprocessor. docs/LOG.md says what did not help.
+To nearest with f32, memory bounds it. With stochastic rounding instructions do,
+13 of coat's being special functions, which take 8 clocks each: four logarithms
+and four powers a value, a root, a reciprocal. Registers (116 to 126; log8 80 to
+95) leave 16 warps (20 to 24) to a multiprocessor. docs/LOG.md says what did not
+help.
 """
 
 import dataclasses
@@ -49,7 +53,7 @@ def adam_update(
   """`adam.adam_update`. With `interpret`, on a CPU, slowly."""
   _check("adam_update", stored, groups, scalars, (g,))
   supported()
-  place = Place(jnp.stack([key, key]), start, whole, None)
+  place = Place(key, start, whole, None)
   return leaf_step.run(
     _rule(scalars), place, g, None, stored, groups, interpret
   )
@@ -59,7 +63,7 @@ def adamw_step(
   p,
   g,
   stored,
-  keys,
+  key,
   scalars,
   step,
   *,
@@ -79,7 +83,7 @@ def adamw_step(
     update_rate=-step.learning_rate * scalars.ratio,
     decay_rate=-step.learning_rate * step.weight_decay,
   )
-  place = Place(keys, start, whole, layer)
+  place = Place(key, start, whole, layer)
   return leaf_step.run(rule, place, g, p, stored, groups, interpret)
 
 
@@ -109,13 +113,16 @@ class _Adam:
     """See `leaf_step.Rule`."""
     mu, nu = old
     if self.grad_scale is not None:
-      g = g * self.grad_scale
+      g = on.in_f32(g) * self.grad_scale
     # `formats.with_finite_square`; a product and a sum are one instruction, to
     # compare and to select are two, at half its rate. XLA keeps a copy of all
     # gradients for this form, so the definition has the other.
-    g = jnp.clip(g, -ROOT_OF_LARGEST, ROOT_OF_LARGEST) + 0.0 * g
-    mu = self.b1 * mu + self.one_minus_b1 * g
-    nu = self.b2 * nu + self.one_minus_b2 * g * g
+    # In bf16, two values at a time.
+    bound = jnp.asarray(ROOT_OF_LARGEST, g.dtype)
+    g = jnp.clip(g, -bound, bound) + jnp.zeros([], g.dtype) * g
+    g = on.in_f32(g)
+    mu = mu.times(self.b1) + self.one_minus_b1 * g
+    nu = nu.times(self.b2) + self.one_minus_b2 * g * g
     inner = nu if self.eps_root is None else nu + self.eps_root
     update = mu * on.reciprocal(on.sqrt(inner) + self.eps)
     if p is None:

@@ -9,6 +9,7 @@ where the definition takes two of each.
 
 import dataclasses
 import math
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
@@ -23,12 +24,14 @@ from coat_jax.codecs.fp8 import (
 from coat_jax.formats import E4M3, qmax
 from coat_jax.pallas.mosaic import registers
 from coat_jax.pallas.mosaic.moment_codecs import (
+  Decoded,
+  FittedCodec,
   Statistics,
   exp2_upper,
   exponent_bounds,
-  extremes,
+  from_bytes,
+  in_bytes,
   octaves_between,
-  one_and,
   register,
   uniform_times,
   with_sign,
@@ -43,18 +46,24 @@ from coat_jax.pallas.mosaic.registers import (
 
 @register(ScaledFP8)
 @dataclasses.dataclass(frozen=True)
-class _Scaled:
+class _Scaled(FittedCodec):
   codec: ScaledFP8
 
   def decode(self, codes, statistics, signed, on):
     del signed, on
-    y = codes.astype(jnp.float32)
-    return y * spread(statistics.amax * jnp.float32(1 / qmax(self.codec.dtype)))
+    scale = statistics.amax * jnp.float32(1 / qmax(self.codec.dtype))
+    return Decoded(codes.astype(jnp.float32), scale)
 
-  def encode(self, x, noise, signed, on):
-    dtype = self.codec.dtype
-    magnitude, amax, _ = extremes(x, signed)
-    scale = _inverse(amax, _power_of_two(amax), on)
+  def fits_as(self, other):
+    return type(other) is type(self)
+
+  def fit(self, amax, amin, on):
+    del amin
+    return amax, _inverse(amax, on)
+
+  def codes(self, x, fit, noise, signed, on):
+    dtype, (amax, scale) = self.codec.dtype, fit
+    magnitude = jnp.abs(x) if signed else x
     y = magnitude * spread(scale) * qmax(dtype)
     if noise is not None:
       lower, upper = _neighbours(y, dtype)
@@ -64,87 +73,113 @@ class _Scaled:
     return codes, Statistics(amax, None)
 
 
+class _Fit(NamedTuple):
+  """What encoding takes of groups, each of 32 bits.
+
+  Attributes:
+    amax, range: the statistics, not yet bytes.
+    power, shift: the image of x is 2^(power log2 |x| + shift).
+    root, scale: 1 / k and 1 / bound.
+  """
+
+  amax: Array
+  range: Array
+  power: Array
+  shift: Array
+  root: Array
+  scale: Array
+
+
 @register(ExpandedFP8)
 @dataclasses.dataclass(frozen=True)
-class _Expanded:
+class _Expanded(FittedCodec):
   codec: ExpandedFP8
 
   def decode(self, codes, statistics, signed, on):
     y = codes.astype(jnp.float32)
-    _, root = self._power_and_root(statistics, on)
+    bound, root = self._bound_and_root(statistics, on)
     top = spread(root * -math.log2(qmax(self.codec.dtype)))
     t = jnp.exp2(jnp.log2(jnp.abs(y)) * spread(root) + top)
-    value = with_sign(t, y if signed else None)
-    return value * spread(self._bound(statistics))
+    return Decoded(with_sign(t, y if signed else None), bound)
 
-  def encode(self, x, noise, signed, on):
+  def fits_as(self, other):
+    return type(other) is type(self) and other.codec.dtype == self.codec.dtype
+
+  def codes(self, x, fit, noise, signed, on):
     dtype, negative = self.codec.dtype, x if signed else None
-    magnitude, amax, amin = extremes(x, signed)
-    down = _power_of_two(amax)
-    statistics = self._statistics(amax, amin, down, on)
-    bound = self._bound(statistics)
-    scale = _inverse(bound, down, on)
-    power, root = self._power_and_root(statistics, on)
-    shift = jnp.where(bound > 0, power * -jnp.log2(bound), 0.0)
-    e = jnp.exp2(jnp.log2(magnitude) * spread(power) + spread(shift))
+    magnitude = jnp.abs(x) if signed else x
+    statistics = self._stored(fit)
+    e = jnp.exp2(jnp.log2(magnitude) * spread(fit.power) + spread(fit.shift))
     if noise is not None and dtype == E4M3:
-      codes = _looked_up_codes(magnitude, e, negative, root, scale, noise, on)
-      return codes, statistics
+      return _looked_up_codes(
+        magnitude, e, negative, fit, noise, on
+      ), statistics
     y = e * qmax(dtype)
     if noise is not None:
       lower, upper = _neighbours(y, dtype)
-      top = spread(root * -math.log2(qmax(dtype)))
-      below = jnp.exp2(jnp.log2(lower) * spread(root) + top)
-      above = jnp.exp2(jnp.log2(upper) * spread(root) + top)
-      t = magnitude * spread(scale)
+      top = spread(fit.root * -math.log2(qmax(dtype)))
+      below = jnp.exp2(jnp.log2(lower) * spread(fit.root) + top)
+      above = jnp.exp2(jnp.log2(upper) * spread(fit.root) + top)
+      t = magnitude * spread(fit.scale)
       up = t - below > uniform_times(noise, above - below)
       y = jnp.where(up, upper, lower)
     return on.to_fp8(with_sign(y, negative), dtype), statistics
 
-  def _statistics(self, amax, amin, down, on) -> Statistics:
-    ratio = amax * down * on.reciprocal(amin * down)
-    ratio = jnp.where(amax > 0, ratio, 1.0)
-    # An approximate logarithm of 1 + ulp must not be negative.
-    octaves = jnp.maximum(jnp.log2(ratio), 2.0**-24)
+  def fit(self, amax, amin, on):
+    log2_amax = jnp.log2(amax)
+    # Of one magnitude, of zeros and of NaN: the largest power.
+    octaves = jnp.maximum(log2_amax - jnp.log2(amin), 2.0**-24)
+    octaves = jnp.where(amax > 0, octaves, 2.0**-24)
     power = on.reciprocal(octaves) * (log2_range(self.codec.dtype) * 16)
-    power = jnp.clip(power, 1.0, 255.0).astype(jnp.int32)  # Rounds down.
-    return Statistics(amax, power.astype(jnp.uint8))
+    # Rounded down: to nearest, half a sixteenth less. Bounds are integers.
+    power = jnp.clip(power - 0.5, 1.0, 255.0)
+    sixteenths, _ = on.round(power, jnp.float32(1.0))
+    root = on.reciprocal(sixteenths) * 16.0
+    power = sixteenths * (1 / 16)
+    return _Fit(
+      amax,
+      sixteenths,
+      power,
+      jnp.where(amax > 0, power * -log2_amax, 0.0),
+      root,
+      _inverse(amax, on),
+    )
 
-  def _bound(self, statistics: Statistics) -> Array:
-    return statistics.amax
+  def _stored(self, fit: _Fit) -> Statistics:
+    # Converted: the integer of `on.round` must not be cut to a byte.
+    return Statistics(fit.amax, fit.range.astype(jnp.int32).astype(jnp.uint8))
 
-  def _power_and_root(self, statistics: Statistics, on):
+  def _bound_and_root(self, statistics: Statistics, on):
     sixteenths = statistics.range.astype(jnp.int32).astype(jnp.float32)
-    return sixteenths * (1 / 16), on.reciprocal(sixteenths) * 16.0
+    return statistics.amax, on.reciprocal(sixteenths) * 16.0
 
 
 @register(BoundedFP8)
 @dataclasses.dataclass(frozen=True)
 class _Bounded(_Expanded):
-  def _statistics(self, amax, amin, down, on):
-    del down, on
-    return exponent_bounds(amax, amin)
-
-  def _bound(self, statistics):
-    return exp2_upper(statistics)
-
-  def _power_and_root(self, statistics, on):
-    octaves = octaves_between(statistics)
+  def fit(self, amax, amin, on):
+    upper, lower = exponent_bounds(amax, amin)
+    octaves = octaves_between(upper, lower)
     power = on.reciprocal(octaves) * log2_range(self.codec.dtype)
-    return power, octaves * (1 / log2_range(self.codec.dtype))
+    log2_bound = upper.astype(jnp.float32) - 127
+    root = octaves * (1 / log2_range(self.codec.dtype))
+    inverse = _inverse(exp2_upper(upper), on)
+    return _Fit(upper, lower, power, power * -log2_bound, root, inverse)
+
+  def _stored(self, fit):
+    return in_bytes(fit.amax, fit.range)
+
+  def _bound_and_root(self, statistics, on):
+    del on
+    upper, lower = from_bytes(statistics)
+    root = octaves_between(upper, lower) * (1 / log2_range(self.codec.dtype))
+    return exp2_upper(upper), root
 
 
-def _power_of_two(amax: Array) -> Array:
-  """A factor for amax so that its reciprocal is not subnormal, hence zero.
-
-  It is a power of two and loses nothing (amin may become zero: then the power
-  is the least in any case).
-  """
-  return jnp.where(amax > 2.0**100, 2.0**-64, 1.0)
-
-
-def _inverse(bound: Array, down: Array, on: Instructions) -> Array:
+def _inverse(bound: Array, on: Instructions) -> Array:
   """1 / bound: not infinite for a group of zeros; a NaN stays."""
+  # A power of two, so that the reciprocal is not subnormal, hence zero.
+  down = jnp.where(bound > 2.0**100, 2.0**-64, 1.0)
   return jnp.minimum(on.reciprocal(bound * down), 2.0**127) * down
 
 
@@ -160,35 +195,30 @@ def _neighbours(y: Array, dtype: DTypeLike) -> tuple[Array, Array]:
   return as_float(lower) - offset, as_float(upper) - offset
 
 
-def _looked_up_codes(magnitude, e, x, root, scale, noise, on) -> Array:
+def _looked_up_codes(magnitude, e, x, fit: _Fit, noise, on) -> Array:
   """E4M3 codes, stochastic, of t = magnitude scale and e = t^k.
 
   Args:
     magnitude: f32 tile.
     e: f32 tile; off by an ulp it moves t's neighbours, hence no expectation.
     x: f32 tile whose signs the codes get, or None.
-    root, scale: 1 / k and 1 / bound, [ROWS].
+    fit: of its groups, [ROWS].
     noise: as in `encode`.
     on: where this runs.
   """
   # From bit 20 on these are the code of the lower neighbour.
   bits = on.e4m3_bits(e, qmax(E4M3))
-  # It is J 2^e with J its mantissa bits, and 8 more unless it is subnormal.
-  # Then the minimum is what there is.
-  normal = (bits & jnp.uint32(0x7FFFFF)) | jnp.uint32(0x800000)
-  significand = jnp.minimum(bits, normal) >> 20
+  code = bits >> 20
+  # It is J 2^e with J its lowest 3 bits, and 8 more unless it is subnormal.
+  significand = code | jnp.minimum(code, jnp.uint32(8))
   rest, gap, unit = on.powers(
     significand.astype(jnp.int32),
     (bits >> 23).astype(jnp.int32),
-    root,
-    scale,
+    fit.root,
+    -fit.scale,
   )
   # Up where t - lower > noise (upper - lower), all in the unit of the lower
   # one's exponent: where this is negative. Two fused operations.
-  rest = one_and(noise) * gap + (rest - magnitude * unit)
-  code = (bits >> 20) + (as_bits(rest) >> 31)
-  # 448 is the last code but one; the last is NaN.
-  code = jnp.minimum(code, jnp.uint32(0x7E))
-  if x is not None:
-    code = code | ((as_bits(x) >> 24) & jnp.uint32(0x80))
-  return registers.as_dtype(code.astype(jnp.uint8), E4M3)
+  rest = noise * gap + (rest + magnitude * unit)
+  code = code + (as_bits(rest) >> 31)
+  return registers.as_dtype(on.e4m3_codes(code, x), E4M3)

@@ -21,8 +21,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from coat_jax.codecs.group import GroupCodec, Plain
 from coat_jax.ops.types import Unsupported
 from coat_jax.pallas.mosaic import moment_codecs, registers, weights, words
-from coat_jax.pallas.mosaic.moment_codecs import Statistics
+from coat_jax.pallas.mosaic.moment_codecs import Decoded, Statistics
 from coat_jax.pallas.mosaic.registers import GROUP_SIZE, ROWS, Instructions
+from coat_jax.stochastic import next_words, parameter_words
 
 GroupCodecs = tuple[GroupCodec, ...]
 
@@ -36,14 +37,14 @@ class Rule(Protocol):
   """
 
   def apply(
-    self, g: Array, p: Array | None, old: tuple[Array, ...], on: Instructions
+    self, g: Array, p: Array | None, old: tuple[Decoded, ...], on: Instructions
   ) -> tuple[Array, tuple[Array, ...]]:
     """Steps a tile.
 
     Args:
-      g: f32, the gradient.
+      g: the gradient, f32 or bf16.
       p: f32, the parameter, or None.
-      old: f32, one moment or two, of which the second is never negative.
+      old: one moment or two, of which the second is never negative.
       on: what is one instruction on the GPU.
 
     Returns:
@@ -85,20 +86,20 @@ class Place(NamedTuple):
   """What is stepped, and what its random words depend on.
 
   Attributes:
-    keys: uint32 [2], of the moments and of the parameter.
+    key: of all of them, uint32 [].
     start, whole: which part of the leaf this is; None for all of it: see
       `stochastic.random_words`.
     layer: which layer of it is stepped; None for all of it.
   """
 
-  keys: Array
+  key: Array
   start: Array | None
   whole: tuple[int, ...] | None
   layer: Array | None
 
   def packed(self) -> Array:
     """What is not None, but `whole`: uint32."""
-    parts = [self.keys]
+    parts = [self.key[None]]
     if self.start is not None:
       parts.append(self.start)
     if self.layer is not None:
@@ -243,7 +244,6 @@ def _kernel(
       `num_weights`, or the update, [groups, 128].
   """
   scalars = rule(**{name: packed_gmem[i] for i, name in enumerate(names)})
-  keys = place_gmem[0], place_gmem[1]
   counts = [sum(there) for there in present]
   *moments_gmem, last_gmem = _parts(gmem, counts)
 
@@ -255,40 +255,48 @@ def _kernel(
   refs = (*last_gmem[:num_weights], *gmem[: sum(counts)])
   loaded = [registers.load(ref, start) for ref in refs]
   weight, *stored, _ = _parts(loaded, [num_weights, *counts])
-  p = weights.in_f32(*weight) if weight else None
+  p = weights.in_f32(on, *weight) if weight else None
   register_codecs = [moment_codecs.on_registers(codec) for codec in groups]
   signed = [i == 0 for i in range(len(groups))]
   old = tuple(
-    codec.decode(*_fields(part, there), is_signed, on)
+    _decoded(codec.decode(*_fields(part, there), is_signed, on))
     for codec, part, there, is_signed in zip(
       register_codecs, stored, present, signed, strict=True
     )
   )
-  value, new = scalars.apply(g.astype(jnp.float32), p, old, on)
+  value, new = scalars.apply(g, p, old, on)
 
-  def draw(key):
+  @functools.cache
+  def draw():
     # Only where words are wanted: no layout is found for what is not used.
     place = words.row_and_column(start, shape, whole, place_gmem)
-    return words.random_words(*place, key)
+    return words.random_words(*place, place_gmem[0])
 
   if weight:
-    values = weights.round_like(last_gmem, value, lambda: draw(keys[1]))
+    values = weights.round_like(
+      last_gmem, value, lambda: parameter_words(draw()), on
+    )
   else:
     values = (value.astype(last_gmem[0].dtype),)
   for ref, out in zip(last_gmem, values, strict=True):
     registers.store(ref, start, out)
   noise: tuple[Array | None, ...] = (None,) * len(groups)
   if any(codec.needs_noise for codec in groups):
-    low = draw(keys[0])
-    noise = (low, low >> 16) if len(groups) == 2 else (low,)
-  for group, codec, refs, x, half, is_signed in zip(
-    groups, register_codecs, moments_gmem, new, noise, signed, strict=True
-  ):
-    half = half if group.needs_noise else None
-    codes, statistics = codec.encode(x, half, is_signed, on)
+    both = draw(), next_words(draw())
+    noise = tuple(words.mantissas(x) for x in both[: len(groups)])
+  noise = tuple(
+    x if codec.needs_noise else None
+    for codec, x in zip(groups, noise, strict=True)
+  )
+  encoded = moment_codecs.encode_moments(register_codecs, new, noise, on)
+  for refs, (codes, statistics) in zip(moments_gmem, encoded, strict=True):
     written = [codes, *(x for x in statistics if x is not None)]
     for ref, out in zip(refs, written, strict=True):
       registers.store(ref, start, out)
+
+
+def _decoded(moment) -> Decoded:
+  return moment if isinstance(moment, Decoded) else Decoded(moment)
 
 
 def _parts(xs, counts) -> list:

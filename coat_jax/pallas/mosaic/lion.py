@@ -25,7 +25,7 @@ def lion_step(
   p,
   g,
   stored,
-  keys,
+  key,
   scalars,
   step,
   *,
@@ -45,7 +45,7 @@ def lion_step(
     update_rate=-step.learning_rate,
     decay_rate=-step.learning_rate * step.weight_decay,
   )
-  place = Place(keys, start, whole, layer)
+  place = Place(key, start, whole, layer)
   return leaf_step.run(rule, place, g, p, stored, groups, interpret)
 
 
@@ -63,14 +63,14 @@ class _Lion:
 
   def apply(self, g, p, old, on: Instructions):
     """See `leaf_step.Rule`."""
-    del on
     (mu,) = old
+    g = on.in_f32(g)
     if self.grad_scale is not None:
       g = g * self.grad_scale
-    mixed = self.b1 * mu + self.one_minus_b1 * g
+    mixed = mu.times(self.b1) + self.one_minus_b1 * g
     # The sign by its bit; zero and NaN stay what they are.
     update = jnp.where(
       jnp.abs(mixed) > 0, with_sign(jnp.ones_like(mixed), mixed), mixed
     )
-    mu = self.b2 * mu + self.one_minus_b2 * g
+    mu = mu.times(self.b2) + self.one_minus_b2 * g
     return p + (self.update_rate * update + self.decay_rate * p), (mu,)

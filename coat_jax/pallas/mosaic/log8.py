@@ -2,26 +2,48 @@
 """The logarithmic codec of moments on tiles of registers."""
 
 import dataclasses
+from typing import NamedTuple
 
 import jax.numpy as jnp
+from jax import Array
 
-from coat_jax.codecs.group import SMALLEST_NORMAL
 from coat_jax.codecs.log8 import LogUniform
 from coat_jax.pallas.mosaic.moment_codecs import (
+  Decoded,
+  FittedCodec,
   exp2_upper,
   exponent_bounds,
-  extremes,
+  from_bytes,
+  in_bytes,
   octaves_between,
-  one_and,
   register,
   with_sign,
 )
 from coat_jax.pallas.mosaic.registers import as_bits, spread
 
+# Octaves: a value so little below a level is rounded up, always.
+_JUST_BELOW = 2.0**-16
+
+
+class _Fit(NamedTuple):
+  """What encoding takes of groups.
+
+  Attributes:
+    upper, lower: biased exponents of the bounds, int32.
+    octaves, inverse: between them, and its reciprocal.
+    base: the exponent of the lower one, f32.
+  """
+
+  upper: Array
+  lower: Array
+  octaves: Array
+  inverse: Array
+  base: Array
+
 
 @register(LogUniform)
 @dataclasses.dataclass(frozen=True)
-class _Log:
+class _Log(FittedCodec):
   codec: LogUniform
 
   @property
@@ -33,39 +55,48 @@ class _Log:
     level = codes.astype(jnp.int32).astype(jnp.float32)
     sign = level if self.codec.signed else None
     level = jnp.abs(level) if self.codec.signed else level
-    bound = exp2_upper(statistics)
-    half_step = octaves_between(statistics) * (0.5 / self._steps)
+    upper, lower = from_bytes(statistics)
+    bound = exp2_upper(upper)
+    half_step = octaves_between(upper, lower) * (0.5 / self._steps)
     # From the upper bound down, up to 253 octaves: in two halves, for 2^-253 is
     # zero where 2^127 2^-253 is not.
     root = jnp.exp2((level - (self._steps + 1)) * spread(half_step))
     # Code 0 is zero, in a group that holds a NaN it is NaN: a product, not a
     # choice.
-    magnitude = root * spread(bound) * (root * jnp.minimum(level, 1.0))
-    return with_sign(magnitude, sign)
+    last = with_sign(root * jnp.minimum(level, 1.0), sign)
+    return Decoded(root, bound, last)
 
-  def encode(self, x, noise, signed, on):
-    steps = self._steps
-    magnitude, amax, amin = extremes(x, signed)
-    statistics = exponent_bounds(amax, amin)
-    octaves = octaves_between(statistics)
-    step = octaves * (1 / steps)
-    inverse = on.reciprocal(octaves) * steps
-    base = statistics.amax.astype(jnp.int32).astype(jnp.float32) - 127 - octaves
-    above = jnp.log2(magnitude) - spread(base)
-    place = above * spread(inverse)
+  def fits_as(self, other):
+    return type(other) is type(self)
+
+  def fit(self, amax, amin, on):
+    upper, lower = exponent_bounds(amax, amin)
+    octaves = octaves_between(upper, lower)
+    base = upper.astype(jnp.float32) - 127 - octaves
+    return _Fit(upper, lower, octaves, on.reciprocal(octaves), base)
+
+  def codes(self, x, fit, noise, signed, on):
+    steps, base, statistics = self._steps, fit.base, in_bytes(*fit[:2])
+    magnitude = jnp.abs(x) if signed else x
+    step, inverse = fit.octaves * (1 / steps), fit.inverse * steps
     if noise is None:
-      _, level = on.floor(place + 0.5)
+      above = jnp.log2(magnitude) - spread(base)
+      _, level = on.round(above, spread(inverse))
     else:
-      whole, level = on.floor(place)
-      # All over the lower neighbour: x / lower = 2^(part of a step). Up where
-      # 2^part - 1 > noise (2^step - 1), which is where this is negative.
-      gap = jnp.exp2(step) - 1
-      rest = spread(1 - gap) - jnp.exp2(above - whole * spread(step))
-      rest = one_and(noise) * spread(gap) + rest
+      # Half a step down, so that the nearest level is the one below. A value
+      # just below a level counts as that one: by more than its logarithm is
+      # off, 2^-17, or the first level might get the code of zero.
+      above = jnp.log2(magnitude) - spread(base + 0.5 * step - _JUST_BELOW)
+      whole, level = on.round(above, spread(inverse))
+      # x and its neighbours, all over what is between these. Up where
+      # x - lower > noise (upper - lower), which is where this is negative.
+      lower = jnp.exp2(_JUST_BELOW - 0.5 * step)
+      gap = jnp.exp2(_JUST_BELOW + 0.5 * step) - lower
+      part = jnp.exp2(above + whole * spread(-step))
+      rest = noise * spread(gap) + (spread(lower - gap) - part)
       level = level + (as_bits(rest) >> 31).astype(jnp.int32)
-    code = level + 1
-    code = jnp.clip(code, 1, steps + 1)
-    code = jnp.where(magnitude >= SMALLEST_NORMAL, code, 0)
+    # Of zero, whose logarithm is minus infinity, the level is far below.
+    code = jnp.clip(level + 1, 0, steps + 1)
     if self.codec.signed:
       return jnp.where(x < 0, -code, code).astype(jnp.int8), statistics
     return code.astype(jnp.uint8), statistics

@@ -15,9 +15,11 @@ A codec is found by its exact type: a subclass may encode otherwise, and runs in
 plain JAX until it has a register codec of its own (`register`).
 """
 
-from collections.abc import Callable
+import abc
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -26,6 +28,7 @@ from coat_jax.pallas.mosaic.registers import (
   Instructions,
   as_bits,
   as_float,
+  spread,
 )
 
 _SIGN = 0x80000000
@@ -38,13 +41,36 @@ class Statistics(NamedTuple):
   range: Any
 
 
+class Decoded(NamedTuple):
+  """A moment that is a product, not yet multiplied.
+
+  An optimizer multiplies it next: with a number of a group, which costs nothing
+  a value, in place of first with one of these and then with its own.
+
+  Attributes:
+    values: f32 tile.
+    factor: f32 [ROWS], of groups; None for 1.
+    last: f32 tile that is multiplied last; None for 1.
+  """
+
+  values: Array
+  factor: Array | None = None
+  last: Array | None = None
+
+  def times(self, scalar: Array) -> Array:
+    """The moment times a scalar, an f32 tile."""
+    factor = scalar if self.factor is None else spread(self.factor * scalar)
+    product = self.values * factor
+    return product if self.last is None else product * self.last
+
+
 @runtime_checkable
 class RegisterCodec(Protocol):
   """Encodes and decodes a tile of 8 groups of 128 values in registers."""
 
   def decode(
     self, codes: Array, statistics: Statistics, signed: bool, on: Instructions
-  ) -> Array:
+  ) -> Array | Decoded:
     """Decodes a tile to f32.
 
     Args:
@@ -62,7 +88,7 @@ class RegisterCodec(Protocol):
 
     Args:
       x: f32 tile.
-      noise: uint32 tile whose low 16 bits are random, or None.
+      noise: f32 tile, uniform in [1, 2), or None.
       signed: whether x may be negative.
       on: what is one instruction on the GPU.
 
@@ -70,6 +96,39 @@ class RegisterCodec(Protocol):
       Codes and statistics, in the dtypes that are stored.
     """
     ...
+
+
+class FittedCodec(abc.ABC):
+  """A register codec whose groups are fitted before their values are encoded.
+
+  Two moments that it `fits_as` each other share the fit: `encode_moments`.
+  """
+
+  def encode(
+    self, x: Array, noise: Array | None, signed: bool, on: Instructions
+  ) -> tuple[Array, Statistics]:
+    """See `RegisterCodec`."""
+    _, amax, amin = extremes(x, signed)
+    return self.codes(x, self.fit(amax, amin, on), noise, signed, on)
+
+  @abc.abstractmethod
+  def fits_as(self, other: Any) -> bool:
+    """Whether `fit` of another register codec is this one's."""
+
+  @abc.abstractmethod
+  def fit(self, amax: Array, amin: Array, on: Instructions) -> Any:
+    """What encoding takes of groups: a pytree of 32 bits, of amax' shape."""
+
+  @abc.abstractmethod
+  def codes(
+    self,
+    x: Array,
+    fit: Any,
+    noise: Array | None,
+    signed: bool,
+    on: Instructions,
+  ) -> tuple[Array, Statistics]:
+    """Encodes a tile: as `RegisterCodec.encode`, its groups fitted."""
 
 
 # What makes a register codec of a group codec, by the group codec's type.
@@ -118,57 +177,109 @@ def with_sign(magnitude: Array, x: Array | None) -> Array:
   return as_float(as_bits(magnitude) | (as_bits(x) & jnp.uint32(_SIGN)))
 
 
-def one_and(noise: Array) -> Array:
-  """1 + `stochastic.low_half` of the noise, which becomes a mantissa: exact."""
-  bits = (noise & jnp.uint32(0xFFFF)) * jnp.uint32(128)
-  return as_float(bits + jnp.uint32(0x3F800040))
-
-
 def uniform_times(noise: Array, x: Array) -> Array:
-  """The noise, in (0, 1), times x: one fused operation of a number in (1, 2).
+  """(noise - 1) x: one fused operation, off by no more than 2^-23 x."""
+  return noise * x - x
 
-  Were it two, it would be off by no more than 2^-23 x.
+
+def encode_moments(
+  codecs: Sequence[RegisterCodec],
+  xs: Sequence[Array],
+  noises: Sequence[Array | None],
+  on: Instructions,
+) -> list[tuple[Array, Statistics]]:
+  """Encodes one moment, or two of which the first alone is signed.
+
+  Args:
+    codecs: one a moment.
+    xs: f32 tiles.
+    noises: as `RegisterCodec.encode` takes them.
+    on: what is one instruction on the GPU.
+
+  Returns:
+    Codes and statistics of each.
   """
-  return one_and(noise) * x - x
+  fitted = [codec for codec in codecs if isinstance(codec, FittedCodec)]
+  if len(fitted) != 2 or not fitted[0].fits_as(fitted[1]):
+    return [
+      codec.encode(x, noise, i == 0, on)
+      for i, (codec, x, noise) in enumerate(
+        zip(codecs, xs, noises, strict=True)
+      )
+    ]
+  # What belongs to groups is computed once for both, in half of the lanes each.
+  mu, nu = xs
+  amax, least = on.joint_extremes(
+    (jnp.abs(mu), nu), (_twice_order(mu), _twice_order(nu))
+  )
+  amax, amin = _cleaned(amax, least >> 1)
+  fit = fitted[0].fit(amax, amin, on)
+  fits = [
+    jax.tree.map(lambda x, i=i: on.part(x, i), fit) for i in range(len(fitted))
+  ]
+  return [
+    codec.codes(x, fit, noise, i == 0, on)
+    for i, (codec, x, fit, noise) in enumerate(
+      zip(fitted, xs, fits, noises, strict=True)
+    )
+  ]
 
 
 def extremes(x: Array, signed: bool) -> tuple[Array, Array, Array]:
   """|x|, its amax, NaN where a value is not finite, and the nonzero amin.
 
-  Where every value is zero amin's bits are those of no positive number, and
-  larger than any as integers.
+  Where every value is zero amin is zero.
   """
   magnitude = jnp.abs(x) if signed else x
-  amax = jnp.max(magnitude, axis=1)  # Mosaic's maximum carries a NaN.
+  if signed:
+    least = jnp.min(_twice_order(x), axis=1) >> 1
+  else:
+    least = jnp.min(as_bits(x) - jnp.uint32(0x00800000), axis=1)
+  # Mosaic's maximum carries a NaN.
+  return magnitude, *_cleaned(jnp.max(magnitude, axis=1), least)
+
+
+def _twice_order(x: Array) -> Array:
+  """Twice the bits of |x|, less those of the smallest normal.
+
+  Modulo 2^32: zero and subnormals come after all others.
+  """
+  return (as_bits(x) << 1) - jnp.uint32(0x01000000)
+
+
+def _cleaned(amax: Array, least: Array) -> tuple[Array, Array]:
+  """amax and amin of the largest and of the least normal one, less 2^-126."""
   amax = jnp.where(amax < SMALLEST_NORMAL, 0.0, amax)
   amax = jnp.where(amax < jnp.inf, amax, jnp.nan)
-  # Modulo 2^32 zero and subnormals come after all others.
-  bits = as_bits(x)
-  if signed:
-    least = jnp.min((bits << 1) - jnp.uint32(0x01000000), axis=1) >> 1
-  else:
-    least = jnp.min(bits - jnp.uint32(0x00800000), axis=1)
-  return magnitude, amax, as_float(least + jnp.uint32(0x00800000))
+  return amax, as_float(least + jnp.uint32(0x00800000))
 
 
-def exponent_bounds(amax: Array, amin: Array) -> Statistics:
+def exponent_bounds(amax: Array, amin: Array) -> tuple[Array, Array]:
+  """Biased exponents of 2^upper >= amax and of 2^lower <= amin, int32."""
   bits = as_bits(amax)
   upper = (bits >> 23) + jnp.where((bits & 0x7FFFFF) > 0, 1, 0).astype("uint32")
   upper = jnp.clip(upper.astype(jnp.int32), 1, NAN_EXPONENT - 1)
   lower = (as_bits(amin) >> 23).astype(jnp.int32)
   lower = jnp.minimum(jnp.maximum(lower, 1), upper)
-  upper = jnp.where(amax == amax, upper, NAN_EXPONENT)
+  return jnp.where(amax == amax, upper, NAN_EXPONENT), lower
+
+
+def in_bytes(upper: Array, lower: Array) -> Statistics:
+  """Exponents as they are stored."""
   return Statistics(upper.astype(jnp.uint8), lower.astype(jnp.uint8))
 
 
-def octaves_between(statistics: Statistics) -> Array:
-  upper = statistics.amax.astype(jnp.int32)
-  lower = statistics.range.astype(jnp.int32)
+def from_bytes(statistics: Statistics) -> tuple[Array, Array]:
+  """The inverse of `in_bytes`."""
+  upper, lower = statistics
+  return upper.astype(jnp.int32), lower.astype(jnp.int32)
+
+
+def octaves_between(upper: Array, lower: Array) -> Array:
   return jnp.maximum(upper - lower, 1).astype(jnp.float32)
 
 
-def exp2_upper(statistics: Statistics) -> Array:
-  """2^(amax - 127), f32: the bound whose exponent is stored as amax."""
-  exponent = statistics.amax.astype(jnp.int32)
-  value = as_float((exponent << 23).astype(jnp.uint32))
-  return jnp.where(exponent == NAN_EXPONENT, jnp.nan, value)
+def exp2_upper(upper: Array) -> Array:
+  """2^(upper - 127), f32, NaN for `NAN_EXPONENT`."""
+  value = as_float((upper << 23).astype(jnp.uint32))
+  return jnp.where(upper == NAN_EXPONENT, jnp.nan, value)

@@ -12,8 +12,8 @@ a code is loaded 8 bytes at a time, a statistic of a group is one register, and
 reducing a group takes four shuffles among 16 lanes.
 
 Pallas has no word for a few instructions that matter here; they are inlined as
-PTX. The interpreter knows no PTX: with `interpret` the same functions are
-written in jnp, which is also their definition.
+PTX (`ptx`). The interpreter knows no PTX: with `interpret` the same functions
+are written in jnp, which is also their definition.
 """
 
 import dataclasses
@@ -22,35 +22,20 @@ import math
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, vector
 
 from coat_jax.formats import E4M3, qmax
-
-GROUP_SIZE = 128
-ROWS = 8
-_VECTOR = 8
-_WARPS = 4
-_ROWS_PER_WARP = 32 * _VECTOR // GROUP_SIZE
-
-LAYOUT = plgpu.Layout.TILED(
-  plgpu.Tiling(
-    (
-      (_WARPS * _ROWS_PER_WARP, GROUP_SIZE),
-      (_ROWS_PER_WARP, GROUP_SIZE),
-      (_VECTOR,),
-    )
-  ),
-  warp_dims=(-5,),
-  lane_dims=(-3, -2),
-  vector_dim=-1,
+from coat_jax.pallas.mosaic import ptx
+from coat_jax.pallas.mosaic.ptx import (
+  GROUP_LAYOUT,
+  LAYOUT,
+  ROWS,
+  TILE,
 )
-GROUP_LAYOUT = LAYOUT.reduce(1)
-
-TILE = (ROWS, GROUP_SIZE)
+from coat_jax.pallas.mosaic.ptx import (
+  GROUP_SIZE as GROUP_SIZE,
+)
 
 
 def load(ref, start) -> Array:
@@ -96,10 +81,12 @@ class Instructions:
 
   def reciprocal(self, x: Array) -> Array:
     """1 / x to 1 ulp; a subnormal quotient may be zero."""
-    return 1 / x if self.interpret else _inline("rcp.approx.ftz.f32", x)
+    return 1 / x if self.interpret else ptx.inline("rcp.approx.ftz.f32", x)
 
   def sqrt(self, x: Array) -> Array:
-    return jnp.sqrt(x) if self.interpret else _inline("sqrt.approx.ftz.f32", x)
+    return (
+      jnp.sqrt(x) if self.interpret else ptx.inline("sqrt.approx.ftz.f32", x)
+    )
 
   def to_fp8(self, x: Array, dtype: DTypeLike) -> Array:
     """Rounds to nearest even, saturating. NaN stays NaN."""
@@ -120,15 +107,80 @@ class Instructions:
     subnormal = (y * 2.0**29).astype(jnp.uint32)
     return jnp.where(y < 2.0**-6, subnormal, as_bits(y) - (120 << 23))
 
-  def floor(self, x: Array) -> tuple[Array, Array]:
-    """The integer below |x| < 2^22 as f32 and as int32; for an integer it may
-    be the one before."""
+  def e4m3_codes(self, code: Array, x: Array | None) -> Array:
+    """Codes as bytes: at most 0x7E, for 0x7F is NaN, and with signs.
+
+    Args:
+      code: uint32 tile, 0..0x7F.
+      x: f32 tile whose signs they get, or None.
+    """
+    if not self.interpret:
+      return ptx.e4m3_codes(code, x)
+    code = jnp.minimum(code, jnp.uint32(0x7E))
+    if x is not None:
+      code = code | ((as_bits(x) >> 24) & jnp.uint32(0x80))
+    return code.astype(jnp.uint8)
+
+  def in_f32(self, x: Array) -> Array:
+    """A tile of f32 or bf16 as f32."""
+    if not self.interpret and x.dtype == jnp.bfloat16:
+      return ptx.bfloat16_in_f32(x)
+    return x.astype(jnp.float32)
+
+  def round_to_bfloat16(self, x: Array, words: Array) -> Array:
+    """`stochastic.round_to_bfloat16` of a tile, whose NaNs are quiet ones."""
+    if not self.interpret:
+      return ptx.round_to_bfloat16(x, words)
+    bits = as_bits(x)
+    # An infinity has no bits to carry.
+    noisy = jnp.where(x == x, bits + (words >> 16), bits)
+    return as_float(noisy & jnp.uint32(0xFFFF0000)).astype(jnp.bfloat16)
+
+  def split(self, bits: Array) -> tuple[Array, Array]:
+    """A `SplitWeight` of the upper 24 of 32 bits."""
+    if not self.interpret:
+      return ptx.split(bits)
+    high = as_float((bits + jnp.uint32(0x8000)) & jnp.uint32(0xFFFF0000))
+    # W - (high << 8) is W modulo 256.
+    low = (bits >> 8).astype(jnp.int32).astype(jnp.int8)
+    return high.astype(jnp.bfloat16), low
+
+  def joint_extremes(
+    self, largest: tuple[Array, Array], least: tuple[Array, Array]
+  ) -> tuple[Array, Array]:
+    """The largest and the least numbers of groups of two moments.
+
+    Args:
+      largest: f32 tiles; a NaN is larger than any number.
+      least: uint32 tiles.
+
+    Returns:
+      f32 and uint32 [2, ROWS].
+    """
+    if not self.interpret:
+      return ptx.joint_extremes(largest, least)
+    return (
+      jnp.stack([jnp.max(x, axis=1) for x in largest]),
+      jnp.stack([jnp.min(x, axis=1) for x in least]),
+    )
+
+  def part(self, x: Array, i: int) -> Array:
+    """[ROWS] of moment i, 0 or 1, of statistics [2, ROWS] of 32 bits."""
+    return x[i] if self.interpret else ptx.part(x, i)
+
+  def round(self, x: Array, factor: Array) -> tuple[Array, Array]:
+    """The integer nearest to |x factor| < 2^22 as f32 and as int32.
+
+    The int32 must meet an operation of integers before it is cut to a byte: of
+    the lowest byte of an f32 sum, ptxas 13 makes a conversion of that sum
+    (F2IP), which saturates at 255.
+    """
     if self.interpret:
-      whole = jnp.floor(x)
+      whole = jnp.round(x * factor)
       return whole, whole.astype(jnp.int32)
     # Adding 1.5 2^23 leaves no bits for a fraction: it rounds, and puts the
     # integer into the lowest bits. XLA would simplify this.
-    rounded = (x - 0.5) + 1.5 * 2**23
+    rounded = x * factor + 1.5 * 2**23
     integer = as_bits(rounded).astype(jnp.int32) - 0x4B400000
     return rounded - 1.5 * 2**23, integer
 
@@ -151,101 +203,10 @@ class Instructions:
     """
     top = 7 + math.log2(qmax(E4M3))
     if not self.interpret:
-      return _look_up(significand, exponent, root, scale, top)
+      return ptx.look_up(significand, exponent, root, scale, top)
     root = spread(root)
     j = (significand & 15).astype(jnp.float32)
     e = jnp.maximum(exponent & 15, 1).astype(jnp.float32)
     lower = jnp.exp2(root * (jnp.log2(j) - 3))
     gap = jnp.exp2(root * (jnp.log2(j + 1) - 3)) - lower
     return lower - gap, gap, jnp.exp2(root * (top - e)) * spread(scale)
-
-
-def _inline(instruction: str, x: Array) -> Array:
-  """An f32 instruction of one operand, on a tile or on statistics."""
-  layout = LAYOUT if x.ndim == 2 else GROUP_LAYOUT
-
-  @plgpu.inline_mgpu(
-    arg_types=(layout,),
-    return_type=plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=layout),
-  )
-  def apply(_, x):
-    return x._pointwise(x._lift_fast_instr(instruction))
-
-  return apply(x)  # pyright: ignore[reportCallIssue]
-
-
-def _look_up(significand, exponent, root, scale, top: float):
-  """`Instructions.powers`: lane j of 16 has the entries j of three tables."""
-  tile = plgpu.ShapeDtypeStruct(TILE, jnp.float32, layout=LAYOUT)
-
-  @plgpu.inline_mgpu(
-    arg_types=(LAYOUT, LAYOUT, GROUP_LAYOUT, GROUP_LAYOUT),
-    return_type=(tile,) * 3,
-  )
-  def apply(_, significand, exponent, root, scale):
-    f32, i32 = ir.F32Type.get(), ir.IntegerType.get_signless(32)
-
-    def asm(code, *args):
-      kinds = ",".join(["=f"] + ["f" if a.type == f32 else "r" for a in args])
-      return llvm.inline_asm(f32, list(args), code, kinds)
-
-    def number(value):
-      return arith.constant(f32, ir.FloatAttr.get(f32, value))
-
-    def exp2(x):
-      return asm("ex2.approx.ftz.f32 $0, $1;", x)
-
-    thread = llvm.inline_asm(i32, [], "mov.u32 $0, %tid.x;", "=r")
-    lane = arith.andi(thread, arith.constant(i32, 15))
-    j = arith.uitofp(f32, lane)
-    log2 = [
-      arith.subf(asm("lg2.approx.ftz.f32 $0, $1;", x), number(3.0))
-      for x in (j, arith.addf(j, number(1.0)))
-    ]
-    e = arith.subf(number(top), arith.maximumf(j, number(1.0)))
-
-    def gather(table, index):
-      # Segments of 16 lanes: the index's upper bits do not count.
-      code = "shfl.sync.idx.b32 $0, $1, $2, 0x101f, 0xffffffff;"
-      return asm(code, table, index)
-
-    def element(x, i):
-      return vector.extract(x, dynamic_position=[], static_position=[i])
-
-    outputs = [[], [], []]
-    for a, factor, js, es in zip(
-      root.registers.flat,
-      scale.registers.flat,
-      significand.registers.flat,
-      exponent.registers.flat,
-      strict=True,
-    ):
-      a, factor = (
-        element(x, 0) if isinstance(x.type, ir.VectorType) else x
-        for x in (a, factor)
-      )
-      lower, upper = (exp2(arith.mulf(a, x)) for x in log2)
-      gap = arith.subf(upper, lower)
-      unit = arith.mulf(exp2(arith.mulf(a, e)), factor)
-      tables = arith.subf(lower, gap), gap, unit
-      for output, table, indices in zip(
-        outputs, tables, (js, js, es), strict=True
-      ):
-        [size] = ir.VectorType(indices.type).shape
-        values = [gather(table, element(indices, i)) for i in range(size)]
-        vector_type = ir.VectorType.get((size,), f32)
-        output.append(vector.from_elements(vector_type, values))
-    registers = significand.registers
-    results = []
-    for output in outputs:
-      out = registers.copy()
-      out.flat[:] = output
-      results.append(
-        mgpu.FragmentedArray(
-          _registers=out, _layout=significand.layout, _is_signed=None
-        )
-      )
-    return tuple(results)
-
-  args = significand, exponent, root, scale
-  return apply(*args)  # pyright: ignore[reportCallIssue]

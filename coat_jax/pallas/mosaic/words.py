@@ -5,8 +5,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from coat_jax.pallas.mosaic import registers
-from coat_jax.pallas.mosaic.registers import GROUP_SIZE
-from coat_jax.stochastic import GOLDEN, mix
+from coat_jax.pallas.mosaic.registers import GROUP_SIZE, as_float
+from coat_jax.stochastic import GOLDEN, RUN, mix, times_power
 
 
 def row_and_column(start, shape, whole, place_gmem) -> tuple[Array, Array]:
@@ -19,7 +19,7 @@ def row_and_column(start, shape, whole, place_gmem) -> tuple[Array, Array]:
     column = group * jnp.uint32(GROUP_SIZE)
   if whole is None:
     return row, column
-  begins = [place_gmem[2 + axis] for axis in range(len(shape))]
+  begins = [place_gmem[1 + axis] for axis in range(len(shape))]
   rest, row, stride = row, jnp.zeros_like(row), 1
   for axis in range(len(shape) - 2, -1, -1):
     rest, index = _divide(rest, shape[axis]) if axis else (rest, rest)
@@ -34,7 +34,18 @@ def _divide(x: Array, by: int) -> tuple[Array, Array]:
 
 
 def random_words(row: Array, column: Array, key) -> Array:
-  """`stochastic.random_words` of groups at these rows and columns."""
+  """`stochastic.random_words` of groups at these rows and columns.
+
+  The values of a lane are a run: of what is written for each of them here, all
+  but the last product is compiled once for the 8 of them.
+  """
   golden = jnp.uint32(GOLDEN)
-  row_word = mix(row * golden + key) + column * golden
-  return mix(registers.iota(1) * golden + registers.spread(row_word))
+  row_word = mix(row * golden + key) + (column // RUN) * golden
+  inside = registers.iota(1)
+  word = mix((inside // RUN) * golden + registers.spread(row_word))
+  return times_power(word, inside)
+
+
+def mantissas(words: Array) -> Array:
+  """1 + `stochastic.uniform`: its bits below the exponent of 1."""
+  return as_float((words >> 9) + jnp.uint32(0x3F800000))

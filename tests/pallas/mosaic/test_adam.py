@@ -19,7 +19,6 @@ import pytest
 from coat_jax import codecs, ops, stochastic
 from coat_jax.codecs.group import Encoded
 from coat_jax.optimizer import adam, moments
-from coat_jax.optimizer.state import parameter_key
 from coat_jax.pallas.mosaic import adam as kernel
 from tests import cases
 from tests.codecs import oracles as codec_oracles
@@ -57,11 +56,11 @@ def problem(codec, dtype, grad_dtype=None, shape=SHAPE, seed=0):
 
 
 def numbers(step, *, eps_root=0.0, grad_scale=None, b2=0.999):
-  """Keys and scalars of a step."""
-  keys = jnp.stack([stochastic.leaf_key(0, step, 1), parameter_key(0, step, 1)])
+  """Key and scalars of a step."""
+  key = stochastic.leaf_key(0, step, 1)
   scalars = adam.adam_scalars(jnp.int32(step), 0.9, b2, 1e-8, eps_root)
   rest = jax.tree.map(jnp.float32, (1e-2, 0.1, grad_scale))
-  return keys, scalars, adam.StepScalars(*rest)
+  return key, scalars, adam.StepScalars(*rest)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -142,8 +141,8 @@ def test_interpreted_kernel_matches_definition(name, dtype):
 def test_interpreted_update_matches_definition(grad_dtype):
   codec = CODECS["coat"]
   _, g, stored = problem(codec, jnp.float32, grad_dtype)
-  keys, scalars, _ = numbers(3, eps_root=1e-10)
-  args, groups = (g, stored, keys[0], scalars), codec.groups
+  key, scalars, _ = numbers(3, eps_root=1e-10)
+  args, groups = (g, stored, key, scalars), codec.groups
   want, stored = jax.jit(
     functools.partial(adam.adam_update.definition, groups=groups)
   )(*args)
@@ -160,9 +159,9 @@ def test_interpreted_update_matches_definition(grad_dtype):
 def test_kernel_scales_gradients_and_mixes_dtypes():
   codec = CODECS["coat_nearest"]
   p, g, stored = problem(codec, jnp.float32, jnp.bfloat16)
-  keys, scalars, step = numbers(2, grad_scale=0.25)
-  want = by_definition(codec, p, g, stored, keys, scalars, step)
-  got = by_kernel(codec, p, g, stored, keys, scalars, step)
+  key, scalars, step = numbers(2, grad_scale=0.25)
+  want = by_definition(codec, p, g, stored, key, scalars, step)
+  got = by_kernel(codec, p, g, stored, key, scalars, step)
   np.testing.assert_allclose(got[0], want[0], rtol=1e-6, atol=1e-8)
   other, _, apart = differences(codec, want[1], got[1])
   assert other == 0 and np.mean(apart != 0) <= 1e-3
@@ -233,9 +232,9 @@ def check_unbiased(name, draws, interpret):
   args = jnp.zeros(shape), jnp.asarray(mu), zero
   total = np.zeros((2, *shape))
   for step in range(draws):
-    keys = jnp.stack([stochastic.leaf_key(0, step, 0)] * 2)
+    key = stochastic.leaf_key(0, step, 0)
     _, stored = by_kernel(
-      codec, *args, keys, scalars, adam.StepScalars(none, none, None),
+      codec, *args, key, scalars, adam.StepScalars(none, none, None),
       interpret=interpret,
     )  # fmt: skip
     total += np.stack([np.asarray(x) for x in decoded(codec, stored)])
@@ -268,10 +267,10 @@ def test_kernel_draws_words_by_row_and_column():
   zero = encoded(codec, jnp.zeros(x.shape), jnp.zeros(x.shape))
   one, none = jnp.float32(1), jnp.float32(0)
   scalars = adam.AdamScalars(one, one, one, one, one, None, None, one)
-  keys = jnp.array([5, 7], jnp.uint32)
+  key = jnp.uint32(5)
   rates = adam.StepScalars(none, none, None)
-  _, stored = by_kernel(codec, x, x, zero, keys, scalars, rates)
-  noise = stochastic.low_half(stochastic.random_words(keys[0], x.shape))
+  _, stored = by_kernel(codec, x, x, zero, key, scalars, rates)
+  noise = stochastic.uniform(stochastic.random_words(key, x.shape))
   up = stored[0].codes.astype(jnp.float32) > 17
   mask = jnp.arange(x.shape[-1]) % 128 > 0
   np.testing.assert_array_equal(up[..., mask], (0.5 > noise)[..., mask])

@@ -14,7 +14,6 @@ import pytest
 
 from coat_jax import codecs, ops, stochastic
 from coat_jax.optimizer import lion, moments, weights
-from coat_jax.optimizer.state import parameter_key
 from coat_jax.optimizer.stored_step import StepScalars
 from coat_jax.pallas.mosaic import lion as kernel
 from tests import cases
@@ -56,9 +55,9 @@ def problem(codec, kind, shape=SHAPE):
 
 
 def numbers(step, grad_scale=0.5):
-  keys = jnp.stack([stochastic.leaf_key(0, step, 1), parameter_key(0, step, 1)])
+  key = stochastic.leaf_key(0, step, 1)
   rest = jax.tree.map(jnp.float32, (RATE, DECAY, grad_scale))
-  return keys, lion.lion_scalars(B1, B2), StepScalars(*rest)
+  return key, lion.lion_scalars(B1, B2), StepScalars(*rest)
 
 
 def terms(codec, p, g, stored):

@@ -12,6 +12,7 @@ from coat_jax import codecs
 from coat_jax.optimizer import adam, weights
 from coat_jax.optimizer.weights import SplitWeight
 from coat_jax.pallas.mosaic import weights as on_registers
+from coat_jax.pallas.mosaic.registers import Instructions
 from tests.matrices import quick
 from tests.optimizer.test_weights import as_f32, every_end
 from tests.pallas.mosaic.test_adam import (
@@ -84,11 +85,9 @@ def test_kernel_steps_weights_of_24_bits_on_a_gpu(name):
 def check_zero_rate(interpret):
   codec = CODECS["coat"]
   p, g, stored = split_problem(codec)
-  keys, scalars, step = numbers(1)
+  key, scalars, step = numbers(1)
   step = step._replace(learning_rate=jnp.float32(0))
-  q, _ = by_kernel(
-    codec, p, g, stored, keys, scalars, step, interpret=interpret
-  )
+  q, _ = by_kernel(codec, p, g, stored, key, scalars, step, interpret=interpret)
   for a, b in zip(p, q, strict=True):
     np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
@@ -126,7 +125,9 @@ def test_registers_split_and_join_as_the_definition_does():
   )
   refs = jnp.zeros(1, jnp.bfloat16), jnp.zeros(1, jnp.int8)
   got = jax.jit(
-    lambda x, words: on_registers.round_like(refs, x, lambda: words)
+    lambda x, words: on_registers.round_like(
+      refs, x, lambda: words, Instructions(interpret=True)
+    )
   )(x, words)
   want = jax.jit(weights.split)(x, words)
   high, low = (np.asarray(a).view(f"u{a.dtype.itemsize}") for a in got)
@@ -139,7 +140,9 @@ def test_registers_split_and_join_as_the_definition_does():
   np.testing.assert_array_equal(
     low[normal], np.asarray(want.low).view(np.uint8)[normal]
   )
-  joined = jax.jit(on_registers.in_f32)(*want)
+  joined = jax.jit(
+    functools.partial(on_registers.in_f32, Instructions(interpret=True))
+  )(*want)
   np.testing.assert_array_equal(
     np.asarray(joined).view(np.uint32)[normal],
     np.asarray(jax.jit(weights.join)(want)).view(np.uint32)[normal],

@@ -1,0 +1,345 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Instructions that Pallas has no word for, inlined as PTX.
+
+`registers.Instructions` calls these, and defines each in jnp beside its call.
+"""
+
+import functools
+from collections.abc import Callable
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, vector
+
+GROUP_SIZE = 128
+ROWS = 8
+_VECTOR = 8
+_WARPS = 4
+_ROWS_PER_WARP = 32 * _VECTOR // GROUP_SIZE
+
+LAYOUT = plgpu.Layout.TILED(
+  plgpu.Tiling(
+    (
+      (_WARPS * _ROWS_PER_WARP, GROUP_SIZE),
+      (_ROWS_PER_WARP, GROUP_SIZE),
+      (_VECTOR,),
+    )
+  ),
+  warp_dims=(-5,),
+  lane_dims=(-3, -2),
+  vector_dim=-1,
+)
+GROUP_LAYOUT = LAYOUT.reduce(1)
+
+TILE = (ROWS, GROUP_SIZE)
+
+# Statistics of two moments, [2, ROWS]: those of the first in 8 of the 16 lanes
+# of a group, those of the second in the other 8.
+_LANES = 8
+PAIR_LAYOUT = plgpu.Layout.TILED(
+  plgpu.Tiling(((2, ROWS), (2, _ROWS_PER_WARP), (1,))),
+  warp_dims=(-4,),
+  lane_dims=(-2, -3, plgpu.Replicated(_LANES)),
+  vector_dim=-1,
+)
+_LAYOUTS = {TILE: LAYOUT, (ROWS,): GROUP_LAYOUT, (2, ROWS): PAIR_LAYOUT}
+
+
+def inline(instruction: str, x: Array) -> Array:
+  """An f32 instruction of one operand, on a tile or on statistics."""
+  layout = _LAYOUTS[x.shape]
+
+  @plgpu.inline_mgpu(
+    arg_types=(layout,),
+    return_type=plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=layout),
+  )
+  def apply(_, x):
+    return x._pointwise(x._lift_fast_instr(instruction))
+
+  return apply(x)  # pyright: ignore
+
+
+def joint_extremes(
+  largest: tuple[Array, Array], least: tuple[Array, Array]
+) -> tuple[Array, Array]:
+  """`Instructions.joint_extremes`.
+
+  Both moments go through a butterfly of 16 lanes together: in its first step
+  half of the lanes give one away and half the other.
+  """
+  pair = plgpu.ShapeDtypeStruct((2, ROWS), jnp.float32, layout=PAIR_LAYOUT)
+  bits = plgpu.ShapeDtypeStruct((2, ROWS), jnp.uint32, layout=PAIR_LAYOUT)
+
+  @plgpu.inline_mgpu(arg_types=(LAYOUT,) * 4, return_type=(pair, bits))
+  def apply(_, *tiles):
+    is_second = arith.cmpi(
+      arith.CmpIPredicate.ne, arith.andi(_thread(), _i32(_LANES)), _i32(0)
+    )
+
+    def of_thread(op, x):
+      return functools.reduce(op, _elements(_only(x)))
+
+    def reduce(op, a, b):
+      x, away = arith.select(is_second, b, a), arith.select(is_second, a, b)
+      distance = _LANES
+      while distance:
+        code = f"shfl.sync.bfly.b32 $0, $1, {distance}, 0x1f, 0xffffffff;"
+        x = op(x, _asm(code, away, result=away.type))
+        away, distance = x, distance // 2
+      return x
+
+    amax = [of_thread(arith.maximumf, x) for x in tiles[:2]]
+    least = [of_thread(arith.minui, x) for x in tiles[2:]]
+    return (
+      _statistic(reduce(arith.maximumf, *amax), PAIR_LAYOUT),
+      _statistic(reduce(arith.minui, *least), PAIR_LAYOUT, is_signed=False),
+    )
+
+  return apply(*largest, *least)  # pyright: ignore
+
+
+def part(x: Array, i: int) -> Array:
+  """`Instructions.part`: from a lane that has it."""
+  one = plgpu.ShapeDtypeStruct((ROWS,), x.dtype, layout=GROUP_LAYOUT)
+  is_signed = {"int32": True, "uint32": False}.get(x.dtype.name)
+
+  @plgpu.inline_mgpu(arg_types=(PAIR_LAYOUT,), return_type=one)
+  def apply(_, x):
+    x = _of_group(x)
+    code = f"shfl.sync.idx.b32 $0, $1, {i * _LANES}, 0x101f, 0xffffffff;"
+    x = _asm(code, x, result=x.type)
+    return _statistic(x, GROUP_LAYOUT, is_signed=is_signed)
+
+  return apply(x)  # pyright: ignore
+
+
+def e4m3_codes(code: Array, x: Array | None) -> Array:
+  """`Instructions.e4m3_codes`: two and four codes in one register."""
+  tile = plgpu.ShapeDtypeStruct(TILE, jnp.uint8, layout=LAYOUT)
+  args = (code,) if x is None else (code, x)
+
+  @plgpu.inline_mgpu(arg_types=(LAYOUT,) * len(args), return_type=tile)
+  def apply(_, code, *signs):
+    def convert(code, *signs):
+      pairs = [
+        _asm("min.u16x2 $0, $1, $2;", pair, _i32(0x007E007E))
+        for pair in _pairs(_elements(code), 0x5410)
+      ]
+      words = _pairs(pairs, 0x6420)
+      for sign in signs:
+        bytes_ = _pairs(_pairs(_elements(_as_i32(sign)), 0x0073), 0x5410)
+        words = [
+          arith.ori(word, arith.andi(x, _i32(0x80808080)))
+          for word, x in zip(words, bytes_, strict=True)
+        ]
+      return _packed(words, ir.IntegerType.get_signless(8))
+
+    return _tile(convert, code, *signs, is_signed=False)
+
+  return apply(*args)  # pyright: ignore
+
+
+def bfloat16_in_f32(x: Array) -> Array:
+  """`Instructions.in_f32` of bf16: one instruction for either half."""
+  tile = plgpu.ShapeDtypeStruct(TILE, jnp.float32, layout=LAYOUT)
+
+  @plgpu.inline_mgpu(arg_types=(LAYOUT,), return_type=tile)
+  def apply(_, x):
+    def convert(x):
+      pairs = vector.bitcast(ir.VectorType.get((_VECTOR // 2,), _i32_type()), x)
+      bits = []
+      for pair in _elements(pairs):
+        bits.append(arith.shli(pair, _i32(16)))
+        bits.append(arith.andi(pair, _i32(0xFFFF0000)))
+      return _packed(bits, ir.F32Type.get())
+
+    return _tile(convert, x)
+
+  return apply(x)  # pyright: ignore
+
+
+def round_to_bfloat16(x: Array, words: Array) -> Array:
+  """`Instructions.round_to_bfloat16`: two values in one register."""
+  tile = plgpu.ShapeDtypeStruct(TILE, jnp.bfloat16, layout=LAYOUT)
+
+  @plgpu.inline_mgpu(arg_types=(LAYOUT, LAYOUT), return_type=tile)
+  def apply(_, x, words):
+    def noisy(x, word):
+      # A shift and a sum would become a product of 64 bits.
+      noise = _prmt(word, _i32(0), 0x4432)
+      return _asm(
+        "{ .reg .pred p; .reg .b32 b, r; mov.b32 b, $1; add.u32 r, b, $2; "
+        "setp.num.f32 p, $1, $1; selp.b32 $0, r, b, p; }",
+        x,
+        noise,
+      )
+
+    def convert(x, words):
+      sums = map(noisy, _elements(x), _elements(words))
+      return _packed(_pairs(list(sums), 0x7632), ir.BF16Type.get())
+
+    return _tile(convert, x, words)
+
+  return apply(x, words)  # pyright: ignore
+
+
+def split(bits: Array) -> tuple[Array, Array]:
+  """`Instructions.split`: two halves and four bytes in one register."""
+  high = plgpu.ShapeDtypeStruct(TILE, jnp.bfloat16, layout=LAYOUT)
+  low = plgpu.ShapeDtypeStruct(TILE, jnp.int8, layout=LAYOUT)
+
+  @plgpu.inline_mgpu(arg_types=(LAYOUT,), return_type=(high, low))
+  def apply(_, bits):
+    def nearest(bits):
+      words = [arith.addi(x, _i32(0x8000)) for x in _elements(bits)]
+      return _packed(_pairs(words, 0x7632), ir.BF16Type.get())
+
+    def second_bytes(bits):
+      pairs = _pairs(_elements(bits), 0x0051)
+      i8 = ir.IntegerType.get_signless(8)
+      return _packed(_pairs(pairs, 0x5410), i8)
+
+    return _tile(nearest, bits), _tile(second_bytes, bits, is_signed=True)
+
+  return apply(bits)  # pyright: ignore
+
+
+def look_up(significand, exponent, root, scale, top: float):
+  """`Instructions.powers`: lane j of 16 has the entries j of three tables."""
+  tile = plgpu.ShapeDtypeStruct(TILE, jnp.float32, layout=LAYOUT)
+
+  @plgpu.inline_mgpu(
+    arg_types=(LAYOUT, LAYOUT, GROUP_LAYOUT, GROUP_LAYOUT),
+    return_type=(tile,) * 3,
+  )
+  def apply(_, significand, exponent, root, scale):
+    f32 = ir.F32Type.get()
+
+    def number(value):
+      return arith.constant(f32, ir.FloatAttr.get(f32, value))
+
+    def exp2(x):
+      return _asm("ex2.approx.ftz.f32 $0, $1;", x, result=f32)
+
+    j = arith.uitofp(f32, arith.andi(_thread(), _i32(15)))
+    log2 = [
+      arith.subf(_asm("lg2.approx.ftz.f32 $0, $1;", x, result=f32), number(3.0))
+      for x in (j, arith.addf(j, number(1.0)))
+    ]
+    e = arith.subf(number(top), arith.maximumf(j, number(1.0)))
+    a, factor = (_of_group(x) for x in (root, scale))
+    lower, upper = (exp2(arith.mulf(a, x)) for x in log2)
+    gap = arith.subf(upper, lower)
+    unit = arith.mulf(exp2(arith.mulf(a, e)), factor)
+
+    def gather(table):
+      def convert(indices):
+        # Segments of 16 lanes: the index's upper bits do not count.
+        code = "shfl.sync.idx.b32 $0, $1, $2, 0x101f, 0xffffffff;"
+        found = [_asm(code, table, i, result=f32) for i in _elements(indices)]
+        return _packed(found, f32)
+
+      return convert
+
+    tables = (arith.subf(lower, gap), significand), (gap, significand)
+    tables = (*tables, (unit, exponent))
+    return tuple(_tile(gather(table), index) for table, index in tables)
+
+  args = significand, exponent, root, scale
+  return apply(*args)  # pyright: ignore
+
+
+def _tile(
+  convert: Callable, *tiles: mgpu.FragmentedArray, is_signed: bool | None = None
+) -> mgpu.FragmentedArray:
+  """A tile whose one vector in a thread is `convert(*vectors)`."""
+  registers = np.empty_like(tiles[0].registers)
+  for i in np.ndindex(registers.shape):
+    registers[i] = convert(*(tile.registers[i] for tile in tiles))
+  return mgpu.FragmentedArray(
+    _registers=registers, _layout=tiles[0].layout, _is_signed=is_signed
+  )
+
+
+def _statistic(x, layout, is_signed: bool | None = None):
+  """Statistics of which each thread has one number."""
+  layout = layout.to_mgpu()
+  shape = (2, ROWS) if layout == PAIR_LAYOUT.to_mgpu() else (ROWS,)
+  registers = np.empty(layout.registers_shape(shape), dtype=object)
+  vector_type = ir.VectorType.get((1,), x.type)
+  registers.flat[:] = [vector.from_elements(vector_type, [x])]
+  return mgpu.FragmentedArray(
+    _registers=registers, _layout=layout, _is_signed=is_signed
+  )
+
+
+def _of_group(statistic: mgpu.FragmentedArray):
+  """The one number that a thread has of a statistic."""
+  x = _only(statistic)
+  return _element(x, 0) if isinstance(x.type, ir.VectorType) else x
+
+
+def _only(x: mgpu.FragmentedArray):
+  [register] = x.registers.flat
+  return register
+
+
+def _thread():
+  return llvm.inline_asm(_i32_type(), [], "mov.u32 $0, %tid.x;", "=r")
+
+
+def _i32_type():
+  return ir.IntegerType.get_signless(32)
+
+
+def _i32(value: int):
+  value -= (value >> 31) << 32  # As a signed one.
+  return arith.constant(_i32_type(), ir.IntegerAttr.get(_i32_type(), value))
+
+
+def _as_i32(x):
+  """An f32, or a vector of them, as bits."""
+  if not isinstance(x.type, ir.VectorType):
+    return arith.bitcast(_i32_type(), x)
+  return arith.bitcast(ir.VectorType.get(x.type.shape, _i32_type()), x)
+
+
+def _element(x, i: int):
+  return vector.extract(x, dynamic_position=[], static_position=[i])
+
+
+def _elements(x) -> list:
+  """The numbers of a vector."""
+  [size] = x.type.shape
+  return [_element(x, i) for i in range(size)]
+
+
+def _packed(words: list, element_type):
+  """A thread's vector of a tile, from the registers that it fills."""
+  x = vector.from_elements(
+    ir.VectorType.get((len(words),), words[0].type), words
+  )
+  return vector.bitcast(ir.VectorType.get((_VECTOR,), element_type), x)
+
+
+def _pairs(words: list, selector: int) -> list:
+  """Bytes of every two registers in one."""
+  evens, odds = words[::2], words[1::2]
+  return [_prmt(a, b, selector) for a, b in zip(evens, odds, strict=True)]
+
+
+def _asm(code: str, *args, result=None):
+  """One instruction of registers of 32 bits; i32 without `result`."""
+  result = _i32_type() if result is None else result
+  kinds = ["f" if isinstance(a.type, ir.F32Type) else "r" for a in args]
+  kinds = ["=f" if isinstance(result, ir.F32Type) else "=r", *kinds]
+  return llvm.inline_asm(result, list(args), code, ",".join(kinds))
+
+
+def _prmt(a, b, selector: int):
+  """Bytes of two registers, numbered 0..7, the lowest first."""
+  return _asm(f"prmt.b32 $0, $1, $2, {selector};", a, b)

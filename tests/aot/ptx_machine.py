@@ -1,0 +1,344 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Executes the PTX of a kernel in NumPy, for tests without a GPU.
+
+Pallas' interpreter knows neither inlined PTX nor what a kernel becomes when it
+is compiled. This machine executes what the compiler hands to ptxas: a program
+without loops or branches, of threads that meet in shuffles only, as those of
+the optimizer are. All threads execute an instruction before the next one. It
+knows the instructions that such kernels have needed and raises on any other.
+
+Approximate instructions (lg2, ex2, rcp, sqrt) are exact to f32 here. What ptxas
+does to the program is not seen; it refuses what ptxas is known to get wrong.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+
+import ml_dtypes
+import numpy as np
+
+_E4M3, _E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
+_WIDTHS = {"p": bool, "rs": np.uint16, "rd": np.uint64, "r": np.uint32}
+_COMMENT = re.compile(r"//.*")
+_THREADS = 128  # Of a block: a warpgroup.
+
+
+class Machine:
+  """Blocks of one warpgroup in lockstep.
+
+  Args:
+    ptx: text of one kernel.
+    arrays: what its parameters point to, which `run` writes to.
+    blocks: how many there are, along x.
+  """
+
+  def __init__(self, ptx: str, arrays: Sequence[np.ndarray], blocks: int):
+    self._body = ptx[ptx.index("\n{") :]
+    count = len(re.findall(r"^\s*\.param", ptx, re.MULTILINE))
+    if count != len(arrays):
+      raise ValueError(f"ptx_machine: {count} parameters, got {len(arrays)}")
+    threads = np.arange(blocks * _THREADS, dtype=np.uint32)
+    self._registers: dict[str, np.ndarray] = {
+      "%tid.x": threads % _THREADS,
+      "%ctaid.x": threads // _THREADS,
+      "%ntid.x": threads * 0 + _THREADS,
+    }
+    for axis in "yz":
+      for kind in ("tid", "ctaid"):
+        self._registers[f"%{kind}.{axis}"] = threads * 0
+      self._registers[f"%ntid.{axis}"] = threads * 0 + 1
+    self._arrays = arrays
+    self._bases, size = [], 256  # A null pointer points to nothing.
+    for x in arrays:
+      self._bases.append(size)
+      size += -(-x.nbytes // 256) * 256
+    self._memory = np.zeros(size, np.uint8)
+    self._numbers: set[str] = set()  # Registers that f32 arithmetic wrote.
+
+  def run(self) -> None:
+    for base, x in zip(self._bases, self._arrays, strict=True):
+      self._memory[base : base + x.nbytes] = x.reshape(-1).view(np.uint8)
+    with np.errstate(all="ignore"):
+      for statement in _statements(self._body):
+        self._execute(statement)
+    for base, x in zip(self._bases, self._arrays, strict=True):
+      x.reshape(-1).view(np.uint8)[:] = self._memory[base : base + x.nbytes]
+
+  def _execute(self, statement: str) -> None:
+    opcode, _, rest = statement.partition(" ")
+    operands = _operands(rest)
+    name, *modifiers = opcode.split(".")
+    if name in ("ret", "fence", "bar"):
+      return
+    if name == "ld" and modifiers[0].startswith("param"):
+      index = int(re.findall(r"param_(\d+)", operands[1])[0])
+      self._set(operands[0], np.uint64(self._bases[index]))
+    elif name == "ld":
+      self._load(modifiers, operands)
+    elif name == "st":
+      self._store(modifiers, operands)
+    elif name == "elect":
+      register, _, predicate = operands[0].partition("|")
+      self._set(register, np.uint32(0))
+      self._set(predicate, self._registers["%tid.x"] % 32 == 0)
+    elif name == "mov" and operands[0].startswith("{"):
+      low, high = _operands(operands[0][1:-1])
+      x = self._get(operands[1], np.uint32)
+      self._set(low, x.astype(np.uint16))
+      self._set(high, (x >> 16).astype(np.uint16))
+    elif name == "mov" and operands[1].startswith("{"):
+      low, high = (
+        self._get(x, np.uint16).astype(np.uint32)
+        for x in _operands(operands[1][1:-1])
+      )
+      self._set(operands[0], low | high << 16)
+    elif name == "shfl":
+      self._set(operands[0], self._shuffled(modifiers[1], *operands[1:4]))
+    else:
+      self._set(operands[0], self._computed(name, modifiers, operands[1:]))
+      if name != "cvt" and modifiers[-1] == "f32":
+        self._numbers.add(operands[0])
+
+  def _set(self, register: str, x) -> None:
+    """A register has the bits of what is written to it."""
+    x = np.broadcast_to(x, self._registers["%tid.x"].shape)
+    if x.dtype != bool:
+      x = x.view(f"u{x.dtype.itemsize}")
+      width = _WIDTHS.get((re.findall(r"^%([a-z]+)\d", register) or [""])[0])
+      if width is not None and width != x.dtype:
+        assert x.dtype.itemsize < np.dtype(width).itemsize, register
+        x = x.astype(width)
+    self._registers[register] = x
+
+  def _get(self, operand: str, dtype) -> np.ndarray:
+    """An operand as numbers of a type, of a register its lowest bits."""
+    dtype = np.dtype(dtype)
+    bits = np.dtype(f"u{dtype.itemsize}")
+    if operand in self._registers:
+      x = self._registers[operand]
+      if dtype.kind == "b":
+        return x
+      return x.astype(bits).view(dtype)
+    if operand.startswith("0f"):
+      x = np.uint32(int(operand[2:], 16))
+    else:
+      x = np.uint64(int(operand.rstrip("U"), 0) % 2**64)
+    x = np.full(self._registers["%tid.x"].shape, x)
+    return x.astype(bits).view(dtype)
+
+  def _address(self, operand: str) -> np.ndarray:
+    register, _, offset = operand.strip("[]").partition("+")
+    return self._get(register, np.int64) + int(offset or 0)
+
+  def _load(self, modifiers, operands) -> None:
+    dtype, registers = _vector(modifiers, operands[0])
+    for register, at in zip(
+      registers, self._bytes(operands[1], dtype, len(registers)), strict=True
+    ):
+      values = np.ascontiguousarray(self._memory[at]).view(dtype)
+      self._set(register, values[:, 0])
+
+  def _store(self, modifiers, operands) -> None:
+    dtype, registers = _vector(modifiers, operands[1])
+    if dtype.itemsize == 1 and self._numbers.intersection(registers):
+      raise ValueError(
+        "ptx_machine: the lowest byte of a sum of f32 is stored; ptxas 13 "
+        "converts the sum (F2IP) in place of taking its byte"
+      )
+    for register, at in zip(
+      registers, self._bytes(operands[0], dtype, len(registers)), strict=True
+    ):
+      values = np.ascontiguousarray(self._get(register, dtype))
+      self._memory[at] = values[:, None].view(np.uint8)
+
+  def _bytes(self, operand: str, dtype: np.dtype, count: int) -> list:
+    """Where each of `count` neighbours is: [threads, bytes]."""
+    size = dtype.itemsize
+    first = self._address(operand)[:, None] + np.arange(size)
+    return [first + i * size for i in range(count)]
+
+  def _shuffled(self, mode: str, source: str, b: str, c: str) -> np.ndarray:
+    """As PTX defines it: lanes, and segments of them, of a warp."""
+    x, b_, c_ = (self._get(s, np.uint32) for s in (source, b, c))
+    lane = self._registers["%tid.x"] % 32
+    segment, clamp = (c_ >> 8) & 31, c_ & 31
+    last = (lane & segment) | (clamp & ~segment)
+    if mode == "idx":
+      j = (lane & segment) | (b_ & 31 & ~segment)
+    elif mode == "bfly":
+      j = lane ^ (b_ & 31)
+    else:
+      raise NotImplementedError(mode)
+    j = np.where(j <= last, j, lane)
+    return x.reshape(-1, 32)[np.arange(x.size) // 32, j]
+
+  def _computed(self, name: str, modifiers: list[str], operands) -> np.ndarray:
+    kind = modifiers[-1]
+    if name == "cvt":
+      return self._converted(modifiers, operands)
+    if name == "setp":
+      a, b = (self._get(x, _TYPES[kind]) for x in operands)
+      return _COMPARISONS[modifiers[0]](a, b)
+    if name in ("selp", "copysign"):
+      a, b = (self._get(x, _TYPES[kind]) for x in operands[:2])
+      if name == "copysign":
+        return np.copysign(b, a)
+      return np.where(self._get(operands[2], bool), a, b)
+    if name == "prmt":
+      return _permuted(*(self._get(x, np.uint32) for x in operands))
+    if name == "cvta":
+      return self._get(operands[0], np.uint64)
+    if name == "bfe":
+      a, start, count = (self._get(x, np.uint32) for x in operands)
+      return a >> start & (np.uint32(1) << count) - np.uint32(1)
+    if name == "mad":
+      a, b, c = (self._get(x, np.uint32) for x in operands)
+      return a * b + c
+    if name == "mul" and modifiers[0] == "wide":
+      a, b = (self._get(x, np.uint32).astype(np.uint64) for x in operands)
+      return a * b
+    args = [self._get(x, _TYPES[kind]) for x in operands]
+    if kind.endswith("x2"):
+      args = [np.ascontiguousarray(x).view(_HALVES[kind]) for x in args]
+      return np.ascontiguousarray(_apply(name, modifiers, args)).view(np.uint32)
+    return _apply(name, modifiers, args)
+
+  def _converted(self, modifiers, operands) -> np.ndarray:
+    to, source = [m for m in modifiers if m not in ("rn", "rzi", "satfinite")]
+    if to in _FP8:
+      high, low = (self._get(x, np.float32) for x in operands)
+      high, low = (_to_fp8(x, _FP8[to]).astype(np.uint16) for x in (high, low))
+      return high << 8 | low
+    if source in _FP8:
+      pair = np.ascontiguousarray(self._get(operands[0], np.uint16))
+      return pair.view(_FP8[source]).astype(np.float16).view(np.uint32)
+    if to == "s8":  # Of the 16 bits of a register.
+      return self._get(operands[0], np.int8).astype(np.int16)
+    x = self._get(operands[0], _TYPES[source])
+    if "rzi" in modifiers:
+      x = np.where(
+        np.isnan(x), 0, np.clip(np.trunc(x), -(2.0**31), 2.0**31 - 128)
+      )
+    return x.astype(_TYPES[to])
+
+
+_TYPES = {
+  "f16": np.float16, "f32": np.float32, "pred": bool,
+  "u8": np.uint8, "s8": np.int8, "b8": np.uint8,
+  "u16": np.uint16, "s16": np.int16, "b16": np.uint16,
+  "u32": np.uint32, "s32": np.int32, "b32": np.uint32,
+  "u64": np.uint64, "s64": np.int64, "b64": np.uint64,
+  "bf16x2": np.uint32, "u16x2": np.uint32, "f16x2": np.uint32,
+}  # fmt: skip
+_HALVES = {
+  "bf16x2": ml_dtypes.bfloat16,
+  "u16x2": np.uint16,
+  "f16x2": np.float16,
+}
+_FP8 = {"e4m3x2": _E4M3, "e5m2x2": _E5M2}
+_COMPARISONS: dict[str, Callable] = {
+  "eq": np.equal,
+  "ne": lambda a, b: (a != b) & (a == a) & (b == b),
+  "neu": np.not_equal,
+  "lt": np.less,
+  "le": np.less_equal,
+  "gt": np.greater,
+  "ge": np.greater_equal,
+  "num": lambda a, b: (a == a) & (b == b),
+  "nan": lambda a, b: (a != a) | (b != b),
+}
+_FUNCTIONS: dict[str, Callable] = {
+  "add": np.add,
+  "sub": np.subtract,
+  "mul": np.multiply,
+  "and": np.bitwise_and,
+  "or": np.bitwise_or,
+  "xor": np.bitwise_xor,
+  "not": np.invert,
+  "shl": lambda a, b: np.where(b < 32, a << (b & 31), 0).astype(a.dtype),
+  "shr": lambda a, b: np.where(b < 32, a >> (b & 31), 0).astype(a.dtype),
+  "neg": np.negative,
+  "abs": np.abs,
+  "mov": lambda a: a,
+  "lg2": np.log2,
+  "ex2": np.exp2,
+  "rcp": np.reciprocal,
+  "sqrt": np.sqrt,
+}
+
+
+def _apply(name: str, modifiers: list[str], args: list) -> np.ndarray:
+  """A function of numbers of one type."""
+  if name in ("min", "max"):
+    carries = "NaN" in modifiers or args[0].dtype.kind not in "fV"
+    with_nan, without = {
+      "min": (np.minimum, np.fmin),
+      "max": (np.maximum, np.fmax),
+    }[name]
+    return (with_nan if carries else without)(*args)
+  if name == "fma":
+    a, b, c = (x.astype(np.float64) for x in args)
+    return (a * b + c).astype(args[0].dtype)
+  if "ftz" in modifiers:
+    args = [_flushed(x) for x in args]
+  if name in ("lg2", "ex2", "rcp", "sqrt"):
+    out = _FUNCTIONS[name](args[0].astype(np.float64)).astype(np.float32)
+  else:
+    out = _FUNCTIONS[name](*args)
+  return _flushed(out) if "ftz" in modifiers else out
+
+
+def _flushed(x: np.ndarray) -> np.ndarray:
+  return np.where(np.abs(x) < 2.0**-126, np.copysign(np.float32(0), x), x)
+
+
+def _to_fp8(x: np.ndarray, dtype) -> np.ndarray:
+  """To nearest even, saturating; codes."""
+  largest = float(ml_dtypes.finfo(dtype).max)
+  clipped = np.clip(x, -largest, largest).astype(dtype).view(np.uint8)
+  return np.where(np.isnan(x), np.uint8(0x7F), clipped)
+
+
+def _permuted(a, b, selector) -> np.ndarray:
+  """Each byte by 4 bits of the selector; the highest spreads its sign."""
+  both = a.astype(np.uint64) | b.astype(np.uint64) << np.uint64(32)
+  out = np.zeros_like(a)
+  for i in range(4):
+    nibble = selector >> (4 * i)
+    byte = both >> ((nibble & 7) * 8).astype(np.uint64)
+    byte = (byte & np.uint64(0xFF)).astype(np.uint32)
+    byte = np.where(nibble & 8, (byte >> 7) * 0xFF, byte).astype(np.uint32)
+    out |= byte << (8 * i)
+  return out
+
+
+def _statements(body: str) -> list[str]:
+  """Instructions as text, without scopes, labels and directives."""
+  lines = [_COMMENT.sub("", line).strip() for line in body.split("\n")]
+  kept = [
+    line
+    for line in lines
+    if line and not line.startswith(("$", ".loc", ".file", ".section"))
+  ]
+  out = []
+  for statement in " ".join(kept).split(";"):
+    statement = " ".join(statement.split())
+    while statement.startswith(("{", "}")):
+      statement = statement[1:].strip()
+    if statement and not statement.startswith("."):
+      out.append(statement)
+    if statement == "ret":
+      return out
+  raise ValueError("ptx_machine: the program does not end")
+
+
+def _operands(text: str) -> list[str]:
+  """Takes them apart at commas that are not in braces."""
+  found = re.findall(r"\{[^}]*\}|\[[^\]]*\]|[^,\s]+", text)
+  return [x.strip() for x in found]
+
+
+def _vector(modifiers: list[str], operand: str) -> tuple[np.dtype, list[str]]:
+  """The type of what is loaded or stored, and the registers."""
+  registers = _operands(operand[1:-1]) if operand.startswith("{") else [operand]
+  return np.dtype(_TYPES[modifiers[-1]]), registers

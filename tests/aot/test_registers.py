@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The PTX of the optimizer's kernels, executed in NumPy, against definitions.
+
+The tests are those that a GPU runs, with kernels whose PTX `ptx_machine`
+executes: inlined instructions and what the compiler makes of the rest, which
+the interpreter does not show.
+"""
+
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from benchmarks import aot
+from coat_jax.pallas.mosaic import leaf_step
+from tests.aot.ptx_machine import Machine
+from tests.pallas.mosaic import test_adam, test_lion
+from tests.pallas.mosaic.test_adam import CODECS
+
+pytestmark = pytest.mark.aot
+
+real_kernel = plgpu.kernel
+
+
+def ptx_of(fn, specs, folder: Path) -> tuple[str, list[int]]:
+  """Compiles for an H200 what has one kernel, and has Mosaic write its PTX.
+
+  Returns:
+    It, and which array of the kernel each of its parameters is.
+  """
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setenv("MOSAIC_GPU_DUMP_TO", str(folder))
+    before = set(folder.iterdir())
+    aot.compile_for_h200(fn, *specs)
+    new = set(folder.iterdir()) - before
+  [ptx] = [path.read_text() for path in new if path.suffix == ".ptx"]
+  [mlir] = [path.read_text() for path in new if ".after_layout" in path.name]
+  # Parameters are the arrays that are used, in the order of their first use.
+  known = re.findall(r"(%\w+) = .*from_kernel_arg_idx = (\d+)", mlir)
+  body = mlir[mlir.index("gpu.launch") :]
+  used = [(re.search(rf"{name}\b", body), int(i)) for name, i in known]
+  order = sorted((found.start(), i) for found, i in used if found)
+  return ptx, [i for _, i in order]
+
+
+@pytest.fixture
+def on_machine(monkeypatch, tmp_path):
+  """Has kernels of the optimizer run on the machine."""
+  known = {}
+
+  def kernel(body, *, out_type, grid, interpret, **options):
+    assert not interpret
+
+    def call(*inputs):
+      *first, refs = *inputs[:3], inputs[3:]
+      values = [ref[...] for ref in refs]
+
+      def real(first, values):
+        refs = [jax.new_ref(x) for x in values]
+        run = real_kernel(body, out_type=out_type, grid=grid, **options)
+        return run(*first, *refs), [jax.freeze(ref) for ref in refs]
+
+      specs = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (first, values)
+      )
+      key = f"{body} {specs}"
+      if key not in known:
+        known[key] = ptx_of(real, specs, tmp_path)
+      ptx, order = known[key]
+      out = [np.zeros(x.shape, x.dtype) for x in jax.tree.leaves(out_type)]
+      arrays = [*map(np.array, (*first, *values)), *out]
+      Machine(ptx, [arrays[i] for i in order], grid[0]).run()
+      for ref, x in zip(refs, arrays[len(first) :], strict=False):
+        ref[...] = x
+      return jax.tree.map(jnp.asarray, out[0]) if out else ()
+
+    return call
+
+  monkeypatch.setattr(leaf_step.plgpu, "kernel", kernel)
+  # Not traced: XLA's threads flush subnormals, in NumPy's arithmetic too.
+  monkeypatch.setattr(leaf_step, "_step", leaf_step._step.__wrapped__)
+  jax.clear_caches()  # Of a kernel that is compiled already nothing is written.
+
+
+@pytest.mark.parametrize(
+  "name, dtype",
+  [
+    ("coat", jnp.float32),
+    ("coat", jnp.bfloat16),
+    ("coat_nearest", jnp.float32),
+    ("coat_e5m2", jnp.bfloat16),
+    ("coat_e8m0", jnp.float32),
+    ("log8", jnp.bfloat16),
+    ("fp8", jnp.float32),
+  ],
+)
+def test_adam_is_its_definition(on_machine, name, dtype):
+  codec = CODECS[name]
+  args = test_adam.problem(codec, dtype, shape=(64, 1024))
+  _, (other, total, apart) = test_adam.compare(codec, 1, args, interpret=False)
+  assert other <= 1e-3 * total
+  assert np.mean(apart != 0) <= 1e-3 and np.max(apart) <= 1
+
+
+@pytest.mark.parametrize(
+  "name, kind", [("coat", "bfloat16"), ("log8", "split")]
+)
+def test_lion_is_its_definition_on_a_shard(on_machine, name, kind):
+  codec = test_lion.CODECS[name]
+  args = test_lion.problem(codec, kind, (4, 8, 1024))
+  part = dict(start=jnp.uint32([4, 8, 1024]), whole=(8, 16, 4096))
+  numbers = test_lion.numbers(1)
+  want = test_lion.by_definition(codec, *args, *numbers, **part)
+  got = test_lion.by_kernel(codec, *args, *numbers, **part, interpret=False)
+  test_lion.check(codec, args, want, got)
+
+
+@pytest.mark.parametrize("name", ["coat", "log8"])
+def test_awkward_groups_are_kept_apart(on_machine, name):
+  test_adam.check_awkward(name, interpret=False)
