@@ -7,7 +7,7 @@ E5M2 (more range, less precision) holds gradients. INT8 is here for definitions
 
 Two traps of a plain cast to FP8 are avoided by rounding to the format's grid in
 f32 first, which makes the cast exact; every cast in this package goes through
-`saturating_cast`.
+`saturating_cast`, but in kernels and in `ops.cuda`, where neither can happen.
   * A JAX cast does not saturate: 465 becomes NaN in E4M3, 61440 inf in E5M2.
   * On a GPU XLA drops pairs of conversions f32 -> FP8 -> f32 inside a jitted
     function ("excess precision"), and may go through f16, rounding twice. What

@@ -67,15 +67,16 @@ def quantized_weight(
       implementation=recipe.implementation,
     )
     return gather_weight(tiles, recipe)
-  # Rows are elementwise, and XLA reads them where they are in a stack of
-  # layers. For a kernel it copies them out first, 8 bytes a parameter.
-  codes = ops.quantize_tensor(
-    w,
-    dtype=recipe.formats.values,
-    scale=None if cache is None else cache.scale,  # pyright: ignore[reportArgumentType]
-    layout=layout,
-    implementation="xla" if layout == "rows" else recipe.implementation,
+  scale: Any = None if cache is None else cache.scale
+  how: Any = dict(
+    dtype=recipe.formats.values, implementation=recipe.implementation
   )
+  if layout == "rows" and scale is not None:
+    # Read where they are in a stack of layers. For a kernel XLA copies them out
+    # first, 8 bytes a parameter.
+    rows = ops.quantize_rows(w, scale=scale, **how)
+    return gather_weight(Operand(rows, None, scale), recipe)
+  codes = ops.quantize_tensor(w, scale=scale, layout=layout, **how)
   return gather_weight(codes, recipe)
 
 

@@ -69,6 +69,7 @@ from coat_jax.ops.norm import (
 from coat_jax.ops.quantize import (
   join_columns,
   quantize_groups,
+  quantize_rows,
   quantize_tensor,
   tensor_scale,
 )
@@ -137,6 +138,7 @@ __all__ = [
   "norm_values",
   "quantize_blocks",
   "quantize_groups",
+  "quantize_rows",
   "quantize_tensor",
   "quantize_tiles",
   "silu_derivative",

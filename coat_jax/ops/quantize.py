@@ -48,6 +48,16 @@ def tensor_scale(x: Array, *, dtype: DTypeLike = E4M3) -> Array:
   return amax_to_scale(tensor_amax(x), dtype)
 
 
+@op(cuda="cuda")
+def quantize_rows(x: Array, *, scale: Array, dtype: DTypeLike = E4M3) -> Array:
+  """[..., n] to the codes of `quantize_tensor`'s rows, in a pass of XLA's.
+
+  XLA has an elementwise pass read x where it is, as in a stack of layers, of
+  which a kernel would have it copy out the layer first.
+  """
+  return quantize_with_scale(x, scale, group_size=None, dtype=dtype).qvalue
+
+
 def _lay_out(rows: Array, scale: Array, layout: Layout) -> Operand:
   """An operand of codes [..., n] in this layout."""
   return Operand(

@@ -7,9 +7,9 @@ from typing import Literal, NamedTuple
 
 from jax import Array
 
-# "xla" is the definition in plain jnp; the others are for a GPU.
+# "xla" is the definition in plain jnp; the others are for a GPU, "cuda" in jnp.
 Implementation = Literal[
-  "xla", "triton", "mosaic", "jax_triton", "cublas", "cudnn"
+  "xla", "triton", "mosaic", "jax_triton", "cublas", "cudnn", "cuda"
 ]
 
 Layout = Literal["rows", "columns", "both"]

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plain jnp for a GPU's own casts against the definitions'."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from coat_jax import ops
+from coat_jax.formats import E4M3
+from tests import cases
+from tests.comparing import jit
+from tests.pallas.kernels import assert_same_codes, lowered_for_h200
+
+
+def near_ties() -> np.ndarray:
+  """Every value of E4M3, what is half-way to the next, and its neighbours."""
+  values = np.arange(127, dtype=np.uint8).view(E4M3).astype(np.float32)
+  ties = (values[1:] + values[:-1]) / 2
+  near = [np.nextafter(ties, np.float32(end)) for end in (0, np.inf)]
+  x = np.concatenate([values, ties, *near, [449, 463, 464, 465, np.inf]])
+  return np.concatenate([x, -x, [np.nan]]).astype(np.float32)[None, :]
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize(
+  "x, scale",
+  [(near_ties(), 1.0), (cases.activations((64, 96)), 0.0137)],
+  ids=["ties", "activations"],
+)
+def test_rows_cast_once_are_those_of_the_definition(x, scale, dtype):
+  x, scale = jnp.asarray(x, dtype), jnp.float32(scale)
+  actual = jit(ops.quantize_rows.kernel("cuda"))(x, scale=scale)
+  expected = jit(ops.quantize_rows.definition)(x, scale=scale)
+  assert_same_codes(actual, expected)
+  whole = ops.quantize_tensor.definition(x, scale=scale)
+  assert_same_codes(actual, whole.rows)
+
+
+def test_rows_are_rounded_once_in_the_program_for_a_gpu():
+  x = jax.ShapeDtypeStruct((32, 64), jnp.bfloat16)
+  scale = jax.ShapeDtypeStruct((), jnp.float32)
+  text = lowered_for_h200(lambda x, s: ops.quantize_rows(x, scale=s), x, scale)
+  assert "round" not in text and "divide" in text
