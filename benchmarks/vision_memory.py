@@ -21,7 +21,6 @@ from benchmarks import aot
 from benchmarks import arguments as args
 from benchmarks.harness import emit, say
 from coat_jax import codecs, fused_coat_adamw, recipe
-from coat_jax.layers import vocabulary
 from coat_jax.models import (
   ModelConfig,
   VisionConfig,
@@ -29,14 +28,7 @@ from coat_jax.models import (
   VisionLanguageModel,
   loss_fn,
 )
-from coat_jax.plan import (
-  DecoderShape,
-  Images,
-  Load,
-  Memory,
-  fullest,
-  plan_vision_step,
-)
+from coat_jax.plan import Memory, fullest
 from coat_jax.plan.vision import Trained
 from train import planning
 
@@ -156,31 +148,15 @@ def plan(
     config, stage, batch, seq, images: as of `compile_step`.
     params, moments: what it returns.
   """
-  text, vision = config.text, config.vision
-  tower = DecoderShape(
-    num_layers=config.feature_layer % (vision.num_layers + 1),
-    d_model=vision.d_model,
-    d_ff=vision.d_ff,
-    num_heads=vision.num_heads,
-    num_kv_heads=vision.num_heads,
-    vocab_size=0,
-    is_layer_norm=True,
-    is_gated=False,
-  )
-  positions = vocabulary.loss_positions(batch, seq, text.vocab_size)
-  return plan_vision_step(
-    planning.shape_of(text),
-    tower,
+  return planning.plan_vision(
+    config,
     recipe.coat(),
-    Load(batch=batch, seq=seq, loss_positions=positions),
-    Images(
-      count=batch * images,
-      tower_tokens=vision.num_tokens,
-      tokens=config.tokens_each,
-    ),
     trained=stage,
     params=params,
     optimizer_state=moments,
+    batch=batch,
+    seq=seq,
+    images_each=images,
   )
 
 

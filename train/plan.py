@@ -4,8 +4,10 @@
   python -m train.plan llama2_7b --mesh fsdp=4 --batch 8 --seq 2048
   python -m train.plan llama2_13b --mesh fsdp=8 --hbm 141GB
   python -m train.plan llama2_13b --gpus 1
+  python -m train.plan finetune --init-from llava-1.5-7b-hf --trained decoder
 
-Options are as of `train.pretrain`. The table has a column for each of the usual
+Options are as of `train.pretrain`, and of `train.finetune` where a model sees
+images. The table has a column for each of the usual
 ways to train, with f32 moments where at most products are in FP8; GB are 10^9
 bytes. With --gpus it has what fits on so many, the fastest first, and a command
 line that trains so. Nothing is compiled and no device is used. docs/plan.md
@@ -23,11 +25,13 @@ import tyro
 
 from coat_jax.models.config import Remat
 from coat_jax.models.ranges import Count, Width, check_numbers
+from coat_jax.models.vision_language import VisionLanguageConfig
 from coat_jax.plan import fullest
 from coat_jax.recipe import GradDtype, Kept, WeightCache
 from train import mesh as meshes
-from train import planning, search
+from train import planning, pretrained, search
 from train.config import TrainConfig
+from train.finetune_config import ChatData, FinetuneConfig, Trained
 from train.optim_config import Codec, OptimConfig
 from train.presets import PRESETS
 from train.run.metrics import format_table
@@ -64,20 +68,24 @@ _OF_EXPERTS = (
 )
 # These need the gradients of a whole step at once.
 _NOT_IN_MICROBATCHES = ("lean", "leanest")
+_OF_IMAGES = ("COAT", "COAT minimal")
 
 
-def table(config: TrainConfig, hbm_bytes: int) -> str:
+def table(config: TrainConfig, hbm_bytes: int, images_each: int = 1) -> str:
   """Writes the plan of a run, a column for each of `COLUMNS`.
 
   Args:
     config: The run; each column replaces its recipe.
     hbm_bytes: Memory of a GPU.
+    images_each: As of `planning.plan`.
 
   Returns:
     Lines of text.
   """
   lines: dict[str, list[str]] = {}
   columns = dict(COLUMNS)
+  if _sees_images(config):
+    columns = {name: COLUMNS[name] for name in _OF_IMAGES}
   if config.accumulate > 1:
     for name in _NOT_IN_MICROBATCHES:
       columns.pop(name)
@@ -85,10 +93,10 @@ def table(config: TrainConfig, hbm_bytes: int) -> str:
   for column in columns.values():
     run = column(config)
     state = states.of(run)
-    moment, memory = fullest(planning.plan(run, state))
+    moment, memory = fullest(planning.plan(run, state, images_each=images_each))
     for part, count in memory._asdict().items():
       lines.setdefault(part, []).append(f"{count / GB:.2f}")
-    most = planning.largest(run, hbm_bytes, state)
+    most = planning.largest(run, hbm_bytes, state, images_each=images_each)
     lines.setdefault("peak", []).append(f"{memory.total / GB:.2f}")
     lines.setdefault("it is in the", []).append(moment)
     fits = "yes" if memory.total <= hbm_bytes else "no"
@@ -116,11 +124,18 @@ class PlanConfig:
       --gpus all that there are.
     remat: As of train.pretrain; any is none, with --gpus all that there are.
     attention: As of train.pretrain.
+    attention_compute: As of train.pretrain; speeds are those of bf16.
     weight_cache: As of train.pretrain.
     grad_reduce: As of train.pretrain.
     optimizer: As --optim.optimizer of train.pretrain; speeds are AdamW's.
     codec: As --optim.codec of train.pretrain, in the columns of COAT.
     group_size: As --optim.group-size of train.pretrain.
+    init_from: As of train.pretrain: a folder of transformers, or a run that
+      began with one, whose model's shape is planned in place of the preset's.
+      It may be a LLaVA.
+    trained: As of train.finetune, of a LLaVA.
+    images_each: Of a LLaVA, images that a sequence has room for; train.finetune
+      finds in its data how many.
   """
 
   preset: tyro.conf.Positional[_Preset]  # pyright: ignore
@@ -133,11 +148,15 @@ class PlanConfig:
   params: Stored | Literal["any"] = "any"
   remat: Remat | Literal["any"] = "any"
   attention: Kept = TrainConfig.attention
+  attention_compute: Kept = TrainConfig.attention_compute
   weight_cache: WeightCache = TrainConfig.weight_cache
   grad_reduce: GradDtype = TrainConfig.grad_reduce
   optimizer: Literal["coat_adamw", "coat_lion"] = "coat_adamw"
   codec: Codec = OptimConfig.codec
   group_size: Width = OptimConfig.group_size
+  init_from: str = ""
+  trained: Trained = FinetuneConfig.trained
+  images_each: Count = 1
 
   def run(self) -> TrainConfig:
     """Builds the configuration of the run.
@@ -158,7 +177,7 @@ class PlanConfig:
     batch = devices * self.accumulate  # One each.
     if self.gpus:
       batch = max(batch, preset.batch // batch * batch)
-    return dataclasses.replace(
+    run = dataclasses.replace(
       preset,
       mesh=mesh,
       batch=batch if self.batch is None else self.batch,
@@ -167,13 +186,66 @@ class PlanConfig:
       params="float32" if self.params == "any" else self.params,
       remat="none" if self.remat == "any" else self.remat,
       attention=self.attention,
+      attention_compute=self.attention_compute,
       weight_cache=self.weight_cache,
       grad_reduce=self.grad_reduce,
       optim=preset.optim.with_optimizer(
         self.optimizer, codec=self.codec, group_size=self.group_size
       ),
       report_state=False,
+      init_from=self.init_from,
     )
+    return self._with_shape(run)
+
+  def _with_shape(self, run: TrainConfig) -> TrainConfig:
+    """Gives the run the shape of the checkpoint that it begins with.
+
+    Raises:
+      ValueError: there is none, or an option is for another kind of model.
+    """
+    if self.init_from:
+      options = {
+        field.name: getattr(run, field.name)
+        for field in dataclasses.fields(TrainConfig)
+      }
+      # No folder's, and so none that the run could begin with.
+      options |= dict(out="no run", data=ChatData(), samples=0)
+      run = pretrained.with_shape(
+        FinetuneConfig(**options, trained=self.trained)
+      )
+    if not _sees_images(run):
+      self._check_text()
+      return run
+    for name, is_set in {
+      "gpus": self.gpus,
+      "mesh": self.mesh,
+      "accumulate": self.accumulate > 1,
+      "remat": self.remat not in ("any", "none"),
+      "weight_cache": self.weight_cache != TrainConfig.weight_cache,
+    }.items():
+      if is_set:
+        raise ValueError(
+          f"plan: a model that sees images is planned without {name}, on one "
+          f"GPU, got {name} {getattr(self, name)}; leave it out"
+        )
+    return run
+
+  def _check_text(self):
+    """Raises ValueError where an option is for images."""
+    for name, default in {
+      "trained": FinetuneConfig.trained,
+      "images_each": 1,
+    }.items():
+      if (got := getattr(self, name)) != default:
+        raise ValueError(
+          f"plan: {name} is of models that see images, got {got} with a model "
+          "of text alone; leave it out, or pass --init-from with the folder of "
+          "a LLaVA"
+        )
+
+
+def _sees_images(config: TrainConfig) -> bool:
+  return isinstance(config.model, VisionLanguageConfig)
 
 
 def read_bytes(text: str) -> int:
@@ -238,7 +310,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
   try:
     hbm = read_bytes(options.hbm)
     config = options.run()
-    text = fastest(options, hbm) if options.gpus else table(config, hbm)
+    text = (
+      fastest(options, hbm)
+      if options.gpus
+      else table(config, hbm, options.images_each)
+    )
   except ValueError as error:
     print(f"error: {error}", file=sys.stderr)
     return 2
@@ -246,8 +322,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
   step = f"a step of {config.batch} sequences of {config.seq}"
   if options.gpus:
     step = f"{hbm / GB:g} GB on each, sequences of {config.seq}"
+  elif _sees_images(config):
+    step += f", {options.images_each} images each, trained: {options.trained}"
   print(f"{options.preset}, {gpus} GPU{'s' * (gpus > 1)}, {step}\n{text}")
-  if config.model.num_experts:
+  if getattr(config.model, "num_experts", None):
     print(_OF_EXPERTS)
   return 0
 

@@ -13,16 +13,22 @@ from jax.sharding import AbstractMesh, AxisType
 
 from coat_jax.layers import vocabulary
 from coat_jax.models.config import ModelConfig
+from coat_jax.models.vision_language import VisionLanguageConfig
 from coat_jax.plan import (
   DecoderShape,
+  Images,
   Load,
   Memory,
   fullest,
   largest_batch,
   plan_step,
+  plan_vision_step,
 )
+from coat_jax.plan.vision import Trained
+from coat_jax.recipe import CoatRecipe
 from train import step
 from train.config import TrainConfig
+from train.finetune_config import FinetuneConfig
 
 
 def shape_of(model: ModelConfig) -> DecoderShape:
@@ -92,19 +98,24 @@ class States:
     """Returns the run's abstract state."""
     optim = dataclasses.replace(config.optim, clip="global")
     key = config.model, config.mesh, config.params, config.report_state, optim
+    key += (getattr(config, "trained", None),)
     if key not in self._known:
       self._known[key] = state_of(config)
     return self._known[key]
 
 
 def plan(
-  config: TrainConfig, state: AbstractState | None = None
+  config: TrainConfig,
+  state: AbstractState | None = None,
+  *,
+  images_each: int = 1,
 ) -> dict[str, Memory]:
   """Plans a run's memory on one of its GPUs.
 
   Args:
-    config: The run.
+    config: The run; one of a LLaVA is planned on one GPU, in one microbatch.
     state: From `state_of`, if it is there already.
+    images_each: Of a LLaVA, the images that a sequence has room for.
 
   Returns:
     By moment of a step, as `coat_jax.plan.plan_step`.
@@ -113,6 +124,20 @@ def plan(
     ValueError: a device would have a part of a group of moments.
   """
   state = state or state_of(config)
+  shape: Any = config.model
+  if isinstance(config, FinetuneConfig) and isinstance(
+    shape, VisionLanguageConfig
+  ):
+    return plan_vision(
+      shape,
+      config.coat_recipe(),
+      trained=config.trained,
+      params=state.params,
+      optimizer_state=state.optimizer,
+      batch=config.batch,
+      seq=config.seq,
+      images_each=images_each,
+    )
   sizes, model = config.mesh_sizes, config.model
   tensor = sizes.get("tensor", 1)
   batch = config.batch // batch_shards(config) // config.accumulate
@@ -143,6 +168,8 @@ def largest(
   config: TrainConfig,
   memory_bytes: int,
   state: AbstractState | None = None,
+  *,
+  images_each: int = 1,
 ) -> int:
   """Finds the most sequences a step for which a run fits its GPUs.
 
@@ -150,6 +177,7 @@ def largest(
     config: The run, of any batch.
     memory_bytes: Memory of a GPU.
     state: From `state_of`, if it is there already.
+    images_each: As of `plan`.
 
   Returns:
     The batch; 0 where nothing fits.
@@ -159,9 +187,61 @@ def largest(
 
   def peak(batch: int) -> Memory:
     run = dataclasses.replace(config, batch=batch * shards)
-    return fullest(plan(run, known))[1]
+    return fullest(plan(run, known, images_each=images_each))[1]
 
   return shards * largest_batch(peak, memory_bytes)
+
+
+def plan_vision(
+  model: VisionLanguageConfig,
+  recipe: CoatRecipe,
+  *,
+  trained: Trained,
+  params: Any,
+  optimizer_state: Any,
+  batch: int,
+  seq: int,
+  images_each: int,
+) -> dict[str, Memory]:
+  """Plans the memory of a step of a LLaVA on one GPU.
+
+  Args:
+    model: Its shape.
+    recipe: Of tower and decoder.
+    trained, params, optimizer_state: As of `plan_vision_step`.
+    batch: Sequences.
+    seq: Tokens of each.
+    images_each: Images that each has room for.
+
+  Returns:
+    By moment of a step, as `coat_jax.plan.plan_vision_step`.
+  """
+  text, vision = model.text, model.vision
+  tower = DecoderShape(
+    num_layers=model.feature_layer % (vision.num_layers + 1),
+    d_model=vision.d_model,
+    d_ff=vision.d_ff,
+    num_heads=vision.num_heads,
+    num_kv_heads=vision.num_heads,
+    vocab_size=0,
+    is_layer_norm=True,
+    is_gated=False,
+  )
+  positions = vocabulary.loss_positions(batch, seq, text.vocab_size)
+  return plan_vision_step(
+    shape_of(text),
+    tower,
+    recipe,
+    Load(batch=batch, seq=seq, loss_positions=positions),
+    Images(
+      count=batch * images_each,
+      tower_tokens=vision.num_tokens,
+      tokens=model.tokens_each,
+    ),
+    trained=trained,
+    params=params,
+    optimizer_state=optimizer_state,
+  )
 
 
 def batch_shards(config: TrainConfig) -> int:

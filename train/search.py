@@ -187,12 +187,14 @@ def command(run: TrainConfig, preset: str, plain: TrainConfig) -> str:
 
 # Of what a plan depends on, in the order in which it is read.
 _PRINTED = (
+  "init_from",
   "mesh",
   "batch",
   "accumulate",
   "seq",
   "recipe",
   "attention",
+  "attention_compute",
   "params",
   "optimizer_in_backward",
   "optim.clip",

@@ -113,7 +113,7 @@ def plan_step(
   layers = shape.num_layers * sum(shape.matrices.values())
   kept = kept_bytes(shape, recipe, remat=load.remat, tensor=load.tensor)
   kept = shape.num_layers * kept * load.tokens
-  value = _value_bytes(params)
+  value = value_bytes(params)
   # Between microbatches their sum is kept.
   summed = 0
   if load.accumulate > 1:
@@ -214,7 +214,7 @@ class _Ends:
       self.in_embedding += F32 * head
 
 
-def _value_bytes(params: Any) -> int:
-  """Bytes of a matrix's values; norms and biases may be wider."""
+def value_bytes(params: Any) -> int:
+  """Counts bytes of a matrix's values; norms and biases may be wider."""
   largest = max(jax.tree.leaves(params), key=lambda leaf: leaf.size)
   return jnp.dtype(largest.dtype).itemsize

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from coat_jax.plan.backward import layer_backward
 from coat_jax.plan.decoder import BF16, F32, DecoderShape, Load, kept_bytes
-from coat_jax.plan.step import Memory, device_bytes, plan_step
+from coat_jax.plan.step import Memory, device_bytes, plan_step, value_bytes
 from coat_jax.recipe import CoatRecipe
 
 # What is trained: the projector alone, the decoder too, or the tower too.
@@ -102,7 +102,8 @@ def plan_vision_step(
   }
   if trained == "all":
     gradients = device_bytes(params)
-    temporary = layer_backward(tower, recipe, of_tower, value=BF16)
+    value = value_bytes(params["tower"])
+    temporary = layer_backward(tower, recipe, of_tower, value=value)
     found["tower"] = found["embedding"]._replace(
       gradients=gradients, temporary=round(temporary)
     )

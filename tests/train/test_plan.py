@@ -2,18 +2,24 @@
 """`python -m train.plan`: what it counts, prints and rejects."""
 
 import dataclasses
+import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tyro
 
-from benchmarks import families
+from benchmarks import families, vision_memory
 from coat_jax import plan as plans
 from coat_jax import recipe as recipes
+from coat_jax.models.hf.config import write_config
+from coat_jax.models.hf.llava_config import write_llava_config
 from tests.matrices import quick
-from train import memory, plan, planning
+from train import memory, plan, planning, search
 from train.presets import PRESETS
+
+ROWS = Path(__file__).parents[2] / "docs" / "rows"
 
 
 @pytest.mark.parametrize(
@@ -141,6 +147,8 @@ def test_each_option_changes_the_plan():
   assert in_bf16.weights < plain.weights
   assert backward("--params", "bfloat16_low8").optimizer > plain.optimizer
   assert backward("--attention", "fp8").activations < plain.activations
+  fp8 = ["--attention", "fp8", "--attention-compute", "fp8"]
+  assert backward(*fp8).activations < backward(*fp8[:2]).activations
   assert backward("--accumulate", "2").gradients > plain.gradients
   assert backward("--weight-cache", "codes").temporary > plain.temporary
   halved = backward("--mesh", "fsdp=2")
@@ -171,6 +179,13 @@ def test_table_says_what_fits(capsys, hbm, fits):
     (["demo", "--batch", "0"], "batch must be a whole number from 1"),
     (["demo", "--accumulate", "0"], "accumulate must be a whole number from 1"),
     (["demo", "--mesh", "tensor=2"], "a device must have whole groups"),
+    (["demo", "--attention-compute", "fp8"], "pass attention='fp8'"),
+    (["demo", "--trained", "all"], "trained is of models that see images"),
+    (
+      ["demo", "--images-each", "2"],
+      "images_each is of models that see images",
+    ),
+    (["demo", "--init-from", "/no/such"], "got nothing of that name"),
   ],
 )
 def test_errors_say_what_would_fit(capsys, options, said):
@@ -180,6 +195,86 @@ def test_errors_say_what_would_fit(capsys, options, said):
     status = stop.code
   assert status == 2
   assert said in capsys.readouterr().err
+
+
+def test_attention_that_computes_in_fp8_is_planned():
+  line = ["demo", "--attention", "fp8", "--attention-compute", "fp8"]
+  run = tyro.cli(plan.PlanConfig, args=line).run()
+  recipe = recipes.coat(attention="fp8", attention_compute="fp8")
+  layers = run.model.num_layers * run.batch * run.seq
+  want = layers * plans.kept_bytes(planning.shape_of(run.model), recipe)
+  assert planning.plan(run)["backward"].activations == round(want)
+  # And named in the line that trains so.
+  assert "--attention-compute fp8" in search.command(
+    run, "demo", PRESETS["demo"]()
+  )
+
+
+@pytest.fixture(scope="module")
+def llava_7b(tmp_path_factory):
+  folder = tmp_path_factory.mktemp("llava")
+  keys = write_llava_config(vision_memory.LLAVA_7B, np.dtype("float16"))
+  (folder / "config.json").write_text(json.dumps(keys))
+  return str(folder)
+
+
+@pytest.mark.parametrize("trained", ["projector", "decoder", "all"])
+def test_step_of_a_model_that_sees_images_is_planned(trained, llava_7b, capsys):
+  rows_of = (ROWS / "vision_plan.jsonl").read_text().splitlines()
+  (row,) = (
+    row for row in map(json.loads, rows_of) if row["case"]["trained"] == trained
+  )
+  case = {name: str(row["case"][name]) for name in ("batch", "seq", "images")}
+  line = ["finetune", "--init-from", llava_7b, "--params", "bfloat16"]
+  line += ["--trained", trained, "--images-each", case["images"]]
+  line += ["--batch", case["batch"], "--seq", case["seq"]]
+  assert plan.main(line) == 0
+  first, *_ = (out := capsys.readouterr().out).splitlines()
+  assert first.endswith(f"of 2048, 2 images each, trained: {trained}")
+  found = rows(out)
+  assert found["GB on each GPU"] == ["COAT", "COAT minimal"]
+  assert found["it is in the"] == [row["moment"]] * 2
+  # Beside what was compiled.
+  peak = float(found["peak"][1]) * 1e9
+  assert peak == pytest.approx(row["peak_bytes"], rel=0.02)
+
+
+def test_weights_of_a_tower_in_f32_are_planned(llava_7b):
+  line = ["finetune", "--init-from", llava_7b, "--trained", "all"]
+  temporary = [
+    planning.plan(
+      tyro.cli(plan.PlanConfig, args=[*line, "--params", params]).run(),
+      images_each=1,
+    )["tower"].temporary
+    for params in ("float32", "bfloat16")
+  ]
+  assert temporary[0] > temporary[1]
+
+
+@pytest.mark.parametrize(
+  "options, said",
+  [
+    (["--gpus", "2"], "without gpus, on one GPU, got gpus 2"),
+    (["--mesh", "fsdp=2"], "without mesh"),
+    (["--batch", "2", "--accumulate", "2"], "without accumulate"),
+    (["--remat", "fp8"], "without remat"),
+  ],
+)
+def test_what_is_not_planned_of_images_is_said(options, said, llava_7b, capsys):
+  assert plan.main(["finetune", "--init-from", llava_7b, *options]) == 2
+  assert said in capsys.readouterr().err
+
+
+def test_shape_of_a_checkpoint_of_text_is_planned(tmp_path):
+  shape = dataclasses.replace(PRESETS["demo"]().model, num_layers=3)
+  keys = write_config(shape, np.dtype("float32"))
+  (tmp_path / "config.json").write_text(json.dumps(keys))
+  line = ["demo", "--init-from", str(tmp_path)]
+  run = tyro.cli(plan.PlanConfig, args=line).run()
+  assert run.model == shape
+  assert f"--init-from {tmp_path}" in search.command(
+    run, "demo", PRESETS["demo"]()
+  )
 
 
 def test_microbatches_leave_out_steps_in_the_backward(capsys):
