@@ -5,6 +5,7 @@ Called by `train.convert`, which says how.
 """
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Literal
 
@@ -12,6 +13,7 @@ from flax import nnx
 
 from coat_jax.models import save_hf
 from coat_jax.models.hf.config import CONFIG
+from coat_jax.models.hf.save import PROCESSORS, carry
 from train import pretrained
 from train import step as steps
 from train.config import TrainConfig
@@ -22,6 +24,7 @@ from train.run.imported import create_run
 from train.run.sources import newest_checkpoint
 from train.run.weights import read_weights
 from train.run.writing import SaveError, first_line
+from train.vit_config import CLASSES, VitConfig
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
@@ -77,7 +80,16 @@ def export_hf(run: Path, out: Path, dtype: Dtype | None = None) -> int:
   source = RunDirectory(run).source
   like = source if (source / CONFIG).is_file() else None
   try:
-    save_hf(model, out, like=like, dtype=dtype, max_length=config.seq)
+    save_hf(
+      model,
+      out,
+      like=like,
+      dtype=dtype,
+      max_length=config.seq,
+      labels=_labels(source),
+    )
+    if isinstance(config, VitConfig):  # What came with a checkpoint is there.
+      carry(source, out, *PROCESSORS)
     if isinstance(config, FinetuneConfig) and config.data.template:
       write_stop_token(out)  # The checkpoint's own template is another one.
   except OSError as error:
@@ -86,3 +98,23 @@ def export_hf(run: Path, out: Path, dtype: Dtype | None = None) -> int:
       "or pass a folder on another disk"
     ) from error
   return step
+
+
+def _labels(source: Path) -> list[str] | None:
+  """Names of the classes of a run of images, where it has kept them.
+
+  Raises:
+    ValueError: the file is damaged.
+  """
+  if not (file := source / CLASSES).is_file():
+    return None
+  try:
+    found = json.loads(file.read_bytes())
+  except ValueError:
+    found = None
+  if isinstance(found, list) and all(isinstance(x, str) for x in found):
+    return found
+  raise ValueError(
+    f"export-hf: {file} must be a JSON list of the classes' names, got other "
+    "text; mend it, or remove it to export without names"
+  )

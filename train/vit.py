@@ -15,6 +15,7 @@ data, and `train.objective` the loss.
 
 import dataclasses
 import inspect
+import json
 import sys
 from collections.abc import Iterable, Sequence
 
@@ -30,8 +31,9 @@ from train.data.labelled import THREADS, Labelled, load_labelled
 from train.loop import run_command
 from train.options import read_path
 from train.run.data import OwnRows, RunData
+from train.run.directory import RunDirectory
 from train.run.exits import say
-from train.vit_config import PRESETS, VitConfig
+from train.vit_config import CLASSES, PRESETS, VitConfig
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -126,6 +128,12 @@ class ImageFolder(RunData[VitConfig]):
   @property
   def change_times(self) -> str | None:
     return self.images.change_times
+
+  def keep_files(self, run: RunDirectory) -> None:
+    run.source.mkdir(exist_ok=True)
+    self.images.rows.preprocessing.save(run.source)
+    names = json.dumps(self.images.classes, indent=2)
+    (run.source / CLASSES).write_text(names + "\n")
 
   def batch_shapes(self, config: VitConfig) -> dict[str, jax.ShapeDtypeStruct]:
     sides = self.images.rows.preprocessing.shape

@@ -16,6 +16,9 @@ from train.config import TrainConfig
 from train.optim_config import OptimConfig
 from train.options import FIXED, SILENT
 
+# Of a run, the names of its classes by number, beside the files of a
+# checkpoint of transformers.
+CLASSES = "classes.json"
 # Of what a held-out share can be: neither nothing nor all.
 _Share = Annotated[float, Range(1e-6, 0.999999)]
 

@@ -2,6 +2,7 @@
 """`python -m train.vit`: from a folder of images to a tower with classes."""
 
 import dataclasses
+import json
 import os
 import shutil
 import subprocess
@@ -22,8 +23,9 @@ from tests.train.runs import (
   wait_for_step,
 )
 from tests.train.steps import Trained
-from train import generate, vit
+from train import convert, generate, vit
 from train.data import digits
+from train.data.images import Preprocessing
 from train.objective import objective_of
 from train.run.metrics import read_metrics
 from train.update import microbatches
@@ -273,6 +275,58 @@ def test_run_learns_and_a_killed_one_resumes_to_the_same_bits(
   more = dict(long, steps=45)
   assert vit.main(line(folder, out, *flags, "--resume", **more)) == 2
   assert "data: other" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_exported_tower_has_names_of_classes_and_preprocessing(
+  environment, tmp_path, capsys
+):
+  folder, run = write_folder(tmp_path / "images"), tmp_path / "run"
+  few = dict(steps=2, eval_every=2, save_every=2)
+  assert vit.main(line(folder, run, **few)) == 0
+  out = tmp_path / "out"
+  export = ["export-hf", str(run), "--out", str(out)]
+  assert convert.main(export) == 0
+  config = json.loads((out / "config.json").read_bytes())
+  assert config["id2label"] == {"0": "cat", "1": "dog"}
+  assert config["label2id"] == {"cat": 0, "dog": 1}
+  # What is read of it prepares the pixels that were trained on.
+  _, data = vit.load(config_of(folder))
+  trained = data.images.rows
+  assert Preprocessing.load(out) == trained.preprocessing
+  found = json.loads((out / "preprocessor_config.json").read_bytes())
+  with Image.open(trained.files[3]) as image:
+    pixels = _as_transformers_does(image, found)
+  np.testing.assert_array_equal(pixels, trained.read(3)["images"])
+  # A damaged list is said, and an older run has none.
+  names = run / "hf" / "classes.json"
+  names.write_text('["cat"')
+  again = tmp_path / "again"
+  assert convert.main(["export-hf", str(run), "--out", str(again)]) == 2
+  assert f"{names} must be a JSON list" in capsys.readouterr().err
+  shutil.rmtree(run / "hf")
+  assert convert.main(["export-hf", str(run), "--out", str(again)]) == 0
+  config = json.loads((again / "config.json").read_bytes())
+  assert config["id2label"] == {"0": "LABEL_0", "1": "LABEL_1"}
+
+
+def _as_transformers_does(image, settings):
+  """An image through ViTImageProcessor, by its documented steps."""
+  assert settings["image_processor_type"] == "ViTImageProcessor"
+  assert all(
+    settings[f"do_{x}"]
+    for x in ("convert_rgb", "resize", "rescale", "normalize")
+  )
+  size = settings["size"]["width"], settings["size"]["height"]
+  resized = image.convert("RGB").resize(size, settings["resample"])
+  scaled = np.asarray(resized) * np.float64(settings["rescale_factor"])
+  channels = [
+    (scaled.astype(np.float32)[..., i] - np.float32(mean)) / np.float32(std)
+    for i, (mean, std) in enumerate(
+      zip(settings["image_mean"], settings["image_std"], strict=True)
+    )
+  ]
+  return np.stack(channels)
 
 
 @pytest.mark.slow

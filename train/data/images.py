@@ -28,7 +28,8 @@ _MIN_SIDE = 2
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 # Of more than 8 bits, which Pillow would clip.
 _DEEP = ("I", "F")
-_FILES = ("preprocessor_config.json", "processor_config.json")
+_PREPROCESSOR = "preprocessor_config.json"
+_FILES = (_PREPROCESSOR, "processor_config.json")
 _STEPS = ("do_resize", "do_rescale", "do_normalize")
 _WITHOUT_EFFECT = {
   *("image_processor_type", "feature_extractor_type", "processor_class"),
@@ -130,6 +131,33 @@ class Preprocessing:
       mean=_channels(found, "image_mean"),
       std=_channels(found, "image_std"),
     )
+
+  def save(self, folder: Path) -> None:
+    """Writes the settings as preprocessor_config.json, which `load` reads.
+
+    AutoImageProcessor of transformers then prepares the same pixels.
+    """
+    size, crop = self.size, self.crop
+    names = "height", "width"
+    found: dict[str, Any] = {
+      "image_processor_type": "ViTImageProcessor",
+      "do_convert_rgb": True,
+      "do_resize": True,
+      "size": {"shortest_edge": size}
+      if isinstance(size, int)
+      else dict(zip(names, size, strict=True)),
+      "resample": self.resample,
+      "do_rescale": True,
+      "rescale_factor": self.scale,
+      "do_normalize": True,
+      "image_mean": list(self.mean),
+      "image_std": list(self.std),
+    }
+    if crop is not None:  # ViT's processor does not crop.
+      found["image_processor_type"] = "CLIPImageProcessor"
+      found["do_center_crop"] = True
+      found["crop_size"] = dict(zip(names, crop, strict=True))
+    (folder / _PREPROCESSOR).write_text(json.dumps(found, indent=2) + "\n")
 
   @property
   def shape(self) -> tuple[int, int]:

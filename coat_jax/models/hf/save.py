@@ -10,7 +10,7 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -73,6 +73,7 @@ def save_hf(
   like: str | Path | None = None,
   dtype: DTypeLike | None = None,
   max_length: int | None = None,
+  labels: Sequence[str] | None = None,
   max_shard_size: int = 5 * 10**9,
 ) -> None:
   """Saves a model as a checkpoint that transformers reads.
@@ -94,12 +95,14 @@ def save_hf(
       `like`, or without one that of the model's weights.
     max_length: of a Decoder, tokens of the longest sequence it was trained
       with, for config.json where `like` does not say it; None leaves it out.
+    labels: of a VisionTower with classes, their names; None for those of
+      `like`, or without one LABEL_0 and so on.
     max_shard_size: bytes of tensors a file; a larger model is split, and gets
       an index. The parameter of one layer is not split.
 
   Raises:
-    ValueError: the folder exists, `like` is of another model, or transformers
-      has no such model.
+    ValueError: the folder exists, `like` is of another model, transformers has
+      no such model, or there are not as many labels as classes.
     OSError: it cannot be written; nothing is left of it then.
   """
   folder = Path(folder)
@@ -131,8 +134,16 @@ def save_hf(
       f"save_hf: dtype must be float32, bfloat16 or float16, got {dtype}; pass "
       "one of these"
     )
-  is_decoder = isinstance(model, Decoder)
-  options = dict(max_length=max_length) if is_decoder else {}
+  options: dict[str, Any] = {}
+  if isinstance(model, Decoder):
+    options["max_length"] = max_length
+  if isinstance(model, VisionTower):
+    options["labels"] = labels
+  elif labels is not None:
+    raise ValueError(
+      "save_hf: labels are of a VisionTower with classes, got them with a "
+      f"{type(model).__name__}; leave them out"
+    )
   keys = write(config, dtype, keys, **options)
   folder.absolute().parent.mkdir(parents=True, exist_ok=True)
   with tempfile.TemporaryDirectory(

@@ -7,6 +7,7 @@ is the tower's is read.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -202,7 +203,11 @@ def _count_classes(file: Path, found: dict) -> int:
 
 
 def write_vision_config(
-  config: VisionConfig, dtype: np.dtype, like: dict | None = None
+  config: VisionConfig,
+  dtype: np.dtype,
+  like: dict | None = None,
+  *,
+  labels: Sequence[str] | None = None,
 ) -> dict:
   """Writes the config.json of a tower.
 
@@ -211,9 +216,14 @@ def write_vision_config(
     dtype: of its tensors.
     like: a config.json of the same shape, whose other keys are kept; of a whole
       model those of its tower.
+    labels: names of the classes; None for those of `like`, or without one
+      LABEL_0 and so on, as transformers has it.
 
   Returns:
     What the file holds.
+
+  Raises:
+    ValueError: there are not as many different labels as classes.
   """
   row = _ROWS[config.family]
   like = like or {}
@@ -229,9 +239,15 @@ def write_vision_config(
   for key, field in row.fields.items():
     if getattr(config, field) != found.get(key, row.defaults[key]):
       found[key] = getattr(config, field)
-  if config.num_classes is not None and "id2label" not in found:
-    names = {str(i): f"LABEL_{i}" for i in range(config.num_classes)}
-    found["id2label"] = names
-    found["label2id"] = {name: int(i) for i, name in names.items()}
+  count = config.num_classes or 0
+  if labels is not None and not len(set(labels)) == len(labels) == count:
+    raise ValueError(
+      f"save_hf: labels must be a name for each of the {count} classes, got "
+      f"{len(labels)}, {len(set(labels))} of them different; leave them out"
+    )
+  if count and (labels is not None or "id2label" not in found):
+    names = labels or [f"LABEL_{i}" for i in range(count)]
+    found["id2label"] = {str(i): name for i, name in enumerate(names)}
+    found["label2id"] = {name: i for i, name in enumerate(names)}
   found |= dict.fromkeys(DTYPE_KEYS, dtype.name)
   return found

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints of vision towers: the same bytes, parts of models, refusals."""
 
+import dataclasses
 import inspect
 import json
 
@@ -12,6 +13,7 @@ from safetensors.numpy import save_file
 
 from coat_jax import recipe as recipes
 from coat_jax.models import VisionConfig, VisionTower, load_hf, save_hf
+from coat_jax.models.hf.vision_config import write_vision_config
 from tests.matrices import quick
 from tests.models.hf.folders import DATA, copied, params_of, tensors_of
 
@@ -157,6 +159,32 @@ def test_each_class_reads_its_own():
       TypeError, match="classes Decoder, VisionTower, .*, got"
     ):
       load(DATA / "vit", model=model)
+
+
+def test_classes_are_named(tmp_path):
+  config = VisionConfig(
+    family="vit",
+    num_layers=1,
+    d_model=8,
+    d_ff=8,
+    num_heads=1,
+    image_size=4,
+    patch_size=2,
+    num_classes=2,
+  )
+  dtype = np.dtype("float32")
+  named = write_vision_config(config, dtype, labels=("cat", "dog"))
+  assert named["id2label"] == {"0": "cat", "1": "dog"}
+  assert named["label2id"] == {"cat": 0, "dog": 1}
+  assert write_vision_config(config, dtype, named)["id2label"]["1"] == "dog"
+  for wrong in (("cat",), ("cat", "cat")):
+    with pytest.raises(ValueError, match="a name for each of the 2 classes"):
+      write_vision_config(config, dtype, labels=wrong)
+  without = dataclasses.replace(config, num_classes=None)
+  tower = VisionTower(without, recipe=recipes.bf16(), rngs=nnx.Rngs(0))
+  with pytest.raises(ValueError, match="each of the 0 classes"):
+    save_hf(tower, tmp_path / "out", labels=("cat", "dog"))
+  assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.slow

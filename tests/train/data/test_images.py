@@ -171,6 +171,22 @@ def test_settings_that_cannot_be_had_are_refused(tmp_path, change, message):
     load(tmp_path, CLIP | change)
 
 
+@pytest.mark.parametrize(
+  "size, crop", [((8, 9), None), ((8, 9), (6, 7)), (10, (8, 8))]
+)
+def test_saved_settings_are_read_as_they_were(size, crop, tmp_path):
+  settings = Preprocessing(
+    size=size,
+    crop=crop,
+    resample=2,
+    scale=1 / 127,
+    mean=(0.1, 0.2, 0.3),
+    std=(0.3, 0.2, 0.1),
+  )
+  settings.save(tmp_path)
+  assert Preprocessing.load(tmp_path) == settings
+
+
 def test_settings_may_be_short_or_missing(tmp_path):
   with pytest.raises(ValueError, match="got neither"):
     Preprocessing.load(tmp_path)
