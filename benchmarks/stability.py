@@ -30,7 +30,8 @@ A row has
   losses          means of 25 steps; grad_norms: their medians and largest
   watch           what `train.watch` finds, ten times: the worst layer, but
                   amax of each
-`plot` draws the figure of docs/figures/stability.png from the rows.
+`plot` draws docs/figures/stability.png from the rows that are there, and says
+how many of the grid they are.
 """
 
 import argparse
@@ -128,6 +129,24 @@ def cases(
           yield found
 
 
+def progress(done: list[dict]) -> str:
+  """Says in a sentence how much of the small model's grid the rows have."""
+  rates = dict.fromkeys(VARIANTS, list(RATES))
+  case = _common("study", study())
+  every = len(VARIANTS) * len(RATES) * len(SEEDS)
+  count = every - len([*cases(VARIANTS, rates, SEEDS, done, case)])
+  others = sum(row["case"]["preset"] == "study" for row in done) - count
+  return (
+    f"The rows have {count} of the grid's {every} runs, and {others} of other "
+    "rates."
+  )
+
+
+def _common(preset: str, base: TrainConfig) -> dict[str, Any]:
+  """What all runs of a model have in common."""
+  return dict(preset=preset, steps=base.steps, batch=base.batch, seq=base.seq)
+
+
 def run(
   base: TrainConfig,
   todo: Iterable[dict[str, Any]],
@@ -212,6 +231,8 @@ def main(arguments: list[str] | None = None) -> int:
     if options.command == "plot":
       check_figure(options.out)
       print(stability_figure.draw(done, options.preset, options.out))
+      if options.preset == "study":
+        print(progress(done))
       say(f"drew {options.out}")
       return 0
     base = study() if options.preset == "study" else PRESETS[options.preset]()
@@ -232,9 +253,7 @@ def main(arguments: list[str] | None = None) -> int:
     config = DataConfig(path=options.data, tokenizer=options.tokenizer)
     source = load_tokens(config, base.model.vocab_size)
     options.rows.parent.mkdir(parents=True, exist_ok=True)
-  case = dict(
-    preset=options.preset, steps=base.steps, batch=base.batch, seq=base.seq
-  )
+  case = _common(options.preset, base)
   todo = cases(variants, rates, options.seeds, done, case)
   count = run(base, todo, source, options.rows, minutes=options.minutes)
   say(f"{count} runs, in {options.rows}")

@@ -130,23 +130,37 @@ def draw(rows: Iterable[dict], preset: str, out: Path) -> str:
   found = {name: summarize(each) for name, each in by_variant.items()}
   figure = Figure(figsize=(15, 9), layout="constrained")
   losses, largest, spikes, norms = figure.subplots(2, 2).ravel()
+  ends = limits(found.values())
+  highest = max(summary.rates[-1] for summary in found.values())
   for i, (name, summary) in enumerate(found.items()):
     style: dict[str, Any] = dict(color=f"C{i}", label=name)
-    _draw_losses(losses, summary, **style)
+    _draw_losses(losses, summary, ends and ends[1], **style)
     spikes.plot(*zip(*summary.spikes.items(), strict=True), "o-", **style)
-    if summary.largest is not None:
-      largest.barh(i, summary.largest, **style)
+    if summary.largest is None:
+      where = largest.get_yaxis_transform()
+      largest.text(0.01, i, "none", va="center", transform=where)
+    else:
+      # Whether more would train is not known yet.
+      is_open = summary.largest == summary.rates[-1] < highest
+      look = dict(alpha=0.4, hatch="//") if is_open else {}
+      largest.barh(i, summary.largest, **style, **look)
     _draw_norms(norms, by_variant[name], summary.best, **style)
   largest.set_yticks(range(len(found)), list(found))
-  largest.invert_yaxis()
+  largest.set_ylim(len(found) - 0.5, -0.5)
   for axes in (losses, spikes):
     axes.set_xscale("log")
     axes.set_xlabel("learning rate")
   largest.set_xscale("log")
   losses.set(
-    ylabel="held-out loss (nats)", title="Loss; crosses: a seed failed"
+    ylabel="held-out loss (nats)",
+    title="Loss; crosses: a seed failed; triangles: higher than shown",
   )
-  largest.set(xlabel="learning rate", title="Largest rate that all seeds train")
+  if ends is not None:
+    losses.set_ylim(*ends)
+  largest.set(
+    xlabel="learning rate",
+    title="Largest rate that all seeds train; hatched: higher were not run",
+  )
   spikes.set(ylabel="spikes a run", title="Loss spikes")
   norms.set(xlabel="step", ylabel="gradient norm", title="At the best rate")
   norms.set_yscale("log")
@@ -155,26 +169,58 @@ def draw(rows: Iterable[dict], preset: str, out: Path) -> str:
   return _table(found)
 
 
-def _draw_losses(axes, summary: Summary, **style) -> None:
-  """Means over seeds with the range of seeds; crosses where one failed."""
+def limits(found: Iterable[Summary]) -> tuple[float, float] | None:
+  """Finds the ends of the axis of losses: a little beyond what trained.
+
+  At the top that is all rates of which no seed failed. What is left of one that
+  lost a seed may be far higher, and all else would be on one line.
+
+  Args:
+    found: Of each variant.
+
+  Returns:
+    The lowest and the highest loss; None where no rate trained with every seed.
+  """
+  losses, whole = [], []
+  for summary in found:
+    for rate, own in summary.losses.items():
+      losses += own.values()
+      whole += own.values() if not summary.failed[rate] else []
+  if not whole:
+    return None
+  margin = 0.08 * (max(whole) - min(losses))
+  return min(losses) - margin, max(whole) + margin
+
+
+def _draw_losses(axes, summary: Summary, top: float | None, **style) -> None:
+  """Means over seeds with the range of seeds; crosses where one failed.
+
+  A mean above `top` is a triangle at the upper edge.
+  """
   whole = [rate for rate in summary.rates if summary.losses[rate]]
   means = [np.mean(list(summary.losses[rate].values())) for rate in whole]
   axes.plot(whole, means, "o-", **style)
   for rate, mean in zip(whole, means, strict=True):
     values = summary.losses[rate].values()
     axes.plot([rate, rate], [min(values), max(values)], color=style["color"])
-    if summary.failed[rate]:
+    is_above = top is not None and mean > top
+    if is_above:
+      _draw_at_top(axes, rate, "^", style["color"])
+    elif summary.failed[rate]:
       axes.plot(rate, mean, "x", color=style["color"], markersize=12)
+    if is_above and summary.failed[rate]:
+      _draw_at_top(axes, rate, "x", style["color"])
   for rate in summary.rates:
-    if not summary.losses[rate]:  # At the top, whatever the axis is.
-      axes.plot(
-        rate,
-        0.98,
-        "x",
-        color=style["color"],
-        markersize=12,
-        transform=axes.get_xaxis_transform(),
-      )
+    if not summary.losses[rate]:
+      _draw_at_top(axes, rate, "x", style["color"])
+
+
+def _draw_at_top(axes, rate: float, marker: str, color: str) -> None:
+  """Marks a rate at the upper edge, whatever the axis of losses is."""
+  # A triangle above a cross, where there are both.
+  height = {"^": 0.98, "x": 0.94}[marker]
+  where = axes.get_xaxis_transform()
+  axes.plot(rate, height, marker, color=color, markersize=10, transform=where)
 
 
 def _draw_norms(axes, rows: list[dict], best: float | None, **style) -> None:

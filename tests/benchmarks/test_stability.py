@@ -8,6 +8,7 @@ import types
 import jax
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from benchmarks import stability, stability_figure, stability_run
 from benchmarks.harness import read_rows
@@ -86,6 +87,47 @@ def test_largest_and_best_rates_are_those_that_every_seed_trains():
   mean, half = stability_figure.interval([0.1, 0.2, 0.3])
   assert mean == pytest.approx(0.2)
   assert half == pytest.approx(4.303 * 0.1 / 3**0.5)
+
+
+def test_high_losses_do_not_stretch_the_axis():
+  rows = [
+    *ROWS,
+    row("int8", 1e-3, 0, 21.0, "diverged"),
+    row("int8", 1e-3, 1, 18.0),
+    row("int8", 1e-2, 0, None, "not finite"),
+  ]
+  found = {
+    name: stability_figure.summarize(
+      row for row in rows if row["case"]["variant"] == name
+    )
+    for name in ("bf16", "coat", "int8")
+  }
+  # The highest of a rate that trained is 2.2, the lowest of all 0.4.
+  ends = stability_figure.limits(found.values())
+  assert ends == pytest.approx((0.4 - 0.08 * 1.8, 2.2 + 0.08 * 1.8))
+  assert stability_figure.limits([found["int8"]]) is None
+  drawn = {}
+  for name, summary in found.items():
+    axes = Figure().subplots()
+    stability_figure._draw_losses(axes, summary, ends[1], color="C0")
+    drawn[name] = {
+      (line.get_marker(), *line.get_xdata())
+      for line in axes.get_lines()
+      if line.get_marker() in ("^", "x")
+    }
+  assert drawn["bf16"] == {("x", 1e-1)}
+  assert drawn["coat"] == {("x", 1e-1)}
+  assert drawn["int8"] == {("^", 1e-3), ("x", 1e-3), ("x", 1e-2)}
+
+
+def test_progress_counts_the_grid_alone():
+  case = dict(steps=1000, batch=16, seq=256)
+  rows = [row("bf16", rate, 0, 2.0) for rate in (1e-3, 0.5)]
+  rows += [row("bf16", 1e-3, 0, 2.0, preset="llama_60m")]
+  for each in rows:
+    each["case"] |= case
+  said = stability.progress(rows)
+  assert said.startswith("The rows have 1 of the grid's 162 runs, and 1 of")
 
 
 @pytest.mark.slow

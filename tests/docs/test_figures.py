@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from benchmarks import memory, quantization_tables
+from benchmarks import memory, quantization_tables, stability
 from docs.figures import expansion, flow, mesh, style
 from tests.docs.pages import DOCS, ROOT
 
@@ -140,6 +140,11 @@ def test_tables_of_quantization_are_those_of_the_rows():
   assert len(found) == 5
   for title, lines in found.items():
     assert lines in text, title
+
+
+def test_page_says_how_much_of_the_grid_there_is():
+  said = stability.progress(measured("stability"))
+  assert said in " ".join((DOCS / "stability.md").read_text().split())
 
 
 @pytest.mark.parametrize("figure", [expansion, flow, mesh])
