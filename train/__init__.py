@@ -12,6 +12,7 @@
              is learned of a batch, text or images
   data/      from files to batches
   run/       folder, checkpoints, log, signals, processes, comparison of a run
+  command_line  errors of commands in words of their options
   memory     bytes that a layer saves for its backward pass
   watch      what tells early that low precision is about to hurt
 
@@ -46,6 +47,7 @@ What can be left out, and what is lost then:
     processes, comparison with a twin; begin with `run.checkpoint` and its
     `run.checksums` and `run.processes` to save and resume;
   * `plan`, `planning`, `search`, `memory`: knowing before whether a run fits;
+  * `command_line`: a box of tyro in place of a sentence;
   * `watch`: the option of that name;
   * `presets`: build a `TrainConfig` instead;
   * `mesh`: only after its checks are taken out of `config`.

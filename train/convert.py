@@ -48,6 +48,7 @@ from jax.sharding import NamedSharding
 from coat_jax import from_adam_state, sharding, to_adam_state
 from train import convert_hf, weights
 from train import step as steps
+from train.command_line import error_line, plain_errors
 from train.config import OptimConfig, TrainConfig
 from train.objective import trained
 from train.options import read_path
@@ -357,19 +358,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     source: tyro.conf.Positional[Path]
     config: Annotated[presets, tyro.conf.arg(name="")]  # pyright: ignore
 
-  command = tyro.cli(
-    Annotated[Export, tyro.conf.subcommand("export")]
-    | Annotated[Import, tyro.conf.subcommand("import")]
-    | Annotated[ExportHF, tyro.conf.subcommand("export-hf")]
-    | Annotated[ImportHF, tyro.conf.subcommand("import-hf")],
-    args=arguments,
-    prog="python -m train.convert",
-    config=(tyro.conf.FlagCreatePairsOff,),
-  )
+  with plain_errors():
+    command = tyro.cli(
+      Annotated[Export, tyro.conf.subcommand("export")]
+      | Annotated[Import, tyro.conf.subcommand("import")]
+      | Annotated[ExportHF, tyro.conf.subcommand("export-hf")]
+      | Annotated[ImportHF, tyro.conf.subcommand("import-hf")],
+      args=arguments,
+      prog="python -m train.convert",
+      config=(tyro.conf.FlagCreatePairsOff,),
+    )
   try:
     text = _run(command)
   except (ValueError, OSError) as error:
-    print(f"error: {error}", file=sys.stderr)
+    print(error_line(error), file=sys.stderr)
     return 1 if isinstance(error, SaveError) else 2
   print(text, file=sys.stderr)
   return 0

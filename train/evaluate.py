@@ -25,11 +25,13 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import tyro
+from tyro.conf import arg
 
 from coat_jax.models import Decoder, VisionLanguageModel
+from train.command_line import error_line, plain_errors
 from train.data.chat.documents import Documents as Conversations
 from train.data.text import Text
 from train.evaluation import page, report
@@ -79,7 +81,7 @@ class EvaluateConfig:
     out: A JSON file for all figures, versions and options.
   """
 
-  model: tyro.conf.Positional[str]
+  model: Annotated[tyro.conf.Positional[str], arg(metavar="RUN_OR_DIR")]
   data: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
   documents: Documents = "apart"
   stride: int | None = None
@@ -286,15 +288,16 @@ def of_tasks(
 def main(arguments: Sequence[str] | None = None) -> int:
   """Reads the command line, evaluates, and returns the exit status."""
   try:
-    config = tyro.cli(
-      EvaluateConfig,
-      args=arguments,
-      prog="python -m train.evaluate",
-      config=(tyro.conf.FlagCreatePairsOff,),
-    )
+    with plain_errors():
+      config = tyro.cli(
+        EvaluateConfig,
+        args=arguments,
+        prog="python -m train.evaluate",
+        config=(tyro.conf.FlagCreatePairsOff,),
+      )
     run(config)
   except (ValueError, OSError) as error:
-    print(f"error: {error}", file=sys.stderr)
+    print(error_line(error), file=sys.stderr)
     return 2
   return 0
 

@@ -20,12 +20,15 @@ import dataclasses
 import sys
 import time
 from collections.abc import Sequence
+from typing import Annotated
 
 import tyro
+from tyro.conf import arg
 
 from coat_jax.models import Generation, generate
 from coat_jax.models.generate import bucket
 from coat_jax.models.sampling import make_sampling
+from train.command_line import error_line, plain_errors
 from train.options import read_path
 from train.run.exits import say
 from train.source import Compute, Source, open_source
@@ -50,7 +53,7 @@ class GenerateConfig:
     compute: What to compute in; by default BF16, or what the run did.
   """
 
-  model: tyro.conf.Positional[str]
+  model: Annotated[tyro.conf.Positional[str], arg(metavar="RUN_OR_DIR")]
   prompt: tyro.conf.UseAppendAction[tuple[str, ...]]
   max_tokens: int = 64
   temperature: float = 0.8
@@ -174,16 +177,17 @@ def describe_speed(
 
 def main(arguments: Sequence[str] | None = None) -> int:
   """Reads the command line, generates, and returns the exit status."""
-  config = tyro.cli(
-    GenerateConfig,
-    args=arguments,
-    prog="python -m train.generate",
-    config=(tyro.conf.FlagCreatePairsOff,),
-  )
+  with plain_errors():
+    config = tyro.cli(
+      GenerateConfig,
+      args=arguments,
+      prog="python -m train.generate",
+      config=(tyro.conf.FlagCreatePairsOff,),
+    )
   try:
     run(config)
   except (ValueError, OSError) as error:
-    print(f"error: {error}", file=sys.stderr)
+    print(error_line(error), file=sys.stderr)
     return 2
   return 0
 

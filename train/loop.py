@@ -16,6 +16,7 @@ from collections.abc import Callable
 import jax
 
 from train import convert, pretrained, step
+from train.command_line import plain_errors
 from train.config import TrainConfig
 from train.mesh import batch_sharding, make_mesh
 from train.objective import trained
@@ -55,7 +56,8 @@ def run_command[Config: TrainConfig](
   """
   with Signals() as signals:
     processes.reserve_gpu_memory()
-    config = read()
+    with plain_errors():
+      config = read()
     try:
       if config.distributed:
         with stop_on_bad_input():

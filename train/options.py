@@ -81,7 +81,9 @@ def read_path(option: str, path: str | Path) -> Path:
     ValueError: it is empty, or there is no such user.
   """
   if not str(path).strip():
-    raise ValueError(f"{option}: a path is needed, got {str(path)!r}")
+    raise ValueError(
+      f"{option}: a path is needed, got {str(path)!r}; name a file or a folder"
+    )
   try:
     return Path(path).expanduser()
   except RuntimeError as error:

@@ -30,6 +30,7 @@ from coat_jax.plan import fullest
 from coat_jax.recipe import GradDtype, Kept, WeightCache
 from train import mesh as meshes
 from train import planning, pretrained, search
+from train.command_line import error_line, plain_errors
 from train.config import TrainConfig
 from train.finetune_config import ChatData, FinetuneConfig, Trained
 from train.optim_config import Codec, OptimConfig
@@ -304,7 +305,8 @@ def fastest(options: PlanConfig, hbm_bytes: int) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
   """Runs the command; returns the exit status."""
-  options = tyro.cli(PlanConfig, args=arguments, prog="python -m train.plan")
+  with plain_errors():
+    options = tyro.cli(PlanConfig, args=arguments, prog="python -m train.plan")
   # Nothing is computed, and a GPU that is in use is left alone.
   jax.config.update("jax_platforms", "cpu")
   try:
@@ -316,7 +318,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
       else table(config, hbm, options.images_each)
     )
   except ValueError as error:
-    print(f"error: {error}", file=sys.stderr)
+    print(error_line(error), file=sys.stderr)
     return 2
   gpus = math.prod(config.mesh_sizes.values())
   step = f"a step of {config.batch} sequences of {config.seq}"

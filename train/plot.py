@@ -20,6 +20,7 @@ import tyro
 from matplotlib.figure import Figure
 from matplotlib.ticker import ScalarFormatter
 
+from train.command_line import error_line, plain_errors
 from train.options import read_path
 from train.run.directory import RunDirectory
 from train.run.rows import read_rows
@@ -227,7 +228,8 @@ def load(
 
 def main(arguments: Sequence[str] | None = None) -> int:
   """Runs the command; returns the exit status."""
-  config = tyro.cli(PlotConfig, args=arguments, prog="python -m train.plot")
+  with plain_errors():
+    config = tyro.cli(PlotConfig, args=arguments, prog="python -m train.plot")
   try:
     if not config.runs:
       raise ValueError("plot: name at least one run, such as runs/demo")
@@ -238,7 +240,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     check_figure(out)
     draw(runs, out)
   except (ValueError, OSError) as error:
-    print(f"error: {error}", file=sys.stderr)
+    print(error_line(error), file=sys.stderr)
     return 2
   print(*damaged, sep="\n", end="\n" * bool(damaged), file=sys.stderr)
   print(out)

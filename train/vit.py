@@ -74,6 +74,11 @@ def load(config: VitConfig) -> tuple[VitConfig, "ImageFolder"]:
       "model: images of three colors are classified by family vit, got "
       f"{model.family} with num_channels {model.num_channels}; leave both out"
     )
+  if not config.data.folder:
+    raise ValueError(
+      "data: a folder of images by class is needed, got none; pass --data "
+      "FOLDER"
+    )
   found = load_labelled(
     read_path("data", config.data.folder),
     _preprocessing(model.image_size),

@@ -132,8 +132,9 @@ def load_labelled(
   """
   if not folder.is_dir():
     raise ValueError(
-      f"data: a folder with a folder of images for each class is needed, got "
-      f"{folder}, which is none; write it as {folder}/train/CLASS/1.png"
+      "data: a folder with a folder of images for each class is needed, got "
+      f"{folder}, which is none; pass --data FOLDER with images as "
+      "FOLDER/train/CLASS/1.png or FOLDER/CLASS/1.png"
     )
   start = folder / _TRAIN if (folder / _TRAIN).is_dir() else folder
   own = [folder / name for name in _HELD_OUT if (folder / name).is_dir()]

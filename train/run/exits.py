@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import jax
 
+from train.command_line import error_line
 from train.run import processes
 from train.run.signals import Signals
 
@@ -51,7 +52,7 @@ def stop_on_bad_input() -> Iterator[None]:
   faults = processes.gather(fault is not None)
   if any(faults):
     first = faults.index(True)
-    raise Stop(2, f"error: {fault}", process=first) from fault
+    raise Stop(2, error_line(fault), process=first) from fault
 
 
 @contextlib.contextmanager

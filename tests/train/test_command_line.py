@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Wrong command lines: status 2, and a sentence in words of the options."""
+
+import re
+
+import pytest
+import tyro
+
+from train import (
+  convert,
+  evaluate,
+  finetune,
+  generate,
+  plan,
+  plot,
+  pretrain,
+  vit,
+)
+from train.command_line import error_line, plain_errors
+from train.data import digits
+
+NONE = "/no/such"
+# What each command needs to get as far as the files that it reads.
+WHOLE = {
+  pretrain: ["demo", "--out", "{out}", "--data.path", NONE],
+  finetune: [NONE, "--out", "{out}", "--data", NONE],
+  vit: ["vit_digits", "--out", "{out}", "--data", NONE],
+  convert: ["export-hf", NONE, "--out", "{out}"],
+  evaluate: [NONE, "--data", NONE],
+  generate: [NONE, "--prompt", "a"],
+  plan: ["demo", "--init-from", NONE],
+  plot: [NONE],
+}
+COMMANDS = [*WHOLE, digits]
+
+
+def said(command, line, tmp_path, capsys):
+  """What a wrong call prints, in one line without frames."""
+  out = tmp_path / "out"
+  try:
+    status = command.main([word.format(out=out) for word in line])
+  except SystemExit as stop:
+    status = stop.code
+  assert status == 2 and not out.exists()
+  text = " ".join(re.sub("[│╭╮╰╯─]", " ", capsys.readouterr().err).split())
+  # Names of ours, and of tyro's.
+  assert not re.search(r"tyro|Traceback|\w+Config\b", text), text
+  return text
+
+
+def _name(command):
+  return command.__name__
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=_name)
+def test_unknown_option_is_named(command, tmp_path, capsys):
+  line = [*WHOLE.get(command, [str(tmp_path)]), "--no-such-flag", "1"]
+  text = said(command, line, tmp_path, capsys)
+  assert "--no-such-flag" in text and "--help" in text
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=_name)
+def test_what_is_required_is_named(command, tmp_path, capsys):
+  text = said(command, [], tmp_path, capsys)
+  asked = ("Missing from", "Expected one of {", "name at least one run")
+  assert any(words in text for words in asked)
+
+
+@pytest.mark.parametrize("command", WHOLE, ids=_name)
+def test_missing_file_is_named_with_what_to_do(command, tmp_path, capsys):
+  text = said(command, WHOLE[command], tmp_path, capsys)
+  assert re.search(rf"error: .*{NONE}.*; \w+", text)
+
+
+@pytest.mark.parametrize("command", [pretrain, vit, plan], ids=_name)
+def test_unknown_preset_is_named_beside_those_there_are(
+  command, tmp_path, capsys
+):
+  text = said(command, ["dmeo"], tmp_path, capsys)
+  assert "dmeo" in text and ("vit_s16" in text or "llama2_7b" in text)
+
+
+@pytest.mark.parametrize(
+  "command, line, words",
+  [
+    (pretrain, ["demo", "--steps", "0"], "error: steps must be a whole number"),
+    (
+      pretrain,
+      ["demo", "--optim.lr", "0"],
+      "error: optim: lr must be a number",
+    ),
+    (
+      pretrain,
+      ["demo", "--model.num-heads", "3"],
+      "error: model: d_model must be",
+    ),
+    (
+      pretrain,
+      ["demo", "--mesh", "fsdp=2", "--batch", "3"],
+      "error: mesh: batch must be",
+    ),
+    (pretrain, ["demo", "--steps", "x"], "Error parsing --steps: invalid"),
+    (finetune, ["a", "--out", "b", "--epochs", "0"], "error: epochs must be"),
+    (vit, ["vit_digits"], "got none; pass --data FOLDER"),
+    (vit, ["vit_digits", "--optim.lr", "0"], "error: optim: lr must be"),
+    (vit, ["vit_digits", "--held-out", "2"], "error: data: held_out must be"),
+    (evaluate, ["a"], "error: evaluate: needs a text or a task, got none"),
+    (
+      generate,
+      ["a", "--prompt", "b", "--top-p", "2"],
+      "error: generate: top_p",
+    ),
+    (plan, ["demo", "--batch", "0"], "error: batch must be a whole number"),
+    (plan, ["demo", "--optimizer", "coat_lion", "--group-size", "0"], "error:"),
+  ],
+)
+def test_values_that_cannot_be_are_told_by_their_option(
+  command, line, words, tmp_path, capsys, monkeypatch
+):
+  monkeypatch.chdir(tmp_path)
+  assert words in said(command, line, tmp_path, capsys)
+
+
+def test_other_errors_keep_their_words(capsys):
+  assert error_line(ValueError("op: got 3")) == "error: op: got 3"
+  with pytest.raises(SystemExit), plain_errors():
+    tyro.cli(int, args=["x"], prog="p")
+  assert "invalid literal" in capsys.readouterr().err
+  with plain_errors():
+    assert tyro.cli(int, args=["3"], prog="p") == 3
+  assert capsys.readouterr().err == ""

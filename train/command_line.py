@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Errors of a command line, in words of its options.
+
+Dataclasses check their values when they are made, for programs too, and begin
+their messages with their own name. A command line knows only options, and tyro
+would put a name of its own in front, in a box.
+"""
+
+import contextlib
+import io
+import re
+import sys
+from collections.abc import Iterator
+
+_OF_CLASS = re.compile(r"[A-Z]\w*(?:Config|Data): ")
+
+
+def error_line(error: BaseException | None, part: str = "") -> str:
+  """Writes an error as a line to print, without the name of a class.
+
+  Args:
+    error: Its message is a sentence.
+    part: Of the configuration that it is about, as `optim`.
+  """
+  text = _OF_CLASS.sub("", str(error), count=1)
+  if part:
+    text = f"{part}: {text}"
+  return f"error: {text}"
+
+
+@contextlib.contextmanager
+def plain_errors() -> Iterator[None]:
+  """Prints an error that a dataclass raises inside `tyro.cli` as one sentence.
+
+  All else that tyro prints stays: what is missing, unknown, or no number.
+
+  Raises:
+    SystemExit: tyro's, with its status 2.
+  """
+  held = io.StringIO()
+  try:
+    with contextlib.redirect_stderr(held):
+      yield
+  except SystemExit as stop:
+    line = _line_of_cause(stop, held.getvalue())
+    if line is not None:
+      held = io.StringIO(line + "\n")
+    raise
+  finally:
+    sys.stderr.write(held.getvalue())
+    sys.stderr.flush()
+
+
+def _line_of_cause(stop: SystemExit, shown: str) -> str | None:
+  """The sentence of what was shown, if a dataclass raised it.
+
+  tyro exits while it handles that error, which it may have wrapped in one whose
+  `arg` is the part of the configuration, or the option whose value is no
+  number, say.
+  """
+  error, part = stop.__context__, ""
+  while error is not None and hasattr(error, "arg"):
+    if not isinstance(error.arg, str):
+      return None
+    words = error.arg.split(".")
+    # Without the whole's name, which is its class's or one of tyro's own.
+    part = ".".join(word for word in words if word[:1].islower())
+    error = error.__context__
+  if isinstance(error, ValueError) and _letters(str(error)) in _letters(shown):
+    return error_line(error, part)
+  return None
+
+
+def _letters(text: str) -> str:
+  """What is left of a text however it is wrapped and framed."""
+  return "".join(filter(str.isalnum, text))
