@@ -34,6 +34,7 @@ from coat_jax.models.vision_language import VisionLanguageModel
 from coat_jax.optimizer.masks import is_norm_or_bias
 
 _SMALLEST_BUCKET = 16
+_READ_IN_F32 = ("router", "position_embedding")
 
 
 class Generation(NamedTuple):
@@ -71,8 +72,9 @@ def generate(
   would depend on the prompts beside it. So a prompt gives what it gives alone,
   up to the order of sums.
 
-  While tokens are added there is a copy of the layers' weights in that dtype,
-  each layer's by itself, whatever they are stored in.
+  While tokens are added there is a copy of the layers' weights in that dtype
+  (but of what is read in f32), each layer's by itself, whatever they are stored
+  in.
 
   On a mesh it is called under `jax.set_mesh`, with the model's parameters
   sharded; the axes are those of the model's recipe.
@@ -244,7 +246,11 @@ def _decode(
 
 
 def _in_dtype(graph: Any, params: Any) -> Any:
-  """Weights as products read them: cast once, not in each step."""
+  """Weights as the model reads them: cast once, not in each step.
+
+  What it reads in f32 stays: norms, biases, learned positions, and routers,
+  whose rounding would send tokens to other experts than in training.
+  """
   dtype = nnx.merge(graph, params).dtype
 
   def cast(path, x):
@@ -253,7 +259,8 @@ def _in_dtype(graph: Any, params: Any) -> Any:
     is_wider = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize > (
       jnp.dtype(dtype).itemsize
     )
-    return x.astype(dtype) if is_wider and not is_norm_or_bias(name, x) else x
+    is_kept = is_norm_or_bias(name, x) or name.split("/")[-1] in _READ_IN_F32
+    return x.astype(dtype) if is_wider and not is_kept else x
 
   return jax.tree.map_with_path(cast, params)
 

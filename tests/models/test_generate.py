@@ -14,6 +14,7 @@ from flax import nnx
 from coat_jax import recipe as recipes
 from coat_jax.models import generate as generate_tokens
 from coat_jax.models import load_hf
+from coat_jax.models.cache import cached_forward, empty_cache
 from coat_jax.models.generate import _decode, _in_dtype, _prefill, bucket
 from coat_jax.recipe import MeshAxes
 from tests.models.hf.folders import DATA, expected
@@ -177,6 +178,25 @@ def test_draws_depend_on_the_seed_and_the_place_alone(small):
   greedy = generate(small, PROMPTS, max_new_tokens=9)
   for narrow in (dict(top_k=1), dict(top_p=1e-6)):
     assert generate(small, PROMPTS, **options, **narrow) == greedy
+
+
+@pytest.mark.parametrize("name", ["gpt2", "qwen3_moe", "qwen3"])
+def test_cast_weights_give_the_bits_of_those_that_are_stored(name):
+  model = build(CONFIGS[name], recipes.coat(), dtype=jnp.bfloat16)
+  graph, params = nnx.split(model)
+  tokens = jnp.arange(24, dtype=jnp.int32).reshape(2, 12) % 40
+
+  @jax.jit
+  def run(params):
+    model = nnx.merge(graph, params)
+    cache = empty_cache(model, jnp.int32([0, 3]), size=12)
+    return cached_forward(model, tokens, cache)[0]
+
+  stored, cast = run(params), run(_in_dtype(graph, params))
+  assert stored.dtype == jnp.bfloat16
+  # Of the padding nothing is meant.
+  np.testing.assert_array_equal(cast[0], stored[0])
+  np.testing.assert_array_equal(cast[1, 3:], stored[1, 3:])
 
 
 def test_weights_are_cast_once_but_norms_and_biases():
