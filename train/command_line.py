@@ -59,10 +59,10 @@ def _line_of_cause(stop: SystemExit, shown: str) -> str | None:
   number, say.
   """
   error, part = stop.__context__, ""
-  while error is not None and hasattr(error, "arg"):
-    if not isinstance(error.arg, str):
+  while error is not None and (arg := getattr(error, "arg", None)) is not None:
+    if not isinstance(arg, str):
       return None
-    words = error.arg.split(".")
+    words = arg.split(".")
     # Without the whole's name, which is its class's or one of tyro's own.
     part = ".".join(word for word in words if word[:1].islower())
     error = error.__context__

@@ -138,7 +138,7 @@ def plan(
       seq=config.seq,
       images_each=images_each,
     )
-  sizes, model = config.mesh_sizes, config.model
+  sizes, model = config.mesh_sizes, shape
   tensor = sizes.get("tensor", 1)
   batch = config.batch // batch_shards(config) // config.accumulate
   load = Load(
