@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints of version 0.1.0: the next step gives that version's bytes.
 
+But for codes that are rounded stochastically, for other random words are drawn
+now: these are that version's or their neighbours.
+
 What is stored, how it was made and what to do where an upgrade of JAX changes
 its bytes is in tests/data/make_checkpoint_v0.py.
 """
@@ -64,15 +67,33 @@ def bytes_by_path(tree):
 
 
 def assert_stored(tree, name):
-  """The stored paths, in any order, with the stored bytes."""
+  """The stored paths, in any order, with the stored bytes or codes next to."""
   actual, expected = bytes_by_path(tree), np.load(STORED / name)
   assert actual.keys() == set(expected)
   different = {
     path: f"{np.mean(x != expected[path]):.2%}"
     for path, x in actual.items()
     if not np.array_equal(x, expected[path])
+    and not is_rounded_elsewhere(path, x, expected[path])
   }
   assert not different, f"bytes that differ, of {len(actual)} leaves"
+
+
+def is_rounded_elsewhere(path, actual, expected) -> bool:
+  """Whether codes are one apart where they differ, less than half of them."""
+  if "_codes/" not in path:
+    return False
+  places = [place_of_code(path, x) for x in (actual, expected)]
+  apart = np.abs(places[0] - places[1])
+  return np.max(apart) == 1 and np.mean(apart) < 0.5
+
+
+def place_of_code(path, codes):
+  """Codes, as bytes, in the order of their values."""
+  if path.startswith("log8/"):
+    return (codes.view(np.int8) if "/mu_" in path else codes).astype(np.int32)
+  size = (codes & 0x7F).astype(np.int32)
+  return np.where(codes & 0x80, -size, size)
 
 
 @pytest.mark.slow
