@@ -51,6 +51,7 @@ from coat_jax.optimizer.muon import coat_muon as coat_muon
 from coat_jax.optimizer.muon import scale_by_coat_muon as scale_by_coat_muon
 from coat_jax.optimizer.report import state_bytes as state_bytes
 from coat_jax.optimizer.report import state_report as state_report
+from coat_jax.optimizer.serialization import check_stored as check_stored
 from coat_jax.optimizer.serialization import from_integers as from_integers
 from coat_jax.optimizer.serialization import to_integers as to_integers
 from coat_jax.optimizer.state import LowBitsState as LowBitsState

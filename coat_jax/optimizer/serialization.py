@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FP8 and bfloat16 as integers, for file formats that do not know them.
+"""States in files: what must be known of them before they are read.
 
 NumPy, and what is built on it, has no FP8: `np.savez` writes bytes that
 `np.load` does not take for numbers again. An integer of the same width has the
 same bits and is known everywhere.
+
+Orbax knows FP8, and casts what it reads to the dtypes of the target: codes of
+another codec become numbers that mean something else. `check_stored` compares
+the dtypes first.
 """
 
 from typing import Any
@@ -73,6 +77,67 @@ def from_integers(tree: Any, like: Any) -> Any:
     return _view(x, want.dtype)
 
   return jax.tree.map_with_path(view, like, tree)
+
+
+def check_stored(stored: Any, target: Any) -> None:
+  """Raises where a checkpoint has other dtypes or shapes than its target.
+
+  Orbax casts to the target's dtypes without a word, so that a state of one
+  codec is restored as a state of another whose moments are wrong.
+
+  Args:
+    stored: what the checkpoint has, by Orbax's `checkpointer.metadata(path)`:
+      that, or a tree whose leaves have a shape and a dtype.
+    target: the tree that is to be restored, or a part of the tree that was
+      saved; of arrays or of `jax.ShapeDtypeStruct`s. Leaves of other kinds, and
+      random keys, are not compared.
+
+  Raises:
+    ValueError: a leaf of `target` is stored with another dtype or shape, or not
+      at all. Codecs whose states have the same dtypes and shapes cannot be told
+      apart.
+
+  Examples:
+    >>> import jax, jax.numpy as jnp
+    >>> from coat_jax import check_stored, coat_adamw, codecs
+    >>> params = {"w": jnp.ones((64, 128))}
+    >>> stored = jax.eval_shape(coat_adamw(1e-3).init, params)
+    >>> other = coat_adamw(1e-3, codec=codecs.log8())
+    >>> check_stored(stored, stored)
+    >>> check_stored(stored, jax.eval_shape(other.init, params))
+    Traceback (most recent call last):
+      ...
+    ValueError: check_stored: target must have the dtypes and shapes that are \
+stored, got int8[64, 128] for float8_e4m3fn[64, 128] at '0/mu_codes/w'; make \
+the target of the same parameters and with the codec of the state that was saved
+  """
+  saved = _leaves_by_path(getattr(stored, "item_metadata", stored))
+  for path, leaf in _leaves_by_path(target).items():
+    dtype = getattr(leaf, "dtype", None)
+    if dtype is None or jnp.issubdtype(dtype, jax.dtypes.extended):
+      continue
+    want, found = _dtype_and_shape(leaf), "nothing"
+    if path in saved:
+      found = _dtype_and_shape(saved[path])
+    if want != found:
+      raise ValueError(
+        "check_stored: target must have the dtypes and shapes that are stored, "
+        f"got {want} for {found} at {path!r}; make the target of the same "
+        "parameters and with the codec of the state that was saved"
+      )
+
+
+def _leaves_by_path(tree: Any) -> dict[str, Any]:
+  leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+  # Orbax has names and places only, whatever nodes they were of.
+  return {
+    jax.tree_util.keystr(keys, simple=True, separator="/"): leaf
+    for keys, leaf in leaves
+  }
+
+
+def _dtype_and_shape(x: Any) -> str:
+  return f"{np.dtype(x.dtype)}{list(x.shape)}"
 
 
 def _is_foreign(x: Any) -> bool:

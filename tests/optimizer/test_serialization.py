@@ -7,11 +7,12 @@ import itertools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from safetensors.flax import load_file, save_file
 
-from coat_jax import coat_adamw, from_integers, to_integers
+from coat_jax import check_stored, coat_adamw, from_integers, to_integers
 from coat_jax.optimizer import serialization
 from coat_jax.sharding import abstract_state
 from tests.comparing import assert_same_bits
@@ -91,6 +92,29 @@ def test_another_state_is_refused():
   other = jax.eval_shape(make("coat").init, {**params, "x": jnp.ones(3)})
   with pytest.raises(ValueError, match=r"got float32\[\] at '0/mu_codes/x'"):
     from_integers(to_integers(make("coat").init(params)), other)
+
+
+def test_checkpoint_of_another_codec_is_told(tmp_path):
+  # Where shapes are the same Orbax casts: moments that mean something else.
+  params = tree()
+  states = {name: jax.eval_shape(make(name).init, params) for name in CODECS}
+  extra = {"key": jax.random.key(0), "step": 3}
+  with ocp.StandardCheckpointer() as checkpointer:
+    for name in ("coat", "log8"):
+      path = tmp_path / name
+      checkpointer.save(path, {"opt": make(name).init(params), **extra})
+      checkpointer.wait_until_finished()
+      stored = checkpointer.metadata(path)
+      check_stored(stored, {"opt": states[name], **extra})
+      check_stored(stored.item_metadata["opt"], states[name])
+      # Rounding is no part of a format.
+      for other in set(CODECS) - {name, "coat_nearest"}:
+        with pytest.raises(ValueError, match="at 'opt/0/[mn]u_.*the codec"):
+          check_stored(stored, {"opt": states[other], **extra})
+    checkpointer.restore(path, {"opt": states["coat"], **extra})
+  wider = jax.eval_shape(make("log8").init, {**params, "y": jnp.ones(3)})
+  with pytest.raises(ValueError, match=r"int8\[3\] for nothing at 'opt/0/mu_"):
+    check_stored(stored, {"opt": wider})
 
 
 def test_serialization_examples_run():
