@@ -11,7 +11,7 @@ A slice is a leaf or, of a stacked leaf, one layer of it.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -59,6 +59,9 @@ class Clipping:
     decay: of the running mean.
     warmup: steps until running means are used.
 
+  Raises:
+    ValueError: another rule, or a limit that is not positive.
+
   Source: arXiv:2502.11034, algorithm 1, which clips by the global norm during
   the warm-up.
   """
@@ -68,6 +71,22 @@ class Clipping:
   relative: float = 1.05
   decay: float = 0.98
   warmup: int = 100
+
+  def __post_init__(self):
+    if self.rule not in get_args(Rule):
+      got = repr(self.rule)
+      if self.rule == "global":
+        got += ", which needs all gradients at once"
+      raise ValueError(
+        f"Clipping: rule must be 'share' or 'adaptive', got {got}; pass "
+        "'share', which bounds the global norm too"
+      )
+    for name in ("max_norm", "relative"):
+      if not (value := getattr(self, name)) > 0:
+        raise ValueError(
+          f"Clipping: {name} must be positive, got {value}; to clip nothing "
+          "pass clip=None"
+        )
 
   def init(self, params: Any, *, stack: str = "layers") -> ClipState:
     """The state before the first step.

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Clipping by earlier norms, against the rule in NumPy."""
 
+import inspect
+
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -87,3 +89,22 @@ def test_norm_that_is_not_finite_is_not_hidden():
   state = clip.init(grads)
   clipped, _, norm = clip_gradients(clip, state, grads)
   assert np.isnan(clipped["a"]).all() and np.isnan(norm)
+
+
+@pytest.mark.parametrize(
+  ("wrong", "said"),
+  [
+    (dict(rule="global"), "rule must .*'global', which needs all .*'share'"),
+    (dict(rule="foo"), "rule must be 'share' or 'adaptive', got 'foo'; pass"),
+    (
+      dict(max_norm=-1.0),
+      "max_norm must be positive, got -1.0; to clip nothing",
+    ),
+    (dict(max_norm=float("nan")), "max_norm must be positive, got nan"),
+    (dict(relative=0.0), "relative must be positive, got 0.0"),
+  ],
+)
+def test_unknown_rule_or_limit_not_positive_is_refused(wrong, said):
+  with pytest.raises(ValueError, match=f"Clipping: {said}"):
+    # Past beartype, as users without it.
+    inspect.unwrap(Clipping.__init__)(object.__new__(Clipping), **wrong)
