@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from coat_jax.optimizer.clipping import Clipping, ClipState, is_stacked
+from coat_jax.optimizer.leafwise import check_not_encoded
 from coat_jax.optimizer.leaves import LeafSteps
 
 
@@ -78,8 +79,8 @@ def step_in_backward(
   each would be a step, and clipping by their global norm, known at the end.
 
   Args:
-    optimizer: `fused_coat_adamw`, `fused_coat_lion`, or any that has their
-      `begin`.
+    optimizer: `fused_coat_adamw`, `fused_coat_lion`, `leafwise` of an optax
+      transformation, or any that has their `begin`.
     params: a tree with one subtree of stacked layers, each leaf [layers, ...].
     state: the optimizer's.
     before: `before(outer)`, what precedes the stack: the first layer's input.
@@ -101,9 +102,11 @@ def step_in_backward(
     A `BackwardStep`.
 
   Raises:
-    ValueError: no leaf is below `stack`, or some differ in their first axis;
-      `clip` without its state; a layer that does not return what it takes, or a
-      loss that is no scalar.
+    TypeError: `optimizer` has no `begin`, as optax's.
+    ValueError: it is `coat_adamw`, `coat_lion` or `encoded`, whose step is not
+      leaf by leaf; no leaf is below `stack`, or some differ in their first
+      axis; `clip` without its state; a layer that does not return what it
+      takes, or a loss that is no scalar.
 
   Examples:
     >>> optimizer = fused_coat_adamw(3e-4)
@@ -117,6 +120,7 @@ def step_in_backward(
     ...   )
     ...   return done.params, done.state, done.loss
   """
+  _check_optimizer(optimizer, state)
   if (clip is None) == isinstance(clip_state, ClipState):
     raise ValueError(
       "step_in_backward: clip and clip_state belong together, got only one of "
@@ -212,6 +216,17 @@ def step_in_backward(
     loss,
     jnp.sqrt(square),
     jnp.stack([seen[i].is_finite for i in range(len(seen))]),
+  )
+
+
+def _check_optimizer(optimizer: Any, state: Any) -> None:
+  if isinstance(optimizer, LeafwiseOptimizer):
+    return
+  check_not_encoded("step_in_backward", state)
+  raise TypeError(
+    "step_in_backward: optimizer must step leaf by leaf, got a "
+    f"{type(optimizer).__name__} without begin; pass fused_coat_adamw, "
+    "fused_coat_lion or leafwise(optimizer)"
   )
 
 

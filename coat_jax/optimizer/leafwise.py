@@ -120,14 +120,24 @@ def _filled(x: Any, only: int | None, kept: Any) -> Any:
   return kept[x.place] if x.leaf == only else None
 
 
-def _check(tx: optax.GradientTransformation, params: Any, state: Any) -> None:
-  """Raises where the update of a leaf depends on another leaf's gradient."""
+def check_not_encoded(op: str, state: Any) -> None:
+  """Raises a ValueError where `state` stores moments in groups.
+
+  Args:
+    op: the public function that asks, for error messages.
+    state: of an optax transformation.
+  """
   if any(moments.all_moment_trees(state)):
     raise ValueError(
-      "leafwise: needs a state of the parameters' shapes, which groups have "
-      "not, got coat_adamw's, coat_lion's or encoded's; pass fused_coat_adamw "
-      "or fused_coat_lion as it is, or the optimizer that is encoded"
+      f"{op}: needs a state of the parameters' shapes, which groups have not, "
+      "got coat_adamw's, coat_lion's or encoded's; pass fused_coat_adamw or "
+      "fused_coat_lion as it is, or leafwise of the optimizer that is encoded"
     )
+
+
+def _check(tx: optax.GradientTransformation, params: Any, state: Any) -> None:
+  """Raises where the update of a leaf depends on another leaf's gradient."""
+  check_not_encoded("leafwise", state)
   leaves, treedef = jax.tree.flatten(params)
 
   def updates(*grads):

@@ -6,6 +6,7 @@ optax.
 """
 
 import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,9 @@ from jax import lax
 from coat_jax import (
   Clipping,
   coat_adamw,
+  coat_lion,
   codecs,
+  encoded,
   fused_coat_adamw,
   fused_coat_lion,
   leafwise,
@@ -294,6 +297,32 @@ def test_state_of_coat_adamw_is_refused():
   params = initial(False)
   with pytest.raises(ValueError, match="got coat_adamw.* fused_coat_adamw"):
     optimizer.begin(params, optimizer.init(params))
+
+
+@pytest.mark.parametrize(
+  ("optimizer", "error", "said"),
+  [
+    (coat_adamw(1e-2), ValueError, "got coat_adamw's.*pass fused_coat_adamw"),
+    (coat_lion(1e-2), ValueError, "got .*coat_lion's.*fused_coat_lion as it"),
+    (
+      encoded(optax.lion(1e-2), codecs.coat()),
+      ValueError,
+      "got .*encoded's.*leafwise of the optimizer that is encoded",
+    ),
+    (optax.sgd(1e-2), TypeError, "without begin; pass .*leafwise"),
+  ],
+)
+def test_optax_transformations_as_they_are_are_refused(optimizer, error, said):
+  params = initial(False)
+  with pytest.raises(error, match=f"step_in_backward: .*{said}"):
+    inspect.unwrap(step_in_backward)(  # Past beartype.
+      optimizer,
+      params,
+      optimizer.init(params),
+      before=functools.partial(before, batch(0)[0]),
+      layer=layer,
+      after=functools.partial(after, batch(0)[1]),
+    )
 
 
 def test_gradients_that_are_not_finite_are_named():
