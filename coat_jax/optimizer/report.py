@@ -25,12 +25,12 @@ _QUANTILES = {"min": 0, "p10": 0.1, "median": 0.5, "p90": 0.9, "max": 1}
 
 
 class StateBytes(NamedTuple):
-  """Size of the states of `coat_adamw`, `coat_lion`, `encoded` and the like.
+  """Size of an optimizer's state.
 
   Attributes:
-    total: bytes of all its arrays, those of weights' low bits among them, and
-      of what `encoded` leaves as it is.
-    parameters: values whose moments it keeps.
+    total: bytes of the arrays that are counted.
+    parameters: what they are divided by: the values of `params` or, without
+      them, those whose moments the coat states keep.
     bytes_per_param: total / parameters.
   """
 
@@ -39,39 +39,62 @@ class StateBytes(NamedTuple):
   bytes_per_param: float
 
 
-def state_bytes(opt_state: Any) -> StateBytes:
-  """Counts the bytes of the coat states in an optimizer state.
+def state_bytes(opt_state: Any, params: Any = None) -> StateBytes:
+  """Counts the bytes of an optimizer's state, for each parameter.
 
-  Low bits of weights (`LowBitsState`) count, for they are kept beside moments.
+  With `params` all arrays of any state of optax count, so that an optimizer can
+  be compared with what `encoded` makes of it. Without them it counts the coat
+  states alone, with what `encoded` leaves as it is and with the low bits of
+  weights (`LowBitsState`), which are kept beside moments.
+
+  Under `optax.masked` or `optax.partition` a coat state has moments of some
+  parameters. Without `params` its bytes are divided by those alone, with
+  `params` by all.
 
   Args:
-    opt_state: a coat state, or any optimizer state that holds some; of arrays
-      or of `jax.ShapeDtypeStruct`s, as `jax.eval_shape(solver.init, params)`
-      gives them without allocating.
+    opt_state: a coat state, or any optimizer state that holds some; with
+      `params` any; of arrays or of `jax.ShapeDtypeStruct`s, as
+      `jax.eval_shape(solver.init, params)` gives them without allocating.
+    params: what it is the state of, arrays or `jax.ShapeDtypeStruct`s.
 
   Returns:
-    `StateBytes`, the sum over all coat states.
+    `StateBytes`.
 
   Raises:
-    ValueError: it holds no coat state.
+    ValueError: without `params`: it holds no coat state.
 
   Examples:
-    >>> import jax
+    >>> import jax, optax
     >>> from coat_jax import coat_adamw, state_bytes
     >>> params = {"w": jax.ShapeDtypeStruct((4096, 4096), "float32")}
     >>> size = state_bytes(jax.eval_shape(coat_adamw(1e-3).init, params))
     >>> print(f"{size.bytes_per_param:.2f}")
     2.08
+    >>> plain = jax.eval_shape(optax.adamw(1e-3).init, params)
+    >>> print(f"{state_bytes(plain, params).bytes_per_param:.2f}")
+    8.00
   """
-  states = find_states("state_bytes", opt_state, MomentState | EncodedState)
+  if params is not None:
+    parameters = sum(x.size for x in jax.tree.leaves(params))
+    return _state_bytes(opt_state, parameters)
+  states = find_states(
+    "state_bytes",
+    opt_state,
+    MomentState | EncodedState,
+    ", or pass params, with which any state is counted",
+  )
   parameters = sum(_parameters(state) for state in states)
   low = [
     x.low
     for x in jax.tree.leaves(opt_state, is_leaf=_is_low_bits)
     if _is_low_bits(x)
   ]
-  arrays = jax.tree.leaves((states, low))
-  total = sum(x.size * x.dtype.itemsize for x in arrays)
+  return _state_bytes((states, low), parameters)
+
+
+def _state_bytes(arrays: Any, parameters: int) -> StateBytes:
+  leaves = [x for x in jax.tree.leaves(arrays) if hasattr(x, "dtype")]
+  total = sum(x.size * x.dtype.itemsize for x in leaves)
   return StateBytes(total, parameters, total / max(parameters, 1))
 
 

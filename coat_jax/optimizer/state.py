@@ -211,13 +211,16 @@ def pair_leaves(
   return list(zip([g for _, g in grads], leaves, strict=True))
 
 
-def find_states(op: str, opt_state: Any, kind: Any) -> list[Any]:
+def find_states(
+  op: str, opt_state: Any, kind: Any, remedy: str = ""
+) -> list[Any]:
   """All states of a kind in an optimizer's state.
 
   Args:
     op: the public function that asks, for error messages.
     opt_state: any tree.
     kind: such as `ScaleByCoatAdamState`, or a union of several.
+    remedy: what else the caller can do where there is none.
 
   Raises:
     ValueError: there is none.
@@ -231,6 +234,6 @@ def find_states(op: str, opt_state: Any, kind: Any) -> list[Any]:
       f"{op}: the optimizer state must hold a "
       f"{' or '.join(x.__name__ for x in kinds)}, got "
       f"{type(opt_state).__name__} without one; pass what init or update of "
-      f"{' or '.join(makers)} gave"
+      f"{' or '.join(makers)} gave{remedy}"
     )
   return found

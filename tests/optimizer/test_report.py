@@ -10,7 +10,7 @@ import optax
 import pytest
 from flax import nnx
 
-from coat_jax import codecs
+from coat_jax import codecs, encoded
 from coat_jax.optax_coat import coat_adamw
 from coat_jax.optimizer import report as reports_module
 from coat_jax.optimizer.conversion import from_adam_state
@@ -81,6 +81,32 @@ def test_state_bytes_finds_states_anywhere():
   assert state_bytes(optimizer.opt_state).total == want
   with pytest.raises(ValueError, match="must hold a ScaleByCoatAdamState"):
     state_bytes(optax.adam(1e-3).init(params))
+
+
+def test_state_bytes_of_any_state_are_divided_by_the_parameters():
+  params = {"w": jnp.ones((64, 64)), "b": jnp.ones(64)}
+  with pytest.raises(ValueError, match="or pass params, with which any"):
+    state_bytes(optax.adam(1e-3).init(params))
+  shapes = jax.eval_shape(lambda: params)
+  for solver, want in (
+    (optax.adam(1e-3), 2 * 4 * 4160 + 4),
+    (optax.sgd(1e-2), 0),
+    # One byte a value, 5 bytes for each of 64 groups; f32 of biases, their
+    # placeholders; two counts.
+    (encoded(optax.lion(1e-3), codecs.coat()), 4096 + 64 * 5 + 4 * 64 + 5 + 8),
+  ):
+    size = state_bytes(solver.init(params), shapes)
+    assert size == (want, 4160, want / 4160)
+  # Of what is masked there are no moments: without params it does not count.
+  solver = optax.chain(
+    optax.masked(coat_adamw(1e-3), {"w": True, "b": False}),
+    optax.trace(0.9),
+  )
+  moments = 2 * (4096 + 64 * 5) + 4
+  state = jax.eval_shape(solver.init, params)
+  assert state_bytes(state) == (moments, 4096, moments / 4096)
+  total = moments + 4 * 4160
+  assert state_bytes(state, params) == (total, 4160, total / 4160)
 
 
 def test_state_report_tells_codecs_apart():
