@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import jax
 
-from train import convert, pretrained, step
+from train import attention, convert, pretrained, step
 from train.command_line import plain_errors
 from train.config import TrainConfig
 from train.mesh import batch_sharding, make_mesh
@@ -130,7 +130,12 @@ def train[Config: TrainConfig](
     abstract = step.abstract_state(config, optimizer, mesh)
     if not config.resume:
       pretrained.check(config, abstract)
+  has_segments = "segments" in data.dtypes
   say(report.describe_sizes(config, abstract.params))
+  for said in attention.describe_fp8(
+    config, has_segments=has_segments, mesh=mesh
+  ):
+    say(said)
 
   # State: from the newest checkpoint, or drawn from the seed.
   done = 0
