@@ -9,15 +9,15 @@
 Options are as of `train.pretrain`, and of `train.finetune` where a model sees
 images. The table has a column for each of the usual
 ways to train, with f32 moments where at most products are in FP8; GB are 10^9
-bytes. With --gpus it has what fits on so many, the fastest first, and a command
-line that trains so. Nothing is compiled and no device is used. docs/plan.md
-says what is counted.
+bytes, MB, of small models, 10^6. With --gpus it has what fits on so many, the
+fastest first, and a command line that trains so. Nothing is compiled and no
+device is used. docs/plan.md says what is counted.
 """
 
 import dataclasses
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import jax
@@ -28,8 +28,8 @@ from coat_jax.models.ranges import Count, Width, check_numbers
 from coat_jax.models.vision_language import VisionLanguageConfig
 from coat_jax.plan import fullest
 from coat_jax.recipe import GradDtype, Kept, WeightCache
+from train import attention, planning, pretrained, search
 from train import mesh as meshes
-from train import planning, pretrained, search
 from train.command_line import error_line, plain_errors
 from train.config import TrainConfig
 from train.finetune_config import ChatData, FinetuneConfig, Trained
@@ -38,7 +38,7 @@ from train.presets import PRESETS
 from train.run.metrics import format_table
 from train.weights import Stored
 
-GB = 10**9
+GB, MB = 10**9, 10**6
 _LARGEST_HBM = 10**6
 _Preset = tyro.extras.literal_type_from_choices(PRESETS)
 
@@ -83,7 +83,6 @@ def table(config: TrainConfig, hbm_bytes: int, images_each: int = 1) -> str:
   Returns:
     Lines of text.
   """
-  lines: dict[str, list[str]] = {}
   columns = dict(COLUMNS)
   if _sees_images(config):
     columns = {name: COLUMNS[name] for name in _OF_IMAGES}
@@ -91,20 +90,27 @@ def table(config: TrainConfig, hbm_bytes: int, images_each: int = 1) -> str:
     for name in _NOT_IN_MICROBATCHES:
       columns.pop(name)
   states = planning.States()
-  for column in columns.values():
-    run = column(config)
-    state = states.of(run)
-    moment, memory = fullest(planning.plan(run, state, images_each=images_each))
+  runs = [column(config) for column in columns.values()]
+  found = [
+    fullest(planning.plan(run, states.of(run), images_each=images_each))
+    for run in runs
+  ]
+  is_small = max(memory.total for _, memory in found) < GB
+  unit, name = (MB, "MB") if is_small else (GB, "GB")
+  lines: dict[str, list[str]] = {}
+  for run, (moment, memory) in zip(runs, found, strict=True):
     for part, count in memory._asdict().items():
-      lines.setdefault(part, []).append(f"{count / GB:.2f}")
-    most = planning.largest(run, hbm_bytes, state, images_each=images_each)
-    lines.setdefault("peak", []).append(f"{memory.total / GB:.2f}")
+      lines.setdefault(part, []).append(f"{count / unit:.2f}")
+    most = planning.largest(
+      run, hbm_bytes, states.of(run), images_each=images_each
+    )
+    lines.setdefault("peak", []).append(f"{memory.total / unit:.2f}")
     lines.setdefault("it is in the", []).append(moment)
     fits = "yes" if memory.total <= hbm_bytes else "no"
     lines.setdefault(f"fits {hbm_bytes / GB:g} GB", []).append(fits)
     lines.setdefault("largest batch", []).append(str(most) if most else "none")
-  rows = [[name, *cells] for name, cells in lines.items()]
-  return format_table(["GB on each GPU", *columns], rows)
+  rows = [[part, *cells] for part, cells in lines.items()]
+  return format_table([f"{name} on each GPU", *columns], rows)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -119,7 +125,7 @@ class PlanConfig:
     mesh: As of train.pretrain: data=2,fsdp=4,tensor=1.
     batch: Sequences a step, on all GPUs; default 1 on each, with --gpus the
       most that fit, up to the preset's.
-    seq: Tokens a sequence; default the preset's.
+    seq: Tokens a sequence; default the preset's, of a LLaVA train.finetune's.
     accumulate: As of train.pretrain.
     params: As of train.pretrain, where layers are COAT's; any is float32, with
       --gpus all that there are.
@@ -217,6 +223,9 @@ class PlanConfig:
     if not _sees_images(run):
       self._check_text()
       return run
+    if self.seq is None:  # No preset has images.
+      run = dataclasses.replace(run, seq=FinetuneConfig.seq)
+    self._check_images(run)
     for name, is_set in {
       "gpus": self.gpus,
       "mesh": self.mesh,
@@ -230,6 +239,16 @@ class PlanConfig:
           f"GPU, got {name} {getattr(self, name)}; leave it out"
         )
     return run
+
+  def _check_images(self, run: TrainConfig):
+    """Raises ValueError where a sequence has no room for its images."""
+    shape: Any = run.model
+    if (needed := self.images_each * shape.tokens_each) > run.seq:
+      raise ValueError(
+        f"plan: images of a sequence must fit into its {run.seq} tokens, got "
+        f"{self.images_each} of {shape.tokens_each} tokens, {needed} in all; "
+        "pass a larger --seq or a smaller --images-each"
+      )
 
   def _check_text(self):
     """Raises ValueError where an option is for images."""
@@ -321,15 +340,47 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(error_line(error), file=sys.stderr)
     return 2
   gpus = math.prod(config.mesh_sizes.values())
-  step = f"a step of {config.batch} sequences of {config.seq}"
+  step = f"a step of {_count(config.batch, 'sequence')} of {config.seq}"
   if options.gpus:
     step = f"{hbm / GB:g} GB on each, sequences of {config.seq}"
   elif _sees_images(config):
-    step += f", {options.images_each} images each, trained: {options.trained}"
-  print(f"{options.preset}, {gpus} GPU{'s' * (gpus > 1)}, {step}\n{text}")
-  if getattr(config.model, "num_experts", None):
-    print(_OF_EXPERTS)
+    images = _count(options.images_each, "image")
+    step += f", {images} each, trained: {options.trained}"
+  print(f"{options.preset}, {_count(gpus, 'GPU')}, {step}\n{text}")
+  for line in _remarks(options, config):
+    print(line)
   return 0
+
+
+def _count(number: int, name: str) -> str:
+  return f"{number} {name}{'s' * (number != 1)}"
+
+
+def _remarks(options: PlanConfig, config: TrainConfig) -> Iterator[str]:
+  """Yields what to know of a plan that its table does not say."""
+  is_finetune = options.preset == "finetune"
+  if is_finetune and not _sees_images(config):
+    shape = "" if options.init_from else ", the shape of llama2_7b"
+    seq = "" if options.seq else f", sequences of {config.seq}"
+    if shape or seq:
+      yield (
+        f"as train.pretrain finetune: {(shape + seq)[2:]}; train.finetune has "
+        f"the shape of its folder (--init-from) and by default --batch "
+        f"{FinetuneConfig.batch} --seq {FinetuneConfig.seq}"
+      )
+  if getattr(config.model, "num_experts", None):
+    yield _OF_EXPERTS
+  # Its layers keep the same in all columns that compute in FP8.
+  config = dataclasses.replace(config, recipe="coat")
+  for part, said in attention.explain_fp8(
+    config, has_segments=is_finetune or _sees_images(config)
+  ).items():
+    if said.startswith(attention.EVERYWHERE):
+      why = said.removeprefix(attention.EVERYWHERE)
+      yield (
+        f"not counted: attention in FP8 of the {part}, which XLA computes"
+        f"{why}; docs/plan.md#what-is-not-counted"
+      )
 
 
 if __name__ == "__main__":

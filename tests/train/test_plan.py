@@ -280,7 +280,9 @@ def test_shape_of_a_checkpoint_of_text_is_planned(tmp_path):
 def test_microbatches_leave_out_steps_in_the_backward(capsys):
   assert plan.main(["demo", "--accumulate", "2"]) == 0
   found = rows(capsys.readouterr().out)
-  assert found["GB on each GPU"] == list(plan.COLUMNS)[:4]
+  assert found["MB on each GPU"] == list(plan.COLUMNS)[:4]
+  # Small numbers are not rounded to nothing.
+  assert all(float(cell) > 1 for cell in found["weights"])
 
 
 @pytest.mark.parametrize(
@@ -293,6 +295,44 @@ def test_what_is_not_checked_of_experts_is_said(
   assert plan.main([preset]) == 0
   *_, last = capsys.readouterr().out.splitlines()
   assert last.startswith("not checked: mixtures of experts") == is_said
+
+
+FP8 = ["--attention", "fp8", "--attention-compute", "fp8"]
+
+
+@pytest.mark.parametrize(
+  "line, words",
+  [
+    (["gemma2_2b", *FP8], ["FP8 of the decoder", "soft_cap=50.0"]),
+    (["demo_gpu", *FP8], []),
+    (["gemma2_2b"], []),
+    (["finetune"], ["the shape of llama2_7b, sequences of 4096", "--seq 2048"]),
+  ],
+)
+def test_what_the_table_does_not_say_is_below_it(
+  line, words, monkeypatch, capsys
+):
+  monkeypatch.setattr(plan, "table", lambda *_: "GB")
+  assert plan.main(line) == 0
+  title, _, *remarks = capsys.readouterr().out.splitlines()
+  assert "1 GPU, a step of 1 sequence of" in title
+  assert len(remarks) == bool(words)
+  assert all(word in remarks[0] for word in words)
+
+
+def test_images_must_fit_and_slow_attention_is_said(
+  llava_7b, monkeypatch, capsys
+):
+  monkeypatch.setattr(plan, "table", lambda *_: "GB")
+  line = ["finetune", "--init-from", llava_7b]
+  assert plan.main([*line, *FP8]) == 0
+  title, _, *remarks = capsys.readouterr().out.splitlines()
+  assert title.endswith("1 sequence of 2048, 1 image each, trained: decoder")
+  assert "vision tower, which XLA computes" in remarks[0]
+  assert "id for each token" in remarks[1]
+  assert plan.main([*line, "--images-each", "4"]) == 2
+  assert "got 4 of 576 tokens, 2304 in all" in capsys.readouterr().err
+  assert plan.main([*line, "--images-each", "4", "--seq", "2304"]) == 0
 
 
 @pytest.mark.slow
