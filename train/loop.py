@@ -132,8 +132,9 @@ def train[Config: TrainConfig](
       pretrained.check(config, abstract)
   has_segments = "segments" in data.dtypes
   say(report.describe_sizes(config, abstract.params))
-  for said in attention.describe_fp8(
-    config, has_segments=has_segments, mesh=mesh
+  for said in (
+    *pretrained.describe_length(config),
+    *attention.describe_fp8(config, has_segments=has_segments, mesh=mesh),
   ):
     say(said)
 

@@ -18,7 +18,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from coat_jax import FusedTransformation
-from coat_jax.models.hf.config import CONFIG, read_config
+from coat_jax.models.hf.config import CONFIG, LONGEST, read_config
+from coat_jax.models.hf.files import read_json
 from coat_jax.models.hf.load import check_tensors, load_params
 from coat_jax.models.hf.save import PROCESSORS, carry
 from coat_jax.models.stack import Store
@@ -94,6 +95,31 @@ def check(config: TrainConfig, abstract: TrainState) -> None:
   """
   if config.init_from and _run(config) is None:
     check_tensors(_folder(config), config.model, abstract.params)
+
+
+def describe_length(config: TrainConfig) -> list[str]:
+  """Says where sequences are longer than those that a checkpoint has seen.
+
+  Learned positions end there, and `with_shape` refuses more; RoPE does not.
+
+  Args:
+    config: The run, from `with_shape`.
+
+  Returns:
+    A line to print, or none.
+  """
+  if (source := source_of(config)) is None:
+    return []
+  found = read_json(source / CONFIG)
+  found = found.get("text_config", found)
+  longest = found.get(LONGEST) if isinstance(found, dict) else None
+  if type(longest) is not int or config.seq <= longest:
+    return []
+  return [
+    f"{config.out}: warning: sequences of {config.seq} tokens are longer than "
+    f"{longest}, the {LONGEST} of {CONFIG}: positions beyond it are new to the "
+    f"model, and exports keep that number; --seq {longest} has none"
+  ]
 
 
 def keep_files(config: TrainConfig, run: RunDirectory) -> None:

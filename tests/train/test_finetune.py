@@ -12,7 +12,7 @@ from coat_jax import recipe
 from coat_jax.models import load_hf
 from tests.models.hf.folders import copied
 from tests.train.runs import contents, losses, programs_on_disk
-from train import convert, finetune, generate, pretrain
+from train import convert, finetune, generate, pretrain, pretrained
 from train.config import resume_rule
 from train.conversations import load
 from train.finetune_config import ChatData, FinetuneConfig
@@ -228,6 +228,26 @@ def test_checkpoint_without_a_tokenizer_is_refused(data, tmp_path, capsys):
   assert run(folder, data, out) == 2
   assert "tokenizer" in capsys.readouterr().err
   assert not out.exists()
+
+
+def test_sequences_beyond_the_positions_of_a_checkpoint_are_said(
+  checkpoint, data, tmp_path, monkeypatch, capsys
+):
+  def stop(*_):
+    raise ValueError("enough")
+
+  monkeypatch.setattr(pretrained, "initial_state", stop)
+  longest = json.loads((checkpoint / "config.json").read_text())
+  longest, words = longest["max_position_embeddings"], "warning: sequences of"
+  rows = json.loads(data.read_text().splitlines()[0])
+  rows["messages"] *= 50
+  long = tmp_path / "long.jsonl"
+  long.write_text(40 * (json.dumps(rows) + "\n"))
+  for seq, is_said in ((longest, False), (longest + 1, True)):
+    assert run(checkpoint, long, tmp_path / "run", seq=seq) == 2
+    errors = capsys.readouterr().err
+    assert "enough" in errors and (words in errors) == is_said
+  assert f"than {longest}, the max_position_embeddings" in errors
 
 
 @pytest.mark.slow

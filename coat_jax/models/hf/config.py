@@ -58,7 +58,8 @@ _DEFAULTS = {
   "clip_qkv": None,
   "sliding_window": None,
 }
-_LONGEST = "max_position_embeddings"
+# The longest text of training.
+LONGEST = "max_position_embeddings"
 _FIXED = {
   "hidden_act": "silu",
   "attention_dropout": 0,
@@ -75,8 +76,8 @@ _ROPE = ("rope_parameters", "rope_theta", "rope_scaling")
 WITHOUT_EFFECT = {
   # Where the file comes from.
   *("model_type", "architectures", "_name_or_path", "transformers_version"),
-  # The longest text of its training; plain RoPE ends nowhere.
-  _LONGEST,
+  # Plain RoPE ends nowhere.
+  LONGEST,
   # Of new random weights.
   "initializer_range",
   # How transformers computes it, or what its calls return.
@@ -288,8 +289,8 @@ def write_config(
     found |= write_layer_types(
       config.full_every, config.window, config.num_layers
     )
-  if max_length is not None and _LONGEST not in row.lacks:
-    found.setdefault(_LONGEST, max_length)
+  if max_length is not None and LONGEST not in row.lacks:
+    found.setdefault(LONGEST, max_length)
   found |= dict.fromkeys(DTYPE_KEYS, dtype.name)
   written, _ = parse_config(Path(CONFIG), found)
   before = dataclasses.asdict(config)
