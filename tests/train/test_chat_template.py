@@ -4,9 +4,12 @@
 import dataclasses
 import datetime
 import json
+import shutil
 
 import pytest
 
+from train.data.chat.documents import load_documents
+from train.data.chat.encoder import ChatEncoder
 from train.data.chat.published import PUBLISHED
 from train.data.chat.template import ChatTemplate
 
@@ -140,3 +143,22 @@ def test_config_that_is_damaged_is_a_sentence(tmp_path, content):
     ValueError, match="^chat: .*tokenizer_config.json must be"
   ):
     ChatTemplate.load(tmp_path)
+
+
+@pytest.mark.parametrize("skip_bad", [False, True])
+def test_token_that_the_tokenizer_lacks_is_no_fault_of_rows(tmp_path, skip_bad):
+  shutil.copy("tests/data/chat/llama3/tokenizer.json", tmp_path)
+  configure(tmp_path, eos_token="<|eot_id|>")
+  turns = [{"role": "user", "content": "a"}]
+  turns.append({"role": "assistant", "content": "b"})
+  file = tmp_path / "rows.jsonl"
+  file.write_text(json.dumps({"messages": turns}))
+  encoder = ChatEncoder(
+    tmp_path / "tokenizer.json", ChatTemplate.published("vicuna", tmp_path)
+  )
+  words = r"uses the tokenizer's bos_token, got none in tokenizer_config.json"
+  with pytest.raises(ValueError, match=words) as raised:
+    load_documents(
+      [str(file)], encoder, seq=64, vocab_size=200_000, skip_bad=skip_bad
+    )
+  assert "correct the" not in str(raised.value)

@@ -57,5 +57,6 @@ def read_conversations(
     ChatEncoder(file, open_template(beside, template)),
     seq=length,
     vocab_size=source.decoder_config.vocab_size,
+    skip_bad=None,
     images=reader,
   )

@@ -201,7 +201,7 @@ def test_answers_and_their_loss_are_those_of_the_model(
       ["--conversations", "{data}", "--page", "none/x.html"],
       "--page must be in a folder",
     ),
-    (["--conversations", "{data}"], "line 1: an image must be there"),
+    (["--conversations", "{data}"], "which names of images are relative to"),
     (["--conversations", "{data}", "--beside", "none"], "none must hold a run"),
   ],
 )
@@ -214,6 +214,8 @@ def test_bad_input_is_a_sentence(folder, tmp_path, options, message, capsys):
   assert command(folder, *options) == 2
   shown = " ".join(capsys.readouterr().err.replace("\u2502", " ").split())
   assert message in shown and "Traceback" not in shown
+  # An option of train.finetune.
+  assert "--skip-bad" not in shown
 
 
 @pytest.mark.slow

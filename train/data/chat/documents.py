@@ -26,6 +26,7 @@ from train.data.sources import check_ids
 if TYPE_CHECKING:  # Which needs Pillow.
   from train.data.chat.images import ChatImages, RowImage
 
+_SKIP = ", or leave bad rows out with skip_bad=True (of a command: --skip-bad)"
 _BATCH = 256  # Texts that the tokenizer's threads get at once.
 
 
@@ -156,7 +157,7 @@ def load_documents(
   seq: int,
   vocab_size: int,
   format: str | None = None,
-  skip_bad: bool = False,
+  skip_bad: bool | None = False,
   images: "ChatImages | None" = None,
 ) -> Documents:
   """Reads files of conversations.
@@ -170,7 +171,8 @@ def load_documents(
     seq: Tokens that a model reads; documents have at most one more.
     vocab_size: The model's.
     format: Of `formats.FORMATS`; None finds each file's by its first row.
-    skip_bad: Whether bad rows are counted instead of raised.
+    skip_bad: Whether bad rows are counted instead of raised; None where they
+      cannot be, so that the error does not say so.
     images: How images come into rows; None where all is text.
 
   Raises:
@@ -247,7 +249,7 @@ class _Reader:
     self,
     encoder: ChatEncoder,
     format: str | None,
-    skip_bad: bool,
+    skip_bad: bool | None,
     images: "ChatImages | None",
   ):
     self._encoder = encoder
@@ -289,9 +291,8 @@ class _Reader:
     """Counts a bad row; raises ValueError where none may be."""
     if not self._skip_bad:
       raise ValueError(
-        f"chat: {os.fspath(row.file)} line {row.line}: {error}; correct the "
-        "row, or leave bad rows out with skip_bad=True (of a command: "
-        "--skip-bad)"
+        f"chat: {os.fspath(row.file)} line {row.line}: {error}; {error.remedy}"
+        + ("" if self._skip_bad is None else _SKIP)
       ) from error
     self.bad[error.reason] += 1
 

@@ -85,7 +85,14 @@ class ChatImages:
       try:
         self.preprocessing.check(image.path)
       except BadImage as error:
-        raise BadRow(error.reason, str(error)) from error
+        if error.reason != "missing image":
+          raise BadRow(error.reason, str(error)) from error
+        got = f", got {self.folder}" if self.folder else ""
+        raise BadRow(
+          error.reason,
+          str(error),
+          f"pass --images FOLDER, which names of images are relative to{got}",
+        ) from error
     return found
 
   def expand(

@@ -22,11 +22,14 @@ class BadRow(ValueError):
 
   Attributes:
     reason: In a few words, the same for all rows of a kind, to count them.
+    remedy: What to do, where it is not the row that must change.
   """
 
-  def __init__(self, reason: str, message: str):
+  def __init__(
+    self, reason: str, message: str, remedy: str = "correct the row"
+  ):
     super().__init__(message)
-    self.reason = reason
+    self.reason, self.remedy = reason, remedy
 
 
 @dataclasses.dataclass(frozen=True)

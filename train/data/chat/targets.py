@@ -22,7 +22,7 @@ import re
 from collections.abc import Sequence
 
 from train.data.chat.rows import BadRow
-from train.data.chat.template import ChatTemplate, Message
+from train.data.chat.template import ChatTemplate, Message, MissingToken
 
 Span = tuple[int, int]
 
@@ -80,11 +80,14 @@ class TargetFinder:
 
     Raises:
       BadRow: the template refuses the conversation, or a turn was not found.
+      MissingToken: as of `ChatTemplate.render`.
     """
     try:
       text = self._template.render(messages, tools=tools)
       if self._template.has_generation(tools):
         return text, self._marked(messages, tools, trained)
+    except MissingToken:  # No row has it.
+      raise
     except ValueError as error:
       raise BadRow("template", str(error).removeprefix("chat: ")) from error
     spans = self._all_at_once(text, messages, tools, trained)

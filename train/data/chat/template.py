@@ -32,7 +32,13 @@ _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _BEGIN, _END = "\ufdd0(", "\ufdd0)"
 _MARK = re.compile(f"{re.escape(_BEGIN)}|{re.escape(_END)}")
 
+_TOKEN_NAME = re.compile(r"^'(\w+_token)' is undefined")
+
 Message = dict[str, Any]
+
+
+class MissingToken(ValueError):
+  """A template uses a special token that the tokenizer does not have."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,6 +113,7 @@ class ChatTemplate:
       add_generation_prompt: Ends the text where the assistant begins to write.
 
     Raises:
+      MissingToken: it uses a special token that there is not.
       ValueError: the template is wrong, or refuses the conversation.
     """
     return self._render(False, messages, tools, add_generation_prompt)
@@ -170,12 +177,23 @@ class ChatTemplate:
         **fixed,
         **self.special_tokens,
       )
+    except jinja2.UndefinedError as error:
+      if name := _TOKEN_NAME.search(str(error)):
+        raise MissingToken(
+          f"chat: the template uses the tokenizer's {name[1]}, got none in "
+          f"{_CONFIG}; put {name[1]} into that file, or take another template"
+        ) from error
+      raise _failed(error) from error
     except Exception as error:  # A template can raise any, as programs do.
-      reason = (str(error).splitlines() or [type(error).__name__])[0]
-      raise ValueError(
-        "chat: the template must make text of the conversation, got "
-        f"{reason[:200]}; correct the conversation, or take another template"
-      ) from error
+      raise _failed(error) from error
+
+
+def _failed(error: Exception) -> ValueError:
+  reason = (str(error).splitlines() or [type(error).__name__])[0]
+  return ValueError(
+    "chat: the template must make text of the conversation, got "
+    f"{reason[:200]}; correct the conversation, or take another template"
+  )
 
 
 def read_special_tokens(folder: Path) -> dict[str, str]:
