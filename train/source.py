@@ -26,6 +26,7 @@ from coat_jax.models import (
 from coat_jax.models.hf.config import CONFIG, read_config
 from coat_jax.models.hf.files import check_folder, read_json
 from coat_jax.models.hf.llava_config import read_llava_config
+from coat_jax.models.hf.vision_config import VISION_TYPES
 from coat_jax.models.stack import stored_in
 from coat_jax.optimizer.masks import leaf_path
 from train import step as steps
@@ -99,8 +100,14 @@ def read_shape(folder: Path) -> Shape:
     ValueError: its config.json cannot be used.
   """
   check_folder(folder)
-  is_llava = read_json(folder / CONFIG).get("model_type") == "llava"
-  return (read_llava_config if is_llava else read_config)(folder)[0]
+  kind = read_json(folder / CONFIG).get("model_type")
+  if isinstance(kind, str) and kind in {*VISION_TYPES, "clip", "siglip"}:
+    raise ValueError(
+      f"{folder} must hold a text model or a LLaVA, got a {kind}, which "
+      "writes no text; pass another folder, or train a classifier of "
+      "images with python -m train.vit"
+    )
+  return (read_llava_config if kind == "llava" else read_config)(folder)[0]
 
 
 def open_source(

@@ -230,6 +230,15 @@ def test_checkpoint_without_a_tokenizer_is_refused(data, tmp_path, capsys):
   assert not out.exists()
 
 
+def test_towers_alone_are_refused(data, tmp_path, capsys):
+  out = tmp_path / "run"
+  assert run("tests/data/hf/vit", data, out) == 2
+  errors = " ".join(capsys.readouterr().err.split())
+  assert "must hold a text model or a LLaVA, got a vit" in errors
+  assert "python -m train.vit" in errors and "VisionTower" not in errors
+  assert not out.exists()
+
+
 def test_sequences_beyond_the_positions_of_a_checkpoint_are_said(
   checkpoint, data, tmp_path, monkeypatch, capsys
 ):

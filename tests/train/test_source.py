@@ -110,6 +110,8 @@ def test_folder_that_cannot_be_read_is_a_sentence(tmp_path, capsys):
   check("must have a tokenizer.json, got none")
   check("none.json, which is not a file", folder, "--tokenizer", "none.json")
   write_json(folder / "config.json", model_type="clip")
+  check("must hold a text model or a LLaVA, got a clip")
+  write_json(folder / "config.json", model_type="bert")
   check("model_type must be one of llama")
   (folder / "config.json").unlink()
   check("must hold a run with a checkpoint, or one of transformers")
