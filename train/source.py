@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 
@@ -27,8 +26,6 @@ from coat_jax.models.hf.config import CONFIG, read_config
 from coat_jax.models.hf.files import check_folder, read_json
 from coat_jax.models.hf.llava_config import read_llava_config
 from coat_jax.models.hf.vision_config import VISION_TYPES
-from coat_jax.models.stack import stored_in
-from coat_jax.optimizer.masks import leaf_path
 from train import step as steps
 from train.config import TrainConfig
 from train.data.folder import FolderText, has_tokenizer
@@ -158,9 +155,7 @@ def _open_run(
     abstract = steps.abstract_state(config, steps.build_optimizer(config))
     # What is () is not read.
     weights: Any = abstract._replace(optimizer=(), exact=(), clip=())
-    params = _rounded(
-      restore_state(run.checkpoints, done, weights).params, compute
-    )
+    params = restore_state(run.checkpoints, done, weights).params
     say(f"{run.path}: weights of step {done}", *damaged)
     return nnx.merge(_graph(config.model, compute), params)
 
@@ -192,21 +187,6 @@ def _graph(config: Shape, compute: Compute) -> nnx.GraphDef:
   return nnx.split(model, nnx.Param)[0]
 
 
-def _rounded(params: Any, compute: Compute) -> Any:
-  """Rounds all weights to what is computed in, those of norms too.
-
-  A run may store them in f32, and its export in BF16: both are read alike.
-  Norms' scales and biases are stored in f32 again, as layers take them.
-  """
-  store, dtype = stored_in(jnp.dtype(compute)), jnp.dtype(compute)
-  found: list[Any]
-  found, tree = jax.tree.flatten_with_path(params)
-  del params
-  for i, (keys, x) in enumerate(found):  # One by one, so that each is freed.
-    found[i] = store(leaf_path(keys), x.astype(dtype))
-  return jax.tree.unflatten(tree, found)
-
-
 def _text_of_run(
   run: RunDirectory, config: TrainConfig, done: int, tokenizer: str | None
 ) -> Text:
@@ -234,10 +214,8 @@ def _open_hf(folder: Path, tokenizer: str | None, compute: Compute) -> Source:
       dtype=dtype,
       param_dtype=dtype,
     )
-    graph, found = nnx.split(model, nnx.Param)
-    params = _rounded(nnx.to_pure_dict(found), compute)
     say(f"{folder}: weights of a {_family(config)}")
-    return nnx.merge(graph, params)
+    return model
 
   length = _length(folder)
   return Source(str(folder), folder, config, compute, text, length, load)

@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models that commands read from runs and from folders of transformers."""
 
-import jax
-import numpy as np
 import pytest
-from flax import nnx
 
 from tests.train.folders import (
   expected,
@@ -63,24 +60,6 @@ def test_imported_run_is_read_as_its_folder(tmp_path, capsys):
   source = open_source(run)
   assert isinstance(source.text, FolderText) and source.length == 32
   assert source.compute == "bfloat16" and source.name.endswith("step 0")
-
-
-def test_run_and_its_export_are_read_alike(tmp_path, capsys):
-  folder, run = with_tokenizer(tmp_path / "hf"), tmp_path / "run"
-  out, options = tmp_path / "out", ["--seq", "32", "--batch", "2"]
-  line = ["import-hf", str(folder), "--out", str(run), *options]
-  assert convert.main(line) == 0
-  line = ["export-hf", str(run), "--out", str(out), "--dtype", "bfloat16"]
-  assert convert.main(line) == 0
-  params = [
-    nnx.to_pure_dict(nnx.split(open_source(path).load(), nnx.Param)[1])
-    for path in (run, out)
-  ]
-  jax.tree.map_with_path(
-    lambda keys, x, y: np.testing.assert_array_equal(x, y, str(keys)), *params
-  )
-  norm = params[0]["norm"]["scale"]
-  assert norm.dtype == np.float32 and len(np.unique(norm)) > 1
 
 
 def test_folder_is_described_before_it_is_read(tmp_path):
