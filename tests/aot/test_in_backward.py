@@ -12,7 +12,9 @@ from benchmarks import training_step
 pytestmark = pytest.mark.aot
 
 
-@pytest.mark.parametrize("variant", ["lean", "leanest_lion"])
+@pytest.mark.parametrize(
+  "variant", [pytest.param("lean", marks=pytest.mark.slow), "leanest_lion"]
+)
 def test_stacks_are_stepped_in_place(variant):
   config = training_step.configure("demo_gpu", variant, batch=1, seq=1024)
   # Of a number of layers that no other array has.
