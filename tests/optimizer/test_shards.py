@@ -97,10 +97,9 @@ def on_one_device(name, codec, dtype):
   quick(
     0,
     [
-      ("fused", "coat", jnp.float32, AxisType.Auto),
+      ("fused", "coat", jnp.bfloat16, AxisType.Auto),
       ("low_bits", "coat", jnp.float32, AxisType.Auto),
       ("low_bits", "log8", jnp.float32, AxisType.Explicit),
-      ("fused", "coat", jnp.bfloat16, AxisType.Explicit),
       ("fused", "log8", jnp.float32, AxisType.Explicit),
       ("chained", "coat", jnp.float32, AxisType.Auto),
       ("chained", "coat_e8m0", jnp.float32, AxisType.Explicit),

@@ -23,7 +23,7 @@ from train.run import checkpoint, checksums
 from train.run.checkpoint import Checkpoints, SaveError
 from train.step import TrainState
 
-MESHES = ["fsdp=8", "fsdp=2", "", "data=2,tensor=2", "fsdp=2,tensor=2,data=2"]
+MESHES = ["fsdp=8", "data=2,tensor=2", "", "fsdp=2,tensor=2,data=2"]
 
 
 @pytest.mark.slow
