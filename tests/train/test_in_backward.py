@@ -70,13 +70,12 @@ def gemma(config):
       # Whose positions are used beside the embedding.
       on(gpt2(SMALL), "fsdp=8", params="bfloat16"),
       on(tied(EXACT), "data=2,fsdp=2,tensor=2"),
-      on(lion(SMALL), "fsdp=8", params="bfloat16"),
-      on(gemma(SMALL), "fsdp=8", remat="fp8"),
+      on(lion(gemma(SMALL)), "fsdp=8", params="bfloat16", remat="fp8"),
     ],
   ),
 )
 def test_steps_are_the_ordinary_ones(config, monkeypatch):
-  monkeypatch.setattr(steps, "STEPS", 20)
+  monkeypatch.setattr(steps, "STEPS", 10)
   config = with_clip(config, "share")
   ordinary = Trained(config).run()
   other = Trained(in_backward(config)).run()
