@@ -21,6 +21,8 @@ are for several microbatches. Nor are they counted as temporary.
 
 A decoder's layer is that of a preset of train.pretrain; a vision tower's is
 siglip_so400m (384 pixels, 729 tokens an image) or clip_l (336 pixels, 577).
+Where layers alternate (gemma2_2b) there are rows for each kind of layer, one
+that sees a window and one that sees all, as `kind` says; a scan is of one kind.
 
 With --compile-only nothing is run, and everything is compiled for an H200
 (`benchmarks.aot`); then there are no times.
@@ -137,18 +139,30 @@ def layer_flops(config: Config, batch: int, seq: int) -> dict[str, float]:
   """Operations of a layer's products and of its attention, by mode."""
   d, heads = config.d_model, config.num_heads
   if isinstance(config, VisionConfig):
-    h, kv_heads, of_mlp, seen = d // heads, heads, 2, 1
+    h, kv_heads, of_mlp, seen = d // heads, heads, 2, seq
   else:
-    # Attention is causal: half of q k^T and of p v.
-    h, kv_heads, of_mlp, seen = config.head_width, config.num_kv_heads, 3, 0.5
+    h, kv_heads = config.head_width, config.num_kv_heads
+    of_mlp = 2 + config.choices.is_gated
+    of_mlp *= config.experts_per_token or 1
+    # Attention is causal: of q k^T and p v a triangle, or a band of it.
+    window = min(config.window or seq, seq)
+    seen = window * (1 - window / (2 * seq))
   weights = d * h * (2 * heads + 2 * kv_heads) + of_mlp * d * config.d_ff
   products = 2 * batch * seq * weights
   # A backward is five such products in place of two.
-  attention = seen * 4 * batch * heads * seq * seq * h
+  attention = 4 * batch * heads * seq * seen * h
   return {
     "forward": products + attention,
     "full": 3 * products + 3.5 * attention,
   }
+
+
+def kinds_of(config: Config) -> dict[str | None, Config]:
+  """A stack for each kind of layer, by its name; None where all are alike."""
+  if isinstance(config, VisionConfig) or config.full_every is None:
+    return {None: config}
+  window = dataclasses.replace(config, full_every=None)
+  return {"window": window, "full": dataclasses.replace(window, window=None)}
 
 
 def make_layer(config: Config, recipe: CoatRecipe) -> nnx.Module:
@@ -369,10 +383,12 @@ def main(arguments: list[str] | None = None) -> list[dict]:
     )
     if options.compile_only:
       case |= {"compiled_for": "NVIDIA H200"}
-    if options.scan_memory:
-      rows.append(scan_row(config, variant, case, options))
-    else:
-      rows += time_rows(config, variant, case, options)
+    for kind, of_kind in kinds_of(config).items():
+      of_case = case if kind is None else case | {"kind": kind}
+      if options.scan_memory:
+        rows.append(scan_row(of_kind, variant, of_case, options))
+      else:
+        rows += time_rows(of_kind, variant, of_case, options)
   return rows
 
 

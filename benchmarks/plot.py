@@ -64,7 +64,9 @@ def _is_drawn(row: dict) -> bool:
 
 def draw(rows: list[dict], out: Path) -> None:
   """Draws the bars to a PNG."""
-  names = [str(row["case"]["variant"]) for row in rows]
+  # Of layers that alternate there is a bar for each kind.
+  cases = [row["case"] for row in rows]
+  names = [f"{x['variant']} {x.get('kind', '')}".rstrip() for x in cases]
   panels = {
     "forward and backward, ms": [row["median_ms"] for row in rows],
     "temporary memory, MB": [row["temporary_bytes"] / 1e6 for row in rows],

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows of the layer benchmark, and what its functions compute."""
 
+import dataclasses
 import json
 
 import jax
@@ -55,6 +56,48 @@ def test_flops_are_those_of_the_products():
   attention = 4 * 32 * 2048**2 * 128 * 2  # Half of two products.
   assert found["forward"] == 2 * 8192 * weights + attention
   assert found["full"] == 6 * 8192 * weights + 3.5 * attention
+
+
+@pytest.mark.parametrize(
+  "preset, products_in_mlp", [("gpt2", 2), ("qwen3_30b_a3b", 3 * 8)]
+)
+def test_flops_are_those_of_the_mlp_that_there_is(preset, products_in_mlp):
+  config = PRESETS[preset]().model
+  width, found = config.d_ff, layer.layer_flops(config, batch=1, seq=1024)
+  wider = dataclasses.replace(config, d_ff=2 * width)
+  more = layer.layer_flops(wider, batch=1, seq=1024)["forward"]
+  of_mlp = 2 * 1024 * products_in_mlp * config.d_model * width
+  assert more - found["forward"] == of_mlp
+
+
+def test_alternating_layers_have_rows_of_each_kind():
+  rows = layer.main(
+    [
+      *("--preset=gemma2_2b", "--batch=1", "--seq=64", "--scan-memory"),
+      *("--variants=bf16_nothing", "--implementation=xla"),
+    ]
+  )
+  assert [row["case"]["kind"] for row in rows] == ["window", "full"]
+  for row in rows:  # Recomputed, a layer takes its input, 1 U.
+    assert row["units_per_layer"] == pytest.approx(1, abs=0.1)
+
+
+def test_kinds_of_layers_see_a_window_or_all():
+  config = PRESETS["gemma2_2b"]().model
+  kinds = layer.kinds_of(config)
+  keys = {"window": 4096 * 8192 - 4096**2 // 2, "full": 8192**2 // 2}
+  found = {
+    name: layer.layer_flops(kind, batch=1, seq=8192)["forward"]
+    for name, kind in kinds.items()
+  }
+  assert {name: kind.windows for name, kind in kinds.items()} == {
+    "window": 4096,
+    "full": None,
+  }
+  # q k^T and p v, of 8 heads of 256.
+  more = 4 * 8 * 256 * (keys["full"] - keys["window"])
+  assert found["full"] - found["window"] == more
+  assert layer.kinds_of(CONFIG) == {None: CONFIG}
 
 
 def test_layer_of_a_tower_sees_all_tokens_of_an_image():
