@@ -40,6 +40,7 @@ from coat_jax.layers.mesh.collectives import (
   gather_positions,
   reduce_gradient,
   scatter_sequence,
+  size_of,
   sum_tokens,
   token_shards,
 )
@@ -247,14 +248,19 @@ def _matrices(w: Array, dtype, axes: MeshAxes | None) -> Array:
 def _weight_gradient(x, g, w, rows: Rows, recipe: CoatRecipe) -> Array:
   """x^T g of each expert; on a mesh of the device's rows."""
   axes = recipe.axes
+  # XLA scatters along the outermost axis in memory: another one it makes that
+  # by a copy of all of dw.
+  is_scattered = axes is not None and size_of(axes.fsdp) > 1
   dw = ops.grouped_wgrad(
     x,
     g,
     rows.sizes,
     dtype=w.dtype if axes is None else axes.grad_dtype,
+    rows_first=is_scattered,
     implementation=recipe.implementation,
   )
-  return cotangent(reduce_gradient(dw, axes, has_columns=True, rows=1), w)
+  dw = reduce_gradient(dw, axes, has_columns=True)
+  return cotangent(jnp.moveaxis(dw, 0, 1) if is_scattered else dw, w)
 
 
 def _silu_product(gate: QTensor, up: QTensor, recipe: CoatRecipe) -> Array:

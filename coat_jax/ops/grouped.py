@@ -63,7 +63,16 @@ def grouped_dgrad(
 
 @op(check=_check_rows, triton="grouped")
 def grouped_wgrad(
-  x: Array, g: Array, sizes: Array, *, dtype: DTypeLike = jnp.float32
+  x: Array,
+  g: Array,
+  sizes: Array,
+  *,
+  dtype: DTypeLike = jnp.float32,
+  rows_first: bool = False,
 ) -> Array:
-  """dw [E, D, F]: x^T g of each group's rows; zeros where it has none."""
-  return _product(x, g, sizes, (0, 0), [], dtype)
+  """dw [E, D, F]: x^T g of each group's rows; zeros where it has none.
+
+  With `rows_first` [D, E, F], as what is split by rows over devices has to be.
+  """
+  dw = _product(x, g, sizes, (0, 0), [], dtype)
+  return jnp.moveaxis(dw, 0, 1) if rows_first else dw

@@ -47,7 +47,7 @@ class _Layer:
     unit: bytes of the residual stream in BF16.
     inner: values inside the MLP, of one of gate and up; of experts all copies.
     rows: bytes of all copies of tokens in BF16; 0 without experts.
-    every, gate_up, qkv: values of weights, with the rows of all GPUs.
+    every, gate_up, down, qkv: values of weights, with the rows of all GPUs.
     value: bytes of a weight's value, and of its gradient's.
     summed: bytes of the gradients of all weights before GPUs sum them.
     gathered: of a weight, what there is for a product: on a mesh all rows, and
@@ -67,7 +67,8 @@ class _Layer:
     axes = recipe.axes
     in_bf16 = axes is not None and axes.grad_dtype == "bfloat16"
     self.summed = (BF16 if in_bf16 else F32) * self.every
-    self.gate_up, self.qkv = weights["gate_up"], weights["qkv"]
+    self.gate_up, self.down = weights["gate_up"], weights["down"]
+    self.qkv = weights["qkv"]
     self.gathered = 1 + 1 / load.fsdp if load.is_on_mesh else 0
 
 
@@ -127,13 +128,14 @@ def _coat_backward(layer: _Layer, recipe: CoatRecipe) -> float:
       # It sums gradients of weights over GPUs in the time of the next layer:
       # all four are there all the time.
       return mlp + layer.summed
-    # Two of them before they are summed, and what the GPU has of the others.
-    whole = layer.gate_up + layer.qkv
+    # Two of them before they are summed, and what the GPU has of the others;
+    # with tokens, and of experts what their gradients are products of.
+    whole, operands = layer.gate_up + layer.qkv, 2 * layer.inner
+    if is_mixture:
+      whole, operands = layer.gate_up + layer.down, 4 * layer.inner + layer.rows
     share = (layer.every - layer.gate_up) / layer.load.fsdp
-    if is_mixture:  # Of gate and up once more, with all rows first.
-      whole, share = layer.gate_up + layer.every, 0
     last = layer.summed / layer.every * (whole + share)
-    return max(mlp, last + 2 * layer.inner + 1.5 * layer.unit)
+    return max(mlp, last + operands + 1.5 * layer.unit)
   # XLA computes gradients of weights last, all four.
   last = layer.value * layer.every + 2 * layer.inner + 1.5 * layer.unit
   if is_mixture:  # With those of the experts in BF16, which are most of it.

@@ -1,14 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """Triton's grouped products, compiled for an H200: one kernel, no spills."""
 
+import collections
+import dataclasses
+import math
+import re
+
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
+from jax import P
+from jax.sharding import AxisType
 
+from benchmarks.aot import h200_devices
+from coat_jax import recipe as recipes
+from coat_jax.layers import MoE
 from coat_jax.pallas.triton import grouped
+from coat_jax.recipe import MeshAxes
 from tests.aot.compiling import (
   compile_for_h200,
   custom_calls,
+  instructions,
   temporary_bytes,
 )
 
@@ -41,3 +54,45 @@ def test_grouped_product_is_one_kernel(kernel, a, b, e, d, f, m, dtype):
   assert custom_calls(compiled).total() == 1
   # Where tiles start; XLA alone makes [m, e, d] of x.
   assert temporary_bytes(compiled) < 2**16
+
+
+def test_gradients_of_experts_are_scattered_as_they_are_written():
+  e, d, f, devices = 8, 256, 384, 4
+  mesh = jax.make_mesh(
+    (devices,), ("fsdp",), (AxisType.Auto,), devices=h200_devices(devices)
+  )
+  recipe = dataclasses.replace(
+    recipes.coat(), axes=MeshAxes(batch=("fsdp",), fsdp="fsdp")
+  )
+  make = lambda: MoE(d, f, e, 2, recipe=recipe, rngs=nnx.Rngs(0))  # noqa: E731
+  graph, params = nnx.split(nnx.eval_shape(make))
+
+  def spec(path, p):
+    is_of_experts = path[0].key in ("gate_up", "down")
+    where = P(None, "fsdp") if is_of_experts else P()
+    sharding = jax.NamedSharding(mesh, where)
+    return jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=sharding)
+
+  params = jax.tree.map_with_path(spec, nnx.to_pure_dict(params))
+  x = jax.ShapeDtypeStruct(
+    (devices, 256, d),
+    jnp.bfloat16,
+    sharding=jax.NamedSharding(mesh, P("fsdp")),
+  )
+
+  def gradients(params, x):
+    run = lambda params: nnx.merge(graph, params)(x)[0]  # noqa: E731
+    y, backward = jax.vjp(run, params)
+    return backward(y)
+
+  compiled = compile_for_h200(gradients, params, x, mesh=mesh)
+  sizes = {e * d * 2 * f, e * d * f}
+  found = collections.Counter(
+    each.opcode
+    for each in instructions(compiled)
+    if (shape := re.match(r"f32\[([\d,]+)\]", each.shape))
+    and math.prod(map(int, shape[1].split(","))) in sizes
+  )
+  # All of gate and up's, and all of down's: by a kernel each, and nowhere else.
+  assert found.pop("custom-call") == 2
+  assert not found.keys() - {"bitcast", "parameter", "get-tuple-element"}

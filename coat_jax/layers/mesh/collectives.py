@@ -90,16 +90,15 @@ def reduce_gradient(
   axes: MeshAxes | None,
   *,
   has_columns: bool,
-  rows: int = 0,
 ) -> Array:
   """A device's rows of a weight's gradient, summed over all tokens.
 
   Args:
-    dw: [D, F], of the device's own tokens; of several experts [E, D, F].
+    dw: [D, F], of the device's own tokens; of several experts [D, E, F] where
+      fsdp has several devices.
     axes: of the mesh.
     has_columns: whether the device's columns or inputs are its own; otherwise
       devices along tensor have other tokens of the same weight.
-    rows: the axis of the rows, which are split over fsdp.
   """
   if axes is None:
     return dw
@@ -107,7 +106,7 @@ def reduce_gradient(
   if axes.tensor is not None and not has_columns:
     over.append(axes.tensor)
   if size_of(axes.fsdp) > 1:
-    dw = lax.psum_scatter(dw, axes.fsdp, scatter_dimension=rows, tiled=True)
+    dw = lax.psum_scatter(dw, axes.fsdp, scatter_dimension=0, tiled=True)
   return _sum(dw, over)
 
 

@@ -3,7 +3,7 @@
 
   grouped_fwd     y  = x w      [M, D] x [E, D, F] -> [M, F]
   grouped_dgrad   dx = g w^T    [M, F] x [E, D, F] -> [M, D]
-  grouped_wgrad   dw = x^T g    [M, D] x [M, F] -> [E, D, F]
+  grouped_wgrad   dw = x^T g    [M, D] x [M, F] -> [E, D, F] or [D, E, F]
 
 For the first two rows are cut into tiles that do not cross groups. How many a
 group needs is known only on the device, and together they need M / rows + E at
@@ -99,12 +99,14 @@ def grouped_wgrad(
   sizes: Array,
   *,
   dtype: DTypeLike = jnp.float32,
+  rows_first: bool = False,
   interpret: bool = False,
 ) -> Array:
   """`ops.grouped_wgrad`."""
   _require("grouped_wgrad", x, g, dtype)
   supported()
-  return _wgrad(x, g, sizes, jnp.dtype(dtype), pick_tile(x.dtype), interpret)
+  tile = pick_tile(x.dtype)
+  return _wgrad(x, g, sizes, jnp.dtype(dtype), rows_first, tile, interpret)
 
 
 def _require(op: str, a: Array, b: Array, dtype: DTypeLike) -> None:
@@ -180,26 +182,32 @@ def _rows_kernel(
 # --- Gradients of weights ----------------------------------------------------
 
 
-@functools.partial(jax.jit, static_argnames=("dtype", "tile", "interpret"))
-def _wgrad(x, g, sizes, dtype, tile: Tile, interpret):
+@functools.partial(
+  jax.jit, static_argnames=("dtype", "rows_first", "tile", "interpret")
+)
+def _wgrad(x, g, sizes, dtype, rows_first, tile: Tile, interpret):
   (_, d), (_, f), (e,) = x.shape, g.shape, sizes.shape
   ends = jnp.cumsum(sizes).astype(jnp.int32)
   return pl.pallas_call(
-    functools.partial(_wgrad_kernel, tile=tile),
+    functools.partial(_wgrad_kernel, rows_first=rows_first, tile=tile),
     grid=(pl.cdiv(d, tile.rows), pl.cdiv(f, tile.columns), e),
-    out_shape=jax.ShapeDtypeStruct((e, d, f), dtype),
+    out_shape=jax.ShapeDtypeStruct(
+      (d, e, f) if rows_first else (e, d, f), dtype
+    ),
     compiler_params=_compiler_params(tile),
     interpret=interpret,
     name="grouped_wgrad",
   )(ends - sizes.astype(jnp.int32), ends, x, g)
 
 
-def _wgrad_kernel(first_ref, end_ref, x_ref, g_ref, dw_ref, *, tile):
+def _wgrad_kernel(
+  first_ref, end_ref, x_ref, g_ref, dw_ref, *, rows_first, tile
+):
   i, j, group = (pl.program_id(axis) for axis in range(3))
   first, end = first_ref[group], end_ref[group]
   row = _count(i * tile.rows, tile.rows)
   column = _count(j * tile.columns, tile.columns)
-  _, d, f = dw_ref.shape
+  d, f = x_ref.shape[1], g_ref.shape[1]
 
   def add(k, total):
     token = _count(first + k * tile.step, tile.step)
@@ -210,7 +218,16 @@ def _wgrad_kernel(first_ref, end_ref, x_ref, g_ref, dw_ref, *, tile):
   steps = (end - first + tile.step - 1) // tile.step
   total = jnp.zeros((tile.rows, tile.columns), jnp.float32)
   total = jax.lax.fori_loop(0, steps, add, total)
-  _store(dw_ref, total, row, column, group, rows=d, columns=f)
+  _store(
+    dw_ref,
+    total,
+    row,
+    column,
+    group,
+    rows=d,
+    columns=f,
+    rows_first=rows_first,
+  )
 
 
 # --- Loads, stores and products of tiles -------------------------------------
@@ -220,22 +237,25 @@ def _count(first, size: int) -> Array:
   return first + jax.lax.broadcasted_iota(jnp.int32, (size,), 0)
 
 
-def _load(ref, row, column, *leading, rows, columns) -> Array:
-  """ref[*leading, row, column], zeros where they are not below their ends."""
-  at, mask = _at(ref, row, column, leading, rows, columns)
+def _load(ref, row, column, *group, rows, columns) -> Array:
+  """ref[*group, row, column], zeros where they are not below their ends."""
+  at, mask = _at(ref, row, column, group, rows, columns)
   return plt.load(at, mask=mask, other=jnp.zeros((), ref.dtype))
 
 
-def _store(ref, x, row, column, *leading, rows, columns) -> None:
-  at, mask = _at(ref, row, column, leading, rows, columns)
+def _store(
+  ref, x, row, column, *group, rows, columns, rows_first=False
+) -> None:
+  at, mask = _at(ref, row, column, group, rows, columns, rows_first)
   plt.store(at, x.astype(ref.dtype), mask=mask)
 
 
-def _at(ref, row, column, leading, rows, columns):
+def _at(ref, row, column, group, rows, columns, rows_first=False):
   shape = (row.size, column.size)
   row = jax.lax.broadcast_in_dim(row, shape, (0,))
   column = jax.lax.broadcast_in_dim(column, shape, (1,))
-  return ref.at[(*leading, row, column)], (row < rows) & (column < columns)
+  index = (row, *group, column) if rows_first else (*group, row, column)
+  return ref.at[index], (row < rows) & (column < columns)
 
 
 def _dot(a: Array, b: Array, summed: tuple[int, int]) -> Array:

@@ -52,6 +52,7 @@ def test_grouped_kernels_match_where_groups_have_several_tiles(
       run(ops.grouped_fwd)(x, w, sizes, dtype=jnp.float32),
       run(ops.grouped_dgrad)(g, w, sizes, dtype=jnp.float32),
       run(ops.grouped_wgrad)(x, g, sizes, dtype=jnp.float32),
+      run(ops.grouped_wgrad)(x, g, sizes, dtype=jnp.float32, rows_first=True),
     )
 
   def kernel(op):
