@@ -97,6 +97,23 @@ DEMO = Case(
   seq=256,
 )
 
+DEMO_MOE = Case(
+  DecoderShape(
+    num_layers=4,
+    d_model=128,
+    d_ff=192,
+    num_heads=4,
+    num_kv_heads=2,
+    vocab_size=256,
+    qk_norm="head",
+    num_experts=8,
+    experts_per_token=2,
+  ),
+  2_626_944,
+  batch=64,
+  seq=256,
+)
+
 
 def of_tokens(case, name):
   """Arrays of the layer that is being differentiated, on one GPU."""
@@ -180,6 +197,31 @@ def test_bf16_backward_of_few_tokens_is_in_the_mlp():
   assert alone == of_weights(case, "bf16") + head
   gathered = 2 * (4 * case.a + 1.25 * case.gate_up) + 10 * case.u
   assert case.plan("bf16", 4)["backward"].temporary == gathered + head / 4
+
+
+@pytest.mark.parametrize(
+  "gpus, name, compiled",
+  [
+    (2, "bf16", 1_535_908_193),
+    (8, "bf16", 2_566_466_049),
+    (8, "fp8_linear", 2_551_913_525),
+  ],
+)
+def test_experts_that_xla_partitions_have_rows_of_all_gpus(
+  gpus, name, compiled
+):
+  moment, memory = plan.fullest(DEMO_MOE.plan(name, gpus))
+  # A row for each copy of all tokens, and of it one for each expert.
+  rows = gpus * 2 * 64 * 256
+  stream, gate_up = 2 * rows * 128, 2 * rows * 2 * 192 // gpus
+  arrays = {
+    2: 8 * 2 * (stream + gate_up) + 2 * stream,
+    8: 8 * 3 * stream + 2 * stream,
+  }
+  assert moment == "backward"
+  head = 4 * DEMO_MOE.head // gpus
+  assert memory.temporary == arrays[gpus] + head
+  assert memory.total == pytest.approx(compiled, rel=0.01)
 
 
 @pytest.mark.parametrize("name", ["fp8_linear", "minimal"])
