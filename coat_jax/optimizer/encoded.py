@@ -22,7 +22,11 @@ from coat_jax.optimizer.fields import (
   rule_of,
 )
 from coat_jax.optimizer.masks import QuantizeMask
-from coat_jax.optimizer.state import check_codec, placeholder_type
+from coat_jax.optimizer.state import (
+  check_codec,
+  check_state,
+  placeholder_type,
+)
 from coat_jax.optimizer.stored_fields import (
   StoredFields,
   encode_fields,
@@ -72,7 +76,8 @@ def encoded(
   Raises:
     TypeError: `inner` is no optimizer; `codec` is not a `MomentCodec`; `fields`
       is one name; or, by `init`, a leaf is neither floating nor complex, or
-      `quantize_mask` chooses a complex one.
+      `quantize_mask` chooses a complex one; or, by `update`, the state is
+      another optimizer's.
     ValueError: (by `init`) a field that is named is not there, or is not like
       the parameters; there is none to encode, or one is not in f32; (by
       `update`) the state is not this codec's or these leaves'.
@@ -112,6 +117,7 @@ def encoded(
     )
 
   def update_fn(updates, state, params=None, **extra_args):
+    check_state(op, state, EncodedState)
     count = optax.safe_increment(state.count)
     old = stored_fields(state.inner)
     _check_leaves(op, updates, old)

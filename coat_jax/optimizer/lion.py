@@ -25,6 +25,7 @@ from coat_jax.optimizer.moments import GroupCodecs, Stored
 from coat_jax.optimizer.state import (
   ScaleByCoatLionState,
   check_codec,
+  check_state,
   init_state,
   promoted,
 )
@@ -135,7 +136,8 @@ def scale_by_coat_lion(
 
   Raises:
     TypeError: `codec` is not a `MomentCodec`; or, by `init`, a leaf is neither
-      floating nor complex, or `quantize_mask` chooses a complex one.
+      floating nor complex, or `quantize_mask` chooses a complex one; or, by
+      `update`, the state is another optimizer's.
     ValueError: (by `update`) the state is not this codec's or these leaves'.
 
   Examples:
@@ -154,6 +156,7 @@ def scale_by_coat_lion(
     return init_state(name, params, codec, quantize_mask, ScaleByCoatLionState)
 
   def update_fn(updates, state, params=None):
+    check_state(name, state, ScaleByCoatLionState)
     return update_leaves(
       name,
       lion_update,

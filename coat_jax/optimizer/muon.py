@@ -32,6 +32,7 @@ from coat_jax.optimizer.scale_by_adam import scale_by_coat_adam
 from coat_jax.optimizer.state import (
   ScaleByCoatMuonState,
   check_codec,
+  check_state,
   init_state,
   promoted,
 )
@@ -145,7 +146,8 @@ def scale_by_coat_muon(
 
   Raises:
     TypeError: `codec` is not a `MomentCodec`, or `matrices` returns something
-      else than a `MatrixSplit` or None.
+      else than a `MatrixSplit` or None; or, by `update`, the state is another
+      optimizer's.
     ValueError: a leaf is no matrix, or cannot be cut as `matrices` says; the
       state is not this codec's or these leaves'.
 
@@ -178,6 +180,7 @@ def scale_by_coat_muon(
     return init_state(op, params, codec, quantize_mask, ScaleByCoatMuonState)
 
   def update_fn(updates, state, params=None):
+    check_state(op, state, ScaleByCoatMuonState)
     splits = splits_of(updates)
     dtypes = [x.dtype for x in jax.tree.leaves(promoted(updates, params))]
     count = optax.safe_increment(state.count)

@@ -11,7 +11,13 @@ from coat_jax.ops.types import Implementation
 from coat_jax.optimizer import adam
 from coat_jax.optimizer.leaf_step import update_leaves
 from coat_jax.optimizer.masks import QuantizeMask
-from coat_jax.optimizer.state import check_codec, init_state, promoted
+from coat_jax.optimizer.state import (
+  ScaleByCoatAdamState,
+  check_codec,
+  check_state,
+  init_state,
+  promoted,
+)
 
 
 def scale_by_coat_adam(
@@ -53,7 +59,8 @@ def scale_by_coat_adam(
 
   Raises:
     TypeError: `codec` is not a `MomentCodec`; or, by `init`, a leaf is neither
-      floating nor complex, or `quantize_mask` chooses a complex one.
+      floating nor complex, or `quantize_mask` chooses a complex one; or, by
+      `update`, the state is another optimizer's.
     ValueError: (by `update`) the state is not this codec's or these leaves'.
 
   Examples:
@@ -74,6 +81,7 @@ def scale_by_coat_adam(
     return init_state(op, params, codec, quantize_mask)
 
   def update_fn(updates, state, params=None):
+    check_state(op, state, ScaleByCoatAdamState)
     count = optax.safe_increment(state.count)
     scalars = adam.adam_scalars(count, b1, b2, eps, eps_root, nesterov=nesterov)
     return update_leaves(

@@ -89,6 +89,16 @@ def check_codec(op: str, codec: Any) -> None:
     )
 
 
+def check_state(op: str, state: Any, kind: type) -> None:
+  """Raises a TypeError where `state` is not of a kind, such as optax's own."""
+  if not isinstance(state, kind):
+    raise TypeError(
+      f"{op}: state must be a {kind.__name__}, got a {type(state).__name__}; "
+      "pass what its init or update gave, or convert a state of optax with "
+      "from_plain_state (of Adam also with from_adam_state)"
+    )
+
+
 def init_state(
   op: str,
   params: Any,

@@ -9,7 +9,12 @@ import numpy as np
 import optax
 import pytest
 
-from coat_jax import codecs
+from coat_jax import (
+  codecs,
+  encoded,
+  scale_by_coat_lion,
+  scale_by_coat_muon,
+)
 from coat_jax.optax_coat import coat_adamw, scale_by_coat_adam
 from coat_jax.optimizer import conversion
 from coat_jax.optimizer.conversion import from_adam_state, to_adam_state
@@ -107,6 +112,24 @@ def test_conversions_refuse_what_they_cannot_read():
     to_adam_state(state, codecs.log8())
   with pytest.raises(ValueError, match="must hold a ScaleByAdamState"):
     from_adam_state(state, codec=codecs.coat())
+
+
+@pytest.mark.parametrize(
+  ("optimizer", "other", "wanted"),
+  [
+    (scale_by_coat_adam(), optax.scale_by_adam(), "ScaleByCoatAdamState"),
+    (scale_by_coat_lion(), optax.scale_by_lion(), "ScaleByCoatLionState"),
+    (scale_by_coat_lion(), scale_by_coat_adam(), "ScaleByCoatLionState"),
+    (scale_by_coat_muon(), optax.trace(0.9), "ScaleByCoatMuonState"),
+    (encoded(optax.lion(1e-3)), optax.lion(1e-3), "EncodedState"),
+  ],
+)
+def test_update_refuses_the_state_of_another_optimizer(
+  optimizer, other, wanted
+):
+  params = {"w": jnp.ones((64, 64))}
+  with pytest.raises(TypeError, match=f"must be a {wanted}, .*from_plain"):
+    optimizer.update(params, other.init(params), params)
 
 
 def test_conversion_examples_run():
