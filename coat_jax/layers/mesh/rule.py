@@ -196,7 +196,9 @@ def rule(
   def f(arrays: tuple, *static: Any) -> Any:
     if _is_explicit(static[-1].axes):
       static = _with_axes_of_types(arrays, static, specs)
-    if not _is_local(static[-1].axes):
+    if static[-1].axes is None:
+      arrays = _varying(arrays)
+    elif not _is_local(static[-1].axes):
       arrays = _placed(arrays, specs(*arrays, *static)[0])
     return apply(arrays, static)
 
@@ -315,6 +317,22 @@ def _is_cache(x) -> bool:
 
 def _is_spec(x) -> bool:
   return isinstance(x, P)
+
+
+def _varying(arrays):
+  """Casts all to vary over the axes of a `shard_map` that any varies over.
+
+  A rule returns each device's own gradient. Of a weight that does not vary, by
+  its type, the gradient is their sum, which the transpose of this cast makes.
+  """
+  of = lambda x: jax.typeof(x).manual_axis_type.varying  # noqa: E731
+  names = frozenset().union(*map(of, jax.tree.leaves(arrays)))
+
+  def cast(x):
+    missing = tuple(sorted(names - of(x)))
+    return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+  return jax.tree.map(cast, arrays)
 
 
 def _placed(arrays, specs):
