@@ -13,16 +13,18 @@ import sys
 from collections.abc import Iterator
 
 _OF_CLASS = re.compile(r"[A-Z]\w*(?:Config|Data): ")
+# Functions of coat_jax that commands call.
+_OF_FUNCTION = re.compile(r"^(?:load|save)_hf: ")
 
 
 def error_line(error: BaseException | None, part: str = "") -> str:
-  """Writes an error as a line to print, without the name of a class.
+  """Writes an error as a line to print, without names of Python.
 
   Args:
     error: Its message is a sentence.
     part: Of the configuration that it is about, as `optim`.
   """
-  text = _OF_CLASS.sub("", str(error), count=1)
+  text = _OF_FUNCTION.sub("", _OF_CLASS.sub("", str(error), count=1))
   if part:
     text = f"{part}: {text}"
   return f"error: {text}"

@@ -112,9 +112,17 @@ def open_images(
     What `load_documents` takes as images.
 
   Raises:
-    ValueError: Pillow is not installed, or images are preprocessed for another
-      tower.
+    ValueError: Pillow is not installed, `images` is no folder, or images are
+      preprocessed for another tower.
   """
+  source = read_path("images", images) if images else None
+  if source is not None and not source.is_dir():
+    # Not left to the rows, which --skip-bad would leave out.
+    raise ValueError(
+      "images: a folder that names of images are relative to is needed, got "
+      f"{source}, which is none; pass another --images, or leave it out where "
+      "images are beside their file of rows"
+    )
   try:  # As the extra `vision` installs it.
     from train.data.chat.images import ChatImages
     from train.data.images import Preprocessing
@@ -135,7 +143,7 @@ def open_images(
     preprocessing,
     token=shape.image_token,
     tokens_each=shape.tokens_each,
-    folder=read_path("images", images) if images else None,
+    folder=source,
   )
 
 

@@ -184,6 +184,7 @@ def train[Config: TrainConfig](
 
   # Both programs are compiled here, so that the loop only runs them.
   say(f"{config.out}: compiling")
+  started = time.monotonic()
   batch = {
     name: shape.update(sharding=sharding)
     for name, shape in data.batch_shapes(config).items()
@@ -196,6 +197,7 @@ def train[Config: TrainConfig](
   watcher = None
   if config.watch:
     watcher = Watcher(config, graph, mesh, abstract, batch)
+  say(f"{config.out}: compiled in {time.monotonic() - started:.0f} s")
 
   samples = data.open_samples(config, graph, mesh, resumed_step=done)
   if samples is not None:

@@ -372,15 +372,25 @@ def _remarks(options: PlanConfig, config: TrainConfig) -> Iterator[str]:
     yield _OF_EXPERTS
   # Its layers keep the same in all columns that compute in FP8.
   config = dataclasses.replace(config, recipe="coat")
-  for part, said in attention.explain_fp8(
-    config, has_segments=is_finetune or _sees_images(config)
+  # Conversations have segments, packed or not, and tokens of train.pretrain
+  # none; a preset's plan is for either.
+  sees_images = _sees_images(config)
+  of_tokens = _slow_attention(config, has_segments=sees_images)
+  for part, why in _slow_attention(
+    config, has_segments=is_finetune or sees_images
   ).items():
-    if said.startswith(attention.EVERYWHERE):
-      why = said.removeprefix(attention.EVERYWHERE)
-      yield (
-        f"not counted: attention in FP8 of the {part}, which XLA computes"
-        f"{why}; docs/plan.md#what-is-not-counted"
-      )
+    where = "" if part in of_tokens else " in train.finetune alone"
+    yield (
+      f"not counted: attention in FP8 of the {part}{where}, which XLA computes"
+      f"{why}; docs/plan.md#what-is-not-counted"
+    )
+
+
+def _slow_attention(config: TrainConfig, *, has_segments: bool) -> dict:
+  """By part of the model, why XLA computes its attention in FP8."""
+  found = attention.explain_fp8(config, has_segments=has_segments).items()
+  start = attention.EVERYWHERE
+  return {x: y.removeprefix(start) for x, y in found if y.startswith(start)}
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from coat_jax import FusedTransformation
-from coat_jax.models.hf.config import CONFIG, LONGEST, read_config
+from coat_jax.models.hf.config import CONFIG, LONGEST
 from coat_jax.models.hf.files import read_json
 from coat_jax.models.hf.load import check_tensors, load_params
 from coat_jax.models.hf.save import PROCESSORS, carry
@@ -34,7 +34,7 @@ from train.run.checkpoint import read_description
 from train.run.description import configuration
 from train.run.directory import RunDirectory
 from train.run.weights import read_weights
-from train.source import read_shape
+from train.source import read_shape, read_text_shape
 from train.step import TrainState
 
 
@@ -76,9 +76,8 @@ def with_shape[Config: TrainConfig](config: Config) -> Config:
       f"init_from: the model's shape is that of {source / CONFIG}, got options "
       "of the model too; leave --model out"
     )
-  sees_images = isinstance(config, FinetuneConfig)
-  shape = read_shape(source) if sees_images else read_config(source)[0]
-  config = dataclasses.replace(config, model=shape)
+  read = read_shape if isinstance(config, FinetuneConfig) else read_text_shape
+  config = dataclasses.replace(config, model=read(source))
   config.check_mesh()
   return config
 

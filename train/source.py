@@ -96,15 +96,35 @@ def read_shape(folder: Path) -> Shape:
   Raises:
     ValueError: its config.json cannot be used.
   """
+  kind = _model_type(folder, "a text model or a LLaVA")
+  return (read_llava_config if kind == "llava" else read_config)(folder)[0]
+
+
+def read_text_shape(folder: Path) -> ModelConfig:
+  """Reads the shape of a checkpoint of transformers, of text alone.
+
+  Raises:
+    ValueError: its config.json cannot be used.
+  """
+  if _model_type(folder, "a model of text alone") == "llava":
+    raise ValueError(
+      f"{folder} must hold a model of text alone, got a LLaVA; train it with "
+      f"python -m train.finetune {folder} --data FILES --out RUN"
+    )
+  return read_config(folder)[0]
+
+
+def _model_type(folder: Path, wanted: str) -> Any:
+  """Reads a checkpoint's model_type; raises ValueError of a vision tower."""
   check_folder(folder)
   kind = read_json(folder / CONFIG).get("model_type")
   if isinstance(kind, str) and kind in {*VISION_TYPES, "clip", "siglip"}:
     raise ValueError(
-      f"{folder} must hold a text model or a LLaVA, got a {kind}, which "
-      "writes no text; pass another folder, or train a classifier of "
-      "images with python -m train.vit"
+      f"{folder} must hold {wanted}, got a {kind}, which writes no text; pass "
+      "another folder, or train a classifier of images, from random weights, "
+      "with python -m train.vit PRESET --data FOLDER"
     )
-  return (read_llava_config if kind == "llava" else read_config)(folder)[0]
+  return kind
 
 
 def open_source(

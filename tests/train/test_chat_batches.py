@@ -2,6 +2,7 @@
 """Documents of conversations, rows of them, and batches of rows."""
 
 import json
+import re
 from pathlib import Path
 
 import grain
@@ -215,7 +216,8 @@ def test_long_conversations_end_with_a_turn_where_one_fits(tmp_path):
 
   rows = [row("0", "1", "2", "3" * 3), row("0", "4" * 90), row("5" * 90, "6")]
   whole = encode(tmp_path, rows, seq=200)
-  assert whole.counts == Counts(rows=3)
+  longest = int(whole.lengths.max()) - 1
+  assert whole.counts == Counts(rows=3, longest=longest)
   ends = np.flatnonzero(np.diff(whole.mask[: whole.starts[1]].astype(int)) < 0)
   first = int(ends[0]) + 1  # Tokens to the end of the first answer.
   assert whole.lengths[0] > first + 1
@@ -229,10 +231,15 @@ def test_long_conversations_end_with_a_turn_where_one_fits(tmp_path):
     np.testing.assert_array_equal(cut.tokens[first:], part)
     lost = whole.mask.sum() - cut.mask.sum()
     assert cut.counts == Counts(
-      rows=3, without_target=1, truncated=2, lost_targets=lost
+      rows=3,
+      without_target=1,
+      truncated=2,
+      lost_targets=lost,
+      longest=longest,
     )
     assert "2 truncated and 1 left out" in cut.counts.describe()
     assert f"with {lost} tokens" in cut.counts.describe()
+    assert f"sequences of {longest} tokens" in cut.counts.describe()
   # The second answer ends a row, and a question after it is left out.
   asked = [row("0", "1", "2", "3", "7")]
   long = encode(tmp_path, asked, seq=200)
@@ -241,6 +248,21 @@ def test_long_conversations_end_with_a_turn_where_one_fits(tmp_path):
   assert encode(tmp_path, asked, seq=end - 1).lengths.tolist() == [end]
   fits = encode(tmp_path, rows, seq=int(whole.lengths[0]) - 1)
   assert fits.lengths[0] == whole.lengths[0]
+
+
+def test_the_shortest_length_that_works_is_said(tmp_path):
+  rows = [
+    {"prompt": "What is " * count, "completion": "this?"} for count in (9, 6)
+  ]
+  with pytest.raises(ValueError, match="2 left out .*; pass --seq") as raised:
+    encode(tmp_path, rows, seq=4)
+  (least,) = re.findall(r"--seq (\d+) ", str(raised.value))
+  (longest,) = re.findall(r"sequences of (\d+) ", str(raised.value))
+  assert int(encode(tmp_path, rows, seq=int(least)).mask.sum()) == 1
+  with pytest.raises(ValueError, match=f"pass --seq {least} "):
+    encode(tmp_path, rows, seq=int(least) - 1)
+  assert not encode(tmp_path, rows, seq=int(longest)).counts.truncated
+  assert encode(tmp_path, rows, seq=int(longest) - 1).counts.truncated == 1
 
 
 def test_plain_completions_begin_and_end_as_the_tokenizer_says(tmp_path):

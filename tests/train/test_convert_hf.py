@@ -163,6 +163,9 @@ def test_bad_checkpoints_are_refused_and_nothing_is_written(tmp_path, capsys):
     (missing, "got no model.norm.weight; copy the whole checkpoint"),
     (other, "model_type must be one of llama"),
     (tmp_path / "none", "got nothing of that name"),
+    (DATA / "llava", f"train.finetune {DATA / 'llava'} --data FILES --out RUN"),
+    (DATA / "vit", "train.vit PRESET --data FOLDER"),
+    (DATA / "siglip_vision", "must hold a model of text alone, got a siglip"),
   ]:
     for make in (
       lambda source: command("import-hf", source, *options(run)),
@@ -170,7 +173,8 @@ def test_bad_checkpoints_are_refused_and_nothing_is_written(tmp_path, capsys):
     ):
       assert make(source) == 2
       error = capsys.readouterr().err.splitlines()[-1]
-      assert error.startswith("error: load_hf: ") and words in error
+      assert error.startswith("error: ") and words in error
+      assert "load_hf" not in error and "model=" not in error
       assert not run.exists()
 
 

@@ -15,6 +15,7 @@ from tests.train.data.test_images import header
 from tests.train.folders import with_tokenizer
 from tests.train.llava import config_of, run
 from tests.train.runs import contents
+from train import evaluate
 from train.conversations import load
 from train.finetune_config import ChatData
 from train.mesh import check_tower_fits
@@ -74,8 +75,25 @@ def test_bad_images_are_named_and_nothing_is_written(folder, tmp_path, capsys):
   with pytest.raises(ValueError, match=words) as raised:
     load_rows(*good, images="")
   assert "correct the row" not in str(raised.value)
-  with pytest.raises(ValueError, match=f"{words}.*, got .*/nowhere, or leave"):
-    load_rows(*good, images=str(tmp_path / "nowhere"))
+  with pytest.raises(ValueError, match=f"{words}.*, got .*/images, or leave"):
+    load_rows(asked("<image> What", image="none.png"))
+
+
+def test_images_that_are_no_folder_are_refused_at_once(
+  folder, tmp_path, capsys
+):
+  start, data, out = folder / "llava", folder / "shapes.json", tmp_path / "run"
+  file = tmp_path / "file"
+  file.touch()
+  for images in (tmp_path / "nowhere", file):
+    for flags in ([], ["--skip-bad"]):  # Which would leave all images out.
+      assert run(start, data, out, *flags, images=images) == 2
+      errors = capsys.readouterr().err
+      assert f"is needed, got {images}, which is none; pass" in errors
+      assert "line 1" not in errors and not out.exists()
+  line = [start, "--conversations", data, "--images", tmp_path / "nowhere"]
+  assert evaluate.main([*map(str, line)]) == 2
+  assert "nowhere, which is none; pass" in capsys.readouterr().err
 
 
 def test_options_that_do_not_fit_the_model_are_refused(

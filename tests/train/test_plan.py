@@ -320,6 +320,16 @@ def test_what_the_table_does_not_say_is_below_it(
   assert all(word in remarks[0] for word in words)
 
 
+def test_plans_say_that_segments_are_of_train_finetune(monkeypatch, capsys):
+  monkeypatch.setattr(plan, "table", lambda *_: "GB")
+  # By train.pretrain it learns from tokens, which have none.
+  assert plan.main(["finetune", *FP8]) == 0
+  *_, shape, attends = capsys.readouterr().out.splitlines()
+  assert shape.startswith("as train.pretrain finetune")
+  assert "of the decoder in train.finetune alone, which XLA" in attends
+  assert "id for each token" in attends
+
+
 def test_images_must_fit_and_slow_attention_is_said(
   llava_7b, monkeypatch, capsys
 ):

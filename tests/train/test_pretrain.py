@@ -4,6 +4,7 @@
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -95,7 +96,9 @@ def test_finished_run_can_be_extended(finished, tmp_path, capsys):
   out = tmp_path / "copy"
   subprocess.run(["cp", "-r", finished, out], check=True)
   assert run(out, "--resume", steps=10) == 0
-  assert "steps: 8 -> 10" in capsys.readouterr().err
+  errors = capsys.readouterr().err
+  assert "steps: 8 -> 10" in errors
+  assert len(re.findall(r"compiling\n.*: compiled in \d+ s\n", errors)) == 1
   after = losses(out)
   assert before.items() < after.items()
   assert (10, "held_out_loss") in after

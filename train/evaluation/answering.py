@@ -4,6 +4,7 @@
 from pathlib import Path
 
 from coat_jax.models import ModelConfig
+from train.conversations import open_images
 from train.data.chat.documents import Documents, load_documents
 from train.data.chat.encoder import ChatEncoder, open_template
 from train.source import Source
@@ -40,16 +41,7 @@ def read_conversations(
     )
   shape, reader = source.config, None
   if not isinstance(shape, ModelConfig):
-    # Which need the extra vision.
-    from train.data.chat.images import ChatImages
-    from train.data.images import Preprocessing
-
-    reader = ChatImages(
-      Preprocessing.load(source.files),
-      token=shape.image_token,
-      tokens_each=shape.tokens_each,
-      folder=images,
-    )
+    reader = open_images(source.files, shape, str(images or ""))
   # A template that a run keeps is beside its own tokenizer.
   beside = file.parent if tokenizer else source.files
   return load_documents(

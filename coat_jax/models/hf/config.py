@@ -91,6 +91,16 @@ WITHOUT_EFFECT = {
   *("id2label", "label2id", "problem_type", "finetuning_task"),
 }
 
+# Classes of models that are no decoders, by their model_type.
+_OTHER_CLASSES = {
+  "llava": "VisionLanguageModel",
+  "vit": "VisionTower",
+  "clip": "VisionTower",
+  "clip_vision_model": "VisionTower",
+  "siglip": "VisionTower",
+  "siglip_vision_model": "VisionTower",
+}
+
 
 def read_config(folder: Path) -> tuple[ModelConfig, np.dtype]:
   """Reads the config.json of a checkpoint.
@@ -113,10 +123,12 @@ def parse_config(file: Path, found: dict) -> tuple[ModelConfig, np.dtype]:
   family = found.get("model_type")
   row = CONFIGS.get(family) if isinstance(family, str) else None
   if row is None or not isinstance(family, str):
+    remedy = "other families cannot be read yet"
+    if isinstance(family, str) and family in _OTHER_CLASSES:
+      remedy = f"pass model={_OTHER_CLASSES[family]}, which reads these"
     raise ValueError(
       f"load_hf: {file}: model_type must be one of {', '.join(CONFIGS)}, got "
-      f"{str(family)[:40]}; other families cannot be read yet; vision towers "
-      "are read with model=VisionTower, llava with model=VisionLanguageModel"
+      f"{str(family)[:40]}; {remedy}"
     )
   architectures = found.get("architectures") or [row.architecture]
   if architectures != [row.architecture]:

@@ -78,8 +78,7 @@ def parse_llava_config(
     if found.get(key, value) != value or "model_type" not in found:
       raise ValueError(
         f"load_hf: {file}: {key} must be {value}, got "
-        f"{str(found.get(key))[:40]}; others cannot be read as a "
-        "VisionLanguageModel yet"
+        f"{str(found.get(key))[:40]}; others cannot be read yet"
       )
   for key, value in found.items():
     if key not in _KNOWN:

@@ -150,9 +150,13 @@ def test_other_towers_are_refused(name, keys, words, tmp_path):
     loaded(folder)
 
 
-def test_each_class_reads_its_own():
-  with pytest.raises(ValueError, match="are read with model=VisionTower"):
-    load_hf(DATA / "vit")
+def test_each_class_reads_its_own(tmp_path):
+  folder = copied(tmp_path / "clip", "clip_vision", model_type="clip")
+  for each in (*(DATA / name for name in FAMILIES), folder):
+    with pytest.raises(ValueError, match="pass model=VisionTower"):
+      load_hf(each)
+  with pytest.raises(ValueError, match="pass model=VisionLanguageModel"):
+    load_hf(DATA / "llava")
   load = inspect.unwrap(load_hf)  # Past beartype, as users without it.
   for model in ("VisionTower", VisionConfig):
     with pytest.raises(

@@ -41,6 +41,8 @@ class Counts:
     truncated: Documents that were too long.
     lost_targets: Tokens to be learned that truncation took away, of those in
       `without_target` too.
+    longest: Tokens that a model reads of the longest row: the sequence length
+      that truncates none.
   """
 
   rows: int = 0
@@ -48,6 +50,7 @@ class Counts:
   without_target: int = 0
   truncated: int = 0
   lost_targets: int = 0
+  longest: int = 0
 
   def describe(self) -> str:
     """Says it in a line."""
@@ -58,7 +61,8 @@ class Counts:
     if self.truncated or self.without_target:
       parts.append(
         f"{self.truncated} truncated and {self.without_target} left out for "
-        f"their length, with {self.lost_targets} tokens to be learned"
+        f"their length, with {self.lost_targets} tokens to be learned; "
+        f"sequences of {self.longest} tokens would hold all"
       )
     return "; ".join(parts)
 
@@ -143,7 +147,7 @@ class Documents:
     if len(self) < 2:
       raise ValueError(
         "chat: training and evaluation each need a conversation, got "
-        f"{len(self)} in all; give more data"
+        f"{len(self)} in all, of {self.counts.describe()}; give more data"
       )
     order = np.random.default_rng(seed).permutation(len(self))
     count = min(max(round(len(self) * held_out), 1), len(self) - 1)
@@ -184,7 +188,8 @@ def load_documents(
   ids, masks, lengths = [np.empty(0, np.int32)], [np.empty(0, bool)], [0]
   found: list[RowImage] = []
   image_counts = [0]
-  without_target = truncated = lost = 0
+  without_target = truncated = lost = longest = 0
+  shortest: list[int] = []
   with tqdm(desc="tokenizing", unit="row", unit_scale=True, delay=2) as bar:
     for batch in itertools.batched(reader.read(paths), _BATCH):
       encoded = encoder.encode([each.rendered for each in batch])
@@ -199,10 +204,14 @@ def load_documents(
           except BadRow as error:
             reader.refuse(each.row, error)
             continue
+        longest = max(longest, len(tokens) - 1)
         if len(tokens) > seq + 1:
           fitting = bisect.bisect_right(ends, seq + 1)
           kept = ends[fitting - 1] if fitting else seq + 1
           lost += int(mask[kept:].sum())
+          if mask.any() and not mask[:kept].any():
+            # Cut in front of the first answer, whose first token is a target.
+            shortest.append(int(np.argmax(mask)))
           tokens, mask = tokens[:kept], mask[:kept]
           truncated += bool(mask.any())
         if not mask.any():
@@ -217,12 +226,17 @@ def load_documents(
           image_counts.append(images.count(tokens))
           found += each.images[: image_counts[-1]]
   counts = Counts(
-    reader.rows, dict(reader.bad), without_target, truncated, lost
+    reader.rows, dict(reader.bad), without_target, truncated, lost, longest
   )
   if len(lengths) == 1:
+    remedy = "check the files"
+    if shortest:
+      remedy = (
+        f"pass --seq {min(shortest)} (of train.evaluate --length) at least"
+      )
     raise ValueError(
       f"chat: {', '.join(map(str, paths))} must have a row to learn, got "
-      f"{counts.describe()}; check the files and the sequence length"
+      f"{counts.describe()}; {remedy}"
     )
   starts = np.cumsum(image_counts, dtype=np.int64)
   return Documents(
