@@ -54,9 +54,9 @@ class ChatData:
     template: A known chat template in place of the tokenizer's own.
     held_out: Share of the conversations that are kept for evaluation and never
       trained on; at least one is.
-    packing: Put several conversations into a sequence, as many as fit, which do
-      not see each other. Without it each has a sequence of its own, filled up
-      with padding.
+    packing: As many conversations as fit share a sequence, without seeing each
+      other; --no-packing gives each a sequence of its own, filled up with
+      padding.
     skip_bad: Leave rows out that cannot be learned from, and count them.
     images: Of a LLaVA, the folder that names of images are relative to; by
       default that of each file of rows.
