@@ -108,7 +108,7 @@ class _Saved(NamedTuple):
 def _fwd(x, weights, static, recipe):
   w, axes, k = weights, recipe.axes, static.experts_per_token
   num_experts, dtype = w.router.shape[-1], x.dtype
-  grouped = _grouped(ops.grouped_fwd, dtype, recipe)
+  grouped = grouped_product(ops.grouped_fwd, dtype, recipe)
   x_q = ops.quantize_groups(
     x,
     group_size=recipe.group_size,
@@ -126,7 +126,7 @@ def _fwd(x, weights, static, recipe):
   y, _ = _normed(gather_positions(x_q, axes), w, static, recipe, dtype)
   rows = sort_rows(gather_positions(experts, axes), num_experts)
   p = p_of_rows(gather_positions(p, axes), rows)
-  h = grouped(to_rows(y, rows, k), _matrices(w.gate_up, dtype, axes), rows)
+  h = grouped(to_rows(y, rows, k), matrices(w.gate_up, dtype, axes), rows)
   # Its third result, the scale of an FP8 product's operand, is not needed.
   gate, up, _ = ops.gated_input(
     h.reshape(*y.shape[:-1], k, h.shape[-1]),
@@ -138,7 +138,7 @@ def _fwd(x, weights, static, recipe):
   )
   gate, up = save_residual("activation", (gate, up))
   z = (p * _silu_product(gate, up, recipe)).astype(dtype)
-  out = grouped(z, _matrices(w.down, dtype, axes), rows)
+  out = grouped(z, matrices(w.down, dtype, axes), rows)
   out = sum_of_copies(out, rows, (*y.shape[:-1], k)).astype(dtype)
   out = scatter_sequence(out, axes)
   if static.add_input:
@@ -150,7 +150,7 @@ def _fwd(x, weights, static, recipe):
 def _bwd(static, recipe, inputs, saved, cotangents):
   (w,), (g, dstats) = inputs, cotangents
   axes, k, dtype = recipe.axes, static.experts_per_token, g.dtype
-  grouped = _grouped(ops.grouped_dgrad, dtype, recipe)
+  grouped = grouped_product(ops.grouped_dgrad, dtype, recipe)
   x_q, experts, gate, up = saved
   own_y, norm_stats = _normed(x_q, w, static, recipe, dtype)
 
@@ -163,12 +163,12 @@ def _bwd(static, recipe, inputs, saved, cotangents):
   p = p_of_rows(gather_positions(p, axes), rows)
 
   dout = to_rows(gather_positions(g, axes), rows, k)
-  dz = grouped(dout, _matrices(w.down, dtype, axes), rows).astype(jnp.float32)
+  dz = grouped(dout, matrices(w.down, dtype, axes), rows).astype(jnp.float32)
   product = _silu_product(gate, up, recipe)
   dp = copies_of(jnp.sum(dz * product, axis=-1), rows).reshape(shape)
   dp = scatter_sequence(dp, axes)
   z = (p * product).astype(dtype)
-  ddown = _weight_gradient(z, dout, w.down, rows, recipe)
+  ddown = weight_gradient(z, dout, w.down, rows, recipe)
 
   dgate_and_up = ops.gated_bwd(
     p * dz,
@@ -179,8 +179,8 @@ def _bwd(static, recipe, inputs, saved, cotangents):
   )
   dh = jnp.concatenate(dgate_and_up, axis=-1).astype(dtype)
   y, _ = _normed(gather_positions(x_q, axes), w, static, recipe, dtype)
-  dgate_up = _weight_gradient(to_rows(y, rows, k), dh, w.gate_up, rows, recipe)
-  dy = grouped(dh, _matrices(w.gate_up, dtype, axes), rows)
+  dgate_up = weight_gradient(to_rows(y, rows, k), dh, w.gate_up, rows, recipe)
+  dy = grouped(dh, matrices(w.gate_up, dtype, axes), rows)
   dy = scatter_sequence(sum_of_copies(dy, rows, shape).astype(dtype), axes)
 
   dprobability = dstats.probability / token_shards(axes)
@@ -201,7 +201,7 @@ def _bwd(static, recipe, inputs, saved, cotangents):
   return dx, MoEWeights(dgamma, dbeta, drouter, dgate_up, ddown)
 
 
-def _specs(x, weights, static, recipe):
+def moe_specs(x, weights, static, recipe):
   del weights, static
   axes = recipe.axes
   of_weights = MoEWeights(
@@ -215,7 +215,7 @@ def _specs(x, weights, static, recipe):
   return (each, of_weights), (each, P())
 
 
-experts_rule = rule(_fwd, _bwd, _specs, reads=(1,))
+experts_rule = rule(_fwd, _bwd, moe_specs, reads=(1,))
 
 
 def _normed(x_q, w, static, recipe, dtype):
@@ -229,7 +229,7 @@ def _normed(x_q, w, static, recipe, dtype):
   return y.astype(dtype), stats
 
 
-def _grouped(op, dtype, recipe):
+def grouped_product(op, dtype, recipe):
   """A product of rows with weights, in `dtype`."""
 
   def product(x, w, rows: Rows):
@@ -239,13 +239,13 @@ def _grouped(op, dtype, recipe):
   return product
 
 
-def _matrices(w: Array, dtype, axes: MeshAxes | None) -> Array:
+def matrices(w: Array, dtype, axes: MeshAxes | None) -> Array:
   """All rows of [E, D, *F] as [E, D, F] in `dtype`."""
   w = w.reshape(*w.shape[:2], -1)
   return gather_experts(w.astype(dtype), axes)
 
 
-def _weight_gradient(x, g, w, rows: Rows, recipe: CoatRecipe) -> Array:
+def weight_gradient(x, g, w, rows: Rows, recipe: CoatRecipe) -> Array:
   """x^T g of each expert; on a mesh of the device's rows."""
   axes = recipe.axes
   # XLA scatters along the outermost axis in memory: another one it makes that

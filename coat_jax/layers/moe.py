@@ -18,12 +18,27 @@ from jax.typing import DTypeLike
 from coat_jax import ops
 from coat_jax import recipe as recipes
 from coat_jax.layers.activation import silu_mul
-from coat_jax.layers.experts import MoEKind, MoEWeights, experts_rule
+from coat_jax.layers.experts import (
+  MoEKind,
+  MoEWeights,
+  experts_rule,
+  grouped_product,
+  matrices,
+  moe_specs,
+  weight_gradient,
+)
 from coat_jax.layers.linear import default_kernel_init
+from coat_jax.layers.mesh.collectives import (
+  gather_positions,
+  scatter_sequence,
+  sum_tokens,
+  token_shards,
+)
+from coat_jax.layers.mesh.rule import rule
 from coat_jax.layers.module import RecipeModule, Sharding, reshard, value_of
 from coat_jax.layers.norm import make_norm, norm, norm_options
 from coat_jax.layers.parameters import NO_METADATA, Metadata, make_param
-from coat_jax.layers.residuals import cotangent, residual_scope
+from coat_jax.layers.residuals import residual_scope
 from coat_jax.layers.routing import (
   RoutingStats,
   choose_experts,
@@ -34,7 +49,6 @@ from coat_jax.layers.routing import (
   sum_of_copies,
   to_rows,
 )
-from coat_jax.ops.explicit import partitioned
 from coat_jax.recipe import CoatRecipe
 
 # As `Linear`'s for one expert: E is no part of the fan-in.
@@ -84,62 +98,83 @@ def moe(
   if kind is not None:
     gamma, beta = weights.gamma, weights.beta
     y = norm(x, gamma, beta, kind=kind, eps=eps, recipe=recipe)
-  plain = functools.partial(_plain, static=static, recipe=recipe)
-  return partitioned(plain, x, y, weights)
+  weights = weights._replace(gamma=None, beta=None)
+  return _plain((x, y, weights), static, recipe)
 
 
-def _plain(x, y, w, *, static, recipe):
-  """Differentiated as it is written, but for the products."""
-  k, num_experts = static.experts_per_token, w.router.shape[-1]
-  shape = (*y.shape[:-1], k)
+def _plain_fwd(x, y, w, static, recipe):
+  axes = recipe.axes
+  mixture = functools.partial(_of_device, static=static, recipe=recipe)
+  differentiated: Any = jax.vjp(mixture, y, w, has_aux=True)
+  (out, probability), backward, load = differentiated
+  out = x + out if static.add_input else out
+  mean = lambda a: sum_tokens(a, axes) / token_shards(axes)  # noqa: E731
+  stats = RoutingStats(mean(load), mean(probability))
+  # y and the weights are alive anyway: the rule hands them to the backward.
+  return (out, stats), backward.replace(args_res=[])
+
+
+def _plain_bwd(static, recipe, inputs, backward, cotangents):
+  axes, (g, dstats) = recipe.axes, cotangents
+  backward = backward.replace(args_res=list(inputs))
+  dy, dw = backward((g, dstats.probability / token_shards(axes)))
+  dx = g if static.add_input else jnp.zeros_like(g)
+  # Other weights' gradients are summed with their products.
+  return dx, dy, dw._replace(router=sum_tokens(dw.router, axes))
+
+
+def _plain_specs(x, y, w, static, recipe):
+  del y
+  (each, of_weights), results = moe_specs(x, w, static, recipe)
+  return (each, each, of_weights), results
+
+
+_plain = rule(_plain_fwd, _plain_bwd, _plain_specs, reads=(1, 2))
+
+
+def _of_device(y, w, *, static, recipe):
+  """Of a device's tokens; differentiated as it is written, but for products."""
+  axes, k = recipe.axes, static.experts_per_token
+  num_experts = w.router.shape[-1]
   with residual_scope("linear"):
     experts = choose_experts(jax.lax.stop_gradient(y), w.router, k)
     p, probability = expert_weights(
       y, w.router, experts, normalize=static.normalize
     )
+    load = load_of(experts, num_experts)
+    # From here on the columns of devices along tensor, of whole sequences.
+    y, experts, p = gather_positions((y, experts, p), axes)
     rows = sort_rows(experts, num_experts)
     p = p_of_rows(p, rows)
-    h = _product(
-      to_rows(y, rows, k), w.gate_up, rows.sizes, recipe.implementation
-    )
+    h = _product(to_rows(y, rows, k), w.gate_up, rows, recipe)
   z = silu_mul(*jnp.split(h, 2, axis=-1), recipe=recipe)
   with residual_scope("activation"):
     z = (p * z.astype(jnp.float32)).astype(y.dtype)
   with residual_scope("linear"):
-    out = _product(z, w.down, rows.sizes, recipe.implementation)
-    out = sum_of_copies(out, rows, shape).astype(y.dtype)
-  out = x + out if static.add_input else out
-  return out, RoutingStats(load_of(experts, num_experts), probability)
+    out = _product(z, w.down, rows, recipe)
+    out = sum_of_copies(out, rows, experts.shape).astype(y.dtype)
+  return (scatter_sequence(out, axes), probability), load
 
 
-def _grouped(x, w, sizes, implementation) -> Array:
+def _grouped(x, w, rows, recipe) -> Array:
   """Rows x [M, D] times w [E, D, *F] of their group, in x's dtype."""
-  return ops.grouped_fwd(
-    x, _matrices(w, x), sizes, dtype=x.dtype, implementation=implementation
-  )
+  product = grouped_product(ops.grouped_fwd, x.dtype, recipe)
+  return product(x, matrices(w, x.dtype, recipe.axes), rows)
 
 
-def _grouped_fwd(x, w, sizes, implementation):
-  return _grouped(x, w, sizes, implementation), (x, w, sizes)
+def _grouped_fwd(x, w, rows, recipe):
+  return _grouped(x, w, rows, recipe), (x, w, rows)
 
 
-def _grouped_bwd(implementation, saved, g):
-  x, w, sizes = saved
-  dx = ops.grouped_dgrad(
-    g, _matrices(w, x), sizes, dtype=x.dtype, implementation=implementation
-  )
-  dw = ops.grouped_wgrad(
-    x, g, sizes, dtype=w.dtype, implementation=implementation
-  )
-  return dx, cotangent(dw, w), None
+def _grouped_bwd(recipe, saved, g):
+  x, w, rows = saved
+  product = grouped_product(ops.grouped_dgrad, x.dtype, recipe)
+  dx = product(g, matrices(w, x.dtype, recipe.axes), rows)
+  return dx, weight_gradient(x, g, w, rows, recipe), None
 
 
 _product = jax.custom_vjp(_grouped, nondiff_argnums=(3,))
 _product.defvjp(_grouped_fwd, _grouped_bwd)
-
-
-def _matrices(w, x):
-  return w.reshape(*w.shape[:2], -1).astype(x.dtype)
 
 
 def _check(x, w, experts_per_token, recipe) -> None:

@@ -19,12 +19,13 @@ def gather_weights[L: nnx.Module](
 
   Else XLA may split a product along the rows and move activations, or gather
   weights in f32. Gradients go back to the rows' devices where they are summed.
+  Those of experts, which are no kernels, each device gathers in the layer.
   """
 
   def gather(path, w):
     spec = param_spec(path)[1:]  # Of one layer.
     whole = P(*(_without(names, fsdp) for names in spec))
-    if whole == P(*spec):
+    if whole == P(*spec) or path[-1].key != "kernel":
       return w
     # Its gradient is f32 and then cast to the weight's dtype.
     return _constrained(w.astype(jnp.float32), dtype, P(*spec), whole)

@@ -35,11 +35,9 @@ def layer_backward(
   again = 0.0
   if load.remat in ("full", "fp8_layer"):
     again = kept_bytes(shape, recipe, tensor=load.tensor) * load.tokens
-  plain = _bf16_backward if recipe.linear == "bf16" else _fp8_linear_backward
-  backward = plain(layer)
-  if shape.num_experts and load.is_on_mesh:
-    backward = max(backward, _mixture_of_all_gpus(layer))
-  return again + backward
+  if recipe.linear == "bf16":
+    return again + _bf16_backward(layer)
+  return again + _fp8_linear_backward(layer)
 
 
 class _Layer:
@@ -101,18 +99,6 @@ def _fp8_linear_backward(layer: _Layer) -> float:
   # With what products save, copied; or with a weight's gradient.
   last = layer.value * layer.gate_up + 4 * layer.inner + 2 * layer.unit
   return max(mlp + layer.inner + 3.5 * layer.unit, last)
-
-
-def _mixture_of_all_gpus(layer: _Layer) -> float:
-  # XLA sorts the tokens of all GPUs on each, and multiplies their rows by every
-  # expert's weight: with each expert its own rows in BF16, and zeros for the
-  # others'. Three such arrays as wide as the stream, made of two; or two of
-  # them, two of gate and up, of which a GPU has columns, and a product in f32.
-  rows = float(layer.rows * layer.load.fsdp)
-  columns = BF16 * 2 * layer.inner
-  experts = layer.shape.num_experts
-  streams = 3 * experts * rows + 2 * rows
-  return max(streams, 2 * experts * (rows + columns) + F32 / BF16 * rows)
 
 
 def _coat_backward(layer: _Layer, recipe: CoatRecipe) -> float:

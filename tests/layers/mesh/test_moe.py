@@ -2,6 +2,7 @@
 """A mixture of experts on meshes of eight devices: what one device computes."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -66,6 +67,7 @@ def arrays(shape=(B, T, D)):
       (recipes.coat(), (2, 2, 2), AxisType.Explicit),
       (recipes.bf16(), (2, 2, 2), AxisType.Auto),
       (recipes.bf16(), (2, 2, 2), AxisType.Explicit),
+      (recipes.fp8_linear(), (1, 8, 1), AxisType.Auto),
     ],
   ),
 )
@@ -80,14 +82,14 @@ def test_moe_on_a_mesh_computes_what_it_does_on_one_device(recipe, sizes, kind):
     x, dy = place(mesh, lambda *_: P(("data", "fsdp")), (x, dy))
     found = jit(f)(params, x, dy)
   assert_close(found, wanted, 5e-5)
-  if recipe.nonlinear == "fp8":  # Else it is XLA's choice.
-    assert_sharded_like(found[1][0], params)
+  assert_sharded_like(found[1][0], params)
 
 
 @pytest.mark.slow
-def test_moe_without_axes_computes_what_it_does_on_one_device():
+@pytest.mark.parametrize("recipe", [recipes.coat(), recipes.bf16()])
+def test_moe_without_axes_computes_what_it_does_on_one_device(recipe):
   x, dy = arrays()
-  f, params = build(recipes.coat())
+  f, params = build(recipe)
   wanted = jit(f)(params, x, dy)
   mesh = jax.make_mesh((2, 4), NAMES[:2], axis_types=(AxisType.Explicit,) * 2)
   rows = {"gate_up": P(None, "fsdp"), "down": P(None, "fsdp")}
@@ -115,6 +117,16 @@ def test_a_device_saves_its_share_of_copies():
     )
   codes = sum(a.size for a in leaves if a.dtype == recipe.formats.values)
   assert codes == B * T * (D + 2 * K * F)
+
+
+@pytest.mark.parametrize("recipe", [recipes.coat(), recipes.bf16()])
+def test_a_device_sorts_the_copies_of_its_own_sequences(recipe):
+  f, params = build(dataclasses.replace(recipe, axes=MeshAxes(tensor="tensor")))
+  mesh = jax.make_mesh((2, 2, 2), NAMES, axis_types=(AxisType.Auto,) * 3)
+  with jax.set_mesh(mesh):
+    program = str(jax.make_jaxpr(f)(params, *arrays()))
+  sorted_ = set(re.findall(r"i32\[(\d+)\] = sort\[", program))
+  assert sorted_ == {str(B * T * K // 4)}
 
 
 def test_what_a_mesh_cannot_take_is_said():
