@@ -60,6 +60,7 @@ from coat_jax.layers.routing import (
   sum_of_copies,
   to_rows,
 )
+from coat_jax.ops.explicit import varying
 from coat_jax.qtensor import QTensor, dequantize
 from coat_jax.recipe import CoatRecipe, MeshAxes
 
@@ -157,7 +158,8 @@ def _bwd(static, recipe, inputs, saved, cotangents):
   def route(y, router):
     return expert_weights(y, router, experts, normalize=static.normalize)
 
-  (p, _), route_backward = jax.vjp(route, own_y, w.router)
+  # Types may say that the router does not vary: then JAX would sum as well.
+  (p, _), route_backward = jax.vjp(route, *varying((own_y, w.router)))
   shape = (*gate.qvalue.shape[:-2], k)
   rows = sort_rows(gather_positions(experts, axes), w.router.shape[-1])
   p = p_of_rows(gather_positions(p, axes), rows)
@@ -184,7 +186,7 @@ def _bwd(static, recipe, inputs, saved, cotangents):
   dy = scatter_sequence(sum_of_copies(dy, rows, shape).astype(dtype), axes)
 
   dprobability = dstats.probability / token_shards(axes)
-  from_router, drouter = route_backward((dp, dprobability))
+  from_router, drouter = route_backward(varying((dp, dprobability)))
   drouter = cotangent(sum_tokens(drouter, axes), w.router)
   dx, dgamma, dbeta = _sum(dy, from_router), None, None
   if norm_stats is None:

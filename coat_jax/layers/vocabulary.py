@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import Array, P, lax
 from jax.typing import DTypeLike
 
-from coat_jax.ops.explicit import partitioned, spec_of
+from coat_jax.ops.explicit import partitioned, spec_of, varying
 from coat_jax.recipe import MeshAxes
 
 # Of the f32 logits that a device holds at a time.
@@ -128,7 +128,10 @@ def mean_loss(
   Returns:
     f32 scalar, nats per token.
   """
-  return _mean_loss(hidden, targets, weight, shares, is_tied, axes, soft_cap)
+  arrays = hidden, targets, weight, shares
+  if axes is None:
+    arrays = varying(arrays)
+  return _mean_loss(*arrays, is_tied, axes, soft_cap)
 
 
 def logits(
@@ -250,8 +253,9 @@ def _loss_of_shard(
     has_gradients=has_gradients,
   )
   d, vocab_size = weight.shape[::-1] if is_tied else weight.shape
-  dweight = jnp.zeros(weight.shape if has_gradients else (), jnp.float32)
-  start = jnp.float32(0), dweight
+  # Zeros that vary between devices as `hidden` does.
+  zeros = functools.partial(jnp.zeros_like, hidden, jnp.float32)
+  start = zeros(shape=()), zeros(shape=weight.shape if has_gradients else ())
   counted = jnp.ones(targets.shape, jnp.float32) if shares is None else shares
   chunks = _chunks(hidden, targets, counted, vocab_size)
   (loss, dweight), dhidden = lax.scan(add, start, chunks)

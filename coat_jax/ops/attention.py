@@ -121,7 +121,7 @@ def attention_bwd(
     in_chunks(grouped_heads(x, kv_heads))
     for x in (q, dout.astype(q.dtype), residuals.lse, delta)
   )
-  zeros = (jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32))
+  zeros = (jnp.zeros_like(k, jnp.float32), jnp.zeros_like(v, jnp.float32))
   (dk, dv), dq = jax.lax.scan(one_chunk, zeros, (*chunks, in_chunks(segments)))
   dq = join_chunks(dq, t).reshape(q.shape)
   return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)

@@ -178,10 +178,10 @@ def attention_fp8_bwd(
     in_chunks(grouped_heads(x, kv_heads))
     for x in (q.qvalue, dout.qvalue, residuals.lse, delta)
   )
-  zeros = jnp.zeros(k.qvalue.shape, jnp.float32)
+  zeros = jnp.zeros_like(k.qvalue, jnp.float32)
   (dk, dv, largest), dq = jax.lax.scan(
     one_chunk,
-    (zeros, zeros, jnp.float32(0)),
+    (zeros, zeros, jnp.zeros_like(zeros, shape=())),
     (*chunks, in_chunks(segments)),
   )
   dq = join_chunks(dq, t).reshape(q.qvalue.shape) * (scales.ds * k.scale)

@@ -35,6 +35,7 @@ def partitioned[R](
   Returns:
     What f returns.
   """
+  args = varying(args)
   mesh = jax.sharding.get_abstract_mesh()
   if not mesh.explicit_axes:
     return f(*args)
@@ -44,6 +45,33 @@ def partitioned[R](
   specs = (types or inferred)(out, args)
   specs = jax.tree.broadcast(specs, out, is_leaf=_is_spec)
   return jax.tree.map(reshard, out, specs)
+
+
+def varying[Tree](tree: Tree) -> Tree:
+  """Casts arrays to vary over the axes of a `shard_map` that any varies over.
+
+  A gradient of one's own is each device's. Of a weight that does not vary, by
+  its type, the gradient is their sum, which the transpose of this cast makes,
+  in the weight's dtype. Without axes whose types are checked it does nothing.
+
+  Args:
+    tree: of arrays; other leaves stay as they are.
+
+  Returns:
+    The same tree.
+  """
+  arrays = [x for x in jax.tree.leaves(tree) if isinstance(x, Array)]
+  names = frozenset().union(*map(_axes_of, arrays))
+
+  def cast(x):
+    missing = tuple(sorted(names - _axes_of(x))) if isinstance(x, Array) else ()
+    return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+  return jax.tree.map(cast, tree)
+
+
+def _axes_of(x: Array) -> frozenset[str]:
+  return jax.typeof(x).manual_axis_type.varying
 
 
 def spec_of(x: Array) -> P:

@@ -27,7 +27,13 @@ from jax.sharding import NamedSharding
 
 from coat_jax.layers.residuals import protect_codes
 from coat_jax.ops import Operand
-from coat_jax.ops.explicit import axes_in, inferred, partitioned, spec_of
+from coat_jax.ops.explicit import (
+  axes_in,
+  inferred,
+  partitioned,
+  spec_of,
+  varying,
+)
 from coat_jax.recipe import MeshAxes
 
 
@@ -197,7 +203,7 @@ def rule(
     if _is_explicit(static[-1].axes):
       static = _with_axes_of_types(arrays, static, specs)
     if static[-1].axes is None:
-      arrays = _varying(arrays)
+      arrays = varying(arrays)
     elif not _is_local(static[-1].axes):
       arrays = _placed(arrays, specs(*arrays, *static)[0])
     return apply(arrays, static)
@@ -317,22 +323,6 @@ def _is_cache(x) -> bool:
 
 def _is_spec(x) -> bool:
   return isinstance(x, P)
-
-
-def _varying(arrays):
-  """Casts all to vary over the axes of a `shard_map` that any varies over.
-
-  A rule returns each device's own gradient. Of a weight that does not vary, by
-  its type, the gradient is their sum, which the transpose of this cast makes.
-  """
-  of = lambda x: jax.typeof(x).manual_axis_type.varying  # noqa: E731
-  names = frozenset().union(*map(of, jax.tree.leaves(arrays)))
-
-  def cast(x):
-    missing = tuple(sorted(names - of(x)))
-    return jax.lax.pcast(x, missing, to="varying") if missing else x
-
-  return jax.tree.map(cast, arrays)
 
 
 def _placed(arrays, specs):

@@ -1,31 +1,124 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers inside a `jax.shard_map` that the caller wrote."""
+"""Layers inside a `jax.shard_map` that the caller wrote.
+
+Weights are replicated and tokens split. JAX checks there which arrays vary
+between devices: a weight does not, and its gradient is the sum.
+"""
+
+import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax import P
 from jax.sharding import NamedSharding
 
 from coat_jax import recipe as recipes
-from coat_jax.layers import linear
+from coat_jax.layers import (
+  Heads,
+  MoEWeights,
+  attention_output,
+  linear,
+  moe,
+  split_heads,
+)
+from coat_jax.layers.vocabulary import mean_loss
+
+COAT = recipes.coat()
 
 
-def test_replicated_weights_in_a_callers_shard_map_get_the_sum_of_gradients():
-  keys = jax.random.split(jax.random.key(0), 2)
-  x = jax.random.normal(keys[0], (8, 16, 64), jnp.bfloat16)
-  w = jax.random.normal(keys[1], (64, 128))
+def normal(seed, shape, dtype=jnp.float32):
+  return jax.random.normal(jax.random.key(seed), shape, dtype)
+
+
+def of_linear(w, x, recipe=COAT):
+  return total(linear(x, w, recipe=recipe))
+
+
+def of_attention(w, x, recipe=COAT):
+  heads = split_heads(x, jnp.arange(16), Heads(2, 1, 1e4), recipe=recipe)
+  return total(attention_output(x, *heads, w, recipe=recipe))
+
+
+def of_experts(weights, x, recipe=COAT):
+  y, _ = moe(
+    x,
+    MoEWeights(None, None, *weights),
+    experts_per_token=2,
+    normalize=False,
+    kind=None,
+    eps=1e-6,
+    recipe=recipe,
+  )
+  return total(y)
+
+
+def of_vocabulary(w, x):
+  targets = jnp.zeros(x.shape[:2], jnp.int32)
+  shares = jnp.full(x.shape[:2], 1 / 128)
+  return mean_loss(x, targets, w, shares, is_tied=False, axes=None)
+
+
+def total(y):
+  return jnp.sum(y.astype(jnp.float32))
+
+
+EXPERTS = [(64, 4), (4, 64, 2, 64), (4, 64, 64)]
+FP8_ATTENTION = recipes.coat(attention="fp8", attention_compute="fp8")
+CASES = {
+  "linear": (of_linear, (64, 128)),
+  "attention": (of_attention, (32, 64)),
+  "fp8_attention": (
+    functools.partial(of_attention, recipe=FP8_ATTENTION),
+    (32, 64),
+  ),
+  "experts": (
+    functools.partial(of_experts, recipe=recipes.bf16()),
+    EXPERTS,
+  ),
+  "vocabulary": (of_vocabulary, (64, 128)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_replicated_weights_in_a_callers_shard_map_get_the_sum_of_gradients(
+  name: str,
+):
+  loss, shapes = CASES[name]
+  check_sum_of_gradients(loss, loss, shapes)
+
+
+@pytest.mark.parametrize(
+  ("loss", "shapes"), [(of_linear, (64, 128)), (of_experts, EXPERTS)]
+)
+def test_layers_with_axes_sum_once_in_a_callers_shard_map(loss, shapes):
+  axes = recipes.MeshAxes(batch=("data",), fsdp=None)
+  with_axes = functools.partial(
+    loss, recipe=dataclasses.replace(COAT, axes=axes)
+  )
+  check_sum_of_gradients(with_axes, loss, shapes)
+
+
+def check_sum_of_gradients(on_devices, whole, shapes):
+  """Compares gradients of eight devices' losses with those of one's."""
+  x = normal(0, (8, 16, 64), jnp.bfloat16)
+  w = jax.tree.map(lambda s: normal(1, s) / 8, shapes, is_leaf=is_shape)
   mesh = jax.make_mesh((8,), ("data",))
-
-  def loss(w, x):
-    return jnp.sum(linear(x, w, recipe=recipes.coat()).astype(jnp.float32))
-
-  on_devices = jax.shard_map(
-    jax.grad(loss), mesh=mesh, in_specs=(P(), P("data")), out_specs=P()
+  gradients = jax.shard_map(
+    jax.grad(on_devices), mesh=mesh, in_specs=(P(), P("data")), out_specs=P()
   )
-  got = jax.jit(on_devices)(
-    w, jax.device_put(x, NamedSharding(mesh, P("data")))
+  got = jax.jit(gradients)(w, jax.device_put(x, NamedSharding(mesh, P("data"))))
+  wanted = jax.jit(jax.grad(whole))(w, x)
+  # A scale is of all devices' rows (`qtensor.bits_to_amax`), so that codes are
+  # the same. The order of f32 sums differs, and hence few roundings to BF16.
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-2),
+    got,
+    wanted,
   )
-  # Scales are those of whole arrays, so only the order of f32 sums differs.
-  wanted = jax.jit(jax.grad(loss))(w, x)
-  np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-4)
+
+
+def is_shape(x):
+  return isinstance(x, tuple)
