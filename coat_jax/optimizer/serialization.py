@@ -94,8 +94,8 @@ def check_stored(stored: Any, target: Any) -> None:
 
   Raises:
     ValueError: a leaf of `target` is stored with another dtype or shape, or not
-      at all. Codecs whose states have the same dtypes and shapes cannot be told
-      apart.
+      at all; or `stored` is empty. Codecs whose states have the same dtypes and
+      shapes cannot be told apart.
 
   Examples:
     >>> import jax, jax.numpy as jnp
@@ -112,6 +112,14 @@ stored, got int8[64, 128] for float8_e4m3fn[64, 128] at '0/mu_codes/w'; make \
 the target of the same parameters and with the codec of the state that was saved
   """
   saved = _leaves_by_path(getattr(stored, "item_metadata", stored))
+  if not saved:
+    # A CheckpointManager that has not saved or restored knows no handler.
+    raise ValueError(
+      "check_stored: stored must have the leaves of a checkpoint, got none in "
+      f"a {type(stored).__name__}; give Orbax's CheckpointManager "
+      "item_handlers=StandardCheckpointHandler(), without which it finds no "
+      "metadata before it restores"
+    )
   for path, leaf in _leaves_by_path(target).items():
     dtype = getattr(leaf, "dtype", None)
     if dtype is None or jnp.issubdtype(dtype, jax.dtypes.extended):

@@ -117,5 +117,20 @@ def test_checkpoint_of_another_codec_is_told(tmp_path):
     check_stored(stored, {"opt": wider})
 
 
+def test_metadata_that_a_fresh_checkpoint_manager_does_not_find_is_told(
+  tmp_path,
+):
+  state = {"a": jnp.ones(3)}
+  with ocp.CheckpointManager(tmp_path) as manager:
+    manager.save(0, args=ocp.args.StandardSave(state))
+  with ocp.CheckpointManager(tmp_path) as manager:
+    stored = manager.item_metadata(0)
+  with pytest.raises(ValueError, match="got none in a NoneType.*item_handlers"):
+    check_stored(stored, state)
+  handlers = ocp.StandardCheckpointHandler()
+  with ocp.CheckpointManager(tmp_path, item_handlers=handlers) as manager:
+    check_stored(manager.item_metadata(0), state)
+
+
 def test_serialization_examples_run():
   assert not doctest.testmod(serialization).failed
