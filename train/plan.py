@@ -64,8 +64,8 @@ COLUMNS: dict[str, Callable[[TrainConfig], TrainConfig]] = {
   "leanest": lambda run: _lean(run, remat="fp8"),
 }
 _OF_EXPERTS = (
-  "not checked: mixtures of experts on several GPUs, with FP8 linears, and how "
-  "fast they are (docs/plan.md)"
+  "not checked: mixtures of experts on meshes with data or tensor axes, and "
+  "how fast they are (docs/plan.md)"
 )
 # These need the gradients of a whole step at once.
 _NOT_IN_MICROBATCHES = ("lean", "leanest")

@@ -353,15 +353,13 @@ def _few_steps(**options):
   "options",
   [
     # Each value of each option once: a run compiles a step.
-    dict(
-      optim=dict(optimizer="coat_muon"), params="bfloat16", remat="fp8_layer"
-    ),
+    dict(optim=dict(optimizer="coat_muon"), params="bfloat16", remat="fp8"),
     dict(
       optim=dict(optimizer="coat_lion", lr=3e-4),
       params="bfloat16_low8",
       remat="dots",
     ),
-    dict(optim=dict(codec="log8"), remat="fp8"),
+    dict(optim=dict(codec="log8"), remat="fp8_layer"),
     dict(params="bfloat16_low8", recipe="fp8_linear", remat="full"),
   ],
   ids=str,
