@@ -110,13 +110,16 @@ def _plain_fwd(x, y, w, static, recipe):
   out = x + out if static.add_input else out
   mean = lambda a: sum_tokens(a, axes) / token_shards(axes)  # noqa: E731
   stats = RoutingStats(mean(load), mean(probability))
-  # y and the weights are alive anyway: the rule hands them to the backward.
-  return (out, stats), backward.replace(args_res=[])
+  # The weights are alive anyway: the rule hands them to the backward. Of y what
+  # is made of it is saved, and y itself only where that is y, in f32.
+  of_y, _ = backward.args_res
+  return (out, stats), backward.replace(args_res=[of_y, None])
 
 
 def _plain_bwd(static, recipe, inputs, backward, cotangents):
-  axes, (g, dstats) = recipe.axes, cotangents
-  backward = backward.replace(args_res=list(inputs))
+  axes, (w,), (g, dstats) = recipe.axes, inputs, cotangents
+  of_y, _ = backward.args_res
+  backward = backward.replace(args_res=[of_y, w])
   dy, dw = backward((g, dstats.probability / token_shards(axes)))
   dx = g if static.add_input else jnp.zeros_like(g)
   # Other weights' gradients are summed with their products.
@@ -129,7 +132,7 @@ def _plain_specs(x, y, w, static, recipe):
   return (each, each, of_weights), results
 
 
-_plain = rule(_plain_fwd, _plain_bwd, _plain_specs, reads=(1, 2))
+_plain = rule(_plain_fwd, _plain_bwd, _plain_specs, reads=(2,))
 
 
 def _of_device(y, w, *, static, recipe):
