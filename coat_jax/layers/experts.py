@@ -204,6 +204,7 @@ def _bwd(static, recipe, inputs, saved, cotangents):
 
 
 def moe_specs(x, weights, static, recipe):
+  """How the arguments and results of a mixture are split, for `rule`."""
   del weights, static
   axes = recipe.axes
   of_weights = MoEWeights(
