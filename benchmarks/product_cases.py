@@ -77,6 +77,18 @@ def _matmuls(sizes):
     flops=2 * t * f * d,
     ceiling="fp8",
   )
+  yield of_op(
+    ops.linear_fwd,
+    dict(weight="up", tokens=t, in_features=d, out_features=f, bias=True),
+    lambda: (
+      operand(sizes.normal(t, d)),
+      operand(sizes.normal(d, f)),
+      sizes.normal(f),
+    ),
+    lambda op, x, w, bias: op(x, w, bias=bias, dtype=sizes.dtype),
+    flops=2 * t * f * d,
+    ceiling="fp8",
+  )
 
 
 def _grouped(sizes):

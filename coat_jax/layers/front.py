@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array, P
 
 from coat_jax import ops
-from coat_jax.layers.linear import Linear, add_bias, as_row, scale_to_save
+from coat_jax.layers.linear import Linear, as_row, scale_to_save
 from coat_jax.layers.mesh.collectives import gather_sequence, scatter_sequence
 from coat_jax.layers.mesh.specs import cached, split_columns
 from coat_jax.layers.module import value_of
@@ -97,9 +97,12 @@ def front_forward(
   y = gather_sequence(y, recipe, batch=x.shape[0])
   w_q = quantized_weight(as_matrix(w.w), w.cache, "columns", recipe)
   h = ops.linear_fwd(
-    y, w_q, dtype=x.dtype, implementation=recipe.implementation
+    y,
+    w_q,
+    dtype=x.dtype,
+    bias=as_row(w.bias),
+    implementation=recipe.implementation,
   )
-  h = add_bias(h, as_row(w.bias))
   return h, y.scale, FrontSaved(normed, kept, scale_to_save(w.cache, w_q))
 
 

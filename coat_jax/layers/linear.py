@@ -7,6 +7,7 @@ that the forward multiplied, and the weight's scale; the weight is quantized
 again from the parameter, which is alive anyway.
 """
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -61,15 +62,20 @@ class _Saved(NamedTuple):
 
 
 def _fp8_linear_fwd(x, w, bias, cache, split, recipe):
-  how = recipe.implementation
   x_q, kept = input_operand(x, recipe)
   if split == "columns":
     x_q = gather_sequence(x_q, recipe, batch=x.shape[0])
   w_q = quantized_weight(as_matrix(w), cache, "columns", recipe)
-  y = ops.linear_fwd(x_q, w_q, dtype=x.dtype, implementation=how)
   if split == "inputs":
-    y = scatter_sequence(y, recipe.axes)
-  y = add_bias(y, as_row(bias))
+    y = add_linear(x_q, w_q, as_row(bias), recipe, dtype=x.dtype, add=None)
+  else:
+    y = ops.linear_fwd(
+      x_q,
+      w_q,
+      dtype=x.dtype,
+      bias=as_row(bias),
+      implementation=recipe.implementation,
+    )
   saved = _Saved(kept, scale_to_save(cache, w_q))
   return y.reshape(*y.shape[:-1], *w.shape[1:]), saved
 
@@ -131,7 +137,7 @@ def linear(
   Args:
     x: [..., D], BF16 (or f32).
     w: [D, *F], any float dtype; gradients come back in it.
-    bias: [*F] or None, added in f32.
+    bias: [*F] or None, added in f32; in FP8 as x's dtype holds it.
     recipe: `recipe.linear` says how it is computed.
     cache: of w, from `layers.weight`, or None.
     split: how w is split over a mesh's tensor axis where x is [B, T, D]:
@@ -199,15 +205,17 @@ def add_linear(
   Args:
     x: rows; on a mesh of whole sequences, the columns that the device has.
     w: columns; on a mesh the rows that belong to x's columns.
-    bias: [D] or None.
+    bias: [D] or None; rounded to `dtype` where a device has all of the sum.
     recipe: has the axes of the mesh.
     dtype: of the result.
     add: [..., D], the residual stream, or None; added in f32.
   """
-  how = recipe.implementation
-  if add is not None and bias is None and tensor_size(recipe.axes) == 1:
-    return ops.linear_fwd(x, w, dtype=dtype, add=add, implementation=how)
-  y = ops.linear_fwd(x, w, dtype=dtype, implementation=how)
+  product = functools.partial(
+    ops.linear_fwd, x, w, dtype=dtype, implementation=recipe.implementation
+  )
+  if tensor_size(recipe.axes) == 1:
+    return product(add=add, bias=bias)
+  y = product()
   y = scatter_sequence(y, recipe.axes)
   y = add_bias(y, bias)
   if add is None:
@@ -216,7 +224,12 @@ def add_linear(
 
 
 def bias_gradient(
-  g: Array, bias: Array | None, recipe: CoatRecipe, *, has_columns: bool
+  g: Array | None,
+  bias: Array | None,
+  recipe: CoatRecipe,
+  *,
+  has_columns: bool,
+  sums: Array | None = None,
 ) -> Array | None:
   """The sum of g over all tokens, in f32; None without a bias.
 
@@ -225,10 +238,15 @@ def bias_gradient(
     bias: [*F] or None.
     recipe: has the axes of the mesh.
     has_columns: whether F is the device's own, of all positions.
+    sums: of g over the device's tokens, f32 [F], where they are known; None to
+      sum them here.
   """
   if bias is None:
     return None
-  total = jnp.sum(g.astype(jnp.float32), axis=tuple(range(g.ndim - 1)))
+  total = sums
+  if total is None:
+    assert g is not None  # See `MiddleGradient`.
+    total = jnp.sum(g.astype(jnp.float32), axis=tuple(range(g.ndim - 1)))
   total = sum_tokens(total, recipe.axes, all_positions=has_columns)
   return cotangent(total, bias)
 

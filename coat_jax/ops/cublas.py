@@ -4,8 +4,9 @@
 XLA makes one call of a dot product with an FP8 algorithm, both operands with
 the summed axis last, a result in the dtype that is wanted and a scalar factor
 in that dtype. In any other form a separate pass over the result, or over an
-operand, comes with it. A matrix that is added becomes part of the call. The
-factor and the sum are f32 in it: XLA:GPU drops the roundings to BF16.
+operand, comes with it. A bias becomes part of the call, and so does a matrix
+that is added behind it, not before. The factor and the sums are f32 in it:
+XLA:GPU drops the roundings to BF16.
 """
 
 import math
@@ -72,6 +73,7 @@ def linear_fwd(
   *,
   dtype: DTypeLike = jnp.bfloat16,
   add: Array | None = None,
+  bias: Array | None = None,
 ) -> Array:
   """`ops.linear_fwd`."""
   if add is not None and add.dtype != dtype:
@@ -84,6 +86,8 @@ def linear_fwd(
   _require_product("linear_fwd", x.rows, w.columns, dtype)
   supported()
   y = _matmul(_rows(x.rows), w.columns, scale, dtype, _FAST)
+  if bias is not None:
+    y = y + bias.astype(dtype)[None]
   if add is not None:
     y = y + _rows(add)
   return y.reshape(*x.rows.shape[:-1], w.columns.shape[0])

@@ -44,8 +44,9 @@ def _matmul(
   b: QTensor,
   dtype: DTypeLike,
   add: Array | None = None,
+  bias: Array | None = None,
 ) -> Array:
-  """a [m, k] b [n, k]^T of codes and scales, plus `add`, in f32: [m, n]."""
+  """a [m, k] b [n, k]^T of codes and scales, plus others, in f32: [m, n]."""
   if a.scale.ndim != b.scale.ndim:
     raise ValueError(
       "linear: operands must both have one scale, or both scales of blocks, "
@@ -56,6 +57,8 @@ def _matmul(
     out = _dot(*(block_values(*x, dtype=jnp.bfloat16) for x in (a, b)))
   else:
     out = _dot(a.qvalue, b.qvalue) * (a.scale * b.scale)
+  if bias is not None:
+    out = out + bias.astype(dtype).astype(jnp.float32)[None]
   if add is not None:
     out = out + add.astype(jnp.float32)
   return out.astype(dtype)
@@ -100,15 +103,17 @@ def linear_fwd(
   *,
   dtype: DTypeLike = jnp.bfloat16,
   add: Array | None = None,
+  bias: Array | None = None,
 ) -> Array:
   """y [..., F] = x w: x.rows [..., D], w.columns [F, D].
 
-  `add` [..., F], the residual stream, is added in f32, before y is rounded.
+  `bias` [F], as `dtype` holds it, and `add` [..., F], the residual stream, are
+  added in f32, before y is rounded.
   """
   assert x.rows is not None and w.columns is not None
   if add is not None:
     add = _rows(add)
-  y = _matmul(in_rows(x), in_columns(w), dtype, add)
+  y = _matmul(in_rows(x), in_columns(w), dtype, add, bias)
   return y.reshape(*x.rows.shape[:-1], w.columns.shape[0])
 
 

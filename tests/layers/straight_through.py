@@ -66,7 +66,7 @@ def rounded(x, dtype):
 def linear(x, w, bias=None, dtype=jnp.float32, formats=FP8):
   """x w + bias with operands and gradients in their formats, all axes of w.
 
-  The product is rounded to `dtype` before the bias is added.
+  Rounded to `dtype`; with a bias, which `dtype` holds, it is left to be.
   """
   matrix = w.reshape(w.shape[0], -1)
   of = formats.values
@@ -76,8 +76,10 @@ def linear(x, w, bias=None, dtype=jnp.float32, formats=FP8):
   matrix = pin(matrix.astype(jnp.float32), per_tensor(matrix, of))
   y = jnp.matmul(x, matrix, precision="highest")
   y = rounded_gradient(y, formats.gradients)
-  y = pin(y, ops.linear_fwd(x_q, w_q, dtype=dtype).astype(jnp.float32))
-  return y if bias is None else y + _row(bias.reshape(-1), y)
+  if bias is None:
+    return pin(y, ops.linear_fwd(x_q, w_q, dtype=dtype).astype(jnp.float32))
+  y = pin(y, ops.linear_fwd(x_q, w_q, dtype=jnp.float32))
+  return y + _row(rounded(bias.reshape(-1), dtype), y)
 
 
 def norm(x, gamma, beta, kind, eps, group_size=16, dtype=E4M3):

@@ -97,9 +97,16 @@ def test_what_is_added_to_a_product_is_rounded_once(dtype):
   x = ops.quantize_tensor(gradient((64, 40), 0))
   w = ops.quantize_tensor(gradient((40, 24), 1), layout="columns")
   stream = gradient((64, 24), 3).astype(dtype)
-  total = ops.linear_fwd(x, w, dtype=jnp.float32) + stream.astype(jnp.float32)
+  bias = gradient((24,), 4)
+  y = ops.linear_fwd(x, w, dtype=jnp.float32)
+  biased = y + bias.astype(jnp.bfloat16).astype(jnp.float32)[None]
+  got = ops.linear_fwd(x, w, bias=bias)
+  assert_same_bits(got, biased.astype(jnp.bfloat16))
+  stream = stream.astype(jnp.float32)
   got = ops.linear_fwd(x, w, add=stream)
-  assert_same_bits(got, total.astype(jnp.bfloat16))
+  assert_same_bits(got, (y + stream).astype(jnp.bfloat16))
+  got = ops.linear_fwd(x, w, add=stream, bias=bias)
+  assert_same_bits(got, (biased + stream).astype(jnp.bfloat16))
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])

@@ -70,13 +70,19 @@ def linear_fwd(
   *,
   dtype: DTypeLike = jnp.bfloat16,
   add: Array | None = None,
+  bias: Array | None = None,
 ) -> Array:
-  """`ops.linear_fwd`."""
+  """`ops.linear_fwd`; XLA adds a bias, in a pass of its own."""
   _require("linear_fwd", x, w, dtype)
   rows = in_rows(x)
   _require_sizes("linear_fwd", rows, in_columns(w))
   supported()
-  y = _product(rows, in_columns(w), dtype, add)
+  y = _product(rows, in_columns(w), dtype, add if bias is None else None)
+  if bias is not None:
+    y = y.astype(jnp.float32) + bias.astype(dtype).astype(jnp.float32)[None]
+    if add is not None:
+      y = y + add.reshape(y.shape).astype(jnp.float32)
+    y = y.astype(dtype)
   assert x.rows is not None
   return y.reshape(*x.rows.shape[:-1], y.shape[-1])
 
