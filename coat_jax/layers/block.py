@@ -99,9 +99,12 @@ def _block_bwd(static, recipe, inputs, saved, g):
     w.front, front, gradient.h, recipe, like=g, add=add
   )
   if has_bias:
-    assert gradient.values is not None  # See `MiddleGradient`.
     dbias = bias_gradient(
-      gradient.values, w.front.bias, recipe, has_columns=True
+      gradient.values,
+      w.front.bias,
+      recipe,
+      has_columns=True,
+      sums=gradient.sums,
     )
     dfront = dfront._replace(bias=dbias)
   return dx, BlockWeights(dfront, dback, gradient.weights), None

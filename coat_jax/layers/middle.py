@@ -38,12 +38,14 @@ class MiddleGradient(NamedTuple):
       `restore` gave them.
     values: gradient of the middle's input before it is rounded, if asked for.
     weights: gradients of the middle's own weights.
+    sums: of `values` over all tokens, f32 [*F], in place of them.
   """
 
   h: Any
   operand: Operand | None = None
   values: Array | None = None
   weights: Any = None
+  sums: Array | None = None
 
 
 class Middle(abc.ABC):
@@ -102,8 +104,8 @@ class Middle(abc.ABC):
       dout: [..., F].
       weights: the middle's own.
       recipe: as of the block.
-      has_bias: whether the front has a bias, whose gradient is the sum of
-        `MiddleGradient.values`.
+      has_bias: whether the front has a bias, whose gradient is
+        `MiddleGradient.sums`, or where that is None the sum of its `values`.
     """
 
   def specs(self, axes: MeshAxes, weights: Any, inputs: Any) -> tuple[Any, Any]:

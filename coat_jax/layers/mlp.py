@@ -62,7 +62,7 @@ class GELU(Middle):
 
   def backward(self, saved, dout, weights, recipe, *, has_bias):
     del weights
-    dh, output = ops.gelu_bwd_operands(
+    dh, output, sums = ops.gelu_bwd_operands(
       dout,
       saved.x,
       output_scale=saved.scale,
@@ -70,17 +70,10 @@ class GELU(Middle):
       group_size=recipe.group_size,
       dtype=recipe.formats.gradients,
       output_dtype=recipe.formats.values,
+      has_sums=has_bias,
       implementation=recipe.implementation,
     )
-    values = None
-    if has_bias:
-      values = ops.gelu_bwd(
-        dout,
-        saved.x,
-        approximate=self.approximate,
-        group_size=recipe.group_size,
-      )
-    return MiddleGradient(dh, output, values)
+    return MiddleGradient(dh, output, sums=sums)
 
   def _sizes(self, recipe: CoatRecipe) -> dict[str, Any]:
     return dict(

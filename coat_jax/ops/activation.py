@@ -349,7 +349,8 @@ def gelu_bwd_operands(
   group_size: int,
   dtype: DTypeLike = E5M2,
   output_dtype: DTypeLike = E4M3,
-) -> tuple[Operand, Operand]:
+  has_sums: bool = False,
+) -> tuple[Operand, Operand, Array | None]:
   """`gelu_bwd` to the operands of the products on both sides of GELU.
 
   Args:
@@ -361,9 +362,11 @@ def gelu_bwd_operands(
     group_size: of x.
     dtype: format of the gradient.
     output_dtype: format of gelu(x).
+    has_sums: whether the gradient of a bias in front of GELU is wanted.
 
   Returns:
-    The gradient of x in both layouts; and gelu(x) again, its columns.
+    The gradient of x in both layouts; gelu(x) again, its columns; and the
+    gradient's sum over rows before it is rounded, f32 [F], or None.
   """
   dx = gelu_bwd.definition(
     dy, x, approximate=approximate, group_size=group_size
@@ -376,7 +379,8 @@ def gelu_bwd_operands(
     layout="columns",
     dtype=output_dtype,
   )
-  return _gradient_operand(dx, output_scale is None, dtype), output
+  sums = jnp.sum(dx.reshape(-1, dx.shape[-1]), axis=0) if has_sums else None
+  return _gradient_operand(dx, output_scale is None, dtype), output, sums
 
 
 def _gradient_operand(g: Array, in_blocks: bool, dtype: DTypeLike) -> Operand:

@@ -103,6 +103,12 @@ class Work:
     axes = (0, 1) if self.tile.down else (1, 0)
     return self.tile.spec((1, 1), axes), jax.ShapeDtypeStruct(grid, jnp.int32)
 
+  def sums(self) -> tuple:
+    """Spec and shape of sums over a tile's rows, one row a tile."""
+    shape = pl.cdiv(self.m, self.tile.rows), self.n
+    spec = self.tile.spec((1, self.tile.columns), (0, 1))
+    return spec, jax.ShapeDtypeStruct(shape, jnp.float32)
+
   def matrices(self, x: QTensor) -> tuple[Array, Array]:
     """Codes and scales as matrices of m rows."""
     return x.qvalue.reshape(self.m, -1), x.scale.reshape(self.m, -1)
@@ -143,6 +149,12 @@ class Work:
     return ptx.quantize_with_scale(
       x, scale_ref[0], dtype=dtype, interpret=self.interpret
     )
+
+  def store_sums(self, ref, x: Array) -> None:
+    """Writes the sum of a tile over its rows, x zero outside the matrix."""
+    _, across = self.tile.index()
+    mask = tiles.inside(ref.shape, (1, self.n), (0, across))
+    tiles.store(ref, jnp.sum(x, axis=0)[None, :], mask)
 
   def store_operand(self, rows_ref, columns_ref, codes: Array) -> None:
     """Writes a tile of codes to the layouts whose refs are not None."""

@@ -10,10 +10,12 @@ The tanh approximation, as the sigmoid that it is; quick GELU has 2 u = 1.702 x:
   1 + tanh(u) = 2 s,  s = sigmoid(2 u),  u = sqrt(2 / pi) (x + 0.044715 x^3)
   gelu = x s,  gelu' = s + 2 x s (1 - s) du/dx
 
-Tiles and passes are as in `gated`.
+Tiles and passes are as in `gated`. A bias's gradient is summed in the second
+pass: each tile writes the sum of its rows, and XLA adds those up, in one order
+always.
 
 Bytes for each value, BF16: gelu_input 2 + 1 + 2 / G; gelu_fwd 1 + 2 / G, and 1
-a layout; gelu_bwd_operands 2 * (2 + 1 + 2 / G) + 3.
+a layout; gelu_bwd_operands 2 * (2 + 1 + 2 / G) + 3, with sums 8 / 32 more.
 
 On an H200 (2026-11-21, jax 0.11.2, [8192, 11008], G = 16): gelu_input 99
 microseconds, gelu_fwd rows 74, gelu_bwd_operands 308; XLA takes 256, 216 and
@@ -23,6 +25,7 @@ microseconds, gelu_fwd rows 74, gelu_bwd_operands 308; XLA takes 256, 216 and
 import functools
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
@@ -182,8 +185,9 @@ def gelu_bwd_operands(
   group_size: int,
   dtype: DTypeLike = E5M2,
   output_dtype: DTypeLike = E4M3,
+  has_sums: bool = False,
   interpret: bool = False,
-) -> tuple[Operand, Operand]:
+) -> tuple[Operand, Operand, Array | None]:
   """`ops.gelu_bwd_operands`, in two passes."""
   op = "gelu_bwd_operands"
   tiles.require_format(op, dtype, E5M2)
@@ -203,10 +207,11 @@ def gelu_bwd_operands(
   work = Work(m, n, group_size, pick_row_tile(m, n), interpret)
   scale = tiles.bits_to_scale(_gradient_amax(dy, x, approximate, work), E5M2)
   work = Work(m, n, group_size, pick_tile(m), interpret)
-  rows, columns, output = _gradient(
-    dy, x, scale, output_scale, approximate, work
+  rows, columns, output, sums = _gradient(
+    dy, x, scale, output_scale, approximate, has_sums, work
   )
-  return Operand(rows, columns, scale), Operand(None, output, output_scale)
+  gradient = Operand(rows, columns, scale)
+  return gradient, Operand(None, output, output_scale), sums
 
 
 @functools.partial(jax.jit, static_argnames=("approximate", "work"))
@@ -251,11 +256,11 @@ def cdf_and_derivative(
   return s, s + 2 * near * s * (1 - s) * slope
 
 
-@functools.partial(jax.jit, static_argnames=("approximate", "work"))
+@functools.partial(jax.jit, static_argnames=("approximate", "has_sums", "work"))
 def _gradient(
-  dy, x, scale, output_scale, approximate, work: Work
-) -> tuple[Array, Array, Array]:
-  rows, columns, output = work.run(
+  dy, x, scale, output_scale, approximate, has_sums, work: Work
+) -> tuple[Array, Array, Array, Array | None]:
+  rows, columns, output, sums = work.run(
     _with(_bwd_kernel, approximate),
     dy.reshape(work.m, work.n),
     *work.matrices(x),
@@ -267,10 +272,18 @@ def _gradient(
       tiles.scalar_spec(),
       tiles.scalar_spec(),
     ],
-    **split([*work.operand(E5M2, "both"), work.columns(E4M3)]),
+    **split(
+      [
+        *work.operand(E5M2, "both"),
+        work.columns(E4M3),
+        work.sums() if has_sums else None,
+      ]
+    ),
     name="gelu_bwd_operands",
   )
-  return rows.reshape(dy.shape), columns, output
+  if sums is not None:
+    sums = jnp.sum(sums, axis=0)
+  return rows.reshape(dy.shape), columns, output, sums
 
 
 def _bwd_kernel(
@@ -283,10 +296,13 @@ def _bwd_kernel(
   rows_ref,
   columns_ref,
   output_ref,
+  sums_ref,
   *,
   approximate,
 ):
   dx, y = _gradient_values(work, dy_ref, q_ref, scales_ref, approximate)
+  if sums_ref is not None:
+    work.store_sums(sums_ref, dx)
   codes = work.quantize(dx, scale_ref, E5M2)
   work.store_operand(rows_ref, columns_ref, codes)
   codes = work.quantize(y, output_scale_ref, E4M3)
