@@ -209,6 +209,35 @@ def _rope(sizes):
     lambda op, *args: op(*args),
     num_bytes=size * (2 * read + 1 + 1),
   )
+  yield from _still_heads(sizes, shape, heads)
+
+
+def _still_heads(sizes, shape, heads):
+  """Heads that are not rotated, with the gradient of their bias."""
+  b, t, n, h = sizes.heads
+  k, read = sizes.kv_heads, sizes.value_bytes
+  size, shape = b * t * (n + 2 * k) * h, shape | dict(rotated=False)
+  yield of_op(
+    ops.split_heads,
+    shape,
+    lambda: (sizes.normal(b, t, (n + 2 * k) * h),),
+    lambda op, qkv: op(qkv, None, None, num_heads=n, num_kv_heads=k),
+    num_bytes=2 * read * size,
+  )
+  yield of_op(
+    ops.join_heads,
+    shape,
+    lambda: heads()[:3],
+    lambda op, *args: op(*args, None, None),
+    num_bytes=2 * read * size,
+  )
+  yield of_op(
+    ops.join_heads_operand,
+    shape | dict(has_sums=True),
+    lambda: heads()[:3],
+    lambda op, *args: op(*args, None, None, has_sums=True),
+    num_bytes=size * (2 * read + 1 + 1),
+  )
 
 
 def _gated(sizes, activation):
@@ -313,5 +342,14 @@ def _gelu(sizes):
     shape,
     lambda: (sizes.normal(t, f, seed=2), *saved()),
     lambda op, dy, x, scale: op(dy, x, output_scale=scale, **how),
+    num_bytes=size * (2 * (read + grouped) + 3),
+  )
+  yield of_op(
+    ops.gelu_bwd_operands,
+    shape | dict(has_sums=True),
+    lambda: (sizes.normal(t, f, seed=2), *saved()),
+    lambda op, dy, x, scale: op(
+      dy, x, output_scale=scale, has_sums=True, **how
+    ),
     num_bytes=size * (2 * (read + grouped) + 3),
   )

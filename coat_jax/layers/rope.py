@@ -19,7 +19,13 @@ from coat_jax.layers.mesh.rule import rule
 from coat_jax.layers.mesh.specs import own_columns, own_heads
 from coat_jax.layers.residuals import save_residual
 from coat_jax.ops.explicit import partitioned
-from coat_jax.ops.rope import Theta, Thetas, rotate, rotation
+from coat_jax.ops.rope import (
+  Theta,
+  Thetas,
+  rotate,
+  rotation,
+  rotation_if_any,
+)
 from coat_jax.ops.rotary import Rotary
 from coat_jax.recipe import CoatRecipe, MeshAxes
 
@@ -115,7 +121,7 @@ def _split_heads_fwd(qkv, positions, kind, heads, recipe):
   head_dim = qkv.shape[-1] // (n + 2 * k)
   out = ops.split_heads(
     qkv,
-    *_angles(positions, kind, head_dim, theta),
+    *rotation_if_any(positions, head_dim=head_dim, theta=theta, kind=kind),
     num_heads=n,
     num_kv_heads=k,
     implementation=recipe.implementation,
@@ -126,9 +132,11 @@ def _split_heads_fwd(qkv, positions, kind, heads, recipe):
 def _split_heads_bwd(heads, recipe, inputs, saved, g):
   del inputs
   positions, kind = saved
-  cos, sin = _angles(positions, kind, g[0].shape[-1], heads.theta)
+  angles = rotation_if_any(
+    positions, head_dim=g[0].shape[-1], theta=heads.theta, kind=kind
+  )
   how = recipe.implementation
-  return ops.join_heads(*g, cos, sin, implementation=how), None, None
+  return ops.join_heads(*g, *angles, implementation=how), None, None
 
 
 def positions_spec(axes: MeshAxes, positions: Array) -> P:

@@ -2,8 +2,9 @@
 """The middle of an attention block: heads, their norm, RoPE and attention.
 
 q, k and v are one product. Their gradients go from attention's backward to the
-E5M2 operand of that product in one pass, where nothing else reads them: a bias
-needs their sums before they are rounded, and clipping comes between.
+E5M2 operand of that product in one pass, where nothing else reads them:
+clipping comes between, and a bias needs their sums before they are rounded,
+which that pass gives without RoPE.
 """
 
 import dataclasses
@@ -41,7 +42,7 @@ from coat_jax.layers.rope import (
   rope,
   split_heads,
 )
-from coat_jax.ops.rope import rotate, rotation
+from coat_jax.ops.rope import rotate, rotation, rotation_if_any
 from coat_jax.qtensor import QTensor, dequantize
 from coat_jax.recipe import CoatRecipe
 
@@ -186,11 +187,19 @@ class SelfAttention(Middle):
     if self.qk_norm is not None:
       dq, dk, dweights = self._norm_gradients(saved, dq, dk, weights, recipe)
     angles = self._joined_angles(saved.positions, kind, dq.shape[-1])
-    if self.clip is None and not has_bias and recipe.scaling == "tensor":
-      dh = ops.join_heads_operand(
-        dq, dk, dv, *angles, dtype=recipe.formats.gradients, implementation=how
+    # With RoPE the kernel gives no sums, and rotates not all heads.
+    has_one_pass = not has_bias or angles[0] is None
+    if self.clip is None and has_one_pass and recipe.scaling == "tensor":
+      dh, sums = ops.join_heads_operand(
+        dq,
+        dk,
+        dv,
+        *angles,
+        dtype=recipe.formats.gradients,
+        has_sums=has_bias,
+        implementation=how,
       )
-      return MiddleGradient(dh, weights=dweights)
+      return MiddleGradient(dh, weights=dweights, sums=sums)
     values = ops.join_heads(dq, dk, dv, *angles, implementation=how)
     values = _clip_bwd(self.clip, saved.inside, values)[0]
     return MiddleGradient(
@@ -243,10 +252,9 @@ class SelfAttention(Middle):
 
   def _joined_angles(self, positions, kind, head_dim):
     """By which heads turn where they are split and joined."""
-    if self.qk_norm is None:
-      return self._angles(positions, kind, head_dim)
-    # Behind the norm, not here.
-    return rotation(positions, head_dim=head_dim, theta=None)
+    # Behind a norm of q and k, if there is one, and not here.
+    theta = self.heads.theta if self.qk_norm is None else None
+    return rotation_if_any(positions, head_dim=head_dim, theta=theta, kind=kind)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnames=("limit",))

@@ -48,6 +48,15 @@ def rotation(
   return cos * magnitude, sin * magnitude
 
 
+def rotation_if_any(
+  positions: Array, *, head_dim: int, theta: Thetas, kind: Array | None = None
+) -> tuple[Array | None, Array | None]:
+  """`rotation`; (None, None) where nothing turns in any kind of layer."""
+  if theta is None:
+    return None, None
+  return rotation(positions, head_dim=head_dim, theta=theta, kind=kind)
+
+
 def _frequencies(theta, head_dim, kind):
   """f32 [R / 2], and what cos and sin are multiplied by, or None."""
   if not isinstance(theta, tuple):
@@ -99,13 +108,19 @@ def rotate(x: Array, cos: Array, sin: Array) -> Array:
 
 @op(triton="rope")
 def split_heads(
-  qkv: Array, cos: Array, sin: Array, *, num_heads: int, num_kv_heads: int
+  qkv: Array,
+  cos: Array | None,
+  sin: Array | None,
+  *,
+  num_heads: int,
+  num_kv_heads: int,
 ) -> tuple[Array, Array, Array]:
   """Takes q, k and v apart and rotates q and k.
 
   Args:
     qkv: [B, T, (N + 2 K) H].
-    cos, sin: f32 [T, R / 2] or [B, T, R / 2], R at most H: see `rotate`.
+    cos, sin: f32 [T, R / 2] or [B, T, R / 2], R at most H: see `rotate`; None
+      rotates nothing.
     num_heads, num_kv_heads: N and K.
 
   Returns:
@@ -117,17 +132,20 @@ def split_heads(
   qkv = qkv.reshape(b, t, num_kv_heads, heads + 2, h)
   q = qkv[..., :heads, :].reshape(b, t, num_heads, h)
   k, v = qkv[..., heads, :], qkv[..., heads + 1, :]
+  if cos is None or sin is None:
+    return q, k, v
   return rotate(q, cos, sin), rotate(k, cos, sin), v
 
 
 @op(triton="rope")
 def join_heads(
-  dq: Array, dk: Array, dv: Array, cos: Array, sin: Array
+  dq: Array, dk: Array, dv: Array, cos: Array | None, sin: Array | None
 ) -> Array:
   """The transpose of `split_heads`, which is linear: [B, T, (N + 2 K) H]."""
   b, t, kv_heads, h = dk.shape
   heads = dq.shape[2] // kv_heads
-  dq, dk = rotate(dq, cos, -sin), rotate(dk, cos, -sin)
+  if cos is not None and sin is not None:
+    dq, dk = rotate(dq, cos, -sin), rotate(dk, cos, -sin)
   parts = (
     dq.reshape(b, t, kv_heads, heads, h),
     dk[..., None, :],
@@ -142,11 +160,28 @@ def join_heads_operand(
   dq: Array,
   dk: Array,
   dv: Array,
-  cos: Array,
-  sin: Array,
+  cos: Array | None,
+  sin: Array | None,
   *,
   dtype: DTypeLike = E5M2,
-) -> Operand:
-  """`join_heads` to the operand, both layouts, of the products before."""
+  has_sums: bool = False,
+) -> tuple[Operand, Array | None]:
+  """`join_heads` to the operand of the products before.
+
+  Args:
+    dq: [B, T, N, H].
+    dk, dv: [B, T, K, H].
+    cos, sin: as of `split_heads`.
+    dtype: format of the operand.
+    has_sums: whether the gradient of a bias is wanted.
+
+  Returns:
+    The operand in both layouts; and the sum over tokens of what it stands for,
+    before that is rounded to `dtype`, f32 [(N + 2 K) H], or None.
+  """
   joined = join_heads.definition(dq, dk, dv, cos, sin)
-  return quantize_tensor.definition(joined, dtype=dtype, layout="both")
+  sums = None
+  if has_sums:
+    sums = jnp.sum(joined.astype(jnp.float32), axis=(0, 1))
+  operand = quantize_tensor.definition(joined, dtype=dtype, layout="both")
+  return operand, sums

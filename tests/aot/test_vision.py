@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the compiler for an H200 makes of a vision tower's layer."""
 
+import math
 import re
 
 import jax.numpy as jnp
@@ -23,6 +24,7 @@ IMAGES = 16
 KERNELS = {
   *("norm_input", "norm_fwd", "norm_bwd"),
   *("gelu_input", "gelu_fwd", "gelu_bwd_amax", "gelu_bwd_operands"),
+  *("split_heads", "join_heads_amax", "join_heads_operand"),
 }
 
 
@@ -48,6 +50,26 @@ def test_layer_runs_on_kernels_and_fp8_products(tower):
   names = set(re.findall(r'name = "(\w+)"', found.as_text()))
   assert names >= KERNELS, KERNELS - names
   assert "CAUSAL" not in found.as_text()
+
+
+@pytest.mark.parametrize("tower", layer.TOWERS)
+def test_xla_makes_no_pass_of_its_own_over_tokens(tower):
+  """Biases and the stream are added in products, heads moved in kernels."""
+  config, found = layer.TOWERS[tower], compiled(tower, recipes.coat())
+  biased = [x for x in fp8_matmul_calls(found) if '"epilogue":"BIAS"' in x.text]
+  assert len(biased) == 4
+  assert sum('"beta":1' in x.text for x in biased) == 2
+  size = IMAGES * config.num_tokens * config.d_model
+  fusions = [x for x in instructions(found) if x.opcode == "fusion"]
+  # Codes are padded where a weight's gradient is summed in several parts.
+  values = [x for x in fusions if "f8e" not in x.shape]
+  assert not [x for x in values if largest(x.shape) >= size]
+
+
+def largest(shape):
+  """Values of the largest array in an instruction's shape."""
+  sizes = re.findall(r"\[([\d,]+)\]", shape)
+  return max((math.prod(map(int, x.split(","))) for x in sizes), default=1)
 
 
 def test_layer_more_saves_about_a_third_of_bf16_at_most():

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Heads taken apart and joined again; layers/test_rope.py has rotations."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -71,4 +73,23 @@ def test_join_heads_operand_is_of_the_joined_heads():
   heads = ops.split_heads(qkv, *angles, num_heads=4, num_kv_heads=2)
   joined = ops.join_heads(*heads, *angles)
   want = ops.quantize_tensor(joined, dtype=E5M2, layout="both")
-  assert_same_bits(ops.join_heads_operand(*heads, *angles), want)
+  found, sums = ops.join_heads_operand(*heads, *angles)
+  assert_same_bits(found, want)
+  assert sums is None
+
+
+def test_join_heads_operand_sums_what_it_stands_for():
+  qkv, angles = case(4, 2, jnp.bfloat16)
+  heads = ops.split_heads(qkv, *angles, num_heads=4, num_kv_heads=2)
+  _, sums = ops.join_heads_operand(*heads, *angles, has_sums=True)
+  want = jnp.sum(ops.join_heads(*heads, *angles).astype(jnp.float32), (0, 1))
+  assert_same_bits(sums, want)
+
+
+def test_heads_without_angles_are_not_rotated():
+  qkv, _ = case(4, 2, jnp.bfloat16)
+  still = jnp.ones((T, H // 2)), jnp.zeros((T, H // 2))
+  split = functools.partial(ops.split_heads, qkv, num_heads=4, num_kv_heads=2)
+  heads = split(None, None)
+  assert_same_bits(heads, split(*still))
+  assert_same_bits(ops.join_heads(*heads, None, None), qkv)

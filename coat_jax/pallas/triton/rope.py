@@ -11,7 +11,8 @@ halves of a head: the pairs that are rotated are one in each.
       +-----------+----+----+
 
 `join_heads_operand` writes E5M2 codes in both layouts instead; a pass before it
-finds their scale, at the values as `join_heads` would round them.
+finds their scale, at the values as `join_heads` would round them. Heads that
+are not rotated have kernels of their own, in `heads`.
 
 Bytes per element, BF16: 2 + 2; to an operand 2 + 2 + 2. On an H200 (2026-11-21,
 jax 0.11.2, [8192, 3 * 32 * 128]) each of the first two takes 105 microseconds,
@@ -30,19 +31,23 @@ from jax.typing import DTypeLike
 from coat_jax.formats import E5M2
 from coat_jax.ops.dispatch import supported
 from coat_jax.ops.types import Operand, Unsupported
-from coat_jax.pallas.triton import ptx, tiles
+from coat_jax.pallas.triton import heads, ptx, tiles
 
 
 def split_heads(
   qkv: Array,
-  cos: Array,
-  sin: Array,
+  cos: Array | None,
+  sin: Array | None,
   *,
   num_heads: int,
   num_kv_heads: int,
   interpret: bool = False,
 ) -> tuple[Array, Array, Array]:
   """`ops.split_heads`."""
+  if cos is None or sin is None:
+    return heads.split_heads(
+      qkv, num_heads=num_heads, num_kv_heads=num_kv_heads, interpret=interpret
+    )
   h = qkv.shape[-1] // (num_heads + 2 * num_kv_heads)
   _require_heads("split_heads", qkv, cos, h)
   supported()
@@ -87,12 +92,14 @@ def join_heads(
   dq: Array,
   dk: Array,
   dv: Array,
-  cos: Array,
-  sin: Array,
+  cos: Array | None,
+  sin: Array | None,
   *,
   interpret: bool = False,
 ) -> Array:
   """`ops.join_heads`."""
+  if cos is None or sin is None:
+    return heads.join_heads(dq, dk, dv, interpret=interpret)
   _require_heads("join_heads", dq, cos, dq.shape[-1])
   supported()
   return _join_heads(dq, dk, dv, cos, sin, interpret)
@@ -139,15 +146,25 @@ def join_heads_operand(
   dq: Array,
   dk: Array,
   dv: Array,
-  cos: Array,
-  sin: Array,
+  cos: Array | None,
+  sin: Array | None,
   *,
   dtype: DTypeLike = E5M2,
+  has_sums: bool = False,
   interpret: bool = False,
-) -> Operand:
+) -> tuple[Operand, Array | None]:
   """`ops.join_heads_operand`."""
   op, t = "join_heads_operand", dq.shape[1]
   tiles.require_format(op, dtype, E5M2)
+  if cos is None or sin is None:
+    return heads.join_heads_operand(
+      dq, dk, dv, has_sums=has_sums, interpret=interpret
+    )
+  if has_sums:
+    raise Unsupported(
+      f"{op}: the Triton kernel sums gradients of heads that are not rotated, "
+      "got has_sums=True with angles"
+    )
   _require_heads(op, dq, cos, dq.shape[-1])
   if t % 16:
     raise Unsupported(
@@ -155,7 +172,8 @@ def join_heads_operand(
     )
   supported()
   amax, codes = Share(_rows(t, 32), 4), Share(_rows(t, 32), 8)
-  return _join_heads_operand(dq, dk, dv, cos, sin, amax, codes, interpret)
+  how = amax, codes, interpret
+  return _join_heads_operand(dq, dk, dv, cos, sin, *how), None
 
 
 @functools.partial(

@@ -39,7 +39,7 @@ def both(module, qkv, cos, sin, n, k, **kwargs):
 
 def operands(module, qkv, cos, sin, n, k, **kwargs):
   heads = DEFINITIONS.split_heads(qkv, cos, sin, num_heads=n, num_kv_heads=k)
-  return module.join_heads_operand(*heads, cos, sin, **kwargs)
+  return module.join_heads_operand(*heads, cos, sin, **kwargs)[0]
 
 
 def assert_near(actual, expected, dtype):

@@ -1,0 +1,367 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Heads taken apart and put together where none are rotated, in Triton.
+
+`ops.split_heads` and `join_heads` without RoPE, as in vision towers, whose
+sequences and heads (729 tokens, heads of 72) are no powers of two. A program
+has some rows of a tile of k's columns, of the same of v's, and of q's R = N / K
+as many; of each column it computes where it is in the joined matrix.
+
+      q            k    v              joined, by key head
+      +---------+  +--+ +--+           +--+--+-+-+--+--+-+-+
+      | R tiles |  |  | |  |   <->     |q |q |k|v|q |q |k|v|  rows
+      +---------+  +--+ +--+           +--+--+-+-+--+--+-+-+
+
+Heads are multiples of 8 wide: 8 columns side by side are so on both sides, 16
+bytes of BF16. `join_heads_operand` has a pass before it for the scale, and can
+sum the gradients over tokens, for that of a bias: each tile writes the sum of
+its rows, and XLA adds those up, in one order always.
+
+Bytes per element, BF16: 2 + 2; to an operand 2 + 2 + 2.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental import pallas as pl
+
+from coat_jax.formats import E5M2
+from coat_jax.ops.dispatch import supported
+from coat_jax.ops.types import Operand, Unsupported
+from coat_jax.pallas.triton import ptx, tiles
+
+# Values of each array that a program of the pass for the scale reads.
+_AMAX_VALUES = 4096
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+  """What a kernel knows beside its arrays.
+
+  Attributes:
+    m: tokens.
+    queries: R, query heads of a key head.
+    kv_heads: K.
+    size: H.
+    tile: of k's columns.
+    interpret: whether JAX interprets the kernel.
+  """
+
+  m: int
+  queries: int
+  kv_heads: int
+  size: int
+  tile: tiles.Tile
+  interpret: bool
+
+  # --- On the host ---
+
+  @property
+  def widths(self) -> tuple[int, int, int]:
+    """Columns of q, of k and of v."""
+    width = self.kv_heads * self.size
+    return self.queries * width, width, width
+
+  def run(self, kernel, *args, out_shape, name, programs=1):
+    """Calls `kernel(work, *refs)`, of whole arrays, so often for each tile."""
+    down, across = self.tile.grid(self.m, self.widths[1])
+    return pl.pallas_call(
+      functools.partial(kernel, self),
+      grid=(down * programs, across),
+      out_shape=out_shape,
+      compiler_params=tiles.compiler_params(self.tile.warps),
+      interpret=self.interpret,
+      name=name,
+    )(*args)
+
+  # --- In a kernel ---
+
+  def parts(self, refs) -> "list[Part]":
+    """Tiles of q, of k and of v, R + 2 of them, for one program."""
+    down, across = pl.program_id(0), pl.program_id(1)
+    q, k, v = refs
+    r = self.queries
+    of_q = [self._part(q, down, across * r + i, None) for i in range(r)]
+    return [
+      *of_q,
+      self._part(k, down, across, r),
+      self._part(v, down, across, r + 1),
+    ]
+
+  def for_own_part(self, body, refs) -> None:
+    """Calls body(part) where R + 2 programs have a part each."""
+    r, (q, k, v) = self.queries, refs
+    down, i = _divided(pl.program_id(0), r + 2)
+    across = pl.program_id(1)
+
+    @pl.when(i < r)
+    def _():
+      body(self._part(q, down, across * r + i, None))
+
+    @pl.when(i == r)
+    def _():
+      body(self._part(k, down, across, r))
+
+    @pl.when(i == r + 1)
+    def _():
+      body(self._part(v, down, across, r + 1))
+
+  def _part(self, ref, down, across, place) -> "Part":
+    """A tile; `place` is its head's behind the queries', None for those."""
+    r, h, n = self.queries, self.size, self.tile.columns
+    row = down * self.tile.rows + _iota((self.tile.rows, 1), 0)
+    column = across * n + _iota((1, n), 1)
+    head, channel = _divided(column, h)
+    group, own = _divided(head, r) if place is None else (head, place)
+    joined = (group * (r + 2) + own) * h + channel
+    inside = row < self.m if self.m % self.tile.rows else None
+    of_heads = None
+    if self.widths[1] % n:
+      # Not by the width of q, which may be whole tiles where k's is not.
+      heads = self.kv_heads * (r if place is None else 1)
+      of_heads = column < heads * h
+    return Part(ref, down, row, column, joined, inside, of_heads)
+
+
+class Part(NamedTuple):
+  """A program's tile of q, k or v.
+
+  Attributes:
+    ref: of the whole array.
+    down: which tile it is along the rows.
+    row: int32 [rows, 1].
+    column, joined: int32 [1, columns], in the array and in the joined matrix.
+    inside: which of the rows are in the matrix, [rows, 1]; None for all.
+    of_heads: likewise of the columns, [1, columns].
+  """
+
+  ref: Any
+  down: Array
+  row: Array
+  column: Array
+  joined: Array
+  inside: Array | None
+  of_heads: Array | None
+
+  def load(self, ref, column, *, dtype) -> Array:
+    """The tile of a matrix at these columns."""
+    return tiles.load(self._at(ref, self.row, column), self.mask(), dtype=dtype)
+
+  def store(self, ref, column, x: Array) -> None:
+    """Writes it."""
+    tiles.store(self._at(ref, self.row, column), x, self.mask())
+
+  def store_transposed(self, ref, x: Array) -> None:
+    """Writes it to columns of the joined matrix."""
+    tiles.store(self._at(ref, self.joined, self.row), x, self.mask())
+
+  def store_sums(self, ref, x: Array) -> None:
+    """Writes the sum over its rows, of x that is 0 outside."""
+    column = self.joined.reshape(-1)
+    mask = None if self.of_heads is None else self.of_heads.reshape(-1)
+    at = ref.at[jnp.full_like(column, self.down), column]
+    tiles.store(at, jnp.sum(x, axis=0), mask)
+
+  def mask(self) -> Array | None:
+    """Which of its values are inside, [rows, columns]; None for all."""
+    masks = [x for x in (self.inside, self.of_heads) if x is not None]
+    if not masks:
+      return None
+    shape = len(self.row), self.column.shape[1]
+    masks = [jnp.broadcast_to(x, shape) for x in masks]
+    return functools.reduce(jnp.logical_and, masks)
+
+  def _at(self, ref, first, second):
+    shape = jnp.broadcast_shapes(first.shape, second.shape)
+    return ref.at[tuple(jnp.broadcast_to(i, shape) for i in (first, second))]
+
+
+def _iota(shape, axis):
+  return jax.lax.broadcasted_iota(jnp.int32, shape, axis)
+
+
+def _divided(x: Array, by: int) -> tuple[Array, Array]:
+  """Quotient and rest; x is not negative."""
+  if by == 1:
+    return x, jnp.zeros_like(x)
+  divisor = jnp.full_like(x, by)
+  return jax.lax.div(x, divisor), jax.lax.rem(x, divisor)
+
+
+# --- Taken apart -------------------------------------------------------------
+
+
+def split_heads(
+  qkv: Array, *, num_heads: int, num_kv_heads: int, interpret: bool
+) -> tuple[Array, Array, Array]:
+  """`ops.split_heads` without angles."""
+  *_, t, width = qkv.shape
+  h = width // (num_heads + 2 * num_kv_heads)
+  _require("split_heads", qkv, h)
+  supported()
+  tile = tiles.Tile(32, 128, 4)
+  work = Work(
+    qkv.size // width,
+    num_heads // num_kv_heads,
+    num_kv_heads,
+    h,
+    tile,
+    interpret,
+  )
+  heads = _split_heads(qkv, work)
+  return tuple(x.reshape(-1, t, x.shape[-1] // h, h) for x in heads)  # pyright: ignore[reportReturnType]
+
+
+@functools.partial(jax.jit, static_argnames="work")
+def _split_heads(qkv, work: Work):
+  return work.run(
+    _split_kernel,
+    qkv.reshape(work.m, -1),
+    out_shape=[
+      jax.ShapeDtypeStruct((work.m, width), qkv.dtype) for width in work.widths
+    ],
+    name="split_heads",
+  )
+
+
+def _split_kernel(work, qkv_ref, q_ref, k_ref, v_ref):
+  for part in work.parts((q_ref, k_ref, v_ref)):
+    x = part.load(qkv_ref, part.joined, dtype=qkv_ref.dtype)
+    part.store(part.ref, part.column, x)
+
+
+# --- Put together ------------------------------------------------------------
+
+
+def join_heads(dq: Array, dk: Array, dv: Array, *, interpret: bool) -> Array:
+  """`ops.join_heads` without angles."""
+  _require("join_heads", dq, dq.shape[-1])
+  supported()
+  work = _work(dq, dk, tiles.Tile(32, 128, 4), interpret)
+  return _join_heads(dq, dk, dv, work).reshape(*dq.shape[:2], -1)
+
+
+def _work(dq, dk, tile, interpret) -> Work:
+  b, t, num_heads, h = dq.shape
+  kv_heads = dk.shape[2]
+  return Work(b * t, num_heads // kv_heads, kv_heads, h, tile, interpret)
+
+
+@functools.partial(jax.jit, static_argnames="work")
+def _join_heads(dq, dk, dv, work: Work) -> Array:
+  return work.run(
+    _join_kernel,
+    *(x.reshape(work.m, -1) for x in (dq, dk, dv)),
+    out_shape=jax.ShapeDtypeStruct((work.m, sum(work.widths)), dq.dtype),
+    name="join_heads",
+  )
+
+
+def _join_kernel(work, dq_ref, dk_ref, dv_ref, joined_ref):
+  for part in work.parts((dq_ref, dk_ref, dv_ref)):
+    x = part.load(part.ref, part.column, dtype=part.ref.dtype)
+    part.store(joined_ref, part.joined, x)
+
+
+def join_heads_operand(
+  dq: Array, dk: Array, dv: Array, *, has_sums: bool, interpret: bool
+) -> tuple[Operand, Array | None]:
+  """`ops.join_heads_operand` without angles, in E5M2."""
+  op, (b, t, _, h) = "join_heads_operand", dq.shape
+  _require(op, dq, h)
+  tiles.require_columns(op, (b * t, h), "both")
+  supported()
+  work = _work(dq, dk, tiles.Tile(64, 128, 4), interpret)
+  rows, columns, scale, sums = _join_heads_operand(dq, dk, dv, has_sums, work)
+  return Operand(rows.reshape(b, t, -1), columns, scale), sums
+
+
+@functools.partial(jax.jit, static_argnames=("has_sums", "work"))
+def _join_heads_operand(dq, dk, dv, has_sums, work: Work):
+  scale = tiles.bits_to_scale(_amax(dq, dk, dv, work), E5M2)
+  m, width = work.m, sum(work.widths)
+  down = pl.cdiv(m, work.tile.rows)
+  rows, columns, *sums = work.run(
+    _operand_kernel,
+    *(x.reshape(m, -1) for x in (dq, dk, dv)),
+    scale.reshape(1),
+    out_shape=[
+      jax.ShapeDtypeStruct((m, width), E5M2),
+      jax.ShapeDtypeStruct((width, m), E5M2),
+      *[jax.ShapeDtypeStruct((down, width), jnp.float32)][: int(has_sums)],
+    ],
+    name="join_heads_operand",
+    programs=work.queries + 2,
+  )
+  return rows, columns, scale, jnp.sum(sums[0], axis=0) if sums else None
+
+
+def _operand_kernel(
+  work, dq_ref, dk_ref, dv_ref, scale_ref, rows_ref, columns_ref, *sums_ref
+):
+  def body(part):
+    x = part.load(part.ref, part.column, dtype=jnp.float32)
+    codes = ptx.quantize_with_scale(
+      x, scale_ref[0], dtype=E5M2, interpret=work.interpret
+    )
+    part.store(rows_ref, part.joined, codes)
+    part.store_transposed(columns_ref, codes)
+    for ref in sums_ref:
+      part.store_sums(ref, x)
+
+  # One part a program: all of them take three times the registers.
+  work.for_own_part(body, (dq_ref, dk_ref, dv_ref))
+
+
+def _amax(dq, dk, dv, work: Work) -> Array:
+  """Bits of the largest magnitudes of tiles."""
+  elements, size = dk.size, _AMAX_VALUES
+  programs = pl.cdiv(elements, size)
+  single = pl.BlockSpec((size,), lambda i: (i,))
+  return pl.pallas_call(
+    functools.partial(_amax_kernel, elements=elements, r=work.queries),
+    grid=(programs,),
+    in_specs=[
+      pl.BlockSpec((work.queries * size,), lambda i: (i,)),
+      single,
+      single,
+    ],
+    out_specs=pl.BlockSpec((1,), lambda i: (i,)),
+    out_shape=jax.ShapeDtypeStruct((programs,), jnp.int32),
+    compiler_params=tiles.compiler_params(4),
+    interpret=work.interpret,
+    name="join_heads_amax",
+  )(*(x.reshape(-1) for x in (dq, dk, dv)))
+
+
+def _amax_kernel(dq_ref, dk_ref, dv_ref, bits_ref, *, elements, r):
+  i, size = pl.program_id(0), dk_ref.shape[0]
+  of_q = [(dq_ref, k, i * r + k, r * elements) for k in range(r)]
+  bits = []
+  for ref, k, tile, count in (
+    *of_q,
+    (dk_ref, 0, i, elements),
+    (dv_ref, 0, i, elements),
+  ):
+    mask = None
+    if elements % size:
+      mask = tile * size + _iota((size,), 0) < count
+    x = tiles.load(ref.at[pl.ds(k * size, size)], mask)
+    bits.append(tiles.amax_bits(x))
+  tiles.store_scalar(bits_ref, functools.reduce(jnp.maximum, bits))
+
+
+def _require(op: str, x: Array, h: int) -> None:
+  """Raises `Unsupported` for heads or arrays that the kernels cannot take."""
+  if h % 8:
+    raise Unsupported(
+      f"{op}: head sizes must be multiples of 8 for the Triton kernel, got {h}"
+    )
+  if 3 * x.size > tiles.MAX_ELEMENTS or x.size == 0:
+    raise Unsupported(
+      f"{op}: arrays must not be empty and be below 2^31 values, got {x.shape}"
+    )
+  tiles.require_dtype(op, x.dtype)
