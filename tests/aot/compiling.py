@@ -69,6 +69,17 @@ def instructions(compiled: jax.stages.Compiled) -> list[Instruction]:
   return found
 
 
+def launches(compiled: jax.stages.Compiled) -> list[str]:
+  """What runs on the card one after the other, by opcode."""
+  free = ("parameter", "bitcast", "tuple", "get-tuple-element", "constant")
+  main = compiled.as_text().split("ENTRY ")[1]
+  return [
+    i.opcode
+    for i in instructions(compiled)
+    if i.opcode not in free and i.text in main
+  ]
+
+
 def custom_calls(compiled: jax.stages.Compiled) -> collections.Counter[str]:
   """How many calls there are of each target, kernels of ours among them."""
   return collections.Counter(

@@ -27,7 +27,10 @@ def values(m, n, group_size=16) -> QTensor:
 
 
 def assert_kernels(fn, *specs, count):
-  """Compiles to this many kernels, and nothing moves codes beside them."""
+  """Compiles to this many kernels, and nothing moves codes beside them.
+
+  The scale that follows from maxima is one of its own.
+  """
   compiled = compile_for_h200(fn, *specs, options=NO_SPILLS)
   assert custom_calls(compiled).total() == count
   assert not fp8_moves(compiled)
@@ -46,14 +49,14 @@ ACTIVATIONS = pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 def test_gated(m, n, dtype, activation):
   gate_up = jax.ShapeDtypeStruct((m, 2 * n), dtype)
   how = dict(activation=activation, group_size=16)
-  assert_kernels(lambda x: gated.gated_input(x, **how), gate_up, count=1)
+  assert_kernels(lambda x: gated.gated_input(x, **how), gate_up, count=2)
   dy, x = jax.ShapeDtypeStruct((m, n), dtype), values(m, n)
   assert_kernels(
     lambda dy, gate, up, scale: gated.gated_bwd_operands(
       dy, gate, up, product_scale=scale, **how
     ),
     *(dy, x, x, SCALE),
-    count=2,
+    count=3,
   )
 
 
@@ -83,7 +86,7 @@ def test_gated_forward(m, n, layout, group_size, activation):
 def test_gelu(m, n, dtype):
   options = dict(approximate=True, group_size=16)
   dy, x = jax.ShapeDtypeStruct((m, n), dtype), values(m, n)
-  assert_kernels(lambda x: gelu.gelu_input(x, **options), dy, count=1)
+  assert_kernels(lambda x: gelu.gelu_input(x, **options), dy, count=2)
   assert_kernels(
     lambda x, s: gelu.gelu_fwd(x, scale=s, layout="both", **options)[:2],
     *(x, SCALE),
@@ -92,5 +95,5 @@ def test_gelu(m, n, dtype):
   assert_kernels(
     lambda dy, x, s: gelu.gelu_bwd_operands(dy, x, output_scale=s, **options),
     *(dy, x, SCALE),
-    count=2,
+    count=3,
   )

@@ -19,6 +19,7 @@ from tests.aot.compiling import (
   fp8_matmul_calls,
   fp8_moves,
   instructions,
+  launches,
   temporary_bytes,
 )
 
@@ -105,6 +106,17 @@ def test_each_product_is_one_fp8_call_with_no_transpose_before_it(name):
   calls = custom_calls(compiled)
   assert calls["__cudnn$fmhaSoftmax"] == 1
   assert calls["__cudnn$fmhaSoftmaxBackward"] == 1
+
+
+def test_few_launches_of_a_layer_are_not_products_or_kernels():
+  recipe = recipes.coat(weight_cache="none")
+  found = compiled_layers(
+    LLAMA2_7B, recipe, (4, 2048), param_dtype=jnp.bfloat16
+  )
+  # Of XLA's: codes of four weights, eight products of scales in pairs and four
+  # alone, angles in two, sums of the norms' two gradients.
+  assert launches(found).count("fusion") <= 16
+  assert len(launches(found)) <= 72
 
 
 def test_xla_alone_is_reachable():

@@ -46,7 +46,8 @@ def test_whole_rows_do_not_spill(n, kind):
   compiled = compile_for_h200(
     run, x, x_q, gamma, beta, stats, options=NO_SPILLS
   )
-  assert custom_calls(compiled).total() == 2
+  # The scale that follows from maxima is one of its own.
+  assert custom_calls(compiled).total() == 3
 
 
 @pytest.mark.parametrize("layout", ["rows", "columns", "both"])

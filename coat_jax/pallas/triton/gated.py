@@ -49,6 +49,7 @@ from coat_jax.pallas.triton.elementwise import (
   require_values,
   split,
 )
+from coat_jax.pallas.triton.scales import bits_to_scale, bits_to_shared_scale
 from coat_jax.qtensor import QTensor
 
 # --- Input -------------------------------------------------------------------
@@ -79,7 +80,7 @@ def gated_input(
   m, f = gate_up.size // n, n // 2
   work = Work(m, f, group_size, pick_row_tile(m, f), interpret)
   gate, up, bits = _gated_input(gate_up, activation, work)
-  return gate, up, tiles.bits_to_scale(bits)
+  return gate, up, bits_to_scale(bits, interpret=interpret)
 
 
 @functools.partial(jax.jit, static_argnames=("activation", "work"))
@@ -226,10 +227,10 @@ def gated_bwd_operands(
   m = dy.size // f
   work = Work(m, f, group_size, pick_amax_tile(m), interpret)
   bits = _gradients_amax(dy, gate, up, activation, work)
-  scale = tiles.bits_to_scale(bits, E5M2)
+  scale, read = bits_to_shared_scale(bits, E5M2, interpret=interpret)
   work = Work(m, f, group_size, pick_tile(m), interpret)
   rows, columns, product = _gradients(
-    dy, gate, up, scale, product_scale, activation, work
+    dy, gate, up, read, product_scale, activation, work
   )
   return Operand(rows, columns, scale), Operand(None, product, product_scale)
 
@@ -277,7 +278,7 @@ def _gradients(
     dy.reshape(m, f),
     *work.matrices(gate),
     *work.matrices(up),
-    scale.reshape(1),
+    scale,
     product_scale.reshape(1),
     in_specs=[
       tile.matrix(),

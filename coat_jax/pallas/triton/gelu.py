@@ -41,6 +41,7 @@ from coat_jax.pallas.triton.elementwise import (
   require_values,
   split,
 )
+from coat_jax.pallas.triton.scales import bits_to_scale, bits_to_shared_scale
 from coat_jax.qtensor import QTensor
 
 _SQRT_2_OVER_PI = 0.7978845608028654
@@ -71,7 +72,7 @@ def gelu_input(
   m = x.size // n
   work = Work(m, n, group_size, pick_row_tile(m, n), interpret)
   x_q, bits = _gelu_input(x, approximate, work)
-  return x_q, tiles.bits_to_scale(bits)
+  return x_q, bits_to_scale(bits, interpret=interpret)
 
 
 def _require_kernel(op: str, approximate: Approximation) -> None:
@@ -205,10 +206,11 @@ def gelu_bwd_operands(
   n = dy.shape[-1]
   m = dy.size // n
   work = Work(m, n, group_size, pick_row_tile(m, n), interpret)
-  scale = tiles.bits_to_scale(_gradient_amax(dy, x, approximate, work), E5M2)
+  bits = _gradient_amax(dy, x, approximate, work)
+  scale, read = bits_to_shared_scale(bits, E5M2, interpret=interpret)
   work = Work(m, n, group_size, pick_tile(m), interpret)
   rows, columns, output, sums = _gradient(
-    dy, x, scale, output_scale, approximate, has_sums, work
+    dy, x, read, output_scale, approximate, has_sums, work
   )
   gradient = Operand(rows, columns, scale)
   return gradient, Operand(None, output, output_scale), sums
@@ -264,7 +266,7 @@ def _gradient(
     _with(_bwd_kernel, approximate),
     dy.reshape(work.m, work.n),
     *work.matrices(x),
-    scale.reshape(1),
+    scale,
     output_scale.reshape(1),
     in_specs=[
       work.tile.matrix(),

@@ -32,6 +32,7 @@ from coat_jax.formats import E5M2
 from coat_jax.ops.dispatch import supported
 from coat_jax.ops.types import Operand, Unsupported
 from coat_jax.pallas.triton import ptx, tiles
+from coat_jax.pallas.triton.scales import bits_to_shared_scale
 
 # Values of each array that a program of the pass for the scale reads.
 _AMAX_VALUES = 4096
@@ -281,13 +282,14 @@ def join_heads_operand(
 
 @functools.partial(jax.jit, static_argnames=("has_sums", "work"))
 def _join_heads_operand(dq, dk, dv, has_sums, work: Work):
-  scale = tiles.bits_to_scale(_amax(dq, dk, dv, work), E5M2)
+  bits = _amax(dq, dk, dv, work)
+  scale, read = bits_to_shared_scale(bits, E5M2, interpret=work.interpret)
   m, width = work.m, sum(work.widths)
   down = pl.cdiv(m, work.tile.rows)
   rows, columns, *sums = work.run(
     _operand_kernel,
     *(x.reshape(m, -1) for x in (dq, dk, dv)),
-    scale.reshape(1),
+    read,
     out_shape=[
       jax.ShapeDtypeStruct((m, width), E5M2),
       jax.ShapeDtypeStruct((width, m), E5M2),

@@ -36,6 +36,7 @@ from coat_jax.formats import E4M3, E5M2
 from coat_jax.ops.dispatch import supported
 from coat_jax.ops.types import Layout, NormKind, NormStats, Operand, Unsupported
 from coat_jax.pallas.triton import tiles
+from coat_jax.pallas.triton.scales import bits_to_scale
 from coat_jax.qtensor import QTensor
 
 # The backward of longer rows, their sums in registers, would spill.
@@ -92,7 +93,7 @@ def norm_input(
   x_q, stats, bits = _norm_input(
     x, gamma, beta, kind, eps, group_size, tile, interpret
   )
-  return x_q, stats, tiles.bits_to_scale(bits)
+  return x_q, stats, bits_to_scale(bits, interpret=interpret)
 
 
 def require_rows(op: str, shape: tuple[int, ...], group_size: int) -> None:

@@ -39,6 +39,7 @@ from coat_jax.formats import E4M3, E5M2
 from coat_jax.ops.dispatch import supported
 from coat_jax.ops.types import Layout, Operand
 from coat_jax.pallas.triton import tiles
+from coat_jax.pallas.triton.scales import bits_to_scale, bits_to_shared_scale
 from coat_jax.qtensor import QTensor
 
 
@@ -127,14 +128,14 @@ def _groups_kernel(x_ref, q_ref, scale_ref, *, elements, group_size, dtype):
 def tensor_scale(
   x: Array, *, dtype: DTypeLike = E4M3, interpret: bool = False
 ) -> Array:
-  """`ops.tensor_scale`: maxima of tiles, then XLA's maximum of them."""
+  """`ops.tensor_scale`: maxima of tiles, then the scale of these."""
   op = "tensor_scale"
   tiles.require_format(op, dtype, E4M3, E5M2)
   tiles.require_dtype(op, x.dtype)
   tiles.require_shape(op, x.shape)
   supported()
   bits = _tensor_amax(x, pick_amax(x.size), interpret)
-  return tiles.bits_to_scale(bits, dtype)
+  return bits_to_scale(bits, dtype, interpret=interpret)
 
 
 @functools.partial(jax.jit, static_argnames=("tile", "interpret"))
@@ -173,14 +174,17 @@ def quantize_tensor(
   tiles.require_columns(op, x.shape, layout)
   supported()
   if scale is None:
-    scale = tensor_scale(x, dtype=dtype, interpret=interpret)
+    bits = _tensor_amax(x, pick_amax(x.size), interpret)
+    scale, read = bits_to_shared_scale(bits, dtype, interpret=interpret)
+  else:
+    read = scale.reshape(1)
   dtype = jnp.dtype(dtype)
   if layout == "rows":
     tile = pick_flat(x.size)
-    rows, columns = _quantize_rows(x, scale, dtype, tile, interpret), None
+    rows, columns = _quantize_rows(x, read, dtype, tile, interpret), None
   else:
     tile = pick_tile(math.prod(x.shape[:-1]), x.shape[-1])
-    rows, columns = _quantize_tiles(x, scale, dtype, layout, tile, interpret)
+    rows, columns = _quantize_tiles(x, read, dtype, layout, tile, interpret)
   return Operand(rows, columns, scale)
 
 
@@ -195,7 +199,7 @@ def _quantize_rows(x, scale, dtype, tile: Flat, interpret) -> Array:
     compiler_params=tiles.compiler_params(tile.warps),
     interpret=interpret,
     name="quantize_rows",
-  )(x.reshape(-1), scale.reshape(1))
+  )(x.reshape(-1), scale)
   return rows.reshape(x.shape)
 
 
@@ -223,7 +227,7 @@ def _quantize_tiles(
     compiler_params=tiles.compiler_params(tile.warps),
     interpret=interpret,
     name="quantize_tiles",
-  )(x.reshape(m, n), scale.reshape(1))
+  )(x.reshape(m, n), scale)
   return (None if rows is None else rows.reshape(x.shape)), columns
 
 

@@ -32,6 +32,7 @@ from coat_jax.formats import E5M2
 from coat_jax.ops.dispatch import supported
 from coat_jax.ops.types import Operand, Unsupported
 from coat_jax.pallas.triton import heads, ptx, tiles
+from coat_jax.pallas.triton.scales import bits_to_shared_scale
 
 
 def split_heads(
@@ -198,7 +199,7 @@ def _join_heads_operand(
     interpret=interpret,
     name="join_heads_amax",
   )(*arrays)
-  scale = tiles.bits_to_scale(bits, E5M2)
+  scale, read = bits_to_shared_scale(bits, E5M2, interpret=interpret)
   rows = share.rows
   joined, table, query, single = _specs(cos, r, h, rows)
   codes = pl.pallas_call(
@@ -213,7 +214,7 @@ def _join_heads_operand(
     compiler_params=tiles.compiler_params(share.warps),
     interpret=interpret,
     name="join_heads_operand",
-  )(*arrays, scale.reshape(1))
+  )(*arrays, read)
   return Operand(codes[0].reshape(b, t, -1), codes[1], scale)
 
 

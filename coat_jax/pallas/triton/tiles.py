@@ -25,9 +25,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jax.typing import DTypeLike
 
-from coat_jax.formats import E4M3, qmax
+from coat_jax.formats import qmax
 from coat_jax.ops.types import Layout, Unsupported
-from coat_jax.qtensor import amax_to_scale, bits_to_amax
 
 # The index of a value, and of one beyond the end in the last tile, is int32.
 MAX_ELEMENTS = 2**31 - 2**20
@@ -118,23 +117,28 @@ def amax_bits(x: Array) -> Array:
   return jnp.max(magnitude_bits(x))
 
 
-def bits_to_scale(bits: Array, dtype: DTypeLike = E4M3) -> Array:
-  """The scale of a tensor from the bits of its tiles' maxima."""
-  return amax_to_scale(bits_to_amax(bits), dtype)
+def tensor_scale(bits: Array, dtype: DTypeLike) -> Array:
+  """A tensor's scale, f32, from the bits of its amax."""
+  scale_bits = jnp.where(
+    bits > _INFINITY_BITS, _NAN_BITS, _scale_bits(bits, dtype)
+  )
+  return jax.lax.bitcast_convert_type(scale_bits, jnp.float32)
 
 
 def group_scale(bits: Array, dtype: DTypeLike) -> Array:
   """A group's scale, f32 that BF16 holds, from the bits of its amax."""
+  # Rounded up; infinity stays as it is.
+  up = (_scale_bits(bits, dtype) + 0xFFFF) & ~0xFFFF
+  up = jnp.where(bits > _INFINITY_BITS, _NAN_BITS, up)
+  return jax.lax.bitcast_convert_type(up, jnp.float32)
+
+
+def _scale_bits(bits: Array, dtype: DTypeLike) -> Array:
+  """Bits of the scale of an amax that is no NaN."""
   amax = jax.lax.bitcast_convert_type(bits, jnp.float32)
   scale = amax * jnp.float32(1 / qmax(dtype))
   scale_bits = jax.lax.bitcast_convert_type(scale, jnp.int32)
-  scale_bits = jnp.where(
-    amax == 0, _ONE_BITS, jnp.maximum(scale_bits, _TINY_BITS)
-  )
-  # Rounded up; infinity stays as it is.
-  up = (scale_bits + 0xFFFF) & ~0xFFFF
-  up = jnp.where(bits > _INFINITY_BITS, _NAN_BITS, up)
-  return jax.lax.bitcast_convert_type(up, jnp.float32)
+  return jnp.where(amax == 0, _ONE_BITS, jnp.maximum(scale_bits, _TINY_BITS))
 
 
 # --- Casts, groups -----------------------------------------------------------

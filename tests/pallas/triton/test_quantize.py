@@ -114,7 +114,7 @@ def test_operand_kernel_of_tiles_over_both_edges(shape, down):
     x, scale=scale, dtype=E5M2, layout="both"
   )
   rows, columns = quantize._quantize_tiles(
-    x, scale, jnp.dtype(E5M2), "both", Tile(32, 64, 1, down), True
+    x, scale[None], jnp.dtype(E5M2), "both", Tile(32, 64, 1, down), True
   )
   assert_same_codes(rows, expected.rows)
   assert_same_codes(columns, expected.columns)

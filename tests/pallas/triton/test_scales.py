@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scales of tensors from maxima of tiles, against the definition's bits."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from coat_jax.formats import E4M3, E5M2
+from coat_jax.pallas.triton import scales
+from coat_jax.qtensor import amax_to_scale
+from tests.comparing import jit
+
+LIMITS = np.finfo(np.float32)
+
+
+def scale_of(maxima, dtype) -> np.ndarray:
+  """By the kernel, interpreted."""
+  bits = jnp.asarray(np.asarray(maxima, np.float32).view(np.int32))
+  return np.asarray(scales.bits_to_scale(bits, dtype, interpret=True))
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+@pytest.mark.parametrize(
+  "shape", [(1,), (7,), (16, 32), (43, 24), (2**16,), (2**16 + 1,)], ids=str
+)
+def test_scale_kernel_matches_definition(shape, dtype):
+  # The largest is the last, in a tile that need not be full.
+  maxima = np.abs(np.random.default_rng(0).normal(size=shape))
+  maxima.flat[-1] = 7.3
+  expected = jit(lambda x: amax_to_scale(x, dtype))(jnp.float32(7.3))
+  np.testing.assert_array_equal(scale_of(maxima, dtype), expected)
+
+
+@pytest.mark.parametrize(
+  "amax", [0.0, 1e-38, LIMITS.tiny, LIMITS.max, np.inf, np.nan]
+)
+def test_scale_kernel_of_degenerate_maxima(amax):
+  maxima = np.zeros(40)
+  maxima[3] = amax
+  expected = jit(amax_to_scale)(jnp.float32(amax))
+  np.testing.assert_array_equal(scale_of(maxima, E4M3), expected)
+
+
+def test_shared_scale_is_what_the_kernel_of_codes_reads():
+  bits = jnp.asarray(np.float32([1.5, 3.0]).view(np.int32))
+  scale, read = scales.bits_to_shared_scale(bits, E5M2, interpret=True)
+  expected = scales.bits_to_scale(bits, E5M2, interpret=True)
+  np.testing.assert_array_equal(scale, expected)
+  np.testing.assert_array_equal(read, [expected, expected])
