@@ -96,7 +96,12 @@ def in_columns(x: Operand) -> QTensor:
   return QTensor(x.columns, x.scale.columns)
 
 
-@op(check=_check_linear, cublas="cublas", jax_triton="block_product")
+@op(
+  check=_check_linear,
+  cublas="cublas",
+  jax_triton="block_product",
+  mosaic="block_product",
+)
 def linear_fwd(
   x: Operand,
   w: Operand,
@@ -117,7 +122,7 @@ def linear_fwd(
   return y.reshape(*x.rows.shape[:-1], w.columns.shape[0])
 
 
-@op(cublas="cublas", jax_triton="block_product")
+@op(cublas="cublas", jax_triton="block_product", mosaic="block_product")
 def linear_dgrad(
   g: Operand, w: Operand, *, dtype: DTypeLike = jnp.bfloat16
 ) -> Array:
@@ -127,7 +132,7 @@ def linear_dgrad(
   return dx.reshape(*g.rows.shape[:-1], w.rows.shape[0])
 
 
-@op(cublas="cublas", jax_triton="block_product")
+@op(cublas="cublas", jax_triton="block_product", mosaic="block_product")
 def linear_wgrad(
   x: Operand, g: Operand, *, dtype: DTypeLike = jnp.float32
 ) -> Array:

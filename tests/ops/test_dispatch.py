@@ -76,7 +76,8 @@ def test_op_that_its_kernel_refuses_is_left_to_xla(m):
     "linear_fwd: xla everywhere (linear_fwd: cuBLASLt takes FP8 matrices whose "
     f"sizes are multiples of 16, got [{m}, 32] times [32, 48]; "
     "linear_fwd: the kernel of jax-triton takes scales of blocks of 128, got "
-    "one scale per tensor)"
+    "one scale per tensor; linear_fwd: the kernel of Mosaic takes scales of "
+    "blocks of 128, got one scale per tensor)"
   )
   assert ops.explain(ops.linear_fwd, *operands()) == (
     "linear_fwd: cublas on a GPU, xla elsewhere"
@@ -119,7 +120,9 @@ def test_named_implementation_never_falls_back():
     ops.linear_fwd(x, w, implementation="cublas")
   with pytest.raises(NotImplementedError, match="'xla', 'cublas'.*'triton'"):
     ops.linear_fwd(x, w, implementation="triton")
-  assert ops.linear_fwd.implementations == ("xla", "cublas", "jax_triton")
+  assert ops.linear_fwd.implementations == (
+    *("xla", "cublas", "jax_triton", "mosaic"),
+  )
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FP8 products in blocks of 128 on Hopper's tensor cores, through Mosaic GPU.
+
+  out [m, n] = sum over blocks j of k: a_j b_j^T a_scale_j b_scale_j
+
+Sizes are multiples of 128; a has a scale for each row and block, b too, or one
+for each 128 rows. Scales are transposed for the kernel (`block_kernel`), so
+that a tile copies those of its rows at once.
+
+It was compiled for an H200 and interpreted, and has run on no GPU.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
+
+from coat_jax.formats import is_fp8
+from coat_jax.ops.blocks import BLOCK
+from coat_jax.ops.dispatch import supported
+from coat_jax.ops.linear import in_columns, in_rows
+from coat_jax.ops.types import BlockScales, Operand, Unsupported
+from coat_jax.pallas.mosaic import block_kernel
+from coat_jax.pallas.mosaic.block_kernel import Tile, Work
+from coat_jax.qtensor import QTensor
+
+TALL = Tile()
+PAIRED = Tile(cluster=2)
+DEEP = Tile(stages=4, slots=1)
+LOW = Tile(waves=1, stages=5, slots=2, band=16)
+LOW_PAIRED = Tile(waves=1, stages=5, slots=2, cluster=2, band=16)
+TILES = {
+  "tall": TALL,
+  "paired": PAIRED,
+  "deep": DEEP,
+  "low": LOW,
+  "low_paired": LOW_PAIRED,
+}
+# The first that fits is taken; LOW fits all that the kernel takes.
+PREFERRED = (PAIRED, TALL, LOW)
+
+
+def pick_tile(m: int, n: int) -> Tile:
+  """A tile for [m, n], multiples of 128."""
+  return next(tile for tile in PREFERRED if tile.fits(m, n))
+
+
+def linear_fwd(
+  x: Operand,
+  w: Operand,
+  *,
+  dtype: DTypeLike = jnp.bfloat16,
+  add: Array | None = None,
+  interpret: bool = False,
+) -> Array:
+  """`ops.linear_fwd`."""
+  _require("linear_fwd", x, w, dtype)
+  rows, columns = in_rows(x), in_columns(w)
+  _require_sizes("linear_fwd", rows, columns)
+  supported()
+  y = product(rows, columns, dtype, add, interpret=interpret)
+  assert x.rows is not None
+  return y.reshape(*x.rows.shape[:-1], y.shape[-1])
+
+
+def linear_dgrad(
+  g: Operand,
+  w: Operand,
+  *,
+  dtype: DTypeLike = jnp.bfloat16,
+  interpret: bool = False,
+) -> Array:
+  """`ops.linear_dgrad`."""
+  _require("linear_dgrad", g, w, dtype)
+  _require_sizes("linear_dgrad", in_rows(g), in_rows(w))
+  supported()
+  dx = product(in_rows(g), in_rows(w), dtype, interpret=interpret)
+  assert g.rows is not None
+  return dx.reshape(*g.rows.shape[:-1], dx.shape[-1])
+
+
+def linear_wgrad(
+  x: Operand,
+  g: Operand,
+  *,
+  dtype: DTypeLike = jnp.float32,
+  interpret: bool = False,
+) -> Array:
+  """`ops.linear_wgrad`."""
+  _require("linear_wgrad", x, g, dtype)
+  _require_sizes("linear_wgrad", in_columns(x), in_columns(g))
+  supported()
+  return product(in_columns(x), in_columns(g), dtype, interpret=interpret)
+
+
+def _require(op: str, a: Operand, b: Operand, dtype: DTypeLike) -> None:
+  """Raises `Unsupported` for what is not in blocks, or not for Hopper."""
+  if not all(isinstance(x.scale, BlockScales) for x in (a, b)):
+    raise Unsupported(
+      f"{op}: the kernel of Mosaic takes scales of blocks of {BLOCK}, got one "
+      "scale per tensor"
+    )
+  capability = _capability()
+  if capability not in ("9.0", None):
+    raise Unsupported(
+      f"{op}: the kernel of Mosaic is for Hopper, of compute capability 9.0, "
+      f"got {capability}"
+    )
+  if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16, jnp.float32):
+    raise Unsupported(
+      f"{op}: the kernel writes bfloat16, float16 or float32, got {dtype}"
+    )
+
+
+def _require_sizes(op: str, a: QTensor, b: QTensor) -> None:
+  """Raises `Unsupported` for formats and sizes that the kernel has not."""
+  dtypes = {a.qvalue.dtype, b.qvalue.dtype}
+  if not all(map(is_fp8, dtypes)):
+    raise Unsupported(
+      f"{op}: the kernel multiplies FP8, got "
+      f"{' and '.join(sorted(x.name for x in dtypes))}"
+    )
+  (m, k), n = a.qvalue.shape, len(b.qvalue)
+  if any(size % BLOCK or size == 0 for size in (m, n, k)):
+    raise Unsupported(
+      f"{op}: the kernel of Mosaic takes sizes that are multiples of {BLOCK}, "
+      f"got [{m}, {k}] times [{k}, {n}]"
+    )
+
+
+def _capability() -> str | None:
+  """Of the GPU that this machine has; None where it compiles for another."""
+  if jax.default_backend() != "gpu":
+    return None
+  return getattr(jax.local_devices()[0], "compute_capability", "an unknown one")
+
+
+def _multiprocessors() -> int:
+  device = jax.sharding.get_abstract_mesh().abstract_device
+  if device is not None and device.num_cores:
+    return device.num_cores
+  if jax.default_backend() == "gpu":
+    return jax.local_devices()[0].core_count
+  return 132
+
+
+def product(
+  a: QTensor,
+  b: QTensor,
+  dtype: DTypeLike,
+  add: Array | None = None,
+  *,
+  tile: Tile | None = None,
+  programs: int | None = None,
+  interpret: bool = False,
+) -> Array:
+  """out [m, n] = a [m, k] b [n, k]^T, and `add`, which is added in f32.
+
+  Args:
+    a: FP8 codes, with f32 scales [m, k / 128].
+    b: FP8 codes, with f32 scales [n, k / 128], or of tiles [n / 128, k / 128].
+    dtype: of the result.
+    add: of as many values as the result, or None.
+    tile: how it is computed; None for `pick_tile`.
+    programs: that run at a time; None for one on each multiprocessor.
+    interpret: run it on a CPU, slowly, and report races.
+  """
+  (m, k), n = a.qvalue.shape, len(b.qvalue)
+  tile = tile or pick_tile(m, n)
+  assert tile.fits(m, n), (m, n, tile)
+  b_scale = b.scale.T
+  if of_tiles := len(b.scale) != n:
+    b_scale = jnp.repeat(b_scale, block_kernel.COPIES, axis=1)
+  clusters = (programs or _multiprocessors()) // tile.cluster
+  work = Work(
+    tile=tile,
+    tiles_m=m // tile.m,
+    tiles_n=n // tile.n,
+    blocks=k // BLOCK,
+    clusters=min(clusters, (m // tile.m) * (n // tile.n)),
+    of_tiles=of_tiles,
+    interpret=interpret,
+  )
+  dtypes = a.qvalue.dtype, b.qvalue.dtype, dtype
+  kernel = plgpu.kernel(
+    functools.partial(block_kernel.run, work),
+    out_type=jax.ShapeDtypeStruct((m, n), dtype),
+    scratch_types=block_kernel.scratch(work, *dtypes),
+    grid=(work.clusters,),
+    grid_names=("program",),
+    cluster=(tile.cluster,),
+    cluster_names=("cluster",),
+    num_threads=block_kernel.WARPGROUPS + 1,
+    thread_name="warpgroup",
+    # No thread reads what it has written to shared memory.
+    compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
+    interpret=plgpu.InterpretGPUParams(detect_races=True)
+    if interpret
+    else False,
+    kernel_name="block_product",
+  )
+  added = [] if add is None else [add.reshape(m, n)]
+  return kernel(a.qvalue, a.scale.T, b.qvalue, b_scale, *added)

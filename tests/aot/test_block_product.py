@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mosaic's products in blocks, compiled for an H200: one kernel, no spills."""
+
+import functools
+import os
+import re
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from coat_jax.formats import E4M3, E5M2
+from coat_jax.pallas.mosaic import block_product
+from coat_jax.pallas.mosaic.block_product import TILES
+from coat_jax.qtensor import QTensor
+from tests.aot.compiling import compile_for_h200, custom_calls, temporary_bytes
+
+pytestmark = pytest.mark.aot
+
+M, N, K = 8192, 4096, 11008
+# Whether b has a scale for each row, whether something is added, b's format.
+FORMS = {
+  "fwd": (False, False, E4M3),
+  "add": (False, True, E4M3),
+  "wgrad": (True, False, E5M2),
+}
+
+
+def compiled(name: str, form: str) -> jax.stages.Compiled:
+  """A product by a tile of `TILES`."""
+  of_rows, has_add, b_dtype = FORMS[form]
+  spec, f32 = jax.ShapeDtypeStruct, jnp.float32
+  b_scales = N if of_rows else N // 128
+  a = QTensor(spec((M, K), E4M3), spec((M, K // 128), f32))
+  b = QTensor(spec((N, K), b_dtype), spec((b_scales, K // 128), f32))
+  add = [spec((M, N), jnp.bfloat16)] if has_add else []
+  product = functools.partial(block_product.product, tile=TILES[name])
+  dtype = jnp.float32 if of_rows else jnp.bfloat16
+  return compile_for_h200(
+    lambda a, b, *add: product(a, b, dtype, *add), a, b, *add
+  )
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_product_is_one_kernel(form):
+  program = compiled("paired", form)
+  (kernel,) = custom_calls(program).items()
+  assert kernel == ("mosaic_gpu_v2", 1)
+  # Scales, transposed.
+  assert temporary_bytes(program) < 2 * 4 * (M + N) * K // 128
+
+
+def compile_all(folder: str) -> None:
+  """Compiles every tile and form; run in a process of its own."""
+  for name in TILES:
+    for form in FORMS:
+      os.environ["MOSAIC_GPU_DUMP_TO"] = f"{folder}/{name}-{form}"
+      os.mkdir(os.environ["MOSAIC_GPU_DUMP_TO"])
+      compiled(name, form)
+
+
+def test_no_register_spills(tmp_path):
+  # Mosaic writes what ptxas says only where the environment says so.
+  code = (
+    "from benchmarks import aot; aot.only_compile(); "
+    "from tests.aot import test_block_product as t; "
+    f"t.compile_all({str(tmp_path)!r})"
+  )
+  subprocess.run(
+    [sys.executable, "-c", code],
+    env=os.environ | {"MOSAIC_GPU_DUMP_PTXAS": "1"},
+    check=True,
+    timeout=600,
+  )
+  folders = list(tmp_path.iterdir())
+  assert len(folders) == len(TILES) * len(FORMS)
+  for folder in folders:
+    [report] = folder.glob("*.ptxas")
+    text = report.read_text()
+    found = re.findall(r"(\d+) bytes spill", text)
+    assert found and set(found) == {"0"}, folder.name
+    # wgmma that ptxas cannot leave to run beside what follows it.
+    assert "serialized" not in text, folder.name
+    [program] = folder.glob("*.ptx")
+    assert "wgmma.mma_async.sync.aligned.m64n128k32" in program.read_text()

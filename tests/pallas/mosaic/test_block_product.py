@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mosaic's products in blocks against NumPy, interpreted and on a card.
+
+Where codes are small integers and scales powers of two near 1, all sums are
+exact in f32, those of a card's tensor cores too, and results are NumPy's to the
+bit.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+
+from coat_jax import ops
+from coat_jax.formats import E4M3, E5M2
+from coat_jax.ops.blocks import BLOCK
+from coat_jax.ops.dispatch import Op
+from coat_jax.pallas.mosaic import block_product as kernel
+from coat_jax.pallas.mosaic.block_kernel import Tile
+from coat_jax.pallas.mosaic.block_product import LOW, PAIRED, TALL, TILES
+from coat_jax.qtensor import QTensor
+from tests.comparing import assert_close
+from tests.matrices import quick
+from tests.pallas.kernels import for_h200, lowered_for_h200, refused
+
+DTYPES = {"fwd": jnp.bfloat16, "wgrad": jnp.float32}
+
+
+def exact_operands(form, m, n, k, b_dtype=E4M3, seed=0):
+  """Operands of exact products; for `wgrad` each row of b has scales."""
+  rng = np.random.default_rng(seed)
+
+  def operand(rows, scale_rows, dtype):
+    codes = rng.integers(-4, 5, size=(rows, k)).astype(np.float32)
+    scale = np.exp2(rng.integers(-2, 3, size=(scale_rows, k // BLOCK)))
+    return QTensor(
+      jnp.asarray(codes).astype(dtype), jnp.asarray(scale, jnp.float32)
+    )
+
+  b_scales = n if form == "wgrad" else n // BLOCK
+  return operand(m, m, E4M3), operand(n, b_scales, b_dtype)
+
+
+def values(x: QTensor) -> np.ndarray:
+  """What codes stand for, in float64."""
+  rows, k = x.qvalue.shape
+  scale = np.repeat(np.asarray(x.scale, np.float64), rows // len(x.scale), 0)
+  return np.asarray(x.qvalue, np.float64) * np.repeat(scale, BLOCK, 1)
+
+
+def assert_is_product(out, a, b, add=None):
+  expected = values(a) @ values(b).T
+  if add is not None:
+    expected += np.asarray(add, np.float64)
+  # Exact in f32, so that nothing but the result is rounded, and once.
+  expected = expected.astype(np.float32).astype(out.dtype)
+  np.testing.assert_array_equal(np.asarray(out), expected)
+
+
+SMALL = {
+  "paired": (PAIRED, 2),
+  "low": (LOW, 3),
+  "tall": (TALL, 1),
+  "shallow": (Tile(stages=2, slots=1), 3),
+  "low_paired": (Tile(waves=1, stages=3, slots=3, cluster=2, band=3), 4),
+}
+CASES = [
+  pytest.param(form, *case, id=f"{form}-{name}")
+  for name, case in SMALL.items()
+  for form in DTYPES
+]
+
+
+# Fewer programs than tiles, and more blocks than stages: all wraps around.
+@pytest.mark.parametrize("form, tile, programs", quick(3, CASES))
+def test_interpreted_kernel_is_the_product(form, tile, programs):
+  a, b = exact_operands(form, m=512, n=256, k=4 * BLOCK)
+  interpret_pallas_call.reset_gpu_interpret_mode_state()
+  out = kernel.product(
+    a, b, DTYPES[form], tile=tile, programs=programs, interpret=True
+  )
+  assert_is_product(out, a, b)
+  assert not interpret_pallas_call.get_races().races_found
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_interpreted_kernel_adds_before_it_rounds(dtype):
+  a, b = exact_operands("fwd", m=128, n=128, k=BLOCK)
+  add = jax.random.randint(jax.random.key(0), (128, 128), -99, 99) / 4
+  add = add.astype(dtype)
+  out = kernel.product(a, b, jnp.bfloat16, add, interpret=True)
+  assert_is_product(out, a, b, add)
+
+
+def operands_of_op(name, dtype=E4M3, m=256, d=128, f=384):
+  """Two operands of `ops.linear_*` in blocks."""
+
+  @jax.jit
+  def operands():
+    x, g, w = (
+      jax.random.normal(jax.random.key(i), shape)
+      for i, shape in enumerate(((2, m // 2, d), (2, m // 2, f), (d, f)))
+    )
+    w = ops.quantize_tiles(w, layout="both", implementation="xla")
+    x = ops.quantize_blocks(x, layout="both", implementation="xla")
+    g = ops.quantize_blocks(g, dtype=dtype, layout="both", implementation="xla")
+    return {"fwd": (x, w), "dgrad": (g, w), "wgrad": (x, g)}[name]
+
+  return operands
+
+
+@pytest.mark.parametrize(
+  "name, dtype", [("fwd", E4M3), ("dgrad", E5M2), ("wgrad", E5M2)]
+)
+def test_interpreted_operation_matches_definition(name, dtype):
+  operands = operands_of_op(name, dtype)()
+  op: Op = getattr(ops, f"linear_{name}")
+  out = getattr(kernel, op.name)(*operands, dtype=jnp.float32, interpret=True)
+  # Sums of the same values in another order.
+  assert_close(out, op.definition(*operands, dtype=jnp.float32), 2e-6)
+
+
+def test_tiles_are_whole():
+  assert kernel.pick_tile(8192, 4096) == PAIRED
+  assert kernel.pick_tile(4096, 11008) == PAIRED
+  assert kernel.pick_tile(512, 384) == TALL
+  assert kernel.pick_tile(384, 256) == LOW
+  assert all(LOW.fits(m, n) for m in (128, 384) for n in (128, 640))
+
+
+@pytest.mark.parametrize("form", DTYPES)
+@pytest.mark.parametrize("name", quick(2, TILES))
+def test_kernel_lowers_for_a_gpu(name, form):
+  def product(a, b):
+    return kernel.product(a, b, DTYPES[form], tile=TILES[name])
+
+  specs = jax.eval_shape(lambda: exact_operands_of_ones(form))
+  assert lowered_for_h200(product, *specs).count("mosaic_gpu_v2") == 1
+
+
+def exact_operands_of_ones(form, m=512, n=512, k=256):
+  scales = n if form == "wgrad" else n // BLOCK
+  return tuple(
+    QTensor(jnp.ones((rows, k), E4M3), jnp.ones((scale_rows, k // BLOCK)))
+    for rows, scale_rows in ((m, m), (n, scales))
+  )
+
+
+def test_kernel_refuses_what_it_cannot_take(monkeypatch):
+  def trace(x, w, **how):
+    jax.eval_shape(lambda x, w: kernel.linear_fwd(x, w, **how), x, w)
+
+  x, w = jax.eval_shape(operands_of_op("fwd"))
+  narrow = jax.eval_shape(operands_of_op("fwd", m=192))
+  one_scale = w._replace(scale=jax.ShapeDtypeStruct((), jnp.float32))
+  with refused("writes bfloat16, float16 or float32"):
+    trace(x, w, dtype=E4M3)
+  with refused(r"multiples of 128, got \[192, 128\] times \[128, 384\]"):
+    trace(*narrow)
+  with refused("one scale per tensor"):
+    trace(x, one_scale)
+  monkeypatch.setattr(kernel, "_capability", lambda: "10.0")
+  with refused("is for Hopper, of compute capability 9.0, got 10.0"):
+    trace(x, w)
+
+
+def test_product_in_blocks_has_a_kernel_without_jax_triton(monkeypatch):
+  from coat_jax.pallas.jax_triton import block_product
+
+  for installed, name in ((True, "jax_triton"), (False, "mosaic")):
+    monkeypatch.setattr(
+      block_product, "_is_installed", lambda _, x=installed: x
+    )
+    with for_h200():
+      said = ops.explain(ops.linear_fwd, *jax.eval_shape(operands_of_op("fwd")))
+    assert said == f"linear_fwd: {name} on a GPU, xla elsewhere"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("b_dtype", [E4M3, E5M2])
+@pytest.mark.parametrize("form", DTYPES)
+@pytest.mark.parametrize("name", TILES)
+def test_kernel_is_the_product_on_a_gpu(name, form, b_dtype):
+  tile = TILES[name]
+  # A wave of programs and a part of one; bands of unequal heights.
+  m, n, k = 19 * tile.m, 18 * BLOCK, 33 * BLOCK
+  a, b = exact_operands(form, m, n, k, b_dtype)
+  add = None if form == "wgrad" else jnp.ones((m, n), jnp.bfloat16)
+
+  @jax.jit
+  def product(a, b, add):
+    return kernel.product(a, b, DTYPES[form], add, tile=tile)
+
+  first = np.asarray(product(a, b, add))
+  assert_is_product(first, a, b, add)
+  for _ in range(20):  # A race would show now and then.
+    np.testing.assert_array_equal(np.asarray(product(a, b, add)), first)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["fwd", "dgrad", "wgrad"])
+def test_operation_matches_definition_on_a_gpu(name):
+  operands = operands_of_op(name, m=8192, d=4096, f=11008)()
+  op: Op = getattr(ops, f"linear_{name}")
+  out = jax.jit(lambda a, b: op(a, b, implementation="mosaic"))(*operands)
+  expected = jax.jit(op.definition)(*operands)
+  # Tensor cores sum a block of 128 to 14 bits; then BF16 or f32.
+  assert_close(out, expected, 2.0**-8)
