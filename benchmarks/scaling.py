@@ -18,7 +18,7 @@ operands are quantized.
 
 With --compile-only, in place of these, what XLA's compiler for CUDA makes of it
 for an H200 (`make test-aot` installs it): temporary bytes, and how many
-products are cuBLASLt's and jax-triton's.
+products are cuBLASLt's, jax-triton's and Mosaic's.
 
 x and the gradient of the output are normal. With --outliers K, every 64th
 feature of both, and one token in 128, are K times as large: that is what blocks
@@ -161,7 +161,7 @@ def products(config, options, case) -> list[dict]:
 
 
 def compiled(config, recipe: CoatRecipe, options) -> dict:
-  """Of a layer compiled for an H200: memory, and calls of jax-triton's."""
+  """Of a layer compiled for an H200: memory, and calls of each kernel."""
   layer = Layer(config, Variant(recipe))
   shape = options.batch, options.seq, config.d_model
   program = aot.compile_for_h200(
@@ -172,6 +172,7 @@ def compiled(config, recipe: CoatRecipe, options) -> dict:
     temporary_bytes=aot.temporary_bytes(program),
     cublas_products=text.count('custom_call_target="__cublas$lt$matmul$f8"'),
     jax_triton_products=text.count('custom_call_target="triton_kernel_call'),
+    mosaic_products=text.count('custom_call_target="mosaic_gpu_v2"'),
   )
 
 

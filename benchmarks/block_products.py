@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FP8 products in blocks of 128: how fast each kernel of them is, on a GPU.
+
+  python -m benchmarks.block_products [--preset llama2_7b] [--tokens 8192]
+    [--matrices gate_up down] [--products linear_wgrad] [--tiles tall low]
+    [--implementations jax_triton mosaic] [--repeats 5]
+
+block_products: a row for each matrix of a layer, each of its three products and
+each of
+
+  bf16              BF16 operands
+  cublas            FP8, one scale per tensor
+  jax_triton        blocks, the kernel of jax-triton
+  mosaic, TILE      blocks, Mosaic's, with a tile of
+                    `coat_jax.pallas.mosaic.block_product.TILES`
+  xla               blocks, plain JAX: where there is no GPU
+
+with milliseconds and TFLOP/s; for products in blocks also `error`, by how much
+they differ from plain JAX's, relative RMS. Rounding to BF16 makes 0.0017 of it.
+"""
+
+import argparse
+import functools
+from collections.abc import Callable, Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import arguments as args
+from benchmarks.cases import Sizes, operand
+from benchmarks.harness import emit, measure, say
+from coat_jax import ops
+from coat_jax.formats import E5M2
+from coat_jax.ops.linear import in_columns, in_rows
+from coat_jax.pallas.mosaic import block_product
+from train.presets import PRESETS
+
+# Of x [t, d], w [d, f] and g [t, f]: which two, how they are read in blocks,
+# the axes summed over in BF16, and the result's dtype.
+PRODUCTS = {
+  "linear_fwd": ("xw", (in_rows, in_columns), (1, 0), jnp.bfloat16),
+  "linear_dgrad": ("gw", (in_rows, in_rows), (1, 1), jnp.bfloat16),
+  "linear_wgrad": ("xg", (in_columns, in_columns), (0, 0), jnp.float32),
+}
+IMPLEMENTATIONS = "bf16", "cublas", "jax_triton", "mosaic", "xla"
+
+
+def kernels(
+  name: str, plain: dict, tensor: dict, block: dict, options
+) -> Iterator[tuple[dict, Callable, tuple]]:
+  """Pairs of what a row is of, its function, and the function's arguments."""
+  (a, b), layouts, summed, dtype = PRODUCTS[name]
+  op = getattr(ops, name)
+
+  def in_bf16(a, b):
+    axes = (((summed[0],), (summed[1],)), ((), ()))
+    return jax.lax.dot_general(a, b, axes, preferred_element_type=dtype)
+
+  def by(implementation):
+    return functools.partial(op, dtype=dtype, implementation=implementation)
+
+  yield dict(implementation="bf16"), in_bf16, (plain[a], plain[b])
+  yield dict(implementation="cublas"), by("cublas"), (tensor[a], tensor[b])
+  blocks = block[a], block[b]
+  for implementation in ("jax_triton", "xla"):
+    yield dict(implementation=implementation), by(implementation), blocks
+  for tile in options.tiles:
+
+    def by_mosaic(a, b, tile=block_product.TILES[tile]):
+      a, b = layouts[0](a), layouts[1](b)
+      if not tile.fits(len(a.qvalue), len(b.qvalue)):
+        raise NotImplementedError(f"{tile} is not for {len(a.qvalue)} rows")
+      return block_product.product(a, b, dtype, tile=tile)
+
+    yield dict(implementation="mosaic", tile=tile), by_mosaic, blocks
+
+
+def operands(tokens: int, d: int, f: int) -> tuple[dict, dict, dict]:
+  """x, w and g in BF16, in FP8 with one scale, and in blocks."""
+  sizes = Sizes()
+  plain = dict(
+    x=sizes.normal(tokens, d),
+    w=sizes.normal(d, f, seed=1),
+    g=sizes.normal(tokens, f, seed=2),
+  )
+  both = functools.partial(jax.jit, static_argnames="layout")
+  tensor = dict(
+    x=operand(plain["x"]), w=operand(plain["w"]), g=operand(plain["g"], E5M2)
+  )
+  block = dict(
+    x=both(ops.quantize_blocks)(plain["x"], layout="both"),
+    w=both(ops.quantize_tiles)(plain["w"], layout="both"),
+    g=both(ops.quantize_blocks)(plain["g"], layout="both"),
+  )
+  return plain, tensor, block
+
+
+def error_of(actual, expected) -> float:
+  """Relative RMS of the difference."""
+  norm = jax.jit(lambda x: jnp.sqrt(jnp.sum(jnp.square(x.astype("float32")))))
+  return float(norm(actual.astype("float32") - expected) / norm(expected))
+
+
+def rows_of(matrix: str, d: int, f: int, options) -> Iterator[dict]:
+  """Measures all that was asked for of one matrix."""
+  on_gpu = jax.default_backend() == "gpu"
+  plain, tensor, block = operands(options.tokens, d, f)
+  for name in options.products:
+    a, b = PRODUCTS[name][0]
+    definition = jax.jit(
+      functools.partial(getattr(ops, name).definition, dtype=jnp.float32)
+    )
+    exact = definition(block[a], block[b])
+    shape = dict(tokens=options.tokens, in_features=d, out_features=f)
+    for what, fn, arrays in kernels(name, plain, tensor, block, options):
+      implementation = what["implementation"]
+      if implementation not in options.implementations:
+        continue
+      if on_gpu == (implementation == "xla") and implementation != "bf16":
+        continue
+      try:
+        timing = measure(fn, *arrays, repeats=options.repeats)
+      except NotImplementedError as reason:
+        say(f"left out: {reason}")
+        continue
+      found = timing.row | dict(
+        tflops=timing.tflops(2 * options.tokens * d * f)
+      )
+      if arrays[0] is block[a]:
+        found["error"] = error_of(jax.jit(fn)(*arrays), exact)
+      case = dict(matrix=matrix, product=name, **shape)
+      say(
+        f"{matrix:8s} {name:13s} {' '.join(what.values()):18s} "
+        f"{found['tflops']:7.1f} TFLOP/s  {found['median_ms']:.4f} ms  "
+        f"error {found.get('error', np.nan):.2g}"
+      )
+      yield emit("block_products", case, **what, **found)
+
+
+@args.command
+def main(arguments: list[str] | None = None) -> list[dict]:
+  """Runs the command; returns the rows it printed."""
+  parser = argparse.ArgumentParser(
+    prog="python -m benchmarks.block_products",
+    description=__doc__.splitlines()[0],
+  )
+  matrices = list(Sizes().weights)
+  tiles = list(block_product.TILES)
+  parser.add_argument("--preset", choices=PRESETS, default="llama2_7b")
+  parser.add_argument("--tokens", type=args.count, default=8192)
+  for name, values in (
+    ("matrices", matrices),
+    ("products", list(PRODUCTS)),
+    ("implementations", list(IMPLEMENTATIONS)),
+    ("tiles", tiles),
+  ):
+    parser.add_argument(f"--{name}", nargs="+", choices=values, default=values)
+  parser.add_argument("--repeats", type=args.count, default=5)
+  options = parser.parse_args(arguments)
+  config = PRESETS[options.preset]().model
+  sizes = Sizes(
+    d_model=config.d_model, d_ff=config.d_ff, num_heads=config.num_heads
+  )
+  return [
+    row
+    for matrix in options.matrices
+    for row in rows_of(matrix, *sizes.weights[matrix], options)
+  ]
+
+
+if __name__ == "__main__":
+  main()
