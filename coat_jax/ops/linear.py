@@ -57,6 +57,13 @@ def _matmul(
     out = _dot(*(block_values(*x, dtype=jnp.bfloat16) for x in (a, b)))
   else:
     out = _dot(a.qvalue, b.qvalue) * (a.scale * b.scale)
+  return in_sum(out, dtype, add, bias)
+
+
+def in_sum(
+  out: Array, dtype: DTypeLike, add: Array | None, bias: Array | None
+) -> Array:
+  """A product f32 [m, n], a bias [n] as `dtype` holds it, and `add` [m, n]."""
   if bias is not None:
     out = out + bias.astype(dtype).astype(jnp.float32)[None]
   if add is not None:

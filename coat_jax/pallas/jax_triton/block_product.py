@@ -29,7 +29,7 @@ from jax.typing import DTypeLike
 from coat_jax.formats import is_fp8
 from coat_jax.ops.blocks import BLOCK
 from coat_jax.ops.dispatch import supported
-from coat_jax.ops.linear import in_columns, in_rows
+from coat_jax.ops.linear import in_columns, in_rows, in_sum
 from coat_jax.ops.types import BlockScales, Operand, Unsupported
 from coat_jax.qtensor import QTensor
 
@@ -77,12 +77,11 @@ def linear_fwd(
   rows = in_rows(x)
   _require_sizes("linear_fwd", rows, in_columns(w))
   supported()
-  y = _product(rows, in_columns(w), dtype, add if bias is None else None)
-  if bias is not None:
-    y = y.astype(jnp.float32) + bias.astype(dtype).astype(jnp.float32)[None]
-    if add is not None:
-      y = y + add.reshape(y.shape).astype(jnp.float32)
-    y = y.astype(dtype)
+  if bias is None:
+    y = _product(rows, in_columns(w), dtype, add)
+  else:
+    y = _product(rows, in_columns(w), jnp.float32, add)
+    y = in_sum(y, dtype, None, bias)
   assert x.rows is not None
   return y.reshape(*x.rows.shape[:-1], y.shape[-1])
 

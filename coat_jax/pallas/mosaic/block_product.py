@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 from coat_jax.formats import is_fp8
 from coat_jax.ops.blocks import BLOCK
 from coat_jax.ops.dispatch import supported
-from coat_jax.ops.linear import in_columns, in_rows
+from coat_jax.ops.linear import in_columns, in_rows, in_sum
 from coat_jax.ops.types import BlockScales, Operand, Unsupported
 from coat_jax.pallas.mosaic import block_kernel
 from coat_jax.pallas.mosaic.block_kernel import Tile, Work
@@ -54,14 +54,19 @@ def linear_fwd(
   *,
   dtype: DTypeLike = jnp.bfloat16,
   add: Array | None = None,
+  bias: Array | None = None,
   interpret: bool = False,
 ) -> Array:
-  """`ops.linear_fwd`."""
+  """`ops.linear_fwd`; XLA adds a bias, in a pass of its own."""
   _require("linear_fwd", x, w, dtype)
   rows, columns = in_rows(x), in_columns(w)
   _require_sizes("linear_fwd", rows, columns)
   supported()
-  y = product(rows, columns, dtype, add, interpret=interpret)
+  if bias is None:
+    y = product(rows, columns, dtype, add, interpret=interpret)
+  else:
+    y = product(rows, columns, jnp.float32, add, interpret=interpret)
+    y = in_sum(y, dtype, None, bias)
   assert x.rows is not None
   return y.reshape(*x.rows.shape[:-1], y.shape[-1])
 

@@ -93,6 +93,14 @@ def test_interpreted_kernel_adds_before_it_rounds(dtype):
   assert_is_product(out, a, b, add)
 
 
+def test_interpreted_operation_adds_a_bias_in_f32():
+  x, w = operands_of_op("fwd")()
+  bias = jax.random.normal(jax.random.key(3), (384,))
+  options = dict(dtype=jnp.bfloat16, bias=bias)
+  out = kernel.linear_fwd(x, w, **options, interpret=True)
+  assert_close(out, ops.linear_fwd.definition(x, w, **options), 2**-8)
+
+
 def operands_of_op(name, dtype=E4M3, m=256, d=128, f=384):
   """Two operands of `ops.linear_*` in blocks."""
 
