@@ -281,9 +281,10 @@ def _sum_blocks(
       if not work.of_tiles and work.tile.waves > 1:
         partial = partial * _of_columns(b_scale_smem, slot, shape)
       new.append(total + partial)
-    if work.interpret:
-      # The interpreter takes the next copy for a race with reading the scales,
-      # although they are in registers by now.
+    if work.interpret or work.tile.cluster > 1:
+      # At a cluster's barrier one thread arrives for all, which may be reading
+      # scales yet; at a program's own each arrives, and has read them. The
+      # interpreter would take the next copy for a race there.
       plgpu.commit_smem()
     plgpu.barrier_arrive(free.at[slot])
     return step + 1, tuple(new)

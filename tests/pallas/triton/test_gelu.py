@@ -186,7 +186,9 @@ def test_gelu_kernels_on_a_gpu(shape, dtype):
   # Ties are common among bfloat16 values, and quotients off by a last bit.
   assert_same_codes(actual.qvalue, expected.qvalue, SHARE)
   np.testing.assert_allclose(amax, expected_amax, rtol=1e-5)
-  operands = gelu.gelu_bwd_operands(dy, x_q, output_scale=scale, **options)
+  *operands, sums = gelu.gelu_bwd_operands(
+    dy, x_q, output_scale=scale, has_sums=True, **options
+  )
   y = gelu.gelu_fwd(x_q, scale=scale, layout="both", **options)
   np.testing.assert_array_equal(
     code_bits(y.columns), code_bits(operands[1].columns)
@@ -209,3 +211,6 @@ def test_gelu_kernels_on_a_gpu(shape, dtype):
     assert np.mean(codes == expected) >= SHARE
     difference = np.abs(codes - expected)
     assert np.all(difference <= np.abs(expected) / 4 + 1)
+  # A sum in f32 is off by less than 2^-14 of all that it adds up.
+  limit = 2**-14 * np.sum(np.abs(values[1]), axis=0)
+  assert np.all(np.abs(sums - np.sum(values[1], axis=0)) <= limit)

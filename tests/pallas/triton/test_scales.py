@@ -47,3 +47,15 @@ def test_shared_scale_is_what_the_kernel_of_codes_reads():
   expected = scales.bits_to_scale(bits, E5M2, interpret=True)
   np.testing.assert_array_equal(scale, expected)
   np.testing.assert_array_equal(read, [expected, expected])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [1, 40, 5504, 2**16])
+def test_scale_kernel_on_a_gpu(size):
+  maxima = np.abs(np.random.default_rng(0).normal(size=size))
+  maxima[-1] = 7.3
+  bits = jnp.asarray(np.asarray(maxima, np.float32).view(np.int32))
+  expected = jit(lambda x: amax_to_scale(x, E5M2))(jnp.float32(7.3))
+  scale, read = scales.bits_to_shared_scale(bits, E5M2)
+  np.testing.assert_array_equal(scale, expected)
+  np.testing.assert_array_equal(read, [expected, expected])
