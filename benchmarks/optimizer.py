@@ -3,6 +3,7 @@
 
   python -m benchmarks.optimizer [--rows 16384] [--codecs coat log8]
     [--weights float32 bfloat16 bfloat16_low8] [--optimizer coat_lion]
+    [--implementations mosaic]
 
 optimizer: a row for optax.adamw (or optax.lion) with donated parameters and
 state (XLA), and for each registered codec, rounding and kind of weights the
@@ -175,6 +176,13 @@ def main(arguments: list[str] | None = None) -> None:
     "--weights", nargs="+", choices=WEIGHTS, default=list(WEIGHTS)
   )
   parser.add_argument("--optimizer", choices=OPTIMIZERS, default="coat_adamw")
+  parser.add_argument(
+    "--implementations",
+    nargs="+",
+    choices=("xla", "mosaic"),
+    default=("xla", "mosaic"),
+    help="of the codecs' steps; those that can run here if not given",
+  )
   options = parser.parse_args(arguments)
   name = options.optimizer
   shape = options.rows, options.columns
@@ -187,6 +195,8 @@ def main(arguments: list[str] | None = None) -> None:
     for kind in options.weights:
       dtype = WEIGHTS[kind][0]
       for implementation in implementations(name, codec, shape, dtype):
+        if implementation not in options.implementations:
+          continue
         fused(name, key, codec, shape, kind, implementation, ceiling)
 
 

@@ -24,6 +24,7 @@ VARIANTS = {
   "bf16_dots": dict(recipe="bf16", remat="dots"),
   "bf16_full": dict(recipe="bf16", remat="full"),
   "fp8_linear": dict(recipe="fp8_linear"),
+  "block": dict(recipe="fp8_block"),
   "coat": dict(recipe="coat", residuals="coat"),
   "minimal": dict(recipe="coat"),
   "minimal_attention": dict(recipe="coat", attention="fp8"),
@@ -64,7 +65,7 @@ def configure(
   config = PRESETS[preset]()
   options = VARIANTS[variant] | options
   optimizer = options.pop("optimizer", config.optim.optimizer)
-  codec = "coat" if options["recipe"] == "coat" else "float32"
+  codec = "coat" if options["recipe"] in ("coat", "fp8_block") else "float32"
   in_backward = options.get("optimizer_in_backward", False)
   clip = "share" if in_backward else "global"
   sizes = meshes.parse_mesh(mesh)

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Other libraries, measured as this project measures itself."""
