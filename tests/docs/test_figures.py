@@ -48,15 +48,174 @@ def training_row(variant, batch):
   return row
 
 
+def layer_rows(name="layer"):
+  """Rows of layers, by preset, length, variant and mode."""
+  return {
+    tuple(row["case"][key] for key in ("preset", "seq", "variant", "mode")): row
+    for row in measured(name)
+  }
+
+
+def optimizer_ms():
+  """Milliseconds of AdamW's steps, by codec, rounding and dtype."""
+  return {
+    tuple(row["case"].get(key) for key in ("codec", "rounding", "dtype")): row[
+      "median_ms"
+    ]
+    for row in measured("optimizer")
+    if row["implementation"] == _BEST.get(row["case"]["codec"], "mosaic")
+  }
+
+
+_BEST = {"optax.adamw": "xla"}
+
+
+def peer(bench, implementation, **case):
+  """The one row of another library."""
+  (row,) = (
+    row
+    for row in measured("peers")
+    if (row["bench"], row["implementation"]) == (bench, implementation)
+    and case.items() <= row["case"].items()
+  )
+  return row
+
+
+def steps_on_one_gpu():
+  """Rows of whole steps on one GPU, by preset and variant."""
+  return {
+    (row["case"]["preset"], row["case"]["variant"]): row
+    for row in measured("training")
+    if row["case"]["mesh"] == ""
+  }
+
+
 @pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
 def test_headline_is_that_of_the_rows(page):
-  before_table = (ROOT / page).read_text().partition("| Llama-2-7B")[0]
-  pairs = table((ROOT / page).read_text(), before_table)
-  rows = training_row("bf16", 2), training_row("minimal", 2)
-  assert [round(row["tokens_per_s_per_gpu"]) for row in rows] in pairs
-  assert [round(row["peak_bytes"] / 1e9, 1) for row in rows] in pairs
-  # As test_memory counts them.
-  assert [8, 2.08] in pairs
+  before_table = (ROOT / page).read_text().partition("| one H200")[0]
+  rows = layer_rows()
+  layers = [
+    rows["llama2_7b", 2048, variant, "full"]
+    for variant in ("bf16", "minimal_no_cache")
+  ]
+  float8 = "torch.compile torchao float8 tensorwise"
+  float8 = peer("peers.layer", float8, mode="full")
+  ms = optimizer_ms()
+  adamw = peer("peers.optimizer", "torchao AdamWFp8", dtype="float32")
+  steps = steps_on_one_gpu()
+  steps = [steps["olmo_1b", variant] for variant in ("bf16", "minimal")]
+  unit = 4 * 2048 * 4096 * 2 / 1e6
+  want = [
+    [
+      round(layers[0]["median_ms"], 1),
+      round(float8["median_ms"], 1),
+      round(layers[1]["median_ms"], 1),
+    ],
+    [
+      round(layers[0]["remembered_units"] * unit),
+      round(float8["saved_units"] * unit),
+      round(layers[1]["remembered_units"] * unit),
+    ],
+    [
+      round(ms["optax.adamw", None, "float32"], 2),
+      round(adamw["median_ms"], 2),
+      round(ms["coat", "stochastic", "float32"], 2),
+    ],
+    # As test_memory counts them.
+    [8, round(adamw["state_bytes"], 2), 2.08],
+    [round(steps[0]["median_ms"]), None, round(steps[1]["median_ms"])],
+    [
+      round(steps[0]["peak_bytes"] / 1e9, 1),
+      None,
+      round(steps[1]["peak_bytes"] / 1e9, 1),
+    ],
+  ]
+  assert table((ROOT / page).read_text(), before_table) == want
+
+
+def test_tables_of_peers_are_those_of_the_rows():
+  layer, optimizer = "peers.layer", "peers.optimizer"
+  want = []
+  for name in ("bf16", "torchao float8 tensorwise", "torchao float8 rowwise"):
+    forward, full = (
+      peer(layer, f"torch.compile {name}", mode=mode)
+      for mode in ("forward", "full")
+    )
+    ms = [round(row["median_ms"], 2) for row in (forward, full)]
+    want.append([*ms, round(full["saved_units"], 1)])
+  rows = layer_rows()
+  for variant in ("bf16", "fp8_linear", "minimal_no_cache", "minimal_codes"):
+    forward, full = (
+      rows["llama2_7b", 2048, variant, mode] for mode in ("forward", "full")
+    )
+    ms = [round(row["median_ms"], 2) for row in (forward, full)]
+    want.append([*ms, round(full["remembered_units"], 1)])
+  assert table(PERFORMANCE, "A layer of Llama-2-7B, 4 sequences") == want
+
+  want = []
+  for name in (
+    "torch fused",
+    "torchao AdamWFp8",
+    "torchao AdamW8bit",
+    "bitsandbytes AdamW8bit",
+    "FlashAdamW",
+    "FlashAdamW, 24-bit weights",
+  ):
+    cells = []
+    for dtype in ("float32", "bfloat16"):
+      if "24-bit" in name and dtype == "float32":
+        cells += [None, None]
+        continue
+      row = peer(optimizer, name, dtype=dtype)
+      cells += [round(row["median_ms"], 2), round(row["state_bytes"], 2)]
+    want.append(cells)
+  ms = optimizer_ms()
+  for key, wide, size in (
+    (("optax.adamw", None), "bfloat16", [8, 4]),
+    (("coat", "stochastic"), "bfloat16", [2.08, 2.08]),
+    (("coat", "stochastic"), "bfloat16_low8", [None, 3.08]),
+    (("log8", "stochastic"), "bfloat16", [2.03, 2.03]),
+    (("coat", "nearest"), "bfloat16", [2.08, 2.08]),
+  ):
+    f32 = None if size[0] is None else round(ms[*key, "float32"], 2)
+    want.append([f32, size[0], round(ms[*key, wide], 2), size[1]])
+  assert table(PERFORMANCE, "A step of AdamW on one tensor") == want
+
+
+def test_table_of_other_models_is_that_of_the_rows():
+  rows = layer_rows("layer_shapes")
+  want = []
+  for preset, seq, variant in (
+    ("olmo_1b", 2048, "minimal_no_cache"),
+    ("llama_130m", 1024, "minimal_no_cache"),
+    ("qwen3_30b_a3b", 2048, "minimal"),
+    ("llama2_7b", 32768, "minimal"),
+    ("llama2_7b", 32768, "minimal_attention_compute"),
+    ("siglip_so400m", 729, "minimal"),
+    ("clip_l", 577, "minimal"),
+  ):
+    bf16, coat = (rows[preset, seq, v, "full"] for v in ("bf16", variant))
+    ms = [row["median_ms"] for row in (bf16, coat)]
+    saved = round(bf16["remembered_units"], 1)
+    cells = [round(x, 2) for x in (*ms, ms[0] / ms[1])]
+    want.append([*cells, saved])
+  assert table(PERFORMANCE, "Layers of other shapes") == want
+
+
+def test_table_of_steps_is_that_of_the_rows():
+  rows = steps_on_one_gpu()
+  keys = [
+    ("olmo_1b", v) for v in ("bf16", "fp8_linear", "block", "minimal", "lean")
+  ]
+  keys += [("llama2_7b", "minimal"), ("llama2_7b", "lean")]
+  want = []
+  for key in keys:
+    rate = rows[key]["tokens_per_s_per_gpu"]
+    base = rows.get((key[0], "bf16"))
+    ratio = base and round(rate / base["tokens_per_s_per_gpu"], 2)
+    peak = round(rows[key]["peak_bytes"] / 1e9, 1)
+    want.append([round(rows[key]["median_ms"]), round(rate), ratio, peak])
+  assert table(PERFORMANCE, "## Whole training steps on one GPU") == want
 
 
 def test_training_table_is_that_of_the_rows():
@@ -76,10 +235,7 @@ def test_training_table_is_that_of_the_rows():
 
 
 def test_layer_table_is_that_of_the_rows():
-  times = {
-    (row["case"]["variant"], row["case"]["mode"]): row
-    for row in measured("layer")
-  }
+  times = {key[2:]: row for key, row in layer_rows().items()}
   units = {
     row["case"]["variant"]: row["units_per_layer"]
     for row in measured("layer_scan")
@@ -102,16 +258,10 @@ def test_layer_table_is_that_of_the_rows():
 
 
 def test_optimizer_table_is_that_of_the_rows():
-  ms = {}
-  for row in measured("optimizer"):
-    case = row["case"]
-    key = case["codec"], case.get("rounding"), row["implementation"]
-    ms[*key, case["dtype"]] = row["median_ms"]
-  keys = [("optax.adamw", None, "xla"), ("coat", "nearest", "mosaic")]
-  keys += [
-    (name, "stochastic", "mosaic")
-    for name in ("coat", "coat_e8m0", "log8", "fp8")
-  ]
+  ms = optimizer_ms()
+  keys = [("optax.adamw", None), ("coat", "nearest")]
+  names = ("coat", "coat_e5m2", "log8", "fp8")
+  keys += [(name, "stochastic") for name in names]
   want = []
   for key in keys:
     cells = []
