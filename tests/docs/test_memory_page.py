@@ -12,7 +12,7 @@ PAGE = (DOCS / "memory.md").read_text()
 
 
 def test_bytes_a_parameter_add_up():
-  shown = table(PAGE, "## Bytes a parameter")
+  shown = table(PAGE, "## Bytes per parameter")
   assert len(shown) == 8
   for weights, gradients, optimizer, together, whole in shown:
     total = weights + (gradients or 0) + optimizer
@@ -27,7 +27,7 @@ def test_bytes_a_token_are_what_is_counted():
   cases += [(recipe.coat(residuals="coat"), "none"), (coat, "none")]
   cases += [(recipe.coat(attention="fp8"), "none"), (coat, "fp8")]
   cases += [(bf16, "full"), (coat, "fp8_layer")]
-  shown = table(PAGE, "## Bytes a token")
+  shown = table(PAGE, "## Bytes per token")
   for (how, remat), (units, megabytes) in zip(cases, shown, strict=True):
     kept = plan.kept_bytes(LLAMA2_7B.shape, how, remat=remat)
     assert kept / 8192 == pytest.approx(units, rel=0.01)
