@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from tests.docs.pages import LOG, PAGES, ROOT
+from tests.docs.pages import LOGS, PAGES, ROOT
 
 # What must not be written, and what is written in its place.
 PRIVATE = {
@@ -28,7 +28,7 @@ FOLDERS = ("coat_jax", "train", "benchmarks", "examples", "tests")
 FILES = [
   *(p for folder in FOLDERS for p in sorted((ROOT / folder).rglob("*.py"))),
   *PAGES,
-  LOG,
+  *LOGS,
   ROOT / "CHANGELOG.md",
   ROOT / "Makefile",
 ]

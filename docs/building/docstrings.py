@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What mkdocstrings reads, made ready for the reference pages.
+"""Prepares docstrings for mkdocstrings, which builds the reference pages.
 
-A docstring is read in a terminal first. Three things that it writes for there
-would be lost in Markdown: tables and formulas that are indented, lists without
-a blank line before them, and the formulas of optax's docstrings.
+Docstrings are written for a terminal. Markdown would break three things in
+them: indented tables and formulas, lists without a blank line before them, and
+formulas in the style of optax's docstrings.
 
-And a function may have the name of a module beside it: `coat_jax.layers.linear`
-is the function, as it is in Python.
+Also, a function may have the same name as a module: `coat_jax.layers.linear` is
+the function, as it is in Python.
 """
 
 import contextlib
@@ -22,11 +22,11 @@ _ITEM = re.compile(r"\s+[*-] ")
 
 
 class Reference(griffe.Extension):
-  """Called for all that is loaded."""
+  """The extension that griffe calls for every object that it loads."""
 
   def __init__(self):
     super().__init__()
-    # What is written in packages themselves, not in their modules.
+    # Objects that packages define themselves, not in their modules.
     self._written: dict[str, griffe.Object] = {}
 
   def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
@@ -35,14 +35,14 @@ class Reference(griffe.Extension):
       obj.docstring.value = to_markdown(obj.docstring.value)
 
   def on_module_members(self, *, mod: griffe.Module, **_: Any) -> None:
-    """Keeps what a package defines, before its modules are loaded."""
+    """Records what a package defines, before its modules are loaded."""
     if mod.is_init_module:
       for member in mod.members.values():
         if not member.is_alias:
           self._written[member.path] = member
 
   def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
-    """Gives names to what Python gives them to."""
+    """Lets each name mean what it means in Python."""
     for module in pkg.modules.values():
       if module.is_init_module and not module.is_alias:
         self.on_package(pkg=module)
@@ -55,7 +55,7 @@ class Reference(griffe.Extension):
         shadowing[name] = self._written[path]
       elif pkg.imports.get(name) == f"{path}.{name}":
         shadowing[name] = griffe.Alias(name, module.members[name], parent=pkg)
-    # The others still have to find what they import from these modules.
+    # Other members must still find what they import from these modules.
     for member in pkg.members.values() if shadowing else ():
       if member.is_alias:
         with contextlib.suppress(griffe.AliasResolutionError):
@@ -64,7 +64,7 @@ class Reference(griffe.Extension):
 
 
 def to_markdown(text: str) -> str:
-  """Writes what a docstring says in Markdown; its sections stay as they are."""
+  """Converts a docstring to Markdown, except sections such as Args."""
   text = re.sub(r":math:`([^`]+)`", r"$\1$", text)
   text = re.sub(
     r"^\.\. math::\n((?:\n|  .*\n?)+)",
@@ -84,7 +84,7 @@ def to_markdown(text: str) -> str:
 
 
 def _plain_paragraph(lines: list[str]) -> list[str]:
-  """A paragraph outside all sections: preformatted, a list, or as it is."""
+  """Converts a paragraph outside sections: a code block, a list or text."""
   if all(re.match(r"  +\S", line) for line in lines):
     if not _ITEM.match(lines[0]):
       return ["```text", *(line[2:] for line in lines), "```"]

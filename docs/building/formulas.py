@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Formulas as MathML, which browsers draw: no script, no fonts."""
+"""Converts formulas to MathML, which browsers draw without scripts or fonts."""
 
 import html
 import re
@@ -12,7 +12,7 @@ _FORMULA = re.compile(
 
 
 def on_page_content(content: str, **_) -> str:
-  """Called by MkDocs with the HTML of each page."""
+  """MkDocs calls this with the HTML of each page."""
   return _FORMULA.sub(_convert, content)
 
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-# The log says what was measured once, with the words and commands of its day.
-LOG = DOCS / "LOG.md"
-PAGES = [ROOT / "README.md", *sorted({*DOCS.rglob("*.md")} - {LOG})]
+# The log keeps the words and commands of its day, so its Python is not run.
+LOGS = sorted((DOCS / "log").glob("*.md"))
+PAGES = [ROOT / "README.md", *sorted({*DOCS.rglob("*.md")} - {*LOGS})]
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 
 # A block says in its title, which readers see, why no test runs it.

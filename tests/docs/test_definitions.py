@@ -5,10 +5,12 @@ import re
 
 import pytest
 
-from tests.docs.pages import LOG, NAMES, PAGES
+from tests.docs.pages import LOGS, PAGES, ROOT
 
 
-@pytest.mark.parametrize("page", [*PAGES, LOG], ids=[*NAMES, "docs/LOG.md"])
+@pytest.mark.parametrize(
+  "page", [*PAGES, *LOGS], ids=lambda page: str(page.relative_to(ROOT))
+)
 def test_page_defines_u(page):
   text = page.read_text()
   if re.search(r"\d U\b", text):

@@ -11,7 +11,7 @@ from jax import P
 from tests.comparing import assert_same_bits
 from tests.docs import howto
 from tests.docs.pages import (
-  LOG,
+  LOGS,
   NAMES,
   NOT_RUN,
   PAGES,
@@ -120,7 +120,7 @@ CHECKS = howto.CHECKS | {
 def test_pages_with_python_are_found():
   others = "README.md", "docs/layers.md", "docs/plan.md"
   assert {*CHECKS, *howto.VARIED, *others} <= {*WITH_PYTHON}
-  assert LOG.exists()
+  assert LOGS
 
 
 def test_block_that_is_not_run_says_why():
