@@ -106,8 +106,8 @@ def in_columns(x: Operand) -> QTensor:
 @op(
   check=_check_linear,
   cublas="cublas",
-  jax_triton="block_product",
   mosaic="block_product",
+  jax_triton="block_product",
 )
 def linear_fwd(
   x: Operand,
@@ -129,7 +129,7 @@ def linear_fwd(
   return y.reshape(*x.rows.shape[:-1], w.columns.shape[0])
 
 
-@op(cublas="cublas", jax_triton="block_product", mosaic="block_product")
+@op(cublas="cublas", mosaic="block_product", jax_triton="block_product")
 def linear_dgrad(
   g: Operand, w: Operand, *, dtype: DTypeLike = jnp.bfloat16
 ) -> Array:
@@ -139,7 +139,7 @@ def linear_dgrad(
   return dx.reshape(*g.rows.shape[:-1], w.rows.shape[0])
 
 
-@op(cublas="cublas", jax_triton="block_product", mosaic="block_product")
+@op(cublas="cublas", mosaic="block_product", jax_triton="block_product")
 def linear_wgrad(
   x: Operand, g: Operand, *, dtype: DTypeLike = jnp.float32
 ) -> Array:

@@ -202,6 +202,18 @@ def test_table_of_other_models_is_that_of_the_rows():
   assert table(PERFORMANCE, "Layers of other shapes") == want
 
 
+def test_table_of_towers_is_that_of_the_rows():
+  rows = layer_rows("layer_shapes")
+  want = []
+  for preset, seq in (("siglip_so400m", 729), ("clip_l", 577)):
+    bf16, coat = (rows[preset, seq, v, "full"] for v in ("bf16", "minimal"))
+    ms = [coat["median_ms"], bf16["median_ms"]]
+    saved = coat["remembered_units"] / bf16["remembered_units"]
+    want.append([round(x, 2) for x in (*ms, ms[1] / ms[0], saved)])
+  text = (DOCS / "vision.md").read_text()
+  assert table(text, "## Time of a layer") == want
+
+
 def test_table_of_steps_is_that_of_the_rows():
   rows = steps_on_one_gpu()
   keys = [

@@ -75,8 +75,8 @@ def test_op_that_its_kernel_refuses_is_left_to_xla(m):
   assert ops.explain(ops.linear_fwd, x, w) == (
     "linear_fwd: xla everywhere (linear_fwd: cuBLASLt takes FP8 matrices whose "
     f"sizes are multiples of 16, got [{m}, 32] times [32, 48]; "
-    "linear_fwd: the kernel of jax-triton takes scales of blocks of 128, got "
-    "one scale per tensor; linear_fwd: the kernel of Mosaic takes scales of "
+    "linear_fwd: the kernel of Mosaic takes scales of blocks of 128, got one "
+    "scale per tensor; linear_fwd: the kernel of jax-triton takes scales of "
     "blocks of 128, got one scale per tensor)"
   )
   assert ops.explain(ops.linear_fwd, *operands()) == (
@@ -121,7 +121,7 @@ def test_named_implementation_never_falls_back():
   with pytest.raises(NotImplementedError, match="'xla', 'cublas'.*'triton'"):
     ops.linear_fwd(x, w, implementation="triton")
   assert ops.linear_fwd.implementations == (
-    *("xla", "cublas", "jax_triton", "mosaic"),
+    *("xla", "cublas", "mosaic", "jax_triton"),
   )
 
 

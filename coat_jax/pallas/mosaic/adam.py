@@ -21,7 +21,7 @@ instructions coat stochastic took 1.25 and 1.31 ms, log8 1.22 and 1.10.
 To nearest with f32, memory bounds it. With stochastic rounding instructions do,
 13 of coat's being special functions, which take 8 clocks each: four logarithms
 and four powers a value, a root, a reciprocal. Registers (116 to 126; log8 80 to
-95) leave 16 warps (20 to 24) to a multiprocessor. docs/LOG.md says what did not
+95) leave 16 warps (20 to 24) to a multiprocessor. docs/log says what did not
 help.
 """
 
