@@ -85,6 +85,27 @@ def test_what_is_frozen_has_no_state(folder):
       assert {*kernels} == {jnp.dtype(dtype)}
 
 
+def test_gradients_are_clipped_layer_by_layer(folder):
+  config = config_of(
+    folder,
+    trained="all",
+    optim=OptimConfig(lr=1e-3, warmup=1, group_size=16, clip="share"),
+  )
+  optimizer = step.build_optimizer(config)
+  state = step.abstract_state(config, optimizer)
+  norms = jax.tree.leaves(state.clip.own)
+  shapes = dict(zip(step.leaf_names(state.params), norms, strict=True))
+  # The tower and the decoder have a stack of two layers each.
+  of_layers = {name for name, x in shapes.items() if x.shape == (2,)}
+  assert of_layers == {name for name in shapes if "/layers/" in name}
+  assert {name.split("/")[0] for name in of_layers} == {"tower", "decoder"}
+  assert all(shapes[name].shape == () for name in shapes.keys() - of_layers)
+  # A step clips by these norms and keeps those of its own gradients.
+  rows = load(config)[1].batch_shapes(config)
+  run = step.train_step(config, step.build_graph(config), optimizer)
+  assert jax.eval_shape(run, state, rows)[0].clip == state.clip
+
+
 def test_low_bytes_are_kept_of_what_is_trained():
   draw = np.random.default_rng(0)
   whole = {
