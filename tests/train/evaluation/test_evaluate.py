@@ -109,6 +109,11 @@ def test_figures_in_bfloat16_are_near(folder, data, tmp_path):
     (["--data", "{data}", "--shots", 1], "--shots applies to --task"),
     (["--data", "{data}", "--task-dir", "x"], "--task-dir applies to --task"),
     (["--task", "x", "--stride", 1], "--stride applies to --data"),
+    (["--task", "x", "--documents", "joined"], "--documents applies to --data"),
+    (
+      ["--conversations", "{data}", "--images", "x"],
+      "--images applies to models that see images, got a llama of text alone",
+    ),
     (["--task", "x", "--shots", -1], "--shots must be at least 0, got -1"),
     (["--task", "x", "--task-dir", "none"], "--task-dir must be a folder"),
     (["--data", "{data}", "--out", "none/x.json"], "--out must be in a folder"),
