@@ -163,6 +163,14 @@ def test_a_drift_is_said_once_it_breaks_its_rule():
   assert watch.drifts(earlier, {"nu_power": [None]}) == []
 
 
+def test_a_drift_is_from_the_median_and_of_norms_four_times_it():
+  # Their mean, 4, is far from it.
+  earlier = [{"grad_norm": [x]} for x in (1.0, 10.0, 1.0)]
+  assert watch.drifts(earlier, {"grad_norm": [3.0]}) == []
+  (said,) = watch.drifts(earlier, {"grad_norm": [4.1]})
+  assert "grad_norm is 4.1, and was 1 (median of 3)" in said
+
+
 @pytest.mark.slow
 def test_a_watched_run_is_the_same_run(tmp_path, capsys, monkeypatch):
   always = watch.Rule("it is so", plus=-1e9)
