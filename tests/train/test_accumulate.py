@@ -37,7 +37,7 @@ def test_losses_of_microbatches_equal_those_of_whole_batches(
   assert largest_difference(whole, parts) <= 1e-5
 
 
-def test_auxiliary_loss_does_not_grow_with_the_number_of_microbatches():
+def test_losses_of_some_targets_do_not_grow_with_the_number_of_microbatches():
   # With the same two sequences in each microbatch the experts' load is the same
   # in all of them, so the gradients must be those of the whole batch.
   model = dataclasses.replace(
@@ -56,8 +56,12 @@ def test_auxiliary_loss_does_not_grow_with_the_number_of_microbatches():
     config = dataclasses.replace(EXACT, model=model, accumulate=accumulate)
     run = Trained(config, rows)
     state = step.initial_state(config, run.optimizer)
+    evaluate = step.eval_step(step.build_graph(config), accumulate=accumulate)
+    held_out = jax.jit(evaluate)(state.params, rows)
+    assert held_out.targets == np.sum(is_target)
     metrics = jax.jit(run.step)(state, rows)[1]
-    return float(metrics.loss), float(metrics.grad_norm)
+    found = metrics.loss, metrics.grad_norm, held_out.loss
+    return [float(x) for x in found]
 
   # The sums are in another order, as above.
   assert first_step(4) == pytest.approx(first_step(1), rel=1e-5)
