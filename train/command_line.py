@@ -1,20 +1,61 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors of a command line, in words of its options.
+"""What a command line gives, and its errors in words of its options.
 
 Dataclasses check their values when they are made, for programs too, and begin
 their messages with their own name. A command line knows only options, and tyro
-would put a name of its own in front, in a box.
+would put a name of its own in front, in a box. Nor do they know which options
+were given: a preset may set one that another option makes void.
 """
 
 import contextlib
 import io
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 _OF_CLASS = re.compile(r"[A-Z]\w*(?:Config|Data): ")
 # Functions of coat_jax that commands call.
 _OF_FUNCTION = re.compile(r"^(?:load|save)_hf: ")
+
+
+# Options that are read only where another one is set.
+_NEEDS = {"compare_seeds": "compare"}
+
+
+def words_of(arguments: Sequence[str] | None) -> list[str]:
+  """Lists the words of a command line; None for those of this process."""
+  return sys.argv[1:] if arguments is None else list(arguments)
+
+
+def times_given(option: str, words: Sequence[str]) -> int:
+  """Counts how often a command line gives an option.
+
+  Args:
+    option: The name of its field.
+    words: From `words_of`.
+  """
+  given = (word.partition("=")[0].replace("_", "-") for word in words)
+  return list(given).count(f"--{option.replace('_', '-')}")
+
+
+def check_given(config: Any, words: Sequence[str]) -> None:
+  """Checks that a command line gives no option that another makes void.
+
+  Args:
+    config: What it configures.
+    words: From `words_of`.
+
+  Raises:
+    ValueError: it gives one.
+  """
+  for option, needed in _NEEDS.items():
+    if times_given(option, words) and not getattr(config, needed):
+      name = option.replace("_", "-")
+      raise ValueError(
+        f"{name} applies to --{needed}, got none; pass it too, or leave "
+        f"--{name} out"
+      )
 
 
 def error_line(error: BaseException | None, part: str = "") -> str:
@@ -32,12 +73,13 @@ def error_line(error: BaseException | None, part: str = "") -> str:
 
 @contextlib.contextmanager
 def plain_errors() -> Iterator[None]:
-  """Prints an error that a dataclass raises inside `tyro.cli` as one sentence.
+  """Prints an error about the command line as one sentence.
 
-  All else that tyro prints stays: what is missing, unknown, or no number.
+  It may be one that a dataclass raises inside `tyro.cli`. All else that tyro
+  prints stays: what is missing, unknown, or no number.
 
   Raises:
-    SystemExit: tyro's, with its status 2.
+    SystemExit: tyro's, with its status 2, or one like it for a ValueError.
   """
   held = io.StringIO()
   try:
@@ -48,6 +90,9 @@ def plain_errors() -> Iterator[None]:
     if line is not None:
       held = io.StringIO(line + "\n")
     raise
+  except ValueError as error:
+    held = io.StringIO(error_line(error) + "\n")
+    raise SystemExit(2) from error
   finally:
     sys.stderr.write(held.getvalue())
     sys.stderr.flush()

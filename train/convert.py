@@ -165,6 +165,15 @@ def _abstract_optimizer(config: TrainConfig, params: Any):
   return sharding.abstract_state(init, params, codec=codec)
 
 
+def _check_optimizer(op: str, config: TrainConfig, remedy: str) -> None:
+  """Raises ValueError where moments of a run are not AdamW's."""
+  if config.optim.optimizer != "coat_adamw":
+    raise ValueError(
+      f"{op}: needs a run of optim.optimizer coat_adamw, got "
+      f"{config.optim.optimizer}; {remedy}"
+    )
+
+
 def export_adamw(run: Path, out: Path) -> int:
   """Writes a run's newest whole checkpoint as one of optax's AdamW.
 
@@ -176,11 +185,13 @@ def export_adamw(run: Path, out: Path) -> int:
     The checkpoint's step.
 
   Raises:
-    ValueError: `run` is no run with a whole checkpoint, or `out` exists or
-      would be in a file.
+    ValueError: `run` is no run of coat_adamw with a whole checkpoint, or `out`
+      exists or would be in a file.
     SaveError: it cannot be written.
   """
   path, step, config = newest_checkpoint(run, out)
+  remedy = "its weights without moments are written by export-hf"
+  _check_optimizer("export", config, remedy)
   optimizer = steps.build_optimizer(config)
   abstract = steps.abstract_state(config, optimizer)
   state = restore_state(path, step, abstract)
@@ -210,8 +221,10 @@ def import_adamw(source: Path, config: TrainConfig) -> int:
 
   Raises:
     ValueError: the checkpoint has no such state, or other parameters; the
-      folder holds a run; `config.resume` or `config.init_from` is set.
+      folder holds a run; `config.resume` or `config.init_from` is set, or
+      `config.optim.optimizer` is another than coat_adamw.
   """
+  _check_optimizer("import", config, "leave --optim.optimizer out")
   if config.init_from:
     raise ValueError(
       f"import: weights come from {source}, got --init-from; leave it out"

@@ -30,7 +30,7 @@ from typing import Annotated, Any
 import tyro
 from tyro.conf import arg
 
-from coat_jax.models import Decoder, VisionLanguageModel
+from coat_jax.models import Decoder, ModelConfig, VisionLanguageModel
 from train.command_line import error_line, plain_errors
 from train.data.chat.documents import Documents as Conversations
 from train.data.text import Text
@@ -118,11 +118,13 @@ class EvaluateConfig:
         f"evaluate: --shots must be at least 0, got {self.shots}; pass how "
         "many examples are in front of a question"
       )
-    needs = {"task_dir": "task", "shots": "task", "stride": "data"}
+    needs = {"task_dir": "task", "shots": "task"}
+    needs |= {"stride": "data", "documents": "data"}
     asked = ("images", "template", "max_tokens", "beside", "page")
     needs |= dict.fromkeys(asked, "conversations")
     for name, needed in needs.items():
-      if getattr(self, name) is not None and not getattr(self, needed):
+      is_set = getattr(self, name) != getattr(type(self), name)
+      if is_set and not getattr(self, needed):
         raise ValueError(
           f"evaluate: --{name.replace('_', '-')} applies to --{needed}, got "
           "none; pass it too, or leave this out"
@@ -157,6 +159,7 @@ def run(config: EvaluateConfig) -> dict[str, Any]:
     sources = [source]
     if config.beside is not None:
       sources.append(_open(config, config.beside))
+    _check_images(config, sources)
     asked = [(each, _conversations(config, each)) for each in sources]
   model = source.load()
   found: dict[str, Any] = {
@@ -210,6 +213,16 @@ def _open(config: EvaluateConfig, folder: str) -> Source:
 
 def _length(config: EvaluateConfig, source: Source) -> int:
   return source.length if config.length is None else config.length
+
+
+def _check_images(config: EvaluateConfig, sources: list[Source]) -> None:
+  """Raises ValueError where no model would see the images."""
+  is_text = all(isinstance(each.config, ModelConfig) for each in sources)
+  if config.images is not None and is_text:
+    raise ValueError(
+      "evaluate: --images applies to models that see images, got a "
+      f"{sources[0].family} of text alone; leave it out"
+    )
 
 
 def _conversations(config: EvaluateConfig, source: Source) -> Conversations:

@@ -26,6 +26,7 @@ from collections.abc import Sequence
 
 import tyro
 
+from train.command_line import check_given, times_given, words_of
 from train.conversations import load
 from train.finetune_config import FinetuneConfig
 from train.loop import run_command
@@ -33,24 +34,28 @@ from train.loop import run_command
 
 def main(arguments: Sequence[str] | None = None) -> int:
   """Reads the command line, trains, and returns the exit status."""
-  given = sys.argv[1:] if arguments is None else list(arguments)
-  if sum(word.split("=")[0] == "--data" for word in given) > 1:
-    # The last one alone would be read.
-    print(
-      "error: --data must be given once, got it again; name all files behind "
-      "it: --data a.jsonl b.jsonl",
-      file=sys.stderr,
-    )
-    return 2
+  words = words_of(arguments)
 
   def read() -> FinetuneConfig:
-    return tyro.cli(
+    if times_given("data", words) > 1:
+      # The last one alone would be read.
+      raise ValueError(
+        "--data must be given once, got it again; name all files after it: "
+        "--data a.jsonl b.jsonl"
+      )
+    config = tyro.cli(
       FinetuneConfig,
-      args=given,
+      args=words,
       prog="python -m train.finetune",
       description="Fine-tunes a checkpoint of transformers on conversations.",
       config=(tyro.conf.FlagCreatePairsOff,),
     )
+    check_given(config, words)
+    if config.steps and times_given("epochs", words):
+      raise ValueError(
+        "epochs and steps exclude each other, got both; leave one out"
+      )
+    return config
 
   return run_command(read, load)
 

@@ -9,7 +9,7 @@ more of a model than is here; a run's data give the rows
 
 import abc
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -49,7 +49,13 @@ class AnyBatch(Protocol):
 
 
 class Objective(abc.ABC):
-  """A kind of model, and the loss of its batches."""
+  """A kind of model, and the loss of its batches.
+
+  Attributes:
+    stacks: The paths of stacked layers in the model's parameters.
+  """
+
+  stacks: ClassVar[tuple[str, ...]] = ("layers",)
 
   @abc.abstractmethod
   def build(self, config: TrainConfig, store: Callable | None = None) -> Any:
@@ -191,6 +197,8 @@ class ImageBatch(NamedTuple):
 
 class TokensAfterImages(Objective):
   """A decoder that sees images in the place of some tokens."""
+
+  stacks = ("tower/layers", "decoder/layers")
 
   # At the top of a `VisionLanguageModel`'s parameters, by `config.trained`.
   _PARTS = {

@@ -29,6 +29,7 @@ import grain
 import numpy as np
 import tyro
 
+from train.command_line import check_given, words_of
 from train.config import TrainConfig
 from train.data.batches import eval_batches, train_iterator
 from train.data.tokens import TokenSource, load_tokens
@@ -42,20 +43,24 @@ from train.run.data import OwnRows, RunData
 def main(arguments: Sequence[str] | None = None) -> int:
   """Reads the command line, trains, and returns the exit status."""
 
+  words = words_of(arguments)
+
   def read() -> TrainConfig:
-    return tyro.extras.overridable_config_cli(
-      _presets(arguments),
-      args=arguments,
+    config = tyro.extras.overridable_config_cli(
+      _presets(words),
+      args=words,
       prog="python -m train.pretrain",
       description="Trains a language model; each preset's --help has options.",
       config=(tyro.conf.FlagCreatePairsOff,),
     )
+    check_given(config, words)
+    return config
 
   return run_command(read, load)
 
 
 def _presets(
-  arguments: Sequence[str] | None,
+  arguments: Sequence[str],
 ) -> dict[str, tuple[str, TrainConfig]]:
   """Makes the presets, for the optimizer that the command line names.
 

@@ -188,14 +188,19 @@ def initializer(
 
 def initial_clip(config: TrainConfig, abstract: TrainState) -> Any:
   """Builds what clipping keeps before its first step; () of a global norm."""
-  clip = config.optim.clipping()
-  if clip is None:
-    return ()
   make = jax.jit(
-    lambda: clip.init(trained(config, abstract.params)),
+    lambda: _no_norms(config, trained(config, abstract.params)),
     out_shardings=shardings(abstract.clip),
   )
   return make()
+
+
+def _no_norms(config: TrainConfig, params: Any) -> ClipState | tuple[()]:
+  """The norms that clipping keeps of trained parameters, before any step."""
+  clip = config.optim.clipping()
+  if clip is None:
+    return ()
+  return clip.init(params, stack=objective_of(config.model).stacks)
 
 
 def shardings(abstract: Any) -> Any:
@@ -221,11 +226,9 @@ def with_moments(
   """
   stored, _ = weights.store(config.params, params)
   params = trained(config, params)
-  exact, norms = (), ()
+  exact, norms = (), _no_norms(config, params)
   if config.report_state:
     exact = exact_adam(config).init(weights.in_f32(params))
-  if clip := config.optim.clipping():
-    norms = clip.init(params)
   return TrainState(jnp.int32(0), stored, optimizer.init(params), exact, norms)
 
 

@@ -53,7 +53,10 @@ def update(
   is_finite = finite_leaves(grads)
   scale, clip_state, exact = jnp.float32(1), state.clip, state.exact
   if clip := config.optim.clipping():
-    grads, clip_state, norm = clip_gradients(clip, state.clip, grads)
+    stacks = objective_of(config.model).stacks
+    grads, clip_state, norm = clip_gradients(
+      clip, state.clip, grads, stack=stacks
+    )
   else:
     # By the global norm, in the optimizer's pass over the gradients.
     norm = optax.tree.norm(weights.in_f32(grads))

@@ -25,32 +25,42 @@ import numpy as np
 import tyro
 from PIL import Image
 
+from train.command_line import check_given, words_of
 from train.data.chat import batches
 from train.data.images import Preprocessing
-from train.data.labelled import THREADS, Labelled, load_labelled
+from train.data.labelled import (
+  THREADS,
+  Labelled,
+  held_out_folder,
+  load_labelled,
+)
 from train.loop import run_command
 from train.options import read_path
 from train.run.data import OwnRows, RunData
 from train.run.directory import RunDirectory
 from train.run.exits import say
-from train.vit_config import CLASSES, PRESETS, VitConfig
+from train.vit_config import CLASSES, PRESETS, ImageData, VitConfig
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
   """Reads the command line, trains, and returns the exit status."""
+
+  words = words_of(arguments)
 
   def read() -> VitConfig:
     presets = {
       name: (inspect.getdoc(preset), preset())
       for name, preset in PRESETS.items()
     }
-    return tyro.extras.overridable_config_cli(
+    config = tyro.extras.overridable_config_cli(
       presets,
-      args=arguments,
+      args=words,
       prog="python -m train.vit",
       description="Trains a vision tower to classify images.",
       config=(tyro.conf.FlagCreatePairsOff,),
     )
+    check_given(config, words)
+    return config
 
   return run_command(read, load)
 
@@ -79,11 +89,18 @@ def load(config: VitConfig) -> tuple[VitConfig, "ImageFolder"]:
       "data: a folder of images by class is needed, got none; pass --data "
       "FOLDER"
     )
+  folder, share = read_path("data", config.data.folder), config.data.held_out
+  own = held_out_folder(folder)
+  if own is not None and share != ImageData.held_out:
+    raise ValueError(
+      "data: a share of images is held out where no folder says what, got "
+      f"{share} and {own}; leave --held-out out, or remove the folder"
+    )
   found = load_labelled(
-    read_path("data", config.data.folder),
+    folder,
     _preprocessing(model.image_size),
     seq=config.seq,
-    held_out=config.data.held_out,
+    held_out=share,
     seed=config.seed,
   )
   count = len(found.classes)

@@ -13,6 +13,8 @@ whose forward it runs once more; the training step stays as it is. It finds
   mu_zeroed, nu_         share of them that are zero; a second moment that is
                          divides its update by eps
   mu_power, nu_          smallest power k of a group, of codecs that have one
+                         (coat_lion has no nu_; coat_muon has it of those
+                         parameters that AdamW steps)
   grad_norm              of the step
 
 and writes them as `watch` into metrics.jsonl. A forward is a third of a step:
@@ -34,13 +36,14 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
+from coat_jax.codecs import MomentCodec
 from coat_jax.codecs.fp8 import ExpandedFP8
 from coat_jax.codecs.group import Encoded, GroupCodec
 from coat_jax.formats import is_fp8, qmax
 from coat_jax.models.batch import Batch
 from coat_jax.optimizer import moments
 from coat_jax.qtensor import quantize, split_groups
-from train import step, weights
+from train import step
 from train.config import TrainConfig
 from train.objective import objective_of
 from train.update import microbatches
@@ -111,17 +114,36 @@ def probe(
       parts = microbatches(batch, config.accumulate)
       batch = jax.tree.map(lambda x: x[0], parts)
     found = _of_layers(nnx.merge(graph, state.params), batch)
-    adam, _ = weights.without_low(state.optimizer)
-    stored = moments.flatten(moments.moment_trees(adam))
-    for i, name in enumerate(("mu", "nu")):
-      encoded = [each[i] for each in stored if moments.is_encoded(each[i])]
-      found |= {
-        f"{name}_{key}": value.reshape(1)
-        for key, value in _of_codes(codec.groups[i], encoded).items()
-      }
-    return found
+    return found | of_moments(codec, state.optimizer)
 
   return find
+
+
+def of_moments(codec: MomentCodec, optimizer: Any) -> dict[str, jax.Array]:
+  """Computes statistics of all codes that an optimizer's state stores.
+
+  Args:
+    codec: How moments are stored.
+    optimizer: A state with first moments and, of some optimizers or of some
+      parameters, second ones.
+
+  Returns:
+    f32 [1] by the names above; second moments have none where there are none.
+  """
+  found = {}
+  stored = [
+    leaf
+    for trees in moments.all_moment_trees(optimizer)
+    for leaf in moments.flatten(trees)
+  ]
+  for i, name in enumerate(("mu", "nu")):
+    all_of_it = [leaf[i] for leaf in stored if i < len(leaf)]
+    encoded = [x for x in all_of_it if moments.is_encoded(x)]
+    found |= {
+      f"{name}_{key}": value.reshape(1)
+      for key, value in _of_codes(codec.groups[i], encoded).items()
+    }
+  return found
 
 
 def _of_layers(model: Any, batch: Batch) -> dict[str, jax.Array]:

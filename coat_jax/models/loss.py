@@ -19,7 +19,8 @@ def loss_fn(
 
   Args:
     model: a model; after `model.eval()` cross-entropy is all.
-    batch: a `Batch`, or int32 [B, T + 1] where all tokens are targets.
+    batch: a `Batch`, or int32 [B, T + 1] where all tokens are targets. The
+      losses of microbatches whose shares add up to 1 add up to the mean.
     pixel_values: images, as a `VisionLanguageModel` takes them; None for a
       Decoder, and for text alone.
 
@@ -67,6 +68,9 @@ def loss_of_hidden(
 ) -> Array:
   """Mean cross-entropy of the targets, in training with `auxiliary_loss`.
 
+  Both are weighted by the batch's shares. The losses of microbatches, which
+  divide the shares of a batch among them, therefore add up to its loss.
+
   Args:
     model: a Decoder, of which the output projection is used.
     hidden: [B, T, D], what the model returns.
@@ -78,8 +82,9 @@ def loss_of_hidden(
   """
   is_training = not model.layers.attention.deterministic
   if routing is not None and model.config.auxiliary_loss and is_training:
-    loss = loss_of_hidden(model, hidden, batch)
-    return loss + auxiliary_loss(model, routing)
+    loss, shares = loss_of_hidden(model, hidden, batch), batch.target_shares
+    auxiliary = auxiliary_loss(model, routing)
+    return loss + (auxiliary if shares is None else auxiliary * shares.sum())
   return vocabulary.mean_loss(
     hidden,
     batch.targets,

@@ -88,12 +88,15 @@ class Clipping:
           "pass clip=None"
         )
 
-  def init(self, params: Any, *, stack: str = "layers") -> ClipState:
+  def init(
+    self, params: Any, *, stack: str | Sequence[str] = "layers"
+  ) -> ClipState:
     """The state before the first step.
 
     Args:
       params: tree of parameters.
-      stack: as of `step_in_backward`: the path of the stacked layers.
+      stack: as of `step_in_backward`: the path of the stacked layers; or the
+        paths of several stacks.
 
     Returns:
       Zeros.
@@ -147,13 +150,19 @@ class Clipping:
     return ClipState(state.steps + 1, jnp.sqrt(square), tree)
 
 
-def is_stacked(params: Any, stack: str) -> list[bool]:
-  """Whether each leaf of `params`, in order, is below the path `stack`."""
-  return [path.startswith(f"{stack}/") for path, _ in leaf_paths(params)]
+def is_stacked(params: Any, stack: str | Sequence[str]) -> list[bool]:
+  """Whether each leaf of `params`, in order, is below a path of `stack`."""
+  stacks = (stack,) if isinstance(stack, str) else stack
+  below = tuple(f"{path}/" for path in stacks)
+  return [path.startswith(below) for path, _ in leaf_paths(params)]
 
 
 def clip_gradients(
-  clip: Clipping, state: ClipState, grads: Any, *, stack: str = "layers"
+  clip: Clipping,
+  state: ClipState,
+  grads: Any,
+  *,
+  stack: str | Sequence[str] = "layers",
 ) -> tuple[Any, ClipState, Array]:
   """Clips gradients that are all there, by the same rules.
 

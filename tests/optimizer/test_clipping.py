@@ -83,6 +83,28 @@ def test_slice_that_had_no_gradient_is_not_clipped_to_nothing(rule):
     np.testing.assert_array_equal(clipped["a"], grads["a"])
 
 
+def test_layers_of_several_stacks_are_clipped_one_by_one():
+  stacks = ("tower/layers", "decoder/layers")
+  layers = np.float32([[0.3, 0.4], [3, 4]])
+  grads = {
+    "tower": {"layers": {"w": layers}},
+    "decoder": {"layers": {"w": 2 * layers}},
+  }
+  clip = Clipping("share", MAX)
+  state = clip.init(grads, stack=stacks)
+  norms = np.array([0.5, 5, 1, 10])
+  for limits in (np.ones(4), norms / np.linalg.norm(norms)):
+    clipped, state, _ = clip_gradients(clip, state, grads, stack=stacks)
+    own = [state.own[part]["layers"]["w"] for part in ("tower", "decoder")]
+    np.testing.assert_allclose(np.concatenate(own), norms, rtol=1e-6)
+    scales = np.minimum(1, limits / norms)[:, None]
+    tower, decoder = (
+      clipped[part]["layers"]["w"] for part in ("tower", "decoder")
+    )
+    np.testing.assert_allclose(tower, layers * scales[:2], rtol=1e-5)
+    np.testing.assert_allclose(decoder, 2 * layers * scales[2:], rtol=1e-5)
+
+
 def test_norm_that_is_not_finite_is_not_hidden():
   clip = Clipping("adaptive", 1.0)
   grads = {"a": jnp.array([jnp.nan])}

@@ -5,6 +5,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
@@ -34,6 +35,36 @@ def test_losses_of_microbatches_equal_those_of_whole_batches(
   parts = Trained(on(EXACT, mesh, accumulate=accumulate)).run()
   # Sums in another order, as in test_mesh.
   assert largest_difference(whole, parts) <= 1e-5
+
+
+def test_losses_of_some_targets_do_not_grow_with_the_number_of_microbatches():
+  # With the same two sequences in each microbatch the experts' load is the same
+  # in all of them, so the gradients must be those of the whole batch.
+  model = dataclasses.replace(
+    EXACT.model,
+    family="qwen3_moe",
+    num_layers=1,
+    num_experts=4,
+    experts_per_token=2,
+    auxiliary_loss=10.0,  # The router's gradient is nearly all of the norm.
+  )
+  tokens = np.repeat(TOKENS[:2], 4, axis=0)
+  is_target = np.arange(33)[None] > np.int32([[5], [20]]).repeat(4, axis=0)
+  rows = dict(tokens=tokens, is_target=is_target)
+
+  def first_step(accumulate):
+    config = dataclasses.replace(EXACT, model=model, accumulate=accumulate)
+    run = Trained(config, rows)
+    state = step.initial_state(config, run.optimizer)
+    evaluate = step.eval_step(step.build_graph(config), accumulate=accumulate)
+    held_out = jax.jit(evaluate)(state.params, rows)
+    assert held_out.targets == np.sum(is_target)
+    metrics = jax.jit(run.step)(state, rows)[1]
+    found = metrics.loss, metrics.grad_norm, held_out.loss
+    return [float(x) for x in found]
+
+  # The sums are in another order, as above.
+  assert first_step(4) == pytest.approx(first_step(1), rel=1e-5)
 
 
 @pytest.mark.parametrize("mesh, accumulate", quick(1, [("", 4), (MESH, 2)]))

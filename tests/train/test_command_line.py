@@ -100,7 +100,27 @@ def test_unknown_preset_is_named_beside_those_there_are(
       "error: mesh: batch must be",
     ),
     (pretrain, ["demo", "--steps", "x"], "Error parsing --steps: invalid"),
+    (
+      pretrain,
+      ["demo", "--compare_seeds=2"],
+      "error: compare-seeds applies to --compare, got none; pass it too",
+    ),
+    (
+      vit,
+      ["vit_digits", "--compare", "None", "--compare-seeds", "1"],
+      "error: compare-seeds applies to --compare, got none; pass it too",
+    ),
     (finetune, ["a", "--out", "b", "--epochs", "0"], "error: epochs must be"),
+    (
+      finetune,
+      ["a", "--out", "b", "--epochs", "3", "--steps", "9"],
+      "error: epochs and steps exclude each other, got both; leave one out",
+    ),
+    (
+      finetune,
+      ["a", "--out", "b", "--samples", "0", "--sample-tokens", "9"],
+      "error: sample_tokens applies to samples, got 0 of them; leave",
+    ),
     (vit, ["vit_digits"], "got none; pass --data FOLDER"),
     (vit, ["vit_digits", "--optim.lr", "0"], "error: optim: lr must be"),
     (vit, ["vit_digits", "--held-out", "2"], "error: data: held_out must be"),

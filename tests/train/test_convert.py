@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs converted from and to optax, and resumed with another codec."""
 
+import dataclasses
 import json
 import shutil
 
@@ -16,6 +17,7 @@ from tests.matrices import quick
 from tests.train.adam_states import assert_same_bytes, encoded, moments
 from tests.train.runs import arguments, contents, losses, programs_on_disk, run
 from train import convert, step
+from train.presets import demo
 from train.run import checkpoint
 from train.run.description import configuration
 from train.run.directory import RunDirectory
@@ -231,6 +233,23 @@ def test_import_rejects_other_checkpoints(tmp_path, capsys, tree, words):
   assert command("import", tmp_path / "in", *line) == 2
   assert words in capsys.readouterr().err
   assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("optimizer", ["coat_lion", "coat_muon"])
+def test_runs_of_other_optimizers_are_refused(
+  tmp_path, monkeypatch, capsys, optimizer
+):
+  out, options = tmp_path / "run", dict(optim__optimizer=optimizer)
+  line = arguments(out, "--no-report-state", **options)
+  assert command("import", tmp_path / "in", *line) == 2
+  words = f"needs a run of optim.optimizer coat_adamw, got {optimizer}; "
+  assert f"import: {words}leave" in capsys.readouterr().err
+  assert not out.exists()
+  made = dataclasses.replace(demo(), report_state=False)
+  made = dataclasses.replace(made, optim=made.optim.with_optimizer(optimizer))
+  monkeypatch.setattr(convert, "newest_checkpoint", lambda *_: (out, 8, made))
+  assert command("export", out, tmp_path / "out") == 2
+  assert f"export: {words}its weights" in capsys.readouterr().err
 
 
 def test_export_needs_a_run_and_replaces_nothing(halfway, tmp_path, capsys):

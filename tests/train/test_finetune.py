@@ -74,7 +74,7 @@ def line(checkpoint, data, out, *flags, **others):
   others = {name.replace("_", "-"): x for name, x in others.items()}
   words = [str(checkpoint), "--data", str(data), "--out", str(out), *flags]
   for name, x in (OPTIONS | others).items():
-    words += [f"--{name}", str(x)]
+    words += [] if x is None else [f"--{name}", str(x)]
   return words
 
 
@@ -266,7 +266,7 @@ def test_bad_rows_are_counted_and_a_known_template_is_kept(
   file, out = tmp_path / "some.jsonl", tmp_path / "run"
   file.write_text(data.read_text() + '{"messages": []}\nnot JSON\n')
   flags = ["--skip-bad", "--template", "chatml", "--no-packing"]
-  options = dict(steps=1, samples=0)
+  options = dict(steps=1, samples=0, sample_tokens=None)
   assert run(checkpoint, file, out, *flags, **options) == 0
   errors = capsys.readouterr().err
   assert "62 rows; 2 bad ones left out" in errors

@@ -139,6 +139,16 @@ def test_bad_images_are_one_sentence_and_nothing_is_written(
   assert not (tmp_path / "out").exists()
 
 
+def test_a_share_to_hold_out_is_refused_where_the_folder_says_which(
+  tmp_path, capsys
+):
+  folder, out = write_folder(tmp_path / "images"), tmp_path / "out"
+  assert vit.main(line(folder, out, held_out=0.3)) == 2
+  words = f"is held out where no folder says what, got 0.3 and {folder}/test; "
+  assert words in capsys.readouterr().err
+  assert not out.exists()
+
+
 @pytest.mark.parametrize(
   "option, value", [("num-channels", 1), ("family", "clip_vision")]
 )

@@ -85,6 +85,38 @@ def test_a_probe_finds_what_numpy_does_and_costs_little():
   assert seconds[0] < 2 * seconds[1]
 
 
+@pytest.mark.parametrize("optimizer", ["coat_lion", "coat_muon"])
+def test_codes_are_those_of_all_states_that_an_optimizer_keeps(optimizer):
+  optim = dataclasses.replace(CONFIG.optim, optimizer=optimizer)
+  config = dataclasses.replace(CONFIG, optim=optim)
+  graph, built = step.build_graph(config), step.build_optimizer(config)
+  state = step.abstract_state(config, built)
+  random, drawn = np.random.default_rng(0), {"mu": [], "nu": []}
+
+  def draw(path, leaf):
+    name = jax.tree_util.keystr(path)
+    if "_codes" not in name or leaf.dtype.itemsize > 1:
+      return jnp.ones(leaf.shape, leaf.dtype)
+    values = random.choice([0, 1, 448], leaf.shape)
+    drawn["mu" if "mu_codes" in name else "nu"].append(values.ravel())
+    return jnp.asarray(values, leaf.dtype)
+
+  stored = jax.tree.map_with_path(draw, state.optimizer)
+  found = watch.of_moments(optim.moment_codec(), stored)
+  # AdamW, which steps Muon's tables, has second moments of them.
+  kept = {name: x for name, x in drawn.items() if x}
+  assert [*kept] == (["mu", "nu"] if optimizer == "coat_muon" else ["mu"])
+  for name, values in kept.items():
+    values = np.concatenate(values)
+    for key, code in {"zeroed": 0, "saturated": 448}.items():
+      (share,) = found[f"{name}_{key}"]
+      assert float(share) == pytest.approx(np.mean(values == code), rel=1e-6)
+  names = {f"{m}_{x}" for m in kept for x in ("saturated", "zeroed", "power")}
+  assert found.keys() == names
+  probed = jax.eval_shape(watch.probe(config, graph), state, TOKENS)
+  assert names <= probed.keys()
+
+
 def test_statistics_of_values_are_those_of_numpy():
   x = np.random.default_rng(0).standard_t(3, (4, 64)).astype(np.float32)
   outlier = x.copy()
@@ -129,6 +161,14 @@ def test_a_drift_is_said_once_it_breaks_its_rule():
   assert "nu_power is 0.4" in power
   # A value that is not finite is no number to compare.
   assert watch.drifts(earlier, {"nu_power": [None]}) == []
+
+
+def test_a_drift_is_from_the_median_and_of_norms_four_times_it():
+  # Their mean, 4, is far from it.
+  earlier = [{"grad_norm": [x]} for x in (1.0, 10.0, 1.0)]
+  assert watch.drifts(earlier, {"grad_norm": [3.0]}) == []
+  (said,) = watch.drifts(earlier, {"grad_norm": [4.1]})
+  assert "grad_norm is 4.1, and was 1 (median of 3)" in said
 
 
 @pytest.mark.slow

@@ -137,13 +137,11 @@ def load_labelled(
       "FOLDER/train/CLASS/1.png or FOLDER/CLASS/1.png"
     )
   start = folder / _TRAIN if (folder / _TRAIN).is_dir() else folder
-  own = [folder / name for name in _HELD_OUT if (folder / name).is_dir()]
-  if start == folder or not own:
-    classes, images = _read(start, preprocessing, seq)
-    rows, others = _split(images, held_out, seed)
+  classes, rows = _read(start, preprocessing, seq)
+  if (own := held_out_folder(folder)) is None:
+    rows, others = _split(rows, held_out, seed)
   else:
-    classes, rows = _read(start, preprocessing, seq)
-    _, others = _read(own[0], preprocessing, seq, classes)
+    _, others = _read(own, preprocessing, seq, classes)
   files = [*rows.files, *others.files]
   shown = 12 * np.prod(preprocessing.shape) * len(files)
   is_kept = shown <= _IN_MEMORY
@@ -157,6 +155,12 @@ def load_labelled(
     change_times=None if is_kept else _change_times(files),
   )
   return found
+
+
+def held_out_folder(folder: Path) -> Path | None:
+  """Finds the folder of what is held out, beside `train`; None without one."""
+  found = [folder / name for name in _HELD_OUT if (folder / name).is_dir()]
+  return found[0] if found and (folder / _TRAIN).is_dir() else None
 
 
 def _read(

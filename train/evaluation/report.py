@@ -15,7 +15,7 @@ import jax
 
 from train.evaluation.answers import Answers
 from train.evaluation.perplexity import Documents, Perplexity
-from train.run.metrics import format_table
+from train.run.metrics import format_number, format_table
 
 _PACKAGES = ("coat_jax", "jax", "tokenizers", "lm_eval", "datasets")
 
@@ -144,8 +144,8 @@ def answer_figures(found: Answers) -> list[str]:
   return [
     f"{found.conversations:,}",
     f"{len(found.answers):,}",
-    f"{found.nats_per_token:.4f}",
-    f"{found.perplexity:,.4f}",
+    format_number(found.nats_per_token),
+    format_number(found.perplexity),
     f"{found.short:,}",
     "-" if match is None else f"{match:.1%}",
   ]
@@ -165,7 +165,7 @@ def answer_table(models: Sequence[tuple[str, Answers]]) -> str:
 
 def _number(value: Any) -> str:
   if isinstance(value, float):
-    return f"{value:,.4f}"
+    return format_number(value)
   return "-" if value is None else str(value)
 
 

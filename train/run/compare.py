@@ -96,7 +96,11 @@ def _table(names: list[str], results: list[dict[str, float]]) -> str:
 
 
 def _cell(form: str, value: float | None) -> str:
-  return "none" if value is None else format(value, form)
+  if value is None:
+    return "none"
+  if abs(value) >= 1e12:  # The perplexity of a run that diverged.
+    form = "+.4g" if form.startswith("+") else ".4g"
+  return format(value, form)
 
 
 def _name(config: TrainConfig, first: TrainConfig) -> str:

@@ -186,6 +186,11 @@ def format_seconds(seconds: float) -> str:
   return f"{minutes}:{seconds:02}" if minutes else f"{seconds} s"
 
 
+def format_number(x: float) -> str:
+  """Formats a figure of any size: 5.1234, 67,395.9, 1.23457e+42."""
+  return f"{x:,.6g}" if abs(x) >= 1000 else f"{x:,.4f}"
+
+
 def format_table(header: list[str], rows: list[list[str]]) -> str:
   """Aligns a table: the first column to the left, the others to the right."""
   lines = [header, *rows]

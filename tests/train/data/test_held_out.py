@@ -27,6 +27,8 @@ def source(size, held_out):
     (338, 0.05, 321, 20),
     (336, 0.05, 319, 19),
     (640, 0.5, 320, 19),
+    # Of 50.05 tokens to hold out, 51 are.
+    (1001, 0.05, 950, 59),
   ],
 )
 def test_training_reads_no_held_out_token(size, held_out, start, windows):

@@ -7,6 +7,7 @@ or batches.
 
 import json
 import math
+import types
 
 import jax.numpy as jnp
 import numpy as np
@@ -21,6 +22,9 @@ from tests.comparing import jit
 from tests.models.hf.folders import DATA, copied, tensors_of
 from tests.train.evaluation.models import oracle
 from train import evaluate
+from train.data.chat.documents import Counts, Documents
+from train.data.text import Text
+from train.evaluation import answers
 
 IMAGE = 383
 HEAD = "language_model.lm_head.weight"
@@ -216,6 +220,43 @@ def test_bad_input_is_a_sentence(folder, tmp_path, options, message, capsys):
   assert message in shown and "Traceback" not in shown
   # An option of train.finetune.
   assert "--skip-bad" not in shown
+
+
+class Letters(Text):
+  """A token for each letter; # ends a turn, and no text that it knows does."""
+
+  stop_tokens = (0,)
+
+  def encode(self, text):
+    return [*text.encode()]
+
+  def decode(self, tokens):
+    return bytes(tokens).decode().replace("#", "")
+
+
+def test_an_answer_ends_where_the_references_turns_do(monkeypatch):
+  def generate(model, prompts, *, max_new_tokens, stop_tokens, **others):
+    found = []
+    for prompt in prompts:
+      # The alphabet from the question on, and what it takes for an end.
+      said = [*range(prompt[-1] + 1, ord("z")), *b"#and so on"]
+      ends = [i for i, token in enumerate(said) if token in stop_tokens]
+      found.append(said[: (ends or [max_new_tokens])[0]])
+    return types.SimpleNamespace(tokens=found)
+
+  monkeypatch.setattr(answers, "generate", generate)
+  monkeypatch.setattr(answers, "_score", lambda *_: (1, 0.0))
+  turns = [("u", "vwxy#"), ("w", "xy#"), ("v", "wx")]  # The last one is cut.
+  tokens = np.frombuffer("".join(q + a for q, a in turns).encode(), np.uint8)
+  starts = np.cumsum([0, *(len(q + a) for q, a in turns)])
+  mask = np.ones(len(tokens), bool)
+  mask[starts[:-1]] = False
+  documents = Documents(tokens.astype(np.int32), mask, starts, Counts())
+  found = answers.ask(
+    None, Letters(), documents, length=99, max_tokens=20, batch=2
+  )
+  assert [x.answer for x in found.answers] == ["vwxy", "xy", "wxy"]
+  assert found.exact_match == 2 / 3
 
 
 @pytest.mark.slow

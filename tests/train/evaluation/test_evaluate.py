@@ -17,6 +17,8 @@ from tests.train.evaluation.models import oracle
 from tests.train.folders import expected, with_tokenizer, words
 from train import evaluate
 from train.evaluation import report
+from train.evaluation.answers import Answers
+from train.evaluation.perplexity import Perplexity
 
 ROWS = [row.tolist() for row in expected("llama")["input_ids"]]
 
@@ -109,6 +111,11 @@ def test_figures_in_bfloat16_are_near(folder, data, tmp_path):
     (["--data", "{data}", "--shots", 1], "--shots applies to --task"),
     (["--data", "{data}", "--task-dir", "x"], "--task-dir applies to --task"),
     (["--task", "x", "--stride", 1], "--stride applies to --data"),
+    (["--task", "x", "--documents", "joined"], "--documents applies to --data"),
+    (
+      ["--conversations", "{data}", "--images", "x"],
+      "--images applies to models that see images, got a llama of text alone",
+    ),
     (["--task", "x", "--shots", -1], "--shots must be at least 0, got -1"),
     (["--task", "x", "--task-dir", "none"], "--task-dir must be a folder"),
     (["--data", "{data}", "--out", "none/x.json"], "--out must be in a folder"),
@@ -131,6 +138,20 @@ def test_tasks_without_the_harness_are_refused(folder, monkeypatch, capsys):
   assert command(folder, "--task", "arc_easy") == 2
   message = "--task needs the extra eval, got no module lm_eval; pip install"
   assert message in capsys.readouterr().err
+
+
+def test_tables_have_no_more_digits_than_can_be_meant():
+  words = [67395.9372, 1.23456789e42, 999.12349, math.inf]
+  rows = [
+    report.text_row("data", "apart", Perplexity(1, 10, 40, 2, nats), 1.0)
+    for nats in (2 * math.log(x) for x in words)
+  ]
+  lines = report.text_table(rows).splitlines()
+  found = [line.split()[-1] for line in lines[2:]]
+  assert found == ["67,395.9", "1.23457e+42", "999.1235", "inf"]
+  assert max(map(len, lines)) < 100
+  answers = Answers(1, 10, 10 * math.log(67395.9372), 0, [])
+  assert report.answer_figures(answers)[3] == "67,395.9"
 
 
 def test_report_is_whole_and_valid_json(tmp_path):

@@ -189,6 +189,12 @@ def test_tokens_bytes_and_words_are_counted_apart(model):
   found = perplexity(model, Words(), ["né 1 b\n"], **options)
   # Of é there is a token; the last word is empty, as in the harness.
   assert found[:4] == (1, 3, 8, 4)
+  for figure, divisor in (
+    (math.log(found.perplexity), 3),
+    (math.log(2) * found.bits_per_byte, 8),
+    (math.log(found.word_perplexity), 4),
+  ):
+    assert math.isclose(figure, found.nats / divisor, rel_tol=1e-6)
 
 
 def test_stride_is_by_default_the_length(model):

@@ -10,6 +10,7 @@ from tests.train.runs import MODEL
 from train import plot
 from train.presets import demo
 from train.run import compare
+from train.run.directory import RunDirectory
 
 # Loss of the last steps, held-out loss, tokens a second.
 RESULTS = {
@@ -82,6 +83,15 @@ def test_a_run_alone_has_no_difference_and_one_twin_no_spread(runs, capsys):
   compare.finish(runs[:2])
   rows = table(capsys.readouterr().out)
   assert rows["held-out loss"] == ["2.0000", "1.5000", "+0.5000"]
+
+
+def test_perplexity_of_a_run_that_diverged_fits_into_the_table(runs, capsys):
+  with open(RunDirectory(runs[0].out).metrics, "a") as file:
+    file.write('{"step": 61, "held_out_loss": 600.0}\n')
+  compare.finish(runs)
+  # e^600 is 3.773e260.
+  row = table(capsys.readouterr().out)["held-out perplexity"]
+  assert row[0] == "3.773e+260" and row[3] == "+3.773e+260"
 
 
 def test_twins_are_the_plain_run_from_the_same_seed_and_the_next(tmp_path):

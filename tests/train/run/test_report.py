@@ -11,7 +11,19 @@ import pytest
 from coat_jax import from_adam_state
 from train.presets import demo
 from train.run import report
-from train.step import TrainState
+from train.step import Evaluation, TrainState
+
+
+def test_held_out_batches_count_by_their_targets():
+  one = Evaluation(np.float32(1), np.int32(30), np.float32(0.5))
+  other = Evaluation(np.float32(3), np.int32(10), np.float32(0.1))
+  none = Evaluation(np.float32(0), np.int32(0), np.float32(0))
+  # (30 + 30) / 40 nats, and 15 + 1 of 40 targets are right.
+  found = report.held_out_means([one, other, none])
+  assert found == pytest.approx(dict(held_out_loss=1.5, held_out_accuracy=0.4))
+  # Of plain tokens all batches have as many.
+  alike = [Evaluation(np.float32(x), None) for x in (1, 3)]
+  assert report.held_out_means(alike) == {"held_out_loss": 2.0}
 
 
 def test_powers_are_counted_by_sixteenths_without_groups_of_zeros():
