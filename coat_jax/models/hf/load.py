@@ -111,8 +111,8 @@ def load_hf(
       `param_shardings` says; the model is then called under `jax.set_mesh`.
       None for one device.
     dtype: of activations.
-    param_dtype: in what weights are stored; norms' scales and biases are f32
-      always. float32 holds all values of bfloat16 and float16.
+    param_dtype: in what weights are stored: float32, which holds all values of
+      the others, bfloat16 or float16. Norms' scales and biases are f32 always.
 
   Returns:
     A model of that class with these weights.
@@ -120,7 +120,8 @@ def load_hf(
   Raises:
     TypeError: `model` is none of these classes.
     ValueError: the folder has no such checkpoint, or one of a model that cannot
-      be had here; the message says what it has.
+      be had here; the message says what it has. Or `param_dtype` is none of
+      these three.
   """
   folder = Path(folder)
   recipe = _on_mesh(recipe or recipes.coat(), mesh)
@@ -131,8 +132,8 @@ def load_hf(
       f"load_hf: model must be one of the classes {names}, got {model!r}; pass "
       "the class, as in model=VisionTower"
     )
+  store = stored_in("load_hf", param_dtype)
   config, _ = read(folder)
-  store = stored_in(param_dtype)
   how: dict[str, Any] = dict(recipe=recipe, dtype=dtype, store=store)
   make = functools.partial(model, config, **how)
   abstract = nnx.eval_shape(lambda: make(rngs=nnx.Rngs(params=0)))

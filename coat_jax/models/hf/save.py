@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import Array
@@ -33,6 +32,7 @@ from coat_jax.models.hf.vision_config import (
   parse_vision_config,
   write_vision_config,
 )
+from coat_jax.models.stack import check_dtype
 from coat_jax.models.vision import VisionTower
 from coat_jax.models.vision_language import VisionLanguageModel
 
@@ -128,12 +128,7 @@ def save_hf(
   if dtype is None:
     text = params.get("decoder", params)
     dtype = text["layers"]["attention"]["out"]["kernel"].dtype
-  dtype = jnp.dtype(dtype)
-  if dtype not in _NAMES:
-    raise ValueError(
-      f"save_hf: dtype must be float32, bfloat16 or float16, got {dtype}; pass "
-      "one of these"
-    )
+  dtype = check_dtype("save_hf: dtype", dtype)
   options: dict[str, Any] = {}
   if isinstance(model, Decoder):
     options["max_length"] = max_length
