@@ -35,12 +35,14 @@ class StoredTensor:
 
   Attributes:
     file: the file.
+    name: by which the file has it.
     dtype: its dtype.
     shape: its shape.
     offset: of its first byte in the file.
   """
 
   file: Path
+  name: str
   dtype: np.dtype
   shape: tuple[int, ...]
   offset: int
@@ -260,7 +262,7 @@ def _entry(
   if dtype is not None and _are_counts(shape) and is_place:
     begin, end = offsets
     if end - begin == dtype.itemsize * math.prod(shape) > 0:
-      stored = StoredTensor(file, dtype, tuple(shape), start + begin)
+      stored = StoredTensor(file, name, dtype, tuple(shape), start + begin)
       return stored, begin, end
   raise ValueError(
     f"load_hf: {file} must say dtype, shape and place of each tensor, got "

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import Array
@@ -102,7 +103,8 @@ def save_hf(
 
   Raises:
     ValueError: the folder exists, `like` is of another model, transformers has
-      no such model, or there are not as many labels as classes.
+      no such model, there are not as many labels as classes, or a weight is
+      not finite, which those above 65504 are not in float16.
     OSError: it cannot be written; nothing is left of it then.
   """
   folder = Path(folder)
@@ -205,17 +207,29 @@ def _reader(
   def read(part: Part) -> Iterator[np.ndarray]:
     if part.path not in unpacked:  # A function a parameter, not one a layer.
       unpacked[part.path] = jax.jit(_unpacker(part, dtype))
-    for x in unpacked[part.path](leaves[part.path], np.int32(part.layer or 0)):
+    tensors, is_finite = unpacked[part.path](
+      leaves[part.path], np.int32(part.layer or 0)
+    )
+    if not is_finite:
+      raise ValueError(
+        f"save_hf: weights must be finite in {dtype}, got NaN or infinity in "
+        f"{', '.join(part.tensors)}; save the model as it was before it "
+        "diverged, or if it has not, pass another dtype"
+      )
+    for x in tensors:
       yield np.asarray(x)
 
   return read
 
 
 def _unpacker(part: Part, dtype: np.dtype) -> Callable:
-  def unpack(x: Array, i: Array) -> tuple[Array, ...]:
+  """The function of a parameter: its tensors, and whether they are finite."""
+
+  def unpack(x: Array, i: Array) -> tuple[tuple[Array, ...], Array]:
     if part.layer is not None:
       x = jax.lax.dynamic_index_in_dim(x, i, keepdims=False)
-    return part.row.layout.unpack(part.config, x.astype(dtype))
+    x = x.astype(dtype)
+    return part.row.layout.unpack(part.config, x), jnp.all(jnp.isfinite(x))
 
   return unpack
 

@@ -176,6 +176,45 @@ def test_dtypes_that_hold_no_weights_are_refused(dtype, got, tmp_path):
     save_hf(model, tmp_path / "out", dtype=dtype)
 
 
+@pytest.mark.parametrize("mesh", ["", "data=2,fsdp=2,tensor=2"])
+@pytest.mark.parametrize(
+  "name, value",
+  [
+    ("model.layers.1.self_attn.k_proj.weight", np.nan),
+    ("model.norm.weight", np.inf),
+  ],
+)
+def test_weights_that_are_not_finite_are_refused(name, value, mesh, tmp_path):
+  """In one of three tensors of a layer's parameter, and in the last norm."""
+  tensor = tensors_of(DATA / "llama")[name].copy()
+  tensor.flat[-1] = value
+  folder = copied(tmp_path / "m", tensors={name: tensor})
+  with pytest.raises(ValueError) as caught:
+    loaded(folder, mesh=make_mesh(parse_mesh(mesh)))
+  file = folder / "model.safetensors"
+  assert str(caught.value).startswith(
+    f"load_hf: {file} must hold finite weights, got NaN or infinity in {name};"
+  )
+
+
+def test_weights_too_large_for_float16_are_refused(tmp_path):
+  """Loaded and saved: 65504 is the largest."""
+  name = "model.layers.1.mlp.down_proj.weight"
+  tensor = tensors_of(DATA / "llama")[name].copy()
+  tensor[3, 5] = -65504
+  folder = copied(tmp_path / "fits", tensors={name: tensor})
+  loaded(folder, param_dtype=jnp.float16)
+  tensor[3, 5] = -65536
+  folder = copied(tmp_path / "m", tensors={name: tensor})
+  words = f"got float16, in which some of {name} are infinite"
+  with pytest.raises(ValueError, match=f"load_hf: param_dtype .* {words}"):
+    loaded(folder, param_dtype=jnp.float16)
+  words = f"finite in float16, got NaN or infinity in {name};"
+  with pytest.raises(ValueError, match=f"save_hf: weights must be {words}"):
+    save_hf(loaded(folder), tmp_path / "out", dtype="float16")
+  assert not (tmp_path / "out").exists()
+
+
 def test_tied_output_projection_may_be_written_twice(tmp_path):
   tensors = tensors_of(DATA / "llama")
   embedding = tensors["model.embed_tokens.weight"]
