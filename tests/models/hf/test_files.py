@@ -119,6 +119,8 @@ def test_damaged_files_are_refused(folder):
     dict(shape=[True, 4096]),
     dict(shape=[2**60, 2**60]),
     dict(dtype=None),
+    dict(dtype=["F32"]),
+    dict(dtype={"F32": 1}),
   ],
 )
 def test_entries_that_make_no_sense_are_refused(entry, folder):
