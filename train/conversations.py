@@ -18,6 +18,7 @@ from train import pretrained
 from train.data.chat import batches
 from train.data.chat.documents import load_documents
 from train.data.chat.encoder import ChatEncoder, open_template
+from train.data.chat.ending import write_stop_tokens
 from train.data.chat.packing import PackedRows, pack
 from train.data.chat.template import ChatTemplate
 from train.data.text import TokenizerText
@@ -209,6 +210,7 @@ class Conversations(RunData[FinetuneConfig]):
   def keep_files(self, run: RunDirectory) -> None:
     if self.template is not None:
       (run.source / TEMPLATE).write_text(self.template.source, "utf-8")
+    write_stop_tokens(run.source, self.rows.documents)
 
   def open_samples(
     self,

@@ -17,8 +17,6 @@ from coat_jax.models.hf.save import PROCESSORS, carry
 from train import pretrained
 from train import step as steps
 from train.config import TrainConfig
-from train.data.chat.ending import write_stop_token
-from train.finetune_config import FinetuneConfig
 from train.run.directory import RunDirectory
 from train.run.imported import create_run
 from train.run.sources import newest_checkpoint
@@ -90,8 +88,6 @@ def export_hf(run: Path, out: Path, dtype: Dtype | None = None) -> int:
     )
     if isinstance(config, VitConfig):  # What came with a checkpoint is there.
       carry(source, out, *PROCESSORS)
-    if isinstance(config, FinetuneConfig) and config.data.template:
-      write_stop_token(out)  # The checkpoint's own template is another one.
   except OSError as error:
     raise SaveError(
       f"export-hf: {out} must be written, got {first_line(error)}; make room, "

@@ -84,13 +84,16 @@ class HeldOutSamples:
     model = nnx.merge(self._graph, params)
     if isinstance(model, VisionLanguageModel):
       model = model.decoder  # Prompts are text.
-    with context:
-      found = generate(
-        model,
-        [prompt.tokens for prompt in self._prompts],
-        max_new_tokens=self._most,
-        stop_tokens=self._stops,
-      )
+    try:
+      with context:
+        found = generate(
+          model,
+          [prompt.tokens for prompt in self._prompts],
+          max_new_tokens=self._most,
+          stop_tokens=self._stops,
+        )
+    except ValueError as error:  # NaN, which may be of these prompts alone.
+      return [f"  samples: {error}"]
     lines = []
     for i, (prompt, answer) in enumerate(
       zip(self._prompts, found.tokens, strict=True)

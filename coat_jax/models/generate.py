@@ -29,7 +29,12 @@ from coat_jax.models.cache import (
 from coat_jax.models.decoder import Decoder
 from coat_jax.models.placing import Placed
 from coat_jax.models.prompt_images import check_images, place_images
-from coat_jax.models.sampling import Sampling, choose, make_sampling
+from coat_jax.models.sampling import (
+  NO_TOKEN,
+  Sampling,
+  choose,
+  make_sampling,
+)
 from coat_jax.models.vision_language import VisionLanguageModel
 from coat_jax.optimizer.masks import is_norm_or_bias
 
@@ -103,7 +108,7 @@ def generate(
   Raises:
     ValueError: no prompt, an empty one, a token outside the vocabulary, more
       tokens than the model has learned positions for, other images than image
-      tokens, or an option outside its range.
+      tokens, an option outside its range, or a model that computes NaN.
 
   Examples:
     >>> from coat_jax import recipe
@@ -145,14 +150,23 @@ def generate(
   )
   jax.block_until_ready(first)
   prefilled = time.monotonic()
-  stops = np.array(sorted({*stop_tokens}), np.int32)
+  stops = np.array(sorted({NO_TOKEN, *stop_tokens}), np.int32)
   new, count, _ = _decode(
     graph, params, first, cache, sampling, keys, is_row, stops, max_new_tokens
   )
   new = np.asarray(new)[: len(prompts), : int(count)]
   ended = time.monotonic()
+  found = [_until_stop(row.tolist(), stop_tokens) for row in new]
+  for i, row in enumerate(found):
+    if NO_TOKEN in row:
+      raise ValueError(
+        "generate: logits must be finite, got NaN or infinity for token "
+        f"{row.index(NO_TOKEN) + 1} after prompt {i}; the model's weights hold "
+        "NaN or infinity, or its activations overflow: use an earlier "
+        "checkpoint, or activations in f32"
+      )
   return Generation(
-    tokens=[_until_stop(row.tolist(), stop_tokens) for row in new],
+    tokens=found,
     prefill_s=prefilled - started,
     decode_s=ended - prefilled,
   )

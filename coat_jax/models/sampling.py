@@ -15,6 +15,8 @@ from jax import Array
 
 _SMALLEST = float(jnp.finfo(jnp.float32).tiny)
 _LARGEST = float(jnp.finfo(jnp.float32).max)
+# Chosen where the largest logit is NaN or infinite: no token is meant then.
+NO_TOKEN = -1
 
 
 class Sampling(NamedTuple):
@@ -107,11 +109,13 @@ def choose(logits: Array, sampling: Sampling, keys: Array) -> Array:
     keys: [B], a random key for each row; greedy uses none.
 
   Returns:
-    int32 [B].
+    int32 [B]; `NO_TOKEN` in rows whose largest logit is NaN or infinite.
   """
+  is_finite = jnp.isfinite(jnp.max(logits, axis=-1))
   if sampling.temperature is None:
-    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-  logits, tokens = kept(logits, sampling)
-  drawn = jax.vmap(jax.random.categorical)(keys, logits)
-  chosen = jnp.take_along_axis(tokens, drawn[:, None], axis=-1)[:, 0]
-  return chosen.astype(jnp.int32)
+    chosen = jnp.argmax(logits, axis=-1)
+  else:
+    logits, tokens = kept(logits, sampling)
+    drawn = jax.vmap(jax.random.categorical)(keys, logits)
+    chosen = jnp.take_along_axis(tokens, drawn[:, None], axis=-1)[:, 0]
+  return jnp.where(is_finite, chosen, NO_TOKEN).astype(jnp.int32)

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import Array, P
 from jax.typing import DTypeLike
@@ -18,6 +19,8 @@ from coat_jax.optimizer.weights import is_matrix
 from coat_jax.recipe import CoatRecipe
 
 Store = Callable[[str, Array], Array]
+# Weights are stored, and saved, in one of these.
+_DTYPES = tuple(map(jnp.dtype, (jnp.float32, jnp.bfloat16, jnp.float16)))
 
 
 def stack_layers[L: nnx.Module](
@@ -88,8 +91,41 @@ def layer_forward[L: nnx.Module](
   return checkpointed(forward, remat, recipe, is_gathering=is_gathering)
 
 
-def stored_in(dtype: DTypeLike) -> Store:
-  """Stores weights in a dtype, and norms' scales and biases in f32."""
+def check_dtype(where: str, dtype: DTypeLike) -> np.dtype:
+  """Returns the dtype; raises ValueError if weights cannot be stored in it.
+
+  Args:
+    where: begins the message, such as `save_hf: dtype`.
+    dtype: what the caller passed.
+  """
+  try:
+    found = jnp.dtype(dtype)
+  except TypeError:
+    found = None
+  if found not in _DTYPES:
+    got = repr(dtype) if found is None else found.name
+    raise ValueError(
+      f"{where} must be float32, bfloat16 or float16, got {got}; pass one of "
+      "these"
+    )
+  return found
+
+
+def stored_in(where: str, param_dtype: DTypeLike) -> Store | None:
+  """Returns what stores weights in a dtype; None for f32, as they are drawn.
+
+  Norms' scales and biases are f32 always.
+
+  Args:
+    where: the function whose argument the dtype is.
+    param_dtype: of the weights.
+
+  Raises:
+    ValueError: weights cannot be stored in this dtype.
+  """
+  dtype = check_dtype(f"{where}: param_dtype", param_dtype)
+  if dtype == jnp.float32:
+    return None
   return lambda path, x: x.astype(dtype if is_matrix(path, x) else jnp.float32)
 
 

@@ -182,9 +182,11 @@ class VisionLanguageModel(nnx.Module):
         `Decoder`, their paths in the part that has them; None for
         `param_dtype`.
       rngs: its stream `params` initializes the parameters.
+
+    Raises:
+      ValueError: `param_dtype` is none of float32, bfloat16 and float16.
     """
-    if store is None and jnp.dtype(param_dtype) != jnp.float32:
-      store = stored_in(param_dtype)
+    store = store or stored_in("VisionLanguageModel", param_dtype)
     self.config = config
     self.tower = VisionTower(
       config.vision, recipe=recipe, dtype=dtype, store=store, rngs=rngs

@@ -165,6 +165,39 @@ def test_cache_size_changes_no_token(small):
   assert generate(small, PROMPTS, max_new_tokens=9, cache_size=40) == want
 
 
+def test_model_that_computes_nan_is_refused(small):
+  """NaN would be token 0; here it comes of one prompt after two tokens."""
+  free = generate(small, PROMPTS, max_new_tokens=9)
+  token = free[0][1]
+  assert token not in [*free[0][:1], *free[1], *free[2], *sum(PROMPTS, [])]
+  model = nnx.clone(small)
+  for value in (np.nan, np.inf):
+    model.embedding.set_value(model.embedding[...].at[token].set(value))
+    with pytest.raises(ValueError) as caught:
+      generate(model, PROMPTS, max_new_tokens=9)
+    assert str(caught.value).startswith(
+      "generate: logits must be finite, got NaN or infinity for token 3 after "
+      "prompt 0; "
+    )
+    # Tokens behind the last one that is wanted do not matter.
+    few = generate(model, PROMPTS, max_new_tokens=2)
+    assert few == [row[:2] for row in free]
+    stopped = generate(model, PROMPTS, max_new_tokens=9, stop_tokens=[token])
+    assert stopped == [free[0][:2], *free[1:]]
+
+
+def test_each_token_is_drawn_with_a_key_of_its_own(small):
+  """Of equal logits, with one key all tokens of a row would be the same."""
+  model = nnx.clone(small)
+  model.head.set_value(jnp.zeros_like(model.head[...]))
+  options = dict(max_new_tokens=9, temperature=1.0, top_k=40)
+  drawn = generate(model, PROMPTS, **options)
+  for i, row in enumerate(drawn):
+    # 9 of 40 tokens: 4 or fewer different ones in 1 of 170,000 rows.
+    assert len(set(row)) > 4
+    assert all(row != other for other in drawn[:i])
+
+
 @pytest.mark.slow
 def test_draws_depend_on_the_seed_and_the_place_alone(small):
   options = dict(max_new_tokens=9, temperature=1.5)

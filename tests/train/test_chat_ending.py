@@ -1,43 +1,96 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The token that ends a turn, in what transformers generates by."""
+"""The tokens that end turns, in what transformers generates by."""
 
 import json
 import shutil
 
 import pytest
 
-from train.data.chat.ending import write_stop_token
-from train.data.chat.published import PUBLISHED
+from train.data.chat.documents import load_documents
+from train.data.chat.encoder import ChatEncoder, open_template
+from train.data.chat.ending import last_tokens, write_stop_tokens
 
-QWEN, END_OF_TEXT, IM_END = "tests/data/chat/qwen2_5", 320, 322
+QWEN, LLAMA = "tests/data/chat/qwen2_5", "tests/data/chat/llama3"
+END_OF_TEXT, IM_END = 320, 322
+ROWS = [
+  [
+    ("user", "Hi."),
+    ("assistant", "Hello."),
+    ("user", "A?"),
+    ("assistant", "B"),
+  ],
+  [("user", "What?"), ("assistant", "That."), ("user", "I see.")],
+]
+
+
+def conversations(folder):
+  """In the template chatml; its turns end with the text <|im_end|>."""
+  rows = ([{"role": role, "content": x} for role, x in row] for row in ROWS)
+  lines = [json.dumps({"messages": messages}) + "\n" for messages in rows]
+  (folder / "rows.jsonl").write_text("".join(lines))
+  encoder = ChatEncoder(
+    folder / "tokenizer.json", open_template(folder, "chatml")
+  )
+  return load_documents(
+    [str(folder / "rows.jsonl")], encoder, seq=64, vocab_size=400
+  )
 
 
 @pytest.mark.parametrize(
-  "before, after",
+  "eos_token, config, before, after",
   [
-    (None, {"eos_token_id": [END_OF_TEXT, IM_END]}),
+    ("<|endoftext|>", {}, None, {"eos_token_id": [END_OF_TEXT, IM_END]}),
+    # The tokenizer's own, which transformers does not ask.
+    ("<|im_end|>", {}, None, {"eos_token_id": [END_OF_TEXT, IM_END]}),
+    ("<|im_end|>", {"eos_token_id": IM_END}, None, None),
     (
+      "<|im_end|>",
+      {"eos_token_id": [IM_END]},
+      {"top_p": 0.5},  # With this file config.json is not asked.
+      {"eos_token_id": [IM_END], "top_p": 0.5},
+    ),
+    (
+      "<|endoftext|>",
+      {},
       {"eos_token_id": 7, "top_p": 0.5},
       {"eos_token_id": [7, IM_END], "top_p": 0.5},
     ),
-    ({"eos_token_id": [IM_END, 7]}, {"eos_token_id": [IM_END, 7]}),
+    (
+      "<|endoftext|>",
+      {},
+      {"eos_token_id": [IM_END, 7]},
+      {"eos_token_id": [IM_END, 7]},
+    ),
   ],
 )
-def test_end_of_a_turn_stops_transformers(before, after, tmp_path):
+def test_end_of_a_turn_stops_transformers(
+  eos_token, config, before, after, tmp_path
+):
   shutil.copy(f"{QWEN}/tokenizer.json", tmp_path)
-  config = json.dumps({"eos_token": "<|endoftext|>"})
-  (tmp_path / "tokenizer_config.json").write_text(config)
-  (tmp_path / "config.json").write_text("{}")
-  (tmp_path / "chat_template.jinja").write_text(PUBLISHED["chatml"])
+  tokens = json.dumps({"eos_token": eos_token})
+  (tmp_path / "tokenizer_config.json").write_text(tokens)
+  (tmp_path / "config.json").write_text(json.dumps(config))
   file = tmp_path / "generation_config.json"
   if before is not None:
     file.write_text(json.dumps(before))
-  write_stop_token(tmp_path)
-  assert json.loads(file.read_text()) == after
+  write_stop_tokens(tmp_path, conversations(tmp_path))
+  found = json.loads(file.read_text()) if file.exists() else None
+  assert found == after
 
 
 def test_turn_that_ends_with_text_names_no_token(tmp_path):
-  shutil.copy("tests/data/chat/llama3/tokenizer.json", tmp_path)
-  (tmp_path / "chat_template.jinja").write_text(PUBLISHED["chatml"])
-  write_stop_token(tmp_path)
+  shutil.copy(f"{LLAMA}/tokenizer.json", tmp_path)
+  write_stop_tokens(tmp_path, conversations(tmp_path))
   assert not (tmp_path / "generation_config.json").exists()
+
+
+def test_last_tokens_are_those_before_what_is_not_learned(tmp_path):
+  shutil.copy(f"{LLAMA}/tokenizer.json", tmp_path)
+  found, want = conversations(tmp_path), set()
+  for number in range(len(found)):
+    start, end = found.starts[number : number + 2]
+    mask = [*found.mask[start:end], False]
+    for i, token in enumerate(found.tokens[start:end].tolist()):
+      if mask[i] and not mask[i + 1]:
+        want.add(token)
+  assert len(want) == 1 and last_tokens(found) == [*want]

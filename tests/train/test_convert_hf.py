@@ -178,6 +178,16 @@ def test_bad_checkpoints_are_refused_and_nothing_is_written(tmp_path, capsys):
       assert not run.exists()
 
 
+def test_weights_that_are_not_finite_are_refused(tmp_path, capsys):
+  nan = {"model.norm.weight": np.full(64, np.nan, np.float32)}
+  source, run = copied(tmp_path / "nan", tensors=nan), tmp_path / "run"
+  assert command("import-hf", source, *options(run)) == 2
+  error = capsys.readouterr().err.splitlines()[-1]
+  words = "must hold finite weights, got NaN or infinity in model.norm.weight;"
+  assert error.startswith(f"error: {source / 'model.safetensors'} {words}")
+  assert not run.exists()
+
+
 def test_options_that_would_be_ignored_are_refused(tmp_path, capsys):
   run, source = tmp_path / "run", DATA / "llama"
   again = ["--init-from", str(source)]

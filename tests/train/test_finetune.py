@@ -7,6 +7,7 @@ import shutil
 import jax
 import numpy as np
 import pytest
+import tokenizers
 
 from coat_jax import recipe
 from coat_jax.models import load_hf
@@ -221,6 +222,19 @@ def test_bad_input_is_reported_and_nothing_is_written(
   errors = " ".join(capsys.readouterr().err.replace("│", " ").split())
   assert words in errors and "Traceback" not in errors
   assert not out.exists()
+
+
+def test_run_keeps_the_token_that_ends_turns(checkpoint, data, tmp_path):
+  """Of the checkpoint's own template; its config.json names token 2 alone."""
+  config, source = source_of(checkpoint, data)
+  run = RunDirectory(tmp_path)
+  run.source.mkdir()
+  shutil.copytree(checkpoint, run.source, dirs_exist_ok=True)
+  source.keep_files(run)
+  file = run.source / "generation_config.json"
+  end = tokenizers.Tokenizer.from_file(f"{CHAT}/tokenizer.json")
+  end = end.token_to_id("<|eot_id|>")
+  assert json.loads(file.read_text()) == {"eos_token_id": [2, end]}
 
 
 def test_checkpoint_without_a_tokenizer_is_refused(data, tmp_path, capsys):

@@ -10,11 +10,13 @@ chat_template.jinja     see `data.chat`
 from pathlib import Path
 from typing import Any
 
+from coat_jax.models.hf.config import CONFIG
 from coat_jax.models.hf.files import read_json
 from train.data.text import TokenizerText
 
 _TOKENIZER, _TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
-_CONFIGS = ("generation_config.json", "config.json")
+GENERATION = "generation_config.json"
+_CONFIGS = (GENERATION, CONFIG)
 
 
 class FolderText(TokenizerText):
@@ -44,12 +46,11 @@ class FolderText(TokenizerText):
         "checkpoint is from, or pass --tokenizer with one"
       )
     super().__init__(str(path))
-    found = [_read(folder / name) for name in _CONFIGS]
     config = _read(path.expanduser().parent / _TOKENIZER_CONFIG)
-    ends = {x for one in found for x in _ids(folder, one, "eos_token_id")}
+    ends = {x for f in _CONFIGS for x in read_ids(folder / f, "eos_token_id")}
     self.stop_tokens = tuple(sorted(ends)) or self.stop_tokens
     begin, end = (self._id(config, f"{x}_token") for x in ("bos", "eos"))
-    known = _ids(folder, found[-1], "bos_token_id")
+    known = read_ids(folder / CONFIG, "bos_token_id")
     if begin is None and tokenizer is None:
       begin = known[0] if known else None
     self.first_tokens = self._first_tokens(config.get("add_bos_token"), begin)
@@ -88,14 +89,21 @@ def _read(file: Path) -> dict[str, Any]:
   return read_json(file) if file.is_file() else {}
 
 
-def _ids(folder: Path, config: dict, name: str) -> list[int]:
-  """The token ids that a key has, one or a list of them."""
-  found = config.get(name)
-  found = found if isinstance(found, list) else [found]
+def read_ids(file: Path, name: str) -> list[int]:
+  """Reads the token ids that a key of a file has, one or a list of them.
+
+  Returns:
+    The ids; [] where there is no such file or key.
+
+  Raises:
+    ValueError: the key has something else.
+  """
+  value = _read(file).get(name)
+  found = value if isinstance(value, list) else [value]
   found = [x for x in found if x is not None]
   if any(type(x) is not int or x < 0 for x in found):
     raise ValueError(
-      f"{folder}: {name} must be a token id or a list of them, got "
-      f"{str(config[name])[:40]}; copy {' and '.join(_CONFIGS)} again"
+      f"{file}: {name} must be a token id or a list of them, got "
+      f"{str(value)[:40]}; copy the file again"
     )
   return found

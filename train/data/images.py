@@ -127,7 +127,7 @@ class Preprocessing:
       size=size,
       crop=crop,
       resample=int(Image.Resampling(resample)),
-      scale=float(found.get("rescale_factor", 1 / 255)),
+      scale=_number("rescale_factor", found.get("rescale_factor", 1 / 255)),
       mean=_channels(found, "image_mean"),
       std=_channels(found, "image_std"),
     )
@@ -287,8 +287,14 @@ def _count(value: Any) -> int:
   return value
 
 
+def _number(key: str, value: Any) -> float:
+  if type(value) not in (int, float) or not abs(value) < 1e30:  # NaN is not.
+    raise ValueError(f"{key} {str(value)[:60]}")
+  return float(value)
+
+
 def _channels(found: dict[str, Any], key: str) -> tuple[float, float, float]:
-  values = tuple(map(float, found.get(key) or ()))
+  values = tuple(_number(key, x) for x in found.get(key) or ())
   if len(values) != 3 or key == "image_std" and min(values) <= 0:
     raise ValueError(f"{key} {str(found.get(key))[:60]}")
   return values

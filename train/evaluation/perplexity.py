@@ -190,4 +190,4 @@ def _utf8(text: str) -> bytes:
 
 def exp(x: float) -> float:
   """exp(x), infinity where no number is as large."""
-  return math.exp(x) if x < 709 else math.inf
+  return math.inf if x >= 709 else math.exp(x)

@@ -95,7 +95,7 @@ class Scorer:
 
     Raises:
       ValueError: one has no token, too many, or one that is not in the
-        vocabulary.
+        vocabulary; or the model computes NaN.
     """
     rows = [self._row(request) for request in requests]
     found: dict[int, Score] = {}
@@ -113,7 +113,8 @@ class Scorer:
           end = len(rows[i]) - 1
           asked = slice(end - len(requests[i].continuation), end)
           found[i] = Score(
-            logprobs[place, asked].copy(), bool(is_greedy[place, asked].all())
+            _finite(logprobs[place, asked]),
+            bool(is_greedy[place, asked].all()),
           )
     return [found[i] for i in range(len(rows))]
 
@@ -153,6 +154,17 @@ class Scorer:
     """A length rounded up: 64 times a power of two, or the longest."""
     steps = max(-(-size // _SMALLEST_BUCKET) - 1, 0).bit_length()
     return min(_SMALLEST_BUCKET << steps, self.length)
+
+
+def _finite(logprobs: np.ndarray) -> np.ndarray:
+  """Copies log-probabilities; raises ValueError if one is not finite."""
+  if not np.all(np.isfinite(logprobs)):
+    raise ValueError(
+      "evaluate: log-probabilities must be finite, got NaN or infinity; the "
+      "model's weights hold NaN or infinity, or its activations overflow: "
+      "evaluate an earlier checkpoint, or pass --compute float32"
+    )
+  return logprobs.copy()
 
 
 def decoder_of(model: Decoder | VisionLanguageModel) -> Decoder:

@@ -27,6 +27,7 @@ DTYPES = {
 }
 # As the safetensors package has it.
 _LARGEST_HEADER = 100_000_000
+_MOST_DIGITS = 300
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,12 +36,14 @@ class StoredTensor:
 
   Attributes:
     file: the file.
+    name: by which the file has it.
     dtype: its dtype.
     shape: its shape.
     offset: of its first byte in the file.
   """
 
   file: Path
+  name: str
   dtype: np.dtype
   shape: tuple[int, ...]
   offset: int
@@ -74,6 +77,8 @@ def read_json(file: Path) -> dict:
 def _parse_object(data: bytes) -> dict:
   """Parses a JSON object whose names are there once.
 
+  Whole numbers must be ones that a float holds, which some fields become.
+
   Raises:
     ValueError: it is something else.
   """
@@ -85,8 +90,13 @@ def _parse_object(data: bytes) -> dict:
       raise ValueError(f"{twice!r} twice")
     return dict(found)
 
+  def whole_number(digits):
+    if len(digits) > _MOST_DIGITS:
+      raise ValueError(f"a number of {len(digits)} digits")
+    return int(digits)
+
   try:
-    found = json.loads(data, object_pairs_hook=pairs)
+    found = json.loads(data, object_pairs_hook=pairs, parse_int=whole_number)
   except RecursionError as error:
     raise ValueError("brackets in too many brackets") from error
   if not isinstance(found, dict):
@@ -250,7 +260,7 @@ def _entry(
   entry = entry if isinstance(entry, dict) else {}
   kind, shape = entry.get("dtype"), entry.get("shape")
   offsets = entry.get("data_offsets")
-  if kind not in DTYPES and isinstance(kind, str):
+  if isinstance(kind, str) and kind not in DTYPES:
     raise ValueError(
       f"load_hf: {file} must hold tensors of {', '.join(DTYPES)}, got {name} "
       f"of {kind}; save the model in one of these dtypes"
@@ -260,7 +270,7 @@ def _entry(
   if dtype is not None and _are_counts(shape) and is_place:
     begin, end = offsets
     if end - begin == dtype.itemsize * math.prod(shape) > 0:
-      stored = StoredTensor(file, dtype, tuple(shape), start + begin)
+      stored = StoredTensor(file, name, dtype, tuple(shape), start + begin)
       return stored, begin, end
   raise ValueError(
     f"load_hf: {file} must say dtype, shape and place of each tensor, got "

@@ -111,8 +111,8 @@ def load_hf(
       `param_shardings` says; the model is then called under `jax.set_mesh`.
       None for one device.
     dtype: of activations.
-    param_dtype: in what weights are stored; norms' scales and biases are f32
-      always. float32 holds all values of bfloat16 and float16.
+    param_dtype: in what weights are stored: float32, which holds all values of
+      the others, bfloat16 or float16. Norms' scales and biases are f32 always.
 
   Returns:
     A model of that class with these weights.
@@ -120,7 +120,8 @@ def load_hf(
   Raises:
     TypeError: `model` is none of these classes.
     ValueError: the folder has no such checkpoint, or one of a model that cannot
-      be had here; the message says what it has.
+      be had here, or weights that are not finite; the message says what it
+      has. Or `param_dtype` is none of these three.
   """
   folder = Path(folder)
   recipe = _on_mesh(recipe or recipes.coat(), mesh)
@@ -131,8 +132,8 @@ def load_hf(
       f"load_hf: model must be one of the classes {names}, got {model!r}; pass "
       "the class, as in model=VisionTower"
     )
+  store = stored_in("load_hf", param_dtype)
   config, _ = read(folder)
-  store = stored_in(param_dtype)
   how: dict[str, Any] = dict(recipe=recipe, dtype=dtype, store=store)
   make = functools.partial(model, config, **how)
   abstract = nnx.eval_shape(lambda: make(rngs=nnx.Rngs(params=0)))
@@ -171,7 +172,8 @@ def load_params(
     that `store` gives.
 
   Raises:
-    ValueError: the checkpoint has other tensors.
+    ValueError: the checkpoint has other tensors, or one that holds NaN or
+      infinity, or values too large for the dtypes that `store` gives.
   """
   tensors = check_tensors(folder, config, abstract)
 
@@ -294,7 +296,7 @@ def _without_tied_head(
   first, second = tensors[head], tensors[embedding]
   starts = range(0, first.shape[0], _ROWS) if first.shape else ()
   if first.shape != second.shape or not all(
-    np.array_equal(first.read(rows), second.read(rows))
+    np.array_equal(first.read(rows), second.read(rows), equal_nan=True)
     for rows in (slice(start, start + _ROWS) for start in starts)
   ):
     raise ValueError(
@@ -320,32 +322,65 @@ def _load_leaf(
     own = NamedSharding(where.mesh, row.layout.spec(P(*entries)))
 
   def packed(*found):
-    return store(row.layout.pack(config, *found).astype(jnp.float32))
+    x = store(row.layout.pack(config, *found).astype(jnp.float32))
+    return x, jnp.all(jnp.isfinite(x))
 
-  def place(i: int) -> list[Array]:
-    names = (section.prefix + name for name in row.of_layer(config, i))
-    return [_place(tensors[name], own) for name in names]
+  def of_layer(i: int) -> list[StoredTensor]:
+    names = row.of_layer(config, i)
+    return [tensors[section.prefix + name] for name in names]
+
+  def place(found: list[StoredTensor]) -> list[Array]:
+    return [_place(tensor, own) for tensor in found]
 
   if not is_stacked(path):
-    return jax.block_until_ready(
-      jax.jit(packed, out_shardings=where)(*place(0))
-    )
+    whole = jax.jit(packed, out_shardings=(where, None))
+    x, is_finite = whole(*place(of_layer(0)))
+    _check_finite(is_finite, of_layer(0), x.dtype)
+    return x
 
   def update(stack, i, *found):
-    return jax.lax.dynamic_update_index_in_dim(stack, packed(*found), i, 0)
+    x, is_finite = packed(*found)
+    return jax.lax.dynamic_update_index_in_dim(stack, x, i, 0), is_finite
 
-  update = jax.jit(update, donate_argnums=0, out_shardings=where)
+  update = jax.jit(update, donate_argnums=0, out_shardings=(where, None))
   stack = None
   assert config is not None  # Whose sections have no layers.
   for i in range(config.num_layers):
-    found = place(i)
+    found = place(of_layer(i))
     if stack is None:
-      dtype = jax.eval_shape(packed, *found).dtype
+      dtype = jax.eval_shape(packed, *found)[0].dtype
       stack = jnp.zeros(leaf.shape, dtype, device=where)
-    # Else layers that wait for a device would pile up on the host.
-    stack = jax.block_until_ready(update(stack, np.int32(i), *found))
+    stack, is_finite = update(stack, np.int32(i), *found)
+    # Which waits: else layers would pile up on the host.
+    _check_finite(is_finite, of_layer(i), stack.dtype)
   assert stack is not None  # There is a layer.
   return stack
+
+
+def _check_finite(
+  is_finite: Array, stored: list[StoredTensor], dtype: np.dtype
+) -> None:
+  """Raises ValueError if a parameter is not finite, once it is computed.
+
+  Args:
+    is_finite: bool, whether the parameter is.
+    stored: the tensors that it was made of.
+    dtype: of the parameter.
+  """
+  if is_finite:
+    return
+  for tensor in stored:
+    if not np.all(np.isfinite(tensor.read())):
+      raise ValueError(
+        f"load_hf: {tensor.file} must hold finite weights, got NaN or infinity "
+        f"in {tensor.name}; the model had diverged when it was saved, or the "
+        "file is damaged: use another checkpoint, or copy the file again"
+      )
+  names = ", ".join(tensor.name for tensor in stored)
+  raise ValueError(
+    f"load_hf: param_dtype must hold the largest weights, got {dtype}, in "
+    f"which some of {names} are infinite; pass float32"
+  )
 
 
 def _place(tensor: StoredTensor, sharding: NamedSharding | None) -> Array:

@@ -33,6 +33,7 @@ from coat_jax.models.hf.vision_config import (
   parse_vision_config,
   write_vision_config,
 )
+from coat_jax.models.stack import check_dtype
 from coat_jax.models.vision import VisionTower
 from coat_jax.models.vision_language import VisionLanguageModel
 
@@ -102,7 +103,8 @@ def save_hf(
 
   Raises:
     ValueError: the folder exists, `like` is of another model, transformers has
-      no such model, or there are not as many labels as classes.
+      no such model, there are not as many labels as classes, or a weight is
+      not finite, which those above 65504 are not in float16.
     OSError: it cannot be written; nothing is left of it then.
   """
   folder = Path(folder)
@@ -128,12 +130,7 @@ def save_hf(
   if dtype is None:
     text = params.get("decoder", params)
     dtype = text["layers"]["attention"]["out"]["kernel"].dtype
-  dtype = jnp.dtype(dtype)
-  if dtype not in _NAMES:
-    raise ValueError(
-      f"save_hf: dtype must be float32, bfloat16 or float16, got {dtype}; pass "
-      "one of these"
-    )
+  dtype = check_dtype("save_hf: dtype", dtype)
   options: dict[str, Any] = {}
   if isinstance(model, Decoder):
     options["max_length"] = max_length
@@ -210,17 +207,29 @@ def _reader(
   def read(part: Part) -> Iterator[np.ndarray]:
     if part.path not in unpacked:  # A function a parameter, not one a layer.
       unpacked[part.path] = jax.jit(_unpacker(part, dtype))
-    for x in unpacked[part.path](leaves[part.path], np.int32(part.layer or 0)):
+    tensors, is_finite = unpacked[part.path](
+      leaves[part.path], np.int32(part.layer or 0)
+    )
+    if not is_finite:
+      raise ValueError(
+        f"save_hf: weights must be finite in {dtype}, got NaN or infinity in "
+        f"{', '.join(part.tensors)}; save the model as it was before it "
+        "diverged, or if it has not, pass another dtype"
+      )
+    for x in tensors:
       yield np.asarray(x)
 
   return read
 
 
 def _unpacker(part: Part, dtype: np.dtype) -> Callable:
-  def unpack(x: Array, i: Array) -> tuple[Array, ...]:
+  """The function of a parameter: its tensors, and whether they are finite."""
+
+  def unpack(x: Array, i: Array) -> tuple[tuple[Array, ...], Array]:
     if part.layer is not None:
       x = jax.lax.dynamic_index_in_dim(x, i, keepdims=False)
-    return part.row.layout.unpack(part.config, x.astype(dtype))
+    x = x.astype(dtype)
+    return part.row.layout.unpack(part.config, x), jnp.all(jnp.isfinite(x))
 
   return unpack
 

@@ -146,14 +146,14 @@ class VisionTower(nnx.Module):
       rngs: its stream `params` initializes the parameters.
 
     Raises:
-      ValueError: `remat` is "fp8" and the recipe is not coat.
+      ValueError: `remat` is "fp8" and the recipe is not coat, or `param_dtype`
+        is none of float32, bfloat16 and float16.
     """
     recipe = recipe or recipes.coat()
     check_remat(remat, recipe)
     self.config, self.dtype, self.axes = config, dtype, recipe.axes
     self.remat: Remat = remat
-    if store is None and jnp.dtype(param_dtype) != jnp.float32:
-      store = stored_in(param_dtype)
+    store = store or stored_in("VisionTower", param_dtype)
     ends: dict[str, Any] = dict(
       dtype=dtype,
       kernel_init=nnx.initializers.normal(_INIT_STDDEV),

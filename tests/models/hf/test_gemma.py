@@ -94,9 +94,14 @@ def test_gemma3_is_read_in_both_forms():
   kinds = ([SLIDING] * 5 + [FULL]) * 8
   new |= {"_sliding_window_pattern": 6, "layer_types": kinds}
   assert read(new) == config
-  # Both keep their bases where a file names none.
+  # Where a file names no base, transformers takes 1e6 in layers that see all
+  # keys and 1e4 in those that see a window.
+  old = json.loads(GEMMA3_12B)
   for key in ("rope_theta", "rope_local_base_freq"):
-    assert read({k: v for k, v in new.items() if k != key}) == config
+    old.pop(key)
+    assert read(old) == config
+  ropes = {SLIDING: {"rope_type": "default"}, FULL: LINEAR}
+  assert read(new | {"rope_parameters": ropes}) == config
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gemma3", "9b", "12b"])

@@ -9,7 +9,17 @@ import pytest
 from flax import nnx
 
 from coat_jax import recipe as recipes
-from coat_jax.models import load_hf, loss_fn
+from coat_jax.models import (
+  Decoder,
+  ModelConfig,
+  VisionConfig,
+  VisionLanguageConfig,
+  VisionLanguageModel,
+  VisionTower,
+  load_hf,
+  loss_fn,
+  save_hf,
+)
 from tests.comparing import jit
 from tests.matrices import quick
 from tests.models.hf.folders import (
@@ -25,6 +35,7 @@ from tests.models.hf.folders import (
 )
 from train.mesh import make_mesh, parse_mesh
 
+SMALL = dict(num_layers=1, d_model=16, d_ff=16, num_heads=1)
 MESHES = ("fsdp=8", "data=2,fsdp=2,tensor=2")
 
 
@@ -135,6 +146,73 @@ def test_dtypes_are_cast_to_what_is_stored(name, param_dtype, tmp_path):
       want[name].astype(kept).view(np.uint8),
       err_msg=name,
     )
+
+
+@pytest.mark.parametrize(
+  "dtype, got",
+  [
+    (jnp.int32, "int32"),
+    (jnp.float8_e4m3fn, "float8_e4m3fn"),
+    ("x", "'x'"),
+    (np.float64, "float64"),
+  ],
+)
+def test_dtypes_that_hold_no_weights_are_refused(dtype, got, tmp_path):
+  """In int32 all weights of this model would be zeros."""
+  words = f"must be float32, bfloat16 or float16, got {got};"
+  with pytest.raises(ValueError, match=f"load_hf: param_dtype {words}"):
+    load_hf(DATA / "llama", param_dtype=dtype)
+  tower = VisionConfig(family="vit", **SMALL, image_size=16, patch_size=8)
+  with pytest.raises(ValueError, match=f"VisionTower: param_dtype {words}"):
+    VisionTower(tower, param_dtype=dtype, rngs=nnx.Rngs(0))
+  text = ModelConfig(family="llama", **SMALL, num_kv_heads=1, vocab_size=8)
+  both = VisionLanguageConfig(text=text, vision=tower, image_token=7)
+  with pytest.raises(ValueError, match=f"LanguageModel: param_dtype {words}"):
+    VisionLanguageModel(
+      both, recipes.bf16(), param_dtype=dtype, rngs=nnx.Rngs(0)
+    )
+  model = Decoder(text, recipes.bf16(), rngs=nnx.Rngs(0))
+  with pytest.raises(ValueError, match=f"save_hf: dtype {words}"):
+    save_hf(model, tmp_path / "out", dtype=dtype)
+
+
+@pytest.mark.parametrize("mesh", ["", "data=2,fsdp=2,tensor=2"])
+@pytest.mark.parametrize(
+  "name, value",
+  [
+    ("model.layers.1.self_attn.k_proj.weight", np.nan),
+    ("model.norm.weight", np.inf),
+  ],
+)
+def test_weights_that_are_not_finite_are_refused(name, value, mesh, tmp_path):
+  """In one of three tensors of a layer's parameter, and in the last norm."""
+  tensor = tensors_of(DATA / "llama")[name].copy()
+  tensor.flat[-1] = value
+  folder = copied(tmp_path / "m", tensors={name: tensor})
+  with pytest.raises(ValueError) as caught:
+    loaded(folder, mesh=make_mesh(parse_mesh(mesh)))
+  file = folder / "model.safetensors"
+  assert str(caught.value).startswith(
+    f"load_hf: {file} must hold finite weights, got NaN or infinity in {name};"
+  )
+
+
+def test_weights_too_large_for_float16_are_refused(tmp_path):
+  """Loaded and saved: 65504 is the largest."""
+  name = "model.layers.1.mlp.down_proj.weight"
+  tensor = tensors_of(DATA / "llama")[name].copy()
+  tensor[3, 5] = -65504
+  folder = copied(tmp_path / "fits", tensors={name: tensor})
+  loaded(folder, param_dtype=jnp.float16)
+  tensor[3, 5] = -65536
+  folder = copied(tmp_path / "m", tensors={name: tensor})
+  words = f"got float16, in which some of {name} are infinite"
+  with pytest.raises(ValueError, match=f"load_hf: param_dtype .* {words}"):
+    loaded(folder, param_dtype=jnp.float16)
+  words = f"finite in float16, got NaN or infinity in {name};"
+  with pytest.raises(ValueError, match=f"save_hf: weights must be {words}"):
+    save_hf(loaded(folder), tmp_path / "out", dtype="float16")
+  assert not (tmp_path / "out").exists()
 
 
 def test_tied_output_projection_may_be_written_twice(tmp_path):

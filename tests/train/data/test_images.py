@@ -2,6 +2,7 @@
 """Images as a vision tower takes them, and files that are none."""
 
 import json
+import math
 import struct
 import zlib
 
@@ -163,6 +164,10 @@ def test_bad_images_have_a_sentence(tmp_path):
     ({"do_pad": True}, "do_pad of True, which is not known"),
     ({"image_mean": [0.5]}, "image_mean"),
     ({"image_std": [0, 1, 1]}, "image_std"),
+    ({"image_std": [1, math.nan, 1]}, "image_std nan"),
+    ({"image_mean": [10**400, 0, 0]}, "image_mean 1000"),
+    ({"rescale_factor": math.inf}, "rescale_factor inf"),
+    ({"rescale_factor": "1"}, "rescale_factor 1"),
     ({"resample": 9}, "9 is not a valid"),
   ],
 )

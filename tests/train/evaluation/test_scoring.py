@@ -10,7 +10,7 @@ import pytest
 from tests.train.evaluation.models import oracle, random_model
 from train.data.text import ByteText, Text
 from train.evaluation import scoring
-from train.evaluation.perplexity import perplexity, prefix_token, windows
+from train.evaluation.perplexity import exp, perplexity, prefix_token, windows
 from train.evaluation.scoring import Request, Scorer
 
 LENGTH = 96
@@ -62,6 +62,22 @@ def test_scores_are_those_of_each_row_alone(model, score):
   again = scorer.score(asked[::-1])[::-1]
   for one, other in zip(found, again, strict=True):
     np.testing.assert_array_equal(one.logprobs, other.logprobs)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_model_that_computes_nan_is_refused(value):
+  """Its perplexity would be infinite, and a wrong answer its greedy one."""
+  model = random_model()
+  model.embedding.set_value(model.embedding[...].at[7].set(value))
+  scorer = Scorer(model, length=LENGTH, batch=3)
+  scorer.score([Request([1, 2], [3, 4])])
+  with pytest.raises(ValueError, match="must be finite, got NaN or infinity;"):
+    scorer.score([Request([1, 2], [3, 4]), Request([1, 7], [3, 4])])
+
+
+def test_exp_of_nan_is_nan():
+  assert math.isnan(exp(math.nan)) and exp(710.0) == math.inf
+  assert exp(1.5) == math.exp(1.5)
 
 
 @pytest.mark.slow

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files of a checkpoint whose values are of another kind than they should be.
+
+Each value of config.json, of a tensor's entry in a header and of the index is
+replaced by others: what is refused is refused in a sentence.
+"""
+
+import copy
+import json
+
+import jaxtyping
+import pytest
+
+from coat_jax.models.hf.config import read_config
+from coat_jax.models.hf.files import INDEX, MODEL, open_tensors
+from coat_jax.models.hf.llava_config import read_llava_config
+from coat_jax.models.hf.vision_config import read_vision_config
+from tests.models.hf.folders import copied, split
+
+# The third is a whole number that no float holds.
+VALUES = (["F32"], {"F32": 1}, 10**400, float("nan"), "x", True, -1, None)
+READ = {"vit": read_vision_config, "llava": read_llava_config}
+
+
+def replaced(found, at=()):
+  """Yields a JSON value with each of its parts replaced by each of VALUES."""
+  here = found
+  for key in at:
+    here = here[key]
+  if at:
+    for value in VALUES:
+      changed = copy.deepcopy(found)
+      inner = changed
+      for key in at[:-1]:
+        inner = inner[key]
+      inner[at[-1]] = value
+      yield at, value, changed
+  if isinstance(here, dict | list):
+    for key in here if isinstance(here, dict) else range(len(here)):
+      yield from replaced(found, (*at, key))
+
+
+def count_refused(read, folder, cases, write):
+  """How many of the cases are refused; raises all but a ValueError."""
+  count = 0
+  for at, value, changed in cases:
+    write(changed)
+    try:
+      read(folder)
+    except ValueError as error:
+      count += 1
+      words = str(error)
+      assert words.startswith("load_hf: "), (at, value)
+      assert "\n" not in words and len(words) < 1500, (at, value)
+  return count
+
+
+@pytest.mark.parametrize(
+  "name", ["llama3_rope", "gemma3", "gpt2", "phi3", "qwen3_moe", "vit", "llava"]
+)
+def test_values_of_a_configuration(name, tmp_path, monkeypatch):
+  # As for users: in tests, annotations are checked before `ModelConfig` can.
+  monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+  folder = copied(tmp_path / "m", name)
+  file = folder / "config.json"
+  cases = [*replaced(json.loads(file.read_text()))]
+  count = count_refused(
+    READ.get(name, read_config),
+    folder,
+    cases,
+    lambda found: file.write_text(json.dumps(found)),
+  )
+  # Keys without an effect may be anything.
+  assert 60 < count < len(cases)
+
+
+def test_values_of_a_header(tmp_path):
+  folder = copied(tmp_path / "m")
+  data = (folder / MODEL).read_bytes()
+  end = 8 + int.from_bytes(data[:8], "little")
+  header = json.loads(data[8:end])
+  name = "model.norm.weight"
+
+  def write(entry):
+    text = json.dumps(header | {name: entry["of"]}).encode()
+    (folder / MODEL).write_bytes(
+      len(text).to_bytes(8, "little") + text + data[end:]
+    )
+
+  cases = [*replaced({"of": header[name]})]
+  assert count_refused(open_tensors, folder, cases, write) == len(cases)
+
+
+def test_values_of_an_index(tmp_path):
+  folder = split(copied(tmp_path / "m"))
+  file = folder / INDEX
+  names = json.loads(file.read_text())["weight_map"]
+  some = dict([*names.items()][:2])
+
+  def write(found):
+    found = found["weight_map"]
+    if isinstance(found, dict) and found.keys() >= some.keys():
+      found = names | found
+    file.write_text(json.dumps({"weight_map": found}))
+
+  cases = [*replaced({"weight_map": some})]
+  assert count_refused(open_tensors, folder, cases, write) == len(cases)
+  write({"weight_map": some})
+  assert open_tensors(folder).keys() == names.keys()
