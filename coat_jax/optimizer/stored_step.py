@@ -6,6 +6,7 @@ them moments are decoded and encoded; a whole step scales the gradient and
 rounds the parameter as it is stored too.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -36,6 +37,41 @@ class StepScalars(NamedTuple):
   grad_scale: Array | None
 
 
+def one_body(fn: Callable) -> Callable:
+  """Compiles `fn` once for all leaves of a shape, where `shares_body`.
+
+  XLA optimizes a body that it inlines late only once, and leaves share its
+  temporary memory. Compiling AdamW for 196 leaves took 55 s on a CPU when each
+  had a body of its own, and takes 8 s.
+  """
+  jitted = functools.partial(
+    jax.jit, fn, static_argnames=("arithmetic", "groups", "whole")
+  )
+  early, late = jitted(inline=True), jitted(inline=jax.Inline.XLA_LATE)
+
+  @functools.wraps(fn)
+  def call(*args, **kwargs):
+    return (late if shares_body() else early)(*args, **kwargs)
+
+  return call
+
+
+def shares_body() -> bool:
+  """True on a CPU where XLA partitions nothing.
+
+  XLA's partitioner does not look into a body that is inlined late, and would
+  gather sharded leaves before it. For an H200 24 such leaves compile no faster
+  (49 s, and 44 s apart), with 1.8 GB of temporary memory instead of 1.0.
+  """
+  mesh = jax.sharding.get_abstract_mesh()
+  if jax.default_backend() != "cpu" or mesh.abstract_device is not None:
+    return False
+  if mesh.empty:
+    return jax.device_count() == 1
+  return set(mesh.manual_axes) == set(mesh.axis_names)
+
+
+@one_body
 def update_of(
   arithmetic: Arithmetic,
   g: Array,
@@ -111,6 +147,7 @@ def step_of(
   return put_layer((p, stored), new, layer)
 
 
+@one_body
 def _step(arithmetic, p, g, stored, key, scalars, step, groups, start, whole):
   """What `step_of` says, on all that is given."""
   gradient = moments.in_f32(g)
