@@ -8,6 +8,7 @@ says itself which of its fields are encoded, and by which of the codec's two
 group codecs.
 """
 
+import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -90,6 +91,53 @@ def default_field_rule(path: str) -> Kind | None:
   return "nu" if name in _NONNEGATIVE else "mu"
 
 
+@functools.cache
+def _known_states() -> dict[type, dict[str, Kind | None]]:
+  """States of optax whose fields the default rule gets wrong by their names.
+
+  None stands for fields that must agree: the update of `scale_by_stddev` takes
+  the root of nu - mu^2, which is negative if both are rounded apart.
+  """
+  stddev = (
+    type(jax.eval_shape(optax.scale_by_stddev(bias_correction=x).init, ()))
+    for x in (False, True)
+  )
+  agreeing: dict[str, Kind | None] = {"mu": None, "nu": None}
+  return dict.fromkeys(stddev, agreeing) | {
+    optax.ScaleBySM3State: {"nu": "mu"},  # Averages of updates.
+    optax.contrib.SophiaState: {"nu": "mu"},  # Estimates of a Hessian.
+  }
+
+
+def _known_kinds(state: Any) -> dict[str, Kind | None]:
+  """The kinds of those fields of a state that `_known_states` lists."""
+  known = _known_states()
+  flat = jax.tree_util.tree_flatten_with_path(
+    state, is_leaf=lambda node: type(node) in known
+  )[0]
+  return {
+    path_of((*keys, jax.tree_util.GetAttrKey(name))): kind
+    for keys, node in flat
+    for name, kind in known.get(type(node), {}).items()
+  }
+
+
+def _kind_at(
+  op: str, path: str, rule: FieldRule, known: Mapping[str, Kind | None]
+) -> Kind | None:
+  """The kind of a field by a rule and by what is known of its state."""
+  kind = rule(path)
+  if kind is None or path not in known:
+    return kind
+  if known[path] is None and rule is not default_field_rule:
+    raise ValueError(
+      f"{op}: mu and nu of optax.scale_by_stddev (rmsprop(centered=True)) must "
+      "stay in f32, because its update takes the root of nu - mu^2, got fields "
+      f"that encode {path!r}; leave them out of fields"
+    )
+  return known[path]
+
+
 def is_field(node: Any) -> bool:
   """Whether a node of a state is an encoded field."""
   return isinstance(node, EncodedMu | EncodedNu)
@@ -130,20 +178,24 @@ def _is_named(path: str, name: str) -> bool:
   return f"/{path}".endswith(f"/{name}")
 
 
-def mark_placeholders(state: Any, kind: type, rule: FieldRule) -> Any:
+def mark_placeholders(op: str, state: Any, kind: type, rule: FieldRule) -> Any:
   """What `optax.tree.map_params` reads: which trees are like the parameters.
 
   Codes are. Statistics have other shapes: a tree of them is one leaf here.
 
   Args:
+    op: the public function that asks, for error messages.
     state: what `init` makes of optax's placeholder for parameters.
     kind: the placeholder's type.
     rule: which fields are encoded.
   """
   leaf = jnp.zeros([], jnp.int32)
+  known = _known_kinds(state)
 
   def mark(keys, node):
-    chosen = rule(path_of(keys)) if isinstance(node, kind) else None
+    if not isinstance(node, kind):
+      return node
+    chosen = _kind_at(op, path_of(keys), rule, known)
     return FIELDS[chosen](node, leaf, leaf) if chosen else node
 
   return jax.tree.map_with_path(
@@ -179,7 +231,8 @@ def find_fields(op: str, state: Any, params: Any, rule: FieldRule) -> Found:
     rule: which fields are encoded, and how.
 
   Raises:
-    ValueError: a field is neither f32 nor complex64.
+    ValueError: a field is neither f32 nor complex64; or a rule of the user's
+      encodes fields that must agree.
   """
   leaves = jax.tree_util.tree_flatten_with_path(params)[0]
   shapes = {keys: jnp.shape(x) for keys, x in leaves}
@@ -188,10 +241,12 @@ def find_fields(op: str, state: Any, params: Any, rule: FieldRule) -> Found:
     return isinstance(node, optax.FactoredState) or _is_like(node, shapes)
 
   flat, treedef = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_whole)
+  known = _known_kinds(state)
   nodes, kinds = [], []
   for keys, node in flat:
     path = path_of(keys)
-    kinds.append(rule(path) if _is_like(node, shapes) else None)
+    is_like = _is_like(node, shapes)
+    kinds.append(_kind_at(op, path, rule, known) if is_like else None)
     nodes.append(node)
     if kinds[-1] is None:
       continue
