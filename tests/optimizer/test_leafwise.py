@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Optax transformations that are stepped leaf by leaf, or refused."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from coat_jax import coat_adamw, leafwise, step_in_backward
+
+LAYERS, WIDTH = 3, 4
+
+
+def initial():
+  keys = jax.random.split(jax.random.key(0), 2)
+  return {
+    "embedding": jax.random.normal(keys[0], (WIDTH,)),
+    "layers": {"w": jax.random.normal(keys[1], (LAYERS, WIDTH))},
+  }
+
+
+def layer(params, x):
+  return x + jnp.tanh(x * params["w"])
+
+
+def after(outer, x):
+  return jnp.sum((x - 2) ** 2)
+
+
+def loss_fn(params):
+  x = params["embedding"]
+  for i in range(LAYERS):
+    x = layer({"w": params["layers"]["w"][i]}, x)
+  return after(None, x)
+
+
+def step(optimizer, params, layer=layer, **options):
+  @jax.jit
+  def step(params, state):
+    return step_in_backward(
+      optimizer,
+      params,
+      state,
+      before=lambda outer: outer["embedding"],
+      layer=layer,
+      after=after,
+      **options,
+    )
+
+  return step(params, optimizer.init(params))
+
+
+@pytest.mark.parametrize(
+  ("tx", "said"),
+  [
+    (
+      optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1e-2)),
+      "one of 'embedding' that depends on 'layers/w', as after clipping",
+    ),
+    (
+      optax.contrib.dadapt_adamw(1.0),
+      "got 'estim_lr', shared by all, that depends on 'embedding'; step all",
+    ),
+    (
+      optax.chain(optax.sgd(1e-2), optax.noisy_sgd(1e-2, key=3)),
+      r"must draw no random numbers, got one that does \(random_",
+    ),
+    (
+      optax.masked(
+        optax.adam(1e-2), lambda p: jax.tree.map(lambda x: x.ndim > 1, p)
+      ),
+      "must be one array, got another structure",
+    ),
+    (coat_adamw(1e-2), "got coat_adamw.* fused_coat_adamw"),
+  ],
+)
+def test_what_does_not_step_leaf_by_leaf_is_refused(tx, said):
+  optimizer = leafwise(tx)
+  params = initial()
+  with pytest.raises(ValueError, match=f"leafwise: .*{said}"):
+    optimizer.begin(params, optimizer.init(params))
+
+
+def test_state_without_an_axis_of_layers_is_refused():
+  optimizer = leafwise(optax.chain(optax.zero_nans(), optax.sgd(1e-2)))
+  with pytest.raises(ValueError, match="got '0/found_nan/layers/w' without it"):
+    step(optimizer, initial())
+
+
+def test_schedules_and_counts_are_shared():
+  # Injected hyperparameters are state that every leaf shares.
+  tx = optax.inject_hyperparams(optax.adam)(optax.linear_schedule(1e-2, 0, 9))
+  params = initial()
+  got = step(leafwise(tx), params)
+  grads = jax.grad(loss_fn)(params)
+  updates, state = tx.update(grads, tx.init(params), params)
+  want = optax.apply_updates(params, updates), state
+  got = got.params, got.state
+  for x, y in zip(*map(jax.tree.leaves, (got, want)), strict=True):
+    np.testing.assert_allclose(x, y, rtol=1e-5)
