@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import pytest
 
-from coat_jax import coat_adamw, leafwise, step_in_backward
+from coat_jax import Clipping, coat_adamw, leafwise, step_in_backward
 
 LAYERS, WIDTH = 3, 4
 
@@ -99,3 +99,46 @@ def test_schedules_and_counts_are_shared():
   got = got.params, got.state
   for x, y in zip(*map(jax.tree.leaves, (got, want)), strict=True):
     np.testing.assert_allclose(x, y, rtol=1e-5)
+
+
+def test_gradients_are_clipped_before_the_optimizer_sees_them():
+  # The first step lets each leaf, and each layer of a stack, have max_norm.
+  clip, rate = Clipping("share", 0.5), 0.1
+  params = initial()
+  got = step(
+    leafwise(optax.sgd(rate)), params, clip=clip, clip_state=clip.init(params)
+  ).params
+  grads = jax.device_get(jax.grad(loss_fn)(params))
+  norms = [
+    np.linalg.norm(grads["embedding"]),
+    *np.linalg.norm(grads["layers"]["w"], axis=1),
+  ]
+  scales = 0.5 / np.maximum(norms, 0.5)
+  assert scales.min() < 0.9  # Something is clipped.
+  want = {
+    "embedding": params["embedding"] - rate * scales[0] * grads["embedding"],
+    "layers": {
+      "w": params["layers"]["w"]
+      - rate * scales[1:, None] * grads["layers"]["w"]
+    },
+  }
+  for x, y in zip(*map(jax.tree.leaves, (got, want)), strict=True):
+    np.testing.assert_allclose(x, y, rtol=1e-5)
+
+
+def test_one_layer_whose_gradient_is_not_finite_is_enough():
+  @jax.custom_vjp
+  def spoil(x, factor):
+    return x
+
+  spoil.defvjp(lambda x, factor: (x, factor), lambda f, g: (g * f, None))
+
+  def spoiled(params, x, factor):
+    return layer({"w": spoil(params["w"], factor)}, x)
+
+  factors = jnp.ones(LAYERS).at[1].set(jnp.nan)
+  done = step(
+    leafwise(optax.sgd(0.1)), initial(), layer=spoiled, per_layer=factors
+  )
+  # In the order of the tree: the embedding, then the stack.
+  assert done.is_finite.tolist() == [True, False]
