@@ -92,7 +92,7 @@ def default_field_rule(path: str) -> Kind | None:
 
 
 @functools.cache
-def _known_states() -> dict[type, dict[str, Kind | None]]:
+def _known_states() -> Mapping[type, Mapping[str, Kind | None]]:
   """States of optax whose fields the default rule gets wrong by their names.
 
   None stands for fields that must agree: the update of `scale_by_stddev` takes
@@ -102,11 +102,11 @@ def _known_states() -> dict[type, dict[str, Kind | None]]:
     type(jax.eval_shape(optax.scale_by_stddev(bias_correction=x).init, ()))
     for x in (False, True)
   )
-  agreeing: dict[str, Kind | None] = {"mu": None, "nu": None}
-  return dict.fromkeys(stddev, agreeing) | {
+  known: dict[type, Mapping[str, Kind | None]] = {
     optax.ScaleBySM3State: {"nu": "mu"},  # Averages of updates.
     optax.contrib.SophiaState: {"nu": "mu"},  # Estimates of a Hessian.
   }
+  return known | dict.fromkeys(stddev, {"mu": None, "nu": None})
 
 
 def _known_kinds(state: Any) -> dict[str, Kind | None]:
