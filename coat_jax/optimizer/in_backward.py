@@ -23,7 +23,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from coat_jax.optimizer.clipping import Clipping, ClipState, is_stacked
+from coat_jax.optimizer.clipping import (
+  Clipping,
+  ClipState,
+  global_norm,
+  is_stacked,
+)
 from coat_jax.optimizer.leafwise import check_not_encoded
 from coat_jax.optimizer.leaves import LeafSteps
 
@@ -192,7 +197,7 @@ def step_in_backward(
 
   for i, new, all_seen in zip(split.stacked, stacked, found, strict=True):
     done[i] = new
-    seen[i] = _Seen(jnp.sum(all_seen.square), jnp.all(all_seen.is_finite))
+    seen[i] = _Seen(global_norm(all_seen.norm), jnp.all(all_seen.is_finite))
 
   # What precedes the stack, and the loss may use too.
   (before_grads,) = before_vjp(dx)
@@ -204,17 +209,17 @@ def step_in_backward(
   new_params, new_state = steps.end(
     [each.weight for each in in_order], [each.stored for each in in_order]
   )
-  square = jnp.sum(jnp.stack([seen[i].square for i in range(len(seen))]))
+  norm = global_norm([seen[i].norm for i in range(len(seen))])
   if clip is not None and isinstance(clip_state, ClipState):
     clip_state = clip.next_state(
-      clip_state, [each.own for each in in_order], square
+      clip_state, [each.own for each in in_order], norm
     )
   return BackwardStep(
     new_params,
     new_state,
     clip_state,
     loss,
-    jnp.sqrt(square),
+    norm,
     jnp.stack([seen[i].is_finite for i in range(len(seen))]),
   )
 
@@ -244,9 +249,9 @@ class _Slice(NamedTuple):
 
 
 class _Seen(NamedTuple):
-  """What is known of a slice's gradient: its squares' sum, whether finite."""
+  """What is known of a slice's gradient: its norm, whether it is finite."""
 
-  square: Array
+  norm: Array
   is_finite: Array
 
 
@@ -260,13 +265,13 @@ class _Slices(NamedTuple):
   def step(
     self, i: int, old: _Slice, g: Array, layer: Array | None = None
   ) -> tuple[_Slice, _Seen]:
-    square = jnp.sum(jnp.square(g.astype(jnp.float32)))
-    seen = _Seen(square, jnp.all(jnp.isfinite(g)))
+    norm = global_norm(g)
+    seen = _Seen(norm, jnp.all(jnp.isfinite(g)))
     scale, own = None, old.own
     if self.clip is not None:
       assert own is not None  # Kept wherever gradients are clipped.
       mine = own if layer is None else own[layer]
-      scale, mine = self.clip.scale(self.clip_state, mine, square)
+      scale, mine = self.clip.scale(self.clip_state, mine, norm)
       own = mine if layer is None else own.at[layer].set(mine)
     weight, stored = self.steps.step(
       i, old.weight, g, old.stored, layer=layer, grad_scale=scale

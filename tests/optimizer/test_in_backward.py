@@ -76,7 +76,7 @@ def loss_fn(params, tokens, targets):
 class Halved(Clipping):
   """A rule that halves all gradients."""
 
-  def scale(self, state, own, square):
+  def scale(self, state, own, norm):
     return jnp.float32(0.5), own
 
 

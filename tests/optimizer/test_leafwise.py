@@ -28,14 +28,14 @@ def after(outer, x):
   return jnp.sum((x - 2) ** 2)
 
 
-def loss_fn(params):
+def loss_fn(params, after=after):
   x = params["embedding"]
   for i in range(LAYERS):
     x = layer({"w": params["layers"]["w"][i]}, x)
   return after(None, x)
 
 
-def step(optimizer, params, layer=layer, **options):
+def step(optimizer, params, layer=layer, after=after, **options):
   @jax.jit
   def step(params, state):
     return step_in_backward(
@@ -101,14 +101,24 @@ def test_schedules_and_counts_are_shared():
     np.testing.assert_allclose(x, y, rtol=1e-5)
 
 
-def test_gradients_are_clipped_before_the_optimizer_sees_them():
+@pytest.mark.parametrize("factor", [1, 1e25])
+def test_gradients_are_clipped_before_the_optimizer_sees_them(factor):
   # The first step lets each leaf, and each layer of a stack, have max_norm.
   clip, rate = Clipping("share", 0.5), 0.1
   params = initial()
-  got = step(
-    leafwise(optax.sgd(rate)), params, clip=clip, clip_state=clip.init(params)
-  ).params
-  grads = jax.device_get(jax.grad(loss_fn)(params))
+
+  def scaled(outer, x):
+    return factor * after(outer, x)
+
+  done = step(
+    leafwise(optax.sgd(rate)),
+    params,
+    after=scaled,
+    clip=clip,
+    clip_state=clip.init(params),
+  )
+  grads = jax.device_get(jax.grad(loss_fn)(params, scaled))
+  grads = jax.tree.map(lambda g: g.astype("float64"), grads)
   norms = [
     np.linalg.norm(grads["embedding"]),
     *np.linalg.norm(grads["layers"]["w"], axis=1),
@@ -122,8 +132,10 @@ def test_gradients_are_clipped_before_the_optimizer_sees_them():
       - rate * scales[1:, None] * grads["layers"]["w"]
     },
   }
-  for x, y in zip(*map(jax.tree.leaves, (got, want)), strict=True):
+  for x, y in zip(*map(jax.tree.leaves, (done.params, want)), strict=True):
     np.testing.assert_allclose(x, y, rtol=1e-5)
+  np.testing.assert_allclose(done.grad_norm, np.linalg.norm(norms), rtol=1e-5)
+  assert all(np.isfinite(x).all() for x in jax.tree.leaves(done.clip_state))
 
 
 def test_one_layer_whose_gradient_is_not_finite_is_enough():
