@@ -26,7 +26,12 @@ from jax import Array, lax
 from coat_jax.optimizer.clipping import Clipping, ClipState, global_norm
 from coat_jax.optimizer.leafwise import check_not_encoded
 from coat_jax.optimizer.leaves import LeafSteps
-from coat_jax.optimizer.stacked_layers import LayerPasses, StackSplit, uses
+from coat_jax.optimizer.stacked_layers import (
+  LayerPasses,
+  StackSplit,
+  arguments_read,
+  trace,
+)
 
 
 @runtime_checkable
@@ -90,7 +95,8 @@ def step_in_backward(
       an array or a tree of them, such as the residual stream and a sum over
       layers; with `per_layer`, `layer(layer_params, x, per_layer_slice)`. In
       `jax.checkpoint` it saves less. It should close over no array that depends
-      on x's shape: such a one is saved once a layer.
+      on x's shape: such a one is saved once a layer. What it computes from
+      parameters that it closes over gets no gradient.
     after: `after(outer, x)`, what follows the stack: the loss, f32 []. It may
       use what `before` uses, such as an embedding.
     stack: where the subtree is in `params`: its path, as `model/layers`.
@@ -107,7 +113,8 @@ def step_in_backward(
     ValueError: it is `coat_adamw`, `coat_lion` or `encoded`, whose step is not
       leaf by leaf; no leaf is below `stack`, or some differ in their first
       axis; `clip` without its state; a layer that does not return what it
-      takes, or a loss that is no scalar.
+      takes, or a loss that is no scalar; a function that closes over a leaf of
+      `params`.
 
   Examples:
     >>> optimizer = fused_coat_adamw(3e-4)
@@ -132,9 +139,11 @@ def step_in_backward(
   outer = split.outer(params)
 
   # Forward.
+  is_read = arguments_read(trace("before", before, params, outer))
   x, before_vjp = jax.vjp(before, outer)
-  run = LayerPasses(layer)
+  run = LayerPasses(layer, params)
   x, residuals = lax.scan(run.forward, x, (split.layers(params), per_layer))
+  trace("after", after, params, outer, x)
   loss, after_vjp = jax.vjp(after, outer, x)
   if loss.shape:
     raise ValueError(
@@ -156,7 +165,7 @@ def step_in_backward(
     whole = _Slice(steps.weights[i], steps.stored[i], own[i])
     done[i], seen[i] = slices.step(i, whole, g)
 
-  is_used = dict(zip(split.others, uses(before, outer), strict=True))
+  is_used = dict(zip(split.others, is_read, strict=True))
   for i in split.others:
     if not is_used[i]:
       step_leaf(i, after_grads[i])

@@ -5,8 +5,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+from jax.extend.core import ClosedJaxpr
 
 from coat_jax.optimizer.clipping import is_stacked
+from coat_jax.optimizer.masks import leaf_paths
 
 
 class LayerPasses:
@@ -17,8 +19,8 @@ class LayerPasses:
   backward; they are in memory anyway.
   """
 
-  def __init__(self, layer: Callable[..., Any]):
-    self._layer = layer
+  def __init__(self, layer: Callable[..., Any], params: Any):
+    self._layer, self._params = layer, params
     self._structure: Any = None
     self._places: list[int | None] = []
 
@@ -26,6 +28,7 @@ class LayerPasses:
     """x of the next layer, and what is saved."""
     layer_params, per_layer = inputs
     extra = () if per_layer is None else (per_layer,)
+    trace("layer", self._layer, self._params, layer_params, x, *extra)
     y, vjp = jax.vjp(
       lambda params, x: self._layer(params, x, *extra), layer_params, x
     )
@@ -100,9 +103,43 @@ class StackSplit:
     return node
 
 
-def uses(before: Callable[[Any], Any], outer: Any) -> list[bool]:
-  """Whether `before` reads each leaf of `outer`."""
-  jaxpr = jax.make_jaxpr(before)(outer).jaxpr
+_SHARED = (
+  "let before return what all layers share together with x, and let layers "
+  "hand it on"
+)
+_OUTER = "read it from outer; only layer reads the stack's parameters"
+
+
+def trace(name: str, f: Callable[..., Any], params: Any, *args: Any) -> Any:
+  """Traces one of the user's functions to a jaxpr.
+
+  Raises:
+    ValueError: it closes over a leaf of `params`, which would get no gradient.
+  """
+  closed = jax.make_jaxpr(f)(*args)
+  constants = {id(x) for x in _constants(closed)}
+  for path, leaf in leaf_paths(params):
+    if id(leaf) in constants:
+      raise ValueError(
+        f"step_in_backward: {name} must read parameters from its arguments, "
+        f"got one that closes over {path!r}, which would get no gradient; "
+        f"{_SHARED if name == 'layer' else _OUTER}"
+      )
+  return closed.jaxpr
+
+
+def _constants(closed: Any) -> list[Any]:
+  """Everything that a traced function closes over."""
+  found = list(closed.consts)
+  for equation in closed.eqns:
+    for value in jax.tree.leaves(tuple(equation.params.values())):
+      if isinstance(value, ClosedJaxpr):
+        found += _constants(value)
+  return found
+
+
+def arguments_read(jaxpr: Any) -> list[bool]:
+  """Whether a traced function reads each leaf of its arguments."""
   read = {id(v) for equation in jaxpr.eqns for v in equation.invars}
   read |= {id(v) for v in jaxpr.outvars}
   return [id(v) in read for v in jaxpr.invars]

@@ -8,31 +8,7 @@ import optax
 import pytest
 
 from coat_jax import Clipping, coat_adamw, leafwise, step_in_backward
-
-LAYERS, WIDTH = 3, 4
-
-
-def initial():
-  keys = jax.random.split(jax.random.key(0), 2)
-  return {
-    "embedding": jax.random.normal(keys[0], (WIDTH,)),
-    "layers": {"w": jax.random.normal(keys[1], (LAYERS, WIDTH))},
-  }
-
-
-def layer(params, x):
-  return x + jnp.tanh(x * params["w"])
-
-
-def after(outer, x):
-  return jnp.sum((x - 2) ** 2)
-
-
-def loss_fn(params, after=after):
-  x = params["embedding"]
-  for i in range(LAYERS):
-    x = layer({"w": params["layers"]["w"][i]}, x)
-  return after(None, x)
+from tests.optimizer.small_stack import LAYERS, after, initial, layer, loss_fn
 
 
 def step(optimizer, params, layer=layer, after=after, **options):
