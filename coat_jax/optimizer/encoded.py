@@ -61,9 +61,9 @@ def encoded(
       never negative, its `mu` for all others.
     fields: which fields are encoded, and how. None for `default_field_rule`:
       all whose structure and shapes are the parameters', except copies of
-      parameters, and `mu` and `nu` of `optax.scale_by_stddev`
-      (`rmsprop(centered=True)`), which must agree and stay in f32. Or their
-      names, such as `("mu",)`; or names and kinds, such as
+      parameters, and fields that must stay in f32: those of COCOB, MADGRAD and
+      `optax.scale_by_stddev` (`rmsprop(centered=True)`). Or their names,
+      such as `("mu",)`; or names and kinds, such as
       `{"m": "mu", "n": "nu"}`; or a rule, `path -> "mu", "nu" or None`. A name
       is the last part of a path, or all of it ("0/mu").
     quantize_mask: `(path, leaf) -> bool`, which leaves the codec encodes (the
@@ -81,7 +81,7 @@ def encoded(
       `quantize_mask` chooses a complex one; or, by `update`, the state is
       another optimizer's.
     ValueError: (by `init`) a field that is named is not there, or is not like
-      the parameters, or must agree with another; there is none to encode, or
+      the parameters, or must stay in f32; there is none to encode, or
       one is not in f32; (by `update`) the state is not this codec's or these
       leaves'.
 

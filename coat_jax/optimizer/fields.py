@@ -95,47 +95,62 @@ def default_field_rule(path: str) -> Kind | None:
 def _known_states() -> Mapping[type, Mapping[str, Kind | None]]:
   """States of optax whose fields the default rule gets wrong by their names.
 
-  None stands for fields that must agree: the update of `scale_by_stddev` takes
-  the root of nu - mu^2, which is negative if both are rounded apart.
+  None stands for fields whose rounding errors grow in an update. That of
+  `scale_by_stddev` takes the root of nu - mu^2, which is negative if both are
+  rounded apart; COCOB and MADGRAD compute the parameters from their sums.
   """
-  stddev = (
-    type(jax.eval_shape(optax.scale_by_stddev(bias_correction=x).init, ()))
-    for x in (False, True)
-  )
   known: dict[type, Mapping[str, Kind | None]] = {
     optax.ScaleBySM3State: {"nu": "mu"},  # Averages of updates.
     optax.contrib.SophiaState: {"nu": "mu"},  # Estimates of a Hessian.
+    optax.contrib.COCOBState: dict.fromkeys(
+      ("cumulative_gradients", "scale", "subgradients", "reward")
+    ),
+    optax.contrib.MadgradState: dict.fromkeys(("grad_sum_sq", "s")),
   }
-  return known | dict.fromkeys(stddev, {"mu": None, "nu": None})
+  for bias_correction in (False, True):
+    tx = optax.scale_by_stddev(bias_correction=bias_correction)
+    state = jax.eval_shape(tx.init, ())
+    known[type(state)] = dict.fromkeys(("mu", "nu"))
+  return known
 
 
-def _known_kinds(state: Any) -> dict[str, Kind | None]:
-  """The kinds of those fields of a state that `_known_states` lists."""
+class _Known(NamedTuple):
+  """What `_known_states` lists of a field."""
+
+  state: str
+  kind: Kind | None
+
+
+def _known_fields(state: Any) -> dict[str, _Known]:
+  """The fields of a state that `_known_states` lists, by their paths."""
   known = _known_states()
   flat = jax.tree_util.tree_flatten_with_path(
     state, is_leaf=lambda node: type(node) in known
   )[0]
   return {
-    path_of((*keys, jax.tree_util.GetAttrKey(name))): kind
+    path_of((*keys, jax.tree_util.GetAttrKey(name))): _Known(
+      type(node).__name__, kind
+    )
     for keys, node in flat
     for name, kind in known.get(type(node), {}).items()
   }
 
 
 def _kind_at(
-  op: str, path: str, rule: FieldRule, known: Mapping[str, Kind | None]
+  op: str, path: str, rule: FieldRule, known: Mapping[str, _Known]
 ) -> Kind | None:
   """The kind of a field by a rule and by what is known of its state."""
   kind = rule(path)
   if kind is None or path not in known:
     return kind
-  if known[path] is None and rule is not default_field_rule:
+  state, kind = known[path]
+  if kind is None and rule is not default_field_rule:
     raise ValueError(
-      f"{op}: mu and nu of optax.scale_by_stddev (rmsprop(centered=True)) must "
-      "stay in f32, because its update takes the root of nu - mu^2, got fields "
-      f"that encode {path!r}; leave them out of fields"
+      f"{op}: fields of {state} must stay in f32, because its update makes "
+      f"their rounding errors larger, got fields that encode {path!r}; leave "
+      "it out of fields"
     )
-  return known[path]
+  return kind
 
 
 def is_field(node: Any) -> bool:
@@ -190,7 +205,7 @@ def mark_placeholders(op: str, state: Any, kind: type, rule: FieldRule) -> Any:
     rule: which fields are encoded.
   """
   leaf = jnp.zeros([], jnp.int32)
-  known = _known_kinds(state)
+  known = _known_fields(state)
 
   def mark(keys, node):
     if not isinstance(node, kind):
@@ -232,7 +247,7 @@ def find_fields(op: str, state: Any, params: Any, rule: FieldRule) -> Found:
 
   Raises:
     ValueError: a field is neither f32 nor complex64; or a rule of the user's
-      encodes fields that must agree.
+      encodes one that must stay in f32.
   """
   leaves = jax.tree_util.tree_flatten_with_path(params)[0]
   shapes = {keys: jnp.shape(x) for keys, x in leaves}
@@ -241,7 +256,7 @@ def find_fields(op: str, state: Any, params: Any, rule: FieldRule) -> Found:
     return isinstance(node, optax.FactoredState) or _is_like(node, shapes)
 
   flat, treedef = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_whole)
-  known = _known_kinds(state)
+  known = _known_fields(state)
   nodes, kinds = [], []
   for keys, node in flat:
     path = path_of(keys)

@@ -45,11 +45,19 @@ def test_moments_whose_difference_is_used_stay_in_f32():
   assert state.inner[2].trace.mu_codes["w"].dtype == jnp.float8_e4m3fn
 
 
-@pytest.mark.parametrize("bias_correction", [False, True])
-def test_rules_that_encode_such_moments_are_refused(bias_correction):
-  inner = optax.scale_by_stddev(bias_correction=bias_correction)
-  for fields in (("nu",), {"mu": "mu"}, lambda path: default_field_rule(path)):
-    with pytest.raises(ValueError, match="encoded: mu and nu of .*leave them"):
+@pytest.mark.parametrize(
+  ("inner", "name"),
+  [
+    (optax.scale_by_stddev(), "nu"),
+    (optax.scale_by_stddev(bias_correction=True), "mu"),
+    (optax.contrib.cocob(), "scale"),
+    (optax.contrib.madgrad(1e-2), "s"),
+  ],
+  ids=["stddev", "stddev_of_counts", "cocob", "madgrad"],
+)
+def test_rules_that_encode_such_fields_are_refused(inner, name):
+  for fields in ((name,), {name: "mu"}, lambda path: default_field_rule(path)):
+    with pytest.raises(ValueError, match="encoded: fields of .*f32.*leave it"):
       wrap(inner, fields=fields).init(PARAMS)
   with pytest.raises(ValueError, match="without one to encode; use it as it"):
     wrap(inner).init(PARAMS)
