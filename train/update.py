@@ -19,7 +19,7 @@ from coat_jax.models import specs
 from coat_jax.models.batch import Batch
 from coat_jax.models.loss import loss_of_hidden
 from coat_jax.models.vision_language import VisionLanguageModel
-from coat_jax.optimizer.clipping import clip_gradients
+from coat_jax.optimizer.clipping import clip_gradients, global_norm
 from train import weights
 from train.config import TrainConfig
 from train.objective import AnyBatch, objective_of, trained
@@ -59,7 +59,7 @@ def update(
     )
   else:
     # By the global norm, in the optimizer's pass over the gradients.
-    norm = optax.tree.norm(weights.in_f32(grads))
+    norm = global_norm(grads)
     largest = config.optim.grad_clip
     scale = jnp.where(norm < largest, 1.0, largest / norm)
   params, optimizer_state = optimizer.apply(

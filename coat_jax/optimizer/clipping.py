@@ -21,6 +21,11 @@ from coat_jax.optimizer.masks import leaf_paths
 
 Rule = Literal["share", "adaptive"]
 
+_LARGEST = float(jnp.finfo("float32").max)
+# Values beyond the first are divided by the second before they are squared. The
+# sum of 2^48 smaller squares fits into f32.
+_LARGE, _RATIO = 2.0**40, 2.0**80
+
 
 class ClipState(NamedTuple):
   """What clipping keeps from step to step.
@@ -50,7 +55,8 @@ class Clipping:
              clipped norms (AdaGC); as "share" in the first `warmup` steps
 
   A slice that had no gradient, and all of them in the first step, may have
-  max_norm.
+  max_norm. A norm above 3.4e38, f32's largest value, counts as this value, and
+  its slice is scaled by 0: finite gradients of any size keep everything finite.
 
   Attributes:
     rule: "share" or "adaptive".
@@ -109,26 +115,27 @@ class Clipping:
     return ClipState(jnp.int32(0), jnp.float32(0), own)
 
   def scale(
-    self, state: ClipState, own: Array, square: Array
+    self, state: ClipState, own: Array, norm: Array
   ) -> tuple[Array, Array]:
     """What a slice's gradient is multiplied with.
 
     Args:
       state: before this step.
       own: f32, what the state has of the slice.
-      square: f32, the sum of the gradient's squares, over all devices; or
-        those of several slices, of own's shape.
+      norm: f32, the gradient's `global_norm`, over all devices; or those of
+        several slices, of own's shape.
 
     Returns:
       The scale, and what the next state has of the slice.
     """
-    norm = jnp.sqrt(square)
-    limit, is_warm = self.max_norm * own / state.norm, False
+    # In this order: max_norm * own may overflow.
+    limit, is_warm = self.max_norm * (own / state.norm), False
     if self.rule == "adaptive":
       is_warm = state.steps >= self.warmup
       limit = jnp.where(is_warm, self.relative * own, limit)
     limit = jnp.where(own > 0, limit, self.max_norm)
     scale = jnp.where(norm <= limit, 1.0, limit / norm)
+    scale = jnp.where(norm == _LARGEST, 0.0, scale)
     if self.rule == "share":
       return scale, norm
     clipped = scale * norm
@@ -137,17 +144,37 @@ class Clipping:
     return scale, jnp.where(is_warm, mean, first)
 
   def next_state(
-    self, state: ClipState, own: Sequence[Any], square: Array
+    self, state: ClipState, own: Sequence[Any], norm: Array
   ) -> ClipState:
     """The state after a step.
 
     Args:
       state: before it.
       own: what `scale` gave for each leaf.
-      square: f32, the sum of the squares of all gradients.
+      norm: f32, the `global_norm` of all gradients.
     """
     tree = jax.tree.structure(state.own).unflatten(own)
-    return ClipState(state.steps + 1, jnp.sqrt(square), tree)
+    return ClipState(state.steps + 1, norm, tree)
+
+
+def global_norm(tree: Any) -> Array:
+  """The Euclidean norm of all leaves of a tree, in f32.
+
+  Finite leaves have a finite norm: one beyond f32's largest value is this
+  value. Squares overflow from 1.8e19, so large leaves are made smaller first.
+  """
+  leaves = [jnp.asarray(x, jnp.float32) for x in jax.tree.leaves(tree)]
+  amax = jnp.float32(0)
+  for x in leaves:
+    amax = jnp.maximum(amax, jnp.max(jnp.abs(x), initial=0))
+  is_large = (amax > _LARGE) & jnp.isfinite(amax)
+  # Not a constant: XLA would multiply (x c)(x c) as x x c^2.
+  smaller = jnp.where(is_large, 1 / _RATIO, 1)
+  square = jnp.float32(0)
+  for x in leaves:
+    square = square + jnp.sum(jnp.square(x * smaller))
+  norm = jnp.sqrt(square)
+  return jnp.where(is_large, jnp.minimum(norm * _RATIO, _LARGEST), norm)
 
 
 def is_stacked(params: Any, stack: str | Sequence[str]) -> list[bool]:
@@ -178,15 +205,14 @@ def clip_gradients(
   """
   leaves, treedef = jax.tree.flatten(grads)
   owns = jax.tree.leaves(state.own)
-  clipped, new, total = [], [], jnp.float32(0)
+  clipped, new, norms = [], [], []
   stacks = is_stacked(grads, stack)
   for g, own, stacked in zip(leaves, owns, stacks, strict=True):
-    g = g.astype(jnp.float32)
-    axes = tuple(range(1 if stacked else 0, g.ndim))
-    square = jnp.sum(jnp.square(g), axis=axes)
-    scale, own = clip.scale(state, own, square)
-    clipped.append(g * jnp.expand_dims(scale, axes))
+    g = jnp.asarray(g, jnp.float32)
+    norm = jax.vmap(global_norm)(g) if stacked else global_norm(g)
+    scale, own = clip.scale(state, own, norm)
+    clipped.append(g * jnp.expand_dims(scale, range(scale.ndim, g.ndim)))
     new.append(own)
-    total = total + jnp.sum(square)
-  state = clip.next_state(state, new, total)
+    norms.append(norm)
+  state = clip.next_state(state, new, global_norm(norms))
   return treedef.unflatten(clipped), state, state.norm

@@ -60,8 +60,10 @@ def encoded(
     codec: how fields are stored, from `codecs`: its `nu` for fields that are
       never negative, its `mu` for all others.
     fields: which fields are encoded, and how. None for `default_field_rule`:
-      all whose structure and shapes are the parameters', but for copies of
-      parameters. Or their names, such as `("mu",)`; or names and kinds, such as
+      all whose structure and shapes are the parameters', except copies of
+      parameters, and fields that must stay in f32: those of COCOB, MADGRAD and
+      `optax.scale_by_stddev` (`rmsprop(centered=True)`). Or their names,
+      such as `("mu",)`; or names and kinds, such as
       `{"m": "mu", "n": "nu"}`; or a rule, `path -> "mu", "nu" or None`. A name
       is the last part of a path, or all of it ("0/mu").
     quantize_mask: `(path, leaf) -> bool`, which leaves the codec encodes (the
@@ -79,8 +81,9 @@ def encoded(
       `quantize_mask` chooses a complex one; or, by `update`, the state is
       another optimizer's.
     ValueError: (by `init`) a field that is named is not there, or is not like
-      the parameters; there is none to encode, or one is not in f32; (by
-      `update`) the state is not this codec's or these leaves'.
+      the parameters, or must stay in f32; there is none to encode, or
+      one is not in f32; (by `update`) the state is not this codec's or these
+      leaves'.
 
   Examples:
     >>> import jax, optax
@@ -102,7 +105,7 @@ def encoded(
   def init_fn(params):
     if isinstance(params, placeholder_type()):
       state = inner.init(params)
-      state = mark_placeholders(state, placeholder_type(), rule)
+      state = mark_placeholders(op, state, placeholder_type(), rule)
       return EncodedState(jnp.zeros([], jnp.int32), state)
     chosen = moments.choose_groups(op, params, codec.groups, quantize_mask)
     params = _in_f32(params)

@@ -8,6 +8,7 @@ says itself which of its fields are encoded, and by which of the codec's two
 group codecs.
 """
 
+import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -90,6 +91,68 @@ def default_field_rule(path: str) -> Kind | None:
   return "nu" if name in _NONNEGATIVE else "mu"
 
 
+@functools.cache
+def _known_states() -> Mapping[type, Mapping[str, Kind | None]]:
+  """States of optax whose fields the default rule gets wrong by their names.
+
+  None stands for fields whose rounding errors grow in an update. That of
+  `scale_by_stddev` takes the root of nu - mu^2, which is negative if both are
+  rounded apart; COCOB and MADGRAD compute the parameters from their sums.
+  """
+  known: dict[type, Mapping[str, Kind | None]] = {
+    optax.ScaleBySM3State: {"nu": "mu"},  # Averages of updates.
+    optax.contrib.SophiaState: {"nu": "mu"},  # Estimates of a Hessian.
+    optax.contrib.COCOBState: dict.fromkeys(
+      ("cumulative_gradients", "scale", "subgradients", "reward")
+    ),
+    optax.contrib.MadgradState: dict.fromkeys(("grad_sum_sq", "s")),
+  }
+  for bias_correction in (False, True):
+    tx = optax.scale_by_stddev(bias_correction=bias_correction)
+    state = jax.eval_shape(tx.init, ())
+    known[type(state)] = dict.fromkeys(("mu", "nu"))
+  return known
+
+
+class _Known(NamedTuple):
+  """What `_known_states` lists of a field."""
+
+  state: str
+  kind: Kind | None
+
+
+def _known_fields(state: Any) -> dict[str, _Known]:
+  """The fields of a state that `_known_states` lists, by their paths."""
+  known = _known_states()
+  flat = jax.tree_util.tree_flatten_with_path(
+    state, is_leaf=lambda node: type(node) in known
+  )[0]
+  return {
+    path_of((*keys, jax.tree_util.GetAttrKey(name))): _Known(
+      type(node).__name__, kind
+    )
+    for keys, node in flat
+    for name, kind in known.get(type(node), {}).items()
+  }
+
+
+def _kind_at(
+  op: str, path: str, rule: FieldRule, known: Mapping[str, _Known]
+) -> Kind | None:
+  """The kind of a field by a rule and by what is known of its state."""
+  kind = rule(path)
+  if kind is None or path not in known:
+    return kind
+  state, kind = known[path]
+  if kind is None and rule is not default_field_rule:
+    raise ValueError(
+      f"{op}: fields of {state} must stay in f32, because its update makes "
+      f"their rounding errors larger, got fields that encode {path!r}; leave "
+      "it out of fields"
+    )
+  return kind
+
+
 def is_field(node: Any) -> bool:
   """Whether a node of a state is an encoded field."""
   return isinstance(node, EncodedMu | EncodedNu)
@@ -130,20 +193,24 @@ def _is_named(path: str, name: str) -> bool:
   return f"/{path}".endswith(f"/{name}")
 
 
-def mark_placeholders(state: Any, kind: type, rule: FieldRule) -> Any:
+def mark_placeholders(op: str, state: Any, kind: type, rule: FieldRule) -> Any:
   """What `optax.tree.map_params` reads: which trees are like the parameters.
 
   Codes are. Statistics have other shapes: a tree of them is one leaf here.
 
   Args:
+    op: the public function that asks, for error messages.
     state: what `init` makes of optax's placeholder for parameters.
     kind: the placeholder's type.
     rule: which fields are encoded.
   """
   leaf = jnp.zeros([], jnp.int32)
+  known = _known_fields(state)
 
   def mark(keys, node):
-    chosen = rule(path_of(keys)) if isinstance(node, kind) else None
+    if not isinstance(node, kind):
+      return node
+    chosen = _kind_at(op, path_of(keys), rule, known)
     return FIELDS[chosen](node, leaf, leaf) if chosen else node
 
   return jax.tree.map_with_path(
@@ -179,7 +246,8 @@ def find_fields(op: str, state: Any, params: Any, rule: FieldRule) -> Found:
     rule: which fields are encoded, and how.
 
   Raises:
-    ValueError: a field is neither f32 nor complex64.
+    ValueError: a field is neither f32 nor complex64; or a rule of the user's
+      encodes one that must stay in f32.
   """
   leaves = jax.tree_util.tree_flatten_with_path(params)[0]
   shapes = {keys: jnp.shape(x) for keys, x in leaves}
@@ -188,10 +256,12 @@ def find_fields(op: str, state: Any, params: Any, rule: FieldRule) -> Found:
     return isinstance(node, optax.FactoredState) or _is_like(node, shapes)
 
   flat, treedef = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_whole)
+  known = _known_fields(state)
   nodes, kinds = [], []
   for keys, node in flat:
     path = path_of(keys)
-    kinds.append(rule(path) if _is_like(node, shapes) else None)
+    is_like = _is_like(node, shapes)
+    kinds.append(_kind_at(op, path, rule, known) if is_like else None)
     nodes.append(node)
     if kinds[-1] is None:
       continue

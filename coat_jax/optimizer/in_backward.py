@@ -16,16 +16,22 @@ of one layer exist at a time:
 The carry is updated in place where the caller donates parameters and state.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from coat_jax.optimizer.clipping import Clipping, ClipState, is_stacked
+from coat_jax.optimizer.clipping import Clipping, ClipState, global_norm
 from coat_jax.optimizer.leafwise import check_not_encoded
 from coat_jax.optimizer.leaves import LeafSteps
+from coat_jax.optimizer.stacked_layers import (
+  LayerPasses,
+  StackSplit,
+  arguments_read,
+  trace,
+)
 
 
 @runtime_checkable
@@ -89,7 +95,8 @@ def step_in_backward(
       an array or a tree of them, such as the residual stream and a sum over
       layers; with `per_layer`, `layer(layer_params, x, per_layer_slice)`. In
       `jax.checkpoint` it saves less. It should close over no array that depends
-      on x's shape: such a one is saved once a layer.
+      on x's shape: such a one is saved once a layer. What it computes from
+      parameters that it closes over gets no gradient.
     after: `after(outer, x)`, what follows the stack: the loss, f32 []. It may
       use what `before` uses, such as an embedding.
     stack: where the subtree is in `params`: its path, as `model/layers`.
@@ -106,7 +113,8 @@ def step_in_backward(
     ValueError: it is `coat_adamw`, `coat_lion` or `encoded`, whose step is not
       leaf by leaf; no leaf is below `stack`, or some differ in their first
       axis; `clip` without its state; a layer that does not return what it
-      takes, or a loss that is no scalar.
+      takes, or a loss that is no scalar; a function that closes over a leaf of
+      `params`.
 
   Examples:
     >>> optimizer = fused_coat_adamw(3e-4)
@@ -127,13 +135,15 @@ def step_in_backward(
       "them; pass clip_state=clip.init(params), then that of the last step"
     )
   steps = optimizer.begin(params, state)
-  split = _Split(params, stack)
+  split = StackSplit(params, stack)
   outer = split.outer(params)
 
   # Forward.
+  is_read = arguments_read(trace("before", before, params, outer))
   x, before_vjp = jax.vjp(before, outer)
-  run = _Layers(layer)
+  run = LayerPasses(layer, params)
   x, residuals = lax.scan(run.forward, x, (split.layers(params), per_layer))
+  trace("after", after, params, outer, x)
   loss, after_vjp = jax.vjp(after, outer, x)
   if loss.shape:
     raise ValueError(
@@ -155,7 +165,7 @@ def step_in_backward(
     whole = _Slice(steps.weights[i], steps.stored[i], own[i])
     done[i], seen[i] = slices.step(i, whole, g)
 
-  is_used = dict(zip(split.others, _uses(before, outer), strict=True))
+  is_used = dict(zip(split.others, is_read, strict=True))
   for i in split.others:
     if not is_used[i]:
       step_leaf(i, after_grads[i])
@@ -192,7 +202,7 @@ def step_in_backward(
 
   for i, new, all_seen in zip(split.stacked, stacked, found, strict=True):
     done[i] = new
-    seen[i] = _Seen(jnp.sum(all_seen.square), jnp.all(all_seen.is_finite))
+    seen[i] = _Seen(global_norm(all_seen.norm), jnp.all(all_seen.is_finite))
 
   # What precedes the stack, and the loss may use too.
   (before_grads,) = before_vjp(dx)
@@ -204,17 +214,17 @@ def step_in_backward(
   new_params, new_state = steps.end(
     [each.weight for each in in_order], [each.stored for each in in_order]
   )
-  square = jnp.sum(jnp.stack([seen[i].square for i in range(len(seen))]))
+  norm = global_norm([seen[i].norm for i in range(len(seen))])
   if clip is not None and isinstance(clip_state, ClipState):
     clip_state = clip.next_state(
-      clip_state, [each.own for each in in_order], square
+      clip_state, [each.own for each in in_order], norm
     )
   return BackwardStep(
     new_params,
     new_state,
     clip_state,
     loss,
-    jnp.sqrt(square),
+    norm,
     jnp.stack([seen[i].is_finite for i in range(len(seen))]),
   )
 
@@ -244,9 +254,9 @@ class _Slice(NamedTuple):
 
 
 class _Seen(NamedTuple):
-  """What is known of a slice's gradient: its squares' sum, whether finite."""
+  """What is known of a slice's gradient: its norm, whether it is finite."""
 
-  square: Array
+  norm: Array
   is_finite: Array
 
 
@@ -260,13 +270,13 @@ class _Slices(NamedTuple):
   def step(
     self, i: int, old: _Slice, g: Array, layer: Array | None = None
   ) -> tuple[_Slice, _Seen]:
-    square = jnp.sum(jnp.square(g.astype(jnp.float32)))
-    seen = _Seen(square, jnp.all(jnp.isfinite(g)))
+    norm = global_norm(g)
+    seen = _Seen(norm, jnp.all(jnp.isfinite(g)))
     scale, own = None, old.own
     if self.clip is not None:
       assert own is not None  # Kept wherever gradients are clipped.
       mine = own if layer is None else own[layer]
-      scale, mine = self.clip.scale(self.clip_state, mine, square)
+      scale, mine = self.clip.scale(self.clip_state, mine, norm)
       own = mine if layer is None else own.at[layer].set(mine)
     weight, stored = self.steps.step(
       i, old.weight, g, old.stored, layer=layer, grad_scale=scale
@@ -274,106 +284,7 @@ class _Slices(NamedTuple):
     return _Slice(weight, stored, own), seen
 
 
-class _Layers:
-  """One layer's forward and backward, apart from each other.
-
-  `jax.vjp` gives a function that is a tree: its arrays are what the backward
-  reads. Those that are the layer's parameters are left out between forward and
-  backward; they are in memory anyway.
-  """
-
-  def __init__(self, layer: Callable[..., Any]):
-    self._layer = layer
-    self._structure: Any = None
-    self._places: list[int | None] = []
-
-  def forward(self, x, inputs):
-    """x of the next layer, and what is saved."""
-    layer_params, per_layer = inputs
-    extra = () if per_layer is None else (per_layer,)
-    y, vjp = jax.vjp(
-      lambda params, x: self._layer(params, x, *extra), layer_params, x
-    )
-    given, found = (jax.tree.map(jax.typeof, each) for each in (x, y))
-    if jax.tree.flatten(found) != jax.tree.flatten(given):
-      raise ValueError(
-        "step_in_backward: a layer must return what it takes, got "
-        f"{found} for {given}; cast the result"
-      )
-    leaves, self._structure = jax.tree.flatten(vjp)
-    known = jax.tree.leaves((layer_params, per_layer))
-    place = {id(leaf): n for n, leaf in enumerate(known)}
-    self._places = [place.get(id(leaf)) for leaf in leaves]
-    saved = zip(leaves, self._places, strict=True)
-    return y, [leaf for leaf, place in saved if place is None]
-
-  def backward(self, saved, layer_params, per_layer, dy):
-    """Gradients of the layer's parameters and of its input."""
-    known = jax.tree.leaves((layer_params, per_layer))
-    rest = iter(saved)
-    leaves = [next(rest) if n is None else known[n] for n in self._places]
-    return jax.tree.unflatten(self._structure, leaves)(dy)
-
-
-class _Split:
-  """Which leaves of a tree are stacked layers.
-
-  Attributes:
-    stacked, others: places of these leaves in the tree.
-    num_layers: of the stack.
-  """
-
-  def __init__(self, params: Any, stack: str):
-    found = is_stacked(params, stack)
-    leaves, self._treedef = jax.tree.flatten(params)
-    self.stacked = [i for i, below in enumerate(found) if below]
-    self.others = [i for i, below in enumerate(found) if not below]
-    self._words = stack.split("/")
-    sizes = {leaves[i].shape[:1] for i in self.stacked}
-    if len(sizes) != 1 or sizes == {()}:
-      raise ValueError(
-        "step_in_backward: parameters of the stack must have layers as their "
-        f"first axis, got {sorted(sizes) or 'no parameters'} below {stack!r}; "
-        "pass stack, the path of the stacked layers' subtree"
-      )
-    [[self.num_layers]] = sizes
-    only = dict.fromkeys(self.stacked, True)
-    subtree = self._subtree([only.get(i) for i in range(len(leaves))])
-    self._layers = jax.tree.structure(subtree)
-
-  def outer(self, params: Any) -> Any:
-    """`params` with None for stacked leaves."""
-    leaves: list[Any] = jax.tree.leaves(params)
-    for i in self.stacked:
-      leaves[i] = None
-    return self._treedef.unflatten(leaves)
-
-  def layers(self, params: Any) -> Any:
-    """The stack's subtree."""
-    leaves = jax.tree.leaves(params)
-    return self.layer_of([leaves[i] for i in self.stacked])
-
-  def layer_of(self, leaves: list[Any]) -> Any:
-    """The stack's subtree with these leaves."""
-    return self._layers.unflatten(leaves)
-
-  def _subtree(self, leaves: list[Any]) -> Any:
-    node = self._treedef.unflatten(leaves)
-    for word in self._words:
-      is_mapping = isinstance(node, Mapping)
-      node = node[word] if is_mapping else getattr(node, word)
-    return node
-
-
 def _running_norms(clip, clip_state, count: int) -> list[Array | None]:
   if clip is None:
     return [None] * count
   return jax.tree.leaves(clip_state.own)
-
-
-def _uses(before: Callable[[Any], Any], outer: Any) -> list[bool]:
-  """Whether `before` reads each leaf of `outer`."""
-  jaxpr = jax.make_jaxpr(before)(outer).jaxpr
-  read = {id(v) for equation in jaxpr.eqns for v in equation.invars}
-  read |= {id(v) for v in jaxpr.outvars}
-  return [id(v) in read for v in jaxpr.invars]

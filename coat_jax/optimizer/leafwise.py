@@ -7,8 +7,8 @@ import jax
 import optax
 
 from coat_jax.optimizer import moments
+from coat_jax.optimizer.leaf_dependence import check_leaf_by_leaf
 from coat_jax.optimizer.leaves import LeafSteps, put_layer, take_layer
-from coat_jax.optimizer.masks import leaf_paths
 
 
 class LeafwiseTransformation(NamedTuple):
@@ -37,9 +37,11 @@ def leafwise(tx: optax.GradientTransformation) -> LeafwiseTransformation:
 
   Raises:
     ValueError: (by `begin`) an update depends on other leaves, as after
-      clipping by the global norm; or the state is that of `coat_adamw` or
-      `coat_lion`, in whose places are `fused_coat_adamw` and
-      `fused_coat_lion`, or of `encoded`.
+      clipping by the global norm; shared state depends on gradients, as in
+      `optax.contrib.dadapt_adamw`; random numbers are drawn, as in
+      `optax.noisy_sgd`; or the state is that of `coat_adamw`, `coat_lion` or
+      `encoded`: pass `fused_coat_adamw` or `fused_coat_lion` instead. (By
+      `step_in_backward`) state of stacked layers has no axis of layers.
 
   Examples:
     >>> optimizer = leafwise(optax.adamw(3e-4))
@@ -47,7 +49,7 @@ def leafwise(tx: optax.GradientTransformation) -> LeafwiseTransformation:
   """
 
   def begin(params: Any, state: Any) -> LeafSteps:
-    _check(tx, params, state)
+    check_not_encoded("leafwise", state)
     leaves, treedef = jax.tree.flatten(params)
     places = treedef.unflatten(range(len(leaves)))
     stored: list[list[Any]] = [[] for _ in leaves]
@@ -57,7 +59,21 @@ def leafwise(tx: optax.GradientTransformation) -> LeafwiseTransformation:
       return _Slot(i, len(stored[i]) - 1)
 
     # The state with slots in place of what belongs to a leaf.
-    slots = optax.tree.map_params(tx, take, state, places)
+    try:
+      slots = optax.tree.map_params(tx, take, state, places)
+    except ValueError as error:
+      raise ValueError(
+        "leafwise: what an optimizer keeps of a leaf must be one array, got "
+        "another structure, as optax.masked, optax.partition and optax.sm3 "
+        "have; step all leaves at once, with this optimizer as it is"
+      ) from error
+    owners = [
+      x.leaf if _is_slot(x) else None
+      for x in jax.tree.leaves(slots, is_leaf=_is_slot)
+    ]
+    without_layers = check_leaf_by_leaf(
+      "leafwise", tx.update, params, state, owners
+    )
 
     def state_of(only: int | None, kept: Any) -> Any:
       return jax.tree.map(
@@ -72,6 +88,12 @@ def leafwise(tx: optax.GradientTransformation) -> LeafwiseTransformation:
     def step(i, weight, g, kept, *, layer=None, grad_scale=None):
       if layer is None:
         return step_part(i, weight, g, kept, grad_scale)
+      if place := without_layers[i]:
+        raise ValueError(
+          "leafwise: what an optimizer keeps of stacked layers must have an "
+          f"axis of layers, got {place!r} without it; step all leaves at once, "
+          "with this optimizer as it is"
+        )
       part = take_layer((weight, kept), layer)
       new = step_part(i, part[0], g, part[1], grad_scale)
       return put_layer((weight, kept), new, layer)
@@ -133,40 +155,3 @@ def check_not_encoded(op: str, state: Any) -> None:
       "got coat_adamw's, coat_lion's or encoded's; pass fused_coat_adamw or "
       "fused_coat_lion as it is, or leafwise of the optimizer that is encoded"
     )
-
-
-def _check(tx: optax.GradientTransformation, params: Any, state: Any) -> None:
-  """Raises where the update of a leaf depends on another leaf's gradient."""
-  check_not_encoded("leafwise", state)
-  leaves, treedef = jax.tree.flatten(params)
-
-  def updates(*grads):
-    return jax.tree.leaves(
-      tx.update(treedef.unflatten(grads), state, params)[0]
-    )
-
-  jaxpr = jax.make_jaxpr(updates)(*leaves).jaxpr
-  paths = [path for path, _ in leaf_paths(params)]
-  found = _dependencies(jaxpr, [{i} for i in range(len(leaves))])
-  for i, depends in enumerate(found):
-    if others := depends - {i}:
-      raise ValueError(
-        "leafwise: the update of a leaf must depend on its own gradient, got "
-        f"one of {paths[i]!r} that depends on {paths[min(others)]!r}, as after "
-        "clipping by the global norm; leave that out, and pass clip to "
-        "step_in_backward"
-      )
-
-
-def _dependencies(jaxpr, inputs: list[set[int]]) -> list[set[int]]:
-  """On which inputs each result depends."""
-  of = {id(v): each for v, each in zip(jaxpr.invars, inputs, strict=True)}
-  for equation in jaxpr.eqns:
-    mine = [of.get(id(v), set()) for v in equation.invars]
-    inner = equation.params.get("jaxpr")
-    if equation.primitive.name == "jit" and inner is not None:
-      outputs = _dependencies(inner.jaxpr, mine)
-    else:
-      outputs = [set().union(*mine)] * len(equation.outvars)
-    of |= {id(v): x for v, x in zip(equation.outvars, outputs, strict=True)}
-  return [of.get(id(v), set()) for v in jaxpr.outvars]

@@ -3,6 +3,7 @@
 
 import inspect
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -103,6 +104,41 @@ def test_layers_of_several_stacks_are_clipped_one_by_one():
     )
     np.testing.assert_allclose(tower, layers * scales[:2], rtol=1e-5)
     np.testing.assert_allclose(decoder, 2 * layers * scales[2:], rtol=1e-5)
+
+
+@pytest.mark.parametrize("rule", ["share", "adaptive"])
+@pytest.mark.parametrize("size", [3e19, 3e38])
+def test_finite_gradients_of_any_size_keep_everything_finite(rule, size):
+  clip = Clipping(rule, 2.0, warmup=2)
+  ordinary = {"a": jnp.full(3, 1.0), "layers": {"b": jnp.full((2, 4), 0.5)}}
+  # In the first step, in the warm-up, when it ends, and after it.
+  for spike in range(4):
+    state = clip.init(ordinary)
+    for step in range(6):
+      factor = size if step == spike else 1
+      grads = {
+        "a": factor * ordinary["a"],
+        "layers": {"b": ordinary["layers"]["b"].at[1].multiply(factor)},
+      }
+      clipped, state, norm = clip_gradients(clip, state, grads)
+      for x in jax.tree.leaves((clipped, state)):
+        assert np.all(np.isfinite(x)), (spike, step)
+      leaves = [np.asarray(x, "float64") for x in jax.tree.leaves(grads)]
+      exact = np.sqrt(sum(np.sum(x**2) for x in leaves))
+      largest = np.finfo("float32").max
+      np.testing.assert_allclose(norm, min(exact, largest), rtol=1e-6)
+      if rule == "share" and step:
+        assert optax.tree.norm(clipped) <= 2 * (1 + 1e-5)
+    if rule == "share":  # It forgets a spike after one step.
+      np.testing.assert_allclose(optax.tree.norm(clipped), 2, rtol=1e-5)
+
+
+def test_first_step_clips_a_norm_whose_square_overflows():
+  clip = Clipping("share", 2.0)
+  grads = {"a": jnp.array([3e25, -4e25])}
+  clipped, _, norm = clip_gradients(clip, clip.init(grads), grads)
+  np.testing.assert_allclose(norm, 5e25, rtol=1e-6)
+  np.testing.assert_allclose(clipped["a"], [1.2, -1.6], rtol=1e-6)
 
 
 def test_norm_that_is_not_finite_is_not_hidden():

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fields that `encoded` must not store by their names alone.
+
+Oracle: the optimizer itself, whose moments depend on gradients alone.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from coat_jax import codecs, default_field_rule, encoded
+from tests.comparing import assert_same_bits, jit
+
+PARAMS = {"w": jnp.zeros((8, 16))}
+
+
+def wrap(inner, codec=codecs.coat(4), **kwargs):  # noqa: B008 (it is frozen)
+  return encoded(inner, codec, quantize_mask=lambda *_: True, **kwargs)
+
+
+def run(solver, count=30):
+  """Updates and the state after steps of gradients with nearly one sign."""
+
+  def step(state, key):
+    noise = 0.03 * jax.random.normal(key, (8, 16))
+    updates, state = solver.update({"w": 1 + noise}, state, PARAMS)
+    return state, updates["w"]
+
+  keys = jax.random.split(jax.random.key(0), count)
+  return jit(lambda state: jax.lax.scan(step, state, keys))(solver.init(PARAMS))
+
+
+def test_moments_whose_difference_is_used_stay_in_f32():
+  inner = optax.rmsprop(1e-2, centered=True, momentum=0.9)
+  state, updates = run(wrap(inner))
+  want, _ = run(inner)
+  assert np.all(np.isfinite(updates))
+  moments: Any = state.inner[0]
+  assert_same_bits(moments, want[0])
+  # Its momentum needs not agree with anything.
+  assert state.inner[2].trace.mu_codes["w"].dtype == jnp.float8_e4m3fn
+
+
+@pytest.mark.parametrize(
+  ("inner", "name"),
+  [
+    (optax.scale_by_stddev(), "nu"),
+    (optax.scale_by_stddev(bias_correction=True), "mu"),
+    (optax.contrib.cocob(), "scale"),
+    (optax.contrib.madgrad(1e-2), "s"),
+  ],
+  ids=["stddev", "stddev_of_counts", "cocob", "madgrad"],
+)
+def test_rules_that_encode_such_fields_are_refused(inner, name):
+  for fields in ((name,), {name: "mu"}, lambda path: default_field_rule(path)):
+    with pytest.raises(ValueError, match="encoded: fields of .*f32.*leave it"):
+      wrap(inner, fields=fields).init(PARAMS)
+  with pytest.raises(ValueError, match="without one to encode; use it as it"):
+    wrap(inner).init(PARAMS)
+
+
+def test_optax_reads_the_same_fields_of_placeholders():
+  solver = wrap(optax.rmsprop(1e-2, centered=True, momentum=0.9))
+  state: Any = solver.init(PARAMS)
+  where = optax.tree.map_params(solver, lambda x, name: name, state, {"w": "w"})
+  assert where.inner[0].nu == where.inner[2].trace.mu_codes == {"w": "w"}
+
+
+@pytest.mark.parametrize(
+  "inner",
+  [optax.sm3(1e-2), optax.contrib.sophia(1e-2)],
+  ids=["sm3", "sophia"],
+)
+def test_nu_that_has_signs_is_stored_with_them(inner):
+  solver = wrap(inner, codecs.log8(4))
+  state = jax.eval_shape(solver.init, PARAMS)
+  codes = {
+    jax.tree_util.keystr(keys, simple=True, separator="/"): x.dtype
+    for keys, x in jax.tree_util.tree_leaves_with_path(state)
+    if "/nu/" in jax.tree_util.keystr(keys, simple=True, separator="/")
+  }
+  [codes] = [x for path, x in codes.items() if "_codes/" in path]
+  assert codes == jnp.int8
