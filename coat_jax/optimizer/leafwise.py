@@ -7,6 +7,7 @@ import jax
 import optax
 
 from coat_jax.optimizer import moments
+from coat_jax.optimizer.arguments import check_optimizer
 from coat_jax.optimizer.leaves import LeafSteps, put_layer, take_layer
 from coat_jax.optimizer.masks import leaf_paths
 
@@ -36,6 +37,7 @@ def leafwise(tx: optax.GradientTransformation) -> LeafwiseTransformation:
     What `step_in_backward` takes as its optimizer.
 
   Raises:
+    TypeError: `tx` is no optimizer.
     ValueError: (by `begin`) an update depends on other leaves, as after
       clipping by the global norm; or the state is that of `coat_adamw` or
       `coat_lion`, in whose places are `fused_coat_adamw` and
@@ -45,6 +47,8 @@ def leafwise(tx: optax.GradientTransformation) -> LeafwiseTransformation:
     >>> optimizer = leafwise(optax.adamw(3e-4))
     >>> state = optimizer.init(params)
   """
+
+  check_optimizer("leafwise", "tx", tx)
 
   def begin(params: Any, state: Any) -> LeafSteps:
     _check(tx, params, state)
