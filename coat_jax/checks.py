@@ -34,15 +34,16 @@ class Range:
   def __contains__(self, value: Any) -> bool:
     return bool(self.lowest <= value <= self.highest) and abs(value) < math.inf
 
-  def words(self, noun: str) -> str:
+  def __str__(self) -> str:
     """What a number must be, for error messages."""
-    if self == ANY:
-      return f"a {noun}"
-    if self.highest < _LARGEST:
-      return f"a {noun} from {self.lowest} to {self.highest}"
+    if self.highest < _LARGEST and self != COUNT:
+      return f"from {self.lowest} to {self.highest}"
     if self.lowest == _SMALLEST:
-      return f"a finite {noun} above 0"
-    return f"a finite {noun} of at least {self.lowest}"
+      return "above 0 and finite"
+    if self.lowest > -math.inf:
+      whole = "" if self == COUNT else " and finite"
+      return f"at least {self.lowest}{whole}"
+    return "finite"
 
 
 _ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
@@ -139,21 +140,21 @@ def check_whole(
 
 
 def _check_scalar(op, name, value, allowed, remedy, or_else, *, is_whole):
-  rule = allowed.words("whole number" if is_whole else "number")
-  rule = f"{rule} {or_else}".strip()
   if is_array(value):
     kind = jnp.integer if is_whole else jnp.number
     is_number = jnp.issubdtype(value.dtype, kind)
     is_number &= not jnp.issubdtype(value.dtype, jnp.complexfloating)
-    fits, is_known = value.shape == (), isinstance(value, np.generic)
+    has_axes, is_known = value.shape != (), isinstance(value, np.generic)
   else:
     kind = numbers.Integral if is_whole else numbers.Real
     is_number = isinstance(value, kind) and not isinstance(value, bool)
-    fits, is_known = True, True
-  if not is_number:
-    refuse(TypeError, op, name, rule, value, remedy)
-  if not fits or is_known and value not in allowed:
-    refuse(ValueError, op, name, rule, value, remedy)
+    has_axes, is_known = False, True
+  if not is_number or has_axes:
+    error = ValueError if is_number else TypeError
+    rule = f"{'a whole number' if is_whole else 'a number'} {or_else}".strip()
+    refuse(error, op, name, rule, value, remedy)
+  if is_known and value not in allowed:
+    refuse(ValueError, op, name, f"{allowed} {or_else}".strip(), value, remedy)
 
 
 def check_group_size(op: str, value: Any, remedy: str) -> None:

@@ -9,12 +9,14 @@ gradient in f32 (`*_bwd`), and as operands of the products on both sides
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
+from coat_jax.checks import check_choice
 from coat_jax.formats import E4M3, E5M2
 from coat_jax.ops.blocks import quantize_blocks, values_to_operand
 from coat_jax.ops.dispatch import op
@@ -58,7 +60,7 @@ def gelu_values(x: Array, *, approximate: Approximation) -> Array:
     ValueError: another approximation.
   """
   x = x.astype(jnp.float32)
-  _check_approximation(approximate)
+  check_approximation(approximate)
   if approximate == "sigmoid":
     return x * jax.nn.sigmoid(_QUICK * x)
   if approximate:
@@ -70,7 +72,7 @@ def gelu_values(x: Array, *, approximate: Approximation) -> Array:
 def gelu_derivative(x: Array, *, approximate: Approximation) -> Array:
   """d gelu / dx in f32."""
   x = x.astype(jnp.float32)
-  _check_approximation(approximate)
+  check_approximation(approximate)
   if approximate == "sigmoid":
     x = jnp.clip(x, -60, 60)  # As below; sigmoid(-102) is not subnormal.
     cdf = jax.nn.sigmoid(_QUICK * x)
@@ -86,7 +88,8 @@ def gelu_derivative(x: Array, *, approximate: Approximation) -> Array:
   return 0.5 * (1 + jax.lax.erf(x * _SQRT_HALF)) + x * density
 
 
-def _check_approximation(approximate) -> None:
+def check_approximation(approximate: Any) -> None:
+  """Raises a ValueError where this is no `Approximation`."""
   if approximate not in (True, False, "sigmoid"):
     raise ValueError(
       'gelu: approximate must be True, False or "sigmoid", got '
@@ -108,13 +111,30 @@ _FUNCTIONS: dict[Activation, tuple[Callable, Callable]] = {
 }
 
 
+def check_activation(activation: Any) -> None:
+  """Raises a ValueError where this is no `Activation`."""
+  check_choice("gated", "activation", activation, tuple(_FUNCTIONS))
+
+
+def _check_gated(*args, activation, **kwargs) -> None:
+  del args, kwargs
+  check_activation(activation)
+
+
+def _check_gelu(*args, approximate, **kwargs) -> None:
+  del args, kwargs
+  check_approximation(approximate)
+
+
 def activation_values(x: Array, *, activation: Activation) -> Array:
   """The activation function of x in f32."""
+  check_activation(activation)
   return _FUNCTIONS[activation][0](x)
 
 
 def activation_derivative(x: Array, *, activation: Activation) -> Array:
   """Its derivative in f32."""
+  check_activation(activation)
   return _FUNCTIONS[activation][1](x)
 
 
@@ -170,7 +190,7 @@ def mul_bwd(
   return da, dy * dequantize(a, group_size=group_size)
 
 
-@op(triton="gated")
+@op(check=_check_gated, triton="gated")
 def gated_input(
   gate_up: Array,
   *,
@@ -199,7 +219,7 @@ def gated_input(
   return gate_q, up_q, tensor_scale.definition(product, dtype=product_dtype)
 
 
-@op(triton="gated")
+@op(check=_check_gated, triton="gated")
 def gated_fwd(
   gate: QTensor,
   up: QTensor,
@@ -233,7 +253,7 @@ def gated_bwd(
   return dgate, dy * values(gate_values)
 
 
-@op(triton="gated")
+@op(check=_check_gated, triton="gated")
 def gated_bwd_operands(
   dy: Array,
   gate: QTensor,
@@ -286,7 +306,7 @@ def _gated_product(
   return y * dequantize(up, group_size=group_size)
 
 
-@op(triton="gelu")
+@op(check=_check_gelu, triton="gelu")
 def gelu_input(
   x: Array,
   *,
@@ -313,7 +333,7 @@ def gelu_input(
   return x_q, tensor_scale.definition(y, dtype=output_dtype)
 
 
-@op(triton="gelu")
+@op(check=_check_gelu, triton="gelu")
 def gelu_fwd(
   x: QTensor,
   *,
@@ -339,7 +359,7 @@ def gelu_bwd(
   return dy.astype(jnp.float32) * slope
 
 
-@op(triton="gelu")
+@op(check=_check_gelu, triton="gelu")
 def gelu_bwd_operands(
   dy: Array,
   x: QTensor,

@@ -23,6 +23,7 @@ from typing import Any
 
 import jax
 
+from coat_jax.checks import refuse
 from coat_jax.ops.explicit import partitioned
 from coat_jax.ops.types import Implementation, Unsupported
 
@@ -90,6 +91,10 @@ class Op[R]:
     self, *args: Any, implementation: Implementation | None = None, **kwargs
   ) -> R:
     self.require_known(implementation)
+    for x in jax.tree.leaves(args):
+      if not hasattr(x, "dtype"):
+        remedy = "pass options by keyword"
+        refuse(TypeError, self.name, "arguments", "arrays", x, remedy)
     if self.check is not None:
       self.check(*args, **kwargs)
 
