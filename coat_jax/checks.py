@@ -63,6 +63,8 @@ def described(value: Any) -> str:
   if is_array(value) and not isinstance(value, np.generic):
     return f"{value.dtype}{list(value.shape)}"
   text = getattr(value, "__name__", None) or repr(value)
+  if "\n" in text:
+    return f"a {type(value).__name__}"
   return text if len(text) < 80 else f"{text[:70]}..."
 
 
@@ -104,7 +106,7 @@ def check_number(
   op: str,
   name: str,
   value: Any,
-  allowed: Range,
+  allowed: Range | None,
   remedy: str,
   *,
   or_else: str = "",
@@ -115,7 +117,7 @@ def check_number(
     op: the public function that was called.
     name: of its argument.
     value: of the argument.
-    allowed: the range of the value.
+    allowed: the range of the value; None where only the kind is checked here.
     remedy: what the caller can do.
     or_else: what the argument may also be, for the message.
 
@@ -130,7 +132,7 @@ def check_whole(
   op: str,
   name: str,
   value: Any,
-  allowed: Range,
+  allowed: Range | None,
   remedy: str,
   *,
   or_else: str = "",
@@ -153,8 +155,11 @@ def _check_scalar(op, name, value, allowed, remedy, or_else, *, is_whole):
     error = ValueError if is_number else TypeError
     rule = f"{'a whole number' if is_whole else 'a number'} {or_else}".strip()
     refuse(error, op, name, rule, value, remedy)
-  if is_known and value not in allowed:
-    refuse(ValueError, op, name, f"{allowed} {or_else}".strip(), value, remedy)
+  if is_known and allowed is not None and value not in allowed:
+    rule = f"{allowed} {or_else}".strip()
+    if value > allowed.highest:
+      rule = f"at most {allowed.highest}"
+    refuse(ValueError, op, name, rule, value, remedy)
 
 
 def check_group_size(op: str, value: Any, remedy: str) -> None:
@@ -184,14 +189,17 @@ def check_array(
     value: of the argument.
     rule: what it must be, for the message, such as "int [B, T]".
     ndim: how many axes it may have; () for any.
-    kind: which dtypes, as `jnp.issubdtype` has them.
+    kind: which dtypes, as `jnp.issubdtype` has them; or several of these.
     remedy: what the caller can do.
 
   Raises:
     TypeError: it is no array, or of another kind.
     ValueError: it has another number of axes.
   """
-  if not is_array(value) or not jnp.issubdtype(value.dtype, kind):
+  kinds = kind if isinstance(kind, tuple) else (kind,)
+  if not is_array(value) or not any(
+    jnp.issubdtype(value.dtype, each) for each in kinds
+  ):
     refuse(TypeError, op, name, rule, value, remedy)
   ranks = (ndim,) if isinstance(ndim, int) else ndim
   if ranks and value.ndim not in ranks:

@@ -16,7 +16,7 @@ from coat_jax.layers.mesh.rule import rule
 from coat_jax.layers.mesh.specs import tokens
 from coat_jax.layers.module import check_float, recipe_of
 from coat_jax.layers.residuals import residual_scope, save_residual
-from coat_jax.ops.activation import check_approximation
+from coat_jax.ops.functions import check_approximation
 from coat_jax.qtensor import dequantize
 from coat_jax.recipe import CoatRecipe
 

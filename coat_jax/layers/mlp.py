@@ -30,7 +30,7 @@ from coat_jax.layers.module import (
 from coat_jax.layers.norm import block_norm_options, make_norm
 from coat_jax.layers.parameters import BlockOptions, options_by_part
 from coat_jax.layers.residuals import save_residual
-from coat_jax.ops.activation import check_approximation
+from coat_jax.ops.functions import check_approximation
 from coat_jax.qtensor import QTensor
 from coat_jax.recipe import CoatRecipe
 
