@@ -22,9 +22,29 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float
 
+from coat_jax.checks import dtype_of
+
 E4M3 = jnp.float8_e4m3fn
 E5M2 = jnp.float8_e5m2
 INT8 = jnp.int8
+
+
+def as_format(dtype: DTypeLike) -> DTypeLike:
+  """The known format that a dtype or its name stands for.
+
+  Raises:
+    ValueError: there is no such format.
+  """
+  found = dtype_of(dtype)
+  for known in (E4M3, E5M2, INT8):
+    if dtype is not None and found == jnp.dtype(known):
+      return known
+  names = ", ".join(known.name for known in _FORMATS)
+  got = repr(dtype) if found is None or dtype is None else found.name
+  raise ValueError(
+    f"formats: values are quantized to one of {names}, got {got}; another "
+    "format is an entry of formats._FORMATS"
+  )
 
 
 def qmax(dtype: DTypeLike) -> float:
@@ -174,14 +194,7 @@ _FORMATS: dict[jnp.dtype, _Format] = {
 
 
 def _format(dtype: DTypeLike) -> _Format:
-  found = _FORMATS.get(jnp.dtype(dtype))
-  if found is None:
-    names = ", ".join(known.name for known in _FORMATS)
-    raise ValueError(
-      f"formats: values are quantized to one of {names}, got "
-      f"{jnp.dtype(dtype).name}; another format is an entry of formats._FORMATS"
-    )
-  return found
+  return _FORMATS[jnp.dtype(as_format(dtype))]
 
 
 def _truncated(bits: Array, drop: int) -> Array:

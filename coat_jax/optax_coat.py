@@ -23,6 +23,10 @@ from jax.typing import ArrayLike
 from coat_jax import codecs, stochastic
 from coat_jax.ops.types import Implementation
 from coat_jax.optimizer import weights
+from coat_jax.optimizer.arguments import (
+  check_decay_mask,
+  check_hyperparameters,
+)
 from coat_jax.optimizer.masks import QuantizeMask
 from coat_jax.optimizer.scale_by_adam import (
   scale_by_coat_adam as scale_by_coat_adam,
@@ -102,8 +106,9 @@ def coat_adamw(
     An `optax.GradientTransformationExtraArgs`.
 
   Raises:
-    ValueError: `mu_dtype` is given.
-    TypeError: as `scale_by_coat_adam`.
+    ValueError: `mu_dtype` is given; a rate or a decay is outside its range; or
+      the mask is of other parameters.
+    TypeError, NotImplementedError: as `scale_by_coat_adam`.
 
   Examples:
     >>> import jax, optax
@@ -131,6 +136,11 @@ def coat_adamw(
       f"coat_adamw: the codec says how moments are stored, got {mu_dtype=}; "
       "pass codec=codecs.bfloat16() or codec=codecs.float32() instead"
     )
+  op = "coat_adamw"
+  check_hyperparameters(
+    op, learning_rate=learning_rate, weight_decay=weight_decay
+  )
+  mask = check_decay_mask(op, "mask", mask)
   return optax.chain(
     scale_by_coat_adam(
       b1,
@@ -173,11 +183,28 @@ def apply_updates(
 
   Returns:
     Parameters of the same dtypes.
+
+  Raises:
+    TypeError: `step` or `seed` is no whole number.
+    ValueError: updates are of other parameters.
   """
+  op = "apply_updates"
+  check_hyperparameters(op, step=step, seed=seed)
   leaves, treedef = jax.tree.flatten(params)
+  try:
+    changes = treedef.flatten_up_to(updates)
+  except ValueError as error:
+    raise ValueError(
+      f"{op}: updates must have the structure of the parameters, {treedef}, "
+      f"got {jax.tree.structure(updates)}; pass those of these parameters"
+    ) from error
   out = []
-  pairs = zip(leaves, treedef.flatten_up_to(updates), strict=True)
-  for i, (p, u) in enumerate(pairs):
+  for i, (p, u) in enumerate(zip(leaves, changes, strict=True)):
+    if u is not None and jnp.shape(u) != jnp.shape(p):
+      raise ValueError(
+        f"{op}: updates must have the shapes of the parameters, got "
+        f"{jnp.shape(u)} for {jnp.shape(p)}; pass those of these parameters"
+      )
     if jnp.result_type(p) != jnp.bfloat16:
       out.append(optax.apply_updates(p, u))
       continue

@@ -23,8 +23,17 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float
 
+from coat_jax.checks import (
+  check_array,
+  check_float_dtype,
+  check_group_size,
+  check_kind,
+  dtype_of,
+  refuse,
+)
 from coat_jax.formats import E4M3, qmax, saturating_cast
 
+_ONE_SCALE = "pass group_size=None for one scale per tensor"
 # Below this, f32 and BF16 are subnormal and accelerators flush them to zero.
 _SMALLEST_SCALE = float(jnp.finfo(jnp.float32).tiny)
 
@@ -119,7 +128,14 @@ def amax_to_scale(
 
   Returns:
     Array of amax's shape in `scale_dtype`.
+
+  Raises:
+    ValueError: another `scale_dtype`, or an unknown format.
   """
+  if dtype_of(scale_dtype) not in (jnp.float32, jnp.bfloat16):
+    name, remedy = "scale_dtype", "pass one of these"
+    rule = "float32 or bfloat16"
+    refuse(ValueError, "quantize", name, rule, scale_dtype, remedy)
   scale = jnp.maximum(amax * jnp.float32(1 / qmax(dtype)), _SMALLEST_SCALE)
   scale = jnp.where(amax == 0, jnp.float32(1), scale)
   if jnp.dtype(scale_dtype) == jnp.bfloat16:
@@ -209,14 +225,20 @@ def quantize(
     [].
 
   Raises:
-    ValueError: group_size below 1.
+    TypeError: x is no floating array, or group_size no whole number.
+    ValueError: group_size below 1, or groups of a scalar; an unknown format, or
+      another dtype of scales.
 
   Source: arXiv:2410.19313, section 5; docs/deviations.md 1 and 2.
   """
+  check_array("quantize", "x", x, "a floating array", remedy="cast it")
   if group_size is None:
     amax = tensor_amax(x)
   else:
-    _check_group_size("quantize", group_size)
+    check_group_size("quantize", group_size, _ONE_SCALE)
+    if not x.ndim:
+      rule = "an array with an axis to group"
+      refuse(ValueError, "quantize", "x", rule, x, _ONE_SCALE)
     amax = group_amax(x, group_size)
   scale = amax_to_scale(amax, dtype, scale_dtype)
   return quantize_with_scale(x, scale, group_size=group_size, dtype=dtype)
@@ -239,18 +261,15 @@ def dequantize(
     Array of qvalue's shape in `dtype`.
 
   Raises:
+    TypeError: q is no QTensor, group_size no whole number, or `dtype` not a
+      floating dtype.
     ValueError: the scale's shape is not that of qvalue and group_size.
   """
+  op = "dequantize"
+  check_kind(op, "q", q, QTensor, "pass what quantize returned")
+  check_float_dtype(op, "dtype", dtype)
   scale = _spread_scale("dequantize", q.scale, q.qvalue.shape, group_size)
   return (q.qvalue.astype(jnp.float32) * scale).astype(dtype)
-
-
-def _check_group_size(op: str, group_size: int) -> None:
-  if group_size < 1:
-    raise ValueError(
-      f"{op}: group_size must be at least 1, got {group_size}; pass "
-      "group_size=None for one scale per tensor"
-    )
 
 
 def _spread_scale(op, scale, shape, group_size) -> Array:
@@ -258,7 +277,7 @@ def _spread_scale(op, scale, shape, group_size) -> Array:
   if group_size is None:
     want = ()
   else:
-    _check_group_size(op, group_size)
+    check_group_size(op, group_size, _ONE_SCALE)
     want = (*shape[:-1], num_groups(shape[-1], group_size))
   if scale.shape != want:
     raise ValueError(

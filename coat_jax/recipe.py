@@ -40,7 +40,8 @@ from typing import Literal
 
 from jax.typing import DTypeLike
 
-from coat_jax.formats import E4M3, E5M2, INT8
+from coat_jax.checks import check_group_size, check_kind, refuse
+from coat_jax.formats import E4M3, E5M2, INT8, as_format
 
 Residuals = Literal["coat", "minimal"]
 Kept = Literal["bf16", "fp8"]
@@ -57,10 +58,18 @@ class Formats:
     values: of activations and weights: what products read, and what is saved
       for the backward pass.
     gradients: of the gradients that products read in the backward pass.
+
+  Raises:
+    ValueError: another format than those of `coat_jax.formats`.
   """
 
   values: DTypeLike = E4M3
   gradients: DTypeLike = E5M2
+
+  def __post_init__(self):
+    # By one name each: recipes are compared.
+    for name in ("values", "gradients"):
+      object.__setattr__(self, name, as_format(getattr(self, name)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,7 +84,9 @@ class MeshAxes:
     grad_dtype: in which weights' gradients are summed over devices.
 
   Raises:
-    ValueError: `fsdp` is not one of `batch`, `tensor` is, or an unknown dtype.
+    TypeError: `batch` is no tuple, or an axis no name.
+    ValueError: `batch` names no axis, or one twice; `fsdp` is not one of
+      `batch`, `tensor` is, or an unknown dtype.
   """
 
   batch: tuple[str, ...] = ("data", "fsdp")
@@ -84,6 +95,14 @@ class MeshAxes:
   grad_dtype: GradDtype = "float32"
 
   def __post_init__(self):
+    op, remedy = "MeshAxes", "pass names of a mesh's axes"
+    named = "a tuple of different names"
+    if not isinstance(self.batch, tuple):
+      refuse(TypeError, op, "batch", named, self.batch, "as in ('data',)")
+    if len({*self.batch}) < max(len(self.batch), 1):
+      refuse(ValueError, op, "batch", named, self.batch, remedy)
+    for name in (*self.batch, self.fsdp, self.tensor):
+      check_kind(op, "an axis", name, (str, type(None)), remedy)
     if self.fsdp is not None and self.fsdp not in self.batch:
       raise ValueError(
         "MeshAxes: fsdp must be one of the axes that the batch is split over, "
@@ -92,12 +111,12 @@ class MeshAxes:
     if self.tensor is not None and self.tensor in self.batch:
       raise ValueError(
         "MeshAxes: tensor must be another axis than those that the batch is "
-        f"split over, {self.batch}, got {self.tensor!r}"
+        f"split over, {self.batch}, got {self.tensor!r}; leave it out of one"
       )
     if self.grad_dtype not in ("float32", "bfloat16"):
       raise ValueError(
         "MeshAxes: grad_dtype must be 'float32' or 'bfloat16', got "
-        f"{self.grad_dtype!r}"
+        f"{self.grad_dtype!r}; pass one of these"
       )
 
   @property
@@ -155,12 +174,15 @@ class CoatRecipe:
       value = getattr(self, field)
       if value not in choices:
         raise ValueError(
-          f"CoatRecipe: {field} must be one of {choices}, got {value!r}"
+          f"CoatRecipe: {field} must be one of {choices}, got {value!r}; pass "
+          "one of these"
         )
-    if self.group_size < 1:
-      raise ValueError(
-        f"CoatRecipe: group_size must be at least 1, got {self.group_size}"
-      )
+    op = "CoatRecipe"
+    check_group_size(op, self.group_size, "16 is the default")
+    remedy = "as in Formats(gradients=E4M3)"
+    check_kind(op, "formats", self.formats, Formats, remedy)
+    if self.axes is not None:
+      check_kind(op, "axes", self.axes, MeshAxes, "as in MeshAxes(fsdp=None)")
     if self.linear == "bf16" and "fp8" in (self.nonlinear, self.attention):
       raise ValueError(
         "CoatRecipe: linear='bf16' goes with nonlinear='bf16' and "

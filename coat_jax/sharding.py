@@ -23,11 +23,13 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
+from coat_jax.checks import COUNT, check_function, check_whole, refuse
 from coat_jax.codecs import MomentCodec
 from coat_jax.codecs.group import GroupCodec
 from coat_jax.optimizer import moments
 from coat_jax.optimizer.masks import QuantizeMask, leaf_paths
 from coat_jax.optimizer.moments import GroupCodecs, Stored
+from coat_jax.optimizer.state import check_codec
 
 
 def abstract_state(
@@ -58,7 +60,8 @@ def abstract_state(
     with a `NamedSharding`: what Orbax restores into.
 
   Raises:
-    TypeError: a sharding is not a `NamedSharding`.
+    TypeError: a sharding is not a `NamedSharding`, `init` no function, or a
+      codec no `MomentCodec`.
     ValueError: shardings do not belong to `params`; a group would be split over
       devices; a coat state is not `codec`'s, or not known to be anyone's.
 
@@ -123,11 +126,14 @@ def fit_group_size(
     share of each encoded leaf's last axis where that axis is sharded.
 
   Raises:
-    TypeError: a sharding is no `NamedSharding`; a leaf is not real floating.
+    TypeError: a sharding is no `NamedSharding`; a leaf is not real floating;
+      `codec` is no `MomentCodec`, or `smallest` no whole number.
     ValueError: only smaller groups would fit; shardings do not belong to
       `params`.
   """
   op = "fit_group_size"
+  check_codec(op, codec)
+  check_whole(op, "smallest", smallest, COUNT, "16 is the default")
   placed, _ = _placed(op, params, shardings)
   leaves = leaf_paths(placed)
   chosen = moments.choose_groups(op, placed, codec.groups, quantize_mask)
@@ -156,6 +162,10 @@ def fit_group_size(
 
 
 def _abstract_state(op, init, params, shardings, codec) -> Any:
+  check_function(op, "init", init, "pass optimizer.init")
+  several = codec if isinstance(codec, tuple | list) else [codec]
+  for each in [] if codec is None else several:
+    check_codec(op, each)
   placed, mesh = _placed(op, params, shardings)
   explicit = mesh.abstract_mesh.update_axis_types(
     dict.fromkeys(mesh.axis_names, AxisType.Explicit)
@@ -179,7 +189,6 @@ def _abstract_state(op, init, params, shardings, codec) -> Any:
   state = jax.tree.map(lambda x: on(mesh, x), state)
   named = [("the optimizer's", groups) for groups in chosen.found]
   if codec is not None:
-    several = (codec,) if isinstance(codec, MomentCodec) else codec
     named = [(each.name, each.groups) for each in several]
   for trees in moments.all_moment_trees(state):
     paths = [path for path, _ in leaf_paths(trees[0])]
@@ -208,6 +217,8 @@ def _placed(
     )
   out = []
   for (path, leaf), sharding in zip(leaves, where, strict=True):
+    if not hasattr(leaf, "shape"):
+      refuse(TypeError, op, "params", "a tree of arrays", leaf, f"at {path!r}")
     if not isinstance(sharding, NamedSharding):
       raise TypeError(
         f"{op}: parameters must have NamedShardings, got {sharding} at "

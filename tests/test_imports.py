@@ -11,6 +11,7 @@ ROOT = Path(__file__).parent.parent
 
 # A module imports those of a lower rank; within one rank, none but itself.
 RANKS = {
+  "checks": -1,
   "formats": 0,
   **dict.fromkeys(["stochastic", "qtensor", "recipe"], 1),
   "codecs": 2,

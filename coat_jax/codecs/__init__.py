@@ -82,7 +82,7 @@ def coat(
   Source: arXiv:2410.19313, section 4; docs/deviations.md 3 to 6.
   """
   formats = {"e4m3": E4M3, "e5m2": E5M2}
-  if second not in formats:
+  if second not in tuple(formats):
     raise ValueError(
       f"coat: second must be 'e4m3' or 'e5m2', got {second!r}; the first "
       "moment is always E4M3"

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Inexact
 
+from coat_jax.checks import check_array, check_group_size
 from coat_jax.qtensor import join_groups, split_groups
 
 Rounding = Literal["stochastic", "nearest"]
@@ -110,11 +111,7 @@ class Grouped(abc.ABC):
   rounding: Rounding
 
   def __post_init__(self):
-    if self.group_size < 1:
-      raise ValueError(
-        f"codecs: group_size must be at least 1, got {self.group_size}; 128 is "
-        "the default"
-      )
+    check_group_size("codecs", self.group_size, "128 is the default")
     if self.rounding not in ("stochastic", "nearest"):
       raise ValueError(
         "codecs: rounding must be 'stochastic' or 'nearest', got "
@@ -129,7 +126,17 @@ class Grouped(abc.ABC):
     if self.needs_noise != (noise is not None):
       raise ValueError(
         f"encode: rounding={self.rounding!r} "
-        + ("needs noise, got None" if noise is None else "takes no noise")
+        + (
+          "needs noise, got None; pass uniform noise in (0, 1)"
+          if noise is None
+          else "takes no noise, got some; pass None"
+        )
+      )
+    check_array("encode", "x", x, "a floating array", remedy="cast it")
+    if noise is not None and noise.shape != x.shape:
+      raise ValueError(
+        f"encode: noise must have the shape of x, {x.shape}, got "
+        f"{noise.shape}; draw one number for each value"
       )
     groups = split_groups(x.astype(jnp.float32), self.group_size)
     magnitude = jnp.abs(groups)

@@ -14,6 +14,7 @@ import typing
 from collections.abc import Callable
 from typing import Any, Literal
 
+from coat_jax.checks import check_function, check_kind
 from coat_jax.codecs.group import GroupCodec
 
 
@@ -26,6 +27,9 @@ class MomentCodec:
     mu: codec of the first moment.
     nu: codec of the second moment.
 
+  Raises:
+    TypeError: `name` is no text, or a codec no `GroupCodec`.
+
   Examples:
     >>> from coat_jax import codecs
     >>> codec = codecs.MomentCodec(
@@ -36,6 +40,13 @@ class MomentCodec:
   name: str
   mu: GroupCodec
   nu: GroupCodec
+
+  def __post_init__(self):
+    op = "MomentCodec"
+    check_kind(op, "name", self.name, str, "pass a label for reports")
+    for name in ("mu", "nu"):
+      remedy = f"take one of a codec, as in codecs.coat().{name}"
+      check_kind(op, name, getattr(self, name), GroupCodec, remedy)
 
   @property
   def groups(self) -> tuple[GroupCodec, ...]:
@@ -56,8 +67,11 @@ def register[F: Callable[..., MomentCodec]](constructor: F) -> F:
     The constructor: `register` is a decorator.
 
   Raises:
+    TypeError: it is no function.
     ValueError: another constructor has this name.
   """
+  op, remedy = "codecs.register", "pass a function that returns a MomentCodec"
+  check_function(op, "constructor", constructor, remedy)
   name = getattr(constructor, "__name__", repr(constructor))
   if _REGISTRY.setdefault(name, constructor) is not constructor:
     raise ValueError(
@@ -172,6 +186,8 @@ def variants(name: str) -> list[dict[str, Any]]:
 
 def _constructor(name: str) -> Callable[..., MomentCodec]:
   """The function behind a name."""
+  remedy = "a codec itself is passed as codec=..."
+  check_kind("codecs", "name", name, str, remedy)
   if name in _REGISTRY:
     return _REGISTRY[name]
   module, _, function = name.partition(":")

@@ -12,10 +12,11 @@ import jax
 from jax import Array
 
 from coat_jax import ops
-from coat_jax import recipe as recipes
 from coat_jax.layers.mesh.rule import rule
 from coat_jax.layers.mesh.specs import tokens
+from coat_jax.layers.module import check_float, recipe_of
 from coat_jax.layers.residuals import residual_scope, save_residual
+from coat_jax.ops.functions import check_approximation
 from coat_jax.qtensor import dequantize
 from coat_jax.recipe import CoatRecipe
 
@@ -64,13 +65,17 @@ def silu_mul(
     [..., F] in the inputs' dtype.
 
   Raises:
+    TypeError: no floating arrays, or `recipe` is no CoatRecipe.
     ValueError: shapes or dtypes that differ.
   """
-  recipe = recipe or recipes.coat()
+  recipe = recipe_of("silu_mul", recipe)
+  check_float("silu_mul", "gate", gate)
+  check_float("silu_mul", "up", up)
   if gate.shape != up.shape or gate.dtype != up.dtype:
     raise ValueError(
       "silu_mul: gate and up must have one shape and dtype, got "
-      f"{gate.shape} {gate.dtype} and {up.shape} {up.dtype}"
+      f"{gate.shape} {gate.dtype} and {up.shape} {up.dtype}; cast or reshape "
+      "one"
     )
   if recipe.nonlinear == "fp8":
     return _fp8_silu_mul((gate, up), recipe)
@@ -143,8 +148,14 @@ def gelu(
 
   Returns:
     [..., F] in x's dtype.
+
+  Raises:
+    TypeError: x is no floating array, or `recipe` no CoatRecipe.
+    ValueError: an unknown approximation.
   """
-  recipe = recipe or recipes.coat()
+  recipe = recipe_of("gelu", recipe)
+  check_float("gelu", "x", x)
+  check_approximation(approximate)
   if recipe.nonlinear == "fp8":
     return _fp8_gelu((x,), approximate, recipe)
   x = save_residual("activation", x)

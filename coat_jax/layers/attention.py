@@ -10,7 +10,6 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from coat_jax import ops
-from coat_jax import recipe as recipes
 from coat_jax.layers.back import BackWeights
 from coat_jax.layers.block import BlockWeights
 from coat_jax.layers.front import FrontWeights
@@ -26,6 +25,8 @@ from coat_jax.layers.linear import Linear
 from coat_jax.layers.module import (
   RecipeModule,
   Sharding,
+  check_sequences,
+  recipe_of,
   reshard,
   rows_to_batch,
 )
@@ -34,7 +35,7 @@ from coat_jax.layers.norm_linear import NormLinear
 from coat_jax.layers.parameters import BlockOptions, options_by_part
 from coat_jax.layers.qk_norm import NormedOver, QKNorm, QKNormWeights
 from coat_jax.layers.rope import Heads
-from coat_jax.layers.self_attention import self_attention
+from coat_jax.layers.self_attention import SelfAttention, self_attention
 from coat_jax.recipe import CoatRecipe
 
 
@@ -151,19 +152,29 @@ class Attention(RecipeModule):
         arguments are refused.
 
     Raises:
-      ValueError: num_heads is no multiple of num_kv_heads, or features none of
-        num_heads where `head_dim` is None; heads of an odd size; `rotary_dim`
-        odd or above it; an unknown `qk_norm`; tuples of several lengths; a
+      TypeError: an argument of another kind.
+      ValueError: a number outside its range; num_heads is no multiple of
+        num_kv_heads, or features none of num_heads where `head_dim` is None;
+        heads of an odd size; `rotary_dim` odd or above it; an unknown
+        `qk_norm`; tuples of several lengths; a
         window below 1 or without `causal`; an argument of flax's that FP8
         attention does not have.
     """
     of = options_by_part(options)
-    super().__init__(recipe or recipes.coat(), dtype, of.others)
-    kv_heads = num_kv_heads or num_heads
+    super().__init__(recipe_of(type(self).__name__, recipe), dtype, of.others)
+    self._check(
+      param_dtype,
+      rngs,
+      features=features,
+      num_heads=num_heads,
+      num_kv_heads=num_kv_heads,
+      head_dim=head_dim,
+    )
+    kv_heads = num_heads if num_kv_heads is None else num_kv_heads
     if num_heads % kv_heads:
       raise ValueError(
         "Attention: num_heads must be a multiple of num_kv_heads, got "
-        f"{num_heads} and {kv_heads}"
+        f"{num_heads} and {kv_heads}; leave num_kv_heads out for no sharing"
       )
     if head_dim is None and features % num_heads:
       raise ValueError(
@@ -178,7 +189,8 @@ class Attention(RecipeModule):
       )
     if qk_norm not in ("head", "all", None):
       raise ValueError(
-        f"Attention: qk_norm must be 'head', 'all' or None, got {qk_norm!r}"
+        f"Attention: qk_norm must be 'head', 'all' or None, got {qk_norm!r}; "
+        "pass one of these"
       )
     self.num_heads, self.num_kv_heads = num_heads, kv_heads
     self.causal, self.rope_theta = causal, rope_theta
@@ -188,7 +200,9 @@ class Attention(RecipeModule):
     self.rotary = rotaries(
       rope_theta, rope_scaling, rotary_dim, head_dim=self.head_dim
     )
-    attention_kinds(causal, window, soft_cap, query_scale)  # Checks them.
+    kinds = attention_kinds(causal, window, soft_cap, query_scale)
+    heads = Heads(num_heads, kv_heads, self.rotary)
+    SelfAttention(heads, kinds, clip_qkv)  # Checks them.
     self.clip_qkv, self.add_input = clip_qkv, add_input
     shared: dict[str, Any] = dict(
       recipe=self.recipe, dtype=dtype, param_dtype=param_dtype, rngs=rngs
@@ -263,6 +277,7 @@ class Attention(RecipeModule):
       ValueError: shapes that do not fit one another, or no `kind` where layers
         are of several.
     """
+    check_sequences("Attention", x)
     shape = x.shape
     x = rows_to_batch(self.cast(x, self.out.kernel))
     if positions is None:

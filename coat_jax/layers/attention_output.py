@@ -15,10 +15,8 @@ projection.
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import Array, P
 from jax.typing import DTypeLike
@@ -32,10 +30,17 @@ from coat_jax.layers.back import (
   back_specs,
 )
 from coat_jax.layers.fp8_attention import fp8_attention_backward, per_tensor
+from coat_jax.layers.heads_inputs import (
+  HeadsInputs,
+  Kinds,
+  heads_inputs_specs,
+  of_kind,
+)
 from coat_jax.layers.linear import linear
 from coat_jax.layers.mesh.rule import rule, run_whole
 from coat_jax.layers.mesh.specs import own_heads, tokens
 from coat_jax.layers.middle import Middle, MiddleGradient, MiddleOutput
+from coat_jax.layers.module import check_float, check_recipe
 from coat_jax.layers.operands import quantized, scale_of
 from coat_jax.layers.residuals import save_residual
 from coat_jax.ops import (
@@ -45,23 +50,7 @@ from coat_jax.ops import (
   Operand,
 )
 from coat_jax.qtensor import QTensor, dequantize
-from coat_jax.recipe import CoatRecipe, MeshAxes
-
-
-class HeadsInputs(NamedTuple):
-  """What attention reads beside q, k and v; it has no gradient.
-
-  Attributes:
-    segments: int32 [B, T], or None.
-    kind: int32 scalar, the place in a tuple of kinds; None where there is one.
-  """
-
-  segments: Array | None = None
-  kind: Array | None = None
-
-
-# Of one kind of layers, or of a stack with several.
-type Kinds = AttentionKind | tuple[AttentionKind, ...]
+from coat_jax.recipe import CoatRecipe
 
 
 def _attend(q, k, v, inputs, kinds, recipe):
@@ -70,7 +59,7 @@ def _attend(q, k, v, inputs, kinds, recipe):
   if recipe.attention_compute == "fp8":
     run = ops.attention_fp8_fwd
   run = functools.partial(run, implementation=recipe.implementation)
-  return _of_kind(run, kinds, inputs.kind)(q, k, v, inputs.segments)
+  return of_kind(run, kinds, inputs.kind)(q, k, v, inputs.segments)
 
 
 def _attend_backward(g, q, k, v, out, lse, inputs, kinds, recipe):
@@ -85,7 +74,7 @@ def _attend_backward(g, q, k, v, out, lse, inputs, kinds, recipe):
     run = functools.partial(
       ops.attention_bwd, implementation=recipe.implementation
     )
-  run = _of_kind(run, kinds, inputs.kind)
+  run = of_kind(run, kinds, inputs.kind)
   return run(g, q, k, v, residuals, inputs.segments)
 
 
@@ -94,14 +83,6 @@ def _read_by_products(arrays, recipe):
   if recipe.attention_compute == "bf16":
     return arrays
   return tuple(per_tensor(x, recipe) for x in arrays)
-
-
-def _of_kind(run: Callable, kinds: Kinds, kind: Array | None) -> Callable:
-  """`run` for one kind, or a switch: each branch knows its kind statically."""
-  if isinstance(kinds, AttentionKind):
-    return functools.partial(run, kind=kinds)
-  branches = [functools.partial(run, kind=each) for each in kinds]
-  return functools.partial(jax.lax.switch, kind, branches)
 
 
 def _attention_fwd(q, k, v, inputs, kinds, recipe):
@@ -126,13 +107,6 @@ def _attention_specs(q, k, v, inputs, kinds, recipe):
   del q, k, v, inputs, kinds
   heads = own_heads(recipe.axes)
   return (heads, heads, heads, heads_inputs_specs(recipe.axes)), heads
-
-
-def heads_inputs_specs(axes: MeshAxes) -> Any:
-  """How `HeadsInputs` are sharded: segments like whole sequences."""
-  of_segments: Any = P(axes.batch)
-  of_kind: Any = P()
-  return HeadsInputs(of_segments, of_kind)
 
 
 _attention = rule(_attention_fwd, _attention_bwd, _attention_specs, reads=(3,))
@@ -183,12 +157,23 @@ def dot_product_attention(
     [B, T, N, H] in q's dtype.
 
   Raises:
+    TypeError: an argument of another kind.
     ValueError: shapes that do not fit one another; a window below 1 or where
       attention is not causal; a cap or a scale that is not above 0.
   """
+  op = "dot_product_attention"
+  recipe = recipes.bf16() if recipe is None else recipe
+  _check(op, recipe, q=q, k=k, v=v)
   kind = AttentionKind(causal, window, soft_cap, scale)
   inputs = HeadsInputs(segments)
-  return _attention((q, k, v, inputs), kind, recipe or recipes.bf16())
+  return _attention((q, k, v, inputs), kind, recipe)
+
+
+def _check(op: str, recipe: Any, **heads: Any) -> None:
+  """Raises where these are no recipe and no heads."""
+  check_recipe(op, recipe)
+  for name, x in heads.items():
+    check_float(op, name, x, ndim=4)
 
 
 class HeadsSaved(NamedTuple):
@@ -386,8 +371,18 @@ def attention_output(
     [B, T, D] in x's dtype.
 
   Raises:
-    ValueError: as of `dot_product_attention`.
+    TypeError, ValueError: as of `dot_product_attention`; another w.
   """
+  op = "attention_output"
+  _check(op, recipe, q=q, k=k, v=v)
+  check_float(op, "x", x, ndim=3)
+  want = q.shape[2] * q.shape[3], x.shape[-1]
+  # On a mesh a caller's own shard_map has other shares of it.
+  if not recipe.axes and w.shape != want:
+    raise ValueError(
+      f"{op}: w must be [N H, D], {want}, got {w.shape}; pass the output "
+      "projection of these heads"
+    )
   kind = AttentionKind(causal, window, soft_cap, scale)
   middle, heads, inputs = HeadsAttention(kind), (q, k, v), HeadsInputs(segments)
   if recipe.nonlinear == "fp8":

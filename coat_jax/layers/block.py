@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 from jax import Array
 
 from coat_jax import ops
+from coat_jax.checks import check_kind
 from coat_jax.layers.back import (
   BackWeights,
   back_backward,
@@ -42,6 +43,7 @@ from coat_jax.layers.linear import bias_gradient, linear
 from coat_jax.layers.mesh.rule import rule, run_whole
 from coat_jax.layers.mesh.specs import tokens
 from coat_jax.layers.middle import Middle
+from coat_jax.layers.module import check_float, check_recipe
 from coat_jax.layers.norm import norm
 from coat_jax.recipe import CoatRecipe
 
@@ -122,6 +124,14 @@ def _specs(x, weights, inputs, static, recipe):
 _block = rule(_block_fwd, _block_bwd, _specs, reads=(1,))
 
 
+def check_block(op: str, x: Any, weights: Any, recipe: Any) -> None:
+  """Raises where these are not what a block takes."""
+  check_recipe(op, recipe)
+  check_float(op, "x", x)
+  remedy = "as in BlockWeights(FrontWeights(...), BackWeights(...))"
+  check_kind(op, "weights", weights, BlockWeights, remedy)
+
+
 def block(
   x: Array,
   weights: BlockWeights,
@@ -151,8 +161,20 @@ def block(
     [..., D] in x's dtype.
 
   Raises:
-    ValueError: shapes that do not fit one another.
+    TypeError: an argument of another kind.
+    ValueError: shapes that do not fit one another, an unknown norm, or a
+      negative `eps`.
   """
+  check_block("block", x, weights, recipe)
+  remedy = "as in Gated() or GELU()"
+  check_kind("block", "middle", middle, Middle, remedy)
+  w = weights.back.w
+  # On a mesh a caller's own shard_map has other shares of it.
+  if add_input and not recipe.axes and w.shape[-1] != x.shape[-1]:
+    raise ValueError(
+      "block: back.w must be [F, D] for x [..., D] that is added, got "
+      f"{w.shape} for {x.shape}; pass add_input=False for another width"
+    )
   if recipe.nonlinear == "fp8":
     static = _Static(middle, kind, eps, add_input, post_norm)
     return _block((x, weights, inputs), static, recipe)

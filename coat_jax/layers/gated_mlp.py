@@ -19,14 +19,18 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from coat_jax import ops
-from coat_jax import recipe as recipes
 from coat_jax.layers.activation import plain_gated
 from coat_jax.layers.back import BackWeights
-from coat_jax.layers.block import BlockWeights, block
+from coat_jax.layers.block import BlockWeights, block, check_block
 from coat_jax.layers.front import FrontWeights
 from coat_jax.layers.linear import Linear
 from coat_jax.layers.middle import Middle, MiddleGradient, MiddleOutput
-from coat_jax.layers.module import RecipeModule, Sharding, reshard
+from coat_jax.layers.module import (
+  RecipeModule,
+  Sharding,
+  recipe_of,
+  reshard,
+)
 from coat_jax.layers.norm import block_norm_options, make_norm
 from coat_jax.layers.operands import columns_of, gradient_operand
 from coat_jax.layers.parameters import (
@@ -66,7 +70,8 @@ class Gated(Middle):
     known = get_args(ops.Activation)
     if self.activation not in known:
       raise ValueError(
-        f"Gated: activation must be one of {known}, got {self.activation!r}"
+        f"Gated: activation must be one of {known}, got {self.activation!r}; "
+        "pass one of these"
       )
 
   def plain(self, h, weights, inputs, recipe):
@@ -168,15 +173,16 @@ def gated_mlp(
     [..., D] in x's dtype.
 
   Raises:
-    ValueError: shapes that do not fit one another.
+    TypeError, ValueError: as of `block`.
   """
+  check_block("gated_mlp", x, weights, recipe)
   front, back = weights.front.w, weights.back.w
   fits = front.ndim == 3 and front.shape[1] == 2
   # On a mesh a caller's own shard_map has other shares of either.
   if not fits or front.shape[2] != back.shape[0] and not recipe.axes:
     raise ValueError(
       "gated_mlp: front.w must be [D, 2, F] and back.w [F, D], got "
-      f"{front.shape} and {back.shape}"
+      f"{front.shape} and {back.shape}; pass weights that belong together"
     )
   return block(
     x,
@@ -261,11 +267,15 @@ class GatedMLP(RecipeModule):
         `BlockOptions`; flax's other arguments are refused.
 
     Raises:
-      ValueError: an unknown activation, or an argument of flax's that FP8
-        layers do not have.
+      TypeError: an argument of another kind.
+      ValueError: a number outside its range, an unknown activation or norm, or
+        an argument of flax's that FP8 layers do not have.
     """
     of = options_by_part(options)
-    super().__init__(recipe or recipes.coat(), dtype, of.others)
+    super().__init__(recipe_of(type(self).__name__, recipe), dtype, of.others)
+    self._check(
+      param_dtype, rngs, features=features, hidden_features=hidden_features
+    )
     shared: dict[str, Any] = dict(
       recipe=self.recipe, dtype=dtype, param_dtype=param_dtype, rngs=rngs
     )

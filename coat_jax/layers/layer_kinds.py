@@ -6,7 +6,7 @@ entry for each kind of layer, and an int32 scalar says of which kind one is.
 """
 
 from coat_jax import ops
-from coat_jax.layers.attention_output import Kinds
+from coat_jax.layers.heads_inputs import Kinds
 from coat_jax.ops.rope import Theta, Thetas
 from coat_jax.ops.rotary import RopeScaling, Rotary
 
@@ -25,7 +25,7 @@ def count_kinds(**choices) -> int:
   if len(set(lengths.values())) > 1 or 0 in lengths.values():
     raise ValueError(
       "attention: tuples must have one entry for each kind of layer, got "
-      f"{lengths} entries"
+      f"{lengths} entries; pass tuples of one length"
     )
   return max(lengths.values(), default=1)
 

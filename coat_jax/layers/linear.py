@@ -17,7 +17,7 @@ from jax import Array, P
 from jax.typing import DTypeLike
 
 from coat_jax import ops
-from coat_jax import recipe as recipes
+from coat_jax.checks import check_choice
 from coat_jax.layers.mesh.collectives import (
   gather_sequence,
   scatter_sequence,
@@ -32,7 +32,16 @@ from coat_jax.layers.mesh.specs import (
   split_kernel,
   tokens,
 )
-from coat_jax.layers.module import RecipeModule, Sharding, reshard, value_of
+from coat_jax.layers.module import (
+  RecipeModule,
+  Sharding,
+  check_float,
+  check_recipe,
+  recipe_of,
+  reshard,
+  sizes_of,
+  value_of,
+)
 from coat_jax.layers.operands import (
   columns_of,
   gradient_operand,
@@ -53,6 +62,7 @@ from coat_jax.ops import BlockScales, Operand
 from coat_jax.ops.explicit import product_spec
 from coat_jax.recipe import CoatRecipe
 
+_SPLITS = ("columns", "inputs", None)
 default_kernel_init = nnx.initializers.lecun_normal()
 
 
@@ -147,8 +157,25 @@ def linear(
     [..., *F] in x's dtype.
 
   Raises:
-    ValueError: x's last axis is not w's first.
+    TypeError: x is no floating array, or `recipe` no CoatRecipe.
+    ValueError: x's last axis is not w's first; a bias of other columns, or an
+      unknown `split`.
   """
+  check_recipe("linear", recipe)
+  check_float("linear", "x", x)
+  check_float("linear", "w", w, ndim=range(2, 65))
+  check_choice("linear", "split", split, _SPLITS)
+  # On a mesh a caller's own shard_map has other shares of either.
+  if not recipe.axes and x.shape[-1] != w.shape[0]:
+    raise ValueError(
+      f"linear: x [..., D] needs a weight [D, F], got x {x.shape} and weight "
+      f"{w.shape}; pass x of the weight's width"
+    )
+  if bias is not None and bias.shape != w.shape[1:]:
+    raise ValueError(
+      f"linear: bias must be of the product's columns, {w.shape[1:]}, got "
+      f"{bias.shape}; pass weights that belong together"
+    )
   if recipe.linear == "fp8":
     if recipe.axes is not None and split is not None and x.ndim != 3:
       # No axis of positions for devices along tensor to share. Cached codes of
@@ -319,13 +346,17 @@ class Linear(RecipeModule):
       **others: flax's other arguments; refused unless they have flax's default.
 
     Raises:
-      ValueError: an argument of flax's that FP8 products do not have.
+      TypeError: an argument of another kind.
+      ValueError: a size below 1, an unknown `split`, or an argument of flax's
+        that FP8 products do not have.
     """
-    super().__init__(recipe or recipes.coat(), dtype, others)
+    super().__init__(recipe_of(type(self).__name__, recipe), dtype, others)
+    self._check(param_dtype, rngs, in_features=in_features)
     self.in_features, self.out_features = in_features, out_features
     self.use_bias, self.param_dtype = use_bias, param_dtype
     self.split: Split = split
-    columns = (out_features,) if isinstance(out_features, int) else out_features
+    check_choice("Linear", "split", split, _SPLITS)
+    columns = sizes_of("Linear", "out_features", out_features)
     # Initialized as a matrix, so that the fan-in and fan-out are the product's.
     self.kernel = make_param(
       kernel_init,

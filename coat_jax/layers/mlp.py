@@ -15,17 +15,22 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from coat_jax import ops
-from coat_jax import recipe as recipes
 from coat_jax.layers.activation import gelu
 from coat_jax.layers.back import BackWeights
 from coat_jax.layers.block import BlockWeights, block
 from coat_jax.layers.front import FrontWeights
 from coat_jax.layers.linear import Linear
 from coat_jax.layers.middle import Middle, MiddleGradient, MiddleOutput
-from coat_jax.layers.module import RecipeModule, Sharding, reshard
+from coat_jax.layers.module import (
+  RecipeModule,
+  Sharding,
+  recipe_of,
+  reshard,
+)
 from coat_jax.layers.norm import block_norm_options, make_norm
 from coat_jax.layers.parameters import BlockOptions, options_by_part
 from coat_jax.layers.residuals import save_residual
+from coat_jax.ops.functions import check_approximation
 from coat_jax.qtensor import QTensor
 from coat_jax.recipe import CoatRecipe
 
@@ -42,9 +47,15 @@ class GELU(Middle):
   Attributes:
     approximate: the tanh formula, erf (False), or "sigmoid": x sigmoid(1.702
       x), the quick GELU of CLIP; on a GPU erf has no kernel.
+
+  Raises:
+    ValueError: an unknown approximation.
   """
 
   approximate: ops.Approximation = True
+
+  def __post_init__(self):
+    check_approximation(self.approximate)
 
   def plain(self, h, weights, inputs, recipe):
     del weights, inputs
@@ -155,14 +166,19 @@ class MLP(RecipeModule):
         `BlockOptions`; flax's other arguments are refused.
 
     Raises:
-      ValueError: an argument of flax's that FP8 layers do not have.
+      TypeError: an argument of another kind.
+      ValueError: a number outside its range, an unknown `approximate` or norm,
+        or an argument of flax's that FP8 layers do not have.
     """
     of = options_by_part(options)
-    super().__init__(recipe or recipes.coat(), dtype, of.others)
+    super().__init__(recipe_of(type(self).__name__, recipe), dtype, of.others)
+    self._check(
+      param_dtype, rngs, features=features, hidden_features=hidden_features
+    )
     shared: dict[str, Any] = dict(
       recipe=self.recipe, dtype=dtype, param_dtype=param_dtype, rngs=rngs
     )
-    self.approximate: ops.Approximation = approximate
+    self.approximate: ops.Approximation = GELU(approximate).approximate
     self.add_input = add_input
     norm_of = functools.partial(
       make_norm,

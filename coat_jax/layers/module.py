@@ -3,7 +3,7 @@
 
 import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
 import jax
@@ -14,8 +14,17 @@ from jax import Array
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
+from coat_jax import recipe as recipes
+from coat_jax.checks import (
+  COUNT,
+  check_array,
+  check_float_dtype,
+  check_kind,
+  check_whole,
+)
 from coat_jax.recipe import CoatRecipe
 
+_SOME_AXES = range(1, 65)
 type Sharding = NamedSharding | PartitionSpec | None
 
 # Why arguments of flax's modules are refused, by a part of their name; the
@@ -41,6 +50,50 @@ _REASONS = {
   "_ln_": "`qk_norm` says how q and k are normalized, by an RMSNorm",
   "_features": "input and output are `features` wide, heads `head_dim`",
 }
+
+
+def recipe_of(op: str, recipe: CoatRecipe | None) -> CoatRecipe:
+  """A recipe that a caller gave; `recipe.coat()` for None.
+
+  Raises:
+    TypeError: it is no CoatRecipe, such as a preset that is not called.
+  """
+  recipe = recipes.coat() if recipe is None else recipe
+  check_recipe(op, recipe)
+  return recipe
+
+
+def check_recipe(op: str, recipe: Any) -> None:
+  """Raises a TypeError where this is no CoatRecipe."""
+  remedy = "call a preset, as in recipe.coat()"
+  check_kind(op, "recipe", recipe, CoatRecipe, remedy)
+
+
+def check_float(
+  op: str, name: str, x: Any, *, ndim: int | Collection[int] = ()
+) -> None:
+  """Raises where x is no floating array, or of other numbers of axes."""
+  rule = "a floating array"
+  if isinstance(ndim, int):
+    rule += f" of {ndim} axes"
+  remedy = "pass activations, in bfloat16 or float32"
+  ranks = ndim or _SOME_AXES
+  check_array(op, name, x, rule, ndim=ranks, remedy=remedy)
+
+
+def check_sequences(op: str, x: Any) -> None:
+  """Raises where x is no array [..., T, D]."""
+  rule, remedy = "an array [..., T, D]", "pass sequences of activations"
+  ranks, kind = range(2, 65), jnp.number
+  check_array(op, "x", x, rule, ndim=ranks, kind=kind, remedy=remedy)
+
+
+def sizes_of(op: str, name: str, value: Any) -> tuple[int, ...]:
+  """A width, or the sizes of several axes, as a tuple; raises for others."""
+  sizes = tuple(value) if isinstance(value, tuple | list) else (value,)
+  for size in sizes or (0,):
+    check_whole(op, name, size, COUNT, "pass a width, or a tuple of sizes")
+  return sizes
 
 
 class RecipeModule(nnx.Module):
@@ -72,20 +125,35 @@ class RecipeModule(nnx.Module):
       others: arguments that a constructor does not know.
 
     Raises:
-      TypeError: `recipe` is not a CoatRecipe, such as a preset not called; or
-        flax does not know one of `others` either.
+      TypeError: `recipe` is not a CoatRecipe, such as a preset not called;
+        `dtype` is not floating; or flax does not know one of `others` either.
       ValueError: one of `others` is flax's but cannot be had here.
     """
+    op = type(self).__name__
     for name, value in (others or {}).items():
       self._refuse(name, value)
-    if not isinstance(recipe, CoatRecipe):
-      raise TypeError(
-        f"{type(self).__name__}: recipe must be a CoatRecipe, got "
-        f"{type(recipe).__name__}; call it, as in recipe.coat()"
-      )
+    check_recipe(op, recipe)
+    if dtype is not None:
+      check_float_dtype(op, "dtype", dtype)
     self.recipe = recipe
     self.dtype = dtype
     self.deterministic = False
+
+  def _check(self, param_dtype: Any, rngs: Any, **sizes: Any) -> None:
+    """Raises where these are no arguments of a constructor.
+
+    Args:
+      param_dtype: of the parameters.
+      rngs: for the parameters.
+      **sizes: numbers of features, heads and the like; None where one follows
+        from others.
+    """
+    op = type(self).__name__
+    check_float_dtype(op, "param_dtype", param_dtype)
+    check_kind(op, "rngs", rngs, nnx.Rngs, "pass nnx.Rngs(0)")
+    for name, size in sizes.items():
+      if size is not None:
+        check_whole(op, name, size, COUNT, "pass the width of its arrays")
 
   def _refuse(self, name: str, value: Any) -> None:
     """Raises unless this is flax's argument with its default value."""
@@ -109,7 +177,15 @@ class RecipeModule(nnx.Module):
     )
 
   def cast(self, x: Array, *params: nnx.Param | None) -> Array:
-    """x in `dtype`; where that is None, in what it and these promote to."""
+    """x in `dtype`; where that is None, in what it and these promote to.
+
+    Raises:
+      TypeError: x is no array of numbers.
+      ValueError: it is a scalar.
+    """
+    op, remedy = type(self).__name__, "pass activations [..., features]"
+    rule, kind = "an array of numbers [..., features]", jnp.number
+    check_array(op, "x", x, rule, ndim=_SOME_AXES, kind=kind, remedy=remedy)
     arrays = map(value_of, params)
     return x.astype(canonicalize_dtype(x, *arrays, dtype=self.dtype))
 

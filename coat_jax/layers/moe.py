@@ -16,7 +16,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from coat_jax import ops
-from coat_jax import recipe as recipes
+from coat_jax.checks import Range, check_kind, check_whole
 from coat_jax.layers.activation import silu_mul
 from coat_jax.layers.experts import (
   MoEKind,
@@ -35,7 +35,15 @@ from coat_jax.layers.mesh.collectives import (
   token_shards,
 )
 from coat_jax.layers.mesh.rule import rule
-from coat_jax.layers.module import RecipeModule, Sharding, reshard, value_of
+from coat_jax.layers.module import (
+  RecipeModule,
+  Sharding,
+  check_float,
+  check_recipe,
+  recipe_of,
+  reshard,
+  value_of,
+)
 from coat_jax.layers.norm import make_norm, norm, norm_options
 from coat_jax.layers.parameters import NO_METADATA, Metadata, make_param
 from coat_jax.layers.residuals import residual_scope
@@ -88,7 +96,9 @@ def moe(
     [..., D] in x's dtype, and what `load_balancing_loss` reads.
 
   Raises:
-    ValueError: shapes that do not fit one another, or k above E.
+    TypeError: an argument of another kind.
+    ValueError: shapes that do not fit one another, k above E, an unknown norm
+      or a negative `eps`.
   """
   _check(x, weights, experts_per_token, recipe)
   static = MoEKind(kind, eps, experts_per_token, normalize, add_input)
@@ -182,6 +192,10 @@ _product.defvjp(_grouped_fwd, _grouped_bwd)
 
 def _check(x, w, experts_per_token, recipe) -> None:
   """Raises for shapes that do not fit; a caller's shard_map has other F's."""
+  check_recipe("moe", recipe)
+  check_float("moe", "x", x)
+  remedy = "as in MoEWeights(gamma, None, router, gate_up, down)"
+  check_kind("moe", "weights", w, MoEWeights, remedy)
   (d, e), gate_up, down = w.router.shape, w.gate_up.shape, w.down.shape
   fits = len(gate_up) == 4 and len(down) == 3 and gate_up[2] == 2
   fits = fits and gate_up[0] == down[0] == e
@@ -191,13 +205,14 @@ def _check(x, w, experts_per_token, recipe) -> None:
     raise ValueError(
       "moe: weights must be router [D, E], gate_up [E, D, 2, F] and down "
       f"[E, F, D] for x [..., D], got {w.router.shape}, {gate_up} and {down} "
-      f"for {x.shape}"
+      f"for {x.shape}; pass weights that belong together"
     )
-  if not 1 <= experts_per_token <= e:
-    raise ValueError(
-      f"moe: experts_per_token must be between 1 and the {e} experts, got "
-      f"{experts_per_token}"
-    )
+  _check_experts("moe", experts_per_token, e)
+
+
+def _check_experts(op: str, experts_per_token: Any, num_experts: int) -> None:
+  name, remedy = "experts_per_token", "a token goes to that many experts"
+  check_whole(op, name, experts_per_token, Range(1, num_experts), remedy)
 
 
 class MoE(RecipeModule):
@@ -283,8 +298,21 @@ class MoE(RecipeModule):
       scale_init: initializer of the norm's scale; None for ones.
       scale_metadata: metadata of that scale.
       rngs: its stream `params` initializes the parameters.
+
+    Raises:
+      TypeError: an argument of another kind.
+      ValueError: a number outside its range, k above E, or an unknown norm.
     """
-    super().__init__(recipe or recipes.coat(), dtype)
+    super().__init__(recipe_of(type(self).__name__, recipe), dtype)
+    self._check(
+      param_dtype,
+      rngs,
+      features=features,
+      hidden_features=hidden_features,
+      num_experts=num_experts,
+      experts_per_token=experts_per_token,
+    )
+    _check_experts("MoE", experts_per_token, num_experts)
     self.num_experts, self.experts_per_token = num_experts, experts_per_token
     self.normalize, self.add_input = normalize, add_input
     self.norm = make_norm(

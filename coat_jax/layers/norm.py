@@ -5,7 +5,7 @@ The forward normalizes the dequantized values it saves, so its backward is
 the exact gradient of what ran, straight through the quantizer.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import jax.numpy as jnp
 from flax import nnx
@@ -13,11 +13,17 @@ from jax import Array, P
 from jax.typing import DTypeLike
 
 from coat_jax import ops
-from coat_jax import recipe as recipes
+from coat_jax.checks import NOT_NEGATIVE, check_choice, check_number
 from coat_jax.layers.mesh.collectives import sum_tokens
 from coat_jax.layers.mesh.rule import rule, run_whole
 from coat_jax.layers.mesh.specs import tokens
-from coat_jax.layers.module import RecipeModule, value_of
+from coat_jax.layers.module import (
+  RecipeModule,
+  check_float,
+  check_recipe,
+  recipe_of,
+  value_of,
+)
 from coat_jax.layers.parameters import NO_METADATA, Metadata, make_param
 from coat_jax.layers.residuals import (
   cotangent,
@@ -124,7 +130,14 @@ def norm(
 
   Returns:
     [..., D] in x's dtype.
+
+  Raises:
+    TypeError: x is no floating array, `eps` no number, or `recipe` no
+      CoatRecipe.
+    ValueError: an unknown kind, a negative `eps`, or shapes that do not fit.
   """
+  check_recipe("norm", recipe)
+  check_float("norm", "x", x)
   if recipe.nonlinear == "fp8":
     return _fp8_norm((x, gamma, beta), kind, eps, recipe)
 
@@ -193,10 +206,15 @@ class Norm(RecipeModule):
       **others: flax's other arguments; refused unless they have flax's default.
 
     Raises:
-      ValueError: `scale_plus_one` without a scale, or an argument of flax's
-        that norms of FP8 values do not have.
+      TypeError: an argument of another kind.
+      ValueError: a width below 1, a negative `epsilon`, `scale_plus_one`
+        without a scale, or an argument of flax's that norms of FP8 values do
+        not have.
     """
-    super().__init__(recipe or recipes.coat(), dtype, others)
+    super().__init__(recipe_of(type(self).__name__, recipe), dtype, others)
+    self._check(param_dtype, rngs, num_features=num_features)
+    op = type(self).__name__
+    check_number(op, "epsilon", epsilon, NOT_NEGATIVE, "1e-6 is usual")
     self.num_features, self.epsilon = num_features, epsilon
     if scale_plus_one and not use_scale:
       raise ValueError(
@@ -305,6 +323,8 @@ def make_norm(
   """The norm module of this kind, None for None; `kwargs` are the module's."""
   if kind is None:
     return None
+  kinds = (*get_args(ops.NormKind), None)
+  check_choice("norm", "kind", kind, kinds)
   return {"rms": RMSNorm, "layer": LayerNorm}[kind](num_features, **kwargs)
 
 

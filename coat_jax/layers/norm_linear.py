@@ -13,7 +13,6 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from coat_jax import ops
-from coat_jax import recipe as recipes
 from coat_jax.layers.front import (
   FrontWeights,
   front_backward,
@@ -27,7 +26,14 @@ from coat_jax.layers.linear import (
 )
 from coat_jax.layers.mesh.rule import rule
 from coat_jax.layers.mesh.specs import own_columns, tokens
-from coat_jax.layers.module import RecipeModule, Sharding, reshard
+from coat_jax.layers.module import (
+  RecipeModule,
+  Sharding,
+  check_float,
+  check_recipe,
+  recipe_of,
+  reshard,
+)
 from coat_jax.layers.norm import make_norm, norm, norm_options
 from coat_jax.layers.operands import gradient_operand
 from coat_jax.layers.parameters import NormLinearOptions, options_by_part
@@ -94,8 +100,12 @@ def norm_linear(
     [..., F] in x's dtype.
 
   Raises:
-    ValueError: x's last axis is not w's first.
+    TypeError: an argument of another kind.
+    ValueError: x's last axis is not w's first; other shapes that do not fit, an
+      unknown kind or a negative `eps`.
   """
+  check_recipe("norm_linear", recipe)
+  check_float("norm_linear", "x", x)
   if kind is None:
     return linear(x, w, bias, recipe=recipe, cache=cache, split="columns")
   if recipe.nonlinear == "fp8":
@@ -163,10 +173,15 @@ class NormLinear(RecipeModule):
         `NormLinearOptions`; flax's other arguments are refused.
 
     Raises:
-      ValueError: an argument of flax's that FP8 layers do not have.
+      TypeError: an argument of another kind.
+      ValueError: a number outside its range, an unknown `norm`, or an argument
+        of flax's that FP8 layers do not have.
     """
     of = options_by_part(options, NormLinearOptions)
-    super().__init__(recipe or recipes.coat(), dtype, of.others)
+    super().__init__(recipe_of(type(self).__name__, recipe), dtype, of.others)
+    self._check(
+      param_dtype, rngs, in_features=in_features, out_features=out_features
+    )
     shared: dict[str, Any] = dict(
       recipe=self.recipe, dtype=dtype, param_dtype=param_dtype, rngs=rngs
     )

@@ -20,6 +20,8 @@ from flax.core.meta import Partitioned
 from jax import Array, P
 from jax.typing import DTypeLike
 
+from coat_jax.checks import check_function, check_kind
+
 type Metadata = Mapping[str, Any]
 NO_METADATA: Metadata = MappingProxyType({})
 
@@ -134,8 +136,14 @@ def make_param(
     drawn: the shape that the initializer is called with; None for `shape`.
 
   Raises:
+    TypeError: `init` is no function, or `metadata` no mapping.
     ValueError: more axes are named than there are.
   """
+  op = "parameters"
+  check_kind(op, "metadata", metadata, Mapping, "as in dict(out_sharding=...)")
+  if init is not None:
+    remedy = "pass one of nnx.initializers, or None"
+    check_function(op, "an initializer", init, remedy)
   drawn = drawn or shape
   if init is None:
     value = _boxed(default(drawn, dtype))
@@ -145,7 +153,7 @@ def make_param(
   if len(names) > len(shape):
     raise ValueError(
       "metadata: out_sharding must have one entry for each axis at most, got "
-      f"{names} for a parameter {shape}"
+      f"{names} for a parameter {shape}; name those of the kernel"
     )
   array = value.raw_value.reshape(shape)
   return nnx.Param(dataclasses.replace(value, raw_value=array), **metadata)

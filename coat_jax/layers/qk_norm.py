@@ -8,12 +8,13 @@ of the very scores which the backward rebuilds.
 """
 
 import dataclasses
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 from jax import Array, P
 
+from coat_jax.checks import NOT_NEGATIVE, check_choice, check_number
 from coat_jax.layers.mesh.collectives import sum_tokens
 from coat_jax.layers.residuals import cotangent
 from coat_jax.recipe import MeshAxes
@@ -43,10 +44,18 @@ class QKNorm:
     over: what the mean is of: "head", the H channels of each, as in Qwen3; or
       "all", the N H channels of a token, as in OLMo 2.
     eps: added to the mean.
+
+  Raises:
+    TypeError: `eps` is no number.
+    ValueError: another `over`, or a negative `eps`.
   """
 
   over: NormedOver
   eps: float
+
+  def __post_init__(self):
+    check_choice("QKNorm", "over", self.over, get_args(NormedOver))
+    check_number("QKNorm", "eps", self.eps, NOT_NEGATIVE, "1e-6 is usual")
 
   def normalized(
     self, x: Array, weight: Array, axes: MeshAxes | None = None

@@ -28,9 +28,10 @@ import jax.numpy as jnp
 from jax import Array
 
 from coat_jax import ops
-from coat_jax import recipe as recipes
+from coat_jax.checks import ANY, check_function, check_whole, refuse
 from coat_jax.layers.mesh.rule import rule
 from coat_jax.layers.mesh.specs import tokens
+from coat_jax.layers.module import recipe_of
 from coat_jax.layers.residuals import name_residual
 from coat_jax.qtensor import dequantize
 from coat_jax.recipe import CoatRecipe
@@ -109,7 +110,10 @@ def fp8_remat(
     A function of the same arguments and results.
 
   Raises:
-    ValueError: called with fewer positional arguments than `argnums` names.
+    TypeError: f is no function, `argnums` are no places, or `recipe` is no
+      CoatRecipe.
+    ValueError: there are no `argnums`; or called with fewer positional
+      arguments than `argnums` names.
 
   Source: arXiv:2410.19313 has the groups; the boundary of a checkpoint in FP8
     is not in it.
@@ -129,8 +133,15 @@ def fp8_remat(
     uint8 (4, 16, 64)
     bfloat16 (4, 16, 4)
   """
-  places = (argnums,) if isinstance(argnums, int) else tuple(argnums)
-  recipe = recipe or recipes.coat()
+  op, remedy = "fp8_remat", "0 is the first argument"
+  check_function(op, "f", f, "pass a function of arrays")
+  places = argnums if isinstance(argnums, tuple | list) else (argnums,)
+  if not places:
+    rule = "at least one place"
+    refuse(ValueError, op, "argnums", rule, argnums, "or use jax.checkpoint")
+  for place in places:
+    check_whole(op, "argnums", place, ANY, remedy)
+  recipe = recipe_of(op, recipe)
 
   def of_codes(*args, **kwargs):
     rounded = list(args)

@@ -10,18 +10,22 @@ import functools
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import Array, P
 
 from coat_jax import ops
 from coat_jax import recipe as recipes
+from coat_jax.checks import check_kind, described, is_array
 from coat_jax.layers.mesh.collectives import tensor_size
 from coat_jax.layers.mesh.rule import rule
 from coat_jax.layers.mesh.specs import own_columns, own_heads
+from coat_jax.layers.module import check_float, check_recipe
 from coat_jax.layers.residuals import save_residual
 from coat_jax.ops.explicit import partitioned
 from coat_jax.ops.rope import (
   Theta,
   Thetas,
+  as_rotary,
   rotate,
   rotation,
   rotation_if_any,
@@ -73,21 +77,36 @@ def rope(
     Array of x's shape and dtype; angles and rotation are f32.
 
   Raises:
-    ValueError: an odd H, positions of another length, or a `rotary_dim` above
-      H.
+    TypeError: x is no floating array, or a base no number.
+    ValueError: an odd H, positions of another length, a base that is not above
+      0, a `rotary_dim` above H, or a tuple without `kind`.
   """
+  check_float("rope", "x", x, ndim=4)
   if x.shape[-1] % 2 or not has_positions(positions, x):
     raise ValueError(
-      "rope: needs x [B, T, N, H] with an even H and positions [T] or [B, T], "
-      f"got x {x.shape} and positions {positions.shape}"
+      "rope: needs x [B, T, N, H] with an even H and integer positions [T] or "
+      f"[B, T], got x {x.shape} and positions {described(positions)}; pass "
+      "jnp.arange(T)"
     )
+  thetas = theta if isinstance(theta, tuple) else (theta,)
+  if isinstance(theta, tuple) and kind is None:
+    raise ValueError(
+      f"rope: needs to be told of which of {len(theta)} kinds the layer is, "
+      "got None; pass kind, an int32 scalar"
+    )
+  for each in thetas:
+    if each is not None:
+      as_rotary(each).check(x.shape[-1])
   turn = functools.partial(_rope, theta=theta)
   return partitioned(turn, x, positions, kind)
 
 
 def has_positions(positions: Array, x: Array) -> bool:
-  """Whether they are [T] or [B, T], one for each of x [B, T, ...]."""
-  return positions.shape in (x.shape[1:2], x.shape[:2])
+  """Whether they are int [T] or [B, T], one for each of x [B, T, ...]."""
+  if not is_array(positions):
+    return False
+  is_whole = jnp.issubdtype(positions.dtype, jnp.integer)
+  return is_whole and positions.shape in (x.shape[1:2], x.shape[:2])
 
 
 class Heads(NamedTuple):
@@ -103,6 +122,16 @@ class Heads(NamedTuple):
   num_heads: int
   num_kv_heads: int
   theta: Thetas
+
+  def check_columns(self, op: str, columns: int) -> None:
+    """Raises a ValueError where these are no columns of such q, k and v."""
+    n, k, _ = self
+    if min(n, k) < 1 or n % k or columns % (2 * (n + 2 * k)):
+      raise ValueError(
+        f"{op}: q, k and v must be (N + 2 K) H columns with N a multiple of K "
+        f"and an even H, got {columns} columns, N {n} and K {k}; pass heads "
+        "that the weight has"
+      )
 
   def of_device(self, axes: MeshAxes | None) -> "Heads":
     """A device's share of them, inside a block."""
@@ -176,15 +205,20 @@ def split_heads(
     q [B, T, N, H] and k, v [B, T, K, H] in qkv's dtype.
 
   Raises:
+    TypeError: an argument of another kind.
     ValueError: columns that are no such heads, or positions of another length.
   """
-  n, k, _ = heads
-  columns = qkv.shape[-1]
-  if columns % (2 * (n + 2 * k)) or not has_positions(positions, qkv):
+  op = "split_heads"
+  check_float(op, "qkv", qkv, ndim=3)
+  check_kind(op, "heads", heads, Heads, "as in Heads(32, 8, 1e4)")
+  recipe = recipes.bf16() if recipe is None else recipe
+  check_recipe(op, recipe)
+  heads.check_columns(op, qkv.shape[-1])
+  if not has_positions(positions, qkv):
     raise ValueError(
-      "split_heads: needs qkv [B, T, (N + 2 K) H] with an even H and positions "
-      f"[T] or [B, T], got qkv {qkv.shape}, N {n}, K {k} and positions "
-      f"{positions.shape}"
+      f"{op}: needs integer positions [T] or [B, T] for qkv [B, T, columns], "
+      f"got qkv {qkv.shape} and positions {described(positions)}; pass "
+      "jnp.arange(T)"
     )
   arrays = qkv, positions, kind
-  return _split_heads(arrays, heads, recipe or recipes.bf16())
+  return _split_heads(arrays, heads, recipe)

@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from coat_jax.checks import check_kind
+
 
 class RoutingStats(NamedTuple):
   """What the auxiliary loss reads of a layer's routing; f32 [..., E].
@@ -55,8 +57,19 @@ def load_balancing_loss(stats: RoutingStats) -> Array:
   Returns:
     f32 scalar.
 
+  Raises:
+    TypeError: `stats` are no RoutingStats.
+    ValueError: their shapes differ.
+
   Source: arXiv:2101.03961, section 2.2, for k experts a token.
   """
+  op, remedy = "load_balancing_loss", "pass what MoE returned"
+  check_kind(op, "stats", stats, RoutingStats, remedy)
+  if stats.load.shape != stats.probability.shape:
+    raise ValueError(
+      f"{op}: load and probability must have one shape, got "
+      f"{stats.load.shape} and {stats.probability.shape}; {remedy}"
+    )
   num_experts = stats.load.shape[-1]
   layers = tuple(range(stats.load.ndim - 1))
   load = jnp.mean(lax.stop_gradient(stats.load), axis=layers)

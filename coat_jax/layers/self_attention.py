@@ -16,15 +16,18 @@ import jax.numpy as jnp
 from jax import Array, P
 
 from coat_jax import ops
+from coat_jax.checks import POSITIVE, check_kind, check_number, described
 from coat_jax.layers.attention_output import (
   HeadsAttention,
-  HeadsInputs,
   HeadsSaved,
-  Kinds,
   attention_storage,
+)
+from coat_jax.layers.block import BlockWeights, block, check_block
+from coat_jax.layers.heads_inputs import (
+  HeadsInputs,
+  Kinds,
   heads_inputs_specs,
 )
-from coat_jax.layers.block import BlockWeights, block
 from coat_jax.layers.layer_kinds import (
   Windows,
   attention_kinds,
@@ -93,12 +96,23 @@ class SelfAttention(Middle):
     kind: which keys a query sees and what a score is.
     clip: largest magnitude of q, k and v, or None.
     qk_norm: the norm of q and k, or None.
+
+  Raises:
+    TypeError: `heads` are no `Heads`, or `clip` no number.
+    ValueError: `clip` is not above 0.
   """
 
   heads: Heads
   kind: Kinds = ops.AttentionKind()
   clip: float | None = None
   qk_norm: QKNorm | None = None
+
+  def __post_init__(self):
+    op = "SelfAttention"
+    check_kind(op, "heads", self.heads, Heads, "as in Heads(32, 8, 1e4)")
+    if self.clip is not None:
+      remedy = "None leaves q, k and v as they are"
+      check_number(op, "clip", self.clip, POSITIVE, remedy)
 
   def plain(self, h, weights, inputs, recipe):
     clip = functools.partial(_clip, limit=self.clip)
@@ -325,16 +339,22 @@ def self_attention(
     [B, T, D] in x's dtype.
 
   Raises:
+    TypeError: an argument of another kind.
     ValueError: shapes that do not fit one another; tuples without `layer_kind`;
       and as of `dot_product_attention`.
   """
-  if not has_positions(positions, x):
+  op = "self_attention"
+  check_block(op, x, weights, recipe)
+  if x.ndim != 3 or not has_positions(positions, x):
     raise ValueError(
-      "self_attention: needs positions [T] or [B, T], one for each of x "
-      f"[B, T, D], got x {x.shape} and positions {positions.shape}"
+      f"{op}: needs integer positions [T] or [B, T], one for each of x "
+      f"[B, T, D], got x {x.shape} and positions {described(positions)}; pass "
+      "jnp.arange(T)"
     )
   kinds = attention_kinds(causal, window, soft_cap, scale)
   middle = SelfAttention(heads, kinds, clip, qk_norm)
+  if not recipe.axes:
+    heads.check_columns(op, weights.front.w.shape[-1])
   count = count_kinds(windows=kinds, theta=heads.theta)
   if count == 1:
     layer_kind = None

@@ -26,6 +26,7 @@ from coat_jax.layers.mesh.collectives import (
   gather_weight,
   reduce_gradient,
 )
+from coat_jax.layers.module import check_float, check_recipe
 from coat_jax.layers.residuals import cotangent
 from coat_jax.ops import BlockScales, Operand
 from coat_jax.recipe import CoatRecipe
@@ -107,7 +108,13 @@ def cache_weight(w: Array, recipe: CoatRecipe) -> Operand | None:
   """What `recipe.weight_cache` keeps of a weight [D, *F].
 
   Scales of tiles are kept as those of rows.
+
+  Raises:
+    TypeError: w is no floating array, or `recipe` no CoatRecipe.
+    ValueError: w has fewer than two axes.
   """
+  check_recipe("cache_weight", recipe)
+  check_float("cache_weight", "w", w, ndim=range(2, 65))
   w = jax.lax.stop_gradient(as_matrix(w))
   if recipe.scaling == "block":
     return _cache_tiles(w, recipe)

@@ -7,9 +7,11 @@ import jax
 from flax import nnx
 from jax import P
 
+from coat_jax.checks import check_kind
 from coat_jax.layers.linear import Linear
 from coat_jax.layers.mesh.rule import run_sharded
 from coat_jax.layers.mesh.specs import cache_specs, split_kernel
+from coat_jax.layers.module import check_recipe
 from coat_jax.layers.weight import cache_weight
 from coat_jax.ops import Operand
 from coat_jax.ops.explicit import partitioned, spec_of
@@ -30,7 +32,13 @@ def with_weight_cache[Module: nnx.Module](
 
   Returns:
     The module itself where nothing is cached, else a copy.
+
+  Raises:
+    TypeError: `module` is no nnx.Module, or `recipe` no CoatRecipe.
   """
+  op = "with_weight_cache"
+  check_recipe(op, recipe)
+  check_kind(op, "module", module, nnx.Module, "pass a layer or a model")
   if recipe.linear == "bf16" or recipe.weight_cache == "none":
     return module
   copy = nnx.merge(*nnx.split(module))

@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sequences that a decoder learns from: documents, padding and targets."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.typing import ArrayLike
+
+from coat_jax.checks import check_array, is_array
+from coat_jax.models.arguments import check_like
 
 
 class Batch(NamedTuple):
@@ -33,20 +37,11 @@ class Batch(NamedTuple):
       batch: a batch, or plain tokens int32 [B, T + 1].
 
     Raises:
+      TypeError: tokens or segments that are no integers, or shares no floats.
       ValueError: shapes that differ, or sequences without a target.
     """
     tokens, segments, shares = batch if isinstance(batch, Batch) else cls(batch)
-    if tokens.ndim != 2 or tokens.shape[1] < 2:
-      raise ValueError(
-        "Batch: tokens must be [B, T + 1] with T at least 1, got "
-        f"{tokens.shape}; a sequence's first token is no target"
-      )
-    for name, x in (("segments", segments), ("shares", shares)):
-      if x is not None and x.shape != tokens.shape:
-        raise ValueError(
-          f"Batch: {name} must be of the shape of tokens, {tokens.shape}, got "
-          f"{x.shape}"
-        )
+    _check(tokens, segments=segments, shares=shares)
     if shares is None and segments is not None:
       return cls.make(tokens, segments)
     return cls(tokens, segments, shares)
@@ -68,14 +63,26 @@ class Batch(NamedTuple):
 
     Returns:
       The batch; its shares add up to 1, or to 0 without a target.
+
+    Raises:
+      TypeError: tokens or segments that are no integers, targets no numbers.
+      ValueError: shapes that differ, rows of several lengths, or sequences
+        without a target.
     """
-    tokens = jnp.asarray(tokens)
-    segments = None if segments is None else jnp.asarray(segments)
+    tokens, segments, is_target = (
+      _as_array(name, x)
+      for name, x in (
+        ("tokens", tokens),
+        ("segments", segments),
+        ("is_target", is_target),
+      )
+    )
+    _check(tokens, segments=segments, is_target=is_target)
     if segments is None and is_target is None:
       return cls(tokens)
     counted = jnp.ones(tokens.shape, bool)
     if is_target is not None:
-      counted &= jnp.asarray(is_target, bool)
+      counted &= is_target.astype(bool)
     counted = counted.at[:, 0].set(False)
     if segments is not None:
       counted &= jnp.pad(segments[:, 1:] == segments[:, :-1], ((0, 0), (1, 0)))
@@ -101,6 +108,37 @@ class Batch(NamedTuple):
   def target_shares(self) -> Array | None:
     """f32 [B, T] of the targets, or None."""
     return None if self.shares is None else self.shares[:, 1:]
+
+
+def _check(tokens: Any, **others: Any) -> None:
+  """Raises where these are no parts of a batch."""
+  remedy = "a sequence's first token is no target"
+  rule = "[B, T + 1] with T at least 1"
+  check_array("Batch", "tokens", tokens, rule, kind=jnp.integer, remedy=remedy)
+  if tokens.ndim != 2 or tokens.shape[1] < 2:
+    raise ValueError(
+      f"Batch: tokens must be {rule}, got {tokens.shape}; {remedy}"
+    )
+  for name, x in others.items():
+    if x is not None:
+      check_like("Batch", name, x, tokens.shape)
+
+
+def _as_array(name: str, x: Any) -> Any:
+  """What a caller gave as a batch's part, as an array; None for None."""
+  if x is None:
+    return None
+  if not is_array(x):
+    try:
+      x = np.asarray(x)
+    except ValueError as error:  # Rows of several lengths.
+      raise ValueError(
+        f"Batch: {name} must be [B, T + 1], got rows of several lengths; pad "
+        "them, with segments that say so"
+      ) from error
+    if x.dtype.kind not in "bif":
+      return x  # No array of JAX's: refused as it is.
+  return jnp.asarray(x)
 
 
 def positions(segments: Array | None) -> Array | None:

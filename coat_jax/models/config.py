@@ -48,6 +48,9 @@ class Family:
     positions: how tokens know their places: RoPE, or a vector for each place
       that is learned and added to the embedding.
     has_experts: whether the MLP is a mixture of experts, `layers.MoE`.
+
+  Raises:
+    ValueError: a value that is none of a field's.
   """
 
   norm: NormKind = "rms"
@@ -64,6 +67,9 @@ class Family:
   is_gated: bool = True
   positions: Literal["rope", "learned"] = "rope"
   has_experts: bool = False
+
+  def __post_init__(self):
+    check_kinds(self)
 
 
 _GEMMA2 = Family(

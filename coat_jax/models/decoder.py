@@ -27,6 +27,12 @@ from coat_jax.layers import (
   RoutingStats,
   vocabulary,
 )
+from coat_jax.models.arguments import (
+  check_config,
+  check_hidden,
+  check_model,
+  check_tokens,
+)
 from coat_jax.models.batch import positions
 from coat_jax.models.config import ModelConfig, Remat
 from coat_jax.models.placing import Placed, place_features
@@ -70,6 +76,7 @@ class DecoderLayer(nnx.Module):
       dtype: of activations.
       rngs: its stream `params` initializes the kernels.
     """
+    check_config("DecoderLayer", config, ModelConfig)
     # Projections that write to the residual stream start smaller, so that its
     # variance does not grow with depth.
     out_stddev = _INIT_STDDEV * (2 * config.num_layers) ** -0.5
@@ -203,8 +210,10 @@ class Decoder(nnx.Module):
       rngs: its stream `params` initializes the parameters.
 
     Raises:
-      ValueError: `remat` is "fp8" and the recipe is not coat.
+      TypeError: an argument of another kind.
+      ValueError: an unknown `remat`, or "fp8" where the recipe is not coat.
     """
+    check_model("Decoder", config, ModelConfig, recipe, dtype, store, rngs)
     check_remat(remat, recipe)
     self.config = config
     self.dtype, self.axes = dtype, recipe.axes
@@ -292,6 +301,7 @@ class Decoder(nnx.Module):
 
   def logits_of_hidden(self, hidden: Array) -> Array:
     """[B, T, D], what the model returns, to logits f32 [B, T, V]."""
+    check_hidden("Decoder", hidden, self.config.d_model)
     return vocabulary.logits(
       hidden,
       self.output_weight[...],
@@ -322,8 +332,11 @@ class Decoder(nnx.Module):
       [B, T, D], in `dtype`.
 
     Raises:
-      ValueError: more tokens a sequence than there are learned positions.
+      TypeError: tokens or segments that are no integers.
+      ValueError: other shapes, or more tokens a sequence than there are learned
+        positions.
     """
+    check_tokens("Decoder", tokens, segments)
     shape = list(tokens.shape)
     self.config.check_length(f"Decoder: tokens {shape}", shape[-1])
     places = positions(segments)

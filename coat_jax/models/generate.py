@@ -19,6 +19,7 @@ import numpy as np
 from flax import nnx
 from jax import Array
 
+from coat_jax.checks import COUNT, check_kind, check_whole, refuse
 from coat_jax.models.cache import (
   CHUNK,
   KVCache,
@@ -106,6 +107,8 @@ def generate(
     A `Generation`.
 
   Raises:
+    TypeError: an argument of another kind, such as a token that is no whole
+      number.
     ValueError: no prompt, an empty one, a token outside the vocabulary, more
       tokens than the model has learned positions for, other images than image
       tokens, an option outside its range, or a model that computes NaN.
@@ -123,13 +126,17 @@ def generate(
     >>> [len(tokens) for tokens in found.tokens]
     [5, 5]
   """
+  op, kinds = "generate", (Decoder, VisionLanguageModel)
+  check_kind(op, "model", model, kinds, "a tower alone generates no tokens")
   sampling = make_sampling(temperature, top_k, top_p)
   decoder = model.decoder if isinstance(model, VisionLanguageModel) else model
   _check(decoder, prompts, max_new_tokens, stop_tokens, seed)
   if pixel_values is not None:
     check_images(model, prompts, pixel_values)
   length = bucket(max(map(len, prompts)))
-  if cache_size is None:
+  if cache_size is not None:
+    check_whole(op, "cache_size", cache_size, None, "pass None")
+  else:
     cache_size = length + bucket(max_new_tokens)
   if cache_size < length + max_new_tokens:
     raise ValueError(
@@ -327,6 +334,18 @@ def _padded(
   return tokens, padding
 
 
+def _ids(name: str, tokens: Any) -> np.ndarray:
+  """Token ids [n]; a TypeError for what is none."""
+  try:
+    found = np.asarray(tokens)
+  except (TypeError, ValueError):  # Of several lengths.
+    found = np.asarray("")
+  if found.ndim != 1 or found.size and found.dtype.kind not in "iu":
+    remedy = "use the model's own tokenizer"
+    refuse(TypeError, "generate", name, "token ids", tokens, remedy)
+  return found
+
+
 def _check(
   model: Decoder,
   prompts: Sequence[Sequence[int]],
@@ -335,37 +354,41 @@ def _check(
   seed: int,
 ) -> None:
   """Raises where arguments are not as `generate` needs them."""
-  if not prompts:
+  op = "generate"
+  if isinstance(prompts, str) or not hasattr(prompts, "__len__"):
+    remedy = "pass a list of token ids for each"
+    refuse(TypeError, op, "prompts", "several prompts", prompts, remedy)
+  if not len(prompts):
     raise ValueError("generate: needs at least one prompt, got none; pass one")
   vocab_size = model.embedding.shape[0]
   for i, prompt in enumerate(prompts):
-    if not len(prompt):
+    tokens = _ids(f"prompt {i}", prompt)
+    if not tokens.size:
       raise ValueError(
         "generate: a prompt must have at least one token, got none in prompt "
         f"{i}; pass a token that texts begin with"
       )
-    if not all(0 <= token < vocab_size for token in prompt):
+    if not 0 <= tokens.min() <= tokens.max() < vocab_size:
       raise ValueError(
         "generate: tokens must be at least 0 and below the vocabulary of "
-        f"{vocab_size}, got {min(prompt)} to {max(prompt)} in prompt {i}; use "
-        "the model's own tokenizer"
+        f"{vocab_size}, got {tokens.min()} to {tokens.max()} in prompt {i}; "
+        "use the model's own tokenizer"
       )
-  if not all(0 <= token < vocab_size for token in stop_tokens):
+  stops = _ids("stop_tokens", stop_tokens)
+  if stops.size and not 0 <= stops.min() <= stops.max() < vocab_size:
     raise ValueError(
       "generate: stop_tokens must be at least 0 and below the vocabulary of "
       f"{vocab_size}, got {tuple(stop_tokens)}; use the model's own"
     )
-  if not 1 <= max_new_tokens < 2**31:
-    raise ValueError(
-      f"generate: max_new_tokens must be at least 1, got {max_new_tokens}; "
-      "pass how many tokens to add"
-    )
+  remedy = "pass how many tokens to add"
+  check_whole(op, "max_new_tokens", max_new_tokens, COUNT, remedy)
   # The last new token is not read.
   longest = max(map(len, prompts))
   model.config.check_length(
     f"generate: a prompt of {longest} tokens and {max_new_tokens} new ones",
     longest + max_new_tokens - 1,
   )
+  check_whole(op, "seed", seed, None, "such as 0")
   if not 0 <= seed < 2**32:
     raise ValueError(
       f"generate: seed must be at least 0 and below 2^32, got {seed}; pass "

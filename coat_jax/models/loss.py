@@ -4,6 +4,7 @@
 import jax
 from jax import Array
 
+from coat_jax.checks import check_kind
 from coat_jax.layers import RoutingStats, load_balancing_loss, vocabulary
 from coat_jax.models.batch import Batch
 from coat_jax.models.decoder import Decoder
@@ -26,7 +27,13 @@ def loss_fn(
 
   Returns:
     f32 scalar, nats per target.
+
+  Raises:
+    TypeError: another model, or a batch of other kinds of arrays.
+    ValueError: a batch of other shapes, or images for a Decoder.
   """
+  op, kinds = "loss_fn", (Decoder, VisionLanguageModel)
+  check_kind(op, "model", model, kinds, "a tower alone has no next token")
   batch = Batch.of(batch)
   if isinstance(model, VisionLanguageModel):
     hidden, routing = model.routed(

@@ -15,6 +15,7 @@ import numpy as np
 from flax import nnx
 from jax import Array
 
+from coat_jax.models.arguments import check_pixels
 from coat_jax.models.cache import without_fp8
 from coat_jax.models.decoder import Decoder
 from coat_jax.models.placing import Placed, token_rows
@@ -76,6 +77,7 @@ def check_images(
       "generate: images are of a VisionLanguageModel, got pixel_values with a "
       "Decoder; leave them out"
     )
+  check_pixels("generate", pixel_values)
   if pixel_values.ndim != 5 or len(pixel_values) != len(prompts):
     raise ValueError(
       "generate: pixel_values must be [B, I, C, H, W], of as many sequences as "

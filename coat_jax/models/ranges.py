@@ -10,24 +10,16 @@ JAX, whatever it was for.
 import dataclasses
 import numbers
 import types
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-
-@dataclasses.dataclass(frozen=True)
-class Range:
-  """The numbers from `lowest` to `highest`, both included."""
-
-  lowest: int | float
-  highest: int | float
-
+from coat_jax.checks import COUNT, NOT_NEGATIVE, POSITIVE, Range
 
 # What int32 counts, as a step's number.
-Count = Annotated[int, Range(1, 2**31 - 1)]
+Count = Annotated[int, COUNT]
 # A width, with which neither bytes nor values of a weight overflow 64 bits.
 Width = Annotated[int, Range(1, 2**20)]
-# What f32 holds, without its subnormal numbers, which devices flush to 0.
-Positive = Annotated[float, Range(1.2e-38, 3.4e38)]
-NotNegative = Annotated[float, Range(0, 3.4e38)]
+Positive = Annotated[float, POSITIVE]
+NotNegative = Annotated[float, NOT_NEGATIVE]
 
 
 def range_of(hint: Any) -> tuple[type, Range] | None:
@@ -101,7 +93,8 @@ def check_kinds(config: Any) -> None:
 
 def _alternatives(hint: Any) -> tuple[Any, ...]:
   """The types of a union, or the one type."""
-  return get_args(hint) if get_origin(hint) is types.UnionType else (hint,)
+  is_union = get_origin(hint) in (types.UnionType, Union)
+  return get_args(hint) if is_union else (hint,)
 
 
 def _words(hint: Any, value: Any) -> str:
@@ -123,4 +116,4 @@ def _is_allowed(
   wanted = numbers.Integral if kind is int else numbers.Real
   if not isinstance(value, wanted) or isinstance(value, bool):
     return False
-  return bool(allowed.lowest <= value <= allowed.highest)  # pyright: ignore[reportOperatorIssue]
+  return value in allowed

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 from flax import nnx
 
+from coat_jax.checks import check_choice
 from coat_jax.layers import block_inputs_saveable
 from coat_jax.layers.remat import codes_saveable, through_codes
 from coat_jax.models.config import Remat
@@ -43,8 +44,9 @@ def check_remat(remat: Remat, recipe: CoatRecipe) -> None:
   """Checks that layers of a recipe have what is to be kept of them.
 
   Raises:
-    ValueError: `remat` is "fp8" and the layers' norms read no FP8.
+    ValueError: `remat` is unknown, or "fp8" and the layers' norms read no FP8.
   """
+  check_choice("remat", "remat", remat, tuple(_POLICIES))
   if remat == "fp8" and recipe.nonlinear != "fp8":
     raise ValueError(
       "remat: 'fp8' keeps the FP8 inputs of norms, which recipe coat has, got "

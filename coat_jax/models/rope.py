@@ -8,6 +8,7 @@ fields, by the names that transformers gives them.
 import dataclasses
 import math
 
+from coat_jax.checks import check_kind
 from coat_jax.ops.rotary import (
   LinearScaling,
   Llama3Scaling,
@@ -32,11 +33,14 @@ def parse_scaling(text: str | None) -> RopeScaling | None:
     `layers.LinearScaling`, `Llama3Scaling` or `YarnScaling`; None for None.
 
   Raises:
+    TypeError: it is no text.
     ValueError: an unknown type or field, a field that is missing, or a number
       outside its range.
   """
   if text is None:
     return None
+  remedy = "as in linear,factor=4"
+  check_kind("rope_scaling", "it", text, str, remedy)
   name, *fields = text.split(",")
   kind = SCALINGS.get(name)
   if kind is None:
@@ -51,7 +55,8 @@ def parse_scaling(text: str | None) -> RopeScaling | None:
       values[key] = float(number)
     except ValueError as error:
       raise ValueError(
-        f"rope_scaling: {name} needs fields as factor=4, got {field[:40]!r}"
+        f"rope_scaling: {name} needs fields as factor=4, got {field[:40]!r}; "
+        "copy its numbers from the model's config.json"
       ) from error
   return scaling_of(name, values)
 
@@ -67,7 +72,7 @@ def scaling_of(name: str, values: dict[str, float]) -> RopeScaling:
     raise ValueError(
       f"rope_scaling: {name} has the fields {', '.join(known)}, of which "
       f"{', '.join(sorted(needed))} are needed; wrong are "
-      f"{', '.join(sorted(wrong))}"
+      f"{', '.join(sorted(wrong))}, got {', '.join(values) or 'none'}"
     )
   length = "original_max_position_embeddings"
   for key, value in values.items():

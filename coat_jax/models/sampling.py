@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from coat_jax.checks import check_number, check_whole
+
 _SMALLEST = float(jnp.finfo(jnp.float32).tiny)
 _LARGEST = float(jnp.finfo(jnp.float32).max)
 # Chosen where the largest logit is NaN or infinite: no token is meant then.
@@ -39,8 +41,15 @@ def make_sampling(
   """Checks the options of `generate` and makes arrays of them.
 
   Raises:
+    TypeError: one is no number.
     ValueError: one is outside its range, or would be ignored.
   """
+  op = "generate"
+  check_number(op, "temperature", temperature, None, "0 is greedy")
+  if top_k is not None:
+    check_whole(op, "top_k", top_k, None, "pass None for all")
+  if top_p is not None:
+    check_number(op, "top_p", top_p, None, "pass None for all")
   if not 0 <= temperature <= _LARGEST:
     raise ValueError(
       "generate: temperature must be at least 0 and a number that f32 holds, "

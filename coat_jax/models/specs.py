@@ -11,6 +11,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from coat_jax.checks import check_kind
 from coat_jax.recipe import GradDtype, MeshAxes
 
 # What an axis of an array is, and which axes of the mesh split it.
@@ -56,8 +57,19 @@ def param_shardings(mesh: Mesh | AbstractMesh, params: Any) -> Any:
 
   Returns:
     The same tree of `NamedSharding`s, as `PARAMETER_AXES` says.
-  """
 
+  Raises:
+    TypeError: `mesh` is none.
+    ValueError: it has not the axes, or a parameter is of no model.
+  """
+  op = "param_shardings"
+  check_kind(op, "mesh", mesh, (Mesh, AbstractMesh), "see jax.make_mesh")
+  wanted = (*AXIS_RULES["batch"], AXIS_RULES["columns"])
+  if missing := [name for name in wanted if name not in mesh.shape]:
+    raise ValueError(
+      f"{op}: mesh must have the axes {', '.join(wanted)}, got none named "
+      f"{missing[0]}; axes that are not needed have size 1"
+    )
   return jax.tree.map_with_path(
     lambda path, _: NamedSharding(mesh, param_spec(path)), params
   )
@@ -100,9 +112,18 @@ def param_spec(path: Any) -> PartitionSpec:
 
   Returns:
     Which axes of a mesh split its axes, those of stacked layers included.
+
+  Raises:
+    ValueError: no model has such a parameter.
   """
   name = jax.tree_util.keystr(path, simple=True, separator="/")
   if any(part in name for part in _WHOLE):
     return PartitionSpec()
-  (axes,) = (axes for end, axes in PARAMETER_AXES.items() if name.endswith(end))
+  found = [axes for end, axes in PARAMETER_AXES.items() if name.endswith(end)]
+  if len(found) != 1:
+    raise ValueError(
+      f"param_shardings: params must be a model's, got {name!r}, which no "
+      "model has; pass nnx.to_pure_dict(nnx.state(model, nnx.Param))"
+    )
+  (axes,) = found
   return PartitionSpec(*map(AXIS_RULES.get, axes))

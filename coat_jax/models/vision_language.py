@@ -20,10 +20,18 @@ from jax.typing import DTypeLike
 
 from coat_jax import ops
 from coat_jax import recipe as recipes
+from coat_jax.checks import check_kind, check_whole
 from coat_jax.layers import Linear
+from coat_jax.models.arguments import (
+  check_config,
+  check_model,
+  check_pixels,
+  check_tokens,
+)
 from coat_jax.models.config import ModelConfig, Remat
 from coat_jax.models.decoder import Carry, Decoder
 from coat_jax.models.placing import Placed, token_rows
+from coat_jax.models.ranges import check_kinds
 from coat_jax.models.stack import Store, store_params, stored_in
 from coat_jax.models.vision import VisionConfig, VisionTower
 from coat_jax.recipe import CoatRecipe
@@ -46,6 +54,7 @@ class VisionLanguageConfig:
     projector_bias: whether the projector's layers have biases.
 
   Raises:
+    TypeError: a part or a number of another kind.
     ValueError: a number outside its range, or a decoder of a family that scales
       its embeddings, for which it is not settled whether images are scaled too.
   """
@@ -58,6 +67,13 @@ class VisionLanguageConfig:
   projector_bias: bool = True
 
   def __post_init__(self):
+    op = "VisionLanguageConfig"
+    check_kind(op, "text", self.text, ModelConfig, "of a decoder")
+    check_kind(op, "vision", self.vision, VisionConfig, "of a tower")
+    remedy = "copy it from the model's config.json"
+    check_whole(op, "image_token", self.image_token, None, remedy)
+    check_whole(op, "feature_layer", self.feature_layer, None, remedy)
+    check_kinds(self)
     if self.text.choices.scales_embedding:
       raise ValueError(
         "VisionLanguageConfig: text must be of a family that does not scale "
@@ -66,13 +82,13 @@ class VisionLanguageConfig:
     if not 0 <= self.image_token < self.text.vocab_size:
       raise ValueError(
         "VisionLanguageConfig: image_token must be a token of the vocabulary "
-        f"of {self.text.vocab_size}, got {self.image_token}"
+        f"of {self.text.vocab_size}, got {self.image_token}; {remedy}"
       )
     layers = self.vision.num_layers
     if not -layers - 1 <= self.feature_layer <= layers:
       raise ValueError(
         f"VisionLanguageConfig: feature_layer must be from {-layers - 1} to "
-        f"{layers}, got {self.feature_layer}"
+        f"{layers}, got {self.feature_layer}; {remedy}"
       )
 
   @property
@@ -103,6 +119,7 @@ class Projector(nnx.Module):
       dtype: of activations.
       rngs: its stream `params` initializes the kernels.
     """
+    check_config("Projector", config, VisionLanguageConfig)
     width = config.text.d_model
     shared: dict[str, Any] = dict(
       recipe=recipes.bf16(),
@@ -184,9 +201,13 @@ class VisionLanguageModel(nnx.Module):
       rngs: its stream `params` initializes the parameters.
 
     Raises:
-      ValueError: `param_dtype` is none of float32, bfloat16 and float16.
+      TypeError: an argument of another kind.
+      ValueError: an unknown `remat`, or "fp8" where the recipe is not coat, or
+        `param_dtype` is none of float32, bfloat16 and float16.
     """
-    store = store or stored_in("VisionLanguageModel", param_dtype)
+    op = "VisionLanguageModel"
+    check_model(op, config, VisionLanguageConfig, recipe, dtype, store, rngs)
+    store = store or stored_in(op, param_dtype)
     self.config = config
     self.tower = VisionTower(
       config.vision, recipe=recipe, dtype=dtype, store=store, rngs=rngs
@@ -218,7 +239,8 @@ class VisionLanguageModel(nnx.Module):
       Hidden states [B, T, D], in `dtype`.
 
     Raises:
-      ValueError: images of another shape.
+      TypeError: tokens that are no integers, or images no floats.
+      ValueError: tokens or images of another shape.
     """
     return self.routed(tokens, pixel_values, segments)[0]
 
@@ -229,8 +251,10 @@ class VisionLanguageModel(nnx.Module):
     segments: Array | None = None,
   ) -> Carry:
     """As the call, with what `Decoder.routed` returns beside."""
+    check_tokens("VisionLanguageModel", tokens, segments)
     placed = None
     if pixel_values is not None:
+      check_pixels("VisionLanguageModel", pixel_values)
       if len(pixel_values) != len(tokens):
         raise ValueError(
           "VisionLanguageModel: images must be of as many sequences as tokens, "
@@ -264,6 +288,7 @@ class VisionLanguageModel(nnx.Module):
     Raises:
       ValueError: images of another shape.
     """
+    check_pixels("VisionLanguageModel", pixel_values)
     if pixel_values.ndim != 5:
       raise ValueError(
         "VisionLanguageModel: images must be [B, I, C, H, W], I of each "

@@ -25,23 +25,17 @@ Source: arXiv:2410.19313, section 5; the backward formulas are the derivatives.
 
 from coat_jax.ops.activation import (
   activation_bwd,
-  activation_derivative,
   activation_fwd,
-  activation_values,
   gated_bwd,
   gated_bwd_operands,
   gated_fwd,
   gated_input,
   gelu_bwd,
   gelu_bwd_operands,
-  gelu_derivative,
   gelu_fwd,
   gelu_input,
-  gelu_values,
   mul_bwd,
   mul_fwd,
-  silu_derivative,
-  silu_values,
 )
 from coat_jax.ops.attention import attention_bwd, attention_fwd
 from coat_jax.ops.attention_fp8 import (
@@ -57,6 +51,14 @@ from coat_jax.ops.blocks import (
   turn_blocks,
 )
 from coat_jax.ops.dispatch import Op, explain
+from coat_jax.ops.functions import (
+  activation_derivative,
+  activation_values,
+  gelu_derivative,
+  gelu_values,
+  silu_derivative,
+  silu_values,
+)
 from coat_jax.ops.grouped import grouped_dgrad, grouped_fwd, grouped_wgrad
 from coat_jax.ops.linear import linear_dgrad, linear_fwd, linear_wgrad
 from coat_jax.ops.norm import (

@@ -1,16 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Activation functions of FP8 values in plain jnp: gated ones, and GELU.
 
-For each function: its values and derivative in f32; what it reads and saves for
-the backward pass (`*_input`); the operand of the next product (`*_fwd`); its
-gradient in f32 (`*_bwd`), and as operands of the products on both sides
-(`*_bwd_operands`).
+For each function: what it reads and saves for the backward pass (`*_input`);
+the operand of the next product (`*_fwd`); its gradient in f32 (`*_bwd`), and as
+operands of the products on both sides (`*_bwd_operands`). `functions` has their
+values and derivatives.
 """
 
-import functools
-from collections.abc import Callable
-
-import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
@@ -18,104 +14,28 @@ from jax.typing import DTypeLike
 from coat_jax.formats import E4M3, E5M2
 from coat_jax.ops.blocks import quantize_blocks, values_to_operand
 from coat_jax.ops.dispatch import op
+from coat_jax.ops.functions import (
+  activation_derivative,
+  activation_values,
+  check_activation,
+  check_approximation,
+  gelu_derivative,
+  gelu_values,
+)
 from coat_jax.ops.quantize import quantize_groups, quantize_tensor, tensor_scale
 from coat_jax.ops.types import Activation, Approximation, Layout, Operand
 from coat_jax.qtensor import QTensor, dequantize
 from coat_jax.recipe import Scaling
 
 
-def silu_values(x: Array) -> Array:
-  """x sigmoid(x) in f32."""
-  x = x.astype(jnp.float32)
-  return x * jax.nn.sigmoid(x)
+def _check_gated(*args, activation, **kwargs) -> None:
+  del args, kwargs
+  check_activation(activation)
 
 
-def silu_derivative(x: Array) -> Array:
-  """sigmoid(x) (1 + x (1 - sigmoid(x))) in f32."""
-  x = x.astype(jnp.float32)
-  sigmoid = jax.nn.sigmoid(x)
-  return sigmoid * (1 + x * (1 - sigmoid))
-
-
-_SQRT_HALF = 0.7071067811865476
-_INV_SQRT_2PI = 0.3989422804014327
-_SQRT_2_OVER_PI = 0.7978845608028654
-_CUBIC = 0.044715
-_QUICK = 1.702
-
-
-def gelu_values(x: Array, *, approximate: Approximation) -> Array:
-  """x Phi(x) in f32.
-
-  (1 + tanh(u)) / 2 = sigmoid(2 u) does not cancel where tanh(u) is near -1.
-
-  Args:
-    x: any shape.
-    approximate: Phi by the tanh approximation (True), by erf (False), or as
-      sigmoid(1.702 x) ("sigmoid").
-
-  Raises:
-    ValueError: another approximation.
-  """
-  x = x.astype(jnp.float32)
-  _check_approximation(approximate)
-  if approximate == "sigmoid":
-    return x * jax.nn.sigmoid(_QUICK * x)
-  if approximate:
-    inner = _SQRT_2_OVER_PI * (x + _CUBIC * x * x * x)
-    return x * jax.nn.sigmoid(2 * inner)
-  return 0.5 * x * (1 + jax.lax.erf(x * _SQRT_HALF))
-
-
-def gelu_derivative(x: Array, *, approximate: Approximation) -> Array:
-  """d gelu / dx in f32."""
-  x = x.astype(jnp.float32)
-  _check_approximation(approximate)
-  if approximate == "sigmoid":
-    x = jnp.clip(x, -60, 60)  # As below; sigmoid(-102) is not subnormal.
-    cdf = jax.nn.sigmoid(_QUICK * x)
-    return cdf + _QUICK * x * cdf * (1 - cdf)
-  if approximate:
-    # Beyond 20 it is 0 or 1, and 0 times an overflowing slope would be NaN.
-    x = jnp.clip(x, -20, 20)
-    inner = _SQRT_2_OVER_PI * (x + _CUBIC * x * x * x)
-    slope = _SQRT_2_OVER_PI * (1 + 3 * _CUBIC * x * x)
-    cdf = jax.nn.sigmoid(2 * inner)
-    return cdf + 2 * x * cdf * (1 - cdf) * slope
-  density = _INV_SQRT_2PI * jnp.exp(-0.5 * x * x)
-  return 0.5 * (1 + jax.lax.erf(x * _SQRT_HALF)) + x * density
-
-
-def _check_approximation(approximate) -> None:
-  if approximate not in (True, False, "sigmoid"):
-    raise ValueError(
-      'gelu: approximate must be True, False or "sigmoid", got '
-      f"{approximate!r}; True is the tanh formula, False erf"
-    )
-
-
-# Values and derivative of each.
-_FUNCTIONS: dict[Activation, tuple[Callable, Callable]] = {
-  "silu": (silu_values, silu_derivative),
-  "gelu_tanh": (
-    functools.partial(gelu_values, approximate=True),
-    functools.partial(gelu_derivative, approximate=True),
-  ),
-  "gelu": (
-    functools.partial(gelu_values, approximate=False),
-    functools.partial(gelu_derivative, approximate=False),
-  ),
-}
-
-
-def activation_values(x: Array, *, activation: Activation) -> Array:
-  """The activation function of x in f32."""
-  return _FUNCTIONS[activation][0](x)
-
-
-def activation_derivative(x: Array, *, activation: Activation) -> Array:
-  """Its derivative in f32."""
-  return _FUNCTIONS[activation][1](x)
+def _check_gelu(*args, approximate, **kwargs) -> None:
+  del args, kwargs
+  check_approximation(approximate)
 
 
 @op()
@@ -170,7 +90,7 @@ def mul_bwd(
   return da, dy * dequantize(a, group_size=group_size)
 
 
-@op(triton="gated")
+@op(check=_check_gated, triton="gated")
 def gated_input(
   gate_up: Array,
   *,
@@ -199,7 +119,7 @@ def gated_input(
   return gate_q, up_q, tensor_scale.definition(product, dtype=product_dtype)
 
 
-@op(triton="gated")
+@op(check=_check_gated, triton="gated")
 def gated_fwd(
   gate: QTensor,
   up: QTensor,
@@ -228,12 +148,12 @@ def gated_bwd(
   dy = dy.astype(jnp.float32)
   gate_values = dequantize(gate, group_size=group_size)
   up_values = dequantize(up, group_size=group_size)
-  values, derivative = _FUNCTIONS[activation]
-  dgate = dy * up_values * derivative(gate_values)
-  return dgate, dy * values(gate_values)
+  slope = activation_derivative(gate_values, activation=activation)
+  dgate = dy * up_values * slope
+  return dgate, dy * activation_values(gate_values, activation=activation)
 
 
-@op(triton="gated")
+@op(check=_check_gated, triton="gated")
 def gated_bwd_operands(
   dy: Array,
   gate: QTensor,
@@ -286,7 +206,7 @@ def _gated_product(
   return y * dequantize(up, group_size=group_size)
 
 
-@op(triton="gelu")
+@op(check=_check_gelu, triton="gelu")
 def gelu_input(
   x: Array,
   *,
@@ -313,7 +233,7 @@ def gelu_input(
   return x_q, tensor_scale.definition(y, dtype=output_dtype)
 
 
-@op(triton="gelu")
+@op(check=_check_gelu, triton="gelu")
 def gelu_fwd(
   x: QTensor,
   *,
@@ -339,7 +259,7 @@ def gelu_bwd(
   return dy.astype(jnp.float32) * slope
 
 
-@op(triton="gelu")
+@op(check=_check_gelu, triton="gelu")
 def gelu_bwd_operands(
   dy: Array,
   x: QTensor,

@@ -33,7 +33,8 @@ def check_attention(q, k, v, segments=None, *, kind: AttentionKind) -> None:
   if not fits or q.shape[2] % k.shape[2]:
     raise ValueError(
       "attention: needs q [B, T, N, H] and k, v [B, S, K, H] with N a "
-      f"multiple of K, got q {q.shape}, k {k.shape}, v {v.shape}"
+      f"multiple of K, got q {q.shape}, k {k.shape}, v {v.shape}; add axes of "
+      "batch and heads"
     )
   if segments is None:
     return
@@ -41,7 +42,8 @@ def check_attention(q, k, v, segments=None, *, kind: AttentionKind) -> None:
   if not fits or not jnp.issubdtype(segments.dtype, jnp.integer):
     raise ValueError(
       "attention: segments are integers [B, T], of queries and keys alike, got "
-      f"{segments.dtype} {segments.shape} for q {q.shape} and k {k.shape}"
+      f"{segments.dtype} {segments.shape} for q {q.shape} and k {k.shape}; "
+      "pass which document each token is of"
     )
 
 

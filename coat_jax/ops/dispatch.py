@@ -23,6 +23,7 @@ from typing import Any
 
 import jax
 
+from coat_jax.checks import refuse
 from coat_jax.ops.explicit import partitioned
 from coat_jax.ops.types import Implementation, Unsupported
 
@@ -61,6 +62,20 @@ class Op[R]:
     """Names that `implementation` can have."""
     return ("xla", *(name for name, _ in self.kernels))
 
+  def require_known(self, implementation: Any, op: str = "") -> None:
+    """Raises a NotImplementedError where no implementation has this name.
+
+    Args:
+      implementation: the name, or None.
+      op: the public function that asks; by default this one.
+    """
+    if implementation not in (None, *self.implementations):
+      raise NotImplementedError(
+        f"{op or self.name}: implementation must be one of "
+        f"{self.implementations}, got {implementation!r}; pass None to have it "
+        "chosen"
+      )
+
   def kernel(self, implementation: str) -> Callable[..., R]:
     """The function behind a name among `implementations`, "xla" excepted."""
     found = dict(self.kernels)[implementation]  # pyright: ignore[reportArgumentType]
@@ -75,6 +90,11 @@ class Op[R]:
   def __call__(
     self, *args: Any, implementation: Implementation | None = None, **kwargs
   ) -> R:
+    self.require_known(implementation)
+    for x in jax.tree.leaves(args):
+      if not hasattr(x, "dtype"):
+        remedy = "pass options by keyword"
+        refuse(TypeError, self.name, "arguments", "arrays", x, remedy)
     if self.check is not None:
       self.check(*args, **kwargs)
 
@@ -88,11 +108,6 @@ class Op[R]:
       return self._choose(args, kwargs)
     if implementation == "xla":
       return self.definition(*args, **kwargs)
-    if implementation not in self.implementations:
-      raise NotImplementedError(
-        f"{self.name}: implementation must be one of {self.implementations}, "
-        f"got {implementation!r}"
-      )
     try:
       self._require_whole_arrays(implementation)
       return self.kernel(implementation)(*args, **kwargs)

@@ -19,7 +19,8 @@ def _check_weights(x: Array, w: Array, sizes: Array, **kwargs) -> None:
   if not fits or x.shape[1] not in w.shape[1:]:
     raise ValueError(
       "grouped: needs rows [M, D] or gradients [M, F], weights [E, D, F] and "
-      f"sizes [E], got {x.shape}, {w.shape} and {sizes.shape}"
+      f"sizes [E], got {x.shape}, {w.shape} and {sizes.shape}; pass arrays "
+      "that belong together"
     )
 
 
@@ -28,7 +29,8 @@ def _check_rows(x: Array, g: Array, sizes: Array, **kwargs) -> None:
   if x.ndim != 2 or g.ndim != 2 or len(x) != len(g) or sizes.ndim != 1:
     raise ValueError(
       "grouped: needs rows [M, D], gradients [M, F] and sizes [E], got "
-      f"{x.shape}, {g.shape} and {sizes.shape}"
+      f"{x.shape}, {g.shape} and {sizes.shape}; pass arrays that belong "
+      "together"
     )
 
 

@@ -20,18 +20,29 @@ from coat_jax.ops.types import BlockScales, Operand
 from coat_jax.qtensor import QTensor
 
 
-def _check_linear(x: Operand, w: Operand, **kwargs) -> None:
+def _check_linear(x, w, *, bias=None, add=None, **kwargs) -> None:
   del kwargs
   if x.rows is None or w.columns is None or w.columns.ndim != 2:
     raise ValueError(
       "linear: needs x in rows and a weight [D, F] in columns, got "
-      f"{_layout_of(x)} and {_layout_of(w)}"
+      f"{_layout_of(x)} and {_layout_of(w)}; quantize them in these layouts"
     )
   if x.rows.shape[-1] != w.columns.shape[1]:
     raise ValueError(
       "linear: x [..., D] needs a weight [D, F], got x "
-      f"{x.rows.shape} and weight {w.columns.shape[::-1]}"
+      f"{x.rows.shape} and weight {w.columns.shape[::-1]}; pass x of the "
+      "weight's width"
     )
+  columns = w.columns.shape[:1]
+  for name, other, want in (
+    ("bias", bias, columns),
+    ("add", add, x.rows.shape[:-1] + columns),
+  ):
+    if other is not None and other.shape != want:
+      raise ValueError(
+        f"linear: {name} must be of the product's columns, {want}, got "
+        f"{other.shape}; pass weights that belong together"
+      )
 
 
 def _layout_of(operand: Operand) -> str:

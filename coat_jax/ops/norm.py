@@ -1,17 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
 """RMS norm and layer norm of FP8 values in plain jnp, forward and backward."""
 
+from typing import get_args
+
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
+from coat_jax.checks import NOT_NEGATIVE, check_choice, check_number
 from coat_jax.formats import E4M3
 from coat_jax.ops.blocks import values_to_operand
 from coat_jax.ops.dispatch import op
 from coat_jax.ops.quantize import quantize_groups, tensor_scale
 from coat_jax.ops.types import Layout, NormKind, NormStats, Operand
 from coat_jax.qtensor import QTensor, dequantize
+
+
+def check_norm(x, gamma, beta, *, kind, eps, **kwargs) -> None:
+  """Raises where these are no arguments of a norm."""
+  del kwargs
+  remedy = "without a norm kind is None in blocks"
+  check_choice("norm", "kind", kind, get_args(NormKind), remedy)
+  check_number("norm", "eps", eps, NOT_NEGATIVE, "1e-6 is usual")
+  for name, row in (("gamma", gamma), ("beta", beta)):
+    if row is not None and row.shape != x.shape[-1:]:
+      raise ValueError(
+        f"norm: {name} must be [D] for x [..., D], got {row.shape} for x "
+        f"{x.shape}; pass x of the width that the norm has"
+      )
 
 
 def norm_values(
@@ -32,7 +49,12 @@ def norm_values(
 
   Returns:
     y f32 [..., D] and the statistics.
+
+  Raises:
+    TypeError: `eps` is no number.
+    ValueError: an unknown kind, a negative `eps`, or shapes that do not fit.
   """
+  check_norm(x, gamma, beta, kind=kind, eps=eps)
   x = x.astype(jnp.float32)
   mean, centred = None, x
   if kind == "layer":
@@ -82,7 +104,7 @@ def _row(v: Array, like: Array) -> Array:
   return v.astype(jnp.float32).reshape((1,) * (like.ndim - 1) + v.shape)
 
 
-@op(triton="norm")
+@op(check=check_norm, triton="norm")
 def norm_input(
   x: Array,
   gamma: Array | None,

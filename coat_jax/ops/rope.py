@@ -68,7 +68,7 @@ def _frequencies(theta, head_dim, kind):
   if len(sizes) > 1:
     raise ValueError(
       "rope: rotary_dim must be the same in all kinds of layers, got "
-      f"{sorted(sizes)}"
+      f"{sorted(sizes)}; pass one size"
     )
   still = jnp.zeros(max(sizes, default=head_dim) // 2, jnp.float32)
   frequencies = jnp.stack(

@@ -12,6 +12,17 @@ import math
 import jax.numpy as jnp
 from jax import Array
 
+from coat_jax.checks import (
+  ANY,
+  COUNT,
+  NOT_NEGATIVE,
+  POSITIVE,
+  Range,
+  check_kind,
+  check_number,
+  check_whole,
+)
+
 
 class RopeScaling(abc.ABC):
   """How frequencies change: a frozen dataclass."""
@@ -73,12 +84,8 @@ class Llama3Scaling(RopeScaling):
 
   def __post_init__(self):
     _require_factor(self)
-    if not 0 < self.low_freq_factor < self.high_freq_factor:
-      raise ValueError(
-        "Llama3Scaling: low_freq_factor must be between 0 and "
-        f"high_freq_factor, got {self.low_freq_factor} and "
-        f"{self.high_freq_factor}"
-      )
+    _check_turns(self, "low_freq_factor", "high_freq_factor")
+    _check_length(self)
 
   def scaled(self, frequency, *, theta):
     del theta
@@ -120,11 +127,12 @@ class YarnScaling(RopeScaling):
 
   def __post_init__(self):
     _require_factor(self)
-    if not 0 < self.beta_slow < self.beta_fast:
-      raise ValueError(
-        "YarnScaling: beta_slow must be between 0 and beta_fast, got "
-        f"{self.beta_slow} and {self.beta_fast}"
-      )
+    _check_turns(self, "beta_slow", "beta_fast")
+    _check_length(self)
+    for name in ("attention_factor", "mscale", "mscale_all_dim"):
+      if (value := getattr(self, name)) is not None:
+        remedy = "leave it out for what follows from the factor"
+        check_number("YarnScaling", name, value, NOT_NEGATIVE, remedy)
 
   def scaled(self, frequency, *, theta):
     half = len(frequency)
@@ -150,12 +158,32 @@ class YarnScaling(RopeScaling):
     return grown + 1
 
 
+# Where these numbers are written.
+_REMEDY = "copy it from the model's config.json"
+
+
 def _require_factor(scaling) -> None:
-  if not scaling.factor >= 1:
+  name, allowed = type(scaling).__name__, Range(1, 3.4e38)
+  check_number(name, "factor", scaling.factor, allowed, _REMEDY)
+
+
+def _check_turns(scaling, low: str, high: str) -> None:
+  """Raises where two numbers of turns are not positive and in order."""
+  op = type(scaling).__name__
+  turns = getattr(scaling, low), getattr(scaling, high)
+  for name, value in zip((low, high), turns, strict=True):
+    check_number(op, name, value, POSITIVE, _REMEDY)
+  if not turns[0] < turns[1]:
     raise ValueError(
-      f"{type(scaling).__name__}: factor must be at least 1, got "
-      f"{scaling.factor}"
+      f"{op}: {low} must be between 0 and {high}, got {turns[0]} and "
+      f"{turns[1]}; {_REMEDY}"
     )
+
+
+def _check_length(scaling) -> None:
+  name = "original_max_position_embeddings"
+  op, value = type(scaling).__name__, getattr(scaling, name)
+  check_whole(op, name, value, COUNT, _REMEDY)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,7 +197,8 @@ class Rotary:
       others pass as they are.
 
   Raises:
-    ValueError: an odd `rotary_dim`, or one below 2.
+    TypeError: an argument of another kind.
+    ValueError: an odd `rotary_dim`, or one below 2; a base that is not above 0.
   """
 
   theta: float
@@ -177,7 +206,14 @@ class Rotary:
   rotary_dim: int | None = None
 
   def __post_init__(self):
-    size = self.rotary_dim
+    op, size = "Rotary", self.rotary_dim
+    check_number(op, "theta", self.theta, POSITIVE, "1e4 is Llama 2's")
+    if self.scaling is not None:
+      remedy = "as in LinearScaling(factor=2)"
+      check_kind(op, "scaling", self.scaling, RopeScaling, remedy)
+    if size is not None:
+      remedy = "None turns all channels"
+      check_whole(op, "rotary_dim", size, ANY, remedy)
     if size is not None and (size < 2 or size % 2):
       raise ValueError(
         "Rotary: rotary_dim must be even, for RoPE rotates pairs, and at least "
@@ -189,7 +225,7 @@ class Rotary:
     if self.rotary_dim is not None and self.rotary_dim > head_dim:
       raise ValueError(
         f"Rotary: rotary_dim must be at most the heads' size {head_dim}, got "
-        f"{self.rotary_dim}"
+        f"{self.rotary_dim}; None turns all channels"
       )
 
   def frequencies(self, head_dim: int) -> Array:

@@ -2,10 +2,11 @@
 """What operations take, give and raise beside `QTensor`s and arrays."""
 
 import dataclasses
-import math
 from typing import Literal, NamedTuple
 
 from jax import Array
+
+from coat_jax.checks import COUNT, POSITIVE, check_number, check_whole
 
 # "xla" is the definition in plain jnp; the others are for a GPU, "cuda" in jnp.
 Implementation = Literal[
@@ -90,23 +91,20 @@ class AttentionKind:
   scale: float | None = None
 
   def __post_init__(self):
-    if self.window is not None and self.window < 1:
-      raise ValueError(
-        f"attention: window must be at least 1, got {self.window}; a query "
-        "sees itself, and window=None is for all keys"
-      )
+    op = "attention"
+    if self.window is not None:
+      remedy = "a query sees itself, and window=None is for all keys"
+      check_whole(op, "window", self.window, COUNT, remedy)
     if self.window is not None and not self.causal:
       raise ValueError(
         "attention: a window ends at its query and needs causal=True, got "
-        f"window={self.window} and causal=False"
+        f"window={self.window} and causal=False; leave one of them out"
       )
     for name in ("soft_cap", "scale"):
       value = getattr(self, name)
-      if value is not None and not 0 < value < math.inf:
-        raise ValueError(
-          f"attention: {name} must be above 0 and finite, got {value}; pass "
-          f"{name}=None for none of your own"
-        )
+      if value is not None:
+        remedy = f"pass {name}=None for none of your own"
+        check_number(op, name, value, POSITIVE, remedy)
 
   def among(self, keys: int) -> "AttentionKind":
     """The same for so many keys: a window as long sees all of them."""

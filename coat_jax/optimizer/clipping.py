@@ -17,6 +17,13 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from coat_jax.checks import (
+  POSITIVE,
+  Range,
+  check_kind,
+  check_number,
+  check_whole,
+)
 from coat_jax.optimizer.masks import leaf_paths
 
 Rule = Literal["share", "adaptive"]
@@ -66,7 +73,8 @@ class Clipping:
     warmup: steps until running means are used.
 
   Raises:
-    ValueError: another rule, or a limit that is not positive.
+    TypeError: a limit that is no number, or a fraction of a step.
+    ValueError: another rule, or a number outside its range.
 
   Source: arXiv:2502.11034, algorithm 1, which clips by the global norm during
   the warm-up.
@@ -87,12 +95,15 @@ class Clipping:
         f"Clipping: rule must be 'share' or 'adaptive', got {got}; pass "
         "'share', which bounds the global norm too"
       )
-    for name in ("max_norm", "relative"):
-      if not (value := getattr(self, name)) > 0:
-        raise ValueError(
-          f"Clipping: {name} must be positive, got {value}; to clip nothing "
-          "pass clip=None"
-        )
+    nothing = "to clip nothing pass clip=None"
+    for name, allowed, remedy in (
+      ("max_norm", POSITIVE, nothing),
+      ("relative", POSITIVE, nothing),
+      ("decay", Range(0, 1), "0.98 is usual"),
+    ):
+      check_number("Clipping", name, getattr(self, name), allowed, remedy)
+    allowed = Range(0, 2**31 - 1)
+    check_whole("Clipping", "warmup", self.warmup, allowed, "100 is usual")
 
   def init(
     self, params: Any, *, stack: str | Sequence[str] = "layers"
@@ -180,6 +191,8 @@ def global_norm(tree: Any) -> Array:
 def is_stacked(params: Any, stack: str | Sequence[str]) -> list[bool]:
   """Whether each leaf of `params`, in order, is below a path of `stack`."""
   stacks = (stack,) if isinstance(stack, str) else stack
+  for path in stacks:
+    check_kind("step_in_backward", "stack", path, str, "pass a path in params")
   below = tuple(f"{path}/" for path in stacks)
   return [path.startswith(below) for path, _ in leaf_paths(params)]
 

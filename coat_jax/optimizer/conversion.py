@@ -12,6 +12,10 @@ from jax.typing import ArrayLike
 
 from coat_jax.codecs import MomentCodec
 from coat_jax.optimizer import moments
+from coat_jax.optimizer.arguments import (
+  check_coefficients,
+  check_hyperparameters,
+)
 from coat_jax.optimizer.fields import FIELDS, EncodedState, is_field
 from coat_jax.optimizer.masks import QuantizeMask
 from coat_jax.optimizer.moments import GroupCodecs
@@ -111,6 +115,7 @@ def from_adam_state(
   """
   op = "from_adam_state"
   check_codec(op, codec)
+  check_hyperparameters(op, seed=seed)
 
   def convert(state):
     chosen = moments.choose_groups(op, state.mu, codec.groups, quantize_mask)
@@ -146,8 +151,9 @@ def to_plain_state(
     The same tree with optax's states.
 
   Raises:
-    TypeError: `codec` is not a `MomentCodec`.
-    ValueError: it holds no such state, or one of another codec.
+    TypeError: `codec` is not a `MomentCodec`; `ns_coeffs` are no numbers.
+    ValueError: it holds no such state, or one of another codec; there are not
+      three `ns_coeffs`.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -159,6 +165,7 @@ def to_plain_state(
   """
   op = "to_plain_state"
   check_codec(op, codec)
+  check_coefficients(op, ns_coeffs)
 
   def convert(state):
     if not isinstance(state, EncodedState):
@@ -199,9 +206,10 @@ def from_plain_state(
     A tree of the structure of `like`.
 
   Raises:
-    TypeError: `codec` is not a `MomentCodec`.
-    ValueError: `like` holds no state of ours, or one of another codec, or
-      `opt_state` is not of its structure or its shapes.
+    TypeError: `codec` is not a `MomentCodec`; `count` or `seed` is no whole
+      number.
+    ValueError: `count` is negative; `like` holds no state of ours, or one of
+      another codec; or `opt_state` is not of its structure or its shapes.
 
   Examples:
     >>> import jax
@@ -217,6 +225,7 @@ def from_plain_state(
   """
   op = "from_plain_state"
   check_codec(op, codec)
+  check_hyperparameters(op, count=count, seed=seed)
   kinds = EncodedState | MomentState
   find_states(op, like, kinds)
   states, treedef = jax.tree.flatten(

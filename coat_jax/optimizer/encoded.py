@@ -11,6 +11,7 @@ from jax.typing import ArrayLike
 
 from coat_jax import codecs
 from coat_jax.optimizer import moments
+from coat_jax.optimizer.arguments import check_hyperparameters, check_optimizer
 from coat_jax.optimizer.fields import (
   EncodedState,
   FieldRule,
@@ -21,9 +22,10 @@ from coat_jax.optimizer.fields import (
   path_of,
   rule_of,
 )
-from coat_jax.optimizer.masks import QuantizeMask
+from coat_jax.optimizer.masks import QuantizeMask, leaf_paths
 from coat_jax.optimizer.state import (
   check_codec,
+  check_gradients,
   check_state,
   placeholder_type,
 )
@@ -98,8 +100,9 @@ def encoded(
   """
   op = "encoded"
   check_codec(op, codec)
+  check_hyperparameters(op, seed=seed)
   rule = rule_of(op, fields)
-  _check_inner(op, inner)
+  check_optimizer(op, "inner", inner)
   inner = optax.with_extra_args_support(inner)
 
   def init_fn(params):
@@ -123,6 +126,7 @@ def encoded(
     check_state(op, state, EncodedState)
     count = optax.safe_increment(state.count)
     old = stored_fields(state.inner)
+    check_gradients(op, leaf_paths(updates))
     _check_leaves(op, updates, old)
     groups = old.groups(op, codec)
     new_updates, new_inner = inner.update(
@@ -142,22 +146,6 @@ def encoded(
     )
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
-
-
-def _check_inner(op: str, inner: Any) -> None:
-  """Raises a TypeError where `inner` has no `init` and `update`."""
-  if all(callable(getattr(inner, name, None)) for name in ("init", "update")):
-    return
-  name = getattr(inner, "__name__", None)
-  remedy = (
-    f"call it, as in {name}(1e-3)"
-    if callable(inner) and name
-    else ("pass what a function of optax returns, such as optax.lion(1e-3)")
-  )
-  raise TypeError(
-    f"{op}: inner must be an optimizer with init and update, got "
-    f"{name or repr(inner)}; {remedy}"
-  )
 
 
 def _encode(found, params, codec, encodes, seed) -> Any:

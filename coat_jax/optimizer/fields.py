@@ -17,6 +17,8 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
+from coat_jax.checks import check_kind, refuse
+
 Kind = Literal["mu", "nu"]
 FieldRule = Callable[[str], Kind | None]
 
@@ -80,11 +82,16 @@ def default_field_rule(path: str) -> Kind | None:
     names of parameters in a state: `z` of Schedule-Free, `params0` of Prodigy.
     "mu" for all else.
 
+  Raises:
+    TypeError: `path` is no text.
+
   Examples:
     >>> from coat_jax import default_field_rule
     >>> [default_field_rule(path) for path in ("0/trace", "0/nu", "z")]
     ['mu', 'nu', None]
   """
+  remedy = "pass one in the state, as '0/nu'"
+  check_kind("default_field_rule", "path", path, str, remedy)
   name = path.rpartition("/")[-1]
   if name in _PARAMETERS:
     return None
@@ -173,6 +180,9 @@ def rule_of(op: str, fields: FieldRule | Collection[str] | None) -> FieldRule:
     raise TypeError(
       f"{op}: fields must be several names, got {fields!r}; pass ({fields!r},)"
     )
+  if not isinstance(fields, Collection):
+    remedy = "pass names such as ('mu',), a mapping or a rule"
+    refuse(TypeError, op, "fields", "several names", fields, remedy)
   kinds = dict(fields) if isinstance(fields, Mapping) else dict.fromkeys(fields)
   if wrong := {x for x in kinds.values() if x not in (None, "mu", "nu")}:
     raise ValueError(

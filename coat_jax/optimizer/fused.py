@@ -17,6 +17,7 @@ from jax.typing import ArrayLike
 from coat_jax import codecs
 from coat_jax.ops.types import Implementation
 from coat_jax.optimizer import adam, lion
+from coat_jax.optimizer.arguments import check_hyperparameters
 from coat_jax.optimizer.fused_transformation import (
   FusedTransformation,
   fused_transformation,
@@ -78,8 +79,8 @@ def fused_coat_adamw(
     A `FusedTransformation`.
 
   Raises:
-    NotImplementedError: `nesterov`, or (by `apply`) a named implementation
-      that cannot take a leaf.
+    NotImplementedError: `nesterov`; an unknown implementation; or, by `apply`,
+      a named one that cannot take a leaf.
     TypeError, ValueError: as `coat_adamw`.
 
   Examples:
@@ -97,6 +98,7 @@ def fused_coat_adamw(
       f"{op}: nesterov must be False, got True; use coat_adamw(nesterov=True) "
       "with coat_jax.apply_updates"
     )
+  check_hyperparameters(op, b1=b1, b2=b2, eps=eps, eps_root=eps_root)
 
   def scalars_of(count: ArrayLike) -> adam.AdamScalars:
     return adam.adam_scalars(count, b1, b2, eps, eps_root)
@@ -152,8 +154,8 @@ def fused_coat_lion(
     A `FusedTransformation`.
 
   Raises:
-    NotImplementedError: (by `apply`) a named implementation that cannot take a
-      leaf.
+    NotImplementedError: an unknown implementation; or, by `apply`, a named one
+      that cannot take a leaf.
     TypeError, ValueError: as `coat_lion`.
 
   Examples:
@@ -169,12 +171,15 @@ def fused_coat_lion(
   Source: arXiv:2302.06675, algorithm 2.
   """
 
+  op = "fused_coat_lion"
+  check_hyperparameters(op, b1=b1, b2=b2)
+
   def scalars_of(count: ArrayLike) -> lion.LionScalars:
     del count  # Its moment is used as it is: nothing is corrected.
     return lion.lion_scalars(b1, b2)
 
   return fused_transformation(
-    "fused_coat_lion",
+    op,
     lion.lion_step,
     scalars_of,
     ScaleByCoatLionState,

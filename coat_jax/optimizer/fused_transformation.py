@@ -15,9 +15,14 @@ import optax
 from jax.typing import ArrayLike
 
 from coat_jax import codecs, stochastic
+from coat_jax.checks import ANY, check_number
 from coat_jax.ops.dispatch import explain
 from coat_jax.ops.types import Implementation
 from coat_jax.optimizer import moments, shards, weights
+from coat_jax.optimizer.arguments import (
+  check_decay_mask,
+  check_hyperparameters,
+)
 from coat_jax.optimizer.leaves import LeafSteps
 from coat_jax.optimizer.masks import QuantizeMask, leaf_paths
 from coat_jax.optimizer.state import (
@@ -79,9 +84,16 @@ def fused_transformation(
       implementation, shardings: as of `fused_coat_adamw`.
 
   Raises:
-    TypeError: `codec` is not a `MomentCodec`.
+    NotImplementedError: `implementation` is no such name.
+    TypeError: `codec` is not a `MomentCodec`; an argument is of another kind.
+    ValueError: a number is outside its range.
   """
   check_codec(op, codec)
+  check_hyperparameters(
+    op, learning_rate=learning_rate, weight_decay=weight_decay, seed=seed
+  )
+  mask = check_decay_mask(op, "mask", mask)
+  step_leaf.require_known(implementation, op)
 
   def init_fn(params: optax.Params) -> FusedState:
     state = init_state(op, params, codec, quantize_mask, kind)
@@ -98,6 +110,8 @@ def fused_transformation(
   ) -> tuple[optax.Params, FusedState]:
     scale = None
     if grad_scale is not None:
+      remedy = "such as min(1, max_norm / global_norm)"
+      check_number(op, "grad_scale", grad_scale, ANY, remedy)
       scale = jnp.asarray(grad_scale, jnp.float32)
     steps = begin(step_leaf, params, state)
     pairs = pair_leaves(op, grads, _moment_state(state))
@@ -198,13 +212,16 @@ def _moment_state(state: FusedState) -> MomentState:
   return state.inner if isinstance(state, LowBitsState) else state
 
 
-def _decayed(mask: Any, params: optax.Params) -> list[bool]:
+def _decayed(
+  mask: Callable[[Any], Any] | None, params: optax.Params
+) -> list[bool]:
   """Whether weights decay, leaf by leaf: `optax.masked`'s reading of a mask."""
   treedef = jax.tree.structure(params)
   if mask is None:
     return [True] * treedef.num_leaves
-  mask = mask(params) if callable(mask) else mask
   whole = jax.tree.map(
-    lambda chosen, part: jax.tree.map(lambda _: chosen, part), mask, params
+    lambda chosen, part: jax.tree.map(lambda _: chosen, part),
+    mask(params),
+    params,
   )
   return treedef.flatten_up_to(whole)

@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from coat_jax.checks import check_function, check_kind
 from coat_jax.optimizer.clipping import Clipping, ClipState, global_norm
 from coat_jax.optimizer.leafwise import check_not_encoded
 from coat_jax.optimizer.leaves import LeafSteps
@@ -109,7 +110,8 @@ def step_in_backward(
     A `BackwardStep`.
 
   Raises:
-    TypeError: `optimizer` has no `begin`, as optax's.
+    TypeError: `optimizer` has no `begin`, as optax's; `before`, `layer` or
+      `after` is no function, or `clip` no `Clipping`.
     ValueError: it is `coat_adamw`, `coat_lion` or `encoded`, whose step is not
       leaf by leaf; no leaf is below `stack`, or some differ in their first
       axis; `clip` without its state; a layer that does not return what it
@@ -129,6 +131,11 @@ def step_in_backward(
     ...   return done.params, done.state, done.loss
   """
   _check_optimizer(optimizer, state)
+  op = "step_in_backward"
+  for name, part in (("before", before), ("layer", layer), ("after", after)):
+    check_function(op, name, part, "pass that part of the model's forward")
+  if clip is not None:
+    check_kind(op, "clip", clip, Clipping, "pass Clipping(), or None")
   if (clip is None) == isinstance(clip_state, ClipState):
     raise ValueError(
       "step_in_backward: clip and clip_state belong together, got only one of "
@@ -137,6 +144,14 @@ def step_in_backward(
   steps = optimizer.begin(params, state)
   split = StackSplit(params, stack)
   outer = split.outer(params)
+
+  for leaf in jax.tree.leaves(per_layer):
+    if jnp.shape(leaf)[:1] != (split.num_layers,):
+      raise ValueError(
+        f"{op}: per_layer must be arrays [layers, ...] of the stack's "
+        f"{split.num_layers} layers, got {jnp.shape(leaf)}; pass one row for "
+        "each"
+      )
 
   # Forward.
   is_read = arguments_read(trace("before", before, params, outer))

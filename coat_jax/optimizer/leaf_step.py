@@ -3,7 +3,7 @@
 
 `update_leaves` is the loop over leaves behind optax transformations. An
 optimizer gives the arithmetic of one leaf: `adam.adam_update`,
-`lion.lion_update`, `muon.muon_momentum`.
+`lion.lion_update`, `muon_momentum.muon_momentum`.
 """
 
 from collections.abc import Callable

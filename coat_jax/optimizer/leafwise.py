@@ -7,6 +7,7 @@ import jax
 import optax
 
 from coat_jax.optimizer import moments
+from coat_jax.optimizer.arguments import check_optimizer
 from coat_jax.optimizer.leaf_dependence import check_leaf_by_leaf
 from coat_jax.optimizer.leaves import LeafSteps, put_layer, take_layer
 
@@ -36,6 +37,7 @@ def leafwise(tx: optax.GradientTransformation) -> LeafwiseTransformation:
     What `step_in_backward` takes as its optimizer.
 
   Raises:
+    TypeError: `tx` is no optimizer.
     ValueError: (by `begin`) an update depends on other leaves, as after
       clipping by the global norm; shared state depends on gradients, as in
       `optax.contrib.dadapt_adamw`; random numbers are drawn, as in
@@ -47,6 +49,8 @@ def leafwise(tx: optax.GradientTransformation) -> LeafwiseTransformation:
     >>> optimizer = leafwise(optax.adamw(3e-4))
     >>> state = optimizer.init(params)
   """
+
+  check_optimizer("leafwise", "tx", tx)
 
   def begin(params: Any, state: Any) -> LeafSteps:
     check_not_encoded("leafwise", state)

@@ -19,6 +19,10 @@ from jax.typing import ArrayLike
 from coat_jax import codecs
 from coat_jax.ops.dispatch import op
 from coat_jax.optimizer import stored_step
+from coat_jax.optimizer.arguments import (
+  check_decay_mask,
+  check_hyperparameters,
+)
 from coat_jax.optimizer.leaf_step import update_leaves
 from coat_jax.optimizer.masks import QuantizeMask
 from coat_jax.optimizer.moments import GroupCodecs, Stored
@@ -135,10 +139,11 @@ def scale_by_coat_lion(
     and the parameters together.
 
   Raises:
-    TypeError: `codec` is not a `MomentCodec`; or, by `init`, a leaf is neither
-      floating nor complex, or `quantize_mask` chooses a complex one; or, by
-      `update`, the state is another optimizer's.
-    ValueError: (by `update`) the state is not this codec's or these leaves'.
+    TypeError: `codec` is not a `MomentCodec`, or a hyperparameter is no number;
+      or, by `init`, a leaf is neither floating nor complex, or `quantize_mask`
+      chooses a complex one; or, by `update`, the state is another optimizer's.
+    ValueError: `b1` or `b2` is negative or not below 1; or, by `update`, the
+      state is not this codec's or these leaves'.
 
   Examples:
     >>> import optax
@@ -151,6 +156,7 @@ def scale_by_coat_lion(
   """
   name = "scale_by_coat_lion"
   check_codec(name, codec)
+  check_hyperparameters(name, b1=b1, b2=b2, seed=seed)
 
   def init_fn(params):
     return init_state(name, params, codec, quantize_mask, ScaleByCoatLionState)
@@ -160,7 +166,7 @@ def scale_by_coat_lion(
     return update_leaves(
       name,
       lion_update,
-      promoted(updates, params),
+      promoted(name, updates, params),
       state,
       lion_scalars(b1, b2),
       codec=codec,
@@ -216,7 +222,8 @@ def coat_lion(
     An `optax.GradientTransformationExtraArgs`.
 
   Raises:
-    ValueError: `mu_dtype` is given.
+    ValueError: `mu_dtype` is given; a rate or a decay is outside its range; or
+      the mask is of other parameters.
     TypeError: as `scale_by_coat_lion`.
 
   Examples:
@@ -234,6 +241,11 @@ def coat_lion(
       f"coat_lion: the codec says how the momentum is stored, got {mu_dtype=}; "
       "pass codec=codecs.bfloat16() or codec=codecs.float32() instead"
     )
+  op = "coat_lion"
+  check_hyperparameters(
+    op, learning_rate=learning_rate, weight_decay=weight_decay
+  )
+  mask = check_decay_mask(op, "mask", mask)
   return optax.chain(
     scale_by_coat_lion(
       b1,

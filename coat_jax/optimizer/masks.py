@@ -8,6 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from coat_jax.checks import check_kind, refuse
+
 QuantizeMask = Callable[[str, Any], bool]
 
 _SMALLEST_LEAF, _SHORTEST_ROW = 4096, 16
@@ -28,7 +30,11 @@ def default_quantize_mask(path: str, leaf: Any) -> bool:
 
   Returns:
     True to encode the leaf's moments.
+
+  Raises:
+    TypeError: `path` is no text or `leaf` no array.
   """
+  check_leaf("default_quantize_mask", path, leaf)
   if leaf.size < _SMALLEST_LEAF or leaf.shape[-1] < _SHORTEST_ROW:
     return False
   if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
@@ -57,7 +63,11 @@ def is_norm_or_bias(path: str, leaf: Any = None) -> bool:
 
   Returns:
     True for norms and biases.
+
+  Raises:
+    TypeError: `path` is no text or `leaf` no array.
   """
+  check_leaf("is_norm_or_bias", path, leaf)
   if path and leaf is not None and leaf.ndim < 2 and leaf.size < _LONG_VECTOR:
     return True
   names = [x for x in re.split("[/.]", path) if not x.isdigit()] or [""]
@@ -67,6 +77,13 @@ def is_norm_or_bias(path: str, leaf: Any = None) -> bool:
   if "bias" in words or words[-1] in ("scale", "gamma", "beta"):
     return True
   return any(_names_norm(name) for name in names[-2:])
+
+
+def check_leaf(op: str, path: Any, leaf: Any) -> None:
+  """Raises a TypeError where a path is no text, or a leaf no array or None."""
+  check_kind(op, "path", path, str, "pass a leaf's, as 'norm/scale'")
+  if leaf is not None and not hasattr(leaf, "dtype"):
+    refuse(TypeError, op, "leaf", "an array", leaf, f"pass what is at {path!r}")
 
 
 def _names_norm(name: str) -> bool:
@@ -83,7 +100,7 @@ def leaf_paths(tree: Any) -> list[tuple[str, Any]]:
   """The leaves of a tree with paths such as "layers/attn/qkv/kernel"."""
   out = []
   for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-    leaf = jnp.asarray(leaf) if isinstance(leaf, float) else leaf
+    leaf = jnp.asarray(leaf) if isinstance(leaf, float | complex) else leaf
     out.append((leaf_path(keys), leaf))
   return out
 

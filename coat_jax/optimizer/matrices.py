@@ -16,8 +16,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.sharding import NamedSharding
+from jax.typing import ArrayLike
 
-from coat_jax.optimizer.masks import is_norm_or_bias
+from coat_jax.checks import COUNT, check_function, check_whole
+from coat_jax.optimizer.masks import check_leaf, is_norm_or_bias
 
 
 class MatrixSplit(NamedTuple):
@@ -70,8 +72,10 @@ def hidden_matrices(path: str, leaf: Any) -> MatrixSplit | None:
     One matrix [inputs, outputs], or None.
 
   Raises:
+    TypeError: `path` is no text or `leaf` no array.
     ValueError: the leaf is a `models.Decoder`'s, which `decoder_matrices` cuts.
   """
+  check_leaf("hidden_matrices", path, leaf)
   if path.endswith(_UNCUT) and leaf.ndim == 3:
     raise ValueError(
       "hidden_matrices: q, k and v of a Decoder must be cut apart, got "
@@ -97,6 +101,11 @@ def decoder_matrices(*, num_heads: int, num_kv_heads: int) -> Matrices:
   Returns:
     The function of (path, leaf) that `coat_muon` takes as `matrices`.
 
+  Raises:
+    TypeError: a number of heads is no whole number.
+    ValueError: it is below 1, `num_heads` is no multiple of `num_kv_heads`; or,
+      by the function, columns are not those of so many heads.
+
   Examples:
     >>> import jax
     >>> from coat_jax import decoder_matrices
@@ -106,9 +115,24 @@ def decoder_matrices(*, num_heads: int, num_kv_heads: int) -> Matrices:
     (32, 16, 16)
   """
 
+  op, remedy = "decoder_matrices", "pass those of the model's config"
+  check_whole(op, "num_heads", num_heads, COUNT, remedy)
+  check_whole(op, "num_kv_heads", num_kv_heads, COUNT, remedy)
+  if num_heads % num_kv_heads:
+    raise ValueError(
+      f"{op}: num_heads must be a multiple of num_kv_heads, got {num_heads} "
+      f"and {num_kv_heads}; {remedy}"
+    )
+
   def matrices(path: str, leaf: Any) -> MatrixSplit | None:
+    check_leaf(op, path, leaf)
     if path.endswith(_UNCUT):
-      width = leaf.shape[-1] // (num_heads + 2 * num_kv_heads)
+      width, rest = divmod(leaf.shape[-1], num_heads + 2 * num_kv_heads)
+      if rest:
+        raise ValueError(
+          f"{op}: columns of q, k and v must be those of {num_heads} heads and "
+          f"twice {num_kv_heads}, got {list(leaf.shape)} at {path!r}; {remedy}"
+        )
       parts = num_heads // num_kv_heads * width, width, width
       return MatrixSplit(parts=parts, groups=num_kv_heads)
     for (end, ndim), split in _DECODER.items():
@@ -116,6 +140,15 @@ def decoder_matrices(*, num_heads: int, num_kv_heads: int) -> Matrices:
         return split
     return None
 
+  return matrices
+
+
+def checked_matrices(op: str, matrices: Matrices | None) -> Matrices:
+  """`matrices`, `hidden_matrices` for None; a TypeError for what is neither."""
+  if matrices is None:
+    return hidden_matrices
+  remedy = "pass decoder_matrices(...), or (path, leaf) -> MatrixSplit | None"
+  check_function(op, "matrices", matrices, remedy)
   return matrices
 
 
@@ -229,8 +262,8 @@ def place(x: Array, sharding: NamedSharding | None, spec: tuple) -> Array:
 def newton_schulz(
   x: Array,
   coefficients: tuple[float, float, float],
-  steps: int,
-  eps: float,
+  steps: int | Array,
+  eps: ArrayLike,
   sharding: NamedSharding | None = None,
 ) -> Array:
   """Matrices whose singular values are near 1, by a quintic iteration.
@@ -242,7 +275,8 @@ def newton_schulz(
   Args:
     x: f32 [..., m, n].
     coefficients: a, b and c of x <- a x + (b A + c A^2) x, A = x x^T.
-    steps: how many times.
+    steps: how many times; an int32 scalar where only the running program knows
+      it, as with `optax.inject_hyperparams`.
     eps: added to the Frobenius norm, by which x is divided first.
     sharding: of the leaf that x is of; None leaves partitioning to XLA.
 
@@ -261,13 +295,20 @@ def newton_schulz(
     x = place(x, sharding, by_columns)
   norm = jnp.sqrt(jnp.sum(jnp.square(x), axis=(-2, -1), keepdims=True))
   x = x / (norm + eps)
-  for _ in range(steps):
+
+  def step(x):
     gram = x @ jnp.swapaxes(x, -1, -2)
     if names:
       gram = place(gram, sharding, (*lead, None, None))
     x = a * x + (b * gram + c * gram @ gram) @ x
-    if names:  # Else the last product would be of rows, and gather x.
-      x = place(x, sharding, by_columns)
+    # Else the last product would be of rows, and gather x.
+    return place(x, sharding, by_columns) if names else x
+
+  if isinstance(steps, jax.Array):
+    x = jax.lax.fori_loop(0, steps, lambda _, x: step(x), x)
+  else:
+    for _ in range(steps):
+      x = step(x)
   return jnp.swapaxes(x, -1, -2) if is_tall else x
 
 
@@ -288,9 +329,9 @@ def orthogonalize(
   sharding: NamedSharding | None,
   *,
   coefficients: tuple[float, float, float],
-  steps: int,
-  eps: float,
-  consistent_rms: float | None,
+  steps: int | Array,
+  eps: ArrayLike,
+  consistent_rms: ArrayLike | None,
 ) -> Array:
   """The matrices of a leaf, orthogonalized and scaled by their shapes.
 

@@ -82,10 +82,11 @@ def choose_groups(
     NOTES.value.add(groups)
   out = []
   for path, leaf in leaf_paths(params):
-    dtype = jnp.result_type(leaf)
-    if not jnp.issubdtype(dtype, jnp.inexact):
+    dtype = getattr(leaf, "dtype", None)
+    if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
+      got = type(leaf).__name__ if dtype is None else dtype
       raise TypeError(
-        f"{op}: parameters must be floating or complex, got {dtype} at "
+        f"{op}: parameters must be floating or complex, got {got} at "
         f"{path!r}; leave it out with optax.masked or optax.partition"
       )
     chosen = mask(path, leaf)

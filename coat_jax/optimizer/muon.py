@@ -7,27 +7,31 @@ moments are; `matrices` orthogonalizes, a layer of a stack at a time.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 from jax import Array
 from jax.typing import ArrayLike
 
 from coat_jax import codecs
 from coat_jax.optimizer import moments, shards
+from coat_jax.optimizer.arguments import (
+  check_coefficients,
+  check_decay_mask,
+  check_hyperparameters,
+)
 from coat_jax.optimizer.leaf_step import update_leaves
 from coat_jax.optimizer.masks import QuantizeMask, leaf_paths
 from coat_jax.optimizer.matrices import (
   Matrices,
   MatrixSplit,
   check_split,
-  hidden_matrices,
+  checked_matrices,
   orthogonalize,
   split_of,
 )
-from coat_jax.optimizer.moments import GroupCodecs, Stored
+from coat_jax.optimizer.muon_momentum import muon_momentum, muon_scalars
 from coat_jax.optimizer.scale_by_adam import scale_by_coat_adam
 from coat_jax.optimizer.state import (
   ScaleByCoatMuonState,
@@ -42,80 +46,15 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _ADAM_STREAM = 0x2545F491
 
 
-class MuonScalars(NamedTuple):
-  """What a step of Muon multiplies with, f32 [].
-
-  Attributes:
-    beta, one_minus_beta: of the momentum.
-    ratio: of the momentum in the direction: 1 over the bias correction, with
-      Nesterov beta over the next step's.
-    gradient_ratio: Nesterov's of the gradient, or None.
-  """
-
-  beta: Array
-  one_minus_beta: Array
-  ratio: Array
-  gradient_ratio: Array | None
-
-
-def muon_scalars(
-  count: ArrayLike, beta: ArrayLike, *, nesterov: bool
-) -> MuonScalars:
-  """The scalars of step `count`, the first being 1."""
-  c = 1 - beta**count  # pyright: ignore[reportOperatorIssue]
-  ratio, gradient_ratio = 1 / c, None
-  if nesterov:
-    ratio = beta / (1 - beta ** optax.safe_increment(count))
-    gradient_ratio = jnp.asarray((1 - beta) / c, jnp.float32)
-
-  def f32(x) -> Array:
-    return jnp.asarray(x, jnp.float32)
-
-  return MuonScalars(f32(beta), f32(1 - beta), f32(ratio), gradient_ratio)
-
-
-def muon_momentum(
-  g: Array,
-  stored: Stored,
-  key: Array,
-  scalars: MuonScalars,
-  *,
-  groups: GroupCodecs,
-  start: Array | None = None,
-  whole: tuple[int, ...] | None = None,
-) -> tuple[Array, Stored]:
-  """What Muon orthogonalizes of one leaf, f32, and its new momentum.
-
-  Args:
-    g: [..., n], the gradient.
-    stored: the momentum, as it is stored.
-    key: from `stochastic.leaf_key`, for the momentum's random words.
-    scalars: from `muon_scalars`.
-    groups: its codec.
-    start, whole: which part of the leaf this is: see `stochastic.random_words`.
-
-  Returns:
-    The direction, and the new momentum, stored likewise.
-  """
-  s = scalars
-  (mu,) = moments.decode(groups, stored)
-  gradient = moments.in_f32(g)
-  mu = s.beta * mu + s.one_minus_beta * gradient
-  direction = s.ratio * mu
-  if s.gradient_ratio is not None:
-    direction = direction + s.gradient_ratio * gradient
-  return direction, moments.encode(groups, (mu,), key, start, whole)
-
-
 def scale_by_coat_muon(
   ns_coeffs: tuple[float, float, float] = COEFFICIENTS,
-  ns_steps: int = 5,
+  ns_steps: int | Array = 5,
   beta: ArrayLike = 0.95,
-  eps: float = 1e-8,
+  eps: ArrayLike = 1e-8,
   *,
   nesterov: bool = True,
-  consistent_rms: float | None = None,
-  matrices: Matrices = hidden_matrices,
+  consistent_rms: ArrayLike | None = None,
+  matrices: Matrices | None = None,
   codec: codecs.MomentCodec = codecs.coat(),  # noqa: B008 (it is frozen)
   quantize_mask: QuantizeMask | None = None,
   seed: ArrayLike = 0,
@@ -131,7 +70,8 @@ def scale_by_coat_muon(
     nesterov: whether to use Nesterov momentum.
     consistent_rms: scales updates by sqrt(max(inputs, outputs)) times this
       (0.2 is near AdamW's); None by sqrt(max(1, outputs / inputs)).
-    matrices: `(path, leaf) -> MatrixSplit`, how a leaf is cut into matrices.
+    matrices: `(path, leaf) -> MatrixSplit`, how a leaf is cut into matrices;
+      None for `hidden_matrices`.
     codec: how the momentum is stored, as the first moment of `codecs`.
     quantize_mask: `(path, leaf) -> bool`, which leaves the codec encodes; None
       for `default_quantize_mask`.
@@ -145,11 +85,12 @@ def scale_by_coat_muon(
     An `optax.GradientTransformation` for trees of matrices alone.
 
   Raises:
-    TypeError: `codec` is not a `MomentCodec`, or `matrices` returns something
-      else than a `MatrixSplit` or None; or, by `update`, the state is another
-      optimizer's.
-    ValueError: a leaf is no matrix, or cannot be cut as `matrices` says; the
-      state is not this codec's or these leaves'.
+    TypeError: `codec` is not a `MomentCodec`, a hyperparameter is no number, or
+      `matrices` returns something else than a `MatrixSplit` or None; or, by
+      `update`, the state is another optimizer's.
+    ValueError: a hyperparameter is outside its range; a leaf is no matrix, or
+      cannot be cut as `matrices` says; the state is not this codec's or these
+      leaves'.
 
   Examples:
     >>> import optax
@@ -162,6 +103,16 @@ def scale_by_coat_muon(
   """
   op = "scale_by_coat_muon"
   check_codec(op, codec)
+  check_coefficients(op, ns_coeffs)
+  check_hyperparameters(
+    op,
+    ns_steps=ns_steps,
+    beta=beta,
+    eps=eps,
+    consistent_rms=consistent_rms,
+    seed=seed,
+  )
+  matrices = checked_matrices(op, matrices)
 
   def splits_of(tree: Any) -> list[MatrixSplit]:
     out = []
@@ -182,7 +133,7 @@ def scale_by_coat_muon(
   def update_fn(updates, state, params=None):
     check_state(op, state, ScaleByCoatMuonState)
     splits = splits_of(updates)
-    dtypes = [x.dtype for x in jax.tree.leaves(promoted(updates, params))]
+    dtypes = [x.dtype for x in jax.tree.leaves(promoted(op, updates, params))]
     count = optax.safe_increment(state.count)
     directions, new_state = update_leaves(
       op,
@@ -219,9 +170,9 @@ def scale_by_coat_muon(
 def coat_muon(
   learning_rate: optax.ScalarOrSchedule,
   ns_coeffs: tuple[float, float, float] = COEFFICIENTS,
-  ns_steps: int = 5,
+  ns_steps: int | Array = 5,
   beta: ArrayLike = 0.95,
-  eps: float = 1e-8,
+  eps: ArrayLike = 1e-8,
   weight_decay: optax.ScalarOrSchedule = 0.0,
   weight_decay_mask: Any | Callable[[optax.Params], Any] | None = None,
   *,
@@ -232,8 +183,8 @@ def coat_muon(
   adam_weight_decay: optax.ScalarOrSchedule = 0.0,
   adam_weight_decay_mask: Any | Callable[[optax.Params], Any] | None = None,
   adam_learning_rate: optax.ScalarOrSchedule | None = None,
-  consistent_rms: float | None = None,
-  matrices: Matrices = hidden_matrices,
+  consistent_rms: ArrayLike | None = None,
+  matrices: Matrices | None = None,
   codec: codecs.MomentCodec = codecs.coat(),  # noqa: B008 (it is frozen)
   quantize_mask: QuantizeMask | None = None,
   seed: ArrayLike = 0,
@@ -260,8 +211,10 @@ def coat_muon(
     consistent_rms: scales updates by sqrt(max(inputs, outputs)) times this
       (0.2 is near AdamW's); None by sqrt(max(1, outputs / inputs)).
     matrices: `(path, leaf) -> MatrixSplit | None`, how a leaf is cut into
-      matrices, None for AdamW's: `hidden_matrices`, `decoder_matrices(...)` for
-      a `models.Decoder`, or a function of yours.
+      matrices, None for AdamW's: `decoder_matrices(...)` for a
+      `models.Decoder`, or a function of yours; None for `hidden_matrices`.
+      Inside `optax.inject_hyperparams` name it in `static_args`, for callables
+      are taken for schedules there.
     codec: how the momentum and AdamW's moments are stored, from `codecs`.
     quantize_mask: `(path, leaf) -> bool`, which leaves the codec encodes; None
       for `default_quantize_mask`.
@@ -286,6 +239,25 @@ def coat_muon(
   """
   op = "coat_muon"
   check_codec(op, codec)
+  check_hyperparameters(
+    op,
+    learning_rate=learning_rate,
+    weight_decay=weight_decay,
+    adam_b1=adam_b1,
+    adam_b2=adam_b2,
+    adam_eps_root=adam_eps_root,
+    adam_weight_decay=adam_weight_decay,
+    adam_learning_rate=adam_learning_rate,
+    seed=seed,
+  )
+  weight_decay_mask, adam_weight_decay_mask = (
+    check_decay_mask(op, name, mask)
+    for name, mask in (
+      ("weight_decay_mask", weight_decay_mask),
+      ("adam_weight_decay_mask", adam_weight_decay_mask),
+    )
+  )
+  matrices = checked_matrices(op, matrices)
   stored: dict[str, Any] = dict(codec=codec, quantize_mask=quantize_mask)
 
   def label(params: Any) -> Any:

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from coat_jax.checks import refuse
 from coat_jax.codecs import MomentCodec
 from coat_jax.codecs.fp8 import ExpandedFP8
 from coat_jax.codecs.group import Encoded, GroupCodec
@@ -61,6 +62,7 @@ def state_bytes(opt_state: Any, params: Any = None) -> StateBytes:
     `StateBytes`.
 
   Raises:
+    TypeError: a leaf of `params` is no array.
     ValueError: without `params`: it holds no coat state.
 
   Examples:
@@ -75,7 +77,12 @@ def state_bytes(opt_state: Any, params: Any = None) -> StateBytes:
     8.00
   """
   if params is not None:
-    parameters = sum(x.size for x in jax.tree.leaves(params))
+    leaves = jax.tree.leaves(params)
+    for leaf in leaves:
+      if not hasattr(leaf, "size"):
+        remedy = "pass the parameters, or leave params out"
+        refuse(TypeError, "state_bytes", "params", "arrays", leaf, remedy)
+    parameters = sum(x.size for x in leaves)
     return _state_bytes(opt_state, parameters)
   states = find_states(
     "state_bytes",
@@ -137,7 +144,7 @@ def state_report(
         Euclidean norms over the leaf.
 
   Raises:
-    TypeError: `codec` is not a `MomentCodec`.
+    TypeError: `codec` is not a `MomentCodec`; `reference` has no such moments.
     ValueError: not exactly one coat state, or one of another codec, or a
       reference of other leaves.
 
@@ -163,6 +170,12 @@ def state_report(
   else:
     inner = fields_of(state)
     if reference is not None:
+      if missing := [name for name in inner if not hasattr(reference, name)]:
+        raise TypeError(
+          f"{op}: reference must have the moments {', '.join(inner)}, got a "
+          f"{type(reference).__name__} without {missing[0]}; pass the state of "
+          "optax's optimizer of this kind, as in adam_state[0]"
+        )
       reference = {name: getattr(reference, name) for name in inner}
   fields = stored_fields(inner)
   references = None

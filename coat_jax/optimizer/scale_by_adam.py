@@ -9,6 +9,7 @@ from jax.typing import ArrayLike
 from coat_jax import codecs
 from coat_jax.ops.types import Implementation
 from coat_jax.optimizer import adam
+from coat_jax.optimizer.arguments import check_hyperparameters
 from coat_jax.optimizer.leaf_step import update_leaves
 from coat_jax.optimizer.masks import QuantizeMask
 from coat_jax.optimizer.state import (
@@ -58,10 +59,13 @@ def scale_by_coat_adam(
     and the parameters together: f32 of BF16 gradients of f32 parameters.
 
   Raises:
-    TypeError: `codec` is not a `MomentCodec`; or, by `init`, a leaf is neither
+    NotImplementedError: `implementation` is no such name.
+    TypeError: `codec` is not a `MomentCodec`, or a hyperparameter is no number;
+      or, by `init`, a leaf is neither
       floating nor complex, or `quantize_mask` chooses a complex one; or, by
       `update`, the state is another optimizer's.
-    ValueError: (by `update`) the state is not this codec's or these leaves'.
+    ValueError: a hyperparameter is negative or not finite, or a decay not below
+      1; or, by `update`, the state is not this codec's or these leaves'.
 
   Examples:
     >>> import optax
@@ -76,6 +80,8 @@ def scale_by_coat_adam(
   """
   op = "scale_by_coat_adam"
   check_codec(op, codec)
+  check_hyperparameters(op, b1=b1, b2=b2, eps=eps, eps_root=eps_root, seed=seed)
+  adam.adam_update.require_known(implementation, op)
 
   def init_fn(params):
     return init_state(op, params, codec, quantize_mask)
@@ -87,7 +93,7 @@ def scale_by_coat_adam(
     return update_leaves(
       op,
       adam.adam_update,
-      promoted(updates, params),
+      promoted(op, updates, params),
       state,
       scalars,
       codec=codec,

@@ -52,7 +52,8 @@ def from_integers(tree: Any, like: Any) -> Any:
     `tree` with the dtypes of `like`.
 
   Raises:
-    ValueError: an array has not the shape or the width that `like` says.
+    ValueError: the trees' structures differ, or an array has not the shape or
+      the width that `like` says.
 
   Examples:
     >>> import jax, jax.numpy as jnp
@@ -76,7 +77,16 @@ def from_integers(tree: Any, like: Any) -> Any:
       )
     return _view(x, want.dtype)
 
-  return jax.tree.map_with_path(view, like, tree)
+  treedef = jax.tree.structure(like)
+  try:
+    found = treedef.flatten_up_to(tree)
+  except ValueError as error:
+    raise ValueError(
+      f"from_integers: tree must have the structure of like, {treedef}, got "
+      f"{jax.tree.structure(tree)}; pass as like what was given to "
+      "to_integers, or its shapes"
+    ) from error
+  return jax.tree.map_with_path(view, like, treedef.unflatten(found))
 
 
 def check_stored(stored: Any, target: Any) -> None:

@@ -11,6 +11,7 @@ import optax
 from jax import Array
 from jax.typing import ArrayLike
 
+from coat_jax.checks import described, is_array
 from coat_jax.codecs import Encoded, MomentCodec
 from coat_jax.optimizer import moments
 from coat_jax.optimizer.masks import QuantizeMask, leaf_paths
@@ -175,16 +176,37 @@ def next_state(
   return make_state(count, moments.moment_trees(state), stored, type(state))
 
 
-def promoted(updates: optax.Updates, params: optax.Params | None):
-  """Gradients in the dtypes that updates have: optax promotes them likewise."""
+def promoted(op: str, updates: optax.Updates, params: optax.Params | None):
+  """Gradients in the dtypes that updates have: optax promotes them likewise.
+
+  Raises:
+    ValueError: gradients and parameters are trees of several structures.
+  """
   if params is None:
     return updates
-  return jax.tree.map(
-    lambda g, p: None if g is None else g.astype(jnp.result_type(g, p)),
-    updates,
-    params,
-    is_leaf=lambda x: x is None,
+  grads, treedef = jax.tree.flatten(updates, is_leaf=lambda x: x is None)
+  try:
+    leaves = treedef.flatten_up_to(params)
+  except ValueError as error:
+    raise ValueError(
+      f"{op}: gradients must have the structure of the parameters, got "
+      f"{jax.tree.structure(updates)} for {jax.tree.structure(params)}; pass "
+      "the gradients of these parameters"
+    ) from error
+  return treedef.unflatten(
+    None if g is None else g.astype(jnp.result_type(g, p))
+    for g, p in zip(grads, leaves, strict=True)
   )
+
+
+def check_gradients(op: str, grads: Sequence[tuple[str, Any]]) -> None:
+  """Raises a TypeError where a gradient is neither floating nor complex."""
+  for path, g in grads:
+    if not is_array(g) or not jnp.issubdtype(g.dtype, jnp.inexact):
+      raise TypeError(
+        f"{op}: gradients must be floating or complex, got {described(g)} at "
+        f"{path!r}; cast it"
+      )
 
 
 def pair_leaves(
@@ -201,9 +223,11 @@ def pair_leaves(
     Pairs of a gradient and its moments.
 
   Raises:
+    TypeError: gradients are neither floating nor complex.
     ValueError: they do not belong together.
   """
   grads = leaf_paths(updates)
+  check_gradients(op, grads)
   leaves = moments.flatten(moments.moment_trees(state))
   shapes = [stored[0].codes.shape for stored in leaves]
   wrong = [

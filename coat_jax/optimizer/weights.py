@@ -28,6 +28,7 @@ from jax import Array, lax
 from jaxtyping import Float32, UInt32
 
 from coat_jax import stochastic
+from coat_jax.checks import check_function, refuse
 from coat_jax.optimizer import moments
 from coat_jax.optimizer.masks import QuantizeMask, is_norm_or_bias, leaf_paths
 
@@ -176,6 +177,9 @@ def split_weights(
     their structure, int8 of the leaf's shape where a leaf is bf16 (zeros where
     it was before) and an int8 scalar zero where it is not.
 
+  Raises:
+    TypeError: a leaf is no array, or `mask` no function.
+
   Examples:
     >>> import jax.numpy as jnp
     >>> from coat_jax import join_weights, split_weights
@@ -187,6 +191,9 @@ def split_weights(
     0.100098 0.100000
   """
   mask = is_matrix if mask is None else mask
+  op = "split_weights"
+  check_function(op, "mask", mask, "pass (path, leaf) -> bool, or None")
+  _check_arrays(op, "params", params)
   high, low = [], []
   for path, leaf in leaf_paths(params):
     part = jnp.zeros([], jnp.int8)
@@ -211,6 +218,7 @@ def join_weights(params: Any, low: Any) -> Any:
     `params` with f32 in place of each leaf that has bytes.
 
   Raises:
+    TypeError: a leaf is no array.
     ValueError: they do not belong together.
   """
   pairs = pair_weights("join_weights", params, low)
@@ -227,8 +235,11 @@ def pair_weights(op: str, params: Any, low: Any) -> list[Weight]:
     low: their bytes.
 
   Raises:
+    TypeError: a leaf is no array.
     ValueError: they do not belong together.
   """
+  _check_arrays(op, "params", params)
+  _check_arrays(op, "low", low)
   leaves, parts = leaf_paths(params), jax.tree.leaves(low)
   if len(leaves) != len(parts):
     raise ValueError(
@@ -248,6 +259,13 @@ def pair_weights(op: str, params: Any, low: Any) -> list[Weight]:
       )
     out.append(SplitWeight(leaf, part))
   return out
+
+
+def _check_arrays(op: str, name: str, tree: Any) -> None:
+  for path, leaf in leaf_paths(tree):
+    if not hasattr(leaf, "dtype"):
+      remedy = f"pass one at {path!r} too"
+      refuse(TypeError, op, name, "a tree of arrays", leaf, remedy)
 
 
 def unpair_weights(

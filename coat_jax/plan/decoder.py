@@ -2,9 +2,23 @@
 """A decoder, what one GPU works on of it, and what its layers save."""
 
 import dataclasses
+from typing import Annotated, Any, get_args
 
+from coat_jax.checks import (
+  COUNT,
+  Range,
+  check_choice,
+  check_kind,
+  check_whole,
+)
 from coat_jax.layers.qk_norm import NormedOver
 from coat_jax.models.config import Remat
+from coat_jax.models.ranges import (
+  Count,
+  Width,
+  check_kinds,
+  check_numbers,
+)
 from coat_jax.ops import Activation
 from coat_jax.recipe import CoatRecipe, GradDtype
 
@@ -33,15 +47,18 @@ class DecoderShape:
     is_gated: the MLP has a gate; else its one product is put through GELU.
     num_experts: experts of a layer; 0 for one MLP.
     experts_per_token: how many of them a token goes to.
+
+  Raises:
+    ValueError: a number outside its range, or another kind of value.
   """
 
-  num_layers: int
-  d_model: int
-  d_ff: int
-  num_heads: int
-  num_kv_heads: int
-  vocab_size: int
-  head_dim: int | None = None
+  num_layers: Width
+  d_model: Width
+  d_ff: Width
+  num_heads: Width
+  num_kv_heads: Width
+  vocab_size: Annotated[int, Range(0, 2**24)]
+  head_dim: Width | None = None
   is_layer_norm: bool = False
   norm_has_scale: bool = True
   tied_embeddings: bool = False
@@ -50,8 +67,12 @@ class DecoderShape:
   qk_norm: NormedOver | None = None
   activation: Activation = "silu"
   is_gated: bool = True
-  num_experts: int = 0
-  experts_per_token: int = 0
+  num_experts: Annotated[int, Range(0, 2**20)] = 0
+  experts_per_token: Annotated[int, Range(0, 2**20)] = 0
+
+  def __post_init__(self):
+    check_numbers(self)
+    check_kinds(self)
 
   @property
   def heads_width(self) -> int:
@@ -112,23 +133,38 @@ class Load:
     optimizer_in_backward: a layer's gradients are used as soon as they exist,
       as `coat_jax.step_in_backward` does.
     sums_dtype: of microbatches, in what their gradients are added.
+
+  Raises:
+    ValueError: a number outside its range, or another kind of value.
   """
 
-  batch: int
-  seq: int
-  fsdp: int = 1
-  tensor: int = 1
+  batch: Count
+  seq: Count
+  fsdp: Count = 1
+  tensor: Count = 1
   is_on_mesh: bool = False
-  accumulate: int = 1
-  loss_positions: int | None = None
+  accumulate: Count = 1
+  loss_positions: Count | None = None
   remat: Remat = "none"
   optimizer_in_backward: bool = False
   sums_dtype: GradDtype = "float32"
+
+  def __post_init__(self):
+    check_numbers(self)
+    check_kinds(self)
 
   @property
   def tokens(self) -> int:
     """Tokens at a time."""
     return self.batch * self.seq
+
+
+def check_shape(op: str, shape: Any, recipe: Any) -> None:
+  """Raises a TypeError where these are no `DecoderShape` and no recipe."""
+  remedy = "as in DecoderShape(num_layers=2, ...)"
+  check_kind(op, "shape", shape, DecoderShape, remedy)
+  remedy = "call a preset, as in recipe.coat()"
+  check_kind(op, "recipe", recipe, CoatRecipe, remedy)
 
 
 def kept_bytes(
@@ -149,7 +185,14 @@ def kept_bytes(
     All arrays that grow with the tokens, scales and statistics included, as XLA
     keeps them. Of recipe bf16 that is the attention's output twice, in its own
     layout and as an operand, and what a norm without weights divides once.
+
+  Raises:
+    TypeError: `shape` is no `DecoderShape`, or `recipe` no `CoatRecipe`.
+    ValueError: an unknown `remat`, or `tensor` below 1.
   """
+  check_shape("kept_bytes", shape, recipe)
+  check_choice("kept_bytes", "remat", remat, get_args(Remat))
+  check_whole("kept_bytes", "tensor", tensor, COUNT, "1 is one GPU")
   d, f, heads = shape.d_model, shape.d_ff, shape.heads_width
 
   def groups(width: int) -> int:  # Codes, and a BF16 scale for each group.

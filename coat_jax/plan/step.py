@@ -8,8 +8,23 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from coat_jax.checks import (
+  NOT_NEGATIVE,
+  check_function,
+  check_kind,
+  check_number,
+  refuse,
+)
 from coat_jax.plan.backward import layer_backward
-from coat_jax.plan.decoder import BF16, F32, FP8, DecoderShape, Load, kept_bytes
+from coat_jax.plan.decoder import (
+  BF16,
+  F32,
+  FP8,
+  DecoderShape,
+  Load,
+  check_shape,
+  kept_bytes,
+)
 from coat_jax.recipe import CoatRecipe
 
 
@@ -48,9 +63,15 @@ def device_bytes(tree: Any) -> int:
 
   Returns:
     The sum over its leaves.
+
+  Raises:
+    TypeError: a leaf is no array.
   """
 
   def count(x) -> int:
+    if not hasattr(x, "shape"):
+      remedy = "pass arrays, or jax.eval_shape of them"
+      refuse(TypeError, "device_bytes", "tree", "a tree of arrays", x, remedy)
     where = getattr(x, "sharding", None)
     shape = x.shape if where is None else where.shard_shape(x.shape)
     return math.prod(shape) * jnp.dtype(x.dtype).itemsize
@@ -83,6 +104,10 @@ def plan_step(
     What is there at each of the moments "loss", "backward" and "embedding";
     `fullest` picks the peak.
 
+  Raises:
+    TypeError: an argument of another kind.
+    ValueError: no parameters.
+
   Examples:
     >>> import jax
     >>> from coat_jax import coat_adamw, recipe
@@ -108,6 +133,12 @@ def plan_step(
     >>> print(moment, round(memory.total / 1e6))
     backward 97
   """
+  op = "plan_step"
+  check_shape(op, shape, recipe)
+  check_kind(op, "load", load, Load, "as in Load(batch=8, seq=2048)")
+  if not jax.tree.leaves(params):
+    remedy = "pass the shapes of all weights"
+    refuse(ValueError, op, "params", "a tree of arrays", params, remedy)
   weights, optimizer = device_bytes(params), device_bytes(optimizer_state)
   parts = load.fsdp * load.tensor
   layers = shape.num_layers * sum(shape.matrices.values())
@@ -149,7 +180,16 @@ def plan_step(
 
 
 def fullest(moments: dict[str, Memory]) -> tuple[str, Memory]:
-  """Picks the moment with the most memory, and its name."""
+  """Picks the moment with the most memory, and its name.
+
+  Raises:
+    TypeError: `moments` is no dict.
+    ValueError: it is empty.
+  """
+  remedy = "pass what plan_step returned"
+  check_kind("fullest", "moments", moments, dict, remedy)
+  if not moments:
+    refuse(ValueError, "fullest", "moments", "not empty", moments, remedy)
   return max(moments.items(), key=lambda moment: moment[1].total)
 
 
@@ -162,7 +202,16 @@ def largest_batch(plan_of: Callable[[int], Memory], memory_bytes: int) -> int:
 
   Returns:
     The most; 0 where not even one fits.
+
+  Raises:
+    TypeError: `plan_of` is no function, or `memory_bytes` no number.
+    ValueError: `memory_bytes` is negative or not finite.
   """
+  op, remedy = "largest_batch", "pass a function of the batch"
+  check_function(op, "plan_of", plan_of, remedy)
+  remedy = "80e9 is a card of 80 GB"
+  check_number(op, "memory_bytes", memory_bytes, NOT_NEGATIVE, remedy)
+
   fits = lambda batch: plan_of(batch).total <= memory_bytes  # noqa: E731
   if not fits(1):
     return 0

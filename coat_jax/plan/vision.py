@@ -11,10 +11,20 @@ it, saves nothing; a decoder does, for what it saves leads to the projector.
 """
 
 import dataclasses
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
 
+from coat_jax.checks import check_choice, check_kind, refuse
+from coat_jax.models.ranges import Count, check_numbers
 from coat_jax.plan.backward import layer_backward
-from coat_jax.plan.decoder import BF16, F32, DecoderShape, Load, kept_bytes
+from coat_jax.plan.decoder import (
+  BF16,
+  F32,
+  DecoderShape,
+  Load,
+  check_shape,
+  kept_bytes,
+)
 from coat_jax.plan.step import Memory, device_bytes, plan_step, value_bytes
 from coat_jax.recipe import CoatRecipe
 
@@ -30,11 +40,17 @@ class Images:
     count: of all sequences, with those that are zeros.
     tower_tokens: of each, class token included.
     tokens: of each, that the projector has.
+
+  Raises:
+    ValueError: a number that is not at least 1, or no whole one.
   """
 
-  count: int
-  tower_tokens: int
-  tokens: int
+  count: Count
+  tower_tokens: Count
+  tokens: Count
+
+  def __post_init__(self):
+    check_numbers(self)
 
 
 def plan_vision_step(
@@ -70,7 +86,20 @@ def plan_vision_step(
 
   Raises:
     NotImplementedError: another recipe, or a load that is not planned.
+    TypeError: an argument of another kind.
+    ValueError: an unknown `trained`, or a part of the parameters is missing.
   """
+  op = "plan_vision_step"
+  check_shape(op, decoder, recipe)
+  check_shape(op, tower, recipe)
+  check_kind(op, "load", load, Load, "as in Load(batch=8, seq=2048)")
+  remedy = "as in Images(count=8, tower_tokens=577, tokens=576)"
+  check_kind(op, "images", images, Images, remedy)
+  check_choice(op, "trained", trained, get_args(Trained))
+  parts = ("decoder", "projector", "tower")
+  if not isinstance(params, Mapping) or not {*parts} <= params.keys():
+    remedy = "pass the parameters of a VisionLanguageModel"
+    refuse(ValueError, op, "params", f"trees {parts}", params, remedy)
   if recipe.nonlinear != "fp8" or load != Load(
     batch=load.batch, seq=load.seq, loss_positions=load.loss_positions
   ):

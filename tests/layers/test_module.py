@@ -116,7 +116,7 @@ def test_a_recipe_that_is_none_is_refused():
     __init__ = inspect.unwrap(RecipeModule.__init__)
 
   with pytest.raises(
-    TypeError, match=r"Own: recipe must be .*; call it, as in"
+    TypeError, match=r"Own: recipe must be .*; call a preset, as in"
   ):
     Own(recipes.coat, jnp.bfloat16)
 

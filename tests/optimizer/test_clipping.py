@@ -156,10 +156,13 @@ def test_norm_that_is_not_finite_is_not_hidden():
     (dict(rule="foo"), "rule must be 'share' or 'adaptive', got 'foo'; pass"),
     (
       dict(max_norm=-1.0),
-      "max_norm must be positive, got -1.0; to clip nothing",
+      "max_norm must be above 0 and finite, got -1.0; to clip nothing",
     ),
-    (dict(max_norm=float("nan")), "max_norm must be positive, got nan"),
-    (dict(relative=0.0), "relative must be positive, got 0.0"),
+    (
+      dict(max_norm=float("nan")),
+      "max_norm must be above 0 and finite, got nan",
+    ),
+    (dict(relative=0.0), "relative must be above 0 and finite, got 0.0"),
   ],
 )
 def test_unknown_rule_or_limit_not_positive_is_refused(wrong, said):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The optimizer on each device's shard of its leaves, as its kernel runs."""
 
+import dataclasses
 import functools
 
 import jax
@@ -129,13 +130,15 @@ def test_every_leaf_runs_inside_shard_map(monkeypatch):
   """Where a kernel would: no axis is left to the compiler."""
   found = []
 
+  @functools.wraps(adam.adamw_step.definition)
   def step(*args, **kwargs):
     mesh = jax.sharding.get_abstract_mesh()
     found.append(set(mesh.manual_axes))
-    return adamw_step(*args, **kwargs)
+    return definition(*args, **kwargs)
 
-  adamw_step = adam.adamw_step
-  monkeypatch.setattr(adam, "adamw_step", step)
+  definition = adam.adamw_step.definition
+  op = dataclasses.replace(adam.adamw_step, definition=step)
+  monkeypatch.setattr(adam, "adamw_step", op)
   params = tree(0, make_mesh(AxisType.Auto))
   shardings = jax.tree.map(lambda x: x.sharding, params)
   optimizer = fused_coat_adamw(

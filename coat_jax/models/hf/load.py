@@ -9,6 +9,7 @@ parameter, which is updated in place.
 
 import dataclasses
 import functools
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, overload
@@ -21,7 +22,8 @@ from jax import Array, P
 from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
-from coat_jax import recipe as recipes
+from coat_jax.checks import check_float_dtype, check_kind
+from coat_jax.layers.module import recipe_of
 from coat_jax.models import specs
 from coat_jax.models.config import ModelConfig
 from coat_jax.models.decoder import Decoder
@@ -118,13 +120,18 @@ def load_hf(
     A model of that class with these weights.
 
   Raises:
-    TypeError: `model` is none of these classes.
+    TypeError: `model` is none of these classes; an argument of another kind.
     ValueError: the folder has no such checkpoint, or one of a model that cannot
       be had here, or weights that are not finite; the message says what it
       has. Or `param_dtype` is none of these three.
   """
+  op = "load_hf"
+  check_kind(op, "folder", folder, (str, os.PathLike), "pass a path")
+  if mesh is not None:
+    check_kind(op, "mesh", mesh, Mesh, "see jax.make_mesh")
+  check_float_dtype(op, "dtype", dtype)
   folder = Path(folder)
-  recipe = _on_mesh(recipe or recipes.coat(), mesh)
+  recipe = _on_mesh(recipe_of(op, recipe), mesh)
 
   if (read := _READ.get(model) if isinstance(model, type) else None) is None:
     names = ", ".join(kind.__name__ for kind in _READ)

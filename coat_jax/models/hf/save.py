@@ -21,6 +21,12 @@ from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
 
+from coat_jax.checks import (
+  COUNT,
+  Range,
+  check_kind,
+  check_whole,
+)
 from coat_jax.models.decoder import Decoder
 from coat_jax.models.hf.config import CONFIG, parse_config, write_config
 from coat_jax.models.hf.files import DTYPES, INDEX, MODEL, read_json
@@ -102,11 +108,14 @@ def save_hf(
       an index. The parameter of one layer is not split.
 
   Raises:
-    ValueError: the folder exists, `like` is of another model, transformers has
-      no such model, there are not as many labels as classes, or a weight is
-      not finite, which those above 65504 are not in float16.
+    TypeError: an argument of another kind.
+    ValueError: `max_length` or `max_shard_size` is below 1; the folder exists,
+      `like` is of another model, transformers has no such model, there are not
+      as many labels as classes, or a weight is not finite, which those above
+      65504 are not in float16.
     OSError: it cannot be written; nothing is left of it then.
   """
+  _check(model, folder, like, max_length, labels, max_shard_size)
   folder = Path(folder)
   if os.path.lexists(folder):
     raise ValueError(
@@ -154,6 +163,30 @@ def save_hf(
       others = () if isinstance(model, Decoder) else PROCESSORS
       carry(Path(like), written, *others)
     written.rename(folder)
+
+
+def _check(model, folder, like, max_length, labels, max_shard_size) -> None:
+  """Raises where arguments are of other kinds, or numbers out of range."""
+  op, paths = "save_hf", (str, os.PathLike)
+  remedy = "pass what load_hf loaded, or made like it"
+  check_kind(op, "model", model, tuple(_CONFIG_OF), remedy)
+  check_kind(op, "folder", folder, paths, "pass a path")
+  if like is not None:
+    check_kind(op, "like", like, paths, "pass a path")
+  if max_length is not None:
+    check_whole(op, "max_length", max_length, COUNT, "None leaves it out")
+  if max_length is not None and not isinstance(model, Decoder):
+    raise ValueError(
+      f"{op}: max_length is of a Decoder, got it with a "
+      f"{type(model).__name__}; leave it out"
+    )
+  if labels is not None:
+    kinds, remedy = (list, tuple), "pass a list of names"
+    check_kind(op, "labels", labels, kinds, remedy)
+    for label in labels:
+      check_kind(op, "a label", label, str, remedy)
+  allowed, remedy = Range(1, 2**63 - 1), "5 * 10**9 is the default"
+  check_whole(op, "max_shard_size", max_shard_size, allowed, remedy)
 
 
 class _Shard(NamedTuple):

@@ -5,7 +5,7 @@ import dataclasses
 import difflib
 from typing import Annotated
 
-from coat_jax.models.ranges import Range, Width, check_numbers
+from coat_jax.models.ranges import Range, Width, check_kinds, check_numbers
 from coat_jax.ops import Approximation
 
 
@@ -78,6 +78,7 @@ class VisionConfig:
   has_pool: bool = True
 
   def __post_init__(self):
+    check_kinds(self)
     if self.family not in VISION_FAMILIES:
       near = difflib.get_close_matches(self.family, VISION_FAMILIES, n=1)
       raise ValueError(
@@ -88,12 +89,12 @@ class VisionConfig:
     if self.d_model % (2 * self.num_heads):
       raise ValueError(
         "VisionConfig: d_model must be an even multiple of num_heads, got "
-        f"{self.d_model} and {self.num_heads}"
+        f"{self.d_model} and {self.num_heads}; change one of them"
       )
     if self.patch_size > self.image_size:
       raise ValueError(
         "VisionConfig: patch_size must be at most image_size, got "
-        f"{self.patch_size} and {self.image_size}"
+        f"{self.patch_size} and {self.image_size}; change one of them"
       )
     if self.num_classes is not None and self.family != "vit":
       raise ValueError(

@@ -8,6 +8,7 @@ from jax.typing import DTypeLike
 
 from coat_jax import recipe as recipes
 from coat_jax.layers import Linear
+from coat_jax.models.arguments import check_pixels
 from coat_jax.models.vision.config import VisionConfig
 
 
@@ -63,8 +64,10 @@ class PatchEmbedding(nnx.Module):
     """Images [B, C, H, W] to [B, N, D] in `dtype`.
 
     Raises:
+      TypeError: no floating array.
       ValueError: images of another size.
     """
+    check_pixels("VisionTower", pixel_values)
     c = self.config
     wanted = (c.num_channels, c.image_size, c.image_size)
     if pixel_values.ndim != 4 or pixel_values.shape[1:] != wanted:

@@ -15,7 +15,10 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from coat_jax import recipe as recipes
+from coat_jax.checks import check_whole
 from coat_jax.layers import MLP, Attention, LayerNorm
+from coat_jax.layers.module import recipe_of
+from coat_jax.models.arguments import check_config, check_model
 from coat_jax.models.config import Remat
 from coat_jax.models.remat import check_remat
 from coat_jax.models.stack import (
@@ -58,6 +61,7 @@ class VisionLayer(nnx.Module):
       dtype: of activations.
       rngs: its stream `params` initializes the parameters.
     """
+    check_config("VisionLayer", config, VisionConfig)
     # As a decoder's: what writes to the residual stream starts smaller.
     out_stddev = _INIT_STDDEV * (2 * config.num_layers) ** -0.5
     shared: dict[str, Any] = dict(
@@ -146,10 +150,13 @@ class VisionTower(nnx.Module):
       rngs: its stream `params` initializes the parameters.
 
     Raises:
-      ValueError: `remat` is "fp8" and the recipe is not coat, or `param_dtype`
-        is none of float32, bfloat16 and float16.
+      TypeError: an argument of another kind.
+      ValueError: an unknown `remat`, or "fp8" where the recipe is not coat, or
+        `param_dtype` is none of float32, bfloat16 and float16.
     """
-    recipe = recipe or recipes.coat()
+    op = "VisionTower"
+    recipe = recipe_of(op, recipe)
+    check_model(op, config, VisionConfig, recipe, dtype, store, rngs)
     check_remat(remat, recipe)
     self.config, self.dtype, self.axes = config, dtype, recipe.axes
     self.remat: Remat = remat
@@ -240,6 +247,7 @@ class VisionTower(nnx.Module):
         whose tensor axis does not divide N.
     """
     count = self.config.num_layers
+    check_whole("VisionTower", "layer", layer, None, "-1 is the last one")
     if not -count - 1 <= layer <= count:
       raise ValueError(
         f"VisionTower: layer must be from {-count - 1} to {count}, got "

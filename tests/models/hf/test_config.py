@@ -213,7 +213,7 @@ def test_windows_are_read():
     ("linear", "of which factor are needed; wrong are factor"),
     ("linear,factor=2,base=3", "wrong are base"),
     ("linear,factor", "fields as factor=4, got 'factor'"),
-    ("linear,factor=0.5", "factor must be at least 1, got 0.5"),
+    ("linear,factor=0.5", "factor must be at least 1 and finite, got 0.5"),
     ("linear,factor=inf", "factor must be a number from 0 on, got inf"),
     ("linear,factor=nan", "factor must be a number from 0 on, got nan"),
     (

@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of arguments, each where the value enters: "op: rule, got, remedy".
+
+A wrong kind is a TypeError, a wrong value a ValueError. A number may also be an
+array without axes: `optax.inject_hyperparams` passes hyperparameters like that,
+and under `jit` their values are unknown. So the shape and the kind of an array
+are checked, and its value is never read.
+"""
+
+import dataclasses
+import math
+import numbers
+from collections.abc import Collection, Sequence
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+# What f32 holds, without its subnormal numbers, which devices flush to 0.
+_SMALLEST, _LARGEST = 1.2e-38, 3.4e38
+
+
+@dataclasses.dataclass(frozen=True)
+class Range:
+  """The numbers from `lowest` to `highest`, both included.
+
+  Infinite bounds leave a side open; a number has to be finite all the same.
+  """
+
+  lowest: int | float = -math.inf
+  highest: int | float = math.inf
+
+  def __contains__(self, value: Any) -> bool:
+    return bool(self.lowest <= value <= self.highest) and abs(value) < math.inf
+
+  def __str__(self) -> str:
+    """What a number must be, for error messages."""
+    if self.highest < _LARGEST and self != COUNT:
+      return f"from {self.lowest} to {self.highest}"
+    if self.lowest == _SMALLEST:
+      return "above 0 and finite"
+    if self.lowest > -math.inf:
+      whole = "" if self == COUNT else " and finite"
+      return f"at least {self.lowest}{whole}"
+    return "finite"
+
+
+_ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
+ANY = Range()
+NOT_NEGATIVE = Range(0, _LARGEST)
+POSITIVE = Range(_SMALLEST, _LARGEST)
+COUNT = Range(1, 2**31 - 1)
+
+
+def is_array(x: Any) -> bool:
+  """Whether x is an array, a traced one or a `jax.ShapeDtypeStruct`."""
+  return isinstance(x, _ARRAYS)
+
+
+def described(value: Any) -> str:
+  """A value as error messages show it: arrays by dtype and shape."""
+  if is_array(value) and not isinstance(value, np.generic):
+    return f"{value.dtype}{list(value.shape)}"
+  text = getattr(value, "__name__", None) or repr(value)
+  if "\n" in text:
+    return f"a {type(value).__name__}"
+  return text if len(text) < 80 else f"{text[:70]}..."
+
+
+def refuse(
+  error: type[Exception], op: str, name: str, rule: str, value: Any, remedy: str
+) -> NoReturn:
+  """Raises "op: name must be rule, got value; remedy"."""
+  raise error(f"{op}: {name} must be {rule}, got {described(value)}; {remedy}")
+
+
+def check_kind(
+  op: str, name: str, value: Any, kind: type | tuple[type, ...], remedy: str
+) -> None:
+  """Raises a TypeError where a value is of no such class."""
+  if isinstance(value, kind):
+    return
+  kinds = kind if isinstance(kind, tuple) else (kind,)
+  rule = " or ".join("a text" if x is str else f"a {x.__name__}" for x in kinds)
+  refuse(TypeError, op, name, rule, value, remedy)
+
+
+def check_function(op: str, name: str, value: Any, remedy: str) -> None:
+  """Raises a TypeError where a value cannot be called."""
+  if not callable(value):
+    refuse(TypeError, op, name, "a function", value, remedy)
+
+
+def check_choice(
+  op: str, name: str, value: Any, choices: Sequence[Any], remedy: str = ""
+) -> None:
+  """Raises a ValueError where a value is none of several."""
+  if any(value is x or type(value) is type(x) and value == x for x in choices):
+    return
+  rule = f"one of {', '.join(map(repr, choices))}"
+  refuse(ValueError, op, name, rule, value, remedy or "pass one of these")
+
+
+def check_number(
+  op: str,
+  name: str,
+  value: Any,
+  allowed: Range | None,
+  remedy: str,
+  *,
+  or_else: str = "",
+) -> None:
+  """Checks a number, or an array without axes.
+
+  Args:
+    op: the public function that was called.
+    name: of its argument.
+    value: of the argument.
+    allowed: the range of the value; None where only the kind is checked here.
+    remedy: what the caller can do.
+    or_else: what the argument may also be, for the message.
+
+  Raises:
+    TypeError: it is no number.
+    ValueError: it is outside the range or not finite, or an array with axes.
+  """
+  _check_scalar(op, name, value, allowed, remedy, or_else, is_whole=False)
+
+
+def check_whole(
+  op: str,
+  name: str,
+  value: Any,
+  allowed: Range | None,
+  remedy: str,
+  *,
+  or_else: str = "",
+) -> None:
+  """As `check_number`, of whole numbers."""
+  _check_scalar(op, name, value, allowed, remedy, or_else, is_whole=True)
+
+
+def _check_scalar(op, name, value, allowed, remedy, or_else, *, is_whole):
+  if is_array(value):
+    kind = jnp.integer if is_whole else jnp.number
+    is_number = jnp.issubdtype(value.dtype, kind)
+    is_number &= not jnp.issubdtype(value.dtype, jnp.complexfloating)
+    has_axes, is_known = value.shape != (), isinstance(value, np.generic)
+  else:
+    kind = numbers.Integral if is_whole else numbers.Real
+    is_number = isinstance(value, kind) and not isinstance(value, bool)
+    has_axes, is_known = False, True
+  if not is_number or has_axes:
+    error = ValueError if is_number else TypeError
+    rule = f"{'a whole number' if is_whole else 'a number'} {or_else}".strip()
+    refuse(error, op, name, rule, value, remedy)
+  if is_known and allowed is not None and value not in allowed:
+    rule = f"{allowed} {or_else}".strip()
+    if value > allowed.highest:
+      rule = f"at most {allowed.highest}"
+    refuse(ValueError, op, name, rule, value, remedy)
+
+
+def check_group_size(op: str, value: Any, remedy: str) -> None:
+  """Raises where a value is no number of values that share a scale."""
+  name = "group_size"
+  if not isinstance(value, numbers.Integral) or isinstance(value, bool):
+    refuse(TypeError, op, name, "a whole number", value, remedy)
+  if not value >= 1:
+    refuse(ValueError, op, name, "at least 1", value, remedy)
+
+
+def check_array(
+  op: str,
+  name: str,
+  value: Any,
+  rule: str,
+  *,
+  ndim: int | Collection[int] = (),
+  kind: Any = jnp.floating,
+  remedy: str,
+) -> None:
+  """Checks an array's rank and kind.
+
+  Args:
+    op: the public function that was called.
+    name: of its argument.
+    value: of the argument.
+    rule: what it must be, for the message, such as "int [B, T]".
+    ndim: how many axes it may have; () for any.
+    kind: which dtypes, as `jnp.issubdtype` has them; or several of these.
+    remedy: what the caller can do.
+
+  Raises:
+    TypeError: it is no array, or of another kind.
+    ValueError: it has another number of axes.
+  """
+  kinds = kind if isinstance(kind, tuple) else (kind,)
+  if not is_array(value) or not any(
+    jnp.issubdtype(value.dtype, each) for each in kinds
+  ):
+    refuse(TypeError, op, name, rule, value, remedy)
+  ranks = (ndim,) if isinstance(ndim, int) else ndim
+  if ranks and value.ndim not in ranks:
+    refuse(ValueError, op, name, rule, value, remedy)
+
+
+def dtype_of(dtype: Any) -> Any:
+  """The dtype that a name or a class stands for; None if there is none."""
+  try:
+    return jnp.dtype(dtype)
+  except TypeError:
+    return None
+
+
+def check_float_dtype(op: str, name: str, dtype: Any) -> None:
+  """Raises a TypeError where a dtype is none of at least 16 floating bits."""
+  # NumPy takes None for float64.
+  found = None if dtype is None else dtype_of(dtype)
+  if found is not None and jnp.issubdtype(found, jnp.floating):
+    if found.itemsize > 1:
+      return
+  rule = "a floating dtype of 16 bits or more"
+  refuse(TypeError, op, name, rule, dtype, "pass jnp.bfloat16 or jnp.float32")

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What attention reads beside q, k and v, and the kinds of a stack's layers."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+from jax import Array, P
+
+from coat_jax.ops import AttentionKind
+from coat_jax.recipe import MeshAxes
+
+
+class HeadsInputs(NamedTuple):
+  """What attention reads beside q, k and v; it has no gradient.
+
+  Attributes:
+    segments: int32 [B, T], or None.
+    kind: int32 scalar, the place in a tuple of kinds; None where there is one.
+  """
+
+  segments: Array | None = None
+  kind: Array | None = None
+
+
+# Of one kind of layers, or of a stack with several.
+type Kinds = AttentionKind | tuple[AttentionKind, ...]
+
+
+def of_kind(run: Callable, kinds: Kinds, kind: Array | None) -> Callable:
+  """`run` for one kind, or a switch: each branch knows its kind statically."""
+  if isinstance(kinds, AttentionKind):
+    return functools.partial(run, kind=kinds)
+  branches = [functools.partial(run, kind=each) for each in kinds]
+  return functools.partial(jax.lax.switch, kind, branches)
+
+
+def heads_inputs_specs(axes: MeshAxes) -> Any:
+  """How `HeadsInputs` are sharded: segments like whole sequences."""
+  of_segments: Any = P(axes.batch)
+  of_kind: Any = P()
+  return HeadsInputs(of_segments, of_kind)

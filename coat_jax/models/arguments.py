@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which arguments models take: configurations, tokens, images."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+
+from coat_jax.checks import (
+  check_array,
+  check_float_dtype,
+  check_function,
+  check_kind,
+  refuse,
+)
+from coat_jax.layers.module import check_recipe
+
+# The dtypes of what comes with tokens, and their words.
+_KINDS = {
+  "segments": (jnp.integer, "integers"),
+  "shares": (jnp.floating, "floats"),
+  "is_target": ((jnp.bool_, jnp.number), "True or False"),
+}
+
+
+def check_config(op: str, config: Any, kind: type) -> None:
+  """Raises a TypeError where a configuration is of another class."""
+  check_kind(op, "config", config, kind, f"as in {kind.__name__}(...)")
+
+
+def check_model(
+  op: str, config: Any, kind: type, recipe: Any, dtype: Any, store: Any, rngs
+) -> None:
+  """Raises a TypeError where these are no arguments of a model.
+
+  Args:
+    op: the class that is constructed.
+    config: of the class `kind`.
+    kind: see `config`.
+    recipe, dtype, store, rngs: as of `Decoder`.
+  """
+  check_config(op, config, kind)
+  check_recipe(op, recipe)
+  check_float_dtype(op, "dtype", dtype)
+  if store is not None:
+    check_function(op, "store", store, "pass (path, array) -> array, or None")
+  check_kind(op, "rngs", rngs, nnx.Rngs, "pass nnx.Rngs(0)")
+
+
+def check_tokens(op: str, tokens: Any, segments: Any = None) -> None:
+  """Raises where these are no tokens int [B, T] and their segments."""
+  rule, kind = "int [B, T] with T at least 1", jnp.integer
+  remedy = "pass token ids of sequences of one length"
+  check_array(op, "tokens", tokens, rule, ndim=2, kind=kind, remedy=remedy)
+  if not tokens.shape[1]:
+    refuse(ValueError, op, "tokens", rule, tokens, remedy)
+  if segments is not None:
+    check_like(op, "segments", segments, tokens.shape)
+
+
+def check_like(op: str, name: str, x: Any, shape: tuple[int, ...]) -> None:
+  """Raises where x has not an entry of its kind for each token."""
+  kind, words = _KINDS[name]
+  remedy = "pass one for each token"
+  rule = f"{words} of the shape of tokens"
+  check_array(op, name, x, rule, kind=kind, remedy=remedy)
+  if x.shape != shape:
+    raise ValueError(
+      f"{op}: {name} must be of the shape of tokens, {shape}, got {x.shape}; "
+      f"{remedy}"
+    )
+
+
+def check_hidden(op: str, hidden: Any, width: int) -> None:
+  """Raises where these are no hidden states [B, T, width]."""
+  rule = f"a floating array [B, T, {width}]"
+  remedy = "pass what the model returned"
+  check_array(op, "hidden", hidden, rule, ndim=3, remedy=remedy)
+  if hidden.shape[-1] != width:
+    refuse(ValueError, op, "hidden", rule, hidden, remedy)
+
+
+def check_pixels(op: str, pixel_values: Any) -> None:
+  """Raises a TypeError where these are no floating array."""
+  rule, remedy = "a floating array", "normalize them as the model's processor"
+  check_array(op, "pixel_values", pixel_values, rule, remedy=remedy)

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Values and derivatives of activation functions, in f32."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from coat_jax.checks import check_choice
+from coat_jax.ops.types import Activation, Approximation
+
+
+def silu_values(x: Array) -> Array:
+  """x sigmoid(x) in f32."""
+  x = x.astype(jnp.float32)
+  return x * jax.nn.sigmoid(x)
+
+
+def silu_derivative(x: Array) -> Array:
+  """sigmoid(x) (1 + x (1 - sigmoid(x))) in f32."""
+  x = x.astype(jnp.float32)
+  sigmoid = jax.nn.sigmoid(x)
+  return sigmoid * (1 + x * (1 - sigmoid))
+
+
+_SQRT_HALF = 0.7071067811865476
+_INV_SQRT_2PI = 0.3989422804014327
+_SQRT_2_OVER_PI = 0.7978845608028654
+_CUBIC = 0.044715
+_QUICK = 1.702
+
+
+def gelu_values(x: Array, *, approximate: Approximation) -> Array:
+  """x Phi(x) in f32.
+
+  (1 + tanh(u)) / 2 = sigmoid(2 u) does not cancel where tanh(u) is near -1.
+
+  Args:
+    x: any shape.
+    approximate: Phi by the tanh approximation (True), by erf (False), or as
+      sigmoid(1.702 x) ("sigmoid").
+
+  Raises:
+    ValueError: another approximation.
+  """
+  x = x.astype(jnp.float32)
+  check_approximation(approximate)
+  if approximate == "sigmoid":
+    return x * jax.nn.sigmoid(_QUICK * x)
+  if approximate:
+    inner = _SQRT_2_OVER_PI * (x + _CUBIC * x * x * x)
+    return x * jax.nn.sigmoid(2 * inner)
+  return 0.5 * x * (1 + jax.lax.erf(x * _SQRT_HALF))
+
+
+def gelu_derivative(x: Array, *, approximate: Approximation) -> Array:
+  """d gelu / dx in f32."""
+  x = x.astype(jnp.float32)
+  check_approximation(approximate)
+  if approximate == "sigmoid":
+    x = jnp.clip(x, -60, 60)  # As below; sigmoid(-102) is not subnormal.
+    cdf = jax.nn.sigmoid(_QUICK * x)
+    return cdf + _QUICK * x * cdf * (1 - cdf)
+  if approximate:
+    # Beyond 20 it is 0 or 1, and 0 times an overflowing slope would be NaN.
+    x = jnp.clip(x, -20, 20)
+    inner = _SQRT_2_OVER_PI * (x + _CUBIC * x * x * x)
+    slope = _SQRT_2_OVER_PI * (1 + 3 * _CUBIC * x * x)
+    cdf = jax.nn.sigmoid(2 * inner)
+    return cdf + 2 * x * cdf * (1 - cdf) * slope
+  density = _INV_SQRT_2PI * jnp.exp(-0.5 * x * x)
+  return 0.5 * (1 + jax.lax.erf(x * _SQRT_HALF)) + x * density
+
+
+def check_approximation(approximate: Any) -> None:
+  """Raises a ValueError where this is no `Approximation`."""
+  if approximate not in (True, False, "sigmoid"):
+    raise ValueError(
+      'gelu: approximate must be True, False or "sigmoid", got '
+      f"{approximate!r}; True is the tanh formula, False erf"
+    )
+
+
+# Values and derivative of each.
+_FUNCTIONS: dict[Activation, tuple[Callable, Callable]] = {
+  "silu": (silu_values, silu_derivative),
+  "gelu_tanh": (
+    functools.partial(gelu_values, approximate=True),
+    functools.partial(gelu_derivative, approximate=True),
+  ),
+  "gelu": (
+    functools.partial(gelu_values, approximate=False),
+    functools.partial(gelu_derivative, approximate=False),
+  ),
+}
+
+
+def check_activation(activation: Any) -> None:
+  """Raises a ValueError where this is no `Activation`."""
+  check_choice("gated", "activation", activation, tuple(_FUNCTIONS))
+
+
+def activation_values(x: Array, *, activation: Activation) -> Array:
+  """The activation function of x in f32."""
+  check_activation(activation)
+  return _FUNCTIONS[activation][0](x)
+
+
+def activation_derivative(x: Array, *, activation: Activation) -> Array:
+  """Its derivative in f32."""
+  check_activation(activation)
+  return _FUNCTIONS[activation][1](x)
