@@ -58,11 +58,13 @@ class Signals:
   def _listen(self) -> None:
     while number := os.read(self._reader, 1):
       number = number[0]
+      if number not in _SIGNALS:  # Another library handles it.
+        continue
       name = signal.Signals(number).name
       if self.is_deferred and self.received is None:
         self.received = number
         _say(f"{name}: saving after this step; once more stops at once")
-      elif number in _SIGNALS:
+      else:
         _say(f"{name}: stopped at once")
         os._exit(128 + number)
 
