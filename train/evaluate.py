@@ -144,6 +144,11 @@ def run(config: EvaluateConfig) -> dict[str, Any]:
   out, written = (
     _path_of(option, getattr(config, option)) for option in ("out", "page")
   )
+  if out and written and out.resolve() == written.resolve():
+    raise ValueError(
+      f"evaluate: --out and --page must be two files, got {out} and {written}, "
+      "which are one; pass another --page"
+    )
   source = _open(config, config.model)
   length = _length(config, source)
   for data in config.data:  # A wrong name is found before weights are read.
