@@ -9,7 +9,6 @@ import json
 import math
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,6 +32,7 @@ from coat_jax.models.hf.vision_config import (
   parse_vision_config,
   write_vision_config,
 )
+from coat_jax.models.hf.whole import check_free, written_whole
 from coat_jax.models.vision import VisionTower
 from coat_jax.models.vision_language import VisionLanguageModel
 
@@ -101,16 +101,14 @@ def save_hf(
       an index. The parameter of one layer is not split.
 
   Raises:
-    ValueError: the folder exists, `like` is of another model, transformers has
-      no such model, or there are not as many labels as classes.
+    ValueError: the folder exists, another process is writing it (or was killed
+      while it did, and left FOLDER.unfinished), `like` is of another model,
+      transformers has no such model, or there are not as many labels as
+      classes.
     OSError: it cannot be written; nothing is left of it then.
   """
   folder = Path(folder)
-  if os.path.lexists(folder):
-    raise ValueError(
-      f"save_hf: {folder} must not exist, because nothing is replaced; pass "
-      "another folder"
-    )
+  check_free(folder)
   params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
   config = model.config
   parse, write = _CONFIG_OF[type(model)]
@@ -145,18 +143,13 @@ def save_hf(
       f"{type(model).__name__}; leave them out"
     )
   keys = write(config, dtype, keys, **options)
-  folder.absolute().parent.mkdir(parents=True, exist_ok=True)
-  with tempfile.TemporaryDirectory(
-    prefix=f"{folder.name}.", dir=folder.absolute().parent
-  ) as temporary:
-    written = Path(temporary) / folder.name
+  with written_whole(folder) as written:
     written.mkdir()
     _write_tensors(written, config, params, dtype, max_shard_size)
     _write_json(written / CONFIG, keys)
     if like is not None:
       others = () if isinstance(model, Decoder) else PROCESSORS
       carry(Path(like), written, *others)
-    written.rename(folder)
 
 
 class _Shard(NamedTuple):
