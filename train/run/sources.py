@@ -30,7 +30,7 @@ def newest_checkpoint(run: Path, out: Path) -> tuple[Path, int, TrainConfig]:
       f"export: {run} must hold a run with a checkpoint, got none; pass the "
       "--out of a run"
     )
-  check_free(out)
+  check_free("export", out)
   above = next(path for path in out.resolve().parents if path.exists())
   if not above.is_dir():
     raise ValueError(

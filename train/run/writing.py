@@ -28,7 +28,7 @@ def write_tree(path: Path, tree: Any) -> None:
     ValueError: the folder exists, or another process is writing it.
     SaveError: it cannot be written.
   """
-  check_free(path)
+  check_free("save", path)
   try:
     with quietly(), written_whole(path) as written:
       uninterrupted(functools.partial(_write_tree, written, tree))

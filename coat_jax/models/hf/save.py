@@ -108,7 +108,7 @@ def save_hf(
     OSError: it cannot be written; nothing is left of it then.
   """
   folder = Path(folder)
-  check_free(folder)
+  check_free("save_hf", folder)
   params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
   config = model.config
   parse, write = _CONFIG_OF[type(model)]

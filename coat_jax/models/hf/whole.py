@@ -28,13 +28,13 @@ def written_whole(folder: str | Path) -> Iterator[Path]:
   folder = Path(folder)
   # Folders that only lead to a ".." are not made.
   folder = folder.parent.resolve() / folder.name
-  check_free(folder)
+  check_free("save", folder)
   folder.parent.mkdir(parents=True, exist_ok=True)
   unfinished = _unfinished(folder)
   try:
     unfinished.mkdir()
   except FileExistsError:
-    check_free(folder)  # Another process has begun meanwhile.
+    check_free("save", folder)  # Another process has begun meanwhile.
     raise
   try:
     yield unfinished / folder.name
@@ -43,8 +43,12 @@ def written_whole(folder: str | Path) -> Iterator[Path]:
     shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def check_free(folder: Path) -> None:
+def check_free(op: str, folder: Path) -> None:
   """Checks that a folder may be written.
+
+  Args:
+    op: what is to write it, for the message.
+    folder: its path.
 
   Raises:
     ValueError: it exists, or a process is writing it, or one that did was
@@ -52,12 +56,12 @@ def check_free(folder: Path) -> None:
   """
   if os.path.lexists(folder):
     raise ValueError(
-      f"save: {folder} must not exist, because nothing is replaced, got a "
+      f"{op}: {folder} must not exist, because nothing is replaced, got a "
       "folder or a file; pass another"
     )
   if os.path.lexists(unfinished := _unfinished(folder)):
     raise ValueError(
-      f"save: {folder} must be written by one process, got {unfinished} of "
+      f"{op}: {folder} must be written by one process, got {unfinished} of "
       "another; wait for it, or remove that folder if the process was killed"
     )
 
