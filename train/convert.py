@@ -23,8 +23,11 @@ done no step, with the settings of the preset finetune and the options, which
 
 All work on one device: with JAX_PLATFORMS=cpu a model needs only the host's
 memory, 12 bytes a parameter and the codec's. Runs can then be resumed on any
-mesh. Exit status: 0; 1 when a checkpoint could not be written; 2 when the input
-was wrong.
+mesh. Where a command fails or is stopped nothing is left of what it was to
+write; only one that is killed leaves OUT.unfinished or a run without a step.
+
+Exit status: 0; 1 when a checkpoint could not be written or there was too little
+memory; 2 when the input was wrong; 130 and 143 after SIGINT and SIGTERM.
 """
 
 import dataclasses
@@ -48,16 +51,17 @@ from jax.sharding import NamedSharding
 from coat_jax import from_adam_state, sharding, to_adam_state
 from train import convert_hf, weights
 from train import step as steps
-from train.command_line import error_line, plain_errors
+from train.command_line import plain_errors
 from train.config import OptimConfig, TrainConfig
 from train.objective import trained
 from train.options import read_path
 from train.presets import PRESETS, finetune
 from train.run.checkpoint import Checkpoints, read_description, restore_state
 from train.run.description import configuration
+from train.run.exits import exit_status, stop_on_signal
 from train.run.imported import create_run
 from train.run.sources import newest_checkpoint
-from train.run.writing import SaveError, write_tree
+from train.run.writing import write_tree
 from train.schedule import learning_rate
 from train.step import TrainState
 
@@ -337,19 +341,27 @@ class ImportHF:
   config: Annotated[TrainConfig, tyro.conf.arg(name="")] = finetune()
 
 
-def _run(command: Any) -> str:
-  """Runs a command and returns what to print."""
-  if isinstance(command, Export):
-    step = export_adamw(command.run, read_path("out", command.out))
-    return f"{command.out}: params and opt_state of step {step}"
-  if isinstance(command, ExportHF):
-    out = read_path("out", command.out)
-    step = convert_hf.export_hf(command.run, out, command.dtype)
-    return f"{command.out}: weights of step {step}, for transformers"
-  is_hf = isinstance(command, ImportHF)
-  make = convert_hf.import_hf if is_hf else import_adamw
-  step = make(read_path("source", command.source), command.config)
-  return f"{command.config.out}: --resume continues from step {step}"
+def _run(command: Any) -> None:
+  """Runs a command and prints what was made.
+
+  Raises:
+    Stop: SIGINT or SIGTERM came; nothing is left of what was not finished.
+  """
+  is_export = isinstance(command, Export | ExportHF)
+  out = read_path("out", command.out if is_export else command.config.out)
+  with stop_on_signal(out):
+    if isinstance(command, Export):
+      step = export_adamw(command.run, out)
+      text = f"params and opt_state of step {step}"
+    elif isinstance(command, ExportHF):
+      step = convert_hf.export_hf(command.run, out, command.dtype)
+      text = f"weights of step {step}, for transformers"
+    else:
+      is_hf = isinstance(command, ImportHF)
+      make = convert_hf.import_hf if is_hf else import_adamw
+      step = make(read_path("source", command.source), command.config)
+      text = f"--resume continues from step {step}"
+  print(f"{out}: {text}", file=sys.stderr)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -381,13 +393,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
       prog="python -m train.convert",
       config=(tyro.conf.FlagCreatePairsOff,),
     )
-  try:
-    text = _run(command)
-  except (ValueError, OSError) as error:
-    print(error_line(error), file=sys.stderr)
-    return 1 if isinstance(error, SaveError) else 2
-  print(text, file=sys.stderr)
-  return 0
+  return exit_status(
+    lambda: _run(command),
+    smaller="set JAX_PLATFORMS=cpu, for which the host's memory is enough",
+  )
 
 
 if __name__ == "__main__":

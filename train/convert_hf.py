@@ -14,14 +14,15 @@ from flax import nnx
 from coat_jax.models import save_hf
 from coat_jax.models.hf.config import CONFIG
 from coat_jax.models.hf.save import PROCESSORS, carry
+from coat_jax.models.hf.whole import written_whole
 from train import pretrained
 from train import step as steps
 from train.config import TrainConfig
 from train.run.directory import RunDirectory
 from train.run.imported import create_run
+from train.run.save_error import save_errors
 from train.run.sources import newest_checkpoint
 from train.run.weights import read_weights
-from train.run.writing import SaveError, first_line
 from train.vit_config import CLASSES, VitConfig
 
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -68,8 +69,8 @@ def export_hf(run: Path, out: Path, dtype: Dtype | None = None) -> int:
     The checkpoint's step.
 
   Raises:
-    ValueError: `run` is no run with a whole checkpoint, or `out` exists or
-      would be in a file.
+    ValueError: `run` is no run with a whole checkpoint, or `out` exists, is
+      being written, or would be in a file.
     SaveError: it cannot be written.
   """
   _, step, config = newest_checkpoint(run, out)
@@ -77,22 +78,17 @@ def export_hf(run: Path, out: Path, dtype: Dtype | None = None) -> int:
   model = nnx.merge(steps.build_graph(config), params)
   source = RunDirectory(run).source
   like = source if (source / CONFIG).is_file() else None
-  try:
+  with save_errors(out), written_whole(out) as written:
     save_hf(
       model,
-      out,
+      written,
       like=like,
       dtype=dtype,
       max_length=config.seq,
       labels=_labels(source),
     )
     if isinstance(config, VitConfig):  # What came with a checkpoint is there.
-      carry(source, out, *PROCESSORS)
-  except OSError as error:
-    raise SaveError(
-      f"export-hf: {out} must be written, got {first_line(error)}; make room, "
-      "or pass a folder on another disk"
-    ) from error
+      carry(source, written, *PROCESSORS)
   return step
 
 

@@ -16,7 +16,8 @@ written as a page.
 
 Tables go to standard output.
 
-Exit status: 0; 2 when the input was wrong.
+Exit status: 0; 1 when a file could not be written or there was too little
+memory; 2 when the input was wrong; 130 and 143 after SIGINT and SIGTERM.
 """
 
 import dataclasses
@@ -31,7 +32,7 @@ import tyro
 from tyro.conf import arg
 
 from coat_jax.models import Decoder, ModelConfig, VisionLanguageModel
-from train.command_line import error_line, plain_errors
+from train.command_line import plain_errors
 from train.data.chat.documents import Documents as Conversations
 from train.data.text import Text
 from train.evaluation import page, report
@@ -42,7 +43,8 @@ from train.evaluation.perplexity import Documents, perplexity
 from train.evaluation.scoring import decoder_of
 from train.evaluation.tasks import Tasks
 from train.options import read_path
-from train.run.exits import say
+from train.run.exits import exit_status, say
+from train.run.signals import Signals
 from train.source import Compute, Source, open_source
 
 # Tokens of an answer.
@@ -146,6 +148,11 @@ def run(config: EvaluateConfig) -> dict[str, Any]:
   out, written = (
     _path_of(option, getattr(config, option)) for option in ("out", "page")
   )
+  if out and written and out.resolve() == written.resolve():
+    raise ValueError(
+      f"evaluate: --out and --page must be two files, got {out} and {written}, "
+      "which are one; pass another --page"
+    )
   source = _open(config, config.model)
   length = _length(config, source)
   for data in config.data:  # A wrong name is found before weights are read.
@@ -300,7 +307,7 @@ def of_tasks(
 
 def main(arguments: Sequence[str] | None = None) -> int:
   """Reads the command line, evaluates, and returns the exit status."""
-  try:
+  with Signals():
     with plain_errors():
       config = tyro.cli(
         EvaluateConfig,
@@ -308,11 +315,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m train.evaluate",
         config=(tyro.conf.FlagCreatePairsOff,),
       )
-    run(config)
-  except (ValueError, OSError) as error:
-    print(error_line(error), file=sys.stderr)
-    return 2
-  return 0
+    return exit_status(
+      lambda: run(config), smaller="lower --batch, --length or --max-tokens"
+    )
 
 
 if __name__ == "__main__":

@@ -13,7 +13,8 @@ read.
 Text goes to standard output, speeds to standard error. They are those of a
 second call: the first one, of the prompts and a token, compiles both programs.
 
-Exit status: 0; 2 when the input was wrong.
+Exit status: 0; 1 when there was too little memory; 2 when the input was wrong;
+130 and 143 after SIGINT and SIGTERM.
 """
 
 import dataclasses
@@ -28,9 +29,10 @@ from tyro.conf import arg
 from coat_jax.models import Generation, generate
 from coat_jax.models.generate import bucket
 from coat_jax.models.sampling import make_sampling
-from train.command_line import error_line, plain_errors
+from train.command_line import plain_errors
 from train.options import read_path
-from train.run.exits import say
+from train.run.exits import exit_status, say
+from train.run.signals import Signals
 from train.source import Compute, Source, open_source
 
 
@@ -177,19 +179,17 @@ def describe_speed(
 
 def main(arguments: Sequence[str] | None = None) -> int:
   """Reads the command line, generates, and returns the exit status."""
-  with plain_errors():
-    config = tyro.cli(
-      GenerateConfig,
-      args=arguments,
-      prog="python -m train.generate",
-      config=(tyro.conf.FlagCreatePairsOff,),
+  with Signals():
+    with plain_errors():
+      config = tyro.cli(
+        GenerateConfig,
+        args=arguments,
+        prog="python -m train.generate",
+        config=(tyro.conf.FlagCreatePairsOff,),
+      )
+    return exit_status(
+      lambda: run(config), smaller="lower --max-tokens, or pass fewer --prompt"
     )
-  try:
-    run(config)
-  except (ValueError, OSError) as error:
-    print(error_line(error), file=sys.stderr)
-    return 2
-  return 0
 
 
 if __name__ == "__main__":

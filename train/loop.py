@@ -34,6 +34,7 @@ from train.run.exits import (
 )
 from train.run.metrics import MetricsLog, Progress
 from train.run.profile import Profiler
+from train.run.save_error import save_errors
 from train.run.signals import Signals
 from train.run.steps import StepsInFlight
 from train.run.trackers import check_installed, open_trackers
@@ -163,8 +164,9 @@ def train[Config: TrainConfig](
       if processes.is_primary():
         opened.callback(run.put_back)  # Unless the new run has a step.
         run.create(description)
-        pretrained.keep_files(config, run)
-        data.keep_files(run)
+        with save_errors(run.path):
+          pretrained.keep_files(config, run)
+          data.keep_files(run)
     checkpoints = opened.enter_context(
       contextlib.closing(Checkpoints(run.checkpoints, keep=config.keep))
     )
@@ -174,7 +176,10 @@ def train[Config: TrainConfig](
   with stop_on_bad_input():
     trackers = []
     if not is_silent:
-      trackers = open_trackers(config, run.path, description, resumed_step=done)
+      with save_errors(run.path):
+        trackers = open_trackers(
+          config, run.path, description, resumed_step=done
+        )
   log = MetricsLog(
     run.metrics, resumed_step=done, is_silent=is_silent, trackers=trackers
   )

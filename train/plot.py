@@ -20,10 +20,12 @@ import tyro
 from matplotlib.figure import Figure
 from matplotlib.ticker import ScalarFormatter
 
-from train.command_line import error_line, plain_errors
+from train.command_line import plain_errors
 from train.options import read_path
 from train.run.directory import RunDirectory
+from train.run.exits import exit_status
 from train.run.rows import read_rows
+from train.run.save_error import save_errors
 
 # Steps over which a loss curve is smoothed; the raw one is drawn behind it.
 _WINDOW = 20
@@ -55,7 +57,8 @@ def draw(runs: dict[str, list[dict]], out: Path) -> None:
   axes = figure.subplots(1, len(panels), squeeze=False)[0]
   for axis, (draw_panel, rows_by_name) in zip(axes, panels, strict=True):
     draw_panel(axis, rows_by_name)
-  figure.savefig(out, dpi=150)
+  with save_errors(out):
+    figure.savefig(out, dpi=150)
 
 
 def check_figure(out: Path) -> None:
@@ -226,25 +229,30 @@ def load(
   return runs, damaged
 
 
+def run(config: PlotConfig) -> None:
+  """Draws, and prints where.
+
+  Raises:
+    ValueError: the input was wrong.
+    SaveError: the figure cannot be written.
+  """
+  if not config.runs:
+    raise ValueError("plot: name at least one run, such as runs/demo")
+  out = RunDirectory(config.runs[0]).plot
+  if config.out is not None:
+    out = read_path("out", config.out)
+  runs, damaged = load(config.runs)
+  check_figure(out)
+  draw(runs, out)
+  print(*damaged, sep="\n", end="\n" * bool(damaged), file=sys.stderr)
+  print(out)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
   """Runs the command; returns the exit status."""
   with plain_errors():
     config = tyro.cli(PlotConfig, args=arguments, prog="python -m train.plot")
-  try:
-    if not config.runs:
-      raise ValueError("plot: name at least one run, such as runs/demo")
-    out = RunDirectory(config.runs[0]).plot
-    if config.out is not None:
-      out = read_path("out", config.out)
-    runs, damaged = load(config.runs)
-    check_figure(out)
-    draw(runs, out)
-  except (ValueError, OSError) as error:
-    print(error_line(error), file=sys.stderr)
-    return 2
-  print(*damaged, sep="\n", end="\n" * bool(damaged), file=sys.stderr)
-  print(out)
-  return 0
+  return exit_status(lambda: run(config), smaller="name fewer runs")
 
 
 if __name__ == "__main__":

@@ -4,6 +4,8 @@
 import dataclasses
 import json
 import shutil
+import signal
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -237,3 +239,93 @@ def test_export_that_cannot_be_written_says_so(tmp_path, capsys, monkeypatch):
   assert "out must be written, got OSError" in capsys.readouterr().err
   assert not (tmp_path / "out").exists() and contents(run) == before
   assert command("import-hf", source, *options(run, "--overwrite")) == 0
+
+
+def import_hf(run, *flags):
+  """Imports the llama; the exit status."""
+  return command("import-hf", DATA / "llama", *options(run, *flags))
+
+
+def fails(monkeypatch, name, act):
+  """Has a function of ours do something else."""
+  monkeypatch.setattr(name, lambda *_, **__: act())
+
+
+def full():
+  raise OSError(28, "No space left on device")
+
+
+@pytest.fixture(scope="module")
+def imported(tmp_path_factory):
+  """A run; tests read it."""
+  run = tmp_path_factory.mktemp("runs") / "run"
+  assert import_hf(run) == 0
+  return run
+
+
+def test_nothing_is_left_of_what_is_not_finished(
+  imported, tmp_path, monkeypatch, capsys
+):
+  out = tmp_path / "out"
+  make = ("import-hf", DATA / "llama", *options(out))
+  export = ("export-hf", imported, "--out", out)
+  copy, sums = "train.pretrained.carry", "train.run.checksums.write"
+  stopped = f"stopped; {out} was not written, and nothing is left of it"
+  numbers = signal.SIGINT, signal.SIGTERM
+  interrupt, terminate = (partial(signal.raise_signal, x) for x in numbers)
+  handlers = [signal.getsignal(x) for x in numbers]
+  for line, writer, act, status, words in (
+    (make, copy, full, 1, f"error: save: {out} must be written, got OSError"),
+    (make, sums, full, 1, f"error: save: a checkpoint in {out}/checkpoints"),
+    (make, copy, terminate, 143, f"SIGTERM: {stopped}"),
+    (make, sums, interrupt, 130, f"SIGINT: {stopped}"),
+    (export, "coat_jax.models.hf.save.carry", interrupt, 130, "SIGINT: stop"),
+  ):
+    with monkeypatch.context() as patched:
+      fails(patched, writer, act)
+      assert command(*line) == status, words
+    assert capsys.readouterr().err.splitlines()[-1].startswith(words)
+    assert not list(tmp_path.iterdir()), words
+  assert [signal.getsignal(x) for x in numbers] == handlers
+
+
+def test_old_run_stays_where_an_import_is_not_finished(
+  tmp_path, monkeypatch, capsys
+):
+  run = tmp_path / "run"
+  assert import_hf(run) == 0
+  before = contents(run)
+  # Before the old run is moved aside, and after.
+  for writer in ("train.run.replacing.move_aside", "train.pretrained.carry"):
+    with monkeypatch.context() as patched:
+      fails(patched, writer, full)
+      assert import_hf(run, "--overwrite") == 1
+    assert contents(run) == before, writer
+
+
+def test_what_a_killed_command_left_is_named_or_replaced(
+  imported, tmp_path, capsys
+):
+  out = tmp_path / "out"
+  (tmp_path / "out.unfinished").mkdir()
+  assert command("export-hf", imported, "--out", out) == 2
+  said = capsys.readouterr().err
+  assert f"got {tmp_path / 'out.unfinished'} of another" in said
+  assert "remove that folder if the process was killed" in said
+  # An import that was killed has described its run and begun a checkpoint.
+  run = shutil.copytree(imported, tmp_path / "run")
+  (run / "checkpoints/0").rename(run / "checkpoints/0.orbax-checkpoint-tmp")
+  assert import_hf(run) == 0
+  assert RunDirectory(run).newest_whole_step() == (0, [])
+  assert {x.name for x in run.iterdir()} == {x.name for x in imported.iterdir()}
+
+
+def test_folders_that_a_path_only_leads_through_are_not_made(
+  imported, tmp_path, monkeypatch
+):
+  monkeypatch.chdir(tmp_path)
+  assert command("export-hf", imported, "--out", "a/x/../../hf") == 0
+  assert command("export", imported, "a/x/../../adamw") == 0
+  assert import_hf("a/x/../../run") == 0
+  names = {path.name for path in tmp_path.iterdir()}
+  assert names == {"hf", "adamw", "run"}

@@ -248,6 +248,21 @@ def test_too_little_memory_is_reported_in_a_sentence(
   assert "raise --accumulate" in last and "train.plan" in last
 
 
+@pytest.mark.parametrize("call", ["os.fsync", "pathlib.Path.write_text"])
+def test_disk_that_is_full_at_the_start_is_told_with_the_folder(
+  call, tmp_path, monkeypatch, capsys
+):
+  def full(*_):
+    raise OSError(28, "No space left on device")
+
+  monkeypatch.setattr(call, full)  # Of config.json, and of the lock.
+  assert run(tmp_path / "out") == 1
+  last = capsys.readouterr().err.splitlines()[-1]
+  words = f"{tmp_path / 'out'} must be written, got OSError ([Errno 28] No sp"
+  assert last.startswith(f"error: save: {words}")
+  assert not (tmp_path / "out").exists()
+
+
 @pytest.fixture
 def copied(finished, tmp_path):
   return shutil.copytree(finished, tmp_path / "copy")

@@ -114,6 +114,34 @@ def test_a_batch_that_is_too_large_goes_in_microbatches():
   assert fullest(planning.plan(fewer))[1].total > 10e9 / 1.02
 
 
+def test_cost_is_that_of_a_microbatch_on_a_gpu():
+  config = dataclasses.replace(PRESETS["llama_60m"](), batch=24, seq=1000)
+  run = dataclasses.replace(config, remat="full", accumulate=3)
+  assert search.cost(run) == pytest.approx(0.83 + 1500 / 8000)
+  lean = dataclasses.replace(run, mesh="fsdp=2", params="bfloat16")
+  assert search.cost(lean) == pytest.approx(0.83 + 1150 / 4000)
+
+
+def test_rounded_residual_stream_must_be_two_percent_faster():
+  config = dataclasses.replace(PRESETS["llama_60m"](), seq=2048)
+
+  def fastest(batch):
+    runs = [
+      dataclasses.replace(config, remat="fp8_layer", batch=batch),
+      dataclasses.replace(config, remat="full", batch=8),
+    ]
+    found, _ = search.search(runs, 80 * 10**9, is_batch_fixed=True)
+    costs = {each.run.remat: each.cost for each in found}
+    return found[0].run.remat, costs["full"] / costs["fp8_layer"]
+
+  for batch, first, ratio in (
+    (8, "full", 1.0),
+    (9, "full", 1.011),
+    (12, "fp8_layer", 1.034),
+  ):
+    assert fastest(batch) == (first, pytest.approx(ratio, abs=1e-3))
+
+
 def test_too_little_memory_says_how_much_it_takes(capsys):
   small = ["llama_60m", "--gpus", "1", "--hbm", "0.2GB"]
   assert plan.main(small) == 2

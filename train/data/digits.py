@@ -19,6 +19,8 @@ import tyro
 from PIL import Image
 from tyro.conf import Positional
 
+from coat_jax.models.hf.whole import check_free, written_whole
+
 _HELD_OUT = 5
 
 
@@ -62,21 +64,18 @@ def write_digits(folder: Path) -> int:
       "digits: they are a part of scikit-learn, got no such package; pip "
       "install scikit-learn, or the extra digits"
     ) from error
-  if folder.exists():
-    raise ValueError(
-      f"digits: {folder} must not exist, because nothing is replaced, got a "
-      "folder or a file; pass another"
-    )
+  check_free("digits", folder)
   found = datasets.load_digits()
   images, labels = found.images, found.target  # pyright: ignore
   written = collections.Counter()
-  for i, (image, label) in enumerate(zip(images, labels, strict=True)):
-    part = "test" if written[label] % _HELD_OUT == 0 else "train"
-    written[label] += 1
-    file = folder / part / str(label) / f"{i:04}.png"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    # From 0 to 16.
-    Image.fromarray(np.round(image * (255 / 16)).astype(np.uint8)).save(file)
+  with written_whole(folder) as path:
+    for i, (image, label) in enumerate(zip(images, labels, strict=True)):
+      part = "test" if written[label] % _HELD_OUT == 0 else "train"
+      written[label] += 1
+      file = path / part / str(label) / f"{i:04}.png"
+      file.parent.mkdir(parents=True, exist_ok=True)
+      # From 0 to 16.
+      Image.fromarray(np.round(image * (255 / 16)).astype(np.uint8)).save(file)
   return len(images)
 
 

@@ -63,7 +63,7 @@ class FolderText(TokenizerText):
     token = token.get("content") if isinstance(token, dict) else token
     if not isinstance(token, str):
       return None
-    return self._tokenizer.token_to_id(token)
+    return self._tokenizer.id_of(token)
 
   def _first_tokens(self, adds: Any, begin: int | None) -> tuple[int, ...]:
     """What a text begins with.
@@ -74,10 +74,9 @@ class FolderText(TokenizerText):
     """
     if isinstance(adds, bool) and begin is not None:
       return (begin,) if adds else ()
-    encoding = self._tokenizer.encode("a")
-    added = encoding.special_tokens_mask
+    ids, added = self._tokenizer.encode_with_special("a")
     count = added.index(0) if 0 in added else 0
-    return tuple(encoding.ids[:count])
+    return tuple(ids[:count])
 
 
 def has_tokenizer(folder: Path) -> bool:

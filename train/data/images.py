@@ -13,6 +13,8 @@ than `MAX_PIXELS` at three bytes, twice.
 
 import dataclasses
 import json
+import os
+import stat
 import warnings
 from pathlib import Path
 from typing import Any
@@ -243,6 +245,8 @@ class Preprocessing:
 def _opened(file: Path) -> Image.Image:
   """Opens an image, of which Pillow reads the header alone."""
   try:
+    if not stat.S_ISREG(os.stat(file).st_mode):
+      raise UnidentifiedImageError  # Opening a FIFO would wait for a writer.
     image = Image.open(file, formats=_FORMATS)
   except FileNotFoundError as error:
     raise BadImage(

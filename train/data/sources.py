@@ -13,16 +13,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-import tokenizers
 from tqdm import tqdm
 
+from train.data.tokenizer import Tokenizer
 from train.options import read_path
 
-# Names that tokenizers in use give their end-of-text token.
-_END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
-# Characters that the tokenizer gets at once. A long document is split at line
-# ends, where few tokenizers merge across; larger pieces run on fewer cores.
-_PIECE = 1 << 18
 _NOT_OURS = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 
 
@@ -172,19 +167,15 @@ def read_tokenized(
     FileNotFoundError, ValueError: as `documents` and `check_ids`; no tokenizer
       there, or it cannot be read.
   """
-  tokenizer = load_tokenizer(tokenizer_path)
-  end_of_text = find_end_of_text(tokenizer)
+  tokenizer = Tokenizer(tokenizer_path)
+  end_of_text = tokenizer.end_of_text
   arrays = [np.empty(0, np.uint32)]
   with tqdm(desc="tokenizing", unit="char", unit_scale=True, delay=2) as bar:
     # Batches are large enough for the tokenizer's own threads.
-    for batch in itertools.batched(_pieces(documents(path)), 64):
-      encodings = tokenizer.encode_batch_fast(
-        [piece for _, piece, _ in batch], add_special_tokens=False
-      )
-      for (name, piece, is_last), encoding in zip(
-        batch, encodings, strict=True
-      ):
-        ids = encoding.ids
+    pieces = _pieces(tokenizer, documents(path))
+    for batch in itertools.batched(pieces, 64):
+      found = tokenizer.encode([piece for _, piece, _ in batch])
+      for (name, piece, is_last), ids in zip(batch, found, strict=True):
         if is_last and end_of_text is not None:
           ids.append(end_of_text)
         arrays.append(np.asarray(ids, np.uint32))
@@ -194,46 +185,11 @@ def read_tokenized(
   return tokens.astype(np.uint16) if vocab_size <= 1 << 16 else tokens
 
 
-def _pieces(contents) -> Iterator[tuple[str, str, bool]]:
+def _pieces(
+  tokenizer: Tokenizer, contents: Iterator[tuple[str, bytes]]
+) -> Iterator[tuple[str, str, bool]]:
   """Splits documents at line ends: (name, piece, whether it is the last)."""
   for name, content in contents:
     text = content.decode("utf-8", errors="replace")
-    start = 0
-    while len(text) - start > _PIECE:
-      end = text.rfind("\n", start, start + _PIECE) + 1 or start + _PIECE
-      yield name, text[start:end], False
-      start = end
-    yield name, text[start:], True
-
-
-def find_end_of_text(tokenizer: tokenizers.Tokenizer) -> int | None:
-  """Finds the id of the end-of-text token; None where there is none."""
-  known = (tokenizer.token_to_id(token) for token in _END_OF_TEXT)
-  return next((id for id in known if id is not None), None)
-
-
-def load_tokenizer(path: str) -> tokenizers.Tokenizer:
-  """Reads a `tokenizers` JSON file.
-
-  Args:
-    path: Of the file.
-
-  Returns:
-    The tokenizer.
-
-  Raises:
-    FileNotFoundError, ValueError: there is none, or it cannot be read.
-  """
-  file = read_path("data.tokenizer", path)
-  if not file.is_file():
-    raise FileNotFoundError(
-      f"load_tokens: the tokenizer must be a JSON file, got {path}, which is "
-      "not a file; give the tokenizer.json that belongs to the model"
-    )
-  try:
-    return tokenizers.Tokenizer.from_file(str(file))
-  except Exception as error:  # The library raises bare Exception.
-    raise ValueError(
-      f"load_tokens: {path} must be a `tokenizers` JSON file, got one that "
-      f"cannot be read ({error}); give the tokenizer.json of the model"
-    ) from error
+    for piece, _, is_last in tokenizer.split(text):
+      yield name, piece, is_last

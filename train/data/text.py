@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 
 from train.data.chat.template import ChatTemplate
-from train.data.sources import find_end_of_text, load_tokenizer
+from train.data.tokenizer import Tokenizer
 from train.data.tokens import DataConfig
 
 
@@ -83,21 +83,21 @@ class TokenizerText(Text):
     Raises:
       FileNotFoundError, ValueError: one of these files cannot be read.
     """
-    self._tokenizer = load_tokenizer(path)
+    self._tokenizer = Tokenizer(path)
     self.chat = ChatTemplate.load(Path(path).expanduser().parent)
-    self.prefix_token = find_end_of_text(self._tokenizer)
+    self.prefix_token = self._tokenizer.end_of_text
     stops = {self.prefix_token}
     if self.chat is not None:
       end = self.chat.special_tokens.get("eos_token", "")
-      stops.add(self._tokenizer.token_to_id(end))
+      stops.add(self._tokenizer.id_of(end))
     self.stop_tokens = tuple(sorted(x for x in stops if x is not None))
 
   def encode(self, text: str) -> list[int]:
     text = os.fsencode(text).decode(errors="replace")
-    return self._tokenizer.encode(text, add_special_tokens=False).ids
+    return self._tokenizer.encode([text])[0]
 
   def decode(self, tokens: list[int]) -> str:
-    return self._tokenizer.decode(tokens, skip_special_tokens=True)
+    return self._tokenizer.decode(tokens)
 
 
 def open_text(data: DataConfig, tokenizer: str | None) -> Text:

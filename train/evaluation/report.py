@@ -16,6 +16,7 @@ import jax
 from train.evaluation.answers import Answers
 from train.evaluation.perplexity import Documents, Perplexity
 from train.run.metrics import format_number, format_table
+from train.run.save_error import save_errors
 
 _PACKAGES = ("coat_jax", "jax", "tokenizers", "lm_eval", "datasets")
 
@@ -220,9 +221,15 @@ def write_text(path: Path, text: str) -> None:
   Args:
     path: Of the file.
     text: What it holds.
+
+  Raises:
+    SaveError: it cannot be written.
   """
-  folder = path.absolute().parent
-  with tempfile.TemporaryDirectory(prefix=f"{path.name}.", dir=folder) as near:
+  prefix, folder = f"{path.name}.unfinished.", path.absolute().parent
+  with (
+    save_errors(path),
+    tempfile.TemporaryDirectory(prefix=prefix, dir=folder) as near,
+  ):
     written = Path(near) / path.name
     written.write_text(text, "utf-8")
     written.rename(path)

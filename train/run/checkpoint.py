@@ -30,7 +30,8 @@ from jax.sharding import SingleDeviceSharding
 from orbax.checkpoint import args
 
 from train.run import checksums, processes
-from train.run.writing import SaveError, first_line, join_writers, quietly
+from train.run.save_error import SaveError, first_line
+from train.run.writing import join_writers, quietly
 from train.step import TrainState
 
 

@@ -29,6 +29,7 @@ from train.config import TrainConfig
 from train.options import read_path
 from train.run import checkpoint, processes, replacing
 from train.run.description import is_described
+from train.run.save_error import save_errors
 
 _CONTENTS = (
   "config.tmp",
@@ -50,7 +51,9 @@ class RunDirectory:
   """A run's folder, which need not exist yet."""
 
   def __init__(self, path: str | Path):
-    self.path = read_path("out", path)
+    path = read_path("out", path)
+    # Folders that only lead to a ".." are not made.
+    self.path = path.resolve() if ".." in path.parts else path
     self.config = self.path / "config.json"
     self.config_temporary = self.path / "config.tmp"
     self.metrics = self.path / "metrics.jsonl"
@@ -152,7 +155,8 @@ class RunDirectory:
       yield
 
   def _lock(self, opened: contextlib.ExitStack) -> None:
-    self.path.mkdir(parents=True, exist_ok=True)
+    with save_errors(self.path):
+      self.path.mkdir(parents=True, exist_ok=True)
     if self.lock.is_symlink() or (
       self.lock.exists() and not self.lock.is_file()
     ):
@@ -161,6 +165,7 @@ class RunDirectory:
         "a link or no file; remove it, or pass another --out"
       )
     lock = filelock.FileLock(self.lock, blocking=False, fallback_to_soft=False)
+    missing = None
     try:
       opened.enter_context(lock)
     except filelock.Timeout:
@@ -170,14 +175,17 @@ class RunDirectory:
         "another --out"
       ) from None
     except OSError as error:  # Some file systems of clusters have no locks.
+      missing = error.strerror
+    opened.callback(self._remove_if_no_run)
+    with save_errors(self.path):
+      self.lock.write_text(f"process {os.getpid()} on {socket.gethostname()}")
+    if missing is not None:
       print(
-        f"{self.path}: without a lock ({error.strerror}); train here with one "
-        "command at a time",
+        f"{self.path}: without a lock ({missing}); train here with one command "
+        "at a time",
         file=sys.stderr,
         flush=True,
       )
-    opened.callback(self._remove_if_no_run)
-    self.lock.write_text(f"process {os.getpid()} on {socket.gethostname()}")
 
   def _remove_if_no_run(self) -> None:
     if not (self.is_run() or replacing.is_aside(self.path)):
@@ -189,12 +197,16 @@ class RunDirectory:
 
     Files of the replaced run are moved aside, nothing else in the folder, until
     `remove_replaced` or `put_back`.
+
+    Raises:
+      SaveError: the disk is full, say.
     """
-    self.put_back()  # Twins are not claimed.
-    if self.is_run():
-      replacing.move_aside(self.path, self._own_files())
-    self.path.mkdir(parents=True, exist_ok=True)
-    self.write_description(description)
+    with save_errors(self.path):
+      self.put_back()  # Twins are not claimed.
+      if self.is_run():
+        replacing.move_aside(self.path, self._own_files())
+      self.path.mkdir(parents=True, exist_ok=True)
+      self.write_description(description)
 
   def put_back(self) -> None:
     """Puts the run that was to be replaced back, unless it was removed."""
@@ -236,18 +248,19 @@ class RunDirectory:
     ]
 
   def write_description(self, description: dict) -> None:
-    """Writes config.json atomically."""
-    # A link by this name would be followed.
-    self.config_temporary.unlink(missing_ok=True)
-    try:
-      with self.config_temporary.open("x") as file:
-        file.write(json.dumps(description, indent=2) + "\n")
-        file.flush()
-        os.fsync(file.fileno())  # Else a crash may leave the name without it.
-      os.replace(self.config_temporary, self.config)
-    except OSError:  # The disk is full, say.
+    """Writes config.json atomically; raises SaveError where it cannot."""
+    with save_errors(self.path):
+      # A link by this name would be followed.
       self.config_temporary.unlink(missing_ok=True)
-      raise
+      try:
+        with self.config_temporary.open("x") as file:
+          file.write(json.dumps(description, indent=2) + "\n")
+          file.flush()
+          os.fsync(file.fileno())  # Else a crash may leave the name without it.
+        os.replace(self.config_temporary, self.config)
+      except OSError:  # The disk is full, say.
+        self.config_temporary.unlink(missing_ok=True)
+        raise
 
 
 def _remove_if_empty(path: Path) -> None:

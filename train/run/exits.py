@@ -1,20 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a training command ends early, alone or as one of several processes.
+"""How a command ends early: its exit status, and a sentence.
 
-`Stop` carries the exit status and the text to print. The context managers turn
-errors into it, and see to it that no process waits for one that is gone.
+A training command may be one of several processes: `Stop` carries the status
+and the text to print, and the context managers turn errors into it, and see to
+it that no process waits for one that is gone. Other commands are one process:
+`exit_status` runs them.
 """
 
 import contextlib
 import os
+import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import jax
 
 from train.command_line import error_line
 from train.run import processes
-from train.run.signals import Signals
+from train.run.save_error import SaveError
+from train.run.signals import SIGNALS, Signals
 
 
 class Stop(Exception):
@@ -39,7 +44,8 @@ class Stop(Exception):
 def stop_on_bad_input() -> Iterator[None]:
   """Turns errors of the user's input into exit status 2 and a sentence.
 
-  All processes stop where one of them does, so all must enter this.
+  The status is 1 where a file cannot be written. All processes stop where one
+  of them does, so all must enter this.
 
   Raises:
     Stop: a ValueError or an OSError was raised inside, in any process.
@@ -49,10 +55,15 @@ def stop_on_bad_input() -> Iterator[None]:
     yield
   except (ValueError, OSError) as error:
     fault = error
-  faults = processes.gather(fault is not None)
-  if any(faults):
-    first = faults.index(True)
-    raise Stop(2, error_line(fault), process=first) from fault
+  statuses = processes.gather(0 if fault is None else _status(fault))
+  for process, status in enumerate(statuses):
+    if status:
+      raise Stop(status, error_line(fault), process=process) from fault
+
+
+def _status(error: Exception) -> int:
+  """Returns 1 of files that cannot be written, 2 of wrong input."""
+  return 1 if isinstance(error, SaveError) else 2
 
 
 @contextlib.contextmanager
@@ -83,6 +94,68 @@ def stop_on_failure() -> Iterator[None]:
       raise stop from error
     say(text, process=stop.process)
     os._exit(1)
+
+
+@contextlib.contextmanager
+def stop_on_signal(out: Path) -> Iterator[None]:
+  """Stops a command that writes, once what is half written is removed.
+
+  Where nothing is removed, `Signals` stops at once. A second signal does here.
+
+  Args:
+    out: What it writes, for the message.
+
+  Raises:
+    Stop: SIGINT or SIGTERM came.
+  """
+  received = []
+
+  def interrupt(number, frame):
+    if received:
+      os._exit(128 + number)
+    received.append(number)
+    raise KeyboardInterrupt
+
+  handlers = {each: signal.signal(each, interrupt) for each in SIGNALS}
+  try:
+    yield
+  except BaseException as error:  # What it was turned into, perhaps.
+    if not received:
+      raise
+    text = f"{signal.Signals(received[0]).name}: stopped"
+    if not os.path.lexists(out):
+      text += f"; {out} was not written, and nothing is left of it"
+    raise Stop(128 + received[0], text) from error
+  finally:
+    for number, handler in handlers.items():
+      signal.signal(number, handler)
+
+
+def exit_status(command: Callable[[], object], *, smaller: str) -> int:
+  """Runs a command that does not train, and prints its error as a sentence.
+
+  Args:
+    command: What it does once its command line was read.
+    smaller: What to do where there is too little memory.
+
+  Returns:
+    0; 1 where a file could not be written or there was too little memory; 2
+    where the input was wrong; or the status of a `Stop` that it raises.
+  """
+  try:
+    command()
+  except Stop as stop:
+    print(stop, file=sys.stderr)
+    return stop.status
+  except (ValueError, OSError) as error:
+    print(error_line(error), file=sys.stderr)
+    return _status(error)
+  except (MemoryError, jax.errors.JaxRuntimeError) as error:
+    if (shortage := describe_shortage(error)) is None:
+      raise
+    print(f"error: {shortage}; {smaller}", file=sys.stderr)
+    return 1
+  return 0
 
 
 def describe_shortage(error: BaseException) -> str | None:

@@ -12,6 +12,8 @@ from train.data.tokens import load_tokens
 from train.run.checkpoint import Checkpoints
 from train.run.description import describe
 from train.run.directory import RunDirectory
+from train.run.save_error import save_errors
+from train.run.writing import uninterrupted
 from train.step import TrainState
 
 
@@ -54,12 +56,19 @@ def create_run(
     # The iterator's whole state.
     place = {**batches.get_state(), "next_index": step}
     description = describe(config, tokens)
-    opened.callback(run.put_back)  # Unless it is saved.
-    run.create(description)
-    pretrained.keep_files(config, run)
-    with contextlib.closing(
-      Checkpoints(run.checkpoints, keep=config.keep)
-    ) as checkpoints:
-      checkpoints.save_at(step, state, place, description)
+    with contextlib.ExitStack() as failed:
+      failed.callback(run.put_back if run.is_run() else run.remove)
+      run.create(description)
+      with save_errors(run.path):
+        pretrained.keep_files(config, run)
+
+      def save():
+        with contextlib.closing(
+          Checkpoints(run.checkpoints, keep=config.keep)
+        ) as checkpoints:
+          checkpoints.save_at(step, state, place, description)
+
+      uninterrupted(save)
+      failed.pop_all()  # It is saved.
     run.remove_replaced()
   return step

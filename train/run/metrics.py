@@ -27,6 +27,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from train.run.save_error import save_errors
 from train.run.trackers import Tracker
 
 _SECONDS_BETWEEN_LINES = 10
@@ -54,11 +55,13 @@ class MetricsLog:
     self._file, self._trackers = None, trackers
     if is_silent:
       return
+    self._folder = path.parent
     kept = [row for row in read_metrics(path) if row["step"] <= resumed_step]
     temporary = path.with_suffix(".tmp")
-    temporary.write_text("".join(json.dumps(row) + "\n" for row in kept))
-    os.replace(temporary, path)
-    self._file = path.open("a", buffering=1)
+    with save_errors(self._folder):
+      temporary.write_text("".join(json.dumps(row) + "\n" for row in kept))
+      os.replace(temporary, path)
+      self._file = path.open("a", buffering=1)
 
   def write(self, **row) -> None:
     """Appends a line; numbers that are not finite become null."""
@@ -68,20 +71,23 @@ class MetricsLog:
       name: None if isinstance(x, float) and not math.isfinite(x) else x
       for name, x in row.items()
     }
-    self._file.write(json.dumps(row, allow_nan=False) + "\n")
-    step = row.pop("step")
+    line, step = json.dumps(row, allow_nan=False) + "\n", row.pop("step")
     values = {
       name: float(x) for name, x in row.items() if isinstance(x, int | float)
     }
-    for tracker in self._trackers if values else ():
-      tracker.write(step, values)
+    with save_errors(self._folder):
+      self._file.write(line)
+      for tracker in self._trackers if values else ():
+        tracker.write(step, values)
 
   def close(self) -> None:
     """Closes the file and the trackers."""
-    if self._file is not None:
+    if self._file is None:
+      return
+    with save_errors(self._folder):
       self._file.close()
-    for tracker in self._trackers:
-      tracker.close()
+      for tracker in self._trackers:
+        tracker.close()
 
 
 def read_metrics(path: Path) -> Iterator[dict]:

@@ -15,7 +15,7 @@ import signal
 import sys
 import threading
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Signals:
@@ -36,7 +36,7 @@ class Signals:
   def __enter__(self) -> "Signals":
     self._reader, self._writer = os.pipe()
     os.set_blocking(self._writer, False)
-    self._handlers = {s: signal.signal(s, _do_nothing) for s in _SIGNALS}
+    self._handlers = {s: signal.signal(s, _do_nothing) for s in SIGNALS}
     self._wakeup = signal.set_wakeup_fd(self._writer)
     self._thread = threading.Thread(target=self._listen, daemon=True)
     self._thread.start()
@@ -58,11 +58,13 @@ class Signals:
   def _listen(self) -> None:
     while number := os.read(self._reader, 1):
       number = number[0]
+      if number not in SIGNALS:  # Another library handles it.
+        continue
       name = signal.Signals(number).name
       if self.is_deferred and self.received is None:
         self.received = number
         _say(f"{name}: saving after this step; once more stops at once")
-      elif number in _SIGNALS:
+      else:
         _say(f"{name}: stopped at once")
         os._exit(128 + number)
 

@@ -3,6 +3,7 @@
 
 from pathlib import Path
 
+from coat_jax.models.hf.whole import check_free
 from train.config import TrainConfig
 from train.run.checkpoint import read_description
 from train.run.description import configuration
@@ -20,8 +21,8 @@ def newest_checkpoint(run: Path, out: Path) -> tuple[Path, int, TrainConfig]:
     The folder of its checkpoints, the checkpoint's step, and its configuration.
 
   Raises:
-    ValueError: `run` is no run with a whole checkpoint, or `out` exists or
-      would be in a file.
+    ValueError: `run` is no run with a whole checkpoint, or `out` exists, is
+      being written, or would be in a file.
   """
   source = RunDirectory(run)
   if source.latest_step() is None or not source.is_run():
@@ -29,12 +30,8 @@ def newest_checkpoint(run: Path, out: Path) -> tuple[Path, int, TrainConfig]:
       f"export: {run} must hold a run with a checkpoint, got none; pass the "
       "--out of a run"
     )
-  if out.exists():
-    raise ValueError(
-      f"export: {out} must not exist, because nothing is replaced, got a "
-      "folder or a file; pass another"
-    )
-  above = next(path for path in out.absolute().parents if path.exists())
+  check_free("export", out)
+  above = next(path for path in out.resolve().parents if path.exists())
   if not above.is_dir():
     raise ValueError(
       f"export: {out} must be in a folder, got the file {above}; pass another"

@@ -2,20 +2,19 @@
 """Writing with Orbax: one sentence where it fails, and nothing half written."""
 
 import contextlib
+import functools
 import logging
-import os
 import sys
-import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import orbax.checkpoint as ocp
 
-
-class SaveError(OSError):
-  """A checkpoint could not be written; earlier ones are unchanged."""
+from coat_jax.models.hf.whole import check_free, written_whole
+from train.run.save_error import SaveError, first_line
 
 
 def write_tree(path: Path, tree: Any) -> None:
@@ -26,27 +25,36 @@ def write_tree(path: Path, tree: Any) -> None:
     tree: What `ocp.StandardCheckpointer` takes.
 
   Raises:
+    ValueError: the folder exists, or another process is writing it.
     SaveError: it cannot be written.
   """
-  path = path.absolute()
+  check_free("save", path)
   try:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with (
-      quietly(),
-      tempfile.TemporaryDirectory(prefix=f"{path.name}.", dir=path.parent) as f,
-    ):
-      written = Path(f) / path.name
-      try:
-        with ocp.StandardCheckpointer() as checkpointer:
-          checkpointer.save(written, tree)
-      finally:
-        join_writers()
-      os.rename(written, path)
+    with quietly(), written_whole(path) as written:
+      uninterrupted(functools.partial(_write_tree, written, tree))
   except Exception as error:  # Orbax and TensorStore raise many kinds.
     raise SaveError(
       f"save: {path} must be written, got {first_line(error)}; make room, or "
       "pass a folder on another disk"
     ) from error
+
+
+def _write_tree(path: Path, tree: Any) -> None:
+  try:
+    with ocp.StandardCheckpointer() as checkpointer:
+      checkpointer.save(path, tree)
+  finally:
+    join_writers()
+
+
+def uninterrupted(write: Callable[[], None]) -> None:
+  """Writes with Orbax, and to the end where Ctrl-C interrupts the wait for it.
+
+  Else threads of Orbax and TensorStore would still write into a folder that is
+  removed at that moment.
+  """
+  with ThreadPoolExecutor(1) as pool:  # Which waits when it is left.
+    pool.submit(write).result()
 
 
 def join_writers() -> None:
@@ -93,8 +101,3 @@ def quietly() -> Iterator[None]:
     sys.unraisablehook = hook
     for logger, level in zip(loggers, levels, strict=True):
       logger.setLevel(level)
-
-
-def first_line(error: Exception) -> str:
-  line = str(error).strip().partition("\n")[0]
-  return f"{type(error).__name__} ({line[:1000]})"

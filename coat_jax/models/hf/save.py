@@ -9,7 +9,6 @@ import json
 import math
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,6 +38,7 @@ from coat_jax.models.hf.vision_config import (
   parse_vision_config,
   write_vision_config,
 )
+from coat_jax.models.hf.whole import check_free, written_whole
 from coat_jax.models.stack import check_dtype
 from coat_jax.models.vision import VisionTower
 from coat_jax.models.vision_language import VisionLanguageModel
@@ -109,19 +109,16 @@ def save_hf(
 
   Raises:
     TypeError: an argument of another kind.
-    ValueError: `max_length` or `max_shard_size` is below 1; the folder exists,
-      `like` is of another model, transformers has no such model, there are not
-      as many labels as classes, or a weight is not finite, which those above
-      65504 are not in float16.
+    ValueError: `max_length` or `max_shard_size` is below 1; the folder exists;
+      another process is writing it (or was killed while it did, and left
+      FOLDER.unfinished); `like` is of another model; transformers has no such
+      model; there are not as many labels as classes; or a weight is not
+      finite, which those above 65504 are not in float16.
     OSError: it cannot be written; nothing is left of it then.
   """
   _check(model, folder, like, max_length, labels, max_shard_size)
   folder = Path(folder)
-  if os.path.lexists(folder):
-    raise ValueError(
-      f"save_hf: {folder} must not exist, because nothing is replaced; pass "
-      "another folder"
-    )
+  check_free("save_hf", folder)
   params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
   config = model.config
   parse, write = _CONFIG_OF[type(model)]
@@ -151,18 +148,13 @@ def save_hf(
       f"{type(model).__name__}; leave them out"
     )
   keys = write(config, dtype, keys, **options)
-  folder.absolute().parent.mkdir(parents=True, exist_ok=True)
-  with tempfile.TemporaryDirectory(
-    prefix=f"{folder.name}.", dir=folder.absolute().parent
-  ) as temporary:
-    written = Path(temporary) / folder.name
+  with written_whole(folder) as written:
     written.mkdir()
     _write_tensors(written, config, params, dtype, max_shard_size)
     _write_json(written / CONFIG, keys)
     if like is not None:
       others = () if isinstance(model, Decoder) else PROCESSORS
       carry(Path(like), written, *others)
-    written.rename(folder)
 
 
 def _check(model, folder, like, max_length, labels, max_shard_size) -> None:

@@ -3,6 +3,7 @@
 
 import json
 import math
+import os
 import struct
 import zlib
 
@@ -131,6 +132,8 @@ def test_bad_images_have_a_sentence(tmp_path):
   assert refused("a.ppm", b"P6 9 9 255 " + bytes(243))[0] == "no image"
   (tmp_path / "folder.png").mkdir()
   assert refused("folder.png")[0] == "no image"
+  os.mkfifo(tmp_path / "fifo.png")  # Opening it would wait for a writer.
+  assert refused("fifo.png")[0] == "no image"
   reason, message = refused("dot.png", header(1, 1))
   assert reason == "tiny image" and "1 x 1" in message
   # Wide ones, and those that Pillow would warn of, or refuse.

@@ -6,7 +6,7 @@ import pytest
 import tokenizers
 
 from tests.train.data.streams import numbered
-from train.data import sources
+from train.data import tokenizer
 from train.data.tokens import DataConfig, load_tokens
 
 
@@ -82,7 +82,7 @@ def test_long_documents_are_split_at_line_ends(
     path=str(tmp_path / "a.txt"), tokenizer=str(tokenizer_file)
   )
   whole = load_tokens(config, 5)
-  monkeypatch.setattr(sources, "_PIECE", 60)
+  monkeypatch.setattr(tokenizer, "PIECE", 60)
   cut = load_tokens(config, 5)
   np.testing.assert_array_equal(whole.read(0, 102), cut.read(0, 102))
 

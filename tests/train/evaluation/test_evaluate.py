@@ -133,6 +133,19 @@ def test_bad_input_is_a_sentence(folder, data, options, message, capsys):
   assert "Traceback" not in printed.err
 
 
+def test_figures_and_page_in_one_file_are_refused(
+  folder, data, tmp_path, monkeypatch, capsys
+):
+  monkeypatch.chdir(tmp_path)
+  (tmp_path / "link").symlink_to(tmp_path)
+  line = [folder, "--conversations", data, "--out", "same.html", "--page"]
+  for page in ("same.html", tmp_path / "same.html", "link/same.html"):
+    assert command(*line, page) == 2
+    printed = capsys.readouterr().err
+    assert "--out and --page must be two files" in printed
+  assert not (tmp_path / "same.html").exists()
+
+
 def test_tasks_without_the_harness_are_refused(folder, monkeypatch, capsys):
   monkeypatch.setitem(sys.modules, "lm_eval", None)
   assert command(folder, "--task", "arc_easy") == 2

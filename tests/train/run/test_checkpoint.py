@@ -20,7 +20,8 @@ from tests.train.run.states import (
   save,
 )
 from train.run import checkpoint, checksums
-from train.run.checkpoint import Checkpoints, SaveError
+from train.run.checkpoint import Checkpoints
+from train.run.save_error import SaveError
 from train.step import TrainState
 
 MESHES = ["fsdp=8", "data=2,tensor=2", "", "fsdp=2,tensor=2,data=2"]

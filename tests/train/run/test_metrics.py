@@ -3,10 +3,12 @@
 
 import json
 import math
+import resource
 
 import pytest
 
 from train.run import metrics, rows
+from train.run.save_error import SaveError
 
 
 def write(path, steps, **kwargs):
@@ -127,3 +129,19 @@ def test_progress_away_from_a_terminal_is_few_plain_lines(capsys, monkeypatch):
   assert len(lines) < 6
   assert lines[0].startswith("run: step 31/60, loss 1.5000, 2,000 tokens/s, ")
   assert lines[-1] == "run: step 60/60, held-out 1.2500"
+
+
+def test_full_disk_names_the_folder_in_writing_and_in_closing(tmp_path):
+  log = metrics.MetricsLog(tmp_path / "metrics.jsonl")
+  log.write(step=1, text="a" * 19_000)
+  limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+  # Enough for what pytest writes.
+  resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+  try:
+    for act in (lambda: log.write(step=2, text="a" * 2000), log.close):
+      with pytest.raises(
+        SaveError, match=f"{tmp_path} must be written, got OS"
+      ):
+        act()
+  finally:
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)

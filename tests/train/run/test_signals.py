@@ -13,8 +13,9 @@ from train.run.signals import Signals
 
 ROOT = Path(__file__).parents[3]
 PROGRAM = """
-import sys, time
+import signal, sys, time
 from train.run.signals import Signals
+signal.signal(signal.SIGUSR1, lambda *_: None)  # As another library does.
 with Signals() as signals:
   signals.is_deferred = "deferred" in sys.argv
   print("ready", flush=True)
@@ -62,6 +63,17 @@ def test_deferred_signal_lets_the_program_finish(number, status):
   output, errors = process.communicate(timeout=30)
   assert (process.returncode, output) == (status, "received\n")
   assert "saving after this step" in errors
+
+
+def test_signal_that_another_library_handles_is_left_to_it():
+  process = start("deferred")
+  process.send_signal(signal.SIGUSR1)
+  with pytest.raises(subprocess.TimeoutExpired):
+    process.wait(0.5)
+  process.send_signal(signal.SIGTERM)
+  output, errors = process.communicate(timeout=30)
+  assert (process.returncode, output) == (143, "received\n")
+  assert "SIGUSR1" not in errors
 
 
 def test_second_signal_ends_the_process():

@@ -27,7 +27,6 @@ if TYPE_CHECKING:  # Which needs Pillow.
   from train.data.chat.images import ChatImages, RowImage
 
 _SKIP = ", or leave bad rows out with skip_bad=True (of a command: --skip-bad)"
-_BATCH = 256  # Texts that the tokenizer's threads get at once.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,40 +190,41 @@ def load_documents(
   without_target = truncated = lost = longest = 0
   shortest: list[int] = []
   with tqdm(desc="tokenizing", unit="row", unit_scale=True, delay=2) as bar:
-    for batch in itertools.batched(reader.read(paths), _BATCH):
-      encoded = encoder.encode([each.rendered for each in batch])
-      for each, (tokens, mask, ends) in zip(batch, encoded, strict=True):
-        check_ids(tokens, str(each.row.file), vocab_size)
-        bar.update()
-        if images is not None:
-          try:
-            tokens, mask, ends = images.expand(
-              tokens, mask, ends, images=len(each.images)
-            )
-          except BadRow as error:
-            reader.refuse(each.row, error)
-            continue
-        longest = max(longest, len(tokens) - 1)
-        if len(tokens) > seq + 1:
-          fitting = bisect.bisect_right(ends, seq + 1)
-          kept = ends[fitting - 1] if fitting else seq + 1
-          lost += int(mask[kept:].sum())
-          if mask.any() and not mask[:kept].any():
-            # Cut in front of the first answer, whose first token is a target.
-            shortest.append(int(np.argmax(mask)))
-          tokens, mask = tokens[:kept], mask[:kept]
-          truncated += bool(mask.any())
-        if not mask.any():
-          without_target += 1
+    rows, again = itertools.tee(reader.read(paths))
+    encoded = encoder.encode((each.rendered for each in rows), kept=seq + 1)
+    for each, (tokens, mask, ends) in zip(again, encoded, strict=True):
+      check_ids(tokens, str(each.row.file), vocab_size)
+      bar.update()
+      if images is not None:
+        try:
+          tokens, mask, ends = images.expand(
+            tokens, mask, ends, images=len(each.images)
+          )
+        except BadRow as error:
+          reader.refuse(each.row, error)
           continue
-        ids.append(tokens)
-        masks.append(mask)
-        lengths.append(len(tokens))
-        if images is not None:
-          # No image is cut in two: without an end that fits, the first answer
-          # does not, and images are in front of it.
-          image_counts.append(images.count(tokens))
-          found += each.images[: image_counts[-1]]
+      longest = max(longest, len(tokens) - 1)
+      if len(tokens) > seq + 1:
+        fitting = bisect.bisect_right(ends, seq + 1)
+        kept = ends[fitting - 1] if fitting else seq + 1
+        lost += int(mask[kept:].sum())
+        if mask.any() and not mask[:kept].any():
+          # Cut in front of the first answer, whose first token is a target.
+          shortest.append(int(np.argmax(mask)))
+        # Copies, for a part would keep the whole in memory.
+        tokens, mask = tokens[:kept].copy(), mask[:kept].copy()
+        truncated += bool(mask.any())
+      if not mask.any():
+        without_target += 1
+        continue
+      ids.append(tokens)
+      masks.append(mask)
+      lengths.append(len(tokens))
+      if images is not None:
+        # No image is cut in two: without an end that fits, the first answer
+        # does not, and images are in front of it.
+        image_counts.append(images.count(tokens))
+        found += each.images[: image_counts[-1]]
   counts = Counts(
     reader.rows, dict(reader.bad), without_target, truncated, lost, longest
   )

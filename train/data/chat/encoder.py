@@ -7,7 +7,7 @@ each token is of.
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +16,7 @@ from train.data.chat.formats import Completion, Conversation
 from train.data.chat.rows import BadRow
 from train.data.chat.targets import Span, TargetFinder
 from train.data.chat.template import ChatTemplate, read_special_tokens
-from train.data.sources import load_tokenizer
+from train.data.tokenizer import Tokenizer
 
 # Text, (start, end) of what is to be learned, and ids before the text's own.
 Rendered = tuple[str, list[Span], list[int]]
@@ -55,26 +55,19 @@ class ChatEncoder:
       FileNotFoundError, ValueError: it cannot be read.
     """
     path = Path(tokenizer_path).expanduser()
-    whole = load_tokenizer(str(path))
-    whole.no_truncation()
-    whole.no_padding()
+    self._tokenizer = Tokenizer(str(path))
     # What is put in front of plain text.
-    plain, with_special = (
-      whole.encode("a", add_special_tokens=is_added).ids
-      for is_added in (False, True)
-    )
+    (plain,) = self._tokenizer.encode(["a"])
+    with_special, _ = self._tokenizer.encode_with_special("a")
     first = next(iter(plain), None)
     self._front = list(
       itertools.takewhile(lambda token: token != first, with_special)
     )
     self._end = read_special_tokens(path.parent).get("eos_token", "")
-    # A postprocessor can leave spaces out of a token's characters.
-    self._tokenizer = whole
-    self._tokenizer.post_processor = None
-    added = whole.get_added_tokens_decoder().values()
+    self._tokenizer.drop_post_processor()
     self._template = template
     if template is not None:
-      self._finder = TargetFinder(template, [x.content for x in added])
+      self._finder = TargetFinder(template, self._tokenizer.added_tokens)
 
   def render(self, row: Conversation | Completion) -> Rendered:
     """Makes text of a row.
@@ -115,22 +108,24 @@ class ChatEncoder:
     return text, spans, front
 
   def encode(
-    self, rows: list[Rendered]
+    self, rows: Iterable[Rendered], *, kept: int = 0
   ) -> Iterator[tuple[np.ndarray, np.ndarray, list[int]]]:
-    """Tokenizes texts.
+    """Tokenizes texts, some at a time.
 
     Args:
       rows: From `render`.
+      kept: As for `Tokenizer.encode_each`.
 
     Yields:
       Of each: ids int32 [n]; mask bool [n]; how many tokens there are to the
       end of each part to be learned.
     """
-    texts = [text for text, _, _ in rows]
-    encodings = self._tokenizer.encode_batch(texts, add_special_tokens=False)
-    for encoding, (_, spans, front) in zip(encodings, rows, strict=True):
-      ids = np.asarray([*front, *encoding.ids], np.int32)
-      offsets = np.asarray(encoding.offsets, np.int64).reshape(-1, 2)
+    rows, again = itertools.tee(rows)
+    found = self._tokenizer.encode_each(
+      (text for text, _, _ in rows), kept=kept
+    )
+    for (_, spans, front), (ids, offsets) in zip(again, found, strict=True):
+      ids = np.concatenate([np.asarray(front, np.int32), ids])
       mask, ends = np.zeros(len(ids), bool), []
       for start, end in spans:
         is_in = (offsets[:, 1] > start) & (offsets[:, 0] < end)
