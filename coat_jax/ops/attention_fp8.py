@@ -109,7 +109,7 @@ def attention_fp8_fwd(
     queries = Queries.of(q_args, own)
     keys = Keys.of(queries, q.qvalue, codes, kind)
     scores, _ = masked_scores(queries, keys, codes, segments, kind, unit)
-    largest = jnp.max(scores, axis=-1, keepdims=True)
+    largest = jnp.max(scores, axis=-1, keepdims=True, initial=-jnp.inf)
     p = jnp.exp(scores - largest)
     total = jnp.sum(p, axis=-1)
     out = _product("bkrts,bskh->btkrh", _p_codes(p), keys.read(v.qvalue))
