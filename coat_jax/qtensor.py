@@ -272,6 +272,15 @@ def dequantize(
   return (q.qvalue.astype(jnp.float32) * scale).astype(dtype)
 
 
+def times_scales(x: Array, a: Array | float, b: Array | float) -> Array:
+  """x a b, of sums of products of codes that have these two scales.
+
+  The scales are multiplied in one after the other, the smaller one first: of
+  gradients near 1e-34 the product of both is below f32's smallest number.
+  """
+  return x * jnp.minimum(a, b) * jnp.maximum(a, b)
+
+
 def _spread_scale(op, scale, shape, group_size) -> Array:
   """Scale per value, f32: [] or [..., groups] to what broadcasts to `shape`."""
   if group_size is None:

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from coat_jax.models.specs import AXIS_RULES
+from coat_jax.models.specs import AXES
 from coat_jax.models.vision import VisionConfig
 from coat_jax.ops.blocks import BLOCK
 
@@ -241,4 +241,4 @@ def check_tiles(sizes: Mapping[str, int], rows: Mapping[str, int]) -> None:
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
   """Returns the sharding of tokens [B, T + 1]: on all axes but `tensor`."""
-  return NamedSharding(mesh, PartitionSpec(AXIS_RULES["batch"]))
+  return NamedSharding(mesh, PartitionSpec(AXES.batch))

@@ -106,7 +106,8 @@ def expert_weights(
   if normalize:
     chosen = chosen / jnp.sum(chosen, axis=-1, keepdims=True)
   tokens = tuple(range(probabilities.ndim - 1))
-  return chosen, jnp.mean(probabilities, axis=tokens)
+  total = jnp.sum(probabilities, axis=tokens)
+  return chosen, total / _num_tokens(experts)
 
 
 def _logits(y: Array, w: Array) -> Array:
@@ -173,8 +174,12 @@ def load_of(experts: Array, num_experts: int) -> Array:
     num_experts: E.
   """
   counts = jnp.bincount(experts.reshape(-1), length=num_experts)
-  num_tokens = experts.size // experts.shape[-1]
-  return counts.astype(jnp.float32) / num_tokens
+  return counts.astype(jnp.float32) / _num_tokens(experts)
+
+
+def _num_tokens(experts: Array) -> int:
+  """How many tokens have experts [..., k]; 1 for none, whose sums are 0."""
+  return max(experts.size // experts.shape[-1], 1)
 
 
 def _take(x: Array, index: Array) -> Array:

@@ -285,7 +285,7 @@ def _clip_fwd(x, limit):
 
 
 def _clip_bwd(limit, inside, g):
-  if limit is None:
+  if limit is None or not g.size:  # unpackbits takes no empty array.
     return (g,)
   passes = jnp.unpackbits(inside, axis=-1, count=g.shape[-1])
   return (jnp.where(passes == 1, g, 0),)

@@ -127,11 +127,30 @@ def mean_loss(
 
   Returns:
     f32 scalar, nats per token.
+
+  Raises:
+    ValueError: there are no targets.
   """
+  if targets.size == 0:
+    raise ValueError(
+      "mean_loss: the mean needs at least one target, got targets of shape "
+      f"{targets.shape}; leave such a batch out"
+    )
+  # Gradients inside are of a sum in which a token counts about 1. In float16
+  # those of a mean over many tokens would vanish, whatever the loss scale.
+  if shares is None:
+    unit = 1 / targets.size
+  else:
+    # A power of two, so that no other dtype's bits change.
+    largest = jnp.max(jnp.abs(shares), initial=0)
+    unit = jnp.ldexp(0.5, jnp.frexp(largest)[1])
+    shares = shares / unit
+  # Such a sum over tokens could overflow in float16.
+  weight = weight.astype(jnp.promote_types(weight.dtype, jnp.bfloat16))
   arrays = hidden, targets, weight, shares
   if axes is None:
     arrays = varying(arrays)
-  return _mean_loss(*arrays, is_tied, axes, soft_cap)
+  return unit * _mean_loss(*arrays, is_tied, axes, soft_cap)
 
 
 def logits(
@@ -204,7 +223,6 @@ def _on_devices(
     is_tied=is_tied,
     axes=axes,
     soft_cap=soft_cap,
-    share=1 / targets.size,
     has_gradients=has_gradients,
   )
   if axes is None:
@@ -232,7 +250,6 @@ def _loss_of_shard(
   is_tied,
   axes,
   soft_cap,
-  share,
   has_gradients,
 ):
   """What `_on_devices` gives, of one device's tokens and rows of the weight."""
@@ -249,7 +266,6 @@ def _loss_of_shard(
     tensor=tensor,
     is_tied=is_tied,
     soft_cap=soft_cap,
-    share=share if shares is None else 1.0,
     has_gradients=has_gradients,
   )
   d, vocab_size = weight.shape[::-1] if is_tied else weight.shape
@@ -299,7 +315,7 @@ def _chunks(hidden: Array, targets: Array, counted: Array, vocab_size: int):
 
 
 def _add_chunk(
-  weight, total, chunk, *, tensor, is_tied, soft_cap, share, has_gradients
+  weight, total, chunk, *, tensor, is_tied, soft_cap, has_gradients
 ):
   """Adds a chunk's nats and its part of the weight's gradient."""
   (loss, dweight), (hidden, targets, counted) = total, chunk
@@ -323,12 +339,12 @@ def _add_chunk(
   if tensor is not None:
     others, at_target = lax.psum((others, at_target), tensor)
   log_sum = jnp.log(others) + largest
-  loss = loss + share * jnp.sum((log_sum - at_target) * counted)
+  loss = loss + jnp.sum((log_sum - at_target) * counted)
   if not has_gradients:
     return (loss, dweight), None
   # Rounded to the products' dtype, as every gradient that a product reads.
   softmax = jnp.exp(logits - log_sum[..., None])
-  dlogits = (softmax - is_target) * (share * counted)[..., None]
+  dlogits = (softmax - is_target) * counted[..., None]
   if soft_cap is not None:
     dlogits = dlogits * (1 - jnp.square(logits / soft_cap))
   dlogits = dlogits.astype(weight.dtype)

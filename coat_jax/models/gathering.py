@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weights of layers that XLA partitions, gathered where it would not."""
 
+import dataclasses
 import functools
 
 import jax
@@ -10,10 +11,11 @@ from jax import Array, P
 from jax.typing import DTypeLike
 
 from coat_jax.models.specs import param_spec
+from coat_jax.recipe import MeshAxes
 
 
 def gather_weights[L: nnx.Module](
-  layer: L, dtype: DTypeLike, fsdp: str | None
+  layer: L, dtype: DTypeLike, axes: MeshAxes
 ) -> L:
   """For layers that XLA partitions: weights in `dtype` with all their rows.
 
@@ -22,24 +24,19 @@ def gather_weights[L: nnx.Module](
   Those of experts, which are no kernels, each device gathers in the layer.
   """
 
+  without_fsdp = dataclasses.replace(axes, fsdp=None)
+
   def gather(path, w):
-    spec = param_spec(path)[1:]  # Of one layer.
-    whole = P(*(_without(names, fsdp) for names in spec))
-    if whole == P(*spec) or path[-1].key != "kernel":
+    # Without the axis of layers: this is one of them.
+    split, whole = (P(*param_spec(path, a)[1:]) for a in (axes, without_fsdp))
+    if whole == split or path[-1].key != "kernel":
       return w
     # Its gradient is f32 and then cast to the weight's dtype.
-    return _constrained(w.astype(jnp.float32), dtype, P(*spec), whole)
+    return _constrained(w.astype(jnp.float32), dtype, split, whole)
 
   graph, params, others = nnx.split(layer, nnx.Param, ...)
   params = jax.tree.map_with_path(gather, nnx.to_pure_dict(params))
   return nnx.merge(graph, params, others)
-
-
-def _without(names, name: str | None):
-  """An entry of a PartitionSpec without one of its axes."""
-  if isinstance(names, tuple):
-    return tuple(other for other in names if other != name) or None
-  return None if names == name else names
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))

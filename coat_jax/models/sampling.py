@@ -92,12 +92,13 @@ def kept(logits: Array, sampling: Sampling) -> tuple[Array, Array]:
   """
   assert sampling.temperature is not None  # Else greedy.
   largest = jnp.max(logits, axis=-1, keepdims=True)
-  logits = (logits - largest) / sampling.temperature
+  logits = logits - largest
   tokens = jnp.broadcast_to(jnp.arange(logits.shape[-1])[None], logits.shape)
   if sampling.top_k is None and sampling.top_p is None:
-    return logits, tokens
+    return logits / sampling.temperature, tokens
+  # Sorted before they are divided: at 1e38 f32 holds no difference of them.
   tokens = jnp.argsort(logits, axis=-1, stable=True, descending=True)
-  logits = jnp.take_along_axis(logits, tokens, axis=-1)
+  logits = jnp.take_along_axis(logits, tokens, axis=-1) / sampling.temperature
   if sampling.top_k is not None:
     rank = jnp.arange(logits.shape[-1])[None]
     logits = jnp.where(rank < sampling.top_k, logits, -jnp.inf)

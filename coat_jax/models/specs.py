@@ -5,6 +5,7 @@ Last axes of weights are split by `tensor` alone: groups of values that share a
 scale run along them, and a device must have whole groups.
 """
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,21 +13,18 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from coat_jax.checks import check_kind
+from coat_jax.layers.mesh.specs import split_inputs
 from coat_jax.recipe import GradDtype, MeshAxes
 
-# What an axis of an array is, and which axes of the mesh split it.
-AXIS_RULES = {
-  "batch": ("data", "fsdp"),
-  "rows": "fsdp",
-  "columns": "tensor",
-  # Rows that belong to the columns of the weight in front: of these heads, of
-  # these columns of the MLP, or of this part of the vocabulary.
-  "rows of columns": ("tensor", "fsdp"),
-}
+# The axes of the meshes that `mesh_axes` and `param_shardings` take.
+AXES = MeshAxes(batch=("data", "fsdp"), fsdp="fsdp", tensor="tensor")
 # Parts that each device has whole: of a vision tower at its ends, which are
 # small and of which few sizes divide by anything, and what is behind it.
 _WHOLE = ("patches/", "pool/", "projector/")
-# The axes of each parameter, by the end of its path.
+# The axes of each parameter, by the end of its path: "rows" are split by fsdp,
+# "columns" by tensor. "rows of columns" belong to the columns of the weight
+# before, and both split them: rows of these heads, of these columns of the MLP,
+# or of this part of the vocabulary.
 PARAMETER_AXES = {
   "embedding": ("rows of columns", None),
   "head": ("rows", "columns"),
@@ -90,25 +88,21 @@ def mesh_axes(
   Raises:
     ValueError: other axes.
   """
-  wanted = (*AXIS_RULES["batch"], AXIS_RULES["columns"])
-  if set(sizes) != set(wanted):
+  if set(sizes) != set(AXES.tokens):
     raise ValueError(
-      f"mesh: its axes must be {', '.join(wanted)}, got {', '.join(sizes)}; "
-      "axes that are not needed have size 1"
+      f"mesh: its axes must be {', '.join(AXES.tokens)}, got "
+      f"{', '.join(sizes)}; axes that are not needed have size 1"
     )
-  return MeshAxes(
-    batch=AXIS_RULES["batch"],
-    fsdp=AXIS_RULES["rows"],
-    tensor=AXIS_RULES["columns"] if sizes["tensor"] > 1 else None,
-    grad_dtype=grad_dtype,
-  )
+  tensor = AXES.tensor if sizes["tensor"] > 1 else None
+  return dataclasses.replace(AXES, tensor=tensor, grad_dtype=grad_dtype)
 
 
-def param_spec(path: Any) -> PartitionSpec:
+def param_spec(path: Any, axes: MeshAxes = AXES) -> PartitionSpec:
   """Looks a parameter up in `PARAMETER_AXES`.
 
   Args:
     path: The keys that lead to it, from `jax.tree.map_with_path`.
+    axes: Those of the mesh.
 
   Returns:
     Which axes of a mesh split its axes, those of stacked layers included.
@@ -119,11 +113,16 @@ def param_spec(path: Any) -> PartitionSpec:
   name = jax.tree_util.keystr(path, simple=True, separator="/")
   if any(part in name for part in _WHOLE):
     return PartitionSpec()
-  found = [axes for end, axes in PARAMETER_AXES.items() if name.endswith(end)]
+  found = [own for end, own in PARAMETER_AXES.items() if name.endswith(end)]
   if len(found) != 1:
     raise ValueError(
       f"param_shardings: params must be a model's, got {name!r}, which no "
       "model has; pass nnx.to_pure_dict(nnx.state(model, nnx.Param))"
     )
-  (axes,) = found
-  return PartitionSpec(*map(AXIS_RULES.get, axes))
+  (kinds,) = found
+  names = {
+    "rows": axes.fsdp,
+    "columns": axes.tensor,
+    "rows of columns": split_inputs(axes)[0],
+  }
+  return PartitionSpec(*map(names.get, kinds))

@@ -82,7 +82,7 @@ def layer_forward[L: nnx.Module](
       # Were the sequence split, XLA would move the MLP's activations.
       where = P(axes.batch)
       x = jax.lax.with_sharding_constraint(x, where)
-      layer = gather_weights(layer, dtype, axes.fsdp)
+      layer = gather_weights(layer, dtype, axes)
     x, stats = run(x, layer, kind)
     return jax.lax.with_sharding_constraint(x, where), stats
 

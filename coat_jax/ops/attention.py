@@ -27,7 +27,6 @@ _MASKED = -1e30
 
 
 def check_attention(q, k, v, segments=None, *, kind: AttentionKind) -> None:
-  del kind
   fits = q.ndim == k.ndim == 4 and k.shape == v.shape
   fits = fits and q.shape[0] == k.shape[0] and q.shape[3] == k.shape[3]
   if not fits or q.shape[2] % k.shape[2]:
@@ -35,6 +34,13 @@ def check_attention(q, k, v, segments=None, *, kind: AttentionKind) -> None:
       "attention: needs q [B, T, N, H] and k, v [B, S, K, H] with N a "
       f"multiple of K, got q {q.shape}, k {k.shape}, v {v.shape}; add axes of "
       "batch and heads"
+    )
+  t, s = q.shape[1], k.shape[1]
+  fewest = t if kind.causal else min(t, 1)
+  if s < fewest:
+    raise ValueError(
+      f"attention: with causal={kind.causal} {t} queries must have at least "
+      f"{fewest} keys, so that each sees one, got {s}; pass fewer queries"
     )
   if segments is None:
     return
@@ -254,7 +260,7 @@ def in_chunks(x: Array | None) -> tuple[Array, Array] | None:
   """[B, T, ...] to [chunks, B, chunk, ...] and each chunk's first query."""
   if x is None:
     return None
-  chunk = min(_CHUNK, x.shape[1])
+  chunk = max(min(_CHUNK, x.shape[1]), 1)
   missing = -x.shape[1] % chunk
   x = jnp.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2))
   x = x.reshape(x.shape[0], x.shape[1] // chunk, chunk, *x.shape[2:])

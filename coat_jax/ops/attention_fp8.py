@@ -41,7 +41,7 @@ from coat_jax.ops.attention import (
 )
 from coat_jax.ops.dispatch import op
 from coat_jax.ops.types import AttentionKind
-from coat_jax.qtensor import QTensor, quantize_with_scale
+from coat_jax.qtensor import QTensor, quantize_with_scale, times_scales
 
 # P is at most 1.
 P_SCALE = 1 / qmax(E4M3)
@@ -109,11 +109,12 @@ def attention_fp8_fwd(
     queries = Queries.of(q_args, own)
     keys = Keys.of(queries, q.qvalue, codes, kind)
     scores, _ = masked_scores(queries, keys, codes, segments, kind, unit)
-    largest = jnp.max(scores, axis=-1, keepdims=True)
+    largest = jnp.max(scores, axis=-1, keepdims=True, initial=-jnp.inf)
     p = jnp.exp(scores - largest)
     total = jnp.sum(p, axis=-1)
     out = _product("bkrts,bskh->btkrh", _p_codes(p), keys.read(v.qvalue))
-    out = out * (v.scale * P_SCALE) / jnp.moveaxis(total, -1, 1)[..., None]
+    out = times_scales(out, v.scale, P_SCALE)
+    out = out / jnp.moveaxis(total, -1, 1)[..., None]
     return out, largest[..., 0] + jnp.log(total)
 
   kind = kind.among(codes.shape[1])
@@ -155,7 +156,7 @@ def attention_fp8_bwd(
   unit = q.scale * k.scale
   out = residuals.out.qvalue.astype(jnp.float32)
   delta = jnp.sum(out * dout.qvalue.astype(jnp.float32), axis=-1)
-  delta = delta * (residuals.out.scale * dout.scale)
+  delta = times_scales(delta, residuals.out.scale, dout.scale)
 
   def one_chunk(carry, args):
     dk, dv, largest = carry
@@ -166,7 +167,7 @@ def attention_fp8_bwd(
     p = jnp.exp(scores - per_row(lse))
     dv = keys.add(dv, _product("bkrts,btkrh->bskh", _p_codes(p), dout_chunk))
     dp = _product("btkrh,bskh->bkrts", dout_chunk, keys.read(v.qvalue))
-    dp = dp * (dout.scale * v.scale)
+    dp = times_scales(dp, dout.scale, v.scale)
     ds = p * (dp - per_row(delta_chunk)) * slope
     largest = jnp.maximum(largest, _largest(ds))
     ds = _with_scale(ds, scales.ds).qvalue
@@ -184,9 +185,10 @@ def attention_fp8_bwd(
     (zeros, zeros, jnp.zeros_like(zeros, shape=())),
     (*chunks, in_chunks(segments)),
   )
-  dq = join_chunks(dq, t).reshape(q.qvalue.shape) * (scales.ds * k.scale)
-  dk = dk * (scales.ds * q.scale)
-  dv = dv * (P_SCALE * dout.scale)
+  dq = join_chunks(dq, t).reshape(q.qvalue.shape)
+  dq = times_scales(dq, scales.ds, k.scale)
+  dk = times_scales(dk, scales.ds, q.scale)
+  dv = times_scales(dv, P_SCALE, dout.scale)
   results = (
     _with_scale(dq, scales.dq),
     _with_scale(dk, scales.dk),

@@ -17,7 +17,7 @@ from coat_jax.formats import accumulator
 from coat_jax.ops.blocks import block_values
 from coat_jax.ops.dispatch import op
 from coat_jax.ops.types import BlockScales, Operand
-from coat_jax.qtensor import QTensor
+from coat_jax.qtensor import QTensor, times_scales
 
 
 def _check_linear(x, w, *, bias=None, add=None, **kwargs) -> None:
@@ -67,7 +67,7 @@ def _matmul(
   if a.scale.ndim:
     out = _dot(*(block_values(*x, dtype=jnp.bfloat16) for x in (a, b)))
   else:
-    out = _dot(a.qvalue, b.qvalue) * (a.scale * b.scale)
+    out = times_scales(_dot(a.qvalue, b.qvalue), a.scale, b.scale)
   return in_sum(out, dtype, add, bias)
 
 

@@ -77,7 +77,7 @@ class AttentionKind:
   """Which keys a query sees, and what a score is.
 
   Attributes:
-    causal: query t sees keys up to t + S - T.
+    causal: query t sees keys up to t + S - T; T may not be above S.
     window: of these only the last so many, its own among them: keys with
       query - window < key, `sliding_window` in transformers; None for all.
     soft_cap: scores become soft_cap * tanh(scores / soft_cap); None leaves

@@ -93,13 +93,18 @@ def split(
 def join(weight: SplitWeight) -> Float32[Array, "*s"]:
   """The f32 that a `SplitWeight` stands for: the inverse of `split`.
 
-  A weight that was set to zero or to an infinity is that, whatever its byte.
+  A weight that was set to zero or to an infinity is that, whatever its byte;
+  bytes above 0 give a zero less than f32's smallest normal number.
   """
   high, low = weight
+  upper = high.astype(jnp.float32)
   bits = lax.bitcast_convert_type(high, jnp.uint16).astype(jnp.uint32) << 16
   added = lax.bitcast_convert_type(low.astype(jnp.int32) << 8, jnp.uint32)
   x = lax.bitcast_convert_type(bits + added, jnp.float32)
-  return jnp.where(x == x, x, high.astype(jnp.float32))
+  # Infinity with a byte below 0 has the bits of a large number, and zero those
+  # of a NaN.
+  x = jnp.where(x == x, x, upper)
+  return jnp.where(jnp.abs(upper) < jnp.inf, x, upper)
 
 
 def in_f32(weight: Weight) -> Array:

@@ -32,8 +32,9 @@ MODULES = {
   "NormLinear": lambda **k: NormLinear(D, 40, **k),
   "GatedMLP": lambda **k: GatedMLP(D, 40, **k),
   "MLP": lambda **k: MLP(D, 40, **k),
-  "Attention": lambda **k: Attention(D, 3, **k),
+  "Attention": lambda **k: Attention(D, 3, clip_qkv=8.0, **k),
 }
+FP8_ATTENTION = recipes.coat(attention="fp8", attention_compute="fp8")
 
 
 def make(name, recipe=None):
@@ -93,17 +94,22 @@ def test_recipes_have_one_set_of_parameters(name):
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_every_layer_takes_an_empty_batch(name):
-  for recipe in (recipes.coat(residuals="coat"), recipes.bf16()):
+def test_every_layer_takes_an_empty_batch_and_empty_sequences(name):
+  for recipe, shape in (
+    (recipes.coat(residuals="coat"), (0, 6, D)),
+    (recipes.bf16(), (0, 6, D)),
+    (recipes.bf16(), (2, 0, D)),
+    (FP8_ATTENTION, (2, 0, D)),
+  ):
     graph, params = nnx.split(make(name, recipe))
 
     def run(params, x, graph=graph):
       y, vjp = jax.vjp(lambda p, x: nnx.merge(graph, p)(x), params, x)
       return y, vjp(y)
 
-    x = jax.ShapeDtypeStruct((0, 6, D), jnp.bfloat16)
+    x = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
     y, (_, dx) = jax.eval_shape(run, params, x)
-    assert y.shape[:2] == (0, 6) and dx.shape == x.shape
+    assert y.shape[:2] == shape[:2] and dx.shape == x.shape
 
 
 def test_a_recipe_that_is_none_is_refused():

@@ -214,6 +214,17 @@ def test_moe_drops_no_token():
   assert not np.any(gradients[1].gate_up[0])
 
 
+@pytest.mark.parametrize("recipe", [COAT, recipes.bf16()])
+def test_moe_of_no_tokens_has_a_loss_and_gradients_of_zero(recipe):
+  x, weights, dy = case((2, 0))
+  args = x, weights, dy, jnp.ones(E), "rms", True, True
+  (y, stats), (dx, dw) = layer(*args, recipe)
+  assert y.shape == dx.shape == x.shape
+  zero = jnp.zeros(E)
+  assert_same_bits(stats, RoutingStats(load=zero, probability=zero))
+  assert_same_bits(dw, jax.tree.map(jnp.zeros_like, weights))
+
+
 @pytest.mark.slow
 def test_moe_in_bfloat16():
   x, weights, dy = case((2, 32))

@@ -127,6 +127,14 @@ def test_bfloat16_gradients_are_those_of_rounded_logits_gradients(is_tied):
   assert_close((dhidden, dweight), want[1], 2**-7)
 
 
+def test_a_mean_of_no_targets_is_refused():
+  hidden, weight, targets = arrays()
+  with pytest.raises(ValueError, match="needs at least one target"):
+    vocabulary.mean_loss(
+      hidden[:, :0], targets[:, :0], weight, is_tied=False, axes=None
+    )
+
+
 def test_no_logits_of_all_positions_are_held(monkeypatch):
   positions, weight = 1024, jnp.zeros((8, 1024))
   monkeypatch.setattr(vocabulary, "LOGITS_BYTES", 4 * 1024 * B * 64)
@@ -142,3 +150,33 @@ def test_no_logits_of_all_positions_are_held(monkeypatch):
   compiled = compiled.lower(hidden, weight).compile()
   all_logits = 4 * 1024 * B * positions
   assert compiled.memory_analysis().temp_size_in_bytes < all_logits / 2
+
+
+# A mean over 8192 tokens; shares of one batch of very many.
+@pytest.mark.parametrize(
+  "length, shares", [(2048, None), (T, 2.0**-24)], ids=["mean", "shares"]
+)
+def test_float16_gradients_do_not_underflow(length, shares):
+  vocab_size, loss_scale = 512, 2.0**14
+  keys = jax.random.split(jax.random.key(3), 4)
+  hidden = (1 + jax.random.normal(keys[0], (B, length, 8))).astype(jnp.float16)
+  weight = jax.random.normal(keys[1], (8, vocab_size)) / 8
+  # Half of the vocabulary has gradients of small probabilities alone.
+  targets = jax.random.randint(keys[2], (B, length), 0, vocab_size // 2)
+  if shares is not None:
+    shares *= jax.random.uniform(keys[3], targets.shape)
+
+  def loss(hidden, weight):
+    return loss_scale * vocabulary.mean_loss(
+      hidden, targets, weight, shares, is_tied=False, axes=None
+    )
+
+  got = jax.jit(jax.grad(loss, (0, 1)))(hidden, weight.astype(jnp.float16))
+  assert {x.dtype for x in got} == {jnp.dtype(jnp.float16)}
+  in_f32 = hidden.astype(jnp.float32), weight.astype(jnp.float16)
+  each = 1 / targets.size if shares is None else shares
+  want = wanted(
+    in_f32[0], in_f32[1].astype(jnp.float32), targets, loss_scale * each
+  )[1]
+  # Two roundings of 2^-11, of the terms of sums that cancel too.
+  assert_close(got, want, 2**-10)

@@ -61,6 +61,23 @@ def test_kept_tokens_and_their_probabilities_are_numpys(options):
   np.testing.assert_allclose(p, want, rtol=1e-5)
 
 
+@pytest.mark.parametrize("temperature", [1e38, 3e38, 1e-37])
+@pytest.mark.parametrize("top_k, top_p", [(3, None), (V, 0.2)])
+def test_extreme_temperatures_keep_the_largest_logits(
+  temperature, top_k, top_p
+):
+  # So hot that all kept tokens are alike; f32 holds no such small differences.
+  count = top_k if top_p is None else 5  # Of 24: 4 / 24 < 0.2 < 5 / 24.
+  if temperature < 1:
+    count = 1  # So cold that one is certain.
+  logits = LOGITS[:1] - LOGITS[0].max()
+  sampling = make_sampling(temperature, top_k, top_p)
+  found, tokens = kept(jnp.asarray(logits), sampling)
+  drawn = np.asarray(tokens)[np.asarray(jax.nn.softmax(found)) > 0]
+  want = np.argsort(-logits[0], stable=True)[:count]
+  np.testing.assert_array_equal(drawn, want)
+
+
 @pytest.mark.parametrize(
   "options", [OPTIONS[1], OPTIONS[2], OPTIONS[7], OPTIONS[10]]
 )

@@ -10,7 +10,7 @@ import pytest
 
 from coat_jax import ops
 from coat_jax.ops import AttentionKind, attention
-from tests.comparing import assert_close, jit
+from tests.comparing import assert_close, assert_same_bits, jit
 from tests.matrices import pairwise, quick
 from tests.ops.naive_attention import exact_attention, naive_attention, seen
 
@@ -55,7 +55,7 @@ def run(q, k, v, dout, kind=CAUSAL, segments=None, chunk=None):
 
 
 # (T, S, query heads, key heads, chunk): one chunk, several, a ragged last one,
-# more keys than queries (a causal offset) and fewer.
+# more keys than queries (a causal offset) and, where all are seen, fewer.
 CASES = [
   (16, 16, 4, 2, 4),
   (13, 13, 4, 1, 256),
@@ -73,7 +73,7 @@ def test_attention_equals_the_softmax(
 ):
   monkeypatch.setattr(attention, "_CHUNK", chunk)
   q, k, v, dout = case(t, s, heads, kv_heads)
-  if causal and t > s:  # The first t - s queries see no key: not defined.
+  if causal and t > s:  # The first t - s queries would see no key.
     q, dout = q[:, t - s :], dout[:, t - s :]
   kind = AttentionKind(causal)
   residuals, gradients = run(q, k, v, dout, kind, chunk=chunk)
@@ -274,6 +274,23 @@ def test_attention_nan_stays_in_its_sequence():
 def test_attention_shapes_that_do_not_fit_are_refused(q, k, v):
   with pytest.raises(ValueError, match="attention: needs q .* multiple of K"):
     ops.attention_fwd(jnp.ones(q), jnp.ones(k), jnp.ones(v), kind=CAUSAL)
+
+
+@pytest.mark.parametrize(
+  "t, s, causal", [(5, 4, True), (1, 0, True), (1, 0, False)]
+)
+def test_queries_that_see_no_key_are_refused(t, s, causal):
+  q, k, v, _ = case(t, s, 2, 2)
+  with pytest.raises(ValueError, match=f"so that each sees one, got {s}"):
+    ops.attention_fwd(q, k, v, kind=AttentionKind(causal))
+
+
+@pytest.mark.parametrize("s, causal", [(0, True), (5, False)])
+def test_no_queries_have_gradients_of_zero(s, causal):
+  q, k, v, dout = case(0, s, 4, 2)
+  residuals, (dq, dk, dv) = run(q, k, v, dout, AttentionKind(causal))
+  assert (residuals.out.shape, residuals.lse.shape) == (q.shape, q.shape[:3])
+  assert_same_bits((dq, dk, dv), tuple(map(jnp.zeros_like, (q, k, v))))
 
 
 @pytest.mark.parametrize(

@@ -127,6 +127,20 @@ def test_codes_and_magnitudes_are_those_of_numpy(kind, segmented, monkeypatch):
   assert want_largest[2] > 1  # So that dv was clipped.
 
 
+def test_tiny_gradients_do_not_vanish(monkeypatch):
+  monkeypatch.setattr(attention, "_CHUNK", CHUNK)
+  # The product of dout's scale and any other is below f32's smallest number.
+  factor = 2.0**-113
+  qkv, dout, scales = case()
+  scales = jax.tree.map(lambda x: x * factor, scales)
+  dout = dout._replace(scale=dout.scale * factor)
+  _, (gradients, largest) = run(qkv, dout, scales, None, KINDS[0][0])
+  _, _, want, want_largest = oracle(qkv, dout, scales, KINDS[0][0], None)
+  for found, values_of_codes in zip(gradients, want, strict=True):
+    assert_codes(found, values_of_codes)
+  assert_close(list(largest), want_largest, 2e-3)
+
+
 def test_operands_have_one_scale():
   (q, k, v), *_ = case()
   for wrong in (

@@ -65,25 +65,36 @@ def assert_codes_stand_for(q, values, dtype=E4M3):
 # --- Linear ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rows", [(6,), (2, 3), ()])
-def test_linear_products_equal_float64_of_the_operands(rows):
+# Gradients of 1e-34 have a scale whose product with another is not normal.
+@pytest.mark.parametrize(
+  "rows, x_size, g_size",
+  [
+    ((6,), 1, 1),
+    ((2, 3), 1, 1),
+    ((), 1, 1),
+    ((6,), 1, 1e-34),
+    ((6,), 1e30, 1e-34),
+  ],
+)
+def test_linear_products_equal_float64_of_the_operands(rows, x_size, g_size):
   d, f = 40, 24
   quantize = functools.partial(ops.quantize_tensor, layout="both")
-  x = quantize(gradient((*rows, d), 0))
+  x = quantize(x_size * gradient((*rows, d), 0))
   w = quantize(gradient((d, f), 1))
-  g = quantize(gradient((*rows, f), 2), dtype=E5M2)
+  g = quantize(g_size * gradient((*rows, f), 2), dtype=E5M2)
   x64, w64, g64 = (float64(q.rows, q.scale) for q in (x, w, g))
 
   def within(actual, a, b, terms):
     # Products of two FP8 values are exact in f32. A sum of `terms` of them is
-    # off by (terms - 1) 2^-24 of the sum of magnitudes; its scale (a product)
-    # and its product with it add a rounding each.
+    # off by (terms - 1) 2^-24 of the sum of magnitudes; its products with two
+    # scales add a rounding each.
     bound = (terms + 2) * 2.0**-24 * (np.abs(a) @ np.abs(b))
     assert np.all(np.abs(np.asarray(actual, np.float64) - a @ b) <= bound)
 
   y = ops.linear_fwd(x, w, dtype=jnp.float32)
   within(y, x64, w64, d)
-  within(ops.linear_dgrad(g, w, dtype=jnp.float32), g64, w64.T, f)
+  dgrad = jax.jit(functools.partial(ops.linear_dgrad, dtype=jnp.float32))
+  within(dgrad(g, w), g64, w64.T, f)
   flat = -1, x64.shape[-1]
   dw = ops.linear_wgrad(x, g)
   assert dw.dtype == jnp.float32

@@ -7,7 +7,9 @@ One program computes a tile of `out`: for each block of 128 of what is summed
 over, wgmma sums a tile's products, and the sum, times its two scales, is added
 in f32 to the others (arXiv:2412.19437, section 3.3.2, promotes so as well). The
 scales of a row per block, [m, k / 128], are transposed for it, so that a tile
-reads those of its rows next to one another.
+reads those of its rows next to one another. The two scales of a block are
+multiplied with each other first: a product of them below 1.2e-38 is inexact or
+0, where the definition in `ops.linear` still has values.
 
 `block_kernel.py` is compiled by the triton that is installed, when a program
 with it is lowered. Triton 3.9 makes wgmma.mma_async m64n128k32 of its product,

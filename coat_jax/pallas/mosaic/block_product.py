@@ -5,7 +5,9 @@
 
 Sizes are multiples of 128; a has a scale for each row and block, b too, or one
 for each 128 rows. Scales are transposed for the kernel (`block_kernel`), so
-that a tile copies those of its rows at once.
+that a tile copies those of its rows at once. The two scales of a block are
+multiplied with each other first: a product of them below 1.2e-38 is inexact or
+0, where the definition in `ops.linear` still has values.
 
 On an H200 (jax 0.11.2) it reaches 860 to 1180 TFLOP/s at Llama-2-7B's shapes.
 """

@@ -24,7 +24,8 @@ def in_f32(on: Instructions, high: Array, low: Array | None = None) -> Array:
     return x
   added = (low.astype(jnp.int32) << 8).astype(jnp.uint32)
   joined = as_float(as_bits(x) + added)
-  return jnp.where(joined == joined, joined, x)
+  joined = jnp.where(joined == joined, joined, x)
+  return jnp.where(jnp.abs(x) < jnp.inf, joined, x)
 
 
 def round_like(

@@ -149,6 +149,15 @@ def test_registers_split_and_join_as_the_definition_does():
   )
 
 
+def test_registers_join_what_was_set_to_zero_or_infinity():
+  high = jnp.array([0.0, -0.0, jnp.inf, -jnp.inf], jnp.bfloat16)
+  for low in (-128, -1, 127):
+    weight = SplitWeight(high, jnp.full(4, low, jnp.int8))
+    got = on_registers.in_f32(Instructions(interpret=True), *weight)
+    np.testing.assert_array_equal(got[2:], high[2:].astype(jnp.float32))
+    assert np.all(np.abs(got[:2]) < 2.0**-126)
+
+
 @pytest.mark.parametrize("name", quick(1, CODECS))
 def test_kernel_of_24_bits_lowers_for_a_gpu(name):
   codec = CODECS[name]
