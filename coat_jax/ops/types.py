@@ -11,6 +11,8 @@ from jax import Array
 Implementation = Literal[
   "xla", "triton", "mosaic", "jax_triton", "cublas", "cudnn", "cuda"
 ]
+# Those of the optimizers' steps.
+StepImplementation = Literal["xla", "mosaic"]
 
 Layout = Literal["rows", "columns", "both"]
 

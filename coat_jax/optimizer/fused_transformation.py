@@ -16,7 +16,7 @@ from jax.typing import ArrayLike
 
 from coat_jax import codecs, stochastic
 from coat_jax.ops.dispatch import explain
-from coat_jax.ops.types import Implementation
+from coat_jax.ops.types import StepImplementation
 from coat_jax.optimizer import moments, shards, weights
 from coat_jax.optimizer.leaves import LeafSteps
 from coat_jax.optimizer.masks import QuantizeMask, leaf_paths
@@ -65,7 +65,7 @@ def fused_transformation(
   quantize_mask: QuantizeMask | None,
   low_bits: bool,
   seed: ArrayLike,
-  implementation: Implementation | None,
+  implementation: StepImplementation | None,
   shardings: Any,
 ) -> FusedTransformation:
   """Makes the public object of an optimizer's step of one leaf.
