@@ -70,3 +70,5 @@ from coat_jax.qtensor import quantize as quantize
 from coat_jax.recipe import CoatRecipe as CoatRecipe
 from coat_jax.recipe import Formats as Formats
 from coat_jax.recipe import MeshAxes as MeshAxes
+
+__version__ = "0.1.0"

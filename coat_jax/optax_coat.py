@@ -21,7 +21,7 @@ import optax
 from jax.typing import ArrayLike
 
 from coat_jax import codecs, stochastic
-from coat_jax.ops.types import Implementation
+from coat_jax.ops.types import StepImplementation
 from coat_jax.optimizer import weights
 from coat_jax.optimizer.arguments import (
   check_decay_mask,
@@ -50,7 +50,7 @@ def coat_adamw(
   codec: codecs.MomentCodec = codecs.coat(),  # noqa: B008 (it is frozen)
   quantize_mask: QuantizeMask | None = None,
   seed: ArrayLike = 0,
-  implementation: Implementation | None = None,
+  implementation: StepImplementation | None = None,
   shardings: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""AdamW with moments in FP8: `optax.adamw` at a quarter of the state.

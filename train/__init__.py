@@ -52,3 +52,34 @@ What can be left out, and what is lost then:
   * `presets`: build a `TrainConfig` instead;
   * `mesh`: only after its checks are taken out of `config`.
 """
+
+import sys
+
+COMMANDS = (
+  *("pretrain", "finetune", "vit", "convert", "generate", "evaluate", "plan"),
+  *("plot", "data.digits"),
+)
+
+
+def check_command(line: list[str]) -> None:
+  """Ends `python -m` of a module here that is no command, with status 2.
+
+  It would define its functions, print nothing and seem to have worked.
+
+  Args:
+    line: The words of the command line, from `python` on.
+  """
+  _, _, rest = " ".join(line).partition(" -m ")
+  name = rest.split(" ")[0]
+  commands = [f"train.{command}" for command in COMMANDS]
+  if name.split(".")[0] == "train" and name not in commands:
+    print(
+      f"error: {name} is no command, got python -m {name}; pass one of "
+      f"{', '.join(commands)}, each with --help",
+      file=sys.stderr,
+    )
+    sys.exit(2)
+
+
+if sys.argv[:1] == ["-m"]:  # While Python looks for the module to run.
+  check_command(sys.orig_argv)

@@ -39,7 +39,7 @@ PARAMETER_AXES = {
   "mlp/up/bias": (None, "columns"),
   "attention/out/bias": (),
   "down/bias": (),
-  # Of experts, whose axis no device has a part of.
+  # The expert axis is never sharded.
   "mlp/router": (),
   "mlp/gate_up": (None, None, "rows", None, "columns"),
   "mlp/down": (None, None, "rows of columns", None),
@@ -62,7 +62,7 @@ def param_shardings(mesh: Mesh | AbstractMesh, params: Any) -> Any:
   """
   op = "param_shardings"
   check_kind(op, "mesh", mesh, (Mesh, AbstractMesh), "see jax.make_mesh")
-  wanted = (*AXIS_RULES["batch"], AXIS_RULES["columns"])
+  wanted = AXES.tokens
   if missing := [name for name in wanted if name not in mesh.shape]:
     raise ValueError(
       f"{op}: mesh must have the axes {', '.join(wanted)}, got none named "

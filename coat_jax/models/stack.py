@@ -91,7 +91,7 @@ def layer_forward[L: nnx.Module](
   return checkpointed(forward, remat, recipe, is_gathering=is_gathering)
 
 
-def check_dtype(where: str, dtype: DTypeLike) -> np.dtype:
+def check_dtype(where: str, dtype: Any) -> np.dtype:
   """Returns the dtype; raises ValueError if weights cannot be stored in it.
 
   Args:
@@ -102,7 +102,7 @@ def check_dtype(where: str, dtype: DTypeLike) -> np.dtype:
     found = jnp.dtype(dtype)
   except TypeError:
     found = None
-  if found not in _DTYPES:
+  if found is None or found not in _DTYPES:
     got = repr(dtype) if found is None else found.name
     raise ValueError(
       f"{where} must be float32, bfloat16 or float16, got {got}; pass one of "

@@ -12,6 +12,8 @@ from coat_jax.checks import COUNT, POSITIVE, check_number, check_whole
 Implementation = Literal[
   "xla", "triton", "mosaic", "jax_triton", "cublas", "cudnn", "cuda"
 ]
+# Those of the optimizers' steps.
+StepImplementation = Literal["xla", "mosaic"]
 
 Layout = Literal["rows", "columns", "both"]
 

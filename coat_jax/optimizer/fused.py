@@ -15,7 +15,7 @@ import optax
 from jax.typing import ArrayLike
 
 from coat_jax import codecs
-from coat_jax.ops.types import Implementation
+from coat_jax.ops.types import StepImplementation
 from coat_jax.optimizer import adam, lion
 from coat_jax.optimizer.arguments import check_hyperparameters
 from coat_jax.optimizer.fused_transformation import (
@@ -40,7 +40,7 @@ def fused_coat_adamw(
   quantize_mask: QuantizeMask | None = None,
   low_bits: bool = False,
   seed: ArrayLike = 0,
-  implementation: Implementation | None = None,
+  implementation: StepImplementation | None = None,
   shardings: Any = None,
 ) -> FusedTransformation:
   """`coat_adamw` and `apply_updates` in one step.
@@ -131,7 +131,7 @@ def fused_coat_lion(
   quantize_mask: QuantizeMask | None = None,
   low_bits: bool = False,
   seed: ArrayLike = 0,
-  implementation: Implementation | None = None,
+  implementation: StepImplementation | None = None,
   shardings: Any = None,
 ) -> FusedTransformation:
   """`coat_lion` and `apply_updates` in one step.

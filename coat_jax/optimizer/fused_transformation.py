@@ -17,7 +17,7 @@ from jax.typing import ArrayLike
 from coat_jax import codecs, stochastic
 from coat_jax.checks import ANY, check_number
 from coat_jax.ops.dispatch import explain
-from coat_jax.ops.types import Implementation
+from coat_jax.ops.types import StepImplementation
 from coat_jax.optimizer import moments, shards, weights
 from coat_jax.optimizer.arguments import (
   check_decay_mask,
@@ -70,7 +70,7 @@ def fused_transformation(
   quantize_mask: QuantizeMask | None,
   low_bits: bool,
   seed: ArrayLike,
-  implementation: Implementation | None,
+  implementation: StepImplementation | None,
   shardings: Any,
 ) -> FusedTransformation:
   """Makes the public object of an optimizer's step of one leaf.

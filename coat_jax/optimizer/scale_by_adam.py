@@ -7,7 +7,7 @@ import optax
 from jax.typing import ArrayLike
 
 from coat_jax import codecs
-from coat_jax.ops.types import Implementation
+from coat_jax.ops.types import StepImplementation
 from coat_jax.optimizer import adam
 from coat_jax.optimizer.arguments import check_hyperparameters
 from coat_jax.optimizer.leaf_step import update_leaves
@@ -31,7 +31,7 @@ def scale_by_coat_adam(
   nesterov: bool = False,
   quantize_mask: QuantizeMask | None = None,
   seed: ArrayLike = 0,
-  implementation: Implementation | None = None,
+  implementation: StepImplementation | None = None,
   shardings: Any = None,
 ) -> optax.GradientTransformation:
   """Rescales updates by Adam whose moments are in FP8. See `coat_adamw`.

@@ -2,6 +2,7 @@
 """The fused step against the chain that it stands for."""
 
 import inspect
+import typing
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +16,11 @@ from coat_jax import (
   codecs,
   fused_coat_adamw,
   fused_coat_lion,
+  scale_by_coat_adam,
 )
 from coat_jax.optimizer import moments
+from coat_jax.optimizer.adam import adam_update, adamw_step
+from coat_jax.optimizer.lion import lion_step
 from tests.comparing import assert_same_bits
 
 
@@ -27,6 +31,22 @@ def tree(seed, dtype=jnp.float32):
     name: jax.random.normal(key, shape, dtype)
     for key, (name, shape) in zip(keys, shapes.items(), strict=True)
   }
+
+
+@pytest.mark.parametrize(
+  "make, step",
+  [
+    (coat_adamw, adam_update),
+    (scale_by_coat_adam, adam_update),
+    (fused_coat_adamw, adamw_step),
+    (fused_coat_lion, lion_step),
+  ],
+)
+def test_implementations_are_annotated_as_they_are(make, step):
+  hint = inspect.signature(make).parameters["implementation"].annotation
+  names, none = typing.get_args(hint)
+  assert none is type(None)
+  assert {*typing.get_args(names)} == {*step.implementations}
 
 
 SCHEDULE = optax.linear_schedule(1e-2, 1e-3, 5)

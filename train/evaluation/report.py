@@ -13,12 +13,13 @@ from typing import Any
 
 import jax
 
+import coat_jax
 from train.evaluation.answers import Answers
 from train.evaluation.perplexity import Documents, Perplexity
 from train.run.metrics import format_number, format_table
 from train.run.save_error import save_errors
 
-_PACKAGES = ("coat_jax", "jax", "tokenizers", "lm_eval", "datasets")
+_PACKAGES = ("jax", "tokenizers", "lm_eval", "datasets")
 
 
 def text_row(
@@ -172,7 +173,10 @@ def _number(value: Any) -> str:
 
 def versions() -> dict[str, str]:
   """Lists the versions of what computed it."""
-  found = {"python": platform.python_version()}
+  found = {
+    "python": platform.python_version(),
+    "coat_jax": coat_jax.__version__,
+  }
   for name in _PACKAGES:
     try:
       found[name] = importlib.metadata.version(name)

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import coat_jax
 from coat_jax import recipe as recipes
 from coat_jax.models import load_hf
 from tests.models.hf.folders import DATA
@@ -66,6 +67,7 @@ def test_figures_of_texts_are_printed_and_written(
   assert found["arguments"]["data"] == [str(data)]
   assert (found["compute"], found["length"]) == ("float32", 256)
   assert found["versions"]["jax"] == importlib.metadata.version("jax")
+  assert found["versions"]["coat_jax"] == coat_jax.__version__
   header, _, row = printed.out.splitlines()
   assert header.startswith("text, documents apart") and "bits/byte" in header
   assert row.split()[1:4] == ["2", "96", f"{nats / 96:.4f}"]

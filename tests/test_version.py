@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The version is written once, in coat_jax/__init__.py."""
+
+import ast
+import re
+import tomllib
+
+import coat_jax
+from tests.docs.pages import DOCS, ROOT
+
+
+def test_version_has_one_source():
+  project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+  assert project["dynamic"] == ["version"] and "version" not in project
+  # flit reads a literal there, and imports nothing.
+  tree = ast.parse((ROOT / "coat_jax" / "__init__.py").read_text())
+  (found,) = (
+    ast.literal_eval(node.value)
+    for node in tree.body
+    if isinstance(node, ast.Assign)
+    and ast.unparse(node.targets[0]) == "__version__"
+  )
+  assert coat_jax.__version__ == found
+  assert re.fullmatch(r"\d+\.\d+\.\d+", found)
+
+
+def test_wheel_is_installed_by_its_name():
+  names = re.findall(r"coat_jax-[\d.]+-py3", (DOCS / "install.md").read_text())
+  assert {*names} == {f"coat_jax-{coat_jax.__version__}-py3"}

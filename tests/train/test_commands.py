@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m train.MODULE` of a module that is no command says so."""
+
+import subprocess
+import sys
+
+import pytest
+
+import train
+from tests.docs.pages import ROOT
+
+
+def test_commands_are_the_modules_that_run_as_programs():
+  folder = ROOT / "train"
+  programs = {
+    ".".join(file.relative_to(folder).with_suffix("").parts)
+    for file in folder.rglob("*.py")
+    if '\nif __name__ == "__main__":\n' in file.read_text()
+  }
+  assert programs == {*train.COMMANDS}
+
+
+@pytest.mark.parametrize(
+  "name",
+  ["train", "train.watch", "train.run.steps", "train.data", "train.wtch"],
+)
+def test_module_that_is_no_command_says_which_are(name, capsys):
+  with pytest.raises(SystemExit) as stopped:
+    train.check_command(["python", "-X", "dev", "-m", name, "--help"])
+  assert stopped.value.code == 2
+  assert capsys.readouterr().err == (
+    f"error: {name} is no command, got python -m {name}; pass one of "
+    "train.pretrain, train.finetune, train.vit, train.convert, train.generate, "
+    "train.evaluate, train.plan, train.plot, train.data.digits, each with "
+    "--help\n"
+  )
+
+
+@pytest.mark.parametrize(
+  "line",
+  [
+    "python -m train.pretrain demo",
+    "python -m train.data.digits",
+    "python -m cProfile -m train.watch",
+    "python -mtrain.watch",  # Not found, and no harm.
+    "python train/watch.py -m",
+  ],
+)
+def test_other_command_lines_are_left_alone(line):
+  train.check_command(line.split())
+
+
+@pytest.mark.slow
+def test_python_says_it():
+  def run(*line):
+    done = subprocess.run(
+      [sys.executable, *line], cwd=ROOT, capture_output=True, text=True
+    )
+    return done.returncode, done.stdout + done.stderr
+
+  status, text = run("-m", "train.watch", "--help")
+  assert status == 2 and text.startswith("error: train.watch is no command")
+  assert run("-c", "import train.options") == (0, "")
+  status, text = run("-m", "train.data.digits", "--help")
+  assert status == 0 and "python -m train.data.digits" in text
