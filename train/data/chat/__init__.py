@@ -4,7 +4,8 @@
 In the order in which data pass through:
   * `rows`: JSON files to rows, each with its file and line;
   * `formats`: a row to a conversation, whichever way it was written;
-  * `template`, `published`: a conversation to text, as the model reads it;
+  * `template`, `published`: a conversation to text, as the model reads it,
+    through `rendering` and `sandbox`: in a process that can be ended;
   * `targets`: which characters of that text the assistant wrote;
   * `images`: which images it has, and the tokens that stand for them;
   * `encoder`: text and characters to token ids and a mask of targets;

@@ -21,6 +21,7 @@ import os
 import re
 from collections.abc import Sequence
 
+from train.data.chat.rendering import TemplateLimit
 from train.data.chat.rows import BadRow
 from train.data.chat.template import ChatTemplate, Message, MissingToken
 
@@ -80,13 +81,13 @@ class TargetFinder:
 
     Raises:
       BadRow: the template refuses the conversation, or a turn was not found.
-      MissingToken: as of `ChatTemplate.render`.
+      MissingToken, TemplateLimit: as of `ChatTemplate.render`.
     """
     try:
       text = self._template.render(messages, tools=tools)
       if self._template.has_generation(tools):
         return text, self._marked(messages, tools, trained)
-    except MissingToken:  # No row has it.
+    except (MissingToken, TemplateLimit):  # So it is of every row.
       raise
     except ValueError as error:
       raise BadRow("template", str(error).removeprefix("chat: ")) from error
@@ -214,6 +215,8 @@ class TargetFinder:
       return self._template.render(
         messages, tools=tools, add_generation_prompt=add_generation_prompt
       )
+    except TemplateLimit:
+      raise
     except ValueError:
       return None
 

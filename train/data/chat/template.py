@@ -3,35 +3,28 @@
 
 chat_template.jinja, or `chat_template` in tokenizer_config.json, or one of
 `published`. A template is a program that came with a tokenizer, so it runs in
-Jinja's sandbox and changes nothing. It has what transformers gives it:
-messages, tools, the special tokens by their names, `raise_exception` and
+Jinja's sandbox and changes nothing, in a process of its own, which ends it
+where it does not end by itself (`rendering`). It has what transformers gives
+it: messages, tools, the special tokens by their names, `raise_exception` and
 `strftime_now`.
 """
 
 import dataclasses
 import datetime
-import functools
 import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import jinja2
-from jinja2 import nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
+from train.data.chat import rendering
 from train.data.chat.published import PUBLISHED
+from train.data.chat.sandbox import BEGIN, END
 
 _FILE, _CONFIG = "chat_template.jinja", "tokenizer_config.json"
 _OLD_CONFIG = "special_tokens_map.json"
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-# Around what {% generation %} holds. U+FDD0 and on are no characters, so text
-# has no reason to have them.
-_BEGIN, _END = "\ufdd0(", "\ufdd0)"
-_MARK = re.compile(f"{re.escape(_BEGIN)}|{re.escape(_END)}")
-
+_MARK = re.compile(f"{re.escape(BEGIN)}|{re.escape(END)}")
 _TOKEN_NAME = re.compile(r"^'(\w+_token)' is undefined")
 
 Message = dict[str, Any]
@@ -114,6 +107,7 @@ class ChatTemplate:
 
     Raises:
       MissingToken: it uses a special token that there is not.
+      TemplateLimit: it takes more time or memory than any needs.
       ValueError: the template is wrong, or refuses the conversation.
     """
     return self._render(False, messages, tools, add_generation_prompt)
@@ -143,7 +137,7 @@ class ChatTemplate:
     for mark in _MARK.finditer(marked):
       place = mark.start() - removed
       removed += len(mark[0])
-      if mark[0] == _BEGIN:
+      if mark[0] == BEGIN:
         begun.append(place)
       elif begun:
         spans.append((begun.pop(), place))
@@ -165,31 +159,36 @@ class ChatTemplate:
     tools: list | None,
     add_generation_prompt: bool,
   ) -> str:
+    variables = {
+      "messages": [_as_read(message) for message in messages],
+      "add_generation_prompt": add_generation_prompt,
+      "tools": tools,
+      "documents": None,
+      **self.special_tokens,
+    }
     try:
-      template = _compile(self._choose(tools), is_marked)
-      # Over the environment's, which says the time.
-      fixed = {} if self.now is None else {"strftime_now": self.now.strftime}
-      return template.render(
-        messages=[_as_read(message) for message in messages],
-        add_generation_prompt=add_generation_prompt,
-        tools=tools,
-        documents=None,
-        **fixed,
-        **self.special_tokens,
+      answer = rendering.ask(
+        self._choose(tools),
+        is_marked=is_marked,
+        now=None if self.now is None else self.now.isoformat(),
+        variables=variables,
       )
-    except jinja2.UndefinedError as error:
-      if name := _TOKEN_NAME.search(str(error)):
-        raise MissingToken(
-          f"chat: the template uses the tokenizer's {name[1]}, got none in "
-          f"{_CONFIG}; put {name[1]} into that file, or take another template"
-        ) from error
-      raise _failed(error) from error
-    except Exception as error:  # A template can raise any, as programs do.
-      raise _failed(error) from error
+    except rendering.TemplateLimit:
+      raise
+    except (TypeError, ValueError, RecursionError) as error:
+      raise _failed(str(error)) from error
+    if name := _TOKEN_NAME.search(answer.get("undefined", "")):
+      raise MissingToken(
+        f"chat: the template uses the tokenizer's {name[1]}, got none in "
+        f"{_CONFIG}; put {name[1]} into that file, or take another template"
+      )
+    if "text" not in answer:
+      raise _failed(*answer.values())
+    return answer["text"]
 
 
-def _failed(error: Exception) -> ValueError:
-  reason = (str(error).splitlines() or [type(error).__name__])[0]
+def _failed(message: str) -> ValueError:
+  reason = (message.splitlines() or [message])[0]
   return ValueError(
     "chat: the template must make text of the conversation, got "
     f"{reason[:200]}; correct the conversation, or take another template"
@@ -243,68 +242,3 @@ def _read_config(file: Path) -> dict[str, Any]:
       "give the tokenizer's own"
     )
   return config
-
-
-class _Generation(Extension):
-  """{% generation %}, which marks an answer for training."""
-
-  tags = {"generation"}
-  is_marked = False
-
-  def parse(self, parser: Any) -> nodes.Node | list[nodes.Node]:
-    line = next(parser.stream).lineno
-    body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-    # What the block sets is not seen after it, as in transformers.
-    call = self.call_method("_write")
-    return nodes.CallBlock(call, [], [], body).set_lineno(line)
-
-  def _write(self, caller: Any) -> str:
-    return f"{_BEGIN}{caller()}{_END}" if self.is_marked else caller()
-
-
-class _MarkedGeneration(_Generation):
-  is_marked = True
-
-
-@functools.lru_cache(maxsize=32)
-def _compile(source: str, is_marked: bool) -> jinja2.Template:
-  return _environment(is_marked).from_string(source)
-
-
-@functools.cache
-def _environment(is_marked: bool) -> ImmutableSandboxedEnvironment:
-  generation = _MarkedGeneration if is_marked else _Generation
-  environment = ImmutableSandboxedEnvironment(
-    trim_blocks=True,
-    lstrip_blocks=True,
-    extensions=[loopcontrols, generation],
-  )
-  environment.filters["tojson"] = _to_json
-  environment.globals["raise_exception"] = _raise
-  environment.globals["strftime_now"] = _now
-  return environment
-
-
-def _to_json(
-  x: Any,
-  ensure_ascii: bool = False,
-  indent: int | None = None,
-  separators: tuple[str, str] | None = None,
-  sort_keys: bool = False,
-) -> str:
-  """Jinja's own would escape what HTML does not allow."""
-  return json.dumps(
-    x,
-    ensure_ascii=ensure_ascii,
-    indent=indent,
-    separators=separators,
-    sort_keys=sort_keys,
-  )
-
-
-def _now(format: str) -> str:
-  return datetime.datetime.now().strftime(format)
-
-
-def _raise(message: str) -> None:
-  raise jinja2.TemplateError(message)

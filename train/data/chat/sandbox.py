@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Renders chat templates: the program that `rendering` runs in a process.
+
+A template is a program that came with a tokenizer. Jinja's sandbox keeps it
+from everything but text; the operating system ends it where it would run, or
+grow, without end. Inside Python neither can be done: one instruction of a
+template, such as 10 ** 10 ** 10, runs until it is done.
+
+Each request on standard input, and each answer on standard output, is its
+length in 8 bytes and then JSON. This file imports nothing of ours, so that the
+process starts at once.
+"""
+
+import contextlib
+import datetime
+import functools
+import json
+import math
+import os
+import resource
+import signal
+import sys
+import time
+from typing import Any, BinaryIO
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+# Around what {% generation %} holds. U+FDD0 and on are no characters, so text
+# has no reason to have them.
+BEGIN, END = "\ufdd0(", "\ufdd0)"
+# Characters of an error that are sent.
+_MESSAGE = 1000
+
+
+def send(file: BinaryIO, value: Any) -> int:
+  """Writes a value of JSON; returns how many bytes it has."""
+  # A message may have half of a surrogate pair, which is refused later.
+  data = json.dumps(value, ensure_ascii=False).encode("utf-8", "surrogatepass")
+  file.write(len(data).to_bytes(8, "little") + data)
+  file.flush()
+  return len(data)
+
+
+def receive(file: BinaryIO) -> tuple[Any, int]:
+  """Reads a value of JSON, and how many bytes it has.
+
+  Raises:
+    EOFError: there is none, or only a part.
+  """
+  length = int.from_bytes(header := file.read(8), "little")
+  if len(header) < 8 or len(data := file.read(length)) < length:
+    raise EOFError
+  return json.loads(data.decode("utf-8", "surrogatepass")), length
+
+
+class _Generation(Extension):
+  """{% generation %}, which marks an answer for training."""
+
+  tags = {"generation"}
+  is_marked = False
+
+  def parse(self, parser: Any) -> nodes.Node | list[nodes.Node]:
+    line = next(parser.stream).lineno
+    body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+    # What the block sets is not seen after it, as in transformers.
+    call = self.call_method("_write")
+    return nodes.CallBlock(call, [], [], body).set_lineno(line)
+
+  def _write(self, caller: Any) -> str:
+    return f"{BEGIN}{caller()}{END}" if self.is_marked else caller()
+
+
+class _MarkedGeneration(_Generation):
+  is_marked = True
+
+
+@functools.lru_cache(maxsize=32)
+def _compile(source: str, is_marked: bool) -> jinja2.Template:
+  return _environment(is_marked).from_string(source)
+
+
+@functools.cache
+def _environment(is_marked: bool) -> ImmutableSandboxedEnvironment:
+  generation = _MarkedGeneration if is_marked else _Generation
+  environment = ImmutableSandboxedEnvironment(
+    trim_blocks=True,
+    lstrip_blocks=True,
+    extensions=[loopcontrols, generation],
+  )
+  environment.filters["tojson"] = _to_json
+  environment.globals["raise_exception"] = _raise
+  return environment
+
+
+def _to_json(
+  x: Any,
+  ensure_ascii: bool = False,
+  indent: int | None = None,
+  separators: tuple[str, str] | None = None,
+  sort_keys: bool = False,
+) -> str:
+  """Jinja's own would escape what HTML does not allow."""
+  return json.dumps(
+    x,
+    ensure_ascii=ensure_ascii,
+    indent=indent,
+    separators=separators,
+    sort_keys=sort_keys,
+  )
+
+
+def _raise(message: str) -> None:
+  raise jinja2.TemplateError(message)
+
+
+def _render(request: dict[str, Any]) -> str:
+  now = request["now"]
+  now = datetime.datetime.fromisoformat(now) if now else datetime.datetime.now()
+  template = _compile(request["source"], request["is_marked"])
+  return template.render(strftime_now=now.strftime, **request["variables"])
+
+
+def _limit(request: dict[str, Any], size: int) -> None:
+  """Sets how much the operating system allows for a request.
+
+  Args:
+    request: With its limits.
+    size: Its bytes; what is long may take longer.
+  """
+  seconds = math.ceil(time.process_time() + request["seconds"] + size / 1e6)
+  memory = request["memory"] + 32 * size
+  for kind, soft in (
+    (resource.RLIMIT_CPU, seconds),
+    (resource.RLIMIT_AS, memory),
+  ):
+    hard = resource.getrlimit(kind)[1]
+    soft = soft if hard == resource.RLIM_INFINITY else min(soft, hard)
+    with contextlib.suppress(ValueError, OSError):  # macOS has not all of them.
+      resource.setrlimit(kind, (soft, hard))
+
+
+def _answer(request: dict[str, Any], size: int) -> dict[str, str]:
+  """Renders; the answer's one key says what became of it."""
+  try:
+    text = _render(request)
+  except jinja2.UndefinedError as error:
+    return {"undefined": str(error)[:_MESSAGE]}
+  except MemoryError:
+    return {"limit": f"one that needs more than {request['memory']} bytes"}
+  except BaseException as error:  # A template can raise any, as programs do.
+    return {"error": (str(error) or type(error).__name__)[:_MESSAGE]}
+  if len(text) > (most := 1_000_000 + 10 * size):
+    return {"limit": f"{len(text)} characters, more than {most}"}
+  return {"text": text}
+
+
+def main() -> None:
+  """Answers requests until there are no more."""
+  signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for who asks.
+  resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+  out = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+  while True:
+    try:
+      request, size = receive(sys.stdin.buffer)
+    except EOFError:
+      return
+    _limit(request, size)
+    send(out, _answer(request, size))
+
+
+if __name__ == "__main__":
+  main()
