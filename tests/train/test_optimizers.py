@@ -6,6 +6,8 @@ import shutil
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
 
 from tests.attacks.equality import check_runs
@@ -110,6 +112,49 @@ def test_the_same_leaves_decay_whatever_the_optimizer_is(optimizer):
   decayed = {"head", "layers/mlp/up/kernel"}
   assert {k for k, x in got.items() if x != 1} == decayed
   assert [got[k] for k in decayed] == pytest.approx([0.95, 0.95])
+
+
+def test_muon_steps_as_that_of_optax_with_clipped_gradients():
+  # Muon moves alike whatever the gradient's size is, but for eps.
+  rate, eps = 0.5, 0.05
+  muon = config("coat_muon")
+  optim = dataclasses.replace(
+    muon.optim, codec="float32", eps=eps, weight_decay=0.1, momentum=0.8
+  )
+  tx = optimizers.build(
+    dataclasses.replace(muon, optim=optim), step.decays, None, rate=rate, seed=0
+  )
+  normal = 0.05 * np.random.default_rng(0).normal(size=(4, 8, 16))
+  tables, matrices = (
+    jnp.asarray(normal[:2], "f4"),
+    jnp.asarray(normal[2:], "f4"),
+  )
+  params, grads = (
+    {"embedding": x, "layers": {"mlp": {"up": {"kernel": y[None]}}}}
+    for x, y in zip(tables, matrices, strict=True)
+  )
+  got, _ = tx.apply(grads, tx.init(params), params, grad_scale=0.5)
+  theirs = optax.contrib.muon(
+    rate,
+    beta=0.8,
+    eps=eps,
+    weight_decay=0.1,
+    adam_b1=optim.b1,
+    adam_b2=optim.b2,
+    consistent_rms=0.2,
+  )
+  # Of three axes: AdamW's in optax.
+  params, grads = (
+    {"embedding": x[None], "up": y}
+    for x, y in zip(tables, matrices, strict=True)
+  )
+  grads = jax.tree.map(lambda g: 0.5 * g, grads)
+  updates, _ = theirs.update(grads, theirs.init(params), params)
+  want = optax.apply_updates(params, updates)
+  np.testing.assert_allclose(got["embedding"], want["embedding"][0], atol=1e-6)
+  kernel = got["layers"]["mlp"]["up"]["kernel"][0]
+  # Of updates of 0.1: sums over rows, five times.
+  np.testing.assert_allclose(kernel, want["up"], atol=1e-5)
 
 
 @pytest.mark.parametrize("optimizer", OTHERS)
