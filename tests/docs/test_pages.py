@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Python of every page runs, block after block, as readers type it."""
 
+import os
 import re
+import shlex
+import subprocess
+import sys
 
 import jax.numpy as jnp
 import pytest
@@ -109,8 +113,31 @@ def check_optimizer(names, printed, text):
   assert state.mu_codes["kernel"].dtype == jnp.float8_e4m3fn
 
 
+def check_finetune(names, printed, text):
+  """The commands train a model that answers what the page says it does."""
+  section = text.split("## Try it here")[1].split("## Data")[0]
+  lines = section.replace("\\\n", "").splitlines()
+  commands = [line for line in lines if line.startswith("python -m train.")]
+  assert len(commands) == 3
+  # Compiled as users compile them: the quick suite's programs take five times
+  # as long.
+  environment = {**os.environ, "XLA_FLAGS": "", "PYTHONPATH": str(ROOT)}
+  for line in commands:
+    _, *words = shlex.split(line, comments=True)
+    done = subprocess.run(
+      [sys.executable, *words],
+      env=environment,
+      check=True,
+      stdout=subprocess.PIPE,
+      text=True,
+    )
+    if "train.generate" in line:
+      assert line.split("# ")[1] == done.stdout.strip() == "It is 7."
+
+
 CHECKS = howto.CHECKS | {
   "docs/checkpoints.md": check_checkpoints,
+  "docs/finetune.md": check_finetune,
   "docs/optimizer.md": check_optimizer,
   "docs/sharding.md": check_sharding,
   "docs/tutorial.md": check_tutorial,
