@@ -32,6 +32,7 @@ from coat_jax.models.config import ModelConfig, Remat
 from coat_jax.models.decoder import Carry, Decoder
 from coat_jax.models.placing import Placed, token_rows
 from coat_jax.models.ranges import check_kinds
+from coat_jax.models.remat import check_remat
 from coat_jax.models.stack import Store, store_params, stored_in
 from coat_jax.models.vision import VisionConfig, VisionTower
 from coat_jax.recipe import CoatRecipe
@@ -208,6 +209,7 @@ class VisionLanguageModel(nnx.Module):
     kind = VisionLanguageConfig
     check_model(op, config, kind, recipe, dtype, store, rngs)
     check_float_dtype(op, "param_dtype", param_dtype)
+    check_remat(remat, recipe)
     if store is None and jnp.dtype(param_dtype) != jnp.float32:
       store = stored_in(param_dtype)
     self.config = config

@@ -117,8 +117,8 @@ def save_hf(
   folder = Path(folder)
   if os.path.lexists(folder):
     raise ValueError(
-      f"save_hf: {folder} must not exist, because nothing is replaced; pass "
-      "another folder"
+      f"save_hf: {folder} must not exist, because nothing is replaced, got "
+      "one; pass another folder"
     )
   params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
   config = model.config
