@@ -36,14 +36,13 @@ class Range:
 
   def __str__(self) -> str:
     """What a number must be, for error messages."""
-    if self.highest < _LARGEST and self != COUNT:
+    if isinstance(self.highest, int) and self.highest >= COUNT.highest:
+      return f"at least {self.lowest}"
+    if self.highest < _LARGEST:
       return f"from {self.lowest} to {self.highest}"
     if self.lowest == _SMALLEST:
       return "above 0 and finite"
-    if self.lowest > -math.inf:
-      whole = "" if self == COUNT else " and finite"
-      return f"at least {self.lowest}{whole}"
-    return "finite"
+    return "finite" if self == ANY else f"at least {self.lowest} and finite"
 
 
 _ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
@@ -64,8 +63,14 @@ def described(value: Any) -> str:
     return f"{value.dtype}{list(value.shape)}"
   text = getattr(value, "__name__", None) or repr(value)
   if "\n" in text:
-    return f"a {type(value).__name__}"
+    return a(type(value))
   return text if len(text) < 80 else f"{text[:70]}..."
+
+
+def a(kind: type) -> str:
+  """A class's name after its article."""
+  article = "an" if kind.__name__[0] in "AEIOUaeiou" else "a"
+  return f"{article} {kind.__name__}"
 
 
 def refuse(
@@ -82,7 +87,7 @@ def check_kind(
   if isinstance(value, kind):
     return
   kinds = kind if isinstance(kind, tuple) else (kind,)
-  rule = " or ".join("a text" if x is str else f"a {x.__name__}" for x in kinds)
+  rule = " or ".join("a text" if x is str else a(x) for x in kinds)
   refuse(TypeError, op, name, rule, value, remedy)
 
 
@@ -157,7 +162,7 @@ def _check_scalar(op, name, value, allowed, remedy, or_else, *, is_whole):
     refuse(error, op, name, rule, value, remedy)
   if is_known and allowed is not None and value not in allowed:
     rule = f"{allowed} {or_else}".strip()
-    if value > allowed.highest:
+    if value > allowed.highest and allowed.highest < _LARGEST:
       rule = f"at most {allowed.highest}"
     refuse(ValueError, op, name, rule, value, remedy)
 

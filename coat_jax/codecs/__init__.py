@@ -148,8 +148,8 @@ def log8(
   """
   if rounding == "nearest":
     raise ValueError(
-      "log8: rounding='nearest' freezes second moments; use "
-      "rounding='stochastic', or coat(rounding='nearest') for parity runs"
+      "log8: rounding must be 'stochastic', got 'nearest', which freezes "
+      "second moments; use coat(rounding='nearest') for parity runs"
     )
   return MomentCodec(
     name="log8",

@@ -260,7 +260,7 @@ class Attention(RecipeModule):
     """Attends within each sequence, or within its segments.
 
     Args:
-      x: [..., T, features].
+      x: [..., T, features], cast to `dtype`.
       positions: int32 [T] for RoPE, or [..., T] where sequences have their
         own; None for 0 to T - 1.
       segments: int32 [..., T], as of packed documents or of padding: a query

@@ -314,7 +314,7 @@ class GatedMLP(RecipeModule):
     """Runs the block.
 
     Args:
-      x: [..., features].
+      x: [..., features], cast to `dtype`.
       out_sharding: how the output is sharded; None leaves it to JAX.
 
     Returns:

@@ -379,7 +379,7 @@ class Linear(RecipeModule):
     """Multiplies the last axis.
 
     Args:
-      x: [..., in_features].
+      x: [..., in_features], cast to `dtype`.
       out_sharding: how the output is sharded; None leaves it to JAX.
 
     Returns:

@@ -76,6 +76,8 @@ def check_float(
   rule = "a floating array"
   if isinstance(ndim, int):
     rule += f" of {ndim} axes"
+  elif ndim:
+    rule += f" of at least {min(ndim)} axes"
   remedy = "pass activations, in bfloat16 or float32"
   ranks = ndim or _SOME_AXES
   check_array(op, name, x, rule, ndim=ranks, remedy=remedy)

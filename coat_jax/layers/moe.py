@@ -347,7 +347,7 @@ class MoE(RecipeModule):
     """Runs the block.
 
     Args:
-      x: [..., features].
+      x: [..., features], cast to `dtype`.
       out_sharding: how the output is sharded; None leaves it to JAX.
 
     Returns:

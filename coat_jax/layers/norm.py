@@ -248,7 +248,7 @@ class Norm(RecipeModule):
     return 1 + scale.astype(jnp.float32)
 
   def __call__(self, x: Array) -> Array:
-    """[..., num_features] to the same shape, in `dtype`."""
+    """[..., num_features], cast to `dtype`, to the same shape."""
     return norm(
       self.cast(x, self.scale, self.bias),
       self.gamma,

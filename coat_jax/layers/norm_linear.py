@@ -202,7 +202,7 @@ class NormLinear(RecipeModule):
     """Normalizes and multiplies the last axis.
 
     Args:
-      x: [..., in_features].
+      x: [..., in_features], cast to `dtype`.
       out_sharding: how the output is sharded; None leaves it to JAX.
 
     Returns:

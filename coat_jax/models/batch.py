@@ -130,14 +130,15 @@ def _as_array(name: str, x: Any) -> Any:
     return None
   if not is_array(x):
     try:
-      x = np.asarray(x)
+      found = np.asarray(x)
     except ValueError as error:  # Rows of several lengths.
       raise ValueError(
         f"Batch: {name} must be [B, T + 1], got rows of several lengths; pad "
         "them, with segments that say so"
       ) from error
-    if x.dtype.kind not in "bif":
-      return x  # No array of JAX's: refused as it is.
+    if found.dtype.kind not in "biuf":
+      return x  # Refused as it is.
+    x = found
   return jnp.asarray(x)
 
 

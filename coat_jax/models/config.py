@@ -177,7 +177,8 @@ class ModelConfig:
       near = difflib.get_close_matches(self.family, FAMILIES, n=1)
       raise ValueError(
         f"ModelConfig: family must be one of {tuple(FAMILIES)}, got "
-        f"{self.family!r}{f'; did you mean {near[0]!r}?' if near else ''}"
+        f"{self.family!r}; "
+        + (f"did you mean {near[0]!r}?" if near else "pass one of these")
       )
     check_numbers(self)
     parse_scaling(self.rope_scaling)  # Checks it.

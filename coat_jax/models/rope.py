@@ -72,7 +72,8 @@ def scaling_of(name: str, values: dict[str, float]) -> RopeScaling:
     raise ValueError(
       f"rope_scaling: {name} has the fields {', '.join(known)}, of which "
       f"{', '.join(sorted(needed))} are needed; wrong are "
-      f"{', '.join(sorted(wrong))}, got {', '.join(values) or 'none'}"
+      f"{', '.join(sorted(wrong))}, got {', '.join(values) or 'none'}; copy "
+      "them from the model's config.json"
     )
   length = "original_max_position_embeddings"
   for key, value in values.items():

@@ -32,6 +32,7 @@ from coat_jax.models.config import ModelConfig, Remat
 from coat_jax.models.decoder import Carry, Decoder
 from coat_jax.models.placing import Placed, token_rows
 from coat_jax.models.ranges import check_kinds
+from coat_jax.models.remat import check_remat
 from coat_jax.models.stack import Store, store_params, stored_in
 from coat_jax.models.vision import VisionConfig, VisionTower
 from coat_jax.recipe import CoatRecipe
@@ -207,6 +208,7 @@ class VisionLanguageModel(nnx.Module):
     """
     op = "VisionLanguageModel"
     check_model(op, config, VisionLanguageConfig, recipe, dtype, store, rngs)
+    check_remat(remat, recipe)
     store = store or stored_in(op, param_dtype)
     self.config = config
     self.tower = VisionTower(

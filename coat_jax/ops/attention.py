@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from coat_jax.checks import check_kind
 from coat_jax.ops.dispatch import op
 from coat_jax.ops.types import AttentionKind, AttentionResiduals
 
@@ -27,6 +28,8 @@ _MASKED = -1e30
 
 
 def check_attention(q, k, v, segments=None, *, kind: AttentionKind) -> None:
+  remedy = "as in AttentionKind(window=4096)"
+  check_kind("attention", "kind", kind, AttentionKind, remedy)
   fits = q.ndim == k.ndim == 4 and k.shape == v.shape
   fits = fits and q.shape[0] == k.shape[0] and q.shape[3] == k.shape[3]
   if not fits or q.shape[2] % k.shape[2]:

@@ -19,13 +19,13 @@ import dataclasses
 import functools
 import importlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import jax
 
-from coat_jax.checks import refuse
+from coat_jax.checks import check_choice, check_function, check_kind, refuse
 from coat_jax.ops.explicit import partitioned
-from coat_jax.ops.types import Implementation, Unsupported
+from coat_jax.ops.types import Implementation, Layout, Unsupported
 
 # An implementation, or the module that has a function of the operation's name:
 # kernels are imported when they are first needed.
@@ -52,6 +52,10 @@ class Op[R]:
   definition: Callable[..., R]
   kernels: Kernels = ()
   check: Callable[..., None] | None = None
+
+  def __post_init__(self):
+    remedy = "pass the function in plain jnp"
+    check_function("Op", "definition", self.definition, remedy)
 
   @property
   def name(self) -> str:
@@ -95,6 +99,9 @@ class Op[R]:
       if not hasattr(x, "dtype"):
         remedy = "pass options by keyword"
         refuse(TypeError, self.name, "arguments", "arrays", x, remedy)
+    if "layout" in kwargs:
+      layouts = get_args(Layout)
+      check_choice(self.name, "layout", kwargs["layout"], layouts)
     if self.check is not None:
       self.check(*args, **kwargs)
 
@@ -174,7 +181,11 @@ def explain(op: Op, *args: Any, **kwargs) -> str:
 
   Returns:
     One sentence, as "quantize_groups: triton on a GPU, xla elsewhere".
+
+  Raises:
+    TypeError: `op` is no `Op`.
   """
+  check_kind("explain", "op", op, Op, "pass one of coat_jax.ops")
   return op.explain(*args, **kwargs)
 
 

@@ -9,19 +9,26 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from coat_jax.checks import check_choice
+from coat_jax.checks import check_array, check_choice
 from coat_jax.ops.types import Activation, Approximation
+
+
+def _in_f32(x: Any) -> Array:
+  """An array of numbers in f32; a TypeError for what is none."""
+  op, kind, remedy = "activation", jnp.number, "pass its input"
+  check_array(op, "x", x, "an array of numbers", kind=kind, remedy=remedy)
+  return x.astype(jnp.float32)
 
 
 def silu_values(x: Array) -> Array:
   """x sigmoid(x) in f32."""
-  x = x.astype(jnp.float32)
+  x = _in_f32(x)
   return x * jax.nn.sigmoid(x)
 
 
 def silu_derivative(x: Array) -> Array:
   """sigmoid(x) (1 + x (1 - sigmoid(x))) in f32."""
-  x = x.astype(jnp.float32)
+  x = _in_f32(x)
   sigmoid = jax.nn.sigmoid(x)
   return sigmoid * (1 + x * (1 - sigmoid))
 
@@ -46,7 +53,7 @@ def gelu_values(x: Array, *, approximate: Approximation) -> Array:
   Raises:
     ValueError: another approximation.
   """
-  x = x.astype(jnp.float32)
+  x = _in_f32(x)
   check_approximation(approximate)
   if approximate == "sigmoid":
     return x * jax.nn.sigmoid(_QUICK * x)
@@ -58,7 +65,7 @@ def gelu_values(x: Array, *, approximate: Approximation) -> Array:
 
 def gelu_derivative(x: Array, *, approximate: Approximation) -> Array:
   """d gelu / dx in f32."""
-  x = x.astype(jnp.float32)
+  x = _in_f32(x)
   check_approximation(approximate)
   if approximate == "sigmoid":
     x = jnp.clip(x, -60, 60)  # As below; sigmoid(-102) is not subnormal.

@@ -8,7 +8,12 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from coat_jax.checks import NOT_NEGATIVE, check_choice, check_number
+from coat_jax.checks import (
+  NOT_NEGATIVE,
+  check_array,
+  check_choice,
+  check_number,
+)
 from coat_jax.formats import E4M3
 from coat_jax.ops.blocks import values_to_operand
 from coat_jax.ops.dispatch import op
@@ -20,6 +25,8 @@ from coat_jax.qtensor import QTensor, dequantize
 def check_norm(x, gamma, beta, *, kind, eps, **kwargs) -> None:
   """Raises where these are no arguments of a norm."""
   del kwargs
+  rule, remedy = "an array of numbers", "pass its input"
+  check_array("norm", "x", x, rule, kind=jnp.number, remedy=remedy)
   remedy = "without a norm kind is None in blocks"
   check_choice("norm", "kind", kind, get_args(NormKind), remedy)
   check_number("norm", "eps", eps, NOT_NEGATIVE, "1e-6 is usual")
@@ -85,6 +92,9 @@ def norm_gradients(
   With xhat the normalized x and g = gamma dy:
   dx = (g - xhat mean(xhat g) - mean(g)) rstd, the last mean for "layer" only.
   """
+  rule, remedy = "an array of numbers", "pass that of the forward"
+  for name, each in (("dy", dy), ("x", x)):
+    check_array("norm", name, each, rule, kind=jnp.number, remedy=remedy)
   dy = dy.astype(jnp.float32)
   x = x.astype(jnp.float32)
   if stats.mean is not None:

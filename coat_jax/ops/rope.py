@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
+from coat_jax.checks import COUNT, check_whole
 from coat_jax.formats import E5M2
 from coat_jax.ops.dispatch import op
 from coat_jax.ops.quantize import quantize_tensor
@@ -106,7 +107,20 @@ def rotate(x: Array, cos: Array, sin: Array) -> Array:
   return jnp.concatenate([rotated, x[..., size:]], axis=-1)
 
 
-@op(triton="rope")
+def _check_columns(qkv, cos, sin, *, num_heads, num_kv_heads, **kwargs) -> None:
+  del cos, sin, kwargs
+  remedy = "pass those of the weight"
+  check_whole("split_heads", "num_heads", num_heads, COUNT, remedy)
+  check_whole("split_heads", "num_kv_heads", num_kv_heads, COUNT, remedy)
+  count = num_heads + 2 * num_kv_heads
+  if qkv.ndim != 3 or num_heads % num_kv_heads or qkv.shape[-1] % count:
+    raise ValueError(
+      "split_heads: qkv must be [B, T, (N + 2 K) H] with N a multiple of K, "
+      f"got {qkv.shape} with N {num_heads} and K {num_kv_heads}; {remedy}"
+    )
+
+
+@op(check=_check_columns, triton="rope")
 def split_heads(
   qkv: Array,
   cos: Array | None,

@@ -11,7 +11,7 @@ import optax
 from jax import Array
 from jax.typing import ArrayLike
 
-from coat_jax.checks import described, is_array
+from coat_jax.checks import a, described, is_array
 from coat_jax.codecs import Encoded, MomentCodec
 from coat_jax.optimizer import moments
 from coat_jax.optimizer.masks import QuantizeMask, leaf_paths
@@ -85,8 +85,8 @@ def check_codec(op: str, codec: Any) -> None:
   """Raises a TypeError where `codec` is not a `MomentCodec`."""
   if not isinstance(codec, MomentCodec):
     raise TypeError(
-      f"{op}: codec must be a MomentCodec, got {codec!r}; call a function of "
-      "codecs, as in codec=codecs.coat()"
+      f"{op}: codec must be a MomentCodec, got {described(codec)}; call a "
+      "function of codecs, as in codec=codecs.coat()"
     )
 
 
@@ -94,7 +94,7 @@ def check_state(op: str, state: Any, kind: type) -> None:
   """Raises a TypeError where `state` is not of a kind, such as optax's own."""
   if not isinstance(state, kind):
     raise TypeError(
-      f"{op}: state must be a {kind.__name__}, got a {type(state).__name__}; "
+      f"{op}: state must be {a(kind)}, got {a(type(state))}; "
       "pass what its init or update gave, or convert a state of optax with "
       "from_plain_state (of Adam also with from_adam_state)"
     )

@@ -25,7 +25,7 @@ from coat_jax import (
 )
 from coat_jax.models import Decoder, ModelConfig, specs
 from coat_jax.sharding import state_shardings
-from tests.comparing import assert_same_bits
+from tests.comparing import assert_close, assert_same_bits
 
 HEADS = dict(num_heads=4, num_kv_heads=2)
 MODEL = ModelConfig(
@@ -292,3 +292,20 @@ def test_step_on_a_mesh_gathers_nothing(kind):
     assert x.sharding.is_equivalent_to(y, x.ndim)
   # Devices exchange shares of matrices and sum x x^T, and gather none.
   assert "all-to-all" in text and "all-gather" not in text
+
+
+def test_injected_hyperparameters_reach_muon():
+  rng = np.random.default_rng(0)
+  params, grads = (
+    {"w": jnp.float32(rng.normal(size=(8, 12))), "norm": jnp.ones(8)}
+    for _ in range(2)
+  )
+  solver = optax.inject_hyperparams(coat_muon)(0.02, codec=codecs.float32())
+  state = solver.init(params)
+  update = jax.jit(solver.update)
+  for rate, steps in ((0.02, 5), (0.04, 3)):
+    state.hyperparams["learning_rate"] = jnp.float32(rate)
+    state.hyperparams["ns_steps"] = jnp.int32(steps)
+    theirs = optax.contrib.muon(rate, ns_steps=steps)
+    want, _ = theirs.update(grads, theirs.init(params), params)
+    assert_close(update(grads, state, params)[0], want)

@@ -83,7 +83,8 @@ class VisionConfig:
       near = difflib.get_close_matches(self.family, VISION_FAMILIES, n=1)
       raise ValueError(
         f"VisionConfig: family must be one of {tuple(VISION_FAMILIES)}, got "
-        f"{self.family!r}{f'; did you mean {near[0]!r}?' if near else ''}"
+        f"{self.family!r}; "
+        + (f"did you mean {near[0]!r}?" if near else "pass one of these")
       )
     check_numbers(self)
     if self.d_model % (2 * self.num_heads):

@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the calls of the tables can name: the public names, and small values."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax import P
+from jax.sharding import AbstractMesh, NamedSharding
+
+import coat_jax
+from coat_jax import codecs, layers, models, ops, plan, recipe, sharding
+from tests.models.hf.folders import DATA
+
+nan, inf = math.nan, math.inf
+CODEC, COAT, BF16 = codecs.coat(), recipe.coat(), recipe.bf16()
+LLAMA = DATA / "llama"
+
+
+def f32(*shape):
+  return jnp.ones(shape)
+
+
+def ints(*shape):
+  return jnp.ones(shape, jnp.int32)
+
+
+def shapes(*shape, dtype="float32"):
+  return jax.ShapeDtypeStruct(shape, dtype)
+
+
+# Optimizers ----------------------------------------------------------------
+
+PARAMS = {"w": shapes(2, 64)}
+OTHERS = {"w": shapes(3, 64)}
+STACK = {"layers": {"w": shapes(2, 4, 4)}, "embed": shapes(4)}
+MESH = jax.make_mesh((1,), ("data",))
+AXES = jax.make_mesh((1, 1, 1), ("data", "fsdp", "tensor"))
+WHERE = {"w": NamedSharding(MESH, P())}
+_PAIR = AbstractMesh((2,), ("data",))
+ROWS = {"w": NamedSharding(_PAIR, P("data"))}
+COLUMNS = {"w": NamedSharding(_PAIR, P(None, "data"))}
+
+
+def state(solver, params=PARAMS):
+  """The state of step 0, without memory."""
+  return jax.eval_shape(solver.init, params)
+
+
+def update(solver, grads=PARAMS, old=None, params=PARAMS):
+  """A step of optax's, traced."""
+  old = state(solver) if old is None else old
+  return jax.eval_shape(solver.update, grads, old, params)
+
+
+def apply(solver, grads=PARAMS, old=None, params=PARAMS, **options):
+  """A whole step, traced."""
+  old = state(solver) if old is None else old
+  step = lambda *args: solver.apply(*args, **options)  # noqa: E731
+  return jax.eval_shape(step, grads, old, params)
+
+
+def applied(params, updates, **options):
+  step = lambda *args: coat_jax.apply_updates(*args, **options)  # noqa: E731
+  return jax.eval_shape(step, params, updates)
+
+
+def backward(solver=None, **changed):
+  """A step in the backward of two layers, traced."""
+  solver = coat_jax.fused_coat_adamw(1e-3) if solver is None else solver
+  forward = dict(
+    before=lambda outer: outer["embed"],
+    layer=lambda params, x: jnp.tanh(params["w"] @ x),
+    after=lambda outer, x: jnp.sum(x),
+  )
+
+  def step(params):
+    old = solver.init(params) if hasattr(solver, "init") else ()
+    return coat_jax.step_in_backward(
+      solver, params, old, **(forward | changed)
+    ).params
+
+  return jax.eval_shape(step, STACK)
+
+
+def both(tree):
+  """Encodes any leaf."""
+  return coat_jax.coat_adamw(1e-3, quantize_mask=lambda *_: True).init(tree)
+
+
+# Plans ---------------------------------------------------------------------
+
+
+def shape_of(**changed):
+  fields = dict(num_layers=1, d_model=8, d_ff=8, num_heads=2, num_kv_heads=2)
+  return plan.DecoderShape(**(fields | dict(vocab_size=8) | changed))
+
+
+SHAPE, LOAD = shape_of(), plan.Load(batch=1, seq=8)
+IMAGES = plan.Images(count=1, tower_tokens=4, tokens=4)
+
+
+def plan_of(**changed):
+  options = dict(params=PARAMS, optimizer_state=())
+  known = dict(shape=SHAPE, recipe=COAT, load=LOAD) | options | changed
+  return plan.plan_step(**known)
+
+
+def plan_vision(**changed):
+  known = dict(decoder=SHAPE, tower=SHAPE, recipe=COAT, load=LOAD)
+  known |= dict(images=IMAGES, trained="all", optimizer_state=())
+  return plan.plan_vision_step(**(known | dict(params=PARAMS) | changed))
+
+
+# Layers --------------------------------------------------------------------
+
+HEADS = layers.Heads(2, 1, 1e4)
+BLOCK = dict(kind="rms", eps=1e-6, recipe=COAT)
+PLAIN = BLOCK | dict(recipe=BF16)
+
+
+def weights(front, back=(8, 4)):
+  return layers.BlockWeights(
+    layers.FrontWeights(None, None, f32(*front)),
+    layers.BackWeights(f32(*back)),
+  )
+
+
+def mixture(x=(2, 4), router=(4, 3), **changed):
+  weights = layers.MoEWeights(
+    None, None, f32(*router), f32(3, 4, 2, 8), f32(3, 8, 4)
+  )
+  known = dict(experts_per_token=2, normalize=False, kind=None, eps=1e-6)
+  known |= dict(weights=weights, recipe=COAT) | changed
+  return layers.moe(f32(*x), **known)
+
+
+def attend(q=(1, 4, 2, 8), k=(1, 4, 2, 8), **options):
+  return layers.dot_product_attention(f32(*q), f32(*k), f32(*k), **options)
+
+
+def output(w, **options):
+  q = f32(1, 4, 2, 8)
+  options = dict(recipe=COAT) | options
+  return layers.attention_output(f32(1, 4, 16), q, q, q, f32(*w), **options)
+
+
+def self_attend(positions=4, front=(8, 16), **changed):
+  known = BLOCK | dict(heads=HEADS) | changed
+  own = weights(front, (8, 8))
+  return layers.self_attention(f32(1, 4, 8), own, ints(positions), **known)
+
+
+def product(x, w, **options):
+  """A product of operands."""
+  w = ops.quantize_tensor(f32(*w), layout="columns")
+  return ops.linear_fwd(ops.quantize_tensor(f32(*x)), w, **options)
+
+
+# Models --------------------------------------------------------------------
+
+
+def config(**changed):
+  fields = dict(family="llama", num_layers=1, d_model=8, d_ff=16, num_heads=2)
+  fields |= dict(num_kv_heads=2, vocab_size=16)
+  return models.ModelConfig(**(fields | changed))
+
+
+def vision(**changed):
+  fields = dict(family="siglip_vision", num_layers=1, d_model=8, d_ff=16)
+  fields |= dict(num_heads=2, image_size=4, patch_size=2)
+  return models.VisionConfig(**(fields | changed))
+
+
+def pair(**changed):
+  fields = dict(text=config(), vision=vision(), image_token=15)
+  return models.VisionLanguageConfig(**(fields | changed))
+
+
+def rngs():
+  return nnx.Rngs(0)
+
+
+def _made(make):
+  """A model without weights: arguments are refused before these are read."""
+  return nnx.eval_shape(make)
+
+
+DECODER = _made(lambda: models.Decoder(config(), BF16, rngs=rngs()))
+TOWER = _made(lambda: models.VisionTower(vision(), recipe=BF16, rngs=rngs()))
+LLAVA = _made(lambda: models.VisionLanguageModel(pair(), BF16, rngs=rngs()))
+
+
+def generate(prompts=((1,),), max_new_tokens=2, model=DECODER, **options):
+  return models.generate(
+    model, prompts, max_new_tokens=max_new_tokens, **options
+  )
+
+
+SCOPE = (
+  {name: getattr(coat_jax, name) for name in dir(coat_jax)}
+  | {name: getattr(layers, name) for name in dir(layers)}
+  | {name: getattr(models, name) for name in dir(models)}
+  | {name: getattr(plan, name) for name in dir(plan)}
+  | {name: getattr(sharding, name) for name in dir(sharding)}
+  | globals()
+  | dict(optax=optax, nnx=nnx)
+)

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bad arguments to every public call: a clear error, or why they are accepted.
+
+The tables in `tests/bad_arguments` have two lines for each call: the call, and
+below it the error's type and how its message begins, or "accepted" and why.
+"..." in a message stands for anything. `scope` has what calls can name.
+"""
+
+import ast
+import importlib
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jaxtyping
+import pytest
+from flax import nnx
+
+from coat_jax import ops
+from tests.bad_arguments.scope import SCOPE
+from tests.docs.test_reference import PUBLIC, public_names
+
+TABLES = Path(__file__).parent / "bad_arguments"
+# Tables whose calls are traced: what is accepted would else be compiled.
+TRACED = ("layers", "ops")
+# op, rule, got; and what the caller can do, which the tables leave out.
+FORM = r"[\w.]+: .*\bgot\b.*[;:] .*"
+# Functions of `scope` that call a public one.
+CALLED = {
+  "applied": "apply_updates",
+  "attend": "dot_product_attention",
+  "backward": "step_in_backward",
+  "config": "ModelConfig",
+  "mixture": "moe",
+  "output": "attention_output",
+  "pair": "VisionLanguageConfig",
+  "plan_of": "plan_step",
+  "plan_vision": "plan_vision_step",
+  "self_attend": "self_attention",
+  "shape_of": "DecoderShape",
+  "vision": "VisionConfig",
+}
+# Names that users do not call with arguments of their own.
+_HELPER = "for codecs, whose encode has checked the arrays"
+NOT_CALLED = {
+  "exp2_biased": _HELPER,
+  "exponent_bounds": _HELPER,
+  "finite_amax": _HELPER,
+  "nonzero_amin": _HELPER,
+  "octaves_between": _HELPER,
+  "share": _HELPER,
+  "split_float": _HELPER,
+  "names": "takes no arguments",
+  "float32": "takes no arguments",
+  "bfloat16": "takes no arguments",
+  "Middle": "abstract: each kind of block has its own",
+  "RopeScaling": "abstract: its kinds have rows",
+  "GroupCodec": "a protocol",
+  "Grouped": "abstract: codecs.coat and the others have rows",
+  "Plain": "codecs.float32 makes it",
+  "RecipeModule": "abstract: its modules have rows",
+}
+
+
+class Row(NamedTuple):
+  """One call of a table."""
+
+  table: str
+  call: str
+  outcome: str
+
+
+def rows_of(path: Path) -> list[Row]:
+  text = path.read_text()
+  lines = [x for x in text.splitlines() if x and not x.startswith("#")]
+  assert all(x.startswith("  ") for x in lines[1::2])
+  pairs = zip(lines[::2], lines[1::2], strict=True)
+  return [Row(path.stem, call, outcome.strip()) for call, outcome in pairs]
+
+
+ROWS = [row for path in sorted(TABLES.glob("*.txt")) for row in rows_of(path)]
+
+
+def make(row: Row) -> None:
+  def call():
+    eval(row.call, SCOPE | {"R": nnx.Rngs(0)})
+
+  if row.table in TRACED:
+    jax.eval_shape(call)
+  else:
+    call()
+
+
+def fault(row: Row) -> str | None:
+  """What is wrong with a call's outcome; None where nothing is."""
+  kind, _, message = row.outcome.partition(": ")
+  try:
+    make(row)
+  except Exception as error:
+    # JAX says behind a message how to see more of the traceback.
+    said = str(error).partition("\n-----")[0]
+    got = f"{type(error).__name__}: {said}"
+    wanted = re.escape(message).replace(re.escape("..."), ".*")
+    is_clear = re.fullmatch(FORM, said) is not None
+    if type(error).__name__ == kind and is_clear and re.match(wanted, said):
+      return None
+  else:
+    got = "accepted"
+    if kind == "accepted" and message:
+      return None
+  return f"{row.table}: {row.call}\n  wanted {row.outcome}\n  got {got}"
+
+
+@pytest.mark.parametrize("table", sorted({row.table for row in ROWS}))
+def test_bad_arguments_are_refused_clearly(table, monkeypatch):
+  # As users see it: the tests' checks of types would come first.
+  monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+  faults = filter(None, (fault(row) for row in ROWS if row.table == table))
+  assert not (found := list(faults)), "\n".join(found)
+
+
+def test_there_is_one_row_for_each_call():
+  calls = [row.call for row in ROWS]
+  assert len(calls) == len(set(calls)) >= 222
+
+
+def names_in(call: str) -> set[str]:
+  """The last part of each name that is called."""
+  found = set()
+  for node in ast.walk(ast.parse(call, mode="eval")):
+    if isinstance(node, ast.Call):
+      found.add(ast.unparse(node.func).split(".")[-1])
+  return found | {CALLED[name] for name in found if name in CALLED}
+
+
+def is_called(value: Any) -> bool:
+  """Whether a public name is a function, or a class that checks arguments."""
+  is_record = isinstance(value, type) and hasattr(value, "_fields")
+  is_dtype = "dtype" in dir(value) and not isinstance(value, ops.Op)
+  is_record |= hasattr(value, "__total__")  # Of options by their names.
+  is_alias = not isinstance(value, type) and hasattr(value, "__args__")
+  return callable(value) and not (is_record or is_dtype or is_alias)
+
+
+def test_each_public_name_has_a_row():
+  called = set().union(*(names_in(row.call) for row in ROWS))
+  missing = []
+  for path in PUBLIC:
+    module = importlib.import_module(path)
+    for name in public_names(module):
+      if is_called(getattr(module, name)) and name not in called:
+        missing.append(name)
+  missing += [
+    name
+    for name in ops.__all__
+    if is_called(getattr(ops, name)) and name not in called
+  ]
+  assert {*missing} - NOT_CALLED.keys() == set()
+
+
+def test_call_that_is_accepted_or_raises_something_else_is_seen():
+  for call, outcome in (
+    ("coat_adamw(1e-3)", "ValueError: coat_adamw: must"),
+    ("coat_adamw(nan)", "accepted: no"),
+    ("coat_adamw(1e-3)", "accepted: "),
+    ("coat_adamw(nan)", "TypeError: coat_adamw: learning_rate"),
+    ("coat_adamw(nan)", "ValueError: coat_adamw: b1"),
+    ("int('x')", "ValueError: "),
+  ):
+    assert fault(Row("optimizers", call, outcome))
