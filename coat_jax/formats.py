@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Number formats and their arithmetic: limits, casts, neighbours, by dtype.
+"""Number formats and their arithmetic by dtype: limits, casts, neighbours.
 
 E4M3 (4 exponent bits, 3 mantissa bits, no infinity) holds values and weights;
-E5M2 (more range, less precision) holds gradients. INT8 is here for definitions
-("xla"); no kernel knows it. Another format is one entry of `_FORMATS`.
+E5M2 (more range, less precision) holds gradients. INT8 is available to the
+definitions ("xla"); no kernel supports it. To add a format, add an entry to
+`_FORMATS`.
 
-Two traps of a plain cast to FP8 are avoided by rounding to the format's grid in
-f32 first, which makes the cast exact; every cast in this package goes through
-`saturating_cast`, but in kernels and in `ops.cuda`, where neither can happen.
+We avoid two traps of a plain cast to FP8 by rounding to the format's grid in
+f32 first, which makes the cast exact. Every cast in this package goes through
+`saturating_cast`, except in kernels and in `ops.cuda`, where neither can
+happen.
   * A JAX cast does not saturate: 465 becomes NaN in E4M3, 61440 inf in E5M2.
-  * On a GPU XLA drops pairs of conversions f32 -> FP8 -> f32 inside a jitted
-    function ("excess precision"), and may go through f16, rounding twice. What
-    is computed with would then not be what is saved for the backward pass.
+  * On a GPU, XLA drops pairs of conversions f32 -> FP8 -> f32 inside a jitted
+    function ("excess precision"), and may go through f16, which rounds twice.
+    The values that a function computes with would then differ from those that
+    it saves for the backward pass.
 """
 
 from typing import Protocol, runtime_checkable
@@ -48,31 +51,31 @@ def as_format(dtype: DTypeLike) -> DTypeLike:
 
 
 def qmax(dtype: DTypeLike) -> float:
-  """Largest magnitude: 448 for E4M3, 57344 for E5M2, 127 for INT8."""
+  """Returns the largest magnitude: 448 (E4M3), 57344 (E5M2) or 127 (INT8)."""
   return _format(dtype).qmax
 
 
 def smallest_subnormal(dtype: DTypeLike) -> float:
-  """Smallest positive value: 2^-9 for E4M3, 2^-16 for E5M2, 1 for INT8."""
+  """Returns the smallest positive value: 2^-9 E4M3, 2^-16 E5M2, 1 INT8."""
   return _format(dtype).smallest
 
 
 def is_fp8(dtype: DTypeLike) -> bool:
-  """Whether a dtype is one of the FP8 formats, E4M3 or E5M2."""
+  """Tells whether a dtype is one of the FP8 formats, E4M3 or E5M2."""
   return jnp.dtype(dtype) in (jnp.dtype(E4M3), jnp.dtype(E5M2))
 
 
 def accumulator(dtype: DTypeLike) -> DTypeLike:
-  """The dtype that sums products of two values: f32, or int32 for INT8."""
+  """Returns the dtype that sums products: f32, or int32 for INT8."""
   return _format(dtype).accumulator
 
 
 def saturating_cast(x: Float[Array, "*s"], dtype: DTypeLike) -> Array:
-  """Casts to a format, round to nearest even, clipping to ±qmax first.
+  """Casts to a format with round to nearest even, clipped to ±qmax first.
 
   Args:
-    x: Float array of any shape. Infinities become ±qmax. NaN stays NaN, and
-      becomes 0 in INT8, which has none; the scale that goes with it is NaN.
+    x: float array of any shape. Infinities become ±qmax. NaN stays NaN, except
+      in INT8, which has no NaN: there it becomes 0, and its scale is NaN.
     dtype: E4M3, E5M2 or INT8.
 
   Returns:
@@ -83,14 +86,14 @@ def saturating_cast(x: Float[Array, "*s"], dtype: DTypeLike) -> Array:
 
 
 def neighbours(x: Float[Array, "*s"], dtype: DTypeLike) -> tuple[Array, Array]:
-  """The values of a format around x: the largest not above it, and the next.
+  """Returns a format's values around x: the largest one <= x, and the next.
 
   Args:
     x: f32 of any shape, 0 <= x <= qmax. NaN gives NaN twice.
     dtype: E4M3, E5M2 or INT8.
 
   Returns:
-    lower and upper, f32, both exact in `dtype`; both qmax for qmax.
+    lower and upper, f32, both exact in `dtype`; for x = qmax both are qmax.
   """
   lower, upper = _format(dtype).around(x)
   upper = jnp.minimum(upper, qmax(dtype))
@@ -98,15 +101,16 @@ def neighbours(x: Float[Array, "*s"], dtype: DTypeLike) -> tuple[Array, Array]:
   return jnp.where(is_nan, x, lower), jnp.where(is_nan, x, upper)
 
 
-# Of what a gradient may be for its square to be finite.
+# Gradients are clipped to this magnitude, so that their squares are finite.
 ROOT_OF_LARGEST = 2.0**63
 
 
 def with_finite_square(x: Array) -> Array:
-  """f32 within ±2^63; NaN where x is not finite.
+  """Clips f32 to ±2^63; the result is NaN where x is not finite.
 
-  Its square, at most 2^126, and a sum of a few are far enough from f32's
-  largest number that nothing computed with them overflows, in any codec.
+  The square is at most 2^126. It and sums of a few such squares are far enough
+  from f32's largest number that nothing computed with them overflows, in any
+  codec.
   """
   bound = jnp.clip(x, -ROOT_OF_LARGEST, ROOT_OF_LARGEST)
   return jnp.where(jnp.abs(x) < jnp.inf, bound, jnp.nan)
@@ -114,12 +118,12 @@ def with_finite_square(x: Array) -> Array:
 
 @runtime_checkable
 class _Format(Protocol):
-  """A format's limits, and its values around an f32.
+  """A format's limits, and the format's values around an f32.
 
   Attributes:
     qmax: the largest magnitude that is used.
     smallest: the smallest positive value.
-    accumulator: dtype that products of two values are summed in.
+    accumulator: dtype in which products of two values are summed.
   """
 
   qmax: float
@@ -127,16 +131,16 @@ class _Format(Protocol):
   accumulator: DTypeLike
 
   def nearest(self, x: Array) -> Array:
-    """f32 within ±qmax to the nearest value, ties to even."""
+    """Rounds f32 within ±qmax to the nearest value, ties to even."""
     ...
 
   def around(self, x: Array) -> tuple[Array, Array]:
-    """f32, not negative, to the largest value not above it, and the next."""
+    """Returns the largest value not above a nonnegative f32, and the next."""
     ...
 
 
 class _FP8:
-  """A floating-point format with subnormal numbers: a few mantissa bits."""
+  """A floating-point format with few mantissa bits and subnormal numbers."""
 
   accumulator = jnp.float32
 
@@ -145,13 +149,13 @@ class _FP8:
     self.qmax = float(limits.max)
     self.smallest = float(limits.smallest_subnormal)
     self._smallest_normal = float(limits.smallest_normal)
-    # Mantissa bits that f32 has and the format has not.
+    # Number of mantissa bits of f32 that the format does not have.
     self._dropped_bits = 23 - limits.nmant
 
   def nearest(self, x: Array) -> Array:
     drop = self._dropped_bits
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
-    # Half a step less one, plus one where the kept part is odd: ties to even.
+    # Half a step minus one, plus one if the kept part is odd: ties to even.
     half = jnp.uint32((1 << (drop - 1)) - 1) + ((bits >> drop) & jnp.uint32(1))
     normal = _truncated(bits + half, drop)
     step = self.smallest
@@ -170,7 +174,7 @@ class _FP8:
 
 
 class _Integer:
-  """A signed integer format, symmetric: the one value below -qmax is unused."""
+  """A symmetric signed integer format; the one value below -qmax is unused."""
 
   smallest = 1.0
   accumulator = jnp.int32
@@ -198,6 +202,6 @@ def _format(dtype: DTypeLike) -> _Format:
 
 
 def _truncated(bits: Array, drop: int) -> Array:
-  """The f32 of these bits without the lowest `drop` of them."""
+  """Returns the f32 of these bits with the lowest `drop` bits cleared."""
   kept = bits & jnp.uint32(0xFFFFFFFF >> drop << drop)
   return jax.lax.bitcast_convert_type(kept, jnp.float32)

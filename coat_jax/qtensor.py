@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantized arrays: one scale per tensor, or per group of a row.
+"""Quantized arrays with one scale per tensor or per group of a row.
 
-A `QTensor` is a pair (qvalue, scale) with x ≈ qvalue * scale. `scale` always
-dequantizes (scale = amax / qmax); it is never the multiplier on the way in.
-Groups run along the last axis and never across rows, so that the scale has a
-row for each row of x and both are sharded alike; the last group may be short.
+A `QTensor` is a pair (qvalue, scale) with x ≈ qvalue * scale. `scale` is always
+the factor that dequantizes (scale = amax / qmax); quantizing divides by it.
+Groups run along the last axis and never across rows, so the scale has a row for
+each row of x and both are sharded alike; the last group may be short.
 
 Two granularities are enough (arXiv:2410.19313, section 5):
-  * operands of a matmul have one f32 scale for the tensor, found in two stages
-    (Group Scaling): the maxima of groups, then their maximum;
-  * inputs of non-linear operations have a BF16 scale per 16 values. BF16 scales
-    are rounded *up* and x is divided by the stored scale, so a quotient never
-    exceeds qmax and dequantizing is the exact inverse of what was divided.
+  * Operands of a matmul have one f32 scale per tensor, found in two stages
+    (Group Scaling): first the maxima of groups, then their maximum.
+  * Inputs of non-linear operations have a BF16 scale per 16 values. BF16 scales
+    are rounded *up* and x is divided by the stored scale. So a quotient never
+    exceeds qmax, and dequantizing exactly inverts the division.
 """
 
 from typing import NamedTuple
@@ -34,15 +34,15 @@ from coat_jax.checks import (
 from coat_jax.formats import E4M3, qmax, saturating_cast
 
 _ONE_SCALE = "pass group_size=None for one scale per tensor"
-# Below this, f32 and BF16 are subnormal and accelerators flush them to zero.
+# Below this, f32 and BF16 are subnormal, and accelerators flush them to zero.
 _SMALLEST_SCALE = float(jnp.finfo(jnp.float32).tiny)
 
 
 class QTensor(NamedTuple):
-  """A quantized array and what multiplies it back: x ≈ qvalue * scale.
+  """A quantized array and the factor that dequantizes it: x ≈ qvalue * scale.
 
   Attributes:
-    qvalue: [..., n] in FP8 or another of `formats`.
+    qvalue: [..., n] in FP8 or another format of `formats`.
     scale: [] for one scale per tensor, else [..., ceil(n / group_size)].
   """
 
@@ -51,12 +51,12 @@ class QTensor(NamedTuple):
 
 
 def num_groups(n: int, group_size: int) -> int:
-  """Groups in a row of `n` values, the last one possibly short."""
+  """Returns the number of groups in a row; the last one may be short."""
   return -(-n // group_size)
 
 
 def split_groups(x: Array, group_size: int, fill: float = 0) -> Array:
-  """[..., n] to [..., groups, group_size], a short last group filled up."""
+  """Reshapes [..., n] to [..., groups, group_size]; pads a short last group."""
   n = x.shape[-1]
   groups = num_groups(n, group_size)
   missing = groups * group_size - n
@@ -67,34 +67,34 @@ def split_groups(x: Array, group_size: int, fill: float = 0) -> Array:
 
 
 def join_groups(x: Array, n: int) -> Array:
-  """[..., groups, group_size] to [..., n]: the inverse of `split_groups`."""
+  """Inverts `split_groups`: [..., groups, group_size] to [..., n]."""
   *rows, groups, size = x.shape
   return x.reshape(*rows, groups * size)[..., :n]
 
 
 def group_amax(x: Float[Array, "*b n"], group_size: int) -> Array:
-  """Largest magnitude of each group: f32 [..., ceil(n / group_size)].
+  """Returns each group's largest magnitude: f32 [..., ceil(n / group_size)].
 
-  NaN where a group holds one.
+  It is NaN if a group holds a NaN.
   """
   bits = _magnitude_bits(split_groups(x, group_size))
   return jax.lax.bitcast_convert_type(jnp.max(bits, axis=-1), jnp.float32)
 
 
 def tensor_amax(x: Float[Array, "*s"]) -> Array:
-  """Largest magnitude of a tensor: f32 scalar, NaN where it holds one.
+  """Returns a tensor's largest magnitude: f32 scalar, NaN if it holds a NaN.
 
-  A kernel that has the values in registers anyway finds those of its tiles for
-  nothing, and this is then taken of those few (Group Scaling).
+  A kernel that already has the values in registers finds its tiles' maxima at
+  no cost; only these few are then reduced (Group Scaling, `bits_to_amax`).
   """
   return bits_to_amax(_magnitude_bits(x))
 
 
 def bits_to_amax(bits: Array) -> Array:
-  """The largest of magnitudes given as the int32 with their f32's bits.
+  """Returns the largest of several magnitudes, given as bits of their f32.
 
-  Inside `jax.shard_map` a tensor is all of its shards together, as it is
-  elsewhere: one number a device is compared.
+  Inside `jax.shard_map` all shards of a tensor count together, as they do
+  elsewhere: devices exchange one number each.
   """
   largest = jnp.max(bits, initial=0)
   if axes := jax.sharding.get_abstract_mesh().manual_axes:
@@ -103,11 +103,11 @@ def bits_to_amax(bits: Array) -> Array:
 
 
 def _magnitude_bits(x: Array) -> Array:
-  """|x| as the int32 with the bits of its f32.
+  """Returns the f32 bits of |x| as int32.
 
-  Magnitudes compare as their bits do, and a NaN's are above infinity's: the
-  largest of integers is the same everywhere and carries a NaN, where backends'
-  largest floats do not agree on that.
+  Bits compare as magnitudes do, and the bits of NaN are above those of
+  infinity. The maximum of integers is the same on every backend and propagates
+  NaN; backends disagree about the maximum of floats.
   """
   bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
   return bits & 0x7FFFFFFF
@@ -116,10 +116,10 @@ def _magnitude_bits(x: Array) -> Array:
 def amax_to_scale(
   amax: Array, dtype: DTypeLike = E4M3, scale_dtype: DTypeLike = jnp.float32
 ) -> Array:
-  """Scale of a group from its largest magnitude: amax * float32(1 / qmax).
+  """Returns the scale of a group from its amax: amax * float32(1 / qmax).
 
-  Written as a multiplication, since compilers turn the division by a constant
-  into one, and then not all alike. A group of zeros has scale 1.
+  It is written as a multiplication because some compilers, but not all, turn a
+  division by a constant into one. A group of zeros has scale 1.
 
   Args:
     amax: f32 array, not negative.
@@ -144,22 +144,22 @@ def amax_to_scale(
 
 
 def power_of_two_scale(amax: Array, dtype: DTypeLike = E4M3) -> Array:
-  """The smallest power of two with which a group of this amax fits qmax.
+  """Returns the smallest power of two at which a group's amax fits in qmax.
 
-  A floating-point code times such a scale has the code's mantissa, whatever the
-  scale: values quantized once can be quantized again in other groups and stay
-  what they are, but those near the format's smallest.
+  A floating-point code times such a scale has the code's own mantissa, whatever
+  the scale is. So quantized values can be quantized again in other groups
+  without changing, except those close to the format's smallest value.
 
   Args:
     amax: f32 array, not negative.
     dtype: the format of the codes.
 
   Returns:
-    f32 of amax's shape; 1 for a group of zeros, and amax where that is NaN or
-    infinite.
+    f32 of amax's shape: 1 for a group of zeros, and amax itself if that is NaN
+    or infinite.
   """
   bits = jax.lax.bitcast_convert_type(amax, jnp.int32)
-  # As integers f32 values count up, 2^23 of them to a factor of two.
+  # The bits of f32 values increase with them, by 2^23 for each factor of two.
   of_qmax = np.float32(qmax(dtype)).view(np.int32)
   exponent = (bits - of_qmax + jnp.int32(2**23 - 1)) >> 23
   biased = jnp.clip(exponent + 127, 1, 254) << 23
@@ -169,7 +169,7 @@ def power_of_two_scale(amax: Array, dtype: DTypeLike = E4M3) -> Array:
 
 
 def _bfloat16_rounded_up(x: Array) -> Array:
-  """Positive f32 to the nearest bfloat16 that is not smaller."""
+  """Rounds a positive f32 to the nearest bfloat16 that is not smaller."""
   bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
   up = (bits + jnp.uint32(0xFFFF)) & jnp.uint32(0xFFFF0000)
   up = jnp.where(jnp.isfinite(x), up, bits)
@@ -183,19 +183,20 @@ def quantize_with_scale(
   group_size: int | None,
   dtype: DTypeLike = E4M3,
 ) -> QTensor:
-  """Quantizes with scales already known: qvalue = rne(clip(x / scale, ±qmax)).
+  """Quantizes with known scales: qvalue = rne(clip(x / scale, ±qmax)).
 
   Args:
     x: Float [..., n].
-    scale: [] where group_size is None, else [..., ceil(n / group_size)].
-    group_size: values that share one scale; None for one scale per tensor.
+    scale: [] if group_size is None, else [..., ceil(n / group_size)].
+    group_size: number of values that share one scale; None for one scale per
+      tensor.
     dtype: E4M3, E5M2 or INT8.
 
   Returns:
     QTensor of x's shape with this scale.
 
   Raises:
-    ValueError: the scale's shape is not that of x and group_size.
+    ValueError: the scale's shape does not fit x and group_size.
   """
   divisor = _spread_scale("quantize_with_scale", scale, x.shape, group_size)
   return QTensor(saturating_cast(x.astype(jnp.float32) / divisor, dtype), scale)
@@ -210,11 +211,11 @@ def quantize(
 ) -> QTensor:
   """Quantizes with one scale per `group_size` values of the last axis.
 
-  scale = amax * float32(1 / qmax), 1 for a group of zeros, rounded up where it
-  is stored in BF16; qvalue = rne(clip(x / scale, ±qmax)).
+  scale = amax * float32(1 / qmax), 1 for a group of zeros, rounded up if it is
+  stored in BF16; qvalue = rne(clip(x / scale, ±qmax)).
 
   Args:
-    x: Float [..., n]. A NaN stays a NaN and touches no other group.
+    x: Float [..., n]. A NaN stays a NaN and does not affect any other group.
     group_size: at least 1; the last group may be short; None gives one scale
       for the whole array.
     dtype: E4M3, E5M2 or INT8.
@@ -225,9 +226,9 @@ def quantize(
     [].
 
   Raises:
-    TypeError: x is no floating array, or group_size no whole number.
-    ValueError: group_size below 1, or groups of a scalar; an unknown format, or
-      another dtype of scales.
+    TypeError: x is not a floating array, or group_size not a whole number.
+    ValueError: group_size is below 1, or x is a scalar and has no groups; an
+      unknown format, or another dtype of scales.
 
   Source: arXiv:2410.19313, section 5; docs/deviations.md 1 and 2.
   """
@@ -250,20 +251,20 @@ def dequantize(
   group_size: int | None,
   dtype: DTypeLike = jnp.float32,
 ) -> Array:
-  """The values that codes stand for: qvalue * scale, computed in f32.
+  """Returns the values that codes represent: qvalue * scale, computed in f32.
 
   Args:
-    q: what `quantize` returned.
-    group_size: as it was given to `quantize`.
+    q: the result of `quantize`.
+    group_size: the value that was passed to `quantize`.
     dtype: dtype of the result.
 
   Returns:
     Array of qvalue's shape in `dtype`.
 
   Raises:
-    TypeError: q is no QTensor, group_size no whole number, or `dtype` not a
-      floating dtype.
-    ValueError: the scale's shape is not that of qvalue and group_size.
+    TypeError: q is not a QTensor, group_size not a whole number, or `dtype` not
+      a floating dtype.
+    ValueError: the scale's shape does not fit qvalue and group_size.
   """
   op = "dequantize"
   check_kind(op, "q", q, QTensor, "pass what quantize returned")
@@ -282,7 +283,7 @@ def times_scales(x: Array, a: Array | float, b: Array | float) -> Array:
 
 
 def _spread_scale(op, scale, shape, group_size) -> Array:
-  """Scale per value, f32: [] or [..., groups] to what broadcasts to `shape`."""
+  """Spreads a scale [] or [..., groups] to f32 that broadcasts to `shape`."""
   if group_size is None:
     want = ()
   else:

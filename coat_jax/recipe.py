@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where FP8 flows in a layer, and what is saved for the backward pass.
+"""Recipes: where FP8 is used in a layer, and what the backward pass reads.
 
-Presets, each written as the three matrix products of a linear layer
+The presets are described by the three matrix products of a linear layer
 (x [T, D] activations, w [D, F] weights, g [T, F] gradients):
 
               y = x w            dx = g w^T         dw = x^T g
@@ -11,21 +11,22 @@ Presets, each written as the three matrix products of a linear layer
   int8        INT8 * INT8        INT8 * INT8        INT8 * INT8
   fp8_block   E4M3 * E4M3        E4M3 * E4M3        E4M3 * E4M3
 
-Scales of matrix products are found just in time, one per tensor; products
-accumulate in f32, those of `int8` in int32. `coat` differs from `fp8_linear` in
-the rest of the layer: norms and activation functions read FP8 values with one
-scale per 1 x 16 group and save those instead of BF16 (arXiv:2410.19313, section
-5). `int8` is `coat` with integers in the place of FP8, byte for byte: a
-neighbour to compare with.
+Matrix products use one scale per tensor, computed just in time. They accumulate
+in f32, or in int32 for `int8`. `coat` differs from `fp8_linear` in the rest of
+the layer: norms and activation functions read FP8 values with one scale per
+1 x 16 group and save those instead of BF16 (arXiv:2410.19313, section 5).
+`int8` is `coat` with integers instead of FP8, at the same number of bytes; it
+is there for comparison.
 
 `fp8_block` is `coat` with the products of DeepSeek-V3 (arXiv:2412.19437,
-section 3.3.2): a scale per block of 128 of what a product sums over, 1 x 128 of
-x and g and 128 x 128 of w, and gradients in E4M3. An x that is saved is saved
-as its forward read it, and quantized again along tokens where dw = x^T g reads
-it; g is quantized along both axes.
+section 3.3.2): along the axis that a product sums over, each block of 128 has a
+scale (1 x 128 blocks of x and g, 128 x 128 blocks of w), and gradients are
+E4M3. If x is saved, we save it as the forward read it, and quantize it again
+along tokens for dw = x^T g. g is quantized along both axes.
 
-Saved per token in one Llama layer, in units of U = 2 D bytes, MLP width F,
-G = group_size, before scales (a scale adds 2 / G to each 1 x G byte):
+Bytes saved per token in one Llama layer of width D, with MLP width F, without
+scales (a scale adds 2 / G bytes to each value in a 1 x G group, G =
+group_size):
 
                        coat                  minimal
   norm inputs          2 x D bytes           2 x D bytes
@@ -55,12 +56,12 @@ class Formats:
   """The number formats of a recipe that is not BF16.
 
   Attributes:
-    values: of activations and weights: what products read, and what is saved
-      for the backward pass.
-    gradients: of the gradients that products read in the backward pass.
+    values: format of the activations and weights that products read and that
+      are saved for the backward pass.
+    gradients: format of the gradients that products read in the backward pass.
 
   Raises:
-    ValueError: another format than those of `coat_jax.formats`.
+    ValueError: a format that `coat_jax.formats` does not have.
   """
 
   values: DTypeLike = E4M3
@@ -74,19 +75,19 @@ class Formats:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshAxes:
-  """The axes of a mesh by what they split; an axis may have one device.
+  """The axes of a mesh by what they split; an axis may have a single device.
 
   Attributes:
-    batch: axes that sequences are split over.
-    fsdp: the one of them that weights are split over too, or None.
-    tensor: the axis that heads and an MLP's columns are split over and, between
-      blocks, the positions of a sequence; or None.
-    grad_dtype: in which weights' gradients are summed over devices.
+    batch: axes over which sequences are split.
+    fsdp: the axis in `batch` over which weights are split too, or None.
+    tensor: the axis over which heads, an MLP's columns and, between blocks, the
+      positions of a sequence are split; or None.
+    grad_dtype: dtype in which weights' gradients are summed over devices.
 
   Raises:
-    TypeError: `batch` is no tuple, or an axis no name.
-    ValueError: `batch` names no axis, or one twice; `fsdp` is not one of
-      `batch`, `tensor` is, or an unknown dtype.
+    TypeError: `batch` is not a tuple, or an axis not a name.
+    ValueError: `batch` names no axis, or one twice; `fsdp` is not in `batch`,
+      `tensor` is in it, or the dtype is unknown.
   """
 
   batch: tuple[str, ...] = ("data", "fsdp")
@@ -121,7 +122,7 @@ class MeshAxes:
 
   @property
   def tokens(self) -> tuple[str, ...]:
-    """All axes that tokens are split over."""
+    """All axes over which tokens are split."""
     return self.batch if self.tensor is None else (*self.batch, self.tensor)
 
 
@@ -130,30 +131,32 @@ class CoatRecipe:
   """A recipe; build one with a function of this module, such as `coat()`.
 
   Attributes:
-    linear: operands of matrix products.
-    scaling: of FP8 products: "tensor", one scale per tensor, or "block", one
-      per 128 values of what a product sums over. On a mesh blocks need one
-      device along the tensor axis.
+    linear: format of the operands of matrix products.
+    scaling: scales of FP8 products: "tensor" for one scale per tensor, or
+      "block" for one per 128 values along the axis that a product sums over. On
+      a mesh, blocks require a single device along the tensor axis.
     nonlinear: what norms and activation functions read and save.
-    residuals: "coat" saves what the reference does; "minimal" recomputes
-      norm outputs, SiLU and products elementwise in the backward.
-    attention: how q, k, v and the attention's output are saved. With "fp8"
-      the forward attends to the dequantized values too.
+    residuals: "coat" saves what the reference saves; "minimal" recomputes norm
+      outputs, SiLU and elementwise products in the backward.
+    attention: how q, k, v and the attention's output are saved. With "fp8" the
+      forward also attends to the dequantized values.
     attention_compute: what attention's products read. "fp8" is for long
       sequences on Hopper (cuDNN); q, k, v and the output then have one scale
-      per tensor and are saved so, with attention="fp8".
-    group_size: values that share a scale in front of a non-linear operation.
-    weight_cache: what is computed of a weight once for all its uses in a step:
-      "none", its "scale", or its "codes" in both layouts (2 bytes a parameter).
-    implementation: None for kernels on a GPU, "xla" for none anywhere.
+      per tensor and are saved in that form, with attention="fp8".
+    group_size: number of values that share a scale before a non-linear
+      operation.
+    weight_cache: what is computed from a weight once for all its uses in a
+      step: "none", its "scale", or its "codes" in both layouts (2 bytes per
+      parameter).
+    implementation: None to use kernels on a GPU, "xla" to use none anywhere.
     evaluation: "same" computes in evaluation what training computes; "bf16"
-      leaves FP8 out there, as the reference does.
-    formats: E4M3 for values and E5M2 for gradients, which kernels know; others
-      of `coat_jax.formats` run as plain JAX.
-    axes: on a mesh, what its axes split: FP8 blocks then run on each device's
-      part (`jax.shard_map`), under `jax.set_mesh`. None on one device, where
-      types say it (explicit axes of data and FSDP), and to leave it to XLA,
-      which can partition no kernel.
+      evaluates without FP8, as the reference does.
+    formats: E4M3 for values and E5M2 for gradients, which kernels support;
+      other formats of `coat_jax.formats` run as plain JAX.
+    axes: what the axes of a mesh split. FP8 blocks then run on each device's
+      shard (`jax.shard_map`), under `jax.set_mesh`. Pass None on one device;
+      with explicit axes of data and FSDP, whose types hold the sharding; and to
+      leave partitioning to XLA, which cannot partition kernels.
   """
 
   linear: Kept = "fp8"
@@ -211,7 +214,7 @@ class CoatRecipe:
 
   @property
   def name(self) -> str:
-    """The preset this recipe is a variant of."""
+    """The name of the preset that this recipe is a variant of."""
     if self.linear == "bf16":
       return "bf16"
     if self.formats == _INTEGERS:
@@ -221,7 +224,7 @@ class CoatRecipe:
     return "fp8_linear" if self.nonlinear == "bf16" else "coat"
 
   def for_evaluation(self) -> "CoatRecipe":
-    """The recipe to evaluate with."""
+    """Returns the recipe to evaluate with."""
     if self.evaluation == "same":
       return self
     preset = bf16(implementation=self.implementation)
@@ -244,7 +247,7 @@ _CHOICES = {
 
 
 def bf16(*, implementation: Literal["xla"] | None = None) -> CoatRecipe:
-  """The ordinary layer in BF16, which saves what autodiff saves."""
+  """Returns the ordinary BF16 layer, which saves what autodiff saves."""
   return CoatRecipe(
     linear="bf16", nonlinear="bf16", implementation=implementation
   )
@@ -256,7 +259,7 @@ def fp8_linear(
   implementation: Literal["xla"] | None = None,
   evaluation: Literal["same", "bf16"] = "same",
 ) -> CoatRecipe:
-  """Per-tensor FP8 matrix products in an otherwise BF16 layer."""
+  """Uses per-tensor FP8 matrix products in an otherwise BF16 layer."""
   return CoatRecipe(
     nonlinear="bf16",
     weight_cache=weight_cache,
@@ -275,7 +278,7 @@ def coat(
   implementation: Literal["xla"] | None = None,
   evaluation: Literal["same", "bf16"] = "same",
 ) -> CoatRecipe:
-  """FP8 from end to end inside the layer; `CoatRecipe` has the arguments."""
+  """Uses FP8 throughout the layer; `CoatRecipe` documents the arguments."""
   return CoatRecipe(
     residuals=residuals,
     attention=attention,
@@ -297,9 +300,9 @@ def fp8_block(
   implementation: Literal["xla"] | None = None,
   evaluation: Literal["same", "bf16"] = "same",
 ) -> CoatRecipe:
-  """`coat` whose products have scales of blocks, and E4M3 gradients.
+  """Returns `coat` with a scale per block in products, and E4M3 gradients.
 
-  `CoatRecipe` has the arguments. Source: arXiv:2412.19437, section 3.3.2;
+  `CoatRecipe` documents the arguments. Source: arXiv:2412.19437, section 3.3.2;
   docs/deviations.md 24.
   """
   return CoatRecipe(
@@ -324,15 +327,16 @@ def int8(
   implementation: Literal["xla"] | None = None,
   evaluation: Literal["same", "bf16"] = "same",
 ) -> CoatRecipe:
-  """`coat` with INT8 in the place of FP8, to compare the two at the same bytes.
+  """Returns `coat` with INT8 instead of FP8, to compare both at equal bytes.
 
-  All is rounded to nearest, gradients too. Sums of products are exact in int32
-  up to 133,144 terms, more than the tokens of a step on one device. No kernel
-  of ours knows INT8: plain JAX, whose products XLA gives to INT8 hardware.
+  Everything is rounded to nearest, gradients too. Sums of products are exact in
+  int32 up to 133,144 terms, which is more than the tokens of a step on one
+  device. None of our kernels supports INT8: it runs as plain JAX, and XLA runs
+  the products on INT8 hardware.
 
   Args:
     residuals, attention, group_size, weight_cache, implementation, evaluation:
-      as of `coat`; where it says "fp8" this has INT8.
+      as for `coat`, with INT8 wherever that says "fp8".
 
   Returns:
     The recipe.

@@ -1,18 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How an optimizer's FP8 state is sharded: like its parameters.
+"""Computes how an optimizer's FP8 state is sharded: like its parameters.
 
-Codes and unencoded moments have the parameter's shape and its sharding. A
-group's statistics have the same axes, the last one shorter, and are sharded
-alike: a device has the statistics of the codes that it has, and an optimizer's
-step moves nothing between devices. Counters and other scalars are everywhere.
+Codes and unencoded moments have the parameter's shape and its sharding. The
+statistics of groups have the same axes, of which the last is shorter, and are
+sharded alike: a device holds the statistics of the codes that it holds, so an
+optimizer's step moves nothing between devices. Counters and other scalars are
+replicated.
 
-No rule of this is written here. Shardings are part of types on a mesh of
-explicit axes, so tracing `init` there gives those of everything that it makes,
-whatever wraps the optimizer. What comes out holds on any mesh.
+This file has no rules for that. On a mesh with explicit axes, shardings are
+part of types, so we trace `init` on such a mesh and get the shardings of
+everything that it makes, no matter what wraps the optimizer. The result holds
+on any mesh.
 
 A device has whole groups of a sharded row only if the group size divides its
-share (`fit_group_size`). Shapes do not tell the size; the codecs that `init`
-chooses while it is traced do.
+share (`fit_group_size`). Shapes do not reveal the group size; we read it from
+the codecs that `init` chooses while it is traced.
 """
 
 import dataclasses
@@ -39,31 +41,32 @@ def abstract_state(
   *,
   codec: MomentCodec | Sequence[MomentCodec] | None = None,
 ) -> Any:
-  """The shapes, dtypes and shardings of what `init` makes; no memory is used.
+  """Returns the shapes, dtypes and shardings that `init` makes, without memory.
 
-  An array has the sharding of the parameter that it is made like: codes and
-  other arrays of its shape the same, statistics that of the axes they
-  summarise. An array made from a number or a shape alone is replicated.
+  An array is sharded like the parameter that it is made from: codes and other
+  arrays of its shape have the same sharding, and statistics have that of the
+  axes that they summarise. An array made from only a number or a shape is
+  replicated.
 
   Args:
     init: `optimizer.init` of any optax transformation, such as a chain; or any
       function of the parameters, such as one that makes a whole train state.
     params: tree of arrays or `jax.ShapeDtypeStruct`s.
-    shardings: `NamedSharding`s on one mesh, a tree with a leaf for each of
-      `params`; None for those that `params` have.
-    codec: None for those of the optimizers whose `init` is called in `init`.
-      Where a state comes from elsewhere, its codec, or all of them if it has
-      several; then the state is checked to be theirs.
+    shardings: `NamedSharding`s on one mesh, a tree with one leaf per parameter;
+      None to use the shardings of `params`.
+    codec: None to use the codecs of the optimizers whose `init` is called in
+      `init`. If a state comes from elsewhere, pass its codec, or all of its
+      codecs; we then check that the state belongs to them.
 
   Returns:
-    What `jax.eval_shape(init, params)` returns, each `jax.ShapeDtypeStruct`
-    with a `NamedSharding`: what Orbax restores into.
+    The result of `jax.eval_shape(init, params)`, in which each
+    `jax.ShapeDtypeStruct` has a `NamedSharding`. Orbax can restore into it.
 
   Raises:
     TypeError: a sharding is not a `NamedSharding`, `init` no function, or a
       codec no `MomentCodec`.
     ValueError: shardings do not belong to `params`; a group would be split over
-      devices; a coat state is not `codec`'s, or not known to be anyone's.
+      devices; or a COAT state was not made by `codec`, or is of unknown codec.
 
   Examples:
     >>> import jax, optax
@@ -88,13 +91,13 @@ def state_shardings(
   *,
   codec: MomentCodec | Sequence[MomentCodec] | None = None,
 ) -> Any:
-  """The shardings of what `init` makes: the same tree of `NamedSharding`s.
+  """Returns the shardings of what `init` makes: a tree of `NamedSharding`s.
 
-  For `jit`'s in_shardings and out_shardings and for `jax.device_put`.
-  Arguments, errors and the shardings are `abstract_state`'s.
+  Use it for `jit`'s in_shardings and out_shardings and for `jax.device_put`.
+  Arguments, errors and shardings are the same as for `abstract_state`.
 
   Returns:
-    A tree of the structure of `init(params)`.
+    A tree with the structure of `init(params)`.
   """
   state = _abstract_state("state_shardings", init, params, shardings, codec)
   return jax.tree.map(lambda x: x.sharding, state)
@@ -108,28 +111,29 @@ def fit_group_size(
   quantize_mask: QuantizeMask | None = None,
   smallest: int = 16,
 ) -> MomentCodec:
-  """The codec with the largest groups of which each device has whole ones.
+  """Returns the codec with the largest groups that no device has to split.
 
-  Codes and group sizes go together: a state can be restored on any mesh, but
-  only into an optimizer with the group size that it was made with.
+  Codes depend on the group size: a state can be restored on any mesh, but only
+  into an optimizer with the group size that it was made with.
 
   Args:
-    codec: whose group sizes are the most that is wanted.
+    codec: a codec with the largest group sizes that you want.
     params: tree of arrays or `jax.ShapeDtypeStruct`s.
     shardings: as for `abstract_state`.
-    quantize_mask: as for `coat_adamw`, which leaves are encoded.
-    smallest: the least group size to return, so that statistics do not outgrow
-      codes unnoticed (5 bytes a group of `coat`).
+    quantize_mask: as for `coat_adamw`; selects the leaves that are encoded.
+    smallest: the smallest group size to return, so that statistics do not
+      outgrow codes unnoticed (`coat` takes 5 bytes per group).
 
   Returns:
-    `codec` with its group sizes, or smaller ones that divide each device's
-    share of each encoded leaf's last axis where that axis is sharded.
+    `codec` with its group sizes, or with smaller ones that divide each device's
+    share of the last axis of every encoded leaf whose last axis is sharded.
 
   Raises:
-    TypeError: a sharding is no `NamedSharding`; a leaf is not real floating;
-      `codec` is no `MomentCodec`, or `smallest` no whole number.
-    ValueError: only smaller groups would fit; shardings do not belong to
-      `params`.
+    TypeError: a sharding is not a `NamedSharding`; a leaf is not real
+      floating-point; `codec` is not a `MomentCodec`, or `smallest` not a whole
+      number.
+    ValueError: only smaller groups than `smallest` would fit, or shardings do
+      not belong to `params`.
   """
   op = "fit_group_size"
   check_codec(op, codec)
@@ -142,7 +146,7 @@ def fit_group_size(
     for (path, leaf), groups in zip(leaves, chosen, strict=True)
     if _sizes(groups) and _share(leaf) < leaf.shape[-1]
   }
-  # Of no sharded leaf it is 0, which all sizes divide.
+  # Without a sharded leaf this is 0, which every size divides.
   common = math.gcd(*shares.values())
 
   def fit(group: GroupCodec) -> GroupCodec:
@@ -174,8 +178,8 @@ def _abstract_state(op, init, params, shardings, codec) -> Any:
   def on(mesh, x):
     spec = x.sharding.spec if x.sharding else jax.P()
     if AxisType.Explicit not in mesh.axis_types:
-      # As jit writes the shardings of its results there: what equals them does
-      # not make the second step compile anew.
+      # Write the spec as jit writes the shardings of its results, so that the
+      # two are equal and the second step does not compile again.
       spec = tuple(spec)
       while spec and spec[-1] is None:
         spec = spec[:-1]
@@ -203,7 +207,7 @@ def _abstract_state(op, init, params, shardings, codec) -> Any:
 def _placed(
   op: str, params: Any, shardings: Any
 ) -> tuple[Any, Mesh | AbstractMesh]:
-  """Abstract parameters with the given shardings, and these shardings' mesh."""
+  """Returns abstract parameters with these shardings, and their mesh."""
   leaves = leaf_paths(params)
   where: list[Any] = (
     [getattr(leaf, "sharding", None) for _, leaf in leaves]
@@ -243,7 +247,7 @@ def _placed(
 
 
 def _check_groups(op, path: str, stored: Stored, named) -> None:
-  """Raises where a group of one leaf's moments would be split over devices."""
+  """Raises ValueError if devices would split a group of one leaf's moments."""
   codes = stored[0].codes
   share = _share(codes)
   for size in _sizes(_stored_groups(op, path, stored, named)):
@@ -260,12 +264,12 @@ def _check_groups(op, path: str, stored: Stored, named) -> None:
 
 
 def _stored_groups(op, path: str, stored: Stored, named) -> GroupCodecs:
-  """The group codecs of the first codec that can have written these moments.
+  """Returns the group codecs of the first codec that fits these moments.
 
   Args:
     op: for error messages.
     path: for error messages.
-    stored: of one leaf.
+    stored: the moments of one leaf.
     named: (name, group codecs) of each codec.
   """
   if not named:
@@ -275,7 +279,7 @@ def _stored_groups(op, path: str, stored: Stored, named) -> GroupCodecs:
       "optimizer.init in init, or pass codec"
     )
 
-  # One moment alone may be a first or a second one.
+  # A single moment may be a first or a second one.
   candidates = [
     (name, part)
     for name, groups in named
@@ -296,15 +300,15 @@ def _sizes(groups: Sequence[GroupCodec]) -> list[int]:
 
 
 def _fitting(share: int, most: int) -> list[int]:
-  """The group sizes up to `most` that divide `share`, from the largest."""
+  """Lists the group sizes up to `most` that divide `share`, largest first."""
   return [size for size in range(most, 0, -1) if share % size == 0]
 
 
 def _row(x: Any) -> int:
-  """How many values a row has."""
+  """Returns the number of values in a row."""
   return x.shape[-1] if x.ndim else 1
 
 
 def _share(x: Any) -> int:
-  """How many values of a row one device has."""
+  """Returns the number of values of a row that one device holds."""
   return x.sharding.shard_shape(x.shape)[-1] if x.ndim else 1

@@ -1,20 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random words for stochastic rounding: a hash of where and when, no state.
+"""Random words for stochastic rounding.
 
-Each element of each leaf at each step gets one 32-bit word that depends on
-(seed, step, leaf, row, column) alone. Row and column are *global*, so the word
-does not change with the sharding, a resumed run repeats itself, and a kernel
-that knows its offsets draws the same word. Row and column are separate words of
-the hash because a stacked leaf can have more than 2^32 elements.
+The generator is stateless: a word is hashed from seed, step and position. Each
+element of each leaf at each step gets one 32-bit word that depends only on
+(seed, step, leaf, row, column). Row and column are *global*, so the word does
+not change with the sharding, a resumed run repeats itself, and a kernel that
+knows its offsets draws the same word. Row and column are hashed as separate
+words because a stacked leaf can have more than 2^32 elements.
 
 The hash is xorshift-multiply ("lowbias32" of C. Wellons' hash-prospector
-search), 8 integer operations a word; Threefry, behind `jax.random`, takes about
-37. It is paid for once in 8 columns: their words are the hash of their place,
-times powers of one multiplier, as 8 states of a generator that starts there.
-Each word is uniform by itself, since a hash of another step is another start,
-and any two of them are uncorrelated. A second moment takes the state that comes
-8 later (`next_words`), the parameter the one 16 later. Of each word the high
-bits are used: the low ones of such a generator are alike.
+search), which takes 8 integer operations per word; Threefry, which `jax.random`
+uses, takes about 37. We compute the hash only once per 8 columns: the words of
+8 columns are the hash of their position times powers of one multiplier, that
+is, 8 states of a generator that starts there. Each word by itself is uniform,
+since every step hashes to a different start, and any two of them are
+uncorrelated. A second moment takes the state that comes 8 later (`next_words`),
+the parameter the state that comes 16 later. Use the high bits of a word: the
+low bits of such a generator are alike.
 """
 
 import jax
@@ -23,18 +25,18 @@ from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import Float, UInt32
 
-# 2^32 divided by the golden ratio, made odd: consecutive rows, columns and
-# steps land far apart before they are mixed.
+# 2^32 divided by the golden ratio, made odd. It spreads consecutive rows,
+# columns and steps far apart before they are mixed.
 GOLDEN = 0x9E3779B9
-# So many neighbours along the last axis share a hash. The multiplier is one of
-# Steele and Vigna's for 32 bits ("Computationally easy, spectrally good
+# Number of neighbours along the last axis that share a hash. The multiplier is
+# one of Steele and Vigna's for 32 bits ("Computationally easy, spectrally good
 # multipliers", arXiv:2001.05304).
 RUN = 8
 MULTIPLIER = 0x915F77F5
 
 
 def mix(word: Array) -> Array:
-  """A bijection of 32-bit words in which every input bit reaches every other.
+  """Mixes 32-bit words bijectively; each input bit affects all output bits.
 
   Args:
     word: uint32 array.
@@ -50,12 +52,12 @@ def mix(word: Array) -> Array:
 
 
 def leaf_key(seed: ArrayLike, step: ArrayLike, leaf: ArrayLike) -> Array:
-  """The word that all elements of one leaf share at one step.
+  """Returns the word that all elements of one leaf share at one step.
 
   Args:
-    seed: integer, the run's.
-    step: integer, how many updates the leaf has seen.
-    leaf: integer, the leaf's place in the flattened tree.
+    seed: integer, the run's seed.
+    step: integer, the number of updates that the leaf has seen.
+    leaf: integer, the leaf's index in the flattened tree.
 
   Returns:
     uint32 scalar.
@@ -73,15 +75,15 @@ def random_words(
   start: Array | None = None,
   whole: tuple[int, ...] | None = None,
 ) -> UInt32[Array, "..."]:
-  """One 32-bit word per element, uniform and uncorrelated to its neighbours'.
+  """Returns one 32-bit word per element, uniform and uncorrelated.
 
-  The columns are the last axis; the rows number all other axes together, in
-  row-major order.
+  The last axis gives the column; all other axes together, in row-major order,
+  give the row.
 
   Args:
     key: uint32 scalar from `leaf_key`.
-    shape: shape of the array, or of the part of it that is at hand.
-    start: uint32 [axes], where that part starts along each axis; None at 0.
+    shape: shape of the array, or of a part of it.
+    start: uint32 [axes], where that part starts along each axis; None for 0.
     whole: shape of the whole array; None for `shape`.
 
   Returns:
@@ -98,17 +100,17 @@ def random_words(
   row = jnp.zeros(shape, jnp.uint32)
   for index, size in zip(indices, whole[:-1], strict=True):
     row = row * jnp.uint32(size) + index  # Modulo 2^32.
-  # The row's word depends on the row alone: a kernel mixes it once per row.
+  # The row's word depends only on the row, so a kernel mixes it once per row.
   row_word = mix(row * jnp.uint32(GOLDEN) + key)
   word = mix((column // RUN) * jnp.uint32(GOLDEN) + row_word)
   return times_power(word, column)
 
 
 def times_power(word: Array, column: Array) -> Array:
-  """word MULTIPLIER^(column modulo RUN), all uint32.
+  """Returns word MULTIPLIER^(column modulo RUN), all uint32.
 
-  Without a table: a kernel knows the power of each register when it is
-  compiled, and elsewhere it is three products.
+  It needs no table: in a kernel the power of each register is a compile-time
+  constant, and elsewhere this takes three products.
   """
   for bit in range(RUN.bit_length() - 1):
     factor = jnp.uint32(pow(MULTIPLIER, 1 << bit, 2**32))
@@ -117,35 +119,36 @@ def times_power(word: Array, column: Array) -> Array:
 
 
 def _word(x: ArrayLike) -> Array:
-  """An integer modulo 2^32; Python's own would have to fit an int32 first."""
+  """Reduces an integer modulo 2^32; jnp wants Python ints to fit in int32."""
   if isinstance(x, int):
     x = jnp.uint32(x & 0xFFFFFFFF)
   return jnp.asarray(x).astype(jnp.uint32)
 
 
 def next_words(words: Array, count: int = 1) -> Array:
-  """Other words for the same elements, uncorrelated with all of `words`.
+  """Returns other words for the same elements, uncorrelated with `words`.
 
   Args:
-    words: from `random_words`.
-    count: which; 0 for `words` themselves.
+    words: result of `random_words`.
+    count: which set of words; 0 returns `words` themselves.
   """
   return words * jnp.uint32(pow(MULTIPLIER, RUN * count, 2**32))
 
 
 def parameter_words(words: Array) -> Array:
-  """The words of a parameter: after those of Adam's two moments."""
+  """Returns a parameter's words: the set after those of Adam's two moments."""
   return next_words(words, 2)
 
 
 def uniform(words: Array) -> Array:
-  """High 23 bits as f32 in [0, 1), multiples of 2^-23."""
-  # Exact in f32. A probability p is met as the next multiple of 2^-23.
+  """Returns the high 23 bits as f32 in [0, 1), in multiples of 2^-23."""
+  # This is exact in f32. Comparing with a probability p rounds p up to the next
+  # multiple of 2^-23.
   return (words >> 9).astype(jnp.float32) * jnp.float32(2.0**-23)
 
 
 def round_to_bfloat16(x: Float[Array, "*s"], words: Array) -> Array:
-  """Rounds f32 to bfloat16 up or down at random, so that E[result] = x.
+  """Rounds f32 up or down to bfloat16 at random, so that E[result] = x.
 
   Args:
     x: f32 of any shape. NaN, infinities and bfloat16 values stay as they are.
@@ -155,10 +158,10 @@ def round_to_bfloat16(x: Float[Array, "*s"], words: Array) -> Array:
     bfloat16 array of the same shape.
   """
   bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
-  # bfloat16 is the upper half of an f32: a random lower half carries into it
-  # with just the probability that the cut-off part is of one unit.
+  # bfloat16 is the upper half of an f32. Adding a random lower half carries
+  # into it with probability (cut-off part) / (one unit).
   noisy = bits + (words >> 16)
   kept = jnp.where(jnp.isfinite(x), noisy, bits) & jnp.uint32(0xFFFF0000)
-  # A NaN whose payload is in the lower half would become an infinity.
+  # A NaN whose payload is in the lower half would otherwise become an infinity.
   kept = jnp.where(jnp.isnan(x), bits | jnp.uint32(0x00400000), kept)
   return jax.lax.bitcast_convert_type(kept, jnp.float32).astype(jnp.bfloat16)

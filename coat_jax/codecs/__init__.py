@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How an optimizer's moments are stored between steps: one small interface.
+"""Codecs store an optimizer's moments between steps: one small interface.
 
-A codec turns f32 values into codes of the same shape and at most two statistics
-per group of `group_size` values along the last axis, and back. The functions
-below return a `MomentCodec`: one group codec for the first moment (signed) and
-one for the second (never negative). They are frozen and carry every static
-choice, so that an ablation is one argument and `jit` and
-`optax.inject_hyperparams` see only numbers elsewhere.
+A codec turns f32 values into codes of the same shape, plus at most two
+statistics per group of `group_size` values along the last axis, and back. The
+functions below return a `MomentCodec`: one group codec for the first moment
+(signed) and one for the second (never negative). They are frozen and hold every
+static choice, so an ablation changes one argument, and `jit` and
+`optax.inject_hyperparams` see only numbers in all other arguments.
 
   codec      code                  statistics per group          B/param
   coat       E4M3 of a power of x  amax f32, power uint8         2.08
@@ -17,24 +17,26 @@ choice, so that an ablation is one argument and `jit` and
   bfloat16   x                     none                          4
   float32    x                     none                          8
 
-Why a power: a group of second moments spans more than E4M3 can; x^k with
-k = log(range of E4M3) / log(range of the group) spans it exactly (dynamic range
-expansion, arXiv:2410.19313, section 4). x = sign(q) (|q|/qmax)^(1/k) amax needs
-no more than amax and k. k is on a grid of sixteenths: an exact k would change
-at every step, re-round every code and make the moments drift.
+Why a power: a group of second moments spans a wider range than E4M3 does. With
+k = log(range of E4M3) / log(range of the group), x^k spans exactly the range of
+E4M3 (dynamic range expansion, arXiv:2410.19313, section 4). Decoding, x =
+sign(q) (|q|/qmax)^(1/k) amax, needs only amax and k. We restrict k to a grid of
+sixteenths: an exact k would change at every step, which would re-round every
+code and make the moments drift.
 
-Why stochastic: with b2 = 0.999 a step moves v by about 0.1 %, an FP8 code by 6;
-round to nearest then never moves v again. Rounding up with probability
-(x - lower) / (upper - lower), taken between the *decoded* neighbours, keeps
-E[decode(encode(x))] = x.
+Why stochastic: with b2 = 0.999 a step moves v by about 0.1 %, but an FP8 code
+moves by 6 %, so rounding to nearest would never move v again. We round up with
+probability (x - lower) / (upper - lower), where lower and upper are the
+*decoded* neighbours. This keeps E[decode(encode(x))] = x.
 
-A group that holds a NaN or an infinity decodes to NaN as a whole and touches no
-other group. Magnitudes below 2^-126 count as zero on every backend.
+A group that holds a NaN or an infinity decodes to NaN as a whole and does not
+affect any other group. Magnitudes below 2^-126 count as zero on every backend.
 
-A codec of your own is one file: group codecs (`codecs.group`), and a function
-that returns a `MomentCodec` and has a default for every argument. Pass its
-result as `codec=`, or name the function as "package.module:function" where the
-command line and the benchmarks ask for a codec; `register` gives it a name.
+Your own codec fits in one file: it defines group codecs (`codecs.group`) and a
+function that returns a `MomentCodec` and has a default for every argument. Pass
+the function's result as `codec=`. Where the command line or a benchmark asks
+for a codec, name the function as "package.module:function", or give it a short
+name with `register`.
 """
 
 from typing import Literal
@@ -63,16 +65,16 @@ def coat(
   """FP8 with dynamic range expansion, the method of the paper.
 
   Args:
-    group_size: values along the last axis that share amax and power.
-    rounding: "stochastic", or "nearest" as the reference rounds (second moments
-      then freeze where b2 is 0.99 or more).
+    group_size: number of values along the last axis that share amax and power.
+    rounding: "stochastic", or "nearest" as in the reference (second moments
+      then freeze if b2 is 0.99 or more).
     second: format of the second moment; the first is always E4M3.
 
   Returns:
-    A codec of 2 + 10 / group_size bytes a parameter.
+    A codec of 2 + 10 / group_size bytes per parameter.
 
   Raises:
-    ValueError: an argument outside its values.
+    ValueError: an argument has a value that it must not have.
 
   Examples:
     >>> import coat_jax
@@ -98,20 +100,20 @@ def coat(
 def coat_e8m0(
   group_size: int = 128, rounding: Rounding = "stochastic"
 ) -> MomentCodec:
-  """`coat` with power-of-two bounds: 2 + 4 / group_size bytes a parameter.
+  """`coat` with power-of-two bounds: 2 + 4 / group_size bytes per parameter.
 
-  Keep it stochastic: to nearest, v ends up 6 times (b2 = 0.95) to 180 times
-  (0.99) too large after gradients shrink.
+  Keep the rounding stochastic: with rounding to nearest, v ends up between 6
+  times (b2 = 0.95) and 180 times (0.99) too large after gradients shrink.
 
   Args:
-    group_size: values along the last axis that share both bounds.
+    group_size: number of values along the last axis that share both bounds.
     rounding: "stochastic" or "nearest".
 
   Returns:
-    A codec of 2 + 4 / group_size bytes a parameter.
+    A codec of 2 + 4 / group_size bytes per parameter.
 
   Raises:
-    ValueError: an argument outside its values.
+    ValueError: an argument has a value that it must not have.
 
   Examples:
     >>> import coat_jax
@@ -128,18 +130,19 @@ def log8(
 ) -> MomentCodec:
   """Codes uniform in log x between power-of-two bounds, as small as coat_e8m0.
 
-  Only with stochastic rounding: to nearest, v ends up 200 times too large after
-  gradients shrink (b2 = 0.99), since a step in log x is wider than a step of v.
+  This codec only supports stochastic rounding: with rounding to nearest, v ends
+  up 200 times too large after gradients shrink (b2 = 0.99), because a step of
+  the codes in log x is larger than an update of v.
 
   Args:
-    group_size: values along the last axis that share both bounds.
-    rounding: "stochastic"; "nearest" is refused.
+    group_size: number of values along the last axis that share both bounds.
+    rounding: must be "stochastic".
 
   Returns:
-    A codec of 2 + 4 / group_size bytes a parameter.
+    A codec of 2 + 4 / group_size bytes per parameter.
 
   Raises:
-    ValueError: an argument outside its values.
+    ValueError: an argument has a value that it must not have.
 
   Examples:
     >>> import coat_jax
@@ -162,17 +165,17 @@ def log8(
 def fp8(
   group_size: int = 128, rounding: Rounding = "stochastic"
 ) -> MomentCodec:
-  """E4M3 with one scale per group and no expansion: a baseline, not advice.
+  """E4M3 with one scale per group and no expansion; only useful as a baseline.
 
   Args:
-    group_size: values along the last axis that share a scale.
+    group_size: number of values along the last axis that share a scale.
     rounding: "stochastic" or "nearest".
 
   Returns:
-    A codec of 2 + 8 / group_size bytes a parameter.
+    A codec of 2 + 8 / group_size bytes per parameter.
 
   Raises:
-    ValueError: an argument outside its values.
+    ValueError: an argument has a value that it must not have.
 
   Examples:
     >>> import coat_jax
@@ -188,7 +191,7 @@ register(int8)
 
 @register
 def bfloat16() -> MomentCodec:
-  """Both moments rounded to nearest bfloat16: a baseline, 4 B/param."""
+  """Rounds both moments to nearest bfloat16: a baseline, 4 bytes/parameter."""
   return MomentCodec(
     name="bfloat16", mu=Plain("bfloat16"), nu=Plain("bfloat16")
   )
@@ -196,5 +199,5 @@ def bfloat16() -> MomentCodec:
 
 @register
 def float32() -> MomentCodec:
-  """Moments as they are: Adam exactly, 8 bytes a parameter."""
+  """Stores moments as they are: exactly Adam, 8 bytes per parameter."""
   return MomentCodec(name="float32", mu=Plain("float32"), nu=Plain("float32"))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Moment codecs whose codes are FP8, with and without range expansion."""
+"""Moment codecs with FP8 codes, with and without dynamic range expansion."""
 
 import abc
 import dataclasses
@@ -26,15 +26,15 @@ _SMALLEST_POWER, _LARGEST_POWER = 1, 255
 
 
 def log2_range(dtype: DTypeLike) -> float:
-  """Octaves that a format spans, as the reference counts them."""
+  """Returns the octaves that a format spans, as the reference counts them."""
   return math.log2(qmax(dtype) ** 2 / 2)
 
 
 @dataclasses.dataclass(frozen=True)
 class _FP8(Grouped):
-  """FP8 codes of an image y in [0, qmax] of t = magnitude / bound in [0, 1].
+  """FP8 codes of y in [0, qmax], an image of t = magnitude / bound in [0, 1].
 
-  A subclass gives the bound and the maps from t to y and from y to t.
+  A subclass defines the bound and the maps from t to y and from y to t.
   """
 
   dtype: DTypeLike = E4M3
@@ -51,15 +51,15 @@ class _FP8(Grouped):
 
   @abc.abstractmethod
   def _bound(self, amax: Array) -> Array:
-    """The largest magnitude that a group can hold."""
+    """Returns the largest magnitude that a group can hold."""
 
   @abc.abstractmethod
   def _expand(self, t: Array, amax: Array, range_: Array) -> Array:
-    """t to y."""
+    """Maps t to y."""
 
   @abc.abstractmethod
   def _contract(self, y: Array, amax: Array, range_: Array) -> Array:
-    """y to t."""
+    """Maps y to t."""
 
   def _signed(self, codes, negative):
     return jnp.where(negative, -codes, codes)
@@ -74,7 +74,7 @@ class _FP8(Grouped):
 class ScaledFP8(_FP8):
   """x = q amax / qmax: one f32 amax per group, no expansion.
 
-  Groups whose amax / qmax is below 2^-126 may count as zero.
+  Groups with amax / qmax below 2^-126 may count as zero.
   """
 
   def _statistics(self, magnitude):
@@ -90,24 +90,25 @@ class ScaledFP8(_FP8):
     return y * (1 / qmax(self.dtype))
 
   def _values(self, codes, amax, range_):
-    # As XLA would reorder y / qmax * amax anyway, in some programs.
+    # In some programs XLA reorders y / qmax * amax to this product anyway.
     scale = amax * jnp.float32(1 / qmax(self.dtype))
     return codes.astype(jnp.float32) * scale
 
 
 @dataclasses.dataclass(frozen=True)
 class ExpandedFP8(_FP8):
-  """x = sign(q) (|q| / qmax)^(1/k) amax; amax f32, k uint8 of sixteenths.
+  """x = sign(q) (|q| / qmax)^(1/k) amax; amax f32, k in uint8 sixteenths.
 
   k = clip(floor(log2(qmax^2 / 2) / log2(amax / amin) * 16) / 16, 1/16, 255/16)
-  with amin the smallest nonzero magnitude; qmax^2 / 2 is the reference's range
-  of the format, 2.3 times less than qmax / smallest subnormal. Magnitudes below
-  amax * 2^-126 count as zero.
+  where amin is the smallest nonzero magnitude. qmax^2 / 2 is what the reference
+  takes as the format's range; it is 2.3 times less than qmax / smallest
+  subnormal. Magnitudes below amax * 2^-126 count as zero.
   """
 
   def _statistics(self, magnitude):
     amax, amin = finite_amax(magnitude), nonzero_amin(magnitude)
-    # A group of zeros is a group of one magnitude: ratio 1, the largest power.
+    # A group of zeros has ratio 1, like a group of a single magnitude, and so
+    # gets the largest power.
     ratio = jnp.where(amax > 0, amax / amin, 1.0)
     power = jnp.floor(log2_range(self.dtype) / jnp.log2(ratio) * _POWER_STEPS)
     power = jnp.clip(power, _SMALLEST_POWER, _LARGEST_POWER)
@@ -117,7 +118,7 @@ class ExpandedFP8(_FP8):
     return amax
 
   def power(self, amax: Array, range_: Array) -> Array:
-    """k of groups from their two statistics, f32 of their shape."""
+    """Returns the groups' k from their two statistics, f32 of their shape."""
     del amax
     return range_.astype(jnp.float32) * (1 / _POWER_STEPS)
 
@@ -128,8 +129,9 @@ class ExpandedFP8(_FP8):
     return jnp.exp2(self.power(amax, range_) * jnp.log2(t)) * qmax(self.dtype)
 
   def _contract(self, y, amax, range_):
-    # jnp.power is good to the last bit where exp2(log2(y) / k) is off by up to
-    # five: where b1 * m + (1 - b1) * g cancels, those five move amin, hence k.
+    # jnp.power is accurate to the last bit, whereas exp2(log2(y) / k) is off by
+    # up to five. If b1 * m + (1 - b1) * g cancels, such an error changes amin
+    # and hence k.
     root = self._root(amax, range_)
     return jnp.power(y * (1 / qmax(self.dtype)), root)
 
@@ -138,9 +140,9 @@ class ExpandedFP8(_FP8):
 class BoundedFP8(ExpandedFP8):
   """x = sign(q) (|q| / qmax)^(1/k) 2^upper, k from the group's octaves.
 
-  Bounds are 2^lower <= amin and amax <= 2^upper, each a biased exponent in a
-  byte; k = log2(qmax^2 / 2) / max(upper - lower, 1) is on a coarse grid by
-  itself. Magnitudes above 2^127 saturate.
+  The bounds are 2^lower <= amin and amax <= 2^upper; each is stored as a biased
+  exponent in one byte. k = log2(qmax^2 / 2) / max(upper - lower, 1) takes only
+  coarse steps without further rounding. Magnitudes above 2^127 saturate.
   """
 
   def _statistics(self, magnitude):
@@ -153,6 +155,6 @@ class BoundedFP8(ExpandedFP8):
     return log2_range(self.dtype) / octaves_between(amax, range_)
 
   def _root(self, amax, range_):
-    # Rounded once, where the inverse of a power would be twice or, as XLA
-    # rewrites it, once.
+    # This rounds once. The inverse of a power would round twice, or only once
+    # if XLA rewrites it.
     return octaves_between(amax, range_) * (1 / log2_range(self.dtype))

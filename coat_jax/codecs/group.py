@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a codec of one moment is, and what those with groups share.
+"""The interface of a codec for one moment, and the base of codecs with groups.
 
 A moment is encoded as codes of its own shape and at most two statistics per
 group of `group_size` values along the last axis. A codec is a frozen dataclass
 that follows `GroupCodec`; `coat_jax.codecs` pairs one for each moment of Adam.
 
-`Grouped` is the base of those with groups: it splits rows into groups, takes
-signs off, calls the subclass for the statistics and the codes of the
-magnitudes, and joins the groups again. `fp8` and `log8` have its subclasses.
+`Grouped` is the base of codecs with groups. It splits rows into groups, removes
+signs, calls the subclass for the statistics and for the codes of the
+magnitudes, and joins the groups again. Its subclasses are in `fp8`, `int8` and
+`log8`.
 
-Stochastic rounding works on decoded values: with lower <= x <= upper the two
-neighbours as `decode` gives them, P(upper) = (x - lower) / (upper - lower).
+Stochastic rounding works on decoded values: if lower <= x <= upper are the two
+neighbours as `decode` returns them, P(upper) = (x - lower) / (upper - lower).
 """
 
 import abc
@@ -28,7 +29,7 @@ from coat_jax.qtensor import join_groups, split_groups
 Rounding = Literal["stochastic", "nearest"]
 
 SMALLEST_NORMAL = float(jnp.finfo(jnp.float32).tiny)
-# A byte e stands for 2^(e - 127), as in E8M0, where 255 is NaN.
+# A byte e means 2^(e - 127), as in E8M0, where 255 is NaN.
 NAN_EXPONENT = 255
 
 
@@ -36,11 +37,11 @@ class Encoded(NamedTuple):
   """An encoded moment, as it is stored.
 
   Attributes:
-    codes: [..., n], one byte a value (or the plain value).
+    codes: [..., n], one byte per value (or the plain value).
     amax: [..., ceil(n / group_size)], the group's upper bound: the largest
       magnitude in f32, or a power of two's biased exponent in uint8.
-    range: same shape, uint8, how far the group reaches below it: the power k in
-      sixteenths, or the biased exponent of the lower bound.
+    range: same shape, uint8, how far the group extends below `amax`: the power
+      k in sixteenths, or the biased exponent of the lower bound.
     A statistic that a codec does not have is a scalar zero.
   """
 
@@ -53,17 +54,17 @@ class Encoded(NamedTuple):
 class GroupCodec(Protocol):
   """Encodes and decodes one moment; implementations are frozen dataclasses.
 
-  One whose statistics are of groups names their size in an attribute
-  `group_size`: a leaf is then split over devices between groups only.
+  A codec with statistics per group states their size in an attribute
+  `group_size`; a leaf is then split over devices only between groups.
   """
 
   @property
   def needs_noise(self) -> bool:
-    """True where `encode` rounds stochastically."""
+    """Tells whether `encode` rounds stochastically."""
     ...
 
   def encode(self, x: Array, noise: Array | None) -> Encoded:
-    """Encodes f32 [..., n], with uniform noise in (0, 1) of the same shape."""
+    """Encodes f32 [..., n], given uniform noise in (0, 1) of the same shape."""
     ...
 
   def decode(self, encoded: Encoded) -> Array:
@@ -73,10 +74,11 @@ class GroupCodec(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Plain:
-  """No codes at all: values stored as they are, rounded to nearest.
+  """Stores values without codes, rounded to nearest.
 
   Attributes:
-    dtype: of the stored values, by name; a complex one decodes to itself.
+    dtype: name of the stored values' dtype; complex values decode to
+      themselves.
   """
 
   dtype: str
@@ -96,14 +98,14 @@ class Plain:
 
 @dataclasses.dataclass(frozen=True)
 class Grouped(abc.ABC):
-  """Base of the codecs with groups. See the module's docstring.
+  """Base of the codecs with groups; see the module's docstring.
 
   A subclass defines `_statistics`, `_codes`, `_signed` and `_values`.
-  Magnitudes come as [..., groups, group_size], statistics with a last axis of 1
-  where they meet them.
+  Magnitudes have shape [..., groups, group_size]. Statistics get a last axis of
+  1 when they are passed along with magnitudes.
 
   Attributes:
-    group_size: values along the last axis that share statistics.
+    group_size: number of values along the last axis that share statistics.
     rounding: "stochastic" or "nearest".
   """
 
@@ -140,7 +142,7 @@ class Grouped(abc.ABC):
       )
     groups = split_groups(x.astype(jnp.float32), self.group_size)
     magnitude = jnp.abs(groups)
-    # Backends disagree on subnormals: count them as zero everywhere.
+    # Backends disagree on subnormals, so we count them as zero everywhere.
     magnitude = jnp.where(magnitude < SMALLEST_NORMAL, 0.0, magnitude)
     if noise is not None:
       noise = split_groups(noise, self.group_size, fill=0.5)
@@ -151,21 +153,21 @@ class Grouped(abc.ABC):
 
   @abc.abstractmethod
   def _statistics(self, magnitude: Array) -> tuple[Array, Array]:
-    """amax and range of each group."""
+    """Returns amax and range of each group."""
 
   @abc.abstractmethod
   def _codes(
     self, magnitude: Array, amax: Array, range_: Array, noise: Array | None
   ) -> Array:
-    """Codes of magnitudes."""
+    """Encodes magnitudes."""
 
   @abc.abstractmethod
   def _signed(self, codes: Array, negative: Array) -> Array:
-    """Codes of magnitudes, with their signs."""
+    """Adds signs to the codes of magnitudes."""
 
   @abc.abstractmethod
   def _values(self, codes: Array, amax: Array, range_: Array) -> Array:
-    """What signed codes stand for."""
+    """Decodes signed codes."""
 
   def decode(self, encoded: Encoded) -> Array:
     codes = split_groups(encoded.codes, self.group_size)
@@ -176,51 +178,52 @@ class Grouped(abc.ABC):
 
 
 def share(magnitude: Array, bound: Array) -> Array:
-  """Magnitudes as shares of their group's bound.
+  """Divides magnitudes by their group's bound.
 
   Args:
     magnitude: f32 [..., group_size], not negative.
     bound: f32 [..., 1], the largest magnitude that a group can hold.
 
   Returns:
-    magnitude / bound, at most 1; below 2^-126, and for bound 0, it is 0.
+    magnitude / bound, at most 1. It is 0 if the quotient is below 2^-126 or the
+    bound is 0.
   """
   bound = jnp.where(bound == 0, 1.0, bound)
-  # XLA multiplies by 1 / bound, which is subnormal, hence perhaps zero, above
-  # 2^126. The factor is a power of two and loses nothing.
+  # XLA multiplies by 1 / bound, which is subnormal for bounds above 2^126 and
+  # may be flushed to zero. The factor is a power of two, so it is exact.
   down = jnp.where(bound > 2.0**100, 2.0**-64, 1.0)
   quotient = magnitude * down / (bound * down)
-  # The minimum lets a NaN through.
+  # jnp.minimum propagates NaN.
   return jnp.where(quotient < SMALLEST_NORMAL, 0.0, jnp.minimum(quotient, 1.0))
 
 
 def finite_amax(magnitude: Array) -> Array:
-  """Largest magnitude of each group, [..., group_size] to [...].
+  """Returns the largest magnitude of each group, [..., group_size] to [...].
 
-  NaN where any is not finite: then the group decodes to NaN.
+  It is NaN if any magnitude is not finite; the group then decodes to NaN.
   """
   amax = jnp.max(magnitude, axis=-1)
-  # Reductions need not carry a NaN; a test of every value does.
+  # Reductions need not propagate NaN, so we test every value.
   return jnp.where(jnp.all(jnp.isfinite(magnitude), axis=-1), amax, jnp.nan)
 
 
 def nonzero_amin(magnitude: Array) -> Array:
-  """Smallest nonzero magnitude of each group, [..., group_size] to [...].
+  """Returns the smallest nonzero magnitude, [..., group_size] to [...].
 
-  Infinity where there is none.
+  It is infinity for a group of zeros.
   """
   return jnp.min(jnp.where(magnitude > 0, magnitude, jnp.inf), axis=-1)
 
 
 def exponent_bounds(magnitude: Array) -> tuple[Array, Array]:
-  """Powers of two around the nonzero magnitudes of each group.
+  """Returns powers of two around the nonzero magnitudes of each group.
 
   Args:
     magnitude: f32 [..., group_size], not negative.
 
   Returns:
     Biased exponents of 2^upper >= amax and 2^lower <= nonzero amin, uint8
-    [...]; upper is NAN_EXPONENT where a magnitude is not finite.
+    [...]; upper is NAN_EXPONENT if a magnitude is not finite.
   """
   amax = finite_amax(magnitude)
   upper, fraction = split_float(amax)
@@ -232,19 +235,19 @@ def exponent_bounds(magnitude: Array) -> tuple[Array, Array]:
 
 
 def octaves_between(upper: Array, lower: Array) -> Array:
-  """Octaves between two biased exponents, at least 1, f32."""
+  """Returns the octaves between two biased exponents, at least 1, f32."""
   octaves = upper.astype(jnp.int32) - lower.astype(jnp.int32)
   return jnp.maximum(octaves, 1).astype(jnp.float32)
 
 
 def split_float(x: Array) -> tuple[Array, Array]:
-  """Biased exponent and fraction bits of a positive f32, as int32."""
+  """Returns biased exponent and fraction bits of a positive f32, as int32."""
   bits = jax.lax.bitcast_convert_type(x, jnp.int32)
   return bits >> 23, bits & 0x7FFFFF
 
 
 def exp2_biased(exponent: Array) -> Array:
-  """2^(exponent - 127) from its bits, exact; NaN for 255."""
+  """Returns 2^(exponent - 127), made from its bits and exact; NaN for 255."""
   bits = exponent.astype(jnp.int32) << 23
   value = jax.lax.bitcast_convert_type(bits, jnp.float32)
   return jnp.where(exponent == NAN_EXPONENT, jnp.nan, value)

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The moment codec whose codes are integers, uniform in x: INT8 beside FP8.
+"""The moment codec with integer codes, uniform in x, to compare with FP8.
 
-x = code amax / levels with one f32 amax a group: 127 levels and a sign for the
-first moment, 255 for the second. It takes the bytes of `fp8` and spends the
-codes the other way round: a step is amax / levels everywhere, 4 to 8 times
-finer than E4M3's near amax, and what is below half a step of it is lost. Of a
-group of second moments that is most: E4M3 reaches 2^-19 of amax, this 2^-9.
+x = code amax / levels with one f32 amax per group; the first moment has 127
+levels and a sign, the second has 255 levels. It takes as many bytes as `fp8`
+but spaces the codes evenly: a step is amax / levels everywhere, which is 4 to 8
+times finer than E4M3's steps close to amax, and values below half a step are
+lost. Most of a group of second moments is that small: E4M3 still represents
+2^-19 of amax, this codec only 2^-9.
 """
 
 import dataclasses
@@ -21,7 +22,7 @@ class LinearInt8(Grouped):
   """x = code amax / levels: int8 with 127 levels, or uint8 with 255.
 
   Attributes:
-    signed: whether values may be negative, hence which of the two.
+    signed: whether values may be negative, which selects int8 or uint8.
   """
 
   signed: bool
@@ -40,9 +41,9 @@ class LinearInt8(Grouped):
       level = jnp.round(y)
     else:
       level = jnp.floor(y)
-      # Equal steps: the share of a step is that between decoded neighbours.
+      # All steps are equal, so we need not decode the two neighbours.
       level = level + (y - level > noise)
-    # An integer has no NaN; the amax of such a group has.
+    # Integers have no NaN; the group's amax is NaN instead.
     level = jnp.where(jnp.isnan(level), 0, level)
     return level.astype(jnp.int8 if self.signed else jnp.uint8)
 
@@ -57,20 +58,20 @@ class LinearInt8(Grouped):
 def int8(
   group_size: int = 128, rounding: Rounding = "stochastic"
 ) -> MomentCodec:
-  """INT8, linear with one scale per group: a baseline, not advice.
+  """INT8, linear with one scale per group; only useful as a baseline.
 
   Second moments below a 255th of their group's largest become zero or are
-  rounded up to it, and one that is zero divides its update by eps.
+  rounded up to that 255th. If one becomes zero, its update is divided by eps.
 
   Args:
-    group_size: values along the last axis that share a scale.
+    group_size: number of values along the last axis that share a scale.
     rounding: "stochastic" or "nearest".
 
   Returns:
-    A codec of 2 + 8 / group_size bytes a parameter.
+    A codec of 2 + 8 / group_size bytes per parameter.
 
   Raises:
-    ValueError: an argument outside its values.
+    ValueError: an argument has a value that it must not have.
 
   Examples:
     >>> import coat_jax

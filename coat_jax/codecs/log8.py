@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The moment codec whose codes are uniform in log x."""
+"""The moment codec with codes that are uniform in log x."""
 
 import dataclasses
 
@@ -19,9 +19,9 @@ from coat_jax.codecs.group import (
 class LogUniform(Grouped):
   """x = sign 2^(lower + (code - 1) step): codes uniform in log x, 0 for zero.
 
-  step = (upper - lower) / (levels - 1) octaves, with 255 levels in a uint8
-  where values have no sign and 127 in an int8 where they have. Magnitudes above
-  2^127 saturate.
+  step = (upper - lower) / (levels - 1) octaves. Values without a sign have 255
+  levels in a uint8, values with a sign have 127 levels in an int8. Magnitudes
+  above 2^127 saturate.
   """
 
   signed: bool
@@ -39,7 +39,8 @@ class LogUniform(Grouped):
     if noise is None:
       level = whole + jnp.round(part)
     else:
-      # All over the lower neighbour: x / lower = 2^(part of a step).
+      # Everything is divided by the lower neighbour: x / lower = 2^(part of a
+      # step).
       step = octaves * (1 / steps)
       up = jnp.exp2(part * step) - 1 > noise * (jnp.exp2(step) - 1)
       level = whole + up
@@ -47,10 +48,11 @@ class LogUniform(Grouped):
     return code.astype(jnp.int8 if self.signed else jnp.uint8)
 
   def _place(self, magnitude, amax, octaves):
-    """Levels above the lower bound, as a whole number and a part in [0, 1).
+    """Returns the level above the lower bound: a whole number and [0, 1).
 
-    Whole octaves are counted in integers: in one f32 up to 254 levels leave
-    only 2^-16 for the part, and backends would round up at different words.
+    Whole octaves are counted in integers. With up to 254 levels, a single f32
+    would have only 2^-16 left for the fraction, and backends would round up at
+    different random words.
     """
     steps = self._levels - 1
     exponent, fraction = split_float(magnitude)
@@ -68,13 +70,13 @@ class LogUniform(Grouped):
     octaves = octaves_between(amax, range_).astype(jnp.int32)
     level = jnp.abs(codes.astype(jnp.int32)) - 1
     steps = self._levels - 1
-    # In integers, so that decoding does not depend on how a quotient rounds.
+    # Use integers, so that decoding does not depend on how a quotient rounds.
     whole, rest = jnp.divmod(level * octaves, steps)
-    # From the upper bound: with both bounds equal there is an octave all the
-    # same, and the highest level is the bound.
+    # Count down from the upper bound: if both bounds are equal we still assume
+    # one octave, and the highest level is the bound.
     exponent = amax.astype(jnp.int32) - octaves + whole
     magnitude = jnp.exp2(rest * jnp.float32(1 / steps)) * exp2_biased(exponent)
     magnitude = jnp.where(level < 0, 0.0, magnitude)
-    # 0 for an ordinary group, NaN for one that holds a NaN.
+    # This adds 0 to an ordinary group, and NaN to a group that holds a NaN.
     magnitude += 0 * exp2_biased(amax)
     return jnp.where(codes < 0, -magnitude, magnitude)

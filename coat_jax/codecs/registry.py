@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Codecs by name: for command lines, benchmarks and tests.
+"""Looks codecs up by name, for command lines, benchmarks and tests.
 
-`register` gives a constructor a name; a codec of the user's own needs none, it
-is found as "package.module:function".
+`register` gives a constructor a name. A user's own codec needs none: it is
+found as "package.module:function".
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from coat_jax.codecs.group import GroupCodec
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MomentCodec:
-  """How both moments of Adam are stored: what `coat_adamw(codec=...)` takes.
+  """A pair of codecs for Adam's two moments; `coat_adamw(codec=...)` takes it.
 
   Attributes:
     name: a label for reports; `build` finds a codec by its function's name.
@@ -50,7 +50,7 @@ class MomentCodec:
 
   @property
   def groups(self) -> tuple[GroupCodec, ...]:
-    """The group codecs, in the order of the moments."""
+    """Returns the group codecs in the order of the moments."""
     return self.mu, self.nu
 
 
@@ -58,13 +58,13 @@ _REGISTRY: dict[str, Callable[..., MomentCodec]] = {}
 
 
 def register[F: Callable[..., MomentCodec]](constructor: F) -> F:
-  """Makes a constructor known by its name, where codecs are chosen by name.
+  """Registers a constructor under its name, so that users can choose it.
 
   Args:
     constructor: returns a `MomentCodec`; every argument has a default.
 
   Returns:
-    The constructor: `register` is a decorator.
+    The constructor, so that `register` works as a decorator.
 
   Raises:
     TypeError: it is no function.
@@ -82,21 +82,21 @@ def register[F: Callable[..., MomentCodec]](constructor: F) -> F:
 
 
 def names() -> tuple[str, ...]:
-  """The names of all registered codecs, ours first."""
+  """Returns the names of all registered codecs, ours first."""
   return tuple(_REGISTRY)
 
 
 def options(name: str) -> dict[str, Any]:
-  """The arguments that a codec's constructor takes, with their defaults.
+  """Returns the arguments of a codec's constructor, with their defaults.
 
   Args:
     name: one of `names()`, or "package.module:function".
 
   Returns:
-    Defaults by name, from the constructor's signature.
+    The defaults by name, from the constructor's signature.
 
   Raises:
-    ValueError: there is no such codec, or an argument has no default.
+    ValueError: there is no such codec, or one of its arguments has no default.
 
   Examples:
     >>> from coat_jax import codecs
@@ -114,20 +114,19 @@ def options(name: str) -> dict[str, Any]:
 
 
 def build(name: str, **arguments: Any) -> MomentCodec:
-  """Builds a codec from its name and its options, as a command line has them.
+  """Builds a codec from its name and options, as a command line gives them.
 
   Args:
-    name: one of `names()`, or "package.module:function" for a codec of your
-      own.
+    name: one of `names()`, or "package.module:function" for your own codec.
     **arguments: some of `options(name)`.
 
   Returns:
     The codec.
 
   Raises:
-    TypeError: the function returns no `MomentCodec`.
-    ValueError: there is no such codec; it takes no such option, or not this
-      value.
+    TypeError: the function does not return a `MomentCodec`.
+    ValueError: there is no such codec, it has no such option, or it does not
+      accept the option's value.
 
   Examples:
     >>> from coat_jax import codecs
@@ -151,10 +150,10 @@ def build(name: str, **arguments: Any) -> MomentCodec:
 
 
 def variants(name: str) -> list[dict[str, Any]]:
-  """The combinations of a codec's options that have a few values each.
+  """Lists the combinations of a codec's options that have few values each.
 
-  What a benchmark goes through: every value of every option that is a Literal,
-  but for combinations that the codec refuses.
+  Benchmarks run through them: every value of every `Literal` option, without
+  the combinations that the codec refuses.
 
   Args:
     name: one of `names()`, or "package.module:function".
@@ -185,7 +184,7 @@ def variants(name: str) -> list[dict[str, Any]]:
 
 
 def _constructor(name: str) -> Callable[..., MomentCodec]:
-  """The function behind a name."""
+  """Returns the function for a name."""
   remedy = "a codec itself is passed as codec=..."
   check_kind("codecs", "name", name, str, remedy)
   if name in _REGISTRY:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels for a GPU: each gives what the definition of its name gives.
+"""GPU kernels; each computes what the operation of the same name defines.
 
-A module holds a family of operations. Each operation has the name and the
-signature of its definition, and `interpret` beside, which runs the kernel on a
-CPU. Its first statements raise `Unsupported` with a reason for arguments that
-the kernel cannot take; `supported` ends them.
+A module holds a family of operations. Each kernel has the name and signature
+of its definition, plus `interpret`, which runs it on a CPU. A kernel first
+checks its arguments and raises `Unsupported`, with a reason, for any that it
+cannot take; the call of `supported` marks the end of these checks.
 """

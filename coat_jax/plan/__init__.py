@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much memory a training step takes on each GPU, before there is one.
+"""Plans how much memory a training step takes on each GPU before it runs.
 
-Nothing is compiled: weights, gradients and the optimizer's state are added up
-from shapes and shardings, what layers save and what a step needs for a moment
-from the formulas of this package. docs/plan.md says what is counted, and
-how far it is from XLA's own count.
+Nothing is compiled. The sizes of weights, gradients and optimizer state follow
+from shapes and shardings; formulas in this package give what layers save and
+what a step needs temporarily. docs/plan.md describes what is counted, and how
+far the result is from XLA's own count.
 
-A step is fullest at one of a few moments, each with what is alive then:
+Peak memory occurs at one of these points, each with what is alive then:
 
-  loss       all that layers save, and a chunk of logits
-  backward   all that layers save, the layers' gradients, and the arrays of
-             the one layer that is being differentiated
-  embedding  all gradients, the embedding's not yet summed; the optimizer, which
-             works in place, needs no more
+  loss       everything that layers save, and a chunk of logits
+  backward   everything that layers save, the layers' gradients, and the arrays
+             of the one layer that is being differentiated
+  embedding  all gradients, the embedding's not yet summed; the optimizer works
+             in place and needs no more
 """
 
 from coat_jax.plan.decoder import DecoderShape as DecoderShape

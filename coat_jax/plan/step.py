@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The memory of a whole step, moment by moment."""
+"""Plans the memory of a whole step at the points where it may peak."""
 
 import math
 from collections.abc import Callable
@@ -29,16 +29,16 @@ from coat_jax.recipe import CoatRecipe
 
 
 class Memory(NamedTuple):
-  """Bytes on one GPU at one moment.
+  """Bytes on one GPU at one point of a step.
 
   Attributes:
-    weights: parameters.
-    gradients: those that are there by then, with their sums over microbatches.
-      Where the optimizer runs in the backward, those of one layer are among the
-      temporary.
-    optimizer: its state.
-    activations: what layers save for the backward pass.
-    temporary: all else.
+    weights: bytes of the parameters.
+    gradients: bytes of the gradients that exist at that point, plus their sums
+      over microbatches. If the optimizer runs in the backward, the gradients of
+      a single layer count as temporary.
+    optimizer: bytes of the optimizer's state.
+    activations: bytes that layers save for the backward pass.
+    temporary: everything else.
   """
 
   weights: int
@@ -49,23 +49,23 @@ class Memory(NamedTuple):
 
   @property
   def total(self) -> int:
-    """The sum of all of them."""
+    """The total number of bytes."""
     return sum(self)
 
 
 def device_bytes(tree: Any) -> int:
-  """Bytes of a tree on one of the devices that its shardings name.
+  """Counts the bytes of a tree on one device of its shardings.
 
   Args:
-    tree: of arrays or of `jax.ShapeDtypeStruct`s, such as
-      `coat_jax.sharding.abstract_state` makes; one without a sharding counts
-      in whole.
+    tree: arrays or `jax.ShapeDtypeStruct`s, such as
+      `coat_jax.sharding.abstract_state` returns; one without a sharding counts
+      in full.
 
   Returns:
-    The sum over its leaves.
+    The sum over the leaves.
 
   Raises:
-    TypeError: a leaf is no array.
+    TypeError: a leaf is not an array.
   """
 
   def count(x) -> int:
@@ -89,19 +89,19 @@ def plan_step(
 ) -> dict[str, Memory]:
   """Plans the memory of a training step on one GPU.
 
-  The step is one with layers in a `lax.scan`, gradients in the dtypes of the
-  parameters, the loss in chunks of logits, and donated state, as `train.step`
-  has it.
+  The step runs its layers in a `lax.scan`, has gradients in the dtypes of the
+  parameters, computes the loss in chunks of logits and donates its state, as
+  `train.step` does.
 
   Args:
-    shape: of the decoder.
-    recipe: of its layers.
-    load: of the GPU.
+    shape: the decoder's dimensions.
+    recipe: the recipe of its layers.
+    load: the work of the GPU.
     params, optimizer_state: trees of `jax.ShapeDtypeStruct`s with shardings, as
-      `coat_jax.sharding.abstract_state` makes them.
+      `coat_jax.sharding.abstract_state` returns them.
 
   Returns:
-    What is there at each of the moments "loss", "backward" and "embedding";
+    The memory at each of the points "loss", "backward" and "embedding";
     `fullest` picks the peak.
 
   Raises:
@@ -145,20 +145,20 @@ def plan_step(
   kept = kept_bytes(shape, recipe, remat=load.remat, tensor=load.tensor)
   kept = shape.num_layers * kept * load.tokens
   value = value_bytes(params)
-  # Between microbatches their sum is kept.
+  # The sum of gradients over microbatches is kept between them.
   summed = 0
   if load.accumulate > 1:
     summed = weights * max(1, jnp.dtype(load.sums_dtype).itemsize / value)
   is_cast = recipe.linear == "bf16" and value == F32
   linear = layers
-  if shape.num_experts:  # Of which nothing is cached, and no cast is kept.
+  if shape.num_experts:  # We cache nothing for experts and keep no cast.
     of_layer = shape.matrices
     linear = shape.num_layers * (of_layer["qkv"] + of_layer["out"])
   if is_cast and not load.is_on_mesh and load.remat == "none":
     kept += BF16 * linear  # Autodiff keeps the casts of weights.
   cached = 0
   if recipe.linear == "fp8" and recipe.weight_cache == "codes":
-    # Columns are dead after the only forward of a step, rows are not.
+    # If a step has only one forward, columns are dead after it; rows are not.
     layouts = 1 if load.accumulate == 1 else 2
     cached = layouts * FP8 * linear / parts
   ends = _Ends(shape, load, value)
@@ -180,7 +180,7 @@ def plan_step(
 
 
 def fullest(moments: dict[str, Memory]) -> tuple[str, Memory]:
-  """Picks the moment with the most memory, and its name.
+  """Picks the point with the most memory; returns its name too.
 
   Raises:
     TypeError: `moments` is no dict.
@@ -194,17 +194,17 @@ def fullest(moments: dict[str, Memory]) -> tuple[str, Memory]:
 
 
 def largest_batch(plan_of: Callable[[int], Memory], memory_bytes: int) -> int:
-  """Finds the most sequences on a GPU that fit.
+  """Finds the largest number of sequences that fits on a GPU.
 
   Args:
-    plan_of: the peak of so many sequences.
-    memory_bytes: of the GPU.
+    plan_of: returns the peak memory for a number of sequences.
+    memory_bytes: the GPU's memory.
 
   Returns:
-    The most; 0 where not even one fits.
+    The largest number; 0 if not even one sequence fits.
 
   Raises:
-    TypeError: `plan_of` is no function, or `memory_bytes` no number.
+    TypeError: `plan_of` is not a function, or `memory_bytes` not a number.
     ValueError: `memory_bytes` is negative or not finite.
   """
   op, remedy = "largest_batch", "pass a function of the batch"
@@ -225,11 +225,11 @@ def largest_batch(plan_of: Callable[[int], Memory], memory_bytes: int) -> int:
 
 
 class _Ends:
-  """The embedding and the loss: what they need at each moment.
+  """The memory that the embedding and the loss need at each point.
 
   Attributes:
-    head: values of the output weights with all their rows.
-    in_loss, in_backward, in_embedding: bytes at these moments.
+    head: number of values of the output weights, with all rows.
+    in_loss, in_backward, in_embedding: bytes at these points.
   """
 
   def __init__(self, shape: DecoderShape, load: Load, value: int):
@@ -241,29 +241,30 @@ class _Ends:
       * shape.vocab_size
       / load.tensor
     )
-    # Logits, and their gradient in BF16; the weights' gradient; hidden states,
-    # those in chunks, and their gradient.
+    # Logits and their gradient in BF16; the weights' gradient; hidden states,
+    # the same in chunks, and their gradient.
     self.in_loss = (F32 + BF16) * logits + F32 * head + 3 * unit
     if value == F32 or load.is_on_mesh:
-      # The weights in BF16, on a mesh gathered.
+      # The weights in BF16, gathered if there is a mesh.
       self.in_loss += BF16 * head
     if value == BF16 and not load.is_on_mesh:
-      # When there are no logits any more the gradient is rounded.
+      # The gradient is rounded once the logits are gone.
       self.in_loss = max(self.in_loss, (F32 + BF16) * head + 2 * unit)
-    # The weights' gradient, summed over devices by then.
+    # The weights' gradient, which by then is summed over devices.
     self.in_backward = value * head / load.fsdp
     if load.optimizer_in_backward:
-      # It was used, unless the embedding's has to be added; that one's zeros
-      # XLA may make before it differentiates the layers.
+      # The optimizer has used it already, unless the embedding's gradient must
+      # be added. XLA may create zeros for that one before it differentiates the
+      # layers.
       self.in_backward *= shape.tied_embeddings
       self.in_backward += BF16 * head
-    # The embedding's too, in BF16 and in f32.
+    # The embedding's gradient as well, in BF16 and in f32.
     self.in_embedding = BF16 * head
     if load.is_on_mesh:
       self.in_embedding += F32 * head
 
 
 def value_bytes(params: Any) -> int:
-  """Counts bytes of a matrix's values; norms and biases may be wider."""
+  """Returns the bytes per value of a matrix; norms and biases may be wider."""
   largest = max(jax.tree.leaves(params), key=lambda leaf: leaf.size)
   return jnp.dtype(largest.dtype).itemsize

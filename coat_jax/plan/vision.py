@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The memory of a step of a vision-language model, moment by moment.
+"""Plans the memory of a step of a vision-language model.
 
-To the moments of its decoder comes one more, where the tower is trained:
+If the tower is trained, there is one more point besides those of the decoder:
 
   tower   all gradients of the decoder and the projector, what the tower's
-          layers save, and the arrays of the one that is being differentiated
+          layers save, and the arrays of the layer that is being differentiated
 
-What is frozen has no gradients. A tower that is frozen, with all in front of
-it, saves nothing; a decoder does, for what it saves leads to the projector.
+Frozen parts have no gradients. A frozen tower saves nothing, nor does anything
+before it. A frozen decoder does save, because its backward leads to the
+projector.
 """
 
 import dataclasses
@@ -28,21 +29,21 @@ from coat_jax.plan.decoder import (
 from coat_jax.plan.step import Memory, device_bytes, plan_step, value_bytes
 from coat_jax.recipe import CoatRecipe
 
-# What is trained: the projector alone, the decoder too, or the tower too.
+# What is trained: only the projector, the decoder too, or also the tower.
 Trained = Literal["projector", "decoder", "all"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Images:
-  """Images that one GPU works on at a time.
+  """The images that one GPU works on at a time.
 
   Attributes:
-    count: of all sequences, with those that are zeros.
-    tower_tokens: of each, class token included.
-    tokens: of each, that the projector has.
+    count: number of images of all sequences, including those that are zeros.
+    tower_tokens: tokens per image in the tower, including the class token.
+    tokens: tokens per image in the projector.
 
   Raises:
-    ValueError: a number that is not at least 1, or no whole one.
+    ValueError: a number is not whole or below 1.
   """
 
   count: Count
@@ -66,23 +67,23 @@ def plan_vision_step(
 ) -> dict[str, Memory]:
   """Plans the memory of a training step on one GPU.
 
-  The step is as of `plan_step`, in recipe coat, with one microbatch, nothing
-  computed again and the optimizer behind the backward.
+  The step is like that of `plan_step`, with recipe coat, one microbatch, no
+  recomputation, and the optimizer after the backward.
 
   Args:
-    decoder: its shape.
-    tower: that of the tower's layers that are run: without a gate, with
-      LayerNorm, and without a vocabulary, 0.
-    recipe: of the layers of both.
-    load: of the GPU: the sequences of the decoder.
-    images: of them.
-    trained: which parts are.
+    decoder: the decoder's dimensions.
+    tower: dimensions of the tower layers that run: without a gate, with
+      LayerNorm, and with a vocabulary of 0.
+    recipe: the recipe of the layers of both.
+    load: the work of the GPU: the decoder's sequences.
+    images: the images of these sequences.
+    trained: which parts are trained.
     params: trees `decoder`, `projector` and `tower` of `jax.ShapeDtypeStruct`s.
-    optimizer_state: of what is trained.
+    optimizer_state: the optimizer's state for the trained parts.
 
   Returns:
-    What is there at each of the moments of `plan_step`, and at "tower" where
-    that is trained.
+    The memory at each of the points of `plan_step`, and at "tower" if the tower
+    is trained.
 
   Raises:
     NotImplementedError: another recipe, or a load that is not planned.
@@ -115,7 +116,7 @@ def plan_vision_step(
     optimizer_state=optimizer_state,
   )
   weights = device_bytes(params)
-  # Features, hidden states in front of GELU in both dtypes, and behind it.
+  # Features; hidden states before GELU in both dtypes, and after it.
   projected = images.count * images.tokens
   kept = projected * (BF16 * tower.d_model + (2 * BF16 + F32) * decoder.d_model)
   of_tower = Load(batch=images.count, seq=images.tower_tokens)
@@ -145,7 +146,7 @@ def _of_frozen_decoder(
   recipe: CoatRecipe,
   load: Load,
 ) -> dict[str, Memory]:
-  """The moments without gradients of the decoder's weights."""
+  """Returns the points without gradients of the decoder's weights."""
   head = F32 * decoder.d_model * decoder.vocab_size
   loss, backward = moments["loss"], moments["backward"]
   return {

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints of Hugging Face's transformers, in and out.
+"""Reads and writes Hugging Face checkpoints.
 
-config    config.json to a `ModelConfig` and back
-tensors   which tensors make which parameter: a table a family
-pack      fused weights from separate ones, and back
-files     safetensors, read a tensor at a time
-load      a checkpoint onto devices
-save      a model to a checkpoint
+config    reads config.json into a `ModelConfig`, and writes it
+tensors   maps a checkpoint's tensors to parameters: one table per family
+pack      fuses separate weights, and splits them again
+files     reads safetensors one tensor at a time
+load      loads a checkpoint onto devices
+save      saves a model as a checkpoint
 """

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""config.json of transformers to a `ModelConfig`, and back.
+"""Reads a Hugging Face config.json into a `ModelConfig`, and writes it.
 
-Each key of a file is one of three: a number or choice of the model; known to
-have no effect on what it computes (`WITHOUT_EFFECT`); or refused by name, for
-a model that is read without it would be another one. A family is a row of
-`rows.CONFIGS`.
+There are three kinds of keys: numbers or choices of the model; keys that are
+known to have no effect on what it computes (`WITHOUT_EFFECT`); and all others,
+which are refused by name, since ignoring one could load a different model. A
+family is a row of `rows.CONFIGS`.
 
 transformers 5 writes RoPE's base into `rope_parameters` and the dtype as
-`dtype`; version 4 had `rope_theta`, `rope_scaling` and `torch_dtype`. Both are
-read, and both are written where they do not exclude each other.
+`dtype`; version 4 had `rope_theta`, `rope_scaling` and `torch_dtype`. We read
+both forms, and write both where they do not exclude each other.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ from coat_jax.models.hf.rows import CONFIGS, ConfigRow
 CONFIG = "config.json"
 
 
-# Keys of all families. Those of these alone that have a default may be absent.
+# Keys of all families. Only keys that also have a default may be absent.
 _FIELDS = {
   "num_hidden_layers": "num_layers",
   "hidden_size": "d_model",
@@ -58,7 +58,7 @@ _DEFAULTS = {
   "clip_qkv": None,
   "sliding_window": None,
 }
-# The longest text of training.
+# The context length of training.
 LONGEST = "max_position_embeddings"
 _FIXED = {
   "hidden_act": "silu",
@@ -76,22 +76,22 @@ _ROPE = ("rope_parameters", "rope_theta", "rope_scaling")
 WITHOUT_EFFECT = {
   # Where the file comes from.
   *("model_type", "architectures", "_name_or_path", "transformers_version"),
-  # Plain RoPE ends nowhere.
+  # Plain RoPE has no maximum position.
   LONGEST,
-  # Of new random weights.
+  # How new random weights are initialized.
   "initializer_range",
-  # How transformers computes it, or what its calls return.
+  # How transformers computes the model, or what its calls return.
   *("pretraining_tp", "use_cache", "return_dict", "output_attentions"),
   *("output_hidden_states", "torchscript", "_attn_implementation_autoset"),
   *("use_bfloat16", "tf_legacy_loss", "chunk_size_feed_forward"),
-  # Of generated text.
+  # How text is generated.
   *("bos_token_id", "eos_token_id", "pad_token_id", "do_sample"),
   *("temperature", "top_k", "top_p", "max_length"),
-  # Of other tasks.
+  # Keys of other tasks.
   *("id2label", "label2id", "problem_type", "finetuning_task"),
 }
 
-# Classes of models that are no decoders, by their model_type.
+# Classes that load models other than decoders, by model_type.
 _OTHER_CLASSES = {
   "llava": "VisionLanguageModel",
   "vit": "VisionTower",
@@ -106,20 +106,20 @@ def read_config(folder: Path) -> tuple[ModelConfig, np.dtype]:
   """Reads the config.json of a checkpoint.
 
   Args:
-    folder: of the checkpoint.
+    folder: the checkpoint's folder.
 
   Returns:
-    The model's shape, and the dtype that its tensors are said to have.
+    The model's shape, and the dtype that the file states for its tensors.
 
   Raises:
-    ValueError: it is missing or damaged, or of a model that cannot be had here.
+    ValueError: the file is missing or damaged, or its model is not supported.
   """
   check_folder(folder)
   return parse_config(folder / CONFIG, read_json(folder / CONFIG))
 
 
 def parse_config(file: Path, found: dict) -> tuple[ModelConfig, np.dtype]:
-  """As `read_config`, of what the file holds; its name is for messages."""
+  """Parses a file's content for `read_config`; `file` is for error messages."""
   family = found.get("model_type")
   row = CONFIGS.get(family) if isinstance(family, str) else None
   if row is None or not isinstance(family, str):
@@ -178,7 +178,7 @@ def parse_config(file: Path, found: dict) -> tuple[ModelConfig, np.dtype]:
 
 
 def _without_aliases(file: Path, row: ConfigRow, found: dict) -> dict:
-  """The same keys, each under one name."""
+  """Renames aliases, so that each key has a single name."""
   found = dict(found)
   for alias, key in row.aliases.items():
     if alias not in found:
@@ -193,7 +193,7 @@ def _without_aliases(file: Path, row: ConfigRow, found: dict) -> dict:
 
 
 def _number(file: Path, key: str, value: Any) -> Any:
-  """Checks the kind of a value; `ModelConfig` checks its range."""
+  """Checks a value's type; `ModelConfig` checks its range."""
   is_choice = key in _CHOICES
   allowed = (bool,) if is_choice else (int, float, type(None))
   if type(value) in allowed:
@@ -216,20 +216,20 @@ def _model_config(
   share = values.pop(PARTIAL, None)
   try:
     config = ModelConfig(family=family, **values)
-    if share is not None:  # As transformers rounds it.
+    if share is not None:  # Round as transformers does.
       size = int(config.head_width * share)
       config = dataclasses.replace(config, rotary_dim=size)
   except ValueError as error:
     raise ValueError(f"load_hf: {file}: {error}") from error
   if config.head_dim == config.d_model / config.num_heads:
-    config = dataclasses.replace(config, head_dim=None)  # One way to say it.
+    config = dataclasses.replace(config, head_dim=None)  # The canonical form.
   if config.query_scalar == config.head_width:
     config = dataclasses.replace(config, query_scalar=None)
   return config
 
 
 def _is_all_full(key: str, value: Any) -> bool:
-  """Whether all layers are said to attend to everything."""
+  """Tells whether the file states that all layers attend to everything."""
   return (
     key == "layer_types"
     and isinstance(value, list)
@@ -248,23 +248,23 @@ def write_config(
 
   Args:
     config: the model's shape.
-    dtype: of its tensors.
-    like: a config.json of the same shape, whose other keys are kept.
-    max_length: the longest text of its training, where `like` has none and
+    dtype: dtype of its tensors.
+    like: a config.json of the same shape; its other keys are kept.
+    max_length: context length of its training, written if `like` has none and
       positions are not learned; None to leave it out.
 
   Returns:
-    What the file holds; transformers 4 and 5 read it alike.
+    The content of the file; transformers 4 and 5 read it alike.
 
   Raises:
-    ValueError: the family's models of transformers have no such shape.
+    ValueError: transformers has no model of this shape in this family.
   """
   row = CONFIGS[config.family]
   fixed = row.of_all(_FIXED) | row.fixed
   found = {
     "model_type": config.family,
     "architectures": [row.architecture],
-    # Those that transformers takes for something else where they are absent.
+    # Keys for which transformers assumes another value if they are absent.
     **{
       key: fixed[key] for key in ("hidden_act", *row.defaults) if key in fixed
     },
@@ -277,7 +277,7 @@ def write_config(
     if value is not None or key in row.fields:
       found[key] = value
   found |= {alias: found[key] for alias, key in row.aliases.items()}
-  if "head_dim" in row.defaults:  # Else it would be another one.
+  if "head_dim" in row.defaults:  # Otherwise transformers would assume another.
     found["head_dim"] = config.head_width
   if "query_pre_attn_scalar" in row.fields and config.query_scalar is None:
     found["query_pre_attn_scalar"] = config.head_width

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads folders of safetensors, a tensor at a time.
+"""Reads folders of safetensors, one tensor at a time.
 
-A file is 8 bytes that count those of a header, the header, JSON that says where
-each tensor is, and the tensors. Headers are read and checked when a folder is
-opened; a tensor is mapped into memory when it is used, and unmapped after.
+A file consists of 8 bytes with the header's length, the header (JSON that
+states where each tensor is), and the tensors. Headers are read and checked when
+a folder is opened; a tensor is mapped into memory when it is used, and unmapped
+afterwards.
 
-Shards are named by an index and must be files of the folder. They may be links
-to other places, as in the cache of huggingface_hub, whose files all are.
+An index names the shards, which must be files of the folder. They may be links
+to other places: in the cache of huggingface_hub all files are.
 """
 
 import dataclasses
@@ -25,7 +26,7 @@ DTYPES = {
   "F16": np.dtype(np.float16),
   "BF16": np.dtype(jnp.bfloat16),
 }
-# As the safetensors package has it.
+# The limit of the safetensors package.
 _LARGEST_HEADER = 100_000_000
 _MOST_DIGITS = 300
 
@@ -39,7 +40,7 @@ class StoredTensor:
     name: by which the file has it.
     dtype: its dtype.
     shape: its shape.
-    offset: of its first byte in the file.
+    offset: position of its first byte in the file.
   """
 
   file: Path
@@ -49,10 +50,10 @@ class StoredTensor:
   offset: int
 
   def read(self, index: Any = ...) -> np.ndarray:
-    """Reads a part of it; the file stays mapped while the result is used.
+    """Reads a part of it; the file stays mapped while the result is in use.
 
     Args:
-      index: as of NumPy's basic indexing.
+      index: a basic index of NumPy.
     """
     mapped = np.memmap(self.file, self.dtype, "r", self.offset, self.shape)
     return np.asarray(mapped[index])
@@ -62,7 +63,7 @@ def read_json(file: Path) -> dict:
   """Reads a file that holds a JSON object.
 
   Raises:
-    ValueError: it cannot be read, or holds something else.
+    ValueError: it cannot be read, or does not hold a JSON object.
   """
   try:
     return _parse_object(file.read_bytes())
@@ -75,12 +76,12 @@ def read_json(file: Path) -> dict:
 
 
 def _parse_object(data: bytes) -> dict:
-  """Parses a JSON object whose names are there once.
+  """Parses a JSON object in which no name occurs twice.
 
   Whole numbers must be ones that a float holds, which some fields become.
 
   Raises:
-    ValueError: it is something else.
+    ValueError: the data is something else.
   """
 
   def pairs(found):
@@ -105,10 +106,10 @@ def _parse_object(data: bytes) -> dict:
 
 
 def check_folder(folder: Path) -> None:
-  """Checks that a folder may be that of a checkpoint.
+  """Checks that a folder may be a checkpoint's.
 
   Raises:
-    ValueError: it is no folder, or empty.
+    ValueError: it is not a folder, or it is empty.
   """
   if folder.is_dir() and any(folder.iterdir()):
     return
@@ -127,10 +128,11 @@ def split_experts(
 
   Args:
     tensors: by name; `experts.gate_up_proj` [E, 2 F, D], gate first, and
-      `experts.down_proj` [E, D, F] are of several experts.
+      `experts.down_proj` [E, D, F] hold several experts.
 
   Returns:
-    The same with `experts.0.gate_proj.weight` [F, D] and so on in their place.
+    The same tensors, with these two replaced by
+    `experts.0.gate_proj.weight` [F, D] and so on.
   """
   found = {}
   for name, x in tensors.items():
@@ -152,13 +154,13 @@ def open_tensors(folder: Path) -> dict[str, StoredTensor]:
   """Reads the headers of a checkpoint's files.
 
   Args:
-    folder: with `model.safetensors`, or with shards and their index.
+    folder: a folder with `model.safetensors`, or with shards and their index.
 
   Returns:
-    The tensors by name; none is read yet.
+    The tensors by name; their values are not read yet.
 
   Raises:
-    ValueError: there are no such files, or damaged ones.
+    ValueError: there are no such files, or they are damaged.
   """
   check_folder(folder)
   if (folder / MODEL).is_file():
@@ -187,7 +189,7 @@ def _open_shards(folder: Path) -> dict[str, StoredTensor]:
     )
   files = list(dict.fromkeys(map(str, places.values())))
   for name in files:
-    # A name alone, so that nothing outside the folder is read.
+    # The name must have no folder, so that nothing outside the folder is read.
     is_name = name.endswith(".safetensors") and name.isprintable()
     if not is_name or Path(name).name != name or "\\" in name:
       raise ValueError(
@@ -220,13 +222,13 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
   """Reads where the tensors of a file are.
 
   Args:
-    file: of safetensors.
+    file: a safetensors file.
 
   Returns:
     The tensors by name.
 
   Raises:
-    ValueError: the file was cut short, or is none of safetensors.
+    ValueError: the file was cut short, or is not a safetensors file.
   """
   size = file.stat().st_size
   with file.open("rb") as opened:
@@ -256,7 +258,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
 def _entry(
   file: Path, name: str, entry: Any, start: int
 ) -> tuple[StoredTensor, int, int]:
-  """Reads an entry of a header; offsets in it count from `start`."""
+  """Reads an entry of a header; its offsets count from `start`."""
   entry = entry if isinstance(entry, dict) else {}
   kind, shape = entry.get("dtype"), entry.get("shape")
   offsets = entry.get("data_offsets")
@@ -285,7 +287,7 @@ def _are_counts(values: Any) -> bool:
 
 
 def _check_ranges(file: Path, ranges: list, size: int) -> None:
-  """Checks that tensors fill the rest of a file, none over another."""
+  """Checks that tensors fill the rest of a file without overlapping."""
   place = 0
   for begin, end in ranges:
     if begin != place:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Single keys of a config.json: what values mean, and which are refused."""
+"""Handles single keys of a config.json: what values mean, which are refused."""
 
 import difflib
 from pathlib import Path
@@ -12,7 +12,7 @@ DTYPE_KEYS = ("dtype", "torch_dtype")
 
 
 def choose(file: Path, key: str, value: Any, choices: dict[str, Any]) -> Any:
-  """What a value is here; raises ValueError if it is none of `choices`."""
+  """Translates a value; raises ValueError if it is not one of `choices`."""
   if isinstance(value, str) and value in choices:
     return choices[value]
   raise ValueError(
@@ -22,7 +22,7 @@ def choose(file: Path, key: str, value: Any, choices: dict[str, Any]) -> Any:
 
 
 def refusal(file: Path, key: str, value: Any, known: set) -> ValueError:
-  """The error about a key that is not known."""
+  """Returns the error about an unknown key."""
   if key == "quantization_config":
     return ValueError(
       f"load_hf: {file}: {key} is of weights that another library quantized; "
@@ -37,7 +37,7 @@ def refusal(file: Path, key: str, value: Any, known: set) -> ValueError:
 
 
 def dtype_of(file: Path, found: dict) -> np.dtype:
-  """The dtype of the tensors; raises ValueError if it cannot be had."""
+  """Returns the tensors' dtype; raises ValueError if it is not supported."""
   names = [found[key] for key in DTYPE_KEYS if found.get(key) is not None]
   name = names[0] if names else "float32"
   if name not in ("float32", "bfloat16", "float16"):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which layers see a window, in a config.json.
+"""Reads and writes which layers have a sliding window, in a config.json.
 
-transformers 5 lists the layers in `layer_types`; version 4 may have the period
-alone, as `sliding_window_pattern`. Read are lists with a period: each n-th
-layer sees all keys, the others a window.
+transformers 5 lists the layers in `layer_types`; version 4 may only state the
+period, as `sliding_window_pattern`. We read lists that have a period: every
+n-th layer sees all keys, the others a window.
 """
 
 from pathlib import Path
@@ -20,17 +20,17 @@ def read_full_every(
   """Reads how often a layer sees all keys.
 
   Args:
-    file: for messages.
-    found: what config.json holds.
-    default: the period of the family.
+    file: for error messages.
+    found: the content of config.json.
+    default: the family's period.
 
   Returns:
-    `full_every` of a `ModelConfig`. Lists that are too short to tell have the
-    period that is written beside them or the default, and where no layer sees
-    all keys one above the number of layers.
+    `full_every` of a `ModelConfig`. A list that is too short to show a period
+    gets the period that the file also states, or the default. If no layer sees
+    all keys, the result is one more than the number of layers.
 
   Raises:
-    ValueError: a list without a period, or of another length than the model.
+    ValueError: the list has no period, or is not as long as the model.
   """
   (pattern, *_) = [x for k in PATTERNS if (x := found.get(k))] or [default]
   if type(pattern) is not int or pattern < 1:
@@ -62,14 +62,14 @@ def read_full_every(
 
 
 def layer_types(full_every: int, num_layers: int) -> list[str]:
-  """The names of the layers' kinds, as a config.json lists them."""
+  """Returns the names of the layers' kinds, as a config.json lists them."""
   return [_NAMES[i % full_every == 0] for i in range(1, num_layers + 1)]
 
 
 def write_layer_types(
   full_every: int | None, window: int | None, num_layers: int
 ) -> dict[str, Any]:
-  """The key of a config.json that says what each layer sees."""
-  if full_every is None:  # All layers alike.
+  """Returns the key of a config.json that states what each layer sees."""
+  if full_every is None:  # All layers are alike.
     full_every = 1 if window is None else num_layers + 1
   return {LAYER_TYPES: layer_types(full_every, num_layers)}

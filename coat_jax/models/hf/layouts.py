@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the tensors of a checkpoint are laid out in a parameter."""
+"""Layouts: how the tensors of a checkpoint are arranged in a parameter."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -17,14 +17,14 @@ from coat_jax.models.hf.pack import (
 
 
 class Layout(NamedTuple):
-  """How tensors are laid out in a parameter.
+  """Converts tensors to a parameter and back.
 
   Attributes:
-    pack: `(config, *tensors) -> parameter`; moves values, and no more.
-    unpack: `(config, parameter) -> tensors`, its inverse.
-    is_transposed: whether tensors have the parameter's last axis first.
-    is_of_experts: whether each expert of the parameter, its first axis, has
-      tensors of its own.
+    pack: `(config, *tensors) -> parameter`; only moves values.
+    unpack: `(config, parameter) -> tensors`, the inverse of `pack`.
+    is_transposed: whether the parameter's last axis is first in the tensors.
+    is_of_experts: whether the parameter's first axis is experts, each with its
+      own tensors.
   """
 
   pack: Callable[..., Any]
@@ -33,7 +33,7 @@ class Layout(NamedTuple):
   is_of_experts: bool = False
 
   def spec(self, spec: P) -> P:
-    """How tensors are sharded if the parameter is sharded by `spec`."""
+    """Returns the tensors' sharding if the parameter is sharded by `spec`."""
     spec = P(*spec[1:]) if self.is_of_experts else spec
     if self.is_transposed and len(spec) > 1:
       return P(spec[-1], spec[0])
@@ -83,13 +83,13 @@ GATE_UP_OF_PHI = Layout(
 
 
 def _split_rows(config: ModelConfig, qkv: Any) -> list:
-  """q, k and v of their rows [(N + 2 K) H, D]."""
+  """Splits rows [(N + 2 K) H, D] into q, k and v."""
   n, k = config.num_heads, config.num_kv_heads
   width = qkv.shape[0] // (n + 2 * k)
   return jnp.split(qkv, [n * width, (n + k) * width])
 
 
-# Of GPT-2, whose products have [inputs, outputs], as ours; q, k and v in turn.
+# GPT-2's kernels are [inputs, outputs], like ours; q, k and v are in sequence.
 QKV_OF_GPT2 = Layout(
   lambda config, qkv: pack_qkv(
     *jnp.split(qkv.T, 3), num_kv_heads=config.num_kv_heads
@@ -108,14 +108,14 @@ QKV_OF_GPT2 = Layout(
 class Row(NamedTuple):
   """The tensors of a parameter.
 
-  `{i}` in a name is the layer's number, and `{e}` that of each of its experts.
+  In a name, `{i}` stands for the layer's index and `{e}` for that of an expert.
   """
 
   layout: Layout
   names: tuple[str, ...]
 
   def of_layer(self, config: Any, i: int) -> list[str]:
-    """The tensors' names in layer `i`, those of one expert after another."""
+    """Lists the tensors' names in layer `i`, expert by expert."""
     count = config.num_experts if self.layout.is_of_experts else 1
     return [
       name.format(i=i, e=e) for e in range(count or 1) for name in self.names

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""config.json of LLaVA to a `VisionLanguageConfig`, and back.
+"""Reads LLaVA's config.json into a `VisionLanguageConfig`, and writes it.
 
-`text_config` and `vision_config` are read as those of the models that they are
-of. Around them, as in `config`, a key is of the model, known to have no effect,
-or refused by name.
+`text_config` and `vision_config` are read like the config.json of their own
+models. As in `config`, each other key belongs to the model, is known to have no
+effect, or is refused by name.
 """
 
 from pathlib import Path
@@ -30,7 +30,7 @@ _TOKEN = "image_token_index"
 _SELECT = "vision_feature_select_strategy"
 _LAYER, _BIAS = "vision_feature_layer", "multimodal_projector_bias"
 _TIED = "tie_word_embeddings"
-# Keys with their kinds, and what transformers takes where they are left out.
+# Keys with their types, and what transformers assumes if they are absent.
 _FIELDS: dict[str, tuple[type, Any]] = {
   _TOKEN: (int, 32000),
   _LAYER: (int, -2),
@@ -42,8 +42,8 @@ _KNOWN = {
   *("image_seq_length", "ignore_index", "vocab_size"),
   *(*_FIELDS, *_FIXED, *DTYPE_KEYS, *WITHOUT_EFFECT),
 }
-# What a text_config leaves out that is transformers' own default, as the files
-# of LLaVA 1.5 do; theirs are of the 7B and say all else.
+# transformers' defaults, which a text_config may omit, as LLaVA 1.5's files do.
+# They are those of the 7B; the files state everything else.
 _LLAMA = {
   "model_type": "llama",
   "hidden_size": 4096,
@@ -58,13 +58,13 @@ def read_llava_config(folder: Path) -> tuple[VisionLanguageConfig, np.dtype]:
   """Reads the config.json of a checkpoint.
 
   Args:
-    folder: of the checkpoint.
+    folder: the checkpoint's folder.
 
   Returns:
-    The model's shape, and the dtype that its tensors are said to have.
+    The model's shape, and the dtype that the file states for its tensors.
 
   Raises:
-    ValueError: it is missing or damaged, or of a model that cannot be had here.
+    ValueError: the file is missing or damaged, or its model is not supported.
   """
   check_folder(folder)
   return parse_llava_config(folder / CONFIG, read_json(folder / CONFIG))
@@ -73,7 +73,7 @@ def read_llava_config(folder: Path) -> tuple[VisionLanguageConfig, np.dtype]:
 def parse_llava_config(
   file: Path, found: dict
 ) -> tuple[VisionLanguageConfig, np.dtype]:
-  """As `read_llava_config`, of what the file holds."""
+  """Parses the file's content for `read_llava_config`."""
   for key, value in _FIXED.items():
     if found.get(key, value) != value or "model_type" not in found:
       raise ValueError(
@@ -104,7 +104,7 @@ def parse_llava_config(
     text = _LLAMA | text
   if _TIED in found:
     text = {_TIED: found[_TIED]} | text
-  vision.pop("vocab_size", None)  # Of the text beside which it was trained.
+  vision.pop("vocab_size", None)  # The size of the text model in training.
   vision.setdefault("model_type", "clip_vision_model")
   try:
     config = VisionLanguageConfig(
@@ -139,11 +139,11 @@ def write_llava_config(
 
   Args:
     config: the model's shape.
-    dtype: of its tensors.
-    like: a config.json of the same shape, whose other keys are kept.
+    dtype: dtype of its tensors.
+    like: a config.json of the same shape; its other keys are kept.
 
   Returns:
-    What the file holds.
+    The content of the file.
 
   Raises:
     ValueError: transformers has no decoder of this shape.

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints in safetensors become parameters, straight on their devices.
+"""Loads safetensors checkpoints into parameters, straight onto their devices.
 
-One tensor of one layer is in the host's memory at a time, and of it what the
-host's devices have: it is moved as it is stored, sharded like the parameter,
-and transposed, packed and cast on the devices, into one layer of the stacked
+The host holds one tensor of one layer at a time, and only the part that its own
+devices need. A tensor is moved as it is stored, sharded like the parameter. The
+devices then transpose, pack and cast it into one layer of the stacked
 parameter, which is updated in place.
 """
 
@@ -52,13 +52,13 @@ from coat_jax.models.vision import VisionConfig, VisionTower
 from coat_jax.models.vision_language import VisionLanguageModel
 from coat_jax.recipe import CoatRecipe
 
-# How config.json is read.
+# The functions that read config.json.
 _READ: dict[type, Callable[[Path], tuple[AnyConfig, np.dtype]]] = {
   Decoder: read_config,
   VisionTower: read_vision_config,
   VisionLanguageModel: read_llava_config,
 }
-# Rows of two tensors that are compared at a time.
+# The number of rows of two tensors that are compared at a time.
 _ROWS = 4096
 
 
@@ -104,26 +104,28 @@ def load_hf(
     model.logits(tokens)  # f32 [B, T, V]
 
   Args:
-    folder: with config.json and model.safetensors, or shards and their index.
-    model: `Decoder`; `VisionTower`, also of a CLIP or SigLIP that has text
-      beside it; or `VisionLanguageModel`, of LLaVA.
+    folder: a folder with config.json and model.safetensors, or with shards and
+      their index.
+    model: `Decoder`; `VisionTower`, also for a CLIP or SigLIP that includes a
+      text model; or `VisionLanguageModel`, for LLaVA.
     recipe: what layers compute and save in FP8; None for `recipe.coat()`. On a
       mesh it gets the mesh's axes unless it has some.
-    mesh: with axes data, fsdp and tensor, over which parameters are sharded as
-      `param_shardings` says; the model is then called under `jax.set_mesh`.
-      None for one device.
-    dtype: of activations.
-    param_dtype: in what weights are stored: float32, which holds all values of
-      the others, bfloat16 or float16. Norms' scales and biases are f32 always.
+    mesh: a mesh with axes data, fsdp and tensor, over which parameters are
+      sharded by `param_shardings`; call the model under `jax.set_mesh`. None
+      for one device.
+    dtype: dtype of activations.
+    param_dtype: dtype in which weights are stored: float32, which represents
+      all values of the others, bfloat16 or float16. Norms' scales and biases
+      are always f32.
 
   Returns:
     A model of that class with these weights.
 
   Raises:
     TypeError: `model` is none of these classes; an argument of another kind.
-    ValueError: the folder has no such checkpoint, or one of a model that cannot
-      be had here, or weights that are not finite; the message says what it
-      has. Or `param_dtype` is none of these three.
+    ValueError: the folder has no such checkpoint, its model is not supported,
+      or its weights are not finite; the message states what was found. Or
+      `param_dtype` is none of these three.
   """
   op = "load_hf"
   check_kind(op, "folder", folder, (str, os.PathLike), "pass a path")
@@ -167,7 +169,7 @@ def load_params(
   """Loads the parameters of a checkpoint.
 
   Args:
-    folder: of the checkpoint.
+    folder: the checkpoint's folder.
     config: the model's shape.
     abstract: its parameters, nested dicts of `jax.ShapeDtypeStruct`; those
       without a sharding go to the default device.
@@ -176,11 +178,11 @@ def load_params(
 
   Returns:
     The same tree of arrays, with the shardings of `abstract` and the dtypes
-    that `store` gives.
+    that `store` returns.
 
   Raises:
-    ValueError: the checkpoint has other tensors, or one that holds NaN or
-      infinity, or values too large for the dtypes that `store` gives.
+    ValueError: the checkpoint's tensors are not those of the model, or one
+      holds NaN, infinity or values too large for the dtypes of `store`.
   """
   tensors = check_tensors(folder, config, abstract)
 
@@ -205,10 +207,10 @@ def load_params(
 def check_tensors(
   folder: Path, config: AnyConfig, params: Any
 ) -> dict[str, StoredTensor]:
-  """Opens a checkpoint and checks that its tensors are those of a model.
+  """Opens a checkpoint and checks that its tensors fit a model.
 
   Args:
-    folder: of the checkpoint.
+    folder: the checkpoint's folder.
     config: the model's shape.
     params: its parameters, nested dicts of arrays or `jax.ShapeDtypeStruct`.
 
@@ -216,7 +218,7 @@ def check_tensors(
     The tensors by name.
 
   Raises:
-    ValueError: tensors are missing, surplus or of other shapes.
+    ValueError: tensors are missing or surplus, or have other shapes.
   """
   tensors = open_tensors(folder)
   for section in sections(config):
@@ -255,7 +257,7 @@ def check_tensors(
 def _named(
   section: Section, tensors: dict[str, StoredTensor]
 ) -> dict[str, StoredTensor]:
-  """The tensors, those of a section by the names that its table has."""
+  """Renames a section's tensors as its table names them; keeps all others."""
   prefix, config = section.prefix, section.config
   own = {
     name.removeprefix(prefix): x
@@ -273,7 +275,7 @@ def _named(
 def _with_prefix(
   tensors: dict[str, StoredTensor], prefix: str | None
 ) -> dict[str, StoredTensor]:
-  """The tensors, with a prefix where no name has it; the head never has."""
+  """Adds a prefix to all names but the head's, if no name has the prefix."""
   if prefix is None or any(name.startswith(prefix) for name in tensors):
     return tensors
   (head,) = TENSORS["llama"]["head"].names
@@ -293,7 +295,7 @@ def _without_tied_head(
   section: Section,
   tensors: Mapping[str, StoredTensor],
 ) -> list[str]:
-  """Drops an output projection that is the embedding, written twice."""
+  """Drops an output projection that repeats the embedding."""
   head, embedding = (
     section.prefix + section.table[path].names[0]
     for path in ("head", "embedding")
@@ -320,7 +322,7 @@ def _load_leaf(
   tensors: Mapping[str, StoredTensor],
   store: Callable[[Array], Array],
 ) -> Array:
-  """Loads one parameter, of all layers if it is stacked."""
+  """Loads one parameter, for all layers if it is stacked."""
   row, config = section.table[path], section.config
   own = where = leaf.sharding
   if where is not None:
@@ -351,16 +353,16 @@ def _load_leaf(
 
   update = jax.jit(update, donate_argnums=0, out_shardings=(where, None))
   stack = None
-  assert config is not None  # Whose sections have no layers.
+  assert config is not None  # Sections without a config are never stacked.
   for i in range(config.num_layers):
     found = place(of_layer(i))
     if stack is None:
       dtype = jax.eval_shape(packed, *found)[0].dtype
       stack = jnp.zeros(leaf.shape, dtype, device=where)
     stack, is_finite = update(stack, np.int32(i), *found)
-    # Which waits: else layers would pile up on the host.
+    # This waits, or layers would pile up on the host.
     _check_finite(is_finite, of_layer(i), stack.dtype)
-  assert stack is not None  # There is a layer.
+  assert stack is not None  # There is at least one layer.
   return stack
 
 
@@ -391,7 +393,7 @@ def _check_finite(
 
 
 def _place(tensor: StoredTensor, sharding: NamedSharding | None) -> Array:
-  """Moves a tensor to its devices, each of which reads its own part."""
+  """Moves a tensor to its devices; each one reads only its own part."""
   if sharding is None:
     return jnp.asarray(tensor.read())
   return jax.make_array_from_callback(tensor.shape, sharding, tensor.read)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fused weights from the separate ones of a checkpoint, and back.
+"""Fuses a checkpoint's separate weights, and splits them again.
 
-Checkpoints have kernels [outputs, inputs], as PyTorch does; ours are [inputs,
-outputs]. Values are moved and never computed with, so each pair of functions is
-exact in both directions and for every dtype. They take NumPy's arrays and
-JAX's, also while JAX traces.
+Kernels in checkpoints are [outputs, inputs], as in PyTorch; ours are [inputs,
+outputs]. The functions only move values and never compute with them, so each
+pair is exact in both directions and for every dtype. They accept NumPy arrays
+and JAX arrays, also while JAX traces.
 """
 
 from typing import Any
@@ -15,10 +15,10 @@ from coat_jax.checks import COUNT, check_array, check_whole
 
 
 def pack_qkv(q: Any, k: Any, v: Any, *, num_kv_heads: int) -> Any:
-  """Packs q, k and v as `Attention.qkv` has them.
+  """Packs q, k and v as `Attention.qkv` stores them.
 
   Columns are ordered by key head: for each of the K key heads its N / K query
-  heads, its key, its value.
+  heads, then its key, then its value.
 
   Args:
     q: kernel [N H, D], or bias [N H].
@@ -30,7 +30,7 @@ def pack_qkv(q: Any, k: Any, v: Any, *, num_kv_heads: int) -> Any:
 
   Raises:
     TypeError: an argument of another kind.
-    ValueError: sizes that are no multiples of K, or shapes that do not fit.
+    ValueError: sizes are not multiples of K, or shapes do not fit.
   """
   op = "pack_qkv"
   _check_heads(op, num_kv_heads=num_kv_heads)
@@ -54,7 +54,7 @@ def pack_qkv(q: Any, k: Any, v: Any, *, num_kv_heads: int) -> Any:
 def unpack_qkv(
   qkv: Any, *, num_heads: int, num_kv_heads: int
 ) -> tuple[Any, Any, Any]:
-  """The inverse of `pack_qkv`.
+  """Inverts `pack_qkv`.
 
   Args:
     qkv: kernel [D, (N + 2 K) H], or bias [(N + 2 K) H].
@@ -62,11 +62,11 @@ def unpack_qkv(
     num_kv_heads: K.
 
   Returns:
-    q [N H, D] and k, v [K H, D]; of a bias [N H] and [K H].
+    q [N H, D] and k, v [K H, D]; for a bias [N H] and [K H].
 
   Raises:
     TypeError: an argument of another kind.
-    ValueError: columns that are no such heads.
+    ValueError: the columns do not divide into such heads.
   """
   op = "unpack_qkv"
   _check_heads(op, num_heads=num_heads, num_kv_heads=num_kv_heads)
@@ -86,7 +86,7 @@ def unpack_qkv(
 
 
 def pack_gate_up(gate: Any, up: Any) -> Any:
-  """Packs gate and up as `GatedMLP.gate_up` has them.
+  """Packs gate and up as `GatedMLP.gate_up` stores them.
 
   Args:
     gate, up: kernels [F, D].
@@ -109,7 +109,7 @@ def pack_gate_up(gate: Any, up: Any) -> Any:
 
 
 def unpack_gate_up(gate_up: Any) -> tuple[Any, Any]:
-  """The inverse of `pack_gate_up`.
+  """Inverts `pack_gate_up`.
 
   Args:
     gate_up: kernel [D, 2, F].

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RoPE in a config.json: its base, and how frequencies are stretched.
+"""Reads and writes RoPE in a config.json: its base and frequency scaling.
 
-transformers 5 has `rope_parameters` with the base in it; version 4 had
-`rope_theta`, and `rope_scaling` where frequencies are stretched. Both are read,
-and both are written.
+transformers 5 has `rope_parameters`, which includes the base; version 4 had
+`rope_theta`, and `rope_scaling` if frequencies are scaled. We read both and
+write both.
 
-Where layers that see a window have RoPE of their own, `rope_parameters` has one
-object for each kind of layer; version 4 had `rope_local_base_freq` for them,
-and the other keys for layers that see all.
+If layers with a sliding window have their own RoPE, `rope_parameters` has one
+object for each kind of layer. Version 4 had `rope_local_base_freq` for such
+layers and the other keys for layers that see all keys.
 """
 
 from pathlib import Path
@@ -23,25 +23,25 @@ from coat_jax.ops.rotary import RopeScaling
 
 _TYPES = ("rope_type", "type")
 _LENGTH = "original_max_position_embeddings"
-# The share of each head's channels that are turned.
+# The share of each head's channels that are rotated.
 PARTIAL = "partial_rotary_factor"
 _BY_KIND = ("sliding_attention", "full_attention")
 WINDOW_BASE = "rope_local_base_freq"
 
 
 def read_ropes(file: Path, found: dict) -> dict[str, Any]:
-  """Reads RoPE of layers that see a window, and of those that see all.
+  """Reads RoPE of layers that see a window, and of layers that see all keys.
 
   Args:
-    file: for messages.
-    found: what config.json holds.
+    file: for error messages.
+    found: the content of config.json.
 
   Returns:
     `rope_theta`, `rope_scaling` and `window_rope_theta` of a `ModelConfig`.
 
   Raises:
-    ValueError: as `read_rope`; or RoPE is stretched where a window is seen, but
-      not as elsewhere.
+    ValueError: as for `read_rope`; or layers that see a window scale RoPE in
+      another way than the other layers.
   """
   ropes = found.get("rope_parameters") or {}
   if not isinstance(ropes, dict) or ropes.keys() - _BY_KIND:
@@ -75,17 +75,17 @@ def read_rope(
   """Reads RoPE.
 
   Args:
-    file: for messages.
-    found: what config.json holds.
-    default_base: where it holds none.
-    has_partial: whether it may turn a part of each head.
+    file: for error messages.
+    found: the content of config.json.
+    default_base: the base if config.json states none.
+    has_partial: whether RoPE may rotate only a part of each head.
 
   Returns:
-    `rope_theta` and `rope_scaling` of a `ModelConfig`; with `has_partial` the
-    share of a head that turns under its own key, if it is below 1.
+    `rope_theta` and `rope_scaling` of a `ModelConfig`; with `has_partial` also
+    the share of a head that is rotated, under its own key, if it is below 1.
 
   Raises:
-    ValueError: a scaling that cannot be had here, or one without its numbers.
+    ValueError: the scaling is not supported, or its numbers are missing.
   """
   key = "rope_parameters" if found.get("rope_parameters") else "rope_scaling"
   rope = found.get(key) or {}
@@ -94,7 +94,7 @@ def read_rope(
       f"load_hf: {file}: {key} must be an object, got {str(rope)[:40]}; copy "
       "the file again"
     )
-  # A file of version 5 may have the key of version 4 too, to the same effect.
+  # A file of version 5 may also have version 4's key, if both agree.
   old = found.get("rope_scaling")
   if key != "rope_scaling" and isinstance(old, dict):
     named = {_TYPES[0]: rope.get(_TYPES[1], "default"), **rope}
@@ -142,7 +142,7 @@ def read_rope(
       )
     return shared | dict(rope_scaling=None)
   longest = found.get("max_position_embeddings")
-  if name == "yarn" and type(longest) is int:  # As transformers does.
+  if name == "yarn" and type(longest) is int:  # The default of transformers.
     values.setdefault(_LENGTH, float(longest))
   try:
     scaling = scaling_of(name, values)
@@ -154,7 +154,7 @@ def read_rope(
 def _one(
   file: Path, key: str, rope: dict, found: dict, default: float
 ) -> float:
-  """A number that may be in either place, or in both alike."""
+  """Returns a number that is in either place, or the same in both."""
   values = [each[key] for each in (rope, found) if key in each] or [default]
   if not all(type(x) in (int, float) and x == values[0] for x in values):
     raise ValueError(
@@ -167,7 +167,7 @@ def _one(
 def write_rope(
   theta: float, scaling: RopeScaling | None, share: float | None = None
 ) -> dict[str, Any]:
-  """The keys of a config.json: base, scaling, and what of a head turns."""
+  """Returns the keys of a config.json: base, scaling, and rotated share."""
   name, fields = "default", {}
   if scaling is not None:
     name, fields = scaling_fields(scaling)
@@ -180,7 +180,7 @@ def write_rope(
 def write_ropes(
   theta: float, scaling: RopeScaling | None, window_theta: float | None
 ) -> dict[str, Any]:
-  """The keys of a config.json whose layers have RoPE by their kind."""
+  """Returns the keys of a config.json with one RoPE per kind of layer."""
   keys = write_rope(theta, scaling)
   full = keys["rope_parameters"]
   window = full

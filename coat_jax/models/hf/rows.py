@@ -13,22 +13,22 @@ class ConfigRow:
 
   Attributes:
     architecture: the class of transformers.
-    fields: keys of this family alone that are fields of `ModelConfig`.
-    fixed: keys of this family alone that have one value here. Where a file
-      leaves them out they have it too, unless `defaults` has another one.
-    defaults: what transformers takes where a key is left out, if that differs
-      from the other families.
-    ignored: keys without an effect, given those that are `fixed`.
-    full_every: where some layers see a window and others all, which do unless
-      the file says it; None where all do alike.
-    has_ropes: whether RoPE differs between these.
-    lacks: keys of all other families that this one does not have.
-    has_rope: whether it has those of RoPE.
-    choices: by key, the field of `ModelConfig` and what each value is there;
-      the first is what a file has that leaves the key out.
-    has_partial_rope: whether RoPE may turn a part of each head.
-    d_ff_multiple: `d_ff` over `d_model` where a file does not say.
-    aliases: further names of keys, under which they are read and written too.
+    fields: keys only of this family that are fields of `ModelConfig`.
+    fixed: keys only of this family that must have a certain value. An absent
+      key has this value too, unless `defaults` has another one.
+    defaults: what transformers assumes for absent keys, if that differs from
+      the other families.
+    ignored: keys that have no effect, given the `fixed` ones.
+    full_every: if some layers see a window and others see all keys, the default
+      period of the latter; None if all layers are alike.
+    has_ropes: whether these two kinds of layers have different RoPE.
+    lacks: keys of all other families that this family does not have.
+    has_rope: whether the family has the keys of RoPE.
+    choices: by key, the field of `ModelConfig` and what each value becomes
+      there; the first value is the default.
+    has_partial_rope: whether RoPE may rotate only a part of each head.
+    d_ff_multiple: `d_ff` over `d_model` if a file does not state `d_ff`.
+    aliases: further names of keys; they are read and written too.
   """
 
   architecture: str
@@ -48,7 +48,7 @@ class ConfigRow:
   aliases: dict[str, str] = dataclasses.field(default_factory=dict)
 
   def of_all(self, keys: dict[str, Any]) -> dict[str, Any]:
-    """Those of other families' keys that this one has too."""
+    """Returns the shared keys without those that this family lacks."""
     return {key: x for key, x in keys.items() if key not in self.lacks}
 
 
@@ -90,7 +90,7 @@ _GEMMA3 = dataclasses.replace(
     for key, field in _GEMMA2.fields.items()
     if key != "attn_logit_softcapping"
   },
-  # Which its models of transformers do not read.
+  # transformers' Gemma 3 models do not read this key.
   fixed=_GEMMA2.fixed | {"attn_logit_softcapping": None},
   defaults=_GEMMA2.defaults
   | {"attn_logit_softcapping": None, "final_logit_softcapping": None},
@@ -114,7 +114,7 @@ CONFIGS = {
     fields=_RMS | _WINDOW,
     fixed={"embd_pdrop": 0, "resid_pdrop": 0, "attention_bias": False},
     defaults={"rms_norm_eps": 1e-5},
-    # The length that longrope, which is refused, stretches.
+    # The context length that longrope stretches; longrope is refused.
     ignored=("original_max_position_embeddings",),
     has_partial_rope=True,
   ),
@@ -166,9 +166,9 @@ CONFIGS = {
       "tie_word_embeddings": True,
     },
     ignored=(
-      # Dropout is of training alone, and there is none here.
+      # Dropout only matters in training, and we have none.
       *("attn_pdrop", "embd_pdrop", "resid_pdrop"),
-      # Of a classifier, and of older versions.
+      # Keys of a classifier, and of older versions.
       *("summary_activation", "summary_first_dropout", "summary_type"),
       *("summary_proj_to_labels", "summary_use_proj"),
       *("n_ctx", "task_specific_params"),
@@ -214,10 +214,10 @@ CONFIGS = {
     ignored=(
       *("sliding_window", "max_window_layers"),
       "intermediate_size",  # Of layers without experts.
-      # Whether transformers adds the auxiliary loss; training here does.
+      # Whether transformers adds the auxiliary loss; our training adds it.
       "output_router_logits",
     ),
     lacks=("intermediate_size",),
-    aliases={"num_local_experts": "num_experts"},  # Of transformers 5.
+    aliases={"num_local_experts": "num_experts"},  # From transformers 5.
   ),
 }

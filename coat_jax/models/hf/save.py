@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models become checkpoints that transformers reads.
+"""Saves models as checkpoints that transformers reads.
 
-Layer by layer parameters are unpacked on their devices and cast there; a
-parameter of one layer is in the host's memory at a time.
+Parameters are unpacked and cast on their devices, layer by layer; the host
+holds one parameter of one layer at a time.
 """
 
 import json
@@ -43,7 +43,7 @@ from coat_jax.models.stack import check_dtype
 from coat_jax.models.vision import VisionTower
 from coat_jax.models.vision_language import VisionLanguageModel
 
-# What a tokenizer or a generating program reads.
+# Files that a tokenizer or a text-generating program reads.
 CARRIED = (
   "tokenizer.json",
   "tokenizer.model",
@@ -55,10 +55,10 @@ CARRIED = (
   "chat_template.jinja",
   "generation_config.json",
 )
-# The images that come with them are preprocessed as these say.
+# Files that describe how images are preprocessed.
 PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-# How config.json is read and written.
+# The functions that read and write config.json.
 _CONFIG_OF: dict[type, tuple[Callable, Callable]] = {
   Decoder: (parse_config, write_config),
   VisionTower: (parse_vision_config, write_vision_config),
@@ -67,7 +67,7 @@ _CONFIG_OF: dict[type, tuple[Callable, Callable]] = {
 
 
 def carry(source: Path, target: Path, *others: str) -> None:
-  """Copies the files of `CARRIED`, and others, that a folder has to another."""
+  """Copies the files of `CARRIED` and `others` that exist in `source`."""
   for name in (*CARRIED, *others):
     if (source / name).is_file():
       shutil.copyfile(source / name, target / name)
@@ -92,29 +92,30 @@ def save_hf(
     save_hf(model, "trained", like="Llama-2-7b-hf")
 
   Args:
-    model: of a class that `load_hf` loads, on one device or on a mesh of this
-      process.
-    folder: to create.
-    like: a folder with the config.json of such a model: the keys that do not
-      follow from the model's shape, tokenizer and generation settings are
-      copied from it. None for none.
-    dtype: of the tensors, float32, bfloat16 or float16; None for that of
-      `like`, or without one that of the model's weights.
-    max_length: of a Decoder, tokens of the longest sequence it was trained
-      with, for config.json where `like` does not say it; None leaves it out.
-    labels: of a VisionTower with classes, their names; None for those of
-      `like`, or without one LABEL_0 and so on.
-    max_shard_size: bytes of tensors a file; a larger model is split, and gets
-      an index. The parameter of one layer is not split.
+    model: a model of a class that `load_hf` loads, on one device or on a mesh
+      of this process.
+    folder: the folder to create.
+    like: a folder with the config.json of such a model, or None. Keys that do
+      not follow from the model's shape, tokenizer and generation settings are
+      copied from it.
+    dtype: dtype of the tensors: float32, bfloat16 or float16; None for the
+      dtype of `like`, or without `like` for that of the model's weights.
+    max_length: for a Decoder, the number of tokens of the longest sequence it
+      was trained with; config.json gets it if `like` does not state it. None
+      leaves it out.
+    labels: for a VisionTower with classes, their names; None for those of
+      `like`, or without `like` for LABEL_0 and so on.
+    max_shard_size: bytes of tensors per file. A larger model is split into
+      several files with an index; the parameter of one layer is never split.
 
   Raises:
     TypeError: an argument of another kind.
     ValueError: `max_length` or `max_shard_size` is below 1; the folder exists;
       another process is writing it (or was killed while it did, and left
-      FOLDER.unfinished); `like` is of another model; transformers has no such
-      model; there are not as many labels as classes; or a weight is not
-      finite, which those above 65504 are not in float16.
-    OSError: it cannot be written; nothing is left of it then.
+      FOLDER.unfinished); `like` belongs to another model; transformers has no
+      such model; there are not as many labels as classes; or a weight is not
+      finite (in float16, weights above 65504 are not).
+    OSError: the checkpoint cannot be written; nothing of it is left behind.
   """
   _check(model, folder, like, max_length, labels, max_shard_size)
   folder = Path(folder)
@@ -182,7 +183,7 @@ def _check(model, folder, like, max_length, labels, max_shard_size) -> None:
 
 
 class _Shard(NamedTuple):
-  """Parts of the model that are in one file, and their tensors' bytes."""
+  """The parts of the model in one file, and the bytes of their tensors."""
 
   parts: list[Part]
   size: int
@@ -225,12 +226,12 @@ def _bytes(shape: tuple[int, ...], dtype: np.dtype) -> int:
 def _reader(
   params: Any, dtype: np.dtype
 ) -> Callable[[Part], Iterator[np.ndarray]]:
-  """Builds the function that gives a part's tensors, one after another."""
+  """Builds the function that returns a part's tensors one after another."""
   leaves = {path_of(keys): x for keys, x in jax.tree.leaves_with_path(params)}
   unpacked: dict[str, Callable] = {}
 
   def read(part: Part) -> Iterator[np.ndarray]:
-    if part.path not in unpacked:  # A function a parameter, not one a layer.
+    if part.path not in unpacked:  # One function per parameter, not per layer.
       unpacked[part.path] = jax.jit(_unpacker(part, dtype))
     tensors, is_finite = unpacked[part.path](
       leaves[part.path], np.int32(part.layer or 0)
@@ -265,7 +266,7 @@ def _write_file(
   dtype: np.dtype,
   read: Callable[[Part], Iterator[np.ndarray]],
 ) -> None:
-  """Writes one file of safetensors, whose header is known before its data."""
+  """Writes one safetensors file; its header is known before its data."""
   header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
   place = 0
   for part in written:
@@ -278,14 +279,14 @@ def _write_file(
       }
       place = end
   text = json.dumps(header, separators=(",", ":")).encode()
-  text += b" " * (-len(text) % 8)  # Tensors begin at multiples of 8 bytes.
+  text += b" " * (-len(text) % 8)  # Tensors start at a multiple of 8 bytes.
   with file.open("xb") as opened:
     opened.write(len(text).to_bytes(8, "little") + text)
     for part in written:
       for x in read(part):
         opened.write(np.ascontiguousarray(x).view(np.uint8).data)
     opened.flush()
-    os.fsync(opened.fileno())  # Else a crash may leave the name without it.
+    os.fsync(opened.fileno())  # Otherwise a crash may lose the data.
 
 
 def _write_json(file: Path, values: dict) -> None:

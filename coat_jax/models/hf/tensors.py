@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tensors of a checkpoint make which parameter, family by family.
+"""Maps the tensors of a checkpoint to parameters, family by family.
 
-A row names the tensors of one parameter, of one layer where layers are stacked,
+A row names the tensors of one parameter (of one layer, if layers are stacked)
 and how they are laid out in it. Families whose tensors have other names, or are
-fused otherwise, are other tables.
+fused differently, have their own tables.
 """
 
 from collections.abc import Iterator
@@ -59,7 +59,7 @@ _NORMS_OF_QK = {
   )
   for x in "qk"
 }
-# Behind its blocks, where others have them in front.
+# OLMo 2 has norms after its blocks; other families have them before.
 _OLMO2 = {
   path: row for path, row in _LLAMA.items() if not path.endswith("/norm/scale")
 } | {
@@ -91,7 +91,7 @@ _GEMMA = _LLAMA | {
   ),
 }
 _GPT2_LAYER = "transformer.h.{i}."
-# Of each product, and norm, the ends of both paths: kernel or scale, and bias.
+# The last parts of both names: kernel or scale, and bias, per product and norm.
 _GPT2 = {
   "embedding": Row(SAME, ("transformer.wte.weight",)),
   "position_embedding": Row(SAME, ("transformer.wpe.weight",)),
@@ -124,7 +124,7 @@ _MOE = _LLAMA | {
   ),
   "layers/mlp/down": Row(EXPERTS_TRANSPOSED, (_EXPERTS + "down_proj.weight",)),
 }
-# By the family's name; a model has those rows whose parameters it has.
+# By the family's name; a model uses the rows of the parameters that it has.
 TENSORS: dict[str, dict[str, Row]] = {
   "llama": _LLAMA,
   "olmo": _LLAMA,
@@ -139,17 +139,17 @@ TENSORS: dict[str, dict[str, Row]] = {
   "qwen3_moe": _MOE | _NORMS_OF_QK,
 }
 
-# Old checkpoints hold what follows from the configuration: of Llama the
-# frequencies of RoPE, of GPT-2 which keys queries see.
+# Old checkpoints also store buffers that follow from the configuration: Llama's
+# RoPE frequencies, and GPT-2's causal masks.
 IGNORED_ENDS = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
-# What the names of a checkpoint may lack in front, as those of GPT-2 that were
-# published do.
+# A prefix that the names in a checkpoint may lack, as in GPT-2's published
+# checkpoints.
 PREFIXES = {"gpt2": "transformer."}
 
 
 type AnyConfig = ModelConfig | VisionConfig | VisionLanguageConfig
 
-# Of what is between a tower and a decoder.
+# The rows of the projector between a tower and a decoder.
 _PROJECTOR = {
   f"linear_{i}/{own}": Row(layout, (f"linear_{i}.{end}",))
   for i in (1, 2)
@@ -161,12 +161,12 @@ _PROJECTOR = {
 
 
 class Section(NamedTuple):
-  """A part of a model that has a table: all of it, if it is not of several.
+  """A part of a model that has its own table; most models are a single section.
 
   Attributes:
-    path: in front of those of its parameters, "decoder/", or nothing.
-    prefix: in front of its tensors' names.
-    config: of the part; None where its table needs none.
+    path: prefix of its parameters' paths, such as "decoder/", or empty.
+    prefix: prefix of its tensors' names.
+    config: the section's configuration; None if its table needs none.
   """
 
   path: str
@@ -175,7 +175,7 @@ class Section(NamedTuple):
 
   @property
   def table(self) -> dict[str, Row]:
-    """Its rows, of which it has those whose parameters it has."""
+    """The section's rows; it uses those whose parameters it has."""
     if self.config is None:
       return _PROJECTOR
     if isinstance(self.config, VisionConfig):
@@ -183,12 +183,12 @@ class Section(NamedTuple):
     return TENSORS[self.config.family]
 
   def params(self, params: Any) -> Any:
-    """Its part of a model's parameters, nested dicts."""
+    """Returns the section's part of a model's parameters, as nested dicts."""
     return params[self.path.rstrip("/")] if self.path else params
 
 
 def sections(config: AnyConfig) -> tuple[Section, ...]:
-  """The sections of a model."""
+  """Returns the sections of a model."""
   if not isinstance(config, VisionLanguageConfig):
     return (Section("", "", config),)
   return (
@@ -199,14 +199,14 @@ def sections(config: AnyConfig) -> tuple[Section, ...]:
 
 
 class Part(NamedTuple):
-  """What of a model comes from one row: a parameter, or one layer of it.
+  """A parameter, or one layer of it, that is made from one row's tensors.
 
   Attributes:
-    path: the parameter's, `layers/mlp/gate_up/kernel`.
-    layer: number of the layer; None of parameters that are not stacked.
-    row: of the parameter.
-    config: of the section, as layouts take it.
-    tensors: name, and shape and dtype of the parameter's, of each tensor.
+    path: the parameter's path, such as `layers/mlp/gate_up/kernel`.
+    layer: index of the layer; None for parameters that are not stacked.
+    row: the parameter's row.
+    config: the section's configuration, as layouts take it.
+    tensors: for each tensor its name, shape, and the parameter's dtype.
   """
 
   path: str
@@ -217,20 +217,20 @@ class Part(NamedTuple):
 
 
 def path_of(keys: Any) -> str:
-  """Writes the keys that lead to a parameter as tables have them."""
+  """Writes the keys that lead to a parameter as a path, as tables have it."""
   return jax.tree_util.keystr(keys, simple=True, separator="/")
 
 
 def is_stacked(path: str) -> bool:
-  """Whether a section's parameter has a leading axis of layers."""
+  """Tells whether a section's parameter has a leading axis of layers."""
   return path.startswith("layers/")
 
 
 def parts(config: AnyConfig, params: Any) -> Iterator[Part]:
-  """Yields what a model is made of, in the order of its layers.
+  """Yields the parts of a model in the order of its layers.
 
   Args:
-    config: the model's.
+    config: the model's configuration.
     params: its parameters, nested dicts of arrays or `jax.ShapeDtypeStruct`.
   """
   for section in sections(config):
@@ -263,6 +263,6 @@ def _parts(section: Section, params: Any) -> Iterator[Part]:
 
 
 def _shapes(config: Any, row: Row, shape, dtype) -> tuple:
-  """Shapes and dtypes of a row's tensors, from its parameter's in one layer."""
+  """Returns shapes and dtypes of a row's tensors from one layer's parameter."""
   one = jax.ShapeDtypeStruct(shape, dtype)
   return jax.eval_shape(lambda x: row.layout.unpack(config, x), one)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""config.json of transformers to a `VisionConfig`, and back.
+"""Reads a Hugging Face config.json into a `VisionConfig`, and writes it.
 
 As in `config`, a key is a number of the tower, known to have no effect, or
-refused by name. Of CLIP and SigLIP whole, text and all, the part of a file that
-is the tower's is read.
+refused by name. If the file describes a whole CLIP or SigLIP with its text
+model, we read only the tower's part.
 """
 
 import dataclasses
@@ -24,12 +24,12 @@ class _Row:
   """How a family's config.json is read.
 
   Attributes:
-    model_type: of the tower alone.
-    whole: model_type of a model that the tower is a part of, or None.
-    architectures: classes of transformers, the first that which is written.
-    defaults: what transformers takes where keys are left out.
-    fixed: keys that have one value here.
-    fields: by key, further fields of `VisionConfig`.
+    model_type: model_type of the tower alone.
+    whole: model_type of a model that contains the tower, or None.
+    architectures: classes of transformers; the first one is written.
+    defaults: what transformers assumes for absent keys.
+    fixed: keys that must have a certain value.
+    fields: further fields of `VisionConfig`, by key.
   """
 
   model_type: str
@@ -85,12 +85,12 @@ _ROWS = {
 VISION_TYPES = {row.model_type: family for family, row in _ROWS.items()}
 _WHOLE = {row.whole: family for family, row in _ROWS.items() if row.whole}
 _WITHOUT_EFFECT = WITHOUT_EFFECT | {
-  # Of new random weights, of other ends of the model, of dropout, which is of
-  # training alone.
+  # The initialization of new weights, other ends of the model, and dropout,
+  # which only matters in training.
   *("initializer_factor", "projection_dim", "encoder_stride"),
   *("hidden_dropout_prob", "attention_probs_dropout_prob", "dropout"),
   *("num_labels", "pooler_output_size"),
-  # Of models that generate text, which version 4 wrote for all.
+  # Keys for text generation, which version 4 wrote for every model.
   *("add_cross_attention", "bad_words_ids", "begin_suppress_tokens"),
   *("cross_attention_hidden_size", "decoder_start_token_id"),
   *("diversity_penalty", "early_stopping", "encoder_no_repeat_ngram_size"),
@@ -108,13 +108,13 @@ def read_vision_config(folder: Path) -> tuple[VisionConfig, np.dtype]:
   """Reads the config.json of a checkpoint that has a vision tower.
 
   Args:
-    folder: of the checkpoint.
+    folder: the checkpoint's folder.
 
   Returns:
-    The tower's shape, and the dtype that its tensors are said to have.
+    The tower's shape, and the dtype that the file states for its tensors.
 
   Raises:
-    ValueError: it is missing or damaged, or of a tower that cannot be had here.
+    ValueError: the file is missing or damaged, or its tower is not supported.
   """
   check_folder(folder)
   return parse_vision_config(folder / CONFIG, read_json(folder / CONFIG))
@@ -123,7 +123,7 @@ def read_vision_config(folder: Path) -> tuple[VisionConfig, np.dtype]:
 def parse_vision_config(
   file: Path, found: dict
 ) -> tuple[VisionConfig, np.dtype]:
-  """As `read_vision_config`, of what the file holds."""
+  """Parses the file's content for `read_vision_config`."""
   dtype = dtype_of(file, found)
   kind = found.get("model_type")
   family = VISION_TYPES.get(kind) if isinstance(kind, str) else None
@@ -166,7 +166,7 @@ def parse_vision_config(
 
 
 def _part(file: Path, found: dict) -> dict:
-  """The tower's part of a whole model's keys."""
+  """Returns the tower's part of a whole model's keys."""
   part = found.get("vision_config")
   if isinstance(part, dict):
     return part
@@ -177,7 +177,7 @@ def _part(file: Path, found: dict) -> dict:
 
 
 def _value(file: Path, key: str, value: Any, row: _Row) -> Any:
-  """Checks the kind of a value; `VisionConfig` checks its range."""
+  """Checks a value's type; `VisionConfig` checks its range."""
   wanted = type(row.defaults[key])
   if type(value) is wanted or (wanted is float and type(value) is int):
     return wanted(value)
@@ -189,11 +189,11 @@ def _value(file: Path, key: str, value: Any, row: _Row) -> Any:
 
 
 def _count_classes(file: Path, found: dict) -> int:
-  """How many classes a file names."""
+  """Returns the number of classes that a file names."""
   names = found.get("id2label")
   if isinstance(names, dict) and names:
     return len(names)
-  count = found.get("num_labels", 2)  # As transformers takes it.
+  count = found.get("num_labels", 2)  # The default of transformers.
   if names is None and type(count) is int:
     return count
   raise ValueError(
@@ -213,17 +213,17 @@ def write_vision_config(
 
   Args:
     config: the tower's shape.
-    dtype: of its tensors.
-    like: a config.json of the same shape, whose other keys are kept; of a whole
-      model those of its tower.
-    labels: names of the classes; None for those of `like`, or without one
-      LABEL_0 and so on, as transformers has it.
+    dtype: dtype of its tensors.
+    like: a config.json of the same shape; its other keys are kept. If it is a
+      whole model's, the keys of its tower are kept.
+    labels: names of the classes; None for those of `like`, or without `like`
+      for LABEL_0 and so on, as transformers names them.
 
   Returns:
-    What the file holds.
+    The content of the file.
 
   Raises:
-    ValueError: there are not as many different labels as classes.
+    ValueError: the number of different labels is not the number of classes.
   """
   row = _ROWS[config.family]
   like = like or {}

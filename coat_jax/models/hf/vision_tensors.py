@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tensors of a checkpoint make which parameter of a vision tower."""
+"""Maps the tensors of a checkpoint to the parameters of a vision tower."""
 
 from typing import Any
 
@@ -7,10 +7,10 @@ from coat_jax.models.hf.layouts import SAME, TRANSPOSED, Layout, Row
 from coat_jax.models.hf.pack import pack_qkv, unpack_qkv
 from coat_jax.models.vision import VisionConfig
 
-# In front of the names of a classifier's tensors but its last product's.
+# Prefix of a classifier's tensors, except those of its last product.
 _VIT = "vit."
-# In front of a tower's in a whole CLIP or SigLIP, and in all that version 4 of
-# transformers wrote.
+# Prefix of the tower's tensors in a whole CLIP or SigLIP, and in every file
+# that version 4 of transformers wrote.
 _TOWER = "vision_model."
 
 _QKV = Layout(
@@ -34,7 +34,7 @@ _PATCHES = Layout(
 
 
 def _images(config: VisionConfig, kernel: Any) -> Any:
-  """A kernel of patches [C P P, D] as that of a convolution [D, C, P, P]."""
+  """Reshapes a patch kernel [C P P, D] to a convolution's [D, C, P, P]."""
   sides = (config.patch_size, config.patch_size)
   return kernel.T.reshape(config.d_model, config.num_channels, *sides)
 
@@ -42,7 +42,7 @@ def _images(config: VisionConfig, kernel: Any) -> Any:
 def _rows(
   *products: tuple[str, str], norms: tuple[tuple[str, str], ...]
 ) -> dict[str, Row]:
-  """Of (path, name) of products and norms, weights and biases."""
+  """Returns the rows of products and norms, given as (path, name) pairs."""
   found = {}
   for path, name in products:
     found[f"{path}/kernel"] = Row(TRANSPOSED, (f"{name}.weight",))
@@ -63,7 +63,7 @@ def _qkv(names: tuple[str, ...]) -> dict[str, Row]:
 
 
 _LAYER = "encoder.layers.{i}."
-# Of CLIP and SigLIP; the first has no bias of patches, the second no class.
+# The rows of CLIP and SigLIP; CLIP has no patch bias, SigLIP no class token.
 _CLIP = {
   "patches/class_embed": Row(SAME, ("embeddings.class_embedding",)),
   "patches/linear/kernel": Row(
@@ -81,7 +81,7 @@ _CLIP = {
     norms=(
       ("layers/attention/qkv/norm", _LAYER + "layer_norm1"),
       ("layers/mlp/norm", _LAYER + "layer_norm2"),
-      ("pre_norm", "pre_layrnorm"),  # As it is spelled there.
+      ("pre_norm", "pre_layrnorm"),  # Misspelled in transformers.
       ("norm", "post_layernorm"),
     ),
   ),
@@ -100,11 +100,11 @@ _SIGLIP = _CLIP | {
 
 
 def _vit(start: str, pool: str) -> dict[str, Row]:
-  """ViT's.
+  """Returns ViT's rows.
 
   Args:
-    start: in front of all names but those of the pool.
-    pool: name of the product of the class token.
+    start: prefix of all names except those of the pool.
+    pool: name of the product that reads the class token.
   """
   layer = start + "encoder.layer.{i}."
   patches = start + "embeddings.patch_embeddings.projection"
@@ -138,18 +138,18 @@ _CLASSIFIER, _ENCODER = _vit(_VIT, "classifier"), _vit("", "pooler.dense")
 
 
 def vision_table(config: VisionConfig) -> dict[str, Row]:
-  """The rows of a tower's parameters, and of some that it may not have."""
+  """Returns rows for a tower's parameters, and some that it may not have."""
   if config.family == "vit":
     return _ENCODER if config.num_classes is None else _CLASSIFIER
   return {"clip_vision": _CLIP, "siglip_vision": _SIGLIP}[config.family]
 
 
 def of_tower[T](config: VisionConfig, tensors: dict[str, T]) -> dict[str, T]:
-  """A checkpoint's tensors that are a tower's, by the names that tables have.
+  """Selects a tower's tensors from a checkpoint, under the tables' names.
 
   Args:
-    config: the tower's.
-    tensors: by name; of a whole model those of its text are left out.
+    config: the tower's configuration.
+    tensors: by name; a whole model's text tensors are left out.
   """
   if config.family == "vit":
     if config.num_classes is not None:

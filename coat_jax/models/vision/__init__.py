@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Vision towers: encoders of images, of the blocks that decoders have.
+"""Vision towers: image encoders that are built of the decoders' blocks.
 
 config  `VisionConfig`, the shape of a tower
-embed   pixels to the input of the first layer
-tower   `VisionTower`: layers, and what reads their output
-pool    one vector an image
+embed   turns pixels into the input of the first layer
+tower   `VisionTower`: the layers, and what reads their output
+pool    computes one vector per image
 """
 
 from coat_jax.models.vision.config import VISION_FAMILIES as VISION_FAMILIES

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shape of a vision tower, and what families of towers choose."""
+"""The shape of a vision tower, and the choices of each family of towers."""
 
 import dataclasses
 import difflib
@@ -11,15 +11,15 @@ from coat_jax.ops import Approximation
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VisionFamily:
-  """What all towers of a family have in common.
+  """The choices that all towers of a family share.
 
   Attributes:
-    approximate: GELU, as `layers.MLP` takes it.
-    has_class_token: whether a learned token stands in front of the patches.
-    patch_bias: whether the patches' projection has a bias.
-    pre_norm: whether there is a norm in front of the first layer.
-    norms_output: whether the hidden states that a tower returns went through
-      its last norm, or only what is pooled.
+    approximate: which GELU, as `layers.MLP` takes it.
+    has_class_token: whether a learned token comes before the patches.
+    patch_bias: whether the projection of patches has a bias.
+    pre_norm: whether there is a norm before the first layer.
+    norms_output: whether the last norm is applied to the hidden states that a
+      tower returns, or only to what is pooled.
   """
 
   approximate: Approximation
@@ -47,22 +47,23 @@ class VisionConfig:
 
   Attributes:
     family: a row of `VISION_FAMILIES`: "vit", "clip_vision", "siglip_vision".
-    num_layers: of the encoder.
+    num_layers: number of layers of the encoder.
     d_model: width of the residual stream, an even multiple of `num_heads`.
     d_ff: width of the MLPs.
-    num_heads: of attention.
-    image_size: height and width of images. Where it is no multiple of
-      `patch_size`, the last rows and columns are not seen.
+    num_heads: number of attention heads.
+    image_size: height and width of images. If it is not a multiple of
+      `patch_size`, the last rows and columns are ignored.
     patch_size: height and width of a patch.
-    num_channels: of images.
+    num_channels: number of channels of images.
     norm_eps: what norms add to the variance.
-    num_classes: of a "vit" that classifies images; None for one that pools.
-    has_pool: whether a tower has the weights that pool, of a "vit" without
-      classes and of "siglip_vision"; "clip_vision" has none.
+    num_classes: number of classes if a "vit" classifies images; None if it
+      pools.
+    has_pool: whether the tower has weights that pool. A "vit" without classes
+      and a "siglip_vision" may have them; "clip_vision" has none.
 
   Raises:
-    ValueError: an unknown family, a number outside its range, sizes that do not
-      divide each other, or a choice that is of other families.
+    ValueError: the family is unknown, a number is outside its range, sizes do
+      not divide each other, or a choice belongs to other families.
   """
 
   family: str
@@ -110,20 +111,20 @@ class VisionConfig:
 
   @property
   def choices(self) -> VisionFamily:
-    """What the family chooses."""
+    """The choices of the family."""
     return VISION_FAMILIES[self.family]
 
   @property
   def num_kv_heads(self) -> int:
-    """Of attention, as of a decoder's: each head has its own keys."""
+    """The number of key heads, as for a decoder: one per query head."""
     return self.num_heads
 
   @property
   def num_patches(self) -> int:
-    """Of an image."""
+    """The number of patches of an image."""
     return (self.image_size // self.patch_size) ** 2
 
   @property
   def num_tokens(self) -> int:
-    """N, hidden states of an image: the class token's first if there is one."""
+    """The number N of hidden states per image, with the class token if any."""
     return self.num_patches + self.choices.has_class_token

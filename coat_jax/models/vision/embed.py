@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pixels to tokens: a projection of patches, a class token, positions."""
+"""Turns pixels into tokens: patches, a class token and positions."""
 
 import jax.numpy as jnp
 from flax import nnx
@@ -13,14 +13,14 @@ from coat_jax.models.vision.config import VisionConfig
 
 
 class PatchEmbedding(nnx.Module):
-  """Images to the input of a tower's first layer, or of the norm before it.
+  """Turns images into the input of a tower's first layer or of its pre-norm.
 
   Attributes:
     config: the tower's shape.
     linear: BF16 `Linear` [C P P, D] of patches, whose pixels are ordered by
       channel, row and column.
     class_embed: [D], or None without a class token.
-    position_embed: [N, D], the class token's first.
+    position_embed: [N, D], starting with the class token's.
   """
 
   def __init__(
@@ -35,8 +35,8 @@ class PatchEmbedding(nnx.Module):
 
     Args:
       config: the tower's shape.
-      dtype: of activations.
-      kernel_init: of all but biases.
+      dtype: dtype of activations.
+      kernel_init: initializer of everything but biases.
       rngs: its stream `params` initializes the parameters.
     """
     self.config = config
@@ -61,11 +61,11 @@ class PatchEmbedding(nnx.Module):
     )
 
   def __call__(self, pixel_values: Array) -> Array:
-    """Images [B, C, H, W] to [B, N, D] in `dtype`.
+    """Maps images [B, C, H, W] to [B, N, D] in `dtype`.
 
     Raises:
-      TypeError: no floating array.
-      ValueError: images of another size.
+      TypeError: the images are not a floating array.
+      ValueError: the images have another size.
     """
     check_pixels("VisionTower", pixel_values)
     c = self.config
@@ -82,15 +82,16 @@ class PatchEmbedding(nnx.Module):
       shape = (x.shape[0], 1, c.d_model)
       first = jnp.broadcast_to(first[None, None], shape)
       x = jnp.concatenate([first, x], axis=1)
-    # Summed in f32, as a decoder's learned positions.
+    # Sum in f32, as a decoder does with learned positions.
     positions = self.position_embed[...].astype(jnp.float32)
     return (x + positions[None]).astype(dtype)
 
 
 def patches(images: Array, size: int) -> Array:
-  """Images [B, C, H, W] to patches [B, (H / P) (W / P), C P P].
+  """Cuts images [B, C, H, W] into patches [B, (H / P) (W / P), C P P].
 
-  Row by row; rows and columns that fill no patch are left out.
+  Patches are ordered row by row; rows and columns that do not fill a patch are
+  left out.
   """
   b, c, *sides = images.shape
   h, w = (side // size for side in sides)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One vector an image, of its hidden states: what a tower's end computes.
+"""Pools hidden states into one vector per image, at the end of a tower.
 
-In BF16, as a decoder's output projection: of an image's tokens one is left.
+Pooling runs in BF16, like a decoder's output projection: only one token per
+image is left.
 """
 
 import jax.numpy as jnp
@@ -15,10 +16,10 @@ from coat_jax.models.vision.config import VisionConfig
 
 
 class ClassPool(nnx.Module):
-  """ViT's: a product of the class token, and tanh unless it has classes.
+  """ViT's pooling: projects the class token, with tanh unless it classifies.
 
   Attributes:
-    linear: `Linear` [D, D], or to the classes.
+    linear: `Linear` [D, D], or [D, classes].
   """
 
   def __init__(
@@ -29,7 +30,7 @@ class ClassPool(nnx.Module):
     kernel_init: nnx.Initializer,
     rngs: nnx.Rngs,
   ):
-    """Initializes the parameters; arguments as of `PatchEmbedding`."""
+    """Initializes the parameters; arguments as for `PatchEmbedding`."""
     self.classifies = config.num_classes is not None
     self.linear = Linear(
       config.d_model,
@@ -41,17 +42,18 @@ class ClassPool(nnx.Module):
     )
 
   def __call__(self, hidden: Array) -> Array:
-    """Normed hidden states [B, N, D] to [B, D], or to logits [B, classes]."""
+    """Maps normed hidden states [B, N, D] to [B, D] or logits [B, classes]."""
     y = self.linear(hidden[:, 0])
     return y if self.classifies else jnp.tanh(y)
 
 
 class AttentionPool(nnx.Module):
-  """SigLIP's: a learned query attends to all tokens; then an MLP block.
+  """SigLIP's pooling: a learned query attends to all tokens, then an MLP block.
 
   Attributes:
     probe: [D], the query's token.
-    qkv: `Linear` [D, 3 D]; q, k and v in turn, heads in their order.
+    qkv: `Linear` [D, 3 D]: q, k and v one after the other, each with its heads
+      in order.
     out: `Linear` [D, D].
     mlp: `MLP` with a LayerNorm and a residual add.
   """
@@ -64,7 +66,7 @@ class AttentionPool(nnx.Module):
     kernel_init: nnx.Initializer,
     rngs: nnx.Rngs,
   ):
-    """Initializes the parameters; arguments as of `PatchEmbedding`."""
+    """Initializes the parameters; arguments as for `PatchEmbedding`."""
     d = config.d_model
     self.num_heads = config.num_heads
     self.probe = nnx.Param(kernel_init(rngs.params(), (d,), jnp.float32))
@@ -95,7 +97,7 @@ class AttentionPool(nnx.Module):
     )
 
   def __call__(self, hidden: Array) -> Array:
-    """Normed hidden states [B, N, D] to [B, D]."""
+    """Maps normed hidden states [B, N, D] to [B, D]."""
     b, n, d = hidden.shape
     probe = self.probe[...].astype(hidden.dtype)
     x = jnp.broadcast_to(probe[None, None], (b, 1, d))

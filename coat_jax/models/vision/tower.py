@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A vision tower of several families, built of COAT's blocks.
+"""A vision tower for several families, built of COAT's blocks.
 
-Patches become tokens; layers of attention without causality and GELU MLPs, with
-LayerNorms and biases, are stacked and scanned as a decoder's. As there, what is
-at both ends stays in BF16: patches' projection, first and last norm, pooling.
+Patches become tokens. Layers of non-causal attention and GELU MLPs, with
+LayerNorms and biases, are stacked and scanned like a decoder's. As in a
+decoder, both ends stay in BF16: the patches' projection, the first and the last
+norm, and pooling.
 """
 
 from typing import Any
@@ -40,7 +41,7 @@ class VisionLayer(nnx.Module):
   """Attention to all tokens of an image and an MLP, each with norm and add.
 
   Attributes:
-    attention: an `Attention` without causality and without RoPE.
+    attention: an `Attention` that is not causal and has no RoPE.
     mlp: an `MLP`.
   """
 
@@ -55,14 +56,14 @@ class VisionLayer(nnx.Module):
     """Initializes the parameters.
 
     Args:
-      config: the tower's shape; the initial size of what writes to the residual
-        stream falls with its depth.
+      config: the tower's shape; weights that write to the residual stream start
+        smaller in deeper towers.
       recipe: what is computed and saved in FP8.
-      dtype: of activations.
+      dtype: dtype of activations.
       rngs: its stream `params` initializes the parameters.
     """
     check_config("VisionLayer", config, VisionConfig)
-    # As a decoder's: what writes to the residual stream starts smaller.
+    # As in a decoder, weights that write to the residual stream start smaller.
     out_stddev = _INIT_STDDEV * (2 * config.num_layers) ** -0.5
     shared: dict[str, Any] = dict(
       recipe=recipe,
@@ -90,12 +91,12 @@ class VisionLayer(nnx.Module):
     )
 
   def __call__(self, x: Array) -> Array:
-    """[B, N, D] to [B, N, D], in `dtype`."""
+    """Maps [B, N, D] to [B, N, D] in `dtype`."""
     return self.mlp(self.attention(x))
 
 
 class VisionTower(nnx.Module):
-  """Images to hidden states, to a vector each, or to logits of classes.
+  """Maps images to hidden states, to one vector each, or to class logits.
 
   Example usage::
 
@@ -118,10 +119,10 @@ class VisionTower(nnx.Module):
   Attributes:
     config: the tower's shape.
     patches: `PatchEmbedding`.
-    pre_norm: LayerNorm in front of the first layer, of CLIP; else None.
+    pre_norm: LayerNorm before the first layer, in CLIP; otherwise None.
     layers: a VisionLayer whose parameters have a leading axis of layers.
-    norm: LayerNorm behind the last layer.
-    pool: `ClassPool` or `AttentionPool`; None where pooling has no weights.
+    norm: LayerNorm after the last layer.
+    pool: `ClassPool` or `AttentionPool`; None if pooling has no weights.
   """
 
   def __init__(
@@ -140,13 +141,13 @@ class VisionTower(nnx.Module):
     Args:
       config: the tower's shape.
       recipe: what layers compute and save in FP8; None for `recipe.coat()`. Its
-        `axes` are those of the mesh that the tower is called on.
-      dtype: of activations.
-      param_dtype: in what weights are stored; norms' scales and biases are f32
-        always.
-      remat: what layers compute again in the backward, as of `Decoder`.
-      store: `(path, array) -> array`, in what parameters are stored, as of
-        `Decoder`; None for `param_dtype`.
+        `axes` must be those of the mesh on which the tower is called.
+      dtype: dtype of activations.
+      param_dtype: dtype in which weights are stored; norms' scales and biases
+        are always f32.
+      remat: what layers recompute in the backward, as for `Decoder`.
+      store: `(path, array) -> array`, converts parameters to the form in which
+        they are stored, as for `Decoder`; None for `param_dtype`.
       rngs: its stream `params` initializes the parameters.
 
     Raises:
@@ -194,27 +195,27 @@ class VisionTower(nnx.Module):
       store_params(getattr(self, name), name, store)
 
   def __call__(self, pixel_values: Array) -> Array:
-    """What the family's model of transformers returns first.
+    """Returns what the family's model in transformers returns first.
 
     Args:
       pixel_values: images [B, C, H, W], BF16 or f32, resized and normalized.
 
     Returns:
-      Logits f32 [B, classes] where the tower has classes; else hidden states
-      [B, N, D] in `dtype`, behind the last norm but in CLIP.
+      Logits f32 [B, classes] if the tower has classes; otherwise hidden states
+      [B, N, D] in `dtype`, after the last norm except in CLIP.
     """
     if self.config.num_classes is not None:
       return self.pooled(pixel_values).astype(jnp.float32)
     return self._output(self.features(pixel_values))
 
   def pooled(self, pixel_values: Array) -> Array:
-    """One vector an image, `pooler_output` of transformers.
+    """Returns one vector per image, the `pooler_output` of transformers.
 
     Args:
-      pixel_values: as of the call.
+      pixel_values: as for the call.
 
     Returns:
-      [B, D] in `dtype`; of a tower that classifies, its logits.
+      [B, D] in `dtype`; the logits if the tower classifies.
 
     Raises:
       ValueError: the tower has no weights that pool.
@@ -230,21 +231,21 @@ class VisionTower(nnx.Module):
     return self.pool(self._output(hidden))
 
   def features(self, pixel_values: Array, *, layer: int = -1) -> Array:
-    """Hidden states behind a layer, in front of the last norm.
+    """Returns the hidden states after a layer, before the last norm.
 
     Args:
-      pixel_values: as of the call.
-      layer: place among the input of the first layer (0) and the outputs of all
-        layers (1 and on), from the end where it is negative: -1 for the last
-        layer's, -2 as LLaVA's `vision_feature_layer`. Layers behind it are not
-        run.
+      pixel_values: as for the call.
+      layer: index into the input of the first layer (0) and the outputs of all
+        layers (1 and on). Negative values count from the end: -1 is the last
+        layer's output, -2 is LLaVA's `vision_feature_layer`. Later layers do
+        not run.
 
     Returns:
-      [B, N, D] in `dtype`, N with the class token first where there is one.
+      [B, N, D] in `dtype`; if there is a class token, it comes first.
 
     Raises:
-      ValueError: there is no such layer; images of another size; or a mesh
-        whose tensor axis does not divide N.
+      ValueError: there is no such layer, the images have another size, or the
+        mesh's tensor axis does not divide N.
     """
     count = self.config.num_layers
     check_whole("VisionTower", "layer", layer, None, "-1 is the last one")
@@ -267,7 +268,7 @@ class VisionTower(nnx.Module):
     return scan(x, layers)
 
   def _output(self, hidden: Array) -> Array:
-    """The last layer's hidden states as transformers returns them."""
+    """Returns the last layer's hidden states as transformers returns them."""
     return self.norm(hidden) if self.config.choices.norms_output else hidden
 
   def _step(self):
@@ -282,7 +283,7 @@ class VisionTower(nnx.Module):
     return lambda x, layer: kept(x, layer, None)[0]
 
   def _check_mesh(self) -> None:
-    """Raises ValueError where devices along tensor cannot share an image."""
+    """Raises ValueError if the tensor axis does not divide the tokens."""
     if self.axes is None or self.axes.tensor is None:
       return
     mesh = jax.sharding.get_abstract_mesh()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels in Triton's own language, called by jax-triton.
+"""Kernels written in Triton's own language and called through jax-triton.
 
-For what Pallas' Triton backend has not: FP8 tensor cores. Their modules import
-triton and jax-triton where they are called; `pip install "coat_jax[triton]"`
-brings both. Nothing here runs on a CPU.
+They use FP8 tensor cores, which Pallas' Triton backend does not support. The
+modules import triton and jax-triton only when a kernel is called;
+`pip install "coat_jax[triton]"` installs both. Nothing here runs on a CPU.
 """

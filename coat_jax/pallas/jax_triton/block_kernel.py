@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel of `block_product`, in Triton's language; imports triton."""
+"""The Triton kernel behind `block_product`; importing this imports triton."""
 
 import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
@@ -23,17 +23,17 @@ def product(
   tile_n: tl.constexpr,
   band: tl.constexpr,
 ):
-  """out [m, n] = a [m, k] b [n, k]^T, k in blocks of 128 with scales.
+  """Computes out [m, n] = a [m, k] b [n, k]^T, k in scaled blocks of 128.
 
   Args:
-    a_ref, b_ref: codes, what is summed over last.
+    a_ref, b_ref: FP8 codes; the axis that is summed over is last.
     a_scale_ref: f32 [k / 128, m].
-    b_scale_ref: f32 [k / 128, b_rows], one for each b_height rows of b.
-    add_ref: [m, n], added in f32 where has_add; else any array.
+    b_scale_ref: f32 [k / 128, b_rows], one scale per b_height rows of b.
+    add_ref: [m, n], added in f32 if has_add; otherwise any array.
     out_ref: [m, n].
-    tile_m, tile_n: of out, that one program computes.
-    band: tiles along m that programs go through before the next along n, so
-      that those that run together read the same b.
+    tile_m, tile_n: size of the tile of out that one program computes.
+    band: number of tiles along m that programs work through before they move
+      on along n, so that programs that run at the same time read the same b.
   """
   block: tl.constexpr = 128
   program = tl.program_id(0)
@@ -45,7 +45,8 @@ def product(
   rows = (first + within % height) * tile_m + tl.arange(0, tile_m)
   columns = within // height * tile_n + tl.arange(0, tile_n)
   inner = tl.arange(0, block)
-  # Past the last row the first ones are read again, and nothing is written.
+  # Rows past the end wrap around and read the first rows again; they are not
+  # written.
   a_rows, b_columns = rows % m, columns % n
   a_at = a_ref + a_rows.to(tl.int64)[:, None] * k + inner[None, :]
   b_at = b_ref + b_columns.to(tl.int64)[None, :] * k + inner[:, None]
@@ -54,8 +55,8 @@ def product(
   total = tl.zeros((tile_m, tile_n), dtype=tl.float32)
   for _ in range(k // block):
     partial = tl.dot(tl.load(a_at), tl.load(b_at))
-    # Tensor cores sum a block with fewer bits than f32 has; blocks are summed
-    # in f32 here.
+    # Tensor cores sum a block with fewer bits than f32, so we add up the
+    # blocks in f32 here.
     scale = tl.load(a_scale_at)[:, None] * tl.load(b_scale_at)[None, :]
     total += partial * scale
     a_at += block

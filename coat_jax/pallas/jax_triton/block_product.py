@@ -3,20 +3,22 @@
 
   out [m, n] = sum over blocks j of k: a_j b_j^T a_scale_j b_scale_j
 
-One program computes a tile of `out`: for each block of 128 of what is summed
-over, wgmma sums a tile's products, and the sum, times its two scales, is added
-in f32 to the others (arXiv:2412.19437, section 3.3.2, promotes so as well). The
-scales of a row per block, [m, k / 128], are transposed for it, so that a tile
-reads those of its rows next to one another. The two scales of a block are
-multiplied with each other first: a product of them below 1.2e-38 is inexact or
-0, where the definition in `ops.linear` still has values.
+One program computes a tile of `out`. For each block of 128 along k, wgmma
+computes the tile's partial product, which is multiplied by the two scales and
+added to the running sum in f32 (arXiv:2412.19437, section 3.3.2, promotes to
+f32 in the same way). Scales of a row per block, [m, k / 128], are transposed
+for the kernel, so that the scales of a tile's rows are contiguous. The two
+scales of a block are multiplied with each other first: if their product is
+below 1.2e-38 it is inexact or 0, where the definition in `ops.linear` still has
+values.
 
-`block_kernel.py` is compiled by the triton that is installed, when a program
-with it is lowered. Triton 3.9 makes wgmma.mma_async m64n128k32 of its product,
-for E4M3 and for E5M2; docs/extending.md compiles it for an H200 without one.
-On an H200 (2026-11-23, jax 0.11.2, triton 3.9.0, products of Llama-2-7B with
-8192 tokens) it makes 570 to 680 TFLOP/s forward and for the gradient of x, and
-400 to 430 for that of w, whose two operands have a scale for each row.
+The installed triton compiles `block_kernel.py` when a program that uses it is
+lowered. Triton 3.9 compiles the product to wgmma.mma_async m64n128k32, for
+both E4M3 and E5M2; docs/extending.md shows how to compile it for an H200
+without having one. On an H200 (2026-11-23, jax 0.11.2, triton 3.9.0, products
+of Llama-2-7B with 8192 tokens) it reaches 570 to 680 TFLOP/s for the forward
+and for the gradient of x, and 400 to 430 for the gradient of w, where both
+operands have a scale for each row.
 """
 
 import dataclasses
@@ -35,19 +37,19 @@ from coat_jax.ops.linear import in_columns, in_rows, in_sum
 from coat_jax.ops.types import BlockScales, Operand, Unsupported
 from coat_jax.qtensor import QTensor
 
-# JAX 0.11.2 has the assembler of CUDA 13.0, which knows PTX up to 9.0; triton
-# 3.9 writes 9.4 where nothing is said.
+# JAX 0.11.2 ships the assembler of CUDA 13.0, which supports PTX up to 9.0;
+# triton 3.9 emits 9.4 by default.
 PTX_VERSION = 90
 
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-  """How a program computes.
+  """The shape of a tile and how one program computes it.
 
   Attributes:
-    m, n: of the result, a program's.
-    band: tiles along m that run together.
-    num_warps, num_stages: of a program; stages are blocks in flight.
+    m, n: size of the tile of the result that one program computes.
+    band: number of tiles along m that run together.
+    num_warps, num_stages: of one program; a stage is one block in flight.
   """
 
   m: int
@@ -57,12 +59,12 @@ class Tile:
   num_stages: int = 4
 
   def programs(self, m: int, n: int) -> int:
-    """How many there are."""
+    """Returns the number of programs for a result [m, n]."""
     return math.ceil(m / self.m) * math.ceil(n / self.n)
 
 
 def pick_tile(m: int) -> Tile:
-  """A tile for [m, n]: lower where there are few rows."""
+  """Picks a tile for [m, n]; it has fewer rows if m is small."""
   return Tile(128, 128) if m > 64 else Tile(64, 128, num_warps=4)
 
 
@@ -74,7 +76,7 @@ def linear_fwd(
   add: Array | None = None,
   bias: Array | None = None,
 ) -> Array:
-  """`ops.linear_fwd`; XLA adds a bias, in a pass of its own."""
+  """`ops.linear_fwd`; XLA adds the bias in a separate pass."""
   _require("linear_fwd", x, w, dtype)
   rows = in_rows(x)
   _require_sizes("linear_fwd", rows, in_columns(w))
@@ -111,7 +113,7 @@ def linear_wgrad(
 
 
 def _require(op: str, a: Operand, b: Operand, dtype: DTypeLike) -> None:
-  """Raises `Unsupported` for what is not in blocks, or without jax-triton."""
+  """Raises `Unsupported` without block scales or without jax-triton."""
   if not all(isinstance(x.scale, BlockScales) for x in (a, b)):
     raise Unsupported(
       f"{op}: the kernel of jax-triton takes scales of blocks of {BLOCK}, got "
@@ -131,7 +133,7 @@ def _require(op: str, a: Operand, b: Operand, dtype: DTypeLike) -> None:
 
 
 def _require_sizes(op: str, a: QTensor, b: QTensor) -> None:
-  """Raises `Unsupported` for formats and sizes that the kernel has not."""
+  """Raises `Unsupported` for formats and sizes that the kernel cannot take."""
   dtypes = {a.qvalue.dtype, b.qvalue.dtype}
   if len(dtypes) > 1 or not all(map(is_fp8, dtypes)):
     raise Unsupported(
@@ -153,7 +155,7 @@ def _is_installed(module: str) -> bool:
 def _product(
   a: QTensor, b: QTensor, dtype: DTypeLike, add: Array | None = None
 ) -> Array:
-  """a [m, k] b [n, k]^T."""
+  """Computes a [m, k] b [n, k]^T."""
   import jax_triton  # pyright: ignore[reportMissingImports]
 
   from coat_jax.pallas.jax_triton import block_kernel

@@ -1,28 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step of Adam on one leaf with encoded moments, in one pass over memory.
+"""An Adam step on one leaf with encoded moments, in one pass over memory.
 
-`adam.adam_update` and `adam.adamw_step` as one kernel (`leaf_step`). With f32
-parameters and gradients and E4M3 codes a step reads and writes 16.2 bytes a
-value (p twice, g, two codes twice), with bf16 10.2, with weights of 24 bits and
-bf16 gradients 12.2.
+These are `adam.adam_update` and `adam.adamw_step` as one kernel (`leaf_step`).
+With f32 parameters and gradients and E4M3 codes a step reads and writes 16.2
+bytes per value (p twice, g once, two codes twice); with bf16 10.2 bytes; with
+24-bit weights and bf16 gradients 12.2 bytes.
 
 One H200, 2026-11-21, jax 0.11.2, 2^28 parameters, donated, one run (ms):
 
-  codec, rounding         f32    bf16    instructions a value (f32, bf16)
-                                         then       since 2026-11-23
+  codec, rounding         f32    bf16    instructions per value (f32, bf16)
+                                          then       since 2026-11-23
   coat nearest            1.11   0.99     58    77    54    62
   coat stochastic         1.56   1.67    108   126    88    92
   log8 stochastic         1.29   1.38    104   121    86    91
   optax.adamw (XLA)       1.81   0.92
 
-What is since 2026-11-23 was compiled for an H200, and not timed. With 90 and 95
-instructions coat stochastic took 1.25 and 1.31 ms, log8 1.22 and 1.10.
+The version since 2026-11-23 was compiled for an H200 but not timed. At 90 and
+95 instructions, coat stochastic took 1.25 and 1.31 ms and log8 1.22 and 1.10.
 
-To nearest with f32, memory bounds it. With stochastic rounding instructions do,
-13 of coat's being special functions, which take 8 clocks each: four logarithms
-and four powers a value, a root, a reciprocal. Registers (116 to 126; log8 80 to
-95) leave 16 warps (20 to 24) to a multiprocessor. docs/log says what did not
-help.
+With f32 and rounding to nearest, memory bandwidth is the limit. With stochastic
+rounding the instructions are. For coat 13 of them are special functions, which
+take 8 clocks each: per value four logarithms, four powers, a root and a
+reciprocal. The registers (116 to 126 per thread; log8 80 to 95) allow 16 warps
+(log8 20 to 24) per multiprocessor. docs/log lists what we tried in vain.
 """
 
 import dataclasses
@@ -50,7 +50,7 @@ def adam_update(
   whole=None,
   interpret: bool = False,
 ):
-  """`adam.adam_update`. With `interpret`, on a CPU, slowly."""
+  """`adam.adam_update`. With `interpret` it runs on a CPU, slowly."""
   _check("adam_update", stored, groups, scalars, (g,))
   supported()
   place = Place(key, start, whole, None)
@@ -73,8 +73,8 @@ def adamw_step(
   layer=None,
   interpret: bool = False,
 ):
-  """`adam.adamw_step`. With `interpret`, on a CPU, slowly."""
-  values = jax.tree.leaves(p)[0]  # A `SplitWeight` has low bytes too.
+  """`adam.adamw_step`. With `interpret` it runs on a CPU, slowly."""
+  values = jax.tree.leaves(p)[0]  # A `SplitWeight` also has low bytes.
   _check("adamw_step", stored, groups, scalars, (values, g))
   supported()
   rule = dataclasses.replace(
@@ -88,7 +88,7 @@ def adamw_step(
 
 
 def _check(op: str, stored, groups, scalars, arrays) -> None:
-  """Raises `Unsupported` where the kernel cannot take these."""
+  """Raises `Unsupported` for arguments that the kernel cannot take."""
   if scalars.gradient_ratio is not None:
     raise Unsupported(f"{op}: the kernel has no Nesterov momentum")
   leaf_step.check(op, stored, groups, arrays)
@@ -96,7 +96,7 @@ def _check(op: str, stored, groups, scalars, arrays) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Adam:
-  """`adam.adam`, and the new parameter if there is one."""
+  """`adam.adam`, followed by the update of the parameter if there is one."""
 
   b1: Array
   one_minus_b1: Array
@@ -114,10 +114,10 @@ class _Adam:
     mu, nu = old
     if self.grad_scale is not None:
       g = on.in_f32(g) * self.grad_scale
-    # `formats.with_finite_square`; a product and a sum are one instruction, to
-    # compare and to select are two, at half its rate. XLA keeps a copy of all
-    # gradients for this form, so the definition has the other.
-    # In bf16, two values at a time.
+    # `formats.with_finite_square`, but with one FMA instead of a compare and a
+    # select, which run at half the rate. The definition does not use this form
+    # because XLA would then keep a copy of all gradients.
+    # In bf16 this handles two values at a time.
     bound = jnp.asarray(ROOT_OF_LARGEST, g.dtype)
     g = jnp.clip(g, -bound, bound) + jnp.zeros([], g.dtype) * g
     g = on.in_f32(g)

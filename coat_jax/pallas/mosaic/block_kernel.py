@@ -1,21 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """The kernel of `block_product`, in Pallas for Mosaic GPU.
 
-One program stays on each multiprocessor and goes from tile to tile. Its third
-warpgroup loads blocks of a, of b and their scales into shared memory ahead of
-the other two, which have 64 rows of each 128 of the tile: four wgmma of
-m64n128k32 sum a block, and that sum, times its two scales, is added in f32 to
-what the warpgroup holds in registers. One warpgroup does so while the other has
-the tensor cores (as DeepGEMM, and arXiv:2412.19437, section 3.3.2).
+One persistent program per multiprocessor works through the tiles. Its third
+warpgroup prefetches blocks of a, of b and their scales into shared memory. The
+other two warpgroups each compute 64 of every 128 rows of the tile: four wgmma
+of m64n128k32 sum a block, and that sum, times its two scales, is added in f32
+to the total in the warpgroup's registers. One warpgroup scales and adds while
+the other uses the tensor cores (as DeepGEMM does, and arXiv:2412.19437, section
+3.3.2).
 
     tile of out       [128 waves, 128]
     wave 0            rows 0..63 of warpgroup 0, 64..127 of warpgroup 1
     wave 1            rows 128..191 of warpgroup 0, 192..255 of warpgroup 1
 
-A block of a tile of 256 rows takes 1024 clocks of the tensor cores and 48 KiB
-from the second-level cache, or 32 where two programs share a. Compiled for an
-H200 (jax 0.11.2), a warpgroup issues 221 instructions for it meanwhile, 128 of
-them multiply-adds; 376 where each row of b has a scale too.
+For a tile of 256 rows, a block takes 1024 clocks of the tensor cores and 48 KiB
+from the L2 cache, or 32 KiB if two programs share a. Meanwhile, compiled for an
+H200 (jax 0.11.2), a warpgroup issues 221 instructions for the block, 128 of
+them multiply-adds; with a scale for each row of b it issues 376.
 """
 
 import dataclasses
@@ -31,30 +32,32 @@ from jax.typing import DTypeLike
 
 from coat_jax.ops.blocks import BLOCK
 
-WARPGROUPS = 2  # That multiply; one more loads.
-_ROWS = 64  # Of a wgmma.
+WARPGROUPS = 2  # Warpgroups that multiply; one more loads.
+_ROWS = 64  # Rows of one wgmma.
 _WAVE = WARPGROUPS * _ROWS
-# 65536 are for three warpgroups of 128 threads, which start with 168 each.
+# Three warpgroups of 128 threads share 65536 registers and start with 168 per
+# thread.
 _REGISTERS, _REGISTERS_TO_LOAD = 232, 40
 _LAYOUT = plgpu.Layout.WGMMA
-# A copy is of whole 16 bytes, so that a scale of a tile of b is there four
-# times, and to a multiple of 128 bytes of shared memory.
+# A copy must be a multiple of 16 bytes, so each scale of a tile of b is stored
+# four times; in shared memory it is padded to a multiple of 128 bytes.
 COPIES = 4
 _PADDED = 32
 
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-  """How a program computes.
+  """The shape of a tile and how one program computes it.
 
   Attributes:
-    waves: of 128 rows each, that a tile has.
-    stages: blocks in shared memory.
-    slots: pieces of 64 rows and 128 bytes of the result in shared memory, on
-      their way out, for each warpgroup.
-    cluster: programs with neighbouring tiles along n, which load a together.
-    band: tiles along m that are gone through before the next along n, so that
-      those that are computed at a time read the same a and b.
+    waves: number of waves of 128 rows in a tile.
+    stages: number of blocks that shared memory holds.
+    slots: per warpgroup, the number of pieces of the result (64 rows of 128
+      bytes) that shared memory holds while they are copied out.
+    cluster: number of programs, with neighbouring tiles along n, that load a
+      together.
+    band: number of tiles along m that programs work through before they move
+      on along n, so that tiles computed at the same time read the same a and b.
   """
 
   waves: int = 2
@@ -65,29 +68,30 @@ class Tile:
 
   @property
   def m(self) -> int:
-    """Rows of a tile of the result."""
+    """The number of rows of a tile of the result."""
     return _WAVE * self.waves
 
   @property
   def n(self) -> int:
-    """Columns of what a cluster computes."""
+    """The number of columns that a cluster computes."""
     return BLOCK * self.cluster
 
   def fits(self, m: int, n: int) -> bool:
-    """Whether [m, n] is whole tiles."""
+    """Tells whether whole tiles cover [m, n]."""
     return m % self.m == 0 and n % self.n == 0
 
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-  """What the programs of one product share; all of it is static.
+  """Everything that the programs of one product share; all of it is static.
 
   Attributes:
-    tile: how a program computes.
-    tiles_m, tiles_n: of the result; along n, of a cluster.
-    blocks: that are summed.
-    clusters: of programs, that go through the tiles.
-    of_tiles: whether b has one scale for 128 rows, in place of one for each.
+    tile: how a program computes its tile.
+    tiles_m: number of tiles along m.
+    tiles_n: number of clusters' tiles along n.
+    blocks: number of blocks to sum.
+    clusters: number of clusters of programs that work through the tiles.
+    of_tiles: whether b has one scale per 128 rows instead of one per row.
     interpret: whether this runs in the interpreter.
   """
 
@@ -100,13 +104,13 @@ class Work:
   interpret: bool
 
   def count(self) -> Array:
-    """How many tiles this program computes."""
+    """Returns how many tiles this program computes."""
     tiles = self.tiles_m * self.tiles_n
     left = tiles - lax.axis_index("program") + self.clusters - 1
     return lax.div(left, jnp.int32(self.clusters))
 
   def place(self, i: Array) -> tuple[Array, Array]:
-    """The first row and the first column of this program's i-th tile."""
+    """Returns the first row and first column of this program's i-th tile."""
     number = i * self.clusters + lax.axis_index("program")
     of_band = jnp.int32(self.tile.band * self.tiles_n)
     first = lax.div(number, of_band) * self.tile.band
@@ -117,12 +121,12 @@ class Work:
     return row, column + lax.axis_index("cluster") * BLOCK
 
   def slot(self, step: Array) -> Array:
-    """Where the step-th block of this program is in shared memory."""
+    """Returns the stage of shared memory that the step-th block goes into."""
     return lax.rem(step, jnp.int32(self.tile.stages))
 
 
 def scratch(work: Work, a: DTypeLike, b: DTypeLike, out: DTypeLike) -> dict:
-  """Shared memory and barriers; a, b and out are dtypes."""
+  """Returns shared memory and barriers for a, b and out of these dtypes."""
   tile, stages = work.tile, work.tile.stages
 
   def rows_of_128_bytes(*shape: int, dtype: DTypeLike):
@@ -141,7 +145,7 @@ def scratch(work: Work, a: DTypeLike, b: DTypeLike, out: DTypeLike) -> dict:
     b_scale_smem=plgpu.SMEM((stages, b_scales), jnp.float32),
     out_smem=rows_of_128_bytes(WARPGROUPS, tile.slots, _ROWS, width, dtype=out),
     loaded=tuple(
-      # With a's first wave come b and the scales of both.
+      # b and the scales of both operands arrive with a's first wave.
       plgpu.Barrier(num_arrivals=1 if wave else 4, num_barriers=stages)
       for wave in range(tile.waves)
     ),
@@ -156,7 +160,7 @@ def scratch(work: Work, a: DTypeLike, b: DTypeLike, out: DTypeLike) -> dict:
 
 
 def run(work: Work, a, a_scale, b, b_scale, *refs, **memory: Any) -> None:
-  """Arrays are in global memory: those of `product`, scales transposed."""
+  """Runs the kernel on arrays in global memory; scales are transposed."""
   *add, out = refs
 
   @pl.when(lax.axis_index("warpgroup") == WARPGROUPS)
@@ -193,7 +197,7 @@ def _load(
   free,
   **_,
 ) -> None:
-  """Copies blocks of all tiles of this program, as there is room for them."""
+  """Copies the blocks of all this program's tiles as stages become free."""
   tile = work.tile
   together = dict(collective_axes="cluster") if tile.cluster > 1 else {}
 
@@ -225,8 +229,9 @@ def _load(
 
   steps = lax.fori_loop(0, work.count(), load_tile, jnp.int32(0))
 
-  # Until all is read: the cluster's other program may not end before, since
-  # this one writes to its shared memory and arrives at its barriers.
+  # Wait until every block has been read: the program must not end while the
+  # other one of its cluster still writes to its shared memory and arrives at
+  # its barriers.
   def wait(i, _):
     step = steps + i
     slot = work.slot(step)
@@ -247,7 +252,7 @@ def _sum_blocks(
   free,
   **_,
 ) -> tuple[Array, tuple[Array, ...]]:
-  """Sums the next tile: the step after it, and f32 [64, 128] of each wave."""
+  """Sums a tile; returns the next step and, per wave, f32 [64, 128]."""
   warpgroup = lax.axis_index("warpgroup")
   shape = _ROWS, BLOCK
 
@@ -260,8 +265,8 @@ def _sum_blocks(
     step, totals = carry
     slot, new = work.slot(step), []
     for wave, total in enumerate(totals):
-      # Waiting also keeps the compiler from mixing the waves' instructions,
-      # for which there are no registers.
+      # Waiting here also keeps the compiler from interleaving the waves'
+      # instructions, for which there are not enough registers.
       plgpu.barrier_wait(loaded[wave].at[slot])
       rows = pl.ds(wave * _WAVE + warpgroup * _ROWS, _ROWS)
       scale = plgpu.load(
@@ -271,20 +276,22 @@ def _sum_blocks(
         scale = scale * b_scale_smem[slot, 0]
       scale = lax.broadcast_in_dim(scale, shape, (0,))
       if not work.of_tiles and work.tile.waves == 1:
-        # While the tensor cores multiply: there are registers for it.
+        # We do this while the tensor cores multiply: one wave leaves enough
+        # registers for it.
         scale = scale * _of_columns(b_scale_smem, slot, shape)
       zeros = plgpu.ACC(shape, jnp.float32)  # pyright: ignore[reportPrivateImportUsage]
       partial = pl.run_scoped(functools.partial(multiply, slot, wave), zeros)
-      # Tensor cores sum a block with fewer bits than f32 has; blocks are summed
-      # in f32 here.
+      # Tensor cores sum a block with fewer bits than f32, so we add up the
+      # blocks in f32 here.
       partial = partial * scale
       if not work.of_tiles and work.tile.waves > 1:
         partial = partial * _of_columns(b_scale_smem, slot, shape)
       new.append(total + partial)
     if work.interpret or work.tile.cluster > 1:
-      # At a cluster's barrier one thread arrives for all, which may be reading
-      # scales yet; at a program's own each arrives, and has read them. The
-      # interpreter would take the next copy for a race there.
+      # At a cluster's barrier one thread arrives for all, while others may
+      # still be reading scales. At a program's own barrier every thread arrives
+      # after its reads, but the interpreter would report the next copy as a
+      # race.
       plgpu.commit_smem()
     plgpu.barrier_arrive(free.at[slot])
     return step + 1, tuple(new)
@@ -295,7 +302,7 @@ def _sum_blocks(
 
 
 def _of_columns(b_scale_smem, slot, shape) -> Array:
-  """Scales of b's rows, beside the columns of the result."""
+  """Loads the scales of b's rows, broadcast over the result's columns."""
   scale = plgpu.load(
     b_scale_smem.at[slot], layout=_LAYOUT.reduce(0), optimized=False
   )
@@ -320,7 +327,8 @@ def _write(
     for wave in range(work.tile.waves)
     for start in range(0, BLOCK, width)
   ]
-  # What a piece overwrites is as many pieces old, in the next tile too.
+  # A piece always overwrites the one written `slots` pieces before it, also
+  # across tiles.
   slots = math.gcd(work.tile.slots, len(pieces))
   for i, (wave, start) in enumerate(pieces):
     rows = pl.ds(row + wave * _WAVE + warpgroup * _ROWS, _ROWS)

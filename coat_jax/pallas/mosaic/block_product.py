@@ -3,11 +3,12 @@
 
   out [m, n] = sum over blocks j of k: a_j b_j^T a_scale_j b_scale_j
 
-Sizes are multiples of 128; a has a scale for each row and block, b too, or one
-for each 128 rows. Scales are transposed for the kernel (`block_kernel`), so
-that a tile copies those of its rows at once. The two scales of a block are
-multiplied with each other first: a product of them below 1.2e-38 is inexact or
-0, where the definition in `ops.linear` still has values.
+All sizes are multiples of 128. a has a scale for each row and block; b has the
+same, or one scale per 128 rows. Scales are transposed for the kernel
+(`block_kernel`), so that one copy fetches the scales of all of a tile's rows. The
+two scales of a block are multiplied with each other first: if their product is
+below 1.2e-38 it is inexact or 0, where the definition in `ops.linear` still has
+values.
 
 On an H200 (jax 0.11.2) it reaches 860 to 1180 TFLOP/s at Llama-2-7B's shapes.
 """
@@ -41,12 +42,12 @@ TILES = {
   "low": LOW,
   "low_paired": LOW_PAIRED,
 }
-# The first that fits is taken; LOW fits all that the kernel takes.
+# `pick_tile` takes the first that fits; LOW fits every shape that we support.
 PREFERRED = (PAIRED, TALL, LOW)
 
 
 def pick_tile(m: int, n: int) -> Tile:
-  """A tile for [m, n], multiples of 128."""
+  """Picks a tile for [m, n], which are multiples of 128."""
   return next(tile for tile in PREFERRED if tile.fits(m, n))
 
 
@@ -59,7 +60,7 @@ def linear_fwd(
   bias: Array | None = None,
   interpret: bool = False,
 ) -> Array:
-  """`ops.linear_fwd`; XLA adds a bias, in a pass of its own."""
+  """`ops.linear_fwd`; XLA adds the bias in a separate pass."""
   _require("linear_fwd", x, w, dtype)
   rows, columns = in_rows(x), in_columns(w)
   _require_sizes("linear_fwd", rows, columns)
@@ -104,7 +105,7 @@ def linear_wgrad(
 
 
 def _require(op: str, a: Operand, b: Operand, dtype: DTypeLike) -> None:
-  """Raises `Unsupported` for what is not in blocks, or not for Hopper."""
+  """Raises `Unsupported` without block scales or on a GPU other than Hopper."""
   if not all(isinstance(x.scale, BlockScales) for x in (a, b)):
     raise Unsupported(
       f"{op}: the kernel of Mosaic takes scales of blocks of {BLOCK}, got one "
@@ -123,7 +124,7 @@ def _require(op: str, a: Operand, b: Operand, dtype: DTypeLike) -> None:
 
 
 def _require_sizes(op: str, a: QTensor, b: QTensor) -> None:
-  """Raises `Unsupported` for formats and sizes that the kernel has not."""
+  """Raises `Unsupported` for formats and sizes that the kernel cannot take."""
   dtypes = {a.qvalue.dtype, b.qvalue.dtype}
   if not all(map(is_fp8, dtypes)):
     raise Unsupported(
@@ -139,7 +140,7 @@ def _require_sizes(op: str, a: QTensor, b: QTensor) -> None:
 
 
 def _capability() -> str | None:
-  """Of the GPU that this machine has; None where it compiles for another."""
+  """Returns this machine's compute capability; None without a GPU."""
   if jax.default_backend() != "gpu":
     return None
   return getattr(jax.local_devices()[0], "compute_capability", "an unknown one")
@@ -164,15 +165,17 @@ def product(
   programs: int | None = None,
   interpret: bool = False,
 ) -> Array:
-  """out [m, n] = a [m, k] b [n, k]^T, and `add`, which is added in f32.
+  """Computes out [m, n] = a [m, k] b [n, k]^T, plus `add` in f32.
 
   Args:
-    a: FP8 codes, with f32 scales [m, k / 128].
-    b: FP8 codes, with f32 scales [n, k / 128], or of tiles [n / 128, k / 128].
-    dtype: of the result.
-    add: of as many values as the result, or None.
-    tile: how it is computed; None for `pick_tile`.
-    programs: that run at a time; None for one on each multiprocessor.
+    a: FP8 codes with f32 scales [m, k / 128].
+    b: FP8 codes with f32 scales [n, k / 128], or one scale per tile,
+      [n / 128, k / 128].
+    dtype: dtype of the result.
+    add: array with as many values as the result, or None.
+    tile: how to compute it; None means `pick_tile`.
+    programs: number of programs that run at a time; None means one per
+      multiprocessor.
     interpret: run it on a CPU, slowly, and report races.
   """
   (m, k), n = a.qvalue.shape, len(b.qvalue)
@@ -202,7 +205,7 @@ def product(
     cluster_names=("cluster",),
     num_threads=block_kernel.WARPGROUPS + 1,
     thread_name="warpgroup",
-    # No thread reads what it has written to shared memory.
+    # No thread reads shared memory that it has written itself.
     compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
     interpret=plgpu.InterpretGPUParams(detect_races=True)
     if interpret

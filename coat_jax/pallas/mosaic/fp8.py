@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The FP8 codecs of moments on tiles of registers.
+"""The FP8 moment codecs on tiles of registers.
 
-E4M3, stochastic: neighbours are J 2^e with J in 0..15, so that their decoded
-values are products of two numbers out of tables of sixteen, made once a group
-and looked up by shuffles among its 16 lanes: no logarithm and no exponential
-where the definition takes two of each.
+For stochastic rounding to E4M3, the neighbours of a value are J 2^e with J in
+0..15, so a decoded neighbour is the product of two table entries. A group's 16
+lanes compute the tables of sixteen entries once and look them up with
+shuffles. This saves the two logarithms and two exponentials that the definition
+takes.
 """
 
 import dataclasses
@@ -74,11 +75,11 @@ class _Scaled(FittedCodec):
 
 
 class _Fit(NamedTuple):
-  """What encoding takes of groups, each of 32 bits.
+  """The quantities of a group that encoding needs, 32 bits each.
 
   Attributes:
-    amax, range: the statistics, not yet bytes.
-    power, shift: the image of x is 2^(power log2 |x| + shift).
+    amax, range: the statistics, not yet cast to bytes.
+    power, shift: x maps to 2^(power log2 |x| + shift).
     root, scale: 1 / k and 1 / bound.
   """
 
@@ -127,11 +128,12 @@ class _Expanded(FittedCodec):
 
   def fit(self, amax, amin, on):
     log2_amax = jnp.log2(amax)
-    # Of one magnitude, of zeros and of NaN: the largest power.
+    # Groups of a single magnitude, of zeros or with NaN get the largest power.
     octaves = jnp.maximum(log2_amax - jnp.log2(amin), 2.0**-24)
     octaves = jnp.where(amax > 0, octaves, 2.0**-24)
     power = on.reciprocal(octaves) * (log2_range(self.codec.dtype) * 16)
-    # Rounded down: to nearest, half a sixteenth less. Bounds are integers.
+    # The definition rounds down; rounding to nearest after subtracting half a
+    # sixteenth does the same. The bounds are integers, so rounding keeps them.
     power = jnp.clip(power - 0.5, 1.0, 255.0)
     sixteenths, _ = on.round(power, jnp.float32(1.0))
     root = on.reciprocal(sixteenths) * 16.0
@@ -146,7 +148,7 @@ class _Expanded(FittedCodec):
     )
 
   def _stored(self, fit: _Fit) -> Statistics:
-    # Converted: the integer of `on.round` must not be cut to a byte.
+    # Convert via int32: the integer from `on.round` must not be cut to a byte.
     return Statistics(fit.amax, fit.range.astype(jnp.int32).astype(jnp.uint8))
 
   def _bound_and_root(self, statistics: Statistics, on):
@@ -177,18 +179,19 @@ class _Bounded(_Expanded):
 
 
 def _inverse(bound: Array, on: Instructions) -> Array:
-  """1 / bound: not infinite for a group of zeros; a NaN stays."""
-  # A power of two, so that the reciprocal is not subnormal, hence zero.
+  """Returns 1 / bound, finite for a group of zeros; NaN stays NaN."""
+  # Scale down by a power of two, so that the reciprocal is not subnormal,
+  # which would be flushed to zero.
   down = jnp.where(bound > 2.0**100, 2.0**-64, 1.0)
   return jnp.minimum(on.reciprocal(bound * down), 2.0**127) * down
 
 
 def _neighbours(y: Array, dtype: DTypeLike) -> tuple[Array, Array]:
-  """`formats.neighbours`; above qmax the upper one is left to saturation."""
+  """`formats.neighbours`; an upper neighbour above qmax is left to saturate."""
   info = jnp.finfo(dtype)
   drop = 23 - info.nmant
   smallest = float(info.smallest_normal)
-  # Among subnormals a step is that of the first normals, smallest..2 smallest.
+  # Subnormals have the step of the first normals, smallest..2 smallest.
   offset = jnp.where(y < smallest, smallest, 0.0)
   lower = as_bits(y + offset) & jnp.uint32(0xFFFFFFFF >> drop << drop)
   upper = lower + jnp.uint32(1 << drop)
@@ -196,20 +199,22 @@ def _neighbours(y: Array, dtype: DTypeLike) -> tuple[Array, Array]:
 
 
 def _looked_up_codes(magnitude, e, x, fit: _Fit, noise, on) -> Array:
-  """E4M3 codes, stochastic, of t = magnitude scale and e = t^k.
+  """Rounds t = magnitude scale to E4M3 codes stochastically, with e = t^k.
 
   Args:
     magnitude: f32 tile.
-    e: f32 tile; off by an ulp it moves t's neighbours, hence no expectation.
+    e: f32 tile. An error of one ulp may select different neighbours of t, but
+      does not bias the expectation.
     x: f32 tile whose signs the codes get, or None.
-    fit: of its groups, [ROWS].
+    fit: the fit of the tile's groups, [ROWS].
     noise: as in `encode`.
-    on: where this runs.
+    on: which instructions to use.
   """
-  # From bit 20 on these are the code of the lower neighbour.
+  # From bit 20 on, the bits are the code of the lower neighbour.
   bits = on.e4m3_bits(e, qmax(E4M3))
   code = bits >> 20
-  # It is J 2^e with J its lowest 3 bits, and 8 more unless it is subnormal.
+  # The lower neighbour is J 2^e, where J is its lowest 3 bits, plus 8 unless
+  # it is subnormal.
   significand = code | jnp.minimum(code, jnp.uint32(8))
   rest, gap, unit = on.powers(
     significand.astype(jnp.int32),
@@ -217,8 +222,9 @@ def _looked_up_codes(magnitude, e, x, fit: _Fit, noise, on) -> Array:
     fit.root,
     -fit.scale,
   )
-  # Up where t - lower > noise (upper - lower), all in the unit of the lower
-  # one's exponent: where this is negative. Two fused operations.
+  # Round up if t - lower > noise (upper - lower), which is when `rest` is
+  # negative; everything is in units of the lower neighbour's exponent. This
+  # takes two fused operations.
   rest = noise * gap + (rest + magnitude * unit)
   code = code + (as_bits(rest) >> 31)
   return registers.as_dtype(on.e4m3_codes(code, x), E4M3)

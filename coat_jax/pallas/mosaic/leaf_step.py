@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step of one leaf with encoded moments, in one pass over memory.
+"""One optimizer step of a leaf with encoded moments, in one pass over memory.
 
-`stored_step.step_of` as one kernel (Mosaic GPU), whatever the optimizer's
-arithmetic: decode the moments, a `Rule`, encode them. Results are written to
-where they were read from: in place where the caller donates them.
+This is `stored_step.step_of` as one Mosaic GPU kernel for any optimizer: it
+decodes the moments, applies a `Rule` and encodes the moments again. Results go
+to the memory that they were read from, so the step is in place if the caller
+donates its arrays.
 
-A program of one warpgroup holds a tile of 8 groups of 128 values. Everything
-that belongs to a group is computed once for 8 values of it. `adam` and `lion`
-say what a step takes.
+A program of one warpgroup holds a tile of 8 groups of 128 values. Anything that
+belongs to a group is computed once per 8 of its values. `adam` and `lion`
+report what a step costs.
 """
 
 import functools
@@ -30,10 +31,10 @@ GroupCodecs = tuple[GroupCodec, ...]
 
 @runtime_checkable
 class Rule(Protocol):
-  """An optimizer's arithmetic: a frozen dataclass of its scalars, by keyword.
+  """An optimizer's arithmetic: a frozen dataclass whose fields are scalars.
 
-  On the host they are arrays, f32 [], in a kernel loaded values; None, which is
-  the default of those that need not be there, is passed on as None.
+  The fields are keyword-only. On the host they are arrays, f32 []; in a kernel
+  they are loaded values. Optional fields default to None, which stays None.
   """
 
   def apply(
@@ -43,18 +44,18 @@ class Rule(Protocol):
 
     Args:
       g: the gradient, f32 or bf16.
-      p: f32, the parameter, or None.
-      old: one moment or two, of which the second is never negative.
-      on: what is one instruction on the GPU.
+      p: the parameter in f32, or None.
+      old: one moment, or two of which the second is never negative.
+      on: which instructions to use.
 
     Returns:
-      The new parameter, or the update where there is none; the new moments.
+      The new parameter, or the update if p is None; and the new moments.
     """
     ...
 
 
 def check(op: str, stored, groups, arrays) -> None:
-  """Raises `Unsupported` where the kernel cannot take these, of any rule."""
+  """Raises `Unsupported` for arguments that no rule's kernel can take."""
   if any(isinstance(codec, Plain) for codec in groups):
     raise Unsupported(f"{op}: moments that are not encoded have no groups")
   for codec in groups:
@@ -83,13 +84,13 @@ def check(op: str, stored, groups, arrays) -> None:
 
 
 class Place(NamedTuple):
-  """What is stepped, and what its random words depend on.
+  """Identifies the values that are stepped, which determines their noise.
 
   Attributes:
-    key: of all of them, uint32 [].
-    start, whole: which part of the leaf this is; None for all of it: see
-      `stochastic.random_words`.
-    layer: which layer of it is stepped; None for all of it.
+    key: key of all their random words, uint32 [].
+    start, whole: which part of the leaf these values are, as
+      `stochastic.random_words` takes them; None for the whole leaf.
+    layer: which layer of the leaf is stepped; None for all of them.
   """
 
   key: Array
@@ -98,7 +99,7 @@ class Place(NamedTuple):
   layer: Array | None
 
   def packed(self) -> Array:
-    """What is not None, but `whole`: uint32."""
+    """Packs all fields that are not None, except `whole`, into a uint32."""
     parts = [self.key[None]]
     if self.start is not None:
       parts.append(self.start)
@@ -113,16 +114,16 @@ def run(
   """Runs the kernel.
 
   Args:
-    rule: the optimizer's, its scalars f32 [].
-    place: what is stepped.
+    rule: the optimizer's rule, with f32 [] scalars.
+    place: which values are stepped.
     g: the gradient.
-    p: the parameter; None where the update is wanted.
+    p: the parameter; None to get the update instead.
     stored: one moment or two.
-    groups: their codecs.
-    interpret: on a CPU, slowly.
+    groups: the moments' codecs.
+    interpret: run it on a CPU, slowly.
 
   Returns:
-    The new parameter, or the update in the gradient's dtype, and the moments.
+    The new parameter, or the update in the gradient's dtype; and the moments.
   """
   names = tuple(k for k, v in vars(rule).items() if v is not None)
   packed = jnp.stack([getattr(rule, name) for name in names])
@@ -146,7 +147,7 @@ def run(
   return first, treedef.unflatten(flat)
 
 
-# Jitted here, so that leaves of one shape share a lowering and a compilation.
+# We jit here, so that leaves of one shape share a lowering and a compilation.
 @functools.partial(
   jax.jit,
   static_argnames=(
@@ -194,10 +195,10 @@ def _step(
     grid=(g.size // (GROUP_SIZE * ROWS),),
     grid_names=("block",),
     compiler_params=plgpu.CompilerParams(
-      # Exact division, exp2 and log2 take ten times as long.
+      # Without it, exact division, exp2 and log2 take ten times as long.
       approx_math=True,
-      # Every thread reads what it writes and nothing else; 16 lanes that share
-      # a statistic have exchanged values that depend on it before one writes.
+      # Each thread reads only what it writes itself. The 16 lanes that share a
+      # statistic exchange values that depend on it before any of them writes.
       unsafe_no_auto_barriers=True,
     ),
     interpret=plgpu.InterpretGPUParams() if interpret else False,
@@ -213,7 +214,7 @@ def _step(
 
 
 def _present(codec: GroupCodec) -> tuple[bool, ...]:
-  """Which fields of `Encoded` are arrays and not a scalar zero."""
+  """Tells which fields of `Encoded` are arrays, not a scalar zero."""
   x = jax.ShapeDtypeStruct((1, GROUP_SIZE), jnp.float32)
   noise = x if codec.needs_noise else None
   return tuple(x.ndim > 0 for x in jax.eval_shape(codec.encode, x, noise))
@@ -234,14 +235,15 @@ def _kernel(
   on: Instructions,
   num_weights: int,
 ):
-  """One tile.
+  """Steps one tile.
 
   Args:
-    packed_gmem: f32 [names]; place_gmem: as `Place` has it; g_gmem: [groups,
-      128], of a layer where there is one.
-    *gmem: codes [groups, 128] and statistics [groups] of each moment, those
-      that are `present`, then the arrays of the parameter, which are
-      `num_weights`, or the update, [groups, 128].
+    packed_gmem: f32 [names], the rule's scalars.
+    place_gmem: the result of `Place.packed`.
+    g_gmem: [groups, 128], the gradient, of a single layer if `place` has one.
+    *gmem: for each moment its codes [groups, 128] and its statistics [groups],
+      as far as they are `present`; then the parameter's arrays, `num_weights`
+      of them, or the update, [groups, 128].
   """
   scalars = rule(**{name: packed_gmem[i] for i, name in enumerate(names)})
   counts = [sum(there) for there in present]
@@ -268,7 +270,8 @@ def _kernel(
 
   @functools.cache
   def draw():
-    # Only where words are wanted: no layout is found for what is not used.
+    # Called only if words are needed: Mosaic infers no layout for unused
+    # values.
     place = words.row_and_column(start, shape, whole, place_gmem)
     return words.random_words(*place, place_gmem[0])
 
@@ -300,7 +303,7 @@ def _decoded(moment) -> Decoded:
 
 
 def _parts(xs, counts) -> list:
-  """Takes xs apart: so many for each of `counts`, and what is left."""
+  """Splits xs into `counts[i]` items each, followed by the remaining items."""
   parts = []
   for count in counts:
     part, xs = xs[:count], xs[count:]
@@ -309,7 +312,7 @@ def _parts(xs, counts) -> list:
 
 
 def _fields(loaded, present: tuple[bool, ...]) -> tuple[Array, Statistics]:
-  """Codes and statistics, None for those that are not present."""
+  """Returns codes and statistics; a statistic that is not present is None."""
   codes, *rest = loaded
   amax, range_ = (rest.pop(0) if there else None for there in present[1:])
   return codes, Statistics(amax, range_)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The logarithmic codec of moments on tiles of registers."""
+"""The logarithmic moment codec on tiles of registers."""
 
 import dataclasses
 from typing import NamedTuple
@@ -21,17 +21,17 @@ from coat_jax.pallas.mosaic.moment_codecs import (
 )
 from coat_jax.pallas.mosaic.registers import as_bits, spread
 
-# Octaves: a value so little below a level is rounded up, always.
+# In octaves: a value less than this below a level is always rounded up to it.
 _JUST_BELOW = 2.0**-16
 
 
 class _Fit(NamedTuple):
-  """What encoding takes of groups.
+  """The quantities of a group that encoding needs.
 
   Attributes:
     upper, lower: biased exponents of the bounds, int32.
-    octaves, inverse: between them, and its reciprocal.
-    base: the exponent of the lower one, f32.
+    octaves, inverse: octaves between the bounds, and their reciprocal.
+    base: exponent of the lower bound, f32.
   """
 
   upper: Array
@@ -58,11 +58,11 @@ class _Log(FittedCodec):
     upper, lower = from_bytes(statistics)
     bound = exp2_upper(upper)
     half_step = octaves_between(upper, lower) * (0.5 / self._steps)
-    # From the upper bound down, up to 253 octaves: in two halves, for 2^-253 is
-    # zero where 2^127 2^-253 is not.
+    # We go down from the upper bound, by up to 253 octaves, in two halves,
+    # because 2^-253 underflows to zero while 2^127 2^-253 does not.
     root = jnp.exp2((level - (self._steps + 1)) * spread(half_step))
-    # Code 0 is zero, in a group that holds a NaN it is NaN: a product, not a
-    # choice.
+    # Code 0 decodes to zero, but to NaN in a group that holds a NaN, so we
+    # multiply instead of selecting.
     last = with_sign(root * jnp.minimum(level, 1.0), sign)
     return Decoded(root, bound, last)
 
@@ -83,19 +83,21 @@ class _Log(FittedCodec):
       above = jnp.log2(magnitude) - spread(base)
       _, level = on.round(above, spread(inverse))
     else:
-      # Half a step down, so that the nearest level is the one below. A value
-      # just below a level counts as that one: by more than its logarithm is
-      # off, 2^-17, or the first level might get the code of zero.
+      # We subtract half a step so that the nearest level is the level below.
+      # A value just below a level counts as that level. The margin exceeds
+      # the error of the logarithm, 2^-17; otherwise values at the first level
+      # might get the code of zero.
       above = jnp.log2(magnitude) - spread(base + 0.5 * step - _JUST_BELOW)
       whole, level = on.round(above, spread(inverse))
-      # x and its neighbours, all over what is between these. Up where
-      # x - lower > noise (upper - lower), which is where this is negative.
+      # x and its two neighbours, all divided by the gap between those
+      # neighbours. Round up if x - lower > noise (upper - lower), which is
+      # when `rest` is negative.
       lower = jnp.exp2(_JUST_BELOW - 0.5 * step)
       gap = jnp.exp2(_JUST_BELOW + 0.5 * step) - lower
       part = jnp.exp2(above + whole * spread(-step))
       rest = noise * spread(gap) + (spread(lower - gap) - part)
       level = level + (as_bits(rest) >> 31).astype(jnp.int32)
-    # Of zero, whose logarithm is minus infinity, the level is far below.
+    # The logarithm of zero is minus infinity, so its code is clipped to 0.
     code = jnp.clip(level + 1, 0, steps + 1)
     if self.codec.signed:
       return jnp.where(x < 0, -code, code).astype(jnp.int8), statistics

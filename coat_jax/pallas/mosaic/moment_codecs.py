@@ -1,18 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Moment codecs on tiles of registers, one `RegisterCodec` a group codec.
+"""Moment codecs on tiles of registers: one `RegisterCodec` per group codec.
 
-They follow the definitions in `coat_jax.codecs`, statistic by statistic. What
-differs is how a quantity is computed, never which one it is:
+They follow the definitions in `coat_jax.codecs`, statistic by statistic. They
+compute the same quantities, but some of them in a different way:
 
-  * A power is exp2(root log2 x) throughout.
-  * |x| is compared by its bits: one minimum finds the smallest nonzero one.
-  * A division by a statistic is a product with its reciprocal, one a group.
+  * A power is always exp2(root log2 x).
+  * |x| is compared by its bits: one minimum finds the smallest nonzero value.
+  * Instead of dividing by a statistic we multiply by its reciprocal, which is
+    computed once per group.
 
-So a value next to a rounding boundary may get the neighbouring code, and a
-group next to a step of k another k: about as often as between two backends.
+So a value close to a rounding boundary may get the neighbouring code, and a
+group close to a step of k may get another k, about as often as between two
+backends.
 
-A codec is found by its exact type: a subclass may encode otherwise, and runs in
-plain JAX until it has a register codec of its own (`register`).
+A codec is looked up by its exact type. A subclass may encode differently, so it
+runs in plain JAX until it registers a register codec of its own (`register`).
 """
 
 import abc
@@ -35,22 +37,23 @@ _SIGN = 0x80000000
 
 
 class Statistics(NamedTuple):
-  """A group's statistics as they are stored, [ROWS]; None for what is not."""
+  """A group's statistics as they are stored, [ROWS]; None if not stored."""
 
   amax: Any
   range: Any
 
 
 class Decoded(NamedTuple):
-  """A moment that is a product, not yet multiplied.
+  """A decoded moment as a product of factors that are not yet multiplied.
 
-  An optimizer multiplies it next: with a number of a group, which costs nothing
-  a value, in place of first with one of these and then with its own.
+  An optimizer multiplies the moment by a scalar next. We multiply that scalar
+  with the group's factor, which costs nothing per value, and save one of two
+  multiplications of each value.
 
   Attributes:
     values: f32 tile.
-    factor: f32 [ROWS], of groups; None for 1.
-    last: f32 tile that is multiplied last; None for 1.
+    factor: f32 [ROWS], one per group; None means 1.
+    last: f32 tile that is multiplied last; None means 1.
   """
 
   values: Array
@@ -58,7 +61,7 @@ class Decoded(NamedTuple):
   last: Array | None = None
 
   def times(self, scalar: Array) -> Array:
-    """The moment times a scalar, an f32 tile."""
+    """Returns the moment times a scalar, an f32 tile."""
     factor = scalar if self.factor is None else spread(self.factor * scalar)
     product = self.values * factor
     return product if self.last is None else product * self.last
@@ -74,10 +77,10 @@ class RegisterCodec(Protocol):
     """Decodes a tile to f32.
 
     Args:
-      codes: a tile.
-      statistics: of its groups.
+      codes: a tile of codes.
+      statistics: the statistics of its groups.
       signed: whether values may be negative.
-      on: what is one instruction on the GPU.
+      on: which instructions to use.
     """
     ...
 
@@ -90,18 +93,19 @@ class RegisterCodec(Protocol):
       x: f32 tile.
       noise: f32 tile, uniform in [1, 2), or None.
       signed: whether x may be negative.
-      on: what is one instruction on the GPU.
+      on: which instructions to use.
 
     Returns:
-      Codes and statistics, in the dtypes that are stored.
+      Codes and statistics, in the dtypes in which they are stored.
     """
     ...
 
 
 class FittedCodec(abc.ABC):
-  """A register codec whose groups are fitted before their values are encoded.
+  """A register codec that fits a group before it encodes the group's values.
 
-  Two moments that it `fits_as` each other share the fit: `encode_moments`.
+  Two moments whose codecs `fits_as` each other are fitted together; see
+  `encode_moments`.
   """
 
   def encode(
@@ -113,11 +117,11 @@ class FittedCodec(abc.ABC):
 
   @abc.abstractmethod
   def fits_as(self, other: Any) -> bool:
-    """Whether `fit` of another register codec is this one's."""
+    """Tells whether another register codec has the same `fit`."""
 
   @abc.abstractmethod
   def fit(self, amax: Array, amin: Array, on: Instructions) -> Any:
-    """What encoding takes of groups: a pytree of 32 bits, of amax' shape."""
+    """Fits groups: returns a pytree of 32-bit arrays of the shape of amax."""
 
   @abc.abstractmethod
   def codes(
@@ -128,10 +132,10 @@ class FittedCodec(abc.ABC):
     signed: bool,
     on: Instructions,
   ) -> tuple[Array, Statistics]:
-    """Encodes a tile: as `RegisterCodec.encode`, its groups fitted."""
+    """Encodes a tile like `RegisterCodec.encode`, given its groups' fit."""
 
 
-# What makes a register codec of a group codec, by the group codec's type.
+# Maps a group codec's type to the constructor of its register codec.
 _REGISTER_CODECS: dict[type, Callable[[Any], RegisterCodec]] = {}
 
 
@@ -139,10 +143,11 @@ def register(group_codec: type) -> Callable[[type], type]:
   """Makes a class the register codec of group codecs of exactly this type.
 
   Args:
-    group_codec: such as `ExpandedFP8`; has an attribute `group_size`.
+    group_codec: the type, such as `ExpandedFP8`; it has an attribute
+      `group_size`.
 
   Returns:
-    A decorator of a `RegisterCodec` whose constructor takes the group codec.
+    A decorator for a `RegisterCodec` whose constructor takes the group codec.
 
   Examples:
     @moment_codecs.register(MyGroupCodec)
@@ -162,12 +167,12 @@ def register(group_codec: type) -> Callable[[type], type]:
 
 
 def is_registered(codec: GroupCodec) -> bool:
-  """Whether kernels know a group codec: by its exact type."""
+  """Tells whether kernels support a group codec of exactly this type."""
   return type(codec) in _REGISTER_CODECS
 
 
 def on_registers(codec: GroupCodec) -> RegisterCodec:
-  """The register codec of a group codec that `is_registered`."""
+  """Returns the register codec of a group codec that `is_registered`."""
   return _REGISTER_CODECS[type(codec)](codec)
 
 
@@ -178,7 +183,7 @@ def with_sign(magnitude: Array, x: Array | None) -> Array:
 
 
 def uniform_times(noise: Array, x: Array) -> Array:
-  """(noise - 1) x: one fused operation, off by no more than 2^-23 x."""
+  """Returns (noise - 1) x as one fused operation, off by at most 2^-23 x."""
   return noise * x - x
 
 
@@ -188,16 +193,16 @@ def encode_moments(
   noises: Sequence[Array | None],
   on: Instructions,
 ) -> list[tuple[Array, Statistics]]:
-  """Encodes one moment, or two of which the first alone is signed.
+  """Encodes one moment, or two of which only the first is signed.
 
   Args:
-    codecs: one a moment.
+    codecs: one per moment.
     xs: f32 tiles.
-    noises: as `RegisterCodec.encode` takes them.
-    on: what is one instruction on the GPU.
+    noises: one per moment, as `RegisterCodec.encode` takes them.
+    on: which instructions to use.
 
   Returns:
-    Codes and statistics of each.
+    The codes and statistics of each moment.
   """
   fitted = [codec for codec in codecs if isinstance(codec, FittedCodec)]
   if len(fitted) != 2 or not fitted[0].fits_as(fitted[1]):
@@ -207,7 +212,8 @@ def encode_moments(
         zip(codecs, xs, noises, strict=True)
       )
     ]
-  # What belongs to groups is computed once for both, in half of the lanes each.
+  # The quantities of groups are computed once for both moments; each moment
+  # uses half of the lanes.
   mu, nu = xs
   amax, least = on.joint_extremes(
     (jnp.abs(mu), nu), (_twice_order(mu), _twice_order(nu))
@@ -226,36 +232,36 @@ def encode_moments(
 
 
 def extremes(x: Array, signed: bool) -> tuple[Array, Array, Array]:
-  """|x|, its amax, NaN where a value is not finite, and the nonzero amin.
+  """Returns |x|, its amax and its smallest nonzero magnitude, per group.
 
-  Where every value is zero amin is zero.
+  amax is NaN if a value is not finite. amin is zero if all values are zero.
   """
   magnitude = jnp.abs(x) if signed else x
   if signed:
     least = jnp.min(_twice_order(x), axis=1) >> 1
   else:
     least = jnp.min(as_bits(x) - jnp.uint32(0x00800000), axis=1)
-  # Mosaic's maximum carries a NaN.
+  # Mosaic's maximum propagates NaN.
   return magnitude, *_cleaned(jnp.max(magnitude, axis=1), least)
 
 
 def _twice_order(x: Array) -> Array:
-  """Twice the bits of |x|, less those of the smallest normal.
+  """Returns twice the bits of |x|, minus twice those of the smallest normal.
 
-  Modulo 2^32: zero and subnormals come after all others.
+  It wraps modulo 2^32, so zero and subnormals come after all other values.
   """
   return (as_bits(x) << 1) - jnp.uint32(0x01000000)
 
 
 def _cleaned(amax: Array, least: Array) -> tuple[Array, Array]:
-  """amax and amin of the largest and of the least normal one, less 2^-126."""
+  """Cleans up amax; turns `least`, offset by 2^-126's bits, into amin."""
   amax = jnp.where(amax < SMALLEST_NORMAL, 0.0, amax)
   amax = jnp.where(amax < jnp.inf, amax, jnp.nan)
   return amax, as_float(least + jnp.uint32(0x00800000))
 
 
 def exponent_bounds(amax: Array, amin: Array) -> tuple[Array, Array]:
-  """Biased exponents of 2^upper >= amax and of 2^lower <= amin, int32."""
+  """Returns biased exponents of 2^upper >= amax and 2^lower <= amin, int32."""
   bits = as_bits(amax)
   upper = (bits >> 23) + jnp.where((bits & 0x7FFFFF) > 0, 1, 0).astype("uint32")
   upper = jnp.clip(upper.astype(jnp.int32), 1, NAN_EXPONENT - 1)
@@ -265,12 +271,12 @@ def exponent_bounds(amax: Array, amin: Array) -> tuple[Array, Array]:
 
 
 def in_bytes(upper: Array, lower: Array) -> Statistics:
-  """Exponents as they are stored."""
+  """Casts exponents to the bytes in which they are stored."""
   return Statistics(upper.astype(jnp.uint8), lower.astype(jnp.uint8))
 
 
 def from_bytes(statistics: Statistics) -> tuple[Array, Array]:
-  """The inverse of `in_bytes`."""
+  """Inverts `in_bytes`."""
   upper, lower = statistics
   return upper.astype(jnp.int32), lower.astype(jnp.int32)
 
@@ -280,6 +286,6 @@ def octaves_between(upper: Array, lower: Array) -> Array:
 
 
 def exp2_upper(upper: Array) -> Array:
-  """2^(upper - 127), f32, NaN for `NAN_EXPONENT`."""
+  """Returns 2^(upper - 127) as f32; NaN for `NAN_EXPONENT`."""
   value = as_float((upper << 23).astype(jnp.uint32))
   return jnp.where(upper == NAN_EXPONENT, jnp.nan, value)

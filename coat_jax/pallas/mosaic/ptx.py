@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Instructions that Pallas has no word for, inlined as PTX.
+"""PTX instructions that Pallas does not expose, inlined.
 
-`registers.Instructions` calls these, and defines each in jnp beside its call.
+`registers.Instructions` calls these functions and defines each one in jnp next
+to the call.
 """
 
 import functools
@@ -37,8 +38,8 @@ GROUP_LAYOUT = LAYOUT.reduce(1)
 
 TILE = (ROWS, GROUP_SIZE)
 
-# Statistics of two moments, [2, ROWS]: those of the first in 8 of the 16 lanes
-# of a group, those of the second in the other 8.
+# Statistics of two moments, [2, ROWS]: 8 of a group's 16 lanes hold the first
+# moment's and the other 8 hold the second's.
 _LANES = 8
 PAIR_LAYOUT = plgpu.Layout.TILED(
   plgpu.Tiling(((2, ROWS), (2, _ROWS_PER_WARP), (1,))),
@@ -50,7 +51,7 @@ _LAYOUTS = {TILE: LAYOUT, (ROWS,): GROUP_LAYOUT, (2, ROWS): PAIR_LAYOUT}
 
 
 def inline(instruction: str, x: Array) -> Array:
-  """An f32 instruction of one operand, on a tile or on statistics."""
+  """Applies a one-operand f32 instruction to a tile or to statistics."""
   layout = _LAYOUTS[x.shape]
 
   @plgpu.inline_mgpu(
@@ -68,8 +69,8 @@ def joint_extremes(
 ) -> tuple[Array, Array]:
   """`Instructions.joint_extremes`.
 
-  Both moments go through a butterfly of 16 lanes together: in its first step
-  half of the lanes give one away and half the other.
+  Both moments go through one butterfly over 16 lanes: in its first step half of
+  the lanes give away their value of one moment and half that of the other.
   """
   pair = plgpu.ShapeDtypeStruct((2, ROWS), jnp.float32, layout=PAIR_LAYOUT)
   bits = plgpu.ShapeDtypeStruct((2, ROWS), jnp.uint32, layout=PAIR_LAYOUT)
@@ -103,7 +104,7 @@ def joint_extremes(
 
 
 def part(x: Array, i: int) -> Array:
-  """`Instructions.part`: from a lane that has it."""
+  """`Instructions.part`: reads it from a lane that holds moment i."""
   one = plgpu.ShapeDtypeStruct((ROWS,), x.dtype, layout=GROUP_LAYOUT)
   is_signed = {"int32": True, "uint32": False}.get(x.dtype.name)
 
@@ -118,7 +119,7 @@ def part(x: Array, i: int) -> Array:
 
 
 def e4m3_codes(code: Array, x: Array | None) -> Array:
-  """`Instructions.e4m3_codes`: two and four codes in one register."""
+  """`Instructions.e4m3_codes`: packs two, then four codes in one register."""
   tile = plgpu.ShapeDtypeStruct(TILE, jnp.uint8, layout=LAYOUT)
   args = (code,) if x is None else (code, x)
 
@@ -144,7 +145,7 @@ def e4m3_codes(code: Array, x: Array | None) -> Array:
 
 
 def bfloat16_in_f32(x: Array) -> Array:
-  """`Instructions.in_f32` of bf16: one instruction for either half."""
+  """`Instructions.in_f32` of bf16: one instruction for each half."""
   tile = plgpu.ShapeDtypeStruct(TILE, jnp.float32, layout=LAYOUT)
 
   @plgpu.inline_mgpu(arg_types=(LAYOUT,), return_type=tile)
@@ -163,13 +164,13 @@ def bfloat16_in_f32(x: Array) -> Array:
 
 
 def round_to_bfloat16(x: Array, words: Array) -> Array:
-  """`Instructions.round_to_bfloat16`: two values in one register."""
+  """`Instructions.round_to_bfloat16`: packs two values in one register."""
   tile = plgpu.ShapeDtypeStruct(TILE, jnp.bfloat16, layout=LAYOUT)
 
   @plgpu.inline_mgpu(arg_types=(LAYOUT, LAYOUT), return_type=tile)
   def apply(_, x, words):
     def noisy(x, word):
-      # A shift and a sum would become a product of 64 bits.
+      # A plain shift and sum would be compiled to a 64-bit multiply-add.
       noise = _prmt(word, _i32(0), 0x4432)
       return _asm(
         "{ .reg .pred p; .reg .b32 b, r; mov.b32 b, $1; add.u32 r, b, $2; "
@@ -188,7 +189,7 @@ def round_to_bfloat16(x: Array, words: Array) -> Array:
 
 
 def split(bits: Array) -> tuple[Array, Array]:
-  """`Instructions.split`: two halves and four bytes in one register."""
+  """`Instructions.split`: packs two halves, or four bytes, in one register."""
   high = plgpu.ShapeDtypeStruct(TILE, jnp.bfloat16, layout=LAYOUT)
   low = plgpu.ShapeDtypeStruct(TILE, jnp.int8, layout=LAYOUT)
 
@@ -209,7 +210,7 @@ def split(bits: Array) -> tuple[Array, Array]:
 
 
 def look_up(significand, exponent, root, scale, top: float):
-  """`Instructions.powers`: lane j of 16 has the entries j of three tables."""
+  """`Instructions.powers`: lane j of 16 holds entry j of three tables."""
   tile = plgpu.ShapeDtypeStruct(TILE, jnp.float32, layout=LAYOUT)
 
   @plgpu.inline_mgpu(
@@ -238,7 +239,8 @@ def look_up(significand, exponent, root, scale, top: float):
 
     def gather(table):
       def convert(indices):
-        # Segments of 16 lanes: the index's upper bits do not count.
+        # The shuffle works in segments of 16 lanes and ignores the upper bits
+        # of the index.
         code = "shfl.sync.idx.b32 $0, $1, $2, 0x101f, 0xffffffff;"
         found = [_asm(code, table, i, result=f32) for i in _elements(indices)]
         return _packed(found, f32)
@@ -256,7 +258,7 @@ def look_up(significand, exponent, root, scale, top: float):
 def _tile(
   convert: Callable, *tiles: mgpu.FragmentedArray, is_signed: bool | None = None
 ) -> mgpu.FragmentedArray:
-  """A tile whose one vector in a thread is `convert(*vectors)`."""
+  """Makes a tile whose single vector per thread is `convert(*vectors)`."""
   registers = np.empty_like(tiles[0].registers)
   for i in np.ndindex(registers.shape):
     registers[i] = convert(*(tile.registers[i] for tile in tiles))
@@ -266,7 +268,7 @@ def _tile(
 
 
 def _statistic(x, layout, is_signed: bool | None = None):
-  """Statistics of which each thread has one number."""
+  """Makes statistics of which each thread holds one number, x."""
   layout = layout.to_mgpu()
   shape = (2, ROWS) if layout == PAIR_LAYOUT.to_mgpu() else (ROWS,)
   registers = np.empty(layout.registers_shape(shape), dtype=object)
@@ -278,7 +280,7 @@ def _statistic(x, layout, is_signed: bool | None = None):
 
 
 def _of_group(statistic: mgpu.FragmentedArray):
-  """The one number that a thread has of a statistic."""
+  """Returns the one number of a statistic that a thread holds."""
   x = _only(statistic)
   return _element(x, 0) if isinstance(x.type, ir.VectorType) else x
 
@@ -297,12 +299,12 @@ def _i32_type():
 
 
 def _i32(value: int):
-  value -= (value >> 31) << 32  # As a signed one.
+  value -= (value >> 31) << 32  # Reinterpret it as a signed integer.
   return arith.constant(_i32_type(), ir.IntegerAttr.get(_i32_type(), value))
 
 
 def _as_i32(x):
-  """An f32, or a vector of them, as bits."""
+  """Returns the bits of an f32, or of a vector of f32."""
   if not isinstance(x.type, ir.VectorType):
     return arith.bitcast(_i32_type(), x)
   return arith.bitcast(ir.VectorType.get(x.type.shape, _i32_type()), x)
@@ -313,13 +315,13 @@ def _element(x, i: int):
 
 
 def _elements(x) -> list:
-  """The numbers of a vector."""
+  """Returns the numbers of a vector as a list."""
   [size] = x.type.shape
   return [_element(x, i) for i in range(size)]
 
 
 def _packed(words: list, element_type):
-  """A thread's vector of a tile, from the registers that it fills."""
+  """Makes a thread's vector of a tile from the registers that it fills."""
   x = vector.from_elements(
     ir.VectorType.get((len(words),), words[0].type), words
   )
@@ -327,13 +329,13 @@ def _packed(words: list, element_type):
 
 
 def _pairs(words: list, selector: int) -> list:
-  """Bytes of every two registers in one."""
+  """Packs selected bytes of every two registers into one."""
   evens, odds = words[::2], words[1::2]
   return [_prmt(a, b, selector) for a, b in zip(evens, odds, strict=True)]
 
 
 def _asm(code: str, *args, result=None):
-  """One instruction of registers of 32 bits; i32 without `result`."""
+  """Emits one instruction on 32-bit registers; returns i32 by default."""
   result = _i32_type() if result is None else result
   kinds = ["f" if isinstance(a.type, ir.F32Type) else "r" for a in args]
   kinds = ["=f" if isinstance(result, ir.F32Type) else "=r", *kinds]
@@ -341,5 +343,5 @@ def _asm(code: str, *args, result=None):
 
 
 def _prmt(a, b, selector: int):
-  """Bytes of two registers, numbered 0..7, the lowest first."""
+  """Selects bytes of two registers, numbered 0..7 from the lowest."""
   return _asm(f"prmt.b32 $0, $1, $2, {selector};", a, b)

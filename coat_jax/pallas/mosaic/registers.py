@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiles of groups in the registers of one warpgroup, and what PTX adds.
+"""Tiles of groups in the registers of one warpgroup, and their instructions.
 
-A tile is ROWS groups of 128 values. Each warp holds two groups at a time, each
-lane 8 neighbouring values of one, so that
+A tile is ROWS groups of 128 values. Each warp holds two groups at a time, and
+each lane holds 8 neighbouring values of one group:
 
   lane       0        1    ...    15       16       17   ...    31
   values   0..7     8..15      120..127   0..7     8..15     120..127
            ---------- group 0 ----------  ---------- group 1 ----------
 
-a code is loaded 8 bytes at a time, a statistic of a group is one register, and
-reducing a group takes four shuffles among 16 lanes.
+So codes are loaded 8 bytes at a time, a group's statistic takes one register,
+and reducing a group takes four shuffles among 16 lanes.
 
-Pallas has no word for a few instructions that matter here; they are inlined as
-PTX (`ptx`). The interpreter knows no PTX: with `interpret` the same functions
-are written in jnp, which is also their definition.
+Pallas does not expose a few instructions that matter here; we inline them as
+PTX (`ptx`). The interpreter cannot run PTX: with `interpret` the same functions
+use their jnp version, which also serves as their definition.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ from coat_jax.pallas.mosaic.ptx import (
 
 
 def load(ref, start) -> Array:
-  """A tile, or its groups' statistics, from global memory."""
+  """Loads a tile, or its groups' statistics, from global memory."""
   layout = LAYOUT if ref.ndim == 2 else GROUP_LAYOUT
   rows = ref.at[pl.ds(start, ROWS)]
   return plgpu.load(rows, layout=layout, optimized=False)
@@ -50,12 +50,12 @@ def store(ref, start, x: Array) -> None:
 
 
 def spread(x: Array) -> Array:
-  """[ROWS] to a tile: each group's statistic beside its values."""
+  """Broadcasts statistics [ROWS] to a tile, one per value of each group."""
   return lax.broadcast_in_dim(x, TILE, (0,))
 
 
 def iota(axis: int) -> Array:
-  """uint32 indices along an axis of a tile; of axis 0 as [ROWS]."""
+  """Returns uint32 indices along an axis of a tile; axis 0 gives [ROWS]."""
   if axis == 0:
     return plgpu.broadcasted_iota(jnp.uint32, (ROWS,), 0, layout=GROUP_LAYOUT)
   return plgpu.broadcasted_iota(jnp.uint32, TILE, 1, layout=LAYOUT)
@@ -75,12 +75,12 @@ def as_dtype(x: Array, dtype: DTypeLike) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class Instructions:
-  """What is one instruction on the GPU and a definition in the interpreter."""
+  """Operations that are single GPU instructions, or jnp in the interpreter."""
 
   interpret: bool
 
   def reciprocal(self, x: Array) -> Array:
-    """1 / x to 1 ulp; a subnormal quotient may be zero."""
+    """Returns 1 / x to 1 ulp; a subnormal quotient may become zero."""
     return 1 / x if self.interpret else ptx.inline("rcp.approx.ftz.f32", x)
 
   def sqrt(self, x: Array) -> Array:
@@ -91,28 +91,28 @@ class Instructions:
   def to_fp8(self, x: Array, dtype: DTypeLike) -> Array:
     """Rounds to nearest even, saturating. NaN stays NaN."""
     if self.interpret:
-      # A GPU's conversions saturate by themselves.
+      # A GPU's conversions saturate by themselves; jnp's do not.
       x = jnp.clip(x, -qmax(dtype), qmax(dtype))
     return x.astype(dtype)
 
   def e4m3_bits(self, x: Array, factor: float) -> Array:
-    """The bits of y = x factor < 512 with E4M3's exponent in place of f32's.
+    """Returns the bits of y = x factor < 512 with E4M3's exponent bias.
 
-    From bit 20 on they are the code of the neighbour below, subnormal or not.
+    From bit 20 on they are the code of the lower neighbour, subnormal or not.
     """
     if not self.interpret:
-      # Below 2^-6 it is a subnormal, which a GPU's multiplication keeps.
+      # Below 2^-6 the product is a subnormal f32, which the GPU keeps.
       return as_bits(x * (factor * 2.0**-120))
     y = x * factor
     subnormal = (y * 2.0**29).astype(jnp.uint32)
     return jnp.where(y < 2.0**-6, subnormal, as_bits(y) - (120 << 23))
 
   def e4m3_codes(self, code: Array, x: Array | None) -> Array:
-    """Codes as bytes: at most 0x7E, for 0x7F is NaN, and with signs.
+    """Casts codes to bytes, at most 0x7E since 0x7F is NaN, and adds signs.
 
     Args:
       code: uint32 tile, 0..0x7F.
-      x: f32 tile whose signs they get, or None.
+      x: f32 tile whose signs the codes get, or None.
     """
     if not self.interpret:
       return ptx.e4m3_codes(code, x)
@@ -122,22 +122,22 @@ class Instructions:
     return code.astype(jnp.uint8)
 
   def in_f32(self, x: Array) -> Array:
-    """A tile of f32 or bf16 as f32."""
+    """Converts an f32 or bf16 tile to f32."""
     if not self.interpret and x.dtype == jnp.bfloat16:
       return ptx.bfloat16_in_f32(x)
     return x.astype(jnp.float32)
 
   def round_to_bfloat16(self, x: Array, words: Array) -> Array:
-    """`stochastic.round_to_bfloat16` of a tile, whose NaNs are quiet ones."""
+    """`stochastic.round_to_bfloat16` of a tile whose NaNs are all quiet."""
     if not self.interpret:
       return ptx.round_to_bfloat16(x, words)
     bits = as_bits(x)
-    # An infinity has no bits to carry.
+    # Adding random bits to an infinity carries nothing into its upper half.
     noisy = jnp.where(x == x, bits + (words >> 16), bits)
     return as_float(noisy & jnp.uint32(0xFFFF0000)).astype(jnp.bfloat16)
 
   def split(self, bits: Array) -> tuple[Array, Array]:
-    """A `SplitWeight` of the upper 24 of 32 bits."""
+    """Makes a `SplitWeight` from the upper 24 of 32 bits."""
     if not self.interpret:
       return ptx.split(bits)
     high = as_float((bits + jnp.uint32(0x8000)) & jnp.uint32(0xFFFF0000))
@@ -148,10 +148,10 @@ class Instructions:
   def joint_extremes(
     self, largest: tuple[Array, Array], least: tuple[Array, Array]
   ) -> tuple[Array, Array]:
-    """The largest and the least numbers of groups of two moments.
+    """Returns the largest and the least numbers of each group of two moments.
 
     Args:
-      largest: f32 tiles; a NaN is larger than any number.
+      largest: f32 tiles; a NaN counts as larger than any number.
       least: uint32 tiles.
 
     Returns:
@@ -165,21 +165,21 @@ class Instructions:
     )
 
   def part(self, x: Array, i: int) -> Array:
-    """[ROWS] of moment i, 0 or 1, of statistics [2, ROWS] of 32 bits."""
+    """Takes moment i (0 or 1) of 32-bit statistics [2, ROWS]: [ROWS]."""
     return x[i] if self.interpret else ptx.part(x, i)
 
   def round(self, x: Array, factor: Array) -> tuple[Array, Array]:
-    """The integer nearest to |x factor| < 2^22 as f32 and as int32.
+    """Rounds |x factor| < 2^22 to the nearest integer, as f32 and as int32.
 
-    The int32 must meet an operation of integers before it is cut to a byte: of
-    the lowest byte of an f32 sum, ptxas 13 makes a conversion of that sum
+    The int32 must go through an integer operation before it is cut to a byte:
+    for the lowest byte of an f32 sum, ptxas 13 emits a conversion of that sum
     (F2IP), which saturates at 255.
     """
     if self.interpret:
       whole = jnp.round(x * factor)
       return whole, whole.astype(jnp.int32)
-    # Adding 1.5 2^23 leaves no bits for a fraction: it rounds, and puts the
-    # integer into the lowest bits. XLA would simplify this.
+    # Adding 1.5 2^23 leaves no bits for a fraction, so the sum is rounded and
+    # holds the integer in its lowest bits. XLA would simplify this away.
     rounded = x * factor + 1.5 * 2**23
     integer = as_bits(rounded).astype(jnp.int32) - 0x4B400000
     return rounded - 1.5 * 2**23, integer
@@ -187,19 +187,20 @@ class Instructions:
   def powers(
     self, significand: Array, exponent: Array, root: Array, scale: Array
   ) -> tuple[Array, Array, Array]:
-    """Powers of small integers, which a group's lanes look up.
+    """Computes powers of small integers; on a GPU a group's lanes look them up.
 
     With a = root, p(J) = (J / 8)^a:
 
     Args:
-      significand: int32 tile, J in 0..15; the GPU looks at 4 bits.
-      exponent: int32 tile, e in 0..15, where 0 counts as 1; as above.
-      root: f32 [ROWS], above 0.
+      significand: int32 tile, J in 0..15; the GPU reads only 4 bits.
+      exponent: int32 tile, e in 0..15, where 0 counts as 1; the GPU again reads
+        only 4 bits.
+      root: f32 [ROWS], positive.
       scale: f32 [ROWS].
 
     Returns:
       2 p(J) - p(J + 1), p(J + 1) - p(J), and scale (448 2^(7 - e))^a, which is
-      infinite for numbers 2^-126 / scale only.
+      infinite only for numbers up to 2^-126 / scale.
     """
     top = 7 + math.log2(qmax(E4M3))
     if not self.interpret:

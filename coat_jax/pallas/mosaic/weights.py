@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parameters on tiles of registers: `optimizer.weights` for kernels.
 
-The same bits, with fewer instructions: what is rounded was computed just now,
-so that a NaN is a quiet one.
+The results have the same bits as the definitions but take fewer instructions:
+the values to round were just computed, so every NaN is a quiet NaN.
 """
 
 from collections.abc import Callable
@@ -13,12 +13,12 @@ from jax import Array
 
 from coat_jax.pallas.mosaic.registers import Instructions, as_bits, as_float
 
-# The largest f32 that no 8 random bits take to an infinite bf16.
+# The largest f32 that adding 8 random bits never turns into an infinite bf16.
 _LARGEST = float(np.uint32(0x7F7F7F00).view(np.float32))
 
 
 def in_f32(on: Instructions, high: Array, low: Array | None = None) -> Array:
-  """`weights.in_f32` of a tile: an array, or both of a `SplitWeight`."""
+  """`weights.in_f32` of a tile: of an array, or of a `SplitWeight`'s halves."""
   x = on.in_f32(high)
   if low is None:
     return x
@@ -34,10 +34,10 @@ def round_like(
   """`weights.round_like` of a tile.
 
   Args:
-    refs: of an array, or the two of a `SplitWeight`.
+    refs: the ref of an array, or the two refs of a `SplitWeight`.
     x: f32 tile.
-    draw: gives the tile's random words.
-    on: where this runs.
+    draw: returns the tile's random words.
+    on: which instructions to use.
 
   Returns:
     A tile for each of `refs`, in its dtype.
@@ -53,7 +53,7 @@ def _split(x: Array, words: Array, on: Instructions) -> tuple[Array, Array]:
   """`weights.split`."""
   bounded = jnp.clip(x, -_LARGEST, _LARGEST)
   noisy = as_bits(bounded) + (words >> 24)
-  # Of what is not finite: an infinity, or the canonical NaN.
+  # Non-finite values become an infinity or the canonical NaN.
   other = as_bits(x) & jnp.uint32(0xFFC00000)
   bits = jnp.where(jnp.abs(x) < jnp.inf, noisy, other)
   return on.split(bits)

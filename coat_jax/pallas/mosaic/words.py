@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random words of a tile of groups: `stochastic.random_words` in a kernel."""
+"""Random words for a tile of groups: `stochastic.random_words` in a kernel."""
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -10,7 +10,7 @@ from coat_jax.stochastic import GOLDEN, RUN, mix, times_power
 
 
 def row_and_column(start, shape, whole, place_gmem) -> tuple[Array, Array]:
-  """The rows of a tile's groups in the whole leaf, and their first columns."""
+  """Returns each group's row in the whole leaf and its first column."""
   groups_per_row = shape[-1] // GROUP_SIZE
   row = registers.iota(0) + start.astype(jnp.uint32)
   column = jnp.zeros_like(row)
@@ -34,10 +34,10 @@ def _divide(x: Array, by: int) -> tuple[Array, Array]:
 
 
 def random_words(row: Array, column: Array, key) -> Array:
-  """`stochastic.random_words` of groups at these rows and columns.
+  """`stochastic.random_words` for groups at these rows and columns.
 
-  The values of a lane are a run: of what is written for each of them here, all
-  but the last product is compiled once for the 8 of them.
+  Each lane's 8 values belong to one run, so the compiler computes everything
+  but the last product once for all 8 of them.
   """
   golden = jnp.uint32(GOLDEN)
   row_word = mix(row * golden + key) + (column // RUN) * golden
@@ -47,5 +47,5 @@ def random_words(row: Array, column: Array, key) -> Array:
 
 
 def mantissas(words: Array) -> Array:
-  """1 + `stochastic.uniform`: its bits below the exponent of 1."""
+  """Returns 1 + `stochastic.uniform`: random bits below the exponent of 1."""
   return as_float((words >> 9) + jnp.uint32(0x3F800000))

@@ -6,17 +6,18 @@
   p = exp(x - lse),  dv = p^T dout,  dp = dout v^T,  delta = sum(out dout)
   ds = p (dp - delta) [(1 - tanh^2)],  dq = scale ds k,  dk = scale ds^T q
 
-Three kernels: the forward and dq have a tile of queries each and go through its
-tiles of keys; dk and dv have a tile of keys and go through its tiles of
-queries, of all query heads that read the key head. No sum is by atomics: the
-same bits every time. Which tiles those are is in `scores.py`.
+There are three kernels. The forward and the dq kernel take a tile of queries
+each and loop over its tiles of keys. The dk and dv kernel takes a tile of keys
+and loops over its tiles of queries, of all query heads that read the key head.
+No sum uses atomics, so the bits are the same every time. `scores.py` determines
+which tiles are visited.
 
-Scores that a cap bounds need no running maximum: exp of them has room in f32.
+Scores that a cap bounds need no running maximum: their exp fits in f32.
 
-BF16, f32 sums; [T, T] exists in no memory. Matrix products: 4 H operations for
-each pair of query and key that is visited in the forward, 14 H in the backward
-(s and dp are computed by two of its kernels; 16 H where H is 256: dv has a
-kernel of its own).
+Inputs are BF16, sums are f32, and [T, T] is never stored. Matrix products take
+4 H operations per visited pair of query and key in the forward, and 14 H in the
+backward (two of its kernels compute s and dp; 16 H if H is 256, because dv then
+has a kernel of its own).
 """
 
 import dataclasses
@@ -42,16 +43,18 @@ from coat_jax.pallas.triton.scores import (
 )
 
 _HEAD_SIZES = (64, 128, 256)
-# Scores of ±55 are 2^±80: 2^40 of them have a sum, and the least is not 0.
+# Scores of ±55 give exp of 2^±80: a sum of 2^40 of them does not overflow, and
+# the least is not 0.
 _NEEDS_NO_MAXIMUM = 55.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-  """Those of each kernel; with dv=None that for dk gives dv as well.
+  """The tile of each kernel; with dv=None the kernel for dk computes dv too.
 
-  At most 64 rows have room for two sums of 256 columns in registers, and eight
-  warps compute the scores of 64 rows twice: Triton gives each four of them all.
+  Registers have room for two sums of 256 columns only for up to 64 rows. With
+  64 rows, eight warps compute the scores twice, because Triton gives all scores
+  to each four of the warps.
   """
 
   forward: Tile
@@ -61,10 +64,10 @@ class Tiles:
 
 
 def pick_tiles(head_dim: int) -> Tiles:
-  """The fastest of those that registers and shared memory have room for.
+  """Picks the fastest tiles that fit in registers and shared memory.
 
-  On an H200, with and without a cap: heads of 256, 4 x 2048, 16 heads; of 128,
-  4 x 2048, 32 heads.
+  They were chosen on an H200, with and without a cap: heads of 256 at 4 x 2048
+  with 16 heads, heads of 128 at 4 x 2048 with 32 heads.
   """
   square = Tile(64, 64, 4, 2)
   if head_dim == 256:
@@ -331,7 +334,7 @@ def _dkv_kernel(
   def of_head(i, carry):
     head = kv_head * heads + i
 
-    # All transposed: keys are rows.
+    # Everything is transposed here: rows are keys.
     def step(j, carry, is_masked):
       dk, dv = carry
       others = pl.ds(j * tile.queries, tile.queries)
@@ -362,7 +365,7 @@ def _dkv_kernel(
 
 
 def _dot(a: Array, b: Array, summed: tuple[int, int]) -> Array:
-  """Sums over an axis of each, in f32."""
+  """Sums over one axis of a and one of b, in f32."""
   dimensions = (((summed[0],), (summed[1],)), ((), ()))
   return jax.lax.dot_general(
     a, b, dimensions, preferred_element_type=jnp.float32

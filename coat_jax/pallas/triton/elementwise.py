@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the kernels of activation functions share.
+"""Code that the kernels of activation functions share.
 
-Each is elementwise over a matrix [m, n], all leading axes flattened to rows,
-and has a tile of every array in a program.
+Each kernel is elementwise over a matrix [m, n], with all leading axes flattened
+to rows, and a program handles one tile of every array.
 """
 
 import dataclasses
@@ -19,14 +19,15 @@ from coat_jax.ops.types import Layout, Unsupported
 from coat_jax.pallas.triton import ptx, tiles
 from coat_jax.qtensor import QTensor
 
-# A GPU's grid has as many programs along its second axis.
+# The largest size of a GPU's grid along its second axis.
 _MAX_ACROSS = 65535
 
 
 def pick_row_tile(m: int, n: int) -> tiles.Tile:
-  """For what is read and written in rows: 16 values a thread, 16-byte loads.
+  """Picks a tile for a kernel that reads and writes rows: 16-byte loads.
 
-  As wide as cuts n evenly, up to 256; programs go along the rows.
+  A thread gets 16 values. The tile is as wide as divides n evenly, up to 256,
+  and programs go along the rows.
   """
   columns = max(min(n & -n, 256), 64)
   rows = 2048 // columns
@@ -34,23 +35,23 @@ def pick_row_tile(m: int, n: int) -> tiles.Tile:
 
 
 def pick_amax_tile(m: int) -> tiles.Tile:
-  """For what is only read: wider than it is high."""
+  """Picks a tile for a kernel that only reads: wider than it is high."""
   return tiles.Tile(4, 512, 4, down=m > 4 * _MAX_ACROSS)
 
 
 def pick_tile(m: int) -> tiles.Tile:
-  """For what writes columns, 32 bytes of each: 32 values a thread."""
+  """Picks a tile that writes 32 bytes per column: 32 values per thread."""
   return tiles.Tile(32, 128, 4, down=m > 32 * _MAX_ACROSS)
 
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-  """What a kernel knows beside its arrays.
+  """The static parameters of a kernel.
 
   Attributes:
-    m, n: of the matrix.
-    group_size: of what is read or written in 1 x G groups.
-    tile: how it is cut.
+    m, n: shape of the matrix.
+    group_size: size G of the 1 x G groups that are read or written.
+    tile: how the matrix is cut.
     interpret: whether JAX interprets the kernel.
   """
 
@@ -76,41 +77,41 @@ class Work:
     )(*args)
 
   def matrix(self, dtype: DTypeLike) -> tuple:
-    """Spec and shape of rows [m, n]."""
+    """Returns spec and shape of rows [m, n]."""
     return self.tile.matrix(), jax.ShapeDtypeStruct((self.m, self.n), dtype)
 
   def columns(self, dtype: DTypeLike) -> tuple:
-    """Spec and shape of columns [n, m]."""
+    """Returns spec and shape of columns [n, m]."""
     spec = self.tile.spec((self.tile.columns, self.tile.rows), (1, 0))
     return spec, jax.ShapeDtypeStruct((self.n, self.m), dtype)
 
   def operand(self, dtype: DTypeLike, layout: Layout) -> list[tuple | None]:
-    """Of rows and of columns, or None where the layout has none."""
+    """Returns `matrix` and `columns`, or None for one the layout lacks."""
     return [
       None if layout == "columns" else self.matrix(dtype),
       None if layout == "rows" else self.columns(dtype),
     ]
 
   def scales(self) -> tuple:
-    """Spec and shape of groups' scales [m, n / G]."""
+    """Returns spec and shape of groups' scales [m, n / G]."""
     shape = self.m, self.n // self.group_size
     spec = self.tile.matrix(self.group_size)
     return spec, jax.ShapeDtypeStruct(shape, jnp.bfloat16)
 
   def bits(self) -> tuple:
-    """Spec and shape of the tiles' maxima, one a program."""
+    """Returns spec and shape of the tiles' maxima, one per program."""
     grid = self.tile.grid(self.m, self.n)
     axes = (0, 1) if self.tile.down else (1, 0)
     return self.tile.spec((1, 1), axes), jax.ShapeDtypeStruct(grid, jnp.int32)
 
   def sums(self) -> tuple:
-    """Spec and shape of sums over a tile's rows, one row a tile."""
+    """Returns spec and shape of sums over a tile's rows, one row per tile."""
     shape = pl.cdiv(self.m, self.tile.rows), self.n
     spec = self.tile.spec((1, self.tile.columns), (0, 1))
     return spec, jax.ShapeDtypeStruct(shape, jnp.float32)
 
   def matrices(self, x: QTensor) -> tuple[Array, Array]:
-    """Codes and scales as matrices of m rows."""
+    """Returns codes and scales as matrices of m rows."""
     return x.qvalue.reshape(self.m, -1), x.scale.reshape(self.m, -1)
 
   # --- In a kernel ---
@@ -120,18 +121,18 @@ class Work:
     return tiles.inside(tile, (self.m, self.n), self.tile.index())
 
   def load(self, ref) -> Array:
-    """A tile as f32, zeros outside the matrix."""
+    """Loads a tile as f32, zeros outside the matrix."""
     return tiles.load(ref, self.mask())
 
   def load_groups(self, q_ref, scale_ref) -> Array:
-    """The values of a tile of codes, zeros outside the matrix."""
+    """Dequantizes a tile of codes, zeros outside the matrix."""
     scale = tiles.load(scale_ref, self._group_mask())
     return tiles.dequantize_groups(
       self.load(q_ref), scale, group_size=self.group_size
     )
 
   def store_groups(self, q_ref, scale_ref, x: Array) -> Array:
-    """Quantizes and writes a tile; returns the values it now stands for."""
+    """Quantizes and writes a tile; returns the dequantized values."""
     codes, scale = tiles.quantize_groups(
       x, group_size=self.group_size, dtype=q_ref.dtype
     )
@@ -145,13 +146,13 @@ class Work:
     return tiles.inside(tile, shape, self.tile.index())
 
   def quantize(self, x: Array, scale_ref, dtype: DTypeLike) -> Array:
-    """Codes of a tile with the one scale in `scale_ref` [1]."""
+    """Quantizes a tile with the one scale in `scale_ref` [1]."""
     return ptx.quantize_with_scale(
       x, scale_ref[0], dtype=dtype, interpret=self.interpret
     )
 
   def store_sums(self, ref, x: Array) -> None:
-    """Writes the sum of a tile over its rows, x zero outside the matrix."""
+    """Writes the sum over a tile's rows; x must be zero outside the matrix."""
     _, across = self.tile.index()
     mask = tiles.inside(ref.shape, (1, self.n), (0, across))
     tiles.store(ref, jnp.sum(x, axis=0)[None, :], mask)
@@ -163,14 +164,14 @@ class Work:
 
 
 def split(outputs) -> dict[str, tuple]:
-  """Pairs of a spec and a shape, or None, as `Work.run` takes them."""
+  """Turns pairs of spec and shape, or None, into arguments of `Work.run`."""
   outputs = [(None, None) if x is None else x for x in outputs]
   specs, shapes = zip(*outputs, strict=True)
   return {"out_specs": specs, "out_shape": shapes}
 
 
 def require_values(op: str, x: QTensor, group_size: int) -> None:
-  """Raises `Unsupported` where a kernel cannot read these 1 x G values."""
+  """Raises `Unsupported` if a kernel cannot read these 1 x G values."""
   *leading, n = x.qvalue.shape
   tiles.require_format(op, x.qvalue.dtype, E4M3, E5M2)
   tiles.require_groups(op, x.qvalue.shape, group_size)

@@ -6,10 +6,10 @@
   gated_bwd_operands  dgate = dy up f'(gate), dup = dy f(gate), in both layouts
                       with one scale, and the product's columns
 
-with f SiLU, silu(x) = x s, silu'(x) = s (1 + x (1 - s)), s = sigmoid(x), once
-for each element and pass; or GELU by the formulas of `gelu`. A program has a
-tile of the gate and the same tile of up, F columns apart: arrays of both are
-[m, 2, F] here.
+f is SiLU, silu(x) = x s, silu'(x) = s (1 + x (1 - s)), with s = sigmoid(x)
+computed once per element and pass; or f is GELU by the formulas of `gelu`. A
+program handles a tile of the gate and the same tile of up, F columns apart;
+arrays that hold both are [m, 2, F] here.
 
       gate_up [m, 2 F]            dgate_up.rows           .columns [2 F, m]
       +--------+--------+         +--------+--------+         +----+
@@ -17,16 +17,17 @@ tile of the gate and the same tile of up, F columns apart: arrays of both are
       +--------+--------+         +--------+--------+         | .T |
                                                               +----+
 
-The backward's scale must be known before a code is written: it is two passes,
-of which the first finds maxima only.
+The backward needs the scale before it can write a code, so it takes two passes;
+the first only finds the maxima.
 
-Bytes for each of m F, BF16: gated_input 2 * 2 + 2 * (1 + 2 / G); gated_fwd
-2 * (1 + 2 / G), and 1 a layout; gated_bwd_operands 2 * (2 + 2 * (1 + 2 / G))
-+ 5.
+Bytes for each of the m F values in BF16: gated_input 2 * 2 + 2 * (1 + 2 / G);
+gated_fwd 2 * (1 + 2 / G), and 1 more per layout; gated_bwd_operands
+2 * (2 + 2 * (1 + 2 / G)) + 5.
 
-On an H200 (2026-11-21, jax 0.11.2, m 8192, F 11008, G = 16), SiLU: gated_input
-152 microseconds, 3.7 TB/s; gated_fwd rows 69, 4.3; gated_bwd_operands 401, 3.0
-(some 50 instructions a value in its second pass); XLA takes 412, 218, 1663.
+On an H200 (2026-11-21, jax 0.11.2, m 8192, F 11008, G = 16) with SiLU:
+gated_input takes 152 microseconds, 3.7 TB/s; gated_fwd takes 69 for rows, 4.3
+TB/s; gated_bwd_operands takes 401, 3.0 TB/s (its second pass takes some 50
+instructions per value); XLA takes 412, 218 and 1663.
 """
 
 import functools
@@ -259,7 +260,7 @@ def _amax_kernel(work, *refs, activation):
 def _gradient_values(
   work, activation, dy_ref, gate_ref, gate_scale_ref, up_ref, up_scale_ref
 ) -> tuple[Array, Array, Array]:
-  """dgate, dup and the product of a tile, zeros outside the matrix."""
+  """Returns dgate, dup and the product of a tile, zeros outside the matrix."""
   dy = work.load(dy_ref)
   gate = work.load_groups(gate_ref, gate_scale_ref)
   up = work.load_groups(up_ref, up_scale_ref)
@@ -304,7 +305,7 @@ def _bwd_kernel(work, *refs, activation):
   *gradients, product = _gradient_values(work, activation, *refs)
   mask = work.mask()
   for i, gradient in enumerate(gradients):
-    half = jnp.int32(i)  # The interpreter takes no plain int.
+    half = jnp.int32(i)  # The interpreter does not accept a Python int.
     codes = work.quantize(gradient, scale_ref, E5M2)
     tiles.store(rows_ref.at[:, half], codes, mask)
     tiles.store_transposed(columns_ref, codes, mask, leading=(half,))
@@ -316,7 +317,7 @@ def _bwd_kernel(work, *refs, activation):
 
 
 def _require_kernel(op: str, activation: Activation) -> None:
-  """Raises `Unsupported` for an activation that kernels have no formula of."""
+  """Raises `Unsupported` for an activation that the kernels don't support."""
   if activation == "gelu":
     raise Unsupported(
       f"{op}: the Triton kernel has SiLU and GELU by the tanh approximation, "
@@ -329,7 +330,7 @@ def _with(kernel, activation: Activation):
 
 
 def _values(x: Array, activation: Activation, interpret: bool) -> Array:
-  """f(x)."""
+  """Returns f(x)."""
   if activation == "silu":
     return x * ptx.sigmoid(x, interpret=interpret)
   return x * gelu.cdf(x, interpret)
@@ -338,7 +339,7 @@ def _values(x: Array, activation: Activation, interpret: bool) -> Array:
 def _values_and_derivative(
   x: Array, activation: Activation, interpret: bool
 ) -> tuple[Array, Array]:
-  """f(x) and f'(x)."""
+  """Returns f(x) and f'(x)."""
   if activation == "silu":
     sigmoid = ptx.sigmoid(x, interpret=interpret)
     return x * sigmoid, sigmoid * (1 + x * (1 - sigmoid))
@@ -350,11 +351,11 @@ def _values_and_derivative(
 
 
 def _halves(work: Work) -> pl.BlockSpec:
-  """Tiles of [m, 2, F]: of the gate's half and of up's."""
+  """Returns the spec of tiles of [m, 2, F]: of the gate's half and of up's."""
   tile = work.tile
   return tile.spec((tile.rows, 2, tile.columns), (0, None, 1))
 
 
 def _gate_and_up(work: Work) -> list[pl.BlockSpec]:
-  """Codes and scales of gate, codes and scales of up."""
+  """Returns specs for gate's codes and scales, then up's codes and scales."""
   return [work.tile.matrix(), work.tile.matrix(work.group_size)] * 2

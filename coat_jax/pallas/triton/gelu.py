@@ -5,21 +5,22 @@
   gelu_fwd           y = gelu(x), as rows, as columns or as both
   gelu_bwd_operands  dx = dy gelu'(x) in both layouts, and y's columns
 
-The tanh approximation, as the sigmoid that it is; quick GELU has 2 u = 1.702 x:
+We use the tanh approximation, as a sigmoid; quick GELU has 2 u = 1.702 x:
 
   1 + tanh(u) = 2 s,  s = sigmoid(2 u),  u = sqrt(2 / pi) (x + 0.044715 x^3)
   gelu = x s,  gelu' = s + 2 x s (1 - s) du/dx
 
-Tiles and passes are as in `gated`. A bias's gradient is summed in the second
-pass: each tile writes the sum of its rows, and XLA adds those up, in one order
-always.
+Tiles and passes are as in `gated`. The second pass also sums a bias's gradient:
+each tile writes the sum of its rows, and XLA adds those up, always in the same
+order.
 
-Bytes for each value, BF16: gelu_input 2 + 1 + 2 / G; gelu_fwd 1 + 2 / G, and 1
-a layout; gelu_bwd_operands 2 * (2 + 1 + 2 / G) + 3, with sums 8 / 32 more.
+Bytes per value in BF16: gelu_input 2 + 1 + 2 / G; gelu_fwd 1 + 2 / G, and 1
+more per layout; gelu_bwd_operands 2 * (2 + 1 + 2 / G) + 3, and 8 / 32 more with
+sums.
 
-On an H200 (2026-11-21, jax 0.11.2, [8192, 11008], G = 16): gelu_input 99
-microseconds, gelu_fwd rows 74, gelu_bwd_operands 308; XLA takes 256, 216 and
-1151.
+On an H200 (2026-11-21, jax 0.11.2, [8192, 11008], G = 16): gelu_input takes 99
+microseconds, gelu_fwd 74 for rows, gelu_bwd_operands 308; XLA takes 256, 216
+and 1151.
 """
 
 import functools
@@ -107,7 +108,7 @@ def _input_kernel(work, x_ref, q_ref, scale_ref, bits_ref, *, approximate):
 
 
 def cdf(x: Array, interpret: bool, approximate: Approximation = True) -> Array:
-  """gelu(x) / x, of a tile."""
+  """Returns gelu(x) / x for a tile."""
   if approximate == "sigmoid":
     return ptx.sigmoid(_QUICK * x, interpret=interpret)
   inner = _SQRT_2_OVER_PI * (x + _CUBIC * x * x * x)
@@ -237,7 +238,7 @@ def _amax_kernel(work, dy_ref, q_ref, scales_ref, bits_ref, *, approximate):
 def _gradient_values(
   work, dy_ref, q_ref, scales_ref, approximate
 ) -> tuple[Array, Array]:
-  """dx and y of a tile, zeros outside the matrix."""
+  """Returns dx and y of a tile, zeros outside the matrix."""
   x = work.load_groups(q_ref, scales_ref)
   share, derivative = cdf_and_derivative(x, work.interpret, approximate)
   return work.load(dy_ref) * derivative, x * share
@@ -246,12 +247,12 @@ def _gradient_values(
 def cdf_and_derivative(
   x: Array, interpret: bool, approximate: Approximation = True
 ) -> tuple[Array, Array]:
-  """gelu(x) / x and gelu'(x), of a tile."""
+  """Returns gelu(x) / x and gelu'(x) for a tile."""
   if approximate == "sigmoid":
     near = ptx.clip(x, 60.0, interpret=interpret)
     s = cdf(near, interpret, approximate)
     return s, s + _QUICK * near * s * (1 - s)
-  # Beyond 20 s is 0 or 1, and 0 times an overflowing slope would be NaN.
+  # Beyond 20 s is 0 or 1; 0 times an overflowing slope would be NaN.
   near = ptx.clip(x, 20.0, interpret=interpret)
   s = cdf(near, interpret)
   slope = _SQRT_2_OVER_PI * (1 + 3 * _CUBIC * near * near)
@@ -312,5 +313,5 @@ def _bwd_kernel(
 
 
 def _values(work: Work) -> list[pl.BlockSpec]:
-  """Codes and scales."""
+  """Returns specs for codes and scales."""
   return [work.tile.matrix(), work.tile.matrix(work.group_size)]

@@ -5,21 +5,23 @@
   grouped_dgrad   dx = g w^T    [M, F] x [E, D, F] -> [M, D]
   grouped_wgrad   dw = x^T g    [M, D] x [M, F] -> [E, D, F] or [D, E, F]
 
-For the first two rows are cut into tiles that do not cross groups. How many a
-group needs is known only on the device, and together they need M / rows + E at
-most: so many programs start, and those that are left over find no rows.
+For `grouped_fwd` and `grouped_dgrad`, rows are cut into tiles that do not cross
+groups. Only the device knows how many tiles a group needs, and all groups
+together need at most M / rows + E. We start that many programs; those that are
+left over find no rows.
 
       rows of x   | group 0      | 1 | group 2           |
       tiles       | 0    | 1     | 2 | 3     | 4    | 5  | (6: none)
 
-For the third a program has a tile of one group's weight and goes through the
-group's rows.
+For `grouped_wgrad` a program computes a tile of one group's weight and loops
+over the group's rows.
 
-BF16 or f32 in, f32 sums. XLA has no kernel for them on a GPU: it multiplies
-every row with every group's weight, E times the operations, and writes rows
-times groups of zeros beside.
+Inputs are BF16 or f32, sums are f32. XLA has no GPU kernel for these products:
+it multiplies every row with every group's weight, which takes E times the
+operations, and also writes zeros for every row and group.
 
-Not measured yet. As many operations as a product [M, D] x [D, F].
+The kernels are not measured yet. They take as many operations as a product
+[M, D] x [D, F].
 """
 
 import dataclasses
@@ -42,9 +44,10 @@ class Tile:
   """A program's share of a product, and the steps in which it is summed.
 
   Attributes:
-    rows, columns: of the result.
-    step: how much of what is summed over is loaded at a time.
-    warps, stages: that share it; loads ahead.
+    rows, columns: size of the tile of the result.
+    step: length along the summed axis that is loaded at a time.
+    warps: number of warps that share the tile.
+    stages: number of loads in flight.
   """
 
   rows: int
@@ -55,7 +58,7 @@ class Tile:
 
 
 def pick_tile(dtype: DTypeLike) -> Tile:
-  """64 sums a thread."""
+  """Picks a tile with 64 sums per thread."""
   if dtype == jnp.bfloat16:
     return Tile(128, 128, 64, 8, 3)
   return Tile(64, 64, 32, 4, 2)
@@ -140,7 +143,7 @@ def _rows_times(x, w, sizes, dtype, is_transposed, tile: Tile, interpret):
 
 
 def _row_tiles(sizes: Array, m: int, rows: int) -> tuple[Array, Array, Array]:
-  """Of each tile its group, its first row, and the end of the group's rows."""
+  """Returns each tile's group, its first row, and the end of its group."""
   num_tiles = pl.cdiv(m, rows) + sizes.size
   ends = jnp.cumsum(sizes)
   tiles_of = pl.cdiv(sizes, rows)
@@ -238,7 +241,7 @@ def _count(first, size: int) -> Array:
 
 
 def _load(ref, row, column, *group, rows, columns) -> Array:
-  """ref[*group, row, column], zeros where they are not below their ends."""
+  """Loads ref[*group, row, column], zeros past the ends of rows or columns."""
   at, mask = _at(ref, row, column, group, rows, columns)
   return plt.load(at, mask=mask, other=jnp.zeros((), ref.dtype))
 
@@ -259,7 +262,7 @@ def _at(ref, row, column, group, rows, columns, rows_first=False):
 
 
 def _dot(a: Array, b: Array, summed: tuple[int, int]) -> Array:
-  """Sums over an axis of each, in f32; f32 is not rounded to TF32 before."""
+  """Sums over an axis of each, in f32; f32 inputs are not rounded to TF32."""
   dimensions = (((summed[0],), (summed[1],)), ((), ()))
   return jax.lax.dot_general(
     a,

@@ -1,22 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Heads taken apart and put together where none are rotated, in Triton.
+"""Splits a projection into heads without rotation, and joins them, in Triton.
 
-`ops.split_heads` and `join_heads` without RoPE, as in vision towers, whose
-sequences and heads (729 tokens, heads of 72) are no powers of two. A program
-has some rows of a tile of k's columns, of the same of v's, and of q's R = N / K
-as many; of each column it computes where it is in the joined matrix.
+These are `ops.split_heads` and `join_heads` without RoPE, as in vision towers,
+whose sequences and heads (729 tokens, heads of 72) are not powers of two. For
+some rows, a program handles a tile of k's columns, the same tile of v's
+columns, and R = N / K such tiles of q's. It computes where each column is in
+the joined matrix.
 
       q            k    v              joined, by key head
       +---------+  +--+ +--+           +--+--+-+-+--+--+-+-+
       | R tiles |  |  | |  |   <->     |q |q |k|v|q |q |k|v|  rows
       +---------+  +--+ +--+           +--+--+-+-+--+--+-+-+
 
-Heads are multiples of 8 wide: 8 columns side by side are so on both sides, 16
-bytes of BF16. `join_heads_operand` has a pass before it for the scale, and can
-sum the gradients over tokens, for that of a bias: each tile writes the sum of
-its rows, and XLA adds those up, in one order always.
+Head sizes are multiples of 8, so 8 adjacent columns, 16 bytes of BF16, stay
+adjacent on both sides. `join_heads_operand` first runs a pass that finds the
+scale. It can also sum the gradients over tokens, which is a bias's gradient:
+each tile writes the sum of its rows, and XLA adds those up, always in the same
+order.
 
-Bytes per element, BF16: 2 + 2; to an operand 2 + 2 + 2.
+Bytes per element in BF16: 2 + 2; to an operand 2 + 2 + 2.
 """
 
 import dataclasses
@@ -34,20 +36,20 @@ from coat_jax.ops.types import Operand, Unsupported
 from coat_jax.pallas.triton import ptx, tiles
 from coat_jax.pallas.triton.scales import bits_to_shared_scale
 
-# Values of each array that a program of the pass for the scale reads.
+# Values of dk (and of dv) that a program reads to find the scale.
 _AMAX_VALUES = 4096
 
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-  """What a kernel knows beside its arrays.
+  """The static parameters of a kernel.
 
   Attributes:
-    m: tokens.
-    queries: R, query heads of a key head.
-    kv_heads: K.
-    size: H.
-    tile: of k's columns.
+    m: number of tokens.
+    queries: R, the number of query heads per key head.
+    kv_heads: K, the number of key heads.
+    size: H, the size of a head.
+    tile: the tile of k's columns.
     interpret: whether JAX interprets the kernel.
   """
 
@@ -62,12 +64,12 @@ class Work:
 
   @property
   def widths(self) -> tuple[int, int, int]:
-    """Columns of q, of k and of v."""
+    """The number of columns of q, of k and of v."""
     width = self.kv_heads * self.size
     return self.queries * width, width, width
 
   def run(self, kernel, *args, out_shape, name, programs=1):
-    """Calls `kernel(work, *refs)`, of whole arrays, so often for each tile."""
+    """Calls `kernel(work, *refs)` on whole arrays, `programs` per tile."""
     down, across = self.tile.grid(self.m, self.widths[1])
     return pl.pallas_call(
       functools.partial(kernel, self),
@@ -81,7 +83,7 @@ class Work:
   # --- In a kernel ---
 
   def parts(self, refs) -> "list[Part]":
-    """Tiles of q, of k and of v, R + 2 of them, for one program."""
+    """Returns one program's R + 2 tiles of q, of k and of v."""
     down, across = pl.program_id(0), pl.program_id(1)
     q, k, v = refs
     r = self.queries
@@ -93,7 +95,7 @@ class Work:
     ]
 
   def for_own_part(self, body, refs) -> None:
-    """Calls body(part) where R + 2 programs have a part each."""
+    """Calls body(part) when each of R + 2 programs handles one part."""
     r, (q, k, v) = self.queries, refs
     down, i = _divided(pl.program_id(0), r + 2)
     across = pl.program_id(1)
@@ -111,7 +113,7 @@ class Work:
       body(self._part(v, down, across, r + 1))
 
   def _part(self, ref, down, across, place) -> "Part":
-    """A tile; `place` is its head's behind the queries', None for those."""
+    """Makes a tile; `place` is R for k, R + 1 for v, and None for q."""
     r, h, n = self.queries, self.size, self.tile.columns
     row = down * self.tile.rows + _iota((self.tile.rows, 1), 0)
     column = across * n + _iota((1, n), 1)
@@ -121,7 +123,7 @@ class Work:
     inside = row < self.m if self.m % self.tile.rows else None
     of_heads = None
     if self.widths[1] % n:
-      # Not by the width of q, which may be whole tiles where k's is not.
+      # Do not test q's width: it may be whole tiles where k's is not.
       heads = self.kv_heads * (r if place is None else 1)
       of_heads = column < heads * h
     return Part(ref, down, row, column, joined, inside, of_heads)
@@ -131,12 +133,13 @@ class Part(NamedTuple):
   """A program's tile of q, k or v.
 
   Attributes:
-    ref: of the whole array.
-    down: which tile it is along the rows.
+    ref: ref of the whole array.
+    down: the tile's index along the rows.
     row: int32 [rows, 1].
-    column, joined: int32 [1, columns], in the array and in the joined matrix.
-    inside: which of the rows are in the matrix, [rows, 1]; None for all.
-    of_heads: likewise of the columns, [1, columns].
+    column, joined: int32 [1, columns], columns of the array and of the joined
+      matrix.
+    inside: which rows are in the matrix, [rows, 1]; None for all.
+    of_heads: which columns are in the matrix, [1, columns]; None for all.
   """
 
   ref: Any
@@ -148,26 +151,26 @@ class Part(NamedTuple):
   of_heads: Array | None
 
   def load(self, ref, column, *, dtype) -> Array:
-    """The tile of a matrix at these columns."""
+    """Loads the tile of a matrix at these columns."""
     return tiles.load(self._at(ref, self.row, column), self.mask(), dtype=dtype)
 
   def store(self, ref, column, x: Array) -> None:
-    """Writes it."""
+    """Writes the tile of a matrix at these columns."""
     tiles.store(self._at(ref, self.row, column), x, self.mask())
 
   def store_transposed(self, ref, x: Array) -> None:
-    """Writes it to columns of the joined matrix."""
+    """Writes the tile, transposed, to columns of the joined matrix."""
     tiles.store(self._at(ref, self.joined, self.row), x, self.mask())
 
   def store_sums(self, ref, x: Array) -> None:
-    """Writes the sum over its rows, of x that is 0 outside."""
+    """Writes the sum over the tile's rows; x must be 0 outside the matrix."""
     column = self.joined.reshape(-1)
     mask = None if self.of_heads is None else self.of_heads.reshape(-1)
     at = ref.at[jnp.full_like(column, self.down), column]
     tiles.store(at, jnp.sum(x, axis=0), mask)
 
   def mask(self) -> Array | None:
-    """Which of its values are inside, [rows, columns]; None for all."""
+    """Tells which values are inside, [rows, columns]; None means all."""
     masks = [x for x in (self.inside, self.of_heads) if x is not None]
     if not masks:
       return None
@@ -185,7 +188,7 @@ def _iota(shape, axis):
 
 
 def _divided(x: Array, by: int) -> tuple[Array, Array]:
-  """Quotient and rest; x is not negative."""
+  """Returns quotient and remainder; x must not be negative."""
   if by == 1:
     return x, jnp.zeros_like(x)
   divisor = jnp.full_like(x, by)
@@ -314,12 +317,13 @@ def _operand_kernel(
     for ref in sums_ref:
       part.store_sums(ref, x)
 
-  # One part a program: all of them take three times the registers.
+  # One part per program: all parts together would take three times the
+  # registers.
   work.for_own_part(body, (dq_ref, dk_ref, dv_ref))
 
 
 def _amax(dq, dk, dv, work: Work) -> Array:
-  """Bits of the largest magnitudes of tiles."""
+  """Returns the bits of the tiles' largest magnitudes."""
   elements, size = dk.size, _AMAX_VALUES
   programs = pl.cdiv(elements, size)
   single = pl.BlockSpec((size,), lambda i: (i,))

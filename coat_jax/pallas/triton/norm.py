@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Norms of FP8 values: `ops.norm_input` and `norm_fwd`, in Triton.
+"""Norms of FP8 values in Triton: `ops.norm_input` and `norm_fwd`.
 
-  norm_input  x to codes and scales of 1 x G groups; of what those stand for,
-              mean, rstd and amax(y), y = (x - mean) rstd gamma + beta
-  norm_fwd    codes to y's operand, as rows, as columns or as both
+  norm_input  quantizes x to codes and scales of 1 x G groups; for the quantized
+              values computes mean, rstd and amax(y),
+              y = (x - mean) rstd gamma + beta
+  norm_fwd    turns codes into y's operand, as rows, as columns or as both
 
-A program of `norm_input` holds whole rows, padded to a power of two: what is
-beyond the row is masked, and is in no mean, variance or amax. `norm_fwd` is
-given the statistics and works in tiles. ("rms": no mean.)
+A program of `norm_input` holds whole rows, padded to a power of two. Values
+past the end of the row are masked and enter no mean, variance or amax.
+`norm_fwd` is given the statistics and works in tiles. ("rms" has no mean.)
 
       norm_input           norm_fwd
       +----------------+   +----+----+
@@ -15,12 +16,12 @@ given the statistics and works in tiles. ("rms": no mean.)
       +----------------+   +----+    |
       |                |   |         |
 
-Bytes per element, x in BF16: norm_input 2 + 1 + 2 / G; norm_fwd 1 + 2 / G, and
-1 a layout.
+Bytes per element with x in BF16: norm_input 2 + 1 + 2 / G; norm_fwd 1 + 2 / G,
+and 1 more per layout.
 
-On an H200 (2026-11-21, jax 0.11.2, [8192, 4096], G = 16, "rms"): norm_input 40
-microseconds, 2.6 TB/s; norm_fwd rows 30, columns 32, 2.2 to 2.4; XLA takes 113,
-63 and 88.
+On an H200 (2026-11-21, jax 0.11.2, [8192, 4096], G = 16, "rms"): norm_input
+takes 40 microseconds, 2.6 TB/s; norm_fwd takes 30 for rows and 32 for columns,
+2.2 to 2.4 TB/s; XLA takes 113, 63 and 88.
 """
 
 import dataclasses
@@ -39,17 +40,17 @@ from coat_jax.pallas.triton import tiles
 from coat_jax.pallas.triton.scales import bits_to_scale
 from coat_jax.qtensor import QTensor
 
-# The backward of longer rows, their sums in registers, would spill.
+# The backward pass keeps sums in registers; it would spill for longer rows.
 _MAX_WIDTH = 8192
 
 
 @dataclasses.dataclass(frozen=True)
 class RowTile:
-  """Whole rows of a program.
+  """The rows that a program holds whole.
 
   Attributes:
-    rows: a power of two.
-    warps: that share them.
+    rows: number of rows, a power of two.
+    warps: number of warps that share them.
   """
 
   rows: int
@@ -57,14 +58,14 @@ class RowTile:
 
 
 def pick_input_tile(width: int) -> RowTile:
-  """About 8192 values a program, 32 a thread."""
+  """Picks a tile of about 8192 values per program, 32 per thread."""
   padded = pl.next_power_of_2(width)
   rows = max(8192 // padded, 1)
   return RowTile(rows, max(rows * padded // 1024, 1))
 
 
 def pick_tile(m: int, n: int, group_size: int) -> tiles.Tile:
-  """32 to 64 values a thread, whole groups."""
+  """Picks a tile of 32 to 64 values per thread, in whole groups."""
   if m * n < 2**21:
     return tiles.Tile(32, max(32, group_size), 1)
   return tiles.Tile(64, 128, 4)
@@ -97,7 +98,7 @@ def norm_input(
 
 
 def require_rows(op: str, shape: tuple[int, ...], group_size: int) -> None:
-  """Raises `Unsupported` where rows of this shape cannot be held whole."""
+  """Raises `Unsupported` if a program cannot hold such rows whole."""
   if shape and shape[-1] > _MAX_WIDTH:
     raise Unsupported(
       f"{op}: the Triton kernel holds rows of at most {_MAX_WIDTH}, got "
@@ -195,19 +196,19 @@ def _input_kernel(
 
 
 def _within(x, mask) -> Array:
-  """Zeros beyond the rows, where statistics have made something of zeros."""
+  """Zeroes values past the end of rows, which the statistics have changed."""
   return x if mask is None else jnp.where(mask, x, 0.0)
 
 
 def vector(ref, n, index=0) -> Array | None:
-  """A tile of gamma or beta [n] as a row of a matrix."""
+  """Loads a tile of gamma or beta [n] as a row of a matrix."""
   if ref is None:
     return None
   return tiles.load(ref, tiles.inside(ref.shape, (n,), (index,)))[None, :]
 
 
 def _normalized(x, mean, rstd, gamma, beta) -> Array:
-  """(x - mean) rstd gamma + beta."""
+  """Returns (x - mean) rstd gamma + beta."""
   if mean is not None:
     x = x - mean[:, None]
   y = x * rstd[:, None]
@@ -318,7 +319,7 @@ def _fwd_kernel(
 
 
 def values(q_ref, scale_ref, shape, index, g) -> Array:
-  """The values of a tile of codes and its scales, zeros outside [m, n]."""
+  """Dequantizes a tile of codes with its scales; zeros outside [m, n]."""
   m, n = shape
   codes = tiles.load(q_ref, tiles.inside(q_ref.shape, shape, index))
   mask = tiles.inside(scale_ref.shape, (m, n // g), index)

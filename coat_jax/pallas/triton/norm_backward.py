@@ -4,10 +4,10 @@
   dx = (g - xhat mean(xhat g) - mean(g)) rstd [+ add],  g = gamma dy
   dgamma = sum(dy xhat), dbeta = sum(dy) over rows  ("rms": no means of x and g)
 
-A program holds whole rows, padded to a power of two, `rows` at a time. It goes
-down `steps` such tiles, loads one while it works on the one before, and keeps
-its sums over rows in registers; XLA then adds up the sums of the programs, in
-one order always.
+A program handles whole rows, padded to a power of two, `rows` of them at a
+time. It works down `steps` such tiles, loads one while it works on the previous
+one, and keeps its sums over rows in registers. XLA then adds up the programs'
+sums, always in the same order.
 
       +----------------+
       | rows x D       | step 0 -.
@@ -15,10 +15,11 @@ one order always.
       |      ...       | step 1 -'
       +----------------+
 
-Bytes per element, dy and dx in BF16: 2 + 1 + 2 / G + 2, and 2 for `add`; sums
-of 132 programs add 8 * 132 / m, twice that with a mean. On an H200 (2026-11-21,
-jax 0.11.2, [8192, 4096], G = 16, `add`): 73 microseconds, 3.3 TB/s; without
-loading ahead 85, and 123 among a layer's other kernels.
+Bytes per element with dy and dx in BF16: 2 + 1 + 2 / G + 2, and 2 more for
+`add`; the sums of 132 programs add 8 * 132 / m, twice that with a mean. On an
+H200 (2026-11-21, jax 0.11.2, [8192, 4096], G = 16, `add`) it takes 73
+microseconds, 3.3 TB/s. Without loading ahead it takes 85, and 123 among a
+layer's other kernels.
 """
 
 import dataclasses
@@ -39,13 +40,13 @@ from coat_jax.qtensor import QTensor
 
 @dataclasses.dataclass(frozen=True)
 class Chunk:
-  """A program's rows.
+  """The rows that a program handles.
 
   Attributes:
-    rows: that are in registers at a time, a power of two.
-    steps: such tiles, one after the other.
-    warps: that share a chunk.
-    ahead: whether the next tile is loaded while one is worked on.
+    rows: number of rows in registers at a time, a power of two.
+    steps: number of such tiles that follow one another.
+    warps: number of warps that share a chunk.
+    ahead: whether the next tile is loaded while the current one is worked on.
   """
 
   rows: int
@@ -55,10 +56,10 @@ class Chunk:
 
 
 def pick_chunk(m: int, n: int) -> Chunk:
-  """About 4096 values at a time, 8 a thread; at most a program for each SM."""
+  """Picks about 4096 values at a time, 8 per thread, one program per SM."""
   width = pl.next_power_of_2(n)
   rows = max(4096 // width, 1)
-  # Twice the values a thread leave no registers for those of the next tile.
+  # Twice the values per thread leave no registers to load the next tile.
   return Chunk(rows, pl.cdiv(m, 132 * rows), 16, ahead=width <= 4096)
 
 
@@ -102,8 +103,8 @@ def _norm_bwd(
   groups = pl.BlockSpec((height, width // group_size), lambda i: (i, 0))
   per_row = pl.BlockSpec((height,), lambda i: (i,))
   mean = None if stats.mean is None else stats.mean.reshape(m)
-  # Without a mean there is seldom a beta: its sum costs registers here, and
-  # nothing where XLA finds it unused.
+  # Without a mean there is seldom a beta. Its sum would cost registers here,
+  # whereas XLA drops it for free if it is unused.
   sums = jax.ShapeDtypeStruct((programs, n), jnp.float32)
   sums_spec = pl.BlockSpec((1, width), lambda i: (i, 0))
   dx, dgamma, dbeta = pl.pallas_call(
@@ -161,18 +162,18 @@ def _bwd_kernel(
   width = q_ref.shape[-1]
   first = pl.program_id(0) * chunk.steps
   gamma = norm.vector(gamma_ref, n)
-  # The last program may have fewer.
+  # The last program may have fewer steps.
   steps = jnp.minimum(chunk.steps, pl.cdiv(m, chunk.rows) - first)
 
   def at(ref, k, columns):
-    """A tile of rows of a step, and which of its values are inside."""
+    """Returns the tile of rows of a step, and the mask of values inside."""
     tile = ref.at[pl.ds(k * chunk.rows, chunk.rows)]
     axes = (m,) if columns is None else (m, columns)
     index = (first + k, 0)[: len(axes)]
     return tile, tiles.inside(tile.shape, axes, index)
 
   def load(k) -> list:
-    """What a step reads, in the dtypes that memory has."""
+    """Loads everything that a step reads, in the dtypes stored in memory."""
     return [
       None if ref is None else tiles.load(*at(ref, k, columns), dtype=ref.dtype)
       for ref, columns in (

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arithmetic on f32 tiles in fewer instructions than Pallas has words for.
+"""Arithmetic on f32 tiles in fewer instructions than Pallas can express.
 
-An elementwise kernel has about 30 instructions for a value before they, and not
-the memory, are what takes the time. In Pallas's words a sigmoid is 18 of them,
-and a value divided by its scale and clipped 11: Triton in XLA contracts nothing
-to a fused multiply-add and knows no approximate reciprocal. Here they are 4
-each (SASS of the SwiGLU backward, jax 0.11.2). The interpreter knows no PTX:
-with `interpret` the functions are written in jnp, which is their definition.
+An elementwise kernel can spend about 30 instructions per value before they,
+rather than memory, limit its speed. Written in Pallas, a sigmoid takes 18, and
+dividing a value by its scale and clipping it takes 11: XLA's Triton contracts
+nothing to a fused multiply-add and has no approximate reciprocal. Here each
+takes 4 (SASS of the SwiGLU backward, jax 0.11.2). The interpreter cannot run
+PTX: with `interpret` the functions use their jnp version, which is also their
+definition.
 """
 
 import struct
@@ -26,15 +27,16 @@ _LOG2_E = 1.4426950408889634
 def quantize_with_scale(
   x: Array, scale: Array, *, dtype: DTypeLike, interpret: bool
 ) -> Array:
-  """f32 to codes with one scale []: rne(clip(x / scale, ±qmax)), NaN kept.
+  """Quantizes f32 with one scale []: rne(clip(x / scale, ±qmax)), NaN kept.
 
-  On a GPU the quotient is correctly rounded: a product with the reciprocal,
-  then what is left of x. It is clipped to ±2 qmax before that, so that nothing
-  becomes inf - inf; the hardware's cast saturates the rest.
+  On a GPU the quotient is correctly rounded: we multiply by the reciprocal and
+  then correct by the remainder. Before the correction the quotient is clipped
+  to ±2 qmax, so that it never computes inf - inf; the hardware's cast saturates
+  the rest.
   """
   if interpret:
     return tiles.saturating_cast(x / scale, dtype)
-  # An infinite scale leaves zeros and NaN: 0 * x, and no inf * 0.
+  # An infinite scale gives zeros and NaN: we compute 0 * x, never inf * 0.
   divisor = jnp.where(scale == jnp.inf, jnp.float32(0), scale)
   quotient = _inline(
     "{ .reg .f32 q, r; mul.f32 q, $1, $3; "
@@ -48,7 +50,7 @@ def quantize_with_scale(
 
 
 def sigmoid(x: Array, *, interpret: bool) -> Array:
-  """1 / (1 + exp(-x)), on a GPU to some ulp; exactly 0 and 1 at the ends."""
+  """Returns 1 / (1 + exp(-x)), on a GPU to a few ulp; 0 and 1 are exact."""
   if interpret:
     return 1 / (1 + jnp.exp(-x))
   return _inline(
@@ -60,10 +62,13 @@ def sigmoid(x: Array, *, interpret: bool) -> Array:
 
 
 def exp2(x: Array, scale: float, shift: Array, *, interpret: bool) -> Array:
-  """2^(x * scale - shift), on a GPU to 2 ulp and 0 below 2^-126.
+  """Returns 2^(x * scale - shift), on a GPU to 2 ulp, and 0 below 2^-126.
 
   Args:
-    shift: of a shape that broadcasts to that of x.
+    x: f32 tile.
+    scale: a factor of x.
+    shift: array whose shape broadcasts to that of x.
+    interpret: whether JAX interprets the kernel.
   """
   if interpret:
     return jnp.exp2(x * scale - shift)
@@ -76,10 +81,10 @@ def exp2(x: Array, scale: float, shift: Array, *, interpret: bool) -> Array:
 
 
 def tanh(x: Array, scale: float, *, interpret: bool) -> Array:
-  """tanh(x * scale), on a GPU off by up to 2^-22; exactly ±1 at the ends.
+  """Returns tanh(x * scale), on a GPU off by up to 2^-22; ±1 is exact.
 
-  As 1 - 2 / (1 + exp(2 x)): `tanh.approx` is off by 2^-11 of its value, which
-  a cap of 50 makes 0.02 of a score.
+  It is computed as 1 - 2 / (1 + exp(2 x)): `tanh.approx` is off by 2^-11 of its
+  value, which with a cap of 50 is 0.02 of a score.
   """
   if interpret:
     return jnp.tanh(x * scale)
@@ -92,14 +97,14 @@ def tanh(x: Array, scale: float, *, interpret: bool) -> Array:
 
 
 def clip(x: Array, limit: float, *, interpret: bool) -> Array:
-  """x clipped to ±limit, NaN kept."""
+  """Clips x to ±limit and keeps NaN."""
   if interpret:
     return jnp.clip(x, -limit, limit)
   return _inline(f"min.NaN.xorsign.abs.f32 $0, $1, {_hex(limit)};", x)
 
 
 def _inline(code: str, *args: Array) -> Array:
-  """PTX that makes one f32 ($0) of one of each of the args ($1, ...)."""
+  """Emits PTX that makes one f32 ($0) from one of each arg ($1, ...)."""
   [result] = plt.elementwise_inline_asm(
     code,
     args=args,
@@ -111,5 +116,5 @@ def _inline(code: str, *args: Array) -> Array:
 
 
 def _hex(x: float) -> str:
-  """An f32 as PTX writes it."""
+  """Formats an f32 as PTX writes it."""
   return f"0f{struct.pack('>f', x).hex().upper()}"

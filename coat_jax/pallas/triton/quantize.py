@@ -5,10 +5,11 @@
   tensor_scale      scale = amax of everything / qmax
   quantize_tensor   code = clip(x / scale), as rows, as columns or as both
 
-Groups never cross rows and rows are contiguous, so what writes no columns sees
-one long vector; a program has `size` neighbouring values of it. Columns are
-written from a tile of rows x columns: the codes are transposed on the chip and
-stored 16 bytes at a time, and x is read once for both layouts.
+Groups never cross rows and rows are contiguous, so kernels that write no
+columns treat x as one long vector; a program handles `size` neighbouring values
+of it. Columns are written from a tile of rows x columns: the codes are
+transposed on the chip and stored 16 bytes at a time, and x is read only once
+for both layouts.
 
       x [m, n]          rows [m, n]        columns [n, m]
       +--------+         +--------+           +----+
@@ -16,13 +17,14 @@ stored 16 bytes at a time, and x is read once for both layouts.
       +--------+         +--------+           | .T |
                                               +----+
 
-Bytes per element, x in BF16: groups 2 + 1 + 2 / G; tensor_scale 2; a given
-scale 2 + 1, both layouts 2 + 2. About 8 instructions an element for groups,
-where the division by a scale is a product with its reciprocal, found once.
+Bytes per element with x in BF16: groups 2 + 1 + 2 / G; tensor_scale 2; with a
+given scale 2 + 1, or 2 + 2 for both layouts. Groups take about 8 instructions
+per element, because a division by a scale is a product with its reciprocal,
+which is computed once.
 
-On an H200 (2026-11-21, jax 0.11.2, BF16 [8192, 16384]): groups of 16 in 98
-microseconds, 4.3 TB/s; tensor_scale 63, 4.3; both layouts of a given scale 144,
-3.7; XLA takes 310, 63 and 343.
+On an H200 (2026-11-21, jax 0.11.2, BF16 [8192, 16384]): groups of 16 take 98
+microseconds, 4.3 TB/s; tensor_scale takes 63, 4.3 TB/s; both layouts with a
+given scale take 144, 3.7 TB/s; XLA takes 310, 63 and 343.
 """
 
 import dataclasses
@@ -45,24 +47,24 @@ from coat_jax.qtensor import QTensor
 
 @dataclasses.dataclass(frozen=True)
 class Flat:
-  """A program's share of a vector: `size` values among `warps` warps."""
+  """A program's share of a vector: `size` values, held by `warps` warps."""
 
   size: int
   warps: int
 
 
 def pick_flat(elements: int) -> Flat:
-  """16 values a thread; smaller tiles where they would not fill the chip."""
+  """Picks 16 values per thread, or smaller tiles if x is small."""
   return Flat(2048, 4) if elements >= 2**20 else Flat(1024, 1)
 
 
 def pick_amax(elements: int) -> Flat:
-  """64 values a thread: fewer maxima for the second stage to read."""
+  """Picks 64 values per thread: fewer maxima for the second stage to read."""
   return Flat(16384, 8) if elements >= 2**23 else Flat(1024, 1)
 
 
 def pick_tile(m: int, n: int) -> tiles.Tile:
-  """64 values a thread; smaller tiles where they would not fill the chip."""
+  """Picks 64 values per thread, or smaller tiles if x is small."""
   return tiles.Tile(64, 128, 4) if m * n >= 2**22 else tiles.Tile(32, 64, 2)
 
 
@@ -128,7 +130,7 @@ def _groups_kernel(x_ref, q_ref, scale_ref, *, elements, group_size, dtype):
 def tensor_scale(
   x: Array, *, dtype: DTypeLike = E4M3, interpret: bool = False
 ) -> Array:
-  """`ops.tensor_scale`: maxima of tiles, then the scale of these."""
+  """`ops.tensor_scale`: finds the tiles' maxima, then the scale from them."""
   op = "tensor_scale"
   tiles.require_format(op, dtype, E4M3, E5M2)
   tiles.require_dtype(op, x.dtype)

@@ -1,22 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Heads taken apart and rotated, and put together again, in Triton.
+"""Splits a projection into rotated heads, and joins them again, in Triton.
 
-`ops.split_heads` and `join_heads`. A program has the columns of one
-key head, R = N / K queries, a key and a value, for some rows, and moves them in
-halves of a head: the pairs that are rotated are one in each.
+These are `ops.split_heads` and `join_heads`. For some rows, a program handles
+the columns of one key head: R = N / K queries, one key and one value. It moves
+them in halves of a head, because each pair that is rotated has one value in
+each half.
 
         R x H       H    H
       +-----------+----+----+
       | q         | k  | v  |  rows
       +-----------+----+----+
 
-`join_heads_operand` writes E5M2 codes in both layouts instead; a pass before it
-finds their scale, at the values as `join_heads` would round them. Heads that
-are not rotated have kernels of their own, in `heads`.
+`join_heads_operand` writes E5M2 codes in both layouts instead. An extra pass
+first finds their scale, from the values as `join_heads` would round them. Heads
+that are not rotated have kernels of their own, in `heads`.
 
-Bytes per element, BF16: 2 + 2; to an operand 2 + 2 + 2. On an H200 (2026-11-21,
-jax 0.11.2, [8192, 3 * 32 * 128]) each of the first two takes 105 microseconds,
-3.8 TB/s, where XLA's backward, a sum of padded parts, took 270.
+Bytes per element in BF16: 2 + 2; to an operand 2 + 2 + 2. On an H200
+(2026-11-21, jax 0.11.2, [8192, 3 * 32 * 128]) `split_heads` and `join_heads`
+each take 105 microseconds, 3.8 TB/s; XLA's backward, a sum of padded parts,
+took 270.
 """
 
 import dataclasses
@@ -137,7 +139,7 @@ def _join_kernel(dq_ref, dk_ref, dv_ref, cos_ref, sin_ref, out_ref, *, r, h):
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-  """A program's rows of one key head's columns, and the warps on it."""
+  """A program's rows of one key head's columns, and its number of warps."""
 
   rows: int
   warps: int
@@ -248,26 +250,26 @@ def _operand_kernel(
 
 
 def _joined_halves(dq_ref, dk_ref, dv_ref, cos_ref, sin_ref, r, h):
-  """Each half head of the joined tile: its first column, f32 of what it is."""
+  """Yields the first column and f32 values of each joined half head."""
   cos, sin = cos_ref[...], -sin_ref[...]
   heads = [(dq_ref, i) for i in range(r)] + [(dk_ref, 0), (dv_ref, 0)]
   for j, (ref, i) in enumerate(heads):
     rotation = () if ref is dv_ref else (cos, sin)
     for k, x in enumerate(_halves(ref, i, h, *rotation)):
-      # Rounded as `join_heads` does.
+      # Round as `join_heads` does.
       x = x.astype(ref.dtype).astype(jnp.float32)
       yield j * h + k * (h // 2), x
 
 
 def _move(source, i, target, j, h, *rotation):
-  """Head i of one tile to head j of another, rotated by (cos, sin)."""
+  """Copies head i of one tile to head j of another, rotated by (cos, sin)."""
   for k, x in enumerate(_halves(source, i, h, *rotation)):
     columns = pl.ds(j * h + k * (h // 2), h // 2)
     target[:, columns] = x.astype(target.dtype)
 
 
 def _halves(ref, i, h, cos=None, sin=None):
-  """Both halves of head i of a tile, rotated where cos is given."""
+  """Returns both halves of head i of a tile, rotated if cos is given."""
   half = h // 2
   a, b = (ref[:, pl.ds(i * h + k * half, half)] for k in (0, 1))
   if cos is None:
@@ -277,12 +279,12 @@ def _halves(ref, i, h, cos=None, sin=None):
 
 
 def _rows(t: int, most: int) -> int:
-  """Rows of a tile: what divides a sequence, a power of two."""
+  """Returns the rows per tile, a power of two that divides a sequence."""
   return min(t & -t, most)
 
 
 def _tables(cos: Array, sin: Array) -> tuple[Array, Array]:
-  """Angles [B, T, H / 2] as [B T, H / 2]; [T, H / 2] as they are."""
+  """Reshapes angles [B, T, H / 2] to [B T, H / 2]; keeps [T, H / 2]."""
   if cos.ndim == 2:
     return cos, sin
   half = cos.shape[-1]
@@ -290,8 +292,8 @@ def _tables(cos: Array, sin: Array) -> tuple[Array, Array]:
 
 
 def _specs(cos: Array, r: int, h: int, rows: int):
-  """Tiles of [q, k, v], of the angles, of q, and of k or v."""
-  # Angles [T, H / 2] begin again with each sequence, [B T, H / 2] do not.
+  """Returns specs of tiles of [q, k, v], of the angles, of q, and of k or v."""
+  # Angles [T, H / 2] start over with each sequence; [B T, H / 2] do not.
   tiles_of_angles = cos.size // cos.shape[-1] // rows
   return (
     pl.BlockSpec((rows, (r + 2) * h), lambda i, j: (i, j)),
@@ -302,7 +304,7 @@ def _specs(cos: Array, r: int, h: int, rows: int):
 
 
 def _require_heads(op: str, x: Array, cos: Array, h: int) -> None:
-  """Raises `Unsupported` for heads or a sequence that are not whole tiles."""
+  """Raises `Unsupported` for heads or sequences that are not whole tiles."""
   t, half = cos.shape[-2:]
   if 2 * half != h:
     raise Unsupported(

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scale of a tensor from the maxima of its tiles, in one launch.
+"""Computes a tensor's scale from the maxima of its tiles, in one launch.
 
-A kernel that finds a tensor's largest magnitude writes one a program, and the
-next needs the scale before its first code. XLA takes two or three launches to
-get there, a reduction in two stages and what is elementwise behind it: some
-microseconds each, with nothing else to run. Here one program does it.
+A kernel that looks for a tensor's largest magnitude writes one maximum per
+program, and the next kernel needs the scale before it can write its first code.
+XLA takes two or three launches for that, a two-stage reduction and then the
+elementwise part; each takes some microseconds with nothing else to run. Here
+one program does all of it.
 
       maxima [P]  ->  largest  ->  scale = largest / qmax  f32 [1]
 """
@@ -21,18 +22,18 @@ from coat_jax.formats import E4M3
 from coat_jax.pallas.triton import tiles
 from coat_jax.qtensor import amax_to_scale, bits_to_amax
 
-# 64 values a thread of the largest program: more would spill.
+# The largest program holds 64 values per thread: more would spill.
 _MAX_MAXIMA = 2**16
 
 
 def bits_to_scale(
   bits: Array, dtype: DTypeLike = E4M3, *, interpret: bool = False
 ) -> Array:
-  """`qtensor.amax_to_scale` of the bits of tiles' maxima: f32 [].
+  """`qtensor.amax_to_scale` for the bits of tiles' maxima: f32 [].
 
   Args:
-    bits: int32 of any shape, not negative, see `tiles.amax_bits`.
-    dtype: of the codes.
+    bits: int32 of any shape, not negative; see `tiles.amax_bits`.
+    dtype: dtype of the codes.
     interpret: whether JAX interprets the kernel.
   """
   return _scale_of(bits, dtype, 1, interpret)[0]
@@ -41,11 +42,11 @@ def bits_to_scale(
 def bits_to_shared_scale(
   bits: Array, dtype: DTypeLike = E4M3, *, interpret: bool = False
 ) -> tuple[Array, Array]:
-  """The same for an operand of two products, and what its kernel reads.
+  """`bits_to_scale` for an operand of two products, plus an array for kernels.
 
-  Each product is multiplied by this scale and the other operand's. XLA makes
-  one launch of both multiplications where they read one array, unless that is a
-  scalar: so there are two of it in memory.
+  Each product is multiplied by this scale and by the other operand's. XLA fuses
+  both multiplications into one launch if they read the same array, but not if
+  that array is a scalar. So the array holds the scale twice.
 
   Returns:
     The scale f32 [], and an array f32 [k] that begins with it.
@@ -54,7 +55,7 @@ def bits_to_shared_scale(
 
 
 def _scale_of(bits, dtype, count, interpret) -> tuple[Array, Array]:
-  # Devices of a mesh compare their largest before there is a scale.
+  # The devices of a mesh compare their maxima before there is a scale.
   on_mesh = jax.sharding.get_abstract_mesh().manual_axes
   if on_mesh or bits.size > _MAX_MAXIMA:
     scale = amax_to_scale(bits_to_amax(bits), dtype)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention's scores by tiles: which there are, what they are, what is seen.
+"""Attention scores by tiles: which tiles to visit, and how to mask them.
 
-Of a tile of queries, the tiles of keys (and of a tile of keys, of queries):
+For a tile of queries, these are the tiles of keys (and likewise of queries for
+a tile of keys):
 
              keys                     keys
            0 1 2 3 4 5              0 1 2 3 4 5
@@ -10,10 +11,11 @@ Of a tile of queries, the tiles of keys (and of a tile of keys, of queries):
          2 f f e                  2 . e e             f  is seen whole
          3 f f f e   causal       3 . f e e   window
 
-With segments a tile is visited from the first to the last that may share a
-segment, by the least and the largest id of each: of packed documents, whose ids
-go up, those are the tiles of the same documents, and of ids in any order at
-worst all. What is visited is masked value by value, and right for any ids.
+With segments we visit the tiles from the first to the last that may share a
+segment, judged by each tile's least and largest id. For packed documents, whose
+ids increase, those are exactly the tiles of the same documents; for ids in any
+order they are at worst all tiles. Visited tiles are masked value by value, so
+the result is right for any ids.
 """
 
 import dataclasses
@@ -30,21 +32,22 @@ from coat_jax.ops.types import AttentionKind
 from coat_jax.pallas.triton import ptx
 
 MASKED = -1e30
-# A maximum that every score is above and no masked one: rows that see nothing
-# of a tile have it, and exp2(MASKED - LEAST) is 0. The maximum of masked scores
-# alone would be one of them rounded, from which fma leaves a remainder of 1e22.
+# The initial maximum: below every score, above every masked one. A row that
+# sees nothing of a tile keeps it, and exp2(MASKED - LEAST) is 0. If the maximum
+# were that of masked scores, it would be one of them after rounding, and the
+# fma would leave a remainder of 1e22.
 LEAST = -1e20
 LOG2_E = 1.0 / math.log(2.0)
 
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-  """A program's share of a sequence, and the steps in which it reads the other.
+  """A program's share of one sequence, and its steps through the other one.
 
   Attributes:
     queries, keys: powers of two, at least 16.
-    warps: that share a program.
-    stages: loads ahead.
+    warps: number of warps that share a program.
+    stages: number of loads in flight.
   """
 
   queries: int
@@ -54,13 +57,17 @@ class Tile:
 
   @property
   def longest(self) -> int:
-    """What a sequence is a multiple of."""
+    """The size that a sequence must be a multiple of."""
     return max(self.queries, self.keys)
 
 
 def segment_bounds(segments: Array | None, own: int, others: int) -> tuple:
-  """What a kernel reads of segments: ids [B, T], and of each own tile the first
-  of the others' tiles that may have one of its ids, and the last and one more.
+  """Returns the segment ids and, for each own tile, which tiles to visit.
+
+  Returns:
+    The ids [B, T]; for each own tile the first of the others' tiles that may
+    share one of its ids; and one past the last such tile. Three times None
+    without segments.
   """
   if segments is None:
     return None, None, None
@@ -80,9 +87,9 @@ def segment_bounds(segments: Array | None, own: int, others: int) -> tuple:
 
 @dataclasses.dataclass(frozen=True)
 class Visit:
-  """Tiles of the other sequence that a program visits: [first, behind).
+  """The tiles of the other sequence that a program visits: [first, behind).
 
-  Those in [whole, edge) are seen whole, by every value of the program's tile.
+  Every value of the program's tile sees all of the tiles in [whole, edge).
   """
 
   own: Array
@@ -93,7 +100,7 @@ class Visit:
 
   @classmethod
   def of_queries(cls, kind, tile: Tile, k_ref, first_ref, behind_ref):
-    """Keys of this program's queries; of causal ones the longest row first."""
+    """Visits this program's keys; if causal, the longest rows start first."""
     own = pl.program_id(0)
     if kind.causal:
       own = pl.num_programs(0) - 1 - own
@@ -105,7 +112,7 @@ class Visit:
 
   @classmethod
   def of_keys(cls, kind, tile: Tile, q_ref, first_ref, behind_ref):
-    """Queries of this program's keys."""
+    """Visits the queries of this program's keys."""
     own = pl.program_id(0)
     back = 0 if kind.causal else None
     ahead = None if kind.window is None else kind.window - 1
@@ -115,7 +122,7 @@ class Visit:
 
   @classmethod
   def _of(cls, own, sizes, count, back, ahead, first_ref, behind_ref):
-    """Place i sees others from i - back to i + ahead; None for all of them."""
+    """Place i sees others from i - back to i + ahead; None for no limit."""
     size, step = sizes
     start, last = own * size, own * size + size - 1
     first = whole = 0
@@ -131,7 +138,7 @@ class Visit:
       first = jnp.maximum(first, first_ref[b, own])
       behind = jnp.minimum(behind, behind_ref[b, own])
       return cls(own, first, behind, behind, behind)
-    # A bound that is an int is one there is no edge at.
+    # A bound that stays an int marks a side that has no edge.
     if back is not None:
       whole = jnp.minimum(whole, behind)
     if ahead is not None:
@@ -139,7 +146,7 @@ class Visit:
     return cls(own, first, whole, edge, behind)
 
   def run(self, step, carry):
-    """`step(tile, carry, is_masked)` of each tile, in order."""
+    """Runs `step(tile, carry, is_masked)` for each tile, in order."""
     masked, unmasked = (
       functools.partial(step, is_masked=masked) for masked in (True, False)
     )
@@ -153,10 +160,11 @@ class Visit:
 
 
 def visible(kind, queries, keys, tile: Tile, segments_ref, b, *, is_rows):
-  """Which keys of a tile queries of a tile see.
+  """Tells which keys of a tile the queries of a tile see.
 
   Returns:
-    bool [queries, keys], or [keys, queries] where queries are no rows.
+    bool [queries, keys], or [keys, queries] unless `is_rows`; None if all are
+    seen.
   """
   shape = (tile.queries, tile.keys) if is_rows else (tile.keys, tile.queries)
   query_axis, key_axis = (0, 1) if is_rows else (1, 0)
@@ -182,9 +190,9 @@ def visible(kind, queries, keys, tile: Tile, segments_ref, b, *, is_rows):
 
 @dataclasses.dataclass(frozen=True)
 class Scores:
-  """Scores by what they are multiples of.
+  """Scores as multiples of a constant.
 
-  log2(exp(score)) = x * unit: x is q k^T, or tanh of it where there is a cap.
+  log2(exp(score)) = x * unit, where x is q k^T, or its tanh if there is a cap.
   """
 
   kind: AttentionKind
@@ -201,24 +209,24 @@ class Scores:
     return (self.scale if cap is None else cap) * LOG2_E
 
   def of(self, products: Array) -> Array:
-    """x, of q k^T."""
+    """Computes x from q k^T."""
     cap = self.kind.soft_cap
     if cap is None:
       return products
     return ptx.tanh(products, self.scale / cap, interpret=self.interpret)
 
   def exponential(self, x: Array, shift: Array) -> Array:
-    """exp(score) / 2^shift."""
+    """Returns exp(score) / 2^shift."""
     return ptx.exp2(x, self.unit, shift, interpret=self.interpret)
 
   def probability(self, x: Array, lse: Array, seen: Array | None) -> Array:
-    """p by the log-sum-exp in octaves, 0 where a key is not seen."""
+    """Returns p, given the log-sum-exp in octaves; 0 for keys not seen."""
     return self.exponential(self.masked(x, seen), lse)
 
   def masked(self, x: Array, seen: Array | None) -> Array:
-    """x of keys that are seen, None for all of them."""
+    """Masks x for keys that are not seen; None means that all are seen."""
     return x if seen is None else jnp.where(seen, x, MASKED)
 
   def gradient(self, x: Array, ds: Array) -> Array:
-    """The gradient of q k^T scale, by that of scores."""
+    """Returns the gradient of q k^T scale from the gradient of scores."""
     return ds if self.kind.soft_cap is None else ds * (1 - x * x)

@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What kernels do with the tiles that they hold in registers.
+"""Operations of kernels on tiles in registers.
 
-Functions here work on arrays of a kernel's body, in f32 unless it says
-otherwise, and does what `formats` and `qtensor` define, in the same order:
-  * largest magnitudes are found as integers, which carry a NaN: the largest of
-    floats in Triton drops it;
-  * scale = amax * float32(1 / qmax), at least 2^-126, 1 for zeros; rounded up
-    to BF16 where it is a group's;
-  * codes are x / scale, rounded to nearest even by the cast. XLA cannot drop or
-    split a cast in a kernel, so rounding in f32 first is not needed here.
+Functions here work on arrays inside a kernel's body, in f32 unless they
+document otherwise. They compute what `formats` and `qtensor` define, in the
+same order:
+  * Largest magnitudes are found as integers, which propagate NaN; Triton's
+    maximum of floats drops it.
+  * scale = amax * float32(1 / qmax), at least 2^-126, and 1 for zeros; a
+    group's scale is rounded up to BF16.
+  * Codes are x / scale, rounded to nearest even by the cast. XLA cannot drop or
+    split a cast in a kernel, so we need not round in f32 first.
 
-A tile at the edge of an array reaches beyond it where the array's axes are no
-multiples of the tile's: Pallas masks nothing there on a GPU, so that loads and
+A tile at the edge of an array reaches beyond it if the array's axes are not
+multiples of the tile's. Pallas does not mask such values on a GPU, so loads and
 stores take the mask of `inside`.
 """
 
@@ -28,7 +29,7 @@ from jax.typing import DTypeLike
 from coat_jax.formats import qmax
 from coat_jax.ops.types import Layout, Unsupported
 
-# The index of a value, and of one beyond the end in the last tile, is int32.
+# Indices are int32, including those past the end of the array in the last tile.
 MAX_ELEMENTS = 2**31 - 2**20
 
 GROUP_SIZES = (16, 32, 64, 128)
@@ -47,12 +48,15 @@ def inside(
   shape: tuple[int, ...],
   index: tuple[Array | int, ...],
 ) -> Array | None:
-  """Which values of a tile are inside the array: bool [*tile], None for all.
+  """Tells which values of a tile are inside the array: bool [*tile].
 
   Args:
     tile: the tile's shape.
-    shape: the array's.
+    shape: the array's shape.
     index: which tile it is along each axis.
+
+  Returns:
+    The mask, or None if all values are inside.
   """
   mask = None
   for axis, (size, n, i) in enumerate(zip(tile, shape, index, strict=True)):
@@ -65,7 +69,7 @@ def inside(
 def load(
   ref, mask: Array | None = None, *, dtype: DTypeLike = jnp.float32
 ) -> Array:
-  """A tile in `dtype`, zeros where the mask is False."""
+  """Loads a tile in `dtype`, with zeros where the mask is False."""
   zero = None if mask is None else jnp.zeros((), ref.dtype)
   return plt.load(ref, mask=mask, other=zero).astype(dtype)
 
@@ -73,7 +77,7 @@ def load(
 def store(ref, x: Array, mask: Array | None = None) -> None:
   """Writes a tile in the dtype of `ref` where the mask is True.
 
-  FP8 is not what this rounds to: see `saturating_cast`, `quantize_groups`.
+  Don't use it to round to FP8: see `saturating_cast`, `quantize_groups`.
   """
   plt.store(ref, x.astype(ref.dtype), mask=mask)
 
@@ -87,11 +91,15 @@ def store_transposed(
 ) -> None:
   """Writes a tile [rows, columns] to `ref[*leading, first:]`, transposed.
 
-  Not as `ref[...] = x.T`: XLA moves a transpose up to the loads, and all that
-  was computed since is computed twice where x is also stored as it is.
+  We don't write `ref[...] = x.T`: XLA would move the transpose up to the loads
+  and compute everything in between twice if x is also stored as it is.
 
   Args:
-    mask: of x, not of what it becomes.
+    ref: where to write.
+    x: the tile.
+    mask: which values of x to write, before the transpose.
+    leading: indices of `ref`'s leading axes.
+    first: first row of `ref` to write.
   """
   row = jax.lax.broadcasted_iota(jnp.int32, x.shape, 0)
   column = jax.lax.broadcasted_iota(jnp.int32, x.shape, 1)
@@ -100,7 +108,7 @@ def store_transposed(
 
 
 def store_scalar(ref, x: Array) -> None:
-  """Writes a value to a tile of one, of any rank."""
+  """Writes a value to a tile that holds a single value, of any rank."""
   ref[(0,) * len(ref.shape)] = x
 
 
@@ -108,17 +116,17 @@ def store_scalar(ref, x: Array) -> None:
 
 
 def magnitude_bits(x: Array) -> Array:
-  """|x| of f32 as the int32 with its bits: they compare as magnitudes do."""
+  """Returns the bits of |x| as int32, which compare as magnitudes do."""
   return jax.lax.bitcast_convert_type(x, jnp.int32) & 0x7FFFFFFF
 
 
 def amax_bits(x: Array) -> Array:
-  """The largest magnitude of a tile as the bits of its f32: int32 []."""
+  """Returns the bits of a tile's largest magnitude as an f32: int32 []."""
   return jnp.max(magnitude_bits(x))
 
 
 def tensor_scale(bits: Array, dtype: DTypeLike) -> Array:
-  """A tensor's scale, f32, from the bits of its amax."""
+  """Returns a tensor's scale, f32, from the bits of its amax."""
   scale_bits = jnp.where(
     bits > _INFINITY_BITS, _NAN_BITS, _scale_bits(bits, dtype)
   )
@@ -126,15 +134,15 @@ def tensor_scale(bits: Array, dtype: DTypeLike) -> Array:
 
 
 def group_scale(bits: Array, dtype: DTypeLike) -> Array:
-  """A group's scale, f32 that BF16 holds, from the bits of its amax."""
-  # Rounded up; infinity stays as it is.
+  """Returns a group's scale from the bits of its amax: f32, exact in BF16."""
+  # Round up; infinity stays as it is.
   up = (_scale_bits(bits, dtype) + 0xFFFF) & ~0xFFFF
   up = jnp.where(bits > _INFINITY_BITS, _NAN_BITS, up)
   return jax.lax.bitcast_convert_type(up, jnp.float32)
 
 
 def _scale_bits(bits: Array, dtype: DTypeLike) -> Array:
-  """Bits of the scale of an amax that is no NaN."""
+  """Returns the bits of the scale of an amax that is not NaN."""
   amax = jax.lax.bitcast_convert_type(bits, jnp.float32)
   scale = amax * jnp.float32(1 / qmax(dtype))
   scale_bits = jax.lax.bitcast_convert_type(scale, jnp.int32)
@@ -145,7 +153,7 @@ def _scale_bits(bits: Array, dtype: DTypeLike) -> Array:
 
 
 def saturating_cast(x: Array, dtype: DTypeLike) -> Array:
-  """f32 to an FP8 format, clipped to ±qmax, NaN kept."""
+  """Casts f32 to an FP8 format, clipped to ±qmax; NaN is kept."""
   limit = qmax(dtype)
   clipped = jnp.minimum(jnp.maximum(x, -limit), limit)
   # Triton's min and max return the other operand for a NaN.
@@ -153,17 +161,17 @@ def saturating_cast(x: Array, dtype: DTypeLike) -> Array:
 
 
 def split_groups(x: Array, group_size: int) -> Array:
-  """[..., n] to [..., groups, group_size]."""
+  """Reshapes [..., n] to [..., groups, group_size]."""
   return x.reshape(*x.shape[:-1], -1, group_size)
 
 
 def quantize_groups(
   x: Array, *, group_size: int, dtype: DTypeLike
 ) -> tuple[Array, Array]:
-  """f32 [..., n] to codes [..., n] and f32 scales [..., groups].
+  """Quantizes f32 [..., n] to codes [..., n] and f32 scales [..., groups].
 
-  Scales are BF16 values. They were rounded up, so that no quotient exceeds qmax
-  by more than its rounding, which the cast rounds away: nothing is clipped.
+  Scales are BF16 values. They are rounded up, so a quotient exceeds qmax by at
+  most its rounding error, which the cast rounds away: we need not clip.
   """
   groups = split_groups(x, group_size)
   bits = jnp.max(magnitude_bits(groups), axis=-1)
@@ -173,7 +181,7 @@ def quantize_groups(
 
 
 def dequantize_groups(codes: Array, scale: Array, *, group_size: int) -> Array:
-  """Codes [..., n], FP8 or as f32, and scales [..., groups] to f32 [..., n]."""
+  """Dequantizes codes [..., n] with scales [..., groups] to f32 [..., n]."""
   groups = split_groups(codes.astype(jnp.float32), group_size)
   values = groups * scale.astype(jnp.float32)[..., None]
   return values.reshape(codes.shape)
@@ -188,9 +196,9 @@ class Tile:
 
   Attributes:
     rows, columns: powers of two, at least 16.
-    warps: that share it.
-    down: programs that start one after the other are below each other, not
-      beside each other.
+    warps: number of warps that share the tile.
+    down: whether consecutive programs go down the rows instead of across the
+      columns.
   """
 
   rows: int
@@ -199,19 +207,19 @@ class Tile:
   down: bool = True
 
   def grid(self, m: int, n: int) -> tuple[int, int]:
-    """Programs for a matrix [m, n]."""
+    """Returns the grid of programs for a matrix [m, n]."""
     down, across = pl.cdiv(m, self.rows), pl.cdiv(n, self.columns)
     return (down, across) if self.down else (across, down)
 
   def index(self) -> tuple[Array, Array]:
-    """In a kernel: which tile is this program's, (down, across)."""
+    """Returns which tile this program has, (down, across); for kernels."""
     first, second = pl.program_id(0), pl.program_id(1)
     return (first, second) if self.down else (second, first)
 
   def spec(
     self, shape: tuple[int, ...], axes: tuple[int | None, ...]
   ) -> pl.BlockSpec:
-    """Tiles of `shape` along these axes of the matrix; None is along none."""
+    """Returns the spec of tiles of `shape`; an axis of None stays at 0."""
 
     def index(first, second):
       tile = (first, second) if self.down else (second, first)
@@ -220,13 +228,13 @@ class Tile:
     return pl.BlockSpec(shape, index)
 
   def matrix(self, per_column: int = 1) -> pl.BlockSpec:
-    """Tiles of [m, n], or of [m, n / per_column]."""
+    """Returns the spec of tiles of [m, n], or of [m, n / per_column]."""
     return self.spec((self.rows, self.columns // per_column), (0, 1))
 
   def operand(
     self, m: int, n: int, dtype: DTypeLike, layout: Layout
   ) -> tuple[tuple, tuple]:
-    """Output specs and shapes, each (rows or None, columns or None)."""
+    """Returns output specs and shapes, each (rows or None, columns or None)."""
     rows = columns = None, None
     if layout != "columns":
       rows = self.matrix(), jax.ShapeDtypeStruct((m, n), dtype)
@@ -240,14 +248,14 @@ class Tile:
 
 
 def scalar_spec() -> pl.BlockSpec:
-  """A [1] that every program reads."""
+  """Returns the spec of a [1] that every program reads."""
   return pl.BlockSpec((1,), lambda *_: (0,))
 
 
 def store_operand(
   rows_ref, columns_ref, codes: Array, index, shape: tuple[int, int]
 ) -> None:
-  """Writes a tile of codes of [m, n] to either layout or to both."""
+  """Writes a tile of codes of [m, n] to the layouts whose ref is not None."""
   mask = inside(codes.shape, shape, index)
   if rows_ref is not None:
     store(rows_ref, codes, mask)
@@ -259,11 +267,11 @@ def compiler_params(warps: int) -> plt.CompilerParams:
   return plt.CompilerParams(num_warps=warps, num_stages=1)
 
 
-# --- What kernels cannot take: each of these raises `Unsupported` -------------
+# --- Argument checks: each of these raises `Unsupported` ----------------------
 
 
 def require_shape(op: str, shape: tuple[int, ...]) -> None:
-  """Arrays [..., n] of this shape."""
+  """Requires that a kernel can take arrays [..., n] of this shape."""
   size = math.prod(shape)
   if not shape or shape[-1] % 16 or not size:
     raise Unsupported(
@@ -277,7 +285,7 @@ def require_shape(op: str, shape: tuple[int, ...]) -> None:
 
 
 def require_groups(op: str, shape: tuple[int, ...], group_size: int) -> None:
-  """Arrays of this shape in groups of this size along the last axis."""
+  """Requires that a kernel can take such an array in groups of this size."""
   if group_size not in GROUP_SIZES:
     raise Unsupported(
       f"{op}: the Triton kernel has groups of {GROUP_SIZES}, got {group_size}"
@@ -291,7 +299,7 @@ def require_groups(op: str, shape: tuple[int, ...], group_size: int) -> None:
 
 
 def require_dtype(op: str, *dtypes: DTypeLike) -> None:
-  """Arrays of these dtypes, read or written unquantized."""
+  """Requires that a kernel can read and write these dtypes unquantized."""
   for dtype in dtypes:
     if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float32):
       raise Unsupported(
@@ -300,7 +308,7 @@ def require_dtype(op: str, *dtypes: DTypeLike) -> None:
 
 
 def require_one_scale(op: str, scale: Array | None) -> Array:
-  """The scale; raises `Unsupported` for None, an operand in blocks."""
+  """Returns the scale; raises `Unsupported` for None, an operand in blocks."""
   if scale is None:
     raise Unsupported(
       f"{op}: kernels write operands with one scale, got scale=None, blocks of "
@@ -310,7 +318,7 @@ def require_one_scale(op: str, scale: Array | None) -> Array:
 
 
 def require_format(op: str, dtype: DTypeLike, *known: DTypeLike) -> None:
-  """Codes of this format, where the kernel has those in `known`."""
+  """Requires that the codes' format is among those that the kernel supports."""
   if dtype not in known:
     names = " and ".join(jnp.dtype(x).name for x in known)
     raise Unsupported(
@@ -319,7 +327,7 @@ def require_format(op: str, dtype: DTypeLike, *known: DTypeLike) -> None:
 
 
 def require_columns(op: str, shape: tuple[int, ...], layout: Layout) -> None:
-  """An operand of [..., n] in this layout."""
+  """Requires that a kernel can write an operand of [..., n] in this layout."""
   rows = math.prod(shape[:-1])
   if layout != "rows" and rows % 16:
     raise Unsupported(
