@@ -40,10 +40,6 @@ from typing import Annotated, Any
 
 import grain
 import jax
-import jax.numpy as jnp
-import numpy as np
-import optax
-import orbax.checkpoint as ocp
 import tyro
 from jax import P
 from jax.sharding import NamedSharding
@@ -53,16 +49,13 @@ from train import convert_hf, weights
 from train import step as steps
 from train.command_line import plain_errors
 from train.config import OptimConfig, TrainConfig
+from train.convert_adamw import export_adamw, import_adamw
 from train.objective import trained
 from train.options import read_path
 from train.presets import PRESETS, finetune
-from train.run.checkpoint import Checkpoints, read_description, restore_state
+from train.run.checkpoint import Checkpoints, read_description
 from train.run.description import configuration
 from train.run.exits import exit_status, stop_on_signal
-from train.run.imported import create_run
-from train.run.sources import newest_checkpoint
-from train.run.writing import write_tree
-from train.schedule import learning_rate
 from train.step import TrainState
 
 # The options that decide how stored bytes are read; rounding does not.
@@ -167,136 +160,6 @@ def _abstract_optimizer(config: TrainConfig, params: Any):
 
   params = jax.tree.map(with_whole_groups, params)
   return sharding.abstract_state(init, params, codec=codec)
-
-
-def _check_optimizer(op: str, config: TrainConfig, remedy: str) -> None:
-  """Raises ValueError where moments of a run are not AdamW's."""
-  if config.optim.optimizer != "coat_adamw":
-    raise ValueError(
-      f"{op}: needs a run of optim.optimizer coat_adamw, got "
-      f"{config.optim.optimizer}; {remedy}"
-    )
-
-
-def export_adamw(run: Path, out: Path) -> int:
-  """Writes a run's newest whole checkpoint as one of optax's AdamW.
-
-  Args:
-    run: Folder of the run, which may be training meanwhile.
-    out: Folder to create.
-
-  Returns:
-    The checkpoint's step.
-
-  Raises:
-    ValueError: `run` is no run of coat_adamw with a whole checkpoint, or `out`
-      exists or would be in a file.
-    SaveError: it cannot be written.
-  """
-  path, step, config = newest_checkpoint(run, out)
-  remedy = "its weights without moments are written by export-hf"
-  _check_optimizer("export", config, remedy)
-  optimizer = steps.build_optimizer(config)
-  abstract = steps.abstract_state(config, optimizer)
-  state = restore_state(path, step, abstract)
-  codec = config.optim.moment_codec()
-  adam, low = weights.without_low(state.optimizer)
-  adam = jax.jit(lambda adam: to_adam_state(adam, codec))(adam)
-  params = jax.jit(weights.load)(state.params, low)
-  # An optimizer's arguments are not in its state, but their kinds are.
-  adamw = optax.adamw(learning_rate(config), mask=steps.decays)
-  opt_state = jax.eval_shape(adamw.init, params)
-  schedule = optax.ScaleByScheduleState(adam.count)
-  opt_state = (adam, opt_state[1], schedule)
-  write_tree(out, {"params": params, "opt_state": opt_state})
-  return step
-
-
-def import_adamw(source: Path, config: TrainConfig) -> int:
-  """Makes a checkpoint of optax's AdamW a run.
-
-  Args:
-    source: An Orbax checkpoint with `params`, nested dicts as the model of
-      `config` has, and one state of `optax.scale_by_adam` anywhere in it.
-    config: The run to make; with `overwrite` it replaces an existing one.
-
-  Returns:
-    The step that the run resumes from: Adam's count.
-
-  Raises:
-    ValueError: the checkpoint has no such state, or other parameters; the
-      folder holds a run; `config.resume` or `config.init_from` is set, or
-      `config.optim.optimizer` is another than coat_adamw.
-  """
-  _check_optimizer("import", config, "leave --optim.optimizer out")
-  if config.init_from:
-    raise ValueError(
-      f"import: weights come from {source}, got --init-from; leave it out"
-    )
-
-  def make(abstract):
-    params, adam = _read_adamw(source, abstract.params)
-    codec = config.optim.moment_codec()
-    params, low = weights.store(config.params, params)
-    encoded = from_adam_state(adam, codec=codec, seed=config.seed)
-    return TrainState(
-      step=adam.count,
-      params=params,
-      optimizer=weights.with_low(encoded, low),
-      exact=adam if config.report_state else (),
-      clip=steps.initial_clip(config, abstract),
-    )
-
-  return create_run(config, make)
-
-
-def _read_adamw(
-  source: Path, params: Any
-) -> tuple[Any, optax.ScaleByAdamState]:
-  """Reads parameters shaped like `params`, and Adam's state, in f32."""
-  checkpointer = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
-  path, to_host = source.absolute(), ocp.RestoreArgs(restore_type=np.ndarray)
-  try:
-    tree = checkpointer.metadata(path).item_metadata.tree
-    how = jax.tree.map(lambda _: to_host, tree)
-    tree = checkpointer.restore(path, args=ocp.args.PyTreeRestore(None, how))
-  except Exception as error:  # Orbax and TensorStore raise many kinds.
-    raise ValueError(
-      f"import: {source} must be a checkpoint of Orbax, got "
-      f"{type(error).__name__}; pass the folder that StandardCheckpointer wrote"
-    ) from error
-  nodes = jax.tree.leaves(tree, is_leaf=_is_adam)
-  states = [node for node in nodes if _is_adam(node)]
-  if len(states) != 1 or "params" not in tree:
-    raise ValueError(
-      f"import: {source} must hold params and one state of Adam, got "
-      f"{', '.join(tree)} with {len(states)} of them; save "
-      "{'params': params, 'opt_state': opt_state} of optax.adamw"
-    )
-  (state,) = states
-  found = {"params": tree["params"], "mu": state["mu"], "nu": state["nu"]}
-  want = _shapes(params)
-  for name, part in found.items():
-    others = [str(x) for x in sorted(want.items() ^ _shapes(part).items())]
-    if others:
-      raise ValueError(
-        f"import: {name} must be those of this model, got another "
-        f"{', '.join(others[:2])} ({len(others)} in all); pass the preset and "
-        "the options of the model"
-      )
-  found = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), found)
-  count = jnp.int32(state["count"])
-  adam = optax.ScaleByAdamState(count, found["mu"], found["nu"])
-  return found["params"], adam
-
-
-def _is_adam(node: Any) -> bool:
-  return isinstance(node, dict) and {"count", "mu", "nu"} <= node.keys()
-
-
-def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
-  leaves = zip(steps.leaf_names(tree), jax.tree.leaves(tree), strict=True)
-  return {name: leaf.shape for name, leaf in leaves}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -190,7 +190,7 @@ def global_norm(tree: Any) -> Array:
 
 def is_stacked(params: Any, stack: str | Sequence[str]) -> list[bool]:
   """Whether each leaf of `params`, in order, is below a path of `stack`."""
-  stacks = (stack,) if isinstance(stack, str) else stack
+  stacks = stack if isinstance(stack, tuple | list) else (stack,)
   for path in stacks:
     check_kind("step_in_backward", "stack", path, str, "pass a path in params")
   below = tuple(f"{path}/" for path in stacks)

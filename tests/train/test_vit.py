@@ -22,7 +22,6 @@ from tests.train.runs import (
   programs_on_disk,
   wait_for_step,
 )
-from tests.train.steps import Trained
 from train import convert, generate, vit
 from train.data import digits
 from train.data.images import Preprocessing
@@ -337,73 +336,3 @@ def _as_transformers_does(image, settings):
     )
   ]
   return np.stack(channels)
-
-
-def _few_steps(**options):
-  """Five steps of a tower of two layers, which learns one batch."""
-  draw = np.random.default_rng(0)
-  rows = {
-    "images": draw.normal(size=(8, 3, 8, 8)).astype(np.float32),
-    "labels": np.array([0, 1, 2, 3, 0, 1, 2, 3], np.int32),
-  }
-  config = config_of("unused")
-  # One that the data have given classes.
-  model = dataclasses.replace(config.model, num_layers=2, num_classes=4)
-  optim = options.pop("optim", {})
-  optim = config.optim.with_optimizer(
-    optim.pop("optimizer", "coat_adamw"),
-    **dict(warmup=0, lr=3e-3, group_size=16) | optim,
-  )
-  config = dataclasses.replace(config, model=model, optim=optim, **options)
-  return Trained(config, rows).run()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-  "options",
-  [
-    # Each value of each option once: a run compiles a step.
-    dict(optim=dict(optimizer="coat_muon"), params="bfloat16", remat="fp8"),
-    dict(
-      optim=dict(optimizer="coat_lion", lr=3e-4),
-      params="bfloat16_low8",
-      remat="dots",
-    ),
-    dict(optim=dict(codec="log8"), remat="fp8_layer"),
-    dict(params="bfloat16_low8", recipe="fp8_linear", remat="full"),
-  ],
-  ids=str,
-)
-def test_towers_train_with_each_option(options):
-  found = _few_steps(**options).losses
-  assert np.isfinite(found).all() and found[-1] < found[0] - 0.03
-
-
-@pytest.mark.slow
-def test_what_is_computed_again_changes_no_loss_of_a_tower():
-  none, full = (_few_steps(remat=kept).losses for kept in ("none", "full"))
-  np.testing.assert_allclose(full, none, atol=2e-3)
-
-
-@pytest.mark.slow
-def test_meshes_train_as_one_device_does(tmp_path):
-  draw = np.random.default_rng(0)
-  rows = {
-    "images": draw.normal(size=(8, 3, 12, 12)).astype(np.float32),
-    "labels": np.array([0, 1, 2, 3, 0, 1, 2, 3], np.int32),
-  }
-  config = config_of("unused", recipe="bf16", compute="float32")
-  model = dataclasses.replace(
-    config.model, image_size=12, num_classes=4, num_layers=1
-  )
-  optim = dataclasses.replace(config.optim, codec="float32", warmup=0, lr=1e-2)
-  config = dataclasses.replace(config, model=model, optim=optim, steps=20)
-  one = Trained(config, rows).run()
-  several = Trained(
-    dataclasses.replace(
-      config, mesh="data=2,fsdp=2,tensor=2", accumulate=2, batch=8
-    ),
-    rows,
-  ).run()
-  assert one.losses[-1] < one.losses[0] - 0.1
-  np.testing.assert_allclose(several.losses, one.losses, rtol=1e-5)
