@@ -137,11 +137,11 @@ def save_hf(
   if dtype is None:
     text = params.get("decoder", params)
     dtype = text["layers"]["attention"]["out"]["kernel"].dtype
-  given, dtype = dtype, dtype_of(dtype)
-  if dtype not in _NAMES:
+  stored = dtype_of(dtype)
+  if stored not in _NAMES:
     raise ValueError(
       "save_hf: dtype must be float32, bfloat16 or float16, got "
-      f"{repr(given) if dtype is None else dtype}; pass one of these"
+      f"{repr(dtype) if stored is None else stored}; pass one of these"
     )
   options: dict[str, Any] = {}
   if isinstance(model, Decoder):
@@ -153,14 +153,14 @@ def save_hf(
       "save_hf: labels are of a VisionTower with classes, got them with a "
       f"{type(model).__name__}; leave them out"
     )
-  keys = write(config, dtype, keys, **options)
+  keys = write(config, stored, keys, **options)
   folder.absolute().parent.mkdir(parents=True, exist_ok=True)
   with tempfile.TemporaryDirectory(
     prefix=f"{folder.name}.", dir=folder.absolute().parent
   ) as temporary:
     written = Path(temporary) / folder.name
     written.mkdir()
-    _write_tensors(written, config, params, dtype, max_shard_size)
+    _write_tensors(written, config, params, stored, max_shard_size)
     _write_json(written / CONFIG, keys)
     if like is not None:
       others = () if isinstance(model, Decoder) else PROCESSORS
