@@ -172,7 +172,7 @@ def check_group_size(op: str, value: Any, remedy: str) -> None:
   name = "group_size"
   if not isinstance(value, numbers.Integral) or isinstance(value, bool):
     refuse(TypeError, op, name, "a whole number", value, remedy)
-  if not value >= 1:
+  if int(value) < 1:
     refuse(ValueError, op, name, "at least 1", value, remedy)
 
 

@@ -200,7 +200,10 @@ def apply_updates(
     ) from error
   out = []
   for i, (p, u) in enumerate(zip(leaves, changes, strict=True)):
-    if u is not None and jnp.shape(u) != jnp.shape(p):
+    if u is None:  # As in optax, of what is left as it is.
+      out.append(p)
+      continue
+    if jnp.shape(u) != jnp.shape(p):
       raise ValueError(
         f"{op}: updates must have the shapes of the parameters, got "
         f"{jnp.shape(u)} for {jnp.shape(p)}; pass those of these parameters"

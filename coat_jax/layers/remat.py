@@ -135,7 +135,8 @@ def fp8_remat(
   """
   op, remedy = "fp8_remat", "0 is the first argument"
   check_function(op, "f", f, "pass a function of arrays")
-  places = argnums if isinstance(argnums, tuple | list) else (argnums,)
+  is_one = not isinstance(argnums, tuple | list)
+  places: Any = (argnums,) if is_one else tuple(argnums)
   if not places:
     rule = "at least one place"
     refuse(ValueError, op, "argnums", rule, argnums, "or use jax.checkpoint")

@@ -69,25 +69,20 @@ class Batch(NamedTuple):
       ValueError: shapes that differ, rows of several lengths, or sequences
         without a target.
     """
-    tokens, segments, is_target = (
-      _as_array(name, x)
-      for name, x in (
-        ("tokens", tokens),
-        ("segments", segments),
-        ("is_target", is_target),
-      )
-    )
-    _check(tokens, segments=segments, is_target=is_target)
-    if segments is None and is_target is None:
-      return cls(tokens)
-    counted = jnp.ones(tokens.shape, bool)
-    if is_target is not None:
-      counted &= is_target.astype(bool)
+    ids = _as_array("tokens", tokens)
+    parts = _as_array("segments", segments)
+    chosen = _as_array("is_target", is_target)
+    _check(ids, segments=parts, is_target=chosen)
+    if parts is None and chosen is None:
+      return cls(ids)
+    counted = jnp.ones(ids.shape, bool)
+    if chosen is not None:
+      counted &= chosen.astype(bool)
     counted = counted.at[:, 0].set(False)
-    if segments is not None:
-      counted &= jnp.pad(segments[:, 1:] == segments[:, :-1], ((0, 0), (1, 0)))
+    if parts is not None:
+      counted &= jnp.pad(parts[:, 1:] == parts[:, :-1], ((0, 0), (1, 0)))
     shares = counted / jnp.maximum(jnp.sum(counted), 1)
-    return cls(tokens, segments, shares.astype(jnp.float32))
+    return cls(ids, parts, shares.astype(jnp.float32))
 
   @property
   def inputs(self) -> Array:
