@@ -21,7 +21,7 @@ import resource
 import signal
 import sys
 import time
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 import jinja2
 from jinja2 import nodes
@@ -35,7 +35,7 @@ BEGIN, END = "\ufdd0(", "\ufdd0)"
 _MESSAGE = 1000
 
 
-def send(file: BinaryIO, value: Any) -> int:
+def send(file: IO[bytes], value: Any) -> int:
   """Writes a value of JSON; returns how many bytes it has."""
   # A message may have half of a surrogate pair, which is refused later.
   data = json.dumps(value, ensure_ascii=False).encode("utf-8", "surrogatepass")
@@ -44,7 +44,7 @@ def send(file: BinaryIO, value: Any) -> int:
   return len(data)
 
 
-def receive(file: BinaryIO) -> tuple[Any, int]:
+def receive(file: IO[bytes]) -> tuple[Any, int]:
   """Reads a value of JSON, and how many bytes it has.
 
   Raises:
