@@ -19,7 +19,7 @@ class Lost(Exception):
 
 
 def check_runs(out: Path, expected: Path) -> None:
-  """Compares metrics.jsonl and the last checkpoint.
+  """Compares metrics.jsonl, the last checkpoint, and the answers of samples.
 
   Raises:
     Lost: they differ, with what.
@@ -28,6 +28,9 @@ def check_runs(out: Path, expected: Path) -> None:
   if rows != want:
     other = next(x for x in itertools.zip_longest(rows, want) if x[0] != x[1])
     raise Lost(f"{out}: metrics.jsonl has {other[0]} in place of {other[1]}")
+  samples, want = (_samples(path) for path in (out, expected))
+  if samples != want:
+    raise Lost(f"{out}: samples.jsonl has {samples!r} in place of {want!r}")
   last = str(RunDirectory(expected).latest_step())
   check_checkpoints(
     *(RunDirectory(path).checkpoints / last for path in (out, expected))
@@ -52,6 +55,11 @@ def _rows(out: Path) -> list[dict]:
     {name: x for name, x in row.items() if not name.endswith("tokens_per_s")}
     for row in read_metrics(out / "metrics.jsonl")
   ]
+
+
+def _samples(out: Path) -> str | None:
+  file = RunDirectory(out).samples
+  return file.read_text() if file.exists() else None
 
 
 def _contents(folder: Path) -> dict:

@@ -2,18 +2,21 @@
 """Kills training runs at random moments: nothing may be lost, no bit differ.
 
   python -m tests.attacks.kills --count 100 [--seed 0] [--lean]
+  python -m tests.attacks.kills --programs finetune projector decoder
 
 A run of one process, or of two, is killed (SIGKILL, SIGTERM, SIGINT; one
 process or both) and started again with --resume, up to five times, until its
 last step. After each kill the newest checkpoint must be whole and not older
 than before, and the next start must go on from it. In the end metrics.jsonl and
-the last checkpoint must equal, bit for bit, those of a run that nobody
-disturbed. Exit status: 0 if all that holds, else 1, and what was found stays in
-a folder.
+the last checkpoint, and the answers of a fine-tuning, must equal, bit for bit,
+those of a run that nobody disturbed. Exit status: 0 if all that holds, else 1,
+and what was found stays in a folder.
 
-With --lean weights are BF16 and the optimizer steps in the backward.
+`tests.attacks.programs` says which programs there are; they are attacked in
+turns. With --lean weights are BF16 and a decoder's optimizer steps in the
+backward.
 
-Programs are forked from a server that has imported all of it, and share their
+Processes are forked from a server that has imported all of it, and share their
 compiled programs.
 """
 
@@ -39,39 +42,26 @@ import jax
 
 import tests.conftest  # noqa: F401, says how programs are compiled
 from tests.attacks.equality import Lost, check_runs
-from tests.train.runs import arguments
-from train import pretrain
+from tests.attacks.programs import PROGRAMS
 from train.run.directory import RunDirectory
 from train.run.metrics import read_metrics
 
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 STEPS = 24
-OPTIONS = dict(
-  model__num_layers=1,
-  batch=4,
-  steps=STEPS,
-  save_every=4,
-  eval_every=8,
-  eval_batches=1,
-)
-LEAN = (
-  *("--params", "bfloat16", "--optimizer-in-backward"),
-  *("--optim.clip", "share"),
-)
+OPTIONS = dict(batch=4, steps=STEPS, save_every=4, eval_every=8, eval_batches=1)
 # The share of kills before a start's first step; the others come after it.
 EARLY = 0.3
 # Of two processes one that is left alone is killed, as launchers do.
 GRACE, TIMEOUT = 2, 600
 
 
-def train(out, flags, count, index, address, log) -> None:
+def train(name, out, flags, count, index, address, log) -> None:
   """Trains in a process of its own, one of `count`."""
   file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
   os.dup2(file, 1)
   os.dup2(file, 2)
   jax.config.update("jax_num_cpu_devices", 1)
-  options = OPTIONS | {"data__path": Path(out).with_name("text")}
-  flags = ["--no-report-state", *flags]
+  program, options = PROGRAMS[name], OPTIONS
   if count > 1:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     os.environ |= {
@@ -80,22 +70,41 @@ def train(out, flags, count, index, address, log) -> None:
       "JAX_PROCESS_ID": str(index),
     }
     flags = ["--distributed", *flags]
-    options["mesh"] = f"fsdp={count}"
-  sys.exit(pretrain.main(arguments(out, *flags, **options)))
+    options = {**options, "mesh": f"fsdp={count}"}
+  folder = Path(out).with_name(name)
+  sys.exit(program.main(program.line(folder, out, *flags, **options)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+  """A kind of run.
+
+  Attributes:
+    name: Of its program.
+    count: Processes.
+    settings: On its command line.
+  """
+
+  name: str
+  count: int
+  settings: tuple[str, ...]
+
+  def __str__(self) -> str:
+    return f"{self.name}, {self.count} process(es)"
 
 
 class Attempt:
   """A run's processes, started once."""
 
-  def __init__(self, context, out: Path, count: int, settings):
-    run = RunDirectory(out)
+  def __init__(self, context, out: Path, kind: Kind):
+    run, count = RunDirectory(out), kind.count
     self.out, self.before = out, run.latest_step() or 0
     self.metrics = _inode(run.metrics)
     if self.before:
       flags = ["--resume"]
     else:
       flags = ["--overwrite"] if run.path.exists() else []
-    flags = [*flags, *settings]
+    flags = [*flags, *kind.settings]
     with socket.socket() as free:
       free.bind(("localhost", 0))
       address = f"localhost:{free.getsockname()[1]}"
@@ -106,7 +115,7 @@ class Attempt:
     self.processes = [
       context.Process(
         target=train,
-        args=(out, flags, count, i, address, str(self.logs[i])),
+        args=(kind.name, out, flags, count, i, address, str(self.logs[i])),
         daemon=True,
       )
       for i in range(count)
@@ -150,36 +159,36 @@ class Reference:
   """An undisturbed run, and how long its parts take."""
 
   out: Path
-  settings: tuple[str, ...]  # On its command line.
+  kind: Kind
   start: float  # Seconds until its first step.
   step: float  # Seconds of a step.
 
 
-def reference(context, out: Path, count: int, settings) -> Reference:
+def reference(context, out: Path, kind: Kind) -> Reference:
   """Trains twice: the first one compiles, the second one is measured."""
   for _ in range(2):
     shutil.rmtree(out, ignore_errors=True)
-    attempt = Attempt(context, out, count, settings)
+    attempt = Attempt(context, out, kind)
     attempt.wait_for_a_step()
     first = time.monotonic()
     if not attempt.finish() or any(p.exitcode for p in attempt.processes):
       attempt.fail("the undisturbed run failed")
   seconds = (time.monotonic() - first) / STEPS
-  return Reference(out, settings, first - attempt.started, seconds)
+  return Reference(out, kind, first - attempt.started, seconds)
 
 
-def attack(context, out: Path, count: int, expected: Reference, rng, kills):
+def attack(context, out: Path, expected: Reference, rng, kills):
   """Kills a run up to `kills` times, and compares it when it is done.
 
   Returns:
     What was done, a word for each kill.
   """
-  done = []
+  done, count = [], expected.kind.count
   while True:
     is_early, moment = rng.random() < EARLY, rng.random()
     number = rng.choice(SIGNALS)
     victims = rng.choice([[i] for i in range(count)] + [list(range(count))])
-    attempt = Attempt(context, out, count, expected.settings)
+    attempt = Attempt(context, out, expected.kind)
     if len(done) == kills:
       seconds = TIMEOUT
     elif is_early:
@@ -246,7 +255,7 @@ def _check_start(attempt: Attempt) -> None:
 
 
 def attack_all(
-  folder: Path, total: int, seed: int, workers: int, settings: tuple[str, ...]
+  folder: Path, kinds: list[Kind], total: int, seed: int, workers: int
 ) -> int:
   """Attacks runs until as many kills are done; how many were."""
   os.environ |= {
@@ -255,17 +264,17 @@ def attack_all(
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
   }
   context = multiprocessing.get_context("forkserver")
-  context.set_forkserver_preload(["tests.conftest", "train.pretrain"])
-  words = random.Random(0).randbytes(100_000).hex()
-  (folder / "text").write_text(words)
-  references = {
-    count: reference(context, folder / f"undisturbed_{count}", count, settings)
-    for count in (1, 2)
-  }
-  for count, each in references.items():
+  context.set_forkserver_preload(["tests.attacks.programs"])
+  for name in {kind.name: None for kind in kinds}:
+    (folder / name).mkdir()
+    PROGRAMS[name].make(folder / name)
+  references = []
+  for kind in kinds:
+    out = folder / f"undisturbed_{kind.name}_{kind.count}"
+    references.append(each := reference(context, out, kind))
     print(
-      f"{count} process(es), undisturbed: {each.start:.1f} s until the first "
-      f"step, {1e3 * each.step:.0f} ms a step, {STEPS} steps",
+      f"{kind}, undisturbed: {each.start:.1f} s until the first step, "
+      f"{1e3 * each.step:.0f} ms a step, {STEPS} steps",
       flush=True,
     )
   lock, numbers, done = threading.Lock(), itertools.count(), 0
@@ -278,14 +287,14 @@ def attack_all(
         done += min(left, 5)
       if left <= 0:
         return
-      count = 1 + number % 2
+      expected = references[number % len(references)]
       out = folder / f"run_{number}"
       rng = random.Random(f"{seed} {number}")
-      kills = attack(context, out, count, references[count], rng, min(left, 5))
+      kills = attack(context, out, expected, rng, min(left, 5))
       with lock:
         done += len(kills) - min(left, 5)
         words = " ".join(kills) or "finished before it was killed"
-        print(f"{out.name}, {count} process(es), equal: {words}", flush=True)
+        print(f"{out.name}, {expected.kind}, equal: {words}", flush=True)
       shutil.rmtree(out)
 
   with ThreadPoolExecutor(workers) as pool:
@@ -305,13 +314,19 @@ def main(words: list[str] | None = None) -> int:
   parser.add_argument(
     "--lean", action="store_true", help="--params bfloat16 ..."
   )
+  parser.add_argument(
+    "--programs", nargs="+", choices=PROGRAMS, default=["pretrain"]
+  )
   options = parser.parse_args(words)
   folder = Path(tempfile.mkdtemp(prefix="kills."))
   start = time.monotonic()
   try:
-    settings = LEAN if options.lean else ()
+    kinds = [
+      Kind(name, count, PROGRAMS[name].lean if options.lean else ())
+      for name, count in itertools.product(options.programs, (1, 2))
+    ]
     done = attack_all(
-      folder, options.count, options.seed, options.workers, settings
+      folder, kinds, options.count, options.seed, options.workers
     )
   except Lost as lost:
     print(f"{lost}\nseed {options.seed}; what is left is in {folder}")

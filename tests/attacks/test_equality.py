@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from tests.attacks import equality
+from train.run.directory import RunDirectory
 from train.run.report import describe_rows
 from train.step import StepMetrics
 
@@ -28,3 +29,6 @@ def test_runs_that_differ_in_speed_alone_are_equal(tmp_path, monkeypatch):
   other = write_metrics(tmp_path / "other", speed=100.0, loss=2.0)
   with pytest.raises(equality.Lost, match="'loss': 2.0"):
     equality.check_runs(other, one)
+  RunDirectory(one).samples.write_text("said")
+  with pytest.raises(equality.Lost, match="has None in place of 'said'"):
+    equality.check_runs(tmp_path / "two", one)

@@ -12,6 +12,11 @@ import tokenizers
 from coat_jax import recipe
 from coat_jax.models import load_hf
 from tests.models.hf.folders import copied
+from tests.train.chats import (
+  conversation,
+  make_checkpoint,
+  write_conversations,
+)
 from tests.train.runs import contents, losses, programs_on_disk
 from train import convert, finetune, generate, pretrain, pretrained
 from train.config import resume_rule
@@ -20,7 +25,6 @@ from train.finetune_config import ChatData, FinetuneConfig
 from train.run.directory import RunDirectory
 from train.run.metrics import read_metrics
 
-CHAT = "tests/data/chat/llama3"
 OPTIONS = {
   "batch": 8,
   "seq": 96,
@@ -46,28 +50,12 @@ def compiled_once(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-  """A folder of transformers: random weights, a tokenizer with a template."""
-  folder = copied(tmp_path_factory.mktemp("hf") / "checkpoint")
-  for name in ("tokenizer.json", "tokenizer_config.json"):
-    shutil.copy(f"{CHAT}/{name}", folder)
-  return folder
-
-
-def conversation(i):
-  sums = [f"What is {i} and {i % 7 + k}?" for k in range(1 + i % 2)]
-  turns = []
-  for k, question in enumerate(sums):
-    turns.append({"role": "user", "content": question})
-    turns.append({"role": "assistant", "content": f"It is {2 * i + k}."})
-  return {"messages": turns}
+  return make_checkpoint(tmp_path_factory.mktemp("hf") / "checkpoint")
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-  file = tmp_path_factory.mktemp("data") / "sums.jsonl"
-  rows = (json.dumps(conversation(i)) + "\n" for i in range(60))
-  file.write_text("".join(rows))
-  return file
+  return write_conversations(tmp_path_factory.mktemp("data") / "sums.jsonl")
 
 
 def line(checkpoint, data, out, *flags, **others):
