@@ -173,29 +173,6 @@ def emit(bench: str, case: dict, **values) -> dict:
   return row
 
 
-def read_rows(path: Path, bench: str) -> list[dict]:
-  """Reads the rows of a file; none without one.
-
-  Args:
-    path: The file, one row a line.
-    bench: How the rows' `bench` begins.
-
-  Raises:
-    ValueError: a line is no such row.
-  """
-  if not path.exists():
-    return []
-  rows = [json.loads(line) for line in path.read_text().splitlines() if line]
-  for row in rows:
-    if not str(row.get("bench")).startswith(bench):
-      raise ValueError(
-        f"{bench.strip('.')}: {path} must hold rows of "
-        f"benchmarks.{bench.strip('.')}, got {str(row)[:80]}; pass another "
-        "--rows"
-      )
-  return rows
-
-
 def say(text: str) -> None:
   """Tells the person who waits; rows alone are on the standard output."""
   print(text, file=sys.stderr, flush=True)

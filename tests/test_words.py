@@ -24,7 +24,7 @@ PRIVATE = {
 }
 # Keys of rows that were measured: their readers know them by these names.
 STORED = r"remembered_units"
-FOLDERS = ("coat_jax", "train", "benchmarks", "examples", "tests")
+FOLDERS = ("coat_jax", "train", "benchmarks", "studies", "examples", "tests")
 FILES = [
   *(p for folder in FOLDERS for p in sorted((ROOT / folder).rglob("*.py"))),
   *PAGES,

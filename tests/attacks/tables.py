@@ -222,7 +222,7 @@ def _benchmarks() -> Iterator[tuple[str, list[str]]]:
     for name, values in table.items():
       for value in values:
         yield f"benchmarks.{program}", [*first, f"--{name}", value]
-  yield "benchmarks.accuracy", []
+  yield "studies.accuracy", []
   yield "benchmarks.training", ["--in-process"]
   yield "benchmarks.layer", ["--compile-only", "--preset", "demo"]
   for line in (

@@ -9,7 +9,6 @@ import numpy as np
 import optax
 import pytest
 
-from benchmarks import accuracy
 from benchmarks import optimizer as optimizer_benchmark
 from coat_jax import coat_adamw, codecs, fused_coat_adamw, ops
 from coat_jax.codecs import registry
@@ -17,6 +16,7 @@ from coat_jax.codecs.fp8 import ExpandedFP8
 from coat_jax.optimizer import adam
 from coat_jax.pallas.mosaic import adam as kernel
 from coat_jax.pallas.mosaic import moment_codecs, registers
+from studies import accuracy
 from tests.codecs import own_codec
 from tests.comparing import assert_same_bits
 

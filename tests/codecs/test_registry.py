@@ -6,10 +6,11 @@ import types
 
 import pytest
 
-from benchmarks import accuracy, memory
+from benchmarks import memory
 from benchmarks import optimizer as optimizer_benchmark
 from coat_jax import codecs
 from coat_jax.codecs import registry
+from studies import accuracy
 from tests.codecs import own_codec
 
 OURS = ("coat", "coat_e8m0", "log8", "fp8", "int8", "bfloat16", "float32")

@@ -6,8 +6,9 @@ import re
 
 import pytest
 
-from benchmarks import memory, quantization_tables, stability
+from benchmarks import memory
 from docs.figures import expansion, flow, mesh, style
+from studies import quantization_tables, stability
 from tests.docs.pages import DOCS, ROOT
 
 PERFORMANCE = (DOCS / "performance.md").read_text()

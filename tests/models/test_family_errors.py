@@ -5,11 +5,11 @@ import functools
 
 import pytest
 
-from benchmarks import families
 from coat_jax import ops
 from coat_jax import recipe as recipes
 from coat_jax.models.config import FAMILIES
 from coat_jax.models.vision import VISION_FAMILIES
+from studies import families
 
 # Each error is a few roundings to E4M3, 2.2 % RMS each, of which a family with
 # more norms has more: half as much again is what they may add.

@@ -8,11 +8,11 @@ import numpy as np
 from flax import nnx
 from safetensors.numpy import save_file
 
-from benchmarks import shapes
 from coat_jax import recipe as recipes
 from coat_jax.models import VisionLanguageModel
 from coat_jax.models.hf.llava_config import write_llava_config
 from coat_jax.models.hf.tensors import parts
+from studies import shapes
 from train import finetune
 from train.finetune_config import ChatData, FinetuneConfig
 from train.optim_config import OptimConfig

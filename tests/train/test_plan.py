@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 import tyro
 
-from benchmarks import families, vision_memory
+from benchmarks import vision_memory
 from coat_jax import plan as plans
 from coat_jax import recipe as recipes
 from coat_jax.models.hf.config import write_config
 from coat_jax.models.hf.llava_config import write_llava_config
+from studies import families
 from tests.matrices import quick
 from train import memory, plan, planning, search
 from train.presets import PRESETS

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Figures of `benchmarks.quantization`, from its rows."""
+"""Figures of `studies.quantization`, from its rows."""
 
 from pathlib import Path
 from typing import Any
@@ -10,9 +10,9 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 
-from benchmarks.quantization_error import FORMATS, GROUPS
-from benchmarks.quantization_tables import Rows, digits, one, select
-from benchmarks.trained_moments import GROUP_SIZE
+from studies.quantization_error import FORMATS, GROUPS
+from studies.quantization_tables import Rows, digits, one, select
+from studies.trained_moments import GROUP_SIZE
 
 _COLORS = {"E4M3": "C0", "E5M2": "C1", "INT8": "C2"}
 _TICKS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Conversations about Python, made of source code that is on the machine.
 
-  python -m benchmarks.docstrings OUT /usr/lib/python3 [DIR ...]
+  python -m studies.docstrings OUT /usr/lib/python3 [DIR ...]
 
 From all .py files below the folders it writes to OUT
 
@@ -131,7 +131,7 @@ def write(texts: Sequence[str], out: Path, vocab_size: int) -> dict[str, int]:
 def main(arguments: list[str] | None = None) -> dict[str, int]:
   """Reads the command line and writes the files."""
   parser = argparse.ArgumentParser(
-    prog="python -m benchmarks.docstrings",
+    prog="python -m studies.docstrings",
     description="Writes conversations about Python.",
   )
   parser.add_argument("out", type=Path)

@@ -1,9 +1,9 @@
 #!/bin/sh
 # Is fine-tuning in FP8 as good as in BF16? Runs for one GPU.
 #
-#   benchmarks/finetuning.sh DATA OUT [SEED ...]
+#   studies/finetuning.sh DATA OUT [SEED ...]
 #
-# DATA is what `python -m benchmarks.docstrings` wrote. A model of 1.2 B
+# DATA is what `python -m studies.docstrings` wrote. A model of 1.2 B
 # parameters learns to write Python first (49 M tokens, BF16), then 300 steps of
 # conversations about it, in BF16 with f32 moments and in recipe coat, from the
 # same weights with the same data for each seed (0 and 1). A batch has 8 x 2048

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scales per tensor beside scales per block of 128: error, memory, time.
 
-  python -m benchmarks.scaling [--preset llama_60m] [--batch 1] [--seq 512]
+  python -m studies.scaling [--preset llama_60m] [--batch 1] [--seq 512]
     [--outliers 1 30] [--compile-only] [--repeats 20]
 
 A row for each kind of scales, scaling.layer, of one decoder layer of a preset:
@@ -180,7 +180,7 @@ def compiled(config, recipe: CoatRecipe, options) -> dict:
 def main(arguments: list[str] | None = None) -> list[dict]:
   """Runs the command; returns the rows it printed."""
   parser = argparse.ArgumentParser(
-    prog="python -m benchmarks.scaling", description=__doc__.splitlines()[0]
+    prog="python -m studies.scaling", description=__doc__.splitlines()[0]
   )
   parser.add_argument("--preset", choices=PRESETS, default="llama_60m")
   parser.add_argument("--batch", type=args.count, default=1)

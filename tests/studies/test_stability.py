@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from benchmarks import stability, stability_figure, stability_run
-from benchmarks.harness import read_rows
 from coat_jax.formats import E4M3
+from studies import stability, stability_figure, stability_run
+from studies.rows import read_rows
 from train import step
 from train.data.tokens import DataConfig, load_tokens
 

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tables of docs/stability.md, from rows of `benchmarks.quantization`."""
+"""The tables of docs/stability.md, from rows of `studies.quantization`."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
-from benchmarks.quantization_error import FORMATS, RECIPES
-from benchmarks.trained_moments import GROUP_SIZE
+from studies.quantization_error import FORMATS, RECIPES
+from studies.trained_moments import GROUP_SIZE
 
 Rows = Sequence[dict]
 

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from benchmarks import quantization, quantization_error, quantization_tables
-from benchmarks.harness import read_rows
-from benchmarks.layer_tensors import capture
-from benchmarks.trained_moments import EPS, Moments
 from coat_jax import recipe
 from coat_jax.models.decoder import Decoder
 from coat_jax.models.loss import loss_fn
+from studies import quantization, quantization_error, quantization_tables
+from studies.layer_tensors import capture
+from studies.rows import read_rows
+from studies.trained_moments import EPS, Moments
 from tests import cases, oracles
 from train.presets import PRESETS
 

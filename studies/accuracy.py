@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How well each codec keeps Adam's moments, and whether v keeps moving.
 
-  python -m benchmarks.accuracy codecs [--steps 300] [--out PICTURE.png]
+  python -m studies.accuracy codecs [--steps 300] [--out PICTURE.png]
     [--codecs coat package.module:function]
 
 First a byte-level Llama of 2.8 million parameters is trained on the source text
@@ -35,7 +35,9 @@ from matplotlib.figure import Figure
 
 from benchmarks import arguments as args
 from benchmarks.harness import emit, say
-from benchmarks.trained_moments import (
+from coat_jax import codecs, stochastic
+from coat_jax.codecs.log8 import LogUniform
+from studies.trained_moments import (
   B1,
   B2,
   EPS,
@@ -43,8 +45,6 @@ from benchmarks.trained_moments import (
   Moments,
   train_moments,
 )
-from coat_jax import codecs, stochastic
-from coat_jax.codecs.log8 import LogUniform
 from train.plot import check_figure
 
 TRACKED_B2 = (0.95, 0.99, 0.999)
@@ -321,7 +321,7 @@ def draw(one_step: list[dict], traces: dict, out: Path, b2=0.99) -> None:
 def main(arguments: list[str] | None = None) -> None:
   """Reads the command line and runs."""
   parser = argparse.ArgumentParser(
-    prog="python -m benchmarks.accuracy", description=__doc__.splitlines()[0]
+    prog="python -m studies.accuracy", description=__doc__.splitlines()[0]
   )
   commands = parser.add_subparsers(dest="command", required=True)
   command = commands.add_parser("codecs", help="one step and many steps")

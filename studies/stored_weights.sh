@@ -1,7 +1,7 @@
 #!/bin/sh
 # Does training bear weights that are not f32? Runs for one GPU.
 #
-#   benchmarks/stored_weights.sh TEXT TOKENIZER OUT
+#   studies/stored_weights.sh TEXT TOKENIZER OUT
 #
 # First 49 M tokens from scratch, with a schedule that ends at 1e-5, for three
 # seeds: f32, bf16 rounded stochastically, 24 bits, and bf16 rounded to nearest
@@ -16,7 +16,7 @@ train() { # a kind of weights, a folder, options
   module=train.pretrain params=$1 run=$2
   shift 2
   if [ "$params" = nearest ]; then
-    module=benchmarks.nearest_weights params=bfloat16
+    module=studies.nearest_weights params=bfloat16
   fi
   [ -e "$run/finished" ] && return
   [ -e "$run/config.json" ] && set -- "$@" --resume --convert-state

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from benchmarks import docstrings
+from studies import docstrings
 
 SOURCE = '''\
 import os

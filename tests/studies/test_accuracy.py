@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import accuracy, harness, trained_moments
+from benchmarks import harness
 from coat_jax import codecs
+from studies import accuracy, trained_moments
 from tests import cases
 
 CODECS = {"float32", "bfloat16", "fp8", "coat", "coat_e8m0", "log8", "int8"}

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What 8 bits make of a trained model's moments, activations and gradients.
 
-  python -m benchmarks.quantization run
-  python -m benchmarks.quantization run --preset llama_60m --steps 1500 \\
+  python -m studies.quantization run
+  python -m studies.quantization run --preset llama_60m --steps 1500 \\
     --batch 32 --data FILES --tokenizer FILE
-  python -m benchmarks.quantization plot
+  python -m studies.quantization plot
 
 `run` trains a Llama on text (Python's standard library as bytes, if no other)
 with recipe bf16 and f32 moments, and measures on what it finds there; the rows
@@ -38,18 +38,19 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from benchmarks import (
+from benchmarks import arguments as args
+from benchmarks.harness import emit, say
+from coat_jax.models.config import ModelConfig
+from studies import (
   accuracy,
   quantization_figure,
   quantization_tables,
   trained_moments,
 )
-from benchmarks import arguments as args
-from benchmarks import quantization_error as errors
-from benchmarks.harness import emit, read_rows, say
-from benchmarks.layer_tensors import LayerTensors, capture
-from benchmarks.trained_moments import GROUP_SIZE, Moments, Trained
-from coat_jax.models.config import ModelConfig
+from studies import quantization_error as errors
+from studies.layer_tensors import LayerTensors, capture
+from studies.rows import read_rows
+from studies.trained_moments import GROUP_SIZE, Moments, Trained
 from train.config import TrainConfig
 from train.data.batches import eval_batches
 from train.data.tokens import DataConfig, TokenSource, load_tokens
@@ -179,7 +180,7 @@ def measure(study: Study) -> list[dict]:
 
 def _parser() -> argparse.ArgumentParser:
   parser = argparse.ArgumentParser(
-    prog="python -m benchmarks.quantization",
+    prog="python -m studies.quantization",
     description="Errors of 8 bits on a trained model.",
   )
   commands = parser.add_subparsers(dest="command", required=True)

@@ -10,8 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from benchmarks.layer_tensors import LayerTensors
-from benchmarks.trained_moments import EPS, Moments
 from coat_jax import recipe
 from coat_jax.codecs.fp8 import ExpandedFP8, ScaledFP8
 from coat_jax.codecs.group import GroupCodec
@@ -21,6 +19,8 @@ from coat_jax.models.config import ModelConfig
 from coat_jax.models.decoder import DecoderLayer
 from coat_jax.qtensor import dequantize, quantize
 from coat_jax.recipe import CoatRecipe
+from studies.layer_tensors import LayerTensors
+from studies.trained_moments import EPS, Moments
 
 FORMATS = {"E4M3": E4M3, "E5M2": E5M2, "INT8": INT8}
 # What shares a scale: a tensor, so many values of a row, or a tile of a weight.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A small LLaVA and pictures to learn: colored shapes, and what they are.
 
-  python -m benchmarks.shapes FOLDER [--seeds 2]
+  python -m studies.shapes FOLDER [--seeds 2]
 
 writes into FOLDER a LLaVA with random weights (`llava`) and conversations
 (`words.json` without images, `shapes.json` with one, two and none), and trains

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import exports
 from coat_jax import recipe
 from coat_jax.models import generate, load_hf
+from studies import exports
 from tests.models.hf.folders import DATA
 
 

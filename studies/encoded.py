@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What FP8 states change in training with optax's other optimizers.
 
-  python -m benchmarks.encoded [--optimizers lion muon] [--codec coat]
+  python -m studies.encoded [--optimizers lion muon] [--codec coat]
     [--steps 100]
 
 encoded: a row for each optimizer and choice of fields: the bytes that its state

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where training breaks: learning rates, seeds and variants of low precision.
 
-  python -m benchmarks.stability run --minutes 9
-  python -m benchmarks.stability run --preset llama_60m --steps 1500 --best 2 \\
+  python -m studies.stability run --minutes 9
+  python -m studies.stability run --preset llama_60m --steps 1500 --best 2 \\
     --data FILES --tokenizer FILE
-  python -m benchmarks.stability plot
+  python -m studies.stability plot
 
 `run` trains a Llama of 14.4 M parameters on bytes of Python's standard library
 (batch 16 x 256, warmup of a tenth, cosine to a tenth, AdamW with b2 0.95,
@@ -44,12 +44,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import arguments as args
-from benchmarks import stability_figure
-from benchmarks.harness import emit, read_rows, say
-from benchmarks.stability_run import Data, Programs, Setup, train_one
+from benchmarks.harness import emit, say
 from coat_jax.formats import E4M3
 from coat_jax.models.config import ModelConfig
 from coat_jax.recipe import Formats
+from studies import stability_figure
+from studies.rows import read_rows
+from studies.stability_run import Data, Programs, Setup, train_one
 from train.config import OptimConfig, TrainConfig
 from train.data.tokens import DataConfig, TokenSource, load_tokens
 from train.plot import check_figure
@@ -197,7 +198,7 @@ def run(
 
 def _parser() -> argparse.ArgumentParser:
   parser = argparse.ArgumentParser(
-    prog="python -m benchmarks.stability",
+    prog="python -m studies.stability",
     description="Where training breaks.",
   )
   commands = parser.add_subparsers(dest="command", required=True)

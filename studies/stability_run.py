@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One run of `benchmarks.stability`: programs, data, and what came of it.
+"""One run of `studies.stability`: programs, data, and what came of it.
 
 Rate and seed are arguments of the compiled program, which takes CHUNK steps a
 call, so that all runs of a variant share it.
@@ -191,7 +191,7 @@ def describe(
 
   Returns:
     failed, failed_at, train_loss, spikes, losses and grad_norms, as
-    `benchmarks.stability` says.
+    `studies.stability` says.
   """
   x, norm = np.asarray(losses), np.asarray(norms)
   bad = np.flatnonzero(~np.isfinite(x))
@@ -224,7 +224,7 @@ def _each(x: np.ndarray, reduce: Callable) -> list[float | None]:
 
 
 def count_spikes(losses: np.ndarray, warmup: int) -> int:
-  """Counts spikes after the warmup, as `benchmarks.stability` says."""
+  """Counts spikes after the warmup, as `studies.stability` says."""
   count, is_inside = 0, False
   for i in range(max(warmup, _LAST), len(losses)):
     before = losses[i - _LAST : i]

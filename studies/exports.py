@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether transformers computes what a trained and exported model does.
 
-  python -m benchmarks.exports OUT DIR [DIR ...]
+  python -m studies.exports OUT DIR [DIR ...]
 
 Needs torch and transformers. Each DIR is a checkpoint of transformers. It is
 trained for 10 steps in recipe `coat` by `train.pretrain finetune --init-from`,
@@ -102,7 +102,7 @@ def compare(source: Path, exported: Path) -> dict[str, float | int]:
 def main(arguments: Sequence[str] | None = None) -> None:
   """Trains, exports and compares each folder."""
   parser = argparse.ArgumentParser(
-    prog="python -m benchmarks.exports", description=__doc__.split("\n")[0]
+    prog="python -m studies.exports", description=__doc__.split("\n")[0]
   )
   parser.add_argument("out", type=Path, help="a folder of the exported ones")
   parser.add_argument("folders", type=Path, nargs="+", metavar="DIR")

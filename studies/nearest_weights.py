@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trains as `train.pretrain` does, with bf16 weights rounded to nearest.
 
-  python -m benchmarks.nearest_weights llama_60m --params bfloat16 [options]
+  python -m studies.nearest_weights llama_60m --params bfloat16 [options]
 
 What stochastic rounding is for: a step that is smaller than half an ulp of a
 weight is lost. This is no way to train, so it is no option of `train.pretrain`,

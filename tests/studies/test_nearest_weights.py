@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 
-from benchmarks import nearest_weights
+from studies import nearest_weights
 from train import step
 from train.presets import demo
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What FP8 changes in each family of models, beside what it does to Llama.
 
-  python -m benchmarks.families [FAMILY ...]
+  python -m studies.families [FAMILY ...]
 
 Two layers of width 256 with random weights, whose products keep the size of
 what they are given. Recipe coat beside bf16, both with activations in f32, of

@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Read back the rows that an earlier run of a study wrote."""
+
+import json
+from pathlib import Path
+
+
+def read_rows(path: Path, bench: str) -> list[dict]:
+  """Reads the rows of a file; none without one.
+
+  Args:
+    path: The file, one row a line.
+    bench: How the rows' `bench` begins.
+
+  Raises:
+    ValueError: a line is no such row.
+  """
+  if not path.exists():
+    return []
+  rows = [json.loads(line) for line in path.read_text().splitlines() if line]
+  for row in rows:
+    if not str(row.get("bench")).startswith(bench):
+      raise ValueError(
+        f"{bench.strip('.')}: {path} must hold rows of "
+        f"studies.{bench.strip('.')}, got {str(row)[:80]}; pass another "
+        "--rows"
+      )
+  return rows
