@@ -13,6 +13,7 @@ from coat_jax import recipe
 from coat_jax.models import load_hf
 from tests.models.hf.folders import copied
 from tests.train.chats import (
+  CHAT,
   conversation,
   make_checkpoint,
   write_conversations,
