@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the harness times, how often, and with which arguments."""
 
+import json
 import time
 
 import jax
