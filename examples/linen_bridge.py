@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""COAT's blocks inside a Flax Linen model, through `flax.nnx.bridge`.
+"""Uses COAT's blocks inside a Flax Linen model, through `flax.nnx.bridge`.
 
   python -m examples.linen_bridge
 
-`nnx.bridge.to_linen` makes a Linen module of an NNX class and the arguments of
-its constructor. Its parameters are then Linen variables like those of any other
-submodule: they keep the names that `linen.with_partitioning` gives to their
-axes, by which FSDP is derived here on as many devices as there are. What the
-blocks save for the backward pass is still FP8.
-Here a two-layer decoder learns eight sequences that repeat themselves.
+`nnx.bridge.to_linen` makes a Linen module from an NNX class and the arguments
+of its constructor. Its parameters are then Linen variables like those of any
+other submodule. They keep the names that `linen.with_partitioning` gives to
+their axes; from these names the example derives FSDP on all available devices.
+What the blocks save for the backward pass is still FP8.
+
+The example trains a two-layer decoder on eight sequences that repeat
+themselves.
 """
 
 from typing import Any, NamedTuple
@@ -28,12 +30,12 @@ VOCABULARY, WIDTH, STEPS = 16, 32, 60
 
 
 def split_rows(init: linen.initializers.Initializer, *columns: None):
-  """An initializer whose array has its rows split over the devices."""
+  """Wraps an initializer so that its array's rows are split over devices."""
   return linen.with_partitioning(init, ("fsdp", *columns))
 
 
 class Decoder(linen.Module):
-  """Token logits, from Linen layers and COAT's blocks."""
+  """Computes token logits with Linen layers and COAT's blocks."""
 
   @linen.compact
   def __call__(self, tokens):
@@ -60,10 +62,10 @@ class Decoder(linen.Module):
 
 
 class State(NamedTuple):
-  """What a step updates.
+  """The state that a step updates.
 
   Attributes:
-    params: of the model, in Linen's boxes, which have the names of axes.
+    params: the model's parameters, in Linen's boxes, which name their axes.
     optimizer: the state of `coat_adamw`.
   """
 
@@ -77,7 +79,7 @@ def make_state(
   optimizer: optax.GradientTransformation,
   mesh: Mesh,
 ) -> State:
-  """Parameters and optimizer's state, each device with its share of both."""
+  """Makes parameters and optimizer state, split over the devices."""
   key = jax.random.key(1)
   params = jax.eval_shape(model.init, key, tokens)
   shardings = linen.get_sharding(params, mesh)

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training on a mesh with FP8 moments, and a checkpoint that changes meshes.
+"""Trains on a mesh with FP8 moments and moves a checkpoint to another mesh.
 
   python -m examples.sharded_training
 
-A small network learns a function on all devices (on a CPU, eight are made up).
-The batch is split over all of them, parameters over the axis `fsdp`; the
-optimizer's state is sharded by `coat_jax.sharding` from the start. Halfway the
-state is saved, restored on a mesh of another shape with the same bytes, and
-training continues.
+A small network learns a function on all devices (on a CPU, we simulate eight).
+The batch is split over all of them, parameters over the axis `fsdp`, and
+`coat_jax.sharding` shards the optimizer's state from the start. Halfway
+through, the state is saved and restored with the same bytes on a mesh of
+another shape, and training continues.
 """
 
 import pathlib
@@ -30,8 +30,8 @@ SHAPES = {
   "down": (LAYERS, HIDDEN, WIDTH),
   "bias": (LAYERS, HIDDEN),
 }
-# One matrix is split along its last axis, along which groups run, the other
-# along its rows. Shares of multiples of 128 columns hold whole groups.
+# One matrix is split along its last axis, along which groups run, and the other
+# along its rows. A share of a multiple of 128 columns holds whole groups.
 SPECS = {"up": P(None, None, "fsdp"), "down": P(None, "fsdp"), "bias": P()}
 
 OPTIMIZER = optax.chain(
@@ -40,7 +40,7 @@ OPTIMIZER = optax.chain(
 
 
 def make_mesh(data: int) -> Mesh:
-  """All devices, as `data` copies of the parameters."""
+  """Makes a mesh of all devices that holds the parameters `data` times."""
   count = jax.device_count()
   if count % data:
     raise ValueError(
@@ -48,7 +48,7 @@ def make_mesh(data: int) -> Mesh:
       "JAX_PLATFORMS=cpu, where eight are made up"
     )
   shape = (data, count // data)
-  # The compiler moves parameters to where batches are: automatic axes.
+  # With automatic axes, the compiler moves parameters to where batches are.
   return jax.make_mesh(
     shape, ("data", "fsdp"), axis_types=(AxisType.Auto, AxisType.Auto)
   )
@@ -70,7 +70,7 @@ def loss_of(params, x, y):
 
 
 def make_state(params):
-  """Everything that a step takes and returns, and a checkpoint holds."""
+  """Makes everything that a step takes and returns and a checkpoint holds."""
   return {"params": params, "optimizer": OPTIMIZER.init(params)}
 
 
@@ -86,7 +86,7 @@ def step(state, x, y):
 def train(state, mesh: Mesh, steps: range) -> tuple[dict, list[float]]:
   batch = NamedSharding(mesh, P(("data", "fsdp")))
   shardings = jax.tree.map(lambda x: x.sharding, state)
-  # The state's memory is used again for the next one, sharded like it.
+  # The next state reuses this state's memory and is sharded like it.
   jitted = jax.jit(
     step, out_shardings=(shardings, NamedSharding(mesh, P())), donate_argnums=0
   )
@@ -100,7 +100,7 @@ def train(state, mesh: Mesh, steps: range) -> tuple[dict, list[float]]:
 
 
 def main(folder: str | pathlib.Path, steps: int = STEPS):
-  """Trains on two meshes; returns both states at the change, and the losses."""
+  """Trains on two meshes; returns both states at the change and the losses."""
   mesh = make_mesh(data=2)
   where = {name: NamedSharding(mesh, spec) for name, spec in SPECS.items()}
   params = jax.jit(make_params, out_shardings=where)(jax.random.key(0))
@@ -117,7 +117,7 @@ def main(folder: str | pathlib.Path, steps: int = STEPS):
     checkpointer.wait_until_finished()
     restored = checkpointer.restore(path, target)
 
-  # A step takes its state's memory: what is to be compared stays a copy.
+  # A step reuses its state's memory, so we train on a copy and keep `restored`.
   last = jax.tree.map(jnp.copy, restored)
   _, more = train(last, other, range(steps // 2, steps))
   for name, loss in (("first", losses[0]), ("last", more[-1])):
@@ -126,7 +126,7 @@ def main(folder: str | pathlib.Path, steps: int = STEPS):
 
 
 if __name__ == "__main__":
-  # Made up where there is no accelerator; without effect where there is.
+  # This simulates devices on a CPU; with an accelerator it has no effect.
   jax.config.update("jax_num_cpu_devices", 8)
   with tempfile.TemporaryDirectory() as temporary:
     main(temporary)

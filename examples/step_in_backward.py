@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The optimizer's step inside the backward pass of a model of your own.
+"""Runs the optimizer's step inside the backward pass of your own model.
 
   python -m examples.step_in_backward
 
-A decoder in plain JAX: no layer of ours, its embedding tied to its output. It
-learns eight sequences that repeat themselves, with weights in BF16, rounded
-stochastically, and moments in FP8. The same step is compiled with all gradients
-computed first, and the memory of both is printed.
+The model is a decoder in plain JAX without our layers; its embedding is tied to
+its output. It learns eight sequences that repeat themselves, with BF16 weights
+that are rounded stochastically, and FP8 moments. For comparison we also compile
+the same step with all gradients computed first, and print the memory of both.
 """
 
 import functools
@@ -22,7 +22,7 @@ LAYERS, WIDTH, HEADS, VOCABULARY, STEPS = 4, 128, 4, 32, 30
 
 
 def initial_params(key):
-  """BF16 weights; of the layers stacked ones, [LAYERS, ...]."""
+  """Makes BF16 weights; those of the layers are stacked, [LAYERS, ...]."""
   shapes = {
     "qkv": (LAYERS, WIDTH, 3, HEADS, WIDTH // HEADS),
     "out": (LAYERS, WIDTH, WIDTH),
@@ -47,7 +47,7 @@ def normalize(x):
 
 
 def layer(params, x):
-  """One layer: its own parameters and x [B, T, D] to the next x."""
+  """Applies one layer with its own parameters to x [B, T, D]."""
   h = normalize(x).astype(jnp.bfloat16)
   q, k, v = jnp.moveaxis(jnp.einsum("btd,dcnh->btcnh", h, params["qkv"]), 2, 0)
   heads = jax.nn.dot_product_attention(q, k, v, is_causal=True)
@@ -57,19 +57,19 @@ def layer(params, x):
 
 
 def embed(tokens, params):
-  """What precedes the stack."""
+  """Runs the part of the model before the stack."""
   return params["embedding"][tokens]
 
 
 def loss_of(targets, params, x):
-  """What follows the stack."""
+  """Runs the part of the model after the stack and computes the loss."""
   logits = normalize(x) @ params["embedding"].T.astype(jnp.float32)
   losses = optax.losses.softmax_cross_entropy_with_integer_labels
   return jnp.mean(losses(logits, targets))
 
 
 def make_step(optimizer, clip):
-  """The step that uses each layer's gradients as soon as they exist."""
+  """Makes the step that uses each layer's gradients as soon as they exist."""
 
   def step(params, state, clip_state, tokens):
     done = step_in_backward(
@@ -89,7 +89,7 @@ def make_step(optimizer, clip):
 
 
 def make_ordinary_step(optimizer):
-  """All gradients first, for comparison."""
+  """Makes a step that computes all gradients first, for comparison."""
 
   def loss(params, tokens):
     def forward(x, layer_params):
@@ -107,7 +107,7 @@ def make_ordinary_step(optimizer):
 
 
 def main() -> list[float]:
-  """Trains, prints, and returns the losses."""
+  """Trains, prints and returns the losses."""
   optimizer = fused_coat_adamw(3e-3, b2=0.95, weight_decay=0.1)
   clip = Clipping("share", max_norm=1.0)
   params = initial_params(jax.random.key(0))
