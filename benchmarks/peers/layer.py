@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One Llama-2-7B layer in PyTorch: BF16, and FP8 products by torchao.
+"""Measures a Llama-2-7B layer in PyTorch: BF16, and FP8 products by torchao.
 
   python -m benchmarks.peers.layer [--batch 4] [--seq 2048]
 
-peers.layer: forward, and forward with backward (gradients for weights and
-input), compiled by torch.compile, with random data. `saved_units` is what the
-forward leaves allocated for the backward apart from its output, in U, one BF16
-copy of the layer's input. `benchmarks.layer` measures the same layer here.
+The rows are called peers.layer. They measure the forward, and the forward with
+backward (gradients for weights and input), compiled by torch.compile, with
+random data. `saved_units` is the memory that the forward leaves allocated for
+the backward, without its output, in units of U, one BF16 copy of the layer's
+input. `benchmarks.layer` measures the same layer in this project.
 """
 
 import argparse
@@ -23,7 +24,7 @@ RECIPES = (None, "tensorwise", "rowwise")
 
 
 class Layer(nn.Module):
-  """A decoder layer as Llama-2-7B has it, [B, T, D] to the same."""
+  """A decoder layer like Llama-2-7B's, [B, T, D] to [B, T, D]."""
 
   def __init__(self, seq: int):
     super().__init__()
@@ -58,7 +59,7 @@ class Layer(nn.Module):
 
 
 def run(recipe: str | None, batch: int, seq: int) -> None:
-  """Prints the rows of one recipe."""
+  """Measures one recipe and prints its rows."""
   layer = Layer(seq)
   if recipe:
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AdamW's step in PyTorch libraries, f32 and 8-bit states, one large tensor.
+"""Measures AdamW's step in PyTorch libraries on one large tensor.
 
   python -m benchmarks.peers.optimizer [--rows 16384] [--columns 16384]
 
-peers.optimizer: milliseconds of `step()` and `state_bytes`, what the optimizer
-keeps a parameter (apart from the weights). Weights and gradients are of one
-dtype. `benchmarks.optimizer` measures the same step here.
+The optimizers have f32 or 8-bit states. The rows are called peers.optimizer.
+They contain the milliseconds of `step()`, and `state_bytes`, the bytes per
+parameter that the optimizer stores besides the weights. Weights and gradients
+have the same dtype. `benchmarks.optimizer` measures the same step in this
+project.
 """
 
 import argparse
@@ -68,10 +70,10 @@ PEERS: dict[str, Callable] = {
 
 
 def run(name: str, dtype: torch.dtype, shape: tuple[int, int]) -> None:
-  """Prints the row of one optimizer."""
+  """Measures one optimizer and prints its row."""
   before = torch.cuda.memory_allocated()
   weight = torch.nn.Parameter(torch.randn(shape, dtype=dtype, device="cuda"))
-  # Gradients differ in size as trained ones do.
+  # Gradients vary in magnitude, as they do in training.
   size = 1e-3 * torch.randn(shape, device="cuda").exp_()
   weight.grad = size.mul_(torch.randn(shape, device="cuda")).to(dtype)
   del size

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times PyTorch calls on a GPU and prints rows like `benchmarks.harness`.
 
-Calls are timed in groups of at least 0.1 s, back to back, after a warm-up, as
-`benchmarks.harness.measure` does. This file imports torch and not jax, so that
-both never share a GPU's memory in one process.
+Calls are timed in groups of about 0.1 s, but at most 24 calls, back to back,
+after a warm-up, as in `benchmarks.harness.measure`. This file imports torch
+but not jax, so the two never share a GPU's memory in one process.
 """
 
 import datetime
@@ -24,11 +24,11 @@ def measure(fn: Callable[[], object], repeats: int = 20) -> dict[str, float]:
   """Times a call.
 
   Args:
-    fn: What to call. It must not wait for the GPU.
-    repeats: Groups of calls.
+    fn: The function to call. It must not wait for the GPU.
+    repeats: Number of groups of calls.
 
   Returns:
-    Percentiles of the groups, in milliseconds a call.
+    Percentiles over the groups, in milliseconds per call.
   """
   _group(fn, _WARM_UP_CALLS)
   once = _group(fn, _WARM_UP_CALLS) / _WARM_UP_CALLS
@@ -41,7 +41,7 @@ def measure(fn: Callable[[], object], repeats: int = 20) -> dict[str, float]:
 
 
 def _group(fn: Callable[[], object], count: int) -> float:
-  """Milliseconds on the GPU of `count` calls."""
+  """Returns the milliseconds on the GPU of `count` calls."""
   begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
   begin.record()
   for _ in range(count):
@@ -71,7 +71,7 @@ def emit(bench: str, case: dict, implementation: str, **values) -> dict:
 
 
 def attempt(name: str, run: Callable[[], object]) -> bool:
-  """Runs one peer; says why and goes on if the peer fails."""
+  """Runs one peer; if it fails, reports why and continues."""
   print(name, file=sys.stderr, flush=True)
   try:
     run()
