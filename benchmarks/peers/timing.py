@@ -2,8 +2,8 @@
 """Times PyTorch calls on a GPU and prints rows like `benchmarks.harness`.
 
 Calls are timed in groups of about 0.1 s, but at most 24 calls, back to back,
-after a warm-up, as in `benchmarks.harness.measure`. This file imports torch but
-not jax, so the two never share a GPU's memory in one process.
+after a warm-up, as in `benchmarks.harness.measure`. This file imports torch
+but not jax, so the two never share a GPU's memory in one process.
 """
 
 import datetime
