@@ -72,24 +72,28 @@ def group_amax(x: Float[Array, "*b n"], group_size: int) -> Array:
   return jax.lax.bitcast_convert_type(jnp.max(bits, axis=-1), jnp.float32)
 
 
-def tensor_amax(x: Float[Array, "*s"]) -> Array:
+def tensor_amax(
+  x: Float[Array, "*s"], *, axis_names: tuple[str, ...] = ()
+) -> Array:
   """Largest magnitude of a tensor: f32 scalar, NaN where it holds one.
 
   A kernel that has the values in registers anyway finds those of its tiles for
   nothing, and this is then taken of those few (Group Scaling).
+
+  Args:
+    x: of any shape.
+    axis_names: inside `jax.shard_map`, the axes that the tensor is split over:
+      devices along them compare one number each. Of other axes, such as stages
+      of a pipeline, each device has a tensor of its own.
   """
-  return bits_to_amax(_magnitude_bits(x))
+  return bits_to_amax(_magnitude_bits(x), axis_names)
 
 
-def bits_to_amax(bits: Array) -> Array:
-  """The largest of magnitudes given as the int32 with their f32's bits.
-
-  Inside `jax.shard_map` a tensor is all of its shards together, as it is
-  elsewhere: one number a device is compared.
-  """
+def bits_to_amax(bits: Array, axis_names: tuple[str, ...] = ()) -> Array:
+  """`tensor_amax` of magnitudes given as the int32 with their f32's bits."""
   largest = jnp.max(bits, initial=0)
-  if axes := jax.sharding.get_abstract_mesh().manual_axes:
-    largest = jax.lax.pmax(largest, axes)
+  if axis_names:
+    largest = jax.lax.pmax(largest, axis_names)
   return jax.lax.bitcast_convert_type(largest, jnp.float32)
 
 
@@ -200,7 +204,7 @@ def quantize(
   Args:
     x: Float [..., n]. A NaN stays a NaN and touches no other group.
     group_size: at least 1; the last group may be short; None gives one scale
-      for the whole array.
+      for the whole array, inside `jax.shard_map` for each device's shard.
     dtype: E4M3, E5M2 or INT8.
     scale_dtype: float32 or bfloat16.
 
