@@ -81,24 +81,28 @@ def group_amax(x: Float[Array, "*b n"], group_size: int) -> Array:
   return jax.lax.bitcast_convert_type(jnp.max(bits, axis=-1), jnp.float32)
 
 
-def tensor_amax(x: Float[Array, "*s"]) -> Array:
+def tensor_amax(
+  x: Float[Array, "*s"], *, axis_names: tuple[str, ...] = ()
+) -> Array:
   """Returns a tensor's largest magnitude: f32 scalar, NaN if it holds a NaN.
 
   A kernel that already has the values in registers finds its tiles' maxima at
   no cost; only these few are then reduced (Group Scaling, `bits_to_amax`).
+
+  Args:
+    x: an array of any shape.
+    axis_names: inside `jax.shard_map`, the axes over which the tensor is split;
+      devices along them exchange one number each. Along other axes, such as
+      the stages of a pipeline, each device has a tensor of its own.
   """
-  return bits_to_amax(_magnitude_bits(x))
+  return bits_to_amax(_magnitude_bits(x), axis_names)
 
 
-def bits_to_amax(bits: Array) -> Array:
-  """Returns the largest of several magnitudes, given as bits of their f32.
-
-  Inside `jax.shard_map` all shards of a tensor count together, as they do
-  elsewhere: devices exchange one number each.
-  """
+def bits_to_amax(bits: Array, axis_names: tuple[str, ...] = ()) -> Array:
+  """Returns `tensor_amax` of magnitudes given as bits of their f32, int32."""
   largest = jnp.max(bits, initial=0)
-  if axes := jax.sharding.get_abstract_mesh().manual_axes:
-    largest = jax.lax.pmax(largest, axes)
+  if axis_names:
+    largest = jax.lax.pmax(largest, axis_names)
   return jax.lax.bitcast_convert_type(largest, jnp.float32)
 
 
@@ -217,7 +221,7 @@ def quantize(
   Args:
     x: Float [..., n]. A NaN stays a NaN and does not affect any other group.
     group_size: at least 1; the last group may be short; None gives one scale
-      for the whole array.
+      for the whole array, inside `jax.shard_map` for each device's shard.
     dtype: E4M3, E5M2 or INT8.
     scale_dtype: float32 or bfloat16.
 

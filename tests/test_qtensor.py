@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from jax import P
+from jax.sharding import AxisType
 
 from coat_jax import qtensor
 from coat_jax.formats import E4M3, E5M2
@@ -165,6 +167,39 @@ def test_zero_groups_have_scale_one_and_code_zero():
   np.testing.assert_array_equal(q.scale[1], [1, 1, 1])
   np.testing.assert_array_equal(q.scale[0, 1:], [1, 1])
   np.testing.assert_array_equal(bits(q.qvalue[1]), 0)
+
+
+def test_only_named_axes_share_a_scale():
+  mesh = jax.make_mesh(
+    (2, 2),
+    ("stage", "data"),
+    axis_types=(AxisType.Auto,) * 2,
+    devices=jax.devices()[:4],
+  )
+  x = jnp.float32([[1, 2, 3, 4], [50, 60, 70, 80]])
+  where = P("stage", "data")
+
+  def on_devices(f):
+    out = P(("stage", "data"))
+    return jax.shard_map(f, mesh=mesh, in_specs=where, out_specs=out)
+
+  def own(x):
+    return qtensor.quantize(x, group_size=None).scale.reshape(1)
+
+  def shared(x):
+    return qtensor.tensor_amax(x, axis_names=("data",)).reshape(1)
+
+  program = str(jax.make_jaxpr(on_devices(own))(x))
+  assert "pmax" not in program and "pmax" in str(
+    jax.make_jaxpr(on_devices(shared))(x)
+  )
+  np.testing.assert_allclose(
+    on_devices(own)(x), np.float32([2, 4, 60, 80]) / 448, rtol=1e-6
+  )
+  np.testing.assert_array_equal(
+    on_devices(lambda x: jax.lax.pcast(shared(x), "data", to="varying"))(x),
+    [4, 4, 80, 80],
+  )
 
 
 def test_tensor_amax_is_the_largest_magnitude():

@@ -21,6 +21,7 @@ from jax.typing import DTypeLike
 
 from coat_jax import ops
 from coat_jax.formats import E4M3, qmax
+from coat_jax.layers.mesh.collectives import scale_axes
 from coat_jax.ops import (
   AttentionKind,
   FP8AttentionResiduals,
@@ -42,7 +43,11 @@ def per_tensor(x: Array | QTensor, recipe: CoatRecipe) -> QTensor:
   """Codes with one scale, as products of attention read them; theirs as is."""
   if isinstance(x, QTensor):
     return x
-  codes = ops.quantize_tensor(x, implementation=recipe.implementation)
+  codes = ops.quantize_tensor(
+    x,
+    axis_names=scale_axes(recipe.axes),
+    implementation=recipe.implementation,
+  )
   assert codes.rows is not None and isinstance(codes.scale, Array)
   return QTensor(codes.rows, codes.scale)
 
@@ -69,7 +74,8 @@ def fp8_attention_backward(
     recipe: its implementation.
     dtype: of the results.
   """
-  g = per_tensor(dout, recipe)
+  g, axis_names = per_tensor(dout, recipe), scale_axes(recipe.axes)
+  largest_of_all = functools.partial(tensor_amax, axis_names=axis_names)
   run = functools.partial(
     ops.attention_fp8_bwd, kind=kind, implementation=recipe.implementation
   )
@@ -77,9 +83,9 @@ def fp8_attention_backward(
   def backward(largest: GradientScales):
     scales = GradientScales(*(amax_to_scale(x) for x in largest))
     codes, found = run(g, q, k, v, residuals, scales, segments)
-    return codes, GradientScales(*map(tensor_amax, found))
+    return codes, GradientScales(*map(largest_of_all, found))
 
-  guess = guess_largest(g, q, k, v, kind)
+  guess = guess_largest(g, q, k, v, kind, axis_names)
   first, found = backward(guess)
   # Of clipped dS dq and dk are too small.
   clipped = jnp.where(found.ds > guess.ds, found.ds / guess.ds, 1)
@@ -94,7 +100,12 @@ def fp8_attention_backward(
 
 
 def guess_largest(
-  dout: QTensor, q: QTensor, k: QTensor, v: QTensor, kind: AttentionKind
+  dout: QTensor,
+  q: QTensor,
+  k: QTensor,
+  v: QTensor,
+  kind: AttentionKind,
+  axis_names: tuple[str, ...],
 ) -> GradientScales:
   """What the largest magnitudes of the backward may be.
 
@@ -106,7 +117,8 @@ def guess_largest(
   peaked scores, keys that all queries see, and neighbours that do.
   """
   heads = q.qvalue.shape[2] / k.qvalue.shape[2]
-  product = kind.scale_of(q.qvalue.shape[-1]) * _norm(dout) * _norm(v)
+  norms = _norm(dout, axis_names) * _norm(v, axis_names)
+  product = kind.scale_of(q.qvalue.shape[-1]) * norms
   return GradientScales(
     dq=product * _amax(k) / 16,
     dk=product * _amax(q) * heads**0.5 / 16,
@@ -115,10 +127,10 @@ def guess_largest(
   )
 
 
-def _norm(x: QTensor) -> Array:
+def _norm(x: QTensor, axis_names: tuple[str, ...]) -> Array:
   """The largest norm of a head's vectors."""
   squares = jnp.sum(jnp.square(x.qvalue.astype(jnp.float32)), axis=-1)
-  return jnp.sqrt(tensor_amax(squares)) * x.scale
+  return jnp.sqrt(tensor_amax(squares, axis_names=axis_names)) * x.scale
 
 
 def _amax(x: QTensor) -> Array:

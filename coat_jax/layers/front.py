@@ -16,7 +16,11 @@ from jax import Array, P
 
 from coat_jax import ops
 from coat_jax.layers.linear import Linear, as_row, scale_to_save
-from coat_jax.layers.mesh.collectives import gather_sequence, scatter_sequence
+from coat_jax.layers.mesh.collectives import (
+  gather_sequence,
+  scale_axes,
+  scatter_sequence,
+)
 from coat_jax.layers.mesh.specs import cached, split_columns
 from coat_jax.layers.module import value_of
 from coat_jax.layers.norm import Norm, NormSaved, norm_gradients
@@ -161,6 +165,7 @@ def _norm_to_operand(x, gamma, beta, kind, eps, recipe):
     group_size=group_size,
     dtype=recipe.formats.values,
     output_dtype=recipe.formats.values,
+    axis_names=scale_axes(recipe.axes),
     implementation=how,
   )
   x_q, stats = save_residual("norm", (x_q, stats))

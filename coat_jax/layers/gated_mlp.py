@@ -24,6 +24,7 @@ from coat_jax.layers.back import BackWeights
 from coat_jax.layers.block import BlockWeights, block, check_block
 from coat_jax.layers.front import FrontWeights
 from coat_jax.layers.linear import Linear
+from coat_jax.layers.mesh.collectives import scale_axes
 from coat_jax.layers.middle import Middle, MiddleGradient, MiddleOutput
 from coat_jax.layers.module import (
   RecipeModule,
@@ -82,13 +83,16 @@ class Gated(Middle):
     del weights, inputs
     sizes = _sizes(recipe)
     how: dict[str, Any] = sizes | dict(activation=self.activation)
+    axis_names = scale_axes(recipe.axes)
     gate, up, scale = ops.gated_input(
-      h, product_dtype=recipe.formats.values, **how
+      h, product_dtype=recipe.formats.values, axis_names=axis_names, **how
     )
     gate, up = save_residual("activation", (gate, up))
     if recipe.residuals == "coat":
       activated = save_residual("activation", ops.activation_fwd(gate, **how))
-      product = ops.mul_fwd(activated, up, scaling=recipe.scaling, **sizes)
+      product = ops.mul_fwd(
+        activated, up, scaling=recipe.scaling, axis_names=axis_names, **sizes
+      )
       kept = save_residual("linear", product)
       return MiddleOutput(product, _GatedSaved(gate, up, activated, kept))
     if recipe.scaling == "block":
@@ -111,6 +115,7 @@ class Gated(Middle):
         dtype=recipe.formats.gradients,
         product_dtype=recipe.formats.values,
         group_size=recipe.group_size,
+        axis_names=scale_axes(recipe.axes),
         implementation=recipe.implementation,
       )
       values = self._gradient(saved, dout, recipe) if has_bias else None

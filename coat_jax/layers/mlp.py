@@ -20,6 +20,7 @@ from coat_jax.layers.back import BackWeights
 from coat_jax.layers.block import BlockWeights, block
 from coat_jax.layers.front import FrontWeights
 from coat_jax.layers.linear import Linear
+from coat_jax.layers.mesh.collectives import scale_axes
 from coat_jax.layers.middle import Middle, MiddleGradient, MiddleOutput
 from coat_jax.layers.module import (
   RecipeModule,
@@ -64,7 +65,12 @@ class GELU(Middle):
   def forward(self, h, weights, inputs, recipe):
     del weights, inputs
     sizes = self._sizes(recipe)
-    x, scale = ops.gelu_input(h, output_dtype=recipe.formats.values, **sizes)
+    x, scale = ops.gelu_input(
+      h,
+      output_dtype=recipe.formats.values,
+      axis_names=scale_axes(recipe.axes),
+      **sizes,
+    )
     x = save_residual("activation", x)
     in_blocks = recipe.scaling == "block"
     scale = None if in_blocks else save_residual("linear", scale)
@@ -82,6 +88,7 @@ class GELU(Middle):
       dtype=recipe.formats.gradients,
       output_dtype=recipe.formats.values,
       has_sums=has_bias,
+      axis_names=scale_axes(recipe.axes),
       implementation=recipe.implementation,
     )
     return MiddleGradient(dh, output, sums=sums)

@@ -13,6 +13,7 @@ from typing import Any
 from jax import Array
 
 from coat_jax import ops
+from coat_jax.layers.mesh.collectives import scale_axes
 from coat_jax.layers.residuals import save_residual
 from coat_jax.ops import BlockScales, Operand
 from coat_jax.recipe import CoatRecipe
@@ -40,7 +41,8 @@ def quantized(
   )
   if recipe.scaling == "block":
     return ops.quantize_blocks(x, **how)
-  return ops.quantize_tensor(x, scale=scale, **how)
+  axis_names = scale_axes(recipe.axes)
+  return ops.quantize_tensor(x, scale=scale, axis_names=axis_names, **how)
 
 
 def scale_of(x: Operand) -> Array | None:
@@ -79,4 +81,4 @@ def gradient_operand(g: Array, recipe: CoatRecipe) -> Operand:
   )
   if recipe.scaling == "block":
     return ops.quantize_blocks(g, **how)
-  return ops.quantize_tensor(g, **how)
+  return ops.quantize_tensor(g, axis_names=scale_axes(recipe.axes), **how)

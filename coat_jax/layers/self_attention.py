@@ -33,6 +33,7 @@ from coat_jax.layers.layer_kinds import (
   attention_kinds,
   count_kinds,
 )
+from coat_jax.layers.mesh.collectives import scale_axes
 from coat_jax.layers.mesh.rule import run_whole
 from coat_jax.layers.middle import Middle, MiddleGradient
 from coat_jax.layers.operands import gradient_operand
@@ -211,6 +212,7 @@ class SelfAttention(Middle):
         *angles,
         dtype=recipe.formats.gradients,
         has_sums=has_bias,
+        axis_names=scale_axes(recipe.axes),
         implementation=how,
       )
       return MiddleGradient(dh, weights=dweights, sums=sums)

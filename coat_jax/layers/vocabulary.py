@@ -150,7 +150,7 @@ def mean_loss(
   arrays = hidden, targets, weight, shares
   if axes is None:
     arrays = varying(arrays)
-  loss: Array = _mean_loss(*arrays, is_tied, axes, soft_cap)
+  loss: Any = _mean_loss(*arrays, is_tied, axes, soft_cap)
   return unit * loss
 
 

@@ -25,6 +25,7 @@ from coat_jax.layers.mesh.collectives import (
   check_scaling,
   gather_weight,
   reduce_gradient,
+  scale_axes,
 )
 from coat_jax.layers.module import check_float, check_recipe
 from coat_jax.layers.residuals import cotangent
@@ -77,7 +78,10 @@ def quantized_weight(
     # first, 8 bytes a parameter.
     rows = ops.quantize_rows(w, scale=scale, **how)
     return gather_weight(Operand(rows, None, scale), recipe)
-  codes = ops.quantize_tensor(w, scale=scale, layout=layout, **how)
+  axis_names = scale_axes(recipe.axes)
+  codes = ops.quantize_tensor(
+    w, scale=scale, layout=layout, axis_names=axis_names, **how
+  )
   return gather_weight(codes, recipe)
 
 
@@ -123,12 +127,16 @@ def cache_weight(w: Array, recipe: CoatRecipe) -> Operand | None:
       w,
       dtype=recipe.formats.values,
       layout="both",
+      axis_names=scale_axes(recipe.axes),
       implementation=recipe.implementation,
     )
   if recipe.weight_cache == "scale":
     # As fast as the kernel, and where weights are stacked XLA copies none out.
     scale = ops.tensor_scale(
-      w, dtype=recipe.formats.values, implementation="xla"
+      w,
+      dtype=recipe.formats.values,
+      axis_names=scale_axes(recipe.axes),
+      implementation="xla",
     )
     return Operand(None, None, scale)
   return None

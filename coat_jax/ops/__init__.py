@@ -18,7 +18,8 @@ definitions, never a kernel: "xla" is plain jnp all the way down.
 Group Scaling. The operation that produces the values of an operand finds their
 largest magnitude too (`norm_input`, `gated_input`), so that writing the
 operand is one pass, in the forward and, with the scale it had, again in the
-backward.
+backward. Inside `jax.shard_map` the devices along `axis_names` have shards of
+one tensor, and so one scale; without names each has a tensor of its own.
 
 Source: arXiv:2410.19313, section 5; the backward formulas are the derivatives.
 """

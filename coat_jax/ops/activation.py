@@ -70,6 +70,7 @@ def mul_fwd(
   group_size: int,
   dtype: DTypeLike = E4M3,
   scaling: Scaling = "tensor",
+  axis_names: tuple[str, ...] = (),
 ) -> Operand:
   """Product of 1 x G values to an operand's rows."""
   product = dequantize(a, group_size=group_size) * dequantize(
@@ -77,7 +78,7 @@ def mul_fwd(
   )
   if scaling == "block":
     return quantize_blocks.definition(product, dtype=dtype)
-  return quantize_tensor.definition(product, dtype=dtype)
+  return quantize_tensor.definition(product, dtype=dtype, axis_names=axis_names)
 
 
 @op()
@@ -98,6 +99,7 @@ def gated_input(
   group_size: int,
   dtype: DTypeLike = E4M3,
   product_dtype: DTypeLike = E4M3,
+  axis_names: tuple[str, ...] = (),
 ) -> tuple[QTensor, QTensor, Array]:
   """What a gated function reads and saves: 1 x G values, the product's scale.
 
@@ -116,7 +118,10 @@ def gated_input(
   gate_q = quantize_groups.definition(gate, **how)
   up_q = quantize_groups.definition(up, **how)
   product = _gated_product(gate_q, up_q, activation, group_size)
-  return gate_q, up_q, tensor_scale.definition(product, dtype=product_dtype)
+  scale = tensor_scale.definition(
+    product, dtype=product_dtype, axis_names=axis_names
+  )
+  return gate_q, up_q, scale
 
 
 @op(check=_check_gated, triton="gated")
@@ -164,6 +169,7 @@ def gated_bwd_operands(
   group_size: int,
   dtype: DTypeLike = E5M2,
   product_dtype: DTypeLike = E4M3,
+  axis_names: tuple[str, ...] = (),
 ) -> tuple[Operand, Operand]:
   """`gated_bwd` to the operands of the products in front and behind.
 
@@ -193,8 +199,7 @@ def gated_bwd_operands(
     layout="columns",
     dtype=product_dtype,
   )
-  gradient = _gradient_operand(dgate_up, product_scale is None, dtype)
-  return gradient, product
+  return _gradient_operand(dgate_up, product_scale, dtype, axis_names), product
 
 
 def _gated_product(
@@ -214,6 +219,7 @@ def gelu_input(
   group_size: int,
   dtype: DTypeLike = E4M3,
   output_dtype: DTypeLike = E4M3,
+  axis_names: tuple[str, ...] = (),
 ) -> tuple[QTensor, Array]:
   """What GELU reads and saves: 1 x G values, and its output's scale.
 
@@ -230,7 +236,8 @@ def gelu_input(
   x_q = quantize_groups.definition(x, group_size=group_size, dtype=dtype)
   values = dequantize(x_q, group_size=group_size)
   y = gelu_values(values, approximate=approximate)
-  return x_q, tensor_scale.definition(y, dtype=output_dtype)
+  scale = tensor_scale.definition(y, dtype=output_dtype, axis_names=axis_names)
+  return x_q, scale
 
 
 @op(check=_check_gelu, triton="gelu")
@@ -270,6 +277,7 @@ def gelu_bwd_operands(
   dtype: DTypeLike = E5M2,
   output_dtype: DTypeLike = E4M3,
   has_sums: bool = False,
+  axis_names: tuple[str, ...] = (),
 ) -> tuple[Operand, Operand, Array | None]:
   """`gelu_bwd` to the operands of the products on both sides of GELU.
 
@@ -300,10 +308,13 @@ def gelu_bwd_operands(
     dtype=output_dtype,
   )
   sums = jnp.sum(dx.reshape(-1, dx.shape[-1]), axis=0) if has_sums else None
-  return _gradient_operand(dx, output_scale is None, dtype), output, sums
+  return _gradient_operand(dx, output_scale, dtype, axis_names), output, sums
 
 
-def _gradient_operand(g: Array, in_blocks: bool, dtype: DTypeLike) -> Operand:
-  """A gradient in both layouts."""
-  quantize = quantize_blocks if in_blocks else quantize_tensor
-  return quantize.definition(g, dtype=dtype, layout="both")
+def _gradient_operand(g, output_scale, dtype, axis_names) -> Operand:
+  """A gradient in both layouts, in blocks if the output is."""
+  if output_scale is None:
+    return quantize_blocks.definition(g, dtype=dtype, layout="both")
+  return quantize_tensor.definition(
+    g, dtype=dtype, layout="both", axis_names=axis_names
+  )

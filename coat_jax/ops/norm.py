@@ -125,6 +125,7 @@ def norm_input(
   group_size: int,
   dtype: DTypeLike = E4M3,
   output_dtype: DTypeLike = E4M3,
+  axis_names: tuple[str, ...] = (),
 ) -> tuple[QTensor, NormStats, Array]:
   """What a norm reads and saves: 1 x G values, and what follows from them.
 
@@ -142,7 +143,8 @@ def norm_input(
   x_q = quantize_groups.definition(x, group_size=group_size, dtype=dtype)
   values = dequantize(x_q, group_size=group_size)
   y, stats = norm_values(values, gamma, beta, kind=kind, eps=eps)
-  return x_q, stats, tensor_scale.definition(y, dtype=output_dtype)
+  scale = tensor_scale.definition(y, dtype=output_dtype, axis_names=axis_names)
+  return x_q, stats, scale
 
 
 @op(triton="norm")

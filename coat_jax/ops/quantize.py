@@ -34,18 +34,21 @@ def quantize_tensor(
   dtype: DTypeLike = E4M3,
   scale: Array | None = None,
   layout: Layout = "rows",
+  axis_names: tuple[str, ...] = (),
 ) -> Operand:
   """[..., n] to an operand with one f32 scale; `scale` given: with that one."""
   if scale is None:
-    scale = tensor_scale.definition(x, dtype=dtype)
+    scale = tensor_scale.definition(x, dtype=dtype, axis_names=axis_names)
   codes = quantize_with_scale(x, scale, group_size=None, dtype=dtype).qvalue
   return _lay_out(codes, scale, layout)
 
 
 @op(triton="quantize")
-def tensor_scale(x: Array, *, dtype: DTypeLike = E4M3) -> Array:
+def tensor_scale(
+  x: Array, *, dtype: DTypeLike = E4M3, axis_names: tuple[str, ...] = ()
+) -> Array:
   """The f32 scale of [...] as one tensor."""
-  return amax_to_scale(tensor_amax(x), dtype)
+  return amax_to_scale(tensor_amax(x, axis_names=axis_names), dtype)
 
 
 @op(cuda="cuda")

@@ -179,6 +179,7 @@ def join_heads_operand(
   *,
   dtype: DTypeLike = E5M2,
   has_sums: bool = False,
+  axis_names: tuple[str, ...] = (),
 ) -> tuple[Operand, Array | None]:
   """`join_heads` to the operand of the products before.
 
@@ -197,5 +198,7 @@ def join_heads_operand(
   sums = None
   if has_sums:
     sums = jnp.sum(joined.astype(jnp.float32), axis=(0, 1))
-  operand = quantize_tensor.definition(joined, dtype=dtype, layout="both")
+  operand = quantize_tensor.definition(
+    joined, dtype=dtype, layout="both", axis_names=axis_names
+  )
   return operand, sums

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which implementation an op gets, and what it says of those it does not."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -58,7 +60,8 @@ def test_op_on_a_mesh_of_gpus_has_no_choice_of_platform():
 
   def amax_of_all(x):
     specs = dict(in_specs=P("fsdp"), out_specs=P(), check_vma=False)
-    return jax.shard_map(ops.tensor_scale, mesh=devices, **specs)(x)
+    scale = functools.partial(ops.tensor_scale, axis_names=("fsdp",))
+    return jax.shard_map(scale, mesh=devices, **specs)(x)
 
   x = jnp.ones((32, 64), jnp.bfloat16)
   found = primitives(amax_of_all, x)

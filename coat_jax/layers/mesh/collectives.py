@@ -6,7 +6,7 @@
   sequences   split over tensor between blocks: codes gathered in front of a
               product, partial products summed and split again behind one
   scales      the largest amax of all devices, where each operation finds its
-              own (`qtensor.bits_to_amax`)
+              own, over `scale_axes`
 
 Inside `jax.shard_map`. Without axes, and over axes of one device, these do
 nothing.
@@ -32,6 +32,17 @@ def size_of(axis: str | None) -> int:
 def tensor_size(axes: MeshAxes | None) -> int:
   """Among how many devices heads and columns are split."""
   return 1 if axes is None else size_of(axes.tensor)
+
+
+def scale_axes(axes: MeshAxes | None) -> tuple[str, ...]:
+  """The axes over which all shards of a tensor have one scale.
+
+  Inside a caller's `shard_map`, where nothing says what its axes split, all of
+  them.
+  """
+  if axes is None:
+    return tuple(jax.sharding.get_abstract_mesh().manual_axes)
+  return axes.tokens
 
 
 def gather_weight(w: Operand, recipe: CoatRecipe) -> Operand:

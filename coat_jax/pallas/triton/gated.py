@@ -63,6 +63,7 @@ def gated_input(
   group_size: int,
   dtype: DTypeLike = E4M3,
   product_dtype: DTypeLike = E4M3,
+  axis_names: tuple[str, ...] = (),
   interpret: bool = False,
 ) -> tuple[QTensor, QTensor, Array]:
   """`ops.gated_input`."""
@@ -81,7 +82,11 @@ def gated_input(
   m, f = gate_up.size // n, n // 2
   work = Work(m, f, group_size, pick_row_tile(m, f), interpret)
   gate, up, bits = _gated_input(gate_up, activation, work)
-  return gate, up, bits_to_scale(bits, interpret=interpret)
+  return (
+    gate,
+    up,
+    bits_to_scale(bits, axis_names=axis_names, interpret=interpret),
+  )
 
 
 @functools.partial(jax.jit, static_argnames=("activation", "work"))
@@ -208,6 +213,7 @@ def gated_bwd_operands(
   group_size: int,
   dtype: DTypeLike = E5M2,
   product_dtype: DTypeLike = E4M3,
+  axis_names: tuple[str, ...] = (),
   interpret: bool = False,
 ) -> tuple[Operand, Operand]:
   """`ops.gated_bwd_operands`, in two passes."""
@@ -228,7 +234,9 @@ def gated_bwd_operands(
   m = dy.size // f
   work = Work(m, f, group_size, pick_amax_tile(m), interpret)
   bits = _gradients_amax(dy, gate, up, activation, work)
-  scale, read = bits_to_shared_scale(bits, E5M2, interpret=interpret)
+  scale, read = bits_to_shared_scale(
+    bits, E5M2, axis_names=axis_names, interpret=interpret
+  )
   work = Work(m, f, group_size, pick_tile(m), interpret)
   rows, columns, product = _gradients(
     dy, gate, up, read, product_scale, activation, work

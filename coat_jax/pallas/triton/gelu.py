@@ -59,6 +59,7 @@ def gelu_input(
   group_size: int,
   dtype: DTypeLike = E4M3,
   output_dtype: DTypeLike = E4M3,
+  axis_names: tuple[str, ...] = (),
   interpret: bool = False,
 ) -> tuple[QTensor, Array]:
   """`ops.gelu_input`."""
@@ -73,7 +74,7 @@ def gelu_input(
   m = x.size // n
   work = Work(m, n, group_size, pick_row_tile(m, n), interpret)
   x_q, bits = _gelu_input(x, approximate, work)
-  return x_q, bits_to_scale(bits, interpret=interpret)
+  return x_q, bits_to_scale(bits, axis_names=axis_names, interpret=interpret)
 
 
 def _require_kernel(op: str, approximate: Approximation) -> None:
@@ -188,6 +189,7 @@ def gelu_bwd_operands(
   dtype: DTypeLike = E5M2,
   output_dtype: DTypeLike = E4M3,
   has_sums: bool = False,
+  axis_names: tuple[str, ...] = (),
   interpret: bool = False,
 ) -> tuple[Operand, Operand, Array | None]:
   """`ops.gelu_bwd_operands`, in two passes."""
@@ -208,7 +210,9 @@ def gelu_bwd_operands(
   m = dy.size // n
   work = Work(m, n, group_size, pick_row_tile(m, n), interpret)
   bits = _gradient_amax(dy, x, approximate, work)
-  scale, read = bits_to_shared_scale(bits, E5M2, interpret=interpret)
+  scale, read = bits_to_shared_scale(
+    bits, E5M2, axis_names=axis_names, interpret=interpret
+  )
   work = Work(m, n, group_size, pick_tile(m), interpret)
   rows, columns, output, sums = _gradient(
     dy, x, read, output_scale, approximate, has_sums, work

@@ -271,7 +271,13 @@ def _join_kernel(work, dq_ref, dk_ref, dv_ref, joined_ref):
 
 
 def join_heads_operand(
-  dq: Array, dk: Array, dv: Array, *, has_sums: bool, interpret: bool
+  dq: Array,
+  dk: Array,
+  dv: Array,
+  *,
+  has_sums: bool,
+  axis_names: tuple[str, ...],
+  interpret: bool,
 ) -> tuple[Operand, Array | None]:
   """`ops.join_heads_operand` without angles, in E5M2."""
   op, (b, t, _, h) = "join_heads_operand", dq.shape
@@ -279,14 +285,18 @@ def join_heads_operand(
   tiles.require_columns(op, (b * t, h), "both")
   supported()
   work = _work(dq, dk, tiles.Tile(64, 128, 4), interpret)
-  rows, columns, scale, sums = _join_heads_operand(dq, dk, dv, has_sums, work)
+  rows, columns, scale, sums = _join_heads_operand(
+    dq, dk, dv, has_sums, axis_names, work
+  )
   return Operand(rows.reshape(b, t, -1), columns, scale), sums
 
 
-@functools.partial(jax.jit, static_argnames=("has_sums", "work"))
-def _join_heads_operand(dq, dk, dv, has_sums, work: Work):
+@functools.partial(jax.jit, static_argnames=("has_sums", "axis_names", "work"))
+def _join_heads_operand(dq, dk, dv, has_sums, axis_names, work: Work):
   bits = _amax(dq, dk, dv, work)
-  scale, read = bits_to_shared_scale(bits, E5M2, interpret=work.interpret)
+  scale, read = bits_to_shared_scale(
+    bits, E5M2, axis_names=axis_names, interpret=work.interpret
+  )
   m, width = work.m, sum(work.widths)
   down = pl.cdiv(m, work.tile.rows)
   rows, columns, *sums = work.run(

@@ -81,6 +81,7 @@ def norm_input(
   group_size: int,
   dtype: DTypeLike = E4M3,
   output_dtype: DTypeLike = E4M3,
+  axis_names: tuple[str, ...] = (),
   interpret: bool = False,
 ) -> tuple[QTensor, NormStats, Array]:
   """`ops.norm_input`."""
@@ -94,7 +95,11 @@ def norm_input(
   x_q, stats, bits = _norm_input(
     x, gamma, beta, kind, eps, group_size, tile, interpret
   )
-  return x_q, stats, bits_to_scale(bits, interpret=interpret)
+  return (
+    x_q,
+    stats,
+    bits_to_scale(bits, axis_names=axis_names, interpret=interpret),
+  )
 
 
 def require_rows(op: str, shape: tuple[int, ...], group_size: int) -> None:

@@ -128,7 +128,11 @@ def _groups_kernel(x_ref, q_ref, scale_ref, *, elements, group_size, dtype):
 
 
 def tensor_scale(
-  x: Array, *, dtype: DTypeLike = E4M3, interpret: bool = False
+  x: Array,
+  *,
+  dtype: DTypeLike = E4M3,
+  axis_names: tuple[str, ...] = (),
+  interpret: bool = False,
 ) -> Array:
   """`ops.tensor_scale`: finds the tiles' maxima, then the scale from them."""
   op = "tensor_scale"
@@ -137,7 +141,7 @@ def tensor_scale(
   tiles.require_shape(op, x.shape)
   supported()
   bits = _tensor_amax(x, pick_amax(x.size), interpret)
-  return bits_to_scale(bits, dtype, interpret=interpret)
+  return bits_to_scale(bits, dtype, axis_names=axis_names, interpret=interpret)
 
 
 @functools.partial(jax.jit, static_argnames=("tile", "interpret"))
@@ -166,6 +170,7 @@ def quantize_tensor(
   dtype: DTypeLike = E4M3,
   scale: Array | None = None,
   layout: Layout = "rows",
+  axis_names: tuple[str, ...] = (),
   interpret: bool = False,
 ) -> Operand:
   """`ops.quantize_tensor`."""
@@ -177,7 +182,9 @@ def quantize_tensor(
   supported()
   if scale is None:
     bits = _tensor_amax(x, pick_amax(x.size), interpret)
-    scale, read = bits_to_shared_scale(bits, dtype, interpret=interpret)
+    scale, read = bits_to_shared_scale(
+      bits, dtype, axis_names=axis_names, interpret=interpret
+    )
   else:
     read = scale.reshape(1)
   dtype = jnp.dtype(dtype)

@@ -154,6 +154,7 @@ def join_heads_operand(
   *,
   dtype: DTypeLike = E5M2,
   has_sums: bool = False,
+  axis_names: tuple[str, ...] = (),
   interpret: bool = False,
 ) -> tuple[Operand, Array | None]:
   """`ops.join_heads_operand`."""
@@ -161,7 +162,12 @@ def join_heads_operand(
   tiles.require_format(op, dtype, E5M2)
   if cos is None or sin is None:
     return heads.join_heads_operand(
-      dq, dk, dv, has_sums=has_sums, interpret=interpret
+      dq,
+      dk,
+      dv,
+      has_sums=has_sums,
+      axis_names=axis_names,
+      interpret=interpret,
     )
   if has_sums:
     raise Unsupported(
@@ -175,15 +181,15 @@ def join_heads_operand(
     )
   supported()
   amax, codes = Share(_rows(t, 32), 4), Share(_rows(t, 32), 8)
-  how = amax, codes, interpret
+  how = amax, codes, axis_names, interpret
   return _join_heads_operand(dq, dk, dv, cos, sin, *how), None
 
 
 @functools.partial(
-  jax.jit, static_argnames=("amax_share", "share", "interpret")
+  jax.jit, static_argnames=("amax_share", "share", "axis_names", "interpret")
 )
 def _join_heads_operand(
-  dq, dk, dv, cos, sin, amax_share: Share, share: Share, interpret
+  dq, dk, dv, cos, sin, amax_share: Share, share: Share, axis_names, interpret
 ):
   b, t, num_heads, h = dq.shape
   kv_heads = dk.shape[2]
@@ -201,7 +207,9 @@ def _join_heads_operand(
     interpret=interpret,
     name="join_heads_amax",
   )(*arrays)
-  scale, read = bits_to_shared_scale(bits, E5M2, interpret=interpret)
+  scale, read = bits_to_shared_scale(
+    bits, E5M2, axis_names=axis_names, interpret=interpret
+  )
   rows = share.rows
   joined, table, query, single = _specs(cos, r, h, rows)
   codes = pl.pallas_call(

@@ -27,20 +27,29 @@ _MAX_MAXIMA = 2**16
 
 
 def bits_to_scale(
-  bits: Array, dtype: DTypeLike = E4M3, *, interpret: bool = False
+  bits: Array,
+  dtype: DTypeLike = E4M3,
+  *,
+  axis_names: tuple[str, ...],
+  interpret: bool = False,
 ) -> Array:
   """`qtensor.amax_to_scale` for the bits of tiles' maxima: f32 [].
 
   Args:
     bits: int32 of any shape, not negative; see `tiles.amax_bits`.
     dtype: dtype of the codes.
+    axis_names: as in `qtensor.tensor_amax`.
     interpret: whether JAX interprets the kernel.
   """
-  return _scale_of(bits, dtype, 1, interpret)[0]
+  return _scale_of(bits, dtype, 1, axis_names, interpret)[0]
 
 
 def bits_to_shared_scale(
-  bits: Array, dtype: DTypeLike = E4M3, *, interpret: bool = False
+  bits: Array,
+  dtype: DTypeLike = E4M3,
+  *,
+  axis_names: tuple[str, ...],
+  interpret: bool = False,
 ) -> tuple[Array, Array]:
   """`bits_to_scale` for an operand of two products, plus an array for kernels.
 
@@ -51,14 +60,13 @@ def bits_to_shared_scale(
   Returns:
     The scale f32 [], and an array f32 [k] that begins with it.
   """
-  return _scale_of(bits, dtype, 2, interpret)
+  return _scale_of(bits, dtype, 2, axis_names, interpret)
 
 
-def _scale_of(bits, dtype, count, interpret) -> tuple[Array, Array]:
+def _scale_of(bits, dtype, count, axis_names, interpret) -> tuple[Array, Array]:
   # The devices of a mesh compare their maxima before there is a scale.
-  on_mesh = jax.sharding.get_abstract_mesh().manual_axes
-  if on_mesh or bits.size > _MAX_MAXIMA:
-    scale = amax_to_scale(bits_to_amax(bits), dtype)
+  if axis_names or bits.size > _MAX_MAXIMA:
+    scale = amax_to_scale(bits_to_amax(bits, axis_names), dtype)
     return scale, scale.reshape(1)
   scales = _scales(bits, jnp.dtype(dtype), count, interpret)
   return scales[0], scales

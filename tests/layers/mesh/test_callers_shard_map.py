@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import P
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 
 from coat_jax import recipe as recipes
 from coat_jax.layers import (
@@ -25,6 +25,8 @@ from coat_jax.layers import (
   split_heads,
 )
 from coat_jax.layers.vocabulary import mean_loss
+from tests.comparing import assert_close
+from tests.matrices import quick
 
 COAT = recipes.coat()
 
@@ -101,6 +103,41 @@ def test_layers_with_axes_sum_once_in_a_callers_shard_map(loss, shapes):
   check_sum_of_gradients(with_axes, loss, shapes)
 
 
+@pytest.mark.parametrize("recipe", quick(1, [COAT, FP8_ATTENTION]))
+def test_stages_of_a_pipeline_have_scales_of_their_own(recipe):
+  mesh = jax.make_mesh(
+    (2, 2),
+    ("stage", "data"),
+    axis_types=(AxisType.Auto,) * 2,
+    devices=jax.devices()[:4],
+  )
+  axes = recipes.MeshAxes(batch=("data",), fsdp=None)
+  with_axes = dataclasses.replace(recipe, axes=axes)
+  # Inputs of one stage are a thousand times those of the other.
+  x = normal(0, (2, 4, 16, 64)) * jnp.array([1, 1e3]).reshape(2, 1, 1, 1)
+  w = normal(1, (2, 32, 64)) / 8
+
+  def gradients(recipe, w, x):
+    return jax.grad(of_attention, (0, 1))(w, x, recipe)
+
+  def stage(w, x):
+    dw, dx = gradients(with_axes, w[0], x[0])
+    return dw[None], dx[None]
+
+  got = jax.jit(
+    jax.shard_map(
+      stage,
+      mesh=mesh,
+      in_specs=(P("stage"), P("stage", "data")),
+      out_specs=(P("stage"), P("stage", "data")),
+      check_vma=False,
+    )
+  )(w, x)
+  one = jax.jit(functools.partial(gradients, recipe))
+  for i in range(2):
+    assert_close(jax.tree.map(lambda a, i=i: a[i], got), one(w[i], x[i]))
+
+
 def check_sum_of_gradients(on_devices, whole, shapes):
   """Compares gradients of eight devices' losses with those of one's."""
   x = normal(0, (8, 16, 64), jnp.bfloat16)
@@ -111,7 +148,7 @@ def check_sum_of_gradients(on_devices, whole, shapes):
   )
   got = jax.jit(gradients)(w, jax.device_put(x, NamedSharding(mesh, P("data"))))
   wanted = jax.jit(jax.grad(whole))(w, x)
-  # A scale is of all devices' rows (`qtensor.bits_to_amax`), so that codes are
+  # Scales are of all devices' rows (`collectives.scale_axes`), and so codes are
   # the same. The order of f32 sums differs, and hence few roundings to BF16.
   for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
     assert np.linalg.norm(a - b) <= 1e-4 * np.linalg.norm(b)

@@ -79,7 +79,7 @@ def test_norm_input_kernel_without_gamma_or_beta(given):
   _, expected, scale = run(ops.norm_input.definition, x, gamma, beta, **options)
   assert_same_stats(stats, expected)
   np.testing.assert_allclose(
-    bits_to_scale(bits, interpret=True), scale, rtol=1e-6
+    bits_to_scale(bits, axis_names=(), interpret=True), scale, rtol=1e-6
   )
 
 
