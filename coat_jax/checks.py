@@ -3,8 +3,8 @@
 
 A wrong kind is a TypeError, a wrong value a ValueError. A number may also be an
 array without axes: `optax.inject_hyperparams` passes hyperparameters like that,
-and under `jit` their values are unknown. So the shape and the kind of an array
-are checked, and its value is never read.
+and under `jit` their values are unknown. So the shape and the kind of JAX's
+arrays are checked, and their values are never read.
 """
 
 import dataclasses
@@ -59,6 +59,8 @@ def is_array(x: Any) -> bool:
 
 def described(value: Any) -> str:
   """A value as error messages show it: arrays by dtype and shape."""
+  if isinstance(value, np.ndarray) and not value.ndim:
+    value = value.item()
   if is_array(value) and not isinstance(value, np.generic):
     return f"{value.dtype}{list(value.shape)}"
   text = getattr(value, "__name__", None) or repr(value)
@@ -151,7 +153,8 @@ def _check_scalar(op, name, value, allowed, remedy, or_else, *, is_whole):
     kind = jnp.integer if is_whole else jnp.number
     is_number = jnp.issubdtype(value.dtype, kind)
     is_number &= not jnp.issubdtype(value.dtype, jnp.complexfloating)
-    has_axes, is_known = value.shape != (), isinstance(value, np.generic)
+    has_axes = value.shape != ()
+    is_known = isinstance(value, np.generic | np.ndarray)
   else:
     kind = numbers.Integral if is_whole else numbers.Real
     is_number = isinstance(value, kind) and not isinstance(value, bool)

@@ -99,7 +99,9 @@ class MeshAxes:
     op, remedy = "MeshAxes", "pass names of a mesh's axes"
     named = "a tuple of different names"
     if not isinstance(self.batch, tuple):
-      refuse(TypeError, op, "batch", named, self.batch, "as in ('data',)")
+      refuse(
+        TypeError, op, "batch", named, self.batch, "pass one, as in ('data',)"
+      )
     if len({*self.batch}) < max(len(self.batch), 1):
       refuse(ValueError, op, "batch", named, self.batch, remedy)
     for name in (*self.batch, self.fsdp, self.tensor):
@@ -182,10 +184,12 @@ class CoatRecipe:
         )
     op = "CoatRecipe"
     check_group_size(op, self.group_size, "16 is the default")
-    remedy = "as in Formats(gradients=E4M3)"
+    remedy = "pass one, as in Formats(gradients=E4M3)"
     check_kind(op, "formats", self.formats, Formats, remedy)
     if self.axes is not None:
-      check_kind(op, "axes", self.axes, MeshAxes, "as in MeshAxes(fsdp=None)")
+      check_kind(
+        op, "axes", self.axes, MeshAxes, "pass one, as in MeshAxes(fsdp=None)"
+      )
     if self.linear == "bf16" and "fp8" in (self.nonlinear, self.attention):
       raise ValueError(
         "CoatRecipe: linear='bf16' goes with nonlinear='bf16' and "

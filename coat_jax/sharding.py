@@ -222,7 +222,7 @@ def _placed(
   out = []
   for (path, leaf), sharding in zip(leaves, where, strict=True):
     if not hasattr(leaf, "shape"):
-      refuse(TypeError, op, "params", "a tree of arrays", leaf, f"at {path!r}")
+      refuse(TypeError, op, "params", "a tree of arrays", leaf, f"see {path!r}")
     if not isinstance(sharding, NamedSharding):
       raise TypeError(
         f"{op}: parameters must have NamedShardings, got {sharding} at "

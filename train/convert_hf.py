@@ -11,7 +11,7 @@ from typing import Literal
 
 from flax import nnx
 
-from coat_jax.models import save_hf
+from coat_jax.models import Decoder, save_hf
 from coat_jax.models.hf.config import CONFIG
 from coat_jax.models.hf.save import PROCESSORS, carry
 from coat_jax.models.hf.whole import written_whole
@@ -84,7 +84,7 @@ def export_hf(run: Path, out: Path, dtype: Dtype | None = None) -> int:
       written,
       like=like,
       dtype=dtype,
-      max_length=config.seq,
+      max_length=config.seq if isinstance(model, Decoder) else None,
       labels=_labels(source),
     )
     if isinstance(config, VitConfig):  # What came with a checkpoint is there.

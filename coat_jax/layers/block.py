@@ -128,7 +128,7 @@ def check_block(op: str, x: Any, weights: Any, recipe: Any) -> None:
   """Raises where these are not what a block takes."""
   check_recipe(op, recipe)
   check_float(op, "x", x)
-  remedy = "as in BlockWeights(FrontWeights(...), BackWeights(...))"
+  remedy = "pass one, as in BlockWeights(FrontWeights(...), BackWeights(...))"
   check_kind(op, "weights", weights, BlockWeights, remedy)
 
 
@@ -166,7 +166,7 @@ def block(
       negative `eps`.
   """
   check_block("block", x, weights, recipe)
-  remedy = "as in Gated() or GELU()"
+  remedy = "pass one, as in Gated() or GELU()"
   check_kind("block", "middle", middle, Middle, remedy)
   w = weights.back.w
   # On a mesh a caller's own shard_map has other shares of it.

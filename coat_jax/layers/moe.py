@@ -194,7 +194,7 @@ def _check(x, w, experts_per_token, recipe) -> None:
   """Raises for shapes that do not fit; a caller's shard_map has other F's."""
   check_recipe("moe", recipe)
   check_float("moe", "x", x)
-  remedy = "as in MoEWeights(gamma, None, router, gate_up, down)"
+  remedy = "pass one, as in MoEWeights(gamma, None, router, gate_up, down)"
   check_kind("moe", "weights", w, MoEWeights, remedy)
   (d, e), gate_up, down = w.router.shape, w.gate_up.shape, w.down.shape
   fits = len(gate_up) == 4 and len(down) == 3 and gate_up[2] == 2

@@ -140,7 +140,9 @@ def make_param(
     ValueError: more axes are named than there are.
   """
   op = "parameters"
-  check_kind(op, "metadata", metadata, Mapping, "as in dict(out_sharding=...)")
+  check_kind(
+    op, "metadata", metadata, Mapping, "pass one, as in dict(out_sharding=...)"
+  )
   if init is not None:
     remedy = "pass one of nnx.initializers, or None"
     check_function(op, "an initializer", init, remedy)

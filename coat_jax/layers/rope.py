@@ -210,7 +210,7 @@ def split_heads(
   """
   op = "split_heads"
   check_float(op, "qkv", qkv, ndim=3)
-  check_kind(op, "heads", heads, Heads, "as in Heads(32, 8, 1e4)")
+  check_kind(op, "heads", heads, Heads, "pass one, as in Heads(32, 8, 1e4)")
   recipe = recipes.bf16() if recipe is None else recipe
   check_recipe(op, recipe)
   heads.check_columns(op, qkv.shape[-1])

@@ -110,7 +110,9 @@ class SelfAttention(Middle):
 
   def __post_init__(self):
     op = "SelfAttention"
-    check_kind(op, "heads", self.heads, Heads, "as in Heads(32, 8, 1e4)")
+    check_kind(
+      op, "heads", self.heads, Heads, "pass one, as in Heads(32, 8, 1e4)"
+    )
     if self.clip is not None:
       remedy = "None leaves q, k and v as they are"
       check_number(op, "clip", self.clip, POSITIVE, remedy)

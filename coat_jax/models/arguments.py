@@ -25,7 +25,9 @@ _KINDS = {
 
 def check_config(op: str, config: Any, kind: type) -> None:
   """Raises a TypeError where a configuration is of another class."""
-  check_kind(op, "config", config, kind, f"as in {kind.__name__}(...)")
+  check_kind(
+    op, "config", config, kind, f"pass one, as in {kind.__name__}(...)"
+  )
 
 
 def check_model(

@@ -388,7 +388,7 @@ def _check(
     f"generate: a prompt of {longest} tokens and {max_new_tokens} new ones",
     longest + max_new_tokens - 1,
   )
-  check_whole(op, "seed", seed, None, "such as 0")
+  check_whole(op, "seed", seed, None, "pass another")
   if not 0 <= seed < 2**32:
     raise ValueError(
       f"generate: seed must be at least 0 and below 2^32, got {seed}; pass "

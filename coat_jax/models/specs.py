@@ -61,7 +61,9 @@ def param_shardings(mesh: Mesh | AbstractMesh, params: Any) -> Any:
     ValueError: it has not the axes, or a parameter is of no model.
   """
   op = "param_shardings"
-  check_kind(op, "mesh", mesh, (Mesh, AbstractMesh), "see jax.make_mesh")
+  check_kind(
+    op, "mesh", mesh, (Mesh, AbstractMesh), "make one with jax.make_mesh"
+  )
   wanted = AXES.tokens
   if missing := [name for name in wanted if name not in mesh.shape]:
     raise ValueError(

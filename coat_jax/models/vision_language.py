@@ -69,8 +69,8 @@ class VisionLanguageConfig:
 
   def __post_init__(self):
     op = "VisionLanguageConfig"
-    check_kind(op, "text", self.text, ModelConfig, "of a decoder")
-    check_kind(op, "vision", self.vision, VisionConfig, "of a tower")
+    check_kind(op, "text", self.text, ModelConfig, "pass a decoder's")
+    check_kind(op, "vision", self.vision, VisionConfig, "pass a tower's")
     remedy = "copy it from the model's config.json"
     check_whole(op, "image_token", self.image_token, None, remedy)
     check_whole(op, "feature_layer", self.feature_layer, None, remedy)

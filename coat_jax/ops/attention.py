@@ -28,7 +28,7 @@ _MASKED = -1e30
 
 
 def check_attention(q, k, v, segments=None, *, kind: AttentionKind) -> None:
-  remedy = "as in AttentionKind(window=4096)"
+  remedy = "pass one, as in AttentionKind(window=4096)"
   check_kind("attention", "kind", kind, AttentionKind, remedy)
   fits = q.ndim == k.ndim == 4 and k.shape == v.shape
   fits = fits and q.shape[0] == k.shape[0] and q.shape[3] == k.shape[3]

@@ -209,7 +209,7 @@ class Rotary:
     op, size = "Rotary", self.rotary_dim
     check_number(op, "theta", self.theta, POSITIVE, "1e4 is Llama 2's")
     if self.scaling is not None:
-      remedy = "as in LinearScaling(factor=2)"
+      remedy = "pass one, as in LinearScaling(factor=2)"
       check_kind(op, "scaling", self.scaling, RopeScaling, remedy)
     if size is not None:
       remedy = "None turns all channels"

@@ -110,7 +110,7 @@ def fused_transformation(
   ) -> tuple[optax.Params, FusedState]:
     scale = None
     if grad_scale is not None:
-      remedy = "such as min(1, max_norm / global_norm)"
+      remedy = "pass one, as min(1, max_norm / global_norm)"
       check_number(op, "grad_scale", grad_scale, ANY, remedy)
       scale = jnp.asarray(grad_scale, jnp.float32)
     steps = begin(step_leaf, params, state)

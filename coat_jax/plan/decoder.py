@@ -163,7 +163,7 @@ class Load:
 
 def check_shape(op: str, shape: Any, recipe: Any) -> None:
   """Raises a TypeError where these are no `DecoderShape` and no recipe."""
-  remedy = "as in DecoderShape(num_layers=2, ...)"
+  remedy = "pass one, as in DecoderShape(num_layers=2, ...)"
   check_kind(op, "shape", shape, DecoderShape, remedy)
   remedy = "call a preset, as in recipe.coat()"
   check_kind(op, "recipe", recipe, CoatRecipe, remedy)

@@ -135,7 +135,7 @@ def plan_step(
   """
   op = "plan_step"
   check_shape(op, shape, recipe)
-  check_kind(op, "load", load, Load, "as in Load(batch=8, seq=2048)")
+  check_kind(op, "load", load, Load, "pass one, as in Load(batch=8, seq=2048)")
   if not jax.tree.leaves(params):
     remedy = "pass the shapes of all weights"
     refuse(ValueError, op, "params", "a tree of arrays", params, remedy)

@@ -93,8 +93,8 @@ def plan_vision_step(
   op = "plan_vision_step"
   check_shape(op, decoder, recipe)
   check_shape(op, tower, recipe)
-  check_kind(op, "load", load, Load, "as in Load(batch=8, seq=2048)")
-  remedy = "as in Images(count=8, tower_tokens=577, tokens=576)"
+  check_kind(op, "load", load, Load, "pass one, as in Load(batch=8, seq=2048)")
+  remedy = "pass one, as in Images(count=8, tower_tokens=577, tokens=576)"
   check_kind(op, "images", images, Images, remedy)
   check_choice(op, "trained", trained, get_args(Trained))
   parts = ("decoder", "projector", "tower")

@@ -5,6 +5,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 from jax import P
@@ -206,5 +207,5 @@ SCOPE = (
   | {name: getattr(plan, name) for name in dir(plan)}
   | {name: getattr(sharding, name) for name in dir(sharding)}
   | globals()
-  | dict(optax=optax, nnx=nnx)
+  | dict(np=np, optax=optax, nnx=nnx)
 )

@@ -130,7 +130,7 @@ def load_hf(
   op = "load_hf"
   check_kind(op, "folder", folder, (str, os.PathLike), "pass a path")
   if mesh is not None:
-    check_kind(op, "mesh", mesh, Mesh, "see jax.make_mesh")
+    check_kind(op, "mesh", mesh, Mesh, "make one with jax.make_mesh")
   check_float_dtype(op, "dtype", dtype)
   folder = Path(folder)
   recipe = _on_mesh(recipe_of(op, recipe), mesh)
