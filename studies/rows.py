@@ -17,12 +17,12 @@ def read_rows(path: Path, bench: str) -> list[dict]:
   """
   if not path.exists():
     return []
+  name = bench.strip(".")
   rows = [json.loads(line) for line in path.read_text().splitlines() if line]
   for row in rows:
     if not str(row.get("bench")).startswith(bench):
       raise ValueError(
-        f"{bench.strip('.')}: {path} must hold rows of "
-        f"studies.{bench.strip('.')}, got {str(row)[:80]}; pass another "
-        "--rows"
+        f"{name}: {path} must hold rows of studies.{name}, got "
+        f"{str(row)[:80]}; pass another --rows"
       )
   return rows

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who may import whom: imports of coat_jax only go down its levels."""
+"""Who may import whom: imports only go down the folders and levels."""
 
 import ast
 import re
@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
+
+# Each folder imports those before it.
+FOLDERS = ("coat_jax", "train", "benchmarks", "studies")
 
 # A module imports those of a lower rank; within one rank, none but itself.
 RANKS = {
@@ -45,9 +48,12 @@ def faults(path, source):
   for _, name in imports(tree):
     if name.startswith("."):
       yield f"relative import {name}"
-    if name.split(".")[0] != "coat_jax":
+    top = name.split(".")[0]
+    if folder in FOLDERS and top in FOLDERS[FOLDERS.index(folder) + 1 :]:
+      yield f"{name}: {folder} does not import {top}"
+    if top != "coat_jax":
       continue
-    if folder in ("train", "benchmarks"):
+    if folder in FOLDERS[1:]:
       if "._" in name:
         yield f"private name {name}"
       continue
@@ -60,7 +66,7 @@ def faults(path, source):
       continue
     if RANKS.get(other, 99) >= RANKS[own]:
       yield f"{name} is not below {own}"
-  if folder in ("train", "benchmarks"):
+  if folder in FOLDERS[1:]:
     yield from private_attributes(tree)
 
 
@@ -80,7 +86,7 @@ def private_attributes(tree):
         yield f"private name {name}"
 
 
-@pytest.mark.parametrize("folder", ["coat_jax", "train", "benchmarks", "tests"])
+@pytest.mark.parametrize("folder", [*FOLDERS, "tests"])
 def test_imports_only_go_down(folder):
   found = [
     f"{path.relative_to(ROOT)}: {fault}"
@@ -105,6 +111,9 @@ def test_imports_only_go_down(folder):
     ("train/step.py", "from coat_jax.codecs import _coat"),
     ("train/step.py", "import coat_jax._private"),
     ("benchmarks/b.py", "from coat_jax import codecs\ncodecs._coat()"),
+    ("train/step.py", "from benchmarks import harness"),
+    ("benchmarks/b.py", "from studies.rows import read_rows"),
+    ("studies/s.py", "import coat_jax._private"),
     ("train/step.py", "\n" * 401),
   ],
 )
@@ -120,6 +129,7 @@ def test_each_rule_finds_a_planted_fault(path, source):
     ("coat_jax/pallas/norm.py", "from coat_jax.ops.types import Operand"),
     ("coat_jax/pallas/norm.py", "from coat_jax.pallas import tile"),
     ("train/step.py", "import coat_jax\ncoat_jax.codecs.coat()"),
+    ("studies/s.py", "from benchmarks.harness import emit"),
   ],
 )
 def test_no_rule_finds_what_is_allowed(path, source):

@@ -197,20 +197,24 @@ def _generate() -> Iterator[list[str]]:
 
 
 def _benchmarks() -> Iterator[tuple[str, list[str]]]:
-  """Calls of the benchmarks; these look at their arguments first."""
+  """Calls of benchmarks and a study; these look at their arguments first."""
   few = ("0", "-1", "1.5", "9" * 20, "inf", "", "x")
   codecs = ("", "x", "no.such:codec", "os:getcwd")
   figures = ("zeros", "figure", "figure.txt", "empty/a.png", "/proc/a.png")
   for program, table in {
-    "accuracy": {"steps": few, "codecs": codecs, "out": figures},
-    "layer": {
+    "studies.accuracy": {"steps": few, "codecs": codecs, "out": figures},
+    "benchmarks.layer": {
       **dict.fromkeys(("batch", "seq", "repeats"), few),
       **dict.fromkeys(("preset", "variants", "param-dtype"), _CHOICE),
       "implementation": _CHOICE,
     },
-    "ops": {"repeats": few, "cases": ("x",), "implementations": ("x",)},
-    "optimizer": {"rows": few, "columns": few, "codecs": codecs},
-    "training": {
+    "benchmarks.ops": {
+      "repeats": few,
+      "cases": ("x",),
+      "implementations": ("x",),
+    },
+    "benchmarks.optimizer": {"rows": few, "columns": few, "codecs": codecs},
+    "benchmarks.training": {
       **dict.fromkeys(("batch", "seq", "steps"), few),
       **dict.fromkeys(("preset", "variant", "grad-reduce"), _CHOICE),
       "weight-cache": _CHOICE,
@@ -218,10 +222,10 @@ def _benchmarks() -> Iterator[tuple[str, list[str]]]:
       "mesh": _MESHES,
     },
   }.items():
-    first = ["codecs"] if program == "accuracy" else []
+    first = ["codecs"] if program == "studies.accuracy" else []
     for name, values in table.items():
       for value in values:
-        yield f"benchmarks.{program}", [*first, f"--{name}", value]
+        yield program, [*first, f"--{name}", value]
   yield "studies.accuracy", []
   yield "benchmarks.training", ["--in-process"]
   yield "benchmarks.layer", ["--compile-only", "--preset", "demo"]

@@ -7,7 +7,7 @@ import subprocess
 import jax
 import pytest
 
-from benchmarks import accuracy, aot, layer, ops, optimizer, plot, training
+from benchmarks import aot, layer, ops, optimizer, plot, training
 from benchmarks.arguments import command
 
 
@@ -28,7 +28,6 @@ def timing_nothing(monkeypatch):
     raise AssertionError("begun before the arguments were checked")
 
   for module, name in (
-    (accuracy, "train_moments"),
     (optimizer, "copy_bandwidth"),
     (ops, "ceilings"),
     (layer, "time_rows"),
@@ -42,10 +41,6 @@ def timing_nothing(monkeypatch):
 @pytest.mark.parametrize(
   "main, arguments, words",
   [
-    (accuracy.main, ["codecs", "--steps", "0"], "from 1 to 1048576 is needed"),
-    (accuracy.main, ["codecs", "--out", "."], "got a folder in"),
-    (accuracy.main, ["codecs", "--out", "x.y"], "got the ending '.y'"),
-    (accuracy.main, ["codecs", "--codecs", "os:getcwd"], "MomentCodec"),
     (optimizer.main, ["--rows", "-1"], "--rows"),
     (optimizer.main, ["--columns", "9" * 5000], "--columns"),
     (optimizer.main, ["--codecs", "caot"], "did you mean 'coat'"),

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the harness times, how often, and with which arguments."""
 
+import json
 import time
 
 import jax
@@ -97,3 +98,11 @@ def test_emit_takes_a_timing(capsys):
   row = harness.emit("x", {}, **harness.Timing(1.0, 0.5, 2.0).row)
   assert (row["p20_ms"], row["median_ms"], row["p80_ms"]) == (0.5, 1.0, 2.0)
   assert '"median_ms": 1.0' in capsys.readouterr().out
+
+
+def test_emit_refuses_what_json_cannot_hold(capsys):
+  with pytest.raises(ValueError):
+    harness.emit("x", {}, value=float("nan"))
+  row = harness.emit("x", {"a": 1}, value=1 / 3, nested={"b": np.pi})
+  assert row["value"] == 0.333333 and row["nested"] == {"b": 3.14159}
+  assert json.loads(capsys.readouterr().out) == row

@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The accuracy benchmark: its rows, its bounds, and what it measures."""
+"""The accuracy study: its rows, its bounds, and what it measures."""
 
 import dataclasses
 import json
 import re
 
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
-from benchmarks import harness
 from coat_jax import codecs
 from studies import accuracy, trained_moments
 from tests import cases
@@ -177,17 +175,27 @@ def test_rows_have_their_keys_and_are_json(moments, capsys, tmp_path):
   assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_emit_refuses_what_json_cannot_hold(capsys):
-  with pytest.raises(ValueError):
-    harness.emit("x", {}, value=float("nan"))
-  row = harness.emit("x", {"a": 1}, value=1 / 3, nested={"b": np.pi})
-  assert row["value"] == 0.333333 and row["nested"] == {"b": 3.14159}
-  assert json.loads(capsys.readouterr().out) == row
+@pytest.mark.parametrize(
+  "arguments, words",
+  [
+    ([], "required: command"),
+    (["codec"], "invalid choice"),
+    (["codecs", "--steps", "0"], "from 1 to 1048576 is needed"),
+    (["codecs", "--out", "."], "got a folder in"),
+    (["codecs", "--out", "x.y"], "got the ending '.y'"),
+    (["codecs", "--codecs", "os:getcwd"], "MomentCodec"),
+  ],
+)
+def test_wrong_arguments_are_refused_before_training(
+  arguments, words, monkeypatch, tmp_path, capsys
+):
+  def train(*_, **__):
+    raise AssertionError("trained before the arguments were checked")
 
-
-@pytest.mark.parametrize("arguments", [[], ["codec"], ["codecs", "--steps=0"]])
-def test_wrong_arguments_exit_with_2(arguments, capsys):
+  monkeypatch.setattr(accuracy, "train_moments", train)
+  monkeypatch.chdir(tmp_path)
   with pytest.raises(SystemExit) as stopped:
     accuracy.main(arguments)
   assert stopped.value.code == 2
-  assert "error:" in capsys.readouterr().err
+  errors = capsys.readouterr().err
+  assert words in errors and "Traceback" not in errors
