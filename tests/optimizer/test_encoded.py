@@ -110,6 +110,15 @@ def test_f32_codec_gives_the_bits_of_the_optimizer(name):
   assert_same_bits(back, state)
 
 
+def test_optimizer_sees_gradients_in_f32():
+  inner, grads = optax.adam(1e-2), tree(1, "bfloat16")
+  state: Any = wrap(inner, codecs.float32()).init(tree())
+  _, state = wrap(inner, codecs.float32()).update(grads, state, tree())
+  in_f32 = jax.tree.map(lambda g: g.astype("float32"), grads)
+  _, want = inner.update(in_f32, inner.init(tree()), tree())
+  assert_same_bits(to_plain_state(state, codecs.float32()), want)
+
+
 @pytest.mark.slow
 def test_adam_has_the_codes_of_scale_by_coat_adam():
   # Stochastic rounding: the words are the same too.
