@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 
+from coat_jax import coat_lion
 from tests.attacks.equality import check_runs
 from tests.train.runs import MODEL, losses, run
 from train import optimizers, planning, pretrain, step
@@ -155,6 +156,21 @@ def test_muon_steps_as_that_of_optax_with_clipped_gradients():
   kernel = got["layers"]["mlp"]["up"]["kernel"][0]
   # Of updates of 0.1: sums over rows, five times.
   np.testing.assert_allclose(kernel, want["up"], atol=1e-5)
+
+
+def test_updates_that_are_added_round_by_words_of_the_step():
+  tx = optimizers.of_transformation(coat_lion(1e-3), seed=0)
+  params = {"w": jnp.ones((8, 64), "bfloat16")}
+  state = tx.init(params)
+
+  def step(count):
+    later = jax.tree.map(
+      lambda x: x + count if x.dtype == jnp.int32 else x, state
+    )
+    return np.asarray(tx.apply(params, later, params)[0]["w"], "float32")
+
+  np.testing.assert_array_equal(step(0), step(0))
+  assert 0.1 < np.mean(step(0) != step(1)) < 0.9
 
 
 @pytest.mark.parametrize("optimizer", OTHERS)
