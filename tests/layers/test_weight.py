@@ -5,6 +5,7 @@ import itertools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 
@@ -78,6 +79,28 @@ def test_a_cache_holds_what_its_name_says():
   codes = cache_weight(w, recipes.coat(weight_cache="codes"))
   assert codes.rows.shape == (16, 48) and codes.columns.shape == (48, 16)
   assert_same_bits(codes.scale, scale.scale)
+
+
+@pytest.mark.parametrize("cached", ["scale", "codes"])
+def test_each_layer_of_a_stack_has_a_scale_of_its_own(cached):
+  recipe = recipes.coat(weight_cache=cached)
+
+  @nnx.split_rngs(splits=3)
+  @nnx.vmap
+  def build(rngs):
+    return Linear(16, 24, recipe=recipe, rngs=rngs)
+
+  linear = build(nnx.Rngs(0))
+  sizes = jnp.array([1e-3, 1.0, 50.0])
+  linear.kernel[...] = linear.kernel[...] * sizes[:, None, None]
+  cache = with_weight_cache(linear, recipe).cache
+  amax = np.max(np.abs(np.asarray(linear.kernel[...])), axis=(1, 2))
+  # E4M3's largest value; the scale is rounded once.
+  np.testing.assert_allclose(np.ravel(cache.scale), amax / 448, rtol=2**-22)
+  if cached == "codes":
+    # Each layer's largest weight has the largest code.
+    codes = np.abs(np.asarray(cache.rows, "float32")).reshape(3, -1)
+    np.testing.assert_array_equal(codes.max(axis=1), 448)
 
 
 def test_the_module_itself_gets_no_cache_that_could_go_stale():
