@@ -2,14 +2,16 @@
 """Damages checkpoints in every way: none may be trained on, no step be wrong.
 
   python -m tests.attacks.damage [--resume 20] [--seed 0] [--every 1]
+  python -m tests.attacks.damage --program decoder
 
 Of a run with two checkpoints the newer one is damaged: each of its files is
 truncated, emptied, has bits flipped, is removed, swapped, or replaced by a
 folder, a link or a device, and whole checkpoints are renamed and exchanged.
 (With --every 4 a file has a fourth of this, the next one another fourth.) In
 each case that one must be found and reported, or be as good as it was. From a
-part of them, drawn at random, `train.pretrain --resume` goes on to the end,
-which must equal that of the undamaged run. Exit status: 0 if all that holds.
+part of them, drawn at random, the program (one of `tests.attacks.programs`)
+goes on to the end with --resume, which must equal that of the undamaged run.
+Exit status: 0 if all that holds.
 """
 
 import argparse
@@ -24,11 +26,12 @@ from pathlib import Path
 
 import tests.conftest  # noqa: F401, says how programs are compiled
 from tests.attacks.equality import Lost, check_checkpoints, check_runs
-from tests.train.runs import contents, programs_on_disk, run
+from tests.attacks.programs import PROGRAMS, Program
+from tests.train.runs import contents, programs_on_disk
 from train.run import checkpoint, checksums
 
 BEFORE, NEWEST = "4", "8"
-OPTIONS = dict(model__num_layers=1, eval_batches=1)
+OPTIONS = dict(steps=8, save_every=4, eval_every=4, eval_batches=1)
 Damage = Callable[[Path], object]
 Case = tuple[str, Damage]
 
@@ -179,14 +182,21 @@ def check(path: Path, original: Path) -> str:
   return "; ".join(damaged) or f"step {found} is whole"
 
 
-def attack(folder: Path, resumed: int, seed: int, every: int) -> None:
+def attack(
+  folder: Path, program: Program, resumed: int, seed: int, every: int
+) -> None:
   """Damages copies of a run.
 
   Raises:
     Lost: one was trained on, or ended elsewhere.
   """
+
+  def run(out: Path, *flags: str) -> int:
+    return program.main(program.line(folder, out, *flags, **OPTIONS))
+
+  program.make(folder)
   expected = folder / "undamaged"
-  if run(expected, "--no-report-state", **OPTIONS):
+  if run(expected):
     raise Lost("the undamaged run failed")
   original = expected / "checkpoints"
   rng = random.Random(seed)
@@ -202,7 +212,7 @@ def attack(folder: Path, resumed: int, seed: int, every: int) -> None:
       report = check(out / "checkpoints", original)
       whole += report == f"step {NEWEST} is whole"
       if i in chosen and report != "no checkpoint is whole":
-        if run(out, "--no-report-state", "--resume", **OPTIONS):
+        if run(out, "--resume"):
           raise Lost("it could not be resumed")
         check_runs(out, expected)
         print(f"{words}: resumed", flush=True)
@@ -223,13 +233,15 @@ def main(words: list[str] | None = None) -> int:
   parser.add_argument("--resume", type=int, default=20, help="cases to resume")
   parser.add_argument("--seed", type=int, default=0, help="of places and cases")
   parser.add_argument("--every", type=int, default=1, help="of files' damages")
+  parser.add_argument("--program", choices=PROGRAMS, default="pretrain")
   options = parser.parse_args(words)
   start = time.monotonic()
   with tempfile.TemporaryDirectory(prefix="damage.") as folder:
     folder = Path(folder)
     with programs_on_disk(folder / "programs"):
       try:
-        attack(folder, options.resume, options.seed, options.every)
+        program = PROGRAMS[options.program]
+        attack(folder, program, options.resume, options.seed, options.every)
       except Lost as lost:
         print(f"{lost}\nseed {options.seed}")
         return 1

@@ -10,9 +10,11 @@ from train.run import checkpoint
 pytestmark = pytest.mark.slow
 
 
-def test_no_damaged_checkpoint_is_trained_on(capsys):
+@pytest.mark.parametrize("program", ["pretrain", "finetune"])
+def test_no_damaged_checkpoint_is_trained_on(program, capsys):
   # A file has 15 damages: of eight files together each is tried.
-  assert damage.main(["--resume", "2", "--every", "8"]) == 0
+  line = ["--resume", "2", "--every", "8", "--program", program]
+  assert damage.main(line) == 0
   assert "damages, 0 trained on, 0 wrong steps" in capsys.readouterr().out
 
 
