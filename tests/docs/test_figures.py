@@ -282,7 +282,18 @@ def test_optimizer_table_is_that_of_the_rows():
       relative = ms[*key, dtype] / ms[*keys[0], dtype]
       cells += [round(ms[*key, dtype], 2), round(relative, 2)]
     want.append(cells)
-  assert table(PERFORMANCE, "## The optimizer's step")[: len(want)] == want
+  plain = {
+    row["case"]["dtype"]: row["median_ms"]
+    for row in measured("optimizer")
+    if row["case"].get("rounding") == "stochastic"
+    and row["implementation"] == "xla"
+  }
+  cells = []
+  for dtype in ("float32", "bfloat16"):
+    relative = plain[dtype] / ms[*keys[0], dtype]
+    cells += [round(plain[dtype], 2), round(relative, 2)]
+  want.append(cells)
+  assert table(PERFORMANCE, "## The optimizer's step") == want
 
 
 def test_table_of_saved_residuals_is_what_is_counted():

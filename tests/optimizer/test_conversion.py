@@ -162,7 +162,7 @@ def test_update_refuses_the_state_of_another_optimizer(
   optimizer, other, wanted
 ):
   params = {"w": jnp.ones((64, 64))}
-  with pytest.raises(TypeError, match=f"must be a {wanted}, .*from_plain"):
+  with pytest.raises(TypeError, match=f"must be an? {wanted}, .*from_plain"):
     optimizer.update(params, other.init(params), params)
 
 
