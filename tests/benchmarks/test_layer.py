@@ -74,7 +74,7 @@ def test_alternating_layers_have_rows_of_each_kind():
   rows = layer.main(
     [
       *("--preset=gemma2_2b", "--batch=1", "--seq=64", "--scan-memory"),
-      *("--variants=bf16_nothing"),
+      "--variants=bf16_nothing",
     ]
   )
   assert [row["case"]["kind"] for row in rows] == ["window", "full"]
