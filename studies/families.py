@@ -15,9 +15,9 @@ images of 64 patches):
   bytes_per_token  what a layer saves for the backward pass, also with BF16
 """
 
+import argparse
 import dataclasses
 import functools
-import sys
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -218,10 +218,17 @@ def rows(families: Iterable[str]) -> Iterator[dict]:
     )
 
 
-def main(arguments: list[str]) -> None:
-  """Prints the rows of the families that are named, or of all."""
-  list(rows(arguments or (*FAMILIES, *VISION_FAMILIES)))
+def main(arguments: list[str] | None = None) -> None:
+  """Reads the command line and prints the rows."""
+  parser = argparse.ArgumentParser(
+    prog="python -m studies.families", description=__doc__.splitlines()[0]
+  )
+  known = *FAMILIES, *VISION_FAMILIES
+  parser.add_argument(
+    "families", nargs="*", choices=known, help="all if not given"
+  )
+  list(rows(parser.parse_args(arguments).families or known))
 
 
 if __name__ == "__main__":
-  main(sys.argv[1:])
+  main()

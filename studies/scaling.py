@@ -23,8 +23,8 @@ products run on cuBLASLt, jax-triton and Mosaic.
 
 x and the gradient of the output are normal random numbers. With --outliers K,
 every 64th feature of both, and one token in 128, are K times as large, which is
-the case that blocks are meant for. Products in blocks run as plain JAX if no kernel
-can run them. Parameters are untrained.
+the case that blocks are meant for. Products in blocks run as plain JAX if no
+kernel can run them. Parameters are untrained.
 """
 
 import argparse

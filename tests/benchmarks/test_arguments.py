@@ -93,7 +93,7 @@ def test_variants_are_not_tried_in_turn_when_the_arguments_are_at_fault(
     return subprocess.CompletedProcess(line, 2)
 
   monkeypatch.setattr(training.subprocess, "run", run)
-  assert training.main(["--mesh", "fsdp=4", "--preset", "demo"]) == 2
+  assert training.main(["--mesh", "data=4", "--preset", "demo"]) == 2
   assert len(calls) == 1
 
 
