@@ -62,8 +62,6 @@ KINDS = {
   ),
   "other": (1, ("",)),
 }
-# Multiplications of integers are for one half of the multiply-add pipe.
-_WHOLE_NUMBERS = ("IMAD",)
 _LINE = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P[0-9T]+\s+)?([A-Z][\w.]*)")
 _REGISTERS_OF_SM, _WARPS_OF_PROGRAM = 65536, 4
 
@@ -116,6 +114,7 @@ def clocks(found: collections.Counter[str]) -> dict[str, float]:
   """Clocks for 32 values, one a lane, of every pipe and of issuing them."""
   per_value = by_kind(found)
   out = {kind: per_value[kind] * cost for kind, (cost, _) in KINDS.items()}
+  # Only one half of the multiply-add pipe multiplies integers.
   whole = sum(
     count for opcode, count in found.items() if opcode.startswith("IMAD")
   )

@@ -129,7 +129,6 @@ VARIANTS = {
   ),
   "block": Variant(recipes.fp8_block()),
   "minimal_nothing": Variant(_coat(), "nothing"),
-  "minimal_names": Variant(_coat(), "names"),
   "minimal_fp8": Variant(_coat(), "fp8"),
   "minimal_fp8_layer": Variant(_coat(), "fp8_layer"),
 }
@@ -285,7 +284,7 @@ def time_rows(config, variant, case, options) -> list[dict]:
       values |= timing.row | {"tflops": timing.tflops(flops[mode])}
     if mode == "full":
       values |= further
-    rows.append(_emit("layer.time", case | {"mode": mode}, variant, values))
+    rows.append(emit("layer.time", case | {"mode": mode}, **values))
   return rows
 
 
@@ -303,16 +302,12 @@ def scan_row(config, variant, case, options) -> dict:
   )
   unit = 2 * options.batch * options.seq * config.d_model
   growth = (many - few) / (SCANNED_LAYERS[1] - SCANNED_LAYERS[0])
-  values = dict(
+  return emit(
+    "layer.scan",
+    case,
     units_per_layer=growth / unit,
     temporary_bytes={SCANNED_LAYERS[0]: few, SCANNED_LAYERS[1]: many},
   )
-  return _emit("layer.scan", case, variant, values)
-
-
-def _emit(bench, case, variant, values) -> dict:
-  implementation = variant.recipe.implementation or "auto"
-  return emit(bench, case, implementation=implementation, **values)
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -333,12 +328,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
   parser.add_argument("--param-dtype", choices=("bf16", "f32"), default="bf16")
   parser.add_argument(
     "--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS)
-  )
-  parser.add_argument(
-    "--implementation",
-    choices=("auto", "xla"),
-    default="auto",
-    help="auto has kernels where there are any; bf16 has cuDNN's attention",
   )
   parser.add_argument("--scan-memory", action="store_true")
   parser.add_argument("--compile-only", action="store_true")
@@ -370,9 +359,6 @@ def main(arguments: list[str] | None = None) -> list[dict]:
   for name in options.variants:
     say(f"{options.preset}: {name}")
     variant = VARIANTS[name]
-    if options.implementation == "xla":
-      recipe = dataclasses.replace(variant.recipe, implementation="xla")
-      variant = dataclasses.replace(variant, recipe=recipe)
     case = dict(
       preset=options.preset,
       batch=options.batch,

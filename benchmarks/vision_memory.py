@@ -63,19 +63,15 @@ STAGES: dict[Trained, tuple[str, ...]] = {
 }
 
 
-def abstract(config: VisionLanguageConfig, stage: Trained):
-  """Builds a model and its optimizer without values.
-
-  Args:
-    config: the model's shape.
-    stage: of `STAGES`.
+def abstract(stage: Trained):
+  """Builds the model and its optimizer without values.
 
   Returns:
     The model's graph, its parameters, the optimizer's state, the optimizer.
   """
   model = nnx.eval_shape(
     lambda: VisionLanguageModel(
-      config, recipe.coat(), param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0)
+      LLAVA_7B, recipe.coat(), param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0)
     )
   )
   graph, state = nnx.split(model, nnx.Param)
@@ -85,18 +81,10 @@ def abstract(config: VisionLanguageConfig, stage: Trained):
   return graph, params, jax.eval_shape(optimizer.init, trained), optimizer
 
 
-def compile_step(
-  config: VisionLanguageConfig,
-  stage: Trained,
-  *,
-  batch: int,
-  seq: int,
-  images: int,
-):
+def compile_step(stage: Trained, *, batch: int, seq: int, images: int):
   """Compiles a step.
 
   Args:
-    config: the model's shape.
     stage: of `STAGES`.
     batch: sequences.
     seq: tokens of each.
@@ -105,7 +93,7 @@ def compile_step(
   Returns:
     The program, and the abstract parameters and optimizer state.
   """
-  graph, params, moments, optimizer = abstract(config, stage)
+  graph, params, moments, optimizer = abstract(stage)
   names = STAGES[stage]
 
   def step(params, moments, tokens, pixels):
@@ -120,7 +108,8 @@ def compile_step(
     new, moments = optimizer.apply(grads, moments, trained, grad_scale=scale)
     return params | new, moments, value
 
-  side, channels = config.vision.image_size, config.vision.num_channels
+  tower = LLAVA_7B.vision
+  side, channels = tower.image_size, tower.num_channels
   compiled = aot.compile_for_h200(
     step,
     params,
@@ -133,23 +122,16 @@ def compile_step(
 
 
 def plan(
-  config: VisionLanguageConfig,
-  stage: Trained,
-  params,
-  moments,
-  *,
-  batch: int,
-  seq: int,
-  images: int,
+  stage: Trained, params, moments, *, batch: int, seq: int, images: int
 ) -> dict[str, Memory]:
   """Plans what `compile_step` compiles.
 
   Args:
-    config, stage, batch, seq, images: as of `compile_step`.
+    stage, batch, seq, images: as of `compile_step`.
     params, moments: what it returns.
   """
   return planning.plan_vision(
-    config,
+    LLAVA_7B,
     recipe.coat(),
     trained=stage,
     params=params,
@@ -160,30 +142,16 @@ def plan(
   )
 
 
-def row(
-  stage: Trained,
-  *,
-  batch: int,
-  seq: int,
-  images: int,
-  config: VisionLanguageConfig = LLAVA_7B,
-) -> dict:
-  """Compiles and plans one step, and prints its row.
-
-  Args:
-    stage, batch, seq, images, config: as of `compile_step`.
-
-  Returns:
-    The row.
-  """
+def row(stage: Trained, *, batch: int, seq: int, images: int) -> dict:
+  """Compiles and plans one step; prints and returns its row."""
   sizes = dict(batch=batch, seq=seq, images=images)
-  compiled, params, moments = compile_step(config, stage, **sizes)
+  compiled, params, moments = compile_step(stage, **sizes)
   peak = aot.peak_bytes(compiled)
-  moment, memory = fullest(plan(config, stage, params, moments, **sizes))
+  moment, memory = fullest(plan(stage, params, moments, **sizes))
   return emit(
     "memory.vision_plan",
     dict(
-      model=f"llava, {config.text.num_layers} layers",
+      model=f"llava, {LLAVA_7B.text.num_layers} layers",
       trained=stage,
       **sizes,
       compiled_for="NVIDIA H200",

@@ -1,25 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How well each codec keeps Adam's moments, and whether v keeps moving.
+"""How accurately each codec stores Adam's moments, and whether v keeps moving.
 
   python -m studies.accuracy codecs [--steps 300] [--out PICTURE.png]
     [--codecs coat package.module:function]
 
-First a byte-level Llama of 2.8 million parameters is trained on the source text
-of Python's standard library, with f32 moments. Then two questions:
+The study first trains a byte-level Llama of 2.8 million parameters on the
+source text of Python's standard library, with f32 moments. Then it measures:
 
-accuracy.codecs: one step. The trained moments m and v are encoded and decoded,
-a next gradient is drawn from N(m, v - m^2), which is what the moments say of
-it, and the Adam update with the decoded moments is compared with the exact one:
-`update_rms_error` is RMS(update - exact) / RMS(exact), `max_update` the largest
-update (about 1 is right; where a v became zero it explodes) and `zeroed_v` the
-share of nonzero v that became zero. The output layer is the hard part: a group
-of its columns holds bytes that are everywhere and bytes that never occur.
+accuracy.codecs: the error of one step. The trained moments m and v are encoded
+and decoded, and a next gradient is drawn from N(m, v - m^2), the distribution
+that the moments describe. The Adam update with the decoded moments is compared
+with the exact one: `update_rms_error` is RMS(update - exact) / RMS(exact),
+`max_update` the largest update (normally about 1; it explodes where a v became
+zero) and `zeroed_v` the share of nonzero v that became zero. The output layer
+is the hardest part: one group of its columns holds both bytes that occur
+everywhere and bytes that never occur.
 
-accuracy.tracking: many steps. v of 16384 elements, with gradient sizes taken
-from the trained v, is encoded and decoded at each of 2000 steps; halfway the
-gradients of every other element shrink to a tenth. The ratio of stored to exact
-v at the end: median, 10th and 90th percentile of the elements that shrank, and
-as further keys of those that did not.
+accuracy.tracking: the drift over many steps. v of 16384 elements, with gradient
+sizes taken from the trained v, is encoded and decoded at each of 2000 steps.
+Halfway, the gradients of every other element shrink to a tenth. The rows give
+the ratio of stored to exact v at the end: median, 10th and 90th percentile of
+the elements whose gradients shrank, and the same for the others.
 """
 
 import argparse

@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conversations about Python, made of source code that is on the machine.
+"""Makes a chat data set about Python from source code on this machine.
 
   python -m studies.docstrings OUT /usr/lib/python3 [DIR ...]
 
-From all .py files below the folders it writes to OUT
+Reads all .py files below the folders and writes to OUT
 
-  tokenizer.json   a byte-level BPE of 32,000 with the words of ChatML
-  tokens.bin       uint16 ids of all files, to train a model that can be tuned
-  chats.jsonl      a conversation for each function that has a docstring: asked
-                   is what it does, with its source; answered, its docstring
+  tokenizer.json   a byte-level BPE with 32,000 tokens, ChatML's included
+  tokens.bin       the text of all files as uint16 ids, for pretraining
+  chats.jsonl      one conversation per function that has a docstring: the user
+                   shows the source and asks what it does, and the assistant
+                   answers with the docstring
 
-in the same order each time, and each file's text once.
+The order is the same each time, and duplicate files are used once.
+`studies/finetuning.sh` trains on this data.
 """
 
 import argparse

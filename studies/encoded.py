@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What FP8 states change in training with optax's other optimizers.
+"""How FP8 states change training with optax's other optimizers.
 
   python -m studies.encoded [--optimizers lion muon] [--codec coat]
     [--steps 100]
 
-encoded: a row for each optimizer and choice of fields: the bytes that its state
-has for each parameter with f32 fields and encoded, and the mean loss of the
-last sixth of the steps with either, of the same model on the same batches: a
-byte-level Llama that learns the source text of Python's standard library. The
-gradient's global norm is clipped to 1. Fields "all" encodes copies of
-parameters too, which `encoded` leaves alone unless it is told to.
+Each optimizer trains the same model on the same batches, once with an f32 state
+and once with `coat_jax.encoded`: a byte-level Llama that learns the source text
+of Python's standard library. The gradient's global norm is clipped to 1.
+
+encoded: one row per optimizer and choice of fields, with the state's bytes per
+parameter and the mean loss over the last sixth of the steps, for both states.
+Fields "all" also encodes copies of parameters, which `encoded` leaves alone by
+default.
 """
 
 import argparse

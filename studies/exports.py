@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether transformers computes what a trained and exported model does.
+"""Checks that transformers computes what a trained and exported model does.
 
   python -m studies.exports OUT DIR [DIR ...]
 
-Needs torch and transformers. Each DIR is a checkpoint of transformers. It is
-trained for 10 steps in recipe `coat` by `train.pretrain finetune --init-from`,
-on its default text, and exported by `train.convert export-hf` to OUT. The
-exported folder is read by `coat_jax.models.load_hf` and by transformers, both
-in f32. transformers' attention is its `eager` one: its default may leave soft
-caps out.
+Needs torch and transformers. Each DIR is a Hugging Face checkpoint. The study
+trains it for 10 steps in recipe `coat` with `train.pretrain finetune
+--init-from`, on the default text, and exports it to OUT with `train.convert
+export-hf`. `coat_jax.models.load_hf` and transformers then both read the
+exported folder in f32. transformers runs its `eager` attention, since its
+default may ignore soft caps.
 
-exports: a row for each folder.
-  logits   largest difference of logits, of the largest logit
-  greedy   how many of the 16 most probable tokens after a prompt are the same,
-           one after another
-  moved    largest change of a weight that the training made
+exports: one row per folder.
+  logits   largest difference between logits over the largest logit
+  greedy   how many of 16 tokens, generated greedily after a prompt, agree
+           before the first difference
+  moved    largest change of a weight during training
 """
 
 import argparse

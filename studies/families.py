@@ -1,22 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What FP8 changes in each family of models, beside what it does to Llama.
+"""How much FP8 changes outputs and gradients in each family of models.
 
   python -m studies.families [FAMILY ...]
 
-Two layers of width 256 with random weights, whose products keep the size of
-what they are given. Recipe coat beside bf16, both with activations in f32, of
-the same weights and tokens; of vision towers, images of 64 patches:
+Each family is built with two layers of width 256 and random weights that keep
+activations at the size of their inputs. Recipe coat is compared with bf16, both
+with activations in f32, for the same weights and tokens (vision towers get
+images of 64 patches):
 
   logits_error     relative RMS error of the logits, or of a tower's output
-  cosine           of the weight whose gradient's direction differs most
-  gradient_error   the same as a relative error, sqrt(2 - 2 cosine): how far the
-                   two gradients are apart, each divided by its norm
-  bytes_per_token  what a layer saves for its backward, and BF16's
+  cosine           between the two gradients of a weight, for the worst weight
+  gradient_error   the same as a relative error, sqrt(2 - 2 cosine): the
+                   distance between the two gradients, each divided by its norm
+  bytes_per_token  what a layer saves for the backward pass, also with BF16
 """
 
+import argparse
 import dataclasses
 import functools
-import sys
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -217,10 +218,17 @@ def rows(families: Iterable[str]) -> Iterator[dict]:
     )
 
 
-def main(arguments: list[str]) -> None:
-  """Prints the rows of the families that are named, or of all."""
-  list(rows(arguments or (*FAMILIES, *VISION_FAMILIES)))
+def main(arguments: list[str] | None = None) -> None:
+  """Reads the command line and prints the rows."""
+  parser = argparse.ArgumentParser(
+    prog="python -m studies.families", description=__doc__.splitlines()[0]
+  )
+  known = *FAMILIES, *VISION_FAMILIES
+  parser.add_argument(
+    "families", nargs="*", choices=known, help="all if not given"
+  )
+  list(rows(parser.parse_args(arguments).families or known))
 
 
 if __name__ == "__main__":
-  main(sys.argv[1:])
+  main()

@@ -1,17 +1,18 @@
 #!/bin/sh
-# Is fine-tuning in FP8 as good as in BF16? Runs for one GPU.
+# Compares fine-tuning in FP8 with fine-tuning in BF16, on one GPU.
 #
 #   studies/finetuning.sh DATA OUT [SEED ...]
 #
-# DATA is what `python -m studies.docstrings` wrote. A model of 1.2 B
-# parameters learns to write Python first (49 M tokens, BF16), then 300 steps of
-# conversations about it, in BF16 with f32 moments and in recipe coat, from the
-# same weights with the same data for each seed (0 and 1). A batch has 8 x 2048
-# tokens: so early, more steps teach more than larger ones. The held-out loss,
-# nats for each token that the assistant writes, peaks and tokens/s are in
-# OUT/*/metrics.jsonl, answers in OUT/*/samples.jsonl. STEPS and TUNING are other
-# numbers of steps, SHAPE other options of the model. Called again, it goes on
-# with the run that was not finished.
+# DATA is the folder that `python -m studies.docstrings` wrote. First a model of
+# 1.2 B parameters learns to write Python (49 M tokens, BF16). Then it is
+# fine-tuned for 300 steps on conversations about Python, in BF16 with f32 moments
+# and in recipe coat, from the same weights and on the same data for each seed (by
+# default 0 and 1). A batch has 8 x 2048 tokens; this early in training, more steps
+# help more than larger batches. OUT/*/metrics.jsonl contains the held-out loss (in
+# nats per token that the assistant writes), peak memory and tokens/s, and
+# OUT/*/samples.jsonl the answers. Set STEPS and TUNING to change the numbers of
+# steps, and SHAPE to change the model. If the script is interrupted, call it again
+# to continue with the unfinished run.
 set -eu
 data=$1 out=$2
 shift 2

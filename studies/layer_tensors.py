@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the layers of a trained model compute: values and their gradients.
+"""Captures the activations and gradients inside the layers of a Llama.
 
-A Llama layer is written once more from the library's operations in f32, so that
-each tensor that a recipe would quantize can be taken out: values, and by adding
-zeros to them and differentiating by these, their gradients.
+The layer is written once more, in f32, from the library's operations, so that
+each tensor a recipe would quantize can be returned. Adding zeros to these
+tensors and differentiating with respect to the zeros yields their gradients.
 """
 
 from collections.abc import Callable

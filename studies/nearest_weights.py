@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains as `train.pretrain` does, with bf16 weights rounded to nearest.
+"""Trains with bf16 weights that are rounded to nearest, as a negative control.
 
   python -m studies.nearest_weights llama_60m --params bfloat16 [options]
 
-What stochastic rounding is for: a step that is smaller than half an ulp of a
-weight is lost. This is no way to train, so it is no option of `train.pretrain`,
-whose options these are. A run can be resumed by either.
+This shows why `train.pretrain` rounds stochastically: rounding to nearest loses
+every step that is smaller than half an ulp of a weight. It is no good way to
+train, so it is not an option of `train.pretrain`, but the options here are the
+same. Either command can resume the other's run.
 """
 
 import sys

@@ -1,26 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What 8 bits make of a trained model's moments, activations and gradients.
+"""Measures the quantization error of a trained model's tensors in 8 bits.
 
   python -m studies.quantization run
   python -m studies.quantization run --preset llama_60m --steps 1500 \\
     --batch 32 --data FILES --tokenizer FILE
   python -m studies.quantization plot
 
-`run` trains a Llama on text (Python's standard library as bytes, if no other)
-with recipe bf16 and f32 moments, and measures on what it finds there; the rows
-of its preset in docs/rows/quantization.jsonl are replaced. Activations are f32
-on a CPU, which has no fast BF16, and BF16 on a GPU. Errors are relative RMS
-errors, computed in float64.
+`run` trains a Llama on text (by default Python's standard library as bytes)
+with recipe bf16 and f32 moments, and measures its moments, activations,
+gradients and weights. The new rows replace those of the same preset in
+docs/rows/quantization.jsonl. Activations are f32 on a CPU, which has no fast
+BF16, and BF16 on a GPU. Errors are relative RMS errors, computed in float64.
 
-quantization.moments   first and second moment in E4M3, E5M2 or INT8, with and
-  without dynamic range expansion, to nearest, per group of 128 and others:
-  error of each and of m / (sqrt(v) + eps), as in table 1 of the paper
-quantization.codecs    the same of every codec that is registered, as it rounds
+quantization.moments   first and second moment in E4M3, E5M2 or INT8, rounded to
+  nearest, with and without dynamic range expansion, in groups of 128 and other
+  sizes: the error of each and of m / (sqrt(v) + eps), as in the paper's table 1
+quantization.codecs    the same for every registered codec, with its rounding
 quantization.tensors   values and gradients of the last layers' tensors on a
-  held-out batch, and weights: a scale per tensor, per group of 128 to 16
-  values, or per tile of a weight, in E4M3, E5M2 and INT8
-quantization.spread    of the same tensors: amax over RMS, and kurtosis
-quantization.layer     a layer in each recipe: its output and its gradients
+  held-out batch, and weights, in E4M3, E5M2 and INT8: one scale per tensor, per
+  group of 128 to 16 values, or per tile of a weight
+quantization.spread    amax over RMS, and kurtosis, of the same tensors
+quantization.layer     output and gradients of a layer in each recipe
 
 `plot` draws docs/figures/quantization_moments.png and quantization_tensors.png
 and prints the tables of docs/stability.md.

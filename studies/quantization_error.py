@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors of formats and codecs on tensors that were measured, in float64."""
+"""Computes errors of 8-bit formats and codecs on given tensors, in float64."""
 
 import functools
 from collections.abc import Iterator, Sequence

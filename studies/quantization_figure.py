@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Figures of `studies.quantization`, from its rows."""
+"""Draws the figures of `studies.quantization` from its rows."""
 
 from pathlib import Path
 from typing import Any

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tables of docs/stability.md, from rows of `studies.quantization`."""
+"""Formats rows of `studies.quantization` as the tables of docs/stability.md."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any

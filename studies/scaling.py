@@ -1,29 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scales per tensor beside scales per block of 128: error, memory, time.
+"""Compares one scale per tensor with one per block of 128: error, memory, time.
 
   python -m studies.scaling [--preset llama_60m] [--batch 1] [--seq 512]
     [--outliers 1 30] [--compile-only] [--repeats 20]
 
-A row for each kind of scales, scaling.layer, of one decoder layer of a preset:
+scaling.layer: one row per kind of scales, for one decoder layer of a preset.
 
-  output_error     of what it adds to its input x, relative RMS beside BF16's
-  dx_error         of the gradient of x, likewise, without the incoming one
-  dweights_error   of the gradients of its matrices, all together
-  bytes_per_token  that it saves for its backward pass
-  forward_ms, full_ms, and temporary_bytes of the latter: on a GPU
+  output_error     relative RMS error of what the layer adds to its input x,
+                   compared with BF16
+  dx_error         the same for the gradient of x, minus the incoming gradient
+  dweights_error   the same for the gradients of all its matrices together
+  bytes_per_token  what the layer saves for the backward pass
+  forward_ms, full_ms, temporary_bytes (forward and backward): on a GPU only
 
-And on a GPU scaling.product, for each matrix of the layer, its three products
-and both kinds of scales: milliseconds, and TFLOP/s, of the product alone, whose
-operands are quantized.
+scaling.product, on a GPU only: one row per matrix, product (three of them) and
+kind of scales, with milliseconds and TFLOP/s of the product alone. Its operands
+are quantized beforehand.
 
-With --compile-only, in place of these, what XLA's compiler for CUDA makes of it
-for an H200 (`make test-aot` installs it): temporary bytes, and how many
-products are cuBLASLt's, jax-triton's and Mosaic's.
+With --compile-only, the layer is compiled for an H200 instead (`make test-aot`
+installs the compiler). The rows then give temporary bytes, and how many
+products run on cuBLASLt, jax-triton and Mosaic.
 
-x and the gradient of the output are normal. With --outliers K, every 64th
-feature of both, and one token in 128, are K times as large: that is what blocks
-are for. Products in blocks need the extra `triton` to be kernels. Parameters
-are those of a new model.
+x and the gradient of the output are normal random numbers. With --outliers K,
+every 64th feature of both, and one token in 128, are K times as large, which is
+the case that blocks are meant for. Products in blocks run as plain JAX if no
+kernel can run them. Parameters are untrained.
 """
 
 import argparse

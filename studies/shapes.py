@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small LLaVA and pictures to learn: colored shapes, and what they are.
+"""Trains a small LLaVA on pictures of colored shapes, in BF16 and in FP8.
 
   python -m studies.shapes FOLDER [--seeds 2]
 
-writes into FOLDER a LLaVA with random weights (`llava`) and conversations
-(`words.json` without images, `shapes.json` with one, two and none), and trains
-in recipe bf16 and in coat, from some seeds:
+Writes a LLaVA with random weights (`llava`) and conversations (`words.json`
+without images, `shapes.json` with none, one and two) into FOLDER. Then it
+trains, with several seeds, in recipes bf16 and coat:
 
-  words      the decoder, and all else, on descriptions in words, in bf16 alone
-  projector  the projector alone, on images in the place of the words
-  decoder    projector and decoder, from the run before
+  words      everything, on descriptions in words (bf16 only)
+  projector  the projector alone, on images instead of the words
+  decoder    projector and decoder, starting from the previous run
 
-A table of held-out losses, and of the differences of pairs, is printed at the
-end. On a CPU of two cores it takes some minutes.
+At the end it prints a table of held-out losses and of the differences between
+pairs of runs. On a CPU with two cores this takes a few minutes.
 """
 
 import argparse

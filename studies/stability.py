@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where training breaks: learning rates, seeds and variants of low precision.
+"""Finds the learning rates at which low-precision training becomes unstable.
 
   python -m studies.stability run --minutes 9
   python -m studies.stability run --preset llama_60m --steps 1500 --best 2 \\
@@ -8,30 +8,32 @@
 
 `run` trains a Llama of 14.4 M parameters on bytes of Python's standard library
 (batch 16 x 256, warmup of a tenth, cosine to a tenth, AdamW with b2 0.95,
-decay 0.1, clipping at 1) for every variant, learning rate and seed, and appends
-a row to docs/rows/stability.jsonl when a run has ended, whichever way. Rows
-that are there are not run again, so that it goes on where it was stopped;
-with --minutes it begins no run that would end later, going by those before it.
---best 2 takes each variant's two best rates of the rows of the small model.
-With JAX_COMPILATION_CACHE_DIR set, a program is compiled once for all pieces.
+decay 0.1, clipping at 1) for every variant, learning rate and seed. It appends
+a row to docs/rows/stability.jsonl when a run ends, for whatever reason. Runs
+that already have a row are skipped, so the command continues after an
+interruption. With --minutes it starts no run that would end too late, judging
+by the runs before. --best 2 uses the two best rates of each variant in the rows
+of the small model. Set JAX_COMPILATION_CACHE_DIR to compile each program only
+once for all calls of the command.
 
-Runs of a variant share one compiled program: rate and seed are its arguments,
-and it takes 25 steps a call. They are not vmapped: the kernels have no rule
-for it. A seed is that of weights, data and stochastic rounding; runs of
-one seed in all variants begin alike and read the same batches.
+Runs of a variant share one compiled program, which takes rate and seed as
+arguments and does 25 steps a call. They are not vmapped, because the kernels
+have no batching rule. The seed determines weights, data and stochastic
+rounding, so runs with the same seed start alike and read the same batches in
+all variants.
 
-A row has
-  train_loss      mean of the last 50 steps; held_out_loss: of 16 batches
-  failed          "not finite" (the run ends there), or "diverged": train_loss
-                  above the best mean of 50 steps by half a nat; null
-  spikes          times that a loss is above the mean of the 50 before it by
-                  four of their standard deviations and 0.1 nats, after the
-                  warmup; those next to each other are one
-  losses          means of 25 steps; grad_norms: their medians and largest
-  watch           what `train.watch` finds, ten times: the worst layer, but
-                  amax of each
-`plot` draws docs/figures/stability.png from the rows that are there, and says
-how many of the grid they are.
+A row contains
+  train_loss      mean of the last 50 steps; held_out_loss: over 16 batches
+  failed          "not finite" (the run ends there), "diverged" (train_loss is
+                  half a nat above the best mean of 50 steps), or null
+  spikes          how often a loss after the warmup exceeds the mean of the 50
+                  before it by four standard deviations and by 0.1 nats;
+                  adjacent ones count once
+  losses          means of 25 steps; grad_norms: their medians and maxima
+  watch           what `train.watch` reports, ten times a run: the worst layer,
+                  but amax for each layer
+`plot` draws docs/figures/stability.png from the rows so far, and prints how
+many of the grid's runs they cover.
 """
 
 import argparse

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The figure and the table of `studies.stability`, from its rows."""
+"""Draws the figure and the table of `studies.stability` from its rows."""
 
 from collections.abc import Iterable
 from pathlib import Path

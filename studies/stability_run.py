@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One run of `studies.stability`: programs, data, and what came of it.
+"""Trains one run of `studies.stability` and summarizes it in a row.
 
-Rate and seed are arguments of the compiled program, which takes CHUNK steps a
-call, so that all runs of a variant share it.
+Learning rate and seed are arguments of the compiled program, which does CHUNK
+steps a call, so all runs of a variant share it.
 """
 
 import dataclasses

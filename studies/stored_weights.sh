@@ -1,14 +1,15 @@
 #!/bin/sh
-# Does training bear weights that are not f32? Runs for one GPU.
+# Compares training with f32, 24-bit and bf16 weights, on one GPU.
 #
 #   studies/stored_weights.sh TEXT TOKENIZER OUT
 #
-# First 49 M tokens from scratch, with a schedule that ends at 1e-5, for three
-# seeds: f32, bf16 rounded stochastically, 24 bits, and bf16 rounded to nearest
-# as the negative control. Then what is like fine-tuning: from the trained f32
-# weights of a seed 1,000 steps more at a constant 1e-5, and at 2e-6. The
-# held-out loss (2.1 M tokens) of the last step is in OUT/*/metrics.jsonl.
-# Called again, it goes on with the run that was not finished.
+# First each kind of weights trains on 49 M tokens from scratch, with a schedule
+# that ends at 1e-5, for three seeds: f32, bf16 rounded stochastically, 24 bits,
+# and bf16 rounded to nearest as the negative control. Then each continues from the
+# f32 weights of its seed for 1,000 steps at a constant 1e-5, and at 2e-6, similar
+# to fine-tuning. OUT/*/metrics.jsonl contains the held-out loss (2.1 M tokens) of
+# the last step. If the script is interrupted, call it again to continue with the
+# unfinished run.
 set -eu
 text=$1 tokenizer=$2 out=$3
 

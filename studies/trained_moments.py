@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Moments of Adam to measure codecs on, of a model trained here and now.
+"""Trains a small model to get realistic Adam moments for measuring codecs.
 
-A byte-level Llama of 2.8 million parameters learns the source text of Python's
-standard library, with f32 moments; random numbers would not have the ranges
-within a group that decide how good a codec is.
+The model is a byte-level Llama of 2.8 million parameters that learns the source
+text of Python's standard library, with f32 moments. Random numbers would not
+have the dynamic range within a group that decides how accurate a codec is.
 """
 
 import functools

@@ -206,7 +206,6 @@ def _benchmarks() -> Iterator[tuple[str, list[str]]]:
     "benchmarks.layer": {
       **dict.fromkeys(("batch", "seq", "repeats"), few),
       **dict.fromkeys(("preset", "variants", "param-dtype"), _CHOICE),
-      "implementation": _CHOICE,
     },
     "benchmarks.ops": {
       "repeats": few,

@@ -118,9 +118,9 @@ def test_rows_are_what_the_benchmark_plans():
   assert {row["case"]["trained"] for row in rows} == set(TRAINED)
   for row in rows:
     stage, case = row["case"]["trained"], row["case"]
-    _, *state, _ = vision_memory.abstract(vision_memory.LLAVA_7B, stage)
+    _, *state, _ = vision_memory.abstract(stage)
     sizes = {name: case[name] for name in ("batch", "seq", "images")}
-    found = vision_memory.plan(vision_memory.LLAVA_7B, stage, *state, **sizes)
+    found = vision_memory.plan(stage, *state, **sizes)
     moment, memory = plan.fullest(found)
     assert (moment, memory.total) == (row["moment"], row["planned_bytes"])
 
