@@ -280,10 +280,14 @@ def dequantize(
 def times_scales(x: Array, a: Array | float, b: Array | float) -> Array:
   """x a b, of sums of products of codes that have these two scales.
 
-  The scales are multiplied in one after the other, the smaller one first: of
-  gradients near 1e-34 the product of both is below f32's smallest number.
+  x (a b), unless a b is below f32's smallest normal number, as it is of
+  gradients near 1e-34: then a b is taken 2^64 times as large, and x a b divided
+  by that afterwards.
   """
-  return x * jnp.minimum(a, b) * jnp.maximum(a, b)
+  raised = jnp.minimum(a, b) * 2.0**64 * jnp.maximum(a, b)
+  is_raised = raised < 2.0 ** (64 - 126)
+  x = x * jnp.where(is_raised, raised, a * b)
+  return x * jnp.where(is_raised, 2.0**-64, 1.0)
 
 
 def _spread_scale(op, scale, shape, group_size) -> Array:

@@ -12,7 +12,7 @@ There is one factor in the call, so the two scales are multiplied with each
 other first. A product of them below f32's smallest normal number (1.2e-38; of
 gradients whose largest value is below about 1e-29) is inexact or 0, and the
 result with it. For a float16 result that bound is float16's: 6e-5, and below
-6e-8 the result is 0. `ops.linear` multiplies them in one after the other.
+6e-8 the result is 0. The definition in `ops.linear` has no such bound.
 """
 
 import math
