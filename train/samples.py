@@ -66,7 +66,7 @@ class HeldOutSamples:
     # That of a turn, where it is a token of its own.
     ends = {token for token in ends if not text.decode([token])}
     self._stops = sorted({*text.stop_tokens, *ends})
-    self._log = MetricsLog(path, resumed_step=10**9)
+    self._log = MetricsLog(path, resumed_step=resumed_step)
 
   def write(self, step: int, params: Any) -> list[str]:
     """Generates with the parameters after a step.
