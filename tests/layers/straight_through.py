@@ -130,7 +130,7 @@ def gated_mlp(
   y = pin(ACTIVATIONS[activation](gate), jax.lax.stop_gradient(fixed))
   if residuals == "coat":
     y = per_group(y, **groups)
-  # The product is rounded only where a bias is added to it first.
+  # Bias and x are added in f32, before anything is rounded.
   dtype = jnp.float32 if back.bias is None else x.dtype
   if post_norm is not None:
     out = linear(y * up, back.w, back.bias, x.dtype, formats)
@@ -138,7 +138,7 @@ def gated_mlp(
     out = norm(out, back.gamma, back.beta, post_norm, eps, **groups)
     return x.astype(jnp.float32) + out
   out = linear(y * up, back.w, back.bias, dtype, formats)
-  return x.astype(jnp.float32) + rounded(out, dtype)
+  return x.astype(jnp.float32) + out
 
 
 def attention(q, k, v, keep, kind=CAUSAL, segments=None):
