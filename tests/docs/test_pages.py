@@ -115,7 +115,7 @@ def check_optimizer(names, printed, text):
 
 def check_finetune(names, printed, text):
   """The commands train a model that answers what the page says it does."""
-  section = text.split("## Try it here")[1].split("## Data")[0]
+  section = text.split("## Try it on a CPU")[1].split("## Data")[0]
   lines = section.replace("\\\n", "").splitlines()
   commands = [line for line in lines if line.startswith("python -m train.")]
   assert len(commands) == 3
