@@ -152,7 +152,7 @@ class PostNormed(nnx.Module):
 
   def __init__(self, recipe, norm):
     shared = dict(post_norm="layer", use_norm_bias=True, use_bias=True)
-    # Not seed 0, with which some CPUs' order of sums moves a code at a boundary.
+    # Not seed 0: on some CPUs the order of sums moves a code at a boundary.
     shared |= dict(recipe=recipe, dtype=jnp.float32, rngs=nnx.Rngs(1))
     self.attention = Attention(D, 4, num_kv_heads=2, norm=None, **shared)
     self.mlp = GatedMLP(D, F, norm=norm, activation="gelu_tanh", **shared)
