@@ -324,5 +324,5 @@ def test_moe_refuses_weights_that_do_not_fit():
     with pytest.raises(ValueError, match=r"moe: weights must be router \[D, E"):
       call(x, bad, experts_per_token=K)
   for k in (0, E + 1):
-    with pytest.raises(ValueError, match=f"from 1 to 6, got {k}"):
+    with pytest.raises(ValueError, match=f"(from 1 to|at most) 6, got {k}"):
       call(x, weights, experts_per_token=k)
