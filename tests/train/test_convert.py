@@ -16,7 +16,7 @@ from coat_jax import to_adam_state
 from tests.matrices import quick
 from tests.train.adam_states import assert_same_bytes, encoded, moments
 from tests.train.runs import arguments, contents, losses, programs_on_disk, run
-from train import convert, step
+from train import convert, convert_adamw, step
 from train.presets import demo
 from train.run import checkpoint
 from train.run.description import configuration
@@ -247,7 +247,7 @@ def test_runs_of_other_optimizers_are_refused(
   assert not out.exists()
   made = dataclasses.replace(demo(), report_state=False)
   made = dataclasses.replace(made, optim=made.optim.with_optimizer(optimizer))
-  monkeypatch.setattr(convert, "newest_checkpoint", lambda *_: (out, 8, made))
+  monkeypatch.setattr(convert_adamw, "newest_checkpoint", lambda *_: (out, 8, made))
   assert command("export", out, tmp_path / "out") == 2
   assert f"export: {words}its weights" in capsys.readouterr().err
 
