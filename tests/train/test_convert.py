@@ -247,7 +247,9 @@ def test_runs_of_other_optimizers_are_refused(
   assert not out.exists()
   made = dataclasses.replace(demo(), report_state=False)
   made = dataclasses.replace(made, optim=made.optim.with_optimizer(optimizer))
-  monkeypatch.setattr(convert_adamw, "newest_checkpoint", lambda *_: (out, 8, made))
+  monkeypatch.setattr(
+    convert_adamw, "newest_checkpoint", lambda *_: (out, 8, made)
+  )
   assert command("export", out, tmp_path / "out") == 2
   assert f"export: {words}its weights" in capsys.readouterr().err
 
