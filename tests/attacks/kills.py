@@ -48,7 +48,8 @@ from train.run.metrics import read_metrics
 
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 STEPS = 24
-OPTIONS = dict(batch=4, steps=STEPS, save_every=4, eval_every=8, eval_batches=1)
+# Most evaluations are between checkpoints, so that a killed run repeats them.
+OPTIONS = dict(batch=4, steps=STEPS, save_every=4, eval_every=3, eval_batches=1)
 # The share of kills before a start's first step; the others come after it.
 EARLY = 0.3
 # Of two processes one that is left alone is killed, as launchers do.
