@@ -80,9 +80,17 @@ def assert_stored(tree, name):
 
 
 def is_rounded_elsewhere(path, actual, expected) -> bool:
-  """Whether codes are one apart where they differ, less than half of them."""
+  """Whether codes are one apart where they differ, less than half of them.
+
+  Moments of norms are f32 and not codes. Some CPUs add up a norm's gradient in
+  another order, a few roundings of 2^-24 of the largest value.
+  """
   if "_codes/" not in path:
     return False
+  if path.endswith("norm/scale"):
+    values = [x.view(np.float32) for x in (actual, expected)]
+    apart = np.max(np.abs(values[0] - values[1]))
+    return apart <= 2.0**-20 * np.max(np.abs(values[1]))
   places = [place_of_code(path, x) for x in (actual, expected)]
   apart = np.abs(places[0] - places[1])
   return np.max(apart) == 1 and np.mean(apart) < 0.5
