@@ -35,7 +35,7 @@ class Range:
     return bool(self.lowest <= value <= self.highest) and abs(value) < math.inf
 
   def __str__(self) -> str:
-    """What a number must be, for error messages."""
+    """States the rule for a number in error messages."""
     if isinstance(self.highest, int) and self.highest >= COUNT.highest:
       return f"at least {self.lowest}"
     if self.highest < _LARGEST:
@@ -144,7 +144,7 @@ def check_whole(
   *,
   or_else: str = "",
 ) -> None:
-  """As `check_number`, of whole numbers."""
+  """Checks a whole number, or an array without axes; see `check_number`."""
   _check_scalar(op, name, value, allowed, remedy, or_else, is_whole=True)
 
 

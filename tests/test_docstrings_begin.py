@@ -16,10 +16,17 @@ FRAGMENT = re.compile(
 # coat_jax, train, benchmarks, examples and studies.
 DONE = (
   "benchmarks/peers",
+  "coat_jax/checks.py",
   "coat_jax/codecs",
   "coat_jax/formats.py",
+  "coat_jax/layers/heads_inputs.py",
+  "coat_jax/models/arguments.py",
   "coat_jax/models/hf",
   "coat_jax/models/vision",
+  "coat_jax/optimizer/arguments.py",
+  "coat_jax/optimizer/leaf_dependence.py",
+  "coat_jax/optimizer/muon_momentum.py",
+  "coat_jax/optimizer/stacked_layers.py",
   "coat_jax/pallas",
   "coat_jax/plan",
   "coat_jax/qtensor.py",

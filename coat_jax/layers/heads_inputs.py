@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What attention reads beside q, k and v, and the kinds of a stack's layers."""
+"""Inputs of attention besides q, k and v, and the kinds of a stack's layers."""
 
 import functools
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from coat_jax.recipe import MeshAxes
 
 
 class HeadsInputs(NamedTuple):
-  """What attention reads beside q, k and v; it has no gradient.
+  """Inputs of attention besides q, k and v; they have no gradient.
 
   Attributes:
     segments: int32 [B, T], or None.

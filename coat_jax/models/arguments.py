@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which arguments models take: configurations, tokens, images."""
+"""Checks of the arguments of models: configurations, tokens, images."""
 
 from typing import Any
 

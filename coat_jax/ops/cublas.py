@@ -47,7 +47,7 @@ def _rows(x: Array) -> Array:
 
 
 def _scalar(op: str, a: Operand, b: Operand) -> Array:
-  """What a product of codes is multiplied by: one number."""
+  """Returns the one number that a product of codes is multiplied by."""
   scales = a.scale, b.scale
   if isinstance(scales[0], BlockScales) or isinstance(scales[1], BlockScales):
     raise Unsupported(

@@ -127,7 +127,7 @@ def norm_input(
   output_dtype: DTypeLike = E4M3,
   axis_names: tuple[str, ...] = (),
 ) -> tuple[QTensor, NormStats, Array]:
-  """What a norm reads and saves: 1 x G values, and what follows from them.
+  """Makes what a norm reads and saves: 1 x G values and their statistics.
 
   Args:
     x: [..., D], BF16 or f32.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which values the arguments of optimizers take."""
+"""Checks of the arguments of optimizers."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ from coat_jax.checks import (
 
 
 class _Rule(NamedTuple):
-  """What a hyperparameter may be, and what the caller can do."""
+  """The rule for a hyperparameter, and a remedy for the caller."""
 
   allowed: Range
   remedy: str

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which leaves an optax update depends on, read off its jaxpr.
+"""Reads off a jaxpr which leaves an optax update depends on.
 
 An update may be taken leaf by leaf if a leaf's update and state depend on that
 leaf alone, state shared by all leaves depends on none, and no random numbers

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Muon orthogonalizes: the momentum of one leaf, stored in a codec."""
+"""Muon's momentum of one leaf, stored in a codec, before orthogonalization."""
 
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ from coat_jax.optimizer.moments import GroupCodecs, Stored
 
 
 class MuonScalars(NamedTuple):
-  """What a step of Muon multiplies with, f32 [].
+  """Scalars of a step of Muon, f32 [].
 
   Attributes:
     beta, one_minus_beta: of the momentum.
@@ -54,7 +54,7 @@ def muon_momentum(
   start: Array | None = None,
   whole: tuple[int, ...] | None = None,
 ) -> tuple[Array, Stored]:
-  """What Muon orthogonalizes of one leaf, f32, and its new momentum.
+  """Returns one leaf's matrix to orthogonalize, f32, and its new momentum.
 
   Args:
     g: [..., n], the gradient.

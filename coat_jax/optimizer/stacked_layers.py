@@ -54,7 +54,7 @@ class LayerPasses:
 
 
 class StackSplit:
-  """Which leaves of a tree are stacked layers.
+  """Marks the leaves of a tree that are stacked layers.
 
   Attributes:
     stacked, others: places of these leaves in the tree.
