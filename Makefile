@@ -106,7 +106,7 @@ lint: $(STAMP)
 
 # The variable silences an advertisement of MkDocs' next version.
 docs: $(STAMP)
-	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 
 clean:
 	rm -rf $(VENV) site .pytest_cache .ruff_cache .hypothesis

@@ -2,14 +2,16 @@
 """Compiles for an NVIDIA H200 on a machine that has none.
 
 XLA's compiler for CUDA comes in two wheels, jax-cuda13-plugin and
-jax-cuda13-pjrt, that need no CUDA library and no driver to compile (`make
-test-aot` installs them), and h200.txtpb beside this file describes the card to
-it; it is openxla/xla's `specs/h200.txtpb` (Apache-2.0) with the versions of the
-CUDA libraries added. What is compiled so cannot run, but its HLO and its memory
-are those of the card: which kernels and which FP8 products a step consists of,
-and how many bytes it takes. Only what XLA finds out by trying, such as the
-fastest of several algorithms, can differ on a card. Kernels that programs of a
-process share are compiled once.
+jax-cuda13-pjrt. They compile without any CUDA library or driver. `make
+test-aot` installs them. h200.txtpb in this folder describes the GPU to the
+compiler. It is openxla/xla's `specs/h200.txtpb` (Apache-2.0) with the versions
+of the CUDA libraries added.
+
+The compiled programs cannot run here, but they have the HLO and the memory that
+they would have on the GPU. They show which kernels and FP8 products a step
+consists of, and how many bytes it takes. Only what XLA finds out by trying,
+such as the fastest of several algorithms, can differ on a real GPU. Kernels
+that several programs of a process share are compiled once.
 """
 
 import atexit
@@ -39,19 +41,19 @@ class CompilerMissing(RuntimeError):
 
 
 def available() -> bool:
-  """Whether the compiler for CUDA is installed."""
+  """Returns whether the compiler for CUDA is installed."""
   return importlib.util.find_spec("jax_cuda13_plugin") is not None
 
 
 def only_compile() -> None:
-  """Has this process compute on the CPU; before JAX is used, if at all."""
-  # The plugin's own check is for the libraries that running would take.
+  """Makes this process compute on the CPU; call it before using JAX."""
+  # The plugin checks for libraries that only running would need.
   os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
   jax.config.update("jax_platforms", "cpu")
 
 
 def h200_devices(count: int) -> list[jax.Device]:
-  """H200s of one host that are not there, to make a mesh of.
+  """Describes H200s of one host, to make a mesh of; they need not exist.
 
   Args:
     count: how many, at least 1.
@@ -116,18 +118,18 @@ def compile_for_h200(
 
 
 def temporary_bytes(compiled: jax.stages.Compiled) -> int:
-  """Bytes that it takes beside its arguments and results, on one device."""
+  """Returns the bytes it needs besides arguments and results, per device."""
   return compiled.memory_analysis().temp_size_in_bytes
 
 
 def peak_bytes(compiled: jax.stages.Compiled) -> int:
-  """The most bytes that a device holds at a time, arguments included."""
+  """Returns the peak bytes on a device, including arguments."""
   return compiled.memory_analysis().peak_memory_in_bytes
 
 
 @functools.cache
 def kernels() -> Path:
-  """The file of the kernels that this process has compiled.
+  """Returns the file of the kernels that this process has compiled.
 
   XLA reads and replaces it with each program, so that no two processes may have
   the same one; it goes when the process ends.
@@ -149,7 +151,7 @@ def _host(count: int) -> list[jax.Device]:
 
 
 def _assume_cudnn() -> None:
-  """Answers JAX's question for the version of cuDNN, which is not installed."""
+  """Tells JAX a version of cuDNN, because none is installed."""
   from jax._src.cudnn import fused_attention_stablehlo
 
   fused_attention_stablehlo.check_cudnn_version = lambda: CUDNN_VERSION

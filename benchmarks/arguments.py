@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the benchmarks' command lines have in common.
+"""Parses arguments that several benchmarks share.
 
 Arguments are checked before anything is timed: a benchmark that ends in an
 error after a minute has wasted it.
@@ -41,14 +41,14 @@ def checked(parser: argparse.ArgumentParser) -> Iterator[None]:
 def command[Result](
   main: Callable[[list[str] | None], Result],
 ) -> Callable[..., Result]:
-  """Ends a benchmark with a sentence where there is too little memory.
+  """Ends a benchmark with a sentence if memory is too small.
 
   Args:
     main: Reads the command line, and runs.
 
   Returns:
-    The same; the exit status is 1, and 2 where the compiler for CUDA is needed
-    and not installed.
+    The same function. It exits with 1 in that case, and with 2 if the compiler
+    for CUDA is needed but not installed.
   """
 
   @functools.wraps(main)

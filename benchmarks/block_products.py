@@ -1,22 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FP8 products in blocks of 128: how fast each kernel of them is, on a GPU.
+"""Measures FP8 matmuls with a scale per block of 128, on a GPU.
 
   python -m benchmarks.block_products [--preset llama2_7b] [--tokens 8192]
     [--matrices gate_up down] [--products linear_wgrad] [--tiles tall low]
-    [--implementations jax_triton mosaic] [--repeats 5]
+    [--implementations cublas mosaic] [--repeats 5]
 
 block_products: a row for each matrix of a layer, each of its three products and
-each of
+each of these implementations:
 
   bf16              BF16 operands
   cublas            FP8, one scale per tensor
-  jax_triton        blocks, the kernel of jax-triton
-  mosaic, TILE      blocks, Mosaic's, with a tile of
+  mosaic, TILE      blocks, in the Mosaic kernel with one of the tiles in
                     `coat_jax.pallas.mosaic.block_product.TILES`
-  xla               blocks, plain JAX: where there is no GPU
+  xla               blocks, in plain JAX; the only one without a GPU
 
-with milliseconds and TFLOP/s; for products in blocks also `error`, by how much
-they differ from plain JAX's, relative RMS. Rounding to BF16 makes 0.0017 of it.
+A row has milliseconds and TFLOP/s. For products in blocks it also has `error`,
+the relative RMS difference from plain JAX. Rounding to BF16 alone is 0.0017.
 """
 
 import argparse
@@ -36,20 +35,20 @@ from coat_jax.ops.linear import in_columns, in_rows
 from coat_jax.pallas.mosaic import block_product
 from train.presets import PRESETS
 
-# Of x [t, d], w [d, f] and g [t, f]: which two, how they are read in blocks,
-# the axes summed over in BF16, and the result's dtype.
+# Which two of x [t, d], w [d, f] and g [t, f] a product multiplies, how it
+# reads them in blocks, the axes summed over in BF16, and the result's dtype.
 PRODUCTS = {
   "linear_fwd": ("xw", (in_rows, in_columns), (1, 0), jnp.bfloat16),
   "linear_dgrad": ("gw", (in_rows, in_rows), (1, 1), jnp.bfloat16),
   "linear_wgrad": ("xg", (in_columns, in_columns), (0, 0), jnp.float32),
 }
-IMPLEMENTATIONS = "bf16", "cublas", "jax_triton", "mosaic", "xla"
+IMPLEMENTATIONS = "bf16", "cublas", "mosaic", "xla"
 
 
 def kernels(
   name: str, plain: dict, tensor: dict, block: dict, options
 ) -> Iterator[tuple[dict, Callable, tuple]]:
-  """Pairs of what a row is of, its function, and the function's arguments."""
+  """Yields the case of each row, its function and the function's arguments."""
   (a, b), layouts, summed, dtype = PRODUCTS[name]
   op = getattr(ops, name)
 
@@ -63,8 +62,7 @@ def kernels(
   yield dict(implementation="bf16"), in_bf16, (plain[a], plain[b])
   yield dict(implementation="cublas"), by("cublas"), (tensor[a], tensor[b])
   blocks = block[a], block[b]
-  for implementation in ("jax_triton", "xla"):
-    yield dict(implementation=implementation), by(implementation), blocks
+  yield dict(implementation="xla"), by("xla"), blocks
   for tile in options.tiles:
 
     def by_mosaic(a, b, tile=block_product.TILES[tile]):
@@ -77,33 +75,36 @@ def kernels(
 
 
 def operands(tokens: int, d: int, f: int) -> tuple[dict, dict, dict]:
-  """x, w and g in BF16, in FP8 with one scale, and in blocks."""
+  """Makes x, w and g in BF16, in FP8 with one scale, and in blocks."""
   sizes = Sizes()
   plain = dict(
     x=sizes.normal(tokens, d),
     w=sizes.normal(d, f, seed=1),
     g=sizes.normal(tokens, f, seed=2),
   )
-  both = functools.partial(jax.jit, static_argnames="layout")
+
+  def blocks(x, scaling):
+    return jax.jit(functools.partial(scaling.quantize, layout="both"))(x)
+
   tensor = dict(
     x=operand(plain["x"]), w=operand(plain["w"]), g=operand(plain["g"], E5M2)
   )
   block = dict(
-    x=both(ops.quantize_blocks)(plain["x"], layout="both"),
-    w=both(ops.quantize_tiles)(plain["w"], layout="both"),
-    g=both(ops.quantize_blocks)(plain["g"], layout="both"),
+    x=blocks(plain["x"], ops.Blocks()),
+    w=blocks(plain["w"], ops.Blocks().of_weights),
+    g=blocks(plain["g"], ops.Blocks()),
   )
   return plain, tensor, block
 
 
 def error_of(actual, expected) -> float:
-  """Relative RMS of the difference."""
+  """Computes the relative RMS of the difference."""
   norm = jax.jit(lambda x: jnp.sqrt(jnp.sum(jnp.square(x.astype("float32")))))
   return float(norm(actual.astype("float32") - expected) / norm(expected))
 
 
 def rows_of(matrix: str, d: int, f: int, options) -> Iterator[dict]:
-  """Measures all that was asked for of one matrix."""
+  """Measures the chosen products of one matrix."""
   on_gpu = jax.default_backend() == "gpu"
   plain, tensor, block = operands(options.tokens, d, f)
   for name in options.products:

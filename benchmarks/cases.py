@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a case of `benchmarks.ops` is, and the models that cases are taken from.
+"""Defines what a case of `benchmarks.ops` is, and the sizes of layers.
 
 Each operation is called here with the arguments that a layer of a model gives
 it. `tests/ops/test_conformance.py` goes through the same cases: an operation is
@@ -23,7 +23,7 @@ from coat_jax.qtensor import QTensor
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-  """A layer of a model, by default of Llama-2 7B.
+  """The sizes of a layer, by default of Llama-2-7B.
 
   Attributes:
     batch, seq, d_model, d_ff, num_heads: of the layer.
@@ -32,8 +32,8 @@ class Sizes:
     norm: kind of its norms; a layer norm has a beta.
     dtype: of activations, gradients and parameters of norms.
     group_size: of the values that norms and activation functions read.
-    quantized: the matrix that bare quantization is timed on.
-    group_sizes: that it is quantized in groups of.
+    quantized: shape of the matrix that quantization alone is timed on.
+    group_sizes: the group sizes for that matrix.
   """
 
   batch: int = 4
@@ -82,7 +82,7 @@ class Sizes:
     return 1 + 2 / self.group_size
 
   def normal(self, *shape: int, seed: int = 0) -> Array:
-    """Values as activations have them, about."""
+    """Makes values roughly like those of activations."""
     return jax.random.normal(jax.random.key(seed), shape, self.dtype)
 
   def grouped(self, *shape: int, seed: int = 0) -> QTensor:
@@ -93,7 +93,7 @@ class Sizes:
 SMOKE = Sizes(
   batch=2, seq=16, d_model=64, d_ff=96, num_heads=4, quantized=(32, 128)
 )
-# No width or height is a whole number of a kernel's tiles, where it may be so.
+# No width or height is a multiple of a kernel's tile, unless it has to be.
 UNEVEN = Sizes(
   batch=1,
   seq=48,
@@ -107,7 +107,7 @@ UNEVEN = Sizes(
   quantized=(48, 672),
   group_sizes=(32,),
 )
-# What no kernel takes.
+# No kernel accepts these sizes.
 ODD = Sizes(
   batch=1,
   seq=3,
@@ -122,15 +122,15 @@ ODD = Sizes(
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-  """What is measured at one shape.
+  """An operation to measure at one shape.
 
   Attributes:
     op: the operation's name.
-    shape: what else names the case in a row.
+    shape: the rest of the case's name in a row.
     run: called with one of `implementations`, then with the `arrays`.
-    num_bytes: least that are read and written, or 0.
-    flops: of matrix products, or 0.
-    ceiling: rate to compare with, "copy", "fp8" or "bf16".
+    num_bytes: fewest bytes that can be read and written, or 0.
+    flops: operations of matmuls, or 0.
+    ceiling: the rate to compare with: "copy", "fp8" or "bf16".
   """
 
   op: str
@@ -148,7 +148,7 @@ class OpCase(Case):
   """A case of an operation.
 
   Attributes:
-    operation: which.
+    operation: the operation itself.
     call: called with a function of its signature, then with the `arrays`.
   """
 
@@ -156,8 +156,15 @@ class OpCase(Case):
   call: Callable
 
 
-def of_op(op: ops.Op, shape: dict, arrays, call, **cost) -> OpCase:
-  """A case of `call(op with an implementation, *arrays)`."""
+def of_op(
+  op: ops.Op,
+  shape: dict,
+  arrays,
+  call,
+  implementations: tuple[str, ...] | None = None,
+  **cost,
+) -> OpCase:
+  """A case of `call(op with an implementation, *arrays)`; None for all."""
 
   def run(implementation, *args):
     return call(functools.partial(op, implementation=implementation), *args)
@@ -167,7 +174,7 @@ def of_op(op: ops.Op, shape: dict, arrays, call, **cost) -> OpCase:
     shape,
     run,
     arrays,
-    op.implementations,
+    implementations or op.implementations,
     operation=op,
     call=call,
     **cost,
@@ -176,11 +183,13 @@ def of_op(op: ops.Op, shape: dict, arrays, call, **cost) -> OpCase:
 
 @functools.partial(jax.jit, static_argnums=1)
 def _grouped(x: Array, group_size: int) -> QTensor:
-  return ops.quantize_groups(x, group_size=group_size, implementation="xla")
+  return ops.quantize_groups(
+    x, groups=ops.Groups(group_size), implementation="xla"
+  )
 
 
 @functools.partial(jax.jit, static_argnames="dtype")
 def operand(x: Array, dtype: DTypeLike = E4M3) -> Operand:
-  """An operand in both layouts."""
+  """Makes an operand in both layouts."""
   how = dict(layout="both", implementation="xla")
-  return ops.quantize_tensor(x, dtype=dtype, **how)
+  return ops.quantize_tensor(x, scaling=ops.PerTensor(dtype), **how)

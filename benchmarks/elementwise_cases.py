@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cases of `benchmarks.ops` that move bytes: all but matrix products.
+"""Lists the cases of `benchmarks.ops` that are bound by memory, not matmuls.
 
-Counted are the bytes that a case must read and write, matrices only. Where the
-largest magnitude of what is written must be known first (`quantize_tensor`
-without a scale, `gated_bwd_operands`) what it follows from is read twice.
+Only matrices are counted: the bytes that a case must read and write. If it must
+know the largest magnitude of a result before it can write it
+(`quantize_tensor` without a scale, `gated_bwd_operands`), it reads twice.
 """
 
 import functools
@@ -15,14 +15,14 @@ import jax.numpy as jnp
 from benchmarks.cases import OpCase, Sizes, of_op
 from coat_jax import ops
 from coat_jax.formats import E4M3, E5M2
-from coat_jax.ops.blocks import BLOCK
+from coat_jax.ops.scaling import BLOCK
 
 _ONE = functools.partial(jnp.ones, ())
-_LAYOUTS = {"rows": 1, "columns": 1, "both": 2}  # Bytes written a value.
+_LAYOUTS = {"rows": 1, "columns": 1, "both": 2}  # Bytes written per value.
 
 
 def elementwise_cases(sizes: Sizes) -> Iterator[OpCase]:
-  """Those of every operation that multiplies no matrices."""
+  """Lists the cases of every operation that multiplies no matrices."""
   yield from _quantize(sizes)
   yield from _blocks(sizes)
   yield from _join_columns(sizes)
@@ -44,7 +44,7 @@ def _quantize(sizes):
       ops.quantize_groups,
       shape | dict(group_size=group_size),
       x,
-      lambda op, x, g=group_size: op(x, group_size=g),
+      lambda op, x, g=group_size: op(x, groups=ops.Groups(g)),
       num_bytes=size * (read + 1 + 2 / group_size),
     )
   yield of_op(
@@ -77,39 +77,44 @@ def _quantize(sizes):
 
 
 def _blocks(sizes):
-  """Operands in blocks of 128, of activations and of weights."""
+  """Lists cases that make operands in blocks of 128."""
   shape = dict(zip(("rows", "columns"), sizes.quantized, strict=True))
   size, read = math.prod(sizes.quantized), sizes.value_bytes
   x = lambda: (sizes.normal(*sizes.quantized),)  # noqa: E731
   rows, columns = sizes.quantized
   blocks = math.ceil(rows / BLOCK), math.ceil(columns / BLOCK)
   tiles = 4 * math.prod(blocks)
+  blocks_of = ops.Blocks()
   yield of_op(
-    ops.tile_scales,
-    shape,
+    ops.tensor_scale,
+    shape | dict(scaling="tiles"),
     x,
-    lambda op, x: op(x),
+    lambda op, x: op(x, scaling=blocks_of.of_weights),
+    implementations=("xla",),
     num_bytes=read * size + tiles,
   )
   # Of f32 scales, in each layout.
   of_blocks = dict(rows=4 * rows * blocks[1], columns=4 * columns * blocks[0])
   of_blocks["both"] = sum(of_blocks.values())
   of_tiles = dict(rows=tiles, columns=tiles, both=2 * tiles)
-  scales = {ops.quantize_blocks: of_blocks, ops.quantize_tiles: of_tiles}
-  for op, scale_bytes in scales.items():
+  for name, scaling, scale_bytes in (
+    ("blocks", blocks_of, of_blocks),
+    ("tiles", blocks_of.of_weights, of_tiles),
+  ):
     for layout, written in _LAYOUTS.items():
       yield of_op(
-        op,
-        shape | dict(layout=layout),
+        ops.quantize_tensor,
+        shape | dict(scaling=name, layout=layout),
         x,
-        lambda op, x, to=layout: op(x, layout=to),
+        lambda op, x, to=layout, by=scaling: op(x, scaling=by, layout=to),
+        implementations=("xla",),
         num_bytes=size * (read + written) + scale_bytes[layout],
       )
   yield of_op(
-    ops.turn_blocks,
+    ops.turn_operand,
     shape,
-    lambda: (ops.quantize_blocks(*x(), implementation="xla"),),
-    lambda op, x: op(x),
+    lambda: (blocks_of.quantize(*x()),),
+    lambda op, x: op(x, scaling=blocks_of),
     num_bytes=2 * size + of_blocks["both"],
   )
 
@@ -128,7 +133,7 @@ def _join_columns(sizes):
 def _norm(sizes):
   t, d, kind = sizes.tokens, sizes.d_model, sizes.norm
   shape, size = dict(tokens=t, d_model=d, kind=kind), t * d
-  groups = dict(group_size=sizes.group_size)
+  groups = ops.Groups(sizes.group_size)
   has_mean = kind == "layer"
 
   def x(seed=0):
@@ -148,7 +153,7 @@ def _norm(sizes):
     ops.norm_input,
     shape,
     lambda: (x(), *parameters()),
-    lambda op, *args: op(*args, kind=kind, eps=1e-5, **groups),
+    lambda op, *args: op(*args, kind=kind, eps=1e-5, groups=groups),
     num_bytes=size * (sizes.value_bytes + sizes.grouped_bytes),
   )
   for layout, written in _LAYOUTS.items():
@@ -156,9 +161,7 @@ def _norm(sizes):
       ops.norm_fwd,
       shape | dict(layout=layout),
       lambda: (*normalized(), _ONE()),
-      lambda op, *args, to=layout: op(
-        *args[:-1], scale=args[-1], layout=to, **groups
-      ),
+      lambda op, *args, to=layout: op(*args[:-1], scale=args[-1], layout=to),
       num_bytes=size * (sizes.grouped_bytes + written),
     )
   yield of_op(
@@ -166,7 +169,7 @@ def _norm(sizes):
     shape | dict(add=True),
     lambda: (sizes.normal(t, d), *normalized(), sizes.normal(t, d, seed=1)),
     lambda op, dy, x, gamma, beta, stats, add: op(
-      dy, x, gamma, stats, add=add, dtype=sizes.dtype, **groups
+      dy, x, gamma, stats, add=add, dtype=sizes.dtype
     ),
     num_bytes=size * (3 * sizes.value_bytes + sizes.grouped_bytes),
   )
@@ -243,7 +246,8 @@ def _still_heads(sizes, shape, heads):
 def _gated(sizes, activation):
   t, f, size = sizes.tokens, sizes.d_ff, sizes.tokens * sizes.d_ff
   shape = dict(tokens=t, d_ff=f, activation=activation)
-  how = dict(activation=activation, group_size=sizes.group_size)
+  how = dict(activation=activation)
+  groups = ops.Groups(sizes.group_size)
   read, grouped = sizes.value_bytes, sizes.grouped_bytes
 
   def saved():
@@ -253,7 +257,7 @@ def _gated(sizes, activation):
     ops.gated_input,
     shape,
     lambda: (sizes.normal(t, 2 * f),),
-    lambda op, gate_up: op(gate_up, **how),
+    lambda op, gate_up: op(gate_up, groups=groups, **how),
     num_bytes=2 * size * (read + grouped),
   )
   # The second activation differs from the first in its formula alone.
@@ -279,16 +283,15 @@ def _gated(sizes, activation):
     ops.gated_bwd_operands,
     shape,
     lambda: (sizes.normal(t, f, seed=2), *saved()),
-    lambda op, dy, gate, up, scale: op(
-      dy, gate, up, product_scale=scale, **how
-    ),
+    lambda op, dy, gate, up, scale: op(dy, gate, up, scale=scale, **how),
     num_bytes=size * (2 * (read + 2 * grouped) + 5),
   )
 
 
 def _activation_and_mul(sizes):
   """SwiGLU one step at a time, as residuals="coat" saves it."""
-  t, f, groups = sizes.tokens, sizes.d_ff, dict(group_size=sizes.group_size)
+  t, f = sizes.tokens, sizes.d_ff
+  groups = dict(groups=ops.Groups(sizes.group_size))
   shape, size = dict(tokens=t, d_ff=f), t * f
   read, grouped = sizes.value_bytes, sizes.grouped_bytes
   a = lambda: (sizes.grouped(t, f),)  # noqa: E731
@@ -296,13 +299,14 @@ def _activation_and_mul(sizes):
   dy = functools.partial(sizes.normal, t, f, seed=2)
   silu = dict(activation="silu")
   for op, options, arrays, num_bytes in (
-    (ops.activation_fwd, silu, a, 2 * grouped),
+    (ops.activation_fwd, silu | groups, a, 2 * grouped),
     (ops.activation_bwd, silu, lambda: (dy(), *a()), read + grouped + 4),
     (ops.mul_fwd, {}, a_and_b, 2 * grouped + 1),
     (ops.mul_bwd, {}, lambda: (dy(), *a_and_b()), read + 2 * grouped + 2 * 4),
   ):
-    call = functools.partial(_call, **options, **groups)
-    yield of_op(op, shape | options, arrays, call, num_bytes=size * num_bytes)
+    call = functools.partial(_call, **options)
+    case = shape | (silu if options else {})
+    yield of_op(op, case, arrays, call, num_bytes=size * num_bytes)
 
 
 def _call(op, *args, **options):
@@ -312,14 +316,15 @@ def _call(op, *args, **options):
 def _gelu(sizes):
   t, f = sizes.tokens, sizes.d_ff
   shape, size = dict(tokens=t, d_ff=f, approximate=True), t * f
-  how = dict(approximate=True, group_size=sizes.group_size)
+  how = dict(approximate=True)
+  groups = ops.Groups(sizes.group_size)
   saved = lambda: (sizes.grouped(t, f), _ONE())  # noqa: E731
   read, grouped = sizes.value_bytes, sizes.grouped_bytes
   yield of_op(
     ops.gelu_input,
     shape,
     lambda: (sizes.normal(t, f),),
-    lambda op, x: op(x, **how),
+    lambda op, x: op(x, groups=groups, **how),
     num_bytes=size * (read + grouped),
   )
   for layout, written in _LAYOUTS.items():
@@ -341,15 +346,13 @@ def _gelu(sizes):
     ops.gelu_bwd_operands,
     shape,
     lambda: (sizes.normal(t, f, seed=2), *saved()),
-    lambda op, dy, x, scale: op(dy, x, output_scale=scale, **how),
+    lambda op, dy, x, scale: op(dy, x, scale=scale, **how),
     num_bytes=size * (2 * (read + grouped) + 3),
   )
   yield of_op(
     ops.gelu_bwd_operands,
     shape | dict(has_sums=True),
     lambda: (sizes.normal(t, f, seed=2), *saved()),
-    lambda op, dy, x, scale: op(
-      dy, x, output_scale=scale, has_sums=True, **how
-    ),
+    lambda op, dy, x, scale: op(dy, x, scale=scale, has_sums=True, **how),
     num_bytes=size * (2 * (read + grouped) + 3),
   )

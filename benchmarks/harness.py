@@ -32,14 +32,15 @@ import numpy as np
 
 from coat_jax.formats import E4M3
 
-# What calls that take turns have to exceed together: twice an H200's cache.
+# Calls take turns with copies of their arrays. In total these are larger than
+# this: twice an H200's cache.
 _CACHE_BYTES = 2 * 60 * 2**20
-# A group is to take as long, so that its first dispatch and the wait for its
-# end do not count; a card's clock has time to settle.
+# A group takes at least this long. Then its first dispatch and the wait for its
+# end do not matter, and the GPU's clock has time to settle.
 _GROUP_SECONDS = 0.1
 _MOST_CALLS = 24
 _WARM_UP_CALLS = 3
-# Calls that take less than this are dispatched no faster than they run.
+# Shorter calls run faster than they can be dispatched.
 _SHORTEST_SECONDS = 5e-4
 _PROFILED_CALLS = 10
 _GROUP_NAME = "measured group "
@@ -47,7 +48,7 @@ _GROUP_NAME = "measured group "
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-  """Milliseconds that a call takes: percentiles of its groups."""
+  """Milliseconds per call: percentiles over groups of calls."""
 
   median_ms: float
   p20_ms: float
@@ -59,11 +60,11 @@ class Timing:
     return dataclasses.asdict(self)
 
   def gbps(self, num_bytes: float) -> float:
-    """GB/s where a call moves so many bytes."""
+    """Returns GB/s, given the bytes that a call moves."""
     return num_bytes / self.median_ms * 1e-6
 
   def tflops(self, flops: float) -> float:
-    """TFLOP/s where a call computes so many operations."""
+    """Returns TFLOP/s, given the operations that a call computes."""
     return flops / self.median_ms * 1e-9
 
 
@@ -103,14 +104,14 @@ def measure(
 
 
 def copy_bandwidth(num_bytes: int = 2**30, *, repeats: int = 20) -> float:
-  """GB/s, read and written, at which a kernel goes through an array."""
+  """Measures the GB/s that a kernel reads and writes on a large array."""
   x = jax.random.normal(jax.random.key(0), num_bytes // 4)
-  # No copy: that is an engine's of its own, which works beside kernels.
+  # Not a copy: the GPU has a separate engine for copies.
   return measure(jnp.negative, x, repeats=repeats).gbps(2 * x.nbytes)
 
 
 def matmul_ceiling(size: int = 8192, *, repeats: int = 20) -> dict[str, float]:
-  """TFLOP/s of square products in the form that suits each dtype best.
+  """Measures TFLOP/s of square matmuls, in each dtype's best layout.
 
   Args:
     size: of each of the three axes.
@@ -129,7 +130,7 @@ def matmul_ceiling(size: int = 8192, *, repeats: int = 20) -> dict[str, float]:
       a, b, (((1,), (1,)), ((), ())), algorithm, jnp.bfloat16
     )
 
-  # Of zeros a card makes products faster: it draws less power.
+  # Not zeros: they take less power, so the GPU multiplies them faster.
   a, b = jax.random.normal(jax.random.key(0), (2, size, size), jnp.bfloat16)
   found = {}
   for name, fn, dtype in (("fp8", fp8, E4M3), ("bf16", jnp.matmul, a.dtype)):
@@ -139,7 +140,7 @@ def matmul_ceiling(size: int = 8192, *, repeats: int = 20) -> dict[str, float]:
 
 
 def device_name() -> str:
-  """The first device's kind, with the number of cores where it is a CPU."""
+  """Names the first device; for a CPU, with its number of cores."""
   kind = jax.devices()[0].device_kind
   if jax.default_backend() == "cpu":
     return f"{kind} {platform.machine()}, {os.cpu_count()} cores"
@@ -150,7 +151,7 @@ def emit(bench: str, case: dict, **values) -> dict:
   """Prints one row and returns it.
 
   Args:
-    bench: Which figure, as "accuracy.codecs".
+    bench: Name of the benchmark, such as "accuracy.codecs".
     case: What was measured, by name.
     **values: What was found; floats are kept to six digits, NaN and infinity
       are refused since JSON has none.
@@ -174,7 +175,7 @@ def emit(bench: str, case: dict, **values) -> dict:
 
 
 def say(text: str) -> None:
-  """Tells the person who waits; rows alone are on the standard output."""
+  """Prints to standard error; standard output has only rows."""
   print(text, file=sys.stderr, flush=True)
 
 
@@ -187,7 +188,7 @@ def _rounded(values):
 
 
 class _Calls:
-  """Calls of a jitted function whose arguments take turns."""
+  """Calls a jitted function, with several copies of its arguments in turn."""
 
   def __init__(self, fn, args, donate):
     self.jitted = jax.jit(fn, donate_argnums=donate)
@@ -195,7 +196,7 @@ class _Calls:
     results = jax.eval_shape(fn, *args)
     if donate:
       self._check(results, args)
-    # Results are kept until their turn comes again, and so are elsewhere.
+    # Results are kept until their turn comes again, so they have new addresses.
     size = _num_bytes(args) + _num_bytes(results)
     turns = min(math.ceil(_CACHE_BYTES / max(size, 1)), _MOST_CALLS)
     copies = [jax.tree.map(jnp.copy, args) for _ in range(turns - 1)]
@@ -237,7 +238,7 @@ def _num_bytes(tree) -> int:
 
 
 def _group(calls: _Calls, count: int) -> float:
-  """Seconds of so many calls, with their dispatch."""
+  """Times `count` calls in seconds, including dispatch."""
   start = time.perf_counter()
   for _ in range(count - 1):
     calls()
@@ -246,13 +247,13 @@ def _group(calls: _Calls, count: int) -> float:
 
 
 def _kernel_seconds(calls: _Calls, count: int, repeats: int) -> list[float]:
-  """Seconds of a call's kernels, for each group of `count` calls."""
+  """Returns the seconds of kernel time per call, for each group of calls."""
   with tempfile.TemporaryDirectory() as folder:
     with jax.profiler.trace(folder):
       for i in range(repeats):
         with jax.profiler.TraceAnnotation(f"{_GROUP_NAME}{i}"):
           _group(calls, count)
-        # Clocks of device and host agree to less than this.
+        # The clocks of device and host differ by less than this.
         time.sleep(1e-3)
     (path,) = Path(folder).rglob("*.xplane.pb")
     data = jax.profiler.ProfileData.from_file(str(path))

@@ -1,22 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts what an optimizer's kernel executes, without a GPU.
+"""Counts the instructions of an optimizer's kernel, without a GPU.
 
   PATH=$PATH:DIR PYTHONPATH=.:.venv/compiler python -m benchmarks.instructions
     [--codecs coat log8] [--weights float32 bfloat16 bfloat16_low8]
     [--optimizer coat_lion]
 
-DIR has nvdisasm, NVIDIA's disassembler: the wheel nvidia-cuda-nvdisasm, or a
-CUDA toolkit. Each fused step is compiled for an H200 (`benchmarks.aot`) and its
-machine code read. A thread of the kernel holds 8 values and its program has
-neither loops nor branches, so what is written down is what is executed.
+DIR contains nvdisasm, NVIDIA's disassembler, from the wheel
+nvidia-cuda-nvdisasm or from a CUDA toolkit. Each fused step is compiled for an
+H200 (`benchmarks.aot`) and disassembled. A thread of the kernel holds 8 values,
+and its program has neither loops nor branches, so each instruction in the
+listing is executed once.
 
 optimizer.instructions: a row for each codec, rounding and kind of weights.
-`instructions` a value, and of these by `KINDS`, the pipe that executes them;
-`hash`, what fewer there are where random words are not mixed; `registers` of a
-thread, and `programs`, how many of them that leaves to a multiprocessor.
-`clocks` that a warp's 32 values keep each pipe busy, and the issuing of
-instructions, by the throughputs of compute capability 9.0 in NVIDIA's CUDA C++
-Programming Guide. The largest of them is a bound, not a time: that takes a GPU.
+
+  instructions  per value; also for each of `KINDS`, the pipe that executes them
+  hash          how many of them mix random words
+  registers     of a thread
+  programs      how many programs fit on a multiprocessor with these registers
+  clocks        how long a warp's 32 values keep each pipe, and the issuing of
+                instructions, busy: from the throughputs of compute capability
+                9.0 in NVIDIA's CUDA C++ Programming Guide
+
+The largest of the clocks is a lower bound. Measuring the time takes a GPU.
 """
 
 import argparse
@@ -40,11 +45,11 @@ from benchmarks.optimizer import OPTIMIZERS, WEIGHTS, cases
 from coat_jax.optimizer.fused import fused_coat_adamw
 from coat_jax.pallas.mosaic import words
 
-VALUES = 8  # Of a thread: `pallas.mosaic.registers`.
+VALUES = 8  # Per thread, see `pallas.mosaic.registers`.
 SHAPE = (64, 1024)
 
-# What executes an instruction, by how its name starts, the first that matches;
-# and the clocks that it takes a quarter of a multiprocessor for a warp.
+# Which pipe executes an instruction: the first entry that its name starts with.
+# The number is the clocks that a quarter of a multiprocessor needs for a warp.
 KINDS = {
   "special": (8, ("MUFU", "F2I", "I2F.", "F2F", "FRND", "POPC", "FLO")),
   "shuffle": (4, ("SHFL",)),
@@ -71,7 +76,7 @@ class DisassemblerMissing(aot.CompilerMissing):
 
 
 def disassembler() -> Path:
-  """The CUDA folder whose bin has nvdisasm, as Mosaic wants to be told.
+  """Finds the CUDA folder whose bin contains nvdisasm, for Mosaic.
 
   Raises:
     DisassemblerMissing: there is none on the PATH.
@@ -87,15 +92,15 @@ def disassembler() -> Path:
 
 
 def opcodes(listing: str) -> collections.Counter[str]:
-  """How often each instruction is in a listing of nvdisasm, but for padding."""
-  executed = listing.split("EXIT")[0]  # The end, and then a loop that pads.
+  """Counts each instruction in a listing of nvdisasm, without padding."""
+  executed = listing.split("EXIT")[0]  # A loop that pads follows.
   found = collections.Counter(_LINE.findall(executed))
   del found["NOP"]
   return found
 
 
 def kind_of(opcode: str) -> str:
-  """The one of `KINDS` that an instruction is of."""
+  """Returns which of `KINDS` an instruction belongs to."""
   for kind, (_, starts) in KINDS.items():
     if opcode.startswith(starts):
       return kind
@@ -103,7 +108,7 @@ def kind_of(opcode: str) -> str:
 
 
 def by_kind(found: collections.Counter[str]) -> dict[str, float]:
-  """Instructions a value of each kind."""
+  """Returns the instructions per value, by kind."""
   out = dict.fromkeys(KINDS, 0.0)
   for opcode, count in found.items():
     out[kind_of(opcode)] += count / VALUES
@@ -111,7 +116,7 @@ def by_kind(found: collections.Counter[str]) -> dict[str, float]:
 
 
 def clocks(found: collections.Counter[str]) -> dict[str, float]:
-  """Clocks for 32 values, one a lane, of every pipe and of issuing them."""
+  """Returns the clocks of each pipe, and of issuing, for a warp's values."""
   per_value = by_kind(found)
   out = {kind: per_value[kind] * cost for kind, (cost, _) in KINDS.items()}
   # Only one half of the multiply-add pipe multiplies integers.
@@ -119,14 +124,14 @@ def clocks(found: collections.Counter[str]) -> dict[str, float]:
     count for opcode, count in found.items() if opcode.startswith("IMAD")
   )
   out["multiply-add"] = max(out["multiply-add"], 2 * whole / VALUES)
-  # Both halves of what is not a multiplication: one pipe.
+  # Conversions share a pipe with integers and comparisons.
   out["integer, compare"] += out.pop("convert")
   return out | {"issue": sum(per_value.values())}
 
 
 @contextlib.contextmanager
 def _dump() -> Iterator[Path]:
-  """Has Mosaic write machine code to a folder, which is gone afterwards."""
+  """Makes Mosaic write machine code to a temporary folder."""
   # Importing Mosaic sets its folder to what JAX finds of CUDA.
   with tempfile.TemporaryDirectory() as folder:
     variables = {
@@ -148,7 +153,7 @@ def compile_step(
     name: of `benchmarks.optimizer.OPTIMIZERS`.
     codec: a `MomentCodec` that the kernel takes.
     kind: of `benchmarks.optimizer.WEIGHTS`.
-    mixed: False leaves random words as they are before the hash.
+    mixed: False leaves out the hash of random words.
 
   Returns:
     Its instructions, and the registers of a thread.
@@ -163,7 +168,7 @@ def compile_step(
   )
   p = jax.ShapeDtypeStruct(SHAPE, dtype)
   state = jax.eval_shape(optimizer.init, p)
-  jax.clear_caches()  # Or a step that is known is not compiled again.
+  jax.clear_caches()  # Otherwise a known step is not compiled again.
   mix = words.mix if mixed else (lambda word: word)
   with _dump() as folder, mock.patch.object(words, "mix", mix):
     aot.compile_for_h200(
@@ -213,7 +218,7 @@ def main(arguments: list[str] | None = None) -> None:
   """Reads the command line and compiles."""
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument(
-    "--codecs", nargs="+", help="by name; all that are registered if not given"
+    "--codecs", nargs="+", help="names of codecs; default: all"
   )
   parser.add_argument(
     "--weights", nargs="+", choices=WEIGHTS, default=list(WEIGHTS)

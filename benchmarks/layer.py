@@ -1,31 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time and memory of one layer, in FP8 and beside BF16 that saves too.
+"""Measures time and memory of one layer, in FP8 and in BF16.
 
   python -m benchmarks.layer --preset llama2_7b --batch 4 --seq 2048
   python -m benchmarks.layer --preset siglip_so400m --batch 64
   python -m benchmarks.layer --compile-only --scan-memory
 
-layer.time: forward, and forward with backward (`mode` full: the output, and the
-gradients of the weights and of the input), in milliseconds and in TFLOP/s of
-the layer's matrix products and attention, of a decoder causal; a checkpoint's
-second forward is not counted as work. `temporary_bytes` is what the compiled
-program takes beside its arguments and results, `remembered_units` what the
-layer saves from forward to backward in U = 2 D bytes a token (`train.memory`).
+It prints these rows:
 
-layer.scan (--scan-memory): by how many U the temporary memory of a scan over
-layers grows with each layer, (16 layers - 8 layers) / 8. That is what training
-pays for a layer, checkpoints included, and takes no run.
+layer.time: milliseconds and TFLOP/s of the forward pass, and of forward and
+backward (`mode` full: the output, and the gradients of weights and input).
+TFLOP/s count the layer's matmuls and its attention, which is causal in a
+decoder, but not a checkpoint's second forward pass. `temporary_bytes` is what
+the compiled program needs besides its arguments and results.
+`remembered_units` is what the layer saves for its backward pass, in
+U = 2 D bytes a token (`train.memory.count`).
 
-Codes of weights (weight_cache="codes") are computed before and not timed: they
-are for several microbatches. Nor are they counted as temporary.
+layer.scan (--scan-memory): how many U each further layer of a scan adds to the
+temporary memory, (16 layers - 8 layers) / 8. That is the memory that training
+needs per layer, including checkpoints. Nothing is run.
 
-A decoder's layer is that of a preset of train.pretrain; a vision tower's is
-siglip_so400m (384 pixels, 729 tokens an image) or clip_l (336 pixels, 577).
-Where layers alternate (gemma2_2b) there are rows for each kind of layer, one
-that sees a window and one that sees all, as `kind` says; a scan is of one kind.
+Codes of weights (weight_cache="codes") are computed once for several
+microbatches. So they are neither timed nor counted as temporary memory.
 
-With --compile-only nothing is run, and everything is compiled for an H200
-(`benchmarks.aot`); then there are no times.
+A preset of train.pretrain gives a decoder layer. siglip_so400m (384 pixels, 729
+tokens per image) and clip_l (336 pixels, 577 tokens) give a layer of a vision
+tower. If layers alternate (gemma2_2b), `kind` names the two kinds, one with a
+window and one without, and each has its own rows. A scan has layers of only one
+kind.
+
+With --compile-only everything is compiled for an H200 (`benchmarks.aot`) and
+nothing is run, so there are no times.
 """
 
 import argparse
@@ -46,14 +50,14 @@ from coat_jax.layers import (
   fp8_remat,
   with_weight_cache,
 )
+from coat_jax.models import VisionConfig, VisionLayer
 from coat_jax.models.config import ModelConfig
 from coat_jax.models.decoder import DecoderLayer
-from coat_jax.models.vision import VisionConfig, VisionLayer
 from coat_jax.recipe import CoatRecipe
-from train.memory import residual_bytes
+from train.memory.count import residual_bytes
 from train.presets import PRESETS
 
-# What jax.checkpoint keeps of a layer; the rest is computed again. Beside these
+# What jax.checkpoint keeps of a layer; the rest is recomputed. There is also
 # "fp8_layer", which is `fp8_remat` of the layer's input.
 _policies = jax.checkpoint_policies
 CHECKPOINTS = {
@@ -99,15 +103,13 @@ class Variant:
 
   @property
   def case(self) -> dict[str, str]:
-    """What of a row's case is its own."""
+    """Names the variant in a row's case."""
     r = self.recipe
     case = {"recipe": r.name, "checkpoint": self.checkpoint}
     if r.name != "bf16":
       case |= {"weight_cache": r.weight_cache}
     if r.nonlinear == "fp8":
       case |= {"residuals": r.residuals, "attention": r.attention}
-    if r.attention_compute == "fp8":
-      case |= {"attention_compute": "fp8"}
     return case
 
 
@@ -124,9 +126,6 @@ VARIANTS = {
   "minimal_no_cache": Variant(_coat(weight_cache="none")),
   "minimal_codes": Variant(_coat(weight_cache="codes")),
   "minimal_attention": Variant(_coat(attention="fp8")),
-  "minimal_attention_compute": Variant(
-    _coat(attention="fp8", attention_compute="fp8")
-  ),
   "block": Variant(recipes.fp8_block()),
   "minimal_nothing": Variant(_coat(), "nothing"),
   "minimal_fp8": Variant(_coat(), "fp8"),
@@ -135,7 +134,7 @@ VARIANTS = {
 
 
 def layer_flops(config: Config, batch: int, seq: int) -> dict[str, float]:
-  """Operations of a layer's products and of its attention, by mode."""
+  """Counts the operations of a layer's matmuls and attention, by mode."""
   d, heads = config.d_model, config.num_heads
   if isinstance(config, VisionConfig):
     h, kv_heads, of_mlp, seen = d // heads, heads, 2, seq
@@ -143,12 +142,12 @@ def layer_flops(config: Config, batch: int, seq: int) -> dict[str, float]:
     h, kv_heads = config.head_width, config.num_kv_heads
     of_mlp = 2 + config.choices.is_gated
     of_mlp *= config.experts_per_token or 1
-    # Attention is causal: of q k^T and p v a triangle, or a band of it.
+    # Attention is causal: it needs a triangle of q k^T, or a band of it.
     window = min(config.window or seq, seq)
     seen = window * (1 - window / (2 * seq))
   weights = d * h * (2 * heads + 2 * kv_heads) + of_mlp * d * config.d_ff
   products = 2 * batch * seq * weights
-  # A backward is five such products in place of two.
+  # A backward pass has five such matmuls, a forward pass has two.
   attention = 4 * batch * heads * seq * seen * h
   return {
     "forward": products + attention,
@@ -157,7 +156,7 @@ def layer_flops(config: Config, batch: int, seq: int) -> dict[str, float]:
 
 
 def kinds_of(config: Config) -> dict[str | None, Config]:
-  """A stack for each kind of layer, by its name; None where all are alike."""
+  """Returns a config per kind of layer, by name; None if all are the same."""
   if isinstance(config, VisionConfig) or config.full_every is None:
     return {None: config}
   window = dataclasses.replace(config, full_every=None)
@@ -165,7 +164,7 @@ def kinds_of(config: Config) -> dict[str | None, Config]:
 
 
 def make_layer(config: Config, recipe: CoatRecipe) -> nnx.Module:
-  """A layer with random parameters."""
+  """Makes a layer with random parameters."""
   if isinstance(config, VisionConfig):
     return VisionLayer(config, recipe, rngs=nnx.Rngs(0))
   return DecoderLayer(config, recipe, rngs=nnx.Rngs(0))
@@ -181,18 +180,18 @@ class Layer:
     self.graph, self.params = nnx.split(layer, nnx.Param)
 
   def forward(self, params, x, codes=None):
-    """One layer, [B, T, D] to the same; makes what `weight_codes` did not."""
+    """Runs one layer on x [B, T, D]; quantizes weights if `codes` is None."""
     graph, state = self._cached(params)
     if codes is not None:
       state = nnx.merge_state(params, codes)
     return self._saving(graph, in_scan=False)(state, x)
 
   def weight_codes(self, params):
-    """What weight_cache="codes" keeps, for as many calls as one likes."""
+    """Quantizes the weights once for several calls (weight_cache="codes")."""
     return nnx.split_state(self._cached(params)[1], nnx.Param, ...)[1]
 
   def scanned(self, params, x):
-    """All layers of parameters that are stacked over layers."""
+    """Runs a stack of layers, given their stacked parameters."""
     graph, state = self._cached(params)
     layer = self._saving(graph, in_scan=True)
     return jax.lax.scan(lambda x, state: (layer(state, x), None), x, state)[0]
@@ -203,7 +202,7 @@ class Layer:
 
   def _saving(self, graph, *, in_scan: bool) -> Callable:
     layer = lambda state, x: nnx.merge(graph, state)(x)  # noqa: E731
-    # XLA would find the second forward equal to the first, and drop it.
+    # Otherwise XLA would merge the second forward pass with the first.
     prevent_cse = not in_scan
     if self.checkpoint == "fp8_layer":
       return fp8_remat(layer, 1, recipe=self.recipe, prevent_cse=prevent_cse)
@@ -214,7 +213,7 @@ class Layer:
 
 
 def with_gradients(forward: Callable) -> Callable:
-  """(params, x, dy) to the output and the gradients, as training needs them."""
+  """Makes a function of (params, x, dy) that returns y and all gradients."""
 
   def full(params, x, dy, *codes):
     y, backward = jax.vjp(lambda *args: forward(*args, *codes), params, x)
@@ -224,7 +223,7 @@ def with_gradients(forward: Callable) -> Callable:
 
 
 def make_arrays(layer: Layer, config: Config, shape, dtype):
-  """Random parameters in `dtype`, x and dy [B, T, D]."""
+  """Makes random parameters in `dtype`, x and dy [B, T, D]."""
   params = nnx.state(make_layer(config, layer.recipe), nnx.Param)
   keys = jax.random.split(jax.random.key(1))
   x, dy = (jax.random.normal(key, shape, jnp.bfloat16) for key in keys)
@@ -232,7 +231,7 @@ def make_arrays(layer: Layer, config: Config, shape, dtype):
 
 
 def make_specs(layer: Layer, shape, dtype, layers: int | None = None):
-  """The same without values; parameters stacked over `layers`."""
+  """Makes the same as shapes, with parameters stacked over `layers`."""
   stack = () if layers is None else (layers,)
   params = jax.tree.map(
     lambda p: jax.ShapeDtypeStruct((*stack, *p.shape), dtype), layer.params
@@ -242,7 +241,7 @@ def make_specs(layer: Layer, shape, dtype, layers: int | None = None):
 
 
 def temporary_bytes(fn: Callable, specs, *, compile_only: bool) -> int:
-  """Of `fn`, compiled for an H200 or for the device that there is."""
+  """Compiles `fn` for an H200, or for the device of this machine."""
   if compile_only:
     return aot.temporary_bytes(aot.compile_for_h200(fn, *specs))
   return aot.temporary_bytes(jax.jit(fn).lower(*specs).compile())
@@ -257,7 +256,7 @@ def time_rows(config, variant, case, options) -> list[dict]:
   further = {}
   if variant.checkpoint == "none":
     tokens = min(_RESIDUAL_TOKENS, options.seq)
-    # Kernels save the same; the count is read off the traced plain JAX.
+    # Kernels save the same arrays; they are counted in the plain JAX version.
     recipe = dataclasses.replace(variant.recipe, implementation="xla")
     counted = residual_bytes(config, recipe, tokens=tokens)
     further["remembered_units"] = counted["total"] / (2 * config.d_model)
@@ -265,7 +264,7 @@ def time_rows(config, variant, case, options) -> list[dict]:
     arrays = make_arrays(layer, config, shape, options.param_dtype)
   codes, code_specs = (), ()
   if variant.recipe.weight_cache == "codes":
-    # Computed once, as for all the microbatches of a step.
+    # Computed once, as for all microbatches of a step.
     code_specs = (jax.eval_shape(layer.weight_codes, specs[0]),)
     if not options.compile_only:
       codes = (jax.jit(layer.weight_codes)(arrays[0]),)

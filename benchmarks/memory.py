@@ -9,7 +9,7 @@
 memory.residuals: bytes per token that one decoder layer saves for its
 backward, by kind, and their total in `units` of U = 2 d_model (one BF16 copy of
 the residual stream). Counted from the arrays of the layer's own `jax.vjp`, as
-`train.memory` describes. Beside them, in U: `paper_units`, Table 2 of
+`train.memory.count` describes. Beside them, in U: `paper_units`, Table 2 of
 arXiv:2410.19313 (for d_ff = 8/3 d_model and without scales; its fp8_linear is
 TransformerEngine), and `reference_units`, what the reference's Llama layer
 saves at this shape, scales included, with and without the 2 U that the paper
@@ -36,7 +36,7 @@ from coat_jax import coat_adamw, codecs, recipe
 from coat_jax.models.config import ModelConfig
 from coat_jax.models.decoder import Decoder
 from coat_jax.optimizer.report import state_bytes
-from train.memory import residual_bytes
+from train.memory.count import residual_bytes
 from train.presets import PRESETS
 
 RECIPES = (

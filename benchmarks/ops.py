@@ -28,7 +28,7 @@ from benchmarks.harness import (
 )
 from benchmarks.product_cases import product_cases
 
-# What the others are compared with, and all that runs without a GPU.
+# The baseline, and the only implementation without a GPU.
 PORTABLE = ("xla", "bf16", "coat_jax", "flax")
 
 
@@ -101,7 +101,9 @@ def main(arguments: list[str] | None = None) -> list[dict]:
     "--cases", nargs="+", help="operations whose names contain one of these"
   )
   parser.add_argument(
-    "--implementations", nargs="+", help="as xla, triton, cublas; default all"
+    "--implementations",
+    nargs="+",
+    help="such as xla, triton, cublas; default: all",
   )
   parser.add_argument("--smoke", action="store_true", help="tiny shapes")
   parser.add_argument("--repeats", type=args.count, default=20)

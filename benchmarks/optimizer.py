@@ -29,7 +29,7 @@ from coat_jax import codecs
 from coat_jax.ops.types import Implementation
 from coat_jax.optimizer.fused import fused_coat_adamw, fused_coat_lion
 
-# The step in one function, and what optax has.
+# The fused step, and optax's optimizer.
 OPTIMIZERS: dict[str, tuple[Callable, Callable]] = {
   "coat_adamw": (fused_coat_adamw, optax.adamw),
   "coat_lion": (fused_coat_lion, optax.lion),
@@ -78,7 +78,7 @@ def parameters(shape, dtype):
 
 
 def num_bytes(p, g, state) -> int:
-  """What a step reads and writes."""
+  """Counts the bytes that a step reads and writes."""
   moments = [x for x in jax.tree.leaves(state) if x.ndim]
   return 2 * p.nbytes + g.nbytes + 2 * sum(x.nbytes for x in moments)
 
@@ -103,7 +103,7 @@ def plain(name: str, shape, dtype, ceiling: float) -> dict:
 
 
 def implementations(name: str, codec, shape, dtype) -> list[Implementation]:
-  """Those that can run the fused step here."""
+  """Lists the implementations that can run the fused step here."""
   if jax.default_backend() != "gpu":
     return ["xla"]
   said = OPTIMIZERS[name][0](1e-3, codec=codec).explain(
@@ -166,11 +166,11 @@ def main(arguments: list[str] | None = None) -> None:
   """Reads the command line and runs."""
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument(
-    "--rows", type=args.count, default=1 << 14, help="of the leaf"
+    "--rows", type=args.count, default=1 << 14, help="rows of the leaf"
   )
   parser.add_argument("--columns", type=args.count, default=1 << 14)
   parser.add_argument(
-    "--codecs", nargs="+", help="by name; all that are registered if not given"
+    "--codecs", nargs="+", help="names of codecs; default: all"
   )
   parser.add_argument(
     "--weights", nargs="+", choices=WEIGHTS, default=list(WEIGHTS)
@@ -181,7 +181,7 @@ def main(arguments: list[str] | None = None) -> None:
     nargs="+",
     choices=("xla", "mosaic"),
     default=("xla", "mosaic"),
-    help="of the codecs' steps; those that can run here if not given",
+    help="what runs the step; default: all that can run here",
   )
   options = parser.parse_args(arguments)
   name = options.optimizer

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `train.planning` says beside what XLA's compiler says, preset by preset.
+"""Compares `train.memory` with XLA's compiler, preset by preset.
 
 Each row is a whole training step, compiled for one H200 or for as many as the
 mesh fsdp=N has, and its plan: `peak_bytes` and `planned_bytes` of a GPU, and
@@ -10,8 +10,7 @@ from collections.abc import Iterable, Iterator
 
 from benchmarks import training_step
 from benchmarks.harness import emit, say
-from coat_jax.plan import fullest
-from train import planning
+from train.memory.step import fullest, plan
 
 # Sequences on each GPU, and tokens of each.
 LOADS = {
@@ -66,7 +65,7 @@ def row(preset: str, variant: str, *, gpus: int, batch: int, seq: int) -> dict:
   )
   compiled, _ = training_step.compile_step(config)
   peak = compiled.memory_analysis().peak_memory_in_bytes
-  moment, memory = fullest(planning.plan(config))
+  moment, memory = fullest(plan(config))
   return emit(
     "memory.plan",
     dict(

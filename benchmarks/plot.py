@@ -52,7 +52,7 @@ def read_rows(path: Path) -> list[dict]:
 def _is_drawn(row: dict) -> bool:
   if row["bench"] != "layer.time" or row["case"]["mode"] != "full":
     return False
-  # Of a layer that was only compiled there are no times.
+  # A layer that was only compiled has no times.
   if "median_ms" not in row:
     return False
   known = row["case"].keys() >= {"variant", "preset", "batch", "seq"}
@@ -64,7 +64,7 @@ def _is_drawn(row: dict) -> bool:
 
 def draw(rows: list[dict], out: Path) -> None:
   """Draws the bars to a PNG."""
-  # Of layers that alternate there is a bar for each kind.
+  # If layers alternate, each kind has its own bar.
   cases = [row["case"] for row in rows]
   names = [f"{x['variant']} {x.get('kind', '')}".rstrip() for x in cases]
   panels = {

@@ -15,18 +15,16 @@ from flax.linen import fp8_ops
 from benchmarks.cases import Case, Sizes, of_op, operand
 from coat_jax import ops
 from coat_jax import recipe as recipes
-from coat_jax.formats import E4M3, E5M2, qmax
+from coat_jax.formats import E4M3, E5M2
 from coat_jax.layers import linear
-from coat_jax.qtensor import quantize_with_scale
 
 
 def product_cases(sizes: Sizes) -> Iterator[Case]:
-  """Those of every operation and layer that multiplies matrices."""
+  """Lists the cases of operations and layers that multiply matrices."""
   yield from _matmuls(sizes)
   yield from _grouped(sizes)
   yield from _linear(sizes)
   yield from _attention(sizes)
-  yield from _attention_fp8(sizes)
 
 
 def _matmuls(sizes):
@@ -211,50 +209,4 @@ def _attention_of(sizes, kind):
     lambda op, dout, q, k, v, saved: op(dout, q, k, v, saved, kind=kind),
     flops=2.5 * products,
     ceiling="bf16",
-  )
-
-
-def _attention_fp8(sizes):
-  b, t, n, h = sizes.heads
-  shape = dict(batch=b, seq=t, num_heads=n, head_dim=h, causal=True)
-  kind = ops.AttentionKind()
-
-  @jax.jit
-  def codes(*arrays):
-    # Of normal values: 16 is beyond the largest.
-    scale = jnp.float32(16 / qmax(E4M3))
-    return tuple(quantize_with_scale(x, scale, group_size=None) for x in arrays)
-
-  def qkv():
-    k_and_v = sizes.normal(2, b, t, sizes.kv_heads, h, seed=1)
-    return codes(sizes.normal(b, t, n, h), *k_and_v)
-
-  attend = jax.jit(
-    functools.partial(ops.attention_fp8_fwd, kind=kind, implementation="xla")
-  )
-
-  def with_residuals():
-    arrays = qkv()
-    (dout,) = codes(sizes.normal(b, t, n, h, seed=2))
-    scales = ops.GradientScales(*[jnp.float32(2**-6)] * 4)
-    return dout, *arrays, attend(*arrays), scales
-
-  products = 2 * b * n * t * t * h
-  yield of_op(
-    ops.attention_fp8_fwd,
-    shape,
-    qkv,
-    lambda op, q, k, v: op(q, k, v, kind=kind),
-    flops=products,
-    ceiling="fp8",
-  )
-  yield of_op(
-    ops.attention_fp8_bwd,
-    shape,
-    with_residuals,
-    lambda op, dout, q, k, v, saved, scales: op(
-      dout, q, k, v, saved, scales, kind=kind
-    ),
-    flops=2.5 * products,
-    ceiling="fp8",
   )

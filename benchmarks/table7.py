@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 
 from benchmarks import training_step
 from benchmarks.harness import emit, say
-from coat_jax.plan import device_bytes
+from train.memory.step import device_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Case:
   peaks: dict[str, float] = dataclasses.field(default_factory=dict)
 
   def published_ratio(self, variant: str) -> float | None:
-    """How many times BF16's peak is the variant's, in the reference."""
+    """Divides BF16's peak by the variant's, in the reference."""
     reference = {"minimal": "coat", "minimal_attention": "coat"}
     peak = self.peaks.get(reference.get(variant, variant))
     return self.peaks["bf16"] / peak if peak and "bf16" in self.peaks else None
@@ -93,7 +93,7 @@ def rows(cases: Iterable[Case], variants: Iterable[str]) -> Iterator[dict]:
 
 
 def describe(case: Case, variant: str) -> dict:
-  """What of a row says what was compiled."""
+  """Selects the values of a row that describe what was compiled."""
   options = training_step.VARIANTS[variant]
   return dict(
     preset=case.preset,

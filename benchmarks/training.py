@@ -158,8 +158,8 @@ def main(arguments: list[str] | None = None) -> int:
     description="Speed and memory of whole training steps.",
   )
   parser.add_argument("--preset", choices=PRESETS, default="llama2_7b")
-  parser.add_argument("--variant", choices=VARIANTS, help="all without it")
-  parser.add_argument("--mesh", default="", help="as of train.pretrain")
+  parser.add_argument("--variant", choices=VARIANTS, help="default: all")
+  parser.add_argument("--mesh", default="", help="as in train.pretrain")
   parser.add_argument("--batch", type=args.count, default=2, help="on each GPU")
   parser.add_argument("--seq", type=args.count, default=2048)
   parser.add_argument("--steps", type=args.count, default=12)
@@ -169,7 +169,9 @@ def main(arguments: list[str] | None = None) -> int:
   parser.add_argument(
     "--weight-cache", choices=("none", "scale", "codes"), default="scale"
   )
-  parser.add_argument("--hbm", type=float, help="10^9 bytes; all without it")
+  parser.add_argument(
+    "--hbm", type=float, help="limit in GB (10^9 bytes); default: none"
+  )
   parser.add_argument("--in-process", action="store_true")
   options = parser.parse_args(arguments)
   if options.in_process:
@@ -183,7 +185,7 @@ def main(arguments: list[str] | None = None) -> int:
     for variant in variants:
       configuration(options, variant)
     if options.hbm is not None:
-      environment.pop("XLA_PYTHON_CLIENT_MEM_FRACTION", None)  # Its old name.
+      environment.pop("XLA_PYTHON_CLIENT_MEM_FRACTION", None)  # The old name.
       environment["XLA_CLIENT_MEM_FRACTION"] = _fraction(options.hbm)
   failed = 0
   for variant in variants:
@@ -191,7 +193,7 @@ def main(arguments: list[str] | None = None) -> int:
     passed = list(sys.argv[1:] if arguments is None else arguments)
     command += [*passed, "--variant", variant]
     status = subprocess.run(command, env=environment).returncode
-    if status == 2:  # The arguments are at fault, for all of them.
+    if status == 2:  # The arguments are wrong for every variant.
       return status
     if status:
       say(f"{variant}: failed, see above")

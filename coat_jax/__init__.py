@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """FP8 training for JAX that saves memory: optimizer states and activations.
 
-The optimizer is here; the layers are in `coat_jax.layers`:
+The optimizers are here; the layers are in `coat_jax.layers`:
 
   import coat_jax
   from coat_jax import (codecs, layers, recipe)
@@ -26,9 +26,6 @@ from coat_jax.optimizer.conversion import from_plain_state as from_plain_state
 from coat_jax.optimizer.conversion import to_adam_state as to_adam_state
 from coat_jax.optimizer.conversion import to_plain_state as to_plain_state
 from coat_jax.optimizer.encoded import encoded as encoded
-from coat_jax.optimizer.fields import EncodedMu as EncodedMu
-from coat_jax.optimizer.fields import EncodedNu as EncodedNu
-from coat_jax.optimizer.fields import EncodedState as EncodedState
 from coat_jax.optimizer.fields import default_field_rule as default_field_rule
 from coat_jax.optimizer.fused import fused_coat_adamw as fused_coat_adamw
 from coat_jax.optimizer.fused import fused_coat_lion as fused_coat_lion
@@ -45,7 +42,6 @@ from coat_jax.optimizer.masks import (
 )
 from coat_jax.optimizer.masks import is_norm_or_bias as is_norm_or_bias
 from coat_jax.optimizer.matrices import MatrixSplit as MatrixSplit
-from coat_jax.optimizer.matrices import decoder_matrices as decoder_matrices
 from coat_jax.optimizer.matrices import hidden_matrices as hidden_matrices
 from coat_jax.optimizer.muon import coat_muon as coat_muon
 from coat_jax.optimizer.muon import scale_by_coat_muon as scale_by_coat_muon
@@ -54,7 +50,9 @@ from coat_jax.optimizer.report import state_report as state_report
 from coat_jax.optimizer.serialization import check_stored as check_stored
 from coat_jax.optimizer.serialization import from_integers as from_integers
 from coat_jax.optimizer.serialization import to_integers as to_integers
+from coat_jax.optimizer.state import EncodedState as EncodedState
 from coat_jax.optimizer.state import LowBitsState as LowBitsState
+from coat_jax.optimizer.state import Moment as Moment
 from coat_jax.optimizer.state import (
   ScaleByCoatLionState as ScaleByCoatLionState,
 )

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of arguments, each where the value enters: "op: rule, got, remedy".
+"""Checks arguments where they enter; messages are "op: rule, got, remedy".
 
-A wrong kind is a TypeError, a wrong value a ValueError. A number may also be an
-array without axes: `optax.inject_hyperparams` passes hyperparameters like that,
-and under `jit` their values are unknown. So the shape and the kind of JAX's
-arrays are checked, and their values are never read.
+A wrong kind is a TypeError, a wrong value a ValueError. In every check `op` is
+the public function that was called, `name` its argument, `value` the argument's
+value, and `remedy` what the caller can do. A number may also be an array
+without axes: `optax.inject_hyperparams` passes hyperparameters like that, and
+under `jit` their values are unknown. So we check the shape and the kind of
+JAX's arrays, and never read their values.
 """
 
 import dataclasses
@@ -17,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# What f32 holds, without its subnormal numbers, which devices flush to 0.
+# The range of f32 without subnormal numbers, which devices flush to 0.
 _SMALLEST, _LARGEST = 1.2e-38, 3.4e38
 
 
@@ -53,12 +55,12 @@ COUNT = Range(1, 2**31 - 1)
 
 
 def is_array(x: Any) -> bool:
-  """Whether x is an array, a traced one or a `jax.ShapeDtypeStruct`."""
+  """Tells whether x is an array, a traced array or a `jax.ShapeDtypeStruct`."""
   return isinstance(x, _ARRAYS)
 
 
 def described(value: Any) -> str:
-  """A value as error messages show it: arrays by dtype and shape."""
+  """Describes a value for an error message; arrays by dtype and shape."""
   if isinstance(value, np.ndarray) and not value.ndim:
     value = value.item()
   if is_array(value) and not isinstance(value, np.generic):
@@ -70,7 +72,7 @@ def described(value: Any) -> str:
 
 
 def a(kind: type) -> str:
-  """A class's name after its article."""
+  """Returns a class's name after its article."""
   article = "an" if kind.__name__[0] in "AEIOUaeiou" else "a"
   return f"{article} {kind.__name__}"
 
@@ -85,7 +87,7 @@ def refuse(
 def check_kind(
   op: str, name: str, value: Any, kind: type | tuple[type, ...], remedy: str
 ) -> None:
-  """Raises a TypeError where a value is of no such class."""
+  """Raises a TypeError if a value is not an instance of these classes."""
   if isinstance(value, kind):
     return
   kinds = kind if isinstance(kind, tuple) else (kind,)
@@ -94,7 +96,7 @@ def check_kind(
 
 
 def check_function(op: str, name: str, value: Any, remedy: str) -> None:
-  """Raises a TypeError where a value cannot be called."""
+  """Raises a TypeError if a value cannot be called."""
   if not callable(value):
     refuse(TypeError, op, name, "a function", value, remedy)
 
@@ -102,7 +104,7 @@ def check_function(op: str, name: str, value: Any, remedy: str) -> None:
 def check_choice(
   op: str, name: str, value: Any, choices: Sequence[Any], remedy: str = ""
 ) -> None:
-  """Raises a ValueError where a value is none of several."""
+  """Raises a ValueError if a value is none of the choices."""
   if any(value is x or type(value) is type(x) and value == x for x in choices):
     return
   rule = f"one of {', '.join(map(repr, choices))}"
@@ -118,19 +120,10 @@ def check_number(
   *,
   or_else: str = "",
 ) -> None:
-  """Checks a number, or an array without axes.
+  """Raises unless a value is a finite number, or an array without axes.
 
-  Args:
-    op: the public function that was called.
-    name: of its argument.
-    value: of the argument.
-    allowed: the range of the value; None where only the kind is checked here.
-    remedy: what the caller can do.
-    or_else: what the argument may also be, for the message.
-
-  Raises:
-    TypeError: it is no number.
-    ValueError: it is outside the range or not finite, or an array with axes.
+  It must be in the range `allowed`; None checks the kind alone. `or_else` says
+  for the message what else the argument may be.
   """
   _check_scalar(op, name, value, allowed, remedy, or_else, is_whole=False)
 
@@ -144,7 +137,7 @@ def check_whole(
   *,
   or_else: str = "",
 ) -> None:
-  """Checks a whole number, or an array without axes; see `check_number`."""
+  """Raises unless a value is a whole number; see `check_number`."""
   _check_scalar(op, name, value, allowed, remedy, or_else, is_whole=True)
 
 
@@ -171,7 +164,7 @@ def _check_scalar(op, name, value, allowed, remedy, or_else, *, is_whole):
 
 
 def check_group_size(op: str, value: Any, remedy: str) -> None:
-  """Raises where a value is no number of values that share a scale."""
+  """Raises unless a value is a positive number of values that share a scale."""
   name = "group_size"
   if not isinstance(value, numbers.Integral) or isinstance(value, bool):
     refuse(TypeError, op, name, "a whole number", value, remedy)
@@ -189,20 +182,11 @@ def check_array(
   kind: Any = jnp.floating,
   remedy: str,
 ) -> None:
-  """Checks an array's rank and kind.
+  """Raises unless a value is an array of a rank and kind.
 
-  Args:
-    op: the public function that was called.
-    name: of its argument.
-    value: of the argument.
-    rule: what it must be, for the message, such as "int [B, T]".
-    ndim: how many axes it may have; () for any.
-    kind: which dtypes, as `jnp.issubdtype` has them; or several of these.
-    remedy: what the caller can do.
-
-  Raises:
-    TypeError: it is no array, or of another kind.
-    ValueError: it has another number of axes.
+  `rule` says in the message what it must be, such as "int [B, T]"; `ndim` is
+  the number of axes or several such numbers, () for any; `kind` is a dtype's
+  kind as `jnp.issubdtype` takes it, or several of them.
   """
   kinds = kind if isinstance(kind, tuple) else (kind,)
   if not is_array(value) or not any(
@@ -215,7 +199,7 @@ def check_array(
 
 
 def dtype_of(dtype: Any) -> Any:
-  """The dtype that a name or a class stands for; None if there is none."""
+  """Returns the dtype for a name or a class; None if there is none."""
   try:
     return jnp.dtype(dtype)
   except TypeError:
@@ -223,7 +207,7 @@ def dtype_of(dtype: Any) -> Any:
 
 
 def check_float_dtype(op: str, name: str, dtype: Any) -> None:
-  """Raises a TypeError where a dtype is none of at least 16 floating bits."""
+  """Raises a TypeError unless a dtype is floating, of at least 16 bits."""
   # NumPy takes None for float64.
   found = None if dtype is None else dtype_of(dtype)
   if found is not None and jnp.issubdtype(found, jnp.floating):

@@ -33,11 +33,7 @@ INT8 = jnp.int8
 
 
 def as_format(dtype: DTypeLike) -> DTypeLike:
-  """The known format that a dtype or its name stands for.
-
-  Raises:
-    ValueError: there is no such format.
-  """
+  """Returns the known format for a dtype or its name; else a ValueError."""
   found = dtype_of(dtype)
   for known in (E4M3, E5M2, INT8):
     if dtype is not None and found == jnp.dtype(known):
@@ -71,15 +67,10 @@ def accumulator(dtype: DTypeLike) -> DTypeLike:
 
 
 def saturating_cast(x: Float[Array, "*s"], dtype: DTypeLike) -> Array:
-  """Casts to a format with round to nearest even, clipped to ±qmax first.
+  """Casts floats to a format: to nearest even, clipped to ±qmax.
 
-  Args:
-    x: float array of any shape. Infinities become ±qmax. NaN stays NaN, except
-      in INT8, which has no NaN: there it becomes 0, and its scale is NaN.
-    dtype: E4M3, E5M2 or INT8.
-
-  Returns:
-    Array of the same shape in `dtype`.
+  Infinities become ±qmax. NaN stays NaN, except in INT8, which has no NaN:
+  there it becomes 0, and its scale is NaN.
   """
   x = jnp.clip(x.astype(jnp.float32), -qmax(dtype), qmax(dtype))
   return _format(dtype).nearest(x).astype(dtype)
@@ -88,12 +79,8 @@ def saturating_cast(x: Float[Array, "*s"], dtype: DTypeLike) -> Array:
 def neighbours(x: Float[Array, "*s"], dtype: DTypeLike) -> tuple[Array, Array]:
   """Returns a format's values around x: the largest one <= x, and the next.
 
-  Args:
-    x: f32 of any shape, 0 <= x <= qmax. NaN gives NaN twice.
-    dtype: E4M3, E5M2 or INT8.
-
-  Returns:
-    lower and upper, f32, both exact in `dtype`; for x = qmax both are qmax.
+  x is f32 with 0 <= x <= qmax; both results are f32 and exact in `dtype`. For x
+  = qmax both are qmax, and NaN gives NaN twice.
   """
   lower, upper = _format(dtype).around(x)
   upper = jnp.minimum(upper, qmax(dtype))

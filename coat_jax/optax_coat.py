@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adam whose moments are stored in FP8, as an optax transformation.
+"""AdamW whose moments are stored in FP8, as an optax transformation.
 
 "COAT: Compressing Optimizer States and Activation for Memory-Efficient FP8
-Training" (arXiv:2410.19313), section 4. Between steps a moment is what a codec
-of `codecs` makes of it: one byte a value and up to five per group of 128. In a
-step it is decoded, updated in f32 and encoded again; nothing but the state is
-rounded, and the update uses the new moments before they are encoded.
+Training" (arXiv:2410.19313), section 4. Between steps a codec of
+`codecs` stores the moments, in one byte per value plus up to five bytes per
+group of 128. A step decodes a moment, updates it in f32 and encodes it again.
+Only the state is rounded: the update uses the new moments before they are
+encoded.
 
-Not here: the layers' FP8 (`layers`), how the state is sharded (`sharding`),
-the step as one kernel (`optimizer.fused`), conversions and reports
-(`optimizer.conversion`, `optimizer.report`).
+Other files have the FP8 layers (`layers`), the sharding of the state
+(`sharding`), the step as one kernel (`optimizer.fused`), conversions and
+reports (`optimizer.conversion`, `optimizer.report`).
 """
 
 from collections.abc import Callable
@@ -23,17 +24,16 @@ from jax.typing import ArrayLike
 from coat_jax import codecs, stochastic
 from coat_jax.ops.types import StepImplementation
 from coat_jax.optimizer import weights
+from coat_jax.optimizer.adam import scale_by_coat_adam as scale_by_coat_adam
 from coat_jax.optimizer.arguments import (
   check_decay_mask,
   check_hyperparameters,
 )
 from coat_jax.optimizer.masks import QuantizeMask
-from coat_jax.optimizer.scale_by_adam import (
-  scale_by_coat_adam as scale_by_coat_adam,
-)
 from coat_jax.optimizer.state import (
   ScaleByCoatAdamState as ScaleByCoatAdamState,
 )
+from coat_jax.stochastic import LeafPart
 
 
 def coat_adamw(
@@ -42,10 +42,9 @@ def coat_adamw(
   b2: ArrayLike = 0.999,
   eps: ArrayLike = 1e-8,
   eps_root: ArrayLike = 0.0,
-  mu_dtype: Any = None,
+  *,
   weight_decay: optax.ScalarOrSchedule = 1e-4,
   mask: Any | Callable[[optax.Params], Any] | None = None,
-  *,
   nesterov: bool = False,
   codec: codecs.MomentCodec = codecs.coat(),  # noqa: B008 (it is frozen)
   quantize_mask: QuantizeMask | None = None,
@@ -56,8 +55,8 @@ def coat_adamw(
   r"""AdamW with moments in FP8: `optax.adamw` at a quarter of the state.
 
   Let :math:`D` and :math:`E` be the codec's decoding and encoding, and
-  :math:`S_t = (E(m_t), E(v_t))` the state, 2.08 bytes a parameter with the
-  default codec where AdamW keeps 8. With gradients :math:`g_t`, parameters
+  :math:`S_t = (E(m_t), E(v_t))` the state, 2.08 bytes per parameter with the
+  default codec, whereas AdamW stores 8. With gradients :math:`g_t`, parameters
   :math:`\theta_t`, learning rate :math:`\alpha_t` and weight decay
   :math:`\lambda`,
 
@@ -73,9 +72,9 @@ def coat_adamw(
       S_t &\leftarrow (E(m_t), E(v_t)).
     \end{align*}
 
-  All of it in f32. :math:`E` splits the last axis into groups of `group_size`
-  values x; with :math:`a = \max |x|` and a power k per group (dynamic range
-  expansion), :math:`q = \mathrm{FP8}(448\, (|x|/a)^k)` and
+  Everything is computed in f32. :math:`E` splits the last axis into groups of
+  `group_size` values x; with :math:`a = \max |x|` and a power k per group
+  (dynamic range expansion), :math:`q = \mathrm{FP8}(448\, (|x|/a)^k)` and
   :math:`x \approx \mathrm{sign}(x)\, (q / 448)^{1/k}\, a`. It rounds
   stochastically, so that :math:`\mathbb{E}[D(E(x))] = x`: with
   :math:`\beta_2 \ge 0.99` rounding to nearest would freeze v.
@@ -85,18 +84,18 @@ def coat_adamw(
     b1, b2: decay of the first and the second moment.
     eps: added to the denominator, outside the root.
     eps_root: added to the second moment, inside the root.
-    mu_dtype: unsupported: raises, pointing to `codec`.
     weight_decay: a number or a schedule; multiplied with the learning rate.
-    mask: tree of bools or function of the parameters, where to decay weights.
+    mask: which weights decay: a tree of bools, or a function of the parameters
+      that returns one.
     nesterov: whether to use Nesterov momentum.
     codec: how the moments are stored, from `codecs`; holds every static choice.
     quantize_mask: `(path, leaf) -> bool`, which leaves the codec encodes; None
       for `default_quantize_mask`. Inside `optax.inject_hyperparams` name it in
-      `static_args`, for callables are taken for schedules there.
-    seed: of the random words of stochastic rounding. A compiled program
-      repeats itself bit for bit; it and an eager call may differ by some ulp.
+      `static_args`, or it is taken for a schedule.
+    seed: seed of the random words of stochastic rounding. A compiled program
+      repeats itself bit for bit, but may differ from an eager call by some ulp.
     implementation: "mosaic" for the GPU kernel, "xla" for plain JAX, None for
-      the kernel where a leaf and the platform allow it.
+      the kernel if a leaf and the platform allow it.
     shardings: on a mesh of automatic axes, the parameters' shardings, a tree of
       `NamedSharding`s, so that the kernel can run on each device's shard; None
       leaves partitioning to XLA, which cannot partition a kernel. Not needed on
@@ -106,9 +105,9 @@ def coat_adamw(
     An `optax.GradientTransformationExtraArgs`.
 
   Raises:
-    ValueError: `mu_dtype` is given; a rate or a decay is outside its range; or
-      the mask is of other parameters.
-    TypeError, NotImplementedError: as `scale_by_coat_adam`.
+    ValueError: a rate or a decay is outside its range, or the mask does not fit
+      the parameters.
+    TypeError, NotImplementedError: the same as for `scale_by_coat_adam`.
 
   Examples:
     >>> import jax, optax
@@ -118,7 +117,7 @@ def coat_adamw(
     >>> solver = coat_adamw(learning_rate=0.003)
     >>> params = jnp.ones((64, 128))
     >>> opt_state = solver.init(params)
-    >>> print(opt_state[0].mu_codes.dtype)
+    >>> print(opt_state[0].mu.codes.dtype)
     float8_e4m3fn
     >>> for _ in range(3):
     ...   grad = jax.grad(f)(params)
@@ -131,11 +130,6 @@ def coat_adamw(
 
   Source: arXiv:2410.19313, section 4; `optax.adamw`.
   """
-  if mu_dtype is not None:
-    raise ValueError(
-      f"coat_adamw: the codec says how moments are stored, got {mu_dtype=}; "
-      "pass codec=codecs.bfloat16() or codec=codecs.float32() instead"
-    )
   op = "coat_adamw"
   check_hyperparameters(
     op, learning_rate=learning_rate, weight_decay=weight_decay
@@ -166,27 +160,27 @@ def apply_updates(
   step: ArrayLike,
   seed: ArrayLike = 0,
 ) -> optax.Params:
-  """`optax.apply_updates` that does not lose small updates of bf16 parameters.
+  """Applies updates like optax, without losing small ones to bf16 rounding.
 
-  A bf16 value has 8 bits: an update below 1/512 of it, as most are, vanishes
-  where the sum is rounded to nearest. Here the sum is taken in f32 and rounded
+  A bf16 value has 8 bits: an update below 1/512 of it, and most are, vanishes
+  if the sum is rounded to nearest. Here the sum is computed in f32 and rounded
   to bf16 stochastically, so that E[result] is the sum. Parameters of other
-  dtypes are updated as optax does.
+  dtypes are updated by `optax.apply_updates`.
 
   Args:
     params: tree of parameters.
     updates: tree of the same structure; best in f32, as f32 gradients give.
-    step: number of this step, such as the state's `count`; another one draws
-      other random words.
-    seed: of these words. They are not correlated with those of the moments,
-      even if seed and step are the same.
+    step: number of this step, such as the state's `count`; it determines the
+      random words.
+    seed: seed of these words. They are not correlated with those of the
+      moments, even if seed and step are the same.
 
   Returns:
     Parameters of the same dtypes.
 
   Raises:
-    TypeError: `step` or `seed` is no whole number.
-    ValueError: updates are of other parameters.
+    TypeError: `step` or `seed` is not a whole number.
+    ValueError: the updates do not fit the parameters.
   """
   op = "apply_updates"
   check_hyperparameters(op, step=step, seed=seed)
@@ -200,7 +194,7 @@ def apply_updates(
     ) from error
   out = []
   for i, (p, u) in enumerate(zip(leaves, changes, strict=True)):
-    if u is None:  # As in optax, of what is left as it is.
+    if u is None:  # As in optax, the parameter stays as it is.
       out.append(p)
       continue
     if jnp.shape(u) != jnp.shape(p):
@@ -213,5 +207,5 @@ def apply_updates(
       continue
     total = p.astype(jnp.float32) + u.astype(jnp.float32)
     key = stochastic.leaf_key(seed, step, i)
-    out.append(weights.round_like(p, total, key))
+    out.append(weights.round_like(p, total, LeafPart(key)))
   return treedef.unflatten(out)

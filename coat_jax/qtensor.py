@@ -14,7 +14,9 @@ Two granularities are enough (arXiv:2410.19313, section 5):
     exceeds qmax, and dequantizing exactly inverts the division.
 """
 
-from typing import NamedTuple
+import dataclasses
+import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -38,16 +40,30 @@ _ONE_SCALE = "pass group_size=None for one scale per tensor"
 _SMALLEST_SCALE = float(jnp.finfo(jnp.float32).tiny)
 
 
-class QTensor(NamedTuple):
+@functools.partial(
+  jax.tree_util.register_dataclass,
+  data_fields=["qvalue", "scale"],
+  meta_fields=["group_size"],
+)
+@dataclasses.dataclass(frozen=True)
+class QTensor:
   """A quantized array and the factor that dequantizes it: x ≈ qvalue * scale.
 
   Attributes:
     qvalue: [..., n] in FP8 or another format of `formats`.
     scale: [] for one scale per tensor, else [..., ceil(n / group_size)].
+    group_size: number of values that share a scale; None for one scale per
+      tensor. It is static: transformations of JAX see two arrays.
   """
 
-  qvalue: Array
-  scale: Array
+  # Arrays; or, in a tree like a QTensor, such as a spec, what describes them.
+  qvalue: Any
+  scale: Any
+  group_size: int | None
+
+  def dequantize(self, dtype: DTypeLike = jnp.float32) -> Array:
+    """Returns `dequantize(self, dtype=dtype)`."""
+    return dequantize(self, dtype=dtype)
 
 
 def num_groups(n: int, group_size: int) -> int:
@@ -86,14 +102,11 @@ def tensor_amax(
 ) -> Array:
   """Returns a tensor's largest magnitude: f32 scalar, NaN if it holds a NaN.
 
-  A kernel that already has the values in registers finds its tiles' maxima at
-  no cost; only these few are then reduced (Group Scaling, `bits_to_amax`).
-
-  Args:
-    x: an array of any shape.
-    axis_names: inside `jax.shard_map`, the axes over which the tensor is split;
-      devices along them exchange one number each. Along other axes, such as
-      the stages of a pipeline, each device has a tensor of its own.
+  Inside `jax.shard_map`, `axis_names` are the axes over which the tensor is
+  split; devices along them exchange one number each. Along other axes, such as
+  the stages of a pipeline, each device has a tensor of its own. A kernel that
+  already has the values in registers finds its tiles' maxima at no cost; then
+  only these few are reduced (Group Scaling, `bits_to_amax`).
   """
   return bits_to_amax(_magnitude_bits(x), axis_names)
 
@@ -123,18 +136,8 @@ def amax_to_scale(
   """Returns the scale of a group from its amax: amax * float32(1 / qmax).
 
   It is written as a multiplication because some compilers, but not all, turn a
-  division by a constant into one. A group of zeros has scale 1.
-
-  Args:
-    amax: f32 array, not negative.
-    dtype: the format of the codes.
-    scale_dtype: float32, or bfloat16 (rounded up).
-
-  Returns:
-    Array of amax's shape in `scale_dtype`.
-
-  Raises:
-    ValueError: another `scale_dtype`, or an unknown format.
+  division by a constant into one. A group of zeros has scale 1. `scale_dtype`
+  is float32, or bfloat16, which is rounded up; another one is a ValueError.
   """
   if dtype_of(scale_dtype) not in (jnp.float32, jnp.bfloat16):
     name, remedy = "scale_dtype", "pass one of these"
@@ -150,17 +153,10 @@ def amax_to_scale(
 def power_of_two_scale(amax: Array, dtype: DTypeLike = E4M3) -> Array:
   """Returns the smallest power of two at which a group's amax fits in qmax.
 
+  It is f32: 1 for a group of zeros, and amax itself if that is NaN or infinite.
   A floating-point code times such a scale has the code's own mantissa, whatever
   the scale is. So quantized values can be quantized again in other groups
   without changing, except those close to the format's smallest value.
-
-  Args:
-    amax: f32 array, not negative.
-    dtype: the format of the codes.
-
-  Returns:
-    f32 of amax's shape: 1 for a group of zeros, and amax itself if that is NaN
-    or infinite.
   """
   bits = jax.lax.bitcast_convert_type(amax, jnp.int32)
   # The bits of f32 values increase with them, by 2^23 for each factor of two.
@@ -189,21 +185,12 @@ def quantize_with_scale(
 ) -> QTensor:
   """Quantizes with known scales: qvalue = rne(clip(x / scale, ±qmax)).
 
-  Args:
-    x: Float [..., n].
-    scale: [] if group_size is None, else [..., ceil(n / group_size)].
-    group_size: number of values that share one scale; None for one scale per
-      tensor.
-    dtype: E4M3, E5M2 or INT8.
-
-  Returns:
-    QTensor of x's shape with this scale.
-
-  Raises:
-    ValueError: the scale's shape does not fit x and group_size.
+  x is [..., n]; scale is [] if group_size is None, else [..., ceil(n /
+  group_size)].
   """
   divisor = _spread_scale("quantize_with_scale", scale, x.shape, group_size)
-  return QTensor(saturating_cast(x.astype(jnp.float32) / divisor, dtype), scale)
+  codes = saturating_cast(x.astype(jnp.float32) / divisor, dtype)
+  return QTensor(codes, scale, group_size)
 
 
 def quantize(
@@ -249,40 +236,33 @@ def quantize(
   return quantize_with_scale(x, scale, group_size=group_size, dtype=dtype)
 
 
-def dequantize(
-  q: QTensor,
-  *,
-  group_size: int | None,
-  dtype: DTypeLike = jnp.float32,
-) -> Array:
+def dequantize(q: QTensor, *, dtype: DTypeLike = jnp.float32) -> Array:
   """Returns the values that codes represent: qvalue * scale, computed in f32.
 
   Args:
     q: the result of `quantize`.
-    group_size: the value that was passed to `quantize`.
     dtype: dtype of the result.
 
   Returns:
     Array of qvalue's shape in `dtype`.
 
   Raises:
-    TypeError: q is not a QTensor, group_size not a whole number, or `dtype` not
-      a floating dtype.
+    TypeError: q is not a QTensor, or `dtype` not a floating dtype.
     ValueError: the scale's shape does not fit qvalue and group_size.
   """
   op = "dequantize"
   check_kind(op, "q", q, QTensor, "pass what quantize returned")
   check_float_dtype(op, "dtype", dtype)
-  scale = _spread_scale("dequantize", q.scale, q.qvalue.shape, group_size)
+  scale = _spread_scale("dequantize", q.scale, q.qvalue.shape, q.group_size)
   return (q.qvalue.astype(jnp.float32) * scale).astype(dtype)
 
 
 def times_scales(x: Array, a: Array | float, b: Array | float) -> Array:
-  """x a b, of sums of products of codes that have these two scales.
+  """Returns x a b, where x is a sum of products of codes with scales a and b.
 
-  x (a b), unless a b is below f32's smallest normal number, as it is of
-  gradients near 1e-34: then a b is taken 2^64 times as large, and x a b divided
-  by that afterwards.
+  This is x (a b), unless a b is below f32's smallest normal number, as for
+  gradients near 1e-34. Then we multiply x by a b 2^64, and divide the result by
+  2^64 afterwards.
   """
   raised = jnp.minimum(a, b) * 2.0**64 * jnp.maximum(a, b)
   is_raised = raised < 2.0 ** (64 - 126)

@@ -37,8 +37,9 @@ group_size):
 """
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
+import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from coat_jax.checks import check_group_size, check_kind, refuse
@@ -47,7 +48,8 @@ from coat_jax.formats import E4M3, E5M2, INT8, as_format
 Residuals = Literal["coat", "minimal"]
 Kept = Literal["bf16", "fp8"]
 WeightCache = Literal["none", "scale", "codes"]
-Scaling = Literal["tensor", "block"]
+# A class is a user's own `coat_jax.ops.Scaling`.
+Scaling = Literal["tensor", "block"] | type
 GradDtype = Literal["float32", "bfloat16"]
 
 
@@ -68,7 +70,7 @@ class Formats:
   gradients: DTypeLike = E5M2
 
   def __post_init__(self):
-    # By one name each: recipes are compared.
+    # Each format gets one name, because recipes are compared.
     for name in ("values", "gradients"):
       object.__setattr__(self, name, as_format(getattr(self, name)))
 
@@ -134,17 +136,15 @@ class CoatRecipe:
 
   Attributes:
     linear: format of the operands of matrix products.
-    scaling: scales of FP8 products: "tensor" for one scale per tensor, or
-      "block" for one per 128 values along the axis that a product sums over. On
-      a mesh, blocks require a single device along the tensor axis.
+    scaling: scales of FP8 products: "tensor" for one scale per tensor,
+      "block" for one per 128 values along the axis that a product sums over, or
+      your own subclass of `coat_jax.ops.Scaling`, which runs as plain JAX. On a
+      mesh, blocks require a single device along the tensor axis.
     nonlinear: what norms and activation functions read and save.
     residuals: "coat" saves what the reference saves; "minimal" recomputes norm
       outputs, SiLU and elementwise products in the backward.
     attention: how q, k, v and the attention's output are saved. With "fp8" the
       forward also attends to the dequantized values.
-    attention_compute: what attention's products read. "fp8" is for long
-      sequences on Hopper (cuDNN); q, k, v and the output then have one scale
-      per tensor and are saved in that form, with attention="fp8".
     group_size: number of values that share a scale before a non-linear
       operation.
     weight_cache: what is computed from a weight once for all its uses in a
@@ -166,7 +166,6 @@ class CoatRecipe:
   nonlinear: Kept = "fp8"
   residuals: Residuals = "minimal"
   attention: Kept = "bf16"
-  attention_compute: Kept = "bf16"
   group_size: int = 16
   weight_cache: WeightCache = "scale"
   implementation: Literal["xla"] | None = None
@@ -177,7 +176,8 @@ class CoatRecipe:
   def __post_init__(self):
     for field, choices in _CHOICES.items():
       value = getattr(self, field)
-      if value not in choices:
+      is_own = field == "scaling" and isinstance(value, type)
+      if value not in choices and not is_own:
         raise ValueError(
           f"CoatRecipe: {field} must be one of {choices}, got {value!r}; pass "
           "one of these"
@@ -201,15 +201,6 @@ class CoatRecipe:
         "CoatRecipe: scaling='block' is of FP8 products, got linear='bf16'; "
         "leave scaling out"
       )
-    if self.attention_compute == "fp8":
-      own = (self.nonlinear, self.attention, self.formats.values)
-      if own != ("fp8", "fp8", E4M3):
-        raise ValueError(
-          "CoatRecipe: attention_compute='fp8' saves the E4M3 codes that it "
-          "multiplies and goes with nonlinear='fp8', attention='fp8' and "
-          f"values in E4M3, got {own}; pass attention='fp8' to coat or "
-          "fp8_block, or leave attention_compute out"
-        )
     if self.scaling == "block" and self.formats == _INTEGERS:
       raise ValueError(
         "CoatRecipe: scaling='block' is of FP8 products, got formats of int8; "
@@ -227,6 +218,40 @@ class CoatRecipe:
       return "fp8_block"
     return "fp8_linear" if self.nonlinear == "bf16" else "coat"
 
+  def describe(self) -> str:
+    """Says what is multiplied and what is saved in which format, line by line.
+
+    Examples:
+      >>> from coat_jax import recipe
+      >>> print(recipe.bf16().describe())
+      products     BF16
+      other saved  BF16
+      attention    q, k, v and output saved in BF16
+    """
+    values = jnp.dtype(self.formats.values).name
+    gradients = jnp.dtype(self.formats.gradients).name
+    attention = "BF16" if self.attention == "bf16" else self._in_groups()
+    lines = {
+      "products": "BF16",
+      "other saved": "BF16",
+      "attention": f"q, k, v and output saved in {attention}",
+    }
+    if self.linear == "fp8":
+      scales = _SCALES.get(self.scaling, f"scales of {self.scaling}")
+      lines["products"] = f"{values}, gradients {gradients}; {scales}"
+    if self.nonlinear == "fp8":
+      again = "computed again" if self.residuals == "minimal" else "saved too"
+      lines["other saved"] = (
+        f"inputs of norms and activations in {self._in_groups()}; their "
+        f"outputs are {again}"
+      )
+    return "\n".join(f"{name:11}  {text}" for name, text in lines.items())
+
+  def _in_groups(self) -> str:
+    """Describes the codes and scales of saved values."""
+    values = jnp.dtype(self.formats.values).name
+    return f"{values}, a scale per {self.group_size} values"
+
   def for_evaluation(self) -> "CoatRecipe":
     """Returns the recipe to evaluate with."""
     if self.evaluation == "same":
@@ -235,6 +260,10 @@ class CoatRecipe:
     return dataclasses.replace(preset, axes=self.axes)
 
 
+_SCALES: dict[Any, str] = {
+  "tensor": "a scale per tensor",
+  "block": "a scale per 128 values that a product sums over",
+}
 _INTEGERS = Formats(values=INT8, gradients=INT8)
 
 _CHOICES = {
@@ -243,7 +272,6 @@ _CHOICES = {
   "nonlinear": ("bf16", "fp8"),
   "residuals": ("coat", "minimal"),
   "attention": ("bf16", "fp8"),
-  "attention_compute": ("bf16", "fp8"),
   "weight_cache": ("none", "scale", "codes"),
   "implementation": (None, "xla"),
   "evaluation": ("same", "bf16"),
@@ -276,7 +304,6 @@ def coat(
   *,
   residuals: Residuals = "minimal",
   attention: Kept = "bf16",
-  attention_compute: Kept = "bf16",
   group_size: int = 16,
   weight_cache: WeightCache = "scale",
   implementation: Literal["xla"] | None = None,
@@ -286,7 +313,6 @@ def coat(
   return CoatRecipe(
     residuals=residuals,
     attention=attention,
-    attention_compute=attention_compute,
     group_size=group_size,
     weight_cache=weight_cache,
     implementation=implementation,
@@ -298,7 +324,6 @@ def fp8_block(
   *,
   residuals: Residuals = "minimal",
   attention: Kept = "bf16",
-  attention_compute: Kept = "bf16",
   group_size: int = 16,
   weight_cache: WeightCache = "scale",
   implementation: Literal["xla"] | None = None,
@@ -314,7 +339,6 @@ def fp8_block(
     formats=Formats(gradients=E4M3),
     residuals=residuals,
     attention=attention,
-    attention_compute=attention_compute,
     group_size=group_size,
     weight_cache=weight_cache,
     implementation=implementation,

@@ -13,8 +13,9 @@ everything that it makes, no matter what wraps the optimizer. The result holds
 on any mesh.
 
 A device has whole groups of a sharded row only if the group size divides its
-share (`fit_group_size`). Shapes do not reveal the group size; we read it from
-the codecs that `init` chooses while it is traced.
+share (`fit_group_size`). We read the group size from the codec that each
+`Moment` of the state names; in an `nnx.State`, which names none, groups are not
+checked.
 """
 
 import dataclasses
@@ -28,18 +29,15 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from coat_jax.checks import COUNT, check_function, check_whole, refuse
 from coat_jax.codecs import MomentCodec
 from coat_jax.codecs.group import GroupCodec
-from coat_jax.optimizer import moments
+from coat_jax.optimizer.arguments import check_codec, choose_groups
 from coat_jax.optimizer.masks import QuantizeMask, leaf_paths
-from coat_jax.optimizer.moments import GroupCodecs, Stored
-from coat_jax.optimizer.state import check_codec
+from coat_jax.optimizer.state import moments_in
 
 
 def abstract_state(
   init: Callable[[Any], Any],
   params: Any,
   shardings: Any = None,
-  *,
-  codec: MomentCodec | Sequence[MomentCodec] | None = None,
 ) -> Any:
   """Returns the shapes, dtypes and shardings that `init` makes, without memory.
 
@@ -54,19 +52,15 @@ def abstract_state(
     params: tree of arrays or `jax.ShapeDtypeStruct`s.
     shardings: `NamedSharding`s on one mesh, a tree with one leaf per parameter;
       None to use the shardings of `params`.
-    codec: None to use the codecs of the optimizers whose `init` is called in
-      `init`. If a state comes from elsewhere, pass its codec, or all of its
-      codecs; we then check that the state belongs to them.
 
   Returns:
     The result of `jax.eval_shape(init, params)`, in which each
     `jax.ShapeDtypeStruct` has a `NamedSharding`. Orbax can restore into it.
 
   Raises:
-    TypeError: a sharding is not a `NamedSharding`, `init` no function, or a
-      codec no `MomentCodec`.
-    ValueError: shardings do not belong to `params`; a group would be split over
-      devices; or a COAT state was not made by `codec`, or is of unknown codec.
+    TypeError: a sharding is not a `NamedSharding`, or `init` no function.
+    ValueError: shardings do not belong to `params`, or a group would be split
+      over devices.
 
   Examples:
     >>> import jax, optax
@@ -77,19 +71,17 @@ def abstract_state(
     >>> where = {"kernel": jax.NamedSharding(mesh, jax.P(None, "fsdp"))}
     >>> optimizer = optax.chain(optax.clip(1.0), coat_adamw(1e-3))
     >>> state = abstract_state(optimizer.init, params, where)[1][0]
-    >>> amax = state.mu_amax["kernel"]
+    >>> amax = state.mu.amax["kernel"]
     >>> print(amax.shape, amax.sharding.spec[1], state.count.sharding.spec)
     (64, 8) fsdp P()
   """
-  return _abstract_state("abstract_state", init, params, shardings, codec)
+  return _abstract_state("abstract_state", init, params, shardings)
 
 
 def state_shardings(
   init: Callable[[Any], Any],
   params: Any,
   shardings: Any = None,
-  *,
-  codec: MomentCodec | Sequence[MomentCodec] | None = None,
 ) -> Any:
   """Returns the shardings of what `init` makes: a tree of `NamedSharding`s.
 
@@ -99,7 +91,7 @@ def state_shardings(
   Returns:
     A tree with the structure of `init(params)`.
   """
-  state = _abstract_state("state_shardings", init, params, shardings, codec)
+  state = _abstract_state("state_shardings", init, params, shardings)
   return jax.tree.map(lambda x: x.sharding, state)
 
 
@@ -140,7 +132,7 @@ def fit_group_size(
   check_whole(op, "smallest", smallest, COUNT, "16 is the default")
   placed, _ = _placed(op, params, shardings)
   leaves = leaf_paths(placed)
-  chosen = moments.choose_groups(op, placed, codec.groups, quantize_mask)
+  chosen = choose_groups(op, placed, codec.groups, quantize_mask)
   shares = {
     path: _share(leaf)
     for (path, leaf), groups in zip(leaves, chosen, strict=True)
@@ -165,11 +157,8 @@ def fit_group_size(
   return dataclasses.replace(codec, mu=fit(codec.mu), nu=fit(codec.nu))
 
 
-def _abstract_state(op, init, params, shardings, codec) -> Any:
+def _abstract_state(op, init, params, shardings) -> Any:
   check_function(op, "init", init, "pass optimizer.init")
-  several = codec if isinstance(codec, tuple | list) else [codec]
-  for each in [] if codec is None else several:
-    check_codec(op, each)
   placed, mesh = _placed(op, params, shardings)
   explicit = mesh.abstract_mesh.update_axis_types(
     dict.fromkeys(mesh.axis_names, AxisType.Explicit)
@@ -185,22 +174,15 @@ def _abstract_state(op, init, params, shardings, codec) -> Any:
         spec = spec[:-1]
     return x.update(sharding=NamedSharding(mesh, jax.P(*spec)))
 
-  chosen = moments.ChosenCodecs()
-  with jax.sharding.use_abstract_mesh(explicit), moments.NOTES(chosen):
+  with jax.sharding.use_abstract_mesh(explicit):
     state = jax.eval_shape(
       init, jax.tree.map(lambda x: on(explicit, x), placed)
     )
   state = jax.tree.map(lambda x: on(mesh, x), state)
-  named = [("the optimizer's", groups) for groups in chosen.found]
-  if codec is not None:
-    named = [(each.name, each.groups) for each in several]
-  for trees in moments.all_moment_trees(state):
-    paths = [path for path, _ in leaf_paths(trees[0])]
-    for path, stored in zip(paths, moments.flatten(trees), strict=True):
-      first = stored[0]
-      is_split = _share(first.codes) < _row(first.codes)
-      if codec is not None or (is_split and moments.is_encoded(first)):
-        _check_groups(op, path, stored, named)
+  for moment in moments_in(state):
+    paths = [path for path, _ in leaf_paths(moment.codes)]
+    for path, encoded in zip(paths, moment.leaves(), strict=True):
+      _check_groups(op, path, encoded.codes, moment.codec_of(encoded))
   return state
 
 
@@ -246,11 +228,10 @@ def _placed(
   return jax.tree.structure(params).unflatten(out), where[0].mesh
 
 
-def _check_groups(op, path: str, stored: Stored, named) -> None:
-  """Raises ValueError if devices would split a group of one leaf's moments."""
-  codes = stored[0].codes
+def _check_groups(op, path: str, codes: Any, codec: GroupCodec) -> None:
+  """Raises ValueError if devices would split a group of a leaf's codes."""
   share = _share(codes)
-  for size in _sizes(_stored_groups(op, path, stored, named)):
+  for size in _sizes([codec]):
     if share == _row(codes) or share % size == 0:
       continue
     fitting = ", ".join(str(g) for g in _fitting(share, size)[:5])
@@ -261,37 +242,6 @@ def _check_groups(op, path: str, stored: Stored, named) -> None:
       f"codec a group size that fits ({fitting}), as fit_group_size does, or "
       "shard other axes"
     )
-
-
-def _stored_groups(op, path: str, stored: Stored, named) -> GroupCodecs:
-  """Returns the group codecs of the first codec that fits these moments.
-
-  Args:
-    op: for error messages.
-    path: for error messages.
-    stored: the moments of one leaf.
-    named: (name, group codecs) of each codec.
-  """
-  if not named:
-    raise ValueError(
-      f"{op}: the codec of moments whose last axis is sharded must be known, "
-      f"got a state that no optimizer's init made, at {path!r}; call "
-      "optimizer.init in init, or pass codec"
-    )
-
-  # A single moment may be a first or a second one.
-  candidates = [
-    (name, part)
-    for name, groups in named
-    for part in (zip(groups) if len(stored) == 1 else [groups[: len(stored)]])
-  ]
-  for name, part in candidates[:-1]:
-    try:
-      return moments.stored_groups(op, stored, part, name)
-    except ValueError:
-      pass
-  name, part = candidates[-1]
-  return moments.stored_groups(op, stored, part, name)
 
 
 def _sizes(groups: Sequence[GroupCodec]) -> list[int]:

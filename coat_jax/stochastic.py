@@ -19,6 +19,9 @@ the parameter the state that comes 16 later. Use the high bits of a word: the
 low bits of such a generator are alike.
 """
 
+import dataclasses
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import Array
@@ -36,14 +39,7 @@ MULTIPLIER = 0x915F77F5
 
 
 def mix(word: Array) -> Array:
-  """Mixes 32-bit words bijectively; each input bit affects all output bits.
-
-  Args:
-    word: uint32 array.
-
-  Returns:
-    uint32 array of the same shape.
-  """
+  """Mixes uint32 words bijectively; each input bit affects all output bits."""
   word = word ^ (word >> 16)
   word = word * jnp.uint32(0x7FEB352D)
   word = word ^ (word >> 15)
@@ -52,15 +48,10 @@ def mix(word: Array) -> Array:
 
 
 def leaf_key(seed: ArrayLike, step: ArrayLike, leaf: ArrayLike) -> Array:
-  """Returns the word that all elements of one leaf share at one step.
+  """Returns the word that a leaf's elements share at one step: uint32 [].
 
-  Args:
-    seed: integer, the run's seed.
-    step: integer, the number of updates that the leaf has seen.
-    leaf: integer, the leaf's index in the flattened tree.
-
-  Returns:
-    uint32 scalar.
+  All arguments are integers: the run's seed, the number of updates that the
+  leaf has seen, and the leaf's index in the flattened tree.
   """
   key = jnp.uint32(0)
   for part in (seed, step, leaf):
@@ -75,19 +66,12 @@ def random_words(
   start: Array | None = None,
   whole: tuple[int, ...] | None = None,
 ) -> UInt32[Array, "..."]:
-  """Returns one 32-bit word per element, uniform and uncorrelated.
+  """Returns one uniform, uncorrelated 32-bit word per element: uint32 `shape`.
 
   The last axis gives the column; all other axes together, in row-major order,
-  give the row.
-
-  Args:
-    key: uint32 scalar from `leaf_key`.
-    shape: shape of the array, or of a part of it.
-    start: uint32 [axes], where that part starts along each axis; None for 0.
-    whole: shape of the whole array; None for `shape`.
-
-  Returns:
-    uint32 array of `shape`.
+  give the row. For a part of an array, `start`, uint32 [axes], is where the
+  part starts along each axis, and `whole` is the shape of the whole array.
+  `key` is a `leaf_key`.
   """
   if not shape:
     return random_words(key, (1,))[0]
@@ -104,6 +88,31 @@ def random_words(
   row_word = mix(row * jnp.uint32(GOLDEN) + key)
   word = mix((column // RUN) * jnp.uint32(GOLDEN) + row_word)
   return times_power(word, column)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LeafPart:
+  """The part of a leaf that is stepped, which determines its random words.
+
+  Attributes:
+    key: uint32 [], from `leaf_key`.
+    start: uint32 [axes], where the part starts along each axis; None for 0.
+    whole: shape of the leaf; None for the shape of the part.
+    layer: int32 [], the layer of a stacked leaf [layers, ...] that is stepped;
+      None for the whole leaf.
+  """
+
+  key: Any  # Not Array: JAX also puts specs and shapes into these fields.
+  start: Any = None
+  whole: tuple[int, ...] | None = dataclasses.field(
+    default=None, metadata={"static": True}
+  )
+  layer: Any = None
+
+  def words(self, shape: tuple[int, ...]) -> Array:
+    """Returns `random_words` for an array of this shape."""
+    return random_words(self.key, shape, start=self.start, whole=self.whole)
 
 
 def times_power(word: Array, column: Array) -> Array:
@@ -128,9 +137,7 @@ def _word(x: ArrayLike) -> Array:
 def next_words(words: Array, count: int = 1) -> Array:
   """Returns other words for the same elements, uncorrelated with `words`.
 
-  Args:
-    words: result of `random_words`.
-    count: which set of words; 0 returns `words` themselves.
+  `count` is the number of the set of words; 0 returns `words` themselves.
   """
   return words * jnp.uint32(pow(MULTIPLIER, RUN * count, 2**32))
 
@@ -150,12 +157,8 @@ def uniform(words: Array) -> Array:
 def round_to_bfloat16(x: Float[Array, "*s"], words: Array) -> Array:
   """Rounds f32 up or down to bfloat16 at random, so that E[result] = x.
 
-  Args:
-    x: f32 of any shape. NaN, infinities and bfloat16 values stay as they are.
-    words: uint32 of the same shape; the high 16 bits are used.
-
-  Returns:
-    bfloat16 array of the same shape.
+  It uses the high 16 bits of `words`, uint32 of x's shape. NaN, infinities and
+  bfloat16 values stay as they are.
   """
   bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
   # bfloat16 is the upper half of an f32. Adding a random lower half carries

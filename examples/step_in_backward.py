@@ -127,7 +127,7 @@ def main() -> list[float]:
   compiled = {name: lowered.compile() for name, lowered in compiled.items()}
   for name, program in compiled.items():
     temporary = program.memory_analysis().temp_size_in_bytes
-    print(f"{name}: {temporary / 1e6:.1f} MB beside weights and moments")
+    print(f"{name}: {temporary / 1e6:.1f} MB besides weights and moments")
 
   losses = []
   for _ in range(STEPS):

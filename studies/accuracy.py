@@ -327,10 +327,10 @@ def main(arguments: list[str] | None = None) -> None:
   commands = parser.add_subparsers(dest="command", required=True)
   command = commands.add_parser("codecs", help="one step and many steps")
   command.add_argument(
-    "--steps", type=args.count, default=300, help="of training"
+    "--steps", type=args.count, default=300, help="steps of training"
   )
   command.add_argument(
-    "--codecs", nargs="+", help="by name; all that are registered if not given"
+    "--codecs", nargs="+", help="names of codecs; default: all"
   )
   command.add_argument(
     "--out", type=Path, default=Path("docs/figures/accuracy.png")

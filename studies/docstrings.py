@@ -139,7 +139,10 @@ def main(arguments: list[str] | None = None) -> dict[str, int]:
   parser.add_argument("out", type=Path)
   parser.add_argument("folders", type=Path, nargs="+")
   parser.add_argument(
-    "--vocab-size", type=args.count, default=VOCAB_SIZE, help="of the tokenizer"
+    "--vocab-size",
+    type=args.count,
+    default=VOCAB_SIZE,
+    help="size of the tokenizer's vocabulary",
   )
   options = parser.parse_args(arguments)
   with args.checked(parser):

@@ -126,7 +126,7 @@ def compare(
     solver = encoded(inner, codec, fields=rule)
     shapes = jax.eval_shape(solver.init, problem.params)
     if (total := state_bytes(shapes).total) in seen:
-      continue  # It has no copy of the parameters: the same fields.
+      continue  # It has no copy of the parameters, so nothing would change.
     seen.append(total)
     loss, _ = problem.run(solver)
     emit(
@@ -152,9 +152,11 @@ def main(arguments: list[str] | None = None) -> None:
   parser.add_argument(
     "--optimizers", nargs="+", choices=OPTIMIZERS, default=list(OPTIMIZERS)
   )
-  parser.add_argument("--codec", default="coat", help="by name")
+  parser.add_argument("--codec", default="coat", help="name of a codec")
   parser.add_argument("--steps", type=args.count, default=100)
-  parser.add_argument("--seeds", type=args.count, default=1, help="how many")
+  parser.add_argument(
+    "--seeds", type=args.count, default=1, help="number of seeds"
+  )
   options = parser.parse_args(arguments)
   with args.checked(parser):
     codec = codecs.build(options.codec)

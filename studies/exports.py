@@ -58,7 +58,7 @@ def train_and_export(source: Path, out: Path) -> None:
 
 def theirs(folder: Path, tokens: np.ndarray, prompt: list[int]):
   """Logits of the tokens and greedy tokens after a prompt, by transformers."""
-  import torch  # Beside JAX only where this is called.
+  import torch  # Needed only by this function.
   from transformers import AutoModelForCausalLM
 
   model = AutoModelForCausalLM.from_pretrained(
@@ -104,7 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
   parser = argparse.ArgumentParser(
     prog="python -m studies.exports", description=__doc__.split("\n")[0]
   )
-  parser.add_argument("out", type=Path, help="a folder of the exported ones")
+  parser.add_argument("out", type=Path, help="folder for the exported models")
   parser.add_argument("folders", type=Path, nargs="+", metavar="DIR")
   given = parser.parse_args(arguments)
   for source in given.folders:

@@ -28,13 +28,13 @@ from flax import nnx
 
 from benchmarks.harness import emit
 from coat_jax import recipe as recipes
+from coat_jax.models import VISION_FAMILIES, VisionConfig, VisionTower
 from coat_jax.models.batch import Batch
 from coat_jax.models.config import FAMILIES, ModelConfig
 from coat_jax.models.decoder import Decoder
 from coat_jax.models.loss import loss_of_hidden
-from coat_jax.models.vision import VISION_FAMILIES, VisionConfig, VisionTower
 from coat_jax.recipe import CoatRecipe
-from train.memory import residual_bytes
+from train.memory.count import residual_bytes
 
 _SIZES: dict[str, Any] = dict(
   num_layers=2,
@@ -187,8 +187,8 @@ def _run_tower(config: Any, recipe: CoatRecipe, weights: Any):
 
 
 def _with_gradients(loss, weights: Any):
-  """What a loss gives beside itself, and its gradients."""
-  # It runs once: compiled in half the time.
+  """Returns the auxiliary output of a loss, and its gradients."""
+  # It runs only once, so compile time matters more than speed.
   run = jax.jit(
     jax.grad(loss, has_aux=True),
     compiler_options={"xla_backend_optimization_level": 0},
@@ -198,7 +198,7 @@ def _with_gradients(loss, weights: Any):
 
 
 def saved_bytes(family: str, recipe: CoatRecipe) -> float:
-  """What one layer saves for its backward, bytes per token."""
+  """Counts the bytes per token that one layer saves for its backward."""
   return residual_bytes(_config(family), recipe, tokens=256)["total"]
 
 
@@ -224,9 +224,7 @@ def main(arguments: list[str] | None = None) -> None:
     prog="python -m studies.families", description=__doc__.splitlines()[0]
   )
   known = *FAMILIES, *VISION_FAMILIES
-  parser.add_argument(
-    "families", nargs="*", choices=known, help="all if not given"
-  )
+  parser.add_argument("families", nargs="*", choices=known, help="default: all")
   list(rows(parser.parse_args(arguments).families or known))
 
 

@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 from coat_jax import FusedTransformation, scale_by_coat_adam
 from train import pretrain, step
 from train.config import TrainConfig
-from train.schedule import learning_rate
+from train.optimizers import learning_rate
 
 _build_optimizer = step.build_optimizer
 

@@ -67,7 +67,7 @@ _SEQUENCES = 4
 
 
 class Study(NamedTuple):
-  """What is measured on.
+  """The tensors to measure.
 
   Attributes:
     case: What all rows have in common.
@@ -187,8 +187,8 @@ def _parser() -> argparse.ArgumentParser:
   command = commands.add_parser("run", help="train, and measure")
   command.add_argument("--preset", choices=PRESETS, default="demo")
   command.add_argument("--steps", type=args.count, default=1000)
-  command.add_argument("--batch", type=args.count, help="the preset's without")
-  command.add_argument("--seq", type=args.count, help="the preset's without it")
+  command.add_argument("--batch", type=args.count, help="default: the preset's")
+  command.add_argument("--seq", type=args.count, help="default: the preset's")
   command.add_argument("--data", help="as --data.path of train.pretrain")
   command.add_argument("--tokenizer", help="as --data.tokenizer")
   command.add_argument("--rows", type=Path, default=ROWS)

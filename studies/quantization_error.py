@@ -52,7 +52,7 @@ def orders(group_size: int) -> dict[str, tuple[GroupCodec, GroupCodec]]:
 
 @functools.partial(jax.jit, static_argnums=0)
 def through(codec: GroupCodec, x: jax.Array) -> jax.Array:
-  """What a codec that rounds to nearest makes of a moment."""
+  """Stores a moment by a codec that rounds to nearest, and reads it."""
   return codec.decode(codec.encode(x, None))
 
 
@@ -99,7 +99,7 @@ def zeroed(exact: np.ndarray, found: np.ndarray) -> float:
 
 
 def rounded(x: np.ndarray, name: str, shared: Shared) -> np.ndarray:
-  """What a format makes of a tensor.
+  """Quantizes a tensor to a format and dequantizes it.
 
   Args:
     x: [..., n].
@@ -127,7 +127,7 @@ def _rounded(x, name, shared):
   codes = quantize(
     x, group_size=group_size, dtype=FORMATS[name], scale_dtype=scale_dtype
   )
-  return dequantize(codes, group_size=group_size)
+  return dequantize(codes)
 
 
 def tensor_errors(
@@ -254,7 +254,7 @@ def layer_errors(
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _run_layers(config, chosen, dtype, params, x, g):
-  """What each layer adds, and its gradients: of the input, and of weights."""
+  """Computes what each layer adds, and the gradients of input and weights."""
   graph = nnx.split(
     nnx.eval_shape(
       lambda: DecoderLayer(config, chosen, dtype=dtype, rngs=nnx.Rngs(0))

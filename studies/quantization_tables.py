@@ -111,7 +111,7 @@ def _layers(rows: Rows) -> str:
 
 
 def _integers(rows: Rows) -> str:
-  """What both formats have in the same places."""
+  """Compares FP8 with INT8, line by line."""
   lines = []
   for name, text in _OF_LAYER.items():
     fp8, int8 = (one(rows, "layer", recipe=x)[name] for x in ("coat", "int8"))

@@ -19,7 +19,7 @@ are quantized beforehand.
 
 With --compile-only, the layer is compiled for an H200 instead (`make test-aot`
 installs the compiler). The rows then give temporary bytes, and how many
-products run on cuBLASLt, jax-triton and Mosaic.
+products run on cuBLASLt and Mosaic.
 
 x and the gradient of the output are normal random numbers. With --outliers K,
 every 64th feature of both, and one token in 128, are K times as large, which is
@@ -51,7 +51,7 @@ from coat_jax import ops
 from coat_jax import recipe as recipes
 from coat_jax.formats import E4M3
 from coat_jax.recipe import CoatRecipe, Formats
-from train.memory import residual_bytes
+from train.memory.count import residual_bytes
 from train.presets import PRESETS
 
 _E4M3 = Formats(gradients=E4M3)
@@ -89,7 +89,7 @@ def errors(config, recipe: CoatRecipe, arrays, exact) -> dict[str, float]:
 
 
 def results(config, recipe: CoatRecipe, arrays) -> dict[str, list]:
-  """What one layer adds to x, to its gradient, and its matrices' gradients."""
+  """Computes what one layer adds to x and dx, and its matrices' gradients."""
   layer = Layer(config, Variant(recipe))
 
   @jax.jit
@@ -131,18 +131,17 @@ def products(config, options, case) -> list[dict]:
     d_ff=config.d_ff,
     num_heads=config.num_heads,
   )
-  quantizers = {
-    "tensor": (ops.quantize_tensor, ops.quantize_tensor),
-    "block": (ops.quantize_blocks, ops.quantize_tiles),
-  }
+  scalings = {"tensor": ops.PerTensor(), "block": ops.Blocks()}
   found = []
   for matrix, (d, f) in sizes.weights.items():
     x, g = sizes.normal(sizes.tokens, d), sizes.normal(sizes.tokens, f, seed=1)
     w = sizes.normal(d, f, seed=2)
-    for scales, (of_rows, of_weight) in quantizers.items():
-      both = functools.partial(of_rows, layout="both")
+    for scales, scaling in scalings.items():
+      both = functools.partial(
+        ops.quantize_tensor, scaling=scaling, layout="both"
+      )
       xs, gs = jax.jit(both)(x), jax.jit(both)(g)
-      ws = jax.jit(functools.partial(of_weight, layout="both"))(w)
+      ws = jax.jit(functools.partial(both, scaling=scaling.of_weights))(w)
       for op, a, b, dtype in (
         (ops.linear_fwd, xs, ws, jnp.bfloat16),
         (ops.linear_dgrad, gs, ws, jnp.bfloat16),
@@ -162,7 +161,7 @@ def products(config, options, case) -> list[dict]:
 
 
 def compiled(config, recipe: CoatRecipe, options) -> dict:
-  """Of a layer compiled for an H200: memory, and calls of each kernel."""
+  """Compiles a layer for an H200; counts its memory and kernel calls."""
   layer = Layer(config, Variant(recipe))
   shape = options.batch, options.seq, config.d_model
   program = aot.compile_for_h200(
@@ -172,7 +171,6 @@ def compiled(config, recipe: CoatRecipe, options) -> dict:
   return dict(
     temporary_bytes=aot.temporary_bytes(program),
     cublas_products=text.count('custom_call_target="__cublas$lt$matmul$f8"'),
-    jax_triton_products=text.count('custom_call_target="triton_kernel_call'),
     mosaic_products=text.count('custom_call_target="mosaic_gpu_v2"'),
   )
 

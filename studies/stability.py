@@ -85,7 +85,7 @@ def study() -> TrainConfig:
   )
 
 
-# What differs from the run in recipe coat.
+# How each variant differs from the run in recipe coat.
 VARIANTS: dict[str, dict[str, Any]] = {
   "bf16": dict(recipe="bf16", **_F32),
   "fp8_linear": dict(recipe="fp8_linear", **_F32),
@@ -146,7 +146,7 @@ def progress(done: list[dict]) -> str:
 
 
 def _common(preset: str, base: TrainConfig) -> dict[str, Any]:
-  """What all runs of a model have in common."""
+  """The setup that all runs of a model share."""
   return dict(preset=preset, steps=base.steps, batch=base.batch, seq=base.seq)
 
 
@@ -171,7 +171,7 @@ def run(
     How many were run.
   """
   started, count = time.monotonic(), 0
-  # Seconds of a variant's first run, which compiles, and of its others.
+  # Seconds of a variant's first run, which compiles, and of its later runs.
   longest = {True: 0.0, False: 0.0}
   data, variant = Data(source, base), None
   found = programs = None
@@ -204,15 +204,19 @@ def _parser() -> argparse.ArgumentParser:
     description="Where training breaks.",
   )
   commands = parser.add_subparsers(dest="command", required=True)
-  command = commands.add_parser("run", help="train what is not in the rows")
+  command = commands.add_parser(
+    "run", help="train the runs that are not in the rows yet"
+  )
   command.add_argument("--preset", choices=["study", *PRESETS], default="study")
   command.add_argument("--variants", nargs="+", choices=VARIANTS)
   command.add_argument("--rates", nargs="+", type=float, default=RATES)
-  command.add_argument("--best", type=args.count, help="so many of the study's")
+  command.add_argument(
+    "--best", type=args.count, help="only the small model's N best rates"
+  )
   command.add_argument("--seeds", nargs="+", type=int, default=SEEDS)
   command.add_argument("--steps", type=args.count, default=1000)
-  command.add_argument("--batch", type=args.count, help="the preset's without")
-  command.add_argument("--seq", type=args.count, help="the preset's without it")
+  command.add_argument("--batch", type=args.count, help="default: the preset's")
+  command.add_argument("--seq", type=args.count, help="default: the preset's")
   command.add_argument("--data", help="as --data.path of train.pretrain")
   command.add_argument("--tokenizer", help="as --data.tokenizer")
   command.add_argument("--minutes", type=float, default=1e9)

@@ -10,12 +10,15 @@ from matplotlib.figure import Figure
 
 from train.run.metrics import format_table
 
-# Two-sided 95 % of Student's t, by degrees of freedom.
+# Differences are drawn up to this many nats, and for rates up to the other
+# number: at higher rates all variants learn little, and seeds are 0.1 apart.
+_DIFFERENCE, _COMPARED = 0.04, 0.003
+# Two-sided 95 % quantile of Student's t by degrees of freedom.
 _T95 = {1: 12.71, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365}
 
 
 class Summary(NamedTuple):
-  """What the runs of a variant come to.
+  """The results of the runs of a variant.
 
   Attributes:
     rates: All, in order.
@@ -129,13 +132,15 @@ def draw(rows: Iterable[dict], preset: str, out: Path) -> str:
     )
   found = {name: summarize(each) for name, each in by_variant.items()}
   figure = Figure(figsize=(15, 9), layout="constrained")
-  losses, largest, spikes, norms = figure.subplots(2, 2).ravel()
-  ends = limits(found.values())
+  losses, largest, differences, norms = figure.subplots(2, 2).ravel()
+  ends = limits(found)
   highest = max(summary.rates[-1] for summary in found.values())
   for i, (name, summary) in enumerate(found.items()):
     style: dict[str, Any] = dict(color=f"C{i}", label=name)
     _draw_losses(losses, summary, ends and ends[1], **style)
-    spikes.plot(*zip(*summary.spikes.items(), strict=True), "o-", **style)
+    if name != "bf16" and "bf16" in found:
+      shift = 1 + 0.03 * (i - len(found) / 2)  # Side by side, not in one line.
+      _draw_differences(differences, summary, found["bf16"], shift, **style)
     if summary.largest is None:
       where = largest.get_yaxis_transform()
       largest.text(0.01, i, "none", va="center", transform=where)
@@ -147,7 +152,7 @@ def draw(rows: Iterable[dict], preset: str, out: Path) -> str:
     _draw_norms(norms, by_variant[name], summary.best, **style)
   largest.set_yticks(range(len(found)), list(found))
   largest.set_ylim(len(found) - 0.5, -0.5)
-  for axes in (losses, spikes):
+  for axes in (losses, differences):
     axes.set_xscale("log")
     axes.set_xlabel("learning rate")
   largest.set_xscale("log")
@@ -161,7 +166,12 @@ def draw(rows: Iterable[dict], preset: str, out: Path) -> str:
     xlabel="learning rate",
     title="Largest rate that all seeds train; hatched: higher were not run",
   )
-  spikes.set(ylabel="spikes a run", title="Loss spikes")
+  differences.axhline(0, color="black", linewidth=0.8)
+  differences.set(
+    ylabel="held-out loss less BF16's (nats)",
+    title="Differences of paired runs, 95 % intervals; arrows: off the scale",
+    ylim=(-_DIFFERENCE, _DIFFERENCE),
+  )
   norms.set(xlabel="step", ylabel="gradient norm", title="At the best rate")
   norms.set_yscale("log")
   losses.legend(fontsize="small")
@@ -169,27 +179,46 @@ def draw(rows: Iterable[dict], preset: str, out: Path) -> str:
   return _table(found)
 
 
-def limits(found: Iterable[Summary]) -> tuple[float, float] | None:
-  """Finds the ends of the axis of losses: a little beyond what trained.
+def limits(found: dict[str, Summary]) -> tuple[float, float] | None:
+  """Returns the lower and upper end of the loss axis.
 
-  At the top that is all rates of which no seed failed. What is left of one that
-  lost a seed may be far higher, and all else would be on one line.
+  The axis covers the losses of bf16, or of all variants if there is no bf16.
+  Variants that break end up hundreds of nats higher; an axis that showed them
+  would put everything else on one line.
 
   Args:
-    found: Of each variant.
+    found: the summaries by variant.
 
   Returns:
-    The lowest and the highest loss; None where no rate trained with every seed.
+    The two ends, or None if no rate trained with every seed.
   """
   losses, whole = [], []
-  for summary in found:
+  for name, summary in found.items():
     for rate, own in summary.losses.items():
       losses += own.values()
-      whole += own.values() if not summary.failed[rate] else []
+      counts = "bf16" not in found or name == "bf16"
+      whole += own.values() if counts and not summary.failed[rate] else []
   if not whole:
     return None
   margin = 0.08 * (max(whole) - min(losses))
   return min(losses) - margin, max(whole) + margin
+
+
+def _draw_differences(
+  axes, summary: Summary, plain: Summary, shift: float, **style
+) -> None:
+  """Draws the mean paired difference of each rate and its 95 % interval."""
+  for rate, own in summary.losses.items():
+    other = plain.losses.get(rate, {})
+    pairs = [own[seed] - other[seed] for seed in own if seed in other]
+    if len(pairs) < 2 or rate > _COMPARED:
+      continue
+    mean, half = interval(pairs)
+    x, color = rate * shift, style["color"]
+    if abs(mean) > _DIFFERENCE:
+      _draw_at_top(axes, x, "^", color)
+    else:
+      axes.errorbar(x, mean, half, fmt="o", color=color, capsize=3)
 
 
 def _draw_losses(axes, summary: Summary, top: float | None, **style) -> None:

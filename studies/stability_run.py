@@ -22,7 +22,7 @@ from train.config import TrainConfig
 from train.data.batches import eval_batches, train_iterator
 from train.data.tokens import TokenSource
 from train.objective import objective_of
-from train.schedule import learning_rate
+from train.optimizers import learning_rate
 from train.update import update
 
 CHUNK = 25
@@ -42,7 +42,7 @@ class Setup(NamedTuple):
 
 
 class Programs:
-  """What trains and evaluates a variant, compiled when it is first called."""
+  """Trains and evaluates a variant; compiled when it is first called."""
 
   def __init__(self, found: Setup):
     """Builds the functions; nothing is compiled."""
@@ -170,7 +170,7 @@ def train_one(
 
 
 def _probe(programs: Programs, state: step.TrainState, rows: jax.Array) -> dict:
-  """What `train.watch` finds; of layers the worst, but for amax."""
+  """Probes as `train.watch` does; keeps the worst layer, and all for amax."""
   found = {}
   for name, x in jax.device_get(programs.probe(state, rows)).items():
     worst = x if name == "activations_amax" else [x.max()]
@@ -218,7 +218,7 @@ def describe(
 
 
 def _each(x: np.ndarray, reduce: Callable) -> list[float | None]:
-  """Of each CHUNK steps, with four digits."""
+  """Reduces each CHUNK steps to a number of four digits."""
   found = [reduce(x[i : i + CHUNK]) for i in range(0, len(x), CHUNK)]
   return [float(f"{v:.4g}") if np.isfinite(v) else None for v in found]
 

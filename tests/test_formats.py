@@ -131,7 +131,7 @@ def test_int8_groups_are_half_a_step_off_at_most():
   x = jnp.float32(np.random.default_rng(0).normal(size=(3, 40)))
   x = x.at[1, 3].set(jnp.nan)
   q = qtensor.quantize(x, group_size=16, dtype=formats.INT8)
-  values = qtensor.dequantize(q, group_size=16)
+  values = qtensor.dequantize(q)
   step = jnp.repeat(q.scale, 16, axis=-1)[:, :40]
   is_nan = np.zeros((3, 40), bool)
   is_nan[1, :16] = True
@@ -143,7 +143,7 @@ def test_int8_groups_are_half_a_step_off_at_most():
 def test_int8_products_are_exact_sums_of_codes():
   rng = np.random.default_rng(0)
   x, w = (jnp.float32(rng.normal(size=s)) for s in ((32, 2048), (2048, 16)))
-  how = dict(dtype=formats.INT8, layout="both")
+  how = dict(scaling=ops.PerTensor(formats.INT8), layout="both")
   x, w = ops.quantize_tensor(x, **how), ops.quantize_tensor(w, **how)
   y = ops.linear_fwd(x, w, dtype=jnp.float32)
   exact = np.asarray(x.rows, np.int64) @ np.asarray(w.rows, np.int64)
@@ -155,5 +155,7 @@ def test_int8_products_are_exact_sums_of_codes():
 
 @pytest.mark.parametrize("op", [ops.quantize_tensor, ops.tensor_scale])
 def test_kernels_refuse_int8(op):
-  said = ops.explain(op, jnp.ones((32, 64)), dtype=formats.INT8)
+  said = ops.explain(
+    op, jnp.ones((32, 64)), scaling=ops.PerTensor(formats.INT8)
+  )
   assert "float8_e4m3fn and float8_e5m2, got int8" in said

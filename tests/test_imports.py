@@ -17,12 +17,11 @@ RANKS = {
   "checks": -1,
   "formats": 0,
   **dict.fromkeys(["stochastic", "qtensor", "recipe"], 1),
-  "codecs": 2,
+  **dict.fromkeys(["codecs", "mesh"], 2),
   "ops": 3,
   "pallas": 4,
   **dict.fromkeys(["optimizer", "layers"], 5),
   **dict.fromkeys(["models", "optax_coat", "sharding"], 6),
-  "plan": 7,
 }
 
 

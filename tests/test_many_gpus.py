@@ -21,7 +21,7 @@ from coat_jax import recipe as recipes
 from coat_jax.layers import with_weight_cache
 from coat_jax.models.config import ModelConfig
 from coat_jax.models.decoder import DecoderLayer
-from coat_jax.models.specs import param_spec
+from coat_jax.models.params import param_spec, path_of
 from coat_jax.recipe import MeshAxes
 from tests.comparing import assert_same_bits
 from train import step
@@ -93,7 +93,7 @@ def layer_gradients(recipe, mesh):
 
 def layer_spec(path):
   """A parameter's spec without the axis of layers, which it has none of."""
-  return P(*param_spec(path)[1:])
+  return param_spec(path_of(path))
 
 
 @pytest.mark.parametrize(

@@ -26,11 +26,31 @@ def test_presets_say_where_fp8_flows():
   assert coat.group_size == 16 and coat == CoatRecipe()
 
 
+def test_recipes_describe_what_they_multiply_and_save():
+  assert recipe.coat(attention="fp8", group_size=32).describe() == (
+    "products     float8_e4m3fn, gradients float8_e5m2; a scale per tensor\n"
+    "other saved  inputs of norms and activations in float8_e4m3fn, a scale "
+    "per 32 values; their outputs are computed again\n"
+    "attention    q, k, v and output saved in float8_e4m3fn, a scale per 32 "
+    "values"
+  )
+  assert recipe.fp8_linear().describe() == (
+    "products     float8_e4m3fn, gradients float8_e5m2; a scale per tensor\n"
+    "other saved  BF16\n"
+    "attention    q, k, v and output saved in BF16"
+  )
+  block = recipe.fp8_block(residuals="coat").describe()
+  assert "gradients float8_e4m3fn; a scale per 128 values" in block
+  assert "their outputs are saved too" in block
+  assert (
+    recipe.int8().describe().startswith("products     int8, gradients int8")
+  )
+
+
 def test_variants_keep_the_preset_and_set_the_field():
   fields = dict(
     residuals="coat",
     attention="fp8",
-    attention_compute="fp8",
     group_size=32,
     weight_cache="codes",
     implementation="xla",
@@ -47,10 +67,8 @@ def test_variants_keep_the_preset_and_set_the_field():
     **fields,
   )
   assert recipe.fp8_linear(evaluation="bf16").evaluation == "bf16"
-  assert recipe.fp8_block(**fields).attention_compute == "fp8"
+  assert recipe.fp8_block(**fields).attention == "fp8"
   integers = recipe.Formats(values=INT8, gradients=INT8)
-  variant = dataclasses.replace(variant, attention_compute="bf16")
-  fields.pop("attention_compute")
   assert recipe.int8(**fields) == dataclasses.replace(variant, formats=integers)
 
 
@@ -81,7 +99,6 @@ def test_recipes_are_frozen_and_hashable():
     "nonlinear",
     "residuals",
     "attention",
-    "attention_compute",
     "evaluation",
   ],
 )
@@ -102,17 +119,3 @@ def test_fp8_residuals_need_fp8_products(field):
   fields = {"linear": "bf16", "nonlinear": "bf16", field: "fp8"}
   with pytest.raises(ValueError, match="linear='bf16' goes with"):
     CoatRecipe(**fields)
-
-
-@pytest.mark.parametrize(
-  "fields",
-  [
-    dict(attention="bf16"),
-    dict(attention="fp8", nonlinear="bf16"),
-    dict(attention="fp8", formats=recipe.Formats(values=INT8, gradients=INT8)),
-    dict(attention="fp8", formats=recipe.Formats(values=E5M2)),
-  ],
-)
-def test_attention_in_fp8_saves_the_codes_it_multiplies(fields):
-  with pytest.raises(ValueError, match="pass attention='fp8' to coat or"):
-    CoatRecipe(attention_compute="fp8", **fields)

@@ -34,10 +34,10 @@ def test_a_checkpoint_comes_back_bit_for_bit_on_another_mesh(result):
     np.testing.assert_array_equal(x, y, name)
   for state, shape in ((saved, (2, 4)), (restored, (4, 2))):
     moments = state["optimizer"][1][0]
-    assert moments.mu_codes["up"].dtype == jnp.float8_e4m3fn
-    assert moments.nu_amax["up"].sharding.spec == P(None, None, "fsdp")
-    assert moments.nu_amax["down"].sharding.spec == P(None, "fsdp")
+    assert moments.mu.codes["up"].dtype == jnp.float8_e4m3fn
+    assert moments.nu.amax["up"].sharding.spec == P(None, None, "fsdp")
+    assert moments.nu.amax["down"].sharding.spec == P(None, "fsdp")
     for x in jax.tree.leaves(state):
       assert x.sharding.mesh.devices.shape == shape
     # Not zeros: something was saved.
-    assert np.count_nonzero(np.asarray(moments.nu_amax["up"]))
+    assert np.count_nonzero(np.asarray(moments.nu.amax["up"]))

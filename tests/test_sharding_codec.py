@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shardings of states need no codec: it is found from the optimizer."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -31,20 +33,18 @@ def test_codec_is_found_from_the_optimizer():
   # 1000 values have eight groups of 125 and of 128: one of them fits.
   fits, jitted = make(codecs.log8(125)), jax.jit(make(codecs.log8()).init)
   state = abstract_state(lambda p: [fits.init(p)], params, split)[0][0]
-  assert state.mu_amax["w"].sharding.spec == P(None, "fsdp")
+  assert state.mu.amax["w"].sharding.spec == P(None, "fsdp")
   for _ in range(2):  # The second trace is not one from a cache.
     refused(jitted, 128)
   two = {"a": make(codecs.fp8(100)), "b": make(codecs.log8(64))}
   refused(optax.partition(two, {"w": "a"}).init, 100)
-  # A state that no optimizer makes is somebody's who knows the codec.
+  # A state that is made without the optimizer names its codec too.
   made = jax.eval_shape(fits.init, params)
 
   def elsewhere(p):
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), made)
-    like = jax.tree.map(lambda x, y: y.astype(x.dtype), zeros[0].mu_codes, p)
-    return zeros[0]._replace(mu_codes=like)
+    like = jax.tree.map(lambda x, y: y.astype(x.dtype), zeros[0].mu.codes, p)
+    return zeros[0]._replace(mu=dataclasses.replace(zeros[0].mu, codes=like))
 
   state_shardings(elsewhere, params, whole)
-  with pytest.raises(ValueError, match="must be known.* at 'w'.*or pass codec"):
-    state_shardings(elsewhere, params, split)
-  state_shardings(elsewhere, params, split, codec=codecs.log8(125))
+  state_shardings(elsewhere, params, split)

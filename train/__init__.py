@@ -1,25 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training programs to read, to run from the clone, and to copy.
 
-  commands   pretrain, finetune, vit, convert, generate, evaluate, plan, plot:
-             one file each; vit with vit_config, finetune with
-             finetune_config, conversations and samples, plan with planning
-             and search, evaluate with evaluation/
-  loop       of a training run, which pretrain and finetune share
-  a model    source: of a run, or of a folder of transformers
-  a step     presets, config, optim_config, combinations, options, mesh,
-             schedule, weights, optimizers, update, step, and objective: what
-             is learned of a batch, text or images
-  data/      from files to batches
-  run/       folder, checkpoints, log, signals, processes, comparison of a run
-  command_line  errors of commands in words of their options
-  memory     bytes that a layer saves for its backward pass
-  watch      what tells early that low precision is about to hurt
+  commands       pretrain, finetune, vit, convert, generate, evaluate, plan and
+                 plot, one file each; others by these names belong to them
+                 (vit_config, finetune_config, conversations, convert_adamw,
+                 convert_hf, planning, search, evaluation/)
+  loop           the training loop of pretrain, finetune and vit
+  source         opens the model of a run, or a Hugging Face checkpoint
+  step, update   one training step; with presets, config, optim_config,
+                 combinations, options, mesh, weights, optimizers, and
+                 objective, the losses of text and of images
+  data/          from files to batches
+  run/           folder, checkpoints, log, signals and processes of a run
+  command_line   errors of commands in terms of their options
+  memory         bytes that a layer saves for its backward pass
+  watch          early signs that low precision is about to hurt
 
-A program of your own needs `step` with `objective`, `schedule`, `weights`,
-`optimizers` and `update`, `config` with `optim_config`, `combinations` and
-`options`, `finetune_config`, which `objective` knows, `mesh`, `presets` and
-`data`, and no more than this to train on one device:
+A program of your own needs `step`, `update`, `objective`, `weights`,
+`optimizers`, `config`, `optim_config`, `finetune_config`, `combinations`,
+`options`, `mesh`, `presets` and `data`. This trains on one device:
 
 ```python
 import jax
@@ -41,7 +40,7 @@ for _ in range(config.steps):
   state, metrics = train_step(state, next(batches)["tokens"])
 ```
 
-What can be left out, and what is lost then:
+What can be left out, and what is lost:
   * all of `run`, `loop`, `pretrain`, `finetune`, `convert`, `generate`,
     `evaluate`, `evaluation`, `source` and `plot`: files, resuming, several
     processes, comparison with a twin; begin with `run.checkpoint` and its
@@ -65,9 +64,6 @@ def check_command(line: list[str]) -> None:
   """Ends `python -m` of a module here that is no command, with status 2.
 
   It would define its functions, print nothing and seem to have worked.
-
-  Args:
-    line: The words of the command line, from `python` on.
   """
   _, _, rest = " ".join(line).partition(" -m ")
   name = rest.split(" ")[0]

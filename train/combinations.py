@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which options of a run exclude each other."""
+"""Checks options of a run that exclude each other."""
 
 from typing import Any
 

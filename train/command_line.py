@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a command line gives, and its errors in words of its options.
+"""Reads command lines and prints their errors in terms of options.
 
 Dataclasses check their values when they are made, for programs too, and begin
 their messages with their own name. A command line knows only options, and tyro
@@ -29,26 +29,13 @@ def words_of(arguments: Sequence[str] | None) -> list[str]:
 
 
 def times_given(option: str, words: Sequence[str]) -> int:
-  """Counts how often a command line gives an option.
-
-  Args:
-    option: The name of its field.
-    words: From `words_of`.
-  """
+  """Counts how often a command line gives an option."""
   given = (word.partition("=")[0].replace("_", "-") for word in words)
   return list(given).count(f"--{option.replace('_', '-')}")
 
 
 def check_given(config: Any, words: Sequence[str]) -> None:
-  """Checks that a command line gives no option that another makes void.
-
-  Args:
-    config: What it configures.
-    words: From `words_of`.
-
-  Raises:
-    ValueError: it gives one.
-  """
+  """Checks that a command line gives no option that another makes void."""
   for option, needed in _NEEDS.items():
     if times_given(option, words) and not getattr(config, needed):
       name = option.replace("_", "-")
@@ -59,12 +46,7 @@ def check_given(config: Any, words: Sequence[str]) -> None:
 
 
 def error_line(error: BaseException | None, part: str = "") -> str:
-  """Writes an error as a line to print, without names of Python.
-
-  Args:
-    error: Its message is a sentence.
-    part: Of the configuration that it is about, as `optim`.
-  """
+  """Writes an error as a line to print, without names of Python."""
   text = _OF_FUNCTION.sub("", _OF_CLASS.sub("", str(error), count=1))
   if part:
     text = f"{part}: {text}"
@@ -77,9 +59,6 @@ def plain_errors() -> Iterator[None]:
 
   It may be one that a dataclass raises inside `tyro.cli`. All else that tyro
   prints stays: what is missing, unknown, or no number.
-
-  Raises:
-    SystemExit: tyro's, with its status 2, or one like it for a ValueError.
   """
   held = io.StringIO()
   try:
@@ -119,5 +98,5 @@ def _line_of_cause(stop: SystemExit, shown: str) -> str | None:
 
 
 def _letters(text: str) -> str:
-  """What is left of a text however it is wrapped and framed."""
+  """Letters and digits alone, which wrapping and frames do not change."""
   return "".join(filter(str.isalnum, text))

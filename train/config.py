@@ -17,9 +17,9 @@ import jax.numpy as jnp
 
 import coat_jax.recipe
 from coat_jax.models.config import ModelConfig, Remat
+from coat_jax.models.params import mesh_axes
 from coat_jax.models.ranges import Count, Range, Width, check_numbers
 from coat_jax.models.remat import check_remat
-from coat_jax.models.specs import mesh_axes
 from coat_jax.recipe import GradDtype, MeshAxes
 from train.combinations import check_combinations
 from train.data.tokens import DataConfig
@@ -45,8 +45,8 @@ _COAT = (
   "evaluation",
 )
 _RECIPES = {
-  "coat": (*_COAT, "attention_compute"),
-  "fp8_block": (*_COAT, "attention_compute"),
+  "coat": _COAT,
+  "fp8_block": _COAT,
   "fp8_linear": ("weight_cache", "evaluation"),
   "bf16": ("compute",),
   "int8": _COAT,
@@ -58,77 +58,87 @@ class TrainConfig:
   """A training run.
 
   Attributes:
-    out: Folder of the run.
+    out: The run's folder.
+    data: Where tokens come from.
+    seq: Tokens per sequence.
+    batch: Sequences per step, over all devices.
+    seed: Seed of the initial weights, the order of the data and stochastic
+      rounding.
+    model: The model's shape.
+    init_from: A Hugging Face checkpoint, or a run that started from one. The
+      run starts with its weights, and its shape replaces the preset's; see
+      docs/models.md. Empty for random weights.
+    recipe: What the layers compute and save for the backward pass in FP8; int8
+      is there to compare with.
+    residuals: What layers save for the backward pass, with recipes coat,
+      fp8_block and int8; minimal saves less and recomputes more.
+    attention: How q, k, v and the output of attention are saved, with the same
+      recipes.
+    activation_group_size: Activations that share a scale, with the same
+      recipes.
+    weight_cache: What is computed of a weight once per step, with FP8 recipes.
+    evaluation: Evaluate in the recipe of training (same) or in bf16, with FP8
+      recipes.
+    compute: The dtype of activations, with recipe bf16; float32 shows the
+      effect of rounding.
+    remat: What jax.checkpoint saves of a layer; the backward pass recomputes
+      the rest. none saves what the recipe says, dots the results of matmuls,
+      full only the layer's input, fp8 (recipe coat) the inputs of both norms in
+      FP8, fp8_layer the layer's input rounded to FP8.
+    params: How weights are stored. bfloat16 rounds stochastically;
+      bfloat16_low8 adds 8 bits to each weight. Norms and biases are always f32.
+    implementation: auto uses kernels where there is a GPU, xla never does.
+    optim: The optimizer and the learning rate.
     steps: Optimizer steps of the whole run.
-    mesh: Devices to train on, as `data=2,fsdp=4,tensor=1`; see `train.mesh`.
-      Empty for one device.
-    distributed: Join the other processes of the run, as SLURM, Open MPI or the
-      environment names them; see docs/sharding.md.
-    batch: Sequences a step, on all devices together.
-    accumulate: Microbatches that go through the model one after another, whose
-      gradients are added; less memory for the same step.
-    params: How weights are stored; in bfloat16 they are rounded stochastically,
-      and bfloat16_low8 adds 8 bits to each. Norms and biases are f32 always.
-    grad_reduce: The dtype in which gradients are summed over devices.
-    grad_accumulate: Of microbatches, the dtype in which gradients of weights in
-      bfloat16 are added.
-    seq: Tokens a sequence.
-    seed: Of initial weights, order of the data and stochastic rounding.
-    recipe: What the layers compute, and save for the backward pass, in FP8, or
-      in INT8 to compare with.
-    residuals: Of recipes coat, fp8_block and int8, what layers save for the
-      backward pass; minimal recomputes more.
-    attention: Of the same recipes, how q, k, v and output are saved.
-    attention_compute: Of coat and fp8_block, what attention's products read;
-      fp8 goes with attention fp8.
-    activation_group_size: Of the same recipes, activations that share a scale.
-    weight_cache: Of an FP8 recipe, what is computed of a weight once a step.
-    evaluation: Of an FP8 recipe, what evaluation computes; same as training
-      or bf16.
-    compute: Of recipe bf16, what layers compute in; float32 shows what comes
-      of rounding.
-    remat: What jax.checkpoint saves of a layer, to recompute the rest in the
-      backward pass: dots the results of its products, full its input alone;
-      fp8, of recipe coat, both norms' inputs in FP8; fp8_layer its input,
-      rounded to FP8; none does not use it.
+    accumulate: Microbatches per step. They go through the model one after
+      another and their gradients are added, which needs less memory.
+    grad_accumulate: The dtype in which microbatches' gradients of bfloat16
+      weights are added.
     optimizer_in_backward: Step each layer's parameters as soon as its gradients
-      exist, so that those of one layer exist at a time; needs optim.clip
-      share or adaptive.
-    implementation: Kernels where there is a GPU, or xla for none anywhere.
-    init_from: Folder of a checkpoint of transformers, or of a run that began
-      with one, whose weights, and whose model's shape in place of the preset's,
-      the run begins with; see docs/models.md. Empty for random weights.
+      exist, so that only one layer's gradients exist at a time; needs
+      optim.clip share or adaptive.
+    mesh: Devices to train on, such as data=2,fsdp=4,tensor=1; see `train.mesh`.
+      Empty for one device.
+    grad_reduce: The dtype in which gradients are summed over devices.
+    distributed: Join the run's other processes, which SLURM, Open MPI or the
+      environment names; see docs/sharding.md.
     resume: Continue the run in `out` from its last checkpoint.
     convert_state: With resume, convert a checkpoint of another codec, rounding,
       group size or second format, or of other params or optim.clip.
     overwrite: Replace the run in `out`.
-    compare: Train a twin in BF16 with f32 moments too, and compare.
-    compare_seeds: Twins, from as many seeds; their spread is shown.
-    eval_every: Steps between evaluations; the last step is always evaluated.
-    eval_batches: Held-out batches of an evaluation.
-    report_state: At evaluations, report how well the moments fit their codes,
-      against f32 moments that are stored for it (8 bytes a parameter more).
-    watch: Steps between looks at what tells early that low precision hurts:
-      outliers, lost codes, powers k; see `train.watch`. 0 for none, 100 is
-      enough and costs 0.3 % of the time.
     save_every: Steps between checkpoints; the last step is always saved.
-    keep: How many of the newest checkpoints stay.
-    tensorboard: Write metrics to TensorBoard's event files too.
-    wandb: Write metrics to Weights & Biases too; WANDB_PROJECT and its other
-      variables say where.
-    profile: Steps to trace with jax.profiler, as 5, or 5:100 for five after the
+    keep: How many of the newest checkpoints to keep.
+    eval_every: Steps between evaluations; the last step is always evaluated.
+    eval_batches: Held-out batches per evaluation.
+    compare: Also train a twin with BF16 layers and f32 moments, and compare.
+    compare_seeds: How many twins to train, each with another seed; the table
+      shows their spread.
+    report_state: Whether evaluations report how well the moments fit their
+      codes. This stores f32 moments too (8 bytes per parameter).
+      --no-report-state skips it.
+    watch: Steps between checks for early signs that low precision hurts, such
+      as outliers and lost codes; see `train.watch`. 0 for none; 100 is enough
+      and costs 0.3 % of the time.
+    tensorboard: Also write metrics to TensorBoard event files.
+    wandb: Also write metrics to Weights & Biases, which reads WANDB_PROJECT and
+      its other environment variables.
+    profile: Steps to trace with jax.profiler: 5, or 5:100 for five after the
       first hundred. Empty for none.
-    model: Shape of the model.
-    optim: Optimizer and learning rate.
-    data: Where tokens come from.
 
   Raises:
     ValueError: a value outside its range, or options that exclude each other.
   """
 
-  model: ModelConfig = dataclasses.field(metadata=FIXED)
-  optim: OptimConfig
+  # Options of data, then of the model, of optimization, and of the run.
+  out: str = dataclasses.field(metadata=SILENT)
   data: DataConfig = dataclasses.field(default=DataConfig(), metadata=SILENT)
+  seq: Count = dataclasses.field(metadata=FIXED)
+  batch: Count = dataclasses.field(metadata=FIXED)
+  seed: Annotated[int, Range(0, 2**31 - 1)] = dataclasses.field(
+    default=0, metadata=FIXED
+  )
+  model: ModelConfig = dataclasses.field(metadata=FIXED)
+  init_from: str = dataclasses.field(default="", metadata=SILENT)
   recipe: Literal["coat", "bf16", "fp8_linear", "fp8_block", "int8"] = (
     dataclasses.field(default="coat", metadata=FIXED)
   )
@@ -138,9 +148,6 @@ class TrainConfig:
   attention: coat_jax.recipe.Kept = dataclasses.field(
     default="bf16", metadata=FIXED
   )
-  attention_compute: coat_jax.recipe.Kept = dataclasses.field(
-    default="bf16", metadata=FIXED
-  )
   activation_group_size: Width = dataclasses.field(default=16, metadata=FIXED)
   weight_cache: coat_jax.recipe.WeightCache = "scale"
   evaluation: Literal["same", "bf16"] = dataclasses.field(
@@ -148,39 +155,33 @@ class TrainConfig:
   )
   compute: Literal["bfloat16", "float32"] = "bfloat16"
   remat: Remat = "none"
-  optimizer_in_backward: bool = False
-  implementation: Literal["auto", "xla"] = "auto"
-  out: str = dataclasses.field(metadata=SILENT)
-  steps: Count
-  mesh: str = ""
-  distributed: bool = dataclasses.field(default=False, metadata=SILENT)
-  batch: Count = dataclasses.field(metadata=FIXED)
-  accumulate: Count = 1
   params: Stored = dataclasses.field(default="float32", metadata=CONVERTED)
-  grad_reduce: GradDtype = "float32"
+  implementation: Literal["auto", "xla"] = "auto"
+  optim: OptimConfig
+  steps: Count
+  accumulate: Count = 1
   grad_accumulate: GradDtype = "float32"
-  seq: Count = dataclasses.field(metadata=FIXED)
-  seed: Annotated[int, Range(0, 2**31 - 1)] = dataclasses.field(
-    default=0, metadata=FIXED
-  )
-  init_from: str = dataclasses.field(default="", metadata=SILENT)
+  optimizer_in_backward: bool = False
+  mesh: str = ""
+  grad_reduce: GradDtype = "float32"
+  distributed: bool = dataclasses.field(default=False, metadata=SILENT)
   resume: bool = dataclasses.field(default=False, metadata=SILENT)
   convert_state: bool = dataclasses.field(default=False, metadata=SILENT)
   overwrite: bool = dataclasses.field(default=False, metadata=SILENT)
+  save_every: Count = dataclasses.field(default=1000, metadata=SILENT)
+  keep: Count = dataclasses.field(default=3, metadata=SILENT)
+  eval_every: Count = dataclasses.field(default=1000, metadata=SILENT)
+  eval_batches: Count = dataclasses.field(default=16, metadata=SILENT)
   compare: Literal["bf16"] | None = dataclasses.field(
     default=None, metadata=SILENT
   )
   compare_seeds: Annotated[int, Range(1, 100)] = dataclasses.field(
     default=1, metadata=SILENT
   )
-  eval_every: Count = dataclasses.field(default=1000, metadata=SILENT)
-  eval_batches: Count = dataclasses.field(default=16, metadata=SILENT)
   report_state: bool = dataclasses.field(default=False, metadata=FIXED)
   watch: Annotated[int, Range(0, 2**31 - 1)] = dataclasses.field(
     default=0, metadata=SILENT
   )
-  save_every: Count = dataclasses.field(default=1000, metadata=SILENT)
-  keep: Count = dataclasses.field(default=3, metadata=SILENT)
   tensorboard: bool = dataclasses.field(default=False, metadata=SILENT)
   wandb: bool = dataclasses.field(default=False, metadata=SILENT)
   profile: str = dataclasses.field(default="", metadata=SILENT)
@@ -326,16 +327,10 @@ class TrainConfig:
 
 
 def resume_rule(name: str, kind: type = TrainConfig) -> str:
-  """Looks up what a resumed run may change.
+  """Looks up whether a resumed run may change a field.
 
-  Args:
-    name: A field of the configuration, or of a part of it as `optim.lr`.
-    kind: Of the configuration.
-
-  Returns:
-    `fixed`, `converted`, `silent`, or `reported`, which is the default, also of
-    names that are no field (any more). A part's rule is that of its fields,
-    unless they have one.
+  The rule is fixed, converted, silent or reported, the default. The rule of a
+  part such as `optim` applies to its fields unless they have their own.
   """
   rule, part = "reported", kind
   for word in name.split("."):

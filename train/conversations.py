@@ -1,55 +1,53 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `train.finetune` learns from, as the training loop takes it."""
+"""The data of `train.finetune`, in the form that the training loop takes.
 
+At each evaluation the model answers some held-out prompts, by the most probable
+token after another. samples.jsonl in the run's folder has a line for each
+answer: `step`, `sample` (its number), `prompt`, `answer`, and `reference`, the
+answer in the data.
+"""
+
+import contextlib
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import grain
 import jax
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
+from coat_jax.models import VisionLanguageModel, generate
 from coat_jax.models.vision_language import VisionLanguageConfig
 from train import pretrained
-from train.data.chat import batches
+from train.data.batches import count_steps
 from train.data.chat.documents import load_documents
 from train.data.chat.encoder import ChatEncoder, open_template
-from train.data.chat.ending import write_stop_tokens
 from train.data.chat.packing import PackedRows, pack
 from train.data.chat.template import ChatTemplate
-from train.data.text import TokenizerText
+from train.data.folder import write_stop_tokens
+from train.data.text import Text, TokenizerText
 from train.finetune_config import FinetuneConfig
 from train.options import read_path
-from train.run.data import OwnRows, RunData
+from train.run.data import RunData
 from train.run.directory import RunDirectory
 from train.run.exits import say
-from train.samples import HeldOutSamples, Prompt
+from train.run.metrics import MetricsLog
 
 if TYPE_CHECKING:  # Which needs Pillow.
   from train.data.chat.images import ChatImages
 
+# Of a prompt's end, and of an answer, in what is printed.
+_SHOWN = 160
 TOKENIZER, TEMPLATE = "tokenizer.json", "chat_template.jinja"
 # That read images of a batch each.
 _THREADS = 8
 
 
 def load(config: FinetuneConfig) -> tuple[FinetuneConfig, "Conversations"]:
-  """Reads the conversations of a run.
-
-  Args:
-    config: The run, with its checkpoint's shape.
-
-  Returns:
-    The run with as many steps as its epochs take, and its data.
-
-  Raises:
-    FileNotFoundError, ValueError: the tokenizer, the template or a row cannot
-      be used, or there are too few.
-  """
+  """Reads the conversations of a run."""
   folder, data = pretrained.source_of(config), config.data
   if folder is None:
     raise ValueError(
@@ -83,10 +81,12 @@ def load(config: FinetuneConfig) -> tuple[FinetuneConfig, "Conversations"]:
   found = Conversations(
     rows=own,
     held_out=held_out,
+    fingerprint=documents.fingerprint,
+    threads=0 if images is None else _THREADS,
     text=TokenizerText(str(folder / TOKENIZER)),
     template=template if data.template else None,
   )
-  steps = config.steps or batches.count_steps(
+  steps = config.steps or count_steps(
     own, batch_size=config.batch, epochs=config.epochs
   )
   room = f" and {own.images} images" if own.images else ""
@@ -102,20 +102,7 @@ def load(config: FinetuneConfig) -> tuple[FinetuneConfig, "Conversations"]:
 def open_images(
   folder: Path, shape: VisionLanguageConfig, images: str = ""
 ) -> "ChatImages":
-  """Opens what reads images of conversations for a model.
-
-  Args:
-    folder: With the checkpoint's preprocessing.
-    shape: The model's.
-    images: Folder that names are relative to; "" for that of each file of rows.
-
-  Returns:
-    What `load_documents` takes as images.
-
-  Raises:
-    ValueError: Pillow is not installed, `images` is no folder, or images are
-      preprocessed for another tower.
-  """
+  """Opens what reads images of conversations for a model."""
   source = read_path("images", images) if images else None
   if source is not None and not source.is_dir():
     # Not left to the rows, which --skip-bad would leave out.
@@ -148,64 +135,83 @@ def open_images(
   )
 
 
+class Prompt(NamedTuple):
+  """A held-out prompt."""
+
+  tokens: list[int]  # Up to the answer.
+  reference: list[int]  # The answer in the data.
+
+
+class HeldOutSamples:
+  """Generates answers and writes them to a run's samples.jsonl."""
+
+  def __init__(
+    self,
+    path: Path,
+    prompts: Sequence[Prompt],
+    text: Text,
+    *,
+    graph: nnx.GraphDef,
+    mesh: Mesh | None,
+    most: int,
+    resumed_step: int,
+  ):
+    """Opens the file."""
+    self._prompts, self._text = prompts, text
+    self._graph, self._mesh, self._most = graph, mesh, most
+    ends = {prompt.reference[-1] for prompt in prompts}
+    # That of a turn, where it is a token of its own.
+    ends = {token for token in ends if not text.decode([token])}
+    self._stops = sorted({*text.stop_tokens, *ends})
+    self._log = MetricsLog(path, resumed_step=resumed_step)
+
+  def write(self, step: int, params: Any) -> list[str]:
+    """Generates with the parameters after a step."""
+    context = contextlib.nullcontext()
+    if self._mesh is not None:
+      context = jax.set_mesh(self._mesh)
+    model = nnx.merge(self._graph, params)
+    if isinstance(model, VisionLanguageModel):
+      model = model.decoder  # Prompts are text.
+    try:
+      with context:
+        found = generate(
+          model,
+          [prompt.tokens for prompt in self._prompts],
+          max_new_tokens=self._most,
+          stop_tokens=self._stops,
+        )
+    except ValueError as error:  # NaN, which may be of these prompts alone.
+      return [f"  samples: {error}"]
+    lines = []
+    for i, (prompt, answer) in enumerate(
+      zip(self._prompts, found.tokens, strict=True)
+    ):
+      texts = {
+        "prompt": self._text.decode(prompt.tokens),
+        "answer": self._text.decode(answer),
+        "reference": self._text.decode(prompt.reference),
+      }
+      self._log.write(step=step, sample=i, **texts)
+      asked = " ".join(texts["prompt"].split())[-_SHOWN:]
+      answered = " ".join(texts["answer"].split())[:_SHOWN]
+      lines.append(f"  sample {i}: {asked} => {answered}")
+    return lines
+
+  def close(self) -> None:
+    """Closes the file."""
+    self._log.close()
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Conversations(RunData[FinetuneConfig]):
-  """Conversations, packed into sequences.
-
-  Attributes:
-    rows: To train on.
-    held_out: To evaluate.
-    text: The tokenizer.
-    template: That the run keeps beside the tokenizer, in place of its own; or
-      None.
-  """
-
-  dtypes = {"tokens": np.int32, "segments": np.int32, "is_target": np.bool_}
+  """Conversations, packed into sequences."""
 
   rows: PackedRows
   held_out: PackedRows
   text: TokenizerText
+  # A chat template that the run keeps instead of the tokenizer's; or None.
   template: ChatTemplate | None
-
-  @property
-  def fingerprint(self) -> str:
-    return self.rows.documents.fingerprint
-
-  def batch_shapes(
-    self, config: FinetuneConfig
-  ) -> dict[str, jax.ShapeDtypeStruct]:
-    shapes = super().batch_shapes(config)
-    if (images := self.rows.documents.images) is not None:
-      size = images.reader.preprocessing.shape
-      shape = config.batch, self.rows.images, 3, *size
-      shapes["images"] = jax.ShapeDtypeStruct(shape, np.float32)
-    return shapes
-
-  def train_batches(
-    self, config: FinetuneConfig, **own_rows: int
-  ) -> grain.DatasetIterator:
-    found = batches.train_batches(
-      self.rows, batch_size=config.batch, seed=config.seed, **own_rows
-    )
-    has_images = self.rows.documents.images is not None
-    return batches.to_iterator(
-      found.map(_named), threads=_THREADS if has_images else 0
-    )
-
-  def eval_batches(
-    self, config: FinetuneConfig, **own_rows: int
-  ) -> Iterable[OwnRows]:
-    found = batches.eval_batches(
-      self.held_out,
-      batch_size=config.batch,
-      max_batches=config.eval_batches,
-      **own_rows,
-    ).map(_named)
-    if self.held_out.documents.images is None:
-      return found
-    return found.to_iter_dataset(
-      grain.ReadOptions(num_threads=_THREADS, prefetch_buffer_size=_THREADS)
-    )
 
   def keep_files(self, run: RunDirectory) -> None:
     if self.template is not None:
@@ -252,8 +258,3 @@ class Conversations(RunData[FinetuneConfig]):
       yield Prompt(
         tokens[:first].tolist(), tokens[first : first + count].tolist()
       )
-
-
-def _named(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-  """By the names of `Batch.make`, and images."""
-  return {"is_target" if k == "mask" else k: x for k, x in batch.items()}

@@ -48,7 +48,7 @@ from coat_jax import from_adam_state, sharding, to_adam_state
 from train import convert_hf, weights
 from train import step as steps
 from train.command_line import plain_errors
-from train.config import OptimConfig, TrainConfig
+from train.config import TrainConfig
 from train.convert_adamw import export_adamw, import_adamw
 from train.objective import trained
 from train.options import read_path
@@ -69,23 +69,7 @@ def restore(
   abstract: TrainState,
   batches: grain.DatasetIterator,
 ) -> TrainState:
-  """Restores a checkpoint, converting its state to what the run keeps.
-
-  Args:
-    checkpoints: The run's.
-    step: One of their steps.
-    config: The run's, with which `check_same` has allowed the checkpoint.
-    abstract: The state of `config`, as for `Checkpoints.restore`.
-    batches: As for `Checkpoints.restore`.
-
-  Returns:
-    The state after `step` steps, sharded like `abstract`. Each device converts
-    its own shards; weights are rounded to nearest. Norms of earlier steps, for
-    clipping, begin anew where the checkpoint has none.
-
-  Raises:
-    ValueError: the checkpoint holds another state.
-  """
+  """Restores a checkpoint, converting its state to what the run keeps."""
   saved = configuration(read_description(checkpoints.path, step))
   params = abstract.params
   if saved.params != config.params:
@@ -96,7 +80,11 @@ def restore(
   )
   optimizer = abstract.optimizer
   if not same_codes or saved.params != config.params:
-    optimizer = _abstract_optimizer(saved, params)
+    # Moments name their codec: with the same codes, it is the run's.
+    optim = config.optim if same_codes else saved.optim
+    optimizer = _abstract_optimizer(
+      dataclasses.replace(saved, optim=optim), params
+    )
   # Of rule global there are no norms; the other rules keep alike ones.
   clip = () if saved.optim.clip == "global" else abstract.clip
   state = checkpoints.restore(
@@ -110,7 +98,7 @@ def restore(
     state = _stored_anew(state, config, abstract)
   if not same_codes:
     convert = jax.jit(
-      functools.partial(_recode, before=saved.optim, config=config),
+      functools.partial(_recode, config=config),
       out_shardings=steps.shardings(abstract.optimizer),
     )
     state = state._replace(optimizer=convert(state.optimizer))
@@ -133,8 +121,8 @@ def _stored_anew(
   return state._replace(params=params, optimizer=weights.with_low(adam, low))
 
 
-def _recode(state, *, before: OptimConfig, config: TrainConfig):
-  adam = to_adam_state(state, before.moment_codec())
+def _recode(state, *, config: TrainConfig):
+  adam = to_adam_state(state)
   codec = config.optim.moment_codec()
   return from_adam_state(adam, codec=codec, seed=config.seed)
 
@@ -159,7 +147,7 @@ def _abstract_optimizer(config: TrainConfig, params: Any):
     return p.update(sharding=NamedSharding(mesh, P(*rows)))
 
   params = jax.tree.map(with_whole_groups, params)
-  return sharding.abstract_state(init, params, codec=codec)
+  return sharding.abstract_state(init, params)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,13 +165,13 @@ class Export:
 
 @dataclasses.dataclass(frozen=True)
 class ExportHF:
-  """Writes a run's newest checkpoint as a folder that transformers reads.
+  """Exports a run's newest checkpoint as a Hugging Face folder.
 
   Attributes:
     run: Folder of the run.
     out: Folder to create.
-    dtype: Of the tensors; by default that of the checkpoint that the run began
-      with, or else that of the run's weights.
+    dtype: The dtype of the tensors. By default it is that of the checkpoint
+      that the run began with, or else that of the run's weights.
   """
 
   run: tyro.conf.Positional[Path]
@@ -193,11 +181,11 @@ class ExportHF:
 
 @dataclasses.dataclass(frozen=True)
 class ImportHF:
-  """Makes a folder that transformers wrote a run.
+  """Turns a Hugging Face folder into a run.
 
   Attributes:
     source: The folder.
-    config: The run to make; its model's shape is that of the folder.
+    config: The run to make. Its model's shape comes from the folder.
   """
 
   source: tyro.conf.Positional[Path]
@@ -205,11 +193,7 @@ class ImportHF:
 
 
 def _run(command: Any) -> None:
-  """Runs a command and prints what was made.
-
-  Raises:
-    Stop: SIGINT or SIGTERM came; nothing is left of what was not finished.
-  """
+  """Runs a command and prints what was made."""
   is_export = isinstance(command, Export | ExportHF)
   out = read_path("out", command.out if is_export else command.config.out)
   with stop_on_signal(out):

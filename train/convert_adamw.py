@@ -14,11 +14,10 @@ from coat_jax import from_adam_state, to_adam_state
 from train import step as steps
 from train import weights
 from train.config import TrainConfig
+from train.optimizers import learning_rate
 from train.run.checkpoint import restore_state
-from train.run.imported import create_run
-from train.run.sources import newest_checkpoint
+from train.run.imported import create_run, newest_checkpoint
 from train.run.writing import write_tree
-from train.schedule import learning_rate
 from train.step import TrainState
 
 
@@ -32,29 +31,15 @@ def _check_optimizer(op: str, config: TrainConfig, remedy: str) -> None:
 
 
 def export_adamw(run: Path, out: Path) -> int:
-  """Writes a run's newest whole checkpoint as one of optax's AdamW.
-
-  Args:
-    run: Folder of the run, which may be training meanwhile.
-    out: Folder to create.
-
-  Returns:
-    The checkpoint's step.
-
-  Raises:
-    ValueError: `run` is no run of coat_adamw with a whole checkpoint, or `out`
-      exists or would be in a file.
-    SaveError: it cannot be written.
-  """
+  """Writes a run's newest whole checkpoint as one of optax's AdamW."""
   path, step, config = newest_checkpoint(run, out)
   remedy = "its weights without moments are written by export-hf"
   _check_optimizer("export", config, remedy)
   optimizer = steps.build_optimizer(config)
   abstract = steps.abstract_state(config, optimizer)
   state = restore_state(path, step, abstract)
-  codec = config.optim.moment_codec()
   adam, low = weights.without_low(state.optimizer)
-  adam = jax.jit(lambda adam: to_adam_state(adam, codec))(adam)
+  adam = jax.jit(to_adam_state)(adam)
   params = jax.jit(weights.load)(state.params, low)
   # An optimizer's arguments are not in its state, but their kinds are.
   adamw = optax.adamw(learning_rate(config), mask=steps.decays)
@@ -66,21 +51,7 @@ def export_adamw(run: Path, out: Path) -> int:
 
 
 def import_adamw(source: Path, config: TrainConfig) -> int:
-  """Makes a checkpoint of optax's AdamW a run.
-
-  Args:
-    source: An Orbax checkpoint with `params`, nested dicts as the model of
-      `config` has, and one state of `optax.scale_by_adam` anywhere in it.
-    config: The run to make; with `overwrite` it replaces an existing one.
-
-  Returns:
-    The step that the run resumes from: Adam's count.
-
-  Raises:
-    ValueError: the checkpoint has no such state, or other parameters; the
-      folder holds a run; `config.resume` or `config.init_from` is set, or
-      `config.optim.optimizer` is another than coat_adamw.
-  """
+  """Makes a checkpoint of optax's AdamW a run."""
   _check_optimizer("import", config, "leave --optim.optimizer out")
   if config.init_from:
     raise ValueError(

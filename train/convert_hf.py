@@ -12,36 +12,23 @@ from typing import Literal
 from flax import nnx
 
 from coat_jax.models import Decoder, save_hf
-from coat_jax.models.hf.config import CONFIG
+from coat_jax.models.hf.keys import CONFIG
 from coat_jax.models.hf.save import PROCESSORS, carry
 from coat_jax.models.hf.whole import written_whole
 from train import pretrained
 from train import step as steps
 from train.config import TrainConfig
 from train.run.directory import RunDirectory
-from train.run.imported import create_run
-from train.run.save_error import save_errors
-from train.run.sources import newest_checkpoint
-from train.run.weights import read_weights
+from train.run.imported import create_run, newest_checkpoint
+from train.run.writing import save_errors
+from train.source import read_weights
 from train.vit_config import CLASSES, VitConfig
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 
 def import_hf(source: Path, config: TrainConfig) -> int:
-  """Makes a checkpoint of transformers a run that has done no step.
-
-  Args:
-    source: Folder with config.json and safetensors.
-    config: The run to make, of any model: its shape becomes the checkpoint's.
-
-  Returns:
-    The step that the run resumes from, 0.
-
-  Raises:
-    ValueError: the checkpoint is damaged or of another family; the folder holds
-      a run; `config.resume` or `config.init_from` is set.
-  """
+  """Turns a Hugging Face checkpoint into a run without any steps."""
   if config.init_from:
     raise ValueError(
       f"import-hf: weights come from {source}, got --init-from; leave it out"
@@ -57,22 +44,7 @@ def import_hf(source: Path, config: TrainConfig) -> int:
 
 
 def export_hf(run: Path, out: Path, dtype: Dtype | None = None) -> int:
-  """Writes a run's newest whole checkpoint as one of transformers.
-
-  Args:
-    run: Folder of the run, which may be training meanwhile.
-    out: Folder to create.
-    dtype: Of the tensors; None for that of the checkpoint that the run began
-      with, or without one that of the run's weights.
-
-  Returns:
-    The checkpoint's step.
-
-  Raises:
-    ValueError: `run` is no run with a whole checkpoint, or `out` exists, is
-      being written, or would be in a file.
-    SaveError: it cannot be written.
-  """
+  """Writes a run's newest whole checkpoint as one of transformers."""
   _, step, config = newest_checkpoint(run, out)
   params = read_weights(RunDirectory(run), step, config)
   model = nnx.merge(steps.build_graph(config), params)
@@ -93,11 +65,7 @@ def export_hf(run: Path, out: Path, dtype: Dtype | None = None) -> int:
 
 
 def _labels(source: Path) -> list[str] | None:
-  """Names of the classes of a run of images, where it has kept them.
-
-  Raises:
-    ValueError: the file is damaged.
-  """
+  """Names of the classes of a run of images, where it has kept them."""
   if not (file := source / CLASSES).is_file():
     return None
   try:

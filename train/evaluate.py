@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures how well a model predicts texts and answers, and does tasks.
+"""Measures how well a model predicts texts and answers and solves tasks.
 
   python -m train.evaluate RUN --data wiki.test.tokens
   python -m train.evaluate Llama-3.2-1B --data "c4-validation.*.json.gz"
@@ -36,8 +36,7 @@ from train.command_line import plain_errors
 from train.data.chat.documents import Documents as Conversations
 from train.data.text import Text
 from train.evaluation import page, report
-from train.evaluation.answering import read_conversations
-from train.evaluation.answers import Answers, ask
+from train.evaluation.answers import Answers, ask, read_conversations
 from train.evaluation.documents import read_documents
 from train.evaluation.perplexity import Documents, perplexity
 from train.evaluation.scoring import decoder_of
@@ -47,40 +46,42 @@ from train.run.exits import exit_status, say
 from train.run.signals import Signals
 from train.source import Compute, Source, open_source
 
-# Tokens of an answer.
+# Most tokens of an answer.
 _ANSWER = 64
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvaluateConfig:
-  """Measures how well a model predicts texts and answers, and does tasks.
+  """Measures how well a model predicts texts and answers and solves tasks.
 
   Attributes:
-    model: Folder of a run, or of a checkpoint of transformers.
-    data: Texts, as a file, folder or glob: JSON lines with `text`, or plain
-      text, compressed or not; give it again for more.
-    documents: Each by itself, or one after another as one text.
-    stride: Tokens between windows of a long text; fewer give more context. By
-      default those of a window.
-    task: A task of lm-evaluation-harness; give it again for more.
-    task_dir: Folder with tasks of your own; paths in them are relative to it.
-    shots: Examples in front of a question, in place of each task's own number.
-    conversations: Conversations whose answers are predicted and asked for, as
-      `train.finetune` reads them; give it again for more.
-    images: Folder that names of images in conversations are relative to; by
-      default that of each file.
-    template: Of conversations, by its name, in place of the tokenizer's own.
-    max_tokens: Of an answer; by default 64.
-    beside: Another model, which is asked the same.
-    page: An HTML file for questions with their images and answers.
-    limit: Documents of each text, examples of each task, and conversations, to
-      stop after.
-    length: Tokens that the model sees at a time; by default those that it was
-      trained to see.
-    batch: Rows that are computed at once.
-    tokenizer: A tokenizer.json in place of the model's own.
-    compute: What to compute in; by default BF16, or what the run did.
-    out: A JSON file for all figures, versions and options.
+    model: Folder of a run, or a Hugging Face folder.
+    data: Texts to predict: a file, folder or glob of JSON lines with `text` or
+      of plain text, compressed or not. Repeat it for more.
+    documents: Evaluate each document alone (apart), or all as one text
+      (joined).
+    stride: Tokens from one window of a long text to the next. Fewer give more
+      context. By default windows do not overlap.
+    task: A task of lm-evaluation-harness. Repeat it for more.
+    task_dir: Folder with your own tasks; paths in them are relative to it.
+    shots: How many examples to put before each question, instead of each task's
+      own number.
+    conversations: Conversations in the formats of `train.finetune`. The model
+      predicts the answers in them and gives its own. Repeat it for more.
+    images: Folder that image names in conversations are relative to; by default
+      the folder of the file that names them.
+    template: Name of a chat template to use instead of the tokenizer's own.
+    max_tokens: Most tokens of an answer; by default 64.
+    beside: A second model to ask the same questions.
+    page: An HTML file to write, with questions, images and answers.
+    limit: Stop after this many documents of each text, examples of each task,
+      and conversations.
+    length: Tokens that the model sees at a time; by default the length that it
+      was trained with.
+    batch: How many rows to compute at once.
+    tokenizer: A tokenizer.json to use instead of the model's own.
+    compute: The dtype to compute in; by default BF16, or what the run used.
+    out: A JSON file to write, with all figures, versions and options.
   """
 
   model: Annotated[tyro.conf.Positional[str], arg(metavar="RUN_OR_DIR")]
@@ -134,17 +135,7 @@ class EvaluateConfig:
 
 
 def run(config: EvaluateConfig) -> dict[str, Any]:
-  """Evaluates and prints.
-
-  Args:
-    config: The options.
-
-  Returns:
-    All figures, as they are written to `out`.
-
-  Raises:
-    FileNotFoundError, ValueError: the input was wrong.
-  """
+  """Evaluates and prints."""
   out, written = (
     _path_of(option, getattr(config, option)) for option in ("out", "page")
   )

@@ -1,24 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fine-tunes a checkpoint of transformers on conversations.
+"""Fine-tunes a Hugging Face checkpoint on conversations.
 
   python -m train.finetune DIR --data FILES --out RUN [options]
   python -m train.finetune DIR --data FILES --out RUN --resume
 
-DIR is a folder of transformers: weights, config.json, tokenizer.json and, for
-conversations, a chat template. FILES are JSON lines, or JSON arrays, of
-messages, ShareGPT's conversations, Alpaca's instructions, or prompts with
-completions. What the assistant writes is learned. DIR may be a LLaVA, whose
-rows have images (`--images`) and of which `--trained` names the parts to train;
-and it may be a run that began with such a folder. All options of
-`train.pretrain` are here, and its exit status; docs/finetune.md goes from DIR
-to an exported, evaluated model, docs/vision.md through LLaVA's two stages.
+DIR is a Hugging Face folder with weights, config.json, tokenizer.json and, for
+conversations, a chat template. It may also be a run that began with such a
+folder. FILES are JSON lines, or JSON arrays, of messages, ShareGPT's
+conversations, Alpaca's instructions, or prompts with completions. The loss
+covers what the assistant writes.
 
-A damaged image may show when its batch is read: the status is 2 then too, and
-what was saved before stays.
+If DIR is a LLaVA, rows may have images (`--images`), and `--trained` names the
+parts to train.
 
-It trains as `train.pretrain` does: `train.loop` is the run,
-`train.conversations` its data, and `train.finetune_config` says what its
-defaults are and why.
+Options and exit status are those of `train.pretrain`. If an image turns out to
+be damaged only when its batch is read, the status is 2 too, and what was saved
+before stays.
+
+docs/finetune.md shows all steps from DIR to an exported, evaluated model, and
+docs/vision.md the two stages of LLaVA. `train.loop` runs the training,
+`train.conversations` has the data, and `train.finetune_config` explains the
+defaults.
 """
 
 import sys
@@ -30,6 +32,11 @@ from train.command_line import check_given, times_given, words_of
 from train.conversations import load
 from train.finetune_config import FinetuneConfig
 from train.loop import run_command
+
+_DESCRIPTION = """\
+Fine-tunes a Hugging Face checkpoint on conversations.
+
+  python -m train.finetune DIR --data FILES --out RUN [options]"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -47,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
       FinetuneConfig,
       args=words,
       prog="python -m train.finetune",
-      description="Fine-tunes a checkpoint of transformers on conversations.",
+      description=_DESCRIPTION,
       config=(tyro.conf.FlagCreatePairsOff,),
     )
     check_given(config, words)

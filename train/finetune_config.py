@@ -30,7 +30,7 @@ from coat_jax.models.ranges import Count, Range, check_numbers
 from coat_jax.models.vision_language import VisionLanguageConfig
 from train.config import TrainConfig
 from train.data.chat.formats import FORMATS
-from train.data.chat.published import PUBLISHED
+from train.data.chat.template import PUBLISHED
 from train.mesh import check_tower_fits
 from train.optim_config import OptimConfig
 from train.options import FIXED, SILENT
@@ -48,18 +48,17 @@ class ChatData:
   """Conversations to learn from.
 
   Attributes:
-    files: Files of conversations, in JSON lines or one JSON array; folders and
-      globs of them.
+    files: Files of conversations, as JSON lines or one JSON array; folders and
+      globs work too.
     format: How rows are written; by default each file's first row decides.
-    template: A known chat template in place of the tokenizer's own.
-    held_out: Share of the conversations that are kept for evaluation and never
-      trained on; at least one is.
-    packing: As many conversations as fit share a sequence, without seeing each
-      other; --no-packing gives each a sequence of its own, filled up with
-      padding.
-    skip_bad: Leave rows out that cannot be learned from, and count them.
-    images: Of a LLaVA, the folder that names of images are relative to; by
-      default that of each file of rows.
+    template: A known chat template to use instead of the tokenizer's own.
+    held_out: Share of the conversations to hold out for evaluation, at least
+      one.
+    packing: Whether conversations share a sequence, as many as fit, without
+      seeing each other. --no-packing pads each to a sequence of its own.
+    skip_bad: Leave out rows that cannot be learned from, and count them.
+    images: With a LLaVA, the folder that image names are relative to; by
+      default the folder of each file of rows.
   """
 
   # As of `DataConfig`: these are ids of the tokenizer that the run keeps.
@@ -83,18 +82,18 @@ class FinetuneConfig(TrainConfig):
   """A fine-tuning run: all options of a training run, and these.
 
   Attributes:
-    init_from: Folder of the checkpoint of transformers to begin with, or of a
-      run that began with one: its weights, its model's shape, its tokenizer and
+    init_from: The checkpoint to start from: a Hugging Face checkpoint, or a run
+      that started from one. The run takes its weights, shape, tokenizer and
       chat template.
     data: Conversations to learn from.
-    trained: Of a LLaVA, what is trained: the projector alone, its first stage;
-      with the decoder, its second; or all, the vision tower too. What is not
-      has neither gradients nor optimizer state.
+    trained: With a LLaVA, which parts are trained: the projector (its first
+      stage), the decoder too (its second), or all, with the vision tower. The
+      others have neither gradients nor optimizer state.
     steps: Optimizer steps of the whole run; 0 for as many as epochs take.
-    epochs: How often each conversation is learned from, instead of steps.
-    samples: Held-out prompts that each evaluation answers, for a person to look
-      at; 0 for none.
-    sample_tokens: Most tokens of such an answer.
+    epochs: How often to learn from each conversation, instead of steps.
+    samples: How many held-out prompts each evaluation answers, for a person to
+      read; 0 for none.
+    sample_tokens: The most tokens of a sample's answer.
   """
 
   init_from: Annotated[Positional[str], arg(metavar="DIR")] = dataclasses.field(

@@ -38,21 +38,21 @@ from train.source import Compute, Source, open_source
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GenerateConfig:
-  """Prints text that a model adds to prompts.
+  """Continues prompts with text from a model, and prints it.
 
   Attributes:
-    model: Folder of a run, or of a checkpoint of transformers.
-    prompt: What the text begins with; give it again for more texts.
-    max_tokens: How many tokens to add to each, unless it ends before.
-    temperature: Of sampling; 0 takes the most probable token.
+    model: Folder of a run, or a Hugging Face folder.
+    prompt: The beginning of a text. Repeat it for more texts.
+    max_tokens: How many tokens to add to each text, unless it ends earlier.
+    temperature: Temperature of sampling; 0 takes the most probable token.
     top_k: Draw from the k most probable tokens.
-    top_p: Draw from the fewest most probable tokens whose probability reaches
-      this.
-    seed: Of what is drawn.
-    chat: The prompt is what a user says, in the tokenizer's chat template; the
-      answer alone is printed.
-    tokenizer: A tokenizer.json in place of the model's own.
-    compute: What to compute in; by default BF16, or what the run did.
+    top_p: Draw from the smallest set of most probable tokens whose probability
+      reaches this.
+    seed: Seed of random draws.
+    chat: Treat the prompt as a user's message, in the tokenizer's chat
+      template, and print only the answer.
+    tokenizer: A tokenizer.json to use instead of the model's own.
+    compute: The dtype to compute in; by default BF16, or what the run used.
   """
 
   model: Annotated[tyro.conf.Positional[str], arg(metavar="RUN_OR_DIR")]
@@ -68,18 +68,7 @@ class GenerateConfig:
 
 
 def encode(config: GenerateConfig, source: Source) -> list[list[int]]:
-  """Encodes the prompts.
-
-  Args:
-    config: The options.
-    source: The model and its tokenizer.
-
-  Returns:
-    The tokens of each prompt.
-
-  Raises:
-    ValueError: one has no token or too many, or there is no chat template.
-  """
+  """Encodes the prompts."""
   text, out = source.text, []
   if config.chat and text.chat is None:
     raise ValueError(
@@ -89,7 +78,7 @@ def encode(config: GenerateConfig, source: Source) -> list[list[int]]:
   for prompt in config.prompt:
     if config.chat and text.chat is not None:
       messages = [{"role": "user", "content": prompt}]
-      # What begins a text is in the template.
+      # The template contains the token that texts begin with.
       tokens = text.encode(
         text.chat.render(messages, add_generation_prompt=True)
       )
@@ -111,11 +100,7 @@ def encode(config: GenerateConfig, source: Source) -> list[list[int]]:
 
 
 def run(config: GenerateConfig) -> None:
-  """Generates and prints.
-
-  Raises:
-    FileNotFoundError, ValueError: the input was wrong.
-  """
+  """Generates and prints."""
   make_sampling(config.temperature, config.top_k, config.top_p)
   if config.max_tokens < 1:
     raise ValueError(
@@ -161,13 +146,7 @@ def run(config: GenerateConfig) -> None:
 def describe_speed(
   prompts: list[list[int]], found: Generation, compiled_s: float
 ) -> str:
-  """Describes how fast it was; the first new tokens belong to the prompts.
-
-  Args:
-    prompts: Their tokens.
-    found: What was generated.
-    compiled_s: Seconds that compiling took.
-  """
+  """Describes how fast it was; the first new tokens belong to the prompts."""
   read = sum(map(len, prompts))
   added = sum(map(len, found.tokens)) - len(prompts)
   speeds = [f"prompts: {read} tokens, {read / found.prefill_s:,.0f} tokens/s"]

@@ -16,27 +16,16 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from coat_jax.models.specs import AXES
-from coat_jax.models.vision import VisionConfig
-from coat_jax.ops.blocks import BLOCK
+from coat_jax.models import VisionConfig
+from coat_jax.models.params import AXES
+from coat_jax.ops.scaling import BLOCK
 
 _MOST_DEVICES = 2**16
 MESH_AXES = ("data", "fsdp", "tensor")
 
 
 def parse_mesh(text: str) -> dict[str, int]:
-  """Reads `data=2,fsdp=4`.
-
-  Args:
-    text: Axes with their numbers of devices, in any order; "" is one device
-      without a mesh.
-
-  Returns:
-    The size of each of `MESH_AXES`, 1 where not named; {} for "".
-
-  Raises:
-    ValueError: an unknown axis, one that is named twice, or no size.
-  """
+  """Reads `data=2,fsdp=4`."""
   sizes: dict[str, int] = {}
   for part in text.split(",") if text else ():
     name, _, size = (word.strip() for word in part.partition("="))
@@ -64,18 +53,7 @@ def format_mesh(sizes: Mapping[str, int]) -> str:
 def make_mesh(
   sizes: Mapping[str, int], devices: Sequence[jax.Device] | None = None
 ) -> Mesh | None:
-  """Makes the mesh, with automatic axes.
-
-  Args:
-    sizes: From `parse_mesh`.
-    devices: Its devices; None takes all, of all processes.
-
-  Returns:
-    The mesh; None for {}.
-
-  Raises:
-    ValueError: the number of devices is another one.
-  """
+  """Makes the mesh, with automatic axes."""
   if not sizes:
     return None
   devices = jax.devices() if devices is None else devices
@@ -116,22 +94,7 @@ def check_fits(
   vocab_size: int | None = None,
   max_positions: int | None = None,
 ) -> None:
-  """Checks that a model and its batches can be sharded over a mesh.
-
-  Args:
-    sizes: From `parse_mesh`; for {} only `accumulate` is checked.
-    d_model, d_ff, num_heads, num_kv_heads: The model's shape.
-    seq: Tokens a sequence.
-    batch: Sequences a step.
-    accumulate: Microbatches a step.
-    activation_group_size: Values that share a scale in the MLP; None where
-      activations are not in FP8.
-    vocab_size: Of a decoder; None of a vision tower.
-    max_positions: Learned positions, or None.
-
-  Raises:
-    ValueError: they cannot, with what would fit.
-  """
+  """Checks that a model and its batches can be sharded over a mesh."""
   vocabulary = {} if vocab_size is None else dict(vocab_size=vocab_size)
   learned = {} if max_positions is None else dict(max_positions=max_positions)
   data, fsdp, tensor = (sizes.get(name, 1) for name in MESH_AXES)
@@ -173,15 +136,7 @@ def check_fits(
 
 
 def check_tower_fits(sizes: Mapping[str, int], vision: VisionConfig) -> None:
-  """Checks that a vision tower can be sharded over a mesh.
-
-  Args:
-    sizes: From `parse_mesh`.
-    vision: The tower's shape.
-
-  Raises:
-    ValueError: it cannot, with what would fit.
-  """
+  """Checks that a vision tower can be sharded over a mesh."""
   tensor, fsdp = (sizes.get(name, 1) for name in ("tensor", "fsdp"))
   _check_divides(
     "tensor",
@@ -215,15 +170,7 @@ def _check_divides(axis: str, size: int, share: str = "", **of: int) -> None:
 
 
 def check_tiles(sizes: Mapping[str, int], rows: Mapping[str, int]) -> None:
-  """Checks that devices along fsdp have whole tiles of weights.
-
-  Args:
-    sizes: From `parse_mesh`.
-    rows: Of the weights that are quantized in tiles, by what they are.
-
-  Raises:
-    ValueError: a device would have a part of a tile, with what would fit.
-  """
+  """Checks that devices along fsdp have whole tiles of weights."""
   fsdp = sizes.get("fsdp", 1)
   wrong = [name for name in rows if rows[name] % (fsdp * BLOCK)]
   if fsdp == 1 or not wrong:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs train: a model, and the loss of its batches.
+"""Objectives: the kinds of models that runs train, and their losses.
 
 An `Objective` belongs to a kind of shape, the type of a run's `model` and of
 the built model's `config`. The loop, `train.step` and `train.update` know no
@@ -16,11 +16,11 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
+from coat_jax.models import VisionConfig, VisionTower
 from coat_jax.models.batch import Batch
 from coat_jax.models.config import ModelConfig
 from coat_jax.models.decoder import Decoder
 from coat_jax.models.loss import loss_fn
-from coat_jax.models.vision import VisionConfig, VisionTower
 from coat_jax.models.vision_language import (
   VisionLanguageConfig,
   VisionLanguageModel,
@@ -28,11 +28,11 @@ from coat_jax.models.vision_language import (
 from train.config import TrainConfig
 from train.finetune_config import FinetuneConfig
 
-# Tokens, or arrays by name, as a run's data have them.
+# A run's data: tokens, or arrays by name.
 Rows = jax.Array | Mapping[str, jax.Array]
 # Like a model's parameters, or some parts of them.
 Tree = dict[str, Any]
-# The segment of what is no document.
+# The segment number of padding.
 PADDING = 0
 
 
@@ -49,34 +49,19 @@ class AnyBatch(Protocol):
 
 
 class Objective(abc.ABC):
-  """A kind of model, and the loss of its batches.
+  """A kind of model, and the loss of its batches."""
 
-  Attributes:
-    stacks: The paths of stacked layers in the model's parameters.
-  """
-
+  # Paths of stacked layers in the model's parameters.
   stacks: ClassVar[tuple[str, ...]] = ("layers",)
 
   @abc.abstractmethod
   def build(self, config: TrainConfig, store: Callable | None = None) -> Any:
-    """Builds the model with weights drawn from the run's seed.
-
-    Args:
-      config: The run.
-      store: As `Decoder` takes it.
-    """
+    """Builds the model with weights drawn from the run's seed."""
 
   def trained(self, config: TrainConfig, tree: Tree) -> Tree:
-    """Takes what is trained out of a tree like the parameters.
+    """Selects the trained parts of a parameter-shaped tree.
 
     What is frozen has no gradient and no state of an optimizer.
-
-    Args:
-      config: The run.
-      tree: Nested dicts, by name at the top the parts of the model.
-
-    Returns:
-      Some of these parts; here all of them.
     """
     del config
     return tree
@@ -99,11 +84,7 @@ class Objective(abc.ABC):
     """
 
   def measure(self, model: Any, batch: Any) -> dict[str, jax.Array]:
-    """Measures a held-out batch, as `loss` does.
-
-    Returns:
-      `loss`, and what else `train.step.Evaluation` has.
-    """
+    """Measures a held-out batch, as `loss` does."""
     return {"loss": self.loss(model, batch)}
 
   def padding(self, batch: Any) -> jax.Array | None:
@@ -132,17 +113,11 @@ class NextToken(Objective):
 
 
 class LabelledBatch(NamedTuple):
-  """Images and their classes.
+  """Images and their classes."""
 
-  Attributes:
-    images: f32 [B, C, H, W].
-    labels: int32 [B]; -1 of what fills a batch up.
-    shares: f32 [B]; all images count alike.
-  """
-
-  images: jax.Array
-  labels: jax.Array
-  shares: jax.Array
+  images: jax.Array  # f32 [B, C, H, W].
+  labels: jax.Array  # int32 [B]; -1 of what fills a batch up.
+  shares: jax.Array  # f32 [B]; all images count alike.
 
 
 class ImageClass(Objective):
@@ -178,20 +153,16 @@ class ImageClass(Objective):
 
 
 class ImageBatch(NamedTuple):
-  """Sequences with images.
-
-  Attributes:
-    text: Of the sequences.
-    images: f32 [B, I, C, H, W], as a `VisionLanguageModel` takes them, or None
-      where no row has any.
-  """
+  """Sequences with images."""
 
   text: Batch
+  # f32 [B, I, C, H, W], as a `VisionLanguageModel` takes them, or None where no
+  # row has any.
   images: jax.Array | None
 
   @property
   def shares(self) -> jax.Array | None:
-    """Those of the text."""
+    """Shares of the text's targets."""
     return self.text.shares
 
 
@@ -252,14 +223,10 @@ _OBJECTIVES: dict[type, Objective] = {
 
 
 def objective_of(shape: Any) -> Objective:
-  """Looks up what is trained of a model.
-
-  Args:
-    shape: A run's `model`, or the `config` of a built one.
-  """
+  """Looks up what is trained of a model."""
   return _OBJECTIVES[type(shape)]
 
 
 def trained(config: TrainConfig, tree: Tree) -> Tree:
-  """As `Objective.trained`, of the run's."""
+  """Selects the trained parts of a parameter-shaped tree of a run."""
   return objective_of(config.model).trained(config, tree)

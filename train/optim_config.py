@@ -43,24 +43,27 @@ class OptimConfig:
   Attributes:
     lr: The largest learning rate.
     optimizer: What steps the weights. coat_muon orthogonalizes hidden matrices,
-      with updates as large as AdamW's, which steps the rest.
+      with updates as large as AdamW's, and steps the rest by AdamW.
     codec: How both moments are stored between steps; package.module:function
       calls a function of yours that returns a MomentCodec.
-    rounding: Of an 8-bit codec; nearest freezes second moments at a high b2.
-    group_size: Of an 8-bit codec, values that share statistics.
-    second: Of codec coat, the format of the second moment.
-    schedule: How it falls after the warmup.
-    warmup: Steps in which it rises from 0; below 1, a share of all steps.
-    min_lr_ratio: Where the schedule ends, as a share of lr.
+    rounding: How 8-bit codecs round; nearest freezes second moments at a high
+      b2.
+    group_size: Values that share statistics in 8-bit codecs.
+    second: The format of the second moment in codec coat.
+    schedule: How the learning rate falls after the warmup.
+    warmup: Steps in which the learning rate rises from 0; below 1, a share of
+      all steps.
+    min_lr_ratio: The last learning rate, as a share of lr.
     b1: Decay of the first moment.
     b2: Decay of the second moment.
     eps: Added to the root of the second moment.
-    momentum: Of optimizer coat_muon, decay of the matrices' momentum.
-    weight_decay: Decoupled; not on norms, biases and embeddings.
+    momentum: Decay of the matrices' momentum in coat_muon.
+    weight_decay: Decoupled weight decay of all parameters but norms, biases and
+      embeddings.
     grad_clip: Largest global norm of the gradients.
-    clip: How they are clipped: by their global norm; each layer of a parameter
-      to its share of grad_clip in the step before (share); or to the running
-      mean of its norms (adaptive).
+    clip: How gradients are clipped: by their global norm, or each layer of a
+      parameter to its share of grad_clip in the step before (share) or to the
+      running mean of its norms (adaptive).
 
   Raises:
     ValueError: a value outside its range, or one that the codec does not take.
@@ -113,12 +116,7 @@ class OptimConfig:
     return Clipping(self.clip, self.grad_clip)
 
   def with_optimizer(self, optimizer: str, **options: Any) -> Self:
-    """Returns these options for an optimizer, without those it does not take.
-
-    Args:
-      optimizer: Such as coat_lion.
-      **options: Others to replace.
-    """
+    """Returns these options for an optimizer; drops those it does not take."""
     taken = OPTIMIZERS[optimizer]
     unused = defaults(self, OPTIMIZERS)
     unused = {k: v for k, v in unused.items() if k not in taken}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The optimizers of `--optim.optimizer`: one function each, by name.
+"""The optimizers of `--optim.optimizer`, one function each, and the schedule.
 
 All are stepped as `fused_coat_adamw` is. One that is an optax transformation
 (`of_transformation`) adds its updates to the weights after the backward pass.
@@ -17,14 +17,33 @@ from coat_jax import (
   FusedTransformation,
   apply_updates,
   coat_muon,
-  decoder_matrices,
   fused_coat_adamw,
   fused_coat_lion,
 )
+from coat_jax.models import model_matrices
 from coat_jax.optimizer.state import MomentState, find_states
 from train import weights
 from train.config import TrainConfig
-from train.schedule import learning_rate
+
+
+def learning_rate(config: TrainConfig) -> optax.Schedule:
+  """Builds the schedule: a linear warmup, then a fall until the last step.
+
+  The first update has 1 / warmup of the peak, not 0, which would waste a batch.
+  """
+  optim = config.optim
+  warmup = optim.warmup_steps(config.steps)
+  remaining = max(config.steps - warmup, 1)
+  if optim.schedule == "cosine":
+    fall = optax.cosine_decay_schedule(optim.lr, remaining, optim.min_lr_ratio)
+  else:
+    end = optim.lr * optim.min_lr_ratio
+    fall = optax.linear_schedule(optim.lr, end, remaining)
+  if not warmup:
+    return fall
+  rise = optax.linear_schedule(optim.lr / warmup, optim.lr, max(warmup - 1, 1))
+  return optax.join_schedules([rise, fall], [warmup])
+
 
 # Muon's updates are as large as AdamW's are, so that both have one rate:
 # arXiv:2502.16982, section 2.2.
@@ -39,15 +58,7 @@ def build(
   rate: optax.ScalarOrSchedule | None = None,
   seed: ArrayLike | None = None,
 ) -> FusedTransformation:
-  """Builds the run's optimizer.
-
-  Args:
-    config: The run.
-    decays: Function of the parameters, which of them decay.
-    shardings: The parameters' on a mesh, or None.
-    rate: The learning rate, possibly traced; None for the run's schedule.
-    seed: Of stochastic rounding, likewise; None for the run's.
-  """
+  """Builds the run's optimizer."""
   rate = learning_rate(config) if rate is None else rate
   seed = config.seed if seed is None else seed
   make = OPTIMIZERS[config.optim.optimizer]
@@ -56,29 +67,20 @@ def build(
 
 def _adamw(config, decays, shardings, rate, seed) -> FusedTransformation:
   optim = config.optim
-  return fused_coat_adamw(
-    rate,
-    optim.b1,
-    optim.b2,
-    optim.eps,
-    codec=optim.moment_codec(),
-    weight_decay=optim.weight_decay,
-    mask=decays,
-    low_bits=config.params == "bfloat16_low8",
-    seed=seed,
-    implementation="xla" if config.implementation == "xla" else None,
-    shardings=shardings,
-  )
+  options = _fused_options(config, decays, shardings, seed)
+  return fused_coat_adamw(rate, optim.b1, optim.b2, optim.eps, **options)
 
 
 def _lion(config, decays, shardings, rate, seed) -> FusedTransformation:
   optim = config.optim
-  return fused_coat_lion(
-    rate,
-    optim.b1,
-    optim.b2,
-    codec=optim.moment_codec(),
-    weight_decay=optim.weight_decay,
+  options = _fused_options(config, decays, shardings, seed)
+  return fused_coat_lion(rate, optim.b1, optim.b2, **options)
+
+
+def _fused_options(config, decays, shardings, seed) -> dict[str, Any]:
+  return dict(
+    codec=config.optim.moment_codec(),
+    weight_decay=config.optim.weight_decay,
     mask=decays,
     low_bits=config.params == "bfloat16_low8",
     seed=seed,
@@ -88,7 +90,7 @@ def _lion(config, decays, shardings, rate, seed) -> FusedTransformation:
 
 
 def _muon(config, decays, shardings, rate, seed) -> FusedTransformation:
-  optim, model = config.optim, config.model
+  optim = config.optim
   muon = coat_muon(
     rate,
     beta=optim.momentum,
@@ -100,9 +102,7 @@ def _muon(config, decays, shardings, rate, seed) -> FusedTransformation:
     adam_weight_decay=optim.weight_decay,
     adam_weight_decay_mask=decays,
     consistent_rms=_CONSISTENT_RMS,
-    matrices=decoder_matrices(
-      num_heads=model.num_heads, num_kv_heads=model.num_kv_heads
-    ),
+    matrices=model_matrices(config.model),
     codec=optim.moment_codec(),
     seed=seed,
     shardings=shardings,
@@ -116,15 +116,7 @@ OPTIMIZERS = {"coat_adamw": _adamw, "coat_lion": _lion, "coat_muon": _muon}
 def of_transformation(
   tx: optax.GradientTransformation, *, seed: ArrayLike
 ) -> FusedTransformation:
-  """Steps weights by an optax transformation with stored moments.
-
-  Args:
-    tx: Such as `coat_muon`.
-    seed: Of the random words that round weights in bfloat16.
-
-  Returns:
-    The optimizer; `begin` and `explain` refuse.
-  """
+  """Steps weights by an optax transformation with stored moments."""
 
   def apply(grads, state, params, *, grad_scale=None):
     grads = weights.in_f32(grads)

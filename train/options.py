@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all options have in common: resuming, defaults, paths.
+"""Helpers that all options share: rules for resuming, defaults, paths.
 
 A field's metadata says what a resumed run may change (`resume_rule` of
 `train.config`): what is FIXED makes another run of it, CONVERTED fields may
@@ -22,12 +22,7 @@ def type_of(field: dataclasses.Field) -> Any:
 
 
 def part_of(field: dataclasses.Field, values: Any) -> type | None:
-  """The dataclass that a field's values are of; None of a plain field.
-
-  Args:
-    field: Of a dataclass; its type may be a union of dataclasses.
-    values: As `dataclasses.asdict` has them.
-  """
+  """The dataclass that a field's values are of; None of a plain field."""
   kind = type_of(field)
   kinds = [x for x in get_args(kind) or (kind,) if dataclasses.is_dataclass(x)]
   for kind in kinds:
@@ -38,28 +33,14 @@ def part_of(field: dataclasses.Field, values: Any) -> type | None:
 
 
 def defaults(config: Any, taken: dict) -> dict:
-  """Returns the default of each option that any of the choices takes.
-
-  Args:
-    config: A dataclass, or an instance of one.
-    taken: The options that each choice takes, by its name.
-  """
+  """Returns the default of each option that any of the choices takes."""
   names = {name for options in taken.values() for name in options}
   fields = dataclasses.fields(config)
   return {field.name: field.default for field in fields if field.name in names}
 
 
 def check_unused(config: Any, chosen: str, taken: dict) -> None:
-  """Checks that no option is set that the choice would ignore.
-
-  Args:
-    config: The options.
-    chosen: The option that is the choice, as `recipe`.
-    taken: As for `defaults`.
-
-  Raises:
-    ValueError: one is, with the choices that take it.
-  """
+  """Checks that no option is set that the choice would ignore."""
   choice = getattr(config, chosen)
   for name, default in defaults(config, taken).items():
     if name not in taken[choice] and getattr(config, name) != default:
@@ -71,15 +52,7 @@ def check_unused(config: Any, chosen: str, taken: dict) -> None:
 
 
 def read_path(option: str, path: str | Path) -> Path:
-  """Reads a path that may begin with ~ or ~user.
-
-  Args:
-    option: Its name, for the message.
-    path: As it was written.
-
-  Raises:
-    ValueError: it is empty, or there is no such user.
-  """
+  """Reads a path that may begin with ~ or ~user."""
   if not str(path).strip():
     raise ValueError(
       f"{option}: a path is needed, got {str(path)!r}; name a file or a folder"
@@ -94,18 +67,7 @@ def read_path(option: str, path: str | Path) -> Path:
 
 
 def read_profile(text: str) -> tuple[int, int]:
-  """Reads which steps to trace, as `5` or `5:100`.
-
-  Args:
-    text: How many, and after how many others; "" for none.
-
-  Returns:
-    (how many, after how many others): five are the default, in which kernels
-    are loaded and buffers settle.
-
-  Raises:
-    ValueError: it is written in another way.
-  """
+  """Reads (steps to trace, steps before them) from `5` or `5:100`."""
   count, colon, wait = text.partition(":")
   wait = wait if colon else "5"
   if not text:

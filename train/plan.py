@@ -6,12 +6,12 @@
   python -m train.plan llama2_13b --gpus 1
   python -m train.plan finetune --init-from llava-1.5-7b-hf --trained decoder
 
-Options are as of `train.pretrain`, and of `train.finetune` where a model sees
-images. The table has a column for each of the usual
-ways to train, with f32 moments where at most products are in FP8; GB are 10^9
-bytes, MB, of small models, 10^6. With --gpus it has what fits on so many, the
-fastest first, and a command line that trains so. Nothing is compiled and no
-device is used. docs/plan.md says what is counted.
+The options are those of `train.pretrain`, and of `train.finetune` if the model
+sees images. The table has a column for each of the usual ways to train; BF16
+layers and FP8 linears have f32 moments. GB are 10^9 bytes; small models are
+shown in MB, 10^6 bytes. With --gpus, the command prints the settings that fit,
+the fastest first, and the command line that trains with them. Nothing is
+compiled and no device is used. docs/plan.md describes what is counted.
 """
 
 import dataclasses
@@ -26,13 +26,14 @@ import tyro
 from coat_jax.models.config import Remat
 from coat_jax.models.ranges import Count, Width, check_numbers
 from coat_jax.models.vision_language import VisionLanguageConfig
-from coat_jax.plan import fullest
 from coat_jax.recipe import GradDtype, Kept, WeightCache
-from train import attention, planning, pretrained, search
 from train import mesh as meshes
+from train import pretrained
 from train.command_line import error_line, plain_errors
 from train.config import TrainConfig
 from train.finetune_config import ChatData, FinetuneConfig, Trained
+from train.memory import search
+from train.memory.step import fullest, largest, plan
 from train.optim_config import Codec, OptimConfig
 from train.presets import PRESETS
 from train.run.metrics import format_table
@@ -75,35 +76,23 @@ _OF_IMAGES = ("COAT", "COAT minimal")
 def table(config: TrainConfig, hbm_bytes: int, images_each: int = 1) -> str:
   """Writes the plan of a run, a column for each of `COLUMNS`.
 
-  Args:
-    config: The run; each column replaces its recipe.
-    hbm_bytes: Memory of a GPU.
-    images_each: As of `planning.plan`.
-
-  Returns:
-    Lines of text.
+  Each column replaces the run's recipe; `images_each` is as in `plan`.
   """
   columns = dict(COLUMNS)
   if _sees_images(config):
     columns = {name: COLUMNS[name] for name in _OF_IMAGES}
   if config.accumulate > 1:
     for name in _NOT_IN_MICROBATCHES:
-      columns.pop(name)
-  states = planning.States()
+      columns.pop(name, None)
   runs = [column(config) for column in columns.values()]
-  found = [
-    fullest(planning.plan(run, states.of(run), images_each=images_each))
-    for run in runs
-  ]
+  found = [fullest(plan(run, images_each=images_each)) for run in runs]
   is_small = max(memory.total for _, memory in found) < GB
   unit, name = (MB, "MB") if is_small else (GB, "GB")
   lines: dict[str, list[str]] = {}
   for run, (moment, memory) in zip(runs, found, strict=True):
     for part, count in memory._asdict().items():
       lines.setdefault(part, []).append(f"{count / unit:.2f}")
-    most = planning.largest(
-      run, hbm_bytes, states.of(run), images_each=images_each
-    )
+    most = largest(run, hbm_bytes, images_each=images_each)
     lines.setdefault("peak", []).append(f"{memory.total / unit:.2f}")
     lines.setdefault("it is in the", []).append(moment)
     fits = "yes" if memory.total <= hbm_bytes else "no"
@@ -115,34 +104,36 @@ def table(config: TrainConfig, hbm_bytes: int, images_each: int = 1) -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlanConfig:
-  """Memory of a training run on each GPU, without one.
+  """Plans the memory of a training run on each GPU, without running it.
 
   Attributes:
-    preset: The run, with its recipe replaced by each of the columns.
+    preset: The run. Each column of the table replaces its recipe.
     hbm: Memory of a GPU, as 80, 80GB or 74.5GiB.
-    gpus: Tries recipes, weights, remat, the optimizer in the backward and
-      batches on so many GPUs (fsdp), and prints the fastest that fits.
-    mesh: As of train.pretrain: data=2,fsdp=4,tensor=1.
-    batch: Sequences a step, on all GPUs; default 1 on each, with --gpus the
-      most that fit, up to the preset's.
-    seq: Tokens a sequence; default the preset's, of a LLaVA train.finetune's.
-    accumulate: As of train.pretrain.
-    params: As of train.pretrain, where layers are COAT's; any is float32, with
-      --gpus all that there are.
-    remat: As of train.pretrain; any is none, with --gpus all that there are.
-    attention: As of train.pretrain.
-    attention_compute: As of train.pretrain; speeds are those of bf16.
-    weight_cache: As of train.pretrain.
-    grad_reduce: As of train.pretrain.
-    optimizer: As --optim.optimizer of train.pretrain; speeds are AdamW's.
-    codec: As --optim.codec of train.pretrain, in the columns of COAT.
-    group_size: As --optim.group-size of train.pretrain.
-    init_from: As of train.pretrain: a folder of transformers, or a run that
-      began with one, whose model's shape is planned in place of the preset's.
-      It may be a LLaVA.
-    trained: As of train.finetune, of a LLaVA.
-    images_each: Of a LLaVA, images that a sequence has room for; train.finetune
-      finds in its data how many.
+    gpus: Search for the fastest settings that fit on this number of GPUs
+      (fsdp): recipe, weights, remat, the optimizer in the backward, and batch.
+    mesh: Devices, as in train.pretrain: data=2,fsdp=4,tensor=1.
+    batch: Sequences per step on all GPUs together. By default one on each; with
+      --gpus, as many as fit, up to the preset's batch.
+    seq: Tokens per sequence. By default the preset's, or train.finetune's for a
+      LLaVA.
+    accumulate: Microbatches, as in train.pretrain.
+    params: Weight storage in the columns of COAT, as in train.pretrain. any
+      stands for float32; with --gpus, for all kinds.
+    remat: What is recomputed, as in train.pretrain. any stands for none; with
+      --gpus, for all kinds.
+    attention: How attention is saved, as in train.pretrain.
+    weight_cache: What is cached of weights, as in train.pretrain.
+    grad_reduce: Dtype in which GPUs sum gradients, as in train.pretrain.
+    optimizer: The optimizer, as --optim.optimizer of train.pretrain. Speeds are
+      estimated for AdamW.
+    codec: Codec of the moments in the columns of COAT, as --optim.codec.
+    group_size: Moments that share a scale, as --optim.group-size.
+    init_from: Folder of a Hugging Face checkpoint, or of a run that began with
+      one. Its model's shape is planned instead of the preset's. It may be a
+      LLaVA.
+    trained: Which parts of a LLaVA are trained, as in train.finetune.
+    images_each: Number of images that a sequence of a LLaVA has room for.
+      train.finetune finds this number in its data.
   """
 
   preset: tyro.conf.Positional[_Preset]  # pyright: ignore
@@ -155,7 +146,6 @@ class PlanConfig:
   params: Stored | Literal["any"] = "any"
   remat: Remat | Literal["any"] = "any"
   attention: Kept = TrainConfig.attention
-  attention_compute: Kept = TrainConfig.attention_compute
   weight_cache: WeightCache = TrainConfig.weight_cache
   grad_reduce: GradDtype = TrainConfig.grad_reduce
   optimizer: Literal["coat_adamw", "coat_lion"] = "coat_adamw"
@@ -166,11 +156,7 @@ class PlanConfig:
   images_each: Count = 1
 
   def run(self) -> TrainConfig:
-    """Builds the configuration of the run.
-
-    Raises:
-      ValueError: `train.pretrain` would refuse it.
-    """
+    """Builds the run's configuration; a ValueError if it is not allowed."""
     check_numbers(self)
     if self.gpus and self.mesh:
       raise ValueError(
@@ -193,7 +179,6 @@ class PlanConfig:
       params="float32" if self.params == "any" else self.params,
       remat="none" if self.remat == "any" else self.remat,
       attention=self.attention,
-      attention_compute=self.attention_compute,
       weight_cache=self.weight_cache,
       grad_reduce=self.grad_reduce,
       optim=preset.optim.with_optimizer(
@@ -207,15 +192,15 @@ class PlanConfig:
   def _with_shape(self, run: TrainConfig) -> TrainConfig:
     """Gives the run the shape of the checkpoint that it begins with.
 
-    Raises:
-      ValueError: there is none, or an option is for another kind of model.
+    Raises a ValueError if there is none, or if an option is for another kind of
+    model.
     """
     if self.init_from:
       options = {
         field.name: getattr(run, field.name)
         for field in dataclasses.fields(TrainConfig)
       }
-      # No folder's, and so none that the run could begin with.
+      # No such folder exists, so the run cannot begin with it.
       options |= dict(out="no run", data=ChatData(), samples=0)
       run = pretrained.with_shape(
         FinetuneConfig(**options, trained=self.trained)
@@ -226,22 +211,15 @@ class PlanConfig:
     if self.seq is None:  # No preset has images.
       run = dataclasses.replace(run, seq=FinetuneConfig.seq)
     self._check_images(run)
-    for name, is_set in {
-      "gpus": self.gpus,
-      "mesh": self.mesh,
-      "accumulate": self.accumulate > 1,
-      "remat": self.remat not in ("any", "none"),
-      "weight_cache": self.weight_cache != TrainConfig.weight_cache,
-    }.items():
-      if is_set:
-        raise ValueError(
-          f"plan: a model that sees images is planned without {name}, on one "
-          f"GPU, got {name} {getattr(self, name)}; leave it out"
-        )
+    if self.gpus:
+      raise ValueError(
+        "plan: a model that sees images is planned without gpus, on one GPU, "
+        f"got gpus {self.gpus}; leave it out"
+      )
     return run
 
   def _check_images(self, run: TrainConfig):
-    """Raises ValueError where a sequence has no room for its images."""
+    """Raises a ValueError if a sequence has no room for its images."""
     shape: Any = run.model
     if (needed := self.images_each * shape.tokens_each) > run.seq:
       raise ValueError(
@@ -251,7 +229,7 @@ class PlanConfig:
       )
 
   def _check_text(self):
-    """Raises ValueError where an option is for images."""
+    """Raises a ValueError if an option for images is used with a text model."""
     for name, default in {
       "trained": FinetuneConfig.trained,
       "images_each": 1,
@@ -269,11 +247,7 @@ def _sees_images(config: TrainConfig) -> bool:
 
 
 def read_bytes(text: str) -> int:
-  """Reads 80GB, 74.5GiB, or 80, which is in GB.
-
-  Raises:
-    ValueError: it is written in another way, is 0 or absurd.
-  """
+  """Reads 80GB, 74.5GiB, or 80, which is in GB; else a ValueError."""
   for unit, size in (("GiB", 2**30), ("GB", GB), ("", GB)):
     number = text.removesuffix(unit)
     if text.endswith(unit) and number.replace(".", "", 1).isdigit():
@@ -286,17 +260,10 @@ def read_bytes(text: str) -> int:
 
 
 def fastest(options: PlanConfig, hbm_bytes: int) -> str:
-  """Looks for the settings that train fastest on `options.gpus`.
+  """Finds the settings that train fastest; returns a command and a table.
 
-  Args:
-    options: The command line.
-    hbm_bytes: Memory of a GPU.
-
-  Returns:
-    Lines of text: a command, and a table of what fits.
-
-  Raises:
-    ValueError: no settings fit, or `train.pretrain` would refuse them all.
+  Raises a ValueError if no settings fit on `options.gpus` GPUs, or if
+  train.pretrain would refuse them all.
   """
   config = options.run()
   params = None if options.params == "any" else options.params
@@ -326,7 +293,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
   """Runs the command; returns the exit status."""
   with plain_errors():
     options = tyro.cli(PlanConfig, args=arguments, prog="python -m train.plan")
-  # Nothing is computed, and a GPU that is in use is left alone.
+  # Nothing is computed, so we leave the GPU alone; it may be in use.
   jax.config.update("jax_platforms", "cpu")
   try:
     hbm = read_bytes(options.hbm)
@@ -357,7 +324,7 @@ def _count(number: int, name: str) -> str:
 
 
 def _remarks(options: PlanConfig, config: TrainConfig) -> Iterator[str]:
-  """Yields what to know of a plan that its table does not say."""
+  """Yields remarks that the plan's table does not make."""
   is_finetune = options.preset == "finetune"
   if is_finetune and not _sees_images(config):
     shape = "" if options.init_from else ", the shape of llama2_7b"
@@ -370,27 +337,6 @@ def _remarks(options: PlanConfig, config: TrainConfig) -> Iterator[str]:
       )
   if getattr(config.model, "num_experts", None):
     yield _OF_EXPERTS
-  # Its layers keep the same in all columns that compute in FP8.
-  config = dataclasses.replace(config, recipe="coat")
-  # Conversations have segments, packed or not, and tokens of train.pretrain
-  # none; a preset's plan is for either.
-  sees_images = _sees_images(config)
-  of_tokens = _slow_attention(config, has_segments=sees_images)
-  for part, why in _slow_attention(
-    config, has_segments=is_finetune or sees_images
-  ).items():
-    where = "" if part in of_tokens else " in train.finetune alone"
-    yield (
-      f"not counted: attention in FP8 of the {part}{where}, which XLA computes"
-      f"{why}; docs/plan.md#what-is-not-counted"
-    )
-
-
-def _slow_attention(config: TrainConfig, *, has_segments: bool) -> dict:
-  """By part of the model, why XLA computes its attention in FP8."""
-  found = attention.explain_fp8(config, has_segments=has_segments).items()
-  start = attention.EVERYWHERE
-  return {x: y.removeprefix(start) for x, y in found if y.startswith(start)}
 
 
 if __name__ == "__main__":

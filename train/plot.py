@@ -25,7 +25,7 @@ from train.options import read_path
 from train.run.directory import RunDirectory
 from train.run.exits import exit_status
 from train.run.rows import read_rows
-from train.run.save_error import save_errors
+from train.run.writing import save_errors
 
 # Steps over which a loss curve is smoothed; the raw one is drawn behind it.
 _WINDOW = 20
@@ -34,12 +34,7 @@ _MOMENTS = {"mu": "first moment", "nu": "second moment"}
 
 
 def draw(runs: dict[str, list[dict]], out: Path) -> None:
-  """Draws runs side by side.
-
-  Args:
-    runs: The lines of each metrics.jsonl, by name of the run.
-    out: The figure's file; a .png, .pdf or .svg.
-  """
+  """Draws runs side by side."""
   panels = [(_draw_losses, runs)]
   kinds = (
     (_draw_powers, "powers"),
@@ -62,11 +57,7 @@ def draw(runs: dict[str, list[dict]], out: Path) -> None:
 
 
 def check_figure(out: Path) -> None:
-  """Checks that a figure can be written; to be asked before it is computed.
-
-  Raises:
-    ValueError: it is a folder, is in none, or ends in no known format.
-  """
+  """Checks that a figure can be written; to be asked before it is computed."""
   if out.is_dir() or out.suffix not in FORMATS:
     folder = out if out.is_dir() else out.parent
     what = "a folder" if out.is_dir() else f"the ending {out.suffix!r}"
@@ -201,17 +192,7 @@ class PlotConfig:
 def load(
   paths: tuple[Path, ...],
 ) -> tuple[dict[str, list[dict]], list[str]]:
-  """Reads runs and their twins.
-
-  Args:
-    paths: Folders of runs.
-
-  Returns:
-    The lines of each metrics.jsonl, by name, and what is wrong with them.
-
-  Raises:
-    ValueError: a folder has no run, or no step yet.
-  """
+  """Reads runs and their twins."""
   runs, damaged = {}, []
   for path in paths:
     run = RunDirectory(path)
@@ -230,12 +211,7 @@ def load(
 
 
 def run(config: PlotConfig) -> None:
-  """Draws, and prints where.
-
-  Raises:
-    ValueError: the input was wrong.
-    SaveError: the figure cannot be written.
-  """
+  """Draws, and prints where."""
   if not config.runs:
     raise ValueError("plot: name at least one run, such as runs/demo")
   out = RunDirectory(config.runs[0]).plot

@@ -6,6 +6,9 @@ norm of 1, and no weight decay on norms, biases and embeddings. Batches and
 steps are as published; on fewer devices, lower `--batch` and `--steps`.
 """
 
+import dataclasses
+from typing import Any
+
 from train.config import ModelConfig, OptimConfig, TrainConfig
 
 
@@ -18,15 +21,7 @@ def demo() -> TrainConfig:
   """
   return TrainConfig(
     out="runs/demo",
-    model=ModelConfig(
-      family="llama",
-      num_layers=4,
-      d_model=128,
-      d_ff=352,
-      num_heads=4,
-      num_kv_heads=2,
-      vocab_size=256,
-    ),
+    model=_llama(4, 128, 352, 4, num_kv_heads=2, vocab_size=256),
     optim=OptimConfig(lr=1e-3, warmup=0.5),
     steps=200,
     batch=4,
@@ -46,15 +41,7 @@ def demo_gpu() -> TrainConfig:
   """
   return TrainConfig(
     out="runs/demo_gpu",
-    model=ModelConfig(
-      family="llama",
-      num_layers=8,
-      d_model=2048,
-      d_ff=5504,
-      num_heads=16,
-      num_kv_heads=16,
-      vocab_size=256,
-    ),
+    model=_llama(8, 2048, 5504, 16, vocab_size=256),
     optim=OptimConfig(lr=3e-4, warmup=0.25),
     steps=600,
     batch=4,
@@ -67,30 +54,20 @@ def demo_gpu() -> TrainConfig:
 
 def demo_moe() -> TrainConfig:
   """The demo with a mixture of experts: 8, of which a token goes to 2."""
-  return TrainConfig(
-    out="runs/demo_moe",
-    model=ModelConfig(
-      family="qwen3_moe",
-      num_layers=4,
-      d_model=128,
-      d_ff=192,
-      num_heads=4,
-      num_kv_heads=2,
-      vocab_size=256,
-      num_experts=8,
-      experts_per_token=2,
-      normalize_experts=True,
-      auxiliary_loss=0.01,
-    ),
-    optim=OptimConfig(lr=1e-3, warmup=0.5),
-    steps=200,
-    batch=4,
-    seq=256,
-    compare_seeds=2,
-    eval_every=50,
-    save_every=50,
-    report_state=True,
+  model = ModelConfig(
+    family="qwen3_moe",
+    num_layers=4,
+    d_model=128,
+    d_ff=192,
+    num_heads=4,
+    num_kv_heads=2,
+    vocab_size=256,
+    num_experts=8,
+    experts_per_token=2,
+    normalize_experts=True,
+    auxiliary_loss=0.01,
   )
+  return dataclasses.replace(demo(), out="runs/demo_moe", model=model)
 
 
 def llama_60m() -> TrainConfig:
@@ -107,13 +84,11 @@ def llama_60m() -> TrainConfig:
 
 def llama_130m() -> TrainConfig:
   """Shape and tokens of arXiv:2403.03507, appendix (GaLore)."""
-  return TrainConfig(
+  return dataclasses.replace(
+    llama_60m(),
     out="runs/llama_130m",
     model=_llama(12, 768, 2048, 12, norm_eps=1e-6),
-    optim=OptimConfig(lr=1e-3, warmup=0.1),
     steps=20_000,
-    batch=128,
-    seq=1024,
   )
 
 
@@ -198,13 +173,10 @@ def finetune() -> TrainConfig:
 
 def llama2_13b() -> TrainConfig:
   """arXiv:2307.09288, section 2; 2 trillion tokens in batches of 4 million."""
-  return TrainConfig(
+  return dataclasses.replace(
+    llama2_7b(),
     out="runs/llama2_13b",
     model=_llama(40, 5120, 13824, 40),
-    optim=OptimConfig(lr=3e-4, min_lr_ratio=0.1),
-    steps=477_000,
-    batch=1024,
-    seq=4096,
   )
 
 
@@ -224,12 +196,8 @@ def llama3_8b() -> TrainConfig:
   """arXiv:2407.21783, table 3; 15 trillion tokens, here in even batches."""
   return TrainConfig(
     out="runs/llama3_8b",
-    model=ModelConfig(
-      family="llama",
-      num_layers=32,
-      d_model=4096,
-      d_ff=14336,
-      num_heads=32,
+    model=_llama(
+      *(32, 4096, 14336, 32),
       num_kv_heads=8,
       vocab_size=128256,
       rope_theta=5e5,
@@ -258,13 +226,11 @@ def gemma2_2b() -> TrainConfig:
 
 def gemma2_9b() -> TrainConfig:
   """arXiv:2408.00118, table 1; 8 trillion tokens; see gemma2_2b."""
-  return TrainConfig(
+  return dataclasses.replace(
+    gemma2_2b(),
     out="runs/gemma2_9b",
     model=_gemma2(42, 3584, 14336, 16),
-    optim=OptimConfig(lr=3e-4, min_lr_ratio=0.1),
     steps=1_907_000,
-    batch=512,
-    seq=8192,
   )
 
 
@@ -298,30 +264,28 @@ def qwen3_30b_a3b() -> TrainConfig:
   )
 
 
-def _llama(layers: int, d_model: int, d_ff: int, heads: int, **others):
+def _llama(
+  layers: int, d_model: int, d_ff: int, heads: int, **others: Any
+) -> ModelConfig:
+  shape: dict[str, Any] = {
+    "family": "llama",
+    "num_kv_heads": heads,
+    "vocab_size": 32000,
+  }
   return ModelConfig(
-    family="llama",
     num_layers=layers,
     d_model=d_model,
     d_ff=d_ff,
     num_heads=heads,
-    num_kv_heads=heads,
-    vocab_size=32000,
-    **others,
+    **shape | others,
   )
 
 
-def _olmo(layers: int, d_model: int, d_ff: int, heads: int, **others):
-  return ModelConfig(
-    family="olmo",
-    num_layers=layers,
-    d_model=d_model,
-    d_ff=d_ff,
-    num_heads=heads,
-    num_kv_heads=heads,
-    vocab_size=50304,
-    **others,
-  )
+def _olmo(
+  layers: int, d_model: int, d_ff: int, heads: int, **others: Any
+) -> ModelConfig:
+  options: dict[str, Any] = {"family": "olmo", "vocab_size": 50304}
+  return _llama(layers, d_model, d_ff, heads, **options | others)
 
 
 def _gemma2(layers: int, d_model: int, d_ff: int, heads: int):

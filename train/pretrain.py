@@ -23,21 +23,24 @@ import argparse
 import dataclasses
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
-import grain
-import numpy as np
 import tyro
 
 from train.command_line import check_given, words_of
 from train.config import TrainConfig
-from train.data.batches import eval_batches, train_iterator
-from train.data.tokens import TokenSource, load_tokens
+from train.data.batches import held_out_windows, threads_of, train_windows
+from train.data.tokens import load_tokens
 from train.loop import run_command
 from train.optim_config import OPTIMIZERS, OptimConfig
 from train.options import defaults
 from train.presets import PRESETS
-from train.run.data import OwnRows, RunData
+from train.run.data import RunData
+
+_DESCRIPTION = """\
+Trains a language model; each preset's --help lists its options.
+
+  python -m train.pretrain PRESET --out RUN [options]"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -50,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
       _presets(words),
       args=words,
       prog="python -m train.pretrain",
-      description="Trains a language model; each preset's --help has options.",
+      description=_DESCRIPTION,
       config=(tyro.conf.FlagCreatePairsOff,),
     )
     check_given(config, words)
@@ -93,42 +96,16 @@ def _presets(
   }
 
 
-def load(config: TrainConfig) -> tuple[TrainConfig, "TokenStream"]:
-  """Opens the data of a run; Raises as `load_tokens` does."""
+def load(config: TrainConfig) -> tuple[TrainConfig, RunData]:
+  """Opens the data of a run; raises what `load_tokens` raises."""
   tokens = load_tokens(config.data, config.model.vocab_size)
-  return config, TokenStream(tokens)
-
-
-class TokenStream(RunData[TrainConfig]):
-  """A stream of tokens, cut into windows that are learned from whole."""
-
-  dtypes = {"tokens": np.int32}
-
-  def __init__(self, tokens: TokenSource):
-    self.tokens = tokens
-
-  @property
-  def fingerprint(self) -> str:
-    return self.tokens.fingerprint
-
-  @property
-  def change_times(self) -> str | None:
-    return self.tokens.change_times
-
-  def has_fingerprint(self, stored: str) -> bool:
-    return self.tokens.has_fingerprint(stored)
-
-  def train_batches(
-    self, config: TrainConfig, **own_rows: int
-  ) -> grain.DatasetIterator:
-    sizes = dict(seq_len=config.seq, batch_size=config.batch, **own_rows)
-    return train_iterator(self.tokens, **sizes, seed=config.seed)
-
-  def eval_batches(
-    self, config: TrainConfig, **own_rows: int
-  ) -> Iterable[OwnRows]:
-    sizes = dict(seq_len=config.seq, batch_size=config.batch, **own_rows)
-    return eval_batches(self.tokens, **sizes, max_batches=config.eval_batches)
+  return config, RunData(
+    rows=train_windows(tokens, config.seq),
+    held_out=held_out_windows(tokens, config.seq, config.batch),
+    fingerprint=tokens.fingerprint,
+    change_times=tokens.change_times,
+    threads=threads_of(tokens),
+  )
 
 
 if __name__ == "__main__":

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from coat_jax import FusedTransformation
-from coat_jax.models.hf.config import CONFIG, LONGEST
 from coat_jax.models.hf.files import read_json
+from coat_jax.models.hf.keys import CONFIG, LONGEST
 from coat_jax.models.hf.load import check_tensors, load_params
 from coat_jax.models.hf.save import PROCESSORS, carry
 from coat_jax.models.stack import Store
@@ -33,23 +33,12 @@ from train.presets import PRESETS
 from train.run.checkpoint import read_description
 from train.run.description import configuration
 from train.run.directory import RunDirectory
-from train.run.weights import read_weights
-from train.source import read_shape, read_text_shape
+from train.source import read_shape, read_text_shape, read_weights
 from train.step import TrainState
 
 
 def source_of(config: TrainConfig) -> Path | None:
-  """Finds the folder that a run's checkpoint is read from, or was kept in.
-
-  Args:
-    config: The run; if it is resumed, the folder is in its own.
-
-  Returns:
-    The folder; None of a run that begins with random weights.
-
-  Raises:
-    ValueError: it is of a run that cannot be begun with.
-  """
+  """Finds the folder that a run's checkpoint is read from, or was kept in."""
   kept = RunDirectory(config.out).source
   if config.resume and (kept / CONFIG).is_file():
     return kept
@@ -57,18 +46,7 @@ def source_of(config: TrainConfig) -> Path | None:
 
 
 def with_shape[Config: TrainConfig](config: Config) -> Config:
-  """Gives a run the shape of the checkpoint that it begins with.
-
-  Args:
-    config: The run, with a preset's model.
-
-  Returns:
-    The run with the checkpoint's model; the same run where it has none.
-
-  Raises:
-    ValueError: the checkpoint's config.json cannot be used, or options of the
-      model were given.
-  """
+  """Gives a run the shape of the checkpoint that it begins with."""
   if (source := source_of(config)) is None:
     return config
   if all(config.model != preset().model for preset in PRESETS.values()):
@@ -83,15 +61,7 @@ def with_shape[Config: TrainConfig](config: Config) -> Config:
 
 
 def check(config: TrainConfig, abstract: TrainState) -> None:
-  """Checks a run's checkpoint, if it has one, without reading its tensors.
-
-  Args:
-    config: The run, from `with_shape`.
-    abstract: Its state.
-
-  Raises:
-    ValueError: the checkpoint has no such tensors.
-  """
+  """Checks a run's checkpoint, if it has one, without reading its tensors."""
   if config.init_from and _run(config) is None:
     check_tensors(_folder(config), config.model, abstract.params)
 
@@ -100,12 +70,6 @@ def describe_length(config: TrainConfig) -> list[str]:
   """Says where sequences are longer than those that a checkpoint has seen.
 
   Learned positions end there, and `with_shape` refuses more; RoPE does not.
-
-  Args:
-    config: The run, from `with_shape`.
-
-  Returns:
-    A line to print, or none.
   """
   if (source := source_of(config)) is None:
     return []
@@ -135,9 +99,6 @@ def initial_state(
 
   Weights are the checkpoint's where the run has one, read onto their devices
   and stored as `params` says, rounded to nearest.
-
-  Raises:
-    ValueError: the checkpoint has other tensors.
   """
   if not config.init_from:
     return steps.initial_state(config, optimizer, mesh)
@@ -163,15 +124,7 @@ def _params_of_run(
   mesh: Mesh | None,
   store: Store | None = None,
 ) -> Any:
-  """Reads the weights of a run's newest whole checkpoint.
-
-  Args:
-    run: The run.
-    config: That which begins with them.
-    params: Its parameters, abstract.
-    mesh: Its devices.
-    store: As `load_params` takes it.
-  """
+  """Reads the weights of a run's newest whole checkpoint."""
   step, _ = run.newest_whole_step()
   saved = configuration(read_description(run.checkpoints, step))
   saved = dataclasses.replace(
@@ -199,12 +152,7 @@ def _folder(config: TrainConfig) -> Path:
 
 
 def _run(config: TrainConfig) -> RunDirectory | None:
-  """The run that another begins with, if it is no folder of transformers.
-
-  Raises:
-    ValueError: it is the run itself, has no checkpoint yet, or began with
-      random weights.
-  """
+  """Returns the run to begin with, or None for a Hugging Face folder."""
   run = RunDirectory(_folder(config))
   if not run.is_run():
     return None

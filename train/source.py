@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model to read: of a run, or of a folder that transformers wrote.
+"""Reads a model: that of a run, or of a folder that transformers wrote.
 
 Both are read onto one device, in recipe bf16: what a model says of a text must
 not depend on the texts beside it, as FP8 products with one scale for all their
@@ -11,22 +11,26 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
 
 from coat_jax import recipe as recipes
 from coat_jax.models import (
   Decoder,
   ModelConfig,
+  VisionConfig,
   VisionLanguageConfig,
   VisionLanguageModel,
   load_hf,
 )
-from coat_jax.models.hf.config import CONFIG, read_config
-from coat_jax.models.hf.files import check_folder, read_json
-from coat_jax.models.hf.llava_config import read_llava_config
-from coat_jax.models.hf.vision_config import VISION_TYPES
+from coat_jax.models.hf.config import read_config
+from coat_jax.models.hf.files import read_json
+from coat_jax.models.hf.keys import CONFIG
+from coat_jax.models.hf.load import model_of
 from train import step as steps
+from train import weights
 from train.config import TrainConfig
 from train.data.folder import FolderText, has_tokenizer
 from train.data.text import Text, open_text
@@ -38,35 +42,23 @@ from train.vit_config import VitConfig
 
 Compute = Literal["bfloat16", "float32"]
 Shape = ModelConfig | VisionLanguageConfig
-_MODELS: dict[type, type] = {
-  ModelConfig: Decoder,
-  VisionLanguageConfig: VisionLanguageModel,
-}
 # Of a config.json without max_position_embeddings, as transformers has it for
 # Llama.
 _LENGTH = 2048
 
 
 class Source(NamedTuple):
-  """A model whose weights are not read yet.
+  """A model whose weights are not read yet."""
 
-  Attributes:
-    name: The folder, and of a run the step.
-    files: The folder with config.json, the tokenizer's files and those of the
-      images' preprocessing; of a run what it keeps, if it has a config.json.
-    config: The model's shape.
-    compute: What is computed in.
-    text: Its tokenizer.
-    length: Tokens that it was trained to see, prompt and text together.
-    load: Reads the weights and returns the model, on one device.
-  """
-
-  name: str
+  name: str  # The folder and, of a run, the step.
+  # The folder with config.json and the files of tokenizer and preprocessing; a
+  # run keeps copies of them.
   files: Path
   config: Shape
   compute: Compute
   text: Text
-  length: int
+  length: int  # The context length.
+  # Reads the weights and returns the model, on one device.
   load: Callable[[], Decoder | VisionLanguageModel]
 
   @property
@@ -91,60 +83,37 @@ def _family(config: Shape) -> str:
 
 
 def read_shape(folder: Path) -> Shape:
-  """Reads the shape of a checkpoint of transformers, of text or a LLaVA.
-
-  Raises:
-    ValueError: its config.json cannot be used.
-  """
-  kind = _model_type(folder, "a text model or a LLaVA")
-  return (read_llava_config if kind == "llava" else read_config)(folder)[0]
+  """Reads the shape of a Hugging Face decoder or LLaVA."""
+  return _read(folder, "a text model or a LLaVA")
 
 
 def read_text_shape(folder: Path) -> ModelConfig:
-  """Reads the shape of a checkpoint of transformers, of text alone.
-
-  Raises:
-    ValueError: its config.json cannot be used.
-  """
-  if _model_type(folder, "a model of text alone") == "llava":
-    raise ValueError(
-      f"{folder} must hold a model of text alone, got a LLaVA; train it with "
-      f"python -m train.finetune {folder} --data FILES --out RUN"
-    )
-  return read_config(folder)[0]
+  """Reads the shape of a Hugging Face decoder."""
+  shape = _read(folder, "a model of text alone")
+  if isinstance(shape, ModelConfig):
+    return shape
+  raise ValueError(
+    f"{folder} must hold a model of text alone, got a LLaVA; train it with "
+    f"python -m train.finetune {folder} --data FILES --out RUN"
+  )
 
 
-def _model_type(folder: Path, wanted: str) -> Any:
-  """Reads a checkpoint's model_type; raises ValueError of a vision tower."""
-  check_folder(folder)
-  kind = read_json(folder / CONFIG).get("model_type")
-  if isinstance(kind, str) and kind in {*VISION_TYPES, "clip", "siglip"}:
-    raise ValueError(
-      f"{folder} must hold {wanted}, got a {kind}, which writes no text; pass "
-      "another folder, or train a classifier of images, from random weights, "
-      "with python -m train.vit PRESET --data FOLDER"
-    )
-  return kind
+def _read(folder: Path, wanted: str) -> Shape:
+  """Reads a checkpoint's shape; raises ValueError for a vision tower."""
+  shape, _ = read_config(folder)
+  if not isinstance(shape, VisionConfig):
+    return shape
+  raise ValueError(
+    f"{folder} must hold {wanted}, got a {shape.family}, which writes no text; "
+    "pass another folder, or train a classifier of images, from random "
+    "weights, with python -m train.vit PRESET --data FOLDER"
+  )
 
 
 def open_source(
   folder: Path, tokenizer: str | None = None, compute: Compute | None = None
 ) -> Source:
-  """Opens the newest checkpoint of a run, or one of transformers.
-
-  Args:
-    folder: The run's, which may be training meanwhile; or one with config.json
-      and safetensors.
-    tokenizer: A `tokenizers` JSON file in place of the folder's own.
-    compute: What to compute in; None for what the run did, or BF16.
-
-  Returns:
-    The model and its tokenizer.
-
-  Raises:
-    FileNotFoundError, ValueError: it is neither, or damaged, or its tokenizer
-      cannot be read.
-  """
+  """Opens the newest checkpoint of a run, or one of transformers."""
   run = RunDirectory(folder)
   if run.is_run() and run.latest_step() is not None:
     return _open_run(run, tokenizer, compute)
@@ -197,12 +166,7 @@ def _on_one_device(config: TrainConfig) -> TrainConfig:
 
 def _graph(config: Shape, compute: Compute) -> nnx.GraphDef:
   model = nnx.eval_shape(
-    lambda: _MODELS[type(config)](
-      config,
-      recipes.bf16(),
-      dtype=jnp.dtype(compute),
-      rngs=nnx.Rngs(params=0),
-    )
+    lambda: model_of(config, recipe=recipes.bf16(), dtype=jnp.dtype(compute))
   )
   return nnx.split(model, nnx.Param)[0]
 
@@ -210,7 +174,7 @@ def _graph(config: Shape, compute: Compute) -> nnx.GraphDef:
 def _text_of_run(
   run: RunDirectory, config: TrainConfig, done: int, tokenizer: str | None
 ) -> Text:
-  """What a run's data were tokenized with.
+  """Opens the tokenizer of a run's data.
 
   Where they are ids, or nothing was trained yet, that is what is kept of the
   checkpoint that the run began with.
@@ -229,7 +193,6 @@ def _open_hf(folder: Path, tokenizer: str | None, compute: Compute) -> Source:
   def load():
     model = load_hf(
       folder,
-      model=_MODELS[type(config)],
       recipe=recipes.bf16(),
       dtype=dtype,
       param_dtype=dtype,
@@ -253,3 +216,23 @@ def _length(folder: Path) -> int:
       f"got {str(found)[:40]}; copy the file again"
     )
   return found
+
+
+def read_weights(
+  run: RunDirectory, step: int, config: TrainConfig, mesh: Mesh | None = None
+) -> Any:
+  """Reads the weights of a checkpoint; those with low bytes become f32."""
+  abstract = steps.abstract_state(
+    config, steps.build_optimizer(config, mesh), mesh
+  )
+  # What is () is not read.
+  abstract = abstract._replace(exact=(), clip=())
+  if config.params != "bfloat16_low8":  # Else it has the weights' low bytes.
+    none: Any = ()
+    abstract = abstract._replace(optimizer=none)
+  state = restore_state(run.checkpoints, step, abstract)
+  if config.params != "bfloat16_low8":
+    return state.params
+  return jax.jit(weights.load)(
+    state.params, weights.without_low(state.optimizer)[1]
+  )

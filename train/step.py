@@ -19,14 +19,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from coat_jax import FusedTransformation, sharding
-from coat_jax.models import specs
+from coat_jax.models.params import param_shardings, parameter
 from coat_jax.optimizer.clipping import ClipState
-from coat_jax.optimizer.masks import is_norm_or_bias
 from coat_jax.optimizer.state import FusedState
 from train import optimizers, weights
 from train.config import TrainConfig
 from train.objective import AnyBatch, Rows, objective_of, trained
-from train.schedule import learning_rate
+from train.optimizers import learning_rate
 from train.update import (
   exact_adam,
   microbatches,
@@ -37,66 +36,47 @@ from train.update import (
 
 
 class TrainState(NamedTuple):
-  """What a run carries from step to step, except its place in the data.
+  """The state that a run carries from step to step, except its data place."""
 
-  Attributes:
-    step: int32, steps done.
-    params: Weights as layers read them, nested dicts.
-    optimizer: Stored moments of what is trained (`train.objective.trained`) and
-      the number of updates; with params bfloat16_low8 its low bytes too.
-    exact: f32 moments of the same gradients, for reports; () without reports.
-    clip: Norms of earlier steps; () where gradients are clipped by their own.
-  """
-
-  step: jax.Array
-  params: Any
+  step: jax.Array  # int32, steps done.
+  params: Any  # Weights as layers read them, nested dicts.
+  # Stored moments of what is trained (`train.objective.trained`) and the number
+  # of updates; with params bfloat16_low8 its low bytes too.
   optimizer: FusedState
+  # f32 moments of the same gradients, for reports; () without reports.
   exact: optax.ScaleByAdamState | tuple[()]
+  # Norms of earlier steps; () where gradients are clipped by their own.
   clip: ClipState | tuple[()] = ()
 
 
 class StepMetrics(NamedTuple):
-  """Scalars of one step, at the parameters before its update.
+  """Scalars of one step, at the parameters before its update."""
 
-  Attributes:
-    loss: f32, mean loss of the batch's targets, in nats.
-    grad_norm: f32, global norm of the gradients before clipping.
-    lr: f32, learning rate of the update.
-    is_finite: bool [leaves], whether each gradient is, as `leaf_names` orders.
-    targets: int32, targets that count; None where all do.
-    padding: f32, share of the input that is of no document; None where there
-      is none.
-  """
-
-  loss: jax.Array
-  grad_norm: jax.Array
-  lr: jax.Array
+  loss: jax.Array  # f32, mean loss of the batch's targets, in nats.
+  grad_norm: jax.Array  # f32, global norm of the gradients before clipping.
+  lr: jax.Array  # f32, learning rate of the update.
+  # bool [leaves], whether each gradient is, as `leaf_names` orders.
   is_finite: jax.Array
+  # int32, targets that count; None where all do.
   targets: jax.Array | None = None
+  # f32, share of the input that is of no document; None where there is none.
   padding: jax.Array | None = None
 
 
 class Evaluation(NamedTuple):
-  """Scalars of a held-out batch.
+  """Scalars of a held-out batch."""
 
-  Attributes:
-    loss: f32, mean loss of its targets, in nats.
-    targets: As of `StepMetrics`.
-    accuracy: f32, share of its targets that are predicted; None where the
-      objective does not say.
-  """
-
-  loss: jax.Array
+  loss: jax.Array  # f32, mean loss of its targets, in nats.
   targets: jax.Array | None
+  # f32, share of its targets that are predicted; None where the objective does
+  # not say.
   accuracy: jax.Array | None = None
 
 
 def decays(params) -> Any:
   """Returns True for leaves that decay: not norms, biases and embeddings."""
-  decayed = [
-    not (is_norm_or_bias(name) or "embed" in name)
-    for name in leaf_names(params)
-  ]
+  others = ("norm", "bias", "embedding", "positions")
+  decayed = [parameter(x).role not in others for x in leaf_names(params)]
   return jax.tree.unflatten(jax.tree.structure(params), decayed)
 
 
@@ -115,11 +95,11 @@ def build_optimizer(
     rate: The learning rate, possibly traced; None for the run's schedule.
     seed: Of stochastic rounding, likewise; None for the run's.
   """
-  param_shardings = None
+  shardings = None
   if mesh is not None:
     params = jax.eval_shape(lambda: _initial_params(config))
-    param_shardings = specs.param_shardings(mesh, trained(config, params))
-  return optimizers.build(config, decays, param_shardings, rate=rate, seed=seed)
+    shardings = param_shardings(mesh, trained(config, params))
+  return optimizers.build(config, decays, shardings, rate=rate, seed=seed)
 
 
 def build_graph(config: TrainConfig) -> nnx.GraphDef:
@@ -147,12 +127,7 @@ def abstract_state(
   make = functools.partial(with_moments, config, optimizer)
   if mesh is None:
     return jax.eval_shape(make, params)
-  return sharding.abstract_state(
-    make,
-    params,
-    specs.param_shardings(mesh, params),
-    codec=config.optim.moment_codec(),
-  )
+  return sharding.abstract_state(make, params, param_shardings(mesh, params))
 
 
 def initial_state(
@@ -217,13 +192,7 @@ def _initial_params(config: TrainConfig, store: Callable | None = None) -> Any:
 def with_moments(
   config: TrainConfig, optimizer: FusedTransformation, params: Any
 ) -> TrainState:
-  """Builds the state before the first step of these weights.
-
-  Args:
-    config: The run.
-    optimizer: From `build_optimizer`.
-    params: Weights as layers read them, nested dicts.
-  """
+  """Builds the state before the first step of these weights."""
   stored, _ = weights.store(config.params, params)
   params = trained(config, params)
   exact, norms = (), _no_norms(config, params)

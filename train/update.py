@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a training step does: gradients, clipping and the optimizer.
+"""The work of a training step: gradients, clipping and the optimizer.
 
 `update` computes all gradients and then steps all parameters,
 `update_in_backward` each layer's when its gradients exist. Both take the state
@@ -15,9 +15,9 @@ from flax import nnx
 
 from coat_jax import BackwardStep, step_in_backward
 from coat_jax.layers import with_weight_cache
-from coat_jax.models import specs
 from coat_jax.models.batch import Batch
 from coat_jax.models.loss import loss_of_hidden
+from coat_jax.models.params import param_shardings
 from coat_jax.models.vision_language import VisionLanguageModel
 from coat_jax.optimizer.clipping import clip_gradients, global_norm
 from train import weights
@@ -36,19 +36,7 @@ def update(
   state,
   batch: AnyBatch,
 ) -> tuple[BackwardStep, Any]:
-  """Computes the gradients of what is trained, then steps it.
-
-  Args:
-    config: The run.
-    graph: From `train.step.build_graph`.
-    optimizer: From `train.step.build_optimizer`.
-    mesh: From `train.mesh.make_mesh`, or None.
-    state: A `train.step.TrainState`.
-    batch: From the objective's `batch_of`.
-
-  Returns:
-    The step, and the next `exact` of the state.
-  """
+  """Computes all gradients, then steps; returns the step and next `exact`."""
   loss, grads = _mean_gradients(config, graph, mesh, state.params, batch)
   is_finite = finite_leaves(grads)
   scale, clip_state, exact = jnp.float32(1), state.clip, state.exact
@@ -83,10 +71,7 @@ def update_in_backward(
   state,
   batch: Batch,
 ) -> tuple[BackwardStep, Any]:
-  """Steps each layer's parameters of a decoder when its gradients exist.
-
-  Args and Returns: as of `update`.
-  """
+  """Steps each layer's parameters of a decoder when its gradients exist."""
   del mesh
   params = state.params
   graph, cache = with_cache(nnx.merge(graph, params))
@@ -147,9 +132,7 @@ def _mean_gradients(config, graph, mesh, params, batch):
     lambda p: jnp.zeros_like(p, dtype=p.dtype if small else jnp.float32), own
   )
   if mesh is not None:
-    zeros = jax.lax.with_sharding_constraint(
-      zeros, specs.param_shardings(mesh, own)
-    )
+    zeros = jax.lax.with_sharding_constraint(zeros, param_shardings(mesh, own))
 
   def add(total, batch):
     return jax.tree.map(jnp.add, total, share_of(own, batch)), None

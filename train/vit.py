@@ -17,29 +17,30 @@ import dataclasses
 import inspect
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-import grain
-import jax
-import numpy as np
 import tyro
 from PIL import Image
 
 from train.command_line import check_given, words_of
-from train.data.chat import batches
 from train.data.images import Preprocessing
 from train.data.labelled import (
   THREADS,
-  Labelled,
+  Images,
   held_out_folder,
   load_labelled,
 )
 from train.loop import run_command
 from train.options import read_path
-from train.run.data import OwnRows, RunData
+from train.run.data import RunData
 from train.run.directory import RunDirectory
 from train.run.exits import say
 from train.vit_config import CLASSES, PRESETS, ImageData, VitConfig
+
+_DESCRIPTION = """\
+Trains a vision transformer to classify images.
+
+  python -m train.vit PRESET --data FOLDER --out RUN [options]"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -49,14 +50,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
   def read() -> VitConfig:
     presets = {
-      name: (inspect.getdoc(preset), preset())
+      name: (inspect.getdoc(preset) or "", preset())
       for name, preset in PRESETS.items()
     }
     config = tyro.extras.overridable_config_cli(
       presets,
       args=words,
       prog="python -m train.vit",
-      description="Trains a vision tower to classify images.",
+      description=_DESCRIPTION,
       config=(tyro.conf.FlagCreatePairsOff,),
     )
     check_given(config, words)
@@ -66,18 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def load(config: VitConfig) -> tuple[VitConfig, "ImageFolder"]:
-  """Reads the images of a run.
-
-  Args:
-    config: The run.
-
-  Returns:
-    The run with as many classes as the images have, and its data.
-
-  Raises:
-    ValueError: as of `load_labelled`; or there are fewer images than a batch
-      has, or other classes than the model's; or the model is not for them.
-  """
+  """Reads the images of a run."""
   model = config.model
   if (model.family, model.num_channels) != ("vit", 3):
     raise ValueError(
@@ -120,7 +110,14 @@ def load(config: VitConfig) -> tuple[VitConfig, "ImageFolder"]:
     f"{config.steps * config.batch / len(found.rows):.3g} epochs"
   )
   model = dataclasses.replace(model, num_classes=count)
-  return dataclasses.replace(config, model=model), ImageFolder(found)
+  return dataclasses.replace(config, model=model), ImageFolder(
+    rows=found.rows,
+    held_out=found.held_out,
+    fingerprint=found.fingerprint,
+    change_times=found.change_times,
+    threads=THREADS if found.rows.pixels is None else 0,
+    classes=found.classes,
+  )
 
 
 def _preprocessing(size: int) -> Preprocessing:
@@ -135,55 +132,19 @@ def _preprocessing(size: int) -> Preprocessing:
   )
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class ImageFolder(RunData[VitConfig]):
   """A folder of images by class."""
 
-  dtypes = {"images": np.float32, "labels": np.int32}
-
-  def __init__(self, images: Labelled):
-    self.images = images
-
-  @property
-  def fingerprint(self) -> str:
-    return self.images.fingerprint
-
-  @property
-  def change_times(self) -> str | None:
-    return self.images.change_times
+  rows: Images
+  held_out: Images
+  classes: Sequence[str]  # The names of the classes, by number.
 
   def keep_files(self, run: RunDirectory) -> None:
     run.source.mkdir(exist_ok=True)
-    self.images.rows.preprocessing.save(run.source)
-    names = json.dumps(self.images.classes, indent=2)
+    self.rows.preprocessing.save(run.source)
+    names = json.dumps(self.classes, indent=2)
     (run.source / CLASSES).write_text(names + "\n")
-
-  def batch_shapes(self, config: VitConfig) -> dict[str, jax.ShapeDtypeStruct]:
-    sides = self.images.rows.preprocessing.shape
-    shapes = {"images": (config.batch, 3, *sides), "labels": (config.batch,)}
-    return {
-      name: jax.ShapeDtypeStruct(shape, self.dtypes[name])
-      for name, shape in shapes.items()
-    }
-
-  def train_batches(
-    self, config: VitConfig, **own_rows: int
-  ) -> grain.DatasetIterator:
-    rows = self.images.rows
-    found = batches.train_batches(
-      rows, batch_size=config.batch, seed=config.seed, **own_rows
-    )
-    threads = THREADS if rows.pixels is None else 0
-    return batches.to_iterator(found, threads=threads)
-
-  def eval_batches(
-    self, config: VitConfig, **own_rows: int
-  ) -> Iterable[OwnRows]:
-    return batches.eval_batches(
-      self.images.held_out,
-      batch_size=config.batch,
-      max_batches=config.eval_batches,
-      **own_rows,
-    )
 
 
 if __name__ == "__main__":

@@ -10,8 +10,8 @@ from typing import Annotated, ClassVar
 
 from tyro.conf import Fixed, OmitArgPrefixes, Suppress, arg
 
+from coat_jax.models import VisionConfig
 from coat_jax.models.ranges import Count, Range, check_numbers
-from coat_jax.models.vision import VisionConfig
 from train.config import TrainConfig
 from train.optim_config import OptimConfig
 from train.options import FIXED, SILENT
@@ -28,10 +28,10 @@ class ImageData:
   """Images to learn from.
 
   Attributes:
-    folder: With a folder of images for each class, or with `train` and `test`
-      (or `val`), each of which has those; see `train.data.labelled`.
-    held_out: Share of each class that is kept for evaluation and never trained
-      on, at least one image, where there is no folder of those.
+    folder: A folder with a folder of images for each class, or with `train` and
+      `test` (or `val`), each of which has those; see `train.data.labelled`.
+    held_out: Share of each class to hold out for evaluation, at least one
+      image, if no folder says which images are held out.
   """
 
   # As of `DataConfig`: there is no text.
@@ -51,9 +51,9 @@ class VitConfig(TrainConfig):
 
   Attributes:
     data: Images to learn from.
-    model: Shape of the tower. The data say how many classes there are.
-    batch: Images a step, on all devices together.
-    seq: Tokens of an image.
+    model: The tower's shape. The number of classes comes from the data.
+    batch: Images per step, over all devices.
+    seq: Tokens per image.
   """
 
   # No shared code reads either of the two.

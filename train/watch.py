@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tells early that low precision is about to hurt: `--watch N`.
+"""Early signs that low precision is about to hurt: `--watch N`.
 
 Every N steps a program of its own looks at the state and at the step's batch,
 whose forward it runs once more; the training step stays as it is. It finds
@@ -36,12 +36,12 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from coat_jax.codecs import MomentCodec
 from coat_jax.codecs.fp8 import ExpandedFP8
 from coat_jax.codecs.group import Encoded, GroupCodec
 from coat_jax.formats import is_fp8, qmax
 from coat_jax.models.batch import Batch
-from coat_jax.optimizer import moments
+from coat_jax.optimizer.masks import is_encoded
+from coat_jax.optimizer.state import MomentState, find_states
 from coat_jax.qtensor import quantize, split_groups
 from train import step
 from train.config import TrainConfig
@@ -53,16 +53,12 @@ Found = dict[str, list[float | None]]
 
 
 class Rule(NamedTuple):
-  """When a value has drifted from the median of those before it.
+  """When a value has drifted from the median of those before it."""
 
-  Attributes:
-    factor: It is above `factor` times the median, or below for a factor < 1.
-    plus: It is above the median by this much. One of the two is given.
-    text: What it means, for the line.
-  """
-
-  text: str
+  text: str  # The meaning, for the printed line.
+  # Limit as a multiple of the median; a factor below 1 is a lower limit.
   factor: float | None = None
+  # Limit above the median. Either this or `factor` is given.
   plus: float | None = None
 
   def is_broken(self, value: float, usual: float) -> bool:
@@ -96,17 +92,7 @@ _COMPARED, _FEWEST = 10, 3
 def probe(
   config: TrainConfig, graph: nnx.GraphDef
 ) -> Callable[[step.TrainState, step.Rows], dict[str, jax.Array]]:
-  """Builds the function of (state, rows) that finds the predictors.
-
-  Args:
-    config: The run. Of several microbatches the first is looked at.
-    graph: From `train.step.build_graph`.
-
-  Returns:
-    The function; it returns f32 [layers] or [1] by the names above, without
-    `grad_norm`.
-  """
-  codec = config.optim.moment_codec()
+  """Builds the function of (state, rows) that computes all but `grad_norm`."""
 
   def find(state, rows):
     batch: Any = objective_of(config.model).batch_of(rows)
@@ -114,35 +100,21 @@ def probe(
       parts = microbatches(batch, config.accumulate)
       batch = jax.tree.map(lambda x: x[0], parts)
     found = _of_layers(nnx.merge(graph, state.params), batch)
-    return found | of_moments(codec, state.optimizer)
+    return found | of_moments(state.optimizer)
 
   return find
 
 
-def of_moments(codec: MomentCodec, optimizer: Any) -> dict[str, jax.Array]:
-  """Computes statistics of all codes that an optimizer's state stores.
-
-  Args:
-    codec: How moments are stored.
-    optimizer: A state with first moments and, of some optimizers or of some
-      parameters, second ones.
-
-  Returns:
-    f32 [1] by the names above; second moments have none where there are none.
-  """
+def of_moments(optimizer: Any) -> dict[str, jax.Array]:
+  """Computes statistics of all codes that an optimizer's state stores."""
+  states = find_states("train", optimizer, MomentState)
   found = {}
-  stored = [
-    leaf
-    for trees in moments.all_moment_trees(optimizer)
-    for leaf in moments.flatten(trees)
-  ]
-  for i, name in enumerate(("mu", "nu")):
-    all_of_it = [leaf[i] for leaf in stored if i < len(leaf)]
-    encoded = [x for x in all_of_it if moments.is_encoded(x)]
-    found |= {
-      f"{name}_{key}": value.reshape(1)
-      for key, value in _of_codes(codec.groups[i], encoded).items()
-    }
+  for name in ("mu", "nu"):
+    moments = [getattr(x, name) for x in states if hasattr(x, name)]
+    encoded = [x for m in moments for x in m.leaves() if is_encoded(x)]
+    if encoded:
+      values = _of_codes(moments[0].codec, encoded)
+      found |= {f"{name}_{key}": x.reshape(1) for key, x in values.items()}
   return found
 
 
@@ -216,15 +188,7 @@ class Watcher:
     abstract: step.TrainState,
     rows: Any,
   ):
-    """Compiles the probe.
-
-    Args:
-      config: The run.
-      graph: From `train.step.build_graph`.
-      mesh: From `train.mesh.make_mesh`; None for one device.
-      abstract: The state, as `train.step.abstract_state` has it.
-      rows: A batch, abstract.
-    """
+    """Compiles the probe."""
     find = probe(config, graph)
     self._program = step.compile_on(mesh, find, abstract, rows)
     self._every, self._earlier = config.watch, []
@@ -236,16 +200,7 @@ class Watcher:
   def look(
     self, state: step.TrainState, rows: Any, grad_norm: float
   ) -> tuple[Found, list[str]]:
-    """Probes a state.
-
-    Args:
-      state: Of the run.
-      rows: The batch of its last step.
-      grad_norm: Of that.
-
-    Returns:
-      What was found, for metrics.jsonl, and a sentence for each drift.
-    """
+    """Probes a state."""
     values = jax.device_get(self._program(state, rows))
     found = {name: _numbers(x) for name, x in values.items()}
     found["grad_norm"] = _numbers([grad_norm])
@@ -260,15 +215,7 @@ def _numbers(values: Any) -> list[float | None]:
 
 
 def drifts(earlier: list[Found], found: Mapping[str, list]) -> list[str]:
-  """Compares a probe with those before it, by `RULES`.
-
-  Args:
-    earlier: Probes before it, the oldest first.
-    found: The probe.
-
-  Returns:
-    A sentence for each value that has drifted; of layers, the one furthest off.
-  """
+  """Compares a probe with those before it, by `RULES`."""
   said = []
   for name, rule in RULES.items():
     worst: tuple[float, str] | None = None

@@ -41,15 +41,7 @@ def low_of(path: str, x: jax.Array) -> jax.Array:
 
 
 def store(kind: Stored, params: Any) -> tuple[Any, Any]:
-  """Stores weights, rounded to nearest.
-
-  Args:
-    kind: As `TrainConfig.params`.
-    params: f32; leaves in bf16 stay so where they may.
-
-  Returns:
-    Parameters, and the tree of their low bytes; None where none are stored.
-  """
+  """Stores weights, rounded to nearest; returns them and their low bytes."""
   if kind == "bfloat16_low8":
     return split_weights(params)
   high = high_of(kind)
@@ -58,13 +50,7 @@ def store(kind: Stored, params: Any) -> tuple[Any, Any]:
 
 
 def load(params: Any, low: Any) -> Any:
-  """Loads stored weights in f32: the inverse of `store` up to its rounding.
-
-  Args:
-    params: Nested dicts.
-    low: The low bytes of some parts of them, or None; those of frozen parts are
-      not kept.
-  """
+  """Loads stored weights in f32: the inverse of `store` up to its rounding."""
   own = {} if low is None else join_weights(_like(low, params), low)
   return (
     in_f32({name: x for name, x in params.items() if name not in own}) | own
@@ -86,17 +72,7 @@ def draw(
   draw_params: Callable[..., Any],
   with_moments: Callable[[Any], Any],
 ) -> Any:
-  """Draws weights, rounded to nearest, and makes the train state of step 0.
-
-  Args:
-    kind: As `TrainConfig.params`.
-    draw_params: Function of what `Decoder` takes as `store`: weights that are
-      not stored in f32 are drawn a layer at a time.
-    with_moments: Function of these weights that makes the state.
-
-  Returns:
-    The state, with the low bytes of these weights if it has any.
-  """
+  """Draws weights, rounded to nearest, and makes the train state of step 0."""
   if kind == "float32":
     return with_moments(draw_params())
   state = with_moments(draw_params(high_of(kind)))

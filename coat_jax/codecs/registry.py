@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Looks codecs up by name, for command lines, benchmarks and tests.
 
-`register` gives a constructor a name. A user's own codec needs none: it is
-found as "package.module:function".
+`register` gives a constructor a name. A user's own codec needs no registration:
+it is found as "package.module:function".
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ class MomentCodec:
     nu: codec of the second moment.
 
   Raises:
-    TypeError: `name` is no text, or a codec no `GroupCodec`.
+    TypeError: `name` is not a string, or a codec not a `GroupCodec`.
 
   Examples:
     >>> from coat_jax import codecs
@@ -67,7 +67,7 @@ def register[F: Callable[..., MomentCodec]](constructor: F) -> F:
     The constructor, so that `register` works as a decorator.
 
   Raises:
-    TypeError: it is no function.
+    TypeError: it is not a function.
     ValueError: another constructor has this name.
   """
   op, remedy = "codecs.register", "pass a function that returns a MomentCodec"

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Flax NNX layers that save FP8 for the backward pass, and their functions.
 
-Two levels: drop-in single operations (Linear, RMSNorm, LayerNorm, silu_mul,
-gelu), and fused blocks, where most of the memory and the speed is (NormLinear,
-GatedMLP, MLP, MoE, Attention). All are BF16 in and BF16 out. A block of one's
-own is `block` with another `Middle`.
+There are two levels: drop-in single operations (Linear, RMSNorm, LayerNorm,
+silu_mul, gelu), and fused blocks, which save most of the memory and time
+(NormLinear, GatedMLP, MLP, MoE, Attention). All have BF16 inputs and outputs.
+To make a block of your own, call `block` with another `Middle`.
 """
 
 from coat_jax.layers.activation import gelu as gelu

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SiLU·mul (SwiGLU) and GELU that save their inputs in FP8, 1 x G groups.
+"""SiLU·mul (SwiGLU) and GELU that save their inputs in FP8, in 1 x G groups.
 
 Nothing else is saved: SiLU and the product are elementwise and cheap to
-compute again. As everywhere, the forward reads what the backward will read.
+recompute. The forward reads the same values as the backward, as everywhere.
 """
 
 import functools
@@ -12,34 +12,25 @@ import jax
 from jax import Array
 
 from coat_jax import ops
-from coat_jax.layers.mesh.rule import rule
-from coat_jax.layers.mesh.specs import tokens
 from coat_jax.layers.module import check_float, recipe_of
+from coat_jax.layers.operands import in_groups
 from coat_jax.layers.residuals import residual_scope, save_residual
+from coat_jax.layers.rule import rule
+from coat_jax.mesh import tokens
 from coat_jax.ops.functions import check_approximation
-from coat_jax.qtensor import dequantize
 from coat_jax.recipe import CoatRecipe
 
 
 def _fp8_silu_mul_fwd(gate, up, recipe):
-  group_size = recipe.group_size
-  quantize = functools.partial(
-    ops.quantize_groups,
-    group_size=group_size,
-    dtype=recipe.formats.values,
-    implementation=recipe.implementation,
-  )
-  gate_q, up_q = save_residual("activation", (quantize(gate), quantize(up)))
-  silu = ops.silu_values(dequantize(gate_q, group_size=group_size))
-  product = silu * dequantize(up_q, group_size=group_size)
+  codes = in_groups(gate, recipe), in_groups(up, recipe)
+  gate_q, up_q = save_residual("activation", codes)
+  product = ops.silu_values(gate_q.dequantize()) * up_q.dequantize()
   return product.astype(gate.dtype), (gate_q, up_q)
 
 
 def _fp8_silu_mul_bwd(recipe, inputs, saved, g):
-  del inputs
-  dgate, dup = ops.gated_bwd(
-    g, *saved, activation="silu", group_size=recipe.group_size
-  )
+  del recipe, inputs
+  dgate, dup = ops.gated_bwd(g, *saved, activation="silu")
   return dgate.astype(g.dtype), dup.astype(g.dtype)
 
 
@@ -55,18 +46,19 @@ _fp8_silu_mul = rule(_fp8_silu_mul_fwd, _fp8_silu_mul_bwd, _silu_mul_specs)
 def silu_mul(
   gate: Array, up: Array, *, recipe: CoatRecipe | None = None
 ) -> Array:
-  """silu(gate) * up, the heart of a SwiGLU MLP; computed in f32.
+  """silu(gate) * up, the activation of a SwiGLU MLP; computed in f32.
 
   Args:
-    gate, up: [..., F] of one shape and dtype, BF16 (or f32).
+    gate, up: [..., F] of the same shape and dtype, BF16 (or f32).
     recipe: `recipe.nonlinear` says whether they are read and saved in FP8.
 
   Returns:
     [..., F] in the inputs' dtype.
 
   Raises:
-    TypeError: no floating arrays, or `recipe` is no CoatRecipe.
-    ValueError: shapes or dtypes that differ.
+    TypeError: gate or up is not a floating-point array, or `recipe` is not a
+      CoatRecipe.
+    ValueError: shapes or dtypes differ.
   """
   recipe = recipe_of("silu_mul", recipe)
   check_float("silu_mul", "gate", gate)
@@ -83,10 +75,10 @@ def silu_mul(
 
 
 def plain_gated(gate: Array, up: Array, *, activation: ops.Activation) -> Array:
-  """The activation of gate times up in their dtype, [..., F] each.
+  """Multiplies the activation of gate by up in their dtype, [..., F] each.
 
-  Plain autodiff saves what it reads; for recipes whose nonlinear operations are
-  not FP8.
+  Plain autodiff saves what it reads; for recipes without FP8 nonlinear
+  operations.
   """
   # Named for checkpoint policies: the same set can be kept in BF16.
   gate, up = save_residual("activation", (gate, up))
@@ -102,24 +94,14 @@ _PLAIN: dict[ops.Activation, Callable[[Array], Array]] = {
 
 
 def _fp8_gelu_fwd(x, approximate, recipe):
-  group_size = recipe.group_size
-  x_q = ops.quantize_groups(
-    x,
-    group_size=group_size,
-    dtype=recipe.formats.values,
-    implementation=recipe.implementation,
-  )
-  x_q = save_residual("activation", x_q)
-  values = dequantize(x_q, group_size=group_size)
-  y = ops.gelu_values(values, approximate=approximate)
+  x_q = save_residual("activation", in_groups(x, recipe))
+  y = ops.gelu_values(x_q.dequantize(), approximate=approximate)
   return y.astype(x.dtype), x_q
 
 
 def _fp8_gelu_bwd(approximate, recipe, inputs, x_q, g):
-  del inputs
-  dx = ops.gelu_bwd(
-    g, x_q, approximate=approximate, group_size=recipe.group_size
-  )
+  del recipe, inputs
+  dx = ops.gelu_bwd(g, x_q, approximate=approximate)
   return (dx.astype(g.dtype),)
 
 
@@ -150,8 +132,8 @@ def gelu(
     [..., F] in x's dtype.
 
   Raises:
-    TypeError: x is no floating array, or `recipe` no CoatRecipe.
-    ValueError: an unknown approximation.
+    TypeError: x is not a floating-point array, or `recipe` is not a CoatRecipe.
+    ValueError: the approximation is unknown.
   """
   recipe = recipe_of("gelu", recipe)
   check_float("gelu", "x", x)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The attention block's module; `layers.self_attention` is what it computes."""
+"""The attention block's module; `layers.self_attention` computes it."""
 
 import functools
 from typing import Any, Unpack
@@ -113,52 +113,55 @@ class Attention(RecipeModule):
       num_kv_heads: K, key and value heads, each shared by N / K query heads;
         None for N.
       head_dim: H, width of a head, even; None for D / N.
-      causal: whether a query sees only keys up to its own place.
-      window: how many keys a query sees, its own and those before; None for
-        all. Where layers of a stack differ in it, or in the next ones of which
-        it is said, a tuple with one for each kind; the call says which it is.
+      causal: whether a query sees only keys up to its own position.
+      window: how many keys a query sees, including its own and those before it;
+        None for all. If layers of a stack differ, a tuple with one window for
+        each kind of layer; the call then passes `kind`. The same holds for the
+        arguments below that accept a tuple.
       soft_cap: scores become soft_cap * tanh(scores / soft_cap); None leaves
-        them as they are.
-      query_scale: what q k^T is multiplied by; None for 1 / sqrt(H).
+        them unchanged.
+      query_scale: factor of q k^T; None for 1 / sqrt(H).
       rope_theta: base of RoPE's frequencies; None for no RoPE. Or a tuple.
-      rope_scaling: how they are stretched, such as `Llama3Scaling`; None for as
-        they are. Or a tuple.
-      rotary_dim: how many of a head's first channels RoPE turns; None for all.
-      qk_norm: RMSNorm of q and of k in front of RoPE: "head", of each head by
-        itself; "all", of all heads of a token together; None for none. In FP8
-        recipes q and k before it are what is saved, in FP8.
-      clip_qkv: largest magnitude of q, k and v; None leaves them as they are.
+      rope_scaling: how they are scaled to longer sequences, such as
+        `Llama3Scaling`; None for no scaling. Or a tuple.
+      rotary_dim: how many of a head's first channels RoPE rotates; None for
+        all.
+      qk_norm: RMSNorm of q and of k before RoPE: "head" normalizes each head by
+        itself; "all", all heads of a token together; None for none. FP8 recipes
+        save q and k before this norm, in FP8.
+      clip_qkv: largest magnitude of q, k and v; None leaves them unchanged.
       recipe: what is computed and saved in FP8; None for `recipe.coat()`.
-      norm: of the input, "rms" or "layer"; None for none.
-      post_norm: of what is added to the input, "rms" or "layer"; None for none.
-        OLMo 2 has this norm alone, Gemma 2 and 3 have both.
-      epsilon: what norms add to the mean square or the variance.
+      norm: norm of the input, "rms" or "layer"; None for none.
+      post_norm: norm of the second product, before the input is added, "rms" or
+        "layer"; None for none. OLMo 2 uses only this norm, Gemma 2 and 3 use
+        both.
+      epsilon: added by norms to the mean square or the variance.
       use_scale: whether norms have a scale [D].
-      scale_plus_one: whether norms, those of q and k too, multiply by 1 +
+      scale_plus_one: whether norms, including those of q and k, multiply by 1 +
         scale, as in Gemma.
       use_norm_bias: whether norms have a bias [D].
       use_bias: whether both products have biases.
-      use_qkv_bias: whether q, k and v have one, [(N + 2 K) H]; None for
+      use_qkv_bias: whether q, k and v have a bias [(N + 2 K) H]; None for
         `use_bias`.
-      use_out_bias: whether the output projection has one, [D]; None for
+      use_out_bias: whether the output projection has a bias [D]; None for
         `use_bias`.
       add_input: whether the block adds its input, the residual stream.
-      dtype: of input, output and what is not FP8; None for what the input and
-        the parameters promote to.
-      param_dtype: of the parameters and their gradients.
+      dtype: dtype of input, output and everything that is not FP8; None
+        promotes the input and the parameters.
+      param_dtype: dtype of the parameters and their gradients.
       rngs: its stream `params` initializes the parameters.
       **options: initializers and metadata of the parameters, see
         `BlockOptions`, of kernels [D, (N + 2 K) H] and [N H, D]; flax's other
         arguments are refused.
 
     Raises:
-      TypeError: an argument of another kind.
-      ValueError: a number outside its range; num_heads is no multiple of
-        num_kv_heads, or features none of num_heads where `head_dim` is None;
-        heads of an odd size; `rotary_dim` odd or above it; an unknown
-        `qk_norm`; tuples of several lengths; a
-        window below 1 or without `causal`; an argument of flax's that FP8
-        attention does not have.
+      TypeError: an argument has the wrong type.
+      ValueError: a number is outside its range; num_heads is not divisible by
+        num_kv_heads, or features is not divisible by num_heads although
+        `head_dim` is None; heads have an odd size; `rotary_dim` is odd or above
+        that size; `qk_norm` is unknown; tuples differ in length; a window is
+        below 1 or set without `causal`; a flax argument is not supported by FP8
+        attention.
     """
     of = options_by_part(options)
     super().__init__(recipe_of(type(self).__name__, recipe), dtype, of.others)
@@ -202,7 +205,7 @@ class Attention(RecipeModule):
     )
     kinds = attention_kinds(causal, window, soft_cap, query_scale)
     heads = Heads(num_heads, kv_heads, self.rotary)
-    SelfAttention(heads, kinds, clip_qkv)  # Checks them.
+    SelfAttention(heads, kinds, clip_qkv)  # Checks the arguments.
     self.clip_qkv, self.add_input = clip_qkv, add_input
     shared: dict[str, Any] = dict(
       recipe=self.recipe, dtype=dtype, param_dtype=param_dtype, rngs=rngs
@@ -261,21 +264,21 @@ class Attention(RecipeModule):
 
     Args:
       x: [..., T, features], cast to `dtype`.
-      positions: int32 [T] for RoPE, or [..., T] where sequences have their
-        own; None for 0 to T - 1.
-      segments: int32 [..., T], as of packed documents or of padding: a query
-        sees keys of its own segment; None for one segment. (Positions of packed
-        documents begin at 0 in each.)
-      kind: int32 scalar, the place in the constructor's tuples; None where it
-        was given none.
+      positions: int32 [T] for RoPE, or [..., T] if sequences have their own;
+        None for 0 to T - 1.
+      segments: int32 [..., T], ids such as those of packed documents or
+        padding: a query sees keys of its own segment; None for one segment. (In
+        packed documents, positions restart at 0 in each document.)
+      kind: int32 scalar, the index into the constructor's tuples; None without
+        tuples.
       out_sharding: how the output is sharded; None leaves it to JAX.
 
     Returns:
       [..., T, features] in `dtype`.
 
     Raises:
-      ValueError: shapes that do not fit one another, or no `kind` where layers
-        are of several.
+      ValueError: shapes are inconsistent, or `kind` is missing although layers
+        differ.
     """
     check_sequences("Attention", x)
     shape = x.shape
@@ -312,7 +315,7 @@ class Attention(RecipeModule):
 
   @property
   def kind(self) -> ops.AttentionKind | tuple[ops.AttentionKind, ...]:
-    """Which keys queries see; a tuple where `window` is one."""
+    """The keys that queries see; a tuple if `window` is a tuple."""
     return attention_kinds(
       self.causal, self.window, self.soft_cap, self.query_scale
     )

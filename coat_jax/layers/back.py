@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A block's back: the product behind the middle, a norm or none, the sum.
+"""A block's back: the second product, an optional norm and the residual add.
 
-The norm reads the product, bias included, as 1 x G FP8 values, and these are
-saved with its statistics; the product itself is not. Its gradient is that of
-the product, from there on as without a norm.
+The norm reads the product, bias included, as 1 x G FP8 values. These are saved
+with its statistics; the product itself is not. The gradient of the norm's input
+is that of the product, and the backward continues as without a norm.
 
 On a mesh the product is row-parallel over the tensor axis: each device
 multiplies its own columns of whole sequences, and sums are scattered. The norm
-is behind that: a device has whole rows of its own tokens.
+comes after that, when a device has whole rows of its own tokens.
 """
 
 import functools
@@ -23,8 +23,6 @@ from coat_jax.layers.linear import (
   bias_gradient,
   scale_to_save,
 )
-from coat_jax.layers.mesh.collectives import gather_sequence
-from coat_jax.layers.mesh.specs import cached, split_inputs
 from coat_jax.layers.middle import Middle, MiddleGradient, MiddleOutput
 from coat_jax.layers.module import value_of
 from coat_jax.layers.norm import (
@@ -33,20 +31,21 @@ from coat_jax.layers.norm import (
   norm_forward,
   norm_gradients,
 )
-from coat_jax.layers.operands import gradient_operand
+from coat_jax.layers.operands import cached, gather_sequence, gradient_operand
 from coat_jax.layers.weight import quantized_weight, weight_gradient
+from coat_jax.mesh import split_inputs
 from coat_jax.ops import BlockScales, Operand
 from coat_jax.recipe import CoatRecipe, MeshAxes
 
 
 class BackWeights(NamedTuple):
-  """Parameters of a back; None where it has none.
+  """Parameters of a back; None for those it does not have.
 
   Attributes:
     w: [F, D].
     bias: [D].
-    cache: of w, from `layers.cache_weight`.
-    gamma, beta: [D], of the norm behind the product.
+    cache: cache of w, from `layers.cache_weight`.
+    gamma, beta: [D], of the norm after the product.
   """
 
   w: Array
@@ -57,7 +56,7 @@ class BackWeights(NamedTuple):
 
   @classmethod
   def of(cls, linear: Linear, norm: Norm | None = None) -> "BackWeights":
-    """Those of a linear layer's module and of the norm's behind it."""
+    """Reads the weights off a linear layer's module and a norm's."""
     gamma, beta = (None, None)
     if norm is not None:
       gamma, beta = norm.gamma, value_of(norm.bias)
@@ -66,7 +65,10 @@ class BackWeights(NamedTuple):
 
 
 def back_specs(axes: MeshAxes, weights: BackWeights) -> BackWeights:
-  """How a back's weights are sharded: row-parallel, vectors replicated."""
+  """Returns how a back's weights are sharded.
+
+  w is row-parallel; vectors are replicated.
+  """
   rows: Any = split_inputs(axes)
   all_of_it: Any = P()
   return BackWeights(
@@ -79,10 +81,10 @@ def back_specs(axes: MeshAxes, weights: BackWeights) -> BackWeights:
 
 
 class BackSaved(NamedTuple):
-  """What `back_forward` makes for its backward.
+  """Values that `back_forward` makes for its backward.
 
   Attributes:
-    middle: what the middle saves.
+    middle: values that the middle saves.
     w_scale: see `scale_to_save`.
     norm: input and statistics of the norm; None without one.
   """
@@ -103,17 +105,10 @@ def back_forward(
   post_norm: ops.NormKind | None = None,
   eps: float = 0.0,
 ) -> tuple[Array, BackSaved]:
-  """The second product or its norm, plus `add`; and what is saved.
+  """Computes the second product, its norm and the sum; returns what is saved.
 
-  Args:
-    out: of the middle.
-    weights: of the back.
-    recipe: as of the block.
-    like: any array of the dtype that the result has.
-    add: the residual stream or None; added in f32.
-    after: see `quantized_weight`.
-    post_norm: of the product, "rms" or "layer"; None for none.
-    eps: the norm's.
+  `add`, the residual stream or None, is added in f32; the result has `like`'s
+  dtype. For `after` see `quantized_weight`.
   """
   w = weights
   after = after if out.after is None else out.after
@@ -121,7 +116,7 @@ def back_forward(
   product = functools.partial(
     add_linear, out.operand, w_q, w.bias, recipe, dtype=like.dtype
   )
-  w_scale = scale_to_save(w.cache, w_q)
+  w_scale = scale_to_save(w.cache, w_q, recipe)
   if post_norm is None:
     return product(add=add), BackSaved(out.saved, w_scale, None)
   z = product(add=None)
@@ -141,7 +136,7 @@ def back_backward(
   *,
   has_bias: bool,
 ) -> tuple[MiddleGradient, BackWeights]:
-  """Gradients of the middle's input and weights, and of the back's weights."""
+  """Computes gradients of the middle, its weights and the back's weights."""
   w, dgamma, dbeta = weights, None, None
   if saved.norm is not None:
     g, dgamma, dbeta = norm_gradients(

@@ -6,16 +6,16 @@
   back     operand --product, bias--> z --norm or none--> x + that, or that
 
 Front (`layers.front`) and back (`layers.back`) are the same in every block;
-what is between them is a `Middle`: gated, GELU, attention. One custom_vjp
-holds all three, so that only BF16 crosses a block's borders: the norm writes
-the E4M3 operand of the first product, the middle that of the second, and the
-middle's backward writes the E5M2 operand of the products in front of it.
+between them is a `Middle`: gated, GELU, attention. One custom_vjp contains all
+three, so that only a block's inputs and outputs are BF16: the norm writes the
+E4M3 operand of the first product, the middle that of the second, and the
+middle's backward writes the E5M2 operand of the products before it.
 
 Saved for the backward pass with residuals="minimal": the front's input in 1 x G
 FP8 with the norm's statistics, what the middle saves, and scales. With "coat"
-also the norm's output, as the reference does. Without a norm the front saves
-the codes that its product read. A norm in the back saves z as the front's does
-its input.
+the norm's output is saved too, as in the reference. Without a norm the front
+saves the codes that its product read. A norm in the back saves z the way the
+front's saves its input.
 
 On a mesh the front is column-parallel and the back row-parallel over the tensor
 axis; between them a device has its own columns of whole sequences.
@@ -23,6 +23,7 @@ axis; between them a device has its own columns of whole sequences.
 
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 from jax import Array
 
 from coat_jax import ops
@@ -40,21 +41,21 @@ from coat_jax.layers.front import (
   front_specs,
 )
 from coat_jax.layers.linear import bias_gradient, linear
-from coat_jax.layers.mesh.rule import rule, run_whole
-from coat_jax.layers.mesh.specs import tokens
 from coat_jax.layers.middle import Middle
 from coat_jax.layers.module import check_float, check_recipe
 from coat_jax.layers.norm import norm
+from coat_jax.layers.rule import rule
+from coat_jax.mesh import run_whole, spec_of, tokens
 from coat_jax.recipe import CoatRecipe
 
 
 class BlockWeights(NamedTuple):
-  """Parameters of a block, and its gradient (where caches are None).
+  """Parameters of a block, and their gradient (with None for caches).
 
   Attributes:
-    front: of the norm and the first product.
-    back: of the second product.
-    middle: of the middle, or None.
+    front: weights of the norm and the first product.
+    back: weights of the second product and its norm.
+    middle: weights of the middle, or None.
   """
 
   front: FrontWeights
@@ -63,7 +64,7 @@ class BlockWeights(NamedTuple):
 
 
 class _Static(NamedTuple):
-  """Arguments of `block` that are no arrays."""
+  """Arguments of `block` that are not arrays."""
 
   middle: Middle
   kind: ops.NormKind | None
@@ -125,7 +126,7 @@ _block = rule(_block_fwd, _block_bwd, _specs, reads=(1,))
 
 
 def check_block(op: str, x: Any, weights: Any, recipe: Any) -> None:
-  """Raises where these are not what a block takes."""
+  """Raises if these are not valid arguments of a block."""
   check_recipe(op, recipe)
   check_float(op, "x", x)
   remedy = "pass one, as in BlockWeights(FrontWeights(...), BackWeights(...))"
@@ -144,32 +145,32 @@ def block(
   add_input: bool = True,
   recipe: CoatRecipe,
 ) -> Array:
-  """x + post_norm(middle(norm(x) w_front) w_back).
+  """Computes x + post_norm(middle(norm(x) w_front) w_back).
 
   Args:
     x: [..., D], the residual stream, BF16 (or f32).
     weights: see `BlockWeights`.
-    inputs: arrays that the middle reads beside, which have no gradient.
-    middle: what is between the two products.
-    kind: norm in front, "rms" or "layer"; None for none.
-    eps: both norms'.
+    inputs: other arrays that the middle reads; they have no gradient.
+    middle: the part between the two products.
+    kind: norm of x, "rms" or "layer"; None for none.
+    eps: epsilon of both norms.
     post_norm: norm of the second product, "rms" or "layer"; None for none.
     add_input: whether x is added.
-    recipe: fused where both `linear` and `nonlinear` are "fp8".
+    recipe: fused if both `linear` and `nonlinear` are "fp8".
 
   Returns:
     [..., D] in x's dtype.
 
   Raises:
-    TypeError: an argument of another kind.
-    ValueError: shapes that do not fit one another, an unknown norm, or a
-      negative `eps`.
+    TypeError: an argument has the wrong type.
+    ValueError: shapes are inconsistent, a norm is unknown, or `eps` is
+      negative.
   """
   check_block("block", x, weights, recipe)
   remedy = "pass one, as in Gated() or GELU()"
   check_kind("block", "middle", middle, Middle, remedy)
   w = weights.back.w
-  # On a mesh a caller's own shard_map has other shares of it.
+  # On a mesh, a caller's own shard_map has other shards of it.
   if add_input and not recipe.axes and w.shape[-1] != x.shape[-1]:
     raise ValueError(
       "block: back.w must be [F, D] for x [..., D] that is added, got "
@@ -201,5 +202,6 @@ def block(
   if post_norm is not None:
     gamma, beta = back.gamma, back.beta
     y = norm(y, gamma, beta, kind=post_norm, eps=eps, recipe=recipe)
-  add = lambda x, y: x + y if add_input else y  # noqa: E731
-  return run_whole(add, recipe.axes, x, y)
+  if not add_input:
+    return y
+  return run_whole(jnp.add, x, y, out_specs=spec_of(x))

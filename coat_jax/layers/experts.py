@@ -6,26 +6,27 @@
   middle   z = p silu(gate) up
   back     z --product, summed over a token's copies--> + x or nothing
 
-The products are BF16 (they have x's dtype), of groups of rows: per-tensor FP8
-has one scale for all experts and no grouped product on Hopper in XLA. What is
-saved for the backward pass is FP8 all the same: x and, for each of a token's k
-copies, gate and up, all in 1 x G groups, and the experts' numbers, 4 k bytes a
-token. All else is computed again from those: y and its statistics, the router's
-probabilities (one small product), the copies, which are rows of y, and z. The
-forward computes with the same values. COAT's code has no mixtures, so
-recipe.residuals and recipe.weight_cache change nothing here.
+The products are grouped matmuls in x's dtype (BF16): per-tensor FP8 has one
+scale for all experts, and XLA has no grouped FP8 product on Hopper. The arrays
+saved for the backward pass are still FP8: x and, for each of a token's k
+copies, gate and up, all in 1 x G groups, and the expert numbers, 4 k bytes a
+token. Everything else is recomputed from these: y and its statistics, the
+router's probabilities (one small product), the copies, which are rows of y, and
+z. The forward uses the same values. COAT's code has no mixtures, so
+recipe.residuals and recipe.weight_cache have no effect here.
 
-The weight p multiplies z, of F columns, and not an expert's output, of D: then
-the gradient of the product before p, dz = dy w_down^T, gives p's as well:
+The weight p multiplies z, with F columns, instead of an expert's output, with
+D: then the gradient of the product before p, dz = dy w_down^T, also gives p's:
 dp = dz . (silu(gate) up) = dy . (expert's output). So that output, [T k, D], is
-neither saved nor computed again.
+neither saved nor recomputed.
 
 On a mesh every device has a share of every expert: its rows over fsdp, which
-are gathered in BF16 where they are used, and its columns F over tensor, as in
-`gated_mlp`. A device computes those columns of all positions of its sequences,
-and partial sums are scattered. Whole experts on devices would need as many rows
-on each as all tokens at once could ask of it, since shapes are static and no
-token is dropped: T k rows, of gate and up too, tensor times what they are here.
+are gathered in BF16 before use, and its columns F over tensor, as in
+`gated_mlp`. A device computes those columns for all positions of its sequences,
+and partial sums are scattered. With whole experts on devices, each device would
+need as many rows as all tokens together could send to it, since shapes are
+static and no token is dropped: T k rows, for gate and up too, which is tensor
+times as many as here.
 """
 
 from typing import NamedTuple
@@ -35,18 +36,8 @@ import jax.numpy as jnp
 from jax import Array, P
 
 from coat_jax import ops
-from coat_jax.layers.mesh.collectives import (
-  gather_experts,
-  gather_positions,
-  reduce_gradient,
-  scatter_sequence,
-  size_of,
-  sum_tokens,
-  token_shards,
-)
-from coat_jax.layers.mesh.rule import rule
-from coat_jax.layers.mesh.specs import split_inputs, tokens
 from coat_jax.layers.norm import NormSaved, norm_gradients
+from coat_jax.layers.operands import groups_of, in_groups, value_scaling
 from coat_jax.layers.residuals import cotangent, save_residual
 from coat_jax.layers.routing import (
   RoutingStats,
@@ -60,8 +51,21 @@ from coat_jax.layers.routing import (
   sum_of_copies,
   to_rows,
 )
-from coat_jax.ops.explicit import varying
-from coat_jax.qtensor import QTensor, dequantize
+from coat_jax.layers.rule import rule
+from coat_jax.mesh import (
+  gather_experts,
+  gather_positions,
+  reduce_gradient,
+  scatter_sequence,
+  size_of,
+  spec_of,
+  split_inputs,
+  sum_tokens,
+  token_shards,
+  tokens,
+  varying,
+)
+from coat_jax.qtensor import QTensor
 from coat_jax.recipe import CoatRecipe, MeshAxes
 
 
@@ -69,7 +73,7 @@ class MoEWeights(NamedTuple):
   """Parameters of a mixture of experts, and their gradients.
 
   Attributes:
-    gamma, beta: [D], of the norm; None where it has none.
+    gamma, beta: [D], of the norm; None if it has none.
     router: [D, E].
     gate_up: [E, D, 2, F], gate first.
     down: [E, F, D].
@@ -83,10 +87,10 @@ class MoEWeights(NamedTuple):
 
 
 class MoEKind(NamedTuple):
-  """Arguments of a mixture of experts that are no arrays.
+  """Arguments of a mixture of experts that are not arrays.
 
   Attributes:
-    kind, eps: of the norm; None for none.
+    kind, eps: norm and its epsilon; None for no norm.
     experts_per_token: k.
     normalize: whether a token's k weights are divided by their sum.
     add_input: whether x is added.
@@ -101,8 +105,8 @@ class MoEKind(NamedTuple):
 
 class _Saved(NamedTuple):
   x: QTensor
-  experts: Array  # int32 [..., k], of the device's positions.
-  gate: QTensor  # [..., k, F] of whole sequences: rows sorted by expert.
+  experts: Array  # int32 [..., k], for the device's positions.
+  gate: QTensor  # [..., k, F] for whole sequences: rows sorted by expert.
   up: QTensor
 
 
@@ -110,35 +114,28 @@ def _fwd(x, weights, static, recipe):
   w, axes, k = weights, recipe.axes, static.experts_per_token
   num_experts, dtype = w.router.shape[-1], x.dtype
   grouped = grouped_product(ops.grouped_fwd, dtype, recipe)
-  x_q = ops.quantize_groups(
-    x,
-    group_size=recipe.group_size,
-    dtype=recipe.formats.values,
-    implementation=recipe.implementation,
-  )
-  x_q = save_residual("norm", x_q)
-  y, _ = _normed(x_q, w, static, recipe, dtype)
+  x_q = save_residual("norm", in_groups(x, recipe))
+  y, _ = _normed(x_q, w, static, dtype)
   experts = save_residual("linear", choose_experts(y, w.router, k))
   p, probability = expert_weights(
     y, w.router, experts, normalize=static.normalize
   )
   stats = RoutingStats(load_of(experts, num_experts), probability)
 
-  y, _ = _normed(gather_positions(x_q, axes), w, static, recipe, dtype)
+  y, _ = _normed(gather_positions(x_q, axes), w, static, dtype)
   rows = sort_rows(gather_positions(experts, axes), num_experts)
   p = p_of_rows(gather_positions(p, axes), rows)
   h = grouped(to_rows(y, rows, k), matrices(w.gate_up, dtype, axes), rows)
-  # Its third result, the scale of an FP8 product's operand, is not needed.
+  # The third result, the scale of an FP8 product's operand, is not needed.
   gate, up, _ = ops.gated_input(
     h.reshape(*y.shape[:-1], k, h.shape[-1]),
     activation="silu",
-    group_size=recipe.group_size,
-    dtype=recipe.formats.values,
-    product_dtype=recipe.formats.values,
+    groups=groups_of(recipe),
+    output=value_scaling(recipe),
     implementation=recipe.implementation,
   )
   gate, up = save_residual("activation", (gate, up))
-  z = (p * _silu_product(gate, up, recipe)).astype(dtype)
+  z = (p * _silu_product(gate, up)).astype(dtype)
   out = grouped(z, matrices(w.down, dtype, axes), rows)
   out = sum_of_copies(out, rows, (*y.shape[:-1], k)).astype(dtype)
   out = scatter_sequence(out, axes)
@@ -153,12 +150,12 @@ def _bwd(static, recipe, inputs, saved, cotangents):
   axes, k, dtype = recipe.axes, static.experts_per_token, g.dtype
   grouped = grouped_product(ops.grouped_dgrad, dtype, recipe)
   x_q, experts, gate, up = saved
-  own_y, norm_stats = _normed(x_q, w, static, recipe, dtype)
+  own_y, norm_stats = _normed(x_q, w, static, dtype)
 
   def route(y, router):
     return expert_weights(y, router, experts, normalize=static.normalize)
 
-  # Types may say that the router does not vary: then JAX would sum as well.
+  # If its type does not vary, JAX would sum the router's gradient too.
   (p, _), route_backward = jax.vjp(route, *varying((own_y, w.router)))
   shape = (*gate.qvalue.shape[:-2], k)
   rows = sort_rows(gather_positions(experts, axes), w.router.shape[-1])
@@ -166,7 +163,7 @@ def _bwd(static, recipe, inputs, saved, cotangents):
 
   dout = to_rows(gather_positions(g, axes), rows, k)
   dz = grouped(dout, matrices(w.down, dtype, axes), rows).astype(jnp.float32)
-  product = _silu_product(gate, up, recipe)
+  product = _silu_product(gate, up)
   dp = copies_of(jnp.sum(dz * product, axis=-1), rows).reshape(shape)
   dp = scatter_sequence(dp, axes)
   z = (p * product).astype(dtype)
@@ -177,10 +174,9 @@ def _bwd(static, recipe, inputs, saved, cotangents):
     _flat(gate),
     _flat(up),
     activation="silu",
-    group_size=recipe.group_size,
   )
   dh = jnp.concatenate(dgate_and_up, axis=-1).astype(dtype)
-  y, _ = _normed(gather_positions(x_q, axes), w, static, recipe, dtype)
+  y, _ = _normed(gather_positions(x_q, axes), w, static, dtype)
   dgate_up = weight_gradient(to_rows(y, rows, k), dh, w.gate_up, rows, recipe)
   dy = grouped(dh, matrices(w.gate_up, dtype, axes), rows)
   dy = scatter_sequence(sum_of_copies(dy, rows, shape).astype(dtype), axes)
@@ -204,7 +200,7 @@ def _bwd(static, recipe, inputs, saved, cotangents):
 
 
 def moe_specs(x, weights, static, recipe):
-  """How the arguments and results of a mixture are split, for `rule`."""
+  """Returns how arguments and results of a mixture are split, for `rule`."""
   del weights, static
   axes = recipe.axes
   of_weights = MoEWeights(
@@ -218,12 +214,21 @@ def moe_specs(x, weights, static, recipe):
   return (each, of_weights), (each, P())
 
 
-experts_rule = rule(_fwd, _bwd, moe_specs, reads=(1,))
+def moe_types(x, *others):
+  """Returns how results are sharded on explicit axes, for `rule`."""
+  del others
+  return spec_of(x), P()
 
 
-def _normed(x_q, w, static, recipe, dtype):
-  """The norm of 1 x G values in `dtype`, and its statistics; None for none."""
-  values = dequantize(x_q, group_size=recipe.group_size)
+experts_rule = rule(_fwd, _bwd, moe_specs, reads=(1,), result_spec=moe_types)
+
+
+def _normed(x_q, w, static, dtype):
+  """Normalizes 1 x G values in `dtype`; returns the statistics too.
+
+  Without a norm these are None.
+  """
+  values = x_q.dequantize()
   if static.kind is None:
     return values.astype(dtype), None
   y, stats = ops.norm_values(
@@ -233,7 +238,7 @@ def _normed(x_q, w, static, recipe, dtype):
 
 
 def grouped_product(op, dtype, recipe):
-  """A product of rows with weights, in `dtype`."""
+  """Returns a function that multiplies rows by their expert's weights."""
 
   def product(x, w, rows: Rows):
     how = recipe.implementation
@@ -243,16 +248,16 @@ def grouped_product(op, dtype, recipe):
 
 
 def matrices(w: Array, dtype, axes: MeshAxes | None) -> Array:
-  """All rows of [E, D, *F] as [E, D, F] in `dtype`."""
+  """Gathers all rows of [E, D, *F] as [E, D, F] in `dtype`."""
   w = w.reshape(*w.shape[:2], -1)
   return gather_experts(w.astype(dtype), axes)
 
 
 def weight_gradient(x, g, w, rows: Rows, recipe: CoatRecipe) -> Array:
-  """x^T g of each expert; on a mesh of the device's rows."""
+  """Computes x^T g of each expert; on a mesh, for the device's rows."""
   axes = recipe.axes
-  # XLA scatters along the outermost axis in memory: another one it makes that
-  # by a copy of all of dw.
+  # XLA scatters along the outermost axis in memory: for another axis it would
+  # copy all of dw.
   is_scattered = axes is not None and size_of(axes.fsdp) > 1
   dw = ops.grouped_wgrad(
     x,
@@ -266,12 +271,9 @@ def weight_gradient(x, g, w, rows: Rows, recipe: CoatRecipe) -> Array:
   return cotangent(jnp.moveaxis(dw, 0, 1) if is_scattered else dw, w)
 
 
-def _silu_product(gate: QTensor, up: QTensor, recipe: CoatRecipe) -> Array:
-  """silu(gate) up, f32 [T k, F]."""
-  gate_values, up_values = (
-    dequantize(_flat(a), group_size=recipe.group_size) for a in (gate, up)
-  )
-  return ops.silu_values(gate_values) * up_values
+def _silu_product(gate: QTensor, up: QTensor) -> Array:
+  """Computes silu(gate) up, f32 [T k, F]."""
+  return ops.silu_values(_flat(gate).dequantize()) * _flat(up).dequantize()
 
 
 def _flat(q: QTensor) -> QTensor:
@@ -279,5 +281,5 @@ def _flat(q: QTensor) -> QTensor:
 
 
 def _sum(a: Array, b: Array) -> Array:
-  """a + b, in f32, in a's dtype."""
+  """Adds a and b in f32; the result has a's dtype."""
   return (a.astype(jnp.float32) + b.astype(jnp.float32)).astype(a.dtype)

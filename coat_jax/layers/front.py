@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A block's front: norm or none, operand, first product and bias.
+"""A block's front: optional norm, operand, first product and bias.
 
-The norm reads 1 x G FP8 values and writes the E4M3 operand of the product, with
-no BF16 array between. Saved: the norm's input in 1 x G FP8 and its statistics;
-with residuals="coat" its output too, which residuals="minimal" computes again.
-Without a norm the codes that the product read are saved.
+The norm reads 1 x G FP8 values and writes the E4M3 operand of the product,
+without a BF16 array in between. Saved: the norm's input in 1 x G FP8 and its
+statistics; with residuals="coat" also its output, which residuals="minimal"
+recomputes. Without a norm, the codes that the product read are saved.
 
 On a mesh the product is column-parallel over the tensor axis.
 """
@@ -16,29 +16,33 @@ from jax import Array, P
 
 from coat_jax import ops
 from coat_jax.layers.linear import Linear, as_row, scale_to_save
-from coat_jax.layers.mesh.collectives import (
-  gather_sequence,
-  scale_axes,
-  scatter_sequence,
-)
-from coat_jax.layers.mesh.specs import cached, split_columns
 from coat_jax.layers.module import value_of
 from coat_jax.layers.norm import Norm, NormSaved, norm_gradients
-from coat_jax.layers.operands import columns_of, input_operand
+from coat_jax.layers.operands import (
+  cached,
+  columns_of,
+  gather_sequence,
+  groups_of,
+  input_operand,
+  keep_input,
+  layout_of_input,
+  value_scaling,
+)
 from coat_jax.layers.residuals import save_residual
 from coat_jax.layers.weight import as_matrix, quantized_weight, weight_gradient
+from coat_jax.mesh import scatter_sequence, split_columns
 from coat_jax.ops import BlockScales, Operand
 from coat_jax.recipe import CoatRecipe, MeshAxes
 
 
 class FrontWeights(NamedTuple):
-  """Parameters of a front; None where it has none.
+  """Parameters of a front; None for those it does not have.
 
   Attributes:
     gamma, beta: [D], of the norm.
     w: [D, *F].
     bias: [*F].
-    cache: of w, from `layers.cache_weight`.
+    cache: cache of w, from `layers.cache_weight`.
   """
 
   gamma: Array | None
@@ -49,7 +53,7 @@ class FrontWeights(NamedTuple):
 
   @classmethod
   def of(cls, norm: Norm | None, linear: Linear) -> "FrontWeights":
-    """Those of a norm's module and a linear layer's."""
+    """Reads the weights off a norm's module and a linear layer's."""
     gamma, beta = (None, None)
     if norm is not None:
       gamma, beta = norm.gamma, value_of(norm.bias)
@@ -58,7 +62,10 @@ class FrontWeights(NamedTuple):
 
 
 def front_specs(axes: MeshAxes, weights: FrontWeights) -> FrontWeights:
-  """How a front's weights are sharded: column-parallel, norms replicated."""
+  """Returns how a front's weights are sharded.
+
+  w is column-parallel; the norm's weights are replicated.
+  """
   columns: Any = split_columns(axes, weights.w.ndim)
   all_of_it: Any = P()
   return FrontWeights(
@@ -71,17 +78,16 @@ def front_specs(axes: MeshAxes, weights: FrontWeights) -> FrontWeights:
 
 
 class FrontSaved(NamedTuple):
-  """What `front_forward` makes for its backward.
+  """Values that `front_forward` makes for its backward.
 
   Attributes:
     norm: input and statistics of the norm; None without one.
-    y: the operand, see `input_operand`; where it is recomputed its scale alone,
-      or None in blocks.
+    y: the operand, see `keep_input`; or, if it is recomputed, its scale.
     w_scale: see `scale_to_save`.
   """
 
   norm: NormSaved | None
-  y: Operand | None
+  y: Operand | ops.Scales | None
   w_scale: Operand | None
 
 
@@ -92,7 +98,10 @@ def front_forward(
   eps: float,
   recipe: CoatRecipe,
 ) -> tuple[Array, Array | BlockScales, FrontSaved]:
-  """h [..., F] of whole sequences, the operand's scales, and what is saved."""
+  """Computes h [..., F] of whole sequences.
+
+  Also returns the operand's scales and what is saved.
+  """
   w = weights
   if kind is None:
     normed, (y, kept) = None, input_operand(x, recipe)
@@ -107,7 +116,11 @@ def front_forward(
     bias=as_row(w.bias),
     implementation=recipe.implementation,
   )
-  return h, y.scale, FrontSaved(normed, kept, scale_to_save(w.cache, w_q))
+  return (
+    h,
+    y.scale,
+    FrontSaved(normed, kept, scale_to_save(w.cache, w_q, recipe)),
+  )
 
 
 def front_backward(
@@ -119,15 +132,11 @@ def front_backward(
   like: Array,
   add: Array | None = None,
 ) -> tuple[Array, FrontWeights]:
-  """Gradients of x, in `like`'s dtype, and of the weights but the bias.
+  """Computes gradients of x, in `like`'s dtype, and of the weights.
 
-  Args:
-    weights: of the front.
-    saved: from `front_forward`.
-    g: gradient of h, from `gradient_operand`.
-    recipe: as of the block.
-    like: [B, ...], any array of the device's sequences.
-    add: the gradient that goes around the block, added to dx in f32.
+  The bias is left out. g, from `gradient_operand`, is the gradient of h. `like`
+  is any array [B, ...] of the device's sequences. `add`, the gradient that
+  bypasses the block, is added to dx in f32.
   """
   w, how = weights, recipe.implementation
   y = _columns_of(saved, w, recipe)
@@ -149,60 +158,48 @@ def front_backward(
 
 
 def _norm_to_operand(x, gamma, beta, kind, eps, recipe):
-  """A norm in front of a product: what it saves, its operand, what is saved.
-
-  Of the operand the backward gets columns with residuals="coat", else the
-  scale, to compute them again. In blocks rows, or nothing.
-  """
-  in_blocks = recipe.scaling == "block"
-  group_size, how = recipe.group_size, recipe.implementation
+  """Normalizes before a product; returns what is saved and the operand."""
+  scaling, how = value_scaling(recipe), recipe.implementation
   x_q, stats, scale = ops.norm_input(
     x,
     gamma,
     beta,
     kind=kind,
     eps=eps,
-    group_size=group_size,
-    dtype=recipe.formats.values,
-    output_dtype=recipe.formats.values,
-    axis_names=scale_axes(recipe.axes),
+    groups=groups_of(recipe),
+    output=scaling,
     implementation=how,
   )
   x_q, stats = save_residual("norm", (x_q, stats))
-  scale = None if in_blocks else save_residual("linear", scale)
+  scale = save_residual("linear", scale)
   saves_codes = recipe.residuals == "coat"
   y = ops.norm_fwd(
     x_q,
     gamma,
     beta,
     stats,
+    output=scaling,
     scale=scale,
-    group_size=group_size,
-    dtype=recipe.formats.values,
-    layout="both" if saves_codes and not in_blocks else "rows",
+    layout=layout_of_input(recipe) if saves_codes else "rows",
     implementation=how,
   )
-  if in_blocks:
-    kept = save_residual("linear", y) if saves_codes else None
-    return NormSaved(x_q, stats), kept or y, kept
-  kept = save_residual("linear", y._replace(rows=None))
-  return NormSaved(x_q, stats), y, kept
+  if not saves_codes:
+    return NormSaved(x_q, stats), y, scale
+  return NormSaved(x_q, stats), *keep_input(y, recipe)
 
 
 def _columns_of(saved: FrontSaved, weights: FrontWeights, recipe) -> Operand:
-  """The columns of the front's operand, saved or computed again."""
-  y = saved.y
-  if y is not None and (y.rows is not None or y.columns is not None):
-    return columns_of(y, recipe)
+  """Returns the columns of the front's operand, saved or recomputed."""
+  if isinstance(saved.y, Operand):
+    return columns_of(saved.y, recipe)
   assert saved.norm is not None
   return ops.norm_fwd(
     saved.norm.x,
     weights.gamma,
     weights.beta,
     saved.norm.stats,
-    scale=None if y is None else y.scale,
-    group_size=recipe.group_size,
-    dtype=recipe.formats.values,
+    output=value_scaling(recipe),
+    scale=saved.y,
     layout="columns",
     implementation=recipe.implementation,
   )

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The gated MLP block: norm, gate and up, activation, down and residual add.
 
-Gate and up are one matrix product with one weight [D, 2, F] (a shard of the
-last axis holds both of its columns), and their gradients share one E5M2 scale.
+Gate and up are one matmul with one weight [D, 2, F] (a shard of the last axis
+holds both gate and up for its columns), and their gradients share one E5M2
+scale.
 
-Saved beside what every block saves: gate and up in 1 x G FP8; with
-residuals="coat" also the activation's output and the product, as the reference
-does; then the product reads the activation's output from FP8.
+Saved besides what every block saves: gate and up in 1 x G FP8. With
+residuals="coat" also the activation's output and the product, as in the
+reference; then the product reads the activation's output from FP8.
 """
 
 import dataclasses
@@ -24,7 +25,6 @@ from coat_jax.layers.back import BackWeights
 from coat_jax.layers.block import BlockWeights, block, check_block
 from coat_jax.layers.front import FrontWeights
 from coat_jax.layers.linear import Linear
-from coat_jax.layers.mesh.collectives import scale_axes
 from coat_jax.layers.middle import Middle, MiddleGradient, MiddleOutput
 from coat_jax.layers.module import (
   RecipeModule,
@@ -33,7 +33,13 @@ from coat_jax.layers.module import (
   reshard,
 )
 from coat_jax.layers.norm import block_norm_options, make_norm
-from coat_jax.layers.operands import columns_of, gradient_operand
+from coat_jax.layers.operands import (
+  columns_of,
+  gradient_operand,
+  gradient_scaling,
+  groups_of,
+  value_scaling,
+)
 from coat_jax.layers.parameters import (
   BlockOptions,
   options_by_part,
@@ -48,9 +54,10 @@ from coat_jax.recipe import CoatRecipe
 class _GatedSaved(NamedTuple):
   gate: QTensor
   up: QTensor
-  activated: QTensor | None  # None where it is recomputed.
-  # Rows; where it is recomputed its scale alone, or None in blocks.
-  product: Operand | None
+  # None if they are recomputed.
+  activated: QTensor | None = None
+  product: Operand | None = None  # Rows.
+  scale: ops.Scales | None = None  # The scale of a recomputed product.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,10 +66,10 @@ class Gated(Middle):
 
   Attributes:
     activation: "silu" makes a SwiGLU, "gelu_tanh" and "gelu" a GeGLU, by the
-      tanh approximation or by erf; on a GPU erf has no kernel.
+      tanh approximation or by erf; erf has no GPU kernel.
 
   Raises:
-    ValueError: an unknown activation.
+    ValueError: the activation is unknown.
   """
 
   activation: ops.Activation = "silu"
@@ -81,27 +88,22 @@ class Gated(Middle):
 
   def forward(self, h, weights, inputs, recipe):
     del weights, inputs
-    sizes = _sizes(recipe)
-    how: dict[str, Any] = sizes | dict(activation=self.activation)
-    axis_names = scale_axes(recipe.axes)
+    scaling, groups = value_scaling(recipe), groups_of(recipe)
+    how: Any = dict(implementation=recipe.implementation)
+    of_gate: Any = how | dict(activation=self.activation)
     gate, up, scale = ops.gated_input(
-      h, product_dtype=recipe.formats.values, axis_names=axis_names, **how
+      h, groups=groups, output=scaling, **of_gate
     )
     gate, up = save_residual("activation", (gate, up))
     if recipe.residuals == "coat":
-      activated = save_residual("activation", ops.activation_fwd(gate, **how))
-      product = ops.mul_fwd(
-        activated, up, scaling=recipe.scaling, axis_names=axis_names, **sizes
-      )
+      activated = ops.activation_fwd(gate, groups=groups, **of_gate)
+      activated = save_residual("activation", activated)
+      product = ops.mul_fwd(activated, up, output=scaling, **how)
       kept = save_residual("linear", product)
       return MiddleOutput(product, _GatedSaved(gate, up, activated, kept))
-    if recipe.scaling == "block":
-      product = ops.gated_fwd(gate, up, scale=None, **how)
-      return MiddleOutput(product, _GatedSaved(gate, up, None, None))
     scale = save_residual("linear", scale)
-    product = ops.gated_fwd(gate, up, scale=scale, **how)
-    kept = save_residual("linear", product._replace(rows=None))
-    return MiddleOutput(product, _GatedSaved(gate, up, None, kept))
+    product = ops.gated_fwd(gate, up, output=scaling, scale=scale, **of_gate)
+    return MiddleOutput(product, _GatedSaved(gate, up, scale=scale))
 
   def backward(self, saved, dout, weights, recipe, *, has_bias):
     del weights
@@ -111,44 +113,28 @@ class Gated(Middle):
         saved.gate,
         saved.up,
         activation=self.activation,
-        product_scale=saved.product and saved.product.scale,
-        dtype=recipe.formats.gradients,
-        product_dtype=recipe.formats.values,
-        group_size=recipe.group_size,
-        axis_names=scale_axes(recipe.axes),
+        gradient=gradient_scaling(recipe),
+        output=value_scaling(recipe),
+        scale=saved.scale,
         implementation=recipe.implementation,
       )
-      values = self._gradient(saved, dout, recipe) if has_bias else None
+      values = self._gradient(saved, dout) if has_bias else None
       return MiddleGradient(dh, product, values)
-    values = self._gradient(saved, dout, recipe)
-    dh = gradient_operand(values, recipe)
-    if recipe.scaling == "block":
-      return MiddleGradient(dh, columns_of(saved.product, recipe), values)
+    values = self._gradient(saved, dout)
     # Columns cannot be saved: XLA stacks those of all layers as rows, and
     # transposes them at once before the backward; its peak has both stacks.
-    rows = saved.product.rows
-    columns = rows.reshape(-1, rows.shape[-1]).T
-    product = Operand(None, columns, saved.product.scale)
-    return MiddleGradient(dh, product, values)
+    product = columns_of(saved.product, recipe)
+    return MiddleGradient(gradient_operand(values, recipe), product, values)
 
-  def _gradient(self, saved, dout, recipe) -> Array:
-    """Gradient of h, f32 [..., 2 F]."""
-    sizes: dict[str, Any] = dict(group_size=recipe.group_size)
-    how: dict[str, Any] = sizes | dict(activation=self.activation)
+  def _gradient(self, saved, dout) -> Array:
+    """Computes the gradient of h, f32 [..., 2 F]."""
+    how: Any = dict(activation=self.activation)
     if saved.activated is None:
       gradients = ops.gated_bwd(dout, saved.gate, saved.up, **how)
     else:
-      dy, dup = ops.mul_bwd(dout, saved.activated, saved.up, **sizes)
+      dy, dup = ops.mul_bwd(dout, saved.activated, saved.up)
       gradients = ops.activation_bwd(dy, saved.gate, **how), dup
     return jnp.concatenate(gradients, axis=-1)
-
-
-def _sizes(recipe: CoatRecipe) -> dict[str, Any]:
-  return dict(
-    group_size=recipe.group_size,
-    dtype=recipe.formats.values,
-    implementation=recipe.implementation,
-  )
 
 
 def gated_mlp(
@@ -167,23 +153,23 @@ def gated_mlp(
   Args:
     x: [..., D], the residual stream, BF16 (or f32).
     weights: front.w [D, 2, F], gate first, front.bias [2, F]; back.w [F, D].
-    activation: of the gate, see `Gated`.
-    kind: norm in front, "rms" or "layer"; None for none.
-    eps: both norms'.
+    activation: activation of the gate, see `Gated`.
+    kind: norm of x, "rms" or "layer"; None for none.
+    eps: epsilon of both norms.
     post_norm: norm of the second product, "rms" or "layer"; None for none.
     add_input: whether x is added.
-    recipe: fused where both `linear` and `nonlinear` are "fp8".
+    recipe: fused if both `linear` and `nonlinear` are "fp8".
 
   Returns:
     [..., D] in x's dtype.
 
   Raises:
-    TypeError, ValueError: as of `block`.
+    TypeError, ValueError: see `block`.
   """
   check_block("gated_mlp", x, weights, recipe)
   front, back = weights.front.w, weights.back.w
   fits = front.ndim == 3 and front.shape[1] == 2
-  # On a mesh a caller's own shard_map has other shares of either.
+  # On a mesh, a caller's own shard_map has other shards of either.
   if not fits or front.shape[2] != back.shape[0] and not recipe.axes:
     raise ValueError(
       "gated_mlp: front.w must be [D, 2, F] and back.w [F, D], got "
@@ -252,29 +238,31 @@ class GatedMLP(RecipeModule):
     Args:
       features: D, width of input and output.
       hidden_features: F, width of gate and up.
-      activation: of the gate: "silu" (SwiGLU), or "gelu_tanh" or "gelu" (GeGLU,
-        by the tanh approximation or by erf; on a GPU erf has no kernel).
+      activation: activation of the gate: "silu" (SwiGLU), or "gelu_tanh" or
+        "gelu" (GeGLU, by the tanh approximation or by erf; erf has no GPU
+        kernel).
       recipe: what is computed and saved in FP8; None for `recipe.coat()`.
-      norm: of the input, "rms" or "layer"; None for none.
-      post_norm: of what is added to the input, "rms" or "layer"; None for none.
-        OLMo 2 has this norm alone, Gemma 2 and 3 have both.
-      epsilon: what norms add to the mean square or the variance.
+      norm: norm of the input, "rms" or "layer"; None for none.
+      post_norm: norm of the second product, before the input is added, "rms" or
+        "layer"; None for none. OLMo 2 uses only this norm, Gemma 2 and 3 use
+        both.
+      epsilon: added by norms to the mean square or the variance.
       use_scale: whether norms have a scale [D].
       scale_plus_one: whether norms multiply by 1 + scale, as in Gemma.
       use_norm_bias: whether norms have a bias [D].
       use_bias: whether both products have biases, [2, F] and [D].
       add_input: whether the block adds its input, the residual stream.
-      dtype: of input, output and what is not FP8; None for what the input and
-        the parameters promote to.
-      param_dtype: of the parameters and their gradients.
+      dtype: dtype of input, output and everything that is not FP8; None
+        promotes the input and the parameters.
+      param_dtype: dtype of the parameters and their gradients.
       rngs: its stream `params` initializes the parameters.
       **options: initializers and metadata of the parameters, see
         `BlockOptions`; flax's other arguments are refused.
 
     Raises:
-      TypeError: an argument of another kind.
-      ValueError: a number outside its range, an unknown activation or norm, or
-        an argument of flax's that FP8 layers do not have.
+      TypeError: an argument has the wrong type.
+      ValueError: a number is outside its range, an activation or norm is
+        unknown, or a flax argument is not supported by FP8 layers.
     """
     of = options_by_part(options)
     super().__init__(recipe_of(type(self).__name__, recipe), dtype, of.others)

@@ -17,19 +17,20 @@ class HeadsInputs(NamedTuple):
 
   Attributes:
     segments: int32 [B, T], or None.
-    kind: int32 scalar, the place in a tuple of kinds; None where there is one.
+    kind: int32 scalar, the index into a tuple of kinds; None if there is only
+      one.
   """
 
   segments: Array | None = None
   kind: Array | None = None
 
 
-# Of one kind of layers, or of a stack with several.
+# One kind of layers, or a tuple for a stack with several.
 type Kinds = AttentionKind | tuple[AttentionKind, ...]
 
 
 def of_kind(run: Callable, kinds: Kinds, kind: Array | None) -> Callable:
-  """`run` for one kind, or a switch: each branch knows its kind statically."""
+  """Returns `run` for one kind, or a switch with one static kind per branch."""
   if isinstance(kinds, AttentionKind):
     return functools.partial(run, kind=kinds)
   branches = [functools.partial(run, kind=each) for each in kinds]
@@ -37,7 +38,7 @@ def of_kind(run: Callable, kinds: Kinds, kind: Array | None) -> Callable:
 
 
 def heads_inputs_specs(axes: MeshAxes) -> Any:
-  """How `HeadsInputs` are sharded: segments like whole sequences."""
+  """Returns how `HeadsInputs` are sharded: segments like whole sequences."""
   of_segments: Any = P(axes.batch)
   of_kind: Any = P()
   return HeadsInputs(of_segments, of_kind)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What layers of one stack may differ in: RoPE, and the keys a query sees.
+"""Options that may differ between layers of a stack: RoPE and windows.
 
-Layers that are scanned are one program, so such a choice is a tuple with one
-entry for each kind of layer, and an int32 scalar says of which kind one is.
+Scanned layers are one program, so such an option is a tuple with one entry for
+each kind of layer, and an int32 scalar gives the kind of a layer.
 """
 
 from coat_jax import ops
@@ -16,10 +16,9 @@ type Scalings = RopeScaling | tuple[RopeScaling | None, ...] | None
 
 
 def count_kinds(**choices) -> int:
-  """How many kinds these tell apart: the length of their tuples, or 1.
+  """Counts the kinds of layers: the length of the tuples, or 1 without any.
 
-  Raises:
-    ValueError: tuples of several lengths, or an empty one.
+  Raises a ValueError if tuples differ in length or are empty.
   """
   lengths = {n: len(x) for n, x in choices.items() if isinstance(x, tuple)}
   if len(set(lengths.values())) > 1 or 0 in lengths.values():
@@ -36,7 +35,7 @@ def attention_kinds(
   soft_cap: float | None,
   scale: float | None,
 ) -> Kinds:
-  """One kind of attention, or one for each of several windows."""
+  """Makes one kind of attention, or one for each of several windows."""
   windows = window if isinstance(window, tuple) else (window,)
   return _one_or_each(
     tuple(ops.AttentionKind(causal, x, soft_cap, scale) for x in windows)
@@ -46,10 +45,10 @@ def attention_kinds(
 def rotaries(
   theta: Bases, scaling: Scalings, rotary_dim: int | None, *, head_dim: int
 ) -> Thetas:
-  """RoPE's choices as one, or as one for each kind of layer.
+  """Makes one `Rotary`, or one for each kind of layer.
 
-  Raises:
-    ValueError: choices without a base, or a `rotary_dim` above `head_dim`.
+  Raises a ValueError if options have no base or `rotary_dim` exceeds
+  `head_dim`.
   """
   count = count_kinds(rope_theta=theta, rope_scaling=scaling)
   thetas = theta if isinstance(theta, tuple) else (theta,) * count
@@ -71,5 +70,5 @@ def rotaries(
 
 
 def _one_or_each(choices: tuple):
-  """Where all are alike no layer has to choose."""
+  """Returns the choice itself if it is the same for all kinds."""
   return choices[0] if len(set(choices)) == 1 else choices

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layers with all three matrix products in FP8.
+"""Linear layers with all three matmuls in FP8.
 
 Activations and weights are quantized to E4M3, gradients to E5M2, per tensor or
-in blocks, all just in time. Saved for the backward are x, as the E4M3 codes
+in blocks, always just in time. Saved for the backward are x, as the E4M3 codes
 that the forward multiplied, and the weight's scale; the weight is quantized
-again from the parameter, which is alive anyway.
+again from the parameter, which stays in memory anyway.
 """
 
 import functools
@@ -18,20 +18,6 @@ from jax.typing import DTypeLike
 
 from coat_jax import ops
 from coat_jax.checks import check_choice
-from coat_jax.layers.mesh.collectives import (
-  gather_sequence,
-  scatter_sequence,
-  sum_tokens,
-  tensor_size,
-)
-from coat_jax.layers.mesh.rule import rule, run_whole
-from coat_jax.layers.mesh.specs import (
-  Split,
-  cached,
-  own_columns,
-  split_kernel,
-  tokens,
-)
 from coat_jax.layers.module import (
   RecipeModule,
   Sharding,
@@ -43,9 +29,12 @@ from coat_jax.layers.module import (
   value_of,
 )
 from coat_jax.layers.operands import (
+  cached,
   columns_of,
+  gather_sequence,
   gradient_operand,
   input_operand,
+  value_scaling,
 )
 from coat_jax.layers.parameters import NO_METADATA, Metadata, make_param
 from coat_jax.layers.residuals import (
@@ -53,13 +42,24 @@ from coat_jax.layers.residuals import (
   residual_scope,
   save_residual,
 )
+from coat_jax.layers.rule import rule
 from coat_jax.layers.weight import (
   as_matrix,
   quantized_weight,
   weight_gradient,
 )
-from coat_jax.ops import BlockScales, Operand
-from coat_jax.ops.explicit import product_spec
+from coat_jax.mesh import (
+  Split,
+  own_columns,
+  product_spec,
+  run_whole,
+  scatter_sequence,
+  split_kernel,
+  sum_tokens,
+  tensor_size,
+  tokens,
+)
+from coat_jax.ops import Operand
 from coat_jax.recipe import CoatRecipe
 
 _SPLITS = ("columns", "inputs", None)
@@ -86,7 +86,7 @@ def _fp8_linear_fwd(x, w, bias, cache, split, recipe):
       bias=as_row(bias),
       implementation=recipe.implementation,
     )
-  saved = _Saved(kept, scale_to_save(cache, w_q))
+  saved = _Saved(kept, scale_to_save(cache, w_q, recipe))
   return y.reshape(*y.shape[:-1], *w.shape[1:]), saved
 
 
@@ -94,7 +94,7 @@ def _fp8_linear_bwd(split, recipe, inputs, saved, g):
   w, bias, cache = inputs
   x_q = columns_of(saved.x, recipe)
   how = recipe.implementation
-  # Not -1, which has no answer for an empty batch.
+  # -1 fails for an empty batch.
   g = g.reshape(*g.shape[: g.ndim - w.ndim + 1], math.prod(w.shape[1:]))
   g_q = gradient_operand(g, recipe)
   batch = g.shape[0]
@@ -102,7 +102,7 @@ def _fp8_linear_bwd(split, recipe, inputs, saved, g):
     x_q = gather_sequence(x_q, recipe, batch=batch)
   if split == "inputs":
     g_q = gather_sequence(g_q, recipe, batch=batch)
-  # Reshaped in here: outside, the reshaped weight would be saved too.
+  # Reshape in here: outside, the reshaped weight would be saved too.
   w_q = quantized_weight(as_matrix(w), cache or saved.w_scale, "rows", recipe)
   dx = ops.linear_dgrad(g_q, w_q, dtype=g.dtype, implementation=how)
   if split == "columns":
@@ -142,30 +142,32 @@ def linear(
   cache: Operand | None = None,
   split: Split = None,
 ) -> Array:
-  """y = x w + bias, in FP8 or in x's dtype as the recipe says.
+  """Computes y = x w + bias, in FP8 or in x's dtype, according to the recipe.
 
   Args:
     x: [..., D], BF16 (or f32).
     w: [D, *F], any float dtype; gradients come back in it.
-    bias: [*F] or None, added in f32; in FP8 as x's dtype holds it.
-    recipe: `recipe.linear` says how it is computed.
-    cache: of w, from `layers.weight`, or None.
-    split: how w is split over a mesh's tensor axis where x is [B, T, D]:
-      "columns", "inputs" (rows), or None; XLA decides on what is not FP8.
+    bias: [*F] or None, added in f32; with FP8 products it is first rounded to
+      x's dtype.
+    recipe: `recipe.linear` selects how it is computed.
+    cache: cache of w, from `layers.cache_weight`, or None.
+    split: how w is split over a mesh's tensor axis if x is [B, T, D]:
+      "columns", "inputs" (rows), or None; products that are not FP8 are left to
+      XLA.
 
   Returns:
     [..., *F] in x's dtype.
 
   Raises:
-    TypeError: x is no floating array, or `recipe` no CoatRecipe.
-    ValueError: x's last axis is not w's first; a bias of other columns, or an
-      unknown `split`.
+    TypeError: x is not a floating-point array, or `recipe` is not a CoatRecipe.
+    ValueError: x's last axis is not w's first; the bias has other columns than
+      w, or `split` is unknown.
   """
   check_recipe("linear", recipe)
   check_float("linear", "x", x)
   check_float("linear", "w", w, ndim=range(2, 65))
   check_choice("linear", "split", split, _SPLITS)
-  # On a mesh a caller's own shard_map has other shares of either.
+  # On a mesh, a caller's own shard_map has other shards of either.
   if not recipe.axes and x.shape[-1] != w.shape[0]:
     raise ValueError(
       f"linear: x [..., D] needs a weight [D, F], got x {x.shape} and weight "
@@ -178,39 +180,40 @@ def linear(
     )
   if recipe.linear == "fp8":
     if recipe.axes is not None and split is not None and x.ndim != 3:
-      # No axis of positions for devices along tensor to share. Cached codes of
+      # Devices along tensor have no axis of positions to split. Cached codes of
       # several axes of columns are in the order of devices.
       split, cache = None, cache and Operand(None, None, cache.scale)
     return _fp8_linear((x, w, bias, cache), split, recipe)
 
   def plain(x, w, bias):
-    # Not as a matrix: of [D, 2, F] devices may each have a part of F.
+    # Not as a matrix: devices may split the last axis of [D, 2, F].
     with residual_scope("linear"):
       return add_bias(jnp.tensordot(x, w.astype(x.dtype), 1), bias)
 
-  types = lambda y, arrays: product_spec(*arrays[:2])  # noqa: E731
-  return run_whole(plain, recipe.axes, x, w, bias, types=types)
+  return run_whole(plain, x, w, bias, out_specs=product_spec(x, w))
 
 
-def scale_to_save(cache: Operand | None, w: Operand) -> Operand | None:
-  """The scale of a weight's operand for the backward; None if it is cached.
+def scale_to_save(
+  cache: Operand | None, w: Operand, recipe: CoatRecipe
+) -> Operand | None:
+  """Returns the scale of a weight's operand for the backward; None if cached.
 
-  And in tiles, whose scales are found again. `cache or scale_to_save(cache, w)`
-  is what the backward reads: codes only if they are cached, for then they are
-  alive anyway.
+  Also None for tiles, whose scales are computed again. The backward reads
+  `cache or scale_to_save(...)`: codes only if they are cached, because then
+  they stay in memory anyway.
   """
-  if cache is not None or isinstance(w.scale, BlockScales):
+  if cache is not None or not value_scaling(recipe).of_weights.saves_scale:
     return None
   return Operand(None, None, save_residual("linear", w.scale))
 
 
 def as_row(bias: Array | None) -> Array | None:
-  """[*F] to [F]; None stays None."""
+  """Reshapes [*F] to [F]; None stays None."""
   return None if bias is None else bias.reshape(-1)
 
 
 def add_bias(y: Array, bias: Array | None) -> Array:
-  """y [..., *F] plus bias [*F], summed in f32, in y's dtype."""
+  """Adds bias [*F] to y [..., *F] in f32; the result has y's dtype."""
   if bias is None:
     return y
   ones = (1,) * (y.ndim - bias.ndim)
@@ -227,15 +230,12 @@ def add_linear(
   dtype: DTypeLike,
   add: Array | None,
 ) -> Array:
-  """x w + bias + add in `dtype`, of the device's positions.
+  """Computes x w + bias + add in `dtype`, for the device's positions.
 
-  Args:
-    x: rows; on a mesh of whole sequences, the columns that the device has.
-    w: columns; on a mesh the rows that belong to x's columns.
-    bias: [D] or None; rounded to `dtype` where a device has all of the sum.
-    recipe: has the axes of the mesh.
-    dtype: of the result.
-    add: [..., D], the residual stream, or None; added in f32.
+  x has rows: on a mesh, the device's columns of whole sequences. w has columns:
+  on a mesh, the rows that belong to x's columns. The bias [D] is rounded to
+  `dtype` if a device has the whole sum; `add` [..., D], the residual stream, is
+  added in f32.
   """
   product = functools.partial(
     ops.linear_fwd, x, w, dtype=dtype, implementation=recipe.implementation
@@ -258,15 +258,10 @@ def bias_gradient(
   has_columns: bool,
   sums: Array | None = None,
 ) -> Array | None:
-  """The sum of g over all tokens, in f32; None without a bias.
+  """Sums g [..., F] over all tokens in f32; None without a bias.
 
-  Args:
-    g: [..., F], gradient of the output.
-    bias: [*F] or None.
-    recipe: has the axes of the mesh.
-    has_columns: whether F is the device's own, of all positions.
-    sums: of g over the device's tokens, f32 [F], where they are known; None to
-      sum them here.
+  `has_columns` says that F is the device's own, for all positions. `sums`, f32
+  [F], is the sum over the device's tokens if it is known.
   """
   if bias is None:
     return None
@@ -279,9 +274,9 @@ def bias_gradient(
 
 
 class Linear(RecipeModule):
-  """y = x kernel + bias; takes the place of `nnx.Linear`.
+  """y = x kernel + bias; a drop-in replacement for `nnx.Linear`.
 
-  And of `nnx.LinearGeneral` for the last axis of its input.
+  It also replaces an `nnx.LinearGeneral` over the last axis of its input.
 
   Example usage::
 
@@ -297,13 +292,13 @@ class Linear(RecipeModule):
     (64, 2, 96)
 
   Attributes:
-    in_features, out_features: as they were given.
-    kernel: [in_features, *out_features]; in front of that, where layers are
-      stacked for a scan, their axes.
+    in_features, out_features: the constructor's arguments.
+    kernel: [in_features, *out_features]; the axes of layers that are stacked
+      for a scan come first.
     bias: [*out_features] or None.
     weight_ndim: rank of one layer's kernel.
     split: how the kernel is split over a mesh's tensor axis.
-    cache: of the kernel; None but in a copy by `with_weight_cache`.
+    cache: cache of the kernel; None except in a copy by `with_weight_cache`.
   """
 
   counterparts = (nnx.Linear, nnx.LinearGeneral)
@@ -332,12 +327,12 @@ class Linear(RecipeModule):
       out_features: width of the output, or the shape [*F] of its last axes.
       recipe: whether the products are FP8; None for `recipe.coat()`.
       use_bias: whether there is a bias [*F].
-      dtype: of input and output; None for what the input and the parameters
-        promote to, as in flax.
-      param_dtype: of the parameters and their gradients.
+      dtype: dtype of input and output; None promotes the input and the
+        parameters, as in flax.
+      param_dtype: dtype of the parameters and their gradients.
       kernel_init: initializer of the kernel, called with [D, F] of all columns.
       bias_init: initializer of the bias, called with [F] of all columns; None
-        for zeros, which draw no key.
+        for zeros, which consume no PRNG key.
       kernel_metadata: metadata of the kernel, such as `out_sharding`.
       bias_metadata: metadata of the bias.
       split: on a mesh with a tensor axis: "columns" for a column-parallel
@@ -346,9 +341,9 @@ class Linear(RecipeModule):
       **others: flax's other arguments; refused unless they have flax's default.
 
     Raises:
-      TypeError: an argument of another kind.
-      ValueError: a size below 1, an unknown `split`, or an argument of flax's
-        that FP8 products do not have.
+      TypeError: an argument has the wrong type.
+      ValueError: a size is below 1, `split` is unknown, or a flax argument is
+        not supported by FP8 products.
     """
     super().__init__(recipe_of(type(self).__name__, recipe), dtype, others)
     self._check(param_dtype, rngs, in_features=in_features)

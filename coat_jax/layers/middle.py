@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is between a block's two products: the one part that is not shared.
+"""The middle of a block, between its two products: the part that differs.
 
-A new kind of block is a `Middle`: `layers.mlp` and `layers.attention` have the
-ones that are here.
+Subclass `Middle` for a new kind of block. `layers.mlp`, `layers.gated_mlp` and
+`layers.self_attention` contain the existing ones.
 """
 
 import abc
@@ -15,13 +15,14 @@ from coat_jax.recipe import CoatRecipe, MeshAxes
 
 
 class MiddleOutput(NamedTuple):
-  """What a middle's forward returns.
+  """The result of a middle's forward.
 
   Attributes:
-    operand: of the second product, its rows.
-    saved: for the backward, each array through `save_residual`.
-    after: on a mesh, the value that the second weight's codes wait for where
-      its scale is cached (see `quantized_weight`); None for the front's scale.
+    operand: rows of the second product's operand.
+    saved: values for the backward, each array through `save_residual`.
+    after: on a mesh with a cached scale of the second weight, the value that
+      the weight's codes wait for (see `quantized_weight`); None for the front's
+      scale.
   """
 
   operand: Operand
@@ -30,15 +31,15 @@ class MiddleOutput(NamedTuple):
 
 
 class MiddleGradient(NamedTuple):
-  """What a middle's backward returns.
+  """The result of a middle's backward.
 
   Attributes:
-    h: gradient of the middle's input, as `gradient_operand` gives it.
-    operand: columns of the second product's operand, computed again; None where
-      `restore` gave them.
-    values: gradient of the middle's input before it is rounded, if asked for.
+    h: gradient of the middle's input, as `gradient_operand` returns it.
+    operand: columns of the second product's operand, recomputed; None if
+      `restore` returned them.
+    values: gradient of the middle's input before it is rounded, if requested.
     weights: gradients of the middle's own weights.
-    sums: of `values` over all tokens, f32 [*F], in place of them.
+    sums: `values` summed over all tokens, f32 [*F], instead of `values`.
   """
 
   h: Any
@@ -49,9 +50,9 @@ class MiddleGradient(NamedTuple):
 
 
 class Middle(abc.ABC):
-  """What is between a block's two products: a frozen, hashable dataclass.
+  """The part between a block's two products: a frozen, hashable dataclass.
 
-  A static argument of the block's rule, so it holds no arrays: its `weights`
+  It is a static argument of the block's rule and holds no arrays: its `weights`
   come with the block's, and `inputs` are arrays without a gradient (positions).
   """
 
@@ -59,30 +60,31 @@ class Middle(abc.ABC):
   def plain(
     self, h: Any, weights: Any, inputs: Any, recipe: CoatRecipe
   ) -> Array:
-    """In h's dtype, for recipes whose nonlinear operations are not FP8.
+    """Computes in h's dtype, for recipes without FP8 nonlinear operations.
 
     Args:
       h: [..., *F], the first product.
       weights, inputs: the middle's own.
-      recipe: as of the block.
+      recipe: the block's recipe.
 
     Returns:
-      [..., F], what the second product reads.
+      [..., F], the input of the second product.
     """
 
   @abc.abstractmethod
   def forward(
     self, h: Any, weights: Any, inputs: Any, recipe: CoatRecipe
   ) -> MiddleOutput:
-    """From h [..., F] to the operand of the second product."""
+    """Computes the second product's operand from h [..., F]."""
 
   def restore(
     self, saved: Any, dtype: Any, recipe: CoatRecipe
   ) -> tuple[Any, Operand | None]:
-    """What `backward` reads of `saved`, floats in `dtype`.
+    """Returns the part of `saved` that `backward` reads, floats in `dtype`.
 
-    And columns of the second product's operand, where they need no gradient: a
-    weight's gradient is then computed before `backward` runs.
+    Also returns the columns of the second product's operand if they do not
+    depend on a gradient: the weight's gradient is then computed before
+    `backward` runs.
     """
     del dtype, recipe
     return saved, None
@@ -97,18 +99,18 @@ class Middle(abc.ABC):
     *,
     has_bias: bool,
   ) -> MiddleGradient:
-    """From the gradient of the second product's input to that of h.
+    """Computes the gradient of h from that of the second product's input.
 
     Args:
       saved: from `restore`.
       dout: [..., F].
       weights: the middle's own.
-      recipe: as of the block.
-      has_bias: whether the front has a bias, whose gradient is
-        `MiddleGradient.sums`, or where that is None the sum of its `values`.
+      recipe: the block's recipe.
+      has_bias: whether the front has a bias. Its gradient is
+        `MiddleGradient.sums` or, if that is None, the sum of `values`.
     """
 
   def specs(self, axes: MeshAxes, weights: Any, inputs: Any) -> tuple[Any, Any]:
-    """How its weights and inputs are sharded; here, replicated."""
+    """Returns how weights and inputs are sharded; replicated by default."""
     del axes, weights, inputs
     return P(), P()

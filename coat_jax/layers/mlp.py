@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The MLP block: norm, up, GELU, down and residual add.
 
-Saved beside what every block saves: GELU's input in 1 x G FP8. The kernel of
-its gradient gives its output again, which the weight's gradient reads.
+Saved besides what every block saves: GELU's input in 1 x G FP8. The kernel of
+GELU's gradient recomputes its output, which the weight's gradient reads.
 """
 
 import dataclasses
@@ -20,7 +20,6 @@ from coat_jax.layers.back import BackWeights
 from coat_jax.layers.block import BlockWeights, block
 from coat_jax.layers.front import FrontWeights
 from coat_jax.layers.linear import Linear
-from coat_jax.layers.mesh.collectives import scale_axes
 from coat_jax.layers.middle import Middle, MiddleGradient, MiddleOutput
 from coat_jax.layers.module import (
   RecipeModule,
@@ -29,6 +28,11 @@ from coat_jax.layers.module import (
   reshard,
 )
 from coat_jax.layers.norm import block_norm_options, make_norm
+from coat_jax.layers.operands import (
+  gradient_scaling,
+  groups_of,
+  value_scaling,
+)
 from coat_jax.layers.parameters import BlockOptions, options_by_part
 from coat_jax.layers.residuals import save_residual
 from coat_jax.ops.functions import check_approximation
@@ -38,7 +42,7 @@ from coat_jax.recipe import CoatRecipe
 
 class _GELUSaved(NamedTuple):
   x: QTensor
-  scale: Array | None  # Of the output; None in blocks.
+  scale: ops.Scales | None  # The output's scale; None in blocks.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,10 +51,10 @@ class GELU(Middle):
 
   Attributes:
     approximate: the tanh formula, erf (False), or "sigmoid": x sigmoid(1.702
-      x), the quick GELU of CLIP; on a GPU erf has no kernel.
+      x), the quick GELU of CLIP; erf has no GPU kernel.
 
   Raises:
-    ValueError: an unknown approximation.
+    ValueError: the approximation is unknown.
   """
 
   approximate: ops.Approximation = True
@@ -64,17 +68,15 @@ class GELU(Middle):
 
   def forward(self, h, weights, inputs, recipe):
     del weights, inputs
-    sizes = self._sizes(recipe)
-    x, scale = ops.gelu_input(
-      h,
-      output_dtype=recipe.formats.values,
-      axis_names=scale_axes(recipe.axes),
-      **sizes,
+    how: Any = dict(
+      approximate=self.approximate,
+      output=value_scaling(recipe),
+      implementation=recipe.implementation,
     )
+    x, scale = ops.gelu_input(h, groups=groups_of(recipe), **how)
     x = save_residual("activation", x)
-    in_blocks = recipe.scaling == "block"
-    scale = None if in_blocks else save_residual("linear", scale)
-    output = ops.gelu_fwd(x, scale=scale, **sizes)
+    scale = save_residual("linear", scale)
+    output = ops.gelu_fwd(x, scale=scale, **how)
     return MiddleOutput(output, _GELUSaved(x, scale))
 
   def backward(self, saved, dout, weights, recipe, *, has_bias):
@@ -82,24 +84,14 @@ class GELU(Middle):
     dh, output, sums = ops.gelu_bwd_operands(
       dout,
       saved.x,
-      output_scale=saved.scale,
       approximate=self.approximate,
-      group_size=recipe.group_size,
-      dtype=recipe.formats.gradients,
-      output_dtype=recipe.formats.values,
+      gradient=gradient_scaling(recipe),
+      output=value_scaling(recipe),
+      scale=saved.scale,
       has_sums=has_bias,
-      axis_names=scale_axes(recipe.axes),
       implementation=recipe.implementation,
     )
     return MiddleGradient(dh, output, sums=sums)
-
-  def _sizes(self, recipe: CoatRecipe) -> dict[str, Any]:
-    return dict(
-      approximate=self.approximate,
-      group_size=recipe.group_size,
-      dtype=recipe.formats.values,
-      implementation=recipe.implementation,
-    )
 
 
 class MLP(RecipeModule):
@@ -154,28 +146,29 @@ class MLP(RecipeModule):
       features: D, width of input and output.
       hidden_features: F, width inside.
       approximate: GELU by the tanh formula, by erf (False), or "sigmoid": x
-        sigmoid(1.702 x), the quick GELU of CLIP; on a GPU erf has no kernel.
+        sigmoid(1.702 x), the quick GELU of CLIP; erf has no GPU kernel.
       recipe: what is computed and saved in FP8; None for `recipe.coat()`.
-      norm: of the input, "rms" or "layer"; None for none.
-      post_norm: of what is added to the input, "rms" or "layer"; None for none.
-        OLMo 2 has this norm alone, Gemma 2 and 3 have both.
-      epsilon: what norms add to the mean square or the variance.
+      norm: norm of the input, "rms" or "layer"; None for none.
+      post_norm: norm of the second product, before the input is added, "rms" or
+        "layer"; None for none. OLMo 2 uses only this norm, Gemma 2 and 3 use
+        both.
+      epsilon: added by norms to the mean square or the variance.
       use_scale: whether norms have a scale [D].
       scale_plus_one: whether norms multiply by 1 + scale, as in Gemma.
       use_norm_bias: whether norms have a bias [D].
       use_bias: whether both products have biases, [F] and [D].
       add_input: whether the block adds its input, the residual stream.
-      dtype: of input, output and what is not FP8; None for what the input and
-        the parameters promote to.
-      param_dtype: of the parameters and their gradients.
+      dtype: dtype of input, output and everything that is not FP8; None
+        promotes the input and the parameters.
+      param_dtype: dtype of the parameters and their gradients.
       rngs: its stream `params` initializes the parameters.
       **options: initializers and metadata of the parameters, see
         `BlockOptions`; flax's other arguments are refused.
 
     Raises:
-      TypeError: an argument of another kind.
-      ValueError: a number outside its range, an unknown `approximate` or norm,
-        or an argument of flax's that FP8 layers do not have.
+      TypeError: an argument has the wrong type.
+      ValueError: a number is outside its range, `approximate` or a norm is
+        unknown, or a flax argument is not supported by FP8 layers.
     """
     of = options_by_part(options)
     super().__init__(recipe_of(type(self).__name__, recipe), dtype, of.others)

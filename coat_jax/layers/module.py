@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every module here has: a recipe, and another one for evaluation."""
+"""Base module: a training recipe and an evaluation recipe."""
 
 import inspect
 import math
@@ -27,8 +27,8 @@ from coat_jax.recipe import CoatRecipe
 _SOME_AXES = range(1, 65)
 type Sharding = NamedSharding | PartitionSpec | None
 
-# Why arguments of flax's modules are refused, by a part of their name; the
-# first that is found.
+# Reasons for refusing arguments of flax's modules, by a part of their name; the
+# first match counts.
 _REASONS = {
   "precision": "products read FP8 codes and are summed in f32",
   "dot_general": "products and their gradients are the recipe's",
@@ -53,10 +53,9 @@ _REASONS = {
 
 
 def recipe_of(op: str, recipe: CoatRecipe | None) -> CoatRecipe:
-  """A recipe that a caller gave; `recipe.coat()` for None.
+  """Returns the caller's recipe, or `recipe.coat()` for None.
 
-  Raises:
-    TypeError: it is no CoatRecipe, such as a preset that is not called.
+  Raises a TypeError if it is not a CoatRecipe, such as a preset not called.
   """
   recipe = recipes.coat() if recipe is None else recipe
   check_recipe(op, recipe)
@@ -64,7 +63,7 @@ def recipe_of(op: str, recipe: CoatRecipe | None) -> CoatRecipe:
 
 
 def check_recipe(op: str, recipe: Any) -> None:
-  """Raises a TypeError where this is no CoatRecipe."""
+  """Raises a TypeError if this is not a CoatRecipe."""
   remedy = "call a preset, as in recipe.coat()"
   check_kind(op, "recipe", recipe, CoatRecipe, remedy)
 
@@ -72,7 +71,7 @@ def check_recipe(op: str, recipe: Any) -> None:
 def check_float(
   op: str, name: str, x: Any, *, ndim: int | Collection[int] = ()
 ) -> None:
-  """Raises where x is no floating array, or of other numbers of axes."""
+  """Raises unless x is a floating-point array with one of these ranks."""
   rule = "a floating array"
   if isinstance(ndim, int):
     rule += f" of {ndim} axes"
@@ -84,14 +83,14 @@ def check_float(
 
 
 def check_sequences(op: str, x: Any) -> None:
-  """Raises where x is no array [..., T, D]."""
+  """Raises if x is not an array [..., T, D]."""
   rule, remedy = "an array [..., T, D]", "pass sequences of activations"
   ranks, kind = range(2, 65), jnp.number
   check_array(op, "x", x, rule, ndim=ranks, kind=kind, remedy=remedy)
 
 
 def sizes_of(op: str, name: str, value: Any) -> tuple[int, ...]:
-  """A width, or the sizes of several axes, as a tuple; raises for others."""
+  """Returns a width, or the sizes of several axes, as a tuple; checks them."""
   sizes = tuple(value) if isinstance(value, tuple | list) else (value,)
   for size in sizes or (0,):
     check_whole(op, name, size, COUNT, "pass a width, or a tuple of sizes")
@@ -102,11 +101,10 @@ class RecipeModule(nnx.Module):
   """Base of all modules: holds the recipe and the compute dtype.
 
   Attributes:
-    counterparts: modules of flax whose other arguments are refused with a
-      reason, or taken with their default value.
-    recipe: what training computes and saves for the backward pass.
-    dtype: dtype of inputs and outputs; None for what they promote to with the
-      parameters.
+    counterparts: flax modules whose other arguments are refused with a reason,
+      or accepted with their default value.
+    recipe: selects what training computes and saves for the backward pass.
+    dtype: dtype of inputs and outputs; None promotes them with the parameters.
     deterministic: set by `module.eval()` and `module.train()`; evaluation uses
       `recipe.for_evaluation()`.
   """
@@ -119,17 +117,11 @@ class RecipeModule(nnx.Module):
     dtype: DTypeLike | None,
     others: Mapping[str, Any] | None = None,
   ):
-    """Sets what all modules have.
+    """Sets recipe and dtype; refuses `others`, unknown constructor arguments.
 
-    Args:
-      recipe: what training computes and saves.
-      dtype: of inputs and outputs, or None.
-      others: arguments that a constructor does not know.
-
-    Raises:
-      TypeError: `recipe` is not a CoatRecipe, such as a preset not called;
-        `dtype` is not floating; or flax does not know one of `others` either.
-      ValueError: one of `others` is flax's but cannot be had here.
+    Raises a TypeError for a wrong recipe, a dtype that is not floating-point or
+    an argument that flax does not know either; a ValueError for a flax argument
+    that is not supported here.
     """
     op = type(self).__name__
     for name, value in (others or {}).items():
@@ -142,13 +134,10 @@ class RecipeModule(nnx.Module):
     self.deterministic = False
 
   def _check(self, param_dtype: Any, rngs: Any, **sizes: Any) -> None:
-    """Raises where these are no arguments of a constructor.
+    """Raises for invalid constructor arguments.
 
-    Args:
-      param_dtype: of the parameters.
-      rngs: for the parameters.
-      **sizes: numbers of features, heads and the like; None where one follows
-        from others.
+    `sizes` are numbers of features, heads and the like; None is allowed if one
+    follows from the others.
     """
     op = type(self).__name__
     check_float_dtype(op, "param_dtype", param_dtype)
@@ -158,7 +147,7 @@ class RecipeModule(nnx.Module):
         check_whole(op, name, size, COUNT, "pass the width of its arrays")
 
   def _refuse(self, name: str, value: Any) -> None:
-    """Raises unless this is flax's argument with its default value."""
+    """Raises unless this is a flax argument with its default value."""
     module = type(self).__name__
     theirs = [inspect.signature(c.__init__) for c in self.counterparts]
     found = [
@@ -179,11 +168,9 @@ class RecipeModule(nnx.Module):
     )
 
   def cast(self, x: Array, *params: nnx.Param | None) -> Array:
-    """x in `dtype`; where that is None, in what it and these promote to.
+    """Casts x to `dtype` or, if that is None, promotes it with `params`.
 
-    Raises:
-      TypeError: x is no array of numbers.
-      ValueError: it is a scalar.
+    Raises a TypeError if x is not numeric, a ValueError if it is a scalar.
     """
     op, remedy = type(self).__name__, "pass activations [..., features]"
     rule, kind = "an array of numbers [..., features]", jnp.number
@@ -193,19 +180,19 @@ class RecipeModule(nnx.Module):
 
   @property
   def active_recipe(self) -> CoatRecipe:
-    """The recipe for what the module does now: training or evaluation."""
+    """The recipe of the current mode, training or evaluation."""
     return self.recipe.for_evaluation() if self.deterministic else self.recipe
 
 
 def value_of(param: nnx.Param | None) -> Array | None:
-  """A parameter's array, or None."""
+  """Returns a parameter's array, or None."""
   return None if param is None else param[...]
 
 
 def reshard(y: Array, out_sharding: Sharding) -> Array:
-  """The same values, sharded like this; None leaves them as they are.
+  """Shards y as given; None leaves it unchanged.
 
-  On explicit axes of a mesh it is a part of the type, on automatic ones a
+  On explicit axes of a mesh this changes the type, on automatic axes it is a
   constraint.
   """
   if out_sharding is None:
@@ -219,5 +206,5 @@ def reshard(y: Array, out_sharding: Sharding) -> Array:
 
 
 def rows_to_batch(x: Array) -> Array:
-  """[..., T, D] to [B, T, D], leading axes taken together."""
+  """Reshapes [..., T, D] to [B, T, D]: merges leading axes."""
   return jnp.reshape(x, (math.prod(x.shape[:-2]), *x.shape[-2:]))

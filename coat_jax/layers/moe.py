@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The mixture-of-experts block: norm, router, gated experts, residual add.
 
-The MLP half of a decoder layer whose tokens go to k of E gated MLPs each, none
-dropped. `layers.experts` says how it is computed and what is saved in FP8;
-`layers.routing` has the router and the auxiliary loss.
+The MLP half of a decoder layer in which each token goes to k of E gated MLPs;
+no token is dropped. `layers.experts` documents the computation and what is
+saved in FP8; `layers.routing` contains the router and the auxiliary loss.
 """
 
 import functools
@@ -25,16 +25,10 @@ from coat_jax.layers.experts import (
   grouped_product,
   matrices,
   moe_specs,
+  moe_types,
   weight_gradient,
 )
 from coat_jax.layers.linear import default_kernel_init
-from coat_jax.layers.mesh.collectives import (
-  gather_positions,
-  scatter_sequence,
-  sum_tokens,
-  token_shards,
-)
-from coat_jax.layers.mesh.rule import rule
 from coat_jax.layers.module import (
   RecipeModule,
   Sharding,
@@ -57,9 +51,16 @@ from coat_jax.layers.routing import (
   sum_of_copies,
   to_rows,
 )
+from coat_jax.layers.rule import rule
+from coat_jax.mesh import (
+  gather_positions,
+  scatter_sequence,
+  sum_tokens,
+  token_shards,
+)
 from coat_jax.recipe import CoatRecipe
 
-# As `Linear`'s for one expert: E is no part of the fan-in.
+# Like `Linear`'s for one expert: E is not part of the fan-in.
 default_experts_init = nnx.initializers.variance_scaling(
   1.0, "fan_in", "truncated_normal", batch_axis=(0,)
 )
@@ -87,18 +88,18 @@ def moe(
     experts_per_token: k.
     normalize: whether a token's k weights p are divided by their sum.
     kind: norm, "rms" or "layer"; None for none.
-    eps: the norm's.
+    eps: epsilon of the norm.
     add_input: whether x is added.
-    recipe: what is saved is FP8 where `nonlinear` is "fp8"; the products are
-      in x's dtype whatever it says.
+    recipe: saves FP8 if `nonlinear` is "fp8"; the products are in x's dtype in
+      every recipe.
 
   Returns:
-    [..., D] in x's dtype, and what `load_balancing_loss` reads.
+    [..., D] in x's dtype, and the statistics for `load_balancing_loss`.
 
   Raises:
-    TypeError: an argument of another kind.
-    ValueError: shapes that do not fit one another, k above E, an unknown norm
-      or a negative `eps`.
+    TypeError: an argument has the wrong type.
+    ValueError: shapes are inconsistent, k is above E, the norm is unknown or
+      `eps` is negative.
   """
   _check(x, weights, experts_per_token, recipe)
   static = MoEKind(kind, eps, experts_per_token, normalize, add_input)
@@ -120,8 +121,8 @@ def _plain_fwd(x, y, w, static, recipe):
   out = x + out if static.add_input else out
   mean = lambda a: sum_tokens(a, axes) / token_shards(axes)  # noqa: E731
   stats = RoutingStats(mean(load), mean(probability))
-  # The weights are alive anyway: the rule hands them to the backward. Of y what
-  # is made of it is saved, and y itself only where that is y, in f32.
+  # The rule passes the weights to the backward: they stay in memory anyway.
+  # What y is converted to is saved; y itself only if that is the same, in f32.
   of_y, _ = backward.args_res
   return (out, stats), backward.replace(args_res=[of_y, None])
 
@@ -132,7 +133,7 @@ def _plain_bwd(static, recipe, inputs, backward, cotangents):
   backward = backward.replace(args_res=[of_y, w])
   dy, dw = backward((g, dstats.probability / token_shards(axes)))
   dx = g if static.add_input else jnp.zeros_like(g)
-  # Other weights' gradients are summed with their products.
+  # The other weights' gradients are summed with their products.
   return dx, dy, dw._replace(router=sum_tokens(dw.router, axes))
 
 
@@ -142,11 +143,13 @@ def _plain_specs(x, y, w, static, recipe):
   return (each, each, of_weights), results
 
 
-_plain = rule(_plain_fwd, _plain_bwd, _plain_specs, reads=(2,))
+_plain = rule(
+  _plain_fwd, _plain_bwd, _plain_specs, reads=(2,), result_spec=moe_types
+)
 
 
 def _of_device(y, w, *, static, recipe):
-  """Of a device's tokens; differentiated as it is written, but for products."""
+  """Computes a device's tokens; autodiff handles all except the products."""
   axes, k = recipe.axes, static.experts_per_token
   num_experts = w.router.shape[-1]
   with residual_scope("linear"):
@@ -155,7 +158,7 @@ def _of_device(y, w, *, static, recipe):
       y, w.router, experts, normalize=static.normalize
     )
     load = load_of(experts, num_experts)
-    # From here on the columns of devices along tensor, of whole sequences.
+    # From here on: whole sequences, split by columns along tensor.
     y, experts, p = gather_positions((y, experts, p), axes)
     rows = sort_rows(experts, num_experts)
     p = p_of_rows(p, rows)
@@ -170,7 +173,7 @@ def _of_device(y, w, *, static, recipe):
 
 
 def _grouped(x, w, rows, recipe) -> Array:
-  """Rows x [M, D] times w [E, D, *F] of their group, in x's dtype."""
+  """Multiplies rows x [M, D] by their group's w [E, D, *F], in x's dtype."""
   product = grouped_product(ops.grouped_fwd, x.dtype, recipe)
   return product(x, matrices(w, x.dtype, recipe.axes), rows)
 
@@ -191,7 +194,7 @@ _product.defvjp(_grouped_fwd, _grouped_bwd)
 
 
 def _check(x, w, experts_per_token, recipe) -> None:
-  """Raises for shapes that do not fit; a caller's shard_map has other F's."""
+  """Raises for wrong shapes; F may differ inside a caller's shard_map."""
   check_recipe("moe", recipe)
   check_float("moe", "x", x)
   remedy = "pass one, as in MoEWeights(gamma, None, router, gate_up, down)"
@@ -236,7 +239,8 @@ class MoE(RecipeModule):
     ()
 
   Attributes:
-    num_experts, experts_per_token, normalize, add_input: as they were given.
+    num_experts, experts_per_token, normalize, add_input: the constructor's
+      arguments.
     norm: RMSNorm or LayerNorm; None without a norm.
     router: [features, num_experts].
     gate_up: [num_experts, features, 2, hidden_features], gate first.
@@ -277,21 +281,21 @@ class MoE(RecipeModule):
       num_experts: E.
       experts_per_token: k, how many experts each token goes to.
       normalize: whether a token's k weights are divided by their sum
-        (`norm_topk_prob` in transformers).
+        (`norm_topk_prob` in Hugging Face Transformers).
       recipe: what is saved in FP8; None for `recipe.coat()`. Products are in
         `dtype` in every recipe.
       norm: "rms" or "layer"; None for none.
-      epsilon: what the norm adds to the mean square or the variance.
+      epsilon: added by the norm to the mean square or the variance.
       use_scale: whether the norm has a scale [D].
-      use_norm_bias: whether the norm has a bias [D], zeros at first.
+      use_norm_bias: whether the norm has a bias [D], initially zeros.
       add_input: whether the block adds its input, the residual stream.
-      dtype: of input, output and products; None for what the input and the
-        parameters promote to.
-      param_dtype: of the parameters and their gradients.
+      dtype: dtype of input, output and products; None promotes the input and
+        the parameters.
+      param_dtype: dtype of the parameters and their gradients.
       router_init: initializer of the router's kernel.
       router_metadata: metadata of that kernel.
       kernel_init: initializer of gate_up, called with [E, D, 2 F].
-      kernel_metadata: metadata of gate_up; names are those of its four axes.
+      kernel_metadata: metadata of gate_up; if it names axes, it names all four.
       out_kernel_init: initializer of down, called with [E, F, D]; None for
         `kernel_init`.
       out_kernel_metadata: metadata of down.
@@ -300,8 +304,9 @@ class MoE(RecipeModule):
       rngs: its stream `params` initializes the parameters.
 
     Raises:
-      TypeError: an argument of another kind.
-      ValueError: a number outside its range, k above E, or an unknown norm.
+      TypeError: an argument has the wrong type.
+      ValueError: a number is outside its range, k is above E, or the norm is
+        unknown.
     """
     super().__init__(recipe_of(type(self).__name__, recipe), dtype)
     self._check(
@@ -351,8 +356,8 @@ class MoE(RecipeModule):
       out_sharding: how the output is sharded; None leaves it to JAX.
 
     Returns:
-      [..., features] in `dtype`, and what `load_balancing_loss` reads, of
-      these tokens.
+      [..., features] in `dtype`, and the statistics of these tokens for
+      `load_balancing_loss`.
     """
     scale, bias = (
       (None, None) if self.norm is None else (self.norm.scale, self.norm.bias)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RMSNorm and LayerNorm that save their input in FP8, 1 x G groups.
+"""RMSNorm and LayerNorm that save their input in FP8, in 1 x G groups.
 
-The forward normalizes the dequantized values it saves, so its backward is
+The forward normalizes the dequantized values that it saves, so its backward is
 the exact gradient of what ran, straight through the quantizer.
 """
 
@@ -14,9 +14,6 @@ from jax.typing import DTypeLike
 
 from coat_jax import ops
 from coat_jax.checks import NOT_NEGATIVE, check_choice, check_number
-from coat_jax.layers.mesh.collectives import sum_tokens
-from coat_jax.layers.mesh.rule import rule, run_whole
-from coat_jax.layers.mesh.specs import tokens
 from coat_jax.layers.module import (
   RecipeModule,
   check_float,
@@ -24,18 +21,21 @@ from coat_jax.layers.module import (
   recipe_of,
   value_of,
 )
+from coat_jax.layers.operands import in_groups
 from coat_jax.layers.parameters import NO_METADATA, Metadata, make_param
 from coat_jax.layers.residuals import (
   cotangent,
   residual_scope,
   save_residual,
 )
-from coat_jax.qtensor import QTensor, dequantize
+from coat_jax.layers.rule import rule
+from coat_jax.mesh import run_whole, spec_of, sum_tokens, tokens
+from coat_jax.qtensor import QTensor
 from coat_jax.recipe import CoatRecipe
 
 
 class NormSaved(NamedTuple):
-  """What a norm's forward makes for its backward."""
+  """Values that a norm's forward makes for its backward."""
 
   x: QTensor
   stats: ops.NormStats
@@ -49,17 +49,9 @@ def norm_forward(
   eps: float,
   recipe: CoatRecipe,
 ) -> tuple[Array, NormSaved]:
-  """y in f32 [..., D], and what `norm_gradients` reads."""
-  group_size = recipe.group_size
-  x_q = ops.quantize_groups(
-    x,
-    group_size=group_size,
-    dtype=recipe.formats.values,
-    implementation=recipe.implementation,
-  )
-  x_q = save_residual("norm", x_q)
-  values = dequantize(x_q, group_size=group_size)
-  y, stats = ops.norm_values(values, gamma, beta, kind=kind, eps=eps)
+  """Computes y in f32 [..., D], and what `norm_gradients` reads."""
+  x_q = save_residual("norm", in_groups(x, recipe))
+  y, stats = ops.norm_values(x_q.dequantize(), gamma, beta, kind=kind, eps=eps)
   stats = save_residual("norm", stats)
   return y, NormSaved(x_q, stats)
 
@@ -92,13 +84,12 @@ def norm_gradients(
   add: Array | None,
   recipe: CoatRecipe,
 ) -> tuple[Array, Array | None, Array | None]:
-  """dx in dy's dtype, with `add` in it, dgamma and dbeta of all tokens."""
+  """Computes dx in dy's dtype, plus `add`; dgamma and dbeta of all tokens."""
   dx, dgamma, dbeta = ops.norm_bwd(
     dy,
     saved.x,
     gamma,
     saved.stats,
-    group_size=recipe.group_size,
     dtype=dy.dtype,
     add=add,
     implementation=recipe.implementation,
@@ -132,9 +123,10 @@ def norm(
     [..., D] in x's dtype.
 
   Raises:
-    TypeError: x is no floating array, `eps` no number, or `recipe` no
-      CoatRecipe.
-    ValueError: an unknown kind, a negative `eps`, or shapes that do not fit.
+    TypeError: x is not a floating-point array, `eps` is not a number, or
+      `recipe` is not a CoatRecipe.
+    ValueError: the kind is unknown, `eps` is negative, or shapes are
+      inconsistent.
   """
   check_recipe("norm", recipe)
   check_float("norm", "x", x)
@@ -148,7 +140,7 @@ def norm(
       y, _ = ops.norm_values(x, gamma, beta, kind=kind, eps=eps)
       return y.astype(x.dtype)
 
-  return run_whole(plain, recipe.axes, x, gamma, beta)
+  return run_whole(plain, x, gamma, beta, out_specs=spec_of(x))
 
 
 class Norm(RecipeModule):
@@ -157,10 +149,10 @@ class Norm(RecipeModule):
   Attributes:
     num_features: width of the last axis.
     kind: "rms" or "layer".
-    epsilon: what is added to the mean square or the variance.
+    epsilon: added to the mean square or the variance.
     scale: [num_features] or None.
     bias: [num_features] or None.
-    scale_plus_one: whether 1 + scale is what the norm multiplies by.
+    scale_plus_one: whether the norm multiplies by 1 + scale.
   """
 
   kind: ops.NormKind = "rms"
@@ -192,24 +184,25 @@ class Norm(RecipeModule):
         `recipe.coat()`.
       use_scale: whether there is a scale [D].
       use_bias: whether there is a bias [D].
-      scale_plus_one: multiplies by 1 + scale, summed in f32, as Gemma does;
-        the scale then starts at zeros.
-      dtype: of input and output; None for what the input and the parameters
-        promote to, as in flax.
-      param_dtype: of the parameters and their gradients.
+      scale_plus_one: whether to multiply by 1 + scale, summed in f32, as Gemma
+        does; the scale then starts at zeros.
+      dtype: dtype of input and output; None promotes the input and the
+        parameters, as in flax.
+      param_dtype: dtype of the parameters and their gradients.
       scale_init: initializer of the scale; None for ones (zeros with
-        `scale_plus_one`), which draw no key.
-      bias_init: initializer of the bias; None for zeros, which draw no key.
+        `scale_plus_one`), which consume no PRNG key.
+      bias_init: initializer of the bias; None for zeros, which consume no PRNG
+        key.
       scale_metadata: metadata of the scale, such as `out_sharding`.
       bias_metadata: metadata of the bias.
-      rngs: its stream `params`, for initializers that are given.
+      rngs: its stream `params` is used by initializers that are given.
       **others: flax's other arguments; refused unless they have flax's default.
 
     Raises:
-      TypeError: an argument of another kind.
-      ValueError: a width below 1, a negative `epsilon`, `scale_plus_one`
-        without a scale, or an argument of flax's that norms of FP8 values do
-        not have.
+      TypeError: an argument has the wrong type.
+      ValueError: a width is below 1, `epsilon` is negative, `scale_plus_one` is
+        set without a scale, or a flax argument is not supported by norms of FP8
+        values.
     """
     super().__init__(recipe_of(type(self).__name__, recipe), dtype, others)
     self._check(param_dtype, rngs, num_features=num_features)
@@ -241,14 +234,14 @@ class Norm(RecipeModule):
 
   @property
   def gamma(self) -> Array | None:
-    """What the norm multiplies by [num_features], or None."""
+    """The factor [num_features] that the norm multiplies by, or None."""
     scale = value_of(self.scale)
     if scale is None or not self.scale_plus_one:
       return scale
     return 1 + scale.astype(jnp.float32)
 
   def __call__(self, x: Array) -> Array:
-    """[..., num_features], cast to `dtype`, to the same shape."""
+    """Normalizes [..., num_features], cast to `dtype`; keeps the shape."""
     return norm(
       self.cast(x, self.scale, self.bias),
       self.gamma,
@@ -260,7 +253,7 @@ class Norm(RecipeModule):
 
 
 class RMSNorm(Norm):
-  """x / sqrt(mean(x^2) + epsilon) * scale; arguments as `Norm`'s.
+  """x / sqrt(mean(x^2) + epsilon) * scale; takes `Norm`'s arguments.
 
   Example usage::
 
@@ -311,8 +304,8 @@ class LayerNorm(Norm):
     Args:
       num_features: D, width of the last axis.
       use_bias: whether there is a bias [D].
-      rngs: its stream `params`, for initializers that are given.
-      **kwargs: the others of `Norm`.
+      rngs: its stream `params` is used by initializers that are given.
+      **kwargs: the other arguments of `Norm`.
     """
     super().__init__(num_features, use_bias=use_bias, rngs=rngs, **kwargs)
 
@@ -320,7 +313,7 @@ class LayerNorm(Norm):
 def make_norm(
   kind: ops.NormKind | None, num_features: int, **kwargs
 ) -> Norm | None:
-  """The norm module of this kind, None for None; `kwargs` are the module's."""
+  """Makes the norm module of this kind with `kwargs`; None for None."""
   if kind is None:
     return None
   kinds = (*get_args(ops.NormKind), None)
@@ -329,7 +322,7 @@ def make_norm(
 
 
 def norm_options(norm: Norm | None) -> dict[str, Any]:
-  """`kind` and `eps` of a norm's module, as the functions take them."""
+  """Returns `kind` and `eps` of a norm's module, as functions take them."""
   if norm is None:
     return dict(kind=None, eps=0.0)
   return dict(kind=norm.kind, eps=norm.epsilon)
@@ -338,7 +331,7 @@ def norm_options(norm: Norm | None) -> dict[str, Any]:
 def block_norm_options(
   norm: Norm | None, post_norm: Norm | None
 ) -> dict[str, Any]:
-  """`kind`, `eps` and `post_norm` of a block's modules, as functions take them.
+  """Returns `kind`, `eps` and `post_norm` of a block, as functions take them.
 
   Both norms of a block have the same epsilon.
   """

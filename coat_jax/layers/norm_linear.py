@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Norm followed by a linear layer: a block's front alone.
+"""Norm followed by a linear layer: only the front of a block.
 
-The norm reads 1 x G FP8 values and writes the E4M3 operand of the product, with
-no BF16 array between.
+The norm reads 1 x G FP8 values and writes the E4M3 operand of the product,
+without a BF16 array in between.
 """
 
 from typing import Any, Unpack
@@ -24,8 +24,6 @@ from coat_jax.layers.linear import (
   bias_gradient,
   linear,
 )
-from coat_jax.layers.mesh.rule import rule
-from coat_jax.layers.mesh.specs import own_columns, tokens
 from coat_jax.layers.module import (
   RecipeModule,
   Sharding,
@@ -37,8 +35,9 @@ from coat_jax.layers.module import (
 from coat_jax.layers.norm import make_norm, norm, norm_options
 from coat_jax.layers.operands import gradient_operand
 from coat_jax.layers.parameters import NormLinearOptions, options_by_part
+from coat_jax.layers.rule import rule
+from coat_jax.mesh import own_columns, product_spec, tokens
 from coat_jax.ops import Operand
-from coat_jax.ops.explicit import product_spec
 from coat_jax.recipe import CoatRecipe
 
 
@@ -92,17 +91,17 @@ def norm_linear(
     w: [D, F].
     bias: [F] or None.
     kind: "rms" or "layer"; None for no norm.
-    eps: the norm's.
-    recipe: fused where both `linear` and `nonlinear` are "fp8".
-    cache: of w, from `layers.cache_weight`, or None.
+    eps: epsilon of the norm.
+    recipe: fused if both `linear` and `nonlinear` are "fp8".
+    cache: cache of w, from `layers.cache_weight`, or None.
 
   Returns:
     [..., F] in x's dtype.
 
   Raises:
-    TypeError: an argument of another kind.
-    ValueError: x's last axis is not w's first; other shapes that do not fit, an
-      unknown kind or a negative `eps`.
+    TypeError: an argument has the wrong type.
+    ValueError: x's last axis is not w's first; other shapes are inconsistent,
+      the kind is unknown or `eps` is negative.
   """
   check_recipe("norm_linear", recipe)
   check_float("norm_linear", "x", x)
@@ -116,7 +115,7 @@ def norm_linear(
 
 
 class NormLinear(RecipeModule):
-  """A norm and the linear layer that reads it, as one.
+  """A norm fused with the linear layer that reads it.
 
   Example usage::
 
@@ -159,23 +158,23 @@ class NormLinear(RecipeModule):
       in_features: D, width of the input.
       out_features: F, width of the output.
       recipe: what is computed and saved in FP8; None for `recipe.coat()`.
-      norm: "rms" or "layer"; None for none, which makes a `Linear`.
-      epsilon: what the norm adds to the mean square or the variance.
+      norm: "rms" or "layer"; None for no norm, which is a `Linear`.
+      epsilon: added by the norm to the mean square or the variance.
       use_scale: whether the norm has a scale [D].
       scale_plus_one: whether the norm multiplies by 1 + scale, as in Gemma.
       use_norm_bias: whether the norm has a bias [D].
       use_bias: whether the product has a bias [F].
-      dtype: of input, output and what is not FP8; None for what the input and
-        the parameters promote to.
-      param_dtype: of the parameters and their gradients.
+      dtype: dtype of input, output and everything that is not FP8; None
+        promotes the input and the parameters.
+      param_dtype: dtype of the parameters and their gradients.
       rngs: its stream `params` initializes the parameters.
       **options: initializers and metadata of the parameters, see
         `NormLinearOptions`; flax's other arguments are refused.
 
     Raises:
-      TypeError: an argument of another kind.
-      ValueError: a number outside its range, an unknown `norm`, or an argument
-        of flax's that FP8 layers do not have.
+      TypeError: an argument has the wrong type.
+      ValueError: a number is outside its range, `norm` is unknown, or a flax
+        argument is not supported by FP8 layers.
     """
     of = options_by_part(options, NormLinearOptions)
     super().__init__(recipe_of(type(self).__name__, recipe), dtype, of.others)

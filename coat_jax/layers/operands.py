@@ -1,22 +1,61 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operands of FP8 products, quantized as the recipe says.
+"""Quantizing operands of FP8 matmuls according to the recipe.
 
-With one scale per tensor codes serve both directions: rows for the product with
-a weight, and the same transposed for the weight's gradient. In blocks of 128
-rows are quantized along features and columns along tokens. So of an input the
-codes that the forward read are saved, and its columns are quantized from those
-in the backward; a gradient, which is there in BF16, is quantized twice.
+An `ops.Scaling` does the work. With one scale per tensor, the same codes serve
+both directions: rows for the product with a weight, and their transpose for the
+weight's gradient. In blocks of 128, rows are quantized along features and
+columns along tokens. We save the codes that the forward pass read, and the
+backward quantizes columns from them; a gradient, which is available in BF16, is
+quantized twice.
 """
 
 from typing import Any
 
-from jax import Array
+from jax import Array, P, lax
+from jax.typing import DTypeLike
 
 from coat_jax import ops
-from coat_jax.layers.mesh.collectives import scale_axes
 from coat_jax.layers.residuals import save_residual
+from coat_jax.mesh import (
+  check_has_positions,
+  scale_axes,
+  size_of,
+  tensor_size,
+)
 from coat_jax.ops import BlockScales, Operand
+from coat_jax.ops.scaling import BLOCK
+from coat_jax.qtensor import QTensor
 from coat_jax.recipe import CoatRecipe
+
+_SCALINGS = {"tensor": ops.PerTensor, "block": ops.Blocks}
+
+
+def _scaling(recipe: CoatRecipe, dtype: DTypeLike) -> ops.Scaling:
+  kind = recipe.scaling
+  kind = _SCALINGS[kind] if isinstance(kind, str) else kind
+  return kind(dtype, scale_axes(recipe.axes))
+
+
+def value_scaling(recipe: CoatRecipe) -> ops.Scaling:
+  """Returns the scaling of activations that products read."""
+  return _scaling(recipe, recipe.formats.values)
+
+
+def gradient_scaling(recipe: CoatRecipe) -> ops.Scaling:
+  """Returns the scaling of gradients that products read."""
+  return _scaling(recipe, recipe.formats.gradients)
+
+
+def groups_of(recipe: CoatRecipe) -> ops.Groups:
+  """Returns the groups in which nonlinear operations read and save values."""
+  return ops.Groups(recipe.group_size, recipe.formats.values)
+
+
+def in_groups(x: Array, recipe: CoatRecipe) -> QTensor:
+  """Quantizes [..., n] for a nonlinear operation."""
+  return ops.quantize_groups(
+    x, groups=groups_of(recipe), implementation=recipe.implementation
+  )
 
 
 def quantized(
@@ -26,59 +65,165 @@ def quantized(
   layout: ops.Layout = "rows",
   scale: Array | None = None,
 ) -> Operand:
-  """[..., n] as an operand in `recipe.formats.values`.
+  """Quantizes [..., n], BF16 or f32, to an operand in `recipe.formats.values`.
 
-  Args:
-    x: BF16 or f32.
-    recipe: its scaling, formats and implementation.
-    layout: what products read.
-    scale: that `scale_of` gave of the same values; None for just in time.
+  `scale` comes from `scale_of` for the same values; None computes it.
   """
-  how: Any = dict(
-    dtype=recipe.formats.values,
+  return ops.quantize_tensor(
+    x,
+    scaling=value_scaling(recipe),
+    scale=scale,
     layout=layout,
     implementation=recipe.implementation,
   )
-  if recipe.scaling == "block":
-    return ops.quantize_blocks(x, **how)
-  axis_names = scale_axes(recipe.axes)
-  return ops.quantize_tensor(x, scale=scale, axis_names=axis_names, **how)
 
 
 def scale_of(x: Operand) -> Array | None:
-  """What is saved of an operand that the backward quantizes again.
+  """Saves the scale of an operand that the backward quantizes again.
 
-  None in blocks, whose scales are found where codes are.
+  None for blocks, whose scales are computed with their codes.
   """
-  if isinstance(x.scale, BlockScales):
+  if isinstance(x.scale, ops.BlockScales):
     return None
   return save_residual("linear", x.scale)
 
 
-def input_operand(x: Array, recipe: CoatRecipe) -> tuple[Operand, Operand]:
-  """Rows that a product reads, and what is saved for `columns_of`."""
-  if recipe.scaling == "block":
-    kept = save_residual("linear", quantized(x, recipe))
+def layout_of_input(recipe: CoatRecipe) -> ops.Layout:
+  """Returns the layout of an input whose codes `keep_input` saves."""
+  return "rows" if value_scaling(recipe).saves_rows else "both"
+
+
+def keep_input(x: Operand, recipe: CoatRecipe) -> tuple[Operand, Operand]:
+  """Returns the rows that a product reads, and what `columns_of` will read."""
+  if value_scaling(recipe).saves_rows:
+    kept = save_residual("linear", x)
     return kept, kept
-  x_q = quantized(x, recipe, layout="both")
-  kept = save_residual("linear", x_q._replace(rows=None))
-  return Operand(x_q.rows, None, kept.scale), kept
+  kept = save_residual("linear", x._replace(rows=None))
+  return Operand(x.rows, None, kept.scale), kept
+
+
+def input_operand(x: Array, recipe: CoatRecipe) -> tuple[Operand, Operand]:
+  """Quantizes an input; returns the same as `keep_input`."""
+  layout = layout_of_input(recipe)
+  return keep_input(quantized(x, recipe, layout=layout), recipe)
 
 
 def columns_of(kept: Operand, recipe: CoatRecipe) -> Operand:
-  """Columns of a saved operand, for a weight's gradient."""
+  """Returns the columns of a saved operand, for a weight's gradient."""
   if kept.columns is not None:
     return kept
-  return ops.turn_blocks(kept, implementation=recipe.implementation)
+  return ops.turn_operand(
+    kept,
+    scaling=value_scaling(recipe),
+    implementation=recipe.implementation,
+  )
 
 
 def gradient_operand(g: Array, recipe: CoatRecipe) -> Operand:
-  """The gradient of a product's output, as the products behind it read it."""
-  how: Any = dict(
-    dtype=recipe.formats.gradients,
+  """Quantizes the gradient of a product's output, in both layouts."""
+  return ops.quantize_tensor(
+    g,
+    scaling=gradient_scaling(recipe),
     layout="both",
     implementation=recipe.implementation,
   )
-  if recipe.scaling == "block":
-    return ops.quantize_blocks(g, **how)
-  return ops.quantize_tensor(g, axis_names=scale_axes(recipe.axes), **how)
+
+
+def check_scaling(recipe: CoatRecipe) -> None:
+  """Raises if a tensor axis would split products in blocks."""
+  if recipe.scaling == "block" and tensor_size(recipe.axes) > 1:
+    raise ValueError(
+      "layers: scaling='block' needs one device along the tensor axis, got "
+      f"{tensor_size(recipe.axes)}; split weights over fsdp, or use "
+      "recipe.coat(), whose scales do not depend on how a weight is split"
+    )
+
+
+def gather_weight(w: Operand, recipe: CoatRecipe) -> Operand:
+  """Gathers the codes of all rows of a weight [D, F] from the device's rows."""
+  axes = recipe.axes
+  if axes is None or size_of(axes.fsdp) == 1:
+    return w
+  scale = w.scale
+  if isinstance(scale, BlockScales):
+    _check_tiles(w)
+    scale = BlockScales(*_gather_both(*scale, axes.fsdp, recipe))
+  return Operand(*_gather_both(w.rows, w.columns, axes.fsdp, recipe), scale)
+
+
+def _gather_both(rows, columns, axis, recipe):
+  """Gathers rows [D, F] and columns [F, D] along D."""
+  if rows is not None:
+    rows = lax.all_gather(rows, axis, axis=0, tiled=True)
+  if columns is not None:
+    columns = _gather_columns(columns, axis, recipe)
+  return rows, columns
+
+
+def _check_tiles(w: Operand) -> None:
+  rows = w.columns.shape[1] if w.rows is None else w.rows.shape[0]  # pyright: ignore[reportOptionalMemberAccess]
+  if rows % BLOCK:
+    raise ValueError(
+      "layers: with scaling='block' each device along fsdp must have whole "
+      f"tiles of {BLOCK} rows of a weight, got {rows}; use fewer devices along "
+      "fsdp, or wider layers"
+    )
+
+
+def gather_sequence(x: Operand, recipe: CoatRecipe, *, batch: int) -> Operand:
+  """Gathers codes of whole sequences from those of the device's positions.
+
+  x has rows [B, T, D] and columns [D, B T] of the device's positions.
+  """
+  axes = recipe.axes
+  if axes is None or size_of(axes.tensor) == 1:
+    return x
+  rows, columns = x.rows, x.columns
+  if rows is not None:
+    check_has_positions(rows)
+    rows = lax.all_gather(rows, axes.tensor, axis=1, tiled=True)
+  if columns is not None:
+    n = columns.shape[0]
+    columns = columns.reshape(n * batch, -1)
+    columns = _gather_columns(columns, axes.tensor, recipe).reshape(n, -1)
+  return x._replace(rows=rows, columns=columns)
+
+
+def _gather_columns(x: Array, axis: str | None, recipe: CoatRecipe) -> Array:
+  """Gathers [f, k] of each device to [f, P k]."""
+  shards = lax.all_gather(x, axis)
+  return ops.join_columns(shards, implementation=recipe.implementation)
+
+
+def cached(cache: Operand | None, w: P) -> Any:
+  """Returns the specs of a weight's cache, or None without a cache.
+
+  w is the sharding of the weight [D, ..., F].
+  """
+  if cache is None:
+    return None
+  return cache_specs(
+    w,
+    has_codes=cache.rows is not None,
+    in_tiles=isinstance(cache.scale, BlockScales),
+  )
+
+
+def cache_specs(
+  w: P, *, has_codes: bool, in_tiles: bool, num_stacked: int = 0
+) -> Any:
+  """Returns the specs of a cache: rows [D, F] like the weight, columns turned.
+
+  w is the sharding of the weight [D, ..., F]. Scales of tiles are sharded like
+  the tiles' values. Everything has `num_stacked` leading axes of layers.
+  """
+  stack = (None,) * num_stacked
+  first, last = w[0], w[-1] if len(w) > 1 else None
+  rows: Any = P(*stack, first, last)
+  columns: Any = P(*stack, last, first)
+  scale: Any = P()
+  if in_tiles:
+    scale = BlockScales(rows, columns if has_codes else None)
+  if not has_codes:
+    return Operand(None, None, scale)
+  return Operand(rows, columns, scale)

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How parameters are made, from initializers and metadata as flax takes them.
+"""Making parameters from initializers and metadata like flax's.
 
-Metadata says, among other things, how an array is sharded: `out_sharding` has
-an axis of the mesh, or a logical name, for each axis of the array. It comes
-with a layer's `kernel_metadata` or with what an initializer returns
-(`nnx.with_partitioning`), and tools such as `nnx.get_named_sharding` read it
-off the parameter.
+Metadata includes how an array is sharded: `out_sharding` has an axis of the
+mesh, or a logical name, for each axis of the array. It comes with a layer's
+`kernel_metadata` or with what an initializer returns (`nnx.with_partitioning`),
+and tools such as `nnx.get_named_sharding` read it off the parameter.
 """
 
 import dataclasses
@@ -29,19 +28,18 @@ NO_METADATA: Metadata = MappingProxyType({})
 class NormLinearOptions(TypedDict, total=False):
   """Initializers and metadata of the parameters of a norm and a product.
 
-  An initializer is called with a key, a shape and a dtype. The default ones of
-  biases and scales draw no key. Metadata is that of `nnx.Param`.
+  An initializer is called with a key, a shape and a dtype; metadata is passed
+  to `nnx.Param`. Biases start as zeros and scales as ones, without a key,
+  unless their initializer is given.
 
   Attributes:
-    kernel_init: of the kernel, called with the matrix [D, F] of all its
-      columns; by default `nnx.Linear`'s.
-    kernel_metadata: of the kernel.
-    bias_init: of the product's bias; by default zeros.
-    bias_metadata: of that bias.
-    scale_init: of the norm's scale; by default ones.
-    scale_metadata: of that scale.
-    norm_bias_init: of the norm's bias; by default zeros.
-    norm_bias_metadata: of that bias.
+    kernel_init: initializer of the kernel, called with the matrix shape [D, F]
+      of all its columns; by default `nnx.Linear`'s.
+    kernel_metadata: metadata of the kernel.
+    bias_init, bias_metadata: initializer and metadata of the product's bias.
+    scale_init, scale_metadata: initializer and metadata of the norm's scale.
+    norm_bias_init, norm_bias_metadata: initializer and metadata of the norm's
+      bias.
   """
 
   kernel_init: nnx.Initializer | None
@@ -57,14 +55,13 @@ class NormLinearOptions(TypedDict, total=False):
 class BlockOptions(NormLinearOptions, total=False):
   """Initializers and metadata of the parameters of a block.
 
-  With those of `NormLinearOptions`, which are of the norms and of the first
-  product.
+  The options of `NormLinearOptions` apply to the norms and the first product.
 
   Attributes:
-    out_kernel_init: of the second product's kernel; by default `kernel_init`.
-    out_kernel_metadata: of that kernel; by default `kernel_metadata`.
-    out_bias_init: of the second product's bias; by default `bias_init`.
-    out_bias_metadata: of that bias; by default `bias_metadata`.
+    out_kernel_init, out_kernel_metadata: initializer and metadata of the second
+      product's kernel; by default the first product's.
+    out_bias_init, out_bias_metadata: initializer and metadata of the second
+      product's bias; by default the first product's.
   """
 
   out_kernel_init: nnx.Initializer | None
@@ -74,15 +71,7 @@ class BlockOptions(NormLinearOptions, total=False):
 
 
 class OptionsByPart(NamedTuple):
-  """Options as the constructors of a block's modules take them.
-
-  Attributes:
-    norm: of the norm.
-    front: of the first `Linear`.
-    norm_linear: of a `NormLinear`, which has both.
-    back: of the second `Linear`.
-    others: what none of them takes.
-  """
+  """Options for the constructors of a block's modules."""
 
   norm: dict[str, Any]
   front: dict[str, Any]
@@ -94,7 +83,7 @@ class OptionsByPart(NamedTuple):
 def options_by_part(
   options: Mapping[str, Any], kind: Any = BlockOptions
 ) -> OptionsByPart:
-  """Splits options of a kind; those that are None or empty are left out."""
+  """Splits options by module; omits options that are None or empty."""
   known = kind.__annotations__
   given = {name: options[name] for name in known if options.get(name)}
 
@@ -123,21 +112,11 @@ def make_param(
   default: Callable[..., Array] = jnp.zeros,
   drawn: tuple[int, ...] | None = None,
 ) -> nnx.Param:
-  """A parameter with its metadata, sharded by it on the mesh that is set.
+  """Makes a parameter with its metadata, sharded by it on the current mesh.
 
-  Args:
-    init: called with a key of the stream `params`, a shape and a dtype; None
-      for `default`, which gets no key.
-    rngs: has the stream.
-    shape: of the parameter.
-    dtype: of the parameter.
-    metadata: of `nnx.Param`; what the initializer returns wins, as in flax.
-    default: called with a shape and a dtype.
-    drawn: the shape that the initializer is called with; None for `shape`.
-
-  Raises:
-    TypeError: `init` is no function, or `metadata` no mapping.
-    ValueError: more axes are named than there are.
+  `init` is called with a key from the stream `params`, the shape `drawn` (or
+  `shape`) and a dtype; without one, `default` gets a shape and a dtype, and no
+  key. As in flax, metadata that the initializer returns takes precedence.
   """
   op = "parameters"
   check_kind(
@@ -162,9 +141,9 @@ def make_param(
 
 
 def stack_options(options: Mapping[str, Any]) -> dict[str, Any]:
-  """Arguments of a `Linear` [D, F] for the one of several, [D, several, F].
+  """Converts options of a `Linear` [D, F] for several, [D, several, F].
 
-  Sharding that names the axes of one leaves the axis between unsplit.
+  If sharding names the axes of one layer, the new axis stays unsplit.
   """
   out = dict(options)
   for name, axis in (("kernel", 1), ("bias", 0)):
@@ -189,18 +168,18 @@ def _stack_names(metadata: Metadata, axis: int) -> dict[str, Any]:
 
 
 def _names(metadata: Metadata) -> tuple[Any, ...]:
-  """What each axis is split over, where metadata says so by names."""
+  """Returns the name that splits each axis, if metadata has names."""
   names = metadata.get("out_sharding")
   return tuple(names) if isinstance(names, tuple | list | P) else ()
 
 
 def _boxed(value: Any) -> nnx.VariableMetadata:
-  """What an initializer returned, with the metadata of flax's boxes."""
+  """Wraps what an initializer returned, with the metadata of flax's boxes."""
   if isinstance(value, nnx.VariableMetadata):
     return value
   if isinstance(value, Partitioned):
-    # Of linen.with_partitioning, in a module behind nnx.bridge. As in Linen, it
-    # is a name for those who ask for it, and needs no mesh.
+    # From linen.with_partitioning, in a module through nnx.bridge. As in Linen,
+    # it is only a name to look up and needs no mesh.
     metadata = value.to_nnx_metadata()
     metadata |= dict(linen_meta_type=type(value), eager_sharding=False)
     return nnx.VariableMetadata(metadata.pop("value"), metadata=metadata)

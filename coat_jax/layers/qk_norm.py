@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """RMSNorm of queries and keys, between their product and RoPE.
 
-What is saved of it are its inputs: in FP8 blocks the codes of q and k, which
-take the place of the q and k that attention reads. Those are computed from the
-codes in the forward, and again in the backward, so that the log-sum-exp is that
-of the very scores which the backward rebuilds.
+The norm saves its inputs: FP8 blocks save the codes of q and k before the norm
+instead of the q and k that attention reads. The forward and the backward both
+compute those from the codes, so the log-sum-exp belongs to exactly the scores
+that the backward rebuilds.
 """
 
 import dataclasses
@@ -15,11 +15,11 @@ import jax.numpy as jnp
 from jax import Array, P
 
 from coat_jax.checks import NOT_NEGATIVE, check_choice, check_number
-from coat_jax.layers.mesh.collectives import sum_tokens
 from coat_jax.layers.residuals import cotangent
+from coat_jax.mesh import sum_tokens
 from coat_jax.recipe import MeshAxes
 
-# What a mean square is of: one head's channels, or those of all heads.
+# The mean square is over one head's channels, or over all heads'.
 NormedOver = Literal["head", "all"]
 
 
@@ -27,9 +27,9 @@ class QKNormWeights(NamedTuple):
   """Weights of the norms of q and k.
 
   Attributes:
-    q: [H] where each head has its statistics; [N H], heads in their order,
-      where they are of all heads.
-    k: [H], or [K H].
+    q: [H] if each head has its own statistics; [N H], heads in order, if all
+      heads share them.
+    k: [H] or [K H].
   """
 
   q: Array
@@ -38,16 +38,16 @@ class QKNormWeights(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class QKNorm:
-  """x / sqrt(mean(x^2) + eps) * weight of heads x [B, T, N, H].
+  """x / sqrt(mean(x^2) + eps) * weight for heads x [B, T, N, H].
 
   Attributes:
-    over: what the mean is of: "head", the H channels of each, as in Qwen3; or
-      "all", the N H channels of a token, as in OLMo 2.
+    over: the mean is over "head", the H channels of each head, as in Qwen3; or
+      over "all", the N H channels of a token, as in OLMo 2.
     eps: added to the mean.
 
   Raises:
-    TypeError: `eps` is no number.
-    ValueError: another `over`, or a negative `eps`.
+    TypeError: `eps` is not a number.
+    ValueError: `over` is unknown, or `eps` is negative.
   """
 
   over: NormedOver
@@ -60,26 +60,26 @@ class QKNorm:
   def normalized(
     self, x: Array, weight: Array, axes: MeshAxes | None = None
   ) -> Array:
-    """f32 [B, T, N, H]; with axes of a device's own heads, inside a block."""
+    """Normalizes to f32 [B, T, N, H]; with axes, x has a device's own heads."""
     x = x.astype(jnp.float32)
     return x * self._rstd(x, axes) * self._factor(weight, x)
 
   def gradients(
     self, dy: Array, x: Array, weight: Array, axes: MeshAxes | None
   ) -> tuple[Array, Array]:
-    """dx in f32, and the weight's gradient of all tokens in its dtype."""
+    """Computes f32 dx, and in its dtype the weight's gradient of all tokens."""
     x, dy = x.astype(jnp.float32), dy.astype(jnp.float32)
     rstd = self._rstd(x, axes)
     xhat, g = x * rstd, dy * self._factor(weight, x)
     dx = (g - xhat * self._mean(xhat * g, axes)) * rstd
     is_of_head = self.over == "head"
     dweight = jnp.sum(dy * xhat, axis=(0, 1, 2) if is_of_head else (0, 1))
-    # Of "all" a device has its own heads' weights.
+    # With "all", a device has its own heads' weights.
     dweight = sum_tokens(dweight, axes, all_positions=not is_of_head)
     return dx, cotangent(dweight, weight)
 
   def spec(self, axes: MeshAxes) -> P:
-    """How either weight is sharded: those of "all" with their heads."""
+    """Returns how either weight is sharded: with its heads if over "all"."""
     return P() if self.over == "head" else P(axes.tensor)
 
   def _rstd(self, x, axes):
@@ -91,7 +91,7 @@ class QKNorm:
     mean = jnp.mean(x, axis=(-2, -1), keepdims=True)
     if axes is None or axes.tensor is None:
       return mean
-    # Devices have equally many heads.
+    # All devices have the same number of heads.
     return jax.lax.pmean(mean, axes.tensor)
 
   def _factor(self, weight, like):

@@ -1,22 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `jax.checkpoint` keeps in FP8, to compute the rest of a layer again.
+"""FP8 rematerialization: `jax.checkpoint` that keeps activations in FP8.
 
-Two forms, both with codes of 1 x G groups and their scales; bytes per token of
-width D (G = 16; U is a BF16 copy, 2 D bytes):
+There are two forms, both with codes of 1 x G groups and their scales; bytes per
+token of width D (G = 16; U is a BF16 copy, 2 D bytes):
 
-  fp8_remat               of a function's argument          D + 2 D / G   0.56 U
-  block_inputs_saveable   of the input of each block's norm, with its
-                          statistics; a layer has two       2.25 D + 8    1.13 U
+  fp8_remat               a function's argument             D + 2 D / G   0.56 U
+  block_inputs_saveable   the input of each block's norm,   2.25 D + 8    1.13 U
+                          with its statistics; a layer has
+                          two
 
-`fp8_remat` rounds its argument and calls the function with what the codes stand
-for, in both forwards: the residual stream itself is rounded, once a call.
-`block_inputs_saveable` is a policy for layers that are made of FP8 blocks. All
-that a block's norm, products and middle read are its norm's codes already, so
-the second forward is the first again and nothing is rounded that was not; and
-the block's second product, which only the residual stream reads, is not
-computed again. The input of a norm behind that product is kept as well. A block
-without a norm in front reads its input itself: where it is a layer's first one,
-the layer's input is kept too, in BF16.
+`fp8_remat` rounds its argument and calls the function with the dequantized
+values, in both forwards: the residual stream itself is rounded, once a call.
+`block_inputs_saveable` is a policy for layers made of FP8 blocks. A block's
+norm, products and middle already read only its norm's codes, so the second
+forward equals the first and nothing else is rounded; the block's second
+product, which only the residual stream reads, is not computed again. The input
+of a norm after that product is kept as well. A block without a norm of its
+input reads the input itself: if it is a layer's first block, the layer's input
+is kept too, in BF16.
 """
 
 import functools
@@ -27,13 +28,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from coat_jax import ops
 from coat_jax.checks import ANY, check_function, check_whole, refuse
-from coat_jax.layers.mesh.rule import rule
-from coat_jax.layers.mesh.specs import tokens
 from coat_jax.layers.module import recipe_of
+from coat_jax.layers.operands import in_groups
 from coat_jax.layers.residuals import name_residual
-from coat_jax.qtensor import dequantize
+from coat_jax.layers.rule import rule
+from coat_jax.mesh import tokens
 from coat_jax.recipe import CoatRecipe
 
 _INPUT = "coat_input"
@@ -43,20 +43,20 @@ codes_saveable = jax.checkpoint_policies.save_only_these_names(_INPUT)
 
 
 def block_inputs_saveable(primitive, *avals, name: str = "", **others) -> bool:
-  """A policy for `jax.checkpoint`: the inputs of FP8 blocks' norms.
+  """A policy for `jax.checkpoint`: keeps the inputs of FP8 blocks' norms.
 
   Keeps the codes and statistics of every norm of recipe coat, and the scalar
-  scales behind it. (Without these the second forward would need the norm's
-  input in BF16 to find them.)
+  scales of the operands after it. (Without these scales the second forward
+  would need the norm's input in BF16 to compute them.)
 
   Args:
-    primitive: of the equation that JAX asks about.
-    *avals: its arguments' types.
-    name: of an array that `checkpoint_name` named.
-    **others: its other parameters.
+    primitive: the primitive of the equation that JAX asks about.
+    *avals: the types of its arguments.
+    name: the name of an array that `checkpoint_name` named.
+    **others: the equation's other parameters.
 
   Returns:
-    Whether its results are kept.
+    Whether the equation's results are kept.
 
   Examples:
     >>> import jax
@@ -86,37 +86,37 @@ def fp8_remat(
   recipe: CoatRecipe | None = None,
   prevent_cse: bool = True,
 ) -> Callable:
-  """f with some arguments rounded to FP8; their codes are all that it saves.
+  """Rounds some arguments of f to FP8, and saves only their codes.
 
-  As `jax.checkpoint(f)`, which keeps f's arguments and computes the rest again
-  in the backward, but of arguments of `argnums` it keeps 1 x G codes and their
-  scales: about 1.13 bytes a value with G = 16. Both forwards read the values
-  that the codes stand for. Their gradient is that of f at those values, taken
-  straight through the rounding. Other arguments (weights), and arrays that f
-  closes over, are kept as they are, and have gradients as in `jax.checkpoint`.
+  Like `jax.checkpoint(f)`, it keeps f's arguments and recomputes the rest in
+  the backward, but for arguments in `argnums` it keeps 1 x G codes and their
+  scales: about 1.13 bytes a value with G = 16. Both forwards read the
+  dequantized values. The gradient is that of f at those values, straight
+  through the rounding. Other arguments (weights), and arrays that f closes
+  over, are kept unchanged and have the same gradients as with `jax.checkpoint`.
 
   Args:
-    f: a function of arrays and trees of arrays. (Bind what is no array with
+    f: a function of arrays and trees of arrays. (Bind other arguments with
       `functools.partial`.)
-    argnums: places of the arguments that are rounded, trees too: each float
-      array [..., n] of them; scalars and integers are kept as they are.
-    recipe: its group size, format of values, implementation, and axes of a
-      mesh, on which these arrays are [B, T, ...] (or rows [N, ...]); None for
+    argnums: positions of the arguments to round; in trees, every float array
+      [..., n] is rounded; scalars and integers are kept unchanged.
+    recipe: its group size, format of values, implementation, and mesh axes, on
+      which these arrays are [B, T, ...] (or rows [N, ...]); None for
       `recipe.coat()`.
-    prevent_cse: as of `jax.checkpoint`: False in the body of a `jax.lax.scan`,
+    prevent_cse: see `jax.checkpoint`: False in the body of a `jax.lax.scan`,
       where XLA cannot mistake the second forward for the first.
 
   Returns:
     A function of the same arguments and results.
 
   Raises:
-    TypeError: f is no function, `argnums` are no places, or `recipe` is no
-      CoatRecipe.
-    ValueError: there are no `argnums`; or called with fewer positional
-      arguments than `argnums` names.
+    TypeError: f is not a function, `argnums` are not positions, or `recipe` is
+      not a CoatRecipe.
+    ValueError: `argnums` is empty; or a call has fewer positional arguments
+      than `argnums` names.
 
-  Source: arXiv:2410.19313 has the groups; the boundary of a checkpoint in FP8
-    is not in it.
+  Source: arXiv:2410.19313 has the groups; it does not have FP8 at the boundary
+    of a checkpoint.
 
   Examples:
     >>> import jax
@@ -167,10 +167,10 @@ def fp8_remat(
 
 
 def through_codes[Tree](tree: Tree, recipe: CoatRecipe) -> Tree:
-  """Each float array as its 1 x G codes stand for it, with their gradient.
+  """Rounds float arrays to 1 x G codes; gradients go straight through.
 
-  Under a `jax.checkpoint` with the policy `codes_saveable` the codes and scales
-  are kept in place of the array.
+  Under a `jax.checkpoint` with the policy `codes_saveable`, the codes and
+  scales are kept instead of the array.
   """
 
   def of(x: Any) -> Any:
@@ -183,14 +183,8 @@ def through_codes[Tree](tree: Tree, recipe: CoatRecipe) -> Tree:
 
 
 def _fwd(x: Array, recipe: CoatRecipe):
-  codes = ops.quantize_groups(
-    x,
-    group_size=recipe.group_size,
-    dtype=recipe.formats.values,
-    implementation=recipe.implementation,
-  )
-  codes = name_residual(_INPUT, codes)
-  return dequantize(codes, group_size=recipe.group_size, dtype=x.dtype), ()
+  codes = name_residual(_INPUT, in_groups(x, recipe))
+  return codes.dequantize(x.dtype), ()
 
 
 def _bwd(recipe, inputs, saved, g):

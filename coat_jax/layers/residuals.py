@@ -1,20 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names for what layers save, and small helpers of every custom_vjp.
+"""Names for saved residuals, and small helpers of every custom_vjp.
 
 Each array that a forward saves for its backward goes through `save_residual`,
-which names it by one of `RESIDUAL_NAMES` before the array is used, so that what
-a policy computes again starts from what it kept. Scalar scales too, since to
-compute one again takes the operation in front of it. `jax.checkpoint` policies
-can then keep or offload them, and memory can be counted by kind:
+which gives it one of `RESIDUAL_NAMES` before the array is used, so that
+recomputation under a policy starts from what the policy kept. Scalar scales are
+named too, since recomputing one requires the operation before it.
+`jax.checkpoint` policies can then keep or offload them, and memory can be
+counted by kind:
 
   jax.checkpoint(
     layer,
     policy=jax.checkpoint_policies.save_only_these_names(*RESIDUAL_NAMES),
   )
 
-What plain autodiff saves is made under `residual_scope` and is of its kind.
-Weights and norm parameters are saved too; they are alive anyway and carry no
-name.
+Arrays that plain autodiff saves are made under `residual_scope`, which gives
+their kind. Weights and norm parameters are saved too, but without a name: they
+stay in memory anyway.
 """
 
 import re
@@ -52,28 +53,28 @@ def name_residual[Tree](name: str, tree: Tree) -> Tree:
 
 
 def residual_scope(kind: Kind) -> AbstractContextManager:
-  """Says of which kind is what plain autodiff saves of the code inside.
+  """Sets the kind of what plain autodiff saves from the code inside.
 
-  A scope of names, which compiled programs and profiles show; `kind_of_scope`
+  The scope is part of names in compiled programs and profiles; `kind_of_scope`
   reads it off an equation.
   """
   return jax.named_scope(f"coat_{kind}")
 
 
 def kind_of_scope(name_stack: str) -> str | None:
-  """The kind of the innermost `residual_scope` of an equation, or None."""
+  """Returns the kind of an equation's innermost `residual_scope`, or None."""
   kinds = re.findall(rf"\bcoat_({'|'.join(get_args(Kind))})\b", name_stack)
   return kinds[-1] if kinds else None
 
 
 def protect_codes[Tree](residuals: Tree) -> Tree:
-  """What a forward returns for its backward: other variables, the same bytes.
+  """Copies what a forward saves to new variables with the same bytes.
 
-  Under a policy `jax.checkpoint` puts floating-point arrays that it keeps, and
-  that the forward reads as well, through `lax.reduce_precision`. It takes E4M3
-  for a format with infinities: 256 and above would become NaN, in the forward
-  too (JAX 0.11.2). Bytes, and arrays that only the backward reads, it leaves as
-  they are. XLA removes the conversions.
+  With a policy, `jax.checkpoint` applies `lax.reduce_precision` to
+  floating-point arrays that it keeps and the forward also reads. It treats E4M3
+  as a format with infinities: 256 and above would become NaN, in the forward
+  too (JAX 0.11.2). It leaves bytes, and arrays that only the backward reads,
+  unchanged. XLA removes the conversions.
   """
 
   def again(x):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotary position embedding that saves nothing but the positions.
+"""Rotary position embedding (RoPE) that saves only the positions.
 
 The rotation is linear and its transpose is the opposite rotation, so the
-backward needs no activation. Pairs are (i, i + R/2) of a head's first R
-channels, as in Hugging Face Transformers; R is H unless a `Rotary` says less.
+backward needs no activation. Channels are paired (i, i + R/2) among a head's
+first R, as in Hugging Face Transformers; R is H unless a `Rotary` has fewer.
 """
 
 import functools
@@ -16,12 +16,16 @@ from jax import Array, P
 from coat_jax import ops
 from coat_jax import recipe as recipes
 from coat_jax.checks import check_kind, described, is_array
-from coat_jax.layers.mesh.collectives import tensor_size
-from coat_jax.layers.mesh.rule import rule
-from coat_jax.layers.mesh.specs import own_columns, own_heads
 from coat_jax.layers.module import check_float, check_recipe
 from coat_jax.layers.residuals import save_residual
-from coat_jax.ops.explicit import partitioned
+from coat_jax.layers.rule import rule
+from coat_jax.mesh import (
+  own_columns,
+  own_heads,
+  run_whole,
+  spec_of,
+  tensor_size,
+)
 from coat_jax.ops.rope import (
   Theta,
   Thetas,
@@ -68,18 +72,18 @@ def rope(
 
   Args:
     x: [B, T, N, H], H even.
-    positions: int32 [T], or [B, T] where sequences have their own.
+    positions: int32 [T], or [B, T] if sequences have their own.
     theta: base of the frequencies, 1e4 for Llama 2; or a `Rotary`; or a tuple
       of these, one for each kind of layer in a stack, None for no rotation.
-    kind: int32 scalar, the place in such a tuple.
+    kind: int32 scalar, the index into such a tuple.
 
   Returns:
     Array of x's shape and dtype; angles and rotation are f32.
 
   Raises:
-    TypeError: x is no floating array, or a base no number.
-    ValueError: an odd H, positions of another length, a base that is not above
-      0, a `rotary_dim` above H, or a tuple without `kind`.
+    TypeError: x is not a floating-point array, or a base is not a number.
+    ValueError: H is odd, positions have another length, a base is not above 0,
+      `rotary_dim` is above H, or there is a tuple but no `kind`.
   """
   check_float("rope", "x", x, ndim=4)
   if x.shape[-1] % 2 or not has_positions(positions, x):
@@ -98,7 +102,7 @@ def rope(
     if each is not None:
       as_rotary(each).check(x.shape[-1])
   turn = functools.partial(_rope, theta=theta)
-  return partitioned(turn, x, positions, kind)
+  return run_whole(turn, x, positions, kind, out_specs=spec_of(x))
 
 
 def has_positions(positions: Array, x: Array) -> bool:
@@ -110,7 +114,7 @@ def has_positions(positions: Array, x: Array) -> bool:
 
 
 class Heads(NamedTuple):
-  """What `split_heads` splits.
+  """The heads that `split_heads` separates, and their RoPE.
 
   Attributes:
     num_heads: N, query heads.
@@ -124,7 +128,7 @@ class Heads(NamedTuple):
   theta: Thetas
 
   def check_columns(self, op: str, columns: int) -> None:
-    """Raises a ValueError where these are no columns of such q, k and v."""
+    """Raises a ValueError if q, k and v of these heads have other columns."""
     n, k, _ = self
     if min(n, k) < 1 or n % k or columns % (2 * (n + 2 * k)):
       raise ValueError(
@@ -134,7 +138,7 @@ class Heads(NamedTuple):
       )
 
   def of_device(self, axes: MeshAxes | None) -> "Heads":
-    """A device's share of them, inside a block."""
+    """Returns a device's share of the heads, inside a block."""
     count = tensor_size(axes)
     n, k, theta = self
     if n % count or k % count:
@@ -169,7 +173,7 @@ def _split_heads_bwd(heads, recipe, inputs, saved, g):
 
 
 def positions_spec(axes: MeshAxes, positions: Array) -> P:
-  """How positions [T] or [B, T] are sharded: like whole sequences."""
+  """Returns how positions [T] or [B, T] are sharded: like whole sequences."""
   return P() if positions.ndim == 1 else P(axes.batch)
 
 
@@ -191,22 +195,23 @@ def split_heads(
   kind: Array | None = None,
   recipe: CoatRecipe | None = None,
 ) -> tuple[Array, Array, Array]:
-  """Takes q, k and v apart and rotates q and k, in one pass each way.
+  """Splits q, k and v and rotates q and k, in one pass each way.
 
   Args:
     qkv: [B, T, (N + 2 K) H], ordered by key head: for each of the K key heads
       its N / K query heads, its key, its value. H is even.
-    positions: int32 [T], or [B, T] where sequences have their own.
+    positions: int32 [T], or [B, T] if sequences have their own.
     heads: N, K and theta.
-    kind: int32 scalar, the place in `heads.theta` where that is a tuple.
-    recipe: its implementation, and its axes of a mesh; None has neither.
+    kind: int32 scalar, the index into `heads.theta` if that is a tuple.
+    recipe: provides the implementation and the mesh axes; None has neither.
 
   Returns:
     q [B, T, N, H] and k, v [B, T, K, H] in qkv's dtype.
 
   Raises:
-    TypeError: an argument of another kind.
-    ValueError: columns that are no such heads, or positions of another length.
+    TypeError: an argument has the wrong type.
+    ValueError: the number of columns does not match the heads, or positions
+      have another length.
   """
   op = "split_heads"
   check_float(op, "qkv", qkv, ndim=3)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which experts a token goes to, and the order in which experts have tokens.
+"""Choosing the experts of each token, and sorting tokens by expert.
 
-A router's logits are one product, and its probabilities the softmax over all
-experts, both in f32. Each token goes to the k experts with the largest; none is
-dropped: the T k copies of tokens are sorted by expert into [T k, D], groups of
-unequal sizes, whose shapes do not depend on the routing.
+A router's logits are one matmul, and its probabilities the softmax over all
+experts, both in f32. Each token goes to the k most probable experts, and none
+is dropped: the T k copies of tokens are sorted by expert into [T k, D]. Groups
+differ in size, but no shape depends on the routing.
 """
 
 from typing import NamedTuple
@@ -17,11 +17,11 @@ from coat_jax.checks import check_kind
 
 
 class RoutingStats(NamedTuple):
-  """What the auxiliary loss reads of a layer's routing; f32 [..., E].
+  """A layer's routing statistics for the auxiliary loss; f32 [..., E].
 
   Attributes:
-    load: copies of tokens an expert got, as a fraction of the tokens; the sum
-      over experts is k. It has no gradient.
+    load: number of tokens that an expert got, as a fraction of all tokens; the
+      sum over experts is k. It has no gradient.
     probability: the mean over tokens of the router's probability.
   """
 
@@ -30,10 +30,10 @@ class RoutingStats(NamedTuple):
 
 
 class Rows(NamedTuple):
-  """Copies of tokens sorted by expert, and the way back; int32.
+  """Copies of tokens sorted by expert, and the inverse; int32.
 
   Attributes:
-    copy: [T k], which copy a row is: that of token `copy // k`.
+    copy: [T k], the copy in each row; it belongs to token `copy // k`.
     row: [T k], the row of each copy: the inverse of `copy`.
     sizes: [E], how many rows each expert has.
   """
@@ -44,22 +44,22 @@ class Rows(NamedTuple):
 
 
 def load_balancing_loss(stats: RoutingStats) -> Array:
-  """The auxiliary loss that keeps experts equally busy: E sum_e f_e P_e.
+  """Computes the auxiliary loss for equal use of experts: E sum_e f_e P_e.
 
-  k where all experts are, E at most. As in transformers
-  (`load_balancing_loss_func`) the fractions f and the probabilities P are those
-  of all layers' tokens together. It is to be added to the loss times the
-  configuration's coefficient.
+  It is k if all experts are used equally, and at most E. As in Hugging Face
+  Transformers (`load_balancing_loss_func`), the fractions f and the
+  probabilities P are taken over the tokens of all layers together. Add it to
+  the loss, times the configuration's coefficient.
 
   Args:
-    stats: from `MoE`; with any axes in front, as of layers that were scanned.
+    stats: from `MoE`; any leading axes, such as those of scanned layers.
 
   Returns:
     f32 scalar.
 
   Raises:
-    TypeError: `stats` are no RoutingStats.
-    ValueError: their shapes differ.
+    TypeError: `stats` is not a RoutingStats.
+    ValueError: the shapes of its fields differ.
 
   Source: arXiv:2101.03961, section 2.2, for k experts a token.
   """
@@ -77,12 +77,10 @@ def load_balancing_loss(stats: RoutingStats) -> Array:
 
 
 def choose_experts(y: Array, w: Array, experts_per_token: int) -> Array:
-  """int32 [..., k], the most probable first; of two alike the first.
+  """Returns the k most probable experts of y [..., D], int32 [..., k].
 
-  Args:
-    y: [..., D], what the router reads.
-    w: [D, E].
-    experts_per_token: k.
+  The most probable comes first; of two equal ones, the lower number. w has
+  shape [D, E].
   """
   return lax.top_k(_logits(y, w), experts_per_token)[1]
 
@@ -90,16 +88,11 @@ def choose_experts(y: Array, w: Array, experts_per_token: int) -> Array:
 def expert_weights(
   y: Array, w: Array, experts: Array, *, normalize: bool
 ) -> tuple[Array, Array]:
-  """What chosen experts' outputs are multiplied by; differentiable in y and w.
+  """Computes the weights of chosen experts; differentiable in y and w.
 
-  Args:
-    y: [..., D], what the router reads.
-    w: [D, E].
-    experts: int [..., k], from `choose_experts`.
-    normalize: whether the weights of a token are divided by their sum.
-
-  Returns:
-    f32 [..., k], and the mean probability of every expert, f32 [E].
+  y is [..., D], w [D, E], experts int [..., k]. `normalize` divides a token's
+  weights by their sum. Returns f32 [..., k], and the mean probability of every
+  expert, f32 [E].
   """
   probabilities = jax.nn.softmax(_logits(y, w), axis=-1)
   chosen = jnp.take_along_axis(probabilities, experts, axis=-1)
@@ -111,19 +104,14 @@ def expert_weights(
 
 
 def _logits(y: Array, w: Array) -> Array:
-  # In full f32: the 10 bits of a GPU's default would send tokens elsewhere. It
-  # has E / (3 k F) of the experts' operations, below a hundredth.
+  # In full f32: a GPU's default of 10 bits would route tokens differently. The
+  # cost is E / (3 k F) of the experts' operations, less than a hundredth.
   y, w = y.astype(jnp.float32), w.astype(jnp.float32)
   return jnp.matmul(y, w, precision="highest")
 
 
 def sort_rows(experts: Array, num_experts: int) -> Rows:
-  """Sorts the copies of all tokens by their expert, and then by token.
-
-  Args:
-    experts: int [..., k].
-    num_experts: E.
-  """
+  """Sorts the copies of all tokens [..., k] by expert, and then by token."""
   experts = experts.reshape(-1)
   copy = jnp.argsort(experts, stable=True)
   places = jnp.arange(experts.size, dtype=copy.dtype)
@@ -133,52 +121,38 @@ def sort_rows(experts: Array, num_experts: int) -> Rows:
 
 
 def to_rows(x: Array, rows: Rows, experts_per_token: int) -> Array:
-  """[..., n] of tokens to [T k, n], a row for each copy.
-
-  Args:
-    x: of tokens.
-    rows: from `sort_rows`.
-    experts_per_token: k.
-  """
+  """Copies tokens [..., n] to rows [T k, n], one for each copy."""
   x = x.reshape(-1, x.shape[-1])
   return _take(x, rows.copy // experts_per_token)
 
 
 def p_of_rows(p: Array, rows: Rows) -> Array:
-  """Weights [..., k] of copies to those of rows, [T k, 1]."""
+  """Reorders weights [..., k] of copies to those of rows, [T k, 1]."""
   return _take(p.reshape(-1, 1), rows.copy)
 
 
 def copies_of(x: Array, rows: Rows) -> Array:
-  """[T k, ...] of rows to the same of copies, k of a token after another."""
+  """Reorders rows [T k, ...] to copies, in which a token's k are adjacent."""
   return _take(x, rows.row)
 
 
 def sum_of_copies(x: Array, rows: Rows, shape: tuple[int, ...]) -> Array:
-  """[T k, n] of rows to f32 [..., n], the sum over a token's copies.
+  """Sums rows [T k, n] over each token's copies: f32 [..., n].
 
-  Args:
-    x: of rows.
-    rows: from `sort_rows`.
-    shape: [..., k], of the experts that `rows` were sorted by.
+  `shape`, [..., k], is that of the experts that `rows` were sorted by.
   """
   x = copies_of(x, rows).reshape(*shape, x.shape[-1])
   return jnp.sum(x.astype(jnp.float32), axis=-2)
 
 
 def load_of(experts: Array, num_experts: int) -> Array:
-  """f32 [E]: how many of the tokens each expert has, as a fraction of them.
-
-  Args:
-    experts: int [..., k].
-    num_experts: E.
-  """
+  """Counts the tokens of each expert as a fraction of all: f32 [E]."""
   counts = jnp.bincount(experts.reshape(-1), length=num_experts)
   return counts.astype(jnp.float32) / _num_tokens(experts)
 
 
 def _num_tokens(experts: Array) -> int:
-  """How many tokens have experts [..., k]; 1 for none, whose sums are 0."""
+  """Counts the tokens of experts [..., k]; 1 for none, whose sums are 0."""
   return max(experts.size // experts.shape[-1], 1)
 
 

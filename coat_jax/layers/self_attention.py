@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The middle of an attention block: heads, their norm, RoPE and attention.
 
-q, k and v are one product. Their gradients go from attention's backward to the
-E5M2 operand of that product in one pass, where nothing else reads them:
-clipping comes between, and a bias needs their sums before they are rounded,
-which that pass gives without RoPE.
+q, k and v are one matmul. Their gradients go from attention's backward to that
+product's E5M2 operand in one pass unless something else reads them: clipping
+comes in between, and a bias needs their sums before they are rounded, which
+that pass computes only without RoPE.
 """
 
 import dataclasses
@@ -33,10 +33,12 @@ from coat_jax.layers.layer_kinds import (
   attention_kinds,
   count_kinds,
 )
-from coat_jax.layers.mesh.collectives import scale_axes
-from coat_jax.layers.mesh.rule import run_whole
 from coat_jax.layers.middle import Middle, MiddleGradient
-from coat_jax.layers.operands import gradient_operand
+from coat_jax.layers.operands import (
+  gradient_operand,
+  gradient_scaling,
+  in_groups,
+)
 from coat_jax.layers.qk_norm import QKNorm, QKNormWeights
 from coat_jax.layers.residuals import residual_scope, save_residual
 from coat_jax.layers.rope import (
@@ -46,19 +48,20 @@ from coat_jax.layers.rope import (
   rope,
   split_heads,
 )
+from coat_jax.mesh import run_whole, spec_of
 from coat_jax.ops.rope import rotate, rotation, rotation_if_any
-from coat_jax.qtensor import QTensor, dequantize
+from coat_jax.qtensor import QTensor
 from coat_jax.recipe import CoatRecipe
 
 
 class AttentionInputs(NamedTuple):
-  """What `SelfAttention` reads beside h; it has no gradient.
+  """Inputs of `SelfAttention` besides h; they have no gradient.
 
   Attributes:
-    positions: int32 [T], or [B, T] where sequences have their own.
+    positions: int32 [T], or [B, T] if sequences have their own.
     segments: int32 [B, T]: a query sees keys of its own segment; None for one
       segment.
-    kind: int32 scalar, of which kind the layer is; None where there is one.
+    kind: int32 scalar, the layer's kind; None if there is only one.
   """
 
   positions: Array
@@ -67,7 +70,7 @@ class AttentionInputs(NamedTuple):
 
   @property
   def of_heads(self) -> HeadsInputs:
-    """What attention itself reads of them."""
+    """Returns the inputs that attention itself reads."""
     return HeadsInputs(self.segments, self.kind)
 
 
@@ -75,31 +78,31 @@ class _Saved(NamedTuple):
   heads: HeadsSaved
   normed: tuple[QTensor, ...] | None  # Codes of q and k before their norm.
   positions: Array
-  inside: Array | None  # Bits: what clipping left alone.
+  inside: Array | None  # Bits: values that clipping left unchanged.
 
 
 @dataclasses.dataclass(frozen=True)
 class SelfAttention(Middle):
-  """q, k and v of h taken apart, clipped, normalized and rotated; attention.
+  """Splits h into q, k and v, clips, normalizes and rotates them, and attends.
 
   `weights` are `QKNormWeights`, or None without that norm; `inputs` are
   `AttentionInputs`.
 
-  A stack whose layers differ in RoPE or in the keys that they see has tuples of
-  them in place of one, and `inputs.kind` chooses: of RoPE a row of a table, of
+  If layers of a stack differ in RoPE or in the keys that they see, these are
+  tuples, and `inputs.kind` selects one: for RoPE a row of a table, for
   attention a branch of a `lax.switch`, forward and backward.
 
-  With a norm of q and k their codes before it are saved, whatever
-  recipe.attention says of v and the output, and not the q and k behind it.
+  With a norm of q and k, their codes before the norm are saved instead of the q
+  and k after it, whatever recipe.attention says for v and the output.
 
   Attributes:
     heads: N, K and RoPE's base or `Rotary`, or None for no RoPE.
-    kind: which keys a query sees and what a score is.
+    kind: which keys a query sees and how scores are scaled and capped.
     clip: largest magnitude of q, k and v, or None.
     qk_norm: the norm of q and k, or None.
 
   Raises:
-    TypeError: `heads` are no `Heads`, or `clip` no number.
+    TypeError: `heads` are not `Heads`, or `clip` is not a number.
     ValueError: `clip` is not above 0.
   """
 
@@ -119,7 +122,7 @@ class SelfAttention(Middle):
 
   def plain(self, h, weights, inputs, recipe):
     clip = functools.partial(_clip, limit=self.clip)
-    clipped: Any = run_whole(clip, recipe.axes, h)
+    clipped: Any = run_whole(clip, h, out_specs=spec_of(h))
     positions, _, kind = inputs
     split = functools.partial(
       split_heads, clipped, positions, kind=kind, recipe=recipe
@@ -146,8 +149,8 @@ class SelfAttention(Middle):
         return norm.normalized(x, weight).astype(x.dtype)
 
     return (
-      run_whole(plain, recipe.axes, q, weights.q),
-      run_whole(plain, recipe.axes, k, weights.k),
+      run_whole(plain, q, weights.q, out_specs=spec_of(q)),
+      run_whole(plain, k, weights.k, out_specs=spec_of(k)),
     )
 
   def forward(self, h, weights, inputs, recipe):
@@ -166,15 +169,11 @@ class SelfAttention(Middle):
       normed = None
       out = self._attention.forward(heads, None, inputs.of_heads, recipe)
     else:
-      keep = functools.partial(
-        ops.quantize_groups,
-        group_size=recipe.group_size,
-        dtype=recipe.formats.values,
-        implementation=recipe.implementation,
+      # The kind is attention, not norm: policies that keep the inputs of norms
+      # mean those of blocks, from which these are computed.
+      normed = save_residual(
+        "attention", tuple(in_groups(x, recipe) for x in heads[:2])
       )
-      # Attention's, not a norm's: policies that keep the inputs of norms mean
-      # those of blocks, from which these are computed.
-      normed = save_residual("attention", tuple(map(keep, heads[:2])))
       q, k = self._turned(
         normed, weights, positions, inputs.kind, h.dtype, recipe
       )
@@ -204,17 +203,17 @@ class SelfAttention(Middle):
     if self.qk_norm is not None:
       dq, dk, dweights = self._norm_gradients(saved, dq, dk, weights, recipe)
     angles = self._joined_angles(saved.positions, kind, dq.shape[-1])
-    # With RoPE the kernel gives no sums, and rotates not all heads.
+    # With RoPE the kernel computes no sums, and not all heads rotate.
+    scaling = gradient_scaling(recipe)
     has_one_pass = not has_bias or angles[0] is None
-    if self.clip is None and has_one_pass and recipe.scaling == "tensor":
+    if self.clip is None and has_one_pass and type(scaling) is ops.PerTensor:
       dh, sums = ops.join_heads_operand(
         dq,
         dk,
         dv,
         *angles,
-        dtype=recipe.formats.gradients,
+        gradient=scaling,
         has_sums=has_bias,
-        axis_names=scale_axes(recipe.axes),
         implementation=how,
       )
       return MiddleGradient(dh, weights=dweights, sums=sums)
@@ -234,20 +233,20 @@ class SelfAttention(Middle):
     return HeadsAttention(self.kind)
 
   def _turned(self, codes, weights, positions, kind, dtype, recipe):
-    """q and k that attention reads, from their codes before the norm."""
+    """Computes q and k for attention from their codes before the norm."""
     norm = self.qk_norm
     assert norm is not None
     cos, sin = self._angles(positions, kind, codes[0].qvalue.shape[-1])
 
     def turned(codes, weight):
-      x = dequantize(codes, group_size=recipe.group_size)
+      x = codes.dequantize()
       y = norm.normalized(x, weight, recipe.axes)
       return rotate(y, cos, sin).astype(dtype)
 
     return turned(codes[0], weights.q), turned(codes[1], weights.k)
 
   def _norm_gradients(self, saved, dq, dk, weights, recipe):
-    """dq and dk before the norm, and gradients of its weights."""
+    """Computes dq and dk before the norm, and the norm's weight gradients."""
     norm = self.qk_norm
     assert norm is not None
     cos, sin = self._angles(
@@ -255,7 +254,7 @@ class SelfAttention(Middle):
     )
 
     def gradients(dy, codes, weight):
-      x = dequantize(codes, group_size=recipe.group_size)
+      x = codes.dequantize()
       dy = rotate(dy.astype(jnp.float32), cos, -sin)
       dx, dweight = norm.gradients(dy, x, weight, recipe.axes)
       return dx.astype(dq.dtype), dweight
@@ -269,8 +268,8 @@ class SelfAttention(Middle):
     return rotation(positions, head_dim=head_dim, theta=theta, kind=kind)
 
   def _joined_angles(self, positions, kind, head_dim):
-    """By which heads turn where they are split and joined."""
-    # Behind a norm of q and k, if there is one, and not here.
+    """Returns the angles that splitting and joining heads rotates by."""
+    # With a norm of q and k, RoPE comes after the norm instead.
     theta = self.heads.theta if self.qk_norm is None else None
     return rotation_if_any(positions, head_dim=head_dim, theta=theta, kind=kind)
 
@@ -283,13 +282,13 @@ def _clip(x, limit):
 def _clip_fwd(x, limit):
   if limit is None:
     return x, None
-  # One bit a value; autodiff would keep two BF16 arrays, 6 U for q, k and v.
+  # One bit a value; autodiff would save two BF16 arrays, 6 U for q, k and v.
   inside = jnp.packbits(jnp.abs(x) <= limit, axis=-1)
   return jnp.clip(x, -limit, limit), save_residual("attention", inside)
 
 
 def _clip_bwd(limit, inside, g):
-  if limit is None or not g.size:  # unpackbits takes no empty array.
+  if limit is None or not g.size:  # unpackbits does not support empty arrays.
     return (g,)
   passes = jnp.unpackbits(inside, axis=-1, count=g.shape[-1])
   return (jnp.where(passes == 1, g, 0),)
@@ -324,28 +323,27 @@ def self_attention(
     x: [B, T, D], the residual stream, BF16 (or f32).
     weights: front.w [D, (N + 2 K) H], ordered by key head, see
       `layers.split_heads`; back.w [N H, D]; middle `QKNormWeights`, or None.
-    positions: int32 [T], for RoPE; or [B, T] where sequences have their own.
-    kind: norm in front, "rms" or "layer"; None for none.
-    eps: both norms'.
+    positions: int32 [T], for RoPE; or [B, T] if sequences have their own.
+    kind: norm of x, "rms" or "layer"; None for none.
+    eps: epsilon of both norms.
     heads: N, K and RoPE's base or `Rotary`, or None for no RoPE.
-    causal: whether a query sees only keys up to its own place.
-    window, soft_cap, scale, segments: as of `dot_product_attention`. Where a
-      stack has layers of several kinds, `window` may be a tuple of them, as
-      `heads.theta` may.
+    causal: whether a query sees only keys up to its own position.
+    window, soft_cap, scale, segments: see `dot_product_attention`. In a stack
+      with several kinds of layers, `window` may be a tuple, like `heads.theta`.
     clip: largest magnitude of q, k and v, or None.
-    qk_norm: norm of q and k in front of RoPE, or None.
-    layer_kind: int32 scalar, the place in those tuples.
+    qk_norm: norm of q and k before RoPE, or None.
+    layer_kind: int32 scalar, the index into those tuples.
     post_norm: norm of the second product, "rms" or "layer"; None for none.
     add_input: whether x is added.
-    recipe: fused where both `linear` and `nonlinear` are "fp8".
+    recipe: fused if both `linear` and `nonlinear` are "fp8".
 
   Returns:
     [B, T, D] in x's dtype.
 
   Raises:
-    TypeError: an argument of another kind.
-    ValueError: shapes that do not fit one another; tuples without `layer_kind`;
-      and as of `dot_product_attention`.
+    TypeError: an argument has the wrong type.
+    ValueError: shapes are inconsistent; there are tuples but no `layer_kind`;
+      see also `dot_product_attention`.
   """
   op = "self_attention"
   check_block(op, x, weights, recipe)

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two ends of a decoder, which have the vocabulary: embedding and loss.
+"""The two ends of a decoder that use the vocabulary: embedding and loss.
 
-On a mesh (`axes`) each device works on its own tokens. What moves between
-devices is written out, for XLA's own plan would move logits or, chunk by chunk,
+On a mesh (`axes`) each device works on its own tokens. Collectives are
+explicit, because XLA's own plan would move logits or, for each chunk,
 gradients:
 
   embedding   its rows are gathered once, in the dtype of activations
   head        its rows over fsdp likewise; along tensor a device keeps its part
               of the vocabulary and sees whole sequences, and a token's loss is
-              put together of three numbers from each part
+              combined from three numbers for each part
   gradients   are summed once, in `axes.grad_dtype`; each device keeps its part
 """
 
@@ -20,33 +20,34 @@ import jax.numpy as jnp
 from jax import Array, P, lax
 from jax.typing import DTypeLike
 
-from coat_jax.ops.explicit import partitioned, spec_of, varying
+from coat_jax.mesh import (
+  gather_positions,
+  run_on_shards,
+  run_whole,
+  scatter_sequence,
+  spec_of,
+  sum_tokens,
+  varying,
+)
 from coat_jax.recipe import MeshAxes
 
-# Of the f32 logits that a device holds at a time.
+# Bytes of f32 logits that a device holds at a time.
 LOGITS_BYTES = 2**28
 
 
 def embed(
   tokens: Array, table: Array, *, dtype: DTypeLike, axes: MeshAxes | None
 ) -> Array:
-  """Looks tokens up.
+  """Looks up tokens [B, T] in a table [V, D]: [B, T, D] in `dtype`.
 
-  Args:
-    tokens: int32 [B, T].
-    table: [V, D]; on a mesh, rows split over tensor and fsdp.
-    dtype: of activations.
-    axes: of the mesh, or None.
-
-  Returns:
-    [B, T, D] in `dtype`.
+  On a mesh, the table's rows are split over tensor and fsdp.
   """
   if axes is None:
-    return partitioned(
+    return run_whole(
       lambda tokens, table: table.astype(dtype)[tokens],
       tokens,
       table,
-      types=lambda *_: spec_of(tokens),
+      out_specs=spec_of(tokens),
     )
   names = _present(axes.tensor, axes.fsdp)
 
@@ -56,24 +57,23 @@ def embed(
     return rows[tokens]
 
   where = P(axes.batch, axes.tensor)
-  return jax.shard_map(local, in_specs=(where, P(names)), out_specs=where)(
-    tokens, table
+  return run_on_shards(
+    local,
+    tokens,
+    table,
+    in_specs=(where, P(names)),
+    out_specs=where,
+    check_vma=True,
   )
 
 
 def add_positions(
   x: Array, places: Array, table: Array, *, axes: MeshAxes | None
 ) -> Array:
-  """Adds learned positions; gradients of these are summed in f32.
+  """Adds learned positions to x [B, T, D] in f32; keeps x's dtype.
 
-  Args:
-    x: [B, T, D], embedded tokens.
-    places: int32 [T], or [B, T] where sequences have their own.
-    table: [positions, D]; on a mesh, rows split over tensor and fsdp.
-    axes: of the mesh, or None.
-
-  Returns:
-    [B, T, D] of x's dtype, added in f32.
+  `places` are int32 [T] or [B, T], `table` is [positions, D]; on a mesh its
+  rows are split over tensor and fsdp, and its gradients are summed in f32.
   """
 
   def added(x, places, rows):
@@ -82,8 +82,7 @@ def add_positions(
     return (x.astype(jnp.float32) + rows).astype(x.dtype)
 
   if axes is None:
-    types = lambda *_: spec_of(x)  # noqa: E731
-    return partitioned(added, x, places, table, types=types)
+    return run_whole(added, x, places, table, out_specs=spec_of(x))
   names = _present(axes.tensor, axes.fsdp)
 
   def local(x, places, table):
@@ -92,9 +91,15 @@ def add_positions(
 
   where = P(axes.batch, axes.tensor)
   of_places = where if places.ndim == 2 else P(axes.tensor)
-  return jax.shard_map(
-    local, in_specs=(where, of_places, P(names)), out_specs=where
-  )(x, places, table)
+  return run_on_shards(
+    local,
+    x,
+    places,
+    table,
+    in_specs=(where, of_places, P(names)),
+    out_specs=where,
+    check_vma=True,
+  )
 
 
 def mean_loss(
@@ -107,37 +112,28 @@ def mean_loss(
   axes: MeshAxes | None,
   soft_cap: float | None = None,
 ) -> Array:
-  """Mean cross-entropy of the next token.
+  """Computes the mean cross-entropy of the next token, f32, in nats per token.
 
-  Logits [B, T, V] are never held: some positions of all sequences at a time,
-  they are computed once, and where a gradient is asked for, what follows from
-  them goes into the gradients of `hidden` and `weight` there and then. So the
-  backward has no product left and reads no weight.
+  hidden is [B, T, D], targets int32 [B, T], weight [D, V], or [V, D] if it is
+  the embedding's (`is_tied`). `shares`, f32 [B, T], weights each target's nats
+  in the sum and is not differentiated; None for 1 / (B T). With `soft_cap`,
+  logits become soft_cap * tanh(logits / soft_cap).
 
-  Args:
-    hidden: [B, T, D].
-    targets: int32 [B, T].
-    weight: [D, V]; or [V, D] where it is the embedding's.
-    shares: f32 [B, T], what each target's nats are multiplied by in the sum,
-      not differentiated; None for 1 / (B T).
-    is_tied: whether it is.
-    axes: of the mesh, or None.
-    soft_cap: logits become soft_cap * tanh(logits / soft_cap); None leaves
-      them as they are.
+  Logits [B, T, V] are never held whole: they are computed once, for some
+  positions of all sequences at a time, and if a gradient is requested, their
+  contribution is immediately added to the gradients of `hidden` and `weight`.
+  The backward then has no product left and reads no weight.
 
-  Returns:
-    f32 scalar, nats per token.
-
-  Raises:
-    ValueError: there are no targets.
+  Raises a ValueError if there are no targets.
   """
   if targets.size == 0:
     raise ValueError(
       "mean_loss: the mean needs at least one target, got targets of shape "
       f"{targets.shape}; leave such a batch out"
     )
-  # Gradients inside are of a sum in which a token counts about 1. In float16
-  # those of a mean over many tokens would vanish, whatever the loss scale.
+  # Inner gradients are those of a sum in which a token counts about 1. The
+  # gradients of a mean over many tokens would vanish in float16, whatever the
+  # loss scale.
   if shares is None:
     unit = 1 / targets.size
   else:
@@ -162,17 +158,10 @@ def logits(
   axes: MeshAxes | None,
   soft_cap: float | None = None,
 ) -> Array:
-  """Logits of every token; a loss needs no such array, see `mean_loss`.
+  """Computes f32 logits [B, T, V] of every token; `mean_loss` needs none.
 
-  Args:
-    hidden: [B, T, D].
-    weight: [D, V]; or [V, D] where it is the embedding's.
-    is_tied: whether it is.
-    axes: of the mesh, or None.
-    soft_cap: as of `mean_loss`.
-
-  Returns:
-    f32 [B, T, V]; on a mesh, split over sequences and the vocabulary.
+  Arguments are as for `mean_loss`. On a mesh the result is split over sequences
+  and the vocabulary.
   """
 
   def product(hidden, weight):
@@ -185,8 +174,8 @@ def logits(
     return found if soft_cap is None else _capped(found, soft_cap)
 
   if axes is None:
-    types = lambda *_: P(*spec_of(hidden)[:2])  # noqa: E731
-    return partitioned(product, hidden, weight, types=types)
+    out_specs = P(*spec_of(hidden)[:2])
+    return run_whole(product, hidden, weight, out_specs=out_specs)
   where = P(axes.batch, None, axes.tensor)
   return lax.with_sharding_constraint(product(hidden, weight), where)
 
@@ -201,8 +190,7 @@ def _mean_loss(hidden, targets, weight, shares, is_tied, axes, soft_cap):
   return _on_devices(*args, has_gradients=False)[0]
 
 
-def _mean_loss_fwd(hidden, targets, weight, shares, is_tied, axes, soft_cap):
-  args = hidden, targets, weight, shares, is_tied, axes, soft_cap
+def _mean_loss_fwd(*args):
   return _on_devices(*args, has_gradients=True)
 
 
@@ -218,7 +206,8 @@ _mean_loss.defvjp(_mean_loss_fwd, _mean_loss_bwd)
 def _on_devices(
   hidden, targets, weight, shares, is_tied, axes, soft_cap, *, has_gradients
 ):
-  """The loss and, if asked for, its gradients, of each device's tokens."""
+  """Computes the loss, and gradients if requested, of each device's tokens."""
+  arrays = hidden, targets, weight, shares
   local = functools.partial(
     _loss_of_shard,
     is_tied=is_tied,
@@ -228,43 +217,32 @@ def _on_devices(
   )
   if axes is None:
     gradients = (spec_of(hidden), spec_of(weight)) if has_gradients else ()
-    types = lambda *_: (P(), gradients)  # noqa: E731
-    return partitioned(local, hidden, targets, weight, shares, types=types)
+    return run_whole(local, *arrays, out_specs=(P(), gradients))
   tokens = P(axes.batch, axes.tensor)
   rows = P(axes.fsdp, axes.tensor)
   if is_tied:
     rows = P(_present(axes.tensor, axes.fsdp))
-  return jax.shard_map(
+  return run_on_shards(
     local,
+    *arrays,
     in_specs=(tokens, P(axes.batch), rows, P(axes.batch)),
     out_specs=(P(), (tokens, rows) if has_gradients else ()),
-    check_vma=False,
-  )(hidden, targets, weight, shares)
+  )
 
 
 def _loss_of_shard(
-  hidden,
-  targets,
-  weight,
-  shares,
-  *,
-  is_tied,
-  axes,
-  soft_cap,
-  has_gradients,
+  hidden, targets, weight, shares, *, is_tied, axes, soft_cap, has_gradients
 ):
-  """What `_on_devices` gives, of one device's tokens and rows of the weight."""
-  tensor = None if axes is None else axes.tensor
+  """Runs `_on_devices` for one device's tokens and rows of the weight."""
   weight_dtype = weight.dtype
   weight = weight.astype(hidden.dtype)
   if axes is not None:
     weight = lax.all_gather(weight, _present(axes.fsdp), axis=0, tiled=True)
-  if tensor is not None:
-    hidden = lax.all_gather(hidden, tensor, axis=1, tiled=True)
+  hidden = gather_positions(hidden, axes)
   add = functools.partial(
     _add_chunk,
     weight,
-    tensor=tensor,
+    tensor=None if axes is None else axes.tensor,
     is_tied=is_tied,
     soft_cap=soft_cap,
     has_gradients=has_gradients,
@@ -276,32 +254,27 @@ def _loss_of_shard(
   counted = jnp.ones(targets.shape, jnp.float32) if shares is None else shares
   chunks = _chunks(hidden, targets, counted, vocab_size)
   (loss, dweight), dhidden = lax.scan(add, start, chunks)
-  if axes is not None:
-    loss = lax.psum(loss, axes.batch)
+  loss = sum_tokens(loss, axes, all_positions=True)
   if not has_gradients:
     return loss, ()
-  assert dhidden is not None  # One of each chunk.
+  assert dhidden is not None  # One for each chunk.
   dhidden = jnp.moveaxis(dhidden, 0, 1).reshape(len(hidden), -1, d)
-  dhidden = dhidden[:, : hidden.shape[1]]
-  if tensor is not None:
-    dhidden = lax.psum_scatter(dhidden, tensor, scatter_dimension=1, tiled=True)
-  if axes is not None:
-    dweight = _sum_rows(dweight, _present(axes.fsdp), axes)
-  dweight = dweight.astype(weight_dtype)
-  if axes is not None:
-    # Now, or XLA holds what is not yet summed through the whole backward.
-    dhidden, dweight = lax.optimization_barrier((dhidden, dweight))
-  return loss, (dhidden, dweight)
+  dhidden = scatter_sequence(dhidden[:, : hidden.shape[1]], axes)
+  if axes is None:
+    return loss, (dhidden, dweight.astype(weight_dtype))
+  dweight = _sum_rows(dweight, _present(axes.fsdp), axes).astype(weight_dtype)
+  # Sum now, or XLA holds unsummed gradients through the whole backward.
+  return loss, lax.optimization_barrier((dhidden, dweight))
 
 
 def loss_positions(batch: int, length: int, vocab_size: int) -> int:
-  """Of how many positions of `length` a device holds the logits at a time."""
+  """Counts how many of `length` positions have logits in memory at a time."""
   most = max(LOGITS_BYTES // (4 * vocab_size * batch), 1)
   return -(-length // -(-length // most))
 
 
 def _chunks(hidden: Array, targets: Array, counted: Array, vocab_size: int):
-  """hidden, targets and how much they count: [chunks, B, positions, ...]."""
+  """Splits hidden, targets and their shares: [chunks, B, positions, ...]."""
   batch, length = targets.shape
   positions = loss_positions(batch, length, vocab_size)
   count = -(-length // positions)
@@ -343,14 +316,14 @@ def _add_chunk(
   loss = loss + jnp.sum((log_sum - at_target) * counted)
   if not has_gradients:
     return (loss, dweight), None
-  # Rounded to the products' dtype, as every gradient that a product reads.
+  # Rounded to the products' dtype, like every gradient that a product reads.
   softmax = jnp.exp(logits - log_sum[..., None])
   dlogits = (softmax - is_target) * counted[..., None]
   if soft_cap is not None:
     dlogits = dlogits * (1 - jnp.square(logits / soft_cap))
   dlogits = dlogits.astype(weight.dtype)
   dhidden = jnp.einsum(f"btv,{axes}->btd", dlogits, weight)
-  # As the weight is stored: a transposed product of BF16 is none on a CPU.
+  # Laid out like the weight: XLA on a CPU has no transposed BF16 matmul.
   factors = (dlogits, hidden) if is_tied else (hidden, dlogits)
   dweight = dweight + jnp.einsum(
     "bti,btj->ij", *factors, preferred_element_type=jnp.float32
@@ -362,10 +335,10 @@ def _add_chunk(
 def _gather_rows(
   weight: Array, dtype: DTypeLike, names: tuple[str, ...], axes: MeshAxes
 ) -> Array:
-  """All rows, in `dtype`, of an f32 weight of which a device has a part."""
+  """Gathers all rows of an f32 weight in `dtype` from each device's part."""
   rows = lax.all_gather(weight.astype(dtype), names, axis=0, tiled=True)
-  # From here on each device has its own: its gradient is summed below, not
-  # where it is first used.
+  # From here on each device has its own copy: the gradient is summed below, not
+  # where the copy is first used.
   return lax.pcast(rows, _others(names, axes), to="varying")
 
 
@@ -382,14 +355,14 @@ _gather_rows.defvjp(_gather_rows_fwd, _gather_rows_bwd)
 
 
 def _sum_rows(g: Array, names: tuple[str, ...], axes: MeshAxes) -> Array:
-  """A device's rows, f32, of the sum of all devices' gradients."""
+  """Sums all devices' gradients; returns a device's rows, f32."""
   g = g.astype(axes.grad_dtype)
   g = lax.psum_scatter(g, names, scatter_dimension=0, tiled=True)
   return lax.psum(g, _others(names, axes)).astype(jnp.float32)
 
 
 def _others(names: tuple[str, ...], axes: MeshAxes) -> tuple[str, ...]:
-  """Axes along which devices have other sequences and the same rows."""
+  """Returns the axes whose devices have other sequences and the same rows."""
   return tuple(name for name in axes.batch if name not in names)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies of modules whose weights' scales or codes are computed once."""
+"""Copies of modules with precomputed scales or codes of their weights."""
 
 import functools
 
@@ -9,32 +9,31 @@ from jax import P
 
 from coat_jax.checks import check_kind
 from coat_jax.layers.linear import Linear
-from coat_jax.layers.mesh.rule import run_sharded
-from coat_jax.layers.mesh.specs import cache_specs, split_kernel
 from coat_jax.layers.module import check_recipe
+from coat_jax.layers.operands import cache_specs
 from coat_jax.layers.weight import cache_weight
+from coat_jax.mesh import run_on_shards, run_whole, spec_of, split_kernel
 from coat_jax.ops import Operand
-from coat_jax.ops.explicit import partitioned, spec_of
 from coat_jax.recipe import CoatRecipe
 
 
 def with_weight_cache[Module: nnx.Module](
   module: Module, recipe: CoatRecipe
 ) -> Module:
-  """A copy of a module, of the same weights, with their caches filled.
+  """Copies a module, sharing its weights, and fills their caches.
 
-  To be used where the module is used and dropped with it: in the function that
-  is differentiated, or around the microbatches of one step.
+  Use the copy where you use the module, and drop it with the module: in the
+  function that is differentiated, or around the microbatches of one step.
 
   Args:
     module: any module; its linear layers can be stacked over layers.
-    recipe: says what is cached.
+    recipe: selects what is cached.
 
   Returns:
-    The module itself where nothing is cached, else a copy.
+    The module itself if nothing is cached, else a copy.
 
   Raises:
-    TypeError: `module` is no nnx.Module, or `recipe` no CoatRecipe.
+    TypeError: `module` is not an nnx.Module, or `recipe` is not a CoatRecipe.
   """
   op = "with_weight_cache"
   check_recipe(op, recipe)
@@ -49,13 +48,13 @@ def with_weight_cache[Module: nnx.Module](
 
 
 def _cache(part: Linear, recipe: CoatRecipe) -> Operand:
-  """The cache of one kernel, or of a stack of them."""
+  """Computes the cache of one kernel, or of a stack of them."""
   w = jax.lax.stop_gradient(part.kernel[...])
   stack = w.shape[: w.ndim - part.weight_ndim]
 
   def fill(w):
     flat = w.reshape(-1, *w.shape[len(stack) :])
-    # Codes one layer after the other: a kernel has one matrix at a time.
+    # Codes of one layer after another: a kernel takes one matrix at a time.
     each = jax.lax.map if recipe.weight_cache == "codes" else _vmap
     cache = each(lambda w: cache_weight(w, recipe), flat)
     return jax.tree.map(lambda x: x.reshape(*stack, *x.shape[1:]), cache)
@@ -66,14 +65,12 @@ def _cache(part: Linear, recipe: CoatRecipe) -> Operand:
     in_tiles=recipe.scaling == "block",
     num_stacked=len(stack),
   )
-  if (axes := recipe.axes) is None:
+  if recipe.axes is None:
     kernel = P(*spec_of(w)[len(stack) :])
-    out_specs = specs_of(kernel)
-    return partitioned(fill, w, types=lambda *_: out_specs)
-  kernel = split_kernel(axes, part.split, part.weight_ndim)
-  out_specs = specs_of(kernel)
+    return run_whole(fill, w, out_specs=specs_of(kernel))
+  kernel = split_kernel(recipe.axes, part.split, part.weight_ndim)
   stacked = P(*(None,) * len(stack), *kernel)
-  return run_sharded(fill, axes, (w,), (stacked,), out_specs)
+  return run_on_shards(fill, w, in_specs=(stacked,), out_specs=specs_of(kernel))
 
 
 def _vmap(f, x):

@@ -24,7 +24,7 @@ _KINDS = {
 
 
 def check_config(op: str, config: Any, kind: type) -> None:
-  """Raises a TypeError where a configuration is of another class."""
+  """Raises a TypeError if a configuration is of another class."""
   check_kind(
     op, "config", config, kind, f"pass one, as in {kind.__name__}(...)"
   )
@@ -33,14 +33,7 @@ def check_config(op: str, config: Any, kind: type) -> None:
 def check_model(
   op: str, config: Any, kind: type, recipe: Any, dtype: Any, store: Any, rngs
 ) -> None:
-  """Raises a TypeError where these are no arguments of a model.
-
-  Args:
-    op: the class that is constructed.
-    config: of the class `kind`.
-    kind: see `config`.
-    recipe, dtype, store, rngs: as of `Decoder`.
-  """
+  """Raises a TypeError if these are not the arguments of a model `op`."""
   check_config(op, config, kind)
   check_recipe(op, recipe)
   check_float_dtype(op, "dtype", dtype)
@@ -50,7 +43,7 @@ def check_model(
 
 
 def check_tokens(op: str, tokens: Any, segments: Any = None) -> None:
-  """Raises where these are no tokens int [B, T] and their segments."""
+  """Raises an error unless these are tokens int [B, T] and segments."""
   rule, kind = "int [B, T] with T at least 1", jnp.integer
   remedy = "pass token ids of sequences of one length"
   check_array(op, "tokens", tokens, rule, ndim=2, kind=kind, remedy=remedy)
@@ -61,7 +54,7 @@ def check_tokens(op: str, tokens: Any, segments: Any = None) -> None:
 
 
 def check_like(op: str, name: str, x: Any, shape: tuple[int, ...]) -> None:
-  """Raises where x has not an entry of its kind for each token."""
+  """Raises an error unless x has one entry of its kind per token."""
   kind, words = _KINDS[name]
   remedy = "pass one for each token"
   rule = f"{words} of the shape of tokens"
@@ -74,7 +67,7 @@ def check_like(op: str, name: str, x: Any, shape: tuple[int, ...]) -> None:
 
 
 def check_hidden(op: str, hidden: Any, width: int) -> None:
-  """Raises where these are no hidden states [B, T, width]."""
+  """Raises an error unless these are hidden states [B, T, width]."""
   rule = f"a floating array [B, T, {width}]"
   remedy = "pass what the model returned"
   check_array(op, "hidden", hidden, rule, ndim=3, remedy=remedy)
@@ -83,6 +76,6 @@ def check_hidden(op: str, hidden: Any, width: int) -> None:
 
 
 def check_pixels(op: str, pixel_values: Any) -> None:
-  """Raises a TypeError where these are no floating array."""
+  """Raises a TypeError unless images are a floating array."""
   rule, remedy = "a floating array", "normalize them as the model's processor"
   check_array(op, "pixel_values", pixel_values, rule, remedy=remedy)

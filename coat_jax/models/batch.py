@@ -16,13 +16,12 @@ class Batch(NamedTuple):
   """Sequences, each of one document or of several packed into it.
 
   Attributes:
-    tokens: int32 [B, T + 1]; each is predicted from those in front of it.
-    segments: int32 [B, T + 1], which document of its row each token is of, or
-      padding; None for one a row. Tokens see those of their own, and a
-      document's first token is no target.
-    shares: f32 [B, T + 1], how much each token's nats count as a target, as
-      `make` has them; None where all tokens of all documents are targets. Those
-      of the first column count nothing.
+    tokens: int32 [B, T + 1]; each is predicted from those before it.
+    segments: int32 [B, T + 1], the document of its row that each token belongs
+      to, or padding; None for one document per row. Tokens see their own
+      document only, and a document's first token is not a target.
+    shares: f32 [B, T + 1], the weight of each token's nats as a target; None
+      if all tokens of all documents are targets. The first column is ignored.
   """
 
   tokens: Array
@@ -31,15 +30,7 @@ class Batch(NamedTuple):
 
   @classmethod
   def of(cls, batch: "Batch | Array") -> "Batch":
-    """A batch with its targets' shares.
-
-    Args:
-      batch: a batch, or plain tokens int32 [B, T + 1].
-
-    Raises:
-      TypeError: tokens or segments that are no integers, or shares no floats.
-      ValueError: shapes that differ, or sequences without a target.
-    """
+    """Makes a `Batch` with shares of one, or of tokens int32 [B, T + 1]."""
     tokens, segments, shares = batch if isinstance(batch, Batch) else cls(batch)
     _check(tokens, segments=segments, shares=shares)
     if shares is None and segments is not None:
@@ -53,21 +44,20 @@ class Batch(NamedTuple):
     segments: ArrayLike | None = None,
     is_target: ArrayLike | None = None,
   ) -> "Batch":
-    """A batch whose targets count alike.
+    """Makes a batch whose targets all count the same.
 
     Args:
       tokens: int32 [B, T + 1].
       segments: int32 [B, T + 1] or None, as above.
-      is_target: bool [B, T + 1], which tokens are to be predicted, if something
-        of their document is in front of them; None for all, padding too.
+      is_target: bool [B, T + 1], the tokens to predict; the first token of a
+        document is never predicted. None for all, including padding.
 
     Returns:
       The batch; its shares add up to 1, or to 0 without a target.
 
     Raises:
-      TypeError: tokens or segments that are no integers, targets no numbers.
-      ValueError: shapes that differ, rows of several lengths, or sequences
-        without a target.
+      TypeError: tokens or segments are not integers, or targets not numbers.
+      ValueError: shapes or lengths differ, or a sequence has no target.
     """
     ids = _as_array("tokens", tokens)
     parts = _as_array("segments", segments)
@@ -106,7 +96,7 @@ class Batch(NamedTuple):
 
 
 def _check(tokens: Any, **others: Any) -> None:
-  """Raises where these are no parts of a batch."""
+  """Raises an error unless these are the parts of a batch."""
   remedy = "a sequence's first token is no target"
   rule = "[B, T + 1] with T at least 1"
   check_array("Batch", "tokens", tokens, rule, kind=jnp.integer, remedy=remedy)
@@ -120,7 +110,7 @@ def _check(tokens: Any, **others: Any) -> None:
 
 
 def _as_array(name: str, x: Any) -> Any:
-  """What a caller gave as a batch's part, as an array; None for None."""
+  """Returns what a caller passed as an array; None for None."""
   if x is None:
     return None
   if not is_array(x):
@@ -138,15 +128,7 @@ def _as_array(name: str, x: Any) -> Any:
 
 
 def positions(segments: Array | None) -> Array | None:
-  """Each token's place in its document.
-
-  Args:
-    segments: int32 [B, T]; tokens side by side of one number are a document.
-      None for one document a row.
-
-  Returns:
-    int32 [B, T], from 0; None for None.
-  """
+  """Numbers the tokens of each document of a row from 0, int32 [B, T]."""
   if segments is None:
     return None
   place = lax.broadcasted_iota(jnp.int32, segments.shape, 1)

@@ -34,12 +34,12 @@ from coat_jax.layers import Attention, Heads, split_heads
 from coat_jax.layers.module import RecipeModule
 from coat_jax.models.decoder import Decoder, DecoderLayer
 from coat_jax.models.placing import Placed
-from coat_jax.models.vision import VisionTower
+from coat_jax.models.vision.tower import VisionTower
 from coat_jax.ops import AttentionKind
 from coat_jax.ops.rope import rotate, rotation
 from coat_jax.recipe import MeshAxes
 
-# Of queries, whose scores against all slots are held at a time.
+# The queries whose scores against all slots are held at a time.
 CHUNK = 256
 _MASKED = -1e30
 # Without kernels, which XLA cannot partition.
@@ -63,16 +63,7 @@ class KVCache(NamedTuple):
 
 
 def empty_cache(model: Decoder, padding: Array, *, size: int) -> KVCache:
-  """A cache without tokens.
-
-  Args:
-    model: a Decoder.
-    padding: int32 [B], how many tokens of the first block are padding.
-    size: S, tokens and padding of a row that it has room for.
-
-  Returns:
-    A `KVCache` of zeros.
-  """
+  """Makes a cache of zeros for S = `size` slots; padding is int32 [B]."""
   attention = model.layers.attention
   num_layers = attention.out.kernel.shape[0]
   kv_heads, head_dim = attention.num_kv_heads, attention.head_dim
@@ -82,11 +73,11 @@ def empty_cache(model: Decoder, padding: Array, *, size: int) -> KVCache:
 
 
 def unstacked(stack: Any, num_layers: int) -> tuple:
-  """Each layer's part of a tree, with a leading axis of 1.
+  """Cuts a tree of stacked layers into one tree per layer, [1, ...] each.
 
-  In a loop over layers XLA copies a layer's weights, and its keys and values,
-  out of their stacks before each product. Where layers run once for each token
-  that is three times the memory traffic, so the parts are made once.
+  In a loop over layers XLA copies a layer's weights, keys and values out of
+  their stacks before each product: three times the memory traffic if a layer
+  runs once per token. So the parts are made once.
   """
   return tuple(
     jax.tree.map(lambda x: x[i : i + 1], stack)  # noqa: B023
@@ -154,11 +145,7 @@ def cached_forward(
 
 
 def without_fp8[Model: nnx.Module](model: Model) -> Model:
-  """A copy of the same weights in recipe bf16, which XLA partitions.
-
-  Args:
-    model: of decoders, towers and layers.
-  """
+  """Copies a model or layer with the same weights in recipe bf16."""
   copy = nnx.merge(*nnx.split(model))
   for _, part in nnx.iter_modules(copy):
     if isinstance(part, Decoder | VisionTower):
@@ -171,7 +158,7 @@ def without_fp8[Model: nnx.Module](model: Model) -> Model:
 def _sharded(
   x: Array, axes: MeshAxes | None, *, is_cache: bool = False
 ) -> Array:
-  """[B, ...], or a cache [layers, B, S, K, H], with the batch split."""
+  """Shards [B, ...], or a cache [layers, B, S, K, H], by the batch."""
   if axes is None:
     return x
   spec = P(None, axes.batch, None, axes.tensor) if is_cache else P(axes.batch)
@@ -186,7 +173,7 @@ def _attention(
   slots: Array,
   cache: KVCache,
 ) -> tuple[Array, Array, Array]:
-  """The attention block of one layer; k and v of all layers with its own."""
+  """Runs a layer's attention block; returns all layers' k and v too."""
   places = _positions(slots, cache.padding)
   q, *new = _heads(attention, attention.qkv(x), places, kind)
   zero = jnp.int32(0)
@@ -204,21 +191,14 @@ def _attention(
 
 
 def _positions(slots: Array, padding: Array) -> Array:
-  """int32 [B, T], from each row's first token; 0 of padding."""
+  """Counts positions int32 [B, T] from each row's first token."""
   return jnp.maximum(slots[None] - padding[:, None], 0)
 
 
 def _heads(
   attention: Attention, h: Array, positions: Array, kind: Array | None
 ) -> tuple[Array, Array, Array]:
-  """q [B, T, N, H], k and v [B, T, K, H] of h [B, T, (N + 2 K) H], rotated.
-
-  Args:
-    attention: whose product h is.
-    h: q, k and v.
-    positions: int32 [B, T].
-    kind: of the layer.
-  """
+  """Returns rotated q [B, T, N, H] and k, and v [B, T, K, H], of qkv h."""
   if (limit := attention.clip_qkv) is not None:
     h = jnp.clip(h, -limit, limit)
   norm, weights = attention.norm_of_qk
@@ -227,7 +207,7 @@ def _heads(
     attention.num_kv_heads,
     attention.rotary if norm is None else None,
   )
-  # As one sequence, for rows have positions of their own.
+  # Rows have their own positions, so they are rotated as one sequence.
   b, t, columns = h.shape
   parts: Any = split_heads(
     h.reshape(1, b * t, columns),
@@ -261,19 +241,7 @@ def _attend(
   padding: Array,
   layer_kind: Array | None,
 ) -> Array:
-  """softmax(scores) v, with all slots of the cache as keys.
-
-  Args:
-    attention: says which keys a query sees, and how scores are formed.
-    q: [B, T, N, H], of the queries at `slots`.
-    k, v: [B, S, K, H].
-    slots: int32 [T].
-    padding: int32 [B].
-    layer_kind: of the layer.
-
-  Returns:
-    [B, T, N H] in q's dtype.
-  """
+  """Returns softmax(scores) v [B, T, N H] over all slots of the cache."""
   b, t, n, h = q.shape
   kv_heads = k.shape[2]
   kind, window = _seen(attention, layer_kind, k.shape[1])
@@ -313,10 +281,7 @@ def _attend(
 def _seen(
   attention: Attention, layer_kind: Array | None, size: int
 ) -> tuple[AttentionKind, Array | int | None]:
-  """How scores are formed, and how many keys a query sees, None for all.
-
-  Kinds of layers differ in the latter alone; `size` is that of the cache.
-  """
+  """Returns how scores are formed, and how many keys a query sees or None."""
   kinds = attention.kind
   if not isinstance(kinds, tuple):
     return kinds, kinds.window

@@ -30,7 +30,7 @@ Remat = Literal["none", "dots", "full", "fp8", "fp8_layer"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Family:
-  """What all models of a family have in common.
+  """The choices that all models of a family share.
 
   Attributes:
     norm: RMSNorm or LayerNorm.
@@ -104,40 +104,40 @@ class ModelConfig:
   """The shape of a decoder.
 
   Attributes:
-    family: A row of `FAMILIES`.
+    family: llama, olmo, qwen2, mistral, qwen3, olmo2, phi3, gemma2,
+      gemma3_text, gpt2 or qwen3_moe (`FAMILIES`).
     num_layers: Decoder layers.
     d_model: Width of the residual stream.
-    d_ff: Width of the MLP, of one expert where there are several.
+    d_ff: Width of the MLP, or of one expert if there are several.
     num_heads: Query heads.
     num_kv_heads: Key and value heads, each shared by as many query heads.
     vocab_size: Token ids are below it.
     rope_theta: Base of the rotary embedding, of families that have it.
-    norm_eps: What norms add to the mean square.
+    norm_eps: Epsilon that norms add to the mean square.
     tied_embeddings: The output layer is the embedding, transposed.
     clip_qkv: Largest magnitude of q, k and v; None leaves them as they are.
     head_dim: Width of a head; None for d_model / num_heads.
-    window: How many keys a query sees, its own and those before; None for all.
+    window: How many keys a query sees, including its own; None for all.
     rope_scaling: How RoPE's frequencies are stretched, as
       `llama3,factor=8,low_freq_factor=1,...`, see `models.parse_scaling`; None
       for as they are.
-    full_every: With a window: each `full_every`-th layer sees all keys, those
-      between them the window's; None for the window in all layers.
-    window_rope_theta: Base of RoPE in the layers that see a window, whose
-      frequencies are not stretched; None for that of all layers.
+    full_every: With a window: every `full_every`-th layer sees all keys, and
+      the others see the window. None for the window in all layers.
+    window_rope_theta: Base of RoPE in layers with a window; their frequencies
+      are not stretched. None for the same base in all layers.
     query_scalar: q k^T is divided by its square root; None for head_dim.
     attention_soft_cap: Scores of attention become
       soft_cap * tanh(scores / soft_cap); None leaves them as they are.
-    logits_soft_cap: The same of logits.
-    max_positions: Longest sequence, of a family whose positions are learned;
-      None of others, which end nowhere.
-    rotary_dim: How many of a head's first channels RoPE turns; None for all.
-    gelu: Of a family whose MLP is not gated, GELU by the tanh formula or by
-      erf.
+    logits_soft_cap: The same for logits.
+    max_positions: Longest sequence, for families with learned positions; None
+      for others, which have no limit.
+    rotary_dim: How many of a head's first channels RoPE rotates; None for all.
+    gelu: For families without a gated MLP: GELU by the tanh formula or by erf.
     num_experts: Experts of a layer, each a gated MLP; None for one MLP.
     experts_per_token: How many of them each token goes to.
-    normalize_experts: A token's weights of its experts add up to 1.
-    auxiliary_loss: What the loss that keeps experts equally busy is multiplied
-      by before it is added in training; 0 for none.
+    normalize_experts: Make the weights of a token's experts add up to 1.
+    auxiliary_loss: Coefficient of the load-balancing loss, which is added in
+      training; 0 for none.
 
   Raises:
     ValueError: an unknown family, a number outside its range, another type, or
@@ -220,7 +220,7 @@ class ModelConfig:
     self._check_experts()
 
   def _check_experts(self):
-    """Raises ValueError where the family has experts and these do not fit."""
+    """Raises ValueError unless experts fit the family."""
     e, k = self.num_experts, self.experts_per_token
     if not self.choices.has_experts:
       own = (e, k, self.normalize_experts, self.auxiliary_loss)
@@ -237,7 +237,7 @@ class ModelConfig:
       )
 
   def _check_choices(self):
-    """Raises where a field is of other families."""
+    """Raises ValueError if a field belongs to other families."""
     has_rope = self.choices.positions == "rope"
     of_others = ["max_positions"] if has_rope else _OF_ROPE
     of_others = [*of_others, *(["gelu"] if self.choices.is_gated else [])]
@@ -257,13 +257,7 @@ class ModelConfig:
   def check_length(
     self, where: str, length: int, *, remedy: str = "pass shorter sequences"
   ) -> None:
-    """Raises a ValueError if a sequence has more tokens than positions.
-
-    Args:
-      where: what begins the message, such as `Decoder: tokens [2, 2048]`.
-      length: of the sequence.
-      remedy: what ends it.
-    """
+    """Raises a ValueError if a sequence has more tokens than positions."""
     if self.max_positions is not None and length > self.max_positions:
       raise ValueError(
         f"{where}: {self.family} has learned positions for {self.max_positions}"
@@ -272,11 +266,7 @@ class ModelConfig:
 
   @property
   def kinds_of_layers(self) -> tuple[int, ...] | None:
-    """0 for each layer that sees a window, 1 for others; None if all do alike.
-
-    The places in `windows`, `bases` and `scalings`, as `layers.Attention` takes
-    them.
-    """
+    """Per layer 0 if it sees a window, 1 if not; None if all are the same."""
     if self.full_every is None:
       return None
     return tuple(
@@ -285,12 +275,12 @@ class ModelConfig:
 
   @property
   def windows(self) -> Windows:
-    """How many keys queries see, by kind of layer."""
+    """The number of keys that queries see, by kind of layer."""
     return self.window if self.full_every is None else (self.window, None)
 
   @property
   def bases(self) -> Bases:
-    """RoPE's bases, by kind of layer."""
+    """Bases of RoPE, by kind of layer."""
     if self.choices.positions != "rope":
       return None
     if self.window_rope_theta is None:
@@ -299,24 +289,24 @@ class ModelConfig:
 
   @property
   def scalings(self) -> Scalings:
-    """How RoPE's frequencies are stretched, by kind of layer."""
+    """Scalings of RoPE's frequencies, by kind of layer."""
     if self.window_rope_theta is None:
       return self.scaling
     return (None, self.scaling)
 
   @property
   def scaling(self) -> RopeScaling | None:
-    """`rope_scaling`, read."""
+    """The parsed `rope_scaling`."""
     return parse_scaling(self.rope_scaling)
 
   @property
   def query_scale(self) -> float | None:
-    """What q k^T is multiplied by, as `layers.Attention` takes it."""
+    """The factor of q k^T, as `layers.Attention` takes it."""
     return None if self.query_scalar is None else self.query_scalar**-0.5
 
   @property
   def choices(self) -> Family:
-    """What the family chooses."""
+    """The choices of the family."""
     return FAMILIES[self.family]
 
   @property

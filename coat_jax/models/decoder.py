@@ -46,7 +46,7 @@ from coat_jax.models.stack import (
 from coat_jax.recipe import CoatRecipe
 
 _INIT_STDDEV = 0.02
-# What layers hand on: hidden states [B, T, D], and where there are experts the
+# Layers pass on hidden states [B, T, D] and, if there are experts, the
 # sums of the layers' statistics.
 Carry = tuple[Array, RoutingStats | None]
 
@@ -67,15 +67,7 @@ class DecoderLayer(nnx.Module):
     dtype: DTypeLike = jnp.bfloat16,
     rngs: nnx.Rngs,
   ):
-    """Initializes the parameters.
-
-    Args:
-      config: the model's shape; the initial size of what writes to the residual
-        stream falls with its depth.
-      recipe: what is computed and saved in FP8.
-      dtype: of activations.
-      rngs: its stream `params` initializes the kernels.
-    """
+    """Initializes the parameters; arguments as for `Decoder`."""
     check_config("DecoderLayer", config, ModelConfig)
     # Projections that write to the residual stream start smaller, so that its
     # variance does not grow with depth.
@@ -114,7 +106,10 @@ class DecoderLayer(nnx.Module):
     )
     widths = config.d_model, config.d_ff
     if config.num_experts is not None and config.experts_per_token is not None:
-      del shared["scale_plus_one"], shared["use_bias"]  # Which it has not.
+      del (
+        shared["scale_plus_one"],
+        shared["use_bias"],
+      )  # MoE has neither.
       self.mlp = MoE(
         *widths,
         config.num_experts,
@@ -145,11 +140,11 @@ class DecoderLayer(nnx.Module):
     segments: Array | None = None,
     kind: Array | None = None,
   ) -> Array:
-    """[B, T, D] to [B, T, D], in `dtype`; the rest is as of `Attention`."""
+    """Maps [B, T, D] to [B, T, D] in `dtype`; see `Attention`."""
     return self.routed(self.attention(x, positions, segments, kind))[0]
 
   def routed(self, x: Array) -> tuple[Array, RoutingStats | None]:
-    """The MLP alone: [B, T, D] to the same, and what it says of its experts."""
+    """Runs the MLP: [B, T, D] to the same, and its experts' statistics."""
     if isinstance(self.mlp, MoE):
       return self.mlp(x)
     return self.mlp(x), None
@@ -271,12 +266,10 @@ class Decoder(nnx.Module):
     segments: Array | None = None,
     placed: Placed | None = None,
   ) -> Carry:
-    """As the call, with what `auxiliary_loss` reads of the layers' experts.
+    """Runs the model, and returns what `auxiliary_loss` reads of experts too.
 
-    Args:
-      tokens: as of the call.
-      segments: as of the call.
-      placed: what is in the place of tokens; None for their embeddings alone.
+    `placed` replaces the embeddings of some tokens; other arguments are those
+    of the call.
     """
     forward = self.layer_forward(segments)
     scan = nnx.scan(forward, in_axes=(nnx.Carry, 0, 0), out_axes=nnx.Carry)
@@ -290,7 +283,7 @@ class Decoder(nnx.Module):
     segments: Array | None = None,
     placed: Placed | None = None,
   ) -> Carry:
-    """What the first layer gets; arguments as of `routed`."""
+    """Returns what the first layer gets; arguments as for `routed`."""
     e = self.config.num_experts
     zeros = None if e is None else RoutingStats(jnp.zeros(e), jnp.zeros(e))
     return self.embed(tokens, segments, placed), zeros
@@ -321,21 +314,7 @@ class Decoder(nnx.Module):
     segments: Array | None = None,
     placed: Placed | None = None,
   ) -> Array:
-    """Tokens to the input of the first layer.
-
-    Args:
-      tokens: int32 [B, T].
-      segments: as of the call.
-      placed: as of `routed`.
-
-    Returns:
-      [B, T, D], in `dtype`.
-
-    Raises:
-      TypeError: tokens or segments that are no integers.
-      ValueError: other shapes, or more tokens a sequence than there are learned
-        positions.
-    """
+    """Maps tokens to the first layer's input; arguments as for `routed`."""
     check_tokens("Decoder", tokens, segments)
     shape = list(tokens.shape)
     self.config.check_length(f"Decoder: tokens {shape}", shape[-1])
@@ -347,7 +326,7 @@ class Decoder(nnx.Module):
   def embed_at(
     self, tokens: Array, places: Array, placed: Placed | None = None
   ) -> Array:
-    """As `embed`, of tokens at places int32 [T] or [B, T] of their texts."""
+    """Embeds tokens at places int32 [T] or [B, T] of their texts."""
     x = vocabulary.embed(
       tokens, self.embedding[...], dtype=self.dtype, axes=self.axes
     )
@@ -363,21 +342,14 @@ class Decoder(nnx.Module):
 
   @property
   def kinds_of_layers(self) -> Array | None:
-    """int32 [num_layers], `config.kinds_of_layers`; None of layers alike."""
+    """`config.kinds_of_layers` as an array; None if all layers are the same."""
     kinds = self.config.kinds_of_layers
     return None if kinds is None else jnp.asarray(kinds, jnp.int32)
 
   def layer_forward(
     self, segments: Array | None = None
   ) -> Callable[[Carry, DecoderLayer, Array | None], Carry]:
-    """The function (carry, layer, kind) that a scan over layers runs.
-
-    It has what surrounds a layer: shardings on a mesh, weights that are
-    gathered for layers that XLA partitions, and `remat`.
-
-    Args:
-      segments: as of the call.
-    """
+    """Returns the function (carry, layer, kind) that a layer scan runs."""
     where_seen = positions(segments), segments
     attention = self.layers.attention
 

@@ -10,7 +10,7 @@ from flax import nnx
 from jax import Array, P
 from jax.typing import DTypeLike
 
-from coat_jax.models.specs import param_spec
+from coat_jax.models.params import param_spec, path_of
 from coat_jax.recipe import MeshAxes
 
 
@@ -27,8 +27,7 @@ def gather_weights[L: nnx.Module](
   without_fsdp = dataclasses.replace(axes, fsdp=None)
 
   def gather(path, w):
-    # Without the axis of layers: this is one of them.
-    split, whole = (P(*param_spec(path, a)[1:]) for a in (axes, without_fsdp))
+    split, whole = (param_spec(path_of(path), a) for a in (axes, without_fsdp))
     if whole == split or path[-1].key != "kernel":
       return w
     # Its gradient is f32 and then cast to the weight's dtype.

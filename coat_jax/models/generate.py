@@ -28,6 +28,7 @@ from coat_jax.models.cache import (
   unstacked,
 )
 from coat_jax.models.decoder import Decoder
+from coat_jax.models.params import parameter
 from coat_jax.models.placing import Placed
 from coat_jax.models.prompt_images import check_images, place_images
 from coat_jax.models.sampling import (
@@ -37,20 +38,48 @@ from coat_jax.models.sampling import (
   make_sampling,
 )
 from coat_jax.models.vision_language import VisionLanguageModel
-from coat_jax.optimizer.masks import is_norm_or_bias
+from coat_jax.optimizer.masks import leaf_path
 
 _SMALLEST_BUCKET = 16
-_READ_IN_F32 = ("router", "position_embedding")
+_READ_IN_F32 = ("norm", "bias", "router", "positions")
+
+
+class _Draws(NamedTuple):
+  """How tokens are chosen, and a key for each row."""
+
+  sampling: Sampling
+  keys: Array
+
+  def choose(self, logits: Array, count: Array | int) -> Array:
+    """Chooses the token int32 [B] after `count` new ones."""
+    fold = jax.vmap(lambda key: jax.random.fold_in(key, count))
+    return choose(logits, self.sampling, fold(self.keys))
+
+
+class _Until(NamedTuple):
+  """When rows end: after a stop token int32 [n], or `most` new tokens.
+
+  `is_row` [B] is False for rows that nobody waits for.
+  """
+
+  is_row: Array | np.ndarray
+  stops: Array | np.ndarray
+  most: Array | int
+
+  def goes_on(self, token: Array) -> Array:
+    """Whether each row continues after its last token."""
+    is_stop = jnp.any(token[:, None] == self.stops[None], axis=-1)
+    return jnp.asarray(self.is_row) & ~is_stop
 
 
 class Generation(NamedTuple):
-  """What `generate` returns.
+  """The result of `generate`.
 
   Attributes:
-    tokens: of each prompt the new ones; the last is a stop token where it has
-      stopped.
-    prefill_s: seconds that the prompts and the first new tokens took.
-    decode_s: seconds of all other new tokens. Both have what was compiled.
+    tokens: the new tokens of each prompt. If a prompt was stopped, its last
+      token is the stop token.
+    prefill_s: seconds for the prompts and the first new tokens.
+    decode_s: seconds for all other new tokens. Both include compiling.
   """
 
   tokens: list[list[int]]
@@ -145,22 +174,21 @@ def generate(
       "or None"
     )
   tokens, padding = _padded(prompts, length, rows=_rows(decoder, len(prompts)))
+  stops = np.array(sorted({NO_TOKEN, *stop_tokens}), np.int32)
   is_row = np.arange(len(tokens)) < len(prompts)
+  until = _Until(is_row, stops, max_new_tokens)
   graph, params = nnx.split(decoder)
-  keys = _keys(seed, len(tokens))
+  draws = _Draws(sampling, _keys(seed, len(tokens)))
 
   started, placed = time.monotonic(), None
   if pixel_values is not None and isinstance(model, VisionLanguageModel):
     placed = place_images(model, tokens, padding, pixel_values)
   first, cache = _prefill(
-    graph, params, tokens, padding, sampling, keys, placed, size=cache_size
+    graph, params, tokens, padding, draws, placed, size=cache_size
   )
   jax.block_until_ready(first)
   prefilled = time.monotonic()
-  stops = np.array(sorted({NO_TOKEN, *stop_tokens}), np.int32)
-  new, count, _ = _decode(
-    graph, params, first, cache, sampling, keys, is_row, stops, max_new_tokens
-  )
+  new, count, _ = _decode(graph, params, first, cache, draws, until)
   new = np.asarray(new)[: len(prompts), : int(count)]
   ended = time.monotonic()
   found = [_until_stop(row.tolist(), stop_tokens) for row in new]
@@ -180,14 +208,7 @@ def generate(
 
 
 def bucket(size: int) -> int:
-  """A size rounded up: to a power of two, or to a multiple of 256.
-
-  Args:
-    size: tokens of the longest prompt, or new ones; at least 1.
-
-  Returns:
-    At least 16.
-  """
+  """Rounds a size up to a power of two from 16, or a multiple of 256."""
   if size > CHUNK:
     return -(-size // CHUNK) * CHUNK
   return max(1 << (size - 1).bit_length(), _SMALLEST_BUCKET)
@@ -199,20 +220,19 @@ def _prefill(
   params: Any,
   tokens: Array,
   padding: Array,
-  sampling: Sampling,
-  keys: Array,
+  draws: _Draws,
   placed: Placed | None,
   *,
   size: int,
 ) -> tuple[Array, KVCache]:
-  """The first new token of each row, int32 [B], and the cache in parts."""
+  """Returns each row's first new token int32 [B], and the cache in parts."""
   model = nnx.merge(graph, params)
   cache = empty_cache(model, padding, size=size)
   hidden, cache = cached_forward(model, tokens, cache, placed=placed)
   logits = model.logits_of_hidden(hidden[:, -1:])[:, 0]
   k, v = (unstacked(x, model.config.num_layers) for x in (cache.k, cache.v))
   cache = cache._replace(k=k, v=v)
-  return choose(logits, sampling, _keys_of(keys, 0)), cache
+  return draws.choose(logits, 0), cache
 
 
 @functools.partial(
@@ -223,43 +243,33 @@ def _decode(
   params: Any,
   first: Array,
   cache: KVCache,
-  sampling: Sampling,
-  keys: Array,
-  is_row: Array,
-  stops: Array,
-  most: Array | int,
+  draws: _Draws,
+  until: _Until,
 ) -> tuple[Array, Array, KVCache]:
-  """New tokens int32 [B, room], how many of them are, and the cache.
+  """Returns new tokens int32 [B, room], how many they are, and the cache.
 
-  Args:
-    graph, params: the model.
-    first: int32 [B], the first new token.
-    cache: of what is before it, in parts.
-    sampling, keys: as in `choose`.
-    is_row: bool [B], False for rows that nobody waits for.
-    stops: int32 [n], stop tokens.
-    most: new tokens, the first included.
+  `first` is each row's first new token, `cache` holds what is before it.
   """
   params = _in_dtype(graph, params)
   room = cache.k[0].shape[2]
   _, stack = nnx.split(nnx.merge(graph, params).layers)
   layers = unstacked(stack, len(cache.k))
   new = jnp.zeros((first.shape[0], room), jnp.int32)
-  is_running = is_row & ~_is_stop(first, stops)
+  is_running = until.goes_on(first)
   state = jnp.int32(1), first, new.at[:, 0].set(first), is_running, cache
 
   def goes_on(state):
     count, _, _, is_running, _ = state
-    return (count < most) & jnp.any(is_running)
+    return (count < until.most) & jnp.any(is_running)
 
   def add(state):
     count, last, new, is_running, cache = state
     model = nnx.merge(graph, params)
     hidden, cache = cached_forward(model, last[:, None], cache, layers)
     logits = model.logits_of_hidden(hidden)[:, 0]
-    last = choose(logits, sampling, _keys_of(keys, count))
+    last = draws.choose(logits, count)
     new = new.at[:, count].set(last)
-    is_running = is_running & ~_is_stop(last, stops)
+    is_running = is_running & until.goes_on(last)
     return count + 1, last, new, is_running, cache
 
   count, _, new, _, cache = jax.lax.while_loop(goes_on, add, state)
@@ -267,48 +277,36 @@ def _decode(
 
 
 def _in_dtype(graph: Any, params: Any) -> Any:
-  """Weights as the model reads them: cast once, not in each step.
+  """Casts weights to what the model reads them in, once, not in each step.
 
-  What it reads in f32 stays: norms, biases, learned positions, and routers,
-  whose rounding would send tokens to other experts than in training.
+  Routers stay in f32: rounding them would send tokens to other experts.
   """
   dtype = nnx.merge(graph, params).dtype
 
   def cast(path, x):
-    name = jax.tree_util.keystr(path, simple=True, separator="/")
-    name = name.removesuffix("/value")
     is_wider = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize > (
       jnp.dtype(dtype).itemsize
     )
-    is_kept = is_norm_or_bias(name, x) or name.split("/")[-1] in _READ_IN_F32
+    is_kept = parameter(leaf_path(path)).role in _READ_IN_F32
     return x.astype(dtype) if is_wider and not is_kept else x
 
   return jax.tree.map_with_path(cast, params)
 
 
 def _keys(seed: int, rows: int) -> Array:
-  """A key for each row."""
+  """Draws a key for each row."""
   key = jax.random.key(seed)
   return jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(rows))
 
 
-def _keys_of(keys: Array, count: Array | int) -> Array:
-  """Keys of the token after `count` new ones."""
-  return jax.vmap(lambda key: jax.random.fold_in(key, count))(keys)
-
-
-def _is_stop(token: Array, stops: Array) -> Array:
-  return jnp.any(token[:, None] == stops[None], axis=-1)
-
-
 def _until_stop(tokens: list[int], stops: Sequence[int]) -> list[int]:
-  """Tokens up to the first stop token, it included."""
+  """Cuts tokens after the first stop token."""
   ends = [i + 1 for i, token in enumerate(tokens) if token in stops]
   return tokens[: ends[0]] if ends else tokens
 
 
 def _rows(model: Decoder, count: int) -> int:
-  """How many rows a batch has: on a mesh as many on each device."""
+  """Rounds the number of rows up to a multiple of the mesh's devices."""
   if (axes := model.axes) is None:
     return count
   shape = jax.sharding.get_abstract_mesh().shape
@@ -325,7 +323,7 @@ def _rows(model: Decoder, count: int) -> int:
 def _padded(
   prompts: Sequence[Sequence[int]], length: int, *, rows: int
 ) -> tuple[np.ndarray, np.ndarray]:
-  """Tokens int32 [rows, length], padded on the left, and padding [rows]."""
+  """Pads prompts on the left: tokens int32 [rows, length], padding [rows]."""
   tokens = np.zeros((rows, length), np.int32)
   padding = np.full(rows, length - 1, np.int32)
   for i, prompt in enumerate(prompts):
@@ -335,7 +333,7 @@ def _padded(
 
 
 def _ids(name: str, tokens: Any) -> np.ndarray:
-  """Token ids [n]; a TypeError for what is none."""
+  """Returns token ids [n]; raises TypeError for anything else."""
   try:
     found = np.asarray(tokens)
   except (TypeError, ValueError):  # Of several lengths.
@@ -353,7 +351,7 @@ def _check(
   stop_tokens: Sequence[int],
   seed: int,
 ) -> None:
-  """Raises where arguments are not as `generate` needs them."""
+  """Raises an error unless arguments are as `generate` needs them."""
   op = "generate"
   if isinstance(prompts, str) or not hasattr(prompts, "__len__"):
     remedy = "pass a list of token ids for each"

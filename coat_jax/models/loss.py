@@ -50,17 +50,10 @@ def loss_fn(
 
 
 def auxiliary_loss(model: Decoder, routing: RoutingStats) -> Array:
-  """What keeps experts equally busy, times the configuration's coefficient.
+  """Returns the loss that keeps experts equally busy, times its coefficient.
 
-  As in transformers one loss of all layers' tokens together, and not a sum over
-  layers. Tokens are all inputs [B, T], padding and each document's last too.
-
-  Args:
-    model: a Decoder with experts.
-    routing: sums over its layers, as `Decoder.routed` returns them.
-
-  Returns:
-    f32 scalar.
+  As in transformers it is one loss of all layers' tokens together, not a sum
+  over layers. Tokens are all inputs [B, T], padding included.
   """
   config = model.config
   means = jax.tree.map(lambda x: x / config.num_layers, routing)
@@ -73,19 +66,10 @@ def loss_of_hidden(
   batch: Batch,
   routing: RoutingStats | None = None,
 ) -> Array:
-  """Mean cross-entropy of the targets, in training with `auxiliary_loss`.
+  """Computes `loss_fn` from the model's hidden states [B, T, D].
 
-  Both are weighted by the batch's shares. The losses of microbatches, which
-  divide the shares of a batch among them, therefore add up to its loss.
-
-  Args:
-    model: a Decoder, of which the output projection is used.
-    hidden: [B, T, D], what the model returns.
-    batch: has the targets.
-    routing: of the model's experts; None for cross-entropy alone.
-
-  Returns:
-    f32 scalar, nats per target.
+  Cross-entropy and auxiliary loss are weighted by the batch's shares, so the
+  losses of microbatches add up to the loss of their batch.
   """
   is_training = not model.layers.attention.deterministic
   if routing is not None and model.config.auxiliary_loss and is_training:

@@ -3,16 +3,15 @@
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import Array, P
 
-from coat_jax.ops.explicit import partitioned, spec_of
+from coat_jax.mesh import run_on_shards, run_whole, spec_of
 from coat_jax.recipe import MeshAxes
 
 
 class Placed(NamedTuple):
-  """What is in the place of tokens' embeddings.
+  """Features that replace tokens' embeddings.
 
   Attributes:
     features: [B, M, D].
@@ -42,15 +41,20 @@ def place_features(x: Array, placed: Placed, *, axes: MeshAxes | None) -> Array:
     return jnp.where(rows[..., None] >= 0, found, x)
 
   if axes is None:
-    types = lambda *_: spec_of(x)  # noqa: E731
-    return partitioned(put, x, *placed, types=types)
+    return run_whole(put, x, *placed, out_specs=spec_of(x))
   where = P(axes.batch, axes.tensor)
-  in_specs = (where, P(axes.batch), where)
-  return jax.shard_map(put, in_specs=in_specs, out_specs=where)(x, *placed)
+  return run_on_shards(
+    put,
+    x,
+    *placed,
+    in_specs=(where, P(axes.batch), where),
+    out_specs=where,
+    check_vma=True,
+  )
 
 
 def token_rows(tokens: Array, token: int, count: int) -> Array:
-  """Which feature stands in the place of each token.
+  """Finds the feature that replaces each token.
 
   Args:
     tokens: int32 [B, T].

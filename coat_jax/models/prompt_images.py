@@ -28,16 +28,10 @@ def place_images(
   padding: np.ndarray,
   pixel_values: Array | np.ndarray,
 ) -> Placed:
-  """Computes what is in the place of the image tokens of prompts.
+  """Computes the features that replace the image tokens of prompts.
 
-  Args:
-    model: a VisionLanguageModel, in any recipe.
-    tokens: int32 [B, T], padded on the left.
-    padding: int32 [B], how many tokens of each row are padding.
-    pixel_values: [R, I, C, H, W], of the first R rows.
-
-  Returns:
-    A `Placed` for these tokens.
+  Tokens int32 [B, T] are padded on the left by `padding` int32 [B]; images
+  [R, I, C, H, W] belong to the first R rows.
   """
   missing = [(0, len(tokens) - len(pixel_values))]
   images = np.pad(pixel_values, missing + [(0, 0)] * (pixel_values.ndim - 1))
@@ -62,16 +56,7 @@ def check_images(
   prompts: Sequence[Sequence[int]],
   pixel_values: Array | np.ndarray,
 ) -> None:
-  """Checks that prompts have the tokens of their images.
-
-  Args:
-    model: which generates.
-    prompts: token ids.
-    pixel_values: images of the prompts.
-
-  Raises:
-    ValueError: they have not, or the model does not see images.
-  """
+  """Raises ValueError if prompts lack the tokens of their images."""
   if not isinstance(model, VisionLanguageModel):
     raise ValueError(
       "generate: images are of a VisionLanguageModel, got pixel_values with a "

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which values the fields of a configuration take.
+"""Checks the values of a configuration's fields.
 
 A field says it in its type, as `steps: Count` or `b1: Annotated[float, Range(0,
 1)]`, and `check_numbers` holds a whole dataclass to it: a number that is not
@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from coat_jax.checks import COUNT, NOT_NEGATIVE, POSITIVE, Range
 
-# What int32 counts, as a step's number.
+# A number that int32 holds, such as a step's.
 Count = Annotated[int, COUNT]
 # A width, with which neither bytes nor values of a weight overflow 64 bits.
 Width = Annotated[int, Range(1, 2**20)]
@@ -23,17 +23,7 @@ NotNegative = Annotated[float, NOT_NEGATIVE]
 
 
 def range_of(hint: Any) -> tuple[type, Range] | None:
-  """Looks up int or float, and the range, in a field's type.
-
-  Args:
-    hint: The type, possibly `| None`.
-
-  Returns:
-    None for the types of other things than numbers.
-
-  Raises:
-    TypeError: a number has no range.
-  """
+  """Returns int or float and the range in a field's type, or None."""
   found = [hint, *get_args(hint)]
   for each in found:
     arguments = get_args(each)
@@ -46,14 +36,7 @@ def range_of(hint: Any) -> tuple[type, Range] | None:
 
 
 def check_numbers(config: Any) -> None:
-  """Checks all numbers of a configuration.
-
-  Args:
-    config: An instance of a dataclass whose numbers have a `Range`.
-
-  Raises:
-    ValueError: one is outside its range, is not finite or is no number.
-  """
+  """Raises ValueError if a number of a dataclass is out of its `Range`."""
   for field in dataclasses.fields(config):
     found, value = range_of(field.type), getattr(config, field.name)
     if found is None:
@@ -73,14 +56,7 @@ def check_numbers(config: Any) -> None:
 
 
 def check_kinds(config: Any) -> None:
-  """Checks the other fields: texts, True or False, and names to choose from.
-
-  Args:
-    config: An instance of a dataclass.
-
-  Raises:
-    ValueError: one holds another type, or a name that is not there.
-  """
+  """Raises ValueError if a str, bool or Literal field has another value."""
   for field in dataclasses.fields(config):
     value, hints = getattr(config, field.name), _alternatives(field.type)
     words = [text for hint in hints if (text := _words(hint, value))]
@@ -92,13 +68,13 @@ def check_kinds(config: Any) -> None:
 
 
 def _alternatives(hint: Any) -> tuple[Any, ...]:
-  """The types of a union, or the one type."""
+  """Returns the types of a union, or the one type."""
   is_union = get_origin(hint) in (types.UnionType, Union)
   return get_args(hint) if is_union else (hint,)
 
 
 def _words(hint: Any, value: Any) -> str:
-  """What a value must be; "" if it is, or if `check_numbers` knows."""
+  """Returns what a value must be, or "" if it is that already."""
   if get_origin(hint) is Literal:
     names = get_args(hint)
     return "" if value in names else f"one of {', '.join(names)}"

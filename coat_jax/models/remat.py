@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `jax.checkpoint` keeps of a decoder's layers, by the name of `Remat`."""
+"""Checkpoint policies of a decoder's layers, by the name of `Remat`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,11 +17,11 @@ from coat_jax.recipe import CoatRecipe
 def _all_but_gathered(
   primitive, *arrays, call_jaxpr: Any = None, **options
 ) -> bool:
-  """A checkpoint policy: what autodiff keeps, but not rows of other devices.
+  """Checkpoint policy: keep what autodiff keeps, except other devices' rows.
 
-  They come of `gathering._constrained`; what is made of them before a
-  product is a view. (A policy by `checkpoint_name` keeps the array in front of
-  the name instead.)
+  Those come from `gathering._constrained`; what is made of them before a
+  product is a view. (A policy by `checkpoint_name` keeps the array before the
+  name instead.)
   """
   del arrays, options
   names = {primitive.name}
@@ -41,11 +41,7 @@ _POLICIES = {
 
 
 def check_remat(remat: Remat, recipe: CoatRecipe) -> None:
-  """Checks that layers of a recipe have what is to be kept of them.
-
-  Raises:
-    ValueError: `remat` is unknown, or "fp8" and the layers' norms read no FP8.
-  """
+  """Raises ValueError if layers of a recipe cannot keep what `remat` names."""
   check_choice("remat", "remat", remat, tuple(_POLICIES))
   if remat == "fp8" and recipe.nonlinear != "fp8":
     raise ValueError(
@@ -58,18 +54,10 @@ def check_remat(remat: Remat, recipe: CoatRecipe) -> None:
 def checkpointed(
   forward: Callable, remat: Remat, recipe: CoatRecipe, *, is_gathering: bool
 ) -> Callable:
-  """A layer's forward for a scan, which keeps for its backward what it should.
+  """Returns a layer's forward that keeps what `remat` names for the backward.
 
-  Args:
-    forward: forward(x, layer, kind), from x [B, T, D] to the same, and what the
-      layer says of its experts.
-    remat: what is kept.
-    recipe: of the layer.
-    is_gathering: whether `forward` gathers weights itself; those of other
-      devices are gathered again.
-
-  Returns:
-    The same function, but that "fp8_layer" rounds x first.
+  If `forward` gathers weights (`is_gathering`), the backward gathers those of
+  other devices again. With "fp8_layer" the result rounds x first.
   """
   if remat == "none" and not is_gathering:
     return forward

@@ -38,12 +38,7 @@ class Sampling(NamedTuple):
 def make_sampling(
   temperature: float, top_k: int | None, top_p: float | None
 ) -> Sampling:
-  """Checks the options of `generate` and makes arrays of them.
-
-  Raises:
-    TypeError: one is no number.
-    ValueError: one is outside its range, or would be ignored.
-  """
+  """Checks the options of `generate` and makes arrays of them."""
   op = "generate"
   check_number(op, "temperature", temperature, None, "0 is greedy")
   if top_k is not None:
@@ -80,15 +75,10 @@ def make_sampling(
 
 
 def kept(logits: Array, sampling: Sampling) -> tuple[Array, Array]:
-  """Which tokens can be drawn, from the most probable.
+  """Keeps the tokens that can be drawn, the most probable first.
 
-  Args:
-    logits: f32 [B, V].
-    sampling: not greedy.
-
-  Returns:
-    Logits divided by the temperature, -inf where they are not kept, and their
-    tokens: f32 and int32 [B, V]. Of equal ones the lower token comes first.
+  Returns logits f32 [B, V] divided by the temperature, -inf if they are not
+  kept, and their tokens int32 [B, V]. Of equal ones the lower token is first.
   """
   assert sampling.temperature is not None  # Else greedy.
   largest = jnp.max(logits, axis=-1, keepdims=True)
@@ -104,23 +94,14 @@ def kept(logits: Array, sampling: Sampling) -> tuple[Array, Array]:
     logits = jnp.where(rank < sampling.top_k, logits, -jnp.inf)
   if sampling.top_p is not None:
     p = jax.nn.softmax(logits, axis=-1)
-    # Of those before it; the first token has none and is always kept.
+    # The probability of all before it; the first token is always kept.
     before = jnp.cumsum(p, axis=-1) - p
     logits = jnp.where(before < sampling.top_p, logits, -jnp.inf)
   return logits, tokens
 
 
 def choose(logits: Array, sampling: Sampling, keys: Array) -> Array:
-  """Chooses a token of each row.
-
-  Args:
-    logits: f32 [B, V].
-    sampling: how.
-    keys: [B], a random key for each row; greedy uses none.
-
-  Returns:
-    int32 [B]; `NO_TOKEN` in rows whose largest logit is NaN or infinite.
-  """
+  """Chooses a token int32 [B] per row; `NO_TOKEN` if no logit is finite."""
   is_finite = jnp.isfinite(jnp.max(logits, axis=-1))
   if sampling.temperature is None:
     chosen = jnp.argmax(logits, axis=-1)

@@ -34,7 +34,8 @@ from coat_jax.models.placing import Placed, token_rows
 from coat_jax.models.ranges import check_kinds
 from coat_jax.models.remat import check_remat
 from coat_jax.models.stack import Store, store_params, stored_in
-from coat_jax.models.vision import VisionConfig, VisionTower
+from coat_jax.models.vision.config import VisionConfig
+from coat_jax.models.vision.tower import VisionTower
 from coat_jax.recipe import CoatRecipe
 
 _INIT_STDDEV = 0.02
@@ -99,11 +100,11 @@ class VisionLanguageConfig:
 
 
 class Projector(nnx.Module):
-  """Features of images to the width of a decoder.
+  """Maps features of images to the width of a decoder, in BF16.
 
   Attributes:
-    linear_1: BF16 `Linear` of the tower's width to the decoder's.
-    linear_2: BF16 `Linear` of the decoder's width to the same.
+    linear_1: `Linear` from the tower's width to the decoder's.
+    linear_2: `Linear` from the decoder's width to itself.
   """
 
   def __init__(
@@ -113,13 +114,7 @@ class Projector(nnx.Module):
     dtype: DTypeLike = jnp.bfloat16,
     rngs: nnx.Rngs,
   ):
-    """Initializes the parameters in f32.
-
-    Args:
-      config: the model's shape.
-      dtype: of activations.
-      rngs: its stream `params` initializes the kernels.
-    """
+    """Initializes the parameters in f32, for the config of the model."""
     check_config("Projector", config, VisionLanguageConfig)
     width = config.text.d_model
     shared: dict[str, Any] = dict(
@@ -133,7 +128,7 @@ class Projector(nnx.Module):
     self.linear_2 = Linear(width, width, **shared)
 
   def __call__(self, features: Array) -> Array:
-    """[..., vision D] to [..., text D]; GELU, by erf, is computed in f32."""
+    """Maps [..., vision D] to [..., text D]; GELU, by erf, is in f32."""
     x = self.linear_1(features)
     return self.linear_2(ops.gelu_values(x, approximate=False).astype(x.dtype))
 
@@ -252,7 +247,7 @@ class VisionLanguageModel(nnx.Module):
     pixel_values: Array | None = None,
     segments: Array | None = None,
   ) -> Carry:
-    """As the call, with what `Decoder.routed` returns beside."""
+    """Does what the call does; also returns the sums of `Decoder.routed`."""
     check_tokens("VisionLanguageModel", tokens, segments)
     placed = None
     if pixel_values is not None:
@@ -274,21 +269,14 @@ class VisionLanguageModel(nnx.Module):
     pixel_values: Array | None = None,
     segments: Array | None = None,
   ) -> Array:
-    """Logits of the next token, f32 [B, T, V]; arguments as of the call."""
+    """Returns logits of the next token, f32 [B, T, V], for the same inputs."""
     hidden = self(tokens, pixel_values, segments)
     return self.decoder.logits_of_hidden(hidden)
 
   def features(self, pixel_values: Array) -> Array:
-    """What stands in the place of image tokens.
+    """Computes what replaces the image tokens: [B, I tokens_each, D].
 
-    Args:
-      pixel_values: as of the call.
-
-    Returns:
-      [B, I tokens_each, D] in `dtype`, of one image after another.
-
-    Raises:
-      ValueError: images of another shape.
+    Images are [B, I, C, H, W]; their features come one image after another.
     """
     check_pixels("VisionLanguageModel", pixel_values)
     if pixel_values.ndim != 5:

@@ -1,25 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every operation of a COAT layer, forward and backward.
 
-Each is an `Op`: a definition in plain jnp, which gives the numbers, and for a
-GPU an implementation with the same name and signature. It is called as its
-definition is, with `implementation` beside: see `dispatch`. Nothing is
-differentiated through: `layers` pairs forwards and backwards up with
-`jax.custom_vjp`.
+Each operation is an `Op`: a definition in plain jnp, which determines the
+numbers, and GPU implementations with the same name and signature. It is called
+like its definition, plus `implementation`: see `dispatch`. Operations are not
+differentiated: `layers` pairs forwards and backwards with `jax.custom_vjp`.
 
-Conventions. What a matrix product reads is an `Operand`: FP8 with one scale per
-tensor, or per block of 128 (`blocks`), in the layout that the product needs.
-What a norm or an activation function reads is a `QTensor` with one BF16 scale
+Matmuls read `Operand`s: FP8 in the layout that the product needs, scaled by a
+`Scaling`. Norms and activation functions read `QTensor`s with one BF16 scale
 per 1 x G group of the last axis. All arithmetic between reading codes and
-writing codes is f32, with no BF16 step on the way. `dy` and other plain
-gradients are BF16 or f32, `dx` comes back in `dtype`. A definition calls other
-definitions, never a kernel: "xla" is plain jnp all the way down.
+writing codes is f32, without rounding to BF16 in between. `dy` and other plain
+gradients are BF16 or f32; `dx` is returned in `dtype`. A definition calls other
+definitions, never a kernel: "xla" is plain jnp throughout.
 
-Group Scaling. The operation that produces the values of an operand finds their
-largest magnitude too (`norm_input`, `gated_input`), so that writing the
-operand is one pass, in the forward and, with the scale it had, again in the
-backward. Inside `jax.shard_map` the devices along `axis_names` have shards of
-one tensor, and so one scale; without names each has a tensor of its own.
+Group Scaling: the operation that produces an operand's values also finds their
+largest magnitude (`norm_input`, `gated_input`), so that writing the operand
+takes one pass in the forward and, reusing that scale, one in the backward.
+Inside `jax.shard_map`, devices along `axis_names` hold shards of one tensor and
+share a scale; without names each device's tensor has its own.
 
 Source: arXiv:2410.19313, section 5; the backward formulas are the derivatives.
 """
@@ -39,18 +37,6 @@ from coat_jax.ops.activation import (
   mul_fwd,
 )
 from coat_jax.ops.attention import attention_bwd, attention_fwd
-from coat_jax.ops.attention_fp8 import (
-  FP8AttentionResiduals,
-  GradientScales,
-  attention_fp8_bwd,
-  attention_fp8_fwd,
-)
-from coat_jax.ops.blocks import (
-  quantize_blocks,
-  quantize_tiles,
-  tile_scales,
-  turn_blocks,
-)
 from coat_jax.ops.dispatch import Op, explain
 from coat_jax.ops.functions import (
   activation_derivative,
@@ -75,8 +61,16 @@ from coat_jax.ops.quantize import (
   quantize_rows,
   quantize_tensor,
   tensor_scale,
+  turn_operand,
 )
 from coat_jax.ops.rope import join_heads, join_heads_operand, split_heads
+from coat_jax.ops.scaling import (
+  Blocks,
+  Groups,
+  PerTensor,
+  Scales,
+  Scaling,
+)
 from coat_jax.ops.types import (
   Activation,
   Approximation,
@@ -96,21 +90,22 @@ __all__ = [
   "Approximation",
   "AttentionResiduals",
   "BlockScales",
-  "FP8AttentionResiduals",
-  "GradientScales",
+  "Blocks",
+  "Groups",
   "Implementation",
   "Layout",
   "NormKind",
   "NormStats",
   "Op",
   "Operand",
+  "PerTensor",
+  "Scales",
+  "Scaling",
   "activation_bwd",
   "activation_derivative",
   "activation_fwd",
   "activation_values",
   "attention_bwd",
-  "attention_fp8_bwd",
-  "attention_fp8_fwd",
   "attention_fwd",
   "explain",
   "gated_bwd",
@@ -139,15 +134,12 @@ __all__ = [
   "norm_gradients",
   "norm_input",
   "norm_values",
-  "quantize_blocks",
   "quantize_groups",
   "quantize_rows",
   "quantize_tensor",
-  "quantize_tiles",
   "silu_derivative",
   "silu_values",
   "split_heads",
   "tensor_scale",
-  "tile_scales",
-  "turn_blocks",
+  "turn_operand",
 ]

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention in plain jnp, forward and backward, by chunks of the queries.
+"""Attention in plain jnp, forward and backward, in chunks of queries.
 
-Like FlashAttention it saves q, k, v, the output and the log-sum-exp of each
-row, and rebuilds the probabilities of one chunk of queries at a time, so that
-no [T, S] matrix is ever held whole. (`jax.nn.dot_product_attention` without
-cuDNN saves the probabilities: 13 U a layer at a sequence of 2048, in units of
-U = 2 D bytes a token.) With a window a chunk reads only the keys that one of
-its queries sees: T (window + chunk) scores are computed, not T S.
+Like FlashAttention it saves q, k, v, the output and each row's log-sum-exp, and
+recomputes the probabilities of one chunk of queries at a time, so that no
+[T, S] matrix is held whole. (`jax.nn.dot_product_attention` without cuDNN saves
+the probabilities: 13 U a layer at a sequence of 2048, in units of U = 2 D bytes
+a token.) With a window, a chunk reads only the keys that one of its queries
+sees: it computes T (window + chunk) scores instead of T S.
 
-Shapes: q [B, T, N, H]; k, v [B, S, K, H] with N a multiple of K, query head n
-reading key head n // (N / K). Products read their operands in the dtype they
-have and accumulate in f32; softmax is f32.
+Shapes: q [B, T, N, H]; k, v [B, S, K, H]. N is a multiple of K, and query head
+n reads key head n // (N / K). Products read operands in their own dtype and
+accumulate in f32; softmax is f32.
 """
 
 from typing import NamedTuple
@@ -65,14 +65,10 @@ def attention_fwd(
   *,
   kind: AttentionKind,
 ) -> AttentionResiduals:
-  """softmax(scores) v and its log-sum-exp, scores being q k^T / sqrt(H).
+  """Computes softmax(scale q k^T) v and the log-sum-exp of each query's scores.
 
-  Args:
-    q: [B, T, N, H].
-    k, v: [B, S, K, H].
-    segments: int32 [B, T] where S = T: a query sees keys of its own segment.
-      None for one segment.
-    kind: which keys a query sees, how scores are scaled and capped.
+  q is [B, T, N, H]; k and v are [B, S, K, H]. With `segments`, int32 [B, T]
+  where S = T, a query sees only keys of its own segment.
   """
 
   def one_chunk(args):
@@ -105,10 +101,10 @@ def attention_bwd(
   *,
   kind: AttentionKind,
 ) -> tuple[Array, Array, Array]:
-  """dq, dk, dv in the dtypes of q, k, v; dk and dv summed in f32."""
+  """Computes dq, dk, dv in the dtypes of q, k, v; sums dk and dv in f32."""
   kv_heads, t = k.shape[2], q.shape[1]
   kind = kind.among(k.shape[1])
-  # Row sums of p * dp, which are those of out * dout.
+  # The row sums of p * dp equal those of out * dout.
   delta = jnp.sum(
     residuals.out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1
   )
@@ -139,7 +135,7 @@ def attention_bwd(
 
 
 class Queries(NamedTuple):
-  """A chunk of queries [B, chunk, K, R, H] from `first` on, and segments."""
+  """A chunk of queries [B, chunk, K, R, H] from `first` on, with segments."""
 
   q: Array
   first: Array
@@ -147,15 +143,15 @@ class Queries(NamedTuple):
 
   @classmethod
   def of(cls, q, segments) -> "Queries":
-    """From what `in_chunks` made of them."""
+    """Wraps one chunk from `in_chunks`."""
     chunk, first = q
     return cls(chunk, first, None if segments is None else segments[0])
 
 
 class Keys(NamedTuple):
-  """Keys [first, first + length) of all S: what one chunk of queries reads.
+  """The keys [first, first + length) that one chunk of queries reads.
 
-  The first of the T queries is at the place of key `offset`.
+  Query 0 has the position of key `offset`.
   """
 
   first: Array | int
@@ -165,9 +161,9 @@ class Keys(NamedTuple):
 
   @classmethod
   def of(cls, queries: Queries, q, k, kind: AttentionKind) -> "Keys":
-    """All, or those that a query of the chunk has in its window and one more.
+    """Selects all keys or, with a window, those the chunk sees plus one.
 
-    With that one, a window of 4096 reads 4352 keys: matrix products are fast at
+    With the extra key, a window of 4096 reads 4352 keys: matmuls are fast at
     multiples of 8.
     """
     s, chunk = k.shape[1], queries.q.shape[1]
@@ -175,25 +171,25 @@ class Keys(NamedTuple):
     if kind.window is None or kind.window + chunk >= s:
       return cls(0, s, s, offset)
     length = kind.window + chunk
-    # There are fewer at both ends: what is read in their place is masked.
+    # At both ends there are fewer keys; what is read instead is masked.
     first = jnp.clip(queries.first + offset - kind.window, 0, s - length)
     return cls(first, length, s, offset)
 
   def read(self, x: Array) -> Array:
-    """Of x [B, S, ...] these keys."""
+    """Returns these keys of x [B, S, ...]."""
     if self.length == self.all:
       return x
     return jax.lax.dynamic_slice_in_dim(x, self.first, self.length, axis=1)
 
   def add(self, sums: Array, x: Array) -> Array:
-    """Sums [B, S, ...] with x added at these keys."""
+    """Adds x to sums [B, S, ...] at these keys."""
     if self.length == self.all:
       return sums + x
     x = self.read(sums) + x
     return jax.lax.dynamic_update_slice_in_dim(sums, x, self.first, axis=1)
 
   def places(self) -> Array:
-    """int32 [length]."""
+    """Returns the positions of these keys, int32 [length]."""
     places = jnp.arange(self.length)
     return places if self.length == self.all else self.first + places
 
@@ -204,25 +200,16 @@ def masked_scores(
   k: Array,
   segments: Array | None,
   kind: AttentionKind,
-  unit: Array | None = None,
 ):
-  """Scores of a chunk, and their derivatives by q k^T before the mask.
+  """Computes a chunk's scores and their derivatives by q k^T.
 
-  Args:
-    queries, keys: of the chunk.
-    k: [B, S, K, H].
-    segments: int32 [B, S], or None.
-    kind: as of `attention_fwd`.
-    unit: f32 scalar, what a product of codes of q and k stands for; None where
-      they are values.
-
-  Returns:
-    f32 [B, K, R, chunk, length], scaled, capped and masked; and the same, or a
-    number that all of them have.
+  k is [B, S, K, H]. Scores are f32 [B, K, R, chunk, length], scaled, capped and
+  masked. The derivatives, taken before the mask, have the same shape, or are
+  one number if they are all equal.
   """
   scale = kind.scale_of(queries.q.shape[-1])
   products = einsum_f32("btkrh,bskh->bkrts", queries.q, keys.read(k))
-  scores = (products if unit is None else products * unit) * scale
+  scores = products * scale
   slope = scale
   if kind.soft_cap is not None:
     share = jnp.tanh(scores / kind.soft_cap)
@@ -232,7 +219,7 @@ def masked_scores(
 
 
 def _seen(queries: Queries, keys: Keys, segments, kind: AttentionKind):
-  """Which keys a query sees: bool [B or 1, 1, 1, chunk, length], or None."""
+  """Returns the mask of visible keys [B or 1, 1, 1, chunk, length], or None."""
   seen = None
   if kind.causal:
     query = queries.first + jnp.arange(queries.q.shape[1])
@@ -254,13 +241,16 @@ def einsum_f32(formula: str, a: Array, b: Array) -> Array:
 
 
 def grouped_heads(x: Array, kv_heads: int) -> Array:
-  """[B, T, N, ...] to [B, T, K, R, ...], R query heads to a key head."""
+  """Reshapes [B, T, N, ...] to [B, T, K, R, ...]:
+
+  R query heads per key head.
+  """
   b, t, n, *rest = x.shape
   return x.reshape(b, t, kv_heads, n // kv_heads, *rest)
 
 
 def in_chunks(x: Array | None) -> tuple[Array, Array] | None:
-  """[B, T, ...] to [chunks, B, chunk, ...] and each chunk's first query."""
+  """Splits [B, T, ...] into [chunks, B, chunk, ...] and each chunk's start."""
   if x is None:
     return None
   chunk = max(min(_CHUNK, x.shape[1]), 1)
@@ -268,18 +258,18 @@ def in_chunks(x: Array | None) -> tuple[Array, Array] | None:
   x = jnp.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2))
   x = x.reshape(x.shape[0], x.shape[1] // chunk, chunk, *x.shape[2:])
   x, first = jnp.moveaxis(x, 1, 0), jnp.arange(x.shape[1]) * chunk
-  # Tied to the data: masks that depend on constants only are the same in every
-  # layer, so a scan over layers would compute all of them first and hold them.
+  # Make masks depend on data: masks of constants are the same in every layer,
+  # so a scan over layers would compute all of them first and hold them.
   return jax.lax.optimization_barrier((x, first))
 
 
 def join_chunks(x: Array, t: int) -> Array:
-  """[chunks, B, chunk, ...] to [B, T, ...]: the inverse of `in_chunks`."""
+  """Joins [chunks, B, chunk, ...] to [B, T, ...]; inverse of `in_chunks`."""
   x = jnp.moveaxis(x, 0, 1)
   length = x.shape[1] * x.shape[2]
   return x.reshape(x.shape[0], length, *x.shape[3:])[:, :t]
 
 
 def per_row(x: Array) -> Array:
-  """[B, chunk, K, R] to [B, K, R, chunk, 1]."""
+  """Transposes [B, chunk, K, R] to [B, K, R, chunk, 1]."""
   return jnp.moveaxis(x, 1, -1)[..., None]

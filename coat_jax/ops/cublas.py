@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matrix products in FP8, asked for in the form that reaches cuBLASLt.
+"""FP8 matmuls written in the form that XLA compiles to one cuBLASLt call.
 
-XLA makes one call of a dot product with an FP8 algorithm, both operands with
-the summed axis last, a result in the dtype that is wanted and a scalar factor
-in that dtype. In any other form a separate pass over the result, or over an
-operand, comes with it. A bias becomes part of the call, and so does a matrix
-that is added behind it, not before. The factor and the sums are f32 in it:
+XLA makes one call from a dot product with an FP8 algorithm if both operands
+have the summed axis last, the result has the wanted dtype and the scalar factor
+has that dtype too. Any other form adds a separate pass over the result or an
+operand. A bias becomes part of the call, and so does a matrix if it is added
+after the bias, not before. Inside the call the factor and the sums are f32:
 XLA:GPU drops the roundings to BF16.
 
-There is one factor in the call, so the two scales are multiplied with each
-other first. A product of them below f32's smallest normal number (1.2e-38; of
-gradients whose largest value is below about 1e-29) is inexact or 0, and the
-result with it. For a float16 result that bound is float16's: 6e-5, and below
-6e-8 the result is 0. The definition in `ops.linear` has no such bound.
+The call has one factor, so the two scales are multiplied first. If their
+product is below f32's smallest normal number (1.2e-38; for gradients whose
+largest value is below about 1e-29), it is inexact or 0, and so is the result.
+For a float16 result the bound is float16's: 6e-5, and below 6e-8 the result is
+0. The definition in `ops.linear` has no such bound.
 """
 
 import math
@@ -23,8 +23,8 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from coat_jax.formats import is_fp8
-from coat_jax.ops.dispatch import supported
-from coat_jax.ops.types import BlockScales, Operand, Unsupported
+from coat_jax.ops.dispatch import kernel
+from coat_jax.ops.types import BlockScales, Operand
 
 _SUMMED_LAST = (((1,), (1,)), ((), ()))
 # Products of activations may sum with fewer bits, as is usual on Hopper; sums
@@ -34,7 +34,7 @@ _PRECISE = jax.lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32
 
 
 def _matmul(a: Array, b: Array, scale: Array, dtype: DTypeLike, algorithm):
-  """a [m, k] b [n, k]^T scale in one cuBLASLt call: [m, n]."""
+  """Computes a [m, k] b [n, k]^T scale in one cuBLASLt call: [m, n]."""
   product = jax.lax.dot_general(
     a, b, _SUMMED_LAST, precision=algorithm, preferred_element_type=dtype
   )
@@ -42,37 +42,46 @@ def _matmul(a: Array, b: Array, scale: Array, dtype: DTypeLike, algorithm):
 
 
 def _rows(x: Array) -> Array:
-  """[..., n] to [rows, n]."""
+  """Reshapes [..., n] to [rows, n]."""
   return x.reshape(-1, x.shape[-1])
 
 
-def _scalar(op: str, a: Operand, b: Operand) -> Array:
-  """Returns the one number that a product of codes is multiplied by."""
+def _scalar(a: Operand, b: Operand) -> Array:
+  """Returns the product of the operands' scales."""
   scales = a.scale, b.scale
-  if isinstance(scales[0], BlockScales) or isinstance(scales[1], BlockScales):
-    raise Unsupported(
-      f"{op}: cuBLASLt takes one scale per tensor, got scales of blocks"
-    )
+  assert isinstance(scales[0], Array) and isinstance(scales[1], Array)
   return scales[0] * scales[1]
 
 
-def _require_product(op: str, a: Array, b: Array, dtype: DTypeLike) -> None:
-  """Raises `Unsupported` where cuBLASLt would have to pad or convert."""
-  wrong = {x.dtype.name for x in (a, b) if not is_fp8(x.dtype)}
+def _why_not(a: Operand, b: Operand, arrays, dtype: DTypeLike) -> str | None:
+  """Returns why cuBLASLt would need padding or casts for operands, or None."""
+  if isinstance(a.scale, BlockScales) or isinstance(b.scale, BlockScales):
+    return "cuBLASLt takes one scale per tensor, got scales of blocks"
+  wrong = {x.dtype.name for x in arrays if not is_fp8(x.dtype)}
   if wrong:
-    raise Unsupported(f"{op}: cuBLASLt multiplies FP8 here, got {wrong}")
-  sizes = (math.prod(a.shape[:-1]), b.shape[0], a.shape[-1])
-  if any(size % 16 or size == 0 for size in sizes):
-    raise Unsupported(
-      f"{op}: cuBLASLt takes FP8 matrices whose sizes are multiples of 16, "
-      f"got [{sizes[0]}, {sizes[2]}] times [{sizes[2]}, {sizes[1]}]"
+    return f"cuBLASLt multiplies FP8 here, got {wrong}"
+  (*rows, k), n = arrays[0].shape, arrays[1].shape[0]
+  m = math.prod(rows)
+  if any(size % 16 or size == 0 for size in (m, n, k)):
+    return (
+      "cuBLASLt takes FP8 matrices whose sizes are multiples of 16, got "
+      f"[{m}, {k}] times [{k}, {n}]"
     )
   if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16, jnp.float32):
-    raise Unsupported(
-      f"{op}: cuBLASLt writes bfloat16, float16 or float32, got {dtype}"
+    return f"cuBLASLt writes bfloat16, float16 or float32, got {dtype}"
+  return None
+
+
+def _why_not_fwd(x, w, dtype, add, **_) -> str | None:
+  if add is not None and add.dtype != dtype:
+    return (
+      "cuBLASLt adds what has the dtype of the result, got "
+      f"{add.dtype} for {jnp.dtype(dtype)}"
     )
+  return _why_not(x, w, (x.rows, w.columns), dtype)
 
 
+@kernel(_why_not_fwd)
 def linear_fwd(
   x: Operand,
   w: Operand,
@@ -82,15 +91,8 @@ def linear_fwd(
   bias: Array | None = None,
 ) -> Array:
   """`ops.linear_fwd`."""
-  if add is not None and add.dtype != dtype:
-    raise Unsupported(
-      "linear_fwd: cuBLASLt adds what has the dtype of the result, got "
-      f"{add.dtype} for {jnp.dtype(dtype)}"
-    )
   assert x.rows is not None and w.columns is not None
-  scale = _scalar("linear_fwd", x, w)
-  _require_product("linear_fwd", x.rows, w.columns, dtype)
-  supported()
+  scale = _scalar(x, w)
   y = _matmul(_rows(x.rows), w.columns, scale, dtype, _FAST)
   if bias is not None:
     y = y + bias.astype(dtype)[None]
@@ -99,24 +101,22 @@ def linear_fwd(
   return y.reshape(*x.rows.shape[:-1], w.columns.shape[0])
 
 
+@kernel(lambda g, w, dtype: _why_not(g, w, (g.rows, w.rows), dtype))
 def linear_dgrad(
   g: Operand, w: Operand, *, dtype: DTypeLike = jnp.bfloat16
 ) -> Array:
   """`ops.linear_dgrad`."""
   assert g.rows is not None and w.rows is not None
-  scale = _scalar("linear_dgrad", g, w)
-  _require_product("linear_dgrad", g.rows, w.rows, dtype)
-  supported()
+  scale = _scalar(g, w)
   dx = _matmul(_rows(g.rows), w.rows, scale, dtype, _PRECISE)
   return dx.reshape(*g.rows.shape[:-1], w.rows.shape[0])
 
 
+@kernel(lambda x, g, dtype: _why_not(x, g, (x.columns, g.columns), dtype))
 def linear_wgrad(
   x: Operand, g: Operand, *, dtype: DTypeLike = jnp.float32
 ) -> Array:
   """`ops.linear_wgrad`."""
   assert x.columns is not None and g.columns is not None
-  scale = _scalar("linear_wgrad", x, g)
-  _require_product("linear_wgrad", x.columns, g.columns, dtype)
-  supported()
+  scale = _scalar(x, g)
   return _matmul(x.columns, g.columns, scale, dtype, _PRECISE)

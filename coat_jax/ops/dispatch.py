@@ -1,30 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One operation, its definition and the implementations that can run it.
+"""Dispatch: one operation, its definition and the implementations that run it.
 
-An `Op` is called as its definition is, with `implementation` beside:
+An `Op` is called like its definition, plus `implementation`:
 
-  None     for a GPU the kernel where it can take these arguments, else "xla"
+  None     on a GPU the kernel if it supports these arguments, else "xla"
   "xla"    the definition
-  another  this one; it raises `Unsupported` where it cannot take them
+  another  this implementation; raises `Unsupported` if it cannot run them
 
-`explain` says which it would be, and why. Nothing else depends on the platform.
+`explain` says which implementation would run, and why. Nothing else depends on
+the platform.
 
-An implementation has the signature of the definition. Its first statements
-raise `Unsupported` with a reason for arguments that it cannot take; after them
-it calls `supported`, where a dry run ends.
+An implementation has the definition's signature. `@kernel(why_not)` gives it a
+function that looks at the arguments' shapes, dtypes and options and returns why
+it cannot run them.
 """
 
-import contextvars
 import dataclasses
 import functools
 import importlib
+import inspect
 from collections.abc import Callable
 from typing import Any, get_args
 
 import jax
 
 from coat_jax.checks import check_choice, check_function, check_kind, refuse
-from coat_jax.ops.explicit import partitioned
+from coat_jax.mesh import varying
 from coat_jax.ops.types import Implementation, Layout, Unsupported
 
 # An implementation, or the module that has a function of the operation's name:
@@ -32,10 +33,8 @@ from coat_jax.ops.types import Implementation, Layout, Unsupported
 type Kernel = str | Callable[..., Any]
 type Kernels = tuple[tuple[Implementation, Kernel], ...]
 
-# Kernels, each in a folder of `pallas`, which XLA cannot partition.
-_PALLAS = ("triton", "mosaic", "jax_triton")
-
-_in_dry_run = contextvars.ContextVar("in_dry_run", default=False)
+# Pallas kernels, each in its own folder; XLA cannot partition them.
+_PALLAS = ("triton", "mosaic")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,10 +42,10 @@ class Op[R]:
   """An operation with its implementations.
 
   Attributes:
-    definition: in plain jnp, and what the signature is.
-    check: raises for arguments that no implementation can take, or None.
-    kernels: pairs of an implementation's name and its kernel; the first that
-      can take the arguments is what a GPU runs.
+    definition: the operation in plain jnp; determines the signature.
+    check: raises for arguments that no implementation supports, or None.
+    kernels: pairs of an implementation's name and its kernel; a GPU runs the
+      first one that supports the arguments.
   """
 
   definition: Callable[..., R]
@@ -63,15 +62,15 @@ class Op[R]:
 
   @property
   def implementations(self) -> tuple[Implementation, ...]:
-    """Names that `implementation` can have."""
+    """The names that `implementation` accepts."""
     return ("xla", *(name for name, _ in self.kernels))
 
   def require_known(self, implementation: Any, op: str = "") -> None:
-    """Raises a NotImplementedError where no implementation has this name.
+    """Raises a NotImplementedError if no implementation has this name.
 
     Args:
       implementation: the name, or None.
-      op: the public function that asks; by default this one.
+      op: the public function to name in the error; by default this operation.
     """
     if implementation not in (None, *self.implementations):
       raise NotImplementedError(
@@ -81,7 +80,7 @@ class Op[R]:
       )
 
   def kernel(self, implementation: str) -> Callable[..., R]:
-    """The function behind a name among `implementations`, "xla" excepted."""
+    """Returns the function for a name in `implementations` other than "xla"."""
     found = dict(self.kernels)[implementation]  # pyright: ignore[reportArgumentType]
     if not isinstance(found, str):
       return found
@@ -104,32 +103,28 @@ class Op[R]:
       check_choice(self.name, "layout", kwargs["layout"], layouts)
     if self.check is not None:
       self.check(*args, **kwargs)
-
-    def run(args, kwargs) -> R:
-      return self._run(implementation, args, kwargs)
-
-    return partitioned(run, args, kwargs)
+    # Inside a caller's shard_map, gradients must not be summed here.
+    return self._run(implementation, *varying((args, kwargs)))
 
   def _run(self, implementation: Implementation | None, args, kwargs) -> R:
     if implementation is None:
       return self._choose(args, kwargs)
     if implementation == "xla":
       return self.definition(*args, **kwargs)
-    try:
-      self._require_whole_arrays(implementation)
-      return self.kernel(implementation)(*args, **kwargs)
-    except Unsupported as reason:
+    reason = self._why_not(implementation, args, kwargs)
+    if reason is not None:
       raise Unsupported(
         f"{reason}; pass implementation=None to have XLA do it there"
-      ) from reason
+      )
+    return self.kernel(implementation)(*args, **kwargs)
 
   def _choose(self, args, kwargs) -> R:
-    """The kernel where this is compiled for a GPU, if there is one."""
+    """Runs the kernel if this is compiled for a GPU and there is one."""
     for name, _ in self.kernels if _targets_gpu() else ():
       if self._why_not(name, args, kwargs) is None:
         if _is_on_mesh():
           return self.kernel(name)(*args, **kwargs)
-        # Once more when it is lowered: on a machine with a GPU a computation
+        # Chosen again at lowering: on a machine with a GPU a computation
         # can be put on the CPU.
         return jax.lax.platform_dependent(
           *args,
@@ -150,40 +145,29 @@ class Op[R]:
     return f"{self.name}: xla everywhere ({'; '.join(reasons)})"
 
   def _why_not(self, implementation: str, args, kwargs) -> str | None:
-    """Why an implementation cannot take these, or None, by a dry run."""
-    kernel = functools.partial(self.kernel(implementation), **kwargs)
-    token = _in_dry_run.set(True)
-    try:
-      self._require_whole_arrays(implementation)
-      jax.eval_shape(kernel, *args)
-    except Unsupported as reason:
-      return str(reason)
-    except _DryRunEnded:
-      pass
-    finally:
-      _in_dry_run.reset(token)
-    return None
-
-  def _require_whole_arrays(self, implementation: str) -> None:
+    """Returns why an implementation cannot take these arguments, or None."""
     if implementation in _PALLAS and may_be_partitioned():
-      raise Unsupported(
+      return (
         f"{self.name}: with several GPUs a kernel sees one device's part only "
         "inside jax.shard_map, where layers run with recipe.axes=MeshAxes(...)"
       )
+    why_not = getattr(self.kernel(implementation), "why_not", None)
+    reason = why_not and why_not(*args, **kwargs)
+    return reason and f"{self.name}: {reason}"
 
 
 def explain(op: Op, *args: Any, **kwargs) -> str:
   """Says which implementation of an op these arguments get, and why.
 
   Args:
-    op: such as `ops.norm_fwd`.
-    *args, **kwargs: what it would be called with; traced arrays do too.
+    op: an operation, such as `ops.norm_fwd`.
+    *args, **kwargs: the arguments of the call; traced arrays work too.
 
   Returns:
-    One sentence, as "quantize_groups: triton on a GPU, xla elsewhere".
+    One sentence, such as "quantize_groups: triton on a GPU, xla elsewhere".
 
   Raises:
-    TypeError: `op` is no `Op`.
+    TypeError: `op` is not an `Op`.
   """
   check_kind("explain", "op", op, Op, "pass one of coat_jax.ops")
   return op.explain(*args, **kwargs)
@@ -194,11 +178,10 @@ def op[R](
 ) -> Callable[[Callable[..., R]], Op[R]]:
   """Makes an `Op` of its definition: `@op(triton="norm")`.
 
-  Args:
-    check: raises for arguments that no implementation can take, or None.
-    **kernels: by the implementation's name a function, or the module that has
-      one of the definition's name: of `pallas.triton` and `pallas.mosaic` for
-      these two, of `ops` for the others.
+  `check` raises for arguments that no implementation supports. `kernels` maps
+  an implementation's name to a function, or to the module that has a function
+  of the definition's name: in `pallas.triton` and `pallas.mosaic` for these
+  two, in `ops` for the others.
   """
 
   def make(definition: Callable[..., R]) -> Op[R]:
@@ -207,46 +190,62 @@ def op[R](
   return make
 
 
-class _DryRunEnded(Exception):
-  """An implementation can take the arguments of a dry run."""
+def kernel[**P, R](
+  why_not: Callable[..., str | None],
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+  """Decorates an implementation: `Unsupported` if `why_not` gives a reason.
 
-
-def supported() -> None:
-  """Says in an implementation that it can take its arguments.
-
-  A dry run ends here: asking whether a kernel can run then costs no trace of
-  it. An implementation without this call is traced to its end.
+  `why_not` gets all arguments by name and may read shapes and dtypes of arrays;
+  it returns why the implementation cannot run them, or None.
   """
-  if _in_dry_run.get():
-    raise _DryRunEnded
+
+  def make(run: Callable[P, R]) -> Callable[P, R]:
+    signature = inspect.signature(run)
+
+    def reason(*args, **kwargs) -> str | None:
+      bound = signature.bind(*args, **kwargs)
+      bound.apply_defaults()
+      return why_not(**bound.arguments)
+
+    @functools.wraps(run)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+      found = reason(*args, **kwargs)
+      if found is not None:
+        raise Unsupported(f"{run.__name__}: {found}")
+      return run(*args, **kwargs)
+
+    setattr(checked, "why_not", reason)  # noqa: B010
+    return checked
+
+  return make
 
 
 def _is_on_mesh() -> bool:
-  """Whether this runs on the devices of a mesh, inside shard_map, and no other.
+  """Returns whether this is traced inside shard_map, for a mesh's devices only.
 
-  XLA keeps a choice of platform that has a collective in it as a conditional,
-  and the host then waits for the device at each. What is traced without the
-  choice lowers for the mesh's platform only.
+  XLA keeps a platform choice that contains a collective as a conditional, and
+  the host then waits for the device at each one. Code traced without the choice
+  lowers for the mesh's platform only.
   """
   mesh = jax.sharding.get_abstract_mesh()
   return bool(mesh.manual_axes) and mesh.abstract_device is not None
 
 
 def _targets_gpu() -> bool:
-  """Whether what is traced now is for a GPU with FP8, as far as one can say."""
+  """Guesses whether the code being traced is for a GPU with FP8."""
   device = jax.sharding.get_abstract_mesh().abstract_device
-  # A mesh's devices say gpu.
+  # Devices of a mesh have the platform name gpu.
   if device is not None and device.platform not in ("cuda", "gpu"):
     return False
   if jax.default_backend() != "gpu":
-    return device is not None  # It is compiled here for a mesh elsewhere.
-  # Ada has FP8 as well; GPUs before it have not. AMD's name no number.
+    return device is not None  # Compiling here for a mesh of other machines.
+  # Ada and later GPUs have FP8. AMD's capability is not a number.
   capability = str(getattr(jax.local_devices()[0], "compute_capability", ""))
   return capability[:1].isdigit() and float(capability) >= 8.9
 
 
 def may_be_partitioned() -> bool:
-  """Whether XLA may gather arrays for a kernel, which it cannot partition."""
+  """Whether XLA may partition this code, which it cannot do with kernels."""
   mesh = jax.sharding.get_abstract_mesh()
   if mesh.auto_axes or mesh.explicit_axes:
     return mesh.size > 1

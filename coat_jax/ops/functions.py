@@ -14,20 +14,20 @@ from coat_jax.ops.types import Activation, Approximation
 
 
 def _in_f32(x: Any) -> Array:
-  """An array of numbers in f32; a TypeError for what is none."""
+  """Converts an array to f32; raises a TypeError if it is not numeric."""
   op, kind, remedy = "activation", jnp.number, "pass its input"
   check_array(op, "x", x, "an array of numbers", kind=kind, remedy=remedy)
   return x.astype(jnp.float32)
 
 
 def silu_values(x: Array) -> Array:
-  """x sigmoid(x) in f32."""
+  """Computes x sigmoid(x) in f32."""
   x = _in_f32(x)
   return x * jax.nn.sigmoid(x)
 
 
 def silu_derivative(x: Array) -> Array:
-  """sigmoid(x) (1 + x (1 - sigmoid(x))) in f32."""
+  """Computes sigmoid(x) (1 + x (1 - sigmoid(x))) in f32."""
   x = _in_f32(x)
   sigmoid = jax.nn.sigmoid(x)
   return sigmoid * (1 + x * (1 - sigmoid))
@@ -41,17 +41,9 @@ _QUICK = 1.702
 
 
 def gelu_values(x: Array, *, approximate: Approximation) -> Array:
-  """x Phi(x) in f32.
+  """Computes x Phi(x) in f32, with the `Approximation` of Phi.
 
   (1 + tanh(u)) / 2 = sigmoid(2 u) does not cancel where tanh(u) is near -1.
-
-  Args:
-    x: any shape.
-    approximate: Phi by the tanh approximation (True), by erf (False), or as
-      sigmoid(1.702 x) ("sigmoid").
-
-  Raises:
-    ValueError: another approximation.
   """
   x = _in_f32(x)
   check_approximation(approximate)
@@ -64,15 +56,15 @@ def gelu_values(x: Array, *, approximate: Approximation) -> Array:
 
 
 def gelu_derivative(x: Array, *, approximate: Approximation) -> Array:
-  """d gelu / dx in f32."""
+  """Computes d gelu / dx in f32."""
   x = _in_f32(x)
   check_approximation(approximate)
   if approximate == "sigmoid":
-    x = jnp.clip(x, -60, 60)  # As below; sigmoid(-102) is not subnormal.
+    x = jnp.clip(x, -60, 60)  # As below. sigmoid(-102) is not subnormal.
     cdf = jax.nn.sigmoid(_QUICK * x)
     return cdf + _QUICK * x * cdf * (1 - cdf)
   if approximate:
-    # Beyond 20 it is 0 or 1, and 0 times an overflowing slope would be NaN.
+    # Beyond 20 sigmoid is 0 or 1; 0 times an overflowing slope would be NaN.
     x = jnp.clip(x, -20, 20)
     inner = _SQRT_2_OVER_PI * (x + _CUBIC * x * x * x)
     slope = _SQRT_2_OVER_PI * (1 + 3 * _CUBIC * x * x)
@@ -83,7 +75,7 @@ def gelu_derivative(x: Array, *, approximate: Approximation) -> Array:
 
 
 def check_approximation(approximate: Any) -> None:
-  """Raises a ValueError where this is no `Approximation`."""
+  """Raises a ValueError if this is not an `Approximation`."""
   if approximate not in (True, False, "sigmoid"):
     raise ValueError(
       'gelu: approximate must be True, False or "sigmoid", got '
@@ -91,7 +83,7 @@ def check_approximation(approximate: Any) -> None:
     )
 
 
-# Values and derivative of each.
+# Value and derivative of each activation.
 _FUNCTIONS: dict[Activation, tuple[Callable, Callable]] = {
   "silu": (silu_values, silu_derivative),
   "gelu_tanh": (
@@ -106,17 +98,17 @@ _FUNCTIONS: dict[Activation, tuple[Callable, Callable]] = {
 
 
 def check_activation(activation: Any) -> None:
-  """Raises a ValueError where this is no `Activation`."""
+  """Raises a ValueError if this is not an `Activation`."""
   check_choice("gated", "activation", activation, tuple(_FUNCTIONS))
 
 
 def activation_values(x: Array, *, activation: Activation) -> Array:
-  """The activation function of x in f32."""
+  """Computes the activation function of x in f32."""
   check_activation(activation)
   return _FUNCTIONS[activation][0](x)
 
 
 def activation_derivative(x: Array, *, activation: Activation) -> Array:
-  """Its derivative in f32."""
+  """Computes the activation function's derivative at x in f32."""
   check_activation(activation)
   return _FUNCTIONS[activation][1](x)

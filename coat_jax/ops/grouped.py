@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products of rows with the weight of their group, forward and backward.
+"""Grouped matmuls: each row times the weight of its group.
 
-The rows of each expert of a mixture are next to each other: the first sizes[0]
-rows are group 0's, and so on. Groups have any sizes, none too; all together
-they are all rows.
+The rows of each expert of a mixture are contiguous: the first sizes[0] rows
+belong to group 0, and so on. A group may be empty; the sizes add up to the
+number of rows.
 """
 
 import jax.numpy as jnp
@@ -35,7 +35,7 @@ def _check_rows(x: Array, g: Array, sizes: Array, **kwargs) -> None:
 
 
 def _product(a, b, sizes, summed, groups, dtype) -> Array:
-  """A ragged product, summed in f32 over one axis of each."""
+  """Runs a ragged product that sums in f32 over one axis of each array."""
   dimensions = lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(([summed[0]], [summed[1]]), ([], [])),
     lhs_ragged_dimensions=[0],
@@ -51,7 +51,7 @@ def _product(a, b, sizes, summed, groups, dtype) -> Array:
 def grouped_fwd(
   x: Array, w: Array, sizes: Array, *, dtype: DTypeLike = jnp.bfloat16
 ) -> Array:
-  """y [M, F]: rows of x [M, D] times w [E, D, F] of their group."""
+  """Computes y [M, F]: each row of x [M, D] times its group's w [E, D, F]."""
   return _product(x, w, sizes, (1, 1), [0], dtype)
 
 
@@ -59,7 +59,7 @@ def grouped_fwd(
 def grouped_dgrad(
   g: Array, w: Array, sizes: Array, *, dtype: DTypeLike = jnp.bfloat16
 ) -> Array:
-  """dx [M, D]: rows of g [M, F] times w^T, w [E, D, F] of their group."""
+  """Multiplies rows of g [M, F] by w^T of their group, w [E, D, F]: [M, D]."""
   return _product(g, w, sizes, (1, 2), [0], dtype)
 
 
@@ -72,9 +72,9 @@ def grouped_wgrad(
   dtype: DTypeLike = jnp.float32,
   rows_first: bool = False,
 ) -> Array:
-  """dw [E, D, F]: x^T g of each group's rows; zeros where it has none.
+  """Computes dw [E, D, F]: x^T g of each group's rows; zeros for empty groups.
 
-  With `rows_first` [D, E, F], as what is split by rows over devices has to be.
+  With `rows_first` it is [D, E, F], as required if devices split it by rows.
   """
   dw = _product(x, g, sizes, (0, 0), [], dtype)
   return jnp.moveaxis(dw, 0, 1) if rows_first else dw

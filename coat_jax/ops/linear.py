@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matrix products of operands in plain jnp, forward and backward.
+"""Matmuls of operands in plain jnp, forward and backward.
 
-Their formats are the operands' own; `dtype` is that of the result. Both
+The operands determine their formats; `dtype` is the result's. Either both
 operands have one scale, or both have scales of blocks: then the sum over each
-block of 128 is multiplied by its two scales and added to the others in f32.
-These are powers of two, so that codes may be multiplied by them first, in BF16,
-and nothing is rounded but sums.
+block of 128 is multiplied by its two scales and accumulated in f32. Block
+scales are powers of two, so codes can be multiplied by them first, in BF16, and
+only sums are rounded.
 """
 
 import jax
@@ -14,8 +14,8 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from coat_jax.formats import accumulator
-from coat_jax.ops.blocks import block_values
 from coat_jax.ops.dispatch import op
+from coat_jax.ops.scaling import BLOCK, block_values
 from coat_jax.ops.types import BlockScales, Operand
 from coat_jax.qtensor import QTensor, times_scales
 
@@ -57,7 +57,7 @@ def _matmul(
   add: Array | None = None,
   bias: Array | None = None,
 ) -> Array:
-  """a [m, k] b [n, k]^T of codes and scales, plus others, in f32: [m, n]."""
+  """Computes a [m, k] b [n, k]^T plus `add` and `bias` in f32: [m, n]."""
   if a.scale.ndim != b.scale.ndim:
     raise ValueError(
       "linear: operands must both have one scale, or both scales of blocks, "
@@ -65,7 +65,7 @@ def _matmul(
       "gives those of a recipe"
     )
   if a.scale.ndim:
-    out = _dot(*(block_values(*x, dtype=jnp.bfloat16) for x in (a, b)))
+    out = _dot(*(block_values(x.qvalue, x.scale, jnp.bfloat16) for x in (a, b)))
   else:
     out = times_scales(_dot(a.qvalue, b.qvalue), a.scale, b.scale)
   return in_sum(out, dtype, add, bias)
@@ -74,7 +74,7 @@ def _matmul(
 def in_sum(
   out: Array, dtype: DTypeLike, add: Array | None, bias: Array | None
 ) -> Array:
-  """A product f32 [m, n], a bias [n] as `dtype` holds it, and `add` [m, n]."""
+  """Adds a bias [n], rounded to `dtype`, and `add` [m, n] to f32 [m, n]."""
   if bias is not None:
     out = out + bias.astype(dtype).astype(jnp.float32)[None]
   if add is not None:
@@ -83,7 +83,7 @@ def in_sum(
 
 
 def _dot(a: Array, b: Array) -> Array:
-  """a [m, k] b [n, k]^T: f32 [m, n]."""
+  """Computes a [m, k] b [n, k]^T in f32: [m, n]."""
   total = jnp.float32 if a.dtype == jnp.bfloat16 else accumulator(a.dtype)
   out = jax.lax.dot_general(
     a, b, (((1,), (1,)), ((), ())), preferred_element_type=total
@@ -92,34 +92,29 @@ def _dot(a: Array, b: Array) -> Array:
 
 
 def _rows(x: Array) -> Array:
-  """[..., n] to [rows, n]."""
+  """Reshapes [..., n] to [rows, n]."""
   return x.reshape(-1, x.shape[-1])
 
 
 def in_rows(x: Operand) -> QTensor:
-  """Rows [m, n] with one scale, or with those of their blocks."""
+  """Returns an operand's rows [m, n] with one scale or with block scales."""
   assert x.rows is not None
   if not isinstance(x.scale, BlockScales):
-    return QTensor(_rows(x.rows), x.scale)
+    return QTensor(_rows(x.rows), x.scale, None)
   assert x.scale.rows is not None
-  return QTensor(_rows(x.rows), _rows(x.scale.rows))
+  return QTensor(_rows(x.rows), _rows(x.scale.rows), BLOCK)
 
 
 def in_columns(x: Operand) -> QTensor:
-  """Columns [n, m], likewise."""
+  """Returns an operand's columns [n, m] with one scale or with block scales."""
   assert x.columns is not None
   if not isinstance(x.scale, BlockScales):
-    return QTensor(x.columns, x.scale)
+    return QTensor(x.columns, x.scale, None)
   assert x.scale.columns is not None
-  return QTensor(x.columns, x.scale.columns)
+  return QTensor(x.columns, x.scale.columns, BLOCK)
 
 
-@op(
-  check=_check_linear,
-  cublas="cublas",
-  mosaic="block_product",
-  jax_triton="block_product",
-)
+@op(check=_check_linear, cublas="cublas", mosaic="block_product")
 def linear_fwd(
   x: Operand,
   w: Operand,
@@ -128,10 +123,10 @@ def linear_fwd(
   add: Array | None = None,
   bias: Array | None = None,
 ) -> Array:
-  """y [..., F] = x w: x.rows [..., D], w.columns [F, D].
+  """Computes y [..., F] = x w from x.rows [..., D] and w.columns [F, D].
 
-  `bias` [F], as `dtype` holds it, and `add` [..., F], the residual stream, are
-  added in f32, before y is rounded.
+  `bias` [F], rounded to `dtype`, and `add` [..., F], the residual stream, are
+  added in f32 before y is rounded.
   """
   assert x.rows is not None and w.columns is not None
   if add is not None:
@@ -140,19 +135,19 @@ def linear_fwd(
   return y.reshape(*x.rows.shape[:-1], w.columns.shape[0])
 
 
-@op(cublas="cublas", mosaic="block_product", jax_triton="block_product")
+@op(cublas="cublas", mosaic="block_product")
 def linear_dgrad(
   g: Operand, w: Operand, *, dtype: DTypeLike = jnp.bfloat16
 ) -> Array:
-  """dx [..., D] = g w^T: g.rows [..., F], w.rows [D, F]."""
+  """Computes dx [..., D] = g w^T from g.rows [..., F] and w.rows [D, F]."""
   assert g.rows is not None and w.rows is not None
   dx = _matmul(in_rows(g), in_rows(w), dtype)
   return dx.reshape(*g.rows.shape[:-1], w.rows.shape[0])
 
 
-@op(cublas="cublas", mosaic="block_product", jax_triton="block_product")
+@op(cublas="cublas", mosaic="block_product")
 def linear_wgrad(
   x: Operand, g: Operand, *, dtype: DTypeLike = jnp.float32
 ) -> Array:
-  """dw [D, F] = x^T g: x.columns [D, m], g.columns [F, m]."""
+  """Computes dw [D, F] = x^T g from x.columns [D, m] and g.columns [F, m]."""
   return _matmul(in_columns(x), in_columns(g), dtype)

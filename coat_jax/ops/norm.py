@@ -14,16 +14,19 @@ from coat_jax.checks import (
   check_choice,
   check_number,
 )
-from coat_jax.formats import E4M3
-from coat_jax.ops.blocks import values_to_operand
 from coat_jax.ops.dispatch import op
-from coat_jax.ops.quantize import quantize_groups, tensor_scale
+from coat_jax.ops.scaling import (
+  VALUES,
+  Groups,
+  Scales,
+  Scaling,
+)
 from coat_jax.ops.types import Layout, NormKind, NormStats, Operand
-from coat_jax.qtensor import QTensor, dequantize
+from coat_jax.qtensor import QTensor
 
 
 def check_norm(x, gamma, beta, *, kind, eps, **kwargs) -> None:
-  """Raises where these are no arguments of a norm."""
+  """Raises for invalid arguments of a norm."""
   del kwargs
   rule, remedy = "an array of numbers", "pass its input"
   check_array("norm", "x", x, rule, kind=jnp.number, remedy=remedy)
@@ -46,20 +49,10 @@ def norm_values(
   kind: NormKind,
   eps: float,
 ) -> tuple[Array, NormStats]:
-  """y = (x - mean) rstd gamma + beta in f32; "rms" has no mean.
+  """Computes y = (x - mean) rstd gamma + beta and the statistics, in f32.
 
-  Args:
-    x: [..., D].
-    gamma, beta: [D] or None.
-    kind: "rms", rstd = (mean(x^2) + eps)^-1/2, or "layer", with the variance.
-    eps: added under the root.
-
-  Returns:
-    y f32 [..., D] and the statistics.
-
-  Raises:
-    TypeError: `eps` is no number.
-    ValueError: an unknown kind, a negative `eps`, or shapes that do not fit.
+  x is [..., D]; gamma and beta are [D] or None. For "rms" there is no mean and
+  rstd = (mean(x^2) + eps)^-1/2; "layer" uses the variance.
   """
   check_norm(x, gamma, beta, kind=kind, eps=eps)
   x = x.astype(jnp.float32)
@@ -73,7 +66,7 @@ def norm_values(
 
 
 def _normalized(x, gamma, beta, stats) -> Array:
-  """(x - mean) rstd gamma + beta, f32 [..., D]."""
+  """Computes (x - mean) rstd gamma + beta, f32 [..., D]."""
   if stats.mean is not None:
     x = x - stats.mean[..., None]
   y = x * stats.rstd[..., None]
@@ -87,7 +80,7 @@ def _normalized(x, gamma, beta, stats) -> Array:
 def norm_gradients(
   dy: Array, x: Array, gamma: Array | None, stats: NormStats
 ) -> tuple[Array, Array, Array]:
-  """dx [..., D], dgamma [D], dbeta [D] in f32; sums over rows in f32.
+  """Computes dx [..., D], dgamma [D], dbeta [D]; all f32, summed over rows.
 
   With xhat the normalized x and g = gamma dy:
   dx = (g - xhat mean(xhat g) - mean(g)) rstd, the last mean for "layer" only.
@@ -110,7 +103,7 @@ def norm_gradients(
 
 
 def _row(v: Array, like: Array) -> Array:
-  """A [D] vector as f32 of the rank of [..., D]."""
+  """Casts a [D] vector to f32 and to the rank of `like` [..., D]."""
   return v.astype(jnp.float32).reshape((1,) * (like.ndim - 1) + v.shape)
 
 
@@ -122,29 +115,17 @@ def norm_input(
   *,
   kind: NormKind,
   eps: float,
-  group_size: int,
-  dtype: DTypeLike = E4M3,
-  output_dtype: DTypeLike = E4M3,
-  axis_names: tuple[str, ...] = (),
-) -> tuple[QTensor, NormStats, Array]:
-  """Makes what a norm reads and saves: 1 x G values and their statistics.
+  groups: Groups,
+  output: Scaling = VALUES,
+) -> tuple[QTensor, NormStats, Scales | None]:
+  """Quantizes a norm's input x [..., D]; finds statistics and output scale.
 
-  Args:
-    x: [..., D], BF16 or f32.
-    gamma, beta: [D] or None.
-    kind, eps: the norm's.
-    group_size: of the values.
-    dtype: format of the values.
-    output_dtype: format of the norm's output.
-
-  Returns:
-    x in `dtype`, the statistics of its rows, and the scale of the output.
+  x is BF16 or f32. The result is x in 1 x G groups, the statistics of its rows,
+  and the scale that `output` needs.
   """
-  x_q = quantize_groups.definition(x, group_size=group_size, dtype=dtype)
-  values = dequantize(x_q, group_size=group_size)
-  y, stats = norm_values(values, gamma, beta, kind=kind, eps=eps)
-  scale = tensor_scale.definition(y, dtype=output_dtype, axis_names=axis_names)
-  return x_q, stats, scale
+  x_q = groups.quantize(x)
+  y, stats = norm_values(x_q.dequantize(), gamma, beta, kind=kind, eps=eps)
+  return x_q, stats, output.find_scale(y)
 
 
 @op(triton="norm")
@@ -154,18 +135,13 @@ def norm_fwd(
   beta: Array | None,
   stats: NormStats,
   *,
-  scale: Array | None,
-  group_size: int,
+  output: Scaling = VALUES,
+  scale: Scales | None = None,
   layout: Layout = "rows",
-  dtype: DTypeLike = E4M3,
 ) -> Operand:
-  """Norm of 1 x G values to the operand of the next product.
-
-  With this scale; with None in blocks of 128, each with its own.
-  """
-  values = dequantize(x, group_size=group_size)
-  y = _normalized(values, gamma, beta, stats)
-  return values_to_operand(y, scale=scale, layout=layout, dtype=dtype)
+  """Normalizes 1 x G values; returns the next product's operand."""
+  y = _normalized(x.dequantize(), gamma, beta, stats)
+  return output.quantize(y, scale, layout)
 
 
 @op(triton="norm_backward")
@@ -175,16 +151,14 @@ def norm_bwd(
   gamma: Array | None,
   stats: NormStats,
   *,
-  group_size: int,
   dtype: DTypeLike = jnp.bfloat16,
   add: Array | None = None,
 ) -> tuple[Array, Array, Array]:
-  """dx in `dtype`, dgamma and dbeta in f32, at the values the forward read.
+  """Computes dx in `dtype`, dgamma and dbeta in f32, at the forward's values.
 
-  `add` [..., D], the gradient that goes around the norm, is added to dx in f32.
+  `add` [..., D], the gradient that bypasses the norm, is added to dx in f32.
   """
-  values = dequantize(x, group_size=group_size)
-  dx, dgamma, dbeta = norm_gradients(dy, values, gamma, stats)
+  dx, dgamma, dbeta = norm_gradients(dy, x.dequantize(), gamma, stats)
   if add is not None:
     dx = dx + add.astype(jnp.float32)
   return dx.astype(dtype), dgamma, dbeta

@@ -1,40 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotary position embedding and the layout of heads, in plain jnp.
+"""Rotary position embedding (RoPE) and the layout of heads, in plain jnp.
 
-Pairs of channels are (i, i + R/2) of the first R, as in Hugging Face
+Channels are paired (i, i + R/2) among the first R, as in Hugging Face
 Transformers; R is a head's size H unless RoPE is partial. The columns of q, k
-and v are ordered by key head: for each of the K key heads its N / K query
+and v are ordered by key head: for each of the K key heads, its N / K query
 heads, its key, its value.
 """
 
 import jax.numpy as jnp
 from jax import Array
-from jax.typing import DTypeLike
 
 from coat_jax.checks import COUNT, check_whole
-from coat_jax.formats import E5M2
 from coat_jax.ops.dispatch import op
-from coat_jax.ops.quantize import quantize_tensor
 from coat_jax.ops.rotary import Rotary
+from coat_jax.ops.scaling import (
+  GRADIENTS,
+  Scaling,
+)
 from coat_jax.ops.types import Operand
 
-# RoPE's base, or a `Rotary`; None turns nothing.
+# RoPE's base or a `Rotary`; None rotates nothing.
 type Theta = float | Rotary | None
-# Where a stack has layers of several kinds, one for each kind.
+# In a stack with several kinds of layers, one for each kind.
 type Thetas = Theta | tuple[Theta, ...]
 
 
 def rotation(
   positions: Array, *, head_dim: int, theta: Thetas, kind: Array | None = None
 ) -> tuple[Array, Array]:
-  """cos and sin of position * theta^(-2 i / R): f32 [T, R / 2] each.
+  """Computes cos and sin of position * theta^(-2 i / R): f32 [T, R / 2] each.
 
-  Args:
-    positions: int32 [T]; or [B, T], and then the results are [B, T, R / 2].
-    head_dim: H, which R is too unless a `Rotary` says otherwise.
-    theta: the base, or a `Rotary`; None turns nothing. A tuple has one for each
-      kind of layer, all with the same R.
-    kind: int32 scalar, the place in that tuple.
+  For positions [B, T] the results are [B, T, R / 2]. R is `head_dim` unless a
+  `Rotary` says otherwise. A tuple `theta` has one entry for each kind of layer,
+  all with the same R; `kind`, an int32 scalar, selects one. None rotates
+  nothing.
   """
   if theta is None:
     shape = *positions.shape, head_dim // 2
@@ -52,14 +51,14 @@ def rotation(
 def rotation_if_any(
   positions: Array, *, head_dim: int, theta: Thetas, kind: Array | None = None
 ) -> tuple[Array | None, Array | None]:
-  """`rotation`; (None, None) where nothing turns in any kind of layer."""
+  """Calls `rotation`; (None, None) if no kind of layer rotates."""
   if theta is None:
     return None, None
   return rotation(positions, head_dim=head_dim, theta=theta, kind=kind)
 
 
 def _frequencies(theta, head_dim, kind):
-  """f32 [R / 2], and what cos and sin are multiplied by, or None."""
+  """Returns frequencies f32 [R / 2] and the factor of cos and sin, or None."""
   if not isinstance(theta, tuple):
     rotary = as_rotary(theta)
     magnitude = rotary.magnitude
@@ -82,17 +81,17 @@ def _frequencies(theta, head_dim, kind):
 
 
 def as_rotary(theta: float | Rotary) -> Rotary:
-  """A base as the RoPE that has nothing else."""
+  """Wraps a base as a `Rotary` without other options."""
   return theta if isinstance(theta, Rotary) else Rotary(theta)
 
 
 def rotate(x: Array, cos: Array, sin: Array) -> Array:
-  """Rotates the pairs of x [B, T, N, H], in f32; the first R channels of H.
+  """Rotates the first R channels of x [B, T, N, H] in pairs, in f32.
 
   `cos` and `sin` are [T, R / 2] or [B, T, R / 2].
   """
   if cos.ndim == 2:
-    # One angle for all sequences and heads.
+    # The same angles for all sequences and heads.
     cos, sin = cos[None, :, None], sin[None, :, None]
   else:
     cos, sin = cos[:, :, None], sin[:, :, None]
@@ -129,16 +128,10 @@ def split_heads(
   num_heads: int,
   num_kv_heads: int,
 ) -> tuple[Array, Array, Array]:
-  """Takes q, k and v apart and rotates q and k.
+  """Splits qkv [B, T, (N + 2 K) H] into q, k and v; rotates q and k.
 
-  Args:
-    qkv: [B, T, (N + 2 K) H].
-    cos, sin: f32 [T, R / 2] or [B, T, R / 2], R at most H: see `rotate`; None
-      rotates nothing.
-    num_heads, num_kv_heads: N and K.
-
-  Returns:
-    q [B, T, N, H] and k, v [B, T, K, H].
+  cos and sin are as for `rotate`; None rotates nothing. q is [B, T, N, H]; k
+  and v are [B, T, K, H].
   """
   b, t, columns = qkv.shape
   h = columns // (num_heads + 2 * num_kv_heads)
@@ -155,7 +148,7 @@ def split_heads(
 def join_heads(
   dq: Array, dk: Array, dv: Array, cos: Array | None, sin: Array | None
 ) -> Array:
-  """The transpose of `split_heads`, which is linear: [B, T, (N + 2 K) H]."""
+  """Transposes `split_heads`, which is linear: returns [B, T, (N + 2 K) H]."""
   b, t, kv_heads, h = dk.shape
   heads = dq.shape[2] // kv_heads
   if cos is not None and sin is not None:
@@ -177,28 +170,16 @@ def join_heads_operand(
   cos: Array | None,
   sin: Array | None,
   *,
-  dtype: DTypeLike = E5M2,
+  gradient: Scaling = GRADIENTS,
   has_sums: bool = False,
-  axis_names: tuple[str, ...] = (),
 ) -> tuple[Operand, Array | None]:
-  """`join_heads` to the operand of the products before.
+  """Writes `join_heads` as the operand of the gradients' products.
 
-  Args:
-    dq: [B, T, N, H].
-    dk, dv: [B, T, K, H].
-    cos, sin: as of `split_heads`.
-    dtype: format of the operand.
-    has_sums: whether the gradient of a bias is wanted.
-
-  Returns:
-    The operand in both layouts; and the sum over tokens of what it stands for,
-    before that is rounded to `dtype`, f32 [(N + 2 K) H], or None.
+  Returns it in both layouts; and, with `has_sums`, the gradient summed over
+  tokens before it is rounded, f32 [(N + 2 K) H], for a bias.
   """
   joined = join_heads.definition(dq, dk, dv, cos, sin)
   sums = None
   if has_sums:
     sums = jnp.sum(joined.astype(jnp.float32), axis=(0, 1))
-  operand = quantize_tensor.definition(
-    joined, dtype=dtype, layout="both", axis_names=axis_names
-  )
-  return operand, sums
+  return gradient.quantize(joined, layout="both"), sums

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Frequencies of RoPE, and how models stretch them to longer sequences.
+"""RoPE frequencies, and how models scale them to longer sequences.
 
-The scalings are those that Hugging Face Transformers computes, under the names
-that its configurations have for their fields.
+The scalings compute what Hugging Face Transformers computes; their fields have
+the names that its configurations use.
 """
 
 import abc
@@ -25,27 +25,27 @@ from coat_jax.checks import (
 
 
 class RopeScaling(abc.ABC):
-  """How frequencies change: a frozen dataclass."""
+  """Base of RoPE scalings: a frozen dataclass that changes frequencies."""
 
   @abc.abstractmethod
   def scaled(self, frequency: Array, *, theta: float) -> Array:
-    """The frequencies f32 [R / 2] of a RoPE of base theta, stretched."""
+    """Scales the frequencies f32 [R / 2] of a RoPE with base theta."""
 
   @property
   def magnitude(self) -> float:
-    """What cos and sin are multiplied by."""
+    """The factor that cos and sin are multiplied by."""
     return 1.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LinearScaling(RopeScaling):
-  """All frequencies are divided by a factor.
+  """Divides all frequencies by a factor (position interpolation).
 
   Attributes:
-    factor: how many times longer sequences are.
+    factor: how many times longer sequences become.
 
   Raises:
-    ValueError: a factor below 1.
+    ValueError: the factor is below 1.
 
   Source: arXiv:2306.15595, section 2.3.
   """
@@ -62,19 +62,20 @@ class LinearScaling(RopeScaling):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Llama3Scaling(RopeScaling):
-  """Low frequencies are divided by a factor, high ones stay: Llama 3.1.
+  """Divides low frequencies by a factor and keeps high ones: Llama 3.1.
 
   A frequency is low if it turns less than `low_freq_factor` times in the
-  original length, high if more than `high_freq_factor` times; between them the
-  two are mixed linearly.
+  original length, high if it turns more than `high_freq_factor` times; between
+  them the two are interpolated linearly.
 
   Attributes:
-    factor: what low frequencies are divided by.
-    low_freq_factor, high_freq_factor: turns.
-    original_max_position_embeddings: the original length.
+    factor: divisor of low frequencies.
+    low_freq_factor, high_freq_factor: numbers of turns.
+    original_max_position_embeddings: the original context length.
 
   Raises:
-    ValueError: a factor below 1, or low turns that are not below high ones.
+    ValueError: the factor is below 1, or the low number of turns is not below
+      the high one.
   """
 
   factor: float
@@ -97,22 +98,23 @@ class Llama3Scaling(RopeScaling):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class YarnScaling(RopeScaling):
-  """Low frequencies are divided by a factor, high ones stay; cos and sin grow.
+  """Divides low frequencies by a factor, keeps high ones; scales cos and sin.
 
-  The channels between those that turn `beta_fast` and `beta_slow` times in the
-  original length are mixed, linearly in the channel.
+  Channels between those that turn `beta_fast` and `beta_slow` times in the
+  original length are interpolated, linearly in the channel.
 
   Attributes:
-    factor: what low frequencies are divided by.
-    original_max_position_embeddings: the original length.
-    beta_fast, beta_slow: turns.
-    attention_factor: what cos and sin are multiplied by; None for what follows
-      from the factor: 0.1 log(factor) + 1 or, with both of the next two, the
-      quotient of 0.1 mscale log(factor) + 1 and the same of mscale_all_dim.
+    factor: divisor of low frequencies.
+    original_max_position_embeddings: the original context length.
+    beta_fast, beta_slow: numbers of turns.
+    attention_factor: factor of cos and sin. None computes it from `factor`:
+      0.1 log(factor) + 1 or, with both `mscale` and `mscale_all_dim`, the
+      quotient of 0.1 mscale log(factor) + 1 and the same for mscale_all_dim.
     mscale, mscale_all_dim: see `attention_factor`.
 
   Raises:
-    ValueError: a factor below 1, or slow turns that are not below fast ones.
+    ValueError: the factor is below 1, or the slow number of turns is not below
+      the fast one.
 
   Source: arXiv:2309.00071, section 3.
   """
@@ -143,7 +145,7 @@ class YarnScaling(RopeScaling):
 
     first = max(math.floor(channel(self.beta_fast)), 0)
     last = min(math.ceil(channel(self.beta_slow)), 2 * half - 1)
-    width = last - first or 1  # Of a step any will do.
+    width = last - first or 1  # If the two are equal (a step), any width works.
     channels = jnp.arange(half, dtype=jnp.float32)
     kept = 1 - jnp.clip((channels - first) / width, 0, 1)
     return frequency * (kept + (1 - kept) / self.factor)
@@ -158,7 +160,7 @@ class YarnScaling(RopeScaling):
     return grown + 1
 
 
-# Where these numbers are written.
+# Remedy in error messages: these numbers come with a model.
 _REMEDY = "copy it from the model's config.json"
 
 
@@ -168,7 +170,7 @@ def _require_factor(scaling) -> None:
 
 
 def _check_turns(scaling, low: str, high: str) -> None:
-  """Raises where two numbers of turns are not positive and in order."""
+  """Raises if two numbers of turns are not positive and in order."""
   op = type(scaling).__name__
   turns = getattr(scaling, low), getattr(scaling, high)
   for name, value in zip((low, high), turns, strict=True):
@@ -188,17 +190,17 @@ def _check_length(scaling) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Rotary:
-  """RoPE with all that it can have.
+  """RoPE with all its options.
 
   Attributes:
     theta: base of the frequencies theta^(-2 i / R).
-    scaling: how they are stretched to longer sequences, or None.
-    rotary_dim: R, how many of a head's first channels turn; None for all. The
-      others pass as they are.
+    scaling: how frequencies are scaled to longer sequences, or None.
+    rotary_dim: R, how many of a head's first channels rotate; None for all. The
+      other channels stay unchanged.
 
   Raises:
-    TypeError: an argument of another kind.
-    ValueError: an odd `rotary_dim`, or one below 2; a base that is not above 0.
+    TypeError: an argument has the wrong type.
+    ValueError: `rotary_dim` is odd or below 2, or the base is not above 0.
   """
 
   theta: float
@@ -229,7 +231,7 @@ class Rotary:
       )
 
   def frequencies(self, head_dim: int) -> Array:
-    """f32 [R / 2], of heads of this size."""
+    """Computes the frequencies f32 [R / 2] for heads of this size."""
     self.check(head_dim)
     half = (head_dim if self.rotary_dim is None else self.rotary_dim) // 2
     frequency = self.theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
@@ -239,5 +241,5 @@ class Rotary:
 
   @property
   def magnitude(self) -> float:
-    """What cos and sin are multiplied by."""
+    """The factor that cos and sin are multiplied by."""
     return 1.0 if self.scaling is None else self.scaling.magnitude

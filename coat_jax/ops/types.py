@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What operations take, give and raise beside `QTensor`s and arrays."""
+"""Types of operations: operands, statistics, kinds of attention, errors."""
 
 import dataclasses
 from typing import Literal, NamedTuple
@@ -8,11 +8,9 @@ from jax import Array
 
 from coat_jax.checks import COUNT, POSITIVE, check_number, check_whole
 
-# "xla" is the definition in plain jnp; the others are for a GPU, "cuda" in jnp.
-Implementation = Literal[
-  "xla", "triton", "mosaic", "jax_triton", "cublas", "cudnn", "cuda"
-]
-# Those of the optimizers' steps.
+# "xla" is the definition in plain jnp. The others are for GPUs; "cuda" is jnp.
+Implementation = Literal["xla", "triton", "mosaic", "cublas", "cudnn", "cuda"]
+# Implementations of the optimizers' steps.
 StepImplementation = Literal["xla", "mosaic"]
 
 Layout = Literal["rows", "columns", "both"]
@@ -28,20 +26,20 @@ Approximation = bool | Literal["sigmoid"]
 
 
 class Unsupported(NotImplementedError):
-  """Raised by an implementation that cannot take these arguments: why not."""
+  """Raised if an implementation cannot run these arguments; says why."""
 
 
 class BlockScales(NamedTuple):
   """Scales of an operand in blocks of 128; each layout has its own.
 
-  f32 powers of two. An activation or a gradient has one per 1 x 128 values of
-  what a product sums over, a weight one per tile of 128 x 128; last blocks may
-  be short. `ops.blocks` quantizes so.
+  Scales are f32 powers of two. An activation or a gradient has one per 1 x 128
+  values along the summed axis, a weight one per tile of 128 x 128; the last
+  blocks may be short. See `ops.scaling.Blocks` and `Tiles`.
 
   Attributes:
-    rows: of `Operand.rows` [..., n]: [..., ceil(n / 128)]; of a weight's
+    rows: for `Operand.rows` [..., n], [..., ceil(n / 128)]; for a weight's
       [ceil(m / 128), ceil(n / 128)].
-    columns: of `Operand.columns` [n, m], likewise.
+    columns: the same for `Operand.columns` [n, m].
   """
 
   rows: Array | None
@@ -51,15 +49,15 @@ class BlockScales(NamedTuple):
 class Operand(NamedTuple):
   """A matrix in FP8 with its scales, laid out for the products that read it.
 
-  FP8 matrix products on Hopper want both operands with the axis that is summed
-  over last. So a matrix that is summed over its rows is transposed where it is
-  quantized: transposing FP8 codes later costs another pass.
+  FP8 matmuls on Hopper require the summed axis last in both operands. A matrix
+  that is summed over its rows is therefore transposed when it is quantized:
+  transposing FP8 codes later costs another pass.
 
   Attributes:
-    rows: FP8 [..., n], or None where no product reads it so.
+    rows: FP8 [..., n], or None if no product reads it this way.
     columns: FP8 [n, m], m the number of rows (all axes but the last), or None.
     scale: f32 scalar, x ≈ rows * scale; or `BlockScales`, and then columns are
-      no transpose of rows but quantized in blocks of their own.
+      not transposed rows but quantized in blocks of their own.
   """
 
   rows: Array | None
@@ -68,7 +66,10 @@ class Operand(NamedTuple):
 
 
 class NormStats(NamedTuple):
-  """What a norm's backward needs beside its input: f32 [...], one per row."""
+  """Statistics that a norm's backward reads with its input: f32 [...].
+
+  There is one value per row; mean is None for "rms".
+  """
 
   mean: Array | None
   rstd: Array
@@ -76,15 +77,16 @@ class NormStats(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class AttentionKind:
-  """Which keys a query sees, and what a score is.
+  """Selects the keys that a query sees, and how scores are scaled and capped.
 
   Attributes:
-    causal: query t sees keys up to t + S - T; T may not be above S.
-    window: of these only the last so many, its own among them: keys with
-      query - window < key, `sliding_window` in transformers; None for all.
+    causal: query t sees keys up to t + S - T; T must not be above S.
+    window: a query sees only the last `window` of these keys, including its
+      own: those with query - window < key, `sliding_window` in Hugging Face
+      Transformers; None for all.
     soft_cap: scores become soft_cap * tanh(scores / soft_cap); None leaves
-      them as they are.
-    scale: what q k^T is multiplied by; None for 1 / sqrt(H).
+      them unchanged.
+    scale: factor of q k^T; None for 1 / sqrt(H).
   """
 
   causal: bool = True
@@ -109,23 +111,22 @@ class AttentionKind:
         check_number(op, name, value, POSITIVE, remedy)
 
   def among(self, keys: int) -> "AttentionKind":
-    """The same for so many keys: a window as long sees all of them."""
+    """Drops a window that covers all of this many keys."""
     if self.window is None or self.window < keys:
       return self
     return dataclasses.replace(self, window=None)
 
   def scale_of(self, head_dim: int) -> float:
-    """What q k^T is multiplied by."""
+    """Returns the factor of q k^T."""
     return head_dim**-0.5 if self.scale is None else self.scale
 
 
 class AttentionResiduals(NamedTuple):
-  """What attention's backward reads beside q, k and v.
+  """Arrays that attention's backward reads besides q, k and v.
 
   Attributes:
     out: [B, T, N, H], the output.
-    lse: f32 [B, T, N], log-sum-exp of each query's scores, which are scaled
-      and capped.
+    lse: f32 [B, T, N], log-sum-exp of each query's scaled, capped scores.
   """
 
   out: Array

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adam with encoded moments: arithmetic, state, shards, conversion, reports."""
+"""FP8 optimizers (AdamW, Lion, Muon): arithmetic, state, shards, reports."""

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One step of Adam on one leaf with encoded moments: the definition.
+"""Adam whose moments are stored in FP8: arithmetic and optax transformation.
 
-`adam_update` gives the update, for optax; `adamw_step` takes the whole step,
-parameter included. Both decode, update the moments in f32, use them as they
-are and encode them again (`stored_step`). `ops` calls these or the kernel that
-does the same in one pass over memory; the numbers of a step come as f32
-scalars, so that one program serves all steps and leaves.
+`adam_update` computes the update of a leaf, for optax; `adamw_step` takes the
+whole step and returns the new parameter. Both decode the moments, update them
+in f32, use them unrounded and encode them again, or call the kernel that does
+the same in one pass over memory. The hyperparameters of a step are f32 scalars,
+so one compiled program serves all steps and leaves.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,26 +17,44 @@ import optax
 from jax import Array
 from jax.typing import ArrayLike
 
+from coat_jax import codecs
 from coat_jax.formats import with_finite_square
 from coat_jax.ops.dispatch import op
-from coat_jax.optimizer import stored_step
-from coat_jax.optimizer.moments import GroupCodecs, Stored
-from coat_jax.optimizer.stored_step import StepScalars
+from coat_jax.ops.types import StepImplementation
+from coat_jax.optimizer.arguments import check_codec, check_hyperparameters
+from coat_jax.optimizer.masks import QuantizeMask
+from coat_jax.optimizer.state import (
+  GroupCodecs,
+  ScaleByCoatAdamState,
+  Stored,
+  check_state,
+  init_state,
+)
+from coat_jax.optimizer.step import (
+  StepScalars,
+  promoted,
+  step_of,
+  update_leaves,
+  update_of,
+)
 from coat_jax.optimizer.weights import Weight
+from coat_jax.stochastic import LeafPart
 
 
 class AdamScalars(NamedTuple):
-  """What one step of Adam multiplies with and adds, f32 [].
+  """Scalars of one step of Adam, f32 [].
 
   The update is optax's mu / c1 / (sqrt(nu / c2 + eps_root) + eps) with the bias
-  corrections c1 and c2, all times sqrt(c2): nu / c2 overflows where nu is large
-  and c2 small (1 - b2 at first).
+  corrections c1 and c2, but numerator and denominator are multiplied by
+  sqrt(c2): nu / c2 overflows if nu is large and c2 small (c2 = 1 - b2 in the
+  first step).
 
   Attributes:
-    b1, one_minus_b1, b2, one_minus_b2: of the moving averages.
-    ratio: sqrt(c2) / c1, or Nesterov's b1 sqrt(c2) / c1 of the next step.
-    gradient_ratio: Nesterov's (1 - b1) sqrt(c2) / c1, or None.
-    eps_root: eps_root c2, or None for zero.
+    b1, one_minus_b1, b2, one_minus_b2: factors of the moving averages.
+    ratio: sqrt(c2) / c1; with Nesterov momentum b1 sqrt(c2) / c1, with c1 of
+      the next step.
+    gradient_ratio: (1 - b1) sqrt(c2) / c1 with Nesterov momentum, else None.
+    eps_root: eps_root c2; None for zero.
     eps: eps sqrt(c2).
   """
 
@@ -59,7 +77,7 @@ def adam_scalars(
   *,
   nesterov: bool = False,
 ) -> AdamScalars:
-  """The scalars of step `count`, the first being 1."""
+  """Computes the scalars of step `count`; the first step is 1."""
   c1, c2 = 1 - b1**count, 1 - b2**count  # pyright: ignore[reportOperatorIssue]
   root = jnp.sqrt(c2)
   ratio, gradient_ratio = root / c1, None
@@ -87,7 +105,10 @@ def adam_scalars(
 def adam(
   g: Array, mu: Array, nu: Array, scalars: AdamScalars
 ) -> tuple[Array, Array, Array]:
-  """The update and the new moments, all f32; of complex g but nu complex64."""
+  """Returns the update and the new moments of f32 arrays of one shape, all f32.
+
+  For a complex gradient the update and mu are complex64, and nu is f32.
+  """
   s = scalars
   parts = [with_finite_square(x) for x in _real_parts(g)]
   g = parts[0] if len(parts) == 1 else jax.lax.complex(*parts)
@@ -95,8 +116,8 @@ def adam(
   nu = s.b2 * nu
   for part in parts:
     nu = nu + s.one_minus_b2 * part * part
-  # No array is divided by a scalar: XLA multiplies by its inverse or does not,
-  # and not alike on one device and on many.
+  # No array is divided by a scalar, because XLA may multiply by the inverse
+  # instead, and may do so on one device but not on many.
   numerator = mu * s.ratio
   if s.gradient_ratio is not None:
     numerator = numerator + g * s.gradient_ratio
@@ -112,29 +133,13 @@ def _real_parts(x: Array) -> list[Array]:
 def adam_update(
   g: Array,
   stored: Stored,
-  key: Array,
+  part: LeafPart,
   scalars: AdamScalars,
   *,
   groups: GroupCodecs,
-  start: Array | None = None,
-  whole: tuple[int, ...] | None = None,
 ) -> tuple[Array, Stored]:
-  """Adam's update of one leaf, and its new moments.
-
-  Args:
-    g: [..., n], the gradient; complex where the first moment is.
-    stored: the two moments, as they are stored.
-    key: from `stochastic.leaf_key`, for the moments' random words.
-    scalars: of this step.
-    groups: the codecs of both.
-    start, whole: which part of the leaf this is: see `stochastic.random_words`.
-
-  Returns:
-    The update in the gradient's dtype, and the new moments, stored likewise.
-  """
-  return stored_step.update_of(
-    adam, g, stored, key, scalars, groups, start, whole
-  )
+  """Returns Adam's update of a leaf and its new moments (`step.update_of`)."""
+  return update_of(adam, g, stored, part, scalars, groups)
 
 
 @op(mosaic="adam")
@@ -142,19 +147,95 @@ def adamw_step(
   p: Weight,
   g: Array,
   stored: Stored,
-  key: Array,
+  part: LeafPart,
   scalars: AdamScalars,
   step: StepScalars,
   *,
   groups: GroupCodecs,
-  start: Array | None = None,
-  whole: tuple[int, ...] | None = None,
-  layer: Array | None = None,
 ) -> tuple[Weight, Stored]:
-  """A step of AdamW on one leaf, or on one layer of it.
+  """Takes a step of AdamW on a leaf or one layer of it (`step.step_of`)."""
+  return step_of(adam, p, g, stored, part, (scalars, step), groups)
 
-  Args and Returns: as of `stored_step.step_of`, of two moments.
+
+def scale_by_coat_adam(
+  b1: ArrayLike = 0.9,
+  b2: ArrayLike = 0.999,
+  eps: ArrayLike = 1e-8,
+  eps_root: ArrayLike = 0.0,
+  *,
+  codec: codecs.MomentCodec = codecs.coat(),  # noqa: B008 (it is frozen)
+  nesterov: bool = False,
+  quantize_mask: QuantizeMask | None = None,
+  seed: ArrayLike = 0,
+  implementation: StepImplementation | None = None,
+  shardings: Any = None,
+) -> optax.GradientTransformation:
+  """Rescales updates by Adam whose moments are in FP8. See `coat_adamw`.
+
+  Args:
+    b1: decay of the first moment.
+    b2: decay of the second moment.
+    eps: added to the denominator, outside the root.
+    eps_root: added to the second moment, inside the root.
+    codec: how the moments are stored, from `codecs`.
+    nesterov: whether to use Nesterov momentum.
+    quantize_mask: `(path, leaf) -> bool`, which leaves the codec encodes (the
+      moments of others stay f32); None for `default_quantize_mask`. Called by
+      `init` only: afterwards it is inferred from the state's dtypes.
+    seed: seed of the random words of stochastic rounding.
+    implementation: "mosaic" for the GPU kernel, "xla" for plain JAX, None for
+      the kernel if a leaf and the platform allow it.
+    shardings: on a mesh of automatic axes, the parameters' shardings, a tree of
+      `NamedSharding`s, so that the kernel can run on each device's shard; None
+      leaves partitioning to XLA, which cannot partition a kernel. Not needed on
+      explicit axes, where shardings are part of types.
+
+  Returns:
+    An `optax.GradientTransformation`. Updates have the dtype that gradients and
+    parameters promote to: f32 if gradients are BF16 and parameters f32.
+
+  Raises:
+    NotImplementedError: `implementation` is unknown.
+    TypeError: `codec` is not a `MomentCodec`, or a hyperparameter not a number;
+      (by `init`) a leaf is neither floating nor complex, or `quantize_mask`
+      chooses a complex one; (by `update`) the state is another optimizer's.
+    ValueError: a hyperparameter is negative or not finite, or a decay not below
+      1; (by `update`) the state has another codec or other leaves.
+
+  Examples:
+    >>> import optax
+    >>> from coat_jax import codecs, scale_by_coat_adam
+    >>> solver = optax.chain(
+    ...   optax.clip_by_global_norm(1.0),
+    ...   scale_by_coat_adam(b2=0.95, codec=codecs.coat()),
+    ...   optax.scale_by_learning_rate(3e-4),
+    ... )
+
+  Source: arXiv:2410.19313, section 4; docs/deviations.md 4 to 9.
   """
-  return stored_step.step_of(
-    adam, p, g, stored, key, scalars, step, groups, start, whole, layer
+  name = "scale_by_coat_adam"
+  check_codec(name, codec)
+  check_hyperparameters(
+    name, b1=b1, b2=b2, eps=eps, eps_root=eps_root, seed=seed
   )
+  adam_update.require_known(implementation, name)
+
+  def init_fn(params) -> Any:
+    return init_state(name, params, codec, quantize_mask)
+
+  def update_fn(updates, state, params=None) -> Any:
+    check_state(name, state, ScaleByCoatAdamState, codec)
+    count = optax.safe_increment(state.count)
+    scalars = adam_scalars(count, b1, b2, eps, eps_root, nesterov=nesterov)
+    return update_leaves(
+      name,
+      adam_update,
+      promoted(name, updates, params),
+      state,
+      scalars,
+      seed=seed,
+      shardings=shardings,
+      implementation=implementation,
+    )
+
+  return optax.GradientTransformation(init_fn, update_fn)

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of the arguments of optimizers."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from coat_jax.checks import (
@@ -16,8 +17,17 @@ from coat_jax.checks import (
   check_array,
   check_number,
   check_whole,
+  described,
   is_array,
   refuse,
+)
+from coat_jax.codecs import MomentCodec
+from coat_jax.codecs.group import GroupCodec
+from coat_jax.optimizer.masks import (
+  QuantizeMask,
+  default_quantize_mask,
+  leaf_paths,
+  plain_codec,
 )
 
 
@@ -31,8 +41,8 @@ class _Rule(NamedTuple):
   is_whole: bool = False
 
 
-# Nearer to 1 f32 rounds to 1: the bias correction would divide by 0, and a
-# moment never move.
+# Closer to 1, f32 rounds to 1: the bias correction would divide by 0, and a
+# moment would never move.
 _DECAY = _Rule(Range(0, 0.9999999), "usual are 0.9 to 0.999")
 _RATE = _Rule(
   NOT_NEGATIVE,
@@ -62,15 +72,9 @@ _RULES = {
 
 
 def check_hyperparameters(op: str, **values: Any) -> None:
-  """Checks hyperparameters by their names; arrays by kind and shape alone.
+  """Checks hyperparameters by their names, which are those of `_RULES`.
 
-  Args:
-    op: the public function that asks, for error messages.
-    **values: names are those of `_RULES`, or `adam_` and such a name.
-
-  Raises:
-    TypeError: one is no number, or a fraction where steps are counted.
-    ValueError: one is outside its range, or not finite.
+  A name may begin with `adam_`. Arrays are checked by kind and shape alone.
   """
   for name, value in values.items():
     rule = _RULES.get(name) or _RULES[name.removeprefix("adam_")]
@@ -84,7 +88,7 @@ def check_hyperparameters(op: str, **values: Any) -> None:
 
 
 def check_coefficients(op: str, values: Any) -> None:
-  """Raises where values are not the three numbers of Newton and Schulz."""
+  """Raises unless values are the three numbers of a Newton-Schulz iteration."""
   remedy = "leave ns_coeffs out for Muon's own"
   if is_array(values):
     check_array(op, "ns_coeffs", values, "three numbers", ndim=1, remedy=remedy)
@@ -97,7 +101,7 @@ def check_coefficients(op: str, values: Any) -> None:
 
 
 def check_optimizer(op: str, name: str, tx: Any) -> None:
-  """Raises a TypeError where `tx` has no `init` and `update`."""
+  """Raises a TypeError if `tx` has no `init` and `update`."""
   if all(callable(getattr(tx, part, None)) for part in ("init", "update")):
     return
   made = callable(tx) and getattr(tx, "__name__", None)
@@ -110,20 +114,10 @@ def check_optimizer(op: str, name: str, tx: Any) -> None:
 def check_decay_mask(
   op: str, name: str, mask: Any
 ) -> Callable[[Any], Any] | None:
-  """A mask of weight decay as a function of the parameters.
+  """Turns a mask of weight decay into a function that checks its tree of bools.
 
-  Args:
-    op: the public function that asks, for error messages.
-    name: of the argument.
-    mask: tree of bools that is a prefix of the parameters' tree, a function
-      that gives one, or None.
-
-  Returns:
-    A function that checks the tree; None for None.
-
-  Raises:
-    TypeError: it is neither, or (by the function) leaves are no bools.
-    ValueError: (by the function) the tree is not the parameters'.
+  `mask` is a prefix of the parameters' tree, a function that returns one, or
+  None, which stays None.
   """
   if mask is None:
     return None
@@ -153,3 +147,68 @@ def _check_bools(op: str, name: str, tree: Any) -> None:
     if not is_array(leaf) or leaf.dtype != bool:
       rule = "a function of the parameters or a tree of bools"
       refuse(TypeError, op, name, rule, leaf, "True decays a leaf's weights")
+
+
+def check_codec(op: str, codec: Any) -> None:
+  """Raises a TypeError if `codec` is not a `MomentCodec`."""
+  if not isinstance(codec, MomentCodec):
+    raise TypeError(
+      f"{op}: codec must be a MomentCodec, got {described(codec)}; call a "
+      "function of codecs, as in codec=codecs.coat()"
+    )
+
+
+def choose_groups(
+  op: str,
+  params: Any,
+  groups: tuple[GroupCodec, ...],
+  mask: QuantizeMask | None,
+) -> list[tuple[GroupCodec, ...]]:
+  """Lists the codecs of every leaf of `params`, one for each moment.
+
+  `groups` are the codecs of leaves that `mask` chooses; other leaves are plain.
+  Raises if a leaf is neither floating nor complex, or if `mask` chooses a
+  complex leaf or a scalar.
+  """
+  mask = default_quantize_mask if mask is None else mask
+  if not callable(mask):
+    raise TypeError(
+      f"{op}: quantize_mask must be a function (path, leaf) -> bool, got "
+      f"{mask!r}; for every leaf that can be encoded leave it out"
+    )
+  out = []
+  for path, leaf in leaf_paths(params):
+    dtype = getattr(leaf, "dtype", None)
+    if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
+      got = type(leaf).__name__ if dtype is None else dtype
+      raise TypeError(
+        f"{op}: parameters must be floating or complex, got {got} at "
+        f"{path!r}; leave it out with optax.masked or optax.partition"
+      )
+    chosen = mask(path, leaf)
+    is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
+    if chosen and is_complex:
+      raise TypeError(
+        f"{op}: quantize_mask must choose real leaves, got {dtype} at "
+        f"{path!r}; return False for it, or wrap the optimizer in "
+        "optax.contrib.split_real_and_imaginary"
+      )
+    if chosen and leaf.ndim == 0:
+      raise ValueError(
+        f"{op}: quantize_mask must choose arrays with an axis, got the scalar "
+        f"at {path!r}; return False for it"
+      )
+    # All moments but the first average squares, which are real.
+    plain = (plain_codec(is_complex), *(plain_codec(),) * (len(groups) - 1))
+    out.append(groups if chosen else plain)
+  return out
+
+
+def check_gradients(op: str, grads: Sequence[tuple[str, Any]]) -> None:
+  """Raises a TypeError if a gradient is neither floating nor complex."""
+  for path, g in grads:
+    if not is_array(g) or not jnp.issubdtype(g.dtype, jnp.inexact):
+      raise TypeError(
+        f"{op}: gradients must be floating or complex, got {described(g)} at "
+        f"{path!r}; cast it"
+      )

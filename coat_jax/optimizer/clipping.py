@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clipping of gradients that do not wait for one another.
+"""Gradient clipping for steps that run inside the backward pass.
 
-The global norm of all gradients is known after the last of them. A step that
-uses each gradient as soon as it exists (`step_in_backward`) clips by what is
-known by then: by the norms of the steps before. `Clipping` has the rules; what
-they keep is a `ClipState`, which belongs into checkpoints.
+The global norm of all gradients is only known after the last of them. A step
+that uses each gradient as soon as it exists (`step_in_backward`) clips by what
+is known by then: the norms of earlier steps. `Clipping` has the rules; what
+they keep between steps is a `ClipState`, which belongs in checkpoints.
 
-A slice is a leaf or, of a stacked leaf, one layer of it.
+A slice is a leaf, or one layer of a stacked leaf.
 """
 
 import dataclasses
@@ -35,13 +35,13 @@ _LARGE, _RATIO = 2.0**40, 2.0**80
 
 
 class ClipState(NamedTuple):
-  """What clipping keeps from step to step.
+  """The state of clipping between steps.
 
   Attributes:
-    steps: int32 [], how many are done.
+    steps: int32 [], the number of finished steps.
     norm: f32 [], global norm of the last step's gradients before clipping.
-    own: norms of all slices: a tree of the parameters' structure, f32 [], or
-      [layers] of a stacked leaf.
+    own: norms of all slices, a tree with the parameters' structure: f32 [], or
+      [layers] for a stacked leaf.
   """
 
   steps: Array
@@ -51,30 +51,31 @@ class ClipState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Clipping:
-  """A rule that clips a slice of the gradients by what earlier steps had.
+  """Clips each slice of the gradients by norms of earlier steps.
 
   A slice with norm n is scaled by min(1, limit / n):
 
-  share      limit = max_norm r / N, with r the slice's norm and N the global
-             norm of the step before, both before clipping. The squares of all
-             limits add up to max_norm^2: the global norm is never above it.
-  adaptive   limit = relative r, with r the running mean of the slice's own
-             clipped norms (AdaGC); as "share" in the first `warmup` steps
+  share      limit = max_norm r / N, where r is the norm of the slice and N the
+             global norm in the last step, both before clipping. The squares of
+             all limits add up to max_norm^2: the global norm is never above it.
+  adaptive   limit = relative r, where r is the running mean of the slice's own
+             clipped norms (AdaGC); like "share" in the first `warmup` steps
 
-  A slice that had no gradient, and all of them in the first step, may have
-  max_norm. A norm above 3.4e38, f32's largest value, counts as this value, and
-  its slice is scaled by 0: finite gradients of any size keep everything finite.
+  The limit is max_norm for every slice in the first step, and for a slice that
+  had no gradient before. A norm above 3.4e38, f32's largest value, counts as
+  this value, and its slice is scaled by 0: finite gradients of any size keep
+  everything finite.
 
   Attributes:
     rule: "share" or "adaptive".
-    max_norm: as of clipping by the global norm.
+    max_norm: the limit of the global norm, as in ordinary clipping.
     relative: how far above its running mean a norm may be.
-    decay: of the running mean.
-    warmup: steps until running means are used.
+    decay: decay of the running mean.
+    warmup: number of steps before running means are used.
 
   Raises:
-    TypeError: a limit that is no number, or a fraction of a step.
-    ValueError: another rule, or a number outside its range.
+    TypeError: a limit is not a number, or `warmup` not a whole number.
+    ValueError: the rule is unknown, or a number is outside its range.
 
   Source: arXiv:2502.11034, algorithm 1, which clips by the global norm during
   the warm-up.
@@ -108,11 +109,11 @@ class Clipping:
   def init(
     self, params: Any, *, stack: str | Sequence[str] = "layers"
   ) -> ClipState:
-    """The state before the first step.
+    """Makes the state before the first step.
 
     Args:
       params: tree of parameters.
-      stack: as of `step_in_backward`: the path of the stacked layers; or the
+      stack: the path of the stacked layers, as in `step_in_backward`; or the
         paths of several stacks.
 
     Returns:
@@ -128,18 +129,18 @@ class Clipping:
   def scale(
     self, state: ClipState, own: Array, norm: Array
   ) -> tuple[Array, Array]:
-    """What a slice's gradient is multiplied with.
+    """Computes the factor for a slice's gradient.
 
     Args:
-      state: before this step.
-      own: f32, what the state has of the slice.
-      norm: f32, the gradient's `global_norm`, over all devices; or those of
-        several slices, of own's shape.
+      state: the state before this step.
+      own: f32, what the state keeps for the slice.
+      norm: f32, the gradient's `global_norm` over all devices; or the norms of
+        several slices, in own's shape.
 
     Returns:
-      The scale, and what the next state has of the slice.
+      The factor, and what the next state keeps for the slice.
     """
-    # In this order: max_norm * own may overflow.
+    # Divide first: max_norm * own may overflow.
     limit, is_warm = self.max_norm * (own / state.norm), False
     if self.rule == "adaptive":
       is_warm = state.steps >= self.warmup
@@ -157,11 +158,11 @@ class Clipping:
   def next_state(
     self, state: ClipState, own: Sequence[Any], norm: Array
   ) -> ClipState:
-    """The state after a step.
+    """Returns the state after a step.
 
     Args:
-      state: before it.
-      own: what `scale` gave for each leaf.
+      state: the state before the step.
+      own: what `scale` returned for each leaf.
       norm: f32, the `global_norm` of all gradients.
     """
     tree = jax.tree.structure(state.own).unflatten(own)
@@ -169,17 +170,18 @@ class Clipping:
 
 
 def global_norm(tree: Any) -> Array:
-  """The Euclidean norm of all leaves of a tree, in f32.
+  """Returns the Euclidean norm of all leaves of a tree, f32 [].
 
-  Finite leaves have a finite norm: one beyond f32's largest value is this
-  value. Squares overflow from 1.8e19, so large leaves are made smaller first.
+  Finite leaves have a finite norm: a norm above f32's largest value becomes
+  that value. Squares overflow from 1.8e19, so large leaves are scaled down
+  first.
   """
   leaves = [jnp.asarray(x, jnp.float32) for x in jax.tree.leaves(tree)]
   amax = jnp.float32(0)
   for x in leaves:
     amax = jnp.maximum(amax, jnp.max(jnp.abs(x), initial=0))
   is_large = (amax > _LARGE) & jnp.isfinite(amax)
-  # Not a constant: XLA would multiply (x c)(x c) as x x c^2.
+  # This is no constant, as XLA would turn (x c)(x c) into x x c^2.
   smaller = jnp.where(is_large, 1 / _RATIO, 1)
   square = jnp.float32(0)
   for x in leaves:
@@ -189,7 +191,7 @@ def global_norm(tree: Any) -> Array:
 
 
 def is_stacked(params: Any, stack: str | Sequence[str]) -> list[bool]:
-  """Whether each leaf of `params`, in order, is below a path of `stack`."""
+  """Lists whether each leaf of `params` is below a path of `stack`."""
   stacks = stack if isinstance(stack, tuple | list) else (stack,)
   for path in stacks:
     check_kind("step_in_backward", "stack", path, str, "pass a path in params")
@@ -204,17 +206,10 @@ def clip_gradients(
   *,
   stack: str | Sequence[str] = "layers",
 ) -> tuple[Any, ClipState, Array]:
-  """Clips gradients that are all there, by the same rules.
+  """Clips a whole tree of gradients by the same rules.
 
-  Args:
-    clip: the rule.
-    state: before this step.
-    grads: tree of gradients.
-    stack: as of `Clipping.init`.
-
-  Returns:
-    The clipped gradients, f32; the new state; and the global norm before
-    clipping, f32 [].
+  Returns the clipped gradients, f32; the new state; and the global norm before
+  clipping, f32 [].
   """
   leaves, treedef = jax.tree.flatten(grads)
   owns = jax.tree.leaves(state.own)

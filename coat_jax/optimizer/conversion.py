@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run switched between optax's optimizers and encoded ones in its middle."""
+"""Converts a run's state between optax's optimizers and ours."""
 
-import itertools
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -11,31 +9,33 @@ import optax
 from jax.typing import ArrayLike
 
 from coat_jax.codecs import MomentCodec
-from coat_jax.optimizer import moments
 from coat_jax.optimizer.arguments import (
+  check_codec,
   check_coefficients,
   check_hyperparameters,
+  choose_groups,
 )
-from coat_jax.optimizer.fields import FIELDS, EncodedState, is_field
 from coat_jax.optimizer.masks import QuantizeMask
-from coat_jax.optimizer.moments import GroupCodecs
 from coat_jax.optimizer.muon import COEFFICIENTS
 from coat_jax.optimizer.state import (
+  EncodedState,
   MomentState,
   ScaleByCoatAdamState,
   ScaleByCoatLionState,
   ScaleByCoatMuonState,
-  check_codec,
   find_states,
+  is_moment,
 )
-from coat_jax.optimizer.stored_fields import (
-  encode_fields,
-  fields_of,
-  plain_nodes,
-  stored_fields,
+from coat_jax.optimizer.state_codec import (
+  decode_state,
+  encode_state,
+  encode_trees,
+  flatten_like,
+  leaves_by_path,
+  plain_moments,
 )
 
-# Optax's states, by ours.
+# Maps our states to optax's.
 _THEIRS = {
   ScaleByCoatAdamState: optax.ScaleByAdamState,
   ScaleByCoatLionState: optax.ScaleByLionState,
@@ -43,39 +43,31 @@ _THEIRS = {
 }
 
 
-def to_adam_state(opt_state: Any, codec: MomentCodec) -> Any:
-  """The state of optax's Adam that a coat state stands for.
+def to_adam_state(opt_state: Any) -> Any:
+  """Converts coat states to the states of optax's Adam.
 
   Every `ScaleByCoatAdamState` in `opt_state` becomes an
-  `optax.ScaleByAdamState` with f32 moments; all else stays. So the state of
-  `coat_adamw` becomes the state of `optax.adamw`, and a bare one a bare one.
+  `optax.ScaleByAdamState` with f32 moments; everything else stays. So the state
+  of `coat_adamw` becomes the state of `optax.adamw`, and a bare state becomes a
+  bare state.
 
   Args:
     opt_state: a coat state, or any optimizer state that holds some.
-    codec: the codec it was made with.
 
   Returns:
     The same tree with optax's states.
 
   Raises:
-    TypeError: `codec` is not a `MomentCodec`.
-    ValueError: it holds no coat state, or one of another codec.
+    ValueError: it holds no coat state.
 
   Examples:
     >>> import jax.numpy as jnp
-    >>> from coat_jax import coat_adamw, codecs, to_adam_state
-    >>> codec = codecs.coat()
-    >>> state = coat_adamw(1e-3, codec=codec).init({"w": jnp.ones((64, 128))})
-    >>> print(to_adam_state(state, codec)[0].mu["w"].dtype)
+    >>> from coat_jax import coat_adamw, to_adam_state
+    >>> state = coat_adamw(1e-3).init({"w": jnp.ones((64, 128))})
+    >>> print(to_adam_state(state)[0].mu["w"].dtype)
     float32
   """
-  op = "to_adam_state"
-  check_codec(op, codec)
-
-  def convert(state):
-    return _decoded(op, state, codec)
-
-  return _convert(op, convert, opt_state, ScaleByCoatAdamState)
+  return _convert("to_adam_state", _decoded, opt_state, ScaleByCoatAdamState)
 
 
 def from_adam_state(
@@ -85,23 +77,23 @@ def from_adam_state(
   quantize_mask: QuantizeMask | None = None,
   seed: ArrayLike = 0,
 ) -> Any:
-  """The coat state that stands for a state of optax's Adam.
+  """Converts states of optax's Adam to coat states.
 
   Every `optax.ScaleByAdamState` in `opt_state` becomes a
-  `ScaleByCoatAdamState`; all else stays. The inverse of `to_adam_state` up to
-  the codec's rounding.
+  `ScaleByCoatAdamState`; everything else stays. This inverts `to_adam_state` up
+  to the codec's rounding.
 
   Args:
     opt_state: a state of Adam, or any optimizer state that holds some.
     codec: how the moments will be stored.
     quantize_mask: as for `scale_by_coat_adam`.
-    seed: of the random words of stochastic rounding.
+    seed: seed of the random words of stochastic rounding.
 
   Returns:
     The same tree with coat states.
 
   Raises:
-    TypeError: as `scale_by_coat_adam`'s.
+    TypeError: the same as for `scale_by_coat_adam`.
     ValueError: it holds no state of Adam.
 
   Examples:
@@ -110,7 +102,7 @@ def from_adam_state(
     >>> from coat_jax import codecs, from_adam_state
     >>> state = optax.adamw(1e-3).init({"w": jnp.ones((64, 128))})
     >>> state = from_adam_state(state, codec=codecs.coat())
-    >>> print(state[0].mu_codes["w"].dtype)
+    >>> print(state[0].mu.codes["w"].dtype)
     float8_e4m3fn
   """
   op = "from_adam_state"
@@ -118,62 +110,57 @@ def from_adam_state(
   check_hyperparameters(op, seed=seed)
 
   def convert(state):
-    chosen = moments.choose_groups(op, state.mu, codec.groups, quantize_mask)
-    trees = [state.mu, state.nu]
-    return _encoded(ScaleByCoatAdamState, state.count, trees, chosen, seed)
+    chosen = choose_groups(op, state.mu, codec.groups, quantize_mask)
+    groups = dict(zip(leaves_by_path(state.mu), chosen, strict=True))
+    # Our second moments of complex leaves are real, and donation takes no
+    # buffer twice: all arrays are copies.
+    mu, nu = _copied(state.mu), jax.tree.map(jnp.real, _copied(state.nu))
+    encoded = encode_trees((mu, nu), codec.groups, groups, seed, state.count)
+    return ScaleByCoatAdamState(jnp.array(state.count), *encoded)
 
   return _convert(op, convert, opt_state, optax.ScaleByAdamState)
 
 
 def to_plain_state(
-  opt_state: Any,
-  codec: MomentCodec,
-  *,
-  ns_coeffs: tuple[float, float, float] = COEFFICIENTS,
+  opt_state: Any, *, ns_coeffs: tuple[float, float, float] = COEFFICIENTS
 ) -> Any:
-  """The states of optax's optimizers that ours stand for, with f32 moments.
+  """Converts our states to those of optax's optimizers, with f32 moments.
 
-  In the place of
-    an `EncodedState` is the state of its inner optimizer,
-    a `ScaleByCoatAdamState` an `optax.ScaleByAdamState`,
-    a `ScaleByCoatLionState` an `optax.ScaleByLionState`,
-    a `ScaleByCoatMuonState` an `optax.contrib.MuonState`;
-  all else stays. So the state of `coat_lion` becomes that of `optax.lion`. The
-  chain of `optax.contrib.muon` has one more part than that of `coat_muon`,
-  without arrays: see docs/optimizer.md.
+  In `opt_state`
+    an `EncodedState` becomes the state of its inner optimizer,
+    a `ScaleByCoatAdamState` becomes an `optax.ScaleByAdamState`,
+    a `ScaleByCoatLionState` becomes an `optax.ScaleByLionState`,
+    a `ScaleByCoatMuonState` becomes an `optax.contrib.MuonState`;
+  everything else stays. So the state of `coat_lion` becomes that of
+  `optax.lion`. The chain of `optax.contrib.muon` has one more element than that
+  of `coat_muon`, without arrays: see docs/optimizer.md.
 
   Args:
     opt_state: such a state, or any optimizer state that holds some.
-    codec: the codec it was made with.
-    ns_coeffs: of Muon's iteration, which are in optax's state and not in ours.
+    ns_coeffs: coefficients of Muon's iteration, which optax's state stores and
+      ours does not.
 
   Returns:
     The same tree with optax's states.
 
   Raises:
-    TypeError: `codec` is not a `MomentCodec`; `ns_coeffs` are no numbers.
-    ValueError: it holds no such state, or one of another codec; there are not
-      three `ns_coeffs`.
+    TypeError: `ns_coeffs` are not numbers.
+    ValueError: it holds no such state, or there are not three `ns_coeffs`.
 
   Examples:
     >>> import jax.numpy as jnp
-    >>> from coat_jax import coat_lion, codecs, to_plain_state
-    >>> codec = codecs.coat()
-    >>> state = coat_lion(1e-4, codec=codec).init({"w": jnp.ones((64, 128))})
-    >>> print(to_plain_state(state, codec)[0].mu["w"].dtype)
+    >>> from coat_jax import coat_lion, to_plain_state
+    >>> state = coat_lion(1e-4).init({"w": jnp.ones((64, 128))})
+    >>> print(to_plain_state(state)[0].mu["w"].dtype)
     float32
   """
   op = "to_plain_state"
-  check_codec(op, codec)
   check_coefficients(op, ns_coeffs)
 
   def convert(state):
-    if not isinstance(state, EncodedState):
-      return _decoded(op, state, codec, ns_coeffs)
-    fields = stored_fields(state.inner)
-    # Donation takes no buffer twice.
-    nodes = [x if is_field(x) else jnp.array(x) for x in fields.nodes]
-    return fields.replace(fields.decode(fields.groups(op, codec)), nodes)
+    if isinstance(state, EncodedState):
+      return decode_state(_copied(state.inner))
+    return _decoded(state, ns_coeffs)
 
   return _convert(op, convert, opt_state, EncodedState | MomentState)
 
@@ -182,49 +169,45 @@ def from_plain_state(
   opt_state: Any,
   like: Any,
   *,
-  codec: MomentCodec,
   count: ArrayLike = 0,
   seed: ArrayLike = 0,
 ) -> Any:
-  """Our states that stand for those of optax's optimizers.
+  """Converts states of optax's optimizers to ours.
 
-  The inverse of `to_plain_state` up to the codec's rounding, and with it the
-  way to another codec.
+  This inverts `to_plain_state` up to the codec's rounding. Both together change
+  a state's codec.
 
   Args:
-    opt_state: what `to_plain_state` gives: a state of optax's optimizer, or any
-      optimizer state that holds some.
-    like: what is to be made of it, such as
-      `jax.eval_shape(coat_lion(...).init, params)`: which fields and leaves are
-      encoded is taken from there.
-    codec: the codec that `like` was made with.
-    count: for an `EncodedState`, how many steps there were; random words go on
-      from there. The other states know it.
-    seed: of the random words of stochastic rounding.
+    opt_state: what `to_plain_state` returned: a state of optax's optimizer, or
+      any optimizer state that holds some.
+    like: the kind of state to make, such as
+      `jax.eval_shape(coat_lion(...).init, params)`: it determines which fields
+      and leaves are encoded, and by which codec.
+    count: for an `EncodedState`, the number of steps so far, from which random
+      words continue. The other states store it.
+    seed: seed of the random words of stochastic rounding.
 
   Returns:
-    A tree of the structure of `like`.
+    A tree with the structure of `like`.
 
   Raises:
-    TypeError: `codec` is not a `MomentCodec`; `count` or `seed` is no whole
-      number.
-    ValueError: `count` is negative; `like` holds no state of ours, or one of
-      another codec; or `opt_state` is not of its structure or its shapes.
+    TypeError: `count` or `seed` is not a whole number.
+    ValueError: `count` is negative; `like` holds no state of ours; or
+      `opt_state` does not have its structure or its shapes.
 
   Examples:
     >>> import jax
     >>> import jax.numpy as jnp
     >>> import optax
-    >>> from coat_jax import codecs, encoded, from_plain_state
-    >>> codec, params = codecs.coat(), {"w": jnp.ones((64, 128))}
-    >>> like = jax.eval_shape(encoded(optax.lion(1e-4), codec).init, params)
+    >>> from coat_jax import encoded, from_plain_state
+    >>> params = {"w": jnp.ones((64, 128))}
+    >>> like = jax.eval_shape(encoded(optax.lion(1e-4)).init, params)
     >>> plain = optax.lion(1e-4).init(params)
-    >>> state = from_plain_state(plain, like, codec=codec)
-    >>> print(state.inner[0].mu.mu_codes["w"].dtype)
+    >>> state = from_plain_state(plain, like)
+    >>> print(state.inner[0].mu.codes["w"].dtype)
     float8_e4m3fn
   """
-  op = "from_plain_state"
-  check_codec(op, codec)
+  op, name = "from_plain_state", "opt_state"
   check_hyperparameters(op, count=count, seed=seed)
   kinds = EncodedState | MomentState
   find_states(op, like, kinds)
@@ -232,69 +215,51 @@ def from_plain_state(
     like, is_leaf=lambda x: isinstance(x, kinds)
   )
   out = []
-  plain_states = plain_nodes(op, "opt_state", treedef, opt_state)
+  plain_states = flatten_like(op, name, treedef, opt_state)
   for want, plain in zip(states, plain_states, strict=True):
     if isinstance(want, MomentState):
-      out.append(_encoded_like(op, want, plain, codec, seed))
-      continue
-    if not isinstance(want, EncodedState):
+      plain = _moments_of(op, want, plain)
+      plain_moments(op, name, want, plain)
+      plain = _copied(plain)
+      out.append(encode_state(op, name, want, plain, seed, plain.count))
+    elif isinstance(want, EncodedState):
+      plain_moments(op, name, want.inner, plain)
+      plain = _copied(plain)
+      inner = encode_state(op, name, want.inner, plain, seed, count)
+      out.append(EncodedState(jnp.int32(count), inner))
+    else:
       out.append(jnp.array(plain))
-      continue
-    fields = stored_fields(want.inner)
-    trees = fields.plain_fields(op, "opt_state", plain)
-    encoded = encode_fields(
-      fields.kinds, trees, fields.groups(op, codec), seed, count
-    )
-    nodes = [
-      x if is_field(old) else jnp.array(x)
-      for x, old in zip(
-        plain_nodes(op, "opt_state", fields.treedef, plain),
-        fields.nodes,
-        strict=True,
-      )
-    ]
-    out.append(EncodedState(jnp.int32(count), fields.replace(encoded, nodes)))
   return treedef.unflatten(out)
 
 
+def _copied(tree: Any) -> Any:
+  """Copies all arrays, as donation takes no buffer twice.
+
+  Moments stay, because they are encoded or decoded anyway.
+  """
+  return jax.tree.map(
+    lambda x: x if is_moment(x) else jnp.array(x), tree, is_leaf=is_moment
+  )
+
+
 def _decoded(
-  op: str,
   state: MomentState,
-  codec: MomentCodec,
   ns_coeffs: tuple[float, float, float] = COEFFICIENTS,
 ) -> Any:
-  """Optax's state that one of ours stands for."""
-  fields = stored_fields(fields_of(state))
-  found = fields.decode(fields.groups(op, codec))
-  if isinstance(state, ScaleByCoatAdamState):
-    # optax has complex second moments of complex leaves.
-    mu, nu = found
-    found = [mu, jax.tree.map(lambda x, like: x.astype(like.dtype), nu, mu)]
-  if isinstance(state, ScaleByCoatMuonState):
-    found.append(jnp.asarray(ns_coeffs, jnp.float32))
-  # Donation takes no buffer twice: the count is a copy.
-  return _THEIRS[type(state)](jnp.array(state.count), *found)
+  """Converts one of our states to optax's state."""
+  plain: Any = decode_state(_copied(state))
+  if isinstance(plain, ScaleByCoatAdamState):
+    # In optax second moments of complex leaves are complex.
+    mu, nu = plain.mu, plain.nu
+    nu = jax.tree.map(lambda x, like: x.astype(like.dtype), nu, mu)
+    plain = plain._replace(nu=nu)
+  if isinstance(plain, ScaleByCoatMuonState):
+    plain = *plain, jnp.asarray(ns_coeffs, jnp.float32)
+  return _THEIRS[type(state)](*plain)
 
 
-def _encoded(
-  kind: type[MomentState],
-  count: ArrayLike,
-  trees: Sequence[Any],
-  groups: Sequence[GroupCodecs],
-  seed: ArrayLike,
-) -> MomentState:
-  """Our state of these moments; of complex ones squares are real again."""
-  copies = [jax.tree.map(jnp.array, tree) for tree in trees]
-  copies[1:] = [jax.tree.map(jnp.real, tree) for tree in copies[1:]]
-  kinds = list(FIELDS)[: len(copies)]
-  found = encode_fields(kinds, copies, groups, seed, count)
-  return kind(jnp.array(count), *itertools.chain(*found))
-
-
-def _encoded_like(
-  op: str, want: MomentState, plain: Any, codec: MomentCodec, seed: ArrayLike
-) -> MomentState:
-  """Our state of the type and with the leaves of `want`."""
+def _moments_of(op: str, want: MomentState, plain: Any) -> MomentState:
+  """Returns optax's f32 moments in a state of the type of `want`."""
   theirs = _THEIRS[type(want)]
   if not isinstance(plain, theirs):
     raise ValueError(
@@ -302,12 +267,10 @@ def _encoded_like(
       f"{type(want).__name__}, got {type(plain).__name__}; pass what "
       "to_plain_state gave, or the state of optax's optimizer of this kind"
     )
-  inner = fields_of(want)
-  fields = stored_fields(inner)
-  plain_inner = {name: getattr(plain, name) for name in inner}
-  trees = fields.plain_fields(op, "opt_state", plain_inner)
-  groups = fields.groups(op, codec)
-  return _encoded(type(want), plain.count, trees, groups, seed)
+  if isinstance(want, ScaleByCoatAdamState):
+    # Our second moments of complex leaves are real.
+    plain = plain._replace(nu=jax.tree.map(jnp.real, plain.nu))
+  return type(want)(*(getattr(plain, name) for name in want._fields))
 
 
 def _convert(op: str, convert, opt_state: Any, kind: Any) -> Any:

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fields of any optimizer's state: which are stored in a codec, and as what.
+"""Finds which fields of any optimizer's state are encoded, and as which moment.
 
-A field is a tree in a state that is like the parameters: a momentum, second
-moments. `encoded` replaces it by an `EncodedMu` or an `EncodedNu`, three trees
-of the same structure, and leaves all else of the state as it is. So the state
-says itself which of its fields are encoded, and by which of the codec's two
-group codecs.
+A field is a tree in a state that has the structure and shapes of the
+parameters, such as a momentum or second moments. `encoded` replaces a field by
+a `Moment` and leaves the rest of the state unchanged.
 """
 
 import functools
@@ -15,14 +13,15 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.typing import ArrayLike
 
 from coat_jax.checks import check_kind, refuse
+from coat_jax.codecs import MomentCodec
+from coat_jax.optimizer.state import marked_moment, placeholder_type
 
 Kind = Literal["mu", "nu"]
 FieldRule = Callable[[str], Kind | None]
 
-# Optax's names of what is never negative: averages and sums of squares.
+# Optax's names of fields that are never negative: sums and means of squares.
 _NONNEGATIVE = frozenset(
   ("nu", "nu_max", "n", "exp_avg_sq", "sum_of_squares", "grad_sum_sq")
   + ("e_g", "e_x", "step_sizes")
@@ -33,57 +32,20 @@ _PARAMETERS = frozenset(
 )
 
 
-class EncodedMu(NamedTuple):
-  """A field whose values have signs, encoded as first moments are.
-
-  Trees of the field's structure with plain arrays as leaves: `Encoded` of
-  `codecs.group`. A leaf that stays in f32 has its values in the codes and
-  scalars in the others.
-  """
-
-  mu_codes: optax.Updates  # shape=leaf.shape, dtype=the codec's
-  mu_amax: optax.Updates  # shape=(..., ceil(n / group_size))
-  mu_range: optax.Updates  # shape=(..., ceil(n / group_size))
-
-
-class EncodedNu(NamedTuple):
-  """A field that is never negative, encoded as second moments are."""
-
-  nu_codes: optax.Updates  # as `EncodedMu`
-  nu_amax: optax.Updates
-  nu_range: optax.Updates
-
-
-class EncodedState(NamedTuple):
-  """State of `encoded`: the inner optimizer's, with fields encoded.
-
-  `inner` is what the inner optimizer's `init` gives, with an `EncodedMu` or an
-  `EncodedNu` of plain arrays in the place of each encoded field.
-  """
-
-  # shape=(), dtype=jnp.int32: of steps, for the random words alone.
-  count: ArrayLike  # pyright: ignore[reportIncompatibleMethodOverride]
-  inner: optax.OptState
-
-
-# What is in a field's place, by its kind.
-FIELDS: dict[Kind, Any] = {"mu": EncodedMu, "nu": EncodedNu}
-
-
 def default_field_rule(path: str) -> Kind | None:
-  """How `encoded` stores a field unless the user says otherwise, by its name.
+  """Returns how `encoded` stores a field by default, judging by its name.
 
   Args:
     path: of the field in the state, such as "0/nu".
 
   Returns:
-    "nu" for optax's names of what is never negative: `nu`, `nu_max`, `n`,
-    `exp_avg_sq`, `sum_of_squares` and the like. None, as it is, for optax's
-    names of parameters in a state: `z` of Schedule-Free, `params0` of Prodigy.
-    "mu" for all else.
+    "nu" for optax's names of values that are never negative (`nu`, `nu_max`,
+    `n`, `exp_avg_sq`, `sum_of_squares` and the like). None, which stores it as
+    it is, for optax's names of parameters in a state: `z` of Schedule-Free,
+    `params0` of Prodigy. "mu" for all other fields.
 
   Raises:
-    TypeError: `path` is no text.
+    TypeError: `path` is not a string.
 
   Examples:
     >>> from coat_jax import default_field_rule
@@ -100,11 +62,11 @@ def default_field_rule(path: str) -> Kind | None:
 
 @functools.cache
 def _known_states() -> Mapping[type, Mapping[str, Kind | None]]:
-  """States of optax whose fields the default rule gets wrong by their names.
+  """Maps optax states, for which the default rule is wrong, to fields' kinds.
 
-  None stands for fields whose rounding errors grow in an update. That of
-  `scale_by_stddev` takes the root of nu - mu^2, which is negative if both are
-  rounded apart; COCOB and MADGRAD compute the parameters from their sums.
+  None marks fields whose rounding errors grow in an update. `scale_by_stddev`
+  takes the root of nu - mu^2, which is negative if both are rounded separately;
+  COCOB and MADGRAD compute the parameters from their sums.
   """
   known: dict[type, Mapping[str, Kind | None]] = {
     optax.ScaleBySM3State: {"nu": "mu"},  # Averages of updates.
@@ -122,14 +84,14 @@ def _known_states() -> Mapping[type, Mapping[str, Kind | None]]:
 
 
 class _Known(NamedTuple):
-  """What `_known_states` lists of a field."""
+  """An entry of `_known_states`: the state's name and the field's kind."""
 
   state: str
   kind: Kind | None
 
 
 def _known_fields(state: Any) -> dict[str, _Known]:
-  """The fields of a state that `_known_states` lists, by their paths."""
+  """Maps the path of each field in `_known_states` to its entry."""
   known = _known_states()
   flat = jax.tree_util.tree_flatten_with_path(
     state, is_leaf=lambda node: type(node) in known
@@ -146,7 +108,7 @@ def _known_fields(state: Any) -> dict[str, _Known]:
 def _kind_at(
   op: str, path: str, rule: FieldRule, known: Mapping[str, _Known]
 ) -> Kind | None:
-  """The kind of a field by a rule and by what is known of its state."""
+  """Returns the kind of a field, by a rule and by `_known_states`."""
   kind = rule(path)
   if kind is None or path not in known:
     return kind
@@ -160,18 +122,13 @@ def _kind_at(
   return kind
 
 
-def is_field(node: Any) -> bool:
-  """Whether a node of a state is an encoded field."""
-  return isinstance(node, EncodedMu | EncodedNu)
-
-
 def path_of(keys: Sequence[Any]) -> str:
-  """A path in a state as a rule gets it."""
+  """Writes the keys of a field as the path that a rule gets."""
   return jax.tree_util.keystr(tuple(keys), simple=True, separator="/")
 
 
 def rule_of(op: str, fields: FieldRule | Collection[str] | None) -> FieldRule:
-  """A rule from what `encoded` takes as `fields`."""
+  """Makes a rule from what `encoded` takes as `fields`."""
   if fields is None:
     return default_field_rule
   if callable(fields):
@@ -203,41 +160,36 @@ def _is_named(path: str, name: str) -> bool:
   return f"/{path}".endswith(f"/{name}")
 
 
-def mark_placeholders(op: str, state: Any, kind: type, rule: FieldRule) -> Any:
-  """What `optax.tree.map_params` reads: which trees are like the parameters.
+def mark_placeholders(
+  op: str, state: Any, codec: MomentCodec, rule: FieldRule
+) -> Any:
+  """Marks the fields that a rule encodes, for `optax.tree.map_params`.
 
-  Codes are. Statistics have other shapes: a tree of them is one leaf here.
-
-  Args:
-    op: the public function that asks, for error messages.
-    state: what `init` makes of optax's placeholder for parameters.
-    kind: the placeholder's type.
-    rule: which fields are encoded.
+  `state` is the result of `init` for optax's placeholder of parameters.
   """
-  leaf = jnp.zeros([], jnp.int32)
-  known = _known_fields(state)
+  known, kind = _known_fields(state), placeholder_type()
 
   def mark(keys, node):
     if not isinstance(node, kind):
       return node
     chosen = _kind_at(op, path_of(keys), rule, known)
-    return FIELDS[chosen](node, leaf, leaf) if chosen else node
+    return marked_moment(node, getattr(codec, chosen)) if chosen else node
 
   return jax.tree.map_with_path(
     mark,
     state,
-    # Of factored moments only v may have the parameters' shapes, and has not.
+    # Only v of factored moments could have parameters' shapes, but does not.
     is_leaf=lambda x: isinstance(x, kind | optax.FactoredState),
   )
 
 
 class Found(NamedTuple):
-  """Where fields are in a state.
+  """The fields found in a state.
 
   Attributes:
-    nodes: of the state, in order; fields whole.
-    kinds: for each node "mu" or "nu", or None where it is no field to encode.
-    treedef: puts nodes together again.
+    nodes: the state's nodes in order; each field is one node.
+    kinds: for each node "mu" or "nu", or None if it is not to be encoded.
+    treedef: puts the nodes together again.
   """
 
   nodes: list[Any]
@@ -248,16 +200,9 @@ class Found(NamedTuple):
 def find_fields(op: str, state: Any, params: Any, rule: FieldRule) -> Found:
   """Finds the fields of an inner optimizer's state that are to be encoded.
 
-  Args:
-    op: the public function that asks, for error messages.
-    state: what `init` of the inner optimizer gave.
-    params: whose structure and shapes fields have; leaves of a field may be
-      masked, as `optax.partition` does.
-    rule: which fields are encoded, and how.
-
-  Raises:
-    ValueError: a field is neither f32 nor complex64; or a rule of the user's
-      encodes one that must stay in f32.
+  A field has the structure and shapes of `params`; some of its leaves may be
+  masked, as in `optax.partition`. Raises a ValueError if a field is neither f32
+  nor complex64, or if the user's rule encodes one that must stay in f32.
   """
   leaves = jax.tree_util.tree_flatten_with_path(params)[0]
   shapes = {keys: jnp.shape(x) for keys, x in leaves}
@@ -286,9 +231,10 @@ def find_fields(op: str, state: Any, params: Any, rule: FieldRule) -> Found:
 
 
 def _is_like(node: Any, shapes: Mapping[Any, tuple[int, ...]]) -> bool:
-  """Whether a node is a tree of floating arrays of these paths and shapes.
+  """Tells whether a node is a tree of floats with these paths and shapes.
 
-  Leaves may be masked, all of them too: what an optimizer of a partition has.
+  Leaves may be masked, even all of them: an optimizer in a partition has such
+  trees.
   """
   present, masked = {}, set()
   flat = jax.tree_util.tree_flatten_with_path(node, is_leaf=_is_masked)[0]
@@ -299,7 +245,7 @@ def _is_like(node: Any, shapes: Mapping[Any, tuple[int, ...]]) -> bool:
       present[keys] = x.shape
     else:
       return False
-  # A masked leaf alone is no tree, unless the parameters are one array.
+  # A masked leaf alone is not a tree, unless the parameters are one array.
   if not flat or (() in masked and () not in shapes):
     return False
   return present.keys() <= shapes.keys() and all(
@@ -317,14 +263,7 @@ def _is_masked(x: Any) -> bool:
 def check_names(
   op: str, names: Collection[str], state: Any, found: Found
 ) -> None:
-  """Raises a ValueError where a field that was named is not to be encoded.
-
-  Args:
-    op: the public function that asks, for error messages.
-    names: of fields; empty where a rule chooses them.
-    state: of the inner optimizer.
-    found: its fields.
-  """
+  """Raises a ValueError if a field that the user named is not to be encoded."""
   flat = jax.tree_util.tree_flatten_with_path(state)[0]
   everything = [path_of(keys) for keys, _ in flat]
   flat = jax.tree_util.tree_flatten_with_path(

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The whole step of AdamW and of Lion with encoded moments.
+"""AdamW and Lion with FP8 moments, each with its whole step in one function.
 
-`fused_coat_adamw` is `coat_adamw` and `apply_updates` in one function,
-`fused_coat_lion` likewise: one kernel a leaf on a GPU. The states are those of
-the optax transformations (`ScaleByCoatAdamState`, `ScaleByCoatLionState`), the
-first of the chain's: checkpoints go both ways. With `low_bits` there are bytes
-of the weights beside it (`LowBitsState`).
+`fused_coat_adamw` does what `coat_adamw` and `apply_updates` do together, and
+`fused_coat_lion` does the same for Lion: on a GPU with one kernel per leaf. The
+states are those of the optax transformations (`ScaleByCoatAdamState`,
+`ScaleByCoatLionState`), which are the first element of a chain's state, so
+either optimizer can read the other's checkpoints. With `low_bits` the state
+also stores a byte per weight (`LowBitsState`).
 """
 
 from collections.abc import Callable
@@ -36,21 +37,20 @@ def fused_coat_adamw(
   codec: codecs.MomentCodec = codecs.coat(),  # noqa: B008 (it is frozen)
   weight_decay: optax.ScalarOrSchedule = 1e-4,
   mask: Any | Callable[[optax.Params], Any] | None = None,
-  nesterov: bool = False,
   quantize_mask: QuantizeMask | None = None,
   low_bits: bool = False,
   seed: ArrayLike = 0,
   implementation: StepImplementation | None = None,
   shardings: Any = None,
 ) -> FusedTransformation:
-  """`coat_adamw` and `apply_updates` in one step.
+  """Does what `coat_adamw` and `apply_updates` do, in one step.
 
-  Everything is f32 from the gradient to the new parameter. A bf16 one is
-  rounded stochastically, to bf16 with the words that `apply_updates` draws for
-  `step=state.count` of the new state and the same seed, or, with `low_bits`, to
-  24 bits: see docs/optimizer.md on which one to take. With f32
-  gradients and parameters the result is that of the chain, up to how another
-  compiled program rounds: some ulp, and a code where one is that close.
+  Everything is f32 from the gradient to the new parameter. A bf16 parameter is
+  rounded stochastically: to bf16 with the words that `apply_updates` draws for
+  the same seed and `step=state.count` of the new state, or, with `low_bits`, to
+  24 bits. docs/optimizer.md says which one to choose. With f32 gradients and
+  parameters the result is that of the optax chain, except that another compiled
+  program may round differently by some ulp, which can change a code.
 
   Args:
     learning_rate: a number or a schedule.
@@ -59,17 +59,17 @@ def fused_coat_adamw(
     eps_root: added to the second moment, inside the root.
     codec: how the moments are stored, from `codecs`; holds every static choice.
     weight_decay: a number or a schedule; multiplied with the learning rate.
-    mask: tree of bools or function of the parameters, where to decay weights.
-    nesterov: unsupported: raises, pointing to `coat_adamw`.
+    mask: which weights decay: a tree of bools, or a function of the parameters
+      that returns one.
     quantize_mask: `(path, leaf) -> bool`, which leaves the codec encodes; None
       for `default_quantize_mask`.
-    low_bits: whether `init` makes a state that holds another byte of each bf16
-      parameter, 24 bits together: those of f32 parameters, of which the caller
-      goes on with `split_weights(params)[0]`, and zeros of bf16 ones. `apply`
-      infers it from the state.
-    seed: of the random words of stochastic rounding.
+    low_bits: whether `init` makes a state with another byte for each bf16
+      parameter, 24 bits in all. If parameters are f32, `init` takes the bytes
+      from them, and the caller continues with `split_weights(params)[0]`; if
+      they are bf16, the bytes are zeros. `apply` infers it from the state.
+    seed: seed of the random words of stochastic rounding.
     implementation: "mosaic" for the kernel, "xla" for the definition, None for
-      the kernel where a leaf and the platform allow it.
+      the kernel if a leaf and the platform allow it.
     shardings: on a mesh of automatic axes, the parameters' shardings, a tree of
       `NamedSharding`s, so that the kernel can run on each device's shard; None
       leaves partitioning to XLA, which cannot partition a kernel. Not needed on
@@ -79,9 +79,9 @@ def fused_coat_adamw(
     A `FusedTransformation`.
 
   Raises:
-    NotImplementedError: `nesterov`; an unknown implementation; or, by `apply`,
-      a named one that cannot take a leaf.
-    TypeError, ValueError: as `coat_adamw`.
+    NotImplementedError: the implementation is unknown; (by `apply`) it was
+      named and cannot take a leaf.
+    TypeError, ValueError: the same as for `coat_adamw`.
 
   Examples:
     >>> optimizer = fused_coat_adamw(3e-4, weight_decay=0.1)
@@ -93,11 +93,6 @@ def fused_coat_adamw(
   Source: arXiv:2410.19313, section 4.
   """
   op = "fused_coat_adamw"
-  if nesterov:
-    raise NotImplementedError(
-      f"{op}: nesterov must be False, got True; use coat_adamw(nesterov=True) "
-      "with coat_jax.apply_updates"
-    )
   check_hyperparameters(op, b1=b1, b2=b2, eps=eps, eps_root=eps_root)
 
   def scalars_of(count: ArrayLike) -> adam.AdamScalars:
@@ -134,29 +129,30 @@ def fused_coat_lion(
   implementation: StepImplementation | None = None,
   shardings: Any = None,
 ) -> FusedTransformation:
-  """`coat_lion` and `apply_updates` in one step.
+  """Does what `coat_lion` and `apply_updates` do, in one step.
 
-  As `fused_coat_adamw` is of `coat_adamw`: everything is f32 from the gradient
-  to the new parameter, and a bf16 one is rounded stochastically, with the words
-  that `apply_updates` draws.
+  As in `fused_coat_adamw`, everything is f32 from the gradient to the new
+  parameter, and a bf16 parameter is rounded stochastically with the words that
+  `apply_updates` draws.
 
   Args:
     learning_rate: a number or a schedule; a third to a tenth of AdamW's.
-    b1: share of the momentum in the update, whose sign is taken.
+    b1: share of the momentum in the mix whose sign is the update.
     b2: decay of the momentum.
-    codec: how the momentum is stored, as the first moment of `codecs`.
+    codec: how the momentum is stored: like the codec's first moment.
     weight_decay: a number or a schedule; multiplied with the learning rate.
-    mask: tree of bools or function of the parameters, where to decay weights.
-    quantize_mask, low_bits, seed, implementation, shardings: as of
+    mask: which weights decay: a tree of bools, or a function of the parameters
+      that returns one.
+    quantize_mask, low_bits, seed, implementation, shardings: as for
       `fused_coat_adamw`.
 
   Returns:
     A `FusedTransformation`.
 
   Raises:
-    NotImplementedError: an unknown implementation; or, by `apply`, a named one
-      that cannot take a leaf.
-    TypeError, ValueError: as `coat_lion`.
+    NotImplementedError: the implementation is unknown; (by `apply`) it was
+      named and cannot take a leaf.
+    TypeError, ValueError: the same as for `coat_lion`.
 
   Examples:
     >>> import jax, jax.numpy as jnp
@@ -175,7 +171,7 @@ def fused_coat_lion(
   check_hyperparameters(op, b1=b1, b2=b2)
 
   def scalars_of(count: ArrayLike) -> lion.LionScalars:
-    del count  # Its moment is used as it is: nothing is corrected.
+    del count  # Lion corrects no bias.
     return lion.lion_scalars(b1, b2)
 
   return fused_transformation(

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A whole step with encoded moments, whatever the optimizer's arithmetic.
+"""Makes a fused optimizer of any arithmetic: it steps parameters leaf by leaf.
 
-optax hands updates from one transformation to the next, each a copy of the
+optax passes updates from one transformation to the next, each a copy of the
 parameters in memory. Here a leaf is stepped at once: on a GPU by one kernel in
-one pass over memory, in place where parameters and state are donated.
+one pass over memory, in place if parameters and state are donated.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -18,37 +19,44 @@ from coat_jax import codecs, stochastic
 from coat_jax.checks import ANY, check_number
 from coat_jax.ops.dispatch import explain
 from coat_jax.ops.types import StepImplementation
-from coat_jax.optimizer import moments, shards, weights
+from coat_jax.optimizer import weights
 from coat_jax.optimizer.arguments import (
+  check_codec,
   check_decay_mask,
   check_hyperparameters,
 )
-from coat_jax.optimizer.leaves import LeafSteps
 from coat_jax.optimizer.masks import QuantizeMask, leaf_paths
 from coat_jax.optimizer.state import (
   FusedState,
   LowBitsState,
   MomentState,
-  check_codec,
+  check_moments,
   init_state,
   next_state,
-  pair_leaves,
+  stored_leaves,
 )
-from coat_jax.optimizer.stored_step import StepScalars
+from coat_jax.optimizer.step import (
+  LeafSteps,
+  StepScalars,
+  gradients_like,
+  shardings_of,
+  step_on_shards,
+)
+from coat_jax.stochastic import LeafPart
 
 
 class FusedTransformation(NamedTuple):
-  """An optimizer that gives new parameters in place of updates.
+  """An optimizer that returns new parameters instead of updates.
 
   Attributes:
-    init: `init(params)`, the state of step 0.
-    apply: `apply(grads, state, params, *, grad_scale=None)`, the new parameters
-      and the new state. `grad_scale` is a scalar that multiplies the gradients
-      first, such as min(1, max_norm / global_norm).
-    begin: `begin(params, state)`, the same step leaf by leaf, for
-      `step_in_backward`: a `LeafSteps`.
-    explain: `explain(params)`, by path which implementation a leaf gets and
-      why, on the platform that a program is compiled for.
+    init: `init(params)` returns the state before the first step.
+    apply: `apply(grads, state, params, *, grad_scale=None)` returns the new
+      parameters and the new state. `grad_scale` is a scalar that multiplies the
+      gradients first, such as min(1, max_norm / global_norm).
+    begin: `begin(params, state)` returns the same step leaf by leaf, as
+      `LeafSteps`, for `step_in_backward`.
+    explain: `explain(params)` maps each leaf's path to the implementation that
+      the leaf gets, and why, on the platform that a program is compiled for.
   """
 
   init: Callable[[optax.Params], FusedState]
@@ -73,20 +81,12 @@ def fused_transformation(
   implementation: StepImplementation | None,
   shardings: Any,
 ) -> FusedTransformation:
-  """Makes the public object of an optimizer's step of one leaf.
+  """Makes a `FusedTransformation` from an optimizer's step of one leaf.
 
-  Args:
-    op: the public function that asks, for error messages.
-    step_leaf: `adam.adamw_step` or `lion.lion_step`, an `Op`.
-    scalars_of: the scalars of step `count`, the first being 1.
-    kind: of the state, which says how many of the codec's moments there are.
-    learning_rate, weight_decay, mask, codec, quantize_mask, low_bits, seed,
-      implementation, shardings: as of `fused_coat_adamw`.
-
-  Raises:
-    NotImplementedError: `implementation` is no such name.
-    TypeError: `codec` is not a `MomentCodec`; an argument is of another kind.
-    ValueError: a number is outside its range.
+  `step_leaf` is `adam.adamw_step` or `lion.lion_step`, `scalars_of(count)` the
+  scalars of a step (the first is 1), and `kind` the type of the state, which
+  has as many of the codec's moments as it has fields for them. The other
+  arguments are those of `fused_coat_adamw`.
   """
   check_codec(op, codec)
   check_hyperparameters(
@@ -114,12 +114,15 @@ def fused_transformation(
       check_number(op, "grad_scale", grad_scale, ANY, remedy)
       scale = jnp.asarray(grad_scale, jnp.float32)
     steps = begin(step_leaf, params, state)
-    pairs = pair_leaves(op, grads, _moment_state(state))
+    leaves = zip(
+      steps.weights,
+      gradients_like(op, grads, _moment_state(state)),
+      steps.stored,
+      strict=True,
+    )
     new = [
       steps.step(i, weight, g, stored, grad_scale=scale)
-      for i, (weight, (g, stored)) in enumerate(
-        zip(steps.weights, pairs, strict=True)
-      )
+      for i, (weight, g, stored) in enumerate(leaves)
     ]
     return steps.end(*zip(*new, strict=True)) if new else steps.end((), ())
 
@@ -128,6 +131,7 @@ def fused_transformation(
 
   def begin(step_leaf, params, state) -> LeafSteps:
     _check_state(op, state, kind, low_bits)
+    check_moments(op, state, codec)
     low = state.low if isinstance(state, LowBitsState) else None
     state = _moment_state(state)
     count = optax.safe_increment(state.count)
@@ -139,24 +143,26 @@ def fused_transformation(
     leaves, treedef = jax.tree.flatten(params)
     if low is not None:
       leaves = weights.pair_weights(op, params, low)
-    all_stored = [stored for _, stored in pair_leaves(op, params, state)]
-    where = shards.shardings_of(op, shardings, all_stored)
+    gradients_like(op, params, state)
+    stored_codecs = stored_leaves(state)
+    where = shardings_of(op, shardings, state.mu)
     decayed = _decayed(mask, params)
 
     def step(i, weight, g, stored, *, layer=None, grad_scale=None):
-      groups = codec.groups[: len(stored)]
       leaf_decay = decay if decayed[i] else 0 * decay
-      return shards.run_on_shards(
-        step_leaf,
+      key = stochastic.leaf_key(seed, count, i)
+      return step_on_shards(
+        functools.partial(
+          step_leaf,
+          groups=stored_codecs[i][1],
+          implementation=implementation,
+        ),
         where[i],
         (weight, g),
         stored,
-        stochastic.leaf_key(seed, count, i),
+        LeafPart(key, layer=layer),
         scalars,
         StepScalars(rate, leaf_decay, grad_scale),
-        groups=moments.stored_groups(op, stored, groups, codec.name),
-        layer=layer,
-        implementation=implementation,
       )
 
     def end(new_leaves, stored):
@@ -166,6 +172,7 @@ def fused_transformation(
       high, new_low = weights.unpair_weights(new_leaves, low)
       return treedef.unflatten(high), LowBitsState(new_low, new_state)
 
+    all_stored = [stored for stored, _ in stored_codecs]
     return LeafSteps(leaves, all_stored, step, end)
 
   def explain_fn(params: optax.Params) -> dict[str, str]:
@@ -194,7 +201,7 @@ def fused_transformation(
 
 
 def _check_state(op: str, state: Any, kind: type, low_bits: bool) -> None:
-  """Raises `TypeError` for the state of another optimizer."""
+  """Raises a TypeError for another optimizer's state."""
   has_low, inner = isinstance(state, LowBitsState), _moment_state(state)
   if isinstance(inner, kind) and has_low == low_bits:
     return
@@ -215,7 +222,7 @@ def _moment_state(state: FusedState) -> MomentState:
 def _decayed(
   mask: Callable[[Any], Any] | None, params: optax.Params
 ) -> list[bool]:
-  """Whether weights decay, leaf by leaf: `optax.masked`'s reading of a mask."""
+  """Lists whether each leaf's weights decay, as `optax.masked` reads masks."""
   treedef = jax.tree.structure(params)
   if mask is None:
     return [True] * treedef.num_leaves

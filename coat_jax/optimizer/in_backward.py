@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The optimizer's step inside the backward pass of stacked layers.
+"""Runs the optimizer's step inside the backward pass of stacked layers.
 
-Ordinarily all gradients exist before the first is used: 4 bytes a parameter in
-f32. Here the backward scan hands each layer's gradients to the optimizer at
-once and writes its weights and moments where they were read, so that gradients
-of one layer exist at a time:
+Ordinarily all gradients exist before the first is used: 4 bytes per parameter
+in f32. Here the backward scan passes each layer's gradients to the optimizer
+immediately, and writes the layer's weights and moments back where they were
+read. So only one layer's gradients exist at a time:
 
   forward   scan: x_l+1, and what layer l saves for its backward
-  after     the loss; its gradients of x_L and of parameters outside the stack,
-            which are stepped at once if `before` does not use them
-  backward  scan from the last layer to the first; its carry is the gradient of
-            x, all stacked weights and all that the optimizer stores of them
+  after     the loss; its gradients with respect to x_L and to parameters
+            outside the stack, which are stepped at once unless `before` uses
+            them
+  backward  scan from the last layer to the first; the carry is the gradient of
+            x, all stacked weights and all that the optimizer stores for them
   before    gradients of what precedes the stack, and their step
 
-The carry is updated in place where the caller donates parameters and state.
+The carry is updated in place if the caller donates parameters and state.
 """
 
 from collections.abc import Callable
@@ -26,13 +27,13 @@ from jax import Array, lax
 from coat_jax.checks import check_function, check_kind
 from coat_jax.optimizer.clipping import Clipping, ClipState, global_norm
 from coat_jax.optimizer.leafwise import check_not_encoded
-from coat_jax.optimizer.leaves import LeafSteps
 from coat_jax.optimizer.stacked_layers import (
   LayerPasses,
   StackSplit,
   arguments_read,
   trace,
 )
+from coat_jax.optimizer.step import LeafSteps
 
 
 @runtime_checkable
@@ -41,21 +42,21 @@ class LeafwiseOptimizer(Protocol):
 
   @property
   def begin(self) -> Callable[[Any, Any], LeafSteps]:
-    """`begin(params, state)`."""
+    """The function `begin(params, state)`, which returns `LeafSteps`."""
     ...
 
 
 class BackwardStep(NamedTuple):
-  """What `step_in_backward` returns.
+  """The result of `step_in_backward`.
 
   Attributes:
     params: the new parameters.
     state: the optimizer's new state.
-    clip_state: as `Clipping` has it; () without clipping.
+    clip_state: the new state of `Clipping`; () without clipping.
     loss: f32 [], at the parameters before the step.
     grad_norm: f32 [], global norm of the gradients before clipping.
-    is_finite: bool [leaves], whether each leaf's gradient is, in the order of
-      the tree.
+    is_finite: bool [leaves], whether each leaf's gradient is finite, in the
+      order of the tree.
   """
 
   params: Any
@@ -79,43 +80,45 @@ def step_in_backward(
   clip: Clipping | None = None,
   clip_state: ClipState | tuple[()] = (),
 ) -> BackwardStep:
-  """A training step that uses each layer's gradients as soon as they exist.
+  """Runs a training step that uses each layer's gradients immediately.
 
   The new parameters and state are those of an ordinary step with the same
-  gradients. What cannot be had: gradients of several microbatches added up, for
-  each would be a step, and clipping by their global norm, known at the end.
+  gradients. Two things are impossible: summing gradients over microbatches, as
+  each would be a step, and clipping by the global norm, which is only known at
+  the end.
 
   Args:
     optimizer: `fused_coat_adamw`, `fused_coat_lion`, `leafwise` of an optax
-      transformation, or any that has their `begin`.
+      transformation, or any optimizer with such a `begin`.
     params: a tree with one subtree of stacked layers, each leaf [layers, ...].
-    state: the optimizer's.
-    before: `before(outer)`, what precedes the stack: the first layer's input.
-      `outer` is `params` with None for the leaves of the stack.
-    layer: `layer(layer_params, x)`, one layer: x of the same shape and dtype,
-      an array or a tree of them, such as the residual stream and a sum over
-      layers; with `per_layer`, `layer(layer_params, x, per_layer_slice)`. In
-      `jax.checkpoint` it saves less. It should close over no array that depends
-      on x's shape: such a one is saved once a layer. What it computes from
-      parameters that it closes over gets no gradient.
-    after: `after(outer, x)`, what follows the stack: the loss, f32 []. It may
-      use what `before` uses, such as an embedding.
-    stack: where the subtree is in `params`: its path, as `model/layers`.
-    per_layer: further tree of arrays [layers, ...], not differentiated.
-    clip: scales gradients first, by what earlier steps had; None for not at
-      all.
-    clip_state: the last step's; at first `clip.init(params, stack=stack)`.
+    state: the optimizer's state.
+    before: `before(outer)`, what precedes the stack; it returns the first
+      layer's input. `outer` is `params` with None for the leaves of the stack.
+    layer: `layer(layer_params, x)`, one layer; it returns x of the same shape
+      and dtype, an array or a tree of them, such as the residual stream and a
+      sum over layers. With `per_layer` it is called as
+      `layer(layer_params, x, per_layer_slice)`. It saves less if wrapped in
+      `jax.checkpoint`. It should not close over an array that depends on x's
+      shape, because that is saved once per layer. Parameters that it closes
+      over get no gradient from it.
+    after: `after(outer, x)`, what follows the stack; it returns the loss, f32
+      []. It may use what `before` uses, such as an embedding.
+    stack: the path of the subtree in `params`, such as `model/layers`.
+    per_layer: another tree of arrays [layers, ...], not differentiated.
+    clip: clips gradients by the norms of earlier steps; None does not clip.
+    clip_state: the last step's; before the first step
+      `clip.init(params, stack=stack)`.
 
   Returns:
     A `BackwardStep`.
 
   Raises:
-    TypeError: `optimizer` has no `begin`, as optax's; `before`, `layer` or
-      `after` is no function, or `clip` no `Clipping`.
-    ValueError: it is `coat_adamw`, `coat_lion` or `encoded`, whose step is not
-      leaf by leaf; no leaf is below `stack`, or some differ in their first
-      axis; `clip` without its state; a layer that does not return what it
-      takes, or a loss that is no scalar; a function that closes over a leaf of
+    TypeError: `optimizer` has no `begin`, like those of optax; `before`,
+      `layer` or `after` is not a function, or `clip` not a `Clipping`.
+    ValueError: the optimizer is `coat_adamw`, `coat_lion` or `encoded`, which
+      cannot step leaf by leaf; no leaf is below `stack`, or some differ in
+      their first axis; `clip` has no state; a layer does not return what it
+      takes, or the loss is not a scalar; a function closes over a leaf of
       `params`.
 
   Examples:
@@ -170,7 +173,7 @@ def step_in_backward(
     zip(split.others, jax.tree.leaves(after_grads), strict=True)
   )
 
-  # What only the loss uses, an output projection, before all else.
+  # First step the parameters that only the loss uses (an output projection).
   own = _running_norms(clip, clip_state, len(steps.weights))
   slices = _Slices(steps, clip, clip_state)
   done: dict[int, _Slice] = {}
@@ -195,8 +198,8 @@ def step_in_backward(
     layer_params = split.layer_of(
       [lax.dynamic_index_in_dim(p, index, keepdims=False) for p in parameters]
     )
-    # Weights are written where they are read, so all that reads them is to come
-    # first. XLA finds that order by itself today; else it would copy stacks.
+    # Weights are written where they are read, so whatever reads them must run
+    # first, or XLA would copy stacks. Today XLA finds that order by itself.
     grads, dx = lax.optimization_barrier(
       run.backward(residuals, layer_params, per_layer, dx)
     )
@@ -219,7 +222,7 @@ def step_in_backward(
     done[i] = new
     seen[i] = _Seen(global_norm(all_seen.norm), jnp.all(all_seen.is_finite))
 
-  # What precedes the stack, and the loss may use too.
+  # Last step what precedes the stack, which the loss may use too.
   (before_grads,) = before_vjp(dx)
   for i, g in zip(split.others, jax.tree.leaves(before_grads), strict=True):
     if is_used[i]:
@@ -256,11 +259,11 @@ def _check_optimizer(optimizer: Any, state: Any) -> None:
 
 
 class _Slice(NamedTuple):
-  """A leaf, or of a stacked leaf all layers or one.
+  """A leaf; or all layers of a stacked leaf, or one of them.
 
   Attributes:
-    weight, stored: as of `LeafSteps`.
-    own: what clipping keeps of it, or None.
+    weight, stored: as in `LeafSteps`.
+    own: what clipping keeps for it, or None.
   """
 
   weight: Any
@@ -269,14 +272,14 @@ class _Slice(NamedTuple):
 
 
 class _Seen(NamedTuple):
-  """What is known of a slice's gradient: its norm, whether it is finite."""
+  """The norm of a slice's gradient, and whether the gradient is finite."""
 
   norm: Array
   is_finite: Array
 
 
 class _Slices(NamedTuple):
-  """Steps slices."""
+  """Clips and steps slices."""
 
   steps: LeafSteps
   clip: Clipping | None
@@ -289,7 +292,7 @@ class _Slices(NamedTuple):
     seen = _Seen(norm, jnp.all(jnp.isfinite(g)))
     scale, own = None, old.own
     if self.clip is not None:
-      assert own is not None  # Kept wherever gradients are clipped.
+      assert own is not None  # It is kept if gradients are clipped.
       mine = own if layer is None else own[layer]
       scale, mine = self.clip.scale(self.clip_state, mine, norm)
       own = mine if layer is None else own.at[layer].set(mine)

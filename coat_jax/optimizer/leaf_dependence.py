@@ -26,17 +26,10 @@ def check_leaf_by_leaf(
 ) -> list[str | None]:
   """Raises a ValueError if an update cannot be taken leaf by leaf.
 
-  Args:
-    op: the public function that asks, for error messages.
-    update: of an optax transformation.
-    params: tree of parameters.
-    state: the transformation's.
-    owners: for each leaf of the state the parameter that it belongs to, by its
-      place in the tree, or None if all share it.
-
-  Returns:
-    For each parameter the path in the state of something that every update
-    changes but that lacks the parameter's first axis, such as a norm; or None.
+  `owners` has, for each leaf of `state`, the index of the parameter that it
+  belongs to, or None if all share it. Returns for each parameter the path of
+  some state that every update changes but that lacks the parameter's first
+  axis, such as a norm; or None.
   """
   leaves, treedef = jax.tree.flatten(params)
   kept, state_treedef = jax.tree.flatten(state)
@@ -94,7 +87,7 @@ def check_leaf_by_leaf(
 
 
 def _random_primitive(jaxpr) -> str | None:
-  """The name of a primitive that draws random numbers, or None."""
+  """Returns the name of a primitive that draws random numbers, or None."""
   for equation in jaxpr.eqns:
     if equation.primitive.name.startswith(_RANDOM):
       return equation.primitive.name
@@ -105,7 +98,7 @@ def _random_primitive(jaxpr) -> str | None:
 
 
 def _dependencies(jaxpr, inputs: list[set[int]]) -> list[set[int]]:
-  """On which inputs each result depends."""
+  """Lists the inputs that each result depends on."""
   of = {id(v): each for v, each in zip(jaxpr.invars, inputs, strict=True)}
   for equation in jaxpr.eqns:
     mine = [of.get(id(v), set()) for v in equation.invars]

@@ -1,23 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Any optax transformation that works leaf by leaf, as `LeafSteps`."""
+"""Steps optax transformations leaf by leaf, for `step_in_backward`."""
 
 from typing import Any, NamedTuple
 
 import jax
 import optax
 
-from coat_jax.optimizer import moments
 from coat_jax.optimizer.arguments import check_optimizer
 from coat_jax.optimizer.leaf_dependence import check_leaf_by_leaf
-from coat_jax.optimizer.leaves import LeafSteps, put_layer, take_layer
+from coat_jax.optimizer.state import moments_in
+from coat_jax.optimizer.step import LeafSteps, put_layer, take_layer
 
 
 class LeafwiseTransformation(NamedTuple):
-  """An optax transformation, to be stepped leaf by leaf.
+  """An optax transformation that is stepped leaf by leaf.
 
   Attributes:
-    init: of the transformation.
-    begin: `begin(params, state)`, a `LeafSteps`.
+    init: the transformation's.
+    begin: `begin(params, state)` returns `LeafSteps`.
   """
 
   init: Any
@@ -25,19 +25,19 @@ class LeafwiseTransformation(NamedTuple):
 
 
 def leafwise(tx: optax.GradientTransformation) -> LeafwiseTransformation:
-  """Has `step_in_backward` take an optax transformation.
+  """Lets `step_in_backward` take an optax transformation.
 
   Args:
-    tx: one whose update of a leaf depends on this leaf alone, such as
-      `optax.adamw` or `optax.lion`. Of stacked leaves it sees one layer at a
-      time: [1, ...], so that what is computed of a whole leaf (a norm, factored
-      second moments) is of one layer. Masks have to be functions.
+    tx: a transformation whose update of a leaf depends on this leaf alone, such
+      as `optax.adamw` or `optax.lion`. It sees stacked leaves one layer at a
+      time, [1, ...], so what it computes for a whole leaf (a norm, factored
+      second moments) is computed for one layer. Masks must be functions.
 
   Returns:
     What `step_in_backward` takes as its optimizer.
 
   Raises:
-    TypeError: `tx` is no optimizer.
+    TypeError: `tx` is not an optimizer.
     ValueError: (by `begin`) an update depends on other leaves, as after
       clipping by the global norm; shared state depends on gradients, as in
       `optax.contrib.dadapt_adamw`; random numbers are drawn, as in
@@ -62,7 +62,7 @@ def leafwise(tx: optax.GradientTransformation) -> LeafwiseTransformation:
       stored[i].append(x)
       return _Slot(i, len(stored[i]) - 1)
 
-    # The state with slots in place of what belongs to a leaf.
+    # The state, in which slots replace what belongs to a leaf.
     try:
       slots = optax.tree.map_params(tx, take, state, places)
     except ValueError as error:
@@ -113,7 +113,7 @@ def leafwise(tx: optax.GradientTransformation) -> LeafwiseTransformation:
       return weight, new_kept
 
     def end(weights, all_kept):
-      # What belongs to no leaf, a count, is that of an update of no leaves.
+      # Update shared state (step counts) by updating a tree without leaves.
       nothing = tree_of(-1, None)
       _, rest = tx.update(nothing, state_of(None, ()), nothing)
       shared = iter(jax.tree.leaves(rest))
@@ -130,7 +130,7 @@ def leafwise(tx: optax.GradientTransformation) -> LeafwiseTransformation:
 
 
 class _Slot:
-  """Where in a state what belongs to a leaf was."""
+  """Marks the place of a leaf's value in a state."""
 
   def __init__(self, leaf: int, place: int):
     self.leaf, self.place = leaf, place
@@ -147,13 +147,8 @@ def _filled(x: Any, only: int | None, kept: Any) -> Any:
 
 
 def check_not_encoded(op: str, state: Any) -> None:
-  """Raises a ValueError where `state` stores moments in groups.
-
-  Args:
-    op: the public function that asks, for error messages.
-    state: of an optax transformation.
-  """
-  if any(moments.all_moment_trees(state)):
+  """Raises a ValueError if `state` stores moments in groups."""
+  if moments_in(state):
     raise ValueError(
       f"{op}: needs a state of the parameters' shapes, which groups have not, "
       "got coat_adamw's, coat_lion's or encoded's; pass fused_coat_adamw or "

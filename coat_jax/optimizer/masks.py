@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Leaves by shapes and paths: what is a norm or a bias, and what is encoded."""
+"""Chooses leaves by shape and path: norms, biases, and leaves to encode."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -9,30 +9,40 @@ import jax
 import jax.numpy as jnp
 
 from coat_jax.checks import check_kind, refuse
+from coat_jax.codecs.group import Encoded, Plain
 
 QuantizeMask = Callable[[str, Any], bool]
 
+_PLAIN = {dtype: Plain(dtype) for dtype in ("float32", "complex64")}
+
 _SMALLEST_LEAF, _SHORTEST_ROW = 4096, 16
-# A vector this long is no bias, but many parameters in one.
+# A vector this long is not a bias, but many parameters in one.
 _LONG_VECTOR = 1 << 20
 
 
+def plain_codec(is_complex: bool = False) -> Plain:
+  """Returns the codec of leaves that are not encoded: f32, or complex64."""
+  return _PLAIN["complex64" if is_complex else "float32"]
+
+
+def is_encoded(encoded: Encoded) -> bool:
+  """Tells whether a codec encoded a leaf, rather than `plain_codec`."""
+  return encoded.codes.dtype.name not in _PLAIN
+
+
 def default_quantize_mask(path: str, leaf: Any) -> bool:
-  """Whether a leaf's moments are encoded unless the user says otherwise.
+  """Tells whether a leaf's moments are encoded by default.
 
   True for real leaves of at least 4096 values and 16 columns that are neither
-  norms nor biases (`is_norm_or_bias`). Those stay in f32, stacked over layers
-  or not: they are less than a thousandth of a model.
+  norms nor biases. Those stay in f32: they are less than a thousandth of a
+  model.
 
   Args:
     path: such as "layers/attn/qkv/kernel"; dots separate names too.
     leaf: array or `jax.ShapeDtypeStruct`.
 
-  Returns:
-    True to encode the leaf's moments.
-
   Raises:
-    TypeError: `path` is no text or `leaf` no array.
+    TypeError: `path` is not a string or `leaf` not an array.
   """
   check_leaf("default_quantize_mask", path, leaf)
   if leaf.size < _SMALLEST_LEAF or leaf.shape[-1] < _SHORTEST_ROW:
@@ -43,29 +53,22 @@ def default_quantize_mask(path: str, leaf: Any) -> bool:
 
 
 def is_norm_or_bias(path: str, leaf: Any = None) -> bool:
-  """Whether a leaf is a norm's parameter or a bias, by its shape and its name.
+  """Tells by shape and name whether a leaf is a norm's parameter or a bias.
 
-  Vectors and scalars are, whatever their names, unless they are many parameters
-  in one: a tree that is nothing but a vector, as `optax.flatten` makes it, or a
-  vector of a million values. Arrays of more axes may be stacked over layers:
-  there the name decides.
-
-  A name is a norm's if it *ends* in a norm, as `input_layernorm`, `q_norm` and
-  `norm_1` do and `norm_mlp` does not, or is `ln` with anything, as `ln_f`; a
-  bias's if `bias` is one of its words (a `b` may be anything: LoRA's `lora_b`);
-  `scale`, `gamma` and `beta` belong to norms. Only the leaf's own name and the
-  one above it count, and a `kernel` or an `embedding` is a matrix whatever is
-  above it.
+  Vectors and scalars are, unless they hold many parameters: a tree that is
+  only a vector, as `optax.flatten` makes it, or a vector of a million values.
+  Arrays with more axes may be stacked over layers, so the name decides. It is
+  a norm's if it *ends* in a norm (`input_layernorm`, `q_norm` or `norm_1`, but
+  not `norm_mlp`), contains `ln` (`ln_f`), or is `scale`, `gamma` or `beta`; it
+  is a bias's if `bias` is one of its words. Only the leaf's own name and the
+  one above it count, and a `kernel` or an `embedding` is always a matrix.
 
   Args:
     path: such as "layers/attn/norm/scale"; dots separate names too.
     leaf: array or `jax.ShapeDtypeStruct`; None leaves it to the name.
 
-  Returns:
-    True for norms and biases.
-
   Raises:
-    TypeError: `path` is no text or `leaf` no array.
+    TypeError: `path` is not a string or `leaf` not an array.
   """
   check_leaf("is_norm_or_bias", path, leaf)
   if path and leaf is not None and leaf.ndim < 2 and leaf.size < _LONG_VECTOR:
@@ -80,7 +83,7 @@ def is_norm_or_bias(path: str, leaf: Any = None) -> bool:
 
 
 def check_leaf(op: str, path: Any, leaf: Any) -> None:
-  """Raises a TypeError where a path is no text, or a leaf no array or None."""
+  """Raises a TypeError unless a path is a string and a leaf is an array."""
   check_kind(op, "path", path, str, "pass a leaf's, as 'norm/scale'")
   if leaf is not None and not hasattr(leaf, "dtype"):
     refuse(TypeError, op, "leaf", "an array", leaf, f"pass what is at {path!r}")
@@ -97,7 +100,7 @@ def _words(name: str) -> list[str]:
 
 
 def leaf_paths(tree: Any) -> list[tuple[str, Any]]:
-  """The leaves of a tree with paths such as "layers/attn/qkv/kernel"."""
+  """Lists the leaves of a tree with paths such as "layers/mlp/kernel"."""
   out = []
   for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
     leaf = jnp.asarray(leaf) if isinstance(leaf, float | complex) else leaf
@@ -106,11 +109,7 @@ def leaf_paths(tree: Any) -> list[tuple[str, Any]]:
 
 
 def leaf_path(keys: Sequence[Any]) -> str:
-  """A leaf's path from its keys.
-
-  `nnx.Variable`s end theirs in "value" where they are in the tree; that is left
-  out, so that a path is the same with and without them.
-  """
+  """Writes a leaf's keys as a path, without an `nnx.Variable`'s "value"."""
   if keys and keys[-1] == jax.tree_util.GetAttrKey("value"):
     keys = keys[:-1]
   return jax.tree_util.keystr(tuple(keys), simple=True, separator="/")

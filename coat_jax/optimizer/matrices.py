@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters as matrices: how a leaf is cut into them, and their orthogonals.
+"""Cuts parameters into the matrices that Muon orthogonalizes.
 
-Muon orthogonalizes matrices. A leaf may hold many: a stack of layers, gate and
-up, q, k and v in the columns of one product. A function of (path, leaf) says
-how it is cut: `hidden_matrices` for models whose weights are 2-D leaves,
-`decoder_matrices` for `models.Decoder`, or one of the user's own.
+A leaf may hold many matrices: a stack of layers, gate and up, or q, k and v in
+the columns of one kernel. A function of (path, leaf) returns how the leaf is
+cut: `hidden_matrices` for models whose weights are 2-D leaves,
+`models.model_matrices` for a `models.Decoder`, or one of the user's own.
 """
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,52 +17,57 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import NamedSharding
 from jax.typing import ArrayLike
+from optax.contrib import MuonDimensionNumbers
 
-from coat_jax.checks import COUNT, check_function, check_whole
+from coat_jax.checks import check_function
+from coat_jax.mesh import run_whole, spec_of
 from coat_jax.optimizer.masks import check_leaf, is_norm_or_bias
 
 
 class MatrixSplit(NamedTuple):
   """How a leaf is cut into matrices.
 
-  Each index of the axes that are in neither field has matrices of its own:
-  layers, experts, gate and up.
+  `optax.contrib.MuonDimensionNumbers` with two more fields. Each index of the
+  axes that neither of the first two fields names has matrices of its own, such
+  as layers, experts, or gate and up.
 
   Attributes:
-    inputs: axes over which the product with the weight sums.
-    outputs: axes of the product's columns; the last of them is the leaf's last.
-    parts: consecutive columns that are matrices apart, such as the widths of q,
+    reduction_axis: axis or axes over which the product with the weight sums.
+    output_axis: axis or axes of the product's columns; the last one must be
+      the leaf's last axis.
+    parts: widths of consecutive columns that are separate matrices, such as q,
       k and v; () for one matrix.
-    groups: how often `parts` come one after another: part i of all groups is
-      one matrix.
+    groups: how often `parts` repeats; part i of all groups is one matrix.
   """
 
-  inputs: tuple[int, ...] = (-2,)
-  outputs: tuple[int, ...] = (-1,)
+  reduction_axis: Sequence[int] | int = -2
+  output_axis: Sequence[int] | int = -1
   parts: tuple[int, ...] = ()
   groups: int = 1
 
+  @property
+  def inputs(self) -> tuple[int, ...]:
+    """`reduction_axis` as a tuple."""
+    axes = self.reduction_axis
+    return (axes,) if isinstance(axes, int) else tuple(axes)
 
-Matrices = Callable[[str, Any], MatrixSplit | None]
+  @property
+  def outputs(self) -> tuple[int, ...]:
+    """`output_axis` as a tuple."""
+    axes = self.output_axis
+    return (axes,) if isinstance(axes, int) else tuple(axes)
+
+
+Matrices = Callable[[str, Any], MatrixSplit | MuonDimensionNumbers | None]
 
 _TABLES = ("embed", "head", "router")
-_UNCUT = "qkv/linear/kernel"
-# Of a `models.Decoder`: ends of paths, with the number of axes.
-_DECODER = {
-  ("attention/out/kernel", 3): MatrixSplit(),
-  ("mlp/up/kernel", 3): MatrixSplit(),
-  ("mlp/down/kernel", 3): MatrixSplit(),
-  ("mlp/gate_up/kernel", 4): MatrixSplit((-3,)),
-  ("mlp/gate_up", 5): MatrixSplit((-3,)),
-  ("mlp/down", 4): MatrixSplit(),
-}
 
 
 def hidden_matrices(path: str, leaf: Any) -> MatrixSplit | None:
-  """Takes every real leaf of two axes for a matrix, but for tables.
+  """Takes every real leaf with two axes as one matrix, except tables.
 
-  Tables are leaves whose path says `embed`, `head` or `router`; norms and
-  biases, which may be stacked, are no matrices either.
+  Tables are leaves whose path contains `embed`, `head` or `router`. Norms and
+  biases, which may be stacked, are not matrices either.
 
   Args:
     path: such as "blocks/0/attn/out/kernel".
@@ -72,15 +77,15 @@ def hidden_matrices(path: str, leaf: Any) -> MatrixSplit | None:
     One matrix [inputs, outputs], or None.
 
   Raises:
-    TypeError: `path` is no text or `leaf` no array.
-    ValueError: the leaf is a `models.Decoder`'s, which `decoder_matrices` cuts.
+    TypeError: `path` is not a string or `leaf` not an array.
+    ValueError: the leaf is a `models.Decoder`'s, which `model_matrices` cuts.
   """
   check_leaf("hidden_matrices", path, leaf)
-  if path.endswith(_UNCUT) and leaf.ndim == 3:
+  if path.endswith("qkv/linear/kernel") and leaf.ndim == 3:
     raise ValueError(
       "hidden_matrices: q, k and v of a Decoder must be cut apart, got "
-      f"{path!r} {list(leaf.shape)}; pass matrices=decoder_matrices(num_heads="
-      "..., num_kv_heads=...)"
+      f"{path!r} {list(leaf.shape)}; pass "
+      "matrices=models.model_matrices(model.config)"
     )
   if leaf.ndim != 2 or not jnp.issubdtype(leaf.dtype, jnp.floating):
     return None
@@ -88,66 +93,11 @@ def hidden_matrices(path: str, leaf: Any) -> MatrixSplit | None:
   return None if is_table or is_norm_or_bias(path, leaf) else MatrixSplit()
 
 
-def decoder_matrices(*, num_heads: int, num_kv_heads: int) -> Matrices:
-  """How the parameters of a `models.Decoder` are cut.
-
-  Each layer of a stack, q, k, v, gate, up and each expert are matrices apart.
-  Embeddings, the head, routers, norms and biases are none.
-
-  Args:
-    num_heads: query heads.
-    num_kv_heads: key heads, by which the columns of q, k and v are ordered.
-
-  Returns:
-    The function of (path, leaf) that `coat_muon` takes as `matrices`.
-
-  Raises:
-    TypeError: a number of heads is no whole number.
-    ValueError: it is below 1, `num_heads` is no multiple of `num_kv_heads`; or,
-      by the function, columns are not those of so many heads.
-
-  Examples:
-    >>> import jax
-    >>> from coat_jax import decoder_matrices
-    >>> matrices = decoder_matrices(num_heads=4, num_kv_heads=2)
-    >>> kernel = jax.ShapeDtypeStruct((2, 64, 128), "float32")
-    >>> matrices("layers/attention/qkv/linear/kernel", kernel).parts
-    (32, 16, 16)
-  """
-
-  op, remedy = "decoder_matrices", "pass those of the model's config"
-  check_whole(op, "num_heads", num_heads, COUNT, remedy)
-  check_whole(op, "num_kv_heads", num_kv_heads, COUNT, remedy)
-  if num_heads % num_kv_heads:
-    raise ValueError(
-      f"{op}: num_heads must be a multiple of num_kv_heads, got {num_heads} "
-      f"and {num_kv_heads}; {remedy}"
-    )
-
-  def matrices(path: str, leaf: Any) -> MatrixSplit | None:
-    check_leaf(op, path, leaf)
-    if path.endswith(_UNCUT):
-      width, rest = divmod(leaf.shape[-1], num_heads + 2 * num_kv_heads)
-      if rest:
-        raise ValueError(
-          f"{op}: columns of q, k and v must be those of {num_heads} heads and "
-          f"twice {num_kv_heads}, got {list(leaf.shape)} at {path!r}; {remedy}"
-        )
-      parts = num_heads // num_kv_heads * width, width, width
-      return MatrixSplit(parts=parts, groups=num_kv_heads)
-    for (end, ndim), split in _DECODER.items():
-      if path.endswith(end) and leaf.ndim == ndim:
-        return split
-    return None
-
-  return matrices
-
-
 def checked_matrices(op: str, matrices: Matrices | None) -> Matrices:
-  """`matrices`, `hidden_matrices` for None; a TypeError for what is neither."""
+  """Returns `matrices`, or `hidden_matrices` for None, if it is a function."""
   if matrices is None:
     return hidden_matrices
-  remedy = "pass decoder_matrices(...), or (path, leaf) -> MatrixSplit | None"
+  remedy = "pass a function (path, leaf) -> MatrixSplit | None"
   check_function(op, "matrices", matrices, remedy)
   return matrices
 
@@ -155,10 +105,12 @@ def checked_matrices(op: str, matrices: Matrices | None) -> Matrices:
 def split_of(
   op: str, matrices: Matrices, path: str, leaf: Any
 ) -> MatrixSplit | None:
-  """What `matrices` says of a leaf; a TypeError where it is something else."""
+  """Calls `matrices` for a leaf, and checks the type of what it returns."""
   split = matrices(path, leaf)
   if split is None or isinstance(split, MatrixSplit):
     return split
+  if isinstance(split, MuonDimensionNumbers):
+    return MatrixSplit(*split)
   raise TypeError(
     f"{op}: matrices must return a MatrixSplit, or None for what is no matrix, "
     f"got {split!r} for {list(jnp.shape(leaf))} at {path!r}; return "
@@ -167,7 +119,7 @@ def split_of(
 
 
 def check_split(op: str, path: str, leaf: Any, split: MatrixSplit) -> None:
-  """Raises a ValueError where a leaf cannot be cut so."""
+  """Raises a ValueError if a leaf cannot be cut this way."""
   if not jnp.issubdtype(leaf.dtype, jnp.floating):
     raise ValueError(
       f"{op}: matrices must be real, got {leaf.dtype} at {path!r}; return None "
@@ -195,47 +147,84 @@ def check_split(op: str, path: str, leaf: Any, split: MatrixSplit) -> None:
     )
 
 
+def split_columns(x: Array, split: MatrixSplit) -> list[Array]:
+  """Cuts [..., columns] into the parts of a `MatrixSplit`, in their order."""
+  columns = x.reshape(*x.shape[:-1], split.groups, -1)
+  ends = [sum(split.parts[:i]) for i in range(1, len(split.parts))]
+  parts = jnp.split(columns, ends, axis=-1)
+  return [part.reshape(*x.shape[:-1], -1) for part in parts]
+
+
+def join_columns(parts: Sequence[Array], split: MatrixSplit) -> Array:
+  """Inverts `split_columns`."""
+  if len(parts) == 1:
+    return parts[0]
+  shape = parts[0].shape[:-1]
+  columns = [part.reshape(*shape, split.groups, -1) for part in parts]
+  return jnp.concatenate(columns, axis=-1).reshape(*shape, -1)
+
+
+def _axes_first(split: MatrixSplit, ndim: int) -> tuple[list[int], int]:
+  """Returns the axes ordered batch, inputs, outputs, and how many are batch."""
+  named = [axis % ndim for axis in split.inputs + split.outputs]
+  batch = [axis for axis in range(ndim) if axis not in named]
+  return batch + named, len(batch)
+
+
+def split_matrices(x: Array, split: MatrixSplit) -> list[Array]:
+  """Cuts a leaf into its matrices [inputs, outputs].
+
+  All parts of the first index of the batch axes come first, then those of the
+  next. A bias [columns] is cut as the columns of its kernel.
+  """
+  if x.ndim == 1:
+    return split_columns(x, split)
+  order, _ = _axes_first(split, x.ndim)
+  columns = math.prod(x.shape[axis] for axis in split.outputs)
+  rows = math.prod(x.shape[axis] for axis in split.inputs)
+  leaves = x.transpose(order).reshape(-1, rows, columns)
+  return [part for leaf in leaves for part in split_columns(leaf, split)]
+
+
+def join_matrices(
+  matrices: Sequence[Array], split: MatrixSplit, shape: tuple[int, ...]
+) -> Array:
+  """Inverts `split_matrices`, for a leaf of this shape."""
+  if len(shape) == 1:
+    return join_columns(matrices, split)
+  order, _ = _axes_first(split, len(shape))
+  count = max(len(split.parts), 1)
+  leaves = [
+    join_columns(matrices[i : i + count], split)
+    for i in range(0, len(matrices), count)
+  ]
+  x = jnp.stack(leaves) if len(leaves) > 1 else leaves[0]
+  x = x.reshape([shape[axis] for axis in order])
+  return x.transpose([order.index(axis) for axis in range(len(shape))])
+
+
 def map_matrices(
   f: Callable[[Array], Array],
   x: Array,
   split: MatrixSplit,
   sharding: NamedSharding | None = None,
 ) -> Array:
-  """Replaces the matrices of a leaf, a layer of a stack at a time.
-
-  Args:
-    f: [..., inputs, outputs] to the same shape.
-    x: the leaf.
-    split: how it is cut.
-    sharding: the leaf's, which the result gets; None leaves it to XLA.
-
-  Returns:
-    The leaf of these matrices.
-  """
-  inputs, outputs = (
-    tuple(axis % x.ndim for axis in axes)
-    for axes in (split.inputs, split.outputs)
-  )
-  batch = tuple(i for i in range(x.ndim) if i not in inputs + outputs)
-  order = batch + inputs + outputs
-  rows = math.prod(x.shape[i] for i in inputs)
+  """Maps the matrices [..., inputs, outputs] of a leaf, layer by layer."""
+  order, lead = _axes_first(split, x.ndim)
+  rows = math.prod(x.shape[axis] for axis in split.inputs)
 
   def one(x, spec):
-    """Of a leaf without its first axis of a batch, or of all of it."""
-    lead = x.ndim - len(inputs + outputs)
-    columns = x.reshape(*x.shape[:lead], rows, split.groups, -1)
-    ends = [sum(split.parts[:i]) for i in range(1, len(split.parts))]
-    # Rows are split as the first of their axes is, columns as the last is:
-    # reshaping moves nothing then.
+    """Maps a leaf without its first batch axis, or all of it."""
+    lead = x.ndim - len(split.inputs + split.outputs)
+    # Rows are split like the first of their axes, columns like the last, so
+    # that reshaping moves nothing.
     where = *spec[:lead], spec[lead], spec[-1]
 
-    def of_matrix(part):
-      matrix = part.reshape(*x.shape[:lead], rows, -1)
-      new = place(f(place(matrix, sharding, where)), sharding, where)
-      return new.reshape(part.shape)
+    def of_matrix(matrix):
+      return place(f(place(matrix, sharding, where)), sharding, where)
 
-    new = [of_matrix(part) for part in jnp.split(columns, ends, axis=-1)]
-    whole = jnp.concatenate(new, axis=-1) if len(new) > 1 else new[0]
+    parts = split_columns(x.reshape(*x.shape[:lead], rows, -1), split)
+    whole = join_columns([of_matrix(part) for part in parts], split)
     return place(whole.reshape(x.shape), sharding, spec)
 
   axes = (None,) * x.ndim
@@ -243,7 +232,7 @@ def map_matrices(
     axes = (*sharding.spec, *axes)[: x.ndim]
   spec = tuple(axes[i] for i in order)
   x = x.transpose(order)
-  if batch:
+  if lead:
     x = jax.lax.map(lambda layer: one(layer, spec[1:]), x)
   else:
     x = one(x, spec)
@@ -251,7 +240,7 @@ def map_matrices(
 
 
 def place(x: Array, sharding: NamedSharding | None, spec: tuple) -> Array:
-  """x with axes sharded as `spec` says, on the mesh of `sharding`."""
+  """Constrains x to `spec` on the mesh of `sharding`."""
   if sharding is None:
     return x
   if jax.sharding.get_abstract_mesh().empty:
@@ -268,22 +257,14 @@ def newton_schulz(
   eps: ArrayLike,
   sharding: NamedSharding | None = None,
 ) -> Array:
-  """Matrices whose singular values are near 1, by a quintic iteration.
+  """Moves the singular values of f32 matrices [..., m, n] near 1.
 
-  On a mesh the longer axis is split over all devices that have shares of the
-  leaf: a device multiplies its columns, and what devices exchange is the sum of
-  their shares of x x^T, as large as the shorter axis squared.
-
-  Args:
-    x: f32 [..., m, n].
-    coefficients: a, b and c of x <- a x + (b A + c A^2) x, A = x x^T.
-    steps: how many times; an int32 scalar where only the running program knows
-      it, as with `optax.inject_hyperparams`.
-    eps: added to the Frobenius norm, by which x is divided first.
-    sharding: of the leaf that x is of; None leaves partitioning to XLA.
-
-  Returns:
-    f32 [..., m, n].
+  Each step of the quintic iteration is x <- a x + (b A + c A^2) x, where A = x
+  x^T and `coefficients` are a, b and c. First x is divided by its Frobenius
+  norm plus `eps`. On a mesh the longer axis is split over all devices that hold
+  shards of the leaf: each multiplies its columns, and devices exchange only
+  sums of x x^T, as large as the shorter axis squared. Without `sharding` XLA
+  partitions.
 
   Source: Jordan et al., Muon, 2024; `optax.contrib.muon`.
   """
@@ -303,7 +284,7 @@ def newton_schulz(
     if names:
       gram = place(gram, sharding, (*lead, None, None))
     x = a * x + (b * gram + c * gram @ gram) @ x
-    # Else the last product would be of rows, and gather x.
+    # Otherwise the last product would be split by rows, and gather x.
     return place(x, sharding, by_columns) if names else x
 
   if isinstance(steps, jax.Array):
@@ -315,7 +296,7 @@ def newton_schulz(
 
 
 def _names(sharding: NamedSharding | None, size: int) -> tuple[str, ...]:
-  """The mesh axes that split a leaf, where they can split `size` too."""
+  """Returns the mesh axes that split a leaf, if they can split `size` too."""
   if sharding is None:
     return ()
   names: list[str] = []
@@ -335,18 +316,11 @@ def orthogonalize(
   eps: ArrayLike,
   consistent_rms: ArrayLike | None,
 ) -> Array:
-  """The matrices of a leaf, orthogonalized and scaled by their shapes.
+  """Orthogonalizes the matrices of a leaf, and scales them by their shapes.
 
-  Args:
-    x: f32, the leaf.
-    split: how it is cut.
-    sharding: the leaf's, or None where it is not known.
-    coefficients, steps, eps: of `newton_schulz`.
-    consistent_rms: scales by sqrt(max(inputs, outputs)) times this; None by
-      sqrt(max(1, outputs / inputs)).
-
-  Returns:
-    f32, the leaf.
+  The scale is sqrt(max(inputs, outputs)) * consistent_rms, or without it
+  sqrt(max(1, outputs / inputs)). Other arguments are those of `newton_schulz`;
+  `sharding` is the leaf's.
   """
 
   def f(x):
@@ -356,10 +330,6 @@ def orthogonalize(
       scale = max(rows, columns) ** 0.5 * consistent_rms
     return scale * newton_schulz(x, coefficients, steps, eps, sharding)
 
-  whole: Any = functools.partial(
-    map_matrices, f, split=split, sharding=sharding
-  )
-  if sharding is not None and jax.sharding.get_abstract_mesh().explicit_axes:
-    # Which products sum over devices is said by constraints, not by types.
-    whole = jax.sharding.auto_axes(whole, out_sharding=sharding.spec)
-  return whole(x)
+  whole = functools.partial(map_matrices, f, split=split, sharding=sharding)
+  # Constraints, not types, decide which products sum over devices.
+  return run_whole(whole, x, out_specs=spec_of(x))

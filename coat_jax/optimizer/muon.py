@@ -1,27 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """Muon whose momentum is stored in FP8, as an optax transformation.
 
-Muon moves hidden matrices by their orthogonalized momentum; other parameters
-are `coat_adamw`'s. The momentum is updated on each device's shard as Adam's
-moments are; `matrices` orthogonalizes, a layer of a stack at a time.
+Muon moves hidden matrices by their orthogonalized momentum; `coat_adamw` steps
+all other parameters. The momentum is updated on each device's shard, like
+Adam's moments. `matrices` orthogonalizes a stack one layer at a time.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax import Array
 from jax.typing import ArrayLike
 
 from coat_jax import codecs
-from coat_jax.optimizer import moments, shards
+from coat_jax.optimizer.adam import scale_by_coat_adam
 from coat_jax.optimizer.arguments import (
+  check_codec,
   check_coefficients,
   check_decay_mask,
   check_hyperparameters,
 )
-from coat_jax.optimizer.leaf_step import update_leaves
 from coat_jax.optimizer.masks import QuantizeMask, leaf_paths
 from coat_jax.optimizer.matrices import (
   Matrices,
@@ -31,19 +32,73 @@ from coat_jax.optimizer.matrices import (
   orthogonalize,
   split_of,
 )
-from coat_jax.optimizer.muon_momentum import muon_momentum, muon_scalars
-from coat_jax.optimizer.scale_by_adam import scale_by_coat_adam
 from coat_jax.optimizer.state import (
+  GroupCodecs,
   ScaleByCoatMuonState,
-  check_codec,
+  Stored,
   check_state,
+  decode,
+  encode,
+  in_f32,
   init_state,
-  promoted,
 )
+from coat_jax.optimizer.step import promoted, shardings_of, update_leaves
+from coat_jax.stochastic import LeafPart
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-# Leaves of either optimizer are counted from 0: AdamW's draw other words.
+# Both optimizers count their leaves from 0, so AdamW draws other words.
 _ADAM_STREAM = 0x2545F491
+
+
+class MuonScalars(NamedTuple):
+  """Scalars of a step of Muon, f32 [].
+
+  Attributes:
+    beta, one_minus_beta: factors of the moving average.
+    ratio: factor of the momentum in the direction: 1 over the bias correction;
+      with Nesterov momentum beta over the next step's bias correction.
+    gradient_ratio: factor of the gradient with Nesterov momentum, else None.
+  """
+
+  beta: Array
+  one_minus_beta: Array
+  ratio: Array
+  gradient_ratio: Array | None
+
+
+def muon_scalars(
+  count: ArrayLike, beta: ArrayLike, *, nesterov: bool
+) -> MuonScalars:
+  """Computes the scalars of step `count`; the first step is 1."""
+  c = 1 - beta**count  # pyright: ignore[reportOperatorIssue]
+  ratio, gradient_ratio = 1 / c, None
+  if nesterov:
+    ratio = beta / (1 - beta ** optax.safe_increment(count))
+    gradient_ratio = jnp.asarray((1 - beta) / c, jnp.float32)
+
+  def f32(x) -> Array:
+    return jnp.asarray(x, jnp.float32)
+
+  return MuonScalars(f32(beta), f32(1 - beta), f32(ratio), gradient_ratio)
+
+
+def muon_momentum(
+  g: Array,
+  stored: Stored,
+  part: LeafPart,
+  scalars: MuonScalars,
+  *,
+  groups: GroupCodecs,
+) -> tuple[Array, Stored]:
+  """Returns the direction to orthogonalize, f32, and the new momentum."""
+  s = scalars
+  (mu,) = decode(groups, stored)
+  gradient = in_f32(g)
+  mu = s.beta * mu + s.one_minus_beta * gradient
+  direction = s.ratio * mu
+  if s.gradient_ratio is not None:
+    direction = direction + s.gradient_ratio * gradient
+  return direction, encode(groups, (mu,), part)
 
 
 def scale_by_coat_muon(
@@ -63,34 +118,34 @@ def scale_by_coat_muon(
   """Rescales updates by Muon whose momentum is in FP8. See `coat_muon`.
 
   Args:
-    ns_coeffs: of the Newton-Schulz iteration.
-    ns_steps: its iterations.
+    ns_coeffs: coefficients of the Newton-Schulz iteration.
+    ns_steps: number of iterations.
     beta: decay of the momentum.
     eps: added to the norm that a matrix is divided by.
     nesterov: whether to use Nesterov momentum.
     consistent_rms: scales updates by sqrt(max(inputs, outputs)) times this
-      (0.2 is near AdamW's); None by sqrt(max(1, outputs / inputs)).
+      (0.2 is near AdamW's); None scales by sqrt(max(1, outputs / inputs)).
     matrices: `(path, leaf) -> MatrixSplit`, how a leaf is cut into matrices;
       None for `hidden_matrices`.
-    codec: how the momentum is stored, as the first moment of `codecs`.
+    codec: how the momentum is stored: like the codec's first moment.
     quantize_mask: `(path, leaf) -> bool`, which leaves the codec encodes; None
       for `default_quantize_mask`.
-    seed: of the random words of stochastic rounding.
+    seed: seed of the random words of stochastic rounding.
     shardings: on a mesh of automatic axes, the parameters' shardings, a tree of
       `NamedSharding`s: each device then steps its own shard of the momentum,
       and matrices are orthogonalized with their longer axis split. None leaves
       partitioning to XLA. Not needed on explicit axes.
 
   Returns:
-    An `optax.GradientTransformation` for trees of matrices alone.
+    An `optax.GradientTransformation` for trees that hold only matrices.
 
   Raises:
-    TypeError: `codec` is not a `MomentCodec`, a hyperparameter is no number, or
-      `matrices` returns something else than a `MatrixSplit` or None; or, by
-      `update`, the state is another optimizer's.
-    ValueError: a hyperparameter is outside its range; a leaf is no matrix, or
-      cannot be cut as `matrices` says; the state is not this codec's or these
-      leaves'.
+    TypeError: `codec` is not a `MomentCodec`, a hyperparameter not a number, or
+      `matrices` returns neither a `MatrixSplit` nor None; (by `update`) the
+      state is another optimizer's.
+    ValueError: a hyperparameter is outside its range; a leaf is not a matrix,
+      or cannot be cut as `matrices` says; the state has another codec or other
+      leaves.
 
   Examples:
     >>> import optax
@@ -127,11 +182,11 @@ def scale_by_coat_muon(
       out.append(split)
     return out
 
-  def init_fn(params):
+  def init_fn(params) -> Any:
     return init_state(op, params, codec, quantize_mask, ScaleByCoatMuonState)
 
-  def update_fn(updates, state, params=None):
-    check_state(op, state, ScaleByCoatMuonState)
+  def update_fn(updates, state, params=None) -> Any:
+    check_state(op, state, ScaleByCoatMuonState, codec)
     splits = splits_of(updates)
     dtypes = [x.dtype for x in jax.tree.leaves(promoted(op, updates, params))]
     count = optax.safe_increment(state.count)
@@ -141,12 +196,10 @@ def scale_by_coat_muon(
       updates,
       state,
       muon_scalars(count, beta, nesterov=nesterov),
-      codec=codec,
       seed=seed,
       shardings=shardings,
     )
-    stored = moments.flatten(moments.moment_trees(state))
-    where = shards.shardings_of(op, shardings, stored)
+    where = shardings_of(op, shardings, state.mu)
     leaves, treedef = jax.tree.flatten(directions)
     new = [
       orthogonalize(
@@ -190,42 +243,42 @@ def coat_muon(
   seed: ArrayLike = 0,
   shardings: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
-  """Muon with its momentum in FP8, and `coat_adamw` for what is no matrix.
+  """Muon with its momentum in FP8, and `coat_adamw` for all but matrices.
 
-  Hidden matrices move by their momentum with singular values near 1. The
-  momentum takes 1.04 bytes a parameter with the default codec, the moments of
-  the others (embeddings, head, norms) 2.08.
+  Hidden matrices move by their momentum with singular values near 1. With the
+  default codec the momentum takes 1.04 bytes per parameter, and the moments of
+  other parameters (embeddings, head, norms) take 2.08.
 
   Args:
     learning_rate: a number or a schedule.
-    ns_coeffs: of the Newton-Schulz iteration.
-    ns_steps: its iterations.
+    ns_coeffs: coefficients of the Newton-Schulz iteration.
+    ns_steps: number of iterations.
     beta: decay of the momentum.
-    eps: added to the norm that a matrix is divided by, and of AdamW.
+    eps: added to the norm that a matrix is divided by; also AdamW's eps.
     weight_decay: of the matrices; multiplied with the learning rate.
     weight_decay_mask: function of the parameters, which matrices decay.
     nesterov: whether to use Nesterov momentum, in AdamW too.
-    adam_b1, adam_b2, adam_eps_root, adam_weight_decay: of AdamW.
-    adam_weight_decay_mask: function of the parameters, which of AdamW's decay.
-    adam_learning_rate: of AdamW; None for `learning_rate`.
+    adam_b1, adam_b2, adam_eps_root, adam_weight_decay: arguments of AdamW.
+    adam_weight_decay_mask: like `weight_decay_mask`, for AdamW's parameters.
+    adam_learning_rate: AdamW's; None for `learning_rate`.
     consistent_rms: scales updates by sqrt(max(inputs, outputs)) times this
-      (0.2 is near AdamW's); None by sqrt(max(1, outputs / inputs)).
+      (0.2 is near AdamW's); None scales by sqrt(max(1, outputs / inputs)).
     matrices: `(path, leaf) -> MatrixSplit | None`, how a leaf is cut into
-      matrices, None for AdamW's: `decoder_matrices(...)` for a
-      `models.Decoder`, or a function of yours; None for `hidden_matrices`.
-      Inside `optax.inject_hyperparams` name it in `static_args`, for callables
-      are taken for schedules there.
+      matrices; AdamW steps the leaf if it returns None. Pass
+      `models.model_matrices(config)` for a model of `models`, or your own
+      function; None for `hidden_matrices`. Inside `optax.inject_hyperparams`
+      name it in `static_args`, or it is taken for a schedule.
     codec: how the momentum and AdamW's moments are stored, from `codecs`.
     quantize_mask: `(path, leaf) -> bool`, which leaves the codec encodes; None
       for `default_quantize_mask`.
-    seed: of the random words of stochastic rounding.
-    shardings: as of `scale_by_coat_muon`, of all parameters.
+    seed: seed of the random words of stochastic rounding.
+    shardings: as for `scale_by_coat_muon`, for all parameters.
 
   Returns:
     An `optax.GradientTransformationExtraArgs`.
 
   Raises:
-    TypeError, ValueError: as `scale_by_coat_muon`.
+    TypeError, ValueError: the same as for `scale_by_coat_muon`.
 
   Examples:
     >>> import jax, jax.numpy as jnp
@@ -315,16 +368,16 @@ def coat_muon(
 def _decayed_weights(
   weight_decay: optax.ScalarOrSchedule, mask: Any
 ) -> optax.GradientTransformation:
-  """`optax.add_decayed_weights` whose state has no node of a mask.
+  """Makes `optax.add_decayed_weights` whose state does not depend on a mask.
 
-  So it is that of `optax.contrib.muon`, and of checkpoints without a mask.
+  So states are those of `optax.contrib.muon` and of checkpoints without a mask.
   """
   plain = optax.add_decayed_weights(weight_decay)
   if mask is None:
     return plain
   masked = optax.masked(plain, mask)
 
-  def update_fn(updates, state, params=None):
+  def update_fn(updates, state, params=None) -> Any:
     state = optax.MaskedState(state)
     updates, state = masked.update(updates, state, params)
     return updates, state.inner_state  # pyright: ignore[reportAttributeAccessIssue]
@@ -335,12 +388,12 @@ def _decayed_weights(
 def _with_own_shardings(
   make: Callable[[Any], optax.GradientTransformation], shardings: Any
 ) -> optax.GradientTransformation:
-  """`make` of the shardings of those leaves that the transformation sees."""
+  """Calls `make` with the shardings of the leaves that it updates."""
   if shardings is None:
     return make(None)
   by_path = dict(leaf_paths(shardings))
 
-  def update_fn(updates, state, params=None):
+  def update_fn(updates, state, params=None) -> Any:
     own = [by_path[path] for path, _ in leaf_paths(updates)]
     return make(own).update(updates, state, params)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How large an optimizer's state is, and how well moments fit their codes."""
+"""Reports a state's size, and how well moments fit their codes."""
 
 from typing import Any, NamedTuple
 
@@ -7,19 +7,22 @@ import jax
 import numpy as np
 
 from coat_jax.checks import refuse
-from coat_jax.codecs import MomentCodec
 from coat_jax.codecs.fp8 import ExpandedFP8
 from coat_jax.codecs.group import Encoded, GroupCodec
-from coat_jax.optimizer import moments
-from coat_jax.optimizer.fields import EncodedState
-from coat_jax.optimizer.masks import leaf_path
+from coat_jax.optimizer.masks import is_encoded, leaf_path
 from coat_jax.optimizer.state import (
+  EncodedState,
   LowBitsState,
   MomentState,
-  check_codec,
   find_states,
+  is_moment,
+  moments_in,
 )
-from coat_jax.optimizer.stored_fields import fields_of, stored_fields
+from coat_jax.optimizer.state_codec import (
+  decode_state,
+  plain_moments,
+  rows_of,
+)
 from coat_jax.qtensor import split_groups
 
 _QUANTILES = {"min": 0, "p10": 0.1, "median": 0.5, "p90": 0.9, "max": 1}
@@ -30,8 +33,8 @@ class StateBytes(NamedTuple):
 
   Attributes:
     total: bytes of the arrays that are counted.
-    parameters: what they are divided by: the values of `params` or, without
-      them, those whose moments the coat states keep.
+    parameters: number of values that `total` is divided by: those of `params`
+      or, without it, those that the coat states keep moments of.
     bytes_per_param: total / parameters.
   """
 
@@ -41,28 +44,28 @@ class StateBytes(NamedTuple):
 
 
 def state_bytes(opt_state: Any, params: Any = None) -> StateBytes:
-  """Counts the bytes of an optimizer's state, for each parameter.
+  """Counts the bytes of an optimizer's state, in total and per parameter.
 
-  With `params` all arrays of any state of optax count, so that an optimizer can
-  be compared with what `encoded` makes of it. Without them it counts the coat
-  states alone, with what `encoded` leaves as it is and with the low bits of
-  weights (`LowBitsState`), which are kept beside moments.
+  With `params`, all arrays of any optax state count, so that an optimizer can
+  be compared with its `encoded` version. Without `params`, only the coat states
+  count, including what `encoded` leaves as it is and the low bits of weights
+  (`LowBitsState`), which are stored with the moments.
 
-  Under `optax.masked` or `optax.partition` a coat state has moments of some
-  parameters. Without `params` its bytes are divided by those alone, with
-  `params` by all.
+  Inside `optax.masked` or `optax.partition` a coat state has moments of some
+  parameters only. Without `params` its bytes are divided by the number of
+  these, with `params` by the number of all.
 
   Args:
     opt_state: a coat state, or any optimizer state that holds some; with
-      `params` any; of arrays or of `jax.ShapeDtypeStruct`s, as
-      `jax.eval_shape(solver.init, params)` gives them without allocating.
-    params: what it is the state of, arrays or `jax.ShapeDtypeStruct`s.
+      `params` any state. Leaves are arrays or `jax.ShapeDtypeStruct`s, which
+      `jax.eval_shape(solver.init, params)` makes without allocating.
+    params: the parameters of this state, arrays or `jax.ShapeDtypeStruct`s.
 
   Returns:
     `StateBytes`.
 
   Raises:
-    TypeError: a leaf of `params` is no array.
+    TypeError: a leaf of `params` is not an array.
     ValueError: without `params`: it holds no coat state.
 
   Examples:
@@ -106,10 +109,8 @@ def _state_bytes(arrays: Any, parameters: int) -> StateBytes:
 
 
 def _parameters(state: MomentState | EncodedState) -> int:
-  if isinstance(state, EncodedState):
-    leaves = stored_fields(state.inner).leaves.values()
-    return sum(stored[0].codes.size for stored in leaves)
-  return sum(x.size for x in jax.tree.leaves(moments.moment_trees(state)[0]))
+  leaves = rows_of([x.leaves_by_path() for x in moments_in(state)]).values()
+  return sum(next(iter(row.values())).codes.size for row in leaves)
 
 
 def _is_low_bits(node: Any) -> bool:
@@ -119,7 +120,6 @@ def _is_low_bits(node: Any) -> bool:
 def state_report(
   opt_state: Any,
   *,
-  codec: MomentCodec,
   reference: Any = None,
 ) -> dict[str, dict[str, Any]]:
   """Reports, leaf by leaf, how well the moments fit their codes.
@@ -127,38 +127,36 @@ def state_report(
   Args:
     opt_state: a coat state or an `EncodedState`, or an optimizer state that
       holds exactly one of them.
-    codec: the codec it was made with.
-    reference: moments of the same run in f32, to compare with: the state of
-      optax's optimizer of this kind, or of the one that is encoded.
+    reference: f32 moments of the same run to compare with: the state of the
+      same optimizer in optax, or of the one that is encoded.
 
   Returns:
-    By path, a dict that JSON can take: `parameters`, `encoded` (False for
-    leaves that stay f32), and for each of `mu` and `nu`, or each encoded field
-    by its path, a dict of
+    For each leaf's path, a dict that JSON can store: `parameters`, `encoded`
+    (False for leaves that stay f32), and for each of `mu` and `nu`, or for the
+    path of each encoded field, a dict of
       `power`: min, p10, median, p90, max and mean of the expansion's k over the
         groups that are not all zero (codecs that have one);
       `codes_used`: share of the 256 codes that occur (8-bit codecs);
-      `zeroed`: share of values that are 0; with a reference, that are 0 where
-        it is not. A zeroed second moment divides its update by eps;
+      `zeroed`: share of values that are 0; with a reference, of values that are
+        0 although the reference's are not. The update of a zeroed second moment
+        is divided by eps;
       `relative_error` (with a reference): |decoded - reference| / |reference|,
         Euclidean norms over the leaf.
 
   Raises:
-    TypeError: `codec` is not a `MomentCodec`; `reference` has no such moments.
-    ValueError: not exactly one coat state, or one of another codec, or a
-      reference of other leaves.
+    TypeError: `reference` has no such moments.
+    ValueError: there is not exactly one coat state, or the reference has other
+      leaves.
 
   Examples:
     >>> import jax.numpy as jnp
-    >>> from coat_jax import coat_adamw, codecs, state_report
-    >>> codec = codecs.coat()
-    >>> state = coat_adamw(1e-3, codec=codec).init({"w": jnp.ones((64, 128))})
-    >>> report = state_report(state, codec=codec)
+    >>> from coat_jax import coat_adamw, state_report
+    >>> state = coat_adamw(1e-3).init({"w": jnp.ones((64, 128))})
+    >>> report = state_report(state)
     >>> report["w"]["encoded"], report["w"]["nu"]["zeroed"]
     (True, 1.0)
   """
   op = "state_report"
-  check_codec(op, codec)
   found = find_states(op, opt_state, MomentState | EncodedState)
   if len(found) > 1:
     raise ValueError(
@@ -168,7 +166,8 @@ def state_report(
   if isinstance(state, EncodedState):
     inner = state.inner
   else:
-    inner = fields_of(state)
+    inner = state._asdict()
+    del inner["count"]
     if reference is not None:
       if missing := [name for name in inner if not hasattr(reference, name)]:
         raise TypeError(
@@ -177,25 +176,31 @@ def state_report(
           "optax's optimizer of this kind, as in adam_state[0]"
         )
       reference = {name: getattr(reference, name) for name in inner}
-  fields = stored_fields(inner)
-  references = None
+  flat = jax.tree_util.tree_leaves_with_path(inner, is_leaf=is_moment)
+  moments = [(leaf_path(keys), x) for keys, x in flat if is_moment(x)]
+  exact: list[Any] = [None] * len(moments)
   if reference is not None:
-    trees = fields.plain_fields(op, "reference", reference)
-    references = [jax.tree.leaves(tree) for tree in trees]
-  groups = fields.groups(op, codec)
-  decoded = [jax.tree.leaves(tree) for tree in fields.decode(groups)]
-  out = {}
-  rows = zip(fields.rows.items(), fields.leaves.values(), groups, strict=True)
-  for (keys, row), stored, chosen in rows:
-    leaf = out[leaf_path(keys)] = {
-      "parameters": int(stored[0].codes.size),
-      "encoded": moments.is_encoded(stored[0]),
-    }
-    for (j, i), encoded, group in zip(row, stored, chosen, strict=True):
-      exact = None if references is None else references[j][i]
-      leaf[fields.paths[j]] = _report_moment(
-        group, encoded, decoded[j][i], exact
+    exact = plain_moments(op, "reference", inner, reference)
+  decoded = plain_moments(op, "opt_state", inner, decode_state(inner))
+  out: dict[str, dict[str, Any]] = {}
+  for (name, moment), values, reference in zip(
+    moments, decoded, exact, strict=True
+  ):
+    leaves = moment.leaves_by_path()
+    references = [None] * len(leaves)
+    if reference is not None:
+      references = jax.tree.leaves(reference)
+    for (keys, encoded), x, want in zip(
+      leaves.items(), jax.tree.leaves(values), references, strict=True
+    ):
+      leaf = out.setdefault(
+        leaf_path(keys),
+        {
+          "parameters": int(encoded.codes.size),
+          "encoded": is_encoded(encoded),
+        },
       )
+      leaf[name] = _report_moment(moment.codec_of(encoded), encoded, x, want)
   return out
 
 
@@ -231,5 +236,5 @@ def _in_f64(x) -> np.ndarray:
 
 
 def _share(chosen: np.ndarray) -> float:
-  """The share that is True; none of nothing."""
+  """Returns the share of values that are True; 0 if there are none."""
   return float(np.count_nonzero(chosen) / max(chosen.size, 1))

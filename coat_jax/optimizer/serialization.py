@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""States in files: what must be known of them before they are read.
+"""Saves and restores states with FP8 arrays: checks and conversions.
 
 NumPy, and what is built on it, has no FP8: `np.savez` writes bytes that
-`np.load` does not take for numbers again. An integer of the same width has the
-same bits and is known everywhere.
+`np.load` does not read as numbers. An integer of the same width has the same
+bits and is known everywhere.
 
-Orbax knows FP8, and casts what it reads to the dtypes of the target: codes of
-another codec become numbers that mean something else. `check_stored` compares
-the dtypes first.
+Orbax knows FP8, but casts what it reads to the dtypes of the target, so that
+the codes of another codec become numbers with another meaning. `check_stored`
+compares the dtypes first.
 """
 
 from typing import Any
@@ -18,20 +18,20 @@ import numpy as np
 
 
 def to_integers(tree: Any) -> Any:
-  """A tree whose FP8 and bfloat16 arrays are uint8 and uint16, bit for bit.
+  """Turns FP8 and bfloat16 arrays into uint8 and uint16, bit for bit.
 
   Args:
-    tree: such as an optimizer's state, or a whole train state; of arrays or of
-      `jax.ShapeDtypeStruct`s.
+    tree: such as an optimizer's state or a whole train state; leaves are arrays
+      or `jax.ShapeDtypeStruct`s.
 
   Returns:
-    The same tree and shardings; leaves of other kinds are as they were.
+    The same tree with the same shardings; leaves of other dtypes stay.
 
   Examples:
     >>> import jax.numpy as jnp
     >>> from coat_jax import coat_adamw, to_integers
     >>> state = coat_adamw(1e-3).init({"w": jnp.ones((64, 128))})
-    >>> print(to_integers(state)[0].mu_codes["w"].dtype)
+    >>> print(to_integers(state)[0].mu.codes["w"].dtype)
     uint8
   """
   return jax.tree.map(
@@ -40,20 +40,20 @@ def to_integers(tree: Any) -> Any:
 
 
 def from_integers(tree: Any, like: Any) -> Any:
-  """The inverse of `to_integers`.
+  """Inverts `to_integers`.
 
   Args:
-    tree: what `to_integers` gave, perhaps from a file; NumPy arrays stay so.
-    like: a tree of its structure with the dtypes that it had, such as
-      `jax.eval_shape(optimizer.init, params)`. Formats of one width cannot be
-      told apart: it must be of the same codec.
+    tree: what `to_integers` returned, perhaps read from a file; NumPy arrays
+      stay NumPy arrays.
+    like: a tree of the same structure with the original dtypes, such as
+      `jax.eval_shape(optimizer.init, params)` with the same codec.
 
   Returns:
     `tree` with the dtypes of `like`.
 
   Raises:
-    ValueError: the trees' structures differ, or an array has not the shape or
-      the width that `like` says.
+    ValueError: the trees' structures differ, or an array does not have the
+      shape or the width of its leaf in `like`.
 
   Examples:
     >>> import jax, jax.numpy as jnp
@@ -61,7 +61,7 @@ def from_integers(tree: Any, like: Any) -> Any:
     >>> params, optimizer = {"w": jnp.ones((64, 128))}, coat_adamw(1e-3)
     >>> state = optimizer.init(params)
     >>> like = jax.eval_shape(optimizer.init, params)
-    >>> print(from_integers(to_integers(state), like)[0].mu_codes["w"].dtype)
+    >>> print(from_integers(to_integers(state), like)[0].mu.codes["w"].dtype)
     float8_e4m3fn
   """
 
@@ -90,17 +90,17 @@ def from_integers(tree: Any, like: Any) -> Any:
 
 
 def check_stored(stored: Any, target: Any) -> None:
-  """Raises where a checkpoint has other dtypes or shapes than its target.
+  """Raises if a checkpoint has other dtypes or shapes than its target.
 
-  Orbax casts to the target's dtypes without a word, so that a state of one
-  codec is restored as a state of another whose moments are wrong.
+  Orbax silently casts to the target's dtypes, so a state of one codec would be
+  restored as a state of another codec, with wrong moments.
 
   Args:
-    stored: what the checkpoint has, by Orbax's `checkpointer.metadata(path)`:
-      that, or a tree whose leaves have a shape and a dtype.
-    target: the tree that is to be restored, or a part of the tree that was
-      saved; of arrays or of `jax.ShapeDtypeStruct`s. Leaves of other kinds, and
-      random keys, are not compared.
+    stored: what the checkpoint holds: Orbax's `checkpointer.metadata(path)`, or
+      a tree whose leaves have a shape and a dtype.
+    target: the tree to restore, or a part of the tree that was saved; leaves
+      are arrays or `jax.ShapeDtypeStruct`s. Other leaves and random keys are
+      not compared.
 
   Raises:
     ValueError: a leaf of `target` is stored with another dtype or shape, or not
@@ -118,12 +118,12 @@ def check_stored(stored: Any, target: Any) -> None:
     Traceback (most recent call last):
       ...
     ValueError: check_stored: target must have the dtypes and shapes that are \
-stored, got int8[64, 128] for float8_e4m3fn[64, 128] at '0/mu_codes/w'; make \
+stored, got int8[64, 128] for float8_e4m3fn[64, 128] at '0/mu/codes/w'; make \
 the target of the same parameters and with the codec of the state that was saved
   """
   saved = _leaves_by_path(getattr(stored, "item_metadata", stored))
   if not saved:
-    # A CheckpointManager that has not saved or restored knows no handler.
+    # A CheckpointManager has no handler before it has saved or restored.
     raise ValueError(
       "check_stored: stored must have the leaves of a checkpoint, got none in "
       f"a {type(stored).__name__}; give Orbax's CheckpointManager "
@@ -147,7 +147,7 @@ the target of the same parameters and with the codec of the state that was saved
 
 def _leaves_by_path(tree: Any) -> dict[str, Any]:
   leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-  # Orbax has names and places only, whatever nodes they were of.
+  # Orbax stores names and indices only, not the types of nodes.
   return {
     jax.tree_util.keystr(keys, simple=True, separator="/"): leaf
     for keys, leaf in leaves
@@ -159,7 +159,7 @@ def _dtype_and_shape(x: Any) -> str:
 
 
 def _is_foreign(x: Any) -> bool:
-  """Whether a leaf has a floating dtype that NumPy itself does not have."""
+  """Tells whether a leaf has a floating dtype that NumPy itself lacks."""
   dtype = getattr(x, "dtype", None)
   if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
     return False

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stacked layers of a tree of parameters, and what one of them computes."""
+"""Finds stacked layers in the parameters, and runs one layer at a time."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,11 +12,11 @@ from coat_jax.optimizer.masks import leaf_paths
 
 
 class LayerPasses:
-  """One layer's forward and backward, apart from each other.
+  """Runs one layer's forward and backward separately.
 
-  `jax.vjp` gives a function that is a tree: its arrays are what the backward
-  reads. Those that are the layer's parameters are left out between forward and
-  backward; they are in memory anyway.
+  `jax.vjp` returns a function that is a tree: its arrays are what the backward
+  reads. We leave out those that are the layer's parameters between forward and
+  backward, since they are in memory anyway.
   """
 
   def __init__(self, layer: Callable[..., Any], params: Any):
@@ -25,7 +25,7 @@ class LayerPasses:
     self._places: list[int | None] = []
 
   def forward(self, x, inputs):
-    """x of the next layer, and what is saved."""
+    """Returns x for the next layer, and what is saved."""
     layer_params, per_layer = inputs
     extra = () if per_layer is None else (per_layer,)
     trace("layer", self._layer, self._params, layer_params, x, *extra)
@@ -46,7 +46,7 @@ class LayerPasses:
     return y, [leaf for leaf, place in saved if place is None]
 
   def backward(self, saved, layer_params, per_layer, dy):
-    """Gradients of the layer's parameters and of its input."""
+    """Returns the gradients of the layer's parameters and of its input."""
     known = jax.tree.leaves((layer_params, per_layer))
     rest = iter(saved)
     leaves = [next(rest) if n is None else known[n] for n in self._places]
@@ -57,8 +57,8 @@ class StackSplit:
   """Marks the leaves of a tree that are stacked layers.
 
   Attributes:
-    stacked, others: places of these leaves in the tree.
-    num_layers: of the stack.
+    stacked, others: indices of the stacked leaves, and of all others.
+    num_layers: number of layers in the stack.
   """
 
   def __init__(self, params: Any, stack: str):
@@ -80,19 +80,19 @@ class StackSplit:
     self._layers = jax.tree.structure(subtree)
 
   def outer(self, params: Any) -> Any:
-    """`params` with None for stacked leaves."""
+    """Returns `params` with None instead of stacked leaves."""
     leaves: list[Any] = jax.tree.leaves(params)
     for i in self.stacked:
       leaves[i] = None
     return self._treedef.unflatten(leaves)
 
   def layers(self, params: Any) -> Any:
-    """The stack's subtree."""
+    """Returns the stack's subtree."""
     leaves = jax.tree.leaves(params)
     return self.layer_of([leaves[i] for i in self.stacked])
 
   def layer_of(self, leaves: list[Any]) -> Any:
-    """The stack's subtree with these leaves."""
+    """Returns the stack's subtree with these leaves."""
     return self._layers.unflatten(leaves)
 
   def _subtree(self, leaves: list[Any]) -> Any:
@@ -113,8 +113,8 @@ _OUTER = "read it from outer; only layer reads the stack's parameters"
 def trace(name: str, f: Callable[..., Any], params: Any, *args: Any) -> Any:
   """Traces one of the user's functions to a jaxpr.
 
-  Raises:
-    ValueError: it closes over a leaf of `params`, which would get no gradient.
+  Raises a ValueError if it closes over a leaf of `params`, which would get no
+  gradient.
   """
   closed = jax.make_jaxpr(f)(*args)
   constants = {id(x) for x in _constants(closed)}
@@ -129,7 +129,7 @@ def trace(name: str, f: Callable[..., Any], params: Any, *args: Any) -> Any:
 
 
 def _constants(closed: Any) -> list[Any]:
-  """Everything that a traced function closes over."""
+  """Lists everything that a traced function closes over."""
   found = list(closed.consts)
   for equation in closed.eqns:
     for value in jax.tree.leaves(tuple(equation.params.values())):
@@ -139,7 +139,7 @@ def _constants(closed: Any) -> list[Any]:
 
 
 def arguments_read(jaxpr: Any) -> list[bool]:
-  """Whether a traced function reads each leaf of its arguments."""
+  """Lists whether a traced function reads each leaf of its arguments."""
   read = {id(v) for equation in jaxpr.eqns for v in equation.invars}
   read |= {id(v) for v in jaxpr.outvars}
   return [id(v) in read for v in jaxpr.invars]

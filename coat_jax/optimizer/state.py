@@ -1,6 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""States with encoded moments: what they are, and what they go with."""
+"""Optimizer states with FP8 moments: the classes, and functions that make them.
 
+A codec encodes one array, whereas a state stores trees. A `Moment` holds one
+moment of all parameters, both in the states of our optimizers and in what
+`encoded` makes of any other optimizer's state. Programs find moments by this
+class (`moments_in`).
+"""
+
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -8,16 +15,24 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from flax import nnx
+from flax.core import meta
 from jax import Array
 from jax.typing import ArrayLike
 
-from coat_jax.checks import a, described, is_array
+from coat_jax import mesh, stochastic
+from coat_jax.checks import a
 from coat_jax.codecs import Encoded, MomentCodec
-from coat_jax.optimizer import moments
-from coat_jax.optimizer.masks import QuantizeMask, leaf_paths
-from coat_jax.optimizer.moments import Stored
+from coat_jax.codecs.group import GroupCodec
+from coat_jax.optimizer.arguments import choose_groups
+from coat_jax.optimizer.masks import QuantizeMask, is_encoded, plain_codec
+from coat_jax.stochastic import LeafPart
 
-# Whose states they are, for error messages.
+# The stored moments of one leaf, and the codec of each of them.
+Stored = tuple[Encoded, ...]
+GroupCodecs = tuple[GroupCodec, ...]
+
+# The optimizer that makes each state, for error messages.
 _MAKERS = {
   "ScaleByCoatAdamState": "coat_adamw",
   "ScaleByCoatLionState": "coat_lion",
@@ -26,78 +41,140 @@ _MAKERS = {
 }
 
 
-class ScaleByCoatAdamState(NamedTuple):
-  """State of Adam with encoded moments.
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Moment:
+  """One moment of all parameters, as a state stores it.
 
-  All fields but `count` are trees of the parameters' structure whose leaves are
-  plain arrays: `Encoded` of `codecs.group`, once for each moment. A leaf that
-  stays in f32 has its moments in `*_codes` and scalars in the others.
+  Each field except `codec` is a tree with the structure of the parameters: the
+  fields of `codecs.Encoded`. Boxes around parameters (`nnx.Variable`, Linen's
+  `Partitioned`) stay around the codes, which are sharded as the boxes say;
+  statistics have other shapes and are bare arrays.
+
+  A leaf that is not encoded stores its values in `codes`, in f32 or complex64,
+  and scalar zeros as statistics.
+
+  Attributes:
+    codes: shape=leaf.shape, in the codec's dtype.
+    amax: shape=(..., ceil(n / group_size)).
+    range: shape=(..., ceil(n / group_size)).
+    codec: encodes the leaves. It is part of the tree's structure, not a leaf.
   """
+
+  codes: Any
+  amax: Any
+  range: Any
+  codec: GroupCodec = dataclasses.field(metadata={"static": True})
+
+  def leaves(self) -> list[Encoded]:
+    """Lists what is stored for each parameter, in the order of the tree."""
+    columns = map(jax.tree.leaves, (self.codes, self.amax, self.range))
+    return [Encoded(*row) for row in zip(*columns, strict=True)]
+
+  def leaves_by_path(self) -> dict[Any, Encoded]:
+    """Maps the keys of each parameter's path to what is stored for it."""
+    flat = jax.tree_util.tree_leaves_with_path(self.codes)
+    leaves = zip(flat, self.leaves(), strict=True)
+    return {keys: encoded for (keys, _), encoded in leaves}
+
+  def codec_of(self, encoded: Encoded) -> GroupCodec:
+    """Returns a leaf's codec: `codec`, or `Plain` if it is not encoded."""
+    if is_encoded(encoded):
+      return self.codec
+    return plain_codec(jnp.iscomplexobj(encoded.codes))
+
+
+def make_moment(
+  like: Any, leaves: Sequence[Encoded], codec: GroupCodec
+) -> Moment:
+  """Makes a moment with these leaves and the structure of `like`."""
+  bare = jax.tree.structure(nnx.as_pure(meta.unbox(like)))
+  return Moment(
+    jax.tree.structure(like).unflatten([x.codes for x in leaves]),
+    bare.unflatten([x.amax for x in leaves]),
+    bare.unflatten([x.range for x in leaves]),
+    codec,
+  )
+
+
+def is_moment(node: Any) -> bool:
+  return isinstance(node, Moment)
+
+
+def moments_in(tree: Any) -> list[Moment]:
+  """Lists all moments in a tree, such as a train state, in order."""
+  return [x for x in jax.tree.leaves(tree, is_leaf=is_moment) if is_moment(x)]
+
+
+class ScaleByCoatAdamState(NamedTuple):
+  """State of Adam with encoded moments."""
 
   # shape=(), dtype=jnp.int32
   count: ArrayLike  # pyright: ignore[reportIncompatibleMethodOverride]
-  mu_codes: optax.Updates  # shape=leaf.shape, dtype=the codec's
-  mu_amax: optax.Updates  # shape=(..., ceil(n / group_size))
-  mu_range: optax.Updates  # shape=(..., ceil(n / group_size))
-  nu_codes: optax.Updates  # as mu_*
-  nu_amax: optax.Updates
-  nu_range: optax.Updates
+  mu: Moment
+  nu: Moment
 
 
 class ScaleByCoatLionState(NamedTuple):
-  """State of Lion with an encoded moment: `ScaleByCoatAdamState` without nu."""
+  """State of Lion with an encoded moment."""
 
-  # shape=(), dtype=jnp.int32
   count: ArrayLike  # pyright: ignore[reportIncompatibleMethodOverride]
-  mu_codes: optax.Updates  # shape=leaf.shape, dtype=the codec's
-  mu_amax: optax.Updates  # shape=(..., ceil(n / group_size))
-  mu_range: optax.Updates  # shape=(..., ceil(n / group_size))
+  mu: Moment
 
 
 class ScaleByCoatMuonState(NamedTuple):
-  """State of Muon with an encoded moment: `ScaleByCoatAdamState` without nu."""
+  """State of Muon with an encoded moment."""
 
-  # shape=(), dtype=jnp.int32
   count: ArrayLike  # pyright: ignore[reportIncompatibleMethodOverride]
-  mu_codes: optax.Updates  # shape=leaf.shape, dtype=the codec's
-  mu_amax: optax.Updates  # shape=(..., ceil(n / group_size))
-  mu_range: optax.Updates  # shape=(..., ceil(n / group_size))
+  mu: Moment
 
 
 MomentState = ScaleByCoatAdamState | ScaleByCoatLionState | ScaleByCoatMuonState
 
 
+class EncodedState(NamedTuple):
+  """State of `encoded`: the inner optimizer's, with `Moment`s as fields."""
+
+  # shape=(), dtype=jnp.int32: number of steps, only for the random words.
+  count: ArrayLike  # pyright: ignore[reportIncompatibleMethodOverride]
+  inner: optax.OptState
+
+
 class LowBitsState(NamedTuple):
   """State of a fused optimizer with weights of 24 bits.
 
-  `low` is a tree of the parameters' structure whose leaves are plain arrays.
-  The weight of a leaf that has bytes is `join_weights` of it and them.
+  `low` is a tree with the parameters' structure whose leaves are plain arrays.
+  If a leaf has low bytes, its weight is `join_weights` of the parameter and
+  them.
   """
 
-  low: Any  # shape=leaf.shape, dtype=jnp.int8; shape=() where none are kept
+  low: Any  # shape=leaf.shape, dtype=jnp.int8; shape=() if none are kept
   inner: MomentState
 
 
 FusedState = MomentState | LowBitsState
 
 
-def check_codec(op: str, codec: Any) -> None:
-  """Raises a TypeError where `codec` is not a `MomentCodec`."""
-  if not isinstance(codec, MomentCodec):
-    raise TypeError(
-      f"{op}: codec must be a MomentCodec, got {described(codec)}; call a "
-      "function of codecs, as in codec=codecs.coat()"
-    )
-
-
-def check_state(op: str, state: Any, kind: type) -> None:
-  """Raises a TypeError where `state` is not of a kind, such as optax's own."""
+def check_state(op: str, state: Any, kind: type, codec: MomentCodec) -> None:
+  """Raises if `state` has another type, or its moments another codec."""
   if not isinstance(state, kind):
     raise TypeError(
       f"{op}: state must be {a(kind)}, got {a(type(state))}; "
       "pass what its init or update gave, or convert a state of optax with "
       "from_plain_state (of Adam also with from_adam_state)"
     )
+  check_moments(op, state, codec)
+
+
+def check_moments(op: str, state: Any, codec: MomentCodec) -> None:
+  """Raises a ValueError if a state's moments were stored by another codec."""
+  for moment in moments_in(state):
+    if moment.codec not in codec.groups:
+      raise ValueError(
+        f"{op}: codec {codec.name!r} must be the one that the state was made "
+        f"with, got a moment of {moment.codec}; pass that codec (to change it, "
+        "go through to_plain_state and from_plain_state)"
+      )
 
 
 def init_state(
@@ -107,36 +184,33 @@ def init_state(
   mask: QuantizeMask | None,
   kind: type[MomentState] = ScaleByCoatAdamState,
 ) -> MomentState:
-  """The state of step 0.
+  """Makes the state before the first step, sharded like the parameters.
 
-  Args:
-    op: the public function that asks, for error messages.
-    params: tree of parameters.
-    codec: how the moments are stored.
-    mask: which leaves are encoded; None for `default_quantize_mask`.
-    kind: of the state. One with fewer moments than the codec has the first.
-
-  Returns:
-    Moments of zeros, sharded like the parameters.
+  All moments are zero. `op` is the public function's name for error messages.
+  If `kind` has fewer moments than the codec, it takes the codec's first ones.
   """
-  groups = codec.groups[: len(kind._fields) // len(Encoded._fields)]
+  groups = codec.groups[: len(kind._fields) - 1]
   if isinstance(params, placeholder_type()):
-    return _marked_state(params, len(groups), kind)
-  chosen = moments.choose_groups(op, params, groups, mask)
-  # The compiler would encode constants itself, for half a minute.
+    marked = [marked_moment(params, group) for group in groups]
+    return kind(jnp.zeros([], jnp.int32), *marked)
+  chosen = choose_groups(op, params, groups, mask)
+  # Without this the compiler encodes constants itself, for half a minute.
   zero = jax.lax.optimization_barrier(jnp.zeros([], jnp.float32))
   stored = []
   for leaf, own in zip(jax.tree.leaves(params), chosen, strict=True):
-    # Sharded like the parameter, and never in memory under jit.
+    # Zeros are sharded like the parameter, and never in memory under jit.
     zeros = jnp.full_like(leaf, zero, dtype=jnp.float32)
-    stored.append(moments.encode_zeros(own, zeros))
-  trees = moments.trees_like(params, len(groups))
-  return make_state(jnp.zeros([], jnp.int32), trees, stored, kind)
+    stored.append(encode_zeros(own, zeros))
+  made = [
+    make_moment(params, [encoded[j] for encoded in stored], group)
+    for j, group in enumerate(groups)
+  ]
+  return kind(jnp.zeros([], jnp.int32), *made)
 
 
 @functools.cache
 def placeholder_type() -> type:
-  """What `optax.tree.map_params` gives to `init` in place of parameters."""
+  """Returns the type of what `optax.tree.map_params` passes to `init`."""
   kinds = []
 
   def init(params):
@@ -147,117 +221,47 @@ def placeholder_type() -> type:
   return kinds[0]
 
 
-def _marked_state(
-  placeholder: Any, count: int, kind: type[MomentState]
-) -> MomentState:
-  """A state that says which of its trees are like the parameters.
+def marked_moment(placeholder: Any, codec: GroupCodec) -> Moment:
+  """Marks for `optax.tree.map_params` the part of a moment to be mapped.
 
-  Codes have their shapes. Statistics have others, and a sharding of theirs need
-  not be possible: a tree of them is one leaf here, for `transform_non_params`.
+  Only codes are like the parameters. Statistics may not be shardable in the
+  same way, so a whole tree of them is one leaf here, which
+  `transform_non_params` maps.
   """
   leaf = jnp.zeros([], jnp.int32)
-  return kind(leaf, *[placeholder, leaf, leaf] * count)
-
-
-def make_state(
-  count: ArrayLike,
-  trees: Sequence[Any],
-  stored: Sequence[Stored],
-  kind: type[MomentState] = ScaleByCoatAdamState,
-) -> MomentState:
-  """A state of these moments, in trees of these structures."""
-  return kind(count, *moments.unflatten(trees, stored))
+  return Moment(placeholder, leaf, leaf, codec)
 
 
 def next_state(
   state: MomentState, count: ArrayLike, stored: Sequence[Stored]
 ) -> MomentState:
-  """The same state with other moments."""
-  return make_state(count, moments.moment_trees(state), stored, type(state))
-
-
-def promoted(op: str, updates: optax.Updates, params: optax.Params | None):
-  """Gradients in the dtypes that updates have: optax promotes them likewise.
-
-  Raises:
-    ValueError: gradients and parameters are trees of several structures.
-  """
-  if params is None:
-    return updates
-  grads, treedef = jax.tree.flatten(updates, is_leaf=lambda x: x is None)
-  try:
-    leaves = treedef.flatten_up_to(params)
-  except ValueError as error:
-    raise ValueError(
-      f"{op}: gradients must have the structure of the parameters, got "
-      f"{jax.tree.structure(updates)} for {jax.tree.structure(params)}; pass "
-      "the gradients of these parameters"
-    ) from error
-  return treedef.unflatten(
-    None if g is None else g.astype(jnp.result_type(g, p))
-    for g, p in zip(grads, leaves, strict=True)
-  )
-
-
-def check_gradients(op: str, grads: Sequence[tuple[str, Any]]) -> None:
-  """Raises a TypeError where a gradient is neither floating nor complex."""
-  for path, g in grads:
-    if not is_array(g) or not jnp.issubdtype(g.dtype, jnp.inexact):
-      raise TypeError(
-        f"{op}: gradients must be floating or complex, got {described(g)} at "
-        f"{path!r}; cast it"
-      )
-
-
-def pair_leaves(
-  op: str, updates: optax.Updates, state: MomentState
-) -> list[tuple[Array, Stored]]:
-  """Gradients and moments, leaf by leaf.
-
-  Args:
-    op: the public function that asks, for error messages.
-    updates: tree of gradients.
-    state: as `init_state` made it.
-
-  Returns:
-    Pairs of a gradient and its moments.
-
-  Raises:
-    TypeError: gradients are neither floating nor complex.
-    ValueError: they do not belong together.
-  """
-  grads = leaf_paths(updates)
-  check_gradients(op, grads)
-  leaves = moments.flatten(moments.moment_trees(state))
-  shapes = [stored[0].codes.shape for stored in leaves]
-  wrong = [
-    f"{g.shape} for {shape} at {path!r}"
-    for (path, g), shape in zip(grads, shapes, strict=False)
-    if g.shape != shape
+  """Returns the same state with a new count and new moments."""
+  new = [
+    make_moment(old.codes, [encoded[j] for encoded in stored], old.codec)
+    for j, old in enumerate(state[1:])
   ]
-  if len(grads) != len(leaves):
-    wrong = [f"{len(grads)} leaves for {len(leaves)}"]
-  if wrong:
-    raise ValueError(
-      f"{op}: gradients must have the shapes of the parameters given to init, "
-      f"got {wrong[0]}; initialize the state with these parameters"
+  return type(state)(count, *new)
+
+
+def stored_leaves(state: MomentState) -> list[tuple[Stored, GroupCodecs]]:
+  """Lists each leaf's moments and the codecs that encoded them."""
+  rows = zip(*(moment.leaves() for moment in state[1:]), strict=True)
+  return [
+    (
+      row,
+      tuple(m.codec_of(x) for m, x in zip(state[1:], row, strict=True)),
     )
-  return list(zip([g for _, g in grads], leaves, strict=True))
+    for row in rows
+  ]
 
 
 def find_states(
   op: str, opt_state: Any, kind: Any, remedy: str = ""
 ) -> list[Any]:
-  """All states of a kind in an optimizer's state.
+  """Lists all states of a type (or union of types) in an optimizer's state.
 
-  Args:
-    op: the public function that asks, for error messages.
-    opt_state: any tree.
-    kind: such as `ScaleByCoatAdamState`, or a union of several.
-    remedy: what else the caller can do where there is none.
-
-  Raises:
-    ValueError: there is none.
+  Raises a ValueError if there is none; `op` is the public function's name and
+  `remedy` what else the caller can do, both for the message.
   """
   leaves = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, kind))
   found = [leaf for leaf in leaves if isinstance(leaf, kind)]
@@ -271,3 +275,91 @@ def find_states(
       f"{' or '.join(makers)} gave{remedy}"
     )
   return found
+
+
+def in_f32(x: Array) -> Array:
+  """Casts x to f32, or to complex64 if it is complex."""
+  return x.astype("complex64" if jnp.iscomplexobj(x) else "float32")
+
+
+@functools.partial(jax.jit, static_argnames="groups", inline=True)
+def encode(
+  groups: GroupCodecs, values: tuple[Array, ...], part: LeafPart
+) -> Stored:
+  """Encodes the moments of one leaf, f32 arrays of one shape.
+
+  The first moment takes the part's random words and the second one the next
+  words (`stochastic.next_words`). Each further pair of moments takes the words
+  of another key (`pair_key`).
+  """
+
+  def f(values, part):
+    noise = _noise(groups, part, values[0].shape)
+    return tuple(
+      group.encode(x, half)
+      for group, x, half in zip(groups, values, noise, strict=True)
+    )
+
+  # On explicit axes JAX would refuse to reshape a row into groups if these are
+  # split over devices, and would make all random words on each device.
+  return mesh.run_whole(f, values, part, out_specs=mesh.spec_of(values[0]))
+
+
+@functools.partial(jax.jit, static_argnames="groups", inline=True)
+def encode_zeros(groups: GroupCodecs, zeros: Array) -> Stored:
+  """Encodes the zero moments of one leaf before its first step.
+
+  Zeros are encoded as zeros whatever the noise is, so we draw none: `init`
+  compiles in two thirds of the time.
+  """
+
+  def f(zeros):
+    noise = jnp.full_like(zeros, 0.5)
+    return tuple(
+      group.encode(zeros, noise if group.needs_noise else None)
+      for group in groups
+    )
+
+  return mesh.run_whole(f, zeros, out_specs=mesh.spec_of(zeros))
+
+
+@functools.partial(jax.jit, static_argnames="groups", inline=True)
+def decode(groups: GroupCodecs, stored: Stored) -> tuple[Array, ...]:
+  """Decodes the moments of one leaf to f32."""
+
+  def f(stored):
+    return tuple(
+      group.decode(encoded)
+      for group, encoded in zip(groups, stored, strict=True)
+    )
+
+  spec = mesh.spec_of(stored[0].codes)
+  return mesh.run_whole(f, stored, out_specs=spec)
+
+
+def _noise(groups: GroupCodecs, part: LeafPart, shape: tuple[int, ...]) -> list:
+  """Returns uniform noise for each moment whose codec needs it, else None."""
+  out = []
+  for pair in range(0, len(groups), 2):
+    needs = [group.needs_noise for group in groups[pair : pair + 2]]
+    if not any(needs):
+      out += [None] * len(needs)
+      continue
+    key = pair_key(part.key, pair // 2)
+    words = dataclasses.replace(part, key=key).words(shape)
+    both = words, stochastic.next_words(words)
+    out += [
+      stochastic.uniform(words) if needed else None
+      for words, needed in zip(both, needs, strict=False)
+    ]
+  return out
+
+
+def pair_key(key: Array, pair: int) -> Array:
+  """Returns the key of the words that moments 2 `pair` and 2 `pair` + 1 share.
+
+  The first pair uses the leaf's own key, so Adam's two moments do.
+  """
+  if not pair:
+    return key
+  return stochastic.mix(key ^ jnp.uint32(pair * stochastic.GOLDEN % 2**32))

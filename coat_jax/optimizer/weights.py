@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights without a copy in f32: bf16, or bf16 and a byte.
+"""Weights without an f32 copy: bf16, or 24 bits as bf16 and a byte.
 
-A weight of 24 bits is the upper 24 bits W of an f32, 15 of them its mantissa's.
+A weight of 24 bits is the upper 24 bits W of an f32, of which 15 are mantissa.
 It is stored as two arrays:
 
   high = (W + 0x80) >> 8    bf16, the one nearest to W: what layers read
   low  = W - (high << 8)    int8, what an optimizer's step adds to it
 
-Both ways are exact. W itself is rounded, stochastically in a step: 2^-16 of a
-weight is the least update that is not left to chance, where bf16 alone has
-2^-8. See docs/optimizer.md on which one to take.
+Both directions are exact. W itself is rounded, and stochastically in a step:
+updates below 2^-16 of a weight are left to chance, with bf16 alone updates
+below 2^-8. docs/optimizer.md says which one to choose.
 
-`stored_step.step_of` takes either kind in a parameter's place. Its random words
-are `stochastic.parameter_words`: bf16 takes their high 16 bits, 24 bits the
-high 8.
+`step.step_of` takes either kind as its parameter. The random words are
+`stochastic.parameter_words`: bf16 uses their high 16 bits, 24 bits the high 8.
 """
 
 import functools
@@ -27,10 +26,11 @@ from flax.core import meta
 from jax import Array, lax
 from jaxtyping import Float32, UInt32
 
-from coat_jax import stochastic
+from coat_jax import mesh, stochastic
 from coat_jax.checks import check_function, refuse
-from coat_jax.optimizer import moments
+from coat_jax.optimizer import state
 from coat_jax.optimizer.masks import QuantizeMask, is_norm_or_bias, leaf_paths
+from coat_jax.stochastic import LeafPart
 
 _SIGN = 0x80000000
 _INFINITY = 0x7F800000
@@ -44,32 +44,28 @@ class SplitWeight(NamedTuple):
 
   Attributes:
     high: bf16 of any shape, nearest to the weight.
-    low: int8 of the same shape, the weight less `high`, in 256ths of an ulp of
-      it (in front of a power of two, of the smaller one).
+    low: int8 of the same shape, the weight minus `high`, in units of 1/256 ulp
+      of `high` (if `high` is a power of two and the weight below it, of the
+      smaller ulp).
   """
 
   high: Array
   low: Array
 
 
-# A leaf of parameters as an optimizer's step takes it.
+# A leaf of the parameters that an optimizer's step takes.
 Weight = Array | SplitWeight
 
 
 def split(
   x: Float32[Array, "*s"], words: UInt32[Array, "*s"] | None = None
 ) -> SplitWeight:
-  """Rounds f32 to 24 bits and splits these.
+  """Rounds f32 of any shape to 24 bits, and splits these.
 
-  Args:
-    x: of any shape. Infinities stay, a NaN becomes the canonical one of its
-      sign; finite values beyond 3.3895e38, whose nearest bf16 would be
-      infinite, become that.
-    words: of which the high 8 bits round stochastically, so that
-      E[join(split(x))] = x; None to nearest, ties to even.
-
-  Returns:
-    A `SplitWeight`.
+  The high 8 bits of `words`, uint32, round stochastically: E[join(split(x))] is
+  x. Without words rounding is to nearest, ties to even. Infinities stay, and a
+  NaN becomes the canonical NaN of its sign. Finite values beyond 3.3895e38,
+  whose nearest bf16 would be infinite, become 3.3895e38.
   """
   bits = lax.bitcast_convert_type(x, jnp.uint32)
   sign = bits & jnp.uint32(_SIGN)
@@ -91,78 +87,66 @@ def split(
 
 
 def join(weight: SplitWeight) -> Float32[Array, "*s"]:
-  """The f32 that a `SplitWeight` stands for: the inverse of `split`.
+  """Inverts `split`: returns the f32 that a `SplitWeight` represents.
 
-  A weight that was set to zero or to an infinity is that, whatever its byte;
-  bytes above 0 give a zero less than f32's smallest normal number.
+  If `high` was set to zero or an infinity, that is the result whatever the byte
+  is, except that a zero with a byte above 0 becomes a number below f32's
+  smallest normal.
   """
   high, low = weight
   upper = high.astype(jnp.float32)
   bits = lax.bitcast_convert_type(high, jnp.uint16).astype(jnp.uint32) << 16
   added = lax.bitcast_convert_type(low.astype(jnp.int32) << 8, jnp.uint32)
   x = lax.bitcast_convert_type(bits + added, jnp.float32)
-  # Infinity with a byte below 0 has the bits of a large number, and zero those
-  # of a NaN.
+  # With a byte below 0, an infinity has the bits of a large number, and zero
+  # has the bits of a NaN.
   x = jnp.where(x == x, x, upper)
   return jnp.where(jnp.abs(upper) < jnp.inf, x, upper)
 
 
 def in_f32(weight: Weight) -> Array:
-  """A leaf in f32, or in complex64 where it is complex."""
+  """Returns a leaf in f32, or in complex64 if it is complex."""
   if isinstance(weight, SplitWeight):
     return join(weight)
-  return moments.in_f32(weight)
+  return state.in_f32(weight)
 
 
 def round_like(
   weight: Weight,
   x: Array,
-  key: Array,
-  start: Array | None = None,
-  whole: tuple[int, ...] | None = None,
+  part: LeafPart,
 ) -> Weight:
-  """A leaf x stored as `weight` is: stochastically where it is rounded.
+  """Rounds x, f32 or complex64, to the way that `weight` is stored.
 
-  Args:
-    weight: f32 and other dtypes are rounded to nearest.
-    x: f32 of its shape; complex64 of a complex one.
-    key: from `stochastic.leaf_key`.
-    start, whole: which part of the leaf this is: see `stochastic.random_words`.
-
-  Returns:
-    x as an array of the same dtype or a `SplitWeight`.
+  bf16 and `SplitWeight` are rounded stochastically, other dtypes to nearest.
   """
   if isinstance(weight, SplitWeight):
-    return round_stochastically(split, x, key, start, whole)
+    return round_stochastically(split, x, part)
   if weight.dtype == jnp.bfloat16:
     to_bfloat16 = stochastic.round_to_bfloat16
-    return round_stochastically(to_bfloat16, x, key, start, whole)
+    return round_stochastically(to_bfloat16, x, part)
   return x.astype(weight.dtype)
 
 
-@functools.partial(jax.jit, static_argnames=("rounding", "whole"), inline=True)
+@functools.partial(jax.jit, static_argnames="rounding", inline=True)
 def round_stochastically(
   rounding: Callable[[Array, Array], Any],
   x: Array,
-  key: Array,
-  start: Array | None = None,
-  whole: tuple[int, ...] | None = None,
+  part: LeafPart,
 ) -> Any:
-  """One f32 leaf through `rounding(x, words)`, key from `leaf_key`."""
+  """Rounds one f32 leaf by `rounding(x, words)`."""
 
-  def f(x, key):
-    words = stochastic.random_words(key, x.shape, start=start, whole=whole)
-    return rounding(x, stochastic.parameter_words(words))
+  def f(x, part):
+    return rounding(x, stochastic.parameter_words(part.words(x.shape)))
 
-  return moments.partitioned_like(x, f)(x, key)
+  return mesh.run_whole(f, x, part, out_specs=mesh.spec_of(x))
 
 
 def is_matrix(path: str, leaf: Any) -> bool:
-  """Whether a leaf is split unless the user says otherwise.
+  """Tells whether a leaf is split by default: all but norms' scales and biases.
 
-  Norms' scales and biases are not (`is_norm_or_bias`): they are less than a
-  thousandth of a model, and at 1.0, where scales start, bf16 has steps of
-  0.8 %.
+  These are less than a thousandth of a model, and at 1.0, where scales start,
+  bf16 has steps of 0.8 %.
   """
   return not is_norm_or_bias(path, leaf)
 
@@ -170,7 +154,7 @@ def is_matrix(path: str, leaf: Any) -> bool:
 def split_weights(
   params: Any, mask: QuantizeMask | None = None
 ) -> tuple[Any, Any]:
-  """Splits f32 parameters into bf16 ones and a byte each, 24 bits together.
+  """Splits f32 parameters into bf16 parameters and a byte each, 24 bits in all.
 
   Args:
     params: tree of parameters.
@@ -178,12 +162,12 @@ def split_weights(
       norms and biases (`is_norm_or_bias`).
 
   Returns:
-    The parameters, bf16 where they were split, and a tree of bare arrays of
-    their structure, int8 of the leaf's shape where a leaf is bf16 (zeros where
-    it was before) and an int8 scalar zero where it is not.
+    The parameters, bf16 where they were split, and a tree of plain arrays with
+    the same structure. A leaf is int8 of the parameter's shape if that one
+    is now bf16 (zeros if it already was bf16), else an int8 scalar zero.
 
   Raises:
-    TypeError: a leaf is no array, or `mask` no function.
+    TypeError: a leaf is not an array, or `mask` not a function.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -213,18 +197,18 @@ def split_weights(
 
 
 def join_weights(params: Any, low: Any) -> Any:
-  """The f32 parameters that bf16 ones and their bytes stand for.
+  """Returns the f32 parameters that bf16 parameters and their bytes represent.
 
   Args:
     params: tree of parameters.
-    low: their bytes, as `split_weights` or `LowBitsState` has them.
+    low: their bytes, from `split_weights` or a `LowBitsState`.
 
   Returns:
-    `params` with f32 in place of each leaf that has bytes.
+    `params` with f32 instead of bf16 for each leaf that has bytes.
 
   Raises:
-    TypeError: a leaf is no array.
-    ValueError: they do not belong together.
+    TypeError: a leaf is not an array.
+    ValueError: `low` does not belong to `params`.
   """
   pairs = pair_weights("join_weights", params, low)
   joined = [join(x) if isinstance(x, SplitWeight) else x for x in pairs]
@@ -232,16 +216,10 @@ def join_weights(params: Any, low: Any) -> Any:
 
 
 def pair_weights(op: str, params: Any, low: Any) -> list[Weight]:
-  """The leaves of `params`, a `SplitWeight` for each that has bytes.
+  """Lists the leaves of `params`; one with low bytes becomes a `SplitWeight`.
 
-  Args:
-    op: the public function that asks, for error messages.
-    params: tree of parameters.
-    low: their bytes.
-
-  Raises:
-    TypeError: a leaf is no array.
-    ValueError: they do not belong together.
+  Raises a TypeError if a leaf is not an array, and a ValueError if `low` does
+  not belong to `params`.
   """
   _check_arrays(op, "params", params)
   _check_arrays(op, "low", low)
@@ -276,14 +254,9 @@ def _check_arrays(op: str, name: str, tree: Any) -> None:
 def unpair_weights(
   leaves: Sequence[Weight], low: Any
 ) -> tuple[list[Array], Any]:
-  """The inverse of `pair_weights`.
+  """Inverts `pair_weights`: returns a list of parameters and a tree of bytes.
 
-  Args:
-    leaves: as it returns them.
-    low: the bytes that it was given, whose scalars stay.
-
-  Returns:
-    The leaves of the parameters, and the tree of bytes.
+  Scalars of `low` stay.
   """
   pairs = [
     x if isinstance(x, SplitWeight) else (x, part)

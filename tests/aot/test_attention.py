@@ -1,22 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the compiler for an H200 makes of attention and its gradients."""
 
-import dataclasses
-import functools
 import re
 
 import jax
 import jax.numpy as jnp
 import pytest
-from jax import P
-from jax.sharding import AxisType, NamedSharding
 
-from benchmarks.aot import h200_devices
 from coat_jax import ops
-from coat_jax import recipe as recipes
-from coat_jax.layers import dot_product_attention
 from coat_jax.ops import AttentionKind
-from coat_jax.recipe import MeshAxes
 from tests.aot.compiling import (
   compile_for_h200,
   custom_calls,
@@ -50,44 +42,6 @@ def test_window_is_left_to_cudnn(window):
     r'"sliding_window_length": (\d+)', compiled.as_text() or ""
   )
   assert found == [str(window or 0)] * 2
-
-
-@pytest.mark.parametrize("on_mesh", [False, True])
-def test_products_in_fp8_are_left_to_cudnn(on_mesh):
-  recipe = recipes.coat(attention="fp8", attention_compute="fp8")
-  mesh = sharding = None
-  if on_mesh:
-    mesh = jax.make_mesh(
-      (2, 2),
-      ("data", "tensor"),
-      axis_types=(AxisType.Auto,) * 2,
-      devices=h200_devices(4),
-    )
-    axes = MeshAxes(batch=("data",), fsdp=None, tensor="tensor")
-    recipe = dataclasses.replace(recipe, axes=axes)
-    sharding = NamedSharding(mesh, P("data", None, "tensor"))
-
-  def f(q, k, v, dout):
-    attend = functools.partial(dot_product_attention, recipe=recipe)
-    out, vjp = jax.vjp(attend, q, k, v)
-    return out, vjp(dout)
-
-  q, kv = (
-    jax.ShapeDtypeStruct((2, T, n, H), jnp.bfloat16, sharding=sharding)
-    for n in (N, K)
-  )
-  compiled = compile_for_h200(f, q, kv, kv, q, mesh=mesh)
-  calls = custom_calls(compiled)
-  assert calls["__cudnn$fmhaSoftmaxF8"] == 1
-  # And once more where the first scales turn out not to fit.
-  assert calls["__cudnn$fmhaSoftmaxBackwardF8"] == 2
-  assert not [
-    name
-    for name in calls
-    if name.startswith("__cudnn$fmhaSoftmax") and not name.endswith("F8")
-  ]
-  # Devices share maxima, and no array.
-  assert "all-gather" not in (compiled.as_text() or "")
 
 
 SCORES = B * N * T * T * 4  # All of them, f32.

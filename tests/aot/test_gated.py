@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from coat_jax.formats import E4M3
+from coat_jax.ops import Groups
 from coat_jax.pallas.triton import gated, gelu
 from coat_jax.qtensor import QTensor
 from tests.aot.compiling import compile_for_h200, custom_calls, fp8_moves
@@ -23,7 +24,8 @@ SCALE = jax.ShapeDtypeStruct((), F32)
 
 def values(m, n, group_size=16) -> QTensor:
   codes = jax.ShapeDtypeStruct((m, n), E4M3)
-  return QTensor(codes, jax.ShapeDtypeStruct((m, n // group_size), BF16))
+  scale = jax.ShapeDtypeStruct((m, n // group_size), BF16)
+  return QTensor(codes, scale, group_size)
 
 
 def assert_kernels(fn, *specs, count):
@@ -48,12 +50,14 @@ ACTIVATIONS = pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 @ACTIVATIONS
 def test_gated(m, n, dtype, activation):
   gate_up = jax.ShapeDtypeStruct((m, 2 * n), dtype)
-  how = dict(activation=activation, group_size=16)
-  assert_kernels(lambda x: gated.gated_input(x, **how), gate_up, count=2)
+  how = dict(activation=activation)
+  assert_kernels(
+    lambda x: gated.gated_input(x, groups=Groups(16), **how), gate_up, count=2
+  )
   dy, x = jax.ShapeDtypeStruct((m, n), dtype), values(m, n)
   assert_kernels(
     lambda dy, gate, up, scale: gated.gated_bwd_operands(
-      dy, gate, up, product_scale=scale, **how
+      dy, gate, up, scale=scale, **how
     ),
     *(dy, x, x, SCALE),
     count=3,
@@ -73,7 +77,6 @@ def test_gated_forward(m, n, layout, group_size, activation):
       up,
       activation=activation,
       scale=scale,
-      group_size=group_size,
       layout=layout,
     )[:2],
     *(x, x, SCALE),
@@ -84,16 +87,18 @@ def test_gated_forward(m, n, layout, group_size, activation):
 @SHAPES
 @DTYPES
 def test_gelu(m, n, dtype):
-  options = dict(approximate=True, group_size=16)
+  options = dict(approximate=True)
   dy, x = jax.ShapeDtypeStruct((m, n), dtype), values(m, n)
-  assert_kernels(lambda x: gelu.gelu_input(x, **options), dy, count=2)
+  assert_kernels(
+    lambda x: gelu.gelu_input(x, groups=Groups(16), **options), dy, count=2
+  )
   assert_kernels(
     lambda x, s: gelu.gelu_fwd(x, scale=s, layout="both", **options)[:2],
     *(x, SCALE),
     count=1,
   )
   assert_kernels(
-    lambda dy, x, s: gelu.gelu_bwd_operands(dy, x, output_scale=s, **options),
+    lambda dy, x, s: gelu.gelu_bwd_operands(dy, x, scale=s, **options),
     *(dy, x, SCALE),
     count=3,
   )

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from coat_jax.formats import E4M3
+from coat_jax.ops import Groups
 from coat_jax.ops.types import NormStats
 from coat_jax.pallas.triton import norm, norm_backward
 from coat_jax.qtensor import QTensor
@@ -25,7 +26,8 @@ def operands(n, kind, group_size=16):
   """x, the values made of it, gamma, beta, statistics."""
   spec = jax.ShapeDtypeStruct
   row, vector = spec((M,), jnp.float32), spec((n,), jnp.float32)
-  x_q = QTensor(spec((M, n), E4M3), spec((M, n // group_size), jnp.bfloat16))
+  scale = spec((M, n // group_size), jnp.bfloat16)
+  x_q = QTensor(spec((M, n), E4M3), scale, group_size)
   is_layer = kind == "layer"
   stats = NormStats(row if is_layer else None, row)
   x = spec((M, n), jnp.bfloat16)
@@ -38,10 +40,10 @@ def test_whole_rows_do_not_spill(n, kind):
   x, x_q, gamma, beta, stats = operands(n, kind)
 
   def run(x, x_q, gamma, beta, stats):
-    made = norm.norm_input(x, gamma, beta, kind=kind, eps=1e-5, group_size=16)
-    return made, norm_backward.norm_bwd(
-      x, x_q, gamma, stats, group_size=16, add=x
+    made = norm.norm_input(
+      x, gamma, beta, kind=kind, eps=1e-5, groups=Groups(16)
     )
+    return made, norm_backward.norm_bwd(x, x_q, gamma, stats, add=x)
 
   compiled = compile_for_h200(
     run, x, x_q, gamma, beta, stats, options=NO_SPILLS
@@ -65,7 +67,6 @@ def test_tiles_do_not_spill(n, kind, group_size, layout):
       beta,
       stats,
       scale=scale,
-      group_size=group_size,
       layout=layout,
     )
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from coat_jax.formats import E5M2
+from coat_jax.ops import Groups, PerTensor
 from coat_jax.pallas.triton import quantize, scales
 from tests.aot.compiling import compile_for_h200, launches
 
@@ -25,8 +26,8 @@ BF16, F32 = jnp.bfloat16, jnp.float32
 @pytest.mark.parametrize(
   "fn",
   [
-    functools.partial(quantize.quantize_groups, group_size=16),
-    functools.partial(quantize.quantize_tensor, dtype=E5M2),
+    functools.partial(quantize.quantize_groups, groups=Groups(16)),
+    functools.partial(quantize.quantize_tensor, scaling=PerTensor(E5M2)),
     functools.partial(quantize.quantize_tensor, layout="columns"),
     functools.partial(quantize.quantize_tensor, layout="both"),
   ],

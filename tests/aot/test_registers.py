@@ -113,9 +113,9 @@ def test_lion_is_its_definition_on_a_shard(on_machine, name, kind):
   codec = test_lion.CODECS[name]
   args = test_lion.problem(codec, kind, (4, 8, 1024))
   part = dict(start=jnp.uint32([4, 8, 1024]), whole=(8, 16, 4096))
-  numbers = test_lion.numbers(1)
-  want = test_lion.by_definition(codec, *args, *numbers, **part)
-  got = test_lion.by_kernel(codec, *args, *numbers, **part, interpret=False)
+  numbers = test_lion.numbers(1, **part)
+  want = test_lion.by_definition(codec, *args, *numbers)
+  got = test_lion.by_kernel(codec, *args, *numbers, interpret=False)
   test_lion.check(codec, args, want, got)
 
 

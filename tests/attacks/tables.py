@@ -128,7 +128,6 @@ def _plan() -> Iterator[list[str]]:
     ("remat", _CHOICE),
     ("params", _CHOICE),
     ("attention", _CHOICE),
-    ("attention-compute", (*_CHOICE, "fp8")),
     ("trained", (*_CHOICE, "all")),
     ("images-each", (*_COUNT, "2")),
     ("init-from", ("missing", "empty", "zeros", RUN, _USER)),

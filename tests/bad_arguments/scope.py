@@ -12,7 +12,7 @@ from jax import P
 from jax.sharding import AbstractMesh, NamedSharding
 
 import coat_jax
-from coat_jax import codecs, layers, models, ops, plan, recipe, sharding
+from coat_jax import codecs, layers, models, ops, recipe, sharding
 from tests.models.hf.folders import DATA
 
 nan, inf = math.nan, math.inf
@@ -89,30 +89,6 @@ def backward(solver=None, **changed):
 def both(tree):
   """Encodes any leaf."""
   return coat_jax.coat_adamw(1e-3, quantize_mask=lambda *_: True).init(tree)
-
-
-# Plans ---------------------------------------------------------------------
-
-
-def shape_of(**changed):
-  fields = dict(num_layers=1, d_model=8, d_ff=8, num_heads=2, num_kv_heads=2)
-  return plan.DecoderShape(**(fields | dict(vocab_size=8) | changed))
-
-
-SHAPE, LOAD = shape_of(), plan.Load(batch=1, seq=8)
-IMAGES = plan.Images(count=1, tower_tokens=4, tokens=4)
-
-
-def plan_of(**changed):
-  options = dict(params=PARAMS, optimizer_state=())
-  known = dict(shape=SHAPE, recipe=COAT, load=LOAD) | options | changed
-  return plan.plan_step(**known)
-
-
-def plan_vision(**changed):
-  known = dict(decoder=SHAPE, tower=SHAPE, recipe=COAT, load=LOAD)
-  known |= dict(images=IMAGES, trained="all", optimizer_state=())
-  return plan.plan_vision_step(**(known | dict(params=PARAMS) | changed))
 
 
 # Layers --------------------------------------------------------------------
@@ -204,7 +180,6 @@ SCOPE = (
   {name: getattr(coat_jax, name) for name in dir(coat_jax)}
   | {name: getattr(layers, name) for name in dir(layers)}
   | {name: getattr(models, name) for name in dir(models)}
-  | {name: getattr(plan, name) for name in dir(plan)}
   | {name: getattr(sharding, name) for name in dir(sharding)}
   | globals()
   | dict(np=np, optax=optax, nnx=nnx)

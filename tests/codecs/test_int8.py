@@ -72,7 +72,7 @@ def test_state_is_reported_and_survives_integers():
   optimizer = coat_adamw(1e-2, codec=codec)
   grads = {"w": jnp.asarray(cases.moments((16, 256))[0])}
   _, state = jax.jit(optimizer.update)(grads, optimizer.init(params), params)
-  report = state_report(state, codec=codec)["w"]
+  report = state_report(state)["w"]
   assert report["encoded"] and "power" not in report["nu"]
   assert 0.2 < report["mu"]["codes_used"] <= 1
   # Squares span twice the octaves and lose most of them.

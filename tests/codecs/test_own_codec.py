@@ -14,8 +14,10 @@ from coat_jax import coat_adamw, codecs, fused_coat_adamw, ops
 from coat_jax.codecs import registry
 from coat_jax.codecs.fp8 import ExpandedFP8
 from coat_jax.optimizer import adam
+from coat_jax.optimizer.state import stored_leaves
 from coat_jax.pallas.mosaic import adam as kernel
 from coat_jax.pallas.mosaic import moment_codecs, registers
+from coat_jax.stochastic import LeafPart
 from studies import accuracy
 from tests.codecs import own_codec
 from tests.comparing import assert_same_bits
@@ -64,7 +66,7 @@ def test_own_codec_trains(kind):
     got, state = train(
       loss, params, fused.init(params), lambda p, s, g: fused.apply(g, s, p)
     )
-  assert state.mu_codes["w"].dtype == jnp.int8
+  assert state.mu.codes["w"].dtype == jnp.int8
   assert int(state.count) == 200
   # Within a twentieth of what Adam gained.
   start = loss(params)
@@ -90,11 +92,11 @@ class Subclass(ExpandedFP8):
 def step_arguments(codec):
   p = jnp.full((8, 128), 0.5)
   state = coat_adamw(1e-3, codec=codec, quantize_mask=lambda *_: True).init(p)
-  stored = (codecs.Encoded(*state[0][1:4]), codecs.Encoded(*state[0][4:7]))
+  [(stored, _)] = stored_leaves(state[0])
   scalars = adam.adam_scalars(jnp.int32(1), 0.9, 0.99, 1e-8, 0.0)
   rest = adam.StepScalars(jnp.float32(0.1), jnp.float32(0), None)
   g = jax.random.normal(jax.random.key(0), p.shape)
-  return p, g, stored, jnp.uint32(5), scalars, rest
+  return p, g, stored, LeafPart(jnp.uint32(5)), scalars, rest
 
 
 @pytest.mark.parametrize(

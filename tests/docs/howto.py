@@ -90,9 +90,9 @@ def check_equinox(names, printed, text):
   del printed, text
   assert_learns(names["losses"])
   moments = names["opt_state"][0]
-  assert moments.mu_codes.up.weight.dtype == E4M3
-  assert moments.mu_codes.up.bias.dtype == jnp.float32
-  assert moments.mu_codes.norm.weight.dtype == jnp.float32
+  assert moments.mu.codes.up.weight.dtype == E4M3
+  assert moments.mu.codes.up.bias.dtype == jnp.float32
+  assert moments.mu.codes.norm.weight.dtype == jnp.float32
   # The model that the page begins with computes nearly the same.
   x = names["x"]
   plain, fp8 = names["model"], names["FP8MLP"](names["model"])

@@ -191,7 +191,6 @@ def test_table_of_other_models_is_that_of_the_rows():
     ("llama_130m", 1024, "minimal_no_cache"),
     ("qwen3_30b_a3b", 2048, "minimal"),
     ("llama2_7b", 32768, "minimal"),
-    ("llama2_7b", 32768, "minimal_attention_compute"),
     ("siglip_so400m", 729, "minimal"),
     ("clip_l", 577, "minimal"),
   ):

@@ -3,10 +3,11 @@
 
 import pytest
 
-from coat_jax import plan, recipe
+from coat_jax import recipe
 from tests.docs.pages import DOCS
 from tests.docs.test_figures import measured, table
-from tests.plan.test_terms import LLAMA2_7B
+from tests.train.memory.runs import LLAMA2_7B
+from train.memory.count import saved_bytes
 
 PAGE = (DOCS / "memory.md").read_text()
 
@@ -29,7 +30,7 @@ def test_bytes_a_token_are_what_is_counted():
   cases += [(bf16, "full"), (coat, "fp8_layer")]
   shown = table(PAGE, "## Bytes per token")
   for (how, remat), (units, megabytes) in zip(cases, shown, strict=True):
-    kept = plan.kept_bytes(LLAMA2_7B.shape, how, remat=remat)
+    kept = saved_bytes(LLAMA2_7B.model, how, remat=remat)
     assert kept / 8192 == pytest.approx(units, rel=0.01)
     assert 32 * kept / 1e6 == pytest.approx(megabytes, abs=0.006)
 

@@ -75,7 +75,7 @@ def check_checkpoints(names, printed, text):
   assert_same_bits(restored, saved)
   assert_same_bits(names["adam"], saved["optimizer"][0])
   assert_same_bits(names["loaded"], saved)
-  codes = restored["optimizer"][0].mu_codes["kernel"]
+  codes = restored["optimizer"][0].mu.codes["kernel"]
   assert codes.dtype == jnp.float8_e4m3fn
   assert len(codes.sharding.device_set) == 2
 
@@ -83,22 +83,22 @@ def check_checkpoints(names, printed, text):
 def check_sharding(names, printed, text):
   """The state is sharded like the parameters, and so is what layers compute."""
   moments = names["opt_state"][0]
-  assert moments.nu_codes["up"].sharding.spec == P(None, "fsdp")
-  assert moments.nu_amax["up"].sharding.spec == P(None, "fsdp")
+  assert moments.nu.codes["up"].sharding.spec == P(None, "fsdp")
+  assert moments.nu.amax["up"].sharding.spec == P(None, "fsdp")
   by_optax = names["by_optax"][0]
-  assert by_optax.nu_codes["up"].sharding.spec == P(None, "fsdp")
-  assert names["state_specs"][0].nu_amax["up"] == P(None, "fsdp")
-  abstract = names["target"]["optimizer"][0].nu_amax["up"].sharding
-  assert abstract == moments.nu_amax["up"].sharding
+  assert by_optax.nu.codes["up"].sharding.spec == P(None, "fsdp")
+  assert names["state_specs"][0].nu.amax["up"] == P(None, "fsdp")
+  abstract = names["target"]["optimizer"][0].nu.amax["up"].sharding
+  assert abstract == moments.nu.amax["up"].sharding
   model, adam = names["model"], names["adamw"].opt_state[0]
   for kernel, spec in (
     (model.head.kernel, P("fsdp")),
-    (adam.mu_codes["head"]["kernel"], P("fsdp")),
-    (adam.mu_amax["head"]["kernel"], P("fsdp")),
+    (adam.mu.codes["head"]["kernel"], P("fsdp")),
+    (adam.mu.amax["head"]["kernel"], P("fsdp")),
     (model.mlp.gate_up.kernel, P("fsdp")),
-    (adam.nu_codes["mlp"]["gate_up"]["kernel"], P("fsdp")),
-    (adam.nu_amax["mlp"]["gate_up"]["kernel"], P("fsdp")),
-    (adam.mu_codes["head"]["bias"], P("fsdp")),
+    (adam.nu.codes["mlp"]["gate_up"]["kernel"], P("fsdp")),
+    (adam.nu.amax["mlp"]["gate_up"]["kernel"], P("fsdp")),
+    (adam.mu.codes["head"]["bias"], P("fsdp")),
   ):
     array = kernel[...]
     assert tuple(spec) == tuple(array.sharding.spec)[:1]
@@ -110,7 +110,7 @@ def check_optimizer(names, printed, text):
   """The state is encoded, and small updates of BF16 parameters are not lost."""
   assert names["params"]["kernel"].dtype == jnp.bfloat16
   state = names["opt_state"][1][0]
-  assert state.mu_codes["kernel"].dtype == jnp.float8_e4m3fn
+  assert state.mu.codes["kernel"].dtype == jnp.float8_e4m3fn
 
 
 def check_finetune(names, printed, text):

@@ -20,7 +20,6 @@ PUBLIC = (
   "coat_jax.layers",
   "coat_jax.models",
   "coat_jax.optax_coat",
-  "coat_jax.plan",
   "coat_jax.recipe",
   "coat_jax.sharding",
 )

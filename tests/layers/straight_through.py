@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from coat_jax import ops
 from coat_jax.formats import E4M3
-from coat_jax.ops import AttentionKind
+from coat_jax.ops import AttentionKind, Groups, PerTensor
 from coat_jax.qtensor import dequantize
 from coat_jax.recipe import Formats
 from tests.ops.naive_attention import naive_attention, seen
@@ -42,7 +42,7 @@ def rounded_gradient(x, dtype):
 
 def per_tensor(x, dtype=E4M3):
   """x as codes with one scale stand for it, f32."""
-  q = ops.quantize_tensor(x, dtype=dtype)
+  q = ops.quantize_tensor(x, scaling=PerTensor(dtype))
   return q.rows.astype(jnp.float32) * q.scale
 
 
@@ -53,9 +53,9 @@ rounded_gradient.defvjp(
 
 def per_group(x, group_size=16, dtype=E4M3):
   """x as 1 x G codes stand for it, f32."""
-  q = ops.quantize_groups(x, group_size=group_size, dtype=dtype)
+  q = ops.quantize_groups(x, groups=Groups(group_size, dtype))
   x = x.astype(jnp.float32)
-  return pin(x, dequantize(q, group_size=group_size))
+  return pin(x, dequantize(q))
 
 
 def rounded(x, dtype):
@@ -70,8 +70,8 @@ def linear(x, w, bias=None, dtype=jnp.float32, formats=FP8):
   """
   matrix = w.reshape(w.shape[0], -1)
   of = formats.values
-  x_q = ops.quantize_tensor(x, dtype=of)
-  w_q = ops.quantize_tensor(matrix, dtype=of, layout="columns")
+  x_q = ops.quantize_tensor(x, scaling=PerTensor(of))
+  w_q = ops.quantize_tensor(matrix, scaling=PerTensor(of), layout="columns")
   x = pin(x.astype(jnp.float32), per_tensor(x, of))
   matrix = pin(matrix.astype(jnp.float32), per_tensor(matrix, of))
   y = jnp.matmul(x, matrix, precision="highest")

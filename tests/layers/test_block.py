@@ -28,6 +28,7 @@ from coat_jax.layers import (
 )
 from coat_jax.layers.operands import gradient_operand
 from coat_jax.layers.residuals import save_residual
+from coat_jax.ops import Groups
 from coat_jax.qtensor import dequantize
 from tests.comparing import assert_close, assert_same_bits, jit
 from tests.layers import straight_through
@@ -44,7 +45,7 @@ class Scaled(Middle):
     return h * weights.reshape(1, 1, -1)
 
   def forward(self, h, weights, inputs, recipe):
-    h = save_residual("activation", ops.quantize_groups(h, group_size=G))
+    h = save_residual("activation", ops.quantize_groups(h, groups=Groups(G)))
     out = ops.quantize_tensor(self._values(h) * self._row(weights))
     return MiddleOutput(out, (h, save_residual("linear", out.scale)))
 
@@ -61,7 +62,7 @@ class Scaled(Middle):
     )
 
   def _values(self, h):
-    return dequantize(h, group_size=G)
+    return dequantize(h)
 
   def _row(self, weights):
     return weights.reshape(1, 1, -1)

@@ -21,6 +21,7 @@ from coat_jax.layers import (
   linear,
   with_weight_cache,
 )
+from coat_jax.ops.scaling import Blocks, Tiles
 from coat_jax.recipe import CoatRecipe, Formats
 from tests import oracles
 from tests.comparing import assert_close, assert_same_bits, jit
@@ -66,12 +67,12 @@ def test_operands_are_those_of_the_oracle():
   # The largest code exactly, and the next value above it.
   x[4, :BLOCK] = 448 * 2.0**-3 * (np.arange(BLOCK) == 5)
   x[5, :BLOCK] = np.nextafter(np.float32(56), np.float32(99))
-  operand = jit(lambda x: ops.quantize_blocks(x, layout="both"))(x)
+  operand = jit(lambda x: Blocks().quantize(x, layout="both"))(x)
   assert_is(operand.rows, operand.scale.rows, x, 1, BLOCK)
   assert_is(operand.columns, operand.scale.columns, x.T, 1, BLOCK)
   assert float(operand.scale.rows[4, 0]) == 2.0**-3
   assert float(operand.scale.rows[5, 0]) == 2.0**-2
-  tiles = jit(lambda w: ops.quantize_tiles(w, dtype=E5M2, layout="both"))(w)
+  tiles = jit(lambda w: Tiles(E5M2).quantize(w, layout="both"))(w)
   of_tiles = BLOCK, BLOCK, ml_dtypes.float8_e5m2
   assert_is(tiles.rows, tiles.scale.rows, w, *of_tiles)
   assert_is(tiles.columns, tiles.scale.columns, w.T, *of_tiles)
@@ -79,8 +80,8 @@ def test_operands_are_those_of_the_oracle():
 
 def test_columns_of_saved_rows_are_those_of_their_values():
   x = scaled_case((T, D))
-  rows = jit(ops.quantize_blocks.definition)(x)
-  turned = jit(ops.turn_blocks.definition)(rows)
+  rows = jit(Blocks().quantize)(x)
+  turned = jit(Blocks().turn)(rows)
   _, values, _ = quantized(x, 1, BLOCK)
   assert_is(
     turned.columns, turned.scale.columns, np.float32(values.T), 1, BLOCK
@@ -112,7 +113,7 @@ def test_scale_of_a_block_is_the_next_power_of_two(amax, scale):
 
 def test_products_of_a_tensor_and_of_blocks_are_refused():
   def product(x, w):
-    tiles = ops.quantize_tiles(w, layout="columns")
+    tiles = Tiles().quantize(w, layout="columns")
     return ops.linear_fwd(ops.quantize_tensor(x), tiles)
 
   with pytest.raises(ValueError, match="both have one scale"):

@@ -22,7 +22,7 @@ from tests.layers import straight_through, test_gated_mlp
 from tests.layers.test_residuals import CONFIG, T, kinds
 from tests.matrices import quick
 from tests.pallas.kernels import for_h200
-from train.memory import residual_arrays
+from train.memory.count import residual_arrays
 
 INT8 = recipes.int8()
 

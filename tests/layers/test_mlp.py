@@ -152,7 +152,7 @@ def test_mlp_runs_the_gelu_kernels():
   kernels = ("gelu_input", "gelu_fwd", "gelu_bwd_amax", "gelu_bwd_operands")
   assert [name for name in kernels if f'"{name}"' not in text] == []
   h = jnp.zeros((1, 128, 256), jnp.bfloat16)
-  sizes = dict(group_size=G)
+  sizes = dict(groups=ops.Groups(G))
   for approximate, backend in (
     (True, "triton"),
     ("sigmoid", "triton"),

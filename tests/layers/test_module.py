@@ -34,7 +34,6 @@ MODULES = {
   "MLP": lambda **k: MLP(D, 40, **k),
   "Attention": lambda **k: Attention(D, 3, clip_qkv=8.0, **k),
 }
-FP8_ATTENTION = recipes.coat(attention="fp8", attention_compute="fp8")
 
 
 def make(name, recipe=None):
@@ -99,7 +98,7 @@ def test_every_layer_takes_an_empty_batch_and_empty_sequences(name):
     (recipes.coat(residuals="coat"), (0, 6, D)),
     (recipes.bf16(), (0, 6, D)),
     (recipes.bf16(), (2, 0, D)),
-    (FP8_ATTENTION, (2, 0, D)),
+    (recipes.coat(attention="fp8"), (2, 0, D)),
   ):
     graph, params = nnx.split(make(name, recipe))
 

@@ -296,9 +296,10 @@ def test_optimizer_s_state_follows_the_metadata():
     state_of, params, nnx.get_named_sharding(params, mesh)
   )
   adam = nnx.as_pure(where)["opt_state"][0]
-  for field in ("mu_codes", "mu_amax", "nu_codes", "nu_amax"):
-    kernel = adam[field]["gate_up"]["kernel"]
-    assert kernel == NamedSharding(mesh, P("data", None, "fsdp")), field
+  for moment in ("mu", "nu"):
+    for field in ("codes", "amax"):
+      kernel = adam[moment][field]["gate_up"]["kernel"]
+      assert kernel == NamedSharding(mesh, P("data", None, "fsdp")), field
 
 
 @pytest.mark.slow

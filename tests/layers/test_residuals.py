@@ -25,8 +25,8 @@ from coat_jax.models.config import ModelConfig
 from coat_jax.models.decoder import DecoderLayer
 from coat_jax.qtensor import num_groups
 from tests.comparing import jit
-from train import memory
-from train.memory import residual_arrays, residual_bytes
+from train.memory import count as memory_count
+from train.memory.count import residual_arrays, residual_bytes
 
 BF16, F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
 FP8 = jnp.dtype(E4M3)
@@ -190,7 +190,7 @@ def test_a_norm_behind_saves_its_input_in_fp8(norm, monkeypatch):
 
   recipe = recipes.coat()
   # What a whole layer is counted with.
-  monkeypatch.setattr(memory, "DecoderLayer", Layer)
+  monkeypatch.setattr(memory_count, "DecoderLayer", Layer)
   arrays = residual_arrays(CONFIG, recipe, tokens=T)
   want = groups(1, T, D) + groups(1, T, F, count=2)
   want[F32, (1, T)] += 1  # rstd

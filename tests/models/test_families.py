@@ -5,13 +5,12 @@ import jax
 import pytest
 from flax import nnx
 from jax import P
-from jax.tree_util import DictKey
 
 from coat_jax import recipe as recipes
 from coat_jax.models import config as configs
 from coat_jax.models.config import Family, ModelConfig
 from coat_jax.models.decoder import Decoder
-from coat_jax.models.specs import param_spec
+from coat_jax.models.params import param_spec
 from train.step import decays
 
 SIZES = dict(num_layers=2, d_model=64, d_ff=160, num_heads=4, num_kv_heads=2)
@@ -121,9 +120,7 @@ def test_gpt2_has_biases_and_learned_positions():
   assert {name for name in found if decayed[name]} == {
     name for name in found if name.endswith("kernel")
   }
-  spec = {
-    name: param_spec(tuple(map(DictKey, name.split("/")))) for name in found
-  }
+  spec = {name: param_spec(name) for name in found}
   assert spec["position_embedding"] == spec["embedding"]
   assert spec["layers/mlp/up/kernel"] == P(None, "fsdp", "tensor")
   assert spec["layers/mlp/up/bias"] == P(None, "tensor")
@@ -173,5 +170,4 @@ def test_value_of_another_type_is_a_sentence(field, value, words):
 
 
 def test_bias_of_qkv_is_split_with_its_columns():
-  path = tuple(map(DictKey, next(iter(BIAS)).split("/")))
-  assert param_spec(path) == P(None, "tensor")
+  assert param_spec(next(iter(BIAS))) == P(None, "tensor")

@@ -7,8 +7,8 @@ import pytest
 
 from coat_jax import ops
 from coat_jax import recipe as recipes
+from coat_jax.models import VISION_FAMILIES
 from coat_jax.models.config import FAMILIES
-from coat_jax.models.vision import VISION_FAMILIES
 from studies import families
 
 # Each error is a few roundings to E4M3, 2.2 % RMS each, of which a family with

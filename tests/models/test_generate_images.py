@@ -9,7 +9,7 @@ from flax import nnx
 from coat_jax import recipe as recipes
 from coat_jax.models import VisionLanguageModel, generate, load_hf
 from coat_jax.models.cache import cached_forward, empty_cache
-from coat_jax.models.hf.llava_config import read_llava_config
+from coat_jax.models.hf.config import read_config
 from coat_jax.models.prompt_images import place_images
 from tests.comparing import assert_close, jit
 from tests.models.hf.folders import DATA, expected
@@ -24,7 +24,6 @@ def model():
   # The recipe of training is not what generation computes in.
   return load_hf(
     DATA / "llava",
-    model=VisionLanguageModel,
     recipe=recipes.coat(),
     dtype=jnp.float32,
   )
@@ -70,7 +69,6 @@ def test_tokens_after_images_are_those_without_a_cache(model):
   found = generate(model, prompts, max_new_tokens=5, pixel_values=images)
   plain = load_hf(
     DATA / "llava",
-    model=VisionLanguageModel,
     recipe=recipes.bf16(),
     dtype=jnp.float32,
   )
@@ -101,7 +99,7 @@ def test_tokens_after_images_are_those_without_a_cache(model):
 
 
 def test_images_that_prompts_do_not_have_are_refused():
-  config, _ = read_llava_config(DATA / "llava")
+  config, _ = read_config(DATA / "llava")
   model = nnx.eval_shape(
     lambda: VisionLanguageModel(config, recipes.coat(), rngs=nnx.Rngs(0))
   )

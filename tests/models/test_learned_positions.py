@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from coat_jax import recipe as recipes
-from coat_jax.models.specs import mesh_axes
+from coat_jax.models.params import mesh_axes
 from tests.comparing import assert_close, jit
 from tests.models.test_cache import CONFIGS, V, build
 from tests.train.steps import SMALL, gpt2, on

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from coat_jax import plan as plans
 from coat_jax import recipe as recipes
 from coat_jax.layers import with_weight_cache
 from coat_jax.models.batch import Batch
@@ -27,7 +26,7 @@ from tests.matrices import quick
 from tests.train import runs
 from train import mesh as meshes
 from train import step
-from train.planning import shape_of
+from train.memory.count import saved_bytes
 from train.presets import PRESETS
 
 TOKENS = np.random.default_rng(0).integers(0, 256, (8, 33), np.int32)
@@ -250,8 +249,8 @@ def test_codes_of_norms_or_of_layers_are_kept(remat, mesh):
   assert kept == TOKENS[:, 1:].size * LAYERS * each
   config = configure(remat=remat, mesh=mesh)
   tensor = config.mesh_sizes.get("tensor", 1)
-  planned = plans.kept_bytes(
-    shape_of(config.model), config.coat_recipe(), remat=remat, tensor=tensor
+  planned = saved_bytes(
+    config.model, config.coat_recipe(), remat=remat, tensor=tensor
   )
   assert planned * tensor == each
 

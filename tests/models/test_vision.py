@@ -18,10 +18,10 @@ from flax import nnx
 
 from coat_jax import recipe as recipes
 from coat_jax.models import VisionConfig, VisionTower, load_hf, param_shardings
-from coat_jax.models.specs import mesh_axes
+from coat_jax.models.params import mesh_axes
 from tests.comparing import assert_close, jit
 from tests.models.hf.folders import DATA, expected, params_of, tensors_of
-from train.memory import residual_bytes
+from train.memory.count import residual_bytes
 from train.mesh import make_mesh, parse_mesh
 
 FAMILIES = ("vit", "clip_vision", "siglip_vision")
@@ -127,7 +127,7 @@ def test_tower_is_that_of_transformers(name):
   golden = expected(name)
   images = jnp.asarray(golden["pixel_values"])
   how: dict[str, Any] = dict(recipe=recipes.bf16(), dtype=jnp.float32)
-  graph, state = nnx.split(load_hf(DATA / name, model=VisionTower, **how))
+  graph, state = nnx.split(load_hf(DATA / name, **how))
 
   @jit
   def run(state, images):

@@ -21,8 +21,8 @@ from coat_jax.models import (
   load_hf,
   loss_fn,
 )
+from coat_jax.models.params import mesh_axes, param_shardings
 from coat_jax.models.placing import Placed, place_features, token_rows
-from coat_jax.models.specs import mesh_axes, param_shardings
 from tests.comparing import assert_close, jit
 from tests.models.hf.folders import DATA, expected
 from train.mesh import make_mesh, parse_mesh
@@ -57,7 +57,7 @@ CONFIG = VisionLanguageConfig(
 
 def loaded(**options):
   options = dict(recipe=recipes.bf16(), dtype=jnp.float32) | options
-  return load_hf(LLAVA, model=VisionLanguageModel, **options)
+  return load_hf(LLAVA, **options)
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ import pytest
 
 from coat_jax import ops
 from coat_jax.formats import E5M2
+from coat_jax.ops import Groups
 from coat_jax.pallas.triton import gelu
 from tests import cases, oracles
 from tests.comparing import assert_close, assert_same_bits
@@ -81,14 +82,14 @@ def test_activation_forwards_equal_float64(width):
   for activation, formula in FORMULAS.items():
     values = ops.activation_values(a_values, activation=activation)
     assert_close(values, formula(a64), 1e-6)
-    q = ops.activation_fwd(a, activation=activation, group_size=GROUP)
-    assert_same_bits(q, ops.quantize_groups(values, group_size=GROUP))
-  assert_codes_stand_for(ops.mul_fwd(a, b, group_size=GROUP), a64 * b64)
+    q = ops.activation_fwd(a, activation=activation, groups=Groups(GROUP))
+    assert_same_bits(q, ops.quantize_groups(values, groups=Groups(GROUP)))
+  assert_codes_stand_for(ops.mul_fwd(a, b), a64 * b64)
   gate = unquantized((ROWS, width), 1, factor=4)
   gate_up = jnp.concatenate([gate, unquantized((ROWS, width), 2)], axis=-1)
   for activation, formula in FORMULAS.items():
-    how = dict(activation=activation, group_size=GROUP)
-    *got, scale = ops.gated_input(gate_up, **how)
+    how = dict(activation=activation)
+    *got, scale = ops.gated_input(gate_up, groups=Groups(GROUP), **how)
     assert_same_bits(got, (a, b))
     for layout in ("rows", "columns", "both"):
       q = ops.gated_fwd(a, b, scale=scale, layout=layout, **how)
@@ -97,11 +98,11 @@ def test_activation_forwards_equal_float64(width):
     want = gelu64(a64, approximate)
     got = ops.gelu_values(a_values, approximate=approximate)
     assert_close(got, want, 1e-6)
-    x_q, scale = ops.gelu_input(gate, approximate=approximate, group_size=GROUP)
-    assert_same_bits(x_q, a)
-    codes = ops.gelu_fwd(
-      a, approximate=approximate, scale=scale, group_size=GROUP
+    x_q, scale = ops.gelu_input(
+      gate, approximate=approximate, groups=Groups(GROUP)
     )
+    assert_same_bits(x_q, a)
+    codes = ops.gelu_fwd(a, approximate=approximate, scale=scale)
     assert_codes_stand_for(codes, want)
 
 
@@ -137,8 +138,8 @@ def test_activation_operands_are_written_with_the_scale_given():
     functools.partial(ops.gated_fwd, a, b, activation="silu"),
     functools.partial(ops.gelu_fwd, a, approximate=True),
   ):
-    q = forward(group_size=GROUP, scale=jnp.float32(2**-7))
-    doubled = forward(group_size=GROUP, scale=jnp.float32(2**-6))
+    q = forward(scale=jnp.float32(2**-7))
+    doubled = forward(scale=jnp.float32(2**-6))
     assert float(doubled.scale) == 2 * float(q.scale)
     largest = [
       np.max(np.abs(np.asarray(x.rows, np.float32))) for x in (q, doubled)
@@ -156,11 +157,11 @@ def test_activation_backwards_are_the_gradients(width):
     return jax.vjp(f, *args)[1](dy)
 
   assert_close(
-    ops.mul_bwd(dy, a, b, group_size=GROUP),
+    ops.mul_bwd(dy, a, b),
     oracle(jnp.multiply, a_values, b_values),
   )
   for activation, f in FUNCTIONS.items():
-    how = dict(activation=activation, group_size=GROUP)
+    how = dict(activation=activation)
     got = ops.activation_bwd(dy, a, **how)
     assert_close((got,), oracle(f, a_values))
     got = ops.gated_bwd(dy, a, b, **how)
@@ -169,7 +170,7 @@ def test_activation_backwards_are_the_gradients(width):
     gelu = functools.partial(jax.nn.gelu, approximate=approximate)
     if approximate == "sigmoid":
       gelu = lambda x: x * jax.nn.sigmoid(1.702 * x)  # noqa: E731
-    got = ops.gelu_bwd(dy, a, approximate=approximate, group_size=GROUP)
+    got = ops.gelu_bwd(dy, a, approximate=approximate)
     assert_close((got,), oracle(gelu, a_values))
 
 
@@ -179,24 +180,19 @@ def test_activation_backward_operands_are_the_gradients_with_one_scale(width):
   b, b_values = in_groups((ROWS, width), 2)
   dy = gradient((ROWS, width))
   scale = jnp.float32(1 / 64)
-  keywords = dict(group_size=GROUP)
   for activation, f in (("silu", jax.nn.silu), ("gelu_tanh", gelu_of_slope64)):
-    how = dict(activation=activation, **keywords)
-    dgate_up, product = ops.gated_bwd_operands(
-      dy, a, b, product_scale=scale, **how
-    )
+    how = dict(activation=activation)
+    dgate_up, product = ops.gated_bwd_operands(dy, a, b, scale=scale, **how)
     want = jax.vjp(lambda x, y, f=f: f(x) * y, a_values, b_values)[1](dy)
     assert_codes_stand_for(dgate_up, np.concatenate(want, axis=-1), E5M2)
     again = ops.gated_fwd(a, b, scale=scale, **how)
     assert product.rows is None
     assert_same_bits(product.columns, np.asarray(again.rows).T)
-  dx, output, _ = ops.gelu_bwd_operands(
-    dy, a, approximate=True, output_scale=scale, **keywords
-  )
+  dx, output, _ = ops.gelu_bwd_operands(dy, a, approximate=True, scale=scale)
   # In f32 the gradient of a tanh is off by 2e-6 of the largest.
   slope = gelu_slope64(np.asarray(a_values, np.float64))
   assert_codes_stand_for(dx, np.asarray(dy, np.float64) * slope, E5M2)
-  again = ops.gelu_fwd(a, approximate=True, scale=scale, **keywords)
+  again = ops.gelu_fwd(a, approximate=True, scale=scale)
   assert output.rows is None
   assert_same_bits(output.columns, np.asarray(again.rows).T)
 
@@ -208,18 +204,18 @@ def test_activations_of_degenerate_groups():
   values64 = np.asarray(values, np.float64)
   with np.errstate(over="ignore"):
     silu = silu64(values64)
-  q = ops.activation_fwd(x, activation="silu", group_size=GROUP)
+  q = ops.activation_fwd(x, activation="silu", groups=Groups(GROUP))
   assert np.all(np.isfinite(q.qvalue.astype(jnp.float32)))
   # What is below f32's normal numbers may count as zero.
   error = np.abs(np.asarray(ops.silu_values(values), np.float64) - silu)
   assert np.all(error <= 1e-6 * np.abs(silu) + oracles.SMALLEST_NORMAL)
   for approximate in (True, False, "sigmoid"):
-    _, scale = ops.gelu_input(values, approximate=approximate, group_size=GROUP)
-    codes = ops.gelu_fwd(
-      x, approximate=approximate, scale=scale, group_size=GROUP
+    _, scale = ops.gelu_input(
+      values, approximate=approximate, groups=Groups(GROUP)
     )
+    codes = ops.gelu_fwd(x, approximate=approximate, scale=scale)
     assert np.all(np.isfinite(codes.rows.astype(jnp.float32)))
-    slope = ops.gelu_bwd(dy, x, approximate=approximate, group_size=GROUP)
+    slope = ops.gelu_bwd(dy, x, approximate=approximate)
     # Far from zero the slope is 0 or 1.
     far = np.abs(values64) > 20
     assert far.any() and np.all(np.isfinite(slope))
@@ -227,35 +223,35 @@ def test_activations_of_degenerate_groups():
     np.testing.assert_allclose(
       slope[far], values64[far] > 0, rtol=0, atol=1e-13
     )
-  slope = ops.activation_bwd(dy, x, activation="silu", group_size=GROUP)
+  slope = ops.activation_bwd(dy, x, activation="silu")
   far = np.abs(values64) > 200
   assert np.all(slope[far] == (values64[far] > 0))
   assert np.all(np.isfinite(slope))
   ones, _ = in_groups(values.shape)
   gated = functools.partial(ops.gated_bwd, activation="silu")
   for op in (ops.mul_bwd, gated):
-    for leaf in op(0.25 * dy, ones, x, group_size=GROUP):
+    for leaf in op(0.25 * dy, ones, x):
       assert np.all(np.isfinite(leaf))
 
 
 def test_activations_of_nan_are_nan():
   x = gradient((2, 32)).at[1, 3].set(jnp.nan)
-  q = ops.quantize_groups(x, group_size=GROUP)
+  q = ops.quantize_groups(x, groups=Groups(GROUP))
   fine, _ = in_groups((2, 32))
   dy = gradient((2, 32))
-  keywords = dict(group_size=GROUP)
-  one = dict(scale=jnp.float32(1), **keywords)
+  groups = dict(groups=Groups(GROUP))
+  one = dict(scale=jnp.float32(1))
   gate_up = jnp.concatenate([x, dy], axis=-1)
   silu = dict(activation="silu")
   assert_nans(
-    silu=ops.activation_fwd(q, **silu, **keywords),
-    silu_bwd=ops.activation_bwd(dy, q, **silu, **keywords),
-    mul=ops.mul_fwd(fine, q, **keywords),
-    mul_bwd=ops.mul_bwd(dy, fine, q, **keywords)[0],
-    gate=ops.gated_input(gate_up, **silu, **keywords)[0],
-    product_scale=ops.gated_input(gate_up, **silu, **keywords)[2],
+    silu=ops.activation_fwd(q, **silu, **groups),
+    silu_bwd=ops.activation_bwd(dy, q, **silu),
+    mul=ops.mul_fwd(fine, q),
+    mul_bwd=ops.mul_bwd(dy, fine, q)[0],
+    gate=ops.gated_input(gate_up, **silu, **groups)[0],
+    product_scale=ops.gated_input(gate_up, **silu, **groups)[2],
     gated=ops.gated_fwd(fine, q, **silu, **one),
-    gated_bwd=ops.gated_bwd(dy, fine, q, **silu, **keywords)[0],
+    gated_bwd=ops.gated_bwd(dy, fine, q, **silu)[0],
     gelu=ops.gelu_fwd(q, approximate=True, **one),
-    gelu_bwd=ops.gelu_bwd(dy, q, approximate=True, **keywords),
+    gelu_bwd=ops.gelu_bwd(dy, q, approximate=True),
   )

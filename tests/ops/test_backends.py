@@ -98,7 +98,7 @@ def test_casts_are_the_same_bits(dtype):
 def test_quantize(group_size, scale_dtype):
   def quantize(x):
     q = qtensor.quantize(x, group_size=group_size, scale_dtype=scale_dtype)
-    return q, qtensor.dequantize(q, group_size=group_size)
+    return q, qtensor.dequantize(q)
 
   names, awkward = degenerate(None)
   inputs = [("realistic", cases.activations(SHAPE))]
@@ -122,9 +122,7 @@ def test_quantize(group_size, scale_dtype):
     assert np.mean(apart[finite] == 0) >= 0.99999
     assert np.max(apart[finite]) <= 1
     # Decoding is one product: the same codes and scales give the same bits.
-    decoded = on_both(
-      lambda q: qtensor.dequantize(q, group_size=group_size), cpu
-    )
+    decoded = on_both(qtensor.dequantize, cpu)
     nan = np.isnan(decoded[0])
     np.testing.assert_array_equal(nan, np.isnan(decoded[1]))
     flushed = np.abs(decoded[0]) < oracles.SMALLEST_NORMAL

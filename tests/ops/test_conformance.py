@@ -164,8 +164,13 @@ def test_explain_names_the_implementation(case):
   _, *kernels = case.implementations
   if kernels:
     assert said == f"{case.op}: {kernels[0]} on a GPU, xla elsewhere"
-  else:
-    assert said == f"{case.op}: xla everywhere (there is no kernel for it)"
+    return
+  why = "there is no kernel for it"
+  if case.operation.kernels:
+    scaling = case.shape["scaling"].capitalize()
+    rule = "kernels write operands with one scale per tensor"
+    why = f"{case.op}: {rule}, got {scaling}"
+  assert said == f"{case.op}: xla everywhere ({why})"
 
 
 @pytest.mark.parametrize(

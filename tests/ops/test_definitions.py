@@ -14,6 +14,7 @@ import pytest
 
 from coat_jax import ops, qtensor
 from coat_jax.formats import E4M3, E5M2
+from coat_jax.ops import Groups, PerTensor
 from tests import cases, oracles
 from tests.comparing import assert_close, assert_same_bits
 
@@ -30,8 +31,8 @@ def unquantized(shape, seed=0, factor=1.0):
 def in_groups(shape, seed=0, factor=1.0):
   """1 x 16 codes and the f32 values they stand for."""
   x = unquantized(shape, seed, factor)
-  q = ops.quantize_groups(x, group_size=GROUP)
-  return q, qtensor.dequantize(q, group_size=GROUP)
+  q = ops.quantize_groups(x, groups=Groups(GROUP))
+  return q, qtensor.dequantize(q)
 
 
 def gradient(shape, seed=9):
@@ -81,7 +82,7 @@ def test_linear_products_equal_float64_of_the_operands(rows, x_size, g_size):
   quantize = functools.partial(ops.quantize_tensor, layout="both")
   x = quantize(x_size * gradient((*rows, d), 0))
   w = quantize(gradient((d, f), 1))
-  g = quantize(g_size * gradient((*rows, f), 2), dtype=E5M2)
+  g = quantize(g_size * gradient((*rows, f), 2), scaling=PerTensor(E5M2))
   x64, w64, g64 = (float64(q.rows, q.scale) for q in (x, w, g))
 
   def within(actual, a, b, terms):
@@ -125,9 +126,9 @@ def test_what_is_added_to_a_norms_gradient_is_rounded_once(dtype):
   x, _ = in_groups((64, 32))
   stats = ops.NormStats(None, jnp.ones(64))
   dy, around = gradient((64, 32)), gradient((64, 32), 5).astype(dtype)
-  args, options = (dy, x, None, stats), dict(group_size=GROUP)
-  dx = ops.norm_bwd(*args, **options, dtype=jnp.float32)[0]
-  got = ops.norm_bwd(*args, **options, add=around)[0]
+  args = dy, x, None, stats
+  dx = ops.norm_bwd(*args, dtype=jnp.float32)[0]
+  got = ops.norm_bwd(*args, add=around)[0]
   total = dx + around.astype(jnp.float32)
   assert_same_bits(got, total.astype(jnp.bfloat16))
 
@@ -180,16 +181,14 @@ def test_norm_forward_equals_float64(kind, width, has_gamma, has_beta, eps):
     assert_close(stats.mean, mean, 3e-6)
   else:
     assert stats.mean is None
-  arguments = dict(kind=kind, eps=eps, group_size=GROUP)
+  arguments = dict(kind=kind, eps=eps, groups=Groups(GROUP))
   x_q, fwd_stats, scale = ops.norm_input(
     unquantized((ROWS, width), factor=3), gamma, beta, **arguments
   )
   assert_same_bits(x_q, x)
   assert_same_bits(fwd_stats, stats)
   for layout in ("rows", "columns", "both"):
-    q = ops.norm_fwd(
-      x, gamma, beta, stats, scale=scale, group_size=GROUP, layout=layout
-    )
+    q = ops.norm_fwd(x, gamma, beta, stats, scale=scale, layout=layout)
     assert (q.rows is None) == (layout == "columns")
     assert (q.columns is None) == (layout == "rows")
     assert_codes_stand_for(q, want)
@@ -207,14 +206,12 @@ def test_norm_backward_is_the_gradient(kind, width, has_gamma, has_beta, eps):
     ones if gamma is None else gamma,
     zeros if beta is None else beta,
   )
-  got = ops.norm_bwd(dy, x, gamma, stats, group_size=GROUP, dtype=jnp.float32)
+  got = ops.norm_bwd(dy, x, gamma, stats, dtype=jnp.float32)
   assert_close(got, vjp(dy))
-  dx, dgamma, dbeta = ops.norm_bwd(dy, x, gamma, stats, group_size=GROUP)
+  dx, dgamma, dbeta = ops.norm_bwd(dy, x, gamma, stats)
   assert dx.dtype == jnp.bfloat16
   around = gradient((ROWS, width), 5).astype(jnp.bfloat16)
-  total = ops.norm_bwd(
-    dy, x, gamma, stats, group_size=GROUP, dtype=jnp.float32, add=around
-  )
+  total = ops.norm_bwd(dy, x, gamma, stats, dtype=jnp.float32, add=around)
   assert_close(total[0], got[0] + around.astype(jnp.float32), 1e-6)
   assert dgamma.dtype == dbeta.dtype == jnp.float32
 
@@ -225,8 +222,8 @@ def test_norm_backward_is_the_gradient(kind, width, has_gamma, has_beta, eps):
 def degenerate(names):
   groups = cases.finite_groups(GROUP)
   x = np.stack([groups[name] for name in names])
-  q = ops.quantize_groups(jnp.asarray(x), group_size=GROUP)
-  return q, qtensor.dequantize(q, group_size=GROUP)
+  q = ops.quantize_groups(jnp.asarray(x), groups=Groups(GROUP))
+  return q, qtensor.dequantize(q)
 
 
 # Squares and products of these overflow f32, in any implementation.
@@ -248,11 +245,11 @@ def test_norms_of_degenerate_groups(name, kind):
   limit = 1e-5 * np.max(np.abs(want)) + lost * np.asarray(stats.rstd)
   assert np.max(np.abs(y - want)) <= limit
   scale = ops.tensor_scale(y)
-  q = ops.norm_fwd(x, None, None, stats, scale=scale, group_size=GROUP)
+  q = ops.norm_fwd(x, None, None, stats, scale=scale)
   assert np.all(np.isfinite(q.rows.astype(jnp.float32)))
   assert np.isfinite(q.scale)
   dy = gradient((1, GROUP))
-  got = ops.norm_bwd(dy, x, None, stats, group_size=GROUP, dtype=jnp.float32)
+  got = ops.norm_bwd(dy, x, None, stats, dtype=jnp.float32)
   assert all(np.all(np.isfinite(leaf)) for leaf in got)
   if name in ("zeros", "one_nonzero"):
     f = functools.partial(norm, gamma=None, beta=None, kind=kind, eps=1e-5)
@@ -263,7 +260,9 @@ def test_norms_of_degenerate_groups(name, kind):
 def test_operands_of_degenerate_rows_are_finite():
   for name, row in cases.finite_groups(GROUP).items():
     for dtype in (E4M3, E5M2):
-      operand = ops.quantize_tensor(jnp.asarray(row[None]), dtype=dtype)
+      operand = ops.quantize_tensor(
+        jnp.asarray(row[None]), scaling=PerTensor(dtype)
+      )
       assert np.all(np.isfinite(operand.rows.astype(jnp.float32))), name
   zero = ops.quantize_tensor(jnp.zeros((4, 8)))
   ones = ops.quantize_tensor(jnp.ones((8, 3)), layout="columns")
@@ -272,17 +271,18 @@ def test_operands_of_degenerate_rows_are_finite():
 
 def test_norms_and_products_of_nan_are_nan():
   x = gradient((2, 32)).at[1, 3].set(jnp.nan)
-  q = ops.quantize_groups(x, group_size=GROUP)
+  q = ops.quantize_groups(x, groups=Groups(GROUP))
   dy = gradient((2, 32))
   stats = ops.norm_values(x, None, None, kind="layer", eps=1e-5)[1]
-  keywords = dict(group_size=GROUP)
-  norm_input = ops.norm_input(x, None, None, kind="rms", eps=1e-5, **keywords)
+  norm_input = ops.norm_input(
+    x, None, None, kind="rms", eps=1e-5, groups=Groups(GROUP)
+  )
   w = ops.quantize_tensor(dy.T, layout="columns")
   assert_nans(
     norm_input=norm_input[0],
     norm_scale=norm_input[2],
-    norm=ops.norm_fwd(q, None, None, stats, scale=jnp.float32(1), **keywords),
-    norm_bwd=ops.norm_bwd(dy, q, None, stats, **keywords)[0],
+    norm=ops.norm_fwd(q, None, None, stats, scale=jnp.float32(1)),
+    norm_bwd=ops.norm_bwd(dy, q, None, stats)[0],
     linear=ops.linear_fwd(ops.quantize_tensor(x), w),
   )
 

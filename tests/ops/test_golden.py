@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from coat_jax import ops, qtensor
+from coat_jax.ops import Groups
 from coat_jax.qtensor import QTensor
 from tests import golden, oracles
 
@@ -31,7 +32,7 @@ def read(codes, scales):
   """The f32 values of 1 x 16 codes (bits) and their scales."""
   codes = jnp.asarray(np.asarray(codes).view(ml_dtypes.float8_e4m3fn))
   scales = jnp.asarray(scales).astype(jnp.bfloat16)
-  return qtensor.dequantize(QTensor(codes, scales), group_size=GROUP)
+  return qtensor.dequantize(QTensor(codes, scales, GROUP))
 
 
 def quantize_as_the_reference(x):
@@ -104,13 +105,13 @@ def test_our_own_operations_lose_no_more_than_the_reference(arrays):
   gate, up = jnp.asarray(arrays["g"]), jnp.asarray(arrays["u"])
   exact = ops.silu_values(gate) * up
   gate_q, up_q, scale = ops.gated_input(
-    jnp.concatenate([gate, up], axis=-1), activation="silu", group_size=GROUP
+    jnp.concatenate([gate, up], axis=-1),
+    activation="silu",
+    groups=Groups(GROUP),
   )
-  silu_q = ops.activation_fwd(gate_q, activation="silu", group_size=GROUP)
-  ours = ops.mul_fwd(silu_q, up_q, group_size=GROUP)
-  minimal = ops.gated_fwd(
-    gate_q, up_q, activation="silu", scale=scale, group_size=GROUP
-  )
+  silu_q = ops.activation_fwd(gate_q, activation="silu", groups=Groups(GROUP))
+  ours = ops.mul_fwd(silu_q, up_q)
+  minimal = ops.gated_fwd(gate_q, up_q, activation="silu", scale=scale)
   golden_codes = jnp.asarray(arrays["mul_q"].view(ml_dtypes.float8_e4m3fn))
 
   def error(codes, scale):

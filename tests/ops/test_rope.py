@@ -10,7 +10,7 @@ import pytest
 
 from coat_jax import ops
 from coat_jax.formats import E5M2
-from coat_jax.ops import rope
+from coat_jax.ops import PerTensor, rope
 from coat_jax.ops.rotary import Rotary
 from tests.comparing import assert_close, assert_same_bits
 
@@ -72,7 +72,7 @@ def test_join_heads_operand_is_of_the_joined_heads():
   qkv, angles = case(4, 2, jnp.bfloat16)
   heads = ops.split_heads(qkv, *angles, num_heads=4, num_kv_heads=2)
   joined = ops.join_heads(*heads, *angles)
-  want = ops.quantize_tensor(joined, dtype=E5M2, layout="both")
+  want = ops.quantize_tensor(joined, scaling=PerTensor(E5M2), layout="both")
   found, sums = ops.join_heads_operand(*heads, *angles)
   assert_same_bits(found, want)
   assert sums is None

@@ -20,7 +20,7 @@ def codes(seed, count):
     count, {"a": jnp.asarray(mu), "b": jnp.asarray(mu)}, {"a": nu, "b": nu}
   )
   state = from_adam_state(adam, codec=codecs.coat(), seed=seed)
-  trees = state.mu_codes, state.nu_codes
+  trees = state.mu.codes, state.nu.codes
   return [
     jax.lax.bitcast_convert_type(tree[leaf], jnp.uint8)
     for leaf in ("a", "b")

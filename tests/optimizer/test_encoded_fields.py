@@ -42,7 +42,7 @@ def test_moments_whose_difference_is_used_stay_in_f32():
   moments: Any = state.inner[0]
   assert_same_bits(moments, want[0])
   # Its momentum needs not agree with anything.
-  assert state.inner[2].trace.mu_codes["w"].dtype == jnp.float8_e4m3fn
+  assert state.inner[2].trace.codes["w"].dtype == jnp.float8_e4m3fn
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_optax_reads_the_same_fields_of_placeholders():
   solver = wrap(optax.rmsprop(1e-2, centered=True, momentum=0.9))
   state: Any = solver.init(PARAMS)
   where = optax.tree.map_params(solver, lambda x, name: name, state, {"w": "w"})
-  assert where.inner[0].nu == where.inner[2].trace.mu_codes == {"w": "w"}
+  assert where.inner[0].nu == where.inner[2].trace.codes == {"w": "w"}
 
 
 @pytest.mark.parametrize(
@@ -83,5 +83,5 @@ def test_nu_that_has_signs_is_stored_with_them(inner):
     for keys, x in jax.tree_util.tree_leaves_with_path(state)
     if "/nu/" in jax.tree_util.keystr(keys, simple=True, separator="/")
   }
-  [codes] = [x for path, x in codes.items() if "_codes/" in path]
+  [codes] = [x for path, x in codes.items() if "/codes/" in path]
   assert codes == jnp.int8

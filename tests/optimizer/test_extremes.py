@@ -10,7 +10,7 @@ import optax
 import pytest
 
 from coat_jax import apply_updates, coat_adamw, codecs, fused_coat_adamw
-from coat_jax.optimizer import moments
+from coat_jax.optimizer.state import decode, stored_leaves
 from tests.matrices import quick
 
 CODECS = {
@@ -87,8 +87,8 @@ def run(name, dtype, fused):
       updates, state = optimizer.update(g, state, params)
       adam = state[0]
       new = apply_updates(params, updates, step=adam.count)
-    (stored,) = moments.flatten(moments.moment_trees(adam))
-    decoded = moments.decode(codec.groups, stored)
+    [(stored, groups)] = stored_leaves(adam)
+    decoded = decode(groups, stored)
     return (new, state), are_finite((new, updates, *decoded))
 
   scan = jax.jit(lambda carry: jax.lax.scan(step, carry, grads)[1])

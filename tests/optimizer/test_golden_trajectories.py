@@ -60,13 +60,13 @@ def test_coat_adamw_follows_golden_trajectory(name):
   for step, golden, params, state in trajectory(name, codec):
     differing = {
       moment: check_codes(codes, golden[f"{moment}_q{step}"])
-      for moment, codes in (("m", state.mu_codes), ("v", state.nu_codes))
+      for moment, codes in (("m", state.mu.codes), ("v", state.nu.codes))
     }
     for moment, where in differing.items():
       assert set(where) <= set(KNOWN.get((name, step, moment), [])), where
     # Powers of sixteenths are exact.
-    np.testing.assert_array_equal(state.mu_range / 16, golden[f"m_k{step}"])
-    np.testing.assert_array_equal(state.nu_range / 16, golden[f"v_k{step}"])
+    np.testing.assert_array_equal(state.mu.range / 16, golden[f"m_k{step}"])
+    np.testing.assert_array_equal(state.nu.range / 16, golden[f"v_k{step}"])
     error = np.abs(params - golden[f"p{step}"])
     assert np.mean(error <= 1e-6) >= 0.9995
     # No stray parameter either: |p| < 0.125, so each step rounds p by half an
@@ -79,9 +79,9 @@ def test_coat_adamw_follows_golden_trajectory(name):
 def test_fp8_follows_golden_trajectory_without_expansion():
   codec = codecs.fp8(rounding="nearest")
   for step, golden, params, state in trajectory("noexpand", codec):
-    assert not check_codes(state.mu_codes, golden[f"m_q{step}"])
-    assert not check_codes(state.nu_codes, golden[f"v_q{step}"])
-    for name, amax in (("m", state.mu_amax), ("v", state.nu_amax)):
+    assert not check_codes(state.mu.codes, golden[f"m_q{step}"])
+    assert not check_codes(state.nu.codes, golden[f"v_q{step}"])
+    for name, amax in (("m", state.mu.amax), ("v", state.nu.amax)):
       # amax is off by an ulp or two (f32 sums and products contracted or not),
       # 1 / 448 and the product by half an ulp each: 4 ulp = 4.8e-7.
       np.testing.assert_allclose(

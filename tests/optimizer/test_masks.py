@@ -95,7 +95,7 @@ def test_vectors_are_norms_or_biases_whatever_their_names(path):
 def test_many_parameters_in_one_vector_are_no_bias():
   params = {"w": jnp.ones((64, 64)), "bias": jnp.ones(3)}
   state = optax.flatten(coat_adamw(1e-3)).init(params)
-  assert state[0].mu_codes.dtype == jnp.float8_e4m3fn
+  assert state[0].mu.codes.dtype == jnp.float8_e4m3fn
   assert not is_norm_or_bias("flat", leaf(1 << 20))
 
 

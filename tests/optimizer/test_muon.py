@@ -15,7 +15,6 @@ from coat_jax import (
   MatrixSplit,
   coat_muon,
   codecs,
-  decoder_matrices,
   from_plain_state,
   hidden_matrices,
   recipe,
@@ -23,7 +22,12 @@ from coat_jax import (
   state_bytes,
   to_plain_state,
 )
-from coat_jax.models import Decoder, ModelConfig, specs
+from coat_jax.models import (
+  Decoder,
+  ModelConfig,
+  model_matrices,
+  param_shardings,
+)
 from coat_jax.sharding import state_shardings
 from tests.comparing import assert_close, assert_same_bits
 
@@ -31,7 +35,7 @@ HEADS = dict(num_heads=4, num_kv_heads=2)
 MODEL = ModelConfig(
   family="llama", num_layers=2, d_model=64, d_ff=160, vocab_size=384, **HEADS
 )
-MATRICES = decoder_matrices(**HEADS)
+MATRICES = model_matrices(MODEL)
 
 
 def abstract_params():
@@ -141,7 +145,7 @@ def test_state_stands_for_that_of_optax_and_back():
   ours = coat_muon(**options, codec=codec)
   _, state = ours.update(grads, ours.init(params), params)
   _, want = theirs.update(grads, theirs.init(params), params)
-  plain = to_plain_state(state, codec, ns_coeffs=options["ns_coeffs"])
+  plain = to_plain_state(state, ns_coeffs=options["ns_coeffs"])
   # Its chain has one part more, which keeps nothing.
   got = jax.tree.unflatten(jax.tree.structure(want), jax.tree.leaves(plain))
   for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
@@ -158,7 +162,6 @@ def test_state_stands_for_that_of_optax_and_back():
   back = from_plain_state(
     jax.tree.unflatten(jax.tree.structure(plain), jax.tree.leaves(got)),
     like,
-    codec=codec,
   )
   assert jax.tree.structure(back) == jax.tree.structure(state)
   assert_same_bits(back, state)
@@ -173,7 +176,7 @@ def test_momentum_and_adam_s_moments_draw_different_words():
   muon, adam = (
     next(
       np.asarray(x).view("u1").astype(int)
-      for x in jax.tree.leaves(state.inner_states[name].inner_state[0].mu_codes)
+      for x in jax.tree.leaves(state.inner_states[name].inner_state[0].mu.codes)
     )
     for name in ("muon", "adam")
   )
@@ -195,7 +198,16 @@ def test_states_are_small_and_leaves_are_the_right_ones():
     params,
     is_leaf=lambda x: isinstance(x, tuple),
   )
-  matrices = decoder_matrices(num_heads=32, num_kv_heads=32)
+  config = ModelConfig(
+    family="llama",
+    num_layers=32,
+    d_model=4096,
+    d_ff=11008,
+    num_heads=32,
+    num_kv_heads=32,
+    vocab_size=32000,
+  )
+  matrices = model_matrices(config)
   state = jax.eval_shape(coat_muon(1e-2, matrices=matrices).init, params)
   of = {
     name: state_bytes(state.inner_states[name]) for name in ("muon", "adam")
@@ -203,7 +215,7 @@ def test_states_are_small_and_leaves_are_the_right_ones():
   assert of["muon"].bytes_per_param <= 1.05 < 2.07 < of["adam"].bytes_per_param
   assert of["adam"].parameters == 4096 * 32000
   # Without the heads' numbers q, k and v cannot be told apart.
-  with pytest.raises(ValueError, match="decoder_matrices.num_heads"):
+  with pytest.raises(ValueError, match="models.model_matrices.model.con"):
     coat_muon(1e-2).init(abstract_params())
 
 
@@ -265,7 +277,7 @@ def test_step_on_a_mesh_gathers_nothing(kind):
   axes = ("data", "fsdp", "tensor")
   mesh = jax.make_mesh((1, 8, 1), axes, axis_types=(kind,) * 3)
   trees = [{"layers": tree(seed)["layers"]} for seed in range(3)]
-  where = specs.param_shardings(mesh, trees[0])
+  where = param_shardings(mesh, trees[0])
   options = dict(ns_steps=3, matrices=MATRICES)
   want, want_state, _ = run(coat_muon(2e-2, **options), trees)
   known = where if kind == AxisType.Auto else None
@@ -281,7 +293,7 @@ def test_step_on_a_mesh_gathers_nothing(kind):
     # are small, of updates of 0.02 * 0.1.
     np.testing.assert_allclose(x, y, atol=2e-6, rtol=0)
   codes = [
-    jax.tree.leaves(x.inner_states["muon"].inner_state[0].mu_codes)
+    jax.tree.leaves(x.inner_states["muon"].inner_state[0].mu.codes)
     for x in (state, want_state)
   ]
   for x, y in zip(*codes, strict=True):

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AxisType
 
 from coat_jax import coat_adamw, coat_lion, codecs
-from coat_jax.optimizer import stored_step
+from coat_jax.optimizer import step as steps
 from coat_jax.optimizer.fused import fused_coat_adamw
 from tests.comparing import assert_same_bits
 
@@ -49,7 +49,7 @@ def take_a_step(optimizer):
 def test_bits_do_not_depend_on_the_body(monkeypatch, optimizer):
   found = []
   for shared in (True, False):
-    monkeypatch.setattr(stored_step, "shares_body", lambda s=shared: s)
+    monkeypatch.setattr(steps, "shares_body", lambda s=shared: s)
     found.append(take_a_step(optimizer))
   assert_same_bits(*found)
 
@@ -64,16 +64,16 @@ def test_temporary_memory_is_that_of_one_leaf(monkeypatch):
     compiled = step.lower(params, jax.eval_shape(optimizer.init, params))
     return compiled.compile().memory_analysis().temp_size_in_bytes
 
-  monkeypatch.setattr(stored_step, "shares_body", lambda: True)
+  monkeypatch.setattr(steps, "shares_body", lambda: True)
   assert temporary(6) < 1.5 * temporary(1)
 
 
 def test_what_may_be_partitioned_has_a_body_of_its_own():
-  assert not stored_step.shares_body()  # Leaves may be on 8 devices.
+  assert not steps.shares_body()  # Leaves may be on 8 devices.
   found = []
 
   def body(x):
-    found.append(stored_step.shares_body())
+    found.append(steps.shares_body())
     return x
 
   mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))

@@ -152,7 +152,7 @@ def test_inject_hyperparams_reaches_the_optimizer(name):
   # b2 is now an f32 array, and f32(0.999) is off by 1.3e-8: 1 - b2 by 1.3e-5.
   got = state.inner_state[0]
   np.testing.assert_allclose(
-    got.nu_codes["x"], want[0].nu_codes["x"], rtol=2e-5
+    got.nu.codes["x"], want[0].nu.codes["x"], rtol=2e-5
   )
   assert types(got) == types(want[0])
   if name != "coat":
@@ -167,7 +167,7 @@ def test_inject_hyperparams_works_as_written():
   solver = optax.inject_hyperparams(coat_adamw)(learning_rate=1e-3)
   params = {"w": jnp.ones((32, 128))}
   updates, state = solver.update(params, solver.init(params), params)
-  assert state.inner_state[0].mu_codes["w"].dtype == jnp.float8_e4m3fn
+  assert state.inner_state[0].mu.codes["w"].dtype == jnp.float8_e4m3fn
   np.testing.assert_allclose(updates["w"], -1e-3 * (1 + 1e-4), rtol=1e-4)
 
 
@@ -180,7 +180,7 @@ def test_optimizer_preserves_dtypes(name):
   updates, new_state = jax.jit(solver.update)(tree(1, dtype), state, params)
   assert types(updates) == types(params)
   assert types(new_state) == types(state)
-  assert state[0].mu_codes["layer"]["f32"].dtype == jnp.float32
+  assert state[0].mu.codes["layer"]["f32"].dtype == jnp.float32
 
 
 def test_multi_steps_equals_one_step_of_the_mean():
@@ -273,12 +273,12 @@ def test_nnx_optimizer_follows_adam(name, jit):
   # The codecs' noise changes a loss by less than a tenth of what Adam gained.
   assert losses[-1] == pytest.approx(adam[-1], abs=0.1 * (adam[0] - adam[-1]))
   state = nnx.to_pure_dict(nnx.state(optimizer.opt_state))[0]
-  codes = state["mu_codes"]
+  codes = state["mu"]["codes"]
   assert codes["up"]["kernel"].dtype.itemsize == 1
   assert codes["layers"][0]["kernel"].dtype.itemsize == 1
   assert codes["up"]["bias"].dtype == jnp.float32
   assert codes["input_layernorm"]["scale"].dtype == jnp.float32
-  assert state["mu_amax"]["up"]["kernel"].shape == (64, 1)
+  assert state["mu"]["amax"]["up"]["kernel"].shape == (64, 1)
 
 
 def test_nnx_model_in_bf16_moves():

@@ -10,7 +10,6 @@ import optax
 import pytest
 
 from coat_jax import codecs, optax_coat, stochastic
-from coat_jax.codecs.group import Encoded
 from coat_jax.optax_coat import apply_updates, coat_adamw, scale_by_coat_adam
 
 
@@ -54,8 +53,8 @@ def test_float32_codec_equals_optax_adamw(hyper):
     # by b1, 2^-24 / (1 - b1) <= 20 * 2^-24 in all, relative to the largest m.
     check(updates, want, rtol=14 * 2.0**-23, atol=1e-2 * 20 * 2.0**-24)
     params = optax.apply_updates(params, want)
-  check(state[0].nu_codes, their_state[0].nu, rtol=20 * 2.0**-23, atol=0)
-  check(state[0].mu_codes, their_state[0].mu, rtol=2.0**-23, atol=20 * 2.0**-24)
+  check(state[0].nu.codes, their_state[0].nu, rtol=20 * 2.0**-23, atol=0)
+  check(state[0].mu.codes, their_state[0].mu, rtol=2.0**-23, atol=20 * 2.0**-24)
 
 
 def check(actual, expected, **tolerance):
@@ -74,12 +73,8 @@ def test_moments_are_encoded_with_the_words_of_seed_step_and_leaf():
     before = state
     updates, state = solver.update(grads, state)
     g = grads["b"]
-    mu = jax.jit(codec.mu.decode)(
-      Encoded(*(field["b"] for field in before[1:4]))
-    )
-    nu = jax.jit(codec.nu.decode)(
-      Encoded(*(field["b"] for field in before[4:]))
-    )
+    mu = jax.jit(codec.mu.decode)(before.mu.leaves()[1])
+    nu = jax.jit(codec.nu.decode)(before.nu.leaves()[1])
     mu, nu = 0.9 * mu + (1 - 0.9) * g, 0.999 * nu + (1 - 0.999) * g * g
     # The update uses the new moments before they are encoded.
     want = mu / (1 - 0.9**step) / (jnp.sqrt(nu / (1 - 0.999**step)) + 1e-8)
@@ -87,8 +82,8 @@ def test_moments_are_encoded_with_the_words_of_seed_step_and_leaf():
     # "b" is leaf 1; mu takes its words, nu those next to them.
     words = stochastic.random_words(stochastic.leaf_key(7, step, 1), (8, 200))
     for x, group, drawn, codes in (
-      (mu, codec.mu, words, state.mu_codes["b"]),
-      (nu, codec.nu, stochastic.next_words(words), state.nu_codes["b"]),
+      (mu, codec.mu, words, state.mu.codes["b"]),
+      (nu, codec.nu, stochastic.next_words(words), state.nu.codes["b"]),
     ):
       expected = jax.jit(group.encode)(x, stochastic.uniform(drawn)).codes
       got, expected = (np.asarray(y).view(np.uint8) for y in (codes, expected))
@@ -109,7 +104,7 @@ def test_seeds_repeat_and_differ():
   def codes(seed):
     solver = scale_by_coat_adam(seed=seed, quantize_mask=everything)
     state = solver.update(grads, solver.init(params))[1]
-    return np.asarray(state.mu_codes).view(np.uint8)
+    return np.asarray(state.mu.codes).view(np.uint8)
 
   np.testing.assert_array_equal(codes(0), codes(0))
   assert np.mean(codes(0) != codes(1)) > 0.1
@@ -128,7 +123,7 @@ def test_first_update_is_a_sign_at_any_magnitude(b2, size):
     # m / c1 = g and sqrt(v / c2) = |g|, to some roundings of c1 = 1 - b1 and
     # c2 = 1 - b2 in f32: c2 = 0.001 is off by 2^-25 / 0.001 = 3e-5.
     np.testing.assert_allclose(updates, np.sign(grads), rtol=1e-4)
-    nu = codec.nu.decode(Encoded(*state[4:]))
+    nu = codec.nu.decode(state.nu.leaves()[0])
     assert np.all(np.isfinite(nu)) and np.all(nu > 0)
 
 

@@ -121,7 +121,7 @@ def test_state_report_tells_codecs_apart():
   for name in ("coat", "coat_e8m0", "log8", "fp8", "bfloat16"):
     codec = getattr(codecs, name)()
     state = from_adam_state(reference, codec=codec)
-    report = state_report(state, codec=codec, reference=reference)
+    report = state_report(state, reference=reference)
     assert json.loads(json.dumps(report)) == report
     assert set(report) == {"w", "norm/scale"}
     assert report["w"]["parameters"] == 64 * 256
@@ -146,9 +146,7 @@ def test_state_report_tells_codecs_apart():
   # Half an ulp of bfloat16 at most.
   assert 0 < reports["bfloat16"]["mu"]["relative_error"] < 2.0**-8
   # Without a reference zeros are counted as they stand.
-  alone = state_report(
-    from_adam_state(reference, codec=codecs.coat()), codec=codecs.coat()
-  )
+  alone = state_report(from_adam_state(reference, codec=codecs.coat()))
   assert alone["w"]["nu"]["zeroed"] == 1 / 64
   assert "relative_error" not in alone["w"]["nu"]
 
@@ -158,9 +156,9 @@ def test_state_report_refuses_what_it_cannot_compare():
   state = coat_adamw(1e-3).init(params)
   other = optax.adam(1e-3).init({"w": jnp.ones(3)})[0]
   with pytest.raises(ValueError, match="reference must have leaves"):
-    state_report(state, codec=codecs.coat(), reference=other)
+    state_report(state, reference=other)
   with pytest.raises(ValueError, match="one coat state, got 2"):
-    state_report((state, state), codec=codecs.coat())
+    state_report((state, state))
 
 
 def test_report_examples_run():

@@ -26,7 +26,7 @@ def state(codec, zero_rows):
 @pytest.mark.parametrize("zero_rows", [0, 1, 48])
 def test_powers_of_groups_of_zeros_are_not_counted(zero_rows):
   codec = codecs.coat(GROUP)
-  report = state_report(state(codec, zero_rows), codec=codec)["w"]
+  report = state_report(state(codec, zero_rows))["w"]
   for moment in ("mu", "nu"):
     # On a grid of sixteenths.
     powers = report[moment]["power"]
@@ -39,7 +39,7 @@ def test_powers_of_groups_of_zeros_are_not_counted(zero_rows):
 
 def test_a_leaf_of_zeros_has_no_powers():
   codec = codecs.coat(GROUP)
-  report = state_report(state(codec, ROWS), codec=codec)["w"]
+  report = state_report(state(codec, ROWS))["w"]
   assert "power" not in report["mu"] and report["mu"]["zeroed"] == 1
 
 
@@ -50,7 +50,7 @@ def test_quantiles_are_those_of_the_groups():
   leaf = {"w": jnp.asarray(rows, jnp.float32)}
   codec = codecs.coat(GROUP)
   adam = optax.ScaleByAdamState(jnp.int32(1), leaf, leaf)
-  powers = state_report(from_adam_state(adam, codec=codec), codec=codec)["w"]
+  powers = state_report(from_adam_state(adam, codec=codec))["w"]
   powers = powers["mu"]["power"]
   want = dict(min=1, p10=1, median=1, p90=2, max=2, mean=1.25)
   assert powers == {

@@ -69,13 +69,13 @@ def test_views_keep_shardings_and_other_leaves():
   )(params)
   integers = to_integers({"state": state, "bf16": jnp.ones(4, "bfloat16")})
   assert integers["bf16"].dtype == jnp.uint16
-  assert integers["state"][0].mu_codes["w"].sharding == where["w"]
-  assert integers["state"][0].mu_amax["w"] is state[0].mu_amax["w"]
-  likewise = to_integers(abstract)[0].mu_codes["w"]
+  assert integers["state"][0].mu.codes["w"].sharding == where["w"]
+  assert integers["state"][0].mu.amax["w"] is state[0].mu.amax["w"]
+  likewise = to_integers(abstract)[0].mu.codes["w"]
   assert (likewise.dtype, likewise.sharding) == (jnp.uint8, where["w"])
   back = from_integers(integers["state"], abstract)
   assert_same_bits(back, state)
-  assert back[0].mu_codes["w"].sharding == where["w"]
+  assert back[0].mu.codes["w"].sharding == where["w"]
   key = {"key": jax.random.key(0), "none": None, "number": 3}
   assert to_integers(key) == key
   assert types(from_integers(key["key"], key["key"])) == types(key["key"])
@@ -85,12 +85,10 @@ def test_another_state_is_refused():
   params = tree()
   state = to_integers(make("log8").init(params))
   like = jax.eval_shape(make("coat").init, params)
-  with pytest.raises(
-    ValueError, match=r"float8_e4m3fn\[2, 3, 10\].*as uint8, got int8.*layer/w"
-  ):
+  with pytest.raises(ValueError, match="must have the structure of like"):
     from_integers(state, like)
   other = jax.eval_shape(make("coat").init, {**params, "x": jnp.ones(3)})
-  with pytest.raises(ValueError, match=r"got float32\[\] at '0/mu_codes/x'"):
+  with pytest.raises(ValueError, match=r"got float32\[\] at '0/mu/codes/x'"):
     from_integers(to_integers(make("coat").init(params)), other)
 
 
@@ -109,11 +107,11 @@ def test_checkpoint_of_another_codec_is_told(tmp_path):
       check_stored(stored.item_metadata["opt"], states[name])
       # Rounding is no part of a format.
       for other in set(CODECS) - {name, "coat_nearest"}:
-        with pytest.raises(ValueError, match="at 'opt/0/[mn]u_.*the codec"):
+        with pytest.raises(ValueError, match="at 'opt/0/[mn]u/.*the codec"):
           check_stored(stored, {"opt": states[other], **extra})
     checkpointer.restore(path, {"opt": states["coat"], **extra})
   wider = jax.eval_shape(make("log8").init, {**params, "y": jnp.ones(3)})
-  with pytest.raises(ValueError, match=r"int8\[3\] for nothing at 'opt/0/mu_"):
+  with pytest.raises(ValueError, match=r"int8\[3\] for nothing at 'opt/0/mu/"):
     check_stored(stored, {"opt": wider})
 
 

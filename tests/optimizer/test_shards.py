@@ -76,7 +76,7 @@ def run(name, codec, dtype, mesh=None, **options):
   params = tree(0, mesh, dtype)
   state = optimizer.init(params)
   if mesh is not None:
-    where = state_shardings(optimizer.init, params, codec=codec)
+    where = state_shardings(optimizer.init, params)
     state = jax.device_put(state, where)
   if name == "low_bits":
     params, _ = jax.jit(split_weights)(params)

@@ -30,19 +30,19 @@ PARAMS = {"w": jnp.ones((8, 64), "bfloat16")}
 def transformation(count):
   solver = scale_by_coat_lion(**OPTIONS)
   state = solver.init(PARAMS)._replace(count=count)
-  return solver.update(GRADS, state)[1].mu_codes["w"].view("uint8")
+  return solver.update(GRADS, state)[1].mu.codes["w"].view("uint8")
 
 
 def any_optimizer(count):
   solver = encoded(optax.scale_by_lion(), **OPTIONS)
   state = solver.init(GRADS)._replace(count=count)
-  return solver.update(GRADS, state)[1].inner.mu.mu_codes["w"].view("uint8")
+  return solver.update(GRADS, state)[1].inner.mu.codes["w"].view("uint8")
 
 
 def fused(count):
   solver = fused_coat_lion(1e-3, **OPTIONS)
   state = solver.init(PARAMS)._replace(count=count)
-  return solver.apply(GRADS, state, PARAMS)[1].mu_codes["w"].view("uint8")
+  return solver.apply(GRADS, state, PARAMS)[1].mu.codes["w"].view("uint8")
 
 
 def fused_weights(count):

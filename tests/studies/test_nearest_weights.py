@@ -13,6 +13,9 @@ from studies import nearest_weights
 from train import step
 from train.presets import demo
 
+# A parameter whose weights decay.
+NAME = "mlp/down/kernel"
+
 
 def small(**optim):
   optim = dataclasses.replace(
@@ -23,23 +26,23 @@ def small(**optim):
 
 def values(seed, dtype):
   x = np.random.default_rng(seed).normal(size=(8, 64))
-  return {"kernel": jnp.asarray(x, dtype)}
+  return {NAME: jnp.asarray(x, dtype)}
 
 
 def test_step_is_optax_s_rounded_to_nearest():
   config = small(lr=1e-2)
   ours = nearest_weights.build_optimizer(config)
   params, grads = values(0, jnp.bfloat16), values(1, jnp.bfloat16)
-  exact = {"kernel": params["kernel"].astype(jnp.float32)}
+  exact = {NAME: params[NAME].astype(jnp.float32)}
   got, state = ours.apply(grads, ours.init(params), params, grad_scale=0.5)
   optim = config.optim
   adamw = optax.adamw(1e-2, optim.b1, optim.b2, optim.eps, weight_decay=0.1)
-  halves = {"kernel": 0.5 * grads["kernel"].astype(jnp.float32)}
+  halves = {NAME: 0.5 * grads[NAME].astype(jnp.float32)}
   updates, _ = adamw.update(halves, adamw.init(exact), exact)
-  want = np.asarray(optax.apply_updates(exact, updates)["kernel"])
+  want = np.asarray(optax.apply_updates(exact, updates)[NAME])
   # Two f32 sums in another order may round to neighbours of a tie.
-  apart = np.asarray(got["kernel"]) != want.astype(ml_dtypes.bfloat16)
-  assert got["kernel"].dtype == jnp.bfloat16 and np.mean(apart) < 0.01
+  apart = np.asarray(got[NAME]) != want.astype(ml_dtypes.bfloat16)
+  assert got[NAME].dtype == jnp.bfloat16 and np.mean(apart) < 0.01
   assert int(state.count) == 1
 
 
@@ -48,8 +51,8 @@ def test_small_steps_are_lost():
   params = values(0, jnp.bfloat16)
   got, _ = ours.apply(params, ours.init(params), params, grad_scale=1.0)
   # A step of 1e-6 is less than half an ulp of all but weights near zero.
-  large = np.abs(np.asarray(params["kernel"], np.float32)) > 1e-2
-  same = np.asarray(got["kernel"] == params["kernel"])
+  large = np.abs(np.asarray(params[NAME], np.float32)) > 1e-2
+  same = np.asarray(got[NAME] == params[NAME])
   assert np.all(same[large])
 
 

@@ -103,9 +103,9 @@ def test_high_losses_do_not_stretch_the_axis():
     for name in ("bf16", "coat", "int8")
   }
   # The highest of a rate that trained is 2.2, the lowest of all 0.4.
-  ends = stability_figure.limits(found.values())
+  ends = stability_figure.limits(found)
   assert ends == pytest.approx((0.4 - 0.08 * 1.8, 2.2 + 0.08 * 1.8))
-  assert stability_figure.limits([found["int8"]]) is None
+  assert stability_figure.limits({"int8": found["int8"]}) is None
   drawn = {}
   for name, summary in found.items():
     axes = Figure().subplots()

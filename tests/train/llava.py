@@ -10,7 +10,7 @@ from safetensors.numpy import save_file
 
 from coat_jax import recipe as recipes
 from coat_jax.models import VisionLanguageModel
-from coat_jax.models.hf.llava_config import write_llava_config
+from coat_jax.models.hf.config import write_config
 from coat_jax.models.hf.tensors import parts
 from studies import shapes
 from train import finetune
@@ -46,7 +46,7 @@ def make(folder):
   shapes.make_rows(folder, 64)
   start = folder / "llava"
   start.mkdir()
-  keys = write_llava_config(CONFIG, np.dtype("float32"))
+  keys = write_config(CONFIG, np.dtype("float32"))
   (start / "config.json").write_text(json.dumps(keys))
   shapes.write_files(start, CONFIG)
   return folder

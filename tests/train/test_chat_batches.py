@@ -9,9 +9,9 @@ import grain
 import numpy as np
 import pytest
 
-from train.data.chat.batches import (
+from train.data.batches import (
   count_steps,
-  eval_batches,
+  held_out_batches,
   to_iterator,
   train_batches,
 )
@@ -52,7 +52,7 @@ def test_rows_hold_each_document_once(is_packed):
     assert {key: x.dtype for key, x in row.items()} == {
       "tokens": np.int32,
       "segments": np.int32,
-      "mask": bool,
+      "is_target": bool,
     }
     assert all(x.shape == (SEQ + 1,) for x in row.values())
     segments = row["segments"]
@@ -63,13 +63,13 @@ def test_rows_hold_each_document_once(is_packed):
     np.testing.assert_array_equal(used, segments[: len(used)])
     np.testing.assert_array_equal(np.unique(used), np.arange(1, count + 1))
     assert (np.diff(used) >= 0).all()
-    assert not row["mask"][segments == 0].any()
+    assert not row["is_target"][segments == 0].any()
     assert not row["tokens"][segments == 0].any()
     for segment in range(1, count + 1):
       tokens = row["tokens"][segments == segment]
       found.append(tokens.tolist())
       # None that begins a document, for none of its own predicts it.
-      mask = row["mask"][segments == segment]
+      mask = row["is_target"][segments == segment]
       assert not mask[0] and mask[1:].all()
   starts = documents.starts
   whole = [
@@ -120,7 +120,7 @@ def test_batches_depend_on_the_seed_and_the_step_alone():
   for i in range(30):
     batch = next(iterator)
     again = batches[i]
-    assert batch.keys() == again.keys() == {"tokens", "segments", "mask"}
+    assert batch.keys() == again.keys() == {"tokens", "segments", "is_target"}
     for key, x in batch.items():
       np.testing.assert_array_equal(x, again[key])
     if i == 20:
@@ -131,7 +131,7 @@ def test_batches_depend_on_the_seed_and_the_step_alone():
   np.testing.assert_array_equal(next(other)["tokens"], batches[21]["tokens"])
 
 
-@pytest.mark.parametrize("make_batches", [train_batches, eval_batches])
+@pytest.mark.parametrize("make_batches", [train_batches, held_out_batches])
 def test_processes_side_by_side_read_what_one_would(make_batches):
   rows = rows_of()
   options = {"seed": 2} if make_batches is train_batches else {}
@@ -151,17 +151,17 @@ def test_processes_side_by_side_read_what_one_would(make_batches):
 
 def test_evaluation_reads_every_row_or_as_many_as_asked():
   rows = rows_of(is_packed=False)
-  batches = list(eval_batches(rows, batch_size=8))
+  batches = list(held_out_batches(rows, batch_size=8))
   assert len(batches) == 13
   last = batches[-1]["segments"]
   assert (last[:4, 0] == 1).all() and not last[4:].any()
-  learned = sum(int(batch["mask"].sum()) for batch in batches)
+  learned = sum(int(batch["is_target"].sum()) for batch in batches)
   assert learned == rows.documents.mask.sum()
-  few = list(eval_batches(rows, batch_size=8, max_batches=2))
+  few = list(held_out_batches(rows, batch_size=8, max_batches=2))
   seen = np.concatenate([number_rows(rows, batch) for batch in few])
   np.testing.assert_array_equal(seen, np.arange(16) * 100 // 16)
-  with pytest.raises(ValueError, match="got 100 rows and max_batches 0"):
-    eval_batches(rows, batch_size=8, max_batches=0)
+  with pytest.raises(ValueError, match="max_batches must be at least 1, got 0"):
+    held_out_batches(rows, batch_size=8, max_batches=0)
   with pytest.raises(ValueError, match="needs 101 rows of 31 tokens, got 100"):
     train_batches(rows, batch_size=101, seed=0)
   with pytest.raises(ValueError, match="seed must be at least 0"):

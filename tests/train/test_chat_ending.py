@@ -8,7 +8,7 @@ import pytest
 
 from train.data.chat.documents import load_documents
 from train.data.chat.encoder import ChatEncoder, open_template
-from train.data.chat.ending import last_tokens, write_stop_tokens
+from train.data.folder import last_tokens, write_stop_tokens
 
 QWEN, LLAMA = "tests/data/chat/qwen2_5", "tests/data/chat/llama3"
 END_OF_TEXT, IM_END = 320, 322

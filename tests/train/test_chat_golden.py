@@ -15,9 +15,8 @@ import pytest
 
 from train.data.chat.encoder import ChatEncoder, open_template
 from train.data.chat.formats import parse
-from train.data.chat.published import PUBLISHED
 from train.data.chat.targets import TargetFinder
-from train.data.chat.template import ChatTemplate
+from train.data.chat.template import PUBLISHED, ChatTemplate
 
 DATA = Path(__file__).parents[1] / "data" / "chat"
 

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 from tokenizers import Tokenizer
 
-from train.data.chat.batches import eval_batches, to_iterator, train_batches
+from train.data.batches import held_out_batches, to_iterator, train_batches
 from train.data.chat.documents import load_documents
 from train.data.chat.encoder import ChatEncoder, open_template
 from train.data.chat.images import ChatImages
@@ -172,7 +172,7 @@ def test_batches_with_images_resume_and_threads_read_them_in_order(
       assert other.keys() == batch.keys()
       for key, x in batch.items():
         np.testing.assert_array_equal(other[key], x)
-  last = list(eval_batches(rows, batch_size=len(rows) + 1))[-1]
+  last = list(held_out_batches(rows, batch_size=len(rows) + 1))[-1]
   assert not last["images"][-1].any() and not last["tokens"][-1].any()
 
 

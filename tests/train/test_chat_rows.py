@@ -8,8 +8,13 @@ import pytest
 
 from train.data.chat.documents import load_documents
 from train.data.chat.encoder import ChatEncoder, open_template
-from train.data.chat.formats import Completion, parse
-from train.data.chat.rows import BadRow, find_row_files, read_rows
+from train.data.chat.formats import (
+  BadRow,
+  Completion,
+  find_row_files,
+  parse,
+  read_rows,
+)
 
 LLAMA3 = Path(__file__).parents[1] / "data" / "chat" / "llama3"
 ASKED = {"role": "user", "content": "What?"}

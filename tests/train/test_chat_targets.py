@@ -6,10 +6,9 @@ import re
 
 import pytest
 
-from train.data.chat.published import PUBLISHED
-from train.data.chat.rows import BadRow
+from train.data.chat.formats import BadRow
 from train.data.chat.targets import TargetFinder
-from train.data.chat.template import ChatTemplate
+from train.data.chat.template import PUBLISHED, ChatTemplate
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 ADDED = ["<s>", "</s>", "<|end|>", "<|return|>", "<|im_end|>", "<think>"]

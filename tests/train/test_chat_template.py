@@ -10,8 +10,7 @@ import pytest
 
 from train.data.chat.documents import load_documents
 from train.data.chat.encoder import ChatEncoder
-from train.data.chat.published import PUBLISHED
-from train.data.chat.template import ChatTemplate
+from train.data.chat.template import PUBLISHED, ChatTemplate
 
 
 def configure(tmp_path, **config):

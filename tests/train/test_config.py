@@ -12,8 +12,8 @@ from coat_jax import codecs, recipe
 from coat_jax.models.ranges import check_numbers, range_of
 from tests.train import own_codec
 from train.config import ModelConfig, OptimConfig, resume_rule
+from train.optimizers import learning_rate
 from train.presets import PRESETS, demo
-from train.schedule import learning_rate
 
 _GPT2 = PRESETS["gpt2"]().model
 
@@ -264,7 +264,6 @@ def test_recipe_gets_its_options():
     demo(),
     residuals="coat",
     attention="fp8",
-    attention_compute="fp8",
     activation_group_size=32,
     weight_cache="codes",
     evaluation="bf16",
@@ -272,7 +271,6 @@ def test_recipe_gets_its_options():
   assert config.coat_recipe() == recipe.coat(
     residuals="coat",
     attention="fp8",
-    attention_compute="fp8",
     group_size=32,
     weight_cache="codes",
     evaluation="bf16",

@@ -73,7 +73,7 @@ def test_what_is_frozen_has_no_state(folder):
     if params == "bfloat16_low8":
       assert adam.low.keys() == {*parts}
       adam = adam.inner
-    for tree in (adam.mu_codes, adam.nu_codes, state.exact.mu, state.clip.own):
+    for tree in (adam.mu.codes, adam.nu.codes, state.exact.mu, state.clip.own):
       assert tree.keys() == {*parts}
     # Weights of all are stored alike.
     dtype = "float32" if params == "float32" else "bfloat16"
@@ -136,9 +136,7 @@ def test_low_bytes_are_kept_of_what_is_trained():
 
 def a_step_by_hand(start, config, rows):
   """Loss and gradients' norm of a run's first step, in plain JAX."""
-  model = load_hf(
-    start, model=VisionLanguageModel, recipe=recipes.bf16(), dtype="float32"
-  )
+  model = load_hf(start, recipe=recipes.bf16(), dtype="float32")
   graph, params = nnx.split(model, nnx.Param)
   params = nnx.to_pure_dict(params)
   own = {name: params[name] for name in TRAINED[config.trained]}

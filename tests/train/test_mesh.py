@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax import P
 
-from coat_jax.models import specs
+from coat_jax.models import param_shardings
 from tests.matrices import quick
 from tests.train.runs import run
 from tests.train.steps import (
@@ -169,7 +169,7 @@ def test_presets_are_sharded_in_whole_groups(name):
   leaves = zip(
     step.leaf_names(state.params),
     jax.tree.leaves(state.params),
-    jax.tree.leaves(state.optimizer.mu_codes),
+    jax.tree.leaves(state.optimizer.mu.codes),
     strict=True,
   )
   for path, param, codes in leaves:
@@ -201,7 +201,7 @@ def test_parameter_shardings_follow_the_table():
   config = on(SMALL, "data=2,fsdp=2,tensor=2")
   mesh = meshes.make_mesh(config.mesh_sizes)
   params = step.abstract_state(config, step.build_optimizer(config)).params
-  where = specs.param_shardings(mesh, params)
+  where = param_shardings(mesh, params)
   got = dict(
     zip(
       step.leaf_names(params),

@@ -14,7 +14,7 @@ from train import presets
 # What the docstring names.
 NEEDED = {
   *("step", "config", "optim_config", "options", "mesh", "presets", "data"),
-  *("optimizers", "schedule", "update", "weights"),
+  *("optimizers", "update", "weights"),
   *("objective", "combinations", "finetune_config"),
 }
 

@@ -13,7 +13,8 @@ import pytest
 from coat_jax import coat_lion
 from tests.attacks.equality import check_runs
 from tests.train.runs import MODEL, losses, run
-from train import optimizers, planning, pretrain, step
+from train import optimizers, pretrain, step
+from train.memory.step import state_of
 from train.presets import PRESETS, demo
 
 OTHERS = ("coat_lion", "coat_muon")
@@ -54,7 +55,7 @@ def test_resumed_run_has_the_bits_of_one_that_was_not_stopped(
 @pytest.mark.parametrize("optimizer", OTHERS)
 def test_plan_counts_one_moment(optimizer):
   def state_bytes(optimizer):
-    state = planning.state_of(config(optimizer)).optimizer
+    state = state_of(config(optimizer)).optimizer
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
 
   # Small leaves are f32, tables of Muon AdamW's.

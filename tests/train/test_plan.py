@@ -10,14 +10,15 @@ import numpy as np
 import pytest
 import tyro
 
-from benchmarks import vision_memory
-from coat_jax import plan as plans
 from coat_jax import recipe as recipes
 from coat_jax.models.hf.config import write_config
-from coat_jax.models.hf.llava_config import write_llava_config
-from studies import families
+from studies import families, vision_memory
 from tests.matrices import quick
-from train import memory, plan, planning, search
+from train import plan
+from train.memory import search
+from train.memory.count import residual_bytes, saved_bytes
+from train.memory.step import Memory, fullest, largest
+from train.memory.step import plan as plan_run
 from train.presets import PRESETS
 
 ROWS = Path(__file__).parents[2] / "docs" / "rows"
@@ -38,8 +39,8 @@ ROWS = Path(__file__).parents[2] / "docs" / "rows"
 )
 def test_planned_residuals_match_those_of_a_traced_layer(preset, recipe):
   config = PRESETS[preset]().model
-  planned = plans.kept_bytes(planning.shape_of(config), recipe)
-  counted = memory.residual_bytes(config, recipe, tokens=256)["total"]
+  planned = saved_bytes(config, recipe)
+  counted = residual_bytes(config, recipe, tokens=256)["total"]
   if recipe.name == "bf16":
     # The attention's output once more, for its product.
     counted += 2 * config.num_heads * config.head_width
@@ -55,16 +56,14 @@ def test_planned_residuals_match_those_of_a_traced_layer(preset, recipe):
 )
 def test_norms_of_all_families_are_planned(family):
   config = families.config_of(family)
-  shape = planning.shape_of(config)
   for recipe in (
     recipes.coat(),
     recipes.coat(residuals="coat"),
     recipes.coat(attention="fp8"),
-    recipes.coat(attention="fp8", attention_compute="fp8"),
     recipes.fp8_linear(),
   ):
-    planned = plans.kept_bytes(shape, recipe)
-    counted = memory.residual_bytes(config, recipe, tokens=256)["total"]
+    planned = saved_bytes(config, recipe)
+    counted = residual_bytes(config, recipe, tokens=256)["total"]
     # Positions, and scales of whole tensors.
     assert 0 <= counted - planned < 5, recipe
 
@@ -73,20 +72,20 @@ def test_plan_counts_the_state_of_the_run():
   config = PRESETS["llama2_7b"]()
   config = dataclasses.replace(config, mesh="fsdp=4", batch=8, seq=2048)
   count = 6_738_415_616
-  for found in planning.plan(config).values():
+  for found in plan_run(config).values():
     assert found.weights == pytest.approx(count, rel=1e-3)  # 4 bytes on 4 GPUs.
     # 2.08 bytes a parameter, and norms, which are whole everywhere.
     assert found.optimizer == pytest.approx(2.08 * count / 4, rel=2e-3)
   exact = dataclasses.replace(config, report_state=True)
-  more = planning.plan(exact)["loss"].optimizer - found.optimizer
+  more = plan_run(exact)["loss"].optimizer - found.optimizer
   assert more == pytest.approx(8 * count / 4, rel=1e-3)
 
 
 def test_llama2_7b_fits_one_gpu_of_80_gb():
   config = PRESETS["llama2_7b"]()
   config = dataclasses.replace(config, batch=1, seq=2048)
-  assert plans.fullest(planning.plan(config))[1].total <= 76e9
-  assert planning.largest(config, 80 * 10**9) >= 1
+  assert fullest(plan_run(config))[1].total <= 76e9
+  assert largest(config, 80 * 10**9) >= 1
 
 
 @pytest.mark.slow
@@ -95,14 +94,14 @@ def test_largest_batch_fits_and_a_larger_one_does_not():
   config = dataclasses.replace(
     config, mesh="data=2,fsdp=2", batch=8, accumulate=2
   )
-  most = planning.largest(config, 10**10)
+  most = largest(config, 10**10)
 
   def peak(batch):
     run = dataclasses.replace(config, batch=batch)
-    return plans.fullest(planning.plan(run))[1].total
+    return fullest(plan_run(run))[1].total
 
   assert most % 8 == 0 and peak(most) <= 10**10 < peak(most + 8)
-  assert planning.largest(config, 10**8) == 0
+  assert largest(config, 10**8) == 0
 
 
 def rows(text):
@@ -120,7 +119,7 @@ def test_printed_terms_add_up_to_the_peak(capsys):
   assert out.startswith("llama2_7b, 4 GPUs, a step of 8 sequences of 2048\n")
   found = rows(out)
   assert found["GB on each GPU"] == list(plan.COLUMNS)
-  parts = plans.Memory._fields
+  parts = Memory._fields
   for i in range(6):
     column = [float(found[part][i]) for part in parts]
     assert sum(column) == pytest.approx(float(found["peak"][i]), abs=0.03)
@@ -137,7 +136,7 @@ def test_each_option_changes_the_plan():
     line = [*large, *options]
     config = tyro.cli(plan.PlanConfig, args=line).run()
     assert (config.seq, config.batch) == (1024, 16)
-    return planning.plan(config)["backward"]
+    return plan_run(config)["backward"]
 
   plain = backward()
   assert backward("--codec", "float32").optimizer > plain.optimizer
@@ -148,8 +147,6 @@ def test_each_option_changes_the_plan():
   assert in_bf16.weights < plain.weights
   assert backward("--params", "bfloat16_low8").optimizer > plain.optimizer
   assert backward("--attention", "fp8").activations < plain.activations
-  fp8 = ["--attention", "fp8", "--attention-compute", "fp8"]
-  assert backward(*fp8).activations < backward(*fp8[:2]).activations
   assert backward("--accumulate", "2").gradients > plain.gradients
   assert backward("--weight-cache", "codes").temporary > plain.temporary
   halved = backward("--mesh", "fsdp=2")
@@ -180,7 +177,6 @@ def test_table_says_what_fits(capsys, hbm, fits):
     (["demo", "--batch", "0"], "batch must be a whole number from 1"),
     (["demo", "--accumulate", "0"], "accumulate must be a whole number from 1"),
     (["demo", "--mesh", "tensor=2"], "a device must have whole groups"),
-    (["demo", "--attention-compute", "fp8"], "pass attention='fp8'"),
     (["demo", "--trained", "all"], "trained is of models that see images"),
     (
       ["demo", "--images-each", "2"],
@@ -198,23 +194,10 @@ def test_errors_say_what_would_fit(capsys, options, said):
   assert said in capsys.readouterr().err
 
 
-def test_attention_that_computes_in_fp8_is_planned():
-  line = ["demo", "--attention", "fp8", "--attention-compute", "fp8"]
-  run = tyro.cli(plan.PlanConfig, args=line).run()
-  recipe = recipes.coat(attention="fp8", attention_compute="fp8")
-  layers = run.model.num_layers * run.batch * run.seq
-  want = layers * plans.kept_bytes(planning.shape_of(run.model), recipe)
-  assert planning.plan(run)["backward"].activations == round(want)
-  # And named in the line that trains so.
-  assert "--attention-compute fp8" in search.command(
-    run, "demo", PRESETS["demo"]()
-  )
-
-
 @pytest.fixture(scope="module")
 def llava_7b(tmp_path_factory):
   folder = tmp_path_factory.mktemp("llava")
-  keys = write_llava_config(vision_memory.LLAVA_7B, np.dtype("float16"))
+  keys = write_config(vision_memory.LLAVA_7B, np.dtype("float16"))
   (folder / "config.json").write_text(json.dumps(keys))
   return str(folder)
 
@@ -243,7 +226,7 @@ def test_step_of_a_model_that_sees_images_is_planned(trained, llava_7b, capsys):
 def test_weights_of_a_tower_in_f32_are_planned(llava_7b):
   line = ["finetune", "--init-from", llava_7b, "--trained", "all"]
   temporary = [
-    planning.plan(
+    plan_run(
       tyro.cli(plan.PlanConfig, args=[*line, "--params", params]).run(),
       images_each=1,
     )["tower"].temporary
@@ -298,14 +281,9 @@ def test_what_is_not_checked_of_experts_is_said(
   assert last.startswith("not checked: mixtures of experts") == is_said
 
 
-FP8 = ["--attention", "fp8", "--attention-compute", "fp8"]
-
-
 @pytest.mark.parametrize(
   "line, words",
   [
-    (["gemma2_2b", *FP8], ["FP8 of the decoder", "soft_cap=50.0"]),
-    (["demo_gpu", *FP8], []),
     (["gemma2_2b"], []),
     (["finetune"], ["the shape of llama2_7b, sequences of 4096", "--seq 2048"]),
   ],
@@ -321,26 +299,12 @@ def test_what_the_table_does_not_say_is_below_it(
   assert all(word in remarks[0] for word in words)
 
 
-def test_plans_say_that_segments_are_of_train_finetune(monkeypatch, capsys):
-  monkeypatch.setattr(plan, "table", lambda *_: "GB")
-  # By train.pretrain it learns from tokens, which have none.
-  assert plan.main(["finetune", *FP8]) == 0
-  *_, shape, attends = capsys.readouterr().out.splitlines()
-  assert shape.startswith("as train.pretrain finetune")
-  assert "of the decoder in train.finetune alone, which XLA" in attends
-  assert "id for each token" in attends
-
-
-def test_images_must_fit_and_slow_attention_is_said(
-  llava_7b, monkeypatch, capsys
-):
+def test_images_must_fit(llava_7b, monkeypatch, capsys):
   monkeypatch.setattr(plan, "table", lambda *_: "GB")
   line = ["finetune", "--init-from", llava_7b]
-  assert plan.main([*line, *FP8]) == 0
-  title, _, *remarks = capsys.readouterr().out.splitlines()
+  assert plan.main(line) == 0
+  title, *_ = capsys.readouterr().out.splitlines()
   assert title.endswith("1 sequence of 2048, 1 image each, trained: decoder")
-  assert "vision tower, which XLA computes" in remarks[0]
-  assert "id for each token" in remarks[1]
   assert plan.main([*line, "--images-each", "4"]) == 2
   assert "got 4 of 576 tokens, 2304 in all" in capsys.readouterr().err
   assert plan.main([*line, "--images-each", "4", "--seq", "2304"]) == 0

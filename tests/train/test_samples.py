@@ -7,9 +7,9 @@ import numpy as np
 from flax import nnx
 
 from tests.train.evaluation.models import alphabet_model
+from train.conversations import HeldOutSamples, Prompt
 from train.data.text import ByteText
 from train.run.metrics import read_metrics
-from train.samples import HeldOutSamples, Prompt
 
 
 def test_model_that_computes_nan_is_a_line_and_does_not_end_the_run(tmp_path):

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from train.config import OptimConfig
+from train.optimizers import learning_rate
 from train.presets import demo
-from train.schedule import learning_rate
 
 STEPS, PEAK, END = 80, 2.0, 0.1
 

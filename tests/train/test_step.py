@@ -70,8 +70,8 @@ def test_norms_biases_and_embeddings_do_not_decay():
     "layers/mlp/norm/scale",
     "norm/scale",
   }
-  biases = step.decays({"mlp": {"bias": 0, "kernel": 0}})
-  assert biases == {"mlp": {"bias": False, "kernel": True}}
+  biases = step.decays({"mlp": {"up": {"bias": 0, "kernel": 0}}})
+  assert biases == {"mlp": {"up": {"bias": False, "kernel": True}}}
 
 
 def test_leaf_names_and_finite_leaves_have_the_order_of_the_tree():
@@ -129,7 +129,7 @@ def test_report_counts_powers_and_errors(trained):
   row = report.report_state(SMALL, state)
   adam = state.optimizer
   for moment in ("mu", "nu"):
-    ranges = jax.tree.leaves(getattr(adam, f"{moment}_range"))
+    ranges = jax.tree.leaves(getattr(adam, moment).range)
     groups = sum(leaf.size for leaf in ranges if leaf.ndim)
     counts = row["powers"][moment]
     assert 0 < sum(counts.values()) <= groups

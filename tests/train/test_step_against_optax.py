@@ -125,7 +125,7 @@ def test_steps_are_those_of_clipping_and_adamw():
     # Both are moments of the clipped gradients.
     adam = expected[1][0]
     assert_close((state.exact.mu, state.exact.nu), (adam.mu, adam.nu))
-    stored = state.optimizer.mu_codes, state.optimizer.nu_codes
+    stored = state.optimizer.mu.codes, state.optimizer.nu.codes
     assert_close(stored, (adam.mu, adam.nu))
 
   # Weights so large that products overflow are finite still.

@@ -171,7 +171,7 @@ def test_kinds_of_images_train_alike(tmp_path):
   Image.new("CMYK", (30, 8)).save(folder / "train/cat/8.jpg")
   Image.new("L", (30_000, 2)).save(folder / "train/cat/9.png")
   config, data = vit.load(config_of(folder))
-  assert config.model.num_classes == 2 and len(data.images.rows) == 18
+  assert config.model.num_classes == 2 and len(data.rows) == 18
   assert config.seq == config.model.num_tokens == 5
   shapes = data.batch_shapes(config)
   whole = next(data.train_batches(config, process_index=0, process_count=1))
@@ -301,7 +301,7 @@ def test_exported_tower_has_names_of_classes_and_preprocessing(
   assert config["label2id"] == {"cat": 0, "dog": 1}
   # What is read of it prepares the pixels that were trained on.
   _, data = vit.load(config_of(folder))
-  trained = data.images.rows
+  trained = data.rows
   assert Preprocessing.load(out) == trained.preprocessing
   found = json.loads((out / "preprocessor_config.json").read_bytes())
   with Image.open(trained.files[3]) as image:

@@ -47,7 +47,7 @@ def test_a_probe_finds_what_numpy_does_and_costs_little():
   assert all(len(found[f"activations_{x}"]) == 2 for x in ("amax", "kurtosis"))
   codes = {"mu": [], "nu": []}
   for name, all_codes in codes.items():
-    for leaf in jax.tree.leaves(getattr(state.optimizer, f"{name}_codes")):
+    for leaf in jax.tree.leaves(getattr(state.optimizer, name).codes):
       if leaf.dtype.itemsize == 1:
         all_codes.append(np.abs(np.asarray(leaf, np.float64)).ravel())
     values = np.concatenate(all_codes)
@@ -60,8 +60,8 @@ def test_a_probe_finds_what_numpy_does_and_costs_little():
     powers = [
       np.asarray(leaf)[np.asarray(amax) > 0].min() / 16
       for leaf, amax in zip(
-        jax.tree.leaves(getattr(state.optimizer, f"{name}_range")),
-        jax.tree.leaves(getattr(state.optimizer, f"{name}_amax")),
+        jax.tree.leaves(getattr(state.optimizer, name).range),
+        jax.tree.leaves(getattr(state.optimizer, name).amax),
         strict=True,
       )
       if leaf.ndim
@@ -95,14 +95,14 @@ def test_codes_are_those_of_all_states_that_an_optimizer_keeps(optimizer):
 
   def draw(path, leaf):
     name = jax.tree_util.keystr(path)
-    if "_codes" not in name or leaf.dtype.itemsize > 1:
+    if ".codes" not in name or leaf.dtype.itemsize > 1:
       return jnp.ones(leaf.shape, leaf.dtype)
     values = random.choice([0, 1, 448], leaf.shape)
-    drawn["mu" if "mu_codes" in name else "nu"].append(values.ravel())
+    drawn["mu" if "mu.codes" in name else "nu"].append(values.ravel())
     return jnp.asarray(values, leaf.dtype)
 
   stored = jax.tree.map_with_path(draw, state.optimizer)
-  found = watch.of_moments(optim.moment_codec(), stored)
+  found = watch.of_moments(stored)
   # AdamW, which steps Muon's tables, has second moments of them.
   kept = {name: x for name, x in drawn.items() if x}
   assert [*kept] == (["mu", "nu"] if optimizer == "coat_muon" else ["mu"])

@@ -46,17 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def write_digits(folder: Path) -> int:
-  """Writes the digits.
-
-  Args:
-    folder: To create.
-
-  Returns:
-    How many there are.
-
-  Raises:
-    ValueError: scikit-learn is not there, or the folder is.
-  """
+  """Writes the digits."""
   try:
     from sklearn import datasets
   except ImportError as error:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tokenizer of a checkpoint of transformers, and what else texts need.
+"""Reads the tokenizer of a Hugging Face folder, and its chat template.
 
 tokenizer.json          how a text becomes tokens
 tokenizer_config.json   the special tokens, and whether texts begin with one
@@ -7,11 +7,15 @@ generation_config.json  what ends a text; config.json says so too
 chat_template.jinja     see `data.chat`
 """
 
+import json
 from pathlib import Path
 from typing import Any
 
-from coat_jax.models.hf.config import CONFIG
+import numpy as np
+
 from coat_jax.models.hf.files import read_json
+from coat_jax.models.hf.keys import CONFIG
+from train.data.chat.documents import Documents
 from train.data.text import TokenizerText
 
 _TOKENIZER, _TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
@@ -20,7 +24,7 @@ _CONFIGS = (GENERATION, CONFIG)
 
 
 class FolderText(TokenizerText):
-  """As transformers reads a folder that it wrote.
+  """Tokenizes as transformers does from a folder that it wrote.
 
   A text begins with the token that the tokenizer's post-processor puts in front
   of it, or that tokenizer_config.json's `add_bos_token` says. It ends with any
@@ -29,16 +33,7 @@ class FolderText(TokenizerText):
   """
 
   def __init__(self, folder: Path, tokenizer: str | None = None):
-    """Reads the folder's files.
-
-    Args:
-      folder: Of the checkpoint.
-      tokenizer: A tokenizer.json in place of the folder's; its
-        tokenizer_config.json and chat template are beside it.
-
-    Raises:
-      FileNotFoundError, ValueError: one of these files is missing or damaged.
-    """
+    """Reads the folder's files."""
     path = folder / _TOKENIZER if tokenizer is None else Path(tokenizer)
     if tokenizer is None and not path.is_file():
       raise FileNotFoundError(
@@ -66,12 +61,7 @@ class FolderText(TokenizerText):
     return self._tokenizer.id_of(token)
 
   def _first_tokens(self, adds: Any, begin: int | None) -> tuple[int, ...]:
-    """What a text begins with.
-
-    Args:
-      adds: `add_bos_token`, which has the last word where it is there.
-      begin: The token it means, or None.
-    """
+    """Finds the tokens that a text begins with."""
     if isinstance(adds, bool) and begin is not None:
       return (begin,) if adds else ()
     ids, added = self._tokenizer.encode_with_special("a")
@@ -89,14 +79,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def read_ids(file: Path, name: str) -> list[int]:
-  """Reads the token ids that a key of a file has, one or a list of them.
-
-  Returns:
-    The ids; [] where there is no such file or key.
-
-  Raises:
-    ValueError: the key has something else.
-  """
+  """Reads the token ids under a key of a file; [] without file or key."""
   value = _read(file).get(name)
   found = value if isinstance(value, list) else [value]
   found = [x for x in found if x is not None]
@@ -106,3 +89,32 @@ def read_ids(file: Path, name: str) -> list[int]:
       f"{str(value)[:40]}; copy the file again"
     )
   return found
+
+
+_KEY = "eos_token_id"
+
+
+def write_stop_tokens(folder: Path, documents: Documents) -> None:
+  """Names the tokens that end turns in a folder's generation_config.json.
+
+  transformers stops at the tokens that this file names, without it at those of
+  config.json, and where that names none at the default of the model's class,
+  which for Llama is token 2; it does not ask the tokenizer. Nothing is written
+  where the tokens are named already, or where turns end with text.
+  """
+  text = FolderText(folder)
+  ends = {x for x in last_tokens(documents) if not text.decode([x])}
+  file = folder / GENERATION
+  named = file if file.is_file() else folder / CONFIG
+  if ends <= {*read_ids(named, _KEY)}:
+    return
+  found = json.loads(file.read_text("utf-8")) if file.is_file() else {}
+  found[_KEY] = sorted({*text.stop_tokens, *ends})
+  file.write_text(json.dumps(found, indent=2) + "\n", "utf-8")
+
+
+def last_tokens(documents: Documents) -> list[int]:
+  """Lists the tokens that the parts to be learned end with, each once."""
+  mask = documents.mask  # False for the first token of each document.
+  is_last = mask & ~np.append(mask[1:], False)
+  return np.unique(documents.tokens[is_last]).tolist()

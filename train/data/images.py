@@ -55,35 +55,21 @@ class BadImage(ValueError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Preprocessing:
-  """What is done to images.
+  """The settings by which an image becomes pixels."""
 
-  Attributes:
-    size: To which they are resized: height and width, or the shorter side.
-    crop: Height and width that are cut out of the middle then; None for all.
-    resample: Pillow's number of the filter.
-    scale: What 8-bit values are multiplied by.
-    mean: Of each channel, subtracted from scaled values.
-    std: Of each channel, which they are divided by.
-  """
-
+  # Height and width after resizing, or the shorter side.
   size: tuple[int, int] | int
+  # Height and width cut out of the middle then; None for no crop.
   crop: tuple[int, int] | None
-  resample: int
-  scale: float
+  resample: int  # Pillow's number of the filter.
+  scale: float  # Factor of 8-bit values.
+  # Per channel: scaled values minus mean, divided by std.
   mean: tuple[float, float, float]
   std: tuple[float, float, float]
 
   @classmethod
   def load(cls, folder: Path) -> "Preprocessing":
-    """Reads the settings of a checkpoint.
-
-    Args:
-      folder: With preprocessor_config.json, or processor_config.json with an
-        `image_processor` in it, as transformers 5 writes them.
-
-    Raises:
-      ValueError: neither is there, or one has what cannot be done here.
-    """
+    """Reads the settings of a checkpoint."""
     file = next((folder / x for x in _FILES if (folder / x).is_file()), None)
     if file is None:
       raise ValueError(
@@ -169,31 +155,14 @@ class Preprocessing:
     return size
 
   def check(self, file: Path) -> None:
-    """Checks what an image's header says, in the main thread.
-
-    Args:
-      file: Of the image.
-
-    Raises:
-      BadImage: it is none, or one that would not be read.
-    """
+    """Checks what an image's header says, in the main thread."""
     with warnings.catch_warnings():  # Of Pillow, that an image is too large.
       warnings.simplefilter("ignore", Image.DecompressionBombWarning)
       with _opened(file) as image:
         self._check_size(image)
 
   def read(self, file: Path) -> np.ndarray:
-    """Reads an image, in any thread.
-
-    Args:
-      file: Of the image, which `check` has accepted.
-
-    Returns:
-      f32 [3, H, W], with H and W of `shape`.
-
-    Raises:
-      BadImage: it is none, or damaged.
-    """
+    """Reads an image, in any thread."""
     with _opened(file) as image:
       width, height = self._check_size(image)
       try:

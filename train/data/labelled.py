@@ -17,6 +17,7 @@ import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 
@@ -33,37 +34,22 @@ _IN_MEMORY = 3 * 2**30
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Images:
-  """Images with their classes, read when they are needed.
+  """Images with their classes, read when they are needed."""
 
-  Attributes:
-    files: Of each image.
-    labels: int32 [images], the number of each one's class.
-    preprocessing: What is done to them.
-    seq: Tokens that a tower makes of one.
-    pixels: f32 [images, 3, H, W], or None where they are not kept.
-  """
+  has_padding: ClassVar[bool] = True
 
   files: Sequence[Path]
-  labels: np.ndarray
+  labels: np.ndarray  # int32 [images], the number of each one's class.
   preprocessing: Preprocessing
-  seq: int
+  seq: int  # Tokens per image.
+  # f32 [images, 3, H, W], or None where they are not kept.
   pixels: np.ndarray | None = None
 
   def __len__(self) -> int:
     return len(self.files)
 
   def read(self, row: int | None) -> dict[str, np.ndarray]:
-    """Reads an image.
-
-    Args:
-      row: Its number; None for what fills a batch up.
-
-    Returns:
-      `images` f32 [3, H, W] and `labels` int32 [], -1 of what is no image.
-
-    Raises:
-      BadImage: the file is damaged.
-    """
+    """Reads an image."""
     if row is None:
       pixels = np.zeros((3, *self.preprocessing.shape), np.float32)
       return {"images": pixels, "labels": np.asarray(-1, np.int32)}
@@ -89,21 +75,15 @@ class Images:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Labelled:
-  """A folder of images, divided.
+  """A folder of images, divided."""
 
-  Attributes:
-    classes: Their names, in the order of their numbers.
-    rows: Images to train on.
-    held_out: Images to evaluate.
-    fingerprint: Hash of names, classes and sizes of all files, of what is done
-      to them and, where they are in memory, of their pixels.
-    change_times: Hash of when files were changed, where they are not.
-  """
-
-  classes: tuple[str, ...]
-  rows: Images
-  held_out: Images
+  classes: tuple[str, ...]  # Names of the classes, by number.
+  rows: Images  # Images to train on.
+  held_out: Images  # Images to evaluate.
+  # Hash of the names, classes and sizes of all files, of the preprocessing and,
+  # if they are in memory, of the pixels.
   fingerprint: str
+  # Hash of when files were changed, if they are not in memory.
   change_times: str | None
 
 
@@ -115,21 +95,7 @@ def load_labelled(
   held_out: float,
   seed: int,
 ) -> Labelled:
-  """Reads a folder of images by class.
-
-  Args:
-    folder: As above.
-    preprocessing: What is done to them.
-    seq: Tokens that a tower makes of one.
-    held_out: Share of each class that is held out, at least one image, where
-      the folder does not say which are.
-    seed: By which these are drawn.
-
-  Raises:
-    ValueError: no such folder; fewer than two classes; a class without images;
-      held-out classes that are not trained on.
-    BadImage: a file is none.
-  """
+  """Reads a folder of images by class."""
   if not folder.is_dir():
     raise ValueError(
       "data: a folder with a folder of images for each class is needed, got "
@@ -169,14 +135,7 @@ def _read(
   seq: int,
   classes: tuple[str, ...] | None = None,
 ) -> tuple[tuple[str, ...], Images]:
-  """Reads the headers below a folder of classes.
-
-  Args:
-    start: The folder.
-    preprocessing: As above.
-    seq: As above.
-    classes: Those that are known; None to take all that are there.
-  """
+  """Reads the headers below a folder of classes."""
   found = sorted(
     x.name
     for x in start.iterdir()

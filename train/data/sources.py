@@ -68,14 +68,6 @@ def documents(path: str | None) -> Iterator[tuple[str, bytes]]:
 
   In a folder or glob, files with a zero byte near their start are not text and
   are skipped.
-
-  Args:
-    path: As for `find_files`; None is the source of Python's standard library
-      without its tests.
-
-  Raises:
-    FileNotFoundError: no text file there.
-    ValueError: a file named by itself is not text.
   """
   if path is None:
     root = Path(sysconfig.get_paths()["stdlib"])
@@ -108,16 +100,7 @@ def documents(path: str | None) -> Iterator[tuple[str, bytes]]:
 
 
 def check_ids(ids: np.ndarray, name: str, vocab_size: int) -> None:
-  """Checks that ids are in the vocabulary.
-
-  Args:
-    ids: Unsigned integers.
-    name: The file they came from.
-    vocab_size: The model's vocabulary.
-
-  Raises:
-    ValueError: one is not, with the largest and the file.
-  """
+  """Checks that ids are in the vocabulary."""
   largest = int(ids.max(initial=0))
   if largest >= vocab_size:
     raise ValueError(
@@ -128,18 +111,7 @@ def check_ids(ids: np.ndarray, name: str, vocab_size: int) -> None:
 
 
 def read_bytes(path: str | None, vocab_size: int) -> np.ndarray:
-  """Reads text as one id a byte.
-
-  Args:
-    path: As for `documents`.
-    vocab_size: The model's vocabulary; 256 holds any text.
-
-  Returns:
-    uint8, the files one after the other.
-
-  Raises:
-    FileNotFoundError, ValueError: as `documents` and `check_ids`.
-  """
+  """Reads text as one id a byte."""
   contents = []
   for name, content in documents(path):
     check_ids(np.frombuffer(content, np.uint8), name, vocab_size)
@@ -154,18 +126,6 @@ def read_tokenized(
 
   Bytes that are not UTF-8 become U+FFFD. A progress bar appears when this takes
   more than two seconds.
-
-  Args:
-    path: As for `documents`.
-    tokenizer_path: A `tokenizers` JSON file.
-    vocab_size: The model's vocabulary.
-
-  Returns:
-    uint16 where the ids allow it, else uint32.
-
-  Raises:
-    FileNotFoundError, ValueError: as `documents` and `check_ids`; no tokenizer
-      there, or it cannot be read.
   """
   tokenizer = Tokenizer(tokenizer_path)
   end_of_text = tokenizer.end_of_text

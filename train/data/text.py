@@ -16,20 +16,14 @@ from train.data.tokens import DataConfig
 
 
 class Text(abc.ABC):
-  """Encodes prompts and decodes what was generated.
+  """Encodes prompts and decodes what was generated."""
 
-  Attributes:
-    first_tokens: what a text begins with, in front of its own tokens.
-    stop_tokens: what ends a text.
-    prefix_token: what stands where a text has nothing in front; None if no
-      token is known for that.
-    chat: the template of a chat, or None.
-  """
-
+  # Tokens before those of a text.
   first_tokens: tuple[int, ...] = ()
-  stop_tokens: tuple[int, ...] = ()
+  stop_tokens: tuple[int, ...] = ()  # Tokens that end a text.
+  # The token before a text without context; None if none is known.
   prefix_token: int | None = None
-  chat: ChatTemplate | None = None
+  chat: ChatTemplate | None = None  # The chat template.
 
   @abc.abstractmethod
   def encode(self, text: str) -> list[int]:
@@ -40,12 +34,12 @@ class Text(abc.ABC):
     """Returns the text of tokens; what is no text becomes U+FFFD."""
 
   def encode_from_start(self, text: str) -> list[int]:
-    """As `encode`, with `first_tokens` unless the text has them itself."""
+    """Encodes a text and adds `first_tokens` unless it begins with them."""
     first, tokens = list(self.first_tokens), self.encode(text)
     return tokens if tokens[: len(first)] == first else first + tokens
 
   def decode_after(self, before: list[int], tokens: list[int]) -> str:
-    """As `decode`, of tokens after others.
+    """Decodes tokens that follow others.
 
     Many tokenizers leave the space out that the first word of a text has in
     front; here it is there.
@@ -75,14 +69,7 @@ class TokenizerText(Text):
   """Through a `tokenizers` JSON file."""
 
   def __init__(self, path: str):
-    """Reads the file, and special tokens and a chat template beside it.
-
-    Args:
-      path: Of tokenizer.json.
-
-    Raises:
-      FileNotFoundError, ValueError: one of these files cannot be read.
-    """
+    """Reads the file, and special tokens and a chat template beside it."""
     self._tokenizer = Tokenizer(path)
     self.chat = ChatTemplate.load(Path(path).expanduser().parent)
     self.prefix_token = self._tokenizer.end_of_text
@@ -101,15 +88,7 @@ class TokenizerText(Text):
 
 
 def open_text(data: DataConfig, tokenizer: str | None) -> Text:
-  """Opens what a run's data were tokenized with.
-
-  Args:
-    data: The run's.
-    tokenizer: A `tokenizers` JSON file in place of the run's; None for that.
-
-  Raises:
-    FileNotFoundError, ValueError: it cannot be read, or is not known.
-  """
+  """Opens what a run's data were tokenized with."""
   tokenizer = data.tokenizer if tokenizer is None else tokenizer
   if tokenizer is not None:
     return TokenizerText(tokenizer)

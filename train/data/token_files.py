@@ -1,13 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flat files of token ids, of which only what a batch needs is read.
+"""Flat files of token ids, read a batch at a time, and their fingerprints.
 
 Why not memory-mapped: where a file was cut short, or its disk fails, reading a
 map ends the process with SIGBUS, and no sentence says why.
+
+A fingerprint tells whether a resumed run reads the same tokens. Arrays in
+memory and files of up to 256 MiB in all are hashed whole. Of larger files,
+blocks of 64 KiB are hashed: the first and the last of each file, and 4096 at
+equal distances. So any change longer than that distance is seen, a shorter one
+may not be; `change_times` hints at those.
 """
 
 import dataclasses
 import functools
+import hashlib
+import itertools
 import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
@@ -16,19 +26,12 @@ from train.data import sources
 
 @dataclasses.dataclass(frozen=True)
 class TokenFile:
-  """A flat file of token ids; `len` and slices work as on an array.
-
-  Attributes:
-    path: The file.
-    dtype: Of its ids, uint16 or uint32.
-    size: How many ids it holds.
-    offset: Bytes before the first one.
-  """
+  """A flat file of token ids; `len` and slices work as on an array."""
 
   path: str
-  dtype: str
-  size: int
-  offset: int
+  dtype: str  # Of its ids, uint16 or uint32.
+  size: int  # Number of ids.
+  offset: int  # Bytes before the first one.
 
   @property
   def itemsize(self) -> int:
@@ -39,12 +42,7 @@ class TokenFile:
     return self.size
 
   def __getitem__(self, where: slice) -> np.ndarray:
-    """Reads ids, less than 2 GiB of them.
-
-    Raises:
-      OSError: the file cannot be read.
-      ValueError: it has become shorter.
-    """
+    """Reads ids, less than 2 GiB of them."""
     start, stop, _ = where.indices(self.size)
     wanted = max(stop - start, 0) * self.itemsize
     place = self.offset + start * self.itemsize
@@ -60,20 +58,7 @@ class TokenFile:
 
 
 def open_tokens(path: str, dtype: str) -> list[TokenFile]:
-  """Opens token files; their content is read when a slice of it is asked for.
-
-  Args:
-    path: As for `sources.find_files`; in a folder, files that end in .npy or
-      .bin.
-    dtype: uint16 or uint32. A NumPy header is checked against it, not needed.
-
-  Returns:
-    The files, sorted by path.
-
-  Raises:
-    FileNotFoundError: there is none.
-    ValueError: a file that cannot be a flat array of this dtype.
-  """
+  """Opens token files; content is read when a slice is asked for."""
   files = sources.find_files(path, suffixes=(".npy", ".bin"))
   _opened.cache_clear()  # There may be other files by these names now.
   return [_measured(str(file), dtype) for file in files]
@@ -123,3 +108,64 @@ class _Opened:
 @functools.lru_cache(maxsize=256)
 def _opened(path: str) -> _Opened:
   return _Opened(path)
+
+
+_BLOCK_BYTES, _BLOCKS = 1 << 16, 1 << 12
+# They hide the latency of disks.
+_THREADS = 16
+
+Parts = Sequence[np.ndarray | TokenFile]
+
+
+def fingerprint(parts: Parts) -> str:
+  """Hashes the stream of tokens that arrays or files are, one after another."""
+  sizes = [len(part) for part in parts]
+  if is_read_whole(parts):
+    sizes = [sum(sizes)]
+  digest = hashlib.sha256(str(sizes).encode())
+  with ThreadPoolExecutor(_THREADS) as pool:
+    for batch in itertools.batched(_blocks(parts), 4 * _THREADS):
+      for tokens in pool.map(lambda block: block[0][block[1]], batch):
+        digest.update(np.ascontiguousarray(tokens))
+  return f"2:{digest.hexdigest()[:32]}"
+
+
+def is_read_whole(parts: Parts) -> bool:
+  """Whether the fingerprint sees every token."""
+  return _distance(parts) == _BLOCK_BYTES
+
+
+def change_times(parts: Parts) -> str | None:
+  """Hashes when each file was changed last; None of what is read whole.
+
+  A copy of the same files has other times, so these are a hint only.
+  """
+  if is_read_whole(parts):
+    return None
+  times = [os.stat(part.path).st_mtime_ns for part in _files(parts)]
+  return hashlib.sha256(str(times).encode()).hexdigest()[:16]
+
+
+def _files(parts: Parts) -> list[TokenFile]:
+  return [part for part in parts if isinstance(part, TokenFile)]
+
+
+def _distance(parts: Parts) -> int:
+  """Bytes from the beginning of a block to that of the next one."""
+  size = sum(len(file) * file.itemsize for file in _files(parts))
+  return max(_BLOCK_BYTES, -(-size // _BLOCKS))
+
+
+def _blocks(parts: Parts) -> Iterator[tuple[np.ndarray | TokenFile, slice]]:
+  """Yields what is read of each part."""
+  distance = _distance(parts)
+  for part in parts:
+    if isinstance(part, np.ndarray):
+      yield part, slice(None)
+      continue
+    block = _BLOCK_BYTES // part.itemsize
+    starts = list(range(0, len(part), distance // part.itemsize))
+    if distance > _BLOCK_BYTES:
+      starts.append(max(len(part) - block, 0))
+    for start in starts:
+      yield part, slice(start, start + block)

@@ -31,14 +31,7 @@ class Tokenizer:
   """A `tokenizers` JSON file that was read."""
 
   def __init__(self, path: str):
-    """Reads the file.
-
-    Args:
-      path: Of the file.
-
-    Raises:
-      FileNotFoundError, ValueError: there is none, or it cannot be read.
-    """
+    """Reads the file."""
     file = read_path("data.tokenizer", path)
     if not file.is_file():
       raise FileNotFoundError(
@@ -83,11 +76,7 @@ class Tokenizer:
     self._whole.post_processor = None
 
   def encode_with_special(self, text: str) -> tuple[list[int], list[int]]:
-    """Returns ids, with what is put around a text, and which of them that is.
-
-    Args:
-      text: A short one.
-    """
+    """Returns ids with the special tokens around a text, and a mask of them."""
     with self._errors():
       encoding = self._whole.encode(text)
     return encoding.ids, encoding.special_tokens_mask
@@ -106,16 +95,10 @@ class Tokenizer:
   def encode_each(
     self, texts: Iterable[str], *, kept: int = 0
   ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Tokenizes texts, some at a time.
+    """Yields ids int32 [n] and character offsets int32 [n, 2] of each text.
 
-    Args:
-      texts: Of any length.
-      kept: Tokens that are kept of each: with up to 16 characters each they
-        are those of the whole text, wherever it is split.
-
-    Yields:
-      Of each: ids int32 [n], and where their characters begin and end,
-      int32 [n, 2].
+    The first `kept` tokens are those of the whole text, wherever it is split,
+    if they have at most 16 characters each.
     """
     ids, offsets = [], []
     pieces = (piece for text in texts for piece in self.split(text, kept=kept))
@@ -136,14 +119,9 @@ class Tokenizer:
   def split(
     self, text: str, *, kept: int = 0
   ) -> Iterator[tuple[str, int, bool]]:
-    """Splits a long text at line ends, and within no added token.
+    """Yields pieces of a text, where each begins, and whether it is the last.
 
-    Args:
-      text: The text.
-      kept: As for `encode_each`.
-
-    Yields:
-      Each piece, where it begins, and whether it is the last.
+    Pieces end at line ends and never inside an added token.
     """
     most = max(PIECE, 16 * kept)
     start, is_last = 0, False

@@ -14,7 +14,6 @@ kinds of data:
 import bisect
 import dataclasses
 import functools
-import hashlib
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -22,7 +21,7 @@ from typing import Literal
 
 import numpy as np
 
-from train.data import fingerprint, sources
+from train.data import sources, token_files
 from train.data.token_files import TokenFile, open_tokens
 
 _SAMPLES, _SAMPLE_TOKENS = 64, 4096
@@ -30,15 +29,15 @@ _SAMPLES, _SAMPLE_TOKENS = 64, 4096
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataConfig:
-  """Where tokens come from.
+  """Options of the data that tokens come from.
 
   Attributes:
-    path: A file, a folder (read recursively) or a glob; None is the source text
-      of Python's standard library.
-    tokenizer: A `tokenizers` JSON file for text; None reads bytes as ids.
-    dtype: What the files hold: text, or token ids of this type.
-    held_out: Share of the stream, at its end, that is kept for evaluation and
-      never trained on; at least one sequence is.
+    path: A file, a folder (read recursively) or a glob; None for the source
+      code of Python's standard library.
+    tokenizer: A `tokenizers` JSON file for text; None to use bytes as ids.
+    dtype: The content of the files: text, or token ids of this type.
+    held_out: Share of the stream to hold out for evaluation, at its end; at
+      least one sequence.
 
   Raises:
     ValueError: options that exclude each other, or a share outside (0, 1).
@@ -76,19 +75,13 @@ class DataConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class TokenSource:
-  """A flat stream of token ids below `vocab_size`; see `load_tokens`.
+  """A flat stream of token ids below `vocab_size`; see `load_tokens`."""
 
-  Attributes:
-    name: Where the tokens come from, for messages.
-    parts: Flat integer arrays, or files, one after the other.
-    vocab_size: Every id that is read is checked to be below it.
-    held_out: Share at the end that is kept for evaluation.
-  """
-
-  name: str
+  name: str  # Where the tokens come from, for messages.
+  # Flat integer arrays, or files, one after the other.
   parts: Sequence[np.ndarray | TokenFile]
-  vocab_size: int
-  held_out: float
+  vocab_size: int  # Every id that is read is checked to be below it.
+  held_out: float  # Share at the end that is kept for evaluation.
 
   @functools.cached_property
   def _ends(self) -> list[int]:
@@ -103,18 +96,7 @@ class TokenSource:
     return self._ends[-1] if self.parts else 0
 
   def read(self, start: int, stop: int) -> np.ndarray:
-    """Reads tokens `start` to `stop` of the stream.
-
-    Args:
-      start: First token, at least 0.
-      stop: One past the last token, at most `len(self)`.
-
-    Returns:
-      int32 [stop - start].
-
-    Raises:
-      ValueError: an id outside the vocabulary, with the file that holds it.
-    """
+    """Reads tokens `start` to `stop` of the stream."""
     tokens = np.empty(stop - start, np.int32)
     index = bisect.bisect_right(self._ends, start)
     done = 0
@@ -139,25 +121,12 @@ class TokenSource:
   @functools.cached_property
   def fingerprint(self) -> str:
     """A hash of the tokens; a resumed run must have the same."""
-    return fingerprint.fingerprint(self.parts)
+    return token_files.fingerprint(self.parts)
 
   @functools.cached_property
   def change_times(self) -> str | None:
     """A hash of the files' times, where the fingerprint does not see all."""
-    return fingerprint.change_times(self.parts)
-
-  def has_fingerprint(self, stored: str) -> bool:
-    """Whether a checkpoint's fingerprint, old or new, is of these tokens."""
-    if stored.startswith("2:"):
-      return stored == self.fingerprint
-    return stored == self._first_fingerprint()
-
-  def _first_fingerprint(self) -> str:
-    """That of version 0.1.0: length and samples."""
-    digest = hashlib.sha256(str(len(self)).encode())
-    for sample in self.samples():
-      digest.update(sample.tobytes())
-    return digest.hexdigest()[:16]
+    return token_files.change_times(self.parts)
 
   def train_size(self, seq_len: int) -> int:
     """Number of tokens before the held-out share, which ends the stream."""

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `train.evaluate` computes; each part can be called by itself.
+"""Parts of `train.evaluate`; each can be called by itself.
 
 scoring     log-probabilities of tokens after others
 documents   texts from files
 perplexity  of texts
-matching    whether a short answer is the expected one
-answering   conversations as a model sees them
 answers     of a model to the questions of conversations
 page        answers as HTML
 harness     lm-evaluation-harness over a `Decoder`, with the extra `eval`

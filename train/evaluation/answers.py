@@ -1,13 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model answers in conversations, and how well it predicts the answers.
+"""Asks a model the questions of conversations and scores the answers.
 
-Each turn of the assistant that is to be learned is a question: all in front of
-it, with the data's own answers to earlier ones, is the prompt, and the most
-probable token is taken, one after the other, until the answer ends. How well
-the data's answers are predicted is computed of all turns at once.
+Each turn of the assistant that is marked as a target is one question. The
+prompt is everything before that turn, with the data's own answers in earlier
+turns. The model always takes the most probable token, until the answer ends.
+The cross-entropy of the data's answers is computed for all turns at once.
+
+Short answers are compared as in VQA v2: in lower case, without punctuation,
+articles and line ends, and with numbers up to ten as digits. One thing differs:
+`vqaEval.py` of github.com/GT-Vision-Lab/VQA restores lost apostrophes; here
+apostrophes are ignored.
 """
 
 import itertools
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -15,69 +21,83 @@ from typing import NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from coat_jax.models import Decoder, VisionLanguageModel, generate
-from train.data.chat.documents import Documents
+from coat_jax.models import Decoder, ModelConfig, VisionLanguageModel, generate
+from train.conversations import open_images
+from train.data.chat.documents import Documents, load_documents
+from train.data.chat.encoder import ChatEncoder, open_template
 from train.data.text import Text
-from train.evaluation.matching import is_match, is_short
 from train.evaluation.perplexity import exp
 from train.evaluation.scoring import Request, Scorer
+from train.source import Source
+
+# Longer references hardly ever match exactly, so they are not compared.
+SHORT_WORDS = 5
+_PUNCTUATION = ';/[]"{}()=+\\_-><@`,?!'
+_ARTICLES = {"a", "an", "the"}
+_TENS = "zero one two three four five six seven eight nine ten".split()
+_NUMBERS: dict[str, str] = {
+  "none": "0",
+  **{word: str(number) for number, word in enumerate(_TENS)},
+}
+
+
+def normalized(answer: str) -> str:
+  """Puts an answer into the form that is compared."""
+  text = " ".join(answer.split())
+  has_thousands = re.search(r"\d,\d", text) is not None
+  out = text
+  for mark in _PUNCTUATION:
+    # Beside a space it is punctuation; else it is between two words.
+    is_beside = f"{mark} " in text or f" {mark}" in text
+    out = out.replace(mark, "" if is_beside or has_thousands else " ")
+  # A full stop, but not a decimal point.
+  out = re.sub(r"\.(?!\d)", "", out).lower()
+  out = re.sub("['\N{RIGHT SINGLE QUOTATION MARK}]", "", out)
+  words = (_NUMBERS.get(word, word) for word in out.split())
+  return " ".join(word for word in words if word not in _ARTICLES)
+
+
+def is_short(reference: str) -> bool:
+  """Whether a reference is a short answer, of 1 to `SHORT_WORDS` words."""
+  return 1 <= len(normalized(reference).split()) <= SHORT_WORDS
+
+
+def is_match(answer: str, reference: str) -> bool:
+  """Whether an answer is the reference, both `normalized`."""
+  return normalized(answer) == normalized(reference)
 
 
 class Question(NamedTuple):
-  """A turn that a model is asked for.
-
-  Attributes:
-    conversation: Its number.
-    prompt: The tokens in front of the turn.
-    new: Of them, those behind the turn before.
-    reference: The tokens of the turn in the data.
-  """
+  """A turn that a model is asked for."""
 
   conversation: int
-  prompt: list[int]
-  new: list[int]
-  reference: list[int]
+  prompt: list[int]  # All tokens before the turn.
+  new: list[int]  # Those of them after the turn before.
+  reference: list[int]  # The turn in the data.
 
 
 class Answer(NamedTuple):
-  """What a model answered, and what the data have.
-
-  Attributes:
-    conversation: Its number.
-    question: What is in front of the answer, behind the answer before.
-    reference: What the data have.
-    answer: What the model wrote.
-    images: Files of the conversation's images up to here.
-    is_short: Whether the reference is a short answer.
-    is_match: Whether the answer is the reference, by `matching.normalized`.
-  """
+  """An answer of the model, with the reference answer."""
 
   conversation: int
-  question: str
-  reference: str
-  answer: str
-  images: tuple[Path, ...]
-  is_short: bool
+  question: str  # The text since the last answer.
+  reference: str  # The answer in the data.
+  answer: str  # The model's answer.
+  images: tuple[Path, ...]  # Files of the conversation's images up to here.
+  is_short: bool  # Whether the reference is a short answer.
+  # Whether the answer is the reference, by `normalized`.
   is_match: bool
 
 
 class Answers(NamedTuple):
-  """What `ask` found.
-
-  Attributes:
-    conversations: That were read.
-    tokens: Of all answers of the data, predicted.
-    nats: Their cross-entropy together.
-    left_out: Questions that were not asked, for the prompt and an answer are
-      longer than the model sees.
-    answers: Of all others, in the data's order.
-  """
+  """All answers of a model, and how well it predicts the references."""
 
   conversations: int
-  tokens: int
-  nats: float
+  tokens: int  # Number of reference-answer tokens scored.
+  nats: float  # Their total cross-entropy.
+  # Questions not asked, because prompt and answer exceed the context length.
   left_out: int
-  answers: list[Answer]
+  answers: list[Answer]  # In the order of the data.
 
   @property
   def nats_per_token(self) -> float:
@@ -86,17 +106,17 @@ class Answers(NamedTuple):
 
   @property
   def perplexity(self) -> float:
-    """Of a token of the answers."""
+    """Perplexity per token of the reference answers."""
     return exp(self.nats_per_token)
 
   @property
   def short(self) -> int:
-    """How many references are short answers."""
+    """Number of references that are short answers."""
     return sum(answer.is_short for answer in self.answers)
 
   @property
   def exact_match(self) -> float | None:
-    """The share of short answers that match; None where there is none."""
+    """The share of short answers that match; None if there are none."""
     matches = sum(x.is_match for x in self.answers if x.is_short)
     return matches / self.short if self.short else None
 
@@ -111,26 +131,9 @@ def ask(
   batch: int = 8,
   limit: int | None = None,
 ) -> Answers:
-  """Asks a model all questions of conversations.
-
-  Args:
-    model: In recipe bf16, on one device.
-    text: Its tokenizer.
-    documents: The conversations, as the model sees them.
-    length: The most tokens that the model sees at a time.
-    max_tokens: Of an answer.
-    batch: Conversations, or questions, that are computed at once.
-    limit: Conversations to stop after; None for all.
-
-  Returns:
-    The counts, and the answers.
-
-  Raises:
-    ValueError: an image is damaged behind its header, or a number is outside
-      its range.
-  """
+  """Asks a model all questions of conversations."""
   count = min(len(documents), limit or len(documents))
-  # One size for all, so that there is one program for each length.
+  # The same size for all, so that each length needs only one program.
   slots = max((len(_images(documents, i)) for i in range(count)), default=0)
   tokens, nats = _score(model, documents, count, slots, length, batch)
   asked = [x for i in range(count) for x in questions(documents, i)]
@@ -140,12 +143,7 @@ def ask(
 
 
 def questions(documents: Documents, number: int) -> list[Question]:
-  """Lists the questions of a conversation.
-
-  Args:
-    documents: Of which it is.
-    number: Its own.
-  """
+  """Lists the questions of a conversation."""
   start, end = documents.starts[number : number + 2]
   tokens = documents.tokens[start:end].tolist()
   is_learned = np.r_[False, documents.mask[start:end], False]
@@ -197,7 +195,7 @@ def _generate(
   batch: int,
 ) -> list[Answer]:
   """The answer to each question."""
-  # Ends of turns, where they are tokens of their own.
+  # The ends of turns that are single tokens.
   ends = {question.reference[-1] for question in asked}
   ends = {token for token in ends if not text.decode([token])}
   stops = sorted({*text.stop_tokens, *ends})
@@ -205,7 +203,7 @@ def _generate(
   found: dict[int, Answer] = {}
   with tqdm(total=len(asked), desc="questions", unit="row", delay=2) as bar:
     for some in itertools.batched(order, batch):
-      # The last batch has as many rows as all, of which some do not count.
+      # The last batch has as many rows as the others; some are only padding.
       rows = [asked[i] for i in (*some, *some[:1] * (batch - len(some)))]
       pixels = None
       if slots:
@@ -256,7 +254,7 @@ def _images(documents: Documents, number: int) -> list:
 
 
 def _count(documents: Documents, question: Question) -> int:
-  """How many images are in front of an answer."""
+  """Counts the images before an answer."""
   if documents.images is None:
     return 0
   return documents.images.reader.count(np.asarray(question.prompt))
@@ -266,6 +264,37 @@ def _read(
   documents: Documents, number: int, count: int, slots: int
 ) -> np.ndarray:
   """The first images of a conversation, f32 [slots, 3, H, W]."""
-  assert documents.images is not None  # Else there are no slots.
+  assert documents.images is not None  # Otherwise there are no slots.
   images = documents.images.of(number)[:count]
   return documents.images.reader.read(images, slots=slots)
+
+
+def read_conversations(
+  source: Source,
+  files: list[str],
+  *,
+  length: int,
+  tokenizer: str | None = None,
+  template: str | None = None,
+  images: Path | None = None,
+) -> Documents:
+  """Reads conversations as a model sees them."""
+  file = Path(tokenizer or source.files / "tokenizer.json").expanduser()
+  if not file.is_file():
+    raise FileNotFoundError(
+      f"evaluate: conversations need a tokenizer.json, got none in "
+      f"{file.parent}; pass --tokenizer with one"
+    )
+  shape, reader = source.config, None
+  if not isinstance(shape, ModelConfig):
+    reader = open_images(source.files, shape, str(images or ""))
+  # A run keeps a template in the same folder as its tokenizer.
+  beside = file.parent if tokenizer else source.files
+  return load_documents(
+    files,
+    ChatEncoder(file, open_template(beside, template)),
+    seq=length,
+    vocab_size=source.decoder_config.vocab_size,
+    skip_bad=None,
+    images=reader,
+  )

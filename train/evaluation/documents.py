@@ -23,15 +23,7 @@ _COLUMNS = (".parquet", ".arrow", ".feather")
 
 
 def read_documents(path: str) -> Iterator[str]:
-  """Yields the documents of files, one after another.
-
-  Args:
-    path: A file, a folder (searched recursively) or a glob.
-
-  Raises:
-    FileNotFoundError, ValueError: there is none, or one that cannot be read;
-      the message has its name and line.
-  """
+  """Yields the documents of files, one after another."""
   for file in find_files(path):
     yield from _documents_of(file)
 

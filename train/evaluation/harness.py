@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""lm-evaluation-harness over a `Decoder`; needs the extra `eval`.
+"""Runs lm-evaluation-harness on a `Decoder`; needs the extra `eval`.
 
-What tasks ask for, by the harness's own rules for models of transformers: what
-is too long loses its beginning; an empty context is the token that texts begin
-or end with; text is cut at the first of the strings that end it. One thing is
-different: the first token of a text that is scored as a whole is in front of it
-once and not scored, where a tokenizer that puts it there itself makes two.
+It follows the harness's own rules for Hugging Face models: a context that is
+too long loses its beginning; an empty context becomes the token that texts
+begin or end with; generated text is cut at the first of its stop strings.
+
+One thing differs. A text that is scored as a whole gets one token before it,
+which is not scored. The harness would add a second one if the tokenizer already
+adds one.
 """
 
 import itertools
@@ -20,9 +22,9 @@ from train.data.text import Text
 from train.evaluation.perplexity import SORTED, prefix_token, windows
 from train.evaluation.scoring import Request, Scorer
 
-# Of generated tokens, unless a task says so.
+# Most tokens to generate, unless a task sets its own number.
 _MOST = 256
-# Names that tasks give it, the first that is there counts.
+# The names that tasks use for that number; the first one found is used.
 _MOST_NAMES = (
   "max_gen_toks",
   "max_new_tokens",
@@ -43,23 +45,23 @@ def harness(model: Decoder, text: Text, *, length: int, batch: int = 8) -> LM:
     model: A Decoder in recipe bf16, on one device.
     text: Its tokenizer.
     length: The most tokens that the model sees at a time.
-    batch: Rows that are computed at once.
+    batch: How many rows to compute at once.
 
   Returns:
     The model, for `lm_eval.simple_evaluate`.
 
   Raises:
-    ValueError: a number below 1, or a tokenizer without any token that could be
-      in front of a text.
+    ValueError: a number is below 1, or the tokenizer has no token that could
+      come before a text.
   """
   return DecoderLM(model, text, length=length, batch=batch)
 
 
 class DecoderLM(TemplateLM):
-  """What `harness` returns."""
+  """A model for lm-evaluation-harness; `harness` makes it."""
 
   def __init__(self, model: Decoder, text: Text, *, length: int, batch: int):
-    """As `harness`."""
+    """Makes the model; see `harness`."""
     super().__init__()
     self._model, self._text, self._batch = model, text, batch
     self._scorer = Scorer(model, length=length, batch=batch)
@@ -68,7 +70,7 @@ class DecoderLM(TemplateLM):
 
   @property
   def eot_token_id(self) -> int:
-    """What is in front of a text without a context."""
+    """The token before a text that has no context."""
     return self._prefix
 
   @property

@@ -61,17 +61,7 @@ _HEAD = """<!doctype html>
 
 
 def render(models: Sequence[tuple[str, Answers]]) -> str:
-  """Writes what models answered to the same questions.
-
-  Args:
-    models: One or two: the name of each, and what it answered.
-
-  Returns:
-    The page.
-
-  Raises:
-    ValueError: they were asked other questions.
-  """
+  """Writes what models answered to the same questions."""
   answers = [found.answers for _, found in models]
   asked = [
     [(each.conversation, each.reference) for each in column]

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How well a model predicts texts.
+"""Measures how well a model predicts texts.
 
-A text that is longer than the model's length is read in windows. Each is as
-long as the model allows and begins `stride` tokens after the one before; of it
-the tokens count that no window before had. With a stride of the whole length
-each token is read once, as in lm-evaluation-harness; a shorter one gives more
-context, and takes more windows.
+A text that exceeds the model's length is read in windows. Each window is as
+long as the model allows, begins `stride` tokens after the previous one, and
+counts only the tokens that no earlier window counted. With a stride of the
+whole length each token is read once, as in lm-evaluation-harness. A shorter
+stride gives more context, and needs more windows.
 
   length 4, stride 2      read      a b c d | c d e f | e f g h
                           counted   b c d e |     f g |     h i
@@ -30,21 +30,14 @@ SORTED = 64
 
 
 class Perplexity(NamedTuple):
-  """What `perplexity` counted.
+  """The counts that `perplexity` returns."""
 
-  Attributes:
-    documents: With at least one token.
-    tokens: That were predicted: all of them.
-    bytes: Of the texts in UTF-8.
-    words: Pieces between white space, as lm-evaluation-harness counts them.
-    nats: Cross-entropy of all tokens together.
-  """
-
-  documents: int
-  tokens: int
-  bytes: int
+  documents: int  # Documents with at least one token.
+  tokens: int  # All tokens; each is predicted.
+  bytes: int  # Size of the texts in UTF-8.
+  # Pieces between white space, as lm-evaluation-harness counts them.
   words: int
-  nats: float
+  nats: float  # Cross-entropy of all tokens together.
 
   @property
   def nats_per_token(self) -> float:
@@ -53,7 +46,7 @@ class Perplexity(NamedTuple):
 
   @property
   def perplexity(self) -> float:
-    """Of a token; depends on the tokenizer."""
+    """Perplexity per token, which depends on the tokenizer."""
     return exp(self.nats_per_token)
 
   @property
@@ -142,12 +135,7 @@ def perplexity(
 def windows(
   count: int, length: int, stride: int
 ) -> Iterator[tuple[int, int, int]]:
-  """Yields (start, middle, end) of windows: read before `middle`, counted from.
-
-  Args:
-    count: Tokens, of which the first is not predicted.
-    length, stride: As of `perplexity`.
-  """
+  """Yields (start, middle, end): tokens from `middle` on are counted."""
   done, step = 1, length
   while done < count:
     end = min(count, done + step)
@@ -166,14 +154,7 @@ def _joined(
 
 
 def prefix_token(text: Text) -> int:
-  """The token in front of a text that has nothing in front.
-
-  Args:
-    text: The tokenizer.
-
-  Raises:
-    ValueError: it has none that could be.
-  """
+  """Returns the token to put before a text that has no context."""
   if text.prefix_token is not None:
     return text.prefix_token
   if line_end := text.encode("\n"):

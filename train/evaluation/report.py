@@ -17,7 +17,7 @@ import coat_jax
 from train.evaluation.answers import Answers
 from train.evaluation.perplexity import Documents, Perplexity
 from train.run.metrics import format_number, format_table
-from train.run.save_error import save_errors
+from train.run.writing import save_errors
 
 _PACKAGES = ("jax", "tokenizers", "lm_eval", "datasets")
 
@@ -25,14 +25,7 @@ _PACKAGES = ("jax", "tokenizers", "lm_eval", "datasets")
 def text_row(
   data: str, kind: Documents, found: Perplexity, seconds: float
 ) -> dict[str, Any]:
-  """Builds the figures of a text.
-
-  Args:
-    data: Where it is.
-    kind: How documents were read.
-    found: From `perplexity`.
-    seconds: That it took, with what was compiled.
-  """
+  """Builds the figures of a text."""
   return {
     "data": data,
     "documents_are": kind,
@@ -46,11 +39,7 @@ def text_row(
 
 
 def text_table(rows: list[dict[str, Any]]) -> str:
-  """Aligns the figures of texts.
-
-  Args:
-    rows: From `text_row`, at least one.
-  """
+  """Aligns the figures of texts."""
   kind = rows[0]["documents_are"]
   header = [f"text, documents {kind}", "documents", "tokens", "nats/token"]
   header += ["perplexity", "bits/byte", "word perplexity"]
@@ -66,11 +55,7 @@ def text_table(rows: list[dict[str, Any]]) -> str:
 
 
 def task_rows(results: dict[str, Any]) -> list[dict[str, Any]]:
-  """Lists the metrics of tasks and groups.
-
-  Args:
-    results: From `lm_eval.simple_evaluate`, whose keys are `metric,filter`.
-  """
+  """Lists the metrics of tasks and groups."""
   rows = []
   # Groups have their tasks' names too.
   for task, found in {
@@ -99,11 +84,7 @@ def task_rows(results: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def task_table(rows: list[dict[str, Any]]) -> str:
-  """Aligns the metrics of tasks.
-
-  Args:
-    rows: From `task_rows`.
-  """
+  """Aligns the metrics of tasks."""
   return format_table(
     ["task", "metric", "filter", "examples", "shots", "value", "stderr"],
     [
@@ -115,12 +96,7 @@ def task_table(rows: list[dict[str, Any]]) -> str:
 
 
 def answer_row(found: Answers, seconds: float) -> dict[str, Any]:
-  """Builds the figures of answers in conversations, and lists all answers.
-
-  Args:
-    found: From `answers.ask`.
-    seconds: That it took, with what was compiled.
-  """
+  """Builds the figures of answers in conversations, and lists all answers."""
   return {
     "conversations": found.conversations,
     "tokens": found.tokens,
@@ -137,11 +113,7 @@ def answer_row(found: Answers, seconds: float) -> dict[str, Any]:
 
 
 def answer_figures(found: Answers) -> list[str]:
-  """Writes the figures of a model: those behind its name in a table.
-
-  Args:
-    found: What it answered.
-  """
+  """Formats the figures of a model for its row of a table."""
   match = found.exact_match
   return [
     f"{found.conversations:,}",
@@ -154,11 +126,7 @@ def answer_figures(found: Answers) -> list[str]:
 
 
 def answer_table(models: Sequence[tuple[str, Answers]]) -> str:
-  """Aligns the figures of models that were asked the same.
-
-  Args:
-    models: The name of each, and what it answered.
-  """
+  """Aligns the figures of models that were asked the same."""
   header = ["model", "conversations", "questions", "nats/token", "perplexity"]
   header += ["short answers", "exact match"]
   rows = [[name, *answer_figures(found)] for name, found in models]
@@ -186,15 +154,7 @@ def versions() -> dict[str, str]:
 
 
 def check_out(path: Path, option: str = "out") -> None:
-  """Checks that a file can be made, before anything is computed.
-
-  Args:
-    path: Of the file.
-    option: That names it.
-
-  Raises:
-    ValueError: it exists, or its folder does not.
-  """
+  """Checks that a file can be made, before anything is computed."""
   if os.path.lexists(path):
     raise ValueError(
       f"evaluate: --{option} must not exist, because nothing is replaced, got "
@@ -208,27 +168,14 @@ def check_out(path: Path, option: str = "out") -> None:
 
 
 def write(path: Path, report: dict[str, Any]) -> None:
-  """Writes a report as JSON, whole or not at all.
-
-  Args:
-    path: Of the file.
-    report: What it holds; numbers that are not finite become null.
-  """
+  """Writes a report as JSON, whole or not at all."""
   write_text(
     path, json.dumps(_finite(report), indent=2, allow_nan=False) + "\n"
   )
 
 
 def write_text(path: Path, text: str) -> None:
-  """Writes a file, whole or not at all.
-
-  Args:
-    path: Of the file.
-    text: What it holds.
-
-  Raises:
-    SaveError: it cannot be written.
-  """
+  """Writes a file, whole or not at all."""
   prefix, folder = f"{path.name}.unfinished.", path.absolute().parent
   with (
     save_errors(path),
@@ -240,7 +187,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def _finite(value: Any) -> Any:
-  """What JSON has, of values of NumPy's and of tasks' options too."""
+  """Converts values to JSON; NaN and infinity become null."""
   if isinstance(value, dict):
     return {str(key): _finite(x) for key, x in value.items()}
   if isinstance(value, list | tuple):

@@ -24,30 +24,20 @@ _SMALLEST_BUCKET = 64
 
 
 class Request(NamedTuple):
-  """Tokens whose probability is asked for.
+  """Tokens whose probability is asked for."""
 
-  Attributes:
-    context: Token ids in front, at least one.
-    continuation: Token ids that are scored, at least one.
-    images: f32 [I, C, H, W], those of the tokens, of as many as all requests
-      have; None for text. Such a row must fit as it is.
-  """
-
-  context: Sequence[int]
-  continuation: Sequence[int]
+  context: Sequence[int]  # Token ids before, at least one.
+  continuation: Sequence[int]  # Token ids that are scored, at least one.
+  # f32 [I, C, H, W], those of the tokens, of as many as all requests have; None
+  # for text. Such a row must fit as it is.
   images: np.ndarray | None = None
 
 
 class Score(NamedTuple):
-  """What a model says of a continuation.
+  """The score of a continuation."""
 
-  Attributes:
-    logprobs: f32 [n], of each of its tokens, in nats.
-    is_greedy: Whether each is the most probable one.
-  """
-
-  logprobs: np.ndarray
-  is_greedy: bool
+  logprobs: np.ndarray  # f32 [n], of each of its tokens, in nats.
+  is_greedy: bool  # Whether each is the most probable one.
 
   @property
   def total(self) -> float:
@@ -61,17 +51,7 @@ class Scorer:
   def __init__(
     self, model: Decoder | VisionLanguageModel, *, length: int, batch: int
   ):
-    """Makes it.
-
-    Args:
-      model: On one device. In an FP8 recipe a row's scores would depend on the
-        rows beside it; `train.source` reads models in recipe bf16.
-      length: The most tokens that the model sees at a time.
-      batch: Rows that are computed at once.
-
-    Raises:
-      ValueError: a number below 1.
-    """
+    """Makes it."""
     for name, value in (("length", length), ("batch", batch)):
       if value < 1:
         raise ValueError(
@@ -86,16 +66,6 @@ class Scorer:
     """Scores continuations, the longest rows first.
 
     Of what is too long for the model the beginning of the context is left out.
-
-    Args:
-      requests: Continuations with their contexts.
-
-    Returns:
-      The score of each, in their order.
-
-    Raises:
-      ValueError: one has no token, too many, or one that is not in the
-        vocabulary; or the model computes NaN.
     """
     rows = [self._row(request) for request in requests]
     found: dict[int, Score] = {}
@@ -176,17 +146,7 @@ def decoder_of(model: Decoder | VisionLanguageModel) -> Decoder:
 def _token_scores(
   graph: Any, params: Any, tokens: Array, images: Array | None
 ) -> tuple[Array, Array]:
-  """Scores each token after those before it.
-
-  Args:
-    graph, params: The model.
-    tokens: int32 [B, T + 1].
-    images: [B, I, C, H, W] of a VisionLanguageModel, or None.
-
-  Returns:
-    f32 and bool [B, T]: log-probabilities of tokens 1 to T, and whether each is
-    the most probable one. Logits of some positions are held at a time.
-  """
+  """Scores each token after those before it."""
   model = nnx.merge(graph, params)
   seen = () if images is None else (images,)
   hidden, targets = model(tokens[:, :-1], *seen), tokens[:, 1:]

@@ -34,17 +34,7 @@ class Tasks:
   """Tasks whose data are there."""
 
   def __init__(self, names: Sequence[str], folder: Path | None = None):
-    """Finds and loads tasks.
-
-    Args:
-      names: Of tasks, groups or tags; patterns with * too.
-      folder: With tasks of your own, in which paths of data are relative to
-        it; None for those of lm_eval alone.
-
-    Raises:
-      ValueError: lm_eval is not installed, a task is not known, or its data are
-        not on this machine.
-    """
+    """Finds and loads tasks."""
     if folder is not None and not folder.is_dir():
       raise ValueError(
         f"evaluate: --task-dir must be a folder, got {folder}; pass the one "
@@ -108,16 +98,7 @@ class Tasks:
   def run(
     self, lm: "LM", *, shots: int | None = None, limit: int | None = None
   ) -> dict[str, Any]:
-    """Runs the tasks.
-
-    Args:
-      lm: From `harness`.
-      shots: Examples in front of each question; None for each task's own.
-      limit: Examples of each task; None for all.
-
-    Returns:
-      What `lm_eval.simple_evaluate` returns.
-    """
+    """Runs the tasks."""
     import lm_eval
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)

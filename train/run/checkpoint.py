@@ -30,8 +30,7 @@ from jax.sharding import SingleDeviceSharding
 from orbax.checkpoint import args
 
 from train.run import checksums, processes
-from train.run.save_error import SaveError, first_line
-from train.run.writing import join_writers, quietly
+from train.run.writing import SaveError, first_line, join_writers, quietly
 from train.step import TrainState
 
 
@@ -39,14 +38,7 @@ class Checkpoints:
   """The checkpoints in one folder, which the first save creates."""
 
   def __init__(self, path: Path, *, keep: int):
-    """Opens the folder, which need not exist.
-
-    Args:
-      path: The folder, in that of the run.
-      keep: How many of the newest checkpoints stay when one is saved.
-
-    Until `close`, Orbax's and asyncio's loggers are silent: see `quietly`.
-    """
+    """Opens the folder, which need not exist."""
     self.path = path
     options = ocp.CheckpointManagerOptions(
       max_to_keep=keep,
@@ -75,23 +67,13 @@ class Checkpoints:
     batches: grain.DatasetIterator,
     description: dict,
   ) -> None:
-    """Copies the state off the device and returns; threads write it.
-
-    Args:
-      step: Steps done.
-      state: What to save.
-      batches: The iterator whose place is saved.
-      description: From `train.run.description.describe`.
-
-    Raises:
-      SaveError: it cannot be written, or the one before it was not.
-    """
+    """Copies the state off the device and returns; threads write it."""
     self.save_at(step, state, batches.get_state(), description)
 
   def save_at(
     self, step: int, state: TrainState, place: dict, description: dict
   ) -> None:
-    """As `save`, from the iterator's state instead of the iterator."""
+    """Saves, given the iterator's state instead of the iterator."""
     items = {
       name: args.StandardSave(tree) for name, tree in _array_items(state)
     }
@@ -108,30 +90,13 @@ class Checkpoints:
   def restore(
     self, step: int, abstract: TrainState, batches: grain.DatasetIterator
   ) -> TrainState:
-    """Restores a state and moves the iterator to where it was.
-
-    Args:
-      step: One of the checkpoints' steps.
-      abstract: Shapes, dtypes and shardings of the state; leaves without a
-        sharding go to one device.
-      batches: A fresh iterator over the same data, of this process.
-
-    Returns:
-      The state after `step` steps.
-
-    Raises:
-      ValueError: the checkpoint holds another state.
-    """
+    """Restores a state and moves the iterator to where it was."""
     state = restore_state(self.path, step, abstract)
     batches.set_state(_read_json(self.path, step, "data"))
     return state
 
   def set_aside(self, after: int) -> None:
-    """Renames checkpoints of later steps, which will be saved again.
-
-    Args:
-      after: The step that the run resumes from.
-    """
+    """Renames checkpoints of later steps, which will be saved again."""
     if processes.is_primary():
       for folder in _folders(self.path):
         if int(folder.name) > after or folder.name != str(int(folder.name)):
@@ -142,19 +107,11 @@ class Checkpoints:
     self._manager.reload()
 
   def wait(self) -> None:
-    """Waits until everything is written.
-
-    Raises:
-      SaveError: something was not.
-    """
+    """Waits until everything is written."""
     self._write(self._manager.wait_until_finished)
 
   def close(self) -> None:
-    """Waits until everything is written and closes the folder.
-
-    Raises:
-      SaveError: something was not.
-    """
+    """Waits until everything is written and closes the folder."""
     with self._opened:
       self._write(self._manager.close)
 
@@ -227,18 +184,9 @@ def latest_step(path: Path) -> int | None:
 
 
 def newest_whole_step(path: Path) -> tuple[int, list[str]]:
-  """Finds the newest undamaged checkpoint, reading all of its files.
+  """Finds the newest undamaged checkpoint and the damage of newer ones.
 
   One process reads; all get its answer.
-
-  Args:
-    path: The folder, with a checkpoint.
-
-  Returns:
-    Its step, and the damage of each newer one.
-
-  Raises:
-    ValueError: all are damaged, with the damage of each.
   """
   found, damaged = -1, []
   if processes.is_primary():

@@ -40,12 +40,6 @@ def find_damage(folder: Path) -> str | None:
 
   Only plain files in the folder are read: through a link or `..` it would be a
   device without an end, or a file of something else.
-
-  Args:
-    folder: The checkpoint's.
-
-  Returns:
-    Such as `params/d/1234 is not what was written`; None if all are whole.
   """
   own = set(_plain_files(folder))
   others = [name for name in _WRITTEN_LATER if os.path.lexists(folder / name)]

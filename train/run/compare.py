@@ -5,8 +5,9 @@ import dataclasses
 from collections.abc import Sequence
 
 from coat_jax.models.vision_language import VisionLanguageConfig
-from train import memory, plot
+from train import plot
 from train.config import TrainConfig
+from train.memory.count import residual_bytes
 from train.run import report
 from train.run.directory import RunDirectory
 from train.run.exits import say
@@ -42,11 +43,7 @@ def twins[Config: TrainConfig](config: Config) -> list[Config]:
 
 
 def finish(runs: Sequence[TrainConfig]) -> None:
-  """Prints the table of finished runs and draws their losses.
-
-  Args:
-    runs: The run and its twins.
-  """
+  """Prints the table of finished runs and draws their losses."""
   folders = [RunDirectory(config.out) for config in runs]
   names = [_name(config, runs[0]) for config in runs]
   read = [read_rows(folder.metrics) for folder in folders]
@@ -58,7 +55,7 @@ def finish(runs: Sequence[TrainConfig]) -> None:
     shape = config.model
     if isinstance(shape, VisionLanguageConfig):
       shape = shape.text
-    residuals = memory.residual_bytes(shape, recipe, tokens=config.seq)
+    residuals = residual_bytes(shape, recipe, tokens=config.seq)
     result["residuals"] = residuals["total"]
     results.append(result)
   print(_table(names, results))
@@ -80,7 +77,7 @@ def _table(names: list[str], results: list[dict[str, float]]) -> str:
   rows = []
   for key, words, form in _ROWS:
     values = [result.get(key) for result in results]
-    if all(value is None for value in values):  # Runs of an older version.
+    if all(value is None for value in values):
       continue
     row = [words, *(_cell(form, value) for value in values)]
     if has_twin:

@@ -1,30 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run learns from, and what only its command does with its folder.
+"""The interface between the training loop and a command's data.
 
 `train.loop` is the same for all commands; a command is a configuration and a
 `RunData`.
 """
 
-import abc
-from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar, Protocol
+import dataclasses
+from collections.abc import Iterable
+from typing import Any, Protocol
 
 import grain
 import jax
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
-from jax.typing import DTypeLike
 
 from train.config import TrainConfig
+from train.data.batches import (
+  Rows,
+  held_out_batches,
+  read_options,
+  to_iterator,
+  train_batches,
+)
 from train.run.directory import RunDirectory
-
-# A process's rows of a batch: arrays [rows, T + 1], or as `batch_shapes`.
-OwnRows = Mapping[str, np.ndarray]
 
 
 class Samples(Protocol):
-  """What a run writes after evaluations, for a person to look at."""
+  """Samples that a run writes after evaluations, for a person to read."""
 
   def write(self, step: int, params: Any) -> list[str]:
     """Generates with the parameters after a step; returns lines to print."""
@@ -35,68 +38,56 @@ class Samples(Protocol):
     ...
 
 
-class RunData[Config: TrainConfig](abc.ABC):
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class RunData[Config: TrainConfig]:
   """The data of a run.
 
   Attributes:
-    dtypes: Of the arrays [B, T + 1] of a batch, by the names by which the
-      `batch_of` of the run's `train.objective` takes them.
+    rows: Rows to train on, whose arrays have the names by which the `batch_of`
+      of the run's `train.objective` takes them.
+    held_out: Rows to evaluate.
     fingerprint: A hash of the data; a resumed run must have the same.
-    change_times: A hash of the files' times, where the fingerprint does not
-      see all; else None.
+    change_times: A hash of the files' times if the fingerprint does not read
+      all of them; else None.
+    threads: Threads that read batches ahead; 0 for data in memory.
   """
 
-  dtypes: ClassVar[Mapping[str, DTypeLike]]
-
-  @property
-  @abc.abstractmethod
-  def fingerprint(self) -> str: ...
-
-  @property
-  def change_times(self) -> str | None:
-    return None
-
-  def has_fingerprint(self, stored: str) -> bool:
-    """Whether a checkpoint's fingerprint is of these data."""
-    return stored == self.fingerprint
+  rows: Rows
+  held_out: Rows
+  fingerprint: str
+  change_times: str | None = None
+  threads: int = 0
 
   def batch_shapes(self, config: Config) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes of a batch of all processes, for data that are no tokens too."""
-    shape = config.batch, config.seq + 1
+    """Returns the shapes of a batch of all processes."""
     return {
-      name: jax.ShapeDtypeStruct(shape, dtype)
-      for name, dtype in self.dtypes.items()
+      name: jax.ShapeDtypeStruct((config.batch, *x.shape), x.dtype)
+      for name, x in self.rows.read(None).items()
     }
 
-  @abc.abstractmethod
   def train_batches(
-    self, config: Config, *, process_index: int, process_count: int
+    self, config: Config, **own_rows: int
   ) -> grain.DatasetIterator:
-    """Makes an endless iterator whose place is saved.
+    """Makes an endless iterator whose place is saved."""
+    found = train_batches(
+      self.rows, batch_size=config.batch, seed=config.seed, **own_rows
+    )
+    return to_iterator(found, threads=self.threads)
 
-    Args:
-      config: The run's.
-      process_index: Of this process's rows, from `processes.own_rows`.
-      process_count: Likewise.
-
-    Returns:
-      An iterator of dicts of this process's rows.
-
-    Raises:
-      ValueError: sizes that do not fit each other or the data.
-    """
-
-  @abc.abstractmethod
   def eval_batches(
-    self, config: Config, *, process_index: int, process_count: int
-  ) -> Iterable[OwnRows]:
-    """Makes the held-out batches, the same ones in every evaluation.
-
-    Args and Raises: as of `train_batches`.
-    """
+    self, config: Config, **own_rows: int
+  ) -> Iterable[dict[str, np.ndarray]]:
+    """Makes the held-out batches, the same ones in every evaluation."""
+    found = held_out_batches(
+      self.held_out,
+      batch_size=config.batch,
+      max_batches=config.eval_batches,
+      **own_rows,
+    )
+    return found.to_iter_dataset(read_options(self.threads))
 
   def keep_files(self, run: RunDirectory) -> None:
-    """Writes what belongs to the data into a run's new folder."""
+    """Writes files that belong to the data into a run's new folder."""
     del run
 
   def open_samples(
@@ -107,12 +98,5 @@ class RunData[Config: TrainConfig](abc.ABC):
     *,
     resumed_step: int,
   ) -> Samples | None:
-    """Opens what writes samples at evaluations; None where nothing does.
-
-    Args:
-      config: The run's.
-      graph: Its model without its weights.
-      mesh: Its devices, or None.
-      resumed_step: Steps done before.
-    """
+    """Opens a writer of samples at evaluations, or returns None."""
     del config, graph, mesh, resumed_step

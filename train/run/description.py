@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run says about itself, in config.json and in each checkpoint.
+"""The description of a run, stored in config.json and each checkpoint.
 
 It is the configuration and a fingerprint of the data, and decides whether a
 checkpoint may be continued.
@@ -22,7 +22,7 @@ _COMMANDS = {None: TrainConfig, "finetune": FinetuneConfig, "vit": VitConfig}
 
 
 class Fingerprinted(Protocol):
-  """What a description has of a run's data: see `train.run.data.RunData`."""
+  """The part of `train.run.data.RunData` that a description uses."""
 
   @property
   def fingerprint(self) -> str: ...
@@ -30,16 +30,9 @@ class Fingerprinted(Protocol):
   @property
   def change_times(self) -> str | None: ...
 
-  def has_fingerprint(self, stored: str) -> bool: ...
-
 
 def describe(config: TrainConfig, data: Fingerprinted) -> dict:
-  """Describes a run, for config.json and for checkpoints.
-
-  Args:
-    config: The run's.
-    data: What it learns from.
-  """
+  """Describes a run, for config.json and for checkpoints."""
   kinds = {kind: command for command, kind in _COMMANDS.items()}
   command = kinds[type(config)]
   return {
@@ -82,27 +75,13 @@ def _kind(description: dict) -> type[TrainConfig]:
 def check_same(
   where: Path, saved: dict, config: TrainConfig, data: Fingerprinted
 ) -> list[str]:
-  """Checks that a run can continue a checkpoint.
-
-  Args:
-    where: The checkpoint's folder, for messages.
-    saved: The description in it.
-    config: The run's that is to continue it; with `convert_state` its moments
-      may have another codec, and its weights another kind of storage.
-    data: What it learns from.
-
-  Returns:
-    What has changed and may, as `optim.lr: 0.001 -> 0.0005`.
-
-  Raises:
-    ValueError: the checkpoint is of another run, with each difference.
-  """
+  """Checks that a run can continue a checkpoint; returns allowed changes."""
   if _kind(saved) is not type(config):
     raise ValueError(
       f"resume: {where} is of train.{saved.get('command', 'pretrain')}; pass "
       "its options to that command, or another --out to start a run"
     )
-  before = _flatten(_with_new_options(saved["config"], type(config)))
+  before = _flatten(saved["config"])
   now = _flatten(dataclasses.asdict(config))
   changed = {
     name: f"{name}: {before.get(name)} -> {now.get(name)}"
@@ -118,7 +97,7 @@ def check_same(
     ]
 
   fixed, converted = changes("fixed"), changes("converted")
-  if not data.has_fingerprint(saved["fingerprint"]):
+  if saved["fingerprint"] != data.fingerprint:
     fixed.append("data: other tokens")
   if fixed or (converted and not config.convert_state):
     is_adam = config.optim.optimizer == "coat_adamw"  # Others stay as they are.
@@ -130,24 +109,12 @@ def check_same(
       "with, or another --out to start a run"
     )
   allowed = changes("converted", "reported")
-  if saved.get("change_times", data.change_times) != data.change_times:
+  if saved["change_times"] != data.change_times:
     allowed.append(
       "data: files were changed or copied since; the fingerprint is the same, "
       "but it does not read all of files this large"
     )
   return allowed
-
-
-def _with_new_options(values: dict, part: type) -> dict:
-  """Stored values of a dataclass; newer options have their defaults."""
-  values = dict(values)
-  for field in dataclasses.fields(part):
-    name = field.name
-    if name in values and (kind := part_of(field, values[name])):
-      values[name] = _with_new_options(values[name], kind)
-    elif name not in values and field.default is not dataclasses.MISSING:
-      values[name] = field.default
-  return values
 
 
 def _flatten(tree: dict, prefix: str = "") -> dict:

@@ -3,7 +3,7 @@
 
 config.json     the configuration; its presence makes a folder a run
 metrics.jsonl   see `metrics`
-samples.jsonl   see `train.samples`
+samples.jsonl   see `train.conversations`
 checkpoints/    see `checkpoint`
 plot.png        see `plot`
 profile/        see `profile`
@@ -29,7 +29,7 @@ from train.config import TrainConfig
 from train.options import read_path
 from train.run import checkpoint, processes, replacing
 from train.run.description import is_described
-from train.run.save_error import save_errors
+from train.run.writing import save_errors
 
 _CONTENTS = (
   "config.tmp",
@@ -82,7 +82,7 @@ class RunDirectory:
     return checkpoint.latest_step(self.checkpoints)
 
   def newest_whole_step(self) -> tuple[int, list[str]]:
-    """As `checkpoint.newest_whole_step`, of a run with a checkpoint."""
+    """Finds the newest undamaged checkpoint, and the damage of newer ones."""
     return checkpoint.newest_whole_step(self.checkpoints)
 
   def twin(self, name: str) -> "RunDirectory":
@@ -95,11 +95,7 @@ class RunDirectory:
     return [run for run in map(RunDirectory, found) if run.is_run()]
 
   def check(self, config: TrainConfig) -> None:
-    """Checks that the folder fits the configuration; changes nothing.
-
-    Raises:
-      ValueError: it does not, with what to do.
-    """
+    """Checks that the folder fits the configuration; changes nothing."""
     path, step = self.path, self.latest_step()
     if path.exists() and not path.is_dir():
       raise ValueError(
@@ -141,9 +137,6 @@ class RunDirectory:
     before they look into the folder. The operating system holds the lock and
     releases it when the process ends, however it does. A run that a command was
     replacing when it was killed is put back first.
-
-    Raises:
-      ValueError: `check` fails, or another command is in the folder.
     """
     with contextlib.ExitStack() as opened:
       if processes.is_primary():
@@ -197,9 +190,6 @@ class RunDirectory:
 
     Files of the replaced run are moved aside, nothing else in the folder, until
     `remove_replaced` or `put_back`.
-
-    Raises:
-      SaveError: the disk is full, say.
     """
     with save_errors(self.path):
       self.put_back()  # Twins are not claimed.

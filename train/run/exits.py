@@ -11,15 +11,15 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import jax
 
 from train.command_line import error_line
 from train.run import processes
-from train.run.save_error import SaveError
 from train.run.signals import SIGNALS, Signals
+from train.run.writing import SaveError
 
 
 class Stop(Exception):
@@ -29,13 +29,7 @@ class Stop(Exception):
   """
 
   def __init__(self, status: int, text: str, process: int = 0):
-    """Makes the exception.
-
-    Args:
-      status: The exit status.
-      text: What to print.
-      process: Index of the process that prints it.
-    """
+    """Makes the exception."""
     super().__init__(text)
     self.status, self.process = status, process
 
@@ -46,9 +40,6 @@ def stop_on_bad_input() -> Iterator[None]:
 
   The status is 1 where a file cannot be written. All processes stop where one
   of them does, so all must enter this.
-
-  Raises:
-    Stop: a ValueError or an OSError was raised inside, in any process.
   """
   fault = None
   try:
@@ -59,6 +50,17 @@ def stop_on_bad_input() -> Iterator[None]:
   for process, status in enumerate(statuses):
     if status:
       raise Stop(status, error_line(fault), process=process) from fault
+
+
+def read_or_stop[Item](items: Iterable[Item]) -> Iterator[Item]:
+  """Yields items; where reading one fails, all processes stop."""
+  items = iter(items)
+  while True:
+    with stop_on_bad_input():  # Images are read when a batch is.
+      item = next(items, None)
+    if item is None:
+      return
+    yield item
 
 
 def _status(error: Exception) -> int:
@@ -73,9 +75,6 @@ def stop_on_failure() -> Iterator[None]:
   One of several processes exits at once: the others do not know and wait for
   this process, and at a usual exit it would wait for them. Once it is gone JAX
   ends them too.
-
-  Raises:
-    Stop: the only process of a run failed.
   """
   try:
     yield
@@ -101,12 +100,6 @@ def stop_on_signal(out: Path) -> Iterator[None]:
   """Stops a command that writes, once what is half written is removed.
 
   Where nothing is removed, `Signals` stops at once. A second signal does here.
-
-  Args:
-    out: What it writes, for the message.
-
-  Raises:
-    Stop: SIGINT or SIGTERM came.
   """
   received = []
 
@@ -132,16 +125,7 @@ def stop_on_signal(out: Path) -> Iterator[None]:
 
 
 def exit_status(command: Callable[[], object], *, smaller: str) -> int:
-  """Runs a command that does not train, and prints its error as a sentence.
-
-  Args:
-    command: What it does once its command line was read.
-    smaller: What to do where there is too little memory.
-
-  Returns:
-    0; 1 where a file could not be written or there was too little memory; 2
-    where the input was wrong; or the status of a `Stop` that it raises.
-  """
+  """Runs a command that does not train, and prints its error as a sentence."""
   try:
     command()
   except Stop as stop:

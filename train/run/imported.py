@@ -1,37 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs whose first checkpoint was made elsewhere."""
+"""Finds checkpoints to convert, and makes runs of what was converted."""
 
 import contextlib
 from collections.abc import Callable
+from pathlib import Path
 
+from coat_jax.models.hf.whole import check_free
 from train import pretrained
 from train import step as steps
 from train.config import TrainConfig
 from train.data.batches import train_iterator
 from train.data.tokens import load_tokens
-from train.run.checkpoint import Checkpoints
-from train.run.description import describe
+from train.run.checkpoint import Checkpoints, read_description
+from train.run.description import configuration, describe
 from train.run.directory import RunDirectory
-from train.run.save_error import save_errors
-from train.run.writing import uninterrupted
+from train.run.writing import save_errors, uninterrupted
 from train.step import TrainState
 
 
 def create_run(
   config: TrainConfig, make: Callable[[TrainState], TrainState]
 ) -> int:
-  """Makes a folder a run with one checkpoint, on one device.
+  """Makes a run with one checkpoint, on one device; returns its step.
 
-  Args:
-    config: The run to make; with `overwrite` it replaces an existing one.
-    make: Function of the run's abstract state that gives its state. As many
-      batches are skipped as it has steps.
-
-  Returns:
-    The step that the run resumes from.
-
-  Raises:
-    ValueError: the folder holds a run; `config.resume` is set; or `make`'s.
+  `make` turns the run's abstract state into its state.
   """
   run = RunDirectory(config.out)
   if config.resume:  # `claimed` would let an existing run pass.
@@ -72,3 +64,22 @@ def create_run(
       failed.pop_all()  # It is saved.
     run.remove_replaced()
   return step
+
+
+def newest_checkpoint(run: Path, out: Path) -> tuple[Path, int, TrainConfig]:
+  """Finds a run's newest whole checkpoint: its folder, step, configuration."""
+  source = RunDirectory(run)
+  if source.latest_step() is None or not source.is_run():
+    raise ValueError(
+      f"export: {run} must hold a run with a checkpoint, got none; pass the "
+      "--out of a run"
+    )
+  check_free("export", out)
+  above = next(path for path in out.resolve().parents if path.exists())
+  if not above.is_dir():
+    raise ValueError(
+      f"export: {out} must be in a folder, got the file {above}; pass another"
+    )
+  step, _ = source.newest_whole_step()
+  description = read_description(source.checkpoints, step)
+  return source.checkpoints, step, configuration(description)

@@ -27,8 +27,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from train.run.save_error import save_errors
 from train.run.trackers import Tracker
+from train.run.writing import save_errors
 
 _SECONDS_BETWEEN_LINES = 10
 
@@ -44,14 +44,7 @@ class MetricsLog:
     is_silent: bool = False,
     trackers: Sequence[Tracker] = (),
   ):
-    """Opens the file.
-
-    Args:
-      path: The file; made if it is not there.
-      resumed_step: Lines of later steps are dropped.
-      is_silent: Write nothing, because another process does.
-      trackers: What gets the numbers too; closed with the file.
-    """
+    """Opens the file."""
     self._file, self._trackers = None, trackers
     if is_silent:
       return
@@ -118,14 +111,7 @@ class Progress:
   def __init__(
     self, name: str, *, steps: int, done: int, is_silent: bool = False
   ):
-    """Starts the clock.
-
-    Args:
-      name: The run's.
-      steps: Steps of the whole run.
-      done: Steps done before.
-      is_silent: Show nothing, because another process does.
-    """
+    """Starts the clock."""
     self._is_silent = is_silent
     self._name, self._steps, self._held_out = name, steps, ""
     self._done = self._first = done

@@ -40,9 +40,6 @@ def join() -> None:
   JAX_NUM_PROCESSES and JAX_PROCESS_ID.
 
   Where process 0 does not answer within five minutes JAX ends the process.
-
-  Raises:
-    ValueError: these are missing.
   """
   try:
     count, index = (
@@ -80,18 +77,9 @@ def gather_arrays[Tree](tree: Tree) -> Tree:
 
 
 def own_rows(sharding: NamedSharding | None, batch: int) -> dict[str, int]:
-  """Which sequences of a batch this process reads.
+  """Finds the rows of a batch that this process reads.
 
-  Args:
-    sharding: Of the batch, from `train.mesh.batch_sharding`.
-    batch: Sequences of the batch, of all processes.
-
-  Returns:
-    `process_index` and `process_count` for `train.data`. Processes whose
-    devices share sequences read the same ones and have the same index.
-
-  Raises:
-    ValueError: the sequences of two processes overlap only in part.
+  Processes whose devices share sequences read the same ones.
   """
   if sharding is None:
     return dict(process_index=0, process_count=1)
@@ -113,13 +101,7 @@ def own_rows(sharding: NamedSharding | None, batch: int) -> dict[str, int]:
 def to_devices(
   rows: np.ndarray, sharding: NamedSharding | None, batch: int
 ) -> jax.Array | np.ndarray:
-  """Puts a batch on the mesh.
-
-  Args:
-    rows: This process's rows [rows, ...] of it.
-    sharding: As for `own_rows`; None leaves the rows as they are.
-    batch: Sequences of the batch, of all processes.
-  """
+  """Puts a batch on the mesh."""
   if sharding is None:
     return rows
   shape = (batch, *rows.shape[1:])

@@ -17,13 +17,7 @@ class Profiler:
   """Traces the steps that `--profile` asks for."""
 
   def __init__(self, text: str, folder: Path, *, is_silent: bool = False):
-    """Reads what to trace; nothing is started yet.
-
-    Args:
-      text: The option; "" traces nothing.
-      folder: Of traces.
-      is_silent: Trace nothing, because another process does.
-    """
+    """Reads what to trace; nothing is started yet."""
     self._folder, self._is_on = folder, False
     count, wait = (0, 0) if is_silent else read_profile(text)
     # Counted from the run's start, or from where it was resumed.

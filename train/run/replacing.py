@@ -28,15 +28,7 @@ them back.
 
 
 def move_aside(folder: Path, names: Iterable[Path]) -> None:
-  """Moves an old run's files aside.
-
-  Args:
-    folder: The run's.
-    names: Its files and folders, relative to it.
-
-  Raises:
-    OSError: they cannot be moved; `put_back` moves back those that were.
-  """
+  """Moves an old run's files aside."""
   moving = _moving(folder)
   moving.mkdir(exist_ok=True)
   (moving / _README).write_text(_WORDS)
@@ -53,12 +45,7 @@ def is_aside(folder: Path) -> bool:
 
 
 def put_back(folder: Path, new: Iterable[Path]) -> None:
-  """Puts the old run back where it was, if one is aside.
-
-  Args:
-    folder: The run's.
-    new: Files and folders of the new run, which are removed.
-  """
+  """Puts the old run back where it was, if one is aside."""
   _finish_removing(folder)
   moving, aside = _moving(folder), folder / _NAME
   if (aside / _README).is_file():

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run reports: its sizes, and how well moments fit their codes."""
+"""Reports of a run: its sizes, and how well moments fit their codes."""
 
 import jax
 import numpy as np
 
+from coat_jax.optimizer.masks import is_encoded
 from coat_jax.optimizer.report import state_bytes, state_report
 from train import weights
 from train.config import TrainConfig
@@ -19,12 +20,7 @@ from train.step import (
 
 
 def describe_sizes(config: TrainConfig, params) -> str:
-  """Writes a line on what the options amount to.
-
-  Args:
-    config: The run's.
-    params: Its parameters, possibly abstract.
-  """
+  """Writes a line on what the options amount to."""
   count = sum(leaf.size for leaf in jax.tree.leaves(params))
   tokens = config.batch * config.seq
   state = state_bytes_per_param(config)
@@ -38,14 +34,7 @@ def describe_sizes(config: TrainConfig, params) -> str:
 
 
 def held_out_means(found: list[Evaluation]) -> dict[str, float]:
-  """Averages over the targets of held-out batches.
-
-  Args:
-    found: What was measured of each.
-
-  Returns:
-    `held_out_loss` in nats, and `held_out_accuracy` where they have one.
-  """
+  """Averages over the targets of held-out batches."""
   counts = [1 if x.targets is None else int(x.targets) for x in found]
 
   def mean(values: list) -> float:
@@ -60,16 +49,7 @@ def held_out_means(found: list[Evaluation]) -> dict[str, float]:
 
 
 def describe_rows(metrics: StepMetrics, tokens_per_s: float) -> dict:
-  """Counts what a step learned from, for its line in metrics.jsonl.
-
-  Args:
-    metrics: The step's.
-    tokens_per_s: Its speed, with padding.
-
-  Returns:
-    Of documents `targets`, `padding` and `unpadded_tokens_per_s`; {} of plain
-    tokens, which all are targets.
-  """
+  """Counts what a step learned from, for its line in metrics.jsonl."""
   if metrics.targets is None or metrics.padding is None:
     return {}
   padding = float(metrics.padding)
@@ -81,22 +61,10 @@ def describe_rows(metrics: StepMetrics, tokens_per_s: float) -> dict:
 
 
 def report_state(config: TrainConfig, state: TrainState) -> dict:
-  """Reports how well the moments fit their codes.
-
-  Args:
-    config: The run's, with report_state on.
-    state: Its state.
-
-  Returns:
-    A line for metrics.jsonl: `state`, from `coat_jax.state_report`, and for
-    codec coat `powers`: for each moment, how many groups have which power
-    k, in sixteenths. Groups of zeros have none.
-  """
+  """Reports how well the moments fit their codes."""
   codec = config.optim.moment_codec()
   state = processes.gather_arrays(state._replace(params=()))
-  row = {
-    "state": state_report(state.optimizer, codec=codec, reference=state.exact)
-  }
+  row: dict = {"state": state_report(state.optimizer, reference=state.exact)}
   if codec.name == "coat":
     row["powers"] = _count_powers(state)
   return row
@@ -108,12 +76,9 @@ def _count_powers(state: TrainState) -> dict[str, dict[int, int]]:
   counts = {}
   for name in ("mu", "nu"):
     total = np.zeros(256, np.int64)
-    trees = [
-      getattr(adam, f"{name}_{statistic}") for statistic in ("range", "amax")
-    ]
-    for power, amax in zip(*map(jax.tree.leaves, trees), strict=True):
-      if power.ndim:  # Leaves that stay f32 have a scalar.
-        used = np.asarray(power)[np.asarray(amax) > 0]
+    for encoded in getattr(adam, name).leaves():
+      if is_encoded(encoded):
+        used = np.asarray(encoded.range)[np.asarray(encoded.amax) > 0]
         total += np.bincount(used.ravel(), minlength=256)
     counts[name] = {int(k): int(total[k]) for k in np.flatnonzero(total)}
   return counts

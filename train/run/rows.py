@@ -20,15 +20,11 @@ MOMENTS = ("mu", "nu")
 
 
 class MetricsRows(NamedTuple):
-  """The lines of a metrics.jsonl.
+  """The lines of a metrics.jsonl."""
 
-  Attributes:
-    rows: Lines with their `step`; every value of a known key is what `metrics`
-      says it is, and is absent where it was not finite.
-    damaged: A sentence on what was left out; None where it was nothing.
-  """
-
+  # Lines that have a step, without values that make no sense or are not finite.
   rows: list[dict]
+  # A sentence on what was left out, or None.
   damaged: str | None
 
 
@@ -57,16 +53,7 @@ def read_rows(path: Path) -> MetricsRows:
 
 
 def summarize(rows: list[dict]) -> dict[str, float]:
-  """Condenses the lines of a run.
-
-  Args:
-    rows: From `read_rows`.
-
-  Returns:
-    train_loss (mean of the last 50 steps), held_out_loss, held_out_accuracy or
-    perplexity (of the held-out loss), tokens_per_s (median) and step_megabytes,
-    without those that the lines lack.
-  """
+  """Condenses the lines of a run."""
 
   def values(key: str) -> list[float]:
     return [row[key] for row in rows if key in row]

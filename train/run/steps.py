@@ -36,39 +36,18 @@ class StepsInFlight:
     tokens_a_step: int,
     leaf_names: Sequence[str],
   ):
-    """Begins with no step.
-
-    Args:
-      log: Gets a line for each step that is read.
-      progress: Shows it.
-      tokens_a_step: Of the whole batch.
-      leaf_names: Of the parameters, in the order of `StepMetrics.is_finite`.
-    """
+    """Begins with no step."""
     self._log, self._progress = log, progress
     self._tokens, self._leaf_names = tokens_a_step, leaf_names
     self._started: collections.deque[_Started] = collections.deque()
     self._last_end = 0.0
 
   def add(self, step: int, seconds: float, metrics: StepMetrics) -> None:
-    """Adds a step.
-
-    Args:
-      step: Its number.
-      seconds: `time.monotonic()` before its batch was made.
-      metrics: Its arrays, which may not be there yet.
-    """
+    """Adds a step."""
     self._started.append(_Started(step, seconds, metrics))
 
   def read(self, *, leave: int = 0) -> str | None:
-    """Waits for steps, logs and shows them.
-
-    Args:
-      leave: How many of the newest steps not to wait for.
-
-    Returns:
-      What is wrong with the first step whose loss or gradients are not finite,
-      after which no step is read; else None.
-    """
+    """Logs all steps but the newest few; returns the first fault, or None."""
     while len(self._started) > leave:
       if fault := self._read(self._started.popleft()):
         return fault

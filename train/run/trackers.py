@@ -40,11 +40,7 @@ class Tracker(Protocol):
 
 
 def check_installed(config: TrainConfig) -> None:
-  """Checks that the trackers of a run are installed.
-
-  Raises:
-    ValueError: one is not, with how to install it.
-  """
+  """Checks that the trackers of a run are installed."""
   for option, (package, command) in _PACKAGES.items():
     if getattr(config, option) and importlib.util.find_spec(package) is None:
       raise ValueError(
@@ -56,18 +52,7 @@ def check_installed(config: TrainConfig) -> None:
 def open_trackers(
   config: TrainConfig, path: Path, description: dict, *, resumed_step: int
 ) -> list[Tracker]:
-  """Opens the trackers that a run asks for.
-
-  Args:
-    config: The run's.
-    path: Its folder; event files go to `tensorboard`, Weights & Biases to
-      `wandb` there.
-    description: From `train.run.description.describe`.
-    resumed_step: Steps done before.
-
-  Raises:
-    ValueError: Weights & Biases refuses the run.
-  """
+  """Opens the trackers that a run asks for."""
   opened: list[Tracker] = []
   if config.tensorboard:
     opened.append(TensorBoard(path / "tensorboard", resumed_step=resumed_step))
@@ -80,13 +65,7 @@ class TensorBoard:
   """Event files for `tensorboard --logdir`."""
 
   def __init__(self, folder: Path, *, resumed_step: int):
-    """Opens an event file.
-
-    Args:
-      folder: Of the event files; a resumed run adds one.
-      resumed_step: Steps done before; later ones, which will be done again, are
-        taken off the files before.
-    """
+    """Opens an event file."""
     from tensorboardX import event_file_writer, summary
     from tensorboardX.proto import event_pb2
 
@@ -117,16 +96,7 @@ class WeightsAndBiases:
   """A run of `wandb`; its variables, as WANDB_PROJECT, say where."""
 
   def __init__(self, path: Path, name: str, description: dict):
-    """Starts the run, or goes on with it.
-
-    Args:
-      path: Of our run; its `wandb/id` names theirs.
-      name: That people see.
-      description: What it is filed under.
-
-    Raises:
-      ValueError: it could not be started.
-    """
+    """Starts the run, or goes on with it."""
     import wandb
 
     id_file = path / "wandb" / "id"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writing with Orbax: one sentence where it fails, and nothing half written."""
+"""Writing files: a sentence where it fails, and nothing half written."""
 
 import contextlib
 import functools
@@ -14,20 +14,33 @@ from typing import Any
 import orbax.checkpoint as ocp
 
 from coat_jax.models.hf.whole import check_free, written_whole
-from train.run.save_error import SaveError, first_line
+
+
+class SaveError(OSError):
+  """A file could not be written; what was saved before is unchanged."""
+
+
+@contextlib.contextmanager
+def save_errors(path: Path) -> Iterator[None]:
+  """Raises what the operating system refuses as an error that names a path."""
+  try:
+    yield
+  except SaveError:
+    raise
+  except OSError as error:
+    raise SaveError(
+      f"save: {path} must be written, got {first_line(error)}; make room, or "
+      "pass a folder on another disk"
+    ) from error
+
+
+def first_line(error: Exception) -> str:
+  line = str(error).strip().partition("\n")[0]
+  return f"{type(error).__name__} ({line[:1000]})"
 
 
 def write_tree(path: Path, tree: Any) -> None:
-  """Writes arrays as a checkpoint of Orbax, whole or not at all.
-
-  Args:
-    path: Folder to create.
-    tree: What `ocp.StandardCheckpointer` takes.
-
-  Raises:
-    ValueError: the folder exists, or another process is writing it.
-    SaveError: it cannot be written.
-  """
+  """Writes arrays as a checkpoint of Orbax, whole or not at all."""
   check_free("save", path)
   try:
     with quietly(), written_whole(path) as written:

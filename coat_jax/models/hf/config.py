@@ -1,17 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads a Hugging Face config.json into a `ModelConfig`, and writes it.
+"""Reads a Hugging Face config.json into a model's configuration, and writes it.
 
-There are three kinds of keys: numbers or choices of the model; keys that are
-known to have no effect on what it computes (`WITHOUT_EFFECT`); and all others,
-which are refused by name, since ignoring one could load a different model. A
-family is a row of `rows.CONFIGS`.
-
-transformers 5 writes RoPE's base into `rope_parameters` and the dtype as
-`dtype`; version 4 had `rope_theta`, `rope_scaling` and `torch_dtype`. We read
-both forms, and write both where they do not exclude each other.
+A LLaVA's `text_config` and `vision_config` are read like the config.json of
+their own models.
 """
 
-import dataclasses
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,297 +13,160 @@ import numpy as np
 
 from coat_jax.models.config import ModelConfig
 from coat_jax.models.hf.files import check_folder, read_json
-from coat_jax.models.hf.keys import DTYPE_KEYS, choose, dtype_of, refusal
-from coat_jax.models.hf.layer_types import (
-  LAYER_TYPES,
-  PATTERNS,
-  read_full_every,
-  write_layer_types,
+from coat_jax.models.hf.keys import (
+  CONFIG,
+  DTYPE_KEYS,
+  WITHOUT_EFFECT,
+  check_known,
+  choose,
+  dtype_of,
+  typed,
+  wrong,
 )
-from coat_jax.models.hf.rope import (
-  PARTIAL,
-  WINDOW_BASE,
-  read_rope,
-  read_ropes,
-  write_rope,
-  write_ropes,
+from coat_jax.models.hf.rows import CONFIGS
+from coat_jax.models.hf.text_config import (
+  parse_text_config,
+  write_text_config,
 )
-from coat_jax.models.hf.rows import CONFIGS, ConfigRow
-
-CONFIG = "config.json"
-
-
-# Keys of all families. Only keys that also have a default may be absent.
-_FIELDS = {
-  "num_hidden_layers": "num_layers",
-  "hidden_size": "d_model",
-  "intermediate_size": "d_ff",
-  "num_attention_heads": "num_heads",
-  "num_key_value_heads": "num_kv_heads",
-  "head_dim": "head_dim",
-  "vocab_size": "vocab_size",
-  "tie_word_embeddings": "tied_embeddings",
-}
-_DEFAULTS = {
-  "num_key_value_heads": None,
-  "head_dim": None,
-  "tie_word_embeddings": False,
-  "rms_norm_eps": 1e-6,
-  "clip_qkv": None,
-  "sliding_window": None,
-}
-# The context length of training.
-LONGEST = "max_position_embeddings"
-_FIXED = {
-  "hidden_act": "silu",
-  "attention_dropout": 0,
-  "is_encoder_decoder": False,
-  "add_cross_attention": False,
-}
-_FLOATS = (
-  *("rms_norm_eps", "clip_qkv", "layer_norm_epsilon"),
-  *("attn_logit_softcapping", "final_logit_softcapping"),
-  "router_aux_loss_coef",
+from coat_jax.models.hf.vision_config import (
+  VISION_TYPES,
+  parse_vision_config,
+  write_vision_config,
 )
-_CHOICES = ("tie_word_embeddings", "norm_topk_prob")
-_ROPE = ("rope_parameters", "rope_theta", "rope_scaling")
-WITHOUT_EFFECT = {
-  # Where the file comes from.
-  *("model_type", "architectures", "_name_or_path", "transformers_version"),
-  # Plain RoPE has no maximum position.
-  LONGEST,
-  # How new random weights are initialized.
-  "initializer_range",
-  # How transformers computes the model, or what its calls return.
-  *("pretraining_tp", "use_cache", "return_dict", "output_attentions"),
-  *("output_hidden_states", "torchscript", "_attn_implementation_autoset"),
-  *("use_bfloat16", "tf_legacy_loss", "chunk_size_feed_forward"),
-  # How text is generated.
-  *("bos_token_id", "eos_token_id", "pad_token_id", "do_sample"),
-  *("temperature", "top_k", "top_p", "max_length"),
-  # Keys of other tasks.
-  *("id2label", "label2id", "problem_type", "finetuning_task"),
+from coat_jax.models.vision.config import VisionConfig
+from coat_jax.models.vision_language import VisionLanguageConfig
+
+type AnyConfig = ModelConfig | VisionConfig | VisionLanguageConfig
+
+_TYPE, _ARCHITECTURE = "llava", "LlavaForConditionalGeneration"
+_TOKEN = "image_token_index"
+_SELECT = "vision_feature_select_strategy"
+_LAYER, _BIAS = "vision_feature_layer", "multimodal_projector_bias"
+_TIED = "tie_word_embeddings"
+# What transformers assumes if these keys are absent.
+_FIELDS: dict[str, Any] = {_TOKEN: 32000, _LAYER: -2, _BIAS: True}
+_FIXED = {"model_type": _TYPE, "projector_hidden_act": "gelu"}
+_KNOWN = {
+  *("text_config", "vision_config", "architectures", _SELECT, _TIED),
+  *("image_seq_length", "ignore_index", "vocab_size"),
+  *(*_FIELDS, *_FIXED, *DTYPE_KEYS, *WITHOUT_EFFECT),
+}
+# transformers' defaults, which a text_config may omit, as LLaVA 1.5's files do.
+# They are those of the 7B; the files state everything else.
+_LLAMA = {
+  "model_type": "llama",
+  "hidden_size": 4096,
+  "intermediate_size": 11008,
+  "num_hidden_layers": 32,
+  "num_attention_heads": 32,
+  "vocab_size": 32000,
 }
 
-# Classes that load models other than decoders, by model_type.
-_OTHER_CLASSES = {
-  "llava": "VisionLanguageModel",
-  "vit": "VisionTower",
-  "clip": "VisionTower",
-  "clip_vision_model": "VisionTower",
-  "siglip": "VisionTower",
-  "siglip_vision_model": "VisionTower",
-}
 
-
-def read_config(folder: Path) -> tuple[ModelConfig, np.dtype]:
-  """Reads the config.json of a checkpoint.
-
-  Args:
-    folder: the checkpoint's folder.
-
-  Returns:
-    The model's shape, and the dtype that the file states for its tensors.
-
-  Raises:
-    ValueError: the file is missing or damaged, or its model is not supported.
-  """
+def read_config(folder: Path) -> tuple[Any, np.dtype]:
+  """Reads a folder's config.json: the model's shape and its dtype."""
   check_folder(folder)
   return parse_config(folder / CONFIG, read_json(folder / CONFIG))
 
 
-def parse_config(file: Path, found: dict) -> tuple[ModelConfig, np.dtype]:
-  """Parses a file's content for `read_config`; `file` is for error messages."""
-  family = found.get("model_type")
-  row = CONFIGS.get(family) if isinstance(family, str) else None
-  if row is None or not isinstance(family, str):
-    remedy = "other families cannot be read yet"
-    if isinstance(family, str) and family in _OTHER_CLASSES:
-      remedy = f"pass model={_OTHER_CLASSES[family]}, which reads these"
-    raise ValueError(
-      f"load_hf: {file}: model_type must be one of {', '.join(CONFIGS)}, got "
-      f"{str(family)[:40]}; {remedy}"
-    )
-  architectures = found.get("architectures") or [row.architecture]
-  if architectures != [row.architecture]:
-    raise ValueError(
-      f"load_hf: {file}: architectures must be [{row.architecture}], got "
-      f"{str(architectures)[:80]}; only language models can be read"
-    )
-  fixed = row.of_all(_FIXED) | row.fixed
-  defaults = row.of_all(_DEFAULTS) | row.defaults
-  fields = row.of_all(_FIELDS) | row.fields
-  known = {*fields, *fixed, *row.ignored, *row.choices, *DTYPE_KEYS}
-  known |= WITHOUT_EFFECT.difference(row.lacks)
-  known |= {*_ROPE} if row.has_rope else set()
-  known |= {PARTIAL} if row.has_partial_rope else set()
-  known |= {LAYER_TYPES, *PATTERNS} if row.full_every else set()
-  known |= {WINDOW_BASE} if row.has_ropes else set()
-  found = _without_aliases(file, row, found)
-  for key, value in found.items():
-    if key not in known:
-      raise refusal(file, key, value, known)
-  for key, value in fixed.items():
-    got = found.get(key, defaults.get(key, value))
-    if (got or None) != (value or None) and not _is_all_full(key, got):
-      raise ValueError(
-        f"load_hf: {file}: {key} must be {value}, got {str(got)[:80]}; "
-        f"a {family} with another one cannot be had here yet"
-      )
-  missing = [key for key in fields if key not in {**defaults, **found}]
-  if missing:
-    raise ValueError(
-      f"load_hf: {file} must have {', '.join(missing)}; copy the file again"
-    )
-  values = {
-    field: _number(file, key, found.get(key, defaults.get(key)))
-    for key, field in fields.items()
+def parse_config(file: Path, found: dict) -> tuple[Any, np.dtype]:
+  """Parses a file's content; `file` is for error messages."""
+  parsers: dict[str, Callable[[Path, dict], AnyConfig]] = {
+    **dict.fromkeys(CONFIGS, parse_text_config),
+    **dict.fromkeys(VISION_TYPES, parse_vision_config),
+    _TYPE: _parse_llava,
   }
-  for key, (field, choices) in row.choices.items():
-    value = found.get(key, next(iter(choices)))
-    values[field] = choose(file, key, value, choices)
-  if row.has_ropes:
-    values |= read_ropes(file, found)
-  elif row.has_rope:
-    values |= read_rope(file, found, has_partial=row.has_partial_rope)
-  if row.full_every:
-    values["full_every"] = read_full_every(file, found, row.full_every)
-  return _model_config(file, family, values), dtype_of(file, found)
-
-
-def _without_aliases(file: Path, row: ConfigRow, found: dict) -> dict:
-  """Renames aliases, so that each key has a single name."""
-  found = dict(found)
-  for alias, key in row.aliases.items():
-    if alias not in found:
-      continue
-    value = found.pop(alias)
-    if found.setdefault(key, value) != value:
-      raise ValueError(
-        f"load_hf: {file}: {alias} must be {key}, which is {found[key]}, got "
-        f"{str(value)[:40]}; correct the one that is wrong"
-      )
-  return found
-
-
-def _number(file: Path, key: str, value: Any) -> Any:
-  """Checks a value's type; `ModelConfig` checks its range."""
-  is_choice = key in _CHOICES
-  allowed = (bool,) if is_choice else (int, float, type(None))
-  if type(value) in allowed:
-    return float(value) if key in _FLOATS and value is not None else value
-  kind = "true or false" if is_choice else "a number"
-  raise ValueError(
-    f"load_hf: {file}: {key} must be {kind}, got {str(value)[:40]}; copy the "
-    "file again"
-  )
-
-
-def _model_config(
-  file: Path, family: str, values: dict[str, Any]
-) -> ModelConfig:
-  if values.get("num_kv_heads") is None:
-    values["num_kv_heads"] = values["num_heads"]
-  multiple = CONFIGS[family].d_ff_multiple
-  if values["d_ff"] is None and multiple and type(values["d_model"]) is int:
-    values["d_ff"] = multiple * values["d_model"]
-  share = values.pop(PARTIAL, None)
-  try:
-    config = ModelConfig(family=family, **values)
-    if share is not None:  # Round as transformers does.
-      size = int(config.head_width * share)
-      config = dataclasses.replace(config, rotary_dim=size)
-  except ValueError as error:
-    raise ValueError(f"load_hf: {file}: {error}") from error
-  if config.head_dim == config.d_model / config.num_heads:
-    config = dataclasses.replace(config, head_dim=None)  # The canonical form.
-  if config.query_scalar == config.head_width:
-    config = dataclasses.replace(config, query_scalar=None)
-  return config
-
-
-def _is_all_full(key: str, value: Any) -> bool:
-  """Tells whether the file states that all layers attend to everything."""
-  return (
-    key == "layer_types"
-    and isinstance(value, list)
-    and all(each == "full_attention" for each in value)
-  )
+  parse = choose(file, "model_type", found.get("model_type"), parsers)
+  return parse(file, found), dtype_of(file, found)
 
 
 def write_config(
-  config: ModelConfig,
+  config: AnyConfig,
   dtype: np.dtype,
   like: dict | None = None,
   *,
   max_length: int | None = None,
+  labels: Sequence[str] | None = None,
 ) -> dict:
-  """Writes the config.json of a model.
+  """Writes the content of a config.json.
 
   Args:
     config: the model's shape.
     dtype: dtype of its tensors.
     like: a config.json of the same shape; its other keys are kept.
-    max_length: context length of its training, written if `like` has none and
-      positions are not learned; None to leave it out.
-
-  Returns:
-    The content of the file; transformers 4 and 5 read it alike.
+    max_length: context length of a decoder's training, written if `like` has
+      none and positions are not learned; None to leave it out.
+    labels: names of a tower's classes; None for those of `like`, or without
+      `like` for LABEL_0 and so on, as transformers names them.
 
   Raises:
-    ValueError: transformers has no model of this shape in this family.
+    ValueError: transformers has no model of this shape in this family, or the
+      number of different labels is not the number of classes.
   """
-  row = CONFIGS[config.family]
-  fixed = row.of_all(_FIXED) | row.fixed
-  found = {
-    "model_type": config.family,
-    "architectures": [row.architecture],
-    # Keys for which transformers assumes another value if they are absent.
-    **{
-      key: fixed[key] for key in ("hidden_act", *row.defaults) if key in fixed
-    },
-    **(like or {}),
+  if isinstance(config, ModelConfig):
+    return write_text_config(config, dtype, like, max_length=max_length)
+  if isinstance(config, VisionConfig):
+    return write_vision_config(config, dtype, like, labels=labels)
+  return _write_llava(config, dtype, like or {})
+
+
+def _parse_llava(file: Path, found: dict) -> VisionLanguageConfig:
+  for key, value in _FIXED.items():
+    if found.get(key, value) != value:
+      raise wrong(file, key, value, found[key], "others cannot be read yet")
+  check_known(file, found, _KNOWN)
+  values = {
+    key: typed(file, key, found.get(key, default), type(default))
+    for key, default in _FIELDS.items()
   }
-  for key, field in (row.of_all(_FIELDS) | row.fields).items():
-    value = getattr(config, field)
-    if field == "d_ff" and value == config.d_model * (row.d_ff_multiple or 0):
-      value = None
-    if value is not None or key in row.fields:
-      found[key] = value
-  found |= {alias: found[key] for alias, key in row.aliases.items()}
-  if "head_dim" in row.defaults:  # Otherwise transformers would assume another.
-    found["head_dim"] = config.head_width
-  if "query_pre_attn_scalar" in row.fields and config.query_scalar is None:
-    found["query_pre_attn_scalar"] = config.head_width
-  for key, (field, choices) in row.choices.items():
-    value = getattr(config, field)
-    names = [name for name, x in choices.items() if x == value]
-    if found.get(key) not in names:
-      found[key] = names[0]
-  if config.scaling is None:
-    found.pop("rope_scaling", None)
-  rope = config.rope_theta, config.scaling
-  if row.has_ropes:
-    found |= write_ropes(*rope, config.window_rope_theta)
-  elif row.has_rope:
-    share = None
-    if config.rotary_dim is not None and row.has_partial_rope:
-      share = config.rotary_dim / config.head_width
-    found.pop(PARTIAL, None)
-    found |= write_rope(*rope, share)
-  if row.full_every:
-    found |= write_layer_types(
-      config.full_every, config.window, config.num_layers
+  strategies = {x: x for x in ("default", "full")}
+  select = choose(file, _SELECT, found.get(_SELECT, "default"), strategies)
+  text, vision = (_part(file, found, x) for x in ("text", "vision"))
+  if text.get("model_type", "llama") == "llama":
+    text = _LLAMA | text
+  if _TIED in found:
+    text = {_TIED: found[_TIED]} | text
+  vision.pop("vocab_size", None)  # The size of the text model in training.
+  vision.setdefault("model_type", "clip_vision_model")
+  shapes = parse_text_config(file, text), parse_vision_config(file, vision)
+  for part in (text, vision):
+    dtype_of(file, part)
+  try:
+    return VisionLanguageConfig(
+      text=shapes[0],
+      vision=shapes[1],
+      image_token=values[_TOKEN],
+      feature_layer=values[_LAYER],
+      feature_select=select,
+      projector_bias=values[_BIAS],
     )
-  if max_length is not None and LONGEST not in row.lacks:
-    found.setdefault(LONGEST, max_length)
-  found |= dict.fromkeys(DTYPE_KEYS, dtype.name)
-  written, _ = parse_config(Path(CONFIG), found)
-  before = dataclasses.asdict(config)
-  for name, value in dataclasses.asdict(written).items():
-    if value != before[name]:
-      raise ValueError(
-        f"save_hf: a {config.family} of transformers has {name} {value}, got "
-        f"{before[name]}; it has no key for another one"
-      )
-  return found
+  except ValueError as error:
+    raise ValueError(f"load_hf: {file}: {error}") from error
+
+
+def _part(file: Path, found: dict, name: str) -> dict:
+  part = found.get(f"{name}_config", {})
+  if isinstance(part, dict):
+    return dict(part)
+  raise wrong(file, f"{name}_config", "an object", part)
+
+
+def _write_llava(
+  config: VisionLanguageConfig, dtype: np.dtype, like: dict
+) -> dict:
+  found = _FIXED | {"image_seq_length": config.tokens_each} | like
+  return found | {
+    "architectures": [_ARCHITECTURE],
+    _TOKEN: config.image_token,
+    _LAYER: config.feature_layer,
+    _SELECT: config.feature_select,
+    _BIAS: config.projector_bias,
+    _TIED: config.text.tied_embeddings,
+    "text_config": write_text_config(
+      config.text, dtype, like.get("text_config")
+    ),
+    "vision_config": write_vision_config(
+      config.vision, dtype, like.get("vision_config")
+    ),
+    **dict.fromkeys(DTYPE_KEYS, dtype.name),
+  }

@@ -19,6 +19,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from coat_jax.models.hf.keys import CONFIG
+
 MODEL = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 DTYPES = {
@@ -31,17 +33,16 @@ _LARGEST_HEADER = 100_000_000
 _MOST_DIGITS = 300
 
 
+def _refusal(
+  file: Path, rule: str, got: Any, remedy: str = "copy it again"
+) -> ValueError:
+  """Returns the error about a file that is not as `rule` states."""
+  return ValueError(f"load_hf: {file} must {rule}, got {got}; {remedy}")
+
+
 @dataclasses.dataclass(frozen=True)
 class StoredTensor:
-  """A tensor in a file.
-
-  Attributes:
-    file: the file.
-    name: by which the file has it.
-    dtype: its dtype.
-    shape: its shape.
-    offset: position of its first byte in the file.
-  """
+  """A tensor in a file; `offset` is the position of its first byte."""
 
   file: Path
   name: str
@@ -50,39 +51,23 @@ class StoredTensor:
   offset: int
 
   def read(self, index: Any = ...) -> np.ndarray:
-    """Reads a part of it; the file stays mapped while the result is in use.
-
-    Args:
-      index: a basic index of NumPy.
-    """
+    """Reads the part at a NumPy index; the file stays mapped meanwhile."""
     mapped = np.memmap(self.file, self.dtype, "r", self.offset, self.shape)
     return np.asarray(mapped[index])
 
 
 def read_json(file: Path) -> dict:
-  """Reads a file that holds a JSON object.
-
-  Raises:
-    ValueError: it cannot be read, or does not hold a JSON object.
-  """
+  """Reads a file; raises ValueError unless it holds a JSON object."""
   try:
     return _parse_object(file.read_bytes())
   except (OSError, ValueError) as error:
     reason = getattr(error, "strerror", None) or str(error)
-    raise ValueError(
-      f"load_hf: {file} must hold a JSON object, got {reason}; copy the whole "
-      "folder of the checkpoint again"
-    ) from error
+    remedy = "copy the whole folder of the checkpoint again"
+    raise _refusal(file, "hold a JSON object", reason, remedy) from error
 
 
 def _parse_object(data: bytes) -> dict:
-  """Parses a JSON object in which no name occurs twice.
-
-  Whole numbers must be ones that a float holds, which some fields become.
-
-  Raises:
-    ValueError: the data is something else.
-  """
+  """Parses a JSON object; raises ValueError if a name occurs twice."""
 
   def pairs(found):
     names = [name for name, _ in found]
@@ -106,33 +91,22 @@ def _parse_object(data: bytes) -> dict:
 
 
 def check_folder(folder: Path) -> None:
-  """Checks that a folder may be a checkpoint's.
-
-  Raises:
-    ValueError: it is not a folder, or it is empty.
-  """
+  """Raises ValueError if a folder cannot hold a checkpoint."""
   if folder.is_dir() and any(folder.iterdir()):
     return
   got = "a file" if folder.is_file() else "nothing of that name"
   got = "an empty folder" if folder.is_dir() else got
-  raise ValueError(
-    f"load_hf: {folder} must be a folder with config.json and {MODEL}, got "
-    f"{got}; pass the folder that save_pretrained of transformers wrote"
-  )
+  remedy = "pass the folder that save_pretrained of transformers wrote"
+  raise _refusal(folder, f"be a folder with {CONFIG} and {MODEL}", got, remedy)
 
 
 def split_experts(
   tensors: dict[str, StoredTensor],
 ) -> dict[str, StoredTensor]:
-  """Names each expert's tensors where a file has all of a layer in one.
+  """Names each expert's tensors if a file has all of a layer in one.
 
-  Args:
-    tensors: by name; `experts.gate_up_proj` [E, 2 F, D], gate first, and
-      `experts.down_proj` [E, D, F] hold several experts.
-
-  Returns:
-    The same tensors, with these two replaced by
-    `experts.0.gate_proj.weight` [F, D] and so on.
+  `experts.gate_up_proj` [E, 2 F, D], gate first, and `experts.down_proj`
+  [E, D, F] become `experts.0.gate_proj.weight` [F, D] and so on.
   """
   found = {}
   for name, x in tensors.items():
@@ -151,17 +125,7 @@ def split_experts(
 
 
 def open_tensors(folder: Path) -> dict[str, StoredTensor]:
-  """Reads the headers of a checkpoint's files.
-
-  Args:
-    folder: a folder with `model.safetensors`, or with shards and their index.
-
-  Returns:
-    The tensors by name; their values are not read yet.
-
-  Raises:
-    ValueError: there are no such files, or they are damaged.
-  """
+  """Reads the headers of a checkpoint's files: its tensors by name."""
   check_folder(folder)
   if (folder / MODEL).is_file():
     return read_header(folder / MODEL)
@@ -173,29 +137,26 @@ def open_tensors(folder: Path) -> dict[str, StoredTensor]:
     got = (
       f"{min(pickles).name}, a pickle, which may run any code when it is read"
     )
-  raise ValueError(
-    f"load_hf: {folder} must hold {MODEL} or {INDEX}, got {got}; save the "
-    "model again with save_pretrained of transformers, which writes safetensors"
+  remedy = (
+    "save the model again with save_pretrained of transformers, which writes "
+    "safetensors"
   )
+  raise _refusal(folder, f"hold {MODEL} or {INDEX}", got, remedy)
 
 
 def _open_shards(folder: Path) -> dict[str, StoredTensor]:
   index = folder / INDEX
   places = read_json(index).get("weight_map")
   if not isinstance(places, dict) or not places:
-    raise ValueError(
-      f"load_hf: {index} must have a weight_map from tensors to files, got "
-      f"{str(places)[:40]}; copy the file again"
-    )
+    rule = "have a weight_map from tensors to files"
+    raise _refusal(index, rule, str(places)[:40])
   files = list(dict.fromkeys(map(str, places.values())))
   for name in files:
     # The name must have no folder, so that nothing outside the folder is read.
     is_name = name.endswith(".safetensors") and name.isprintable()
     if not is_name or Path(name).name != name or "\\" in name:
-      raise ValueError(
-        f"load_hf: {index} must name files of its folder, got {name[:80]!r}; "
-        "shards are called NAME.safetensors, without folders"
-      )
+      remedy = "shards are called NAME.safetensors, without folders"
+      raise _refusal(index, "name files of its folder", repr(name[:80]), remedy)
     if not (folder / name).is_file():
       raise ValueError(
         f"load_hf: {index} names {name}, which is not in the folder; copy all "
@@ -205,10 +166,9 @@ def _open_shards(folder: Path) -> dict[str, StoredTensor]:
   for name in files:
     for tensor, stored in read_header(folder / name).items():
       if places.get(tensor) != name:
-        raise ValueError(
-          f"load_hf: {index} must name the file of each tensor, got {tensor} "
-          f"in {name} and {places.get(tensor)} in the index; copy both again"
-        )
+        got = f"{tensor} in {name} and {places.get(tensor)} in the index"
+        rule = "name the file of each tensor"
+        raise _refusal(index, rule, got, "copy both again")
       found[tensor] = stored
   if missing := places.keys() - found.keys():
     raise ValueError(
@@ -219,32 +179,19 @@ def _open_shards(folder: Path) -> dict[str, StoredTensor]:
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
-  """Reads where the tensors of a file are.
-
-  Args:
-    file: a safetensors file.
-
-  Returns:
-    The tensors by name.
-
-  Raises:
-    ValueError: the file was cut short, or is not a safetensors file.
-  """
+  """Reads where the tensors of a safetensors file are, by name."""
   size = file.stat().st_size
   with file.open("rb") as opened:
     length = int.from_bytes(opened.read(8), "little")
     if size < 8 or length > min(size - 8, _LARGEST_HEADER):
-      raise ValueError(
-        f"load_hf: {file} must be a whole file of safetensors, got {size} "
-        f"bytes with a header of {length}; copy it again"
-      )
+      got = f"{size} bytes with a header of {length}"
+      raise _refusal(file, "be a whole file of safetensors", got)
     try:
       header = _parse_object(opened.read(length))
     except ValueError as error:
-      raise ValueError(
-        f"load_hf: {file} must begin with a header of JSON, got {error}; it is "
-        "no file of safetensors, or damaged: copy it again"
-      ) from error
+      remedy = "it is no file of safetensors, or damaged: copy it again"
+      rule = "begin with a header of JSON"
+      raise _refusal(file, rule, error, remedy) from error
   header.pop("__metadata__", None)
   start, found, ranges = 8 + length, {}, []
   for name, entry in header.items():
@@ -263,10 +210,8 @@ def _entry(
   kind, shape = entry.get("dtype"), entry.get("shape")
   offsets = entry.get("data_offsets")
   if isinstance(kind, str) and kind not in DTYPES:
-    raise ValueError(
-      f"load_hf: {file} must hold tensors of {', '.join(DTYPES)}, got {name} "
-      f"of {kind}; save the model in one of these dtypes"
-    )
+    rule, remedy = ", ".join(DTYPES), "save the model in one of these dtypes"
+    raise _refusal(file, f"hold tensors of {rule}", f"{name} of {kind}", remedy)
   dtype = DTYPES.get(kind) if isinstance(kind, str) else None
   is_place = _are_counts(offsets) and len(offsets) == 2
   if dtype is not None and _are_counts(shape) and is_place:
@@ -274,10 +219,9 @@ def _entry(
     if end - begin == dtype.itemsize * math.prod(shape) > 0:
       stored = StoredTensor(file, name, dtype, tuple(shape), start + begin)
       return stored, begin, end
-  raise ValueError(
-    f"load_hf: {file} must say dtype, shape and place of each tensor, got "
-    f"{name}: {str(entry)[:80]}; the header is damaged: copy the file again"
-  )
+  rule = "say dtype, shape and place of each tensor"
+  got = f"{name}: {str(entry)[:80]}"
+  raise _refusal(file, rule, got, "the header is damaged: copy it again")
 
 
 def _are_counts(values: Any) -> bool:
@@ -291,14 +235,10 @@ def _check_ranges(file: Path, ranges: list, size: int) -> None:
   place = 0
   for begin, end in ranges:
     if begin != place:
-      raise ValueError(
-        f"load_hf: {file} must hold tensors one after another, got one from "
-        f"byte {begin} where {place} was due; the header is damaged: copy the "
-        "file again"
-      )
+      got = f"one from byte {begin} where {place} was due"
+      remedy = "the header is damaged: copy it again"
+      raise _refusal(file, "hold tensors one after another", got, remedy)
     place = end
   if place != size:
-    raise ValueError(
-      f"load_hf: {file} must hold {place} bytes of tensors, got {size}; it was "
-      "cut short, or damaged: copy it again"
-    )
+    remedy = "it was cut short, or damaged: copy it again"
+    raise _refusal(file, f"hold {place} bytes of tensors", size, remedy)

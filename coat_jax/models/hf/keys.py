@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Handles single keys of a config.json: what values mean, which are refused."""
+"""Checks single keys of a config.json.
+
+There are three kinds of keys: numbers or choices of the model; keys that are
+known to have no effect on what it computes (`WITHOUT_EFFECT`); and all others,
+which are refused by name, since ignoring one could load a different model.
+"""
 
 import difflib
 from pathlib import Path
@@ -8,32 +13,72 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+CONFIG = "config.json"
+# transformers 5 writes the first, version 4 the second.
 DTYPE_KEYS = ("dtype", "torch_dtype")
+# The context length of training.
+LONGEST = "max_position_embeddings"
+WITHOUT_EFFECT = {
+  # Where the file comes from.
+  *("model_type", "architectures", "_name_or_path", "transformers_version"),
+  # Plain RoPE has no maximum position.
+  LONGEST,
+  # How new random weights are initialized.
+  "initializer_range",
+  # How transformers computes the model, or what its calls return.
+  *("pretraining_tp", "use_cache", "return_dict", "output_attentions"),
+  *("output_hidden_states", "torchscript", "_attn_implementation_autoset"),
+  *("use_bfloat16", "tf_legacy_loss", "chunk_size_feed_forward"),
+  # How text is generated.
+  *("bos_token_id", "eos_token_id", "pad_token_id", "do_sample"),
+  *("temperature", "top_k", "top_p", "max_length"),
+  # Keys of other tasks.
+  *("id2label", "label2id", "problem_type", "finetuning_task"),
+}
+_TYPES = {bool: "true or false", int: "a whole number", float: "a number"}
+_COPY = "copy the file again"
+
+
+def wrong(
+  file: Path, key: str, rule: str, got: Any, remedy: str = _COPY
+) -> ValueError:
+  """Returns the error about a key whose value is not what `rule` states."""
+  return ValueError(
+    f"load_hf: {file}: {key} must be {rule}, got {str(got)[:80]}; {remedy}"
+  )
 
 
 def choose(file: Path, key: str, value: Any, choices: dict[str, Any]) -> Any:
   """Translates a value; raises ValueError if it is not one of `choices`."""
   if isinstance(value, str) and value in choices:
     return choices[value]
-  raise ValueError(
-    f"load_hf: {file}: {key} must be one of {', '.join(choices)}, got "
-    f"{str(value)[:40]}; a model with another one cannot be had here yet"
-  )
+  remedy = "a model with another one cannot be had here yet"
+  raise wrong(file, key, f"one of {', '.join(choices)}", value, remedy)
 
 
-def refusal(file: Path, key: str, value: Any, known: set) -> ValueError:
-  """Returns the error about an unknown key."""
-  if key == "quantization_config":
-    return ValueError(
-      f"load_hf: {file}: {key} is of weights that another library quantized; "
-      "pass the checkpoint that they were made from, in BF16, F16 or F32"
+def typed(file: Path, key: str, value: Any, kind: type) -> Any:
+  """Checks that a value is a bool, int or float; an int may be a float."""
+  if type(value) is kind or (kind is float and type(value) is int):
+    return kind(value)
+  raise wrong(file, key, _TYPES[kind], value)
+
+
+def check_known(file: Path, found: dict, known: set[str]) -> None:
+  """Raises ValueError if a file has another key than the known ones."""
+  for key, value in found.items():
+    if key in known:
+      continue
+    if key == "quantization_config":
+      raise ValueError(
+        f"load_hf: {file}: {key} is of weights that another library quantized; "
+        "pass the checkpoint that they were made from, in BF16, F16 or F32"
+      )
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.85)
+    meant = f"did you mean {near[0]}? " if near else ""
+    raise ValueError(
+      f"load_hf: {file}: {key} is not supported, got {str(value)[:40]}; {meant}"
+      "if it changes nothing of what the model computes, take it out of a copy"
     )
-  near = difflib.get_close_matches(key, known, n=1, cutoff=0.85)
-  meant = f"did you mean {near[0]}? " if near else ""
-  return ValueError(
-    f"load_hf: {file}: {key} is not supported, got {str(value)[:40]}; {meant}"
-    "if it changes nothing of what the model computes, take it out of a copy"
-  )
 
 
 def dtype_of(file: Path, found: dict) -> np.dtype:
@@ -41,8 +86,6 @@ def dtype_of(file: Path, found: dict) -> np.dtype:
   names = [found[key] for key in DTYPE_KEYS if found.get(key) is not None]
   name = names[0] if names else "float32"
   if name not in ("float32", "bfloat16", "float16"):
-    raise ValueError(
-      f"load_hf: {file}: dtype must be float32, bfloat16 or float16, got "
-      f"{str(name)[:40]}; save the model in one of these"
-    )
+    rule = "float32, bfloat16 or float16"
+    raise wrong(file, "dtype", rule, name, "save the model in one of these")
   return np.dtype(jnp.dtype(name))

@@ -1,122 +1,88 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layouts: how the tensors of a checkpoint are arranged in a parameter."""
+"""How the tensors of a checkpoint are laid out in a parameter.
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+How a parameter is cut into matrices decides it: each tensor is one matrix, in
+PyTorch usually transposed, or one tensor has all of them one after another.
+Packing only moves values, so it is exact in both directions and every dtype.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax.numpy as jnp
-from jax import P
+import numpy as np
+from jax import Array, P
 
-from coat_jax.models.config import ModelConfig
-from coat_jax.models.hf.pack import (
-  pack_gate_up,
-  pack_qkv,
-  unpack_gate_up,
-  unpack_qkv,
-)
-
-
-class Layout(NamedTuple):
-  """Converts tensors to a parameter and back.
-
-  Attributes:
-    pack: `(config, *tensors) -> parameter`; only moves values.
-    unpack: `(config, parameter) -> tensors`, the inverse of `pack`.
-    is_transposed: whether the parameter's last axis is first in the tensors.
-    is_of_experts: whether the parameter's first axis is experts, each with its
-      own tensors.
-  """
-
-  pack: Callable[..., Any]
-  unpack: Callable[[Any, Any], tuple]
-  is_transposed: bool = True
-  is_of_experts: bool = False
-
-  def spec(self, spec: P) -> P:
-    """Returns the tensors' sharding if the parameter is sharded by `spec`."""
-    spec = P(*spec[1:]) if self.is_of_experts else spec
-    if self.is_transposed and len(spec) > 1:
-      return P(spec[-1], spec[0])
-    return spec
-
-
-SAME = Layout(lambda _, x: x, lambda _, x: (x,), is_transposed=False)
-TRANSPOSED = Layout(lambda _, x: x.T, lambda _, x: (x.T,))
-QKV = Layout(
-  lambda config, *qkv: pack_qkv(*qkv, num_kv_heads=config.num_kv_heads),
-  lambda config, qkv: unpack_qkv(
-    qkv, num_heads=config.num_heads, num_kv_heads=config.num_kv_heads
-  ),
-)
-GATE_UP = Layout(
-  lambda _, gate, up: pack_gate_up(gate, up),
-  lambda _, gate_up: unpack_gate_up(gate_up),
-)
-
-
-QKV_OF_PHI = Layout(
-  lambda config, qkv: pack_qkv(
-    *_split_rows(config, qkv), num_kv_heads=config.num_kv_heads
-  ),
-  lambda config, qkv: (
-    jnp.concatenate(
-      unpack_qkv(
-        qkv, num_heads=config.num_heads, num_kv_heads=config.num_kv_heads
-      )
-    ),
-  ),
-)
-EXPERTS_GATE_UP = Layout(
-  lambda _, *x: jnp.stack(list(map(pack_gate_up, x[::2], x[1::2]))),
-  lambda _, x: tuple(y for each in x for y in unpack_gate_up(each)),
-  is_of_experts=True,
-)
-EXPERTS_TRANSPOSED = Layout(
-  lambda _, *x: jnp.stack([each.T for each in x]),
-  lambda _, x: tuple(each.T for each in x),
-  is_of_experts=True,
-)
-GATE_UP_OF_PHI = Layout(
-  lambda _, x: pack_gate_up(*jnp.split(x, 2)),
-  lambda _, gate_up: (jnp.concatenate(unpack_gate_up(gate_up)),),
-)
-
-
-def _split_rows(config: ModelConfig, qkv: Any) -> list:
-  """Splits rows [(N + 2 K) H, D] into q, k and v."""
-  n, k = config.num_heads, config.num_kv_heads
-  width = qkv.shape[0] // (n + 2 * k)
-  return jnp.split(qkv, [n * width, (n + k) * width])
-
-
-# GPT-2's kernels are [inputs, outputs], like ours; q, k and v are in sequence.
-QKV_OF_GPT2 = Layout(
-  lambda config, qkv: pack_qkv(
-    *jnp.split(qkv.T, 3), num_kv_heads=config.num_kv_heads
-  ),
-  lambda config, qkv: (
-    jnp.concatenate(
-      unpack_qkv(
-        qkv, num_heads=config.num_heads, num_kv_heads=config.num_kv_heads
-      )
-    ).T,
-  ),
-  is_transposed=False,
+from coat_jax.optimizer.matrices import (
+  MatrixSplit,
+  join_matrices,
+  split_matrices,
 )
 
 
 class Row(NamedTuple):
-  """The tensors of a parameter.
+  """The tensors of one parameter, of one layer if layers are stacked.
 
-  In a name, `{i}` stands for the layer's index and `{e}` for that of an expert.
+  Attributes:
+    names: one name per matrix, or one for all. `{i}` stands for the layer's
+      index, and `{e}` for an expert's.
+    is_transposed: whether tensors are [outputs, inputs], as in PyTorch.
+    shape: the tensor's shape, if it has more axes than the parameter.
   """
 
-  layout: Layout
   names: tuple[str, ...]
+  is_transposed: bool = False
+  shape: tuple[int, ...] | None = None
 
-  def of_layer(self, config: Any, i: int) -> list[str]:
+  @property
+  def is_of_experts(self) -> bool:
+    """Whether each expert has its own tensors."""
+    return "{e}" in self.names[0]
+
+  def of_layer(self, i: int, num_experts: int | None) -> list[str]:
     """Lists the tensors' names in layer `i`, expert by expert."""
-    count = config.num_experts if self.layout.is_of_experts else 1
-    return [
-      name.format(i=i, e=e) for e in range(count or 1) for name in self.names
-    ]
+    count = (num_experts or 1) if self.is_of_experts else 1
+    return [name.format(i=i, e=e) for e in range(count) for name in self.names]
+
+  def spec(self, spec: P) -> P:
+    """Returns the tensors' sharding if the parameter is sharded by `spec`."""
+    spec = P(*spec[1:]) if self.is_of_experts else spec
+    return P(spec[-1], spec[0]) if self.is_transposed else spec
+
+  def pack(
+    self,
+    tensors: Sequence[Array],
+    shape: tuple[int, ...],
+    split: MatrixSplit | None,
+  ) -> Array:
+    """Makes a parameter of `shape` from its tensors."""
+    if split is None:
+      (x,) = tensors
+      own = shape[::-1] if self.is_transposed else shape
+      return x.reshape(own).T if self.is_transposed else x.reshape(own)
+    if self.is_transposed:
+      tensors = [x.T for x in tensors]
+    if len(tensors) == 1:  # It may have all matrices in its columns.
+      widths = [split.groups * width for width in split.parts] or [shape[-1]]
+      ends = np.cumsum(widths * (tensors[0].shape[-1] // sum(widths)))
+      tensors = jnp.split(tensors[0], ends[:-1].tolist(), axis=-1)
+    return join_matrices(tensors, split, shape)
+
+  def unpack(self, x: Array, split: MatrixSplit | None) -> list[Array]:
+    """Inverts `pack`."""
+    found = [x] if split is None else split_matrices(x, split)
+    if len(self.names) == 1 and not self.is_of_experts:
+      found = [jnp.concatenate(found, axis=-1)]
+    if self.is_transposed:
+      found = [x.T for x in found]
+    return [x.reshape(self.shape or x.shape) for x in found]
+
+
+def plain(*names: str) -> Row:
+  """A parameter with the axes of its tensors."""
+  return Row(names)
+
+
+def kernel(*names: str) -> Row:
+  """A kernel of which the tensors are the transposed matrices."""
+  return Row(names, is_transposed=True)

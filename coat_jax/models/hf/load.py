@@ -12,7 +12,7 @@ import functools
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,76 +24,57 @@ from jax.typing import DTypeLike
 
 from coat_jax.checks import check_float_dtype, check_kind
 from coat_jax.layers.module import recipe_of
-from coat_jax.models import specs
 from coat_jax.models.config import ModelConfig
 from coat_jax.models.decoder import Decoder
-from coat_jax.models.hf.config import CONFIG, read_config
+from coat_jax.models.hf.config import AnyConfig, read_config
 from coat_jax.models.hf.files import (
   StoredTensor,
   open_tensors,
   split_experts,
 )
-from coat_jax.models.hf.llava_config import read_llava_config
+from coat_jax.models.hf.keys import CONFIG
 from coat_jax.models.hf.tensors import (
   IGNORED_ENDS,
   PREFIXES,
   TENSORS,
-  AnyConfig,
   Section,
-  is_stacked,
   parts,
-  path_of,
   sections,
 )
-from coat_jax.models.hf.vision_config import read_vision_config
 from coat_jax.models.hf.vision_tensors import of_tower
+from coat_jax.models.params import (
+  is_stacked,
+  mesh_axes,
+  param_shardings,
+  path_of,
+)
 from coat_jax.models.stack import Store, stored_in
-from coat_jax.models.vision import VisionConfig, VisionTower
-from coat_jax.models.vision_language import VisionLanguageModel
+from coat_jax.models.vision.config import VisionConfig
+from coat_jax.models.vision.tower import VisionTower
+from coat_jax.models.vision_language import (
+  VisionLanguageConfig,
+  VisionLanguageModel,
+)
 from coat_jax.recipe import CoatRecipe
 
-# The functions that read config.json.
-_READ: dict[type, Callable[[Path], tuple[AnyConfig, np.dtype]]] = {
-  Decoder: read_config,
-  VisionTower: read_vision_config,
-  VisionLanguageModel: read_llava_config,
-}
+Model = Decoder | VisionTower | VisionLanguageModel
 # The number of rows of two tensors that are compared at a time.
 _ROWS = 4096
 
 
-@overload
 def load_hf(
   folder: str | Path,
   *,
-  model: type[Decoder] = ...,
-  recipe: CoatRecipe | None = None,
-  mesh: Mesh | None = None,
-  dtype: DTypeLike = ...,
-  param_dtype: DTypeLike = ...,
-) -> Decoder: ...
-@overload
-def load_hf[Model: (VisionTower, VisionLanguageModel)](
-  folder: str | Path,
-  *,
-  model: type[Model],
-  recipe: CoatRecipe | None = None,
-  mesh: Mesh | None = None,
-  dtype: DTypeLike = ...,
-  param_dtype: DTypeLike = ...,
-) -> Model: ...
-
-
-def load_hf(
-  folder: str | Path,
-  *,
-  model: type[Any] = Decoder,
   recipe: CoatRecipe | None = None,
   mesh: Mesh | None = None,
   dtype: DTypeLike = jnp.bfloat16,
   param_dtype: DTypeLike = jnp.float32,
 ) -> Any:
   """Loads a model that `save_pretrained` of transformers wrote.
+
+  Its config.json decides the class: a `Decoder`, a `VisionTower` (also for a
+  CLIP or SigLIP that includes a text model) or, for LLaVA, a
+  `VisionLanguageModel`.
 
   Example usage::
 
@@ -106,8 +87,6 @@ def load_hf(
   Args:
     folder: a folder with config.json and model.safetensors, or with shards and
       their index.
-    model: `Decoder`; `VisionTower`, also for a CLIP or SigLIP that includes a
-      text model; or `VisionLanguageModel`, for LLaVA.
     recipe: what layers compute and save in FP8; None for `recipe.coat()`. On a
       mesh it gets the mesh's axes unless it has some.
     mesh: a mesh with axes data, fsdp and tensor, over which parameters are
@@ -119,10 +98,10 @@ def load_hf(
       are always f32.
 
   Returns:
-    A model of that class with these weights.
+    The model with these weights.
 
   Raises:
-    TypeError: `model` is none of these classes; an argument of another kind.
+    TypeError: an argument of another kind.
     ValueError: the folder has no such checkpoint, its model is not supported,
       or its weights are not finite; the message states what was found. Or
       `param_dtype` is none of these three.
@@ -133,31 +112,30 @@ def load_hf(
     check_kind(op, "mesh", mesh, Mesh, "make one with jax.make_mesh")
   check_float_dtype(op, "dtype", dtype)
   folder = Path(folder)
-  recipe = _on_mesh(recipe_of(op, recipe), mesh)
-
-  if (read := _READ.get(model) if isinstance(model, type) else None) is None:
-    names = ", ".join(kind.__name__ for kind in _READ)
-    raise TypeError(
-      f"load_hf: model must be one of the classes {names}, got {model!r}; pass "
-      "the class, as in model=VisionTower"
-    )
+  recipe = recipe_of(op, recipe)
+  if mesh is not None and recipe.axes is None:
+    recipe = dataclasses.replace(recipe, axes=mesh_axes(mesh.shape))
   store = stored_in("load_hf", param_dtype)
-  config, _ = read(folder)
-  how: dict[str, Any] = dict(recipe=recipe, dtype=dtype, store=store)
-  make = functools.partial(model, config, **how)
-  abstract = nnx.eval_shape(lambda: make(rngs=nnx.Rngs(params=0)))
+  config, _ = read_config(folder)
+  abstract = nnx.eval_shape(
+    lambda: model_of(config, recipe=recipe, dtype=dtype, store=store)
+  )
   graph, abstract = nnx.split(abstract, nnx.Param)
   abstract = nnx.to_pure_dict(abstract)
   if mesh is not None:
-    where = specs.param_shardings(mesh, abstract)
+    where = param_shardings(mesh, abstract)
     abstract = jax.tree.map(lambda x, y: x.update(sharding=y), abstract, where)
   return nnx.merge(graph, load_params(folder, config, abstract, store))
 
 
-def _on_mesh(recipe: CoatRecipe, mesh: Mesh | None) -> CoatRecipe:
-  if mesh is None or recipe.axes is not None:
-    return recipe
-  return dataclasses.replace(recipe, axes=specs.mesh_axes(mesh.shape))
+def model_of(config: AnyConfig, **options: Any) -> Model:
+  """Makes a model with random weights; its configuration decides the class."""
+  kinds: dict[type, Any] = {
+    ModelConfig: Decoder,
+    VisionConfig: VisionTower,
+    VisionLanguageConfig: VisionLanguageModel,
+  }
+  return kinds[type(config)](config, **options, rngs=nnx.Rngs(params=0))
 
 
 def load_params(
@@ -175,14 +153,6 @@ def load_params(
       without a sharding go to the default device.
     store: `(path, array) -> array`, as `Decoder` takes it; None casts to the
       dtypes of `abstract`.
-
-  Returns:
-    The same tree of arrays, with the shardings of `abstract` and the dtypes
-    that `store` returns.
-
-  Raises:
-    ValueError: the checkpoint's tensors are not those of the model, or one
-      holds NaN, infinity or values too large for the dtypes of `store`.
   """
   tensors = check_tensors(folder, config, abstract)
 
@@ -207,19 +177,7 @@ def load_params(
 def check_tensors(
   folder: Path, config: AnyConfig, params: Any
 ) -> dict[str, StoredTensor]:
-  """Opens a checkpoint and checks that its tensors fit a model.
-
-  Args:
-    folder: the checkpoint's folder.
-    config: the model's shape.
-    params: its parameters, nested dicts of arrays or `jax.ShapeDtypeStruct`.
-
-  Returns:
-    The tensors by name.
-
-  Raises:
-    ValueError: tensors are missing or surplus, or have other shapes.
-  """
+  """Opens a checkpoint; raises ValueError if its tensors do not fit."""
   tensors = open_tensors(folder)
   for section in sections(config):
     tensors = _named(section, tensors)
@@ -227,16 +185,15 @@ def check_tensors(
   for part in parts(config, params):
     wanted |= {name: x.shape for name, x in part.tensors.items()}
   where = f"load_hf: {folder} must have the tensors of its {CONFIG}"
+  remedy = "pass a folder whose files belong together"
   if missing := [name for name in wanted if name not in tensors]:
     raise ValueError(
       f"{where}, got no {_some(missing)}; copy the whole checkpoint"
     )
   for name, shape in wanted.items():
-    if tensors[name].shape != shape:
-      raise ValueError(
-        f"{where}, got {name} {list(tensors[name].shape)} in place of "
-        f"{list(shape)}; pass a folder whose files belong together"
-      )
+    if (own := tensors[name].shape) != shape:
+      got = f"{name} {list(own)} in place of {list(shape)}"
+      raise ValueError(f"{where}, got {got}; {remedy}")
   surplus = [
     name
     for name in tensors
@@ -247,10 +204,8 @@ def check_tensors(
     if isinstance(text, ModelConfig) and text.tied_embeddings:
       surplus = _without_tied_head(where, surplus, section, tensors)
   if surplus:
-    raise ValueError(
-      f"{where}, got {_some(surplus)} too, which this model does not have; "
-      "pass a folder whose files belong together"
-    )
+    got = f"{_some(surplus)} too, which this model does not have"
+    raise ValueError(f"{where}, got {got}; {remedy}")
   return tensors
 
 
@@ -323,20 +278,20 @@ def _load_leaf(
   store: Callable[[Array], Array],
 ) -> Array:
   """Loads one parameter, for all layers if it is stacked."""
-  row, config = section.table[path], section.config
+  row, split = section.table[path], section.split(path)
+  shape = leaf.shape[is_stacked(path) :]
   own = where = leaf.sharding
   if where is not None:
     entries = P(*where.spec, *(None,) * (leaf.ndim - len(where.spec)))
     entries = entries[1:] if is_stacked(path) else entries
-    own = NamedSharding(where.mesh, row.layout.spec(P(*entries)))
+    own = NamedSharding(where.mesh, row.spec(P(*entries)))
 
   def packed(*found):
-    x = store(row.layout.pack(config, *found).astype(jnp.float32))
+    x = store(row.pack(found, shape, split).astype(jnp.float32))
     return x, jnp.all(jnp.isfinite(x))
 
   def of_layer(i: int) -> list[StoredTensor]:
-    names = row.of_layer(config, i)
-    return [tensors[section.prefix + name] for name in names]
+    return [tensors[name] for name in section.names(path, i)]
 
   def place(found: list[StoredTensor]) -> list[Array]:
     return [_place(tensor, own) for tensor in found]
@@ -352,30 +307,19 @@ def _load_leaf(
     return jax.lax.dynamic_update_index_in_dim(stack, x, i, 0), is_finite
 
   update = jax.jit(update, donate_argnums=0, out_shardings=(where, None))
-  stack = None
-  assert config is not None  # Sections without a config are never stacked.
-  for i in range(config.num_layers):
-    found = place(of_layer(i))
-    if stack is None:
-      dtype = jax.eval_shape(packed, *found)[0].dtype
-      stack = jnp.zeros(leaf.shape, dtype, device=where)
-    stack, is_finite = update(stack, np.int32(i), *found)
+  dtype = jax.eval_shape(packed, *of_layer(0))[0].dtype
+  stack = jnp.zeros(leaf.shape, dtype, device=where)
+  for i in range(leaf.shape[0]):
+    stack, is_finite = update(stack, np.int32(i), *place(of_layer(i)))
     # This waits, or layers would pile up on the host.
-    _check_finite(is_finite, of_layer(i), stack.dtype)
-  assert stack is not None  # There is at least one layer.
+    _check_finite(is_finite, of_layer(i), dtype)
   return stack
 
 
 def _check_finite(
   is_finite: Array, stored: list[StoredTensor], dtype: np.dtype
 ) -> None:
-  """Raises ValueError if a parameter is not finite, once it is computed.
-
-  Args:
-    is_finite: bool, whether the parameter is.
-    stored: the tensors that it was made of.
-    dtype: of the parameter.
-  """
+  """Raises ValueError if a parameter made of `stored` is not finite."""
   if is_finite:
     return
   for tensor in stored:

@@ -4,7 +4,7 @@
 import dataclasses
 from typing import Any
 
-from coat_jax.models.hf.layer_types import LAYER_TYPES
+from coat_jax.models.hf.layers import LAYER_TYPES
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,20 +27,14 @@ from coat_jax.checks import (
   check_whole,
 )
 from coat_jax.models.decoder import Decoder
-from coat_jax.models.hf.config import CONFIG, parse_config, write_config
+from coat_jax.models.hf.config import AnyConfig, parse_config, write_config
 from coat_jax.models.hf.files import DTYPES, INDEX, MODEL, read_json
-from coat_jax.models.hf.llava_config import (
-  parse_llava_config,
-  write_llava_config,
-)
-from coat_jax.models.hf.tensors import AnyConfig, Part, parts, path_of
-from coat_jax.models.hf.vision_config import (
-  parse_vision_config,
-  write_vision_config,
-)
+from coat_jax.models.hf.keys import CONFIG
+from coat_jax.models.hf.tensors import Part, parts
 from coat_jax.models.hf.whole import check_free, written_whole
+from coat_jax.models.params import path_of
 from coat_jax.models.stack import check_dtype
-from coat_jax.models.vision import VisionTower
+from coat_jax.models.vision.tower import VisionTower
 from coat_jax.models.vision_language import VisionLanguageModel
 
 # Files that a tokenizer or a text-generating program reads.
@@ -58,12 +52,6 @@ CARRIED = (
 # Files that describe how images are preprocessed.
 PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-# The functions that read and write config.json.
-_CONFIG_OF: dict[type, tuple[Callable, Callable]] = {
-  Decoder: (parse_config, write_config),
-  VisionTower: (parse_vision_config, write_vision_config),
-  VisionLanguageModel: (parse_llava_config, write_llava_config),
-}
 
 
 def carry(source: Path, target: Path, *others: str) -> None:
@@ -122,12 +110,11 @@ def save_hf(
   check_free("save_hf", folder)
   params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
   config = model.config
-  parse, write = _CONFIG_OF[type(model)]
   keys = None
   if like is not None:
     file = Path(like) / CONFIG
     keys = read_json(file)
-    described, of_like = parse(file, keys)
+    described, of_like = parse_config(file, keys)
     if described != config:
       raise ValueError(
         f"save_hf: {file} must be of the model that is saved, got {described}; "
@@ -138,17 +125,7 @@ def save_hf(
     text = params.get("decoder", params)
     dtype = text["layers"]["attention"]["out"]["kernel"].dtype
   dtype = check_dtype("save_hf: dtype", dtype)
-  options: dict[str, Any] = {}
-  if isinstance(model, Decoder):
-    options["max_length"] = max_length
-  if isinstance(model, VisionTower):
-    options["labels"] = labels
-  elif labels is not None:
-    raise ValueError(
-      "save_hf: labels are of a VisionTower with classes, got them with a "
-      f"{type(model).__name__}; leave them out"
-    )
-  keys = write(config, dtype, keys, **options)
+  keys = write_config(config, dtype, keys, max_length=max_length, labels=labels)
   with written_whole(folder) as written:
     written.mkdir()
     _write_tensors(written, config, params, dtype, max_shard_size)
@@ -162,31 +139,31 @@ def _check(model, folder, like, max_length, labels, max_shard_size) -> None:
   """Raises where arguments are of other kinds, or numbers out of range."""
   op, paths = "save_hf", (str, os.PathLike)
   remedy = "pass what load_hf loaded, or made like it"
-  check_kind(op, "model", model, tuple(_CONFIG_OF), remedy)
+  check_kind(
+    op, "model", model, (Decoder, VisionTower, VisionLanguageModel), remedy
+  )
   check_kind(op, "folder", folder, paths, "pass a path")
   if like is not None:
     check_kind(op, "like", like, paths, "pass a path")
+  own = type(model).__name__
   if max_length is not None:
     check_whole(op, "max_length", max_length, COUNT, "None leaves it out")
-  if max_length is not None and not isinstance(model, Decoder):
-    raise ValueError(
-      f"{op}: max_length is of a Decoder, got it with a "
-      f"{type(model).__name__}; leave it out"
-    )
+    if not isinstance(model, Decoder):
+      raise ValueError(
+        f"{op}: max_length is of a Decoder, got it with a {own}; leave it out"
+      )
   if labels is not None:
+    if not isinstance(model, VisionTower):
+      raise ValueError(
+        f"{op}: labels are of a VisionTower with classes, got them with a "
+        f"{own}; leave them out"
+      )
     kinds, remedy = (list, tuple), "pass a list of names"
     check_kind(op, "labels", labels, kinds, remedy)
     for label in labels:
       check_kind(op, "a label", label, str, remedy)
   allowed, remedy = Range(1, 2**63 - 1), "5 * 10**9 is the default"
   check_whole(op, "max_shard_size", max_shard_size, allowed, remedy)
-
-
-class _Shard(NamedTuple):
-  """The parts of the model in one file, and the bytes of their tensors."""
-
-  parts: list[Part]
-  size: int
 
 
 def _write_tensors(
@@ -196,27 +173,27 @@ def _write_tensors(
   dtype: np.dtype,
   max_shard_size: int,
 ) -> None:
-  shards = [_Shard([], 0)]
+  """Writes one file, or several with their index."""
+  shards: list[list[Part]] = [[]]
+  size = total = 0
   for part in parts(config, params):
-    size = sum(_bytes(x.shape, dtype) for x in part.tensors.values())
-    if shards[-1].parts and shards[-1].size + size > max_shard_size:
-      shards.append(_Shard([], 0))
-    last = shards[-1]
-    shards[-1] = _Shard([*last.parts, part], last.size + size)
+    own = sum(_bytes(x.shape, dtype) for x in part.tensors.values())
+    if shards[-1] and size + own > max_shard_size:
+      shards.append([])
+      size = 0
+    shards[-1].append(part)
+    size, total = size + own, total + own
   read = _reader(params, dtype)
   places: dict[str, str] = {}
   for i, shard in enumerate(shards):
     name = MODEL
     if len(shards) > 1:
       name = f"model-{i + 1:05}-of-{len(shards):05}.safetensors"
-    _write_file(folder / name, shard.parts, dtype, read)
-    places |= {tensor: name for part in shard.parts for tensor in part.tensors}
+    _write_file(folder / name, shard, dtype, read)
+    places |= {tensor: name for part in shard for tensor in part.tensors}
   if len(shards) > 1:
-    size = sum(shard.size for shard in shards)
-    _write_json(
-      folder / INDEX,
-      {"metadata": {"total_size": size}, "weight_map": places},
-    )
+    index = {"metadata": {"total_size": total}, "weight_map": places}
+    _write_json(folder / INDEX, index)
 
 
 def _bytes(shape: tuple[int, ...], dtype: np.dtype) -> int:
@@ -249,13 +226,13 @@ def _reader(
 
 
 def _unpacker(part: Part, dtype: np.dtype) -> Callable:
-  """The function of a parameter: its tensors, and whether they are finite."""
+  """Returns a parameter's tensors, and whether they are finite."""
 
-  def unpack(x: Array, i: Array) -> tuple[tuple[Array, ...], Array]:
+  def unpack(x: Array, i: Array) -> tuple[list[Array], Array]:
     if part.layer is not None:
       x = jax.lax.dynamic_index_in_dim(x, i, keepdims=False)
     x = x.astype(dtype)
-    return part.row.layout.unpack(part.config, x), jnp.all(jnp.isfinite(x))
+    return part.row.unpack(x, part.split), jnp.all(jnp.isfinite(x))
 
   return unpack
 

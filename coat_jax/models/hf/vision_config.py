@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads a Hugging Face config.json into a `VisionConfig`, and writes it.
+"""Reads a tower's config.json into a `VisionConfig`, and writes it.
 
-As in `config`, a key is a number of the tower, known to have no effect, or
-refused by name. If the file describes a whole CLIP or SigLIP with its text
-model, we read only the tower's part.
+If the file describes a whole CLIP or SigLIP with its text model, we read only
+the tower's part.
 """
 
 import dataclasses
@@ -13,10 +12,15 @@ from typing import Any
 
 import numpy as np
 
-from coat_jax.models.hf.config import CONFIG, WITHOUT_EFFECT
-from coat_jax.models.hf.files import check_folder, read_json
-from coat_jax.models.hf.keys import DTYPE_KEYS, dtype_of, refusal
-from coat_jax.models.vision import VisionConfig
+from coat_jax.models.hf.keys import (
+  DTYPE_KEYS,
+  WITHOUT_EFFECT,
+  check_known,
+  choose,
+  typed,
+  wrong,
+)
+from coat_jax.models.vision.config import VisionConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,8 +86,10 @@ _ROWS = {
     fields={"vision_use_head": "has_pool"},
   ),
 }
-VISION_TYPES = {row.model_type: family for family, row in _ROWS.items()}
-_WHOLE = {row.whole: family for family, row in _ROWS.items() if row.whole}
+# By the model_type of a tower, or of a model that contains one.
+VISION_TYPES = {row.model_type: family for family, row in _ROWS.items()} | {
+  row.whole: family for family, row in _ROWS.items() if row.whole
+}
 _WITHOUT_EFFECT = WITHOUT_EFFECT | {
   # The initialization of new weights, other ends of the model, and dropout,
   # which only matters in training.
@@ -104,88 +110,40 @@ _WITHOUT_EFFECT = WITHOUT_EFFECT | {
 }
 
 
-def read_vision_config(folder: Path) -> tuple[VisionConfig, np.dtype]:
-  """Reads the config.json of a checkpoint that has a vision tower.
-
-  Args:
-    folder: the checkpoint's folder.
-
-  Returns:
-    The tower's shape, and the dtype that the file states for its tensors.
-
-  Raises:
-    ValueError: the file is missing or damaged, or its tower is not supported.
-  """
-  check_folder(folder)
-  return parse_vision_config(folder / CONFIG, read_json(folder / CONFIG))
-
-
-def parse_vision_config(
-  file: Path, found: dict
-) -> tuple[VisionConfig, np.dtype]:
-  """Parses the file's content for `read_vision_config`."""
-  dtype = dtype_of(file, found)
-  kind = found.get("model_type")
-  family = VISION_TYPES.get(kind) if isinstance(kind, str) else None
+def parse_vision_config(file: Path, found: dict) -> VisionConfig:
+  """Parses a file's content; `file` is for error messages."""
+  kind: Any = found.get("model_type")
+  family = choose(file, "model_type", kind, VISION_TYPES)
   named = found.get("architectures")
-  if family is None and isinstance(kind, str) and kind in _WHOLE:
-    family, found = _WHOLE[kind], _part(file, found)
-  if family is None:
-    raise ValueError(
-      f"load_hf: {file}: model_type must be one of {', '.join(VISION_TYPES)}, "
-      f"{' or '.join(_WHOLE)}, got {str(kind)[:40]}; other towers cannot be "
-      "read yet"
-    )
   row = _ROWS[family]
+  if kind == row.whole:
+    part = found.get("vision_config")
+    if not isinstance(part, dict):
+      raise wrong(file, "vision_config", "an object", part)
+    found = part
   if named is not None and named not in [[x] for x in row.architectures]:
-    raise ValueError(
-      f"load_hf: {file}: architectures must be [{row.architectures[0]}] or "
-      f"[{row.architectures[1]}], got {str(named)[:80]}; others cannot be read"
-    )
+    rule = " or ".join(f"[{x}]" for x in row.architectures)
+    remedy = "others cannot be read"
+    raise wrong(file, "architectures", rule, named, remedy)
   fields = _FIELDS | row.fields
-  known = {*fields, *row.fixed, *DTYPE_KEYS, *_WITHOUT_EFFECT}
-  for key, value in found.items():
-    if key not in known:
-      raise refusal(file, key, value, known)
+  check_known(file, found, {*fields, *row.fixed, *DTYPE_KEYS, *_WITHOUT_EFFECT})
   for key, value in row.fixed.items():
     if (found.get(key, value) or None) != (value or None):
-      raise ValueError(
-        f"load_hf: {file}: {key} must be {value}, got {str(found[key])[:40]}; "
-        f"a {kind} with another one cannot be had here yet"
-      )
+      remedy = f"a {kind} with another one cannot be had here yet"
+      raise wrong(file, key, str(value), found[key], remedy)
+  # `VisionConfig` checks their ranges.
   values = {
-    field: _value(file, key, found.get(key, row.defaults[key]), row)
+    field: typed(
+      file, key, found.get(key, row.defaults[key]), type(row.defaults[key])
+    )
     for key, field in fields.items()
   }
   if family == "vit" and named != ["ViTModel"]:
     values["num_classes"] = _count_classes(file, found)
   try:
-    return VisionConfig(family=family, **values), dtype
+    return VisionConfig(family=family, **values)
   except ValueError as error:
     raise ValueError(f"load_hf: {file}: {error}") from error
-
-
-def _part(file: Path, found: dict) -> dict:
-  """Returns the tower's part of a whole model's keys."""
-  part = found.get("vision_config")
-  if isinstance(part, dict):
-    return part
-  raise ValueError(
-    f"load_hf: {file}: vision_config must hold the keys of the tower, got "
-    f"{str(part)[:40]}; copy the file again"
-  )
-
-
-def _value(file: Path, key: str, value: Any, row: _Row) -> Any:
-  """Checks a value's type; `VisionConfig` checks its range."""
-  wanted = type(row.defaults[key])
-  if type(value) is wanted or (wanted is float and type(value) is int):
-    return wanted(value)
-  kind = {bool: "true or false", int: "a whole number"}.get(wanted, "a number")
-  raise ValueError(
-    f"load_hf: {file}: {key} must be {kind}, got {str(value)[:40]}; copy the "
-    "file again"
-  )
 
 
 def _count_classes(file: Path, found: dict) -> int:
@@ -196,10 +154,7 @@ def _count_classes(file: Path, found: dict) -> int:
   count = found.get("num_labels", 2)  # The default of transformers.
   if names is None and type(count) is int:
     return count
-  raise ValueError(
-    f"load_hf: {file}: id2label must name the classes, got {str(names)[:40]}; "
-    "copy the file again"
-  )
+  raise wrong(file, "id2label", "names of the classes", names)
 
 
 def write_vision_config(
@@ -209,22 +164,7 @@ def write_vision_config(
   *,
   labels: Sequence[str] | None = None,
 ) -> dict:
-  """Writes the config.json of a tower.
-
-  Args:
-    config: the tower's shape.
-    dtype: dtype of its tensors.
-    like: a config.json of the same shape; its other keys are kept. If it is a
-      whole model's, the keys of its tower are kept.
-    labels: names of the classes; None for those of `like`, or without `like`
-      for LABEL_0 and so on, as transformers names them.
-
-  Returns:
-    The content of the file.
-
-  Raises:
-    ValueError: the number of different labels is not the number of classes.
-  """
+  """Writes a tower's config.json; a `like` may be of the model around it."""
   row = _ROWS[config.family]
   like = like or {}
   found = dict(like.get("vision_config", like))

@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Maps the tensors of a checkpoint to the parameters of a vision tower."""
 
-from typing import Any
-
-from coat_jax.models.hf.layouts import SAME, TRANSPOSED, Layout, Row
-from coat_jax.models.hf.pack import pack_qkv, unpack_qkv
-from coat_jax.models.vision import VisionConfig
+from coat_jax.models.hf.layouts import Row, kernel, plain
+from coat_jax.models.vision.config import VisionConfig
 
 # Prefix of a classifier's tensors, except those of its last product.
 _VIT = "vit."
@@ -13,144 +10,108 @@ _VIT = "vit."
 # that version 4 of transformers wrote.
 _TOWER = "vision_model."
 
-_QKV = Layout(
-  lambda config, *qkv: pack_qkv(*qkv, num_kv_heads=config.num_heads),
-  lambda config, qkv: unpack_qkv(
-    qkv, num_heads=config.num_heads, num_kv_heads=config.num_heads
-  ),
-)
-_IN_FRONT = Layout(
-  lambda _, x: x.reshape(x.shape[-1]),
-  lambda _, x: (x.reshape(1, 1, -1),),
-  is_transposed=False,
-)
-_POSITIONS = Layout(
-  lambda _, x: x[0], lambda _, x: (x[None],), is_transposed=False
-)
-_PATCHES = Layout(
-  lambda _, x: x.reshape(x.shape[0], -1).T,
-  lambda config, x: (_images(config, x),),
-)
-
-
-def _images(config: VisionConfig, kernel: Any) -> Any:
-  """Reshapes a patch kernel [C P P, D] to a convolution's [D, C, P, P]."""
-  sides = (config.patch_size, config.patch_size)
-  return kernel.T.reshape(config.d_model, config.num_channels, *sides)
-
 
 def _rows(
-  *products: tuple[str, str], norms: tuple[tuple[str, str], ...]
+  products: dict[str, str], norms: dict[str, str], qkv: tuple[str, ...]
 ) -> dict[str, Row]:
-  """Returns the rows of products and norms, given as (path, name) pairs."""
-  found = {}
-  for path, name in products:
-    found[f"{path}/kernel"] = Row(TRANSPOSED, (f"{name}.weight",))
-    found[f"{path}/bias"] = Row(SAME, (f"{name}.bias",))
-  for path, name in norms:
-    found[f"{path}/scale"] = Row(SAME, (f"{name}.weight",))
-    found[f"{path}/bias"] = Row(SAME, (f"{name}.bias",))
+  """Returns the rows of products and norms, by path, and of q, k and v."""
+  found = {
+    "layers/attention/qkv/linear/kernel": kernel(
+      *(f"{name}.weight" for name in qkv)
+    ),
+    "layers/attention/qkv/linear/bias": plain(
+      *(f"{name}.bias" for name in qkv)
+    ),
+  }
+  for path, name in products.items():
+    found[f"{path}/kernel"] = kernel(f"{name}.weight")
+    found[f"{path}/bias"] = plain(f"{name}.bias")
+  for path, name in norms.items():
+    found[f"{path}/scale"] = plain(f"{name}.weight")
+    found[f"{path}/bias"] = plain(f"{name}.bias")
   return found
 
 
-def _qkv(names: tuple[str, ...]) -> dict[str, Row]:
+def _patches(config: VisionConfig, name: str) -> dict[str, Row]:
+  """Returns the rows of the convolution that projects patches."""
+  sides = config.patch_size, config.patch_size
+  shape = (config.d_model, config.num_channels, *sides)
   return {
-    f"layers/attention/qkv/linear/{own}": Row(
-      _QKV, tuple(f"{name}.{end}" for name in names)
-    )
-    for own, end in (("kernel", "weight"), ("bias", "bias"))
+    "patches/linear/kernel": Row((f"{name}.weight",), True, shape),
+    "patches/linear/bias": plain(f"{name}.bias"),
   }
 
 
-_LAYER = "encoder.layers.{i}."
-# The rows of CLIP and SigLIP; CLIP has no patch bias, SigLIP no class token.
-_CLIP = {
-  "patches/class_embed": Row(SAME, ("embeddings.class_embedding",)),
-  "patches/linear/kernel": Row(
-    _PATCHES, ("embeddings.patch_embedding.weight",)
-  ),
-  "patches/linear/bias": Row(SAME, ("embeddings.patch_embedding.bias",)),
-  "patches/position_embed": Row(
-    SAME, ("embeddings.position_embedding.weight",)
-  ),
-  **_qkv(tuple(f"{_LAYER}self_attn.{x}_proj" for x in "qkv")),
-  **_rows(
-    ("layers/attention/out", _LAYER + "self_attn.out_proj"),
-    ("layers/mlp/up", _LAYER + "mlp.fc1"),
-    ("layers/mlp/down", _LAYER + "mlp.fc2"),
-    norms=(
-      ("layers/attention/qkv/norm", _LAYER + "layer_norm1"),
-      ("layers/mlp/norm", _LAYER + "layer_norm2"),
-      ("pre_norm", "pre_layrnorm"),  # Misspelled in transformers.
-      ("norm", "post_layernorm"),
-    ),
-  ),
-}
-_SIGLIP = _CLIP | {
-  "pool/probe": Row(_IN_FRONT, ("head.probe",)),
-  "pool/qkv/kernel": Row(TRANSPOSED, ("head.attention.in_proj_weight",)),
-  "pool/qkv/bias": Row(SAME, ("head.attention.in_proj_bias",)),
-  **_rows(
-    ("pool/out", "head.attention.out_proj"),
-    ("pool/mlp/up", "head.mlp.fc1"),
-    ("pool/mlp/down", "head.mlp.fc2"),
-    norms=(("pool/mlp/norm", "head.layernorm"),),
-  ),
-}
-
-
-def _vit(start: str, pool: str) -> dict[str, Row]:
-  """Returns ViT's rows.
-
-  Args:
-    start: prefix of all names except those of the pool.
-    pool: name of the product that reads the class token.
-  """
-  layer = start + "encoder.layer.{i}."
-  patches = start + "embeddings.patch_embeddings.projection"
+def _clip(config: VisionConfig) -> dict[str, Row]:
+  """Returns rows of CLIP and SigLIP, which share most names."""
+  layer = "encoder.layers.{i}."
   return {
-    "patches/class_embed": Row(_IN_FRONT, (start + "embeddings.cls_token",)),
-    "patches/linear/kernel": Row(_PATCHES, (patches + ".weight",)),
-    "patches/linear/bias": Row(SAME, (patches + ".bias",)),
-    "patches/position_embed": Row(
-      _POSITIONS, (start + "embeddings.position_embeddings",)
+    "patches/class_embed": plain("embeddings.class_embedding"),
+    **_patches(config, "embeddings.patch_embedding"),
+    "patches/position_embed": plain("embeddings.position_embedding.weight"),
+    **_rows(
+      {
+        "layers/attention/out": layer + "self_attn.out_proj",
+        "layers/mlp/up": layer + "mlp.fc1",
+        "layers/mlp/down": layer + "mlp.fc2",
+        "pool/out": "head.attention.out_proj",
+        "pool/mlp/up": "head.mlp.fc1",
+        "pool/mlp/down": "head.mlp.fc2",
+      },
+      {
+        "layers/attention/qkv/norm": layer + "layer_norm1",
+        "layers/mlp/norm": layer + "layer_norm2",
+        "pre_norm": "pre_layrnorm",  # Misspelled in transformers.
+        "norm": "post_layernorm",
+        "pool/mlp/norm": "head.layernorm",
+      },
+      tuple(f"{layer}self_attn.{x}_proj" for x in "qkv"),
     ),
-    **_qkv(
-      tuple(
-        f"{layer}attention.attention.{x}" for x in ("query", "key", "value")
-      )
+    "pool/probe": Row(("head.probe",), shape=(1, 1, config.d_model)),
+    "pool/qkv/kernel": kernel("head.attention.in_proj_weight"),
+    "pool/qkv/bias": plain("head.attention.in_proj_bias"),
+  }
+
+
+def _vit(config: VisionConfig) -> dict[str, Row]:
+  """Returns ViT's rows; a classifier's tensors but the last have a prefix."""
+  start, pool = _VIT, "classifier"
+  if config.num_classes is None:
+    start, pool = "", "pooler.dense"
+  layer, one = start + "encoder.layer.{i}.", (1, 1, config.d_model)
+  places = (1, config.num_tokens, config.d_model)
+  return {
+    "patches/class_embed": Row((start + "embeddings.cls_token",), shape=one),
+    **_patches(config, start + "embeddings.patch_embeddings.projection"),
+    "patches/position_embed": Row(
+      (start + "embeddings.position_embeddings",), shape=places
     ),
     **_rows(
-      ("layers/attention/out", layer + "attention.output.dense"),
-      ("layers/mlp/up", layer + "intermediate.dense"),
-      ("layers/mlp/down", layer + "output.dense"),
-      ("pool/linear", pool),
-      norms=(
-        ("layers/attention/qkv/norm", layer + "layernorm_before"),
-        ("layers/mlp/norm", layer + "layernorm_after"),
-        ("norm", start + "layernorm"),
+      {
+        "layers/attention/out": layer + "attention.output.dense",
+        "layers/mlp/up": layer + "intermediate.dense",
+        "layers/mlp/down": layer + "output.dense",
+        "pool/linear": pool,
+      },
+      {
+        "layers/attention/qkv/norm": layer + "layernorm_before",
+        "layers/mlp/norm": layer + "layernorm_after",
+        "norm": start + "layernorm",
+      },
+      tuple(
+        f"{layer}attention.attention.{x}" for x in ("query", "key", "value")
       ),
     ),
   }
 
 
-_CLASSIFIER, _ENCODER = _vit(_VIT, "classifier"), _vit("", "pooler.dense")
-
-
 def vision_table(config: VisionConfig) -> dict[str, Row]:
   """Returns rows for a tower's parameters, and some that it may not have."""
-  if config.family == "vit":
-    return _ENCODER if config.num_classes is None else _CLASSIFIER
-  return {"clip_vision": _CLIP, "siglip_vision": _SIGLIP}[config.family]
+  return _vit(config) if config.family == "vit" else _clip(config)
 
 
 def of_tower[T](config: VisionConfig, tensors: dict[str, T]) -> dict[str, T]:
-  """Selects a tower's tensors from a checkpoint, under the tables' names.
-
-  Args:
-    config: the tower's configuration.
-    tensors: by name; a whole model's text tensors are left out.
-  """
+  """Selects a tower's tensors from a checkpoint, by the tables' names."""
   if config.family == "vit":
     if config.num_classes is not None:
       return tensors

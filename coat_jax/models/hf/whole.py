@@ -16,15 +16,7 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def written_whole(folder: str | Path) -> Iterator[Path]:
-  """Gives a path at which to create a folder, and renames it at the end.
-
-  Args:
-    folder: What it is called then; folders above it are made.
-
-  Raises:
-    ValueError: as `check_free`.
-    OSError: a folder cannot be made or renamed.
-  """
+  """Yields a path at which to create a folder; renames it at the end."""
   folder = Path(folder)
   # Folders that only lead to a ".." are not made.
   folder = folder.parent.resolve() / folder.name
@@ -44,16 +36,7 @@ def written_whole(folder: str | Path) -> Iterator[Path]:
 
 
 def check_free(op: str, folder: Path) -> None:
-  """Checks that a folder may be written.
-
-  Args:
-    op: what is to write it, for the message.
-    folder: its path.
-
-  Raises:
-    ValueError: it exists, or a process is writing it, or one that did was
-      killed.
-  """
+  """Raises ValueError if a folder exists or a process is writing it."""
   if os.path.lexists(folder):
     raise ValueError(
       f"{op}: {folder} must not exist, because nothing is replaced, got a "

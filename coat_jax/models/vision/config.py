@@ -120,6 +120,11 @@ class VisionConfig:
     return self.num_heads
 
   @property
+  def head_width(self) -> int:
+    """Width of one head."""
+    return self.d_model // self.num_heads
+
+  @property
   def num_patches(self) -> int:
     """The number of patches of an image."""
     return (self.image_size // self.patch_size) ** 2

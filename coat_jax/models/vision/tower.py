@@ -30,8 +30,12 @@ from coat_jax.models.stack import (
   stored_in,
 )
 from coat_jax.models.vision.config import VisionConfig
-from coat_jax.models.vision.embed import PatchEmbedding
-from coat_jax.models.vision.pool import AttentionPool, ClassPool
+from coat_jax.models.vision.ends import (
+  AttentionPool,
+  ClassPool,
+  PatchEmbedding,
+  Start,
+)
 from coat_jax.recipe import CoatRecipe
 
 _INIT_STDDEV = 0.02
@@ -53,15 +57,7 @@ class VisionLayer(nnx.Module):
     dtype: DTypeLike = jnp.bfloat16,
     rngs: nnx.Rngs,
   ):
-    """Initializes the parameters.
-
-    Args:
-      config: the tower's shape; weights that write to the residual stream start
-        smaller in deeper towers.
-      recipe: what is computed and saved in FP8.
-      dtype: dtype of activations.
-      rngs: its stream `params` initializes the parameters.
-    """
+    """Initializes the parameters; arguments as for `VisionTower`."""
     check_config("VisionLayer", config, VisionConfig)
     # As in a decoder, weights that write to the residual stream start smaller.
     out_stddev = _INIT_STDDEV * (2 * config.num_layers) ** -0.5
@@ -162,11 +158,7 @@ class VisionTower(nnx.Module):
     self.config, self.dtype, self.axes = config, dtype, recipe.axes
     self.remat: Remat = remat
     store = store or stored_in("VisionTower", param_dtype)
-    ends: dict[str, Any] = dict(
-      dtype=dtype,
-      kernel_init=nnx.initializers.normal(_INIT_STDDEV),
-      rngs=rngs,
-    )
+    start = Start(dtype, nnx.initializers.normal(_INIT_STDDEV), rngs)
 
     def norm() -> LayerNorm:
       return LayerNorm(
@@ -177,7 +169,7 @@ class VisionTower(nnx.Module):
         rngs=rngs,
       )
 
-    self.patches = PatchEmbedding(config, **ends)
+    self.patches = PatchEmbedding(config, start)
     self.pre_norm = nnx.data(norm() if config.choices.pre_norm else None)
     self.layers = stack_layers(
       lambda rngs: VisionLayer(config, recipe, dtype=dtype, rngs=rngs),
@@ -189,7 +181,7 @@ class VisionTower(nnx.Module):
     pools = {"vit": ClassPool, "siglip_vision": AttentionPool}
     has_pool = config.has_pool and config.family in pools
     self.pool = nnx.data(
-      pools[config.family](config, **ends) if has_pool else None
+      pools[config.family](config, start) if has_pool else None
     )
     for name in ("patches", "pre_norm", "norm", "pool"):
       store_params(getattr(self, name), name, store)

@@ -32,66 +32,52 @@ import jax.numpy as jnp
 from jax import Array
 
 from coat_jax.formats import ROOT_OF_LARGEST
-from coat_jax.ops.dispatch import supported
-from coat_jax.ops.types import Unsupported
+from coat_jax.ops.dispatch import kernel
 from coat_jax.pallas.mosaic import leaf_step
-from coat_jax.pallas.mosaic.leaf_step import Place
 from coat_jax.pallas.mosaic.registers import Instructions
 
 
+def _why_not(g, stored, groups, scalars, p=None, **_) -> str | None:
+  if scalars.gradient_ratio is not None:
+    return "the kernel has no Nesterov momentum"
+  # The first array of a parameter; a `SplitWeight` also has low bytes.
+  return leaf_step.why_not(stored, groups, (*jax.tree.leaves(p)[:1], g))
+
+
+@kernel(_why_not)
 def adam_update(
   g,
   stored,
-  key,
+  part,
   scalars,
   *,
   groups,
-  start=None,
-  whole=None,
   interpret: bool = False,
 ):
   """`adam.adam_update`. With `interpret` it runs on a CPU, slowly."""
-  _check("adam_update", stored, groups, scalars, (g,))
-  supported()
-  place = Place(key, start, whole, None)
-  return leaf_step.run(
-    _rule(scalars), place, g, None, stored, groups, interpret
-  )
+  return leaf_step.run(_rule(scalars), part, g, None, stored, groups, interpret)
 
 
+@kernel(_why_not)
 def adamw_step(
   p,
   g,
   stored,
-  key,
+  part,
   scalars,
   step,
   *,
   groups,
-  start=None,
-  whole=None,
-  layer=None,
   interpret: bool = False,
 ):
   """`adam.adamw_step`. With `interpret` it runs on a CPU, slowly."""
-  values = jax.tree.leaves(p)[0]  # A `SplitWeight` also has low bytes.
-  _check("adamw_step", stored, groups, scalars, (values, g))
-  supported()
   rule = dataclasses.replace(
     _rule(scalars),
     grad_scale=step.grad_scale,
     update_rate=-step.learning_rate * scalars.ratio,
     decay_rate=-step.learning_rate * step.weight_decay,
   )
-  place = Place(key, start, whole, layer)
-  return leaf_step.run(rule, place, g, p, stored, groups, interpret)
-
-
-def _check(op: str, stored, groups, scalars, arrays) -> None:
-  """Raises `Unsupported` for arguments that the kernel cannot take."""
-  if scalars.gradient_ratio is not None:
-    raise Unsupported(f"{op}: the kernel has no Nesterov momentum")
-  leaf_step.check(op, stored, groups, arrays)
+  return leaf_step.run(rule, part, g, p, stored, groups, interpret)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

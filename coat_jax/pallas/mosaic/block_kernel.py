@@ -22,7 +22,7 @@ them multiply-adds; with a scale for each row of b it issues 376.
 import dataclasses
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -30,7 +30,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
-from coat_jax.ops.blocks import BLOCK
+from coat_jax.ops.scaling import BLOCK
 
 WARPGROUPS = 2  # Warpgroups that multiply; one more loads.
 _ROWS = 64  # Rows of one wgmma.
@@ -125,8 +125,28 @@ class Work:
     return lax.rem(step, jnp.int32(self.tile.stages))
 
 
-def scratch(work: Work, a: DTypeLike, b: DTypeLike, out: DTypeLike) -> dict:
-  """Returns shared memory and barriers for a, b and out of these dtypes."""
+class Memory(NamedTuple):
+  """A program's shared memory and barriers, or their types.
+
+  Attributes:
+    a_smem, b_smem, a_scale_smem, b_scale_smem: blocks and their scales, one
+      slot per stage.
+    out_smem: pieces of the result, for each warpgroup.
+    loaded: for each wave, barriers of the stages that are filled.
+    free: barriers of the stages that both warpgroups have read.
+  """
+
+  a_smem: Any
+  b_smem: Any
+  a_scale_smem: Any
+  b_scale_smem: Any
+  out_smem: Any
+  loaded: Any
+  free: Any
+
+
+def scratch(work: Work, a: DTypeLike, b: DTypeLike, out: DTypeLike) -> Memory:
+  """Returns shared memory and barriers for these dtypes of a, b and out."""
   tile, stages = work.tile, work.tile.stages
 
   def rows_of_128_bytes(*shape: int, dtype: DTypeLike):
@@ -138,7 +158,7 @@ def scratch(work: Work, a: DTypeLike, b: DTypeLike, out: DTypeLike) -> dict:
 
   width = 128 // jnp.dtype(out).itemsize
   b_scales = _PADDED if work.of_tiles else BLOCK
-  return dict(
+  return Memory(
     a_smem=rows_of_128_bytes(stages, tile.waves, _WAVE, BLOCK, dtype=a),
     b_smem=rows_of_128_bytes(stages, BLOCK, BLOCK, dtype=b),
     a_scale_smem=plgpu.SMEM((stages, tile.m), jnp.float32),
@@ -159,14 +179,20 @@ def scratch(work: Work, a: DTypeLike, b: DTypeLike, out: DTypeLike) -> dict:
   )
 
 
-def run(work: Work, a, a_scale, b, b_scale, *refs, **memory: Any) -> None:
-  """Runs the kernel on arrays in global memory; scales are transposed."""
-  *add, out = refs
+def run(work: Work, *refs, **scratch: Any) -> None:
+  """Runs the kernel on arrays in global memory.
+
+  `refs` are a, a's scales, b, b's scales, optionally `add`, and the result;
+  scales are transposed. `scratch` holds the fields of `Memory`.
+  """
+  *operands, out = refs
+  operands, add = operands[:4], operands[4:]
+  memory = Memory(**scratch)
 
   @pl.when(lax.axis_index("warpgroup") == WARPGROUPS)
   def _():
     plgpu.set_max_registers(_REGISTERS_TO_LOAD, action="decrease")
-    _load(work, a, a_scale, b, b_scale, **memory)
+    _load(work, operands, memory)
 
   @pl.when(lax.axis_index("warpgroup") < WARPGROUPS)
   def _():
@@ -174,30 +200,18 @@ def run(work: Work, a, a_scale, b, b_scale, *refs, **memory: Any) -> None:
 
     def compute(i, step):
       row, column = work.place(i)
-      step, totals = _sum_blocks(work, step, **memory)
-      _write(work, totals, row, column, out, *add, **memory)
+      step, totals = _sum_blocks(work, step, memory)
+      _write(work, totals, (row, column), memory.out_smem, out, *add)
       return step
 
     lax.fori_loop(0, work.count(), compute, jnp.int32(0))
     plgpu.wait_smem_to_gmem(0)
 
 
-def _load(
-  work: Work,
-  a,
-  a_scale,
-  b,
-  b_scale,
-  *,
-  a_smem,
-  b_smem,
-  a_scale_smem,
-  b_scale_smem,
-  loaded,
-  free,
-  **_,
-) -> None:
+def _load(work: Work, operands, memory: Memory) -> None:
   """Copies the blocks of all this program's tiles as stages become free."""
+  a, a_scale, b, b_scale = operands
+  loaded, free = memory.loaded, memory.free
   tile = work.tile
   together = dict(collective_axes="cluster") if tile.cluster > 1 else {}
 
@@ -215,14 +229,16 @@ def _load(
       def copy(src, dst, barrier, **how):
         plgpu.copy_gmem_to_smem(src, dst, barrier.at[slot], **how)
 
-      copy(b.at[b_rows, block], b_smem.at[slot], loaded[0])
+      copy(b.at[b_rows, block], memory.b_smem.at[slot], loaded[0])
       rows = pl.ds(row, tile.m)
-      copy(a_scale.at[j, rows], a_scale_smem.at[slot], loaded[0])
-      of_b = b_scale_smem.at[slot, pl.ds(0, count)]
+      copy(a_scale.at[j, rows], memory.a_scale_smem.at[slot], loaded[0])
+      of_b = memory.b_scale_smem.at[slot, pl.ds(0, count)]
       copy(b_scale.at[j, pl.ds(first, count)], of_b, loaded[0])
       for wave, barrier in enumerate(loaded):
         rows = pl.ds(row + wave * _WAVE, _WAVE)
-        copy(a.at[rows, block], a_smem.at[slot, wave], barrier, **together)
+        copy(
+          a.at[rows, block], memory.a_smem.at[slot, wave], barrier, **together
+        )
       return step + 1
 
     return lax.fori_loop(0, work.blocks, load_block, step)
@@ -241,24 +257,16 @@ def _load(
 
 
 def _sum_blocks(
-  work: Work,
-  step: Array,
-  *,
-  a_smem,
-  b_smem,
-  a_scale_smem,
-  b_scale_smem,
-  loaded,
-  free,
-  **_,
+  work: Work, step: Array, memory: Memory
 ) -> tuple[Array, tuple[Array, ...]]:
   """Sums a tile; returns the next step and, per wave, f32 [64, 128]."""
+  loaded, free = memory.loaded, memory.free
   warpgroup = lax.axis_index("warpgroup")
   shape = _ROWS, BLOCK
 
   def multiply(slot, wave, acc):
-    rows = a_smem.at[slot, wave, pl.ds(warpgroup * _ROWS, _ROWS)]
-    plgpu.wgmma(acc, rows, b_smem.at[slot].T)
+    rows = memory.a_smem.at[slot, wave, pl.ds(warpgroup * _ROWS, _ROWS)]
+    plgpu.wgmma(acc, rows, memory.b_smem.at[slot].T)
     return acc[...]
 
   def add_block(_, carry):
@@ -270,22 +278,24 @@ def _sum_blocks(
       plgpu.barrier_wait(loaded[wave].at[slot])
       rows = pl.ds(wave * _WAVE + warpgroup * _ROWS, _ROWS)
       scale = plgpu.load(
-        a_scale_smem.at[slot, rows], layout=_LAYOUT.reduce(1), optimized=False
+        memory.a_scale_smem.at[slot, rows],
+        layout=_LAYOUT.reduce(1),
+        optimized=False,
       )
       if work.of_tiles:
-        scale = scale * b_scale_smem[slot, 0]
+        scale = scale * memory.b_scale_smem[slot, 0]
       scale = lax.broadcast_in_dim(scale, shape, (0,))
       if not work.of_tiles and work.tile.waves == 1:
         # We do this while the tensor cores multiply: one wave leaves enough
         # registers for it.
-        scale = scale * _of_columns(b_scale_smem, slot, shape)
+        scale = scale * _of_columns(memory.b_scale_smem, slot, shape)
       zeros = plgpu.ACC(shape, jnp.float32)  # pyright: ignore[reportPrivateImportUsage]
       partial = pl.run_scoped(functools.partial(multiply, slot, wave), zeros)
       # Tensor cores sum a block with fewer bits than f32, so we add up the
       # blocks in f32 here.
       partial = partial * scale
       if not work.of_tiles and work.tile.waves > 1:
-        partial = partial * _of_columns(b_scale_smem, slot, shape)
+        partial = partial * _of_columns(memory.b_scale_smem, slot, shape)
       new.append(total + partial)
     if work.interpret or work.tile.cluster > 1:
       # At a cluster's barrier one thread arrives for all, while others may
@@ -310,18 +320,11 @@ def _of_columns(b_scale_smem, slot, shape) -> Array:
 
 
 def _write(
-  work: Work,
-  totals: tuple[Array, ...],
-  row: Array,
-  column: Array,
-  out,
-  add=None,
-  *,
-  out_smem,
-  **_,
+  work: Work, totals: tuple[Array, ...], place, out_smem, out, add=None
 ) -> None:
-  """Copies a tile to `out`, piece by piece."""
-  warpgroup, width = lax.axis_index("warpgroup"), out_smem.shape[-1]
+  """Copies a tile to `out` at a row and column, piece by piece."""
+  (row, column), warpgroup = place, lax.axis_index("warpgroup")
+  width = out_smem.shape[-1]
   pieces = [
     (wave, start)
     for wave in range(work.tile.waves)

@@ -14,6 +14,7 @@ On an H200 (jax 0.11.2) it reaches 860 to 1180 TFLOP/s at Llama-2-7B's shapes.
 """
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -22,10 +23,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
 from coat_jax.formats import is_fp8
-from coat_jax.ops.blocks import BLOCK
-from coat_jax.ops.dispatch import supported
+from coat_jax.ops.dispatch import kernel
 from coat_jax.ops.linear import in_columns, in_rows, in_sum
-from coat_jax.ops.types import BlockScales, Operand, Unsupported
+from coat_jax.ops.scaling import BLOCK
+from coat_jax.ops.types import BlockScales, Operand
 from coat_jax.pallas.mosaic import block_kernel
 from coat_jax.pallas.mosaic.block_kernel import Tile, Work
 from coat_jax.qtensor import QTensor
@@ -51,6 +52,38 @@ def pick_tile(m: int, n: int) -> Tile:
   return next(tile for tile in PREFERRED if tile.fits(m, n))
 
 
+def _why_not(a: Operand, b: Operand, arrays, dtype: DTypeLike) -> str | None:
+  """Returns why this GPU cannot multiply these arrays of two operands."""
+  if not all(isinstance(x.scale, BlockScales) for x in (a, b)):
+    return (
+      f"the kernel of Mosaic takes scales of blocks of {BLOCK}, got one scale "
+      "per tensor"
+    )
+  capability = _capability()
+  if capability not in ("9.0", None):
+    return (
+      "the kernel of Mosaic is for Hopper, of compute capability 9.0, got "
+      f"{capability}"
+    )
+  if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16, jnp.float32):
+    return f"the kernel writes bfloat16, float16 or float32, got {dtype}"
+  dtypes = {x.dtype for x in arrays}
+  if not all(map(is_fp8, dtypes)):
+    return (
+      "the kernel multiplies FP8, got "
+      f"{' and '.join(sorted(x.name for x in dtypes))}"
+    )
+  (*rows, k), n = arrays[0].shape, arrays[1].shape[0]
+  m = math.prod(rows)
+  if any(size % BLOCK or size == 0 for size in (m, n, k)):
+    return (
+      f"the kernel of Mosaic takes sizes that are multiples of {BLOCK}, got "
+      f"[{m}, {k}] times [{k}, {n}]"
+    )
+  return None
+
+
+@kernel(lambda x, w, dtype, **_: _why_not(x, w, (x.rows, w.columns), dtype))
 def linear_fwd(
   x: Operand,
   w: Operand,
@@ -61,10 +94,7 @@ def linear_fwd(
   interpret: bool = False,
 ) -> Array:
   """`ops.linear_fwd`; XLA adds the bias in a separate pass."""
-  _require("linear_fwd", x, w, dtype)
   rows, columns = in_rows(x), in_columns(w)
-  _require_sizes("linear_fwd", rows, columns)
-  supported()
   if bias is None:
     y = product(rows, columns, dtype, add, interpret=interpret)
   else:
@@ -74,6 +104,7 @@ def linear_fwd(
   return y.reshape(*x.rows.shape[:-1], y.shape[-1])
 
 
+@kernel(lambda g, w, dtype, **_: _why_not(g, w, (g.rows, w.rows), dtype))
 def linear_dgrad(
   g: Operand,
   w: Operand,
@@ -82,14 +113,12 @@ def linear_dgrad(
   interpret: bool = False,
 ) -> Array:
   """`ops.linear_dgrad`."""
-  _require("linear_dgrad", g, w, dtype)
-  _require_sizes("linear_dgrad", in_rows(g), in_rows(w))
-  supported()
   dx = product(in_rows(g), in_rows(w), dtype, interpret=interpret)
   assert g.rows is not None
   return dx.reshape(*g.rows.shape[:-1], dx.shape[-1])
 
 
+@kernel(lambda x, g, dtype, **_: _why_not(x, g, (x.columns, g.columns), dtype))
 def linear_wgrad(
   x: Operand,
   g: Operand,
@@ -98,45 +127,7 @@ def linear_wgrad(
   interpret: bool = False,
 ) -> Array:
   """`ops.linear_wgrad`."""
-  _require("linear_wgrad", x, g, dtype)
-  _require_sizes("linear_wgrad", in_columns(x), in_columns(g))
-  supported()
   return product(in_columns(x), in_columns(g), dtype, interpret=interpret)
-
-
-def _require(op: str, a: Operand, b: Operand, dtype: DTypeLike) -> None:
-  """Raises `Unsupported` without block scales or on a GPU other than Hopper."""
-  if not all(isinstance(x.scale, BlockScales) for x in (a, b)):
-    raise Unsupported(
-      f"{op}: the kernel of Mosaic takes scales of blocks of {BLOCK}, got one "
-      "scale per tensor"
-    )
-  capability = _capability()
-  if capability not in ("9.0", None):
-    raise Unsupported(
-      f"{op}: the kernel of Mosaic is for Hopper, of compute capability 9.0, "
-      f"got {capability}"
-    )
-  if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16, jnp.float32):
-    raise Unsupported(
-      f"{op}: the kernel writes bfloat16, float16 or float32, got {dtype}"
-    )
-
-
-def _require_sizes(op: str, a: QTensor, b: QTensor) -> None:
-  """Raises `Unsupported` for formats and sizes that the kernel cannot take."""
-  dtypes = {a.qvalue.dtype, b.qvalue.dtype}
-  if not all(map(is_fp8, dtypes)):
-    raise Unsupported(
-      f"{op}: the kernel multiplies FP8, got "
-      f"{' and '.join(sorted(x.name for x in dtypes))}"
-    )
-  (m, k), n = a.qvalue.shape, len(b.qvalue)
-  if any(size % BLOCK or size == 0 for size in (m, n, k)):
-    raise Unsupported(
-      f"{op}: the kernel of Mosaic takes sizes that are multiples of {BLOCK}, "
-      f"got [{m}, {k}] times [{k}, {n}]"
-    )
 
 
 def _capability() -> str | None:
@@ -167,16 +158,9 @@ def product(
 ) -> Array:
   """Computes out [m, n] = a [m, k] b [n, k]^T, plus `add` in f32.
 
-  Args:
-    a: FP8 codes with f32 scales [m, k / 128].
-    b: FP8 codes with f32 scales [n, k / 128], or one scale per tile,
-      [n / 128, k / 128].
-    dtype: dtype of the result.
-    add: array with as many values as the result, or None.
-    tile: how to compute it; None means `pick_tile`.
-    programs: number of programs that run at a time; None means one per
-      multiprocessor.
-    interpret: run it on a CPU, slowly, and report races.
+  a has FP8 codes and f32 scales [m, k / 128]; b has scales [n, k / 128], or
+  one per 128 x 128 tile, [n / 128, k / 128]. `programs` defaults to one per
+  multiprocessor. `interpret` runs the kernel on a CPU and reports races.
   """
   (m, k), n = a.qvalue.shape, len(b.qvalue)
   tile = tile or pick_tile(m, n)
@@ -198,7 +182,7 @@ def product(
   kernel = plgpu.kernel(
     functools.partial(block_kernel.run, work),
     out_type=jax.ShapeDtypeStruct((m, n), dtype),
-    scratch_types=block_kernel.scratch(work, *dtypes),
+    scratch_types=block_kernel.scratch(work, *dtypes)._asdict(),
     grid=(work.clusters,),
     grid_names=("program",),
     cluster=(tile.cluster,),

@@ -199,16 +199,11 @@ def _neighbours(y: Array, dtype: DTypeLike) -> tuple[Array, Array]:
 
 
 def _looked_up_codes(magnitude, e, x, fit: _Fit, noise, on) -> Array:
-  """Rounds t = magnitude scale to E4M3 codes stochastically, with e = t^k.
+  """Rounds t = magnitude * scale to E4M3 stochastically, given e = t^k.
 
-  Args:
-    magnitude: f32 tile.
-    e: f32 tile. An error of one ulp may select different neighbours of t, but
-      does not bias the expectation.
-    x: f32 tile whose signs the codes get, or None.
-    fit: the fit of the tile's groups, [ROWS].
-    noise: as in `encode`.
-    on: which instructions to use.
+  `magnitude` and e are f32 tiles; x gives the codes' signs, or is None. An
+  error of one ulp in e may select different neighbours of t, but does not bias
+  the expectation.
   """
   # From bit 20 on, the bits are the code of the lower neighbour.
   bits = on.e4m3_bits(e, qmax(E4M3))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One optimizer step of a leaf with encoded moments, in one pass over memory.
 
-This is `stored_step.step_of` as one Mosaic GPU kernel for any optimizer: it
+This is `step.step_of` as one Mosaic GPU kernel for any optimizer: it
 decodes the moments, applies a `Rule` and encodes the moments again. Results go
 to the memory that they were read from, so the step is in place if the caller
 donates its arrays.
@@ -11,8 +11,9 @@ belongs to a group is computed once per 8 of its values. `adam` and `lion`
 report what a step costs.
 """
 
+import dataclasses
 import functools
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -20,11 +21,10 @@ from jax import Array, lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from coat_jax.codecs.group import GroupCodec, Plain
-from coat_jax.ops.types import Unsupported
 from coat_jax.pallas.mosaic import moment_codecs, registers, weights, words
 from coat_jax.pallas.mosaic.moment_codecs import Decoded, Statistics
 from coat_jax.pallas.mosaic.registers import GROUP_SIZE, ROWS, Instructions
-from coat_jax.stochastic import next_words, parameter_words
+from coat_jax.stochastic import LeafPart, next_words, parameter_words
 
 GroupCodecs = tuple[GroupCodec, ...]
 
@@ -33,141 +33,98 @@ GroupCodecs = tuple[GroupCodec, ...]
 class Rule(Protocol):
   """An optimizer's arithmetic: a frozen dataclass whose fields are scalars.
 
-  The fields are keyword-only. On the host they are arrays, f32 []; in a kernel
-  they are loaded values. Optional fields default to None, which stays None.
+  The fields are keyword-only: f32 [] arrays on the host, loaded values in a
+  kernel. Optional fields default to None, which stays None.
   """
 
   def apply(
     self, g: Array, p: Array | None, old: tuple[Decoded, ...], on: Instructions
   ) -> tuple[Array, tuple[Array, ...]]:
-    """Steps a tile.
+    """Steps a tile; returns the new parameter, or the update, and new moments.
 
-    Args:
-      g: the gradient, f32 or bf16.
-      p: the parameter in f32, or None.
-      old: one moment, or two of which the second is never negative.
-      on: which instructions to use.
-
-    Returns:
-      The new parameter, or the update if p is None; and the new moments.
+    g is f32 or bf16; p is f32, or None to get the update instead. `old` is one
+    moment, or two of which the second is never negative.
     """
     ...
 
 
-def check(op: str, stored, groups, arrays) -> None:
-  """Raises `Unsupported` for arguments that no rule's kernel can take."""
+def why_not(stored, groups, arrays) -> str | None:
+  """Returns why no rule's kernel can take these moments and arrays, or None."""
   if any(isinstance(codec, Plain) for codec in groups):
-    raise Unsupported(f"{op}: moments that are not encoded have no groups")
+    return "moments that are not encoded have no groups"
   for codec in groups:
     if not moment_codecs.is_registered(codec):
-      name = type(codec).__name__
-      raise Unsupported(f"{op}: the kernel knows no codec {name}")
+      return f"the kernel knows no codec {type(codec).__name__}"
   sizes = {codec.group_size for codec in groups}
   if sizes != {GROUP_SIZE}:
     got = ", ".join(map(str, sorted(sizes)))
-    raise Unsupported(f"{op}: the kernel needs groups of 128, got {got}")
-  codes = stored[0].codes
-  shape, count = codes.shape, arrays[-1].size // GROUP_SIZE
+    return f"the kernel needs groups of 128, got {got}"
+  shape, count = stored[0].codes.shape, arrays[-1].size // GROUP_SIZE
   if not shape or shape[-1] % GROUP_SIZE:
-    raise Unsupported(
-      f"{op}: the last axis must be a multiple of 128, got shape {shape}"
-    )
+    return f"the last axis must be a multiple of 128, got shape {shape}"
   if not count or count % ROWS:
-    raise Unsupported(
-      f"{op}: the kernel takes 8 groups at a time, got {count} in {shape}"
-    )
+    return f"the kernel takes 8 groups at a time, got {count} in {shape}"
   wrong = {x.dtype.name for x in arrays} - {"float32", "bfloat16"}
   if wrong:
-    raise Unsupported(
-      f"{op}: parameters and gradients must be f32 or bf16, got {wrong}"
-    )
+    return f"parameters and gradients must be f32 or bf16, got {wrong}"
+  return None
 
 
-class Place(NamedTuple):
-  """Identifies the values that are stepped, which determines their noise.
-
-  Attributes:
-    key: key of all their random words, uint32 [].
-    start, whole: which part of the leaf these values are, as
-      `stochastic.random_words` takes them; None for the whole leaf.
-    layer: which layer of the leaf is stepped; None for all of them.
-  """
-
-  key: Array
-  start: Array | None
-  whole: tuple[int, ...] | None
-  layer: Array | None
-
-  def packed(self) -> Array:
-    """Packs all fields that are not None, except `whole`, into a uint32."""
-    parts = [self.key[None]]
-    if self.start is not None:
-      parts.append(self.start)
-    if self.layer is not None:
-      parts.append(self.layer.astype(jnp.uint32)[None])
-    return jnp.concatenate(parts)
+def _packed(part: LeafPart) -> Array:
+  """Packs all fields except `whole` that are not None, as uint32."""
+  parts = [part.key[None]]
+  if part.start is not None:
+    parts.append(part.start)
+  if part.layer is not None:
+    parts.append(part.layer.astype(jnp.uint32)[None])
+  return jnp.concatenate(parts)
 
 
 def run(
-  rule: Rule, place: Place, g, p, stored, groups: GroupCodecs, interpret: bool
+  rule: Rule, part: LeafPart, g, p, stored, groups: GroupCodecs, interpret: bool
 ):
-  """Runs the kernel.
+  """Runs the kernel; returns the new parameter, or the update, and moments.
 
-  Args:
-    rule: the optimizer's rule, with f32 [] scalars.
-    place: which values are stepped.
-    g: the gradient.
-    p: the parameter; None to get the update instead.
-    stored: one moment or two.
-    groups: the moments' codecs.
-    interpret: run it on a CPU, slowly.
-
-  Returns:
-    The new parameter, or the update in the gradient's dtype; and the moments.
+  p is None to get the update, in the gradient's dtype. `stored` and `groups`
+  are one moment or two and their codecs.
   """
   names = tuple(k for k, v in vars(rule).items() if v is not None)
   packed = jnp.stack([getattr(rule, name) for name in names])
   flat, treedef = jax.tree.flatten(stored)
   kept = [i for i, x in enumerate(flat) if x.ndim]
-  first, arrays = _step(
-    packed,
-    place.packed(),
-    g,
-    p,
-    tuple(flat[i] for i in kept),
-    rule=type(rule),
-    names=names,
-    whole=place.whole,
-    has_layer=place.layer is not None,
-    groups=groups,
-    interpret=interpret,
-  )
+  has_layer = part.layer is not None
+  work = _Work(type(rule), names, part.whole, has_layer, groups, interpret)
+  arrays = tuple(flat[i] for i in kept)
+  first, arrays = _step(packed, _packed(part), g, p, arrays, work=work)
   for i, x in zip(kept, arrays, strict=True):
     flat[i] = x
   return first, treedef.unflatten(flat)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Work:
+  """The static parameters of a kernel.
+
+  Attributes:
+    rule: the type of the rule.
+    names: its scalars that are not None.
+    whole: as in `LeafPart`.
+    has_layer: whether the kernel steps one layer of the leaf.
+    groups: the moments' codecs.
+    interpret: whether JAX interprets the kernel.
+  """
+
+  rule: type
+  names: tuple[str, ...]
+  whole: tuple[int, ...] | None
+  has_layer: bool
+  groups: GroupCodecs
+  interpret: bool
+
+
 # We jit here, so that leaves of one shape share a lowering and a compilation.
-@functools.partial(
-  jax.jit,
-  static_argnames=(
-    *("rule", "names", "whole", "has_layer", "groups", "interpret"),
-  ),
-)
-def _step(
-  packed,
-  place,
-  g,
-  p,
-  stored,
-  *,
-  rule,
-  names,
-  whole,
-  has_layer,
-  groups,
-  interpret,
-):
+@functools.partial(jax.jit, static_argnames="work")
+def _step(packed, place, g, p, stored, *, work: _Work):
   codes = stored[0]
 
   def view(x):
@@ -178,16 +135,7 @@ def _step(
   in_place = (*stored, *weight)
   refs = [jax.new_ref(view(x)) for x in in_place]
   body = functools.partial(
-    _kernel,
-    rule=rule,
-    names=names,
-    groups=groups,
-    shape=codes.shape,
-    whole=whole,
-    groups_per_layer=g.size // GROUP_SIZE if has_layer else None,
-    present=tuple(_present(codec) for codec in groups),
-    on=Instructions(interpret),
-    num_weights=len(weight),
+    _kernel, work=work, shape=codes.shape, num_weights=len(weight)
   )
   update = plgpu.kernel(
     body,
@@ -201,7 +149,7 @@ def _step(
       # statistic exchange values that depend on it before any of them writes.
       unsafe_no_auto_barriers=True,
     ),
-    interpret=plgpu.InterpretGPUParams() if interpret else False,
+    interpret=plgpu.InterpretGPUParams() if work.interpret else False,
   )(packed, place, view(g), *refs)
   new = [
     jax.freeze(ref).reshape(x.shape)
@@ -225,35 +173,30 @@ def _kernel(
   place_gmem,
   g_gmem,
   *gmem,
-  rule: type,
-  names,
-  groups: GroupCodecs,
+  work: _Work,
   shape: tuple[int, ...],
-  whole: tuple[int, ...] | None,
-  groups_per_layer: int | None,
-  present: tuple[tuple[bool, ...], ...],
-  on: Instructions,
   num_weights: int,
 ):
   """Steps one tile.
 
-  Args:
-    packed_gmem: f32 [names], the rule's scalars.
-    place_gmem: the result of `Place.packed`.
-    g_gmem: [groups, 128], the gradient, of a single layer if `place` has one.
-    *gmem: for each moment its codes [groups, 128] and its statistics [groups],
-      as far as they are `present`; then the parameter's arrays, `num_weights`
-      of them, or the update, [groups, 128].
+  The arrays in global memory are `packed` f32 [names], the rule's scalars;
+  `place`, from `_packed`; the gradient [groups, 128], of a single layer if the
+  part has one; per moment codes [groups, 128] and its `_present` statistics
+  [groups]; then the parameter's `num_weights` arrays, or the update. `shape` is
+  that of the leaf, with all layers.
   """
-  scalars = rule(**{name: packed_gmem[i] for i, name in enumerate(names)})
+  groups, on = work.groups, Instructions(work.interpret)
+  present = [_present(codec) for codec in groups]
+  named = {name: packed_gmem[i] for i, name in enumerate(work.names)}
+  scalars = work.rule(**named)
   counts = [sum(there) for there in present]
   *moments_gmem, last_gmem = _parts(gmem, counts)
 
   start = lax.axis_index("block") * ROWS
   g = registers.load(g_gmem, start)
-  if groups_per_layer is not None:
+  if work.has_layer:
     layer = place_gmem[place_gmem.shape[0] - 1].astype(jnp.int32)
-    start = start + layer * groups_per_layer
+    start = start + layer * g_gmem.shape[0]
   refs = (*last_gmem[:num_weights], *gmem[: sum(counts)])
   loaded = [registers.load(ref, start) for ref in refs]
   weight, *stored, _ = _parts(loaded, [num_weights, *counts])
@@ -272,7 +215,7 @@ def _kernel(
   def draw():
     # Called only if words are needed: Mosaic infers no layout for unused
     # values.
-    place = words.row_and_column(start, shape, whole, place_gmem)
+    place = words.row_and_column(start, shape, work.whole, place_gmem)
     return words.random_words(*place, place_gmem[0])
 
   if weight:

@@ -15,39 +15,37 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from coat_jax.ops.dispatch import supported
+from coat_jax.ops.dispatch import kernel
 from coat_jax.pallas.mosaic import leaf_step
-from coat_jax.pallas.mosaic.leaf_step import Place
 from coat_jax.pallas.mosaic.moment_codecs import with_sign
 from coat_jax.pallas.mosaic.registers import Instructions
 
 
+def _why_not(p, g, stored, groups, **_) -> str | None:
+  # The first array of a parameter; a `SplitWeight` also has low bytes.
+  return leaf_step.why_not(stored, groups, (jax.tree.leaves(p)[0], g))
+
+
+@kernel(_why_not)
 def lion_step(
   p,
   g,
   stored,
-  key,
+  part,
   scalars,
   step,
   *,
   groups,
-  start=None,
-  whole=None,
-  layer=None,
   interpret: bool = False,
 ):
   """`lion.lion_step`. With `interpret` it runs on a CPU, slowly."""
-  values = jax.tree.leaves(p)[0]  # A `SplitWeight` also has low bytes.
-  leaf_step.check("lion_step", stored, groups, (values, g))
-  supported()
   rule = _Lion(
     **scalars._asdict(),
     grad_scale=step.grad_scale,
     update_rate=-step.learning_rate,
     decay_rate=-step.learning_rate * step.weight_decay,
   )
-  place = Place(key, start, whole, layer)
-  return leaf_step.run(rule, place, g, p, stored, groups, interpret)
+  return leaf_step.run(rule, part, g, p, stored, groups, interpret)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

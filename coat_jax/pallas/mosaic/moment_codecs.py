@@ -47,7 +47,7 @@ class Decoded(NamedTuple):
   """A decoded moment as a product of factors that are not yet multiplied.
 
   An optimizer multiplies the moment by a scalar next. We multiply that scalar
-  with the group's factor, which costs nothing per value, and save one of two
+  by the group's factor, which costs nothing per value and saves one of two
   multiplications of each value.
 
   Attributes:
@@ -195,14 +195,8 @@ def encode_moments(
 ) -> list[tuple[Array, Statistics]]:
   """Encodes one moment, or two of which only the first is signed.
 
-  Args:
-    codecs: one per moment.
-    xs: f32 tiles.
-    noises: one per moment, as `RegisterCodec.encode` takes them.
-    on: which instructions to use.
-
-  Returns:
-    The codes and statistics of each moment.
+  Each moment is an f32 tile, with noise as `RegisterCodec.encode` takes it.
+  Returns the codes and statistics of each moment.
   """
   fitted = [codec for codec in codecs if isinstance(codec, FittedCodec)]
   if len(fitted) != 2 or not fitted[0].fits_as(fitted[1]):
@@ -254,7 +248,10 @@ def _twice_order(x: Array) -> Array:
 
 
 def _cleaned(amax: Array, least: Array) -> tuple[Array, Array]:
-  """Cleans up amax; turns `least`, offset by 2^-126's bits, into amin."""
+  """Makes subnormal amax 0 and infinite amax NaN; turns `least` into amin.
+
+  `least` is offset by the bits of 2^-126.
+  """
   amax = jnp.where(amax < SMALLEST_NORMAL, 0.0, amax)
   amax = jnp.where(amax < jnp.inf, amax, jnp.nan)
   return amax, as_float(least + jnp.uint32(0x00800000))

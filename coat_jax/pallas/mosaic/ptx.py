@@ -70,7 +70,7 @@ def joint_extremes(
   """`Instructions.joint_extremes`.
 
   Both moments go through one butterfly over 16 lanes: in its first step half of
-  the lanes give away their value of one moment and half that of the other.
+  the lanes give away their value of one moment, and half that of the other.
   """
   pair = plgpu.ShapeDtypeStruct((2, ROWS), jnp.float32, layout=PAIR_LAYOUT)
   bits = plgpu.ShapeDtypeStruct((2, ROWS), jnp.uint32, layout=PAIR_LAYOUT)
@@ -145,7 +145,7 @@ def e4m3_codes(code: Array, x: Array | None) -> Array:
 
 
 def bfloat16_in_f32(x: Array) -> Array:
-  """`Instructions.in_f32` of bf16: one instruction for each half."""
+  """`Instructions.in_f32` for bf16: one instruction for each half."""
   tile = plgpu.ShapeDtypeStruct(TILE, jnp.float32, layout=LAYOUT)
 
   @plgpu.inline_mgpu(arg_types=(LAYOUT,), return_type=tile)

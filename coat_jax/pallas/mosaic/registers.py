@@ -98,7 +98,8 @@ class Instructions:
   def e4m3_bits(self, x: Array, factor: float) -> Array:
     """Returns the bits of y = x factor < 512 with E4M3's exponent bias.
 
-    From bit 20 on they are the code of the lower neighbour, subnormal or not.
+    From bit 20 on, the bits are the code of the lower neighbour, subnormal or
+    not.
     """
     if not self.interpret:
       # Below 2^-6 the product is a subnormal f32, which the GPU keeps.
@@ -108,11 +109,9 @@ class Instructions:
     return jnp.where(y < 2.0**-6, subnormal, as_bits(y) - (120 << 23))
 
   def e4m3_codes(self, code: Array, x: Array | None) -> Array:
-    """Casts codes to bytes, at most 0x7E since 0x7F is NaN, and adds signs.
+    """Casts uint32 codes 0..0x7F to bytes and adds the signs of x, if given.
 
-    Args:
-      code: uint32 tile, 0..0x7F.
-      x: f32 tile whose signs the codes get, or None.
+    Codes are at most 0x7E, because 0x7F is NaN.
     """
     if not self.interpret:
       return ptx.e4m3_codes(code, x)
@@ -148,14 +147,10 @@ class Instructions:
   def joint_extremes(
     self, largest: tuple[Array, Array], least: tuple[Array, Array]
   ) -> tuple[Array, Array]:
-    """Returns the largest and the least numbers of each group of two moments.
+    """Returns maxima f32 and minima uint32 of two moments' groups, [2, ROWS].
 
-    Args:
-      largest: f32 tiles; a NaN counts as larger than any number.
-      least: uint32 tiles.
-
-    Returns:
-      f32 and uint32 [2, ROWS].
+    `largest` are two f32 tiles, in which NaN counts as larger than any number;
+    `least` are two uint32 tiles.
     """
     if not self.interpret:
       return ptx.joint_extremes(largest, least)
@@ -165,7 +160,7 @@ class Instructions:
     )
 
   def part(self, x: Array, i: int) -> Array:
-    """Takes moment i (0 or 1) of 32-bit statistics [2, ROWS]: [ROWS]."""
+    """Selects moment i (0 or 1) of 32-bit statistics [2, ROWS]: [ROWS]."""
     return x[i] if self.interpret else ptx.part(x, i)
 
   def round(self, x: Array, factor: Array) -> tuple[Array, Array]:
@@ -189,18 +184,13 @@ class Instructions:
   ) -> tuple[Array, Array, Array]:
     """Computes powers of small integers; on a GPU a group's lanes look them up.
 
-    With a = root, p(J) = (J / 8)^a:
+    With a = root and p(J) = (J / 8)^a, for J = significand and e = exponent in
+    0..15 (int32 tiles of which the GPU reads 4 bits; e = 0 counts as 1), and
+    positive root and scale, f32 [ROWS]:
 
-    Args:
-      significand: int32 tile, J in 0..15; the GPU reads only 4 bits.
-      exponent: int32 tile, e in 0..15, where 0 counts as 1; the GPU again reads
-        only 4 bits.
-      root: f32 [ROWS], positive.
-      scale: f32 [ROWS].
+      2 p(J) - p(J + 1), p(J + 1) - p(J) and scale (448 2^(7 - e))^a,
 
-    Returns:
-      2 p(J) - p(J + 1), p(J + 1) - p(J), and scale (448 2^(7 - e))^a, which is
-      infinite only for numbers up to 2^-126 / scale.
+    of which the last is infinite only for numbers up to 2^-126 / scale.
     """
     top = 7 + math.log2(qmax(E4M3))
     if not self.interpret:

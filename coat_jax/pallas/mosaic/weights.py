@@ -18,7 +18,7 @@ _LARGEST = float(np.uint32(0x7F7F7F00).view(np.float32))
 
 
 def in_f32(on: Instructions, high: Array, low: Array | None = None) -> Array:
-  """`weights.in_f32` of a tile: of an array, or of a `SplitWeight`'s halves."""
+  """`weights.in_f32` for a tile of an array, or of a `SplitWeight`'s halves."""
   x = on.in_f32(high)
   if low is None:
     return x
@@ -31,16 +31,10 @@ def in_f32(on: Instructions, high: Array, low: Array | None = None) -> Array:
 def round_like(
   refs, x: Array, draw: Callable[[], Array], on: Instructions
 ) -> tuple[Array, ...]:
-  """`weights.round_like` of a tile.
+  """`weights.round_like` for a tile; returns a tile for each of `refs`.
 
-  Args:
-    refs: the ref of an array, or the two refs of a `SplitWeight`.
-    x: f32 tile.
-    draw: returns the tile's random words.
-    on: which instructions to use.
-
-  Returns:
-    A tile for each of `refs`, in its dtype.
+  `refs` is an array's ref, or a `SplitWeight`'s two. x is f32; `draw` returns
+  the tile's random words.
   """
   if len(refs) == 2:
     return _split(x, draw(), on)

@@ -22,6 +22,7 @@ has a kernel of its own).
 
 import dataclasses
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,8 +30,8 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from coat_jax.ops.dispatch import supported
-from coat_jax.ops.types import AttentionKind, AttentionResiduals, Unsupported
+from coat_jax.ops.dispatch import kernel
+from coat_jax.ops.types import AttentionKind, AttentionResiduals
 from coat_jax.pallas.triton import tiles
 from coat_jax.pallas.triton.scores import (
   LEAST,
@@ -50,11 +51,11 @@ _NEEDS_NO_MAXIMUM = 55.0
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-  """The tile of each kernel; with dv=None the kernel for dk computes dv too.
+  """The tile of each kernel; if dv is None, the kernel for dk computes dv too.
 
   Registers have room for two sums of 256 columns only for up to 64 rows. With
   64 rows, eight warps compute the scores twice, because Triton gives all scores
-  to each four of the warps.
+  to each group of four warps.
   """
 
   forward: Tile
@@ -75,6 +76,39 @@ def pick_tiles(head_dim: int) -> Tiles:
   return Tiles(Tile(128, 32, 4, 3), Tile(128, 64, 8, 3), square, None)
 
 
+def _why_not_fwd(q, k, v, **_) -> str | None:
+  return _why_not(pick_tiles(q.shape[-1]).forward, q, k, v)
+
+
+def _why_not_bwd(q, k, v, **_) -> str | None:
+  picked = pick_tiles(q.shape[-1])
+  kernels = picked.dq, picked.dk, picked.dv or picked.dk
+  longest = max(kernels, key=lambda tile: tile.longest)
+  return _why_not(longest, q, k, v)
+
+
+def _why_not(tile: Tile, q: Array, k: Array, v: Array) -> str | None:
+  if any(x.dtype != jnp.bfloat16 for x in (q, k, v)):
+    return (
+      f"the Triton kernel reads bfloat16, got {q.dtype}, {k.dtype} and "
+      f"{v.dtype}"
+    )
+  if q.shape[-1] not in _HEAD_SIZES:
+    return f"the Triton kernel has heads of {_HEAD_SIZES}, got {q.shape[-1]}"
+  if q.shape[1] != k.shape[1]:
+    return (
+      "the Triton kernel needs as many queries as keys, got "
+      f"{q.shape[1]} and {k.shape[1]}"
+    )
+  if q.shape[1] % tile.longest:
+    return (
+      "the Triton kernel needs a sequence that is a multiple of "
+      f"{tile.longest}, got {q.shape[1]}"
+    )
+  return tiles.why_not_shape(q.shape)
+
+
+@kernel(_why_not_fwd)
 def attention_fwd(
   q: Array,
   k: Array,
@@ -86,11 +120,11 @@ def attention_fwd(
 ) -> AttentionResiduals:
   """`ops.attention_fwd`."""
   tile = pick_tiles(q.shape[-1]).forward
-  _require("attention_fwd", tile, q, k, v)
-  supported()
-  return _forward(q, k, v, segments, kind.among(k.shape[1]), tile, interpret)
+  work = Work(kind.among(k.shape[1]), tile, interpret)
+  return _forward(q, k, v, segments, work)
 
 
+@kernel(_why_not_bwd)
 def attention_bwd(
   dout: Array,
   q: Array,
@@ -104,10 +138,6 @@ def attention_bwd(
 ) -> tuple[Array, Array, Array]:
   """`ops.attention_bwd`."""
   picked = pick_tiles(q.shape[-1])
-  for tile in (picked.dq, picked.dk, picked.dv or picked.dk):
-    _require("attention_bwd", tile, q, k, v)
-  supported()
-  kind = kind.among(k.shape[1])
   dout = dout.astype(q.dtype)
   delta = jnp.einsum(
     "btnh,btnh->bnt",
@@ -117,123 +147,119 @@ def attention_bwd(
     precision=jax.lax.Precision.HIGHEST,
   )
   lse = jnp.swapaxes(residuals.lse, 1, 2) * LOG2_E
-  args = q, k, v, dout, lse, delta, segments, kind
-  dq = _backward_q(*args, picked.dq, interpret)
+  inputs = _Inputs(q, k, v, dout, lse, delta)
+
+  def work(tile: Tile) -> Work:
+    return Work(kind.among(k.shape[1]), tile, interpret)
+
+  dq = _backward_q(inputs, segments, work(picked.dq))
   if picked.dv is None:
-    return dq, *_backward_kv(*args, "both", picked.dk, interpret)
-  (dk,) = _backward_kv(*args, "dk", picked.dk, interpret)
-  (dv,) = _backward_kv(*args, "dv", picked.dv, interpret)
+    return dq, *_backward_kv(inputs, segments, "both", work(picked.dk))
+  (dk,) = _backward_kv(inputs, segments, "dk", work(picked.dk))
+  (dv,) = _backward_kv(inputs, segments, "dv", work(picked.dv))
   return dq, dk, dv
-
-
-def _require(op: str, tile: Tile, q: Array, k: Array, v: Array) -> None:
-  if any(x.dtype != jnp.bfloat16 for x in (q, k, v)):
-    raise Unsupported(
-      f"{op}: the Triton kernel reads bfloat16, got {q.dtype}, {k.dtype} and "
-      f"{v.dtype}"
-    )
-  if q.shape[-1] not in _HEAD_SIZES:
-    raise Unsupported(
-      f"{op}: the Triton kernel has heads of {_HEAD_SIZES}, got {q.shape[-1]}"
-    )
-  if q.shape[1] != k.shape[1]:
-    raise Unsupported(
-      f"{op}: the Triton kernel needs as many queries as keys, got "
-      f"{q.shape[1]} and {k.shape[1]}"
-    )
-  if q.shape[1] % tile.longest:
-    raise Unsupported(
-      f"{op}: the Triton kernel needs a sequence that is a multiple of "
-      f"{tile.longest}, got {q.shape[1]}"
-    )
-  tiles.require_shape(op, q.shape)
 
 
 # --- The three calls ---------------------------------------------------------
 
 
-@functools.partial(jax.jit, static_argnames=("kind", "tile", "interpret"))
-def _forward(q, k, v, segments, kind: AttentionKind, tile: Tile, interpret):
-  b, t, n, _ = q.shape
+@dataclasses.dataclass(frozen=True)
+class Work:
+  """The static parameters of a kernel."""
+
+  kind: AttentionKind
+  tile: Tile
+  interpret: bool
+
+  def run(self, kernel, *args, grid, out_shape, name):
+    """Calls `kernel(*refs, work=self)` for each program of the grid."""
+    return pl.pallas_call(
+      functools.partial(kernel, work=self),
+      grid=grid,
+      out_shape=out_shape,
+      compiler_params=plt.CompilerParams(
+        num_warps=self.tile.warps, num_stages=self.tile.stages
+      ),
+      interpret=self.interpret,
+      name=name,
+    )(*args)
+
+
+class _Inputs(NamedTuple):
+  """Arrays that both backward kernels read, or the refs of these arrays.
+
+  q, k, v and dout are [B, T, N, H], lse (in octaves) and delta [B, N, T].
+  """
+
+  q: Any
+  k: Any
+  v: Any
+  dout: Any
+  lse: Any
+  delta: Any
+
+
+@functools.partial(jax.jit, static_argnames="work")
+def _forward(q, k, v, segments, work: Work) -> AttentionResiduals:
+  (b, t, n, _), tile = q.shape, work.tile
   per_row = jax.ShapeDtypeStruct((b, n, t), jnp.float32)
-  out, lse = pl.pallas_call(
-    functools.partial(
-      _forward_kernel, kind=kind, tile=tile, interpret=interpret
-    ),
+  out, lse = work.run(
+    _forward_kernel,
+    *(q, k, v),
+    *segment_bounds(segments, tile.queries, tile.keys),
     grid=(t // tile.queries, n, b),
     out_shape=(jax.ShapeDtypeStruct(q.shape, q.dtype), per_row),
-    compiler_params=_compiler_params(tile),
-    interpret=interpret,
     name="attention_fwd",
-  )(q, k, v, *segment_bounds(segments, tile.queries, tile.keys))
+  )
   return AttentionResiduals(out, jnp.swapaxes(lse, 1, 2))
 
 
-@functools.partial(jax.jit, static_argnames=("kind", "tile", "interpret"))
-def _backward_q(q, k, v, dout, lse, delta, segments, kind, tile, interpret):
+@functools.partial(jax.jit, static_argnames="work")
+def _backward_q(inputs: _Inputs, segments, work: Work) -> Array:
+  q, tile = inputs.q, work.tile
   b, t, n, _ = q.shape
-  bounds = segment_bounds(segments, tile.queries, tile.keys)
-  return pl.pallas_call(
-    functools.partial(_dq_kernel, kind=kind, tile=tile, interpret=interpret),
+  return work.run(
+    _dq_kernel,
+    *inputs,
+    *segment_bounds(segments, tile.queries, tile.keys),
     grid=(t // tile.queries, n, b),
     out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
-    compiler_params=_compiler_params(tile),
-    interpret=interpret,
     name="attention_dq",
-  )(q, k, v, dout, lse, delta, *bounds)
+  )
 
 
-@functools.partial(
-  jax.jit, static_argnames=("kind", "which", "tile", "interpret")
-)
-def _backward_kv(
-  q, k, v, dout, lse, delta, segments, kind, which, tile: Tile, interpret
-):
-  b, s, kv_heads, _ = k.shape
-  bounds = segment_bounds(segments, tile.keys, tile.queries)
-  shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (k, v)]
+@functools.partial(jax.jit, static_argnames=("which", "work"))
+def _backward_kv(inputs: _Inputs, segments, which: str, work: Work):
+  tile = work.tile
+  b, s, kv_heads, _ = inputs.k.shape
   shapes = [
-    None if which not in ("both", name) else shape
-    for name, shape in zip(("dk", "dv"), shapes, strict=True)
+    jax.ShapeDtypeStruct(x.shape, x.dtype) if which in ("both", name) else None
+    for name, x in (("dk", inputs.k), ("dv", inputs.v))
   ]
-  dk, dv = pl.pallas_call(
-    functools.partial(_dkv_kernel, kind=kind, tile=tile, interpret=interpret),
+  dk, dv = work.run(
+    _dkv_kernel,
+    *inputs,
+    *segment_bounds(segments, tile.keys, tile.queries),
     grid=(s // tile.keys, kv_heads, b),
     out_shape=shapes,
-    compiler_params=_compiler_params(tile),
-    interpret=interpret,
     name="attention_dkv" if which == "both" else f"attention_{which}",
-  )(q, k, v, dout, lse, delta, *bounds)
+  )
   return [x for x in (dk, dv) if x is not None]
-
-
-def _compiler_params(tile: Tile) -> plt.CompilerParams:
-  return plt.CompilerParams(num_warps=tile.warps, num_stages=tile.stages)
 
 
 # --- Kernels -----------------------------------------------------------------
 
 
-def _forward_kernel(
-  q_ref,
-  k_ref,
-  v_ref,
-  segments_ref,
-  first_ref,
-  behind_ref,
-  out_ref,
-  lse_ref,
-  *,
-  kind: AttentionKind,
-  tile: Tile,
-  interpret: bool,
-):
+def _forward_kernel(*refs, work: Work):
+  *inputs, segments_ref, first_ref, behind_ref, out_ref, lse_ref = refs
+  q_ref, k_ref, v_ref = inputs
+  kind, tile = work.kind, work.tile
   visit = Visit.of_queries(kind, tile, k_ref, first_ref, behind_ref)
   head, b = pl.program_id(1), pl.program_id(2)
   kv_head = head // (q_ref.shape[2] // k_ref.shape[2])
   own = pl.ds(visit.own * tile.queries, tile.queries)
   q = plt.load(q_ref.at[b, own, head])
-  scores = Scores(kind, q.shape[-1], interpret)
+  scores = Scores(kind, q.shape[-1], work.interpret)
   has_maximum = kind.soft_cap is None or kind.soft_cap > _NEEDS_NO_MAXIMUM
 
   def step(j, carry, is_masked):
@@ -264,22 +290,10 @@ def _forward_kernel(
   plt.store(lse_ref.at[b, head, own], lse)
 
 
-def _dq_kernel(
-  q_ref,
-  k_ref,
-  v_ref,
-  dout_ref,
-  lse_ref,
-  delta_ref,
-  segments_ref,
-  first_ref,
-  behind_ref,
-  dq_ref,
-  *,
-  kind: AttentionKind,
-  tile: Tile,
-  interpret: bool,
-):
+def _dq_kernel(*refs, work: Work):
+  *inputs, segments_ref, first_ref, behind_ref, dq_ref = refs
+  q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref = inputs
+  kind, tile = work.kind, work.tile
   visit = Visit.of_queries(kind, tile, k_ref, first_ref, behind_ref)
   head, b = pl.program_id(1), pl.program_id(2)
   kv_head = head // (q_ref.shape[2] // k_ref.shape[2])
@@ -288,7 +302,7 @@ def _dq_kernel(
   dout = plt.load(dout_ref.at[b, own, head])
   lse = plt.load(lse_ref.at[b, head, own])[:, None]
   delta = plt.load(delta_ref.at[b, head, own])[:, None]
-  scores = Scores(kind, q.shape[-1], interpret)
+  scores = Scores(kind, q.shape[-1], work.interpret)
 
   def step(j, dq, is_masked):
     others = pl.ds(j * tile.keys, tile.keys)
@@ -306,30 +320,17 @@ def _dq_kernel(
   plt.store(dq_ref.at[b, own, head], (dq * scores.scale).astype(dq_ref.dtype))
 
 
-def _dkv_kernel(
-  q_ref,
-  k_ref,
-  v_ref,
-  dout_ref,
-  lse_ref,
-  delta_ref,
-  segments_ref,
-  first_ref,
-  behind_ref,
-  dk_ref,
-  dv_ref,
-  *,
-  kind: AttentionKind,
-  tile: Tile,
-  interpret: bool,
-):
+def _dkv_kernel(*refs, work: Work):
+  *inputs, segments_ref, first_ref, behind_ref, dk_ref, dv_ref = refs
+  q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref = inputs
+  kind, tile = work.kind, work.tile
   visit = Visit.of_keys(kind, tile, q_ref, first_ref, behind_ref)
   kv_head, b = pl.program_id(1), pl.program_id(2)
   heads = q_ref.shape[2] // k_ref.shape[2]
   own = pl.ds(visit.own * tile.keys, tile.keys)
   k = plt.load(k_ref.at[b, own, kv_head])
   v = None if dk_ref is None else plt.load(v_ref.at[b, own, kv_head])
-  scores = Scores(kind, k.shape[-1], interpret)
+  scores = Scores(kind, k.shape[-1], work.interpret)
 
   def of_head(i, carry):
     head = kv_head * heads + i

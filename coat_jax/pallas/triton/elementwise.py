@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
 from coat_jax.formats import E4M3, E5M2
-from coat_jax.ops.types import Layout, Unsupported
+from coat_jax.ops.types import Layout
 from coat_jax.pallas.triton import ptx, tiles
 from coat_jax.qtensor import QTensor
 
@@ -86,7 +86,7 @@ class Work:
     return spec, jax.ShapeDtypeStruct((self.n, self.m), dtype)
 
   def operand(self, dtype: DTypeLike, layout: Layout) -> list[tuple | None]:
-    """Returns `matrix` and `columns`, or None for one the layout lacks."""
+    """Returns `matrix` and `columns`; None for one that the layout lacks."""
     return [
       None if layout == "columns" else self.matrix(dtype),
       None if layout == "rows" else self.columns(dtype),
@@ -170,13 +170,18 @@ def split(outputs) -> dict[str, tuple]:
   return {"out_specs": specs, "out_shape": shapes}
 
 
-def require_values(op: str, x: QTensor, group_size: int) -> None:
-  """Raises `Unsupported` if a kernel cannot read these 1 x G values."""
+def why_not_values(x: QTensor) -> str | None:
+  """Returns why kernels cannot read these 1 x G values, or None."""
   *leading, n = x.qvalue.shape
-  tiles.require_format(op, x.qvalue.dtype, E4M3, E5M2)
-  tiles.require_groups(op, x.qvalue.shape, group_size)
+  group_size = x.group_size
+  reason = tiles.why_not_format(
+    x.qvalue.dtype, E4M3, E5M2
+  ) or tiles.why_not_groups(x.qvalue.shape, group_size)
+  if reason is not None or group_size is None:
+    return reason
   if x.scale.shape != (*leading, n // group_size):
-    raise Unsupported(
-      f"{op}: the Triton kernel needs a scale per {group_size} values, got "
-      f"scales of shape {x.scale.shape} for values of {x.qvalue.shape}"
+    return (
+      f"the Triton kernel needs a scale per {group_size} values, got scales of "
+      f"shape {x.scale.shape} for values of {x.qvalue.shape}"
     )
+  return None

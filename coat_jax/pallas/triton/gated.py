@@ -36,56 +36,58 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
-from jax.typing import DTypeLike
 
 from coat_jax.formats import E4M3, E5M2
-from coat_jax.ops.dispatch import supported
-from coat_jax.ops.types import Activation, Layout, Operand, Unsupported
+from coat_jax.ops.dispatch import kernel
+from coat_jax.ops.scaling import GRADIENTS, VALUES, Groups, Scales, Scaling
+from coat_jax.ops.types import Activation, Layout, Operand
 from coat_jax.pallas.triton import gelu, ptx, tiles
 from coat_jax.pallas.triton.elementwise import (
   Work,
   pick_amax_tile,
   pick_row_tile,
   pick_tile,
-  require_values,
   split,
+  why_not_values,
 )
-from coat_jax.pallas.triton.scales import bits_to_scale, bits_to_shared_scale
+from coat_jax.pallas.triton.scales import bits_to_shared_scale, output_scale
 from coat_jax.qtensor import QTensor
 
 # --- Input -------------------------------------------------------------------
 
 
+def _why_not_input(gate_up, activation, groups, output, **_) -> str | None:
+  *leading, n = gate_up.shape
+  if n % 2:
+    return f"gate and up must be of one width, got {n} for both"
+  return (
+    tiles.why_not_format(groups.dtype, E4M3)
+    or tiles.why_not_output(output, E4M3)
+    or _why_not_activation(activation)
+    or tiles.why_not_dtype(gate_up.dtype)
+    or tiles.why_not_groups((*leading, n // 2), groups.size)
+    or tiles.why_not_shape(gate_up.shape)
+  )
+
+
+@kernel(_why_not_input)
 def gated_input(
   gate_up: Array,
   *,
   activation: Activation,
-  group_size: int,
-  dtype: DTypeLike = E4M3,
-  product_dtype: DTypeLike = E4M3,
-  axis_names: tuple[str, ...] = (),
+  groups: Groups,
+  output: Scaling = VALUES,
   interpret: bool = False,
-) -> tuple[QTensor, QTensor, Array]:
+) -> tuple[QTensor, QTensor, Array | None]:
   """`ops.gated_input`."""
-  op, (*leading, n) = "gated_input", gate_up.shape
-  tiles.require_format(op, dtype, E4M3)
-  tiles.require_format(op, product_dtype, E4M3)
-  _require_kernel(op, activation)
-  if n % 2:
-    raise Unsupported(
-      f"{op}: gate and up must be of one width, got {n} for both"
-    )
-  tiles.require_dtype(op, gate_up.dtype)
-  tiles.require_groups(op, (*leading, n // 2), group_size)
-  tiles.require_shape(op, gate_up.shape)
-  supported()
+  n = gate_up.shape[-1]
   m, f = gate_up.size // n, n // 2
-  work = Work(m, f, group_size, pick_row_tile(m, f), interpret)
+  work = Work(m, f, groups.size, pick_row_tile(m, f), interpret)
   gate, up, bits = _gated_input(gate_up, activation, work)
   return (
     gate,
     up,
-    bits_to_scale(bits, axis_names=axis_names, interpret=interpret),
+    output_scale(bits, output, interpret=interpret),
   )
 
 
@@ -103,20 +105,15 @@ def _gated_input(
   gate, gate_scale, up, up_scale = (
     x.reshape(*gate_up.shape[:-1], x.shape[-1]) for x in results
   )
-  return QTensor(gate, gate_scale), QTensor(up, up_scale), bits
+  return (
+    QTensor(gate, gate_scale, work.group_size),
+    QTensor(up, up_scale, work.group_size),
+    bits,
+  )
 
 
-def _input_kernel(
-  work,
-  gate_up_ref,
-  gate_ref,
-  gate_scale_ref,
-  up_ref,
-  up_scale_ref,
-  bits_ref,
-  *,
-  activation,
-):
+def _input_kernel(work, *refs, activation):
+  gate_up_ref, gate_ref, gate_scale_ref, up_ref, up_scale_ref, bits_ref = refs
   gate = work.load(gate_up_ref.at[:, jnp.int32(0)])
   up = work.load(gate_up_ref.at[:, jnp.int32(1)])
   gate = work.store_groups(gate_ref, gate_scale_ref, gate)
@@ -128,41 +125,52 @@ def _input_kernel(
 # --- Forward -----------------------------------------------------------------
 
 
+def _why_not_fwd(
+  gate, up, activation, output, scale, layout, **_
+) -> str | None:
+  return (
+    tiles.why_not_scaling(output, E4M3)
+    or _why_not_activation(activation)
+    or _why_not_gate_and_up(gate, up)
+    or tiles.why_not_columns(gate.qvalue.shape, layout)
+    or tiles.why_not_scale(scale)
+  )
+
+
+def _why_not_gate_and_up(gate, up) -> str | None:
+  if gate.qvalue.shape != up.qvalue.shape:
+    return (
+      f"gate and up must be of one shape, got {gate.qvalue.shape} and "
+      f"{up.qvalue.shape}"
+    )
+  if gate.group_size != up.group_size:
+    return (
+      f"gate and up must have groups of one size, got {gate.group_size} and "
+      f"{up.group_size}"
+    )
+  return why_not_values(gate) or why_not_values(up)
+
+
+@kernel(_why_not_fwd)
 def gated_fwd(
   gate: QTensor,
   up: QTensor,
   *,
   activation: Activation,
-  scale: Array | None,
-  group_size: int,
+  output: Scaling = VALUES,
+  scale: Scales | None = None,
   layout: Layout = "rows",
-  dtype: DTypeLike = E4M3,
   interpret: bool = False,
 ) -> Operand:
   """`ops.gated_fwd`."""
-  op = "gated_fwd"
-  tiles.require_format(op, dtype, E4M3)
-  _require_kernel(op, activation)
-  _require_gate_and_up(op, gate, up, group_size)
-  tiles.require_columns(op, gate.qvalue.shape, layout)
-  scale = tiles.require_one_scale(op, scale)
-  supported()
+  assert isinstance(scale, Array) and gate.group_size is not None
+  group_size = gate.group_size
   f = gate.qvalue.shape[-1]
   m = gate.qvalue.size // f
   tile = pick_row_tile(m, f) if layout == "rows" else pick_tile(m)
   work = Work(m, f, group_size, tile, interpret)
   rows, columns = _gated_fwd(gate, up, scale, activation, layout, work)
   return Operand(rows, columns, scale)
-
-
-def _require_gate_and_up(op, gate, up, group_size) -> None:
-  if gate.qvalue.shape != up.qvalue.shape:
-    raise Unsupported(
-      f"{op}: gate and up must be of one shape, got {gate.qvalue.shape} and "
-      f"{up.qvalue.shape}"
-    )
-  require_values(op, gate, group_size)
-  require_values(op, up, group_size)
 
 
 @functools.partial(jax.jit, static_argnames=("activation", "layout", "work"))
@@ -181,18 +189,9 @@ def _gated_fwd(
   return rows if rows is None else rows.reshape(gate.qvalue.shape), columns
 
 
-def _fwd_kernel(
-  work,
-  gate_ref,
-  gate_scale_ref,
-  up_ref,
-  up_scale_ref,
-  scale_ref,
-  rows_ref,
-  columns_ref,
-  *,
-  activation,
-):
+def _fwd_kernel(work, *refs, activation):
+  *refs, rows_ref, columns_ref = refs
+  gate_ref, gate_scale_ref, up_ref, up_scale_ref, scale_ref = refs
   gate = work.load_groups(gate_ref, gate_scale_ref)
   up = work.load_groups(up_ref, up_scale_ref)
   product = _values(gate, activation, work.interpret) * up
@@ -203,39 +202,45 @@ def _fwd_kernel(
 # --- Backward ----------------------------------------------------------------
 
 
+def _why_not_bwd(
+  dy, gate, up, activation, gradient, output, scale, **_
+) -> str | None:
+  *leading, f = dy.shape
+  if dy.shape != gate.qvalue.shape:
+    return f"dy must be of gate's shape {gate.qvalue.shape}, got {dy.shape}"
+  return (
+    tiles.why_not_scaling(gradient, E5M2)
+    or tiles.why_not_scaling(output, E4M3)
+    or _why_not_activation(activation)
+    or tiles.why_not_dtype(dy.dtype)
+    or _why_not_gate_and_up(gate, up)
+    or tiles.why_not_columns(dy.shape, "both")
+    or tiles.why_not_shape((*leading, 2 * f))
+    or tiles.why_not_scale(scale)
+  )
+
+
+@kernel(_why_not_bwd)
 def gated_bwd_operands(
   dy: Array,
   gate: QTensor,
   up: QTensor,
   *,
   activation: Activation,
-  product_scale: Array | None,
-  group_size: int,
-  dtype: DTypeLike = E5M2,
-  product_dtype: DTypeLike = E4M3,
-  axis_names: tuple[str, ...] = (),
+  gradient: Scaling = GRADIENTS,
+  output: Scaling = VALUES,
+  scale: Scales | None = None,
   interpret: bool = False,
 ) -> tuple[Operand, Operand]:
   """`ops.gated_bwd_operands`, in two passes."""
-  op, (*leading, f) = "gated_bwd_operands", dy.shape
-  tiles.require_format(op, dtype, E5M2)
-  tiles.require_format(op, product_dtype, E4M3)
-  if dy.shape != gate.qvalue.shape:
-    raise Unsupported(
-      f"{op}: dy must be of gate's shape {gate.qvalue.shape}, got {dy.shape}"
-    )
-  _require_kernel(op, activation)
-  tiles.require_dtype(op, dy.dtype)
-  _require_gate_and_up(op, gate, up, group_size)
-  tiles.require_columns(op, dy.shape, "both")
-  tiles.require_shape(op, (*leading, 2 * f))
-  product_scale = tiles.require_one_scale(op, product_scale)
-  supported()
+  assert isinstance(scale, Array) and gate.group_size is not None
+  product_scale, group_size = scale, gate.group_size
+  f = dy.shape[-1]
   m = dy.size // f
   work = Work(m, f, group_size, pick_amax_tile(m), interpret)
   bits = _gradients_amax(dy, gate, up, activation, work)
   scale, read = bits_to_shared_scale(
-    bits, E5M2, axis_names=axis_names, interpret=interpret
+    bits, E5M2, axis_names=gradient.axis_names, interpret=interpret
   )
   work = Work(m, f, group_size, pick_tile(m), interpret)
   rows, columns, product = _gradients(
@@ -324,13 +329,13 @@ def _bwd_kernel(work, *refs, activation):
 # --- Activation functions ----------------------------------------------------
 
 
-def _require_kernel(op: str, activation: Activation) -> None:
-  """Raises `Unsupported` for an activation that the kernels don't support."""
-  if activation == "gelu":
-    raise Unsupported(
-      f"{op}: the Triton kernel has SiLU and GELU by the tanh approximation, "
-      "since Pallas lowers no erf to Triton; got activation='gelu'"
-    )
+def _why_not_activation(activation: Activation) -> str | None:
+  if activation != "gelu":
+    return None
+  return (
+    "the Triton kernel has SiLU and GELU by the tanh approximation, since "
+    "Pallas lowers no erf to Triton; got activation='gelu'"
+  )
 
 
 def _with(kernel, activation: Activation):
@@ -359,7 +364,7 @@ def _values_and_derivative(
 
 
 def _halves(work: Work) -> pl.BlockSpec:
-  """Returns the spec of tiles of [m, 2, F]: of the gate's half and of up's."""
+  """Returns the spec of tiles of [m, 2, F]: gate's half and up's half."""
   tile = work.tile
   return tile.spec((tile.rows, 2, tile.columns), (0, None, 1))
 

@@ -29,20 +29,20 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
-from jax.typing import DTypeLike
 
 from coat_jax.formats import E4M3, E5M2
-from coat_jax.ops.dispatch import supported
-from coat_jax.ops.types import Approximation, Layout, Operand, Unsupported
+from coat_jax.ops.dispatch import kernel
+from coat_jax.ops.scaling import GRADIENTS, VALUES, Groups, Scales, Scaling
+from coat_jax.ops.types import Approximation, Layout, Operand
 from coat_jax.pallas.triton import ptx, tiles
 from coat_jax.pallas.triton.elementwise import (
   Work,
   pick_row_tile,
   pick_tile,
-  require_values,
   split,
+  why_not_values,
 )
-from coat_jax.pallas.triton.scales import bits_to_scale, bits_to_shared_scale
+from coat_jax.pallas.triton.scales import bits_to_shared_scale, output_scale
 from coat_jax.qtensor import QTensor
 
 _SQRT_2_OVER_PI = 0.7978845608028654
@@ -52,37 +52,41 @@ _QUICK = 1.702
 # --- Input -------------------------------------------------------------------
 
 
+def _why_not_input(x, approximate, groups, output, **_) -> str | None:
+  return (
+    tiles.why_not_format(groups.dtype, E4M3)
+    or tiles.why_not_output(output, E4M3)
+    or _why_not_formula(approximate)
+    or tiles.why_not_dtype(x.dtype)
+    or tiles.why_not_groups(x.shape, groups.size)
+  )
+
+
+def _why_not_formula(approximate: Approximation) -> str | None:
+  if approximate:
+    return None
+  return (
+    "the Triton kernel has the tanh approximation and the sigmoid, since "
+    "Pallas lowers no erf to Triton; got approximate=False"
+  )
+
+
+@kernel(_why_not_input)
 def gelu_input(
   x: Array,
   *,
   approximate: Approximation,
-  group_size: int,
-  dtype: DTypeLike = E4M3,
-  output_dtype: DTypeLike = E4M3,
-  axis_names: tuple[str, ...] = (),
+  groups: Groups,
+  output: Scaling = VALUES,
   interpret: bool = False,
-) -> tuple[QTensor, Array]:
+) -> tuple[QTensor, Array | None]:
   """`ops.gelu_input`."""
-  op = "gelu_input"
-  tiles.require_format(op, dtype, E4M3)
-  tiles.require_format(op, output_dtype, E4M3)
-  _require_kernel(op, approximate)
-  tiles.require_dtype(op, x.dtype)
-  tiles.require_groups(op, x.shape, group_size)
-  supported()
   n = x.shape[-1]
   m = x.size // n
-  work = Work(m, n, group_size, pick_row_tile(m, n), interpret)
+  work = Work(m, n, groups.size, pick_row_tile(m, n), interpret)
   x_q, bits = _gelu_input(x, approximate, work)
-  return x_q, bits_to_scale(bits, axis_names=axis_names, interpret=interpret)
-
-
-def _require_kernel(op: str, approximate: Approximation) -> None:
-  if not approximate:
-    raise Unsupported(
-      f"{op}: the Triton kernel has the tanh approximation and the sigmoid, "
-      "since Pallas lowers no erf to Triton; got approximate=False"
-    )
+  scale = output_scale(bits, output, interpret=interpret)
+  return x_q, scale
 
 
 def _with(kernel, approximate: Approximation):
@@ -99,7 +103,7 @@ def _gelu_input(x, approximate, work: Work) -> tuple[QTensor, Array]:
     name="gelu_input",
   )
   scale = scale.reshape(*x.shape[:-1], scale.shape[-1])
-  return QTensor(codes.reshape(x.shape), scale), bits
+  return QTensor(codes.reshape(x.shape), scale, work.group_size), bits
 
 
 def _input_kernel(work, x_ref, q_ref, scale_ref, bits_ref, *, approximate):
@@ -119,24 +123,29 @@ def cdf(x: Array, interpret: bool, approximate: Approximation = True) -> Array:
 # --- Forward -----------------------------------------------------------------
 
 
+def _why_not_fwd(x, approximate, output, scale, layout, **_) -> str | None:
+  return (
+    tiles.why_not_scaling(output, E4M3)
+    or _why_not_formula(approximate)
+    or why_not_values(x)
+    or tiles.why_not_columns(x.qvalue.shape, layout)
+    or tiles.why_not_scale(scale)
+  )
+
+
+@kernel(_why_not_fwd)
 def gelu_fwd(
   x: QTensor,
   *,
   approximate: Approximation,
-  scale: Array | None,
-  group_size: int,
+  output: Scaling = VALUES,
+  scale: Scales | None = None,
   layout: Layout = "rows",
-  dtype: DTypeLike = E4M3,
   interpret: bool = False,
 ) -> Operand:
   """`ops.gelu_fwd`."""
-  op = "gelu_fwd"
-  tiles.require_format(op, dtype, E4M3)
-  _require_kernel(op, approximate)
-  require_values(op, x, group_size)
-  tiles.require_columns(op, x.qvalue.shape, layout)
-  scale = tiles.require_one_scale(op, scale)
-  supported()
+  assert isinstance(scale, Array) and x.group_size is not None
+  group_size = x.group_size
   n = x.qvalue.shape[-1]
   m = x.qvalue.size // n
   tile = pick_row_tile(m, n) if layout == "rows" else pick_tile(m)
@@ -179,46 +188,50 @@ def _fwd_kernel(
 # --- Backward ----------------------------------------------------------------
 
 
+def _why_not_bwd(
+  dy, x, approximate, gradient, output, scale, **_
+) -> str | None:
+  if dy.shape != x.qvalue.shape:
+    return f"dy must be of x's shape {x.qvalue.shape}, got {dy.shape}"
+  return (
+    tiles.why_not_scaling(gradient, E5M2)
+    or tiles.why_not_scaling(output, E4M3)
+    or _why_not_formula(approximate)
+    or tiles.why_not_dtype(dy.dtype)
+    or why_not_values(x)
+    or tiles.why_not_columns(dy.shape, "both")
+    or tiles.why_not_scale(scale)
+  )
+
+
+@kernel(_why_not_bwd)
 def gelu_bwd_operands(
   dy: Array,
   x: QTensor,
   *,
   approximate: Approximation,
-  output_scale: Array | None,
-  group_size: int,
-  dtype: DTypeLike = E5M2,
-  output_dtype: DTypeLike = E4M3,
+  gradient: Scaling = GRADIENTS,
+  output: Scaling = VALUES,
+  scale: Scales | None = None,
   has_sums: bool = False,
-  axis_names: tuple[str, ...] = (),
   interpret: bool = False,
 ) -> tuple[Operand, Operand, Array | None]:
   """`ops.gelu_bwd_operands`, in two passes."""
-  op = "gelu_bwd_operands"
-  tiles.require_format(op, dtype, E5M2)
-  tiles.require_format(op, output_dtype, E4M3)
-  if dy.shape != x.qvalue.shape:
-    raise Unsupported(
-      f"{op}: dy must be of x's shape {x.qvalue.shape}, got {dy.shape}"
-    )
-  _require_kernel(op, approximate)
-  tiles.require_dtype(op, dy.dtype)
-  require_values(op, x, group_size)
-  tiles.require_columns(op, dy.shape, "both")
-  output_scale = tiles.require_one_scale(op, output_scale)
-  supported()
+  assert isinstance(scale, Array) and x.group_size is not None
+  output_scale, group_size = scale, x.group_size
   n = dy.shape[-1]
   m = dy.size // n
   work = Work(m, n, group_size, pick_row_tile(m, n), interpret)
   bits = _gradient_amax(dy, x, approximate, work)
-  scale, read = bits_to_shared_scale(
-    bits, E5M2, axis_names=axis_names, interpret=interpret
+  dx_scale, read = bits_to_shared_scale(
+    bits, E5M2, axis_names=gradient.axis_names, interpret=interpret
   )
   work = Work(m, n, group_size, pick_tile(m), interpret)
-  rows, columns, output, sums = _gradient(
+  rows, columns, y, sums = _gradient(
     dy, x, read, output_scale, approximate, has_sums, work
   )
-  gradient = Operand(rows, columns, scale)
-  return gradient, Operand(None, output, output_scale), sums
+  dx = Operand(rows, columns, dx_scale)
+  return dx, Operand(None, y, output_scale), sums
 
 
 @functools.partial(jax.jit, static_argnames=("approximate", "work"))
@@ -293,20 +306,9 @@ def _gradient(
   return rows.reshape(dy.shape), columns, output, sums
 
 
-def _bwd_kernel(
-  work,
-  dy_ref,
-  q_ref,
-  scales_ref,
-  scale_ref,
-  output_scale_ref,
-  rows_ref,
-  columns_ref,
-  output_ref,
-  sums_ref,
-  *,
-  approximate,
-):
+def _bwd_kernel(work, *refs, approximate):
+  *refs, rows_ref, columns_ref, output_ref, sums_ref = refs
+  dy_ref, q_ref, scales_ref, scale_ref, output_scale_ref = refs
   dx, y = _gradient_values(work, dy_ref, q_ref, scales_ref, approximate)
   if sums_ref is not None:
     work.store_sums(sums_ref, dx)

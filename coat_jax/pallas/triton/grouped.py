@@ -34,8 +34,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jax.typing import DTypeLike
 
-from coat_jax.ops.dispatch import supported
-from coat_jax.ops.types import Unsupported
+from coat_jax.ops.dispatch import kernel
 from coat_jax.pallas.triton import tiles
 
 
@@ -64,6 +63,21 @@ def pick_tile(dtype: DTypeLike) -> Tile:
   return Tile(64, 64, 32, 4, 2)
 
 
+def _why_not(dtype, **arrays) -> str | None:
+  a, b = (arrays[name] for name in ("x", "g", "w") if name in arrays)
+  if a.dtype != b.dtype:
+    return (
+      f"the Triton kernel multiplies values of one dtype, got {a.dtype} and "
+      f"{b.dtype}"
+    )
+  return (
+    tiles.why_not_dtype(a.dtype, dtype)
+    or tiles.why_not_shape(a.shape)
+    or tiles.why_not_shape(b.shape)
+  )
+
+
+@kernel(_why_not)
 def grouped_fwd(
   x: Array,
   w: Array,
@@ -73,13 +87,12 @@ def grouped_fwd(
   interpret: bool = False,
 ) -> Array:
   """`ops.grouped_fwd`."""
-  _require("grouped_fwd", x, w, dtype)
-  supported()
   return _rows_times(
     x, w, sizes, jnp.dtype(dtype), False, pick_tile(x.dtype), interpret
   )
 
 
+@kernel(_why_not)
 def grouped_dgrad(
   g: Array,
   w: Array,
@@ -89,13 +102,12 @@ def grouped_dgrad(
   interpret: bool = False,
 ) -> Array:
   """`ops.grouped_dgrad`."""
-  _require("grouped_dgrad", g, w, dtype)
-  supported()
   return _rows_times(
     g, w, sizes, jnp.dtype(dtype), True, pick_tile(g.dtype), interpret
   )
 
 
+@kernel(_why_not)
 def grouped_wgrad(
   x: Array,
   g: Array,
@@ -106,21 +118,8 @@ def grouped_wgrad(
   interpret: bool = False,
 ) -> Array:
   """`ops.grouped_wgrad`."""
-  _require("grouped_wgrad", x, g, dtype)
-  supported()
   tile = pick_tile(x.dtype)
   return _wgrad(x, g, sizes, jnp.dtype(dtype), rows_first, tile, interpret)
-
-
-def _require(op: str, a: Array, b: Array, dtype: DTypeLike) -> None:
-  tiles.require_dtype(op, a.dtype, b.dtype, dtype)
-  if a.dtype != b.dtype:
-    raise Unsupported(
-      f"{op}: the Triton kernel multiplies values of one dtype, got {a.dtype} "
-      f"and {b.dtype}"
-    )
-  for x in (a, b):
-    tiles.require_shape(op, x.shape)
 
 
 # --- Rows times weights ------------------------------------------------------
@@ -159,9 +158,8 @@ def _row_tiles(sizes: Array, m: int, rows: int) -> tuple[Array, Array, Array]:
   return as_int(group), as_int(first), as_int(ends[group])
 
 
-def _rows_kernel(
-  group_ref, first_ref, end_ref, x_ref, w_ref, y_ref, *, tile, is_transposed
-):
+def _rows_kernel(*refs, tile: Tile, is_transposed: bool):
+  group_ref, first_ref, end_ref, x_ref, w_ref, y_ref = refs
   i, j = pl.program_id(0), pl.program_id(1)
   group, first, end = group_ref[i], first_ref[i], end_ref[i]
   row = _count(first, tile.rows)
@@ -179,7 +177,8 @@ def _rows_kernel(
 
   total = jnp.zeros((tile.rows, tile.columns), jnp.float32)
   total = jax.lax.fori_loop(0, pl.cdiv(depth, tile.step), add, total)
-  _store(y_ref, total, row, column, rows=end, columns=n)
+  at, mask = _at(y_ref, row, column, (), end, n)
+  plt.store(at, total.astype(y_ref.dtype), mask=mask)
 
 
 # --- Gradients of weights ----------------------------------------------------
@@ -221,16 +220,8 @@ def _wgrad_kernel(
   steps = (end - first + tile.step - 1) // tile.step
   total = jnp.zeros((tile.rows, tile.columns), jnp.float32)
   total = jax.lax.fori_loop(0, steps, add, total)
-  _store(
-    dw_ref,
-    total,
-    row,
-    column,
-    group,
-    rows=d,
-    columns=f,
-    rows_first=rows_first,
-  )
+  at, mask = _at(dw_ref, row, column, (group,), d, f, rows_first)
+  plt.store(at, total.astype(dw_ref.dtype), mask=mask)
 
 
 # --- Loads, stores and products of tiles -------------------------------------
@@ -244,13 +235,6 @@ def _load(ref, row, column, *group, rows, columns) -> Array:
   """Loads ref[*group, row, column], zeros past the ends of rows or columns."""
   at, mask = _at(ref, row, column, group, rows, columns)
   return plt.load(at, mask=mask, other=jnp.zeros((), ref.dtype))
-
-
-def _store(
-  ref, x, row, column, *group, rows, columns, rows_first=False
-) -> None:
-  at, mask = _at(ref, row, column, group, rows, columns, rows_first)
-  plt.store(at, x.astype(ref.dtype), mask=mask)
 
 
 def _at(ref, row, column, group, rows, columns, rows_first=False):

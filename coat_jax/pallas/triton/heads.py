@@ -31,8 +31,7 @@ from jax import Array
 from jax.experimental import pallas as pl
 
 from coat_jax.formats import E5M2
-from coat_jax.ops.dispatch import supported
-from coat_jax.ops.types import Operand, Unsupported
+from coat_jax.ops.types import Operand
 from coat_jax.pallas.triton import ptx, tiles
 from coat_jax.pallas.triton.scales import bits_to_shared_scale
 
@@ -204,8 +203,6 @@ def split_heads(
   """`ops.split_heads` without angles."""
   *_, t, width = qkv.shape
   h = width // (num_heads + 2 * num_kv_heads)
-  _require("split_heads", qkv, h)
-  supported()
   tile = tiles.Tile(32, 128, 4)
   work = Work(
     qkv.size // width,
@@ -242,8 +239,6 @@ def _split_kernel(work, qkv_ref, q_ref, k_ref, v_ref):
 
 def join_heads(dq: Array, dk: Array, dv: Array, *, interpret: bool) -> Array:
   """`ops.join_heads` without angles."""
-  _require("join_heads", dq, dq.shape[-1])
-  supported()
   work = _work(dq, dk, tiles.Tile(32, 128, 4), interpret)
   return _join_heads(dq, dk, dv, work).reshape(*dq.shape[:2], -1)
 
@@ -280,10 +275,7 @@ def join_heads_operand(
   interpret: bool,
 ) -> tuple[Operand, Array | None]:
   """`ops.join_heads_operand` without angles, in E5M2."""
-  op, (b, t, _, h) = "join_heads_operand", dq.shape
-  _require(op, dq, h)
-  tiles.require_columns(op, (b * t, h), "both")
-  supported()
+  b, t = dq.shape[:2]
   work = _work(dq, dk, tiles.Tile(64, 128, 4), interpret)
   rows, columns, scale, sums = _join_heads_operand(
     dq, dk, dv, has_sums, axis_names, work
@@ -370,14 +362,10 @@ def _amax_kernel(dq_ref, dk_ref, dv_ref, bits_ref, *, elements, r):
   tiles.store_scalar(bits_ref, functools.reduce(jnp.maximum, bits))
 
 
-def _require(op: str, x: Array, h: int) -> None:
-  """Raises `Unsupported` for heads or arrays that the kernels cannot take."""
+def why_not(x: Array, h: int) -> str | None:
+  """Returns why the kernels cannot take x with heads of size h, or None."""
   if h % 8:
-    raise Unsupported(
-      f"{op}: head sizes must be multiples of 8 for the Triton kernel, got {h}"
-    )
+    return f"head sizes must be multiples of 8 for the Triton kernel, got {h}"
   if 3 * x.size > tiles.MAX_ELEMENTS or x.size == 0:
-    raise Unsupported(
-      f"{op}: arrays must not be empty and be below 2^31 values, got {x.shape}"
-    )
-  tiles.require_dtype(op, x.dtype)
+    return f"arrays must not be empty and be below 2^31 values, got {x.shape}"
+  return tiles.why_not_dtype(x.dtype)

@@ -17,28 +17,27 @@ import jax
 from jax import Array
 from jax.experimental import pallas as pl
 
-from coat_jax.ops.dispatch import supported
-from coat_jax.ops.types import Unsupported
+from coat_jax.ops.dispatch import kernel
 from coat_jax.pallas.triton import tiles
 
 # Codes per tile; each thread holds 64 of them.
 _CODES = 8192
 
 
+def _why_not(parts, **_) -> str | None:
+  if parts.dtype.itemsize != 1:
+    return f"the Triton kernel copies FP8 codes, got {parts.dtype}"
+  if parts.ndim != 3 or parts.shape[1] % 16 or parts.shape[2] % 16:
+    return (
+      "the Triton kernel needs [P, f, k] with f and k multiples of 16, got "
+      f"{parts.shape}"
+    )
+  return tiles.why_not_shape(parts.shape)
+
+
+@kernel(_why_not)
 def join_columns(parts: Array, *, interpret: bool = False) -> Array:
   """`ops.join_columns`."""
-  op = "join_columns"
-  if parts.dtype.itemsize != 1:
-    raise Unsupported(
-      f"{op}: the Triton kernel copies FP8 codes, got {parts.dtype}"
-    )
-  if parts.ndim != 3 or parts.shape[1] % 16 or parts.shape[2] % 16:
-    raise Unsupported(
-      f"{op}: the Triton kernel needs [P, f, k] with f and k multiples of 16, "
-      f"got {parts.shape}"
-    )
-  tiles.require_shape(op, parts.shape)
-  supported()
   return _join(parts, interpret)
 
 

@@ -31,13 +31,13 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
-from jax.typing import DTypeLike
 
 from coat_jax.formats import E4M3, E5M2
-from coat_jax.ops.dispatch import supported
-from coat_jax.ops.types import Layout, NormKind, NormStats, Operand, Unsupported
+from coat_jax.ops.dispatch import kernel
+from coat_jax.ops.scaling import VALUES, Groups, Scales, Scaling
+from coat_jax.ops.types import Layout, NormKind, NormStats, Operand
 from coat_jax.pallas.triton import tiles
-from coat_jax.pallas.triton.scales import bits_to_scale
+from coat_jax.pallas.triton.scales import output_scale
 from coat_jax.qtensor import QTensor
 
 # The backward pass keeps sums in registers; it would spill for longer rows.
@@ -71,6 +71,25 @@ def pick_tile(m: int, n: int, group_size: int) -> tiles.Tile:
   return tiles.Tile(64, 128, 4)
 
 
+def _why_not_input(x, groups, output, **_) -> str | None:
+  return (
+    tiles.why_not_format(groups.dtype, E4M3)
+    or tiles.why_not_output(output, E4M3)
+    or tiles.why_not_dtype(x.dtype)
+    or why_not_rows(x.shape, groups.size)
+  )
+
+
+def why_not_rows(shape: tuple[int, ...], group_size: int | None) -> str | None:
+  """Returns why a program cannot hold whole rows of this shape, or None."""
+  if shape and shape[-1] > _MAX_WIDTH:
+    return (
+      f"the Triton kernel holds rows of at most {_MAX_WIDTH}, got {shape[-1]}"
+    )
+  return tiles.why_not_groups(shape, group_size)
+
+
+@kernel(_why_not_input)
 def norm_input(
   x: Array,
   gamma: Array | None,
@@ -78,38 +97,20 @@ def norm_input(
   *,
   kind: NormKind,
   eps: float,
-  group_size: int,
-  dtype: DTypeLike = E4M3,
-  output_dtype: DTypeLike = E4M3,
-  axis_names: tuple[str, ...] = (),
+  groups: Groups,
+  output: Scaling = VALUES,
   interpret: bool = False,
-) -> tuple[QTensor, NormStats, Array]:
+) -> tuple[QTensor, NormStats, Array | None]:
   """`ops.norm_input`."""
-  op = "norm_input"
-  tiles.require_format(op, dtype, E4M3)
-  tiles.require_format(op, output_dtype, E4M3)
-  tiles.require_dtype(op, x.dtype)
-  require_rows(op, x.shape, group_size)
-  supported()
   tile = pick_input_tile(x.shape[-1])
   x_q, stats, bits = _norm_input(
-    x, gamma, beta, kind, eps, group_size, tile, interpret
+    x, gamma, beta, kind, eps, groups.size, tile, interpret
   )
   return (
     x_q,
     stats,
-    bits_to_scale(bits, axis_names=axis_names, interpret=interpret),
+    output_scale(bits, output, interpret=interpret),
   )
-
-
-def require_rows(op: str, shape: tuple[int, ...], group_size: int) -> None:
-  """Raises `Unsupported` if a program cannot hold such rows whole."""
-  if shape and shape[-1] > _MAX_WIDTH:
-    raise Unsupported(
-      f"{op}: the Triton kernel holds rows of at most {_MAX_WIDTH}, got "
-      f"{shape[-1]}"
-    )
-  tiles.require_groups(op, shape, group_size)
 
 
 @functools.partial(
@@ -155,7 +156,9 @@ def _norm_input(x, gamma, beta, kind, eps, group_size, tile, interpret):
     name="norm_input",
   )(x.reshape(m, n), gamma, beta)
   x_q = QTensor(
-    qvalue.reshape(x.shape), scale.reshape(*leading, n // group_size)
+    qvalue.reshape(x.shape),
+    scale.reshape(*leading, n // group_size),
+    group_size,
   )
   stats = NormStats(
     mean.reshape(leading) if is_layer else None, rstd.reshape(leading)
@@ -163,21 +166,9 @@ def _norm_input(x, gamma, beta, kind, eps, group_size, tile, interpret):
   return x_q, stats, bits
 
 
-def _input_kernel(
-  x_ref,
-  gamma_ref,
-  beta_ref,
-  q_ref,
-  scale_ref,
-  mean_ref,
-  rstd_ref,
-  bits_ref,
-  *,
-  shape,
-  is_layer,
-  eps,
-  g,
-):
+def _input_kernel(*refs, shape, is_layer, eps, g):
+  *refs, q_ref, scale_ref, mean_ref, rstd_ref, bits_ref = refs
+  x_ref, gamma_ref, beta_ref = refs
   m, n = shape
   index = (pl.program_id(0), 0)
   mask = tiles.inside(x_ref.shape, shape, index)
@@ -201,7 +192,7 @@ def _input_kernel(
 
 
 def _within(x, mask) -> Array:
-  """Zeroes values past the end of rows, which the statistics have changed."""
+  """Zeroes values after the end of rows, which the statistics have changed."""
   return x if mask is None else jnp.where(mask, x, 0.0)
 
 
@@ -227,26 +218,32 @@ def _normalized(x, mean, rstd, gamma, beta) -> Array:
 # --- Forward -----------------------------------------------------------------
 
 
+def _why_not_fwd(x, output, scale, layout, **_) -> str | None:
+  shape = x.qvalue.shape
+  return (
+    tiles.why_not_format(x.qvalue.dtype, E4M3, E5M2)
+    or tiles.why_not_scaling(output, E4M3)
+    or tiles.why_not_groups(shape, x.group_size)
+    or tiles.why_not_columns(shape, layout)
+    or tiles.why_not_scale(scale)
+  )
+
+
+@kernel(_why_not_fwd)
 def norm_fwd(
   x: QTensor,
   gamma: Array | None,
   beta: Array | None,
   stats: NormStats,
   *,
-  scale: Array | None,
-  group_size: int,
+  output: Scaling = VALUES,
+  scale: Scales | None = None,
   layout: Layout = "rows",
-  dtype: DTypeLike = E4M3,
   interpret: bool = False,
 ) -> Operand:
   """`ops.norm_fwd`."""
-  op, shape = "norm_fwd", x.qvalue.shape
-  tiles.require_format(op, x.qvalue.dtype, E4M3, E5M2)
-  tiles.require_format(op, dtype, E4M3)
-  tiles.require_groups(op, shape, group_size)
-  tiles.require_columns(op, shape, layout)
-  scale = tiles.require_one_scale(op, scale)
-  supported()
+  assert isinstance(scale, Array) and x.group_size is not None
+  group_size = x.group_size
   n = x.qvalue.shape[-1]
   tile = pick_tile(x.qvalue.size // n, n, group_size)
   rows, columns = _norm_fwd(
@@ -296,21 +293,9 @@ def _norm_fwd(
   return (None if rows is None else rows.reshape(x.qvalue.shape)), columns
 
 
-def _fwd_kernel(
-  q_ref,
-  scales_ref,
-  gamma_ref,
-  beta_ref,
-  mean_ref,
-  rstd_ref,
-  scale_ref,
-  rows_ref,
-  columns_ref,
-  *,
-  shape,
-  g,
-  tile,
-):
+def _fwd_kernel(*refs, shape, g, tile):
+  *refs, rows_ref, columns_ref = refs
+  q_ref, scales_ref, gamma_ref, beta_ref, mean_ref, rstd_ref, scale_ref = refs
   m, n = shape
   i, j = index = tile.index()
   x = values(q_ref, scales_ref, shape, index, g)

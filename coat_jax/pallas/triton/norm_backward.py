@@ -32,7 +32,7 @@ from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
 from coat_jax.formats import E4M3, E5M2
-from coat_jax.ops.dispatch import supported
+from coat_jax.ops.dispatch import kernel
 from coat_jax.ops.types import NormStats
 from coat_jax.pallas.triton import norm, tiles
 from coat_jax.qtensor import QTensor
@@ -46,7 +46,7 @@ class Chunk:
     rows: number of rows in registers at a time, a power of two.
     steps: number of such tiles that follow one another.
     warps: number of warps that share a chunk.
-    ahead: whether the next tile is loaded while the current one is worked on.
+    ahead: whether the next tile is loaded during work on the current one.
   """
 
   rows: int
@@ -63,26 +63,28 @@ def pick_chunk(m: int, n: int) -> Chunk:
   return Chunk(rows, pl.cdiv(m, 132 * rows), 16, ahead=width <= 4096)
 
 
+def _why_not(dy, x, dtype, add, **_) -> str | None:
+  return (
+    tiles.why_not_format(x.qvalue.dtype, E4M3, E5M2)
+    or tiles.why_not_dtype(dy.dtype, dtype)
+    or (None if add is None else tiles.why_not_dtype(add.dtype))
+    or norm.why_not_rows(x.qvalue.shape, x.group_size)
+  )
+
+
+@kernel(_why_not)
 def norm_bwd(
   dy: Array,
   x: QTensor,
   gamma: Array | None,
   stats: NormStats,
   *,
-  group_size: int,
   dtype: DTypeLike = jnp.bfloat16,
   add: Array | None = None,
   interpret: bool = False,
 ) -> tuple[Array, Array, Array]:
   """`ops.norm_bwd`."""
-  op = "norm_bwd"
-  tiles.require_format(op, x.qvalue.dtype, E4M3, E5M2)
-  tiles.require_dtype(op, dy.dtype, dtype)
-  if add is not None:
-    tiles.require_dtype(op, add.dtype)
-  norm.require_rows(op, x.qvalue.shape, group_size)
-  supported()
-  n = dy.shape[-1]
+  n, group_size = dy.shape[-1], x.group_size
   chunk = pick_chunk(dy.size // n, n)
   return _norm_bwd(
     dy, x, gamma, stats, add, group_size, jnp.dtype(dtype), chunk, interpret
@@ -142,22 +144,9 @@ def _norm_bwd(
   return dx.reshape(dy.shape), jnp.sum(dgamma, axis=0), jnp.sum(dbeta, axis=0)
 
 
-def _bwd_kernel(
-  dy_ref,
-  q_ref,
-  scale_ref,
-  gamma_ref,
-  mean_ref,
-  rstd_ref,
-  add_ref,
-  dx_ref,
-  dgamma_ref,
-  dbeta_ref,
-  *,
-  shape,
-  g,
-  chunk,
-):
+def _bwd_kernel(*refs, shape, g, chunk):
+  *refs, dx_ref, dgamma_ref, dbeta_ref = refs
+  dy_ref, q_ref, scale_ref, gamma_ref, mean_ref, rstd_ref, add_ref = refs
   m, n = shape
   width = q_ref.shape[-1]
   first = pl.program_id(0) * chunk.steps

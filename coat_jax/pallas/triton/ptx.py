@@ -64,11 +64,7 @@ def sigmoid(x: Array, *, interpret: bool) -> Array:
 def exp2(x: Array, scale: float, shift: Array, *, interpret: bool) -> Array:
   """Returns 2^(x * scale - shift), on a GPU to 2 ulp, and 0 below 2^-126.
 
-  Args:
-    x: f32 tile.
-    scale: a factor of x.
-    shift: array whose shape broadcasts to that of x.
-    interpret: whether JAX interprets the kernel.
+  x is an f32 tile; `shift` broadcasts to it.
   """
   if interpret:
     return jnp.exp2(x * scale - shift)

@@ -35,10 +35,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
-from jax.typing import DTypeLike
 
 from coat_jax.formats import E4M3, E5M2
-from coat_jax.ops.dispatch import supported
+from coat_jax.ops.dispatch import kernel
+from coat_jax.ops.scaling import VALUES, Groups, Scales, Scaling
 from coat_jax.ops.types import Layout, Operand
 from coat_jax.pallas.triton import tiles
 from coat_jax.pallas.triton.scales import bits_to_scale, bits_to_shared_scale
@@ -71,21 +71,22 @@ def pick_tile(m: int, n: int) -> tiles.Tile:
 # --- Per group ---------------------------------------------------------------
 
 
+def _why_not_groups(x, groups, **_) -> str | None:
+  return (
+    tiles.why_not_format(groups.dtype, E4M3, E5M2)
+    or tiles.why_not_dtype(x.dtype)
+    or tiles.why_not_groups(x.shape, groups.size)
+  )
+
+
+@kernel(_why_not_groups)
 def quantize_groups(
-  x: Array,
-  *,
-  group_size: int,
-  dtype: DTypeLike = E4M3,
-  interpret: bool = False,
+  x: Array, *, groups: Groups, interpret: bool = False
 ) -> QTensor:
   """`ops.quantize_groups`."""
-  op = "quantize_groups"
-  tiles.require_format(op, dtype, E4M3, E5M2)
-  tiles.require_dtype(op, x.dtype)
-  tiles.require_groups(op, x.shape, group_size)
-  supported()
   tile = pick_flat(x.size)
-  return _quantize_groups(x, group_size, jnp.dtype(dtype), tile, interpret)
+  dtype = jnp.dtype(groups.dtype)
+  return _quantize_groups(x, groups.size, dtype, tile, interpret)
 
 
 @functools.partial(
@@ -109,7 +110,9 @@ def _quantize_groups(x, group_size, dtype, tile: Flat, interpret) -> QTensor:
     name="quantize_groups",
   )(x.reshape(-1))
   return QTensor(
-    qvalue.reshape(x.shape), scale.reshape(*leading, n // group_size)
+    qvalue.reshape(x.shape),
+    scale.reshape(*leading, n // group_size),
+    group_size,
   )
 
 
@@ -127,21 +130,27 @@ def _groups_kernel(x_ref, q_ref, scale_ref, *, elements, group_size, dtype):
 # --- Per tensor --------------------------------------------------------------
 
 
+def _why_not_tensor(x, scaling, layout: Layout = "rows", **_) -> str | None:
+  return (
+    tiles.why_not_scaling(scaling, E4M3, E5M2)
+    or tiles.why_not_dtype(x.dtype)
+    or tiles.why_not_shape(x.shape)
+    or tiles.why_not_columns(x.shape, layout)
+  )
+
+
+@kernel(_why_not_tensor)
 def tensor_scale(
   x: Array,
   *,
-  dtype: DTypeLike = E4M3,
-  axis_names: tuple[str, ...] = (),
+  scaling: Scaling = VALUES,
   interpret: bool = False,
 ) -> Array:
   """`ops.tensor_scale`: finds the tiles' maxima, then the scale from them."""
-  op = "tensor_scale"
-  tiles.require_format(op, dtype, E4M3, E5M2)
-  tiles.require_dtype(op, x.dtype)
-  tiles.require_shape(op, x.shape)
-  supported()
   bits = _tensor_amax(x, pick_amax(x.size), interpret)
-  return bits_to_scale(bits, dtype, axis_names=axis_names, interpret=interpret)
+  return bits_to_scale(
+    bits, scaling.dtype, axis_names=scaling.axis_names, interpret=interpret
+  )
 
 
 @functools.partial(jax.jit, static_argnames=("tile", "interpret"))
@@ -164,30 +173,25 @@ def _amax_kernel(x_ref, bits_ref, *, elements):
   tiles.store_scalar(bits_ref, tiles.amax_bits(tiles.load(x_ref, mask)))
 
 
+@kernel(_why_not_tensor)
 def quantize_tensor(
   x: Array,
   *,
-  dtype: DTypeLike = E4M3,
-  scale: Array | None = None,
+  scaling: Scaling = VALUES,
+  scale: Scales | None = None,
   layout: Layout = "rows",
-  axis_names: tuple[str, ...] = (),
   interpret: bool = False,
 ) -> Operand:
   """`ops.quantize_tensor`."""
-  op = "quantize_tensor"
-  tiles.require_format(op, dtype, E4M3, E5M2)
-  tiles.require_dtype(op, x.dtype)
-  tiles.require_shape(op, x.shape)
-  tiles.require_columns(op, x.shape, layout)
-  supported()
   if scale is None:
     bits = _tensor_amax(x, pick_amax(x.size), interpret)
     scale, read = bits_to_shared_scale(
-      bits, dtype, axis_names=axis_names, interpret=interpret
+      bits, scaling.dtype, axis_names=scaling.axis_names, interpret=interpret
     )
   else:
+    assert isinstance(scale, Array)
     read = scale.reshape(1)
-  dtype = jnp.dtype(dtype)
+  dtype = jnp.dtype(scaling.dtype)
   if layout == "rows":
     tile = pick_flat(x.size)
     rows, columns = _quantize_rows(x, read, dtype, tile, interpret), None

@@ -28,15 +28,21 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
-from jax.typing import DTypeLike
 
 from coat_jax.formats import E5M2
-from coat_jax.ops.dispatch import supported
-from coat_jax.ops.types import Operand, Unsupported
+from coat_jax.ops.dispatch import kernel
+from coat_jax.ops.scaling import GRADIENTS, Scaling
+from coat_jax.ops.types import Operand
 from coat_jax.pallas.triton import heads, ptx, tiles
 from coat_jax.pallas.triton.scales import bits_to_shared_scale
 
 
+def _why_not_split(qkv, cos, num_heads, num_kv_heads, **_) -> str | None:
+  h = qkv.shape[-1] // (num_heads + 2 * num_kv_heads)
+  return _why_not_heads(qkv, cos, h)
+
+
+@kernel(_why_not_split)
 def split_heads(
   qkv: Array,
   cos: Array | None,
@@ -51,9 +57,6 @@ def split_heads(
     return heads.split_heads(
       qkv, num_heads=num_heads, num_kv_heads=num_kv_heads, interpret=interpret
     )
-  h = qkv.shape[-1] // (num_heads + 2 * num_kv_heads)
-  _require_heads("split_heads", qkv, cos, h)
-  supported()
   return _split_heads(qkv, cos, sin, num_heads, num_kv_heads, interpret)
 
 
@@ -83,7 +86,8 @@ def _split_heads(qkv, cos, sin, num_heads, num_kv_heads, interpret):
   return tuple(x.reshape(b, t, -1, h) for x in (q, k, v))
 
 
-def _split_kernel(qkv_ref, cos_ref, sin_ref, q_ref, k_ref, v_ref, *, r, h):
+def _split_kernel(*refs, r, h):
+  qkv_ref, cos_ref, sin_ref, q_ref, k_ref, v_ref = refs
   cos, sin = cos_ref[...], sin_ref[...]
   for i in range(r):
     _move(qkv_ref, i, q_ref, i, h, cos, sin)
@@ -91,6 +95,11 @@ def _split_kernel(qkv_ref, cos_ref, sin_ref, q_ref, k_ref, v_ref, *, r, h):
   _move(qkv_ref, r + 1, v_ref, 0, h)
 
 
+def _why_not_join(dq, cos, **_) -> str | None:
+  return _why_not_heads(dq, cos, dq.shape[-1])
+
+
+@kernel(_why_not_join)
 def join_heads(
   dq: Array,
   dk: Array,
@@ -103,8 +112,6 @@ def join_heads(
   """`ops.join_heads`."""
   if cos is None or sin is None:
     return heads.join_heads(dq, dk, dv, interpret=interpret)
-  _require_heads("join_heads", dq, cos, dq.shape[-1])
-  supported()
   return _join_heads(dq, dk, dv, cos, sin, interpret)
 
 
@@ -129,7 +136,8 @@ def _join_heads(dq, dk, dv, cos, sin, interpret):
   )
 
 
-def _join_kernel(dq_ref, dk_ref, dv_ref, cos_ref, sin_ref, out_ref, *, r, h):
+def _join_kernel(*refs, r, h):
+  dq_ref, dk_ref, dv_ref, cos_ref, sin_ref, out_ref = refs
   cos, sin = cos_ref[...], -sin_ref[...]
   for i in range(r):
     _move(dq_ref, i, out_ref, i, h, cos, sin)
@@ -145,6 +153,22 @@ class Share:
   warps: int
 
 
+def _why_not_operand(dq, cos, gradient, has_sums, **_) -> str | None:
+  b, t, _, h = dq.shape
+  reason = tiles.why_not_scaling(gradient, E5M2) or _why_not_heads(dq, cos, h)
+  if reason is not None or cos is None:
+    return reason or tiles.why_not_columns((b * t, h), "both")
+  if has_sums:
+    return (
+      "the Triton kernel sums gradients of heads that are not rotated, got "
+      "has_sums=True with angles"
+    )
+  if t % 16:
+    return f"sequences must be multiples of 16 for columns, got {t}"
+  return None
+
+
+@kernel(_why_not_operand)
 def join_heads_operand(
   dq: Array,
   dk: Array,
@@ -152,36 +176,23 @@ def join_heads_operand(
   cos: Array | None,
   sin: Array | None,
   *,
-  dtype: DTypeLike = E5M2,
+  gradient: Scaling = GRADIENTS,
   has_sums: bool = False,
-  axis_names: tuple[str, ...] = (),
   interpret: bool = False,
 ) -> tuple[Operand, Array | None]:
   """`ops.join_heads_operand`."""
-  op, t = "join_heads_operand", dq.shape[1]
-  tiles.require_format(op, dtype, E5M2)
   if cos is None or sin is None:
     return heads.join_heads_operand(
       dq,
       dk,
       dv,
       has_sums=has_sums,
-      axis_names=axis_names,
+      axis_names=gradient.axis_names,
       interpret=interpret,
     )
-  if has_sums:
-    raise Unsupported(
-      f"{op}: the Triton kernel sums gradients of heads that are not rotated, "
-      "got has_sums=True with angles"
-    )
-  _require_heads(op, dq, cos, dq.shape[-1])
-  if t % 16:
-    raise Unsupported(
-      f"{op}: sequences must be multiples of 16 for columns, got {t}"
-    )
-  supported()
+  t = dq.shape[1]
   amax, codes = Share(_rows(t, 32), 4), Share(_rows(t, 32), 8)
-  how = amax, codes, axis_names, interpret
+  how = amax, codes, gradient.axis_names, interpret
   return _join_heads_operand(dq, dk, dv, cos, sin, *how), None
 
 
@@ -228,26 +239,16 @@ def _join_heads_operand(
   return Operand(codes[0].reshape(b, t, -1), codes[1], scale)
 
 
-def _amax_kernel(dq_ref, dk_ref, dv_ref, cos_ref, sin_ref, bits_ref, *, r, h):
+def _amax_kernel(*refs, r, h):
+  dq_ref, dk_ref, dv_ref, cos_ref, sin_ref, bits_ref = refs
   halves = _joined_halves(dq_ref, dk_ref, dv_ref, cos_ref, sin_ref, r, h)
   bits = [tiles.amax_bits(x) for _, x in halves]
   tiles.store_scalar(bits_ref, functools.reduce(jnp.maximum, bits))
 
 
-def _operand_kernel(
-  dq_ref,
-  dk_ref,
-  dv_ref,
-  cos_ref,
-  sin_ref,
-  scale_ref,
-  rows_ref,
-  columns_ref,
-  *,
-  r,
-  h,
-  interpret,
-):
+def _operand_kernel(*refs, r, h, interpret):
+  *refs, rows_ref, columns_ref = refs
+  dq_ref, dk_ref, dv_ref, cos_ref, sin_ref, scale_ref = refs
   halves = _joined_halves(dq_ref, dk_ref, dv_ref, cos_ref, sin_ref, r, h)
   for first, x in halves:
     codes = ptx.quantize_with_scale(
@@ -311,23 +312,23 @@ def _specs(cos: Array, r: int, h: int, rows: int):
   )
 
 
-def _require_heads(op: str, x: Array, cos: Array, h: int) -> None:
-  """Raises `Unsupported` for heads or sequences that are not whole tiles."""
+def _why_not_heads(x: Array, cos: Array | None, h: int) -> str | None:
+  """Returns why the kernels cannot tile these heads and sequences, or None."""
+  if cos is None:
+    return heads.why_not(x, h)
   t, half = cos.shape[-2:]
   if 2 * half != h:
-    raise Unsupported(
-      f"{op}: all channels of a head must turn in the Triton kernel, got "
+    return (
+      "all channels of a head must turn in the Triton kernel, got "
       f"{2 * half} of {h}"
     )
   if half & (half - 1) or half < 8:
-    raise Unsupported(
-      f"{op}: head sizes must be powers of two from 16 for the Triton kernel, "
-      f"got {2 * half}"
+    return (
+      "head sizes must be powers of two from 16 for the Triton kernel, got "
+      f"{2 * half}"
     )
   if t % 8:
-    raise Unsupported(
-      f"{op}: sequences must be multiples of 8 for the Triton kernel, got {t}"
-    )
+    return f"sequences must be multiples of 8 for the Triton kernel, got {t}"
   if x.size > tiles.MAX_ELEMENTS:
-    raise Unsupported(f"{op}: arrays must be below 2^31 values, got {x.size}")
-  tiles.require_dtype(op, x.dtype)
+    return f"arrays must be below 2^31 values, got {x.size}"
+  return tiles.why_not_dtype(x.dtype)

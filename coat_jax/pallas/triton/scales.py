@@ -19,6 +19,7 @@ from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
 from coat_jax.formats import E4M3
+from coat_jax.ops.scaling import PerTensor, Scaling
 from coat_jax.pallas.triton import tiles
 from coat_jax.qtensor import amax_to_scale, bits_to_amax
 
@@ -33,15 +34,19 @@ def bits_to_scale(
   axis_names: tuple[str, ...],
   interpret: bool = False,
 ) -> Array:
-  """`qtensor.amax_to_scale` for the bits of tiles' maxima: f32 [].
-
-  Args:
-    bits: int32 of any shape, not negative; see `tiles.amax_bits`.
-    dtype: dtype of the codes.
-    axis_names: as in `qtensor.tensor_amax`.
-    interpret: whether JAX interprets the kernel.
-  """
+  """`qtensor.amax_to_scale` for nonnegative int32 `tiles.amax_bits`: f32 []."""
   return _scale_of(bits, dtype, 1, axis_names, interpret)[0]
+
+
+def output_scale(
+  bits: Array, output: Scaling, *, interpret: bool = False
+) -> Array | None:
+  """`Scaling.find_scale` from the maxima of its tiles; None for blocks."""
+  if type(output) is not PerTensor:
+    return None
+  return bits_to_scale(
+    bits, output.dtype, axis_names=output.axis_names, interpret=interpret
+  )
 
 
 def bits_to_shared_scale(
@@ -51,14 +56,11 @@ def bits_to_shared_scale(
   axis_names: tuple[str, ...],
   interpret: bool = False,
 ) -> tuple[Array, Array]:
-  """`bits_to_scale` for an operand of two products, plus an array for kernels.
+  """`bits_to_scale` for an operand of two products: f32 [], and an array.
 
   Each product is multiplied by this scale and by the other operand's. XLA fuses
   both multiplications into one launch if they read the same array, but not if
-  that array is a scalar. So the array holds the scale twice.
-
-  Returns:
-    The scale f32 [], and an array f32 [k] that begins with it.
+  that array is a scalar. So the array, f32 [k], begins with the scale.
   """
   return _scale_of(bits, dtype, 2, axis_names, interpret)
 

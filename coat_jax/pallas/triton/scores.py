@@ -62,12 +62,10 @@ class Tile:
 
 
 def segment_bounds(segments: Array | None, own: int, others: int) -> tuple:
-  """Returns the segment ids and, for each own tile, which tiles to visit.
+  """Returns segment ids [B, T] and, per own tile, which tiles to visit.
 
-  Returns:
-    The ids [B, T]; for each own tile the first of the others' tiles that may
-    share one of its ids; and one past the last such tile. Three times None
-    without segments.
+  These are the first of the others' tiles that may share one of its ids, and
+  one past the last such tile. Three times None without segments.
   """
   if segments is None:
     return None, None, None
@@ -89,7 +87,7 @@ def segment_bounds(segments: Array | None, own: int, others: int) -> tuple:
 class Visit:
   """The tiles of the other sequence that a program visits: [first, behind).
 
-  Every value of the program's tile sees all of the tiles in [whole, edge).
+  Every value of the program's tile sees the tiles in [whole, edge) completely.
   """
 
   own: Array
@@ -108,7 +106,7 @@ class Visit:
     back = None if kind.window is None else kind.window - 1
     count = k_ref.shape[1] // tile.keys
     sizes = tile.queries, tile.keys
-    return cls._of(own, sizes, count, back, ahead, first_ref, behind_ref)
+    return cls._of(own, sizes, count, (back, ahead), (first_ref, behind_ref))
 
   @classmethod
   def of_keys(cls, kind, tile: Tile, q_ref, first_ref, behind_ref):
@@ -118,12 +116,13 @@ class Visit:
     ahead = None if kind.window is None else kind.window - 1
     count = q_ref.shape[1] // tile.queries
     sizes = tile.keys, tile.queries
-    return cls._of(own, sizes, count, back, ahead, first_ref, behind_ref)
+    return cls._of(own, sizes, count, (back, ahead), (first_ref, behind_ref))
 
   @classmethod
-  def _of(cls, own, sizes, count, back, ahead, first_ref, behind_ref):
-    """Place i sees others from i - back to i + ahead; None for no limit."""
-    size, step = sizes
+  def _of(cls, own, sizes, count, reach, bounds_refs):
+    """Makes a visit; place i sees i - back to i + ahead, None for no limit."""
+    (size, step), (back, ahead) = sizes, reach
+    first_ref, behind_ref = bounds_refs
     start, last = own * size, own * size + size - 1
     first = whole = 0
     edge = behind = count
@@ -160,11 +159,9 @@ class Visit:
 
 
 def visible(kind, queries, keys, tile: Tile, segments_ref, b, *, is_rows):
-  """Tells which keys of a tile the queries of a tile see.
+  """Returns which keys of a tile its queries see; None if they see all.
 
-  Returns:
-    bool [queries, keys], or [keys, queries] unless `is_rows`; None if all are
-    seen.
+  The mask is bool [queries, keys], or [keys, queries] unless `is_rows`.
   """
   shape = (tile.queries, tile.keys) if is_rows else (tile.keys, tile.queries)
   query_axis, key_axis = (0, 1) if is_rows else (1, 0)
@@ -190,7 +187,7 @@ def visible(kind, queries, keys, tile: Tile, segments_ref, b, *, is_rows):
 
 @dataclasses.dataclass(frozen=True)
 class Scores:
-  """Scores as multiples of a constant.
+  """Attention scores as multiples of a constant, `unit`.
 
   log2(exp(score)) = x * unit, where x is q k^T, or its tanh if there is a cap.
   """

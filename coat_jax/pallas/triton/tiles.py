@@ -27,7 +27,8 @@ from jax.experimental.pallas import triton as plt
 from jax.typing import DTypeLike
 
 from coat_jax.formats import qmax
-from coat_jax.ops.types import Layout, Unsupported
+from coat_jax.ops.scaling import Blocks, PerTensor, Scales, Scaling
+from coat_jax.ops.types import BlockScales, Layout
 
 # Indices are int32, including those past the end of the array in the last tile.
 MAX_ELEMENTS = 2**31 - 2**20
@@ -48,16 +49,7 @@ def inside(
   shape: tuple[int, ...],
   index: tuple[Array | int, ...],
 ) -> Array | None:
-  """Tells which values of a tile are inside the array: bool [*tile].
-
-  Args:
-    tile: the tile's shape.
-    shape: the array's shape.
-    index: which tile it is along each axis.
-
-  Returns:
-    The mask, or None if all values are inside.
-  """
+  """Returns which values of tile `index` are in the array; None for all."""
   mask = None
   for axis, (size, n, i) in enumerate(zip(tile, shape, index, strict=True)):
     if n % size:
@@ -89,17 +81,11 @@ def store_transposed(
   leading: tuple[Array, ...] = (),
   first: int = 0,
 ) -> None:
-  """Writes a tile [rows, columns] to `ref[*leading, first:]`, transposed.
+  """Writes x [rows, columns] to `ref[*leading, first:]`, transposed.
 
-  We don't write `ref[...] = x.T`: XLA would move the transpose up to the loads
-  and compute everything in between twice if x is also stored as it is.
-
-  Args:
-    ref: where to write.
-    x: the tile.
-    mask: which values of x to write, before the transpose.
-    leading: indices of `ref`'s leading axes.
-    first: first row of `ref` to write.
+  `mask` tells which values of x to write, before the transpose. We don't write
+  `ref[...] = x.T`: XLA would move the transpose up to the loads and compute
+  everything in between twice if x is also stored as it is.
   """
   row = jax.lax.broadcasted_iota(jnp.int32, x.shape, 0)
   column = jax.lax.broadcasted_iota(jnp.int32, x.shape, 1)
@@ -267,70 +253,81 @@ def compiler_params(warps: int) -> plt.CompilerParams:
   return plt.CompilerParams(num_warps=warps, num_stages=1)
 
 
-# --- Argument checks: each of these raises `Unsupported` ----------------------
+# --- Why a kernel cannot take its arguments; None if it can -----------------
 
 
-def require_shape(op: str, shape: tuple[int, ...]) -> None:
-  """Requires that a kernel can take arrays [..., n] of this shape."""
+def why_not_shape(shape: tuple[int, ...]) -> str | None:
+  """Returns why kernels cannot take arrays [..., n] of this shape."""
   size = math.prod(shape)
   if not shape or shape[-1] % 16 or not size:
-    raise Unsupported(
-      f"{op}: the last axis must be a multiple of 16 and no axis empty for the "
-      f"Triton kernel, got {shape}"
+    return (
+      "the last axis must be a multiple of 16 and no axis empty for the Triton "
+      f"kernel, got {shape}"
     )
   if size > MAX_ELEMENTS:
-    raise Unsupported(
-      f"{op}: the Triton kernel indexes in int32, got shape {shape}"
-    )
+    return f"the Triton kernel indexes in int32, got shape {shape}"
+  return None
 
 
-def require_groups(op: str, shape: tuple[int, ...], group_size: int) -> None:
-  """Requires that a kernel can take such an array in groups of this size."""
-  if group_size not in GROUP_SIZES:
-    raise Unsupported(
-      f"{op}: the Triton kernel has groups of {GROUP_SIZES}, got {group_size}"
-    )
+def why_not_groups(
+  shape: tuple[int, ...], group_size: int | None
+) -> str | None:
+  """Returns why kernels cannot take this shape in groups of this size."""
+  if group_size is None or group_size not in GROUP_SIZES:
+    return f"the Triton kernel has groups of {GROUP_SIZES}, got {group_size}"
   if shape and shape[-1] % group_size:
-    raise Unsupported(
-      f"{op}: the last axis must be a multiple of the group size {group_size} "
-      f"for the Triton kernel, got {shape[-1]}"
+    return (
+      f"the last axis must be a multiple of the group size {group_size} for "
+      f"the Triton kernel, got {shape[-1]}"
     )
-  require_shape(op, shape)
+  return why_not_shape(shape)
 
 
-def require_dtype(op: str, *dtypes: DTypeLike) -> None:
-  """Requires that a kernel can read and write these dtypes unquantized."""
+def why_not_dtype(*dtypes: DTypeLike) -> str | None:
+  """Returns why kernels cannot read or write values of these dtypes."""
   for dtype in dtypes:
     if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float32):
-      raise Unsupported(
-        f"{op}: the Triton kernel reads bfloat16 and float32, got {dtype}"
-      )
+      return f"the Triton kernel reads bfloat16 and float32, got {dtype}"
+  return None
 
 
-def require_one_scale(op: str, scale: Array | None) -> Array:
-  """Returns the scale; raises `Unsupported` for None, an operand in blocks."""
-  if scale is None:
-    raise Unsupported(
-      f"{op}: kernels write operands with one scale, got scale=None, blocks of "
-      "128 with their own"
+def why_not_scale(scale: Scales | None) -> str | None:
+  """Returns why kernels cannot write an operand: its scale must be known."""
+  if scale is None or isinstance(scale, BlockScales):
+    return "kernels write operands with one scale that is known, got none"
+  return None
+
+
+def why_not_scaling(scaling: Scaling, *known: DTypeLike) -> str | None:
+  """Returns why kernels cannot write operands: one scale, a known format."""
+  if type(scaling) is not PerTensor:
+    return (
+      "kernels write operands with one scale per tensor, got "
+      f"{type(scaling).__name__}"
     )
-  return scale
+  return why_not_format(scaling.dtype, *known)
 
 
-def require_format(op: str, dtype: DTypeLike, *known: DTypeLike) -> None:
-  """Requires that the codes' format is among those that the kernel supports."""
-  if dtype not in known:
-    names = " and ".join(jnp.dtype(x).name for x in known)
-    raise Unsupported(
-      f"{op}: the Triton kernel has {names}, got {jnp.dtype(dtype).name}"
-    )
+def why_not_output(scaling: Scaling, *known: DTypeLike) -> str | None:
+  """Like `why_not_scaling`, but allows blocks, which find their own scales."""
+  if type(scaling) is Blocks:
+    return None
+  return why_not_scaling(scaling, *known)
 
 
-def require_columns(op: str, shape: tuple[int, ...], layout: Layout) -> None:
-  """Requires that a kernel can write an operand of [..., n] in this layout."""
+def why_not_format(dtype: DTypeLike, *known: DTypeLike) -> str | None:
+  """Returns why a kernel cannot read or write codes of this format."""
+  if dtype in known:
+    return None
+  names = " and ".join(jnp.dtype(x).name for x in known)
+  return f"the Triton kernel has {names}, got {jnp.dtype(dtype).name}"
+
+
+def why_not_columns(shape: tuple[int, ...], layout: Layout) -> str | None:
+  """Returns why kernels cannot write columns of this many rows."""
   rows = math.prod(shape[:-1])
   if layout != "rows" and rows % 16:
-    raise Unsupported(
-      f"{op}: the Triton kernel writes columns of a multiple of 16 rows, got "
-      f"{rows}"
+    return (
+      f"the Triton kernel writes columns of a multiple of 16 rows, got {rows}"
     )
+  return None

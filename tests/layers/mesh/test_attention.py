@@ -15,7 +15,6 @@ ROWS = jnp.arange(B, dtype=jnp.int32)[:, None]
 PLACES = jnp.arange(T, dtype=jnp.int32)[None]
 # Documents of another length in each sequence.
 POSITIONS, SEGMENTS = PLACES % (3 + ROWS), PLACES // (3 + ROWS)
-FP8_PRODUCTS = recipes.coat(attention="fp8", attention_compute="fp8")
 
 
 class Packed(nnx.Module):
@@ -55,8 +54,6 @@ class Packed(nnx.Module):
       (recipes.coat(), None, (2, 2, 2), AxisType.Auto),
       (recipes.fp8_linear(), "all", (2, 2, 2), AxisType.Auto),
       (recipes.bf16(), "head", (2, 2, 2), AxisType.Auto),
-      (FP8_PRODUCTS, None, (2, 2, 2), AxisType.Auto),
-      (FP8_PRODUCTS, "head", (2, 2, 2), AxisType.Explicit),
     ],
   ),
 )

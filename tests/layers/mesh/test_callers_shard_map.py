@@ -68,7 +68,7 @@ def total(y):
 
 
 EXPERTS = [(64, 4), (4, 64, 2, 64), (4, 64, 64)]
-FP8_ATTENTION = recipes.coat(attention="fp8", attention_compute="fp8")
+FP8_ATTENTION = recipes.coat(attention="fp8")
 CASES = {
   "linear": (of_linear, (64, 128)),
   "attention": (of_attention, (32, 64)),

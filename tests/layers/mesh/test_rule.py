@@ -364,7 +364,7 @@ def test_what_a_mesh_cannot_take_is_said():
   recipe = on_mesh(recipes.coat())
   f, params = build(lambda r: Layer(r, nnx.Rngs(0)), recipe)
   x = arrays()[0]
-  with pytest.raises(ValueError, match="axis 'data'.*no mesh.*jax.set_mesh"):
+  with pytest.raises(ValueError, match="axis '.*no mesh.*jax.set_mesh"):
     jax.eval_shape(f, params, x)
   with jax.set_mesh(make_mesh((2, 4, 1))):
     with pytest.raises(ValueError, match="got 7 for .*'fsdp': 4"):

@@ -11,7 +11,8 @@ import numpy as np
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from coat_jax.models.hf.tensors import parts, path_of
+from coat_jax.models.hf.tensors import parts
+from coat_jax.models.params import path_of
 
 # Written by transformers 5.17 (torch 2.11, CPU, f32) with random weights;
 # expected.npz has tokens, logits, loss and norms of each tensor's gradient.
@@ -92,7 +93,7 @@ def by_tensor(config, params):
   for part in parts(config, params):
     x = leaves[part.path]
     x = x if part.layer is None else x[part.layer]
-    tensors = part.row.layout.unpack(config, x)
+    tensors = part.row.unpack(x, part.split)
     found |= dict(zip(part.tensors, tensors, strict=True))
   return found
 

@@ -11,7 +11,8 @@ import pytest
 from coat_jax.layers import LinearScaling, Llama3Scaling, YarnScaling
 from coat_jax.models import ModelConfig
 from coat_jax.models.config import FAMILIES
-from coat_jax.models.hf.config import CONFIGS, parse_config, write_config
+from coat_jax.models.hf.config import parse_config, write_config
+from coat_jax.models.hf.rows import CONFIGS
 from coat_jax.models.hf.tensors import TENSORS
 from tests.models.hf.folders import DATA
 from tests.models.hf.published import GPT2, LLAMA2_7B, MISTRAL, QWEN2_05B

@@ -149,9 +149,13 @@ def test_period_of_layers_is_that_of_the_list():
   "name, keys, words",
   [
     ("gemma2", {"layer_types": [FULL, SLIDING]}, "must be sliding_attention b"),
-    ("gemma2", {"layer_types": [SLIDING]}, "must name all 2 layers"),
+    ("gemma2", {"layer_types": [SLIDING]}, "must be a list of all 2 layers"),
     ("gemma2", {"layer_types": ["chunked", FULL]}, "layers in another order"),
-    ("gemma2", {"layer_types": "full"}, "must name all 2 layers, got full"),
+    (
+      "gemma2",
+      {"layer_types": "full"},
+      "a list of all 2 layers, got full",
+    ),
     ("gemma3", {"_sliding_window_pattern": 2.5}, "a whole number from 1 on"),
     ("gemma2", {"sliding_window": None}, "full_every says which layers see"),
     (
@@ -166,7 +170,7 @@ def test_period_of_layers_is_that_of_the_list():
     (
       "gemma3",
       {"rope_parameters": {"rope_type": "default"}},
-      "must have sliding_attention and full_attention",
+      "an object with sliding_attention and full_attention",
     ),
     (
       "gemma3",
@@ -178,7 +182,7 @@ def test_period_of_layers_is_that_of_the_list():
     (
       "gemma3",
       {"model_type": "gemma3"},
-      "got gemma3; other families cannot be read yet",
+      "got gemma3; a model with another one cannot be had",
     ),
   ],
 )

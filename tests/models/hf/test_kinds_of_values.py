@@ -13,13 +13,10 @@ import pytest
 
 from coat_jax.models.hf.config import read_config
 from coat_jax.models.hf.files import INDEX, MODEL, open_tensors
-from coat_jax.models.hf.llava_config import read_llava_config
-from coat_jax.models.hf.vision_config import read_vision_config
 from tests.models.hf.folders import copied, split
 
 # The third is a whole number that no float holds.
 VALUES = (["F32"], {"F32": 1}, 10**400, float("nan"), "x", True, -1, None)
-READ = {"vit": read_vision_config, "llava": read_llava_config}
 
 
 def replaced(found, at=()):
@@ -65,7 +62,7 @@ def test_values_of_a_configuration(name, tmp_path, monkeypatch):
   file = folder / "config.json"
   cases = [*replaced(json.loads(file.read_text()))]
   count = count_refused(
-    READ.get(name, read_config),
+    read_config,
     folder,
     cases,
     lambda found: file.write_text(json.dumps(found)),

@@ -6,37 +6,43 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from coat_jax.models import (
-  pack_gate_up,
-  pack_qkv,
-  unpack_gate_up,
-  unpack_qkv,
-)
+from coat_jax.models import ModelConfig
+from coat_jax.models.hf.layouts import kernel, plain
+from coat_jax.models.params import matrix_split
 
 N, K, H, D = 6, 2, 4, 5
+QKV, GATE_UP = "attention/qkv/linear/kernel", "mlp/gate_up/kernel"
+CONFIG = ModelConfig(
+  family="llama",
+  num_layers=1,
+  d_model=N * H,
+  d_ff=7,
+  num_heads=N,
+  num_kv_heads=K,
+  vocab_size=8,
+)
 
 
-def kernels(namespace, dtype, *rows):
+def kernels(dtype, *rows):
   """Arrays whose values are all different in every dtype."""
   rng = np.random.default_rng(0)
   bits = rng.permutation(2**14)[: sum(rows) * D].astype(np.uint16)
   values = np.split(bits.view(dtype).reshape(-1, D), np.cumsum(rows)[:-1])
-  return [namespace.asarray(x) for x in values]
+  return [jnp.asarray(x) for x in values]
 
 
 def assert_equal(found, wanted):
   for x, y in zip(found, wanted, strict=True):
-    assert type(x) is type(y) and x.dtype == y.dtype
+    assert x.dtype == y.dtype
     np.testing.assert_array_equal(x, y)
 
 
-@pytest.mark.parametrize("namespace", [np, jnp])
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
-def test_columns_of_qkv_are_by_key_head(namespace, dtype):
-  q, k, v = kernels(namespace, dtype, N * H, K * H, K * H)
-  packed = pack_qkv(q, k, v, num_kv_heads=K)
-  assert isinstance(packed, type(q)) and packed.dtype == dtype
-  assert packed.shape == (D, (N + 2 * K) * H)
+def test_columns_of_qkv_are_by_key_head(dtype):
+  q, k, v = kernels(dtype, N * H, K * H, K * H)
+  split, shape = matrix_split(QKV, CONFIG), (D, (N + 2 * K) * H)
+  packed = kernel("q", "k", "v").pack((q, k, v), shape, split)
+  assert packed.shape == shape and packed.dtype == dtype
   column = 0
   for key_head in range(K):
     heads = [q[(key_head * N // K + i) * H :][:H] for i in range(N // K)]
@@ -44,23 +50,33 @@ def test_columns_of_qkv_are_by_key_head(namespace, dtype):
       for row in head:
         np.testing.assert_array_equal(packed[:, column], row)
         column += 1
-  back = unpack_qkv(packed, num_heads=N, num_kv_heads=K)
-  assert_equal(back, (q, k, v))
+  assert_equal(kernel("q", "k", "v").unpack(packed, split), (q, k, v))
+  # One tensor with the rows of all three, and one with their columns.
+  one = jnp.concatenate([q, k, v])
+  assert_equal([kernel("qkv").pack([one], shape, split)], [packed])
+  assert_equal(kernel("qkv").unpack(packed, split), [one])
+  assert_equal([plain("qkv").pack([one.T], shape, split)], [packed])
+  assert_equal(plain("qkv").unpack(packed, split), [one.T])
 
 
 def test_biases_of_qkv_have_the_order_of_its_columns():
-  kernel = kernels(np, np.float16, N * H, K * H, K * H)
-  biases = [x[:, 0].copy() for x in kernel]
-  packed = pack_qkv(*biases, num_kv_heads=K)
-  np.testing.assert_array_equal(packed, pack_qkv(*kernel, num_kv_heads=K)[0])
-  assert_equal(unpack_qkv(packed, num_heads=N, num_kv_heads=K), biases)
+  tensors = kernels(np.float16, N * H, K * H, K * H)
+  biases, split = [x[:, 0] for x in tensors], matrix_split(QKV, CONFIG)
+  size = (N + 2 * K) * H
+  row = plain("q", "k", "v")
+  packed = row.pack(biases, (size,), split)
+  of_kernel = kernel("q", "k", "v").pack(tensors, (D, size), split)
+  np.testing.assert_array_equal(packed, of_kernel[0])
+  assert_equal(row.unpack(packed, split), biases)
 
 
-@pytest.mark.parametrize("namespace", [np, jnp])
-def test_gate_is_in_front_of_up(namespace):
-  gate, up = kernels(namespace, np.float16, 7, 7)
-  packed = pack_gate_up(gate, up)
-  assert isinstance(packed, type(gate)) and packed.shape == (D, 2, 7)
+def test_gate_is_in_front_of_up():
+  gate, up = kernels(np.float16, 7, 7)
+  split, row = matrix_split(GATE_UP, CONFIG), kernel("gate", "up")
+  packed = row.pack((gate, up), (D, 2, 7), split)
   np.testing.assert_array_equal(packed[:, 0], gate.T)
   np.testing.assert_array_equal(packed[:, 1], up.T)
-  assert_equal(unpack_gate_up(packed), (gate, up))
+  assert_equal(row.unpack(packed, split), (gate, up))
+  one = jnp.concatenate([gate, up])
+  assert_equal([kernel("both").pack([one], (D, 2, 7), split)], [packed])
+  assert_equal(kernel("both").unpack(packed, split), [one])

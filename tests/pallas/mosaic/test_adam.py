@@ -18,8 +18,9 @@ import pytest
 
 from coat_jax import codecs, ops, stochastic
 from coat_jax.codecs.group import Encoded
-from coat_jax.optimizer import adam, moments
+from coat_jax.optimizer import adam, state
 from coat_jax.pallas.mosaic import adam as kernel
+from coat_jax.stochastic import LeafPart
 from tests import cases
 from tests.codecs import oracles as codec_oracles
 from tests.matrices import quick
@@ -42,7 +43,7 @@ SHAPE = (4, 4, 256)  # 32 groups, two a row, rows of two axes.
 
 @functools.partial(jax.jit, static_argnums=0)
 def encoded(codec, mu, nu):
-  return moments.encode(codec.groups, (mu, nu), jnp.uint32(3))
+  return state.encode(codec.groups, (mu, nu), LeafPart(jnp.uint32(3)))
 
 
 def problem(codec, dtype, grad_dtype=None, shape=SHAPE, seed=0):
@@ -55,12 +56,12 @@ def problem(codec, dtype, grad_dtype=None, shape=SHAPE, seed=0):
   return p, g, encoded(codec, mu, nu)
 
 
-def numbers(step, *, eps_root=0.0, grad_scale=None, b2=0.999):
-  """Key and scalars of a step."""
+def numbers(step, *, eps_root=0.0, grad_scale=None, b2=0.999, **part):
+  """The part of a leaf, and scalars of a step."""
   key = stochastic.leaf_key(0, step, 1)
   scalars = adam.adam_scalars(jnp.int32(step), 0.9, b2, 1e-8, eps_root)
   rest = jax.tree.map(jnp.float32, (1e-2, 0.1, grad_scale))
-  return key, scalars, adam.StepScalars(*rest)
+  return LeafPart(key, **part), scalars, adam.StepScalars(*rest)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -110,9 +111,10 @@ def test_kernel_on_a_shard_draws_the_words_of_its_place(dtype):
   codec = CODECS["coat"]
   p, g, stored = problem(codec, dtype)
   part = dict(start=jnp.uint32([4, 8, 256]), whole=(8, 12, 1024))
+  args = (p, g, stored, *numbers(1, **part))
+  want = adam.adamw_step.definition(*args, groups=codec.groups)
+  got = kernel.adamw_step(*args, groups=codec.groups, interpret=True)
   args = (p, g, stored, *numbers(1))
-  want = adam.adamw_step.definition(*args, groups=codec.groups, **part)
-  got = kernel.adamw_step(*args, groups=codec.groups, **part, interpret=True)
   _, _, apart = differences(codec, want[1], got[1])
   assert np.mean(apart != 0) <= 1e-3
   p, q = (np.asarray(x[0], np.float32) for x in (want, got))
@@ -232,7 +234,7 @@ def check_unbiased(name, draws, interpret):
   args = jnp.zeros(shape), jnp.asarray(mu), zero
   total = np.zeros((2, *shape))
   for step in range(draws):
-    key = stochastic.leaf_key(0, step, 0)
+    key = LeafPart(stochastic.leaf_key(0, step, 0))
     _, stored = by_kernel(
       codec, *args, key, scalars, adam.StepScalars(none, none, None),
       interpret=interpret,
@@ -251,7 +253,7 @@ def check_unbiased(name, draws, interpret):
 
 @functools.partial(jax.jit, static_argnums=0)
 def decoded(codec, stored):
-  return moments.decode(codec.groups, stored)
+  return state.decode(codec.groups, stored)
 
 
 @pytest.mark.parametrize("name", quick(1, ["coat", "log8"]))
@@ -267,10 +269,10 @@ def test_kernel_draws_words_by_row_and_column():
   zero = encoded(codec, jnp.zeros(x.shape), jnp.zeros(x.shape))
   one, none = jnp.float32(1), jnp.float32(0)
   scalars = adam.AdamScalars(one, one, one, one, one, None, None, one)
-  key = jnp.uint32(5)
+  part = LeafPart(jnp.uint32(5))
   rates = adam.StepScalars(none, none, None)
-  _, stored = by_kernel(codec, x, x, zero, key, scalars, rates)
-  noise = stochastic.uniform(stochastic.random_words(key, x.shape))
+  _, stored = by_kernel(codec, x, x, zero, part, scalars, rates)
+  noise = stochastic.uniform(part.words(x.shape))
   up = stored[0].codes.astype(jnp.float32) > 17
   mask = jnp.arange(x.shape[-1]) % 128 > 0
   np.testing.assert_array_equal(up[..., mask], (0.5 > noise)[..., mask])

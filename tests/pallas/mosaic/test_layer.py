@@ -17,16 +17,14 @@ LAYER = 2
 CODEC = codecs.coat()
 
 
-def step(run, p, g, stored, **kwargs):
-  return run(p, g, stored, *numbers(2), groups=CODEC.groups, **kwargs)
+def by_kernel(p, g, stored, **part):
+  args = p, g, stored, *numbers(2, **part)
+  return kernel.adamw_step(*args, groups=CODEC.groups, interpret=True)
 
 
-def by_kernel(*args, **kwargs):
-  return step(kernel.adamw_step, *args, interpret=True, **kwargs)
-
-
-def by_definition(*args, **kwargs):
-  return step(adam.adamw_step.definition, *args, **kwargs)
+def by_definition(p, g, stored, **part):
+  args = p, g, stored, *numbers(2, **part)
+  return adam.adamw_step.definition(*args, groups=CODEC.groups)
 
 
 def assert_only_that_layer_was_stepped(got, whole, before):

@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 
 from coat_jax import codecs, ops, stochastic
-from coat_jax.optimizer import lion, moments, weights
-from coat_jax.optimizer.stored_step import StepScalars
+from coat_jax.optimizer import lion, state, weights
+from coat_jax.optimizer.step import StepScalars
 from coat_jax.pallas.mosaic import lion as kernel
+from coat_jax.stochastic import LeafPart
 from tests import cases
 from tests.matrices import quick
 from tests.pallas.mosaic.test_adam import differences
@@ -50,19 +51,19 @@ def problem(codec, kind, shape=SHAPE):
     p = jax.jit(weights.split)(p)
   elif kind == "bfloat16":
     p, g = p.astype(kind), g.astype(kind)
-  encode = functools.partial(moments.encode, Mu(codec).groups)
-  return p, g, jax.jit(encode)((mu,), jnp.uint32(3))
+  encode = functools.partial(state.encode, Mu(codec).groups)
+  return p, g, jax.jit(encode)((mu,), LeafPart(jnp.uint32(3)))
 
 
-def numbers(step, grad_scale=0.5):
+def numbers(step, grad_scale=0.5, **part):
   key = stochastic.leaf_key(0, step, 1)
   rest = jax.tree.map(jnp.float32, (RATE, DECAY, grad_scale))
-  return key, lion.lion_scalars(B1, B2), StepScalars(*rest)
+  return LeafPart(key, **part), lion.lion_scalars(B1, B2), StepScalars(*rest)
 
 
 def terms(codec, p, g, stored):
   """The old parameter, the mix that decides and the size of what it adds up."""
-  [mu] = (np.asarray(x, np.float64) for x in moments.decode(codec, stored))
+  [mu] = (np.asarray(x, np.float64) for x in state.decode(codec, stored))
   g = 0.5 * np.asarray(g, np.float64)
   size = B1 * np.abs(mu) + (1 - B1) * np.abs(g)
   old = np.asarray(weights.in_f32(p), np.float64)
@@ -124,8 +125,8 @@ def test_interpreted_kernel_matches_definition_on_a_shard(name, kind):
   codec = CODECS[name]
   args = problem(codec, kind)
   part = dict(start=jnp.uint32([4, 8, 256]), whole=(8, 12, 1024))
-  want = by_definition(codec, *args, *numbers(1), **part)
-  got = by_kernel(codec, *args, *numbers(1), **part)
+  want = by_definition(codec, *args, *numbers(1, **part))
+  got = by_kernel(codec, *args, *numbers(1, **part))
   check(codec, args, want, got)
   zero = np.asarray(got[1][0].codes).reshape(-1, 128)[3]
   assert not np.any(zero.view(np.uint8))
@@ -137,8 +138,9 @@ def test_one_layer_is_stepped_and_what_is_not_finite_stays_in_its_group():
   p, g, stored = problem(codec, "float32", (3, 8, 128))
   bad = [[1, 2], [1, 5]]
   g = g.at[1, 2, 7].set(jnp.inf).at[1, 5, 7].set(jnp.nan)
+  layer = numbers(2, grad_scale=None, layer=jnp.int32(1))
+  q, new = by_kernel(codec, p, g[1:2], stored, *layer)
   step = numbers(2, grad_scale=None)
-  q, new = by_kernel(codec, p, g[1:2], stored, *step, layer=jnp.int32(1))
   whole, all_new = by_kernel(codec, p, g, stored, *step)
   found = (q, *new[0]), (whole, *all_new[0]), (p, *stored[0])
   for x, y, old in zip(*found, strict=True):
@@ -148,7 +150,7 @@ def test_one_layer_is_stepped_and_what_is_not_finite_stays_in_its_group():
   # An infinite gradient has a sign, of NaN there is none.
   assert np.isfinite(q[1, 2, 7]) and np.isnan(q[1, 5, 7])
   assert np.sum(~np.isfinite(q)) == 1
-  decoded = moments.decode(codec.groups[:1], new)[0]
+  decoded = state.decode(codec.groups[:1], new)[0]
   spoilt = ~np.all(np.isfinite(decoded), axis=-1)
   assert bad == np.argwhere(spoilt).tolist()
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from coat_jax import ops
+from coat_jax.ops import Groups
 from coat_jax.pallas.triton import gated
 from coat_jax.qtensor import QTensor
 from tests import cases, oracles
@@ -25,8 +26,9 @@ from tests.pallas.kernels import (
 )
 
 BF16, F32 = jnp.bfloat16, jnp.float32
+GROUPS = Groups(16)
 # Names of arguments that are arrays; the others are static.
-TRACED = ("scale", "product_scale")
+TRACED = ("scale",)
 
 # An f32 off by 2^-22 changes 1 code in 2^18 of E4M3, and fewer of E5M2.
 SHARE = 0.999
@@ -48,12 +50,12 @@ def both(name, *args, **options):
   return kernel, run(getattr(ops, name).definition, *args, **options)
 
 
-def inputs(shape, dtype=BF16, group_size=16):
+def inputs(shape, dtype=BF16):
   """dy, gate_up, and what `gated_input` makes of it."""
   *leading, f = shape
   gate_up = jnp.asarray(cases.activations((*leading, 2 * f)) / 8, dtype)
   dy = jnp.asarray(1e-3 * cases.activations(shape, 1), dtype)
-  saved = run(ops.gated_input.definition, gate_up, group_size=group_size)
+  saved = run(ops.gated_input.definition, gate_up, groups=GROUPS)
   return dy, gate_up, saved
 
 
@@ -77,7 +79,7 @@ def test_gated_kernel_of_degenerate_groups_matches_definition():
   # Every group as a gate beside an ordinary up, and the other way round.
   up = cases.activations(gate.shape)
   gate_up = np.block([[gate, up], [up, gate]])
-  actual, expected = both("gated_input", jnp.asarray(gate_up), group_size=16)
+  actual, expected = both("gated_input", jnp.asarray(gate_up), groups=GROUPS)
   assert_same_groups(actual[0], expected[0])
   assert_same_groups(actual[1], expected[1])
   np.testing.assert_allclose(actual[2], expected[2], rtol=1e-6)
@@ -93,11 +95,11 @@ def far_gates():
 @ACTIVATIONS
 def test_gated_kernels_of_far_gates(activation):
   gate_up = jnp.asarray(np.concatenate(far_gates(), -1))
-  how = dict(activation=activation, group_size=16)
-  actual, (gate, up, scale) = both("gated_input", gate_up, **how)
+  how = dict(activation=activation)
+  actual, (gate, up, scale) = both("gated_input", gate_up, groups=GROUPS, **how)
   np.testing.assert_allclose(actual[2], scale, rtol=1e-6)
   dy = jnp.linspace(-1, 1, 256).reshape(16, 16)
-  options = dict(product_scale=scale, **how)
+  options = dict(scale=scale, **how)
   actual, expected = both("gated_bwd_operands", dy, gate, up, **options)
   for a, e in zip(actual, expected, strict=True):
     assert_same_product(a, e, SCALES_APART[activation])
@@ -109,15 +111,15 @@ def test_gated_kernels_of_nonfinite_values():
   for i, group in enumerate(cases.nonfinite_groups(16).values()):
     gate[8 + i], up[12 + i] = group, group
   gate_up = jnp.asarray(np.concatenate([gate, up], -1))
-  actual, (gate, up, scale) = both("gated_input", gate_up, group_size=16)
+  actual, (gate, up, scale) = both("gated_input", gate_up, groups=GROUPS)
   assert_same_groups(actual[0], gate)
   assert_same_groups(actual[1], up)
   assert np.isnan(actual[2]) and np.isnan(scale)
   # With a scale of 1 what is finite stays so beside what is not.
-  options = dict(scale=jnp.float32(1), group_size=16)
+  options = dict(scale=jnp.float32(1))
   assert_same_product(*both("gated_fwd", gate, up, **options))
   dy = jnp.ones((16, 16))
-  options = dict(product_scale=jnp.float32(1), group_size=16)
+  options = dict(scale=jnp.float32(1))
   actual, expected = both("gated_bwd_operands", dy, gate, up, **options)
   assert_same_product(actual[1], expected[1])
   assert np.isnan(actual[0].scale) and np.isnan(expected[0].scale)
@@ -138,7 +140,7 @@ def test_gated_kernels_of_nonfinite_values():
 )
 def test_gated_kernel_refuses(shape, group_size, dtype, reason):
   kernel = functools.partial(
-    gated.gated_input, activation="silu", group_size=group_size
+    gated.gated_input, activation="silu", groups=Groups(group_size)
   )
   with refused(reason):
     jax.eval_shape(kernel, jax.ShapeDtypeStruct(shape, dtype))
@@ -146,35 +148,36 @@ def test_gated_kernel_refuses(shape, group_size, dtype, reason):
 
 def test_gated_kernels_refuse_erf():
   dy, gate_up, (gate, up, scale) = inputs((16, 16))
-  options = dict(activation="gelu", group_size=16)
+  options = dict(activation="gelu")
   with refused("no erf"):
-    gated.gated_input(gate_up, **options)
+    gated.gated_input(gate_up, groups=GROUPS, **options)
   with refused("no erf"):
     gated.gated_fwd(gate, up, scale=scale, **options)
   with refused("no erf"):
-    gated.gated_bwd_operands(dy, gate, up, product_scale=scale, **options)
-  said = ops.explain(ops.gated_input, gate_up, **options)
+    gated.gated_bwd_operands(dy, gate, up, scale=scale, **options)
+  said = ops.explain(ops.gated_input, gate_up, groups=GROUPS, **options)
   assert said.startswith("gated_input: xla everywhere (")
 
 
 def test_gated_kernels_refuse_residuals_that_do_not_fit():
-  def q(*shape):
+  def q(*shape, group_size=16):
     codes = jnp.zeros(shape, jnp.float8_e4m3fn)
-    return QTensor(codes, jnp.ones((*shape[:-1], shape[-1] // 16), BF16))
+    scale = jnp.ones((*shape[:-1], shape[-1] // 16), BF16)
+    return QTensor(codes, scale, group_size)
 
-  def fwd(gate, up, group_size=16, layout="rows"):
-    options = dict(scale=jnp.float32(1), group_size=group_size, layout=layout)
+  def fwd(gate, up, layout="rows"):
+    options = dict(scale=jnp.float32(1), layout=layout)
     gated.gated_fwd(gate, up, activation="silu", **options)
 
   def bwd(dy):
-    options = dict(product_scale=jnp.float32(1), group_size=16)
+    options = dict(scale=jnp.float32(1))
     saved = q(32, 96), q(32, 96)
     gated.gated_bwd_operands(dy, *saved, activation="silu", **options)
 
   with refused("16 rows"):
     fwd(q(17, 96), q(17, 96), layout="both")
   with refused("scales of shape"):
-    fwd(q(32, 96), q(32, 96), group_size=32)
+    fwd(*[q(32, 96, group_size=32)] * 2)
   with refused("one shape"):
     fwd(q(32, 96), q(32, 48))
   with refused("dy must be"):
@@ -197,7 +200,7 @@ def test_gated_kernels_on_a_gpu(shape, dtype, activation):
       getattr(ops, name).definition, *args, jit=jax.jit, **options
     )
 
-  actual, expected = on_both("gated_input", gate_up, group_size=16)
+  actual, expected = on_both("gated_input", gate_up, groups=GROUPS)
   gate, up, scale = expected
   for a, e in zip(actual[:2], expected[:2], strict=True):
     # Ties are common among bfloat16 values, and quotients off by a last bit.
@@ -206,9 +209,9 @@ def test_gated_kernels_on_a_gpu(shape, dtype, activation):
       np.asarray(a.scale, np.float32), np.asarray(e.scale, np.float32)
     )
   np.testing.assert_allclose(actual[2], expected[2], rtol=1e-5)
-  options = dict(scale=scale, group_size=16, layout="both")
+  options = dict(scale=scale, layout="both")
   assert_near(*on_both("gated_fwd", gate, up, **options))
-  options = dict(product_scale=scale, group_size=16)
+  options = dict(scale=scale)
   actual, expected = on_both("gated_bwd_operands", dy, gate, up, **options)
   for a, e in zip(actual, expected, strict=True):
     assert_near(a, e)

@@ -5,6 +5,7 @@ There gradients are small, and E5M2 shows what is 2^-32 of the largest: sigmoids
 that differ in a last bit may give other codes. Float64 says which are right.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -14,6 +15,7 @@ import pytest
 
 from coat_jax import ops
 from coat_jax.formats import E4M3, E5M2
+from coat_jax.ops import Groups
 from coat_jax.pallas.triton import gelu
 from coat_jax.qtensor import dequantize, quantize_with_scale
 from tests import cases
@@ -26,8 +28,9 @@ from tests.pallas.kernels import (
 )
 
 BF16, F32 = jnp.bfloat16, jnp.float32
+GROUPS = Groups(16)
 # Names of arguments that are arrays; the others are static.
-TRACED = ("scale", "output_scale")
+TRACED = ("scale",)
 
 # An f32 off by 2^-20, from 1 + tanh, changes 1 code in 2^16 of E4M3.
 SHARE = 0.999
@@ -45,13 +48,12 @@ def both(name, *args, **options):
   return kernel, run(getattr(ops, name).definition, *args, **options)
 
 
-def inputs(shape, dtype=BF16, group_size=16, least=-2.0, **options):
+def inputs(shape, dtype=BF16, least=-2.0, **options):
   """dy, x, and what `gelu_input` makes of it."""
   x = cases.activations(shape) / 8
   x = jnp.asarray(np.where(x < least, -x, x), dtype)
   dy = jnp.asarray(1e-3 * cases.activations(shape, 1), dtype)
-  options |= dict(group_size=group_size)
-  return dy, x, run(ops.gelu_input.definition, x, **options)
+  return dy, x, run(ops.gelu_input.definition, x, groups=GROUPS, **options)
 
 
 def assert_same_matrix(actual, expected):
@@ -70,13 +72,13 @@ def assert_same_matrix(actual, expected):
 
 def test_quick_gelu_kernels_match_the_definition():
   """At a width of two tiles, the second of them short."""
-  quick = dict(approximate="sigmoid", group_size=16)
+  quick = dict(approximate="sigmoid")
   dy, x, (x_q, scale) = inputs((32, 176), **quick)
-  actual, expected = both("gelu_input", x, **quick)
+  actual, expected = both("gelu_input", x, groups=GROUPS, **quick)
   assert_same_groups(actual[0], expected[0])
   np.testing.assert_allclose(actual[1], expected[1], rtol=1e-6)
   assert_same_matrix(*both("gelu_fwd", x_q, scale=scale, **quick))
-  options = quick | dict(output_scale=scale)
+  options = quick | dict(scale=scale)
   actual, expected = both("gelu_bwd_operands", dy, x_q, **options)
   assert_same_matrix(actual[0], expected[0])
   assert_same_matrix(actual[1], expected[1])
@@ -95,9 +97,9 @@ def in_float64(dy, x):
 def test_gelu_kernel_far_below_zero_equals_float64():
   dy, x, (x_q, scale) = inputs((64, 176), F32, least=-np.inf)
   assert np.min(x) < -5
-  options = dict(output_scale=scale, group_size=16)
+  options = dict(scale=scale)
   actual = run(gelu.gelu_bwd_operands, dy, x_q, interpret=True, **options)
-  values = in_float64(dy, dequantize(x_q, group_size=16))
+  values = in_float64(dy, dequantize(x_q))
   for (operand, dtype), y in zip(
     [(actual[1], E4M3), (actual[0], E5M2)], values, strict=True
   ):
@@ -110,7 +112,7 @@ def test_gelu_kernel_far_below_zero_equals_float64():
 def test_gelu_kernel_of_degenerate_groups_matches_definition():
   groups = cases.finite_groups(48)
   x = jnp.asarray(np.stack(list(groups.values())))
-  actual, expected = both("gelu_input", x, group_size=16)
+  actual, expected = both("gelu_input", x, groups=GROUPS)
   assert_same_groups(actual[0], expected[0])
   np.testing.assert_allclose(actual[1], expected[1], rtol=1e-6)
 
@@ -120,14 +122,14 @@ def test_gelu_kernels_of_far_and_nonfinite_values():
   x = np.concatenate([far.reshape(8, 16), np.ones((8, 16))]).astype(np.float32)
   for i, group in enumerate(cases.nonfinite_groups(16).values()):
     x[8 + i] = group
-  actual, (x, scale) = both("gelu_input", jnp.asarray(x), group_size=16)
+  actual, (x, scale) = both("gelu_input", jnp.asarray(x), groups=GROUPS)
   assert_same_groups(actual[0], x)
   assert np.isnan(actual[1]) and np.isnan(scale)
   # With a scale of 1 what is finite stays so beside what is not.
-  options = dict(scale=jnp.float32(1), group_size=16)
+  options = dict(scale=jnp.float32(1))
   assert_same_matrix(*both("gelu_fwd", x, **options))
-  options = dict(output_scale=jnp.float32(1), group_size=16)
-  far = x._replace(qvalue=x.qvalue[:8], scale=x.scale[:8])
+  options = dict(scale=jnp.float32(1))
+  far = dataclasses.replace(x, qvalue=x.qvalue[:8], scale=x.scale[:8])
   far = jax.tree.map(lambda a: jnp.tile(a, (2, 1)), far)
   dy = jnp.linspace(0.5, 1, 256).reshape(16, 16)
   for values, is_finite in ((far, True), (x, False)):
@@ -146,33 +148,33 @@ def test_gelu_kernels_of_far_and_nonfinite_values():
   "shape, dtype, options, reason",
   [
     ((32, 100), BF16, {}, "multiple of"),
-    ((32, 96), BF16, {"group_size": 64}, "multiple of the group size"),
-    ((32, 96), BF16, {"group_size": 8}, "groups of"),
+    ((32, 96), BF16, {"groups": Groups(64)}, "multiple of the group size"),
+    ((32, 96), BF16, {"groups": Groups(8)}, "groups of"),
     ((32, 96), jnp.float16, {}, "float16"),
     ((32, 96), BF16, {"approximate": False}, "no erf"),
   ],
   ids=["ragged", "short-group", "group-size", "dtype", "erf"],
 )
 def test_gelu_kernel_refuses(shape, dtype, options, reason):
-  options = {"approximate": True, "group_size": 16} | options
+  options = {"approximate": True, "groups": GROUPS} | options
   with refused(reason):
     gelu.gelu_input(jnp.zeros(shape, dtype), **options)
 
 
 def test_gelu_kernels_refuse_residuals_that_do_not_fit():
   dy, _, (x, scale) = inputs((17, 48))
-  options = dict(approximate=True, group_size=16)
+  options = dict(approximate=True)
   with refused("16 rows"):
     gelu.gelu_fwd(x, scale=scale, layout="both", **options)
   with refused("no erf"):
-    gelu.gelu_fwd(x, scale=scale, approximate=False, group_size=16)
-  bwd = functools.partial(gelu.gelu_bwd_operands, output_scale=scale, **options)
+    gelu.gelu_fwd(x, scale=scale, approximate=False)
+  bwd = functools.partial(gelu.gelu_bwd_operands, scale=scale, **options)
   with refused("16 rows"):
     bwd(dy, x)
   with refused("dy must be"):
     bwd(dy[:16], x)
   with refused("scales of shape"):
-    bwd(dy, x._replace(scale=x.scale[:, :1]))
+    bwd(dy, dataclasses.replace(x, scale=x.scale[:, :1]))
 
 
 @pytest.mark.gpu
@@ -180,20 +182,20 @@ def test_gelu_kernels_refuse_residuals_that_do_not_fit():
 @pytest.mark.parametrize("shape", [(2048, 5504), (1008, 176)], ids=str)
 def test_gelu_kernels_on_a_gpu(shape, dtype):
   dy, x, (x_q, scale) = inputs(shape, dtype, least=-np.inf)
-  options = dict(approximate=True, group_size=16)
-  actual, amax = gelu.gelu_input(x, **options)
-  expected, expected_amax = run(ops.gelu_input.definition, x, group_size=16)
+  options = dict(approximate=True)
+  actual, amax = gelu.gelu_input(x, groups=GROUPS, **options)
+  expected, expected_amax = run(ops.gelu_input.definition, x, groups=GROUPS)
   # Ties are common among bfloat16 values, and quotients off by a last bit.
   assert_same_codes(actual.qvalue, expected.qvalue, SHARE)
   np.testing.assert_allclose(amax, expected_amax, rtol=1e-5)
   *operands, sums = gelu.gelu_bwd_operands(
-    dy, x_q, output_scale=scale, has_sums=True, **options
+    dy, x_q, scale=scale, has_sums=True, **options
   )
   y = gelu.gelu_fwd(x_q, scale=scale, layout="both", **options)
   np.testing.assert_array_equal(
     code_bits(y.columns), code_bits(operands[1].columns)
   )
-  values = in_float64(dy, dequantize(x_q, group_size=16))
+  values = in_float64(dy, dequantize(x_q))
   for operand, dtype, v in zip(
     (y, operands[0]), (E4M3, E5M2), values, strict=True
   ):

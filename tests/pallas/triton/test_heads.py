@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from coat_jax import ops
-from coat_jax.pallas.triton import heads, rope
+from coat_jax.pallas.triton import rope
 from tests.comparing import assert_same_bits
 from tests.pallas.kernels import assert_same_operand, refused
 
@@ -76,9 +76,7 @@ def test_operand_of_zeros_and_of_nan():
 def test_kernels_refuse():
   def split(*shape, dtype=jnp.bfloat16):
     qkv, _ = case(*shape, dtype=dtype)
-    heads.split_heads(
-      qkv, num_heads=shape[2], num_kv_heads=shape[3], interpret=False
-    )
+    rope.split_heads(qkv, None, None, num_heads=shape[2], num_kv_heads=shape[3])
 
   with refused("multiples of 8"):
     split(1, 16, 2, 2, 12)
@@ -87,7 +85,7 @@ def test_kernels_refuse():
   with refused("not be empty"):
     split(0, 16, 2, 2, 16)
   with refused("multiple of 16 rows"):
-    joined_operand(case(1, 12, 2, 2, 16)[1])
+    rope.join_heads_operand(*case(1, 12, 2, 2, 16)[1], None, None)
   angles = jnp.ones((16, 8)), jnp.zeros((16, 8))
   with refused("heads that are not rotated"):
     rope.join_heads_operand(*case(1, 16, 2, 2, 16)[1], *angles, has_sums=True)

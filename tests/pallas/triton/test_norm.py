@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from coat_jax import ops
+from coat_jax.ops import Groups
 from coat_jax.ops.types import NormStats
 from coat_jax.pallas.triton import norm, norm_backward
 from coat_jax.pallas.triton.scales import bits_to_scale
@@ -53,7 +54,7 @@ def inputs(shape, kind, dtype=BF16, group_size=16):
   # Far from zero: a masked column in a mean or a variance would show.
   x = jnp.asarray(cases.activations(shape) + 7, dtype)
   gamma, beta = vectors(kind, shape[-1])
-  options = dict(kind=kind, eps=EPS, group_size=group_size)
+  options = dict(kind=kind, eps=EPS, groups=Groups(group_size))
   return x, gamma, beta, options
 
 
@@ -136,7 +137,6 @@ def test_norm_kernel_without_gamma_or_beta(down):
     None,
     stats,
     scale=scale,
-    group_size=16,
     layout="both",
   )
   assert_same_codes(rows, expected.rows, 0.999)
@@ -185,7 +185,6 @@ def test_norm_backward_kernel_in_chunks_matches_definition(
     x_q,
     gamma,
     stats,
-    group_size=group_size,
     dtype=F32,
     add=add,
   )
@@ -196,10 +195,8 @@ def test_norm_backward_kernel_in_chunks_matches_definition(
 @pytest.mark.parametrize("kind", ["rms", "layer"])
 def test_norm_backward_kernel_in_bf16_without_gamma_or_add(kind):
   dy, x_q, _, stats = gradients((3, 176), kind, dtype=F32)
-  actual = interpret(
-    norm_backward.norm_bwd, dy, x_q, None, stats, group_size=16
-  )
-  expected = run(ops.norm_bwd.definition, dy, x_q, None, stats, group_size=16)
+  actual = interpret(norm_backward.norm_bwd, dy, x_q, None, stats)
+  expected = run(ops.norm_bwd.definition, dy, x_q, None, stats)
   assert actual[0].dtype == BF16
   # One ulp of BF16 where f32 differs in its last bits.
   np.testing.assert_allclose(
@@ -229,12 +226,14 @@ def test_norm_tiles_are_powers_of_two_and_partial_sums_few(n):
 )
 def test_norm_kernels_refuse(shape, group_size, reason):
   x = jnp.zeros(shape)
-  x_q = QTensor(x.astype(jnp.float8_e4m3fn), x[:, :1])
+  x_q = QTensor(x.astype(jnp.float8_e4m3fn), x[:, :1], group_size)
   stats = NormStats(None, x[:, 0])
   with refused(reason):
-    norm.norm_input(x, None, None, kind="rms", eps=EPS, group_size=group_size)
+    norm.norm_input(
+      x, None, None, kind="rms", eps=EPS, groups=Groups(group_size)
+    )
   with refused(reason):
-    norm_backward.norm_bwd(x, x_q, None, stats, group_size=group_size)
+    norm_backward.norm_bwd(x, x_q, None, stats)
 
 
 @pytest.mark.gpu
@@ -250,7 +249,7 @@ def test_norm_kernels_on_a_gpu(shape, kind):
   same = np.asarray(made[0].qvalue == x_q.qvalue).all(axis=-1)
   np.testing.assert_allclose(made[1].rstd[same], stats.rstd[same], rtol=1e-6)
   np.testing.assert_allclose(made[2], scale, rtol=1e-4)
-  args = dict(scale=scale, group_size=16, layout="both")
+  args = dict(scale=scale, layout="both")
   actual = norm.norm_fwd(x_q, gamma, beta, stats, **args)
   expected = run(
     ops.norm_fwd.definition, x_q, gamma, beta, stats, jit=jax.jit, **args
@@ -258,7 +257,7 @@ def test_norm_kernels_on_a_gpu(shape, kind):
   assert_same_codes(actual.rows, expected.rows, 0.999)
   assert_same_codes(actual.columns, expected.columns, 0.999)
   dy = jnp.asarray(np.random.default_rng(1).normal(size=shape), BF16)
-  args = dict(group_size=16, add=x, dtype=F32)
+  args = dict(add=x, dtype=F32)
   assert_close(
     norm_backward.norm_bwd(dy, x_q, gamma, stats, **args),
     run(ops.norm_bwd.definition, dy, x_q, gamma, stats, jit=jax.jit, **args),

@@ -15,6 +15,7 @@ import pytest
 
 from coat_jax import ops
 from coat_jax.formats import E4M3, E5M2
+from coat_jax.ops import Groups, PerTensor
 from coat_jax.pallas.triton import quantize
 from coat_jax.pallas.triton.quantize import Flat
 from coat_jax.pallas.triton.tiles import Tile
@@ -54,7 +55,7 @@ def test_groups_kernel_matches_definition(x, group_size, size, dtype):
     x, group_size, jnp.dtype(E4M3), Flat(size, 1), True
   )
   assert_same_groups(
-    actual, ops.quantize_groups.definition(x, group_size=group_size)
+    actual, ops.quantize_groups.definition(x, groups=Groups(group_size))
   )
 
 
@@ -64,7 +65,7 @@ def test_groups_kernel_gives_nan_of_any_bits_a_nan_scale():
   bits = np.array([0x7FFFFFFF, 0x7F800001, 0xFFFFFFFF], np.uint32)
   x[:3, 5] = bits.view(np.float32)
   actual = quantize.quantize_groups(
-    jnp.asarray(x), group_size=16, interpret=True
+    jnp.asarray(x), groups=Groups(16), interpret=True
   )
   scale = np.asarray(actual.scale, np.float32)[:, 0]
   np.testing.assert_array_equal(np.isnan(scale), [True, True, True, False])
@@ -72,7 +73,7 @@ def test_groups_kernel_gives_nan_of_any_bits_a_nan_scale():
 
 def test_groups_kernel_in_e5m2_matches_definition():
   x = jnp.asarray(awkward(64))
-  args = dict(group_size=32, dtype=E5M2)
+  args = dict(groups=Groups(32, E5M2))
   actual = quantize.quantize_groups(x, **args, interpret=True)
   assert_same_groups(actual, ops.quantize_groups.definition(x, **args))
 
@@ -98,8 +99,8 @@ def test_tensor_scale_kernel_matches_definition(x, dtype):
   else:
     assert float(amax) == float(expected.astype(F32))
   np.testing.assert_array_equal(
-    quantize.tensor_scale(x, dtype=E5M2, interpret=True),
-    ops.tensor_scale.definition(x, dtype=E5M2),
+    quantize.tensor_scale(x, scaling=PerTensor(E5M2), interpret=True),
+    ops.tensor_scale.definition(x, scaling=PerTensor(E5M2)),
   )
 
 
@@ -111,7 +112,7 @@ def test_operand_kernel_of_tiles_over_both_edges(shape, down):
   x[1, ::3], x[-1, 5], x[3, -1] = np.inf, np.nan, -np.inf
   x, scale = jnp.asarray(x), jnp.float32(0.01)
   expected = ops.quantize_tensor.definition(
-    x, scale=scale, dtype=E5M2, layout="both"
+    x, scale=scale, scaling=PerTensor(E5M2), layout="both"
   )
   rows, columns = quantize._quantize_tiles(
     x, scale[None], jnp.dtype(E5M2), "both", Tile(32, 64, 1, down), True
@@ -133,15 +134,17 @@ def test_operand_kernel_with_a_small_scale_saturates():
   "kernel, reason",
   [
     (
-      lambda x: quantize.quantize_groups(x, group_size=8),
+      lambda x: quantize.quantize_groups(x, groups=Groups(8)),
       r"groups of \(16, 32, 64, 128\), got 8",
     ),
     (
-      lambda x: quantize.quantize_groups(x, group_size=32),
+      lambda x: quantize.quantize_groups(x, groups=Groups(32)),
       "multiple of the group size 32 .* got 48",
     ),
     (
-      lambda x: quantize.quantize_groups(x.astype(jnp.float16), group_size=16),
+      lambda x: quantize.quantize_groups(
+        x.astype(jnp.float16), groups=Groups(16)
+      ),
       "float16",
     ),
     (lambda x: quantize.quantize_tensor(x[:, :40]), "multiple of 16 .* got"),
@@ -179,10 +182,10 @@ def test_quantize_kernels_on_a_gpu(shape, dtype):
   assert_same_operand(given, expected, 0.9999)
   x = jnp.asarray(x, dtype)
   for group_size in (16, 32):
-    actual = quantize.quantize_groups(x, group_size=group_size)
+    actual = quantize.quantize_groups(x, groups=Groups(group_size))
     expected = jax.jit(
-      ops.quantize_groups.definition, static_argnames="group_size"
-    )(x, group_size=group_size)
+      ops.quantize_groups.definition, static_argnames="groups"
+    )(x, groups=Groups(group_size))
     np.testing.assert_array_equal(
       np.asarray(actual.scale, np.float32),
       np.asarray(expected.scale, np.float32),
@@ -190,8 +193,10 @@ def test_quantize_kernels_on_a_gpu(shape, dtype):
     # Ties between two codes, where the quotient is off by its last bit.
     assert_same_codes(actual.qvalue, expected.qvalue, 0.9999)
   x = jnp.asarray(cases.activations(shape), dtype)
-  actual = quantize.quantize_tensor(x, dtype=E5M2, layout="both")
+  actual = quantize.quantize_tensor(x, scaling=PerTensor(E5M2), layout="both")
   expected = jax.jit(
-    functools.partial(ops.quantize_tensor.definition, dtype=E5M2, layout="both")
+    functools.partial(
+      ops.quantize_tensor.definition, scaling=PerTensor(E5M2), layout="both"
+    )
   )(x)
   assert_same_operand(actual, expected, 0.9999)

@@ -159,14 +159,14 @@ def test_sizes_that_do_not_fit_raise_with_the_sizes():
   for call, words in [
     (lambda: train(30), "sequence of 16 . 1 tokens, got 30 tokens in all"),
     (lambda: evaluate(10), "sequence of 16 . 1 tokens, got 10 tokens in all"),
-    (lambda: train(batch_size=99), "needs 99 windows of 16 tokens, got 59"),
+    (lambda: train(batch_size=99), "needs 99 rows of 16 tokens, got 59"),
     (lambda: evaluate(), "needs 4 windows .* got 3 .* raise held_out"),
     (lambda: train(seq_len=0), "seq_len must be at least 1, got 0"),
     (lambda: train(seed=-1), "seed must be at least 0"),
     (lambda: train(batch_size=0), "positive multiple"),
     (lambda: train(process_count=3), "multiple of the 3 processes, got 4"),
     (lambda: train(process_index=1), "below 1, got 1"),
-    (lambda: evaluate(max_batches=0), "max_batches must be at least 1"),
+    (lambda: evaluate(4000, max_batches=0), "max_batches must be at least 1"),
   ]:
     with pytest.raises(ValueError, match=words):
       call()

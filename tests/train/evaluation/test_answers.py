@@ -17,7 +17,7 @@ from flax import nnx
 from PIL import Image
 
 from coat_jax import recipe as recipes
-from coat_jax.models import VisionLanguageModel, load_hf
+from coat_jax.models import load_hf
 from tests.comparing import jit
 from tests.models.hf.folders import DATA, copied, tensors_of
 from tests.train.evaluation.models import oracle
@@ -103,7 +103,6 @@ def logprobs(images):
   """The function (tokens, names of images) of log-probabilities [T, V]."""
   model = load_hf(
     DATA / "llava",
-    model=VisionLanguageModel,
     recipe=recipes.bf16(),
     dtype=jnp.float32,
   )

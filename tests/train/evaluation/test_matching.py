@@ -3,7 +3,7 @@
 
 import pytest
 
-from train.evaluation.matching import is_match, is_short, normalized
+from train.evaluation.answers import is_match, is_short, normalized
 
 TABLE = {
   "The Cat.": "cat",

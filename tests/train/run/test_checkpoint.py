@@ -21,7 +21,7 @@ from tests.train.run.states import (
 )
 from train.run import checkpoint, checksums
 from train.run.checkpoint import Checkpoints
-from train.run.save_error import SaveError
+from train.run.writing import SaveError
 from train.step import TrainState
 
 MESHES = ["fsdp=8", "data=2,tensor=2", "", "fsdp=2,tensor=2,data=2"]

@@ -8,7 +8,7 @@ from tests.models.hf.folders import DATA
 from tests.train.folders import with_tokenizer
 from train import convert, evaluate, generate
 from train.run.exits import exit_status
-from train.run.save_error import save_errors
+from train.run.writing import save_errors
 
 
 def command(main, *line):

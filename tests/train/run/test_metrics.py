@@ -8,7 +8,7 @@ import resource
 import pytest
 
 from train.run import metrics, rows
-from train.run.save_error import SaveError
+from train.run.writing import SaveError
 
 
 def write(path, steps, **kwargs):

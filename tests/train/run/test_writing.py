@@ -7,8 +7,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from train.run.save_error import SaveError
-from train.run.writing import write_tree
+from train.run.writing import SaveError, write_tree
 
 TREE = {"params": {"w": np.random.default_rng(0).normal(size=(100, 100))}}
 

@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from train.data.chat import formats
 from train.data.chat.encoder import ChatEncoder, Rendered
-from train.data.chat.rows import BadRow, Row, find_row_files, read_rows
+from train.data.chat.formats import BadRow, Row, find_row_files, read_rows
 from train.data.sources import check_ids
 
 if TYPE_CHECKING:  # Which needs Pillow.
@@ -31,24 +31,16 @@ _SKIP = ", or leave bad rows out with skip_bad=True (of a command: --skip-bad)"
 
 @dataclasses.dataclass(frozen=True)
 class Counts:
-  """What became of the rows.
+  """Counts of the rows that were read."""
 
-  Attributes:
-    rows: Read.
-    bad: Left out because of `skip_bad`, by what was wrong.
-    without_target: Left out because truncation left nothing to learn.
-    truncated: Documents that were too long.
-    lost_targets: Tokens to be learned that truncation took away, of those in
-      `without_target` too.
-    longest: Tokens that a model reads of the longest row: the sequence length
-      that truncates none.
-  """
-
-  rows: int = 0
+  rows: int = 0  # How many were read.
+  # Rows that `skip_bad` left out, by what was wrong.
   bad: dict[str, int] = dataclasses.field(default_factory=dict)
-  without_target: int = 0
-  truncated: int = 0
+  without_target: int = 0  # Nothing was left to learn.
+  truncated: int = 0  # Documents that were too long.
+  # Tokens to be learned that truncation removed, in `without_target` too.
   lost_targets: int = 0
+  # The sequence length at which no row is truncated.
   longest: int = 0
 
   def describe(self) -> str:
@@ -68,16 +60,11 @@ class Counts:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class DocumentImages:
-  """Images of documents.
-
-  Attributes:
-    reader: Reads them.
-    found: Those of all documents, one after another.
-    starts: int64 [documents + 1], where each document's begin, and the end.
-  """
+  """Images of documents."""
 
   reader: "ChatImages"
-  found: list["RowImage"]
+  found: list["RowImage"]  # One document after another.
+  # int64 [documents + 1], where each document's images begin.
   starts: np.ndarray
 
   def of(self, document: int) -> list["RowImage"]:
@@ -88,20 +75,14 @@ class DocumentImages:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Documents:
-  """Tokenized conversations, one after the other.
+  """Tokenized conversations, one after the other."""
 
-  Attributes:
-    tokens: int32 [n].
-    mask: bool [n], which tokens are to be learned; no document's first.
-    starts: int64 [documents + 1], where each begins, and the end.
-    counts: What became of the rows.
-    images: Of the documents; None where all is text.
-  """
-
-  tokens: np.ndarray
+  tokens: np.ndarray  # int32 [n].
+  # bool [n], which tokens to learn; never the first of a document.
   mask: np.ndarray
-  starts: np.ndarray
+  starts: np.ndarray  # int64 [documents + 1], where each begins, and the end.
   counts: Counts
+  # None if all documents are text.
   images: DocumentImages | None = None
 
   def __len__(self) -> int:
@@ -126,18 +107,7 @@ class Documents:
     return digest.hexdigest()[:32]
 
   def split(self, held_out: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Holds documents out for evaluation, drawn from a seed.
-
-    Args:
-      held_out: Share of the documents; at least one is.
-      seed: At least 0.
-
-    Returns:
-      Numbers of the documents to train on, and of those held out, sorted.
-
-    Raises:
-      ValueError: a share outside (0, 1), or fewer than two documents.
-    """
+    """Holds documents out for evaluation, drawn from a seed."""
     if not 0 < held_out < 1:
       raise ValueError(
         "chat: held_out must be a share between 0 and 1, got "

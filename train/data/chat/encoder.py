@@ -12,8 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from train.data.chat.formats import Completion, Conversation
-from train.data.chat.rows import BadRow
+from train.data.chat.formats import BadRow, Completion, Conversation
 from train.data.chat.targets import Span, TargetFinder
 from train.data.chat.template import ChatTemplate, read_special_tokens
 from train.data.tokenizer import Tokenizer
@@ -45,15 +44,7 @@ class ChatEncoder:
   """Makes token ids and masks of conversations."""
 
   def __init__(self, tokenizer_path: str | Path, template: ChatTemplate | None):
-    """Reads the tokenizer, and special tokens beside it.
-
-    Args:
-      tokenizer_path: Of tokenizer.json.
-      template: Of conversations; None where there are none.
-
-    Raises:
-      FileNotFoundError, ValueError: it cannot be read.
-    """
+    """Reads the tokenizer, and special tokens beside it."""
     path = Path(tokenizer_path).expanduser()
     self._tokenizer = Tokenizer(str(path))
     # What is put in front of plain text.
@@ -70,18 +61,7 @@ class ChatEncoder:
       self._finder = TargetFinder(template, self._tokenizer.added_tokens)
 
   def render(self, row: Conversation | Completion) -> Rendered:
-    """Makes text of a row.
-
-    Args:
-      row: A conversation, or plain text.
-
-    Returns:
-      The text, (start, end) of what is to be learned, and tokens before it.
-
-    Raises:
-      BadRow: the template refuses it, or the text is no Unicode.
-      ValueError: there is no template.
-    """
+    """Makes text of a row."""
     if isinstance(row, Completion):
       text = row.prompt + row.completion
       if not self._end:
@@ -110,16 +90,7 @@ class ChatEncoder:
   def encode(
     self, rows: Iterable[Rendered], *, kept: int = 0
   ) -> Iterator[tuple[np.ndarray, np.ndarray, list[int]]]:
-    """Tokenizes texts, some at a time.
-
-    Args:
-      rows: From `render`.
-      kept: As for `Tokenizer.encode_each`.
-
-    Yields:
-      Of each: ids int32 [n]; mask bool [n]; how many tokens there are to the
-      end of each part to be learned.
-    """
+    """Tokenizes texts, some at a time."""
     rows, again = itertools.tee(rows)
     found = self._tokenizer.encode_each(
       (text for text, _, _ in rows), kept=kept

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a row to a conversation, whichever way the row was written.
+"""Reads rows of files as conversations, whichever way they are written.
+
+A file has JSON lines, one row a line, of which one is held at a time; or a JSON
+array of rows, which is held whole.
 
 | format | keys |
 | --- | --- |
@@ -14,10 +17,131 @@ assistant and tool (developer stays itself).
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from train.data.chat.rows import BadRow
+from train.data.sources import find_files
+
+SUFFIXES = (".json", ".jsonl")
+_SPACE = " \t\r\n"
+
+
+class BadRow(ValueError):
+  """A row that cannot be trained on.
+
+  Attributes:
+    reason: In a few words, the same for all rows of a kind, to count them.
+    remedy: What to do, where it is not the row that must change.
+  """
+
+  def __init__(
+    self, reason: str, message: str, remedy: str = "correct the row"
+  ):
+    super().__init__(message)
+    self.reason, self.remedy = reason, remedy
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+  """A row, and where it is in its file."""
+
+  file: Path
+  line: int  # Where the row begins, from 1.
+  value: Any  # A JSON value, or the `BadRow` that describes the fault.
+
+
+def find_row_files(paths: Sequence[str]) -> list[Path]:
+  """Lists the files that paths, folders or globs name, in their order."""
+  if not paths:
+    raise ValueError(
+      "chat: files of conversations are needed, got none; pass their paths "
+      "(of a command: --data)"
+    )
+  files: dict[Path, None] = {}
+  for path in paths:
+    try:
+      files |= dict.fromkeys(find_files(path, suffixes=SUFFIXES))
+    except FileNotFoundError as error:
+      raise FileNotFoundError(
+        f"chat: {path} must name files of conversations, got none there; give "
+        "a file, a glob, or a folder with .json or .jsonl files"
+      ) from error
+  return list(files)
+
+
+def read_rows(file: Path) -> Iterator[Row]:
+  """Yields the rows of a file; a value that cannot be read is a BadRow."""
+  with file.open("rb") as opened:
+    first = opened.read(1 << 16).removeprefix(b"\xef\xbb\xbf").lstrip()
+    opened.seek(0)
+    if first.startswith(b"["):
+      yield from _read_array(file, opened.read())
+      return
+    # Lines end where JSON lines say, and not at what Unicode calls a line.
+    for number, line in enumerate(opened, 1):
+      if number == 1:
+        line = line.removeprefix(b"\xef\xbb\xbf")
+      if line.strip():
+        yield Row(file, number, _parse(line))
+
+
+def _parse(line: bytes) -> Any:
+  try:
+    # Without its end, or where it is cut would be the next line's beginning.
+    return json.loads(line.decode("utf-8").rstrip("\r\n"))
+  except UnicodeDecodeError as error:
+    return BadRow(
+      "not UTF-8", f"a row must be UTF-8, got byte {error.start} that is not"
+    )
+  except (ValueError, RecursionError) as error:
+    return BadRow("broken JSON", f"a row must be JSON, got {_reason(error)}")
+
+
+def _reason(error: Exception) -> str:
+  if isinstance(error, json.JSONDecodeError):
+    return f"{error.msg.lower()} at character {error.colno}"
+  return str(error).splitlines()[0][:100]
+
+
+def _read_array(file: Path, content: bytes) -> Iterator[Row]:
+  try:
+    text = content.decode("utf-8-sig")
+  except UnicodeDecodeError as error:
+    line = content.count(b"\n", 0, error.start) + 1
+    raise ValueError(
+      f"chat: {file} line {line}: the file must be UTF-8, got a byte that is "
+      "not; convert the file"
+    ) from error
+  decoder = json.JSONDecoder()
+  place, line, counted = _skip(text, text.index("[") + 1), 1, 0
+  has_more = not text.startswith("]", place)
+  try:
+    while has_more:
+      line += text.count("\n", counted, place)
+      counted = place
+      value, place = decoder.raw_decode(text, place)
+      place = _skip(text, place)
+      has_more = text.startswith(",", place)
+      if not has_more and not text.startswith("]", place):
+        raise json.JSONDecodeError("Expecting ',' or ']'", text, place)
+      place = _skip(text, place + 1)
+      yield Row(file, line, value)
+    if text[place:].strip(_SPACE + "]"):
+      raise json.JSONDecodeError("Expecting nothing after ']'", text, place)
+  except (ValueError, RecursionError) as error:
+    at = error.lineno if isinstance(error, json.JSONDecodeError) else line
+    raise ValueError(
+      f"chat: {file} line {at}: the file must be a JSON array of rows, got "
+      f"{_reason(error)}; correct it, for what follows cannot be read"
+    ) from error
+
+
+def _skip(text: str, place: int) -> int:
+  while place < len(text) and text[place] in _SPACE:
+    place += 1
+  return place
+
 
 _ROLES = {
   **{name: name for name in ("system", "developer", "user", "assistant")},
@@ -32,16 +156,11 @@ _MAY_BE_EMPTY = {"system", "developer", "tool"}
 
 @dataclasses.dataclass(frozen=True)
 class Conversation:
-  """What a template makes text of.
+  """A conversation, which a template turns into text."""
 
-  Attributes:
-    messages: Each with a role, and content or tool calls.
-    tools: JSON schemas of functions, or None.
-    trained: Which messages are the assistant's and to be learned.
-  """
-
-  messages: list[dict[str, Any]]
-  tools: list[Any] | None
+  messages: list[dict[str, Any]]  # Each with a role, and content or tool calls.
+  tools: list[Any] | None  # JSON schemas of functions, or None.
+  # The assistant's messages to learn.
   trained: tuple[int, ...]
 
 
@@ -54,15 +173,7 @@ class Completion:
 
 
 def parse(row: Any, format: str) -> Conversation | Completion:
-  """Makes a conversation of a row.
-
-  Args:
-    row: A value of JSON.
-    format: Of `FORMATS`.
-
-  Raises:
-    BadRow: it is not of that format, or has nothing to learn.
-  """
+  """Makes a conversation of a row."""
   if not isinstance(row, dict):
     raise BadRow("wrong format", f"a row must be an object, got {_short(row)}")
   keys, read = FORMATS[format]

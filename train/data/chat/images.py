@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from train.data.chat.formats import Completion, Conversation
-from train.data.chat.rows import BadRow, Row
+from train.data.chat.formats import BadRow, Completion, Conversation, Row
 from train.data.images import BadImage, Preprocessing
 
 TOKEN = "<image>"
@@ -23,48 +22,27 @@ _KEYS = ("image", "images")
 
 
 class RowImage(NamedTuple):
-  """An image that a row names.
+  """An image that a row names."""
 
-  Attributes:
-    name: As the row has it.
-    path: Of the file.
-    row: Where the row is, for messages.
-  """
-
-  name: str
+  name: str  # As written in the row.
   path: Path
-  row: str
+  row: str  # Where the row is, for messages.
 
 
 @dataclasses.dataclass(frozen=True)
 class ChatImages:
-  """How images come into conversations.
-
-  Attributes:
-    preprocessing: What is done to them.
-    token: The id of `<image>`.
-    tokens_each: Tokens that an image becomes.
-    folder: That names are relative to; None for that of each file of rows.
-  """
+  """How images come into conversations."""
 
   preprocessing: Preprocessing
-  token: int
-  tokens_each: int
+  token: int  # The id of `<image>`.
+  tokens_each: int  # Tokens per image.
+  # The folder that names are relative to; None for that of each file of rows.
   folder: str | Path | None = None
 
   def of_row(
     self, row: Row, parsed: Conversation | Completion
   ) -> tuple[RowImage, ...]:
-    """Finds a row's images and checks their headers.
-
-    Args:
-      row: As it was read.
-      parsed: What was made of it.
-
-    Raises:
-      BadRow: there are not as many as the user's text has, one is in an answer,
-        or one is none that can be read.
-    """
+    """Finds a row's images and checks their headers."""
     names = _names(row.value)
     asked, answered = _texts(parsed)
     if TOKEN in answered:
@@ -98,20 +76,7 @@ class ChatImages:
   def expand(
     self, tokens: np.ndarray, mask: np.ndarray, ends: list[int], *, images: int
   ) -> tuple[np.ndarray, np.ndarray, list[int]]:
-    """Repeats `<image>`.
-
-    Args:
-      tokens: int32 [n].
-      mask: bool [n].
-      ends: How many tokens there are to certain places.
-      images: Of the row.
-
-    Returns:
-      The three, of the longer sequence.
-
-    Raises:
-      BadRow: the text does not have one `<image>` for each image.
-    """
+    """Repeats `<image>`."""
     is_image = tokens == self.token
     if (count := int(is_image.sum())) != images:
       raise BadRow(
@@ -133,18 +98,7 @@ class ChatImages:
     return int(np.sum(tokens == self.token)) // self.tokens_each
 
   def read(self, images: Sequence[RowImage], *, slots: int) -> np.ndarray:
-    """Reads images.
-
-    Args:
-      images: At most `slots`.
-      slots: How many there is room for.
-
-    Returns:
-      f32 [slots, 3, H, W]; zeros behind the last.
-
-    Raises:
-      ValueError: one is damaged, with its row's file and line.
-    """
+    """Reads images."""
     out = np.zeros((slots, 3, *self.preprocessing.shape), np.float32)
     for place, image in enumerate(images):
       try:

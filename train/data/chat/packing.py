@@ -12,6 +12,7 @@ are of one shape, and a device gets the images of its own rows.
 
 import bisect
 import dataclasses
+from typing import ClassVar
 
 import numpy as np
 
@@ -20,19 +21,14 @@ from train.data.chat.documents import Documents
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PackedRows:
-  """Rows of tokens, made when they are read.
+  """Rows of tokens, made when they are read."""
 
-  Attributes:
-    documents: All of them.
-    members: Of each row, numbers of its documents.
-    seq: Tokens that a model reads; rows have one more.
-    images: That a row has room for; 0 where all is text.
-  """
+  has_padding: ClassVar[bool] = True
 
   documents: Documents
-  members: list[tuple[int, ...]]
-  seq: int
-  images: int = 0
+  members: list[tuple[int, ...]]  # Document numbers of each row.
+  seq: int  # Tokens that a model reads; rows have one more.
+  images: int = 0  # Most images of a row; 0 if all is text.
 
   def __len__(self) -> int:
     return len(self.members)
@@ -45,20 +41,7 @@ class PackedRows:
     return used / (len(self) * (self.seq + 1))
 
   def read(self, row: int | None) -> dict[str, np.ndarray]:
-    """Reads a row.
-
-    Args:
-      row: Its number; None for a row of padding.
-
-    Returns:
-      tokens int32, segments int32 and mask bool, each [seq + 1]; mask is of
-      tokens to be learned, of which none begins a document. Where documents
-      have images, images f32 [images, 3, H, W] too, in the order of the tokens,
-      and zeros behind them.
-
-    Raises:
-      ValueError: an image is damaged, with its row's file and line.
-    """
+    """Reads a row."""
     members = () if row is None else self.members[row]
     tokens = np.zeros(self.seq + 1, np.int32)
     segments, mask = np.zeros_like(tokens), np.zeros(self.seq + 1, bool)
@@ -70,7 +53,7 @@ class PackedRows:
       mask[here] = self.documents.mask[start:end]
       segments[here] = number + 1
       place = here.stop
-    found = {"tokens": tokens, "segments": segments, "mask": mask}
+    found = {"tokens": tokens, "segments": segments, "is_target": mask}
     if images := self.documents.images:
       own = [image for member in members for image in images.of(member)]
       found["images"] = images.reader.read(own, slots=self.images)

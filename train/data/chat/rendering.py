@@ -83,21 +83,7 @@ atexit.register(_RENDERER.close)
 def ask(
   source: str, *, is_marked: bool, now: str | None, variables: dict[str, Any]
 ) -> dict[str, str]:
-  """Renders a template.
-
-  Args:
-    source: The template.
-    is_marked: Whether what {% generation %} blocks hold is marked.
-    now: What the time is, in ISO 8601; None for what it is.
-    variables: Of the template, values of JSON.
-
-  Returns:
-    `text`; or `undefined` or `error`, with the message.
-
-  Raises:
-    TemplateLimit: as the class says.
-    TypeError, ValueError, RecursionError: a variable is no value of JSON.
-  """
+  """Renders a template."""
   request = {
     **{"source": source, "is_marked": is_marked, "now": now},
     **{"variables": variables, "seconds": SECONDS, "memory": MEMORY},

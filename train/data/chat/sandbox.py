@@ -45,11 +45,7 @@ def send(file: IO[bytes], value: Any) -> int:
 
 
 def receive(file: IO[bytes]) -> tuple[Any, int]:
-  """Reads a value of JSON, and how many bytes it has.
-
-  Raises:
-    EOFError: there is none, or only a part.
-  """
+  """Reads a value of JSON, and how many bytes it has."""
   length = int.from_bytes(header := file.read(8), "little")
   if len(header) < 8 or len(data := file.read(length)) < length:
     raise EOFError
@@ -124,12 +120,7 @@ def _render(request: dict[str, Any]) -> str:
 
 
 def _limit(request: dict[str, Any], size: int) -> None:
-  """Sets how much the operating system allows for a request.
-
-  Args:
-    request: With its limits.
-    size: Its bytes; what is long may take longer.
-  """
+  """Sets how much the operating system allows for a request."""
   seconds = math.ceil(time.process_time() + request["seconds"] + size / 1e6)
   memory = request["memory"] + 32 * size
   for kind, soft in (

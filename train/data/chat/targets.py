@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which characters of a conversation's text the assistant wrote.
+"""Finds the characters of a conversation's text that the assistant wrote.
 
 Published templates do not say, so it is found from what they write. A turn of
 the assistant reaches from where the prompt to generate ends, as the model will
@@ -21,8 +21,8 @@ import os
 import re
 from collections.abc import Sequence
 
+from train.data.chat.formats import BadRow
 from train.data.chat.rendering import TemplateLimit
-from train.data.chat.rows import BadRow
 from train.data.chat.template import ChatTemplate, Message, MissingToken
 
 Span = tuple[int, int]
@@ -30,34 +30,23 @@ Span = tuple[int, int]
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-  """What a template writes around what the assistant says.
+  """The text that a template writes around a turn of the assistant."""
 
-  Attributes:
-    starts: (header, lead) of the last turn, and of others. The header is what
-      a turn has of the prompt to generate, or, where the template has no such
-      prompt, what is before the content unless that is space. The lead is
-      between header and content, and is learned.
-    has_prompt: Whether the template has a prompt to generate.
-    ends: What ends the last turn, and what ends others.
-    tail: What follows the end of the last turn.
-  """
-
+  # (header, lead) of the last turn, and of others. The header is what a turn
+  # has of the prompt to generate, or, where the template has no such prompt,
+  # what is before the content unless that is space. The lead is between header
+  # and content, and is learned.
   starts: tuple[tuple[str, str], tuple[str, str]]
-  has_prompt: bool
-  ends: tuple[str, str]
-  tail: str
+  has_prompt: bool  # Whether the template has a prompt to generate.
+  ends: tuple[str, str]  # The text that ends the last turn, and others.
+  tail: str  # The text after the end of the last turn.
 
 
 class TargetFinder:
   """Finds the assistant's characters in texts of one template."""
 
   def __init__(self, template: ChatTemplate, added_tokens: Sequence[str]):
-    """Makes a finder; the template is looked at when it is first needed.
-
-    Args:
-      template: Of the conversations.
-      added_tokens: Of the tokenizer, which text cannot be cut within.
-    """
+    """Makes a finder; the template is looked at when it is first needed."""
     self._template = template
     tokens = sorted((x for x in added_tokens if x), key=len, reverse=True)
     joined = "|".join(map(re.escape, tokens)) or "(?!)"
@@ -69,20 +58,7 @@ class TargetFinder:
     tools: list | None,
     trained: Sequence[int],
   ) -> tuple[str, list[Span]]:
-    """Renders a conversation and finds what is to be learned.
-
-    Args:
-      messages: Of the conversation.
-      tools: As for `ChatTemplate.render`.
-      trained: Which messages are to be learned, all of the assistant.
-
-    Returns:
-      The text, and (start, end) of each such turn, ends of turns included.
-
-    Raises:
-      BadRow: the template refuses the conversation, or a turn was not found.
-      MissingToken, TemplateLimit: as of `ChatTemplate.render`.
-    """
+    """Renders a conversation; returns the text and the spans to learn."""
     try:
       text = self._template.render(messages, tools=tools)
       if self._template.has_generation(tools):
@@ -112,7 +88,7 @@ class TargetFinder:
     tools: list | None,
     trained: Sequence[int],
   ) -> list[Span]:
-    """As {% generation %} says, which cannot tell one turn from another."""
+    """Uses {% generation %} blocks, which do not say which turn is which."""
     spans = self._template.generated(messages, tools)
     turns = [i for i, x in enumerate(messages) if x["role"] == "assistant"]
     if list(trained) == turns:
@@ -195,7 +171,7 @@ class TargetFinder:
     return None if start is None or end is None else (start, end)
 
   def _start(self, before: str) -> int | None:
-    """Where a turn begins whose content has this before it."""
+    """Finds where a turn begins, given the text before its content."""
     for header, lead in self._shape.starts:
       if before.endswith(header + lead):
         return len(before) - len(lead)
@@ -256,13 +232,7 @@ class TargetFinder:
   def _start_of(
     self, before: str, prompt: str, plain: str
   ) -> tuple[str, str] | None:
-    """Header and lead of a turn; None where they cannot be told apart.
-
-    Args:
-      before: What the template writes before the turn's content.
-      prompt: The messages before it, with the prompt to generate.
-      plain: The same without.
-    """
+    """Header and lead of a turn; None where they cannot be told apart."""
     # Where the turn goes on otherwise than the prompt (which opens a block of
     # reasoning, say), the header is what they have in common.
     common = self._common(prompt, before)
@@ -274,12 +244,7 @@ class TargetFinder:
     return (lead, "") if prompt == plain else None
 
   def _ends(self, after: str, following: str) -> tuple[str, str] | None:
-    """What ends a turn: what follows it in the middle as well as at the end.
-
-    Args:
-      after: What follows the content of a last turn.
-      following: What follows one before another turn.
-    """
+    """Finds the text that ends a turn, last or not; None if there is none."""
     if end := self._common(after, following).rstrip():
       return end, end
     firsts = []
@@ -305,5 +270,5 @@ class TargetFinder:
 
 
 def _other(i: int) -> str:
-  """What no text has, for it is made of no characters."""
+  """A string that no text contains: U+FDD0 and U+FDD1 are noncharacters."""
   return f"\ufdd0{i}\ufdd1"

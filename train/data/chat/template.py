@@ -2,7 +2,7 @@
 """Chat templates, as transformers keeps them beside a tokenizer.
 
 chat_template.jinja, or `chat_template` in tokenizer_config.json, or one of
-`published`. A template is a program that came with a tokenizer, so it runs in
+`PUBLISHED`. A template is a program that came with a tokenizer, so it runs in
 Jinja's sandbox and changes nothing, in a process of its own, which ends it
 where it does not end by itself (`rendering`). It has what transformers gives
 it: messages, tools, the special tokens by their names, `raise_exception` and
@@ -18,8 +18,102 @@ from pathlib import Path
 from typing import Any
 
 from train.data.chat import rendering
-from train.data.chat.published import PUBLISHED
 from train.data.chat.sandbox import BEGIN, END
+
+# Templates of known models, for tokenizers without one, with the text and the
+# spaces that the models were trained with:
+#   llama3  meta-llama/Meta-Llama-3-8B-Instruct, tokenizer_config.json
+#   chatml  OpenAI's format as Qwen 1.5 and many others have it
+#   llama2  meta-llama/Llama-2-7b-chat-hf, tokenizer_config.json
+#   alpaca  the prompts of Stanford Alpaca's train.py, for one turn
+#   vicuna  `vicuna_v1.1` of FastChat's conversation.py
+_LLAMA3 = (
+  "{% set loop_messages = messages %}{% for message in loop_messages %}"
+  "{% set content = '<|start_header_id|>' + message['role'] + "
+  "'<|end_header_id|>\n\n'+ message['content'] | trim + '<|eot_id|>' %}"
+  "{% if loop.index0 == 0 %}{% set content = bos_token + content %}{% endif %}"
+  "{{ content }}{% endfor %}{% if add_generation_prompt %}"
+  "{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+)
+
+_CHATML = (
+  "{% for message in messages %}"
+  "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + "
+  "'<|im_end|>' + '\n'}}{% endfor %}"
+  "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+_LLAMA2 = (
+  "{% if messages[0]['role'] == 'system' %}"
+  "{% set loop_messages = messages[1:] %}"
+  "{% set system_message = messages[0]['content'] %}"
+  "{% else %}{% set loop_messages = messages %}"
+  "{% set system_message = false %}{% endif %}"
+  "{% for message in loop_messages %}"
+  "{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+  "{{ raise_exception('Conversation roles must alternate "
+  "user/assistant/user/assistant/...') }}{% endif %}"
+  "{% if loop.index0 == 0 and system_message != false %}"
+  "{% set content = '<<SYS>>\\n' + system_message + '\\n<</SYS>>\\n\\n' + "
+  "message['content'] %}"
+  "{% else %}{% set content = message['content'] %}{% endif %}"
+  "{% if message['role'] == 'user' %}"
+  "{{ bos_token + '[INST] ' + content.strip() + ' [/INST]' }}"
+  "{% elif message['role'] == 'assistant' %}"
+  "{{ ' '  + content.strip() + ' ' + eos_token }}{% endif %}{% endfor %}"
+)
+
+# `input` is what a row in Alpaca's format has beside its instruction.
+_ALPACA = """\
+{%- for message in messages %}
+{%- if (message.role == 'user') != (loop.index0 == 0) or loop.index0 > 1 %}
+{{- raise_exception('Alpaca has one instruction and one response') }}
+{%- elif message.role == 'user' and message.input %}
+{{- bos_token + 'Below is an instruction that describes a task, paired with an '
+'input that provides further context. Write a response that appropriately '
+'completes the request.\\n\\n### Instruction:\\n' + message.instruction +
+'\\n\\n### Input:\\n' + message.input + '\\n\\n### Response:' }}
+{%- elif message.role == 'user' %}
+{{- bos_token + 'Below is an instruction that describes a task. Write a '
+'response that appropriately completes the request.\\n\\n### Instruction:\\n' +
+message.content + '\\n\\n### Response:' }}
+{%- else %}
+{{- message.content + eos_token }}
+{%- endif %}
+{%- endfor %}"""
+
+_VICUNA = """\
+{%- if messages[0].role == 'system' %}
+{%- set system = messages[0].content %}
+{%- set turns = messages[1:] %}
+{%- else %}
+{%- set system = "A chat between a curious user and an artificial intelligence \
+assistant. The assistant gives helpful, detailed, and polite answers to the \
+user's questions." %}
+{%- set turns = messages %}
+{%- endif %}
+{{- bos_token + system + ' ' }}
+{%- for message in turns %}
+{%- if (message.role == 'user') != (loop.index0 % 2 == 0) %}
+{{- raise_exception('Turns of user and assistant must alternate') }}
+{%- elif message.role == 'user' %}
+{{- 'USER: ' + message.content + ' ' }}
+{%- else %}
+{{- 'ASSISTANT: ' + message.content + eos_token }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+{{- 'ASSISTANT:' }}
+{%- endif %}"""
+
+PUBLISHED = {
+  "llama3": _LLAMA3,
+  "chatml": _CHATML,
+  "llama2": _LLAMA2,
+  "alpaca": _ALPACA,
+  "vicuna": _VICUNA,
+}
+
 
 _FILE, _CONFIG = "chat_template.jinja", "tokenizer_config.json"
 _OLD_CONFIG = "special_tokens_map.json"
@@ -36,31 +130,19 @@ class MissingToken(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class ChatTemplate:
-  """What makes text of a conversation.
+  """Turns a conversation into text."""
 
-  Attributes:
-    source: In Jinja.
-    special_tokens: By their names, as bos_token.
-    tool_use: Another source, for conversations with tools; None for the same.
-    now: What templates that write a date take it to be; None is the time of
-      rendering, as in transformers. Fix it where text must stay the same.
-  """
-
-  source: str
-  special_tokens: dict[str, str]
+  source: str  # A Jinja template.
+  special_tokens: dict[str, str]  # By name, such as bos_token.
+  # The template for conversations with tools; None for the same one.
   tool_use: str | None = None
+  # The date that templates write; None for the time of rendering, as in
+  # transformers. Fix it where text must stay the same.
   now: datetime.datetime | None = None
 
   @classmethod
   def load(cls, folder: Path) -> "ChatTemplate | None":
-    """Reads the template in a folder; None where there is none.
-
-    Args:
-      folder: That of tokenizer.json.
-
-    Raises:
-      ValueError: tokenizer_config.json is not what transformers writes.
-    """
+    """Reads the template in a folder; None where there is none."""
     source = _read_config(folder / _CONFIG).get("chat_template")
     named = {}
     if isinstance(source, list):  # Several, by names.
@@ -75,15 +157,7 @@ class ChatTemplate:
 
   @classmethod
   def published(cls, name: str, folder: Path) -> "ChatTemplate":
-    """Makes a template of those that came with known models.
-
-    Args:
-      name: Of `published.PUBLISHED`.
-      folder: That of tokenizer.json, for the special tokens.
-
-    Raises:
-      ValueError: no such name, or a damaged tokenizer_config.json.
-    """
+    """Makes a template of those that came with known models."""
     if name not in PUBLISHED:
       raise ValueError(
         f"chat: a template is one of {', '.join(PUBLISHED)}, got {name!r}; "
@@ -98,18 +172,7 @@ class ChatTemplate:
     tools: list | None = None,
     add_generation_prompt: bool = False,
   ) -> str:
-    """Returns the text of a conversation.
-
-    Args:
-      messages: Each with a role and what it says.
-      tools: JSON schemas of functions that the assistant may call.
-      add_generation_prompt: Ends the text where the assistant begins to write.
-
-    Raises:
-      MissingToken: it uses a special token that there is not.
-      TemplateLimit: it takes more time or memory than any needs.
-      ValueError: the template is wrong, or refuses the conversation.
-    """
+    """Returns the text of a conversation."""
     return self._render(False, messages, tools, add_generation_prompt)
 
   def has_generation(self, tools: list | None) -> bool:
@@ -119,19 +182,7 @@ class ChatTemplate:
   def generated(
     self, messages: Sequence[Message], tools: list | None
   ) -> list[tuple[int, int]]:
-    """Finds what the template's {% generation %} blocks hold.
-
-    Args:
-      messages: As for `render`.
-      tools: As for `render`.
-
-    Returns:
-      (start, end) in the text of `render`, one of each block.
-
-    Raises:
-      ValueError: the template is wrong, or refuses the conversation, or the
-        blocks are not in the text as they stand in the template.
-    """
+    """Finds what the template's {% generation %} blocks hold."""
     marked = self._render(True, messages, tools, False)
     spans, begun, removed = [], [], 0
     for mark in _MARK.finditer(marked):
@@ -196,14 +247,7 @@ def _failed(message: str) -> ValueError:
 
 
 def read_special_tokens(folder: Path) -> dict[str, str]:
-  """Reads the special tokens of a tokenizer, by their names, as bos_token.
-
-  Args:
-    folder: That of tokenizer.json.
-
-  Raises:
-    ValueError: a file with them is not what transformers writes.
-  """
+  """Reads the special tokens of a tokenizer, by their names, as bos_token."""
   config = _read_config(folder / _OLD_CONFIG) | {
     name: token
     for name, token in _read_config(folder / _CONFIG).items()

@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Custom gradients that run on each device's shards.
+
+With `recipe.axes`, a forward and its backward each run inside `jax.shard_map`
+over all axes of the mesh (`mesh.run_on_shards`). `shard_map` itself is never
+differentiated, and what is saved for the backward stays on the device that made
+it. Without `recipe.axes`, XLA partitions both (`mesh.run_whole`).
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, P
+from jax.sharding import NamedSharding
+
+from coat_jax import mesh
+from coat_jax.layers.residuals import protect_codes
+from coat_jax.mesh import is_spec, spec_of
+from coat_jax.ops import Operand
+from coat_jax.recipe import MeshAxes
+
+
+@functools.partial(
+  jax.tree_util.register_dataclass,
+  data_fields=["inputs", "own"],
+  meta_fields=["specs"],
+)
+@dataclasses.dataclass(frozen=True)
+class _Saved:
+  """The values that a forward saves for its backward.
+
+  Attributes:
+    inputs: the arguments that the backward reads; they stay in memory anyway.
+    own: values that the forward made; on shards, concatenated over devices
+      along axis 0.
+    specs: specs of `inputs` and of both results, as the leaves and the
+      structure of one tree, so that they are hashable.
+  """
+
+  inputs: tuple
+  own: Any
+  specs: tuple[tuple[P, ...], Any]
+
+
+class _Scalar(NamedTuple):
+  """A scalar of each device as [1], which can be concatenated over devices."""
+
+  value: Array
+
+
+def rule(
+  fwd: Callable,
+  bwd: Callable,
+  specs: Callable,
+  *,
+  reads: tuple[int, ...] = (),
+  result_spec: Callable | None = None,
+) -> Callable:
+  """Makes a function with a custom gradient that runs on any mesh.
+
+  `fwd(*arrays, *static, recipe)` returns its results and `own`, a tree of what
+  it made for the backward. `bwd(*static, recipe, inputs, own, g)` returns a
+  cotangent for each array; None for integers and for caches (`Operand`s).
+  `inputs` are the arguments whose positions `reads` lists: weights, which stay
+  in memory anyway.
+
+  `specs(*arrays, *static, recipe)` returns how arrays and results are sharded
+  with `recipe.axes`: a tuple of trees of `PartitionSpec`, one for each array
+  (one spec may stand for a whole tree), and the same for the results.
+  `result_spec(*arrays)` returns how results are sharded on explicit axes
+  without `recipe.axes`; by default like the first array.
+
+  The returned `f(arrays, *static, recipe)` is differentiable in its tuple of
+  arrays.
+  """
+
+  @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+  def apply(arrays, static):
+    return forward(arrays, static)[0]
+
+  def forward(arrays, static):
+    axes = static[-1].axes
+    in_specs, out_specs = specs_of(arrays, static)
+
+    def local(*arrays):
+      results, own = fwd(*arrays, *static)
+      keep = _with_axis if axes is not None else _splitter(in_specs, arrays)
+      return results, protect_codes(jax.tree.map(keep, own))
+
+    results, own = _run(
+      axes, local, arrays, in_specs, (out_specs, _own_spec(axes))
+    )
+    inputs = tuple(arrays[i] for i in reads)
+    if not mesh.is_split():
+      inputs = protect_codes(inputs)
+    leaves, tree = jax.tree.flatten(
+      (
+        tuple(in_specs[i] for i in reads),
+        out_specs,
+        _cotangent_specs(in_specs, arrays),
+      )
+    )
+    return results, _Saved(inputs, own, (tuple(leaves), tree))
+
+  def backward(static, saved, g):
+    axes = static[-1].axes
+    leaves, tree = saved.specs
+    input_specs, out_specs, cotangent_specs = tree.unflatten(leaves)
+
+    def local(inputs, own, g):
+      own = jax.tree.map(_without_axis, own, is_leaf=_is_scalar)
+      return bwd(*static, inputs, own, g)
+
+    in_specs = input_specs, _own_spec(axes), out_specs
+    args = saved.inputs, saved.own, g
+    return (_run(axes, local, args, in_specs, cotangent_specs),)
+
+  def specs_of(arrays, static):
+    if static[-1].axes is not None:
+      in_specs, out_specs = specs(*arrays, *static)
+      return jax.tree.broadcast(in_specs, arrays, is_leaf=is_spec), out_specs
+    typed = result_spec(*arrays) if result_spec else _first_spec(arrays)
+    return jax.tree.map(spec_of, arrays), typed
+
+  apply.defvjp(forward, backward)
+
+  def f(arrays: tuple, *static: Any) -> Any:
+    static = _with_axes_of_types(arrays, static, specs)
+    # Outside of the custom gradient, so that JAX transposes this too.
+    if static[-1].axes is None:
+      arrays = mesh.varying(arrays)
+    else:
+      arrays = mesh.place(arrays, specs(*arrays, *static)[0])
+    return apply(arrays, static)
+
+  return f
+
+
+def _run(axes: MeshAxes | None, f, args, in_specs, out_specs):
+  """Runs f on shards if there are `axes`, and otherwise whole."""
+  if axes is None:
+    return mesh.run_whole(f, *args, out_specs=out_specs)
+  return mesh.run_on_shards(f, *args, in_specs=in_specs, out_specs=out_specs)
+
+
+def _own_spec(axes: MeshAxes | None) -> P | None:
+  """Returns the spec of what a forward saves: a shard on each device.
+
+  None, for automatic axes, if XLA partitions it.
+  """
+  if axes is None:
+    return None
+  return P(jax.sharding.get_abstract_mesh().axis_names)
+
+
+def _splitter(specs: tuple, arrays: tuple) -> Callable[[Array], Array]:
+  """Returns a function that splits saved values like the first array's tokens.
+
+  If XLA partitions on explicit axes, values are split by rows like that array,
+  and by features over the axes that split other arrays. XLA itself loses track
+  of the features when a weight [D, 2, F] is reshaped, and would save them whole
+  on each device.
+  """
+  first = jax.tree.leaves(arrays)[0]
+  leaves = jax.tree.leaves(specs)
+  rows = leaves[0][: first.ndim - 1]
+  others = [
+    name for name in mesh.axes_in(*leaves) if name not in mesh.axes_in(rows)
+  ]
+
+  def split(x):
+    if not others or not x.ndim or x.shape[:-1] != first.shape[:-1]:
+      return x
+    spec = mesh.fitted((*rows, tuple(others)), x.shape)
+    return jax.lax.with_sharding_constraint(x, spec)
+
+  return split
+
+
+def _with_axis(x: Array) -> Array | _Scalar:
+  return x if x.ndim else _Scalar(x.reshape(1))
+
+
+def _without_axis(x: Any) -> Any:
+  return x.value[0] if _is_scalar(x) else x
+
+
+def _is_scalar(x: Any) -> bool:
+  return isinstance(x, _Scalar)
+
+
+def _first_spec(arrays: tuple) -> P:
+  return spec_of(jax.tree.leaves(arrays)[0])
+
+
+def _with_axes_of_types(arrays: tuple, static: tuple, specs: Callable) -> tuple:
+  """Returns the static arguments, with `axes` read off explicit types.
+
+  Only axes of data and of FSDP are recognized. Devices then run kernels on
+  their own shards and gather codes, even without `recipe.axes`.
+  """
+  *others, recipe = static
+  types = jax.sharding.get_abstract_mesh()
+  if recipe.axes is not None or not types.explicit_axes:
+    return static
+  leaves = jax.tree.leaves(arrays)
+  batch = mesh.axes_in(spec_of(leaves[0])[:1])
+  if types.auto_axes or types.manual_axes or leaves[0].ndim < 2 or not batch:
+    return static
+
+  def fit(wanted) -> bool:
+    wanted = jax.tree.broadcast(wanted, arrays, is_leaf=is_spec)
+    return all(
+      NamedSharding(types, spec_of(x)).is_equivalent_to(
+        NamedSharding(types, spec), x.ndim
+      )
+      for x, spec in zip(leaves, jax.tree.leaves(wanted), strict=True)
+    )
+
+  for fsdp in (None, *batch):
+    axes = MeshAxes(batch=batch, fsdp=fsdp)
+    candidate = (*others, dataclasses.replace(recipe, axes=axes))
+    if fit(specs(*arrays, *candidate)[0]):
+      return candidate
+  return static
+
+
+def _cotangent_specs(specs: tuple, arrays: tuple) -> tuple:
+  """Returns specs with None for caches and integers, which have no cotangent.
+
+  Also None for a whole argument without any cotangent, as rules return it.
+  """
+
+  def of(x, spec):
+    is_float = isinstance(x, Array) and jnp.issubdtype(x.dtype, jnp.floating)
+    return spec if is_float else None
+
+  is_cache = lambda x: isinstance(x, Operand)  # noqa: E731
+  found = jax.tree.map(of, arrays, specs, is_leaf=is_cache)
+  return tuple(spec if jax.tree.leaves(spec) else None for spec in found)

@@ -1,0 +1,367 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Running functions on a mesh of devices, and the collectives between devices.
+
+There are two ways to run a function:
+
+  run_on_shards   each device runs it on its own shards, inside `jax.shard_map`,
+                  with explicit collectives. Kernels need this: XLA cannot
+                  partition them and would gather their arguments first.
+  run_whole       XLA partitions it. On explicit axes it runs with automatic
+                  ones, because JAX would ask for the sharding of everything it
+                  cannot infer: a sum over split tokens, a reshape, the carry of
+                  a scan.
+
+The caller declares how arrays and results are sharded. Without a mesh, and
+inside a caller's own `jax.shard_map`, both just call the function.
+
+With `MeshAxes`, blocks of layers are sharded and exchange data like this:
+
+  [B, T, D]            batch, tensor      tokens, between blocks
+  [B, T, F]            batch, -, tensor   whole sequences, inside a block
+  weight [D, ..., F]   fsdp, ..., tensor  split by columns
+  weight [F, D]        tensor and fsdp    split by inputs
+  weight [D, ...]      fsdp               split by rows only, in drop-in layers
+
+  weights     the FP8 codes of all rows are gathered over fsdp; gradients are
+              summed over the batch's axes in `axes.grad_dtype`, and each device
+              keeps its rows
+  sequences   are split over tensor between blocks: codes are gathered before a
+              product; partial products are summed and split again after one
+  scales      the largest amax of all devices along `scale_axes`
+
+The collectives here do nothing without axes and over axes of one device.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import Array, P, lax
+from jax.sharding import AbstractMesh, AxisType, Mesh, reshard
+
+from coat_jax.recipe import MeshAxes
+
+# How a linear layer's kernel is split over the tensor axis: by columns, by
+# inputs (its rows, together with the activations they multiply), or not at all.
+# With None, devices along the axis work on different tokens.
+Split = Literal[None, "columns", "inputs"]
+
+
+def run_on_shards(
+  f: Callable,
+  *args: Any,
+  in_specs: Any,
+  out_specs: Any,
+  mesh: Mesh | AbstractMesh | None = None,
+  check_vma: bool = False,
+) -> Any:
+  """Runs f(*args) on each device's shards, as `jax.shard_map` does.
+
+  `in_specs` and `out_specs` are trees of `PartitionSpec` or prefixes of such
+  trees. `mesh` is needed only if none is set. On explicit axes, arrays that are
+  sharded differently are moved first. With `check_vma`, JAX checks which arrays
+  vary between devices; it must, to differentiate through f, but kernels do not
+  declare what varies. Raises a ValueError if the specs name an axis that the
+  mesh does not have or split an array unevenly.
+  """
+  if mesh is None or not jax.sharding.get_abstract_mesh().empty:
+    args, mesh = place(args, in_specs), None
+    if not is_split():
+      return f(*args)
+  return jax.shard_map(
+    f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma
+  )(*args)
+
+
+def run_whole(f: Callable, *args: Any, out_specs: Any) -> Any:
+  """Runs f(*args), which XLA partitions if axes of the mesh are explicit.
+
+  f takes and returns trees of arrays and can be differentiated; leaves of
+  `args` that are not arrays are passed unchanged. `out_specs`, a tree of
+  `PartitionSpec` or a prefix of one, says how results are sharded on explicit
+  axes; result axes that a spec cannot split evenly stay whole. None leaves a
+  result with automatic axes, for values saved for a backward that `run_whole`
+  runs too.
+  """
+  args = varying(args)
+  mesh = jax.sharding.get_abstract_mesh()
+  if not mesh.explicit_axes:
+    return f(*args)
+
+  def untyped(x):
+    return reshard(x, P()) if isinstance(x, Array) else x
+
+  def typed(x, spec):
+    return x if spec is None else reshard(x, fitted(spec, x.shape))
+
+  auto = dict.fromkeys(mesh.explicit_axes, AxisType.Auto)
+  with jax.sharding.use_abstract_mesh(mesh.update_axis_types(auto)):
+    out = f(*jax.tree.map(untyped, args))
+  specs = jax.tree.broadcast(
+    out_specs, out, is_leaf=lambda x: x is None or is_spec(x)
+  )
+  return jax.tree.map(typed, out, specs)
+
+
+def is_split() -> bool:
+  """Returns whether arrays here are global, with shards on several devices.
+
+  False without a mesh and inside a `shard_map` over all axes.
+  """
+  mesh = jax.sharding.get_abstract_mesh()
+  return bool(mesh.auto_axes or mesh.explicit_axes)
+
+
+def place(arrays: Any, specs: Any) -> Any:
+  """Checks that specs can split arrays; on explicit axes, moves the arrays."""
+  mesh = jax.sharding.get_abstract_mesh()
+  specs = jax.tree.broadcast(specs, arrays, is_leaf=is_spec)
+
+  def placed(x, spec):
+    names = axes_in(spec)
+    if missing := [name for name in names if name not in mesh.axis_names]:
+      raise ValueError(
+        f"layers: recipe.axes names the axis {missing[0]!r} of a mesh, got "
+        f"{mesh.axis_names or 'no mesh'}; call them under jax.set_mesh of a "
+        "mesh with these axes, or leave axes out"
+      )
+    if not is_split():
+      return x
+    for size, entry in zip(jnp.shape(x), spec, strict=False):
+      counts = {name: mesh.shape[name] for name in axes_in([entry])}
+      if size % math.prod(counts.values()):
+        raise ValueError(
+          f"layers: an array {list(x.shape)} must be split evenly by {spec}, "
+          f"got {size} for {counts}; change the batch, the sequence or the mesh"
+        )
+    return reshard(x, spec) if mesh.explicit_axes else x
+
+  return jax.tree.map(placed, arrays, specs)
+
+
+def varying[Tree](tree: Tree) -> Tree:
+  """Casts arrays to vary over all `shard_map` axes that any one varies over.
+
+  If a weight's type does not vary, its gradient is the sum over devices. The
+  transpose of this cast computes that sum in the weight's dtype, so a custom
+  gradient can return each device's own. The cast does nothing outside
+  `shard_map` and with check_vma=False.
+  """
+
+  def axes_of(x) -> frozenset[str]:
+    return jax.typeof(x).manual_axis_type.varying
+
+  arrays = [x for x in jax.tree.leaves(tree) if isinstance(x, Array)]
+  names = frozenset().union(*map(axes_of, arrays))
+
+  def cast(x):
+    missing = tuple(sorted(names - axes_of(x))) if isinstance(x, Array) else ()
+    return lax.pcast(x, missing, to="varying") if missing else x
+
+  return jax.tree.map(cast, tree)
+
+
+# Specs.
+
+
+def is_spec(x: Any) -> bool:
+  return isinstance(x, P)
+
+
+def spec_of(x: Array) -> P:
+  """Returns the sharding in an array's type, with an entry for each axis."""
+  spec = jax.typeof(x).sharding.spec
+  return P(*spec, *(None,) * (x.ndim - len(spec)))
+
+
+def axes_in(*specs: Iterable[Any]) -> tuple[str, ...]:
+  """Returns the mesh axes that specs name, without duplicates."""
+  found = {}
+  for entry in (entry for spec in specs for entry in spec):
+    names = entry if isinstance(entry, tuple) else (entry,)
+    found |= dict.fromkeys(name for name in names if name is not None)
+  return tuple(found)
+
+
+def fitted(spec: Iterable[Any], shape: tuple[int, ...]) -> P:
+  """Returns the spec without the entries that split `shape` unevenly."""
+  sizes = jax.sharding.get_abstract_mesh().shape
+
+  def fits(entry, size):
+    return size % math.prod(sizes[name] for name in axes_in([entry])) == 0
+
+  pairs = zip(spec, shape, strict=False)
+  return P(*(entry if fits(entry, size) else None for entry, size in pairs))
+
+
+def product_spec(x: Array, w: Array) -> P:
+  """Returns the sharding of x [..., D] times w [D, *F].
+
+  Rows are sharded like x's and columns like w's. A mesh axis that splits both
+  (FSDP by columns) splits the rows.
+  """
+  rows, columns = spec_of(x)[:-1], spec_of(w)[1:]
+  taken = axes_in(rows)
+  free = ([n for n in axes_in([c]) if n not in taken] for c in columns)
+  return P(*rows, *(tuple(names) or None for names in free))
+
+
+def tokens(axes: MeshAxes, x: Array) -> P:
+  """Returns the spec of [B, T, ...] between blocks.
+
+  Rows [N, D] are split over the same devices.
+  """
+  if x.ndim < 2:
+    raise ValueError(
+      "layers: on a mesh they take [..., T, D], got one token of "
+      f"{x.shape[-1]}; vmap over sequences, not over tokens"
+    )
+  if x.ndim < 3:
+    return P(axes.tokens)
+  return P(axes.batch, axes.tensor)
+
+
+def own_heads(axes: MeshAxes) -> P:
+  """Returns the spec of [B, T, N, H] inside a block: heads are split."""
+  return P(axes.batch, None, axes.tensor)
+
+
+def own_columns(axes: MeshAxes, ndim: int) -> P:
+  """Returns the spec of [B, T, ..., F] inside a block: F is split.
+
+  Sequences are whole; [N, F] is split by rows as well.
+  """
+  if ndim < 3:
+    return P(axes.tokens)
+  return P(axes.batch, *(None,) * (ndim - 2), axes.tensor)
+
+
+def split_columns(axes: MeshAxes, ndim: int) -> P:
+  """Returns the spec of a weight [D, ..., F] that is split by columns."""
+  return P(axes.fsdp, *(None,) * (ndim - 2), axes.tensor)
+
+
+def split_inputs(axes: MeshAxes) -> P:
+  """Returns the spec of a weight [F, D] that reads split columns."""
+  return P(tuple(a for a in (axes.tensor, axes.fsdp) if a) or None)
+
+
+def split_kernel(axes: MeshAxes, split: Split, ndim: int) -> P:
+  """Returns the spec of a linear layer's kernel [D, ..., F]."""
+  if split == "columns":
+    return split_columns(axes, ndim)
+  return split_inputs(axes) if split == "inputs" else P(axes.fsdp)
+
+
+# Collectives.
+
+
+def size_of(axis: str | None) -> int:
+  """Returns how many devices an axis of the mesh has; 1 for None."""
+  return 1 if axis is None else lax.axis_size(axis)
+
+
+def tensor_size(axes: MeshAxes | None) -> int:
+  """Returns how many devices heads and columns are split over."""
+  return 1 if axes is None else size_of(axes.tensor)
+
+
+def token_shards(axes: MeshAxes | None) -> int:
+  """Returns how many devices tokens are split over."""
+  return 1 if axes is None else math.prod(map(size_of, axes.tokens))
+
+
+def scale_axes(axes: MeshAxes | None) -> tuple[str, ...]:
+  """Returns the axes over which all shards of a tensor share one scale.
+
+  Without `axes`, inside a caller's own `shard_map`, these are all of its axes,
+  since it is unknown what they split.
+  """
+  if axes is None:
+    return tuple(jax.sharding.get_abstract_mesh().manual_axes)
+  return axes.tokens
+
+
+def gather_experts(w: Array, axes: MeshAxes | None) -> Array:
+  """Gathers all rows of experts' weights [E, D, F]."""
+  if axes is None or size_of(axes.fsdp) == 1:
+    return w
+  # With axis=1 XLA wants D to be the outermost axis in memory. For that it
+  # would transpose the weights of all layers before the scan over them.
+  shards = lax.all_gather(w, axes.fsdp, axis=0)
+  experts, _, features = w.shape
+  return jnp.moveaxis(shards, 0, 1).reshape(experts, -1, features)
+
+
+def reduce_gradient(
+  dw: Array, axes: MeshAxes | None, *, has_columns: bool
+) -> Array:
+  """Sums a weight's gradient over all tokens; returns the device's rows.
+
+  dw [D, F] comes from the device's own tokens ([D, E, F] for several experts if
+  fsdp has several devices). `has_columns` says that the device has its own
+  columns or inputs; otherwise devices along tensor have other tokens of the
+  same weight.
+  """
+  if axes is None:
+    return dw
+  over = [name for name in axes.batch if name != axes.fsdp]
+  if axes.tensor is not None and not has_columns:
+    over.append(axes.tensor)
+  if size_of(axes.fsdp) > 1:
+    dw = lax.psum_scatter(dw, axes.fsdp, scatter_dimension=0, tiled=True)
+  return _sum(dw, over)
+
+
+def sum_tokens(
+  x: Array, axes: MeshAxes | None, *, all_positions: bool = False
+) -> Array:
+  """Sums over devices what each one computed from its tokens; any shape.
+
+  With `all_positions`, x comes from whole sequences and the device's columns.
+  """
+  if axes is None:
+    return x
+  return _sum(x, axes.batch if all_positions else axes.tokens)
+
+
+def gather_positions[Tree](tree: Tree, axes: MeshAxes | None) -> Tree:
+  """Gathers whole sequences [B, T, ...] from the device's positions."""
+  if axes is None or size_of(axes.tensor) == 1:
+    return tree
+
+  def gathered(x):
+    check_has_positions(x)
+    return lax.all_gather(x, axes.tensor, axis=1, tiled=True)
+
+  return jax.tree.map(gathered, tree)
+
+
+def scatter_sequence(y: Array, axes: MeshAxes | None) -> Array:
+  """Sums products [B, T, D] over devices; returns the device's positions."""
+  if axes is None or size_of(axes.tensor) == 1:
+    return y
+  check_has_positions(y)
+  devices = size_of(axes.tensor)
+  if y.shape[1] % devices:
+    raise ValueError(
+      "layers: on a mesh sequences must be a multiple of its tensor axis long, "
+      f"got {y.shape[1]} positions and {devices} devices; pad them"
+    )
+  return lax.psum_scatter(y, axes.tensor, scatter_dimension=1, tiled=True)
+
+
+def check_has_positions(x: Array) -> None:
+  """Raises if there is no axis of positions for tensor parallelism to split."""
+  if x.ndim < 3:
+    raise ValueError(
+      "layers: on a mesh whose tensor axis has several devices blocks take "
+      f"[B, T, D], got rows of {x.shape[-1]}; reshape them into sequences"
+    )
+
+
+def _sum(x: Array, names: Iterable[str]) -> Array:
+  names = tuple(name for name in names if size_of(name) > 1)
+  return lax.psum(x, names) if names else x

@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The role of each parameter of a model, how it is sharded and how it is cut.
+
+One table, which sharding over a mesh, Muon, weight decay, generation and the
+readers of Hugging Face checkpoints look parameters up in by their paths.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
+
+import jax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from coat_jax.checks import check_kind
+from coat_jax.mesh import split_inputs
+from coat_jax.models.config import ModelConfig
+from coat_jax.models.vision.config import VisionConfig
+from coat_jax.optimizer.masks import check_leaf
+from coat_jax.optimizer.matrices import Matrices, MatrixSplit
+from coat_jax.recipe import GradDtype, MeshAxes
+
+# The axes of the meshes that `mesh_axes` and `param_shardings` take.
+AXES = MeshAxes(batch=("data", "fsdp"), fsdp="fsdp", tensor="tensor")
+
+Role = Literal[
+  "matrix",
+  "bias",
+  "norm",
+  "router",
+  "embedding",
+  "positions",
+  "output",
+  "probe",
+]
+# "rows" are split by fsdp, "columns" by tensor. "rows of columns" belong to the
+# columns of the weight before, and both axes split them: rows of these heads,
+# of these columns of the MLP, or of this part of the vocabulary. Last axes of
+# weights are split by tensor alone: groups of values that share a scale run
+# along them, and a device must have whole groups.
+Axis = Literal["rows", "columns", "rows of columns"]
+
+
+class Parameter(NamedTuple):
+  """The properties that all parameters of one kind share.
+
+  Attributes:
+    role: what the model does with it. Products multiply by a "matrix", and by
+      the "output" projection at the end.
+    axes: what splits each axis over a mesh, without the axis of layers; () if
+      each device holds the whole parameter.
+    split: how it is cut into matrices, whose axes count from the end; None if
+      it is never cut. Kernels and biases of q, k and v depend on the number of
+      heads: see `matrix_split`.
+  """
+
+  role: Role
+  axes: tuple[Axis | None, ...] = ()
+  split: MatrixSplit | None = None
+
+
+_ONE, _GATE_UP = MatrixSplit(), MatrixSplit(reduction_axis=-3)
+_FIRST = ("rows", "columns")
+_SECOND = ("rows of columns", None)
+_QKV = "qkv/linear/"
+# By the ends of paths, as the modules name their parameters.
+PARAMETERS: dict[str, Parameter] = {
+  "embedding": Parameter("embedding", _SECOND),
+  "position_embedding": Parameter("positions", _SECOND),
+  "head": Parameter("output", _FIRST),
+  "norm/scale": Parameter("norm"),
+  "norm/bias": Parameter("norm"),
+  "qkv/linear/kernel": Parameter("matrix", _FIRST, _ONE),
+  "qkv/linear/bias": Parameter("bias", ("columns",)),
+  "attention/out/kernel": Parameter("matrix", _SECOND, _ONE),
+  "attention/out/bias": Parameter("bias"),
+  "gate_up/kernel": Parameter("matrix", ("rows", None, "columns"), _GATE_UP),
+  "mlp/up/kernel": Parameter("matrix", _FIRST, _ONE),
+  "mlp/up/bias": Parameter("bias", ("columns",)),
+  "down/kernel": Parameter("matrix", _SECOND, _ONE),
+  "down/bias": Parameter("bias"),
+  # The expert axis is never sharded.
+  "mlp/router": Parameter("router"),
+  "mlp/gate_up": Parameter("matrix", (None, "rows", None, "columns"), _GATE_UP),
+  "mlp/down": Parameter("matrix", (None, *_SECOND), _ONE),
+}
+# The ends of a vision tower, and the projector after it: each device holds
+# them whole. They are small, and few of their sizes divide by anything.
+_ENDS = ("patches", "pool", "projector")
+_AT_ENDS: dict[str, Parameter] = {
+  "kernel": Parameter("matrix"),
+  "bias": Parameter("bias"),
+  "scale": Parameter("norm"),
+  "class_embed": Parameter("embedding"),
+  "position_embed": Parameter("positions"),
+  "probe": Parameter("probe"),
+}
+
+
+def parameter(path: str) -> Parameter:
+  """Looks a parameter up by its path, such as "layers/mlp/gate_up/kernel".
+
+  Raises:
+    ValueError: no model has such a parameter.
+  """
+  names = path.split("/")
+  if any(end in names for end in _ENDS) and names[-1] in _AT_ENDS:
+    return _AT_ENDS[names[-1]]
+  found = [end for end in PARAMETERS if path.endswith(end)]
+  if not found:
+    raise ValueError(
+      f"param_shardings: params must be a model's, got {path!r}, which no "
+      "model has; pass nnx.to_pure_dict(nnx.state(model, nnx.Param))"
+    )
+  return PARAMETERS[max(found, key=len)]
+
+
+def path_of(keys: Any) -> str:
+  """Writes the keys that lead to a parameter as a path."""
+  return jax.tree_util.keystr(keys, simple=True, separator="/")
+
+
+def is_stacked(path: str) -> bool:
+  """Whether a parameter has a leading axis of layers."""
+  return "layers" in path.split("/")
+
+
+def matrix_split(
+  path: str, config: ModelConfig | VisionConfig | None
+) -> MatrixSplit | None:
+  """Returns how a parameter, or the bias of q, k and v, is cut into matrices.
+
+  Args:
+    path: the parameter's path.
+    config: of the decoder or tower that the parameter belongs to; None for a
+      projector.
+  """
+  is_qkv = path.endswith((_QKV + "kernel", _QKV + "bias"))
+  if config is None or not is_qkv:
+    return parameter(path).split
+  width = config.head_width
+  shared = config.num_heads // config.num_kv_heads
+  return MatrixSplit(
+    parts=(shared * width, width, width), groups=config.num_kv_heads
+  )
+
+
+def model_matrices(config: ModelConfig | VisionConfig) -> Matrices:
+  """Returns how Muon cuts the parameters of a model into matrices.
+
+  Each layer of a stack, q, k, v, gate, up and each expert are separate
+  matrices. Embeddings, the head, routers, norms and biases are not matrices.
+
+  Args:
+    config: of a `Decoder` or a `VisionTower`.
+
+  Returns:
+    The function of (path, leaf) that `coat_muon` takes as `matrices`.
+
+  Raises:
+    TypeError: `config` is neither.
+
+  Examples:
+    >>> import jax
+    >>> from coat_jax.models import ModelConfig, model_matrices
+    >>> matrices = model_matrices(
+    ...   ModelConfig(
+    ...     family="llama", num_layers=2, d_model=64, d_ff=160, num_heads=4,
+    ...     num_kv_heads=2, vocab_size=384,
+    ...   )
+    ... )
+    >>> kernel = jax.ShapeDtypeStruct((2, 64, 128), "float32")
+    >>> matrices("layers/attention/qkv/linear/kernel", kernel).parts
+    (32, 16, 16)
+  """
+  op = "model_matrices"
+  kinds = (ModelConfig, VisionConfig)
+  check_kind(op, "config", config, kinds, "pass model.config")
+
+  def matrices(path: str, leaf: Any) -> MatrixSplit | None:
+    check_leaf(op, path, leaf)
+    is_matrix = parameter(path).role == "matrix"
+    return matrix_split(path, config) if is_matrix else None
+
+  return matrices
+
+
+def param_shardings(mesh: Mesh | AbstractMesh, params: Any) -> Any:
+  """Returns how the parameters of a model are sharded.
+
+  Args:
+    mesh: a mesh with the axes data, fsdp and tensor.
+    params: nested dicts of arrays or of `jax.ShapeDtypeStruct`s.
+
+  Returns:
+    The same tree of `NamedSharding`s, as `PARAMETERS` describes them.
+
+  Raises:
+    TypeError: `mesh` is not a mesh.
+    ValueError: the mesh lacks an axis, or no model has one of the parameters.
+  """
+  op = "param_shardings"
+  check_kind(
+    op, "mesh", mesh, (Mesh, AbstractMesh), "make one with jax.make_mesh"
+  )
+  wanted = AXES.tokens
+  if missing := [name for name in wanted if name not in mesh.shape]:
+    raise ValueError(
+      f"{op}: mesh must have the axes {', '.join(wanted)}, got none named "
+      f"{missing[0]}; axes that are not needed have size 1"
+    )
+  return jax.tree.map_with_path(
+    lambda keys, _: NamedSharding(mesh, param_spec(path_of(keys))), params
+  )
+
+
+def param_spec(path: str, axes: MeshAxes = AXES) -> PartitionSpec:
+  """Returns which mesh axes split a parameter, its layers' axis included."""
+  names = {
+    None: None,
+    "rows": axes.fsdp,
+    "columns": axes.tensor,
+    "rows of columns": split_inputs(axes)[0],
+  }
+  own = [names[axis] for axis in parameter(path).axes]
+  return PartitionSpec(*([None] if own and is_stacked(path) else []), *own)
+
+
+def mesh_axes(
+  sizes: Mapping[Any, int], *, grad_dtype: GradDtype = "float32"
+) -> MeshAxes:
+  """Returns the axes of a mesh for a recipe; `tensor` only if it has devices.
+
+  Args:
+    sizes: sizes of the mesh's axes, which must be data, fsdp and tensor.
+    grad_dtype: dtype in which gradients are summed over devices.
+
+  Raises:
+    ValueError: the mesh has other axes.
+  """
+  if set(sizes) != set(AXES.tokens):
+    raise ValueError(
+      f"mesh: its axes must be {', '.join(AXES.tokens)}, got "
+      f"{', '.join(sizes)}; axes that are not needed have size 1"
+    )
+  tensor = AXES.tensor if sizes["tensor"] > 1 else None
+  return dataclasses.replace(AXES, tensor=tensor, grad_dtype=grad_dtype)

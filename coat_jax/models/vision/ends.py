@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ends of a vision tower: patches to tokens, and tokens to one vector.
+
+Both run in BF16, like the ends of a decoder.
+"""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jax.typing import DTypeLike
+
+from coat_jax import recipe as recipes
+from coat_jax.layers import MLP, Linear, dot_product_attention
+from coat_jax.models.arguments import check_pixels
+from coat_jax.models.vision.config import VisionConfig
+
+
+class Start(NamedTuple):
+  """How the parameters of an end begin.
+
+  Attributes:
+    dtype: dtype of activations.
+    kernel_init: initializer of everything but biases.
+    rngs: its stream `params` initializes the parameters.
+  """
+
+  dtype: DTypeLike
+  kernel_init: nnx.Initializer
+  rngs: nnx.Rngs
+
+  @property
+  def options(self) -> dict[str, Any]:
+    """Arguments of layers in BF16."""
+    return dict(self._asdict(), recipe=recipes.bf16())
+
+  def param(self, *shape: int) -> nnx.Param:
+    """Makes a parameter in f32."""
+    key = self.rngs.params()
+    return nnx.Param(self.kernel_init(key, shape, jnp.float32))
+
+
+class PatchEmbedding(nnx.Module):
+  """Turns images into the input of a tower's first layer or of its pre-norm.
+
+  Attributes:
+    config: the tower's shape.
+    linear: BF16 `Linear` [C P P, D] of patches, whose pixels are ordered by
+      channel, row and column.
+    class_embed: [D], or None without a class token.
+    position_embed: [N, D], starting with the class token's.
+  """
+
+  def __init__(self, config: VisionConfig, start: Start):
+    """Initializes the parameters in f32."""
+    self.config = config
+    pixels = config.num_channels * config.patch_size**2
+    bias = config.choices.patch_bias
+    self.linear = Linear(pixels, config.d_model, use_bias=bias, **start.options)
+    self.class_embed = nnx.data(None)
+    if config.choices.has_class_token:
+      self.class_embed = start.param(config.d_model)
+    self.position_embed = start.param(config.num_tokens, config.d_model)
+
+  def __call__(self, pixel_values: Array) -> Array:
+    """Maps images [B, C, H, W] to [B, N, D] in `dtype`.
+
+    Raises:
+      TypeError: the images are not a floating array.
+      ValueError: the images have another size.
+    """
+    check_pixels("VisionTower", pixel_values)
+    c = self.config
+    wanted = (c.num_channels, c.image_size, c.image_size)
+    if pixel_values.ndim != 4 or pixel_values.shape[1:] != wanted:
+      raise ValueError(
+        f"VisionTower: images must be [B, C, H, W] with C, H, W {wanted}, got "
+        f"{pixel_values.shape}; resize them, channels first"
+      )
+    x = self.linear(patches(pixel_values, c.patch_size))
+    dtype, x = x.dtype, x.astype(jnp.float32)
+    if self.class_embed is not None:
+      first = self.class_embed[...].astype(jnp.float32)
+      shape = (x.shape[0], 1, c.d_model)
+      first = jnp.broadcast_to(first[None, None], shape)
+      x = jnp.concatenate([first, x], axis=1)
+    # Sum in f32, as a decoder does with learned positions.
+    positions = self.position_embed[...].astype(jnp.float32)
+    return (x + positions[None]).astype(dtype)
+
+
+def patches(images: Array, size: int) -> Array:
+  """Cuts images [B, C, H, W] into patches [B, (H / P) (W / P), C P P].
+
+  Patches are ordered row by row; rows and columns that do not fill a patch are
+  left out.
+  """
+  b, c, *sides = images.shape
+  h, w = (side // size for side in sides)
+  x = images[:, :, : h * size, : w * size].reshape(b, c, h, size, w, size)
+  return x.transpose(0, 2, 4, 1, 3, 5).reshape(b, h * w, c * size * size)
+
+
+class ClassPool(nnx.Module):
+  """ViT's pooling: projects the class token, with tanh unless it classifies.
+
+  Attributes:
+    linear: `Linear` [D, D], or [D, classes].
+  """
+
+  def __init__(self, config: VisionConfig, start: Start):
+    """Initializes the parameters in f32."""
+    self.classifies = config.num_classes is not None
+    width = config.num_classes or config.d_model
+    self.linear = Linear(config.d_model, width, **start.options)
+
+  def __call__(self, hidden: Array) -> Array:
+    """Maps normed hidden states [B, N, D] to [B, D] or logits [B, classes]."""
+    y = self.linear(hidden[:, 0])
+    return y if self.classifies else jnp.tanh(y)
+
+
+class AttentionPool(nnx.Module):
+  """SigLIP's pooling: a learned query attends to all tokens, then an MLP block.
+
+  Attributes:
+    probe: [D], the query's token.
+    qkv: `Linear` [D, 3 D]: q, k and v one after the other, each with its heads
+      in order.
+    out: `Linear` [D, D].
+    mlp: `MLP` with a LayerNorm and a residual add.
+  """
+
+  def __init__(self, config: VisionConfig, start: Start):
+    """Initializes the parameters in f32."""
+    d = config.d_model
+    self.num_heads = config.num_heads
+    self.probe = start.param(d)
+    self.qkv = Linear(d, 3 * d, **start.options)
+    self.out = Linear(d, d, **start.options)
+    self.mlp = MLP(
+      d,
+      config.d_ff,
+      approximate=config.choices.approximate,
+      norm="layer",
+      epsilon=config.norm_eps,
+      use_norm_bias=True,
+      use_bias=True,
+      **start.options,
+    )
+
+  def __call__(self, hidden: Array) -> Array:
+    """Maps normed hidden states [B, N, D] to [B, D]."""
+    b, n, d = hidden.shape
+    probe = self.probe[...].astype(hidden.dtype)
+    x = jnp.broadcast_to(probe[None, None], (b, 1, d))
+    q = jnp.split(self.qkv(x), 3, axis=-1)[0]
+    _, k, v = jnp.split(self.qkv(hidden), 3, axis=-1)
+    heads = (self.num_heads, d // self.num_heads)
+    y = dot_product_attention(
+      q.reshape(b, 1, *heads),
+      k.reshape(b, n, *heads),
+      v.reshape(b, n, *heads),
+      causal=False,
+    )
+    return self.mlp(self.out(y.reshape(b, 1, d)))[:, 0]

@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scalings: how values are quantized for matmuls and for saved inputs.
+
+  Groups     1 x G values share a BF16 scale: what norms and activation
+             functions read and save
+  PerTensor  one f32 scale: an operand's columns are its rows transposed
+  Blocks     one scale per 128 values that a product sums over: an operand's
+             rows are quantized along features, its columns along tokens
+  Tiles      one scale per 128 x 128 values: the weights of products in blocks
+
+A recipe names the `Scaling` of its products' operands; operations and layers
+ask that object and know no other difference. Scales of blocks and tiles are
+powers of two: quantizing again along the other axis does not change values
+(except those 2^14 below a block's largest), and each value is exact in BF16.
+
+Source: arXiv:2410.19313, section 5; for blocks DeepSeek-V3 (arXiv:2412.19437),
+section 3.3.2, and docs/deviations.md 24.
+"""
+
+import abc
+import dataclasses
+from typing import ClassVar
+
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import DTypeLike
+
+from coat_jax.formats import E4M3, E5M2, saturating_cast
+from coat_jax.ops.types import BlockScales, Layout, Operand
+from coat_jax.qtensor import (
+  QTensor,
+  amax_to_scale,
+  group_amax,
+  power_of_two_scale,
+  quantize,
+  quantize_with_scale,
+  tensor_amax,
+)
+
+BLOCK = 128
+
+type Scales = Array | BlockScales
+
+
+@dataclasses.dataclass(frozen=True)
+class Groups:
+  """Groups of 1 x `size` values with a BF16 scale, rounded up.
+
+  Attributes:
+    size: number of values that share a scale.
+    dtype: format of the codes.
+  """
+
+  size: int
+  dtype: DTypeLike = E4M3
+
+  def quantize(self, x: Array) -> QTensor:
+    """Quantizes [..., n] along the last axis."""
+    return quantize(
+      x, group_size=self.size, dtype=self.dtype, scale_dtype=jnp.bfloat16
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Scaling(abc.ABC):
+  """Base of the scalings of matmul operands.
+
+  Put a subclass of your own into a recipe: `CoatRecipe(scaling=Yours)`. It runs
+  in plain jnp, since kernels support `PerTensor` only.
+
+  Attributes:
+    dtype: format of the codes.
+    axis_names: inside `jax.shard_map`, the axes over which all shards of a
+      tensor share one scale.
+    saves_rows: whether a layer saves an input's rows, which `turn` converts to
+      columns in the backward pass; otherwise it saves columns.
+    saves_scale: whether a layer saves a weight's scale for the backward pass;
+      otherwise it is computed again.
+  """
+
+  dtype: DTypeLike = E4M3
+  axis_names: tuple[str, ...] = ()
+
+  saves_rows: ClassVar[bool] = False
+  saves_scale: ClassVar[bool] = True
+
+  @abc.abstractmethod
+  def find_scale(self, x: Array) -> Scales | None:
+    """Returns the scale of [..., n], or None if each layout has its own."""
+
+  @abc.abstractmethod
+  def quantize(
+    self, x: Array, scale: Scales | None = None, layout: Layout = "rows"
+  ) -> Operand:
+    """Quantizes [..., n]; `scale` is what `find_scale` returned, if known."""
+
+  def turn(self, x: Operand) -> Operand:
+    """Computes the columns of an operand from its rows."""
+    assert x.rows is not None
+    return Operand(None, x.rows.reshape(-1, x.rows.shape[-1]).T, x.scale)
+
+  @property
+  def of_weights(self) -> "Scaling":
+    """The scaling of weights that these operands are multiplied by."""
+    return self
+
+
+@dataclasses.dataclass(frozen=True)
+class PerTensor(Scaling):
+  """One f32 scale, from the largest magnitude of the whole tensor."""
+
+  def find_scale(self, x: Array) -> Array:
+    amax = tensor_amax(x, axis_names=self.axis_names)
+    return amax_to_scale(amax, self.dtype)
+
+  def quantize(self, x, scale=None, layout="rows"):
+    scale = self.find_scale(x) if scale is None else scale
+    assert isinstance(scale, Array)
+    rows = quantize_with_scale(x, scale, group_size=None, dtype=self.dtype)
+    rows = rows.qvalue
+    return Operand(
+      rows=None if layout == "columns" else rows,
+      columns=None if layout == "rows" else rows.reshape(-1, rows.shape[-1]).T,
+      scale=scale,
+    )
+
+
+# What kernels read and write by default.
+VALUES, GRADIENTS = PerTensor(), PerTensor(E5M2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks(Scaling):
+  """A scale per 128 values along the axis that a product sums over.
+
+  Rows [..., n] are quantized along n, columns [n, m] along m.
+  """
+
+  saves_rows: ClassVar[bool] = True
+  saves_scale: ClassVar[bool] = False
+
+  def find_scale(self, x: Array) -> None:
+    del x
+
+  def quantize(self, x, scale=None, layout="rows"):
+    del scale
+    rows, row_scale = columns, column_scale = None, None
+    if layout != "columns":
+      rows, row_scale = self._quantize(x)
+    if layout != "rows":
+      columns, column_scale = self._quantize(x.reshape(-1, x.shape[-1]).T)
+    return Operand(rows, columns, BlockScales(row_scale, column_scale))
+
+  def turn(self, x: Operand) -> Operand:
+    assert x.rows is not None and isinstance(x.scale, BlockScales)
+    assert x.scale.rows is not None
+    n, groups = x.rows.shape[-1], x.scale.rows.shape[-1]
+    codes, scale = x.rows.reshape(-1, n), x.scale.rows.reshape(-1, groups)
+    return self.quantize(block_values(codes, scale), layout="columns")
+
+  @property
+  def of_weights(self) -> "Tiles":
+    return Tiles(self.dtype, self.axis_names)
+
+  def _quantize(self, x: Array) -> tuple[Array, Array]:
+    scale = power_of_two_scale(group_amax(x, BLOCK), self.dtype)
+    q = quantize_with_scale(x, scale, group_size=BLOCK, dtype=self.dtype)
+    return q.qvalue, q.scale
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles(Scaling):
+  """A scale per 128 x 128 values of a weight [m, n].
+
+  Columns are the transpose of rows, and so are their scales.
+  """
+
+  saves_scale: ClassVar[bool] = False
+
+  def find_scale(self, x: Array) -> BlockScales:
+    amax = group_amax(group_amax(x, BLOCK).T, BLOCK).T
+    return BlockScales(power_of_two_scale(amax, self.dtype), None)
+
+  def quantize(self, x, scale=None, layout="rows"):
+    scale = self.find_scale(x) if scale is None else scale
+    assert isinstance(scale, BlockScales)
+    found = scale.rows
+    assert found is not None
+    spread = _spread(found, x.shape)
+    codes = saturating_cast(x.astype(jnp.float32) / spread, self.dtype)
+    has_rows, has_columns = layout != "columns", layout != "rows"
+    return Operand(
+      codes if has_rows else None,
+      codes.T if has_columns else None,
+      BlockScales(
+        found if has_rows else None, found.T if has_columns else None
+      ),
+    )
+
+
+def block_values(
+  codes: Array, scale: Array, dtype: DTypeLike = jnp.float32
+) -> Array:
+  """Dequantizes codes [m, n]; the result is exact in BF16.
+
+  `scale` is [m, ceil(n / 128)], or for tiles [ceil(m / 128), ceil(n / 128)].
+  """
+  values = codes.astype(jnp.float32) * _spread(scale, codes.shape)
+  return values.astype(dtype)
+
+
+def _spread(scale: Array, shape: tuple[int, ...]) -> Array:
+  """Repeats scales of blocks or tiles for each value of [m, n]."""
+  m, n = shape
+  if scale.shape[0] != m:
+    scale = jnp.repeat(scale, BLOCK, axis=0)[:m]
+  return jnp.repeat(scale, BLOCK, axis=1)[:, :n]

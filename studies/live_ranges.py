@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Draws what is in memory while a compiled step runs.
+
+  XLA_FLAGS="--xla_dump_to=dump/lean --xla_dump_hlo_as_text" python -c "
+  from benchmarks import aot, training_step
+  aot.only_compile()
+  training_step.compile_step(
+    training_step.configure('llama2_7b', 'lean', batch=4, seq=2048)
+  )"
+  python -m studies.live_ranges dump/minimal dump/lean dump/leanest \\
+    --layers 32 --out docs/figures/step_memory.png
+
+XLA writes when each array is alive, and where it is in memory; their sum at its
+highest is the peak that the compiler reports. A loop is there once, not once an
+iteration, and what it stacks is alive from its beginning to its end. Arrays are
+sorted by their shapes: those of arguments are weights or of the optimizer,
+those shaped like a weight gradients, other stacks of layers activations.
+"""
+
+import argparse
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from benchmarks import arguments as args
+from train.plot import check_figure
+
+KINDS = ("weights", "optimizer", "gradients", "activations", "temporary")
+_COLORS = ("tab:blue", "tab:cyan", "tab:red", "tab:green", "tab:gray")
+_VALUE = re.compile(
+  r" value: <\d+ (\S+)(?: \(phi\))? @\d+> \(size=(\d+),offset=(\d+)\): (\S+)"
+)
+_LIVE = re.compile(r"\s+(\S+?)(\{[\d, ]*\}):(\d+)-(\d+)\s*$")
+
+
+class Timeline(NamedTuple):
+  """Bytes of a program over its instructions.
+
+  Attributes:
+    bytes_of: by kind of `KINDS`, float [instructions].
+    loops: where its largest loops end.
+  """
+
+  bytes_of: dict[str, np.ndarray]
+  loops: list[int]
+
+  @property
+  def peak(self) -> float:
+    """The most bytes at a time."""
+    return float(np.max(np.sum(list(self.bytes_of.values()), axis=0)))
+
+
+class _Array(NamedTuple):
+  allocation: int
+  offset: int
+  size: int
+  shape: str
+  argument: str | None
+
+
+def read(folder: Path, layers: int) -> Timeline:
+  """Reads what XLA wrote about the largest program in a folder.
+
+  Args:
+    folder: of --xla_dump_to.
+    layers: that are stacked.
+
+  Returns:
+    Its timeline.
+
+  Raises:
+    ValueError: nothing about live ranges is there.
+  """
+  found = sorted(
+    folder.glob("*-live-range.txt"), key=lambda path: path.stat().st_size
+  )
+  if not found:
+    raise ValueError(
+      f"live_ranges: {folder} must have a *-live-range.txt, got none; compile "
+      "with XLA_FLAGS=--xla_dump_to and --xla_dump_hlo_as_text"
+    )
+  live = found[-1].read_text()
+  name = found[-1].name.replace("-live-range", "-buffer-assignment")
+  arrays = _arrays((folder / name).read_text().splitlines())
+  count = len(re.findall(r"^    \d+:", live, re.MULTILINE))
+  shapes = {
+    _dims(x.shape)
+    for x in arrays.values()
+    if x.argument == "weights" and _dims(x.shape).count(",")
+  }
+  bytes_of = {kind: np.zeros(count) for kind in KINDS}
+  # One array may have several names at a time.
+  places: dict[tuple, np.ndarray] = {}
+  kinds: dict[tuple, str] = {}
+  loops: dict[int, int] = {}
+  for line in live.splitlines():
+    if "Live ranges at" in line:
+      break
+    if not (match := _LIVE.match(line)):
+      continue
+    name, index, start, end = match.groups()
+    array = arrays.get(name + (index if index != "{}" else ""))
+    if array is None:
+      continue
+    if name.startswith("while"):
+      loops[int(start)] = loops.get(int(start), 0) + array.size
+    if array.argument is not None:
+      continue
+    place = array.allocation, array.offset, array.size
+    alive = places.setdefault(place, np.zeros(count, bool))
+    alive[int(start) : int(end) + 1] = True
+    if place not in kinds or _kind(array, layers, shapes) != "temporary":
+      kinds[place] = _kind(array, layers, shapes)
+  for place, alive in places.items():
+    bytes_of[kinds[place]] += place[2] * alive
+  arguments = {x.allocation: x for x in arrays.values() if x.argument}
+  for array in arguments.values():
+    bytes_of[array.argument or ""] += array.size
+  largest = sorted(loops, key=lambda end: loops[end])[-2:]
+  return Timeline(bytes_of, sorted(largest))
+
+
+def draw(timelines: dict[str, Timeline], out: Path) -> None:
+  """Draws timelines beside each other, with one axis of bytes.
+
+  Args:
+    timelines: by title.
+    out: a PNG.
+  """
+  figure = Figure(figsize=(4.2 * len(timelines), 4.2), layout="constrained")
+  axes = figure.subplots(1, len(timelines), sharey=True, squeeze=False)[0]
+  for ax, (title, line) in zip(axes, timelines.items(), strict=True):
+    values = np.stack([line.bytes_of[kind] for kind in KINDS]) / 1e9
+    steps = np.arange(values.shape[1])
+    ax.stackplot(steps, values, labels=KINDS, colors=_COLORS, step="post")
+    ax.axhline(line.peak / 1e9, color="black", linewidth=0.8, linestyle=":")
+    for end in line.loops:
+      ax.axvline(end, color="black", linewidth=0.8, linestyle="--")
+    ax.set_title(f"{title}: {line.peak / 1e9:.1f} GB at the peak")
+    ax.set_xlabel("instruction; dashed: a scan over layers ends")
+    ax.set_xlim(0, len(steps))
+  axes[0].set_ylabel("GB")
+  axes[0].margins(y=0.12)
+  handles, labels = axes[-1].get_legend_handles_labels()
+  axes[-1].legend(handles[::-1], labels[::-1], loc="upper right")
+  figure.savefig(out, dpi=110)
+
+
+def _arrays(lines: Iterable[str]) -> dict[str, _Array]:
+  """Reads what a buffer assignment says about each array."""
+  arrays: dict[str, _Array] = {}
+  allocation, argument = -1, None
+  pending: list[tuple[str, _Array]] = []
+
+  def done():
+    # The name of the argument is one of the names of its memory.
+    kind = None
+    if argument:
+      is_weight = any(x.startswith("state_params") for x, _ in pending)
+      kind = "weights" if is_weight else "optimizer"
+    for name, array in pending:
+      arrays[name] = array._replace(argument=kind)
+    pending.clear()
+
+  for line in lines:
+    if line.startswith("allocation "):
+      done()
+      allocation = int(line.split()[1].rstrip(":"))
+      argument = "parameter" in line
+    elif match := _VALUE.match(line):
+      name, size, offset, shape = match.groups()
+      array = _Array(allocation, int(offset), int(size), shape, None)
+      pending.append((name, array))
+  done()
+  return arrays
+
+
+def _dims(shape: str) -> str:
+  return shape.partition("[")[2].partition("]")[0]
+
+
+def _kind(array: _Array, layers: int, weights: set[str]) -> str:
+  dims = _dims(array.shape)
+  if dims in weights:
+    return "gradients"
+  return "activations" if dims.startswith(f"{layers},") else "temporary"
+
+
+@args.command
+def main(arguments: list[str] | None = None) -> None:
+  """Runs the command."""
+  parser = argparse.ArgumentParser(
+    prog="python -m studies.live_ranges",
+    description="Draws memory over the instructions of compiled steps.",
+  )
+  parser.add_argument("folders", nargs="+", type=Path)
+  parser.add_argument("--layers", type=args.count, required=True)
+  parser.add_argument("--out", type=Path, required=True)
+  options = parser.parse_args(arguments)
+  with args.checked(parser):
+    check_figure(options.out)
+    lines = {x.name: read(x, options.layers) for x in options.folders}
+  draw(lines, options.out)
+
+
+if __name__ == "__main__":
+  main()

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of parameters describes what modules make, in every family."""
+
+import jax
+import pytest
+from flax import nnx
+
+from coat_jax.models import (
+  FAMILIES,
+  VISION_FAMILIES,
+  ModelConfig,
+  VisionConfig,
+  model_matrices,
+)
+from coat_jax.models.hf.load import model_of
+from coat_jax.models.params import is_stacked, parameter, path_of
+from coat_jax.recipe import coat
+
+SIZES = dict(num_layers=2, d_model=64, d_ff=128, num_heads=4)
+IMAGES = dict(image_size=28, patch_size=14)
+
+
+def config_of(family):
+  if family in VISION_FAMILIES:
+    return VisionConfig(family=family, **SIZES, **IMAGES)
+  own = dict(num_kv_heads=2, vocab_size=384)
+  if FAMILIES[family].positions == "learned":
+    own["max_positions"] = 64
+  if FAMILIES[family].has_experts:
+    own |= dict(num_experts=4, experts_per_token=2)
+  return ModelConfig(family=family, **SIZES, **own)
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *VISION_FAMILIES])
+def test_every_parameter_has_a_role_and_its_axes(family):
+  config = config_of(family)
+  matrices = model_matrices(config)
+  model = nnx.eval_shape(
+    lambda: model_of(config, recipe=coat(), dtype="bfloat16")
+  )
+  params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+  for keys, leaf in jax.tree.leaves_with_path(params):
+    path = path_of(keys)
+    own, split = parameter(path), matrices(path, leaf)
+    assert not own.axes or len(own.axes) + is_stacked(path) == leaf.ndim, path
+    # Only the layers' products are matrices that Muon orthogonalizes.
+    is_product = own.role == "matrix" and is_stacked(path)
+    assert (split is not None) == is_product, path
+    if split and split.parts:
+      assert split.groups * sum(split.parts) == leaf.shape[-1]

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights in fewer bits, the step in the backward, checkpoints in FP8: planned.
+
+Sums of arrays as in test_terms, beside the peaks that were compiled for H200s.
+"""
+
+import pytest
+
+from tests.train.memory.runs import LLAMA2_7B, Case
+from train.memory.step import fullest
+
+COUNT, LAYER, HEAD = LLAMA2_7B.parameters, LLAMA2_7B.layer, LLAMA2_7B.head
+IN_BACKWARD = dict(optimizer_in_backward=True)
+EXPERTS = dict(family="qwen3_moe", num_experts=2, experts_per_token=2)
+
+
+def case(batch, **model):
+  return Case("llama2_7b", COUNT, batch, 2048, **model)
+
+
+def planned(batch=4, *, value=2, gpus=1, model=None, **options):
+  """Points of a step on one of some GPUs, of 2048 tokens a sequence."""
+  params = {2: "bfloat16", 4: "float32"}[value]
+  of_model = case(batch, **(model or {}))
+  return of_model.plan("minimal", gpus, params=params, **options)
+
+
+def sizes(batch):
+  """U, values of gate, and what a layer keeps, of 2048 tokens a sequence."""
+  found = case(batch)
+  return found.u, found.a, found.kept("minimal")
+
+
+@pytest.mark.parametrize("value", [2, 4])
+def test_gradients_have_the_dtype_of_their_weights(value):
+  found = planned(value=value)
+  assert found["embedding"].weights == value * COUNT
+  assert found["embedding"].gradients == value * COUNT
+  assert found["backward"].gradients == value * 32 * LAYER
+  u, a, kept = sizes(4)
+  # In SwiGLU; gradients of the output's weights.
+  arrays = 7 * a + 1.5 * u + kept + value * HEAD
+  assert abs(found["backward"].temporary - arrays) <= 1
+
+
+def test_gradients_of_one_layer_are_there_at_a_time():
+  found = planned(1, **IN_BACKWARD)
+  u, a, _ = sizes(1)
+  assert [x.gradients for x in found.values()] == [0, 0, 2 * HEAD]
+  # All four of a layer, in BF16; the embedding's, of zeros.
+  arrays = 2 * LAYER + 2 * a + 1.5 * u + 2 * HEAD
+  assert abs(found["backward"].temporary - arrays) <= 1
+  # The output's of a tied embedding waits for the embedding's.
+  tied = planned(1, model=dict(tied_embeddings=True), **IN_BACKWARD)[
+    "backward"
+  ].temporary
+  assert abs(tied - arrays - 2 * HEAD) <= 1
+
+
+@pytest.mark.parametrize(
+  "value, gpus, casts", [(4, 1, 1), (2, 1, 0), (2, 2, 1)]
+)
+def test_loss_reads_weights_in_bf16_as_they_are(value, gpus, casts):
+  found = planned(value=value, gpus=gpus)["loss"].temporary
+  # Logits and their gradient, the weights' gradient in f32, hidden states.
+  logits = 4 * 512 * 32000
+  u = sizes(4)[0]
+  assert found == (4 + 2) * logits + (4 + 2 * casts) * HEAD + 3 * u
+
+
+@pytest.mark.parametrize("sums, count", [("float32", 4), ("bfloat16", 2)])
+def test_sums_of_microbatches_have_their_own_dtype(sums, count):
+  assert planned()["loss"].gradients == 0
+  found = planned(accumulate=2, grad_accumulate=sums)["loss"]
+  assert found.gradients == count * COUNT
+  # Sums of f32 weights are f32.
+  assert planned(value=4, accumulate=2)["loss"].gradients == 4 * COUNT
+
+
+def test_second_forward_of_mlp_behind_fp8_boundaries():
+  found = planned(remat="fp8", **IN_BACKWARD)["backward"]
+  u, a, _ = sizes(4)
+  # Codes and scales of both norms' inputs, with f32 statistics.
+  kept = 2 * (u / 2 + u / 16 + 4 * 8192)
+  assert found.activations == 32 * kept
+  # And of gate and up, computed again.
+  again = 2 * (a + a / 8)
+  arrays = 7 * a + 1.5 * u + kept + again + 2 * HEAD
+  assert abs(found.temporary - arrays) <= 1
+
+
+@pytest.mark.parametrize("gpus", [1, 4])
+def test_second_forward_of_experts_behind_fp8_boundaries(gpus):
+  found = planned(gpus=gpus, model=EXPERTS, remat="fp8", **IN_BACKWARD)
+  u, a, _ = sizes(4)
+  # Of both copies: gate and up in codes, their gradients in BF16, the product
+  # again and its gradient; tokens and gradients.
+  copies = 2 * (2 * (a + a / 8) + 8 * a) + 2 * 2 * u
+  # Two arrays of the layer's width and the router's; the inputs of both blocks.
+  arrays = copies + 3 * u + 2 * (u / 2 + u / 16)
+  if gpus > 1:  # Gate and up of all experts, and this GPU's part of them.
+    arrays += (1 + 1 / gpus) * case(4, **EXPERTS).gate_up
+  assert abs(found["backward"].temporary - arrays - 2 * HEAD) <= 1
+
+
+@pytest.mark.parametrize("grad, size", [("float32", 4), ("bfloat16", 2)])
+def test_gpus_sum_a_layer_before_the_next(grad, size):
+  found = planned(1, gpus=4, grad_reduce=grad, **IN_BACKWARD)["backward"]
+  u, a, _ = sizes(1)
+  gate_up = LLAMA2_7B.gate_up
+  # Gate and up, q, k and v before they are summed; a fourth of the others.
+  sums = size * (gate_up + LLAMA2_7B.qkv + (LAYER - gate_up) / 4)
+  assert abs(found.temporary - sums - 2 * a - 1.5 * u - 2 * HEAD) <= 1
+
+
+# Peaks of llama2_7b's step (docs/rows/lean.jsonl).
+@pytest.mark.parametrize(
+  "compiled, batch, options",
+  [
+    (59_807_868_616, 4, dict()),
+    (59_892_042_352, 4, dict(value=4, **IN_BACKWARD)),
+    (46_296_690_296, 4, IN_BACKWARD),
+    (32_618_958_417, 1, IN_BACKWARD),
+    (31_037_065_840, 4, dict(remat="fp8", **IN_BACKWARD)),
+    (28_839_628_369, 1, dict(remat="fp8", **IN_BACKWARD)),
+    (32_676_235_892, 4, dict(gpus=2, **IN_BACKWARD)),
+    (17_568_570_988, 4, dict(gpus=2, remat="fp8", **IN_BACKWARD)),
+  ],
+)
+def test_plan_is_what_was_compiled(compiled, batch, options):
+  _, memory = fullest(planned(batch, **options))
+  assert memory.total == pytest.approx(compiled, rel=0.02)

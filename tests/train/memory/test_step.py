@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parts of a plan: what is counted, how it is sharded, what fits.
+
+tests/aot/test_plan.py compares the sum with the compiler's.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractMesh, NamedSharding
+
+from coat_jax import recipe
+from tests.train.memory.runs import Case
+from train.memory.count import saved_bytes
+from train.memory.step import Memory, device_bytes, fullest, largest, plan
+from train.presets import PRESETS
+
+SIZES = dict(d_model=256, d_ff=768, num_heads=8, num_kv_heads=2)
+SMALL = Case("demo", 1_000_000, 2, 512, vocab_size=4096, **SIZES)
+LAYERS = 4 * (256 * (384 + 256) + 3 * 256 * 768)
+
+
+def test_device_bytes_are_of_a_shard():
+  mesh = AbstractMesh((2, 4), ("data", "fsdp"))
+  where = NamedSharding(mesh, jax.P(None, "fsdp"))
+  split = jax.ShapeDtypeStruct((3, 8), jnp.bfloat16, sharding=where)
+  whole = jax.ShapeDtypeStruct((3, 8), jnp.float32)
+  assert device_bytes({"a": split, "b": [whole]}) == 3 * 2 * 2 + 3 * 8 * 4
+  assert device_bytes(jnp.zeros((5, 2), jnp.uint8)) == 10
+
+
+def test_gradients_come_layer_by_layer():
+  found = SMALL.plan("minimal")
+  assert {memory.weights for memory in found.values()} == {4_000_000}
+  assert found["loss"].gradients == 0
+  assert found["backward"].gradients == 4 * LAYERS
+  assert found["embedding"].gradients == 4_000_000
+  # Sums over microbatches are there all the time.
+  for name, memory in SMALL.plan("minimal", accumulate=2).items():
+    assert memory.gradients == found[name].gradients + 4_000_000
+
+
+def test_activations_are_those_of_all_layers():
+  found = SMALL.plan("minimal")
+  want = 4 * SMALL.kept("minimal")
+  assert found["loss"].activations == found["backward"].activations == want
+  assert found["embedding"].activations == 0
+  halved = SMALL.plan("minimal", 4, tensor=2)["loss"].activations
+  assert halved == want / 2
+
+
+def test_bf16_casts_of_weights_are_kept_where_they_are_not_gathered():
+  alone, others = (
+    SMALL.plan("bf16", gpus)["loss"].activations for gpus in (1, 4)
+  )
+  assert alone - others == 2 * LAYERS
+
+
+def test_bf16_layers_hold_the_residual_stream_whole():
+  whole, half = (
+    saved_bytes(SMALL.model, recipe.bf16(), tensor=n) for n in (1, 2)
+  )
+  # In f32 the inputs of two norms and their normalized values, the operands of
+  # two products in BF16.
+  stream = (4 * 4 + 2 * 2) * 256
+  assert half == stream + (whole - stream) / 2
+
+
+@pytest.mark.parametrize("gpus, accumulate", [(1, 1), (4, 1), (4, 2)])
+def test_cached_codes_are_split_like_weights(gpus, accumulate):
+  scale, codes = (
+    SMALL.plan("minimal", gpus, accumulate=accumulate, weight_cache=cache)
+    for cache in ("scale", "codes")
+  )
+  # After the only microbatch's forward one of two layouts is left.
+  want = accumulate * LAYERS / gpus
+  assert abs(codes["backward"].total - scale["backward"].total - want) <= 1
+
+
+def test_checkpoints_keep_less_and_compute_a_layer_again():
+  none, full = (SMALL.plan("minimal", remat=x) for x in ("none", "full"))
+  assert full["loss"].activations == 4 * 2 * 512 * 2 * 256
+  # A layer's own arrays are there once more.
+  assert full["backward"].temporary > none["backward"].temporary
+  # x, q with k and v, the attention's output, gate and up.
+  dots = saved_bytes(SMALL.model, recipe.bf16(), remat="dots")
+  assert dots == 2 * (256 + 384 + 256 + 2 * 768)
+
+
+@pytest.mark.parametrize("is_layer_norm", [False, True])
+@pytest.mark.parametrize("group_size", [16, 100])
+def test_codes_in_front_of_a_second_forward(is_layer_norm, group_size):
+  r = recipe.coat(group_size=group_size)
+  family = "olmo" if is_layer_norm else "llama"
+  model = dataclasses.replace(SMALL.model, family=family)
+  codes = 256 + 2 * {16: 16, 100: 3}[group_size]
+  layer = saved_bytes(model, r, remat="fp8_layer")
+  assert layer == codes
+  # Two norms, with f32 statistics.
+  blocks = saved_bytes(model, r, remat="fp8")
+  assert blocks == 2 * (codes + (8 if is_layer_norm else 4))
+  for remat, whole in (("fp8_layer", layer), ("fp8", blocks)):
+    assert saved_bytes(model, r, remat=remat, tensor=2) == whole / 2
+  # In BF16 layers too each GPU keeps its own positions.
+  bf16 = saved_bytes(model, recipe.bf16(), remat="fp8_layer", tensor=2)
+  assert bf16 == (256 + 2 * 16) / 2
+
+
+@pytest.mark.parametrize(
+  "remat, units", [("full", 1), ("fp8_layer", 0.57), ("fp8", 1.14)]
+)
+def test_units_of_llama2_7b(remat, units):
+  model = PRESETS["llama2_7b"]().model
+  kept = saved_bytes(model, recipe.coat(), remat=remat)
+  assert 0.98 * units <= kept / (2 * 4096) <= units
+
+
+def test_the_loss_holds_logits_of_a_chunk():
+  # 64 positions of 2 sequences; weights and their gradient; hidden states.
+  found = Case("demo", 1_000_000, 2, 64, vocab_size=4096, **SIZES)
+  whole = found.plan("minimal")["loss"].temporary
+  assert whole == 6 * 2 * 64 * 4096 + 6 * 256 * 4096 + 3 * 2 * 128 * 256
+
+
+def test_the_fullest_point_is_the_peak():
+  few, many = Memory(1, 2, 3, 4, 5), Memory(5, 4, 3, 2, 2)
+  assert few.total == 15
+  assert fullest({"a": few, "b": many}) == ("b", many)
+
+
+@pytest.mark.parametrize("megabytes", [1, 20, 33, 200])
+def test_largest_batch_fits_and_one_more_does_not(megabytes):
+  config = PRESETS["demo"]()
+  most = largest(config, megabytes * 10**6)
+
+  def peak(batch):
+    return fullest(plan(dataclasses.replace(config, batch=batch)))[1].total
+
+  assert most == 0 or peak(most) <= megabytes * 1e6
+  assert peak(most + 1) > megabytes * 1e6

@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each term of a plan as a sum of arrays, beside what XLA's compiler counts.
+
+The sums are written down here once more, array by array, and the whole plan is
+within a per cent of the peak of the step that was compiled for H200s
+(docs/rows/plan.jsonl; `make test-aot` compiles a few of them anew).
+"""
+
+import pytest
+
+from tests.train.memory.runs import DEMO, DEMO_MOE, LLAMA2_7B, Case
+from train.memory.step import fullest
+
+
+def of_tokens(case, name):
+  """Arrays of the layer that is being differentiated, on one GPU."""
+  a, u, kept = case.a, case.u, case.kept(name)
+  return {
+    # In attention: product, gate and up still, q, k, v, the output and all
+    # their gradients.
+    "bf16": 2 * 3 * a + 12 * u,
+    # In SwiGLU: gradients of gate and up in BF16 (4 A), in E5M2 as rows and as
+    # columns (4 A), and what products save, copied.
+    "fp8_linear": (4 + 4 + 1) * a + (1.5 + 3.5) * u,
+    # Gradients of gate and up in f32 (8 A), in E5M2 twice (4 A). What SwiGLU
+    # keeps is dead: gate, up, SiLU and product, each counted with a BF16 scale
+    # for every 16 (the product has none: 0.3 % of the peak at most).
+    "coat": (8 + 4) * a + 1.5 * u + kept - (4 + 4 * 2 / 16) * a,
+    # The product's gradient in BF16 (2 A), gate and up in E5M2 twice (4 A), the
+    # product once more in E4M3 (A).
+    "minimal": (2 + 4 + 1) * a + 1.5 * u + kept,
+  }[name]
+
+
+def of_weights(case, name):
+  """The same where weights are the most: at the end, with their gradients."""
+  a, u = case.a, case.u
+  return {
+    "bf16": 2 * (3 * a + case.gate_up) + 2 * u,
+    "fp8_linear": 4 * case.gate_up + 4 * a + 2 * u,
+    "coat": 4 * case.layer + 2 * a + 1.5 * u,
+    "minimal": 4 * case.layer + 2 * a + 1.5 * u,
+  }[name]
+
+
+def on_four(case, name):
+  """The same on four GPUs."""
+  a, u = case.a, case.u
+  # Gradients of all four weights in f32; codes of gate and up of all rows, and
+  # the GPU's own.
+  weights = 4 * case.layer + 1.25 * case.gate_up
+  return {
+    # In attention, with q, k and v gathered in BF16.
+    "bf16": 2 * (3 * a + 1.25 * case.qkv) + (6 + 10) * u,
+    "fp8_linear": (4 + 4) * a + 1.5 * u + weights,
+    "coat": (8 + 4 + 2.25) * a + (1.5 + 0.5) * u + weights,
+    "minimal": (2 + 4 + 1 + 2.25) * a + (1.5 + 0.5) * u + weights,
+  }[name]
+
+
+# Which sum is the largest, on how many GPUs, and the peak that was compiled.
+@pytest.mark.parametrize(
+  "case, gpus, name, arrays, compiled",
+  [
+    (DEMO, 1, "bf16", of_tokens, 613_475_752),
+    (DEMO, 1, "fp8_linear", of_tokens, 555_836_976),
+    (DEMO, 1, "coat", of_tokens, 294_050_212),
+    (DEMO, 1, "minimal", of_tokens, 208_198_080),
+    (LLAMA2_7B, 1, "bf16", of_tokens, 154_201_055_920),
+    (LLAMA2_7B, 1, "fp8_linear", of_weights, 138_289_964_728),
+    (LLAMA2_7B, 1, "coat", of_weights, 81_211_827_844),
+    (LLAMA2_7B, 1, "minimal", of_weights, 77_109_814_920),
+    (LLAMA2_7B, 4, "bf16", on_four, 61_483_393_968),
+    (LLAMA2_7B, 4, "fp8_linear", on_four, 58_545_825_480),
+    (LLAMA2_7B, 4, "coat", on_four, 31_289_673_364),
+    (LLAMA2_7B, 4, "minimal", on_four, 27_025_901_208),
+  ],
+)
+def test_backward_is_its_arrays_and_what_was_compiled(
+  case, gpus, name, arrays, compiled
+):
+  moment, memory = fullest(case.plan(name, gpus))
+  assert moment == "backward"
+  # With the gradient of the output's weights, each GPU its rows.
+  assert abs(memory.temporary - arrays(case, name) - 4 * case.head / gpus) <= 1
+  assert memory.gradients == 4 * case.model.num_layers * case.layer // gpus
+  assert memory.total == pytest.approx(compiled, rel=0.01)
+
+
+def test_bf16_backward_of_few_tokens_is_in_the_mlp():
+  case = Case("llama2_7b", LLAMA2_7B.parameters, batch=1, seq=256)
+  head = 4 * case.head
+  alone = case.plan("bf16")["backward"].temporary
+  assert alone == of_weights(case, "bf16") + head
+  gathered = 2 * (4 * case.a + 1.25 * case.gate_up) + 10 * case.u
+  assert case.plan("bf16", 4)["backward"].temporary == gathered + head / 4
+
+
+@pytest.mark.parametrize(
+  "gpus, name, compiled",
+  [
+    (2, "bf16", 918_358_889),
+    (8, "bf16", 894_585_737),
+    (2, "fp8_linear", 895_377_333),
+    (8, "fp8_linear", 879_697_845),
+  ],
+)
+def test_experts_on_gpus_have_rows_of_their_own_tokens(gpus, name, compiled):
+  memory = fullest(DEMO_MOE.plan(name, gpus))[1]
+  assert memory.total == pytest.approx(compiled, rel=0.04)
+
+
+@pytest.mark.parametrize("name", ["fp8_linear", "minimal"])
+def test_gradients_that_are_summed_in_bf16_take_half(name):
+  f32, bf16 = (
+    LLAMA2_7B.plan(name, 4, grad_reduce=dtype)["backward"].temporary
+    for dtype in ("float32", "bfloat16")
+  )
+  assert f32 - bf16 == 2 * LLAMA2_7B.layer
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp8_linear"])
+def test_a_layer_that_is_computed_again_is_there_once_more(name):
+  none, again = (
+    LLAMA2_7B.plan(name, 4, remat=remat)["backward"].temporary
+    for remat in ("none", "full")
+  )
+  assert abs(again - none - LLAMA2_7B.kept(name)) <= 1
+
+
+# Twice the tokens.
+LLAMA2_7B_4 = Case("llama2_7b", LLAMA2_7B.parameters, batch=4, seq=2048)
+
+
+# In SwiGLU as without a second forward; at the end, with weights' gradients.
+@pytest.mark.parametrize(
+  "case, remat, is_in_mlp, compiled",
+  [
+    (DEMO, "full", True, 114_849_500),
+    (DEMO, "fp8_layer", True, 107_509_468),
+    (DEMO, "fp8", True, 92_157_336),
+    (LLAMA2_7B_4, "full", True, 70_974_145_712),
+    (LLAMA2_7B_4, "fp8_layer", True, 70_034_621_616),
+    (LLAMA2_7B_4, "fp8", False, 70_907_037_344),
+  ],
+)
+def test_second_forward_is_its_arrays_and_what_was_compiled(
+  case, remat, is_in_mlp, compiled
+):
+  a, u = case.a, case.u
+  # What a layer keeps without it; the inputs of attention and of the MLP in
+  # BF16, an operand in E4M3. Or the codes of two norms, of gate and of up, each
+  # with a BF16 scale for 16.
+  norms = u * (1 + 2 / 16) + 2 * 4 * case.tokens
+  kept = case.kept("minimal") + 2.5 * u
+  kept = norms + 2 * (1 + 2 / 16) * a if remat == "fp8" else kept
+  arrays = (2 + 4 + 1) * a + 1.5 * u + kept
+  if not is_in_mlp:
+    arrays = of_weights(case, "minimal")
+  moment, memory = fullest(case.plan("minimal", remat=remat))
+  assert moment == "backward"
+  assert abs(memory.temporary - arrays - 4 * case.head) <= 1
+  assert memory.total == pytest.approx(compiled, rel=0.025)
+
+
+def test_second_forward_keeps_silu_and_operands_only_with_residuals_coat():
+  minimal, coat = (
+    DEMO.plan(name, remat="fp8")["backward"].temporary
+    for name in ("minimal", "coat")
+  )
+  # Gradients in f32 instead of the product's and the product, SiLU with its
+  # scales, the product and the operand of gate and up; but what is dead.
+  grown = (12 - 7) + (1 + 2 / 16) + 1 - 4.5
+  assert abs(coat - minimal - grown * DEMO.a - 0.5 * DEMO.u) <= 1
+
+
+def test_second_forward_on_four_gpus():
+  none, fp8, layer, full = (
+    LLAMA2_7B.plan("minimal", 4, remat=remat)["backward"]
+    for remat in ("none", "fp8", "fp8_layer", "full")
+  )
+  # Gate and up, which XLA copies at that moment in any case.
+  assert fp8.temporary == none.temporary
+  assert fp8.total == pytest.approx(19_486_664_360, rel=0.01)
+  attention = LLAMA2_7B.kept("minimal") - 2.25 * LLAMA2_7B.a
+  assert abs(layer.temporary - none.temporary - attention) <= 1
+  assert layer.total == pytest.approx(19_034_203_304, rel=0.01)
+  assert full.temporary == layer.temporary
+  assert full.total == pytest.approx(19_503_965_352, rel=0.01)
+
+
+def test_half_of_the_heads_and_columns_take_half():
+  one, two = (LLAMA2_7B.plan("minimal", 4, tensor=n) for n in (1, 2))
+  for moment in ("backward", "embedding"):
+    assert two[moment].temporary == one[moment].temporary / 2
+  # In the loss all but the hidden states are halved: each GPU sees whole
+  # sequences, and of half the vocabulary twice as many positions at a time.
+  logits, head = 2 * 1024 * 32000, LLAMA2_7B.head
+  hidden = 3 * LLAMA2_7B.u
+  assert one["loss"].temporary == (4 + 2) * (logits + head) + hidden
+  assert two["loss"].temporary == (4 + 2) * (logits + head / 2) + hidden
+
+
+@pytest.mark.parametrize("gpus, in_f32", [(1, 0), (4, 4)])
+def test_embedding_gradient_is_summed_in_f32_on_a_mesh(gpus, in_f32):
+  found = LLAMA2_7B.plan("minimal", gpus)["embedding"]
+  # In BF16 of all rows, and in f32 before it is summed over GPUs.
+  assert found.temporary == (2 + in_f32) * 32000 * 4096
+  assert found.gradients == 4 * LLAMA2_7B.parameters / gpus
+  assert found.activations == 0

@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Computes the memory while one layer is differentiated, in closed form.
+
+This memory comes on top of what all layers save. Each sum covers the arrays
+that are alive at once at a point that can be the peak, in the order in which
+XLA works. We found them from XLA's live ranges in steps that were compiled for
+H200s, and assume that
+  * a stack of layers is scanned, so what a layer saved is copied out of it;
+  * on one GPU XLA computes all weights' gradients at the end of a layer;
+  * on a mesh it sums them over GPUs while the next layer runs.
+
+tests/train/memory/test_terms.py repeats each sum next to the compiled peak:
+`test_backward_is_its_arrays_and_what_was_compiled` covers one GPU and four,
+`test_bf16_backward_of_few_tokens_is_in_the_mlp` the other terms of `max`.
+`python -m benchmarks.memory plan` compiles steps again, and
+tests/aot/test_plan.py some of them.
+"""
+
+import dataclasses
+
+from coat_jax.models import VisionConfig
+from coat_jax.models.config import ModelConfig, Remat
+from coat_jax.recipe import CoatRecipe
+from train.memory.count import saved_bytes
+
+F32, BF16 = 4, 2  # Bytes per value.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layer:
+  """One layer on one GPU.
+
+  Attributes:
+    model: the shape of a decoder or of a vision tower.
+    recipe: the recipe of its layers.
+    tokens: number of tokens that the GPU works on at a time.
+    value: bytes per value of a weight and of its gradient; 0 for a layer that
+      is not trained.
+    fsdp: number of GPUs over which a weight's rows are split.
+    tensor: number of GPUs over which heads and columns are split.
+    is_on_mesh: whether there are other GPUs.
+    remat: what `jax.checkpoint` keeps of a layer.
+    optimizer_in_backward: whether gradients are used as soon as they exist.
+  """
+
+  model: ModelConfig | VisionConfig
+  recipe: CoatRecipe
+  tokens: int
+  value: int = F32
+  fsdp: int = 1
+  tensor: int = 1
+  is_on_mesh: bool = False
+  remat: Remat = "none"
+  optimizer_in_backward: bool = False
+
+  @property
+  def experts(self) -> int:
+    """The number of experts; 0 for a single MLP."""
+    return getattr(self.model, "num_experts", None) or 0
+
+  @property
+  def copies(self) -> int:
+    """The number of experts that a token is sent to; 0 for a single MLP."""
+    return getattr(self.model, "experts_per_token", None) or 0
+
+  @property
+  def weights(self) -> dict[str, float]:
+    """The number of values of each weight, with the rows of all GPUs."""
+    model, experts = self.model, self.experts or 1
+    heads = model.num_heads * model.head_width
+    is_gated = getattr(model.choices, "is_gated", False)
+    qkv = heads + 2 * model.num_kv_heads * model.head_width
+    found = {
+      "qkv": model.d_model * qkv,
+      "out": heads * model.d_model,
+      "gate_up": experts * model.d_model * model.d_ff * (1 + is_gated),
+      "down": experts * model.d_ff * model.d_model,
+    }
+    return {name: count / self.tensor for name, count in found.items()}
+
+  @property
+  def unit(self) -> float:
+    """The bytes of the residual stream in BF16."""
+    return BF16 * self.model.d_model * self.tokens / self.tensor
+
+  @property
+  def inner(self) -> float:
+    """The number of values inside the MLP, of one of gate and up.
+
+    With experts, those of all copies of tokens.
+    """
+    return self.tokens * self.model.d_ff * (self.copies or 1) / self.tensor
+
+  @property
+  def rows(self) -> int:
+    """The bytes of all copies of tokens in BF16; 0 without experts."""
+    return BF16 * self.model.d_model * self.tokens * self.copies
+
+  @property
+  def grad_value(self) -> int:
+    """The bytes per value of a gradient before GPUs sum it."""
+    axes = self.recipe.axes
+    in_bf16 = axes is not None and axes.grad_dtype == "bfloat16"
+    return BF16 if in_bf16 else F32
+
+  @property
+  def is_recomputed(self) -> bool:
+    """Whether a second forward computes all that the layer saves."""
+    return self.remat in ("full", "fp8_layer")
+
+  @property
+  def gathered(self) -> float:
+    """The number of copies of a weight that a product needs.
+
+    On a mesh these are all rows and the GPU's own rows. Elsewhere XLA reads
+    weights in place.
+    """
+    return 1 + 1 / self.fsdp if self.is_on_mesh else 0
+
+  @property
+  def code(self) -> float:
+    """The bytes of an FP8 value with its share of a group's BF16 scale."""
+    return 1 + BF16 / self.recipe.group_size
+
+  def saved(self, remat: Remat = "none") -> float:
+    """Counts the bytes that the layer saves of all tokens."""
+    return self.tokens * saved_bytes(
+      self.model, self.recipe, remat=remat, tensor=self.tensor
+    )
+
+
+def layer_backward(layer: Layer) -> float:
+  """Returns the bytes that exist for one layer alone at its peak."""
+  if layer.recipe.nonlinear == "fp8":
+    return _coat_backward(layer)
+  again = layer.saved() if layer.is_recomputed else 0.0
+  if layer.recipe.linear == "bf16":
+    return again + _bf16_backward(layer)
+  return again + _fp8_linear_backward(layer)
+
+
+# The coefficients below are for a gated MLP. An MLP without a gate has the BF16
+# gradient instead that is summed to a bias's gradient. The plan of GPT-2 is
+# within 1 %.
+
+
+def _bf16_backward(layer: Layer) -> float:
+  inner, unit, weights = layer.inner, layer.unit, layer.weights
+  if not layer.is_on_mesh:
+    # The MLP needs the gradients of gate and up and of their product, and a
+    # weight. Attention still needs the product, and q, k, v, its output and all
+    # gradients.
+    mlp = BF16 * (3 * inner + weights["gate_up"]) + 2 * unit + 2 * layer.rows
+    return max(mlp, BF16 * 3 * inner + 12 * unit)
+  # The same, but all that a product saves is copied, and weights are gathered.
+  mlp = BF16 * (4 * inner + layer.gathered * weights["gate_up"])
+  attention = BF16 * (3 * inner + layer.gathered * weights["qkv"])
+  return max(mlp, attention + 6 * unit) + 10 * unit
+
+
+def _fp8_linear_backward(layer: Layer) -> float:
+  inner, unit, weights = layer.inner, layer.unit, layer.weights
+  # Gradients of gate and up in BF16, and in E5M2 as rows and as columns.
+  mlp = 8 * inner + 1.5 * unit
+  if layer.is_on_mesh:
+    gradients = layer.grad_value * sum(weights.values())
+    return mlp + gradients + layer.gathered * weights["gate_up"]
+  # With copies of what products save; or with a weight's gradient.
+  last = layer.value * weights["gate_up"] + 4 * inner + 2 * unit
+  return max(mlp + inner + 3.5 * unit, last)
+
+
+def _coat_backward(layer: Layer) -> float:
+  if layer.is_on_mesh:
+    return _coat_on_mesh(layer)
+  every, stream = sum(layer.weights.values()), 1.5 * layer.unit
+  mlp = _coat_mlp(layer)
+  if not (layer.experts and layer.remat == "fp8"):
+    mlp += _saved_in_mlp(layer)
+  # XLA computes all four weights' gradients last, those of experts in BF16 too,
+  # which are most of the total.
+  last = 2 * layer.inner + stream
+  if layer.experts:
+    last = BF16 * layer.weights["gate_up"]
+  return max(mlp, layer.value * every + last)
+
+
+def _coat_on_mesh(layer: Layer) -> float:
+  inner, unit, weights = layer.inner, layer.unit, layer.weights
+  every, gate_up = sum(weights.values()), weights["gate_up"]
+  mlp = _coat_mlp(layer) + layer.gathered * gate_up
+  if layer.is_recomputed:
+    mlp += 0.5 * unit + layer.saved()
+  elif not (layer.experts and layer.remat == "fp8"):
+    # On a mesh XLA copies only gate and up, and later.
+    mlp += 2.25 * inner + 0.5 * unit
+  if not layer.optimizer_in_backward:
+    # XLA sums weights' gradients over GPUs while the next layer runs, so all
+    # four gradients exist all the time.
+    return mlp + layer.grad_value * every
+  # Two gradients before they are summed, and the GPU's share of the others;
+  # also tokens, and for experts the operands of their gradients.
+  whole, operands = gate_up + weights["qkv"], 2 * inner
+  if layer.experts:
+    whole, operands = gate_up + weights["down"], 4 * inner + layer.rows
+  share = (every - gate_up) / layer.fsdp
+  return max(mlp, layer.grad_value * (whole + share) + operands + 1.5 * unit)
+
+
+def _coat_mlp(layer: Layer) -> float:
+  """Returns the arrays inside the MLP, without what the layer saved."""
+  inner, unit, rows = layer.inner, layer.unit, layer.rows
+  if layer.experts and layer.remat == "fp8":
+    # Gate and up, in codes; their gradients in BF16, the recomputed product and
+    # its gradient; all copies of tokens and of their gradients. Of the residual
+    # stream: the input, its gradient and the router's share of that gradient,
+    # and the codes of both blocks' inputs.
+    return (2 * layer.code + 8) * inner + 2 * rows + (3 + layer.code) * unit
+  # The product's gradient in BF16, E5M2 of gate and up as rows and as columns,
+  # and the recomputed product.
+  values = 7 * inner
+  if layer.recipe.residuals == "coat" and not layer.experts:
+    # Instead of the product: the gradients of gate and up in f32.
+    values = 12 * inner
+  return values + 1.5 * unit + 2 * rows
+
+
+def _saved_in_mlp(layer: Layer) -> float:
+  """Returns what a layer saved or recomputed when its MLP is differentiated."""
+  inner, unit = layer.inner, layer.unit
+  saves_product = layer.recipe.residuals == "coat" and not layer.experts
+  if layer.is_recomputed:
+    # Attention's part too; both blocks' inputs in BF16, and the operand of gate
+    # and up.
+    saved = layer.saved() + 2.5 * unit
+  elif layer.remat == "fp8":
+    # Gate and up; attention is recomputed later.
+    saved = layer.saved("fp8") + 2 * layer.code * inner
+    if saves_product:  # SiLU and the product, and the operand.
+      saved += (layer.code + 1) * inner + 0.5 * unit
+  else:
+    saved = layer.saved(layer.remat)
+  # What the layer saves of SwiGLU is dead by then.
+  return saved - 4.5 * inner * saves_product

@@ -1,0 +1,317 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plans the memory of a training step on one GPU, from its configuration.
+
+Peak memory occurs at one of these points, each with what is alive then:
+
+  loss       everything that layers save, and a chunk of logits
+  backward   everything that layers save, the layers' gradients, and the arrays
+             of the one layer that is being differentiated
+  embedding  all gradients, the embedding's not yet summed; the optimizer works
+             in place and needs no more
+  tower      if a vision tower is trained: all gradients, what the tower's
+             layers save, and the arrays of its layer that is being
+             differentiated
+
+The step is `train.step`'s: it scans its layers, has gradients in the dtypes of
+the parameters, computes the loss in chunks of logits and donates its state.
+Frozen parts have no gradients. A frozen tower saves nothing, nor does anything
+before it. A frozen decoder does save, because its backward leads to the
+projector.
+"""
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, AxisType
+
+from coat_jax.layers import vocabulary
+from coat_jax.models.config import ModelConfig
+from coat_jax.models.vision_language import VisionLanguageConfig
+from train import step
+from train.config import TrainConfig
+from train.memory.backward import BF16, F32, Layer, layer_backward
+
+_FP8 = 1  # Bytes of a code.
+# A step of a model that sees images is planned with these alone.
+_WITH_IMAGES: dict[str, Any] = {
+  "recipe": "coat",
+  "mesh": "",
+  "accumulate": 1,
+  "remat": "none",
+  "weight_cache": "scale",
+  "optimizer_in_backward": False,
+}
+
+
+class Memory(NamedTuple):
+  """Bytes on one GPU at one point of a step.
+
+  Attributes:
+    weights: bytes of the parameters.
+    gradients: bytes of the gradients that exist at that point, plus their sums
+      over microbatches. If the optimizer runs in the backward, the gradients of
+      a single layer count as temporary.
+    optimizer: bytes of the optimizer's state.
+    activations: bytes that layers save for the backward pass.
+    temporary: everything else.
+  """
+
+  weights: int
+  gradients: int
+  optimizer: int
+  activations: int
+  temporary: int
+
+  @property
+  def total(self) -> int:
+    """The total number of bytes."""
+    return sum(self)
+
+
+class AbstractState(NamedTuple):
+  """The shapes and shardings of what a run stores between steps."""
+
+  params: Any
+  optimizer: Any
+
+
+_STATES: dict[tuple, AbstractState] = {}
+
+
+def state_of(config: TrainConfig) -> AbstractState:
+  """Builds a run's abstract state, once for runs that store the same.
+
+  Raises a ValueError if a device would hold part of a group of moments.
+  """
+  key = config.model, config.mesh, config.params, config.report_state
+  key += config.optim, getattr(config, "trained", None)
+  if key not in _STATES:
+    mesh: Any = None
+    if sizes := config.mesh_sizes:
+      types = (AxisType.Auto,) * len(sizes)
+      mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=types)
+    state = step.abstract_state(config, step.build_optimizer(config), mesh)
+    optimizer = state.optimizer, state.exact, state.clip
+    _STATES[key] = AbstractState(state.params, optimizer)
+  return _STATES[key]
+
+
+def device_bytes(tree: Any) -> int:
+  """Counts the bytes of a tree of arrays on one device of its shardings."""
+
+  def count(x) -> int:
+    where = getattr(x, "sharding", None)
+    shape = x.shape if where is None else where.shard_shape(x.shape)
+    return math.prod(shape) * jnp.dtype(x.dtype).itemsize
+
+  return sum(count(x) for x in jax.tree.leaves(tree))
+
+
+def batch_shards(config: TrainConfig) -> int:
+  """Counts the devices that sequences are split over."""
+  sizes = config.mesh_sizes
+  return sizes.get("data", 1) * sizes.get("fsdp", 1)
+
+
+def plan(
+  config: TrainConfig,
+  state: AbstractState | None = None,
+  *,
+  images_each: int = 1,
+) -> dict[str, Memory]:
+  """Plans a run's memory at each point of a step on one of its GPUs.
+
+  `fullest` picks the peak. `images_each` is the number of images that a
+  sequence of a LLaVA has room for. Raises a ValueError if a device would hold
+  part of a group of moments, or if a run with images has an option that is not
+  planned.
+  """
+  state = state or state_of(config)
+  if isinstance(config.model, VisionLanguageConfig):
+    return _plan_vision(config, state, images_each)
+  return _plan_decoder(config, config.model, state)
+
+
+def fullest(points: dict[str, Memory]) -> tuple[str, Memory]:
+  """Returns the name of the point with the most memory, and that memory."""
+  return max(points.items(), key=lambda point: point[1].total)
+
+
+def largest(
+  config: TrainConfig, memory_bytes: int, *, images_each: int = 1
+) -> int:
+  """Finds the largest batch that fits; 0 if not even one sequence does.
+
+  The batch of `config` does not matter; `images_each` is as in `plan`.
+  """
+  shards = batch_shards(config) * config.accumulate
+
+  def fits(sequences: int) -> bool:
+    run = dataclasses.replace(config, batch=sequences * shards)
+    peak = fullest(plan(run, images_each=images_each))[1]
+    return peak.total <= memory_bytes
+
+  if not fits(1):
+    return 0
+  low, high = 1, 2
+  while fits(high):
+    low, high = high, 2 * high
+  while high - low > 1:
+    middle = (low + high) // 2
+    low, high = (middle, high) if fits(middle) else (low, middle)
+  return shards * low
+
+
+def _plan_decoder(
+  config: TrainConfig, model: ModelConfig, state: AbstractState
+) -> dict[str, Memory]:
+  """Plans a step of a decoder, or of the decoder of a larger model."""
+  sizes, recipe = config.mesh_sizes, config.coat_recipe()
+  batch = config.batch // batch_shards(config) // config.accumulate
+  layer = Layer(
+    model=model,
+    recipe=recipe,
+    tokens=batch * config.seq,
+    value=_value_bytes(state.params),
+    fsdp=sizes.get("fsdp", 1),
+    tensor=sizes.get("tensor", 1),
+    is_on_mesh=math.prod(sizes.values()) > 1,
+    remat=config.remat,
+    optimizer_in_backward=config.optimizer_in_backward,
+  )
+  weights, value = device_bytes(state.params), layer.value
+  matrices = layer.weights
+  layers = model.num_layers * sum(matrices.values())
+  # We cache no codes of experts' weights and keep no casts of them.
+  linear = layers
+  if layer.experts:
+    linear = model.num_layers * (matrices["qkv"] + matrices["out"])
+  kept = model.num_layers * layer.saved(config.remat)
+  is_cast = recipe.linear == "bf16" and value == F32
+  if is_cast and not layer.is_on_mesh and config.remat == "none":
+    kept += BF16 * linear  # Autodiff keeps the casts of weights.
+  cached = 0
+  if recipe.linear == "fp8" and recipe.weight_cache == "codes":
+    # If a step has only one forward, columns are dead after it; rows are not.
+    layouts = 1 if config.accumulate == 1 else 2
+    cached = layouts * _FP8 * linear / layer.fsdp
+  summed = 0
+  if config.accumulate > 1:  # The sum exists between microbatches.
+    itemsize = jnp.dtype(config.grad_accumulate).itemsize
+    summed = weights * max(1, itemsize / value)
+  ends = _Ends(model, layer, batch, config.seq)
+  of_layers, of_all = value * layers / layer.fsdp, weights
+  if config.optimizer_in_backward:
+    of_layers, of_all = 0, value * ends.head / layer.fsdp
+
+  def memory(gradients, activations, temporary):
+    gradients, temporary = gradients + summed, temporary + cached
+    others = (round(x) for x in (activations, temporary))
+    return Memory(
+      weights, round(gradients), device_bytes(state.optimizer), *others
+    )
+
+  in_backward = layer_backward(layer) + ends.in_backward
+  return {
+    "loss": memory(0, kept, ends.in_loss),
+    "backward": memory(of_layers, kept, in_backward),
+    "embedding": memory(of_all, 0, ends.in_embedding),
+  }
+
+
+class _Ends:
+  """The memory that the embedding and the loss need at each point.
+
+  Attributes:
+    head: number of values of the output weights, with all rows.
+    in_loss, in_backward, in_embedding: bytes at these points.
+  """
+
+  def __init__(self, model: ModelConfig, layer: Layer, batch: int, seq: int):
+    value = layer.value
+    vocabulary_size = model.vocab_size // layer.tensor
+    self.head = head = model.d_model * vocabulary_size
+    unit = BF16 * model.d_model * layer.tokens
+    positions = vocabulary.loss_positions(batch, seq, vocabulary_size)
+    logits = batch * positions * vocabulary_size
+    # Logits and their gradient in BF16; the weights' gradient; hidden states,
+    # the same in chunks, and their gradient.
+    self.in_loss = (F32 + BF16) * logits + F32 * head + 3 * unit
+    if value == F32 or layer.is_on_mesh:
+      # The weights in BF16, gathered if there is a mesh.
+      self.in_loss += BF16 * head
+    if value == BF16 and not layer.is_on_mesh:
+      # The gradient is rounded once the logits are gone.
+      self.in_loss = max(self.in_loss, (F32 + BF16) * head + 2 * unit)
+    # The weights' gradient, which by then is summed over devices.
+    self.in_backward = value * head / layer.fsdp
+    if layer.optimizer_in_backward:
+      # The optimizer has used it already, unless the embedding's gradient must
+      # be added. XLA may create zeros for that one before it differentiates the
+      # layers.
+      self.in_backward *= model.tied_embeddings
+      self.in_backward += BF16 * head
+    # The embedding's gradient as well, in BF16 and in f32.
+    self.in_embedding = BF16 * head
+    if layer.is_on_mesh:
+      self.in_embedding += F32 * head
+
+
+def _plan_vision(
+  config: TrainConfig, state: AbstractState, images_each: int
+) -> dict[str, Memory]:
+  """Plans a step of a LLaVA on one GPU, which trains what `trained` names."""
+  for name, planned in _WITH_IMAGES.items():
+    if (got := getattr(config, name)) != planned:
+      raise ValueError(
+        f"plan: a model that sees images is planned without {name}, on one "
+        f"GPU, got {name} {got}; leave it out"
+      )
+  model: Any = config.model
+  trained: str = getattr(config, "trained")  # noqa: B009
+  params, recipe, batch = state.params, config.coat_recipe(), config.batch
+  decoder = AbstractState(params["decoder"], state.optimizer)
+  points = _plan_decoder(config, model.text, decoder)
+  if trained == "projector":
+    loss, backward = points["loss"], points["backward"]
+    head = F32 * model.text.d_model * model.text.vocab_size
+    frozen = Layer(
+      model=model.text, recipe=recipe, tokens=batch * config.seq, value=0
+    )
+    points = {
+      "loss": loss._replace(temporary=loss.temporary - head),
+      "backward": backward._replace(
+        gradients=0, temporary=round(layer_backward(frozen))
+      ),
+    }
+  images = batch * images_each
+  tower = Layer(
+    model=model.vision,
+    recipe=recipe,
+    tokens=images * model.vision.num_tokens,
+    value=_value_bytes(params["tower"]),
+  )
+  # Features; hidden states before GELU in both dtypes, and after it.
+  kept = images * model.tokens_each * BF16 * model.vision.d_model
+  kept += images * model.tokens_each * (2 * BF16 + F32) * model.text.d_model
+  if trained == "all":
+    layers = model.feature_layer % (model.vision.num_layers + 1)
+    kept += layers * tower.saved()
+  weights = device_bytes(params)
+  for name, memory in points.items():
+    activations = memory.activations + round(kept)
+    points[name] = memory._replace(weights=weights, activations=activations)
+  if trained == "all":
+    points["tower"] = points["embedding"]._replace(
+      gradients=weights, temporary=round(layer_backward(tower))
+    )
+  return points
+
+
+def _value_bytes(params: Any) -> int:
+  """Returns the bytes per value of a matrix; norms and biases may be wider."""
+  widest = max(jax.tree.leaves(params), key=lambda leaf: leaf.size)
+  return jnp.dtype(widest.dtype).itemsize
