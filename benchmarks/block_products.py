@@ -30,7 +30,7 @@ from benchmarks import arguments as args
 from benchmarks.cases import Sizes, operand
 from benchmarks.harness import emit, measure, say
 from coat_jax import ops
-from coat_jax.formats import E5M2
+from coat_jax.numerics.formats import E5M2
 from coat_jax.ops.linear import in_columns, in_rows
 from coat_jax.pallas.mosaic import block_product
 from train.presets import PRESETS

@@ -16,9 +16,9 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from coat_jax import ops
-from coat_jax.formats import E4M3
+from coat_jax.numerics.formats import E4M3
+from coat_jax.numerics.qtensor import QTensor
 from coat_jax.ops import Operand
-from coat_jax.qtensor import QTensor
 
 
 @dataclasses.dataclass(frozen=True)

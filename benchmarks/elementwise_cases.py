@@ -14,8 +14,8 @@ import jax.numpy as jnp
 
 from benchmarks.cases import OpCase, Sizes, of_op
 from coat_jax import ops
-from coat_jax.formats import E4M3, E5M2
-from coat_jax.ops.scaling import BLOCK
+from coat_jax.numerics.formats import E4M3, E5M2
+from coat_jax.numerics.scaling import BLOCK
 
 _ONE = functools.partial(jnp.ones, ())
 _LAYOUTS = {"rows": 1, "columns": 1, "both": 2}  # Bytes written per value.

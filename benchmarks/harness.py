@@ -30,7 +30,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from coat_jax.formats import E4M3
+from coat_jax.numerics.formats import E4M3
 
 # Calls take turns with copies of their arrays. In total these are larger than
 # this: twice an H200's cache.

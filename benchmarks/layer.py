@@ -43,7 +43,7 @@ from flax import nnx
 from benchmarks import aot
 from benchmarks import arguments as args
 from benchmarks.harness import emit, measure, say
-from coat_jax import recipe as recipes
+from coat_jax import recipes
 from coat_jax.layers import (
   RESIDUAL_NAMES,
   block_inputs_saveable,
@@ -53,7 +53,7 @@ from coat_jax.layers import (
 from coat_jax.models import VisionConfig, VisionLayer
 from coat_jax.models.config import ModelConfig
 from coat_jax.models.decoder import DecoderLayer
-from coat_jax.recipe import CoatRecipe
+from coat_jax.numerics.recipes import CoatRecipe
 from train.memory.count import residual_bytes
 from train.presets import PRESETS
 

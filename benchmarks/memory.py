@@ -32,7 +32,7 @@ from flax import nnx
 from benchmarks import aot, planned, table7
 from benchmarks import arguments as args
 from benchmarks.harness import emit
-from coat_jax import coat_adamw, codecs, recipe
+from coat_jax import coat_adamw, codecs, recipes
 from coat_jax.models.config import ModelConfig
 from coat_jax.models.decoder import Decoder
 from coat_jax.optimizer.report import state_bytes
@@ -40,11 +40,11 @@ from train.memory.count import residual_bytes
 from train.presets import PRESETS
 
 RECIPES = (
-  recipe.bf16(),
-  recipe.fp8_linear(),
-  recipe.coat(residuals="coat"),
-  recipe.coat(residuals="minimal"),
-  recipe.coat(residuals="minimal", attention="fp8"),
+  recipes.bf16(),
+  recipes.fp8_linear(),
+  recipes.coat(residuals="coat"),
+  recipes.coat(residuals="minimal"),
+  recipes.coat(residuals="minimal", attention="fp8"),
 )
 PAPER_UNITS = {"bf16": 22.66, "fp8_linear": 18.33, "coat": 13.33}
 CODECS = {name: codecs.build(name) for name in codecs.names()}
@@ -122,7 +122,7 @@ def state(preset: str) -> list[dict]:
 
 def _abstract_params(config: ModelConfig, dtype):
   model = nnx.eval_shape(
-    lambda: Decoder(config, recipe.coat(), rngs=nnx.Rngs(0))
+    lambda: Decoder(config, recipes.coat(), rngs=nnx.Rngs(0))
   )
   return jax.tree.map(
     lambda x: jax.ShapeDtypeStruct(x.shape, dtype),

@@ -13,10 +13,9 @@ import jax.numpy as jnp
 from flax.linen import fp8_ops
 
 from benchmarks.cases import Case, Sizes, of_op, operand
-from coat_jax import ops
-from coat_jax import recipe as recipes
-from coat_jax.formats import E4M3, E5M2
+from coat_jax import ops, recipes
 from coat_jax.layers import linear
+from coat_jax.numerics.formats import E4M3, E5M2
 
 
 def product_cases(sizes: Sizes) -> Iterator[Case]:

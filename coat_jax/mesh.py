@@ -41,7 +41,8 @@ import jax.numpy as jnp
 from jax import Array, P, lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, reshard
 
-from coat_jax.recipe import MeshAxes
+from coat_jax.numerics.recipes import MeshAxes
+from coat_jax.numerics.varying import varying
 
 # How a linear layer's kernel is split over the tensor axis: by columns, by
 # inputs (its rows, together with the activations they multiply), or not at all.
@@ -139,28 +140,6 @@ def place(arrays: Any, specs: Any) -> Any:
     return reshard(x, spec) if mesh.explicit_axes else x
 
   return jax.tree.map(placed, arrays, specs)
-
-
-def varying[Tree](tree: Tree) -> Tree:
-  """Casts arrays to vary over all `shard_map` axes that any one varies over.
-
-  If a weight's type does not vary, its gradient is the sum over devices. The
-  transpose of this cast computes that sum in the weight's dtype, so a custom
-  gradient can return each device's own. The cast does nothing outside
-  `shard_map` and with check_vma=False.
-  """
-
-  def axes_of(x) -> frozenset[str]:
-    return jax.typeof(x).manual_axis_type.varying
-
-  arrays = [x for x in jax.tree.leaves(tree) if isinstance(x, Array)]
-  names = frozenset().union(*map(axes_of, arrays))
-
-  def cast(x):
-    missing = tuple(sorted(names - axes_of(x))) if isinstance(x, Array) else ()
-    return lax.pcast(x, missing, to="varying") if missing else x
-
-  return jax.tree.map(cast, tree)
 
 
 # Specs.

@@ -21,7 +21,9 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from coat_jax import codecs, stochastic
+from coat_jax import codecs
+from coat_jax.numerics import stochastic
+from coat_jax.numerics.stochastic import LeafPart
 from coat_jax.ops.types import StepImplementation
 from coat_jax.optimizer import weights
 from coat_jax.optimizer.adam import scale_by_coat_adam as scale_by_coat_adam
@@ -33,7 +35,6 @@ from coat_jax.optimizer.masks import QuantizeMask
 from coat_jax.optimizer.state import (
   ScaleByCoatAdamState as ScaleByCoatAdamState,
 )
-from coat_jax.stochastic import LeafPart
 
 
 def coat_adamw(

@@ -22,9 +22,9 @@ from flax import linen, nnx
 from jax import P
 from jax.sharding import AxisType, Mesh, NamedSharding
 
-from coat_jax import coat_adamw, recipe
+from coat_jax import coat_adamw, recipes
 from coat_jax.layers import Attention, GatedMLP
-from coat_jax.sharding import state_shardings
+from coat_jax.optimizer import state_shardings
 
 VOCABULARY, WIDTH, STEPS = 16, 32, 60
 
@@ -41,7 +41,7 @@ class Decoder(linen.Module):
   def __call__(self, tokens):
     kernel_init = split_rows(linen.initializers.lecun_normal(), None)
     options = dict(
-      recipe=recipe.coat(),
+      recipe=recipes.coat(),
       kernel_init=kernel_init,
       scale_init=split_rows(linen.initializers.ones),
     )

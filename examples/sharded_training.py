@@ -5,8 +5,8 @@
 
 A small network learns a function on all devices (on a CPU, we simulate eight).
 The batch is split over all of them, parameters over the axis `fsdp`, and
-`coat_jax.sharding` shards the optimizer's state from the start. Halfway
-through, the state is saved and restored with the same bytes on a mesh of
+`state_shardings` shards the optimizer's state from the start. Halfway through,
+the state is saved and restored with the same bytes on a mesh of
 another shape, and training continues.
 """
 
@@ -21,7 +21,7 @@ from jax import P
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from coat_jax import coat_adamw
-from coat_jax.sharding import abstract_state, state_shardings
+from coat_jax.optimizer import abstract_state, state_shardings
 
 WIDTH, HIDDEN, LAYERS, BATCH, STEPS = 32, 1024, 2, 64, 40
 

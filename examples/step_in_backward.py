@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from coat_jax import Clipping, fused_coat_adamw, step_in_backward
+from coat_jax.optimizer import Clipping, fused_coat_adamw, step_in_backward
 
 LAYERS, WIDTH, HEADS, VOCABULARY, STEPS = 4, 128, 4, 32, 30
 

@@ -25,10 +25,11 @@ from flax import nnx
 
 from benchmarks import arguments as args
 from benchmarks.harness import emit, say
-from coat_jax import codecs, default_field_rule, encoded, recipe, state_bytes
+from coat_jax import codecs, encoded, recipes
 from coat_jax.models.config import ModelConfig
 from coat_jax.models.decoder import Decoder
 from coat_jax.models.loss import loss_fn
+from coat_jax.optimizer import default_field_rule, state_bytes
 from train.data.batches import train_iterator
 from train.data.tokens import DataConfig, load_tokens
 
@@ -82,7 +83,7 @@ class Problem:
   def __init__(self, model: ModelConfig, steps: int, seed: int):
     self.steps = steps
     graph, self.params = nnx.split(
-      Decoder(model, recipe.bf16(), rngs=nnx.Rngs(seed)), nnx.Param
+      Decoder(model, recipes.bf16(), rngs=nnx.Rngs(seed)), nnx.Param
     )
     tokens = load_tokens(DataConfig(), model.vocab_size)
     batches = train_iterator(tokens, seq_len=SEQ, batch_size=BATCH, seed=seed)

@@ -27,7 +27,7 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from benchmarks.harness import emit
-from coat_jax import recipe
+from coat_jax import recipes
 from coat_jax.models import generate, load_hf
 from train import convert, pretrain
 
@@ -82,7 +82,7 @@ def compare(source: Path, exported: Path) -> dict[str, float | int]:
     source: What the training began with.
     exported: What came of it.
   """
-  model = load_hf(exported, recipe=recipe.bf16(), dtype=jnp.float32)
+  model = load_hf(exported, recipe=recipes.bf16(), dtype=jnp.float32)
   size = model.config.vocab_size
   tokens = np.random.default_rng(0).integers(3, size, (2, 48))
   prompt = tokens[0, :7].tolist()

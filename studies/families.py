@@ -27,13 +27,13 @@ import numpy as np
 from flax import nnx
 
 from benchmarks.harness import emit
-from coat_jax import recipe as recipes
+from coat_jax import recipes
 from coat_jax.models import VISION_FAMILIES, VisionConfig, VisionTower
 from coat_jax.models.batch import Batch
 from coat_jax.models.config import FAMILIES, ModelConfig
 from coat_jax.models.decoder import Decoder
 from coat_jax.models.loss import loss_of_hidden
-from coat_jax.recipe import CoatRecipe
+from coat_jax.numerics.recipes import CoatRecipe
 from train.memory.count import residual_bytes
 
 _SIZES: dict[str, Any] = dict(

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from coat_jax import recipe
+from coat_jax import recipes
 from coat_jax.layers.activation import plain_gated
 from coat_jax.layers.attention_output import dot_product_attention
 from coat_jax.layers.linear import linear
@@ -25,7 +25,7 @@ from coat_jax.models.config import ModelConfig
 from coat_jax.models.decoder import Decoder
 from coat_jax.models.loss import loss_of_hidden
 
-_PLAIN = recipe.bf16()
+_PLAIN = recipes.bf16()
 
 
 class LayerTensors(NamedTuple):

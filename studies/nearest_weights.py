@@ -18,7 +18,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from coat_jax import FusedTransformation, scale_by_coat_adam
+from coat_jax import scale_by_coat_adam
+from coat_jax.optimizer import FusedTransformation
 from train import pretrain, step
 from train.config import TrainConfig
 from train.optimizers import learning_rate

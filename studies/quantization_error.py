@@ -10,15 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from coat_jax import recipe
+from coat_jax import recipes
 from coat_jax.codecs.fp8 import ExpandedFP8, ScaledFP8
 from coat_jax.codecs.group import GroupCodec
 from coat_jax.codecs.int8 import LinearInt8
-from coat_jax.formats import E4M3, E5M2, INT8
 from coat_jax.models.config import ModelConfig
 from coat_jax.models.decoder import DecoderLayer
-from coat_jax.qtensor import dequantize, quantize
-from coat_jax.recipe import CoatRecipe
+from coat_jax.numerics.formats import E4M3, E5M2, INT8
+from coat_jax.numerics.qtensor import dequantize, quantize
+from coat_jax.numerics.recipes import CoatRecipe
 from studies.layer_tensors import LayerTensors
 from studies.trained_moments import EPS, Moments
 
@@ -28,13 +28,13 @@ Shared = Literal["tensor", "tile"] | int
 GROUPS: tuple[Shared, ...] = ("tensor", 128, 64, 32, 16)
 TILE = 128
 RECIPES: dict[str, CoatRecipe] = {
-  "bf16": recipe.bf16(),
-  "fp8_linear": recipe.fp8_linear(),
-  "coat": recipe.coat(),
-  "coat, FP8 attention": recipe.coat(attention="fp8"),
-  "fp8_block": recipe.fp8_block(),
-  "int8": recipe.int8(),
-  "int8, INT8 attention": recipe.int8(attention="fp8"),
+  "bf16": recipes.bf16(),
+  "fp8_linear": recipes.fp8_linear(),
+  "coat": recipes.coat(),
+  "coat, FP8 attention": recipes.coat(attention="fp8"),
+  "fp8_block": recipes.fp8_block(),
+  "int8": recipes.int8(),
+  "int8, INT8 attention": recipes.int8(attention="fp8"),
 }
 
 
@@ -233,7 +233,7 @@ def layer_errors(
   x = found.values["attention's norm"].astype(jnp.bfloat16)
   g = found.gradients["down"].astype(jnp.bfloat16)
   arrays = params["layers"], x, g
-  exact = _run_layers(config, recipe.bf16(), jnp.float32, *arrays)
+  exact = _run_layers(config, recipes.bf16(), jnp.float32, *arrays)
   got = _run_layers(config, chosen, jnp.bfloat16, *arrays)
   errors = []
   for i in range(len(x)):

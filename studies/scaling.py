@@ -47,10 +47,9 @@ from benchmarks.layer import (
   with_gradients,
 )
 from benchmarks.layer import temporary_bytes as temporary_bytes_of
-from coat_jax import ops
-from coat_jax import recipe as recipes
-from coat_jax.formats import E4M3
-from coat_jax.recipe import CoatRecipe, Formats
+from coat_jax import ops, recipes
+from coat_jax.numerics.formats import E4M3
+from coat_jax.numerics.recipes import CoatRecipe, Formats
 from train.memory.count import residual_bytes
 from train.presets import PRESETS
 

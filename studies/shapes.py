@@ -25,7 +25,7 @@ import tokenizers
 from flax import nnx
 from PIL import Image, ImageDraw
 
-from coat_jax import recipe as recipes
+from coat_jax import recipes
 from coat_jax.models import (
   ModelConfig,
   VisionConfig,

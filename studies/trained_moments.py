@@ -16,7 +16,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from benchmarks.harness import say
-from coat_jax import recipe
+from coat_jax import recipes
 from coat_jax.models.config import ModelConfig
 from coat_jax.models.decoder import Decoder
 from coat_jax.models.loss import loss_fn
@@ -103,7 +103,7 @@ def train_model(
     dtype: Of activations.
   """
   graph, params = nnx.split(
-    Decoder(model, recipe.bf16(), dtype=dtype, rngs=nnx.Rngs(0)), nnx.Param
+    Decoder(model, recipes.bf16(), dtype=dtype, rngs=nnx.Rngs(0)), nnx.Param
   )
   params = nnx.to_pure_dict(params)
   size = sum(x.size for x in jax.tree.leaves(params))

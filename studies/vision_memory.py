@@ -20,7 +20,7 @@ from flax import nnx
 from benchmarks import aot
 from benchmarks import arguments as args
 from benchmarks.harness import emit, say
-from coat_jax import codecs, fused_coat_adamw, recipe
+from coat_jax import codecs, recipes
 from coat_jax.models import (
   ModelConfig,
   VisionConfig,
@@ -28,6 +28,7 @@ from coat_jax.models import (
   VisionLanguageModel,
   loss_fn,
 )
+from coat_jax.optimizer import fused_coat_adamw
 from train.finetune_config import FinetuneConfig, Trained
 from train.memory.step import AbstractState, Memory, fullest, plan
 
@@ -70,7 +71,7 @@ def abstract(stage: Trained):
   """
   model = nnx.eval_shape(
     lambda: VisionLanguageModel(
-      LLAVA_7B, recipe.coat(), param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0)
+      LLAVA_7B, recipes.coat(), param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0)
     )
   )
   graph, state = nnx.split(model, nnx.Param)

@@ -16,13 +16,13 @@ from flax import nnx
 from jax import P
 from jax.sharding import Mesh, NamedSharding
 
-from coat_jax import fused_coat_adamw
-from coat_jax import recipe as recipes
+from coat_jax import recipes
 from coat_jax.layers import with_weight_cache
 from coat_jax.models.config import ModelConfig
 from coat_jax.models.decoder import DecoderLayer
 from coat_jax.models.params import param_spec, path_of
-from coat_jax.recipe import MeshAxes
+from coat_jax.numerics.recipes import MeshAxes
+from coat_jax.optimizer import fused_coat_adamw
 from tests.comparing import assert_same_bits
 from train import step
 from train.mesh import batch_sharding, make_mesh, parse_mesh

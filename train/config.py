@@ -15,12 +15,12 @@ from typing import Annotated, Any, Literal, Self
 
 import jax.numpy as jnp
 
-import coat_jax.recipe
+import coat_jax.numerics.recipes
 from coat_jax.models.config import ModelConfig, Remat
 from coat_jax.models.params import mesh_axes
 from coat_jax.models.ranges import Count, Range, Width, check_numbers
 from coat_jax.models.remat import check_remat
-from coat_jax.recipe import GradDtype, MeshAxes
+from coat_jax.numerics.recipes import GradDtype, MeshAxes
 from train.combinations import check_combinations
 from train.data.tokens import DataConfig
 from train.mesh import check_fits, check_tiles, parse_mesh
@@ -142,14 +142,14 @@ class TrainConfig:
   recipe: Literal["coat", "bf16", "fp8_linear", "fp8_block", "int8"] = (
     dataclasses.field(default="coat", metadata=FIXED)
   )
-  residuals: coat_jax.recipe.Residuals = dataclasses.field(
+  residuals: coat_jax.numerics.recipes.Residuals = dataclasses.field(
     default="minimal", metadata=FIXED
   )
-  attention: coat_jax.recipe.Kept = dataclasses.field(
+  attention: coat_jax.numerics.recipes.Kept = dataclasses.field(
     default="bf16", metadata=FIXED
   )
   activation_group_size: Width = dataclasses.field(default=16, metadata=FIXED)
-  weight_cache: coat_jax.recipe.WeightCache = "scale"
+  weight_cache: coat_jax.numerics.recipes.WeightCache = "scale"
   evaluation: Literal["same", "bf16"] = dataclasses.field(
     default="same", metadata=SILENT
   )
@@ -271,7 +271,7 @@ class TrainConfig:
     """The dtype of activations."""
     return jnp.dtype(self.compute)
 
-  def coat_recipe(self) -> coat_jax.recipe.CoatRecipe:
+  def coat_recipe(self) -> coat_jax.numerics.recipes.CoatRecipe:
     """Builds the recipe of the layers."""
     arguments = {name: getattr(self, name) for name in _RECIPES[self.recipe]}
     arguments.pop("compute", None)
@@ -279,7 +279,7 @@ class TrainConfig:
       arguments["group_size"] = arguments.pop("activation_group_size")
     if self.implementation == "xla":
       arguments["implementation"] = "xla"
-    recipe = getattr(coat_jax.recipe, self.recipe)(**arguments)
+    recipe = getattr(coat_jax.numerics.recipes, self.recipe)(**arguments)
     return dataclasses.replace(recipe, axes=self._mesh_axes())
 
   def _mesh_axes(self) -> MeshAxes | None:

@@ -44,7 +44,7 @@ import tyro
 from jax import P
 from jax.sharding import NamedSharding
 
-from coat_jax import from_adam_state, sharding, to_adam_state
+from coat_jax.optimizer import from_adam_state, sharding, to_adam_state
 from train import convert_hf, weights
 from train import step as steps
 from train.command_line import plain_errors

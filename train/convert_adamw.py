@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 
-from coat_jax import from_adam_state, to_adam_state
+from coat_jax.optimizer import from_adam_state, to_adam_state
 from train import step as steps
 from train import weights
 from train.config import TrainConfig

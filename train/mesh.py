@@ -18,7 +18,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from coat_jax.models import VisionConfig
 from coat_jax.models.params import AXES
-from coat_jax.ops.scaling import BLOCK
+from coat_jax.numerics.scaling import BLOCK
 
 _MOST_DEVICES = 2**16
 MESH_AXES = ("data", "fsdp", "tensor")

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 import tyro
 
-from coat_jax import Clipping, codecs
+from coat_jax import codecs
 from coat_jax.models.ranges import (
   NotNegative,
   Positive,
@@ -15,6 +15,7 @@ from coat_jax.models.ranges import (
   Width,
   check_numbers,
 )
+from coat_jax.optimizer import Clipping
 from train.options import CONVERTED, FIXED, check_unused, defaults
 
 # Options of `OptimConfig` that are for the codec, where it takes them.

@@ -13,14 +13,13 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from coat_jax import (
+from coat_jax import apply_updates, coat_muon
+from coat_jax.models import model_matrices
+from coat_jax.optimizer import (
   FusedTransformation,
-  apply_updates,
-  coat_muon,
   fused_coat_adamw,
   fused_coat_lion,
 )
-from coat_jax.models import model_matrices
 from coat_jax.optimizer.state import MomentState, find_states
 from train import weights
 from train.config import TrainConfig

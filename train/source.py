@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
-from coat_jax import recipe as recipes
+from coat_jax import recipes
 from coat_jax.models import (
   Decoder,
   ModelConfig,

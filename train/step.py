@@ -18,8 +18,8 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
-from coat_jax import FusedTransformation, sharding
 from coat_jax.models.params import param_shardings, parameter
+from coat_jax.optimizer import FusedTransformation, sharding
 from coat_jax.optimizer.clipping import ClipState
 from coat_jax.optimizer.state import FusedState
 from train import optimizers, weights

@@ -13,12 +13,12 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from coat_jax import BackwardStep, step_in_backward
 from coat_jax.layers import with_weight_cache
 from coat_jax.models.batch import Batch
 from coat_jax.models.loss import loss_of_hidden
 from coat_jax.models.params import param_shardings
 from coat_jax.models.vision_language import VisionLanguageModel
+from coat_jax.optimizer import BackwardStep, step_in_backward
 from coat_jax.optimizer.clipping import clip_gradients, global_norm
 from train import weights
 from train.config import TrainConfig

@@ -38,11 +38,11 @@ from jax.sharding import Mesh
 
 from coat_jax.codecs.fp8 import ExpandedFP8
 from coat_jax.codecs.group import Encoded, GroupCodec
-from coat_jax.formats import is_fp8, qmax
 from coat_jax.models.batch import Batch
+from coat_jax.numerics.formats import is_fp8, qmax
+from coat_jax.numerics.qtensor import quantize, split_groups
 from coat_jax.optimizer.masks import is_encoded
 from coat_jax.optimizer.state import MomentState, find_states
-from coat_jax.qtensor import quantize, split_groups
 from train import step
 from train.config import TrainConfig
 from train.objective import objective_of

@@ -12,8 +12,12 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from coat_jax import LowBitsState, join_weights, split_weights
-from coat_jax.optimizer import weights
+from coat_jax.optimizer import (
+  LowBitsState,
+  join_weights,
+  split_weights,
+  weights,
+)
 from coat_jax.optimizer.masks import leaf_paths
 from coat_jax.optimizer.state import FusedState
 

@@ -53,7 +53,7 @@ from coat_jax.codecs.registry import names as names
 from coat_jax.codecs.registry import options as options
 from coat_jax.codecs.registry import register as register
 from coat_jax.codecs.registry import variants as variants
-from coat_jax.formats import E4M3, E5M2
+from coat_jax.numerics.formats import E4M3, E5M2
 
 
 @register

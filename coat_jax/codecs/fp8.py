@@ -18,7 +18,7 @@ from coat_jax.codecs.group import (
   octaves_between,
   share,
 )
-from coat_jax.formats import E4M3, neighbours, qmax, saturating_cast
+from coat_jax.numerics.formats import E4M3, neighbours, qmax, saturating_cast
 
 # k is stored in sixteenths as a uint8 (the reference's expand_min = 16).
 _POWER_STEPS = 16

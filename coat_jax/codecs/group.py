@@ -23,8 +23,8 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Inexact
 
-from coat_jax.checks import check_array, check_group_size
-from coat_jax.qtensor import join_groups, split_groups
+from coat_jax.numerics.checks import check_array, check_group_size
+from coat_jax.numerics.qtensor import join_groups, split_groups
 
 Rounding = Literal["stochastic", "nearest"]
 

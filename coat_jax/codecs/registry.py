@@ -14,8 +14,8 @@ import typing
 from collections.abc import Callable
 from typing import Any, Literal
 
-from coat_jax.checks import check_function, check_kind
 from coat_jax.codecs.group import GroupCodec
+from coat_jax.numerics.checks import check_function, check_kind
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

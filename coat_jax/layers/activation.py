@@ -17,8 +17,8 @@ from coat_jax.layers.operands import in_groups
 from coat_jax.layers.residuals import residual_scope, save_residual
 from coat_jax.layers.rule import rule
 from coat_jax.mesh import tokens
+from coat_jax.numerics.recipes import CoatRecipe
 from coat_jax.ops.functions import check_approximation
-from coat_jax.recipe import CoatRecipe
 
 
 def _fp8_silu_mul_fwd(gate, up, recipe):

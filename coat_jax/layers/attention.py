@@ -36,7 +36,7 @@ from coat_jax.layers.parameters import BlockOptions, options_by_part
 from coat_jax.layers.qk_norm import NormedOver, QKNorm, QKNormWeights
 from coat_jax.layers.rope import Heads
 from coat_jax.layers.self_attention import SelfAttention, self_attention
-from coat_jax.recipe import CoatRecipe
+from coat_jax.numerics.recipes import CoatRecipe
 
 
 class Attention(RecipeModule):
@@ -46,13 +46,13 @@ class Attention(RecipeModule):
 
   Example usage::
 
-    >>> from coat_jax import recipe
+    >>> from coat_jax import recipes
     >>> from coat_jax.layers import Attention
     >>> from flax import nnx
     >>> import jax.numpy as jnp
 
     >>> attention = Attention(
-    ...   64, 4, num_kv_heads=2, recipe=recipe.coat(), rngs=nnx.Rngs(0)
+    ...   64, 4, num_kv_heads=2, recipe=recipes.coat(), rngs=nnx.Rngs(0)
     ... )
     >>> attention(jnp.ones((2, 16, 64), jnp.bfloat16)).shape
     (2, 16, 64)
@@ -130,7 +130,7 @@ class Attention(RecipeModule):
         itself; "all", all heads of a token together; None for none. FP8 recipes
         save q and k before this norm, in FP8.
       clip_qkv: largest magnitude of q, k and v; None leaves them unchanged.
-      recipe: what is computed and saved in FP8; None for `recipe.coat()`.
+      recipe: what is computed and saved in FP8; None for `recipes.coat()`.
       norm: norm of the input, "rms" or "layer"; None for none.
       post_norm: norm of the second product, before the input is added, "rms" or
         "layer"; None for none. OLMo 2 uses only this norm, Gemma 2 and 3 use

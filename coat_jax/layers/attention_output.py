@@ -17,7 +17,6 @@ from jax import Array, P
 from jax.typing import DTypeLike
 
 from coat_jax import ops
-from coat_jax import recipe as recipes
 from coat_jax.layers.back import (
   BackWeights,
   back_backward,
@@ -37,9 +36,10 @@ from coat_jax.layers.operands import in_groups, quantized, scale_of
 from coat_jax.layers.residuals import save_residual
 from coat_jax.layers.rule import rule
 from coat_jax.mesh import own_heads, run_whole, spec_of, tokens
+from coat_jax.numerics import recipes
+from coat_jax.numerics.qtensor import QTensor
+from coat_jax.numerics.recipes import CoatRecipe
 from coat_jax.ops import AttentionKind, AttentionResiduals, Operand
-from coat_jax.qtensor import QTensor
-from coat_jax.recipe import CoatRecipe
 
 
 def _attend(q, k, v, inputs, kinds, recipe):

@@ -34,8 +34,8 @@ from coat_jax.layers.norm import (
 from coat_jax.layers.operands import cached, gather_sequence, gradient_operand
 from coat_jax.layers.weight import quantized_weight, weight_gradient
 from coat_jax.mesh import split_inputs
+from coat_jax.numerics.recipes import CoatRecipe, MeshAxes
 from coat_jax.ops import BlockScales, Operand
-from coat_jax.recipe import CoatRecipe, MeshAxes
 
 
 class BackWeights(NamedTuple):

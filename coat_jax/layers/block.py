@@ -27,7 +27,6 @@ import jax.numpy as jnp
 from jax import Array
 
 from coat_jax import ops
-from coat_jax.checks import check_kind
 from coat_jax.layers.back import (
   BackWeights,
   back_backward,
@@ -46,7 +45,8 @@ from coat_jax.layers.module import check_float, check_recipe
 from coat_jax.layers.norm import norm
 from coat_jax.layers.rule import rule
 from coat_jax.mesh import run_whole, spec_of, tokens
-from coat_jax.recipe import CoatRecipe
+from coat_jax.numerics.checks import check_kind
+from coat_jax.numerics.recipes import CoatRecipe
 
 
 class BlockWeights(NamedTuple):

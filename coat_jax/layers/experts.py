@@ -63,10 +63,10 @@ from coat_jax.mesh import (
   sum_tokens,
   token_shards,
   tokens,
-  varying,
 )
-from coat_jax.qtensor import QTensor
-from coat_jax.recipe import CoatRecipe, MeshAxes
+from coat_jax.numerics.qtensor import QTensor
+from coat_jax.numerics.recipes import CoatRecipe, MeshAxes
+from coat_jax.numerics.varying import varying
 
 
 class MoEWeights(NamedTuple):

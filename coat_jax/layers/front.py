@@ -31,8 +31,8 @@ from coat_jax.layers.operands import (
 from coat_jax.layers.residuals import save_residual
 from coat_jax.layers.weight import as_matrix, quantized_weight, weight_gradient
 from coat_jax.mesh import scatter_sequence, split_columns
+from coat_jax.numerics.recipes import CoatRecipe, MeshAxes
 from coat_jax.ops import BlockScales, Operand
-from coat_jax.recipe import CoatRecipe, MeshAxes
 
 
 class FrontWeights(NamedTuple):

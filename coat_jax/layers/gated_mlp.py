@@ -46,9 +46,9 @@ from coat_jax.layers.parameters import (
   stack_options,
 )
 from coat_jax.layers.residuals import save_residual
+from coat_jax.numerics.qtensor import QTensor
+from coat_jax.numerics.recipes import CoatRecipe
 from coat_jax.ops import Operand
-from coat_jax.qtensor import QTensor
-from coat_jax.recipe import CoatRecipe
 
 
 class _GatedSaved(NamedTuple):
@@ -194,12 +194,12 @@ class GatedMLP(RecipeModule):
 
   Example usage::
 
-    >>> from coat_jax import recipe
+    >>> from coat_jax import recipes
     >>> from coat_jax.layers import GatedMLP
     >>> from flax import nnx
     >>> import jax.numpy as jnp
 
-    >>> mlp = GatedMLP(64, 192, recipe=recipe.coat(), rngs=nnx.Rngs(0))
+    >>> mlp = GatedMLP(64, 192, recipe=recipes.coat(), rngs=nnx.Rngs(0))
     >>> mlp(jnp.ones((2, 16, 64), jnp.bfloat16)).shape
     (2, 16, 64)
     >>> mlp.gate_up.kernel.shape
@@ -241,7 +241,7 @@ class GatedMLP(RecipeModule):
       activation: activation of the gate: "silu" (SwiGLU), or "gelu_tanh" or
         "gelu" (GeGLU, by the tanh approximation or by erf; erf has no GPU
         kernel).
-      recipe: what is computed and saved in FP8; None for `recipe.coat()`.
+      recipe: what is computed and saved in FP8; None for `recipes.coat()`.
       norm: norm of the input, "rms" or "layer"; None for none.
       post_norm: norm of the second product, before the input is added, "rms" or
         "layer"; None for none. OLMo 2 uses only this norm, Gemma 2 and 3 use

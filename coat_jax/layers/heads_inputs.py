@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import jax
 from jax import Array, P
 
+from coat_jax.numerics.recipes import MeshAxes
 from coat_jax.ops import AttentionKind
-from coat_jax.recipe import MeshAxes
 
 
 class HeadsInputs(NamedTuple):

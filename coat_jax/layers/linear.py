@@ -17,7 +17,6 @@ from jax import Array, P
 from jax.typing import DTypeLike
 
 from coat_jax import ops
-from coat_jax.checks import check_choice
 from coat_jax.layers.module import (
   RecipeModule,
   Sharding,
@@ -59,8 +58,9 @@ from coat_jax.mesh import (
   tensor_size,
   tokens,
 )
+from coat_jax.numerics.checks import check_choice
+from coat_jax.numerics.recipes import CoatRecipe
 from coat_jax.ops import Operand
-from coat_jax.recipe import CoatRecipe
 
 _SPLITS = ("columns", "inputs", None)
 default_kernel_init = nnx.initializers.lecun_normal()
@@ -280,12 +280,12 @@ class Linear(RecipeModule):
 
   Example usage::
 
-    >>> from coat_jax import recipe
+    >>> from coat_jax import recipes
     >>> from coat_jax.layers import Linear
     >>> from flax import nnx
     >>> import jax.numpy as jnp
 
-    >>> layer = Linear(64, (2, 96), recipe=recipe.coat(), rngs=nnx.Rngs(0))
+    >>> layer = Linear(64, (2, 96), recipe=recipes.coat(), rngs=nnx.Rngs(0))
     >>> layer(jnp.ones((2, 16, 64), jnp.bfloat16)).shape
     (2, 16, 2, 96)
     >>> layer.kernel.shape
@@ -325,7 +325,7 @@ class Linear(RecipeModule):
     Args:
       in_features: D, width of the input.
       out_features: width of the output, or the shape [*F] of its last axes.
-      recipe: whether the products are FP8; None for `recipe.coat()`.
+      recipe: whether the products are FP8; None for `recipes.coat()`.
       use_bias: whether there is a bias [*F].
       dtype: dtype of input and output; None promotes the input and the
         parameters, as in flax.

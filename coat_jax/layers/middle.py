@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 from jax import Array, P
 
+from coat_jax.numerics.recipes import CoatRecipe, MeshAxes
 from coat_jax.ops import Operand
-from coat_jax.recipe import CoatRecipe, MeshAxes
 
 
 class MiddleOutput(NamedTuple):

@@ -35,9 +35,9 @@ from coat_jax.layers.operands import (
 )
 from coat_jax.layers.parameters import BlockOptions, options_by_part
 from coat_jax.layers.residuals import save_residual
+from coat_jax.numerics.qtensor import QTensor
+from coat_jax.numerics.recipes import CoatRecipe
 from coat_jax.ops.functions import check_approximation
-from coat_jax.qtensor import QTensor
-from coat_jax.recipe import CoatRecipe
 
 
 class _GELUSaved(NamedTuple):
@@ -101,7 +101,7 @@ class MLP(RecipeModule):
 
   Example usage::
 
-    >>> from coat_jax import recipe
+    >>> from coat_jax import recipes
     >>> from coat_jax.layers import MLP
     >>> from flax import nnx
     >>> import jax.numpy as jnp
@@ -147,7 +147,7 @@ class MLP(RecipeModule):
       hidden_features: F, width inside.
       approximate: GELU by the tanh formula, by erf (False), or "sigmoid": x
         sigmoid(1.702 x), the quick GELU of CLIP; erf has no GPU kernel.
-      recipe: what is computed and saved in FP8; None for `recipe.coat()`.
+      recipe: what is computed and saved in FP8; None for `recipes.coat()`.
       norm: norm of the input, "rms" or "layer"; None for none.
       post_norm: norm of the second product, before the input is added, "rms" or
         "layer"; None for none. OLMo 2 uses only this norm, Gemma 2 and 3 use

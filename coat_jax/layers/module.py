@@ -14,15 +14,15 @@ from jax import Array
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from coat_jax import recipe as recipes
-from coat_jax.checks import (
+from coat_jax.numerics import recipes
+from coat_jax.numerics.checks import (
   COUNT,
   check_array,
   check_float_dtype,
   check_kind,
   check_whole,
 )
-from coat_jax.recipe import CoatRecipe
+from coat_jax.numerics.recipes import CoatRecipe
 
 _SOME_AXES = range(1, 65)
 type Sharding = NamedSharding | PartitionSpec | None
@@ -53,7 +53,7 @@ _REASONS = {
 
 
 def recipe_of(op: str, recipe: CoatRecipe | None) -> CoatRecipe:
-  """Returns the caller's recipe, or `recipe.coat()` for None.
+  """Returns the caller's recipe, or `recipes.coat()` for None.
 
   Raises a TypeError if it is not a CoatRecipe, such as a preset not called.
   """
@@ -64,7 +64,7 @@ def recipe_of(op: str, recipe: CoatRecipe | None) -> CoatRecipe:
 
 def check_recipe(op: str, recipe: Any) -> None:
   """Raises a TypeError if this is not a CoatRecipe."""
-  remedy = "call a preset, as in recipe.coat()"
+  remedy = "call a preset, as in recipes.coat()"
   check_kind(op, "recipe", recipe, CoatRecipe, remedy)
 
 

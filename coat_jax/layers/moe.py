@@ -16,7 +16,6 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from coat_jax import ops
-from coat_jax.checks import Range, check_kind, check_whole
 from coat_jax.layers.activation import silu_mul
 from coat_jax.layers.experts import (
   MoEKind,
@@ -58,7 +57,8 @@ from coat_jax.mesh import (
   sum_tokens,
   token_shards,
 )
-from coat_jax.recipe import CoatRecipe
+from coat_jax.numerics.checks import Range, check_kind, check_whole
+from coat_jax.numerics.recipes import CoatRecipe
 
 # Like `Linear`'s for one expert: E is not part of the fan-in.
 default_experts_init = nnx.initializers.variance_scaling(
@@ -226,12 +226,12 @@ class MoE(RecipeModule):
 
   Example usage::
 
-    >>> from coat_jax import recipe
+    >>> from coat_jax import recipes
     >>> from coat_jax.layers import MoE, load_balancing_loss
     >>> from flax import nnx
     >>> import jax.numpy as jnp
 
-    >>> experts = MoE(64, 96, 8, 2, recipe=recipe.coat(), rngs=nnx.Rngs(0))
+    >>> experts = MoE(64, 96, 8, 2, recipe=recipes.coat(), rngs=nnx.Rngs(0))
     >>> y, stats = experts(jnp.ones((2, 16, 64), jnp.bfloat16))
     >>> y.shape, stats.load.shape
     ((2, 16, 64), (8,))
@@ -282,7 +282,7 @@ class MoE(RecipeModule):
       experts_per_token: k, how many experts each token goes to.
       normalize: whether a token's k weights are divided by their sum
         (`norm_topk_prob` in Hugging Face Transformers).
-      recipe: what is saved in FP8; None for `recipe.coat()`. Products are in
+      recipe: what is saved in FP8; None for `recipes.coat()`. Products are in
         `dtype` in every recipe.
       norm: "rms" or "layer"; None for none.
       epsilon: added by the norm to the mean square or the variance.

@@ -13,7 +13,6 @@ from jax import Array, P
 from jax.typing import DTypeLike
 
 from coat_jax import ops
-from coat_jax.checks import NOT_NEGATIVE, check_choice, check_number
 from coat_jax.layers.module import (
   RecipeModule,
   check_float,
@@ -30,8 +29,9 @@ from coat_jax.layers.residuals import (
 )
 from coat_jax.layers.rule import rule
 from coat_jax.mesh import run_whole, spec_of, sum_tokens, tokens
-from coat_jax.qtensor import QTensor
-from coat_jax.recipe import CoatRecipe
+from coat_jax.numerics.checks import NOT_NEGATIVE, check_choice, check_number
+from coat_jax.numerics.qtensor import QTensor
+from coat_jax.numerics.recipes import CoatRecipe
 
 
 class NormSaved(NamedTuple):
@@ -181,7 +181,7 @@ class Norm(RecipeModule):
       num_features: D, width of the last axis.
       epsilon: added to the mean square or the variance.
       recipe: whether the input is read and saved in FP8; None for
-        `recipe.coat()`.
+        `recipes.coat()`.
       use_scale: whether there is a scale [D].
       use_bias: whether there is a bias [D].
       scale_plus_one: whether to multiply by 1 + scale, summed in f32, as Gemma
@@ -257,12 +257,12 @@ class RMSNorm(Norm):
 
   Example usage::
 
-    >>> from coat_jax import recipe
+    >>> from coat_jax import recipes
     >>> from coat_jax.layers import RMSNorm
     >>> from flax import nnx
     >>> import jax.numpy as jnp
 
-    >>> norm = RMSNorm(64, recipe=recipe.coat(), rngs=nnx.Rngs(0))
+    >>> norm = RMSNorm(64, recipe=recipes.coat(), rngs=nnx.Rngs(0))
     >>> norm(jnp.ones((2, 16, 64), jnp.bfloat16)).shape
     (2, 16, 64)
   """
@@ -278,12 +278,12 @@ class LayerNorm(Norm):
 
   Example usage::
 
-    >>> from coat_jax import recipe
+    >>> from coat_jax import recipes
     >>> from coat_jax.layers import LayerNorm
     >>> from flax import nnx
     >>> import jax.numpy as jnp
 
-    >>> norm = LayerNorm(64, recipe=recipe.coat(), rngs=nnx.Rngs(0))
+    >>> norm = LayerNorm(64, recipe=recipes.coat(), rngs=nnx.Rngs(0))
     >>> norm(jnp.ones((2, 16, 64), jnp.bfloat16)).shape
     (2, 16, 64)
   """

@@ -37,8 +37,8 @@ from coat_jax.layers.operands import gradient_operand
 from coat_jax.layers.parameters import NormLinearOptions, options_by_part
 from coat_jax.layers.rule import rule
 from coat_jax.mesh import own_columns, product_spec, tokens
+from coat_jax.numerics.recipes import CoatRecipe
 from coat_jax.ops import Operand
-from coat_jax.recipe import CoatRecipe
 
 
 def _norm_linear_fwd(x, weights, kind, eps, recipe):
@@ -119,12 +119,12 @@ class NormLinear(RecipeModule):
 
   Example usage::
 
-    >>> from coat_jax import recipe
+    >>> from coat_jax import recipes
     >>> from coat_jax.layers import NormLinear
     >>> from flax import nnx
     >>> import jax.numpy as jnp
 
-    >>> layer = NormLinear(64, 192, recipe=recipe.coat(), rngs=nnx.Rngs(0))
+    >>> layer = NormLinear(64, 192, recipe=recipes.coat(), rngs=nnx.Rngs(0))
     >>> layer(jnp.ones((2, 16, 64), jnp.bfloat16)).shape
     (2, 16, 192)
 
@@ -157,7 +157,7 @@ class NormLinear(RecipeModule):
     Args:
       in_features: D, width of the input.
       out_features: F, width of the output.
-      recipe: what is computed and saved in FP8; None for `recipe.coat()`.
+      recipe: what is computed and saved in FP8; None for `recipes.coat()`.
       norm: "rms" or "layer"; None for no norm, which is a `Linear`.
       epsilon: added by the norm to the mean square or the variance.
       use_scale: whether the norm has a scale [D].

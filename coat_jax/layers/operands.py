@@ -22,10 +22,10 @@ from coat_jax.mesh import (
   size_of,
   tensor_size,
 )
+from coat_jax.numerics.qtensor import QTensor
+from coat_jax.numerics.recipes import CoatRecipe
+from coat_jax.numerics.scaling import BLOCK
 from coat_jax.ops import BlockScales, Operand
-from coat_jax.ops.scaling import BLOCK
-from coat_jax.qtensor import QTensor
-from coat_jax.recipe import CoatRecipe
 
 _SCALINGS = {"tensor": ops.PerTensor, "block": ops.Blocks}
 
@@ -135,7 +135,7 @@ def check_scaling(recipe: CoatRecipe) -> None:
     raise ValueError(
       "layers: scaling='block' needs one device along the tensor axis, got "
       f"{tensor_size(recipe.axes)}; split weights over fsdp, or use "
-      "recipe.coat(), whose scales do not depend on how a weight is split"
+      "recipes.coat(), whose scales do not depend on how a weight is split"
     )
 
 

@@ -19,7 +19,7 @@ from flax.core.meta import Partitioned
 from jax import Array, P
 from jax.typing import DTypeLike
 
-from coat_jax.checks import check_function, check_kind
+from coat_jax.numerics.checks import check_function, check_kind
 
 type Metadata = Mapping[str, Any]
 NO_METADATA: Metadata = MappingProxyType({})

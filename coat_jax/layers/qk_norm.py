@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array, P
 
-from coat_jax.checks import NOT_NEGATIVE, check_choice, check_number
 from coat_jax.layers.residuals import cotangent
 from coat_jax.mesh import sum_tokens
-from coat_jax.recipe import MeshAxes
+from coat_jax.numerics.checks import NOT_NEGATIVE, check_choice, check_number
+from coat_jax.numerics.recipes import MeshAxes
 
 # The mean square is over one head's channels, or over all heads'.
 NormedOver = Literal["head", "all"]

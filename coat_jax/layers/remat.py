@@ -28,13 +28,13 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from coat_jax.checks import ANY, check_function, check_whole, refuse
 from coat_jax.layers.module import recipe_of
 from coat_jax.layers.operands import in_groups
 from coat_jax.layers.residuals import name_residual
 from coat_jax.layers.rule import rule
 from coat_jax.mesh import tokens
-from coat_jax.recipe import CoatRecipe
+from coat_jax.numerics.checks import ANY, check_function, check_whole, refuse
+from coat_jax.numerics.recipes import CoatRecipe
 
 _INPUT = "coat_input"
 
@@ -102,7 +102,7 @@ def fp8_remat(
       [..., n] is rounded; scalars and integers are kept unchanged.
     recipe: its group size, format of values, implementation, and mesh axes, on
       which these arrays are [B, T, ...] (or rows [N, ...]); None for
-      `recipe.coat()`.
+      `recipes.coat()`.
     prevent_cse: see `jax.checkpoint`: False in the body of a `jax.lax.scan`,
       where XLA cannot mistake the second forward for the first.
 

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
-from coat_jax.formats import is_fp8
+from coat_jax.numerics.formats import is_fp8
 
 Kind = Literal["norm", "activation", "rope", "attention", "linear"]
 

@@ -14,8 +14,6 @@ import jax.numpy as jnp
 from jax import Array, P
 
 from coat_jax import ops
-from coat_jax import recipe as recipes
-from coat_jax.checks import check_kind, described, is_array
 from coat_jax.layers.module import check_float, check_recipe
 from coat_jax.layers.residuals import save_residual
 from coat_jax.layers.rule import rule
@@ -26,6 +24,9 @@ from coat_jax.mesh import (
   spec_of,
   tensor_size,
 )
+from coat_jax.numerics import recipes
+from coat_jax.numerics.checks import check_kind, described, is_array
+from coat_jax.numerics.recipes import CoatRecipe, MeshAxes
 from coat_jax.ops.rope import (
   Theta,
   Thetas,
@@ -35,7 +36,6 @@ from coat_jax.ops.rope import (
   rotation_if_any,
 )
 from coat_jax.ops.rotary import Rotary
-from coat_jax.recipe import CoatRecipe, MeshAxes
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnames=("theta",))

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from coat_jax.checks import check_kind
+from coat_jax.numerics.checks import check_kind
 
 
 class RoutingStats(NamedTuple):

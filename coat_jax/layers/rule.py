@@ -20,8 +20,8 @@ from jax.sharding import NamedSharding
 from coat_jax import mesh
 from coat_jax.layers.residuals import protect_codes
 from coat_jax.mesh import is_spec, spec_of
+from coat_jax.numerics.recipes import MeshAxes
 from coat_jax.ops import Operand
-from coat_jax.recipe import MeshAxes
 
 
 @functools.partial(

@@ -16,7 +16,6 @@ import jax.numpy as jnp
 from jax import Array, P
 
 from coat_jax import ops
-from coat_jax.checks import POSITIVE, check_kind, check_number, described
 from coat_jax.layers.attention_output import (
   HeadsAttention,
   HeadsSaved,
@@ -49,9 +48,15 @@ from coat_jax.layers.rope import (
   split_heads,
 )
 from coat_jax.mesh import run_whole, spec_of
+from coat_jax.numerics.checks import (
+  POSITIVE,
+  check_kind,
+  check_number,
+  described,
+)
+from coat_jax.numerics.qtensor import QTensor
+from coat_jax.numerics.recipes import CoatRecipe
 from coat_jax.ops.rope import rotate, rotation, rotation_if_any
-from coat_jax.qtensor import QTensor
-from coat_jax.recipe import CoatRecipe
 
 
 class AttentionInputs(NamedTuple):

@@ -27,9 +27,9 @@ from coat_jax.mesh import (
   scatter_sequence,
   spec_of,
   sum_tokens,
-  varying,
 )
-from coat_jax.recipe import MeshAxes
+from coat_jax.numerics.recipes import MeshAxes
+from coat_jax.numerics.varying import varying
 
 # Bytes of f32 logits that a device holds at a time.
 LOGITS_BYTES = 2**28

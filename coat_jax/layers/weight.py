@@ -29,8 +29,8 @@ from coat_jax.layers.operands import (
 )
 from coat_jax.layers.residuals import cotangent
 from coat_jax.mesh import reduce_gradient
+from coat_jax.numerics.recipes import CoatRecipe
 from coat_jax.ops import BlockScales, Operand
-from coat_jax.recipe import CoatRecipe
 
 
 def quantized_weight(

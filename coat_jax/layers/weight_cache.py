@@ -7,14 +7,14 @@ import jax
 from flax import nnx
 from jax import P
 
-from coat_jax.checks import check_kind
 from coat_jax.layers.linear import Linear
 from coat_jax.layers.module import check_recipe
 from coat_jax.layers.operands import cache_specs
 from coat_jax.layers.weight import cache_weight
 from coat_jax.mesh import run_on_shards, run_whole, spec_of, split_kernel
+from coat_jax.numerics.checks import check_kind
+from coat_jax.numerics.recipes import CoatRecipe
 from coat_jax.ops import Operand
-from coat_jax.recipe import CoatRecipe
 
 
 def with_weight_cache[Module: nnx.Module](

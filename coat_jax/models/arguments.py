@@ -6,14 +6,14 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 
-from coat_jax.checks import (
+from coat_jax.layers.module import check_recipe
+from coat_jax.numerics.checks import (
   check_array,
   check_float_dtype,
   check_function,
   check_kind,
   refuse,
 )
-from coat_jax.layers.module import check_recipe
 
 # The dtypes of what comes with tokens, and their words.
 _KINDS = {

@@ -8,8 +8,8 @@ import numpy as np
 from jax import Array, lax
 from jax.typing import ArrayLike
 
-from coat_jax.checks import check_array, is_array
 from coat_jax.models.arguments import check_like
+from coat_jax.numerics.checks import check_array, is_array
 
 
 class Batch(NamedTuple):

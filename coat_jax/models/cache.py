@@ -29,15 +29,15 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array, P
 
-from coat_jax import recipe as recipes
 from coat_jax.layers import Attention, Heads, split_heads
 from coat_jax.layers.module import RecipeModule
 from coat_jax.models.decoder import Decoder, DecoderLayer
 from coat_jax.models.placing import Placed
 from coat_jax.models.vision.tower import VisionTower
+from coat_jax.numerics import recipes
+from coat_jax.numerics.recipes import MeshAxes
 from coat_jax.ops import AttentionKind
 from coat_jax.ops.rope import rotate, rotation
-from coat_jax.recipe import MeshAxes
 
 # The queries whose scores against all slots are held at a time.
 CHUNK = 256

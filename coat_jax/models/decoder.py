@@ -16,7 +16,6 @@ from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
 
-from coat_jax import recipe as recipes
 from coat_jax.layers import (
   MLP,
   Attention,
@@ -43,7 +42,8 @@ from coat_jax.models.stack import (
   stack_layers,
   store_params,
 )
-from coat_jax.recipe import CoatRecipe
+from coat_jax.numerics import recipes
+from coat_jax.numerics.recipes import CoatRecipe
 
 _INIT_STDDEV = 0.02
 # Layers pass on hidden states [B, T, D] and, if there are experts, the
@@ -155,7 +155,7 @@ class Decoder(nnx.Module):
 
   Example usage::
 
-    >>> from coat_jax import recipe
+    >>> from coat_jax import recipes
     >>> from coat_jax.models import Decoder, ModelConfig, loss_fn
     >>> from flax import nnx
     >>> import jax.numpy as jnp
@@ -164,7 +164,7 @@ class Decoder(nnx.Module):
     ...   family="qwen2", num_layers=2, d_model=64, d_ff=160, num_heads=4,
     ...   num_kv_heads=2, vocab_size=384, rope_theta=1e6,
     ... )
-    >>> model = Decoder(config, recipe.coat(), rngs=nnx.Rngs(0))
+    >>> model = Decoder(config, recipes.coat(), rngs=nnx.Rngs(0))
     >>> loss_fn(model, jnp.zeros((2, 17), jnp.int32)).shape
     ()
 

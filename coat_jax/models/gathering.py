@@ -11,7 +11,7 @@ from jax import Array, P
 from jax.typing import DTypeLike
 
 from coat_jax.models.params import param_spec, path_of
-from coat_jax.recipe import MeshAxes
+from coat_jax.numerics.recipes import MeshAxes
 
 
 def gather_weights[L: nnx.Module](

@@ -19,7 +19,6 @@ import numpy as np
 from flax import nnx
 from jax import Array
 
-from coat_jax.checks import COUNT, check_kind, check_whole, refuse
 from coat_jax.models.cache import (
   CHUNK,
   KVCache,
@@ -38,6 +37,7 @@ from coat_jax.models.sampling import (
   make_sampling,
 )
 from coat_jax.models.vision_language import VisionLanguageModel
+from coat_jax.numerics.checks import COUNT, check_kind, check_whole, refuse
 from coat_jax.optimizer.masks import leaf_path
 
 _SMALLEST_BUCKET = 16
@@ -143,14 +143,14 @@ def generate(
       tokens, an option outside its range, or a model that computes NaN.
 
   Examples:
-    >>> from coat_jax import recipe
+    >>> from coat_jax import recipes
     >>> from coat_jax.models import Decoder, ModelConfig, generate
     >>> from flax import nnx
     >>> config = ModelConfig(
     ...   family="llama", num_layers=2, d_model=64, d_ff=160, num_heads=4,
     ...   num_kv_heads=2, vocab_size=384,
     ... )
-    >>> model = Decoder(config, recipe.coat(), rngs=nnx.Rngs(0))
+    >>> model = Decoder(config, recipes.coat(), rngs=nnx.Rngs(0))
     >>> found = generate(model, [[1, 2, 3], [4]], max_new_tokens=5)
     >>> [len(tokens) for tokens in found.tokens]
     [5, 5]

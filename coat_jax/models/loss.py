@@ -4,11 +4,11 @@
 import jax
 from jax import Array
 
-from coat_jax.checks import check_kind
 from coat_jax.layers import RoutingStats, load_balancing_loss, vocabulary
 from coat_jax.models.batch import Batch
 from coat_jax.models.decoder import Decoder
 from coat_jax.models.vision_language import VisionLanguageModel
+from coat_jax.numerics.checks import check_kind
 
 
 def loss_fn(

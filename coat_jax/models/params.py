@@ -12,13 +12,13 @@ from typing import Any, Literal, NamedTuple
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from coat_jax.checks import check_kind
 from coat_jax.mesh import split_inputs
 from coat_jax.models.config import ModelConfig
 from coat_jax.models.vision.config import VisionConfig
+from coat_jax.numerics.checks import check_kind
+from coat_jax.numerics.recipes import GradDtype, MeshAxes
 from coat_jax.optimizer.masks import check_leaf
 from coat_jax.optimizer.matrices import Matrices, MatrixSplit
-from coat_jax.recipe import GradDtype, MeshAxes
 
 # The axes of the meshes that `mesh_axes` and `param_shardings` take.
 AXES = MeshAxes(batch=("data", "fsdp"), fsdp="fsdp", tensor="tensor")

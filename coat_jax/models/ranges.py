@@ -12,7 +12,7 @@ import numbers
 import types
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from coat_jax.checks import COUNT, NOT_NEGATIVE, POSITIVE, Range
+from coat_jax.numerics.checks import COUNT, NOT_NEGATIVE, POSITIVE, Range
 
 # A number that int32 holds, such as a step's.
 Count = Annotated[int, COUNT]

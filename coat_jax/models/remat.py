@@ -7,11 +7,11 @@ from typing import Any
 import jax
 from flax import nnx
 
-from coat_jax.checks import check_choice
 from coat_jax.layers import block_inputs_saveable
 from coat_jax.layers.remat import codes_saveable, through_codes
 from coat_jax.models.config import Remat
-from coat_jax.recipe import CoatRecipe
+from coat_jax.numerics.checks import check_choice
+from coat_jax.numerics.recipes import CoatRecipe
 
 
 def _all_but_gathered(

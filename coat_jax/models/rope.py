@@ -8,7 +8,7 @@ fields, by the names that transformers gives them.
 import dataclasses
 import math
 
-from coat_jax.checks import check_kind
+from coat_jax.numerics.checks import check_kind
 from coat_jax.ops.rotary import (
   LinearScaling,
   Llama3Scaling,

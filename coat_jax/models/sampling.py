@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from coat_jax.checks import check_number, check_whole
+from coat_jax.numerics.checks import check_number, check_whole
 
 _SMALLEST = float(jnp.finfo(jnp.float32).tiny)
 _LARGEST = float(jnp.finfo(jnp.float32).max)

@@ -15,8 +15,8 @@ from jax.typing import DTypeLike
 from coat_jax.models.config import Remat
 from coat_jax.models.gathering import gather_weights
 from coat_jax.models.remat import checkpointed
+from coat_jax.numerics.recipes import CoatRecipe
 from coat_jax.optimizer.weights import is_matrix
-from coat_jax.recipe import CoatRecipe
 
 Store = Callable[[str, Array], Array]
 # Weights are stored, and saved, in one of these.

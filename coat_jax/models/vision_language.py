@@ -19,8 +19,6 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from coat_jax import ops
-from coat_jax import recipe as recipes
-from coat_jax.checks import check_kind, check_whole
 from coat_jax.layers import Linear
 from coat_jax.models.arguments import (
   check_config,
@@ -36,7 +34,9 @@ from coat_jax.models.remat import check_remat
 from coat_jax.models.stack import Store, store_params, stored_in
 from coat_jax.models.vision.config import VisionConfig
 from coat_jax.models.vision.tower import VisionTower
-from coat_jax.recipe import CoatRecipe
+from coat_jax.numerics import recipes
+from coat_jax.numerics.checks import check_kind, check_whole
+from coat_jax.numerics.recipes import CoatRecipe
 
 _INIT_STDDEV = 0.02
 
@@ -138,7 +138,7 @@ class VisionLanguageModel(nnx.Module):
 
   Example usage::
 
-    >>> from coat_jax import recipe
+    >>> from coat_jax import recipes
     >>> from coat_jax.models import (
     ...   ModelConfig, VisionConfig, VisionLanguageConfig, VisionLanguageModel,
     ... )
@@ -156,7 +156,7 @@ class VisionLanguageModel(nnx.Module):
     ...   ),
     ...   image_token=383,
     ... )
-    >>> model = VisionLanguageModel(config, recipe.coat(), rngs=nnx.Rngs(0))
+    >>> model = VisionLanguageModel(config, recipes.coat(), rngs=nnx.Rngs(0))
     >>> tokens = jnp.full((2, 16), 383).at[:, config.tokens_each :].set(7)
     >>> images = jnp.zeros((2, 1, 3, 28, 28))  # One in each sequence.
     >>> model.logits(tokens, images).shape

@@ -22,6 +22,16 @@ share a scale; without names each device's tensor has its own.
 Source: arXiv:2410.19313, section 5; the backward formulas are the derivatives.
 """
 
+from coat_jax.numerics.scaling import (
+  Blocks,
+  BlockScales,
+  Groups,
+  Layout,
+  Operand,
+  PerTensor,
+  Scales,
+  Scaling,
+)
 from coat_jax.ops.activation import (
   activation_bwd,
   activation_fwd,
@@ -64,24 +74,14 @@ from coat_jax.ops.quantize import (
   turn_operand,
 )
 from coat_jax.ops.rope import join_heads, join_heads_operand, split_heads
-from coat_jax.ops.scaling import (
-  Blocks,
-  Groups,
-  PerTensor,
-  Scales,
-  Scaling,
-)
 from coat_jax.ops.types import (
   Activation,
   Approximation,
   AttentionKind,
   AttentionResiduals,
-  BlockScales,
   Implementation,
-  Layout,
   NormKind,
   NormStats,
-  Operand,
 )
 
 __all__ = [

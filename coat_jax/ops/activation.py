@@ -10,6 +10,16 @@ f32; and `*_bwd_operands` writes operands for the products before and after.
 import jax.numpy as jnp
 from jax import Array
 
+from coat_jax.numerics.qtensor import QTensor
+from coat_jax.numerics.scaling import (
+  GRADIENTS,
+  VALUES,
+  Groups,
+  Layout,
+  Operand,
+  Scales,
+  Scaling,
+)
 from coat_jax.ops.dispatch import op
 from coat_jax.ops.functions import (
   activation_derivative,
@@ -19,15 +29,7 @@ from coat_jax.ops.functions import (
   gelu_derivative,
   gelu_values,
 )
-from coat_jax.ops.scaling import (
-  GRADIENTS,
-  VALUES,
-  Groups,
-  Scales,
-  Scaling,
-)
-from coat_jax.ops.types import Activation, Approximation, Layout, Operand
-from coat_jax.qtensor import QTensor
+from coat_jax.ops.types import Activation, Approximation
 
 
 def _check_gated(*args, activation, **kwargs) -> None:

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from coat_jax.checks import check_kind
+from coat_jax.numerics.checks import check_kind
 from coat_jax.ops.dispatch import op
 from coat_jax.ops.types import AttentionKind, AttentionResiduals
 

@@ -22,9 +22,9 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from coat_jax.formats import is_fp8
+from coat_jax.numerics.formats import is_fp8
+from coat_jax.numerics.scaling import BlockScales, Operand
 from coat_jax.ops.dispatch import kernel
-from coat_jax.ops.types import BlockScales, Operand
 
 _SUMMED_LAST = (((1,), (1,)), ((), ()))
 # Products of activations may sum with fewer bits, as is usual on Hopper; sums

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from coat_jax.formats import E4M3, qmax
+from coat_jax.numerics.formats import E4M3, qmax
 from coat_jax.ops.dispatch import kernel
 
 

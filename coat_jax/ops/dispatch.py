@@ -24,9 +24,15 @@ from typing import Any, get_args
 
 import jax
 
-from coat_jax.checks import check_choice, check_function, check_kind, refuse
-from coat_jax.mesh import varying
-from coat_jax.ops.types import Implementation, Layout, Unsupported
+from coat_jax.numerics.checks import (
+  check_choice,
+  check_function,
+  check_kind,
+  refuse,
+)
+from coat_jax.numerics.scaling import Layout
+from coat_jax.numerics.varying import varying
+from coat_jax.ops.types import Implementation, Unsupported
 
 # An implementation, or the module that has a function of the operation's name:
 # kernels are imported when they are first needed.

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from coat_jax.checks import check_array, check_choice
+from coat_jax.numerics.checks import check_array, check_choice
 from coat_jax.ops.types import Activation, Approximation
 
 

@@ -13,11 +13,10 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from coat_jax.formats import accumulator
+from coat_jax.numerics.formats import accumulator
+from coat_jax.numerics.qtensor import QTensor, times_scales
+from coat_jax.numerics.scaling import BLOCK, BlockScales, Operand, block_values
 from coat_jax.ops.dispatch import op
-from coat_jax.ops.scaling import BLOCK, block_values
-from coat_jax.ops.types import BlockScales, Operand
-from coat_jax.qtensor import QTensor, times_scales
 
 
 def _check_linear(x, w, *, bias=None, add=None, **kwargs) -> None:

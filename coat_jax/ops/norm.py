@@ -8,21 +8,23 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from coat_jax.checks import (
+from coat_jax.numerics.checks import (
   NOT_NEGATIVE,
   check_array,
   check_choice,
   check_number,
 )
-from coat_jax.ops.dispatch import op
-from coat_jax.ops.scaling import (
+from coat_jax.numerics.qtensor import QTensor
+from coat_jax.numerics.scaling import (
   VALUES,
   Groups,
+  Layout,
+  Operand,
   Scales,
   Scaling,
 )
-from coat_jax.ops.types import Layout, NormKind, NormStats, Operand
-from coat_jax.qtensor import QTensor
+from coat_jax.ops.dispatch import op
+from coat_jax.ops.types import NormKind, NormStats
 
 
 def check_norm(x, gamma, beta, *, kind, eps, **kwargs) -> None:

@@ -5,16 +5,17 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from coat_jax.formats import E4M3
-from coat_jax.ops.dispatch import op
-from coat_jax.ops.scaling import (
+from coat_jax.numerics.formats import E4M3
+from coat_jax.numerics.qtensor import QTensor, quantize_with_scale
+from coat_jax.numerics.scaling import (
   VALUES,
   Groups,
+  Layout,
+  Operand,
   Scales,
   Scaling,
 )
-from coat_jax.ops.types import Layout, Operand
-from coat_jax.qtensor import QTensor, quantize_with_scale
+from coat_jax.ops.dispatch import op
 
 
 @op(triton="quantize")

@@ -10,14 +10,10 @@ heads, its key, its value.
 import jax.numpy as jnp
 from jax import Array
 
-from coat_jax.checks import COUNT, check_whole
+from coat_jax.numerics.checks import COUNT, check_whole
+from coat_jax.numerics.scaling import GRADIENTS, Operand, Scaling
 from coat_jax.ops.dispatch import op
 from coat_jax.ops.rotary import Rotary
-from coat_jax.ops.scaling import (
-  GRADIENTS,
-  Scaling,
-)
-from coat_jax.ops.types import Operand
 
 # RoPE's base or a `Rotary`; None rotates nothing.
 type Theta = float | Rotary | None

@@ -12,7 +12,7 @@ import math
 import jax.numpy as jnp
 from jax import Array
 
-from coat_jax.checks import (
+from coat_jax.numerics.checks import (
   ANY,
   COUNT,
   NOT_NEGATIVE,

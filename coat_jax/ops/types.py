@@ -6,14 +6,12 @@ from typing import Literal, NamedTuple
 
 from jax import Array
 
-from coat_jax.checks import COUNT, POSITIVE, check_number, check_whole
+from coat_jax.numerics.checks import COUNT, POSITIVE, check_number, check_whole
 
 # "xla" is the definition in plain jnp. The others are for GPUs; "cuda" is jnp.
 Implementation = Literal["xla", "triton", "mosaic", "cublas", "cudnn", "cuda"]
 # Implementations of the optimizers' steps.
 StepImplementation = Literal["xla", "mosaic"]
-
-Layout = Literal["rows", "columns", "both"]
 
 NormKind = Literal["rms", "layer"]
 
@@ -27,42 +25,6 @@ Approximation = bool | Literal["sigmoid"]
 
 class Unsupported(NotImplementedError):
   """Raised if an implementation cannot run these arguments; says why."""
-
-
-class BlockScales(NamedTuple):
-  """Scales of an operand in blocks of 128; each layout has its own.
-
-  Scales are f32 powers of two. An activation or a gradient has one per 1 x 128
-  values along the summed axis, a weight one per tile of 128 x 128; the last
-  blocks may be short. See `ops.scaling.Blocks` and `Tiles`.
-
-  Attributes:
-    rows: for `Operand.rows` [..., n], [..., ceil(n / 128)]; for a weight's
-      [ceil(m / 128), ceil(n / 128)].
-    columns: the same for `Operand.columns` [n, m].
-  """
-
-  rows: Array | None
-  columns: Array | None
-
-
-class Operand(NamedTuple):
-  """A matrix in FP8 with its scales, laid out for the products that read it.
-
-  FP8 matmuls on Hopper require the summed axis last in both operands. A matrix
-  that is summed over its rows is therefore transposed when it is quantized:
-  transposing FP8 codes later costs another pass.
-
-  Attributes:
-    rows: FP8 [..., n], or None if no product reads it this way.
-    columns: FP8 [n, m], m the number of rows (all axes but the last), or None.
-    scale: f32 scalar, x ≈ rows * scale; or `BlockScales`, and then columns are
-      not transposed rows but quantized in blocks of their own.
-  """
-
-  rows: Array | None
-  columns: Array | None
-  scale: Array | BlockScales
 
 
 class NormStats(NamedTuple):

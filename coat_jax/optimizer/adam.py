@@ -18,7 +18,8 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from coat_jax import codecs
-from coat_jax.formats import with_finite_square
+from coat_jax.numerics.formats import with_finite_square
+from coat_jax.numerics.stochastic import LeafPart
 from coat_jax.ops.dispatch import op
 from coat_jax.ops.types import StepImplementation
 from coat_jax.optimizer.arguments import check_codec, check_hyperparameters
@@ -38,7 +39,6 @@ from coat_jax.optimizer.step import (
   update_of,
 )
 from coat_jax.optimizer.weights import Weight
-from coat_jax.stochastic import LeafPart
 
 
 class AdamScalars(NamedTuple):

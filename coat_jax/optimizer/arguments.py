@@ -8,7 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from coat_jax.checks import (
+from coat_jax.codecs import MomentCodec
+from coat_jax.codecs.group import GroupCodec
+from coat_jax.numerics.checks import (
   ANY,
   COUNT,
   NOT_NEGATIVE,
@@ -21,8 +23,6 @@ from coat_jax.checks import (
   is_array,
   refuse,
 )
-from coat_jax.codecs import MomentCodec
-from coat_jax.codecs.group import GroupCodec
 from coat_jax.optimizer.masks import (
   QuantizeMask,
   default_quantize_mask,

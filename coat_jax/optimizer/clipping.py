@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from coat_jax.checks import (
+from coat_jax.numerics.checks import (
   POSITIVE,
   Range,
   check_kind,

@@ -62,7 +62,8 @@ def to_adam_state(opt_state: Any) -> Any:
 
   Examples:
     >>> import jax.numpy as jnp
-    >>> from coat_jax import coat_adamw, to_adam_state
+    >>> from coat_jax import coat_adamw
+    >>> from coat_jax.optimizer import to_adam_state
     >>> state = coat_adamw(1e-3).init({"w": jnp.ones((64, 128))})
     >>> print(to_adam_state(state)[0].mu["w"].dtype)
     float32
@@ -99,7 +100,8 @@ def from_adam_state(
   Examples:
     >>> import jax.numpy as jnp
     >>> import optax
-    >>> from coat_jax import codecs, from_adam_state
+    >>> from coat_jax import codecs
+    >>> from coat_jax.optimizer import from_adam_state
     >>> state = optax.adamw(1e-3).init({"w": jnp.ones((64, 128))})
     >>> state = from_adam_state(state, codec=codecs.coat())
     >>> print(state[0].mu.codes["w"].dtype)
@@ -149,7 +151,8 @@ def to_plain_state(
 
   Examples:
     >>> import jax.numpy as jnp
-    >>> from coat_jax import coat_lion, to_plain_state
+    >>> from coat_jax import coat_lion
+    >>> from coat_jax.optimizer import to_plain_state
     >>> state = coat_lion(1e-4).init({"w": jnp.ones((64, 128))})
     >>> print(to_plain_state(state)[0].mu["w"].dtype)
     float32
@@ -199,7 +202,8 @@ def from_plain_state(
     >>> import jax
     >>> import jax.numpy as jnp
     >>> import optax
-    >>> from coat_jax import encoded, from_plain_state
+    >>> from coat_jax import encoded
+    >>> from coat_jax.optimizer import from_plain_state
     >>> params = {"w": jnp.ones((64, 128))}
     >>> like = jax.eval_shape(encoded(optax.lion(1e-4)).init, params)
     >>> plain = optax.lion(1e-4).init(params)

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from coat_jax.checks import check_kind, refuse
 from coat_jax.codecs import MomentCodec
+from coat_jax.numerics.checks import check_kind, refuse
 from coat_jax.optimizer.state import marked_moment, placeholder_type
 
 Kind = Literal["mu", "nu"]
@@ -48,7 +48,7 @@ def default_field_rule(path: str) -> Kind | None:
     TypeError: `path` is not a string.
 
   Examples:
-    >>> from coat_jax import default_field_rule
+    >>> from coat_jax.optimizer import default_field_rule
     >>> [default_field_rule(path) for path in ("0/trace", "0/nu", "z")]
     ['mu', 'nu', None]
   """

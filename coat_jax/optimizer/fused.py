@@ -156,7 +156,7 @@ def fused_coat_lion(
 
   Examples:
     >>> import jax, jax.numpy as jnp
-    >>> from coat_jax import fused_coat_lion
+    >>> from coat_jax.optimizer import fused_coat_lion
     >>> optimizer = fused_coat_lion(1e-2, weight_decay=0.1)
     >>> params = {"w": jnp.ones((16, 256))}
     >>> state = optimizer.init(params)

@@ -15,8 +15,10 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from coat_jax import codecs, stochastic
-from coat_jax.checks import ANY, check_number
+from coat_jax import codecs
+from coat_jax.numerics import stochastic
+from coat_jax.numerics.checks import ANY, check_number
+from coat_jax.numerics.stochastic import LeafPart
 from coat_jax.ops.dispatch import explain
 from coat_jax.ops.types import StepImplementation
 from coat_jax.optimizer import weights
@@ -42,7 +44,6 @@ from coat_jax.optimizer.step import (
   shardings_of,
   step_on_shards,
 )
-from coat_jax.stochastic import LeafPart
 
 
 class FusedTransformation(NamedTuple):

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from coat_jax.checks import check_function, check_kind
+from coat_jax.numerics.checks import check_function, check_kind
 from coat_jax.optimizer.clipping import Clipping, ClipState, global_norm
 from coat_jax.optimizer.leafwise import check_not_encoded
 from coat_jax.optimizer.stacked_layers import (

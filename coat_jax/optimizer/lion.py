@@ -17,6 +17,7 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from coat_jax import codecs
+from coat_jax.numerics.stochastic import LeafPart
 from coat_jax.ops.dispatch import op
 from coat_jax.optimizer.arguments import (
   check_codec,
@@ -39,7 +40,6 @@ from coat_jax.optimizer.step import (
   update_of,
 )
 from coat_jax.optimizer.weights import Weight
-from coat_jax.stochastic import LeafPart
 
 
 class LionScalars(NamedTuple):
@@ -207,7 +207,8 @@ def coat_lion(
 
   Examples:
     >>> import jax, jax.numpy as jnp
-    >>> from coat_jax import coat_lion, state_bytes
+    >>> from coat_jax import coat_lion
+    >>> from coat_jax.optimizer import state_bytes
     >>> params = {"w": jax.ShapeDtypeStruct((4096, 4096), "float32")}
     >>> size = state_bytes(jax.eval_shape(coat_lion(1e-4).init, params))
     >>> print(f"{size.bytes_per_param:.2f}")

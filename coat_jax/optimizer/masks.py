@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from coat_jax.checks import check_kind, refuse
 from coat_jax.codecs.group import Encoded, Plain
+from coat_jax.numerics.checks import check_kind, refuse
 
 QuantizeMask = Callable[[str, Any], bool]
 

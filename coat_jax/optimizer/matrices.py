@@ -19,8 +19,8 @@ from jax.sharding import NamedSharding
 from jax.typing import ArrayLike
 from optax.contrib import MuonDimensionNumbers
 
-from coat_jax.checks import check_function
 from coat_jax.mesh import run_whole, spec_of
+from coat_jax.numerics.checks import check_function
 from coat_jax.optimizer.masks import check_leaf, is_norm_or_bias
 
 

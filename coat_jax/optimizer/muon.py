@@ -16,6 +16,7 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from coat_jax import codecs
+from coat_jax.numerics.stochastic import LeafPart
 from coat_jax.optimizer.adam import scale_by_coat_adam
 from coat_jax.optimizer.arguments import (
   check_codec,
@@ -43,7 +44,6 @@ from coat_jax.optimizer.state import (
   init_state,
 )
 from coat_jax.optimizer.step import promoted, shardings_of, update_leaves
-from coat_jax.stochastic import LeafPart
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 # Both optimizers count their leaves from 0, so AdamW draws other words.

@@ -6,9 +6,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from coat_jax.checks import refuse
 from coat_jax.codecs.fp8 import ExpandedFP8
 from coat_jax.codecs.group import Encoded, GroupCodec
+from coat_jax.numerics.checks import refuse
+from coat_jax.numerics.qtensor import split_groups
 from coat_jax.optimizer.masks import is_encoded, leaf_path
 from coat_jax.optimizer.state import (
   EncodedState,
@@ -23,7 +24,6 @@ from coat_jax.optimizer.state_codec import (
   plain_moments,
   rows_of,
 )
-from coat_jax.qtensor import split_groups
 
 _QUANTILES = {"min": 0, "p10": 0.1, "median": 0.5, "p90": 0.9, "max": 1}
 
@@ -70,7 +70,8 @@ def state_bytes(opt_state: Any, params: Any = None) -> StateBytes:
 
   Examples:
     >>> import jax, optax
-    >>> from coat_jax import coat_adamw, state_bytes
+    >>> from coat_jax import coat_adamw
+    >>> from coat_jax.optimizer import state_bytes
     >>> params = {"w": jax.ShapeDtypeStruct((4096, 4096), "float32")}
     >>> size = state_bytes(jax.eval_shape(coat_adamw(1e-3).init, params))
     >>> print(f"{size.bytes_per_param:.2f}")
@@ -150,7 +151,8 @@ def state_report(
 
   Examples:
     >>> import jax.numpy as jnp
-    >>> from coat_jax import coat_adamw, state_report
+    >>> from coat_jax import coat_adamw
+    >>> from coat_jax.optimizer import state_report
     >>> state = coat_adamw(1e-3).init({"w": jnp.ones((64, 128))})
     >>> report = state_report(state)
     >>> report["w"]["encoded"], report["w"]["nu"]["zeroed"]

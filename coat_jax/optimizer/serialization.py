@@ -29,7 +29,8 @@ def to_integers(tree: Any) -> Any:
 
   Examples:
     >>> import jax.numpy as jnp
-    >>> from coat_jax import coat_adamw, to_integers
+    >>> from coat_jax import coat_adamw
+    >>> from coat_jax.optimizer import to_integers
     >>> state = coat_adamw(1e-3).init({"w": jnp.ones((64, 128))})
     >>> print(to_integers(state)[0].mu.codes["w"].dtype)
     uint8
@@ -57,7 +58,8 @@ def from_integers(tree: Any, like: Any) -> Any:
 
   Examples:
     >>> import jax, jax.numpy as jnp
-    >>> from coat_jax import coat_adamw, from_integers, to_integers
+    >>> from coat_jax import coat_adamw
+    >>> from coat_jax.optimizer import from_integers, to_integers
     >>> params, optimizer = {"w": jnp.ones((64, 128))}, coat_adamw(1e-3)
     >>> state = optimizer.init(params)
     >>> like = jax.eval_shape(optimizer.init, params)
@@ -109,7 +111,8 @@ def check_stored(stored: Any, target: Any) -> None:
 
   Examples:
     >>> import jax, jax.numpy as jnp
-    >>> from coat_jax import check_stored, coat_adamw, codecs
+    >>> from coat_jax.optimizer import check_stored
+    >>> from coat_jax import coat_adamw, codecs
     >>> params = {"w": jnp.ones((64, 128))}
     >>> stored = jax.eval_shape(coat_adamw(1e-3).init, params)
     >>> other = coat_adamw(1e-3, codec=codecs.log8())

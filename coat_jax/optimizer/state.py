@@ -20,13 +20,14 @@ from flax.core import meta
 from jax import Array
 from jax.typing import ArrayLike
 
-from coat_jax import mesh, stochastic
-from coat_jax.checks import a
+from coat_jax import mesh
 from coat_jax.codecs import Encoded, MomentCodec
 from coat_jax.codecs.group import GroupCodec
+from coat_jax.numerics import stochastic
+from coat_jax.numerics.checks import a
+from coat_jax.numerics.stochastic import LeafPart
 from coat_jax.optimizer.arguments import choose_groups
 from coat_jax.optimizer.masks import QuantizeMask, is_encoded, plain_codec
-from coat_jax.stochastic import LeafPart
 
 # The stored moments of one leaf, and the codec of each of them.
 Stored = tuple[Encoded, ...]

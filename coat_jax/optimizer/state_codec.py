@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from coat_jax import stochastic
 from coat_jax.codecs.group import GroupCodec
+from coat_jax.numerics import stochastic
+from coat_jax.numerics.stochastic import LeafPart
 from coat_jax.optimizer.state import (
   GroupCodecs,
   Moment,
@@ -24,7 +25,6 @@ from coat_jax.optimizer.state import (
   make_moment,
   moments_in,
 )
-from coat_jax.stochastic import LeafPart
 
 # The leaves of a tree by the keys of their paths.
 Leaves = Mapping[Any, Any]

@@ -24,7 +24,9 @@ from jax import Array, P, lax
 from jax.sharding import NamedSharding
 from jax.typing import ArrayLike
 
-from coat_jax import mesh, stochastic
+from coat_jax import mesh
+from coat_jax.numerics import stochastic
+from coat_jax.numerics.stochastic import LeafPart
 from coat_jax.optimizer import weights
 from coat_jax.optimizer.arguments import check_gradients
 from coat_jax.optimizer.masks import leaf_paths
@@ -40,7 +42,6 @@ from coat_jax.optimizer.state import (
   stored_leaves,
 )
 from coat_jax.optimizer.weights import Weight
-from coat_jax.stochastic import LeafPart
 
 # `arithmetic(g, *moments, scalars)`: the update and the new moments, all f32.
 Arithmetic = Callable[..., tuple[Array, ...]]

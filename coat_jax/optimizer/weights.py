@@ -26,11 +26,12 @@ from flax.core import meta
 from jax import Array, lax
 from jaxtyping import Float32, UInt32
 
-from coat_jax import mesh, stochastic
-from coat_jax.checks import check_function, refuse
+from coat_jax import mesh
+from coat_jax.numerics import stochastic
+from coat_jax.numerics.checks import check_function, refuse
+from coat_jax.numerics.stochastic import LeafPart
 from coat_jax.optimizer import state
 from coat_jax.optimizer.masks import QuantizeMask, is_norm_or_bias, leaf_paths
-from coat_jax.stochastic import LeafPart
 
 _SIGN = 0x80000000
 _INFINITY = 0x7F800000
@@ -171,7 +172,7 @@ def split_weights(
 
   Examples:
     >>> import jax.numpy as jnp
-    >>> from coat_jax import join_weights, split_weights
+    >>> from coat_jax.optimizer import join_weights, split_weights
     >>> params, low = split_weights({"w": jnp.full((4, 8), 0.1)})
     >>> print(params["w"].dtype, low["w"].dtype)
     bfloat16 int8

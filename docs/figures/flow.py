@@ -3,7 +3,7 @@
 
   python -m docs.figures.flow
 
-Bytes are those of Llama-2-7B with recipe.coat(), from `python -m
+Bytes are those of Llama-2-7B with recipes.coat(), from `python -m
 benchmarks.memory residuals --preset llama2_7b`.
 """
 

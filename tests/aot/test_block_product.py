@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from coat_jax.formats import E4M3, E5M2
+from coat_jax.numerics.formats import E4M3, E5M2
+from coat_jax.numerics.qtensor import QTensor
 from coat_jax.pallas.mosaic import block_product
 from coat_jax.pallas.mosaic.block_product import TILES
-from coat_jax.qtensor import QTensor
 from tests.aot.compiling import compile_for_h200, custom_calls, temporary_bytes
 
 pytestmark = pytest.mark.aot

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from benchmarks import aot
-from coat_jax.formats import E4M3, E5M2
+from coat_jax.numerics.formats import E4M3, E5M2
 from tests.aot.compiling import (
   compile_for_h200,
   custom_calls,

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from coat_jax.formats import E4M3
+from coat_jax.numerics.formats import E4M3
+from coat_jax.numerics.qtensor import QTensor
 from coat_jax.ops import Groups
 from coat_jax.pallas.triton import gated, gelu
-from coat_jax.qtensor import QTensor
 from tests.aot.compiling import compile_for_h200, custom_calls, fp8_moves
 
 pytestmark = pytest.mark.aot

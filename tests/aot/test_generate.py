@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from coat_jax import recipe as recipes
+from coat_jax import recipes
 from coat_jax.models import Decoder, ModelConfig
 from coat_jax.models import generate as generate_tokens
 from coat_jax.models.cache import KVCache

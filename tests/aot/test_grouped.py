@@ -14,10 +14,10 @@ from jax import P
 from jax.sharding import AxisType
 
 from benchmarks.aot import h200_devices
-from coat_jax import recipe as recipes
+from coat_jax import recipes
 from coat_jax.layers import MoE
+from coat_jax.numerics.recipes import MeshAxes
 from coat_jax.pallas.triton import grouped
-from coat_jax.recipe import MeshAxes
 from tests.aot.compiling import (
   compile_for_h200,
   custom_calls,

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from coat_jax import recipe as recipes
+from coat_jax import recipes
 from coat_jax.layers import with_weight_cache
 from coat_jax.models.config import ModelConfig, Remat
 from coat_jax.models.decoder import DecoderLayer

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from coat_jax.formats import E5M2
+from coat_jax.numerics.formats import E5M2
 from coat_jax.ops import Groups, PerTensor
 from coat_jax.pallas.triton import quantize, scales
 from tests.aot.compiling import compile_for_h200, launches

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from benchmarks import layer
-from coat_jax import recipe as recipes
+from coat_jax import recipes
 from tests.aot.compiling import (
   compile_for_h200,
   custom_calls,

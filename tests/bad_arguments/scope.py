@@ -12,11 +12,12 @@ from jax import P
 from jax.sharding import AbstractMesh, NamedSharding
 
 import coat_jax
-from coat_jax import codecs, layers, models, ops, recipe, sharding
+from coat_jax import codecs, layers, models, numerics, ops, optimizer, recipes
+from coat_jax.optimizer import sharding
 from tests.models.hf.folders import DATA
 
 nan, inf = math.nan, math.inf
-CODEC, COAT, BF16 = codecs.coat(), recipe.coat(), recipe.bf16()
+CODEC, COAT, BF16 = codecs.coat(), recipes.coat(), recipes.bf16()
 LLAMA = DATA / "llama"
 
 
@@ -70,7 +71,7 @@ def applied(params, updates, **options):
 
 def backward(solver=None, **changed):
   """A step in the backward of two layers, traced."""
-  solver = coat_jax.fused_coat_adamw(1e-3) if solver is None else solver
+  solver = optimizer.fused_coat_adamw(1e-3) if solver is None else solver
   forward = dict(
     before=lambda outer: outer["embed"],
     layer=lambda params, x: jnp.tanh(params["w"] @ x),
@@ -79,7 +80,7 @@ def backward(solver=None, **changed):
 
   def step(params):
     old = solver.init(params) if hasattr(solver, "init") else ()
-    return coat_jax.step_in_backward(
+    return optimizer.step_in_backward(
       solver, params, old, **(forward | changed)
     ).params
 
@@ -177,7 +178,11 @@ def generate(prompts=((1,),), max_new_tokens=2, model=DECODER, **options):
 
 
 SCOPE = (
-  {name: getattr(coat_jax, name) for name in dir(coat_jax)}
+  {
+    name: getattr(module, name)
+    for module in (coat_jax, optimizer, numerics)
+    for name in dir(module)
+  }
   | {name: getattr(layers, name) for name in dir(layers)}
   | {name: getattr(models, name) for name in dir(models)}
   | {name: getattr(sharding, name) for name in dir(sharding)}

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from benchmarks import layer
-from coat_jax import recipe
+from coat_jax import recipes
 from coat_jax.models.decoder import DecoderLayer
 from tests import comparing
 from train.presets import PRESETS
@@ -138,7 +138,7 @@ def test_variants_cover_every_recipe_and_baseline():
   of_bf16 = {
     variant.checkpoint
     for variant in layer.VARIANTS.values()
-    if variant.recipe == recipe.bf16()
+    if variant.recipe == recipes.bf16()
   }
   assert {"none", "dots", "nothing"} <= of_bf16
 

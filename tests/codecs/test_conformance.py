@@ -6,8 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from coat_jax import codecs, stochastic
+from coat_jax import codecs
 from coat_jax.codecs.group import GroupCodec
+from coat_jax.numerics import stochastic
 from tests import cases
 
 NAMES = (*codecs.names(), "tests.codecs.own_codec:make")

@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from coat_jax import codecs, stochastic
-from coat_jax.formats import E4M3, E5M2
+from coat_jax import codecs
+from coat_jax.numerics import stochastic
+from coat_jax.numerics.formats import E4M3, E5M2
 from tests import cases, comparing, oracles
 from tests.codecs import oracles as codec_oracles
 

@@ -6,7 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from coat_jax import coat_adamw, codecs, state_report, stochastic
+from coat_jax import coat_adamw, codecs
+from coat_jax.numerics import stochastic
+from coat_jax.optimizer import state_report
 from coat_jax.optimizer.serialization import from_integers, to_integers
 from tests import cases
 from tests.comparing import assert_same_bits

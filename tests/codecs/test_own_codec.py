@@ -10,14 +10,14 @@ import optax
 import pytest
 
 from benchmarks import optimizer as optimizer_benchmark
-from coat_jax import coat_adamw, codecs, fused_coat_adamw, ops
+from coat_jax import coat_adamw, codecs, ops
 from coat_jax.codecs import registry
 from coat_jax.codecs.fp8 import ExpandedFP8
-from coat_jax.optimizer import adam
+from coat_jax.numerics.stochastic import LeafPart
+from coat_jax.optimizer import adam, fused_coat_adamw
 from coat_jax.optimizer.state import stored_leaves
 from coat_jax.pallas.mosaic import adam as kernel
 from coat_jax.pallas.mosaic import moment_codecs, registers
-from coat_jax.stochastic import LeafPart
 from studies import accuracy
 from tests.codecs import own_codec
 from tests.comparing import assert_same_bits

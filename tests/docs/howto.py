@@ -14,7 +14,7 @@ import yaml
 from flax import nnx
 from jax import P
 
-from coat_jax.formats import E4M3
+from coat_jax.numerics.formats import E4M3
 from train import presets
 from train.config import TrainConfig
 

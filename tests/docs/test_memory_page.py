@@ -3,7 +3,7 @@
 
 import pytest
 
-from coat_jax import recipe
+from coat_jax import recipes
 from tests.docs.pages import DOCS
 from tests.docs.test_figures import measured, table
 from tests.train.memory.runs import LLAMA2_7B
@@ -23,10 +23,10 @@ def test_bytes_a_parameter_add_up():
 
 
 def test_bytes_a_token_are_what_is_counted():
-  coat, bf16 = recipe.coat(), recipe.bf16()
-  cases = [(bf16, "none"), (recipe.fp8_linear(), "none")]
-  cases += [(recipe.coat(residuals="coat"), "none"), (coat, "none")]
-  cases += [(recipe.coat(attention="fp8"), "none"), (coat, "fp8")]
+  coat, bf16 = recipes.coat(), recipes.bf16()
+  cases = [(bf16, "none"), (recipes.fp8_linear(), "none")]
+  cases += [(recipes.coat(residuals="coat"), "none"), (coat, "none")]
+  cases += [(recipes.coat(attention="fp8"), "none"), (coat, "fp8")]
   cases += [(bf16, "full"), (coat, "fp8_layer")]
   shown = table(PAGE, "## Bytes per token")
   for (how, remat), (units, megabytes) in zip(cases, shown, strict=True):

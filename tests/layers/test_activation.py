@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from coat_jax import recipe as recipes
+from coat_jax import recipes
 from coat_jax.layers import gelu, silu_mul
 from tests.comparing import assert_close, jit
 from tests.layers.straight_through import per_group

@@ -11,7 +11,7 @@ from flax import nnx
 from jax import P
 from jax.sharding import NamedSharding
 
-from coat_jax import recipe as recipes
+from coat_jax import recipes
 from coat_jax.layers import Attention, BlockOptions
 from tests.comparing import assert_close, assert_same_bits, jit
 from tests.layers.test_parameters import (

@@ -11,10 +11,10 @@ import pytest
 from jax import P
 from jax.sharding import AxisType, NamedSharding
 
-from coat_jax import recipe as recipes
+from coat_jax import recipes
 from coat_jax.layers import attention_output, dot_product_attention
+from coat_jax.numerics.recipes import MeshAxes
 from coat_jax.ops import AttentionKind
-from coat_jax.recipe import MeshAxes
 from tests.comparing import assert_close, jit
 from tests.layers import straight_through
 from tests.matrices import quick

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from coat_jax import ops
-from coat_jax import recipe as recipes
+from coat_jax import ops, recipes
 from coat_jax.layers import (
   MLP,
   Attention,
@@ -28,8 +27,8 @@ from coat_jax.layers import (
 )
 from coat_jax.layers.operands import gradient_operand
 from coat_jax.layers.residuals import save_residual
+from coat_jax.numerics.qtensor import dequantize
 from coat_jax.ops import Groups
-from coat_jax.qtensor import dequantize
 from tests.comparing import assert_close, assert_same_bits, jit
 from tests.layers import straight_through
 from tests.matrices import quick

@@ -10,9 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from coat_jax import ops, qtensor
-from coat_jax import recipe as recipes
-from coat_jax.formats import E4M3, E5M2
+from coat_jax import ops, recipes
 from coat_jax.layers import (
   MLP,
   Attention,
@@ -21,8 +19,10 @@ from coat_jax.layers import (
   linear,
   with_weight_cache,
 )
-from coat_jax.ops.scaling import Blocks, Tiles
-from coat_jax.recipe import CoatRecipe, Formats
+from coat_jax.numerics import qtensor
+from coat_jax.numerics.formats import E4M3, E5M2
+from coat_jax.numerics.recipes import CoatRecipe, Formats
+from coat_jax.numerics.scaling import Blocks, Tiles
 from tests import oracles
 from tests.comparing import assert_close, assert_same_bits, jit
 from tests.matrices import quick

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from coat_jax import recipe as recipes
-from coat_jax.formats import E4M3, E5M2, INT8
+from coat_jax import recipes
 from coat_jax.layers import MLP, Attention, GatedMLP
-from coat_jax.recipe import Formats
+from coat_jax.numerics.formats import E4M3, E5M2, INT8
+from coat_jax.numerics.recipes import Formats
 from tests.matrices import quick
 
 BLOCKS = {

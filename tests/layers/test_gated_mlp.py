@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from coat_jax import recipe as recipes
+from coat_jax import recipes
 from coat_jax.layers import (
   BackWeights,
   BlockWeights,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
 
-from coat_jax import recipe as recipes
+from coat_jax import recipes
 from coat_jax.layers import (
   BackWeights,
   BlockWeights,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from coat_jax import recipe as recipes
+from coat_jax import recipes
 from coat_jax.layers import Linear, linear
 from tests.comparing import assert_close, assert_same_bits, jit
 from tests.layers import straight_through

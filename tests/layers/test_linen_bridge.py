@@ -9,8 +9,8 @@ from jax import P
 from jax.sharding import AxisType
 
 from coat_jax import coat_adamw
-from coat_jax.formats import E4M3
 from coat_jax.layers import GatedMLP
+from coat_jax.numerics.formats import E4M3
 from examples import linen_bridge
 
 

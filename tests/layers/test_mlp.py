@@ -10,9 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from coat_jax import ops
-from coat_jax import recipe as recipes
-from coat_jax.formats import E4M3
+from coat_jax import ops, recipes
 from coat_jax.layers import (
   GELU,
   MLP,
@@ -21,8 +19,9 @@ from coat_jax.layers import (
   FrontWeights,
   block,
 )
+from coat_jax.numerics.formats import E4M3
+from coat_jax.numerics.qtensor import num_groups
 from coat_jax.ops import activation
-from coat_jax.qtensor import num_groups
 from tests.comparing import assert_close, assert_same_bits, jit
 from tests.layers import straight_through
 from tests.matrices import quick

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from coat_jax import recipe as recipes
+from coat_jax import recipes
 from coat_jax.layers import (
   MoE,
   MoEWeights,
@@ -17,7 +17,7 @@ from coat_jax.layers import (
   load_balancing_loss,
   moe,
 )
-from coat_jax.qtensor import num_groups
+from coat_jax.numerics.qtensor import num_groups
 from tests.comparing import assert_close, assert_same_bits, jit
 from tests.layers import straight_through
 from tests.layers.test_residuals import BF16, F32, FP8, kinds

@@ -10,8 +10,7 @@ from flax import linen, nnx
 from jax import P
 from jax.sharding import AxisType, NamedSharding
 
-from coat_jax import coat_adamw
-from coat_jax import recipe as recipes
+from coat_jax import coat_adamw, recipes
 from coat_jax.layers import (
   MLP,
   Attention,
@@ -22,7 +21,7 @@ from coat_jax.layers import (
   RMSNorm,
   with_weight_cache,
 )
-from coat_jax.sharding import state_shardings
+from coat_jax.optimizer import state_shardings
 from tests.comparing import assert_close, assert_same_bits, jit
 from tests.matrices import quick
 

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from coat_jax import recipe as recipes
-from coat_jax.formats import E4M3
+from coat_jax import recipes
 from coat_jax.layers import (
   Attention,
   BackWeights,
@@ -23,8 +22,9 @@ from coat_jax.layers import (
   Rotary,
   self_attention,
 )
+from coat_jax.numerics.formats import E4M3
+from coat_jax.numerics.qtensor import num_groups
 from coat_jax.ops import AttentionKind
-from coat_jax.qtensor import num_groups
 from tests.comparing import assert_close, assert_same_bits, jit
 from tests.layers import straight_through
 from tests.matrices import quick

@@ -18,14 +18,14 @@ from flax import nnx
 from jax import P
 from jax.sharding import AxisType, NamedSharding
 
-from coat_jax import recipe as recipes
+from coat_jax import recipes
 from coat_jax.layers import (
   GatedMLP,
   block_inputs_saveable,
   fp8_remat,
   remat,
 )
-from coat_jax.recipe import MeshAxes
+from coat_jax.numerics.recipes import MeshAxes
 from tests import oracles
 from tests.comparing import assert_close, assert_same_bits, jit
 

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from coat_jax import recipe as recipes
-from coat_jax.formats import E4M3
+from coat_jax import recipes
 from coat_jax.layers import (
   GatedMLP,
   LayerNorm,
@@ -23,7 +22,8 @@ from coat_jax.layers import (
 )
 from coat_jax.models.config import ModelConfig
 from coat_jax.models.decoder import DecoderLayer
-from coat_jax.qtensor import num_groups
+from coat_jax.numerics.formats import E4M3
+from coat_jax.numerics.qtensor import num_groups
 from tests.comparing import jit
 from train.memory import count as memory_count
 from train.memory.count import residual_arrays, residual_bytes

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from coat_jax import recipe as recipes
-from coat_jax.formats import E4M3
+from coat_jax import recipes
 from coat_jax.layers import RESIDUAL_NAMES, Attention, GatedMLP
+from coat_jax.numerics.formats import E4M3
 from coat_jax.ops import attention
 from tests.comparing import assert_close, assert_same_bits, jit
 from tests.matrices import quick

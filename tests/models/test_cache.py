@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from coat_jax import recipe as recipes
+from coat_jax import recipes
 from coat_jax.models import Decoder, ModelConfig, param_shardings
 from coat_jax.models.cache import (
   CHUNK,
@@ -19,7 +19,7 @@ from coat_jax.models.cache import (
   empty_cache,
   unstacked,
 )
-from coat_jax.recipe import MeshAxes
+from coat_jax.numerics.recipes import MeshAxes
 from tests.comparing import assert_close, jit
 from tests.matrices import quick
 from train.mesh import make_mesh, parse_mesh

@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 from jax.tree_util import keystr
 
-from coat_jax import recipe
+from coat_jax import recipes
 from coat_jax.models.config import ModelConfig
 from coat_jax.models.decoder import Decoder
 from tests.comparing import assert_close, jit
@@ -129,7 +129,7 @@ def test_decoder_matches_numpy(family):
   config = CONFIGS[family]
   graph, params = nnx.split(
     nnx.eval_shape(
-      lambda: Decoder(config, recipe.bf16(), dtype="float32", rngs=nnx.Rngs(0))
+      lambda: Decoder(config, recipes.bf16(), dtype="float32", rngs=nnx.Rngs(0))
     )
   )
   rng = np.random.default_rng(1)
@@ -145,7 +145,7 @@ def test_decoder_matches_numpy(family):
 def layers_of(name):
   config = PRESETS[name]().model
   model = nnx.eval_shape(
-    lambda: Decoder(config, recipe.coat(), rngs=nnx.Rngs(0))
+    lambda: Decoder(config, recipes.coat(), rngs=nnx.Rngs(0))
   )
   return model.layers.attention, model.layers.mlp
 
@@ -171,7 +171,7 @@ def test_projections_to_the_residual_stream_start_smaller_with_depth():
   )
   params = jit(
     lambda: nnx.to_pure_dict(
-      nnx.state(Decoder(config, recipe.bf16(), rngs=nnx.Rngs(0)), nnx.Param)
+      nnx.state(Decoder(config, recipes.bf16(), rngs=nnx.Rngs(0)), nnx.Param)
     )
   )()
   stddev = {

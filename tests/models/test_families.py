@@ -6,7 +6,7 @@ import pytest
 from flax import nnx
 from jax import P
 
-from coat_jax import recipe as recipes
+from coat_jax import recipes
 from coat_jax.models import config as configs
 from coat_jax.models.config import Family, ModelConfig
 from coat_jax.models.decoder import Decoder

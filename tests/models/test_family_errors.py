@@ -5,8 +5,7 @@ import functools
 
 import pytest
 
-from coat_jax import ops
-from coat_jax import recipe as recipes
+from coat_jax import ops, recipes
 from coat_jax.models import VISION_FAMILIES
 from coat_jax.models.config import FAMILIES
 from studies import families

@@ -12,10 +12,10 @@ from flax import nnx
 from jax import P
 from jax.sharding import AxisType, NamedSharding
 
-from coat_jax import recipe as recipes
+from coat_jax import recipes
 from coat_jax.layers import Linear
 from coat_jax.models.gathering import gather_weights
-from coat_jax.recipe import MeshAxes
+from coat_jax.numerics.recipes import MeshAxes
 from tests.comparing import assert_close, jit
 from tests.models.test_cache import CONFIGS, V, build
 

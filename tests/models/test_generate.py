@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from coat_jax import recipe as recipes
+from coat_jax import recipes
 from coat_jax.models import generate as generate_tokens
 from coat_jax.models import load_hf
 from coat_jax.models.cache import cached_forward, empty_cache
 from coat_jax.models.generate import _decode, _in_dtype, _prefill, bucket
-from coat_jax.recipe import MeshAxes
+from coat_jax.numerics.recipes import MeshAxes
 from tests.models.hf.folders import DATA, expected
 from tests.models.test_cache import CONFIGS, build, without_cache
 from train.mesh import make_mesh, parse_mesh

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from coat_jax import recipe as recipes
+from coat_jax import recipes
 from coat_jax.models import VisionLanguageModel, generate, load_hf
 from coat_jax.models.cache import cached_forward, empty_cache
 from coat_jax.models.hf.config import read_config

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from coat_jax import recipe as recipes
+from coat_jax import recipes
 from coat_jax.models.params import mesh_axes
 from tests.comparing import assert_close, jit
 from tests.models.test_cache import CONFIGS, V, build

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from coat_jax import recipe
+from coat_jax import recipes
 from coat_jax.models.config import ModelConfig
 from coat_jax.models.decoder import Decoder
 from coat_jax.models.loss import loss_fn
@@ -30,7 +30,7 @@ def build(is_tied):
   )
   graph, params = nnx.split(
     nnx.eval_shape(
-      lambda: Decoder(config, recipe.bf16(), dtype="float32", rngs=nnx.Rngs(0))
+      lambda: Decoder(config, recipes.bf16(), dtype="float32", rngs=nnx.Rngs(0))
     )
   )
   rng = np.random.default_rng(1)

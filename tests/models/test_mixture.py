@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from coat_jax import recipe
+from coat_jax import recipes
 from coat_jax.models import Batch, Decoder, ModelConfig, loss_fn
 from tests.comparing import assert_close, jit
 from tests.matrices import quick
@@ -121,7 +121,7 @@ def oracle(xp, config, params, segments, is_target):
 def build(config):
   graph, params = nnx.split(
     nnx.eval_shape(
-      lambda: Decoder(config, recipe.bf16(), dtype="float32", rngs=nnx.Rngs(0))
+      lambda: Decoder(config, recipes.bf16(), dtype="float32", rngs=nnx.Rngs(0))
     ),
     nnx.Param,
   )

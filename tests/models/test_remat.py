@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from coat_jax import recipe as recipes
+from coat_jax import recipes
 from coat_jax.layers import with_weight_cache
 from coat_jax.models.batch import Batch
 from coat_jax.models.decoder import Decoder

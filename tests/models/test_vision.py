@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from coat_jax import recipe as recipes
+from coat_jax import recipes
 from coat_jax.models import VisionConfig, VisionTower, load_hf, param_shardings
 from coat_jax.models.params import mesh_axes
 from tests.comparing import assert_close, jit

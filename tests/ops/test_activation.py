@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from coat_jax import ops
-from coat_jax.formats import E5M2
+from coat_jax.numerics.formats import E5M2
 from coat_jax.ops import Groups
 from coat_jax.pallas.triton import gelu
 from tests import cases, oracles

@@ -17,7 +17,7 @@ from benchmarks import cases as models
 from benchmarks.cases import OpCase, Sizes
 from benchmarks.ops import all_cases
 from coat_jax import ops
-from coat_jax.formats import E4M3, E5M2
+from coat_jax.numerics.formats import E4M3, E5M2
 from coat_jax.ops.types import Unsupported
 from coat_jax.optimizer import adam, lion
 from tests.comparing import assert_close, jit

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from coat_jax import ops
-from coat_jax.formats import E4M3
+from coat_jax.numerics.formats import E4M3
 from tests import cases
 from tests.comparing import jit
 from tests.pallas.kernels import assert_same_codes, lowered_for_h200

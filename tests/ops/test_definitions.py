@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from coat_jax import ops, qtensor
-from coat_jax.formats import E4M3, E5M2
+from coat_jax import ops
+from coat_jax.numerics import qtensor
+from coat_jax.numerics.formats import E4M3, E5M2
 from coat_jax.ops import Groups, PerTensor
 from tests import cases, oracles
 from tests.comparing import assert_close, assert_same_bits

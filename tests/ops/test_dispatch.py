@@ -11,9 +11,10 @@ from jax.extend.core import jaxprs_in_params
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from coat_jax import ops
+from coat_jax.numerics.scaling import Operand
 from coat_jax.ops import cublas, quantize_tensor
 from coat_jax.ops.dispatch import kernel, op
-from coat_jax.ops.types import Operand, Unsupported
+from coat_jax.ops.types import Unsupported
 
 H200 = AbstractMesh((), (), abstract_device=AbstractDevice("H200", 132, "cuda"))
 

@@ -15,9 +15,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from coat_jax import ops, qtensor
+from coat_jax import ops
+from coat_jax.numerics import qtensor
+from coat_jax.numerics.qtensor import QTensor
 from coat_jax.ops import Groups
-from coat_jax.qtensor import QTensor
 from tests import golden, oracles
 
 GROUP = 16

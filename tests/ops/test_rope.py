@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from coat_jax import ops
-from coat_jax.formats import E5M2
+from coat_jax.numerics.formats import E5M2
 from coat_jax.ops import PerTensor, rope
 from coat_jax.ops.rotary import Rotary
 from tests.comparing import assert_close, assert_same_bits

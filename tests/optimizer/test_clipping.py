@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 
-from coat_jax import Clipping
+from coat_jax.optimizer import Clipping
 from coat_jax.optimizer.clipping import clip_gradients
 
 MAX, RELATIVE, DECAY, WARMUP = 1.0, 1.05, 0.9, 4

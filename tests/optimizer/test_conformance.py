@@ -16,13 +16,8 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
 
-from coat_jax import (
-  coat_adamw,
-  codecs,
-  from_adam_state,
-  scale_by_coat_adam,
-  to_adam_state,
-)
+from coat_jax import coat_adamw, codecs, scale_by_coat_adam
+from coat_jax.optimizer import from_adam_state, to_adam_state
 from coat_jax.optimizer.report import state_report
 from tests.matrices import quick
 from tests.optimizer.solvers import CODECS, LAYOUTS, every_codec, make, types

@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from coat_jax import codecs, from_adam_state
+from coat_jax import codecs
+from coat_jax.optimizer import from_adam_state
 from tests import cases
 
 SHAPE = (64, 128)

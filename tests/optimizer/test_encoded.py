@@ -17,21 +17,20 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
 
-from coat_jax import (
-  codecs,
+from coat_jax import codecs, encoded, scale_by_coat_adam
+from coat_jax.optimizer import (
+  abstract_state,
+  conversion,
   default_field_rule,
-  encoded,
+  fields,
   from_integers,
   from_plain_state,
-  scale_by_coat_adam,
   state_bytes,
   state_report,
   to_integers,
   to_plain_state,
 )
-from coat_jax.optimizer import conversion, fields
 from coat_jax.optimizer import encoded as encoded_module
-from coat_jax.sharding import abstract_state
 from tests.comparing import assert_close, assert_same_bits, jit
 from tests.matrices import quick
 from tests.optimizer.solvers import types

@@ -12,7 +12,8 @@ import numpy as np
 import optax
 import pytest
 
-from coat_jax import codecs, default_field_rule, encoded
+from coat_jax import codecs, encoded
+from coat_jax.optimizer import default_field_rule
 from tests.comparing import assert_same_bits, jit
 
 PARAMS = {"w": jnp.zeros((8, 16))}

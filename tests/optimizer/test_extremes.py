@@ -9,7 +9,8 @@ import numpy as np
 import optax
 import pytest
 
-from coat_jax import apply_updates, coat_adamw, codecs, fused_coat_adamw
+from coat_jax import apply_updates, coat_adamw, codecs
+from coat_jax.optimizer import fused_coat_adamw
 from coat_jax.optimizer.state import decode, stored_leaves
 from tests.matrices import quick
 

@@ -10,14 +10,8 @@ import numpy as np
 import optax
 import pytest
 
-from coat_jax import (
-  apply_updates,
-  coat_adamw,
-  codecs,
-  fused_coat_adamw,
-  fused_coat_lion,
-  scale_by_coat_adam,
-)
+from coat_jax import apply_updates, coat_adamw, codecs, scale_by_coat_adam
+from coat_jax.optimizer import fused_coat_adamw, fused_coat_lion
 from coat_jax.optimizer.adam import adam_update, adamw_step
 from coat_jax.optimizer.arguments import choose_groups
 from coat_jax.optimizer.lion import lion_step

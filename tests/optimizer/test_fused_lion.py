@@ -7,16 +7,14 @@ import numpy as np
 import optax
 import pytest
 
-from coat_jax import (
-  apply_updates,
-  coat_lion,
-  codecs,
+from coat_jax import apply_updates, coat_lion, codecs
+from coat_jax.numerics import stochastic
+from coat_jax.optimizer import (
   fused_coat_lion,
   join_weights,
   split_weights,
-  stochastic,
+  weights,
 )
-from coat_jax.optimizer import weights
 from tests.comparing import assert_same_bits
 
 STEPS, SEED = 4, 3

@@ -15,12 +15,9 @@ import optax
 import pytest
 from jax import lax
 
-from coat_jax import (
+from coat_jax import coat_adamw, coat_lion, codecs, encoded
+from coat_jax.optimizer import (
   Clipping,
-  coat_adamw,
-  coat_lion,
-  codecs,
-  encoded,
   fused_coat_adamw,
   fused_coat_lion,
   leafwise,

@@ -7,7 +7,8 @@ import numpy as np
 import optax
 import pytest
 
-from coat_jax import Clipping, coat_adamw, leafwise, step_in_backward
+from coat_jax import coat_adamw
+from coat_jax.optimizer import Clipping, leafwise, step_in_backward
 from tests.optimizer.small_stack import LAYERS, after, initial, layer, loss_fn
 
 

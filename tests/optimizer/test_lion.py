@@ -10,16 +10,15 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
 
-from coat_jax import (
-  coat_lion,
-  codecs,
+from coat_jax import coat_lion, codecs, scale_by_coat_lion
+from coat_jax.optimizer import (
+  abstract_state,
   from_plain_state,
-  scale_by_coat_lion,
   state_bytes,
   state_report,
+  state_shardings,
   to_plain_state,
 )
-from coat_jax.sharding import abstract_state, state_shardings
 from tests.optimizer.test_report import llama2_7b
 
 SHAPES = {"w": (16, 256), "stack": (2, 16, 384), "norm": (16,)}

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from coat_jax import (
+from coat_jax import codecs
+from coat_jax.numerics import stochastic
+from coat_jax.optimizer import (
   LowBitsState,
-  codecs,
   from_adam_state,
   from_integers,
   fused_coat_adamw,
@@ -17,7 +18,6 @@ from coat_jax import (
   split_weights,
   state_bytes,
   state_report,
-  stochastic,
   to_adam_state,
   to_integers,
 )

@@ -8,8 +8,10 @@ import optax
 import pytest
 from flax import nnx
 
-from coat_jax import coat_lion, codecs, stochastic
+from coat_jax import coat_lion, codecs
 from coat_jax.codecs.group import Plain
+from coat_jax.numerics import stochastic
+from coat_jax.numerics.stochastic import LeafPart
 from coat_jax.optax_coat import coat_adamw, scale_by_coat_adam
 from coat_jax.optimizer.masks import is_encoded
 from coat_jax.optimizer.state import (
@@ -19,7 +21,6 @@ from coat_jax.optimizer.state import (
   moments_in,
   pair_key,
 )
-from coat_jax.stochastic import LeafPart
 from tests.comparing import assert_same_bits
 
 

@@ -11,24 +11,21 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType
 
-from coat_jax import (
-  MatrixSplit,
-  coat_muon,
-  codecs,
-  from_plain_state,
-  hidden_matrices,
-  recipe,
-  scale_by_coat_muon,
-  state_bytes,
-  to_plain_state,
-)
+from coat_jax import coat_muon, codecs, recipes, scale_by_coat_muon
 from coat_jax.models import (
   Decoder,
   ModelConfig,
   model_matrices,
   param_shardings,
 )
-from coat_jax.sharding import state_shardings
+from coat_jax.optimizer import (
+  MatrixSplit,
+  from_plain_state,
+  hidden_matrices,
+  state_bytes,
+  state_shardings,
+  to_plain_state,
+)
 from tests.comparing import assert_close, assert_same_bits
 
 HEADS = dict(num_heads=4, num_kv_heads=2)
@@ -40,7 +37,7 @@ MATRICES = model_matrices(MODEL)
 
 def abstract_params():
   model = nnx.eval_shape(
-    lambda: Decoder(MODEL, recipe.coat(), rngs=nnx.Rngs(0))
+    lambda: Decoder(MODEL, recipes.coat(), rngs=nnx.Rngs(0))
   )
   return nnx.to_pure_dict(nnx.split(model, nnx.Param)[1])
 

@@ -9,7 +9,8 @@ import numpy as np
 import optax
 import pytest
 
-from coat_jax import codecs, optax_coat, stochastic
+from coat_jax import codecs, optax_coat
+from coat_jax.numerics import stochastic
 from coat_jax.optax_coat import apply_updates, coat_adamw, scale_by_coat_adam
 
 

@@ -76,7 +76,7 @@ def solver_and_result(name, names):
 
 @pytest.mark.parametrize(
   "name, kind",
-  # tests/test_sharding.py has one case in every run.
+  # tests/optimizer/test_sharding.py has one case in every run.
   quick(
     0,
     [(name, AxisType.Auto) for name in CODECS] + [("coat", AxisType.Explicit)],

@@ -6,7 +6,8 @@ import numpy as np
 import optax
 import pytest
 
-from coat_jax import codecs, from_adam_state, state_report
+from coat_jax import codecs
+from coat_jax.optimizer import from_adam_state, state_report
 
 ROWS, GROUP = 64, 64
 # k = 1 spans 448 to 2 / 448, and k = 2 the root of that.

@@ -12,9 +12,14 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from safetensors.flax import load_file, save_file
 
-from coat_jax import check_stored, coat_adamw, from_integers, to_integers
-from coat_jax.optimizer import serialization
-from coat_jax.sharding import abstract_state
+from coat_jax import coat_adamw
+from coat_jax.optimizer import (
+  abstract_state,
+  check_stored,
+  from_integers,
+  serialization,
+  to_integers,
+)
 from tests.comparing import assert_same_bits
 from tests.matrices import quick
 from tests.optimizer.solvers import CODECS, make, tree, types

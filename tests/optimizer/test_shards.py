@@ -10,9 +10,13 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 
-from coat_jax import coat_adamw, codecs, fused_coat_adamw, split_weights
-from coat_jax.optimizer import adam
-from coat_jax.sharding import state_shardings
+from coat_jax import coat_adamw, codecs
+from coat_jax.optimizer import (
+  adam,
+  fused_coat_adamw,
+  split_weights,
+  state_shardings,
+)
 from tests.comparing import assert_same_bits
 from tests.matrices import quick
 

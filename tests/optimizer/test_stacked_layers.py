@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import pytest
 
-from coat_jax import leafwise, step_in_backward
+from coat_jax.optimizer import leafwise, step_in_backward
 from tests.optimizer.small_stack import LAYERS, after, initial, layer
 
 

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from coat_jax import SplitWeight, join_weights, split_weights
-from coat_jax.optimizer import weights
+from coat_jax.optimizer import SplitWeight, join_weights, split_weights, weights
 from tests.comparing import assert_same_bits
 
 SIGN, INFINITY = 0x80000000, 0x7F800000

@@ -12,13 +12,8 @@ import numpy as np
 import optax
 import pytest
 
-from coat_jax import (
-  apply_updates,
-  codecs,
-  encoded,
-  fused_coat_lion,
-  scale_by_coat_lion,
-)
+from coat_jax import apply_updates, codecs, encoded, scale_by_coat_lion
+from coat_jax.optimizer import fused_coat_lion
 
 OPTIONS = dict(codec=codecs.coat(16), quantize_mask=lambda *_: True)
 GRADS = {

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from coat_jax import recipe
+from coat_jax import recipes
 from coat_jax.models import generate, load_hf
 from studies import exports
 from tests.models.hf.folders import DATA
@@ -15,7 +15,7 @@ from tests.models.hf.folders import DATA
 
 def stand_in(folder, tokens, prompt):
   """What transformers would compute, but for a logit and the last token."""
-  model = load_hf(folder, recipe=recipe.bf16(), dtype=jnp.float32)
+  model = load_hf(folder, recipe=recipes.bf16(), dtype=jnp.float32)
   logits = np.array(model.logits(jnp.int32(tokens)))
   logits[0, 0, 0] += 0.5 * np.abs(logits).max()
   found = generate(

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from coat_jax import recipe
+from coat_jax import recipes
 from coat_jax.models.decoder import Decoder
 from coat_jax.models.loss import loss_fn
 from studies import quantization, quantization_error, quantization_tables
@@ -127,7 +127,7 @@ TINY = dataclasses.replace(
 @pytest.mark.slow
 def test_captured_tensors_are_those_of_the_model():
   graph, params = nnx.split(
-    Decoder(TINY, recipe.bf16(), dtype=jnp.float32, rngs=nnx.Rngs(0)),
+    Decoder(TINY, recipes.bf16(), dtype=jnp.float32, rngs=nnx.Rngs(0)),
     nnx.Param,
   )
   params = nnx.to_pure_dict(params)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from coat_jax.formats import E4M3
+from coat_jax.numerics.formats import E4M3
 from studies import stability, stability_figure, stability_run
 from studies.rows import read_rows
 from train import step

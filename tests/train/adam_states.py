@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from coat_jax import from_adam_state
+from coat_jax.optimizer import from_adam_state
 from train import step
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from flax import nnx
 from safetensors.numpy import save_file
 
-from coat_jax import recipe as recipes
+from coat_jax import recipes
 from coat_jax.models import VisionLanguageModel
 from coat_jax.models.hf.config import write_config
 from coat_jax.models.hf.tensors import parts

@@ -9,7 +9,7 @@ import pytest
 from jax import P
 from jax.sharding import NamedSharding
 
-from coat_jax import sharding, to_adam_state
+from coat_jax.optimizer import sharding, to_adam_state
 from tests.matrices import quick
 from tests.train.adam_states import assert_same_bytes, encoded, moments
 from tests.train.data.streams import numbered

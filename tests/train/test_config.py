@@ -8,7 +8,7 @@ import math
 
 import pytest
 
-from coat_jax import codecs, recipe
+from coat_jax import codecs, recipes
 from coat_jax.models.ranges import check_numbers, range_of
 from tests.train import own_codec
 from train.config import ModelConfig, OptimConfig, resume_rule
@@ -268,7 +268,7 @@ def test_recipe_gets_its_options():
     weight_cache="codes",
     evaluation="bf16",
   )
-  assert config.coat_recipe() == recipe.coat(
+  assert config.coat_recipe() == recipes.coat(
     residuals="coat",
     attention="fp8",
     group_size=32,
@@ -276,9 +276,9 @@ def test_recipe_gets_its_options():
     evaluation="bf16",
   )
   config = dataclasses.replace(demo(), recipe="fp8_linear", evaluation="bf16")
-  assert config.coat_recipe() == recipe.fp8_linear(evaluation="bf16")
+  assert config.coat_recipe() == recipes.fp8_linear(evaluation="bf16")
   for name in ("bf16", "fp8_linear", "coat", "fp8_block", "int8"):
-    preset = getattr(recipe, name)
+    preset = getattr(recipes, name)
     config = dataclasses.replace(
       demo(), recipe=preset.__name__, implementation="xla"
     )
@@ -293,7 +293,7 @@ def test_twin_is_the_plain_run_whatever_the_options_were():
     optim=OptimConfig(lr=2e-3, warmup=1, second="e5m2", group_size=64),
   )
   twin = config.bf16_twin(seed=7, out="twin")
-  assert twin.coat_recipe() == recipe.bf16()
+  assert twin.coat_recipe() == recipes.bf16()
   assert twin.optim.moment_codec().name == "float32"
   assert (twin.seed, twin.out, twin.compare) == (7, "twin", None)
   assert (twin.model, twin.steps, twin.optim.lr) == (

@@ -12,7 +12,7 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 
-from coat_jax import to_adam_state
+from coat_jax.optimizer import to_adam_state
 from tests.matrices import quick
 from tests.train.adam_states import assert_same_bytes, encoded, moments
 from tests.train.runs import arguments, contents, losses, programs_on_disk, run

@@ -13,8 +13,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from coat_jax import split_weights
 from coat_jax.models import load_hf
+from coat_jax.optimizer import split_weights
 from tests.comparing import assert_same_bits
 from tests.matrices import quick
 from tests.models.hf.folders import DATA, copied, params_of, tensors_of

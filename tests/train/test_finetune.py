@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tokenizers
 
-from coat_jax import recipe
+from coat_jax import recipes
 from coat_jax.models import load_hf
 from tests.models.hf.folders import copied
 from tests.train.chats import (
@@ -129,7 +129,7 @@ def test_run_learns_and_is_exported_with_its_held_out_loss(
   numbers = [i for row in source.held_out.members for i in row]
   assert len(numbers) == 18 and len(source.held_out) > 8
   documents = source.rows.documents
-  model = load_hf(out, recipe=recipe.bf16(), dtype="float32")
+  model = load_hf(out, recipe=recipes.bf16(), dtype="float32")
   exact = held_out_loss(model, documents, numbers)
   assert found[8] == pytest.approx(exact, abs=1e-5)
 

@@ -14,9 +14,9 @@ import pytest
 from flax import nnx
 from jax.interpreters import partial_eval as pe
 
-from coat_jax import LowBitsState
-from coat_jax import recipe as recipes
+from coat_jax import recipes
 from coat_jax.models import Batch, VisionLanguageModel, load_hf, loss_fn
+from coat_jax.optimizer import LowBitsState
 from tests.models.hf.folders import tensors_of
 from tests.train import llava
 from tests.train.llava import config_of, run

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tyro
 
-from coat_jax import recipe as recipes
+from coat_jax import recipes
 from coat_jax.models.hf.config import write_config
 from studies import families, vision_memory
 from tests.matrices import quick

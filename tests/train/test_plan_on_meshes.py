@@ -5,7 +5,7 @@ import dataclasses
 
 import pytest
 
-from coat_jax import recipe
+from coat_jax import recipes
 from train import plan
 from train.memory.count import saved_bytes
 from train.memory.step import plan as plan_run
@@ -23,7 +23,7 @@ def test_each_gpu_has_its_sequences_and_its_part_of_the_vocabulary():
   found = plan_run(config)["loss"]
   # 16 sequences of two microbatches on the four GPUs of data and fsdp.
   tokens = 2 * 4096
-  kept = saved_bytes(config.model, recipe.coat(), tensor=2)
+  kept = saved_bytes(config.model, recipes.coat(), tensor=2)
   assert found.activations == pytest.approx(32 * kept * tokens, rel=1e-9)
   # 2^28 bytes of f32 logits of half the vocabulary are 2097 positions of two
   # sequences: two even chunks of 4096. Logits and the head's gradient in f32,

@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from coat_jax import LowBitsState, join_weights
+from coat_jax.optimizer import LowBitsState, join_weights
 from tests.comparing import assert_same_bits
 from tests.matrices import quick
 from tests.optimizer.test_weights import oracle

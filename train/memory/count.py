@@ -28,7 +28,7 @@ from coat_jax.models import VisionConfig, VisionLayer
 from coat_jax.models.config import ModelConfig, Remat
 from coat_jax.models.decoder import DecoderLayer
 from coat_jax.models.remat import checkpointed
-from coat_jax.recipe import CoatRecipe
+from coat_jax.numerics.recipes import CoatRecipe
 
 KINDS = get_args(residuals.Kind)
 # Scales of whole tensors no longer show at this length.

@@ -10,7 +10,7 @@ import contextlib
 import grain
 from jax.sharding import Mesh
 
-from coat_jax import FusedTransformation
+from coat_jax.optimizer import FusedTransformation
 from train import convert, pretrained
 from train.config import TrainConfig
 from train.run import processes

@@ -6,8 +6,8 @@ step has loss, grad_norm, lr and tokens_per_s, and where documents are learned
 targets, padding (a share) and unpadded_tokens_per_s; that of an evaluation has
 held_out_loss, held_out_accuracy where images are classified, and step_bytes,
 the most memory that the compiled step takes of a device; that of a report has
-state (`coat_jax.state_report`, leaf by leaf) and, with codec coat, powers
-(groups by their power k in sixteenths).
+state (`state_report`, leaf by leaf) and, with codec coat, powers (groups by
+their power k in sixteenths).
 Lines are written whole and at once, so that a killed run loses none; a resumed
 run first drops those that it will write again.
 

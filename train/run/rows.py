@@ -93,7 +93,7 @@ def _is_count(x: Any) -> bool:
 
 
 def _is_state(x: Any) -> bool:
-  """Whether it is `coat_jax.state_report`, as far as it is drawn."""
+  """Whether it is `coat_jax.optimizer.state_report`, as far as it is drawn."""
 
   def is_leaf(leaf: Any) -> bool:
     if not isinstance(leaf, dict) or "encoded" not in leaf:

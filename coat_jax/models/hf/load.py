@@ -22,7 +22,6 @@ from jax import Array, P
 from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
-from coat_jax.checks import check_float_dtype, check_kind
 from coat_jax.layers.module import recipe_of
 from coat_jax.models.config import ModelConfig
 from coat_jax.models.decoder import Decoder
@@ -55,7 +54,8 @@ from coat_jax.models.vision_language import (
   VisionLanguageConfig,
   VisionLanguageModel,
 )
-from coat_jax.recipe import CoatRecipe
+from coat_jax.numerics.checks import check_float_dtype, check_kind
+from coat_jax.numerics.recipes import CoatRecipe
 
 Model = Decoder | VisionTower | VisionLanguageModel
 # The number of rows of two tensors that are compared at a time.
@@ -78,16 +78,16 @@ def load_hf(
 
   Example usage::
 
-    from coat_jax import recipe
+    from coat_jax.numerics import recipes
     from coat_jax.models import load_hf
 
-    model = load_hf("Llama-2-7b-hf", recipe=recipe.coat())
+    model = load_hf("Llama-2-7b-hf", recipe=recipes.coat())
     model.logits(tokens)  # f32 [B, T, V]
 
   Args:
     folder: a folder with config.json and model.safetensors, or with shards and
       their index.
-    recipe: what layers compute and save in FP8; None for `recipe.coat()`. On a
+    recipe: what layers compute and save in FP8; None for `recipes.coat()`. On a
       mesh it gets the mesh's axes unless it has some.
     mesh: a mesh with axes data, fsdp and tensor, over which parameters are
       sharded by `param_shardings`; call the model under `jax.set_mesh`. None

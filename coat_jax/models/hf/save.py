@@ -20,12 +20,6 @@ from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
 
-from coat_jax.checks import (
-  COUNT,
-  Range,
-  check_kind,
-  check_whole,
-)
 from coat_jax.models.decoder import Decoder
 from coat_jax.models.hf.config import AnyConfig, parse_config, write_config
 from coat_jax.models.hf.files import DTYPES, INDEX, MODEL, read_json
@@ -36,6 +30,7 @@ from coat_jax.models.params import path_of
 from coat_jax.models.stack import check_dtype
 from coat_jax.models.vision.tower import VisionTower
 from coat_jax.models.vision_language import VisionLanguageModel
+from coat_jax.numerics.checks import COUNT, Range, check_kind, check_whole
 
 # Files that a tokenizer or a text-generating program reads.
 CARRIED = (

@@ -11,10 +11,10 @@ from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
 
-from coat_jax import recipe as recipes
 from coat_jax.layers import MLP, Linear, dot_product_attention
 from coat_jax.models.arguments import check_pixels
 from coat_jax.models.vision.config import VisionConfig
+from coat_jax.numerics import recipes
 
 
 class Start(NamedTuple):

@@ -15,8 +15,6 @@ from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
 
-from coat_jax import recipe as recipes
-from coat_jax.checks import check_whole
 from coat_jax.layers import MLP, Attention, LayerNorm
 from coat_jax.layers.module import recipe_of
 from coat_jax.models.arguments import check_config, check_model
@@ -36,7 +34,9 @@ from coat_jax.models.vision.ends import (
   PatchEmbedding,
   Start,
 )
-from coat_jax.recipe import CoatRecipe
+from coat_jax.numerics import recipes
+from coat_jax.numerics.checks import check_whole
+from coat_jax.numerics.recipes import CoatRecipe
 
 _INIT_STDDEV = 0.02
 
@@ -96,7 +96,7 @@ class VisionTower(nnx.Module):
 
   Example usage::
 
-    >>> from coat_jax import recipe
+    >>> from coat_jax import recipes
     >>> from coat_jax.models import VisionConfig, VisionTower
     >>> from flax import nnx
     >>> import jax.numpy as jnp
@@ -105,7 +105,7 @@ class VisionTower(nnx.Module):
     ...   family="siglip_vision", num_layers=2, d_model=64, d_ff=128,
     ...   num_heads=4, image_size=28, patch_size=14,
     ... )
-    >>> tower = VisionTower(config, recipe=recipe.coat(), rngs=nnx.Rngs(0))
+    >>> tower = VisionTower(config, recipe=recipes.coat(), rngs=nnx.Rngs(0))
     >>> images = jnp.zeros((2, 3, 28, 28))
     >>> tower.features(images, layer=-2).shape
     (2, 4, 64)
@@ -136,8 +136,8 @@ class VisionTower(nnx.Module):
 
     Args:
       config: the tower's shape.
-      recipe: what layers compute and save in FP8; None for `recipe.coat()`. Its
-        `axes` must be those of the mesh on which the tower is called.
+      recipe: what layers compute and save in FP8; None for `recipes.coat()`.
+        Its `axes` must be those of the mesh on which the tower is called.
       dtype: dtype of activations.
       param_dtype: dtype in which weights are stored; norms' scales and biases
         are always f32.

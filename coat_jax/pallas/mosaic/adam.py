@@ -31,7 +31,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from coat_jax.formats import ROOT_OF_LARGEST
+from coat_jax.numerics.formats import ROOT_OF_LARGEST
 from coat_jax.ops.dispatch import kernel
 from coat_jax.pallas.mosaic import leaf_step
 from coat_jax.pallas.mosaic.registers import Instructions

@@ -30,7 +30,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
-from coat_jax.ops.scaling import BLOCK
+from coat_jax.numerics.scaling import BLOCK
 
 WARPGROUPS = 2  # Warpgroups that multiply; one more loads.
 _ROWS = 64  # Rows of one wgmma.

@@ -22,14 +22,13 @@ from jax import Array
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
-from coat_jax.formats import is_fp8
+from coat_jax.numerics.formats import is_fp8
+from coat_jax.numerics.qtensor import QTensor
+from coat_jax.numerics.scaling import BLOCK, BlockScales, Operand
 from coat_jax.ops.dispatch import kernel
 from coat_jax.ops.linear import in_columns, in_rows, in_sum
-from coat_jax.ops.scaling import BLOCK
-from coat_jax.ops.types import BlockScales, Operand
 from coat_jax.pallas.mosaic import block_kernel
 from coat_jax.pallas.mosaic.block_kernel import Tile, Work
-from coat_jax.qtensor import QTensor
 
 TALL = Tile()
 PAIRED = Tile(cluster=2)

@@ -22,7 +22,7 @@ from coat_jax.codecs.fp8 import (
   ScaledFP8,
   log2_range,
 )
-from coat_jax.formats import E4M3, qmax
+from coat_jax.numerics.formats import E4M3, qmax
 from coat_jax.pallas.mosaic import registers
 from coat_jax.pallas.mosaic.moment_codecs import (
   Decoded,

@@ -21,10 +21,10 @@ from jax import Array, lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from coat_jax.codecs.group import GroupCodec, Plain
+from coat_jax.numerics.stochastic import LeafPart, next_words, parameter_words
 from coat_jax.pallas.mosaic import moment_codecs, registers, weights, words
 from coat_jax.pallas.mosaic.moment_codecs import Decoded, Statistics
 from coat_jax.pallas.mosaic.registers import GROUP_SIZE, ROWS, Instructions
-from coat_jax.stochastic import LeafPart, next_words, parameter_words
 
 GroupCodecs = tuple[GroupCodec, ...]
 

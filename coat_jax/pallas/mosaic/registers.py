@@ -25,7 +25,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
-from coat_jax.formats import E4M3, qmax
+from coat_jax.numerics.formats import E4M3, qmax
 from coat_jax.pallas.mosaic import ptx
 from coat_jax.pallas.mosaic.ptx import (
   GROUP_LAYOUT,

@@ -4,9 +4,9 @@
 import jax.numpy as jnp
 from jax import Array, lax
 
+from coat_jax.numerics.stochastic import GOLDEN, RUN, mix, times_power
 from coat_jax.pallas.mosaic import registers
 from coat_jax.pallas.mosaic.registers import GROUP_SIZE, as_float
-from coat_jax.stochastic import GOLDEN, RUN, mix, times_power
 
 
 def row_and_column(start, shape, whole, place_gmem) -> tuple[Array, Array]:

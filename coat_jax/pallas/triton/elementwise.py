@@ -14,10 +14,10 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
-from coat_jax.formats import E4M3, E5M2
-from coat_jax.ops.types import Layout
+from coat_jax.numerics.formats import E4M3, E5M2
+from coat_jax.numerics.qtensor import QTensor
+from coat_jax.numerics.scaling import Layout
 from coat_jax.pallas.triton import ptx, tiles
-from coat_jax.qtensor import QTensor
 
 # The largest size of a GPU's grid along its second axis.
 _MAX_ACROSS = 65535

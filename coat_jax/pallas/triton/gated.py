@@ -37,10 +37,19 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
 
-from coat_jax.formats import E4M3, E5M2
+from coat_jax.numerics.formats import E4M3, E5M2
+from coat_jax.numerics.qtensor import QTensor
+from coat_jax.numerics.scaling import (
+  GRADIENTS,
+  VALUES,
+  Groups,
+  Layout,
+  Operand,
+  Scales,
+  Scaling,
+)
 from coat_jax.ops.dispatch import kernel
-from coat_jax.ops.scaling import GRADIENTS, VALUES, Groups, Scales, Scaling
-from coat_jax.ops.types import Activation, Layout, Operand
+from coat_jax.ops.types import Activation
 from coat_jax.pallas.triton import gelu, ptx, tiles
 from coat_jax.pallas.triton.elementwise import (
   Work,
@@ -51,7 +60,6 @@ from coat_jax.pallas.triton.elementwise import (
   why_not_values,
 )
 from coat_jax.pallas.triton.scales import bits_to_shared_scale, output_scale
-from coat_jax.qtensor import QTensor
 
 # --- Input -------------------------------------------------------------------
 

@@ -31,11 +31,11 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
-from coat_jax.formats import E4M3, E5M2
+from coat_jax.numerics.formats import E4M3, E5M2
+from coat_jax.numerics.qtensor import QTensor
 from coat_jax.ops.dispatch import kernel
 from coat_jax.ops.types import NormStats
 from coat_jax.pallas.triton import norm, tiles
-from coat_jax.qtensor import QTensor
 
 
 @dataclasses.dataclass(frozen=True)

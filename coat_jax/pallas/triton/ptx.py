@@ -18,7 +18,7 @@ from jax import Array
 from jax.experimental.pallas import triton as plt
 from jax.typing import DTypeLike
 
-from coat_jax.formats import qmax
+from coat_jax.numerics.formats import qmax
 from coat_jax.pallas.triton import tiles
 
 _LOG2_E = 1.4426950408889634

@@ -36,13 +36,19 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
 
-from coat_jax.formats import E4M3, E5M2
+from coat_jax.numerics.formats import E4M3, E5M2
+from coat_jax.numerics.qtensor import QTensor
+from coat_jax.numerics.scaling import (
+  VALUES,
+  Groups,
+  Layout,
+  Operand,
+  Scales,
+  Scaling,
+)
 from coat_jax.ops.dispatch import kernel
-from coat_jax.ops.scaling import VALUES, Groups, Scales, Scaling
-from coat_jax.ops.types import Layout, Operand
 from coat_jax.pallas.triton import tiles
 from coat_jax.pallas.triton.scales import bits_to_scale, bits_to_shared_scale
-from coat_jax.qtensor import QTensor
 
 
 @dataclasses.dataclass(frozen=True)

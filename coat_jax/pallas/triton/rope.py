@@ -29,10 +29,9 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
 
-from coat_jax.formats import E5M2
+from coat_jax.numerics.formats import E5M2
+from coat_jax.numerics.scaling import GRADIENTS, Operand, Scaling
 from coat_jax.ops.dispatch import kernel
-from coat_jax.ops.scaling import GRADIENTS, Scaling
-from coat_jax.ops.types import Operand
 from coat_jax.pallas.triton import heads, ptx, tiles
 from coat_jax.pallas.triton.scales import bits_to_shared_scale
 

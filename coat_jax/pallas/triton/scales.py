@@ -18,10 +18,10 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
-from coat_jax.formats import E4M3
-from coat_jax.ops.scaling import PerTensor, Scaling
+from coat_jax.numerics.formats import E4M3
+from coat_jax.numerics.qtensor import amax_to_scale, bits_to_amax
+from coat_jax.numerics.scaling import PerTensor, Scaling
 from coat_jax.pallas.triton import tiles
-from coat_jax.qtensor import amax_to_scale, bits_to_amax
 
 # The largest program holds 64 values per thread: more would spill.
 _MAX_MAXIMA = 2**16

@@ -26,9 +26,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jax.typing import DTypeLike
 
-from coat_jax.formats import qmax
-from coat_jax.ops.scaling import Blocks, PerTensor, Scales, Scaling
-from coat_jax.ops.types import BlockScales, Layout
+from coat_jax.numerics.formats import qmax
+from coat_jax.numerics.scaling import (
+  Blocks,
+  BlockScales,
+  Layout,
+  PerTensor,
+  Scales,
+  Scaling,
+)
 
 # Indices are int32, including those past the end of the array in the last tile.
 MAX_ELEMENTS = 2**31 - 2**20

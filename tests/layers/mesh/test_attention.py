@@ -6,7 +6,7 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType
 
-from coat_jax import recipe as recipes
+from coat_jax import recipes
 from coat_jax.layers import Attention
 from tests.layers.mesh.test_rule import B, D, T, check
 from tests.matrices import quick

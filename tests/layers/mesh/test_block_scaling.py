@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from coat_jax import recipe as recipes
+from coat_jax import recipes
 from coat_jax.layers import GatedMLP
 from tests.comparing import assert_close, jit
 from tests.layers.mesh.test_rule import (

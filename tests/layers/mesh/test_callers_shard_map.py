@@ -15,7 +15,7 @@ import pytest
 from jax import P
 from jax.sharding import AxisType, NamedSharding
 
-from coat_jax import recipe as recipes
+from coat_jax import recipes
 from coat_jax.layers import (
   Heads,
   MoEWeights,

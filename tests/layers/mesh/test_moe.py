@@ -11,9 +11,9 @@ from flax import nnx
 from jax import P
 from jax.sharding import AxisType
 
-from coat_jax import recipe as recipes
+from coat_jax import recipes
 from coat_jax.layers import MoE, load_balancing_loss
-from coat_jax.recipe import MeshAxes
+from coat_jax.numerics.recipes import MeshAxes
 from tests.comparing import assert_close, jit
 from tests.layers.mesh.placing import assert_sharded_like, place
 from tests.matrices import quick

@@ -14,7 +14,7 @@ from jax import P
 from jax.ad_checkpoint import checkpoint_policies
 from jax.sharding import AxisType, NamedSharding
 
-from coat_jax import recipe as recipes
+from coat_jax import recipes
 from coat_jax.layers import (
   MLP,
   RESIDUAL_NAMES,
@@ -27,7 +27,7 @@ from coat_jax.layers import (
   silu_mul,
   with_weight_cache,
 )
-from coat_jax.recipe import MeshAxes
+from coat_jax.numerics.recipes import MeshAxes
 from tests.comparing import assert_close, jit
 from tests.matrices import quick
 

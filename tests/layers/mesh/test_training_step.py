@@ -8,8 +8,7 @@ import pytest
 from flax import nnx
 from jax import P
 
-from coat_jax import coat_adamw, codecs
-from coat_jax import recipe as recipes
+from coat_jax import coat_adamw, codecs, recipes
 from coat_jax.layers import GatedMLP
 from coat_jax.models import Decoder, ModelConfig, loss_fn
 from tests.comparing import jit

@@ -18,8 +18,7 @@ from flax import nnx
 from jax import P
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
 
-from coat_jax import ops
-from coat_jax import recipe as recipes
+from coat_jax import ops, recipes
 from coat_jax.layers import (
   MLP,
   Attention,

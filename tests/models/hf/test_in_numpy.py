@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from coat_jax import recipe as recipes
+from coat_jax import recipes
 from coat_jax.models import load_hf
 from tests.comparing import assert_close, jit
 from tests.matrices import quick

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from coat_jax import recipe as recipes
+from coat_jax import recipes
 from coat_jax.models import (
   Decoder,
   ModelConfig,

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 from safetensors.numpy import save_file
 
-from coat_jax import recipe as recipes
+from coat_jax import recipes
 from coat_jax.models import (
   VisionConfig,
   VisionLanguageModel,

@@ -16,11 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from coat_jax import codecs, ops, stochastic
+from coat_jax import codecs, ops
 from coat_jax.codecs.group import Encoded
+from coat_jax.numerics import stochastic
+from coat_jax.numerics.stochastic import LeafPart
 from coat_jax.optimizer import adam, state
 from coat_jax.pallas.mosaic import adam as kernel
-from coat_jax.stochastic import LeafPart
 from tests import cases
 from tests.codecs import oracles as codec_oracles
 from tests.matrices import quick

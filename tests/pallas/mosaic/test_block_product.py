@@ -13,13 +13,13 @@ import pytest
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 
 from coat_jax import ops
-from coat_jax.formats import E4M3, E5M2
+from coat_jax.numerics.formats import E4M3, E5M2
+from coat_jax.numerics.qtensor import QTensor
+from coat_jax.numerics.scaling import BLOCK, Blocks
 from coat_jax.ops.dispatch import Op
-from coat_jax.ops.scaling import BLOCK, Blocks
 from coat_jax.pallas.mosaic import block_product as kernel
 from coat_jax.pallas.mosaic.block_kernel import Tile
 from coat_jax.pallas.mosaic.block_product import LOW, PAIRED, TALL, TILES
-from coat_jax.qtensor import QTensor
 from tests.comparing import assert_close
 from tests.matrices import quick
 from tests.pallas.kernels import for_h200, lowered_for_h200, refused

@@ -12,11 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from coat_jax import codecs, ops, stochastic
+from coat_jax import codecs, ops
+from coat_jax.numerics import stochastic
+from coat_jax.numerics.stochastic import LeafPart
 from coat_jax.optimizer import lion, state, weights
 from coat_jax.optimizer.step import StepScalars
 from coat_jax.pallas.mosaic import lion as kernel
-from coat_jax.stochastic import LeafPart
 from tests import cases
 from tests.matrices import quick
 from tests.pallas.mosaic.test_adam import differences

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from coat_jax import ops
+from coat_jax.numerics.qtensor import QTensor
 from coat_jax.ops import Groups
 from coat_jax.pallas.triton import gated
-from coat_jax.qtensor import QTensor
 from tests import cases, oracles
 from tests.comparing import jit
 from tests.pallas.kernels import (

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from coat_jax import ops
-from coat_jax.formats import E4M3, E5M2
+from coat_jax.numerics.formats import E4M3, E5M2
+from coat_jax.numerics.qtensor import dequantize, quantize_with_scale
 from coat_jax.ops import Groups
 from coat_jax.pallas.triton import gelu
-from coat_jax.qtensor import dequantize, quantize_with_scale
 from tests import cases
 from tests.comparing import jit
 from tests.pallas.kernels import (

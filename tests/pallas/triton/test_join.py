@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from coat_jax import ops
-from coat_jax.formats import E4M3
+from coat_jax.numerics.formats import E4M3
 from coat_jax.pallas.triton import join
 from tests.pallas.kernels import assert_same_codes
 

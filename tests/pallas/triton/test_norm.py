@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 
 from coat_jax import ops
+from coat_jax.numerics.qtensor import QTensor
 from coat_jax.ops import Groups
 from coat_jax.ops.types import NormStats
 from coat_jax.pallas.triton import norm, norm_backward
 from coat_jax.pallas.triton.scales import bits_to_scale
 from coat_jax.pallas.triton.tiles import Tile
-from coat_jax.qtensor import QTensor
 from tests import cases
 from tests.comparing import assert_close, jit
 from tests.pallas.kernels import (

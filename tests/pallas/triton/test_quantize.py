@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from coat_jax import ops
-from coat_jax.formats import E4M3, E5M2
+from coat_jax.numerics.formats import E4M3, E5M2
 from coat_jax.ops import Groups, PerTensor
 from coat_jax.pallas.triton import quantize
 from coat_jax.pallas.triton.quantize import Flat

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from coat_jax.formats import E4M3, E5M2
+from coat_jax.numerics.formats import E4M3, E5M2
+from coat_jax.numerics.qtensor import amax_to_scale
 from coat_jax.pallas.triton import scales
-from coat_jax.qtensor import amax_to_scale
 from tests.comparing import jit
 
 LIMITS = np.finfo(np.float32)

@@ -16,7 +16,7 @@ import tokenizers
 from flax import nnx
 from PIL import Image
 
-from coat_jax import recipe as recipes
+from coat_jax import recipes
 from coat_jax.models import load_hf
 from tests.comparing import jit
 from tests.models.hf.folders import DATA, copied, tensors_of

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import coat_jax
-from coat_jax import recipe as recipes
+from coat_jax import recipes
 from coat_jax.models import load_hf
 from tests.models.hf.folders import DATA
 from tests.train.evaluation.models import oracle

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractMesh, NamedSharding
 
-from coat_jax import recipe
+from coat_jax import recipes
 from tests.train.memory.runs import Case
 from train.memory.count import saved_bytes
 from train.memory.step import Memory, device_bytes, fullest, largest, plan
@@ -60,7 +60,7 @@ def test_bf16_casts_of_weights_are_kept_where_they_are_not_gathered():
 
 def test_bf16_layers_hold_the_residual_stream_whole():
   whole, half = (
-    saved_bytes(SMALL.model, recipe.bf16(), tensor=n) for n in (1, 2)
+    saved_bytes(SMALL.model, recipes.bf16(), tensor=n) for n in (1, 2)
   )
   # In f32 the inputs of two norms and their normalized values, the operands of
   # two products in BF16.
@@ -85,14 +85,14 @@ def test_checkpoints_keep_less_and_compute_a_layer_again():
   # A layer's own arrays are there once more.
   assert full["backward"].temporary > none["backward"].temporary
   # x, q with k and v, the attention's output, gate and up.
-  dots = saved_bytes(SMALL.model, recipe.bf16(), remat="dots")
+  dots = saved_bytes(SMALL.model, recipes.bf16(), remat="dots")
   assert dots == 2 * (256 + 384 + 256 + 2 * 768)
 
 
 @pytest.mark.parametrize("is_layer_norm", [False, True])
 @pytest.mark.parametrize("group_size", [16, 100])
 def test_codes_in_front_of_a_second_forward(is_layer_norm, group_size):
-  r = recipe.coat(group_size=group_size)
+  r = recipes.coat(group_size=group_size)
   family = "olmo" if is_layer_norm else "llama"
   model = dataclasses.replace(SMALL.model, family=family)
   codes = 256 + 2 * {16: 16, 100: 3}[group_size]
@@ -104,7 +104,7 @@ def test_codes_in_front_of_a_second_forward(is_layer_norm, group_size):
   for remat, whole in (("fp8_layer", layer), ("fp8", blocks)):
     assert saved_bytes(model, r, remat=remat, tensor=2) == whole / 2
   # In BF16 layers too each GPU keeps its own positions.
-  bf16 = saved_bytes(model, recipe.bf16(), remat="fp8_layer", tensor=2)
+  bf16 = saved_bytes(model, recipes.bf16(), remat="fp8_layer", tensor=2)
   assert bf16 == (256 + 2 * 16) / 2
 
 
@@ -113,7 +113,7 @@ def test_codes_in_front_of_a_second_forward(is_layer_norm, group_size):
 )
 def test_units_of_llama2_7b(remat, units):
   model = PRESETS["llama2_7b"]().model
-  kept = saved_bytes(model, recipe.coat(), remat=remat)
+  kept = saved_bytes(model, recipes.coat(), remat=remat)
   assert 0.98 * units <= kept / (2 * 4096) <= units
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from coat_jax import recipe
+from coat_jax import recipes
 from studies import vision_memory
 from tests.train.memory.runs import LLAMA2_7B, Case
 from train.memory.count import saved_bytes
@@ -53,7 +53,7 @@ def test_step_of_7b_is_its_arrays_and_what_was_compiled(trained):
   found = planned(trained)
   weights = 2 * sum(COUNTS.values())
   tokens, seen = 4 * 2048, 8 * 577
-  saved = 32 * saved_bytes(DECODER.model, recipe.coat()) * tokens
+  saved = 32 * saved_bytes(DECODER.model, recipes.coat()) * tokens
   # Of the projector: features, BF16 and f32 in front of GELU, BF16 behind it.
   images = 8 * 576 * (2 * 1024 + 8 * 4096)
   if trained == "all":

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from coat_jax import from_adam_state
+from coat_jax.optimizer import from_adam_state
 from train.presets import demo
 from train.run import report
 from train.step import Evaluation, TrainState

@@ -26,9 +26,9 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
-from coat_jax.checks import COUNT, check_function, check_whole, refuse
 from coat_jax.codecs import MomentCodec
 from coat_jax.codecs.group import GroupCodec
+from coat_jax.numerics.checks import COUNT, check_function, check_whole, refuse
 from coat_jax.optimizer.arguments import check_codec, choose_groups
 from coat_jax.optimizer.masks import QuantizeMask, leaf_paths
 from coat_jax.optimizer.state import moments_in
@@ -65,7 +65,7 @@ def abstract_state(
   Examples:
     >>> import jax, optax
     >>> from coat_jax import coat_adamw
-    >>> from coat_jax.sharding import abstract_state
+    >>> from coat_jax.optimizer import abstract_state
     >>> mesh = jax.make_mesh((1, 1), ("data", "fsdp"))
     >>> params = {"kernel": jax.ShapeDtypeStruct((64, 1024), "float32")}
     >>> where = {"kernel": jax.NamedSharding(mesh, jax.P(None, "fsdp"))}

@@ -19,15 +19,14 @@ section 3.3.2, and docs/deviations.md 24.
 
 import abc
 import dataclasses
-from typing import ClassVar
+from typing import ClassVar, Literal, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from coat_jax.formats import E4M3, E5M2, saturating_cast
-from coat_jax.ops.types import BlockScales, Layout, Operand
-from coat_jax.qtensor import (
+from coat_jax.numerics.formats import E4M3, E5M2, saturating_cast
+from coat_jax.numerics.qtensor import (
   QTensor,
   amax_to_scale,
   group_amax,
@@ -38,6 +37,45 @@ from coat_jax.qtensor import (
 )
 
 BLOCK = 128
+
+Layout = Literal["rows", "columns", "both"]
+
+
+class BlockScales(NamedTuple):
+  """Scales of an operand in blocks of 128; each layout has its own.
+
+  Scales are f32 powers of two. An activation or a gradient has one per 1 x 128
+  values along the summed axis, a weight one per tile of 128 x 128; the last
+  blocks may be short. See `Blocks` and `Tiles`.
+
+  Attributes:
+    rows: for `Operand.rows` [..., n], [..., ceil(n / 128)]; for a weight's
+      [ceil(m / 128), ceil(n / 128)].
+    columns: the same for `Operand.columns` [n, m].
+  """
+
+  rows: Array | None
+  columns: Array | None
+
+
+class Operand(NamedTuple):
+  """A matrix in FP8 with its scales, laid out for the products that read it.
+
+  FP8 matmuls on Hopper require the summed axis last in both operands. A matrix
+  that is summed over its rows is therefore transposed when it is quantized:
+  transposing FP8 codes later costs another pass.
+
+  Attributes:
+    rows: FP8 [..., n], or None if no product reads it this way.
+    columns: FP8 [n, m], m the number of rows (all axes but the last), or None.
+    scale: f32 scalar, x ≈ rows * scale; or `BlockScales`, and then columns are
+      not transposed rows but quantized in blocks of their own.
+  """
+
+  rows: Array | None
+  columns: Array | None
+  scale: Array | BlockScales
+
 
 type Scales = Array | BlockScales
 

@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import AbstractMesh, NamedSharding
 
 from coat_jax import codecs
-from coat_jax.sharding import fit_group_size
+from coat_jax.optimizer import fit_group_size
 
 
 # Values of a row that each of four devices has, by leaf, and what divides them.

@@ -7,7 +7,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from coat_jax import formats, ops, qtensor
+from coat_jax import ops
+from coat_jax.numerics import formats, qtensor
 from tests import oracles
 
 DTYPES = [formats.E4M3, formats.E5M2]

@@ -6,19 +6,19 @@ import inspect
 
 import pytest
 
-from coat_jax import recipe
-from coat_jax.formats import E4M3, E5M2, INT8
-from coat_jax.recipe import CoatRecipe, MeshAxes
+from coat_jax import recipes
+from coat_jax.numerics.formats import E4M3, E5M2, INT8
+from coat_jax.numerics.recipes import CoatRecipe, MeshAxes
 
 
 def test_presets_carry_their_names():
   presets = "bf16", "fp8_linear", "coat", "fp8_block", "int8"
-  for preset in (getattr(recipe, name) for name in presets):
+  for preset in (getattr(recipes, name) for name in presets):
     assert preset().name == preset.__name__
 
 
 def test_presets_say_where_fp8_flows():
-  bf16, linear, coat = recipe.bf16(), recipe.fp8_linear(), recipe.coat()
+  bf16, linear, coat = recipes.bf16(), recipes.fp8_linear(), recipes.coat()
   assert (bf16.linear, bf16.nonlinear, bf16.attention) == ("bf16",) * 3
   assert (linear.linear, linear.nonlinear) == ("fp8", "bf16")
   assert (coat.linear, coat.nonlinear) == ("fp8", "fp8")
@@ -27,23 +27,23 @@ def test_presets_say_where_fp8_flows():
 
 
 def test_recipes_describe_what_they_multiply_and_save():
-  assert recipe.coat(attention="fp8", group_size=32).describe() == (
+  assert recipes.coat(attention="fp8", group_size=32).describe() == (
     "products     float8_e4m3fn, gradients float8_e5m2; a scale per tensor\n"
     "other saved  inputs of norms and activations in float8_e4m3fn, a scale "
     "per 32 values; their outputs are computed again\n"
     "attention    q, k, v and output saved in float8_e4m3fn, a scale per 32 "
     "values"
   )
-  assert recipe.fp8_linear().describe() == (
+  assert recipes.fp8_linear().describe() == (
     "products     float8_e4m3fn, gradients float8_e5m2; a scale per tensor\n"
     "other saved  BF16\n"
     "attention    q, k, v and output saved in BF16"
   )
-  block = recipe.fp8_block(residuals="coat").describe()
+  block = recipes.fp8_block(residuals="coat").describe()
   assert "gradients float8_e4m3fn; a scale per 128 values" in block
   assert "their outputs are saved too" in block
   assert (
-    recipe.int8().describe().startswith("products     int8, gradients int8")
+    recipes.int8().describe().startswith("products     int8, gradients int8")
   )
 
 
@@ -56,7 +56,7 @@ def test_variants_keep_the_preset_and_set_the_field():
     implementation="xla",
     evaluation="bf16",
   )
-  variant = recipe.coat(**fields)
+  variant = recipes.coat(**fields)
   assert variant.name == "coat"
   assert dataclasses.asdict(variant) == dict(
     linear="fp8",
@@ -66,27 +66,29 @@ def test_variants_keep_the_preset_and_set_the_field():
     axes=None,
     **fields,
   )
-  assert recipe.fp8_linear(evaluation="bf16").evaluation == "bf16"
-  assert recipe.fp8_block(**fields).attention == "fp8"
-  integers = recipe.Formats(values=INT8, gradients=INT8)
-  assert recipe.int8(**fields) == dataclasses.replace(variant, formats=integers)
+  assert recipes.fp8_linear(evaluation="bf16").evaluation == "bf16"
+  assert recipes.fp8_block(**fields).attention == "fp8"
+  integers = recipes.Formats(values=INT8, gradients=INT8)
+  assert recipes.int8(**fields) == dataclasses.replace(
+    variant, formats=integers
+  )
 
 
 def test_evaluation_computes_what_training_does_unless_told():
-  for preset in (recipe.bf16(), recipe.fp8_linear(), recipe.coat()):
+  for preset in (recipes.bf16(), recipes.fp8_linear(), recipes.coat()):
     assert preset.for_evaluation() is preset
-  for preset in (recipe.fp8_linear, recipe.coat):
-    assert preset(evaluation="bf16").for_evaluation() == recipe.bf16()
+  for preset in (recipes.fp8_linear, recipes.coat):
+    assert preset(evaluation="bf16").for_evaluation() == recipes.bf16()
   axes = MeshAxes(tensor="tensor")
-  with_axes = dataclasses.replace(recipe.coat(evaluation="bf16"), axes=axes)
+  with_axes = dataclasses.replace(recipes.coat(evaluation="bf16"), axes=axes)
   assert with_axes.for_evaluation().axes == axes
 
 
 def test_recipes_are_frozen_and_hashable():
-  assert hash(recipe.coat()) == hash(recipe.coat())
-  assert recipe.coat() != recipe.coat(residuals="coat")
+  assert hash(recipes.coat()) == hash(recipes.coat())
+  assert recipes.coat() != recipes.coat(residuals="coat")
   with pytest.raises(dataclasses.FrozenInstanceError):
-    recipe.coat().linear = "bf16"
+    recipes.coat().linear = "bf16"
   with pytest.raises(TypeError):
     CoatRecipe("fp8")  # keywords only
 
@@ -111,7 +113,7 @@ def test_an_unknown_choice_names_the_field_and_what_it_got(field):
 
 def test_a_group_size_below_one_is_refused():
   with pytest.raises(ValueError, match="group_size must be at least 1, got 0"):
-    recipe.coat(group_size=0)
+    recipes.coat(group_size=0)
 
 
 @pytest.mark.parametrize("field", ["nonlinear", "attention"])

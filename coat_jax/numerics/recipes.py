@@ -42,8 +42,8 @@ from typing import Any, Literal
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from coat_jax.checks import check_group_size, check_kind, refuse
-from coat_jax.formats import E4M3, E5M2, INT8, as_format
+from coat_jax.numerics.checks import check_group_size, check_kind, refuse
+from coat_jax.numerics.formats import E4M3, E5M2, INT8, as_format
 
 Residuals = Literal["coat", "minimal"]
 Kept = Literal["bf16", "fp8"]
@@ -63,7 +63,7 @@ class Formats:
     gradients: format of the gradients that products read in the backward pass.
 
   Raises:
-    ValueError: a format that `coat_jax.formats` does not have.
+    ValueError: a format that `coat_jax.numerics.formats` does not have.
   """
 
   values: DTypeLike = E4M3
@@ -154,7 +154,7 @@ class CoatRecipe:
     evaluation: "same" computes in evaluation what training computes; "bf16"
       evaluates without FP8, as the reference does.
     formats: E4M3 for values and E5M2 for gradients, which kernels support;
-      other formats of `coat_jax.formats` run as plain JAX.
+      other formats of `coat_jax.numerics.formats` run as plain JAX.
     axes: what the axes of a mesh split. FP8 blocks then run on each device's
       shard (`jax.shard_map`), under `jax.set_mesh`. Pass None on one device;
       with explicit axes of data and FSDP, whose types hold the sharding; and to
@@ -222,8 +222,8 @@ class CoatRecipe:
     """Says what is multiplied and what is saved in which format, line by line.
 
     Examples:
-      >>> from coat_jax import recipe
-      >>> print(recipe.bf16().describe())
+      >>> from coat_jax import recipes
+      >>> print(recipes.bf16().describe())
       products     BF16
       other saved  BF16
       attention    q, k, v and output saved in BF16

@@ -11,7 +11,7 @@ from jax import P
 from jax.sharding import NamedSharding
 
 from coat_jax import coat_adamw, codecs
-from coat_jax.sharding import abstract_state, state_shardings
+from coat_jax.optimizer import abstract_state, state_shardings
 from tests.test_sharding import make_mesh
 
 

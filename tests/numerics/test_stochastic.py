@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from coat_jax import stochastic
+from coat_jax.numerics import stochastic
 from tests import oracles
 
 ROWS, COLUMNS = 256, 512

@@ -15,8 +15,8 @@ import pytest
 from jax import P
 from jax.sharding import AxisType
 
-from coat_jax import qtensor
-from coat_jax.formats import E4M3, E5M2
+from coat_jax.numerics import qtensor
+from coat_jax.numerics.formats import E4M3, E5M2
 from tests import cases, golden, oracles
 
 DTYPES = [E4M3, E5M2]

@@ -25,7 +25,7 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float
 
-from coat_jax.checks import (
+from coat_jax.numerics.checks import (
   check_array,
   check_float_dtype,
   check_group_size,
@@ -33,7 +33,7 @@ from coat_jax.checks import (
   dtype_of,
   refuse,
 )
-from coat_jax.formats import E4M3, qmax, saturating_cast
+from coat_jax.numerics.formats import E4M3, qmax, saturating_cast
 
 _ONE_SCALE = "pass group_size=None for one scale per tensor"
 # Below this, f32 and BF16 are subnormal, and accelerators flush them to zero.

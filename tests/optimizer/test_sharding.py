@@ -12,9 +12,13 @@ from flax import nnx
 from jax import P
 from jax.sharding import AxisType, NamedSharding
 
-import coat_jax.sharding
+import coat_jax.optimizer.sharding
 from coat_jax import coat_adamw, codecs
-from coat_jax.sharding import abstract_state, fit_group_size, state_shardings
+from coat_jax.optimizer import (
+  abstract_state,
+  fit_group_size,
+  state_shardings,
+)
 from tests.matrices import quick
 
 # Leaves as (shape, spec): with a last axis of 1024, four or eight devices have
@@ -370,4 +374,4 @@ def test_sharding_errors_name_the_leaf_and_the_remedy():
 
 
 def test_sharding_examples_run():
-  assert doctest.testmod(coat_jax.sharding).failed == 0
+  assert doctest.testmod(coat_jax.optimizer.sharding).failed == 0

@@ -25,7 +25,7 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float
 
-from coat_jax.checks import dtype_of
+from coat_jax.numerics.checks import dtype_of
 
 E4M3 = jnp.float8_e4m3fn
 E5M2 = jnp.float8_e5m2

@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Types of arrays inside `jax.shard_map`: over which axes they vary."""
+
+import jax
+from jax import Array, lax
+
+
+def varying[Tree](tree: Tree) -> Tree:
+  """Casts arrays to vary over all `shard_map` axes that any one varies over.
+
+  If a weight's type does not vary, its gradient is the sum over devices. The
+  transpose of this cast computes that sum in the weight's dtype, so a custom
+  gradient can return each device's own. The cast does nothing outside
+  `shard_map` and with check_vma=False.
+  """
+
+  def axes_of(x) -> frozenset[str]:
+    return jax.typeof(x).manual_axis_type.varying
+
+  arrays = [x for x in jax.tree.leaves(tree) if isinstance(x, Array)]
+  names = frozenset().union(*map(axes_of, arrays))
+
+  def cast(x):
+    missing = tuple(sorted(names - axes_of(x))) if isinstance(x, Array) else ()
+    return lax.pcast(x, missing, to="varying") if missing else x
+
+  return jax.tree.map(cast, tree)
