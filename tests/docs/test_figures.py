@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Figures of the pages are those of the rows; pictures can be drawn again."""
+"""The numbers in the pages equal those in the rows; figures can be redrawn."""
 
 import json
 import re
@@ -7,7 +7,7 @@ import re
 import pytest
 
 from benchmarks import memory
-from docs.figures import expansion, flow, mesh, style
+from docs.figures import expansion, flow, losses, mesh, style
 from studies import quantization_tables, stability
 from tests.docs.pages import DOCS, ROOT
 
@@ -20,9 +20,9 @@ def measured(name):
 
 
 def table(text, after):
-  """The first table behind `after`: each row's numbers, None for other cells.
+  """The numbers in the rows of the first table after a text; None for words.
 
-  Commas are left out, and so is all that follows a number.
+  Commas, and everything after a number, are left out.
   """
   _, found, rest = text.partition(after)
   assert found, after
@@ -91,8 +91,10 @@ def steps_on_one_gpu():
   }
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
-def test_headline_is_that_of_the_rows(page):
+@pytest.mark.parametrize(
+  ("page", "lines"), [("README.md", 3), ("docs/index.md", 6)]
+)
+def test_headline_is_that_of_the_rows(page, lines):
   before_table = (ROOT / page).read_text().partition("| one H200")[0]
   rows = layer_rows()
   layers = [
@@ -131,7 +133,17 @@ def test_headline_is_that_of_the_rows(page):
       round(steps[1]["peak_bytes"] / 1e9, 1),
     ],
   ]
-  assert table((ROOT / page).read_text(), before_table) == want
+  assert table((ROOT / page).read_text(), before_table) == want[:lines]
+
+
+def test_speedup_and_peak_in_the_readme_are_those_of_the_rows():
+  steps = steps_on_one_gpu()
+  bf16, coat = (steps["olmo_1b", variant] for variant in ("bf16", "minimal"))
+  speedup = bf16["median_ms"] / coat["median_ms"]
+  peaks = [row["peak_bytes"] / 1e9 for row in (coat, bf16)]
+  words = f"is {speedup:.2f} times as fast as in BF16 and takes "
+  words += "{:.0f} GB instead of {:.0f}".format(*peaks)
+  assert words in " ".join((ROOT / "README.md").read_text().split())
 
 
 def test_tables_of_peers_are_those_of_the_rows():
@@ -320,7 +332,7 @@ def test_page_says_how_much_of_the_grid_there_is():
   assert said in " ".join((DOCS / "stability.md").read_text().split())
 
 
-@pytest.mark.parametrize("figure", [expansion, flow, mesh])
+@pytest.mark.parametrize("figure", [expansion, flow, losses, mesh])
 @pytest.mark.slow
 def test_figure_is_drawn_for_light_and_dark_pages(figure, tmp_path):
   name = figure.__name__.rpartition(".")[2]
