@@ -307,6 +307,28 @@ def test_optimizer_table_is_that_of_the_rows():
   assert table(PERFORMANCE, "## The optimizer's step") == want
 
 
+def test_table_of_fused_steps_is_that_of_the_rows():
+  lion = {
+    tuple(row["case"].get(key) for key in ("codec", "rounding", "dtype")): row
+    for row in measured("optimizer_lion")
+  }
+  lion = {key: row["median_ms"] for key, row in lion.items()}
+  want = [
+    [round(ms[*key, dtype], 2) for dtype in ("float32", "bfloat16")]
+    for ms, key in (
+      (optimizer_ms(), ("optax.adamw", None)),
+      (optimizer_ms(), ("coat", "stochastic")),
+      (optimizer_ms(), ("log8", "stochastic")),
+      (optimizer_ms(), ("coat", "nearest")),
+      (lion, ("optax.lion", None)),
+      (lion, ("coat", "stochastic")),
+      (lion, ("coat", "nearest")),
+    )
+  ]
+  text = (DOCS / "optimizer.md").read_text()
+  assert table(text, "One step of 2^28 parameters on one H200") == want
+
+
 def test_table_of_saved_residuals_is_what_is_counted():
   text = (DOCS / "layers.md").read_text()
   shown = table(text, "## What is saved for the backward pass")
