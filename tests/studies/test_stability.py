@@ -109,7 +109,7 @@ def test_high_losses_do_not_stretch_the_axis():
   drawn = {}
   for name, summary in found.items():
     axes = Figure().subplots()
-    stability_figure._draw_losses(axes, summary, ends[1], color="C0")
+    stability_figure._draw_losses(axes, summary, ends[1], 1.0, color="C0")
     drawn[name] = {
       (line.get_marker(), *line.get_xdata())
       for line in axes.get_lines()
