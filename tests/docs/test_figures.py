@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import memory
 from docs.figures import expansion, flow, losses, mesh, style
-from studies import quantization_tables, stability
+from studies import quantization_tables, stability, stability_figure
 from tests.docs.pages import DOCS, ROOT
 
 PERFORMANCE = (DOCS / "performance.md").read_text()
@@ -347,6 +347,15 @@ def test_tables_of_quantization_equal_the_rows():
   assert len(found) == 5
   for title, lines in found.items():
     assert lines in text, title
+
+
+def test_difference_on_the_accuracy_page_equals_the_rows():
+  differences = losses.held_out_differences(
+    losses.read_runs(), losses.BEST_RATE
+  )
+  mean, half = stability_figure.interval(differences)
+  shown = f"| {mean:+.4f} ± {half:.4f} |"
+  assert shown in (DOCS / "accuracy.md").read_text()
 
 
 def test_page_shows_how_much_of_the_grid_was_run():
