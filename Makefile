@@ -1,15 +1,15 @@
-# Every target sets up all it needs: a virtual environment in .venv, made from a
-# Python >= 3.12 with the versions of constraints.txt. Nothing else is touched.
+# Every target sets up what it needs: a virtual environment in .venv with a
+# Python >= 3.12 and the versions of constraints.txt.
 
 VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 CUDA_STAMP := $(VENV)/.installed-cuda
-# lm-evaluation-harness brings half a gigabyte (datasets, pandas, scikit-learn)
-# and takes minutes to install, so that no other target waits for it.
+# lm-evaluation-harness is half a gigabyte and takes minutes to install, so only
+# the target that needs it waits for it.
 EVAL_STAMP := $(VENV)/.installed-eval
-# The compiler for CUDA has a folder to itself: where JAX finds it without the
-# libraries of CUDA, every command that does not name its platform warns.
+# The compiler for CUDA has its own folder. If JAX found it without CUDA's
+# libraries, every command that does not name its platform would warn.
 COMPILER := $(VENV)/compiler
 COMPILER_STAMP := $(COMPILER)/.installed
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check \
@@ -17,12 +17,12 @@ PIP := $(PY) -m pip install --quiet --disable-pip-version-check \
 CHECK := import sys, venv, ensurepip; assert sys.version_info >= (3, 12)
 EXTRAS := train,vision,test,lint,docs
 
-# More arguments for `make train` and the tests, as in
+# More arguments for `make train` and the tests, for example
 # `make train ARGS="--steps 50"` or `make test ARGS="-k qtensor"`.
 ARGS ?=
 
-# Where there is an NVIDIA GPU, `make train` installs JAX with CUDA and trains on
-# it; `make train GPU=` does neither.
+# With an NVIDIA GPU, `make train` installs JAX with CUDA and trains on it.
+# `make train GPU=` does neither.
 GPU := $(shell nvidia-smi >/dev/null 2>&1 && echo yes)
 READY := $(if $(GPU),$(CUDA_STAMP),$(STAMP))
 PRESET := $(if $(GPU),demo_gpu,demo)
@@ -30,7 +30,7 @@ ifeq ($(origin GPU)$(GPU),command line)
 train: export JAX_PLATFORMS := cpu
 endif
 
-# A .venv whose Python no longer runs (upgraded, moved) is made again.
+# Make .venv again if its Python no longer runs (upgraded, moved).
 ifneq ($(wildcard $(STAMP)),)
 ifneq ($(shell $(PY) -c 'print("ok")' 2>/dev/null),ok)
 $(shell rm -f $(STAMP))
@@ -40,39 +40,39 @@ endif
 .PHONY: help train test test-all test-aot test-gpu test-eval lint docs clean
 
 help:
-	@echo 'make train     train a model on real text: FP8 beside its BF16 twin'
-	@echo 'make test      run the CPU test suite but for what takes long'
-	@echo 'make test-all  run all of it: killed runs, several processes, matrices'
-	@echo 'make test-aot  compile for an H200, without one, and check what comes out'
+	@echo 'make train     train a small model in FP8 and in BF16, and compare them'
+	@echo 'make test      run the quick tests on the CPU'
+	@echo 'make test-all  run all tests on the CPU, including slow ones'
+	@echo 'make test-aot  compile for an H200, without one, and check the programs'
 	@echo 'make test-gpu  run the tests that need an NVIDIA GPU'
 	@echo 'make test-eval run the tests that need lm-evaluation-harness'
 	@echo 'make lint      check style (ruff) and types (pyright)'
-	@echo 'make docs      build the documentation into site/; a warning is an error'
+	@echo 'make docs      build the documentation into site/; warnings are errors'
 	@echo 'make clean     remove .venv and caches'
 	@echo
-	@echo 'Each sets up .venv by itself, with a Python >= 3.12 that it finds, or'
-	@echo 'with PYTHON=/path/to/python. Further arguments: ARGS="...".'
-	@echo 'Where nvidia-smi answers, make train installs CUDA and uses the GPU.'
+	@echo 'Each sets up .venv with a Python >= 3.12 that it finds, or with'
+	@echo 'PYTHON=/path/to/python. Pass more arguments with ARGS="...".'
+	@echo 'If nvidia-smi works, make train installs CUDA and uses the GPU.'
 
-# Where the driver is too old for JAX's CUDA, JAX would train on the CPU, where a
+# If the driver is too old for JAX's CUDA, JAX would train on the CPU, where a
 # step of this preset takes minutes.
 define check_gpu
 @$(PY) -c 'import jax; exit(jax.default_backend() != "gpu")' || { \
-  echo 'nvidia-smi answers, but JAX finds no GPU: its CUDA 13 needs a driver' \
-    'of version 580 or newer. `make train GPU=` trains on the CPU.' >&2; exit 1; }
+  echo 'nvidia-smi works, but JAX finds no GPU: CUDA 13 needs a driver of' \
+    'version 580 or newer. `make train GPU=` trains on the CPU.' >&2; exit 1; }
 @echo 'NVIDIA GPU: training $(PRESET) there (`make train GPU=` for the CPU)'
 endef
 
-# Each time from the start, in place of the demo run before; a run elsewhere
-# (--out) is not replaced unasked, and --resume goes on with the one there is.
+# Starts again each time and replaces the previous demo run. With --out, no run is
+# replaced unasked; with --resume, the run continues.
 train: $(READY)
 	$(if $(GPU),$(check_gpu))
 	$(PY) -m train.pretrain $(PRESET) --compare bf16 \
 	  $(if $(findstring --resume,$(ARGS))$(findstring --out,$(ARGS)),,--overwrite) \
 	  $(ARGS)
 
-# All processes of a run share their compiled programs, in a cache that begins
-# empty; tests/conftest.py says how they are compiled.
+# All processes of a test run share a cache of compiled programs, which starts
+# empty. tests/conftest.py sets how they are compiled.
 PYTEST := $(PY) -m pytest -n 2 --dist worksteal --durations=10
 define run_tests
 	@set -e; cache=$$(mktemp -d); trap 'rm -rf "$$cache"' EXIT; \
@@ -104,7 +104,7 @@ lint: $(STAMP)
 	$(PY) -m ruff format --check .
 	$(PY) -m pyright --pythonpath $(PY) coat_jax
 
-# The variable silences an advertisement of MkDocs' next version.
+# The variable silences an advertisement for MkDocs 2.
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 
@@ -112,9 +112,9 @@ clean:
 	rm -rf $(VENV) site .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# The stamp is the last thing written and the first thing removed, so a .venv
-# without one is half made (pip was killed, say) and is made afresh. Candidates
-# are *run*, not looked up: a pyenv shim can exist and still fail.
+# The stamp is written last and removed first, so a .venv without a stamp is
+# unfinished (pip was killed, say) and is made again. Candidates for Python are
+# run, not just looked up: a pyenv shim can exist and still fail.
 $(STAMP): pyproject.toml constraints.txt
 	@set -e; \
 	if [ ! -e $(STAMP) ]; then \
@@ -126,7 +126,7 @@ $(STAMP): pyproject.toml constraints.txt
 	      found=$$python; break; \
 	    fi; \
 	    if [ -n "$$PYTHON" ] && [ "$$python" = "$$PYTHON" ]; then \
-	      echo "PYTHON=$$PYTHON is no Python >= 3.12 with venv and pip;" \
+	      echo "PYTHON=$$PYTHON is not a Python >= 3.12 with venv and pip;" \
 	        "looking for another." >&2; \
 	    fi; \
 	  done; \

@@ -7,11 +7,11 @@ test-aot` installs them. h200.txtpb in this folder describes the GPU to the
 compiler. It is openxla/xla's `specs/h200.txtpb` (Apache-2.0) with the versions
 of the CUDA libraries added.
 
-The compiled programs cannot run here, but they have the HLO and the memory that
-they would have on the GPU. They show which kernels and FP8 products a step
-consists of, and how many bytes it takes. Only what XLA finds out by trying,
-such as the fastest of several algorithms, can differ on a real GPU. Kernels
-that several programs of a process share are compiled once.
+The compiled programs cannot run here, but they have the same HLO and memory as
+on the GPU: which kernels and FP8 matmuls a step consists of, and how many bytes
+it takes. Only choices that XLA makes by trying, such as the fastest of several
+algorithms, can differ on a real GPU. Kernels that several programs of a process
+share are compiled once.
 """
 
 import atexit
@@ -53,17 +53,7 @@ def only_compile() -> None:
 
 
 def h200_devices(count: int) -> list[jax.Device]:
-  """Describes H200s of one host, to make a mesh of; they need not exist.
-
-  Args:
-    count: how many, at least 1.
-
-  Returns:
-    Devices that can be compiled for, and no more.
-
-  Raises:
-    CompilerMissing: the compiler is not installed.
-  """
+  """Returns H200s of one host that one can compile for, but not run on."""
   if not available():
     raise CompilerMissing(
       "h200_devices: needs XLA's compiler for CUDA, got no module "
@@ -84,27 +74,20 @@ def compile_for_h200(
   """Compiles `fn` for one H200, or for a mesh of them.
 
   Args:
-    fn: what `jax.jit` takes, without static arguments.
-    *specs: its arguments, trees of `jax.ShapeDtypeStruct` or of arrays; with a
-      mesh each `jax.ShapeDtypeStruct` has its sharding on it.
-    mesh: of `h200_devices`; None for one H200.
-    out_shardings: of the results on the mesh, as for `jax.jit`.
+    fn: a function without static arguments.
+    *specs: its arguments, trees of arrays or `jax.ShapeDtypeStruct`; with a
+      mesh, the latter contain their shardings.
+    mesh: a mesh of `h200_devices`; None for one H200.
+    out_shardings: shardings of the results on the mesh, as for `jax.jit`.
     donate: positions of the arguments that `fn` may overwrite.
-    options: of XLA's compiler, as {"xla_gpu_enable_triton_gemm": False}.
-
-  Returns:
-    What `.as_text()` and `.memory_analysis()` can be asked of; both are of one
-    device.
-
-  Raises:
-    CompilerMissing: the compiler is not installed.
+    options: options of XLA's compiler, by name.
   """
   if mesh is None:
     out_shardings = sharding = SingleDeviceSharding(h200_devices(1)[0])
     specs = jax.tree.map(
       lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), specs
     )
-    # Without it what is traced asks JAX's default backend what it is for.
+    # Otherwise traced functions would ask JAX's default backend for the device.
     device = AbstractDevice("NVIDIA H200", 132, "cuda")
     abstract = AbstractMesh((), (), abstract_device=device)
     context = jax.sharding.use_abstract_mesh(abstract)
@@ -118,7 +101,7 @@ def compile_for_h200(
 
 
 def temporary_bytes(compiled: jax.stages.Compiled) -> int:
-  """Returns the bytes it needs besides arguments and results, per device."""
+  """Returns a device's bytes without arguments and results."""
   return compiled.memory_analysis().temp_size_in_bytes
 
 
@@ -129,10 +112,9 @@ def peak_bytes(compiled: jax.stages.Compiled) -> int:
 
 @functools.cache
 def kernels() -> Path:
-  """Returns the file of the kernels that this process has compiled.
+  """Returns the file in which XLA keeps the kernels of this process.
 
-  XLA reads and replaces it with each program, so that no two processes may have
-  the same one; it goes when the process ends.
+  XLA replaces it with each program, so two processes must not share it.
   """
   folder = tempfile.mkdtemp(prefix="kernels.")
   atexit.register(shutil.rmtree, folder, ignore_errors=True)

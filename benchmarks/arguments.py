@@ -41,14 +41,10 @@ def checked(parser: argparse.ArgumentParser) -> Iterator[None]:
 def command[Result](
   main: Callable[[list[str] | None], Result],
 ) -> Callable[..., Result]:
-  """Ends a benchmark with a sentence if memory is too small.
+  """Makes `main` exit with a message instead of a traceback.
 
-  Args:
-    main: Reads the command line, and runs.
-
-  Returns:
-    The same function. It exits with 1 in that case, and with 2 if the compiler
-    for CUDA is needed but not installed.
+  The exit status is 1 if memory is too small, and 2 if the compiler for CUDA is
+  needed but not installed.
   """
 
   @functools.wraps(main)

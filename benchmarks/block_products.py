@@ -5,8 +5,8 @@
     [--matrices gate_up down] [--products linear_wgrad] [--tiles tall low]
     [--implementations cublas mosaic] [--repeats 5]
 
-block_products: a row for each matrix of a layer, each of its three products and
-each of these implementations:
+It prints a row (block_products) for each matrix of a layer, each of its three
+matmuls and each of these implementations:
 
   bf16              BF16 operands
   cublas            FP8, one scale per tensor
@@ -14,8 +14,9 @@ each of these implementations:
                     `coat_jax.pallas.mosaic.block_product.TILES`
   xla               blocks, in plain JAX; the only one without a GPU
 
-A row has milliseconds and TFLOP/s. For products in blocks it also has `error`,
-the relative RMS difference from plain JAX. Rounding to BF16 alone is 0.0017.
+A row contains milliseconds and TFLOP/s. For matmuls in blocks it also contains
+`error`, the relative RMS difference from plain JAX. Rounding to BF16 alone
+gives 0.0017.
 """
 
 import argparse
@@ -35,8 +36,8 @@ from coat_jax.ops.linear import in_columns, in_rows
 from coat_jax.pallas.mosaic import block_product
 from train.presets import PRESETS
 
-# Which two of x [t, d], w [d, f] and g [t, f] a product multiplies, how it
-# reads them in blocks, the axes summed over in BF16, and the result's dtype.
+# For each product: which two of x [t, d], w [d, f] and g [t, f] it multiplies,
+# how it reads them in blocks, the axes to sum over in BF16, the result's dtype.
 PRODUCTS = {
   "linear_fwd": ("xw", (in_rows, in_columns), (1, 0), jnp.bfloat16),
   "linear_dgrad": ("gw", (in_rows, in_rows), (1, 1), jnp.bfloat16),
@@ -68,7 +69,7 @@ def kernels(
     def by_mosaic(a, b, tile=block_product.TILES[tile]):
       a, b = layouts[0](a), layouts[1](b)
       if not tile.fits(len(a.qvalue), len(b.qvalue)):
-        raise NotImplementedError(f"{tile} is not for {len(a.qvalue)} rows")
+        raise NotImplementedError(f"{tile} does not fit {len(a.qvalue)} rows")
       return block_product.product(a, b, dtype, tile=tile)
 
     yield dict(implementation="mosaic", tile=tile), by_mosaic, blocks

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Defines what a case of `benchmarks.ops` is, and the sizes of layers.
+"""Defines the cases of `benchmarks.ops`, and the sizes of layers.
 
-Each operation is called here with the arguments that a layer of a model gives
-it. `tests/ops/test_conformance.py` goes through the same cases: an operation is
-correct, and measured, where it is used.
+A case calls an operation with the arguments that a layer of a model passes.
+`tests/ops/test_conformance.py` uses the same cases, so operations are tested at
+the shapes at which they are measured.
 """
 
 import dataclasses
@@ -26,13 +26,13 @@ class Sizes:
   """The sizes of a layer, by default of Llama-2-7B.
 
   Attributes:
-    batch, seq, d_model, d_ff, num_heads: of the layer.
-    num_kv_heads: key heads, or None for as many as there are query heads.
-    num_experts: of a mixture as wide as the layer's MLP.
-    norm: kind of its norms; a layer norm has a beta.
-    dtype: of activations, gradients and parameters of norms.
-    group_size: of the values that norms and activation functions read.
-    quantized: shape of the matrix that quantization alone is timed on.
+    batch, seq, d_model, d_ff, num_heads: sizes of the layer.
+    num_kv_heads: number of key heads; None if it equals `num_heads`.
+    num_experts: number of experts of a mixture as wide as the layer's MLP.
+    norm: kind of the norms; a layer norm has a beta.
+    dtype: dtype of activations, gradients and norms' parameters.
+    group_size: group size of the values that norms and activations read.
+    quantized: shape of the matrix for timing quantization alone.
     group_sizes: the group sizes for that matrix.
   """
 
@@ -78,7 +78,7 @@ class Sizes:
 
   @property
   def grouped_bytes(self) -> float:
-    """Bytes of a value in FP8 with its share of a BF16 scale."""
+    """Bytes of an FP8 value, including its share of a BF16 scale."""
     return 1 + 2 / self.group_size
 
   def normal(self, *shape: int, seed: int = 0) -> Array:
@@ -86,7 +86,7 @@ class Sizes:
     return jax.random.normal(jax.random.key(seed), shape, self.dtype)
 
   def grouped(self, *shape: int, seed: int = 0) -> QTensor:
-    """1 x G values."""
+    """Makes values in 1 x G groups."""
     return _grouped(self.normal(*shape, seed=seed), self.group_size)
 
 
@@ -129,7 +129,7 @@ class Case:
     shape: the rest of the case's name in a row.
     run: called with one of `implementations`, then with the `arrays`.
     num_bytes: fewest bytes that can be read and written, or 0.
-    flops: operations of matmuls, or 0.
+    flops: floating-point operations of matmuls, or 0.
     ceiling: the rate to compare with: "copy", "fp8" or "bf16".
   """
 
@@ -164,7 +164,7 @@ def of_op(
   implementations: tuple[str, ...] | None = None,
   **cost,
 ) -> OpCase:
-  """A case of `call(op with an implementation, *arrays)`; None for all."""
+  """Makes a case of an operation; None for all its implementations."""
 
   def run(implementation, *args):
     return call(functools.partial(op, implementation=implementation), *args)

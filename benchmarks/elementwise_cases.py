@@ -50,7 +50,7 @@ def _quantize(sizes):
   yield of_op(
     ops.tensor_scale, shape, x, lambda op, x: op(x), num_bytes=read * size
   )
-  # Where kernels refuse the width it is the format that is refused here.
+  # Where kernels refuse the width, refuse the format instead.
   dtype = E5M2 if sizes.quantized[1] % 16 else E4M3
   yield of_op(
     ops.quantize_rows,
@@ -93,7 +93,7 @@ def _blocks(sizes):
     implementations=("xla",),
     num_bytes=read * size + tiles,
   )
-  # Of f32 scales, in each layout.
+  # Bytes of the f32 scales in each layout.
   of_blocks = dict(rows=4 * rows * blocks[1], columns=4 * columns * blocks[0])
   of_blocks["both"] = sum(of_blocks.values())
   of_tiles = dict(rows=tiles, columns=tiles, both=2 * tiles)
@@ -137,7 +137,7 @@ def _norm(sizes):
   has_mean = kind == "layer"
 
   def x(seed=0):
-    # Far from zero: what a mean or a variance wrongly includes would show.
+    # Far from zero, to show values that a mean or variance wrongly includes.
     return sizes.normal(t, d, seed=seed) + (7 if has_mean else 0)
 
   def parameters():
@@ -216,7 +216,7 @@ def _rope(sizes):
 
 
 def _still_heads(sizes, shape, heads):
-  """Heads that are not rotated, with the gradient of their bias."""
+  """Lists cases of heads without RoPE, and of the gradient of their bias."""
   b, t, n, h = sizes.heads
   k, read = sizes.kv_heads, sizes.value_bytes
   size, shape = b * t * (n + 2 * k) * h, shape | dict(rotated=False)
@@ -289,7 +289,7 @@ def _gated(sizes, activation):
 
 
 def _activation_and_mul(sizes):
-  """SwiGLU one step at a time, as residuals="coat" saves it."""
+  """Lists the single steps of SwiGLU, as residuals="coat" computes it."""
   t, f = sizes.tokens, sizes.d_ff
   groups = dict(groups=ops.Groups(sizes.group_size))
   shape, size = dict(tokens=t, d_ff=f), t * f

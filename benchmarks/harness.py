@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How every benchmark measures, and the row that it prints.
+"""Times functions, and prints the rows of benchmarks.
 
-A row is one JSON object a line on the standard output, so that a file of them
-can be filtered and compared; what people read meanwhile goes to the standard
-error. Its keys: bench, case (what was measured), the measured values, and date
-(UTC), jax, device.
+A row is a JSON object on one line of standard output; progress goes to standard
+error. Its keys are bench, case (what was measured), the measured values, date
+(UTC), jax and device.
 
-`measure` times calls in groups: from the first call's dispatch to the last
-one's end, since a GPU works on one while Python dispatches the next. Where a
-call takes a GPU less time than its dispatch takes Python, the time is what the
-profiler saw of its kernels. Arguments and results that would fit into the
-second-level cache are there several times and take turns, so that each call
-finds its arguments in memory.
+`measure` times groups of calls, from the dispatch of the first call to the end
+of the last, because a GPU works on one call while Python dispatches the next.
+If a call takes less time on the GPU than its dispatch takes in Python, the
+profiler measures the kernels instead. Small arguments and results, which would
+stay in the second-level cache, exist in several copies that take turns, so that
+each call reads its arguments from memory.
 """
 
 import dataclasses
@@ -32,11 +31,10 @@ import numpy as np
 
 from coat_jax.numerics.formats import E4M3
 
-# Calls take turns with copies of their arrays. In total these are larger than
-# this: twice an H200's cache.
+# All copies together are larger than this: twice an H200's cache.
 _CACHE_BYTES = 2 * 60 * 2**20
-# A group takes at least this long. Then its first dispatch and the wait for its
-# end do not matter, and the GPU's clock has time to settle.
+# A group takes at least this long, so that its first dispatch and the wait for
+# its end do not matter and the GPU's clock settles.
 _GROUP_SECONDS = 0.1
 _MOST_CALLS = 24
 _WARM_UP_CALLS = 3
@@ -77,19 +75,13 @@ def measure(
   """Times jitted calls of `fn`, compiled and warm.
 
   Args:
-    fn: what to call; large arrays that it reads are arguments, since what a
-      function closes over becomes a constant of the program.
+    fn: the function. Pass large arrays as arguments: arrays that it closes over
+      would become constants of the program.
     *args: its arguments, trees of arrays.
-    donate: positions of the arguments that a call may overwrite. `fn` returns a
-      tuple that starts with their new values, in this order, and the next call
-      gets those; the arrays passed here are gone afterwards.
-    repeats: groups of calls.
-
-  Returns:
-    Time of one call.
-
-  Raises:
-    ValueError: results that cannot be passed on for the donated arguments.
+    donate: positions of the arguments that a call may overwrite. `fn` must
+      return a tuple that starts with their new values, in this order, for the
+      next call. The arrays passed here cannot be used afterwards.
+    repeats: number of groups of calls.
   """
   calls = _Calls(fn, args, donate)
   _group(calls, _WARM_UP_CALLS)
@@ -113,13 +105,8 @@ def copy_bandwidth(num_bytes: int = 2**30, *, repeats: int = 20) -> float:
 def matmul_ceiling(size: int = 8192, *, repeats: int = 20) -> dict[str, float]:
   """Measures TFLOP/s of square matmuls, in each dtype's best layout.
 
-  Args:
-    size: of each of the three axes.
-    repeats: groups of calls.
-
-  Returns:
-    "fp8" (E4M3 times E4M3, fast accumulation, both with the summed axis last)
-    and "bf16".
+  The keys are "fp8" (E4M3 times E4M3, fast accumulation, both with the summed
+  axis last) and "bf16".
   """
   algorithm = None
   if jax.default_backend() == "gpu":
@@ -150,17 +137,8 @@ def device_name() -> str:
 def emit(bench: str, case: dict, **values) -> dict:
   """Prints one row and returns it.
 
-  Args:
-    bench: Name of the benchmark, such as "accuracy.codecs".
-    case: What was measured, by name.
-    **values: What was found; floats are kept to six digits, NaN and infinity
-      are refused since JSON has none.
-
-  Returns:
-    The row, as it was printed.
-
-  Raises:
-    ValueError: a value that is not finite.
+  Floats are rounded to six digits. NaN and infinity raise a ValueError, because
+  JSON has neither.
   """
   row = {
     "bench": bench,
@@ -196,7 +174,7 @@ class _Calls:
     results = jax.eval_shape(fn, *args)
     if donate:
       self._check(results, args)
-    # Results are kept until their turn comes again, so they have new addresses.
+    # Results are kept until their turn comes again, so addresses differ.
     size = _num_bytes(args) + _num_bytes(results)
     turns = min(math.ceil(_CACHE_BYTES / max(size, 1)), _MOST_CALLS)
     copies = [jax.tree.map(jnp.copy, args) for _ in range(turns - 1)]

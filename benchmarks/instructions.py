@@ -11,17 +11,18 @@ H200 (`benchmarks.aot`) and disassembled. A thread of the kernel holds 8 values,
 and its program has neither loops nor branches, so each instruction in the
 listing is executed once.
 
-optimizer.instructions: a row for each codec, rounding and kind of weights.
+It prints a row (optimizer.instructions) for each codec, rounding and storage of
+weights:
 
   instructions  per value; also for each of `KINDS`, the pipe that executes them
-  hash          how many of them mix random words
+  hash          the instructions among them that mix random words
   registers     of a thread
   programs      how many programs fit on a multiprocessor with these registers
-  clocks        how long a warp's 32 values keep each pipe, and the issuing of
-                instructions, busy: from the throughputs of compute capability
+  clocks        clocks that a warp's 32 values keep each pipe and the issuing
+                of instructions busy: from the throughputs of compute capability
                 9.0 in NVIDIA's CUDA C++ Programming Guide
 
-The largest of the clocks is a lower bound. Measuring the time takes a GPU.
+The largest number of clocks is a lower bound for the time.
 """
 
 import argparse
@@ -48,8 +49,9 @@ from coat_jax.pallas.mosaic import words
 VALUES = 8  # Per thread, see `pallas.mosaic.registers`.
 SHAPE = (64, 1024)
 
-# Which pipe executes an instruction: the first entry that its name starts with.
-# The number is the clocks that a quarter of a multiprocessor needs for a warp.
+# The pipes and the instructions that they execute: the first entry that begins
+# an instruction's name counts. The number is the clocks that a quarter of a
+# multiprocessor needs for a warp.
 KINDS = {
   "special": (8, ("MUFU", "F2I", "I2F.", "F2F", "FRND", "POPC", "FLO")),
   "shuffle": (4, ("SHFL",)),
@@ -76,11 +78,7 @@ class DisassemblerMissing(aot.CompilerMissing):
 
 
 def disassembler() -> Path:
-  """Finds the CUDA folder whose bin contains nvdisasm, for Mosaic.
-
-  Raises:
-    DisassemblerMissing: there is none on the PATH.
-  """
+  """Finds the CUDA folder whose bin contains nvdisasm, for Mosaic."""
   found = shutil.which("nvdisasm")
   if found is None:
     raise DisassemblerMissing(
@@ -93,7 +91,7 @@ def disassembler() -> Path:
 
 def opcodes(listing: str) -> collections.Counter[str]:
   """Counts each instruction in a listing of nvdisasm, without padding."""
-  executed = listing.split("EXIT")[0]  # A loop that pads follows.
+  executed = listing.split("EXIT")[0]  # Padding follows.
   found = collections.Counter(_LINE.findall(executed))
   del found["NOP"]
   return found
@@ -147,16 +145,9 @@ def _dump() -> Iterator[Path]:
 def compile_step(
   name: str, codec, kind: str, *, mixed: bool = True
 ) -> tuple[collections.Counter[str], int]:
-  """Compiles the fused step of one leaf.
+  """Compiles a leaf's fused step; returns instructions and registers.
 
-  Args:
-    name: of `benchmarks.optimizer.OPTIMIZERS`.
-    codec: a `MomentCodec` that the kernel takes.
-    kind: of `benchmarks.optimizer.WEIGHTS`.
-    mixed: False leaves out the hash of random words.
-
-  Returns:
-    Its instructions, and the registers of a thread.
+  `mixed=False` leaves out the hash of random words.
   """
   dtype, low_bits = WEIGHTS[kind]
   optimizer = OPTIMIZERS[name][0](

@@ -10,23 +10,22 @@ It prints these rows:
 layer.time: milliseconds and TFLOP/s of the forward pass, and of forward and
 backward (`mode` full: the output, and the gradients of weights and input).
 TFLOP/s count the layer's matmuls and its attention, which is causal in a
-decoder, but not a checkpoint's second forward pass. `temporary_bytes` is what
-the compiled program needs besides its arguments and results.
-`remembered_units` is what the layer saves for its backward pass, in
+decoder, but not a checkpoint's second forward pass. `temporary_bytes` is the
+memory of the compiled program without its arguments and results.
+`remembered_units` are the bytes that the layer saves for its backward pass, in
 U = 2 D bytes a token (`train.memory.count`).
 
-layer.scan (--scan-memory): how many U each further layer of a scan adds to the
-temporary memory, (16 layers - 8 layers) / 8. That is the memory that training
-needs per layer, including checkpoints. Nothing is run.
+layer.scan (--scan-memory): the temporary memory that each further layer of a
+scan adds, in U: (16 layers - 8 layers) / 8. Training needs this much memory per
+layer, including checkpoints. Nothing is run.
 
-Codes of weights (weight_cache="codes") are computed once for several
-microbatches. So they are neither timed nor counted as temporary memory.
+Codes of weights (weight_cache="codes") are neither timed nor counted as
+temporary memory, because they are computed once for several microbatches.
 
 A preset of train.pretrain gives a decoder layer. siglip_so400m (384 pixels, 729
 tokens per image) and clip_l (336 pixels, 577 tokens) give a layer of a vision
-tower. If layers alternate (gemma2_2b), `kind` names the two kinds, one with a
-window and one without, and each has its own rows. A scan has layers of only one
-kind.
+tower. If layers alternate (gemma2_2b), there are rows for the layer with a
+window and for the one without (`kind`).
 
 With --compile-only everything is compiled for an H200 (`benchmarks.aot`) and
 nothing is run, so there are no times.
@@ -57,8 +56,8 @@ from coat_jax.numerics.recipes import CoatRecipe
 from train.memory.count import residual_bytes
 from train.presets import PRESETS
 
-# What jax.checkpoint keeps of a layer; the rest is recomputed. There is also
-# "fp8_layer", which is `fp8_remat` of the layer's input.
+# Policies of jax.checkpoint. There is also "fp8_layer": `fp8_remat` of the
+# layer's input.
 _policies = jax.checkpoint_policies
 CHECKPOINTS = {
   "none": None,
@@ -67,7 +66,7 @@ CHECKPOINTS = {
   "names": _policies.save_only_these_names(*RESIDUAL_NAMES),
   "fp8": block_inputs_saveable,
 }
-# SigLIP-so400m and CLIP-L, of patches of 14 pixels.
+# SigLIP-so400m and CLIP-L with patches of 14 pixels.
 TOWERS = {
   "siglip_so400m": VisionConfig(
     family="siglip_vision",
@@ -96,7 +95,7 @@ _RESIDUAL_TOKENS = 256
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-  """A layer that is compared with the others."""
+  """A recipe and a checkpoint policy to measure."""
 
   recipe: CoatRecipe
   checkpoint: str = "none"
@@ -118,7 +117,7 @@ VARIANTS = {
   "bf16": Variant(recipes.bf16()),
   "bf16_dots": Variant(recipes.bf16(), "dots"),
   "bf16_nothing": Variant(recipes.bf16(), "nothing"),
-  # The minimal set, kept in BF16.
+  # The arrays that "minimal" saves, in BF16.
   "bf16_names": Variant(recipes.bf16(), "names"),
   "fp8_linear": Variant(recipes.fp8_linear()),
   "coat": Variant(_coat(residuals="coat")),
@@ -231,7 +230,7 @@ def make_arrays(layer: Layer, config: Config, shape, dtype):
 
 
 def make_specs(layer: Layer, shape, dtype, layers: int | None = None):
-  """Makes the same as shapes, with parameters stacked over `layers`."""
+  """Makes shapes of these arrays, with parameters stacked over `layers`."""
   stack = () if layers is None else (layers,)
   params = jax.tree.map(
     lambda p: jax.ShapeDtypeStruct((*stack, *p.shape), dtype), layer.params
@@ -248,7 +247,7 @@ def temporary_bytes(fn: Callable, specs, *, compile_only: bool) -> int:
 
 
 def time_rows(config, variant, case, options) -> list[dict]:
-  """Prints a row for the forward and one for forward and backward."""
+  """Prints a row for the forward pass and one for forward and backward."""
   layer = Layer(config, variant)
   shape = (options.batch, options.seq, config.d_model)
   flops = layer_flops(config, options.batch, options.seq)
@@ -288,7 +287,7 @@ def time_rows(config, variant, case, options) -> list[dict]:
 
 
 def scan_row(config, variant, case, options) -> dict:
-  """Prints a row with what each further layer of a scan takes."""
+  """Prints a row with the memory of each further layer of a scan."""
   layer = Layer(config, variant)
   shape = (options.batch, options.seq, config.d_model)
   few, many = (
@@ -322,7 +321,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
   parser.add_argument(
     "--seq",
     type=args.count,
-    help="2048 by default; a vision tower has as many tokens as its images",
+    help="default: 2048; a vision tower's follows from its image size",
   )
   parser.add_argument("--param-dtype", choices=("bf16", "f32"), default="bf16")
   parser.add_argument(
@@ -334,8 +333,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
   options = parser.parse_args(arguments)
   if options.preset in TOWERS and options.seq is not None:
     parser.error(
-      f"--seq is of decoders, got {options.seq} with {options.preset}, whose "
-      "images have as many tokens as their size says; leave it out"
+      f"--seq is for decoders, got {options.seq} with {options.preset}, whose "
+      "number of tokens follows from the image size; leave it out"
     )
   dtypes = {"bf16": jnp.bfloat16, "f32": jnp.float32}
   options.param_dtype = dtypes[options.param_dtype]

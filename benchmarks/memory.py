@@ -1,26 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much memory layers and optimizer states take, without taking it.
+"""Counts or compiles the memory of layers, optimizer states and steps.
 
   python -m benchmarks.memory residuals --preset llama2_7b --tokens 256
   python -m benchmarks.memory state --preset llama2_7b
   python -m benchmarks.memory table7
   python -m benchmarks.memory plan
 
-memory.residuals: bytes per token that one decoder layer saves for its
-backward, by kind, and their total in `units` of U = 2 d_model (one BF16 copy of
-the residual stream). Counted from the arrays of the layer's own `jax.vjp`, as
-`train.memory.count` describes. Beside them, in U: `paper_units`, Table 2 of
-arXiv:2410.19313 (for d_ff = 8/3 d_model and without scales; its fp8_linear is
-TransformerEngine), and `reference_units`, what the reference's Llama layer
-saves at this shape, scales included, with and without the 2 U that the paper
-counts for RoPE. Our bf16 row is what JAX's autodiff keeps of the layer as it is
-written; XLA, when it compiles the whole step, may keep a little less.
+No GPU is needed. It prints these rows:
 
-memory.state: bytes per parameter, from the shapes alone, of parameters in f32
-or BF16, of their gradients, and of the optimizer's state with each codec.
+memory.residuals: bytes per token that one decoder layer saves for its backward
+pass, by kind, and their total in `units` of U = 2 d_model (one BF16 copy of the
+residual stream), counted from the arrays of the layer's own `jax.vjp`
+(`train.memory.count`). The bf16 row counts the arrays that JAX's autodiff
+saves; XLA may save a little less. For comparison, in U:
 
-memory.table7 and memory.plan: whole steps compiled for H200s, as
-`benchmarks.table7` and `benchmarks.planned` say. Some take minutes.
+  paper_units      Table 2 of arXiv:2410.19313, for d_ff = 8/3 d_model and
+                   without scales; its fp8_linear is TransformerEngine
+  reference_units  the reference's Llama layer at this shape, including scales,
+                   with and without the 2 U that the paper counts for RoPE
+
+memory.state: bytes per parameter of parameters in f32 or BF16, of their
+gradients, and of the optimizer's state with each codec, from the shapes alone.
+
+memory.table7, memory.plan: whole steps compiled for H200s, see
+`benchmarks.table7` and `benchmarks.planned`. Some take minutes.
 """
 
 import argparse
@@ -51,7 +54,7 @@ CODECS = {name: codecs.build(name) for name in codecs.names()}
 
 
 def reference_bytes(config: ModelConfig) -> int:
-  """Bytes per token that the reference's Llama layer saves, without RoPE."""
+  """Counts the bytes per token that the reference's layer saves, no RoPE."""
   d, f, h = config.d_model, config.d_ff, config.head_width
   n, kv = config.num_heads, config.num_kv_heads
   norm = 2 * (d + 2 * d // 16 + 4) + 2 * d  # Inputs and outputs of two norms.
@@ -69,7 +72,7 @@ def residuals(preset: str, tokens: int) -> list[dict]:
   rows = []
   for r in RECIPES:
     counted = residual_bytes(config, r, tokens=tokens)
-    # The choice of a residual set is COAT's; elsewhere autodiff chooses.
+    # Only recipe coat chooses what it saves; otherwise autodiff does.
     kept = r.residuals if r.name == "coat" else "autodiff"
     case = dict(preset=preset, recipe=r.name, residuals=kept)
     case |= dict(attention=r.attention, tokens=tokens)
@@ -111,7 +114,7 @@ def state(preset: str) -> list[dict]:
           dict(preset=preset, codec=name, params=jnp.dtype(dtype).name),
           bytes_per_param=dict(
             params=stored / count,
-            grads=stored / count,  # JAX gives a gradient its primal's dtype.
+            grads=stored / count,  # A gradient has its parameter's dtype.
             optimizer=optimizer_bytes.bytes_per_param,
           ),
           num_params=count,
@@ -154,7 +157,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
   """Reads the command line."""
   parser = argparse.ArgumentParser(
     prog="python -m benchmarks.memory",
-    description="What layers save, and what optimizer states and steps take.",
+    description="Memory of layers, optimizer states and steps.",
   )
   commands = parser.add_subparsers(dest="command", required=True)
   for name in ("residuals", "state"):

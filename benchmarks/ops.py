@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How fast each implementation of each operation of a layer is.
+"""Times each implementation of each operation of a layer.
 
   python -m benchmarks.ops
   python -m benchmarks.ops --cases quantize_groups norm --implementations triton
 
-A row has the milliseconds of a call, and GB/s of the bytes that it must move at
-least or TFLOP/s of its products (`benchmarks.*_cases` say how they are
-counted). Its `share_of_ceiling` is of what the same device reached in the same
-run: copying an array of 1 GiB, or a large product in FP8 or in BF16; those are
-the row `ops.ceilings`. Without a GPU there is the definition alone ("xla").
+A row contains the milliseconds of a call, and GB/s of the fewest bytes that it
+must move or TFLOP/s of its matmuls (counted in `benchmarks.*_cases`).
+`share_of_ceiling` compares that rate with the device's rate in the same run for
+copying an array of 1 GiB, or for a large matmul in FP8 or BF16. The row
+`ops.ceilings` contains these rates. Without a GPU, only the definition ("xla")
+is timed.
 """
 
 import argparse
@@ -33,7 +34,7 @@ PORTABLE = ("xla", "bf16", "coat_jax", "flax")
 
 
 def all_cases(sizes: Sizes) -> list[Case]:
-  """Every operation of a layer, at its shapes."""
+  """Lists the cases of every operation of a layer."""
   return [*elementwise_cases(sizes), *product_cases(sizes)]
 
 
@@ -78,7 +79,7 @@ def run(
 
 
 def chosen(options: argparse.Namespace) -> list[tuple[Case, str]]:
-  """Cases with implementations that were asked for and can run here."""
+  """Lists the requested cases and implementations that can run here."""
   on_gpu = jax.default_backend() == "gpu"
   return [
     (case, name)
@@ -111,7 +112,7 @@ def main(arguments: list[str] | None = None) -> list[dict]:
   pairs = chosen(options)
   if not pairs:
     parser.error(
-      f"no case is called like {options.cases} with an implementation among "
+      f"no case matches {options.cases} with an implementation among "
       f"{options.implementations or 'all'} that runs here"
     )
   found, rows = ceilings(smoke=options.smoke), []

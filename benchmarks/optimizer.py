@@ -1,19 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long a step of the optimizer takes, one leaf, everything in place.
+"""Times an optimizer's step on one large leaf, in place.
 
   python -m benchmarks.optimizer [--rows 16384] [--codecs coat log8]
     [--weights float32 bfloat16 bfloat16_low8] [--optimizer coat_lion]
     [--implementations mosaic]
 
-optimizer: a row for optax.adamw (or optax.lion) with donated parameters and
-state (XLA), and for each registered codec, rounding and kind of weights the
-fused step by each implementation that can run it; --codecs takes those of your
-own too, as package.module:function. Gradients have the weights' dtype;
-bfloat16_low8 are bf16 weights with low bytes in the state (`low_bits`). Beside
-the time: `gbps`, the bytes that a step must read and write (the parameter and
-the state both, the gradient once) by that time, and `ceiling_share`, that by
-the bandwidth at which this device copies 1 GiB.
-Default: 2^28 parameters in a leaf of 16384 x 16384.
+It prints rows (optimizer) for optax.adamw or optax.lion, compiled by XLA, and
+for the fused step with each registered codec, rounding, storage of weights and
+implementation. --codecs also accepts your own, as package.module:function.
+Parameters and state are donated. Gradients have the weights' dtype.
+bfloat16_low8 are BF16 weights with low bytes in the state (`low_bits`). The
+leaf has 2^28 parameters, 16384 x 16384, by default.
+
+A row contains the time; `gbps`, the bytes that a step must read and write
+(parameter and state both, gradient once) divided by the time; and
+`ceiling_share`, `gbps` divided by the bandwidth at which this device copies
+1 GiB.
 """
 
 import argparse
@@ -45,11 +47,7 @@ WEIGHTS = {
 def cases(
   names: Sequence[str] | None = None,
 ) -> dict[tuple[str, str], codecs.MomentCodec]:
-  """Every variant of codecs, by (label, rounding).
-
-  Args:
-    names: Of codecs; None for all that are registered.
-  """
+  """Builds the variants of codecs, by (label, rounding); None for all."""
   found = {}
   for name in codecs.names() if names is None else names:
     defaults = codecs.options(name)
@@ -66,7 +64,7 @@ def cases(
 
 
 def parameters(shape, dtype):
-  """A parameter and a gradient; its values differ in size as trained ones'."""
+  """Makes a parameter and a gradient, with magnitudes as in training."""
 
   def draw(key):
     keys = jax.random.split(key, 3)
@@ -84,7 +82,7 @@ def num_bytes(p, g, state) -> int:
 
 
 def plain(name: str, shape, dtype, ceiling: float) -> dict:
-  """The row of optax's optimizer, its moments in the parameter's dtype."""
+  """Times optax's optimizer, with moments in the parameter's dtype."""
   p, g = parameters(shape, dtype)
   make = OPTIMIZERS[name][1]
   optimizer = make(1e-3, weight_decay=0.1)
@@ -121,7 +119,7 @@ def fused(
   implementation: Implementation,
   ceiling: float,
 ) -> dict:
-  """The row of `fused_coat_adamw` or `fused_coat_lion`."""
+  """Times `fused_coat_adamw` or `fused_coat_lion`."""
   dtype, low_bits = WEIGHTS[kind]
   p, g = parameters(shape, dtype)
   optimizer = OPTIMIZERS[name][0](
@@ -181,7 +179,7 @@ def main(arguments: list[str] | None = None) -> None:
     nargs="+",
     choices=("xla", "mosaic"),
     default=("xla", "mosaic"),
-    help="what runs the step; default: all that can run here",
+    help="implementations to time; default: all that can run here",
   )
   options = parser.parse_args(arguments)
   name = options.optimizer

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares `train.memory` with XLA's compiler, preset by preset.
+"""Compares plans of `train.memory` with XLA's compiler, for each preset.
 
-Each row is a whole training step, compiled for one H200 or for as many as the
-mesh fsdp=N has, and its plan: `peak_bytes` and `planned_bytes` of a GPU, and
-`error`, planned / peak - 1.
+Each row is a whole training step, compiled for H200s and planned: `peak_bytes`
+and `planned_bytes` of a GPU, and `error`, planned / peak - 1.
 """
 
 from collections.abc import Iterable, Iterator
@@ -37,7 +36,7 @@ VARIANTS = ("bf16", "fp8_linear", "coat", "minimal", "lean", "leanest")
 def rows(
   presets: Iterable[str], gpus: Iterable[int], variants: Iterable[str]
 ) -> Iterator[dict]:
-  """Compiles, plans and prints a row for each of all combinations."""
+  """Compiles, plans and prints a row for each combination."""
   for preset in presets:
     batch, seq = LOADS[preset]
     for count in gpus:
@@ -47,18 +46,7 @@ def rows(
 
 
 def row(preset: str, variant: str, *, gpus: int, batch: int, seq: int) -> dict:
-  """Compiles and plans one step, and prints its row.
-
-  Args:
-    preset: one of `train.presets.PRESETS`.
-    variant: one of `training_step.VARIANTS`.
-    gpus: that weights are split over.
-    batch: sequences on each of them.
-    seq: tokens a sequence.
-
-  Returns:
-    The row.
-  """
+  """Compiles and plans one step; `batch` is the sequences on each GPU."""
   mesh = f"fsdp={gpus}" if gpus > 1 else ""
   config = training_step.configure(
     preset, variant, batch=batch, seq=seq, mesh=mesh

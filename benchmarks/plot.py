@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws the rows of `benchmarks.layer`: time and memory, variant by variant.
+"""Draws time and memory of each variant in rows of `benchmarks.layer`.
 
 python -m benchmarks.layer > layer.jsonl
 python -m benchmarks.plot layer.jsonl layer.png
@@ -18,12 +18,7 @@ _KEYS = ("case", "device", "median_ms", "temporary_bytes")
 
 
 def read_rows(path: Path) -> list[dict]:
-  """Rows of layer.time for forward and backward, in their order.
-
-  Raises:
-    OSError: the file cannot be read.
-    ValueError: there are none, or a line is not a row of a benchmark.
-  """
+  """Reads the rows of layer.time for forward and backward, in order."""
   rows = []
   for i, line in enumerate(path.read_bytes().splitlines()):
     try:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cases of `benchmarks.ops` that multiply matrices, beside BF16 and Flax's FP8.
+"""Lists the cases of `benchmarks.ops` that multiply matrices.
 
-Counted are the operations of the products, those of attention only below the
-diagonal.
+BF16 and Flax's FP8 are timed for comparison. Only floating-point operations of
+matmuls are counted, and in attention only those below the diagonal.
 """
 
 import functools
@@ -27,9 +27,9 @@ def product_cases(sizes: Sizes) -> Iterator[Case]:
 
 
 def _matmuls(sizes):
-  """The products of each linear layer, beside those of BF16 operands."""
+  """Lists the matmuls of each linear layer, in FP8 and in BF16."""
   t = sizes.tokens
-  # Which two of x [t, d], w [d, f] and g [t, f], and the axes summed over.
+  # Which two of x [t, d], w [d, f] and g [t, f], and the axes to sum over.
   products = (
     (ops.linear_fwd, "x", "w", (1, 0)),
     (ops.linear_dgrad, "g", "w", (1, 1)),
@@ -89,12 +89,12 @@ def _matmuls(sizes):
 
 
 def _grouped(sizes):
-  """The products of a mixture's experts, each of which has some of the rows."""
+  """Lists the matmuls of a mixture's experts, which share the rows."""
   t, d, f = sizes.tokens, sizes.d_model, sizes.d_ff
   e = sizes.num_experts
   shapes = {"x": (t, d), "w": (e, d, f), "g": (t, f)}
   shape = dict(experts=e, rows=t, in_features=d, out_features=f)
-  # Triangular numbers: no two experts have equally many, and the first none.
+  # Triangular numbers: all experts have different numbers of rows, the first 0.
   ends = [t * i * (i + 1) // (e * (e - 1)) for i in range(e)]
   counts = [b - a for a, b in zip([0, *ends], ends, strict=False)]
   for op, a, b in (
@@ -117,7 +117,7 @@ def _grouped(sizes):
 
 
 def _linear(sizes):
-  """Whole linear layers, from BF16 to BF16: ours, in BF16, and Flax's FP8."""
+  """Lists whole linear layers: FP8 here, BF16, and Flax's FP8."""
   t = sizes.tokens
   layers = {
     "bf16": lambda x, w: linear(x, w, recipe=recipes.bf16()),
@@ -189,8 +189,8 @@ def _attention_of(sizes, kind):
     dout, arrays = sizes.normal(b, t, n, h, seed=2), qkv()
     return dout, *arrays, attend(*arrays)
 
-  # Two products of each pair that is seen: half of T^2, and with a window W
-  # without half of (T - W)^2.
+  # Two products for each pair of query and visible key: half of T^2 pairs,
+  # minus half of (T - W)^2 with a window W.
   hidden = t - (kind.window or t)
   products = 2 * b * n * (t * t - hidden * hidden) * h
   yield of_op(

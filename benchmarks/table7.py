@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The memory table of arXiv:2410.19313 (Table 7), from compiled steps.
+"""Compiles the steps of Table 7 of arXiv:2410.19313, for their memory.
 
-Each row is a whole training step on as many H200s as the reference used H100s,
-sharded as FSDP, at its batch per GPU and sequence: f32 parameters, gradients
-and BF16's moments, BF16 compute; "lean" and "leanest" have BF16 parameters and
-gradients, one layer's at a time. No GPU is needed; `benchmarks.memory` prints
-the rows.
+Each row is a whole training step with the paper's number of GPUs, batch per GPU
+and sequence length, with FSDP, compiled for H200s. Parameters and gradients are
+f32, and so are the moments of the bf16 and fp8_linear variants. "lean" and
+"leanest" have BF16 parameters and one layer's BF16 gradients at a time. No GPU
+is needed. `benchmarks.memory table7` prints the rows.
 """
 
 import dataclasses
@@ -18,11 +18,11 @@ from train.memory.step import device_bytes
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-  """A model, GPUs, and sequences on each of them at a time.
+  """A model, the number of GPUs, and the sequences on each.
 
   Attributes:
-    peaks: GB that the reference measured, by variant; none where it ran out of
-      memory.
+    peaks: GB that the reference measured, by variant; a variant that ran out of
+      memory is missing.
   """
 
   preset: str
@@ -45,7 +45,7 @@ CASES = (
   Case("llama2_7b", 8, 2, peaks=dict(bf16=41.2, fp8_linear=37.2, coat=27.0)),
   Case("llama2_13b", 2, 1, seq=1024, peaks=dict(coat=73.2)),
   Case("llama2_13b", 4, 1, peaks=dict(bf16=76.1, fp8_linear=73.0, coat=49.1)),
-  # Not in the reference: the batch at which 7B is compared.
+  # Not in the reference; the batch of the 7B model.
   Case("llama2_13b", 4, 2),
   Case("llama2_13b", 8, 1, peaks=dict(bf16=49.4, fp8_linear=46.5, coat=32.5)),
   Case("llama_30b", 8, 1, peaks=dict(coat=70.5)),
@@ -65,14 +65,10 @@ VARIANTS = (
 def rows(cases: Iterable[Case], variants: Iterable[str]) -> Iterator[dict]:
   """Compiles and prints the rows.
 
-  Args:
-    cases: of `CASES`.
-    variants: of `VARIANTS`; ratios are there where bf16 comes first.
-
-  Yields:
-    Rows: `peak_bytes` of a GPU, and of it `weight_bytes`, `gradient_bytes`,
-    `optimizer_bytes` and, all else, `activation_bytes`; `ratio_to_bf16` and
-    `published_ratio` are BF16's peak over the row's.
+  `peak_bytes` of a GPU consists of `weight_bytes`, `gradient_bytes`,
+  `optimizer_bytes` and the rest, `activation_bytes`. `ratio_to_bf16` and
+  `published_ratio` are BF16's peak divided by the row's; for the former, bf16
+  must be the first variant.
   """
   for case in cases:
     peak_of_bf16 = None
@@ -113,7 +109,7 @@ def describe(case: Case, variant: str) -> dict:
 
 
 def measure(case: Case, variant: str) -> dict[str, int]:
-  """Bytes of one GPU, from the compiled step."""
+  """Compiles a step and returns the bytes of one GPU."""
   mesh = f"fsdp={case.gpus}" if case.gpus > 1 else ""
   config = training_step.configure(
     case.preset, variant, batch=case.batch, seq=case.seq, mesh=mesh
@@ -122,7 +118,7 @@ def measure(case: Case, variant: str) -> dict[str, int]:
   peak = compiled.memory_analysis().peak_memory_in_bytes
   weights = device_bytes(state.params)
   optimizer = device_bytes(state.optimizer)
-  # A gradient has its weight's dtype; of one layer they are with all else.
+  # A gradient has its weight's dtype. One layer's gradients are temporary.
   gradients = 0 if config.optimizer_in_backward else weights
   return dict(
     peak_bytes=peak,

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Speed and memory of whole training steps on the GPUs that there are.
+"""Measures speed and memory of whole training steps on this host's GPUs.
 
   python -m benchmarks.training --preset llama2_7b --mesh fsdp=4 --batch 2
   python -m benchmarks.training --mesh fsdp=4 --batch 6 --variant minimal
 
-training.step: a preset with random weights reads real text (bytes of Python's
-standard library), `--batch` sequences on each GPU: milliseconds a step, tokens
-a second and GPU, and `peak_bytes`, the most that any GPU had allocated at once
-while training, beside what the compiler had said it would be. The step is that
-of `train.pretrain`, with its clipping, optimizer and donated state. Each
-variant runs in a process of its own, for a peak cannot be forgotten.
+It trains a preset with random weights on text (bytes of Python's standard
+library), with the step of `train.pretrain` and `--batch` sequences on each GPU.
+A row (training.step) contains milliseconds per step, tokens per second and GPU,
+`peak_bytes`, the most that any GPU had allocated at once, and
+`compiled_peak_bytes`, the peak that the compiler reported. Each variant runs in
+its own process, because JAX cannot reset a GPU's peak.
 
---hbm leaves a GPU that much memory, so that a larger one fails where a smaller
-one would. XLA's flags are those of the environment, and in the row.
+--hbm limits the memory of a GPU, to measure what fits on a smaller one. XLA's
+flags come from the environment and are part of the row.
 """
 
 import argparse
@@ -46,16 +46,9 @@ def measure_steps(
   *,
   steps: int,
 ) -> dict:
-  """Trains for some steps.
+  """Trains a few steps, times them, and returns the values of a row.
 
-  Args:
-    config: the run.
-    mesh: its mesh, of all devices; None for one device.
-    batches: its data.
-    steps: that are timed, after some that are not.
-
-  Returns:
-    The values of a row.
+  `mesh` is None for one device. `steps` are timed after a few that are not.
   """
   optimizer = step.build_optimizer(config, mesh)
   abstract = step.abstract_state(config, optimizer, mesh)
@@ -95,7 +88,7 @@ def measure_steps(
 
 
 def configuration(options: argparse.Namespace, variant: str) -> TrainConfig:
-  """The run that a variant is measured in."""
+  """Makes the configuration of the run that measures a variant."""
   return configure(
     options.preset,
     variant,
@@ -132,7 +125,7 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> dict:
 
 
 def _fraction(hbm: float) -> str:
-  """How much of a GPU's memory JAX may take, for `hbm` of 10^9 bytes."""
+  """Computes the share of a GPU's memory that is `hbm` times 10^9 bytes."""
   query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader"]
   try:
     found = subprocess.run(query, check=True, capture_output=True, text=True)
@@ -140,19 +133,19 @@ def _fraction(hbm: float) -> str:
   except (OSError, subprocess.SubprocessError, IndexError, ValueError) as error:
     raise ValueError(
       f"--hbm asks nvidia-smi for the memory of a GPU, got {error}; leave it "
-      "out where there is none"
+      "out without a GPU"
     ) from error
   if not 0 < hbm * 1e9 <= total:
     raise ValueError(
-      f"--hbm must be above 0 and at most {total / 1e9:.1f}, which is what the "
-      f"GPU has, got {hbm}"
+      f"--hbm must be above 0 and at most {total / 1e9:.1f}, the GPU's memory, "
+      f"got {hbm}"
     )
   return f"{hbm * 1e9 / total:.4f}"
 
 
 @args.command
 def main(arguments: list[str] | None = None) -> int:
-  """Runs the command; returns 1 where a variant could not be run."""
+  """Runs the command; returns 1 if a variant could not be run."""
   parser = argparse.ArgumentParser(
     prog="python -m benchmarks.training",
     description="Speed and memory of whole training steps.",

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole training steps of a preset, compiled for H200s that are not there.
+"""Compiles whole training steps of a preset for H200s, without a GPU.
 
-What is compiled is the step of `train.pretrain`: forward, backward, clipping
-and the optimizer, with its state overwritten.
+The step is that of `train.pretrain`: forward, backward, clipping and the
+optimizer, with donated state.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from train.config import TrainConfig
 from train.presets import PRESETS
 
 _LEAN = dict(recipe="coat", params="bfloat16", optimizer_in_backward=True)
-# What a run is compared in: the layers' recipe, and how its moments are stored.
+# The options in which variants differ.
 VARIANTS = {
   "bf16": dict(recipe="bf16"),
   "bf16_dots": dict(recipe="bf16", remat="dots"),
@@ -47,19 +47,16 @@ def configure(
   mesh: str = "",
   **options,
 ) -> TrainConfig:
-  """A run of a preset that differs in what is compared, and in nothing else.
+  """Makes the run of a preset for a variant.
 
   Args:
     preset: one of `train.presets.PRESETS`.
-    variant: one of `VARIANTS`; moments are f32 where it has no FP8 elsewhere
-      than in products.
-    batch: sequences for each device that has sequences of its own.
-    seq: tokens a sequence.
-    mesh: as `--mesh`.
-    **options: of `TrainConfig`; `optimizer` is its optim's.
-
-  Returns:
-    Its `TrainConfig`.
+    variant: one of `VARIANTS`; with the recipes bf16 and fp8_linear, moments
+      are f32.
+    batch: sequences for each device along `data` and `fsdp`.
+    seq: tokens of a sequence.
+    mesh: the value of `--mesh`.
+    **options: other options of `TrainConfig`, and `optimizer`.
   """
   config = PRESETS[preset]()
   options = VARIANTS[variant] | options
@@ -83,13 +80,9 @@ def configure(
 def compile_step(
   config: TrainConfig,
 ) -> tuple[jax.stages.Compiled, step.TrainState]:
-  """Compiles a run's step for as many H200s as its mesh has.
+  """Compiles a run's step for the H200s of its mesh.
 
-  Args:
-    config: the run.
-
-  Returns:
-    The program, and the abstract state that it takes.
+  Returns the program, and the abstract state that it takes.
   """
   sizes = config.mesh_sizes
   mesh = None

@@ -7,7 +7,7 @@
 of its constructor. Its parameters are then Linen variables like those of any
 other submodule. They keep the names that `linen.with_partitioning` gives to
 their axes; from these names the example derives FSDP on all available devices.
-What the blocks save for the backward pass is still FP8.
+The blocks still save FP8 for the backward pass.
 
 The example trains a two-layer decoder on eight sequences that repeat
 themselves.

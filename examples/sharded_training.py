@@ -44,8 +44,8 @@ def make_mesh(data: int) -> Mesh:
   count = jax.device_count()
   if count % data:
     raise ValueError(
-      f"sharded_training: devices must come in fours, got {count}; set "
-      "JAX_PLATFORMS=cpu, where eight are made up"
+      f"sharded_training: the number of devices must be divisible by {data}, "
+      f"got {count}; set JAX_PLATFORMS=cpu, which simulates eight"
     )
   shape = (data, count // data)
   # With automatic axes, the compiler moves parameters to where batches are.

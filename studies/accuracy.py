@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How accurately each codec stores Adam's moments, and whether v keeps moving.
+"""Measures how accurately each codec stores Adam's moments.
 
   python -m studies.accuracy codecs [--steps 300] [--out PICTURE.png]
     [--codecs coat package.module:function]
@@ -77,11 +77,10 @@ class Case:
 
 
 def cases(names: Sequence[str] | None = None) -> list[Case]:
-  """Codecs with every rounding that they have.
+  """Lists codecs with each of their roundings.
 
-  Args:
-    names: Of codecs; None for all that are registered, and the logarithmic grid
-      to nearest.
+  Without names, these are all registered codecs and the logarithmic grid,
+  rounded to nearest.
   """
   found = []
   for name in codecs.names() if names is None else names:
@@ -92,8 +91,8 @@ def cases(names: Sequence[str] | None = None) -> list[Case]:
       found.append(Case(codec, rounding, options.get("second")))
   if names is not None:
     return found
-  # codecs.log8 refuses nearest, which is no way to train; its grid alone, for
-  # comparison with the other grids, comes from the codec of a group.
+  # codecs.log8 refuses to round to nearest. To compare its grid with the
+  # others, use its group codec directly.
   grid = codecs.MomentCodec(
     name="log8",
     mu=LogUniform(GROUP_SIZE, "nearest", signed=True),
@@ -104,7 +103,7 @@ def cases(names: Sequence[str] | None = None) -> list[Case]:
 
 
 def codec_row(case: Case, moments: Moments, parts: dict[str, slice]) -> dict:
-  """One-step errors of a codec: the values of a row."""
+  """Computes the one-step errors of a codec: the values of a row."""
   encoded, stored = store(case.codec, moments)
   found = update_errors(moments, stored)
   error, exact = (np.asarray(found[x], float) for x in ("error", "exact"))
@@ -112,7 +111,7 @@ def codec_row(case: Case, moments: Moments, parts: dict[str, slice]) -> dict:
   def relative(part: slice) -> float:
     return float(np.sqrt(error[part].sum() / exact[part].sum()))
 
-  # What a codec does not have is a scalar zero.
+  # A statistic that a codec does not have is a scalar zero.
   size = sum(x.nbytes for x in jax.tree.leaves(encoded) if x.ndim)
   row = {
     "bytes_per_param": size / moments.mu.size,
@@ -129,7 +128,7 @@ def codec_row(case: Case, moments: Moments, parts: dict[str, slice]) -> dict:
 def store(
   codec: codecs.MomentCodec, moments: Moments
 ) -> tuple[tuple[codecs.Encoded, codecs.Encoded], Moments]:
-  """Encodes moments; returns the codes, and what they decode to."""
+  """Encodes moments; returns the codes and the decoded moments."""
   words = stochastic.random_words(
     stochastic.leaf_key(0, 0, 0), moments.mu.shape
   )
@@ -148,13 +147,8 @@ def _encode(group_codec, x, noise):
 def update_errors(moments: Moments, stored: Moments) -> dict:
   """Compares the next Adam update with stored moments to the exact one.
 
-  Args:
-    moments: The exact ones.
-    stored: The same, decoded.
-
-  Returns:
-    Sums of squares per group, "error" and "exact"; "max_update"; how many v are
-    "nonzero" and, of these, "zeroed".
+  Returns the sums of squares per group, "error" and "exact"; "max_update"; and
+  the numbers of v that are "nonzero" and, among these, "zeroed".
   """
   spread = jnp.sqrt(jnp.maximum(moments.nu - moments.mu**2, 0))
   normal = jax.random.normal(jax.random.key(0), spread.shape)
@@ -178,7 +172,7 @@ def _adam(moments: Moments, gradient):
 
 
 def gradient_sizes(moments: Moments) -> jax.Array:
-  """Roots of v of evenly spread groups: f32 [128, 128]."""
+  """Computes sqrt(v) of evenly spread groups: f32 [128, 128]."""
   # Embeddings of bytes that the text lacks have no gradients.
   rows = moments.nu[jnp.all(moments.nu > 0, axis=-1)]
   index = np.linspace(0, len(rows) - 1, TRACKED_GROUPS).astype(int)
@@ -187,18 +181,18 @@ def gradient_sizes(moments: Moments) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnames=("codec", "steps", "every"))
 def track(codec, sizes: jax.Array, b2, *, steps: int, every: int):
-  """Runs the closed loop; see the module's docstring.
+  """Encodes and decodes v at each of many steps; see the module's docstring.
 
   Args:
-    codec: Of the second moment.
+    codec: group codec of the second moment.
     sizes: f32 [groups, n], sizes of gradients.
-    b2: Decay.
-    steps: Updates; gradients shrink after half of them.
-    every: Steps between points of the trace.
+    b2: decay of the second moment.
+    steps: number of steps; gradients shrink after half of them.
+    every: steps between points of the trace.
 
   Returns:
-    (ratio of stored to exact v at the end, f32 [groups, n], trace of the median
-    ratio of the elements that shrank, f32 [steps / every]).
+    (ratio of stored to exact v at the end, f32 [groups, n]; the median ratio
+    of the elements that shrank over the steps, f32 [steps / every]).
   """
   shrinks = jnp.arange(sizes.shape[-1]) % 2 == 0
 
@@ -234,7 +228,7 @@ def track(codec, sizes: jax.Array, b2, *, steps: int, every: int):
 
 
 def tracking_row(ratio: jax.Array) -> dict:
-  """Percentiles of stored / exact v: the values of a row."""
+  """Computes percentiles of stored / exact v: the values of a row."""
   ratio = np.asarray(ratio, np.float64)
   values = {}
   for prefix, part in (("", ratio[:, ::2]), ("unchanged_", ratio[:, 1::2])):
@@ -251,16 +245,7 @@ def run_codecs(
   *,
   tracking_steps: int = 2000,
 ) -> tuple[list[dict], list[dict], dict]:
-  """Prints the rows of both figures.
-
-  Args:
-    moments, parts: From `train_moments`.
-    chosen: From `cases`.
-    tracking_steps: Steps of the closed loop.
-
-  Returns:
-    (rows of accuracy.codecs, rows of accuracy.tracking, traces by label).
-  """
+  """Prints and returns the rows of both measurements, and traces by label."""
   one_step, tracking, traces = [], [], {}
   for case in chosen:
     values = codec_row(case, moments, parts)

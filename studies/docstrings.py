@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes a chat data set about Python from source code on this machine.
+"""Makes conversations about Python from source code on this machine.
 
   python -m studies.docstrings OUT /usr/lib/python3 [DIR ...]
 
-Reads all .py files below the folders and writes to OUT
+It reads all .py files in the folders and writes to OUT
 
-  tokenizer.json   a byte-level BPE with 32,000 tokens, ChatML's included
+  tokenizer.json   a byte-level BPE with 32,000 tokens, including ChatML's
   tokens.bin       the text of all files as uint16 ids, for pretraining
   chats.jsonl      one conversation per function that has a docstring: the user
                    shows the source and asks what it does, and the assistant
@@ -67,7 +67,7 @@ def conversations(text: str) -> Iterator[dict]:
     first, end = node.body[0], node.end_lineno
     head = lines[node.lineno - 1 : first.lineno - 1]
     tail = lines[first.end_lineno : end]
-    if not head or not tail:  # All in a line.
+    if not head or not tail:  # The function is on one line.
       continue
     indent = " " * first.col_offset
     source = textwrap.dedent("\n".join([*head, f"{indent}...", *tail]))
@@ -83,7 +83,7 @@ def conversations(text: str) -> Iterator[dict]:
 
 
 def train_tokenizer(texts: Sequence[str], vocab_size: int) -> Tokenizer:
-  """Trains a byte-level BPE that has the words of ChatML."""
+  """Trains a byte-level BPE with ChatML's special tokens."""
   tokenizer = Tokenizer(models.BPE())
   tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
   tokenizer.decoder = decoders.ByteLevel()
@@ -98,17 +98,8 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int) -> Tokenizer:
 
 
 def write(texts: Sequence[str], out: Path, vocab_size: int) -> dict[str, int]:
-  """Writes the three files.
-
-  Args:
-    texts: Of Python files.
-    out: A folder.
-    vocab_size: Of the tokenizer, at most 65,536.
-
-  Returns:
-    How many files, tokens and conversations there are.
-  """
-  # An eighth of the text has the words of all.
+  """Writes the three files; returns the numbers of files, tokens and chats."""
+  # An eighth of the text contains nearly all words.
   tokenizer = train_tokenizer(texts[: len(texts) // 8 + 1], vocab_size)
   tokenizer.save(str(out / "tokenizer.json"))
   (out / "tokenizer_config.json").write_text(
@@ -148,13 +139,13 @@ def main(arguments: list[str] | None = None) -> dict[str, int]:
   with args.checked(parser):
     if options.vocab_size > 2**16:
       raise ValueError(
-        "--vocab-size must be at most 65536, for ids are stored in 16 bits, "
+        "--vocab-size must be at most 65536, because ids have 16 bits, "
         f"got {options.vocab_size}"
       )
     texts = read_sources(options.folders)
     if not texts:
       raise ValueError(
-        "folders must have .py files, got none below "
+        "folders must contain .py files, got none in "
         f"{', '.join(map(str, options.folders))}"
       )
     options.out.mkdir(parents=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How FP8 states change training with optax's other optimizers.
+"""Compares training with FP8 and f32 states of optax's optimizers.
 
   python -m studies.encoded [--optimizers lion muon] [--codec coat]
     [--steps 100]
@@ -8,10 +8,10 @@ Each optimizer trains the same model on the same batches, once with an f32 state
 and once with `coat_jax.encoded`: a byte-level Llama that learns the source text
 of Python's standard library. The gradient's global norm is clipped to 1.
 
-encoded: one row per optimizer and choice of fields, with the state's bytes per
-parameter and the mean loss over the last sixth of the steps, for both states.
-Fields "all" also encodes copies of parameters, which `encoded` leaves alone by
-default.
+It prints a row (encoded) for each optimizer and choice of fields, with the
+state's bytes per parameter and the mean loss over the last sixth of the steps,
+for both states. Fields "all" also encodes copies of parameters, which `encoded`
+does not encode by default.
 """
 
 import argparse
@@ -46,7 +46,7 @@ BATCH, SEQ = 8, 32
 
 
 def _scheduled(peak: float, make: Callable[..., Any]) -> Callable[[int], Any]:
-  """An optimizer whose rate rises for a tenth of the steps and falls again."""
+  """Makes an optimizer with warmup over a tenth of the steps, then decay."""
   return lambda steps: make(
     optax.warmup_cosine_decay_schedule(0.0, peak, steps // 10, steps, peak / 10)
   )
@@ -95,7 +95,7 @@ class Problem:
     )
 
   def run(self, optimizer: optax.GradientTransformation) -> tuple[float, Any]:
-    """Trains; the mean loss of the last sixth of the steps, and the state."""
+    """Trains; returns the mean loss of the last sixth of steps, and state."""
     params = self.params
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optimizer)
     state = jax.jit(optimizer.init)(params)
@@ -117,7 +117,7 @@ class Problem:
 def compare(
   name: str, problem: Problem, codec: codecs.MomentCodec, seed: int
 ) -> None:
-  """The rows of one optimizer."""
+  """Prints the rows of one optimizer."""
   inner = OPTIMIZERS[name](problem.steps)
   exact, state = problem.run(inner)
   size = sum(x.size for x in jax.tree.leaves(problem.params))
@@ -127,7 +127,7 @@ def compare(
     solver = encoded(inner, codec, fields=rule)
     shapes = jax.eval_shape(solver.init, problem.params)
     if (total := state_bytes(shapes).total) in seen:
-      continue  # It has no copy of the parameters, so nothing would change.
+      continue  # The state has no copy of the parameters.
     seen.append(total)
     loss, _ = problem.run(solver)
     emit(

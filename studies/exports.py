@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks that transformers computes what a trained and exported model does.
+"""Compares trained and exported models with transformers.
 
   python -m studies.exports OUT DIR [DIR ...]
 
@@ -7,13 +7,14 @@ Needs torch and transformers. Each DIR is a Hugging Face checkpoint. The study
 trains it for 10 steps in recipe `coat` with `train.pretrain finetune
 --init-from`, on the default text, and exports it to OUT with `train.convert
 export-hf`. `coat_jax.models.load_hf` and transformers then both read the
-exported folder in f32. transformers runs its `eager` attention, since its
+exported folder in f32. transformers runs its `eager` attention, because its
 default may ignore soft caps.
 
-exports: one row per folder.
-  logits   largest difference between logits over the largest logit
-  greedy   how many of 16 tokens, generated greedily after a prompt, agree
-           before the first difference
+It prints a row (exports) for each folder:
+
+  logits   largest difference between logits, divided by the largest logit
+  greedy   number of the 16 tokens, generated greedily after a prompt, that
+           agree before the first difference
   moved    largest change of a weight during training
 """
 
@@ -57,7 +58,7 @@ def train_and_export(source: Path, out: Path) -> None:
 
 
 def theirs(folder: Path, tokens: np.ndarray, prompt: list[int]):
-  """Logits of the tokens and greedy tokens after a prompt, by transformers."""
+  """Computes logits and greedy tokens after a prompt with transformers."""
   import torch  # Needed only by this function.
   from transformers import AutoModelForCausalLM
 
@@ -76,12 +77,7 @@ def theirs(folder: Path, tokens: np.ndarray, prompt: list[int]):
 
 
 def compare(source: Path, exported: Path) -> dict[str, float | int]:
-  """Builds the values of a row.
-
-  Args:
-    source: What the training began with.
-    exported: What came of it.
-  """
+  """Builds the values of a row, given a checkpoint and its trained export."""
   model = load_hf(exported, recipe=recipes.bf16(), dtype=jnp.float32)
   size = model.config.vocab_size
   tokens = np.random.default_rng(0).integers(3, size, (2, 48))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much FP8 changes outputs and gradients in each family of models.
+"""Measures how FP8 changes outputs and gradients in each model family.
 
   python -m studies.families [FAMILY ...]
 
@@ -9,10 +9,10 @@ with activations in f32, for the same weights and tokens (vision towers get
 images of 64 patches):
 
   logits_error     relative RMS error of the logits, or of a tower's output
-  cosine           between the two gradients of a weight, for the worst weight
-  gradient_error   the same as a relative error, sqrt(2 - 2 cosine): the
-                   distance between the two gradients, each divided by its norm
-  bytes_per_token  what a layer saves for the backward pass, also with BF16
+  cosine           cosine between a weight's two gradients, for the worst weight
+  gradient_error   sqrt(2 - 2 cosine), the distance between the two gradients,
+                   each divided by its norm
+  bytes_per_token  bytes that a layer saves for the backward pass; also for BF16
 """
 
 import argparse
@@ -60,7 +60,7 @@ _TOKENS = np.random.default_rng(0).integers(0, 512, (4, 65), np.int32)
 
 
 def tower_of(family: str) -> VisionConfig:
-  """The small vision tower of a family."""
+  """Returns the small vision tower of a family."""
   return VisionConfig(family=family, patch_size=14, **_TOWER)
 
 
@@ -69,11 +69,11 @@ def _config(family: str) -> ModelConfig | VisionConfig:
 
 
 class Difference(NamedTuple):
-  """Between the recipes coat and bf16.
+  """The difference between the recipes coat and bf16.
 
   Attributes:
-    logits_error: relative RMS error, of a tower that of its output.
-    cosines: of each parameter's gradients, of all layers, by its path.
+    logits_error: relative RMS error of the logits, or of a tower's output.
+    cosines: cosine between both gradients of each parameter, by path.
   """
 
   logits_error: float
@@ -86,28 +86,19 @@ class Difference(NamedTuple):
 
   @property
   def gradient_error(self) -> float:
-    """Its relative error, sqrt(2 - 2 cosine)."""
+    """The relative error of that gradient, sqrt(2 - 2 cosine)."""
     return (2 - 2 * self.cosines[self.worst]) ** 0.5
 
 
 def config_of(family: str) -> ModelConfig:
-  """The small decoder of a family."""
+  """Returns the small decoder of a family."""
   return ModelConfig(family=family, **_SIZES | _OPTIONS.get(family, {}))
 
 
 def difference(
   family: str, recipe: CoatRecipe | None = None, *, seed: int = 0
 ) -> Difference:
-  """Compares a recipe with bf16.
-
-  Args:
-    family: of `models.FAMILIES` or `models.VISION_FAMILIES`.
-    recipe: None for coat.
-    seed: of the weights.
-
-  Returns:
-    How far logits and gradients are apart.
-  """
+  """Compares a recipe (None for coat) with bf16 in a family."""
   config = _config(family)
   weights = _weights(config, seed)
   run = _run_tower if isinstance(config, VisionConfig) else _run
@@ -124,14 +115,14 @@ def difference(
 
 
 def _model(config: Any, recipe: CoatRecipe) -> Any:
-  """The abstract model, with activations in f32."""
+  """Makes the abstract model, with activations in f32."""
   how: dict[str, Any] = dict(dtype=jnp.float32, recipe=recipe)
   kind = VisionTower if isinstance(config, VisionConfig) else Decoder
   return nnx.eval_shape(lambda: kind(config, rngs=nnx.Rngs(0), **how))
 
 
 def _weights(config: Any, seed: int) -> Any:
-  """Random parameters: norms near 1, products that keep their input's size."""
+  """Makes random parameters that keep activations at their input's size."""
   model = _model(config, recipes.bf16())
   rng = np.random.default_rng(seed)
   is_tower = isinstance(config, VisionConfig)
@@ -145,7 +136,7 @@ def _weights(config: Any, seed: int) -> Any:
       return rng.normal(0, 0.1, x.shape).astype(np.float32)
     rows = x.shape[1] if name.startswith("layers/") else config.d_model
     if name in ("layers/mlp/gate_up", "layers/mlp/down"):
-      rows = x.shape[2]  # Of an expert.
+      rows = x.shape[2]  # The rows of one expert.
     if name == "embedding" and not config.tied_embeddings:
       rows = 1
     if is_tower and not name.startswith("layers/"):
@@ -157,7 +148,7 @@ def _weights(config: Any, seed: int) -> Any:
 
 
 def _run(config: Any, recipe: CoatRecipe, weights: Any):
-  """Logits and gradients, in NumPy."""
+  """Computes logits and gradients, in NumPy."""
   graph = nnx.split(_model(config, recipe), nnx.Param)[0]
 
   def loss(weights):
@@ -169,8 +160,8 @@ def _run(config: Any, recipe: CoatRecipe, weights: Any):
 
 
 def _run_tower(config: Any, recipe: CoatRecipe, weights: Any):
-  """Normed hidden states, and gradients of their product with random ones."""
-  # What pools has no gradient of them.
+  """Computes hidden states, and gradients of their product with noise."""
+  # The pool does not affect hidden states.
   weights = {name: x for name, x in weights.items() if name != "pool"}
   config = dataclasses.replace(config, has_pool=config.family == "clip_vision")
   graph = nnx.split(_model(config, recipe), nnx.Param)[0]
@@ -188,7 +179,7 @@ def _run_tower(config: Any, recipe: CoatRecipe, weights: Any):
 
 def _with_gradients(loss, weights: Any):
   """Returns the auxiliary output of a loss, and its gradients."""
-  # It runs only once, so compile time matters more than speed.
+  # It runs only once, so fast compilation matters more than speed.
   run = jax.jit(
     jax.grad(loss, has_aux=True),
     compiler_options={"xla_backend_optimization_level": 0},

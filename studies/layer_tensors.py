@@ -32,12 +32,12 @@ class LayerTensors(NamedTuple):
   """Tensors of all layers, f32 [layers, B, T, n].
 
   Attributes:
-    values: By name: "attention's norm", "MLP's norm" (their inputs), "q, k, v",
-      "gate, up", "projection", "down" (outputs of these products), "q", "k",
-      "v" (behind RoPE), and inputs of products: "into q, k, v", "into gate,
-      up", "into projection", "into down".
-    gradients: Of the same.
-    loss: Of the batch, in nats.
+    values: by name. "attention's norm" and "MLP's norm" are inputs of norms;
+      "q, k, v", "gate, up", "projection" and "down" the outputs of matmuls;
+      "q", "k", "v" are after RoPE; "into q, k, v", "into gate, up", "into
+      projection" and "into down" are the inputs of matmuls.
+    gradients: the gradients of these tensors.
+    loss: loss of the batch, in nats.
   """
 
   values: dict[str, Array]
@@ -46,15 +46,9 @@ class LayerTensors(NamedTuple):
 
 
 def capture(config: ModelConfig, params: Any, tokens: Array) -> LayerTensors:
-  """Runs a model forward and backward in f32, and keeps its layers' tensors.
+  """Runs a Llama forward and backward in f32, and keeps its layers' tensors.
 
-  Args:
-    config: A Llama's shape.
-    params: Nested dicts, as a Decoder has them.
-    tokens: int32 [B, T + 1].
-
-  Raises:
-    ValueError: another family, whose layers differ.
+  `params` are the nested dicts of a Decoder, `tokens` int32 [B, T + 1].
   """
   if config.family != "llama":
     raise ValueError(
@@ -98,7 +92,7 @@ def capture(config: ModelConfig, params: Any, tokens: Array) -> LayerTensors:
 
 
 def _layer(x: Array, weights: Any, model: Decoder, tap: Callable) -> Array:
-  """A layer whose tensors go through `tap`."""
+  """Runs a layer whose tensors go through `tap`."""
   module, config = model.layers.attention, model.config
   attention, mlp = weights["attention"], weights["mlp"]
   heads = Heads(module.num_heads, module.num_kv_heads, module.rotary)
@@ -129,5 +123,5 @@ def _layer(x: Array, weights: Any, model: Decoder, tap: Callable) -> Array:
 
 
 def _merged(x: Array) -> Array:
-  """[B, T, n, m] to [B, T, n m]."""
+  """Reshapes [B, T, n, m] to [B, T, n m]."""
   return x.reshape(*x.shape[:2], -1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws what is in memory while a compiled step runs.
+"""Draws the contents of memory while a compiled step runs.
 
   XLA_FLAGS="--xla_dump_to=dump/lean --xla_dump_hlo_as_text" python -c "
   from benchmarks import aot, training_step
@@ -10,11 +10,12 @@
   python -m studies.live_ranges dump/minimal dump/lean dump/leanest \\
     --layers 32 --out docs/figures/step_memory.png
 
-XLA writes when each array is alive, and where it is in memory; their sum at its
-highest is the peak that the compiler reports. A loop is there once, not once an
-iteration, and what it stacks is alive from its beginning to its end. Arrays are
-sorted by their shapes: those of arguments are weights or of the optimizer,
-those shaped like a weight gradients, other stacks of layers activations.
+XLA writes the live range and the place of each array. The largest sum of their
+sizes is the peak that the compiler reports. A loop appears once, not once per
+iteration, and the arrays that it stacks are alive from its start to its end.
+Arrays are classified by their shapes: arguments are weights or optimizer state,
+arrays shaped like a weight are gradients, and other stacks of layers are
+activations.
 """
 
 import argparse
@@ -41,8 +42,8 @@ class Timeline(NamedTuple):
   """Bytes of a program over its instructions.
 
   Attributes:
-    bytes_of: by kind of `KINDS`, float [instructions].
-    loops: where its largest loops end.
+    bytes_of: for each of `KINDS`, float [instructions].
+    loops: the instructions at which the largest loops end.
   """
 
   bytes_of: dict[str, np.ndarray]
@@ -63,25 +64,17 @@ class _Array(NamedTuple):
 
 
 def read(folder: Path, layers: int) -> Timeline:
-  """Reads what XLA wrote about the largest program in a folder.
+  """Reads the timeline of the largest program in a folder of --xla_dump_to.
 
-  Args:
-    folder: of --xla_dump_to.
-    layers: that are stacked.
-
-  Returns:
-    Its timeline.
-
-  Raises:
-    ValueError: nothing about live ranges is there.
+  `layers` is the number of layers in a stack.
   """
   found = sorted(
     folder.glob("*-live-range.txt"), key=lambda path: path.stat().st_size
   )
   if not found:
     raise ValueError(
-      f"live_ranges: {folder} must have a *-live-range.txt, got none; compile "
-      "with XLA_FLAGS=--xla_dump_to and --xla_dump_hlo_as_text"
+      f"live_ranges: {folder} must contain a *-live-range.txt, got none; "
+      "compile with XLA_FLAGS=--xla_dump_to and --xla_dump_hlo_as_text"
     )
   live = found[-1].read_text()
   name = found[-1].name.replace("-live-range", "-buffer-assignment")
@@ -125,12 +118,7 @@ def read(folder: Path, layers: int) -> Timeline:
 
 
 def draw(timelines: dict[str, Timeline], out: Path) -> None:
-  """Draws timelines beside each other, with one axis of bytes.
-
-  Args:
-    timelines: by title.
-    out: a PNG.
-  """
+  """Draws timelines side by side, by title, to a PNG."""
   figure = Figure(figsize=(4.2 * len(timelines), 4.2), layout="constrained")
   axes = figure.subplots(1, len(timelines), sharey=True, squeeze=False)[0]
   for ax, (title, line) in zip(axes, timelines.items(), strict=True):
@@ -151,7 +139,7 @@ def draw(timelines: dict[str, Timeline], out: Path) -> None:
 
 
 def _arrays(lines: Iterable[str]) -> dict[str, _Array]:
-  """Reads what a buffer assignment says about each array."""
+  """Reads the place and shape of each array from a buffer assignment."""
   arrays: dict[str, _Array] = {}
   allocation, argument = -1, None
   pending: list[tuple[str, _Array]] = []

@@ -4,9 +4,9 @@
   python -m studies.nearest_weights llama_60m --params bfloat16 [options]
 
 This shows why `train.pretrain` rounds stochastically: rounding to nearest loses
-every step that is smaller than half an ulp of a weight. It is no good way to
-train, so it is not an option of `train.pretrain`, but the options here are the
-same. Either command can resume the other's run.
+every step that is smaller than half an ulp of a weight. Do not train this way.
+The options are those of `train.pretrain`. Either command can resume the other's
+run.
 """
 
 import sys
@@ -30,21 +30,13 @@ _build_optimizer = step.build_optimizer
 def build_optimizer(
   config: TrainConfig, mesh: Mesh | None = None
 ) -> FusedTransformation:
-  """Builds `train.step.build_optimizer`'s AdamW, which rounds to nearest.
+  """Builds the AdamW of `train.step.build_optimizer`, rounding to nearest.
 
-  Args:
-    config: The run.
-    mesh: None: this is for one device.
-
-  Returns:
-    The same transformation with another `apply`, and the same state.
-
-  Raises:
-    ValueError: there is a mesh, or weights have low bits.
+  Only `apply` differs. The state is the same.
   """
   if mesh is not None or config.params == "bfloat16_low8":
     raise ValueError(
-      "nearest_weights: is for params bfloat16 on one device, got params "
+      "nearest_weights: supports params bfloat16 on one device, got params "
       f"{config.params} and mesh {config.mesh!r}; use train.pretrain"
     )
   optim = config.optim

@@ -60,9 +60,9 @@ from train.presets import PRESETS
 BENCH = "quantization."
 ROWS = Path("docs/rows/quantization.jsonl")
 FIGURES = Path("docs/figures")
-# Of which the tables are of 128.
+# The tables are for 128.
 GROUP_SIZES = (32, 64, 128, 256, 512)
-# Sequences that layers' tensors are taken of.
+# Sequences for which layers' tensors are captured.
 _SEQUENCES = 4
 
 
@@ -70,11 +70,12 @@ class Study(NamedTuple):
   """The tensors to measure.
 
   Attributes:
-    case: What all rows have in common.
-    model: The model's shape.
-    trained: The model.
-    moments: Of it, in groups; parts: whose they are.
-    found: Its layers' tensors.
+    case: what all rows have in common.
+    model: the model's shape.
+    trained: the trained model.
+    moments: the model's moments, in groups.
+    parts: which groups belong to which part of the model.
+    found: the tensors of the model's layers.
   """
 
   case: dict[str, Any]
@@ -86,13 +87,7 @@ class Study(NamedTuple):
 
 
 def prepare(preset: str, config: TrainConfig, tokens: TokenSource) -> Study:
-  """Trains the model, and runs it on held-out text.
-
-  Args:
-    preset: Its name, for the rows.
-    config: Model, steps, batch, sequence and learning rate.
-    tokens: The data.
-  """
+  """Trains the model, and runs it on held-out text."""
   on_gpu = jax.default_backend() == "gpu"
   trained = trained_moments.train_model(
     config.model,
@@ -181,7 +176,7 @@ def measure(study: Study) -> list[dict]:
 def _parser() -> argparse.ArgumentParser:
   parser = argparse.ArgumentParser(
     prog="python -m studies.quantization",
-    description="Errors of 8 bits on a trained model.",
+    description="Measures errors of 8 bits on a trained model.",
   )
   commands = parser.add_subparsers(dest="command", required=True)
   command = commands.add_parser("run", help="train, and measure")
@@ -217,8 +212,8 @@ def main(arguments: list[str] | None = None) -> int:
       ]
       if not rows:
         raise ValueError(
-          f"quantization: {options.rows} must hold rows of {options.preset}, "
-          "got none; run it first"
+          f"quantization: {options.rows} must contain rows of "
+          f"{options.preset}, got none; run it first"
         )
     quantization_figure.draw_moments(rows, files[0])
     quantization_figure.draw_tensors(rows, files[1])
@@ -231,7 +226,7 @@ def main(arguments: list[str] | None = None) -> int:
     if config.model.family != "llama":
       raise ValueError(
         f"quantization: --preset must be a Llama, got {options.preset}, whose "
-        "layers are others"
+        "layers differ"
       )
     sizes = dict(batch=options.batch, seq=options.seq, steps=options.steps)
     sizes = {name: x for name, x in sizes.items() if x is not None}

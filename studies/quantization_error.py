@@ -23,7 +23,7 @@ from studies.layer_tensors import LayerTensors
 from studies.trained_moments import EPS, Moments
 
 FORMATS = {"E4M3": E4M3, "E5M2": E5M2, "INT8": INT8}
-# What shares a scale: a tensor, so many values of a row, or a tile of a weight.
+# What shares a scale: a tensor, this many values of a row, or a weight's tile.
 Shared = Literal["tensor", "tile"] | int
 GROUPS: tuple[Shared, ...] = ("tensor", 128, 64, 32, 16)
 TILE = 128
@@ -39,7 +39,7 @@ RECIPES: dict[str, CoatRecipe] = {
 
 
 def orders(group_size: int) -> dict[str, tuple[GroupCodec, GroupCodec]]:
-  """Codecs of the first and of the second moment, to nearest, by name."""
+  """Lists codecs of both moments, rounding to nearest, by name."""
   nearest = group_size, "nearest"
   found: dict[str, tuple[GroupCodec, GroupCodec]] = {}
   for name in ("E4M3", "E5M2"):
@@ -52,23 +52,24 @@ def orders(group_size: int) -> dict[str, tuple[GroupCodec, GroupCodec]]:
 
 @functools.partial(jax.jit, static_argnums=0)
 def through(codec: GroupCodec, x: jax.Array) -> jax.Array:
-  """Stores a moment by a codec that rounds to nearest, and reads it."""
+  """Encodes and decodes a moment with a codec that rounds to nearest."""
   return codec.decode(codec.encode(x, None))
 
 
 def moment_errors(exact: Moments, stored: Moments) -> dict[str, float]:
-  """Errors of stored moments and of what they update a weight by.
+  """Computes errors of stored moments and of the update they give.
 
   Args:
-    exact: Both moments.
-    stored: The same, encoded and decoded.
+    exact: both moments.
+    stored: both moments, encoded and decoded.
 
   Returns:
     mu_error, nu_error: RMS of the error over RMS of the moment.
-    zeroed_mu, zeroed_nu: Share of the values that are not zero and became it.
-    update_mse: Mean square of the error of m / (sqrt(v) + eps), the paper's
-      measure; update_error: its root over the RMS of the exact one.
-    kept_error: The same of values whose v did not become zero.
+    zeroed_mu, zeroed_nu: share of the nonzero values that became zero.
+    update_mse: mean square of the error of m / (sqrt(v) + eps), the paper's
+      measure.
+    update_error: its root over the RMS of the exact update.
+    kept_error: update_error of the values whose v did not become zero.
   """
   mu, nu = (np.asarray(x, np.float64) for x in exact)
   mu_s, nu_s = (np.asarray(x, np.float64) for x in stored)
@@ -86,29 +87,26 @@ def moment_errors(exact: Moments, stored: Moments) -> dict[str, float]:
 
 
 def relative_error(exact: np.ndarray, found: np.ndarray) -> float:
-  """RMS of the error over RMS of the exact values."""
+  """Computes the RMS of the error over the RMS of the exact values."""
   exact, found = np.asarray(exact, np.float64), np.asarray(found, np.float64)
   total = np.sum(exact**2)
   return float(np.sqrt(np.sum((found - exact) ** 2) / total)) if total else 0.0
 
 
 def zeroed(exact: np.ndarray, found: np.ndarray) -> float:
-  """Share of the values that are not zero and became it."""
+  """Computes the share of the nonzero values that became zero."""
   nonzero = np.asarray(exact) != 0
   return float(np.mean(np.asarray(found)[nonzero] == 0))
 
 
 def rounded(x: np.ndarray, name: str, shared: Shared) -> np.ndarray:
-  """Quantizes a tensor to a format and dequantizes it.
+  """Quantizes a tensor [..., n] to a format of `FORMATS` and dequantizes it.
 
-  Args:
-    x: [..., n].
-    name: Of `FORMATS`.
-    shared: What has one scale: f32 of a tensor and of a tile, BF16 of a group.
+  A scale is f32 for a tensor and a tile, and BF16 for a group.
   """
   if shared != "tile":
     return np.asarray(_rounded(jnp.asarray(x), name, shared))
-  # A tile is a row of its own, with zeros where the weight ends.
+  # Make each tile a row, padded with zeros where the weight ends.
   m, n = x.shape
   rows, columns = -(-m // TILE), -(-n // TILE)
   tiles = np.pad(x, ((0, rows * TILE - m), (0, columns * TILE - n)))
@@ -133,16 +131,10 @@ def _rounded(x, name, shared):
 def tensor_errors(
   layers: Sequence[np.ndarray], name: str, shared: Shared
 ) -> dict[str, Any]:
-  """Errors of a format on one tensor of each layer.
+  """Computes errors of a format on one tensor of each layer.
 
-  Args:
-    layers: The tensor of each layer.
-    name: Of `FORMATS`.
-    shared: As of `rounded`.
-
-  Returns:
-    error: Root mean square over layers of the relative RMS error; by_layer:
-    these; zeroed: share of the values that are not zero and became it.
+  `error` is the root mean square of `by_layer`, the relative RMS errors.
+  `zeroed` is the share of the nonzero values that became zero.
   """
   found = [rounded(x, name, shared) for x in layers]
   errors = [relative_error(x, y) for x, y in zip(layers, found, strict=True)]
@@ -155,11 +147,7 @@ def tensor_errors(
 
 
 def spread(layers: Sequence[np.ndarray]) -> dict[str, float]:
-  """How far a tensor's values are apart; of layers, the median.
-
-  Returns:
-    amax_over_rms, and kurtosis (3 for a normal distribution).
-  """
+  """Computes amax over RMS, and kurtosis (3 for normal); median of layers."""
   found = []
   for x in layers:
     square = np.asarray(x, np.float64) ** 2
@@ -169,7 +157,7 @@ def spread(layers: Sequence[np.ndarray]) -> dict[str, float]:
   return {"amax_over_rms": float(amax), "kurtosis": float(kurtosis)}
 
 
-# Names in the rows, by what is quantized; of `LayerTensors`.
+# Names in the rows, and the tensors of `LayerTensors`.
 ACTIVATIONS = {
   "input of the attention's norm": "attention's norm",
   "input of the MLP's norm": "MLP's norm",
@@ -197,9 +185,9 @@ _WEIGHTS = {
 def tensors(
   found: LayerTensors, params: Any
 ) -> Iterator[tuple[str, str, list[np.ndarray]]]:
-  """Yields (kind, name, tensor of each layer) of all that is quantized.
+  """Yields (kind, name, tensor of each layer) for everything quantized.
 
-  Weights are transposed: what a product sums over is their last axis.
+  Weights are transposed, so that matmuls sum over their last axis.
   """
   for name, key in ACTIVATIONS.items():
     yield "activation", name, list(np.asarray(found.values[key]))
@@ -217,18 +205,14 @@ def tensors(
 def layer_errors(
   config: ModelConfig, params: Any, found: LayerTensors, chosen: CoatRecipe
 ) -> dict[str, float]:
-  """Errors of a layer in a recipe, at the model's own inputs and gradients.
+  """Compares layers in a recipe with the same layers in f32.
 
-  Args:
-    config: Of the model.
-    params: Of the model.
-    found: From `capture`; inputs and gradients are rounded to BF16.
-    chosen: The recipe, with activations in BF16.
+  Inputs and gradients are those of the model (`capture`), rounded to BF16.
 
   Returns:
-    Relative RMS errors against the layer in f32, root mean squares over layers:
-    output (of what the layer adds), input_gradient, and of the gradients of
-    weights weight_gradient (of all) and worst_weight_gradient (the largest).
+    Relative RMS errors, as root mean squares over layers: of the output without
+    the residual stream, of the input's gradient, of all weights' gradients, and
+    of the worst weight's gradient.
   """
   x = found.values["attention's norm"].astype(jnp.bfloat16)
   g = found.gradients["down"].astype(jnp.bfloat16)
@@ -254,7 +238,7 @@ def layer_errors(
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _run_layers(config, chosen, dtype, params, x, g):
-  """Computes what each layer adds, and the gradients of input and weights."""
+  """Computes each layer's output without x, and all gradients."""
   graph = nnx.split(
     nnx.eval_shape(
       lambda: DecoderLayer(config, chosen, dtype=dtype, rngs=nnx.Rngs(0))
@@ -268,7 +252,7 @@ def _run_layers(config, chosen, dtype, params, x, g):
     y, back = jax.vjp(lambda p, x: nnx.merge(graph, p)(x), weights, x)
     dweights, dx = back(g)
     f32 = lambda x: x.astype(jnp.float32)  # noqa: E731
-    # The residual stream is no part of what a recipe computes.
+    # Recipes do not change the residual stream.
     return f32(y) - f32(x), f32(dx) - f32(g), dweights
 
   return jax.lax.map(run, (params, x, g))

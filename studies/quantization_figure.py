@@ -74,7 +74,7 @@ def draw_moments(rows: Rows, out: Path) -> None:
 
 
 def draw_tensors(rows: Rows, out: Path) -> None:
-  """Draws the errors of each tensor against what shares a scale."""
+  """Draws the errors of each tensor for each size of a group."""
   names = {
     kind: list(
       dict.fromkeys(
@@ -96,8 +96,8 @@ def draw_tensors(rows: Rows, out: Path) -> None:
   grid[0, 0].set_yticks(_TICKS, [f"{100 * x:g} %" for x in _TICKS])
   grid[0, 0].yaxis.set_minor_formatter(NullFormatter())
   figure.supxlabel(
-    "what shares a scale: the tensor, a tile of 128 x 128, or so many values of"
-    " a row"
+    "what shares a scale: the tensor, a tile of 128 x 128, or this many values "
+    "of a row"
   )
   figure.suptitle(
     f"Activations, gradients and weights in 8 bits: {_trained(rows)}"
@@ -122,13 +122,7 @@ def _draw_tensor(axes: Axes, rows: Rows, name: str) -> None:
 
 
 def _label_ends(axes: Axes, x: float, ends: dict) -> None:
-  """Names lines of a logarithmic axis at their last points.
-
-  Args:
-    axes: With the lines drawn.
-    x: Of the last points.
-    ends: Name to (value, color).
-  """
+  """Labels lines at their last points, given (value, color) by name."""
   low, high = np.log(axes.get_ylim())
   place = -np.inf
   for name, (y, color) in sorted(ends.items(), key=lambda item: item[1][0]):

@@ -13,7 +13,7 @@ Rows = Sequence[dict]
 
 
 def select(rows: Rows, bench: str, **case: Any) -> list[dict]:
-  """Rows of quantization.`bench` whose case has these values."""
+  """Selects the rows of quantization.`bench` with these values."""
   return [
     row
     for row in rows
@@ -23,22 +23,19 @@ def select(rows: Rows, bench: str, **case: Any) -> list[dict]:
 
 
 def one(rows: Rows, bench: str, **case: Any) -> dict:
-  """The only row of these.
-
-  Raises:
-    ValueError: there is none, or more than one.
-  """
+  """Returns the only such row; raises a ValueError for none or several."""
   found = select(rows, bench, **case)
   if len(found) != 1:
     raise ValueError(
-      f"quantization: one row of {bench} must have {case}, got {len(found)}; "
+      f"quantization: exactly one row of {bench} must match {case}, got "
+      f"{len(found)}; "
       "run it again"
     )
   return found[0]
 
 
 def tables(rows: Rows) -> dict[str, str]:
-  """The tables of docs/stability.md in Markdown, by title."""
+  """Formats the tables of docs/stability.md in Markdown, by title."""
   return {
     "Moments in pairs of formats": _pairs(rows),
     "Codecs": _codecs(rows),
@@ -155,12 +152,12 @@ def _compared(fp8: float, int8: float) -> list[str]:
 
 
 def _mean(values: Iterable[float]) -> float:
-  """Root mean square."""
+  """Computes the root mean square."""
   return float(np.sqrt(np.mean(np.square(list(values)))))
 
 
 def digits(x: float) -> str:
-  """Two or three digits."""
+  """Formats a number with two or three digits."""
   if x >= 100:
     return f"{x:,.0f}"
   return f"{x:.3g}" if x >= 1 else f"{float(f'{x:.2g}'):g}"

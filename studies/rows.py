@@ -1,19 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read back the rows that an earlier run of a study wrote."""
+"""Reads the rows that an earlier run of a study wrote."""
 
 import json
 from pathlib import Path
 
 
 def read_rows(path: Path, bench: str) -> list[dict]:
-  """Reads the rows of a file; none without one.
+  """Reads the rows of a file, none if there is no file.
 
-  Args:
-    path: The file, one row a line.
-    bench: How the rows' `bench` begins.
-
-  Raises:
-    ValueError: a line is no such row.
+  `bench` is the beginning of each row's `bench`.
   """
   if not path.exists():
     return []
@@ -22,7 +17,7 @@ def read_rows(path: Path, bench: str) -> list[dict]:
   for row in rows:
     if not str(row.get("bench")).startswith(bench):
       raise ValueError(
-        f"{name}: {path} must hold rows of studies.{name}, got "
+        f"{name}: {path} must contain rows of studies.{name}, got "
         f"{str(row)[:80]}; pass another --rows"
       )
   return rows

@@ -6,25 +6,25 @@
 
 scaling.layer: one row per kind of scales, for one decoder layer of a preset.
 
-  output_error     relative RMS error of what the layer adds to its input x,
-                   compared with BF16
-  dx_error         the same for the gradient of x, minus the incoming gradient
-  dweights_error   the same for the gradients of all its matrices together
-  bytes_per_token  what the layer saves for the backward pass
+  output_error     relative RMS difference from BF16 of the output minus x, the
+                   layer's input
+  dx_error         the same for the gradient of x minus the incoming gradient
+  dweights_error   the same for the gradients of all matrices together
+  bytes_per_token  bytes that the layer saves for the backward pass
   forward_ms, full_ms, temporary_bytes (forward and backward): on a GPU only
 
-scaling.product, on a GPU only: one row per matrix, product (three of them) and
-kind of scales, with milliseconds and TFLOP/s of the product alone. Its operands
-are quantized beforehand.
+scaling.product, on a GPU only: one row per matrix, matmul (three of them) and
+kind of scales, with milliseconds and TFLOP/s of the matmul without quantizing
+its operands.
 
 With --compile-only, the layer is compiled for an H200 instead (`make test-aot`
-installs the compiler). The rows then give temporary bytes, and how many
-products run on cuBLASLt and Mosaic.
+installs the compiler). The rows then contain temporary bytes, and the number of
+matmuls that run on cuBLASLt and Mosaic.
 
 x and the gradient of the output are normal random numbers. With --outliers K,
-every 64th feature of both, and one token in 128, are K times as large, which is
-the case that blocks are meant for. Products in blocks run as plain JAX if no
-kernel can run them. Parameters are untrained.
+every 64th feature of both, and one token in 128, are K times as large, because
+blocks are meant for outliers. Matmuls in blocks run as plain JAX if no kernel
+can run them. Parameters are untrained.
 """
 
 import argparse
@@ -65,7 +65,7 @@ VARIANTS: dict[str, CoatRecipe] = {
 
 
 def arrays_of(config, options, outliers: int):
-  """Parameters, x and the output's gradient, some of it larger."""
+  """Makes parameters, x and the output's gradient, with outliers."""
   layer = Layer(config, Variant(recipes.bf16()))
   shape = options.batch, options.seq, config.d_model
   params, x, dy = make_arrays(layer, config, shape, jnp.float32)
@@ -76,7 +76,7 @@ def arrays_of(config, options, outliers: int):
 
 
 def errors(config, recipe: CoatRecipe, arrays, exact) -> dict[str, float]:
-  """Relative RMS of what a recipe computes, beside `exact`."""
+  """Computes relative RMS differences of a recipe's results from `exact`."""
   found = results(config, recipe, arrays)
 
   def relative(name: str) -> float:
@@ -88,7 +88,7 @@ def errors(config, recipe: CoatRecipe, arrays, exact) -> dict[str, float]:
 
 
 def results(config, recipe: CoatRecipe, arrays) -> dict[str, list]:
-  """Computes what one layer adds to x and dx, and its matrices' gradients."""
+  """Computes a layer's y - x, dx - dy and the gradients of its matrices."""
   layer = Layer(config, Variant(recipe))
 
   @jax.jit
@@ -103,7 +103,7 @@ def results(config, recipe: CoatRecipe, arrays) -> dict[str, list]:
 
 
 def cost(config, recipe: CoatRecipe, arrays, options) -> dict[str, float]:
-  """Bytes that are saved; on a GPU milliseconds and temporary bytes too."""
+  """Counts saved bytes; on a GPU also milliseconds and temporary bytes."""
   plain = dataclasses.replace(recipe, implementation="xla")
   tokens = min(options.seq, 256)
   saved = residual_bytes(config, plain, tokens=tokens)["total"]
@@ -122,7 +122,7 @@ def cost(config, recipe: CoatRecipe, arrays, options) -> dict[str, float]:
 
 
 def products(config, options, case) -> list[dict]:
-  """Rows of each matrix's products, with a scale per tensor and per block."""
+  """Times each matrix's matmuls, with a scale per tensor and per block."""
   sizes = Sizes(
     batch=options.batch,
     seq=options.seq,

@@ -48,7 +48,7 @@ NUMBERS = "zero one two three four five six seven eight nine ten".split()
 _WORDS = "user assistant system What is it ? are they a the on and . plus which"
 _SPECIAL = ("<image>", "<|im_start|>", "<|im_end|>")
 _SIDE = 32
-# Rows, what is trained, rate and epochs.
+# File of rows, trained part, learning rate and epochs.
 STAGES = {
   "words": ("words.json", "all", 3e-3, 12),
   "projector": ("shapes.json", "projector", 3e-3, 4),
@@ -88,10 +88,7 @@ def make_llava(
 ) -> None:
   """Writes a LLaVA with random weights, as transformers would.
 
-  Args:
-    folder: To create.
-    config: Its shape, with 0 for the image token.
-    seed: Of the weights.
+  The image token of `config` must be 0.
   """
   model = VisionLanguageModel(config, recipes.bf16(), rngs=nnx.Rngs(seed))
   save_hf(model, folder)
@@ -99,7 +96,7 @@ def make_llava(
 
 
 def write_files(folder: Path, config: VisionLanguageConfig) -> None:
-  """Writes what a LLaVA has beside its tensors and config.json."""
+  """Writes a LLaVA's files other than its tensors and config.json."""
   words = [*COLORS, *KINDS, *PLACES, *NUMBERS, *_WORDS.split()]
   vocabulary = {word: i for i, word in enumerate([*_SPECIAL, *words])}
   tokenizer = tokenizers.Tokenizer(
@@ -124,12 +121,9 @@ def write_files(folder: Path, config: VisionLanguageConfig) -> None:
 
 
 def make_rows(folder: Path, count: int, seed: int = 0) -> None:
-  """Writes conversations, and pictures of them.
+  """Writes words.json, shapes.json and their images.
 
-  Args:
-    folder: To write words.json, shapes.json and the folder images into.
-    count: Rows of each file; every fourth is a sum, without an image.
-    seed: Of what they show.
+  Every fourth of the `count` rows is a sum, without an image.
   """
   draw = random.Random(seed)
   (folder / "images").mkdir(parents=True)
@@ -183,14 +177,9 @@ def _picture(color, kind, place, draw: random.Random) -> Image.Image:
 def train(
   folder: Path, start: Path, stage: str, recipe: str, seed: int
 ) -> Path:
-  """Trains a stage; returns the folder of its run.
+  """Trains a stage from a LLaVA or a run; returns the folder of its run.
 
-  Args:
-    folder: With what `make_llava` and `make_rows` wrote.
-    start: A LLaVA, or the run of the stage before.
-    stage: Of `STAGES`.
-    recipe: Of the layers; with coat moments are in FP8 too.
-    seed: Of the order of the data and of rounding.
+  With recipe coat, moments are in FP8 too.
   """
   rows, trained, rate, epochs = STAGES[stage]
   out = folder / f"{stage}_{recipe}_{seed}"
@@ -222,7 +211,7 @@ def train(
 
 
 def held_out_loss(run: Path) -> float:
-  """The last held-out loss of a run, in nats."""
+  """Reads the last held-out loss of a run, in nats."""
   rows = read_metrics(run / "metrics.jsonl")
   return [x["held_out_loss"] for x in rows if "held_out_loss" in x][-1]
 

@@ -8,13 +8,13 @@
 
 `run` trains a Llama of 14.4 M parameters on bytes of Python's standard library
 (batch 16 x 256, warmup of a tenth, cosine to a tenth, AdamW with b2 0.95,
-decay 0.1, clipping at 1) for every variant, learning rate and seed. It appends
-a row to docs/rows/stability.jsonl when a run ends, for whatever reason. Runs
-that already have a row are skipped, so the command continues after an
-interruption. With --minutes it starts no run that would end too late, judging
-by the runs before. --best 2 uses the two best rates of each variant in the rows
-of the small model. Set JAX_COMPILATION_CACHE_DIR to compile each program only
-once for all calls of the command.
+decay 0.1, clipping at 1) for every variant, learning rate and seed. When a run
+ends or fails, it appends a row to docs/rows/stability.jsonl. Runs that already
+have a row are skipped, so you can interrupt the command and continue. With
+--minutes it starts no run that would probably end later. --best 2 uses the two
+best rates of each variant in the rows of the small model. Set
+JAX_COMPILATION_CACHE_DIR to compile each program only once for all calls of the
+command.
 
 Runs of a variant share one compiled program, which takes rate and seed as
 arguments and does 25 steps a call. They are not vmapped, because the kernels
@@ -23,15 +23,20 @@ rounding, so runs with the same seed start alike and read the same batches in
 all variants.
 
 A row contains
-  train_loss      mean of the last 50 steps; held_out_loss: over 16 batches
-  failed          "not finite" (the run ends there), "diverged" (train_loss is
-                  half a nat above the best mean of 50 steps), or null
-  spikes          how often a loss after the warmup exceeds the mean of the 50
-                  before it by four standard deviations and by 0.1 nats;
-                  adjacent ones count once
-  losses          means of 25 steps; grad_norms: their medians and maxima
-  watch           what `train.watch` reports, ten times a run: the worst layer,
-                  but amax for each layer
+
+  train_loss          mean of the last 50 steps
+  held_out_loss       mean of 16 batches
+  failed              "not finite" (the run ends there), "diverged" (train_loss
+                      is half a nat above the best mean of 50 steps), or null
+  spikes              number of losses after the warmup that exceed the mean of
+                      the 50 before by four standard deviations and by 0.1 nats;
+                      adjacent ones count once
+  losses              means of 25 steps
+  grad_norms          medians of 25 steps
+  largest_grad_norms  maxima of 25 steps
+  watch               values of `train.watch`, ten times a run: amax of each
+                      layer, otherwise the worst layer's
+
 `plot` draws docs/figures/stability.png from the rows so far, and prints how
 many of the grid's runs they cover.
 """
@@ -66,7 +71,7 @@ _F32 = dict(optim=dict(codec="float32"))
 
 
 def study() -> TrainConfig:
-  """The small model's run, in recipe coat."""
+  """Returns the run of the small model in recipe coat."""
   return TrainConfig(
     out="unused",
     model=ModelConfig(
@@ -114,14 +119,9 @@ def cases(
   done: list[dict],
   case: dict[str, Any],
 ) -> Iterator[dict[str, Any]]:
-  """Lists what is still to be run: variant by variant, the seeds of each rate.
+  """Yields the cases of runs that have no row in `done` yet.
 
-  Args:
-    variants: Their names.
-    rates: Of each variant.
-    seeds: Of each rate.
-    done: Rows that are there.
-    case: What all runs have in common.
+  `case` is what all runs have in common.
   """
   known = {json.dumps(row["case"], sort_keys=True) for row in done}
   for variant in variants:
@@ -133,7 +133,7 @@ def cases(
 
 
 def progress(done: list[dict]) -> str:
-  """Says in a sentence how much of the small model's grid the rows have."""
+  """Describes in a sentence how much of the small model's grid was run."""
   rates = dict.fromkeys(VARIANTS, list(RATES))
   case = _common("study", study())
   every = len(VARIANTS) * len(RATES) * len(SEEDS)
@@ -158,17 +158,10 @@ def run(
   *,
   minutes: float,
 ) -> int:
-  """Trains what is to be run, and appends a row for each.
+  """Trains the cases in `todo`, and appends a row to `rows` for each.
 
-  Args:
-    base: The run in recipe coat.
-    todo: From `cases`.
-    source: The data.
-    rows: The file.
-    minutes: Begins no run that would end later.
-
-  Returns:
-    How many were run.
+  It starts no run that would probably end after `minutes`. Returns the number
+  of runs.
   """
   started, count = time.monotonic(), 0
   # Seconds of a variant's first run, which compiles, and of its later runs.
@@ -201,11 +194,11 @@ def run(
 def _parser() -> argparse.ArgumentParser:
   parser = argparse.ArgumentParser(
     prog="python -m studies.stability",
-    description="Where training breaks.",
+    description="Finds the learning rates at which training breaks.",
   )
   commands = parser.add_subparsers(dest="command", required=True)
   command = commands.add_parser(
-    "run", help="train the runs that are not in the rows yet"
+    "run", help="train the runs that have no row yet"
   )
   command.add_argument("--preset", choices=["study", *PRESETS], default="study")
   command.add_argument("--variants", nargs="+", choices=VARIANTS)

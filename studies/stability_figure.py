@@ -21,13 +21,12 @@ class Summary(NamedTuple):
   """The results of the runs of a variant.
 
   Attributes:
-    rates: All, in order.
-    losses: Held-out losses of each rate by seed; of runs that did not fail.
-    spikes: Mean of each rate.
-    failed: Runs of each rate that failed.
-    largest: The largest rate of which no seed failed, nor of a lower one; None
-      where there is none.
-    best: The rate with the lowest mean loss of those.
+    rates: all learning rates, in order.
+    losses: held-out losses of each rate by seed, for runs that did not fail.
+    spikes: mean number of spikes of each rate.
+    failed: number of runs of each rate that failed.
+    largest: the largest rate up to which no run failed, or None.
+    best: the rate with the lowest mean loss up to `largest`, or None.
   """
 
   rates: list[float]
@@ -73,15 +72,10 @@ def summarize(rows: Iterable[dict]) -> Summary:
 
 
 def best_rates(rows: Iterable[dict], variant: str, count: int) -> list[float]:
-  """The rates of the small model with the lowest mean losses, in order.
-
-  Args:
-    rows: All.
-    variant: Of these.
-    count: How many.
+  """Returns the `count` rates of the small model with the lowest losses.
 
   Raises:
-    ValueError: there are fewer that train with every seed.
+    ValueError: fewer rates train with every seed.
   """
   found = summarize(
     row
@@ -103,7 +97,7 @@ def best_rates(rows: Iterable[dict], variant: str, count: int) -> list[float]:
 
 
 def interval(values: Iterable[float]) -> tuple[float, float]:
-  """Mean, and half of its 95 % interval; NaN of one value."""
+  """Computes a mean and half of its 95 % interval, NaN for one value."""
   x = np.asarray(list(values), float)
   if len(x) < 2:
     return float(x.mean()) if len(x) else float("nan"), float("nan")
@@ -112,23 +106,14 @@ def interval(values: Iterable[float]) -> tuple[float, float]:
 
 
 def draw(rows: Iterable[dict], preset: str, out: Path) -> str:
-  """Draws the figure of a model and returns its table.
-
-  Args:
-    rows: All.
-    preset: Of this model.
-    out: The figure's file.
-
-  Raises:
-    ValueError: there is no row of the model.
-  """
+  """Draws the figure of a model and returns its table."""
   by_variant: dict[str, list[dict]] = {}
   for row in rows:
     if row["case"]["preset"] == preset:
       by_variant.setdefault(row["case"]["variant"], []).append(row)
   if not by_variant:
     raise ValueError(
-      f"stability: there must be rows of {preset}, got none; run it first"
+      f"stability: needs rows of {preset}, got none; run it first"
     )
   found = {name: summarize(each) for name, each in by_variant.items()}
   figure = Figure(figsize=(15, 9), layout="constrained")
@@ -137,15 +122,17 @@ def draw(rows: Iterable[dict], preset: str, out: Path) -> str:
   highest = max(summary.rates[-1] for summary in found.values())
   for i, (name, summary) in enumerate(found.items()):
     style: dict[str, Any] = dict(color=f"C{i}", label=name)
-    _draw_losses(losses, summary, ends and ends[1], **style)
+    # Draw variants side by side, not on top of each other.
+    shift = 1.06 ** (i - len(found) / 2)
+    _draw_losses(losses, summary, ends and ends[1], shift, **style)
     if name != "bf16" and "bf16" in found:
-      shift = 1 + 0.03 * (i - len(found) / 2)  # Side by side, not in one line.
+      shift = 1 + 0.03 * (i - len(found) / 2)
       _draw_differences(differences, summary, found["bf16"], shift, **style)
     if summary.largest is None:
       where = largest.get_yaxis_transform()
       largest.text(0.01, i, "none", va="center", transform=where)
     else:
-      # Whether more would train is not known yet.
+      # Larger rates were not run yet.
       is_open = summary.largest == summary.rates[-1] < highest
       look = dict(alpha=0.4, hatch="//") if is_open else {}
       largest.barh(i, summary.largest, **style, **look)
@@ -168,7 +155,7 @@ def draw(rows: Iterable[dict], preset: str, out: Path) -> str:
   )
   differences.axhline(0, color="black", linewidth=0.8)
   differences.set(
-    ylabel="held-out loss less BF16's (nats)",
+    ylabel="held-out loss minus BF16's (nats)",
     title="Differences of paired runs, 95 % intervals; arrows: off the scale",
     ylim=(-_DIFFERENCE, _DIFFERENCE),
   )
@@ -221,39 +208,43 @@ def _draw_differences(
       axes.errorbar(x, mean, half, fmt="o", color=color, capsize=3)
 
 
-def _draw_losses(axes, summary: Summary, top: float | None, **style) -> None:
-  """Means over seeds with the range of seeds; crosses where one failed.
+def _draw_losses(
+  axes, summary: Summary, top: float | None, shift: float, **style
+) -> None:
+  """Draws means over seeds with their range, and crosses for failed runs.
 
   A mean above `top` is a triangle at the upper edge.
   """
+  color = style["color"]
   whole = [rate for rate in summary.rates if summary.losses[rate]]
   means = [np.mean(list(summary.losses[rate].values())) for rate in whole]
-  axes.plot(whole, means, "o-", **style)
+  axes.plot(np.multiply(whole, shift), means, "o", **style)
   for rate, mean in zip(whole, means, strict=True):
     values = summary.losses[rate].values()
-    axes.plot([rate, rate], [min(values), max(values)], color=style["color"])
+    x = rate * shift
+    axes.plot([x, x], [min(values), max(values)], color=color)
     is_above = top is not None and mean > top
     if is_above:
-      _draw_at_top(axes, rate, "^", style["color"])
+      _draw_at_top(axes, x, "^", color)
     elif summary.failed[rate]:
-      axes.plot(rate, mean, "x", color=style["color"], markersize=12)
+      axes.plot(x, mean, "x", color=color, markersize=12)
     if is_above and summary.failed[rate]:
-      _draw_at_top(axes, rate, "x", style["color"])
+      _draw_at_top(axes, x, "x", color)
   for rate in summary.rates:
     if not summary.losses[rate]:
-      _draw_at_top(axes, rate, "x", style["color"])
+      _draw_at_top(axes, rate * shift, "x", color)
 
 
 def _draw_at_top(axes, rate: float, marker: str, color: str) -> None:
-  """Marks a rate at the upper edge, whatever the axis of losses is."""
-  # A triangle above a cross, where there are both.
+  """Marks a rate at the upper edge of the axes."""
+  # Put a triangle above a cross.
   height = {"^": 0.98, "x": 0.94}[marker]
   where = axes.get_xaxis_transform()
   axes.plot(rate, height, marker, color=color, markersize=10, transform=where)
 
 
 def _draw_norms(axes, rows: list[dict], best: float | None, **style) -> None:
-  """Medians of the gradients' norm at a variant's best rate, of one seed."""
+  """Draws medians of gradient norms at a variant's best rate, one seed."""
   for row in rows:
     if row["case"]["rate"] == best:
       norms = np.array(row["grad_norms"], float)
@@ -263,9 +254,9 @@ def _draw_norms(axes, rows: list[dict], best: float | None, **style) -> None:
 
 
 def _table(found: dict[str, Summary]) -> str:
-  """Lines of a table, the differences from bf16 paired by seed."""
+  """Formats the table, with differences from bf16 paired by seed."""
   header = ["variant", "runs failed", "largest rate", "best rate", "loss"]
-  header += ["spread of seeds", "less bf16's", "95 %", "spikes"]
+  header += ["spread of seeds", "minus bf16's", "95 %", "spikes"]
   lines = []
   plain = found.get("bf16")
   for name, summary in found.items():

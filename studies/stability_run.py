@@ -33,8 +33,8 @@ class Setup(NamedTuple):
   """A variant of a run.
 
   Attributes:
-    config: The run; its learning rate and seed are not read.
-    formats: In place of its recipe's; None for those.
+    config: the run; its learning rate and seed are ignored.
+    formats: number formats that replace the recipe's, or None.
   """
 
   config: TrainConfig
@@ -50,7 +50,7 @@ class Programs:
     recipe = config.coat_recipe()
     if formats is not None:
       recipe = dataclasses.replace(recipe, formats=formats)
-    unit = learning_rate(config)  # Of a peak of 1.
+    unit = learning_rate(config)  # Its peak is 1.
 
     def decoder(seed):
       rngs = nnx.Rngs(jax.random.key(seed))
@@ -97,12 +97,7 @@ class Data:
   """Batches of each seed, read once for all variants."""
 
   def __init__(self, source: TokenSource, config: TrainConfig):
-    """Reads the held-out batches.
-
-    Args:
-      source: From `load_tokens`.
-      config: The run.
-    """
+    """Reads the held-out batches."""
     self._source, self._config = source, config
     self._batches: dict[int, np.ndarray] = {}
     sizes = dict(seq_len=config.seq, batch_size=config.batch)
@@ -110,7 +105,7 @@ class Data:
     self.held_out = [jnp.asarray(rows["tokens"]) for rows in found]
 
   def train(self, seed: int) -> np.ndarray:
-    """Tokens int32 [steps, B, T + 1]."""
+    """Returns the tokens of a seed, int32 [steps, B, T + 1]."""
     if seed not in self._batches:
       config = self._config
       batches = train_iterator(
@@ -127,17 +122,9 @@ class Data:
 def train_one(
   programs: Programs, config: TrainConfig, data: Data, rate: float, seed: int
 ) -> dict[str, Any]:
-  """Trains once.
+  """Trains once with a peak learning rate; returns the values of a row.
 
-  Args:
-    programs: Of the variant.
-    config: Its run.
-    data: Of all runs.
-    rate: Peak of the learning rate.
-    seed: Of weights, data and rounding.
-
-  Returns:
-    The values of a row.
+  `seed` determines weights, data and rounding.
   """
   started = time.monotonic()
   tokens = data.train(seed)
@@ -182,16 +169,12 @@ def _probe(programs: Programs, state: step.TrainState, rows: jax.Array) -> dict:
 def describe(
   losses: list[float], norms: list[float], *, warmup: int
 ) -> dict[str, Any]:
-  """Says how a run went, from the losses and gradient norms of its steps.
+  """Summarizes a run, as documented in `studies.stability`.
 
   Args:
-    losses: In nats; a run that is not finite ends soon after.
-    norms: Before clipping.
-    warmup: Steps in which there are no spikes.
-
-  Returns:
-    failed, failed_at, train_loss, spikes, losses and grad_norms, as
-    `studies.stability` says.
+    losses: loss of each step in nats.
+    norms: gradient norm of each step, before clipping.
+    warmup: steps in which no spikes are counted.
   """
   x, norm = np.asarray(losses), np.asarray(norms)
   bad = np.flatnonzero(~np.isfinite(x))
@@ -218,13 +201,13 @@ def describe(
 
 
 def _each(x: np.ndarray, reduce: Callable) -> list[float | None]:
-  """Reduces each CHUNK steps to a number of four digits."""
+  """Reduces every CHUNK steps to a number with four digits."""
   found = [reduce(x[i : i + CHUNK]) for i in range(0, len(x), CHUNK)]
   return [float(f"{v:.4g}") if np.isfinite(v) else None for v in found]
 
 
 def count_spikes(losses: np.ndarray, warmup: int) -> int:
-  """Counts spikes after the warmup, as `studies.stability` says."""
+  """Counts spikes after the warmup, as defined in `studies.stability`."""
   count, is_inside = 0, False
   for i in range(max(warmup, _LAST), len(losses)):
     before = losses[i - _LAST : i]

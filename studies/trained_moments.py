@@ -33,9 +33,9 @@ MODEL = ModelConfig(
   vocab_size=256,
 )
 B1, B2, EPS = 0.9, 0.95, 1e-8
-# Of every codec measured; the model's widths are multiples of it.
+# The group size of all codecs; the model's widths are multiples of it.
 GROUP_SIZE = 128
-# Leaves below it an optimizer keeps in f32.
+# An optimizer keeps smaller leaves in f32.
 _SMALLEST_LEAF = 4096
 
 
@@ -51,8 +51,8 @@ class Trained(NamedTuple):
 
   Attributes:
     params: f32, nested dicts.
-    mu, nu: Moments of the same structure, f32.
-    loss: Of the last step, in nats.
+    mu, nu: f32 moments with the same structure.
+    loss: loss of the last step, in nats.
   """
 
   params: Any
@@ -66,15 +66,7 @@ def train_moments(
 ) -> tuple[Moments, dict[str, slice]]:
   """Trains a byte-level model and returns the moments of its large leaves.
 
-  Args:
-    steps: Updates, with AdamW in f32 (b1 0.9, b2 0.95).
-    model: Shape of the model.
-    batch: Sequences a step.
-    seq: Tokens a sequence.
-
-  Returns:
-    Moments after the last step, of the leaves that an optimizer would encode,
-    and which groups belong to which part of the model.
+  Also returns which groups belong to which part of the model.
   """
   tokens = load_tokens(DataConfig(), model.vocab_size)
   trained = train_model(model, tokens, steps=steps, batch=batch, seq=seq)
@@ -93,14 +85,8 @@ def train_model(
 ) -> Trained:
   """Trains a model with recipe bf16 and f32 moments.
 
-  Args:
-    model: Its shape.
-    tokens: The data.
-    steps: Updates, with AdamW (b1 0.9, b2 0.95, decay 0.1, clipping at 1).
-    batch: Sequences a step.
-    seq: Tokens a sequence.
-    rate: Peak of the learning rate: warmup of a tenth, cosine to a tenth.
-    dtype: Of activations.
+  AdamW with b1 0.9, b2 0.95, decay 0.1 and clipping at 1. The learning rate has
+  a warmup over a tenth of the steps, and a cosine decay to a tenth of its peak.
   """
   graph, params = nnx.split(
     Decoder(model, recipes.bf16(), dtype=dtype, rngs=nnx.Rngs(0)), nnx.Param
@@ -138,7 +124,7 @@ def train_model(
 
 
 def in_groups(mu, nu) -> tuple[Moments, dict[str, slice]]:
-  """Cuts the moments' large leaves into groups, and says whose they are."""
+  """Cuts moments of large leaves into groups; also returns their parts."""
   leaves, parts = [], {}
   for (path, mu_leaf), nu_leaf in zip(
     jax.tree.leaves_with_path(mu), jax.tree.leaves(nu), strict=True

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training steps of LLaVA 1.5 of 7B, compiled for an H200, and their plan.
+"""Compiles training steps of LLaVA 1.5 7B for an H200, and plans them.
 
   python -m studies.vision_memory
   python -m studies.vision_memory --stages all --batch 4
 
-Weights and gradients are BF16, moments FP8, layers in recipe coat with the
-minimal residuals; what is frozen has neither gradients nor moments. Each row
-has `peak_bytes` as XLA counts them, `planned_bytes` of `train.memory`, and
-`error`, planned / peak - 1.
+Weights and gradients are BF16, moments FP8, and layers in recipe coat. Frozen
+parts have neither gradients nor moments. A row contains `peak_bytes` from XLA,
+`planned_bytes` from `train.memory`, and `error`, planned / peak - 1.
 """
 
 import argparse
@@ -32,7 +31,7 @@ from coat_jax.optimizer import fused_coat_adamw
 from train.finetune_config import FinetuneConfig, Trained
 from train.memory.step import AbstractState, Memory, fullest, plan
 
-# As llava-hf/llava-1.5-7b-hf has them.
+# The sizes of llava-hf/llava-1.5-7b-hf.
 LLAVA_7B = VisionLanguageConfig(
   text=ModelConfig(
     family="llama",
@@ -64,11 +63,7 @@ STAGES: dict[Trained, tuple[str, ...]] = {
 
 
 def abstract(stage: Trained):
-  """Builds the model and its optimizer without values.
-
-  Returns:
-    The model's graph, its parameters, the optimizer's state, the optimizer.
-  """
+  """Builds graph, abstract parameters, abstract moments and optimizer."""
   model = nnx.eval_shape(
     lambda: VisionLanguageModel(
       LLAVA_7B, recipes.coat(), param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0)
@@ -82,16 +77,9 @@ def abstract(stage: Trained):
 
 
 def compile_step(stage: Trained, *, batch: int, seq: int, images: int):
-  """Compiles a step.
+  """Compiles a step; also returns abstract parameters and moments.
 
-  Args:
-    stage: of `STAGES`.
-    batch: sequences.
-    seq: tokens of each.
-    images: of each.
-
-  Returns:
-    The program, and the abstract parameters and optimizer state.
+  Each of the `batch` sequences has `seq` tokens and room for `images` images.
   """
   graph, params, moments, optimizer = abstract(stage)
   names = STAGES[stage]
@@ -124,7 +112,7 @@ def compile_step(stage: Trained, *, batch: int, seq: int, images: int):
 def planned(
   stage: Trained, params, moments, *, batch: int, seq: int, images: int
 ) -> dict[str, Memory]:
-  """Plans what `compile_step` compiles, from the state that it returns."""
+  """Plans the step that `compile_step` compiles."""
   config = FinetuneConfig(
     init_from="llava-1.5-7b-hf",
     out="no run",

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures a Llama-2-7B layer in PyTorch: BF16, and FP8 products by torchao.
+"""Measures a Llama-2-7B layer in PyTorch: BF16, and FP8 matmuls by torchao.
 
   python -m benchmarks.peers.layer [--batch 4] [--seq 2048]
 
-The rows are called peers.layer. They measure the forward, and the forward with
-backward (gradients for weights and input), compiled by torch.compile, with
-random data. `saved_units` is the memory that the forward leaves allocated for
-the backward, without its output, in units of U, one BF16 copy of the layer's
-input. `benchmarks.layer` measures the same layer in this project.
+It prints rows (peers.layer) for the forward pass, and for forward and backward
+(gradients of weights and input), compiled by torch.compile, with random data.
+`saved_units` is the memory that is still allocated after the forward pass,
+without its output, in U, one BF16 copy of the layer's input.
+`benchmarks.layer` measures the same layer in this project.
 """
 
 import argparse
@@ -24,7 +24,7 @@ RECIPES = (None, "tensorwise", "rowwise")
 
 
 class Layer(nn.Module):
-  """A decoder layer like Llama-2-7B's, [B, T, D] to [B, T, D]."""
+  """The decoder layer of Llama-2-7B, [B, T, D] to [B, T, D]."""
 
   def __init__(self, seq: int):
     super().__init__()

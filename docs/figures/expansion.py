@@ -3,10 +3,10 @@
 
   python -m docs.figures.expansion
 
-moments.npz holds two groups of 128 second moments, in f32, of the run
-`python -m train.pretrain demo --report-state` after its 200 steps: of the
-output layer the group of the widest range, of the down projections one of the
-median range.
+moments.npz contains two groups of 128 second moments, in f32, from the run
+`python -m train.pretrain demo --report-state` after its 200 steps: the output
+layer's group with the widest range, and a down projection's with a median
+range.
 """
 
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ NUM_CODES = 127
 
 
 def draw(palette: Palette) -> Figure:
-  """A histogram over the codes, for each group without and with expansion."""
+  """Draws histograms of codes for each group, without and with expansion."""
   figure = Figure(figsize=(12, 6.4), layout="constrained")
   axes = figure.subplots(2, 2, sharex=True, sharey=True)
   with np.load(FOLDER / "moments.npz") as moments:

@@ -11,13 +11,13 @@ from matplotlib.figure import Figure
 
 from docs.figures.style import Drawing, Palette, canvas, main
 
-# Where the operations stand, from left to right, and the rows from the top.
+# Positions of the operations from left to right, and of rows from the top.
 NORM, FIRST, MIDDLE, SECOND, ADD = 2.15, 4.3, 6.55, 8.75, 10.55
 FORWARD, SAVED, BACKWARD, WEIGHTS = 5.7, 3.75, 1.8, 0.45
 
 
 def draw(palette: Palette) -> Figure:
-  """The gated MLP: forward on top, backward below, the saved between."""
+  """Draws a gated MLP: forward, saved arrays, backward, from the top."""
   figure = Figure(figsize=(12, 7))
   d = Drawing(canvas(figure), palette)
   d.zone((1.12, 0.1), (5.4, 6.9), "front")

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws what a block moves between the devices of a mesh.
+"""Draws the data that a block moves between the devices of a mesh.
 
   python -m docs.figures.mesh
 
-Left the axis `fsdp`, along which rows of weights are split; right the axis
-`tensor`, along which columns are, and between blocks positions.
+The left half shows the axis `fsdp`, which splits rows of weights. The right
+half shows `tensor`, which splits columns of weights and, between blocks,
+positions.
 """
 
 from matplotlib.figure import Figure
@@ -12,11 +13,11 @@ from matplotlib.patches import Rectangle
 
 from docs.figures.style import Drawing, Palette, canvas, main
 
-WIDTH, HEIGHT = 0.92, 0.78  # Of one device's array.
+WIDTH, HEIGHT = 0.92, 0.78  # Size of one device's array.
 
 
 def draw(palette: Palette) -> Figure:
-  """Time runs from the top; each column is a device."""
+  """Draws time from the top, and a column for each device."""
   figure = Figure(figsize=(12, 7.3))
   d = Drawing(canvas(figure), palette)
   _fsdp(d, palette)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the drawn figures share: two palettes, boxes and arrows.
+"""Palettes, boxes and arrows for the drawn figures.
 
-Each figure is written twice, NAME.light.svg and NAME.dark.svg, on a transparent
-ground; the pages show the one that fits. `--png` adds a PNG of each to look at.
+Each figure is written twice, NAME.light.svg and NAME.dark.svg, with a
+transparent background. Pages show the one for their color scheme. `--png` also
+writes PNGs to look at.
 """
 
 import argparse
@@ -20,17 +21,17 @@ FOLDER = Path(__file__).parent
 
 @dataclasses.dataclass(frozen=True)
 class Palette:
-  """Colours by what they stand for.
+  """Colors by their meaning.
 
   Attributes:
-    ground: of the page, to look at the figure on.
-    text, faint: of words, and of what is less important.
+    ground: background of the page.
+    text, faint: text, and less important text.
     plain: BF16 and f32.
     value: E4M3.
     gradient: E5M2.
-    saved: what is kept from the forward pass for the backward pass.
-    fault: what goes wrong.
-    zone: large areas behind everything.
+    saved: arrays saved for the backward pass.
+    fault: errors.
+    zone: large areas in the background.
   """
 
   name: str
@@ -91,9 +92,9 @@ class Drawing:
     filled: bool = False,
     size: float = 12,
   ) -> None:
-    """A rounded box around (x, y)."""
+    """Draws a rounded box around (x, y)."""
     low = (x - width / 2, y - height / 2)
-    # A filled box is tinted: its words must be read in either palette.
+    # A light tint keeps text legible in both palettes.
     for face, alpha in ((self.palette.ground, 1), (color, 0.22 * filled)):
       self.axes.add_patch(
         FancyBboxPatch(
@@ -110,7 +111,7 @@ class Drawing:
     self.text(x, y, text, size=size)
 
   def zone(self, low: tuple, high: tuple, title: str = "") -> None:
-    """A large area from corner to corner, its title inside at the top."""
+    """Draws a large area from corner to corner, with a title at the top."""
     (x0, y0), (x1, y1) = low, high
     self.axes.add_patch(
       FancyBboxPatch(
@@ -137,7 +138,7 @@ class Drawing:
     dashed: bool = False,
     size: float = 11,
   ) -> None:
-    """An arrow, and its label beside its middle."""
+    """Draws an arrow with a label next to its middle."""
     self.axes.add_patch(
       FancyArrowPatch(
         start,
@@ -159,7 +160,7 @@ class Drawing:
       self.text(*middle, label, color=color, size=size)
 
   def line(self, *points: tuple, color: str, dashed: bool = False) -> None:
-    """Straight lines from point to point; the last one ends in an arrow."""
+    """Draws straight lines between points; the last line is an arrow."""
     style = (0, (3, 2)) if dashed else "-"
     xs, ys = zip(*points[:-1], strict=True)
     self.axes.plot(
@@ -168,14 +169,14 @@ class Drawing:
     self.arrow(points[-2], points[-1], color=color, dashed=dashed)
 
   def text(self, x: float, y: float, text: str, **options) -> None:
-    """Words around (x, y)."""
+    """Writes text around (x, y)."""
     options = dict(size=12, color=self.palette.text) | options
     options = dict(ha="center", va="center", zorder=4) | options
     self.axes.text(x, y, text, **options)
 
 
 def canvas(figure: Figure) -> Axes:
-  """Axes that fill a figure, in inches, with nothing drawn."""
+  """Makes empty axes that fill a figure, in inches."""
   axes = figure.add_axes((0, 0, 1, 1))
   width, height = figure.get_size_inches()
   axes.set(xlim=(0, width), ylim=(0, height))
@@ -190,9 +191,9 @@ def write(
   *,
   png: bool = False,
 ) -> list[Path]:
-  """Writes a figure once a palette; returns the files."""
+  """Writes a figure in each palette; returns the files."""
   files = []
-  # The same bytes each time: no date, and names that do not come by chance.
+  # Without a date and with fixed names, the bytes are the same each time.
   with matplotlib.rc_context({"svg.hashsalt": name}):
     for palette in PALETTES:
       figure, path = draw(palette), folder / f"{name}.{palette.name}.svg"
@@ -205,9 +206,9 @@ def write(
 
 
 def main(name: str, draw: Callable[[Palette], Figure]) -> None:
-  """The command of a figure's module."""
+  """Runs the command of a figure's module."""
   parser = argparse.ArgumentParser(description=f"Draws {name}.*.svg.")
-  parser.add_argument("--png", action="store_true", help="PNGs to look at, too")
+  parser.add_argument("--png", action="store_true", help="also write PNGs")
   parser.add_argument("--out", type=Path, default=FOLDER)
   options = parser.parse_args()
   for path in write(name, draw, options.out, png=options.png):

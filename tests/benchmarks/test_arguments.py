@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arguments of benchmarks are looked at before anything is timed."""
+"""Arguments of benchmarks are checked before anything is timed."""
 
 import json
 import subprocess
@@ -22,7 +22,7 @@ def refused(main, arguments, capsys, status=2):
 
 @pytest.fixture
 def timing_nothing(monkeypatch):
-  """Fails where something is timed, trained or started."""
+  """Fails if something is timed, trained or started."""
 
   def fail(*_, **__):
     raise AssertionError("begun before the arguments were checked")
@@ -65,14 +65,12 @@ def test_wrong_arguments_are_refused_before_anything_is_timed(
     (FileNotFoundError("no nvidia-smi"), 80, "got no nvidia-smi; leave it"),
     (subprocess.CalledProcessError(9, "nvidia-smi"), 80, "exit status 9"),
     ("", 80, "asks nvidia-smi for the memory of a GPU"),
-    ("81920 MiB\n", 86, "at most 85.9, which is what the GPU has, got 86"),
+    ("81920 MiB\n", 86, "at most 85.9, the GPU's memory, got 86"),
     ("81920 MiB\n", "nan", "must be above 0"),
     ("81920 MiB\n", 0, "must be above 0"),
   ],
 )
-def test_memory_of_a_gpu_is_that_of_one_that_there_is(
-  found, hbm, words, monkeypatch, capsys
-):
+def test_hbm_must_fit_the_gpu(found, hbm, words, monkeypatch, capsys):
   def run(line, **_):
     assert line[0] == "nvidia-smi"
     if isinstance(found, Exception):
@@ -83,7 +81,7 @@ def test_memory_of_a_gpu_is_that_of_one_that_there_is(
   assert words in refused(training.main, ["--hbm", hbm], capsys)
 
 
-def test_variants_are_not_tried_in_turn_when_the_arguments_are_at_fault(
+def test_wrong_arguments_stop_before_the_next_variant(
   monkeypatch,
 ):
   calls = []
@@ -97,7 +95,7 @@ def test_variants_are_not_tried_in_turn_when_the_arguments_are_at_fault(
   assert len(calls) == 1
 
 
-def test_mesh_of_devices_that_there_are_not_is_a_sentence(capsys):
+def test_mesh_of_missing_devices_exits_with_a_message(capsys):
   line = ["--in-process", "--variant", "bf16", "--preset", "demo"]
   line += ["--mesh", "fsdp=2", "--seq", "32"]
   assert "for 2 devices, got 8" in refused(training.main, line, capsys)
@@ -118,7 +116,7 @@ def test_mesh_of_devices_that_there_are_not_is_a_sentence(capsys):
     (aot.CompilerMissing("install it"), 2, "error: install it"),
   ],
 )
-def test_missing_memory_and_compilers_are_sentences(
+def test_missing_memory_and_compilers_exit_with_a_message(
   error, status, words, capsys
 ):
   @command
@@ -161,7 +159,7 @@ ROW = {
     json.dumps({k: x for k, x in ROW.items() if k != "device"}).encode(),
   ],
 )
-def test_picture_of_bad_rows_is_refused_with_their_line(line, tmp_path, capsys):
+def test_plot_of_bad_rows_names_their_line(line, tmp_path, capsys):
   rows, out = tmp_path / "rows.jsonl", tmp_path / "figure.png"
   rows.write_bytes(json.dumps(ROW).encode() + b"\n" + line + b"\n")
   assert f"line 2 of {rows} must be" in refused(plot.main, [rows, out], capsys)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of the benchmark of products in blocks."""
+"""Tests of the rows of benchmarks.block_products."""
 
 import json
 
@@ -26,7 +26,7 @@ def test_rows_of_products(capsys):
   for row in rows:
     tflops = 2 * 128 * 512 * 512 / row["median_ms"] * 1e-9
     assert row["tflops"] == pytest.approx(tflops, rel=1e-4)
-  # One rounding to BF16, and none.
+  # Rounded to BF16 once, and not at all.
   errors = [row["error"] for row in rows if row["implementation"] == "xla"]
   assert 0.001 < errors[0] < 0.003 and errors[1] == 0
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the harness times, how often, and with which arguments."""
+"""Tests of timing: what is called, how often, with which arguments."""
 
 import json
 import time
@@ -26,7 +26,7 @@ def test_times_are_those_of_one_call():
 
 
 @pytest.mark.gpu
-def test_short_calls_take_what_their_kernels_take():
+def test_short_calls_are_timed_by_their_kernels():
   x = jax.random.normal(jax.random.key(0), (8192, 8192))
   timing = harness.measure(jnp.negative, x, repeats=3)
   # 512 MiB at no more than the memory's 4.8 TB/s, and at no less than a half.
@@ -42,7 +42,7 @@ def test_rates_follow_from_the_median():
 
 
 def test_arguments_and_results_take_turns():
-  x = jnp.ones((8, 2**21), jnp.float32)  # 64 MiB, of which two are needed
+  x = jnp.ones((8, 2**21), jnp.float32)  # 64 MiB, two copies are needed
   calls = harness._Calls(lambda x: x.sum(), (x,), ())
   assert len(calls.args) == 2
   assert calls.args[0][0] is x
@@ -100,7 +100,7 @@ def test_emit_takes_a_timing(capsys):
   assert '"median_ms": 1.0' in capsys.readouterr().out
 
 
-def test_emit_refuses_what_json_cannot_hold(capsys):
+def test_emit_refuses_values_that_json_cannot_store(capsys):
   with pytest.raises(ValueError):
     harness.emit("x", {}, value=float("nan"))
   row = harness.emit("x", {"a": 1}, value=1 / 3, nested={"b": np.pi})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""benchmarks.instructions reads machine code; compiling it is for `aot`."""
+"""Tests of reading machine code; tests that compile it are `aot`."""
 
 import collections
 
@@ -25,7 +25,7 @@ LISTING = """\
 """
 
 
-def test_instructions_are_read_and_sorted_by_the_pipe_that_executes_them():
+def test_instructions_are_sorted_by_their_pipe():
   found = instructions.opcodes(LISTING)
   assert found == collections.Counter(
     {
@@ -47,7 +47,7 @@ def test_instructions_are_read_and_sorted_by_the_pipe_that_executes_them():
     "multiply-add": 2,
   }
   busy = instructions.clocks(found)
-  # Two clocks for what one half of a pipe executes, eight for a logarithm.
+  # Two clocks on half a pipe, eight for a logarithm.
   assert busy["integer, compare"] * 8 == 4
   assert busy["multiply-add"] * 8 == 4
   assert busy["special"] * 8 == 8

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of the layer benchmark, and what its functions compute."""
+"""Tests of the layer benchmark: its rows and its functions."""
 
 import dataclasses
 import json
@@ -45,15 +45,15 @@ def test_rows_of_the_scan():
   (row,) = run("--scan-memory", "--variants=bf16_nothing", "--param-dtype=f32")
   assert row["bench"] == "layer.scan"
   assert row["case"]["param_dtype"] == "float32"
-  # Recomputed, a layer takes its input, 1 U.
+  # A recomputed layer saves its input, 1 U.
   assert row["units_per_layer"] == pytest.approx(1, abs=0.1)
 
 
-def test_flops_are_those_of_the_products():
+def test_flops_count_the_matmuls():
   config = PRESETS["llama2_7b"]().model
   found = layer.layer_flops(config, batch=4, seq=2048)
   weights = 4 * 4096**2 + 3 * 4096 * 11008
-  attention = 4 * 32 * 2048**2 * 128 * 2  # Half of two products.
+  attention = 4 * 32 * 2048**2 * 128 * 2  # Half of two matmuls.
   assert found["forward"] == 2 * 8192 * weights + attention
   assert found["full"] == 6 * 8192 * weights + 3.5 * attention
 
@@ -61,7 +61,7 @@ def test_flops_are_those_of_the_products():
 @pytest.mark.parametrize(
   "preset, products_in_mlp", [("gpt2", 2), ("qwen3_30b_a3b", 3 * 8)]
 )
-def test_flops_are_those_of_the_mlp_that_there_is(preset, products_in_mlp):
+def test_flops_count_the_mlp_of_the_preset(preset, products_in_mlp):
   config = PRESETS[preset]().model
   width, found = config.d_ff, layer.layer_flops(config, batch=1, seq=1024)
   wider = dataclasses.replace(config, d_ff=2 * width)
@@ -78,11 +78,11 @@ def test_alternating_layers_have_rows_of_each_kind():
     ]
   )
   assert [row["case"]["kind"] for row in rows] == ["window", "full"]
-  for row in rows:  # Recomputed, a layer takes its input, 1 U.
+  for row in rows:  # A recomputed layer saves its input, 1 U.
     assert row["units_per_layer"] == pytest.approx(1, abs=0.1)
 
 
-def test_kinds_of_layers_see_a_window_or_all():
+def test_kinds_of_layers_have_a_window_or_none():
   config = PRESETS["gemma2_2b"]().model
   kinds = layer.kinds_of(config)
   keys = {"window": 4096 * 8192 - 4096**2 // 2, "full": 8192**2 // 2}
@@ -94,7 +94,7 @@ def test_kinds_of_layers_see_a_window_or_all():
     "window": 4096,
     "full": None,
   }
-  # q k^T and p v, of 8 heads of 256.
+  # q k^T and p v, for 8 heads of 256.
   more = 4 * 8 * 256 * (keys["full"] - keys["window"])
   assert found["full"] - found["window"] == more
   assert layer.kinds_of(CONFIG) == {None: CONFIG}
@@ -113,7 +113,7 @@ def test_layer_of_a_tower_sees_all_tokens_of_an_image():
 
 
 @pytest.mark.slow
-def test_a_variant_is_the_layer_that_training_has():
+def test_a_variant_is_the_layer_of_training():
   variant = layer.VARIANTS["minimal_codes"]
   shape = (1, 32, CONFIG.d_model)
   functions = layer.Layer(CONFIG, variant)

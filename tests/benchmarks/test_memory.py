@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of the memory benchmark: their shape, and the bounds they must meet."""
+"""Tests of the memory benchmark: the shape of its rows, and their bounds."""
 
 import json
 import types
@@ -29,7 +29,7 @@ def test_residual_rows_have_their_shape(residuals):
     assert row["case"]["preset"] == "llama2_7b"
     assert list(row["bytes_per_token_layer"]) == KINDS
     *kinds, total = row["bytes_per_token_layer"].values()
-    # Rows keep six digits.
+    # Rows have six digits.
     assert sum(kinds) == pytest.approx(total, rel=1e-5)
     assert row["units"] == pytest.approx(total / 8192, rel=1e-5)
     assert {"date", "jax", "device"} <= row.keys()
@@ -39,13 +39,13 @@ def test_residual_rows_have_their_shape(residuals):
   "kept, attention, bound",
   [("coat", "bf16", 12.2), ("minimal", "bf16", 8.3), ("minimal", "fp8", 6.5)],
 )
-def test_coat_keeps_within_its_bounds(residuals, kept, attention, bound):
+def test_coat_saves_no_more_than_its_bound(residuals, kept, attention, bound):
   row = residuals["coat", kept, attention]
-  # Not far below either: an array that the count loses is a fault.
+  # A figure far below would mean that the count misses an array.
   assert bound - 0.3 < row["units"] <= bound
 
 
-def test_counts_beside_ours(residuals):
+def test_counts_of_the_paper_and_the_reference(residuals):
   bf16 = residuals["bf16", "autodiff", "bf16"]
   fp8_linear = residuals["fp8_linear", "autodiff", "bf16"]
   coat = residuals["coat", "coat", "bf16"]
@@ -58,7 +58,7 @@ def test_counts_beside_ours(residuals):
   reference = coat["reference_units"]
   assert reference["without_rope"] == pytest.approx(98472 / 8192, rel=1e-5)
   assert reference["with_rope"] == pytest.approx(114856 / 8192, rel=1e-5)
-  # Ours keeps the same tensors, and positions and scales of weights.
+  # We save the same tensors, and positions and scales of weights.
   assert coat["units"] == pytest.approx(reference["without_rope"], rel=1e-3)
 
 
@@ -90,7 +90,7 @@ def test_command_line(capsys):
 
 
 class Compiled:
-  """What stands for a compiled step: BF16's takes 100 bytes, others 40."""
+  """A fake compiled step: 100 bytes in BF16, otherwise 40."""
 
   def __init__(self, config):
     self.peak_memory_in_bytes = 100 if config.recipe == "bf16" else 40
@@ -101,7 +101,7 @@ class Compiled:
 
 @pytest.fixture
 def not_compiling(monkeypatch):
-  """Steps of ten f32 weights with 20 bytes of moments, none compiled."""
+  """Replaces compiling: steps of ten f32 weights, 20 bytes of moments."""
   configs = []
 
   def compile_step(config):
@@ -140,7 +140,7 @@ def test_table7_rows(not_compiling):
   assert kept == [("autodiff", "bf16"), ("coat", "bf16"), ("minimal", "fp8")]
 
 
-def test_ratios_are_there_where_they_can_be(not_compiling):
+def test_ratios_need_the_row_of_bf16(not_compiling):
   arguments = ["--presets", "llama2_7b", "--gpus", "1", "--variants", "coat"]
   (row,) = memory.main(["table7", *arguments])
   assert not_compiling[0].mesh == ""

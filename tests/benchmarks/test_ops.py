@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of the benchmark of operations, at tiny shapes, and what they count."""
+"""Tests of the benchmark of operations: its rows and counts, tiny shapes."""
 
 import json
 
@@ -12,7 +12,7 @@ from benchmarks import ops as benchmark
 CASES = benchmark.all_cases(shapes.Sizes())
 
 
-def test_no_two_cases_are_alike():
+def test_cases_differ():
   cases = {str((case.op, case.shape, case.implementations)) for case in CASES}
   assert len(cases) == len(CASES)
 
@@ -23,22 +23,22 @@ def test_no_two_cases_are_alike():
     case
     for case in benchmark.all_cases(shapes.SMOKE)
     if case.num_bytes
-    # Those read something twice.
+    # These read an argument twice.
     and case.shape.get("scale") != "found"
     and case.op != "join_heads_operand"
     and not case.op.endswith("_bwd_operands")
   ],
   ids=lambda case: "-".join(map(str, (case.op, *case.shape.values()))),
 )
-def test_bytes_are_those_of_arguments_and_results(case):
+def test_bytes_count_arguments_and_results(case):
   args = jax.eval_shape(case.arrays)
   results = jax.eval_shape(lambda *args: case.run("xla", *args), *args)
-  # Not counted are vectors: statistics of rows, norm parameters, scales.
+  # Vectors are not counted: statistics of rows, norm parameters, scales.
   matrices = [x for x in jax.tree.leaves((args, results)) if x.ndim > 1]
   assert case.num_bytes == sum(x.size * x.dtype.itemsize for x in matrices)
 
 
-def test_flops_are_those_of_the_layer():
+def test_flops_of_matmuls_add_up_to_the_layer():
   flops = {
     case.shape["weight"]: case.flops
     for case in CASES
@@ -55,8 +55,7 @@ def test_flops_are_those_of_the_layer():
   fwd, bwd, *in_window = attention
   assert fwd.flops == 2 * 4 * 32 * 2048**2 * 128
   assert bwd.flops == 2.5 * fwd.flops
-  # Without the triangle of half the sequence that the window of the other half
-  # leaves out: a quarter.
+  # A window of half the sequence leaves out a triangle, a quarter.
   for case, whole in zip(in_window, (fwd, bwd), strict=True):
     assert case.flops == 0.75 * whole.flops
 
@@ -80,7 +79,7 @@ def test_rows(capsys):
 
 
 @pytest.mark.parametrize("name", ["coat_jax", "flax"])
-def test_whole_linear_layers_are_alike(name):
+def test_whole_linear_layers_agree(name):
   cases = {
     case.implementations[0]: case
     for case in benchmark.all_cases(shapes.SMOKE)
@@ -95,7 +94,7 @@ def test_whole_linear_layers_are_alike(name):
     assert 0.01 < error / jax.numpy.linalg.norm(b.astype("float32")) < 0.08
 
 
-def test_a_kernel_that_cannot_is_left_out(monkeypatch, capsys):
+def test_a_kernel_that_refuses_is_left_out(monkeypatch, capsys):
   monkeypatch.setattr(benchmark, "PORTABLE", ("cublas",))
   only = shapes.Sizes(batch=1, seq=3, d_model=8, d_ff=8, num_heads=1)
   monkeypatch.setattr(benchmark, "SMOKE", only)

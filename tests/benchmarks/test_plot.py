@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The picture of a layer's times."""
+"""Tests of drawing a layer's times."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from benchmarks import plot
 ROWS = Path(__file__).parents[2] / "docs" / "rows" / "layer.jsonl"
 
 
-def test_a_picture_is_drawn_of_the_rows_that_the_docs_cite(tmp_path):
+def test_the_rows_of_the_docs_can_be_drawn(tmp_path):
   out = tmp_path / "layer.png"
   plot.main([str(ROWS), str(out)])
   assert out.read_bytes().startswith(b"\x89PNG")

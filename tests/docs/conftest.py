@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the Python of pages is run."""
+"""Runs the Python of pages as a reader would."""
 
 import jax
 import pytest

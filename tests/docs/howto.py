@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What must hold after the Python of a how-to page has run."""
+"""Checks of what the Python of a how-to page has computed."""
 
 import os
 import pathlib
@@ -23,9 +23,9 @@ def assert_shares(tree, *, parts: int, vector_parts: int = 1):
   """Each device has its share of a tree's bytes, within 2 %.
 
   Args:
-    tree: of arrays on one mesh.
-    parts: how many devices share a matrix, codes or statistics of groups.
-    vector_parts: how many share a vector; scalars are everywhere.
+    tree: arrays on one mesh.
+    parts: number of devices that share a matrix, codes or statistics.
+    vector_parts: number of devices that share a vector; scalars are replicated.
   """
   arrays = jax.tree.leaves(tree)
   share = sum(
@@ -41,7 +41,7 @@ def assert_shares(tree, *, parts: int, vector_parts: int = 1):
 
 
 def assert_learns(losses):
-  """From about that of a guess to far below."""
+  """The loss starts near that of guessing and falls far below."""
   assert losses[0] > 1.5 and np.all(np.isfinite(losses))
   assert losses[-1] < 0.3 * losses[0]
 
@@ -53,7 +53,7 @@ def check_gemma(names):
   check_gemma_shares(model, optimizer)
   of_weight = model.layers[0].mlp.down_proj.kernel
   assert of_weight[...].sharding.spec == P("tensor", "fsdp")
-  # What the page replaces has the same parameters.
+  # The layers that the page replaces have the same parameters.
   with jax.set_mesh(names["mesh"]):
     plain = nnx.eval_shape(
       lambda: names["Transformer"](names["Layers"](), rngs=nnx.Rngs(0))
@@ -86,7 +86,7 @@ def check_nanodo_shares(state, *, encoded: int):
 
 
 def check_equinox(names, printed, text):
-  """Matrices are encoded; what was serialised is what was there."""
+  """Matrices are encoded, and the restored state equals the saved one."""
   del printed, text
   assert_learns(names["losses"])
   moments = names["opt_state"][0]
@@ -112,7 +112,7 @@ def check_pjit(names, printed, text):
 
 
 def check_maxtext(names, printed, text):
-  """The product is FP8's, of the same parameters as without it."""
+  """The matmul is FP8, with the same parameters as without it."""
   del printed, text
   x, params = names["x"], names["params"]
   kernel = params["params"]["kernel"]
@@ -126,7 +126,7 @@ def check_maxtext(names, printed, text):
 
 
 def check_clusters(names, printed, text):
-  """Each device has its rows; what launchers read is well formed."""
+  """Each device has its rows, and the launchers' files are well formed."""
   del printed
   batch = names["batch"]
   assert batch.shape == (16, 128)
@@ -142,7 +142,7 @@ def check_clusters(names, printed, text):
 
 
 def check_script(script, slurm):
-  """The script resumes where there is a whole checkpoint, else it starts."""
+  """The script resumes if there is a whole checkpoint; otherwise it starts."""
   subprocess.run(["bash", "-n"], input=slurm, text=True, check=True)
   pathlib.Path("train.sh").write_text(script.replace("/mnt/runs", "."))
   pathlib.Path("python").write_text('#!/bin/sh\necho "$@"\n')
@@ -175,7 +175,7 @@ def _blocks(text, language):
   return re.findall(rf"^```{language}\n(.*?)^```$", text, re.M | re.S)
 
 
-# Run by test_howto, with the other ways that it names.
+# test_howto runs these pages, in several variants.
 VARIED = ("docs/howto/gemma.md", "docs/howto/nanodo.md")
 CHECKS = {
   "docs/howto/clusters.md": check_clusters,

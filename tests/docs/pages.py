@@ -1,32 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pages of the documentation, and the Python in them."""
+"""Finds the pages of the documentation and runs their Python."""
 
 import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-# The log keeps the words and commands of its day, so its Python is not run.
+# The log keeps commands of earlier versions, so its Python is not run.
 LOGS = sorted((DOCS / "log").glob("*.md"))
 PAGES = [ROOT / "README.md", *sorted({*DOCS.rglob("*.md")} - {*LOGS})]
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 
-# A block says in its title, which readers see, why no test runs it.
+# The title of a block, which readers see, gives the reason for not running it.
 NOT_RUN = 'title="Not run by the tests: '
 _BLOCK = re.compile(r"^```python(.*)\n((?:.*\n)*?)```$", re.MULTILINE)
 
 
 def python_blocks(text: str) -> list[str]:
-  """The Python of a page that is run, each block on its page's own lines.
+  """Returns the blocks of Python that tests run.
 
-  Args:
-    text: of the page.
-
-  Returns:
-    Sources, with blank lines in front so that tracebacks name the right line.
+  Blank lines before each block make tracebacks name the right line.
 
   Raises:
-    ValueError: a block's title is no such reason, or the block is indented.
+    ValueError: a block has another title, or is indented.
   """
   blocks = []
   for match in _BLOCK.finditer(text):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page of commands shows every program's options, from its own parser."""
+"""The page of commands shows the options of every program."""
 
 import pytest
 
@@ -10,7 +10,7 @@ def test_programs_are_found():
   programs = commands.commands("train")
   assert {*commands._PAGES} == {*programs}
   assert {*commands._SUBCOMMANDS} <= {*programs}
-  # It reads requests, not options.
+  # This module reads requests, not options.
   assert "train.data.chat.sandbox" not in programs
   assert "benchmarks.ops" in commands.commands("benchmarks")
 
@@ -29,7 +29,7 @@ def test_pages_that_explain_programs_mention_them():
     ("benchmarks.optimizer", "", "-h, --help"),
   ],
 )
-def test_help_is_that_of_the_program(command, subcommand, option, capsys):
+def test_help_comes_from_the_program(command, subcommand, option, capsys):
   text = commands.help_of(command, subcommand)
   assert option in text
   assert capsys.readouterr().out == ""

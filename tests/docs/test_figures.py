@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Figures of the pages are those of the rows; pictures can be drawn again."""
+"""The numbers in the pages equal those in the rows; figures can be redrawn."""
 
 import json
 import re
@@ -7,8 +7,8 @@ import re
 import pytest
 
 from benchmarks import memory
-from docs.figures import expansion, flow, mesh, style
-from studies import quantization_tables, stability
+from docs.figures import expansion, flow, losses, mesh, style
+from studies import quantization_tables, stability, stability_figure
 from tests.docs.pages import DOCS, ROOT
 
 PERFORMANCE = (DOCS / "performance.md").read_text()
@@ -20,9 +20,9 @@ def measured(name):
 
 
 def table(text, after):
-  """The first table behind `after`: each row's numbers, None for other cells.
+  """The numbers in the rows of the first table after a text; None for words.
 
-  Commas are left out, and so is all that follows a number.
+  Commas, and everything after a number, are left out.
   """
   _, found, rest = text.partition(after)
   assert found, after
@@ -38,7 +38,7 @@ def _number(cell):
 
 
 def training_row(variant, batch):
-  """The row of two GPUs."""
+  """Returns the row of a variant on two GPUs."""
   (row,) = (
     row
     for row in measured("training")
@@ -50,7 +50,7 @@ def training_row(variant, batch):
 
 
 def layer_rows(name="layer"):
-  """Rows of layers, by preset, length, variant and mode."""
+  """Returns rows of layers by preset, length, variant and mode."""
   return {
     tuple(row["case"][key] for key in ("preset", "seq", "variant", "mode")): row
     for row in measured(name)
@@ -58,7 +58,7 @@ def layer_rows(name="layer"):
 
 
 def optimizer_ms():
-  """Milliseconds of AdamW's steps, by codec, rounding and dtype."""
+  """Returns milliseconds of AdamW's steps by codec, rounding and dtype."""
   return {
     tuple(row["case"].get(key) for key in ("codec", "rounding", "dtype")): row[
       "median_ms"
@@ -72,7 +72,7 @@ _BEST = {"optax.adamw": "xla"}
 
 
 def peer(bench, implementation, **case):
-  """The one row of another library."""
+  """Returns the only such row of another library."""
   (row,) = (
     row
     for row in measured("peers")
@@ -83,7 +83,7 @@ def peer(bench, implementation, **case):
 
 
 def steps_on_one_gpu():
-  """Rows of whole steps on one GPU, by preset and variant."""
+  """Returns rows of whole steps on one GPU by preset and variant."""
   return {
     (row["case"]["preset"], row["case"]["variant"]): row
     for row in measured("training")
@@ -91,8 +91,10 @@ def steps_on_one_gpu():
   }
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
-def test_headline_is_that_of_the_rows(page):
+@pytest.mark.parametrize(
+  ("page", "lines"), [("README.md", 3), ("docs/index.md", 6)]
+)
+def test_headline_equals_the_rows(page, lines):
   before_table = (ROOT / page).read_text().partition("| one H200")[0]
   rows = layer_rows()
   layers = [
@@ -122,7 +124,7 @@ def test_headline_is_that_of_the_rows(page):
       round(adamw["median_ms"], 2),
       round(ms["coat", "stochastic", "float32"], 2),
     ],
-    # As test_memory counts them.
+    # test_memory counts these bytes.
     [8, round(adamw["state_bytes"], 2), 2.08],
     [round(steps[0]["median_ms"]), None, round(steps[1]["median_ms"])],
     [
@@ -131,10 +133,20 @@ def test_headline_is_that_of_the_rows(page):
       round(steps[1]["peak_bytes"] / 1e9, 1),
     ],
   ]
-  assert table((ROOT / page).read_text(), before_table) == want
+  assert table((ROOT / page).read_text(), before_table) == want[:lines]
 
 
-def test_tables_of_peers_are_those_of_the_rows():
+def test_speedup_and_peak_in_the_readme_equal_the_rows():
+  steps = steps_on_one_gpu()
+  bf16, coat = (steps["olmo_1b", variant] for variant in ("bf16", "minimal"))
+  speedup = bf16["median_ms"] / coat["median_ms"]
+  peaks = [row["peak_bytes"] / 1e9 for row in (coat, bf16)]
+  words = f"is {speedup:.2f} times as fast as in BF16 and takes "
+  words += "{:.0f} GB instead of {:.0f}".format(*peaks)
+  assert words in " ".join((ROOT / "README.md").read_text().split())
+
+
+def test_tables_of_peers_equal_the_rows():
   layer, optimizer = "peers.layer", "peers.optimizer"
   want = []
   for name in ("bf16", "torchao float8 tensorwise", "torchao float8 rowwise"):
@@ -183,7 +195,7 @@ def test_tables_of_peers_are_those_of_the_rows():
   assert table(PERFORMANCE, "A step of AdamW on one tensor") == want
 
 
-def test_table_of_other_models_is_that_of_the_rows():
+def test_table_of_other_models_equals_the_rows():
   rows = layer_rows("layer_shapes")
   want = []
   for preset, seq, variant in (
@@ -202,7 +214,7 @@ def test_table_of_other_models_is_that_of_the_rows():
   assert table(PERFORMANCE, "Layers of other shapes") == want
 
 
-def test_table_of_towers_is_that_of_the_rows():
+def test_table_of_towers_equals_the_rows():
   rows = layer_rows("layer_shapes")
   want = []
   for preset, seq in (("siglip_so400m", 729), ("clip_l", 577)):
@@ -214,7 +226,7 @@ def test_table_of_towers_is_that_of_the_rows():
   assert table(text, "## Time of a layer") == want
 
 
-def test_table_of_steps_is_that_of_the_rows():
+def test_table_of_steps_equals_the_rows():
   rows = steps_on_one_gpu()
   keys = [
     ("olmo_1b", v) for v in ("bf16", "fp8_linear", "block", "minimal", "lean")
@@ -230,7 +242,7 @@ def test_table_of_steps_is_that_of_the_rows():
   assert table(PERFORMANCE, "## Whole training steps on one GPU") == want
 
 
-def test_training_table_is_that_of_the_rows():
+def test_training_table_equals_the_rows():
   cases = [("bf16", 2), ("fp8_linear", 2), ("coat", 2), ("minimal", 2)]
   cases += [("bf16", 4), ("minimal", 4)]
   cases += [("bf16", 1), ("fp8_linear", 1), ("minimal", 9)]
@@ -238,7 +250,7 @@ def test_training_table_is_that_of_the_rows():
   for variant, batch in cases:
     row = training_row(variant, batch)
     rate = row["tokens_per_s_per_gpu"]
-    # 80 GB hold one sequence in BF16.
+    # One sequence fits into 80 GB in BF16.
     base = training_row("bf16", 1 if batch == 9 else batch)
     of_bf16 = round(rate / base["tokens_per_s_per_gpu"], 2)
     peak = round(row["peak_bytes"] / 1e9, 1)
@@ -246,7 +258,7 @@ def test_training_table_is_that_of_the_rows():
   assert table(PERFORMANCE, "## Training on several GPUs") == want
 
 
-def test_layer_table_is_that_of_the_rows():
+def test_layer_table_equals_the_rows():
   times = {key[2:]: row for key, row in layer_rows().items()}
   units = {
     row["case"]["variant"]: row["units_per_layer"]
@@ -257,9 +269,9 @@ def test_layer_table_is_that_of_the_rows():
   variants += ["minimal_nothing"]
   want = []
   for variant in variants:
-    # Without the codes, 2 bytes a parameter, which the table names apart.
+    # The table shows the codes, 2 bytes a parameter, separately.
     unit = units["minimal" if variant == "minimal_codes" else variant]
-    if variant == "bf16_names":  # Was compiled only.
+    if variant == "bf16_names":  # It was only compiled.
       want.append([None] * 4 + [round(unit, 1)])
       continue
     forward, full = (times[variant, mode] for mode in ("forward", "full"))
@@ -269,7 +281,7 @@ def test_layer_table_is_that_of_the_rows():
   assert table(PERFORMANCE, "## One decoder layer") == want
 
 
-def test_optimizer_table_is_that_of_the_rows():
+def test_optimizer_table_equals_the_rows():
   ms = optimizer_ms()
   keys = [("optax.adamw", None), ("coat", "nearest")]
   names = ("coat", "coat_e5m2", "log8", "fp8")
@@ -295,16 +307,38 @@ def test_optimizer_table_is_that_of_the_rows():
   assert table(PERFORMANCE, "## The optimizer's step") == want
 
 
-def test_table_of_saved_residuals_is_what_is_counted():
+def test_table_of_fused_steps_equals_the_rows():
+  lion = {
+    tuple(row["case"].get(key) for key in ("codec", "rounding", "dtype")): row
+    for row in measured("optimizer_lion")
+  }
+  lion = {key: row["median_ms"] for key, row in lion.items()}
+  want = [
+    [round(ms[*key, dtype], 2) for dtype in ("float32", "bfloat16")]
+    for ms, key in (
+      (optimizer_ms(), ("optax.adamw", None)),
+      (optimizer_ms(), ("coat", "stochastic")),
+      (optimizer_ms(), ("log8", "stochastic")),
+      (optimizer_ms(), ("coat", "nearest")),
+      (lion, ("optax.lion", None)),
+      (lion, ("coat", "stochastic")),
+      (lion, ("coat", "nearest")),
+    )
+  ]
+  text = (DOCS / "optimizer.md").read_text()
+  assert table(text, "One step of 2^28 parameters on one H200") == want
+
+
+def test_table_of_saved_residuals_equals_the_counts():
   text = (DOCS / "layers.md").read_text()
   shown = table(text, "## What is saved for the backward pass")
   for column, row in enumerate(memory.residuals("llama2_7b", 256)):
     want = [*row["units_by_kind"].values(), row["units"]]
-    # Two decimals; RoPE's 4 bytes a token and the scalars are below one.
+    # Two decimals. RoPE's 4 bytes a token and scalars are less than 0.01 U.
     assert [cells[column] for cells in shown] == pytest.approx(want, abs=6e-3)
 
 
-def test_tables_of_quantization_are_those_of_the_rows():
+def test_tables_of_quantization_equal_the_rows():
   text = (DOCS / "stability.md").read_text()
   rows = [
     row for row in measured("quantization") if row["case"]["preset"] == "demo"
@@ -315,12 +349,21 @@ def test_tables_of_quantization_are_those_of_the_rows():
     assert lines in text, title
 
 
-def test_page_says_how_much_of_the_grid_there_is():
+def test_difference_on_the_accuracy_page_equals_the_rows():
+  differences = losses.held_out_differences(
+    losses.read_runs(), losses.BEST_RATE
+  )
+  mean, half = stability_figure.interval(differences)
+  shown = f"| {mean:+.4f} ± {half:.4f} |"
+  assert shown in (DOCS / "accuracy.md").read_text()
+
+
+def test_page_shows_how_much_of_the_grid_was_run():
   said = stability.progress(measured("stability"))
   assert said in " ".join((DOCS / "stability.md").read_text().split())
 
 
-@pytest.mark.parametrize("figure", [expansion, flow, mesh])
+@pytest.mark.parametrize("figure", [expansion, flow, losses, mesh])
 @pytest.mark.slow
 def test_figure_is_drawn_for_light_and_dark_pages(figure, tmp_path):
   name = figure.__name__.rpartition(".")[2]
@@ -333,7 +376,7 @@ def test_figure_is_drawn_for_light_and_dark_pages(figure, tmp_path):
   assert files[0].read_bytes() != files[1].read_bytes()
 
 
-def test_expansion_figure_shows_what_the_method_says():
+def test_expansion_figure_agrees_with_the_method():
   figure = expansion.draw(style.PALETTES[0])
   shown = [text.get_text() for ax in figure.axes for text in ax.texts]
   for words in ("32 of 128 become 0", "k = 0.75", "22 codes", "77 codes"):

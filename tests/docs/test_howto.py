@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The how-tos' models in the other ways that their pages name.
-
-The pages' own way is run here too, with what a page has compiled.
-"""
+"""The how-to pages run, in all variants that they describe."""
 
 import contextlib
 
@@ -19,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 
 def assert_learns_like(losses, expected, *, rtol: float):
-  """From the same first loss but for rounding."""
+  """The model learns, from the same first loss up to rounding."""
   howto.assert_learns(losses)
   np.testing.assert_allclose(losses[0], expected[0], rtol=rtol)
 

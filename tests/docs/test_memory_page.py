@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/memory.md has what is counted, and what was compiled."""
+"""The figures of docs/memory.md equal counts and rows."""
 
 import pytest
 
@@ -12,17 +12,17 @@ from train.memory.count import saved_bytes
 PAGE = (DOCS / "memory.md").read_text()
 
 
-def test_bytes_a_parameter_add_up():
+def test_bytes_per_parameter_add_up():
   shown = table(PAGE, "## Bytes per parameter")
   assert len(shown) == 8
   for weights, gradients, optimizer, together, whole in shown:
     total = weights + (gradients or 0) + optimizer
     assert total == pytest.approx(together)
-    # To 0.1 GB, and 2.078 is written 2.08.
+    # Figures have 0.1 GB, and 2.078 is written 2.08.
     assert whole == pytest.approx(total * 6.738415616, abs=0.08)
 
 
-def test_bytes_a_token_are_what_is_counted():
+def test_bytes_per_token_equal_the_counts():
   coat, bf16 = recipes.coat(), recipes.bf16()
   cases = [(bf16, "none"), (recipes.fp8_linear(), "none")]
   cases += [(recipes.coat(residuals="coat"), "none"), (coat, "none")]
@@ -35,9 +35,9 @@ def test_bytes_a_token_are_what_is_counted():
     assert 32 * kept / 1e6 == pytest.approx(megabytes, abs=0.006)
 
 
-def test_whole_steps_are_those_of_the_rows():
+def test_whole_steps_equal_the_rows():
   rows = measured("lean")
-  # As docs/plan.md says: all of them, half of them, and those of the page.
+  # docs/plan.md gives the errors of all steps, and of half of them.
   errors = sorted(abs(row["error"]) for row in rows)
   assert errors[-1] <= 0.04 and errors[len(errors) // 2] <= 0.003
   known = [

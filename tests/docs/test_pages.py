@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Python of every page runs, block after block, as readers type it."""
+"""The Python of every page runs, block after block."""
 
 import os
 import re
@@ -24,7 +24,7 @@ from tests.docs.pages import (
   run_page,
 )
 
-# The others compile more than the quick suite has time for.
+# The other pages take too long for the quick suite.
 QUICK = {
   "README.md",
   "docs/howto/clusters.md",
@@ -53,11 +53,11 @@ def test_page_runs(name, as_a_reader, capsys):
 
 
 def check_tutorial(names, printed, text):
-  """The model learns, and the page says what the program prints."""
+  """The model learns, and the page shows the printed figures."""
   losses = names["losses"]
   assert losses[0] > 5 and losses[-1] < 0.1
   assert names["model"].layer.mlp.active_recipe.nonlinear == "fp8"
-  # The model that the page begins with, which it does not train.
+  # The page does not train the model that it begins with.
   plain = nnx.eval_shape(
     lambda: names["Model"](names["Layer"], rngs=nnx.Rngs(0))(names["tokens"])
   )
@@ -70,7 +70,7 @@ def check_tutorial(names, printed, text):
 
 
 def check_checkpoints(names, printed, text):
-  """Two devices have what eight saved; so have a state by names and an npz."""
+  """Two devices, a state built by name and an npz restore the saved state."""
   saved, restored = names["state"], names["restored"]
   assert_same_bits(restored, saved)
   assert_same_bits(names["adam"], saved["optimizer"][0])
@@ -81,7 +81,7 @@ def check_checkpoints(names, printed, text):
 
 
 def check_sharding(names, printed, text):
-  """The state is sharded like the parameters, and so is what layers compute."""
+  """The state and the results of layers are sharded like the parameters."""
   moments = names["opt_state"][0]
   assert moments.nu.codes["up"].sharding.spec == P(None, "fsdp")
   assert moments.nu.amax["up"].sharding.spec == P(None, "fsdp")
@@ -114,13 +114,12 @@ def check_optimizer(names, printed, text):
 
 
 def check_finetune(names, printed, text):
-  """The commands train a model that answers what the page says it does."""
+  """The commands train a model that gives the answer on the page."""
   section = text.split("## Try it on a CPU")[1].split("## Data")[0]
   lines = section.replace("\\\n", "").splitlines()
   commands = [line for line in lines if line.startswith("python -m train.")]
   assert len(commands) == 3
-  # Compiled as users compile them: the quick suite's programs take five times
-  # as long.
+  # Optimize programs: those of the quick suite take five times as long.
   environment = {**os.environ, "XLA_FLAGS": "", "PYTHONPATH": str(ROOT)}
   for line in commands:
     _, *words = shlex.split(line, comments=True)
@@ -150,7 +149,7 @@ def test_pages_with_python_are_found():
   assert LOGS
 
 
-def test_block_that_is_not_run_says_why():
+def test_block_that_is_not_run_has_a_reason():
   text = f'```python {NOT_RUN}it needs a GPU"\n1 / 0\n```\n'
   assert python_blocks(text) == []
   for hidden in ("```python noqa\n1 / 0\n```\n", "  ```python\n  1 / 0\n  ```"):
@@ -158,7 +157,7 @@ def test_block_that_is_not_run_says_why():
       python_blocks(hidden)
 
 
-def test_links_of_the_readme_lead_somewhere():
+def test_links_of_the_readme_exist():
   targets = re.findall(r"\]\(([^)#]+)[^)]*\)", (ROOT / "README.md").read_text())
   local = [target for target in targets if "://" not in target]
   assert len(local) > 10

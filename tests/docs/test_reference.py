@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every public name has an entry in the API reference, and nothing else has."""
+"""The API reference has an entry for every public name and no others."""
 
 import ast
 import importlib
@@ -33,7 +33,7 @@ ENTRIES = [
 
 
 def find(path: str):
-  """The object of a dotted path; a function before its module of that name."""
+  """Finds the object of a dotted path; prefers a function to its module."""
   parent, _, name = path.rpartition(".")
   if parent and hasattr(find(parent), name):
     return getattr(find(parent), name)
@@ -41,7 +41,7 @@ def find(path: str):
 
 
 def public_names(module: ModuleType) -> list[str]:
-  """What a module defines or exports as `x as x`; modules have own pages."""
+  """Lists names that a module defines or exports as `x as x`."""
   names = []
   for node in ast.parse(inspect.getsource(module)).body:
     match node:
@@ -76,7 +76,7 @@ def test_public_names_have_entries(module):
   assert missing == [], "write `::: NAME` into a page of docs/reference"
 
 
-def test_entries_are_there_once():
+def test_entries_are_unique():
   objects = [find(entry) for entry in ENTRIES]
   twice = [
     entry
@@ -86,14 +86,14 @@ def test_entries_are_there_once():
   assert twice == []
 
 
-def test_entries_are_of_the_kind_that_python_has():
-  """Where a function has its module's name, the entry is the function's."""
+def test_entries_have_the_kind_of_the_object():
+  """If a function has the name of its module, the entry is the function."""
   extensions = griffe.load_extensions(docstrings.Reference())
   package = griffe.load("coat_jax", search_paths=[ROOT], extensions=extensions)
   for entry in ENTRIES:
     documented, python = package[entry.removeprefix("coat_jax.")], find(entry)
     kinds = (documented.is_module, documented.is_class)
-    # A dtype is a class too, but not written as one here.
+    # A dtype is a class too, but its entry is an attribute.
     is_class = inspect.isclass(python) and documented.kind.value != "attribute"
     assert kinds == (inspect.ismodule(python), is_class), entry
 
@@ -122,7 +122,7 @@ def test_docstrings_become_markdown():
   assert docstrings.to_markdown(formula) == want
 
 
-def test_public_names_are_those_of_the_source():
+def test_public_names_are_found_in_the_source():
   found = public_names(importlib.import_module("coat_jax"))
   assert "coat_adamw" in found and "MeshAxes" in found
   assert "codecs" not in found

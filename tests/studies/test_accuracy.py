@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The accuracy study: its rows, its bounds, and what it measures."""
+"""Tests of the accuracy study: its rows, bounds and measurements."""
 
 import dataclasses
 import json
@@ -17,7 +17,7 @@ CODECS = {"float32", "bfloat16", "fp8", "coat", "coat_e8m0", "log8", "int8"}
 
 @pytest.fixture(scope="module")
 def moments():
-  """Of a small model after a few steps: real gradients, in seconds."""
+  """Moments of a small model after a few steps, with real gradients."""
   model = dataclasses.replace(
     trained_moments.MODEL, num_layers=1, d_model=128, d_ff=256
   )
@@ -54,7 +54,7 @@ def test_cases_cover_every_codec_and_rounding():
 
 
 @pytest.mark.slow
-def test_one_step_errors_hold_their_bounds(one_step):
+def test_one_step_errors_are_within_their_bounds(one_step):
   coat = one_step["coat", "nearest", "e4m3"]["update_rms_error"]
   assert 0 < coat <= 0.02
   grid = one_step["log8", "nearest", ""]
@@ -66,13 +66,13 @@ def test_one_step_errors_hold_their_bounds(one_step):
       assert row["zeroed_v"] == 0
       # Adam's own limit is (1 - b1) / sqrt((1 - b2) (1 - b1^2 / b2)) = 1.17.
       assert row["max_update"] < 1.3
-  # Without expansion v vanishes, and where it does the update explodes.
+  # Without expansion some v become zero, and their updates explode.
   fp8, int8 = (one_step[key, "nearest", ""] for key in ("fp8", "int8"))
   assert 0 < fp8["zeroed_v"] < int8["zeroed_v"]
 
 
 @pytest.mark.slow
-def test_bytes_are_those_of_codes_and_statistics(one_step):
+def test_bytes_count_codes_and_statistics(one_step):
   expected = {
     "float32": 8,
     "bfloat16": 4,
@@ -87,7 +87,7 @@ def test_bytes_are_those_of_codes_and_statistics(one_step):
 
 
 @pytest.mark.slow
-def test_parts_are_the_groups_of_their_leaves(moments, one_step):
+def test_parts_contain_the_groups_of_their_leaves(moments, one_step):
   (mu, nu), parts = moments
   assert mu.shape == nu.shape and mu.shape[-1] == 128
   width, layer = 128, 4 * 128 * 128 + 3 * 128 * 256
@@ -101,8 +101,8 @@ def test_parts_are_the_groups_of_their_leaves(moments, one_step):
   assert max(by_part.values()) >= row["update_rms_error"]
 
 
-def test_one_step_error_is_that_of_the_moments_it_was_given():
-  # By hand, for a codec whose error is known: a quarter of v becomes zero.
+def test_one_step_error_equals_a_known_error():
+  # The error of this codec is known: a quarter of v becomes zero.
   mu, nu = map(jnp.asarray, cases.moments((8, 512)))
   exact = trained_moments.Moments(jnp.zeros_like(mu), nu)
   same = accuracy.update_errors(exact, exact)
@@ -113,7 +113,7 @@ def test_one_step_error_is_that_of_the_moments_it_was_given():
   assert int(found["zeroed"]) == 8 * 128
   assert int(found["nonzero"]) == 8 * 512
   assert float(found["max_update"]) > float(same["max_update"])
-  # With v = 0, mu = 0 an update is (1 - b1) / sqrt(1 - b2), whatever g is.
+  # With v = 0 and mu = 0 an update is (1 - b1) / sqrt(1 - b2) for any g.
   assert float(found["max_update"]) == pytest.approx(0.1 / 0.05**0.5, rel=1e-3)
 
 
@@ -150,7 +150,7 @@ def test_stochastic_rounding_tracks_at_the_default_b2():
 
 
 @pytest.mark.slow
-def test_rows_have_their_keys_and_are_json(moments, capsys, tmp_path):
+def test_rows_are_json_with_all_keys(moments, capsys, tmp_path):
   chosen = accuracy.cases()[2:5]
   one_step, _, traces = accuracy.run_codecs(*moments, chosen, tracking_steps=20)
   rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conversations and tokens that are made of Python's source code."""
+"""Tests of making conversations and tokens from Python source code."""
 
 import json
 
@@ -50,7 +50,7 @@ def test_functions_with_docstrings_and_a_body_are_asked_about():
   assert not list(docstrings.conversations("def broken("))
 
 
-def test_files_hold_each_text_once(tmp_path, capsys):
+def test_files_contain_each_text_once(tmp_path, capsys):
   for folder in ("a", "b"):
     (tmp_path / folder).mkdir()
     (tmp_path / folder / "shape.py").write_text(SOURCE)
@@ -75,4 +75,4 @@ def test_files_hold_each_text_once(tmp_path, capsys):
 def test_folders_without_python_are_refused(tmp_path, capsys):
   with pytest.raises(SystemExit):
     docstrings.main([str(tmp_path / "out"), str(tmp_path)])
-  assert "must have .py files, got none" in capsys.readouterr().err
+  assert "must contain .py files, got none" in capsys.readouterr().err

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exported models beside transformers, which is not here: a stand-in is."""
+"""Tests of comparing exports with transformers, which is replaced here."""
 
 import json
 
@@ -14,7 +14,7 @@ from tests.models.hf.folders import DATA
 
 
 def stand_in(folder, tokens, prompt):
-  """What transformers would compute, but for a logit and the last token."""
+  """Replaces transformers; changes one logit and the last token."""
   model = load_hf(folder, recipe=recipes.bf16(), dtype=jnp.float32)
   logits = np.array(model.logits(jnp.int32(tokens)))
   logits[0, 0, 0] += 0.5 * np.abs(logits).max()

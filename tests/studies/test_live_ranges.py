@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""studies.live_ranges reads what XLA writes, and draws it."""
+"""Tests of reading and drawing the live ranges that XLA writes."""
 
 import pytest
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The negative control: bf16 weights that are rounded to nearest."""
+"""Tests of the negative control: bf16 weights rounded to nearest."""
 
 import dataclasses
 
@@ -29,7 +29,7 @@ def values(seed, dtype):
   return {NAME: jnp.asarray(x, dtype)}
 
 
-def test_step_is_optax_s_rounded_to_nearest():
+def test_step_equals_optax_rounded_to_nearest():
   config = small(lr=1e-2)
   ours = nearest_weights.build_optimizer(config)
   params, grads = values(0, jnp.bfloat16), values(1, jnp.bfloat16)
@@ -56,13 +56,13 @@ def test_small_steps_are_lost():
   assert np.all(same[large])
 
 
-def test_what_it_is_not_for_is_refused():
+def test_meshes_and_low_bits_are_refused():
   config = dataclasses.replace(small(lr=1e-3), params="bfloat16_low8")
   with pytest.raises(ValueError, match="got params bfloat16_low8"):
     nearest_weights.build_optimizer(config)
 
 
-def test_training_uses_it_and_then_its_own_again(monkeypatch):
+def test_training_uses_it_only_during_the_command(monkeypatch):
   found = []
   monkeypatch.setattr(
     nearest_weights.pretrain,

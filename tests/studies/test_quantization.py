@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The study of quantization errors: its figures by NumPy, and its rows."""
+"""Tests of the study of quantization errors, against NumPy."""
 
 import dataclasses
 import json
@@ -25,7 +25,7 @@ DTYPES = {"E4M3": oracles.E4M3, "E5M2": oracles.E5M2}
 
 
 def cast(y, name):
-  """Values of a format, by ml_dtypes or by NumPy."""
+  """Rounds to a format with ml_dtypes or NumPy."""
   if name == "INT8":
     return np.clip(np.rint(y), -127, 127)
   dtype, qmax = DTYPES[name], oracles.QMAX[DTYPES[name]]
@@ -33,7 +33,7 @@ def cast(y, name):
 
 
 def rounded(x, name, group_size):
-  """[rows, n] through a format; BF16 scales, rounded up, of groups."""
+  """Quantizes and dequantizes [rows, n]; groups have rounded-up BF16 scales."""
   qmax = 127.0 if name == "INT8" else oracles.QMAX[DTYPES[name]]
   groups = x.reshape(-1, group_size)
   scale = np.max(np.abs(groups), -1, keepdims=True) * np.float32(1 / qmax)
@@ -42,7 +42,7 @@ def rounded(x, name, group_size):
   return (cast(groups / scale, name) * scale).reshape(x.shape)
 
 
-def test_errors_of_tensors_are_numpys():
+def test_errors_of_tensors_equal_numpys():
   x = RNG.standard_t(3, (8, 64)).astype(np.float32)
   pairs: list[tuple[str, quantization_error.Shared]]
   pairs = [("E4M3", "tensor"), ("E5M2", 16), ("INT8", 16)]
@@ -56,7 +56,7 @@ def test_errors_of_tensors_are_numpys():
     assert got["by_layer"] == pytest.approx([relative], rel=1e-3)
 
 
-def test_tiles_of_a_weight_have_scales_of_their_own(monkeypatch):
+def test_each_tile_of_a_weight_has_a_scale(monkeypatch):
   monkeypatch.setattr(quantization_error, "TILE", 4)
   x = RNG.normal(size=(6, 9)).astype(np.float32)
   x[:4, 4:8] *= 1e3
@@ -71,7 +71,7 @@ def test_tiles_of_a_weight_have_scales_of_their_own(monkeypatch):
 
 
 def stored_in(x, order):
-  """A moment [groups, n] to nearest, by NumPy, in float64."""
+  """Stores a moment [groups, n] to nearest with NumPy, in float64."""
   magnitude = oracles.magnitudes(x)
   amax, _ = oracles.amax_amin(magnitude)
   if order == "INT8":
@@ -87,7 +87,7 @@ def stored_in(x, order):
 
 
 @pytest.mark.slow
-def test_errors_of_moments_are_numpys():
+def test_errors_of_moments_equal_numpys():
   exact = Moments(*map(jnp.asarray, cases.moments((4, 128))))
   codecs = quantization_error.orders(128)
   mu, nu = (np.asarray(x, np.float64) for x in exact)
@@ -110,7 +110,7 @@ def test_errors_of_moments_are_numpys():
       "kept_error": np.linalg.norm(error[nu_s > 0])
       / np.linalg.norm(update[nu_s > 0]),
     }
-    # A value at a tie may go the other way, in f32.
+    # In f32, a value at a tie may round the other way.
     assert got == pytest.approx(want, rel=1e-2), name
 
 
@@ -125,7 +125,7 @@ TINY = dataclasses.replace(
 
 
 @pytest.mark.slow
-def test_captured_tensors_are_those_of_the_model():
+def test_captured_tensors_equal_the_models():
   graph, params = nnx.split(
     Decoder(TINY, recipes.bf16(), dtype=jnp.float32, rngs=nnx.Rngs(0)),
     nnx.Param,
@@ -143,7 +143,7 @@ def test_captured_tensors_are_those_of_the_model():
 
   loss, grads = gradients(params)
   assert float(found.loss) == pytest.approx(float(loss), rel=1e-6)
-  # The gradient of a weight is input times gradient of the output.
+  # A weight's gradient is the input times the gradient of the output.
   grads = grads["layers"]
   for into, of, kernel in (
     ("into q, k, v", "q, k, v", grads["attention"]["qkv"]["linear"]),
@@ -174,13 +174,13 @@ def test_rows_are_drawn_and_tabled(tmp_path, monkeypatch, capsys):
   path.write_text(f"{json.dumps(other)}\n{json.dumps(old)}\n")
   assert quantization.main(["run", "--steps", "12", f"--rows={path}"]) == 0
   printed = [json.loads(x) for x in capsys.readouterr().out.splitlines()]
-  # Another model's rows stay, the same model's do not.
+  # Rows of another model stay; those of the same model are replaced.
   assert read_rows(path, "quantization.") == [other, *printed]
   by_recipe = {
     name: quantization_tables.one(printed, "layer", recipe=name)
     for name in chosen
   }
-  # BF16 rounds to 2^-9; E4M3 to 2^-4, INT8 to 2^-8 of what is largest.
+  # BF16 rounds to 2^-9, E4M3 to 2^-4, INT8 to 2^-8 of the largest value.
   assert by_recipe["bf16"]["output"] < 0.01 < by_recipe["coat"]["output"] < 0.1
   assert by_recipe["int8"]["output"] < by_recipe["coat"]["output"]
 
@@ -197,7 +197,7 @@ def test_rows_are_drawn_and_tabled(tmp_path, monkeypatch, capsys):
   [
     (["run", "--preset=gpt2"], "must be a Llama, got gpt2"),
     (["run", "--steps=0"], "from 1 to"),
-    (["plot", "--rows=none.jsonl"], "must hold rows of demo, got none"),
+    (["plot", "--rows=none.jsonl"], "must contain rows of demo, got none"),
   ],
 )
 def test_wrong_arguments_exit_with_2(line, message, capsys):

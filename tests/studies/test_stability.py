@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The study of stability: what rows say, what is left to run, one toy run."""
+"""Tests of the stability study: rows, cases left to run, and a toy run."""
 
 import dataclasses
 import json
@@ -36,7 +36,7 @@ def test_a_run_is_described_by_its_losses():
   assert found["train_loss"] == pytest.approx(np.mean(x[-50:]))
   assert len(found["losses"]) == 8
   assert found["losses"][-1] == pytest.approx(np.mean(x[-25:]), rel=1e-3)
-  # Two spikes, one of two steps; what is in the warmup does not count.
+  # Two spikes, one of two steps; spikes in the warmup do not count.
   for at in (10, 120, 121, 160):
     x[at] += 3
   assert describe(x)["spikes"] == 2
@@ -74,10 +74,10 @@ ROWS = [
 ]
 
 
-def test_largest_and_best_rates_are_those_that_every_seed_trains():
+def test_every_seed_must_train_at_the_largest_and_best_rates():
   rows = [row for row in ROWS if row["case"]["variant"] == "coat"]
   found = stability_figure.summarize(rows)
-  # 1 is above a rate that failed; 0.1 lost a seed.
+  # 1 is above a rate that failed; one seed of 0.1 failed.
   assert (found.largest, found.best) == (1e-2, 1e-2)
   assert found.failed == {1e-3: 0, 1e-2: 0, 1e-1: 1, 1: 0}
   assert found.losses[1e-1] == {1: 0.5}
@@ -102,14 +102,14 @@ def test_high_losses_do_not_stretch_the_axis():
     )
     for name in ("bf16", "coat", "int8")
   }
-  # The highest of a rate that trained is 2.2, the lowest of all 0.4.
+  # The highest loss at a rate that trained is 2.2, the lowest of all 0.4.
   ends = stability_figure.limits(found)
   assert ends == pytest.approx((0.4 - 0.08 * 1.8, 2.2 + 0.08 * 1.8))
   assert stability_figure.limits({"int8": found["int8"]}) is None
   drawn = {}
   for name, summary in found.items():
     axes = Figure().subplots()
-    stability_figure._draw_losses(axes, summary, ends[1], color="C0")
+    stability_figure._draw_losses(axes, summary, ends[1], 1.0, color="C0")
     drawn[name] = {
       (line.get_marker(), *line.get_xdata())
       for line in axes.get_lines()
@@ -120,7 +120,7 @@ def test_high_losses_do_not_stretch_the_axis():
   assert drawn["int8"] == {("^", 1e-3), ("x", 1e-3), ("x", 1e-2)}
 
 
-def test_progress_counts_the_grid_alone():
+def test_progress_counts_only_the_grid():
   case = dict(steps=1000, batch=16, seq=256)
   rows = [row("bf16", rate, 0, 2.0) for rate in (1e-3, 0.5)]
   rows += [row("bf16", 1e-3, 0, 2.0, preset="llama_60m")]
@@ -141,7 +141,7 @@ def test_table_pairs_losses_by_seed(tmp_path):
     stability_figure.draw(ROWS, "llama_60m", tmp_path / "figure.png")
 
 
-def test_only_what_is_not_there_is_run():
+def test_only_missing_cases_are_run():
   case = dict(preset="study", steps=50)
   rates = dict(bf16=[1e-3, 0.5], coat=[1e-3])
   left = stability.cases(["bf16", "coat"], rates, [0, 7], ROWS, case)
@@ -154,7 +154,7 @@ def test_only_what_is_not_there_is_run():
   ]
 
 
-def test_variants_differ_in_what_they_say():
+def test_variants_differ_as_their_names_say():
   base = stability.study()
   model = base.model
   layer = 4 * model.d_model**2 + 3 * model.d_model * model.d_ff
@@ -167,8 +167,8 @@ def test_variants_differ_in_what_they_say():
   assert found["bf16"].config.optim.codec == "float32"
 
 
-def test_no_run_begins_that_would_end_too_late(tmp_path, monkeypatch, capsys):
-  clock = iter(range(0, 10_000, 60))  # A minute from look to look.
+def test_no_run_starts_that_would_end_too_late(tmp_path, monkeypatch, capsys):
+  clock = iter(range(0, 10_000, 60))  # Each reading is a minute later.
   time = types.SimpleNamespace(monotonic=lambda: next(clock))
   monkeypatch.setattr(stability, "time", time)
   for name in ("Data", "Programs"):
@@ -184,7 +184,7 @@ def test_no_run_begins_that_would_end_too_late(tmp_path, monkeypatch, capsys):
   assert stability.run(base, todo, None, rows, minutes=1e9) == 9
 
 
-def test_runs_that_compile_are_counted_apart(tmp_path, monkeypatch):
+def test_runs_that_compile_are_timed_separately(tmp_path, monkeypatch):
   now = [0]
   time = types.SimpleNamespace(monotonic=lambda: now[0])
   monkeypatch.setattr(stability, "time", time)
@@ -192,7 +192,7 @@ def test_runs_that_compile_are_counted_apart(tmp_path, monkeypatch):
     monkeypatch.setattr(stability, name, lambda *args: object())
 
   def train_one(programs, config, data, rate, seed):
-    # The first of a variant takes five minutes, the others one.
+    # A variant's first run takes five minutes, the others one.
     now[0] += 60 if seed else 300
     return dict(failed=None)
 
@@ -200,7 +200,7 @@ def test_runs_that_compile_are_counted_apart(tmp_path, monkeypatch):
   todo = [dict(variant="bf16", rate=1e-3, seed=seed) for seed in range(9)]
   todo += [dict(variant="coat", rate=1e-3, seed=0)]
   rows, base = tmp_path / "rows.jsonl", stability.study()
-  # After the first nobody knows that the second is shorter.
+  # After the first run, the second is expected to take as long.
   for minutes, count in ((10, 1), (12, 7), (18, 9), (19, 10)):
     assert stability.run(base, todo, None, rows, minutes=minutes) == count
 
@@ -222,9 +222,7 @@ TOY = dataclasses.replace(
 
 
 @pytest.mark.slow
-def test_runs_share_a_program_and_are_those_of_training(
-  tmp_path, monkeypatch, capsys
-):
+def test_runs_share_a_program_and_equal_training(tmp_path, monkeypatch, capsys):
   monkeypatch.setattr(stability, "study", lambda: TOY)
   monkeypatch.setattr(stability_run, "CHUNK", 5)
   made = []
@@ -242,7 +240,7 @@ def test_runs_share_a_program_and_are_those_of_training(
   assert stability.main(line) == 0
   rows = read_rows(path, "stability")
   assert [row["case"]["seed"] for row in rows] == [3, 4, 3, 4]
-  # Those that failed are rows too.
+  # Failed runs have rows too.
   failed = {row["case"]["rate"] for row in rows if row["failed"]}
   assert failed == {1e30}
   assert made[-1].train._cache_size() == 1
@@ -251,7 +249,7 @@ def test_runs_share_a_program_and_are_those_of_training(
   assert "0 runs" in capsys.readouterr().err
   assert read_rows(path, "stability") == rows
 
-  # As train.pretrain does it.
+  # Train the same with train.pretrain.
   optim = dataclasses.replace(TOY.optim, lr=1e-3)
   config = dataclasses.replace(TOY, optim=optim, seed=3, steps=10)
   optimizer, graph = step.build_optimizer(config), step.build_graph(config)

@@ -331,4 +331,4 @@ def test_code_in_the_docs_runs(capsys):
   exec(compile(block, "docs/plan.md", "exec"), {})
   printed = capsys.readouterr().out
   assert re.fullmatch(r"[\d.]+ GB in the \w+\n", printed)
-  assert f"`{printed.strip()}`" in DOCS
+  assert f"```text\n{printed}```" in DOCS
