@@ -37,7 +37,8 @@ $(shell rm -f $(STAMP))
 endif
 endif
 
-.PHONY: help train test test-all test-aot test-gpu test-eval lint docs clean
+.PHONY: help train test test-all test-aot test-gpu test-eval test-versions lint \
+  docs package clean
 
 help:
 	@echo 'make train     train a model on real text: FP8 beside its BF16 twin'
@@ -46,8 +47,10 @@ help:
 	@echo 'make test-aot  compile for an H200, without one, and check what comes out'
 	@echo 'make test-gpu  run the tests that need an NVIDIA GPU'
 	@echo 'make test-eval run the tests that need lm-evaluation-harness'
+	@echo 'make test-versions  run the tests on the oldest and newest JAX'
 	@echo 'make lint      check style (ruff) and types (pyright)'
 	@echo 'make docs      build the documentation into site/; a warning is an error'
+	@echo 'make package   build the wheel, check it, install it and import it'
 	@echo 'make clean     remove .venv and caches'
 	@echo
 	@echo 'Each sets up .venv by itself, with a Python >= 3.12 that it finds, or'
@@ -99,6 +102,9 @@ test-gpu: $(CUDA_STAMP)
 test-eval: $(EVAL_STAMP)
 	JAX_PLATFORMS=cpu $(PY) -m pytest --durations=10 tests/train/evaluation $(ARGS)
 
+test-versions: $(STAMP)
+	tests/versions.sh $(ARGS)
+
 lint: $(STAMP)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
@@ -107,6 +113,17 @@ lint: $(STAMP)
 # The variable silences an advertisement of MkDocs' next version.
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
+
+# The wheel is imported in an environment that has nothing else in it.
+package: $(STAMP)
+	@$(PIP) build twine
+	rm -rf dist build/package
+	$(PY) -m build --outdir dist .
+	$(PY) -m twine check --strict dist/*
+	$(PY) -m venv build/package
+	build/package/bin/python -m pip install --quiet --disable-pip-version-check \
+	  --constraint constraints.txt dist/*.whl
+	cd build && package/bin/python -c 'import coat_jax; print(coat_jax.__version__)'
 
 clean:
 	rm -rf $(VENV) site .pytest_cache .ruff_cache .hypothesis
