@@ -104,15 +104,13 @@ def tensor_amax(
 
   Inside `jax.shard_map`, `axis_names` are the axes over which the tensor is
   split; devices along them exchange one number each. Along other axes, such as
-  the stages of a pipeline, each device has a tensor of its own. A kernel that
-  already has the values in registers finds its tiles' maxima at no cost; then
-  only these few are reduced (Group Scaling, `bits_to_amax`).
+  the stages of a pipeline, each device has a tensor of its own.
   """
   return bits_to_amax(_magnitude_bits(x), axis_names)
 
 
 def bits_to_amax(bits: Array, axis_names: tuple[str, ...] = ()) -> Array:
-  """Returns `tensor_amax` of magnitudes given as bits of their f32, int32."""
+  """Returns `tensor_amax` of int32 bits of magnitudes, as kernels find them."""
   largest = jnp.max(bits, initial=0)
   if axis_names:
     largest = jax.lax.pmax(largest, axis_names)
@@ -120,12 +118,9 @@ def bits_to_amax(bits: Array, axis_names: tuple[str, ...] = ()) -> Array:
 
 
 def _magnitude_bits(x: Array) -> Array:
-  """Returns the f32 bits of |x| as int32.
-
-  Bits compare as magnitudes do, and the bits of NaN are above those of
-  infinity. The maximum of integers is the same on every backend and propagates
-  NaN; backends disagree about the maximum of floats.
-  """
+  """Returns the f32 bits of |x| as int32, which compare as magnitudes do."""
+  # The bits of NaN are above those of infinity, so a maximum of integers
+  # propagates NaN. Backends disagree about the maximum of floats.
   bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
   return bits & 0x7FFFFFFF
 
@@ -137,12 +132,11 @@ def amax_to_scale(
 
   It is written as a multiplication because some compilers, but not all, turn a
   division by a constant into one. A group of zeros has scale 1. `scale_dtype`
-  is float32, or bfloat16, which is rounded up; another one is a ValueError.
+  is float32, or bfloat16, which is rounded up.
   """
   if dtype_of(scale_dtype) not in (jnp.float32, jnp.bfloat16):
-    name, remedy = "scale_dtype", "pass one of these"
-    rule = "float32 or bfloat16"
-    refuse(ValueError, "quantize", name, rule, scale_dtype, remedy)
+    rule, remedy = "float32 or bfloat16", "pass one of these"
+    refuse(ValueError, "quantize", "scale_dtype", rule, scale_dtype, remedy)
   scale = jnp.maximum(amax * jnp.float32(1 / qmax(dtype)), _SMALLEST_SCALE)
   scale = jnp.where(amax == 0, jnp.float32(1), scale)
   if jnp.dtype(scale_dtype) == jnp.bfloat16:
@@ -154,9 +148,6 @@ def power_of_two_scale(amax: Array, dtype: DTypeLike = E4M3) -> Array:
   """Returns the smallest power of two at which a group's amax fits in qmax.
 
   It is f32: 1 for a group of zeros, and amax itself if that is NaN or infinite.
-  A floating-point code times such a scale has the code's own mantissa, whatever
-  the scale is. So quantized values can be quantized again in other groups
-  without changing, except those close to the format's smallest value.
   """
   bits = jax.lax.bitcast_convert_type(amax, jnp.int32)
   # The bits of f32 values increase with them, by 2^23 for each factor of two.

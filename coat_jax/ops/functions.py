@@ -9,14 +9,13 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from coat_jax.numerics.checks import check_array, check_choice
+from coat_jax.numerics.checks import check_choice, check_numeric
 from coat_jax.ops.types import Activation, Approximation
 
 
 def _in_f32(x: Any) -> Array:
   """Converts an array to f32; raises a TypeError if it is not numeric."""
-  op, kind, remedy = "activation", jnp.number, "pass its input"
-  check_array(op, "x", x, "an array of numbers", kind=kind, remedy=remedy)
+  check_numeric("activation", "x", x, "pass its input")
   return x.astype(jnp.float32)
 
 
@@ -60,7 +59,8 @@ def gelu_derivative(x: Array, *, approximate: Approximation) -> Array:
   x = _in_f32(x)
   check_approximation(approximate)
   if approximate == "sigmoid":
-    x = jnp.clip(x, -60, 60)  # As below. sigmoid(-102) is not subnormal.
+    # Beyond 60, as below; sigmoid(-102) is not subnormal.
+    x = jnp.clip(x, -60, 60)
     cdf = jax.nn.sigmoid(_QUICK * x)
     return cdf + _QUICK * x * cdf * (1 - cdf)
   if approximate:

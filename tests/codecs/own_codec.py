@@ -30,9 +30,6 @@ class FourthRoots(Grouped):
     up = t - below > noise * (above - below)
     return jnp.where(up, lower + 1, lower).astype(jnp.int8)
 
-  def _signed(self, codes, negative):
-    return jnp.where(negative, -codes, codes)
-
   def _values(self, codes, amax, range_):
     root = codes.astype(jnp.float32) / 127
     return jnp.sign(root) * root**4 * amax

@@ -24,7 +24,7 @@ DTYPES = [formats.E4M3, formats.E5M2]
 )
 def test_limits_are_those_of_the_format(dtype, qmax, subnormal):
   assert formats.qmax(dtype) == qmax
-  assert formats.smallest_subnormal(dtype) == subnormal
+  assert formats.neighbours(jnp.float32(0), dtype)[1] == subnormal
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -9,6 +9,7 @@ import pytest
 from coat_jax import recipes
 from coat_jax.numerics.formats import E4M3, E5M2, INT8
 from coat_jax.numerics.recipes import CoatRecipe, MeshAxes
+from coat_jax.numerics.scaling import PerTensor
 
 
 def test_presets_carry_their_names():
@@ -60,7 +61,7 @@ def test_variants_keep_the_preset_and_set_the_field():
   assert variant.name == "coat"
   assert dataclasses.asdict(variant) == dict(
     linear="fp8",
-    scaling="tensor",
+    scaling=PerTensor,
     nonlinear="fp8",
     formats=dict(values=E4M3, gradients=E5M2),
     axes=None,
@@ -97,7 +98,6 @@ def test_recipes_are_frozen_and_hashable():
   "field",
   [
     "linear",
-    "scaling",
     "nonlinear",
     "residuals",
     "attention",
