@@ -3,10 +3,8 @@
 
 Like FlashAttention it saves q, k, v, the output and each row's log-sum-exp, and
 recomputes the probabilities of one chunk of queries at a time, so that no
-[T, S] matrix is held whole. (`jax.nn.dot_product_attention` without cuDNN saves
-the probabilities: 13 U a layer at a sequence of 2048, in units of U = 2 D bytes
-a token.) With a window, a chunk reads only the keys that one of its queries
-sees: it computes T (window + chunk) scores instead of T S.
+[T, S] matrix is held whole. With a window, a chunk reads only the keys that one
+of its queries sees: it computes T (window + chunk) scores instead of T S.
 
 Shapes: q [B, T, N, H]; k, v [B, S, K, H]. N is a multiple of K, and query head
 n reads key head n // (N / K). Products read operands in their own dtype and
@@ -161,15 +159,13 @@ class Keys(NamedTuple):
 
   @classmethod
   def of(cls, queries: Queries, q, k, kind: AttentionKind) -> "Keys":
-    """Selects all keys or, with a window, those the chunk sees plus one.
-
-    With the extra key, a window of 4096 reads 4352 keys: matmuls are fast at
-    multiples of 8.
-    """
+    """Selects all keys or, with a window, those the chunk sees plus one."""
     s, chunk = k.shape[1], queries.q.shape[1]
     offset = s - q.shape[1]
     if kind.window is None or kind.window + chunk >= s:
       return cls(0, s, s, offset)
+    # The extra key makes 4352 keys of a window of 4096: matmuls are fast at
+    # multiples of 8.
     length = kind.window + chunk
     # At both ends there are fewer keys; what is read instead is masked.
     first = jnp.clip(queries.first + offset - kind.window, 0, s - length)
@@ -201,11 +197,9 @@ def masked_scores(
   segments: Array | None,
   kind: AttentionKind,
 ):
-  """Computes a chunk's scores and their derivatives by q k^T.
+  """Computes a chunk's scores, and their derivatives before the mask.
 
-  k is [B, S, K, H]. Scores are f32 [B, K, R, chunk, length], scaled, capped and
-  masked. The derivatives, taken before the mask, have the same shape, or are
-  one number if they are all equal.
+  Both are f32 [B, K, R, chunk, length]; equal derivatives are one number.
   """
   scale = kind.scale_of(queries.q.shape[-1])
   products = einsum_f32("btkrh,bskh->bkrts", queries.q, keys.read(k))
@@ -241,10 +235,7 @@ def einsum_f32(formula: str, a: Array, b: Array) -> Array:
 
 
 def grouped_heads(x: Array, kv_heads: int) -> Array:
-  """Reshapes [B, T, N, ...] to [B, T, K, R, ...]:
-
-  R query heads per key head.
-  """
+  """Reshapes [B, T, N, ...] to [B, T, K, R, ...], R = N / K."""
   b, t, n, *rest = x.shape
   return x.reshape(b, t, kv_heads, n // kv_heads, *rest)
 

@@ -19,8 +19,7 @@ from coat_jax.numerics.scaling import BLOCK, BlockScales, Operand, block_values
 from coat_jax.ops.dispatch import op
 
 
-def _check_linear(x, w, *, bias=None, add=None, **kwargs) -> None:
-  del kwargs
+def _check_linear(x, w, *, bias=None, add=None, **_) -> None:
   if x.rows is None or w.columns is None or w.columns.ndim != 2:
     raise ValueError(
       "linear: needs x in rows and a weight [D, F] in columns, got "
@@ -96,7 +95,7 @@ def _rows(x: Array) -> Array:
 
 
 def in_rows(x: Operand) -> QTensor:
-  """Returns an operand's rows [m, n] with one scale or with block scales."""
+  """Returns an operand's rows [m, n] with their scales."""
   assert x.rows is not None
   if not isinstance(x.scale, BlockScales):
     return QTensor(_rows(x.rows), x.scale, None)
@@ -105,11 +104,10 @@ def in_rows(x: Operand) -> QTensor:
 
 
 def in_columns(x: Operand) -> QTensor:
-  """Returns an operand's columns [n, m] with one scale or with block scales."""
+  """Returns an operand's columns [n, m] with their scales."""
   assert x.columns is not None
   if not isinstance(x.scale, BlockScales):
     return QTensor(x.columns, x.scale, None)
-  assert x.scale.columns is not None
   return QTensor(x.columns, x.scale.columns, BLOCK)
 
 
@@ -124,8 +122,7 @@ def linear_fwd(
 ) -> Array:
   """Computes y [..., F] = x w from x.rows [..., D] and w.columns [F, D].
 
-  `bias` [F], rounded to `dtype`, and `add` [..., F], the residual stream, are
-  added in f32 before y is rounded.
+  `bias` [F] and `add` [..., F], the residual stream, are added in f32.
   """
   assert x.rows is not None and w.columns is not None
   if add is not None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Types of operations: operands, statistics, kinds of attention, errors."""
+"""Types of arguments and results of operations, and their error."""
 
 import dataclasses
 from typing import Literal, NamedTuple
@@ -8,8 +8,6 @@ from jax import Array
 
 from coat_jax.numerics.checks import COUNT, POSITIVE, check_number, check_whole
 
-# "xla" is the definition in plain jnp. The others are for GPUs; "cuda" is jnp.
-Implementation = Literal["xla", "triton", "mosaic", "cublas", "cudnn", "cuda"]
 # Implementations of the optimizers' steps.
 StepImplementation = Literal["xla", "mosaic"]
 
