@@ -85,7 +85,8 @@ def check_kind(
   if isinstance(value, kind):
     return
   kinds = kind if isinstance(kind, tuple) else (kind,)
-  rule = " or ".join("a text" if x is str else a(x) for x in kinds)
+  words = {str: "a string", type(None): "None"}
+  rule = " or ".join(words.get(x) or a(x) for x in kinds)
   refuse(TypeError, op, name, rule, value, remedy)
 
 

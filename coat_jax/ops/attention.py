@@ -48,9 +48,9 @@ def check_attention(q, k, v, segments=None, *, kind: AttentionKind) -> None:
   fits = segments.shape == q.shape[:2] == k.shape[:2]
   if not fits or not jnp.issubdtype(segments.dtype, jnp.integer):
     raise ValueError(
-      "attention: segments are integers [B, T], of queries and keys alike, got "
-      f"{segments.dtype} {segments.shape} for q {q.shape} and k {k.shape}; "
-      "pass which document each token is of"
+      "attention: segments must be integers [B, T] for T queries and T keys, "
+      f"got {segments.dtype} {segments.shape} for q {q.shape} and k {k.shape}; "
+      "number the documents, and pass each token's number"
     )
 
 

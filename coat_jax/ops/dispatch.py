@@ -75,8 +75,8 @@ class Op[R]:
     if implementation not in (None, *self.implementations):
       raise NotImplementedError(
         f"{op or self.name}: implementation must be one of "
-        f"{self.implementations}, got {implementation!r}; pass None to have it "
-        "chosen"
+        f"{self.implementations}, got {implementation!r}; leave it out to have "
+        "one chosen"
       )
 
   def kernel(self, implementation: str) -> Callable[..., R]:
@@ -110,9 +110,7 @@ class Op[R]:
       return self.definition(*args, **kwargs)
     reason = self._why_not(implementation, args, kwargs)
     if reason is not None:
-      raise Unsupported(
-        f"{reason}; pass implementation=None to have XLA do it there"
-      )
+      raise Unsupported(f"{reason}; pass implementation=None to have XLA do it")
     return self.kernel(implementation)(*args, **kwargs)
 
   def _choose(self, args, kwargs) -> R:

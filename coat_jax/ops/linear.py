@@ -28,8 +28,8 @@ def _check_linear(x, w, *, bias=None, add=None, **_) -> None:
   if x.rows.shape[-1] != w.columns.shape[1]:
     raise ValueError(
       "linear: x [..., D] needs a weight [D, F], got x "
-      f"{x.rows.shape} and weight {w.columns.shape[::-1]}; pass x of the "
-      "weight's width"
+      f"{x.rows.shape} and weight {w.columns.shape[::-1]}; pass an x as wide "
+      "as the weight"
     )
   columns = w.columns.shape[:1]
   for name, other, want in (
@@ -38,8 +38,8 @@ def _check_linear(x, w, *, bias=None, add=None, **_) -> None:
   ):
     if other is not None and other.shape != want:
       raise ValueError(
-        f"linear: {name} must be of the product's columns, {want}, got "
-        f"{other.shape}; pass weights that belong together"
+        f"linear: {name} must have the product's columns, {want}, got "
+        f"{other.shape}; pass arrays that belong together"
       )
 
 
@@ -59,8 +59,7 @@ def _matmul(
   if a.scale.ndim != b.scale.ndim:
     raise ValueError(
       "linear: operands must both have one scale, or both scales of blocks, "
-      f"got {a.scale.shape} and {b.scale.shape}; `layers.operands.quantized` "
-      "gives those of a recipe"
+      f"got {a.scale.shape} and {b.scale.shape}; quantize both with one recipe"
     )
   if a.scale.ndim:
     out = _dot(*(block_values(x.qvalue, x.scale, jnp.bfloat16) for x in (a, b)))
@@ -124,11 +123,11 @@ def linear_fwd(
 
   `bias` [F] and `add` [..., F], the residual stream, are added in f32.
   """
-  assert x.rows is not None and w.columns is not None
+  assert x.rows is not None
   if add is not None:
     add = _rows(add)
   y = _matmul(in_rows(x), in_columns(w), dtype, add, bias)
-  return y.reshape(*x.rows.shape[:-1], w.columns.shape[0])
+  return y.reshape(*x.rows.shape[:-1], y.shape[-1])
 
 
 @op(cublas="cublas", mosaic="block_product")
@@ -136,9 +135,9 @@ def linear_dgrad(
   g: Operand, w: Operand, *, dtype: DTypeLike = jnp.bfloat16
 ) -> Array:
   """Computes dx [..., D] = g w^T from g.rows [..., F] and w.rows [D, F]."""
-  assert g.rows is not None and w.rows is not None
+  assert g.rows is not None
   dx = _matmul(in_rows(g), in_rows(w), dtype)
-  return dx.reshape(*g.rows.shape[:-1], w.rows.shape[0])
+  return dx.reshape(*g.rows.shape[:-1], dx.shape[-1])
 
 
 @op(cublas="cublas", mosaic="block_product")

@@ -30,14 +30,14 @@ from coat_jax.ops.types import NormKind, NormStats
 def check_norm(x, gamma, beta, *, kind, eps, **_) -> None:
   """Raises for invalid arguments of a norm."""
   check_numeric("norm", "x", x, "pass its input")
-  remedy = "without a norm kind is None in blocks"
+  remedy = "a block without a norm takes kind=None"
   check_choice("norm", "kind", kind, get_args(NormKind), remedy)
   check_number("norm", "eps", eps, NOT_NEGATIVE, "1e-6 is usual")
   for name, row in (("gamma", gamma), ("beta", beta)):
     if row is not None and row.shape != x.shape[-1:]:
       raise ValueError(
         f"norm: {name} must be [D] for x [..., D], got {row.shape} for x "
-        f"{x.shape}; pass x of the width that the norm has"
+        f"{x.shape}; pass an x as wide as the norm"
       )
 
 
@@ -86,7 +86,7 @@ def norm_gradients(
   dx = (g - xhat mean(xhat g) - mean(g)) rstd, the last mean for "layer" only.
   """
   for name, each in (("dy", dy), ("x", x)):
-    check_numeric("norm", name, each, "pass that of the forward")
+    check_numeric("norm", name, each, "pass an array like the forward's")
   dy = dy.astype(jnp.float32)
   x = x.astype(jnp.float32)
   if stats.mean is not None:

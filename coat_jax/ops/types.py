@@ -57,7 +57,7 @@ class AttentionKind:
   def __post_init__(self):
     op = "attention"
     if self.window is not None:
-      remedy = "a query sees itself, and window=None is for all keys"
+      remedy = "a query sees itself; window=None shows it all keys"
       check_whole(op, "window", self.window, COUNT, remedy)
     if self.window is not None and not self.causal:
       raise ValueError(
@@ -67,7 +67,7 @@ class AttentionKind:
     for name in ("soft_cap", "scale"):
       value = getattr(self, name)
       if value is not None:
-        remedy = f"pass {name}=None for none of your own"
+        remedy = f"leave {name} out for the default"
         check_number(op, name, value, POSITIVE, remedy)
 
   def among(self, keys: int) -> "AttentionKind":

@@ -304,7 +304,7 @@ def test_no_queries_have_gradients_of_zero(s, causal):
 )
 def test_segments_that_do_not_fit_are_refused(s, segments):
   q, k, v, _ = case(4, s, 2, 2)
-  with pytest.raises(ValueError, match="segments are integers .B, T.*got"):
+  with pytest.raises(ValueError, match="segments must be integers .B, T.*got"):
     ops.attention_fwd(q, k, v, segments, kind=CAUSAL)
 
 

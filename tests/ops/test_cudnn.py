@@ -109,7 +109,7 @@ def test_the_window_that_jax_asks_for_is_ours(kind):
   [
     (AttentionKind(), False, None),
     (AttentionKind(window=7, scale=0.25), False, None),
-    (AttentionKind(soft_cap=50.0), False, "no caps of scores.*soft_cap=50.0"),
+    (AttentionKind(soft_cap=50.0), False, "cannot cap scores.*soft_cap=50.0"),
     (AttentionKind(), True, "fixed number of segments, got an id for each"),
   ],
 )
