@@ -29,7 +29,6 @@ from coat_jax.numerics.checks import (
   check_array,
   check_float_dtype,
   check_group_size,
-  check_kind,
   dtype_of,
   refuse,
 )
@@ -62,8 +61,16 @@ class QTensor:
   group_size: int | None
 
   def dequantize(self, dtype: DTypeLike = jnp.float32) -> Array:
-    """Returns `dequantize(self, dtype=dtype)`."""
-    return dequantize(self, dtype=dtype)
+    """Returns qvalue * scale, computed in f32 and cast to `dtype`.
+
+    Raises:
+      TypeError: `dtype` is not a floating dtype.
+      ValueError: the scale's shape does not fit qvalue and group_size.
+    """
+    op, shape = "dequantize", self.qvalue.shape
+    check_float_dtype(op, "dtype", dtype)
+    scale = _spread_scale(op, self.scale, shape, self.group_size)
+    return (self.qvalue.astype(jnp.float32) * scale).astype(dtype)
 
 
 def num_groups(n: int, group_size: int) -> int:
@@ -225,27 +232,6 @@ def quantize(
     amax = group_amax(x, group_size)
   scale = amax_to_scale(amax, dtype, scale_dtype)
   return quantize_with_scale(x, scale, group_size=group_size, dtype=dtype)
-
-
-def dequantize(q: QTensor, *, dtype: DTypeLike = jnp.float32) -> Array:
-  """Returns the values that codes represent: qvalue * scale, computed in f32.
-
-  Args:
-    q: the result of `quantize`.
-    dtype: dtype of the result.
-
-  Returns:
-    Array of qvalue's shape in `dtype`.
-
-  Raises:
-    TypeError: q is not a QTensor, or `dtype` not a floating dtype.
-    ValueError: the scale's shape does not fit qvalue and group_size.
-  """
-  op = "dequantize"
-  check_kind(op, "q", q, QTensor, "pass what quantize returned")
-  check_float_dtype(op, "dtype", dtype)
-  scale = _spread_scale("dequantize", q.scale, q.qvalue.shape, q.group_size)
-  return (q.qvalue.astype(jnp.float32) * scale).astype(dtype)
 
 
 def times_scales(x: Array, a: Array | float, b: Array | float) -> Array:

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Values and derivatives of activation functions, in f32."""
 
-import functools
-from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -83,32 +81,22 @@ def check_approximation(approximate: Any) -> None:
     )
 
 
-# Value and derivative of each activation.
-_FUNCTIONS: dict[Activation, tuple[Callable, Callable]] = {
-  "silu": (silu_values, silu_derivative),
-  "gelu_tanh": (
-    functools.partial(gelu_values, approximate=True),
-    functools.partial(gelu_derivative, approximate=True),
-  ),
-  "gelu": (
-    functools.partial(gelu_values, approximate=False),
-    functools.partial(gelu_derivative, approximate=False),
-  ),
-}
-
-
 def check_activation(activation: Any) -> None:
   """Raises a ValueError if this is not an `Activation`."""
-  check_choice("gated", "activation", activation, tuple(_FUNCTIONS))
+  check_choice("gated", "activation", activation, get_args(Activation))
 
 
 def activation_values(x: Array, *, activation: Activation) -> Array:
   """Computes the activation function of x in f32."""
   check_activation(activation)
-  return _FUNCTIONS[activation][0](x)
+  if activation == "silu":
+    return silu_values(x)
+  return gelu_values(x, approximate=activation == "gelu_tanh")
 
 
 def activation_derivative(x: Array, *, activation: Activation) -> Array:
   """Computes the activation function's derivative at x in f32."""
   check_activation(activation)
-  return _FUNCTIONS[activation][1](x)
+  if activation == "silu":
+    return silu_derivative(x)
+  return gelu_derivative(x, approximate=activation == "gelu_tanh")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Heads taken apart and joined again; layers/test_rope.py has rotations."""
+"""Splitting and joining heads; layers/test_rope.py tests rotations."""
 
 import functools
 
@@ -25,7 +25,7 @@ def case(n, k, dtype=jnp.float32, positions=None, theta=1e4):
 
 
 @pytest.mark.parametrize("n, k", [(4, 2), (3, 3), (4, 1)])
-def test_split_heads_takes_columns_by_key_head(n, k):
+def test_split_heads_orders_columns_by_key_head(n, k):
   qkv, _ = case(n, k)
   straight = jnp.ones((T, H // 2)), jnp.zeros((T, H // 2))
   q, key, v = ops.split_heads(qkv, *straight, num_heads=n, num_kv_heads=k)
@@ -68,7 +68,7 @@ def test_split_heads_leaves_values_as_they_are():
   assert_same_bits(v, qkv.reshape(B, T, 2, 4, H)[:, :, :, 3])
 
 
-def test_join_heads_operand_is_of_the_joined_heads():
+def test_join_heads_operand_quantizes_the_joined_heads():
   qkv, angles = case(4, 2, jnp.bfloat16)
   heads = ops.split_heads(qkv, *angles, num_heads=4, num_kv_heads=2)
   joined = ops.join_heads(*heads, *angles)
@@ -78,7 +78,7 @@ def test_join_heads_operand_is_of_the_joined_heads():
   assert sums is None
 
 
-def test_join_heads_operand_sums_what_it_stands_for():
+def test_join_heads_operand_sums_the_joined_heads():
   qkv, angles = case(4, 2, jnp.bfloat16)
   heads = ops.split_heads(qkv, *angles, num_heads=4, num_kv_heads=2)
   _, sums = ops.join_heads_operand(*heads, *angles, has_sums=True)

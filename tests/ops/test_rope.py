@@ -119,7 +119,7 @@ def test_frequencies_are_those_of_transformers(rotary, wanted):
 
 
 def test_known_frequencies_of_llama_3_1():
-  """Channels 0 and 63 of 64, and the one in the middle of the mixed ones."""
+  """Checks channels 0, 63 and, in the interpolated range, 32."""
   found = frequencies(Rotary(5e5, Llama3Scaling(**LLAMA)))
   # 5e5^(-63/64) / 8 for the last; the first turns most and stays.
   assert found[0] == 1
@@ -151,7 +151,7 @@ def test_yarn_multiplies_cos_and_sin(given, wanted):
   assert_close((cos, sin), (wanted * np.cos(angle), wanted * np.sin(angle)))
 
 
-def test_a_rotary_without_choices_is_its_base():
+def test_rotary_without_options_equals_its_base():
   positions = jnp.arange(7, dtype=jnp.int32)
   assert_same_bits(
     rotation(positions, head_dim=16, theta=Rotary(1e4)),
@@ -218,6 +218,6 @@ def test_layers_of_several_kinds_choose_by_number(kind):
     ),
   ],
 )
-def test_choices_that_do_not_fit_are_refused(make, message):
+def test_invalid_options_are_refused(make, message):
   with pytest.raises(ValueError, match=message):
     make()
