@@ -2,13 +2,8 @@
 """The interface of a codec for one moment, and the base of codecs with groups.
 
 A moment is encoded as codes of its own shape and at most two statistics per
-group of `group_size` values along the last axis. A codec is a frozen dataclass
-that follows `GroupCodec`; `coat_jax.codecs` pairs one for each moment of Adam.
-
-`Grouped` is the base of codecs with groups. It splits rows into groups, removes
-signs, calls the subclass for the statistics and for the codes of the
-magnitudes, adds the signs to the codes, and joins the groups again. Its
-subclasses are in `fp8`, `int8` and `log8`.
+group of `group_size` values along the last axis. `coat_jax.codecs` pairs a
+codec for each of Adam's two moments.
 
 Stochastic rounding works on decoded values: if lower <= x <= upper are the two
 neighbours as `decode` returns them, P(upper) = (x - lower) / (upper - lower).
@@ -102,11 +97,13 @@ class Plain:
 
 @dataclasses.dataclass(frozen=True)
 class Grouped(abc.ABC):
-  """Base of the codecs with groups; see the module's docstring.
+  """Base of the codecs with groups, which are in `fp8`, `int8` and `log8`.
 
-  A subclass defines `_statistics`, `_codes` and `_values`. Magnitudes are
-  [..., groups, group_size]. Statistics get a last axis of 1 when they are
-  passed along with magnitudes. Codes of an unsigned integer dtype get no sign.
+  It splits rows into groups and removes signs. A subclass computes the groups'
+  `_statistics`, `_codes` of the magnitudes, and `_values` of codes. Magnitudes
+  are [..., groups, group_size]. Statistics get a last axis of 1 when they are
+  passed along with magnitudes. Codes get their signs here, unless their dtype
+  is an unsigned integer.
 
   Attributes:
     group_size: number of values along the last axis that share statistics.

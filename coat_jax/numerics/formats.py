@@ -2,9 +2,7 @@
 """Number formats and their arithmetic by dtype: limits, casts, neighbours.
 
 E4M3 (4 exponent bits, 3 mantissa bits, no infinity) holds values and weights;
-E5M2 (more range, less precision) holds gradients. INT8 is available to the
-definitions ("xla"); no kernel supports it. To add a format, add an entry to
-`_FORMATS`.
+E5M2 (more range, less precision) holds gradients. No kernel supports INT8.
 
 We avoid two traps of a plain cast to FP8 by rounding to the format's grid in
 f32 first, which makes the cast exact. Every cast in this package goes through

@@ -198,15 +198,10 @@ class CoatRecipe:
         f"attention='bf16', got {self.nonlinear!r} and {self.attention!r}; "
         "FP8 residuals pay off only if matrix products read them"
       )
-    if self.in_blocks and self.linear == "bf16":
+    if self.in_blocks and self.name in ("bf16", "int8"):
       raise ValueError(
-        "CoatRecipe: scaling=Blocks is for FP8 products, got linear='bf16'; "
-        "leave scaling out"
-      )
-    if self.in_blocks and self.formats == _INTEGERS:
-      raise ValueError(
-        "CoatRecipe: scaling=Blocks is for FP8 products, got formats of int8; "
-        "leave scaling out"
+        "CoatRecipe: scaling=Blocks is for FP8 products, got a recipe like "
+        f"{self.name}; leave scaling out"
       )
 
   @property

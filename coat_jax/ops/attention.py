@@ -70,7 +70,8 @@ def attention_fwd(
   """
 
   def one_chunk(args):
-    chunk = Chunk.of(*args, q, k, kind)
+    queries, own = args
+    chunk = Chunk.of(queries, own, q, k, kind)
     scores, _ = chunk.scores(k, segments)
     lse = jax.nn.logsumexp(scores, axis=-1)
     p = jnp.exp(scores - lse[..., None]).astype(v.dtype)
