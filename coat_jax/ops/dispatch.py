@@ -12,7 +12,7 @@ the platform.
 
 An implementation has the definition's signature. `@kernel(why_not)` gives it a
 function that looks at the arguments' shapes, dtypes and options and returns why
-it cannot run them.
+it cannot run them. `op.kernels["name"] = kernel` adds one from outside.
 """
 
 import dataclasses
@@ -32,30 +32,29 @@ from coat_jax.numerics.checks import (
 )
 from coat_jax.numerics.scaling import Layout
 from coat_jax.numerics.varying import varying
-from coat_jax.ops.types import Implementation, Unsupported
+from coat_jax.ops.types import Unsupported
 
 # An implementation, or the module that has a function of the operation's name:
 # kernels are imported when they are first needed.
 type Kernel = str | Callable[..., Any]
-type Kernels = tuple[tuple[Implementation, Kernel], ...]
 
-# Pallas kernels, each in its own folder; XLA cannot partition them.
-_PALLAS = ("triton", "mosaic")
+# Written in jnp or partitioned by JAX, so XLA can put them on several devices.
+_PARTITIONED = ("cublas", "cudnn", "cuda")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Op[R]:
   """An operation with its implementations.
 
   Attributes:
     definition: the operation in plain jnp; determines the signature.
+    kernels: maps an implementation's name to its kernel; a GPU runs the first
+      one that supports the arguments. You may add your own.
     check: raises for arguments that no implementation supports, or None.
-    kernels: pairs of an implementation's name and its kernel; a GPU runs the
-      first one that supports the arguments.
   """
 
   definition: Callable[..., R]
-  kernels: Kernels = ()
+  kernels: dict[str, Kernel] = dataclasses.field(default_factory=dict)
   check: Callable[..., None] | None = None
 
   def __post_init__(self):
@@ -67,37 +66,31 @@ class Op[R]:
     return self.definition.__name__
 
   @property
-  def implementations(self) -> tuple[Implementation, ...]:
+  def implementations(self) -> tuple[str, ...]:
     """The names that `implementation` accepts."""
-    return ("xla", *(name for name, _ in self.kernels))
+    return ("xla", *self.kernels)
 
   def require_known(self, implementation: Any, op: str = "") -> None:
-    """Raises a NotImplementedError if no implementation has this name.
-
-    Args:
-      implementation: the name, or None.
-      op: the public function to name in the error; by default this operation.
-    """
+    """Raises a NotImplementedError in the name of `op` for an unknown name."""
     if implementation not in (None, *self.implementations):
       raise NotImplementedError(
         f"{op or self.name}: implementation must be one of "
-        f"{self.implementations}, got {implementation!r}; pass None to have it "
-        "chosen"
+        f"{self.implementations}, got {implementation!r}; leave it out to have "
+        "one chosen"
       )
 
   def kernel(self, implementation: str) -> Callable[..., R]:
     """Returns the function for a name in `implementations` other than "xla"."""
-    found = dict(self.kernels)[implementation]  # pyright: ignore[reportArgumentType]
+    found = self.kernels[implementation]
     if not isinstance(found, str):
       return found
-    room = "ops"
-    if implementation in _PALLAS:
-      room = f"pallas.{implementation}"
-    module = importlib.import_module(f"coat_jax.{room}.{found}")
+    own = implementation in _PARTITIONED
+    folder = "ops" if own else f"pallas.{implementation}"
+    module = importlib.import_module(f"coat_jax.{folder}.{found}")
     return getattr(module, self.name)
 
   def __call__(
-    self, *args: Any, implementation: Implementation | None = None, **kwargs
+    self, *args: Any, implementation: str | None = None, **kwargs
   ) -> R:
     self.require_known(implementation)
     for x in jax.tree.leaves(args):
@@ -110,23 +103,19 @@ class Op[R]:
     if self.check is not None:
       self.check(*args, **kwargs)
     # Inside a caller's shard_map, gradients must not be summed here.
-    return self._run(implementation, *varying((args, kwargs)))
-
-  def _run(self, implementation: Implementation | None, args, kwargs) -> R:
+    args, kwargs = varying((args, kwargs))
     if implementation is None:
       return self._choose(args, kwargs)
     if implementation == "xla":
       return self.definition(*args, **kwargs)
     reason = self._why_not(implementation, args, kwargs)
     if reason is not None:
-      raise Unsupported(
-        f"{reason}; pass implementation=None to have XLA do it there"
-      )
+      raise Unsupported(f"{reason}; pass implementation=None to have XLA do it")
     return self.kernel(implementation)(*args, **kwargs)
 
   def _choose(self, args, kwargs) -> R:
     """Runs the kernel if this is compiled for a GPU and there is one."""
-    for name, _ in self.kernels if _targets_gpu() else ():
+    for name in self.kernels if _targets_gpu() else ():
       if self._why_not(name, args, kwargs) is None:
         if _is_on_mesh():
           return self.kernel(name)(*args, **kwargs)
@@ -142,7 +131,7 @@ class Op[R]:
   def explain(self, *args: Any, **kwargs) -> str:
     """See `ops.explain`."""
     reasons = []
-    for name, _ in self.kernels:
+    for name in self.kernels:
       reason = self._why_not(name, args, kwargs)
       if reason is None:
         return f"{self.name}: {name} on a GPU, xla elsewhere"
@@ -152,7 +141,7 @@ class Op[R]:
 
   def _why_not(self, implementation: str, args, kwargs) -> str | None:
     """Returns why an implementation cannot take these arguments, or None."""
-    if implementation in _PALLAS and may_be_partitioned():
+    if implementation not in _PARTITIONED and may_be_partitioned():
       return (
         f"{self.name}: with several GPUs a kernel sees one device's part only "
         "inside jax.shard_map, where layers run with recipe.axes=MeshAxes(...)"
@@ -184,14 +173,13 @@ def op[R](
 ) -> Callable[[Callable[..., R]], Op[R]]:
   """Makes an `Op` of its definition: `@op(triton="norm")`.
 
-  `check` raises for arguments that no implementation supports. `kernels` maps
-  an implementation's name to a function, or to the module that has a function
-  of the definition's name: in `pallas.triton` and `pallas.mosaic` for these
-  two, in `ops` for the others.
+  `kernels` maps an implementation's name to a function, or to the module that
+  has a function of the definition's name: in `pallas.triton` and
+  `pallas.mosaic` for these two, in `ops` for the others.
   """
 
   def make(definition: Callable[..., R]) -> Op[R]:
-    return Op(definition, tuple(kernels.items()), check)  # pyright: ignore[reportArgumentType]
+    return Op(definition, kernels, check)
 
   return make
 
@@ -238,7 +226,7 @@ def _is_on_mesh() -> bool:
 
 
 def _targets_gpu() -> bool:
-  """Guesses whether the code being traced is for a GPU with FP8."""
+  """Tells whether the code being traced seems to be for a GPU with FP8."""
   device = jax.sharding.get_abstract_mesh().abstract_device
   # Devices of a mesh have the platform name gpu.
   if device is not None and device.platform not in ("cuda", "gpu"):
@@ -251,7 +239,7 @@ def _targets_gpu() -> bool:
 
 
 def may_be_partitioned() -> bool:
-  """Whether XLA may partition this code, which it cannot do with kernels."""
+  """Tells whether XLA may partition this code, and could not with kernels."""
   mesh = jax.sharding.get_abstract_mesh()
   if mesh.auto_axes or mesh.explicit_axes:
     return mesh.size > 1
