@@ -84,7 +84,15 @@ def random_words(
   row = jnp.zeros(shape, jnp.uint32)
   for index, size in zip(indices, whole[:-1], strict=True):
     row = row * jnp.uint32(size) + index  # Modulo 2^32.
-  # The row's word depends only on the row, so a kernel mixes it once per row.
+  return words_at(key, row, column)
+
+
+def words_at(key: Array, row: Array, column: Array) -> Array:
+  """Returns the words of elements of the whole leaf, all uint32.
+
+  `row` may have an axis of 1 where `column` has the columns: then a row's word
+  is mixed once.
+  """
   row_word = mix(row * jnp.uint32(GOLDEN) + key)
   word = mix((column // RUN) * jnp.uint32(GOLDEN) + row_word)
   return times_power(word, column)
