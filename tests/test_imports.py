@@ -16,8 +16,9 @@ FOLDERS = ("coat_jax", "train", "benchmarks", "studies")
 RANKS = {
   "numerics": 0,
   **dict.fromkeys(["codecs", "mesh", "ops"], 1),
-  **dict.fromkeys(["pallas", "optimizer", "layers"], 2),
-  **dict.fromkeys(["models", "optax_coat"], 3),
+  **dict.fromkeys(["optimizer", "layers"], 2),
+  **dict.fromkeys(["models", "optax_coat", "pallas"], 3),
+  "integrations": 4,
 }
 
 

@@ -138,16 +138,32 @@ class Grouped(abc.ABC):
         f"{noise.shape}; draw one number for each value"
       )
     groups = split_groups(x.astype(jnp.float32), self.group_size)
-    magnitude = jnp.abs(groups)
-    # Backends disagree on subnormals, so we count them as zero everywhere.
-    magnitude = jnp.where(magnitude < SMALLEST_NORMAL, 0.0, magnitude)
     if noise is not None:
       noise = split_groups(noise, self.group_size, fill=0.5)
-    amax, range_ = self._statistics(magnitude)
-    codes = self._codes(magnitude, amax[..., None], range_[..., None], noise)
+    codes, amax, range_ = self.encode_groups(groups, noise)
+    codes = join_groups(codes, x.shape[-1])
+    return Encoded(codes, _without_last(amax), _without_last(range_))
+
+  def encode_groups(self, x: Array, noise: Array | None) -> Encoded:
+    """Encodes f32 [..., group_size], a group per row; statistics are [..., 1].
+
+    Kernels call it on tiles, so it works on values that a TPU can compute with.
+    """
+    magnitude = jnp.abs(x)
+    # Backends disagree on subnormals, so we count them as zero everywhere.
+    magnitude = jnp.where(magnitude < SMALLEST_NORMAL, 0.0, magnitude)
+    amax, range_ = map(_with_last, self._statistics(magnitude))
+    codes = self._codes(magnitude, amax, range_, noise)
     if not jnp.issubdtype(codes.dtype, jnp.unsignedinteger):
-      codes = jnp.where(groups < 0, -codes, codes)
-    return Encoded(join_groups(codes, x.shape[-1]), amax, range_)
+      # TPUs cannot negate bytes.
+      is_integer = jnp.issubdtype(codes.dtype, jnp.integer)
+      wide = codes.astype(jnp.int32 if is_integer else jnp.float32)
+      codes = jnp.where(x < 0, -wide, wide).astype(codes.dtype)
+    return Encoded(codes, amax, range_)
+
+  def decode_groups(self, encoded: Encoded) -> Array:
+    """Decodes codes [..., group_size] with statistics [..., 1] to f32."""
+    return self._values(*encoded)
 
   @abc.abstractmethod
   def _statistics(self, magnitude: Array) -> tuple[Array, Array]:
@@ -165,10 +181,18 @@ class Grouped(abc.ABC):
 
   def decode(self, encoded: Encoded) -> Array:
     codes = split_groups(encoded.codes, self.group_size)
-    values = self._values(
-      codes, encoded.amax[..., None], encoded.range[..., None]
-    )
+    statistics = map(_with_last, encoded[1:])
+    values = self.decode_groups(Encoded(codes, *statistics))
     return join_groups(values, encoded.codes.shape[-1])
+
+
+def _with_last(statistic: Array) -> Array:
+  """Adds a last axis of 1, unless it is the scalar of a codec without it."""
+  return statistic[..., None] if statistic.ndim else statistic
+
+
+def _without_last(statistic: Array) -> Array:
+  return statistic[..., 0] if statistic.ndim else statistic
 
 
 def share(magnitude: Array, bound: Array) -> Array:

@@ -17,7 +17,6 @@ it needs no temporary memory, and interpreted on a CPU in the tests.
 
 import functools
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -74,10 +73,10 @@ def run(
   height, width = _block([g, *weight, *weight, *codes, *codes])
   values = pl.BlockSpec((height, width), _index_map(0))
   in_place = pl.BlockSpec((height, width), _index_map(rows // height))
-  groups_spec = pl.BlockSpec((height, width // LANES), _index_map(rows // height))
+  per_group = pl.BlockSpec((height, width // LANES), in_place.index_map)
   arrays = [_view(x) for x in (*weight, *codes, *statistics)]
-  specs = [in_place] * len(weight + codes) + [groups_spec] * len(statistics)
-  update = [] if weight else [jax.ShapeDtypeStruct(_view(g).shape, g.dtype)]
+  specs = [in_place] * len(weight + codes) + [per_group] * len(statistics)
+  update = [] if weight else [_shape_of(_view(g))]
   place = _place(part, g.ndim)
   body = functools.partial(
     _kernel,
@@ -87,8 +86,9 @@ def run(
     dims=g.shape[:-1],
     whole=_whole(part, g, codes[0]),
     has_weight=bool(weight),
+    present=tuple(tuple(x.ndim > 0 for x in moment[1:]) for moment in stored),
   )
-  *first, = pl.pallas_call(
+  value, *new = pl.pallas_call(
     body,
     grid_spec=pltpu.PrefetchScalarGridSpec(
       num_scalar_prefetch=1,
@@ -96,13 +96,13 @@ def run(
       in_specs=[pl.BlockSpec(memory_space=pltpu.SMEM), values, *specs],
       out_specs=[values] * len(update) + specs,
     ),
-    out_shape=[*update, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays)],
-    input_output_aliases={
-      3 + i: len(update) + i for i in range(len(arrays))
-    },
+    out_shape=[
+      *update,
+      *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays),
+    ],
+    input_output_aliases={3 + i: len(update) + i for i in range(len(arrays))},
     interpret=interpret,
   )(place, jnp.stack([jnp.float32(x) for x in packed]), _view(g), *arrays)
-  value, *new = first
   shapes = [x.shape for x in (*codes, *statistics)]
   new = [x.reshape(shape) for x, shape in zip(new, shapes, strict=True)]
   out, rest = [], iter(new[len(codes) :])
@@ -110,6 +110,10 @@ def run(
     kept = [next(rest) if x.ndim else x for x in moment[1:]]
     out.append(Encoded(code, *kept))
   return value.reshape((g if p is None else p).shape), tuple(out)
+
+
+def _shape_of(x: Array) -> jax.ShapeDtypeStruct:
+  return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
 def _view(x: Array) -> Array:
@@ -129,10 +133,10 @@ def _block(arrays: list[Array]) -> tuple[int, int]:
 
 
 def _index_map(blocks_of_layer: int):
-  """Returns where the block (row, column) of a layer's, or the leaf's, array is.
+  """Returns the function from a program of the grid to its block.
 
-  `blocks_of_layer` is the number of rows of blocks per layer, 0 for an array
-  that has a single layer.
+  `blocks_of_layer` is the number of rows of blocks in each layer of an array
+  with all layers, and 0 for other arrays.
   """
 
   def index(row, column, place):
@@ -142,7 +146,7 @@ def _index_map(blocks_of_layer: int):
 
 
 def _place(part: LeafPart, ndim: int) -> Array:
-  """Packs a part as int32: key, layer, and its start along each leading axis."""
+  """Packs a part as int32: key, layer, and its start along each axis."""
   layer = jnp.zeros([], jnp.int32) if part.layer is None else part.layer
   start = jnp.zeros(ndim, jnp.uint32) if part.start is None else part.start
   first = jnp.stack([lax.bitcast_convert_type(part.key, jnp.int32), layer])
@@ -166,6 +170,7 @@ def _kernel(
   dims: tuple[int, ...],
   whole: tuple[int, ...],
   has_weight: bool,
+  present: tuple[tuple[bool, ...], ...],
 ):
   """Steps a block: gradient, parameter, codes and statistics [rows, columns].
 
@@ -179,10 +184,13 @@ def _kernel(
   count = len(groups)
   statistics = [_widened(ref[...]) for ref in ins[count:]]
   lanes = lax.broadcasted_iota(jnp.int32, (height, width // LANES), 1)
-  scalars = treedef.unflatten([scalars_ref[i] for i in range(treedef.num_leaves)])
+  scalars = treedef.unflatten(
+    [scalars_ref[i] for i in range(treedef.num_leaves)]
+  )
   arithmetic_scalars, step = scalars if has_weight else (scalars, None)
   row = _rows(place_ref, height, dims, whole)
   key = lax.bitcast_convert_type(place_ref[0], jnp.uint32)
+  first_column = pl.program_id(1) * width + place_ref[1 + len(whole)]
   needs_words = has_weight or any(codec.needs_noise for codec in groups)
 
   def one_group(j, statistics):
@@ -196,7 +204,7 @@ def _kernel(
     old = [
       codec.decode_groups(Encoded(codes[:, at], *fields))
       for codec, codes, fields in zip(
-        groups, ins, _fields(groups, picked), strict=False
+        groups, ins, _fields(present, picked), strict=False
       )
     ]
     g = g_ref[:, at].astype(jnp.float32)
@@ -206,8 +214,7 @@ def _kernel(
     words = None
     if needs_words:
       column = lax.broadcasted_iota(jnp.uint32, (height, LANES), 1)
-      first = pl.program_id(1) * width + j * LANES
-      column = column + (first + place_ref[1 + len(whole)]).astype(jnp.uint32)
+      column = column + (first_column + j * LANES).astype(jnp.uint32)
       words = stochastic.words_at(key, row, column)
     if weight_ref is not None:
       p = weight_ref[:, at].astype(jnp.float32)
@@ -241,12 +248,12 @@ def _widened(x: Array) -> Array:
   return x.astype(jnp.int32) if x.dtype == jnp.uint8 else x
 
 
-def _fields(groups, statistics) -> list[list[Any]]:
-  """Lists amax and range of each moment; a codec may lack the second one."""
+def _fields(present, statistics) -> list[list[Array]]:
+  """Lists amax and range of each moment; an absent one is a scalar zero."""
   rest = iter(statistics)
   return [
-    [next(rest) if there else jnp.int32(0) for there in codec.statistics]
-    for codec in groups
+    [next(rest) if there else jnp.int32(0) for there in fields]
+    for fields in present
   ]
 
 
