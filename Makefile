@@ -12,6 +12,8 @@ EVAL_STAMP := $(VENV)/.installed-eval
 # libraries of CUDA, every command that does not name its platform warns.
 COMPILER := $(VENV)/compiler
 COMPILER_STAMP := $(COMPILER)/.installed
+TPU_COMPILER := $(VENV)/libtpu
+TPU_STAMP := $(TPU_COMPILER)/.installed
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check \
   --constraint constraints.txt
 CHECK := import sys, venv, ensurepip; assert sys.version_info >= (3, 12)
@@ -37,14 +39,15 @@ $(shell rm -f $(STAMP))
 endif
 endif
 
-.PHONY: help train test test-all test-aot test-gpu test-eval test-versions lint \
-  docs package clean
+.PHONY: help train test test-all test-aot test-tpu test-gpu test-eval \
+  test-versions lint docs package clean
 
 help:
 	@echo 'make train     train a model on real text: FP8 beside its BF16 twin'
 	@echo 'make test      run the CPU test suite but for what takes long'
 	@echo 'make test-all  run all of it: killed runs, several processes, matrices'
 	@echo 'make test-aot  compile for an H200, without one, and check what comes out'
+	@echo 'make test-tpu  compile for TPUs, without one, and check what comes out'
 	@echo 'make test-gpu  run the tests that need an NVIDIA GPU'
 	@echo 'make test-eval run the tests that need lm-evaluation-harness'
 	@echo 'make test-versions  run the tests on the oldest and newest JAX'
@@ -87,14 +90,20 @@ define run_tests
 endef
 
 test: $(STAMP)
-	$(call run_tests,not slow and not aot and not gpu)
+	$(call run_tests,not slow and not aot and not tpu and not gpu)
 
 test-all: $(STAMP)
-	$(call run_tests,not aot and not gpu)
+	$(call run_tests,not aot and not tpu and not gpu)
 
 test-aot: $(COMPILER_STAMP)
 	PYTHONPATH="$(CURDIR)/$(COMPILER)$${PYTHONPATH:+:$$PYTHONPATH}" \
 	  JAX_PLATFORMS=cpu $(PY) -m pytest -n 2 --dist worksteal --durations=10 -m aot $(ARGS)
+
+# The variable keeps libtpu from asking a server which TPU this is.
+test-tpu: $(TPU_STAMP)
+	PYTHONPATH="$(CURDIR)/$(TPU_COMPILER)$${PYTHONPATH:+:$$PYTHONPATH}" \
+	  TPU_SKIP_MDS_QUERY=1 JAX_PLATFORMS=cpu \
+	  $(PY) -m pytest --durations=10 -m tpu $(ARGS)
 
 test-gpu: $(CUDA_STAMP)
 	JAX_PLATFORMS=cuda,cpu $(PY) -m pytest --durations=10 -m gpu $(ARGS)
@@ -164,6 +173,11 @@ $(STAMP): pyproject.toml constraints.txt
 $(COMPILER_STAMP): $(STAMP)
 	rm -rf $(COMPILER)
 	$(PIP) --no-deps --target $(COMPILER) jax-cuda13-plugin jax-cuda13-pjrt
+	touch $@
+
+$(TPU_STAMP): $(STAMP)
+	rm -rf $(TPU_COMPILER)
+	$(PIP) --no-deps --target $(TPU_COMPILER) libtpu
 	touch $@
 
 $(EVAL_STAMP): $(STAMP)
