@@ -12,6 +12,8 @@ EVAL_STAMP := $(VENV)/.installed-eval
 # libraries, every command that does not name its platform would warn.
 COMPILER := $(VENV)/compiler
 COMPILER_STAMP := $(COMPILER)/.installed
+TPU_COMPILER := $(VENV)/libtpu
+TPU_STAMP := $(TPU_COMPILER)/.installed
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check \
   --constraint constraints.txt
 CHECK := import sys, venv, ensurepip; assert sys.version_info >= (3, 12)
@@ -37,17 +39,21 @@ $(shell rm -f $(STAMP))
 endif
 endif
 
-.PHONY: help train test test-all test-aot test-gpu test-eval lint docs clean
+.PHONY: help train test test-all test-aot test-tpu test-gpu test-eval \
+  test-versions lint docs package clean
 
 help:
 	@echo 'make train     train a small model in FP8 and in BF16, and compare them'
 	@echo 'make test      run the quick tests on the CPU'
 	@echo 'make test-all  run all tests on the CPU, including slow ones'
 	@echo 'make test-aot  compile for an H200, without one, and check the programs'
+	@echo 'make test-tpu  compile for TPUs, without one, and check the programs'
 	@echo 'make test-gpu  run the tests that need an NVIDIA GPU'
 	@echo 'make test-eval run the tests that need lm-evaluation-harness'
+	@echo 'make test-versions  run the tests on the oldest and newest JAX'
 	@echo 'make lint      check style (ruff) and types (pyright)'
 	@echo 'make docs      build the documentation into site/; warnings are errors'
+	@echo 'make package   build the wheel, check it, install it and import it'
 	@echo 'make clean     remove .venv and caches'
 	@echo
 	@echo 'Each sets up .venv with a Python >= 3.12 that it finds, or with'
@@ -84,20 +90,29 @@ define run_tests
 endef
 
 test: $(STAMP)
-	$(call run_tests,not slow and not aot and not gpu)
+	$(call run_tests,not slow and not aot and not tpu and not gpu)
 
 test-all: $(STAMP)
-	$(call run_tests,not aot and not gpu)
+	$(call run_tests,not aot and not tpu and not gpu)
 
 test-aot: $(COMPILER_STAMP)
 	PYTHONPATH="$(CURDIR)/$(COMPILER)$${PYTHONPATH:+:$$PYTHONPATH}" \
 	  JAX_PLATFORMS=cpu $(PY) -m pytest -n 2 --dist worksteal --durations=10 -m aot $(ARGS)
+
+# The variable keeps libtpu from asking a server which TPU this is.
+test-tpu: $(TPU_STAMP)
+	PYTHONPATH="$(CURDIR)/$(TPU_COMPILER)$${PYTHONPATH:+:$$PYTHONPATH}" \
+	  TPU_SKIP_MDS_QUERY=1 JAX_PLATFORMS=cpu \
+	  $(PY) -m pytest --durations=10 -m tpu $(ARGS)
 
 test-gpu: $(CUDA_STAMP)
 	JAX_PLATFORMS=cuda,cpu $(PY) -m pytest --durations=10 -m gpu $(ARGS)
 
 test-eval: $(EVAL_STAMP)
 	JAX_PLATFORMS=cpu $(PY) -m pytest --durations=10 tests/train/evaluation $(ARGS)
+
+test-versions: $(STAMP)
+	tests/versions.sh $(ARGS)
 
 lint: $(STAMP)
 	$(PY) -m ruff check .
@@ -107,6 +122,17 @@ lint: $(STAMP)
 # The variable silences an advertisement for MkDocs 2.
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
+
+# The wheel is imported in an environment that has nothing else in it.
+package: $(STAMP)
+	@$(PIP) build twine
+	rm -rf dist build/package
+	$(PY) -m build --outdir dist .
+	$(PY) -m twine check --strict dist/*
+	$(PY) -m venv build/package
+	build/package/bin/python -m pip install --quiet --disable-pip-version-check \
+	  --constraint constraints.txt dist/*.whl
+	cd build && package/bin/python -c 'import coat_jax; print(coat_jax.__version__)'
 
 clean:
 	rm -rf $(VENV) site .pytest_cache .ruff_cache .hypothesis
@@ -147,6 +173,11 @@ $(STAMP): pyproject.toml constraints.txt
 $(COMPILER_STAMP): $(STAMP)
 	rm -rf $(COMPILER)
 	$(PIP) --no-deps --target $(COMPILER) jax-cuda13-plugin jax-cuda13-pjrt
+	touch $@
+
+$(TPU_STAMP): $(STAMP)
+	rm -rf $(TPU_COMPILER)
+	$(PIP) --no-deps --target $(TPU_COMPILER) libtpu
 	touch $@
 
 $(EVAL_STAMP): $(STAMP)

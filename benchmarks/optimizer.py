@@ -28,7 +28,6 @@ import optax
 from benchmarks import arguments as args
 from benchmarks.harness import copy_bandwidth, emit, measure, say
 from coat_jax import codecs
-from coat_jax.ops.types import Implementation
 from coat_jax.optimizer.fused import fused_coat_adamw, fused_coat_lion
 
 # The fused step, and optax's optimizer.
@@ -100,7 +99,7 @@ def plain(name: str, shape, dtype, ceiling: float) -> dict:
   return report(case, "xla", timing, size, ceiling)
 
 
-def implementations(name: str, codec, shape, dtype) -> list[Implementation]:
+def implementations(name: str, codec, shape, dtype) -> list[str]:
   """Lists the implementations that can run the fused step here."""
   if jax.default_backend() != "gpu":
     return ["xla"]
@@ -116,7 +115,7 @@ def fused(
   codec,
   shape,
   kind: str,
-  implementation: Implementation,
+  implementation: str,
   ceiling: float,
 ) -> dict:
   """Times `fused_coat_adamw` or `fused_coat_lion`."""

@@ -60,12 +60,10 @@ def run_on_shards(
 ) -> Any:
   """Runs f(*args) on each device's shards, as `jax.shard_map` does.
 
-  `in_specs` and `out_specs` are trees of `PartitionSpec` or prefixes of such
-  trees. `mesh` is needed only if none is set. On explicit axes, arrays that are
+  `mesh` is needed only if none is set. On explicit axes, arrays that are
   sharded differently are moved first. With `check_vma`, JAX checks which arrays
   vary between devices; it must, to differentiate through f, but kernels do not
-  declare what varies. Raises a ValueError if the specs name an axis that the
-  mesh does not have or split an array unevenly.
+  declare what varies.
   """
   if mesh is None or not jax.sharding.get_abstract_mesh().empty:
     args, mesh = place(args, in_specs), None
@@ -79,12 +77,9 @@ def run_on_shards(
 def run_whole(f: Callable, *args: Any, out_specs: Any) -> Any:
   """Runs f(*args), which XLA partitions if axes of the mesh are explicit.
 
-  f takes and returns trees of arrays and can be differentiated; leaves of
-  `args` that are not arrays are passed unchanged. `out_specs`, a tree of
-  `PartitionSpec` or a prefix of one, says how results are sharded on explicit
-  axes; result axes that a spec cannot split evenly stay whole. None leaves a
-  result with automatic axes, for values saved for a backward that `run_whole`
-  runs too.
+  `out_specs` shards results on explicit axes; axes that a spec cannot split
+  evenly stay whole. A spec None leaves a result with automatic axes, for values
+  saved for a backward that `run_whole` runs too.
   """
   args = varying(args)
   mesh = jax.sharding.get_abstract_mesh()
@@ -107,10 +102,7 @@ def run_whole(f: Callable, *args: Any, out_specs: Any) -> Any:
 
 
 def is_split() -> bool:
-  """Returns whether arrays here are global, with shards on several devices.
-
-  False without a mesh and inside a `shard_map` over all axes.
-  """
+  """Tells whether arrays are global here: on a mesh, outside `shard_map`."""
   mesh = jax.sharding.get_abstract_mesh()
   return bool(mesh.auto_axes or mesh.explicit_axes)
 
@@ -178,8 +170,7 @@ def fitted(spec: Iterable[Any], shape: tuple[int, ...]) -> P:
 def product_spec(x: Array, w: Array) -> P:
   """Returns the sharding of x [..., D] times w [D, *F].
 
-  Rows are sharded like x's and columns like w's. A mesh axis that splits both
-  (FSDP by columns) splits the rows.
+  A mesh axis that splits both rows of x and columns of w splits the rows.
   """
   rows, columns = spec_of(x)[:-1], spec_of(w)[1:]
   taken = axes_in(rows)
@@ -188,10 +179,7 @@ def product_spec(x: Array, w: Array) -> P:
 
 
 def tokens(axes: MeshAxes, x: Array) -> P:
-  """Returns the spec of [B, T, ...] between blocks.
-
-  Rows [N, D] are split over the same devices.
-  """
+  """Returns the spec of [B, T, ...], or rows [N, D], between blocks."""
   if x.ndim < 2:
     raise ValueError(
       "layers: on a mesh they take [..., T, D], got one token of "
@@ -208,10 +196,7 @@ def own_heads(axes: MeshAxes) -> P:
 
 
 def own_columns(axes: MeshAxes, ndim: int) -> P:
-  """Returns the spec of [B, T, ..., F] inside a block: F is split.
-
-  Sequences are whole; [N, F] is split by rows as well.
-  """
+  """Returns the spec of [B, T, ..., F] or rows [N, F] inside a block."""
   if ndim < 3:
     return P(axes.tokens)
   return P(axes.batch, *(None,) * (ndim - 2), axes.tensor)
@@ -253,12 +238,9 @@ def token_shards(axes: MeshAxes | None) -> int:
 
 
 def scale_axes(axes: MeshAxes | None) -> tuple[str, ...]:
-  """Returns the axes over which all shards of a tensor share one scale.
-
-  Without `axes`, inside a caller's own `shard_map`, these are all of its axes,
-  since it is unknown what they split.
-  """
+  """Returns the axes over which all shards of a tensor share one scale."""
   if axes is None:
+    # A caller's own `shard_map`: it is unknown what its axes split.
     return tuple(jax.sharding.get_abstract_mesh().manual_axes)
   return axes.tokens
 
@@ -279,10 +261,8 @@ def reduce_gradient(
 ) -> Array:
   """Sums a weight's gradient over all tokens; returns the device's rows.
 
-  dw [D, F] comes from the device's own tokens ([D, E, F] for several experts if
-  fsdp has several devices). `has_columns` says that the device has its own
-  columns or inputs; otherwise devices along tensor have other tokens of the
-  same weight.
+  dw [D, ..., F] comes from the device's own tokens. Without `has_columns`,
+  devices along tensor have other tokens of the same columns.
   """
   if axes is None:
     return dw
@@ -297,7 +277,7 @@ def reduce_gradient(
 def sum_tokens(
   x: Array, axes: MeshAxes | None, *, all_positions: bool = False
 ) -> Array:
-  """Sums over devices what each one computed from its tokens; any shape.
+  """Sums over devices what each computed from its tokens.
 
   With `all_positions`, x comes from whole sequences and the device's columns.
   """

@@ -17,7 +17,7 @@ from coat_jax.codecs.int8 import LinearInt8
 from coat_jax.models.config import ModelConfig
 from coat_jax.models.decoder import DecoderLayer
 from coat_jax.numerics.formats import E4M3, E5M2, INT8
-from coat_jax.numerics.qtensor import dequantize, quantize
+from coat_jax.numerics.qtensor import quantize
 from coat_jax.numerics.recipes import CoatRecipe
 from studies.layer_tensors import LayerTensors
 from studies.trained_moments import EPS, Moments
@@ -125,7 +125,7 @@ def _rounded(x, name, shared):
   codes = quantize(
     x, group_size=group_size, dtype=FORMATS[name], scale_dtype=scale_dtype
   )
-  return dequantize(codes)
+  return codes.dequantize()
 
 
 def tensor_errors(

@@ -10,6 +10,7 @@ compile them).
 import gc
 import os
 import platform
+from importlib.util import find_spec
 
 # Before JAX is imported: on a machine with a GPU the suite still means the CPU.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -70,6 +71,8 @@ def pytest_runtest_setup(item):
     pytest.skip("needs an NVIDIA GPU")
   if item.get_closest_marker("aot") and not aot.available():
     pytest.skip("needs the compiler for CUDA; make test-aot installs it")
+  if item.get_closest_marker("tpu") and find_spec("libtpu") is None:
+    pytest.skip("needs the compiler for TPUs; make test-tpu installs it")
 
 
 def pytest_runtest_teardown(item, nextitem):

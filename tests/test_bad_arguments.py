@@ -7,7 +7,6 @@ below it the error's type and how its message begins, or "accepted" and why.
 """
 
 import ast
-import importlib
 import re
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +18,7 @@ from flax import nnx
 
 from coat_jax import ops
 from tests.bad_arguments.scope import SCOPE
-from tests.docs.test_reference import PUBLIC, public_names
+from tests.docs.test_reference import PUBLIC, find, public_names
 
 TABLES = Path(__file__).parent / "bad_arguments"
 # Tables whose calls are traced: what is accepted would else be compiled.
@@ -146,13 +145,13 @@ def test_each_public_name_has_a_row():
   called = set().union(*(names_in(row.call) for row in ROWS))
   missing = []
   for path in PUBLIC:
-    module = importlib.import_module(path)
+    module = find(path)
     for name in public_names(module):
       if is_called(getattr(module, name)) and name not in called:
         missing.append(name)
   missing += [
     name
-    for name in ops.__all__
+    for name in public_names(ops)
     if is_called(getattr(ops, name)) and name not in called
   ]
   assert {*missing} - NOT_CALLED.keys() == set()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who may import whom: imports only go down the folders and levels."""
+"""Checks that imports only go down the folders and levels."""
 
 import ast
 import re
@@ -16,8 +16,9 @@ FOLDERS = ("coat_jax", "train", "benchmarks", "studies")
 RANKS = {
   "numerics": 0,
   **dict.fromkeys(["codecs", "mesh", "ops"], 1),
-  **dict.fromkeys(["pallas", "optimizer", "layers"], 2),
-  **dict.fromkeys(["models", "optax_coat"], 3),
+  **dict.fromkeys(["optimizer", "layers"], 2),
+  **dict.fromkeys(["models", "optax_coat", "pallas"], 3),
+  "integrations": 4,
 }
 
 
@@ -32,7 +33,7 @@ def imports(tree):
 
 
 def faults(path, source):
-  """What a file at `path`, relative to the root, does that it may not."""
+  """Yields what is wrong with a file at `path`, relative to the root."""
   tree = ast.parse(source)
   folder, own = path.parts[0], path.parts[min(1, len(path.parts) - 1)]
   own = own.removesuffix(".py")
@@ -67,7 +68,7 @@ def faults(path, source):
 
 
 def private_attributes(tree):
-  """Uses such as `codecs._name` of what was imported from coat_jax."""
+  """Yields uses such as `codecs._name` of modules of coat_jax."""
   ours = {
     (alias.asname or alias.name).split(".")[0]
     for node in ast.walk(tree)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions on meshes: the values of one device, sharded as declared."""
+"""Functions on meshes compute what one device does, sharded as declared."""
 
 import functools
 
@@ -22,7 +22,7 @@ TOLERANCE = 2e-5
 
 
 def split(mesh, x):
-  """Rows over data and columns over tensor, wherever they can be."""
+  """Splits rows over data and columns over tensor, if they divide."""
   spec = [None] * x.ndim
   if x.ndim > 1 and x.shape[-1] % 2 == 0:
     spec[-1] = "tensor"

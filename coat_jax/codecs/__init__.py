@@ -45,7 +45,7 @@ from coat_jax.codecs.fp8 import BoundedFP8, ExpandedFP8, ScaledFP8
 from coat_jax.codecs.group import Encoded as Encoded
 from coat_jax.codecs.group import GroupCodec as GroupCodec
 from coat_jax.codecs.group import Plain, Rounding
-from coat_jax.codecs.int8 import int8 as int8
+from coat_jax.codecs.int8 import LinearInt8
 from coat_jax.codecs.log8 import LogUniform
 from coat_jax.codecs.registry import MomentCodec as MomentCodec
 from coat_jax.codecs.registry import build as build
@@ -53,6 +53,7 @@ from coat_jax.codecs.registry import names as names
 from coat_jax.codecs.registry import options as options
 from coat_jax.codecs.registry import register as register
 from coat_jax.codecs.registry import variants as variants
+from coat_jax.numerics.checks import check_choice
 from coat_jax.numerics.formats import E4M3, E5M2
 
 
@@ -65,7 +66,7 @@ def coat(
   """FP8 with dynamic range expansion, the method of the paper.
 
   Args:
-    group_size: number of values along the last axis that share amax and power.
+    group_size: number of values along the last axis that share statistics.
     rounding: "stochastic", or "nearest" as in the reference (second moments
       then freeze if b2 is 0.99 or more).
     second: format of the second moment; the first is always E4M3.
@@ -74,7 +75,7 @@ def coat(
     A codec of 2 + 10 / group_size bytes per parameter.
 
   Raises:
-    ValueError: an argument has a value that it must not have.
+    TypeError, ValueError: an argument has the wrong type or value.
 
   Examples:
     >>> import coat_jax
@@ -84,11 +85,7 @@ def coat(
   Source: arXiv:2410.19313, section 4; docs/deviations.md 3 to 6.
   """
   formats = {"e4m3": E4M3, "e5m2": E5M2}
-  if second not in tuple(formats):
-    raise ValueError(
-      f"coat: second must be 'e4m3' or 'e5m2', got {second!r}; the first "
-      "moment is always E4M3"
-    )
+  check_choice("coat", "second", second, tuple(formats))
   return MomentCodec(
     name="coat",
     mu=ExpandedFP8(group_size, rounding),
@@ -100,25 +97,11 @@ def coat(
 def coat_e8m0(
   group_size: int = 128, rounding: Rounding = "stochastic"
 ) -> MomentCodec:
-  """`coat` with power-of-two bounds: 2 + 4 / group_size bytes per parameter.
+  """Uses power-of-two bounds: 2 + 4 / group_size bytes per parameter.
 
-  Keep the rounding stochastic: with rounding to nearest, v ends up between 6
-  times (b2 = 0.95) and 180 times (0.99) too large after gradients shrink.
-
-  Args:
-    group_size: number of values along the last axis that share both bounds.
-    rounding: "stochastic" or "nearest".
-
-  Returns:
-    A codec of 2 + 4 / group_size bytes per parameter.
-
-  Raises:
-    ValueError: an argument has a value that it must not have.
-
-  Examples:
-    >>> import coat_jax
-    >>> from coat_jax import codecs
-    >>> optimizer = coat_jax.coat_adamw(3e-4, codec=codecs.coat_e8m0())
+  Otherwise it is `coat`, which explains the arguments. Keep the rounding
+  stochastic: with rounding to nearest, v ends up between 6 times (b2 = 0.95)
+  and 180 times (0.99) too large after gradients shrink.
   """
   group = BoundedFP8(group_size, rounding)
   return MomentCodec(name="coat_e8m0", mu=group, nu=group)
@@ -128,26 +111,11 @@ def coat_e8m0(
 def log8(
   group_size: int = 128, rounding: Rounding = "stochastic"
 ) -> MomentCodec:
-  """Codes uniform in log x between power-of-two bounds, as small as coat_e8m0.
+  """Codes uniform in log x: 2 + 4 / group_size bytes per parameter.
 
-  This codec only supports stochastic rounding: with rounding to nearest, v ends
-  up 200 times too large after gradients shrink (b2 = 0.99), because a step of
-  the codes in log x is larger than an update of v.
-
-  Args:
-    group_size: number of values along the last axis that share both bounds.
-    rounding: must be "stochastic".
-
-  Returns:
-    A codec of 2 + 4 / group_size bytes per parameter.
-
-  Raises:
-    ValueError: an argument has a value that it must not have.
-
-  Examples:
-    >>> import coat_jax
-    >>> from coat_jax import codecs
-    >>> optimizer = coat_jax.coat_adamw(3e-4, codec=codecs.log8())
+  `coat` explains the arguments. "nearest" is a ValueError: v would end up 200
+  times too large after gradients shrink (b2 = 0.99), because a step of the
+  codes in log x is larger than an update of v.
   """
   if rounding == "nearest":
     raise ValueError(
@@ -165,28 +133,29 @@ def log8(
 def fp8(
   group_size: int = 128, rounding: Rounding = "stochastic"
 ) -> MomentCodec:
-  """E4M3 with one scale per group and no expansion; only useful as a baseline.
+  """E4M3 without expansion: 2 + 8 / group_size bytes per parameter.
 
-  Args:
-    group_size: number of values along the last axis that share a scale.
-    rounding: "stochastic" or "nearest".
-
-  Returns:
-    A codec of 2 + 8 / group_size bytes per parameter.
-
-  Raises:
-    ValueError: an argument has a value that it must not have.
-
-  Examples:
-    >>> import coat_jax
-    >>> from coat_jax import codecs
-    >>> optimizer = coat_jax.coat_adamw(3e-4, codec=codecs.fp8())
+  This is only useful as a baseline. `coat` explains the arguments.
   """
   group = ScaledFP8(group_size, rounding)
   return MomentCodec(name="fp8", mu=group, nu=group)
 
 
-register(int8)
+@register
+def int8(
+  group_size: int = 128, rounding: Rounding = "stochastic"
+) -> MomentCodec:
+  """INT8, linear in x: 2 + 8 / group_size bytes per parameter.
+
+  This is only useful as a baseline. Second moments below a 255th of their
+  group's largest become zero or are rounded up to that 255th. If one becomes
+  zero, its update is divided by eps. `coat` explains the arguments.
+  """
+  return MomentCodec(
+    name="int8",
+    mu=LinearInt8(group_size, rounding, signed=True),
+    nu=LinearInt8(group_size, rounding, signed=False),
+  )
 
 
 @register

@@ -34,7 +34,8 @@ def log2_range(dtype: DTypeLike) -> float:
 class _FP8(Grouped):
   """FP8 codes of y in [0, qmax], an image of t = magnitude / bound in [0, 1].
 
-  A subclass defines the bound and the maps from t to y and from y to t.
+  A subclass defines the maps from t to y and from y to t, and may define the
+  bound.
   """
 
   dtype: DTypeLike = E4M3
@@ -49,9 +50,9 @@ class _FP8(Grouped):
       y = jnp.where(t - below > noise * (above - below), upper, lower)
     return saturating_cast(y, self.dtype)
 
-  @abc.abstractmethod
   def _bound(self, amax: Array) -> Array:
     """Returns the largest magnitude that a group can hold."""
+    return amax
 
   @abc.abstractmethod
   def _expand(self, t: Array, amax: Array, range_: Array) -> Array:
@@ -60,9 +61,6 @@ class _FP8(Grouped):
   @abc.abstractmethod
   def _contract(self, y: Array, amax: Array, range_: Array) -> Array:
     """Maps y to t."""
-
-  def _signed(self, codes, negative):
-    return jnp.where(negative, -codes, codes)
 
   def _values(self, codes, amax, range_):
     y = codes.astype(jnp.float32)
@@ -79,9 +77,6 @@ class ScaledFP8(_FP8):
 
   def _statistics(self, magnitude):
     return finite_amax(magnitude), jnp.uint8(0)
-
-  def _bound(self, amax):
-    return amax
 
   def _expand(self, t, amax, range_):
     return t * qmax(self.dtype)
@@ -113,9 +108,6 @@ class ExpandedFP8(_FP8):
     power = jnp.floor(log2_range(self.dtype) / jnp.log2(ratio) * _POWER_STEPS)
     power = jnp.clip(power, _SMALLEST_POWER, _LARGEST_POWER)
     return amax, power.astype(jnp.uint8)
-
-  def _bound(self, amax):
-    return amax
 
   def power(self, amax: Array, range_: Array) -> Array:
     """Returns the groups' k from their two statistics, f32 of their shape."""

@@ -2,13 +2,8 @@
 """The interface of a codec for one moment, and the base of codecs with groups.
 
 A moment is encoded as codes of its own shape and at most two statistics per
-group of `group_size` values along the last axis. A codec is a frozen dataclass
-that follows `GroupCodec`; `coat_jax.codecs` pairs one for each moment of Adam.
-
-`Grouped` is the base of codecs with groups. It splits rows into groups, removes
-signs, calls the subclass for the statistics and for the codes of the
-magnitudes, and joins the groups again. Its subclasses are in `fp8`, `int8` and
-`log8`.
+group of `group_size` values along the last axis. `coat_jax.codecs` pairs a
+codec for each of Adam's two moments.
 
 Stochastic rounding works on decoded values: if lower <= x <= upper are the two
 neighbours as `decode` returns them, P(upper) = (x - lower) / (upper - lower).
@@ -16,14 +11,18 @@ neighbours as `decode` returns them, P(upper) = (x - lower) / (upper - lower).
 
 import abc
 import dataclasses
-from typing import Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Literal, NamedTuple, Protocol, get_args, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Inexact
 
-from coat_jax.numerics.checks import check_array, check_group_size
+from coat_jax.numerics.checks import (
+  check_array,
+  check_choice,
+  check_group_size,
+)
 from coat_jax.numerics.qtensor import join_groups, split_groups
 
 Rounding = Literal["stochastic", "nearest"]
@@ -98,11 +97,13 @@ class Plain:
 
 @dataclasses.dataclass(frozen=True)
 class Grouped(abc.ABC):
-  """Base of the codecs with groups; see the module's docstring.
+  """Base of the codecs with groups, which are in `fp8`, `int8` and `log8`.
 
-  A subclass defines `_statistics`, `_codes`, `_signed` and `_values`.
-  Magnitudes have shape [..., groups, group_size]. Statistics get a last axis of
-  1 when they are passed along with magnitudes.
+  It splits rows into groups and removes signs. A subclass computes the groups'
+  `_statistics`, `_codes` of the magnitudes, and `_values` of codes. Magnitudes
+  are [..., groups, group_size]. Statistics get a last axis of 1 when they are
+  passed along with magnitudes. Codes get their signs here, unless their dtype
+  is an unsigned integer.
 
   Attributes:
     group_size: number of values along the last axis that share statistics.
@@ -114,11 +115,7 @@ class Grouped(abc.ABC):
 
   def __post_init__(self):
     check_group_size("codecs", self.group_size, "128 is the default")
-    if self.rounding not in ("stochastic", "nearest"):
-      raise ValueError(
-        "codecs: rounding must be 'stochastic' or 'nearest', got "
-        f"{self.rounding!r}; pass one of these"
-      )
+    check_choice("codecs", "rounding", self.rounding, get_args(Rounding))
 
   @property
   def needs_noise(self) -> bool:
@@ -141,15 +138,32 @@ class Grouped(abc.ABC):
         f"{noise.shape}; draw one number for each value"
       )
     groups = split_groups(x.astype(jnp.float32), self.group_size)
-    magnitude = jnp.abs(groups)
-    # Backends disagree on subnormals, so we count them as zero everywhere.
-    magnitude = jnp.where(magnitude < SMALLEST_NORMAL, 0.0, magnitude)
     if noise is not None:
       noise = split_groups(noise, self.group_size, fill=0.5)
-    amax, range_ = self._statistics(magnitude)
-    codes = self._codes(magnitude, amax[..., None], range_[..., None], noise)
-    codes = join_groups(self._signed(codes, groups < 0), x.shape[-1])
+    codes, amax, range_ = self.encode_groups(groups, noise)
+    codes = join_groups(codes, x.shape[-1])
+    return Encoded(codes, _without_last(amax), _without_last(range_))
+
+  def encode_groups(self, x: Array, noise: Array | None) -> Encoded:
+    """Encodes f32 [..., group_size], a group per row; statistics are [..., 1].
+
+    Kernels call it on tiles, so it works on values that a TPU can compute with.
+    """
+    magnitude = jnp.abs(x)
+    # Backends disagree on subnormals, so we count them as zero everywhere.
+    magnitude = jnp.where(magnitude < SMALLEST_NORMAL, 0.0, magnitude)
+    amax, range_ = map(_with_last, self._statistics(magnitude))
+    codes = self._codes(magnitude, amax, range_, noise)
+    if not jnp.issubdtype(codes.dtype, jnp.unsignedinteger):
+      # TPUs cannot negate bytes.
+      is_integer = jnp.issubdtype(codes.dtype, jnp.integer)
+      wide = codes.astype(jnp.int32 if is_integer else jnp.float32)
+      codes = jnp.where(x < 0, -wide, wide).astype(codes.dtype)
     return Encoded(codes, amax, range_)
+
+  def decode_groups(self, encoded: Encoded) -> Array:
+    """Decodes codes [..., group_size] with statistics [..., 1] to f32."""
+    return self._values(*encoded)
 
   @abc.abstractmethod
   def _statistics(self, magnitude: Array) -> tuple[Array, Array]:
@@ -162,19 +176,23 @@ class Grouped(abc.ABC):
     """Encodes magnitudes."""
 
   @abc.abstractmethod
-  def _signed(self, codes: Array, negative: Array) -> Array:
-    """Adds signs to the codes of magnitudes."""
-
-  @abc.abstractmethod
   def _values(self, codes: Array, amax: Array, range_: Array) -> Array:
     """Decodes signed codes."""
 
   def decode(self, encoded: Encoded) -> Array:
     codes = split_groups(encoded.codes, self.group_size)
-    values = self._values(
-      codes, encoded.amax[..., None], encoded.range[..., None]
-    )
+    statistics = map(_with_last, encoded[1:])
+    values = self.decode_groups(Encoded(codes, *statistics))
     return join_groups(values, encoded.codes.shape[-1])
+
+
+def _with_last(statistic: Array) -> Array:
+  """Adds a last axis of 1, unless it is the scalar of a codec without it."""
+  return statistic[..., None] if statistic.ndim else statistic
+
+
+def _without_last(statistic: Array) -> Array:
+  return statistic[..., 0] if statistic.ndim else statistic
 
 
 def share(magnitude: Array, bound: Array) -> Array:

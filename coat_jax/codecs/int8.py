@@ -13,8 +13,7 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from coat_jax.codecs.group import Grouped, Rounding, finite_amax, share
-from coat_jax.codecs.registry import MomentCodec
+from coat_jax.codecs.group import Grouped, finite_amax, share
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,39 +46,6 @@ class LinearInt8(Grouped):
     level = jnp.where(jnp.isnan(level), 0, level)
     return level.astype(jnp.int8 if self.signed else jnp.uint8)
 
-  def _signed(self, codes, negative):
-    return jnp.where(negative, -codes, codes) if self.signed else codes
-
   def _values(self, codes, amax, range_):
     del range_
     return codes.astype(jnp.float32) * (amax * jnp.float32(1 / self._levels))
-
-
-def int8(
-  group_size: int = 128, rounding: Rounding = "stochastic"
-) -> MomentCodec:
-  """INT8, linear with one scale per group; only useful as a baseline.
-
-  Second moments below a 255th of their group's largest become zero or are
-  rounded up to that 255th. If one becomes zero, its update is divided by eps.
-
-  Args:
-    group_size: number of values along the last axis that share a scale.
-    rounding: "stochastic" or "nearest".
-
-  Returns:
-    A codec of 2 + 8 / group_size bytes per parameter.
-
-  Raises:
-    ValueError: an argument has a value that it must not have.
-
-  Examples:
-    >>> import coat_jax
-    >>> from coat_jax import codecs
-    >>> optimizer = coat_jax.coat_adamw(3e-4, codec=codecs.int8())
-  """
-  return MomentCodec(
-    name="int8",
-    mu=LinearInt8(group_size, rounding, signed=True),
-    nu=LinearInt8(group_size, rounding, signed=False),
-  )

@@ -63,9 +63,6 @@ class LogUniform(Grouped):
     part = (rest.astype(jnp.float32) + jnp.log2(mantissa) * steps) / octaves
     return whole.astype(jnp.float32) + jnp.floor(part), part - jnp.floor(part)
 
-  def _signed(self, codes, negative):
-    return jnp.where(negative, -codes, codes) if self.signed else codes
-
   def _values(self, codes, amax, range_):
     octaves = octaves_between(amax, range_).astype(jnp.int32)
     level = jnp.abs(codes.astype(jnp.int32)) - 1

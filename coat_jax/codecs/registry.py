@@ -58,13 +58,10 @@ _REGISTRY: dict[str, Callable[..., MomentCodec]] = {}
 
 
 def register[F: Callable[..., MomentCodec]](constructor: F) -> F:
-  """Registers a constructor under its name, so that users can choose it.
+  """Registers a constructor under its name; works as a decorator.
 
   Args:
     constructor: returns a `MomentCodec`; every argument has a default.
-
-  Returns:
-    The constructor, so that `register` works as a decorator.
 
   Raises:
     TypeError: it is not a function.
@@ -90,10 +87,7 @@ def options(name: str) -> dict[str, Any]:
   """Returns the arguments of a codec's constructor, with their defaults.
 
   Args:
-    name: one of `names()`, or "package.module:function".
-
-  Returns:
-    The defaults by name, from the constructor's signature.
+    name: as for `build`.
 
   Raises:
     ValueError: there is no such codec, or one of its arguments has no default.
@@ -119,9 +113,6 @@ def build(name: str, **arguments: Any) -> MomentCodec:
   Args:
     name: one of `names()`, or "package.module:function" for your own codec.
     **arguments: some of `options(name)`.
-
-  Returns:
-    The codec.
 
   Raises:
     TypeError: the function does not return a `MomentCodec`.
@@ -152,11 +143,11 @@ def build(name: str, **arguments: Any) -> MomentCodec:
 def variants(name: str) -> list[dict[str, Any]]:
   """Lists the combinations of a codec's options that have few values each.
 
-  Benchmarks run through them: every value of every `Literal` option, without
-  the combinations that the codec refuses.
+  These are the values of `Literal` options, without the combinations that the
+  codec refuses.
 
   Args:
-    name: one of `names()`, or "package.module:function".
+    name: as for `build`.
 
   Returns:
     Arguments for `build`, the defaults first.

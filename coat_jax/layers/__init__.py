@@ -57,8 +57,8 @@ from coat_jax.layers.self_attention import SelfAttention as SelfAttention
 from coat_jax.layers.self_attention import self_attention as self_attention
 from coat_jax.layers.weight import cache_weight as cache_weight
 from coat_jax.layers.weight_cache import with_weight_cache as with_weight_cache
-from coat_jax.ops.rotary import LinearScaling as LinearScaling
-from coat_jax.ops.rotary import Llama3Scaling as Llama3Scaling
-from coat_jax.ops.rotary import RopeScaling as RopeScaling
-from coat_jax.ops.rotary import Rotary as Rotary
-from coat_jax.ops.rotary import YarnScaling as YarnScaling
+from coat_jax.ops.rope import LinearScaling as LinearScaling
+from coat_jax.ops.rope import Llama3Scaling as Llama3Scaling
+from coat_jax.ops.rope import RopeScaling as RopeScaling
+from coat_jax.ops.rope import Rotary as Rotary
+from coat_jax.ops.rope import YarnScaling as YarnScaling

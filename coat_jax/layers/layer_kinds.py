@@ -7,8 +7,7 @@ each kind of layer, and an int32 scalar gives the kind of a layer.
 
 from coat_jax import ops
 from coat_jax.layers.heads_inputs import Kinds
-from coat_jax.ops.rope import Theta, Thetas
-from coat_jax.ops.rotary import RopeScaling, Rotary
+from coat_jax.ops.rope import RopeScaling, Rotary, Theta, Thetas
 
 type Windows = int | tuple[int | None, ...] | None
 type Bases = float | tuple[float | None, ...] | None

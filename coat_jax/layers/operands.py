@@ -12,7 +12,6 @@ quantized twice.
 from typing import Any
 
 from jax import Array, P, lax
-from jax.typing import DTypeLike
 
 from coat_jax import ops
 from coat_jax.layers.residuals import save_residual
@@ -27,23 +26,15 @@ from coat_jax.numerics.recipes import CoatRecipe
 from coat_jax.numerics.scaling import BLOCK
 from coat_jax.ops import BlockScales, Operand
 
-_SCALINGS = {"tensor": ops.PerTensor, "block": ops.Blocks}
-
-
-def _scaling(recipe: CoatRecipe, dtype: DTypeLike) -> ops.Scaling:
-  kind = recipe.scaling
-  kind = _SCALINGS[kind] if isinstance(kind, str) else kind
-  return kind(dtype, scale_axes(recipe.axes))
-
 
 def value_scaling(recipe: CoatRecipe) -> ops.Scaling:
   """Returns the scaling of activations that products read."""
-  return _scaling(recipe, recipe.formats.values)
+  return recipe.scaling(recipe.formats.values, scale_axes(recipe.axes))
 
 
 def gradient_scaling(recipe: CoatRecipe) -> ops.Scaling:
   """Returns the scaling of gradients that products read."""
-  return _scaling(recipe, recipe.formats.gradients)
+  return recipe.scaling(recipe.formats.gradients, scale_axes(recipe.axes))
 
 
 def groups_of(recipe: CoatRecipe) -> ops.Groups:
@@ -131,9 +122,9 @@ def gradient_operand(g: Array, recipe: CoatRecipe) -> Operand:
 
 def check_scaling(recipe: CoatRecipe) -> None:
   """Raises if a tensor axis would split products in blocks."""
-  if recipe.scaling == "block" and tensor_size(recipe.axes) > 1:
+  if recipe.in_blocks and tensor_size(recipe.axes) > 1:
     raise ValueError(
-      "layers: scaling='block' needs one device along the tensor axis, got "
+      "layers: recipe fp8_block needs one device along the tensor axis, got "
       f"{tensor_size(recipe.axes)}; split weights over fsdp, or use "
       "recipes.coat(), whose scales do not depend on how a weight is split"
     )
@@ -164,7 +155,7 @@ def _check_tiles(w: Operand) -> None:
   rows = w.columns.shape[1] if w.rows is None else w.rows.shape[0]  # pyright: ignore[reportOptionalMemberAccess]
   if rows % BLOCK:
     raise ValueError(
-      "layers: with scaling='block' each device along fsdp must have whole "
+      "layers: with recipe fp8_block each device along fsdp must have whole "
       f"tiles of {BLOCK} rows of a weight, got {rows}; use fewer devices along "
       "fsdp, or wider layers"
     )

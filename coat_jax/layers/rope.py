@@ -28,6 +28,7 @@ from coat_jax.numerics import recipes
 from coat_jax.numerics.checks import check_kind, described, is_array
 from coat_jax.numerics.recipes import CoatRecipe, MeshAxes
 from coat_jax.ops.rope import (
+  Rotary,
   Theta,
   Thetas,
   as_rotary,
@@ -35,7 +36,6 @@ from coat_jax.ops.rope import (
   rotation,
   rotation_if_any,
 )
-from coat_jax.ops.rotary import Rotary
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnames=("theta",))

@@ -62,7 +62,7 @@ def _cache(part: Linear, recipe: CoatRecipe) -> Operand:
   specs_of = functools.partial(
     cache_specs,
     has_codes=recipe.weight_cache == "codes",
-    in_tiles=recipe.scaling == "block",
+    in_tiles=recipe.in_blocks,
     num_stacked=len(stack),
   )
   if recipe.axes is None:

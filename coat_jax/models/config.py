@@ -21,7 +21,7 @@ from coat_jax.models.ranges import (
 )
 from coat_jax.models.rope import parse_scaling
 from coat_jax.ops import Activation, NormKind
-from coat_jax.ops.rotary import RopeScaling
+from coat_jax.ops.rope import RopeScaling
 
 # Fields of `ModelConfig` that mean nothing without RoPE.
 _OF_ROPE = ["rope_theta", "rope_scaling", "window_rope_theta", "rotary_dim"]

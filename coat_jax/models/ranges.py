@@ -80,7 +80,7 @@ def _words(hint: Any, value: Any) -> str:
     return "" if value in names else f"one of {', '.join(names)}"
   if hint is type(None):
     return "" if value is None else "None"
-  words = {str: "a text", bool: "True or False"}
+  words = {str: "a string", bool: "True or False"}
   return words.get(hint, "") if type(value) is not hint else ""
 
 

@@ -9,7 +9,7 @@ import dataclasses
 import math
 
 from coat_jax.numerics.checks import check_kind
-from coat_jax.ops.rotary import (
+from coat_jax.ops.rope import (
   LinearScaling,
   Llama3Scaling,
   RopeScaling,

@@ -4,6 +4,5 @@
 from coat_jax.numerics.formats import E4M3 as E4M3
 from coat_jax.numerics.formats import E5M2 as E5M2
 from coat_jax.numerics.qtensor import QTensor as QTensor
-from coat_jax.numerics.qtensor import dequantize as dequantize
 from coat_jax.numerics.qtensor import quantize as quantize
 from coat_jax.numerics.recipes import Formats as Formats

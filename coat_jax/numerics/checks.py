@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks arguments where they enter; messages are "op: rule, got, remedy".
+"""Checks of arguments; messages are "op: name must be rule, got value; remedy".
 
 A wrong kind is a TypeError, a wrong value a ValueError. In every check `op` is
 the public function that was called, `name` its argument, `value` the argument's
-value, and `remedy` what the caller can do. A number may also be an array
-without axes: `optax.inject_hyperparams` passes hyperparameters like that, and
-under `jit` their values are unknown. So we check the shape and the kind of
-JAX's arrays, and never read their values.
+value, and `remedy` what the caller can do.
 """
 
 import dataclasses
@@ -25,10 +22,7 @@ _SMALLEST, _LARGEST = 1.2e-38, 3.4e38
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-  """The numbers from `lowest` to `highest`, both included.
-
-  Infinite bounds leave a side open; a number has to be finite all the same.
-  """
+  """The finite numbers from `lowest` to `highest`, both included."""
 
   lowest: int | float = -math.inf
   highest: int | float = math.inf
@@ -91,7 +85,8 @@ def check_kind(
   if isinstance(value, kind):
     return
   kinds = kind if isinstance(kind, tuple) else (kind,)
-  rule = " or ".join("a text" if x is str else a(x) for x in kinds)
+  words = {str: "a string", type(None): "None"}
+  rule = " or ".join(words.get(x) or a(x) for x in kinds)
   refuse(TypeError, op, name, rule, value, remedy)
 
 
@@ -119,37 +114,23 @@ def check_number(
   remedy: str,
   *,
   or_else: str = "",
+  is_whole: bool = False,
 ) -> None:
-  """Raises unless a value is a finite number, or an array without axes.
+  """Raises unless a value is a number in a range, or an array without axes.
 
-  It must be in the range `allowed`; None checks the kind alone. `or_else` says
-  for the message what else the argument may be.
+  `optax.inject_hyperparams` passes hyperparameters as such arrays, and under
+  `jit` their values are unknown, so we never read the values of JAX's arrays.
+  `allowed` None checks the kind alone. `or_else` tells the message what else
+  the argument may be.
   """
-  _check_scalar(op, name, value, allowed, remedy, or_else, is_whole=False)
-
-
-def check_whole(
-  op: str,
-  name: str,
-  value: Any,
-  allowed: Range | None,
-  remedy: str,
-  *,
-  or_else: str = "",
-) -> None:
-  """Raises unless a value is a whole number; see `check_number`."""
-  _check_scalar(op, name, value, allowed, remedy, or_else, is_whole=True)
-
-
-def _check_scalar(op, name, value, allowed, remedy, or_else, *, is_whole):
   if is_array(value):
-    kind = jnp.integer if is_whole else jnp.number
+    kind: Any = jnp.integer if is_whole else jnp.number
     is_number = jnp.issubdtype(value.dtype, kind)
     is_number &= not jnp.issubdtype(value.dtype, jnp.complexfloating)
     has_axes = value.shape != ()
     is_known = isinstance(value, np.generic | np.ndarray)
   else:
-    kind = numbers.Integral if is_whole else numbers.Real
+    kind: Any = numbers.Integral if is_whole else numbers.Real
     is_number = isinstance(value, kind) and not isinstance(value, bool)
     has_axes, is_known = False, True
   if not is_number or has_axes:
@@ -161,6 +142,13 @@ def _check_scalar(op, name, value, allowed, remedy, or_else, *, is_whole):
     if value > allowed.highest and allowed.highest < _LARGEST:
       rule = f"at most {allowed.highest}"
     refuse(ValueError, op, name, rule, value, remedy)
+
+
+def check_whole(
+  op: str, name: str, value: Any, allowed: Range | None, remedy: str, **options
+) -> None:
+  """Raises unless a value is a whole number; see `check_number`."""
+  check_number(op, name, value, allowed, remedy, is_whole=True, **options)
 
 
 def check_group_size(op: str, value: Any, remedy: str) -> None:
@@ -182,11 +170,11 @@ def check_array(
   kind: Any = jnp.floating,
   remedy: str,
 ) -> None:
-  """Raises unless a value is an array of a rank and kind.
+  """Raises unless a value is an array with a number of axes and kind of dtype.
 
-  `rule` says in the message what it must be, such as "int [B, T]"; `ndim` is
-  the number of axes or several such numbers, () for any; `kind` is a dtype's
-  kind as `jnp.issubdtype` takes it, or several of them.
+  `rule` describes it in the message, such as "int [B, T]"; `ndim` is the number
+  of axes or several such numbers, () for any; `kind` is for `jnp.issubdtype`,
+  or several kinds.
   """
   kinds = kind if isinstance(kind, tuple) else (kind,)
   if not is_array(value) or not any(
@@ -198,18 +186,24 @@ def check_array(
     refuse(ValueError, op, name, rule, value, remedy)
 
 
+def check_numeric(op: str, name: str, value: Any, remedy: str) -> None:
+  """Raises a TypeError unless a value is an array of numbers."""
+  rule = "an array of numbers"
+  check_array(op, name, value, rule, kind=jnp.number, remedy=remedy)
+
+
 def dtype_of(dtype: Any) -> Any:
   """Returns the dtype for a name or a class; None if there is none."""
   try:
-    return jnp.dtype(dtype)
+    # NumPy takes None for float64.
+    return None if dtype is None else jnp.dtype(dtype)
   except TypeError:
     return None
 
 
 def check_float_dtype(op: str, name: str, dtype: Any) -> None:
   """Raises a TypeError unless a dtype is floating, of at least 16 bits."""
-  # NumPy takes None for float64.
-  found = None if dtype is None else dtype_of(dtype)
+  found = dtype_of(dtype)
   if found is not None and jnp.issubdtype(found, jnp.floating):
     if found.itemsize > 1:
       return

@@ -2,9 +2,7 @@
 """Number formats and their arithmetic by dtype: limits, casts, neighbours.
 
 E4M3 (4 exponent bits, 3 mantissa bits, no infinity) holds values and weights;
-E5M2 (more range, less precision) holds gradients. INT8 is available to the
-definitions ("xla"); no kernel supports it. To add a format, add an entry to
-`_FORMATS`.
+E5M2 (more range, less precision) holds gradients. No kernel supports INT8.
 
 We avoid two traps of a plain cast to FP8 by rounding to the format's grid in
 f32 first, which makes the cast exact. Every cast in this package goes through
@@ -16,8 +14,6 @@ happen.
     The values that a function computes with would then differ from those that
     it saves for the backward pass.
 """
-
-from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -36,10 +32,10 @@ def as_format(dtype: DTypeLike) -> DTypeLike:
   """Returns the known format for a dtype or its name; else a ValueError."""
   found = dtype_of(dtype)
   for known in (E4M3, E5M2, INT8):
-    if dtype is not None and found == jnp.dtype(known):
+    if found is not None and found == jnp.dtype(known):
       return known
   names = ", ".join(known.name for known in _FORMATS)
-  got = repr(dtype) if found is None or dtype is None else found.name
+  got = repr(dtype) if found is None else found.name
   raise ValueError(
     f"formats: values are quantized to one of {names}, got {got}; another "
     "format is an entry of formats._FORMATS"
@@ -49,11 +45,6 @@ def as_format(dtype: DTypeLike) -> DTypeLike:
 def qmax(dtype: DTypeLike) -> float:
   """Returns the largest magnitude: 448 (E4M3), 57344 (E5M2) or 127 (INT8)."""
   return _format(dtype).qmax
-
-
-def smallest_subnormal(dtype: DTypeLike) -> float:
-  """Returns the smallest positive value: 2^-9 E4M3, 2^-16 E5M2, 1 INT8."""
-  return _format(dtype).smallest
 
 
 def is_fp8(dtype: DTypeLike) -> bool:
@@ -95,35 +86,10 @@ ROOT_OF_LARGEST = 2.0**63
 def with_finite_square(x: Array) -> Array:
   """Clips f32 to ±2^63; the result is NaN where x is not finite.
 
-  The square is at most 2^126. It and sums of a few such squares are far enough
-  from f32's largest number that nothing computed with them overflows, in any
-  codec.
+  Sums of a few such squares, 2^126 each, do not overflow in any codec.
   """
   bound = jnp.clip(x, -ROOT_OF_LARGEST, ROOT_OF_LARGEST)
   return jnp.where(jnp.abs(x) < jnp.inf, bound, jnp.nan)
-
-
-@runtime_checkable
-class _Format(Protocol):
-  """A format's limits, and the format's values around an f32.
-
-  Attributes:
-    qmax: the largest magnitude that is used.
-    smallest: the smallest positive value.
-    accumulator: dtype in which products of two values are summed.
-  """
-
-  qmax: float
-  smallest: float
-  accumulator: DTypeLike
-
-  def nearest(self, x: Array) -> Array:
-    """Rounds f32 within ±qmax to the nearest value, ties to even."""
-    ...
-
-  def around(self, x: Array) -> tuple[Array, Array]:
-    """Returns the largest value not above a nonnegative f32, and the next."""
-    ...
 
 
 class _FP8:
@@ -134,24 +100,26 @@ class _FP8:
   def __init__(self, dtype: DTypeLike):
     limits = jnp.finfo(dtype)
     self.qmax = float(limits.max)
-    self.smallest = float(limits.smallest_subnormal)
+    self._smallest = float(limits.smallest_subnormal)
     self._smallest_normal = float(limits.smallest_normal)
     # Number of mantissa bits of f32 that the format does not have.
     self._dropped_bits = 23 - limits.nmant
 
   def nearest(self, x: Array) -> Array:
+    """Rounds f32 within ±qmax to the nearest value, ties to even."""
     drop = self._dropped_bits
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
     # Half a step minus one, plus one if the kept part is odd: ties to even.
     half = jnp.uint32((1 << (drop - 1)) - 1) + ((bits >> drop) & jnp.uint32(1))
     normal = _truncated(bits + half, drop)
-    step = self.smallest
+    step = self._smallest
     subnormal = jnp.round(x * (1 / step)) * step
     rounded = jnp.where(jnp.abs(x) < self._smallest_normal, subnormal, normal)
     return jnp.where(jnp.isnan(x), x, rounded)
 
   def around(self, x: Array) -> tuple[Array, Array]:
-    drop, step = self._dropped_bits, self.smallest
+    """Returns the largest value not above a nonnegative f32, and the next."""
+    drop, step = self._dropped_bits, self._smallest
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
     is_normal = x >= self._smallest_normal
     subnormal = jnp.floor(x * (1 / step)) * step
@@ -163,7 +131,6 @@ class _FP8:
 class _Integer:
   """A symmetric signed integer format; the one value below -qmax is unused."""
 
-  smallest = 1.0
   accumulator = jnp.int32
 
   def __init__(self, dtype: DTypeLike):
@@ -177,14 +144,14 @@ class _Integer:
     return lower, lower + 1
 
 
-_FORMATS: dict[jnp.dtype, _Format] = {
+_FORMATS: dict[jnp.dtype, _FP8 | _Integer] = {
   jnp.dtype(E4M3): _FP8(E4M3),
   jnp.dtype(E5M2): _FP8(E5M2),
   jnp.dtype(INT8): _Integer(INT8),
 }
 
 
-def _format(dtype: DTypeLike) -> _Format:
+def _format(dtype: DTypeLike) -> _FP8 | _Integer:
   return _FORMATS[jnp.dtype(as_format(dtype))]
 
 

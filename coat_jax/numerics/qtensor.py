@@ -29,7 +29,6 @@ from coat_jax.numerics.checks import (
   check_array,
   check_float_dtype,
   check_group_size,
-  check_kind,
   dtype_of,
   refuse,
 )
@@ -62,8 +61,16 @@ class QTensor:
   group_size: int | None
 
   def dequantize(self, dtype: DTypeLike = jnp.float32) -> Array:
-    """Returns `dequantize(self, dtype=dtype)`."""
-    return dequantize(self, dtype=dtype)
+    """Returns qvalue * scale, computed in f32 and cast to `dtype`.
+
+    Raises:
+      TypeError: `dtype` is not a floating dtype.
+      ValueError: the scale's shape does not fit qvalue and group_size.
+    """
+    op, shape = "dequantize", self.qvalue.shape
+    check_float_dtype(op, "dtype", dtype)
+    scale = _spread_scale(op, self.scale, shape, self.group_size)
+    return (self.qvalue.astype(jnp.float32) * scale).astype(dtype)
 
 
 def num_groups(n: int, group_size: int) -> int:
@@ -104,15 +111,13 @@ def tensor_amax(
 
   Inside `jax.shard_map`, `axis_names` are the axes over which the tensor is
   split; devices along them exchange one number each. Along other axes, such as
-  the stages of a pipeline, each device has a tensor of its own. A kernel that
-  already has the values in registers finds its tiles' maxima at no cost; then
-  only these few are reduced (Group Scaling, `bits_to_amax`).
+  the stages of a pipeline, each device has a tensor of its own.
   """
   return bits_to_amax(_magnitude_bits(x), axis_names)
 
 
 def bits_to_amax(bits: Array, axis_names: tuple[str, ...] = ()) -> Array:
-  """Returns `tensor_amax` of magnitudes given as bits of their f32, int32."""
+  """Returns `tensor_amax` of int32 bits of magnitudes, as kernels find them."""
   largest = jnp.max(bits, initial=0)
   if axis_names:
     largest = jax.lax.pmax(largest, axis_names)
@@ -120,12 +125,9 @@ def bits_to_amax(bits: Array, axis_names: tuple[str, ...] = ()) -> Array:
 
 
 def _magnitude_bits(x: Array) -> Array:
-  """Returns the f32 bits of |x| as int32.
-
-  Bits compare as magnitudes do, and the bits of NaN are above those of
-  infinity. The maximum of integers is the same on every backend and propagates
-  NaN; backends disagree about the maximum of floats.
-  """
+  """Returns the f32 bits of |x| as int32, which compare as magnitudes do."""
+  # The bits of NaN are above those of infinity, so a maximum of integers
+  # propagates NaN. Backends disagree about the maximum of floats.
   bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
   return bits & 0x7FFFFFFF
 
@@ -137,12 +139,11 @@ def amax_to_scale(
 
   It is written as a multiplication because some compilers, but not all, turn a
   division by a constant into one. A group of zeros has scale 1. `scale_dtype`
-  is float32, or bfloat16, which is rounded up; another one is a ValueError.
+  is float32, or bfloat16, which is rounded up.
   """
   if dtype_of(scale_dtype) not in (jnp.float32, jnp.bfloat16):
-    name, remedy = "scale_dtype", "pass one of these"
-    rule = "float32 or bfloat16"
-    refuse(ValueError, "quantize", name, rule, scale_dtype, remedy)
+    rule, remedy = "float32 or bfloat16", "pass one of these"
+    refuse(ValueError, "quantize", "scale_dtype", rule, scale_dtype, remedy)
   scale = jnp.maximum(amax * jnp.float32(1 / qmax(dtype)), _SMALLEST_SCALE)
   scale = jnp.where(amax == 0, jnp.float32(1), scale)
   if jnp.dtype(scale_dtype) == jnp.bfloat16:
@@ -154,9 +155,6 @@ def power_of_two_scale(amax: Array, dtype: DTypeLike = E4M3) -> Array:
   """Returns the smallest power of two at which a group's amax fits in qmax.
 
   It is f32: 1 for a group of zeros, and amax itself if that is NaN or infinite.
-  A floating-point code times such a scale has the code's own mantissa, whatever
-  the scale is. So quantized values can be quantized again in other groups
-  without changing, except those close to the format's smallest value.
   """
   bits = jax.lax.bitcast_convert_type(amax, jnp.int32)
   # The bits of f32 values increase with them, by 2^23 for each factor of two.
@@ -234,27 +232,6 @@ def quantize(
     amax = group_amax(x, group_size)
   scale = amax_to_scale(amax, dtype, scale_dtype)
   return quantize_with_scale(x, scale, group_size=group_size, dtype=dtype)
-
-
-def dequantize(q: QTensor, *, dtype: DTypeLike = jnp.float32) -> Array:
-  """Returns the values that codes represent: qvalue * scale, computed in f32.
-
-  Args:
-    q: the result of `quantize`.
-    dtype: dtype of the result.
-
-  Returns:
-    Array of qvalue's shape in `dtype`.
-
-  Raises:
-    TypeError: q is not a QTensor, or `dtype` not a floating dtype.
-    ValueError: the scale's shape does not fit qvalue and group_size.
-  """
-  op = "dequantize"
-  check_kind(op, "q", q, QTensor, "pass what quantize returned")
-  check_float_dtype(op, "dtype", dtype)
-  scale = _spread_scale("dequantize", q.scale, q.qvalue.shape, q.group_size)
-  return (q.qvalue.astype(jnp.float32) * scale).astype(dtype)
 
 
 def times_scales(x: Array, a: Array | float, b: Array | float) -> Array:

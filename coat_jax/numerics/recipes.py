@@ -15,14 +15,10 @@ Matrix products use one scale per tensor, computed just in time. They accumulate
 in f32, or in int32 for `int8`. `coat` differs from `fp8_linear` in the rest of
 the layer: norms and activation functions read FP8 values with one scale per
 1 x 16 group and save those instead of BF16 (arXiv:2410.19313, section 5).
-`int8` is `coat` with integers instead of FP8, at the same number of bytes; it
-is there for comparison.
-
-`fp8_block` is `coat` with the products of DeepSeek-V3 (arXiv:2412.19437,
-section 3.3.2): along the axis that a product sums over, each block of 128 has a
-scale (1 x 128 blocks of x and g, 128 x 128 blocks of w), and gradients are
-E4M3. If x is saved, we save it as the forward read it, and quantize it again
-along tokens for dw = x^T g. g is quantized along both axes.
+`fp8_block` is `coat` with the products of DeepSeek-V3: one scale for each block
+of 128 values that a product sums over (`scaling.Blocks`), and E4M3 gradients.
+`int8` is `coat` with integers instead of FP8, at the same number of bytes, for
+comparison.
 
 Bytes saved per token in one Llama layer of width D, with MLP width F, without
 scales (a scale adds 2 / G bytes to each value in a 1 x G group, G =
@@ -37,19 +33,25 @@ group_size):
 """
 
 import dataclasses
-from typing import Any, Literal
+import typing
+from typing import Literal, TypedDict, Unpack
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from coat_jax.numerics.checks import check_group_size, check_kind, refuse
+from coat_jax.numerics.checks import (
+  check_choice,
+  check_group_size,
+  check_kind,
+  refuse,
+)
 from coat_jax.numerics.formats import E4M3, E5M2, INT8, as_format
+from coat_jax.numerics.scaling import Blocks, PerTensor, Scaling
 
 Residuals = Literal["coat", "minimal"]
 Kept = Literal["bf16", "fp8"]
 WeightCache = Literal["none", "scale", "codes"]
-# A class is a user's own `coat_jax.ops.Scaling`.
-Scaling = Literal["tensor", "block"] | type
+Evaluation = Literal["same", "bf16"]
 GradDtype = Literal["float32", "bfloat16"]
 
 
@@ -75,6 +77,9 @@ class Formats:
       object.__setattr__(self, name, as_format(getattr(self, name)))
 
 
+_INTEGERS = Formats(values=INT8, gradients=INT8)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshAxes:
   """The axes of a mesh by what they split; an axis may have a single device.
@@ -98,12 +103,10 @@ class MeshAxes:
   grad_dtype: GradDtype = "float32"
 
   def __post_init__(self):
-    op, remedy = "MeshAxes", "pass names of a mesh's axes"
+    op, remedy = "MeshAxes", "pass names of a mesh's axes, as in ('data',)"
     named = "a tuple of different names"
     if not isinstance(self.batch, tuple):
-      refuse(
-        TypeError, op, "batch", named, self.batch, "pass one, as in ('data',)"
-      )
+      refuse(TypeError, op, "batch", named, self.batch, remedy)
     if len({*self.batch}) < max(len(self.batch), 1):
       refuse(ValueError, op, "batch", named, self.batch, remedy)
     for name in (*self.batch, self.fsdp, self.tensor):
@@ -113,16 +116,13 @@ class MeshAxes:
         "MeshAxes: fsdp must be one of the axes that the batch is split over, "
         f"{self.batch}, got {self.fsdp!r}; gradients are summed over it"
       )
-    if self.tensor is not None and self.tensor in self.batch:
+    if self.tensor in self.batch:
       raise ValueError(
-        "MeshAxes: tensor must be another axis than those that the batch is "
-        f"split over, {self.batch}, got {self.tensor!r}; leave it out of one"
+        "MeshAxes: tensor must not be one of the axes that the batch is split "
+        f"over, {self.batch}, got {self.tensor!r}; leave it out of one"
       )
-    if self.grad_dtype not in ("float32", "bfloat16"):
-      raise ValueError(
-        "MeshAxes: grad_dtype must be 'float32' or 'bfloat16', got "
-        f"{self.grad_dtype!r}; pass one of these"
-      )
+    choices = typing.get_args(GradDtype)
+    check_choice(op, "grad_dtype", self.grad_dtype, choices)
 
   @property
   def tokens(self) -> tuple[str, ...]:
@@ -136,10 +136,9 @@ class CoatRecipe:
 
   Attributes:
     linear: format of the operands of matrix products.
-    scaling: scales of FP8 products: "tensor" for one scale per tensor,
-      "block" for one per 128 values along the axis that a product sums over, or
-      your own subclass of `coat_jax.ops.Scaling`, which runs as plain JAX. On a
-      mesh, blocks require a single device along the tensor axis.
+    scaling: class of the scales of FP8 products: `ops.PerTensor`, `ops.Blocks`,
+      or your own subclass of `ops.Scaling`, which runs as plain JAX. On a mesh,
+      blocks require a single device along the tensor axis.
     nonlinear: what norms and activation functions read and save.
     residuals: "coat" saves what the reference saves; "minimal" recomputes norm
       outputs, SiLU and elementwise products in the backward.
@@ -159,53 +158,56 @@ class CoatRecipe:
       shard (`jax.shard_map`), under `jax.set_mesh`. Pass None on one device;
       with explicit axes of data and FSDP, whose types hold the sharding; and to
       leave partitioning to XLA, which cannot partition kernels.
+
+  Raises:
+    TypeError: a field has the wrong type.
+    ValueError: a field has an unknown value, or two fields do not go together.
   """
 
   linear: Kept = "fp8"
-  scaling: Scaling = "tensor"
+  scaling: type[Scaling] = PerTensor
   nonlinear: Kept = "fp8"
   residuals: Residuals = "minimal"
   attention: Kept = "bf16"
   group_size: int = 16
   weight_cache: WeightCache = "scale"
-  implementation: Literal["xla"] | None = None
-  evaluation: Literal["same", "bf16"] = "same"
+  implementation: Literal["xla", None] = None
+  evaluation: Evaluation = "same"
   formats: Formats = Formats()
   axes: MeshAxes | None = None
 
   def __post_init__(self):
-    for field, choices in _CHOICES.items():
-      value = getattr(self, field)
-      is_own = field == "scaling" and isinstance(value, type)
-      if value not in choices and not is_own:
-        raise ValueError(
-          f"CoatRecipe: {field} must be one of {choices}, got {value!r}; pass "
-          "one of these"
-        )
     op = "CoatRecipe"
+    for name, hint in typing.get_type_hints(CoatRecipe).items():
+      if typing.get_origin(hint) is Literal:
+        check_choice(op, name, getattr(self, name), typing.get_args(hint))
+    if not isinstance(self.scaling, type) or not issubclass(
+      self.scaling, Scaling
+    ):
+      rule, remedy = "a subclass of ops.Scaling", "pass ops.PerTensor"
+      refuse(TypeError, op, "scaling", rule, self.scaling, remedy)
     check_group_size(op, self.group_size, "16 is the default")
     remedy = "pass one, as in Formats(gradients=E4M3)"
     check_kind(op, "formats", self.formats, Formats, remedy)
     if self.axes is not None:
-      check_kind(
-        op, "axes", self.axes, MeshAxes, "pass one, as in MeshAxes(fsdp=None)"
-      )
+      remedy = "pass one, as in MeshAxes(fsdp=None)"
+      check_kind(op, "axes", self.axes, MeshAxes, remedy)
     if self.linear == "bf16" and "fp8" in (self.nonlinear, self.attention):
       raise ValueError(
         "CoatRecipe: linear='bf16' goes with nonlinear='bf16' and "
         f"attention='bf16', got {self.nonlinear!r} and {self.attention!r}; "
-        "FP8 residuals pay where the matrix products read them"
+        "FP8 residuals pay off only if matrix products read them"
       )
-    if self.linear == "bf16" and self.scaling == "block":
+    if self.in_blocks and self.name in ("bf16", "int8"):
       raise ValueError(
-        "CoatRecipe: scaling='block' is of FP8 products, got linear='bf16'; "
-        "leave scaling out"
+        "CoatRecipe: scaling=Blocks is for FP8 products, got a recipe like "
+        f"{self.name}; leave scaling out"
       )
-    if self.scaling == "block" and self.formats == _INTEGERS:
-      raise ValueError(
-        "CoatRecipe: scaling='block' is of FP8 products, got formats of int8; "
-        "leave scaling out"
-      )
+
+  @property
+  def in_blocks(self) -> bool:
+    """Whether products have a scale per block of 128 values."""
+    return issubclass(self.scaling, Blocks)
 
   @property
   def name(self) -> str:
@@ -214,12 +216,12 @@ class CoatRecipe:
       return "bf16"
     if self.formats == _INTEGERS:
       return "int8"
-    if self.scaling == "block":
+    if self.in_blocks:
       return "fp8_block"
     return "fp8_linear" if self.nonlinear == "bf16" else "coat"
 
   def describe(self) -> str:
-    """Says what is multiplied and what is saved in which format, line by line.
+    """Describes, line by line, what is multiplied and saved in which format.
 
     Examples:
       >>> from coat_jax import recipes
@@ -230,27 +232,24 @@ class CoatRecipe:
     """
     values = jnp.dtype(self.formats.values).name
     gradients = jnp.dtype(self.formats.gradients).name
-    attention = "BF16" if self.attention == "bf16" else self._in_groups()
-    lines = {
-      "products": "BF16",
-      "other saved": "BF16",
-      "attention": f"q, k, v and output saved in {attention}",
-    }
+    in_groups = f"{values}, a scale per {self.group_size} values"
+    products, others, attention = "BF16", "BF16", "BF16"
     if self.linear == "fp8":
-      scales = _SCALES.get(self.scaling, f"scales of {self.scaling}")
-      lines["products"] = f"{values}, gradients {gradients}; {scales}"
+      scales = self.scaling.description
+      products = f"{values}, gradients {gradients}; {scales}"
     if self.nonlinear == "fp8":
       again = "computed again" if self.residuals == "minimal" else "saved too"
-      lines["other saved"] = (
-        f"inputs of norms and activations in {self._in_groups()}; their "
-        f"outputs are {again}"
+      others = (
+        f"inputs of norms and activations in {in_groups}; their outputs are "
+        f"{again}"
       )
-    return "\n".join(f"{name:11}  {text}" for name, text in lines.items())
-
-  def _in_groups(self) -> str:
-    """Describes the codes and scales of saved values."""
-    values = jnp.dtype(self.formats.values).name
-    return f"{values}, a scale per {self.group_size} values"
+    if self.attention == "fp8":
+      attention = in_groups
+    return (
+      f"products     {products}\n"
+      f"other saved  {others}\n"
+      f"attention    q, k, v and output saved in {attention}"
+    )
 
   def for_evaluation(self) -> "CoatRecipe":
     """Returns the recipe to evaluate with."""
@@ -260,121 +259,53 @@ class CoatRecipe:
     return dataclasses.replace(preset, axes=self.axes)
 
 
-_SCALES: dict[Any, str] = {
-  "tensor": "a scale per tensor",
-  "block": "a scale per 128 values that a product sums over",
-}
-_INTEGERS = Formats(values=INT8, gradients=INT8)
+class LinearOptions(TypedDict, total=False):
+  """Options of every preset with FP8 products; see `CoatRecipe`."""
 
-_CHOICES = {
-  "linear": ("bf16", "fp8"),
-  "scaling": ("tensor", "block"),
-  "nonlinear": ("bf16", "fp8"),
-  "residuals": ("coat", "minimal"),
-  "attention": ("bf16", "fp8"),
-  "weight_cache": ("none", "scale", "codes"),
-  "implementation": (None, "xla"),
-  "evaluation": ("same", "bf16"),
-}
+  weight_cache: WeightCache
+  implementation: Literal["xla", None]
+  evaluation: Evaluation
 
 
-def bf16(*, implementation: Literal["xla"] | None = None) -> CoatRecipe:
+class Options(LinearOptions, total=False):
+  """Options of the presets with FP8 throughout the layer; see `CoatRecipe`."""
+
+  residuals: Residuals
+  attention: Kept
+  group_size: int
+
+
+def bf16(*, implementation: Literal["xla", None] = None) -> CoatRecipe:
   """Returns the ordinary BF16 layer, which saves what autodiff saves."""
   return CoatRecipe(
     linear="bf16", nonlinear="bf16", implementation=implementation
   )
 
 
-def fp8_linear(
-  *,
-  weight_cache: WeightCache = "scale",
-  implementation: Literal["xla"] | None = None,
-  evaluation: Literal["same", "bf16"] = "same",
-) -> CoatRecipe:
+def fp8_linear(**options: Unpack[LinearOptions]) -> CoatRecipe:
   """Uses per-tensor FP8 matrix products in an otherwise BF16 layer."""
-  return CoatRecipe(
-    nonlinear="bf16",
-    weight_cache=weight_cache,
-    implementation=implementation,
-    evaluation=evaluation,
-  )
+  return CoatRecipe(nonlinear="bf16", **options)
 
 
-def coat(
-  *,
-  residuals: Residuals = "minimal",
-  attention: Kept = "bf16",
-  group_size: int = 16,
-  weight_cache: WeightCache = "scale",
-  implementation: Literal["xla"] | None = None,
-  evaluation: Literal["same", "bf16"] = "same",
-) -> CoatRecipe:
-  """Uses FP8 throughout the layer; `CoatRecipe` documents the arguments."""
-  return CoatRecipe(
-    residuals=residuals,
-    attention=attention,
-    group_size=group_size,
-    weight_cache=weight_cache,
-    implementation=implementation,
-    evaluation=evaluation,
-  )
+def coat(**options: Unpack[Options]) -> CoatRecipe:
+  """Uses FP8 throughout the layer; `CoatRecipe` documents the options."""
+  return CoatRecipe(**options)
 
 
-def fp8_block(
-  *,
-  residuals: Residuals = "minimal",
-  attention: Kept = "bf16",
-  group_size: int = 16,
-  weight_cache: WeightCache = "scale",
-  implementation: Literal["xla"] | None = None,
-  evaluation: Literal["same", "bf16"] = "same",
-) -> CoatRecipe:
+def fp8_block(**options: Unpack[Options]) -> CoatRecipe:
   """Returns `coat` with a scale per block in products, and E4M3 gradients.
 
-  `CoatRecipe` documents the arguments. Source: arXiv:2412.19437, section 3.3.2;
-  docs/deviations.md 24.
+  Source: arXiv:2412.19437, section 3.3.2; docs/deviations.md 24.
   """
-  return CoatRecipe(
-    scaling="block",
-    formats=Formats(gradients=E4M3),
-    residuals=residuals,
-    attention=attention,
-    group_size=group_size,
-    weight_cache=weight_cache,
-    implementation=implementation,
-    evaluation=evaluation,
-  )
+  return CoatRecipe(scaling=Blocks, formats=Formats(gradients=E4M3), **options)
 
 
-def int8(
-  *,
-  residuals: Residuals = "minimal",
-  attention: Kept = "bf16",
-  group_size: int = 16,
-  weight_cache: WeightCache = "scale",
-  implementation: Literal["xla"] | None = None,
-  evaluation: Literal["same", "bf16"] = "same",
-) -> CoatRecipe:
+def int8(**options: Unpack[Options]) -> CoatRecipe:
   """Returns `coat` with INT8 instead of FP8, to compare both at equal bytes.
 
   Everything is rounded to nearest, gradients too. Sums of products are exact in
   int32 up to 133,144 terms, which is more than the tokens of a step on one
   device. None of our kernels supports INT8: it runs as plain JAX, and XLA runs
   the products on INT8 hardware.
-
-  Args:
-    residuals, attention, group_size, weight_cache, implementation, evaluation:
-      as for `coat`, with INT8 wherever that says "fp8".
-
-  Returns:
-    The recipe.
   """
-  recipe = coat(
-    residuals=residuals,
-    attention=attention,
-    group_size=group_size,
-    weight_cache=weight_cache,
-    implementation=implementation,
-    evaluation=evaluation,
-  )
-  return dataclasses.replace(recipe, formats=_INTEGERS)
+  return CoatRecipe(formats=_INTEGERS, **options)

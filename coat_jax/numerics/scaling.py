@@ -8,10 +8,11 @@
              rows are quantized along features, its columns along tokens
   Tiles      one scale per 128 x 128 values: the weights of products in blocks
 
-A recipe names the `Scaling` of its products' operands; operations and layers
-ask that object and know no other difference. Scales of blocks and tiles are
-powers of two: quantizing again along the other axis does not change values
-(except those 2^14 below a block's largest), and each value is exact in BF16.
+A recipe holds the `Scaling` class of its products' operands; operations and
+layers ask an object of that class and know no other difference. Scales of
+blocks and tiles are powers of two: quantizing again along the other axis does
+not change values (except those 2^14 below a block's largest), and each value is
+exact in BF16.
 
 Source: arXiv:2410.19313, section 5; for blocks DeepSeek-V3 (arXiv:2412.19437),
 section 3.3.2, and docs/deviations.md 24.
@@ -82,12 +83,7 @@ type Scales = Array | BlockScales
 
 @dataclasses.dataclass(frozen=True)
 class Groups:
-  """Groups of 1 x `size` values with a BF16 scale, rounded up.
-
-  Attributes:
-    size: number of values that share a scale.
-    dtype: format of the codes.
-  """
+  """Groups of 1 x `size` values with a BF16 scale, rounded up."""
 
   size: int
   dtype: DTypeLike = E4M3
@@ -104,12 +100,13 @@ class Scaling(abc.ABC):
   """Base of the scalings of matmul operands.
 
   Put a subclass of your own into a recipe: `CoatRecipe(scaling=Yours)`. It runs
-  in plain jnp, since kernels support `PerTensor` only.
+  in plain jnp, since kernels support `PerTensor` and `Blocks` only.
 
   Attributes:
     dtype: format of the codes.
     axis_names: inside `jax.shard_map`, the axes over which all shards of a
       tensor share one scale.
+    description: names the scales in `CoatRecipe.describe`.
     saves_rows: whether a layer saves an input's rows, which `turn` converts to
       columns in the backward pass; otherwise it saves columns.
     saves_scale: whether a layer saves a weight's scale for the backward pass;
@@ -119,12 +116,13 @@ class Scaling(abc.ABC):
   dtype: DTypeLike = E4M3
   axis_names: tuple[str, ...] = ()
 
+  description: ClassVar[str] = "scales of another scaling"
   saves_rows: ClassVar[bool] = False
   saves_scale: ClassVar[bool] = True
 
-  @abc.abstractmethod
   def find_scale(self, x: Array) -> Scales | None:
     """Returns the scale of [..., n], or None if each layout has its own."""
+    del x
 
   @abc.abstractmethod
   def quantize(
@@ -146,6 +144,8 @@ class Scaling(abc.ABC):
 @dataclasses.dataclass(frozen=True)
 class PerTensor(Scaling):
   """One f32 scale, from the largest magnitude of the whole tensor."""
+
+  description: ClassVar[str] = "a scale per tensor"
 
   def find_scale(self, x: Array) -> Array:
     amax = tensor_amax(x, axis_names=self.axis_names)
@@ -174,11 +174,9 @@ class Blocks(Scaling):
   Rows [..., n] are quantized along n, columns [n, m] along m.
   """
 
+  description: ClassVar[str] = "a scale per 128 values that a product sums over"
   saves_rows: ClassVar[bool] = True
   saves_scale: ClassVar[bool] = False
-
-  def find_scale(self, x: Array) -> None:
-    del x
 
   def quantize(self, x, scale=None, layout="rows"):
     del scale

@@ -50,8 +50,8 @@ def mix(word: Array) -> Array:
 def leaf_key(seed: ArrayLike, step: ArrayLike, leaf: ArrayLike) -> Array:
   """Returns the word that a leaf's elements share at one step: uint32 [].
 
-  All arguments are integers: the run's seed, the number of updates that the
-  leaf has seen, and the leaf's index in the flattened tree.
+  `step` is the number of updates that the leaf has seen, and `leaf` its index
+  in the flattened tree.
   """
   key = jnp.uint32(0)
   for part in (seed, step, leaf):
@@ -84,7 +84,15 @@ def random_words(
   row = jnp.zeros(shape, jnp.uint32)
   for index, size in zip(indices, whole[:-1], strict=True):
     row = row * jnp.uint32(size) + index  # Modulo 2^32.
-  # The row's word depends only on the row, so a kernel mixes it once per row.
+  return words_at(key, row, column)
+
+
+def words_at(key: Array, row: Array, column: Array) -> Array:
+  """Returns the words of elements of the whole leaf, all uint32.
+
+  `row` may have an axis of 1 where `column` has the columns: then a row's word
+  is mixed once.
+  """
   row_word = mix(row * jnp.uint32(GOLDEN) + key)
   word = mix((column // RUN) * jnp.uint32(GOLDEN) + row_word)
   return times_power(word, column)
@@ -116,11 +124,8 @@ class LeafPart:
 
 
 def times_power(word: Array, column: Array) -> Array:
-  """Returns word MULTIPLIER^(column modulo RUN), all uint32.
-
-  It needs no table: in a kernel the power of each register is a compile-time
-  constant, and elsewhere this takes three products.
-  """
+  """Returns word MULTIPLIER^(column modulo RUN), all uint32."""
+  # In a kernel the power of each register is a compile-time constant.
   for bit in range(RUN.bit_length() - 1):
     factor = jnp.uint32(pow(MULTIPLIER, 1 << bit, 2**32))
     word = word * jnp.where((column >> bit) & 1 == 1, factor, jnp.uint32(1))
@@ -135,10 +140,7 @@ def _word(x: ArrayLike) -> Array:
 
 
 def next_words(words: Array, count: int = 1) -> Array:
-  """Returns other words for the same elements, uncorrelated with `words`.
-
-  `count` is the number of the set of words; 0 returns `words` themselves.
-  """
+  """Returns the `count`-th other set of words, uncorrelated with `words`."""
   return words * jnp.uint32(pow(MULTIPLIER, RUN * count, 2**32))
 
 

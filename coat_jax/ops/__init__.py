@@ -2,8 +2,8 @@
 """Every operation of a COAT layer, forward and backward.
 
 Each operation is an `Op`: a definition in plain jnp, which determines the
-numbers, and GPU implementations with the same name and signature. It is called
-like its definition, plus `implementation`: see `dispatch`. Operations are not
+numbers, and GPU implementations with the same signature. It is called like its
+definition, plus `implementation`: see `dispatch`. Operations are not
 differentiated: `layers` pairs forwards and backwards with `jax.custom_vjp`.
 
 Matmuls read `Operand`s: FP8 in the layout that the product needs, scaled by a
@@ -22,124 +22,57 @@ share a scale; without names each device's tensor has its own.
 Source: arXiv:2410.19313, section 5; the backward formulas are the derivatives.
 """
 
-from coat_jax.numerics.scaling import (
-  Blocks,
-  BlockScales,
-  Groups,
-  Layout,
-  Operand,
-  PerTensor,
-  Scales,
-  Scaling,
-)
-from coat_jax.ops.activation import (
-  activation_bwd,
-  activation_fwd,
-  gated_bwd,
-  gated_bwd_operands,
-  gated_fwd,
-  gated_input,
-  gelu_bwd,
-  gelu_bwd_operands,
-  gelu_fwd,
-  gelu_input,
-  mul_bwd,
-  mul_fwd,
-)
-from coat_jax.ops.attention import attention_bwd, attention_fwd
-from coat_jax.ops.dispatch import Op, explain
-from coat_jax.ops.functions import (
-  activation_derivative,
-  activation_values,
-  gelu_derivative,
-  gelu_values,
-  silu_derivative,
-  silu_values,
-)
-from coat_jax.ops.grouped import grouped_dgrad, grouped_fwd, grouped_wgrad
-from coat_jax.ops.linear import linear_dgrad, linear_fwd, linear_wgrad
-from coat_jax.ops.norm import (
-  norm_bwd,
-  norm_fwd,
-  norm_gradients,
-  norm_input,
-  norm_values,
-)
-from coat_jax.ops.quantize import (
-  join_columns,
-  quantize_groups,
-  quantize_rows,
-  quantize_tensor,
-  tensor_scale,
-  turn_operand,
-)
-from coat_jax.ops.rope import join_heads, join_heads_operand, split_heads
-from coat_jax.ops.types import (
-  Activation,
-  Approximation,
-  AttentionKind,
-  AttentionResiduals,
-  Implementation,
-  NormKind,
-  NormStats,
-)
-
-__all__ = [
-  "AttentionKind",
-  "Activation",
-  "Approximation",
-  "AttentionResiduals",
-  "BlockScales",
-  "Blocks",
-  "Groups",
-  "Implementation",
-  "Layout",
-  "NormKind",
-  "NormStats",
-  "Op",
-  "Operand",
-  "PerTensor",
-  "Scales",
-  "Scaling",
-  "activation_bwd",
-  "activation_derivative",
-  "activation_fwd",
-  "activation_values",
-  "attention_bwd",
-  "attention_fwd",
-  "explain",
-  "gated_bwd",
-  "gated_bwd_operands",
-  "gated_fwd",
-  "gated_input",
-  "gelu_bwd",
-  "gelu_bwd_operands",
-  "gelu_derivative",
-  "gelu_fwd",
-  "gelu_input",
-  "gelu_values",
-  "grouped_dgrad",
-  "grouped_fwd",
-  "grouped_wgrad",
-  "join_columns",
-  "join_heads",
-  "join_heads_operand",
-  "linear_dgrad",
-  "linear_fwd",
-  "linear_wgrad",
-  "mul_bwd",
-  "mul_fwd",
-  "norm_bwd",
-  "norm_fwd",
-  "norm_gradients",
-  "norm_input",
-  "norm_values",
-  "quantize_groups",
-  "quantize_rows",
-  "quantize_tensor",
-  "silu_derivative",
-  "silu_values",
-  "split_heads",
-  "tensor_scale",
-  "turn_operand",
-]
+from coat_jax.numerics.scaling import Blocks as Blocks
+from coat_jax.numerics.scaling import BlockScales as BlockScales
+from coat_jax.numerics.scaling import Groups as Groups
+from coat_jax.numerics.scaling import Layout as Layout
+from coat_jax.numerics.scaling import Operand as Operand
+from coat_jax.numerics.scaling import PerTensor as PerTensor
+from coat_jax.numerics.scaling import Scales as Scales
+from coat_jax.numerics.scaling import Scaling as Scaling
+from coat_jax.ops.activation import activation_bwd as activation_bwd
+from coat_jax.ops.activation import activation_fwd as activation_fwd
+from coat_jax.ops.activation import gated_bwd as gated_bwd
+from coat_jax.ops.activation import gated_bwd_operands as gated_bwd_operands
+from coat_jax.ops.activation import gated_fwd as gated_fwd
+from coat_jax.ops.activation import gated_input as gated_input
+from coat_jax.ops.activation import gelu_bwd as gelu_bwd
+from coat_jax.ops.activation import gelu_bwd_operands as gelu_bwd_operands
+from coat_jax.ops.activation import gelu_fwd as gelu_fwd
+from coat_jax.ops.activation import gelu_input as gelu_input
+from coat_jax.ops.activation import mul_bwd as mul_bwd
+from coat_jax.ops.activation import mul_fwd as mul_fwd
+from coat_jax.ops.attention import attention_bwd as attention_bwd
+from coat_jax.ops.attention import attention_fwd as attention_fwd
+from coat_jax.ops.dispatch import Op as Op
+from coat_jax.ops.dispatch import explain as explain
+from coat_jax.ops.functions import activation_values as activation_values
+from coat_jax.ops.functions import gelu_derivative as gelu_derivative
+from coat_jax.ops.functions import gelu_values as gelu_values
+from coat_jax.ops.functions import silu_values as silu_values
+from coat_jax.ops.grouped import grouped_dgrad as grouped_dgrad
+from coat_jax.ops.grouped import grouped_fwd as grouped_fwd
+from coat_jax.ops.grouped import grouped_wgrad as grouped_wgrad
+from coat_jax.ops.heads import join_heads as join_heads
+from coat_jax.ops.heads import join_heads_operand as join_heads_operand
+from coat_jax.ops.heads import split_heads as split_heads
+from coat_jax.ops.linear import linear_dgrad as linear_dgrad
+from coat_jax.ops.linear import linear_fwd as linear_fwd
+from coat_jax.ops.linear import linear_wgrad as linear_wgrad
+from coat_jax.ops.norm import norm_bwd as norm_bwd
+from coat_jax.ops.norm import norm_fwd as norm_fwd
+from coat_jax.ops.norm import norm_gradients as norm_gradients
+from coat_jax.ops.norm import norm_input as norm_input
+from coat_jax.ops.norm import norm_values as norm_values
+from coat_jax.ops.quantize import join_columns as join_columns
+from coat_jax.ops.quantize import quantize_groups as quantize_groups
+from coat_jax.ops.quantize import quantize_rows as quantize_rows
+from coat_jax.ops.quantize import quantize_tensor as quantize_tensor
+from coat_jax.ops.quantize import tensor_scale as tensor_scale
+from coat_jax.ops.quantize import turn_operand as turn_operand
+from coat_jax.ops.types import Activation as Activation
+from coat_jax.ops.types import Approximation as Approximation
+from coat_jax.ops.types import AttentionKind as AttentionKind
+from coat_jax.ops.types import AttentionResiduals as AttentionResiduals
+from coat_jax.ops.types import NormKind as NormKind
+from coat_jax.ops.types import NormStats as NormStats

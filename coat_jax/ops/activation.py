@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Activation functions of FP8 values in plain jnp: gated functions and GELU.
 
-For each function, `*_input` makes what it reads and saves for the backward;
-`*_fwd` writes the operand of the next product; `*_bwd` computes its gradient in
-f32; and `*_bwd_operands` writes operands for the products before and after.
-`functions` has the functions' values and derivatives.
+  *_input         quantizes what the function reads and saves
+  *_fwd           writes the operand of the next product
+  *_bwd           computes the gradient in f32
+  *_bwd_operands  writes the operands of the products before and after
+
+`scale` is what `*_input` returned. The backward computes the function's value
+again, for the weight gradient of the next product.
 """
 
 import jax.numpy as jnp
@@ -32,13 +35,11 @@ from coat_jax.ops.functions import (
 from coat_jax.ops.types import Activation, Approximation
 
 
-def _check_gated(*args, activation, **kwargs) -> None:
-  del args, kwargs
+def _check_gated(*_, activation, **__) -> None:
   check_activation(activation)
 
 
-def _check_gelu(*args, approximate, **kwargs) -> None:
-  del args, kwargs
+def _check_gelu(*_, approximate, **__) -> None:
   check_approximation(approximate)
 
 
@@ -47,9 +48,8 @@ def activation_fwd(
   x: QTensor, *, activation: Activation, groups: Groups
 ) -> QTensor:
   """Applies an activation function to 1 x G values; returns 1 x G values."""
-  return groups.quantize(
-    activation_values(x.dequantize(), activation=activation)
-  )
+  y = activation_values(x.dequantize(), activation=activation)
+  return groups.quantize(y)
 
 
 @op()
@@ -98,7 +98,7 @@ def gated_fwd(
   scale: Scales | None = None,
   layout: Layout = "rows",
 ) -> Operand:
-  """Computes f(gate) up as an operand, with the scale from `gated_input`."""
+  """Writes f(gate) up as an operand."""
   product = _gated_product(gate, up, activation)
   return output.quantize(product, scale, layout)
 
@@ -107,7 +107,7 @@ def gated_fwd(
 def gated_bwd(
   dy: Array, gate: QTensor, up: QTensor, *, activation: Activation
 ) -> tuple[Array, Array]:
-  """Computes (dgate, dup) in f32; recomputes the activation from the gate."""
+  """Computes (dgate, dup) in f32."""
   dy = dy.astype(jnp.float32)
   gate_values = gate.dequantize()
   slope = activation_derivative(gate_values, activation=activation)
@@ -126,12 +126,7 @@ def gated_bwd_operands(
   output: Scaling = VALUES,
   scale: Scales | None = None,
 ) -> tuple[Operand, Operand]:
-  """Writes `gated_bwd`'s result as operands of the products before and after.
-
-  Takes dy [..., F] and `gated_input`'s gate, up and scale. Returns the gradient
-  of [gate, up], one tensor [..., 2 F], in both layouts; and the columns of
-  f(gate) up again, for the weight gradient.
-  """
+  """Writes the gradient of [gate, up], [..., 2 F], and f(gate) up's columns."""
   gradients = gated_bwd.definition(dy, gate, up, activation=activation)
   dgate_up = jnp.concatenate(gradients, axis=-1)
   product = _gated_product(gate, up, activation)
@@ -170,7 +165,7 @@ def gelu_fwd(
   scale: Scales | None = None,
   layout: Layout = "rows",
 ) -> Operand:
-  """Computes GELU of 1 x G values as an operand, with `gelu_input`'s scale."""
+  """Writes gelu(x) as an operand."""
   y = gelu_values(x.dequantize(), approximate=approximate)
   return output.quantize(y, scale, layout)
 
@@ -193,11 +188,10 @@ def gelu_bwd_operands(
   scale: Scales | None = None,
   has_sums: bool = False,
 ) -> tuple[Operand, Operand, Array | None]:
-  """Writes `gelu_bwd`'s result as operands of the products before and after.
+  """Writes the gradient of x [..., F] in both layouts, and gelu(x)'s columns.
 
-  Takes dy [..., F] and `gelu_input`'s x and scale. Returns the gradient of x in
-  both layouts; the columns of gelu(x) again; and, with `has_sums`, the gradient
-  summed over rows before it is rounded, f32 [F], for a bias before GELU.
+  With `has_sums`, the third result is the gradient summed over rows before it
+  is rounded, f32 [F], for a bias before GELU.
   """
   dx = gelu_bwd.definition(dy, x, approximate=approximate)
   y = gelu_values(x.dequantize(), approximate=approximate)

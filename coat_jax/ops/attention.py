@@ -3,10 +3,8 @@
 
 Like FlashAttention it saves q, k, v, the output and each row's log-sum-exp, and
 recomputes the probabilities of one chunk of queries at a time, so that no
-[T, S] matrix is held whole. (`jax.nn.dot_product_attention` without cuDNN saves
-the probabilities: 13 U a layer at a sequence of 2048, in units of U = 2 D bytes
-a token.) With a window, a chunk reads only the keys that one of its queries
-sees: it computes T (window + chunk) scores instead of T S.
+[T, S] matrix is held whole. With a window, a chunk reads only the keys that one
+of its queries sees: it computes T (window + chunk) scores instead of T S.
 
 Shapes: q [B, T, N, H]; k, v [B, S, K, H]. N is a multiple of K, and query head
 n reads key head n // (N / K). Products read operands in their own dtype and
@@ -50,9 +48,9 @@ def check_attention(q, k, v, segments=None, *, kind: AttentionKind) -> None:
   fits = segments.shape == q.shape[:2] == k.shape[:2]
   if not fits or not jnp.issubdtype(segments.dtype, jnp.integer):
     raise ValueError(
-      "attention: segments are integers [B, T], of queries and keys alike, got "
-      f"{segments.dtype} {segments.shape} for q {q.shape} and k {k.shape}; "
-      "pass which document each token is of"
+      "attention: segments must be integers [B, T] for T queries and T keys, "
+      f"got {segments.dtype} {segments.shape} for q {q.shape} and k {k.shape}; "
+      "number the documents, and pass each token's number"
     )
 
 
@@ -72,13 +70,12 @@ def attention_fwd(
   """
 
   def one_chunk(args):
-    q_args, own = args
-    queries = Queries.of(q_args, own)
-    keys = Keys.of(queries, q, k, kind)
-    scores, _ = masked_scores(queries, keys, k, segments, kind)
+    queries, own = args
+    chunk = Chunk.of(queries, own, q, k, kind)
+    scores, _ = chunk.scores(k, segments)
     lse = jax.nn.logsumexp(scores, axis=-1)
     p = jnp.exp(scores - lse[..., None]).astype(v.dtype)
-    out = einsum_f32("bkrts,bskh->btkrh", p, keys.read(v))
+    out = einsum_f32("bkrts,bskh->btkrh", p, chunk.read(v))
     return out.astype(q.dtype), lse
 
   kind = kind.among(k.shape[1])
@@ -111,18 +108,17 @@ def attention_bwd(
 
   def one_chunk(carry, args):
     dk, dv = carry
-    q_args, (dout_chunk, _), (lse, _), (delta_chunk, _), own = args
-    queries = Queries.of(q_args, own)
-    keys = Keys.of(queries, q, k, kind)
-    scores, slope = masked_scores(queries, keys, k, segments, kind)
+    queries, (dout_chunk, _), (lse, _), (delta_chunk, _), own = args
+    chunk = Chunk.of(queries, own, q, k, kind)
+    scores, slope = chunk.scores(k, segments)
     p = jnp.exp(scores - per_row(lse))
-    dv = keys.add(
+    dv = chunk.add(
       dv, einsum_f32("bkrts,btkrh->bskh", p.astype(v.dtype), dout_chunk)
     )
-    dp = einsum_f32("btkrh,bskh->bkrts", dout_chunk, keys.read(v))
+    dp = einsum_f32("btkrh,bskh->bkrts", dout_chunk, chunk.read(v))
     ds = (p * (dp - per_row(delta_chunk)) * slope).astype(q.dtype)
-    dk = keys.add(dk, einsum_f32("bkrts,btkrh->bskh", ds, queries.q))
-    return (dk, dv), einsum_f32("bkrts,bskh->btkrh", ds, keys.read(k))
+    dk = chunk.add(dk, einsum_f32("bkrts,btkrh->bskh", ds, chunk.q))
+    return (dk, dv), einsum_f32("bkrts,bskh->btkrh", ds, chunk.read(k))
 
   chunks = tuple(
     in_chunks(grouped_heads(x, kv_heads))
@@ -134,106 +130,88 @@ def attention_bwd(
   return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
 
 
-class Queries(NamedTuple):
-  """A chunk of queries [B, chunk, K, R, H] from `first` on, with segments."""
+class Chunk(NamedTuple):
+  """A chunk of queries [B, chunk, K, R, H], and the keys that it reads.
 
-  q: Array
-  first: Array
-  segments: Array | None
-
-  @classmethod
-  def of(cls, q, segments) -> "Queries":
-    """Wraps one chunk from `in_chunks`."""
-    chunk, first = q
-    return cls(chunk, first, None if segments is None else segments[0])
-
-
-class Keys(NamedTuple):
-  """The keys [first, first + length) that one chunk of queries reads.
-
-  Query 0 has the position of key `offset`.
+  Its first query is the query `start`, at the position of key start + `offset`.
+  It reads `length` of the `all` keys, from the key `first` on.
   """
 
+  q: Array
+  start: Array
+  segments: Array | None
+  kind: AttentionKind
+  offset: int
   first: Array | int
   length: int
   all: int
-  offset: int
 
   @classmethod
-  def of(cls, queries: Queries, q, k, kind: AttentionKind) -> "Keys":
-    """Selects all keys or, with a window, those the chunk sees plus one.
+  def of(cls, queries, segments, q, k, kind: AttentionKind) -> "Chunk":
+    """Selects all keys or, with a window, those that the chunk sees plus one.
 
-    With the extra key, a window of 4096 reads 4352 keys: matmuls are fast at
-    multiples of 8.
+    `queries` and `segments` come from `in_chunks`.
     """
-    s, chunk = k.shape[1], queries.q.shape[1]
+    x, start = queries
+    own = None if segments is None else segments[0]
+    s, size = k.shape[1], x.shape[1]
     offset = s - q.shape[1]
-    if kind.window is None or kind.window + chunk >= s:
-      return cls(0, s, s, offset)
-    length = kind.window + chunk
+    if kind.window is None or kind.window + size >= s:
+      return cls(x, start, own, kind, offset, 0, s, s)
+    # The extra key makes 4352 keys of a window of 4096: matmuls are fast at
+    # multiples of 8.
+    length = kind.window + size
     # At both ends there are fewer keys; what is read instead is masked.
-    first = jnp.clip(queries.first + offset - kind.window, 0, s - length)
-    return cls(first, length, s, offset)
+    first = jnp.clip(start + offset - kind.window, 0, s - length)
+    return cls(x, start, own, kind, offset, first, length, s)
 
   def read(self, x: Array) -> Array:
-    """Returns these keys of x [B, S, ...]."""
+    """Returns the chunk's keys of x [B, S, ...]."""
     if self.length == self.all:
       return x
     return jax.lax.dynamic_slice_in_dim(x, self.first, self.length, axis=1)
 
   def add(self, sums: Array, x: Array) -> Array:
-    """Adds x to sums [B, S, ...] at these keys."""
+    """Adds x to sums [B, S, ...] at the chunk's keys."""
     if self.length == self.all:
       return sums + x
     x = self.read(sums) + x
     return jax.lax.dynamic_update_slice_in_dim(sums, x, self.first, axis=1)
 
-  def places(self) -> Array:
-    """Returns the positions of these keys, int32 [length]."""
-    places = jnp.arange(self.length)
-    return places if self.length == self.all else self.first + places
+  def scores(self, k: Array, segments: Array | None):
+    """Computes masked scores, and their derivatives before the mask.
 
+    Both are f32 [B, K, R, chunk, length]; equal derivatives are one number.
+    """
+    scale, cap = self.kind.scale_of(self.q.shape[-1]), self.kind.soft_cap
+    products = einsum_f32("btkrh,bskh->bkrts", self.q, self.read(k))
+    scores = products * scale
+    slope = scale
+    if cap is not None:
+      share = jnp.tanh(scores / cap)
+      scores, slope = cap * share, scale * (1 - share * share)
+    seen = self._seen(segments)
+    return scores if seen is None else jnp.where(seen, scores, _MASKED), slope
 
-def masked_scores(
-  queries: Queries,
-  keys: Keys,
-  k: Array,
-  segments: Array | None,
-  kind: AttentionKind,
-):
-  """Computes a chunk's scores and their derivatives by q k^T.
-
-  k is [B, S, K, H]. Scores are f32 [B, K, R, chunk, length], scaled, capped and
-  masked. The derivatives, taken before the mask, have the same shape, or are
-  one number if they are all equal.
-  """
-  scale = kind.scale_of(queries.q.shape[-1])
-  products = einsum_f32("btkrh,bskh->bkrts", queries.q, keys.read(k))
-  scores = products * scale
-  slope = scale
-  if kind.soft_cap is not None:
-    share = jnp.tanh(scores / kind.soft_cap)
-    scores, slope = kind.soft_cap * share, scale * (1 - share * share)
-  seen = _seen(queries, keys, segments, kind)
-  return scores if seen is None else jnp.where(seen, scores, _MASKED), slope
-
-
-def _seen(queries: Queries, keys: Keys, segments, kind: AttentionKind):
-  """Returns the mask of visible keys [B or 1, 1, 1, chunk, length], or None."""
-  seen = None
-  if kind.causal:
-    query = queries.first + jnp.arange(queries.q.shape[1])
-    key, query = keys.places()[None, :], query[:, None] + keys.offset
-    seen = key <= query
-    if kind.window is not None:
-      seen &= key > query - kind.window
-    seen = seen[None, None, None]
-  if segments is not None:
-    assert queries.segments is not None
-    own, others = queries.segments[:, :, None], keys.read(segments)[:, None, :]
-    same = (own == others)[:, None, None]
-    seen = same if seen is None else same & seen
-  return seen
+  def _seen(self, segments: Array | None) -> Array | None:
+    """Returns the mask [B or 1, 1, 1, chunk, length]; None sees every key."""
+    seen = None
+    if self.kind.causal:
+      query = self.start + jnp.arange(self.q.shape[1])
+      key = jnp.arange(self.length)
+      if self.length != self.all:
+        key = self.first + key
+      key, query = key[None, :], query[:, None] + self.offset
+      seen = key <= query
+      if self.kind.window is not None:
+        seen &= key > query - self.kind.window
+      seen = seen[None, None, None]
+    if segments is not None:
+      assert self.segments is not None
+      own, others = self.segments[:, :, None], self.read(segments)[:, None, :]
+      same = (own == others)[:, None, None]
+      seen = same if seen is None else same & seen
+    return seen
 
 
 def einsum_f32(formula: str, a: Array, b: Array) -> Array:
@@ -241,10 +219,7 @@ def einsum_f32(formula: str, a: Array, b: Array) -> Array:
 
 
 def grouped_heads(x: Array, kv_heads: int) -> Array:
-  """Reshapes [B, T, N, ...] to [B, T, K, R, ...]:
-
-  R query heads per key head.
-  """
+  """Reshapes [B, T, N, ...] to [B, T, K, R, ...], R = N / K."""
   b, t, n, *rest = x.shape
   return x.reshape(b, t, kv_heads, n // kv_heads, *rest)
 

@@ -23,34 +23,28 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from coat_jax.numerics.formats import is_fp8
+from coat_jax.numerics.qtensor import QTensor
 from coat_jax.numerics.scaling import BlockScales, Operand
 from coat_jax.ops.dispatch import kernel
+from coat_jax.ops.linear import in_columns, in_rows
 
-_SUMMED_LAST = (((1,), (1,)), ((), ()))
 # Products of activations may sum with fewer bits, as is usual on Hopper; sums
 # over all tokens and gradients may not.
 _FAST = jax.lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32_FAST_ACCUM
 _PRECISE = jax.lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32
 
 
-def _matmul(a: Array, b: Array, scale: Array, dtype: DTypeLike, algorithm):
-  """Computes a [m, k] b [n, k]^T scale in one cuBLASLt call: [m, n]."""
+def _matmul(a: QTensor, b: QTensor, dtype: DTypeLike, algorithm) -> Array:
+  """Computes a [m, k] b [n, k]^T in one cuBLASLt call: [m, n]."""
+  scale = a.scale * b.scale
   product = jax.lax.dot_general(
-    a, b, _SUMMED_LAST, precision=algorithm, preferred_element_type=dtype
+    a.qvalue,
+    b.qvalue,
+    (((1,), (1,)), ((), ())),
+    precision=algorithm,
+    preferred_element_type=dtype,
   )
   return product * scale.astype(dtype)
-
-
-def _rows(x: Array) -> Array:
-  """Reshapes [..., n] to [rows, n]."""
-  return x.reshape(-1, x.shape[-1])
-
-
-def _scalar(a: Operand, b: Operand) -> Array:
-  """Returns the product of the operands' scales."""
-  scales = a.scale, b.scale
-  assert isinstance(scales[0], Array) and isinstance(scales[1], Array)
-  return scales[0] * scales[1]
 
 
 def _why_not(a: Operand, b: Operand, arrays, dtype: DTypeLike) -> str | None:
@@ -91,14 +85,13 @@ def linear_fwd(
   bias: Array | None = None,
 ) -> Array:
   """`ops.linear_fwd`."""
-  assert x.rows is not None and w.columns is not None
-  scale = _scalar(x, w)
-  y = _matmul(_rows(x.rows), w.columns, scale, dtype, _FAST)
+  assert x.rows is not None
+  y = _matmul(in_rows(x), in_columns(w), dtype, _FAST)
   if bias is not None:
     y = y + bias.astype(dtype)[None]
   if add is not None:
-    y = y + _rows(add)
-  return y.reshape(*x.rows.shape[:-1], w.columns.shape[0])
+    y = y + add.reshape(y.shape)
+  return y.reshape(*x.rows.shape[:-1], y.shape[-1])
 
 
 @kernel(lambda g, w, dtype: _why_not(g, w, (g.rows, w.rows), dtype))
@@ -106,10 +99,9 @@ def linear_dgrad(
   g: Operand, w: Operand, *, dtype: DTypeLike = jnp.bfloat16
 ) -> Array:
   """`ops.linear_dgrad`."""
-  assert g.rows is not None and w.rows is not None
-  scale = _scalar(g, w)
-  dx = _matmul(_rows(g.rows), w.rows, scale, dtype, _PRECISE)
-  return dx.reshape(*g.rows.shape[:-1], w.rows.shape[0])
+  assert g.rows is not None
+  dx = _matmul(in_rows(g), in_rows(w), dtype, _PRECISE)
+  return dx.reshape(*g.rows.shape[:-1], dx.shape[-1])
 
 
 @kernel(lambda x, g, dtype: _why_not(x, g, (x.columns, g.columns), dtype))
@@ -117,6 +109,4 @@ def linear_wgrad(
   x: Operand, g: Operand, *, dtype: DTypeLike = jnp.float32
 ) -> Array:
   """`ops.linear_wgrad`."""
-  assert x.columns is not None and g.columns is not None
-  scale = _scalar(x, g)
-  return _matmul(x.columns, g.columns, scale, dtype, _PRECISE)
+  return _matmul(in_columns(x), in_columns(g), dtype, _PRECISE)

@@ -4,15 +4,9 @@
 JAX has no public function for most of it, so this file, and no other, calls
 private ones. If a version of JAX lacks them, `_why_not` says so and XLA runs.
 
-A window has the same meaning as ours: the number of keys, including the query's
-own (`sliding_window_length` in JAX, the left bound of a diagonal band in
-cuDNN). XLA runs
-
-  soft caps   JAX's cuDNN call takes no function of the scores
-  segments    cuDNN's packed layout requires offsets and lengths of each segment
-              and a static number of segments, which is also an axis of the
-              log-sum-exps [segments, N, T]; with an id for each token there can
-              be as many segments as tokens
+XLA also runs soft caps, since JAX's cuDNN call takes no function of the scores,
+and segments: cuDNN's packed layout needs a static number of segments, and with
+an id for each token there can be as many segments as tokens.
 """
 
 from typing import Any
@@ -43,13 +37,11 @@ def _why_not(q, k, segments, kind, **_) -> str | None:
   if _MISSING:
     return (
       f"jax {jax.__version__} has no {', '.join(_MISSING)} in "
-      "jax._src.cudnn.fused_attention_stablehlo, by which cuDNN is called; "
-      "install the version of JAX in constraints.txt"
+      "jax._src.cudnn.fused_attention_stablehlo, which calls cuDNN; install "
+      "the version of JAX in constraints.txt"
     )
   if kind.soft_cap is not None:
-    return (
-      f"JAX's call of cuDNN has no caps of scores, got soft_cap={kind.soft_cap}"
-    )
+    return f"JAX's cuDNN call cannot cap scores, got soft_cap={kind.soft_cap}"
   if segments is not None:
     return (
       "cuDNN takes packed sequences as offsets and lengths of a fixed number "
@@ -110,11 +102,9 @@ def attention_bwd(
   *,
   kind: AttentionKind,
 ) -> tuple[Array, Array, Array]:
-  """`ops.attention_bwd`.
-
-  JAX has no public function that runs a backward from given residuals, which
-  may differ from the forward's own arrays (recipe.attention="fp8").
-  """
+  """`ops.attention_bwd`."""
+  # With recipe.attention="fp8" the residuals are not the forward's own arrays,
+  # and JAX has no public function that takes residuals.
   unused = jnp.zeros(0, q.dtype)
   dq, dk, dv = fmha._dot_product_attention_bwd_p_wrapper.bind(
     q,

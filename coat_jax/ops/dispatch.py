@@ -3,7 +3,7 @@
 
 An `Op` is called like its definition, plus `implementation`:
 
-  None     on a GPU the kernel if it supports these arguments, else "xla"
+  None     on a GPU or TPU the kernel if it supports these arguments, else "xla"
   "xla"    the definition
   another  this implementation; raises `Unsupported` if it cannot run them
 
@@ -12,7 +12,7 @@ the platform.
 
 An implementation has the definition's signature. `@kernel(why_not)` gives it a
 function that looks at the arguments' shapes, dtypes and options and returns why
-it cannot run them.
+it cannot run them. `op.kernels["name"] = kernel` adds one from outside.
 """
 
 import dataclasses
@@ -32,30 +32,33 @@ from coat_jax.numerics.checks import (
 )
 from coat_jax.numerics.scaling import Layout
 from coat_jax.numerics.varying import varying
-from coat_jax.ops.types import Implementation, Unsupported
+from coat_jax.ops.types import Unsupported
 
 # An implementation, or the module that has a function of the operation's name:
 # kernels are imported when they are first needed.
 type Kernel = str | Callable[..., Any]
-type Kernels = tuple[tuple[Implementation, Kernel], ...]
 
-# Pallas kernels, each in its own folder; XLA cannot partition them.
-_PALLAS = ("triton", "mosaic")
+# Written in jnp or partitioned by JAX, so XLA can put them on several devices.
+_PARTITIONED = ("cublas", "cudnn", "cuda")
+
+# All other kernels are for NVIDIA GPUs.
+_PLATFORMS = {"mosaic_tpu": "tpu"}
+_DEVICES = {"cuda": "a GPU", "tpu": "a TPU"}
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Op[R]:
   """An operation with its implementations.
 
   Attributes:
     definition: the operation in plain jnp; determines the signature.
+    kernels: maps an implementation's name to its kernel; a GPU or TPU runs the
+      first one of its own that supports the arguments. You may add yours.
     check: raises for arguments that no implementation supports, or None.
-    kernels: pairs of an implementation's name and its kernel; a GPU runs the
-      first one that supports the arguments.
   """
 
   definition: Callable[..., R]
-  kernels: Kernels = ()
+  kernels: dict[str, Kernel] = dataclasses.field(default_factory=dict)
   check: Callable[..., None] | None = None
 
   def __post_init__(self):
@@ -67,37 +70,31 @@ class Op[R]:
     return self.definition.__name__
 
   @property
-  def implementations(self) -> tuple[Implementation, ...]:
+  def implementations(self) -> tuple[str, ...]:
     """The names that `implementation` accepts."""
-    return ("xla", *(name for name, _ in self.kernels))
+    return ("xla", *self.kernels)
 
   def require_known(self, implementation: Any, op: str = "") -> None:
-    """Raises a NotImplementedError if no implementation has this name.
-
-    Args:
-      implementation: the name, or None.
-      op: the public function to name in the error; by default this operation.
-    """
+    """Raises a NotImplementedError in the name of `op` for an unknown name."""
     if implementation not in (None, *self.implementations):
       raise NotImplementedError(
         f"{op or self.name}: implementation must be one of "
-        f"{self.implementations}, got {implementation!r}; pass None to have it "
-        "chosen"
+        f"{self.implementations}, got {implementation!r}; leave it out to have "
+        "one chosen"
       )
 
   def kernel(self, implementation: str) -> Callable[..., R]:
     """Returns the function for a name in `implementations` other than "xla"."""
-    found = dict(self.kernels)[implementation]  # pyright: ignore[reportArgumentType]
+    found = self.kernels[implementation]
     if not isinstance(found, str):
       return found
-    room = "ops"
-    if implementation in _PALLAS:
-      room = f"pallas.{implementation}"
-    module = importlib.import_module(f"coat_jax.{room}.{found}")
+    own = implementation in _PARTITIONED
+    folder = "ops" if own else f"pallas.{implementation}"
+    module = importlib.import_module(f"coat_jax.{folder}.{found}")
     return getattr(module, self.name)
 
   def __call__(
-    self, *args: Any, implementation: Implementation | None = None, **kwargs
+    self, *args: Any, implementation: str | None = None, **kwargs
   ) -> R:
     self.require_known(implementation)
     for x in jax.tree.leaves(args):
@@ -110,51 +107,58 @@ class Op[R]:
     if self.check is not None:
       self.check(*args, **kwargs)
     # Inside a caller's shard_map, gradients must not be summed here.
-    return self._run(implementation, *varying((args, kwargs)))
-
-  def _run(self, implementation: Implementation | None, args, kwargs) -> R:
+    args, kwargs = varying((args, kwargs))
     if implementation is None:
       return self._choose(args, kwargs)
     if implementation == "xla":
       return self.definition(*args, **kwargs)
     reason = self._why_not(implementation, args, kwargs)
     if reason is not None:
-      raise Unsupported(
-        f"{reason}; pass implementation=None to have XLA do it there"
-      )
+      raise Unsupported(f"{reason}; pass implementation=None to have XLA do it")
     return self.kernel(implementation)(*args, **kwargs)
 
   def _choose(self, args, kwargs) -> R:
-    """Runs the kernel if this is compiled for a GPU and there is one."""
-    for name, _ in self.kernels if _targets_gpu() else ():
-      if self._why_not(name, args, kwargs) is None:
-        if _is_on_mesh():
-          return self.kernel(name)(*args, **kwargs)
-        # Chosen again at lowering: on a machine with a GPU a computation
-        # can be put on the CPU.
-        return jax.lax.platform_dependent(
-          *args,
-          cuda=functools.partial(self.kernel(name), **kwargs),
-          default=functools.partial(self.definition, **kwargs),
-        )
+    """Runs the kernel if this is compiled for a platform that has one."""
+    platform = _target()
+    for name in self.kernels:
+      if _platform_of(name) != platform or self._why_not(name, args, kwargs):
+        continue
+      kernel = functools.partial(self.kernel(name), **kwargs)
+      if _is_on_mesh():
+        return kernel(*args)
+      # Chosen again at lowering: on a machine with a GPU a computation can be
+      # put on the CPU.
+      default = functools.partial(self.definition, **kwargs)
+      return jax.lax.platform_dependent(
+        *args, default=default, **{platform: kernel}
+      )
     return self.definition(*args, **kwargs)
 
   def explain(self, *args: Any, **kwargs) -> str:
     """See `ops.explain`."""
-    reasons = []
-    for name, _ in self.kernels:
+    chosen, reasons = {}, {}
+    for name in self.kernels:
+      platform = _platform_of(name)
       reason = self._why_not(name, args, kwargs)
       if reason is None:
-        return f"{self.name}: {name} on a GPU, xla elsewhere"
-      reasons.append(reason)
-    reasons = reasons or ["there is no kernel for it"]
-    return f"{self.name}: xla everywhere ({'; '.join(reasons)})"
+        chosen.setdefault(platform, f"{name} on {_DEVICES[platform]}")
+      else:
+        reasons.setdefault(platform, []).append(reason)
+    why = [
+      x for where, xs in reasons.items() if where not in chosen for x in xs
+    ]
+    why = why if self.kernels else ["there is no kernel for it"]
+    where = ", ".join(chosen.values()) + ", xla elsewhere"
+    where = where if chosen else "xla everywhere"
+    # One reason may hold for several kernels.
+    reason = f" ({'; '.join(dict.fromkeys(why))})" if why else ""
+    return f"{self.name}: {where}{reason}"
 
   def _why_not(self, implementation: str, args, kwargs) -> str | None:
     """Returns why an implementation cannot take these arguments, or None."""
-    if implementation in _PALLAS and may_be_partitioned():
+    if implementation not in _PARTITIONED and may_be_partitioned():
       return (
-        f"{self.name}: with several GPUs a kernel sees one device's part only "
+        f"{self.name}: with several devices a kernel sees one's part only "
         "inside jax.shard_map, where layers run with recipe.axes=MeshAxes(...)"
       )
     why_not = getattr(self.kernel(implementation), "why_not", None)
@@ -184,14 +188,13 @@ def op[R](
 ) -> Callable[[Callable[..., R]], Op[R]]:
   """Makes an `Op` of its definition: `@op(triton="norm")`.
 
-  `check` raises for arguments that no implementation supports. `kernels` maps
-  an implementation's name to a function, or to the module that has a function
-  of the definition's name: in `pallas.triton` and `pallas.mosaic` for these
-  two, in `ops` for the others.
+  `kernels` maps an implementation's name to a function, or to the module that
+  has a function of the definition's name: in the folder of `pallas` with the
+  implementation's name, or in `ops` for `cublas`, `cudnn` and `cuda`.
   """
 
   def make(definition: Callable[..., R]) -> Op[R]:
-    return Op(definition, tuple(kernels.items()), check)  # pyright: ignore[reportArgumentType]
+    return Op(definition, kernels, check)
 
   return make
 
@@ -237,27 +240,35 @@ def _is_on_mesh() -> bool:
   return bool(mesh.manual_axes) and mesh.abstract_device is not None
 
 
-def _targets_gpu() -> bool:
-  """Guesses whether the code being traced is for a GPU with FP8."""
+def _platform_of(kernel: str) -> str:
+  return _PLATFORMS.get(kernel, "cuda")
+
+
+def _target() -> str | None:
+  """Guesses what the code being traced is for: "cuda", "tpu", or None."""
   device = jax.sharding.get_abstract_mesh().abstract_device
+  platform = jax.default_backend() if device is None else device.platform
+  if platform == "tpu":
+    return "tpu"
   # Devices of a mesh have the platform name gpu.
-  if device is not None and device.platform not in ("cuda", "gpu"):
-    return False
+  if platform not in ("cuda", "gpu"):
+    return None
   if jax.default_backend() != "gpu":
-    return device is not None  # Compiling here for a mesh of other machines.
+    return "cuda"  # Compiling here for a mesh of other machines.
   # Ada and later GPUs have FP8. AMD's capability is not a number.
   capability = str(getattr(jax.local_devices()[0], "compute_capability", ""))
-  return capability[:1].isdigit() and float(capability) >= 8.9
+  has_fp8 = capability[:1].isdigit() and float(capability) >= 8.9
+  return "cuda" if has_fp8 else None
 
 
 def may_be_partitioned() -> bool:
-  """Whether XLA may partition this code, which it cannot do with kernels."""
+  """Tells whether XLA may partition this code, and could not with kernels."""
   mesh = jax.sharding.get_abstract_mesh()
   if mesh.auto_axes or mesh.explicit_axes:
     return mesh.size > 1
   # No mesh is set, or all of its axes are manual: inside shard_map.
-  return not mesh.manual_axes and _may_run_on_several_gpus()
+  return not mesh.manual_axes and _may_run_on_several()
 
 
-def _may_run_on_several_gpus() -> bool:
-  return jax.default_backend() == "gpu" and jax.device_count() > 1
+def _may_run_on_several() -> bool:
+  return jax.default_backend() in ("gpu", "tpu") and jax.device_count() > 1

@@ -1,22 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Values and derivatives of activation functions, in f32."""
 
-import functools
-from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from coat_jax.numerics.checks import check_array, check_choice
+from coat_jax.numerics.checks import check_choice, check_numeric
 from coat_jax.ops.types import Activation, Approximation
 
 
 def _in_f32(x: Any) -> Array:
   """Converts an array to f32; raises a TypeError if it is not numeric."""
-  op, kind, remedy = "activation", jnp.number, "pass its input"
-  check_array(op, "x", x, "an array of numbers", kind=kind, remedy=remedy)
+  check_numeric("activation", "x", x, "pass its input")
   return x.astype(jnp.float32)
 
 
@@ -60,7 +57,8 @@ def gelu_derivative(x: Array, *, approximate: Approximation) -> Array:
   x = _in_f32(x)
   check_approximation(approximate)
   if approximate == "sigmoid":
-    x = jnp.clip(x, -60, 60)  # As below. sigmoid(-102) is not subnormal.
+    # Beyond 60, as below; sigmoid(-102) is not subnormal.
+    x = jnp.clip(x, -60, 60)
     cdf = jax.nn.sigmoid(_QUICK * x)
     return cdf + _QUICK * x * cdf * (1 - cdf)
   if approximate:
@@ -83,32 +81,22 @@ def check_approximation(approximate: Any) -> None:
     )
 
 
-# Value and derivative of each activation.
-_FUNCTIONS: dict[Activation, tuple[Callable, Callable]] = {
-  "silu": (silu_values, silu_derivative),
-  "gelu_tanh": (
-    functools.partial(gelu_values, approximate=True),
-    functools.partial(gelu_derivative, approximate=True),
-  ),
-  "gelu": (
-    functools.partial(gelu_values, approximate=False),
-    functools.partial(gelu_derivative, approximate=False),
-  ),
-}
-
-
 def check_activation(activation: Any) -> None:
   """Raises a ValueError if this is not an `Activation`."""
-  check_choice("gated", "activation", activation, tuple(_FUNCTIONS))
+  check_choice("gated", "activation", activation, get_args(Activation))
 
 
 def activation_values(x: Array, *, activation: Activation) -> Array:
   """Computes the activation function of x in f32."""
   check_activation(activation)
-  return _FUNCTIONS[activation][0](x)
+  if activation == "silu":
+    return silu_values(x)
+  return gelu_values(x, approximate=activation == "gelu_tanh")
 
 
 def activation_derivative(x: Array, *, activation: Activation) -> Array:
   """Computes the activation function's derivative at x in f32."""
   check_activation(activation)
-  return _FUNCTIONS[activation][1](x)
+  if activation == "silu":
+    return silu_derivative(x)
+  return gelu_derivative(x, approximate=activation == "gelu_tanh")

@@ -13,8 +13,7 @@ from jax.typing import DTypeLike
 from coat_jax.ops.dispatch import op
 
 
-def _check_weights(x: Array, w: Array, sizes: Array, **kwargs) -> None:
-  del kwargs
+def _check_weights(x: Array, w: Array, sizes: Array, **_) -> None:
   fits = x.ndim == 2 and w.ndim == 3 and sizes.shape == w.shape[:1]
   if not fits or x.shape[1] not in w.shape[1:]:
     raise ValueError(
@@ -24,8 +23,7 @@ def _check_weights(x: Array, w: Array, sizes: Array, **kwargs) -> None:
     )
 
 
-def _check_rows(x: Array, g: Array, sizes: Array, **kwargs) -> None:
-  del kwargs
+def _check_rows(x: Array, g: Array, sizes: Array, **_) -> None:
   if x.ndim != 2 or g.ndim != 2 or len(x) != len(g) or sizes.ndim != 1:
     raise ValueError(
       "grouped: needs rows [M, D], gradients [M, F] and sizes [E], got "

@@ -19,8 +19,7 @@ from coat_jax.numerics.scaling import BLOCK, BlockScales, Operand, block_values
 from coat_jax.ops.dispatch import op
 
 
-def _check_linear(x, w, *, bias=None, add=None, **kwargs) -> None:
-  del kwargs
+def _check_linear(x, w, *, bias=None, add=None, **_) -> None:
   if x.rows is None or w.columns is None or w.columns.ndim != 2:
     raise ValueError(
       "linear: needs x in rows and a weight [D, F] in columns, got "
@@ -29,8 +28,8 @@ def _check_linear(x, w, *, bias=None, add=None, **kwargs) -> None:
   if x.rows.shape[-1] != w.columns.shape[1]:
     raise ValueError(
       "linear: x [..., D] needs a weight [D, F], got x "
-      f"{x.rows.shape} and weight {w.columns.shape[::-1]}; pass x of the "
-      "weight's width"
+      f"{x.rows.shape} and weight {w.columns.shape[::-1]}; pass an x as wide "
+      "as the weight"
     )
   columns = w.columns.shape[:1]
   for name, other, want in (
@@ -39,8 +38,8 @@ def _check_linear(x, w, *, bias=None, add=None, **kwargs) -> None:
   ):
     if other is not None and other.shape != want:
       raise ValueError(
-        f"linear: {name} must be of the product's columns, {want}, got "
-        f"{other.shape}; pass weights that belong together"
+        f"linear: {name} must have the product's columns, {want}, got "
+        f"{other.shape}; pass arrays that belong together"
       )
 
 
@@ -60,8 +59,7 @@ def _matmul(
   if a.scale.ndim != b.scale.ndim:
     raise ValueError(
       "linear: operands must both have one scale, or both scales of blocks, "
-      f"got {a.scale.shape} and {b.scale.shape}; `layers.operands.quantized` "
-      "gives those of a recipe"
+      f"got {a.scale.shape} and {b.scale.shape}; quantize both with one recipe"
     )
   if a.scale.ndim:
     out = _dot(*(block_values(x.qvalue, x.scale, jnp.bfloat16) for x in (a, b)))
@@ -96,7 +94,7 @@ def _rows(x: Array) -> Array:
 
 
 def in_rows(x: Operand) -> QTensor:
-  """Returns an operand's rows [m, n] with one scale or with block scales."""
+  """Returns an operand's rows [m, n] with their scales."""
   assert x.rows is not None
   if not isinstance(x.scale, BlockScales):
     return QTensor(_rows(x.rows), x.scale, None)
@@ -105,11 +103,10 @@ def in_rows(x: Operand) -> QTensor:
 
 
 def in_columns(x: Operand) -> QTensor:
-  """Returns an operand's columns [n, m] with one scale or with block scales."""
+  """Returns an operand's columns [n, m] with their scales."""
   assert x.columns is not None
   if not isinstance(x.scale, BlockScales):
     return QTensor(x.columns, x.scale, None)
-  assert x.scale.columns is not None
   return QTensor(x.columns, x.scale.columns, BLOCK)
 
 
@@ -124,14 +121,13 @@ def linear_fwd(
 ) -> Array:
   """Computes y [..., F] = x w from x.rows [..., D] and w.columns [F, D].
 
-  `bias` [F], rounded to `dtype`, and `add` [..., F], the residual stream, are
-  added in f32 before y is rounded.
+  `bias` [F] and `add` [..., F], the residual stream, are added in f32.
   """
-  assert x.rows is not None and w.columns is not None
+  assert x.rows is not None
   if add is not None:
     add = _rows(add)
   y = _matmul(in_rows(x), in_columns(w), dtype, add, bias)
-  return y.reshape(*x.rows.shape[:-1], w.columns.shape[0])
+  return y.reshape(*x.rows.shape[:-1], y.shape[-1])
 
 
 @op(cublas="cublas", mosaic="block_product")
@@ -139,9 +135,9 @@ def linear_dgrad(
   g: Operand, w: Operand, *, dtype: DTypeLike = jnp.bfloat16
 ) -> Array:
   """Computes dx [..., D] = g w^T from g.rows [..., F] and w.rows [D, F]."""
-  assert g.rows is not None and w.rows is not None
+  assert g.rows is not None
   dx = _matmul(in_rows(g), in_rows(w), dtype)
-  return dx.reshape(*g.rows.shape[:-1], w.rows.shape[0])
+  return dx.reshape(*g.rows.shape[:-1], dx.shape[-1])
 
 
 @op(cublas="cublas", mosaic="block_product")

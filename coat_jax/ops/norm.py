@@ -10,9 +10,9 @@ from jax.typing import DTypeLike
 
 from coat_jax.numerics.checks import (
   NOT_NEGATIVE,
-  check_array,
   check_choice,
   check_number,
+  check_numeric,
 )
 from coat_jax.numerics.qtensor import QTensor
 from coat_jax.numerics.scaling import (
@@ -27,19 +27,17 @@ from coat_jax.ops.dispatch import op
 from coat_jax.ops.types import NormKind, NormStats
 
 
-def check_norm(x, gamma, beta, *, kind, eps, **kwargs) -> None:
+def check_norm(x, gamma, beta, *, kind, eps, **_) -> None:
   """Raises for invalid arguments of a norm."""
-  del kwargs
-  rule, remedy = "an array of numbers", "pass its input"
-  check_array("norm", "x", x, rule, kind=jnp.number, remedy=remedy)
-  remedy = "without a norm kind is None in blocks"
+  check_numeric("norm", "x", x, "pass its input")
+  remedy = "a block without a norm takes kind=None"
   check_choice("norm", "kind", kind, get_args(NormKind), remedy)
   check_number("norm", "eps", eps, NOT_NEGATIVE, "1e-6 is usual")
   for name, row in (("gamma", gamma), ("beta", beta)):
     if row is not None and row.shape != x.shape[-1:]:
       raise ValueError(
         f"norm: {name} must be [D] for x [..., D], got {row.shape} for x "
-        f"{x.shape}; pass x of the width that the norm has"
+        f"{x.shape}; pass an x as wide as the norm"
       )
 
 
@@ -87,9 +85,8 @@ def norm_gradients(
   With xhat the normalized x and g = gamma dy:
   dx = (g - xhat mean(xhat g) - mean(g)) rstd, the last mean for "layer" only.
   """
-  rule, remedy = "an array of numbers", "pass that of the forward"
   for name, each in (("dy", dy), ("x", x)):
-    check_array("norm", name, each, rule, kind=jnp.number, remedy=remedy)
+    check_numeric("norm", name, each, "pass an array like the forward's")
   dy = dy.astype(jnp.float32)
   x = x.astype(jnp.float32)
   if stats.mean is not None:
@@ -120,11 +117,7 @@ def norm_input(
   groups: Groups,
   output: Scaling = VALUES,
 ) -> tuple[QTensor, NormStats, Scales | None]:
-  """Quantizes a norm's input x [..., D]; finds statistics and output scale.
-
-  x is BF16 or f32. The result is x in 1 x G groups, the statistics of its rows,
-  and the scale that `output` needs.
-  """
+  """Quantizes a norm's input x [..., D]; finds statistics and output scale."""
   x_q = groups.quantize(x)
   y, stats = norm_values(x_q.dequantize(), gamma, beta, kind=kind, eps=eps)
   return x_q, stats, output.find_scale(y)

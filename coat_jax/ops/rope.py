@@ -1,19 +1,242 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotary position embedding (RoPE) and the layout of heads, in plain jnp.
+"""Rotary position embedding (RoPE): frequencies, angles and the rotation.
 
 Channels are paired (i, i + R/2) among the first R, as in Hugging Face
-Transformers; R is a head's size H unless RoPE is partial. The columns of q, k
-and v are ordered by key head: for each of the K key heads, its N / K query
-heads, its key, its value.
+Transformers; R is a head's size H unless RoPE is partial. The scalings for
+longer sequences compute what Transformers computes; their fields have the names
+that its configurations use.
 """
+
+import abc
+import dataclasses
+import math
 
 import jax.numpy as jnp
 from jax import Array
 
-from coat_jax.numerics.checks import COUNT, check_whole
-from coat_jax.numerics.scaling import GRADIENTS, Operand, Scaling
-from coat_jax.ops.dispatch import op
-from coat_jax.ops.rotary import Rotary
+from coat_jax.numerics.checks import (
+  ANY,
+  COUNT,
+  NOT_NEGATIVE,
+  POSITIVE,
+  Range,
+  check_kind,
+  check_number,
+  check_whole,
+)
+
+
+class RopeScaling(abc.ABC):
+  """Base of RoPE scalings: a frozen dataclass that changes frequencies."""
+
+  @abc.abstractmethod
+  def scaled(self, frequency: Array, *, theta: float) -> Array:
+    """Scales the frequencies f32 [R / 2] of a RoPE with base theta."""
+
+  @property
+  def magnitude(self) -> float:
+    """The factor that cos and sin are multiplied by."""
+    return 1.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LinearScaling(RopeScaling):
+  """Divides all frequencies by a factor (position interpolation).
+
+  Attributes:
+    factor: how many times longer sequences become.
+
+  Raises:
+    ValueError: the factor is below 1.
+
+  Source: arXiv:2306.15595, section 2.3.
+  """
+
+  factor: float
+
+  def __post_init__(self):
+    _check_fields(self)
+
+  def scaled(self, frequency, *, theta):
+    del theta
+    return frequency / self.factor
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Llama3Scaling(RopeScaling):
+  """Divides low frequencies by a factor and keeps high ones: Llama 3.1.
+
+  A frequency is low if it turns less than `low_freq_factor` times in the
+  original length, high if it turns more than `high_freq_factor` times; between
+  them the two are interpolated linearly.
+
+  Attributes:
+    factor: divisor of low frequencies.
+    low_freq_factor, high_freq_factor: numbers of turns.
+    original_max_position_embeddings: the original context length.
+
+  Raises:
+    ValueError: the factor is below 1, or the low number of turns is not below
+      the high one.
+  """
+
+  factor: float
+  low_freq_factor: float
+  high_freq_factor: float
+  original_max_position_embeddings: int
+
+  def __post_init__(self):
+    _check_fields(self, "low_freq_factor", "high_freq_factor")
+
+  def scaled(self, frequency, *, theta):
+    del theta
+    low, high = self.low_freq_factor, self.high_freq_factor
+    turns = frequency * (self.original_max_position_embeddings / math.tau)
+    kept = jnp.clip((turns - low) / (high - low), 0, 1)
+    return frequency * (kept + (1 - kept) / self.factor)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class YarnScaling(RopeScaling):
+  """Divides low frequencies by a factor, keeps high ones; scales cos and sin.
+
+  Channels between those that turn `beta_fast` and `beta_slow` times in the
+  original length are interpolated, linearly in the channel.
+
+  Attributes:
+    factor: divisor of low frequencies.
+    original_max_position_embeddings: the original context length.
+    beta_fast, beta_slow: numbers of turns.
+    attention_factor: factor of cos and sin. None computes it from `factor`:
+      0.1 log(factor) + 1 or, with both `mscale` and `mscale_all_dim`, the
+      quotient of 0.1 mscale log(factor) + 1 and the same for mscale_all_dim.
+    mscale, mscale_all_dim: see `attention_factor`.
+
+  Raises:
+    ValueError: the factor is below 1, or the slow number of turns is not below
+      the fast one.
+
+  Source: arXiv:2309.00071, section 3.
+  """
+
+  factor: float
+  original_max_position_embeddings: int
+  beta_fast: float = 32.0
+  beta_slow: float = 1.0
+  attention_factor: float | None = None
+  mscale: float | None = None
+  mscale_all_dim: float | None = None
+
+  def __post_init__(self):
+    _check_fields(self, "beta_slow", "beta_fast")
+
+  def scaled(self, frequency, *, theta):
+    half = len(frequency)
+
+    def channel(turns):
+      length = self.original_max_position_embeddings / (turns * math.tau)
+      return half * math.log(length) / math.log(theta)
+
+    first = max(math.floor(channel(self.beta_fast)), 0)
+    last = min(math.ceil(channel(self.beta_slow)), 2 * half - 1)
+    width = last - first or 1  # If the two are equal (a step), any width works.
+    channels = jnp.arange(half, dtype=jnp.float32)
+    kept = 1 - jnp.clip((channels - first) / width, 0, 1)
+    return frequency * (kept + (1 - kept) / self.factor)
+
+  @property
+  def magnitude(self) -> float:
+    if self.attention_factor is not None:
+      return self.attention_factor
+    grown = 0.1 * math.log(self.factor)
+    if self.mscale and self.mscale_all_dim:
+      return (self.mscale * grown + 1) / (self.mscale_all_dim * grown + 1)
+    return grown + 1
+
+
+_RANGES = {
+  "factor": Range(1, 3.4e38),
+  "attention_factor": NOT_NEGATIVE,
+  "mscale": NOT_NEGATIVE,
+  "mscale_all_dim": NOT_NEGATIVE,
+}
+
+
+def _check_fields(scaling, low: str = "", high: str = "") -> None:
+  """Raises unless fields are in their ranges, and the field `low` below `high`.
+
+  Fields without an entry in `_RANGES` must be above 0.
+  """
+  op, remedy = type(scaling).__name__, "copy it from the model's config.json"
+  for field in dataclasses.fields(scaling):
+    name, value = field.name, getattr(scaling, field.name)
+    if name == "original_max_position_embeddings":
+      check_whole(op, name, value, COUNT, remedy)
+    elif value is not None or field.default is not None:
+      check_number(op, name, value, _RANGES.get(name, POSITIVE), remedy)
+  if low and not getattr(scaling, low) < getattr(scaling, high):
+    raise ValueError(
+      f"{op}: {low} must be between 0 and {high}, got {getattr(scaling, low)} "
+      f"and {getattr(scaling, high)}; {remedy}"
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Rotary:
+  """RoPE with all its options.
+
+  Attributes:
+    theta: base of the frequencies theta^(-2 i / R).
+    scaling: how frequencies are scaled to longer sequences, or None.
+    rotary_dim: R, how many of a head's first channels rotate; None for all. The
+      other channels stay unchanged.
+
+  Raises:
+    TypeError: an argument has the wrong type.
+    ValueError: `rotary_dim` is odd or below 2, or the base is not above 0.
+  """
+
+  theta: float
+  scaling: RopeScaling | None = None
+  rotary_dim: int | None = None
+
+  def __post_init__(self):
+    op, size = "Rotary", self.rotary_dim
+    check_number(op, "theta", self.theta, POSITIVE, "1e4 is Llama 2's")
+    if self.scaling is not None:
+      remedy = "pass one, as in LinearScaling(factor=2)"
+      check_kind(op, "scaling", self.scaling, RopeScaling, remedy)
+    if size is None:
+      return
+    check_whole(op, "rotary_dim", size, ANY, "None rotates all channels")
+    if size < 2 or size % 2:
+      raise ValueError(
+        "Rotary: rotary_dim must be even, because RoPE rotates pairs, and at "
+        f"least 2, got {size}; None rotates all channels"
+      )
+
+  def check(self, head_dim: int) -> None:
+    """Raises a ValueError if heads of this size have too few channels."""
+    if self.rotary_dim is not None and self.rotary_dim > head_dim:
+      raise ValueError(
+        f"Rotary: rotary_dim must be at most the heads' size {head_dim}, got "
+        f"{self.rotary_dim}; None rotates all channels"
+      )
+
+  def frequencies(self, head_dim: int) -> Array:
+    """Computes the frequencies f32 [R / 2] for heads of this size."""
+    self.check(head_dim)
+    half = (head_dim if self.rotary_dim is None else self.rotary_dim) // 2
+    frequency = self.theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    if self.scaling is None:
+      return frequency
+    return self.scaling.scaled(frequency, theta=self.theta)
+
+  @property
+  def magnitude(self) -> float:
+    """The factor that cos and sin are multiplied by."""
+    return 1.0 if self.scaling is None else self.scaling.magnitude
+
 
 # RoPE's base or a `Rotary`; None rotates nothing.
 type Theta = float | Rotary | None
@@ -100,82 +323,3 @@ def rotate(x: Array, cos: Array, sin: Array) -> Array:
   if not is_partial:
     return rotated
   return jnp.concatenate([rotated, x[..., size:]], axis=-1)
-
-
-def _check_columns(qkv, cos, sin, *, num_heads, num_kv_heads, **kwargs) -> None:
-  del cos, sin, kwargs
-  remedy = "pass those of the weight"
-  check_whole("split_heads", "num_heads", num_heads, COUNT, remedy)
-  check_whole("split_heads", "num_kv_heads", num_kv_heads, COUNT, remedy)
-  count = num_heads + 2 * num_kv_heads
-  if qkv.ndim != 3 or num_heads % num_kv_heads or qkv.shape[-1] % count:
-    raise ValueError(
-      "split_heads: qkv must be [B, T, (N + 2 K) H] with N a multiple of K, "
-      f"got {qkv.shape} with N {num_heads} and K {num_kv_heads}; {remedy}"
-    )
-
-
-@op(check=_check_columns, triton="rope")
-def split_heads(
-  qkv: Array,
-  cos: Array | None,
-  sin: Array | None,
-  *,
-  num_heads: int,
-  num_kv_heads: int,
-) -> tuple[Array, Array, Array]:
-  """Splits qkv [B, T, (N + 2 K) H] into q, k and v; rotates q and k.
-
-  cos and sin are as for `rotate`; None rotates nothing. q is [B, T, N, H]; k
-  and v are [B, T, K, H].
-  """
-  b, t, columns = qkv.shape
-  h = columns // (num_heads + 2 * num_kv_heads)
-  heads = num_heads // num_kv_heads
-  qkv = qkv.reshape(b, t, num_kv_heads, heads + 2, h)
-  q = qkv[..., :heads, :].reshape(b, t, num_heads, h)
-  k, v = qkv[..., heads, :], qkv[..., heads + 1, :]
-  if cos is None or sin is None:
-    return q, k, v
-  return rotate(q, cos, sin), rotate(k, cos, sin), v
-
-
-@op(triton="rope")
-def join_heads(
-  dq: Array, dk: Array, dv: Array, cos: Array | None, sin: Array | None
-) -> Array:
-  """Transposes `split_heads`, which is linear: returns [B, T, (N + 2 K) H]."""
-  b, t, kv_heads, h = dk.shape
-  heads = dq.shape[2] // kv_heads
-  if cos is not None and sin is not None:
-    dq, dk = rotate(dq, cos, -sin), rotate(dk, cos, -sin)
-  parts = (
-    dq.reshape(b, t, kv_heads, heads, h),
-    dk[..., None, :],
-    dv[..., None, :],
-  )
-  columns = kv_heads * (heads + 2) * h
-  return jnp.concatenate(parts, axis=3).reshape(b, t, columns)
-
-
-@op(triton="rope")
-def join_heads_operand(
-  dq: Array,
-  dk: Array,
-  dv: Array,
-  cos: Array | None,
-  sin: Array | None,
-  *,
-  gradient: Scaling = GRADIENTS,
-  has_sums: bool = False,
-) -> tuple[Operand, Array | None]:
-  """Writes `join_heads` as the operand of the gradients' products.
-
-  Returns it in both layouts; and, with `has_sums`, the gradient summed over
-  tokens before it is rounded, f32 [(N + 2 K) H], for a bias.
-  """
-  joined = join_heads.definition(dq, dk, dv, cos, sin)
-  sums = None
-  if has_sums:
-    sums = jnp.sum(joined.astype(jnp.float32), axis=(0, 1))
-  return gradient.quantize(joined, layout="both"), sums

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Types of operations: operands, statistics, kinds of attention, errors."""
+"""Types of arguments and results of operations, and their error."""
 
 import dataclasses
 from typing import Literal, NamedTuple
@@ -8,8 +8,6 @@ from jax import Array
 
 from coat_jax.numerics.checks import COUNT, POSITIVE, check_number, check_whole
 
-# "xla" is the definition in plain jnp. The others are for GPUs; "cuda" is jnp.
-Implementation = Literal["xla", "triton", "mosaic", "cublas", "cudnn", "cuda"]
 # Implementations of the optimizers' steps.
 StepImplementation = Literal["xla", "mosaic"]
 
@@ -59,7 +57,7 @@ class AttentionKind:
   def __post_init__(self):
     op = "attention"
     if self.window is not None:
-      remedy = "a query sees itself, and window=None is for all keys"
+      remedy = "a query sees itself; window=None shows it all keys"
       check_whole(op, "window", self.window, COUNT, remedy)
     if self.window is not None and not self.causal:
       raise ValueError(
@@ -69,7 +67,7 @@ class AttentionKind:
     for name in ("soft_cap", "scale"):
       value = getattr(self, name)
       if value is not None:
-        remedy = f"pass {name}=None for none of your own"
+        remedy = f"leave {name} out for the default"
         check_number(op, name, value, POSITIVE, remedy)
 
   def among(self, keys: int) -> "AttentionKind":

@@ -29,6 +29,12 @@ from coat_jax.optimizer.muon import coat_muon as coat_muon
 from coat_jax.optimizer.muon import scale_by_coat_muon as scale_by_coat_muon
 from coat_jax.optimizer.report import state_bytes as state_bytes
 from coat_jax.optimizer.report import state_report as state_report
+from coat_jax.optimizer.rounding import (
+  StochasticRoundingState as StochasticRoundingState,
+)
+from coat_jax.optimizer.rounding import (
+  stochastic_rounding as stochastic_rounding,
+)
 from coat_jax.optimizer.serialization import check_stored as check_stored
 from coat_jax.optimizer.serialization import from_integers as from_integers
 from coat_jax.optimizer.serialization import to_integers as to_integers

@@ -129,7 +129,7 @@ def _real_parts(x: Array) -> list[Array]:
   return [x.real, x.imag] if jnp.iscomplexobj(x) else [x]
 
 
-@op(mosaic="adam")
+@op(mosaic="adam", mosaic_tpu="adam")
 def adam_update(
   g: Array,
   stored: Stored,
@@ -142,7 +142,7 @@ def adam_update(
   return update_of(adam, g, stored, part, scalars, groups)
 
 
-@op(mosaic="adam")
+@op(mosaic="adam", mosaic_tpu="adam")
 def adamw_step(
   p: Weight,
   g: Array,

@@ -77,7 +77,7 @@ def lion_update(
   return update_of(lion, g, stored, part, scalars, groups)
 
 
-@op(mosaic="lion")
+@op(mosaic="lion", mosaic_tpu="lion")
 def lion_step(
   p: Weight,
   g: Array,

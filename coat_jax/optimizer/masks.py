@@ -2,6 +2,7 @@
 """Chooses leaves by shape and path: norms, biases, and leaves to encode."""
 
 import re
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -113,3 +114,17 @@ def leaf_path(keys: Sequence[Any]) -> str:
   if keys and keys[-1] == jax.tree_util.GetAttrKey("value"):
     keys = keys[:-1]
   return jax.tree_util.keystr(tuple(keys), simple=True, separator="/")
+
+
+def unboxed(tree: Any) -> Any:
+  """Returns a tree without flax's boxes around leaves.
+
+  These are `nnx.Variable`, `nnx.State` and Linen's `Partitioned`. A tree can
+  have them only if the program has imported flax, which this package need not.
+  """
+  if "flax" not in sys.modules:
+    return tree
+  from flax import nnx
+  from flax.core import meta
+
+  return nnx.as_pure(meta.unbox(tree))

@@ -15,8 +15,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from flax import nnx
-from flax.core import meta
 from jax import Array
 from jax.typing import ArrayLike
 
@@ -27,7 +25,12 @@ from coat_jax.numerics import stochastic
 from coat_jax.numerics.checks import a
 from coat_jax.numerics.stochastic import LeafPart
 from coat_jax.optimizer.arguments import choose_groups
-from coat_jax.optimizer.masks import QuantizeMask, is_encoded, plain_codec
+from coat_jax.optimizer.masks import (
+  QuantizeMask,
+  is_encoded,
+  plain_codec,
+  unboxed,
+)
 
 # The stored moments of one leaf, and the codec of each of them.
 Stored = tuple[Encoded, ...]
@@ -89,7 +92,7 @@ def make_moment(
   like: Any, leaves: Sequence[Encoded], codec: GroupCodec
 ) -> Moment:
   """Makes a moment with these leaves and the structure of `like`."""
-  bare = jax.tree.structure(nnx.as_pure(meta.unbox(like)))
+  bare = jax.tree.structure(unboxed(like))
   return Moment(
     jax.tree.structure(like).unflatten([x.codes for x in leaves]),
     bare.unflatten([x.amax for x in leaves]),

@@ -71,7 +71,10 @@ def one_body(fn: Callable) -> Callable:
   jitted = functools.partial(
     jax.jit, fn, static_argnames=("arithmetic", "groups")
   )
-  early, late = jitted(inline=True), jitted(inline=jax.Inline.XLA_LATE)
+  early = jitted(inline=True)
+  if not hasattr(jax, "Inline"):  # It came with jax 0.11.
+    return early
+  late = jitted(inline=jax.Inline.XLA_LATE)
 
   @functools.wraps(fn)
   def call(*args, **kwargs):

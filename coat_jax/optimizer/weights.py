@@ -21,8 +21,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
-from flax.core import meta
 from jax import Array, lax
 from jaxtyping import Float32, UInt32
 
@@ -31,7 +29,12 @@ from coat_jax.numerics import stochastic
 from coat_jax.numerics.checks import check_function, refuse
 from coat_jax.numerics.stochastic import LeafPart
 from coat_jax.optimizer import state
-from coat_jax.optimizer.masks import QuantizeMask, is_norm_or_bias, leaf_paths
+from coat_jax.optimizer.masks import (
+  QuantizeMask,
+  is_norm_or_bias,
+  leaf_paths,
+  unboxed,
+)
 
 _SIGN = 0x80000000
 _INFINITY = 0x7F800000
@@ -193,7 +196,7 @@ def split_weights(
       leaf, part = split(leaf)
     high.append(leaf)
     low.append(part)
-  bare = jax.tree.structure(nnx.as_pure(meta.unbox(params)))
+  bare = jax.tree.structure(unboxed(params))
   return jax.tree.structure(params).unflatten(high), bare.unflatten(low)
 
 

@@ -32,7 +32,7 @@ def is_unsigned(codec) -> bool:
 
 
 def signed_like(codec, x: np.ndarray) -> np.ndarray:
-  """Alternating signs, unless the codec takes none."""
+  """Returns alternating signs, or ones if the codec stores no signs."""
   return x if is_unsigned(codec) else x * (-1.0) ** np.arange(x.shape[-1])
 
 
@@ -41,14 +41,14 @@ def bits(codes) -> np.ndarray:
 
 
 def codes_apart(codec, a, b) -> np.ndarray:
-  """How many code words are between codes, by the order of their values."""
+  """Counts the code words between codes, in the order of their values."""
   if isinstance(codec, LogUniform):
     return np.abs(np.asarray(a).astype(int) - np.asarray(b).astype(int))
   return oracles.codes_apart(bits(a), bits(b))
 
 
 def _grouped(x, group_size, fill=0.0):
-  """[..., n] to [..., groups, group_size], filled up."""
+  """Reshapes [..., n] to [..., groups, group_size], padded."""
   missing = -x.shape[-1] % group_size
   x = np.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)], constant_values=fill)
   return x.reshape(*x.shape[:-1], -1, group_size)
@@ -59,7 +59,7 @@ def _joined(x, n):
 
 
 def _code(codec, amax, range_):
-  """The code of groups with these statistics, as they are stored."""
+  """Returns the code of groups with these stored statistics."""
   amax, range_ = np.asarray(amax), np.asarray(range_)
   if isinstance(codec, LogUniform):
     return oracles.LogCode(
@@ -75,7 +75,7 @@ def _code(codec, amax, range_):
 
 
 def statistics(codec, magnitude):
-  """amax and range of groups [..., group_size], as stored."""
+  """Returns amax and range of groups [..., group_size], as stored."""
   if isinstance(codec, (BoundedFP8, LogUniform)):
     upper, lower = oracles.exponent_bounds(magnitude)
     return upper.astype(np.uint8), lower.astype(np.uint8)
@@ -86,7 +86,7 @@ def statistics(codec, magnitude):
 
 
 def encode(codec, x: np.ndarray, noise) -> Encoded:
-  """Codes as FP8 bits, or as the codec's integers."""
+  """Encodes to FP8 bits, or to the codec's integers."""
   magnitude = oracles.magnitudes(_grouped(x, codec.group_size))
   amax, range_ = statistics(codec, magnitude)
   code = _code(codec, amax, range_)
@@ -105,7 +105,7 @@ def encode(codec, x: np.ndarray, noise) -> Encoded:
 
 
 def decode(codec, encoded: Encoded) -> np.ndarray:
-  """Float64 values of codes as coat_jax returns them."""
+  """Decodes codes, as coat_jax returns them, to float64."""
   code = _code(codec, encoded.amax, encoded.range)
   codes = np.asarray(encoded.codes)
   if isinstance(codec, LogUniform):
@@ -118,7 +118,7 @@ def decode(codec, encoded: Encoded) -> np.ndarray:
 
 
 def gap(codec, x: np.ndarray) -> np.ndarray:
-  """Distance between the decoded neighbours of each value."""
+  """Returns the distance between the decoded neighbours of each value."""
   magnitude = oracles.magnitudes(_grouped(x, codec.group_size))
   code = _code(codec, *statistics(codec, magnitude))
   _, below, above = oracles.stochastic(code, magnitude, 0.5)
@@ -126,13 +126,13 @@ def gap(codec, x: np.ndarray) -> np.ndarray:
 
 
 def error_bound(codec, x: np.ndarray, encoded: Encoded) -> np.ndarray:
-  """Largest |decode(encode(x)) - x| given the statistics that were stored.
+  """Bounds |decode(encode(x)) - x|, given the statistics that were stored.
 
-  FP8: the image moves by at most half a step (a whole one where rounding is
-  stochastic), and so the value by what decoding makes of that. Logarithmic:
-  half a step, or a whole one, is a factor. f32 adds 2^-15 (as in decode), what
-  saturates moves to the bound, and magnitudes below 2^-126, alone or as a
-  share of the bound, may become zero (or the smallest code).
+  FP8: the image moves by at most half a step, or a whole step with stochastic
+  rounding; decoding turns that into an error of the value. Logarithmic: half a
+  step, or a whole step, is a factor. f32 adds 2^-15 (as in decode). Saturated
+  values move to the bound. Magnitudes below 2^-126, alone or as a share of the
+  bound, may become zero (or the smallest code).
   """
   magnitude = oracles.magnitudes(_grouped(x, codec.group_size))
   code = _code(codec, encoded.amax, encoded.range)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A codec of the tests' own, in one file: codes uniform in |x|^(1/4).
+"""A codec defined outside coat_jax, in one file: codes uniform in |x|^(1/4).
 
-What a user writes to add a codec; nothing of coat_jax knows it. It is named
+This is what a user writes to add a codec. It is found by the name
 `tests.codecs.own_codec:make`.
 """
 
@@ -30,9 +30,6 @@ class FourthRoots(Grouped):
     up = t - below > noise * (above - below)
     return jnp.where(up, lower + 1, lower).astype(jnp.int8)
 
-  def _signed(self, codes, negative):
-    return jnp.where(negative, -codes, codes)
-
   def _values(self, codes, amax, range_):
     root = codes.astype(jnp.float32) / 127
     return jnp.sign(root) * root**4 * amax
@@ -41,6 +38,6 @@ class FourthRoots(Grouped):
 def make(
   group_size: int = 128, rounding: Rounding = "stochastic"
 ) -> MomentCodec:
-  """Both moments as fourth roots: 2 + 8 / group_size bytes a parameter."""
+  """Stores moments as fourth roots: 2 + 8 / group_size bytes per parameter."""
   group = FourthRoots(group_size, rounding)
   return MomentCodec(name="fourth_roots", mu=group, nu=group)

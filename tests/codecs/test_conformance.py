@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What holds for every codec, those of the registry and one of a user's own."""
+"""Tests that every codec must pass, registered or a user's own."""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ SIZE = 16
 
 
 def build(name, options):
-  """A variant of a codec, with groups of 16 where it has groups."""
+  """Builds a variant of a codec, with groups of 16 if it has groups."""
   sizes = {"group_size": SIZE} if "group_size" in codecs.options(name) else {}
   return codecs.build(name, **options, **sizes)
 
@@ -44,7 +44,7 @@ def roundtrip(group, x, step=0):
 
 
 def moments():
-  """A first and a second moment, with degenerate groups; rows end in half."""
+  """Makes two moments with degenerate groups; rows end in half a group."""
   mu, nu = cases.moments((4, 2 * SIZE + SIZE // 2))
   finite = np.stack(list(cases.finite_groups(mu.shape[-1]).values()))
   return np.concatenate([mu, finite]), np.concatenate([nu, np.abs(finite)])
@@ -63,7 +63,7 @@ def test_codec_is_frozen_hashable_and_follows_the_protocol(variant):
 
 
 @every_variant
-def test_codec_keeps_shapes_and_says_what_it_stores(variant):
+def test_codec_keeps_shapes_and_reports_what_it_stores(variant):
   for group in build(*VARIANTS[variant]).groups:
     for shape in ((3, 40), (2, 3, 16), (5,)):
       x = jax.ShapeDtypeStruct(shape, jnp.float32)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The codecs that coat_jax brings: what they promise and what they refuse."""
+"""The codecs of coat_jax: dtypes, equality, and refused arguments."""
 
 import doctest
 
@@ -32,7 +32,7 @@ from tests import cases
   ],
   ids="coat coat_e5m2 coat_e8m0 log8 fp8 int8 bfloat16 float32".split(),
 )
-def test_encoded_moments_have_the_dtypes_stated(codec, mu, nu):
+def test_encoded_moments_have_the_documented_dtypes(codec, mu, nu):
   for shape in ((3, 300), (2, 3, 128), (5,)):
     groups = (*shape[:-1], -(-shape[-1] // 128))
     for group, dtypes in ((codec.mu, mu), (codec.nu, nu or mu)):
@@ -43,7 +43,7 @@ def test_encoded_moments_have_the_dtypes_stated(codec, mu, nu):
       assert encoded.codes.shape == shape
       assert encoded.codes.dtype == jnp.dtype(dtypes[0])
       for statistic, dtype in zip(encoded[1:], dtypes[1:], strict=True):
-        # What a codec does not have is a scalar.
+        # A statistic that the codec does not use is a scalar.
         assert statistic.shape == (() if dtype is None else groups)
         assert dtype is None or statistic.dtype == jnp.dtype(dtype)
       decoded = jax.eval_shape(group.decode, encoded)
@@ -84,7 +84,7 @@ def test_codecs_are_frozen_hashable_and_comparable():
   assert codecs.coat(second="e5m2").mu == codecs.coat().mu
 
 
-def test_log8_refuses_nearest_but_its_group_codec_takes_it():
+def test_log8_refuses_nearest_but_its_group_codec_accepts_it():
   with pytest.raises(ValueError, match="'nearest', which freezes"):
     codecs.log8(rounding="nearest")
   x = jnp.asarray(np.geomspace(1e-6, 1, 64, dtype=np.float32)[None])
@@ -100,7 +100,7 @@ def test_log8_refuses_nearest_but_its_group_codec_takes_it():
 def test_constructors_refuse_wrong_choices(build, monkeypatch):
   with pytest.raises(ValueError, match="codecs: group_size must be at least 1"):
     build(group_size=0)
-  # As users see it: the tests' checks of types would come first.
+  # Users see our error; in tests, jaxtyping would raise first.
   monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
   with pytest.raises(ValueError, match="codecs: rounding must be .* 'up'"):
     build(rounding="up")
@@ -109,7 +109,7 @@ def test_constructors_refuse_wrong_choices(build, monkeypatch):
       build(second="e3m4")
 
 
-def test_encode_takes_noise_where_it_rounds_stochastically():
+def test_encode_takes_noise_only_for_stochastic_rounding():
   x = jnp.ones((1, 4))
   with pytest.raises(ValueError, match="'stochastic' needs noise, got None"):
     codecs.coat().mu.encode(x, None)

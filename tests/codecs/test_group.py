@@ -47,17 +47,14 @@ def roundtrip(codec, x, step=0):
 
 
 def inputs(codec, shape=(64, 512), seed=0):
-  """A moment that fits the codec: signed unless it takes no sign."""
+  """Makes a moment for the codec: signed if the codec stores signs."""
   mu, nu = cases.moments(shape, seed)
   return nu if codec_oracles.is_unsigned(codec) else mu
 
 
 @functools.cache
 def trained(name):
-  """(codec, moment, noise, encoded, decoded) of a moment that fits the codec.
-
-  Kept, since several tests look at the same thing.
-  """
+  """Returns (codec, moment, noise, encoded, decoded); caches them."""
   codec = GROUP_CODECS[name](group_size=128)
   x = inputs(codec)
   noise = noise_like(x) if codec.needs_noise else None
@@ -97,7 +94,7 @@ def test_error_is_within_the_step_of_the_codec(name):
 
 
 def agreeing(codec, a, b, same_range):
-  """Code words between a and b, in groups with the same range only."""
+  """Counts code words between a and b, in groups with the same range only."""
   groups = np.broadcast_to(same_range, (*a.shape[:-1], a.shape[-1] // 128))
   return codec_oracles.codes_apart(codec, a, b)[np.repeat(groups, 128, -1)]
 
@@ -183,7 +180,7 @@ def test_nan_and_infinity_stay_in_their_group(name):
 
 
 def degenerate(codec, n=40):
-  """Names and values [names, n]; a row ends in half a group of 16."""
+  """Returns names and values [names, n]; rows end in half a group of 16."""
   groups = cases.finite_groups(n)
   x = np.stack(list(groups.values()))
   x = np.abs(x) if codec_oracles.is_unsigned(codec) else x
@@ -251,9 +248,9 @@ def test_repeated_encoding_of_the_same_values_does_not_drift(name):
     return jax.lax.scan(again, x, jnp.arange(100))[0]
 
   ratio = np.asarray(repeat(jnp.asarray(x))) / x
-  # After the first time a value is a code and stays one, unless a group gets
-  # another power. So most are within the first error, 2^-4 of the value at
-  # most to nearest, of which a median of 4096 sees less than a tenth.
+  # After the first encoding a value is exactly a code and stays so, unless its
+  # group gets another power. So most errors stay within the first one, at most
+  # 2^-4 of the value to nearest; the median of 4096 sees less than a tenth.
   low, median, high = np.percentile(ratio, [10, 50, 90])
   assert abs(median - 1) < 2**-7
   assert 1 - 2**-4 < low and high < 1 + 2**-4
@@ -277,7 +274,7 @@ def test_codec_under_jit_agrees_with_eager(name):
 
 @functools.partial(comparing.jit, static_argnames="group_size")
 def all_roundtrips(x, noise, group_size):
-  """Encoded and decoded values of every codec: one program for all examples."""
+  """Encodes and decodes with every codec, in one program for all examples."""
   out = {}
   for name, build in GROUP_CODECS.items():
     codec = build(group_size=group_size)

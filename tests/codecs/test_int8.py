@@ -17,7 +17,7 @@ SIZE = 32
 
 
 def by_formula(x, levels, noise):
-  """Codes of [rows, SIZE] in float64, one group a row."""
+  """Computes codes of [rows, SIZE] in float64, one group per row."""
   x = x.astype(np.float64)
   y = np.abs(x) / np.abs(x).max(-1, keepdims=True) * levels
   if noise is None:
@@ -28,7 +28,7 @@ def by_formula(x, levels, noise):
 
 
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
-def test_codes_are_the_formula_s(rounding):
+def test_codes_equal_the_formula(rounding):
   codec = codecs.int8(SIZE, rounding)
   words = stochastic.random_words(stochastic.leaf_key(0, 1, 0), (256, SIZE))
   noise = None
@@ -63,7 +63,7 @@ def test_codes_are_the_formula_s(rounding):
     most = 0.5 if noise is None else 1
     error = np.abs(decoded - np.float64(x))
     assert np.all(error <= step * (most + 2**-14))
-    # What is less than half a step is zero to nearest, and only that.
+    # To nearest, exactly the values below half a step become zero.
     if noise is None:
       assert np.all((got == 0) == (np.rint(y) == 0)) and np.any(got == 0)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A codec is one file: `own_codec`, of which nothing of coat_jax knows."""
+"""Tests a codec defined outside coat_jax, in the one file `own_codec`."""
 
 import dataclasses
 
@@ -26,7 +26,7 @@ NAME = "tests.codecs.own_codec:make"
 
 
 def problem():
-  """Least squares; parameters and their loss."""
+  """Returns a least-squares problem: parameters and their loss."""
   x = jax.random.normal(jax.random.key(0), (128, 64))
   y = x @ jax.random.normal(jax.random.key(1), (64, 128))
   return {"w": jnp.zeros((64, 128))}, lambda p: jnp.mean((x @ p["w"] - y) ** 2)
@@ -86,7 +86,7 @@ def test_own_codec_shows_up_in_benchmarks(monkeypatch):
 
 @dataclasses.dataclass(frozen=True)
 class Subclass(ExpandedFP8):
-  """One that the kernel would encode as its base, wrongly or not."""
+  """A subclass of a codec that the kernel knows."""
 
 
 def step_arguments(codec):
@@ -126,7 +126,7 @@ def test_kernel_refuses_a_codec_that_it_does_not_know(codec, name):
   with pytest.raises(NotImplementedError, match=reason):
     named = fused_coat_adamw(1e-3, codec=codec, implementation="mosaic")
     named.apply(params, named.init(params), params)
-  # Not named, it is the definition.
+  # Without a name the definition runs.
   got = adam.adamw_step(*args, groups=codec.groups)
   want = adam.adamw_step.definition(*args, groups=codec.groups)
   assert_same_bits(got, want)
@@ -134,7 +134,7 @@ def test_kernel_refuses_a_codec_that_it_does_not_know(codec, name):
 
 @dataclasses.dataclass(frozen=True)
 class OnRegisters:
-  """The own codec's part of the kernel, to nearest."""
+  """Encodes and decodes the own codec in the kernel, to nearest."""
 
   codec: own_codec.FourthRoots
 
@@ -168,7 +168,7 @@ def test_own_codec_may_add_its_kernel(monkeypatch):
   for a, b in zip(got[1], want[1], strict=True):
     np.testing.assert_allclose(a.amax, b.amax, rtol=2**-17)
     apart = np.abs(np.asarray(a.codes, int) - np.asarray(b.codes, int))
-    # A root by another instruction puts one next to a boundary on its other
-    # side.
+    # The kernel's root is another instruction, so a value next to a rounding
+    # boundary may get the neighbouring code.
     assert np.mean(apart != 0) <= 1e-2 and np.max(apart) <= 1
     assert np.ptp(np.asarray(a.codes, int)) > 50

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Codecs by name: options, variants, and codecs of the user's own."""
+"""Codecs by name: options, variants, and users' own codecs."""
 
 import sys
 import types
@@ -19,7 +19,7 @@ OWN = "tests.codecs.own_codec:make"
 
 @pytest.fixture
 def registered(monkeypatch):
-  """The own codec under the name "make"."""
+  """Registers the own codec under the name "make"."""
   monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
   codecs.register(own_codec.make)
 
@@ -31,7 +31,7 @@ def test_names_are_those_of_the_constructors():
     assert codecs.build(name).name == name
 
 
-def test_options_are_the_constructor_s_arguments():
+def test_options_are_the_arguments_of_the_constructor():
   groups = {"group_size": 128, "rounding": "stochastic"}
   assert codecs.options("coat") == groups | {"second": "e4m3"}
   for name in ("coat_e8m0", "log8", "fp8", "int8", OWN):
@@ -46,7 +46,7 @@ def test_build_passes_options_on():
   assert codecs.build(OWN, group_size=64) == own_codec.make(64)
 
 
-def test_variants_are_what_the_constructor_takes():
+def test_variants_are_accepted_by_the_constructor():
   found = codecs.variants("coat")
   assert found[0] == {"rounding": "stochastic", "second": "e4m3"}
   assert len(found) == 4

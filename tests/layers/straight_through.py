@@ -15,7 +15,6 @@ import jax.numpy as jnp
 
 from coat_jax import ops
 from coat_jax.numerics.formats import E4M3
-from coat_jax.numerics.qtensor import dequantize
 from coat_jax.numerics.recipes import Formats
 from coat_jax.ops import AttentionKind, Groups, PerTensor
 from tests.ops.naive_attention import naive_attention, seen
@@ -55,7 +54,7 @@ def per_group(x, group_size=16, dtype=E4M3):
   """x as 1 x G codes stand for it, f32."""
   q = ops.quantize_groups(x, groups=Groups(group_size, dtype))
   x = x.astype(jnp.float32)
-  return pin(x, dequantize(q))
+  return pin(x, q.dequantize())
 
 
 def rounded(x, dtype):

@@ -27,7 +27,6 @@ from coat_jax.layers import (
 )
 from coat_jax.layers.operands import gradient_operand
 from coat_jax.layers.residuals import save_residual
-from coat_jax.numerics.qtensor import dequantize
 from coat_jax.ops import Groups
 from tests.comparing import assert_close, assert_same_bits, jit
 from tests.layers import straight_through
@@ -61,7 +60,7 @@ class Scaled(Middle):
     )
 
   def _values(self, h):
-    return dequantize(h)
+    return h.dequantize()
 
   def _row(self, weights):
     return weights.reshape(1, 1, -1)

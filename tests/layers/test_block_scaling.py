@@ -22,7 +22,7 @@ from coat_jax.layers import (
 from coat_jax.numerics import qtensor
 from coat_jax.numerics.formats import E4M3, E5M2
 from coat_jax.numerics.recipes import CoatRecipe, Formats
-from coat_jax.numerics.scaling import Blocks, Tiles
+from coat_jax.numerics.scaling import Blocks, PerTensor, Tiles
 from tests import oracles
 from tests.comparing import assert_close, assert_same_bits, jit
 from tests.matrices import quick
@@ -214,9 +214,9 @@ def test_weight_caches_change_nothing():
 
 def test_recipe_is_coat_but_for_its_products():
   block, coat = recipes.fp8_block(), recipes.coat()
-  assert (block.name, block.scaling) == ("fp8_block", "block")
+  assert (block.name, block.scaling) == ("fp8_block", Blocks)
   assert block.formats == Formats(gradients=E4M3)
-  as_coat = dataclasses.replace(block, scaling="tensor", formats=Formats())
+  as_coat = dataclasses.replace(block, scaling=PerTensor, formats=Formats())
   assert as_coat == coat
-  with pytest.raises(ValueError, match="scaling='block' is of FP8 products"):
-    CoatRecipe(linear="bf16", nonlinear="bf16", scaling="block")
+  with pytest.raises(ValueError, match="scaling=Blocks is for FP8 products"):
+    CoatRecipe(linear="bf16", nonlinear="bf16", scaling=Blocks)

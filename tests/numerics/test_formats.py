@@ -24,7 +24,7 @@ DTYPES = [formats.E4M3, formats.E5M2]
 )
 def test_limits_are_those_of_the_format(dtype, qmax, subnormal):
   assert formats.qmax(dtype) == qmax
-  assert formats.smallest_subnormal(dtype) == subnormal
+  assert formats.neighbours(jnp.float32(0), dtype)[1] == subnormal
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -132,7 +132,7 @@ def test_int8_groups_are_half_a_step_off_at_most():
   x = jnp.float32(np.random.default_rng(0).normal(size=(3, 40)))
   x = x.at[1, 3].set(jnp.nan)
   q = qtensor.quantize(x, group_size=16, dtype=formats.INT8)
-  values = qtensor.dequantize(q)
+  values = q.dequantize()
   step = jnp.repeat(q.scale, 16, axis=-1)[:, :40]
   is_nan = np.zeros((3, 40), bool)
   is_nan[1, :16] = True

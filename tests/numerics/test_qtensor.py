@@ -26,7 +26,7 @@ SCALE_DTYPES = [jnp.float32, jnp.bfloat16]
 @functools.partial(jax.jit, static_argnames=("group_size", "dtype", "scale"))
 def quantize(x, *, group_size, dtype=E4M3, scale=jnp.float32):
   q = qtensor.quantize(x, group_size=group_size, dtype=dtype, scale_dtype=scale)
-  return q, qtensor.dequantize(q)
+  return q, q.dequantize()
 
 
 def bits(x) -> np.ndarray:
@@ -34,10 +34,10 @@ def bits(x) -> np.ndarray:
 
 
 def error_bound(x, scale, dtype, group_size):
-  """Of dequantize(quantize(x)): half a step of the format, times the scale.
+  """Bounds the error of quantize(x).dequantize(): half a step times the scale.
 
-  The quotient, the product and (by amax) the scale are each rounded to f32,
-  2^-24 relative: below 2^-22 of the value together. Values below 2^-126 may
+  The quotient, the product and the scale (from amax) are each rounded to f32,
+  by 2^-24; together this is below 2^-22 of the value. Values below 2^-126 may
   become zero.
   """
   scale = np.asarray(scale, np.float64)
@@ -109,7 +109,7 @@ def test_quantization_error_of_any_finite_input_is_bounded(
   q = qtensor.quantize(
     jnp.asarray(x), group_size=group_size, dtype=dtype, scale_dtype=scale_dtype
   )
-  x_hat = qtensor.dequantize(q)
+  x_hat = q.dequantize()
   assert np.all(np.isfinite(q.qvalue.astype(np.float32)))
   assert np.all(np.asarray(q.scale, np.float32) >= oracles.SMALLEST_NORMAL)
   error = np.abs(np.asarray(x_hat, np.float64) - x)
@@ -126,9 +126,9 @@ def test_constant_groups_keep_their_value(magnitude, value, n, dtype):
   x = np.full((1, n), value * 10**magnitude if magnitude < 37 else 1e37 * value)
   x = x.astype(np.float32)
   q = qtensor.quantize(jnp.asarray(x), group_size=16, dtype=dtype)
-  x_hat = np.asarray(qtensor.dequantize(q))
-  # Code qmax times a scale off by two roundings; the smallest have a scale of
-  # 2^-126 and are a multiple of it or of its parts.
+  x_hat = np.asarray(q.dequantize())
+  # The code is qmax, and the scale is off by two roundings. The smallest values
+  # have a scale of 2^-126 and are multiples of it or of its fractions.
   tolerance = np.where(x > 2.0**-110, 2.0**-22 * x, 2.0**-4 * x + 2.0**-126)
   np.testing.assert_array_less(np.abs(x_hat - x), tolerance)
 
@@ -142,7 +142,7 @@ def test_bfloat16_scales_are_the_next_ones_up():
   assert np.all(got.astype(np.float32) >= exact)
   below = np.nextafter(got, np.asarray(0, got.dtype)).astype(np.float32)
   assert np.all(below < exact)
-  # A product that is a BF16 value already stays.
+  # A product that is already a BF16 value does not change.
   values = np.arange(1, 2, 2**-7, np.float32)
   amax = np.nextafter(values * 448, np.float32(0))
   exact = amax * np.float32(1 / 448) == values
@@ -245,7 +245,7 @@ def test_nonfinite_value_touches_no_other_group():
 def test_nan_makes_all_of_a_per_tensor_array_nan():
   x = jnp.asarray(cases.activations((4, 33))).at[2, 5].set(jnp.nan)
   q = qtensor.quantize(x, group_size=None)
-  assert np.all(np.isnan(qtensor.dequantize(q)))
+  assert np.all(np.isnan(q.dequantize()))
 
 
 def test_group_codes_equal_the_reference():
@@ -281,6 +281,6 @@ def test_scale_of_another_grouping_is_refused():
     qtensor.quantize_with_scale(jnp.ones(4), jnp.ones(3), group_size=2)
 
 
-def test_dequantize_gives_the_dtype_asked_for():
+def test_dequantize_returns_the_requested_dtype():
   q = qtensor.quantize(jnp.ones((2, 32)), group_size=16)
-  assert qtensor.dequantize(q, dtype=jnp.bfloat16).dtype == jnp.bfloat16
+  assert q.dequantize(dtype=jnp.bfloat16).dtype == jnp.bfloat16

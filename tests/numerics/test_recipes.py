@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recipes: presets, what may be combined, and errors that name the field."""
+"""Recipes: presets, valid combinations, and errors that name the field."""
 
 import dataclasses
 import inspect
@@ -9,6 +9,7 @@ import pytest
 from coat_jax import recipes
 from coat_jax.numerics.formats import E4M3, E5M2, INT8
 from coat_jax.numerics.recipes import CoatRecipe, MeshAxes
+from coat_jax.numerics.scaling import PerTensor
 
 
 def test_presets_carry_their_names():
@@ -17,7 +18,7 @@ def test_presets_carry_their_names():
     assert preset().name == preset.__name__
 
 
-def test_presets_say_where_fp8_flows():
+def test_presets_set_the_formats_of_each_part():
   bf16, linear, coat = recipes.bf16(), recipes.fp8_linear(), recipes.coat()
   assert (bf16.linear, bf16.nonlinear, bf16.attention) == ("bf16",) * 3
   assert (linear.linear, linear.nonlinear) == ("fp8", "bf16")
@@ -60,7 +61,7 @@ def test_variants_keep_the_preset_and_set_the_field():
   assert variant.name == "coat"
   assert dataclasses.asdict(variant) == dict(
     linear="fp8",
-    scaling="tensor",
+    scaling=PerTensor,
     nonlinear="fp8",
     formats=dict(values=E4M3, gradients=E5M2),
     axes=None,
@@ -97,7 +98,6 @@ def test_recipes_are_frozen_and_hashable():
   "field",
   [
     "linear",
-    "scaling",
     "nonlinear",
     "residuals",
     "attention",
@@ -105,7 +105,7 @@ def test_recipes_are_frozen_and_hashable():
   ],
 )
 def test_an_unknown_choice_names_the_field_and_what_it_got(field):
-  # As users see it: the tests' checks of types would come first.
+  # Users see our error; in tests, jaxtyping would raise first.
   init = inspect.unwrap(CoatRecipe.__init__)
   with pytest.raises(ValueError, match=f"{field} must be one of .* got 'fp4'"):
     init(object.__new__(CoatRecipe), **{field: "fp4"})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random words: the hash word for word, its statistics, and what it is for.
+"""Random words: the exact hash, its statistics, and rounding with it.
 
 Statistical bounds are five standard deviations (six where thousands of values
 are tested at once): the words are fixed, so a test that passes always passes.
@@ -29,7 +29,7 @@ def words(seed=0, step=0, leaf=0, shape=(ROWS, COLUMNS), **part) -> np.ndarray:
 
 
 def of_element(x: np.ndarray) -> list[np.ndarray]:
-  """The words of two moments and of the parameter."""
+  """Returns the words of two moments and of the parameter."""
   x = jnp.asarray(x)
   return [np.asarray(stochastic.next_words(x, i)) for i in (0, 1, 2)]
 
@@ -62,7 +62,7 @@ def test_rows_number_all_axes_but_the_last(shape):
   np.testing.assert_array_equal(flat, np.array(want, np.uint32))
 
 
-def test_a_block_draws_the_words_of_its_place():
+def test_part_of_an_array_draws_the_same_words():
   whole = words(7, 8, 9)
   start = jnp.uint32([40, 96])
   block = words(7, 8, 9, shape=(16, 32), start=start, whole=whole.shape)
@@ -82,7 +82,7 @@ def test_a_block_draws_the_words_of_its_place():
 
 @pytest.mark.parametrize("first", [2**31 - 2, 2**32 - 2])
 def test_offsets_are_32_bit_words_and_wrap(first):
-  # Of a leaf of 2^32 rows or columns.
+  # These are rows or columns of a leaf with 2^32 of them.
   key = stochastic.leaf_key(1, 1, 1)
   start = jnp.asarray(np.uint32([first, first]))
   got = stochastic.random_words(key, (4, 3), start=start)
@@ -131,7 +131,7 @@ def test_every_row_and_column_is_uniform():
 
 
 def correlations(a: np.ndarray, b: np.ndarray):
-  """Of all uniforms of a with all of b, in standard deviations.
+  """Returns correlations of a's uniforms with b's, in standard deviations.
 
   The product of independent uniforms on [-1/2, 1/2] has variance 1/144, so
   that the mean of n products times 12 sqrt(n) is standard normal.
@@ -174,7 +174,7 @@ def test_words_of_an_element_are_uncorrelated():
 
 
 def test_one_element_over_many_steps_is_uniform_and_uncorrelated():
-  # What an element sees in training: the same row and column, step after step.
+  # In training an element has the same row and column at each step.
   steps = jnp.arange(2**14)
   draw = jax.vmap(lambda s: random_words(stochastic.leaf_key(0, s, 0), (4, 2)))
   x = np.asarray(draw(steps)).reshape(len(steps), -1)
@@ -184,7 +184,7 @@ def test_one_element_over_many_steps_is_uniform_and_uncorrelated():
     assert np.max(np.abs(12 * product * np.sqrt(len(steps)))) < 5
 
 
-def test_uniform_takes_the_high_bits():
+def test_uniform_uses_the_high_bits():
   x = jnp.asarray([0, 0x1FF, 0xFFFFFE00, 0x80400200], jnp.uint32)
   got = stochastic.uniform(x)
   want = np.array([0, 0, 2**23 - 1, 0x402001], np.float32) * 2.0**-23
@@ -202,8 +202,8 @@ def test_next_words_are_the_states_that_follow():
 
 @pytest.mark.parametrize("bits", [4, 6])
 def test_two_words_of_a_run_fill_the_square_evenly(bits):
-  # Words of a run are products of one word: any two of them must be as two
-  # independent ones are, not only uncorrelated.
+  # Words of a run are products of one word: any two must look independent, and
+  # not merely uncorrelated.
   x = words(2, 3, 4, shape=(2**11, 128)).reshape(-1, stochastic.RUN)
   states = np.concatenate(of_element(x), axis=1) >> (32 - bits)
   cells = 4**bits
@@ -247,7 +247,7 @@ def test_bfloat16_rounding_keeps_what_is_exact_and_what_is_not_finite():
     np.testing.assert_array_equal(
       got[~nan].view(np.uint16), x[~nan].view(np.uint16)
     )
-  # A NaN all of whose payload is in the lower half stays one.
+  # A NaN stays a NaN even if all of its payload is in the lower half.
   low_nan = np.array([0x7F800001, 0xFF800001], np.uint32).view(np.float32)
   got = stochastic.round_to_bfloat16(
     jnp.asarray(low_nan), jnp.zeros(2, jnp.uint32)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention as a textbook has it: masks and scores as whole matrices."""
+"""Textbook attention: masks and scores are whole matrices."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,7 @@ import numpy as np
 
 
 def seen(t, s, kind, segments=None):
-  """Which keys a query sees, one by one: bool [B or 1, T, S]."""
+  """Returns the keys that each query sees: bool [B or 1, T, S]."""
   mask = np.ones((1 if segments is None else len(segments), t, s), bool)
   for b, i, j in np.ndindex(mask.shape):
     query = i + s - t
@@ -22,7 +22,7 @@ def seen(t, s, kind, segments=None):
 
 
 def naive_attention(q, k, v, *, mask, scale, cap):
-  """Output and log-sum-exp in the dtype of q, to be differentiated."""
+  """Computes output and log-sum-exp in q's dtype; can be differentiated."""
   repeats = q.shape[2] // k.shape[2]
   k, v = (jnp.repeat(x, repeats, axis=2) for x in (k, v))
   scores = jnp.einsum("btnh,bsnh->bnts", q, k) * scale
@@ -35,7 +35,7 @@ def naive_attention(q, k, v, *, mask, scale, cap):
 
 
 def exact_attention(q, k, v, kind, segments=None):
-  """Output and log-sum-exp in NumPy's float64."""
+  """Computes output and log-sum-exp in NumPy's float64."""
   mask = seen(q.shape[1], k.shape[1], kind, segments)
   repeats = q.shape[2] // k.shape[2]
   q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))

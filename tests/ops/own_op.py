@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An operation of one file: its kernel, its definition, its cases.
+"""An operation defined outside coat_jax: kernel, definition, cases, one file.
 
-`coat_jax`'s own have a file for kernels, so that Pallas is loaded where it is
-needed, and their cases in `benchmarks`. Nothing else has to be written.
+Operations of `coat_jax` have their kernels in another file, so that Pallas is
+loaded only if it is needed, and their cases in `benchmarks`.
 """
 
 import functools
@@ -28,7 +28,7 @@ def _why_not(x: Array, **_) -> str | None:
 
 @kernel(_why_not)
 def _double_by_triton(x: Array, *, interpret: bool = False) -> Array:
-  """`double`, a tile of values a program."""
+  """`double`; each program computes one tile."""
   return _launch(x, interpret)
 
 
@@ -52,12 +52,12 @@ def _kernel(x_ref, y_ref):
 
 @op(triton=_double_by_triton)
 def double(x: Array) -> Array:
-  """2 x."""
+  """Computes 2 x."""
   return x * 2
 
 
 def cases(sizes: Sizes) -> Iterator[OpCase]:
-  """Those of `double`."""
+  """Yields the cases of `double`."""
   rows, columns = sizes.quantized
   yield of_op(
     double,

@@ -41,7 +41,7 @@ def gelu64(x, approximate):
   return 0.5 * x * (1 + np.vectorize(math.erf)(x / 2**0.5))
 
 
-# By the names of `ops.Activation`: formulas in float64, and JAX's functions.
+# For each `ops.Activation`: the formula in float64, and JAX's function.
 FORMULAS = {
   "silu": silu64,
   "gelu_tanh": functools.partial(gelu64, approximate=True),
@@ -55,7 +55,7 @@ FUNCTIONS = {
 
 
 def gelu_slope64(x):
-  """Derivative of the tanh approximation."""
+  """Computes the derivative of the tanh approximation."""
   c = (2 / np.pi) ** 0.5
   tanh = np.tanh(c * (x + 0.044715 * x**3))
   slope = c * (1 + 3 * 0.044715 * x**2)
@@ -64,7 +64,7 @@ def gelu_slope64(x):
 
 @jax.custom_jvp
 def gelu_of_slope64(x):
-  """GELU with the float64 derivative; in f32 one of a tanh is off by 2e-6."""
+  """Computes GELU with its float64 derivative; f32's is off by 2e-6."""
   return jnp.float32(gelu64(np.asarray(x, np.float64), True))
 
 
@@ -106,19 +106,19 @@ def test_activation_forwards_equal_float64(width):
     assert_codes_stand_for(codes, want)
 
 
-def test_gelu_by_an_unknown_formula_is_refused():
+def test_unknown_approximation_of_gelu_is_refused():
   x = jnp.ones((1, GROUP))
   for f in (ops.gelu_values, ops.gelu_derivative):
-    unchecked = inspect.unwrap(f)  # Of annotations, as users have it.
+    unchecked = inspect.unwrap(f)  # Users have no checks of annotations.
     with pytest.raises(ValueError, match="False or \"sigmoid\", got 'tanh'"):
       unchecked(x, approximate="tanh")
 
 
 def test_gelu_is_near_float64_at_every_value():
-  # Where it is small as well: a formula that is a little off shows there.
+  # Also where GELU is small: a slightly wrong formula shows there.
   x = np.linspace(-5, 5, 1001, dtype=np.float32)
   x64 = np.float64(x)
-  # Of exp(2 u), f32 2 u being off by 2^-24 of itself, and 2 u at most 12.
+  # The error is exp(2 u)'s: 2 u is at most 12, and off by 2^-24 of itself.
   for values in (
     ops.gelu_values(jnp.asarray(x), approximate=True),
     x * np.asarray(gelu.cdf(jnp.asarray(x), interpret=True)),
@@ -206,7 +206,7 @@ def test_activations_of_degenerate_groups():
     silu = silu64(values64)
   q = ops.activation_fwd(x, activation="silu", groups=Groups(GROUP))
   assert np.all(np.isfinite(q.qvalue.astype(jnp.float32)))
-  # What is below f32's normal numbers may count as zero.
+  # Values below f32's normal numbers may count as zero.
   error = np.abs(np.asarray(ops.silu_values(values), np.float64) - silu)
   assert np.all(error <= 1e-6 * np.abs(silu) + oracles.SMALLEST_NORMAL)
   for approximate in (True, False, "sigmoid"):
@@ -219,7 +219,7 @@ def test_activations_of_degenerate_groups():
     # Far from zero the slope is 0 or 1.
     far = np.abs(values64) > 20
     assert far.any() and np.all(np.isfinite(slope))
-    # Of the sigmoid 1.702 * 20 exp(-1.702 * 20) at most.
+    # For the sigmoid it is off by 1.702 * 20 exp(-1.702 * 20) at most.
     np.testing.assert_allclose(
       slope[far], values64[far] > 0, rtol=0, atol=1e-13
     )

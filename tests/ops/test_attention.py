@@ -27,14 +27,14 @@ def case(t, s, heads, kv_heads, size=8, batch=2, seed=0):
 
 
 def segments_of(t):
-  """Documents of three lengths, and segments that are not contiguous."""
+  """Returns documents of three lengths, and segments that interleave."""
   documents = np.searchsorted([t // 4, t // 3], np.arange(t), side="right")
   return np.array([documents, np.arange(t) // 2 % 3 - 1], np.int32)
 
 
 @functools.partial(jit, static_argnames="cap")
 def plain(q, k, v, dout, mask, scale, cap):
-  """Output, log-sum-exp and gradients of all scores at once."""
+  """Computes output, log-sum-exp and gradients from all scores at once."""
   f = functools.partial(naive_attention, mask=mask, scale=scale, cap=cap)
   (out, lse), vjp = jax.vjp(f, q, k, v)
   return (out, lse), vjp((dout, jnp.zeros_like(lse)))
@@ -82,16 +82,16 @@ def test_attention_equals_the_softmax(
 
 
 def assert_gradients_close(actual, expected):
-  """To the largest value of all three: one key has dq and dk that are 0."""
+  """Compares relative to the largest of all: dq and dk of one key are 0."""
   flat = lambda tree: np.concatenate([np.ravel(x) for x in tree])  # noqa: E731
   assert_close(flat(actual), flat(expected))
 
 
 def kinds():
-  """(kind, whether there are segments, heads, key heads).
+  """Returns cases (kind, has segments, heads, key heads).
 
-  Any two of their values; in front all there is; a scale of its own beside each
-  cap.
+  They cover any two values together; the first has everything. Each cap comes
+  with a scale.
   """
   masks = [(True, w) for w in (7, None, 1, 22)] + [(False, None)]
   every = pairwise(
@@ -118,7 +118,7 @@ def test_attention_of_every_kind(kind, segmented, heads, kv_heads, monkeypatch):
   assert_gradients_close(gradients, want)
 
 
-# Windows at both ends of the keys, where fewer are read than a chunk reaches.
+# Windows at both ends of the keys, where a chunk reads fewer keys.
 @pytest.mark.parametrize(
   "t, s, chunk, window",
   quick(
@@ -131,7 +131,7 @@ def test_attention_of_every_kind(kind, segmented, heads, kv_heads, monkeypatch):
     ],
   ),
 )
-def test_window_is_of_the_last_keys(t, s, chunk, window, monkeypatch):
+def test_window_covers_the_last_keys(t, s, chunk, window, monkeypatch):
   monkeypatch.setattr(attention, "_CHUNK", chunk)
   q, k, v, dout = case(t, s, 2, 1)
   kind = AttentionKind(window=window)
@@ -238,11 +238,11 @@ def test_attention_makes_no_array_of_all_scores(kind, length, segmented):
   text = str(jax.make_jaxpr(f)(segments, *[shape] * 4))
   assert f"{t},{t}" not in text
   assert f"256,{length}]" in text
-  # A chunk reads no key that no window reaches.
+  # A chunk reads only keys that some window reaches.
   assert (f"256,{t}]" in text) == (length == t)
 
 
-def test_window_of_all_keys_is_none():
+def test_window_that_covers_all_keys_is_dropped():
   arrays = [jax.ShapeDtypeStruct((1, 32, 1, 8), jnp.float32)] * 4
 
   def program(window):
@@ -304,7 +304,7 @@ def test_no_queries_have_gradients_of_zero(s, causal):
 )
 def test_segments_that_do_not_fit_are_refused(s, segments):
   q, k, v, _ = case(4, s, 2, 2)
-  with pytest.raises(ValueError, match="segments are integers .B, T.*got"):
+  with pytest.raises(ValueError, match="segments must be integers .B, T.*got"):
     ops.attention_fwd(q, k, v, segments, kind=CAUSAL)
 
 
@@ -320,6 +320,6 @@ def test_segments_that_do_not_fit_are_refused(s, segments):
     (dict(scale=float("nan")), "scale must be above 0 and finite, got nan"),
   ],
 )
-def test_kinds_that_make_no_sense_are_refused(options, message):
+def test_invalid_attention_kinds_are_refused(options, message):
   with pytest.raises(ValueError, match=message):
     AttentionKind(**options)

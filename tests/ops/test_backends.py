@@ -32,7 +32,7 @@ CODECS = [
 
 
 def on_both(f, *args):
-  """f on the CPU and on the GPU, jitted, as NumPy arrays."""
+  """Runs f, jitted, on the CPU and on the GPU; returns NumPy arrays."""
   results = []
   for backend in ("cpu", "gpu"):
     device = jax.devices(backend)[0]
@@ -54,7 +54,7 @@ def realistic(codec):
 
 
 def degenerate(codec):
-  """Every degenerate group, in four rows each; then groups that are NaN."""
+  """Returns each degenerate group in four rows, and then groups of NaN."""
   groups = cases.finite_groups(300) | cases.nonfinite_groups(300)
   x = np.repeat(np.stack(list(groups.values())), 4, axis=0)
   names = np.repeat(list(groups), 4)
@@ -98,7 +98,7 @@ def test_casts_are_the_same_bits(dtype):
 def test_quantize(group_size, scale_dtype):
   def quantize(x):
     q = qtensor.quantize(x, group_size=group_size, scale_dtype=scale_dtype)
-    return q, qtensor.dequantize(q)
+    return q, q.dequantize()
 
   names, awkward = degenerate(None)
   inputs = [("realistic", cases.activations(SHAPE))]
@@ -122,7 +122,7 @@ def test_quantize(group_size, scale_dtype):
     assert np.mean(apart[finite] == 0) >= 0.99999
     assert np.max(apart[finite]) <= 1
     # Decoding is one product: the same codes and scales give the same bits.
-    decoded = on_both(qtensor.dequantize, cpu)
+    decoded = on_both(qtensor.QTensor.dequantize, cpu)
     nan = np.isnan(decoded[0])
     np.testing.assert_array_equal(nan, np.isnan(decoded[1]))
     flushed = np.abs(decoded[0]) < oracles.SMALLEST_NORMAL

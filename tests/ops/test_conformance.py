@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every implementation of every operation against its definition.
+"""Compares every implementation of every operation with its definition.
 
-The cases are those of `benchmarks.ops`, at the sizes of a real model and of
-small ones: an operation without a case fails here. What single kernels have to
-hold beside (NaN, degenerate groups, saturation) is in `tests/pallas`.
+The cases come from `benchmarks.ops`, at the sizes of a real model and of small
+ones. An operation without a case fails here. `tests/pallas` tests more of each
+kernel: NaN, degenerate groups, saturation.
 """
 
 import functools
@@ -30,7 +30,7 @@ from tests.pallas.kernels import (
 
 OPERATIONS = [x for x in vars(ops).values() if isinstance(x, ops.Op)]
 OPERATIONS.append(own_op.double)
-# The optimizer's: its cases are in benchmarks.optimizer and tests/pallas.
+# The optimizers' operations: their cases are in benchmarks and tests/pallas.
 STEPS = [adam.adam_update, adam.adamw_step, lion.lion_step]
 
 
@@ -46,9 +46,9 @@ def name_of(case) -> str:
 def of_cases(*sizes: Sizes, having: str):
   """Parametrizes a test by the cases whose operation has an implementation.
 
-  One that a GPU prefers to others: what is behind it is for arguments that it
-  cannot take, and tested with those. Those of sizes behind the first are left
-  to `make test-all`.
+  Only an implementation that a GPU tries first counts; later ones are for
+  arguments that the first cannot take, and are tested with those. Cases of all
+  sizes but the first are slow tests.
   """
   cases = [
     pytest.param(case, marks=[pytest.mark.slow] if i else [])
@@ -60,7 +60,7 @@ def of_cases(*sizes: Sizes, having: str):
 
 
 def on_specs(case, fn):
-  """What `fn` gives for the case's arguments, which are never made."""
+  """Calls `fn` with the shapes of the case's arguments; makes no arrays."""
   results = []
   specs = jax.eval_shape(case.arrays)
   jax.eval_shape(lambda *args: results.append(case.call(fn, *args)), *specs)
@@ -101,10 +101,10 @@ TOLERANCE = {
 
 
 def assert_conforms(actual, expected, tolerance):
-  """Leaf by leaf: codes, BF16 and f32, each as near as arithmetic allows.
+  """Compares codes, BF16 and f32 leaves, each as closely as arithmetic allows.
 
-  XLA contracts a product and a sum to one rounding on one side and not on the
-  other: an f32 off by 2^-22 changes 1 code in 2^18.
+  XLA rounds a product and a sum once on one side and twice on the other: an f32
+  off by 2^-22 changes 1 code in 2^18.
   """
   actual, expected = jax.tree.leaves(actual), jax.tree.leaves(expected)
   for a, e in zip(actual, expected, strict=True):
@@ -114,7 +114,7 @@ def assert_conforms(actual, expected, tolerance):
     elif a.dtype == jnp.bfloat16:
       assert_close(a, e, 2.0**-8)
     else:
-      # Sums over a row or over rows are in another order.
+      # Sums over a row, or over rows, are added in another order.
       assert_close(a, e, tolerance)
 
 
@@ -147,7 +147,7 @@ def lowered(case) -> str:
 @of_cases(Sizes(), models.UNEVEN, having="triton")
 def test_triton_kernel_is_in_the_program_for_a_gpu(case):
   assert "__gpu$xla.gpu.triton" in lowered(case)
-  # A `.T` in a kernel has XLA compute all before it twice.
+  # With a `.T` in a kernel, XLA would compute everything before it twice.
   kernel = functools.partial(case.call, case.operation.kernel("triton"))
   program = str(jax.make_jaxpr(kernel)(*jax.eval_shape(case.arrays)))
   assert "pallas_call" in program and "transpose[" not in program
@@ -178,7 +178,7 @@ def test_explain_names_the_implementation(case):
   [case for case in cases_of(models.ODD) if len(case.implementations) > 1],
   ids=name_of,
 )
-def test_refused_operation_is_left_to_xla(case):
+def test_xla_runs_what_kernels_refuse(case):
   said = on_specs(case, case.operation.explain)
   reasons = []
   for name in case.implementations[1:]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What cuBLASLt adds to an FP8 product, on a GPU."""
+"""Bias and residual that cuBLASLt adds to an FP8 product, on a GPU."""
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ def test_bias_and_stream_are_added(d, f, has_add, bias_dtype):
   )
   x = ops.quantize_tensor(x, layout="rows")
   w = ops.quantize_tensor(w, layout="columns")
-  # As large as the product's values.
+  # These are as large as the product's values.
   options = dict(bias=(bias * d**0.5).astype(bias_dtype))
   if has_add:
     options["add"] = (add * d**0.5).astype(jnp.bfloat16)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plain jnp for a GPU's own casts against the definitions'."""
+"""Casts in one GPU instruction, against the definition."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from tests.pallas.kernels import assert_same_codes, lowered_for_h200
 
 
 def near_ties() -> np.ndarray:
-  """Every value of E4M3, what is half-way to the next, and its neighbours."""
+  """Returns all E4M3 values, the midpoints, and the midpoints' neighbours."""
   values = np.arange(127, dtype=np.uint8).view(E4M3).astype(np.float32)
   ties = (values[1:] + values[:-1]) / 2
   near = [np.nextafter(ties, np.float32(end)) for end in (0, np.inf)]
@@ -28,7 +28,7 @@ def near_ties() -> np.ndarray:
   [(near_ties(), 1.0), (cases.activations((64, 96)), 0.0137)],
   ids=["ties", "activations"],
 )
-def test_rows_cast_once_are_those_of_the_definition(x, scale, dtype):
+def test_rows_cast_once_equal_the_definition(x, scale, dtype):
   x, scale = jnp.asarray(x, dtype), jnp.float32(scale)
   actual = jit(ops.quantize_rows.kernel("cuda"))(x, scale=scale)
   expected = jit(ops.quantize_rows.definition)(x, scale=scale)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is asked of cuDNN, by the program that JAX makes of it for a GPU.
+"""Arguments of our cuDNN calls, read from the program that JAX lowers.
 
-The oracle is `jax.nn.dot_product_attention`: its windows are (left, right), the
-query not among them, and it asks cuDNN itself.
+The oracle is `jax.nn.dot_product_attention`, which calls cuDNN itself. Its
+windows are (left, right) and do not count the query.
 """
 
 import functools
@@ -33,7 +33,7 @@ KINDS = [
 
 @pytest.fixture(autouse=True)
 def has_cudnn(monkeypatch):
-  """Answers JAX's question for its version, which lowering does not need."""
+  """Tells JAX that cuDNN is there, which lowering does not need."""
   monkeypatch.setattr(cudnn.fmha, "check_cudnn_version", lambda: 91000)
 
 
@@ -64,7 +64,7 @@ def forward_and_backward_of_jax(
 
 
 def settings(text):
-  """Each call of cuDNN: its name and what of our kind it is told."""
+  """Returns the name and settings of each cuDNN call."""
   calls, setting = [], r"(fmha_scale|mask_type|sliding\w+).22: ([^,]+),"
   for line in text.splitlines():
     if name := re.search(r"@(__cudnn\$\w+)", line):
@@ -75,7 +75,7 @@ def settings(text):
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_cudnn_is_asked_for_the_window_that_jax_asks_for(kind):
+def test_cudnn_gets_the_window_that_jax_passes(kind):
   arrays = attention_arrays()
   arrays = (*arrays, arrays[0])
   actual = settings(lowered_for_h200(forward_and_backward(kind), *arrays))
@@ -89,7 +89,7 @@ def test_cudnn_is_asked_for_the_window_that_jax_asks_for(kind):
 
 
 @pytest.mark.parametrize("kind", quick(1, WINDOWS), ids=str)
-def test_the_window_that_jax_asks_for_is_ours(kind):
+def test_window_of_jax_equals_ours(kind):
   keys = jax.random.split(jax.random.key(0), 4)
   shapes = [x.shape for x in attention_arrays(h=8)]
   arrays = map(jax.random.normal, keys, [*shapes, shapes[0]])
@@ -97,7 +97,7 @@ def test_the_window_that_jax_asks_for_is_ours(kind):
   residuals, gradients = jit(forward_and_backward(kind))(q, k, v, dout)
   want = jit(forward_and_backward_of_jax(kind, "xla"))(q, k, v, dout)
   assert_close(residuals.out, want[0])
-  # Of one key dq and dk are 0: of rounding errors of dv's size.
+  # dq and dk of a single key are 0, up to rounding errors of dv's size.
   assert_close(
     jnp.hstack(list(map(jnp.ravel, gradients))),
     jnp.hstack(list(map(jnp.ravel, want[1]))),
@@ -109,7 +109,7 @@ def test_the_window_that_jax_asks_for_is_ours(kind):
   [
     (AttentionKind(), False, None),
     (AttentionKind(window=7, scale=0.25), False, None),
-    (AttentionKind(soft_cap=50.0), False, "no caps of scores.*soft_cap=50.0"),
+    (AttentionKind(soft_cap=50.0), False, "cannot cap scores.*soft_cap=50.0"),
     (AttentionKind(), True, "fixed number of segments, got an id for each"),
   ],
 )
@@ -128,7 +128,7 @@ def test_explain_says_what_cudnn_runs(kind, segmented, reason):
 
 
 @pytest.mark.parametrize("segmented", [True, False])
-def test_what_cudnn_cannot_do_is_not_asked_of_it(segmented):
+def test_cudnn_does_not_run_what_it_cannot_do(segmented):
   kind = AttentionKind(window=7, soft_cap=None if segmented else 50.0)
   q, k, v = attention_arrays()
   segments = jnp.zeros(q.shape[:2], jnp.int32) if segmented else None

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every operation against float64, or `jax.vjp` of a formula written here.
+"""Compares operations with float64, or `jax.vjp` of a formula written here.
 
-Inputs are quantized first, and the oracle starts from the values that the codes
-stand for: what an operation computes is compared, never what quantizing loses.
+Inputs are quantized first, and the oracle starts from the values of the codes,
+so that errors of quantization do not count.
 """
 
 import functools
@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from coat_jax import ops
-from coat_jax.numerics import qtensor
 from coat_jax.numerics.formats import E4M3, E5M2
 from coat_jax.ops import Groups, PerTensor
 from tests import cases, oracles
@@ -30,10 +29,10 @@ def unquantized(shape, seed=0, factor=1.0):
 
 
 def in_groups(shape, seed=0, factor=1.0):
-  """1 x 16 codes and the f32 values they stand for."""
+  """Returns 1 x 16 codes and their f32 values."""
   x = unquantized(shape, seed, factor)
   q = ops.quantize_groups(x, groups=Groups(GROUP))
-  return q, qtensor.dequantize(q)
+  return q, q.dequantize()
 
 
 def gradient(shape, seed=9):
@@ -45,7 +44,7 @@ def float64(codes, scale):
 
 
 def assert_codes_stand_for(q, values, dtype=E4M3):
-  """One scale, from the values' amax, and no code off by more than half a step.
+  """Checks the scale, and that no code is off by more than half a step.
 
   Values are f32 and may be off by 1e-6 of the largest.
   """
@@ -106,7 +105,7 @@ def test_linear_products_equal_float64_of_the_operands(rows, x_size, g_size):
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
-def test_what_is_added_to_a_product_is_rounded_once(dtype):
+def test_sum_with_a_product_is_rounded_once(dtype):
   x = ops.quantize_tensor(gradient((64, 40), 0))
   w = ops.quantize_tensor(gradient((40, 24), 1), layout="columns")
   stream = gradient((64, 24), 3).astype(dtype)
@@ -123,7 +122,7 @@ def test_what_is_added_to_a_product_is_rounded_once(dtype):
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
-def test_what_is_added_to_a_norms_gradient_is_rounded_once(dtype):
+def test_sum_with_a_norms_gradient_is_rounded_once(dtype):
   x, _ = in_groups((64, 32))
   stats = ops.NormStats(None, jnp.ones(64))
   dy, around = gradient((64, 32)), gradient((64, 32), 5).astype(dtype)
@@ -138,7 +137,7 @@ def test_what_is_added_to_a_norms_gradient_is_rounded_once(dtype):
 
 
 def norm(x, gamma, beta, kind, eps):
-  """The formula, in the precision of x."""
+  """Computes the formula in the precision of x."""
   mean = x.mean(-1, keepdims=True) if kind == "layer" else 0.0
   variance = ((x - mean) ** 2).mean(-1, keepdims=True)
   y = (x - mean) / (variance + eps) ** 0.5
@@ -224,7 +223,7 @@ def degenerate(names):
   groups = cases.finite_groups(GROUP)
   x = np.stack([groups[name] for name in names])
   q = ops.quantize_groups(jnp.asarray(x), groups=Groups(GROUP))
-  return q, qtensor.dequantize(q)
+  return q, q.dequantize()
 
 
 # Squares and products of these overflow f32, in any implementation.
@@ -240,8 +239,8 @@ def test_norms_of_degenerate_groups(name, kind):
   y, stats = ops.norm_values(values, None, None, kind=kind, eps=1e-5)
   values64 = np.asarray(values, np.float64)
   want = norm(values64, None, None, kind, 1e-5)
-  # Centring cancels: what is left is off by 2^-24 of the group's largest. And
-  # what is below f32's normal numbers may count as zero.
+  # Centring cancels: the rest is off by 2^-24 of the group's largest. Values
+  # below f32's normal numbers may count as zero.
   lost = 2.0**-22 * np.max(np.abs(values64)) + oracles.SMALLEST_NORMAL
   limit = 1e-5 * np.max(np.abs(want)) + lost * np.asarray(stats.rstd)
   assert np.max(np.abs(y - want)) <= limit
@@ -289,7 +288,7 @@ def test_norms_and_products_of_nan_are_nan():
 
 
 def assert_nans(**results):
-  """Every result, a tree of arrays, holds a NaN."""
+  """Checks that each result, a tree of arrays, holds a NaN."""
   for name, result in results.items():
     leaves = [leaf.astype(jnp.float32) for leaf in jax.tree.leaves(result)]
     assert any(np.any(np.isnan(leaf)) for leaf in leaves), name

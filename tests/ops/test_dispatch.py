@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which implementation an op gets, and what it says of those it does not."""
+"""Chooses implementations of operations, and explains the choice."""
 
 import functools
 
@@ -26,7 +26,7 @@ def operands(m=16, k=32, n=48):
 
 
 def primitives(f, *args):
-  """Names of the primitives of a function, nested ones too."""
+  """Returns the names of a function's primitives, nested ones too."""
   names = set()
 
   def visit(jaxpr):
@@ -50,7 +50,7 @@ def test_op_for_a_gpu_is_chosen_when_it_is_lowered():
       .as_text()
       for platform in ("cpu", "cuda")
     }
-  # The algorithm is what makes cuBLASLt's call of it.
+  # The algorithm turns it into a cuBLASLt call.
   assert "algorithm" in text["cuda"] and "algorithm" not in text["cpu"]
 
 
@@ -74,7 +74,7 @@ def test_op_on_a_mesh_of_gpus_has_no_choice_of_platform():
 
 
 @pytest.mark.parametrize("m", [6, 0])
-def test_op_that_its_kernel_refuses_is_left_to_xla(m):
+def test_xla_runs_what_a_kernel_refuses(m):
   x, w = operands(m=m)
   with jax.sharding.use_abstract_mesh(H200):
     assert "platform_index" not in primitives(ops.linear_fwd, x, w)
@@ -143,10 +143,10 @@ def test_kernels_are_for_gpus_with_fp8(monkeypatch, capability, has_fp8):
 
   monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
   monkeypatch.setattr(jax, "local_devices", lambda: [Device()])
-  # A function of its own: what JAX has traced before it does not trace again.
+  # JAX would not trace a function again, so each case has its own.
   found = primitives(lambda x, w: ops.linear_fwd(x, w), *operands())
   assert ("platform_index" in found) == has_fp8
-  # A mesh says that it has GPUs, not which: AMD's are called gpu, too.
+  # A mesh of GPUs does not tell which: AMD's are called gpu, too.
   with jax.sharding.use_abstract_mesh(H200):
     found = primitives(lambda x, w: ops.linear_fwd(x, w), *operands())
   assert ("platform_index" in found) == has_fp8

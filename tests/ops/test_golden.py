@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Norm, SiLU and product codes against those of the reference implementation.
 
-Each starts from the reference's codes, or its BF16 inputs, and follows it where
-we deliberately do not: it divides by the f32 scale and stores that in BF16,
-rounded to nearest (we divide by what we store, rounded up), and its norm and
-its product go through a BF16 array before they are quantized (ours stay f32).
-So what is compared are the operations' own values. Done like that every code
-was equal on the CPU these tests were written on; the bound leaves room for
-other CPUs' last bits.
+Each starts from the reference's codes, or its BF16 inputs, and follows the
+reference where we deliberately differ: the reference divides by the f32 scale
+and stores that in BF16, rounded to nearest (we divide by the stored scale,
+rounded up), and it rounds its norm and its product to BF16 before it quantizes
+them (ours stay f32). So the tests compare the operations' own values. On the
+CPU where these tests were written, every code was equal; the bound leaves room
+for other CPUs' last bits.
 """
 
 import jax.numpy as jnp
@@ -30,14 +30,14 @@ def arrays():
 
 
 def read(codes, scales):
-  """The f32 values of 1 x 16 codes (bits) and their scales."""
+  """Returns the f32 values of 1 x 16 codes (bits) and their scales."""
   codes = jnp.asarray(np.asarray(codes).view(ml_dtypes.float8_e4m3fn))
   scales = jnp.asarray(scales).astype(jnp.bfloat16)
-  return qtensor.dequantize(QTensor(codes, scales, GROUP))
+  return QTensor(codes, scales, GROUP).dequantize()
 
 
 def quantize_as_the_reference(x):
-  """Codes (bits) divided by f32 scales, and those in BF16, to nearest."""
+  """Quantizes by f32 scales; returns bits, and scales rounded to BF16."""
   scale = qtensor.group_amax(x, GROUP) * jnp.float32(1 / 448)
   q = qtensor.quantize_with_scale(x, scale, group_size=GROUP)
   return np.asarray(q.qvalue).view(np.uint8), scale.astype(jnp.bfloat16)

@@ -21,7 +21,7 @@ def arrays(sizes, dtype=np.float32):
 
 
 def by_hand(x, g, w, sizes):
-  """The three products in float64, a group at a time."""
+  """Computes the three products in float64, one group at a time."""
   x, g, w = (np.asarray(a, np.float64) for a in (x, g, w))
   ends = np.cumsum(sizes)
   groups = [slice(b - n, b) for b, n in zip(ends, sizes, strict=True)]
@@ -32,7 +32,7 @@ def by_hand(x, g, w, sizes):
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_grouped_products_are_those_of_each_group(sizes):
+def test_grouped_products_equal_a_loop_over_groups(sizes):
   x, g, w = arrays(sizes)
 
   @jit

@@ -1,95 +1,223 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Heads taken apart and joined again; layers/test_rope.py has rotations."""
+"""Frequencies of RoPE against the definitions of Transformers, in float64."""
 
-import functools
+import math
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from coat_jax import ops
-from coat_jax.numerics.formats import E5M2
-from coat_jax.ops import PerTensor, rope
-from coat_jax.ops.rotary import Rotary
+from coat_jax.ops.rope import (
+  LinearScaling,
+  Llama3Scaling,
+  Rotary,
+  YarnScaling,
+  rotation,
+)
 from tests.comparing import assert_close, assert_same_bits
 
-B, T, H = 2, 5, 6
+
+def plain(theta, size):
+  return np.array([theta ** -(i / size) for i in range(0, size, 2)])
 
 
-def case(n, k, dtype=jnp.float32, positions=None, theta=1e4):
-  columns = (n + 2 * k) * H
-  qkv = jax.random.normal(jax.random.key(0), (B, T, columns), dtype)
-  positions = jnp.arange(T) if positions is None else positions
-  return qkv, rope.rotation(positions, head_dim=H, theta=theta)
+def llama3(frequencies, factor, low, high, length):
+  out = []
+  for f in frequencies:
+    wavelength = 2 * math.pi / f
+    if wavelength < length / high:
+      out.append(f)
+    elif wavelength > length / low:
+      out.append(f / factor)
+    else:
+      smooth = (length / wavelength - low) / (high - low)
+      out.append((1 - smooth) * f / factor + smooth * f)
+  return np.array(out)
 
 
-@pytest.mark.parametrize("n, k", [(4, 2), (3, 3), (4, 1)])
-def test_split_heads_takes_columns_by_key_head(n, k):
-  qkv, _ = case(n, k)
-  straight = jnp.ones((T, H // 2)), jnp.zeros((T, H // 2))
-  q, key, v = ops.split_heads(qkv, *straight, num_heads=n, num_kv_heads=k)
-  heads = np.asarray(qkv).reshape(B, T, -1, H)
-  per_key = n // k + 2
-  for i in range(k):
-    group = heads[:, :, i * per_key : (i + 1) * per_key]
-    np.testing.assert_array_equal(
-      q[:, :, i * n // k : (i + 1) * n // k], group[:, :, :-2]
+def yarn(frequencies, theta, factor, length, fast=32, slow=1):
+  size = 2 * len(frequencies)
+
+  def channel(turns):
+    return (
+      size * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(theta))
     )
-    np.testing.assert_array_equal(key[:, :, i], group[:, :, -2])
-    np.testing.assert_array_equal(v[:, :, i], group[:, :, -1])
+
+  low = max(math.floor(channel(fast)), 0)
+  high = min(math.ceil(channel(slow)), size - 1)
+  if low == high:
+    high += 0.001
+  out = []
+  for i, f in enumerate(frequencies):
+    ramp = min(max((i - low) / (high - low), 0), 1)
+    out.append(f / factor * ramp + f * (1 - ramp))
+  return np.array(out)
 
 
-@pytest.mark.parametrize("n, k", [(4, 2), (3, 3)])
+LLAMA = dict(
+  factor=8.0,
+  low_freq_factor=1.0,
+  high_freq_factor=4.0,
+  original_max_position_embeddings=8192,
+)
+# In float32 a power of a base up to 1e6 is off by some ulps of its logarithm.
+ROUNDING = 2e-6
+
+
+def frequencies(rotary, head_dim=128):
+  return np.asarray(rotary.frequencies(head_dim), np.float64)
+
+
 @pytest.mark.parametrize(
-  "options",
+  "rotary, wanted",
   [
-    {},
-    {"positions": jnp.int32([[0, 1, 2, 3, 4], [0, 1, 0, 1, 2]])},
-    {"theta": Rotary(1e4, rotary_dim=4)},
+    (Rotary(1e4), plain(1e4, 128)),
+    (Rotary(1e6, LinearScaling(factor=8.0)), plain(1e6, 128) / 8),
+    (
+      Rotary(5e5, Llama3Scaling(**LLAMA)),
+      llama3(plain(5e5, 128), 8, 1, 4, 8192),
+    ),
+    (
+      Rotary(
+        1e6, YarnScaling(factor=4.0, original_max_position_embeddings=32768)
+      ),
+      yarn(plain(1e6, 128), 1e6, 4, 32768),
+    ),
+    (
+      Rotary(
+        1e4,
+        YarnScaling(
+          factor=40.0,
+          original_max_position_embeddings=64,
+          beta_fast=9.0,
+          beta_slow=2.0,
+        ),
+        rotary_dim=32,
+      ),
+      yarn(plain(1e4, 32), 1e4, 40, 64, 9, 2),
+    ),
+    # No channel turns between fast and slow: a step behind the first.
+    (
+      Rotary(
+        1e4,
+        YarnScaling(
+          factor=2.0,
+          original_max_position_embeddings=6,
+          beta_fast=4.0,
+          beta_slow=1.0,
+        ),
+      ),
+      yarn(plain(1e4, 128), 1e4, 2, 6, 4, 1),
+    ),
+    (Rotary(1e4, rotary_dim=96), plain(1e4, 96)),
   ],
 )
-def test_join_heads_is_the_transpose_of_split_heads(n, k, options):
-  qkv, angles = case(n, k, **options)
+def test_frequencies_are_those_of_transformers(rotary, wanted):
+  found = frequencies(rotary)
+  assert found.shape == wanted.shape
+  np.testing.assert_allclose(found, wanted, rtol=ROUNDING)
 
-  def split(qkv):
-    return ops.split_heads(qkv, *angles, num_heads=n, num_kv_heads=k)
 
-  heads, vjp = jax.vjp(split, qkv)
-  dheads = jax.tree.map(
-    lambda x: jax.random.normal(jax.random.key(1), x.shape), heads
+def test_known_frequencies_of_llama_3_1():
+  """Checks channels 0, 63 and, in the interpolated range, 32."""
+  found = frequencies(Rotary(5e5, Llama3Scaling(**LLAMA)))
+  # 5e5^(-63/64) / 8 for the last; the first turns most and stays.
+  assert found[0] == 1
+  np.testing.assert_allclose(found[63], 3.0689e-7, rtol=1e-4)
+  # 5e5^(-1/2) = 1.41421e-3 turns 1.84385 times in 8192: kept to 0.281284.
+  np.testing.assert_allclose(found[32], 1.41421e-3 * 0.371124, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+  "given, wanted",
+  [
+    ({}, 0.1 * math.log(40) + 1),
+    ({"attention_factor": 1.5}, 1.5),
+    (
+      {"mscale": 1.0, "mscale_all_dim": 0.707},
+      (0.1 * math.log(40) + 1) / (0.0707 * math.log(40) + 1),
+    ),
+    ({"mscale": 0.5}, 0.1 * math.log(40) + 1),
+  ],
+)
+def test_yarn_multiplies_cos_and_sin(given, wanted):
+  scaling = YarnScaling(
+    factor=40.0, original_max_position_embeddings=4096, **given
   )
-  assert_close(ops.join_heads(*dheads, *angles), vjp(dheads)[0])
+  rotary = Rotary(1e4, scaling)
+  positions = jnp.arange(5, dtype=jnp.int32)
+  cos, sin = rotation(positions, head_dim=16, theta=rotary)
+  angle = np.arange(5)[:, None] * frequencies(rotary, 16)
+  assert_close((cos, sin), (wanted * np.cos(angle), wanted * np.sin(angle)))
 
 
-def test_split_heads_leaves_values_as_they_are():
-  qkv, angles = case(4, 2, jnp.bfloat16)
-  v = ops.split_heads(qkv, *angles, num_heads=4, num_kv_heads=2)[2]
-  assert_same_bits(v, qkv.reshape(B, T, 2, 4, H)[:, :, :, 3])
+def test_rotary_without_options_equals_its_base():
+  positions = jnp.arange(7, dtype=jnp.int32)
+  assert_same_bits(
+    rotation(positions, head_dim=16, theta=Rotary(1e4)),
+    rotation(positions, head_dim=16, theta=1e4),
+  )
 
 
-def test_join_heads_operand_is_of_the_joined_heads():
-  qkv, angles = case(4, 2, jnp.bfloat16)
-  heads = ops.split_heads(qkv, *angles, num_heads=4, num_kv_heads=2)
-  joined = ops.join_heads(*heads, *angles)
-  want = ops.quantize_tensor(joined, scaling=PerTensor(E5M2), layout="both")
-  found, sums = ops.join_heads_operand(*heads, *angles)
-  assert_same_bits(found, want)
-  assert sums is None
+def test_sequences_can_have_positions_of_their_own():
+  positions = jnp.int32([[0, 1, 2, 3], [0, 1, 0, 1]])
+  found = rotation(positions, head_dim=16, theta=1e4)
+  rows = [rotation(row, head_dim=16, theta=1e4) for row in positions]
+  assert_same_bits(found, tuple(map(jnp.stack, zip(*rows, strict=True))))
 
 
-def test_join_heads_operand_sums_what_it_stands_for():
-  qkv, angles = case(4, 2, jnp.bfloat16)
-  heads = ops.split_heads(qkv, *angles, num_heads=4, num_kv_heads=2)
-  _, sums = ops.join_heads_operand(*heads, *angles, has_sums=True)
-  want = jnp.sum(ops.join_heads(*heads, *angles).astype(jnp.float32), (0, 1))
-  assert_same_bits(sums, want)
+@pytest.mark.parametrize("kind", [0, 1, 2])
+def test_layers_of_several_kinds_choose_by_number(kind):
+  thetas = (
+    1e4,
+    Rotary(1e6, YarnScaling(factor=4.0, original_max_position_embeddings=64)),
+    None,
+  )
+  positions = jnp.arange(7, dtype=jnp.int32)
+  found = rotation(positions, head_dim=16, theta=thetas, kind=jnp.int32(kind))
+  wanted = rotation(positions, head_dim=16, theta=thetas[kind])
+  assert_close(found, wanted, 1e-6)
 
 
-def test_heads_without_angles_are_not_rotated():
-  qkv, _ = case(4, 2, jnp.bfloat16)
-  still = jnp.ones((T, H // 2)), jnp.zeros((T, H // 2))
-  split = functools.partial(ops.split_heads, qkv, num_heads=4, num_kv_heads=2)
-  heads = split(None, None)
-  assert_same_bits(heads, split(*still))
-  assert_same_bits(ops.join_heads(*heads, None, None), qkv)
+@pytest.mark.parametrize(
+  "make, message",
+  [
+    (lambda: LinearScaling(factor=0.5), "LinearScaling: factor must be at l"),
+    (
+      lambda: YarnScaling(factor=0.5, original_max_position_embeddings=8),
+      "YarnScaling: factor must be at least 1 .* got 0.5",
+    ),
+    (
+      lambda: Llama3Scaling(**LLAMA | {"factor": float("nan")}),
+      "Llama3Scaling: factor must be at least 1 .* got nan",
+    ),
+    (
+      lambda: Llama3Scaling(**LLAMA | {"low_freq_factor": 4.0}),
+      "low_freq_factor must be between 0 and high_freq_factor, got 4.0 and 4.0",
+    ),
+    (
+      lambda: YarnScaling(
+        factor=2.0, original_max_position_embeddings=8, beta_fast=0.5
+      ),
+      "beta_slow must be between 0 and beta_fast, got 1.0 and 0.5",
+    ),
+    (lambda: Rotary(1e4, rotary_dim=5), "rotary_dim must be even.*got 5"),
+    (lambda: Rotary(1e4, rotary_dim=0), "at least 2, got 0"),
+    (
+      lambda: Rotary(1e4, rotary_dim=18).frequencies(16),
+      "rotary_dim must be at most the heads' size 16, got 18",
+    ),
+    (
+      lambda: rotation(
+        jnp.arange(2),
+        head_dim=16,
+        theta=(1e4, Rotary(1e4, rotary_dim=8)),
+        kind=jnp.int32(0),
+      ),
+      r"rotary_dim must be the same in all kinds of layers, got \[8, 16\]",
+    ),
+  ],
+)
+def test_invalid_options_are_refused(make, message):
+  with pytest.raises(ValueError, match=message):
+    make()

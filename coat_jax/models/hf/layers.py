@@ -19,7 +19,7 @@ from coat_jax.models.rope import (
   scaling_of,
   write_scaling,
 )
-from coat_jax.ops.rotary import RopeScaling
+from coat_jax.ops.rope import RopeScaling
 
 LAYER_TYPES = "layer_types"
 PATTERNS = ("sliding_window_pattern", "_sliding_window_pattern")

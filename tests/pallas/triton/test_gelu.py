@@ -15,7 +15,7 @@ import pytest
 
 from coat_jax import ops
 from coat_jax.numerics.formats import E4M3, E5M2
-from coat_jax.numerics.qtensor import dequantize, quantize_with_scale
+from coat_jax.numerics.qtensor import quantize_with_scale
 from coat_jax.ops import Groups
 from coat_jax.pallas.triton import gelu
 from tests import cases
@@ -99,7 +99,7 @@ def test_gelu_kernel_far_below_zero_equals_float64():
   assert np.min(x) < -5
   options = dict(scale=scale)
   actual = run(gelu.gelu_bwd_operands, dy, x_q, interpret=True, **options)
-  values = in_float64(dy, dequantize(x_q))
+  values = in_float64(dy, x_q.dequantize())
   for (operand, dtype), y in zip(
     [(actual[1], E4M3), (actual[0], E5M2)], values, strict=True
   ):
@@ -195,7 +195,7 @@ def test_gelu_kernels_on_a_gpu(shape, dtype):
   np.testing.assert_array_equal(
     code_bits(y.columns), code_bits(operands[1].columns)
   )
-  values = in_float64(dy, dequantize(x_q))
+  values = in_float64(dy, x_q.dequantize())
   for operand, dtype, v in zip(
     (y, operands[0]), (E4M3, E5M2), values, strict=True
   ):

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from coat_jax import ops
-from coat_jax.ops.rope import rotation
-from coat_jax.ops.rotary import Rotary
+from coat_jax.ops.rope import Rotary, rotation
 from coat_jax.pallas.triton import rope
 from tests.pallas.kernels import assert_same_operand, refused
 

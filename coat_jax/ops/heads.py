@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Splitting a projection into rotated heads, and joining heads, in plain jnp.
+
+The columns of q, k and v are ordered by key head: for each of the K key heads,
+its N / K query heads, its key, its value.
+"""
+
+import jax.numpy as jnp
+from jax import Array
+
+from coat_jax.numerics.checks import COUNT, check_whole
+from coat_jax.numerics.scaling import GRADIENTS, Operand, Scaling
+from coat_jax.ops.dispatch import op
+from coat_jax.ops.rope import rotate
+
+
+def _check_columns(qkv, cos, sin, *, num_heads, num_kv_heads, **_) -> None:
+  del cos, sin
+  remedy = "pass the weight's numbers of heads"
+  check_whole("split_heads", "num_heads", num_heads, COUNT, remedy)
+  check_whole("split_heads", "num_kv_heads", num_kv_heads, COUNT, remedy)
+  count = num_heads + 2 * num_kv_heads
+  if qkv.ndim != 3 or num_heads % num_kv_heads or qkv.shape[-1] % count:
+    raise ValueError(
+      "split_heads: qkv must be [B, T, (N + 2 K) H] with N a multiple of K, "
+      f"got {qkv.shape} with N {num_heads} and K {num_kv_heads}; {remedy}"
+    )
+
+
+@op(check=_check_columns, triton="rope")
+def split_heads(
+  qkv: Array,
+  cos: Array | None,
+  sin: Array | None,
+  *,
+  num_heads: int,
+  num_kv_heads: int,
+) -> tuple[Array, Array, Array]:
+  """Splits qkv [B, T, (N + 2 K) H] into q, k and v; rotates q and k.
+
+  cos and sin are as for `rotate`; None rotates nothing. q is [B, T, N, H]; k
+  and v are [B, T, K, H].
+  """
+  b, t, columns = qkv.shape
+  h = columns // (num_heads + 2 * num_kv_heads)
+  heads = num_heads // num_kv_heads
+  qkv = qkv.reshape(b, t, num_kv_heads, heads + 2, h)
+  q = qkv[..., :heads, :].reshape(b, t, num_heads, h)
+  k, v = qkv[..., heads, :], qkv[..., heads + 1, :]
+  if cos is None or sin is None:
+    return q, k, v
+  return rotate(q, cos, sin), rotate(k, cos, sin), v
+
+
+@op(triton="rope")
+def join_heads(
+  dq: Array, dk: Array, dv: Array, cos: Array | None, sin: Array | None
+) -> Array:
+  """Transposes `split_heads`, which is linear: returns [B, T, (N + 2 K) H]."""
+  b, t, kv_heads, h = dk.shape
+  heads = dq.shape[2] // kv_heads
+  if cos is not None and sin is not None:
+    dq, dk = rotate(dq, cos, -sin), rotate(dk, cos, -sin)
+  parts = (
+    dq.reshape(b, t, kv_heads, heads, h),
+    dk[..., None, :],
+    dv[..., None, :],
+  )
+  columns = kv_heads * (heads + 2) * h
+  return jnp.concatenate(parts, axis=3).reshape(b, t, columns)
+
+
+@op(triton="rope")
+def join_heads_operand(
+  dq: Array,
+  dk: Array,
+  dv: Array,
+  cos: Array | None,
+  sin: Array | None,
+  *,
+  gradient: Scaling = GRADIENTS,
+  has_sums: bool = False,
+) -> tuple[Operand, Array | None]:
+  """Writes `join_heads` as the operand of the gradients' products.
+
+  Returns it in both layouts; and, with `has_sums`, the gradient summed over
+  tokens before it is rounded, f32 [(N + 2 K) H], for a bias.
+  """
+  joined = join_heads.definition(dq, dk, dv, cos, sin)
+  sums = None
+  if has_sums:
+    sums = jnp.sum(joined.astype(jnp.float32), axis=(0, 1))
+  return gradient.quantize(joined, layout="both"), sums

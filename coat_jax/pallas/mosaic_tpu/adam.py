@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adam's step on a leaf with encoded moments, on a TPU (`leaf_step`)."""
+
+import jax
+
+from coat_jax.ops.dispatch import kernel
+from coat_jax.optimizer.adam import adam
+from coat_jax.pallas.mosaic_tpu import leaf_step
+
+
+def _why_not(g, stored, groups, part, p=None, **_) -> str | None:
+  return leaf_step.why_not(stored, groups, part, (*jax.tree.leaves(p), g))
+
+
+@kernel(_why_not)
+def adam_update(g, stored, part, scalars, *, groups, interpret: bool = False):
+  """`adam.adam_update`. With `interpret` it runs on a CPU, slowly."""
+  return leaf_step.run(
+    adam, part, g, None, stored, scalars, groups=groups, interpret=interpret
+  )
+
+
+@kernel(_why_not)
+def adamw_step(
+  p, g, stored, part, scalars, step, *, groups, interpret: bool = False
+):
+  """`adam.adamw_step`. With `interpret` it runs on a CPU, slowly."""
+  both = scalars, step
+  return leaf_step.run(
+    adam, part, g, p, stored, both, groups=groups, interpret=interpret
+  )

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CoatProvider: FP8 products in a model that qwix quantizes."""
+
+import doctest
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import qwix
+from flax import nnx
+
+import coat_jax.integrations.qwix
+from coat_jax import recipes
+from coat_jax.integrations.qwix import CoatProvider
+from coat_jax.layers import linear
+
+BF16 = jnp.bfloat16
+
+# qwix 0.1.8 calls a method that flax deprecates.
+pytestmark = pytest.mark.filterwarnings(
+  "ignore:The 'm.iter_modules:DeprecationWarning"
+)
+
+
+class Model(nnx.Module):
+  """Three kinds of products with weights, and one without."""
+
+  def __init__(self, rngs):
+    options = dict(rngs=rngs, dtype=BF16, param_dtype=BF16)
+    self.up = nnx.Linear(64, 256, use_bias=False, **options)
+    self.heads = nnx.Einsum("btf,fnh->btnh", (256, 4, 16), **options)
+    self.down = nnx.LinearGeneral(
+      (4, 16), 64, axis=(-2, -1), use_bias=False, **options
+    )
+
+  def __call__(self, x):
+    q = self.heads(self.up(x))
+    scores = jnp.einsum("btnh,bsnh->bnts", q, q)
+    return self.down(jnp.einsum("bnts,bsnh->btnh", scores, q))
+
+
+def functions(p, x, product):
+  """The same model in functions, multiplying by weights with `product`."""
+  q = product(product(x, p["up"]["kernel"][...]), p["heads"]["kernel"][...])
+  q = q + p["heads"]["bias"][...] if "bias" in p["heads"] else q
+  scores = jnp.einsum("btnh,bsnh->bnts", q, q)
+  y = jnp.einsum("bnts,bsnh->btnh", scores, q).reshape(*x.shape[:2], -1)
+  return product(y, p["down"]["kernel"][...].reshape(64, 64))
+
+
+@pytest.fixture
+def model():
+  return Model(nnx.Rngs(0))
+
+
+X = jax.random.normal(jax.random.key(0), (2, 8, 64), BF16)
+
+
+def test_products_with_weights_are_those_of_linear(model):
+  fp8 = qwix.quantize_model(model, CoatProvider(), X)
+  want = functions(
+    nnx.state(model, nnx.Param),
+    X,
+    lambda x, w: linear(x, w, recipe=recipes.coat()),
+  )
+  np.testing.assert_array_equal(fp8(X), want)
+  assert not np.array_equal(fp8(X), model(X))
+
+
+def test_rules_select_products(model):
+  rules = [qwix.QuantizationRule(module_path="nothing")]
+  same = qwix.quantize_model(model, CoatProvider(rules), X)
+  np.testing.assert_array_equal(same(X), model(X))
+
+
+def test_fp8_is_saved_for_the_backward_pass(model):
+  fp8 = qwix.quantize_model(model, CoatProvider(), X)
+  graph, state = nnx.split(fp8)
+  _, backward = jax.vjp(lambda x, s: nnx.merge(graph, s)(x), X, state)
+  saved = [
+    a.size for a in jax.tree.leaves(backward) if a.dtype == jnp.float8_e4m3fn
+  ]
+  assert sorted(saved) == [16 * 64, 16 * 64, 16 * 256]
+
+
+def test_gradients_are_those_of_linear(model):
+  fp8 = qwix.quantize_model(model, CoatProvider(), X)
+
+  def loss(y):
+    return jnp.sum(y.astype(jnp.float32) ** 2)
+
+  graph, state, rest = nnx.split(fp8, nnx.Param, ...)
+  got = jax.grad(lambda s: loss(nnx.merge(graph, s, rest)(X)))(state)
+
+  def by_functions(state):
+    product = lambda x, w: linear(x, w, recipe=recipes.coat())  # noqa: E731
+    return loss(functions(state, X, product))
+
+  want = jax.grad(by_functions)(state)
+  jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+@pytest.mark.parametrize(
+  "subscripts, shapes",
+  [
+    ("td,df->ft", [(8, 64), (64, 32)]),
+    ("tt,td->td", [(8, 8), (8, 64)]),
+    ("td,fd->t", [(8, 64), (32, 64)]),
+  ],
+)
+def test_other_einsums_are_left_alone(subscripts, shapes):
+  class Other(nnx.Module):
+    def __init__(self):
+      self.w = nnx.Param(jnp.ones(shapes[1], BF16))
+
+    def __call__(self, x):
+      return jnp.einsum(subscripts, x, self.w[...])
+
+  x = jax.random.normal(jax.random.key(1), shapes[0], BF16)
+  provider = CoatProvider([qwix.QuantizationRule(op_names=("einsum",))])
+  same = qwix.quantize_model(Other(), provider, x)
+  np.testing.assert_array_equal(same(x), Other()(x))
+
+
+def test_example_runs():
+  assert doctest.testmod(coat_jax.integrations.qwix).failed == 0

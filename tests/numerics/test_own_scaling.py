@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trains a layer with a scaling defined outside coat_jax, in one file."""
+
+import dataclasses
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from coat_jax import CoatRecipe, ops, recipes
+from coat_jax.layers import GatedMLP
+from coat_jax.numerics.qtensor import power_of_two_scale, tensor_amax
+from tests.comparing import jit
+
+
+@dataclasses.dataclass(frozen=True)
+class PowersOfTwo(ops.PerTensor):
+  """One scale per tensor, a power of two."""
+
+  description: ClassVar[str] = "a power of two per tensor"
+
+  def find_scale(self, x):
+    amax = tensor_amax(x, axis_names=self.axis_names)
+    return power_of_two_scale(amax, self.dtype)
+
+
+OWN = CoatRecipe(scaling=PowersOfTwo)
+X = jax.random.normal(jax.random.key(0), (2, 16, 64))
+
+
+def test_operand_has_a_scale_of_the_scaling():
+  q = ops.quantize_tensor(X, scaling=PowersOfTwo(), layout="both")
+  mantissa, _ = np.frexp(q.scale)
+  assert mantissa == 0.5
+  # amax / 448 <= scale < 2 amax / 448.
+  assert 1 <= q.scale * 448 / np.abs(X).max() < 2
+  np.testing.assert_array_equal(
+    q.columns.astype("f4"), q.rows.astype("f4").reshape(-1, 64).T
+  )
+
+
+def test_recipe_names_the_scaling():
+  assert OWN.name == "coat" and OWN != recipes.coat()
+  assert "float8_e5m2; a power of two per tensor" in OWN.describe()
+  said = ops.explain(ops.quantize_tensor, X, scaling=PowersOfTwo())
+  assert "xla everywhere" in said and "PowersOfTwo" in said
+
+
+@pytest.mark.parametrize("cache", ["none", "scale", "codes"])
+def test_layer_computes_about_what_it_does_with_ordinary_scales(cache):
+  def run(recipe):
+    mlp = GatedMLP(64, 96, recipe=recipe, rngs=nnx.Rngs(0))
+
+    def loss(mlp, x):
+      return jnp.mean(mlp(x).astype(jnp.float32) ** 2)
+
+    return jit(nnx.grad(loss, argnums=(0, 1)))(mlp, X)
+
+  own = run(dataclasses.replace(OWN, weight_cache=cache))
+  ours, plain = run(recipes.coat(weight_cache=cache)), run(recipes.bf16())
+  leaves = map(jax.tree.leaves, (own, ours, plain))
+  for got, want, exact in zip(*leaves, strict=True):
+    got, want, exact = (np.asarray(x, np.float64) for x in (got, want, exact))
+    size = np.linalg.norm(exact)
+    # Codes of E4M3 and E5M2 have relative steps, whatever the scale is.
+    error, usual = (np.linalg.norm(x - exact) / size for x in (got, want))
+    assert error < 1.5 * usual + 1e-3

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adds a kernel to an operation of coat_jax from outside, in one file."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental import pallas as pl
+
+from coat_jax import ops
+from coat_jax.ops.dispatch import kernel
+from tests.comparing import assert_close, jit
+from tests.pallas.kernels import lowered_for_h200, refused
+
+TILE = 128
+
+
+def why_not(dy, x, activation, **_):
+  if activation != "silu":
+    return f"this kernel computes silu, got {activation!r}"
+  if dy.size % TILE:
+    return f"this kernel takes multiples of {TILE} values, got {dy.shape}"
+
+
+@kernel(why_not)
+def silu_bwd(dy, x, *, activation, interpret=False):
+  """`ops.activation_bwd` for SiLU."""
+  tile = pl.BlockSpec((TILE,), lambda i: (i,))
+  scale = jnp.repeat(x.scale.astype(jnp.float32), x.group_size, axis=-1)
+  return pl.pallas_call(
+    _kernel,
+    grid=(dy.size // TILE,),
+    in_specs=[tile, tile, tile],
+    out_specs=tile,
+    out_shape=jax.ShapeDtypeStruct((dy.size,), jnp.float32),
+    interpret=interpret,
+  )(*(a.reshape(-1) for a in (dy, x.qvalue, scale))).reshape(dy.shape)
+
+
+def _kernel(dy_ref, codes_ref, scale_ref, dx_ref):
+  x = codes_ref[...].astype(jnp.float32) * scale_ref[...]
+  sigmoid = jax.nn.sigmoid(x)
+  slope = sigmoid * (1 + x * (1 - sigmoid))
+  dx_ref[...] = dy_ref[...].astype(jnp.float32) * slope
+
+
+@pytest.fixture
+def registered(monkeypatch):
+  monkeypatch.setitem(ops.activation_bwd.kernels, "own", silu_bwd)
+
+
+def arguments():
+  dy, x = jax.random.normal(jax.random.key(0), (2, 4, 128))
+  return dy, ops.quantize_groups(x, groups=ops.Groups(16))
+
+
+def test_kernel_computes_what_the_definition_does():
+  silu = functools.partial(silu_bwd, activation="silu", interpret=True)
+  definition = functools.partial(
+    ops.activation_bwd.definition, activation="silu"
+  )
+  # Two sigmoids, each within an ulp or two.
+  assert_close(jit(silu)(*arguments()), jit(definition)(*arguments()), 1e-6)
+
+
+def test_registered_kernel_is_in_the_program_for_a_gpu(registered):
+  silu = functools.partial(ops.activation_bwd, activation="silu")
+  assert "__gpu$xla.gpu.triton" in lowered_for_h200(silu, *arguments())
+  named = functools.partial(silu, implementation="own")
+  assert "__gpu$xla.gpu.triton" in lowered_for_h200(named, *arguments())
+
+
+def test_explain_and_errors_name_the_registered_kernel(registered):
+  said = ops.explain(ops.activation_bwd, *arguments(), activation="silu")
+  assert said == "activation_bwd: own on a GPU, xla elsewhere"
+  reason = "activation_bwd: this kernel computes silu, got 'gelu'"
+  said = ops.explain(ops.activation_bwd, *arguments(), activation="gelu")
+  assert said == f"activation_bwd: xla everywhere ({reason})"
+  with refused(reason):
+    ops.activation_bwd(*arguments(), activation="gelu", implementation="own")
+
+
+def test_without_registration_the_name_is_unknown():
+  with pytest.raises(NotImplementedError, match=r"\('xla',\), got 'own'"):
+    ops.activation_bwd(*arguments(), activation="silu", implementation="own")

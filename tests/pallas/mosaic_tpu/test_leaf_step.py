@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The optimizers' step on TPUs: equal to the definition, and compiled.
+
+Kernels are interpreted on a CPU. With libtpu (`make test-tpu`) they are
+compiled for four generations of TPUs, none of which needs to be there.
+"""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh
+
+from coat_jax import codecs, ops
+from coat_jax.numerics.stochastic import LeafPart, leaf_key
+from coat_jax.optimizer.adam import adam_scalars, adam_update, adamw_step
+from coat_jax.optimizer.lion import lion_scalars, lion_step
+from coat_jax.optimizer.step import StepScalars
+from tests.pallas.mosaic_tpu import topologies
+
+F32, BF16 = jnp.float32, jnp.bfloat16
+ADAM = adam_scalars(jnp.int32(5), 0.9, 0.999, 1e-8, 0.0)
+NESTEROV = adam_scalars(jnp.int32(5), 0.9, 0.999, 1e-8, 1e-12, nesterov=True)
+LION = lion_scalars(0.9, 0.99)
+STEP = StepScalars(*map(jnp.float32, (1e-3, 0.1)), None)
+CLIPPED = STEP._replace(grad_scale=jnp.float32(0.25))
+COAT = codecs.coat()
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+  """One call of an operation: a leaf of `shape`, or a layer or shard of it."""
+
+  op: ops.Op = adamw_step
+  shape: tuple[int, ...] = (64, 384)
+  dtype: jnp.dtype = F32
+  codec: codecs.MomentCodec = COAT
+  layer: int | None = None
+  start: tuple[int, ...] | None = None
+  whole: tuple[int, ...] | None = None
+  scalars: tuple = ADAM
+  step: StepScalars = STEP
+
+  @property
+  def groups(self):
+    moments = (self.codec.mu, self.codec.nu)
+    return moments[:1] if self.op is lion_step else moments
+
+  def arrays(self):
+    """Returns the arguments: magnitudes over many octaves, and zeros."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=self.shape) * np.exp(3 * rng.normal(size=self.shape))
+    x[..., :5] = 0
+    g = rng.normal(size=self._own_shape())
+    g[..., 0] = 0
+    p = rng.normal(size=self.shape)
+    return self._arguments(*(jnp.asarray(a, F32) for a in (x, g, p)))
+
+  def specs(self):
+    """Returns the shapes and dtypes of the arguments."""
+    shapes = self.shape, self._own_shape(), self.shape
+    values = [jax.ShapeDtypeStruct(shape, F32) for shape in shapes]
+    return jax.eval_shape(self._arguments, *values)
+
+  def _own_shape(self):
+    return self.shape if self.layer is None else (1, *self.shape[1:])
+
+  def _arguments(self, x, g, p):
+    moments = x, x * x
+    stored = tuple(
+      codec.encode(moment, jnp.full_like(x, 0.5) if codec.needs_noise else None)
+      for moment, codec in zip(moments, self.groups, strict=False)
+    )
+    part = LeafPart(
+      leaf_key(1, 2, 3),
+      None if self.start is None else jnp.array(self.start, jnp.uint32),
+      self.whole,
+      None if self.layer is None else jnp.int32(self.layer),
+    )
+    g, p = g.astype(self.dtype), p.astype(self.dtype)
+    if self.op is adam_update:
+      return g, stored, part, self.scalars
+    return p, g, stored, part, self.scalars, self.step
+
+  def run(self, function):
+    return jax.jit(functools.partial(function, groups=self.groups))
+
+
+CASES = {
+  "coat": Case(),
+  "update": Case(adam_update),
+  "nesterov": Case(scalars=NESTEROV),
+  "clipped": Case(step=CLIPPED),
+  "nearest": Case(codec=codecs.coat(rounding="nearest")),
+  "e5m2": Case(codec=codecs.coat(second="e5m2")),
+  "log8": Case(codec=codecs.log8()),
+  "e8m0": Case(codec=codecs.coat_e8m0()),
+  "fp8": Case(codec=codecs.fp8()),
+  "bf16": Case(dtype=BF16),
+  "lion": Case(lion_step, scalars=LION),
+  "lion bf16": Case(lion_step, scalars=LION, dtype=BF16),
+  "layer": Case(shape=(3, 32, 256), layer=1),
+  "layer of a shard": Case(
+    lion_step, (3, 32, 256), layer=2, scalars=LION,
+    start=(0, 32, 256), whole=(3, 64, 512),
+  ),
+  "shard": Case(
+    shape=(3, 32, 256), start=(3, 64, 256), whole=(6, 128, 512)
+  ),
+  "rows left over": Case(shape=(40, 256)),
+  "two blocks of columns": Case(shape=(8, 2 * 128 * 128 + 128)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_kernel_gives_the_bits_of_the_definition(name):
+  case = CASES[name]
+  arrays = case.arrays()
+  kernel = functools.partial(case.op.kernel("mosaic_tpu"), interpret=True)
+  got, want = (case.run(f)(*arrays) for f in (kernel, case.op.definition))
+  assert jax.tree.structure(got) == jax.tree.structure(want)
+  for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+    assert (a.dtype, a.shape) == (b.dtype, b.shape)
+    bits = [np.asarray(x).reshape(-1).view(np.uint8) for x in (a, b)]
+    np.testing.assert_array_equal(*bits)
+
+
+def test_linear_codes_differ_by_the_rounding_of_a_product():
+  """int8 decodes to a product, which XLA may contract with the next sum."""
+  case = Case(codec=codecs.int8())
+  arrays = case.arrays()
+  kernel = functools.partial(case.op.kernel("mosaic_tpu"), interpret=True)
+  (p, stored), (want, other) = (
+    case.run(f)(*arrays) for f in (kernel, case.op.definition)
+  )
+  jax.tree.map(np.testing.assert_array_equal, stored, other)
+  # One contraction: half an ulp of p or of the update, at most 2 in all.
+  np.testing.assert_array_max_ulp(np.asarray(p), np.asarray(want), 2)
+
+
+def test_a_group_with_a_nan_does_not_affect_others():
+  case = Case()
+  p, g, *rest = case.arrays()
+  kernel = case.run(
+    functools.partial(adamw_step.kernel("mosaic_tpu"), interpret=True)
+  )
+  new, _ = kernel(p, g.at[3, 200].set(jnp.nan), *rest)
+  healthy, _ = kernel(p, g, *rest)
+  is_nan = np.isnan(np.asarray(new))
+  assert is_nan[3, 200] and is_nan.sum() == 1
+  np.testing.assert_array_equal(
+    np.asarray(new)[~is_nan], np.asarray(healthy)[~is_nan]
+  )
+
+
+@pytest.mark.parametrize(
+  "case, reason",
+  [
+    (Case(codec=codecs.coat(group_size=64)), "needs groups of 128, got 64"),
+    (Case(codec=codecs.float32()), "not encoded"),
+    (Case(shape=(8, 100)), "multiple of 128"),
+    (Case(shape=(128,)), "multiple of 128"),
+    (Case(shape=(4, 8, 128)), "last axis but one"),
+    (Case(shape=(4, 128), layer=1), "a layer must have rows"),
+  ],
+)
+def test_what_the_kernel_cannot_take_has_a_reason(case, reason):
+  arrays = case.specs()
+  said = ops.explain(case.op, *arrays, groups=case.groups)
+  assert reason in said and "mosaic_tpu" not in said
+  with pytest.raises(NotImplementedError, match=reason):
+    jax.eval_shape(case.run(case.op.kernel("mosaic_tpu")), *arrays)
+
+
+def test_explain_names_both_kernels():
+  case = Case()
+  said = ops.explain(case.op, *case.specs(), groups=case.groups)
+  where = "mosaic on a GPU, mosaic_tpu on a TPU, xla elsewhere"
+  assert said == f"adamw_step: {where}"
+
+
+def test_program_for_a_tpu_has_the_kernel_and_no_other():
+  case = Case()
+  device = AbstractDevice("TPU v6 lite", 1, platform="tpu")
+  mesh = AbstractMesh((), (), abstract_device=device)
+  arrays = case.specs()
+  with jax.sharding.use_abstract_mesh(mesh):
+    program = jax.make_jaxpr(case.run(case.op))(*arrays)
+    assert "pallas_call" in str(program)
+  assert "pallas_call" not in str(jax.make_jaxpr(case.run(case.op))(*arrays))
+
+
+@pytest.mark.tpu
+@pytest.mark.parametrize("name", topologies.NAMES)
+@pytest.mark.parametrize(
+  "case",
+  [
+    Case(shape=(4096, 16384)),
+    Case(shape=(4096, 16384), dtype=BF16),
+    Case(shape=(4096, 16384), codec=codecs.log8()),
+    Case(shape=(4096, 16384), codec=codecs.coat(rounding="nearest")),
+    Case(lion_step, (4096, 16384), scalars=LION),
+    Case(shape=(2, 1024, 4096), layer=1),
+    Case(shape=(1024, 53248)),
+  ],
+  ids=["f32", "bf16", "log8", "nearest", "lion", "layer", "wide"],
+)
+def test_compiled_step_needs_no_temporary_memory(case, name):
+  program = topologies.compile_for(
+    name,
+    case.run(case.op),
+    case.specs(),
+    donate=(0, 2),
+  )
+  size = math.prod(case.shape)
+  memory = program.memory_analysis()
+  # v5p reserves a fixed part for its two cores, and copies statistics that do
+  # not fill registers of 128 lanes.
+  is_copied = name.startswith("v5p") and case.shape[-1] % 128**2
+  assert memory.temp_size_in_bytes < 2**19 + (0.4 * size if is_copied else 0)
+  # f32: a parameter and a gradient, 8 bytes, and a state of 2.08.
+  bound = 10.3 if case.dtype == F32 else 6.3
+  assert memory.argument_size_in_bytes / size < bound
+  assert program.as_text().count('custom_call_target="tpu_custom_call"') == 1
+
+
+@pytest.mark.parametrize("dtype, moved", [(F32, 16.2), (BF16, 10.2)])
+def test_each_array_is_read_once_and_written_once(dtype, moved):
+  case = Case(shape=(64, 512), dtype=dtype)
+  kernel = case.run(case.op.kernel("mosaic_tpu"))
+  (call,) = (
+    eqn
+    for eqn in equations(jax.make_jaxpr(kernel)(*case.specs()).jaxpr)
+    if eqn.primitive.name == "pallas_call"
+  )
+  arrays = [v.aval for v in (*call.invars, *call.outvars) if v.aval.ndim == 2]
+  total = sum(a.size * a.dtype.itemsize for a in arrays)
+  assert total / math.prod(case.shape) == pytest.approx(moved, abs=0.05)
+  # Each index of a block occurs once in a row, so that it is copied once.
+  grid = call.params["grid_mapping"].grid
+  assert grid == (2, 1)
+
+
+def equations(jaxpr):
+  """Yields all equations of a jaxpr, also of those inside."""
+  for eqn in jaxpr.eqns:
+    yield eqn
+    if eqn.primitive.name == "jit":
+      yield from equations(eqn.params["jaxpr"].jaxpr)
