@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of the arguments of optimizers."""
 
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
+from jax import Array
 
 from coat_jax.codecs import MomentCodec
 from coat_jax.codecs.group import GroupCodec
@@ -17,6 +20,7 @@ from coat_jax.numerics.checks import (
   POSITIVE,
   Range,
   check_array,
+  check_kind,
   check_number,
   check_whole,
   described,
@@ -30,61 +34,58 @@ from coat_jax.optimizer.masks import (
   plain_codec,
 )
 
+_Check = Callable[[str, str, Any], None]
 
-class _Rule(NamedTuple):
-  """The rule for a hyperparameter, and a remedy for the caller."""
 
-  allowed: Range
-  remedy: str
-  may_be_schedule: bool = False
-  may_be_none: bool = False
-  is_whole: bool = False
+def _number(allowed: Range, remedy: str, or_else: str = "") -> _Check:
+  return functools.partial(
+    check_number, allowed=allowed, remedy=remedy, or_else=or_else
+  )
+
+
+def _whole(allowed: Range, remedy: str) -> _Check:
+  return functools.partial(check_whole, allowed=allowed, remedy=remedy)
 
 
 # Closer to 1, f32 rounds to 1: the bias correction would divide by 0, and a
 # moment would never move.
-_DECAY = _Rule(Range(0, 0.9999999), "usual are 0.9 to 0.999")
-_RATE = _Rule(
-  NOT_NEGATIVE,
-  "a schedule is a function of the step",
-  may_be_schedule=True,
-)
-_EPS = _Rule(NOT_NEGATIVE, "1e-8 is usual")
-_RULES = {
-  "learning_rate": _RATE,
-  "adam_learning_rate": _RATE._replace(may_be_none=True),
-  "weight_decay": _RATE._replace(remedy="0 decays nothing"),
+_DECAY = _number(Range(0, 0.9999999), "usual are 0.9 to 0.999")
+_SCHEDULE = "a schedule is a function of the step"
+_RMS = "0.2 is near AdamW's, None scales by shapes"
+_CHECKS: dict[str, _Check] = {
+  "learning_rate": _number(NOT_NEGATIVE, _SCHEDULE, "or a schedule"),
+  "adam_learning_rate": _number(
+    NOT_NEGATIVE, _SCHEDULE, "or a schedule or None"
+  ),
+  "weight_decay": _number(NOT_NEGATIVE, "0 decays nothing", "or a schedule"),
   "b1": _DECAY,
   "b2": _DECAY,
   "beta": _DECAY,
-  "eps": _EPS,
-  "eps_root": _EPS._replace(remedy="0 is usual"),
-  "ns_steps": _Rule(COUNT, "5 is usual", is_whole=True),
-  "consistent_rms": _Rule(
-    POSITIVE, "0.2 is near AdamW's, None scales by shapes", may_be_none=True
-  ),
-  "seed": _Rule(ANY, "it is taken modulo 2^32", is_whole=True),
-  "step": _Rule(ANY, "pass the state's count", is_whole=True),
-  "count": _Rule(
-    Range(0, 2**31 - 1), "pass how many steps there were", is_whole=True
-  ),
+  "eps": _number(NOT_NEGATIVE, "1e-8 is usual"),
+  "eps_root": _number(NOT_NEGATIVE, "0 is usual"),
+  "ns_steps": _whole(COUNT, "5 is usual"),
+  "consistent_rms": _number(POSITIVE, _RMS, "or None"),
+  "seed": _whole(ANY, "it is taken modulo 2^32"),
+  "step": _whole(ANY, "pass the state's count"),
+  "count": _whole(Range(0, 2**31 - 1), "pass how many steps there were"),
 }
+_SCHEDULES = ("learning_rate", "weight_decay")
+_MAY_BE_NONE = ("adam_learning_rate", "consistent_rms")
 
 
 def check_hyperparameters(op: str, **values: Any) -> None:
-  """Checks hyperparameters by their names, which are those of `_RULES`.
+  """Checks hyperparameters by their names, which are those of `_CHECKS`.
 
   A name may begin with `adam_`. Arrays are checked by kind and shape alone.
   """
   for name, value in values.items():
-    rule = _RULES.get(name) or _RULES[name.removeprefix("adam_")]
-    is_schedule = rule.may_be_schedule and callable(value)
-    if is_schedule or rule.may_be_none and value is None:
+    short = name.removeprefix("adam_")
+    if short in _SCHEDULES and callable(value):
       continue
-    others = ["a schedule"] * rule.may_be_schedule + ["None"] * rule.may_be_none
-    or_else = "".join(f" or {x}" for x in others).strip()
-    check = check_whole if rule.is_whole else check_number
-    check(op, name, value, rule.allowed, rule.remedy, or_else=or_else)
+    if name in _MAY_BE_NONE and value is None:
+      continue
+    check = _CHECKS[name if name in _CHECKS else short]
+    check(op, name, value)
 
 
 def check_coefficients(op: str, values: Any) -> None:
@@ -151,11 +152,8 @@ def _check_bools(op: str, name: str, tree: Any) -> None:
 
 def check_codec(op: str, codec: Any) -> None:
   """Raises a TypeError if `codec` is not a `MomentCodec`."""
-  if not isinstance(codec, MomentCodec):
-    raise TypeError(
-      f"{op}: codec must be a MomentCodec, got {described(codec)}; call a "
-      "function of codecs, as in codec=codecs.coat()"
-    )
+  remedy = "call a function of codecs, as in codec=codecs.coat()"
+  check_kind(op, "codec", codec, MomentCodec, remedy)
 
 
 def choose_groups(
@@ -174,7 +172,7 @@ def choose_groups(
   if not callable(mask):
     raise TypeError(
       f"{op}: quantize_mask must be a function (path, leaf) -> bool, got "
-      f"{mask!r}; for every leaf that can be encoded leave it out"
+      f"{mask!r}; to encode every leaf that can be encoded, leave it out"
     )
   out = []
   for path, leaf in leaf_paths(params):
@@ -212,3 +210,49 @@ def check_gradients(op: str, grads: Sequence[tuple[str, Any]]) -> None:
         f"{op}: gradients must be floating or complex, got {described(g)} at "
         f"{path!r}; cast it"
       )
+
+
+def gradients_like(op: str, updates: optax.Updates, codes: Any) -> list[Array]:
+  """Lists the gradients in the order of the leaves of a moment's codes.
+
+  Raises a TypeError for gradients that are neither floating nor complex, and a
+  ValueError if the state is for other parameters.
+  """
+  grads = leaf_paths(updates)
+  check_gradients(op, grads)
+  shapes = [x.shape for x in jax.tree.leaves(codes)]
+  wrong = [
+    f"{g.shape} for {shape} at {path!r}"
+    for (path, g), shape in zip(grads, shapes, strict=False)
+    if g.shape != shape
+  ]
+  if len(grads) != len(shapes):
+    wrong = [f"{len(grads)} leaves for {len(shapes)}"]
+  if wrong:
+    raise ValueError(
+      f"{op}: gradients must have the shapes of the parameters given to init, "
+      f"got {wrong[0]}; initialize the state with these parameters"
+    )
+  return [g for _, g in grads]
+
+
+def promoted(op: str, updates: optax.Updates, params: optax.Params | None):
+  """Casts gradients to the dtypes that their updates have in optax.
+
+  Raises a ValueError if gradients and parameters have different structures.
+  """
+  if params is None:
+    return updates
+  grads, treedef = jax.tree.flatten(updates, is_leaf=lambda x: x is None)
+  try:
+    leaves = treedef.flatten_up_to(params)
+  except ValueError as error:
+    raise ValueError(
+      f"{op}: gradients must have the structure of the parameters, got "
+      f"{jax.tree.structure(updates)} for {jax.tree.structure(params)}; pass "
+      "the gradients of these parameters"
+    ) from error
+  return treedef.unflatten(
+    None if g is None else g.astype(jnp.result_type(g, p))
+    for g, p in zip(grads, leaves, strict=True)
+  )

@@ -10,29 +10,24 @@ from jax.typing import ArrayLike
 
 from coat_jax.codecs import MomentCodec
 from coat_jax.optimizer.arguments import (
-  check_codec,
   check_coefficients,
   check_hyperparameters,
-  choose_groups,
 )
 from coat_jax.optimizer.masks import QuantizeMask
-from coat_jax.optimizer.muon import COEFFICIENTS
+from coat_jax.optimizer.matrices import COEFFICIENTS
 from coat_jax.optimizer.state import (
   EncodedState,
+  MomentOptions,
   MomentState,
   ScaleByCoatAdamState,
   ScaleByCoatLionState,
   ScaleByCoatMuonState,
   find_states,
-  is_moment,
 )
 from coat_jax.optimizer.state_codec import (
   decode_state,
   encode_state,
-  encode_trees,
   flatten_like,
-  leaves_by_path,
-  plain_moments,
 )
 
 # Maps our states to optax's.
@@ -86,15 +81,13 @@ def from_adam_state(
 
   Args:
     opt_state: a state of Adam, or any optimizer state that holds some.
-    codec: how the moments will be stored.
-    quantize_mask: as for `scale_by_coat_adam`.
-    seed: seed of the random words of stochastic rounding.
+    codec, quantize_mask, seed: as for `coat_adamw`.
 
   Returns:
     The same tree with coat states.
 
   Raises:
-    TypeError: the same as for `scale_by_coat_adam`.
+    TypeError: the same as for `coat_adamw`.
     ValueError: it holds no state of Adam.
 
   Examples:
@@ -108,17 +101,11 @@ def from_adam_state(
     float8_e4m3fn
   """
   op = "from_adam_state"
-  check_codec(op, codec)
-  check_hyperparameters(op, seed=seed)
+  options = MomentOptions(op, ScaleByCoatAdamState, codec, quantize_mask, seed)
 
   def convert(state):
-    chosen = choose_groups(op, state.mu, codec.groups, quantize_mask)
-    groups = dict(zip(leaves_by_path(state.mu), chosen, strict=True))
-    # Our second moments of complex leaves are real, and donation takes no
-    # buffer twice: all arrays are copies.
-    mu, nu = _copied(state.mu), jax.tree.map(jnp.real, _copied(state.nu))
-    encoded = encode_trees((mu, nu), codec.groups, groups, seed, state.count)
-    return ScaleByCoatAdamState(jnp.array(state.count), *encoded)
+    like = jax.eval_shape(options.init, state.mu)
+    return _encoded(op, like, state, seed)
 
   return _convert(op, convert, opt_state, optax.ScaleByAdamState)
 
@@ -160,12 +147,12 @@ def to_plain_state(
   op = "to_plain_state"
   check_coefficients(op, ns_coeffs)
 
-  def convert(state):
-    if isinstance(state, EncodedState):
-      return decode_state(_copied(state.inner))
-    return _decoded(state, ns_coeffs)
-
-  return _convert(op, convert, opt_state, EncodedState | MomentState)
+  return _convert(
+    op,
+    lambda state: _decoded(state, ns_coeffs),
+    opt_state,
+    EncodedState | MomentState,
+  )
 
 
 def from_plain_state(
@@ -222,36 +209,23 @@ def from_plain_state(
   plain_states = flatten_like(op, name, treedef, opt_state)
   for want, plain in zip(states, plain_states, strict=True):
     if isinstance(want, MomentState):
-      plain = _moments_of(op, want, plain)
-      plain_moments(op, name, want, plain)
-      plain = _copied(plain)
-      out.append(encode_state(op, name, want, plain, seed, plain.count))
+      out.append(_encoded(op, want, plain, seed))
     elif isinstance(want, EncodedState):
-      plain_moments(op, name, want.inner, plain)
-      plain = _copied(plain)
       inner = encode_state(op, name, want.inner, plain, seed, count)
-      out.append(EncodedState(jnp.int32(count), inner))
+      out.append(_copied(EncodedState(jnp.int32(count), inner)))
     else:
       out.append(jnp.array(plain))
   return treedef.unflatten(out)
 
 
-def _copied(tree: Any) -> Any:
-  """Copies all arrays, as donation takes no buffer twice.
-
-  Moments stay, because they are encoded or decoded anyway.
-  """
-  return jax.tree.map(
-    lambda x: x if is_moment(x) else jnp.array(x), tree, is_leaf=is_moment
-  )
-
-
 def _decoded(
-  state: MomentState,
+  state: MomentState | EncodedState,
   ns_coeffs: tuple[float, float, float] = COEFFICIENTS,
 ) -> Any:
   """Converts one of our states to optax's state."""
-  plain: Any = decode_state(_copied(state))
+  if isinstance(state, EncodedState):
+    return decode_state(state.inner, jnp.array)
+  plain: Any = decode_state(state, jnp.array)
   if isinstance(plain, ScaleByCoatAdamState):
     # In optax second moments of complex leaves are complex.
     mu, nu = plain.mu, plain.nu
@@ -262,19 +236,26 @@ def _decoded(
   return _THEIRS[type(state)](*plain)
 
 
-def _moments_of(op: str, want: MomentState, plain: Any) -> MomentState:
-  """Returns optax's f32 moments in a state of the type of `want`."""
-  theirs = _THEIRS[type(want)]
+def _encoded(op: str, like: MomentState, plain: Any, seed: ArrayLike) -> Any:
+  """Converts a state of optax to one of the type and the codec of `like`."""
+  theirs = _THEIRS[type(like)]
   if not isinstance(plain, theirs):
     raise ValueError(
       f"{op}: opt_state must have a {theirs.__name__} where like has a "
-      f"{type(want).__name__}, got {type(plain).__name__}; pass what "
+      f"{type(like).__name__}, got {type(plain).__name__}; pass what "
       "to_plain_state gave, or the state of optax's optimizer of this kind"
     )
-  if isinstance(want, ScaleByCoatAdamState):
+  if isinstance(like, ScaleByCoatAdamState):
     # Our second moments of complex leaves are real.
     plain = plain._replace(nu=jax.tree.map(jnp.real, plain.nu))
-  return type(want)(*(getattr(plain, name) for name in want._fields))
+  plain = type(like)(*(getattr(plain, name) for name in like._fields))
+  new = encode_state(op, "opt_state", like, plain, seed, plain.count)
+  return _copied(new)
+
+
+def _copied(tree: Any) -> Any:
+  """Copies all arrays, as donation takes no buffer twice."""
+  return jax.tree.map(jnp.array, tree)
 
 
 def _convert(op: str, convert, opt_state: Any, kind: Any) -> Any:

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """`encoded` stores the moments of any optax optimizer in FP8."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.tree_util import tree_leaves_with_path
 from jax.typing import ArrayLike
 
 from coat_jax import codecs
@@ -36,8 +37,6 @@ from coat_jax.optimizer.state_codec import (
   decode_state,
   encode_state,
   encode_trees,
-  leaves_by_path,
-  rows_of,
 )
 
 
@@ -108,20 +107,38 @@ def encoded(
   inner = optax.with_extra_args_support(inner)
 
   def init_fn(params):
+    count = jnp.zeros([], jnp.int32)
     if isinstance(params, placeholder_type()):
       state = mark_placeholders(op, inner.init(params), codec, rule)
-      return EncodedState(jnp.zeros([], jnp.int32), state)
+      return EncodedState(count, state)
     chosen = choose_groups(op, params, codec.groups, quantize_mask)
     params = _in_f32(params)
     state = inner.init(params)
-    found = find_fields(op, state, params, rule)
+    found, treedef = find_fields(op, state, params, rule)
     if chosen:
       names = () if fields is None or callable(fields) else fields
       check_names(op, names, state, found)
-    masked = dict(zip(_shapes(params), chosen, strict=True))
-    return EncodedState(
-      jnp.zeros([], jnp.int32), _encode(found, codec, masked, seed)
-    )
+    keys = [keys for keys, _ in tree_leaves_with_path(params)]
+    is_encoded = {
+      keys: groups == codec.groups
+      for keys, groups in zip(keys, chosen, strict=True)
+    }
+    trees, groups, leaf_codecs = [], [], []
+    for field in found:
+      if field.kind is None:
+        continue
+      # Without this the compiler encodes constants itself, for half a minute.
+      trees.append(jax.lax.optimization_barrier(field.node))
+      groups.append(getattr(codec, field.kind))
+      leaf_codecs.append(
+        [
+          groups[-1] if is_encoded[keys] else plain_codec(jnp.iscomplexobj(x))
+          for keys, x in tree_leaves_with_path(field.node)
+        ]
+      )
+    moments = iter(encode_trees(trees, groups, leaf_codecs, seed, 0))
+    nodes = [next(moments) if x.kind else x.node for x in found]
+    return EncodedState(count, treedef.unflatten(nodes))
 
   def update_fn(updates, state, params=None, **extra_args):
     check_state(op, state, EncodedState, codec)
@@ -135,58 +152,26 @@ def encoded(
       **extra_args,
     )
     new_inner = encode_state(op, "state", state.inner, new_inner, seed, count)
-    return (
-      _cast_like(new_updates, updates, params),
-      EncodedState(count, new_inner),
+    # Updates have the dtypes that optax gives them.
+    like = (updates,) if params is None else (updates, params)
+    new_updates = jax.tree.map(
+      lambda u, *like: u.astype(jnp.result_type(*like)), new_updates, *like
     )
+    return new_updates, EncodedState(count, new_inner)
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _encode(found, codec, chosen, seed) -> Any:
-  """Returns the state with its fields encoded."""
-  # Without this the compiler encodes constants itself, for half a minute.
-  trees = [
-    jax.lax.optimization_barrier(node)
-    for node, kind in zip(found.nodes, found.kinds, strict=True)
-    if kind
-  ]
-  groups = [getattr(codec, kind) for kind in found.kinds if kind]
-  leaves = rows_of([leaves_by_path(tree) for tree in trees])
-  own = {
-    keys: tuple(
-      groups[j]
-      if chosen[keys] == codec.groups
-      else plain_codec(jnp.iscomplexobj(x))
-      for j, x in row.items()
-    )
-    for keys, row in leaves.items()
-  }
-  new = iter(encode_trees(trees, groups, own, seed, 0))
-  return found.treedef.unflatten(
-    [
-      next(new) if kind else node
-      for node, kind in zip(found.nodes, found.kinds, strict=True)
-    ]
-  )
-
-
-def _shapes(tree: Any) -> Mapping[Any, tuple[int, ...]]:
-  flat = jax.tree_util.tree_flatten_with_path(tree)[0]
-  return {keys: jnp.shape(x) for keys, x in flat}
-
-
 def _check_leaves(op: str, updates: Any, state: EncodedState) -> None:
   """Raises a ValueError if gradients have other shapes than the state."""
-  shapes = _shapes(updates)
+  shapes = {keys: g.shape for keys, g in tree_leaves_with_path(updates)}
   for moment in moments_in(state):
-    for keys, want in _shapes(moment.codes).items():
-      got = shapes.get(keys)
-      if got != want:
+    for keys, x in tree_leaves_with_path(moment.codes):
+      if (got := shapes.get(keys, "no leaf")) != x.shape:
         raise ValueError(
           f"{op}: gradients must have the shapes of the parameters given to "
-          f"init, got {'no leaf' if got is None else got} for {want} at "
-          f"{path_of(keys)!r}; initialize the state with these parameters"
+          f"init, got {got} for {x.shape} at {path_of(keys)!r}; initialize the "
+          "state with these parameters"
         )
 
 
@@ -204,11 +189,3 @@ def _in_f32(tree: Any) -> Any:
     return x if getattr(x, "dtype", None) == dtype else jnp.asarray(x, dtype)
 
   return jax.tree.map(cast, tree)
-
-
-def _cast_like(new: Any, updates: Any, params: Any) -> Any:
-  """Casts updates to the dtypes that optax gives them."""
-  trees = (updates,) if params is None else (updates, params)
-  return jax.tree.map(
-    lambda u, *like: u.astype(jnp.result_type(*like)), new, *trees
-  )

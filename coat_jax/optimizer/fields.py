@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.tree_util import tree_leaves_with_path
 
 from coat_jax.codecs import MomentCodec
 from coat_jax.numerics.checks import check_kind, refuse
@@ -83,24 +84,17 @@ def _known_states() -> Mapping[type, Mapping[str, Kind | None]]:
   return known
 
 
-class _Known(NamedTuple):
-  """An entry of `_known_states`: the state's name and the field's kind."""
-
-  state: str
-  kind: Kind | None
+# The state that a field belongs to and the field's kind.
+_Known = tuple[type, Kind | None]
 
 
 def _known_fields(state: Any) -> dict[str, _Known]:
   """Maps the path of each field in `_known_states` to its entry."""
   known = _known_states()
-  flat = jax.tree_util.tree_flatten_with_path(
-    state, is_leaf=lambda node: type(node) in known
-  )[0]
+  nodes = tree_leaves_with_path(state, is_leaf=lambda x: type(x) in known)
   return {
-    path_of((*keys, jax.tree_util.GetAttrKey(name))): _Known(
-      type(node).__name__, kind
-    )
-    for keys, node in flat
+    path_of((*keys, jax.tree_util.GetAttrKey(name))): (type(node), kind)
+    for keys, node in nodes
     for name, kind in known.get(type(node), {}).items()
   }
 
@@ -115,9 +109,9 @@ def _kind_at(
   state, kind = known[path]
   if kind is None and rule is not default_field_rule:
     raise ValueError(
-      f"{op}: fields of {state} must stay in f32, because its update makes "
-      f"their rounding errors larger, got fields that encode {path!r}; leave "
-      "it out of fields"
+      f"{op}: fields of {state.__name__} must stay in f32, because its update "
+      f"makes their rounding errors larger, got fields that encode {path!r}; "
+      "leave it out of fields"
     )
   return kind
 
@@ -183,28 +177,31 @@ def mark_placeholders(
   )
 
 
-class Found(NamedTuple):
-  """The fields found in a state.
+class Field(NamedTuple):
+  """A node of a state, and how it is encoded.
 
   Attributes:
-    nodes: the state's nodes in order; each field is one node.
-    kinds: for each node "mu" or "nu", or None if it is not to be encoded.
-    treedef: puts the nodes together again.
+    path: the node's path in the state.
+    node: the whole field, or a leaf that is no part of a field.
+    kind: "mu" or "nu", or None if the node is not encoded.
   """
 
-  nodes: list[Any]
-  kinds: list[Kind | None]
-  treedef: Any
+  path: str
+  node: Any
+  kind: Kind | None
 
 
-def find_fields(op: str, state: Any, params: Any, rule: FieldRule) -> Found:
+def find_fields(
+  op: str, state: Any, params: Any, rule: FieldRule
+) -> tuple[list[Field], Any]:
   """Finds the fields of an inner optimizer's state that are to be encoded.
 
-  A field has the structure and shapes of `params`; some of its leaves may be
-  masked, as in `optax.partition`. Raises a ValueError if a field is neither f32
-  nor complex64, or if the user's rule encodes one that must stay in f32.
+  Returns all nodes of the state, and the treedef that joins them. A field has
+  the structure and shapes of `params`; some of its leaves may be masked, as in
+  `optax.partition`. Raises a ValueError if a field is neither f32 nor
+  complex64, or if the user's rule encodes one that must stay in f32.
   """
-  leaves = jax.tree_util.tree_flatten_with_path(params)[0]
+  leaves = tree_leaves_with_path(params)
   shapes = {keys: jnp.shape(x) for keys, x in leaves}
 
   def is_whole(node):
@@ -212,22 +209,20 @@ def find_fields(op: str, state: Any, params: Any, rule: FieldRule) -> Found:
 
   flat, treedef = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_whole)
   known = _known_fields(state)
-  nodes, kinds = [], []
+  found = []
   for keys, node in flat:
-    path = path_of(keys)
-    is_like = _is_like(node, shapes)
-    kinds.append(_kind_at(op, path, rule, known) if is_like else None)
-    nodes.append(node)
-    if kinds[-1] is None:
-      continue
-    for x in jax.tree.leaves(node):
+    path, kind = path_of(keys), None
+    if _is_like(node, shapes):
+      kind = _kind_at(op, path, rule, known)
+    found.append(Field(path, node, kind))
+    for x in jax.tree.leaves(node) if kind else ():
       if x.dtype not in (jnp.float32, jnp.complex64):
         raise ValueError(
           f"{op}: the inner optimizer must keep its fields in f32, got "
-          f"{x.dtype} at {path!r}; leave its mu_dtype out, for the codec says "
-          "how they are stored, or leave this one out with fields"
+          f"{x.dtype} at {path!r}; leave its mu_dtype out, because the codec "
+          "determines how they are stored, or leave this one out with fields"
         )
-  return Found(nodes, kinds, treedef)
+  return found, treedef
 
 
 def _is_like(node: Any, shapes: Mapping[Any, tuple[int, ...]]) -> bool:
@@ -237,7 +232,7 @@ def _is_like(node: Any, shapes: Mapping[Any, tuple[int, ...]]) -> bool:
   trees.
   """
   present, masked = {}, set()
-  flat = jax.tree_util.tree_flatten_with_path(node, is_leaf=_is_masked)[0]
+  flat = tree_leaves_with_path(node, is_leaf=_is_masked)
   for keys, x in flat:
     if _is_masked(x):
       masked.add(keys)
@@ -261,15 +256,11 @@ def _is_masked(x: Any) -> bool:
 
 
 def check_names(
-  op: str, names: Collection[str], state: Any, found: Found
+  op: str, names: Collection[str], state: Any, found: Sequence[Field]
 ) -> None:
   """Raises a ValueError if a field that the user named is not to be encoded."""
-  flat = jax.tree_util.tree_flatten_with_path(state)[0]
-  everything = [path_of(keys) for keys, _ in flat]
-  flat = jax.tree_util.tree_flatten_with_path(
-    found.treedef.unflatten(range(len(found.nodes)))
-  )[0]
-  chosen = [path_of(keys) for keys, i in flat if found.kinds[i]]
+  everything = [path_of(keys) for keys, _ in tree_leaves_with_path(state)]
+  chosen = [field.path for field in found if field.kind]
   for name in names:
     if any(_is_named(path, name) for path in chosen):
       continue

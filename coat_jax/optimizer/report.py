@@ -14,16 +14,13 @@ from coat_jax.optimizer.masks import is_encoded, leaf_path
 from coat_jax.optimizer.state import (
   EncodedState,
   LowBitsState,
+  Moment,
   MomentState,
   find_states,
   is_moment,
   moments_in,
 )
-from coat_jax.optimizer.state_codec import (
-  decode_state,
-  plain_moments,
-  rows_of,
-)
+from coat_jax.optimizer.state_codec import decode_moment, pair_nodes
 
 _QUANTILES = {"min": 0, "p10": 0.1, "median": 0.5, "p90": 0.9, "max": 1}
 
@@ -94,28 +91,27 @@ def state_bytes(opt_state: Any, params: Any = None) -> StateBytes:
     MomentState | EncodedState,
     ", or pass params, with which any state is counted",
   )
-  parameters = sum(_parameters(state) for state in states)
-  low = [
-    x.low
-    for x in jax.tree.leaves(opt_state, is_leaf=_is_low_bits)
-    if _is_low_bits(x)
+  sizes = [
+    {keys: x.size for moment in moments_in(state) for keys, x in _codes(moment)}
+    for state in states
   ]
+  parameters = sum(sum(each.values()) for each in sizes)
+  nodes = jax.tree.leaves(
+    opt_state, is_leaf=lambda x: isinstance(x, LowBitsState)
+  )
+  low = [x.low for x in nodes if isinstance(x, LowBitsState)]
   return _state_bytes((states, low), parameters)
+
+
+def _codes(moment: Moment) -> list[tuple[Any, Any]]:
+  """Lists the codes of each leaf with the keys of its path."""
+  return jax.tree_util.tree_leaves_with_path(moment.codes)
 
 
 def _state_bytes(arrays: Any, parameters: int) -> StateBytes:
   leaves = [x for x in jax.tree.leaves(arrays) if hasattr(x, "dtype")]
   total = sum(x.size * x.dtype.itemsize for x in leaves)
   return StateBytes(total, parameters, total / max(parameters, 1))
-
-
-def _parameters(state: MomentState | EncodedState) -> int:
-  leaves = rows_of([x.leaves_by_path() for x in moments_in(state)]).values()
-  return sum(next(iter(row.values())).codes.size for row in leaves)
-
-
-def _is_low_bits(node: Any) -> bool:
-  return isinstance(node, LowBitsState)
 
 
 def state_report(
@@ -178,31 +174,32 @@ def state_report(
           "optax's optimizer of this kind, as in adam_state[0]"
         )
       reference = {name: getattr(reference, name) for name in inner}
-  flat = jax.tree_util.tree_leaves_with_path(inner, is_leaf=is_moment)
-  moments = [(leaf_path(keys), x) for keys, x in flat if is_moment(x)]
-  exact: list[Any] = [None] * len(moments)
+  exact: dict[Any, Any] = {}
+  nodes = jax.tree_util.tree_leaves_with_path(inner, is_leaf=is_moment)
   if reference is not None:
-    exact = plain_moments(op, "reference", inner, reference)
-  decoded = plain_moments(op, "opt_state", inner, decode_state(inner))
+    pairs = pair_nodes(op, "reference", inner, reference)
+    exact = {
+      keys: jax.tree.leaves(want)
+      for (keys, _), (_, want) in zip(nodes, pairs, strict=True)
+    }
   out: dict[str, dict[str, Any]] = {}
-  for (name, moment), values, reference in zip(
-    moments, decoded, exact, strict=True
-  ):
-    leaves = moment.leaves_by_path()
-    references = [None] * len(leaves)
-    if reference is not None:
-      references = jax.tree.leaves(reference)
-    for (keys, encoded), x, want in zip(
-      leaves.items(), jax.tree.leaves(values), references, strict=True
-    ):
+  for place, moment in nodes:
+    if not is_moment(moment):
+      continue
+    rows = zip(
+      _codes(moment),
+      moment.leaves(),
+      jax.tree.leaves(decode_moment(moment)),
+      exact.get(place) or [None] * len(moment.leaves()),
+      strict=True,
+    )
+    for (keys, codes), encoded, values, want in rows:
       leaf = out.setdefault(
         leaf_path(keys),
-        {
-          "parameters": int(encoded.codes.size),
-          "encoded": is_encoded(encoded),
-        },
+        {"parameters": int(codes.size), "encoded": is_encoded(encoded)},
       )
-      leaf[name] = _report_moment(moment.codec_of(encoded), encoded, x, want)
+      codec = moment.codec_of(encoded)
+      leaf[leaf_path(place)] = _report_moment(codec, encoded, values, want)
   return out
 
 

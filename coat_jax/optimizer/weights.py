@@ -30,7 +30,6 @@ from coat_jax import mesh
 from coat_jax.numerics import stochastic
 from coat_jax.numerics.checks import check_function, refuse
 from coat_jax.numerics.stochastic import LeafPart
-from coat_jax.optimizer import state
 from coat_jax.optimizer.masks import QuantizeMask, is_norm_or_bias, leaf_paths
 
 _SIGN = 0x80000000
@@ -109,7 +108,8 @@ def in_f32(weight: Weight) -> Array:
   """Returns a leaf in f32, or in complex64 if it is complex."""
   if isinstance(weight, SplitWeight):
     return join(weight)
-  return state.in_f32(weight)
+  is_complex = jnp.iscomplexobj(weight)
+  return weight.astype("complex64" if is_complex else "float32")
 
 
 def round_like(

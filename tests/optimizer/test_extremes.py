@@ -11,7 +11,8 @@ import pytest
 
 from coat_jax import apply_updates, coat_adamw, codecs
 from coat_jax.optimizer import fused_coat_adamw
-from coat_jax.optimizer.state import decode, stored_leaves
+from coat_jax.optimizer.state import stored_leaves
+from coat_jax.optimizer.step import decode
 from tests.matrices import quick
 
 CODECS = {
