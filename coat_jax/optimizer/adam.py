@@ -47,7 +47,6 @@ class AdamScalars(NamedTuple):
   first step).
 
   Attributes:
-    b1, one_minus_b1, b2, one_minus_b2: factors of the moving averages.
     ratio: sqrt(c2) / c1; with Nesterov momentum b1 sqrt(c2) / c1, with c1 of
       the next step.
     gradient_ratio: (1 - b1) sqrt(c2) / c1 with Nesterov momentum, else None.

@@ -74,10 +74,7 @@ _MAY_BE_NONE = ("adam_learning_rate", "consistent_rms")
 
 
 def check_hyperparameters(op: str, **values: Any) -> None:
-  """Checks hyperparameters by their names, which are those of `_CHECKS`.
-
-  A name may begin with `adam_`. Arrays are checked by kind and shape alone.
-  """
+  """Checks hyperparameters by their names in `_CHECKS`, `adam_` or not."""
   for name, value in values.items():
     short = name.removeprefix("adam_")
     if short in _SCHEDULES and callable(value):
@@ -115,11 +112,7 @@ def check_optimizer(op: str, name: str, tx: Any) -> None:
 def check_decay_mask(
   op: str, name: str, mask: Any
 ) -> Callable[[Any], Any] | None:
-  """Turns a mask of weight decay into a function that checks its tree of bools.
-
-  `mask` is a prefix of the parameters' tree, a function that returns one, or
-  None, which stays None.
-  """
+  """Makes a mask of weight decay a function that checks it; None stays None."""
   if mask is None:
     return None
   if not callable(mask):
@@ -162,12 +155,7 @@ def choose_groups(
   groups: tuple[GroupCodec, ...],
   mask: QuantizeMask | None,
 ) -> list[tuple[GroupCodec, ...]]:
-  """Lists the codecs of every leaf of `params`, one for each moment.
-
-  `groups` are the codecs of leaves that `mask` chooses; other leaves are plain.
-  Raises if a leaf is neither floating nor complex, or if `mask` chooses a
-  complex leaf or a scalar.
-  """
+  """Lists each leaf's codecs: `groups` if `mask` chooses it, else plain."""
   mask = default_quantize_mask if mask is None else mask
   if not callable(mask):
     raise TypeError(
@@ -213,11 +201,7 @@ def check_gradients(op: str, grads: Sequence[tuple[str, Any]]) -> None:
 
 
 def gradients_like(op: str, updates: optax.Updates, codes: Any) -> list[Array]:
-  """Lists the gradients in the order of the leaves of a moment's codes.
-
-  Raises a TypeError for gradients that are neither floating nor complex, and a
-  ValueError if the state is for other parameters.
-  """
+  """Lists the gradients, and checks that they fit the codes of a moment."""
   grads = leaf_paths(updates)
   check_gradients(op, grads)
   shapes = [x.shape for x in jax.tree.leaves(codes)]
@@ -237,10 +221,7 @@ def gradients_like(op: str, updates: optax.Updates, codes: Any) -> list[Array]:
 
 
 def promoted(op: str, updates: optax.Updates, params: optax.Params | None):
-  """Casts gradients to the dtypes that their updates have in optax.
-
-  Raises a ValueError if gradients and parameters have different structures.
-  """
+  """Casts gradients to the dtypes that their updates have in optax."""
   if params is None:
     return updates
   grads, treedef = jax.tree.flatten(updates, is_leaf=lambda x: x is None)

@@ -17,6 +17,7 @@ from jax.tree_util import tree_leaves_with_path
 
 from coat_jax.codecs import MomentCodec
 from coat_jax.numerics.checks import check_kind, refuse
+from coat_jax.optimizer.masks import node_path
 from coat_jax.optimizer.state import marked_moment, placeholder_type
 
 Kind = Literal["mu", "nu"]
@@ -93,7 +94,7 @@ def _known_fields(state: Any) -> dict[str, _Known]:
   known = _known_states()
   nodes = tree_leaves_with_path(state, is_leaf=lambda x: type(x) in known)
   return {
-    path_of((*keys, jax.tree_util.GetAttrKey(name))): (type(node), kind)
+    node_path((*keys, jax.tree_util.GetAttrKey(name))): (type(node), kind)
     for keys, node in nodes
     for name, kind in known.get(type(node), {}).items()
   }
@@ -114,11 +115,6 @@ def _kind_at(
       "leave it out of fields"
     )
   return kind
-
-
-def path_of(keys: Sequence[Any]) -> str:
-  """Writes the keys of a field as the path that a rule gets."""
-  return jax.tree_util.keystr(tuple(keys), simple=True, separator="/")
 
 
 def rule_of(op: str, fields: FieldRule | Collection[str] | None) -> FieldRule:
@@ -157,16 +153,13 @@ def _is_named(path: str, name: str) -> bool:
 def mark_placeholders(
   op: str, state: Any, codec: MomentCodec, rule: FieldRule
 ) -> Any:
-  """Marks the fields that a rule encodes, for `optax.tree.map_params`.
-
-  `state` is the result of `init` for optax's placeholder of parameters.
-  """
+  """Marks the fields of a state that `init` made of optax's placeholder."""
   known, kind = _known_fields(state), placeholder_type()
 
   def mark(keys, node):
     if not isinstance(node, kind):
       return node
-    chosen = _kind_at(op, path_of(keys), rule, known)
+    chosen = _kind_at(op, node_path(keys), rule, known)
     return marked_moment(node, getattr(codec, chosen)) if chosen else node
 
   return jax.tree.map_with_path(
@@ -178,13 +171,7 @@ def mark_placeholders(
 
 
 class Field(NamedTuple):
-  """A node of a state, and how it is encoded.
-
-  Attributes:
-    path: the node's path in the state.
-    node: the whole field, or a leaf that is no part of a field.
-    kind: "mu" or "nu", or None if the node is not encoded.
-  """
+  """A node of a state; its kind is None if it is not encoded."""
 
   path: str
   node: Any
@@ -194,12 +181,10 @@ class Field(NamedTuple):
 def find_fields(
   op: str, state: Any, params: Any, rule: FieldRule
 ) -> tuple[list[Field], Any]:
-  """Finds the fields of an inner optimizer's state that are to be encoded.
+  """Lists the nodes of a state, some of which are fields, and its treedef.
 
-  Returns all nodes of the state, and the treedef that joins them. A field has
-  the structure and shapes of `params`; some of its leaves may be masked, as in
-  `optax.partition`. Raises a ValueError if a field is neither f32 nor
-  complex64, or if the user's rule encodes one that must stay in f32.
+  A field has the structure and shapes of `params`; some of its leaves may be
+  masked, as in `optax.partition`.
   """
   leaves = tree_leaves_with_path(params)
   shapes = {keys: jnp.shape(x) for keys, x in leaves}
@@ -211,7 +196,7 @@ def find_fields(
   known = _known_fields(state)
   found = []
   for keys, node in flat:
-    path, kind = path_of(keys), None
+    path, kind = node_path(keys), None
     if _is_like(node, shapes):
       kind = _kind_at(op, path, rule, known)
     found.append(Field(path, node, kind))
@@ -228,8 +213,7 @@ def find_fields(
 def _is_like(node: Any, shapes: Mapping[Any, tuple[int, ...]]) -> bool:
   """Tells whether a node is a tree of floats with these paths and shapes.
 
-  Leaves may be masked, even all of them: an optimizer in a partition has such
-  trees.
+  Some leaves may be masked, or even all, as in `optax.partition`.
   """
   present, masked = {}, set()
   flat = tree_leaves_with_path(node, is_leaf=_is_masked)
@@ -259,7 +243,7 @@ def check_names(
   op: str, names: Collection[str], state: Any, found: Sequence[Field]
 ) -> None:
   """Raises a ValueError if a field that the user named is not to be encoded."""
-  everything = [path_of(keys) for keys, _ in tree_leaves_with_path(state)]
+  everything = [node_path(keys) for keys, _ in tree_leaves_with_path(state)]
   chosen = [field.path for field in found if field.kind]
   for name in names:
     if any(_is_named(path, name) for path in chosen):

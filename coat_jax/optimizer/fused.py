@@ -22,17 +22,10 @@ import optax
 from jax.typing import ArrayLike
 
 from coat_jax import codecs
-from coat_jax.numerics import stochastic
 from coat_jax.numerics.checks import ANY, check_number
-from coat_jax.numerics.stochastic import LeafPart
 from coat_jax.ops.dispatch import explain
 from coat_jax.ops.types import StepImplementation
-from coat_jax.optimizer import adam, lion, weights
-from coat_jax.optimizer.arguments import (
-  check_decay_mask,
-  check_hyperparameters,
-  gradients_like,
-)
+from coat_jax.optimizer import adam, arguments, lion
 from coat_jax.optimizer.masks import QuantizeMask, leaf_paths
 from coat_jax.optimizer.state import (
   FusedState,
@@ -41,10 +34,13 @@ from coat_jax.optimizer.state import (
   ScaleByCoatAdamState,
   ScaleByCoatLionState,
   check_state,
-  next_state,
-  stored_leaves,
 )
-from coat_jax.optimizer.step import StepScalars, shardings_of, step_on_shards
+from coat_jax.optimizer.step import Leaves, StepScalars
+from coat_jax.optimizer.weights import (
+  pair_weights,
+  split_weights,
+  unpair_weights,
+)
 
 
 class LeafSteps(NamedTuple):
@@ -136,7 +132,7 @@ def fused_coat_adamw(
   Source: arXiv:2410.19313, section 4.
   """
   op = "fused_coat_adamw"
-  check_hyperparameters(op, b1=b1, b2=b2, eps=eps, eps_root=eps_root)
+  arguments.check_hyperparameters(op, b1=b1, b2=b2, eps=eps, eps_root=eps_root)
   options = MomentOptions(
     op,
     ScaleByCoatAdamState,
@@ -150,8 +146,10 @@ def fused_coat_adamw(
     options,
     adam.adamw_step,
     lambda count: adam.adam_scalars(count, b1, b2, eps, eps_root),
-    _Rates(options.op, learning_rate, weight_decay, mask),
     low_bits,
+    learning_rate,
+    weight_decay,
+    mask,
   )
 
 
@@ -201,7 +199,7 @@ def fused_coat_lion(
   Source: arXiv:2302.06675, algorithm 2.
   """
   op = "fused_coat_lion"
-  check_hyperparameters(op, b1=b1, b2=b2)
+  arguments.check_hyperparameters(op, b1=b1, b2=b2)
   options = MomentOptions(
     op,
     ScaleByCoatLionState,
@@ -215,59 +213,35 @@ def fused_coat_lion(
     options,
     lion.lion_step,
     lambda _: lion.lion_scalars(b1, b2),
-    _Rates(options.op, learning_rate, weight_decay, mask),
     low_bits,
+    learning_rate,
+    weight_decay,
+    mask,
   )
-
-
-class _Rates:
-  """The learning rate and the weight decay of a step, checked."""
-
-  def __init__(
-    self,
-    op: str,
-    learning_rate: optax.ScalarOrSchedule,
-    weight_decay: optax.ScalarOrSchedule,
-    mask: Any,
-  ):
-    check_hyperparameters(
-      op, learning_rate=learning_rate, weight_decay=weight_decay
-    )
-    self._rates = learning_rate, weight_decay
-    self._mask = check_decay_mask(op, "mask", mask)
-
-  def at(self, count: ArrayLike, params: Any) -> list[StepScalars]:
-    """Returns the scalars of each leaf's step after `count` steps."""
-    rate, decay = (
-      jnp.asarray(x(count) if callable(x) else x, jnp.float32)
-      for x in self._rates
-    )
-    treedef = jax.tree.structure(params)
-    decays = True if self._mask is None else self._mask(params)
-    decays = treedef.flatten_up_to(jax.tree.broadcast(decays, params))
-    return [StepScalars(rate, decay if x else 0 * decay, None) for x in decays]
 
 
 def _fused(
   options: MomentOptions,
   step_leaf: Any,
   scalars_of: Callable[[ArrayLike], Any],
-  rates: _Rates,
   low_bits: bool,
+  learning_rate: optax.ScalarOrSchedule,
+  weight_decay: optax.ScalarOrSchedule,
+  mask: Any,
 ) -> FusedTransformation:
-  """Makes a `FusedTransformation` from an optimizer's step of one leaf.
-
-  `step_leaf` is `adam.adamw_step` or `lion.lion_step`. `scalars_of(count)`
-  returns the scalars of its arithmetic; the first step is 1.
-  """
+  """Makes a fused optimizer from a step of one leaf and its scalars."""
   op = options.op
+  arguments.check_hyperparameters(
+    op, learning_rate=learning_rate, weight_decay=weight_decay
+  )
+  mask = arguments.check_decay_mask(op, "mask", mask)
   step_leaf.require_known(options.implementation, op)
 
   def init(params: optax.Params) -> FusedState:
     state = options.init(params)
     if not low_bits:
       return state
-    return LowBitsState(weights.split_weights(params)[1], state)
+    return LowBitsState(split_weights(params)[1], state)
 
   def apply(
     grads: optax.Updates,
@@ -283,7 +257,7 @@ def _fused(
       scale = jnp.asarray(grad_scale, jnp.float32)
     steps = begin(params, state)
     moments = state.inner if isinstance(state, LowBitsState) else state
-    grads = gradients_like(op, grads, moments.mu.codes)
+    grads = arguments.gradients_like(op, grads, moments.mu.codes)
     pairs = zip(steps.leaves, grads, strict=True)
     return steps.end(
       [
@@ -297,43 +271,36 @@ def _fused(
     if low_bits:
       check_state(op, state, LowBitsState, options.codec)
       low, state = state
-    check_state(op, state, options.state_type, options.codec)
-    count = optax.safe_increment(state.count)
-    scalars = scalars_of(count)
-    of_leaves = rates.at(state.count, params)
-    leaves, treedef = jax.tree.flatten(params)
+    leaves = Leaves(options, state)
+    scalars = scalars_of(leaves.count)
+    rate, decay = (
+      jnp.asarray(x(state.count) if callable(x) else x, jnp.float32)
+      for x in (learning_rate, weight_decay)
+    )
+    is_decayed = jax.tree.leaves(
+      jax.tree.broadcast(True if mask is None else mask(params), params)
+    )
+    weights, treedef = jax.tree.flatten(params)
     if low is not None:
-      leaves = weights.pair_weights(op, params, low)
-    gradients_like(op, params, state.mu.codes)
-    stored = stored_leaves(state)
-    where = shardings_of(options, state.mu)
+      weights = pair_weights(op, params, low)
+    arguments.gradients_like(op, params, state.mu.codes)
+    run = functools.partial(step_leaf, implementation=options.implementation)
 
     def step(i, leaf, g, *, layer=None, grad_scale=None):
-      weight, moments = leaf
-      key = stochastic.leaf_key(options.seed, count, i)
-      return step_on_shards(
-        functools.partial(
-          step_leaf,
-          groups=stored[i][1],
-          implementation=options.implementation,
-        ),
-        where[i],
-        (weight, g),
-        moments,
-        LeafPart(key, layer=layer),
-        scalars,
-        of_leaves[i]._replace(grad_scale=grad_scale),
-      )
+      weight, stored = leaf
+      own_decay = decay if is_decayed[i] else 0 * decay
+      of_step = StepScalars(rate, own_decay, grad_scale)
+      return leaves.step(i, run, (weight, g), stored, (scalars, of_step), layer)
 
     def end(new):
-      new_state = next_state(state, count, [moments for _, moments in new])
+      new_state = leaves.end([stored for _, stored in new])
       new_weights = [weight for weight, _ in new]
       if low is None:
         return treedef.unflatten(new_weights), new_state
-      high, new_low = weights.unpair_weights(new_weights, low)
+      high, new_low = unpair_weights(new_weights, low)
       return treedef.unflatten(high), LowBitsState(new_low, new_state)
 
-    pairs = [(x, row) for x, (row, _) in zip(leaves, stored, strict=True)]
+    pairs = list(zip(weights, leaves.stored, strict=True))
     return LeafSteps(pairs, step, end)
 
   def explain_leaves(params: optax.Params) -> dict[str, str]:
@@ -347,7 +314,7 @@ def _fused(
     def whole_step(params):
       state = init(params)
       if low_bits:
-        params, _ = weights.split_weights(params)
+        params, _ = split_weights(params)
       steps = begin(params, state, explained)
       grads = jax.tree.leaves(params)
       for i, pair in enumerate(zip(steps.leaves, grads, strict=True)):

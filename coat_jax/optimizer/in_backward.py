@@ -4,21 +4,13 @@
 Ordinarily all gradients exist before the first is used: 4 bytes per parameter
 in f32. Here the backward scan passes each layer's gradients to the optimizer
 immediately, and writes the layer's weights and moments back where they were
-read. So only one layer's gradients exist at a time:
-
-  forward   scan: x_l+1, and what layer l saves for its backward
-  after     the loss; its gradients with respect to x_L and to parameters
-            outside the stack, which are stepped at once unless `before` uses
-            them
-  backward  scan from the last layer to the first; the carry is the gradient of
-            x, all stacked weights and all that the optimizer stores for them
-  before    gradients of what precedes the stack, and their step
-
-The carry is updated in place if the caller donates parameters and state.
+read, in place if the caller donates them. So only one layer's gradients exist
+at a time. Parameters that only the loss uses are stepped before the scan, those
+that precede the stack after it.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,19 +24,8 @@ from coat_jax.optimizer.clipping import (
   global_norm,
   is_stacked,
 )
-from coat_jax.optimizer.fused import LeafSteps
 from coat_jax.optimizer.leafwise import check_not_encoded
 from coat_jax.optimizer.masks import leaf_paths
-
-
-@runtime_checkable
-class LeafwiseOptimizer(Protocol):
-  """An optimizer that takes its step leaf by leaf."""
-
-  @property
-  def begin(self) -> Callable[[Any, Any], LeafSteps]:
-    """The function `begin(params, state)`, which returns `LeafSteps`."""
-    ...
 
 
 class BackwardStep(NamedTuple):
@@ -69,7 +50,7 @@ class BackwardStep(NamedTuple):
 
 
 def step_in_backward(
-  optimizer: LeafwiseOptimizer,
+  optimizer: Any,
   params: Any,
   state: Any,
   *,
@@ -90,20 +71,19 @@ def step_in_backward(
 
   Args:
     optimizer: `fused_coat_adamw`, `fused_coat_lion`, `leafwise` of an optax
-      transformation, or any optimizer with such a `begin`.
+      transformation, or any optimizer with the `begin` of a
+      `FusedTransformation`.
     params: a tree with one subtree of stacked layers, each leaf [layers, ...].
     state: the optimizer's state.
-    before: `before(outer)`, what precedes the stack; it returns the first
+    before: `before(outer)` runs what precedes the stack and returns the first
       layer's input. `outer` is `params` with None for the leaves of the stack.
-    layer: `layer(layer_params, x)`, one layer; it returns x of the same shape
-      and dtype, an array or a tree of them, such as the residual stream and a
-      sum over layers. With `per_layer` it is called as
-      `layer(layer_params, x, per_layer_slice)`. It saves less if wrapped in
-      `jax.checkpoint`. It should not close over an array that depends on x's
-      shape, because that is saved once per layer. Parameters that it closes
-      over get no gradient from it.
-    after: `after(outer, x)`, what follows the stack; it returns the loss, f32
-      []. It may use what `before` uses, such as an embedding.
+    layer: `layer(layer_params, x)` runs one layer and returns x of the same
+      shape and dtype: an array or a tree of them, such as the residual stream
+      and a sum over layers. With `per_layer` the layer's slice of it is a third
+      argument. `jax.checkpoint` makes it save less. An array that it closes
+      over and that depends on x's shape is saved once per layer.
+    after: `after(outer, x)` runs what follows the stack and returns the loss,
+      f32 []. It may use what `before` uses, such as an embedding.
     stack: the path of the subtree in `params`, such as `model/layers`.
     per_layer: another tree of arrays [layers, ...], not differentiated.
     clip: clips gradients by the norms of earlier steps; None does not clip.
@@ -118,9 +98,8 @@ def step_in_backward(
       `layer` or `after` is not a function, or `clip` not a `Clipping`.
     ValueError: the optimizer is `coat_adamw`, `coat_lion` or `encoded`, which
       cannot step leaf by leaf; no leaf is below `stack`, or some differ in
-      their first axis; `clip` has no state; a layer does not return what it
-      takes, or the loss is not a scalar; a function closes over a leaf of
-      `params`.
+      their first axis; `clip` has no state; a layer changes the shape or dtype
+      of x, or the loss is not a scalar; a function closes over a parameter.
 
   Examples:
     >>> optimizer = fused_coat_adamw(3e-4)
@@ -135,7 +114,7 @@ def step_in_backward(
     ...   return done.params, done.state, done.loss
   """
   op = "step_in_backward"
-  if not isinstance(optimizer, LeafwiseOptimizer):
+  if not hasattr(optimizer, "begin"):
     check_not_encoded(op, state)
     raise TypeError(
       f"{op}: optimizer must step leaf by leaf, got "
@@ -149,7 +128,7 @@ def step_in_backward(
   if (clip is None) == isinstance(clip_state, ClipState):
     raise ValueError(
       f"{op}: clip and clip_state belong together, got only one of them; pass "
-      "clip_state=clip.init(params), then that of the last step"
+      "clip_state=clip.init(params), then the one of the last step"
     )
   steps = optimizer.begin(params, state)
   found = _Stack(params, stack)
@@ -243,9 +222,8 @@ def step_in_backward(
   new_params, new_state = steps.end([new[i][0] for i in in_order])
   norm = global_norm([seen[i].norm for i in in_order])
   if clip is not None:
-    clip_state = clip.next_state(
-      clip_state, [new[i][1] for i in in_order], norm
-    )
+    kept = [new[i][1] for i in in_order]
+    clip_state = clip.next_state(last, kept, norm)
   is_finite = jnp.stack([seen[i].is_finite for i in in_order])
   return BackwardStep(new_params, new_state, clip_state, loss, norm, is_finite)
 
@@ -258,13 +236,7 @@ class _Seen(NamedTuple):
 
 
 class _Stack:
-  """Finds the stacked layers in the parameters.
-
-  Attributes:
-    stacked, others: indices of the stacked leaves, and of all others.
-    num_layers: number of layers in the stack.
-    structure: structure of the stack's subtree.
-  """
+  """Finds the stacked layers: indices of their leaves and of all others."""
 
   def __init__(self, params: Any, stack: str):
     below = is_stacked(params, stack)
@@ -301,9 +273,9 @@ class _Stack:
 class _LayerPasses:
   """Runs one layer's forward and backward separately.
 
-  `jax.vjp` returns a function that is a tree: its arrays are what the backward
-  reads. We leave out those that are the layer's parameters between forward and
-  backward, since they are in memory anyway.
+  The function that `jax.vjp` returns is a tree of the arrays that the backward
+  reads. Those that are the layer's parameters are in memory anyway: we save the
+  others.
   """
 
   def __init__(self, layer: Callable[..., Any], params: Any):
@@ -322,7 +294,7 @@ class _LayerPasses:
     given, found = (jax.tree.map(jax.typeof, each) for each in (x, y))
     if jax.tree.flatten(found) != jax.tree.flatten(given):
       raise ValueError(
-        "step_in_backward: a layer must return what it takes, got "
+        "step_in_backward: a layer must return x with its shape and dtype, got "
         f"{found} for {given}; cast the result"
       )
     leaves, self._structure = jax.tree.flatten(vjp)

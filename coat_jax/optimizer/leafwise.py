@@ -26,12 +26,7 @@ _RANDOM = ("random_", "rng_", "threefry")
 
 
 class LeafwiseTransformation(NamedTuple):
-  """An optax transformation that is stepped leaf by leaf.
-
-  Attributes:
-    init: the transformation's.
-    begin: `begin(params, state)` returns `LeafSteps`.
-  """
+  """The `init` and `begin` of a `FusedTransformation`."""
 
   init: Any
   begin: Any
@@ -94,9 +89,9 @@ def leafwise(tx: optax.GradientTransformation) -> LeafwiseTransformation:
         return step_part(i, leaf, g)
       if place := without_layers[i]:
         raise ValueError(
-          "leafwise: what an optimizer keeps of stacked layers must have an "
-          f"axis of layers, got {place!r} without it; step all leaves at once, "
-          "with this optimizer as it is"
+          "leafwise: the state of stacked layers must have an axis of layers, "
+          f"got {place!r} without it; use the optimizer without leafwise, "
+          "which steps all leaves at once"
         )
       new = step_part(i, take_layer(leaf, layer), g)
       return put_layer(leaf, new, layer)
@@ -128,9 +123,10 @@ def check_not_encoded(op: str, state: Any) -> None:
   """Raises a ValueError if `state` stores moments in groups."""
   if moments_in(state):
     raise ValueError(
-      f"{op}: needs a state of the parameters' shapes, which groups have not, "
-      "got coat_adamw's, coat_lion's or encoded's; pass fused_coat_adamw or "
-      "fused_coat_lion as it is, or leafwise of the optimizer that is encoded"
+      f"{op}: the state must have the parameters' shapes, which groups do not "
+      "have, got coat_adamw's, coat_lion's or encoded's; pass fused_coat_adamw "
+      "or fused_coat_lion as it is, or leafwise of the optimizer that is "
+      "encoded"
     )
 
 
@@ -146,9 +142,9 @@ def _owners(tx: Any, state: Any, indices: Any) -> list[int]:
     )
   except ValueError as error:
     raise ValueError(
-      "leafwise: what an optimizer keeps of a leaf must be one array, got "
-      "another structure, as optax.masked, optax.partition and optax.sm3 "
-      "have; step all leaves at once, with this optimizer as it is"
+      "leafwise: the state of a leaf must be one array, got another structure, "
+      "as in optax.masked, optax.partition and optax.sm3; use the optimizer "
+      "without leafwise, which steps all leaves at once"
     ) from error
   return jax.tree.leaves(owners)
 
@@ -161,8 +157,8 @@ def _check_leaf_by_leaf(
 ) -> list[str | None]:
   """Raises a ValueError if an update cannot be taken leaf by leaf.
 
-  Returns for each parameter the path of some state that every update changes
-  but that lacks the parameter's first axis, such as a norm; or None.
+  Returns for each parameter the path of state that its update changes but that
+  lacks the parameter's first axis, such as a norm; or None.
   """
   paths, places = leaf_paths(params), leaf_paths(state)
   count = len(paths)
@@ -192,11 +188,11 @@ def _check_leaf_by_leaf(
   of_state = zip(owners, places, found[num_updates:], strict=True)
   for i, (place, x), depends in of_state:
     if others := depends - {i}:
-      keeper = "shared by all" if i == _SHARED else f"kept of {paths[i][0]!r}"
+      keeper = "shared by all" if i == _SHARED else f"of {paths[i][0]!r}"
       raise ValueError(
         "leafwise: state must depend on the gradient of one leaf, got "
-        f"{place!r}, {keeper}, that depends on {paths[min(others)][0]!r}; step "
-        "all leaves at once, with this optimizer as it is"
+        f"{place!r}, {keeper}, that depends on {paths[min(others)][0]!r}; use "
+        "the optimizer without leafwise, which steps all leaves at once"
       )
     if i != _SHARED and depends and x.shape[:1] != paths[i][1].shape[:1]:
       without_layers[i] = place

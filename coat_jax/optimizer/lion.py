@@ -19,10 +19,7 @@ from jax.typing import ArrayLike
 from coat_jax import codecs
 from coat_jax.numerics.stochastic import LeafPart
 from coat_jax.ops.dispatch import op
-from coat_jax.optimizer.arguments import (
-  check_decay_mask,
-  check_hyperparameters,
-)
+from coat_jax.optimizer import arguments
 from coat_jax.optimizer.masks import QuantizeMask
 from coat_jax.optimizer.state import (
   GroupCodecs,
@@ -112,7 +109,7 @@ def scale_by_coat_lion(
   options = MomentOptions(
     name, ScaleByCoatLionState, codec, quantize_mask, seed, shardings=shardings
   )
-  check_hyperparameters(name, b1=b1, b2=b2)
+  arguments.check_hyperparameters(name, b1=b1, b2=b2)
   return transformation(
     options,
     functools.partial(update_of, lion),
@@ -172,10 +169,10 @@ def coat_lion(
   Source: arXiv:2302.06675, algorithm 2; `optax.lion`.
   """
   op = "coat_lion"
-  check_hyperparameters(
+  arguments.check_hyperparameters(
     op, learning_rate=learning_rate, weight_decay=weight_decay
   )
-  mask = check_decay_mask(op, "mask", mask)
+  mask = arguments.check_decay_mask(op, "mask", mask)
   return optax.chain(
     scale_by_coat_lion(
       b1,

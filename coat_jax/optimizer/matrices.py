@@ -3,8 +3,7 @@
 
 A leaf may hold many matrices: a stack of layers, gate and up, or q, k and v in
 the columns of one kernel. A function of (path, leaf) returns how the leaf is
-cut: `hidden_matrices` for models whose weights are 2-D leaves,
-`models.model_matrices` for a `models.Decoder`, or one of the user's own.
+cut, such as `hidden_matrices` or `models.model_matrices(config)`.
 """
 
 import functools
@@ -19,7 +18,7 @@ from jax.sharding import NamedSharding
 from jax.typing import ArrayLike
 from optax.contrib import MuonDimensionNumbers
 
-from coat_jax.mesh import run_whole, spec_of
+from coat_jax.mesh import axes_in, run_whole, spec_of
 from coat_jax.numerics.checks import check_function
 from coat_jax.optimizer.masks import check_leaf, is_norm_or_bias
 
@@ -121,9 +120,9 @@ def checked_matrices(
     if isinstance(split, MuonDimensionNumbers):
       return MatrixSplit(*split)
     raise TypeError(
-      f"{op}: matrices must return a MatrixSplit, or None for what is no "
-      f"matrix, got {split!r} for {list(jnp.shape(leaf))} at {path!r}; return "
-      "MatrixSplit() for one matrix [inputs, outputs]"
+      f"{op}: matrices must return a MatrixSplit, or None for a leaf without "
+      f"matrices, got {split!r} for {list(jnp.shape(leaf))} at {path!r}; "
+      "return MatrixSplit() for one matrix [inputs, outputs]"
     )
 
   return split_of
@@ -277,9 +276,14 @@ def newton_schulz(
   """
   a, b, c = options.coefficients
   is_tall = x.shape[-2] > x.shape[-1]
-  x = jnp.swapaxes(x, -1, -2) if is_tall else x
+  x = x.mT if is_tall else x
   lead = (None,) * (x.ndim - 2)
-  names = _names(sharding, x.shape[-1])
+  # The mesh axes that split the leaf, if they can split the longer axis.
+  names = ()
+  if sharding is not None:
+    names = axes_in(sharding.spec)
+    if x.shape[-1] % math.prod(sharding.mesh.shape[name] for name in names):
+      names = ()
   by_columns = (*lead, None, names)
   if names:
     x = place(x, sharding, by_columns)
@@ -287,7 +291,7 @@ def newton_schulz(
   x = x / (norm + options.eps)
 
   def step(x):
-    gram = x @ jnp.swapaxes(x, -1, -2)
+    gram = x @ x.mT
     if names:
       gram = place(gram, sharding, (*lead, None, None))
     x = a * x + (b * gram + c * gram @ gram) @ x
@@ -299,18 +303,7 @@ def newton_schulz(
   else:
     for _ in range(options.steps):
       x = step(x)
-  return jnp.swapaxes(x, -1, -2) if is_tall else x
-
-
-def _names(sharding: NamedSharding | None, size: int) -> tuple[str, ...]:
-  """Returns the mesh axes that split a leaf, if they can split `size` too."""
-  if sharding is None:
-    return ()
-  names: list[str] = []
-  for axes in sharding.spec:
-    names += axes if isinstance(axes, tuple) else [axes] if axes else []
-  count = math.prod(sharding.mesh.shape[name] for name in names)
-  return tuple(names) if size % count == 0 else ()
+  return x.mT if is_tall else x
 
 
 def orthogonalize(

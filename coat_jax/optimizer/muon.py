@@ -17,14 +17,8 @@ from jax.typing import ArrayLike
 
 from coat_jax import codecs
 from coat_jax.numerics.stochastic import LeafPart
+from coat_jax.optimizer import arguments
 from coat_jax.optimizer.adam import scale_by_coat_adam
-from coat_jax.optimizer.arguments import (
-  check_codec,
-  check_coefficients,
-  check_decay_mask,
-  check_hyperparameters,
-  promoted,
-)
 from coat_jax.optimizer.masks import QuantizeMask, leaf_paths
 from coat_jax.optimizer.matrices import (
   COEFFICIENTS,
@@ -40,9 +34,13 @@ from coat_jax.optimizer.state import (
   MomentOptions,
   ScaleByCoatMuonState,
   Stored,
-  check_state,
 )
-from coat_jax.optimizer.step import decode, encode, shardings_of, update_leaves
+from coat_jax.optimizer.step import (
+  decode,
+  encode,
+  shardings_of,
+  transformation,
+)
 from coat_jax.optimizer.weights import in_f32
 
 # Both optimizers count their leaves from 0, so AdamW draws other words.
@@ -53,7 +51,6 @@ class MuonScalars(NamedTuple):
   """Scalars of a step of Muon, f32 [].
 
   Attributes:
-    beta, one_minus_beta: factors of the moving average.
     ratio: factor of the momentum in the direction: 1 over the bias correction;
       with Nesterov momentum beta over the next step's bias correction.
     gradient_ratio: factor of the gradient with Nesterov momentum, else None.
@@ -149,12 +146,17 @@ def scale_by_coat_muon(
   options = MomentOptions(
     op, ScaleByCoatMuonState, codec, quantize_mask, seed, shardings=shardings
   )
-  check_coefficients(op, ns_coeffs)
-  check_hyperparameters(
+  arguments.check_coefficients(op, ns_coeffs)
+  arguments.check_hyperparameters(
     op, ns_steps=ns_steps, beta=beta, eps=eps, consistent_rms=consistent_rms
   )
   iteration = NewtonSchulz(ns_coeffs, ns_steps, eps, consistent_rms)
   split_of = checked_matrices(op, matrices)
+  momentum = transformation(
+    options,
+    muon_momentum,
+    lambda count: muon_scalars(count, beta, nesterov=nesterov),
+  )
 
   def splits_of(tree: Any) -> list[MatrixSplit]:
     out = []
@@ -170,14 +172,9 @@ def scale_by_coat_muon(
     return out
 
   def update_fn(updates, state, params=None) -> Any:
-    check_state(op, state, ScaleByCoatMuonState, codec)
     splits = splits_of(updates)
-    like = jax.tree.leaves(promoted(op, updates, params))
-    count = optax.safe_increment(state.count)
-    scalars = muon_scalars(count, beta, nesterov=nesterov)
-    directions, new_state = update_leaves(
-      options, muon_momentum, updates, state, scalars
-    )
+    like = jax.tree.leaves(arguments.promoted(op, updates, params))
+    directions, new_state = momentum.update(updates, state, params)
     leaves, treedef = jax.tree.flatten(directions)
     where = shardings_of(options, state.mu)
     columns = zip(leaves, splits, where, like, strict=True)
@@ -187,7 +184,7 @@ def scale_by_coat_muon(
     ]
     return treedef.unflatten(new), new_state
 
-  return optax.GradientTransformation(options.init, update_fn)
+  return optax.GradientTransformation(momentum.init, update_fn)
 
 
 def coat_muon(
@@ -260,8 +257,8 @@ def coat_muon(
   Source: Jordan et al., Muon, 2024; `optax.contrib.muon`.
   """
   op = "coat_muon"
-  check_codec(op, codec)
-  check_hyperparameters(
+  arguments.check_codec(op, codec)
+  arguments.check_hyperparameters(
     op,
     learning_rate=learning_rate,
     weight_decay=weight_decay,
@@ -272,10 +269,10 @@ def coat_muon(
     adam_learning_rate=adam_learning_rate,
     seed=seed,
   )
-  weight_decay_mask = check_decay_mask(
+  weight_decay_mask = arguments.check_decay_mask(
     op, "weight_decay_mask", weight_decay_mask
   )
-  adam_weight_decay_mask = check_decay_mask(
+  adam_weight_decay_mask = arguments.check_decay_mask(
     op, "adam_weight_decay_mask", adam_weight_decay_mask
   )
   split_of = checked_matrices(op, matrices)
@@ -333,10 +330,7 @@ def coat_muon(
 def _decayed_weights(
   weight_decay: optax.ScalarOrSchedule, mask: Any
 ) -> optax.GradientTransformation:
-  """Makes `optax.add_decayed_weights` whose state does not depend on a mask.
-
-  So states are those of `optax.contrib.muon` and of checkpoints without a mask.
-  """
+  """Decays weights with the state of `optax.contrib.muon`, masked or not."""
   plain = optax.add_decayed_weights(weight_decay)
   if mask is None:
     return plain

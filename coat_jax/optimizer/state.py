@@ -24,16 +24,13 @@ from coat_jax import mesh
 from coat_jax.codecs import Encoded, MomentCodec
 from coat_jax.codecs.group import GroupCodec
 from coat_jax.numerics.checks import a
-from coat_jax.optimizer.arguments import (
-  check_codec,
-  check_hyperparameters,
-  choose_groups,
-)
+from coat_jax.optimizer import arguments
 from coat_jax.optimizer.masks import is_encoded, plain_codec
 
 # The stored moments of one leaf, and the codec of each of them.
 Stored = tuple[Encoded, ...]
 GroupCodecs = tuple[GroupCodec, ...]
+
 
 # The optimizer that makes each state, for error messages.
 _MAKERS = {
@@ -49,13 +46,11 @@ _MAKERS = {
 class Moment:
   """One moment of all parameters, as a state stores it.
 
-  Each field except `codec` is a tree with the structure of the parameters: the
-  fields of `codecs.Encoded`. Boxes around parameters (`nnx.Variable`, Linen's
-  `Partitioned`) stay around the codes, which are sharded as the boxes say;
-  statistics have other shapes and are bare arrays.
-
-  A leaf that is not encoded stores its values in `codes`, in f32 or complex64,
-  and scalar zeros as statistics.
+  The fields of `codecs.Encoded` are trees with the structure of the parameters.
+  Boxes around parameters (`nnx.Variable`, Linen's `Partitioned`) stay around
+  the codes, which are sharded as the boxes say; statistics have other shapes
+  and are bare arrays. A leaf that is not encoded stores its values in `codes`,
+  in f32 or complex64, and scalar zeros as statistics.
 
   Attributes:
     codes: shape=leaf.shape, in the codec's dtype.
@@ -140,9 +135,8 @@ class EncodedState(NamedTuple):
 class LowBitsState(NamedTuple):
   """State of a fused optimizer with weights of 24 bits.
 
-  `low` is a tree with the parameters' structure whose leaves are plain arrays.
-  If a leaf has low bytes, its weight is `join_weights` of the parameter and
-  them.
+  `low` is a tree of plain arrays with the parameters' structure. `join_weights`
+  returns the weights that it and the parameters represent.
   """
 
   low: Any  # shape=leaf.shape, dtype=jnp.int8; shape=() if none are kept
@@ -172,16 +166,17 @@ class MomentOptions:
   shardings: Any = None
 
   def __post_init__(self):
-    check_codec(self.op, self.codec)
-    check_hyperparameters(self.op, seed=self.seed)
+    arguments.check_codec(self.op, self.codec)
+    arguments.check_hyperparameters(self.op, seed=self.seed)
 
   def init(self, params: Any) -> Any:
     """Makes the state before the first step, sharded like the parameters."""
+    op, mask = self.op, self.quantize_mask
     groups = self.codec.groups[: len(self.state_type._fields) - 1]
     if isinstance(params, placeholder_type()):
       moments = [marked_moment(params, group) for group in groups]
       return self.state_type(jnp.zeros([], jnp.int32), *moments)
-    chosen = choose_groups(self.op, params, groups, self.quantize_mask)
+    chosen = arguments.choose_groups(op, params, groups, mask)
     # Without this the compiler encodes constants itself, for half a minute.
     zero = jax.lax.optimization_barrier(jnp.zeros([], jnp.float32))
     stored = []
@@ -201,7 +196,7 @@ def check_state(op: str, state: Any, kind: type, codec: MomentCodec) -> None:
   if not isinstance(state, kind):
     raise TypeError(
       f"{op}: state must be {a(kind)}, got {a(type(state))}; "
-      "pass what its init or update gave, or convert a state of optax with "
+      "pass what its init or update returned, or convert a state of optax with "
       "from_plain_state (of Adam also with from_adam_state)"
     )
   for moment in moments_in(state):
@@ -259,10 +254,7 @@ def stored_leaves(state: MomentState) -> list[tuple[Stored, GroupCodecs]]:
 def find_states(
   op: str, opt_state: Any, kind: Any, remedy: str = ""
 ) -> list[Any]:
-  """Lists all states of a type (or union of types) in an optimizer's state.
-
-  Raises a ValueError if there is none; the message ends with `remedy`.
-  """
+  """Lists all states of a type or union; a ValueError if there is none."""
   leaves = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, kind))
   found = [leaf for leaf in leaves if isinstance(leaf, kind)]
   if not found:
@@ -272,7 +264,7 @@ def find_states(
       f"{op}: the optimizer state must hold a "
       f"{' or '.join(x.__name__ for x in kinds)}, got "
       f"{type(opt_state).__name__} without one; pass what init or update of "
-      f"{' or '.join(makers)} gave{remedy}"
+      f"{' or '.join(makers)} returned{remedy}"
     )
   return found
 

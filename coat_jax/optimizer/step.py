@@ -2,7 +2,7 @@
 """Steps moments: decodes them, runs the arithmetic in f32, and encodes them.
 
 The arithmetic is `adam.adam` or `lion.lion`. `update_of` and `step_of` step one
-leaf, `update_leaves` steps all leaves of a tree.
+leaf; `Leaves` steps all leaves of a state.
 
 XLA partitions a step that is plain JAX by itself, but it cannot partition a
 kernel. If a leaf's sharding is known, the step runs on each device's shard:
@@ -13,7 +13,7 @@ mesh.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -27,14 +27,12 @@ from coat_jax import mesh
 from coat_jax.codecs.group import GroupCodec
 from coat_jax.numerics import stochastic
 from coat_jax.numerics.stochastic import LeafPart
-from coat_jax.optimizer import weights
-from coat_jax.optimizer.arguments import gradients_like, promoted
+from coat_jax.optimizer import arguments, weights
 from coat_jax.optimizer.masks import leaf_paths
 from coat_jax.optimizer.state import (
   GroupCodecs,
   Moment,
   MomentOptions,
-  MomentState,
   Stored,
   check_state,
   next_state,
@@ -67,10 +65,10 @@ def encode(
   part: LeafPart,
   first: int = 0,
 ) -> Stored:
-  """Encodes f32 moments of one leaf, the first of which is its moment `first`.
+  """Encodes f32 moments of one leaf; the first one is its moment `first`.
 
-  A leaf's even moments round by the words of a key, its odd moments by the next
-  words of the same key. Each pair has its own key (`pair_key`).
+  Moments 2i and 2i + 1 round by the words of `pair_key(key, i)` and by the
+  words after those.
   """
 
   def noise(group: GroupCodec, place: int, part: LeafPart):
@@ -106,10 +104,7 @@ def decode(groups: GroupCodecs, stored: Stored) -> tuple[Array, ...]:
 
 
 def pair_key(key: Array, pair: int) -> Array:
-  """Returns the key of the words that moments 2 `pair` and 2 `pair` + 1 share.
-
-  The first pair uses the leaf's own key, so Adam's two moments do.
-  """
+  """Returns the key of a pair of moments; the first pair has the leaf's key."""
   if not pair:
     return key
   return stochastic.mix(key ^ jnp.uint32(pair * stochastic.GOLDEN % 2**32))
@@ -177,10 +172,9 @@ def step_of(
 ) -> tuple[Weight, Stored]:
   """Returns the new parameter and moments of one leaf, or of one layer of it.
 
-  `p` and `g` are [..., n] (`g` is [1, ...] if one layer of a stacked leaf is
-  stepped), and `scalars` are those of the arithmetic and of this step.
-  Everything is computed in f32. The new parameter is stored as `p` is: rounded
-  to nearest, or stochastically to bf16 and to a `SplitWeight`'s 24 bits.
+  `p` and `g` are [..., n], but `g` is [1, ...] if one layer of a stacked leaf
+  is stepped. Everything is computed in f32; `weights.round_like` rounds the new
+  parameter.
   """
   layer = part.layer
   if layer is None:
@@ -196,7 +190,7 @@ def step_of(
 
 @one_body
 def _step(arithmetic, p, g, stored, part, scalars, groups):
-  """Steps all of what is passed, as in `step_of`."""
+  """Steps a whole leaf, or the layer that was taken out of it."""
   scalars, step = scalars
   gradient = in_f32(g)
   if step.grad_scale is not None:
@@ -223,48 +217,73 @@ def put_layer(stacked: Any, new: Any, layer: Array) -> Any:
   return jax.tree.map(put, stacked, new)
 
 
-def step_on_shards(
-  step: functools.partial,
-  sharding: NamedSharding | None,
-  arrays: tuple[Any, ...],
-  stored: Stored,
-  part: LeafPart,
-  *scalars: Any,
-) -> tuple[Any, Stored]:
-  """Runs `step(*arrays, stored, part, *scalars)` on each device's shard.
+class Leaves:
+  """The leaves of a state during one step.
 
-  `step` is a partial with `groups`. `arrays` are arrays of the leaf's shape or
-  trees of them; if one layer is stepped, all but the first are [1, ...]. If
-  `sharding` is None, or devices would split groups, XLA partitions the step.
-  Raises a ValueError if the axis of layers is sharded.
+  Attributes:
+    count: number of this step; the first step is 1.
+    stored: the moments of each leaf.
   """
-  whole = jax.tree.leaves(arrays)[0].shape
-  spec = P() if sharding is None else sharding.spec
-  groups = step.keywords["groups"]
-  if sharding is None or not _has_whole_groups(sharding, whole, groups):
-    return mesh.run_whole(step, *arrays, stored, part, *scalars, out_specs=spec)
-  if part.layer is not None and spec[:1] not in ((), (None,)):
-    raise ValueError(
-      "step_in_backward: stacked parameters must be whole along their axis of "
-      f"layers on each device, got {spec}; shard other axes"
+
+  def __init__(self, options: MomentOptions, state: Any):
+    check_state(options.op, state, options.state_type, options.codec)
+    self.count = optax.safe_increment(state.count)
+    leaves = stored_leaves(state)
+    self.stored = [stored for stored, _ in leaves]
+    self._codecs = [groups for _, groups in leaves]
+    self._shardings = shardings_of(options, state.mu)
+    self._seed, self._state = options.seed, state
+
+  def step(
+    self,
+    i: int,
+    run: Callable[..., Any],
+    arrays: tuple[Any, ...],
+    stored: Stored,
+    scalars: tuple[Any, ...],
+    layer: Array | None = None,
+  ) -> tuple[Any, Stored]:
+    """Returns `run(*arrays, stored, part, *scalars, groups=...)` of leaf i.
+
+    `arrays` are arrays of the leaf's shape or trees of them; if one layer is
+    stepped, all but the first are [1, ...]. If the leaf's sharding is unknown,
+    or devices would split groups, XLA partitions the step. Raises a ValueError
+    if the axis of layers is sharded.
+    """
+    groups, sharding = self._codecs[i], self._shardings[i]
+    run = functools.partial(run, groups=groups)
+    part = LeafPart(stochastic.leaf_key(self._seed, self.count, i), layer=layer)
+    whole = jax.tree.leaves(arrays)[0].shape
+    spec = P() if sharding is None else sharding.spec
+    if sharding is None or not _has_whole_groups(sharding, whole, groups):
+      args = *arrays, stored, part, *scalars
+      return mesh.run_whole(run, *args, out_specs=spec)
+    if layer is not None and spec[:1] not in ((), (None,)):
+      raise ValueError(
+        "step_in_backward: stacked parameters must be whole along their axis "
+        f"of layers on each device, got {spec}; shard other axes"
+      )
+    of_stored = jax.tree.map(lambda x: spec if x.ndim else P(), stored)
+
+    def local(arrays, stored, part, scalars):
+      start = _start(spec, jax.tree.leaves(arrays)[0].shape)
+      part = dataclasses.replace(part, start=start, whole=whole)
+      return run(*arrays, stored, part, *scalars)
+
+    return mesh.run_on_shards(
+      local,
+      arrays,
+      stored,
+      part,
+      scalars,
+      in_specs=(spec, of_stored, P(), P()),
+      out_specs=(spec, of_stored),
+      mesh=sharding.mesh,
     )
-  of_stored = jax.tree.map(lambda x: spec if x.ndim else P(), stored)
 
-  def local(arrays, stored, part, scalars):
-    start = _start(spec, jax.tree.leaves(arrays)[0].shape)
-    part = dataclasses.replace(part, start=start, whole=whole)
-    return step(*arrays, stored, part, *scalars)
-
-  return mesh.run_on_shards(
-    local,
-    arrays,
-    stored,
-    part,
-    scalars,
-    in_specs=(spec, of_stored, P(), P()),
-    out_specs=(spec, of_stored),
-    mesh=sharding.mesh,
-  )
+  def end(self, stored: Sequence[Stored]) -> Any:
+    """Returns the next state, with these moments."""
+    return next_state(self._state, self.count, stored)
 
 
 def _has_whole_groups(sharding, shape, groups: GroupCodecs) -> bool:
@@ -292,49 +311,24 @@ def transformation(
 ) -> optax.GradientTransformation:
   """Makes an optax transformation from the update of one leaf.
 
-  `update_leaf` is that of `update_leaves`. `scalars_of(count)` returns the
-  scalars of a step; the first step is 1.
+  `update_leaf(g, stored, part, scalars, groups=...)` returns a leaf's update
+  and its new moments, and `scalars_of(count)` the scalars of a step.
   """
 
   def update_fn(updates, state, params=None) -> Any:
-    check_state(options.op, state, options.state_type, options.codec)
-    scalars = scalars_of(optax.safe_increment(state.count))
-    updates = promoted(options.op, updates, params)
-    return update_leaves(options, update_leaf, updates, state, scalars)
+    leaves = Leaves(options, state)
+    scalars = (scalars_of(leaves.count),)
+    updates = arguments.promoted(options.op, updates, params)
+    grads = arguments.gradients_like(options.op, updates, state.mu.codes)
+    new = [
+      leaves.step(i, update_leaf, (g,), stored, scalars)
+      for i, (g, stored) in enumerate(zip(grads, leaves.stored, strict=True))
+    ]
+    treedef = jax.tree.structure(updates)
+    new_updates = treedef.unflatten([update for update, _ in new])
+    return new_updates, leaves.end([stored for _, stored in new])
 
   return optax.GradientTransformation(options.init, update_fn)
-
-
-def update_leaves(
-  options: MomentOptions,
-  update_leaf: Callable[..., tuple[Array, Stored]],
-  updates: optax.Updates,
-  state: MomentState,
-  scalars: Any,
-) -> tuple[optax.Updates, Any]:
-  """Returns the tree of updates and the next state.
-
-  `update_leaf(g, stored, part, scalars, groups=...)` returns one leaf's update
-  and new moments. It runs on each device's shard if the shardings are known.
-  """
-  count = optax.safe_increment(state.count)
-  new_updates, new_stored = [], []
-  grads = gradients_like(options.op, updates, state.mu.codes)
-  leaves = stored_leaves(state)
-  where = shardings_of(options, state.mu)
-  for i, (g, (stored, groups)) in enumerate(zip(grads, leaves, strict=True)):
-    update, stored = step_on_shards(
-      functools.partial(update_leaf, groups=groups),
-      where[i],
-      (g,),
-      stored,
-      LeafPart(stochastic.leaf_key(options.seed, count, i)),
-      scalars,
-    )
-    new_updates.append(update)
-    new_stored.append(stored)
-  new_updates = jax.tree.structure(updates).unflatten(new_updates)
-  return new_updates, next_state(state, count, new_stored)
 
 
 def shardings_of(
@@ -343,7 +337,6 @@ def shardings_of(
   """Lists each leaf's sharding, found by its path; None if it is unknown.
 
   On explicit axes the shardings are read from the types of the moment's codes.
-  Raises if a parameter has no `NamedSharding` in `options.shardings`.
   """
   codes = leaf_paths(moment.codes)
   if options.shardings is None:

@@ -36,7 +36,7 @@ def tree(seed, dtype=jnp.float32):
     (fused_coat_lion, lion_step),
   ],
 )
-def test_implementations_are_annotated_as_they_are(make, step):
+def test_annotation_lists_the_implementations(make, step):
   hint = inspect.signature(make).parameters["implementation"].annotation
   names, none = typing.get_args(hint)
   assert none is type(None)
@@ -78,7 +78,7 @@ def run(settings, dtype, steps=4, **kwargs):
   return a, state[0], b, other
 
 
-def test_fused_step_takes_complex_leaves_as_the_chain_does():
+def test_fused_step_of_complex_leaves_equals_the_chain():
   params = {"z": jnp.array([[1 + 2j, -3j, 0.5]]), "none": jnp.zeros((0, 3))}
   grads = jax.tree.map(lambda x: (0.1 - 0.2j) * x, params)
   grads["none"] = params["none"]
@@ -145,7 +145,7 @@ def test_states_of_other_optimizers_are_named():
     adam.apply(params, low.init(params), params)
 
 
-def test_mask_that_is_no_function_is_named():
+def test_quantize_mask_must_be_a_function():
   choose = inspect.unwrap(choose_groups)  # Past beartype, as users.
   with pytest.raises(TypeError, match="must be a function .* got True"):
     choose("coat_adamw", tree(0), codecs.coat().groups, True)

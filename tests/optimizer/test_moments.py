@@ -74,7 +74,7 @@ def values(count, shape=(4, 256)):
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
-def test_moments_of_any_number_take_their_own_words(count):
+def test_each_moment_rounds_with_its_own_words(count):
   codec = codecs.coat().nu
   key = stochastic.leaf_key(1, 2, 3)
   x = values(count)

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 
 from coat_jax import coat_adamw, codecs
 from coat_jax.optimizer import abstract_state, state_shardings
-from tests.test_sharding import make_mesh
+from tests.optimizer.test_sharding import make_mesh
 
 
 def test_codec_is_found_from_the_optimizer():

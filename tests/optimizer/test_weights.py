@@ -108,7 +108,7 @@ def test_stochastic_rounding_is_exact_on_average():
   np.testing.assert_array_equal(joined.sum(0), 256 * bits.astype(np.int64))
 
 
-def test_a_weight_that_is_set_to_zero_or_infinity_is_that():
+def test_weight_set_to_zero_or_infinity_keeps_that_value():
   # The byte of another value is still there: after pruning, say.
   high = jnp.array([0.0, -0.0, jnp.inf, -jnp.inf], jnp.bfloat16)
   for low in (-128, -1, 0, 1, 127):
@@ -131,7 +131,7 @@ def tree():
   }
 
 
-def test_trees_are_split_where_they_are_matrices():
+def test_only_matrices_of_a_tree_are_split():
   params, low = split_weights(tree())
   dtypes = jax.tree.map(lambda x: x.dtype.name, params)
   assert dtypes == {
@@ -169,7 +169,7 @@ def test_nnx_parameters_are_split_in_their_boxes():
   )
 
 
-def test_mismatches_are_named():
+def test_mismatches_are_refused():
   params, low = split_weights(tree())
   with pytest.raises(ValueError, match=r"must be bfloat16.*float32\[4, 16\]"):
     join_weights(tree(), low)
