@@ -166,8 +166,8 @@ def scale_by_coat_adam(
   """Rescales updates by Adam whose moments are in FP8.
 
   Args:
-    b1, b2, eps, eps_root, codec, nesterov, quantize_mask, seed, implementation,
-      shardings: as for `coat_adamw`.
+    b1, b2, eps, eps_root, codec, nesterov: as for `coat_adamw`.
+    quantize_mask, seed, implementation, shardings: as for `coat_adamw`.
 
   Returns:
     An `optax.GradientTransformation`. Updates have the dtype that gradients and

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of the arguments of optimizers."""
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -34,55 +33,41 @@ from coat_jax.optimizer.masks import (
   plain_codec,
 )
 
-_Check = Callable[[str, str, Any], None]
-
-
-def _number(allowed: Range, remedy: str, or_else: str = "") -> _Check:
-  return functools.partial(
-    check_number, allowed=allowed, remedy=remedy, or_else=or_else
-  )
-
-
-def _whole(allowed: Range, remedy: str) -> _Check:
-  return functools.partial(check_whole, allowed=allowed, remedy=remedy)
-
-
 # Closer to 1, f32 rounds to 1: the bias correction would divide by 0, and a
 # moment would never move.
-_DECAY = _number(Range(0, 0.9999999), "usual are 0.9 to 0.999")
+_DECAY = check_number, Range(0, 0.9999999), "usual are 0.9 to 0.999"
 _SCHEDULE = "a schedule is a function of the step"
 _RMS = "0.2 is near AdamW's, None scales by shapes"
-_CHECKS: dict[str, _Check] = {
-  "learning_rate": _number(NOT_NEGATIVE, _SCHEDULE, "or a schedule"),
-  "adam_learning_rate": _number(
-    NOT_NEGATIVE, _SCHEDULE, "or a schedule or None"
-  ),
-  "weight_decay": _number(NOT_NEGATIVE, "0 decays nothing", "or a schedule"),
+_STEPS = Range(0, 2**31 - 1)
+# Check, range and remedy of each hyperparameter.
+_RULES = {
+  "learning_rate": (check_number, NOT_NEGATIVE, _SCHEDULE),
+  "weight_decay": (check_number, NOT_NEGATIVE, "0 decays nothing"),
   "b1": _DECAY,
   "b2": _DECAY,
   "beta": _DECAY,
-  "eps": _number(NOT_NEGATIVE, "1e-8 is usual"),
-  "eps_root": _number(NOT_NEGATIVE, "0 is usual"),
-  "ns_steps": _whole(COUNT, "5 is usual"),
-  "consistent_rms": _number(POSITIVE, _RMS, "or None"),
-  "seed": _whole(ANY, "it is taken modulo 2^32"),
-  "step": _whole(ANY, "pass the state's count"),
-  "count": _whole(Range(0, 2**31 - 1), "pass how many steps there were"),
+  "eps": (check_number, NOT_NEGATIVE, "1e-8 is usual"),
+  "eps_root": (check_number, NOT_NEGATIVE, "0 is usual"),
+  "ns_steps": (check_whole, COUNT, "5 is usual"),
+  "consistent_rms": (check_number, POSITIVE, _RMS),
+  "seed": (check_whole, ANY, "it is taken modulo 2^32"),
+  "step": (check_whole, ANY, "pass the state's count"),
+  "count": (check_whole, _STEPS, "pass how many steps there were"),
 }
 _SCHEDULES = ("learning_rate", "weight_decay")
-_MAY_BE_NONE = ("adam_learning_rate", "consistent_rms")
+_OPTIONAL = ("adam_learning_rate", "consistent_rms")
 
 
 def check_hyperparameters(op: str, **values: Any) -> None:
-  """Checks hyperparameters by their names in `_CHECKS`, `adam_` or not."""
+  """Checks hyperparameters by their names in `_RULES`, `adam_` or not."""
   for name, value in values.items():
     short = name.removeprefix("adam_")
-    if short in _SCHEDULES and callable(value):
+    may_be_schedule, may_be_none = short in _SCHEDULES, name in _OPTIONAL
+    if may_be_schedule and callable(value) or may_be_none and value is None:
       continue
-    if name in _MAY_BE_NONE and value is None:
-      continue
-    check = _CHECKS[name if name in _CHECKS else short]
-    check(op, name, value)
+    check, allowed, remedy = _RULES[short]
+    others = ["or a schedule"] * may_be_schedule + ["or None"] * may_be_none
+    check(op, name, value, allowed, remedy, or_else=" ".join(others))
 
 
 def check_coefficients(op: str, values: Any) -> None:

@@ -107,12 +107,13 @@ def fused_coat_adamw(
   program may round differently by some ulp, which can change a code.
 
   Args:
-    learning_rate, b1, b2, eps, eps_root, codec, weight_decay, mask,
-      quantize_mask, seed, implementation, shardings: as for `coat_adamw`.
+    learning_rate, b1, b2, eps, eps_root, codec: as for `coat_adamw`.
+    weight_decay, mask, quantize_mask: as for `coat_adamw`.
     low_bits: whether `init` makes a state with another byte for each bf16
       parameter, 24 bits in all. If parameters are f32, `init` takes the bytes
       from them, and the caller continues with `split_weights(params)[0]`; if
       they are bf16, the bytes are zeros.
+    seed, implementation, shardings: as for `coat_adamw`.
 
   Returns:
     A `FusedTransformation`.

@@ -132,7 +132,7 @@ def step_in_backward(
     )
   steps = optimizer.begin(params, state)
   found = _Stack(params, stack)
-  outer = found.outer(params)
+  outer = found.outer
   for leaf in jax.tree.leaves(per_layer):
     if jnp.shape(leaf)[:1] != (found.num_layers,):
       raise ValueError(
@@ -145,7 +145,7 @@ def step_in_backward(
   is_read = _arguments_read(_trace("before", before, params, outer))
   x, before_vjp = jax.vjp(before, outer)
   run = _LayerPasses(layer, params)
-  x, residuals = lax.scan(run.forward, x, (found.layers(params), per_layer))
+  x, residuals = lax.scan(run.forward, x, (found.layers, per_layer))
   _trace("after", after, params, outer, x)
   loss, after_vjp = jax.vjp(after, outer, x)
   if loss.shape:
@@ -236,11 +236,17 @@ class _Seen(NamedTuple):
 
 
 class _Stack:
-  """Finds the stacked layers: indices of their leaves and of all others."""
+  """Finds the stacked layers.
+
+  Attributes:
+    stacked, others: indices of their leaves, and of all other leaves.
+    layers: the stack's subtree; `structure` is its structure.
+    outer: the parameters with None instead of stacked leaves.
+  """
 
   def __init__(self, params: Any, stack: str):
     below = is_stacked(params, stack)
-    leaves = jax.tree.leaves(params)
+    leaves, treedef = jax.tree.flatten(params)
     self.stacked = [i for i, is_below in enumerate(below) if is_below]
     self.others = [i for i, is_below in enumerate(below) if not is_below]
     sizes = {leaves[i].shape[:1] for i in self.stacked}
@@ -251,23 +257,16 @@ class _Stack:
         "pass stack, the path of the stacked layers' subtree"
       )
     [[self.num_layers]] = sizes
-    node = params
+    self.layers = params
     for word in stack.split("/"):
-      is_mapping = isinstance(node, Mapping)
-      node = node[word] if is_mapping else getattr(node, word)
-    self.structure = jax.tree.structure(node)
-
-  def outer(self, params: Any) -> Any:
-    """Returns `params` with None instead of stacked leaves."""
-    leaves, treedef = jax.tree.flatten(params)
+      if isinstance(self.layers, Mapping):
+        self.layers = self.layers[word]
+      else:
+        self.layers = getattr(self.layers, word)
+    self.structure = jax.tree.structure(self.layers)
     for i in self.stacked:
       leaves[i] = None
-    return treedef.unflatten(leaves)
-
-  def layers(self, params: Any) -> Any:
-    """Returns the stack's subtree."""
-    leaves = jax.tree.leaves(params)
-    return self.structure.unflatten([leaves[i] for i in self.stacked])
+    self.outer = treedef.unflatten(leaves)
 
 
 class _LayerPasses:
@@ -314,7 +313,7 @@ class _LayerPasses:
 
 _SHARED = (
   "let before return what all layers share together with x, and let layers "
-  "hand it on"
+  "pass it on"
 )
 _OUTER = "read it from outer; only layer reads the stack's parameters"
 

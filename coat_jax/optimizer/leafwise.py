@@ -72,10 +72,13 @@ def leafwise(tx: optax.GradientTransformation) -> LeafwiseTransformation:
     def update(i: int, g: Any, weight: Any, own_state: Sequence[Any]):
       """Updates a tree with only leaf i; returns the nodes of the new state."""
       rest = iter(own_state)
-      nodes = [
-        x if own == _SHARED else next(rest) if own == i else None
-        for x, own in zip(kept, owners, strict=True)
-      ]
+
+      def node(x, own):
+        if own == _SHARED:
+          return x
+        return next(rest) if own == i else None
+
+      nodes = [node(x, own) for x, own in zip(kept, owners, strict=True)]
       g, weight = (
         treedef.unflatten([x if j == i else None for j in range(len(leaves))])
         for x in (g, weight)

@@ -77,7 +77,7 @@ def test_updates_have_the_dtypes_of_optax(params):
 
 
 def target(dtype):
-  """Parameters, where they should end, and a parabola with its lowest there."""
+  """Returns parameters, a target, and a parabola with its minimum there."""
   params = jnp.array([-1.0, 10.0, 1.0], dtype)
   end = jnp.array([1.0, -1.0, 1.0], dtype)
   if jnp.iscomplexobj(params):
@@ -86,7 +86,7 @@ def target(dtype):
 
 
 def solver_for(name, dtype, **kwargs):
-  """All leaves encoded; a complex one as two real ones."""
+  """Encodes all leaves; a complex leaf as two real ones."""
   solver = make(name, quantize_mask=everything, **kwargs)
   if dtype in COMPLEX:
     solver = optax.contrib.split_real_and_imaginary(solver)

@@ -70,7 +70,7 @@ def wrap(inner, codec=CODEC, **kwargs):
 
 
 def run(solver, params, count=3, dtype=jnp.float32):
-  """`count` steps in one program; (parameters, state)."""
+  """Takes `count` steps in one program; returns (parameters, state)."""
 
   def step(carry, grads):
     params, state = carry
@@ -252,7 +252,7 @@ def test_report_names_fields_and_measures_them():
 
 
 def resumed(solver, params):
-  """A state after two steps through files, and what comes of it."""
+  """Takes two steps, checks that files restore the state, and returns it."""
   _, state = run(solver, params, count=2)
   like = jax.eval_shape(solver.init, params)
   for back in (
@@ -264,7 +264,7 @@ def resumed(solver, params):
   return state
 
 
-# What optax's suites of contributed optimizers ask of one.
+# The wrappers that optax's tests put around contributed optimizers.
 WRAPPERS = {
   "chain": lambda solver: optax.chain(optax.clip_by_global_norm(1.0), solver),
   "masked": lambda solver: optax.masked(

@@ -56,7 +56,7 @@ SETTINGS = {
 
 
 def run(settings, dtype, steps=4, **kwargs):
-  """Parameters and states of the chain and of the fused step."""
+  """Returns parameters and states of the chain and of the fused step."""
   seed = settings.get("seed", 0)
   chain = coat_adamw(SCHEDULE, **settings)
   fused = fused_coat_adamw(SCHEDULE, **settings, **kwargs)

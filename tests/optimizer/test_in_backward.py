@@ -175,7 +175,7 @@ def test_scan_saves_only_the_inputs_of_checkpointed_layers():
   assert not forward.params["reverse"] and backward.params["reverse"]
   x, *saved = [v.aval.shape for v in forward.outvars]
   assert x == (4, 8, WIDTH)
-  # Of a checkpointed layer its input alone, once: no parameter.
+  # A checkpointed layer saves only its input, once, and no parameter.
   assert saved == [(LAYERS, 4, 8, WIDTH)]
 
 

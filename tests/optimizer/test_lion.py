@@ -31,7 +31,7 @@ def tree(seed, dtype=jnp.float32):
 
 
 def run(solver, steps=4, place=lambda x: x):
-  """(parameters, state) after some steps, compiled."""
+  """Takes some compiled steps; returns (parameters, state)."""
   params = place(tree(0))
   state = solver.init(params)
 

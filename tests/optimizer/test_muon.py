@@ -51,7 +51,7 @@ def tree(seed, scale=0.02):
 
 
 def run(solver, trees):
-  """Parameters after a step of each gradient, the last state, the program."""
+  """Returns the last parameters and state, and the program's text."""
   params, *grads = trees
   state = solver.init(params)
 
@@ -67,7 +67,7 @@ def run(solver, trees):
 
 
 def apart(params):
-  """Matrices of their own: the tree that `optax.contrib.muon` is for."""
+  """Separates all matrices, as `optax.contrib.muon` needs them."""
   out = {}
   for name in ("embedding", "head"):
     out[name] = params[name][None]  # Of three axes: AdamW's in optax.

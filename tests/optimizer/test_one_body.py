@@ -27,7 +27,7 @@ def leaves(count, dtype=jnp.float32):
 
 
 def take_a_step(optimizer):
-  """A step on two leaves; a new function, so that nothing is cached."""
+  """Steps two leaves by a new function, so that nothing is cached."""
   params = leaves(2)
   state = optimizer.init(params)
   run = getattr(optimizer, "apply", None)

@@ -72,7 +72,7 @@ KINDS = {
 
 
 def run(name, codec, dtype, mesh=None, **options):
-  """Two steps of one program; parameters and state, and the program's text."""
+  """Takes two steps; returns parameters and state, and the program's text."""
   make, step_of = KINDS[name]
   optimizer = make(
     **OPTIONS, codec=codec, quantize_mask=quantize_mask, **options

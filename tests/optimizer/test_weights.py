@@ -16,7 +16,7 @@ SIGN, INFINITY = 0x80000000, 0x7F800000
 
 
 def every_end():
-  """f32 bits: each bf16 with lower halves at and around borders; others."""
+  """Returns f32 bits: each bf16 with lower halves around borders; others."""
   high = np.arange(1 << 16, dtype=np.uint32) << 16
   edges = (0x00, 0x01, 0x7F, 0x80, 0x81, 0xFF)
   low = np.array([a << 8 | b for a in edges for b in edges], np.uint32)
@@ -25,7 +25,7 @@ def every_end():
 
 
 def oracle(bits, noise=None):
-  """(bf16's bits, the byte) of f32 bits, by arithmetic on whole numbers."""
+  """Computes bf16's bits and the byte of f32 bits in integer arithmetic."""
   size = (bits & 0x7FFFFFFF).astype(np.int64)
   if noise is None:
     word = np.rint(size / 256).astype(np.int64)  # Ties to even; exact in f64.
