@@ -2,15 +2,10 @@
 """AdamW whose moments are stored in FP8, as an optax transformation.
 
 "COAT: Compressing Optimizer States and Activation for Memory-Efficient FP8
-Training" (arXiv:2410.19313), section 4. Between steps a codec of
-`codecs` stores the moments, in one byte per value plus up to five bytes per
-group of 128. A step decodes a moment, updates it in f32 and encodes it again.
-Only the state is rounded: the update uses the new moments before they are
-encoded.
-
-Other files have the FP8 layers (`layers`), the sharding of the state
-(`sharding`), the step as one kernel (`optimizer.fused`), conversions and
-reports (`optimizer.conversion`, `optimizer.report`).
+Training" (arXiv:2410.19313), section 4. Between steps a codec of `codecs`
+stores the moments, in one byte per value plus up to five bytes per group of
+128. A step decodes a moment, updates it in f32 and encodes it again. Only the
+state is rounded: the update uses the new moments before they are encoded.
 """
 
 from collections.abc import Callable
@@ -25,12 +20,8 @@ from coat_jax import codecs
 from coat_jax.numerics import stochastic
 from coat_jax.numerics.stochastic import LeafPart
 from coat_jax.ops.types import StepImplementation
-from coat_jax.optimizer import weights
+from coat_jax.optimizer import arguments, weights
 from coat_jax.optimizer.adam import scale_by_coat_adam as scale_by_coat_adam
-from coat_jax.optimizer.arguments import (
-  check_decay_mask,
-  check_hyperparameters,
-)
 from coat_jax.optimizer.masks import QuantizeMask
 from coat_jax.optimizer.state import (
   ScaleByCoatAdamState as ScaleByCoatAdamState,
@@ -132,10 +123,10 @@ def coat_adamw(
   Source: arXiv:2410.19313, section 4; `optax.adamw`.
   """
   op = "coat_adamw"
-  check_hyperparameters(
+  arguments.check_hyperparameters(
     op, learning_rate=learning_rate, weight_decay=weight_decay
   )
-  mask = check_decay_mask(op, "mask", mask)
+  mask = arguments.check_decay_mask(op, "mask", mask)
   return optax.chain(
     scale_by_coat_adam(
       b1,
@@ -171,9 +162,8 @@ def apply_updates(
   Args:
     params: tree of parameters.
     updates: tree of the same structure; best in f32, as f32 gradients give.
-    step: number of this step, such as the state's `count`; it determines the
-      random words.
-    seed: seed of these words. They are not correlated with those of the
+    step: number of this step, such as the state's `count`.
+    seed: seed of the random words. They are not correlated with those of the
       moments, even if seed and step are the same.
 
   Returns:
@@ -184,14 +174,14 @@ def apply_updates(
     ValueError: the updates do not fit the parameters.
   """
   op = "apply_updates"
-  check_hyperparameters(op, step=step, seed=seed)
+  arguments.check_hyperparameters(op, step=step, seed=seed)
   leaves, treedef = jax.tree.flatten(params)
   try:
     changes = treedef.flatten_up_to(updates)
   except ValueError as error:
     raise ValueError(
       f"{op}: updates must have the structure of the parameters, {treedef}, "
-      f"got {jax.tree.structure(updates)}; pass those of these parameters"
+      f"got {jax.tree.structure(updates)}; pass the updates of these parameters"
     ) from error
   out = []
   for i, (p, u) in enumerate(zip(leaves, changes, strict=True)):

@@ -72,7 +72,8 @@ class CoatProvider(qwix.QuantizationProvider):
     axes = _contracted(subscripts, operands)
     if axes is None or not self._selects("einsum"):
       return jnp.einsum(subscripts, *operands, **kwargs)
-    return self._product(*operands, *axes, kwargs)
+    x, w = operands
+    return self._product(x, w, *axes, kwargs)
 
   def _product(
     self, x: Array, w: Array, axes: tuple, w_axes: tuple, options: dict

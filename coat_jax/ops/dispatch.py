@@ -120,7 +120,7 @@ class Op[R]:
   def _choose(self, args, kwargs) -> R:
     """Runs the kernel if this is compiled for a platform that has one."""
     platform = _target()
-    for name in self.kernels:
+    for name in self.kernels if platform else ():
       if _platform_of(name) != platform or self._why_not(name, args, kwargs):
         continue
       kernel = functools.partial(self.kernel(name), **kwargs)
@@ -130,7 +130,9 @@ class Op[R]:
       # put on the CPU.
       default = functools.partial(self.definition, **kwargs)
       return jax.lax.platform_dependent(
-        *args, default=default, **{platform: kernel}
+        *args,
+        default=default,
+        **{platform: kernel},  # pyright: ignore[reportCallIssue]
       )
     return self.definition(*args, **kwargs)
 

@@ -9,11 +9,9 @@ from coat_jax.optimizer.conversion import to_adam_state as to_adam_state
 from coat_jax.optimizer.conversion import to_plain_state as to_plain_state
 from coat_jax.optimizer.encoded import encoded as encoded
 from coat_jax.optimizer.fields import default_field_rule as default_field_rule
+from coat_jax.optimizer.fused import FusedTransformation as FusedTransformation
 from coat_jax.optimizer.fused import fused_coat_adamw as fused_coat_adamw
 from coat_jax.optimizer.fused import fused_coat_lion as fused_coat_lion
-from coat_jax.optimizer.fused_transformation import (
-  FusedTransformation as FusedTransformation,
-)
 from coat_jax.optimizer.in_backward import BackwardStep as BackwardStep
 from coat_jax.optimizer.in_backward import step_in_backward as step_in_backward
 from coat_jax.optimizer.leafwise import leafwise as leafwise

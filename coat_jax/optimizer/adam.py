@@ -2,10 +2,9 @@
 """Adam whose moments are stored in FP8: arithmetic and optax transformation.
 
 `adam_update` computes the update of a leaf, for optax; `adamw_step` takes the
-whole step and returns the new parameter. Both decode the moments, update them
-in f32, use them unrounded and encode them again, or call the kernel that does
-the same in one pass over memory. The hyperparameters of a step are f32 scalars,
-so one compiled program serves all steps and leaves.
+whole step and returns the new parameter. A kernel does the same in one pass
+over memory. The hyperparameters of a step are f32 scalars, so one compiled
+program serves all steps and leaves.
 """
 
 import functools
@@ -22,20 +21,18 @@ from coat_jax.numerics.formats import with_finite_square
 from coat_jax.numerics.stochastic import LeafPart
 from coat_jax.ops.dispatch import op
 from coat_jax.ops.types import StepImplementation
-from coat_jax.optimizer.arguments import check_codec, check_hyperparameters
+from coat_jax.optimizer.arguments import check_hyperparameters
 from coat_jax.optimizer.masks import QuantizeMask
 from coat_jax.optimizer.state import (
   GroupCodecs,
+  MomentOptions,
   ScaleByCoatAdamState,
   Stored,
-  check_state,
-  init_state,
 )
 from coat_jax.optimizer.step import (
   StepScalars,
-  promoted,
   step_of,
-  update_leaves,
+  transformation,
   update_of,
 )
 from coat_jax.optimizer.weights import Weight
@@ -50,7 +47,6 @@ class AdamScalars(NamedTuple):
   first step).
 
   Attributes:
-    b1, one_minus_b1, b2, one_minus_b2: factors of the moving averages.
     ratio: sqrt(c2) / c1; with Nesterov momentum b1 sqrt(c2) / c1, with c1 of
       the next step.
     gradient_ratio: (1 - b1) sqrt(c2) / c1 with Nesterov momentum, else None.
@@ -110,7 +106,8 @@ def adam(
   For a complex gradient the update and mu are complex64, and nu is f32.
   """
   s = scalars
-  parts = [with_finite_square(x) for x in _real_parts(g)]
+  parts = [g.real, g.imag] if jnp.iscomplexobj(g) else [g]
+  parts = [with_finite_square(x) for x in parts]
   g = parts[0] if len(parts) == 1 else jax.lax.complex(*parts)
   mu = s.b1 * mu + s.one_minus_b1 * g
   nu = s.b2 * nu
@@ -123,10 +120,6 @@ def adam(
     numerator = numerator + g * s.gradient_ratio
   inner = nu if s.eps_root is None else nu + s.eps_root
   return numerator / (jnp.sqrt(inner) + s.eps), mu, nu
-
-
-def _real_parts(x: Array) -> list[Array]:
-  return [x.real, x.imag] if jnp.iscomplexobj(x) else [x]
 
 
 @op(mosaic="adam", mosaic_tpu="adam")
@@ -170,25 +163,11 @@ def scale_by_coat_adam(
   implementation: StepImplementation | None = None,
   shardings: Any = None,
 ) -> optax.GradientTransformation:
-  """Rescales updates by Adam whose moments are in FP8. See `coat_adamw`.
+  """Rescales updates by Adam whose moments are in FP8.
 
   Args:
-    b1: decay of the first moment.
-    b2: decay of the second moment.
-    eps: added to the denominator, outside the root.
-    eps_root: added to the second moment, inside the root.
-    codec: how the moments are stored, from `codecs`.
-    nesterov: whether to use Nesterov momentum.
-    quantize_mask: `(path, leaf) -> bool`, which leaves the codec encodes (the
-      moments of others stay f32); None for `default_quantize_mask`. Called by
-      `init` only: afterwards it is inferred from the state's dtypes.
-    seed: seed of the random words of stochastic rounding.
-    implementation: "mosaic" for the GPU kernel, "xla" for plain JAX, None for
-      the kernel if a leaf and the platform allow it.
-    shardings: on a mesh of automatic axes, the parameters' shardings, a tree of
-      `NamedSharding`s, so that the kernel can run on each device's shard; None
-      leaves partitioning to XLA, which cannot partition a kernel. Not needed on
-      explicit axes, where shardings are part of types.
+    b1, b2, eps, eps_root, codec, nesterov: as for `coat_adamw`.
+    quantize_mask, seed, implementation, shardings: as for `coat_adamw`.
 
   Returns:
     An `optax.GradientTransformation`. Updates have the dtype that gradients and
@@ -214,28 +193,19 @@ def scale_by_coat_adam(
   Source: arXiv:2410.19313, section 4; docs/deviations.md 4 to 9.
   """
   name = "scale_by_coat_adam"
-  check_codec(name, codec)
-  check_hyperparameters(
-    name, b1=b1, b2=b2, eps=eps, eps_root=eps_root, seed=seed
+  options = MomentOptions(
+    name,
+    ScaleByCoatAdamState,
+    codec,
+    quantize_mask,
+    seed,
+    implementation,
+    shardings,
   )
+  check_hyperparameters(name, b1=b1, b2=b2, eps=eps, eps_root=eps_root)
   adam_update.require_known(implementation, name)
-
-  def init_fn(params) -> Any:
-    return init_state(name, params, codec, quantize_mask)
-
-  def update_fn(updates, state, params=None) -> Any:
-    check_state(name, state, ScaleByCoatAdamState, codec)
-    count = optax.safe_increment(state.count)
-    scalars = adam_scalars(count, b1, b2, eps, eps_root, nesterov=nesterov)
-    return update_leaves(
-      name,
-      adam_update,
-      promoted(name, updates, params),
-      state,
-      scalars,
-      seed=seed,
-      shardings=shardings,
-      implementation=implementation,
-    )
-
-  return optax.GradientTransformation(init_fn, update_fn)
+  return transformation(
+    options,
+    functools.partial(adam_update, implementation=implementation),
+    lambda count: adam_scalars(count, b1, b2, eps, eps_root, nesterov=nesterov),
+  )

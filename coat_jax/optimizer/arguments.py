@@ -2,11 +2,13 @@
 """Checks of the arguments of optimizers."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
+from jax import Array
 
 from coat_jax.codecs import MomentCodec
 from coat_jax.codecs.group import GroupCodec
@@ -17,6 +19,7 @@ from coat_jax.numerics.checks import (
   POSITIVE,
   Range,
   check_array,
+  check_kind,
   check_number,
   check_whole,
   described,
@@ -30,61 +33,41 @@ from coat_jax.optimizer.masks import (
   plain_codec,
 )
 
-
-class _Rule(NamedTuple):
-  """The rule for a hyperparameter, and a remedy for the caller."""
-
-  allowed: Range
-  remedy: str
-  may_be_schedule: bool = False
-  may_be_none: bool = False
-  is_whole: bool = False
-
-
 # Closer to 1, f32 rounds to 1: the bias correction would divide by 0, and a
 # moment would never move.
-_DECAY = _Rule(Range(0, 0.9999999), "usual are 0.9 to 0.999")
-_RATE = _Rule(
-  NOT_NEGATIVE,
-  "a schedule is a function of the step",
-  may_be_schedule=True,
-)
-_EPS = _Rule(NOT_NEGATIVE, "1e-8 is usual")
+_DECAY = check_number, Range(0, 0.9999999), "usual are 0.9 to 0.999"
+_SCHEDULE = "a schedule is a function of the step"
+_RMS = "0.2 is near AdamW's, None scales by shapes"
+_STEPS = Range(0, 2**31 - 1)
+# Check, range and remedy of each hyperparameter.
 _RULES = {
-  "learning_rate": _RATE,
-  "adam_learning_rate": _RATE._replace(may_be_none=True),
-  "weight_decay": _RATE._replace(remedy="0 decays nothing"),
+  "learning_rate": (check_number, NOT_NEGATIVE, _SCHEDULE),
+  "weight_decay": (check_number, NOT_NEGATIVE, "0 decays nothing"),
   "b1": _DECAY,
   "b2": _DECAY,
   "beta": _DECAY,
-  "eps": _EPS,
-  "eps_root": _EPS._replace(remedy="0 is usual"),
-  "ns_steps": _Rule(COUNT, "5 is usual", is_whole=True),
-  "consistent_rms": _Rule(
-    POSITIVE, "0.2 is near AdamW's, None scales by shapes", may_be_none=True
-  ),
-  "seed": _Rule(ANY, "it is taken modulo 2^32", is_whole=True),
-  "step": _Rule(ANY, "pass the state's count", is_whole=True),
-  "count": _Rule(
-    Range(0, 2**31 - 1), "pass how many steps there were", is_whole=True
-  ),
+  "eps": (check_number, NOT_NEGATIVE, "1e-8 is usual"),
+  "eps_root": (check_number, NOT_NEGATIVE, "0 is usual"),
+  "ns_steps": (check_whole, COUNT, "5 is usual"),
+  "consistent_rms": (check_number, POSITIVE, _RMS),
+  "seed": (check_whole, ANY, "it is taken modulo 2^32"),
+  "step": (check_whole, ANY, "pass the state's count"),
+  "count": (check_whole, _STEPS, "pass how many steps there were"),
 }
+_SCHEDULES = ("learning_rate", "weight_decay")
+_OPTIONAL = ("adam_learning_rate", "consistent_rms")
 
 
 def check_hyperparameters(op: str, **values: Any) -> None:
-  """Checks hyperparameters by their names, which are those of `_RULES`.
-
-  A name may begin with `adam_`. Arrays are checked by kind and shape alone.
-  """
+  """Checks hyperparameters by their names in `_RULES`, `adam_` or not."""
   for name, value in values.items():
-    rule = _RULES.get(name) or _RULES[name.removeprefix("adam_")]
-    is_schedule = rule.may_be_schedule and callable(value)
-    if is_schedule or rule.may_be_none and value is None:
+    short = name.removeprefix("adam_")
+    may_be_schedule, may_be_none = short in _SCHEDULES, name in _OPTIONAL
+    if may_be_schedule and callable(value) or may_be_none and value is None:
       continue
-    others = ["a schedule"] * rule.may_be_schedule + ["None"] * rule.may_be_none
-    or_else = "".join(f" or {x}" for x in others).strip()
-    check = check_whole if rule.is_whole else check_number
-    check(op, name, value, rule.allowed, rule.remedy, or_else=or_else)
+    check, allowed, remedy = _RULES[short]
+    others = ["or a schedule"] * may_be_schedule + ["or None"] * may_be_none
+    check(op, name, value, allowed, remedy, or_else=" ".join(others))
 
 
 def check_coefficients(op: str, values: Any) -> None:
@@ -114,11 +97,7 @@ def check_optimizer(op: str, name: str, tx: Any) -> None:
 def check_decay_mask(
   op: str, name: str, mask: Any
 ) -> Callable[[Any], Any] | None:
-  """Turns a mask of weight decay into a function that checks its tree of bools.
-
-  `mask` is a prefix of the parameters' tree, a function that returns one, or
-  None, which stays None.
-  """
+  """Makes a mask of weight decay a function that checks it; None stays None."""
   if mask is None:
     return None
   if not callable(mask):
@@ -151,11 +130,8 @@ def _check_bools(op: str, name: str, tree: Any) -> None:
 
 def check_codec(op: str, codec: Any) -> None:
   """Raises a TypeError if `codec` is not a `MomentCodec`."""
-  if not isinstance(codec, MomentCodec):
-    raise TypeError(
-      f"{op}: codec must be a MomentCodec, got {described(codec)}; call a "
-      "function of codecs, as in codec=codecs.coat()"
-    )
+  remedy = "call a function of codecs, as in codec=codecs.coat()"
+  check_kind(op, "codec", codec, MomentCodec, remedy)
 
 
 def choose_groups(
@@ -164,17 +140,12 @@ def choose_groups(
   groups: tuple[GroupCodec, ...],
   mask: QuantizeMask | None,
 ) -> list[tuple[GroupCodec, ...]]:
-  """Lists the codecs of every leaf of `params`, one for each moment.
-
-  `groups` are the codecs of leaves that `mask` chooses; other leaves are plain.
-  Raises if a leaf is neither floating nor complex, or if `mask` chooses a
-  complex leaf or a scalar.
-  """
+  """Lists each leaf's codecs: `groups` if `mask` chooses it, else plain."""
   mask = default_quantize_mask if mask is None else mask
   if not callable(mask):
     raise TypeError(
       f"{op}: quantize_mask must be a function (path, leaf) -> bool, got "
-      f"{mask!r}; for every leaf that can be encoded leave it out"
+      f"{mask!r}; to encode every leaf that can be encoded, leave it out"
     )
   out = []
   for path, leaf in leaf_paths(params):
@@ -212,3 +183,42 @@ def check_gradients(op: str, grads: Sequence[tuple[str, Any]]) -> None:
         f"{op}: gradients must be floating or complex, got {described(g)} at "
         f"{path!r}; cast it"
       )
+
+
+def gradients_like(op: str, updates: optax.Updates, codes: Any) -> list[Array]:
+  """Lists the gradients, and checks that they fit the codes of a moment."""
+  grads = leaf_paths(updates)
+  check_gradients(op, grads)
+  shapes = [x.shape for x in jax.tree.leaves(codes)]
+  wrong = [
+    f"{g.shape} for {shape} at {path!r}"
+    for (path, g), shape in zip(grads, shapes, strict=False)
+    if g.shape != shape
+  ]
+  if len(grads) != len(shapes):
+    wrong = [f"{len(grads)} leaves for {len(shapes)}"]
+  if wrong:
+    raise ValueError(
+      f"{op}: gradients must have the shapes of the parameters given to init, "
+      f"got {wrong[0]}; initialize the state with these parameters"
+    )
+  return [g for _, g in grads]
+
+
+def promoted(op: str, updates: optax.Updates, params: optax.Params | None):
+  """Casts gradients to the dtypes that their updates have in optax."""
+  if params is None:
+    return updates
+  grads, treedef = jax.tree.flatten(updates, is_leaf=lambda x: x is None)
+  try:
+    leaves = treedef.flatten_up_to(params)
+  except ValueError as error:
+    raise ValueError(
+      f"{op}: gradients must have the structure of the parameters, got "
+      f"{jax.tree.structure(updates)} for {jax.tree.structure(params)}; pass "
+      "the gradients of these parameters"
+    ) from error
+  return treedef.unflatten(
+    None if g is None else g.astype(jnp.result_type(g, p))
+    for g, p in zip(grads, leaves, strict=True)
+  )

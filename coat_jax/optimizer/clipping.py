@@ -3,10 +3,8 @@
 
 The global norm of all gradients is only known after the last of them. A step
 that uses each gradient as soon as it exists (`step_in_backward`) clips by what
-is known by then: the norms of earlier steps. `Clipping` has the rules; what
-they keep between steps is a `ClipState`, which belongs in checkpoints.
-
-A slice is a leaf, or one layer of a stacked leaf.
+is known by then: the norms of earlier steps. A slice is a leaf, or one layer of
+a stacked leaf.
 """
 
 import dataclasses
@@ -109,15 +107,10 @@ class Clipping:
   def init(
     self, params: Any, *, stack: str | Sequence[str] = "layers"
   ) -> ClipState:
-    """Makes the state before the first step.
+    """Makes the state before the first step: zeros.
 
-    Args:
-      params: tree of parameters.
-      stack: the path of the stacked layers, as in `step_in_backward`; or the
-        paths of several stacks.
-
-    Returns:
-      Zeros.
+    `stack` is the path of the stacked layers, as in `step_in_backward`, or the
+    paths of several stacks.
     """
     leaves, treedef = jax.tree.flatten(params)
     own = treedef.unflatten(
@@ -129,16 +122,10 @@ class Clipping:
   def scale(
     self, state: ClipState, own: Array, norm: Array
   ) -> tuple[Array, Array]:
-    """Computes the factor for a slice's gradient.
+    """Returns the factor for a slice's gradient, and the slice's new norm.
 
-    Args:
-      state: the state before this step.
-      own: f32, what the state keeps for the slice.
-      norm: f32, the gradient's `global_norm` over all devices; or the norms of
-        several slices, in own's shape.
-
-    Returns:
-      The factor, and what the next state keeps for the slice.
+    `own` is the slice's norm in the state; `norm` is the gradient's
+    `global_norm` over all devices. Both may be arrays for several slices.
     """
     # Divide first: max_norm * own may overflow.
     limit, is_warm = self.max_norm * (own / state.norm), False
@@ -158,12 +145,9 @@ class Clipping:
   def next_state(
     self, state: ClipState, own: Sequence[Any], norm: Array
   ) -> ClipState:
-    """Returns the state after a step.
+    """Returns the state after a step, from the norms that `scale` returned.
 
-    Args:
-      state: the state before the step.
-      own: what `scale` returned for each leaf.
-      norm: f32, the `global_norm` of all gradients.
+    `norm` is the `global_norm` of all gradients.
     """
     tree = jax.tree.structure(state.own).unflatten(own)
     return ClipState(state.steps + 1, norm, tree)

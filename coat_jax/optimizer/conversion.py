@@ -1,39 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Converts a run's state between optax's optimizers and ours."""
+"""Converts states between optax's optimizers and ours.
 
+`decode_state` and `encode_state` work on any tree that holds `Moment`s.
+"""
+
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.tree_util import tree_leaves_with_path
 from jax.typing import ArrayLike
 
 from coat_jax.codecs import MomentCodec
-from coat_jax.optimizer.arguments import (
-  check_codec,
-  check_coefficients,
-  check_hyperparameters,
-  choose_groups,
-)
+from coat_jax.codecs.group import GroupCodec
+from coat_jax.numerics import stochastic
+from coat_jax.numerics.stochastic import LeafPart
+from coat_jax.optimizer import arguments
 from coat_jax.optimizer.masks import QuantizeMask
-from coat_jax.optimizer.muon import COEFFICIENTS
+from coat_jax.optimizer.matrices import COEFFICIENTS
 from coat_jax.optimizer.state import (
   EncodedState,
+  Moment,
+  MomentOptions,
   MomentState,
   ScaleByCoatAdamState,
   ScaleByCoatLionState,
   ScaleByCoatMuonState,
   find_states,
   is_moment,
+  make_moment,
 )
-from coat_jax.optimizer.state_codec import (
-  decode_state,
-  encode_state,
-  encode_trees,
-  flatten_like,
-  leaves_by_path,
-  plain_moments,
-)
+from coat_jax.optimizer.step import decode, encode
+from coat_jax.optimizer.weights import in_f32
 
 # Maps our states to optax's.
 _THEIRS = {
@@ -44,18 +44,15 @@ _THEIRS = {
 
 
 def to_adam_state(opt_state: Any) -> Any:
-  """Converts coat states to the states of optax's Adam.
+  """Converts every `ScaleByCoatAdamState` to an `optax.ScaleByAdamState`.
 
-  Every `ScaleByCoatAdamState` in `opt_state` becomes an
-  `optax.ScaleByAdamState` with f32 moments; everything else stays. So the state
-  of `coat_adamw` becomes the state of `optax.adamw`, and a bare state becomes a
-  bare state.
+  So the state of `coat_adamw` becomes that of `optax.adamw`.
 
   Args:
     opt_state: a coat state, or any optimizer state that holds some.
 
   Returns:
-    The same tree with optax's states.
+    The same tree with optax's states, whose moments are f32.
 
   Raises:
     ValueError: it holds no coat state.
@@ -78,23 +75,19 @@ def from_adam_state(
   quantize_mask: QuantizeMask | None = None,
   seed: ArrayLike = 0,
 ) -> Any:
-  """Converts states of optax's Adam to coat states.
+  """Converts every `optax.ScaleByAdamState` to a `ScaleByCoatAdamState`.
 
-  Every `optax.ScaleByAdamState` in `opt_state` becomes a
-  `ScaleByCoatAdamState`; everything else stays. This inverts `to_adam_state` up
-  to the codec's rounding.
+  This inverts `to_adam_state` up to the codec's rounding.
 
   Args:
     opt_state: a state of Adam, or any optimizer state that holds some.
-    codec: how the moments will be stored.
-    quantize_mask: as for `scale_by_coat_adam`.
-    seed: seed of the random words of stochastic rounding.
+    codec, quantize_mask, seed: as for `coat_adamw`.
 
   Returns:
     The same tree with coat states.
 
   Raises:
-    TypeError: the same as for `scale_by_coat_adam`.
+    TypeError: the same as for `coat_adamw`.
     ValueError: it holds no state of Adam.
 
   Examples:
@@ -108,17 +101,11 @@ def from_adam_state(
     float8_e4m3fn
   """
   op = "from_adam_state"
-  check_codec(op, codec)
-  check_hyperparameters(op, seed=seed)
+  options = MomentOptions(op, ScaleByCoatAdamState, codec, quantize_mask, seed)
 
   def convert(state):
-    chosen = choose_groups(op, state.mu, codec.groups, quantize_mask)
-    groups = dict(zip(leaves_by_path(state.mu), chosen, strict=True))
-    # Our second moments of complex leaves are real, and donation takes no
-    # buffer twice: all arrays are copies.
-    mu, nu = _copied(state.mu), jax.tree.map(jnp.real, _copied(state.nu))
-    encoded = encode_trees((mu, nu), codec.groups, groups, seed, state.count)
-    return ScaleByCoatAdamState(jnp.array(state.count), *encoded)
+    like = jax.eval_shape(options.init, state.mu)
+    return _encoded(op, like, state, seed)
 
   return _convert(op, convert, opt_state, optax.ScaleByAdamState)
 
@@ -128,14 +115,10 @@ def to_plain_state(
 ) -> Any:
   """Converts our states to those of optax's optimizers, with f32 moments.
 
-  In `opt_state`
-    an `EncodedState` becomes the state of its inner optimizer,
-    a `ScaleByCoatAdamState` becomes an `optax.ScaleByAdamState`,
-    a `ScaleByCoatLionState` becomes an `optax.ScaleByLionState`,
-    a `ScaleByCoatMuonState` becomes an `optax.contrib.MuonState`;
-  everything else stays. So the state of `coat_lion` becomes that of
-  `optax.lion`. The chain of `optax.contrib.muon` has one more element than that
-  of `coat_muon`, without arrays: see docs/optimizer.md.
+  An `EncodedState` becomes the state of its inner optimizer; the states of
+  `coat_adamw`, `coat_lion` and `coat_muon` become those of optax's optimizers.
+  The chain of `optax.contrib.muon` has one more element than that of
+  `coat_muon`, without arrays: see docs/optimizer.md.
 
   Args:
     opt_state: such a state, or any optimizer state that holds some.
@@ -158,14 +141,14 @@ def to_plain_state(
     float32
   """
   op = "to_plain_state"
-  check_coefficients(op, ns_coeffs)
+  arguments.check_coefficients(op, ns_coeffs)
 
-  def convert(state):
-    if isinstance(state, EncodedState):
-      return decode_state(_copied(state.inner))
-    return _decoded(state, ns_coeffs)
-
-  return _convert(op, convert, opt_state, EncodedState | MomentState)
+  return _convert(
+    op,
+    lambda state: _decoded(state, ns_coeffs),
+    opt_state,
+    EncodedState | MomentState,
+  )
 
 
 def from_plain_state(
@@ -175,20 +158,18 @@ def from_plain_state(
   count: ArrayLike = 0,
   seed: ArrayLike = 0,
 ) -> Any:
-  """Converts states of optax's optimizers to ours.
+  """Converts states of optax's optimizers to ours: inverts `to_plain_state`.
 
-  This inverts `to_plain_state` up to the codec's rounding. Both together change
-  a state's codec.
+  Both together change a state's codec.
 
   Args:
-    opt_state: what `to_plain_state` returned: a state of optax's optimizer, or
-      any optimizer state that holds some.
+    opt_state: what `to_plain_state` returned, or optax's own state.
     like: the kind of state to make, such as
       `jax.eval_shape(coat_lion(...).init, params)`: it determines which fields
       and leaves are encoded, and by which codec.
     count: for an `EncodedState`, the number of steps so far, from which random
       words continue. The other states store it.
-    seed: seed of the random words of stochastic rounding.
+    seed: as for `coat_adamw`.
 
   Returns:
     A tree with the structure of `like`.
@@ -212,7 +193,7 @@ def from_plain_state(
     float8_e4m3fn
   """
   op, name = "from_plain_state", "opt_state"
-  check_hyperparameters(op, count=count, seed=seed)
+  arguments.check_hyperparameters(op, count=count, seed=seed)
   kinds = EncodedState | MomentState
   find_states(op, like, kinds)
   states, treedef = jax.tree.flatten(
@@ -222,36 +203,23 @@ def from_plain_state(
   plain_states = flatten_like(op, name, treedef, opt_state)
   for want, plain in zip(states, plain_states, strict=True):
     if isinstance(want, MomentState):
-      plain = _moments_of(op, want, plain)
-      plain_moments(op, name, want, plain)
-      plain = _copied(plain)
-      out.append(encode_state(op, name, want, plain, seed, plain.count))
+      out.append(_encoded(op, want, plain, seed))
     elif isinstance(want, EncodedState):
-      plain_moments(op, name, want.inner, plain)
-      plain = _copied(plain)
       inner = encode_state(op, name, want.inner, plain, seed, count)
-      out.append(EncodedState(jnp.int32(count), inner))
+      out.append(_copied(EncodedState(jnp.int32(count), inner)))
     else:
       out.append(jnp.array(plain))
   return treedef.unflatten(out)
 
 
-def _copied(tree: Any) -> Any:
-  """Copies all arrays, as donation takes no buffer twice.
-
-  Moments stay, because they are encoded or decoded anyway.
-  """
-  return jax.tree.map(
-    lambda x: x if is_moment(x) else jnp.array(x), tree, is_leaf=is_moment
-  )
-
-
 def _decoded(
-  state: MomentState,
+  state: MomentState | EncodedState,
   ns_coeffs: tuple[float, float, float] = COEFFICIENTS,
 ) -> Any:
   """Converts one of our states to optax's state."""
-  plain: Any = decode_state(_copied(state))
+  if isinstance(state, EncodedState):
+    return decode_state(state.inner, jnp.array)
+  plain: Any = decode_state(state, jnp.array)
   if isinstance(plain, ScaleByCoatAdamState):
     # In optax second moments of complex leaves are complex.
     mu, nu = plain.mu, plain.nu
@@ -262,19 +230,26 @@ def _decoded(
   return _THEIRS[type(state)](*plain)
 
 
-def _moments_of(op: str, want: MomentState, plain: Any) -> MomentState:
-  """Returns optax's f32 moments in a state of the type of `want`."""
-  theirs = _THEIRS[type(want)]
+def _encoded(op: str, like: MomentState, plain: Any, seed: ArrayLike) -> Any:
+  """Converts a state of optax to one of the type and the codec of `like`."""
+  theirs = _THEIRS[type(like)]
   if not isinstance(plain, theirs):
     raise ValueError(
       f"{op}: opt_state must have a {theirs.__name__} where like has a "
-      f"{type(want).__name__}, got {type(plain).__name__}; pass what "
-      "to_plain_state gave, or the state of optax's optimizer of this kind"
+      f"{type(like).__name__}, got {type(plain).__name__}; pass what "
+      "to_plain_state returned, or the state of optax's optimizer of this kind"
     )
-  if isinstance(want, ScaleByCoatAdamState):
+  if isinstance(like, ScaleByCoatAdamState):
     # Our second moments of complex leaves are real.
     plain = plain._replace(nu=jax.tree.map(jnp.real, plain.nu))
-  return type(want)(*(getattr(plain, name) for name in want._fields))
+  plain = type(like)(*(getattr(plain, name) for name in like._fields))
+  new = encode_state(op, "opt_state", like, plain, seed, plain.count)
+  return _copied(new)
+
+
+def _copied(tree: Any) -> Any:
+  """Copies all arrays, as donation takes no buffer twice."""
+  return jax.tree.map(jnp.array, tree)
 
 
 def _convert(op: str, convert, opt_state: Any, kind: Any) -> Any:
@@ -284,3 +259,99 @@ def _convert(op: str, convert, opt_state: Any, kind: Any) -> Any:
     opt_state,
     is_leaf=lambda x: isinstance(x, kind),
   )
+
+
+def decode_moment(moment: Moment) -> Any:
+  """Decodes a moment to a tree of f32 arrays."""
+  values = [decode((moment.codec_of(x),), (x,))[0] for x in moment.leaves()]
+  return jax.tree.structure(moment.codes).unflatten(values)
+
+
+def decode_state(state: Any, other: Callable[[Any], Any] = lambda x: x) -> Any:
+  """Decodes all moments of a state; applies `other` to its other leaves."""
+  return jax.tree.map(
+    lambda x: decode_moment(x) if is_moment(x) else other(x),
+    state,
+    is_leaf=is_moment,
+  )
+
+
+def encode_state(
+  op: str, name: str, like: Any, plain: Any, seed: ArrayLike, count: ArrayLike
+) -> Any:
+  """Inverts `decode_state`: encodes `plain` with the codecs of `like`."""
+  pairs = pair_nodes(op, name, like, plain)
+  found = [(old, new) for old, new in pairs if is_moment(old)]
+  moments = iter(
+    encode_trees(
+      [new for _, new in found],
+      [old.codec for old, _ in found],
+      [[old.codec_of(x) for x in old.leaves()] for old, _ in found],
+      seed,
+      count,
+    )
+  )
+  return jax.tree.structure(like, is_leaf=is_moment).unflatten(
+    next(moments) if is_moment(old) else new for old, new in pairs
+  )
+
+
+def encode_trees(
+  trees: Sequence[Any],
+  codecs: Sequence[GroupCodec],
+  leaf_codecs: Sequence[Sequence[GroupCodec]],
+  seed: ArrayLike,
+  count: ArrayLike,
+) -> list[Moment]:
+  """Encodes trees of values to moments with these codecs.
+
+  `leaf_codecs` lists for each tree the codecs of its leaves: the moment's, or a
+  plain one. The random words of a leaf depend on the order in which paths
+  appear and on how many trees had the path before.
+  """
+  seen: dict[Any, tuple[int, int]] = {}
+  moments = []
+  for tree, codec, own in zip(trees, codecs, leaf_codecs, strict=True):
+    stored = []
+    leaves = tree_leaves_with_path(tree)
+    for (keys, x), group in zip(leaves, own, strict=True):
+      index, place = seen.get(keys, (len(seen), 0))
+      seen[keys] = index, place + 1
+      part = LeafPart(stochastic.leaf_key(seed, count, index))
+      stored += encode((group,), (in_f32(x),), part, first=place)
+    moments.append(make_moment(tree, stored, codec))
+  return moments
+
+
+def pair_nodes(
+  op: str, name: str, like: Any, plain: Any
+) -> list[tuple[Any, Any]]:
+  """Pairs the moments and other leaves of `like` with what `plain` has there.
+
+  Raises a ValueError if `plain`, the argument `name` of `op`, has another
+  structure, or moments of other shapes.
+  """
+  nodes, treedef = jax.tree.flatten(like, is_leaf=is_moment)
+  pairs = list(zip(nodes, flatten_like(op, name, treedef, plain), strict=True))
+  got, want = [], []
+  for old, new in pairs:
+    if is_moment(old):
+      got += [jnp.shape(x) for x in jax.tree.leaves(new)]
+      want += [jnp.shape(x) for x in jax.tree.leaves(old.codes)]
+  if got != want:
+    raise ValueError(
+      f"{op}: {name} must have leaves of shapes {want}, got {got}; pass a "
+      "state for the same parameters"
+    )
+  return pairs
+
+
+def flatten_like(op: str, name: str, treedef: Any, state: Any) -> list[Any]:
+  """Lists the nodes of a state; a ValueError if it has another structure."""
+  try:
+    return treedef.flatten_up_to(state)
+  except ValueError as error:
+    raise ValueError(
+      f"{op}: {name} must be the state of the optimizer that is encoded, got "
+      f"another structure ({error}); pass what its init or update returned"
+    ) from error

@@ -1,44 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
 """`encoded` stores the moments of any optax optimizer in FP8."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.tree_util import tree_leaves_with_path
 from jax.typing import ArrayLike
 
 from coat_jax import codecs
-from coat_jax.optimizer.arguments import (
-  check_codec,
-  check_gradients,
-  check_hyperparameters,
-  check_optimizer,
-  choose_groups,
+from coat_jax.optimizer import arguments
+from coat_jax.optimizer.conversion import (
+  decode_state,
+  encode_state,
+  encode_trees,
 )
 from coat_jax.optimizer.fields import (
   FieldRule,
   check_names,
   find_fields,
   mark_placeholders,
-  path_of,
   rule_of,
 )
-from coat_jax.optimizer.masks import QuantizeMask, leaf_paths, plain_codec
+from coat_jax.optimizer.masks import (
+  QuantizeMask,
+  leaf_paths,
+  node_path,
+  plain_codec,
+)
 from coat_jax.optimizer.state import (
   EncodedState,
   check_state,
   moments_in,
   placeholder_type,
 )
-from coat_jax.optimizer.state_codec import (
-  decode_state,
-  encode_state,
-  encode_trees,
-  leaves_by_path,
-  rows_of,
-)
+from coat_jax.optimizer.weights import in_f32
 
 
 def encoded(
@@ -53,11 +51,9 @@ def encoded(
 
   Between steps the codec stores what the inner optimizer keeps for every
   parameter, such as a momentum or second moments. A step decodes these fields
-  to f32, lets the inner optimizer update them, and encodes them again: only the
-  state is rounded.
-
-  The inner optimizer works in f32 whatever the parameters' dtype is; gradients
-  and parameters are cast for it.
+  to f32, lets the inner optimizer update them, and encodes them again. The
+  inner optimizer works in f32 whatever the parameters' dtype is; gradients and
+  parameters are cast for it.
 
   Args:
     inner: such as `optax.lion(1e-4)`, a chain, or `optax.contrib.muon(1e-2)`.
@@ -66,14 +62,12 @@ def encoded(
       never negative, its `mu` all others.
     fields: which fields are encoded, and how. None for `default_field_rule`,
       which takes all fields with the structure and shapes of the parameters,
-      except copies of parameters, and fields that must stay in f32: those of
-      COCOB, MADGRAD and `optax.scale_by_stddev` (`rmsprop(centered=True)`).
-      Else pass the fields' names, such as `("mu",)`; names and kinds, such as
-      `{"m": "mu", "n": "nu"}`; or a rule, `path -> "mu", "nu" or None`. A name
-      is the last part of a path, or all of it ("0/mu").
-    quantize_mask: `(path, leaf) -> bool`, which leaves the codec encodes (the
-      fields of others stay f32); None for `default_quantize_mask`.
-    seed: seed of the random words of stochastic rounding.
+      except copies of parameters and fields that must stay in f32 (of COCOB,
+      MADGRAD and `rmsprop(centered=True)`). Else pass the fields' names, such
+      as `("mu",)`; names and kinds, such as `{"m": "mu", "n": "nu"}`; or a
+      rule, `path -> "mu", "nu" or None`. A name is the last part of a path, or
+      all of it ("0/mu").
+    quantize_mask, seed: as for `coat_adamw`.
 
   Returns:
     An `optax.GradientTransformationExtraArgs` with an `EncodedState`. Updates
@@ -101,32 +95,50 @@ def encoded(
   Source: arXiv:2410.19313, section 4, which encodes the moments of Adam only.
   """
   op = "encoded"
-  check_codec(op, codec)
-  check_hyperparameters(op, seed=seed)
+  arguments.check_codec(op, codec)
+  arguments.check_hyperparameters(op, seed=seed)
   rule = rule_of(op, fields)
-  check_optimizer(op, "inner", inner)
+  arguments.check_optimizer(op, "inner", inner)
   inner = optax.with_extra_args_support(inner)
 
   def init_fn(params):
+    count = jnp.zeros([], jnp.int32)
     if isinstance(params, placeholder_type()):
       state = mark_placeholders(op, inner.init(params), codec, rule)
-      return EncodedState(jnp.zeros([], jnp.int32), state)
-    chosen = choose_groups(op, params, codec.groups, quantize_mask)
+      return EncodedState(count, state)
+    chosen = arguments.choose_groups(op, params, codec.groups, quantize_mask)
     params = _in_f32(params)
     state = inner.init(params)
-    found = find_fields(op, state, params, rule)
+    found, treedef = find_fields(op, state, params, rule)
     if chosen:
       names = () if fields is None or callable(fields) else fields
       check_names(op, names, state, found)
-    masked = dict(zip(_shapes(params), chosen, strict=True))
-    return EncodedState(
-      jnp.zeros([], jnp.int32), _encode(found, codec, masked, seed)
-    )
+    keys = [keys for keys, _ in tree_leaves_with_path(params)]
+    is_encoded = {
+      keys: groups == codec.groups
+      for keys, groups in zip(keys, chosen, strict=True)
+    }
+    trees, groups, leaf_codecs = [], [], []
+    for field in found:
+      if field.kind is None:
+        continue
+      # Without this the compiler encodes constants itself, for half a minute.
+      trees.append(jax.lax.optimization_barrier(field.node))
+      groups.append(getattr(codec, field.kind))
+      leaf_codecs.append(
+        [
+          groups[-1] if is_encoded[keys] else plain_codec(jnp.iscomplexobj(x))
+          for keys, x in tree_leaves_with_path(field.node)
+        ]
+      )
+    moments = iter(encode_trees(trees, groups, leaf_codecs, seed, 0))
+    nodes = [next(moments) if x.kind else x.node for x in found]
+    return EncodedState(count, treedef.unflatten(nodes))
 
   def update_fn(updates, state, params=None, **extra_args):
     check_state(op, state, EncodedState, codec)
     count = optax.safe_increment(state.count)
-    check_gradients(op, leaf_paths(updates))
+    arguments.check_gradients(op, leaf_paths(updates))
     _check_leaves(op, updates, state)
     new_updates, new_inner = inner.update(
       _in_f32(updates),
@@ -135,58 +147,26 @@ def encoded(
       **extra_args,
     )
     new_inner = encode_state(op, "state", state.inner, new_inner, seed, count)
-    return (
-      _cast_like(new_updates, updates, params),
-      EncodedState(count, new_inner),
+    # Updates have the dtypes that optax gives them.
+    like = (updates,) if params is None else (updates, params)
+    new_updates = jax.tree.map(
+      lambda u, *like: u.astype(jnp.result_type(*like)), new_updates, *like
     )
+    return new_updates, EncodedState(count, new_inner)
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _encode(found, codec, chosen, seed) -> Any:
-  """Returns the state with its fields encoded."""
-  # Without this the compiler encodes constants itself, for half a minute.
-  trees = [
-    jax.lax.optimization_barrier(node)
-    for node, kind in zip(found.nodes, found.kinds, strict=True)
-    if kind
-  ]
-  groups = [getattr(codec, kind) for kind in found.kinds if kind]
-  leaves = rows_of([leaves_by_path(tree) for tree in trees])
-  own = {
-    keys: tuple(
-      groups[j]
-      if chosen[keys] == codec.groups
-      else plain_codec(jnp.iscomplexobj(x))
-      for j, x in row.items()
-    )
-    for keys, row in leaves.items()
-  }
-  new = iter(encode_trees(trees, groups, own, seed, 0))
-  return found.treedef.unflatten(
-    [
-      next(new) if kind else node
-      for node, kind in zip(found.nodes, found.kinds, strict=True)
-    ]
-  )
-
-
-def _shapes(tree: Any) -> Mapping[Any, tuple[int, ...]]:
-  flat = jax.tree_util.tree_flatten_with_path(tree)[0]
-  return {keys: jnp.shape(x) for keys, x in flat}
-
-
 def _check_leaves(op: str, updates: Any, state: EncodedState) -> None:
   """Raises a ValueError if gradients have other shapes than the state."""
-  shapes = _shapes(updates)
+  shapes = {keys: g.shape for keys, g in tree_leaves_with_path(updates)}
   for moment in moments_in(state):
-    for keys, want in _shapes(moment.codes).items():
-      got = shapes.get(keys)
-      if got != want:
+    for keys, x in tree_leaves_with_path(moment.codes):
+      if (got := shapes.get(keys, "no leaf")) != x.shape:
         raise ValueError(
           f"{op}: gradients must have the shapes of the parameters given to "
-          f"init, got {'no leaf' if got is None else got} for {want} at "
-          f"{path_of(keys)!r}; initialize the state with these parameters"
+          f"init, got {got} for {x.shape} at {node_path(keys)!r}; initialize "
+          "the state with these parameters"
         )
 
 
@@ -194,21 +174,8 @@ def _in_f32(tree: Any) -> Any:
   """Casts floating leaves to f32, complex ones to complex64; keeps others."""
 
   def cast(x):
-    dtype = jnp.result_type(x)
-    if not jnp.issubdtype(dtype, jnp.inexact):
+    if not jnp.issubdtype(jnp.result_type(x), jnp.inexact):
       return x
-    is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
-    dtype = jnp.dtype("complex64" if is_complex else "float32")
-    if isinstance(x, jax.ShapeDtypeStruct):
-      return x.update(dtype=dtype)
-    return x if getattr(x, "dtype", None) == dtype else jnp.asarray(x, dtype)
+    return in_f32(jnp.asarray(x))
 
   return jax.tree.map(cast, tree)
-
-
-def _cast_like(new: Any, updates: Any, params: Any) -> Any:
-  """Casts updates to the dtypes that optax gives them."""
-  trees = (updates,) if params is None else (updates, params)
-  return jax.tree.map(
-    lambda u, *like: u.astype(jnp.result_type(*like)), new, *trees
-  )

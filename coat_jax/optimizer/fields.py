@@ -13,9 +13,11 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.tree_util import tree_leaves_with_path
 
 from coat_jax.codecs import MomentCodec
 from coat_jax.numerics.checks import check_kind, refuse
+from coat_jax.optimizer.masks import node_path
 from coat_jax.optimizer.state import marked_moment, placeholder_type
 
 Kind = Literal["mu", "nu"]
@@ -83,24 +85,17 @@ def _known_states() -> Mapping[type, Mapping[str, Kind | None]]:
   return known
 
 
-class _Known(NamedTuple):
-  """An entry of `_known_states`: the state's name and the field's kind."""
-
-  state: str
-  kind: Kind | None
+# The state that a field belongs to and the field's kind.
+_Known = tuple[type, Kind | None]
 
 
 def _known_fields(state: Any) -> dict[str, _Known]:
   """Maps the path of each field in `_known_states` to its entry."""
   known = _known_states()
-  flat = jax.tree_util.tree_flatten_with_path(
-    state, is_leaf=lambda node: type(node) in known
-  )[0]
+  nodes = tree_leaves_with_path(state, is_leaf=lambda x: type(x) in known)
   return {
-    path_of((*keys, jax.tree_util.GetAttrKey(name))): _Known(
-      type(node).__name__, kind
-    )
-    for keys, node in flat
+    node_path((*keys, jax.tree_util.GetAttrKey(name))): (type(node), kind)
+    for keys, node in nodes
     for name, kind in known.get(type(node), {}).items()
   }
 
@@ -115,16 +110,11 @@ def _kind_at(
   state, kind = known[path]
   if kind is None and rule is not default_field_rule:
     raise ValueError(
-      f"{op}: fields of {state} must stay in f32, because its update makes "
-      f"their rounding errors larger, got fields that encode {path!r}; leave "
-      "it out of fields"
+      f"{op}: fields of {state.__name__} must stay in f32, because its update "
+      f"makes their rounding errors larger, got fields that encode {path!r}; "
+      "leave it out of fields"
     )
   return kind
-
-
-def path_of(keys: Sequence[Any]) -> str:
-  """Writes the keys of a field as the path that a rule gets."""
-  return jax.tree_util.keystr(tuple(keys), simple=True, separator="/")
 
 
 def rule_of(op: str, fields: FieldRule | Collection[str] | None) -> FieldRule:
@@ -163,16 +153,13 @@ def _is_named(path: str, name: str) -> bool:
 def mark_placeholders(
   op: str, state: Any, codec: MomentCodec, rule: FieldRule
 ) -> Any:
-  """Marks the fields that a rule encodes, for `optax.tree.map_params`.
-
-  `state` is the result of `init` for optax's placeholder of parameters.
-  """
+  """Marks the fields of a state that `init` made of optax's placeholder."""
   known, kind = _known_fields(state), placeholder_type()
 
   def mark(keys, node):
     if not isinstance(node, kind):
       return node
-    chosen = _kind_at(op, path_of(keys), rule, known)
+    chosen = _kind_at(op, node_path(keys), rule, known)
     return marked_moment(node, getattr(codec, chosen)) if chosen else node
 
   return jax.tree.map_with_path(
@@ -183,28 +170,23 @@ def mark_placeholders(
   )
 
 
-class Found(NamedTuple):
-  """The fields found in a state.
+class Field(NamedTuple):
+  """A node of a state; its kind is None if it is not encoded."""
 
-  Attributes:
-    nodes: the state's nodes in order; each field is one node.
-    kinds: for each node "mu" or "nu", or None if it is not to be encoded.
-    treedef: puts the nodes together again.
-  """
-
-  nodes: list[Any]
-  kinds: list[Kind | None]
-  treedef: Any
+  path: str
+  node: Any
+  kind: Kind | None
 
 
-def find_fields(op: str, state: Any, params: Any, rule: FieldRule) -> Found:
-  """Finds the fields of an inner optimizer's state that are to be encoded.
+def find_fields(
+  op: str, state: Any, params: Any, rule: FieldRule
+) -> tuple[list[Field], Any]:
+  """Lists the nodes of a state, some of which are fields, and its treedef.
 
   A field has the structure and shapes of `params`; some of its leaves may be
-  masked, as in `optax.partition`. Raises a ValueError if a field is neither f32
-  nor complex64, or if the user's rule encodes one that must stay in f32.
+  masked, as in `optax.partition`.
   """
-  leaves = jax.tree_util.tree_flatten_with_path(params)[0]
+  leaves = tree_leaves_with_path(params)
   shapes = {keys: jnp.shape(x) for keys, x in leaves}
 
   def is_whole(node):
@@ -212,32 +194,29 @@ def find_fields(op: str, state: Any, params: Any, rule: FieldRule) -> Found:
 
   flat, treedef = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_whole)
   known = _known_fields(state)
-  nodes, kinds = [], []
+  found = []
   for keys, node in flat:
-    path = path_of(keys)
-    is_like = _is_like(node, shapes)
-    kinds.append(_kind_at(op, path, rule, known) if is_like else None)
-    nodes.append(node)
-    if kinds[-1] is None:
-      continue
-    for x in jax.tree.leaves(node):
+    path, kind = node_path(keys), None
+    if _is_like(node, shapes):
+      kind = _kind_at(op, path, rule, known)
+    found.append(Field(path, node, kind))
+    for x in jax.tree.leaves(node) if kind else ():
       if x.dtype not in (jnp.float32, jnp.complex64):
         raise ValueError(
           f"{op}: the inner optimizer must keep its fields in f32, got "
-          f"{x.dtype} at {path!r}; leave its mu_dtype out, for the codec says "
-          "how they are stored, or leave this one out with fields"
+          f"{x.dtype} at {path!r}; leave its mu_dtype out, because the codec "
+          "determines how they are stored, or leave this one out with fields"
         )
-  return Found(nodes, kinds, treedef)
+  return found, treedef
 
 
 def _is_like(node: Any, shapes: Mapping[Any, tuple[int, ...]]) -> bool:
   """Tells whether a node is a tree of floats with these paths and shapes.
 
-  Leaves may be masked, even all of them: an optimizer in a partition has such
-  trees.
+  Some leaves may be masked, or even all, as in `optax.partition`.
   """
   present, masked = {}, set()
-  flat = jax.tree_util.tree_flatten_with_path(node, is_leaf=_is_masked)[0]
+  flat = tree_leaves_with_path(node, is_leaf=_is_masked)
   for keys, x in flat:
     if _is_masked(x):
       masked.add(keys)
@@ -261,15 +240,11 @@ def _is_masked(x: Any) -> bool:
 
 
 def check_names(
-  op: str, names: Collection[str], state: Any, found: Found
+  op: str, names: Collection[str], state: Any, found: Sequence[Field]
 ) -> None:
   """Raises a ValueError if a field that the user named is not to be encoded."""
-  flat = jax.tree_util.tree_flatten_with_path(state)[0]
-  everything = [path_of(keys) for keys, _ in flat]
-  flat = jax.tree_util.tree_flatten_with_path(
-    found.treedef.unflatten(range(len(found.nodes)))
-  )[0]
-  chosen = [path_of(keys) for keys, i in flat if found.kinds[i]]
+  everything = [node_path(keys) for keys, _ in tree_leaves_with_path(state)]
+  chosen = [field.path for field in found if field.kind]
   for name in names:
     if any(_is_named(path, name) for path in chosen):
       continue

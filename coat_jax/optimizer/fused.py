@@ -2,29 +2,83 @@
 """AdamW and Lion with FP8 moments, each with its whole step in one function.
 
 `fused_coat_adamw` does what `coat_adamw` and `apply_updates` do together, and
-`fused_coat_lion` does the same for Lion: on a GPU with one kernel per leaf. The
-states are those of the optax transformations (`ScaleByCoatAdamState`,
-`ScaleByCoatLionState`), which are the first element of a chain's state, so
-either optimizer can read the other's checkpoints. With `low_bits` the state
-also stores a byte per weight (`LowBitsState`).
+`fused_coat_lion` does the same for Lion. optax passes updates from one
+transformation to the next, each a copy of the parameters in memory. Here each
+leaf is stepped at once: on a GPU by one kernel in one pass over memory, in
+place if parameters and state are donated.
+
+The states are those of the optax transformations (`ScaleByCoatAdamState`,
+`ScaleByCoatLionState`), so either optimizer can read the other's checkpoints.
+With `low_bits` the state also stores a byte per weight (`LowBitsState`).
 """
 
-from collections.abc import Callable
-from typing import Any
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
 from coat_jax import codecs
+from coat_jax.numerics.checks import ANY, check_number
+from coat_jax.ops.dispatch import explain
 from coat_jax.ops.types import StepImplementation
-from coat_jax.optimizer import adam, lion
-from coat_jax.optimizer.arguments import check_hyperparameters
-from coat_jax.optimizer.fused_transformation import (
-  FusedTransformation,
-  fused_transformation,
+from coat_jax.optimizer import adam, arguments, lion
+from coat_jax.optimizer.masks import QuantizeMask, leaf_paths
+from coat_jax.optimizer.state import (
+  FusedState,
+  LowBitsState,
+  MomentOptions,
+  ScaleByCoatAdamState,
+  ScaleByCoatLionState,
+  check_state,
 )
-from coat_jax.optimizer.masks import QuantizeMask
-from coat_jax.optimizer.state import ScaleByCoatAdamState, ScaleByCoatLionState
+from coat_jax.optimizer.step import Leaves, StepScalars
+from coat_jax.optimizer.weights import (
+  pair_weights,
+  split_weights,
+  unpair_weights,
+)
+
+
+class LeafSteps(NamedTuple):
+  """One step of an optimizer that is taken leaf by leaf.
+
+  Attributes:
+    leaves: for each parameter, in the order of the tree, its weight (an array,
+      or a tree of arrays of one shape) and what the optimizer stores for it (a
+      tree of scalars and of arrays whose leading axes are the weight's).
+    step: `step(i, leaf, gradient, *, layer=None, grad_scale=None)` returns the
+      new leaf i. With `layer`, int32 [], the leaf holds all stacked layers,
+      only this layer is stepped, and its gradient is [1, ...].
+    end: `end(leaves)` returns the new parameters and the new state.
+  """
+
+  leaves: Sequence[tuple[Any, Any]]
+  step: Callable[..., tuple[Any, Any]]
+  end: Callable[[Sequence[tuple[Any, Any]]], tuple[Any, Any]]
+
+
+class FusedTransformation(NamedTuple):
+  """An optimizer that returns new parameters instead of updates.
+
+  Attributes:
+    init: `init(params)` returns the state before the first step.
+    apply: `apply(grads, state, params, *, grad_scale=None)` returns the new
+      parameters and the new state. `grad_scale` is a scalar that multiplies the
+      gradients first, such as min(1, max_norm / global_norm).
+    begin: `begin(params, state)` returns the same step leaf by leaf, as
+      `LeafSteps`, for `step_in_backward`.
+    explain: `explain(params)` maps each leaf's path to the implementation that
+      the leaf gets, and why, on the platform that a program is compiled for.
+  """
+
+  init: Callable[[optax.Params], FusedState]
+  apply: Callable[..., tuple[optax.Params, FusedState]]
+  begin: Callable[[optax.Params, FusedState], LeafSteps]
+  explain: Callable[[optax.Params], dict[str, str]]
 
 
 def fused_coat_adamw(
@@ -53,34 +107,20 @@ def fused_coat_adamw(
   program may round differently by some ulp, which can change a code.
 
   Args:
-    learning_rate: a number or a schedule.
-    b1, b2: decay of the first and the second moment.
-    eps: added to the denominator, outside the root.
-    eps_root: added to the second moment, inside the root.
-    codec: how the moments are stored, from `codecs`; holds every static choice.
-    weight_decay: a number or a schedule; multiplied with the learning rate.
-    mask: which weights decay: a tree of bools, or a function of the parameters
-      that returns one.
-    quantize_mask: `(path, leaf) -> bool`, which leaves the codec encodes; None
-      for `default_quantize_mask`.
+    learning_rate, b1, b2, eps, eps_root, codec: as for `coat_adamw`.
+    weight_decay, mask, quantize_mask: as for `coat_adamw`.
     low_bits: whether `init` makes a state with another byte for each bf16
       parameter, 24 bits in all. If parameters are f32, `init` takes the bytes
       from them, and the caller continues with `split_weights(params)[0]`; if
-      they are bf16, the bytes are zeros. `apply` infers it from the state.
-    seed: seed of the random words of stochastic rounding.
-    implementation: "mosaic" for the kernel, "xla" for the definition, None for
-      the kernel if a leaf and the platform allow it.
-    shardings: on a mesh of automatic axes, the parameters' shardings, a tree of
-      `NamedSharding`s, so that the kernel can run on each device's shard; None
-      leaves partitioning to XLA, which cannot partition a kernel. Not needed on
-      explicit axes, where shardings are part of types.
+      they are bf16, the bytes are zeros.
+    seed, implementation, shardings: as for `coat_adamw`.
 
   Returns:
     A `FusedTransformation`.
 
   Raises:
     NotImplementedError: the implementation is unknown; (by `apply`) it was
-      named and cannot take a leaf.
+      named and cannot run for a leaf.
     TypeError, ValueError: the same as for `coat_adamw`.
 
   Examples:
@@ -93,25 +133,24 @@ def fused_coat_adamw(
   Source: arXiv:2410.19313, section 4.
   """
   op = "fused_coat_adamw"
-  check_hyperparameters(op, b1=b1, b2=b2, eps=eps, eps_root=eps_root)
-
-  def scalars_of(count: ArrayLike) -> adam.AdamScalars:
-    return adam.adam_scalars(count, b1, b2, eps, eps_root)
-
-  return fused_transformation(
+  arguments.check_hyperparameters(op, b1=b1, b2=b2, eps=eps, eps_root=eps_root)
+  options = MomentOptions(
     op,
-    adam.adamw_step,
-    scalars_of,
     ScaleByCoatAdamState,
-    learning_rate=learning_rate,
-    weight_decay=weight_decay,
-    mask=mask,
-    codec=codec,
-    quantize_mask=quantize_mask,
-    low_bits=low_bits,
-    seed=seed,
-    implementation=implementation,
-    shardings=shardings,
+    codec,
+    quantize_mask,
+    seed,
+    implementation,
+    shardings,
+  )
+  return _fused(
+    options,
+    adam.adamw_step,
+    lambda count: adam.adam_scalars(count, b1, b2, eps, eps_root),
+    low_bits,
+    learning_rate,
+    weight_decay,
+    mask,
   )
 
 
@@ -136,23 +175,17 @@ def fused_coat_lion(
   `apply_updates` draws.
 
   Args:
-    learning_rate: a number or a schedule; a third to a tenth of AdamW's.
-    b1: share of the momentum in the mix whose sign is the update.
-    b2: decay of the momentum.
-    codec: how the momentum is stored: like the codec's first moment.
-    weight_decay: a number or a schedule; multiplied with the learning rate.
-    mask: which weights decay: a tree of bools, or a function of the parameters
-      that returns one.
-    quantize_mask, low_bits, seed, implementation, shardings: as for
-      `fused_coat_adamw`.
+    learning_rate, b1, b2, codec: as for `coat_lion`.
+    weight_decay, mask, quantize_mask, seed, implementation, shardings: as for
+      `coat_adamw`.
+    low_bits: as for `fused_coat_adamw`.
 
   Returns:
     A `FusedTransformation`.
 
   Raises:
-    NotImplementedError: the implementation is unknown; (by `apply`) it was
-      named and cannot take a leaf.
-    TypeError, ValueError: the same as for `coat_lion`.
+    NotImplementedError, TypeError, ValueError: the same as for
+      `fused_coat_adamw`.
 
   Examples:
     >>> import jax, jax.numpy as jnp
@@ -166,26 +199,130 @@ def fused_coat_lion(
 
   Source: arXiv:2302.06675, algorithm 2.
   """
-
   op = "fused_coat_lion"
-  check_hyperparameters(op, b1=b1, b2=b2)
-
-  def scalars_of(count: ArrayLike) -> lion.LionScalars:
-    del count  # Lion corrects no bias.
-    return lion.lion_scalars(b1, b2)
-
-  return fused_transformation(
+  arguments.check_hyperparameters(op, b1=b1, b2=b2)
+  options = MomentOptions(
     op,
-    lion.lion_step,
-    scalars_of,
     ScaleByCoatLionState,
-    learning_rate=learning_rate,
-    weight_decay=weight_decay,
-    mask=mask,
-    codec=codec,
-    quantize_mask=quantize_mask,
-    low_bits=low_bits,
-    seed=seed,
-    implementation=implementation,
-    shardings=shardings,
+    codec,
+    quantize_mask,
+    seed,
+    implementation,
+    shardings,
   )
+  return _fused(
+    options,
+    lion.lion_step,
+    lambda _: lion.lion_scalars(b1, b2),
+    low_bits,
+    learning_rate,
+    weight_decay,
+    mask,
+  )
+
+
+def _fused(
+  options: MomentOptions,
+  step_leaf: Any,
+  scalars_of: Callable[[ArrayLike], Any],
+  low_bits: bool,
+  learning_rate: optax.ScalarOrSchedule,
+  weight_decay: optax.ScalarOrSchedule,
+  mask: Any,
+) -> FusedTransformation:
+  """Makes a fused optimizer from a step of one leaf and its scalars."""
+  op = options.op
+  arguments.check_hyperparameters(
+    op, learning_rate=learning_rate, weight_decay=weight_decay
+  )
+  mask = arguments.check_decay_mask(op, "mask", mask)
+  step_leaf.require_known(options.implementation, op)
+
+  def init(params: optax.Params) -> FusedState:
+    state = options.init(params)
+    if not low_bits:
+      return state
+    return LowBitsState(split_weights(params)[1], state)
+
+  def apply(
+    grads: optax.Updates,
+    state: FusedState,
+    params: optax.Params,
+    *,
+    grad_scale: ArrayLike | None = None,
+  ) -> tuple[optax.Params, FusedState]:
+    scale = None
+    if grad_scale is not None:
+      remedy = "pass one, as min(1, max_norm / global_norm)"
+      check_number(op, "grad_scale", grad_scale, ANY, remedy)
+      scale = jnp.asarray(grad_scale, jnp.float32)
+    steps = begin(params, state)
+    moments = state.inner if isinstance(state, LowBitsState) else state
+    grads = arguments.gradients_like(op, grads, moments.mu.codes)
+    pairs = zip(steps.leaves, grads, strict=True)
+    return steps.end(
+      [
+        steps.step(i, leaf, g, grad_scale=scale)
+        for i, (leaf, g) in enumerate(pairs)
+      ]
+    )
+
+  def begin(params, state, step_leaf=step_leaf) -> LeafSteps:
+    low = None
+    if low_bits:
+      check_state(op, state, LowBitsState, options.codec)
+      low, state = state
+    leaves = Leaves(options, state)
+    scalars = scalars_of(leaves.count)
+    rate, decay = (
+      jnp.asarray(x(state.count) if callable(x) else x, jnp.float32)
+      for x in (learning_rate, weight_decay)
+    )
+    is_decayed = jax.tree.leaves(
+      jax.tree.broadcast(True if mask is None else mask(params), params)
+    )
+    weights, treedef = jax.tree.flatten(params)
+    if low is not None:
+      weights = pair_weights(op, params, low)
+    arguments.gradients_like(op, params, state.mu.codes)
+    run = functools.partial(step_leaf, implementation=options.implementation)
+
+    def step(i, leaf, g, *, layer=None, grad_scale=None):
+      weight, stored = leaf
+      own_decay = decay if is_decayed[i] else 0 * decay
+      of_step = StepScalars(rate, own_decay, grad_scale)
+      return leaves.step(i, run, (weight, g), stored, (scalars, of_step), layer)
+
+    def end(new):
+      new_state = leaves.end([stored for _, stored in new])
+      new_weights = [weight for weight, _ in new]
+      if low is None:
+        return treedef.unflatten(new_weights), new_state
+      high, new_low = unpair_weights(new_weights, low)
+      return treedef.unflatten(high), LowBitsState(new_low, new_state)
+
+    pairs = list(zip(weights, leaves.stored, strict=True))
+    return LeafSteps(pairs, step, end)
+
+  def explain_leaves(params: optax.Params) -> dict[str, str]:
+    found = []
+
+    def explained(*args, implementation, **kwargs):
+      del implementation
+      found.append(explain(step_leaf, *args, **kwargs))
+      return step_leaf.definition(*args, **kwargs)
+
+    def whole_step(params):
+      state = init(params)
+      if low_bits:
+        params, _ = split_weights(params)
+      steps = begin(params, state, explained)
+      grads = jax.tree.leaves(params)
+      for i, pair in enumerate(zip(steps.leaves, grads, strict=True)):
+        steps.step(i, *pair)
+
+    jax.eval_shape(whole_step, params)
+    paths = [path for path, _ in leaf_paths(params)]
+    return dict(zip(paths, found, strict=True))
+
+  return FusedTransformation(init, apply, begin, explain_leaves)

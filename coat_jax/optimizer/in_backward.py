@@ -4,46 +4,28 @@
 Ordinarily all gradients exist before the first is used: 4 bytes per parameter
 in f32. Here the backward scan passes each layer's gradients to the optimizer
 immediately, and writes the layer's weights and moments back where they were
-read. So only one layer's gradients exist at a time:
-
-  forward   scan: x_l+1, and what layer l saves for its backward
-  after     the loss; its gradients with respect to x_L and to parameters
-            outside the stack, which are stepped at once unless `before` uses
-            them
-  backward  scan from the last layer to the first; the carry is the gradient of
-            x, all stacked weights and all that the optimizer stores for them
-  before    gradients of what precedes the stack, and their step
-
-The carry is updated in place if the caller donates parameters and state.
+read, in place if the caller donates them. So only one layer's gradients exist
+at a time. Parameters that only the loss uses are stepped before the scan, those
+that precede the stack after it.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.extend.core import ClosedJaxpr
 
-from coat_jax.numerics.checks import check_function, check_kind
-from coat_jax.optimizer.clipping import Clipping, ClipState, global_norm
-from coat_jax.optimizer.leafwise import check_not_encoded
-from coat_jax.optimizer.stacked_layers import (
-  LayerPasses,
-  StackSplit,
-  arguments_read,
-  trace,
+from coat_jax.numerics.checks import a, check_function, check_kind
+from coat_jax.optimizer.clipping import (
+  Clipping,
+  ClipState,
+  global_norm,
+  is_stacked,
 )
-from coat_jax.optimizer.step import LeafSteps
-
-
-@runtime_checkable
-class LeafwiseOptimizer(Protocol):
-  """An optimizer that takes its step leaf by leaf."""
-
-  @property
-  def begin(self) -> Callable[[Any, Any], LeafSteps]:
-    """The function `begin(params, state)`, which returns `LeafSteps`."""
-    ...
+from coat_jax.optimizer.leafwise import check_not_encoded
+from coat_jax.optimizer.masks import leaf_paths
 
 
 class BackwardStep(NamedTuple):
@@ -68,7 +50,7 @@ class BackwardStep(NamedTuple):
 
 
 def step_in_backward(
-  optimizer: LeafwiseOptimizer,
+  optimizer: Any,
   params: Any,
   state: Any,
   *,
@@ -89,20 +71,19 @@ def step_in_backward(
 
   Args:
     optimizer: `fused_coat_adamw`, `fused_coat_lion`, `leafwise` of an optax
-      transformation, or any optimizer with such a `begin`.
+      transformation, or any optimizer with the `begin` of a
+      `FusedTransformation`.
     params: a tree with one subtree of stacked layers, each leaf [layers, ...].
     state: the optimizer's state.
-    before: `before(outer)`, what precedes the stack; it returns the first
+    before: `before(outer)` runs what precedes the stack and returns the first
       layer's input. `outer` is `params` with None for the leaves of the stack.
-    layer: `layer(layer_params, x)`, one layer; it returns x of the same shape
-      and dtype, an array or a tree of them, such as the residual stream and a
-      sum over layers. With `per_layer` it is called as
-      `layer(layer_params, x, per_layer_slice)`. It saves less if wrapped in
-      `jax.checkpoint`. It should not close over an array that depends on x's
-      shape, because that is saved once per layer. Parameters that it closes
-      over get no gradient from it.
-    after: `after(outer, x)`, what follows the stack; it returns the loss, f32
-      []. It may use what `before` uses, such as an embedding.
+    layer: `layer(layer_params, x)` runs one layer and returns x of the same
+      shape and dtype: an array or a tree of them, such as the residual stream
+      and a sum over layers. With `per_layer` the layer's slice of it is a third
+      argument. `jax.checkpoint` makes it save less. An array that it closes
+      over and that depends on x's shape is saved once per layer.
+    after: `after(outer, x)` runs what follows the stack and returns the loss,
+      f32 []. It may use what `before` uses, such as an embedding.
     stack: the path of the subtree in `params`, such as `model/layers`.
     per_layer: another tree of arrays [layers, ...], not differentiated.
     clip: clips gradients by the norms of earlier steps; None does not clip.
@@ -117,9 +98,8 @@ def step_in_backward(
       `layer` or `after` is not a function, or `clip` not a `Clipping`.
     ValueError: the optimizer is `coat_adamw`, `coat_lion` or `encoded`, which
       cannot step leaf by leaf; no leaf is below `stack`, or some differ in
-      their first axis; `clip` has no state; a layer does not return what it
-      takes, or the loss is not a scalar; a function closes over a leaf of
-      `params`.
+      their first axis; `clip` has no state; a layer changes the shape or dtype
+      of x, or the loss is not a scalar; a function closes over a parameter.
 
   Examples:
     >>> optimizer = fused_coat_adamw(3e-4)
@@ -133,176 +113,241 @@ def step_in_backward(
     ...   )
     ...   return done.params, done.state, done.loss
   """
-  _check_optimizer(optimizer, state)
   op = "step_in_backward"
+  if not hasattr(optimizer, "begin"):
+    check_not_encoded(op, state)
+    raise TypeError(
+      f"{op}: optimizer must step leaf by leaf, got "
+      f"{a(type(optimizer))} without begin; pass fused_coat_adamw, "
+      "fused_coat_lion or leafwise(optimizer)"
+    )
   for name, part in (("before", before), ("layer", layer), ("after", after)):
     check_function(op, name, part, "pass that part of the model's forward")
   if clip is not None:
     check_kind(op, "clip", clip, Clipping, "pass Clipping(), or None")
   if (clip is None) == isinstance(clip_state, ClipState):
     raise ValueError(
-      "step_in_backward: clip and clip_state belong together, got only one of "
-      "them; pass clip_state=clip.init(params), then that of the last step"
+      f"{op}: clip and clip_state belong together, got only one of them; pass "
+      "clip_state=clip.init(params), then the one of the last step"
     )
   steps = optimizer.begin(params, state)
-  split = StackSplit(params, stack)
-  outer = split.outer(params)
-
+  found = _Stack(params, stack)
+  outer = found.outer
   for leaf in jax.tree.leaves(per_layer):
-    if jnp.shape(leaf)[:1] != (split.num_layers,):
+    if jnp.shape(leaf)[:1] != (found.num_layers,):
       raise ValueError(
         f"{op}: per_layer must be arrays [layers, ...] of the stack's "
-        f"{split.num_layers} layers, got {jnp.shape(leaf)}; pass one row for "
+        f"{found.num_layers} layers, got {jnp.shape(leaf)}; pass one row for "
         "each"
       )
 
   # Forward.
-  is_read = arguments_read(trace("before", before, params, outer))
+  is_read = _arguments_read(_trace("before", before, params, outer))
   x, before_vjp = jax.vjp(before, outer)
-  run = LayerPasses(layer, params)
-  x, residuals = lax.scan(run.forward, x, (split.layers(params), per_layer))
-  trace("after", after, params, outer, x)
+  run = _LayerPasses(layer, params)
+  x, residuals = lax.scan(run.forward, x, (found.layers, per_layer))
+  _trace("after", after, params, outer, x)
   loss, after_vjp = jax.vjp(after, outer, x)
   if loss.shape:
     raise ValueError(
-      f"step_in_backward: after must return a scalar, got {loss.shape}; return "
-      "the mean of the loss"
+      f"{op}: after must return a scalar, got {loss.shape}; return the mean of "
+      "the loss"
     )
   after_grads, dx = after_vjp(jnp.ones_like(loss))
-  after_grads = dict(
-    zip(split.others, jax.tree.leaves(after_grads), strict=True)
-  )
 
-  # First step the parameters that only the loss uses (an output projection).
-  own = _running_norms(clip, clip_state, len(steps.weights))
-  slices = _Slices(steps, clip, clip_state)
-  done: dict[int, _Slice] = {}
+  # A leaf, what the optimizer stores for it, and what clipping keeps for it.
+  last: Any = clip_state
+  norms = [None] * len(steps.leaves)
+  if clip is not None:
+    norms = jax.tree.leaves(last.own)
+  old = list(zip(steps.leaves, norms, strict=True))
+  new: dict[int, Any] = {}
   seen: dict[int, _Seen] = {}
 
-  def step_leaf(i, g):
-    whole = _Slice(steps.weights[i], steps.stored[i], own[i])
-    done[i], seen[i] = slices.step(i, whole, g)
+  def step(i, old, g, index=None):
+    """Clips the gradient of leaf i, or of one layer of it, and steps it."""
+    leaf, own = old
+    norm = global_norm(g)
+    scale = None
+    if clip is not None:
+      mine = own if index is None else own[index]
+      scale, mine = clip.scale(last, mine, norm)
+      own = mine if index is None else own.at[index].set(mine)
+    leaf = steps.step(i, leaf, g, layer=index, grad_scale=scale)
+    return (leaf, own), _Seen(norm, jnp.all(jnp.isfinite(g)))
 
-  is_used = dict(zip(split.others, is_read, strict=True))
-  for i in split.others:
+  # First step the parameters that only the loss uses (an output projection).
+  outer_grads = dict(
+    zip(found.others, jax.tree.leaves(after_grads), strict=True)
+  )
+  is_used = dict(zip(found.others, is_read, strict=True))
+  for i in found.others:
     if not is_used[i]:
-      step_leaf(i, after_grads[i])
-  dx, done = lax.optimization_barrier((dx, done))
+      new[i], seen[i] = step(i, old[i], outer_grads[i])
+  dx, new = lax.optimization_barrier((dx, new))
 
   # Backward through the stack: lists have an entry for each stacked leaf.
 
   def backward(carry, inputs):
     dx, stacked = carry
     index, residuals, per_layer = inputs
-    parameters = [jax.tree.leaves(each.weight)[0] for each in stacked]
-    layer_params = split.layer_of(
-      [lax.dynamic_index_in_dim(p, index, keepdims=False) for p in parameters]
+    weights = [jax.tree.leaves(weight)[0] for (weight, _), _ in stacked]
+    layer_params = found.structure.unflatten(
+      [lax.dynamic_index_in_dim(p, index, keepdims=False) for p in weights]
     )
     # Weights are written where they are read, so whatever reads them must run
     # first, or XLA would copy stacks. Today XLA finds that order by itself.
     grads, dx = lax.optimization_barrier(
       run.backward(residuals, layer_params, per_layer, dx)
     )
-    new, found = [], []
-    for i, each, g in zip(
-      split.stacked, stacked, jax.tree.leaves(grads), strict=True
-    ):
-      after_step, seen = slices.step(i, each, g[None], index)
-      new.append(after_step)
-      found.append(seen)
-    return (dx, new), found
+    leaves = zip(found.stacked, stacked, jax.tree.leaves(grads), strict=True)
+    done = [step(i, each, g[None], index) for i, each, g in leaves]
+    return (dx, [each for each, _ in done]), [each for _, each in done]
 
-  start = [
-    _Slice(steps.weights[i], steps.stored[i], own[i]) for i in split.stacked
-  ]
-  inputs = jnp.arange(split.num_layers, dtype=jnp.int32), residuals, per_layer
-  (dx, stacked), found = lax.scan(backward, (dx, start), inputs, reverse=True)
-
-  for i, new, all_seen in zip(split.stacked, stacked, found, strict=True):
-    done[i] = new
-    seen[i] = _Seen(global_norm(all_seen.norm), jnp.all(all_seen.is_finite))
+  inputs = jnp.arange(found.num_layers, dtype=jnp.int32), residuals, per_layer
+  (dx, stacked), seen_layers = lax.scan(
+    backward, (dx, [old[i] for i in found.stacked]), inputs, reverse=True
+  )
+  new |= zip(found.stacked, stacked, strict=True)
+  for i, each in zip(found.stacked, seen_layers, strict=True):
+    seen[i] = _Seen(global_norm(each.norm), jnp.all(each.is_finite))
 
   # Last step what precedes the stack, which the loss may use too.
   (before_grads,) = before_vjp(dx)
-  for i, g in zip(split.others, jax.tree.leaves(before_grads), strict=True):
+  for i, g in zip(found.others, jax.tree.leaves(before_grads), strict=True):
     if is_used[i]:
-      step_leaf(i, after_grads[i] + g)
+      new[i], seen[i] = step(i, old[i], outer_grads[i] + g)
 
-  in_order = [done[i] for i in range(len(done))]
-  new_params, new_state = steps.end(
-    [each.weight for each in in_order], [each.stored for each in in_order]
-  )
-  norm = global_norm([seen[i].norm for i in range(len(seen))])
-  if clip is not None and isinstance(clip_state, ClipState):
-    clip_state = clip.next_state(
-      clip_state, [each.own for each in in_order], norm
-    )
-  return BackwardStep(
-    new_params,
-    new_state,
-    clip_state,
-    loss,
-    norm,
-    jnp.stack([seen[i].is_finite for i in range(len(seen))]),
-  )
-
-
-def _check_optimizer(optimizer: Any, state: Any) -> None:
-  if isinstance(optimizer, LeafwiseOptimizer):
-    return
-  check_not_encoded("step_in_backward", state)
-  raise TypeError(
-    "step_in_backward: optimizer must step leaf by leaf, got a "
-    f"{type(optimizer).__name__} without begin; pass fused_coat_adamw, "
-    "fused_coat_lion or leafwise(optimizer)"
-  )
-
-
-class _Slice(NamedTuple):
-  """A leaf; or all layers of a stacked leaf, or one of them.
-
-  Attributes:
-    weight, stored: as in `LeafSteps`.
-    own: what clipping keeps for it, or None.
-  """
-
-  weight: Any
-  stored: Any
-  own: Array | None
+  in_order = range(len(old))
+  new_params, new_state = steps.end([new[i][0] for i in in_order])
+  norm = global_norm([seen[i].norm for i in in_order])
+  if clip is not None:
+    kept = [new[i][1] for i in in_order]
+    clip_state = clip.next_state(last, kept, norm)
+  is_finite = jnp.stack([seen[i].is_finite for i in in_order])
+  return BackwardStep(new_params, new_state, clip_state, loss, norm, is_finite)
 
 
 class _Seen(NamedTuple):
-  """The norm of a slice's gradient, and whether the gradient is finite."""
+  """The norm of a gradient, and whether the gradient is finite."""
 
   norm: Array
   is_finite: Array
 
 
-class _Slices(NamedTuple):
-  """Clips and steps slices."""
+class _Stack:
+  """Finds the stacked layers.
 
-  steps: LeafSteps
-  clip: Clipping | None
-  clip_state: Any
+  Attributes:
+    stacked, others: indices of their leaves, and of all other leaves.
+    layers: the stack's subtree; `structure` is its structure.
+    outer: the parameters with None instead of stacked leaves.
+  """
 
-  def step(
-    self, i: int, old: _Slice, g: Array, layer: Array | None = None
-  ) -> tuple[_Slice, _Seen]:
-    norm = global_norm(g)
-    seen = _Seen(norm, jnp.all(jnp.isfinite(g)))
-    scale, own = None, old.own
-    if self.clip is not None:
-      assert own is not None  # It is kept if gradients are clipped.
-      mine = own if layer is None else own[layer]
-      scale, mine = self.clip.scale(self.clip_state, mine, norm)
-      own = mine if layer is None else own.at[layer].set(mine)
-    weight, stored = self.steps.step(
-      i, old.weight, g, old.stored, layer=layer, grad_scale=scale
+  def __init__(self, params: Any, stack: str):
+    below = is_stacked(params, stack)
+    leaves, treedef = jax.tree.flatten(params)
+    self.stacked = [i for i, is_below in enumerate(below) if is_below]
+    self.others = [i for i, is_below in enumerate(below) if not is_below]
+    sizes = {leaves[i].shape[:1] for i in self.stacked}
+    if len(sizes) != 1 or sizes == {()}:
+      raise ValueError(
+        "step_in_backward: parameters of the stack must have layers as their "
+        f"first axis, got {sorted(sizes) or 'no parameters'} below {stack!r}; "
+        "pass stack, the path of the stacked layers' subtree"
+      )
+    [[self.num_layers]] = sizes
+    self.layers = params
+    for word in stack.split("/"):
+      if isinstance(self.layers, Mapping):
+        self.layers = self.layers[word]
+      else:
+        self.layers = getattr(self.layers, word)
+    self.structure = jax.tree.structure(self.layers)
+    for i in self.stacked:
+      leaves[i] = None
+    self.outer = treedef.unflatten(leaves)
+
+
+class _LayerPasses:
+  """Runs one layer's forward and backward separately.
+
+  The function that `jax.vjp` returns is a tree of the arrays that the backward
+  reads. Those that are the layer's parameters are in memory anyway: we save the
+  others.
+  """
+
+  def __init__(self, layer: Callable[..., Any], params: Any):
+    self._layer, self._params = layer, params
+    self._structure: Any = None
+    self._places: list[int | None] = []
+
+  def forward(self, x, inputs):
+    """Returns x for the next layer, and what is saved."""
+    layer_params, per_layer = inputs
+    extra = () if per_layer is None else (per_layer,)
+    _trace("layer", self._layer, self._params, layer_params, x, *extra)
+    y, vjp = jax.vjp(
+      lambda params, x: self._layer(params, x, *extra), layer_params, x
     )
-    return _Slice(weight, stored, own), seen
+    given, found = (jax.tree.map(jax.typeof, each) for each in (x, y))
+    if jax.tree.flatten(found) != jax.tree.flatten(given):
+      raise ValueError(
+        "step_in_backward: a layer must return x with its shape and dtype, got "
+        f"{found} for {given}; cast the result"
+      )
+    leaves, self._structure = jax.tree.flatten(vjp)
+    known = jax.tree.leaves((layer_params, per_layer))
+    place = {id(leaf): n for n, leaf in enumerate(known)}
+    self._places = [place.get(id(leaf)) for leaf in leaves]
+    saved = zip(leaves, self._places, strict=True)
+    return y, [leaf for leaf, place in saved if place is None]
+
+  def backward(self, saved, layer_params, per_layer, dy):
+    """Returns the gradients of the layer's parameters and of its input."""
+    known = jax.tree.leaves((layer_params, per_layer))
+    rest = iter(saved)
+    leaves = [next(rest) if n is None else known[n] for n in self._places]
+    return jax.tree.unflatten(self._structure, leaves)(dy)
 
 
-def _running_norms(clip, clip_state, count: int) -> list[Array | None]:
-  if clip is None:
-    return [None] * count
-  return jax.tree.leaves(clip_state.own)
+_SHARED = (
+  "let before return what all layers share together with x, and let layers "
+  "pass it on"
+)
+_OUTER = "read it from outer; only layer reads the stack's parameters"
+
+
+def _trace(name: str, f: Callable[..., Any], params: Any, *args: Any) -> Any:
+  """Traces one of the user's functions to a jaxpr.
+
+  Raises a ValueError if it closes over a leaf of `params`, which would get no
+  gradient.
+  """
+  closed = jax.make_jaxpr(f)(*args)
+  constants = {id(x) for x in _constants(closed)}
+  for path, leaf in leaf_paths(params):
+    if id(leaf) in constants:
+      raise ValueError(
+        f"step_in_backward: {name} must read parameters from its arguments, "
+        f"got one that closes over {path!r}, which would get no gradient; "
+        f"{_SHARED if name == 'layer' else _OUTER}"
+      )
+  return closed.jaxpr
+
+
+def _constants(closed: Any) -> list[Any]:
+  """Lists everything that a traced function closes over."""
+  found = list(closed.consts)
+  for equation in closed.eqns:
+    for value in jax.tree.leaves(tuple(equation.params.values())):
+      if isinstance(value, ClosedJaxpr):
+        found += _constants(value)
+  return found
+
+
+def _arguments_read(jaxpr: Any) -> list[bool]:
+  """Lists whether a traced function reads each leaf of its arguments."""
+  read = {id(v) for equation in jaxpr.eqns for v in equation.invars}
+  read |= {id(v) for v in jaxpr.outvars}
+  return [id(v) in read for v in jaxpr.invars]

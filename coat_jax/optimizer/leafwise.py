@@ -1,31 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps optax transformations leaf by leaf, for `step_in_backward`."""
+"""Steps optax transformations leaf by leaf, for `step_in_backward`.
 
+An update may be taken leaf by leaf if a leaf's update and state depend on that
+leaf alone, state shared by all leaves depends on none, and no random numbers
+are drawn: each leaf, and each layer of a stack, would draw the same ones. The
+jaxpr of the update shows what depends on what.
+"""
+
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import optax
+from jax.extend.core import jaxprs_in_params
 
 from coat_jax.optimizer.arguments import check_optimizer
-from coat_jax.optimizer.leaf_dependence import check_leaf_by_leaf
+from coat_jax.optimizer.fused import LeafSteps
+from coat_jax.optimizer.masks import leaf_paths
 from coat_jax.optimizer.state import moments_in
-from coat_jax.optimizer.step import LeafSteps, put_layer, take_layer
+from coat_jax.optimizer.step import put_layer, take_layer
+
+# The owner of state that all leaves share, such as a step count.
+_SHARED = -1
+_RANDOM = ("random_", "rng_", "threefry")
 
 
 class LeafwiseTransformation(NamedTuple):
-  """An optax transformation that is stepped leaf by leaf.
-
-  Attributes:
-    init: the transformation's.
-    begin: `begin(params, state)` returns `LeafSteps`.
-  """
+  """The `init` and `begin` of a `FusedTransformation`."""
 
   init: Any
   begin: Any
 
 
 def leafwise(tx: optax.GradientTransformation) -> LeafwiseTransformation:
-  """Lets `step_in_backward` take an optax transformation.
+  """Makes an optax transformation usable in `step_in_backward`.
 
   Args:
     tx: a transformation whose update of a leaf depends on this leaf alone, such
@@ -34,7 +42,7 @@ def leafwise(tx: optax.GradientTransformation) -> LeafwiseTransformation:
       second moments) is computed for one layer. Masks must be functions.
 
   Returns:
-    What `step_in_backward` takes as its optimizer.
+    An optimizer for `step_in_backward`.
 
   Raises:
     TypeError: `tx` is not an optimizer.
@@ -49,108 +57,171 @@ def leafwise(tx: optax.GradientTransformation) -> LeafwiseTransformation:
     >>> optimizer = leafwise(optax.adamw(3e-4))
     >>> state = optimizer.init(params)
   """
-
   check_optimizer("leafwise", "tx", tx)
 
   def begin(params: Any, state: Any) -> LeafSteps:
     check_not_encoded("leafwise", state)
     leaves, treedef = jax.tree.flatten(params)
-    places = treedef.unflatten(range(len(leaves)))
-    stored: list[list[Any]] = [[] for _ in leaves]
+    kept, state_treedef = jax.tree.flatten(state)
+    owners = _owners(tx, state, treedef.unflatten(range(len(leaves))))
+    without_layers = _check_leaf_by_leaf(tx, params, state, owners)
 
-    def take(x, i):
-      stored[i].append(x)
-      return _Slot(i, len(stored[i]) - 1)
+    def kept_by(i: int, nodes: Sequence[Any]) -> list[Any]:
+      return [x for x, own in zip(nodes, owners, strict=True) if own == i]
 
-    # The state, in which slots replace what belongs to a leaf.
-    try:
-      slots = optax.tree.map_params(tx, take, state, places)
-    except ValueError as error:
-      raise ValueError(
-        "leafwise: what an optimizer keeps of a leaf must be one array, got "
-        "another structure, as optax.masked, optax.partition and optax.sm3 "
-        "have; step all leaves at once, with this optimizer as it is"
-      ) from error
-    owners = [
-      x.leaf if _is_slot(x) else None
-      for x in jax.tree.leaves(slots, is_leaf=_is_slot)
-    ]
-    without_layers = check_leaf_by_leaf(
-      "leafwise", tx.update, params, state, owners
-    )
+    def update(i: int, g: Any, weight: Any, own_state: Sequence[Any]):
+      """Updates a tree with only leaf i; returns the nodes of the new state."""
+      rest = iter(own_state)
 
-    def state_of(only: int | None, kept: Any) -> Any:
-      return jax.tree.map(
-        lambda x: _filled(x, only, kept), slots, is_leaf=_is_slot
+      def node(x, own):
+        if own == _SHARED:
+          return x
+        return next(rest) if own == i else None
+
+      nodes = [node(x, own) for x, own in zip(kept, owners, strict=True)]
+      g, weight = (
+        treedef.unflatten([x if j == i else None for j in range(len(leaves))])
+        for x in (g, weight)
       )
+      updates, new = tx.update(g, state_treedef.unflatten(nodes), weight)
+      return updates, state_treedef.flatten_up_to(new)
 
-    def tree_of(only: int, x: Any) -> Any:
-      return treedef.unflatten(
-        [x if i == only else None for i in range(len(leaves))]
-      )
-
-    def step(i, weight, g, kept, *, layer=None, grad_scale=None):
+    def step(i, leaf, g, *, layer=None, grad_scale=None):
+      g = g if grad_scale is None else (g * grad_scale).astype(g.dtype)
       if layer is None:
-        return step_part(i, weight, g, kept, grad_scale)
+        return step_part(i, leaf, g)
       if place := without_layers[i]:
         raise ValueError(
-          "leafwise: what an optimizer keeps of stacked layers must have an "
-          f"axis of layers, got {place!r} without it; step all leaves at once, "
-          "with this optimizer as it is"
+          "leafwise: the state of stacked layers must have an axis of layers, "
+          f"got {place!r} without it; use the optimizer without leafwise, "
+          "which steps all leaves at once"
         )
-      part = take_layer((weight, kept), layer)
-      new = step_part(i, part[0], g, part[1], grad_scale)
-      return put_layer((weight, kept), new, layer)
+      new = step_part(i, take_layer(leaf, layer), g)
+      return put_layer(leaf, new, layer)
 
-    def step_part(i, weight, g, kept, grad_scale):
-      g = g if grad_scale is None else (g * grad_scale).astype(g.dtype)
-      update, new = tx.update(
-        tree_of(i, g), state_of(i, kept), tree_of(i, weight)
-      )
-      new_kept: list[Any] = []
-      optax.tree.map_params(tx, new_kept.append, new)
-      weight = optax.apply_updates(weight, jax.tree.leaves(update)[0])
-      return weight, new_kept
+    def step_part(i, leaf, g):
+      weight, own_state = leaf
+      updates, nodes = update(i, g, weight, own_state)
+      weight = optax.apply_updates(weight, jax.tree.leaves(updates)[0])
+      return weight, kept_by(i, nodes)
 
-    def end(weights, all_kept):
+    def end(new):
       # Update shared state (step counts) by updating a tree without leaves.
-      nothing = tree_of(-1, None)
-      _, rest = tx.update(nothing, state_of(None, ()), nothing)
-      shared = iter(jax.tree.leaves(rest))
-      new = jax.tree.map(
-        lambda x: all_kept[x.leaf][x.place] if _is_slot(x) else next(shared),
-        slots,
-        is_leaf=_is_slot,
-      )
-      return treedef.unflatten(weights), new
+      _, shared = update(_SHARED, None, None, ())
+      of_leaves = [iter(own_state) for _, own_state in new]
+      nodes = [
+        x if own == _SHARED else next(of_leaves[own])
+        for x, own in zip(shared, owners, strict=True)
+      ]
+      weights = [weight for weight, _ in new]
+      return treedef.unflatten(weights), state_treedef.unflatten(nodes)
 
-    return LeafSteps(leaves, stored, step, end)
+    pairs = [(leaf, kept_by(i, kept)) for i, leaf in enumerate(leaves)]
+    return LeafSteps(pairs, step, end)
 
   return LeafwiseTransformation(tx.init, begin)
-
-
-class _Slot:
-  """Marks the place of a leaf's value in a state."""
-
-  def __init__(self, leaf: int, place: int):
-    self.leaf, self.place = leaf, place
-
-
-def _is_slot(x: Any) -> bool:
-  return isinstance(x, _Slot)
-
-
-def _filled(x: Any, only: int | None, kept: Any) -> Any:
-  if not _is_slot(x):
-    return x
-  return kept[x.place] if x.leaf == only else None
 
 
 def check_not_encoded(op: str, state: Any) -> None:
   """Raises a ValueError if `state` stores moments in groups."""
   if moments_in(state):
     raise ValueError(
-      f"{op}: needs a state of the parameters' shapes, which groups have not, "
-      "got coat_adamw's, coat_lion's or encoded's; pass fused_coat_adamw or "
-      "fused_coat_lion as it is, or leafwise of the optimizer that is encoded"
+      f"{op}: the state must have the parameters' shapes, which groups do not "
+      "have, got coat_adamw's, coat_lion's or encoded's; pass fused_coat_adamw "
+      "or fused_coat_lion as it is, or leafwise of the optimizer that is "
+      "encoded"
     )
+
+
+def _owners(tx: Any, state: Any, indices: Any) -> list[int]:
+  """Lists for each leaf of a state the index of its parameter, or `_SHARED`."""
+  try:
+    owners = optax.tree.map_params(
+      tx,
+      lambda _, i: i,
+      state,
+      indices,
+      transform_non_params=lambda x: jax.tree.map(lambda _: _SHARED, x),
+    )
+  except ValueError as error:
+    raise ValueError(
+      "leafwise: the state of a leaf must be one array, got another structure, "
+      "as in optax.masked, optax.partition and optax.sm3; use the optimizer "
+      "without leafwise, which steps all leaves at once"
+    ) from error
+  return jax.tree.leaves(owners)
+
+
+def _check_leaf_by_leaf(
+  tx: optax.GradientTransformation,
+  params: Any,
+  state: Any,
+  owners: Sequence[int],
+) -> list[str | None]:
+  """Raises a ValueError if an update cannot be taken leaf by leaf.
+
+  Returns for each parameter the path of state that its update changes but that
+  lacks the parameter's first axis, such as a norm; or None.
+  """
+  paths, places = leaf_paths(params), leaf_paths(state)
+  count = len(paths)
+  closed, (updates, _) = jax.make_jaxpr(
+    lambda g, p, s: tx.update(g, s, p), return_shape=True
+  )(params, params, state)
+  jaxpr = closed.jaxpr
+  if name := _random_primitive(jaxpr):
+    raise ValueError(
+      "leafwise: an update must draw no random numbers, got one that does "
+      f"({name}): all leaves and layers would draw the same; leave the noise "
+      "out"
+    )
+  own = [{i} for i in range(count)]
+  of_state = [set() if i == _SHARED else {i} for i in owners]
+  found = _dependencies(jaxpr, [*own, *own, *of_state])
+  num_updates = len(jax.tree.leaves(updates))
+  for i, depends in enumerate(found[:num_updates]):
+    if others := depends - {i}:
+      raise ValueError(
+        "leafwise: the update of a leaf must depend on its own gradient, got "
+        f"one of {paths[i][0]!r} that depends on {paths[min(others)][0]!r}, as "
+        "after clipping by the global norm; leave that out, and pass clip to "
+        "step_in_backward"
+      )
+  without_layers: list[str | None] = [None] * count
+  of_state = zip(owners, places, found[num_updates:], strict=True)
+  for i, (place, x), depends in of_state:
+    if others := depends - {i}:
+      keeper = "shared by all" if i == _SHARED else f"of {paths[i][0]!r}"
+      raise ValueError(
+        "leafwise: state must depend on the gradient of one leaf, got "
+        f"{place!r}, {keeper}, that depends on {paths[min(others)][0]!r}; use "
+        "the optimizer without leafwise, which steps all leaves at once"
+      )
+    if i != _SHARED and depends and x.shape[:1] != paths[i][1].shape[:1]:
+      without_layers[i] = place
+  return without_layers
+
+
+def _random_primitive(jaxpr) -> str | None:
+  """Returns the name of a primitive that draws random numbers, or None."""
+  for equation in jaxpr.eqns:
+    if equation.primitive.name.startswith(_RANDOM):
+      return equation.primitive.name
+    for inner in jaxprs_in_params(equation.params):
+      if name := _random_primitive(inner):
+        return name
+  return None
+
+
+def _dependencies(jaxpr, inputs: list[set[int]]) -> list[set[int]]:
+  """Lists the inputs that each result depends on."""
+  of = {id(v): each for v, each in zip(jaxpr.invars, inputs, strict=True)}
+  for equation in jaxpr.eqns:
+    mine = [of.get(id(v), set()) for v in equation.invars]
+    inner = equation.params.get("jaxpr")
+    if equation.primitive.name == "jit" and inner is not None:
+      outputs = _dependencies(inner.jaxpr, mine)
+    else:
+      outputs = [set().union(*mine)] * len(equation.outvars)
+    of |= {id(v): x for v, x in zip(equation.outvars, outputs, strict=True)}
+  return [of.get(id(v), set()) for v in jaxpr.outvars]

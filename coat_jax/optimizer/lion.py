@@ -19,24 +19,18 @@ from jax.typing import ArrayLike
 from coat_jax import codecs
 from coat_jax.numerics.stochastic import LeafPart
 from coat_jax.ops.dispatch import op
-from coat_jax.optimizer.arguments import (
-  check_codec,
-  check_decay_mask,
-  check_hyperparameters,
-)
+from coat_jax.optimizer import arguments
 from coat_jax.optimizer.masks import QuantizeMask
 from coat_jax.optimizer.state import (
   GroupCodecs,
+  MomentOptions,
   ScaleByCoatLionState,
   Stored,
-  check_state,
-  init_state,
 )
 from coat_jax.optimizer.step import (
   StepScalars,
-  promoted,
   step_of,
-  update_leaves,
+  transformation,
   update_of,
 )
 from coat_jax.optimizer.weights import Weight
@@ -65,18 +59,6 @@ def lion(g: Array, mu: Array, scalars: LionScalars) -> tuple[Array, Array]:
   return update, s.one_minus_b2 * g + s.b2 * mu
 
 
-def lion_update(
-  g: Array,
-  stored: Stored,
-  part: LeafPart,
-  scalars: LionScalars,
-  *,
-  groups: GroupCodecs,
-) -> tuple[Array, Stored]:
-  """Returns Lion's update of a leaf and its new moment (`step.update_of`)."""
-  return update_of(lion, g, stored, part, scalars, groups)
-
-
 @op(mosaic="lion", mosaic_tpu="lion")
 def lion_step(
   p: Weight,
@@ -101,30 +83,18 @@ def scale_by_coat_lion(
   seed: ArrayLike = 0,
   shardings: Any = None,
 ) -> optax.GradientTransformation:
-  """Rescales updates by Lion whose momentum is in FP8. See `coat_lion`.
+  """Rescales updates by Lion whose momentum is in FP8.
 
   Args:
-    b1: share of the momentum in the mix whose sign is the update.
-    b2: decay of the momentum.
-    codec: how the momentum is stored: like the codec's first moment.
-    quantize_mask: `(path, leaf) -> bool`, which leaves the codec encodes (the
-      momentum of others stays f32); None for `default_quantize_mask`. Called by
-      `init` only: afterwards it is inferred from the state's dtypes.
-    seed: seed of the random words of stochastic rounding.
-    shardings: on a mesh of automatic axes, the parameters' shardings, a tree of
-      `NamedSharding`s, so that each device steps its own shard; None leaves
-      partitioning to XLA. Not needed on explicit axes.
+    b1, b2, codec: as for `coat_lion`.
+    quantize_mask, seed, shardings: as for `coat_adamw`.
 
   Returns:
     An `optax.GradientTransformation`. Updates have the dtype that gradients and
     parameters promote to.
 
   Raises:
-    TypeError: `codec` is not a `MomentCodec`, or a hyperparameter not a number;
-      (by `init`) a leaf is neither floating nor complex, or `quantize_mask`
-      chooses a complex one; (by `update`) the state is another optimizer's.
-    ValueError: `b1` or `b2` is negative or not below 1; (by `update`) the state
-      has another codec or other leaves.
+    TypeError, ValueError: the same as for `scale_by_coat_adam`.
 
   Examples:
     >>> import optax
@@ -136,25 +106,15 @@ def scale_by_coat_lion(
   Source: arXiv:2302.06675, algorithm 2; `optax.scale_by_lion`.
   """
   name = "scale_by_coat_lion"
-  check_codec(name, codec)
-  check_hyperparameters(name, b1=b1, b2=b2, seed=seed)
-
-  def init_fn(params) -> Any:
-    return init_state(name, params, codec, quantize_mask, ScaleByCoatLionState)
-
-  def update_fn(updates, state, params=None) -> Any:
-    check_state(name, state, ScaleByCoatLionState, codec)
-    return update_leaves(
-      name,
-      lion_update,
-      promoted(name, updates, params),
-      state,
-      lion_scalars(b1, b2),
-      seed=seed,
-      shardings=shardings,
-    )
-
-  return optax.GradientTransformation(init_fn, update_fn)
+  options = MomentOptions(
+    name, ScaleByCoatLionState, codec, quantize_mask, seed, shardings=shardings
+  )
+  arguments.check_hyperparameters(name, b1=b1, b2=b2)
+  return transformation(
+    options,
+    functools.partial(update_of, lion),
+    lambda _: lion_scalars(b1, b2),
+  )
 
 
 def coat_lion(
@@ -188,22 +148,14 @@ def coat_lion(
     learning_rate: a number or a schedule; a third to a tenth of AdamW's.
     b1: share of the momentum in the mix whose sign is the update.
     b2: decay of the momentum.
-    weight_decay: a number or a schedule; multiplied with the learning rate.
-    mask: which weights decay: a tree of bools, or a function of the parameters
-      that returns one.
+    weight_decay, mask, quantize_mask, seed, shardings: as for `coat_adamw`.
     codec: how the momentum is stored: like the codec's first moment.
-    quantize_mask: `(path, leaf) -> bool`, which leaves the codec encodes; None
-      for `default_quantize_mask`.
-    seed: seed of the random words of stochastic rounding.
-    shardings: as for `scale_by_coat_lion`.
 
   Returns:
     An `optax.GradientTransformationExtraArgs`.
 
   Raises:
-    ValueError: a rate or a decay is outside its range, or the mask does not fit
-      the parameters.
-    TypeError: the same as for `scale_by_coat_lion`.
+    TypeError, ValueError: the same as for `coat_adamw`.
 
   Examples:
     >>> import jax, jax.numpy as jnp
@@ -217,10 +169,10 @@ def coat_lion(
   Source: arXiv:2302.06675, algorithm 2; `optax.lion`.
   """
   op = "coat_lion"
-  check_hyperparameters(
+  arguments.check_hyperparameters(
     op, learning_rate=learning_rate, weight_decay=weight_decay
   )
-  mask = check_decay_mask(op, "mask", mask)
+  mask = arguments.check_decay_mask(op, "mask", mask)
   return optax.chain(
     scale_by_coat_lion(
       b1,

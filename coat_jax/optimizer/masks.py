@@ -34,9 +34,8 @@ def is_encoded(encoded: Encoded) -> bool:
 def default_quantize_mask(path: str, leaf: Any) -> bool:
   """Tells whether a leaf's moments are encoded by default.
 
-  True for real leaves of at least 4096 values and 16 columns that are neither
-  norms nor biases. Those stay in f32: they are less than a thousandth of a
-  model.
+  They are if the leaf is real, has at least 4096 values and 16 columns, and is
+  neither a norm's nor a bias. The others are less than a thousandth of a model.
 
   Args:
     path: such as "layers/attn/qkv/kernel"; dots separate names too.
@@ -58,11 +57,11 @@ def is_norm_or_bias(path: str, leaf: Any = None) -> bool:
 
   Vectors and scalars are, unless they hold many parameters: a tree that is
   only a vector, as `optax.flatten` makes it, or a vector of a million values.
-  Arrays with more axes may be stacked over layers, so the name decides. It is
-  a norm's if it *ends* in a norm (`input_layernorm`, `q_norm` or `norm_1`, but
-  not `norm_mlp`), contains `ln` (`ln_f`), or is `scale`, `gamma` or `beta`; it
-  is a bias's if `bias` is one of its words. Only the leaf's own name and the
-  one above it count, and a `kernel` or an `embedding` is always a matrix.
+  Arrays with more axes may be stacked over layers, so the name decides. The
+  name of a norm *ends* in a norm (`input_layernorm`, `q_norm` or `norm_1`, but
+  not `norm_mlp`), contains `ln` (`ln_f`), or is `scale`, `gamma` or `beta`; one
+  word in the name of a bias is `bias`. Only the leaf's own name and the one
+  above it count, and a `kernel` or an `embedding` is always a matrix.
 
   Args:
     path: such as "layers/attn/norm/scale"; dots separate names too.
@@ -113,6 +112,11 @@ def leaf_path(keys: Sequence[Any]) -> str:
   """Writes a leaf's keys as a path, without an `nnx.Variable`'s "value"."""
   if keys and keys[-1] == jax.tree_util.GetAttrKey("value"):
     keys = keys[:-1]
+  return node_path(keys)
+
+
+def node_path(keys: Sequence[Any]) -> str:
+  """Writes the keys of any node of a tree as a path such as "0/mu"."""
   return jax.tree_util.keystr(tuple(keys), simple=True, separator="/")
 
 

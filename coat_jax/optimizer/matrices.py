@@ -3,8 +3,7 @@
 
 A leaf may hold many matrices: a stack of layers, gate and up, or q, k and v in
 the columns of one kernel. A function of (path, leaf) returns how the leaf is
-cut: `hidden_matrices` for models whose weights are 2-D leaves,
-`models.model_matrices` for a `models.Decoder`, or one of the user's own.
+cut, such as `hidden_matrices` or `models.model_matrices(config)`.
 """
 
 import functools
@@ -19,7 +18,7 @@ from jax.sharding import NamedSharding
 from jax.typing import ArrayLike
 from optax.contrib import MuonDimensionNumbers
 
-from coat_jax.mesh import run_whole, spec_of
+from coat_jax.mesh import axes_in, run_whole, spec_of
 from coat_jax.numerics.checks import check_function
 from coat_jax.optimizer.masks import check_leaf, is_norm_or_bias
 
@@ -60,6 +59,19 @@ class MatrixSplit(NamedTuple):
 
 Matrices = Callable[[str, Any], MatrixSplit | MuonDimensionNumbers | None]
 
+# Coefficients of Muon's own Newton-Schulz iteration.
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+
+
+class NewtonSchulz(NamedTuple):
+  """How Muon orthogonalizes: arguments of `coat_muon`."""
+
+  coefficients: tuple[float, float, float]
+  steps: int | Array
+  eps: ArrayLike
+  consistent_rms: ArrayLike | None
+
+
 _TABLES = ("embed", "head", "router")
 
 
@@ -93,29 +105,27 @@ def hidden_matrices(path: str, leaf: Any) -> MatrixSplit | None:
   return None if is_table or is_norm_or_bias(path, leaf) else MatrixSplit()
 
 
-def checked_matrices(op: str, matrices: Matrices | None) -> Matrices:
-  """Returns `matrices`, or `hidden_matrices` for None, if it is a function."""
-  if matrices is None:
-    return hidden_matrices
+def checked_matrices(
+  op: str, matrices: Matrices | None
+) -> Callable[[str, Any], MatrixSplit | None]:
+  """Makes `matrices`, or `hidden_matrices` for None, check what it returns."""
+  matrices = hidden_matrices if matrices is None else matrices
   remedy = "pass a function (path, leaf) -> MatrixSplit | None"
   check_function(op, "matrices", matrices, remedy)
-  return matrices
 
+  def split_of(path: str, leaf: Any) -> MatrixSplit | None:
+    split = matrices(path, leaf)
+    if split is None or isinstance(split, MatrixSplit):
+      return split
+    if isinstance(split, MuonDimensionNumbers):
+      return MatrixSplit(*split)
+    raise TypeError(
+      f"{op}: matrices must return a MatrixSplit, or None for a leaf without "
+      f"matrices, got {split!r} for {list(jnp.shape(leaf))} at {path!r}; "
+      "return MatrixSplit() for one matrix [inputs, outputs]"
+    )
 
-def split_of(
-  op: str, matrices: Matrices, path: str, leaf: Any
-) -> MatrixSplit | None:
-  """Calls `matrices` for a leaf, and checks the type of what it returns."""
-  split = matrices(path, leaf)
-  if split is None or isinstance(split, MatrixSplit):
-    return split
-  if isinstance(split, MuonDimensionNumbers):
-    return MatrixSplit(*split)
-  raise TypeError(
-    f"{op}: matrices must return a MatrixSplit, or None for what is no matrix, "
-    f"got {split!r} for {list(jnp.shape(leaf))} at {path!r}; return "
-    "MatrixSplit() for one matrix [inputs, outputs]"
-  )
+  return split_of
 
 
 def check_split(op: str, path: str, leaf: Any, split: MatrixSplit) -> None:
@@ -251,16 +261,12 @@ def place(x: Array, sharding: NamedSharding | None, spec: tuple) -> Array:
 
 
 def newton_schulz(
-  x: Array,
-  coefficients: tuple[float, float, float],
-  steps: int | Array,
-  eps: ArrayLike,
-  sharding: NamedSharding | None = None,
+  x: Array, options: NewtonSchulz, sharding: NamedSharding | None = None
 ) -> Array:
   """Moves the singular values of f32 matrices [..., m, n] near 1.
 
   Each step of the quintic iteration is x <- a x + (b A + c A^2) x, where A = x
-  x^T and `coefficients` are a, b and c. First x is divided by its Frobenius
+  x^T and a, b and c are the coefficients. First x is divided by its Frobenius
   norm plus `eps`. On a mesh the longer axis is split over all devices that hold
   shards of the leaf: each multiplies its columns, and devices exchange only
   sums of x x^T, as large as the shorter axis squared. Without `sharding` XLA
@@ -268,67 +274,56 @@ def newton_schulz(
 
   Source: Jordan et al., Muon, 2024; `optax.contrib.muon`.
   """
-  a, b, c = coefficients
+  a, b, c = options.coefficients
   is_tall = x.shape[-2] > x.shape[-1]
-  x = jnp.swapaxes(x, -1, -2) if is_tall else x
+  x = x.mT if is_tall else x
   lead = (None,) * (x.ndim - 2)
-  names = _names(sharding, x.shape[-1])
+  # The mesh axes that split the leaf, if they can split the longer axis.
+  names = ()
+  if sharding is not None:
+    names = axes_in(sharding.spec)
+    if x.shape[-1] % math.prod(sharding.mesh.shape[name] for name in names):
+      names = ()
   by_columns = (*lead, None, names)
   if names:
     x = place(x, sharding, by_columns)
   norm = jnp.sqrt(jnp.sum(jnp.square(x), axis=(-2, -1), keepdims=True))
-  x = x / (norm + eps)
+  x = x / (norm + options.eps)
 
   def step(x):
-    gram = x @ jnp.swapaxes(x, -1, -2)
+    gram = x @ x.mT
     if names:
       gram = place(gram, sharding, (*lead, None, None))
     x = a * x + (b * gram + c * gram @ gram) @ x
     # Otherwise the last product would be split by rows, and gather x.
     return place(x, sharding, by_columns) if names else x
 
-  if isinstance(steps, jax.Array):
-    x = jax.lax.fori_loop(0, steps, lambda _, x: step(x), x)
+  if isinstance(options.steps, jax.Array):
+    x = jax.lax.fori_loop(0, options.steps, lambda _, x: step(x), x)
   else:
-    for _ in range(steps):
+    for _ in range(options.steps):
       x = step(x)
-  return jnp.swapaxes(x, -1, -2) if is_tall else x
-
-
-def _names(sharding: NamedSharding | None, size: int) -> tuple[str, ...]:
-  """Returns the mesh axes that split a leaf, if they can split `size` too."""
-  if sharding is None:
-    return ()
-  names: list[str] = []
-  for axes in sharding.spec:
-    names += axes if isinstance(axes, tuple) else [axes] if axes else []
-  count = math.prod(sharding.mesh.shape[name] for name in names)
-  return tuple(names) if size % count == 0 else ()
+  return x.mT if is_tall else x
 
 
 def orthogonalize(
   x: Array,
   split: MatrixSplit,
   sharding: NamedSharding | None,
-  *,
-  coefficients: tuple[float, float, float],
-  steps: int | Array,
-  eps: ArrayLike,
-  consistent_rms: ArrayLike | None,
+  options: NewtonSchulz,
 ) -> Array:
   """Orthogonalizes the matrices of a leaf, and scales them by their shapes.
 
   The scale is sqrt(max(inputs, outputs)) * consistent_rms, or without it
-  sqrt(max(1, outputs / inputs)). Other arguments are those of `newton_schulz`;
-  `sharding` is the leaf's.
+  sqrt(max(1, outputs / inputs)). `sharding` is the leaf's.
   """
 
   def f(x):
     rows, columns = x.shape[-2:]
     scale = max(1, columns / rows) ** 0.5
-    if consistent_rms is not None:
-      scale = max(rows, columns) ** 0.5 * consistent_rms
-    return scale * newton_schulz(x, coefficients, steps, eps, sharding)
+    if options.consistent_rms is not None:
+      scale = max(rows, columns) ** 0.5 * options.consistent_rms
+    return scale * newton_schulz(x, options, sharding)
 
   whole = functools.partial(map_matrices, f, split=split, sharding=sharding)
   # Constraints, not types, decide which products sum over devices.

@@ -17,35 +17,32 @@ from jax.typing import ArrayLike
 
 from coat_jax import codecs
 from coat_jax.numerics.stochastic import LeafPart
+from coat_jax.optimizer import arguments
 from coat_jax.optimizer.adam import scale_by_coat_adam
-from coat_jax.optimizer.arguments import (
-  check_codec,
-  check_coefficients,
-  check_decay_mask,
-  check_hyperparameters,
-)
 from coat_jax.optimizer.masks import QuantizeMask, leaf_paths
 from coat_jax.optimizer.matrices import (
+  COEFFICIENTS,
   Matrices,
   MatrixSplit,
+  NewtonSchulz,
   check_split,
   checked_matrices,
   orthogonalize,
-  split_of,
 )
 from coat_jax.optimizer.state import (
   GroupCodecs,
+  MomentOptions,
   ScaleByCoatMuonState,
   Stored,
-  check_state,
+)
+from coat_jax.optimizer.step import (
   decode,
   encode,
-  in_f32,
-  init_state,
+  shardings_of,
+  transformation,
 )
-from coat_jax.optimizer.step import promoted, shardings_of, update_leaves
+from coat_jax.optimizer.weights import in_f32
 
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 # Both optimizers count their leaves from 0, so AdamW draws other words.
 _ADAM_STREAM = 0x2545F491
 
@@ -54,7 +51,6 @@ class MuonScalars(NamedTuple):
   """Scalars of a step of Muon, f32 [].
 
   Attributes:
-    beta, one_minus_beta: factors of the moving average.
     ratio: factor of the momentum in the direction: 1 over the bias correction;
       with Nesterov momentum beta over the next step's bias correction.
     gradient_ratio: factor of the gradient with Nesterov momentum, else None.
@@ -115,26 +111,16 @@ def scale_by_coat_muon(
   seed: ArrayLike = 0,
   shardings: Any = None,
 ) -> optax.GradientTransformation:
-  """Rescales updates by Muon whose momentum is in FP8. See `coat_muon`.
+  """Rescales updates by Muon whose momentum is in FP8.
 
   Args:
-    ns_coeffs: coefficients of the Newton-Schulz iteration.
-    ns_steps: number of iterations.
-    beta: decay of the momentum.
-    eps: added to the norm that a matrix is divided by.
-    nesterov: whether to use Nesterov momentum.
-    consistent_rms: scales updates by sqrt(max(inputs, outputs)) times this
-      (0.2 is near AdamW's); None scales by sqrt(max(1, outputs / inputs)).
+    ns_coeffs, ns_steps, beta, eps, nesterov, consistent_rms: as for
+      `coat_muon`.
     matrices: `(path, leaf) -> MatrixSplit`, how a leaf is cut into matrices;
       None for `hidden_matrices`.
     codec: how the momentum is stored: like the codec's first moment.
-    quantize_mask: `(path, leaf) -> bool`, which leaves the codec encodes; None
-      for `default_quantize_mask`.
-    seed: seed of the random words of stochastic rounding.
-    shardings: on a mesh of automatic axes, the parameters' shardings, a tree of
-      `NamedSharding`s: each device then steps its own shard of the momentum,
-      and matrices are orthogonalized with their longer axis split. None leaves
-      partitioning to XLA. Not needed on explicit axes.
+    quantize_mask, seed: as for `coat_adamw`.
+    shardings: as for `coat_muon`.
 
   Returns:
     An `optax.GradientTransformation` for trees that hold only matrices.
@@ -157,67 +143,48 @@ def scale_by_coat_muon(
   Source: Jordan et al., Muon, 2024; `optax.contrib.scale_by_muon`.
   """
   op = "scale_by_coat_muon"
-  check_codec(op, codec)
-  check_coefficients(op, ns_coeffs)
-  check_hyperparameters(
-    op,
-    ns_steps=ns_steps,
-    beta=beta,
-    eps=eps,
-    consistent_rms=consistent_rms,
-    seed=seed,
+  options = MomentOptions(
+    op, ScaleByCoatMuonState, codec, quantize_mask, seed, shardings=shardings
   )
-  matrices = checked_matrices(op, matrices)
+  arguments.check_coefficients(op, ns_coeffs)
+  arguments.check_hyperparameters(
+    op, ns_steps=ns_steps, beta=beta, eps=eps, consistent_rms=consistent_rms
+  )
+  iteration = NewtonSchulz(ns_coeffs, ns_steps, eps, consistent_rms)
+  split_of = checked_matrices(op, matrices)
+  momentum = transformation(
+    options,
+    muon_momentum,
+    lambda count: muon_scalars(count, beta, nesterov=nesterov),
+  )
 
   def splits_of(tree: Any) -> list[MatrixSplit]:
     out = []
     for path, leaf in leaf_paths(tree):
-      split = split_of(op, matrices, path, leaf)
+      split = split_of(path, leaf)
       if split is None:
         raise ValueError(
           f"{op}: leaves must be matrices, got {list(leaf.shape)} at {path!r}; "
-          "use coat_muon, which has AdamW for the others, or pass matrices"
+          "use coat_muon, which steps the others by AdamW, or pass matrices"
         )
       check_split(op, path, leaf, split)
       out.append(split)
     return out
 
-  def init_fn(params) -> Any:
-    return init_state(op, params, codec, quantize_mask, ScaleByCoatMuonState)
-
   def update_fn(updates, state, params=None) -> Any:
-    check_state(op, state, ScaleByCoatMuonState, codec)
     splits = splits_of(updates)
-    dtypes = [x.dtype for x in jax.tree.leaves(promoted(op, updates, params))]
-    count = optax.safe_increment(state.count)
-    directions, new_state = update_leaves(
-      op,
-      muon_momentum,
-      updates,
-      state,
-      muon_scalars(count, beta, nesterov=nesterov),
-      seed=seed,
-      shardings=shardings,
-    )
-    where = shardings_of(op, shardings, state.mu)
+    like = jax.tree.leaves(arguments.promoted(op, updates, params))
+    directions, new_state = momentum.update(updates, state, params)
     leaves, treedef = jax.tree.flatten(directions)
+    where = shardings_of(options, state.mu)
+    columns = zip(leaves, splits, where, like, strict=True)
     new = [
-      orthogonalize(
-        x,
-        split,
-        sharding,
-        coefficients=ns_coeffs,
-        steps=ns_steps,
-        eps=eps,
-        consistent_rms=consistent_rms,
-      ).astype(dtype)
-      for x, split, sharding, dtype in zip(
-        leaves, splits, where, dtypes, strict=True
-      )
+      orthogonalize(x, split, sharding, iteration).astype(g.dtype)
+      for x, split, sharding, g in columns
     ]
     return treedef.unflatten(new), new_state
 
-  return optax.GradientTransformation(init_fn, update_fn)
+  return optax.GradientTransformation(momentum.init, update_fn)
 
 
 def coat_muon(
@@ -255,11 +222,11 @@ def coat_muon(
     ns_steps: number of iterations.
     beta: decay of the momentum.
     eps: added to the norm that a matrix is divided by; also AdamW's eps.
-    weight_decay: of the matrices; multiplied with the learning rate.
-    weight_decay_mask: function of the parameters, which matrices decay.
+    weight_decay: decay of the matrices; multiplied with the learning rate.
+    weight_decay_mask: which matrices decay, as `mask` of `coat_adamw`.
     nesterov: whether to use Nesterov momentum, in AdamW too.
-    adam_b1, adam_b2, adam_eps_root, adam_weight_decay: arguments of AdamW.
-    adam_weight_decay_mask: like `weight_decay_mask`, for AdamW's parameters.
+    adam_b1, adam_b2, adam_eps_root, adam_weight_decay, adam_weight_decay_mask:
+      arguments of AdamW.
     adam_learning_rate: AdamW's; None for `learning_rate`.
     consistent_rms: scales updates by sqrt(max(inputs, outputs)) times this
       (0.2 is near AdamW's); None scales by sqrt(max(1, outputs / inputs)).
@@ -268,11 +235,10 @@ def coat_muon(
       `models.model_matrices(config)` for a model of `models`, or your own
       function; None for `hidden_matrices`. Inside `optax.inject_hyperparams`
       name it in `static_args`, or it is taken for a schedule.
-    codec: how the momentum and AdamW's moments are stored, from `codecs`.
-    quantize_mask: `(path, leaf) -> bool`, which leaves the codec encodes; None
-      for `default_quantize_mask`.
-    seed: seed of the random words of stochastic rounding.
-    shardings: as for `scale_by_coat_muon`, for all parameters.
+    codec, quantize_mask, seed: as for `coat_adamw`.
+    shardings: on a mesh of automatic axes, the shardings of all parameters, as
+      for `coat_adamw`: each device then steps its own shard of the momentum,
+      and matrices are orthogonalized with their longer axis split.
 
   Returns:
     An `optax.GradientTransformationExtraArgs`.
@@ -291,8 +257,8 @@ def coat_muon(
   Source: Jordan et al., Muon, 2024; `optax.contrib.muon`.
   """
   op = "coat_muon"
-  check_codec(op, codec)
-  check_hyperparameters(
+  arguments.check_codec(op, codec)
+  arguments.check_hyperparameters(
     op,
     learning_rate=learning_rate,
     weight_decay=weight_decay,
@@ -303,60 +269,56 @@ def coat_muon(
     adam_learning_rate=adam_learning_rate,
     seed=seed,
   )
-  weight_decay_mask, adam_weight_decay_mask = (
-    check_decay_mask(op, name, mask)
-    for name, mask in (
-      ("weight_decay_mask", weight_decay_mask),
-      ("adam_weight_decay_mask", adam_weight_decay_mask),
-    )
+  weight_decay_mask = arguments.check_decay_mask(
+    op, "weight_decay_mask", weight_decay_mask
   )
-  matrices = checked_matrices(op, matrices)
-  stored: dict[str, Any] = dict(codec=codec, quantize_mask=quantize_mask)
+  adam_weight_decay_mask = arguments.check_decay_mask(
+    op, "adam_weight_decay_mask", adam_weight_decay_mask
+  )
+  split_of = checked_matrices(op, matrices)
+  shared: dict[str, Any] = dict(
+    codec=codec,
+    nesterov=nesterov,
+    quantize_mask=quantize_mask,
+    shardings=shardings,
+  )
 
   def label(params: Any) -> Any:
     labels = [
-      "adam" if split_of(op, matrices, path, leaf) is None else "muon"
+      "adam" if split_of(path, leaf) is None else "muon"
       for path, leaf in leaf_paths(params)
     ]
     return jax.tree.structure(params).unflatten(labels)
 
-  def muon(where: Any) -> optax.GradientTransformation:
-    return scale_by_coat_muon(
-      ns_coeffs,
-      ns_steps,
-      beta,
-      eps,
-      nesterov=nesterov,
-      consistent_rms=consistent_rms,
-      matrices=matrices,
-      seed=seed,
-      shardings=where,
-      **stored,
-    )
-
-  def adam(where: Any) -> optax.GradientTransformation:
-    return scale_by_coat_adam(
-      adam_b1,
-      adam_b2,
-      eps,
-      adam_eps_root,
-      nesterov=nesterov,
-      seed=seed ^ _ADAM_STREAM,  # pyright: ignore[reportOperatorIssue]
-      shardings=where,
-      **stored,
-    )
-
+  muon = scale_by_coat_muon(
+    ns_coeffs,
+    ns_steps,
+    beta,
+    eps,
+    consistent_rms=consistent_rms,
+    matrices=matrices,
+    seed=seed,
+    **shared,
+  )
+  adam = scale_by_coat_adam(
+    adam_b1,
+    adam_b2,
+    eps,
+    adam_eps_root,
+    seed=seed ^ _ADAM_STREAM,  # pyright: ignore[reportOperatorIssue]
+    **shared,
+  )
   if adam_learning_rate is None:
     adam_learning_rate = learning_rate
   return optax.partition(
     {
       "muon": optax.chain(
-        _with_own_shardings(muon, shardings),
+        muon,
         optax.add_decayed_weights(weight_decay, weight_decay_mask),
         optax.scale_by_learning_rate(learning_rate),
       ),
       "adam": optax.chain(
-        _with_own_shardings(adam, shardings),
+        adam,
         _decayed_weights(adam_weight_decay, adam_weight_decay_mask),
         optax.scale_by_learning_rate(adam_learning_rate),
       ),
@@ -368,10 +330,7 @@ def coat_muon(
 def _decayed_weights(
   weight_decay: optax.ScalarOrSchedule, mask: Any
 ) -> optax.GradientTransformation:
-  """Makes `optax.add_decayed_weights` whose state does not depend on a mask.
-
-  So states are those of `optax.contrib.muon` and of checkpoints without a mask.
-  """
+  """Decays weights with the state of `optax.contrib.muon`, masked or not."""
   plain = optax.add_decayed_weights(weight_decay)
   if mask is None:
     return plain
@@ -383,18 +342,3 @@ def _decayed_weights(
     return updates, state.inner_state  # pyright: ignore[reportAttributeAccessIssue]
 
   return optax.GradientTransformation(plain.init, update_fn)
-
-
-def _with_own_shardings(
-  make: Callable[[Any], optax.GradientTransformation], shardings: Any
-) -> optax.GradientTransformation:
-  """Calls `make` with the shardings of the leaves that it updates."""
-  if shardings is None:
-    return make(None)
-  by_path = dict(leaf_paths(shardings))
-
-  def update_fn(updates, state, params=None) -> Any:
-    own = [by_path[path] for path, _ in leaf_paths(updates)]
-    return make(own).update(updates, state, params)
-
-  return optax.GradientTransformation(make(None).init, update_fn)

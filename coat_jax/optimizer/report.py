@@ -5,11 +5,13 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.tree_util import tree_leaves_with_path
 
 from coat_jax.codecs.fp8 import ExpandedFP8
 from coat_jax.codecs.group import Encoded, GroupCodec
 from coat_jax.numerics.checks import refuse
 from coat_jax.numerics.qtensor import split_groups
+from coat_jax.optimizer.conversion import decode_moment, pair_nodes
 from coat_jax.optimizer.masks import is_encoded, leaf_path
 from coat_jax.optimizer.state import (
   EncodedState,
@@ -18,11 +20,6 @@ from coat_jax.optimizer.state import (
   find_states,
   is_moment,
   moments_in,
-)
-from coat_jax.optimizer.state_codec import (
-  decode_state,
-  plain_moments,
-  rows_of,
 )
 
 _QUANTILES = {"min": 0, "p10": 0.1, "median": 0.5, "p90": 0.9, "max": 1}
@@ -33,8 +30,7 @@ class StateBytes(NamedTuple):
 
   Attributes:
     total: bytes of the arrays that are counted.
-    parameters: number of values that `total` is divided by: those of `params`
-      or, without it, those that the coat states keep moments of.
+    parameters: number of parameters that they are divided by.
     bytes_per_param: total / parameters.
   """
 
@@ -46,19 +42,14 @@ class StateBytes(NamedTuple):
 def state_bytes(opt_state: Any, params: Any = None) -> StateBytes:
   """Counts the bytes of an optimizer's state, in total and per parameter.
 
-  With `params`, all arrays of any optax state count, so that an optimizer can
-  be compared with its `encoded` version. Without `params`, only the coat states
-  count, including what `encoded` leaves as it is and the low bits of weights
-  (`LowBitsState`), which are stored with the moments.
-
-  Inside `optax.masked` or `optax.partition` a coat state has moments of some
-  parameters only. Without `params` its bytes are divided by the number of
-  these, with `params` by the number of all.
+  With `params`, all arrays of any optax state count. Without it, only coat
+  states count, including what `encoded` leaves as it is and the low bits of
+  weights (`LowBitsState`), divided by the number of parameters that they have
+  moments of. Under `optax.masked` or `optax.partition` these may be a part.
 
   Args:
-    opt_state: a coat state, or any optimizer state that holds some; with
-      `params` any state. Leaves are arrays or `jax.ShapeDtypeStruct`s, which
-      `jax.eval_shape(solver.init, params)` makes without allocating.
+    opt_state: an optimizer's state, of arrays or of `jax.ShapeDtypeStruct`s,
+      which `jax.eval_shape(solver.init, params)` makes without allocating.
     params: the parameters of this state, arrays or `jax.ShapeDtypeStruct`s.
 
   Returns:
@@ -66,7 +57,7 @@ def state_bytes(opt_state: Any, params: Any = None) -> StateBytes:
 
   Raises:
     TypeError: a leaf of `params` is not an array.
-    ValueError: without `params`: it holds no coat state.
+    ValueError: `params` is None and `opt_state` holds no coat state.
 
   Examples:
     >>> import jax, optax
@@ -94,12 +85,15 @@ def state_bytes(opt_state: Any, params: Any = None) -> StateBytes:
     MomentState | EncodedState,
     ", or pass params, with which any state is counted",
   )
-  parameters = sum(_parameters(state) for state in states)
-  low = [
-    x.low
-    for x in jax.tree.leaves(opt_state, is_leaf=_is_low_bits)
-    if _is_low_bits(x)
-  ]
+  parameters = 0
+  for state in states:
+    moments = moments_in(state)
+    leaves = [x for m in moments for x in tree_leaves_with_path(m.codes)]
+    parameters += sum({keys: x.size for keys, x in leaves}.values())
+  nodes = jax.tree.leaves(
+    opt_state, is_leaf=lambda x: isinstance(x, LowBitsState)
+  )
+  low = [x.low for x in nodes if isinstance(x, LowBitsState)]
   return _state_bytes((states, low), parameters)
 
 
@@ -109,19 +103,8 @@ def _state_bytes(arrays: Any, parameters: int) -> StateBytes:
   return StateBytes(total, parameters, total / max(parameters, 1))
 
 
-def _parameters(state: MomentState | EncodedState) -> int:
-  leaves = rows_of([x.leaves_by_path() for x in moments_in(state)]).values()
-  return sum(next(iter(row.values())).codes.size for row in leaves)
-
-
-def _is_low_bits(node: Any) -> bool:
-  return isinstance(node, LowBitsState)
-
-
 def state_report(
-  opt_state: Any,
-  *,
-  reference: Any = None,
+  opt_state: Any, *, reference: Any = None
 ) -> dict[str, dict[str, Any]]:
   """Reports, leaf by leaf, how well the moments fit their codes.
 
@@ -133,14 +116,13 @@ def state_report(
 
   Returns:
     For each leaf's path, a dict that JSON can store: `parameters`, `encoded`
-    (False for leaves that stay f32), and for each of `mu` and `nu`, or for the
-    path of each encoded field, a dict of
+    (False for leaves that stay f32), and for each moment, `mu`, `nu` or the
+    path of an encoded field, a dict of
       `power`: min, p10, median, p90, max and mean of the expansion's k over the
         groups that are not all zero (codecs that have one);
       `codes_used`: share of the 256 codes that occur (8-bit codecs);
-      `zeroed`: share of values that are 0; with a reference, of values that are
-        0 although the reference's are not. The update of a zeroed second moment
-        is divided by eps;
+      `zeroed`: share of values that are 0 (with a reference: although the
+        reference's are not). Such a second moment divides the update by eps;
       `relative_error` (with a reference): |decoded - reference| / |reference|,
         Euclidean norms over the leaf.
 
@@ -178,31 +160,28 @@ def state_report(
           "optax's optimizer of this kind, as in adam_state[0]"
         )
       reference = {name: getattr(reference, name) for name in inner}
-  flat = jax.tree_util.tree_leaves_with_path(inner, is_leaf=is_moment)
-  moments = [(leaf_path(keys), x) for keys, x in flat if is_moment(x)]
-  exact: list[Any] = [None] * len(moments)
+  nodes = tree_leaves_with_path(inner, is_leaf=is_moment)
+  exact = [None] * len(nodes)
   if reference is not None:
-    exact = plain_moments(op, "reference", inner, reference)
-  decoded = plain_moments(op, "opt_state", inner, decode_state(inner))
+    exact = [want for _, want in pair_nodes(op, "reference", inner, reference)]
   out: dict[str, dict[str, Any]] = {}
-  for (name, moment), values, reference in zip(
-    moments, decoded, exact, strict=True
-  ):
-    leaves = moment.leaves_by_path()
-    references = [None] * len(leaves)
-    if reference is not None:
-      references = jax.tree.leaves(reference)
-    for (keys, encoded), x, want in zip(
-      leaves.items(), jax.tree.leaves(values), references, strict=True
-    ):
+  for (place, moment), wanted in zip(nodes, exact, strict=True):
+    if not is_moment(moment):
+      continue
+    rows = zip(
+      tree_leaves_with_path(moment.codes),
+      moment.leaves(),
+      jax.tree.leaves(decode_moment(moment)),
+      jax.tree.leaves(wanted) or [None] * len(moment.leaves()),
+      strict=True,
+    )
+    for (keys, codes), encoded, values, want in rows:
       leaf = out.setdefault(
         leaf_path(keys),
-        {
-          "parameters": int(encoded.codes.size),
-          "encoded": is_encoded(encoded),
-        },
+        {"parameters": int(codes.size), "encoded": is_encoded(encoded)},
       )
-      leaf[name] = _report_moment(moment.codec_of(encoded), encoded, x, want)
+      codec = moment.codec_of(encoded)
+      leaf[leaf_path(place)] = _report_moment(codec, encoded, values, want)
   return out
 
 

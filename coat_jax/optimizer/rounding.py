@@ -30,7 +30,7 @@ class StochasticRoundingState(NamedTuple):
       an empty tuple without `low_bits`.
   """
 
-  count: Array
+  count: Array  # pyright: ignore[reportIncompatibleMethodOverride]
   low: Any
 
 
@@ -97,7 +97,7 @@ def stochastic_rounding(
       new.append(one)
       rounded.append(_difference(one, weight, change))
     low = weights.unpair_weights(new, state.low)[1] if low_bits else ()
-    state = StochasticRoundingState(count, low)
+    state = StochasticRoundingState(jnp.asarray(count), low)
     return treedef.unflatten(rounded), state
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)

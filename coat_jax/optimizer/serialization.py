@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Saves and restores states with FP8 arrays: checks and conversions.
 
-NumPy, and what is built on it, has no FP8: `np.savez` writes bytes that
-`np.load` does not read as numbers. An integer of the same width has the same
-bits and is known everywhere.
-
-Orbax knows FP8, but casts what it reads to the dtypes of the target, so that
-the codes of another codec become numbers with another meaning. `check_stored`
-compares the dtypes first.
+NumPy has no FP8: `np.load` does not read what `np.savez` wrote. An integer of
+the same width has the same bits and is known everywhere. Orbax knows FP8, but
+casts what it reads to the dtypes of the target: codes of another codec become
+other numbers. `check_stored` compares the dtypes first.
 """
 
 from typing import Any
@@ -15,14 +12,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import tree_leaves_with_path
+
+from coat_jax.optimizer.masks import node_path
 
 
 def to_integers(tree: Any) -> Any:
   """Turns FP8 and bfloat16 arrays into uint8 and uint16, bit for bit.
 
   Args:
-    tree: such as an optimizer's state or a whole train state; leaves are arrays
-      or `jax.ShapeDtypeStruct`s.
+    tree: such as a train state; leaves are arrays or `jax.ShapeDtypeStruct`s.
 
   Returns:
     The same tree with the same shardings; leaves of other dtypes stay.
@@ -71,11 +70,11 @@ def from_integers(tree: Any, like: Any) -> Any:
     if not _is_foreign(want):
       return x
     if (x.dtype, x.shape) != (_unsigned(want), want.shape):
-      path = jax.tree_util.keystr(keys, simple=True, separator="/")
       raise ValueError(
         f"from_integers: {want.dtype}{list(want.shape)} must be stored as "
-        f"{_unsigned(want)}, got {x.dtype}{list(x.shape)} at {path!r}; pass as "
-        "like what was given to to_integers, or its shapes"
+        f"{_unsigned(want)}, got {x.dtype}{list(x.shape)} at "
+        f"{node_path(keys)!r}; pass as like what was given to to_integers, or "
+        "its shapes"
       )
     return _view(x, want.dtype)
 
@@ -95,19 +94,19 @@ def check_stored(stored: Any, target: Any) -> None:
   """Raises if a checkpoint has other dtypes or shapes than its target.
 
   Orbax silently casts to the target's dtypes, so a state of one codec would be
-  restored as a state of another codec, with wrong moments.
+  restored as a state of another codec, with wrong moments. Codecs whose states
+  have the same dtypes and shapes cannot be told apart.
 
   Args:
-    stored: what the checkpoint holds: Orbax's `checkpointer.metadata(path)`, or
-      a tree whose leaves have a shape and a dtype.
+    stored: Orbax's `checkpointer.metadata(path)`, or a tree whose leaves have a
+      shape and a dtype.
     target: the tree to restore, or a part of the tree that was saved; leaves
       are arrays or `jax.ShapeDtypeStruct`s. Other leaves and random keys are
       not compared.
 
   Raises:
     ValueError: a leaf of `target` is stored with another dtype or shape, or not
-      at all; or `stored` is empty. Codecs whose states have the same dtypes and
-      shapes cannot be told apart.
+      at all; or `stored` is empty.
 
   Examples:
     >>> import jax, jax.numpy as jnp
@@ -124,7 +123,9 @@ def check_stored(stored: Any, target: Any) -> None:
 stored, got int8[64, 128] for float8_e4m3fn[64, 128] at '0/mu/codes/w'; make \
 the target of the same parameters and with the codec of the state that was saved
   """
-  saved = _leaves_by_path(getattr(stored, "item_metadata", stored))
+  # Orbax stores names, not the types of nodes.
+  leaves = tree_leaves_with_path(getattr(stored, "item_metadata", stored))
+  saved = {node_path(keys): leaf for keys, leaf in leaves}
   if not saved:
     # A CheckpointManager has no handler before it has saved or restored.
     raise ValueError(
@@ -133,28 +134,18 @@ the target of the same parameters and with the codec of the state that was saved
       "item_handlers=StandardCheckpointHandler(), without which it finds no "
       "metadata before it restores"
     )
-  for path, leaf in _leaves_by_path(target).items():
+  for keys, leaf in tree_leaves_with_path(target):
     dtype = getattr(leaf, "dtype", None)
     if dtype is None or jnp.issubdtype(dtype, jax.dtypes.extended):
       continue
-    want, found = _dtype_and_shape(leaf), "nothing"
-    if path in saved:
-      found = _dtype_and_shape(saved[path])
+    path, want = node_path(keys), _dtype_and_shape(leaf)
+    found = _dtype_and_shape(saved[path]) if path in saved else "nothing"
     if want != found:
       raise ValueError(
         "check_stored: target must have the dtypes and shapes that are stored, "
         f"got {want} for {found} at {path!r}; make the target of the same "
         "parameters and with the codec of the state that was saved"
       )
-
-
-def _leaves_by_path(tree: Any) -> dict[str, Any]:
-  leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-  # Orbax stores names and indices only, not the types of nodes.
-  return {
-    jax.tree_util.keystr(keys, simple=True, separator="/"): leaf
-    for keys, leaf in leaves
-  }
 
 
 def _dtype_and_shape(x: Any) -> str:

@@ -1,26 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Computes how an optimizer's FP8 state is sharded: like its parameters.
 
-Codes and unencoded moments have the parameter's shape and its sharding. The
-statistics of groups have the same axes, of which the last is shorter, and are
-sharded alike: a device holds the statistics of the codes that it holds, so an
-optimizer's step moves nothing between devices. Counters and other scalars are
-replicated.
-
-This file has no rules for that. On a mesh with explicit axes, shardings are
-part of types, so we trace `init` on such a mesh and get the shardings of
-everything that it makes, no matter what wraps the optimizer. The result holds
-on any mesh.
+Codes have the parameter's shape and sharding. The statistics of groups have the
+same axes, of which the last is shorter, and are sharded alike, so an
+optimizer's step moves nothing between devices. This file has no rules for that.
+On a mesh with explicit axes, shardings are part of types, so we trace `init` on
+such a mesh and get the shardings of everything that it makes, no matter what
+wraps the optimizer. The result holds on any mesh.
 
 A device has whole groups of a sharded row only if the group size divides its
-share (`fit_group_size`). We read the group size from the codec that each
-`Moment` of the state names; in an `nnx.State`, which names none, groups are not
+share (`fit_group_size`). An `nnx.State` names no codec, so its groups are not
 checked.
 """
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -29,15 +24,13 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from coat_jax.codecs import MomentCodec
 from coat_jax.codecs.group import GroupCodec
 from coat_jax.numerics.checks import COUNT, check_function, check_whole, refuse
-from coat_jax.optimizer.arguments import check_codec, choose_groups
+from coat_jax.optimizer import arguments
 from coat_jax.optimizer.masks import QuantizeMask, leaf_paths
 from coat_jax.optimizer.state import moments_in
 
 
 def abstract_state(
-  init: Callable[[Any], Any],
-  params: Any,
-  shardings: Any = None,
+  init: Callable[[Any], Any], params: Any, shardings: Any = None
 ) -> Any:
   """Returns the shapes, dtypes and shardings that `init` makes, without memory.
 
@@ -47,8 +40,8 @@ def abstract_state(
   replicated.
 
   Args:
-    init: `optimizer.init` of any optax transformation, such as a chain; or any
-      function of the parameters, such as one that makes a whole train state.
+    init: `optimizer.init` of any optax transformation, or any function of the
+      parameters, such as one that makes a whole train state.
     params: tree of arrays or `jax.ShapeDtypeStruct`s.
     shardings: `NamedSharding`s on one mesh, a tree with one leaf per parameter;
       None to use the shardings of `params`.
@@ -79,17 +72,20 @@ def abstract_state(
 
 
 def state_shardings(
-  init: Callable[[Any], Any],
-  params: Any,
-  shardings: Any = None,
+  init: Callable[[Any], Any], params: Any, shardings: Any = None
 ) -> Any:
   """Returns the shardings of what `init` makes: a tree of `NamedSharding`s.
 
   Use it for `jit`'s in_shardings and out_shardings and for `jax.device_put`.
-  Arguments, errors and shardings are the same as for `abstract_state`.
+
+  Args:
+    init, params, shardings: as for `abstract_state`.
 
   Returns:
     A tree with the structure of `init(params)`.
+
+  Raises:
+    TypeError, ValueError: the same as for `abstract_state`.
   """
   state = _abstract_state("state_shardings", init, params, shardings)
   return jax.tree.map(lambda x: x.sharding, state)
@@ -110,8 +106,7 @@ def fit_group_size(
 
   Args:
     codec: a codec with the largest group sizes that you want.
-    params: tree of arrays or `jax.ShapeDtypeStruct`s.
-    shardings: as for `abstract_state`.
+    params, shardings: as for `abstract_state`.
     quantize_mask: as for `coat_adamw`; selects the leaves that are encoded.
     smallest: the smallest group size to return, so that statistics do not
       outgrow codes unnoticed (`coat` takes 5 bytes per group).
@@ -128,24 +123,26 @@ def fit_group_size(
       not belong to `params`.
   """
   op = "fit_group_size"
-  check_codec(op, codec)
+  arguments.check_codec(op, codec)
   check_whole(op, "smallest", smallest, COUNT, "16 is the default")
   placed, _ = _placed(op, params, shardings)
   leaves = leaf_paths(placed)
-  chosen = choose_groups(op, placed, codec.groups, quantize_mask)
+  chosen = arguments.choose_groups(op, placed, codec.groups, quantize_mask)
   shares = {
     path: _share(leaf)
     for (path, leaf), groups in zip(leaves, chosen, strict=True)
-    if _sizes(groups) and _share(leaf) < leaf.shape[-1]
+    if any(hasattr(group, "group_size") for group in groups)
+    and _share(leaf) < leaf.shape[-1]
   }
   # Without a sharded leaf this is 0, which every size divides.
   common = math.gcd(*shares.values())
 
   def fit(group: GroupCodec) -> GroupCodec:
-    if not (sizes := _sizes([group])):
+    most = getattr(group, "group_size", None)
+    if most is None:
       return group
-    size = _fitting(common, sizes[0])[0]
-    if size < min(smallest, sizes[0]):
+    size = next(fit for fit in range(most, 0, -1) if common % fit == 0)
+    if size < min(smallest, most):
       raise ValueError(
         f"{op}: groups must have at least {smallest} values, got {size} as the "
         f"most that fits devices' shares of last axes, {shares}; shard other "
@@ -180,9 +177,9 @@ def _abstract_state(op, init, params, shardings) -> Any:
     )
   state = jax.tree.map(lambda x: on(mesh, x), state)
   for moment in moments_in(state):
-    paths = [path for path, _ in leaf_paths(moment.codes)]
-    for path, encoded in zip(paths, moment.leaves(), strict=True):
-      _check_groups(op, path, encoded.codes, moment.codec_of(encoded))
+    leaves = zip(leaf_paths(moment.codes), moment.leaves(), strict=True)
+    for (path, codes), encoded in leaves:
+      _check_groups(op, path, codes, moment.codec_of(encoded))
   return state
 
 
@@ -230,33 +227,17 @@ def _placed(
 
 def _check_groups(op, path: str, codes: Any, codec: GroupCodec) -> None:
   """Raises ValueError if devices would split a group of a leaf's codes."""
-  share = _share(codes)
-  for size in _sizes([codec]):
-    if share == _row(codes) or share % size == 0:
-      continue
-    fitting = ", ".join(str(g) for g in _fitting(share, size)[:5])
-    raise ValueError(
-      f"{op}: a device must have whole groups, got groups of {size} at "
-      f"{path!r}, whose last axis of {codes.shape[-1]} is sharded over "
-      f"{codes.shape[-1] // share} devices, {share} values each; give the "
-      f"codec a group size that fits ({fitting}), as fit_group_size does, or "
-      "shard other axes"
-    )
-
-
-def _sizes(groups: Sequence[GroupCodec]) -> list[int]:
-  sizes = [getattr(group, "group_size", None) for group in groups]
-  return [size for size in sizes if size is not None]
-
-
-def _fitting(share: int, most: int) -> list[int]:
-  """Lists the group sizes up to `most` that divide `share`, largest first."""
-  return [size for size in range(most, 0, -1) if share % size == 0]
-
-
-def _row(x: Any) -> int:
-  """Returns the number of values in a row."""
-  return x.shape[-1] if x.ndim else 1
+  share, size = _share(codes), getattr(codec, "group_size", 1)
+  if share % size == 0 or share == codes.shape[-1]:
+    return
+  fitting = [str(fit) for fit in range(size, 0, -1) if share % fit == 0]
+  raise ValueError(
+    f"{op}: a device must have whole groups, got groups of {size} at "
+    f"{path!r}, whose last axis of {codes.shape[-1]} is sharded over "
+    f"{codes.shape[-1] // share} devices, {share} values each; give the "
+    f"codec a group size that fits ({', '.join(fitting[:5])}), as "
+    "fit_group_size does, or shard other axes"
+  )
 
 
 def _share(x: Any) -> int:

@@ -21,20 +21,14 @@ from jax.typing import ArrayLike
 from coat_jax import mesh
 from coat_jax.codecs import Encoded, MomentCodec
 from coat_jax.codecs.group import GroupCodec
-from coat_jax.numerics import stochastic
 from coat_jax.numerics.checks import a
-from coat_jax.numerics.stochastic import LeafPart
-from coat_jax.optimizer.arguments import choose_groups
-from coat_jax.optimizer.masks import (
-  QuantizeMask,
-  is_encoded,
-  plain_codec,
-  unboxed,
-)
+from coat_jax.optimizer import arguments
+from coat_jax.optimizer.masks import is_encoded, plain_codec, unboxed
 
 # The stored moments of one leaf, and the codec of each of them.
 Stored = tuple[Encoded, ...]
 GroupCodecs = tuple[GroupCodec, ...]
+
 
 # The optimizer that makes each state, for error messages.
 _MAKERS = {
@@ -50,13 +44,11 @@ _MAKERS = {
 class Moment:
   """One moment of all parameters, as a state stores it.
 
-  Each field except `codec` is a tree with the structure of the parameters: the
-  fields of `codecs.Encoded`. Boxes around parameters (`nnx.Variable`, Linen's
-  `Partitioned`) stay around the codes, which are sharded as the boxes say;
-  statistics have other shapes and are bare arrays.
-
-  A leaf that is not encoded stores its values in `codes`, in f32 or complex64,
-  and scalar zeros as statistics.
+  The fields of `codecs.Encoded` are trees with the structure of the parameters.
+  Boxes around parameters (`nnx.Variable`, Linen's `Partitioned`) stay around
+  the codes, which are sharded as the boxes say; statistics have other shapes
+  and are bare arrays. A leaf that is not encoded stores its values in `codes`,
+  in f32 or complex64, and scalar zeros as statistics.
 
   Attributes:
     codes: shape=leaf.shape, in the codec's dtype.
@@ -74,12 +66,6 @@ class Moment:
     """Lists what is stored for each parameter, in the order of the tree."""
     columns = map(jax.tree.leaves, (self.codes, self.amax, self.range))
     return [Encoded(*row) for row in zip(*columns, strict=True)]
-
-  def leaves_by_path(self) -> dict[Any, Encoded]:
-    """Maps the keys of each parameter's path to what is stored for it."""
-    flat = jax.tree_util.tree_leaves_with_path(self.codes)
-    leaves = zip(flat, self.leaves(), strict=True)
-    return {keys: encoded for (keys, _), encoded in leaves}
 
   def codec_of(self, encoded: Encoded) -> GroupCodec:
     """Returns a leaf's codec: `codec`, or `Plain` if it is not encoded."""
@@ -147,9 +133,8 @@ class EncodedState(NamedTuple):
 class LowBitsState(NamedTuple):
   """State of a fused optimizer with weights of 24 bits.
 
-  `low` is a tree with the parameters' structure whose leaves are plain arrays.
-  If a leaf has low bytes, its weight is `join_weights` of the parameter and
-  them.
+  `low` is a tree of plain arrays with the parameters' structure. `join_weights`
+  returns the weights that it and the parameters represent.
   """
 
   low: Any  # shape=leaf.shape, dtype=jnp.int8; shape=() if none are kept
@@ -159,19 +144,59 @@ class LowBitsState(NamedTuple):
 FusedState = MomentState | LowBitsState
 
 
+@dataclasses.dataclass(frozen=True)
+class MomentOptions:
+  """The options that our optimizers share; see `coat_adamw`.
+
+  Attributes:
+    op: the public function's name, for error messages.
+    state_type: the type of the state. A state with one moment uses the codec's
+      first one.
+  """
+
+  op: str
+  state_type: type[MomentState]
+  # The user's values are Any: our own checks have better messages.
+  codec: Any
+  quantize_mask: Any
+  seed: Any
+  implementation: Any = None
+  shardings: Any = None
+
+  def __post_init__(self):
+    arguments.check_codec(self.op, self.codec)
+    arguments.check_hyperparameters(self.op, seed=self.seed)
+
+  def init(self, params: Any) -> Any:
+    """Makes the state before the first step, sharded like the parameters."""
+    op, mask = self.op, self.quantize_mask
+    groups = self.codec.groups[: len(self.state_type._fields) - 1]
+    if isinstance(params, placeholder_type()):
+      moments = [marked_moment(params, group) for group in groups]
+      return self.state_type(jnp.zeros([], jnp.int32), *moments)
+    chosen = arguments.choose_groups(op, params, groups, mask)
+    # Without this the compiler encodes constants itself, for half a minute.
+    zero = jax.lax.optimization_barrier(jnp.zeros([], jnp.float32))
+    stored = []
+    for leaf, own in zip(jax.tree.leaves(params), chosen, strict=True):
+      # Zeros are sharded like the parameter, and never in memory under jit.
+      zeros = jnp.full_like(leaf, zero, dtype=jnp.float32)
+      stored.append(_encode_zeros(own, zeros))
+    moments = [
+      make_moment(params, [row[j] for row in stored], group)
+      for j, group in enumerate(groups)
+    ]
+    return self.state_type(jnp.zeros([], jnp.int32), *moments)
+
+
 def check_state(op: str, state: Any, kind: type, codec: MomentCodec) -> None:
   """Raises if `state` has another type, or its moments another codec."""
   if not isinstance(state, kind):
     raise TypeError(
       f"{op}: state must be {a(kind)}, got {a(type(state))}; "
-      "pass what its init or update gave, or convert a state of optax with "
+      "pass what its init or update returned, or convert a state of optax with "
       "from_plain_state (of Adam also with from_adam_state)"
     )
-  check_moments(op, state, codec)
-
-
-def check_moments(op: str, state: Any, codec: MomentCodec) -> None:
-  """Raises a ValueError if a state's moments were stored by another codec."""
   for moment in moments_in(state):
     if moment.codec not in codec.groups:
       raise ValueError(
@@ -179,37 +204,6 @@ def check_moments(op: str, state: Any, codec: MomentCodec) -> None:
         f"with, got a moment of {moment.codec}; pass that codec (to change it, "
         "go through to_plain_state and from_plain_state)"
       )
-
-
-def init_state(
-  op: str,
-  params: Any,
-  codec: MomentCodec,
-  mask: QuantizeMask | None,
-  kind: type[MomentState] = ScaleByCoatAdamState,
-) -> MomentState:
-  """Makes the state before the first step, sharded like the parameters.
-
-  All moments are zero. `op` is the public function's name for error messages.
-  If `kind` has fewer moments than the codec, it takes the codec's first ones.
-  """
-  groups = codec.groups[: len(kind._fields) - 1]
-  if isinstance(params, placeholder_type()):
-    marked = [marked_moment(params, group) for group in groups]
-    return kind(jnp.zeros([], jnp.int32), *marked)
-  chosen = choose_groups(op, params, groups, mask)
-  # Without this the compiler encodes constants itself, for half a minute.
-  zero = jax.lax.optimization_barrier(jnp.zeros([], jnp.float32))
-  stored = []
-  for leaf, own in zip(jax.tree.leaves(params), chosen, strict=True):
-    # Zeros are sharded like the parameter, and never in memory under jit.
-    zeros = jnp.full_like(leaf, zero, dtype=jnp.float32)
-    stored.append(encode_zeros(own, zeros))
-  made = [
-    make_moment(params, [encoded[j] for encoded in stored], group)
-    for j, group in enumerate(groups)
-  ]
-  return kind(jnp.zeros([], jnp.int32), *made)
 
 
 @functools.cache
@@ -226,11 +220,10 @@ def placeholder_type() -> type:
 
 
 def marked_moment(placeholder: Any, codec: GroupCodec) -> Moment:
-  """Marks for `optax.tree.map_params` the part of a moment to be mapped.
+  """Makes a moment whose codes `optax.tree.map_params` takes for parameters.
 
-  Only codes are like the parameters. Statistics may not be shardable in the
-  same way, so a whole tree of them is one leaf here, which
-  `transform_non_params` maps.
+  Statistics may not be shardable in the same way, so a whole tree of them is
+  one leaf here, which `transform_non_params` maps.
   """
   leaf = jnp.zeros([], jnp.int32)
   return Moment(placeholder, leaf, leaf, codec)
@@ -238,10 +231,10 @@ def marked_moment(placeholder: Any, codec: GroupCodec) -> Moment:
 
 def next_state(
   state: MomentState, count: ArrayLike, stored: Sequence[Stored]
-) -> MomentState:
+) -> Any:
   """Returns the same state with a new count and new moments."""
   new = [
-    make_moment(old.codes, [encoded[j] for encoded in stored], old.codec)
+    make_moment(old.codes, [row[j] for row in stored], old.codec)
     for j, old in enumerate(state[1:])
   ]
   return type(state)(count, *new)
@@ -249,24 +242,17 @@ def next_state(
 
 def stored_leaves(state: MomentState) -> list[tuple[Stored, GroupCodecs]]:
   """Lists each leaf's moments and the codecs that encoded them."""
-  rows = zip(*(moment.leaves() for moment in state[1:]), strict=True)
+  moments = state[1:]
   return [
-    (
-      row,
-      tuple(m.codec_of(x) for m, x in zip(state[1:], row, strict=True)),
-    )
-    for row in rows
+    (row, tuple(m.codec_of(x) for m, x in zip(moments, row, strict=True)))
+    for row in zip(*(moment.leaves() for moment in moments), strict=True)
   ]
 
 
 def find_states(
   op: str, opt_state: Any, kind: Any, remedy: str = ""
 ) -> list[Any]:
-  """Lists all states of a type (or union of types) in an optimizer's state.
-
-  Raises a ValueError if there is none; `op` is the public function's name and
-  `remedy` what else the caller can do, both for the message.
-  """
+  """Lists all states of a type or union; a ValueError if there is none."""
   leaves = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, kind))
   found = [leaf for leaf in leaves if isinstance(leaf, kind)]
   if not found:
@@ -276,41 +262,13 @@ def find_states(
       f"{op}: the optimizer state must hold a "
       f"{' or '.join(x.__name__ for x in kinds)}, got "
       f"{type(opt_state).__name__} without one; pass what init or update of "
-      f"{' or '.join(makers)} gave{remedy}"
+      f"{' or '.join(makers)} returned{remedy}"
     )
   return found
 
 
-def in_f32(x: Array) -> Array:
-  """Casts x to f32, or to complex64 if it is complex."""
-  return x.astype("complex64" if jnp.iscomplexobj(x) else "float32")
-
-
 @functools.partial(jax.jit, static_argnames="groups", inline=True)
-def encode(
-  groups: GroupCodecs, values: tuple[Array, ...], part: LeafPart
-) -> Stored:
-  """Encodes the moments of one leaf, f32 arrays of one shape.
-
-  The first moment takes the part's random words and the second one the next
-  words (`stochastic.next_words`). Each further pair of moments takes the words
-  of another key (`pair_key`).
-  """
-
-  def f(values, part):
-    noise = _noise(groups, part, values[0].shape)
-    return tuple(
-      group.encode(x, half)
-      for group, x, half in zip(groups, values, noise, strict=True)
-    )
-
-  # On explicit axes JAX would refuse to reshape a row into groups if these are
-  # split over devices, and would make all random words on each device.
-  return mesh.run_whole(f, values, part, out_specs=mesh.spec_of(values[0]))
-
-
-@functools.partial(jax.jit, static_argnames="groups", inline=True)
-def encode_zeros(groups: GroupCodecs, zeros: Array) -> Stored:
+def _encode_zeros(groups: GroupCodecs, zeros: Array) -> Stored:
   """Encodes the zero moments of one leaf before its first step.
 
   Zeros are encoded as zeros whatever the noise is, so we draw none: `init`
@@ -325,45 +283,3 @@ def encode_zeros(groups: GroupCodecs, zeros: Array) -> Stored:
     )
 
   return mesh.run_whole(f, zeros, out_specs=mesh.spec_of(zeros))
-
-
-@functools.partial(jax.jit, static_argnames="groups", inline=True)
-def decode(groups: GroupCodecs, stored: Stored) -> tuple[Array, ...]:
-  """Decodes the moments of one leaf to f32."""
-
-  def f(stored):
-    return tuple(
-      group.decode(encoded)
-      for group, encoded in zip(groups, stored, strict=True)
-    )
-
-  spec = mesh.spec_of(stored[0].codes)
-  return mesh.run_whole(f, stored, out_specs=spec)
-
-
-def _noise(groups: GroupCodecs, part: LeafPart, shape: tuple[int, ...]) -> list:
-  """Returns uniform noise for each moment whose codec needs it, else None."""
-  out = []
-  for pair in range(0, len(groups), 2):
-    needs = [group.needs_noise for group in groups[pair : pair + 2]]
-    if not any(needs):
-      out += [None] * len(needs)
-      continue
-    key = pair_key(part.key, pair // 2)
-    words = dataclasses.replace(part, key=key).words(shape)
-    both = words, stochastic.next_words(words)
-    out += [
-      stochastic.uniform(words) if needed else None
-      for words, needed in zip(both, needs, strict=False)
-    ]
-  return out
-
-
-def pair_key(key: Array, pair: int) -> Array:
-  """Returns the key of the words that moments 2 `pair` and 2 `pair` + 1 share.
-
-  The first pair uses the leaf's own key, so Adam's two moments do.
-  """
-  if not pair:
-    return key
-  return stochastic.mix(key ^ jnp.uint32(pair * stochastic.GOLDEN % 2**32))

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps one leaf with encoded moments, or all leaves of a tree.
+"""Steps moments: decodes them, runs the arithmetic in f32, and encodes them.
 
-An optimizer passes its arithmetic, `adam.adam` or `lion.lion`, which computes
-an update and new moments in f32. This file decodes the moments before that and
-encodes them afterwards.
+The arithmetic is `adam.adam` or `lion.lion`. `update_of` and `step_of` step one
+leaf; `Leaves` steps all leaves of a state.
 
 XLA partitions a step that is plain JAX by itself, but it cannot partition a
 kernel. If a leaf's sharding is known, the step runs on each device's shard:
@@ -25,23 +24,21 @@ from jax.sharding import NamedSharding
 from jax.typing import ArrayLike
 
 from coat_jax import mesh
+from coat_jax.codecs.group import GroupCodec
 from coat_jax.numerics import stochastic
 from coat_jax.numerics.stochastic import LeafPart
-from coat_jax.optimizer import weights
-from coat_jax.optimizer.arguments import check_gradients
+from coat_jax.optimizer import arguments, weights
 from coat_jax.optimizer.masks import leaf_paths
 from coat_jax.optimizer.state import (
   GroupCodecs,
   Moment,
-  MomentState,
+  MomentOptions,
   Stored,
-  decode,
-  encode,
-  in_f32,
+  check_state,
   next_state,
   stored_leaves,
 )
-from coat_jax.optimizer.weights import Weight
+from coat_jax.optimizer.weights import Weight, in_f32
 
 # `arithmetic(g, *moments, scalars)`: the update and the new moments, all f32.
 Arithmetic = Callable[..., tuple[Array, ...]]
@@ -59,6 +56,58 @@ class StepScalars(NamedTuple):
   learning_rate: Array
   weight_decay: Array
   grad_scale: Array | None
+
+
+@functools.partial(jax.jit, static_argnames=("groups", "first"), inline=True)
+def encode(
+  groups: GroupCodecs,
+  values: tuple[Array, ...],
+  part: LeafPart,
+  first: int = 0,
+) -> Stored:
+  """Encodes f32 moments of one leaf; the first one is its moment `first`.
+
+  Moments 2i and 2i + 1 round by the words of `pair_key(key, i)` and by the
+  words after those.
+  """
+
+  def noise(group: GroupCodec, place: int, part: LeafPart):
+    if not group.needs_noise:
+      return None
+    own = dataclasses.replace(part, key=pair_key(part.key, place // 2))
+    words = own.words(values[0].shape)
+    return stochastic.uniform(stochastic.next_words(words, place % 2))
+
+  def f(values, part):
+    return tuple(
+      group.encode(x, noise(group, first + j, part))
+      for j, (group, x) in enumerate(zip(groups, values, strict=True))
+    )
+
+  # On explicit axes JAX would refuse to reshape a row into groups if these are
+  # split over devices, and would make all random words on each device.
+  return mesh.run_whole(f, values, part, out_specs=mesh.spec_of(values[0]))
+
+
+@functools.partial(jax.jit, static_argnames="groups", inline=True)
+def decode(groups: GroupCodecs, stored: Stored) -> tuple[Array, ...]:
+  """Decodes the moments of one leaf to f32."""
+
+  def f(stored):
+    return tuple(
+      group.decode(encoded)
+      for group, encoded in zip(groups, stored, strict=True)
+    )
+
+  spec = mesh.spec_of(stored[0].codes)
+  return mesh.run_whole(f, stored, out_specs=spec)
+
+
+def pair_key(key: Array, pair: int) -> Array:
+  """Returns the key of a pair of moments; the first pair has the leaf's key."""
+  if not pair:
+    return key
+  return stochastic.mix(key ^ jnp.uint32(pair * stochastic.GOLDEN % 2**32))
 
 
 def one_body(fn: Callable) -> Callable:
@@ -126,10 +175,9 @@ def step_of(
 ) -> tuple[Weight, Stored]:
   """Returns the new parameter and moments of one leaf, or of one layer of it.
 
-  `p` and `g` are [..., n] (`g` is [1, ...] if one layer of a stacked leaf is
-  stepped), and `scalars` are those of the arithmetic and of this step.
-  Everything is computed in f32. The new parameter is stored as `p` is: rounded
-  to nearest, or stochastically to bf16 and to a `SplitWeight`'s 24 bits.
+  `p` and `g` are [..., n], but `g` is [1, ...] if one layer of a stacked leaf
+  is stepped. Everything is computed in f32; `weights.round_like` rounds the new
+  parameter.
   """
   layer = part.layer
   if layer is None:
@@ -145,172 +193,100 @@ def step_of(
 
 @one_body
 def _step(arithmetic, p, g, stored, part, scalars, groups):
-  """Steps all of what is passed, as in `step_of`."""
+  """Steps a whole leaf, or the layer that was taken out of it."""
   scalars, step = scalars
   gradient = in_f32(g)
   if step.grad_scale is not None:
     gradient = gradient * step.grad_scale
   update, *values = arithmetic(gradient, *decode(groups, stored), scalars)
-  new = weights.in_f32(p)
+  new = in_f32(p)
   new = new + -step.learning_rate * (update + step.weight_decay * new)
   return weights.round_like(p, new, part), encode(groups, tuple(values), part)
 
 
-def step_on_shards(
-  step: functools.partial,
-  sharding: NamedSharding | None,
-  arrays: tuple[Any, ...],
-  stored: Stored,
-  part: LeafPart,
-  *scalars: Any,
-) -> tuple[Any, Stored]:
-  """Runs `step(*arrays, stored, part, *scalars)` on each device's shard.
-
-  `step` is a partial of `adam.adam_update`, `adam.adamw_step` or
-  `lion.lion_step` with `groups`. `arrays` are arrays of the leaf's shape or
-  trees of them; if one layer is stepped, all but the first are [1, ...]. If
-  `sharding` is None, or devices would split groups, XLA partitions the step.
-  Raises a ValueError if the axis of layers is sharded.
-  """
-  whole = jax.tree.leaves(arrays)[0].shape
-  spec = P() if sharding is None else sharding.spec
-  groups = step.keywords["groups"]
-  if sharding is None or not _has_whole_groups(sharding, whole, groups):
-    return mesh.run_whole(step, *arrays, stored, part, *scalars, out_specs=spec)
-  if part.layer is not None and spec[:1] not in ((), (None,)):
-    raise ValueError(
-      "step_in_backward: stacked parameters must be whole along their axis of "
-      f"layers on each device, got {spec}; shard other axes"
-    )
-  of_stored = jax.tree.map(lambda x: spec if x.ndim else P(), stored)
-
-  def local(arrays, stored, part, scalars):
-    start = _start(spec, jax.tree.leaves(arrays)[0].shape)
-    part = dataclasses.replace(part, start=start, whole=whole)
-    return step(*arrays, stored, part, *scalars)
-
-  return mesh.run_on_shards(
-    local,
-    arrays,
-    stored,
-    part,
-    scalars,
-    in_specs=(spec, of_stored, P(), P()),
-    out_specs=(spec, of_stored),
-    mesh=sharding.mesh,
+def take_layer(stacked: Any, layer: Array) -> Any:
+  """Takes one layer, [1, ...], of each array of a tree; keeps scalars."""
+  return jax.tree.map(
+    lambda x: lax.dynamic_slice_in_dim(x, layer, 1) if x.ndim else x, stacked
   )
 
 
-def update_leaves(
-  op: str,
-  update_leaf: Callable[..., tuple[Array, Stored]],
-  updates: optax.Updates,
-  state: MomentState,
-  scalars: Any,
-  *,
-  seed: ArrayLike,
-  shardings: Any,
-  **kwargs: Any,
-) -> tuple[optax.Updates, MomentState]:
-  """Returns the tree of updates and the next state.
+def put_layer(stacked: Any, new: Any, layer: Array) -> Any:
+  """Inverts `take_layer`: returns `stacked` with one layer replaced."""
 
-  `update_leaf(g, stored, part, scalars, *, groups, **kwargs)` returns one
-  leaf's update and new moments. It runs on each device's shard if the shardings
-  are known.
+  def put(x, y):
+    return lax.dynamic_update_slice_in_dim(x, y, layer, 0) if x.ndim else x
+
+  return jax.tree.map(put, stacked, new)
+
+
+class Leaves:
+  """The leaves of a state during one step.
+
+  Attributes:
+    count: number of this step; the first step is 1.
+    stored: the moments of each leaf.
   """
-  count = optax.safe_increment(state.count)
-  new_updates, new_stored = [], []
-  grads = gradients_like(op, updates, state)
-  leaves = stored_leaves(state)
-  where = shardings_of(op, shardings, state.mu)
-  for i, (g, (stored, groups)) in enumerate(zip(grads, leaves, strict=True)):
-    update, stored = step_on_shards(
-      functools.partial(update_leaf, groups=groups, **kwargs),
-      where[i],
-      (g,),
+
+  def __init__(self, options: MomentOptions, state: Any):
+    check_state(options.op, state, options.state_type, options.codec)
+    self.count = optax.safe_increment(state.count)
+    leaves = stored_leaves(state)
+    self.stored = [stored for stored, _ in leaves]
+    self._codecs = [groups for _, groups in leaves]
+    self._shardings = shardings_of(options, state.mu)
+    self._seed, self._state = options.seed, state
+
+  def step(
+    self,
+    i: int,
+    run: Callable[..., Any],
+    arrays: tuple[Any, ...],
+    stored: Stored,
+    scalars: tuple[Any, ...],
+    layer: Array | None = None,
+  ) -> tuple[Any, Stored]:
+    """Returns `run(*arrays, stored, part, *scalars, groups=...)` of leaf i.
+
+    `arrays` are arrays of the leaf's shape or trees of them; if one layer is
+    stepped, all but the first are [1, ...]. If the leaf's sharding is unknown,
+    or devices would split groups, XLA partitions the step. Raises a ValueError
+    if the axis of layers is sharded.
+    """
+    groups, sharding = self._codecs[i], self._shardings[i]
+    run = functools.partial(run, groups=groups)
+    part = LeafPart(stochastic.leaf_key(self._seed, self.count, i), layer=layer)
+    whole = jax.tree.leaves(arrays)[0].shape
+    spec = P() if sharding is None else sharding.spec
+    if sharding is None or not _has_whole_groups(sharding, whole, groups):
+      args = *arrays, stored, part, *scalars
+      return mesh.run_whole(run, *args, out_specs=spec)
+    if layer is not None and spec[:1] not in ((), (None,)):
+      raise ValueError(
+        "step_in_backward: stacked parameters must be whole along their axis "
+        f"of layers on each device, got {spec}; shard other axes"
+      )
+    of_stored = jax.tree.map(lambda x: spec if x.ndim else P(), stored)
+
+    def local(arrays, stored, part, scalars):
+      start = _start(spec, jax.tree.leaves(arrays)[0].shape)
+      part = dataclasses.replace(part, start=start, whole=whole)
+      return run(*arrays, stored, part, *scalars)
+
+    return mesh.run_on_shards(
+      local,
+      arrays,
       stored,
-      LeafPart(stochastic.leaf_key(seed, count, i)),
+      part,
       scalars,
+      in_specs=(spec, of_stored, P(), P()),
+      out_specs=(spec, of_stored),
+      mesh=sharding.mesh,
     )
-    new_updates.append(update)
-    new_stored.append(stored)
-  new_updates = jax.tree.structure(updates).unflatten(new_updates)
-  return new_updates, next_state(state, count, new_stored)
 
-
-def promoted(op: str, updates: optax.Updates, params: optax.Params | None):
-  """Casts gradients to the dtypes that their updates have in optax.
-
-  Raises a ValueError if gradients and parameters have different structures.
-  """
-  if params is None:
-    return updates
-  grads, treedef = jax.tree.flatten(updates, is_leaf=lambda x: x is None)
-  try:
-    leaves = treedef.flatten_up_to(params)
-  except ValueError as error:
-    raise ValueError(
-      f"{op}: gradients must have the structure of the parameters, got "
-      f"{jax.tree.structure(updates)} for {jax.tree.structure(params)}; pass "
-      "the gradients of these parameters"
-    ) from error
-  return treedef.unflatten(
-    None if g is None else g.astype(jnp.result_type(g, p))
-    for g, p in zip(grads, leaves, strict=True)
-  )
-
-
-def gradients_like(
-  op: str, updates: optax.Updates, state: MomentState
-) -> list[Array]:
-  """Lists the gradients in the order of a state's leaves.
-
-  Raises a TypeError for gradients that are neither floating nor complex, and a
-  ValueError if the state is for other parameters.
-  """
-  grads = leaf_paths(updates)
-  check_gradients(op, grads)
-  shapes = [x.shape for x in jax.tree.leaves(state.mu.codes)]
-  wrong = [
-    f"{g.shape} for {shape} at {path!r}"
-    for (path, g), shape in zip(grads, shapes, strict=False)
-    if g.shape != shape
-  ]
-  if len(grads) != len(shapes):
-    wrong = [f"{len(grads)} leaves for {len(shapes)}"]
-  if wrong:
-    raise ValueError(
-      f"{op}: gradients must have the shapes of the parameters given to init, "
-      f"got {wrong[0]}; initialize the state with these parameters"
-    )
-  return [g for _, g in grads]
-
-
-def shardings_of(
-  op: str, shardings: Any, moment: Moment
-) -> list[NamedSharding | None]:
-  """Lists each leaf's sharding, or None if it is unknown.
-
-  On explicit axes the shardings are read from the types of the moment's codes.
-  Raises if `shardings` is not a tree of one `NamedSharding` per parameter.
-  """
-  codes = jax.tree.leaves(moment.codes)
-  if shardings is None:
-    types = [jax.typeof(x).sharding for x in codes]
-    return [t if t.mesh.explicit_axes else None for t in types]
-  found = jax.tree.leaves(shardings)
-  if wrong := [x for x in found if not isinstance(x, NamedSharding)]:
-    raise TypeError(
-      f"{op}: shardings must be NamedShardings, got {wrong[0]!r}; pass "
-      "jax.tree.map(lambda x: x.sharding, params)"
-    )
-  if len(found) != len(codes):
-    raise ValueError(
-      f"{op}: there must be a sharding for each parameter, got {len(found)} "
-      f"for {len(codes)}; pass those of the parameters that this "
-      "transformation sees"
-    )
-  return found
+  def end(self, stored: Sequence[Stored]) -> Any:
+    """Returns the next state, with these moments."""
+    return next_state(self._state, self.count, stored)
 
 
 def _has_whole_groups(sharding, shape, groups: GroupCodecs) -> bool:
@@ -331,38 +307,54 @@ def _start(spec: P, shape: tuple[int, ...]) -> Array:
   return jnp.asarray(starts, jnp.uint32).reshape(len(shape))
 
 
-class LeafSteps(NamedTuple):
-  """One step of an optimizer that is taken leaf by leaf.
+def transformation(
+  options: MomentOptions,
+  update_leaf: Callable[..., tuple[Array, Stored]],
+  scalars_of: Callable[[ArrayLike], Any],
+) -> optax.GradientTransformation:
+  """Makes an optax transformation from the update of one leaf.
 
-  Attributes:
-    weights: the parameters' leaves in the order of the tree; each an array, or
-      a tree of arrays of one shape.
-    stored: what the optimizer keeps for each leaf, a tree of scalars and of
-      arrays whose leading axes are the leaf's.
-    step: `step(i, weight, gradient, stored, *, layer=None, grad_scale=None)`
-      returns leaf i's new weight and what is kept for it. With `layer`, int32
-      [], both hold all stacked layers, only this layer is stepped, and its
-      gradient is [1, ...].
-    end: `end(weights, stored)` returns the new parameters and the new state.
+  `update_leaf(g, stored, part, scalars, groups=...)` returns a leaf's update
+  and its new moments, and `scalars_of(count)` the scalars of a step.
   """
 
-  weights: Sequence[Any]
-  stored: Sequence[Any]
-  step: Callable[..., tuple[Any, Any]]
-  end: Callable[[Sequence[Any], Sequence[Any]], tuple[Any, Any]]
+  def update_fn(updates, state, params=None) -> Any:
+    leaves = Leaves(options, state)
+    scalars = (scalars_of(leaves.count),)
+    updates = arguments.promoted(options.op, updates, params)
+    grads = arguments.gradients_like(options.op, updates, state.mu.codes)
+    new = [
+      leaves.step(i, update_leaf, (g,), stored, scalars)
+      for i, (g, stored) in enumerate(zip(grads, leaves.stored, strict=True))
+    ]
+    treedef = jax.tree.structure(updates)
+    new_updates = treedef.unflatten([update for update, _ in new])
+    return new_updates, leaves.end([stored for _, stored in new])
+
+  return optax.GradientTransformation(options.init, update_fn)
 
 
-def take_layer(stacked: Any, layer: Array) -> Any:
-  """Takes one layer, [1, ...], of each array of a tree; keeps scalars."""
-  return jax.tree.map(
-    lambda x: lax.dynamic_slice_in_dim(x, layer, 1) if x.ndim else x, stacked
-  )
+def shardings_of(
+  options: MomentOptions, moment: Moment
+) -> list[NamedSharding | None]:
+  """Lists each leaf's sharding, found by its path; None if it is unknown.
 
-
-def put_layer(stacked: Any, new: Any, layer: Array) -> Any:
-  """Inverts `take_layer`: returns `stacked` with one layer replaced."""
-
-  def put(x, y):
-    return lax.dynamic_update_slice_in_dim(x, y, layer, 0) if x.ndim else x
-
-  return jax.tree.map(put, stacked, new)
+  On explicit axes the shardings are read from the types of the moment's codes.
+  """
+  codes = leaf_paths(moment.codes)
+  if options.shardings is None:
+    types = [jax.typeof(x).sharding for _, x in codes]
+    return [t if t.mesh.explicit_axes else None for t in types]
+  known = dict(leaf_paths(options.shardings))
+  for where in known.values():
+    if not isinstance(where, NamedSharding):
+      raise TypeError(
+        f"{options.op}: shardings must be NamedShardings, got {where!r}; pass "
+        "jax.tree.map(lambda x: x.sharding, params)"
+      )
+  if missing := [path for path, _ in codes if path not in known]:
+    raise ValueError(
+      f"{options.op}: there must be a sharding for each parameter, got none "
+      f"for {missing[0]!r}; pass a tree like the parameters"
+    )
+  return [known[path] for path, _ in codes]

@@ -9,10 +9,8 @@ It is stored as two arrays:
 
 Both directions are exact. W itself is rounded, and stochastically in a step:
 updates below 2^-16 of a weight are left to chance, with bf16 alone updates
-below 2^-8. docs/optimizer.md says which one to choose.
-
-`step.step_of` takes either kind as its parameter. The random words are
-`stochastic.parameter_words`: bf16 uses their high 16 bits, 24 bits the high 8.
+below 2^-8. The random words are `stochastic.parameter_words`: bf16 uses their
+high 16 bits, 24 bits the high 8.
 """
 
 import functools
@@ -28,7 +26,6 @@ from coat_jax import mesh
 from coat_jax.numerics import stochastic
 from coat_jax.numerics.checks import check_function, refuse
 from coat_jax.numerics.stochastic import LeafPart
-from coat_jax.optimizer import state
 from coat_jax.optimizer.masks import (
   QuantizeMask,
   is_norm_or_bias,
@@ -67,9 +64,9 @@ def split(
   """Rounds f32 of any shape to 24 bits, and splits these.
 
   The high 8 bits of `words`, uint32, round stochastically: E[join(split(x))] is
-  x. Without words rounding is to nearest, ties to even. Infinities stay, and a
-  NaN becomes the canonical NaN of its sign. Finite values beyond 3.3895e38,
-  whose nearest bf16 would be infinite, become 3.3895e38.
+  x. Without words rounding is to nearest, ties to even. A NaN becomes the
+  canonical NaN of its sign. Finite values beyond 3.3895e38, whose nearest bf16
+  would be infinite, become 3.3895e38.
   """
   bits = lax.bitcast_convert_type(x, jnp.uint32)
   sign = bits & jnp.uint32(_SIGN)
@@ -112,18 +109,12 @@ def in_f32(weight: Weight) -> Array:
   """Returns a leaf in f32, or in complex64 if it is complex."""
   if isinstance(weight, SplitWeight):
     return join(weight)
-  return state.in_f32(weight)
+  is_complex = jnp.iscomplexobj(weight)
+  return weight.astype("complex64" if is_complex else "float32")
 
 
-def round_like(
-  weight: Weight,
-  x: Array,
-  part: LeafPart,
-) -> Weight:
-  """Rounds x, f32 or complex64, to the way that `weight` is stored.
-
-  bf16 and `SplitWeight` are rounded stochastically, other dtypes to nearest.
-  """
+def round_like(weight: Weight, x: Array, part: LeafPart) -> Weight:
+  """Rounds x, f32 or complex64, like `weight`: bf16 and 24 bits at random."""
   if isinstance(weight, SplitWeight):
     return round_stochastically(split, x, part)
   if weight.dtype == jnp.bfloat16:
@@ -134,9 +125,7 @@ def round_like(
 
 @functools.partial(jax.jit, static_argnames="rounding", inline=True)
 def round_stochastically(
-  rounding: Callable[[Array, Array], Any],
-  x: Array,
-  part: LeafPart,
+  rounding: Callable[[Array, Array], Any], x: Array, part: LeafPart
 ) -> Any:
   """Rounds one f32 leaf by `rounding(x, words)`."""
 
@@ -147,7 +136,7 @@ def round_stochastically(
 
 
 def is_matrix(path: str, leaf: Any) -> bool:
-  """Tells whether a leaf is split by default: all but norms' scales and biases.
+  """Tells whether a leaf is split by default: it is no norm's scale or bias.
 
   These are less than a thousandth of a model, and at 1.0, where scales start,
   bf16 has steps of 0.8 %.
@@ -220,11 +209,7 @@ def join_weights(params: Any, low: Any) -> Any:
 
 
 def pair_weights(op: str, params: Any, low: Any) -> list[Weight]:
-  """Lists the leaves of `params`; one with low bytes becomes a `SplitWeight`.
-
-  Raises a TypeError if a leaf is not an array, and a ValueError if `low` does
-  not belong to `params`.
-  """
+  """Lists the leaves of `params`, as a `SplitWeight` if they have low bytes."""
   _check_arrays(op, "params", params)
   _check_arrays(op, "low", low)
   leaves, parts = leaf_paths(params), jax.tree.leaves(low)
@@ -258,10 +243,7 @@ def _check_arrays(op: str, name: str, tree: Any) -> None:
 def unpair_weights(
   leaves: Sequence[Weight], low: Any
 ) -> tuple[list[Array], Any]:
-  """Inverts `pair_weights`: returns a list of parameters and a tree of bytes.
-
-  Scalars of `low` stay.
-  """
+  """Inverts `pair_weights`: lists parameters; returns their bytes as a tree."""
   pairs = [
     x if isinstance(x, SplitWeight) else (x, part)
     for x, part in zip(leaves, jax.tree.leaves(low), strict=True)

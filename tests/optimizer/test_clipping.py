@@ -51,7 +51,7 @@ def scales_in_numpy(rule, steps):
 
 
 @pytest.mark.parametrize("rule", ["share", "adaptive"])
-def test_scales_are_those_of_the_rule(rule):
+def test_scales_follow_the_rule(rule):
   clip = Clipping(rule, MAX, relative=RELATIVE, decay=DECAY, warmup=WARMUP)
   state = clip.init(gradients(0))
   for step, (scale, norm) in enumerate(scales_in_numpy(rule, 9)):
@@ -75,7 +75,7 @@ def test_share_never_lets_the_global_norm_above_its_limit():
 
 
 @pytest.mark.parametrize("rule", ["share", "adaptive"])
-def test_slice_that_had_no_gradient_is_not_clipped_to_nothing(rule):
+def test_slice_without_an_earlier_gradient_is_clipped_by_max_norm(rule):
   clip = Clipping(rule, MAX, warmup=1)
   nothing, some = {"a": jnp.zeros(3)}, {"a": jnp.full(3, 0.1)}
   state = clip.init(nothing)

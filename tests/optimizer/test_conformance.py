@@ -77,7 +77,7 @@ def test_updates_have_the_dtypes_of_optax(params):
 
 
 def target(dtype):
-  """Parameters, where they should end, and a parabola with its lowest there."""
+  """Returns parameters, a target, and a parabola with its minimum there."""
   params = jnp.array([-1.0, 10.0, 1.0], dtype)
   end = jnp.array([1.0, -1.0, 1.0], dtype)
   if jnp.iscomplexobj(params):
@@ -86,7 +86,7 @@ def target(dtype):
 
 
 def solver_for(name, dtype, **kwargs):
-  """All leaves encoded; a complex one as two real ones."""
+  """Encodes all leaves; a complex leaf as two real ones."""
   solver = make(name, quantize_mask=everything, **kwargs)
   if dtype in COMPLEX:
     solver = optax.contrib.split_real_and_imaginary(solver)
@@ -198,7 +198,7 @@ SHAPES = ((0,), (0, 128), (4, 0), (2, 0, 3))
 
 
 @pytest.mark.parametrize("name", quick(1, CODECS))
-def test_leaves_of_no_values_pass(name):
+def test_empty_leaves_are_accepted(name):
   params = {str(shape): jnp.zeros(shape) for shape in SHAPES}
   params["some"] = jnp.ones((2, 8))
   codec = CODECS[name]
@@ -232,7 +232,7 @@ def test_init_takes_abstract_parameters(name):
     1, [*((True, name) for name in CODECS), (False, "coat"), (False, "fp8")]
   ),
 )
-def test_types_on_explicit_axes_stay(name, jit):
+def test_types_on_explicit_axes_are_preserved(name, jit):
   solver = make(name, quantize_mask=everything)
   mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,))
   where = NamedSharding(mesh, jax.P(None, "x"))
@@ -270,7 +270,7 @@ def draw(seed, shardings=None):
 
 
 @pytest.mark.parametrize("wrapper", quick(1, WRAPPED))
-def test_shardings_by_optax_s_tree_map_params(wrapper):
+def test_tree_map_params_computes_shardings(wrapper):
   solver = WRAPPED[wrapper](coat_adamw(1e-2))
   mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
   shardings = {k: NamedSharding(mesh, spec) for k, (_, spec) in LEAVES.items()}
@@ -309,7 +309,7 @@ def test_shardings_by_optax_s_tree_map_params(wrapper):
   jax.tree.map(same, got, want)
 
 
-def test_map_params_reaches_codes_only():
+def test_tree_map_params_maps_only_codes():
   solver = coat_adamw(1e-2)
   state = solver.init(draw(0))
   seen = []

@@ -70,7 +70,7 @@ def wrap(inner, codec=CODEC, **kwargs):
 
 
 def run(solver, params, count=3, dtype=jnp.float32):
-  """`count` steps in one program; (parameters, state)."""
+  """Takes `count` steps in one program; returns (parameters, state)."""
 
   def step(carry, grads):
     params, state = carry
@@ -86,7 +86,7 @@ def run(solver, params, count=3, dtype=jnp.float32):
 
 
 def stored(inner):
-  """Paths and dtypes of the codes in a state."""
+  """Lists paths and dtypes of the codes in a state."""
   return {
     jax.tree_util.keystr(keys, simple=True, separator="/"): x.dtype.name
     for keys, x in jax.tree_util.tree_flatten_with_path(inner)[0]
@@ -95,7 +95,7 @@ def stored(inner):
 
 
 @pytest.mark.parametrize("name", quick(1, SOLVERS))
-def test_f32_codec_gives_the_bits_of_the_optimizer(name):
+def test_float32_codec_equals_the_inner_optimizer(name):
   inner, codec = SOLVERS[name](), codecs.float32()
   params, state = run(wrap(inner, codec), tree())
   want, want_state = run(inner, tree())
@@ -119,7 +119,7 @@ def test_optimizer_sees_gradients_in_f32():
 
 
 @pytest.mark.slow
-def test_adam_has_the_codes_of_scale_by_coat_adam():
+def test_encoded_adam_equals_scale_by_coat_adam():
   # Stochastic rounding: the words are the same too.
   for codec in (CODEC, codecs.log8(4)):
     ours = wrap(optax.scale_by_adam(), codec, seed=5)
@@ -188,7 +188,7 @@ def test_rules_choose_fields():
   assert one.inner.mu.dtype == jnp.float32
 
 
-def test_what_cannot_be_encoded_is_refused():
+def test_fields_that_cannot_be_encoded_are_refused():
   def init(inner, params=None, **kwargs):
     return wrap(inner, **kwargs).init(tree() if params is None else params)
 
@@ -224,7 +224,7 @@ def test_what_cannot_be_encoded_is_refused():
     from_plain_state((), state)
 
 
-def test_arguments_of_another_kind_are_refused_in_a_sentence():
+def test_arguments_of_the_wrong_type_are_refused():
   # Past beartype, as users without it.
   make = inspect.unwrap(encoded)
   for match, f in (
@@ -252,7 +252,7 @@ def test_report_names_fields_and_measures_them():
 
 
 def resumed(solver, params):
-  """A state after two steps through files, and what comes of it."""
+  """Takes two steps, checks that files restore the state, and returns it."""
   _, state = run(solver, params, count=2)
   like = jax.eval_shape(solver.init, params)
   for back in (
@@ -264,7 +264,7 @@ def resumed(solver, params):
   return state
 
 
-# What optax's suites of contributed optimizers ask of one.
+# The wrappers that optax's tests put around contributed optimizers.
 WRAPPERS = {
   "chain": lambda solver: optax.chain(optax.clip_by_global_norm(1.0), solver),
   "masked": lambda solver: optax.masked(

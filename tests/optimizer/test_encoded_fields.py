@@ -76,7 +76,7 @@ def test_optax_reads_the_same_fields_of_placeholders():
   [optax.sm3(1e-2), optax.contrib.sophia(1e-2)],
   ids=["sm3", "sophia"],
 )
-def test_nu_that_has_signs_is_stored_with_them(inner):
+def test_signed_nu_keeps_its_signs(inner):
   solver = wrap(inner, codecs.log8(4))
   state = jax.eval_shape(solver.init, PARAMS)
   codes = {

@@ -11,7 +11,8 @@ import pytest
 
 from coat_jax import apply_updates, coat_adamw, codecs
 from coat_jax.optimizer import fused_coat_adamw
-from coat_jax.optimizer.state import decode, stored_leaves
+from coat_jax.optimizer.state import stored_leaves
+from coat_jax.optimizer.step import decode
 from tests.matrices import quick
 
 CODECS = {
@@ -32,7 +33,7 @@ STEPS = 24
 
 
 def gradients(dtype) -> jax.Array:
-  """Of STEPS steps: [STEPS, 6, 256], all finite.
+  """Returns the gradients of STEPS steps: [STEPS, 6, 256], all finite.
 
   Rows of one size, of all sizes, of the largest among the smallest and the
   other way round, of the largest now and then, and of dtype's own limits.
@@ -68,7 +69,7 @@ def are_finite(tree):
 
 @functools.cache
 def run(name, dtype, fused):
-  """Whether (parameters, updates, moments) are finite, step by step."""
+  """Tells whether parameters, updates and moments are finite at each step."""
   codec, kwargs = CODECS[name], {"quantize_mask": everything}
   if fused:
     optimizer = fused_coat_adamw(1e-3, codec=codec, **kwargs)

@@ -80,7 +80,7 @@ def test_step_of_bf16_draws_the_words_of_apply_updates():
 
 @pytest.mark.slow
 def test_weights_of_24_bits_are_those_of_f32_rounded():
-  """A step from the f32 that they stand for, rounded with the leaf's words."""
+  """The oracle steps the f32 weights and rounds with the leaf's words."""
   options = OPTIONS | dict(codec=codecs.coat(rounding="nearest"))
   fused = fused_coat_lion(SCHEDULE, **options, low_bits=True)
   plain = fused_coat_lion(SCHEDULE, **options)
@@ -102,7 +102,7 @@ def test_weights_of_24_bits_are_those_of_f32_rounded():
     assert_same_bits((got[name], new.low[name]), tuple(split))
 
 
-def test_leaves_say_what_steps_them_and_mistakes_are_named():
+def test_explain_names_implementations_and_mistakes_are_refused():
   said = fused_coat_lion(1e-3).explain(tree(0))
   assert said["kernel"] == "lion_step: mosaic on a GPU, xla elsewhere"
   assert "last axis must be a multiple of 128" in said["odd"]

@@ -46,7 +46,7 @@ def trajectory(name, codec):
 
 
 def check_codes(codes, golden):
-  """Equal in 99.95 %, never more than one code apart; returns the others."""
+  """Checks that 99.95 % of codes are equal, the rest at most one apart."""
   # Signs and magnitudes are one integer here: no code crosses zero.
   distance = np.abs(np.asarray(codes).view(np.uint8).astype(int) - golden)
   assert np.mean(distance == 0) >= 0.9995

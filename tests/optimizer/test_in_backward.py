@@ -134,7 +134,7 @@ def assert_same_bits(a, b):
     ],
   ),
 )
-def test_step_is_the_ordinary_one(make, codec, is_tied):
+def test_step_equals_the_ordinary_step(make, codec, is_tied):
   optimizer = make(3e-3, codec=codec, weight_decay=0.1)
   params = initial(is_tied)
   *expected, values = train_ordinarily(optimizer, params, 0.5)
@@ -155,7 +155,7 @@ def test_checkpointed_layer_takes_the_same_step():
   jax.tree.map(close, got[0], expected[0])
 
 
-def test_only_what_layers_save_is_between_forward_and_backward():
+def test_scan_saves_only_the_inputs_of_checkpointed_layers():
   optimizer = leafwise(optax.sgd(1e-3))
   params = initial(False)
   tokens, targets = batch(0)
@@ -175,11 +175,11 @@ def test_only_what_layers_save_is_between_forward_and_backward():
   assert not forward.params["reverse"] and backward.params["reverse"]
   x, *saved = [v.aval.shape for v in forward.outvars]
   assert x == (4, 8, WIDTH)
-  # Of a checkpointed layer its input alone, once: no parameter.
+  # A checkpointed layer saves only its input, once, and no parameter.
   assert saved == [(LAYERS, 4, 8, WIDTH)]
 
 
-def test_layers_see_their_slice_of_further_arrays():
+def test_layers_receive_their_slice_of_per_layer():
   optimizer = leafwise(optax.sgd(1e-3))
   params = initial(False)
   gains = jnp.array([0.5, 1.0, 2.0])
@@ -210,7 +210,7 @@ def test_layers_see_their_slice_of_further_arrays():
 
 
 @pytest.mark.slow
-def test_layers_hand_on_a_tree():
+def test_layers_may_pass_on_a_tree():
   """The residual stream, and a sum over layers that the loss reads."""
   optimizer = fused_coat_adamw(3e-3, weight_decay=0.1)
   params = initial(False)
@@ -294,7 +294,7 @@ def test_optax_transformations_step_leaf_by_leaf(is_tied):
     (optax.sgd(1e-2), TypeError, "without begin; pass .*leafwise"),
   ],
 )
-def test_optax_transformations_as_they_are_are_refused(optimizer, error, said):
+def test_plain_optax_transformations_are_refused(optimizer, error, said):
   params = initial(False)
   with pytest.raises(error, match=f"step_in_backward: .*{said}"):
     inspect.unwrap(step_in_backward)(  # Past beartype.
@@ -342,7 +342,7 @@ def test_gradients_that_are_not_finite_are_named():
 @pytest.mark.parametrize(
   ("stack", "said"), [("blocks", "no parameters below 'blocks'"), ("", "")]
 )
-def test_stack_that_is_not_there_is_refused(stack, said):
+def test_missing_stack_is_refused(stack, said):
   optimizer = fused_coat_adamw(1e-3)
   params = initial(False)
   with pytest.raises(ValueError, match=f"step_in_backward: .*{said}"):

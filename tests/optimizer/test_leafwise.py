@@ -37,7 +37,7 @@ def step(optimizer, params, layer=layer, after=after, **options):
     ),
     (
       optax.contrib.dadapt_adamw(1.0),
-      "got 'estim_lr', shared by all, that depends on 'embedding'; step all",
+      "got 'estim_lr', shared by all, that depends on 'embedding'; use the",
     ),
     (
       optax.chain(optax.sgd(1e-2), optax.noisy_sgd(1e-2, key=3)),
@@ -52,7 +52,7 @@ def step(optimizer, params, layer=layer, after=after, **options):
     (coat_adamw(1e-2), "got coat_adamw.* fused_coat_adamw"),
   ],
 )
-def test_what_does_not_step_leaf_by_leaf_is_refused(tx, said):
+def test_optimizers_that_cannot_step_leaf_by_leaf_are_refused(tx, said):
   optimizer = leafwise(tx)
   params = initial()
   with pytest.raises(ValueError, match=f"leafwise: .*{said}"):
@@ -115,7 +115,7 @@ def test_gradients_are_clipped_before_the_optimizer_sees_them(factor):
   assert all(np.isfinite(x).all() for x in jax.tree.leaves(done.clip_state))
 
 
-def test_one_layer_whose_gradient_is_not_finite_is_enough():
+def test_gradient_of_one_layer_that_is_not_finite_is_reported():
   @jax.custom_vjp
   def spoil(x, factor):
     return x

@@ -31,7 +31,7 @@ def tree(seed, dtype=jnp.float32):
 
 
 def run(solver, steps=4, place=lambda x: x):
-  """(parameters, state) after some steps, compiled."""
+  """Takes some compiled steps; returns (parameters, state)."""
   params = place(tree(0))
   state = solver.init(params)
 
@@ -53,7 +53,7 @@ def assert_same_bits(got, want):
   )
 
 
-def test_float32_is_lion_of_optax_bit_for_bit():
+def test_float32_codec_equals_optax_lion():
   arguments = dict(
     learning_rate=optax.linear_schedule(1e-2, 1e-3, 4),
     b1=0.8,
@@ -78,7 +78,7 @@ def test_float32_is_lion_of_optax_bit_for_bit():
   assert_same_bits(back, got_state)
 
 
-def test_state_changes_its_codec_by_way_of_optax_s():
+def test_codec_changes_through_the_state_of_optax():
   old, new = codecs.fp8(rounding="nearest"), codecs.float32()
   params = {"w": tree(0)["w"], "norm": tree(0)["norm"]}
   solver, other = (

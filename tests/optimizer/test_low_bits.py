@@ -86,7 +86,7 @@ def test_step_is_the_f32_step_rounded_to_24_bits():
 
 
 def distance_from_f32(low_bits, rate=2e-6, steps=64):
-  """How far weights are, after small steps one way, from where f32 goes."""
+  """Measures how far small steps in one direction end from those of f32."""
   grads = {"w": jnp.ones((32, 256))}
   params, _ = split_weights({"w": tree(0)["w"]})
   start = params["w"].astype(jnp.float32)

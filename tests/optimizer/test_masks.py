@@ -42,7 +42,7 @@ def leaf(*shape, dtype=jnp.float32):
     "b",
   ],
 )
-def test_default_quantize_mask_takes_matrices(path):
+def test_default_quantize_mask_chooses_matrices(path):
   assert default_quantize_mask(path, leaf(64, 64))
   assert not is_norm_or_bias(path)
 
@@ -92,7 +92,7 @@ def test_vectors_are_norms_or_biases_whatever_their_names(path):
   assert not default_quantize_mask(path, leaf(8192))
 
 
-def test_many_parameters_in_one_vector_are_no_bias():
+def test_long_vector_is_not_a_bias():
   params = {"w": jnp.ones((64, 64)), "bias": jnp.ones(3)}
   state = optax.flatten(coat_adamw(1e-3)).init(params)
   assert state[0].mu.codes.dtype == jnp.float8_e4m3fn

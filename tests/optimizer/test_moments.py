@@ -14,13 +14,8 @@ from coat_jax.numerics import stochastic
 from coat_jax.numerics.stochastic import LeafPart
 from coat_jax.optax_coat import coat_adamw, scale_by_coat_adam
 from coat_jax.optimizer.masks import is_encoded
-from coat_jax.optimizer.state import (
-  decode,
-  encode,
-  make_moment,
-  moments_in,
-  pair_key,
-)
+from coat_jax.optimizer.state import make_moment, moments_in
+from coat_jax.optimizer.step import decode, encode, pair_key
 from tests.comparing import assert_same_bits
 
 
@@ -79,7 +74,7 @@ def values(count, shape=(4, 256)):
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
-def test_moments_of_any_number_take_their_own_words(count):
+def test_each_moment_rounds_with_its_own_words(count):
   codec = codecs.coat().nu
   key = stochastic.leaf_key(1, 2, 3)
   x = values(count)

@@ -51,7 +51,7 @@ def tree(seed, scale=0.02):
 
 
 def run(solver, trees):
-  """Parameters after a step of each gradient, the last state, the program."""
+  """Returns the last parameters and state, and the program's text."""
   params, *grads = trees
   state = solver.init(params)
 
@@ -67,7 +67,7 @@ def run(solver, trees):
 
 
 def apart(params):
-  """Matrices of their own: the tree that `optax.contrib.muon` is for."""
+  """Separates all matrices, as `optax.contrib.muon` needs them."""
   out = {}
   for name in ("embedding", "head"):
     out[name] = params[name][None]  # Of three axes: AdamW's in optax.
@@ -111,7 +111,7 @@ def apart(params):
     ),
   ],
 )
-def test_float32_is_muon_of_optax_on_matrices_apart(options):
+def test_float32_codec_equals_optax_muon_on_separate_matrices(options):
   options = dict(learning_rate=2e-2, weight_decay=0.1, beta=0.9) | options
   trees = [tree(0, 1.0), tree(1), tree(2)]
   solver = coat_muon(**options, matrices=MATRICES, codec=codecs.float32())
@@ -126,7 +126,7 @@ def test_float32_is_muon_of_optax_on_matrices_apart(options):
     np.testing.assert_allclose(x, y, atol=1e-5, rtol=0)
 
 
-def test_state_stands_for_that_of_optax_and_back():
+def test_state_converts_to_optax_and_back():
   params, grads = (
     {"w": 0.1 * x, "u": x.T, "norm": x[0], "conv": x[None]}
     for x in jnp.asarray(np.random.default_rng(0).normal(size=(2, 16, 64)))
@@ -182,7 +182,7 @@ def test_momentum_and_adam_s_moments_draw_different_words():
   assert np.max(np.abs(muon - adam)) == 1
 
 
-def test_states_are_small_and_leaves_are_the_right_ones():
+def test_states_are_small_and_hold_the_right_leaves():
   params = {
     "layers": {
       "attention": {"qkv": {"linear": {"kernel": (32, 4096, 12288)}}},
@@ -220,7 +220,7 @@ def leaf(*shape, dtype=jnp.float32):
   return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def test_hidden_matrices_are_no_tables_norms_or_biases():
+def test_hidden_matrices_exclude_tables_norms_and_biases():
   found = {
     "blocks/0/up": leaf(64, 128),
     "embedding": leaf(384, 64),
@@ -254,7 +254,7 @@ def test_wrong_splits_are_refused(split, problem):
     solver.update(params, solver.init(params))
 
 
-def test_what_is_no_split_is_refused_in_a_sentence():
+def test_matrices_must_return_a_split():
   params = {"w": jnp.ones((4, 8)), "norm": jnp.ones(8)}
   muon, scale = map(inspect.unwrap, (coat_muon, scale_by_coat_muon))
   with pytest.raises(TypeError, match=r"coat_muon: .* True for \[8\] at 'no"):

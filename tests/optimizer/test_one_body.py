@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Leaves of one shape share a compiled body on a CPU, if nothing is sharded.
 
-Tests run on 8 devices, where a leaf might be sharded, so these tests say
-themselves that a body is shared.
+Tests run on 8 devices, where a leaf might be sharded, so these tests replace
+`shares_body`.
 """
 
 import jax
@@ -27,7 +27,7 @@ def leaves(count, dtype=jnp.float32):
 
 
 def take_a_step(optimizer):
-  """A step on two leaves; a new function, so that nothing is cached."""
+  """Steps two leaves by a new function, so that nothing is cached."""
   params = leaves(2)
   state = optimizer.init(params)
   run = getattr(optimizer, "apply", None)
@@ -68,7 +68,7 @@ def test_temporary_memory_is_that_of_one_leaf(monkeypatch):
   assert temporary(6) < 1.5 * temporary(1)
 
 
-def test_what_may_be_partitioned_has_a_body_of_its_own():
+def test_leaves_that_may_be_partitioned_share_no_body():
   assert not steps.shares_body()  # Leaves may be on 8 devices.
   found = []
 

@@ -29,7 +29,7 @@ from tests.optimizer.solvers import (
 
 
 def steps(solver, params, count=3, update=None):
-  """`count` updates with gradients of their own; (params, state)."""
+  """Takes `count` updates with different gradients; returns (params, state)."""
   state = solver.init(params)
   update = jax.jit(solver.update) if update is None else update
   for step in range(count):
@@ -46,7 +46,7 @@ def assert_equal(actual, expected):
 
 
 def objective(params):
-  """A parabola, Rosenbrock's function and a matrix parabola, added up."""
+  """Adds a parabola, Rosenbrock's function and a matrix parabola."""
   x, y = params["rosenbrock"]
   return (
     jnp.sum((params["parabola"] - jnp.array([1.0, -1.0, 1.0])) ** 2)

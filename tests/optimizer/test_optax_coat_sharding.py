@@ -53,7 +53,7 @@ def tree(seed, mesh=None, dtype=jnp.float32, names=tuple(LEAVES)):
 
 
 def run(solver, mesh=None, jit=True, names=tuple(LEAVES)):
-  """Three steps; (parameters, state)."""
+  """Takes three steps; returns (parameters, state)."""
   params = tree(0, mesh, names=names)
   state = solver.init(params)
 
@@ -69,7 +69,7 @@ def run(solver, mesh=None, jit=True, names=tuple(LEAVES)):
 
 @functools.cache
 def solver_and_result(name, names):
-  """An optimizer, and what it gives on one device."""
+  """Returns an optimizer, and its result on one device."""
   solver = coat_adamw(1e-2, codec=CODECS[name], quantize_mask=quantize_mask)
   return solver, run(solver, names=names)
 

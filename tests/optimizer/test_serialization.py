@@ -97,7 +97,7 @@ def test_another_state_is_refused():
     from_integers(to_integers(make("coat").init(params)), other)
 
 
-def test_checkpoint_of_another_codec_is_told(tmp_path):
+def test_checkpoint_of_another_codec_is_refused(tmp_path):
   # Where shapes are the same Orbax casts: moments that mean something else.
   params = tree()
   states = {name: jax.eval_shape(make(name).init, params) for name in CODECS}
@@ -120,7 +120,7 @@ def test_checkpoint_of_another_codec_is_told(tmp_path):
     check_stored(stored, {"opt": wider})
 
 
-def test_metadata_that_a_fresh_checkpoint_manager_does_not_find_is_told(
+def test_missing_metadata_of_a_fresh_checkpoint_manager_is_reported(
   tmp_path,
 ):
   state = {"a": jnp.ones(3)}

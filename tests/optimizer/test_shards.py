@@ -72,7 +72,7 @@ KINDS = {
 
 
 def run(name, codec, dtype, mesh=None, **options):
-  """Two steps of one program; parameters and state, and the program's text."""
+  """Takes two steps; returns parameters and state, and the program's text."""
   make, step_of = KINDS[name]
   optimizer = make(
     **OPTIONS, codec=codec, quantize_mask=quantize_mask, **options
@@ -111,7 +111,7 @@ def on_one_device(name, codec, dtype):
     ],
   ),
 )
-def test_shards_together_are_the_step_of_one_device(name, codec, dtype, kind):
+def test_step_on_shards_equals_the_step_on_one_device(name, codec, dtype, kind):
   codec = getattr(codecs, codec)()
   mesh = make_mesh(kind)
   shardings = None
@@ -131,7 +131,7 @@ def test_shards_together_are_the_step_of_one_device(name, codec, dtype, kind):
 
 
 def test_every_leaf_runs_inside_shard_map(monkeypatch):
-  """Where a kernel would: no axis is left to the compiler."""
+  """No axis is left to the compiler, which cannot partition a kernel."""
   found = []
 
   @functools.wraps(adam.adamw_step.definition)
@@ -168,7 +168,7 @@ def test_groups_split_over_devices_are_left_to_the_compiler():
   assert_same_bits(got, want)
 
 
-def test_explain_speaks_of_a_device_s_shard():
+def test_explain_describes_a_shard():
   mesh = make_mesh(AxisType.Auto)
   params = {"w": jnp.ones((64, 1024)), "narrow": jnp.ones((8, 256))}
   where = {"w": jax.P("x"), "narrow": jax.P("x", "y")}
@@ -187,6 +187,6 @@ def test_values_that_are_not_shardings_are_refused():
     optimizer = fused_coat_adamw(**OPTIONS, shardings={"w": jax.P("x")})
     optimizer.apply(params, optimizer.init(params), params)
   where = NamedSharding(make_mesh(AxisType.Auto), jax.P())
-  with pytest.raises(ValueError, match="got 1 for 2"):
+  with pytest.raises(ValueError, match="got none for 'v'"):
     optimizer = fused_coat_adamw(**OPTIONS, shardings={"w": where})
     optimizer.apply(params, optimizer.init(params), params)

@@ -16,7 +16,7 @@ SIGN, INFINITY = 0x80000000, 0x7F800000
 
 
 def every_end():
-  """f32 bits: each bf16 with lower halves at and around borders; others."""
+  """Returns f32 bits: each bf16 with lower halves around borders; others."""
   high = np.arange(1 << 16, dtype=np.uint32) << 16
   edges = (0x00, 0x01, 0x7F, 0x80, 0x81, 0xFF)
   low = np.array([a << 8 | b for a in edges for b in edges], np.uint32)
@@ -25,7 +25,7 @@ def every_end():
 
 
 def oracle(bits, noise=None):
-  """(bf16's bits, the byte) of f32 bits, by arithmetic on whole numbers."""
+  """Computes bf16's bits and the byte of f32 bits in integer arithmetic."""
   size = (bits & 0x7FFFFFFF).astype(np.int64)
   if noise is None:
     word = np.rint(size / 256).astype(np.int64)  # Ties to even; exact in f64.
@@ -108,7 +108,7 @@ def test_stochastic_rounding_is_exact_on_average():
   np.testing.assert_array_equal(joined.sum(0), 256 * bits.astype(np.int64))
 
 
-def test_a_weight_that_is_set_to_zero_or_infinity_is_that():
+def test_weight_set_to_zero_or_infinity_keeps_that_value():
   # The byte of another value is still there: after pruning, say.
   high = jnp.array([0.0, -0.0, jnp.inf, -jnp.inf], jnp.bfloat16)
   for low in (-128, -1, 0, 1, 127):
@@ -131,7 +131,7 @@ def tree():
   }
 
 
-def test_trees_are_split_where_they_are_matrices():
+def test_only_matrices_of_a_tree_are_split():
   params, low = split_weights(tree())
   dtypes = jax.tree.map(lambda x: x.dtype.name, params)
   assert dtypes == {
@@ -169,7 +169,7 @@ def test_nnx_parameters_are_split_in_their_boxes():
   )
 
 
-def test_mismatches_are_named():
+def test_mismatches_are_refused():
   params, low = split_weights(tree())
   with pytest.raises(ValueError, match=r"must be bfloat16.*float32\[4, 16\]"):
     join_weights(tree(), low)

@@ -72,10 +72,11 @@ def run(
   rows = math.prod(g.shape[:-1])
   height, width = _block([g, *weight, *weight, *codes, *codes])
   values = pl.BlockSpec((height, width), _index_map(0))
-  in_place = pl.BlockSpec((height, width), _index_map(rows // height))
+  of_layer = _index_map(rows // height)
+  in_place = pl.BlockSpec((height, width), of_layer)
   per_group = pl.BlockSpec(
     (height, g.shape[-1] // LANES),
-    lambda row, column, place: (in_place.index_map(row, column, place)[0], 0),
+    lambda row, column, place: (of_layer(row, column, place)[0], 0),
   )
   arrays = [_view(x) for x in (*weight, *codes, *statistics)]
   specs = [in_place] * len(weight + codes) + [per_group] * len(statistics)
@@ -219,12 +220,12 @@ def _kernel(
     if step is not None and step.grad_scale is not None:
       g = g * step.grad_scale
     value, *new = arithmetic(g, *old, arithmetic_scalars)
-    words = None
+    words = key
     if needs_words:
       column = lax.broadcasted_iota(jnp.uint32, (height, LANES), 1)
       column = column + (first_column + j * LANES).astype(jnp.uint32)
       words = stochastic.words_at(key, row, column)
-    if weight_ref is not None:
+    if weight_ref is not None and step is not None:
       p = weight_ref[:, at].astype(jnp.float32)
       value = p + -step.learning_rate * (value + step.weight_decay * p)
     out_ref[:, at] = _rounded(value, out_ref.dtype, words, has_weight)

@@ -20,7 +20,8 @@ from coat_jax import codecs, ops
 from coat_jax.codecs.group import Encoded
 from coat_jax.numerics import stochastic
 from coat_jax.numerics.stochastic import LeafPart
-from coat_jax.optimizer import adam, state
+from coat_jax.optimizer import adam
+from coat_jax.optimizer import step as steps
 from coat_jax.pallas.mosaic import adam as kernel
 from tests import cases
 from tests.codecs import oracles as codec_oracles
@@ -44,7 +45,7 @@ SHAPE = (4, 4, 256)  # 32 groups, two a row, rows of two axes.
 
 @functools.partial(jax.jit, static_argnums=0)
 def encoded(codec, mu, nu):
-  return state.encode(codec.groups, (mu, nu), LeafPart(jnp.uint32(3)))
+  return steps.encode(codec.groups, (mu, nu), LeafPart(jnp.uint32(3)))
 
 
 def problem(codec, dtype, grad_dtype=None, shape=SHAPE, seed=0):
@@ -254,7 +255,7 @@ def check_unbiased(name, draws, interpret):
 
 @functools.partial(jax.jit, static_argnums=0)
 def decoded(codec, stored):
-  return state.decode(codec.groups, stored)
+  return steps.decode(codec.groups, stored)
 
 
 @pytest.mark.parametrize("name", quick(1, ["coat", "log8"]))

@@ -15,7 +15,8 @@ import pytest
 from coat_jax import codecs, ops
 from coat_jax.numerics import stochastic
 from coat_jax.numerics.stochastic import LeafPart
-from coat_jax.optimizer import lion, state, weights
+from coat_jax.optimizer import lion, weights
+from coat_jax.optimizer import step as steps
 from coat_jax.optimizer.step import StepScalars
 from coat_jax.pallas.mosaic import lion as kernel
 from tests import cases
@@ -52,7 +53,7 @@ def problem(codec, kind, shape=SHAPE):
     p = jax.jit(weights.split)(p)
   elif kind == "bfloat16":
     p, g = p.astype(kind), g.astype(kind)
-  encode = functools.partial(state.encode, Mu(codec).groups)
+  encode = functools.partial(steps.encode, Mu(codec).groups)
   return p, g, jax.jit(encode)((mu,), LeafPart(jnp.uint32(3)))
 
 
@@ -64,7 +65,7 @@ def numbers(step, grad_scale=0.5, **part):
 
 def terms(codec, p, g, stored):
   """The old parameter, the mix that decides and the size of what it adds up."""
-  [mu] = (np.asarray(x, np.float64) for x in state.decode(codec, stored))
+  [mu] = (np.asarray(x, np.float64) for x in steps.decode(codec, stored))
   g = 0.5 * np.asarray(g, np.float64)
   size = B1 * np.abs(mu) + (1 - B1) * np.abs(g)
   old = np.asarray(weights.in_f32(p), np.float64)
@@ -151,7 +152,7 @@ def test_one_layer_is_stepped_and_what_is_not_finite_stays_in_its_group():
   # An infinite gradient has a sign, of NaN there is none.
   assert np.isfinite(q[1, 2, 7]) and np.isnan(q[1, 5, 7])
   assert np.sum(~np.isfinite(q)) == 1
-  decoded = state.decode(codec.groups[:1], new)[0]
+  decoded = steps.decode(codec.groups[:1], new)[0]
   spoilt = ~np.all(np.isfinite(decoded), axis=-1)
   assert bad == np.argwhere(spoilt).tolist()
 

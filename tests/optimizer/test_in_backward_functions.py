@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the functions given to `step_in_backward` read parameters from."""
+"""The functions given to `step_in_backward` read parameters from arguments."""
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +39,7 @@ def test_functions_that_close_over_parameters_are_refused(name, is_jitted):
     (jax.jit(step) if is_jitted else step)(params, optimizer.init(params))
 
 
-def test_layers_share_a_parameter_that_they_hand_on_with_x():
+def test_layers_can_pass_a_shared_parameter_on_with_x():
   rate, gate = 0.1, jnp.float32(0.3)
   params = initial() | {"gate": gate}
   optimizer = leafwise(optax.sgd(rate))
