@@ -159,9 +159,8 @@ class HeldOutSamples:
     """Opens the file."""
     self._prompts, self._text = prompts, text
     self._graph, self._mesh, self._most = graph, mesh, most
-    ends = {prompt.reference[-1] for prompt in prompts}
-    # That of a turn, where it is a token of its own.
-    ends = {token for token in ends if not text.decode([token])}
+    # Turns of the data may end with a token that the tokenizer does not list.
+    ends = text.without_text(prompt.reference[-1] for prompt in prompts)
     self._stops = sorted({*text.stop_tokens, *ends})
     self._log = MetricsLog(path, resumed_step=resumed_step)
 
@@ -249,7 +248,7 @@ class Conversations(RunData[FinetuneConfig]):
     """Yields the first prompt of each held-out conversation without images."""
     documents = self.held_out.documents
     for number in sorted(itertools.chain(*self.held_out.members)):
-      if documents.images is not None and documents.images.of(number):
+      if documents.images_of(number):
         continue
       start, end = documents.starts[number : number + 2]
       tokens, mask = documents.tokens[start:end], documents.mask[start:end]

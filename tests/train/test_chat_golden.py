@@ -14,7 +14,7 @@ from random import Random
 import pytest
 
 from train.data.chat.encoder import ChatEncoder, open_template
-from train.data.chat.formats import parse
+from train.data.chat.formats import Conversation, parse
 from train.data.chat.targets import TargetFinder
 from train.data.chat.template import PUBLISHED, ChatTemplate
 
@@ -128,5 +128,6 @@ def test_any_contents_give_the_mask_of_generation(templates, name):
       if random.random() < 0.2:
         messages[-1]["reasoning_content"] = draw(random)
     turns = [i for i, x in enumerate(messages) if x["role"] == "assistant"]
-    found, expected = (x.find(messages, None, turns) for x in finders)
+    row = Conversation(messages, None, tuple(turns))
+    found, expected = (x.find(row) for x in finders)
     assert found == expected, messages

@@ -91,7 +91,7 @@ def test_images_become_tokens_and_answers_are_learned(
   text = load(tmp_path, rows, encoder, None)
   assert text.images is None and text.fingerprint != found.fingerprint
   assert [
-    [image.name for image in found.images.of(i)] for i in range(len(ROWS))
+    [image.name for image in found.images_of(i)] for i in range(len(ROWS))
   ] == [["red.png"], [], ["red.png", "blue.png"], ["blue.png"]]
   for i in range(len(ROWS)):
     # Each <image>, one token of text, is four, and the rest is as it was.
@@ -117,7 +117,7 @@ def test_truncation_keeps_whole_images_with_their_answers(
   whole = load(tmp_path, ROWS[2:3], encoder, images)
   found = load(tmp_path, ROWS[2:3], encoder, images, seq=len(whole.tokens) - 2)
   assert found.counts.truncated == len(found.images.found) == 1
-  assert [image.name for image in found.images.of(0)] == ["red.png"]
+  assert [image.name for image in found.images_of(0)] == ["red.png"]
   assert images.count(found.tokens) == 1
   assert found.mask.any() and found.starts[-1] < whole.starts[-1] - EACH
 
@@ -135,7 +135,7 @@ def test_rows_hold_their_documents_images(tmp_path, encoder, images, is_packed):
   for i, members in enumerate(rows.members):
     row = rows.read(i)
     assert row["images"].shape == (2, 3, 4, 6)
-    own = [x.name for member in members for x in documents.images.of(member)]
+    own = [x.name for member in members for x in documents.images_of(member)]
     assert np.count_nonzero(row["tokens"] == images.token) == EACH * len(own)
     expected = [*(colors[name] for name in own), np.zeros(3), np.zeros(3)][:2]
     np.testing.assert_array_equal(row["images"][:, :, 0, 0], expected)

@@ -9,12 +9,12 @@ import pytest
 from train.data.chat.documents import load_documents
 from train.data.chat.encoder import ChatEncoder, open_template
 from train.data.chat.formats import (
-  BadRow,
   Completion,
   find_row_files,
   parse,
   read_rows,
 )
+from train.data.sources import BadData
 
 LLAMA3 = Path(__file__).parents[1] / "data" / "chat" / "llama3"
 ASKED = {"role": "user", "content": "What?"}
@@ -111,7 +111,7 @@ def test_weight_leaves_a_turn_out():
   found = parse({"messages": messages}, "messages")
   assert found.trained == (3,)
   assert "weight" not in found.messages[1]
-  with pytest.raises(BadRow, match="must have a turn of the assistant"):
+  with pytest.raises(BadData, match="must have a turn of the assistant"):
     parse({"messages": [ASKED, left_out]}, "messages")
 
 
@@ -146,7 +146,7 @@ BAD = [
   (
     {"messages": [ASKED, {**ANSWERED, "content": None, "tool_calls": []}]},
     "empty turn",
-    "turn 2 must have content, which is null beside tool_calls alone",
+    "turn 2 must have content, which may be null only with tool_calls",
   ),
   ({"messages": [ASKED]}, "no assistant turn", 'got the roles ."user"'),
   ({"messages": [{**ASKED, "content": 1}, ANSWERED]}, "not text", "got 1"),

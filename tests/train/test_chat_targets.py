@@ -6,9 +6,10 @@ import re
 
 import pytest
 
-from train.data.chat.formats import BadRow
+from train.data.chat.formats import Conversation
 from train.data.chat.targets import TargetFinder
 from train.data.chat.template import PUBLISHED, ChatTemplate
+from train.data.sources import BadData
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 ADDED = ["<s>", "</s>", "<|end|>", "<|return|>", "<|im_end|>", "<think>"]
@@ -23,7 +24,9 @@ def found(source, messages, trained=None, tools=None):
   """The text of what is to be learned, turn by turn."""
   turns = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
   finder = TargetFinder(ChatTemplate(source, SPECIAL), ADDED)
-  text, spans = finder.find(messages, tools, trained or turns)
+  text, spans = finder.find(
+    Conversation(messages, tools, tuple(trained or turns))
+  )
   return [text[start:end] for start, end in spans]
 
 
@@ -108,7 +111,7 @@ def test_alpaca_has_an_instruction_and_may_have_an_input():
     "completes the request.\n\n### Instruction:\nAdd.\n\n### Input:\n2, 3\n\n"
     "### Response:5</s>"
   )
-  with pytest.raises(BadRow, match="one instruction and one response"):
+  with pytest.raises(BadData, match="one instruction and one response"):
     found(source, chat("a", "b", "c", "d"))
 
 
@@ -178,7 +181,7 @@ def test_generation_decides_where_a_template_has_it():
   assert found(source, messages) == ["b", "d"]
   assert found(source, messages, trained=[1]) == ["b"]
   nothing = source.replace("{{ m.content }}{% end", "{% end")
-  with pytest.raises(BadRow, match="must hold the turns to be learned"):
+  with pytest.raises(BadData, match="must contain the turns to learn"):
     found(nothing, messages)
 
 
@@ -203,7 +206,7 @@ def test_turns_whose_place_no_other_can_take_are_found():
   # What is written before it, or of it, is another in the whole text.
   mark = "{{ '!' if messages | length > 4 }}"
   for changed in (calling(last=mark), calling(header=mark + "A:")):
-    with pytest.raises(BadRow, match="place of turn 2 in the template"):
+    with pytest.raises(BadData, match="place of turn 2 in the template"):
       found(changed, messages)
 
 

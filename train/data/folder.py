@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads the tokenizer of a Hugging Face folder, and its chat template.
 
-tokenizer.json          how a text becomes tokens
+tokenizer.json          the tokenizer
 tokenizer_config.json   the special tokens, and whether texts begin with one
-generation_config.json  what ends a text; config.json says so too
+generation_config.json  the tokens that end a text; config.json names them too
 chat_template.jinja     see `data.chat`
 """
 
@@ -24,21 +24,21 @@ _CONFIGS = (GENERATION, CONFIG)
 
 
 class FolderText(TokenizerText):
-  """Tokenizes as transformers does from a folder that it wrote.
+  """Tokenizes as transformers does from such a folder.
 
-  A text begins with the token that the tokenizer's post-processor puts in front
-  of it, or that tokenizer_config.json's `add_bos_token` says. It ends with any
-  `eos_token_id` of generation_config.json and config.json; where neither has
+  A text begins with the token that the tokenizer's post-processor adds, or that
+  `add_bos_token` in tokenizer_config.json asks for. It ends with any
+  `eos_token_id` of generation_config.json and config.json, or if neither names
   one, with the tokenizer's own.
   """
 
   def __init__(self, folder: Path, tokenizer: str | None = None):
-    """Reads the folder's files."""
+    """Reads a folder's files; `tokenizer` replaces its tokenizer.json."""
     path = folder / _TOKENIZER if tokenizer is None else Path(tokenizer)
     if tokenizer is None and not path.is_file():
       raise FileNotFoundError(
-        f"{folder} must have a {_TOKENIZER}, got none; copy it from where the "
-        "checkpoint is from, or pass --tokenizer with one"
+        f"{folder} must have a {_TOKENIZER}, got none; copy it from the "
+        "checkpoint's source, or pass --tokenizer with one"
       )
     super().__init__(str(path))
     config = _read(path.expanduser().parent / _TOKENIZER_CONFIG)
@@ -53,7 +53,7 @@ class FolderText(TokenizerText):
       self.prefix_token = first
 
   def _id(self, config: dict, name: str) -> int | None:
-    """The id of a special token that tokenizer_config.json names."""
+    """Returns the id of a special token in tokenizer_config.json."""
     token = config.get(name)
     token = token.get("content") if isinstance(token, dict) else token
     if not isinstance(token, str):
@@ -79,7 +79,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def read_ids(file: Path, name: str) -> list[int]:
-  """Reads the token ids under a key of a file; [] without file or key."""
+  """Reads the token ids under a key of a JSON file; [] if there are none."""
   value = _read(file).get(name)
   found = value if isinstance(value, list) else [value]
   found = [x for x in found if x is not None]
@@ -91,30 +91,27 @@ def read_ids(file: Path, name: str) -> list[int]:
   return found
 
 
-_KEY = "eos_token_id"
-
-
 def write_stop_tokens(folder: Path, documents: Documents) -> None:
-  """Names the tokens that end turns in a folder's generation_config.json.
+  """Lists the tokens that end turns in a folder's generation_config.json.
 
-  transformers stops at the tokens that this file names, without it at those of
-  config.json, and where that names none at the default of the model's class,
-  which for Llama is token 2; it does not ask the tokenizer. Nothing is written
-  where the tokens are named already, or where turns end with text.
+  transformers stops at the tokens that this file names. Without the file it
+  reads config.json, and if that names none, it uses the default of the model's
+  class (token 2 for Llama), never the tokenizer's token. Nothing is written if
+  the tokens are named already, or if turns end with text.
   """
   text = FolderText(folder)
-  ends = {x for x in last_tokens(documents) if not text.decode([x])}
+  ends = text.without_text(last_tokens(documents))
   file = folder / GENERATION
   named = file if file.is_file() else folder / CONFIG
-  if ends <= {*read_ids(named, _KEY)}:
+  if ends <= {*read_ids(named, "eos_token_id")}:
     return
   found = json.loads(file.read_text("utf-8")) if file.is_file() else {}
-  found[_KEY] = sorted({*text.stop_tokens, *ends})
+  found["eos_token_id"] = sorted({*text.stop_tokens, *ends})
   file.write_text(json.dumps(found, indent=2) + "\n", "utf-8")
 
 
 def last_tokens(documents: Documents) -> list[int]:
-  """Lists the tokens that the parts to be learned end with, each once."""
+  """Lists each token that ends a part to learn, once."""
   mask = documents.mask  # False for the first token of each document.
   is_last = mask & ~np.append(mask[1:], False)
   return np.unique(documents.tokens[is_last]).tolist()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers as a page that a person opens: one HTML file, images in it.
+"""Writes answers as one HTML file with their images, for a person to read.
 
-It needs no server, runs no program and loads nothing: its policy forbids that,
-whatever a model writes.
+The page needs no server, runs no scripts and loads nothing. Its content
+security policy forbids it, whatever a model writes.
 """
 
 import base64
@@ -15,7 +15,7 @@ from pathlib import Path
 from train.evaluation.answers import Answer, Answers
 from train.evaluation.report import answer_figures
 
-# Pixels of a thumbnail's longer side.
+# The longer side of a thumbnail, in pixels.
 _SIDE = 256
 _STYLE = """
 :root { color-scheme: light dark; }
@@ -61,7 +61,7 @@ _HEAD = """<!doctype html>
 
 
 def render(models: Sequence[tuple[str, Answers]]) -> str:
-  """Writes what models answered to the same questions."""
+  """Writes the page of models that answered the same questions."""
   answers = [found.answers for _, found in models]
   asked = [
     [(each.conversation, each.reference) for each in column]
@@ -69,10 +69,9 @@ def render(models: Sequence[tuple[str, Answers]]) -> str:
   ]
   if any(column != asked[0] for column in asked):
     raise ValueError(
-      "evaluate: models must be asked the same questions to be beside each "
-      f"other, got {' and '.join(str(len(column)) for column in asked)} "
-      "questions, or other references; pass models with one tokenizer and a "
-      "--length for both"
+      "evaluate: models must be asked the same questions to be compared, got "
+      f"{' and '.join(str(len(column)) for column in asked)} questions, or "
+      "other references; pass models with one tokenizer and a --length for both"
     )
   only = (
     "Only conversations in which the answers differ"
@@ -87,16 +86,13 @@ def render(models: Sequence[tuple[str, Answers]]) -> str:
 
 
 def _figures(models: Sequence[tuple[str, Answers]]) -> str:
-  names = ("model", "conversations", "questions", "nats/token of answers")
-  names += ("perplexity", "short answers", "exact match")
-  rows = [_cells("th", names)]
-  for name, found in models:
-    rows.append(_cells("td", [name, *answer_figures(found)]))
+  header, figures = answer_figures(models)
+  rows = [_cells("th", header), *(_cells("td", row) for row in figures)]
   return f'<table class="figures">{"".join(rows)}</table>'
 
 
 def _section(names: Sequence[str], turns: Sequence[Sequence[Answer]]) -> str:
-  """A conversation: its images, and a row for each turn."""
+  """Writes a conversation: its images, and a row for each turn."""
   is_same = not any(map(_is_shown, turns))
   rows = [_cells("th", ["question", "reference", *names])]
   for row in turns:
@@ -112,7 +108,7 @@ def _section(names: Sequence[str], turns: Sequence[Sequence[Answer]]) -> str:
 
 
 def _is_shown(row: Sequence[Answer]) -> bool:
-  """Whether a turn has what the box above asks for."""
+  """Whether the checkbox at the top keeps a turn."""
   if len(row) > 1:
     return len({each.answer for each in row}) > 1
   return row[0].is_short and not row[0].is_match
@@ -123,12 +119,12 @@ def _cells(tag: str, texts: Sequence[str]) -> str:
   return f"<tr>{''.join(cells)}</tr>"
 
 
-def _cell(text: str, behind: str = "") -> str:
-  return f'<td dir="auto">{escape(text)}{behind}</td>'
+def _cell(text: str, mark: str = "") -> str:
+  return f'<td dir="auto">{escape(text)}{mark}</td>'
 
 
 def _answered(answer: Answer) -> str:
-  """An answer; of a short one, whether it matches."""
+  """Writes an answer, and whether it matches a short reference."""
   mark = ""
   if answer.is_short:
     kind, said = (
@@ -149,8 +145,8 @@ def _figure(file: Path) -> str:
 
 
 def _thumbnail(file: Path) -> str:
-  """A small JPEG as a data URI; not turned, as the model sees it."""
-  from PIL import Image  # Of the extra vision, without which no image is read.
+  """Makes a small JPEG as a data URI, unrotated, as the model sees it."""
+  from PIL import Image  # Needs the extra vision, as all images do.
 
   with Image.open(file) as image:
     small = image.convert("RGB")

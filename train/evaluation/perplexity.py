@@ -30,18 +30,17 @@ SORTED = 64
 
 
 class Perplexity(NamedTuple):
-  """The counts that `perplexity` returns."""
+  """Counts, and the measures that follow from them."""
 
   documents: int  # Documents with at least one token.
   tokens: int  # All tokens; each is predicted.
   bytes: int  # Size of the texts in UTF-8.
-  # Pieces between white space, as lm-evaluation-harness counts them.
-  words: int
+  words: int  # Pieces between white space, as lm-evaluation-harness counts.
   nats: float  # Cross-entropy of all tokens together.
 
   @property
   def nats_per_token(self) -> float:
-    """The mean loss."""
+    """The mean cross-entropy of a token."""
     return self.nats / self.tokens
 
   @property
@@ -51,12 +50,12 @@ class Perplexity(NamedTuple):
 
   @property
   def bits_per_byte(self) -> float:
-    """Comparable between tokenizers."""
+    """Bits per byte, which can be compared between tokenizers."""
     return self.nats / math.log(2) / self.bytes
 
   @property
   def word_perplexity(self) -> float:
-    """Comparable between tokenizers, on the same text."""
+    """Perplexity per word, comparable between tokenizers on one text."""
     return exp(self.nats / self.words)
 
 
@@ -70,33 +69,18 @@ def perplexity(
   batch: int = 8,
   kind: Documents = "apart",
 ) -> Perplexity:
-  """Computes how well a model predicts texts.
+  """Measures how well a model predicts texts.
 
-  Every token is predicted. In front of a document is the token that texts
-  begin with, or the one that ends them, or a line end where the tokenizer has
-  neither; it is not counted.
-
-  Args:
-    model: A Decoder in recipe bf16, on one device.
-    text: Its tokenizer.
-    documents: Texts; those without a token are left out.
-    length: The most tokens that the model sees at a time.
-    stride: Tokens between windows, 1 to `length`; None for `length`.
-    batch: Windows that are computed at once.
-    kind: "apart", each document by itself; or "joined", one after another as
-      one text, in which a document sees those before.
-
-  Returns:
-    The counts, and what follows from them.
-
-  Raises:
-    ValueError: no document has a token, or a number is outside its range.
+  Every token is predicted. The token of `prefix_token` comes before each
+  document and is not counted. `stride` is `length` by default. With `kind`
+  "apart" each document is a text of its own; with "joined" all are one text, in
+  which a document sees the documents before it.
   """
   stride = length if stride is None else stride
   if not 1 <= stride <= length:
     raise ValueError(
       f"evaluate: stride must be 1 to {length}, the tokens of a window, got "
-      f"{stride}; pass fewer, or leave it out"
+      f"{stride}; pass such a number, or leave it out"
     )
   scorer, prefix = Scorer(model, length=length, batch=batch), prefix_token(text)
   counts = np.zeros(4, np.int64)
@@ -105,7 +89,8 @@ def perplexity(
     for document in documents:
       if tokens := text.encode(document):
         words = len(re.split(r"\s+", document))
-        counts[:] += 1, len(tokens), len(_utf8(document)), words
+        size = len(document.encode(errors="surrogateescape"))
+        counts[:] += 1, len(tokens), size, words
         is_counted = [False] + [True] * len(tokens)
         yield [prefix, *tokens], is_counted
 
@@ -135,7 +120,7 @@ def perplexity(
 def windows(
   count: int, length: int, stride: int
 ) -> Iterator[tuple[int, int, int]]:
-  """Yields (start, middle, end): tokens from `middle` on are counted."""
+  """Yields (start, middle, end); tokens from `middle` to `end` are counted."""
   done, step = 1, length
   while done < count:
     end = min(count, done + step)
@@ -154,7 +139,7 @@ def _joined(
 
 
 def prefix_token(text: Text) -> int:
-  """Returns the token to put before a text that has no context."""
+  """Returns the token before a text: BOS, end of text, or a line end."""
   if text.prefix_token is not None:
     return text.prefix_token
   if line_end := text.encode("\n"):
@@ -165,10 +150,6 @@ def prefix_token(text: Text) -> int:
   )
 
 
-def _utf8(text: str) -> bytes:
-  return text.encode(errors="surrogateescape")
-
-
 def exp(x: float) -> float:
-  """exp(x), infinity where no number is as large."""
+  """Computes exp(x); infinity if it overflows."""
   return math.inf if x >= 709 else math.exp(x)

@@ -19,7 +19,7 @@ from train.config import TrainConfig
 from train.data.batches import (
   Rows,
   held_out_batches,
-  read_options,
+  read_ahead,
   to_iterator,
   train_batches,
 )
@@ -84,7 +84,7 @@ class RunData[Config: TrainConfig]:
       max_batches=config.eval_batches,
       **own_rows,
     )
-    return found.to_iter_dataset(read_options(self.threads))
+    return read_ahead(found, threads=self.threads)
 
   def keep_files(self, run: RunDirectory) -> None:
     """Writes files that belong to the data into a run's new folder."""

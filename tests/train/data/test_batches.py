@@ -13,7 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.train.data.streams import numbered
-from train.data.batches import eval_batches, train_iterator
+from train.data.batches import (
+  eval_batches,
+  to_iterator,
+  train_batches,
+  train_iterator,
+  train_windows,
+)
 from train.data.tokens import DataConfig, load_tokens
 
 SEQ_LEN, BATCH = 16, 4
@@ -24,10 +30,9 @@ def take(iterator, count):
 
 
 def batches(tokens, count, *, seed=0, **kwargs):
-  iterator = train_iterator(
-    tokens, seq_len=SEQ_LEN, batch_size=BATCH, seed=seed, **kwargs
-  )
-  return take(iterator, count)
+  rows = train_windows(tokens, SEQ_LEN)
+  found = train_batches(rows, batch_size=BATCH, seed=seed, **kwargs)
+  return take(to_iterator(found), count)
 
 
 def test_a_token_file_larger_than_memory_yields_batches(tmp_path):
@@ -156,6 +161,10 @@ def test_sizes_that_do_not_fit_raise_with_the_sizes():
     options = dict(seq_len=SEQ_LEN, batch_size=BATCH) | kwargs
     return eval_batches(numbered(size), **options)
 
+  def split(**kwargs):
+    rows = train_windows(numbered(1000), SEQ_LEN)
+    return train_batches(rows, batch_size=BATCH, seed=0, **kwargs)
+
   for call, words in [
     (lambda: train(30), "sequence of 16 . 1 tokens, got 30 tokens in all"),
     (lambda: evaluate(10), "sequence of 16 . 1 tokens, got 10 tokens in all"),
@@ -164,8 +173,8 @@ def test_sizes_that_do_not_fit_raise_with_the_sizes():
     (lambda: train(seq_len=0), "seq_len must be at least 1, got 0"),
     (lambda: train(seed=-1), "seed must be at least 0"),
     (lambda: train(batch_size=0), "positive multiple"),
-    (lambda: train(process_count=3), "multiple of the 3 processes, got 4"),
-    (lambda: train(process_index=1), "below 1, got 1"),
+    (lambda: split(process_count=3), "multiple of the 3 processes, got 4"),
+    (lambda: split(process_index=1), "below 1, got 1"),
     (lambda: evaluate(4000, max_batches=0), "max_batches must be at least 1"),
   ]:
     with pytest.raises(ValueError, match=words):

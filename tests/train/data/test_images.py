@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from train.data.images import MAX_PIXELS, BadImage, Preprocessing
+from train.data.images import MAX_PIXELS, Preprocessing
+from train.data.sources import BadData
 
 MEAN, STD = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.261, 0.2757]
 # As published beside CLIP and SigLIP, smaller.
@@ -121,7 +122,7 @@ def test_bad_images_have_a_sentence(tmp_path):
   def refused(name, content=None):
     if content is not None:
       (tmp_path / name).write_bytes(content)
-    with pytest.raises(BadImage) as found:
+    with pytest.raises(BadData) as found:
       preprocessing.check(tmp_path / name)
     assert name in str(found.value) and "\n" not in str(found.value)
     return found.value.reason, str(found.value)
@@ -152,7 +153,9 @@ def test_bad_images_have_a_sentence(tmp_path):
   content = (tmp_path / "whole.jpg").read_bytes()
   (tmp_path / "cut.jpg").write_bytes(content[: len(content) // 2])
   preprocessing.check(tmp_path / "cut.jpg")
-  with pytest.raises(BadImage, match=r"cut\.jpg, of which .* truncated"):
+  with pytest.raises(
+    BadData, match=r"cut\.jpg, which Pillow cannot read: .* truncated"
+  ):
     preprocessing.read(tmp_path / "cut.jpg")
 
 

@@ -23,7 +23,7 @@ lm_eval: Any = pytest.importorskip(
 )
 from lm_eval.api.instance import Instance  # noqa: E402
 
-from train.evaluation.harness import harness  # noqa: E402
+from train.evaluation.harness import DecoderLM  # noqa: E402
 
 TASKS = ROOT / "tests" / "data" / "tasks"
 NAMES = ("alphabet_choice", "alphabet_text", "alphabet_generation")
@@ -74,7 +74,7 @@ def test_loglikelihoods_are_those_of_each_row_alone(model, score):
   }
   order = list(PAIRS)
   for batch in (2, 3):
-    lm = harness(model, ByteText(), length=LENGTH, batch=batch)
+    lm = DecoderLM(model, ByteText(), length=LENGTH, batch=batch)
     order = order[::-1]
     found = lm.loglikelihood(asked("loglikelihood", *order))
     for pair, (total, is_greedy) in zip(order, found, strict=True):
@@ -84,7 +84,7 @@ def test_loglikelihoods_are_those_of_each_row_alone(model, score):
 
 def test_texts_are_scored_in_windows_after_one_beginning(model, score):
   text = "abcdefghij" * 10
-  lm = harness(model, Words(), length=LENGTH, batch=2)
+  lm = DecoderLM(model, Words(), length=LENGTH, batch=2)
   requests = asked("loglikelihood_rolling", (text,), ("xy",), ("",))
   found = lm.loglikelihood_rolling(requests)
   row = [7, *text.encode()]
@@ -99,7 +99,7 @@ def test_texts_are_scored_in_windows_after_one_beginning(model, score):
 
 
 def test_text_is_added_up_to_its_ends():
-  lm = harness(alphabet_model(), ByteText(), length=LENGTH, batch=3)
+  lm = DecoderLM(alphabet_model(), ByteText(), length=LENGTH, batch=3)
   until = {"until": ["\n"], "max_gen_toks": 8}
   options = [
     ("abc", until, "defghijk"),
@@ -130,7 +130,7 @@ def test_text_is_added_up_to_its_ends():
   ],
 )
 def test_generation_that_cannot_be_had_is_refused(model, options, message):
-  lm = harness(model, ByteText(), length=LENGTH)
+  lm = DecoderLM(model, ByteText(), length=LENGTH)
   with pytest.raises(ValueError, match=message):
     lm.generate_until(asked("generate_until", ("a", options)))
 
@@ -138,7 +138,7 @@ def test_generation_that_cannot_be_had_is_refused(model, options, message):
 def test_tasks_of_each_kind_run():
   model = alphabet_model()
   score = oracle(model)
-  lm = harness(model, ByteText(), length=LENGTH, batch=3)
+  lm = DecoderLM(model, ByteText(), length=LENGTH, batch=3)
   found = Tasks(NAMES, TASKS).run(lm)["results"]
   choice, text, generation = (found[name] for name in NAMES)
   # Of four answers one is wrong on purpose.

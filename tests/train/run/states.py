@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from train import step
-from train.data.batches import train_iterator
+from train.data.batches import to_iterator, train_batches, train_windows
 from train.data.tokens import TokenSource
 from train.mesh import make_mesh, parse_mesh
 from train.presets import demo
@@ -60,14 +60,14 @@ def batches(index=0, count=1):
     vocab_size=256,
     held_out=0.1,
   )
-  return train_iterator(
-    tokens,
-    seq_len=32,
+  found = train_batches(
+    train_windows(tokens, 32),
     batch_size=4,
     seed=0,
     process_index=index,
     process_count=count,
   )
+  return to_iterator(found)
 
 
 def save(path, state, iterator=None, step=3, **options):
