@@ -238,5 +238,5 @@ def test_a_damaged_image_is_named_when_it_is_read(
   documents = load(tmp_path, rows, encoder, images)
   packed = pack(documents, np.arange(5), seq=SEQ, seed=0, is_packed=False)
   iterator = to_iterator(train_batches(packed, batch_size=5, seed=0), threads=1)
-  with pytest.raises(ValueError, match=r"rows\.json line 5: .*cut\.jpg, of"):
+  with pytest.raises(ValueError, match=r"rows\.json line 5: .*cut\.jpg, which"):
     next(iterator)

@@ -89,5 +89,5 @@ def test_no_row_is_left_out_for_a_template_without_end(tmp_path, monkeypatch):
   file = tmp_path / "rows.jsonl"
   file.write_text(f"{json.dumps(row)}\n" * 3)
   encoder = ChatEncoder(TOKENIZER, ChatTemplate("{{ [0] * 10 ** 12 }}", {}))
-  with pytest.raises(TemplateLimit, match="take another template"):
+  with pytest.raises(TemplateLimit, match="use another template"):
     load_documents([str(file)], encoder, seq=9, vocab_size=400, skip_bad=True)

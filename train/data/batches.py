@@ -74,9 +74,8 @@ def train_iterator(
   Save and restore its place with `grain.checkpoint.CheckpointSave` and
   `CheckpointRestore`.
   """
-  batches = train_batches(
-    train_windows(tokens, seq_len), batch_size=batch_size, seed=seed
-  )
+  rows, _ = split_windows(tokens, seq_len)
+  batches = train_batches(rows, batch_size=batch_size, seed=seed)
   return to_iterator(batches, threads=threads_of(tokens))
 
 
@@ -88,35 +87,31 @@ def eval_batches(
   max_batches: int | None = None,
 ) -> grain.IterDataset:
   """Makes the held-out batches of a stream, the same in every evaluation."""
+  _, rows = split_windows(tokens, seq_len)
   batches = held_out_batches(
-    held_out_windows(tokens, seq_len, batch_size),
-    batch_size=batch_size,
-    max_batches=max_batches,
+    rows, batch_size=batch_size, max_batches=max_batches
   )
   return read_ahead(batches, threads=threads_of(tokens))
 
 
-def train_windows(tokens: TokenSource, seq_len: int) -> Windows:
-  """Cuts the training part of a stream into windows."""
-  size = tokens.train_size(seq_len)
-  return Windows(tokens, 0, _count_windows(tokens, size, seq_len), seq_len)
-
-
-def held_out_windows(
-  tokens: TokenSource, seq_len: int, batch_size: int
-) -> Windows:
-  """Cuts the held-out part of a stream into windows, at least a batch."""
-  start = tokens.train_size(seq_len)
-  _count_windows(tokens, start, seq_len)
-  windows = (len(tokens) - start - 1) // seq_len
-  if windows < batch_size:
+def split_windows(tokens: TokenSource, seq_len: int) -> tuple[Windows, Windows]:
+  """Cuts the training part and the held-out part of a stream into windows."""
+  if seq_len < 1:
     raise ValueError(
-      f"eval_batches: a batch needs {batch_size} windows of {seq_len} tokens, "
-      f"got {windows} in the {len(tokens) - start} held-out tokens of "
-      f"{tokens.name}; raise held_out (now {tokens.held_out}), lower the "
-      "evaluation batch, or give more data"
+      f"windows: seq_len must be at least 1, got {seq_len}; pass a length"
     )
-  return Windows(tokens, start, windows, seq_len)
+  start = tokens.train_size(seq_len)
+  if start < seq_len + 1:
+    raise ValueError(
+      f"windows: training and evaluation each need a sequence of {seq_len} + 1 "
+      f"tokens, got {len(tokens)} tokens in all in {tokens.name}; lower the "
+      "sequence length or give more data"
+    )
+  held_out = (len(tokens) - start - 1) // seq_len
+  return (
+    Windows(tokens, 0, (start - 1) // seq_len, seq_len),
+    Windows(tokens, start, held_out, seq_len),
+  )
 
 
 def train_batches(
@@ -169,9 +164,12 @@ def held_out_batches(
       f"eval_batches: max_batches must be at least 1, got {max_batches}; pass "
       "None for all"
     )
-  if not len(rows):
+  least = 1 if rows.has_padding else batch_size
+  if len(rows) < least:
     raise ValueError(
-      "eval_batches: at least one row is needed, got none; hold more out"
+      f"eval_batches: a batch needs {least} rows of {rows.seq} tokens, got "
+      f"{len(rows)} held-out ones; raise held_out, lower the evaluation batch, "
+      "or give more data"
     )
   count = len(rows)
   if max_batches is not None:
@@ -240,18 +238,3 @@ def _own_rows(batch_size: int, index: int, count: int) -> slice:
     )
   size = batch_size // count
   return slice(index * size, (index + 1) * size)
-
-
-def _count_windows(tokens: TokenSource, size: int, seq_len: int) -> int:
-  """Counts the whole windows in the first `size` tokens, at least one."""
-  if seq_len < 1:
-    raise ValueError(
-      f"windows: seq_len must be at least 1, got {seq_len}; pass a length"
-    )
-  if size < seq_len + 1:
-    raise ValueError(
-      f"windows: training and evaluation each need a sequence of {seq_len} + 1 "
-      f"tokens, got {len(tokens)} tokens in all in {tokens.name}; lower the "
-      "sequence length or give more data"
-    )
-  return (size - 1) // seq_len

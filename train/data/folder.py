@@ -16,6 +16,7 @@ import numpy as np
 from coat_jax.models.hf.files import read_json
 from coat_jax.models.hf.keys import CONFIG
 from train.data.chat.documents import Documents
+from train.data.chat.template import read_special_tokens
 from train.data.text import TokenizerText
 
 _TOKENIZER, _TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
@@ -41,32 +42,23 @@ class FolderText(TokenizerText):
         "checkpoint's source, or pass --tokenizer with one"
       )
     super().__init__(str(path))
-    config = _read(path.expanduser().parent / _TOKENIZER_CONFIG)
+    beside = path.expanduser().parent
     ends = {x for f in _CONFIGS for x in read_ids(folder / f, "eos_token_id")}
     self.stop_tokens = tuple(sorted(ends)) or self.stop_tokens
-    begin, end = (self._id(config, f"{x}_token") for x in ("bos", "eos"))
+    special = read_special_tokens(beside)
+    begin, end = (
+      self._tokenizer.id_of(special.get(name, ""))
+      for name in ("bos_token", "eos_token")
+    )
     known = read_ids(folder / CONFIG, "bos_token_id")
     if begin is None and tokenizer is None:
       begin = known[0] if known else None
-    self.first_tokens = self._first_tokens(config.get("add_bos_token"), begin)
+    adds = _read(beside / _TOKENIZER_CONFIG).get("add_bos_token")
+    self.first_tokens = tuple(self._tokenizer.first_tokens())
+    if isinstance(adds, bool) and begin is not None:
+      self.first_tokens = (begin,) if adds else ()
     if (first := begin if begin is not None else end) is not None:
       self.prefix_token = first
-
-  def _id(self, config: dict, name: str) -> int | None:
-    """Returns the id of a special token in tokenizer_config.json."""
-    token = config.get(name)
-    token = token.get("content") if isinstance(token, dict) else token
-    if not isinstance(token, str):
-      return None
-    return self._tokenizer.id_of(token)
-
-  def _first_tokens(self, adds: Any, begin: int | None) -> tuple[int, ...]:
-    """Finds the tokens that a text begins with."""
-    if isinstance(adds, bool) and begin is not None:
-      return (begin,) if adds else ()
-    ids, added = self._tokenizer.encode_with_special("a")
-    count = added.index(0) if 0 in added else 0
-    return tuple(ids[:count])
 
 
 def has_tokenizer(folder: Path) -> bool:

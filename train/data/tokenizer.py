@@ -30,7 +30,6 @@ class Tokenizer:
   """The tokenizer in a `tokenizers` JSON file."""
 
   def __init__(self, path: str):
-    """Reads the file."""
     file = read_path("data.tokenizer", path)
     if not file.is_file():
       raise FileNotFoundError(
@@ -74,11 +73,12 @@ class Tokenizer:
     """Keeps the offsets of tokens exact; it may trim spaces from them."""
     self._whole.post_processor = None
 
-  def encode_with_special(self, text: str) -> tuple[list[int], list[int]]:
-    """Returns ids with special tokens added, and a mask of those."""
+  def first_tokens(self) -> list[int]:
+    """Returns the special tokens that the tokenizer puts before a text."""
     with self._errors():
-      encoding = self._whole.encode(text)
-    return encoding.ids, encoding.special_tokens_mask
+      found = self._whole.encode("a")
+    is_special = found.special_tokens_mask
+    return found.ids[: is_special.index(0) if 0 in is_special else 0]
 
   def encode(self, texts: Sequence[str]) -> list[list[int]]:
     """Returns the ids of each text, without special tokens around it."""

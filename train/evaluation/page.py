@@ -8,6 +8,7 @@ security policy forbids it, whatever a model writes.
 import base64
 import io
 import itertools
+import string
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
@@ -17,47 +18,7 @@ from train.evaluation.report import answer_figures
 
 # The longer side of a thumbnail, in pixels.
 _SIDE = 256
-_STYLE = """
-:root { color-scheme: light dark; }
-body { font: 1rem/1.5 system-ui, sans-serif; margin: 0 auto; max-width: 75rem;
-  padding: 1rem; }
-h1 { font-size: 1.4rem; }
-table { border-collapse: collapse; width: 100%; table-layout: fixed; }
-th, td { padding: .4rem .7rem; text-align: start; vertical-align: top;
-  overflow-wrap: anywhere; border-top: 1px solid #8886; }
-th { font-weight: 600; border-top: 0; }
-td { white-space: pre-wrap; }
-.figures { table-layout: auto; margin-bottom: 1rem; }
-.figures td:not(:first-child), .figures th:not(:first-child) {
-  text-align: end; font-variant-numeric: tabular-nums; }
-section { display: flex; flex-wrap: wrap; gap: 1rem; padding: .8rem;
-  margin: 1rem 0; border: 1px solid #8886; border-radius: .5rem; }
-.images { flex: 0 1 16rem; display: flex; flex-direction: column; gap: .5rem; }
-.images:empty { display: none; }
-figure { margin: 0; }
-img { max-width: 100%; height: auto; display: block; }
-figcaption { font-size: .8rem; opacity: .75; overflow-wrap: anywhere; }
-.turns { flex: 1 1 30rem; min-width: 0; }
-.mark { display: block; font-size: .8rem; }
-.is-match { color: light-dark(#15602a, #7ed491); }
-.no-match { color: light-dark(#a31d1d, #ff9c93); }
-#only:checked ~ .same { display: none; }
-"""
-_HEAD = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy"
-  content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
-<title>Answers</title>
-<style>{style}</style>
-</head>
-<body>
-<h1>Answers</h1>
-{figures}
-<input type="checkbox" id="only"> <label for="only">{only}</label>
-"""
+_PAGE = Path(__file__).with_suffix(".html")
 
 
 def render(models: Sequence[tuple[str, Answers]]) -> str:
@@ -78,17 +39,19 @@ def render(models: Sequence[tuple[str, Answers]]) -> str:
     if len(models) > 1
     else "Only conversations with a short answer that does not match"
   )
-  parts = [_HEAD.format(style=_STYLE, figures=_figures(models), only=only)]
-  rows = zip(*answers, strict=True)
-  for _, turns in itertools.groupby(rows, lambda row: row[0].conversation):
-    parts.append(_section([name for name, _ in models], list(turns)))
-  return "".join([*parts, "</body>\n</html>\n"])
-
-
-def _figures(models: Sequence[tuple[str, Answers]]) -> str:
   header, figures = answer_figures(models)
-  rows = [_cells("th", header), *(_cells("td", row) for row in figures)]
-  return f'<table class="figures">{"".join(rows)}</table>'
+  rows = zip(*answers, strict=True)
+  sections = [
+    _section([name for name, _ in models], list(turns))
+    for _, turns in itertools.groupby(rows, lambda row: row[0].conversation)
+  ]
+  return string.Template(_PAGE.read_text("utf-8")).substitute(
+    figures="".join(
+      [_cells("th", header), *(_cells("td", row) for row in figures)]
+    ),
+    only=only,
+    sections="".join(sections),
+  )
 
 
 def _section(names: Sequence[str], turns: Sequence[Sequence[Answer]]) -> str:

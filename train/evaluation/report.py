@@ -7,7 +7,6 @@ import json
 import math
 import os
 import platform
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import jax
 
 import coat_jax
+from coat_jax.models.hf.whole import written_whole
 from train.evaluation.answers import Answers
 from train.evaluation.perplexity import Documents, Perplexity
 from train.run.metrics import format_number, format_table
@@ -168,14 +168,8 @@ def write(path: Path, report: dict[str, Any]) -> None:
 
 def write_text(path: Path, text: str) -> None:
   """Writes a file, whole or not at all."""
-  prefix, folder = f"{path.name}.unfinished.", path.absolute().parent
-  with (
-    save_errors(path),
-    tempfile.TemporaryDirectory(prefix=prefix, dir=folder) as near,
-  ):
-    written = Path(near) / path.name
+  with save_errors(path), written_whole(path) as written:
     written.write_text(text, "utf-8")
-    written.rename(path)
 
 
 def _finite(value: Any) -> Any:

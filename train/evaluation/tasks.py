@@ -34,7 +34,6 @@ class Tasks:
   """Tasks that were found, with their data."""
 
   def __init__(self, names: Sequence[str], folder: Path | None = None):
-    """Finds and loads tasks."""
     if folder is not None and not folder.is_dir():
       raise ValueError(
         f"evaluate: --task-dir must be a folder, got {folder}; pass the one "

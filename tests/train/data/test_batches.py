@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from tests.train.data.streams import numbered
 from train.data.batches import (
   eval_batches,
+  split_windows,
   to_iterator,
   train_batches,
   train_iterator,
-  train_windows,
 )
 from train.data.tokens import DataConfig, load_tokens
 
@@ -30,7 +30,7 @@ def take(iterator, count):
 
 
 def batches(tokens, count, *, seed=0, **kwargs):
-  rows = train_windows(tokens, SEQ_LEN)
+  rows, _ = split_windows(tokens, SEQ_LEN)
   found = train_batches(rows, batch_size=BATCH, seed=seed, **kwargs)
   return take(to_iterator(found), count)
 
@@ -162,14 +162,14 @@ def test_sizes_that_do_not_fit_raise_with_the_sizes():
     return eval_batches(numbered(size), **options)
 
   def split(**kwargs):
-    rows = train_windows(numbered(1000), SEQ_LEN)
+    rows, _ = split_windows(numbered(1000), SEQ_LEN)
     return train_batches(rows, batch_size=BATCH, seed=0, **kwargs)
 
   for call, words in [
     (lambda: train(30), "sequence of 16 . 1 tokens, got 30 tokens in all"),
     (lambda: evaluate(10), "sequence of 16 . 1 tokens, got 10 tokens in all"),
     (lambda: train(batch_size=99), "needs 99 rows of 16 tokens, got 59"),
-    (lambda: evaluate(), "needs 4 windows .* got 3 .* raise held_out"),
+    (lambda: evaluate(), "needs 4 rows of 16 tokens, got 3 .* raise held_out"),
     (lambda: train(seq_len=0), "seq_len must be at least 1, got 0"),
     (lambda: train(seed=-1), "seed must be at least 0"),
     (lambda: train(batch_size=0), "positive multiple"),

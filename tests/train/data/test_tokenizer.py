@@ -108,7 +108,7 @@ def test_truncation_and_padding_of_the_file_are_left_out(tmp_path):
     # A bare Exception.
     {
       "model": {
-        **{"type": "WordPiece", "unk_token": "[UNK]", "vocab": {"a": 0}},
+        **{"type": "WordPiece", "unk_token": "[UNK]", "vocab": {"b": 0}},
         **{"continuing_subword_prefix": "", "max_input_chars_per_word": 9},
       }
     },
@@ -118,7 +118,7 @@ def test_what_the_library_raises_is_a_sentence(tmp_path, parts):
   file = changed(tmp_path, **parts)
   for use in (
     lambda: TokenizerText(file).encode(TEXT),
-    lambda: Tokenizer(file).encode_with_special(TEXT),
+    lambda: Tokenizer(file).first_tokens(),
     lambda: list(Tokenizer(file).encode_each([TEXT])),
   ):
     with pytest.raises(ValueError, match=r"tokenizer.json must .*, got one th"):

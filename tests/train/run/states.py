@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from train import step
-from train.data.batches import to_iterator, train_batches, train_windows
+from train.data.batches import split_windows, to_iterator, train_batches
 from train.data.tokens import TokenSource
 from train.mesh import make_mesh, parse_mesh
 from train.presets import demo
@@ -60,12 +60,9 @@ def batches(index=0, count=1):
     vocab_size=256,
     held_out=0.1,
   )
+  rows, _ = split_windows(tokens, 32)
   found = train_batches(
-    train_windows(tokens, 32),
-    batch_size=4,
-    seed=0,
-    process_index=index,
-    process_count=count,
+    rows, batch_size=4, seed=0, process_index=index, process_count=count
   )
   return to_iterator(found)
 

@@ -189,7 +189,7 @@ def test_failed_save_is_reported_once_and_leaves_earlier_ones(
   checkpoints = Checkpoints(copied, keep=3)
   monkeypatch.setattr(checksums, "write", fail)
   checkpoints.save(9, state, batches(), {"config": {}})
-  words = rf"No space left on device.*which goes on from {copied}/5"
+  words = rf"No space left on device.*which continues from {copied}/5"
   with pytest.raises(SaveError, match=words):
     checkpoints.wait()
   checkpoints.close()

@@ -94,7 +94,7 @@ def test_checksums_of_what_is_no_file_of_the_checkpoint_are_damage(
     file.write_text(json.dumps(named))
     found, damaged = checkpoint.newest_whole_step(copied)
     assert found == 3
-    assert f"{name} is missing, or no file of the" in damaged[0]
+    assert f"{name} is missing, or is not a file of the" in damaged[0]
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_link_to_a_device_is_not_read(copied, name):
   (copied / "5" / name).unlink()
   (copied / "5" / name).symlink_to("/dev/zero")
   found, damaged = checkpoint.newest_whole_step(copied)
-  assert found == 3 and f"{name} is missing, or no file" in damaged[0]
+  assert found == 3 and f"{name} is missing, or is not a file" in damaged[0]
 
 
 # Orbax says that it cannot read its own file.

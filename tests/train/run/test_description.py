@@ -61,7 +61,7 @@ def test_allowed_changes_are_reported():
   ],
 )
 def test_checkpoint_of_another_run_is_rejected(values, words):
-  with pytest.raises(ValueError, match=f"checkpoints/100 is .*{words}"):
+  with pytest.raises(ValueError, match=f"checkpoints/100 belongs to .*{words}"):
     compare(described(demo()), config(**values))
 
 

@@ -69,7 +69,9 @@ def test_folder_without_a_run_is_left_alone(tmp_path, marker, overwrite):
   (tmp_path / "checkpoints").mkdir()
   if marker is not None:
     (tmp_path / "config.json").write_text(marker)
-  with pytest.raises(ValueError, match="no run of this program, so it is left"):
+  with pytest.raises(
+    ValueError, match="not a run of this program, so it is left"
+  ):
     RunDirectory(tmp_path).check(config(overwrite=overwrite))
 
 
@@ -203,9 +205,13 @@ def test_run_with_a_damaged_description_is_a_run(saved, damage):
 def test_description_of_another_program_is_no_run(tmp_path):
   run = RunDirectory(tmp_path)
   run.config.write_text('{"format": "another"}')
-  with pytest.raises(ValueError, match="no run of this program, so it is left"):
+  with pytest.raises(
+    ValueError, match="not a run of this program, so it is left"
+  ):
     run.check(config(overwrite=True))
-  with pytest.raises(ValueError, match=r"got .*config.json that is of no run"):
+  with pytest.raises(
+    ValueError, match=r"got .*config.json and .* do not describe a run"
+  ):
     run.check(config(resume=True))
 
 
@@ -220,7 +226,7 @@ def test_lock_that_is_no_file_of_the_run_is_left_alone(tmp_path, run, kind):
     run.lock.mkdir()
   else:
     os.mkfifo(run.lock)
-  with pytest.raises(ValueError, match="lock must be a file of its own"):
+  with pytest.raises(ValueError, match="lock must be a plain file"):
     with run.claimed(config(overwrite=True)):
       raise AssertionError
   assert thesis.exists() == (kind == "link")

@@ -7,7 +7,7 @@ import resource
 
 import pytest
 
-from train.run import metrics, rows
+from train.run import metrics, processes, rows
 from train.run.writing import SaveError
 
 
@@ -61,15 +61,18 @@ def test_line_is_on_disk_at_once(tmp_path):
   log.close()
 
 
-def test_silent_process_writes_and_prints_nothing(tmp_path, capsys):
+@pytest.mark.parametrize("is_primary", [True, False])
+def test_only_the_first_process_writes_and_prints(
+  tmp_path, capsys, monkeypatch, is_primary
+):
+  monkeypatch.setattr(processes, "is_primary", lambda: is_primary)
   path = tmp_path / "metrics.jsonl"
-  write(path, [1, 2], is_silent=True)
-  assert not path.exists()
-  for is_silent in (True, False):
-    progress = metrics.Progress("run", steps=2, done=0, is_silent=is_silent)
-    progress.held_out(1, 2.0)
-    progress.close()
-    assert bool(capsys.readouterr().err) == (not is_silent)
+  write(path, [1, 2])
+  assert path.exists() == is_primary
+  progress = metrics.Progress("run", steps=2, done=0)
+  progress.held_out(1, 2.0)
+  progress.close()
+  assert bool(capsys.readouterr().err) == is_primary
 
 
 def test_numbers_that_are_not_finite_become_null(tmp_path):

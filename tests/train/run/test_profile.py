@@ -5,6 +5,7 @@ import jax
 import pytest
 
 from train.options import read_profile
+from train.run import processes
 from train.run.profile import Profiler
 
 
@@ -18,9 +19,9 @@ def calls(monkeypatch):
   return found
 
 
-def traced(text, steps, calls, **options):
+def traced(text, steps, calls):
   """Which of so many steps are traced."""
-  profiler = Profiler(text, "folder", **options)
+  profiler = Profiler(text, "folder")
   found = []
   for step in range(steps):
     profiler.before_step()
@@ -46,8 +47,9 @@ def test_the_steps_that_are_asked_for_are_traced(text, steps, expected, calls):
   assert traced(text, steps, calls) == expected
 
 
-def test_a_silent_process_traces_nothing(calls):
-  assert traced("2", 20, calls, is_silent=True) == []
+def test_only_the_first_process_traces(calls, monkeypatch):
+  monkeypatch.setattr(processes, "is_primary", lambda: False)
+  assert traced("2", 20, calls) == []
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "5:", ":5", "x", "1e3", "9" * 400])

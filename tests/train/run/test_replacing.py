@@ -152,7 +152,9 @@ def test_folder_of_the_user_by_that_name_is_left_alone(tmp_path):
     (tmp_path / name / "thesis.tex").write_text("years of work")
   before = contents(tmp_path)
   assert not replacing.is_aside(tmp_path)
-  with pytest.raises(ValueError, match="no run of this program, so it is left"):
+  with pytest.raises(
+    ValueError, match="not a run of this program, so it is left"
+  ):
     with RunDirectory(tmp_path).claimed(demo()):
       raise AssertionError
   assert contents(tmp_path) == before

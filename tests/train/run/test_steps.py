@@ -31,7 +31,7 @@ def in_flight(tmp_path):
   with contextlib.closing(MetricsLog(tmp_path / "metrics.jsonl")) as log:
     yield steps.StepsInFlight(
       log,
-      Progress("run", steps=9, done=0, is_silent=True),
+      Progress("run", steps=9, done=0),
       tokens_a_step=100,
       leaf_names=NAMES,
     )

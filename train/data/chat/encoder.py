@@ -39,13 +39,7 @@ class ChatEncoder:
     """Reads a tokenizer.json and the special tokens from its folder."""
     path = Path(tokenizer_path).expanduser()
     self._tokenizer = Tokenizer(str(path))
-    # The tokens that the tokenizer puts before plain text, such as BOS.
-    (plain,) = self._tokenizer.encode(["a"])
-    with_special, _ = self._tokenizer.encode_with_special("a")
-    first = next(iter(plain), None)
-    self._front = list(
-      itertools.takewhile(lambda token: token != first, with_special)
-    )
+    self._front = self._tokenizer.first_tokens()
     self._end = read_special_tokens(path.parent).get("eos_token", "")
     self._tokenizer.drop_post_processor()
     self._template = template

@@ -159,8 +159,7 @@ class Completion:
 
 def parse(row: Any, format: str) -> Conversation | Completion:
   """Parses a row as a conversation."""
-  if not isinstance(row, dict):
-    raise BadData("wrong format", f"a row must be an object, got {_short(row)}")
+  _check(isinstance(row, dict), "wrong format", "a row must be an object", row)
   keys, read = FORMATS[format]
   if missing := [key for key in keys if key not in row]:
     raise BadData(
@@ -223,10 +222,8 @@ FORMATS: dict[str, tuple[tuple[str, ...], _Read]] = {
 
 def _conversation(turns: Any, row: Mapping[str, Any]) -> Conversation:
   """Checks the turns and adds the row's system text and tools."""
-  if not isinstance(turns, list) or not turns:
-    raise BadData(
-      "no turns", f"a conversation must be a list of turns, got {_short(turns)}"
-    )
+  is_list = isinstance(turns, list) and len(turns) > 0
+  _check(is_list, "no turns", "a conversation must be a list of turns", turns)
   messages = [_message(turn, i) for i, turn in enumerate(turns, 1)]
   trained = [
     message["role"] == "assistant" and message.pop("weight", 1) != 0
@@ -251,10 +248,8 @@ def _conversation(turns: Any, row: Mapping[str, Any]) -> Conversation:
 
 def _message(turn: Any, number: int) -> dict[str, Any]:
   """Checks a turn; numbers start at 1."""
-  if not isinstance(turn, dict):
-    raise BadData(
-      "wrong format", f"turn {number} must be an object, got {_short(turn)}"
-    )
+  is_object = isinstance(turn, dict)
+  _check(is_object, "wrong format", f"turn {number} must be an object", turn)
   given = turn.get("role", turn.get("from"))
   if given is None:
     raise BadData(
@@ -262,12 +257,8 @@ def _message(turn: Any, number: int) -> dict[str, Any]:
       f"turn {number} must have a role, got the keys {_short(list(turn))}",
     )
   role = _ROLES.get(given) if isinstance(given, str) else None
-  if role is None:
-    raise BadData(
-      "unknown role",
-      f"the role of turn {number} must be one of {', '.join(_ROLES)}, got "
-      f"{_short(given)}",
-    )
+  rule = f"the role of turn {number} must be one of {', '.join(_ROLES)}"
+  _check(role is not None, "unknown role", rule, given)
   content = turn.get("content", turn.get("value"))
   message = {k: x for k, x in turn.items() if k not in ("from", "value")}
   message |= {"role": role, "content": _content(content, number)}
@@ -291,21 +282,18 @@ def _content(content: Any, number: int) -> str | None:
     for part in content
   ):
     content = "".join(part["text"] for part in content)
-  if content is not None and not isinstance(content, str):
-    raise BadData(
-      "not text", f"turn {number} must be text, got {_short(content)}"
-    )
+  is_text = isinstance(content, str | None)
+  _check(is_text, "not text", f"turn {number} must be text", content)
   return content
 
 
 def _calls(calls: Any, number: int) -> list[Any]:
   """Decodes the arguments of tool calls, which OpenAI writes as JSON text."""
-  if not isinstance(calls, list) or not all(isinstance(x, dict) for x in calls):
-    raise BadData(
-      "wrong format",
-      f"tool_calls of turn {number} must be a list of objects, got "
-      f"{_short(calls)}",
-    )
+  are_calls = isinstance(calls, list) and all(
+    isinstance(call, dict) for call in calls
+  )
+  rule = f"tool_calls of turn {number} must be a list of objects"
+  _check(are_calls, "wrong format", rule, calls)
   out = []
   for call in calls:
     function = call.get("function")
@@ -322,8 +310,7 @@ def _tools(tools: Any) -> list[Any] | None:
     tools = _json(tools, "tools")
   if tools in (None, "", [], {}):
     return None
-  if not isinstance(tools, list):
-    raise BadData("wrong format", f"tools must be a list, got {_short(tools)}")
+  _check(isinstance(tools, list), "wrong format", "tools must be a list", tools)
   return tools
 
 
@@ -337,9 +324,13 @@ def _json(text: str, name: str) -> Any:
 
 
 def _text(row: Mapping[str, Any], key: str) -> str:
-  if not isinstance(row[key], str):
-    raise BadData("not text", f"{key} must be text, got {_short(row[key])}")
+  _check(isinstance(row[key], str), "not text", f"{key} must be text", row[key])
   return row[key]
+
+
+def _check(is_good: bool, reason: str, rule: str, got: Any) -> None:
+  if not is_good:
+    raise BadData(reason, f"{rule}, got {_short(got)}")
 
 
 def _short(value: Any) -> str:

@@ -50,7 +50,6 @@ class TargetFinder:
   """Finds the assistant's characters in texts of one template."""
 
   def __init__(self, template: ChatTemplate, added_tokens: Sequence[str]):
-    """Makes a finder; it examines the template when it first needs to."""
     self._template = template
     tokens = sorted((x for x in added_tokens if x), key=len, reverse=True)
     joined = "|".join(map(re.escape, tokens)) or "(?!)"
