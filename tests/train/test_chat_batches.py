@@ -162,7 +162,7 @@ def test_evaluation_reads_every_row_or_as_many_as_asked():
   np.testing.assert_array_equal(seen, np.arange(16) * 100 // 16)
   with pytest.raises(ValueError, match="max_batches must be at least 1, got 0"):
     held_out_batches(rows, batch_size=8, max_batches=0)
-  with pytest.raises(ValueError, match="needs 101 rows of 31 tokens, got 100"):
+  with pytest.raises(ValueError, match="needs 101 rows, got 100"):
     train_batches(rows, batch_size=101, seed=0)
   with pytest.raises(ValueError, match="seed must be at least 0"):
     train_batches(rows, batch_size=1, seed=-1)

@@ -21,18 +21,11 @@ _THREADS = 16
 
 
 class Rows(Protocol):
-  """Rows to batch.
+  """Rows to batch."""
 
-  Attributes:
-    seq: Tokens per row.
-    has_padding: Whether the model ignores the rows that fill up a batch; if
-      not, held-out batches are always whole.
-  """
-
+  # Whether the model ignores the rows that fill up a batch; if not, held-out
+  # batches are always whole.
   has_padding: ClassVar[bool]
-
-  @property
-  def seq(self) -> int: ...
 
   def __len__(self) -> int: ...
 
@@ -135,9 +128,9 @@ def train_batches(
     )
   if len(rows) < batch_size:
     raise ValueError(
-      f"train_batches: a global batch needs {batch_size} rows of {rows.seq} "
-      f"tokens, got {len(rows)}; lower the batch size or the sequence length, "
-      "or give more data"
+      f"train_batches: a global batch needs {batch_size} rows, got "
+      f"{len(rows)}; lower the batch size or the sequence length, or give more "
+      "data"
     )
   numbers = grain.MapDataset.range(len(rows)).seed(seed).shuffle().repeat()
   # With a remainder grain rounds a quotient of floats up: batches of one row of
@@ -167,9 +160,8 @@ def held_out_batches(
   least = 1 if rows.has_padding else batch_size
   if len(rows) < least:
     raise ValueError(
-      f"eval_batches: a batch needs {least} rows of {rows.seq} tokens, got "
-      f"{len(rows)} held-out ones; raise held_out, lower the evaluation batch, "
-      "or give more data"
+      f"eval_batches: a batch needs {least} rows, got {len(rows)} held-out "
+      "ones; raise held_out, lower the evaluation batch, or give more data"
     )
   count = len(rows)
   if max_batches is not None:

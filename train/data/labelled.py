@@ -42,7 +42,6 @@ class Images:
   files: Sequence[Path]
   labels: np.ndarray  # int32 [images], the class numbers.
   preprocessing: Preprocessing
-  seq: int  # Tokens per image.
   pixels: np.ndarray | None = None  # f32 [images, 3, H, W] if in memory.
 
   def __len__(self) -> int:
@@ -87,12 +86,7 @@ class Labelled:
 
 
 def load_labelled(
-  folder: Path,
-  preprocessing: Preprocessing,
-  *,
-  seq: int,
-  held_out: float,
-  seed: int,
+  folder: Path, preprocessing: Preprocessing, *, held_out: float, seed: int
 ) -> Labelled:
   """Reads a folder of images by class."""
   if not folder.is_dir():
@@ -102,11 +96,11 @@ def load_labelled(
       "FOLDER/train/CLASS/1.png or FOLDER/CLASS/1.png"
     )
   start = folder / _TRAIN if (folder / _TRAIN).is_dir() else folder
-  classes, rows = _read(start, preprocessing, seq)
+  classes, rows = _read(start, preprocessing)
   if (own := held_out_folder(folder)) is None:
     rows, others = _split(rows, held_out, seed)
   else:
-    _, others = _read(own, preprocessing, seq, classes)
+    _, others = _read(own, preprocessing, classes)
   files = [*rows.files, *others.files]
   shown = 12 * np.prod(preprocessing.shape) * len(files)
   is_kept = shown <= _IN_MEMORY
@@ -130,7 +124,6 @@ def held_out_folder(folder: Path) -> Path | None:
 def _read(
   start: Path,
   preprocessing: Preprocessing,
-  seq: int,
   classes: tuple[str, ...] | None = None,
 ) -> tuple[tuple[str, ...], Images]:
   """Checks the headers of the images in a folder of classes."""
@@ -167,7 +160,6 @@ def _read(
     files=files,
     labels=np.asarray(labels, np.int32),
     preprocessing=preprocessing,
-    seq=seq,
   )
 
 

@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from coat_jax.models import Decoder, generate
 from train.data.text import Text
-from train.evaluation.perplexity import SORTED, prefix_token, windows
+from train.evaluation.perplexity import prefix_token, windows
 from train.evaluation.scoring import Request, Scorer
 
 # Most tokens to generate, unless a task sets its own number.
@@ -80,21 +80,15 @@ class DecoderLM(TemplateLM):
     **kwargs: Any,
   ) -> list[tuple[float, bool]]:
     del kwargs
-    found = []
-    with _progress("loglikelihood", len(requests), disable_tqdm) as bar:
-      for some in itertools.batched(
-        _longest_first(requests, lambda one: len(one[1]) + len(one[2])),
-        SORTED * self._batch,
-      ):
-        scores = self._scorer.score(
-          [Request(context, tokens) for _, (_, context, tokens) in some]
-        )
-        for (i, (strings, _, _)), score in zip(some, scores, strict=True):
-          answer = score.total, score.is_greedy
-          found.append((i, answer))
-          self.cache_hook.add_partial("loglikelihood", strings, answer)
-        bar.update(len(some))
-    return _in_order(found)
+    asked = [Request(context, tokens) for _, context, tokens in requests]
+    found = {}
+    with _progress("loglikelihood", len(asked), disable_tqdm) as bar:
+      order = _longest_first(asked, lambda one: len(one[0]) + len(one[1]))
+      for i, score in self._scorer.score_each(order):
+        found[i] = score.total, score.is_greedy
+        self.cache_hook.add_partial("loglikelihood", requests[i][0], found[i])
+        bar.update()
+    return [found[i] for i in range(len(asked))]
 
   def loglikelihood_rolling(
     self, requests: list, disable_tqdm: bool = False
@@ -111,11 +105,9 @@ class DecoderLM(TemplateLM):
           len(tokens), self.max_length, self.max_length
         )
       )
-      for some in itertools.batched(asked, SORTED * self._batch):
-        scores = self._scorer.score([request for _, request in some])
-        for (i, _), score in zip(some, scores, strict=True):
-          found[i] += score.total
-        bar.update(some[-1][0] - bar.n)
+      for i, score in self._scorer.score_each(asked):
+        found[i] += score.total
+        bar.update(i - bar.n)
     for string, total in zip(strings, found, strict=True):
       self.cache_hook.add_partial("loglikelihood_rolling", (string,), total)
     return found
@@ -128,7 +120,7 @@ class DecoderLM(TemplateLM):
     encoded = [
       self.tok_encode(context) or [self._prefix] for context, _ in asked
     ]
-    found = []
+    found = {}
     with _progress("generate_until", len(asked), disable_tqdm) as bar:
       order = _longest_first(encoded, len)
       # All rows of one call must have the same options.
@@ -140,10 +132,10 @@ class DecoderLM(TemplateLM):
             [tokens for _, tokens in some], options, seed=some[0][0]
           )
           for (i, _), added in zip(some, texts, strict=True):
-            found.append((i, added))
+            found[i] = added
             self.cache_hook.add_partial("generate_until", asked[i], added)
           bar.update(len(some))
-    return _in_order(found)
+    return [found[i] for i in range(len(asked))]
 
   def _generate(
     self, contexts: Sequence[list[int]], options: dict[str, Any], seed: int
@@ -217,10 +209,6 @@ def _sampling(options: dict[str, Any]) -> dict[str, Any]:
 def _longest_first(items: Sequence, size: Any) -> list[tuple[int, Any]]:
   """Sorts numbered items, so that the one with most memory fails first."""
   return sorted(enumerate(items), key=lambda one: -size(one[1]))
-
-
-def _in_order(found: Iterable[tuple[int, Any]]) -> list:
-  return [answer for _, answer in sorted(found, key=lambda one: one[0])]
 
 
 def _progress(name: str, total: int, disable: bool) -> tqdm:

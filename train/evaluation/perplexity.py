@@ -11,10 +11,9 @@ stride gives more context, and needs more windows.
                           counted   b c d e |     f g |     h i
 """
 
-import itertools
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -25,8 +24,6 @@ from train.data.text import Text
 from train.evaluation.scoring import Request, Scorer
 
 Documents = Literal["apart", "joined"]
-# Batches of windows that are sorted by length together.
-SORTED = 64
 
 
 class Perplexity(NamedTuple):
@@ -96,19 +93,18 @@ def perplexity(
 
   found = streams()
   if kind == "joined":
-    found = iter([_joined(found)])
+    parts = list(found)
+    tokens = [token for tokens, _ in parts for token in tokens]
+    found = [(tokens, [flag for _, flags in parts for flag in flags])]
+  asked = (
+    (flags[middle:end], Request(tokens[start:middle], tokens[middle:end]))
+    for tokens, flags in found
+    for start, middle, end in windows(len(tokens), length, stride)
+  )
   nats = 0.0
-  with tqdm(desc="perplexity", unit="window", delay=2) as bar:
-    asked = (
-      (Request(tokens[start:middle], tokens[middle:end]), flags[middle:end])
-      for tokens, flags in found
-      for start, middle, end in windows(len(tokens), length, stride)
-    )
-    for some in itertools.batched(asked, SORTED * batch):
-      scores = scorer.score([request for request, _ in some])
-      for score, (_, flags) in zip(scores, some, strict=True):
-        nats -= float(np.sum(score.logprobs[flags], dtype=np.float64))
-      bar.update(len(some))
+  scores = scorer.score_each(asked)
+  for flags, score in tqdm(scores, desc="perplexity", unit="window", delay=2):
+    nats -= float(np.sum(score.logprobs[flags], dtype=np.float64))
   if not counts[0]:
     raise ValueError(
       "evaluate: at least one document must have a token, got none; pass "
@@ -126,16 +122,6 @@ def windows(
     end = min(count, done + step)
     yield max(0, end - 1 - length), done, end
     done, step = end, stride
-
-
-def _joined(
-  streams: Iterable[tuple[Sequence[int], Sequence[bool]]],
-) -> tuple[list[int], list[bool]]:
-  tokens, flags = [], []
-  for some, is_counted in streams:
-    tokens += some
-    flags += is_counted
-  return tokens, flags
 
 
 def prefix_token(text: Text) -> int:

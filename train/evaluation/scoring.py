@@ -9,7 +9,7 @@ occurs.
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -22,6 +22,8 @@ from coat_jax.layers.vocabulary import loss_positions
 from coat_jax.models import Decoder, VisionLanguageModel
 
 _SMALLEST_BUCKET = 64
+# Batches that are sorted by length together.
+_SORTED = 64
 
 
 class Request(NamedTuple):
@@ -88,6 +90,14 @@ class Scorer:
             bool(is_greedy[place, asked].all()),
           )
     return [found[i] for i in range(len(rows))]
+
+  def score_each[Key](
+    self, requests: Iterable[tuple[Key, Request]]
+  ) -> Iterator[tuple[Key, Score]]:
+    """Scores requests lazily, some batches at a time, and keeps their keys."""
+    for some in itertools.batched(requests, _SORTED * self.batch):
+      scores = self.score([request for _, request in some])
+      yield from zip((key for key, _ in some), scores, strict=True)
 
   def _row(self, request: Request) -> list[int]:
     """Checks a request; returns the tokens that are read, and the last one."""

@@ -169,7 +169,7 @@ class RunDirectory:
       ) from None
     except OSError as error:  # Some cluster file systems have no locks.
       missing = error.strerror
-    opened.callback(self._remove_if_no_run)
+    opened.callback(self._unlock)
     with save_errors(self.path):
       self.lock.write_text(f"process {os.getpid()} on {socket.gethostname()}")
     if missing is not None:
@@ -178,10 +178,12 @@ class RunDirectory:
         "at a time"
       )
 
-  def _remove_if_no_run(self) -> None:
+  def _unlock(self) -> None:
+    """Removes the lock's file, and the folder if empty, unless it is a run."""
     if not (self.is_run() or replacing.is_aside(self.path)):
       self.lock.unlink(missing_ok=True)
-      _remove_if_empty(self.path)
+      if self.path.is_dir() and not any(self.path.iterdir()):
+        self.path.rmdir()
 
   def create(self, description: dict) -> None:
     """Creates the folder, or replaces the run in it; call `check` first.
@@ -210,8 +212,7 @@ class RunDirectory:
   def remove(self) -> None:
     """Removes the run's files, and the folder if nothing else is in it."""
     replacing.remove(self.path, self._own_files())
-    self.lock.unlink(missing_ok=True)
-    _remove_if_empty(self.path)
+    self._unlock()
 
   def _own_files(self) -> list[Path]:
     """Lists the files that runs write, by names relative to the folder.
@@ -245,8 +246,3 @@ class RunDirectory:
       except OSError:  # For example a full disk.
         self.config_temporary.unlink(missing_ok=True)
         raise
-
-
-def _remove_if_empty(path: Path) -> None:
-  if path.is_dir() and not any(path.iterdir()):
-    path.rmdir()

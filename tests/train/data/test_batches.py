@@ -168,8 +168,8 @@ def test_sizes_that_do_not_fit_raise_with_the_sizes():
   for call, words in [
     (lambda: train(30), "sequence of 16 . 1 tokens, got 30 tokens in all"),
     (lambda: evaluate(10), "sequence of 16 . 1 tokens, got 10 tokens in all"),
-    (lambda: train(batch_size=99), "needs 99 rows of 16 tokens, got 59"),
-    (lambda: evaluate(), "needs 4 rows of 16 tokens, got 3 .* raise held_out"),
+    (lambda: train(batch_size=99), "needs 99 rows, got 59"),
+    (lambda: evaluate(), "needs 4 rows, got 3 .* raise held_out"),
     (lambda: train(seq_len=0), "seq_len must be at least 1, got 0"),
     (lambda: train(seed=-1), "seed must be at least 0"),
     (lambda: train(batch_size=0), "positive multiple"),

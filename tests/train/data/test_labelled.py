@@ -20,7 +20,7 @@ PLAIN = Preprocessing(
 
 def load(folder, **options):
   return load_labelled(
-    folder, PLAIN, **(dict(seq=5, held_out=0.25, seed=0) | options)
+    folder, PLAIN, **(dict(held_out=0.25, seed=0) | options)
   )
 
 
