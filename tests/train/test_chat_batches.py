@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Documents of conversations, rows of them, and batches of rows."""
+"""Conversations as documents, packed rows, and batches of rows."""
 
 import json
 import re
@@ -25,7 +25,7 @@ SEQ = 31
 
 
 def make(lengths):
-  """Documents whose tokens are all different; all but the first are learned."""
+  """Makes documents of distinct tokens; all but each first one are learned."""
   starts = np.cumsum([0, *lengths])
   mask = np.ones(starts[-1], bool)
   mask[starts[:-1]] = False
@@ -58,7 +58,7 @@ def test_rows_hold_each_document_once(is_packed):
     segments = row["segments"]
     count = segments.max()
     assert is_packed or count == 1
-    # 1, 2, ... in order, and then padding.
+    # 1, 2, ... in order, followed by padding.
     used = segments[segments > 0]
     np.testing.assert_array_equal(used, segments[: len(used)])
     np.testing.assert_array_equal(np.unique(used), np.arange(1, count + 1))
@@ -68,7 +68,7 @@ def test_rows_hold_each_document_once(is_packed):
     for segment in range(1, count + 1):
       tokens = row["tokens"][segments == segment]
       found.append(tokens.tolist())
-      # None that begins a document, for none of its own predicts it.
+      # A document's first token is never a target: nothing predicts it.
       mask = row["is_target"][segments == segment]
       assert not mask[0] and mask[1:].all()
   starts = documents.starts
@@ -93,7 +93,7 @@ def test_packing_leaves_little_room_and_depends_on_the_seed_alone():
 
 
 def number_rows(rows, batch):
-  """Which rows a batch has, by their first tokens."""
+  """Finds the rows of a batch by their first tokens."""
   firsts = {rows.read(i)["tokens"][0]: i for i in range(len(rows))}
   return [firsts[x] for x in batch["tokens"][:, 0]]
 
@@ -223,8 +223,8 @@ def test_long_conversations_end_with_a_turn_where_one_fits(tmp_path):
   assert whole.lengths[0] > first + 1
   for seq in (first - 1, whole.lengths[0] - 2):
     cut = encode(tmp_path, rows, seq=int(seq))
-    # The first ends with its first answer; of the second a part is left; in
-    # the third the answer was too far away.
+    # The first ends with its first answer, the second is cut, and the third
+    # is left out because its answer is too far away.
     assert cut.lengths.tolist() == [first, seq + 1]
     np.testing.assert_array_equal(cut.tokens[:first], whole.tokens[:first])
     part = whole.tokens[whole.starts[1] :][: seq + 1]
@@ -240,7 +240,7 @@ def test_long_conversations_end_with_a_turn_where_one_fits(tmp_path):
     assert "2 truncated and 1 left out" in cut.counts.describe()
     assert f"with {lost} tokens" in cut.counts.describe()
     assert f"sequences of {longest} tokens" in cut.counts.describe()
-  # The second answer ends a row, and a question after it is left out.
+  # A row ends with the second answer, without the question after it.
   asked = [row("0", "1", "2", "3", "7")]
   long = encode(tmp_path, asked, seq=200)
   end = int(np.flatnonzero(long.mask)[-1]) + 1
@@ -286,7 +286,7 @@ def test_plain_completions_begin_and_end_as_the_tokenizer_says(tmp_path):
 
 def test_spaces_and_tokens_cut_by_a_turn_are_learned():
   encoder = ChatEncoder(LLAMA3 / "tokenizer.json", None)
-  # Its postprocessor says that a token of spaces has no characters.
+  # Its post-processor would give a token of spaces no characters.
   texts = [("a \n\n  b", [(1, 7)], []), ("x the", [(2, 5)], [])]
   for ids, mask, ends in encoder.encode(texts):
     assert len(ids) > 1 and not mask[0] and mask[1:].all()
@@ -296,7 +296,7 @@ def test_spaces_and_tokens_cut_by_a_turn_are_learned():
 
 
 def test_the_first_token_of_a_document_is_never_learned():
-  folder = LLAMA3.parent / "qwen2_5"  # Puts nothing in front of a text.
+  folder = LLAMA3.parent / "qwen2_5"  # Adds nothing before a text.
   encoder = ChatEncoder(folder / "tokenizer.json", None)
   rendered = encoder.render(Completion("", "five"))
   ((ids, mask, _),) = encoder.encode([rendered])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tokens that end turns, in what transformers generates by."""
+"""The tokens that end turns, in transformers' generation settings."""
 
 import json
 import shutil
@@ -24,7 +24,7 @@ ROWS = [
 
 
 def conversations(folder):
-  """In the template chatml; its turns end with the text <|im_end|>."""
+  """Encodes in template chatml, whose turns end with the text <|im_end|>."""
   rows = ([{"role": role, "content": x} for role, x in row] for row in ROWS)
   lines = [json.dumps({"messages": messages}) + "\n" for messages in rows]
   (folder / "rows.jsonl").write_text("".join(lines))
@@ -40,13 +40,13 @@ def conversations(folder):
   "eos_token, config, before, after",
   [
     ("<|endoftext|>", {}, None, {"eos_token_id": [END_OF_TEXT, IM_END]}),
-    # The tokenizer's own, which transformers does not ask.
+    # transformers ignores the tokenizer's own token.
     ("<|im_end|>", {}, None, {"eos_token_id": [END_OF_TEXT, IM_END]}),
     ("<|im_end|>", {"eos_token_id": IM_END}, None, None),
     (
       "<|im_end|>",
       {"eos_token_id": [IM_END]},
-      {"top_p": 0.5},  # With this file config.json is not asked.
+      {"top_p": 0.5},  # This file overrides config.json.
       {"eos_token_id": [IM_END], "top_p": 0.5},
     ),
     (

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Token ids and masks of chats against those of transformers.
+"""Token ids and masks of chats, compared with transformers.
 
 tests/data/chat/make_chat.py made them; the masks are of {% generation %}, which
 the templates here do not have.
@@ -44,7 +44,7 @@ def test_named_templates_are_the_published_ones(name):
     assert own.source == PUBLISHED[name]
     assert own == open_template(DATA / name, name)
     return
-  # Qwen's is ChatML where there is a system turn and no tool.
+  # Qwen's is ChatML if there is a system turn and no tool.
   folder = "qwen2_5"
   rows = json.loads((DATA / folder / "golden.json").read_text())
   rows = [
@@ -95,7 +95,7 @@ PIECES += ["user", "<tool_call>", "<|eot_id|>", "<|end_header_id|>\n\n", "é"]
 
 
 def draw(random):
-  """Words that templates are made of, and look for."""
+  """Draws words that templates write and search for."""
   text = "".join(random.choices(PIECES, k=random.randint(1, 6)))
   return text if text.strip() else "x" + text
 

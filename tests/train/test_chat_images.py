@@ -49,7 +49,7 @@ ROWS = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-  """A tokenizer that knows <image>, and two images."""
+  """A folder with a tokenizer that knows <image>, and two images."""
   folder = tmp_path_factory.mktemp("vision")
   for file in LLAMA3.iterdir():
     if file.is_file():
@@ -86,7 +86,7 @@ def test_images_become_tokens_and_answers_are_learned(
   tmp_path, encoder, images
 ):
   found = load(tmp_path, ROWS, encoder, images)
-  # Without their images' names, the same conversations are text alone.
+  # Without image names, the same conversations are plain text.
   rows = [{"conversations": row["conversations"]} for row in ROWS]
   text = load(tmp_path, rows, encoder, None)
   assert text.images is None and text.fingerprint != found.fingerprint
@@ -94,7 +94,7 @@ def test_images_become_tokens_and_answers_are_learned(
     [image.name for image in found.images_of(i)] for i in range(len(ROWS))
   ] == [["red.png"], [], ["red.png", "blue.png"], ["blue.png"]]
   for i in range(len(ROWS)):
-    # Each <image>, one token of text, is four, and the rest is as it was.
+    # Each <image> token becomes four; the rest is unchanged.
     before = text.tokens[text.starts[i] : text.starts[i + 1]].tolist()
     mask = text.mask[text.starts[i] : text.starts[i + 1]].tolist()
     tokens, is_target = [], []
@@ -106,7 +106,7 @@ def test_images_become_tokens_and_answers_are_learned(
     assert found.tokens[here].tolist() == tokens
     assert found.mask[here].tolist() == is_target
   assert not found.mask[found.tokens == images.token].any()
-  # Other images, or as many tokens of them in other sizes, are other data.
+  # Other images are other data, even with equal tokens.
   other = [{**ROWS[0], "image": "blue.png"}, *ROWS[1:]]
   assert load(tmp_path, other, encoder, images).fingerprint != found.fingerprint
 
@@ -147,7 +147,7 @@ def test_rows_hold_their_documents_images(tmp_path, encoder, images, is_packed):
   assert more.images == 6 and len(more) < len(rows)
   with pytest.raises(ValueError, match="at most 1 images, got 2"):
     pack(documents, numbers, seq=SEQ, seed=0, images=1)
-  # Of text alone there is room for one, and shapes stay.
+  # Plain text has room for one image, so that shapes stay the same.
   of_text = load(tmp_path, ROWS[1:2], encoder, images)
   of_text = pack(of_text, np.arange(1), seq=SEQ, seed=0)
   assert of_text.read(0)["images"].shape == (1, 3, 4, 6)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Templates that do not end, or grow, are ended; others are rendered on."""
+"""Templates that run or grow without end are killed; others still render."""
 
 import json
 import os
@@ -32,7 +32,7 @@ def assert_renders():
   "source, words",
   [
     (RANGES, "more than 1 seconds"),
-    # One instruction, which no handler of Python's own interrupts.
+    # A single expression, which Python's signal handlers cannot interrupt.
     ("{{ 10 ** (10 ** 10) }}", "more than 1 seconds"),
     ("{{ strftime_now('%Y' * 10 ** 9) }}", "more than 268435456 bytes"),
     ("{{ '%0999999999d' % 1 }}", "more than 268435456 bytes"),

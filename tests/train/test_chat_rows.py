@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of conversations in every format, and rows that are bad."""
+"""Files of conversations in every format, and bad rows."""
 
 import json
 from pathlib import Path
@@ -29,7 +29,7 @@ def encoder():
 
 
 def write(file, rows, array=False):
-  """Rows as JSON; text and bytes as they are."""
+  """Writes rows as JSON; strings and bytes are written unchanged."""
   rows = [x if isinstance(x, str | bytes) else json.dumps(x) for x in rows]
   rows = [x.encode() if isinstance(x, str) else x for x in rows]
   content = b"[\n" + b",\n".join(rows) + b"]" if array else b"\n".join(rows)
@@ -174,7 +174,7 @@ BAD = [
 def test_bad_row_is_a_sentence_with_its_line(
   tmp_path, encoder, row, reason, message
 ):
-  rows = [*[GOOD] * 15, "", row, GOOD]  # In line 17; one line is blank.
+  rows = [*[GOOD] * 15, "", row, GOOD]  # On line 17, because one line is blank.
   file = write(tmp_path / "data.jsonl", rows)
   sizes = dict(seq=64, vocab_size=400)
   with pytest.raises(ValueError, match=message) as raised:
@@ -205,7 +205,7 @@ def test_template_that_raises_is_a_bad_row(tmp_path):
 
 def test_files_are_lines_or_arrays_and_know_their_format(tmp_path, encoder):
   lines = tmp_path / "a.jsonl"
-  # What Unicode calls a line end is part of a line here.
+  # A Unicode line separator does not end a line here.
   text = json.dumps(GOOD).replace("That.", "\u2028That.")
   write(lines, [b"\xef\xbb\xbf" + json.dumps(GOOD).encode(), text + "\r"])
   said = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
@@ -213,13 +213,13 @@ def test_files_are_lines_or_arrays_and_know_their_format(tmp_path, encoder):
   array = write(tmp_path / "b.json", rows, array=True)
   write(tmp_path / "c.txt", ["not looked at"])
   assert [row.line for row in read_rows(lines)] == [1, 2]
-  # A row begins in the line after the one before ends: it has 12.
+  # Each row has 12 lines, and the next begins on the line after.
   assert [row.line for row in read_rows(array)] == [2, 14]
   found = load_documents([str(tmp_path)], encoder, seq=64, vocab_size=400)
   assert len(found) == 4
   both = [str(array), str(tmp_path / "*.json*")]
   assert find_row_files(both) == [array, lines]
-  # A format by its name is that of every file.
+  # A given format applies to every file.
   with pytest.raises(ValueError, match="line 1: a row of format sharegpt must"):
     load_documents(
       [str(lines)], encoder, seq=64, vocab_size=400, format="sharegpt"

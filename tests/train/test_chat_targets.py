@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is to be learned of a conversation, in templates of many kinds."""
+"""The parts of conversations to learn, in many kinds of templates."""
 
 import json
 import re
@@ -21,7 +21,7 @@ PROMPT = "{% if add_generation_prompt %}{{ 'A:' }}{% endif %}"
 
 
 def found(source, messages, trained=None, tools=None):
-  """The text of what is to be learned, turn by turn."""
+  """Returns the texts to learn, turn by turn."""
   turns = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
   finder = TargetFinder(ChatTemplate(source, SPECIAL), ADDED)
   text, spans = finder.find(
@@ -40,7 +40,7 @@ def chat(*contents):
 @pytest.mark.parametrize(
   "source, targets",
   [
-    # One end in the middle of a chat and another at its end: Phi 3, gpt-oss.
+    # The end in the middle of a chat differs from the last: Phi 3, gpt-oss.
     (
       LOOP + ANSWER + "A:{{ m.content }}<|end|>\n" + END + PROMPT
       + "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}",
@@ -51,23 +51,23 @@ def chat(*contents):
       "{{ '<|return|>' if loop.last else '<|end|>' }}" + END + PROMPT,
       ["b<|end|>", "d<|return|>"],
     ),
-    # The prompt opens a block that turns leave out: DeepSeek R1.
+    # The prompt opens a block that turns omit: DeepSeek R1.
     (
       LOOP + ANSWER + "A:{{ m.content }}</s>" + END
       + "{% if add_generation_prompt %}A:<think>\n{% endif %}",
       ["b</s>", "d</s>"],
     ),
-    # A last turn has an empty one, which the prompt opens: Qwen3 Thinking.
+    # The last turn has an empty block that the prompt opens: Qwen3 Thinking.
     (
       LOOP + ANSWER + "A:{{ '<think>\n\n</think>\n' if loop.last }}"
       "{{ m.content }}</s>" + END
       + "{% if add_generation_prompt %}A:<think>\n{% endif %}",
       ["b</s>", "\n</think>\nd</s>"],
     ),
-    # No prompt to generate, though a header is written.
+    # A header, but no generation prompt.
     (LOOP + "{{ m.role }}:\n{{ m.content }}<|im_end|>\n{% endfor %}",
      ["b<|im_end|>", "d<|im_end|>"]),
-    # Ends that are no tokens of their own.
+    # Ends that are not single tokens.
     (LOOP + ANSWER + "A: {{ m.content }} ###\n\n" + END + PROMPT,
      [" b ###", " d ###"]),
     # A system turn must come first.
@@ -78,7 +78,7 @@ def chat(*contents):
       ["b</s>", "d</s>"],
     ),
     (PUBLISHED["vicuna"], [" b</s>", " d</s>"]),
-    # Contents in capitals: certain all the same, for the rest is as it was.
+    # Contents in capitals: still certain, because the rest is unchanged.
     (LOOP + ANSWER + "A:{{ m.content | upper }}</s>" + END + PROMPT,
      ["B</s>", "D</s>"]),
   ],
@@ -116,7 +116,7 @@ def test_alpaca_has_an_instruction_and_may_have_an_input():
 
 
 def test_reasoning_that_is_dropped_is_not_learned():
-  """Of turns before the last question, as Qwen 3 and DeepSeek R1 do."""
+  """Drops reasoning before the last question, like Qwen 3 and DeepSeek R1."""
   source = (
     "{% for m in messages %}" + PLAIN + "{% else %}A:"
     "{{ m.content if loop.last else m.content.split('</think>')[-1] }}</s>"
@@ -139,13 +139,13 @@ def test_reasoning_that_is_dropped_is_not_learned():
       "A:{{ m.content }}</s>{% endif %}",
       "no mask",
     ),
-    # The prompt goes on otherwise than a turn, and neither is the other's.
+    # The prompt and the turn differ, and neither begins with the other.
     (
       LOOP + ANSWER + "A: {{ m.content }}</s>" + END
       + "{% if add_generation_prompt %}A:<think>{% endif %}",
       None,
     ),
-    # What comes before, or follows, depends on what was said.
+    # The text before or after a turn depends on its contents.
     (
       "{{ messages[-1].content | length }}\n" + LOOP + ANSWER
       + "A:{{ m.content }}</s>" + END + PROMPT,
@@ -186,7 +186,7 @@ def test_generation_decides_where_a_template_has_it():
 
 
 def calling(header="A:", last="", ends=PROMPT):
-  """A template that refuses a tool's answer without a call, as Mistral's."""
+  """Uses a template that refuses a tool's answer without a call (Mistral)."""
   return (
     "{% for m in messages %}{% if m.role == 'tool' and not "
     "loop.previtem.tool_calls %}{{ raise_exception('no call') }}{% endif %}"
@@ -201,9 +201,9 @@ def test_turns_whose_place_no_other_can_take_are_found():
   messages = [user, call, {"role": "tool", "content": "t"}, *chat("c", "d")]
   expected = ['["f"]<|im_end|>', "d<|im_end|>"]
   assert found(calling(), messages) == expected
-  # Without a prompt to generate.
+  # Without a generation prompt.
   assert found(calling(ends=""), messages) == expected
-  # What is written before it, or of it, is another in the whole text.
+  # The text before or inside the turn differs in the whole text.
   mark = "{{ '!' if messages | length > 4 }}"
   for changed in (calling(last=mark), calling(header=mark + "A:")):
     with pytest.raises(BadData, match="place of turn 2 in the template"):

@@ -22,7 +22,7 @@ def prompt(template, text):
   return template.render(messages, add_generation_prompt=True)
 
 
-# As Llama 2, Qwen and Gemma write theirs, shortened.
+# In the style of Llama 2, Qwen and Gemma, shortened.
 TEMPLATE = """\
 {% for message in messages %}
   {% if message['role'] == 'assistant' %}
@@ -44,9 +44,9 @@ TEMPLATE = """\
 def test_template_is_rendered_as_transformers_does(tmp_path):
   configure(tmp_path, chat_template=TEMPLATE, bos_token={"content": "<s>"})
   chat = ChatTemplate.load(tmp_path)
-  # Blocks leave no line; what they are indented by is no text.
+  # Blocks leave neither lines nor indentation.
   assert prompt(chat, " hello ") == "<s>[USER] hello\n[ASSISTANT]\n"
-  # A file of its own comes before it.
+  # chat_template.jinja has priority.
   (tmp_path / "chat_template.jinja").write_text("{{ {'a': 'é'} | tojson }}")
   assert prompt(ChatTemplate.load(tmp_path), "x") == '{"a": "é"}'
 
@@ -112,7 +112,7 @@ def test_generation_marks_what_is_in_its_blocks():
   text = chat.render(messages)
   spans = chat.generated(messages, None)
   assert [text[start:end] for start, end in spans] == ["b é\n", "c\n"]
-  # What changes the text of a block would move the places of others.
+  # A change to the text of a block would shift later places.
   source = "{% set x %}{% generation %}ab{% endgeneration %}{% endset %}"
   cut = ChatTemplate(source + "{{ x[1:] }}", {})
   with pytest.raises(ValueError, match="must be part of the whole text"):

@@ -38,7 +38,7 @@ def batches(tokens, count, *, seed=0, **kwargs):
 def test_a_token_file_larger_than_memory_yields_batches(tmp_path):
   path = tmp_path / "sparse.bin"
   with path.open("wb") as file:
-    file.truncate(2**38)  # Sparse: takes no room on the disk.
+    file.truncate(2**38)  # Sparse: uses no disk space.
   config = DataConfig(path=str(path), dtype="uint16", held_out=1e-6)
   tokens = load_tokens(config, 256)
   assert len(tokens) == 2**37
@@ -71,7 +71,7 @@ def test_an_epoch_visits_each_window_once_and_no_held_out_token(
   tokens = numbered(size, held_out=held_out)
   stop = tokens.train_size(SEQ_LEN)
   windows = (stop - 1) // SEQ_LEN
-  # As many batches as make whole epochs: each window is seen BATCH times.
+  # Enough batches for whole epochs: each window is seen BATCH times.
   rows = np.concatenate(batches(tokens, windows, seed=seed))
   np.testing.assert_array_equal(rows, rows[:, :1] + np.arange(SEQ_LEN + 1))
   starts, counts = np.unique(rows[:, 0], return_counts=True)
@@ -136,7 +136,7 @@ def test_iterator_resumes_bit_equal_through_orbax(
         data=grain.checkpoint.CheckpointSave(iterator),
       ),
     )
-    want = take(iterator, 5)  # Goes on while the save is under way.
+    want = take(iterator, 5)  # Continues during the save.
 
   fresh = train_iterator(tokens, **kwargs)
   with ocp.CheckpointManager(tmp_path / "run") as manager:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text to tokens and back."""
+"""Encoding and decoding text."""
 
 import json
 
@@ -22,7 +22,7 @@ def folder(tmp_path):
   tokenizer = tokenizers.Tokenizer(model)
   tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
   tokenizer.add_special_tokens(SPECIAL)
-  # What is put in front of a text by default is not wanted.
+  # The post-processor's token must not be added.
   tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
     single="<s> $A", special_tokens=[("<s>", WORDS.index("<s>"))]
   )
@@ -38,10 +38,10 @@ def test_bytes_are_ids_and_others_no_text():
   text = ByteText()
   assert text.encode("é!") == [0xC3, 0xA9, 33]
   assert text.decode([0xC3, 0xA9, 33]) == "é!"
-  # Half of a character, and ids that no byte has.
+  # Half of a character, and ids that are not bytes.
   replaced = "A{0}B{0}C".format("\N{REPLACEMENT CHARACTER}")
   assert text.decode([65, 0xC3, 66, 300, 67]) == replaced
-  # An argument of a command that is not UTF-8.
+  # A command-line argument that is not UTF-8.
   assert text.encode("\udcff") == [0xFF]
 
 

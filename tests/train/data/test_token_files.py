@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Token files: read where they are, whatever becomes of them meanwhile."""
+"""Token files: reading slices, even if the files change meanwhile."""
 
 import os
 from concurrent.futures import ThreadPoolExecutor

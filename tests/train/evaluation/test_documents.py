@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Texts from files as they are published, and files that hold none."""
+"""Reading texts from published kinds of files, and files without texts."""
 
 import gzip
 import io
@@ -27,7 +27,7 @@ def written(folder, name, content):
   "name", ["a.jsonl", "a.json", "a.json.gz", "a.b.JSONL"]
 )
 def test_documents_of_json_lines(tmp_path, name):
-  # As C4 and the Pile have them.
+  # The format of C4 and the Pile.
   assert list(read_documents(written(tmp_path, name, JSONL))) == TEXTS
 
 
@@ -52,7 +52,7 @@ def test_half_a_character_of_json_is_replaced(tmp_path):
 
 
 class Zstandard(types.ModuleType):
-  """Stands in for the module, whose readers have no lines either."""
+  """Replaces the module; its readers cannot iterate over lines either."""
 
   ZstdError = gzip.BadGzipFile
 

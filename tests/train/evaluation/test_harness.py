@@ -28,12 +28,12 @@ from train.evaluation.harness import DecoderLM  # noqa: E402
 TASKS = ROOT / "tests" / "data" / "tasks"
 NAMES = ("alphabet_choice", "alphabet_text", "alphabet_generation")
 LENGTH = 48
-TOLERANCE = 1e-4  # As of the scores.
+TOLERANCE = 1e-4  # The same as for scores.
 
 
 @pytest.fixture(scope="module", autouse=True)
 def data_of_tasks_here(tmp_path_factory):
-  """What the harness makes of data does not go into the user's cache."""
+  """Keeps the harness's data out of the user's cache."""
   config: Any = importlib.import_module("datasets").config
   with pytest.MonkeyPatch.context() as patch:
     where = tmp_path_factory.mktemp("datasets")
@@ -55,12 +55,12 @@ def asked(kind, *arguments):
   return [Instance(kind, {}, args, i) for i, args in enumerate(arguments)]
 
 
-# Texts, and what is read and scored of them.
+# Texts, and what the model reads and scores.
 LONG = "the quick brown fox jumps over the lazy dog and runs"
 PAIRS = {
   ("the fox", " jumps"): ("the fox", " jumps"),
   ("", "over the"): ("\n", "over the"),
-  # Spaces at the end of a context belong to what follows it.
+  # Spaces at the end of a context belong to the continuation.
   ("the lazy  ", "dog"): ("the lazy", "  dog"),
   # Too long: the context loses its beginning.
   (LONG, " away"): (LONG[8:], " away"),
@@ -105,11 +105,11 @@ def test_text_is_added_up_to_its_ends():
     ("abc", until, "defghijk"),
     ("w", until, "xyz"),
     ("a", {"until": "hij", "max_new_tokens": 20}, "bcdefg"),
-    # An empty context is a line end.
+    # An empty context becomes a line end.
     ("", {"until": ["", "d"], "max_gen_toks": 8}, "abc"),
-    # By default half of what the model reads.
+    # By default half of the context length is generated.
     ("a", {}, "bcdefghijklmnopqrstuvwxy"),
-    # Of a context that is too long the end counts.
+    # A context that is too long loses its beginning.
     ("x" * 99 + "a", {"until": [], "max_gen_toks": 2}, "bc"),
     ("abc", until | {"do_sample": True, "temperature": 0.01}, "defghijk"),
     ("abc", until | {"do_sample": True, "top_k": 1}, "defghijk"),
@@ -141,12 +141,12 @@ def test_tasks_of_each_kind_run():
   lm = DecoderLM(model, ByteText(), length=LENGTH, batch=3)
   found = Tasks(NAMES, TASKS).run(lm)["results"]
   choice, text, generation = (found[name] for name in NAMES)
-  # Of four answers one is wrong on purpose.
+  # One of four answers is wrong on purpose.
   assert choice["acc,none"] == choice["acc_norm,none"] == 0.75
   assert generation["exact_match,none"] == 0.75
   lines = (TASKS / "alphabet_text.jsonl").read_text().splitlines()
   texts = [json.loads(line)["text"] for line in lines]
-  # A token depends on the one before alone, so that windows change nothing.
+  # Only the previous token matters, so windows change nothing.
   total = sum(score([10], x.encode(), 999)[0].sum() for x in texts)
   size = sum(len(x.encode()) for x in texts)
   words = sum(len(re.split(r"\s+", x)) for x in texts)
@@ -191,7 +191,7 @@ def test_command_prints_and_writes_what_tasks_give(tmp_path, capsys):
 
 
 def test_tasks_that_cannot_be_had_are_refused(tmp_path, monkeypatch):
-  # Its own tasks, of which it has thousands, are looked for beside this.
+  # Replaces the harness's own thousands of tasks by an empty folder.
   (tmp_path / "own").mkdir()
   file = str(tmp_path / "own" / "manager.py")
   monkeypatch.setattr(lm_eval.tasks.manager, "__file__", file)
@@ -199,7 +199,7 @@ def test_tasks_that_cannot_be_had_are_refused(tmp_path, monkeypatch):
     ValueError, match="got alphabet_choise; did you mean alph"
   ):
     Tasks(["alphabet_choice", "alphabet_choise"], TASKS)
-  # Its data are not on this machine, and nothing is fetched.
+  # Its data are not on this machine, and nothing is downloaded.
   task = (TASKS / "alphabet_text.yaml").read_text()
   other = task.replace("dataset_path: json", "dataset_path: no/such")
   (tmp_path / "other.yaml").write_text(other)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""States of a small model to save, and batches whose place is saved."""
+"""States of a small model, and a data iterator, to save in checkpoints."""
 
 import dataclasses
 
@@ -16,7 +16,7 @@ from train.run.checkpoint import Checkpoints
 
 
 def config(codec="coat"):
-  """A model that the tests' meshes can split, in groups that they split too."""
+  """Makes a model whose arrays and groups divide on the tests' meshes."""
   model = dict(num_layers=2, d_model=64, d_ff=128, num_heads=2, num_kv_heads=2)
   return dataclasses.replace(
     demo(),
@@ -36,7 +36,7 @@ def abstract_state(mesh):
 
 
 def random_state(abstract):
-  """Any bytes, NaNs too: nothing may depend on what they mean."""
+  """Fills a state with random bytes, which saving must not interpret."""
   rng = np.random.default_rng(0)
 
   def fill(leaf):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints: where they can be restored, and what cannot be saved."""
+"""Checkpoints: restoring on other devices, and saves that fail."""
 
 import logging
 import re
@@ -73,7 +73,7 @@ def test_state_is_restored_without_the_devices_that_wrote_it(saved, tmp_path):
     text, count = re.subn(r"cpu:0|TFRT_CPU_0", "cuda:63", file.read_text())
     assert count
     file.write_text(text)
-  assert len(files) == 4  # Of params and optimizer, in two checkpoints.
+  assert len(files) == 4  # For params and optimizer, in two checkpoints.
   state = checkpoint.restore_state(path, 3, abstract_state(""))
   assert bytes_of(state) == bytes_of(saved[1])
 
@@ -87,7 +87,7 @@ def test_data_resume_with_any_number_of_processes(tmp_path, before, after):
   for iterator in first:
     for _ in range(5):
       next(iterator)
-  # Orbax has the first process write it; any has the same to write.
+  # Only the first process writes it; all would write the same.
   assert all(x.get_state() == first[0].get_state() for x in first)
   abstract = abstract_state("")
   save(tmp_path, random_state(abstract), first[0])
@@ -107,7 +107,7 @@ def test_renamed_checkpoint_is_not_taken_for_another_step(saved, copied, name):
   found, damaged = checkpoint.newest_whole_step(copied)
   assert (found, len(damaged)) == (3, 1)
   assert damaged[0] == f"{copied / name}: is of step 5; rename it 5 to use it"
-  # The run goes on, and its later steps are saved where that one was.
+  # The run continues and can save the steps after it again.
   checkpoints = Checkpoints(copied, keep=3)
   checkpoints.set_aside(after=3)
   for number in (4, 5, 7):
@@ -164,7 +164,7 @@ def test_steps_after_a_damaged_one_are_set_aside_and_saved_again(saved, copied):
   assert checkpoints.latest_step() == 3
   checkpoints.save(5, saved[1], batches(), {"config": {}})
   checkpoints.wait()
-  checkpoints.set_aside(after=3)  # There is one aside already.
+  checkpoints.set_aside(after=3)  # 5.damaged exists already.
   checkpoints.save(5, saved[1], batches(), {"config": {}})
   checkpoints.close()
   assert checkpoint.newest_whole_step(copied) == (5, [])
@@ -206,7 +206,7 @@ def test_loggers_are_silent_only_while_checkpoints_are_open(tmp_path):
 
 
 def test_state_of_the_iterator_is_its_place_alone():
-  """What `convert` relies on, where there is no iterator to ask."""
+  """Checks what `imported.create_run` relies on."""
   iterator = batches()
   for count in range(3):
     assert iterator.get_state() == {"next_index": count}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Damaged checkpoints are found, whatever has become of their files."""
+"""Damaged checkpoints are found, however their files are damaged."""
 
 import json
 import os
@@ -107,7 +107,7 @@ def test_link_to_a_device_is_not_read(copied, name):
   assert found == 3 and f"{name} is missing, or is not a file" in damaged[0]
 
 
-# Orbax says that it cannot read its own file.
+# Orbax reports that it cannot read its own file.
 @pytest.mark.parametrize(
   "name", quick(0, ["_CHECKPOINT_METADATA", "commit_success.txt"])
 )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Descriptions of runs: what may be continued, and what is no description."""
+"""Descriptions of runs: which runs may continue, and damaged descriptions."""
 
 import dataclasses
 import json
@@ -24,7 +24,7 @@ def config(**values):
 
 
 def described(made, **changes):
-  """A description as it is read back."""
+  """Makes a description as it is read from JSON."""
   return json.loads(json.dumps(describe(made, TOKENS) | changes))
 
 

@@ -23,7 +23,7 @@ def config(**values):
 
 @pytest.fixture
 def run(tmp_path):
-  """A run with a step, a twin, and a file of the user's."""
+  """A run with a step, a twin, and a file that the user added."""
   made = RunDirectory(tmp_path / "run")
   made.create(describe(demo(), TOKENS))
   made.metrics.write_text('{"step": 1}\n')
@@ -174,7 +174,7 @@ def test_failed_write_leaves_the_description_before(monkeypatch, run):
 
 @pytest.fixture
 def saved(run):
-  """The run with what a checkpoint says about it."""
+  """Writes a checkpoint's description into the run."""
   folder = run.checkpoints / "100" / "run"
   folder.mkdir(parents=True)
   description = {"step": 100, **describe(demo(), TOKENS)}

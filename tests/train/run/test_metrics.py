@@ -138,7 +138,7 @@ def test_full_disk_names_the_folder_in_writing_and_in_closing(tmp_path):
   log = metrics.MetricsLog(tmp_path / "metrics.jsonl")
   log.write(step=1, text="a" * 19_000)
   limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-  # Enough for what pytest writes.
+  # Enough for pytest's own output.
   resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
   try:
     for act in (lambda: log.write(step=2, text="a" * 2000), log.close):

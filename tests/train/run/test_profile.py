@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Traces of some steps, by jax.profiler."""
+"""Traces of some steps with jax.profiler."""
 
 import jax
 import pytest
@@ -11,7 +11,7 @@ from train.run.profile import Profiler
 
 @pytest.fixture
 def calls(monkeypatch):
-  """What is called of jax.profiler."""
+  """Records the calls of jax.profiler."""
   found = []
   profiler = jax.profiler
   monkeypatch.setattr(profiler, "start_trace", lambda p: found.append("start"))
@@ -20,7 +20,7 @@ def calls(monkeypatch):
 
 
 def traced(text, steps, calls):
-  """Which of so many steps are traced."""
+  """Returns the traced steps of a run of `steps` steps."""
   profiler = Profiler(text, "folder")
   found = []
   for step in range(steps):

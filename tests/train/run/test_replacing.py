@@ -25,7 +25,7 @@ class Killed(BaseException):
 
 @pytest.fixture
 def run(tmp_path):
-  """A run with two checkpoints, a twin, and files of the user's."""
+  """A run with two checkpoints, a twin, and files that the user added."""
   made = RunDirectory(tmp_path / "run")
   for each in (made, made.twin("bf16_seed_0")):
     each.create(describe(demo(), TOKENS))
@@ -39,7 +39,7 @@ def run(tmp_path):
 
 
 def start(run):
-  """What a command does that replaces the run, up to its first step."""
+  """Replaces a run as a command does, up to its first step."""
   run.create(describe(demo(), OTHERS))
   (run.checkpoints).mkdir(exist_ok=True)
   run.metrics.write_text("")
@@ -75,7 +75,7 @@ def test_process_killed_at_any_moment_loses_neither_run(
   whole = shutil.copytree(run.path, tmp_path / "whole")
 
   def attempt(moments, act):
-    """Acts until a number of changes of the folder is done."""
+    """Runs `act` until it has changed the folder this many times."""
     left = iter(range(moments))
 
     def counted(call):
@@ -101,7 +101,7 @@ def test_process_killed_at_any_moment_loses_neither_run(
   moments, is_done = 0, False
   while not is_done:
     is_done = attempt(moments, lambda: start(run))
-    # And the command that puts it right is killed as well.
+    # The command that repairs it is killed as well.
     recoveries = 0
     while not attempt(recoveries, run.put_back):
       recoveries += 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""metrics.jsonl with what makes no sense: the rest is shown."""
+"""metrics.jsonl with nonsense: the rest is shown."""
 
 import json
 
@@ -23,7 +23,7 @@ LEAF = dict(
 )
 REPORT = dict(step=4, state={"w": LEAF}, powers=dict(mu={"16": 3}, nu={}))
 
-# Lines, and how many values of step, loss and speed are left of the good ones.
+# Damaged lines, by the kind of damage.
 NONSENSE = {
   "words for a loss": '{"step": 5, "loss": "two", "tokens_per_s": 1.0}',
   "a loss without a step": '{"loss": 2.0}',

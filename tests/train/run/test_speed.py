@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run's speed and the time that it has left, from a clock of the test."""
+"""The speed of a run and its time left, from a fake clock."""
 
 import json
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps whose metrics are read later than they are started."""
+"""Steps whose metrics are read after the next step has started."""
 
 import contextlib
 import types
