@@ -24,7 +24,7 @@ from coat_jax.models.vision_language import VisionLanguageConfig
 from train import pretrained
 from train.data.batches import count_steps
 from train.data.chat.documents import load_documents
-from train.data.chat.encoder import ChatEncoder, open_template
+from train.data.chat.encoder import ChatEncoder
 from train.data.chat.packing import PackedRows, pack
 from train.data.chat.template import ChatTemplate
 from train.data.folder import write_stop_tokens
@@ -54,7 +54,7 @@ def load(config: FinetuneConfig) -> tuple[FinetuneConfig, "Conversations"]:
       "finetune: needs a folder of transformers to begin with, got none; name "
       "it first"
     )
-  template = open_template(folder, data.template)
+  template = ChatTemplate.load(folder, data.template)
   text, images = config.model, None
   if isinstance(text, VisionLanguageConfig):
     images = open_images(folder, text, data.images)

@@ -16,9 +16,10 @@ from train.data.batches import (
   train_batches,
 )
 from train.data.chat.documents import Counts, Documents, load_documents
-from train.data.chat.encoder import ChatEncoder, open_template
+from train.data.chat.encoder import ChatEncoder
 from train.data.chat.formats import Completion
 from train.data.chat.packing import pack
+from train.data.chat.template import ChatTemplate
 
 LLAMA3 = Path(__file__).parents[1] / "data" / "chat" / "llama3"
 SEQ = 31
@@ -200,7 +201,7 @@ def test_fingerprint_sees_tokens_masks_and_where_documents_end():
 
 
 def encode(tmp_path, rows, seq):
-  encoder = ChatEncoder(LLAMA3 / "tokenizer.json", open_template(LLAMA3, None))
+  encoder = ChatEncoder(LLAMA3 / "tokenizer.json", ChatTemplate.load(LLAMA3))
   file = tmp_path / "a.jsonl"
   file.write_text("\n".join(map(json.dumps, rows)))
   return load_documents([str(file)], encoder, seq=seq, vocab_size=400)

@@ -7,7 +7,8 @@ import shutil
 import pytest
 
 from train.data.chat.documents import load_documents
-from train.data.chat.encoder import ChatEncoder, open_template
+from train.data.chat.encoder import ChatEncoder
+from train.data.chat.template import ChatTemplate
 from train.data.folder import last_tokens, write_stop_tokens
 
 QWEN, LLAMA = "tests/data/chat/qwen2_5", "tests/data/chat/llama3"
@@ -29,7 +30,7 @@ def conversations(folder):
   lines = [json.dumps({"messages": messages}) + "\n" for messages in rows]
   (folder / "rows.jsonl").write_text("".join(lines))
   encoder = ChatEncoder(
-    folder / "tokenizer.json", open_template(folder, "chatml")
+    folder / "tokenizer.json", ChatTemplate.load(folder, "chatml")
   )
   return load_documents(
     [str(folder / "rows.jsonl")], encoder, seq=64, vocab_size=400

@@ -13,7 +13,7 @@ from random import Random
 
 import pytest
 
-from train.data.chat.encoder import ChatEncoder, open_template
+from train.data.chat.encoder import ChatEncoder
 from train.data.chat.formats import Conversation, parse
 from train.data.chat.targets import TargetFinder
 from train.data.chat.template import PUBLISHED, ChatTemplate
@@ -30,7 +30,7 @@ def encode(folder, template, rows):
 @pytest.mark.parametrize("folder", ["llama3", "qwen2_5", "llama2", "qwen3"])
 def test_ids_and_masks_are_those_of_transformers(folder):
   rows = json.loads((DATA / folder / "golden.json").read_text())
-  template = open_template(DATA / folder, None)
+  template = ChatTemplate.load(DATA / folder)
   for row, found in zip(rows, encode(folder, template, rows), strict=True):
     ids, mask, _ = found
     assert ids.tolist() == row["ids"], row["messages"]
@@ -40,9 +40,9 @@ def test_ids_and_masks_are_those_of_transformers(folder):
 @pytest.mark.parametrize("name", ["llama3", "llama2", "chatml"])
 def test_named_templates_are_the_published_ones(name):
   if name != "chatml":
-    own = open_template(DATA / name, None)
+    own = ChatTemplate.load(DATA / name)
     assert own.source == PUBLISHED[name]
-    assert own == open_template(DATA / name, name)
+    assert own == ChatTemplate.load(DATA / name, name)
     return
   # Qwen's is ChatML if there is a system turn and no tool.
   folder = "qwen2_5"
@@ -53,7 +53,7 @@ def test_named_templates_are_the_published_ones(name):
     if row["messages"][0]["role"] == "system" and not row["tools"]
   ]
   assert len(rows) == 3
-  template = open_template(DATA / folder, name)
+  template = ChatTemplate.load(DATA / folder, name)
   for row, found in zip(rows, encode(folder, template, rows), strict=True):
     assert found[0].tolist() == row["ids"]
     assert "".join(map(str, found[1].astype(int))) == row["mask"]
@@ -71,7 +71,7 @@ def templates():
 
 def test_generation_in_the_template_gives_the_same_masks(templates):
   marked = templates.with_generation(templates.QWEN3, templates.QWEN3_EDITS)
-  own = open_template(DATA / "qwen3", None)
+  own = ChatTemplate.load(DATA / "qwen3")
   assert own.source == templates.QWEN3
   rows = json.loads((DATA / "qwen3" / "golden.json").read_text())
   template = dataclasses.replace(own, source=marked)

@@ -12,9 +12,10 @@ from tokenizers import Tokenizer
 
 from train.data.batches import held_out_batches, to_iterator, train_batches
 from train.data.chat.documents import load_documents
-from train.data.chat.encoder import ChatEncoder, open_template
+from train.data.chat.encoder import ChatEncoder
 from train.data.chat.images import ChatImages
 from train.data.chat.packing import pack
+from train.data.chat.template import ChatTemplate
 from train.data.images import Preprocessing
 
 LLAMA3 = Path(__file__).parents[1] / "data" / "chat" / "llama3"
@@ -64,7 +65,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def encoder(folder):
-  template = open_template(folder, None)
+  template = ChatTemplate.load(folder)
   return ChatEncoder(folder / "tokenizer.json", template)
 
 
@@ -222,7 +223,7 @@ def test_bad_rows_are_named_by_file_and_line(tmp_path, folder, encoder, images):
 
 
 def test_a_tokenizer_without_image_tokens_is_refused(tmp_path, images):
-  plain = ChatEncoder(LLAMA3 / "tokenizer.json", open_template(LLAMA3, None))
+  plain = ChatEncoder(LLAMA3 / "tokenizer.json", ChatTemplate.load(LLAMA3))
   with pytest.raises(ValueError, match="line 1: .* one token .* got 0 of 1"):
     load(tmp_path, ROWS, plain, images)
 

@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 
 from train.data.chat.documents import load_documents
-from train.data.chat.encoder import ChatEncoder, open_template
+from train.data.chat.encoder import ChatEncoder
 from train.data.chat.formats import (
   Completion,
   find_row_files,
   parse,
   read_rows,
 )
+from train.data.chat.template import ChatTemplate
 from train.data.sources import BadData
 
 LLAMA3 = Path(__file__).parents[1] / "data" / "chat" / "llama3"
@@ -24,7 +25,7 @@ GOOD = {"messages": [ASKED, ANSWERED]}
 
 @pytest.fixture(scope="module")
 def encoder():
-  template = open_template(LLAMA3, None)
+  template = ChatTemplate.load(LLAMA3)
   return ChatEncoder(LLAMA3 / "tokenizer.json", template)
 
 
@@ -193,7 +194,7 @@ def test_bad_row_is_a_sentence_with_its_line(
 
 def test_template_that_raises_is_a_bad_row(tmp_path):
   folder = LLAMA3.parent / "llama2"
-  encoder = ChatEncoder(folder / "tokenizer.json", open_template(folder, None))
+  encoder = ChatEncoder(folder / "tokenizer.json", ChatTemplate.load(folder))
   file = write(tmp_path / "a.jsonl", [GOOD, {"messages": [ANSWERED, ASKED]}])
   with pytest.raises(ValueError, match="line 2: .*roles must alternate"):
     load_documents([str(file)], encoder, seq=64, vocab_size=400)

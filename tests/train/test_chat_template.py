@@ -77,12 +77,12 @@ def test_special_tokens_are_also_those_of_older_files(tmp_path):
   chat = ChatTemplate.load(tmp_path)
   assert chat.special_tokens == {"bos_token": "<s>", "eos_token": "</s>"}
   configure(tmp_path, eos_token="<|im_end|>")
-  chat = ChatTemplate.published("vicuna", tmp_path)
+  chat = ChatTemplate.load(tmp_path, "vicuna")
   assert chat.special_tokens["eos_token"] == "<|im_end|>"
   with pytest.raises(
     ValueError, match="^chat: a template is one of alpaca, chatml"
   ):
-    ChatTemplate.published("gpt", tmp_path)
+    ChatTemplate.load(tmp_path, "gpt")
 
 
 def test_date_can_be_fixed():
@@ -155,7 +155,7 @@ def test_token_that_the_tokenizer_lacks_is_no_fault_of_rows(tmp_path, skip_bad):
   file = tmp_path / "rows.jsonl"
   file.write_text(json.dumps({"messages": turns}))
   encoder = ChatEncoder(
-    tmp_path / "tokenizer.json", ChatTemplate.published("vicuna", tmp_path)
+    tmp_path / "tokenizer.json", ChatTemplate.load(tmp_path, "vicuna")
   )
   words = r"uses the tokenizer's bos_token, got none in tokenizer_config.json"
   with pytest.raises(ValueError, match=words) as raised:

@@ -24,7 +24,8 @@ from tqdm import tqdm
 from coat_jax.models import Decoder, ModelConfig, VisionLanguageModel, generate
 from train.conversations import open_images
 from train.data.chat.documents import Documents, load_documents
-from train.data.chat.encoder import ChatEncoder, open_template
+from train.data.chat.encoder import ChatEncoder
+from train.data.chat.template import ChatTemplate
 from train.data.text import Text
 from train.evaluation.perplexity import exp
 from train.evaluation.scoring import Request, Scorer
@@ -276,7 +277,7 @@ def read_conversations(
   folder = file.parent if tokenizer else source.files
   return load_documents(
     files,
-    ChatEncoder(file, open_template(folder, template)),
+    ChatEncoder(file, ChatTemplate.load(folder, template)),
     seq=length,
     vocab_size=source.decoder_config.vocab_size,
     skip_bad=None,

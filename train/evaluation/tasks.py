@@ -87,11 +87,11 @@ class Tasks:
   @contextlib.contextmanager
   def _inside(self) -> Iterator[None]:
     """Makes paths relative to the folder of tasks while entered."""
-    with contextlib.ExitStack() as opened:
-      # Standard output is for the table.
-      opened.enter_context(contextlib.redirect_stdout(sys.stderr))
-      if self._folder is not None:
-        opened.enter_context(contextlib.chdir(self._folder))
+    folder = contextlib.nullcontext()
+    if self._folder is not None:
+      folder = contextlib.chdir(self._folder)
+    # Standard output is for the table.
+    with contextlib.redirect_stdout(sys.stderr), folder:
       yield
 
   def run(

@@ -167,14 +167,10 @@ def _folders(path: Path) -> list[Path]:
   return sorted(found, key=lambda item: int(item.name))
 
 
-def steps(path: Path) -> list[int]:
-  """Returns the steps of the finished checkpoints in a folder, sorted."""
-  return [int(folder.name) for folder in _folders(path)]
-
-
 def latest_step(path: Path) -> int | None:
   """Returns the newest checkpoint's step, without reading it."""
-  return max(steps(path), default=None)
+  folders = _folders(path)
+  return int(folders[-1].name) if folders else None
 
 
 def newest_whole_step(path: Path) -> tuple[int, list[str]]:

@@ -21,17 +21,6 @@ from train.data.tokenizer import Tokenizer
 Rendered = tuple[str, list[Span], list[int]]
 
 
-def open_template(folder: str | Path, name: str | None) -> ChatTemplate | None:
-  """Opens a tokenizer's own template, or one of `template.PUBLISHED` by name.
-
-  It is None if `name` is None and the tokenizer has no template.
-  """
-  folder = Path(folder).expanduser()
-  if name is None:
-    return ChatTemplate.load(folder)
-  return ChatTemplate.published(name, folder)
-
-
 class ChatEncoder:
   """Turns conversations into token ids and masks."""
 

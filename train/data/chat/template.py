@@ -57,8 +57,21 @@ class ChatTemplate:
   now: datetime.datetime | None = None
 
   @classmethod
-  def load(cls, folder: Path) -> "ChatTemplate | None":
-    """Reads the template in a folder; None if there is none."""
+  def load(
+    cls, folder: str | Path, name: str | None = None
+  ) -> "ChatTemplate | None":
+    """Reads the template of a tokenizer's folder, or takes a published one.
+
+    It is None if no name is given and the folder has no template.
+    """
+    folder = Path(folder).expanduser()
+    if name is not None:
+      if name not in PUBLISHED:
+        raise ValueError(
+          f"chat: a template is one of {', '.join(PUBLISHED)}, got {name!r}; "
+          "choose one, or leave it out to use the tokenizer's own"
+        )
+      return cls(PUBLISHED[name], read_special_tokens(folder))
     source = _read_config(folder / _CONFIG).get("chat_template")
     named = {}
     if isinstance(source, list):  # Several templates, each with a name.
@@ -70,16 +83,6 @@ class ChatTemplate:
     if not isinstance(source, str):
       return None
     return cls(source, read_special_tokens(folder), named.get("tool_use"))
-
-  @classmethod
-  def published(cls, name: str, folder: Path) -> "ChatTemplate":
-    """Uses a known model's template with the special tokens of a folder."""
-    if name not in PUBLISHED:
-      raise ValueError(
-        f"chat: a template is one of {', '.join(PUBLISHED)}, got {name!r}; "
-        "choose one, or leave it out to use the tokenizer's own"
-      )
-    return cls(PUBLISHED[name], read_special_tokens(folder))
 
   def has_generation(self, tools: list | None) -> bool:
     """Whether {% generation %} marks what the assistant writes."""
