@@ -29,7 +29,7 @@ import tyro
 
 from train.command_line import check_given, words_of
 from train.config import TrainConfig
-from train.data.batches import split_windows, threads_of
+from train.data.batches import split_windows
 from train.data.tokens import load_tokens
 from train.loop import run_command
 from train.optim_config import OPTIMIZERS, OptimConfig
@@ -105,7 +105,7 @@ def load(config: TrainConfig) -> tuple[TrainConfig, RunData]:
     held_out=held_out,
     fingerprint=tokens.fingerprint,
     change_times=tokens.change_times,
-    threads=threads_of(tokens),
+    threads=tokens.threads,
   )
 
 

@@ -16,9 +16,6 @@ import numpy as np
 
 from train.data.tokens import TokenSource
 
-# Reading threads hide the latency of disks; in memory they only contend.
-_THREADS = 16
-
 
 class Rows(Protocol):
   """Rows to batch."""
@@ -69,7 +66,7 @@ def train_iterator(
   """
   rows, _ = split_windows(tokens, seq_len)
   batches = train_batches(rows, batch_size=batch_size, seed=seed)
-  return to_iterator(batches, threads=threads_of(tokens))
+  return to_iterator(batches, threads=tokens.threads)
 
 
 def eval_batches(
@@ -84,7 +81,7 @@ def eval_batches(
   batches = held_out_batches(
     rows, batch_size=batch_size, max_batches=max_batches
   )
-  return read_ahead(batches, threads=threads_of(tokens))
+  return read_ahead(batches, threads=tokens.threads)
 
 
 def split_windows(tokens: TokenSource, seq_len: int) -> tuple[Windows, Windows]:
@@ -196,11 +193,6 @@ def read_ahead(batches: grain.MapDataset, *, threads: int) -> grain.IterDataset:
     num_threads=threads, prefetch_buffer_size=threads or 16
   )
   return batches.to_iter_dataset(options)
-
-
-def threads_of(tokens: TokenSource) -> int:
-  """Returns how many threads read batches of a stream ahead."""
-  return 0 if tokens.is_in_memory else _THREADS
 
 
 def count_steps(rows: Rows, *, batch_size: int, epochs: float) -> int:

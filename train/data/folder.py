@@ -25,7 +25,7 @@ _CONFIGS = (GENERATION, CONFIG)
 
 
 class FolderText(TokenizerText):
-  """Tokenizes as transformers does from such a folder.
+  """Tokenizes as transformers does with a Hugging Face folder.
 
   A text begins with the token that the tokenizer's post-processor adds, or that
   `add_bos_token` in tokenizer_config.json asks for. It ends with any
@@ -42,10 +42,10 @@ class FolderText(TokenizerText):
         "checkpoint's source, or pass --tokenizer with one"
       )
     super().__init__(str(path))
-    beside = path.expanduser().parent
+    own = path.expanduser().parent  # The tokenizer's folder.
     ends = {x for f in _CONFIGS for x in read_ids(folder / f, "eos_token_id")}
     self.stop_tokens = tuple(sorted(ends)) or self.stop_tokens
-    special = read_special_tokens(beside)
+    special = read_special_tokens(own)
     begin, end = (
       self._tokenizer.id_of(special.get(name, ""))
       for name in ("bos_token", "eos_token")
@@ -53,7 +53,7 @@ class FolderText(TokenizerText):
     known = read_ids(folder / CONFIG, "bos_token_id")
     if begin is None and tokenizer is None:
       begin = known[0] if known else None
-    adds = _read(beside / _TOKENIZER_CONFIG).get("add_bos_token")
+    adds = _read(own / _TOKENIZER_CONFIG).get("add_bos_token")
     self.first_tokens = tuple(self._tokenizer.first_tokens())
     if isinstance(adds, bool) and begin is not None:
       self.first_tokens = (begin,) if adds else ()

@@ -113,7 +113,7 @@ class Preprocessing:
   def save(self, folder: Path) -> None:
     """Writes the settings as preprocessor_config.json, which `load` reads.
 
-    AutoImageProcessor of transformers then prepares the same pixels.
+    transformers' AutoImageProcessor then prepares the same pixels.
     """
     size, crop = self.size, self.crop
     names = "height", "width"

@@ -180,7 +180,7 @@ def _split(images: Images, share: float, seed: int) -> tuple[Images, Images]:
       raise ValueError(
         "data: a class needs two images, one to train on and one to hold out, "
         f"got only {images.files[own[0]]}; add more, or put held-out images "
-        "into a folder test beside train"
+        "into a folder test next to train"
       )
     count = min(max(round(share * len(own)), 1), len(own) - 1)
     held_out += draw.permutation(own)[:count].tolist()

@@ -137,7 +137,13 @@ def read_tokenized(
   arrays = [np.empty(0, np.uint32)]
   with tqdm(desc="tokenizing", unit="char", unit_scale=True, delay=2) as bar:
     # Batches are large enough to occupy the tokenizer's own threads.
-    pieces = _pieces(tokenizer, documents(path))
+    pieces = (
+      (name, piece, is_last)
+      for name, content in documents(path)
+      for piece, _, is_last in tokenizer.split(
+        content.decode("utf-8", errors="replace")
+      )
+    )
     for batch in itertools.batched(pieces, 64):
       found = tokenizer.encode([piece for _, piece, _ in batch])
       for (name, piece, is_last), ids in zip(batch, found, strict=True):
@@ -148,13 +154,3 @@ def read_tokenized(
         bar.update(len(piece))
   tokens = np.concatenate(arrays)
   return tokens.astype(np.uint16) if vocab_size <= 1 << 16 else tokens
-
-
-def _pieces(
-  tokenizer: Tokenizer, contents: Iterator[tuple[str, bytes]]
-) -> Iterator[tuple[str, str, bool]]:
-  """Yields pieces of documents: (name, piece, whether it is the last)."""
-  for name, content in contents:
-    text = content.decode("utf-8", errors="replace")
-    for piece, _, is_last in tokenizer.split(text):
-      yield name, piece, is_last

@@ -70,7 +70,7 @@ class Tokenizer:
     return next((id for id in known if id is not None), None)
 
   def drop_post_processor(self) -> None:
-    """Keeps the offsets of tokens exact; it may trim spaces from them."""
+    """Removes the post-processor, which may trim spaces from offsets."""
     self._whole.post_processor = None
 
   def first_tokens(self) -> list[int]:

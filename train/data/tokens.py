@@ -16,7 +16,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
@@ -24,6 +24,9 @@ import numpy as np
 from train.data import sources, token_files
 from train.data.token_files import TokenFile, open_tokens
 
+# Reading threads hide the latency of disks; in memory they only contend.
+_THREADS = 16
+# Short pieces, spread over the stream, that are checked before training.
 _SAMPLES, _SAMPLE_TOKENS = 64, 4096
 
 
@@ -88,9 +91,10 @@ class TokenSource:
     return list(itertools.accumulate(len(part) for part in self.parts))
 
   @property
-  def is_in_memory(self) -> bool:
-    """Whether all tokens are in memory."""
-    return all(isinstance(part, np.ndarray) for part in self.parts)
+  def threads(self) -> int:
+    """Threads that read batches ahead; none if all tokens are in memory."""
+    is_in_memory = all(isinstance(part, np.ndarray) for part in self.parts)
+    return 0 if is_in_memory else _THREADS
 
   def __len__(self) -> int:
     return self._ends[-1] if self.parts else 0
@@ -110,13 +114,6 @@ class TokenSource:
       done += len(ids)
       index += 1
     return tokens
-
-  def samples(self) -> Iterator[np.ndarray]:
-    """Yields up to 64 short pieces spread over the stream, 1 MiB in all."""
-    size = min(_SAMPLE_TOKENS, len(self))
-    starts = np.linspace(0, len(self) - size, _SAMPLES).astype(int)
-    for start in np.unique(starts).tolist():
-      yield self.read(start, start + size)
 
   @functools.cached_property
   def fingerprint(self) -> str:
@@ -164,7 +161,9 @@ def load_tokens(config: DataConfig, vocab_size: int) -> TokenSource:
 
 def _check_samples(tokens: TokenSource, dtype: str) -> None:
   """Detects ids out of the vocabulary, and uint32 files read as uint16."""
-  samples = list(tokens.samples())
+  size = min(_SAMPLE_TOKENS, len(tokens))
+  starts = np.linspace(0, len(tokens) - size, _SAMPLES).astype(int)
+  samples = [tokens.read(x, x + size) for x in np.unique(starts).tolist()]
   is_half_zero = all(
     not ids[::2].any() or not ids[1::2].any() for ids in samples
   )

@@ -132,7 +132,7 @@ def prefix_token(text: Text) -> int:
     return line_end[-1]
   raise ValueError(
     "evaluate: the tokenizer must have a token that texts begin or end with, "
-    "got none; name bos_token or eos_token in tokenizer_config.json beside it"
+    "got none; name bos_token or eos_token in its tokenizer_config.json"
   )
 
 

@@ -204,7 +204,7 @@ def _find_other_step(folder: Path) -> str | None:
     return "run/metadata has no step"
   if folder.name == str(step):
     return None
-  return f"is of step {step}; rename it {step} to use it"
+  return f"contains step {step}; rename it to {step} to use it"
 
 
 def restore_state(path: Path, step: int, abstract: TrainState) -> TrainState:

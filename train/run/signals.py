@@ -29,7 +29,7 @@ class Signals:
   def __enter__(self) -> "Signals":
     self._reader, self._writer = os.pipe()
     os.set_blocking(self._writer, False)
-    self._handlers = {s: signal.signal(s, _do_nothing) for s in SIGNALS}
+    self._handlers = {s: signal.signal(s, lambda *_: None) for s in SIGNALS}
     self._wakeup = signal.set_wakeup_fd(self._writer)
     self._thread = threading.Thread(target=self._listen, daemon=True)
     self._thread.start()
@@ -60,10 +60,6 @@ class Signals:
       else:
         _say(f"{name}: stopped at once")
         os._exit(128 + number)
-
-
-def _do_nothing(number, frame) -> None:
-  del number, frame
 
 
 def _say(text: str) -> None:

@@ -106,7 +106,9 @@ def test_renamed_checkpoint_is_not_taken_for_another_step(saved, copied, name):
   (copied / "5").rename(copied / name)
   found, damaged = checkpoint.newest_whole_step(copied)
   assert (found, len(damaged)) == (3, 1)
-  assert damaged[0] == f"{copied / name}: is of step 5; rename it 5 to use it"
+  assert (
+    damaged[0] == f"{copied / name}: contains step 5; rename it to 5 to use it"
+  )
   # The run continues and can save the steps after it again.
   checkpoints = Checkpoints(copied, keep=3)
   checkpoints.set_aside(after=3)

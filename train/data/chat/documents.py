@@ -277,7 +277,7 @@ class _Reader:
     for key in ("image", "images"):
       if row.value.get(key):
         raise BadData(
-          "images beside text",
+          "unexpected images",
           f"a row must be text alone here, got {key}: the model to train does "
           "not see images",
         )

@@ -42,14 +42,14 @@ class ChatEncoder:
       if not self._end:
         raise ValueError(
           "chat: the end of a completion needs the tokenizer's eos_token, got "
-          "none; put tokenizer_config.json beside tokenizer.json"
+          "none; put tokenizer_config.json next to tokenizer.json"
         )
       text += "" if text.endswith(self._end) else self._end
       spans, front = [(len(row.prompt), len(text))], self._front
     elif self._template is None:
       raise ValueError(
         "chat: the tokenizer must have a chat template, got none; put "
-        "chat_template.jinja beside tokenizer.json, or name a template"
+        "chat_template.jinja next to tokenizer.json, or name a template"
       )
     else:
       (text, spans), front = self._finder.find(row), []

@@ -184,14 +184,6 @@ def recognize(row: Any) -> str:
   )
 
 
-def _read_messages(row: Mapping[str, Any]) -> Conversation:
-  return _conversation(row["messages"], row)
-
-
-def _read_sharegpt(row: Mapping[str, Any]) -> Conversation:
-  return _conversation(row["conversations"], row)
-
-
 def _read_alpaca(row: Mapping[str, Any]) -> Conversation:
   instruction = _text(row, "instruction")
   given = _text(row, "input") if row.get("input") is not None else ""
@@ -200,7 +192,7 @@ def _read_alpaca(row: Mapping[str, Any]) -> Conversation:
   user = {"role": "user", "content": content}
   user |= {"instruction": instruction, "input": given}
   output = {"role": "assistant", "content": _text(row, "output")}
-  return _conversation([user, output], row)
+  return _read_turns([user, output], row)
 
 
 def _read_prompt(row: Mapping[str, Any]) -> Completion:
@@ -213,14 +205,17 @@ def _read_prompt(row: Mapping[str, Any]) -> Completion:
 _Read = Callable[[Mapping[str, Any]], Conversation | Completion]
 # The keys that a format's rows must have, and how they are read.
 FORMATS: dict[str, tuple[tuple[str, ...], _Read]] = {
-  "messages": (("messages",), _read_messages),
-  "sharegpt": (("conversations",), _read_sharegpt),
+  "messages": (("messages",), lambda row: _read_turns(row["messages"], row)),
+  "sharegpt": (
+    ("conversations",),
+    lambda row: _read_turns(row["conversations"], row),
+  ),
   "alpaca": (("instruction", "output"), _read_alpaca),
   "prompt": (("prompt", "completion"), _read_prompt),
 }
 
 
-def _conversation(turns: Any, row: Mapping[str, Any]) -> Conversation:
+def _read_turns(turns: Any, row: Mapping[str, Any]) -> Conversation:
   """Checks the turns and adds the row's system text and tools."""
   is_list = isinstance(turns, list) and len(turns) > 0
   _check(is_list, "no turns", "a conversation must be a list of turns", turns)
