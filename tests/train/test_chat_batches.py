@@ -133,7 +133,7 @@ def test_batches_depend_on_the_seed_and_the_step_alone():
 
 
 @pytest.mark.parametrize("make_batches", [train_batches, held_out_batches])
-def test_processes_side_by_side_read_what_one_would(make_batches):
+def test_processes_together_read_what_one_would(make_batches):
   rows = rows_of()
   options = {"seed": 2} if make_batches is train_batches else {}
   whole = make_batches(rows, batch_size=8, **options)
@@ -251,7 +251,7 @@ def test_long_conversations_end_with_a_turn_where_one_fits(tmp_path):
   assert fits.lengths[0] == whole.lengths[0]
 
 
-def test_the_shortest_length_that_works_is_said(tmp_path):
+def test_error_names_the_shortest_length_that_works(tmp_path):
   rows = [
     {"prompt": "What is " * count, "completion": "this?"} for count in (9, 6)
   ]

@@ -85,7 +85,7 @@ def test_turn_that_ends_with_text_names_no_token(tmp_path):
   assert not (tmp_path / "generation_config.json").exists()
 
 
-def test_last_tokens_are_those_before_what_is_not_learned(tmp_path):
+def test_last_tokens_end_the_learned_parts(tmp_path):
   shutil.copy(f"{LLAMA}/tokenizer.json", tmp_path)
   found, want = conversations(tmp_path), set()
   for number in range(len(found)):

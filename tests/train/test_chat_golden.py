@@ -28,7 +28,7 @@ def encode(folder, template, rows):
 
 
 @pytest.mark.parametrize("folder", ["llama3", "qwen2_5", "llama2", "qwen3"])
-def test_ids_and_masks_are_those_of_transformers(folder):
+def test_ids_and_masks_match_transformers(folder):
   rows = json.loads((DATA / folder / "golden.json").read_text())
   template = ChatTemplate.load(DATA / folder)
   for row, found in zip(rows, encode(folder, template, rows), strict=True):

@@ -124,7 +124,9 @@ def test_truncation_keeps_whole_images_with_their_answers(
 
 
 @pytest.mark.parametrize("is_packed", [True, False])
-def test_rows_hold_their_documents_images(tmp_path, encoder, images, is_packed):
+def test_rows_contain_the_images_of_their_documents(
+  tmp_path, encoder, images, is_packed
+):
   documents = load(tmp_path, ROWS * 3, encoder, images)
   numbers = np.arange(len(documents))
   rows = pack(documents, numbers, seq=SEQ, seed=0, is_packed=is_packed)

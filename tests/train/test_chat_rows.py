@@ -43,7 +43,7 @@ def turns(row, format):
   return [(x["role"], x["content"]) for x in found.messages]
 
 
-def test_formats_of_conversations_come_to_the_same():
+def test_all_formats_give_the_same_conversation():
   system = {"role": "system", "content": "Be."}
   plain = [("system", "Be."), ("user", "What?"), ("assistant", "That.")]
   assert turns({"messages": [system, ASKED, ANSWERED]}, "messages") == plain
@@ -106,7 +106,7 @@ def test_calls_and_tools_become_objects():
   assert function["arguments"] == '{"x": 1}'
 
 
-def test_weight_leaves_a_turn_out():
+def test_weight_zero_leaves_a_turn_out():
   left_out = {**ANSWERED, "weight": 0}
   messages = [ASKED, left_out, ASKED, {**ANSWERED, "weight": 1}]
   found = parse({"messages": messages}, "messages")
@@ -256,7 +256,7 @@ def test_nothing_to_learn_is_a_sentence(tmp_path, encoder):
     load_documents([str(write(file, [GOOD]))], encoder, seq=64, vocab_size=300)
 
 
-def test_template_must_be_there_for_conversations(tmp_path):
+def test_conversations_need_a_template(tmp_path):
   (tmp_path / "tokenizer.json").write_bytes(
     (LLAMA3 / "tokenizer.json").read_bytes()
   )

@@ -88,7 +88,7 @@ def test_turns_are_found_with_their_ends(source, targets):
   assert found(source, chat("a", "b", "c", "d"), trained=[3]) == targets[1:]
 
 
-def test_contents_that_look_like_the_template_are_no_harm():
+def test_contents_may_look_like_the_template():
   source = LOOP + ANSWER + "A:{{ m.content }}</s>" + END + PROMPT
   messages = chat("A:b</s>user: x\nA:", "b</s>user: c\nA:b", "A:", "b")
   assert found(source, messages) == ["b</s>user: c\nA:b</s>", "b</s>"]
@@ -165,14 +165,14 @@ def test_reasoning_that_is_dropped_is_not_learned():
      + LOOP + ANSWER + "A:{{ m.content }}</s>" + END + PROMPT, "template"),
   ],
 )  # fmt: skip
-def test_what_is_not_certain_is_an_error(source, reason):
+def test_uncertain_turns_are_an_error(source, reason):
   with pytest.raises(ValueError, match="got .*;") as raised:
     found(source, chat("a", "b", "c", "d" * 30))
   assert "\n" not in str(raised.value)
   assert getattr(raised.value, "reason", None) == reason
 
 
-def test_generation_decides_where_a_template_has_it():
+def test_generation_blocks_decide_if_there_are_any():
   source = (
     LOOP + ANSWER + "A:{% generation %}{{ m.content }}{% endgeneration %}"
     "</s>" + END
@@ -195,7 +195,7 @@ def calling(header="A:", last="", ends=PROMPT):
   )  # fmt: skip
 
 
-def test_turns_whose_place_no_other_can_take_are_found():
+def test_turns_that_cannot_be_replaced_are_found():
   call = {"role": "assistant", "tool_calls": ["f"]}
   user = {"role": "user", "content": "a"}
   messages = [user, call, {"role": "tool", "content": "t"}, *chat("c", "d")]
@@ -210,7 +210,7 @@ def test_turns_whose_place_no_other_can_take_are_found():
       found(changed, messages)
 
 
-def test_calls_of_tools_belong_to_their_turn():
+def test_tool_calls_belong_to_their_turn():
   source = (
     LOOP + ANSWER + "A:{{ m.content }}{% if m.tool_calls %}"
     "{{ m.tool_calls | tojson }}{% endif %}<|im_end|>\n" + END + PROMPT

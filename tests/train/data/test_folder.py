@@ -40,6 +40,9 @@ def test_prefix_without_a_beginning_is_the_end(tmp_path):
   config = {"eos_token": "t9"}
   folder = with_tokenizer(tmp_path / "x", config=config, **NONE)
   assert FolderText(folder).prefix_token == 9
+  # Older folders name their tokens in another file.
+  write_json(folder / "special_tokens_map.json", bos_token={"content": "t8"})
+  assert FolderText(folder).prefix_token == 8
   folder = with_tokenizer(tmp_path / "y", **NONE)
   assert FolderText(folder).prefix_token is None
 
@@ -58,7 +61,7 @@ def test_end_of_a_text_is_any_that_the_files_name(tmp_path):
   assert FolderText(folder).stop_tokens == (4,)
 
 
-def test_tokenizer_in_place_of_the_folders(tmp_path):
+def test_another_tokenizer_replaces_the_folders(tmp_path):
   other = with_tokenizer(tmp_path / "other", begin=7)
   folder = with_tokenizer(tmp_path / "x", eos_token_id=5)
   text = FolderText(folder, str(other / "tokenizer.json"))
@@ -67,7 +70,7 @@ def test_tokenizer_in_place_of_the_folders(tmp_path):
 
 
 @pytest.mark.parametrize("found", ["2", [2, None, "3"], -1, True, [[2]]])
-def test_ends_that_are_no_ids_are_refused(tmp_path, found):
+def test_ends_that_are_not_ids_are_refused(tmp_path, found):
   folder = with_tokenizer(tmp_path / "x")
   write_json(folder / "generation_config.json", eos_token_id=found)
   with pytest.raises(ValueError, match="eos_token_id must be a token id or"):

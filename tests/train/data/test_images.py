@@ -87,7 +87,7 @@ def test_siglip_resizes_both_sides(tmp_path):
   np.testing.assert_allclose(found, expected, atol=1e-6)
 
 
-def test_kinds_of_images_become_rgb(tmp_path):
+def test_all_kinds_of_images_become_rgb(tmp_path):
   preprocessing = load(tmp_path, SIGLIP | {"resample": 0})
   grey = pixels(24, 20, 1)[..., 0]
   as_rgb = normalized(np.stack([grey] * 3, -1), [0.5] * 3, [0.5] * 3)
@@ -116,7 +116,7 @@ def header(width, height):
   return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
 
 
-def test_bad_images_have_a_sentence(tmp_path):
+def test_bad_images_are_named_in_one_line(tmp_path):
   preprocessing = load(tmp_path, CLIP)
 
   def refused(name, content=None):
@@ -177,7 +177,7 @@ def test_bad_images_have_a_sentence(tmp_path):
     ({"resample": 9}, "9 is not a valid"),
   ],
 )
-def test_settings_that_cannot_be_had_are_refused(tmp_path, change, message):
+def test_unsupported_settings_are_refused(tmp_path, change, message):
   with pytest.raises(ValueError, match=f"preprocessor_config.*{message}"):
     load(tmp_path, CLIP | change)
 

@@ -23,7 +23,7 @@ def load(folder, **options):
 
 
 @pytest.mark.parametrize("held_out", ["test", "val"])
-def test_folders_say_what_is_held_out(tmp_path, held_out):
+def test_folders_decide_what_is_held_out(tmp_path, held_out):
   folder = write_folder(tmp_path, parts=("train", held_out))
   (folder / "train/cat/notes.txt").write_text("not an image")
   (folder / "train/.cache").mkdir()

@@ -34,7 +34,7 @@ def configure(folder, **config):
   (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
-def test_bytes_are_ids_and_others_no_text():
+def test_bytes_are_ids_and_other_ids_are_not_text():
   text = ByteText()
   assert text.encode("é!") == [0xC3, 0xA9, 33]
   assert text.decode([0xC3, 0xA9, 33]) == "é!"
@@ -56,7 +56,7 @@ def test_tokenizer_adds_nothing_and_stops_at_the_end_of_a_text(folder):
   assert text.stop_tokens == (2, 3)
 
 
-def test_text_is_that_of_the_runs_data(folder, tmp_path):
+def test_text_uses_the_tokenizer_of_the_runs_data(folder, tmp_path):
   path = str(folder / "tokenizer.json")
   assert isinstance(open_text(DataConfig(), None), ByteText)
   for data, given in (

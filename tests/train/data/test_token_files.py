@@ -44,7 +44,7 @@ def test_file_cut_short_while_it_is_read_raises(tmp_path, has_header):
     file[1900:3000]
 
 
-def test_file_that_took_the_name_of_another_is_read_when_opened_again(tmp_path):
+def test_replaced_file_is_read_when_opened_again(tmp_path):
   path = tmp_path / "ids.bin"
   for fill in (1, 2):
     np.full(9, fill, np.uint16).tofile(tmp_path / "new")

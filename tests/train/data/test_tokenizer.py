@@ -30,7 +30,7 @@ def changed(tmp_path, **parts):
 
 
 @pytest.mark.parametrize("name", ["llama3", "qwen2_5"])
-def test_pieces_make_the_tokens_of_the_whole(name, monkeypatch):
+def test_pieces_give_the_same_tokens_as_the_whole_text(name, monkeypatch):
   file = str(CHAT / name / "tokenizer.json")
   library = tokenizers.Tokenizer.from_file(file)
   library.post_processor = (
@@ -58,7 +58,7 @@ def test_pieces_make_the_tokens_of_the_whole(name, monkeypatch):
   assert (offsets[1:, 0] == offsets[:-1, 1]).all()
 
 
-def test_tokens_that_are_kept_are_those_of_the_whole(monkeypatch):
+def test_kept_tokens_do_not_depend_on_splitting(monkeypatch):
   # Its normalizer adds a token before each text, so before each piece too.
   file = str(CHAT / "llama2" / "tokenizer.json")
   text = "What is this?\n" * 40
@@ -90,7 +90,7 @@ def test_the_library_gets_few_characters_at_once(monkeypatch):
   assert max(map(max, sizes)) == 1000 and len(sizes) < 10
 
 
-def test_truncation_and_padding_of_the_file_are_left_out(tmp_path):
+def test_truncation_and_padding_of_the_file_are_ignored(tmp_path):
   # With truncation, a stride beyond the length would panic.
   cut = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst"}
   file = changed(tmp_path, truncation=cut | {"stride": 5})
@@ -114,7 +114,7 @@ def test_truncation_and_padding_of_the_file_are_left_out(tmp_path):
     },
   ],
 )
-def test_what_the_library_raises_is_a_sentence(tmp_path, parts):
+def test_errors_of_the_library_name_the_file(tmp_path, parts):
   file = changed(tmp_path, **parts)
   for use in (
     lambda: TokenizerText(file).encode(TEXT),

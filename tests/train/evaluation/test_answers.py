@@ -124,7 +124,7 @@ def logprobs(images):
 
 
 @pytest.mark.slow
-def test_answers_and_their_loss_are_those_of_the_model(
+def test_answers_and_their_loss_match_the_model(
   folder, images, logprobs, tmp_path, capsys
 ):
   each = [IMAGE] * 4
@@ -233,7 +233,7 @@ class Letters(Text):
     return bytes(tokens).decode().replace("#", "")
 
 
-def test_an_answer_ends_where_the_references_turns_do(monkeypatch):
+def test_an_answer_ends_like_the_turns_of_the_data(monkeypatch):
   def generate(model, prompts, *, max_new_tokens, stop_tokens, **others):
     found = []
     for prompt in prompts:
@@ -259,7 +259,7 @@ def test_an_answer_ends_where_the_references_turns_do(monkeypatch):
 
 
 @pytest.mark.slow
-def test_models_of_text_answer_too(tmp_path):
+def test_text_models_answer_too(tmp_path):
   folder = with_words(copied(tmp_path / "llama", "llama"))
   data, out = tmp_path / "rows.json", tmp_path / "out.json"
   data.write_text(json.dumps(rows("t9")[1:2]))

@@ -135,7 +135,7 @@ def test_bad_input_is_a_sentence(folder, data, options, message, capsys):
   assert "Traceback" not in printed.err
 
 
-def test_figures_and_page_in_one_file_are_refused(
+def test_same_file_for_figures_and_page_is_refused(
   folder, data, tmp_path, monkeypatch, capsys
 ):
   monkeypatch.chdir(tmp_path)
@@ -155,7 +155,7 @@ def test_tasks_without_the_harness_are_refused(folder, monkeypatch, capsys):
   assert message in capsys.readouterr().err
 
 
-def test_tables_have_no_more_digits_than_can_be_meant():
+def test_tables_have_no_meaningless_digits():
   words = [67395.9372, 1.23456789e42, 999.12349, math.inf]
   rows = [
     report.text_row("data", "apart", Perplexity(1, 10, 40, 2, nats), 1.0)

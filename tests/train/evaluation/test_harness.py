@@ -67,7 +67,7 @@ PAIRS = {
 }
 
 
-def test_loglikelihoods_are_those_of_each_row_alone(model, score):
+def test_loglikelihoods_match_each_row_alone(model, score):
   want = {
     pair: score(context.encode(), then.encode(), LENGTH)
     for pair, (context, then) in PAIRS.items()
@@ -82,7 +82,7 @@ def test_loglikelihoods_are_those_of_each_row_alone(model, score):
       assert is_greedy == want[pair][1]
 
 
-def test_texts_are_scored_in_windows_after_one_beginning(model, score):
+def test_texts_are_scored_in_windows_after_one_first_token(model, score):
   text = "abcdefghij" * 10
   lm = DecoderLM(model, Words(), length=LENGTH, batch=2)
   requests = asked("loglikelihood_rolling", (text,), ("xy",), ("",))
@@ -98,7 +98,7 @@ def test_texts_are_scored_in_windows_after_one_beginning(model, score):
   assert found[2] == 0
 
 
-def test_text_is_added_up_to_its_ends():
+def test_generation_ends_at_stop_strings():
   lm = DecoderLM(alphabet_model(), ByteText(), length=LENGTH, batch=3)
   until = {"until": ["\n"], "max_gen_toks": 8}
   options = [
@@ -129,7 +129,7 @@ def test_text_is_added_up_to_its_ends():
     ({"max_gen_toks": LENGTH}, "max_gen_toks must be below the 48 tokens"),
   ],
 )
-def test_generation_that_cannot_be_had_is_refused(model, options, message):
+def test_unsupported_generation_is_refused(model, options, message):
   lm = DecoderLM(model, ByteText(), length=LENGTH)
   with pytest.raises(ValueError, match=message):
     lm.generate_until(asked("generate_until", ("a", options)))
@@ -159,7 +159,7 @@ def test_tasks_of_each_kind_run():
   assert limited["n-shot"][NAMES[0]] == 1
 
 
-def test_command_prints_and_writes_what_tasks_give(tmp_path, capsys):
+def test_command_prints_and_writes_the_results_of_tasks(tmp_path, capsys):
   folder = with_tokenizer(tmp_path / "hf")
   letters = tokenizers.Tokenizer(
     tokenizers.models.WordLevel({chr(i): i for i in range(VOCAB_SIZE)}, "?")
@@ -190,7 +190,7 @@ def test_command_prints_and_writes_what_tasks_give(tmp_path, capsys):
   assert json.loads(out.read_text())["versions"]["lm_eval"]
 
 
-def test_tasks_that_cannot_be_had_are_refused(tmp_path, monkeypatch):
+def test_unavailable_tasks_are_refused(tmp_path, monkeypatch):
   # Replaces the harness's own thousands of tasks by an empty folder.
   (tmp_path / "own").mkdir()
   file = str(tmp_path / "own" / "manager.py")

@@ -84,7 +84,7 @@ def test_page_has_all_texts_escaped_and_images_in_it(files):
   assert "short answer that does not match" in page
 
 
-def test_two_models_answers_are_beside_each_other():
+def test_answers_of_two_models_are_side_by_side():
   rows = [(i, "Q", "R", text, (), False, False) for i, text in enumerate("ab")]
   other = [rows[0], (*rows[1][:3], "c", *rows[1][4:])]
   page = render([("BF16", answers(*rows)), ("FP8", answers(*other))])

@@ -44,7 +44,7 @@ def requests(score, *more):
   return [*found, Request(context[:-1], [context[-1], best])]
 
 
-def test_scores_are_those_of_each_row_alone(model, score):
+def test_scores_match_each_row_alone(model, score):
   asked = requests(score)
   scorer = Scorer(model, length=LENGTH, batch=3)
   program: Any = scoring._token_scores
@@ -91,7 +91,7 @@ def test_scores_do_not_depend_on_the_batch(model, score, batch):
 
 
 @pytest.mark.slow
-def test_logits_of_a_vocabulary_are_held_in_chunks(model, score, monkeypatch):
+def test_logits_are_computed_in_chunks(model, score, monkeypatch):
   """Uses 7 positions at a time, which do not divide the row."""
   monkeypatch.setattr(scoring, "loss_positions", lambda *_: 7)
   asked = requests(score)[:1]
@@ -109,7 +109,9 @@ def test_logits_of_a_vocabulary_are_held_in_chunks(model, score, monkeypatch):
     ([-1], [2], "below the vocabulary of 256, got -1 to 2"),
   ],
 )
-def test_requests_that_cannot_be_scored(model, context, continuation, message):
+def test_requests_that_cannot_be_scored_are_refused(
+  model, context, continuation, message
+):
   scorer = Scorer(model, length=LENGTH, batch=3)
   with pytest.raises(ValueError, match=message):
     scorer.score([Request(context, continuation)])
@@ -135,7 +137,7 @@ def test_windows_count_each_token_once_with_all_context(length, stride):
     assert done == count
 
 
-def test_windows_of_a_whole_length_are_the_harnesss():
+def test_windows_of_a_whole_length_match_the_harness():
   # The example in lm-evaluation-harness: a prefix and ten tokens, length 4.
   found = list(windows(11, 4, 4))
   assert found == [(0, 1, 5), (4, 5, 9), (6, 9, 11)]
@@ -178,7 +180,7 @@ def nats(score, tokens, is_counted):
   return total
 
 
-def test_perplexity_is_that_of_each_window_alone(model, score):
+def test_perplexity_matches_each_window_alone(model, score):
   options: dict = dict(length=LONG, stride=STRIDE, batch=2)
   found = perplexity(model, ByteText(), DOCUMENTS, **options)
   rows = [[10, *x.encode()] for x in DOCUMENTS if x]
@@ -213,7 +215,7 @@ def test_tokens_bytes_and_words_are_counted_apart(model):
     assert math.isclose(figure, found.nats / divisor, rel_tol=1e-6)
 
 
-def test_stride_is_by_default_the_length(model):
+def test_default_stride_is_the_length(model):
   options: dict = dict(length=LONG, batch=2)
   one = perplexity(model, ByteText(), DOCUMENTS[:1], **options)
   same = perplexity(model, ByteText(), DOCUMENTS[:1], stride=LONG, **options)

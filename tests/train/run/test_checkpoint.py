@@ -119,7 +119,7 @@ def test_renamed_checkpoint_is_not_taken_for_another_step(saved, copied, name):
   assert (copied / f"{name}.damaged").exists()
 
 
-def test_file_by_the_name_of_a_step_is_no_checkpoint(saved, copied):
+def test_file_named_like_a_step_is_not_a_checkpoint(saved, copied):
   (copied / "9").write_text("no checkpoint")
   found, damaged = checkpoint.newest_whole_step(copied)
   assert (
@@ -132,7 +132,7 @@ def test_file_by_the_name_of_a_step_is_no_checkpoint(saved, copied):
   assert checkpoint.newest_whole_step(copied) == (9, [])
 
 
-def test_step_before_one_that_is_there_is_not_left_out_silently(saved, copied):
+def test_saving_an_earlier_step_raises(saved, copied):
   checkpoints = Checkpoints(copied, keep=3)
   with pytest.raises(SaveError, match="has a later step than 4"):
     checkpoints.save(4, saved[1], batches(), {"config": {}})
@@ -140,7 +140,7 @@ def test_step_before_one_that_is_there_is_not_left_out_silently(saved, copied):
 
 
 @pytest.mark.parametrize("how", ["removed", "renamed", "another"])
-def test_folder_that_is_gone_is_named_and_not_made_anew(saved, tmp_path, how):
+def test_removed_folder_is_named_and_not_created_again(saved, tmp_path, how):
   run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
   shutil.copytree(saved[0], run / "checkpoints")
   checkpoints = Checkpoints(run / "checkpoints", keep=3)
@@ -207,7 +207,7 @@ def test_loggers_are_silent_only_while_checkpoints_are_open(tmp_path):
   assert (logger.level, sys.unraisablehook) == (before, hook)
 
 
-def test_state_of_the_iterator_is_its_place_alone():
+def test_state_of_the_iterator_is_only_its_place():
   """Checks what `imported.create_run` relies on."""
   iterator = batches()
   for count in range(3):

@@ -78,9 +78,7 @@ def test_deeply_nested_checksums_are_damage(copied):
     *("link", "fifo", "run", "a\0b", "/etc/hostname"),
   ],
 )
-def test_checksums_of_what_is_no_file_of_the_checkpoint_are_damage(
-  copied, tmp_path, name
-):
+def test_checksums_of_other_files_are_damage(copied, tmp_path, name):
   file = copied / "5" / checksums.NAME
   if name == "outside":
     name = str(tmp_path / name)
@@ -124,7 +122,7 @@ def test_files_without_a_checksum_are_not_needed(saved, copied, name):
     assert bytes_of(state)[1:] == bytes_of(saved[1])[1:]
 
 
-def test_error_names_all_checkpoints_where_none_is_whole(copied):
+def test_error_names_all_checkpoints_if_none_is_whole(copied):
   for number in (3, 5):
     (copied / str(number) / "run" / "metadata").write_text("{}")
   with pytest.raises(

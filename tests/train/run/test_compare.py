@@ -54,7 +54,7 @@ def table(text):
   return {first: rest for first, *rest in cells}
 
 
-def test_difference_is_to_the_first_twin_and_spread_is_of_twins(runs, capsys):
+def test_difference_is_to_the_first_twin_and_spread_among_twins(runs, capsys):
   compare.finish(runs)
   rows = table(capsys.readouterr().out)
   assert rows["held-out loss"] == ["2.0000", "1.5000", "1.7500"] + [

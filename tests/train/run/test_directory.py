@@ -94,7 +94,7 @@ def test_overwrite_removes_only_files_of_the_run(run):
   assert json.loads(run.config.read_text())["fingerprint"] == OTHERS.fingerprint
 
 
-def test_what_the_user_put_between_the_files_of_a_run_stays(run):
+def test_files_that_the_user_added_to_a_run_stay(run):
   checkpoints = "10", "8.damaged", "12.orbax-checkpoint-tmp"
   for name in checkpoints:
     (run.checkpoints / name).mkdir(parents=True)
@@ -202,7 +202,7 @@ def test_run_with_a_damaged_description_is_a_run(saved, damage):
   assert set(contents(saved.path)) == {"config.json", "notes.txt"}
 
 
-def test_description_of_another_program_is_no_run(tmp_path):
+def test_description_of_another_program_is_not_a_run(tmp_path):
   run = RunDirectory(tmp_path)
   run.config.write_text('{"format": "another"}')
   with pytest.raises(
@@ -216,7 +216,7 @@ def test_description_of_another_program_is_no_run(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["link", "dangling", "folder", "fifo"])
-def test_lock_that_is_no_file_of_the_run_is_left_alone(tmp_path, run, kind):
+def test_lock_that_is_not_a_plain_file_is_left_alone(tmp_path, run, kind):
   thesis = tmp_path / "thesis.tex"
   if kind == "link":
     thesis.write_text("years of work")
@@ -233,7 +233,7 @@ def test_lock_that_is_no_file_of_the_run_is_left_alone(tmp_path, run, kind):
   assert kind != "link" or thesis.read_text() == "years of work"
 
 
-def test_link_by_the_name_of_a_temporary_file_is_not_followed(tmp_path, run):
+def test_link_named_like_a_temporary_file_is_not_followed(tmp_path, run):
   thesis = tmp_path / "thesis.tex"
   thesis.write_text("years of work")
   run.config_temporary.symlink_to(thesis)

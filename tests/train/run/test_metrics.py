@@ -83,7 +83,7 @@ def test_numbers_that_are_not_finite_become_null(tmp_path):
   assert json.loads(line) == {"step": 1, "loss": None, "grad_norm": None}
 
 
-def test_summary_is_of_the_last_steps(tmp_path):
+def test_summary_uses_the_last_steps(tmp_path):
   log = metrics.MetricsLog(tmp_path / "m.jsonl")
   for step in range(1, 101):
     log.write(step=step, loss=float(step), tokens_per_s=step)
@@ -120,7 +120,7 @@ def test_table_is_aligned():
   ]
 
 
-def test_progress_away_from_a_terminal_is_few_plain_lines(capsys, monkeypatch):
+def test_progress_without_a_terminal_is_a_few_plain_lines(capsys, monkeypatch):
   clock = iter(range(1000))
   monkeypatch.setattr(metrics.time, "monotonic", lambda: float(next(clock)))
   progress = metrics.Progress("run", steps=60, done=20)
@@ -134,7 +134,7 @@ def test_progress_away_from_a_terminal_is_few_plain_lines(capsys, monkeypatch):
   assert lines[-1] == "run: step 60/60, held-out 1.2500"
 
 
-def test_full_disk_names_the_folder_in_writing_and_in_closing(tmp_path):
+def test_full_disk_names_the_folder_when_writing_and_closing(tmp_path):
   log = metrics.MetricsLog(tmp_path / "metrics.jsonl")
   log.write(step=1, text="a" * 19_000)
   limits = resource.getrlimit(resource.RLIMIT_FSIZE)

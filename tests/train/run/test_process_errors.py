@@ -10,7 +10,7 @@ from tests.train.test_distributed import finish, processes
 
 
 @pytest.mark.slow
-def test_log_that_one_of_two_cannot_write_ends_both(tmp_path):
+def test_both_processes_end_if_one_cannot_write_its_log(tmp_path):
   out = tmp_path / "run"
   with processes(out, environment={}) as started:
     runs.wait_for_step(started[0], out, 2)

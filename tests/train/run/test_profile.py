@@ -43,7 +43,7 @@ def traced(text, steps, calls):
     ("", 20, []),
   ],
 )
-def test_the_steps_that_are_asked_for_are_traced(text, steps, expected, calls):
+def test_requested_steps_are_traced(text, steps, expected, calls):
   assert traced(text, steps, calls) == expected
 
 
@@ -53,6 +53,6 @@ def test_only_the_first_process_traces(calls, monkeypatch):
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "5:", ":5", "x", "1e3", "9" * 400])
-def test_other_writings_are_refused(text):
+def test_other_forms_are_refused(text):
   with pytest.raises(ValueError, match="written as 5, or as 5:100"):
     read_profile(text)

@@ -45,7 +45,7 @@ def start(run):
   run.metrics.write_text("")
 
 
-def test_old_run_is_put_back_whole_where_the_new_one_fails(run, capsys):
+def test_old_run_is_put_back_whole_if_the_new_one_fails(run, capsys):
   before = contents(run.path)
   start(run)
   assert run.is_run() and not run.is_started()
@@ -112,7 +112,7 @@ def test_process_killed_at_any_moment_loses_neither_run(
   assert moments > 20
 
 
-def test_old_run_is_removed_whole_though_its_removal_is_killed(
+def test_old_run_is_removed_whole_even_if_its_removal_is_killed(
   run, monkeypatch
 ):
   def killed(*_, **__):
@@ -146,7 +146,7 @@ def test_next_command_finds_the_old_run_where_it_was(run, flags):
     assert contents(run.path) == before
 
 
-def test_folder_of_the_user_by_that_name_is_left_alone(tmp_path):
+def test_folder_of_the_user_with_that_name_is_left_alone(tmp_path):
   for name in ("replaced_run/checkpoints", "checkpoints/10"):
     (tmp_path / name).mkdir(parents=True)
     (tmp_path / name / "thesis.tex").write_text("years of work")

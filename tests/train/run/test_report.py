@@ -14,7 +14,7 @@ from train.run import report
 from train.step import Evaluation, TrainState
 
 
-def test_held_out_batches_count_by_their_targets():
+def test_held_out_batches_are_weighted_by_their_targets():
   one = Evaluation(np.float32(1), np.int32(30), np.float32(0.5))
   other = Evaluation(np.float32(3), np.int32(10), np.float32(0.1))
   none = Evaluation(np.float32(0), np.int32(0), np.float32(0))

@@ -63,7 +63,7 @@ def test_nothing_is_read_after_a_step_that_is_not_finite(in_flight, tmp_path):
   assert [row["step"] for row in logged(tmp_path)] == [1, 2]
 
 
-def test_a_steps_time_begins_at_the_last_ones_end(
+def test_a_steps_time_begins_when_the_previous_step_ends(
   in_flight, tmp_path, monkeypatch
 ):
   # Started at 0, 1 and 15 s; ended at 4, 10 and 17 s.

@@ -74,7 +74,7 @@ def test_event_files_of_a_resumed_run_have_the_numbers_of_its_log(tmp_path):
   assert not (out / "tensorboard").exists()
 
 
-def test_steps_that_are_done_again_are_taken_off_the_event_files(tmp_path):
+def test_repeated_steps_replace_the_old_ones_in_event_files(tmp_path):
   for resumed_step, last in ((0, 5), (3, 4)):
     writer = trackers.TensorBoard(tmp_path, resumed_step=resumed_step)
     for step in range(resumed_step + 1, last + 1):
@@ -140,9 +140,7 @@ def test_weights_and_biases_gets_the_numbers_and_continues_its_run(
 
 
 @pytest.mark.slow
-def test_run_writes_to_what_is_asked_for_and_to_nothing_else(
-  wandb, tmp_path, capsys
-):
+def test_run_writes_only_to_requested_trackers(wandb, tmp_path, capsys):
   _, calls = wandb
   out = tmp_path / "run"
   asked = ("--tensorboard", "--wandb", "--profile", "1:1")

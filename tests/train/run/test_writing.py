@@ -12,7 +12,7 @@ from train.run.writing import SaveError, write_tree
 TREE = {"params": {"w": np.random.default_rng(0).normal(size=(100, 100))}}
 
 
-def test_tree_is_written_into_folders_that_are_made(tmp_path):
+def test_tree_is_written_into_new_folders(tmp_path):
   write_tree(tmp_path / "new" / "tree", TREE)
   with ocp.StandardCheckpointer() as checkpointer:
     tree = checkpointer.restore(tmp_path / "new" / "tree")
