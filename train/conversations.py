@@ -24,7 +24,7 @@ from coat_jax.models.vision_language import VisionLanguageConfig
 from train import pretrained
 from train.data.batches import count_steps
 from train.data.chat.documents import load_documents
-from train.data.chat.encoder import ChatEncoder, open_template
+from train.data.chat.encoder import ChatEncoder
 from train.data.chat.packing import PackedRows, pack
 from train.data.chat.template import ChatTemplate
 from train.data.folder import write_stop_tokens
@@ -54,7 +54,7 @@ def load(config: FinetuneConfig) -> tuple[FinetuneConfig, "Conversations"]:
       "finetune: needs a folder of transformers to begin with, got none; name "
       "it first"
     )
-  template = open_template(folder, data.template)
+  template = ChatTemplate.load(folder, data.template)
   text, images = config.model, None
   if isinstance(text, VisionLanguageConfig):
     images = open_images(folder, text, data.images)
@@ -159,9 +159,8 @@ class HeldOutSamples:
     """Opens the file."""
     self._prompts, self._text = prompts, text
     self._graph, self._mesh, self._most = graph, mesh, most
-    ends = {prompt.reference[-1] for prompt in prompts}
-    # That of a turn, where it is a token of its own.
-    ends = {token for token in ends if not text.decode([token])}
+    # Turns of the data may end with a token that the tokenizer does not list.
+    ends = text.without_text(prompt.reference[-1] for prompt in prompts)
     self._stops = sorted({*text.stop_tokens, *ends})
     self._log = MetricsLog(path, resumed_step=resumed_step)
 
@@ -249,7 +248,7 @@ class Conversations(RunData[FinetuneConfig]):
     """Yields the first prompt of each held-out conversation without images."""
     documents = self.held_out.documents
     for number in sorted(itertools.chain(*self.held_out.members)):
-      if documents.images is not None and documents.images.of(number):
+      if documents.images_of(number):
         continue
       start, end = documents.starts[number : number + 2]
       tokens, mask = documents.tokens[start:end], documents.mask[start:end]

@@ -290,9 +290,9 @@ def of_tasks(
   tasks: Tasks,
 ) -> list[dict[str, Any]]:
   """Runs the tasks and lists their metrics."""
-  from train.evaluation.harness import harness  # Needs the extra eval.
+  from train.evaluation.harness import DecoderLM  # Needs the extra eval.
 
-  lm = harness(model, text, length=length, batch=config.batch)
+  lm = DecoderLM(model, text, length=length, batch=config.batch)
   return report.task_rows(tasks.run(lm, shots=config.shots, limit=config.limit))
 
 

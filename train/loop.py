@@ -146,15 +146,12 @@ def train[Config: TrainConfig](
   say(f"{config.out}: compiled in {time.monotonic() - started:.0f} s")
 
   # What the loop calls.
-  is_silent = not processes.is_primary()
   samples = data.open_samples(config, graph, mesh, resumed_step=done)
   if samples is not None:
     opened.enter_context(contextlib.closing(samples))
-  profiler = Profiler(config.profile, run.path / "profile", is_silent=is_silent)
+  profiler = Profiler(config.profile, run.path / "profile")
   opened.enter_context(contextlib.closing(profiler))
-  progress = Progress(
-    config.out, steps=config.steps, done=done, is_silent=is_silent
-  )
+  progress = Progress(config.out, steps=config.steps, done=done)
   opened.enter_context(contextlib.closing(progress))
   in_flight = StepsInFlight(
     log,

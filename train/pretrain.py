@@ -29,7 +29,7 @@ import tyro
 
 from train.command_line import check_given, words_of
 from train.config import TrainConfig
-from train.data.batches import held_out_windows, threads_of, train_windows
+from train.data.batches import split_windows
 from train.data.tokens import load_tokens
 from train.loop import run_command
 from train.optim_config import OPTIMIZERS, OptimConfig
@@ -99,12 +99,13 @@ def _presets(
 def load(config: TrainConfig) -> tuple[TrainConfig, RunData]:
   """Opens the data of a run; raises what `load_tokens` raises."""
   tokens = load_tokens(config.data, config.model.vocab_size)
+  rows, held_out = split_windows(tokens, config.seq)
   return config, RunData(
-    rows=train_windows(tokens, config.seq),
-    held_out=held_out_windows(tokens, config.seq, config.batch),
+    rows=rows,
+    held_out=held_out,
     fingerprint=tokens.fingerprint,
     change_times=tokens.change_times,
-    threads=threads_of(tokens),
+    threads=tokens.threads,
   )
 
 

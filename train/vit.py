@@ -89,7 +89,6 @@ def load(config: VitConfig) -> tuple[VitConfig, "ImageFolder"]:
   found = load_labelled(
     folder,
     _preprocessing(model.image_size),
-    seq=config.seq,
     held_out=share,
     seed=config.seed,
   )

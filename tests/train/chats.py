@@ -10,7 +10,7 @@ CHAT = "tests/data/chat/llama3"
 
 
 def make_checkpoint(folder):
-  """A folder of transformers: random weights, a tokenizer with a template."""
+  """Makes a Hugging Face folder: random weights, a tokenizer, a template."""
   copied(folder)
   for name in ("tokenizer.json", "tokenizer_config.json"):
     shutil.copy(f"{CHAT}/{name}", folder)
@@ -27,7 +27,7 @@ def conversation(i):
 
 
 def write_conversations(file):
-  """Writes 60 conversations, a line each."""
+  """Writes 60 conversations, one per line."""
   rows = (json.dumps(conversation(i)) + "\n" for i in range(60))
   file.write_text("".join(rows))
   return file

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Folders of transformers with a tokenizer, for tests of the commands."""
+"""Hugging Face folders with a tokenizer, for tests of the commands."""
 
 import json
 
@@ -12,7 +12,7 @@ VOCAB_SIZE = 384
 
 
 def words(ids):
-  """The text of token ids, as `with_tokenizer` has it."""
+  """Returns the text of token ids in the tokenizer of `with_tokenizer`."""
   return " ".join(f"t{i}" for i in ids)
 
 
@@ -20,12 +20,11 @@ def with_tokenizer(path, name="llama", *, begin=None, config=None, **keys):
   """Copies a checkpoint and gives it a tokenizer of words: t5 has the id 5.
 
   Args:
-    path: the folder to make.
-    name: of the checkpoint.
-    begin: the id that the post-processor puts in front of a text; None for
-      none.
-    config: what tokenizer_config.json holds.
-    **keys: of config.json, as `copied` takes them.
+    path: The folder to create.
+    name: The name of the checkpoint.
+    begin: The id that the post-processor adds before a text; None adds none.
+    config: The contents of tokenizer_config.json.
+    **keys: Keys of config.json, as in `copied`.
   """
   folder = copied(path, name, **keys)
   save_tokenizer(folder, begin)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Documents of conversations, rows of them, and batches of rows."""
+"""Conversations as documents, packed rows, and batches of rows."""
 
 import json
 import re
@@ -16,16 +16,17 @@ from train.data.batches import (
   train_batches,
 )
 from train.data.chat.documents import Counts, Documents, load_documents
-from train.data.chat.encoder import ChatEncoder, open_template
+from train.data.chat.encoder import ChatEncoder
 from train.data.chat.formats import Completion
 from train.data.chat.packing import pack
+from train.data.chat.template import ChatTemplate
 
 LLAMA3 = Path(__file__).parents[1] / "data" / "chat" / "llama3"
 SEQ = 31
 
 
 def make(lengths):
-  """Documents whose tokens are all different; all but the first are learned."""
+  """Makes documents of distinct tokens; all but each first one are learned."""
   starts = np.cumsum([0, *lengths])
   mask = np.ones(starts[-1], bool)
   mask[starts[:-1]] = False
@@ -58,7 +59,7 @@ def test_rows_hold_each_document_once(is_packed):
     segments = row["segments"]
     count = segments.max()
     assert is_packed or count == 1
-    # 1, 2, ... in order, and then padding.
+    # 1, 2, ... in order, followed by padding.
     used = segments[segments > 0]
     np.testing.assert_array_equal(used, segments[: len(used)])
     np.testing.assert_array_equal(np.unique(used), np.arange(1, count + 1))
@@ -68,7 +69,7 @@ def test_rows_hold_each_document_once(is_packed):
     for segment in range(1, count + 1):
       tokens = row["tokens"][segments == segment]
       found.append(tokens.tolist())
-      # None that begins a document, for none of its own predicts it.
+      # A document's first token is never a target: nothing predicts it.
       mask = row["is_target"][segments == segment]
       assert not mask[0] and mask[1:].all()
   starts = documents.starts
@@ -93,7 +94,7 @@ def test_packing_leaves_little_room_and_depends_on_the_seed_alone():
 
 
 def number_rows(rows, batch):
-  """Which rows a batch has, by their first tokens."""
+  """Finds the rows of a batch by their first tokens."""
   firsts = {rows.read(i)["tokens"][0]: i for i in range(len(rows))}
   return [firsts[x] for x in batch["tokens"][:, 0]]
 
@@ -132,7 +133,7 @@ def test_batches_depend_on_the_seed_and_the_step_alone():
 
 
 @pytest.mark.parametrize("make_batches", [train_batches, held_out_batches])
-def test_processes_side_by_side_read_what_one_would(make_batches):
+def test_processes_together_read_what_one_would(make_batches):
   rows = rows_of()
   options = {"seed": 2} if make_batches is train_batches else {}
   whole = make_batches(rows, batch_size=8, **options)
@@ -162,7 +163,7 @@ def test_evaluation_reads_every_row_or_as_many_as_asked():
   np.testing.assert_array_equal(seen, np.arange(16) * 100 // 16)
   with pytest.raises(ValueError, match="max_batches must be at least 1, got 0"):
     held_out_batches(rows, batch_size=8, max_batches=0)
-  with pytest.raises(ValueError, match="needs 101 rows of 31 tokens, got 100"):
+  with pytest.raises(ValueError, match="needs 101 rows, got 100"):
     train_batches(rows, batch_size=101, seed=0)
   with pytest.raises(ValueError, match="seed must be at least 0"):
     train_batches(rows, batch_size=1, seed=-1)
@@ -200,7 +201,7 @@ def test_fingerprint_sees_tokens_masks_and_where_documents_end():
 
 
 def encode(tmp_path, rows, seq):
-  encoder = ChatEncoder(LLAMA3 / "tokenizer.json", open_template(LLAMA3, None))
+  encoder = ChatEncoder(LLAMA3 / "tokenizer.json", ChatTemplate.load(LLAMA3))
   file = tmp_path / "a.jsonl"
   file.write_text("\n".join(map(json.dumps, rows)))
   return load_documents([str(file)], encoder, seq=seq, vocab_size=400)
@@ -223,8 +224,8 @@ def test_long_conversations_end_with_a_turn_where_one_fits(tmp_path):
   assert whole.lengths[0] > first + 1
   for seq in (first - 1, whole.lengths[0] - 2):
     cut = encode(tmp_path, rows, seq=int(seq))
-    # The first ends with its first answer; of the second a part is left; in
-    # the third the answer was too far away.
+    # The first ends with its first answer, the second is cut, and the third
+    # is left out because its answer is too far away.
     assert cut.lengths.tolist() == [first, seq + 1]
     np.testing.assert_array_equal(cut.tokens[:first], whole.tokens[:first])
     part = whole.tokens[whole.starts[1] :][: seq + 1]
@@ -240,7 +241,7 @@ def test_long_conversations_end_with_a_turn_where_one_fits(tmp_path):
     assert "2 truncated and 1 left out" in cut.counts.describe()
     assert f"with {lost} tokens" in cut.counts.describe()
     assert f"sequences of {longest} tokens" in cut.counts.describe()
-  # The second answer ends a row, and a question after it is left out.
+  # A row ends with the second answer, without the question after it.
   asked = [row("0", "1", "2", "3", "7")]
   long = encode(tmp_path, asked, seq=200)
   end = int(np.flatnonzero(long.mask)[-1]) + 1
@@ -250,7 +251,7 @@ def test_long_conversations_end_with_a_turn_where_one_fits(tmp_path):
   assert fits.lengths[0] == whole.lengths[0]
 
 
-def test_the_shortest_length_that_works_is_said(tmp_path):
+def test_error_names_the_shortest_length_that_works(tmp_path):
   rows = [
     {"prompt": "What is " * count, "completion": "this?"} for count in (9, 6)
   ]
@@ -286,7 +287,7 @@ def test_plain_completions_begin_and_end_as_the_tokenizer_says(tmp_path):
 
 def test_spaces_and_tokens_cut_by_a_turn_are_learned():
   encoder = ChatEncoder(LLAMA3 / "tokenizer.json", None)
-  # Its postprocessor says that a token of spaces has no characters.
+  # Its post-processor would give a token of spaces no characters.
   texts = [("a \n\n  b", [(1, 7)], []), ("x the", [(2, 5)], [])]
   for ids, mask, ends in encoder.encode(texts):
     assert len(ids) > 1 and not mask[0] and mask[1:].all()
@@ -296,7 +297,7 @@ def test_spaces_and_tokens_cut_by_a_turn_are_learned():
 
 
 def test_the_first_token_of_a_document_is_never_learned():
-  folder = LLAMA3.parent / "qwen2_5"  # Puts nothing in front of a text.
+  folder = LLAMA3.parent / "qwen2_5"  # Adds nothing before a text.
   encoder = ChatEncoder(folder / "tokenizer.json", None)
   rendered = encoder.render(Completion("", "five"))
   ((ids, mask, _),) = encoder.encode([rendered])

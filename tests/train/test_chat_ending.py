@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tokens that end turns, in what transformers generates by."""
+"""The tokens that end turns, in transformers' generation settings."""
 
 import json
 import shutil
@@ -7,7 +7,8 @@ import shutil
 import pytest
 
 from train.data.chat.documents import load_documents
-from train.data.chat.encoder import ChatEncoder, open_template
+from train.data.chat.encoder import ChatEncoder
+from train.data.chat.template import ChatTemplate
 from train.data.folder import last_tokens, write_stop_tokens
 
 QWEN, LLAMA = "tests/data/chat/qwen2_5", "tests/data/chat/llama3"
@@ -24,12 +25,12 @@ ROWS = [
 
 
 def conversations(folder):
-  """In the template chatml; its turns end with the text <|im_end|>."""
+  """Encodes in template chatml, whose turns end with the text <|im_end|>."""
   rows = ([{"role": role, "content": x} for role, x in row] for row in ROWS)
   lines = [json.dumps({"messages": messages}) + "\n" for messages in rows]
   (folder / "rows.jsonl").write_text("".join(lines))
   encoder = ChatEncoder(
-    folder / "tokenizer.json", open_template(folder, "chatml")
+    folder / "tokenizer.json", ChatTemplate.load(folder, "chatml")
   )
   return load_documents(
     [str(folder / "rows.jsonl")], encoder, seq=64, vocab_size=400
@@ -40,13 +41,13 @@ def conversations(folder):
   "eos_token, config, before, after",
   [
     ("<|endoftext|>", {}, None, {"eos_token_id": [END_OF_TEXT, IM_END]}),
-    # The tokenizer's own, which transformers does not ask.
+    # transformers ignores the tokenizer's own token.
     ("<|im_end|>", {}, None, {"eos_token_id": [END_OF_TEXT, IM_END]}),
     ("<|im_end|>", {"eos_token_id": IM_END}, None, None),
     (
       "<|im_end|>",
       {"eos_token_id": [IM_END]},
-      {"top_p": 0.5},  # With this file config.json is not asked.
+      {"top_p": 0.5},  # This file overrides config.json.
       {"eos_token_id": [IM_END], "top_p": 0.5},
     ),
     (
@@ -84,7 +85,7 @@ def test_turn_that_ends_with_text_names_no_token(tmp_path):
   assert not (tmp_path / "generation_config.json").exists()
 
 
-def test_last_tokens_are_those_before_what_is_not_learned(tmp_path):
+def test_last_tokens_end_the_learned_parts(tmp_path):
   shutil.copy(f"{LLAMA}/tokenizer.json", tmp_path)
   found, want = conversations(tmp_path), set()
   for number in range(len(found)):

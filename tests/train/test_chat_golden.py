@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Token ids and masks of chats against those of transformers.
+"""Token ids and masks of chats, compared with transformers.
 
 tests/data/chat/make_chat.py made them; the masks are of {% generation %}, which
 the templates here do not have.
@@ -13,8 +13,8 @@ from random import Random
 
 import pytest
 
-from train.data.chat.encoder import ChatEncoder, open_template
-from train.data.chat.formats import parse
+from train.data.chat.encoder import ChatEncoder
+from train.data.chat.formats import Conversation, parse
 from train.data.chat.targets import TargetFinder
 from train.data.chat.template import PUBLISHED, ChatTemplate
 
@@ -28,9 +28,9 @@ def encode(folder, template, rows):
 
 
 @pytest.mark.parametrize("folder", ["llama3", "qwen2_5", "llama2", "qwen3"])
-def test_ids_and_masks_are_those_of_transformers(folder):
+def test_ids_and_masks_match_transformers(folder):
   rows = json.loads((DATA / folder / "golden.json").read_text())
-  template = open_template(DATA / folder, None)
+  template = ChatTemplate.load(DATA / folder)
   for row, found in zip(rows, encode(folder, template, rows), strict=True):
     ids, mask, _ = found
     assert ids.tolist() == row["ids"], row["messages"]
@@ -40,11 +40,11 @@ def test_ids_and_masks_are_those_of_transformers(folder):
 @pytest.mark.parametrize("name", ["llama3", "llama2", "chatml"])
 def test_named_templates_are_the_published_ones(name):
   if name != "chatml":
-    own = open_template(DATA / name, None)
+    own = ChatTemplate.load(DATA / name)
     assert own.source == PUBLISHED[name]
-    assert own == open_template(DATA / name, name)
+    assert own == ChatTemplate.load(DATA / name, name)
     return
-  # Qwen's is ChatML where there is a system turn and no tool.
+  # Qwen's is ChatML if there is a system turn and no tool.
   folder = "qwen2_5"
   rows = json.loads((DATA / folder / "golden.json").read_text())
   rows = [
@@ -53,7 +53,7 @@ def test_named_templates_are_the_published_ones(name):
     if row["messages"][0]["role"] == "system" and not row["tools"]
   ]
   assert len(rows) == 3
-  template = open_template(DATA / folder, name)
+  template = ChatTemplate.load(DATA / folder, name)
   for row, found in zip(rows, encode(folder, template, rows), strict=True):
     assert found[0].tolist() == row["ids"]
     assert "".join(map(str, found[1].astype(int))) == row["mask"]
@@ -71,7 +71,7 @@ def templates():
 
 def test_generation_in_the_template_gives_the_same_masks(templates):
   marked = templates.with_generation(templates.QWEN3, templates.QWEN3_EDITS)
-  own = open_template(DATA / "qwen3", None)
+  own = ChatTemplate.load(DATA / "qwen3")
   assert own.source == templates.QWEN3
   rows = json.loads((DATA / "qwen3" / "golden.json").read_text())
   template = dataclasses.replace(own, source=marked)
@@ -95,7 +95,7 @@ PIECES += ["user", "<tool_call>", "<|eot_id|>", "<|end_header_id|>\n\n", "é"]
 
 
 def draw(random):
-  """Words that templates are made of, and look for."""
+  """Draws words that templates write and search for."""
   text = "".join(random.choices(PIECES, k=random.randint(1, 6)))
   return text if text.strip() else "x" + text
 
@@ -128,5 +128,6 @@ def test_any_contents_give_the_mask_of_generation(templates, name):
       if random.random() < 0.2:
         messages[-1]["reasoning_content"] = draw(random)
     turns = [i for i, x in enumerate(messages) if x["role"] == "assistant"]
-    found, expected = (x.find(messages, None, turns) for x in finders)
+    row = Conversation(messages, None, tuple(turns))
+    found, expected = (x.find(row) for x in finders)
     assert found == expected, messages

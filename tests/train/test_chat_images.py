@@ -12,9 +12,10 @@ from tokenizers import Tokenizer
 
 from train.data.batches import held_out_batches, to_iterator, train_batches
 from train.data.chat.documents import load_documents
-from train.data.chat.encoder import ChatEncoder, open_template
+from train.data.chat.encoder import ChatEncoder
 from train.data.chat.images import ChatImages
 from train.data.chat.packing import pack
+from train.data.chat.template import ChatTemplate
 from train.data.images import Preprocessing
 
 LLAMA3 = Path(__file__).parents[1] / "data" / "chat" / "llama3"
@@ -49,7 +50,7 @@ ROWS = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-  """A tokenizer that knows <image>, and two images."""
+  """A folder with a tokenizer that knows <image>, and two images."""
   folder = tmp_path_factory.mktemp("vision")
   for file in LLAMA3.iterdir():
     if file.is_file():
@@ -64,7 +65,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def encoder(folder):
-  template = open_template(folder, None)
+  template = ChatTemplate.load(folder)
   return ChatEncoder(folder / "tokenizer.json", template)
 
 
@@ -86,15 +87,15 @@ def test_images_become_tokens_and_answers_are_learned(
   tmp_path, encoder, images
 ):
   found = load(tmp_path, ROWS, encoder, images)
-  # Without their images' names, the same conversations are text alone.
+  # Without image names, the same conversations are plain text.
   rows = [{"conversations": row["conversations"]} for row in ROWS]
   text = load(tmp_path, rows, encoder, None)
   assert text.images is None and text.fingerprint != found.fingerprint
   assert [
-    [image.name for image in found.images.of(i)] for i in range(len(ROWS))
+    [image.name for image in found.images_of(i)] for i in range(len(ROWS))
   ] == [["red.png"], [], ["red.png", "blue.png"], ["blue.png"]]
   for i in range(len(ROWS)):
-    # Each <image>, one token of text, is four, and the rest is as it was.
+    # Each <image> token becomes four; the rest is unchanged.
     before = text.tokens[text.starts[i] : text.starts[i + 1]].tolist()
     mask = text.mask[text.starts[i] : text.starts[i + 1]].tolist()
     tokens, is_target = [], []
@@ -106,7 +107,7 @@ def test_images_become_tokens_and_answers_are_learned(
     assert found.tokens[here].tolist() == tokens
     assert found.mask[here].tolist() == is_target
   assert not found.mask[found.tokens == images.token].any()
-  # Other images, or as many tokens of them in other sizes, are other data.
+  # Other images are other data, even with equal tokens.
   other = [{**ROWS[0], "image": "blue.png"}, *ROWS[1:]]
   assert load(tmp_path, other, encoder, images).fingerprint != found.fingerprint
 
@@ -117,13 +118,15 @@ def test_truncation_keeps_whole_images_with_their_answers(
   whole = load(tmp_path, ROWS[2:3], encoder, images)
   found = load(tmp_path, ROWS[2:3], encoder, images, seq=len(whole.tokens) - 2)
   assert found.counts.truncated == len(found.images.found) == 1
-  assert [image.name for image in found.images.of(0)] == ["red.png"]
+  assert [image.name for image in found.images_of(0)] == ["red.png"]
   assert images.count(found.tokens) == 1
   assert found.mask.any() and found.starts[-1] < whole.starts[-1] - EACH
 
 
 @pytest.mark.parametrize("is_packed", [True, False])
-def test_rows_hold_their_documents_images(tmp_path, encoder, images, is_packed):
+def test_rows_contain_the_images_of_their_documents(
+  tmp_path, encoder, images, is_packed
+):
   documents = load(tmp_path, ROWS * 3, encoder, images)
   numbers = np.arange(len(documents))
   rows = pack(documents, numbers, seq=SEQ, seed=0, is_packed=is_packed)
@@ -135,7 +138,7 @@ def test_rows_hold_their_documents_images(tmp_path, encoder, images, is_packed):
   for i, members in enumerate(rows.members):
     row = rows.read(i)
     assert row["images"].shape == (2, 3, 4, 6)
-    own = [x.name for member in members for x in documents.images.of(member)]
+    own = [x.name for member in members for x in documents.images_of(member)]
     assert np.count_nonzero(row["tokens"] == images.token) == EACH * len(own)
     expected = [*(colors[name] for name in own), np.zeros(3), np.zeros(3)][:2]
     np.testing.assert_array_equal(row["images"][:, :, 0, 0], expected)
@@ -147,7 +150,7 @@ def test_rows_hold_their_documents_images(tmp_path, encoder, images, is_packed):
   assert more.images == 6 and len(more) < len(rows)
   with pytest.raises(ValueError, match="at most 1 images, got 2"):
     pack(documents, numbers, seq=SEQ, seed=0, images=1)
-  # Of text alone there is room for one, and shapes stay.
+  # Plain text has room for one image, so that shapes stay the same.
   of_text = load(tmp_path, ROWS[1:2], encoder, images)
   of_text = pack(of_text, np.arange(1), seq=SEQ, seed=0)
   assert of_text.read(0)["images"].shape == (1, 3, 4, 6)
@@ -222,7 +225,7 @@ def test_bad_rows_are_named_by_file_and_line(tmp_path, folder, encoder, images):
 
 
 def test_a_tokenizer_without_image_tokens_is_refused(tmp_path, images):
-  plain = ChatEncoder(LLAMA3 / "tokenizer.json", open_template(LLAMA3, None))
+  plain = ChatEncoder(LLAMA3 / "tokenizer.json", ChatTemplate.load(LLAMA3))
   with pytest.raises(ValueError, match="line 1: .* one token .* got 0 of 1"):
     load(tmp_path, ROWS, plain, images)
 
@@ -238,5 +241,5 @@ def test_a_damaged_image_is_named_when_it_is_read(
   documents = load(tmp_path, rows, encoder, images)
   packed = pack(documents, np.arange(5), seq=SEQ, seed=0, is_packed=False)
   iterator = to_iterator(train_batches(packed, batch_size=5, seed=0), threads=1)
-  with pytest.raises(ValueError, match=r"rows\.json line 5: .*cut\.jpg, of"):
+  with pytest.raises(ValueError, match=r"rows\.json line 5: .*cut\.jpg, which"):
     next(iterator)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Templates that do not end, or grow, are ended; others are rendered on."""
+"""Templates that run or grow without end are killed; others still render."""
 
 import json
 import os
@@ -32,7 +32,7 @@ def assert_renders():
   "source, words",
   [
     (RANGES, "more than 1 seconds"),
-    # One instruction, which no handler of Python's own interrupts.
+    # A single expression, which Python's signal handlers cannot interrupt.
     ("{{ 10 ** (10 ** 10) }}", "more than 1 seconds"),
     ("{{ strftime_now('%Y' * 10 ** 9) }}", "more than 268435456 bytes"),
     ("{{ '%0999999999d' % 1 }}", "more than 268435456 bytes"),
@@ -40,7 +40,7 @@ def assert_renders():
     ("{{ messages[0].content * 9 ** 7 }}", "9565938 characters, more than 10"),
   ],
 )
-def test_templates_without_end_are_ended(source, words, monkeypatch):
+def test_endless_templates_are_killed(source, words, monkeypatch):
   monkeypatch.setattr(rendering, "SECONDS", 1)
   monkeypatch.setattr(rendering, "MEMORY", 2**28)
   with pytest.raises(
@@ -50,7 +50,7 @@ def test_templates_without_end_are_ended(source, words, monkeypatch):
   assert_renders()
 
 
-def test_a_template_that_ends_python_is_told_and_others_go_on():
+def test_a_killed_renderer_is_reported_and_restarted():
   assert_renders()
   rendering._RENDERER._process.kill()
   with pytest.raises(TemplateLimit, match=r"one that ended Python \(-9\)"):
@@ -58,14 +58,14 @@ def test_a_template_that_ends_python_is_told_and_others_go_on():
   assert_renders()
 
 
-def test_recursion_is_an_error_of_the_template():
+def test_recursion_is_an_error_in_the_template():
   source = "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"
   with pytest.raises(ValueError, match="recursion") as raised:
     render(source)
   assert not isinstance(raised.value, TemplateLimit)
 
 
-def test_an_interrupted_answer_is_not_that_of_the_next(monkeypatch):
+def test_an_interrupted_answer_is_not_given_to_the_next_request(monkeypatch):
   def interrupted(file):
     raise KeyboardInterrupt
 
@@ -76,7 +76,7 @@ def test_an_interrupted_answer_is_not_that_of_the_next(monkeypatch):
   assert render("second") == "second"
 
 
-def test_ctrl_c_is_for_who_asks():
+def test_ctrl_c_does_not_end_the_renderer():
   assert_renders()
   process = rendering._RENDERER._process
   os.kill(process.pid, signal.SIGINT)
@@ -84,10 +84,12 @@ def test_ctrl_c_is_for_who_asks():
   assert rendering._RENDERER._process is process
 
 
-def test_no_row_is_left_out_for_a_template_without_end(tmp_path, monkeypatch):
+def test_endless_template_is_an_error_even_if_bad_rows_are_skipped(
+  tmp_path, monkeypatch
+):
   row = {"messages": [*SAID, {"role": "assistant", "content": "a"}]}
   file = tmp_path / "rows.jsonl"
   file.write_text(f"{json.dumps(row)}\n" * 3)
   encoder = ChatEncoder(TOKENIZER, ChatTemplate("{{ [0] * 10 ** 12 }}", {}))
-  with pytest.raises(TemplateLimit, match="take another template"):
+  with pytest.raises(TemplateLimit, match="use another template"):
     load_documents([str(file)], encoder, seq=9, vocab_size=400, skip_bad=True)

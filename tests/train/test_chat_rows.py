@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of conversations in every format, and rows that are bad."""
+"""Files of conversations in every format, and bad rows."""
 
 import json
 from pathlib import Path
@@ -7,14 +7,15 @@ from pathlib import Path
 import pytest
 
 from train.data.chat.documents import load_documents
-from train.data.chat.encoder import ChatEncoder, open_template
+from train.data.chat.encoder import ChatEncoder
 from train.data.chat.formats import (
-  BadRow,
   Completion,
   find_row_files,
   parse,
   read_rows,
 )
+from train.data.chat.template import ChatTemplate
+from train.data.sources import BadData
 
 LLAMA3 = Path(__file__).parents[1] / "data" / "chat" / "llama3"
 ASKED = {"role": "user", "content": "What?"}
@@ -24,12 +25,12 @@ GOOD = {"messages": [ASKED, ANSWERED]}
 
 @pytest.fixture(scope="module")
 def encoder():
-  template = open_template(LLAMA3, None)
+  template = ChatTemplate.load(LLAMA3)
   return ChatEncoder(LLAMA3 / "tokenizer.json", template)
 
 
 def write(file, rows, array=False):
-  """Rows as JSON; text and bytes as they are."""
+  """Writes rows as JSON; strings and bytes are written unchanged."""
   rows = [x if isinstance(x, str | bytes) else json.dumps(x) for x in rows]
   rows = [x.encode() if isinstance(x, str) else x for x in rows]
   content = b"[\n" + b",\n".join(rows) + b"]" if array else b"\n".join(rows)
@@ -42,7 +43,7 @@ def turns(row, format):
   return [(x["role"], x["content"]) for x in found.messages]
 
 
-def test_formats_of_conversations_come_to_the_same():
+def test_all_formats_give_the_same_conversation():
   system = {"role": "system", "content": "Be."}
   plain = [("system", "Be."), ("user", "What?"), ("assistant", "That.")]
   assert turns({"messages": [system, ASKED, ANSWERED]}, "messages") == plain
@@ -105,13 +106,13 @@ def test_calls_and_tools_become_objects():
   assert function["arguments"] == '{"x": 1}'
 
 
-def test_weight_leaves_a_turn_out():
+def test_weight_zero_leaves_a_turn_out():
   left_out = {**ANSWERED, "weight": 0}
   messages = [ASKED, left_out, ASKED, {**ANSWERED, "weight": 1}]
   found = parse({"messages": messages}, "messages")
   assert found.trained == (3,)
   assert "weight" not in found.messages[1]
-  with pytest.raises(BadRow, match="must have a turn of the assistant"):
+  with pytest.raises(BadData, match="must have a turn of the assistant"):
     parse({"messages": [ASKED, left_out]}, "messages")
 
 
@@ -120,7 +121,7 @@ BAD = [
   (b'{"messages": [{"role"', "broken JSON", "at character 22"),
   (b'{"messages": "\xff"}', "not UTF-8", "must be UTF-8, got byte 14"),
   (b"[" * 100_000, "broken JSON", "a row must be JSON"),
-  ({**GOOD, "image": "a.png"}, "images beside text", "alone here, got image"),
+  ({**GOOD, "image": "a.png"}, "unexpected images", "alone here, got image"),
   ({"text": "x"}, "wrong format", "must have messages, got the keys ..text"),
   ([1], "wrong format", "a row must be an object"),
   ({"messages": "x"}, "no turns", 'list of turns, got "x"'),
@@ -146,7 +147,7 @@ BAD = [
   (
     {"messages": [ASKED, {**ANSWERED, "content": None, "tool_calls": []}]},
     "empty turn",
-    "turn 2 must have content, which is null beside tool_calls alone",
+    "turn 2 must have content, which may be null only with tool_calls",
   ),
   ({"messages": [ASKED]}, "no assistant turn", 'got the roles ."user"'),
   ({"messages": [{**ASKED, "content": 1}, ANSWERED]}, "not text", "got 1"),
@@ -174,7 +175,7 @@ BAD = [
 def test_bad_row_is_a_sentence_with_its_line(
   tmp_path, encoder, row, reason, message
 ):
-  rows = [*[GOOD] * 15, "", row, GOOD]  # In line 17; one line is blank.
+  rows = [*[GOOD] * 15, "", row, GOOD]  # On line 17, because one line is blank.
   file = write(tmp_path / "data.jsonl", rows)
   sizes = dict(seq=64, vocab_size=400)
   with pytest.raises(ValueError, match=message) as raised:
@@ -193,7 +194,7 @@ def test_bad_row_is_a_sentence_with_its_line(
 
 def test_template_that_raises_is_a_bad_row(tmp_path):
   folder = LLAMA3.parent / "llama2"
-  encoder = ChatEncoder(folder / "tokenizer.json", open_template(folder, None))
+  encoder = ChatEncoder(folder / "tokenizer.json", ChatTemplate.load(folder))
   file = write(tmp_path / "a.jsonl", [GOOD, {"messages": [ANSWERED, ASKED]}])
   with pytest.raises(ValueError, match="line 2: .*roles must alternate"):
     load_documents([str(file)], encoder, seq=64, vocab_size=400)
@@ -205,7 +206,7 @@ def test_template_that_raises_is_a_bad_row(tmp_path):
 
 def test_files_are_lines_or_arrays_and_know_their_format(tmp_path, encoder):
   lines = tmp_path / "a.jsonl"
-  # What Unicode calls a line end is part of a line here.
+  # A Unicode line separator does not end a line here.
   text = json.dumps(GOOD).replace("That.", "\u2028That.")
   write(lines, [b"\xef\xbb\xbf" + json.dumps(GOOD).encode(), text + "\r"])
   said = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
@@ -213,13 +214,13 @@ def test_files_are_lines_or_arrays_and_know_their_format(tmp_path, encoder):
   array = write(tmp_path / "b.json", rows, array=True)
   write(tmp_path / "c.txt", ["not looked at"])
   assert [row.line for row in read_rows(lines)] == [1, 2]
-  # A row begins in the line after the one before ends: it has 12.
+  # Each row has 12 lines, and the next begins on the line after.
   assert [row.line for row in read_rows(array)] == [2, 14]
   found = load_documents([str(tmp_path)], encoder, seq=64, vocab_size=400)
   assert len(found) == 4
   both = [str(array), str(tmp_path / "*.json*")]
   assert find_row_files(both) == [array, lines]
-  # A format by its name is that of every file.
+  # A given format applies to every file.
   with pytest.raises(ValueError, match="line 1: a row of format sharegpt must"):
     load_documents(
       [str(lines)], encoder, seq=64, vocab_size=400, format="sharegpt"
@@ -255,7 +256,7 @@ def test_nothing_to_learn_is_a_sentence(tmp_path, encoder):
     load_documents([str(write(file, [GOOD]))], encoder, seq=64, vocab_size=300)
 
 
-def test_template_must_be_there_for_conversations(tmp_path):
+def test_conversations_need_a_template(tmp_path):
   (tmp_path / "tokenizer.json").write_bytes(
     (LLAMA3 / "tokenizer.json").read_bytes()
   )

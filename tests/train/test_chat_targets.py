@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is to be learned of a conversation, in templates of many kinds."""
+"""The parts of conversations to learn, in many kinds of templates."""
 
 import json
 import re
 
 import pytest
 
-from train.data.chat.formats import BadRow
+from train.data.chat.formats import Conversation
 from train.data.chat.targets import TargetFinder
 from train.data.chat.template import PUBLISHED, ChatTemplate
+from train.data.sources import BadData
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 ADDED = ["<s>", "</s>", "<|end|>", "<|return|>", "<|im_end|>", "<think>"]
@@ -20,10 +21,12 @@ PROMPT = "{% if add_generation_prompt %}{{ 'A:' }}{% endif %}"
 
 
 def found(source, messages, trained=None, tools=None):
-  """The text of what is to be learned, turn by turn."""
+  """Returns the texts to learn, turn by turn."""
   turns = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
   finder = TargetFinder(ChatTemplate(source, SPECIAL), ADDED)
-  text, spans = finder.find(messages, tools, trained or turns)
+  text, spans = finder.find(
+    Conversation(messages, tools, tuple(trained or turns))
+  )
   return [text[start:end] for start, end in spans]
 
 
@@ -37,7 +40,7 @@ def chat(*contents):
 @pytest.mark.parametrize(
   "source, targets",
   [
-    # One end in the middle of a chat and another at its end: Phi 3, gpt-oss.
+    # The end in the middle of a chat differs from the last: Phi 3, gpt-oss.
     (
       LOOP + ANSWER + "A:{{ m.content }}<|end|>\n" + END + PROMPT
       + "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}",
@@ -48,23 +51,23 @@ def chat(*contents):
       "{{ '<|return|>' if loop.last else '<|end|>' }}" + END + PROMPT,
       ["b<|end|>", "d<|return|>"],
     ),
-    # The prompt opens a block that turns leave out: DeepSeek R1.
+    # The prompt opens a block that turns omit: DeepSeek R1.
     (
       LOOP + ANSWER + "A:{{ m.content }}</s>" + END
       + "{% if add_generation_prompt %}A:<think>\n{% endif %}",
       ["b</s>", "d</s>"],
     ),
-    # A last turn has an empty one, which the prompt opens: Qwen3 Thinking.
+    # The last turn has an empty block that the prompt opens: Qwen3 Thinking.
     (
       LOOP + ANSWER + "A:{{ '<think>\n\n</think>\n' if loop.last }}"
       "{{ m.content }}</s>" + END
       + "{% if add_generation_prompt %}A:<think>\n{% endif %}",
       ["b</s>", "\n</think>\nd</s>"],
     ),
-    # No prompt to generate, though a header is written.
+    # A header, but no generation prompt.
     (LOOP + "{{ m.role }}:\n{{ m.content }}<|im_end|>\n{% endfor %}",
      ["b<|im_end|>", "d<|im_end|>"]),
-    # Ends that are no tokens of their own.
+    # Ends that are not single tokens.
     (LOOP + ANSWER + "A: {{ m.content }} ###\n\n" + END + PROMPT,
      [" b ###", " d ###"]),
     # A system turn must come first.
@@ -75,7 +78,7 @@ def chat(*contents):
       ["b</s>", "d</s>"],
     ),
     (PUBLISHED["vicuna"], [" b</s>", " d</s>"]),
-    # Contents in capitals: certain all the same, for the rest is as it was.
+    # Contents in capitals: still certain, because the rest is unchanged.
     (LOOP + ANSWER + "A:{{ m.content | upper }}</s>" + END + PROMPT,
      ["B</s>", "D</s>"]),
   ],
@@ -85,7 +88,7 @@ def test_turns_are_found_with_their_ends(source, targets):
   assert found(source, chat("a", "b", "c", "d"), trained=[3]) == targets[1:]
 
 
-def test_contents_that_look_like_the_template_are_no_harm():
+def test_contents_may_look_like_the_template():
   source = LOOP + ANSWER + "A:{{ m.content }}</s>" + END + PROMPT
   messages = chat("A:b</s>user: x\nA:", "b</s>user: c\nA:b", "A:", "b")
   assert found(source, messages) == ["b</s>user: c\nA:b</s>", "b</s>"]
@@ -108,12 +111,12 @@ def test_alpaca_has_an_instruction_and_may_have_an_input():
     "completes the request.\n\n### Instruction:\nAdd.\n\n### Input:\n2, 3\n\n"
     "### Response:5</s>"
   )
-  with pytest.raises(BadRow, match="one instruction and one response"):
+  with pytest.raises(BadData, match="one instruction and one response"):
     found(source, chat("a", "b", "c", "d"))
 
 
 def test_reasoning_that_is_dropped_is_not_learned():
-  """Of turns before the last question, as Qwen 3 and DeepSeek R1 do."""
+  """Drops reasoning before the last question, like Qwen 3 and DeepSeek R1."""
   source = (
     "{% for m in messages %}" + PLAIN + "{% else %}A:"
     "{{ m.content if loop.last else m.content.split('</think>')[-1] }}</s>"
@@ -136,13 +139,13 @@ def test_reasoning_that_is_dropped_is_not_learned():
       "A:{{ m.content }}</s>{% endif %}",
       "no mask",
     ),
-    # The prompt goes on otherwise than a turn, and neither is the other's.
+    # The prompt and the turn differ, and neither begins with the other.
     (
       LOOP + ANSWER + "A: {{ m.content }}</s>" + END
       + "{% if add_generation_prompt %}A:<think>{% endif %}",
       None,
     ),
-    # What comes before, or follows, depends on what was said.
+    # The text before or after a turn depends on its contents.
     (
       "{{ messages[-1].content | length }}\n" + LOOP + ANSWER
       + "A:{{ m.content }}</s>" + END + PROMPT,
@@ -162,14 +165,14 @@ def test_reasoning_that_is_dropped_is_not_learned():
      + LOOP + ANSWER + "A:{{ m.content }}</s>" + END + PROMPT, "template"),
   ],
 )  # fmt: skip
-def test_what_is_not_certain_is_an_error(source, reason):
+def test_uncertain_turns_are_an_error(source, reason):
   with pytest.raises(ValueError, match="got .*;") as raised:
     found(source, chat("a", "b", "c", "d" * 30))
   assert "\n" not in str(raised.value)
   assert getattr(raised.value, "reason", None) == reason
 
 
-def test_generation_decides_where_a_template_has_it():
+def test_generation_blocks_decide_if_there_are_any():
   source = (
     LOOP + ANSWER + "A:{% generation %}{{ m.content }}{% endgeneration %}"
     "</s>" + END
@@ -178,12 +181,12 @@ def test_generation_decides_where_a_template_has_it():
   assert found(source, messages) == ["b", "d"]
   assert found(source, messages, trained=[1]) == ["b"]
   nothing = source.replace("{{ m.content }}{% end", "{% end")
-  with pytest.raises(BadRow, match="must hold the turns to be learned"):
+  with pytest.raises(BadData, match="must contain the turns to learn"):
     found(nothing, messages)
 
 
 def calling(header="A:", last="", ends=PROMPT):
-  """A template that refuses a tool's answer without a call, as Mistral's."""
+  """Uses a template that refuses a tool's answer without a call (Mistral)."""
   return (
     "{% for m in messages %}{% if m.role == 'tool' and not "
     "loop.previtem.tool_calls %}{{ raise_exception('no call') }}{% endif %}"
@@ -192,22 +195,22 @@ def calling(header="A:", last="", ends=PROMPT):
   )  # fmt: skip
 
 
-def test_turns_whose_place_no_other_can_take_are_found():
+def test_turns_that_cannot_be_replaced_are_found():
   call = {"role": "assistant", "tool_calls": ["f"]}
   user = {"role": "user", "content": "a"}
   messages = [user, call, {"role": "tool", "content": "t"}, *chat("c", "d")]
   expected = ['["f"]<|im_end|>', "d<|im_end|>"]
   assert found(calling(), messages) == expected
-  # Without a prompt to generate.
+  # Without a generation prompt.
   assert found(calling(ends=""), messages) == expected
-  # What is written before it, or of it, is another in the whole text.
+  # The text before or inside the turn differs in the whole text.
   mark = "{{ '!' if messages | length > 4 }}"
   for changed in (calling(last=mark), calling(header=mark + "A:")):
-    with pytest.raises(BadRow, match="place of turn 2 in the template"):
+    with pytest.raises(BadData, match="place of turn 2 in the template"):
       found(changed, messages)
 
 
-def test_calls_of_tools_belong_to_their_turn():
+def test_tool_calls_belong_to_their_turn():
   source = (
     LOOP + ANSWER + "A:{{ m.content }}{% if m.tool_calls %}"
     "{{ m.tool_calls | tojson }}{% endif %}<|im_end|>\n" + END + PROMPT

@@ -22,7 +22,7 @@ def prompt(template, text):
   return template.render(messages, add_generation_prompt=True)
 
 
-# As Llama 2, Qwen and Gemma write theirs, shortened.
+# In the style of Llama 2, Qwen and Gemma, shortened.
 TEMPLATE = """\
 {% for message in messages %}
   {% if message['role'] == 'assistant' %}
@@ -41,17 +41,17 @@ TEMPLATE = """\
 {% endif %}"""
 
 
-def test_template_is_rendered_as_transformers_does(tmp_path):
+def test_template_is_rendered_as_in_transformers(tmp_path):
   configure(tmp_path, chat_template=TEMPLATE, bos_token={"content": "<s>"})
   chat = ChatTemplate.load(tmp_path)
-  # Blocks leave no line; what they are indented by is no text.
+  # Blocks leave neither lines nor indentation.
   assert prompt(chat, " hello ") == "<s>[USER] hello\n[ASSISTANT]\n"
-  # A file of its own comes before it.
+  # chat_template.jinja has priority.
   (tmp_path / "chat_template.jinja").write_text("{{ {'a': 'é'} | tojson }}")
   assert prompt(ChatTemplate.load(tmp_path), "x") == '{"a": "é"}'
 
 
-def test_default_is_chosen_of_several_templates(tmp_path):
+def test_default_is_chosen_among_several_templates(tmp_path):
   named = [dict(name="rag", template="r"), dict(name="default", template="d")]
   configure(tmp_path, chat_template=named)
   assert prompt(ChatTemplate.load(tmp_path), "x") == "d"
@@ -59,7 +59,7 @@ def test_default_is_chosen_of_several_templates(tmp_path):
   assert ChatTemplate.load(tmp_path) is None
 
 
-def test_tools_choose_the_template_for_them(tmp_path):
+def test_tools_select_their_own_template(tmp_path):
   named = [
     dict(name="default", template="d"),
     dict(name="tool_use", template="{{ tools | tojson(indent=1) }}"),
@@ -70,17 +70,19 @@ def test_tools_choose_the_template_for_them(tmp_path):
   assert chat.render([], tools=["é"]) == '[\n "é"\n]'
 
 
-def test_special_tokens_are_also_those_of_older_files(tmp_path):
+def test_special_tokens_are_also_read_from_older_files(tmp_path):
   configure(tmp_path, chat_template=PUBLISHED["vicuna"], eos_token=None)
   old = {"bos_token": "<s>", "eos_token": {"content": "</s>"}}
   (tmp_path / "special_tokens_map.json").write_text(json.dumps(old))
   chat = ChatTemplate.load(tmp_path)
   assert chat.special_tokens == {"bos_token": "<s>", "eos_token": "</s>"}
   configure(tmp_path, eos_token="<|im_end|>")
-  chat = ChatTemplate.published("vicuna", tmp_path)
+  chat = ChatTemplate.load(tmp_path, "vicuna")
   assert chat.special_tokens["eos_token"] == "<|im_end|>"
-  with pytest.raises(ValueError, match="^chat: a template is one of llama3"):
-    ChatTemplate.published("gpt", tmp_path)
+  with pytest.raises(
+    ValueError, match="^chat: a template is one of alpaca, chatml"
+  ):
+    ChatTemplate.load(tmp_path, "gpt")
 
 
 def test_date_can_be_fixed():
@@ -101,7 +103,7 @@ def test_messages_are_shown_as_transformers_shows_them():
   assert given[0].keys() == {"role", "content", "reasoning"}
 
 
-def test_generation_marks_what_is_in_its_blocks():
+def test_generation_marks_the_contents_of_its_blocks():
   chat = ChatTemplate(TEMPLATE, {})
   assert chat.has_generation(None)
   assert not ChatTemplate(PUBLISHED["llama3"], {}).has_generation(None)
@@ -110,7 +112,7 @@ def test_generation_marks_what_is_in_its_blocks():
   text = chat.render(messages)
   spans = chat.generated(messages, None)
   assert [text[start:end] for start, end in spans] == ["b é\n", "c\n"]
-  # What changes the text of a block would move the places of others.
+  # A change to the text of a block would shift later places.
   source = "{% set x %}{% generation %}ab{% endgeneration %}{% endset %}"
   cut = ChatTemplate(source + "{{ x[1:] }}", {})
   with pytest.raises(ValueError, match="must be part of the whole text"):
@@ -145,7 +147,7 @@ def test_config_that_is_damaged_is_a_sentence(tmp_path, content):
 
 
 @pytest.mark.parametrize("skip_bad", [False, True])
-def test_token_that_the_tokenizer_lacks_is_no_fault_of_rows(tmp_path, skip_bad):
+def test_missing_special_token_is_not_a_bad_row(tmp_path, skip_bad):
   shutil.copy("tests/data/chat/llama3/tokenizer.json", tmp_path)
   configure(tmp_path, eos_token="<|eot_id|>")
   turns = [{"role": "user", "content": "a"}]
@@ -153,7 +155,7 @@ def test_token_that_the_tokenizer_lacks_is_no_fault_of_rows(tmp_path, skip_bad):
   file = tmp_path / "rows.jsonl"
   file.write_text(json.dumps({"messages": turns}))
   encoder = ChatEncoder(
-    tmp_path / "tokenizer.json", ChatTemplate.published("vicuna", tmp_path)
+    tmp_path / "tokenizer.json", ChatTemplate.load(tmp_path, "vicuna")
   )
   words = r"uses the tokenizer's bos_token, got none in tokenizer_config.json"
   with pytest.raises(ValueError, match=words) as raised:

@@ -208,7 +208,7 @@ def test_import_replaces_a_run_only_when_asked(halfway, tmp_path, capsys):
   assert "holds a run; pass --overwrite to replace" in capsys.readouterr().err
   before = contents(halfway)
   assert command("import", tmp_path / "adamw", *line, "--resume") == 2
-  assert "import: makes a run, got --resume; leave" in capsys.readouterr().err
+  assert "import: creates a run, got --resume; leave" in capsys.readouterr().err
   assert contents(halfway) == before
   assert command("import", tmp_path / "adamw", *line, "--overwrite") == 0
 

@@ -203,7 +203,7 @@ def test_options_that_would_be_ignored_are_refused(tmp_path, capsys):
     assert not run.exists()
   errors = capsys.readouterr().err
   assert "leave --model out" in errors and errors.count("got --init-from") == 2
-  assert "makes a run, got --resume" in errors
+  assert "creates a run, got --resume" in errors
 
 
 @pytest.mark.slow

@@ -208,7 +208,7 @@ def test_full_disk_ends_the_run_and_leaves_its_checkpoints(
   last = run_directory.checkpoints / str(run_directory.latest_step())
   words = f"error: save: a checkpoint in {run_directory.checkpoints} must be"
   assert words in output and "File too large" in output
-  assert f"--resume, which goes on from {last}" in output
+  assert f"--resume, which continues from {last}" in output
   assert "Traceback" not in output, output
   found, damaged = run_directory.newest_whole_step()
   assert last.name == str(found) and not damaged

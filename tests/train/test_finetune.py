@@ -182,7 +182,7 @@ def test_interrupted_run_resumes_bit_for_bit(
   assert losses(out) == before
   assert RunDirectory(out).samples.read_bytes() == samples
   assert pretrain.main(["demo", "--out", str(out), "--resume"]) == 2
-  assert "is of train.finetune" in capsys.readouterr().err
+  assert "was written by train.finetune" in capsys.readouterr().err
 
 
 def test_epochs_say_how_many_steps(checkpoint, data):

@@ -71,7 +71,7 @@ def test_bad_images_are_named_and_nothing_is_written(folder, tmp_path, capsys):
   said = capsys.readouterr().err
   assert "10 rows; 6 bad ones left out (1 large image, 1 missing image" in said
   # Without --images, names are relative to the file of rows.
-  words = "line 1: an image must be there.*; pass --images FOLDER"
+  words = "line 1: an image must exist.*; pass --images FOLDER"
   with pytest.raises(ValueError, match=words) as raised:
     load_rows(*good, images="")
   assert "correct the row" not in str(raised.value)

@@ -16,6 +16,7 @@ from flax import nnx
 
 from tests.train.runs import MODEL, run
 from train import generate, step
+from train.data.batches import train_iterator
 from train.data.tokens import TokenSource
 from train.presets import PRESETS
 from train.run import checkpoint
@@ -51,7 +52,8 @@ def finished(tmp_path_factory):
   folder.create(describe(config, data))
   with contextlib.closing(Checkpoints(folder.checkpoints, keep=1)) as opened:
     state = state._replace(params=larger)
-    opened.save_at(2, state, {}, describe(config, data))
+    batches = train_iterator(data, seq_len=2, batch_size=1, seed=0)
+    opened.save(2, state, batches, describe(config, data))
   return folder.path
 
 

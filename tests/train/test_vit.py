@@ -80,7 +80,7 @@ def _large(folder):
 
 def _no_image(folder):
   (folder / "train/cat/1.png").write_text("cat")
-  return "got {}/train/cat/1.png, which is none"
+  return "got {}/train/cat/1.png, which is not one"
 
 
 def _empty(folder):
@@ -91,17 +91,17 @@ def _empty(folder):
 
 def _one_class(folder):
   shutil.rmtree(folder / "train/cat")
-  return "two classes or more, got dog; with one there is nothing to learn"
+  return "two classes or more, got dog; one class leaves nothing to learn"
 
 
 def _none(folder):
   shutil.rmtree(folder)
-  return "for each class is needed, got {}, which is none"
+  return "for each class is needed, got {}, which is not a folder"
 
 
 def _new_class(folder):
   (folder / "test/cow").mkdir()
-  return "must be trained on too, got cow in {}/test alone"
+  return "must be trained on too, got cow only in {}/test"
 
 
 def _few(folder):

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data: from files to batches of tokens."""
+"""Reads data: from files of text, tokens, chats or images to batches."""

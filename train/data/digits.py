@@ -5,8 +5,8 @@
 
 1797 grey images of 8 x 8 pixels, a part of the test set of E. Alpaydin and
 C. Kaynak, "Optical Recognition of Handwritten Digits" (1998), UCI Machine
-Learning Repository, doi:10.24432/C50P49. They are in the package: nothing is
-downloaded. Of each digit every fifth one is held out.
+Learning Repository, doi:10.24432/C50P49. The package contains them, so nothing
+is downloaded. Every fifth image of each digit is held out.
 """
 
 import collections
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Writes handwritten digits as FOLDER/train/DIGIT/*.png, and test.
 
     Args:
-      folder: To create.
+      folder: The folder to create.
     """
     return folder
 
@@ -51,8 +51,8 @@ def write_digits(folder: Path) -> int:
     from sklearn import datasets
   except ImportError as error:
     raise ValueError(
-      "digits: they are a part of scikit-learn, got no such package; pip "
-      "install scikit-learn, or the extra digits"
+      "digits: scikit-learn contains them, got no such package; pip install "
+      "scikit-learn, or the extra digits"
     ) from error
   check_free("digits", folder)
   found = datasets.load_digits()
@@ -64,7 +64,7 @@ def write_digits(folder: Path) -> int:
       written[label] += 1
       file = path / part / str(label) / f"{i:04}.png"
       file.parent.mkdir(parents=True, exist_ok=True)
-      # From 0 to 16.
+      # Values range from 0 to 16.
       Image.fromarray(np.round(image * (255 / 16)).astype(np.uint8)).save(file)
   return len(images)
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads the tokenizer of a Hugging Face folder, and its chat template.
 
-tokenizer.json          how a text becomes tokens
+tokenizer.json          the tokenizer
 tokenizer_config.json   the special tokens, and whether texts begin with one
-generation_config.json  what ends a text; config.json says so too
+generation_config.json  the tokens that end a text; config.json names them too
 chat_template.jinja     see `data.chat`
 """
 
@@ -16,6 +16,7 @@ import numpy as np
 from coat_jax.models.hf.files import read_json
 from coat_jax.models.hf.keys import CONFIG
 from train.data.chat.documents import Documents
+from train.data.chat.template import read_special_tokens
 from train.data.text import TokenizerText
 
 _TOKENIZER, _TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
@@ -24,49 +25,40 @@ _CONFIGS = (GENERATION, CONFIG)
 
 
 class FolderText(TokenizerText):
-  """Tokenizes as transformers does from a folder that it wrote.
+  """Tokenizes as transformers does with a Hugging Face folder.
 
-  A text begins with the token that the tokenizer's post-processor puts in front
-  of it, or that tokenizer_config.json's `add_bos_token` says. It ends with any
-  `eos_token_id` of generation_config.json and config.json; where neither has
+  A text begins with the token that the tokenizer's post-processor adds, or that
+  `add_bos_token` in tokenizer_config.json asks for. It ends with any
+  `eos_token_id` of generation_config.json and config.json, or if neither names
   one, with the tokenizer's own.
   """
 
   def __init__(self, folder: Path, tokenizer: str | None = None):
-    """Reads the folder's files."""
+    """Reads a folder's files; `tokenizer` replaces its tokenizer.json."""
     path = folder / _TOKENIZER if tokenizer is None else Path(tokenizer)
     if tokenizer is None and not path.is_file():
       raise FileNotFoundError(
-        f"{folder} must have a {_TOKENIZER}, got none; copy it from where the "
-        "checkpoint is from, or pass --tokenizer with one"
+        f"{folder} must have a {_TOKENIZER}, got none; copy it from the "
+        "checkpoint's source, or pass --tokenizer with one"
       )
     super().__init__(str(path))
-    config = _read(path.expanduser().parent / _TOKENIZER_CONFIG)
+    own = path.expanduser().parent  # The tokenizer's folder.
     ends = {x for f in _CONFIGS for x in read_ids(folder / f, "eos_token_id")}
     self.stop_tokens = tuple(sorted(ends)) or self.stop_tokens
-    begin, end = (self._id(config, f"{x}_token") for x in ("bos", "eos"))
+    special = read_special_tokens(own)
+    begin, end = (
+      self._tokenizer.id_of(special.get(name, ""))
+      for name in ("bos_token", "eos_token")
+    )
     known = read_ids(folder / CONFIG, "bos_token_id")
     if begin is None and tokenizer is None:
       begin = known[0] if known else None
-    self.first_tokens = self._first_tokens(config.get("add_bos_token"), begin)
+    adds = _read(own / _TOKENIZER_CONFIG).get("add_bos_token")
+    self.first_tokens = tuple(self._tokenizer.first_tokens())
+    if isinstance(adds, bool) and begin is not None:
+      self.first_tokens = (begin,) if adds else ()
     if (first := begin if begin is not None else end) is not None:
       self.prefix_token = first
-
-  def _id(self, config: dict, name: str) -> int | None:
-    """The id of a special token that tokenizer_config.json names."""
-    token = config.get(name)
-    token = token.get("content") if isinstance(token, dict) else token
-    if not isinstance(token, str):
-      return None
-    return self._tokenizer.id_of(token)
-
-  def _first_tokens(self, adds: Any, begin: int | None) -> tuple[int, ...]:
-    """Finds the tokens that a text begins with."""
-    if isinstance(adds, bool) and begin is not None:
-      return (begin,) if adds else ()
-    ids, added = self._tokenizer.encode_with_special("a")
-    count = added.index(0) if 0 in added else 0
-    return tuple(ids[:count])
 
 
 def has_tokenizer(folder: Path) -> bool:
@@ -79,7 +71,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def read_ids(file: Path, name: str) -> list[int]:
-  """Reads the token ids under a key of a file; [] without file or key."""
+  """Reads the token ids under a key of a JSON file; [] if there are none."""
   value = _read(file).get(name)
   found = value if isinstance(value, list) else [value]
   found = [x for x in found if x is not None]
@@ -91,30 +83,27 @@ def read_ids(file: Path, name: str) -> list[int]:
   return found
 
 
-_KEY = "eos_token_id"
-
-
 def write_stop_tokens(folder: Path, documents: Documents) -> None:
-  """Names the tokens that end turns in a folder's generation_config.json.
+  """Lists the tokens that end turns in a folder's generation_config.json.
 
-  transformers stops at the tokens that this file names, without it at those of
-  config.json, and where that names none at the default of the model's class,
-  which for Llama is token 2; it does not ask the tokenizer. Nothing is written
-  where the tokens are named already, or where turns end with text.
+  transformers stops at the tokens that this file names. Without the file it
+  reads config.json, and if that names none, it uses the default of the model's
+  class (token 2 for Llama), never the tokenizer's token. Nothing is written if
+  the tokens are named already, or if turns end with text.
   """
   text = FolderText(folder)
-  ends = {x for x in last_tokens(documents) if not text.decode([x])}
+  ends = text.without_text(last_tokens(documents))
   file = folder / GENERATION
   named = file if file.is_file() else folder / CONFIG
-  if ends <= {*read_ids(named, _KEY)}:
+  if ends <= {*read_ids(named, "eos_token_id")}:
     return
   found = json.loads(file.read_text("utf-8")) if file.is_file() else {}
-  found[_KEY] = sorted({*text.stop_tokens, *ends})
+  found["eos_token_id"] = sorted({*text.stop_tokens, *ends})
   file.write_text(json.dumps(found, indent=2) + "\n", "utf-8")
 
 
 def last_tokens(documents: Documents) -> list[int]:
-  """Lists the tokens that the parts to be learned end with, each once."""
+  """Lists each token that ends a part to learn, once."""
   mask = documents.mask  # False for the first token of each document.
   is_last = mask & ~np.append(mask[1:], False)
   return np.unique(documents.tokens[is_last]).tolist()

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Image files to the pixels that a vision tower takes.
+"""Reads image files as the pixels that a vision tower takes.
 
-As transformers' processors do it, whose settings are a checkpoint's
-preprocessor_config.json: an image becomes RGB, is resized by Pillow in 8 bits
-(CLIP: the shorter side, then the middle is cut out; SigLIP: both sides), and
-its values are scaled and normalized in f32.
+It follows transformers' processors, with the settings in a checkpoint's
+preprocessor_config.json: an image is converted to RGB, resized by Pillow in 8
+bits (CLIP: the shorter side, then the middle is cropped; SigLIP: both sides),
+and its values are scaled and normalized in f32.
 
-Files come from anywhere, so that headers are checked first: of what kind they
-are and how many pixels they and the resized image have. No image needs more
-than `MAX_PIXELS` at three bytes, twice.
+Files come from anywhere, so headers are checked first: the format, and the
+number of pixels before and after resizing. No image needs more memory than
+twice `MAX_PIXELS` at three bytes each.
 """
 
 import dataclasses
@@ -22,13 +22,15 @@ from typing import Any
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
-# Below this Pillow's own limit, from which it warns, is not reached.
+from train.data.sources import BadData
+
+# Just below the limit from which Pillow itself warns.
 MAX_PIXELS = 89_000_000
-# One pixel is what trackers and failed downloads leave.
+# Tracking pixels and failed downloads have a single pixel.
 _MIN_SIDE = 2
-# Those of pixels: what else Pillow knows may be a program, as PostScript is.
+# Raster formats only: others that Pillow knows may be programs (PostScript).
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
-# Of more than 8 bits, which Pillow would clip.
+# Modes of more than 8 bits, which Pillow would clip.
 _DEEP = ("I", "F")
 _PREPROCESSOR = "preprocessor_config.json"
 _FILES = (_PREPROCESSOR, "processor_config.json")
@@ -41,28 +43,16 @@ _WITHOUT_EFFECT = {
 }
 
 
-class BadImage(ValueError):
-  """A file that is no image to train on.
-
-  Attributes:
-    reason: In a few words, the same for all images of a kind, to count them.
-  """
-
-  def __init__(self, reason: str, message: str):
-    super().__init__(message)
-    self.reason = reason
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Preprocessing:
-  """The settings by which an image becomes pixels."""
+  """Settings that turn an image into pixels."""
 
-  # Height and width after resizing, or the shorter side.
+  # Height and width after resizing, or only the shorter side.
   size: tuple[int, int] | int
-  # Height and width cut out of the middle then; None for no crop.
+  # Height and width of the center crop after resizing; None for no crop.
   crop: tuple[int, int] | None
-  resample: int  # Pillow's number of the filter.
-  scale: float  # Factor of 8-bit values.
+  resample: int  # Pillow's number of the resampling filter.
+  scale: float  # Factor for the 8-bit values.
   # Per channel: scaled values minus mean, divided by std.
   mean: tuple[float, float, float]
   std: tuple[float, float, float]
@@ -123,7 +113,7 @@ class Preprocessing:
   def save(self, folder: Path) -> None:
     """Writes the settings as preprocessor_config.json, which `load` reads.
 
-    AutoImageProcessor of transformers then prepares the same pixels.
+    transformers' AutoImageProcessor then prepares the same pixels.
     """
     size, crop = self.size, self.crop
     names = "height", "width"
@@ -149,30 +139,30 @@ class Preprocessing:
 
   @property
   def shape(self) -> tuple[int, int]:
-    """Height and width of what comes out."""
+    """Height and width of the result."""
     size = self.crop or self.size
     assert isinstance(size, tuple)  # Else there is a crop.
     return size
 
   def check(self, file: Path) -> None:
-    """Checks what an image's header says, in the main thread."""
-    with warnings.catch_warnings():  # Of Pillow, that an image is too large.
+    """Checks the header of an image; not for threads."""
+    with warnings.catch_warnings():  # Pillow warns of images that are refused.
       warnings.simplefilter("ignore", Image.DecompressionBombWarning)
       with _opened(file) as image:
         self._check_size(image)
 
   def read(self, file: Path) -> np.ndarray:
-    """Reads an image, in any thread."""
+    """Reads an image as f32 [3, H, W]; safe in threads."""
     with _opened(file) as image:
       width, height = self._check_size(image)
       try:
         resized = image.convert("RGB").resize(
           (width, height), Image.Resampling(self.resample)
         )
-      except Exception as error:  # Decoders raise many kinds.
-        raise BadImage(
+      except Exception as error:  # Decoders raise many types.
+        raise BadData(
           "broken image",
-          f"an image must be whole, got {file}, of which Pillow says: "
+          f"an image must be whole, got {file}, which Pillow cannot read: "
           f"{_first_line(error)}",
         ) from error
     rows, columns = self.shape
@@ -188,7 +178,7 @@ class Preprocessing:
     """Returns the width and height of the resized image."""
     width, height = image.size
     if min(width, height) < _MIN_SIDE:
-      raise BadImage(
+      raise BadData(
         "tiny image",
         f"an image must have {_MIN_SIDE} x {_MIN_SIDE} pixels at least, got "
         f"{width} x {height} in {image.filename}",  # pyright: ignore
@@ -202,7 +192,7 @@ class Preprocessing:
       )
     for what, pixels in (("", width * height), ("resized, ", new[0] * new[1])):
       if pixels > MAX_PIXELS:
-        raise BadImage(
+        raise BadData(
           "large image",
           f"an image must have at most {MAX_PIXELS} pixels, got {width} x "
           f"{height} in {image.filename}, "  # pyright: ignore
@@ -212,32 +202,32 @@ class Preprocessing:
 
 
 def _opened(file: Path) -> Image.Image:
-  """Opens an image, of which Pillow reads the header alone."""
+  """Opens an image; Pillow reads only its header."""
   try:
     if not stat.S_ISREG(os.stat(file).st_mode):
-      raise UnidentifiedImageError  # Opening a FIFO would wait for a writer.
+      raise UnidentifiedImageError  # Opening a FIFO would block.
     image = Image.open(file, formats=_FORMATS)
   except FileNotFoundError as error:
-    raise BadImage(
-      "missing image", f"an image must be there, got no file {file}"
+    raise BadData(
+      "missing image", f"an image must exist, got no file {file}"
     ) from error
   except Image.DecompressionBombError as error:
-    raise BadImage(
+    raise BadData(
       "large image",
       f"an image must have at most {MAX_PIXELS} pixels, got {file}: "
       f"{_first_line(error)}",
     ) from error
-  except Exception as error:  # As above.
+  except Exception as error:  # As when decoding.
     is_other = isinstance(error, UnidentifiedImageError)
-    got = "which is none" if is_other else _first_line(error)
-    raise BadImage(
+    got = "which is not one" if is_other else _first_line(error)
+    raise BadData(
       "no image",
       f"an image must be a file in {', '.join(_FORMATS)}, got {file}, {got}",
     ) from error
   if image.mode.split(";")[0] in _DEEP:
     mode = image.mode
     image.close()
-    raise BadImage(
+    raise BadData(
       "deep image",
       f"an image must have 8 bits a channel, got {file} in mode {mode}",
     )

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Folders of images by class, as ImageFolder and Hugging Face's imagefolder.
+"""Reads image folders by class, like torchvision's ImageFolder.
 
   FOLDER/train/CLASS/*.png   to train on
-  FOLDER/test/CLASS/*.png    held out; or val, or validation
-  FOLDER/CLASS/*.png         without either: a share of each class is held out
+  FOLDER/test/CLASS/*.png    held out; also val or validation
+  FOLDER/CLASS/*.png         without these folders, a share of each class is
+                             held out
 
-A class has the name of its folder, and classes are numbered by name. Images are
-in it or in folders below it. All headers are read at once; images that take at
-most `_IN_MEMORY` as pixels are read at once too and stay in memory, larger sets
-are read a batch at a time.
+The name of a folder is the name of its class; classes are numbered in order of
+their names. Images may be in folders below it. All headers are read at the
+start. Images that need at most `_IN_MEMORY` bytes as pixels are read at the
+start too and stay in memory; larger sets are read a batch at a time.
 """
 
 import dataclasses
 import hashlib
-import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,34 +22,33 @@ from typing import ClassVar
 import numpy as np
 
 from train.data.images import Preprocessing
+from train.data.token_files import hash_change_times
 
 _TRAIN, _HELD_OUT = "train", ("test", "val", "validation")
-# Other files beside images are left alone: lists, licenses, thumbnails' caches.
+# Other files are ignored: lists, licenses, caches of thumbnails.
 _ENDS = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
-# Pillow does not hold the interpreter's lock while it decodes.
+# Threads help: Pillow releases the interpreter's lock while it decodes.
 THREADS = 8
-# 5000 images of 224 x 224; of 8 x 8, four millions.
+# 5000 images of 224 x 224, or four million of 8 x 8.
 _IN_MEMORY = 3 * 2**30
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Images:
-  """Images with their classes, read when they are needed."""
+  """Images with their classes, decoded when they are needed."""
 
   has_padding: ClassVar[bool] = True
 
   files: Sequence[Path]
-  labels: np.ndarray  # int32 [images], the number of each one's class.
+  labels: np.ndarray  # int32 [images], the class numbers.
   preprocessing: Preprocessing
-  seq: int  # Tokens per image.
-  # f32 [images, 3, H, W], or None where they are not kept.
-  pixels: np.ndarray | None = None
+  pixels: np.ndarray | None = None  # f32 [images, 3, H, W] if in memory.
 
   def __len__(self) -> int:
     return len(self.files)
 
   def read(self, row: int | None) -> dict[str, np.ndarray]:
-    """Reads an image."""
+    """Reads an image and its label; the label of padding is -1."""
     if row is None:
       pixels = np.zeros((3, *self.preprocessing.shape), np.float32)
       return {"images": pixels, "labels": np.asarray(-1, np.int32)}
@@ -58,13 +57,13 @@ class Images:
     return {"images": pixels, "labels": np.asarray(self.labels[row])}
 
   def in_memory(self) -> "Images":
-    """The same images, read and checked whole; raises as `read` does."""
+    """Decodes all images, to keep them in memory."""
     with ThreadPoolExecutor(THREADS) as pool:
       pixels = list(pool.map(self._decode, range(len(self))))
     return dataclasses.replace(self, pixels=np.stack(pixels))
 
   def take(self, rows: np.ndarray) -> "Images":
-    """Some of the images, in this order."""
+    """Selects images by their numbers."""
     return dataclasses.replace(
       self, files=[self.files[i] for i in rows], labels=self.labels[rows]
     )
@@ -75,56 +74,49 @@ class Images:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Labelled:
-  """A folder of images, divided."""
+  """A folder of images, divided into training and held-out ones."""
 
   classes: tuple[str, ...]  # Names of the classes, by number.
   rows: Images  # Images to train on.
-  held_out: Images  # Images to evaluate.
-  # Hash of the names, classes and sizes of all files, of the preprocessing and,
-  # if they are in memory, of the pixels.
+  held_out: Images
+  # A hash of the names, classes and sizes of all files, of the preprocessing,
+  # and of the pixels if they are in memory.
   fingerprint: str
-  # Hash of when files were changed, if they are not in memory.
-  change_times: str | None
+  change_times: str | None  # A hash of the files' times if not in memory.
 
 
 def load_labelled(
-  folder: Path,
-  preprocessing: Preprocessing,
-  *,
-  seq: int,
-  held_out: float,
-  seed: int,
+  folder: Path, preprocessing: Preprocessing, *, held_out: float, seed: int
 ) -> Labelled:
   """Reads a folder of images by class."""
   if not folder.is_dir():
     raise ValueError(
       "data: a folder with a folder of images for each class is needed, got "
-      f"{folder}, which is none; pass --data FOLDER with images as "
+      f"{folder}, which is not a folder; pass --data FOLDER with images as "
       "FOLDER/train/CLASS/1.png or FOLDER/CLASS/1.png"
     )
   start = folder / _TRAIN if (folder / _TRAIN).is_dir() else folder
-  classes, rows = _read(start, preprocessing, seq)
+  classes, rows = _read(start, preprocessing)
   if (own := held_out_folder(folder)) is None:
     rows, others = _split(rows, held_out, seed)
   else:
-    _, others = _read(own, preprocessing, seq, classes)
+    _, others = _read(own, preprocessing, classes)
   files = [*rows.files, *others.files]
   shown = 12 * np.prod(preprocessing.shape) * len(files)
   is_kept = shown <= _IN_MEMORY
   if is_kept:
     rows, others = rows.in_memory(), others.in_memory()
-  found = Labelled(
+  return Labelled(
     classes=classes,
     rows=rows,
     held_out=others,
     fingerprint=_fingerprint(folder, classes, rows, others),
-    change_times=None if is_kept else _change_times(files),
+    change_times=None if is_kept else hash_change_times(files),
   )
-  return found
 
 
 def held_out_folder(folder: Path) -> Path | None:
-  """Finds the folder of what is held out, beside `train`; None without one."""
+  """Finds the held-out folder next to `train`; None if there is none."""
   found = [folder / name for name in _HELD_OUT if (folder / name).is_dir()]
   return found[0] if found and (folder / _TRAIN).is_dir() else None
 
@@ -132,10 +124,9 @@ def held_out_folder(folder: Path) -> Path | None:
 def _read(
   start: Path,
   preprocessing: Preprocessing,
-  seq: int,
   classes: tuple[str, ...] | None = None,
 ) -> tuple[tuple[str, ...], Images]:
-  """Reads the headers below a folder of classes."""
+  """Checks the headers of the images in a folder of classes."""
   found = sorted(
     x.name
     for x in start.iterdir()
@@ -145,13 +136,13 @@ def _read(
   if len(known) < 2:
     raise ValueError(
       f"data: {start} must have a folder of images for each of two classes or "
-      f"more, got {', '.join(known) or 'none'}; with one there is nothing to "
+      f"more, got {', '.join(known) or 'none'}; one class leaves nothing to "
       "learn"
     )
   if new := sorted(set(found) - set(known)):
     raise ValueError(
-      f"data: held-out classes must be trained on too, got {new[0]} in {start} "
-      "alone; move or remove it"
+      f"data: held-out classes must be trained on too, got {new[0]} only in "
+      f"{start}; move or remove it"
     )
   files, labels = [], []
   for name in found:
@@ -169,7 +160,6 @@ def _read(
     files=files,
     labels=np.asarray(labels, np.int32),
     preprocessing=preprocessing,
-    seq=seq,
   )
 
 
@@ -181,7 +171,7 @@ def _images_in(folder: Path) -> Iterator[Path]:
 
 
 def _split(images: Images, share: float, seed: int) -> tuple[Images, Images]:
-  """Divides each class alike, at least one image of it on both sides."""
+  """Divides each class by the same share, with an image on both sides."""
   held_out = []
   draw = np.random.default_rng(seed)
   for label in np.unique(images.labels):
@@ -189,8 +179,8 @@ def _split(images: Images, share: float, seed: int) -> tuple[Images, Images]:
     if len(own) < 2:
       raise ValueError(
         "data: a class needs two images, one to train on and one to hold out, "
-        f"got only {images.files[own[0]]}; add more, or give "
-        "held-out images in a folder of their own, test beside train"
+        f"got only {images.files[own[0]]}; add more, or put held-out images "
+        "into a folder test next to train"
       )
     count = min(max(round(share * len(own)), 1), len(own) - 1)
     held_out += draw.permutation(own)[:count].tolist()
@@ -209,8 +199,3 @@ def _fingerprint(folder: Path, classes: tuple[str, ...], *parts: Images) -> str:
     if images.pixels is not None:
       digest.update(np.ascontiguousarray(images.pixels))
   return f"images 1:{digest.hexdigest()[:32]}"
-
-
-def _change_times(files: Sequence[Path]) -> str:
-  times = [os.stat(file).st_mtime_ns for file in files]
-  return hashlib.sha256(str(times).encode()).hexdigest()[:16]

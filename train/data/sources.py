@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From text to a flat array of token ids in memory.
+"""Reads text files into one flat array of token ids in memory.
 
-Bytes are ids, or a `tokenizers` JSON file gives them. This is simple on purpose
-and repeated at every start. Tokenize a corpus of more than a few gigabytes
-once, ahead of training, into flat files: see `token_files`.
+The ids are bytes, or come from a `tokenizers` JSON file. This is simple on
+purpose and happens at every start. Tokenize a corpus of more than a few
+gigabytes once, before training, into flat files: see `token_files`.
 """
 
 import glob
@@ -18,23 +18,29 @@ from tqdm import tqdm
 from train.data.tokenizer import Tokenizer
 from train.options import read_path
 
-_NOT_OURS = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
+_NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
+
+
+class BadData(ValueError):
+  """A row or an image that cannot be trained on.
+
+  Attributes:
+    reason: A few words, the same for all data with this fault, to count them.
+    remedy: Advice to print after the message.
+  """
+
+  def __init__(
+    self, reason: str, message: str, remedy: str = "correct the row"
+  ):
+    super().__init__(message)
+    self.reason, self.remedy = reason, remedy
 
 
 def find_files(path: str, *, suffixes: tuple[str, ...] = ()) -> list[Path]:
-  """Lists the files that a path, folder or glob names, sorted.
+  """Lists the files that a file, folder or glob names, sorted; at least one.
 
-  Args:
-    path: A file, a folder (searched recursively, hidden names left out) or a
-      glob in which `**` crosses folders.
-    suffixes: Endings to keep in a folder; () keeps all.
-
-  Returns:
-    The files, at least one.
-
-  Raises:
-    FileNotFoundError: there is none.
-    ValueError: the path is empty, or names a user that there is not.
+  A folder is searched recursively, without hidden names, for the suffixes; ()
+  keeps all. In a glob `**` crosses folders.
   """
   root = read_path("data.path", path)
   if root.is_file():
@@ -66,15 +72,15 @@ def find_files(path: str, *, suffixes: tuple[str, ...] = ()) -> list[Path]:
 def documents(path: str | None) -> Iterator[tuple[str, bytes]]:
   """Yields (name, content) of each text file, sorted by path.
 
-  In a folder or glob, files with a zero byte near their start are not text and
-  are skipped.
+  None reads the source code of Python's standard library. Files with a zero
+  byte near their start are not text and are skipped.
   """
+  root = Path(sysconfig.get_paths()["stdlib"])
   if path is None:
-    root = Path(sysconfig.get_paths()["stdlib"])
     candidates = [
       file
       for file in sorted(root.rglob("*.py"))
-      if not _NOT_OURS & set(file.relative_to(root).parts)
+      if not _NOT_STDLIB & set(file.relative_to(root).parts)
     ]
   else:
     candidates = find_files(path)
@@ -100,7 +106,7 @@ def documents(path: str | None) -> Iterator[tuple[str, bytes]]:
 
 
 def check_ids(ids: np.ndarray, name: str, vocab_size: int) -> None:
-  """Checks that ids are in the vocabulary."""
+  """Checks that ids are below the vocabulary size."""
   largest = int(ids.max(initial=0))
   if largest >= vocab_size:
     raise ValueError(
@@ -111,7 +117,7 @@ def check_ids(ids: np.ndarray, name: str, vocab_size: int) -> None:
 
 
 def read_bytes(path: str | None, vocab_size: int) -> np.ndarray:
-  """Reads text as one id a byte."""
+  """Reads text as one id per byte."""
   contents = []
   for name, content in documents(path):
     check_ids(np.frombuffer(content, np.uint8), name, vocab_size)
@@ -122,17 +128,22 @@ def read_bytes(path: str | None, vocab_size: int) -> np.ndarray:
 def read_tokenized(
   path: str | None, tokenizer_path: str, vocab_size: int
 ) -> np.ndarray:
-  """Reads text through a tokenizer, an end-of-text id after each file.
+  """Tokenizes text, with an end-of-text id after each file.
 
-  Bytes that are not UTF-8 become U+FFFD. A progress bar appears when this takes
-  more than two seconds.
+  Bytes that are not UTF-8 become U+FFFD.
   """
   tokenizer = Tokenizer(tokenizer_path)
   end_of_text = tokenizer.end_of_text
   arrays = [np.empty(0, np.uint32)]
   with tqdm(desc="tokenizing", unit="char", unit_scale=True, delay=2) as bar:
-    # Batches are large enough for the tokenizer's own threads.
-    pieces = _pieces(tokenizer, documents(path))
+    # Batches are large enough to occupy the tokenizer's own threads.
+    pieces = (
+      (name, piece, is_last)
+      for name, content in documents(path)
+      for piece, _, is_last in tokenizer.split(
+        content.decode("utf-8", errors="replace")
+      )
+    )
     for batch in itertools.batched(pieces, 64):
       found = tokenizer.encode([piece for _, piece, _ in batch])
       for (name, piece, is_last), ids in zip(batch, found, strict=True):
@@ -143,13 +154,3 @@ def read_tokenized(
         bar.update(len(piece))
   tokens = np.concatenate(arrays)
   return tokens.astype(np.uint16) if vocab_size <= 1 << 16 else tokens
-
-
-def _pieces(
-  tokenizer: Tokenizer, contents: Iterator[tuple[str, bytes]]
-) -> Iterator[tuple[str, str, bool]]:
-  """Splits documents at line ends: (name, piece, whether it is the last)."""
-  for name, content in contents:
-    text = content.decode("utf-8", errors="replace")
-    for piece, _, is_last in tokenizer.split(text):
-      yield name, piece, is_last

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Between text and tokens, both ways, as a run's data were tokenized.
+"""Encodes and decodes text as a run's data were tokenized.
 
-`open_text` chooses: bytes are ids where a run has no tokenizer, else a
-`tokenizers` JSON file gives them, with what is beside it in a folder of
-transformers: special tokens and a chat template.
+`open_text` chooses: ids are bytes, or come from a `tokenizers` JSON file with
+the special tokens and the chat template in its folder.
 """
 
 import abc
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 from train.data.chat.template import ChatTemplate
@@ -16,22 +16,21 @@ from train.data.tokens import DataConfig
 
 
 class Text(abc.ABC):
-  """Encodes prompts and decodes what was generated."""
+  """Encodes prompts and decodes generated tokens."""
 
-  # Tokens before those of a text.
-  first_tokens: tuple[int, ...] = ()
+  first_tokens: tuple[int, ...] = ()  # Tokens that texts begin with.
   stop_tokens: tuple[int, ...] = ()  # Tokens that end a text.
   # The token before a text without context; None if none is known.
   prefix_token: int | None = None
-  chat: ChatTemplate | None = None  # The chat template.
+  chat: ChatTemplate | None = None
 
   @abc.abstractmethod
   def encode(self, text: str) -> list[int]:
-    """Returns the tokens of a text, without any that mark its beginning."""
+    """Returns the tokens of a text, without `first_tokens`."""
 
   @abc.abstractmethod
   def decode(self, tokens: list[int]) -> str:
-    """Returns the text of tokens; what is no text becomes U+FFFD."""
+    """Returns the text of tokens; bytes that are not text become U+FFFD."""
 
   def encode_from_start(self, text: str) -> list[int]:
     """Encodes a text and adds `first_tokens` unless it begins with them."""
@@ -41,17 +40,21 @@ class Text(abc.ABC):
   def decode_after(self, before: list[int], tokens: list[int]) -> str:
     """Decodes tokens that follow others.
 
-    Many tokenizers leave the space out that the first word of a text has in
-    front; here it is there.
+    Unlike `decode` it keeps the space before the first word, which many
+    tokenizers drop at the start of a text.
     """
     head, whole = self.decode(before), self.decode(before + tokens)
     if whole.startswith(head):
       return whole[len(head) :]
     return self.decode(tokens)  # A character was cut in two.
 
+  def without_text(self, tokens: Iterable[int]) -> set[int]:
+    """Selects the tokens that decode to nothing, such as the end of a turn."""
+    return {token for token in tokens if not self.decode([token])}
+
 
 class ByteText(Text):
-  """Bytes are ids, as in `data.sources.read_bytes`."""
+  """Uses bytes as ids, as `data.sources.read_bytes` does."""
 
   prefix_token = ord("\n")
 
@@ -66,10 +69,10 @@ class ByteText(Text):
 
 
 class TokenizerText(Text):
-  """Through a `tokenizers` JSON file."""
+  """Uses a `tokenizers` JSON file."""
 
   def __init__(self, path: str):
-    """Reads the file, and special tokens and a chat template beside it."""
+    """Reads the file, and special tokens and a chat template in its folder."""
     self._tokenizer = Tokenizer(path)
     self.chat = ChatTemplate.load(Path(path).expanduser().parent)
     self.prefix_token = self._tokenizer.end_of_text
@@ -88,7 +91,7 @@ class TokenizerText(Text):
 
 
 def open_text(data: DataConfig, tokenizer: str | None) -> Text:
-  """Opens what a run's data were tokenized with."""
+  """Opens the tokenizer of a run's data, or another one."""
   tokenizer = data.tokenizer if tokenizer is None else tokenizer
   if tokenizer is not None:
     return TokenizerText(tokenizer)

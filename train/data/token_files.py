@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flat files of token ids, read a batch at a time, and their fingerprints.
+"""Reads flat files of token ids a batch at a time, and fingerprints them.
 
-Why not memory-mapped: where a file was cut short, or its disk fails, reading a
-map ends the process with SIGBUS, and no sentence says why.
+Why not memory-mapped: if a file was cut short or its disk fails, reading a map
+ends the process with SIGBUS, without an error message.
 
 A fingerprint tells whether a resumed run reads the same tokens. Arrays in
-memory and files of up to 256 MiB in all are hashed whole. Of larger files,
-blocks of 64 KiB are hashed: the first and the last of each file, and 4096 at
-equal distances. So any change longer than that distance is seen, a shorter one
-may not be; `change_times` hints at those.
+memory and files of up to 256 MiB together are hashed whole. Of larger files,
+only blocks of 64 KiB are hashed: the first and last of each file, and 4096 at
+equal distances. Changes longer than that distance are always seen; shorter ones
+may be missed, but `change_times` hints at them.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ import functools
 import hashlib
 import itertools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -29,24 +29,24 @@ class TokenFile:
   """A flat file of token ids; `len` and slices work as on an array."""
 
   path: str
-  dtype: str  # Of its ids, uint16 or uint32.
+  dtype: str  # The type of its ids, uint16 or uint32.
   size: int  # Number of ids.
   offset: int  # Bytes before the first one.
 
   @property
   def itemsize(self) -> int:
-    """Bytes of an id."""
+    """Bytes per id."""
     return np.dtype(self.dtype).itemsize
 
   def __len__(self) -> int:
     return self.size
 
   def __getitem__(self, where: slice) -> np.ndarray:
-    """Reads ids, less than 2 GiB of them."""
+    """Reads a slice of less than 2 GiB."""
     start, stop, _ = where.indices(self.size)
     wanted = max(stop - start, 0) * self.itemsize
     place = self.offset + start * self.itemsize
-    file = _opened(self.path)  # Held, so that nothing closes it meanwhile.
+    file = _opened(self.path)  # Kept, so that no other thread closes it.
     read = os.pread(file.number, wanted, place)
     if len(read) < wanted:
       raise ValueError(
@@ -58,14 +58,14 @@ class TokenFile:
 
 
 def open_tokens(path: str, dtype: str) -> list[TokenFile]:
-  """Opens token files; content is read when a slice is asked for."""
+  """Opens token files; their ids are read by slicing."""
   files = sources.find_files(path, suffixes=(".npy", ".bin"))
-  _opened.cache_clear()  # There may be other files by these names now.
+  _opened.cache_clear()  # The files may have been replaced since.
   return [_measured(str(file), dtype) for file in files]
 
 
 def _measured(path: str, dtype: str) -> TokenFile:
-  """Finds where a file's ids begin and how many they are."""
+  """Finds where the ids of a file begin and how many there are."""
   with open(path, "rb") as file:
     has_header = file.read(6) == b"\x93NUMPY"
   if not has_header:
@@ -93,7 +93,7 @@ def _measured(path: str, dtype: str) -> TokenFile:
 
 
 class _Opened:
-  """A file that threads read at places of their own."""
+  """An open file that threads read at independent positions."""
 
   def __init__(self, path: str):
     self.number = os.open(path, os.O_RDONLY)
@@ -103,22 +103,20 @@ class _Opened:
       os.close(self.number)
 
 
-# A published corpus has thousands of files: stay well below the usual limit of
-# 1024 that are open.
+# A published corpus has thousands of files; the usual limit is 1024 open ones.
 @functools.lru_cache(maxsize=256)
 def _opened(path: str) -> _Opened:
   return _Opened(path)
 
 
 _BLOCK_BYTES, _BLOCKS = 1 << 16, 1 << 12
-# They hide the latency of disks.
 _THREADS = 16
 
 Parts = Sequence[np.ndarray | TokenFile]
 
 
 def fingerprint(parts: Parts) -> str:
-  """Hashes the stream of tokens that arrays or files are, one after another."""
+  """Hashes the token stream that arrays or files make up."""
   sizes = [len(part) for part in parts]
   if is_read_whole(parts):
     sizes = [sum(sizes)]
@@ -136,13 +134,18 @@ def is_read_whole(parts: Parts) -> bool:
 
 
 def change_times(parts: Parts) -> str | None:
-  """Hashes when each file was changed last; None of what is read whole.
+  """Hashes the files' change times; None if the fingerprint reads them whole.
 
-  A copy of the same files has other times, so these are a hint only.
+  A copy of the same files has other times, so these are only a hint.
   """
   if is_read_whole(parts):
     return None
-  times = [os.stat(part.path).st_mtime_ns for part in _files(parts)]
+  return hash_change_times(part.path for part in _files(parts))
+
+
+def hash_change_times(files: Iterable[str | os.PathLike]) -> str:
+  """Hashes when each file was last changed."""
+  times = [os.stat(file).st_mtime_ns for file in files]
   return hashlib.sha256(str(times).encode()).hexdigest()[:16]
 
 
@@ -151,13 +154,13 @@ def _files(parts: Parts) -> list[TokenFile]:
 
 
 def _distance(parts: Parts) -> int:
-  """Bytes from the beginning of a block to that of the next one."""
+  """Bytes from the start of one block to the start of the next."""
   size = sum(len(file) * file.itemsize for file in _files(parts))
   return max(_BLOCK_BYTES, -(-size // _BLOCKS))
 
 
 def _blocks(parts: Parts) -> Iterator[tuple[np.ndarray | TokenFile, slice]]:
-  """Yields what is read of each part."""
+  """Yields each part with the slices of it to hash."""
   distance = _distance(parts)
   for part in parts:
     if isinstance(part, np.ndarray):

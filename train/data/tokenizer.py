@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text to tokens and back, by a `tokenizers` JSON file.
+"""Converts text to tokens and back with a `tokenizers` JSON file.
 
-The library raises bare Exception, and panics of its Rust code, which Python
-does not even count as Exceptions. Here both are a ValueError that names the
-file. Texts are tokenized whole whatever truncation the file asks for, as in
-transformers.
+The library raises bare Exception, and panics in its Rust code are not even
+Exceptions. Here both become a ValueError that names the file. Truncation that
+the file asks for is ignored, as in transformers.
 
-A text takes up to 240 bytes a character while the library tokenizes it, so
-that long ones go through it in pieces, and few at once.
+The library needs up to 240 bytes per character while it tokenizes, so long
+texts are split into pieces, and few pieces are tokenized at once.
 """
 
 import contextlib
@@ -18,20 +17,19 @@ import tokenizers
 
 from train.options import read_path
 
-# Names that tokenizers in use give their end-of-text token.
+# Common names of the end-of-text token.
 _END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
-# Characters that the library gets at once. A longer text is split at line
-# ends, where few tokenizers merge across; larger pieces run on fewer cores.
+# Most characters of a piece. Longer texts are split at line ends, across which
+# few tokenizers merge; larger pieces would run on fewer cores.
 PIECE = 1 << 18
-# Texts, and characters in all, that its threads get at once.
+# Most pieces, and characters in all of them, that are tokenized at once.
 _TEXTS, _CHARACTERS = 256, 1 << 20
 
 
 class Tokenizer:
-  """A `tokenizers` JSON file that was read."""
+  """The tokenizer in a `tokenizers` JSON file."""
 
   def __init__(self, path: str):
-    """Reads the file."""
     file = read_path("data.tokenizer", path)
     if not file.is_file():
       raise FileNotFoundError(
@@ -54,7 +52,7 @@ class Tokenizer:
       yield
     except (KeyboardInterrupt, SystemExit, MemoryError):
       raise
-    except BaseException as error:  # See above.
+    except BaseException as error:  # See the module's docstring.
       reason = (str(error).splitlines() or [type(error).__name__])[0]
       raise ValueError(
         f"load_tokens: {self._path} must {needs}, got {got} ({reason[:200]}); "
@@ -62,27 +60,28 @@ class Tokenizer:
       ) from error
 
   def id_of(self, token: str) -> int | None:
-    """Finds the id of a token; None where there is none."""
+    """Finds the id of a token; None if there is none."""
     return self._whole.token_to_id(token)
 
   @property
   def end_of_text(self) -> int | None:
-    """The id of the end-of-text token; None where there is none."""
+    """The id of the end-of-text token; None if there is none."""
     known = map(self.id_of, _END_OF_TEXT)
     return next((id for id in known if id is not None), None)
 
   def drop_post_processor(self) -> None:
-    """Leaves tokens all their characters, of which it may take spaces."""
+    """Removes the post-processor, which may trim spaces from offsets."""
     self._whole.post_processor = None
 
-  def encode_with_special(self, text: str) -> tuple[list[int], list[int]]:
-    """Returns ids with the special tokens around a text, and a mask of them."""
+  def first_tokens(self) -> list[int]:
+    """Returns the special tokens that the tokenizer puts before a text."""
     with self._errors():
-      encoding = self._whole.encode(text)
-    return encoding.ids, encoding.special_tokens_mask
+      found = self._whole.encode("a")
+    is_special = found.special_tokens_mask
+    return found.ids[: is_special.index(0) if 0 in is_special else 0]
 
   def encode(self, texts: Sequence[str]) -> list[list[int]]:
-    """Returns the ids of each text, without what is put around it."""
+    """Returns the ids of each text, without special tokens around it."""
     with self._errors():
       found = self._whole.encode_batch_fast(texts, add_special_tokens=False)
     return [encoding.ids for encoding in found]
@@ -97,8 +96,8 @@ class Tokenizer:
   ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yields ids int32 [n] and character offsets int32 [n, 2] of each text.
 
-    The first `kept` tokens are those of the whole text, wherever it is split,
-    if they have at most 16 characters each.
+    Splitting never changes the first `kept` tokens if they have at most 16
+    characters each.
     """
     ids, offsets = [], []
     pieces = (piece for text in texts for piece in self.split(text, kept=kept))
@@ -119,7 +118,7 @@ class Tokenizer:
   def split(
     self, text: str, *, kept: int = 0
   ) -> Iterator[tuple[str, int, bool]]:
-    """Yields pieces of a text, where each begins, and whether it is the last.
+    """Yields (piece, start, whether it is the last one) of a text.
 
     Pieces end at line ends and never inside an added token.
     """
@@ -142,7 +141,7 @@ class Tokenizer:
 def _batches(
   pieces: Iterable[tuple[str, int, bool]],
 ) -> Iterator[list[tuple[str, int, bool]]]:
-  """Groups pieces that the library gets at once."""
+  """Groups the pieces that are tokenized at once."""
   batch, size = [], 0
   for piece in pieces:
     if batch and (len(batch) == _TEXTS or size + len(piece[0]) > _CHARACTERS):

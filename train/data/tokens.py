@@ -3,12 +3,12 @@
 
 The end of the stream is held out for evaluation. `DataConfig` offers three
 kinds of data:
-  * nothing given: the source text of the running Python's own standard library,
-    real text that every machine has, as bytes;
+  * by default the source code of Python's standard library, real text that
+    every machine has, as bytes;
   * text: a file, folder or glob, as bytes or through a `tokenizers` JSON file,
     tokenized at the start and kept in memory;
-  * tokens: flat `uint16` or `uint32` files, of which only what a batch needs is
-    read, with NumPy's header or without one, as OLMo publishes Dolma.
+  * tokens: flat `uint16` or `uint32` files, read a batch at a time, with or
+    without NumPy's header (OLMo publishes Dolma without).
 """
 
 import bisect
@@ -16,7 +16,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
@@ -24,6 +24,9 @@ import numpy as np
 from train.data import sources, token_files
 from train.data.token_files import TokenFile, open_tokens
 
+# Reading threads hide the latency of disks; in memory they only contend.
+_THREADS = 16
+# Short pieces, spread over the stream, that are checked before training.
 _SAMPLES, _SAMPLE_TOKENS = 64, 4096
 
 
@@ -77,20 +80,21 @@ class DataConfig:
 class TokenSource:
   """A flat stream of token ids below `vocab_size`; see `load_tokens`."""
 
-  name: str  # Where the tokens come from, for messages.
-  # Flat integer arrays, or files, one after the other.
+  name: str  # Where the tokens come from, for errors.
+  # Flat integer arrays or files, one after the other.
   parts: Sequence[np.ndarray | TokenFile]
-  vocab_size: int  # Every id that is read is checked to be below it.
-  held_out: float  # Share at the end that is kept for evaluation.
+  vocab_size: int  # Reading checks that every id is below it.
+  held_out: float  # The share at the end that is held out for evaluation.
 
   @functools.cached_property
   def _ends(self) -> list[int]:
     return list(itertools.accumulate(len(part) for part in self.parts))
 
   @property
-  def is_in_memory(self) -> bool:
-    """Whether no part is a file."""
-    return all(isinstance(part, np.ndarray) for part in self.parts)
+  def threads(self) -> int:
+    """Threads that read batches ahead; none if all tokens are in memory."""
+    is_in_memory = all(isinstance(part, np.ndarray) for part in self.parts)
+    return 0 if is_in_memory else _THREADS
 
   def __len__(self) -> int:
     return self._ends[-1] if self.parts else 0
@@ -111,48 +115,30 @@ class TokenSource:
       index += 1
     return tokens
 
-  def samples(self) -> Iterator[np.ndarray]:
-    """Yields up to 64 short pieces spread over the stream, 1 MiB in all."""
-    size = min(_SAMPLE_TOKENS, len(self))
-    starts = np.linspace(0, len(self) - size, _SAMPLES).astype(int)
-    for start in np.unique(starts).tolist():
-      yield self.read(start, start + size)
-
   @functools.cached_property
   def fingerprint(self) -> str:
-    """A hash of the tokens; a resumed run must have the same."""
+    """A hash of the tokens, which must not change when a run is resumed."""
     return token_files.fingerprint(self.parts)
 
   @functools.cached_property
   def change_times(self) -> str | None:
-    """A hash of the files' times, where the fingerprint does not see all."""
+    """A hash of the files' times if the fingerprint does not read all."""
     return token_files.change_times(self.parts)
 
   def train_size(self, seq_len: int) -> int:
-    """Number of tokens before the held-out share, which ends the stream."""
+    """Number of tokens before the held-out part."""
     return len(self) - max(math.ceil(len(self) * self.held_out), seq_len + 1)
 
 
 def load_tokens(config: DataConfig, vocab_size: int) -> TokenSource:
-  """Opens the data and checks what can be checked without reading it all.
+  """Opens the data, in the order of the sorted paths.
 
-  Text is read (and tokenized) here, in memory. Of token files 64 short
-  samples are checked here, and every batch when it is read.
-
-  Args:
-    config: Where tokens come from.
-    vocab_size: The model's vocabulary; byte data needs 256 ids at most and
-      leaves the others unused.
-
-  Returns:
-    The stream of tokens, in the order of the sorted paths.
-
-  Raises:
-    FileNotFoundError: nothing at the path, or no file of the kind.
-    ValueError: empty data, a file that is not what it was said to be, an
-      unreadable tokenizer, or ids outside the vocabulary.
+  Text is read and tokenized here. Of token files, 64 short samples are checked
+  here, and each batch when it is read. Bytes use the first 256 ids of the
+  vocabulary.
   """
   if config.dtype != "text":
+    assert config.path is not None  # `DataConfig` checks it.
     parts = open_tokens(config.path, config.dtype)
   elif config.tokenizer is None:
     parts = [sources.read_bytes(config.path, vocab_size)]
@@ -174,8 +160,10 @@ def load_tokens(config: DataConfig, vocab_size: int) -> TokenSource:
 
 
 def _check_samples(tokens: TokenSource, dtype: str) -> None:
-  """Finds ids out of the vocabulary, and uint32 read as uint16, early."""
-  samples = list(tokens.samples())
+  """Detects ids out of the vocabulary, and uint32 files read as uint16."""
+  size = min(_SAMPLE_TOKENS, len(tokens))
+  starts = np.linspace(0, len(tokens) - size, _SAMPLES).astype(int)
+  samples = [tokens.read(x, x + size) for x in np.unique(starts).tolist()]
   is_half_zero = all(
     not ids[::2].any() or not ids[1::2].any() for ids in samples
   )

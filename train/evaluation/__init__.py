@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of `train.evaluate`; each can be called by itself.
+"""Parts of `train.evaluate`; each can be used by itself.
 
-scoring     log-probabilities of tokens after others
-documents   texts from files
-perplexity  of texts
-answers     of a model to the questions of conversations
-page        answers as HTML
-harness     lm-evaluation-harness over a `Decoder`, with the extra `eval`
-tasks       its tasks, from its own package or a folder
-report      tables and JSON
+scoring     computes log-probabilities of tokens
+documents   reads texts from files
+perplexity  measures how well a model predicts texts
+answers     asks a model the questions of conversations
+page        writes answers as HTML
+harness     runs lm-evaluation-harness on a decoder (extra `eval`)
+tasks       finds the harness's tasks, in its package or in a folder
+report      writes tables and JSON
 """

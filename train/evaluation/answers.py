@@ -24,7 +24,8 @@ from tqdm import tqdm
 from coat_jax.models import Decoder, ModelConfig, VisionLanguageModel, generate
 from train.conversations import open_images
 from train.data.chat.documents import Documents, load_documents
-from train.data.chat.encoder import ChatEncoder, open_template
+from train.data.chat.encoder import ChatEncoder
+from train.data.chat.template import ChatTemplate
 from train.data.text import Text
 from train.evaluation.perplexity import exp
 from train.evaluation.scoring import Request, Scorer
@@ -47,7 +48,7 @@ def normalized(answer: str) -> str:
   has_thousands = re.search(r"\d,\d", text) is not None
   out = text
   for mark in _PUNCTUATION:
-    # Beside a space it is punctuation; else it is between two words.
+    # Next to a space it is punctuation; otherwise it separates two words.
     is_beside = f"{mark} " in text or f" {mark}" in text
     out = out.replace(mark, "" if is_beside or has_thousands else " ")
   # A full stop, but not a decimal point.
@@ -68,25 +69,25 @@ def is_match(answer: str, reference: str) -> bool:
 
 
 class Question(NamedTuple):
-  """A turn that a model is asked for."""
+  """A turn that the model is asked to write."""
 
   conversation: int
   prompt: list[int]  # All tokens before the turn.
-  new: list[int]  # Those of them after the turn before.
+  new: list[int]  # The tokens between the previous answer and the turn.
   reference: list[int]  # The turn in the data.
+  images: int  # Number of images in the prompt.
 
 
 class Answer(NamedTuple):
   """An answer of the model, with the reference answer."""
 
   conversation: int
-  question: str  # The text since the last answer.
+  question: str  # The text since the previous answer.
   reference: str  # The answer in the data.
   answer: str  # The model's answer.
-  images: tuple[Path, ...]  # Files of the conversation's images up to here.
+  images: tuple[Path, ...]  # Files of the images before the answer.
   is_short: bool  # Whether the reference is a short answer.
-  # Whether the answer is the reference, by `normalized`.
-  is_match: bool
+  is_match: bool  # Whether the answer is the reference, both `normalized`.
 
 
 class Answers(NamedTuple):
@@ -101,7 +102,7 @@ class Answers(NamedTuple):
 
   @property
   def nats_per_token(self) -> float:
-    """The mean loss of the answers' tokens."""
+    """The mean cross-entropy of a reference-answer token."""
     return self.nats / self.tokens
 
   @property
@@ -121,6 +122,24 @@ class Answers(NamedTuple):
     return matches / self.short if self.short else None
 
 
+class _Exam(NamedTuple):
+  """A model, and the conversations that it is asked."""
+
+  model: Decoder | VisionLanguageModel
+  documents: Documents
+  count: int  # Only the first `count` conversations are used.
+  # Room for images, the same in every row, so that each length needs only one
+  # program; 0 if all is text.
+  slots: int
+  batch: int  # Rows that are computed at once.
+
+  def pixels(self, conversation: int, count: int) -> np.ndarray:
+    """Reads the first images of a conversation, f32 [slots, 3, H, W]."""
+    assert self.documents.images is not None
+    images = self.documents.images_of(conversation)[:count]
+    return self.documents.images.reader.read(images, slots=self.slots)
+
+
 def ask(
   model: Decoder | VisionLanguageModel,
   text: Text,
@@ -131,53 +150,53 @@ def ask(
   batch: int = 8,
   limit: int | None = None,
 ) -> Answers:
-  """Asks a model all questions of conversations."""
+  """Asks a model all questions of the first `limit` conversations.
+
+  `length` is the most tokens that the model sees at a time, `max_tokens` the
+  most that it answers.
+  """
   count = min(len(documents), limit or len(documents))
-  # The same size for all, so that each length needs only one program.
-  slots = max((len(_images(documents, i)) for i in range(count)), default=0)
-  tokens, nats = _score(model, documents, count, slots, length, batch)
-  asked = [x for i in range(count) for x in questions(documents, i)]
+  images = (len(documents.images_of(i)) for i in range(count))
+  exam = _Exam(model, documents, count, max(images, default=0), batch)
+  tokens, nats = _score(exam, length)
+  asked = [x for i in range(count) for x in _questions(documents, i)]
   fitting = [x for x in asked if len(x.prompt) + max_tokens <= length]
-  found = _generate(model, text, documents, fitting, slots, max_tokens, batch)
+  found = _generate(exam, text, fitting, max_tokens)
   return Answers(count, tokens, nats, len(asked) - len(fitting), found)
 
 
-def questions(documents: Documents, number: int) -> list[Question]:
+def _questions(documents: Documents, number: int) -> list[Question]:
   """Lists the questions of a conversation."""
-  start, end = documents.starts[number : number + 2]
-  tokens = documents.tokens[start:end].tolist()
-  is_learned = np.r_[False, documents.mask[start:end], False]
-  edges = np.flatnonzero(np.diff(is_learned))
-  found, before = [], 0
+  tokens, mask = documents.tokens_of(number)
+  edges = np.flatnonzero(np.diff(np.r_[False, mask, False]))
+  found, before, count = [], 0, 0
   for first, last in edges.reshape(-1, 2).tolist():
-    new = tokens[before:first]
-    found.append(Question(number, tokens[:first], new, tokens[first:last]))
+    prompt, new, reference = (
+      tokens[part].tolist()
+      for part in (slice(first), slice(before, first), slice(first, last))
+    )
+    if documents.images is not None:
+      count = documents.images.reader.count(tokens[:first])
+    found.append(Question(number, prompt, new, reference, count))
     before = last
   return found
 
 
-def _score(
-  model: Decoder | VisionLanguageModel,
-  documents: Documents,
-  count: int,
-  slots: int,
-  length: int,
-  batch: int,
-) -> tuple[int, float]:
-  """Tokens of the data's answers, and their cross-entropy."""
-  scorer, total, nats = Scorer(model, length=length, batch=batch), 0, 0.0
-  order = np.argsort(-documents.lengths[:count], kind="stable").tolist()
-  with tqdm(total=count, desc="answers", unit="row", delay=2) as bar:
-    for some in itertools.batched(order, batch):
+def _score(exam: _Exam, length: int) -> tuple[int, float]:
+  """Returns the number of reference-answer tokens and their cross-entropy."""
+  documents, total, nats = exam.documents, 0, 0.0
+  scorer = Scorer(exam.model, length=length, batch=exam.batch)
+  lengths = documents.lengths[: exam.count]
+  order = np.argsort(-lengths, kind="stable").tolist()
+  with tqdm(total=exam.count, desc="answers", unit="row", delay=2) as bar:
+    for some in itertools.batched(order, exam.batch):
       requests, masks = [], []
       for i in some:
-        here = slice(*documents.starts[i : i + 2])
-        row = documents.tokens[here].tolist()
-        images = None
-        if slots:
-          images = _read(documents, i, len(_images(documents, i)), slots)
+        tokens, mask = documents.tokens_of(i)
+        row = tokens.tolist()
+        images = exam.pixels(i, exam.slots) if exam.slots else None
         requests.append(Request(row[:1], row[1:], images))
-        masks.append(documents.mask[here][1:])
+        masks.append(mask[1:])
       for score, mask in zip(scorer.score(requests), masks, strict=True):
         nats -= float(np.sum(score.logprobs[mask], dtype=np.float64))
         total += int(mask.sum())
@@ -186,87 +205,53 @@ def _score(
 
 
 def _generate(
-  model: Decoder | VisionLanguageModel,
-  text: Text,
-  documents: Documents,
-  asked: Sequence[Question],
-  slots: int,
-  max_tokens: int,
-  batch: int,
+  exam: _Exam, text: Text, asked: Sequence[Question], max_tokens: int
 ) -> list[Answer]:
-  """The answer to each question."""
-  # The ends of turns that are single tokens.
-  ends = {question.reference[-1] for question in asked}
-  ends = {token for token in ends if not text.decode([token])}
+  """Generates the answer to each question."""
+  # Turns of the data may end with a token that the tokenizer does not list.
+  ends = text.without_text(question.reference[-1] for question in asked)
   stops = sorted({*text.stop_tokens, *ends})
   order = sorted(range(len(asked)), key=lambda i: -len(asked[i].prompt))
   found: dict[int, Answer] = {}
   with tqdm(total=len(asked), desc="questions", unit="row", delay=2) as bar:
-    for some in itertools.batched(order, batch):
-      # The last batch has as many rows as the others; some are only padding.
-      rows = [asked[i] for i in (*some, *some[:1] * (batch - len(some)))]
+    for some in itertools.batched(order, exam.batch):
+      # The last batch is padded to as many rows as the others have.
+      padded = (*some, *some[:1] * (exam.batch - len(some)))
+      rows = [asked[i] for i in padded]
       pixels = None
-      if slots:
-        counts = (_count(documents, each) for each in rows)
-        pixels = np.stack(
-          [
-            _read(documents, each.conversation, count, slots)
-            for each, count in zip(rows, counts, strict=True)
-          ]
-        )
+      if exam.slots:
+        pixels = np.stack([exam.pixels(x.conversation, x.images) for x in rows])
       new = generate(
-        model,
+        exam.model,
         [each.prompt for each in rows],
         max_new_tokens=max_tokens,
         stop_tokens=stops,
         pixel_values=pixels,
       ).tokens
       for i, tokens in zip(some, new, strict=False):
-        found[i] = _answer(text, documents, asked[i], tokens)
+        found[i] = _answer(exam.documents, text, asked[i], tokens)
       bar.update(len(some))
   return [found[i] for i in range(len(asked))]
 
 
 def _answer(
-  text: Text, documents: Documents, question: Question, tokens: list[int]
+  documents: Documents, text: Text, question: Question, tokens: list[int]
 ) -> Answer:
-  images, token = documents.images, None
-  if images is not None:
-    token = images.reader.token
-  shown = [x for x in question.new if x != token]
+  """Decodes an answer and compares it with the reference."""
+  image_token = documents.images and documents.images.reader.token
+  shown = [x for x in question.new if x != image_token]
   reference = text.decode(question.reference).strip()
   answer = text.decode(tokens).strip()
-  count = _count(documents, question)
+  images = documents.images_of(question.conversation)[: question.images]
   return Answer(
     question.conversation,
     text.decode(shown).strip(),
     reference,
     answer,
-    tuple(x.path for x in _images(documents, question.conversation)[:count]),
+    tuple(image.path for image in images),
     is_short(reference),
     is_match(answer, reference),
   )
-
-
-def _images(documents: Documents, number: int) -> list:
-  """Images of a conversation."""
-  return [] if documents.images is None else documents.images.of(number)
-
-
-def _count(documents: Documents, question: Question) -> int:
-  """Counts the images before an answer."""
-  if documents.images is None:
-    return 0
-  return documents.images.reader.count(np.asarray(question.prompt))
-
-
-def _read(
-  documents: Documents, number: int, count: int, slots: int
-) -> np.ndarray:
-  """The first images of a conversation, f32 [slots, 3, H, W]."""
-  assert documents.images is not None  # Otherwise there are no slots.
-  images = documents.images.of(number)[:count]
-  return documents.images.reader.read(images, slots=slots)
 
 
 def read_conversations(
@@ -289,10 +274,10 @@ def read_conversations(
   if not isinstance(shape, ModelConfig):
     reader = open_images(source.files, shape, str(images or ""))
   # A run keeps a template in the same folder as its tokenizer.
-  beside = file.parent if tokenizer else source.files
+  folder = file.parent if tokenizer else source.files
   return load_documents(
     files,
-    ChatEncoder(file, open_template(beside, template)),
+    ChatEncoder(file, ChatTemplate.load(folder, template)),
     seq=length,
     vocab_size=source.decoder_config.vocab_size,
     skip_bad=None,

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Texts from files, as WikiText, C4 and the Pile are published.
+"""Reads texts from files in which WikiText, C4 and the Pile are published.
 
-A file of JSON lines has a document in each line's `text`; any other text file
-is one document. Both may be compressed: .gz, or .zst where the module zstandard
-is installed.
+In a file of JSON lines, the `text` of each line is a document. Any other text
+file is one document. Both may be compressed as .gz, or as .zst if the module
+zstandard is installed.
 """
 
 import gzip
@@ -54,7 +54,7 @@ def _documents_of(file: Path) -> Iterator[str]:
 def _opened(
   file: Path, compressed: str
 ) -> tuple[Any, tuple[type[Exception], ...]]:
-  """Opens a file, and says what errors it raises where it is damaged."""
+  """Opens a file; returns it with the errors that it raises if damaged."""
   if compressed == ".gz":
     return gzip.open(file), (EOFError, zlib.error, gzip.BadGzipFile)
   if compressed == ".zst":
@@ -65,7 +65,7 @@ def _opened(
         f"evaluate: {file} needs the module zstandard, which is not installed; "
         "pip install zstandard, or decompress the file"
       ) from error
-    # Files of many frames are what parallel compressors write.
+    # Parallel compressors write files of many frames.
     reader = zstandard.ZstdDecompressor().stream_reader(
       file.open("rb"), read_across_frames=True
     )
@@ -86,7 +86,7 @@ def _decoded(file: Path, content: bytes) -> str:
 
 
 def _texts(file: Path, opened: IO[bytes]) -> Iterator[str]:
-  """Yields the `text` of each line; lines without anything are left out."""
+  """Yields the `text` of each line that is not empty."""
   for number, line in enumerate(opened, 1):
     if not line.strip():
       continue
@@ -96,13 +96,11 @@ def _texts(file: Path, opened: IO[bytes]) -> Iterator[str]:
       raise _bad_line(file, number, str(error)) from error
     text = found.get("text") if isinstance(found, dict) else None
     if not isinstance(text, str):
-      got = (
-        f"the keys {', '.join(found)[:60]}"
-        if isinstance(found, dict)
-        else (f"a {type(found).__name__}")
-      )
+      got = f"a {type(found).__name__}"
+      if isinstance(found, dict):
+        got = f"the keys {', '.join(found)[:60]}"
       raise _bad_line(file, number, got)
-    # Half of a surrogate pair is no character, though JSON can write it.
+    # JSON can write half of a surrogate pair, which is not a character.
     yield text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 

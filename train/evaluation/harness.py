@@ -8,18 +8,21 @@ begin or end with; generated text is cut at the first of its stop strings.
 One thing differs. A text that is scored as a whole gets one token before it,
 which is not scored. The harness would add a second one if the tokenizer already
 adds one.
+
+  lm = DecoderLM(model, text, length=2048)
+  lm_eval.simple_evaluate(lm, tasks=["hellaswag"])
 """
 
 import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from lm_eval.api.model import LM, TemplateLM
+from lm_eval.api.model import TemplateLM
 from tqdm import tqdm
 
 from coat_jax.models import Decoder, generate
 from train.data.text import Text
-from train.evaluation.perplexity import SORTED, prefix_token, windows
+from train.evaluation.perplexity import prefix_token, windows
 from train.evaluation.scoring import Request, Scorer
 
 # Most tokens to generate, unless a task sets its own number.
@@ -33,35 +36,13 @@ _MOST_NAMES = (
 )
 
 
-def harness(model: Decoder, text: Text, *, length: int, batch: int = 8) -> LM:
-  """Makes a model that tasks of lm-evaluation-harness can be run with.
-
-  Example usage::
-
-    lm = harness(model, text, length=2048)
-    lm_eval.simple_evaluate(lm, tasks=["hellaswag"])
-
-  Args:
-    model: A Decoder in recipe bf16, on one device.
-    text: Its tokenizer.
-    length: The most tokens that the model sees at a time.
-    batch: How many rows to compute at once.
-
-  Returns:
-    The model, for `lm_eval.simple_evaluate`.
-
-  Raises:
-    ValueError: a number is below 1, or the tokenizer has no token that could
-      come before a text.
-  """
-  return DecoderLM(model, text, length=length, batch=batch)
-
-
 class DecoderLM(TemplateLM):
-  """A model for lm-evaluation-harness; `harness` makes it."""
+  """A decoder in recipe bf16, on one device, for `lm_eval.simple_evaluate`."""
 
-  def __init__(self, model: Decoder, text: Text, *, length: int, batch: int):
-    """Makes the model; see `harness`."""
+  def __init__(
+    self, model: Decoder, text: Text, *, length: int, batch: int = 8
+  ):
+    """Computes `batch` rows at once, of at most `length` tokens each."""
     super().__init__()
     self._model, self._text, self._batch = model, text, batch
     self._scorer = Scorer(model, length=length, batch=batch)
@@ -80,13 +61,13 @@ class DecoderLM(TemplateLM):
 
   @property
   def max_gen_toks(self) -> int:
-    """Tokens to generate where a task does not say how many."""
+    """Most tokens to generate if a task sets no number."""
     return min(_MOST, self.max_length // 2)
 
   def tok_encode(
     self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
   ) -> list[int]:
-    """Encodes a text, with what it begins with unless that is not wanted."""
+    """Encodes a text, with the tokens that texts begin with by default."""
     del kwargs
     if add_special_tokens is False:
       return self._text.encode(string)
@@ -99,26 +80,20 @@ class DecoderLM(TemplateLM):
     **kwargs: Any,
   ) -> list[tuple[float, bool]]:
     del kwargs
-    found = []
-    with _progress("loglikelihood", len(requests), disable_tqdm) as bar:
-      for some in itertools.batched(
-        _longest_first(requests, lambda one: len(one[1]) + len(one[2])),
-        SORTED * self._batch,
-      ):
-        scores = self._scorer.score(
-          [Request(context, tokens) for _, (_, context, tokens) in some]
-        )
-        for (i, (strings, _, _)), score in zip(some, scores, strict=True):
-          answer = score.total, score.is_greedy
-          found.append((i, answer))
-          self.cache_hook.add_partial("loglikelihood", strings, answer)
-        bar.update(len(some))
-    return _in_order(found)
+    asked = [Request(context, tokens) for _, context, tokens in requests]
+    found = {}
+    with _progress("loglikelihood", len(asked), disable_tqdm) as bar:
+      order = _longest_first(asked, lambda one: len(one[0]) + len(one[1]))
+      for i, score in self._scorer.score_each(order):
+        found[i] = score.total, score.is_greedy
+        self.cache_hook.add_partial("loglikelihood", requests[i][0], found[i])
+        bar.update()
+    return [found[i] for i in range(len(asked))]
 
   def loglikelihood_rolling(
     self, requests: list, disable_tqdm: bool = False
   ) -> list[float]:
-    """Log-probabilities of whole texts, in windows of the model's length."""
+    """Scores whole texts in windows of the model's length."""
     strings = [request.args[0] for request in requests]
     found = [0.0] * len(strings)
     with _progress("loglikelihood_rolling", len(strings), disable_tqdm) as bar:
@@ -130,11 +105,9 @@ class DecoderLM(TemplateLM):
           len(tokens), self.max_length, self.max_length
         )
       )
-      for some in itertools.batched(asked, SORTED * self._batch):
-        scores = self._scorer.score([request for _, request in some])
-        for (i, _), score in zip(some, scores, strict=True):
-          found[i] += score.total
-        bar.update(some[-1][0] - bar.n)
+      for i, score in self._scorer.score_each(asked):
+        found[i] += score.total
+        bar.update(i - bar.n)
     for string, total in zip(strings, found, strict=True):
       self.cache_hook.add_partial("loglikelihood_rolling", (string,), total)
     return found
@@ -142,15 +115,15 @@ class DecoderLM(TemplateLM):
   def generate_until(
     self, requests: list, disable_tqdm: bool = False
   ) -> list[str]:
-    """Texts that the model adds to others, up to strings that end them."""
+    """Continues texts until one of their stop strings."""
     asked = [(request.args[0], dict(request.args[1])) for request in requests]
     encoded = [
       self.tok_encode(context) or [self._prefix] for context, _ in asked
     ]
-    found = []
+    found = {}
     with _progress("generate_until", len(asked), disable_tqdm) as bar:
       order = _longest_first(encoded, len)
-      # Rows of one call have one set of options.
+      # All rows of one call must have the same options.
       order = sorted(order, key=lambda one: repr(asked[one[0]][1]))
       for _, group in itertools.groupby(order, lambda one: asked[one[0]][1]):
         for some in itertools.batched(group, self._batch):
@@ -159,15 +132,15 @@ class DecoderLM(TemplateLM):
             [tokens for _, tokens in some], options, seed=some[0][0]
           )
           for (i, _), added in zip(some, texts, strict=True):
-            found.append((i, added))
+            found[i] = added
             self.cache_hook.add_partial("generate_until", asked[i], added)
           bar.update(len(some))
-    return _in_order(found)
+    return [found[i] for i in range(len(asked))]
 
   def _generate(
     self, contexts: Sequence[list[int]], options: dict[str, Any], seed: int
   ) -> list[str]:
-    """Adds text to up to a batch of contexts, by a task's options."""
+    """Continues up to a batch of contexts with a task's options."""
     until = options.pop("until", None) or []
     until = tuple([until] if isinstance(until, str) else until)
     given = [options.pop(name, None) for name in _MOST_NAMES]
@@ -187,7 +160,7 @@ class DecoderLM(TemplateLM):
         "a copy of the task with --task-dir"
       )
     kept = [tokens[-(self.max_length - most) :] for tokens in contexts]
-    # One number of rows, so that the last batch finds its programs compiled.
+    # Always the same number of rows, so that the last batch compiles nothing.
     rows = kept + kept[-1:] * (self._batch - len(kept))
     added = generate(
       self._model,
@@ -200,9 +173,9 @@ class DecoderLM(TemplateLM):
     return [self._cut(tokens, until) for tokens in added.tokens[: len(kept)]]
 
   def _stop_tokens(self, until: tuple[str, ...]) -> tuple[int, ...]:
-    """Tokens after which nothing is left to add: those with an end in them.
+    """Lists the tokens that contain a stop string, or end any text.
 
-    An end that is made of several tokens is found when all are there.
+    A stop string of several tokens is cut off after generation, by `_cut`.
     """
     if until not in self._stops:
       ids = range(self._model.config.vocab_size)
@@ -213,7 +186,7 @@ class DecoderLM(TemplateLM):
     return self._stops[until]
 
   def _cut(self, tokens: list[int], until: Iterable[str]) -> str:
-    """The text of new tokens up to the first end."""
+    """Decodes new tokens up to the first stop string."""
     if tokens and tokens[-1] in self._text.stop_tokens:
       tokens = tokens[:-1]
     text = self._text.decode(tokens)
@@ -223,7 +196,7 @@ class DecoderLM(TemplateLM):
 
 
 def _sampling(options: dict[str, Any]) -> dict[str, Any]:
-  """Takes what `generate` reads of how to draw out of a task's options."""
+  """Removes the sampling options from a task's, in the form of `generate`."""
   temperature, top_k, top_p = (
     options.pop(name, None) for name in ("temperature", "top_k", "top_p")
   )
@@ -234,12 +207,8 @@ def _sampling(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _longest_first(items: Sequence, size: Any) -> list[tuple[int, Any]]:
-  """Items with their places: what needs most memory fails first."""
+  """Sorts numbered items, so that the one with most memory fails first."""
   return sorted(enumerate(items), key=lambda one: -size(one[1]))
-
-
-def _in_order(found: Iterable[tuple[int, Any]]) -> list:
-  return [answer for _, answer in sorted(found, key=lambda one: one[0])]
 
 
 def _progress(name: str, total: int, disable: bool) -> tqdm:

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers as a page that a person opens: one HTML file, images in it.
+"""Writes answers as one HTML file with their images, for a person to read.
 
-It needs no server, runs no program and loads nothing: its policy forbids that,
-whatever a model writes.
+The page needs no server, runs no scripts and loads nothing. Its content
+security policy forbids it, whatever a model writes.
 """
 
 import base64
 import io
 import itertools
+import string
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
@@ -15,53 +16,13 @@ from pathlib import Path
 from train.evaluation.answers import Answer, Answers
 from train.evaluation.report import answer_figures
 
-# Pixels of a thumbnail's longer side.
+# The longer side of a thumbnail, in pixels.
 _SIDE = 256
-_STYLE = """
-:root { color-scheme: light dark; }
-body { font: 1rem/1.5 system-ui, sans-serif; margin: 0 auto; max-width: 75rem;
-  padding: 1rem; }
-h1 { font-size: 1.4rem; }
-table { border-collapse: collapse; width: 100%; table-layout: fixed; }
-th, td { padding: .4rem .7rem; text-align: start; vertical-align: top;
-  overflow-wrap: anywhere; border-top: 1px solid #8886; }
-th { font-weight: 600; border-top: 0; }
-td { white-space: pre-wrap; }
-.figures { table-layout: auto; margin-bottom: 1rem; }
-.figures td:not(:first-child), .figures th:not(:first-child) {
-  text-align: end; font-variant-numeric: tabular-nums; }
-section { display: flex; flex-wrap: wrap; gap: 1rem; padding: .8rem;
-  margin: 1rem 0; border: 1px solid #8886; border-radius: .5rem; }
-.images { flex: 0 1 16rem; display: flex; flex-direction: column; gap: .5rem; }
-.images:empty { display: none; }
-figure { margin: 0; }
-img { max-width: 100%; height: auto; display: block; }
-figcaption { font-size: .8rem; opacity: .75; overflow-wrap: anywhere; }
-.turns { flex: 1 1 30rem; min-width: 0; }
-.mark { display: block; font-size: .8rem; }
-.is-match { color: light-dark(#15602a, #7ed491); }
-.no-match { color: light-dark(#a31d1d, #ff9c93); }
-#only:checked ~ .same { display: none; }
-"""
-_HEAD = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy"
-  content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
-<title>Answers</title>
-<style>{style}</style>
-</head>
-<body>
-<h1>Answers</h1>
-{figures}
-<input type="checkbox" id="only"> <label for="only">{only}</label>
-"""
+_PAGE = Path(__file__).with_suffix(".html")
 
 
 def render(models: Sequence[tuple[str, Answers]]) -> str:
-  """Writes what models answered to the same questions."""
+  """Writes the page of models that answered the same questions."""
   answers = [found.answers for _, found in models]
   asked = [
     [(each.conversation, each.reference) for each in column]
@@ -69,34 +30,32 @@ def render(models: Sequence[tuple[str, Answers]]) -> str:
   ]
   if any(column != asked[0] for column in asked):
     raise ValueError(
-      "evaluate: models must be asked the same questions to be beside each "
-      f"other, got {' and '.join(str(len(column)) for column in asked)} "
-      "questions, or other references; pass models with one tokenizer and a "
-      "--length for both"
+      "evaluate: models must be asked the same questions to be compared, got "
+      f"{' and '.join(str(len(column)) for column in asked)} questions, or "
+      "other references; pass models with one tokenizer and a --length for both"
     )
   only = (
     "Only conversations in which the answers differ"
     if len(models) > 1
     else "Only conversations with a short answer that does not match"
   )
-  parts = [_HEAD.format(style=_STYLE, figures=_figures(models), only=only)]
+  header, figures = answer_figures(models)
   rows = zip(*answers, strict=True)
-  for _, turns in itertools.groupby(rows, lambda row: row[0].conversation):
-    parts.append(_section([name for name, _ in models], list(turns)))
-  return "".join([*parts, "</body>\n</html>\n"])
-
-
-def _figures(models: Sequence[tuple[str, Answers]]) -> str:
-  names = ("model", "conversations", "questions", "nats/token of answers")
-  names += ("perplexity", "short answers", "exact match")
-  rows = [_cells("th", names)]
-  for name, found in models:
-    rows.append(_cells("td", [name, *answer_figures(found)]))
-  return f'<table class="figures">{"".join(rows)}</table>'
+  sections = [
+    _section([name for name, _ in models], list(turns))
+    for _, turns in itertools.groupby(rows, lambda row: row[0].conversation)
+  ]
+  return string.Template(_PAGE.read_text("utf-8")).substitute(
+    figures="".join(
+      [_cells("th", header), *(_cells("td", row) for row in figures)]
+    ),
+    only=only,
+    sections="".join(sections),
+  )
 
 
 def _section(names: Sequence[str], turns: Sequence[Sequence[Answer]]) -> str:
-  """A conversation: its images, and a row for each turn."""
+  """Writes a conversation: its images, and a row for each turn."""
   is_same = not any(map(_is_shown, turns))
   rows = [_cells("th", ["question", "reference", *names])]
   for row in turns:
@@ -112,7 +71,7 @@ def _section(names: Sequence[str], turns: Sequence[Sequence[Answer]]) -> str:
 
 
 def _is_shown(row: Sequence[Answer]) -> bool:
-  """Whether a turn has what the box above asks for."""
+  """Whether the checkbox at the top keeps a turn."""
   if len(row) > 1:
     return len({each.answer for each in row}) > 1
   return row[0].is_short and not row[0].is_match
@@ -123,12 +82,12 @@ def _cells(tag: str, texts: Sequence[str]) -> str:
   return f"<tr>{''.join(cells)}</tr>"
 
 
-def _cell(text: str, behind: str = "") -> str:
-  return f'<td dir="auto">{escape(text)}{behind}</td>'
+def _cell(text: str, mark: str = "") -> str:
+  return f'<td dir="auto">{escape(text)}{mark}</td>'
 
 
 def _answered(answer: Answer) -> str:
-  """An answer; of a short one, whether it matches."""
+  """Writes an answer, and whether it matches a short reference."""
   mark = ""
   if answer.is_short:
     kind, said = (
@@ -149,8 +108,8 @@ def _figure(file: Path) -> str:
 
 
 def _thumbnail(file: Path) -> str:
-  """A small JPEG as a data URI; not turned, as the model sees it."""
-  from PIL import Image  # Of the extra vision, without which no image is read.
+  """Makes a small JPEG as a data URI, unrotated, as the model sees it."""
+  from PIL import Image  # Needs the extra vision, as all images do.
 
   with Image.open(file) as image:
     small = image.convert("RGB")

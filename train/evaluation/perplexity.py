@@ -11,10 +11,9 @@ stride gives more context, and needs more windows.
                           counted   b c d e |     f g |     h i
 """
 
-import itertools
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -25,23 +24,20 @@ from train.data.text import Text
 from train.evaluation.scoring import Request, Scorer
 
 Documents = Literal["apart", "joined"]
-# Batches of windows that are sorted by length together.
-SORTED = 64
 
 
 class Perplexity(NamedTuple):
-  """The counts that `perplexity` returns."""
+  """Counts, and the measures that follow from them."""
 
   documents: int  # Documents with at least one token.
   tokens: int  # All tokens; each is predicted.
   bytes: int  # Size of the texts in UTF-8.
-  # Pieces between white space, as lm-evaluation-harness counts them.
-  words: int
+  words: int  # Pieces between white space, as lm-evaluation-harness counts.
   nats: float  # Cross-entropy of all tokens together.
 
   @property
   def nats_per_token(self) -> float:
-    """The mean loss."""
+    """The mean cross-entropy of a token."""
     return self.nats / self.tokens
 
   @property
@@ -51,12 +47,12 @@ class Perplexity(NamedTuple):
 
   @property
   def bits_per_byte(self) -> float:
-    """Comparable between tokenizers."""
+    """Bits per byte, which can be compared between tokenizers."""
     return self.nats / math.log(2) / self.bytes
 
   @property
   def word_perplexity(self) -> float:
-    """Comparable between tokenizers, on the same text."""
+    """Perplexity per word, comparable between tokenizers on one text."""
     return exp(self.nats / self.words)
 
 
@@ -70,33 +66,18 @@ def perplexity(
   batch: int = 8,
   kind: Documents = "apart",
 ) -> Perplexity:
-  """Computes how well a model predicts texts.
+  """Measures how well a model predicts texts.
 
-  Every token is predicted. In front of a document is the token that texts
-  begin with, or the one that ends them, or a line end where the tokenizer has
-  neither; it is not counted.
-
-  Args:
-    model: A Decoder in recipe bf16, on one device.
-    text: Its tokenizer.
-    documents: Texts; those without a token are left out.
-    length: The most tokens that the model sees at a time.
-    stride: Tokens between windows, 1 to `length`; None for `length`.
-    batch: Windows that are computed at once.
-    kind: "apart", each document by itself; or "joined", one after another as
-      one text, in which a document sees those before.
-
-  Returns:
-    The counts, and what follows from them.
-
-  Raises:
-    ValueError: no document has a token, or a number is outside its range.
+  Every token is predicted. The token of `prefix_token` comes before each
+  document and is not counted. `stride` is `length` by default. With `kind`
+  "apart" each document is a text of its own; with "joined" all are one text, in
+  which a document sees the documents before it.
   """
   stride = length if stride is None else stride
   if not 1 <= stride <= length:
     raise ValueError(
       f"evaluate: stride must be 1 to {length}, the tokens of a window, got "
-      f"{stride}; pass fewer, or leave it out"
+      f"{stride}; pass such a number, or leave it out"
     )
   scorer, prefix = Scorer(model, length=length, batch=batch), prefix_token(text)
   counts = np.zeros(4, np.int64)
@@ -105,25 +86,25 @@ def perplexity(
     for document in documents:
       if tokens := text.encode(document):
         words = len(re.split(r"\s+", document))
-        counts[:] += 1, len(tokens), len(_utf8(document)), words
+        size = len(document.encode(errors="surrogateescape"))
+        counts[:] += 1, len(tokens), size, words
         is_counted = [False] + [True] * len(tokens)
         yield [prefix, *tokens], is_counted
 
   found = streams()
   if kind == "joined":
-    found = iter([_joined(found)])
+    parts = list(found)
+    tokens = [token for tokens, _ in parts for token in tokens]
+    found = [(tokens, [flag for _, flags in parts for flag in flags])]
+  asked = (
+    (flags[middle:end], Request(tokens[start:middle], tokens[middle:end]))
+    for tokens, flags in found
+    for start, middle, end in windows(len(tokens), length, stride)
+  )
   nats = 0.0
-  with tqdm(desc="perplexity", unit="window", delay=2) as bar:
-    asked = (
-      (Request(tokens[start:middle], tokens[middle:end]), flags[middle:end])
-      for tokens, flags in found
-      for start, middle, end in windows(len(tokens), length, stride)
-    )
-    for some in itertools.batched(asked, SORTED * batch):
-      scores = scorer.score([request for request, _ in some])
-      for score, (_, flags) in zip(scores, some, strict=True):
-        nats -= float(np.sum(score.logprobs[flags], dtype=np.float64))
-      bar.update(len(some))
+  scores = scorer.score_each(asked)
+  for flags, score in tqdm(scores, desc="perplexity", unit="window", delay=2):
+    nats -= float(np.sum(score.logprobs[flags], dtype=np.float64))
   if not counts[0]:
     raise ValueError(
       "evaluate: at least one document must have a token, got none; pass "
@@ -135,7 +116,7 @@ def perplexity(
 def windows(
   count: int, length: int, stride: int
 ) -> Iterator[tuple[int, int, int]]:
-  """Yields (start, middle, end): tokens from `middle` on are counted."""
+  """Yields (start, middle, end); tokens from `middle` to `end` are counted."""
   done, step = 1, length
   while done < count:
     end = min(count, done + step)
@@ -143,32 +124,18 @@ def windows(
     done, step = end, stride
 
 
-def _joined(
-  streams: Iterable[tuple[Sequence[int], Sequence[bool]]],
-) -> tuple[list[int], list[bool]]:
-  tokens, flags = [], []
-  for some, is_counted in streams:
-    tokens += some
-    flags += is_counted
-  return tokens, flags
-
-
 def prefix_token(text: Text) -> int:
-  """Returns the token to put before a text that has no context."""
+  """Returns the token before a text: BOS, end of text, or a line end."""
   if text.prefix_token is not None:
     return text.prefix_token
   if line_end := text.encode("\n"):
     return line_end[-1]
   raise ValueError(
     "evaluate: the tokenizer must have a token that texts begin or end with, "
-    "got none; name bos_token or eos_token in tokenizer_config.json beside it"
+    "got none; name bos_token or eos_token in its tokenizer_config.json"
   )
 
 
-def _utf8(text: str) -> bytes:
-  return text.encode(errors="surrogateescape")
-
-
 def exp(x: float) -> float:
-  """exp(x), infinity where no number is as large."""
+  """Computes exp(x); infinity if it overflows."""
   return math.inf if x >= 709 else math.exp(x)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Evaluations as tables, and as JSON with all that they came from."""
+"""Formats evaluations as tables, and writes them as JSON with their origin."""
 
+import contextlib
 import importlib.metadata
 import json
 import math
 import os
 import platform
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import jax
 
 import coat_jax
+from coat_jax.models.hf.whole import written_whole
 from train.evaluation.answers import Answers
 from train.evaluation.perplexity import Documents, Perplexity
 from train.run.metrics import format_number, format_table
@@ -39,7 +40,7 @@ def text_row(
 
 
 def text_table(rows: list[dict[str, Any]]) -> str:
-  """Aligns the figures of texts."""
+  """Formats the figures of texts as a table."""
   kind = rows[0]["documents_are"]
   header = [f"text, documents {kind}", "documents", "tokens", "nats/token"]
   header += ["perplexity", "bits/byte", "word perplexity"]
@@ -56,42 +57,30 @@ def text_table(rows: list[dict[str, Any]]) -> str:
 
 def task_rows(results: dict[str, Any]) -> list[dict[str, Any]]:
   """Lists the metrics of tasks and groups."""
+  shots, samples = results.get("n-shot", {}), results.get("n-samples", {})
   rows = []
-  # Groups have their tasks' names too.
   for task, found in {
     **results["results"],
     **(results.get("groups") or {}),
   }.items():
     for key, value in found.items():
-      metric, comma, taken = key.partition(",")
+      metric, comma, name = key.partition(",")
       if not comma or metric.endswith("_stderr"):
         continue
-      error = found.get(f"{metric}_stderr,{taken}")
-      rows.append(
-        {
-          "task": task,
-          "metric": metric,
-          "filter": taken,
-          "value": value,
-          "stderr": error if isinstance(error, float) else None,
-          "shots": results.get("n-shot", {}).get(task),
-          "examples": results.get("n-samples", {})
-          .get(task, {})
-          .get("effective"),
-        }
-      )
+      error = found.get(f"{metric}_stderr,{name}")
+      row = {"task": task, "metric": metric, "filter": name, "value": value}
+      row["stderr"] = error if isinstance(error, float) else None
+      row["shots"] = shots.get(task)
+      row["examples"] = samples.get(task, {}).get("effective")
+      rows.append(row)
   return rows
 
 
 def task_table(rows: list[dict[str, Any]]) -> str:
-  """Aligns the metrics of tasks."""
+  """Formats the metrics of tasks as a table."""
+  header = ["task", "metric", "filter", "examples", "shots", "value", "stderr"]
   return format_table(
-    ["task", "metric", "filter", "examples", "shots", "value", "stderr"],
-    [
-      [row["task"], row["metric"], row["filter"]]
-      + [_number(row[key]) for key in ("examples", "shots", "value", "stderr")]
-      for row in rows
-    ],
+    header, [[_number(row[key]) for key in header] for row in rows]
   )
 
 
@@ -112,25 +101,32 @@ def answer_row(found: Answers, seconds: float) -> dict[str, Any]:
   }
 
 
-def answer_figures(found: Answers) -> list[str]:
-  """Formats the figures of a model for its row of a table."""
-  match = found.exact_match
-  return [
-    f"{found.conversations:,}",
-    f"{len(found.answers):,}",
-    format_number(found.nats_per_token),
-    format_number(found.perplexity),
-    f"{found.short:,}",
-    "-" if match is None else f"{match:.1%}",
-  ]
+def answer_figures(
+  models: Sequence[tuple[str, Answers]],
+) -> tuple[list[str], list[list[str]]]:
+  """Returns the header and the rows of a table of models and their answers."""
+  header = ["model", "conversations", "questions", "nats/token", "perplexity"]
+  header += ["short answers", "exact match"]
+  rows = []
+  for name, found in models:
+    match = found.exact_match
+    rows.append(
+      [
+        name,
+        f"{found.conversations:,}",
+        f"{len(found.answers):,}",
+        format_number(found.nats_per_token),
+        format_number(found.perplexity),
+        f"{found.short:,}",
+        "-" if match is None else f"{match:.1%}",
+      ]
+    )
+  return header, rows
 
 
 def answer_table(models: Sequence[tuple[str, Answers]]) -> str:
-  """Aligns the figures of models that were asked the same."""
-  header = ["model", "conversations", "questions", "nats/token", "perplexity"]
-  header += ["short answers", "exact match"]
-  rows = [[name, *answer_figures(found)] for name, found in models]
-  return format_table(header, rows)
+  """Formats the figures of models that answered the same questions."""
+  return format_table(*answer_figures(models))
 
 
 def _number(value: Any) -> str:
@@ -140,21 +136,17 @@ def _number(value: Any) -> str:
 
 
 def versions() -> dict[str, str]:
-  """Lists the versions of what computed it."""
-  found = {
-    "python": platform.python_version(),
-    "coat_jax": coat_jax.__version__,
-  }
+  """Lists the device and the versions of the programs that computed."""
+  found = {"python": platform.python_version()}
+  found["coat_jax"] = coat_jax.__version__
   for name in _PACKAGES:
-    try:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
       found[name] = importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-      continue
   return found | {"device": jax.devices()[0].device_kind}
 
 
 def check_out(path: Path, option: str = "out") -> None:
-  """Checks that a file can be made, before anything is computed."""
+  """Checks that a file can be written, before anything is computed."""
   if os.path.lexists(path):
     raise ValueError(
       f"evaluate: --{option} must not exist, because nothing is replaced, got "
@@ -163,7 +155,7 @@ def check_out(path: Path, option: str = "out") -> None:
   if not path.absolute().parent.is_dir():
     raise ValueError(
       f"evaluate: --{option} must be in a folder, got "
-      f"{path.absolute().parent}, which is none; make it first"
+      f"{path.absolute().parent}, which is not a folder; create it first"
     )
 
 
@@ -176,18 +168,12 @@ def write(path: Path, report: dict[str, Any]) -> None:
 
 def write_text(path: Path, text: str) -> None:
   """Writes a file, whole or not at all."""
-  prefix, folder = f"{path.name}.unfinished.", path.absolute().parent
-  with (
-    save_errors(path),
-    tempfile.TemporaryDirectory(prefix=prefix, dir=folder) as near,
-  ):
-    written = Path(near) / path.name
+  with save_errors(path), written_whole(path) as written:
     written.write_text(text, "utf-8")
-    written.rename(path)
 
 
 def _finite(value: Any) -> Any:
-  """Converts values to JSON; NaN and infinity become null."""
+  """Converts values for JSON; NaN and infinity become None."""
   if isinstance(value, dict):
     return {str(key): _finite(x) for key, x in value.items()}
   if isinstance(value, list | tuple):

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How probable a model finds tokens after others.
+"""Log-probabilities of tokens given the tokens before them.
 
-Rows are padded on the right, where no token before sees the padding, up to one
-of a few lengths: 64, 128, 256, ... and the longest that is allowed. So a row
-gives what it gives alone, and there is one program for each length that occurs.
+Rows are padded on the right to one of a few lengths: 64, 128, 256, ... and the
+model's context length. No real token sees the padding, so a row's scores are
+the same as alone, and there is one compiled program for each length that
+occurs.
 """
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -21,37 +22,39 @@ from coat_jax.layers.vocabulary import loss_positions
 from coat_jax.models import Decoder, VisionLanguageModel
 
 _SMALLEST_BUCKET = 64
+# Batches that are sorted by length together.
+_SORTED = 64
 
 
 class Request(NamedTuple):
-  """Tokens whose probability is asked for."""
+  """Tokens to score."""
 
-  context: Sequence[int]  # Token ids before, at least one.
-  continuation: Sequence[int]  # Token ids that are scored, at least one.
-  # f32 [I, C, H, W], those of the tokens, of as many as all requests have; None
-  # for text. Such a row must fit as it is.
+  context: Sequence[int]  # Ids of the tokens before, at least one.
+  continuation: Sequence[int]  # Ids of the tokens to score, at least one.
+  # f32 [I, C, H, W], with the same I in all requests; None for text. A row with
+  # images must fit without truncation.
   images: np.ndarray | None = None
 
 
 class Score(NamedTuple):
   """The score of a continuation."""
 
-  logprobs: np.ndarray  # f32 [n], of each of its tokens, in nats.
-  is_greedy: bool  # Whether each is the most probable one.
+  logprobs: np.ndarray  # f32 [n], the log-probability of each token, in nats.
+  is_greedy: bool  # Whether each token is the most probable one.
 
   @property
   def total(self) -> float:
-    """The log-probability of all of them together."""
+    """The log-probability of the whole continuation."""
     return float(np.sum(self.logprobs, dtype=np.float64))
 
 
 class Scorer:
-  """A model whose programs are compiled for a few lengths."""
+  """Scores tokens with a model, `batch` rows at once."""
 
   def __init__(
     self, model: Decoder | VisionLanguageModel, *, length: int, batch: int
   ):
-    """Makes it."""
+    """Compiles nothing yet; `length` is the most tokens that the model sees."""
     for name, value in (("length", length), ("batch", batch)):
       if value < 1:
         raise ValueError(
@@ -65,7 +68,7 @@ class Scorer:
   def score(self, requests: Sequence[Request]) -> list[Score]:
     """Scores continuations, the longest rows first.
 
-    Of what is too long for the model the beginning of the context is left out.
+    A context that is too long for the model loses its beginning.
     """
     rows = [self._row(request) for request in requests]
     found: dict[int, Score] = {}
@@ -88,18 +91,26 @@ class Scorer:
           )
     return [found[i] for i in range(len(rows))]
 
+  def score_each[Key](
+    self, requests: Iterable[tuple[Key, Request]]
+  ) -> Iterator[tuple[Key, Score]]:
+    """Scores requests lazily, some batches at a time, and keeps their keys."""
+    for some in itertools.batched(requests, _SORTED * self.batch):
+      scores = self.score([request for _, request in some])
+      yield from zip((key for key, _ in some), scores, strict=True)
+
   def _row(self, request: Request) -> list[int]:
-    """The tokens of a request: those that are read, and the last one."""
+    """Checks a request; returns the tokens that are read, and the last one."""
     context, continuation = map(list, request[:2])
     if not context or not continuation:
       raise ValueError(
-        "evaluate: a context and what is scored after it must have at least "
-        f"one token, got {len(context)} and {len(continuation)}; check the "
-        "task's texts"
+        "evaluate: a context and its continuation must each have at least one "
+        f"token, got {len(context)} and {len(continuation)}; check the task's "
+        "texts"
       )
     if len(continuation) > self.length:
       raise ValueError(
-        f"evaluate: what is scored must fit into {self.length} tokens, got "
+        f"evaluate: a continuation must fit into {self.length} tokens, got "
         f"{len(continuation)}; pass a larger --length, or leave the task out"
       )
     row = (context + continuation)[-(self.length + 1) :]
@@ -112,7 +123,7 @@ class Scorer:
     return row
 
   def _images(self, requests: Sequence[Request]) -> np.ndarray | None:
-    """Images of a batch, zeros in rows that it does not have."""
+    """Stacks the images of a batch; rows of padding are zero."""
     if (first := requests[0].images) is None:
       return None
     out = np.zeros((self.batch, *first.shape), first.dtype)
@@ -121,7 +132,7 @@ class Scorer:
     return out
 
   def _bucket(self, size: int) -> int:
-    """A length rounded up: 64 times a power of two, or the longest."""
+    """Rounds up to 64 times a power of two, or to the longest length."""
     steps = max(-(-size // _SMALLEST_BUCKET) - 1, 0).bit_length()
     return min(_SMALLEST_BUCKET << steps, self.length)
 
@@ -138,7 +149,7 @@ def _finite(logprobs: np.ndarray) -> np.ndarray:
 
 
 def decoder_of(model: Decoder | VisionLanguageModel) -> Decoder:
-  """Returns the model of text, which a vision-language model has in it."""
+  """Returns a model's decoder, or the model itself if it is one."""
   return model.decoder if isinstance(model, VisionLanguageModel) else model
 
 
@@ -146,7 +157,7 @@ def decoder_of(model: Decoder | VisionLanguageModel) -> Decoder:
 def _token_scores(
   graph: Any, params: Any, tokens: Array, images: Array | None
 ) -> tuple[Array, Array]:
-  """Scores each token after those before it."""
+  """Returns log-probabilities of tokens, and whether each is the argmax."""
   model = nnx.merge(graph, params)
   seen = () if images is None else (images,)
   hidden, targets = model(tokens[:, :-1], *seen), tokens[:, 1:]
@@ -160,7 +171,7 @@ def _token_scores(
     x = jnp.pad(x, padding + [(0, 0)] * (x.ndim - 2))
     return jnp.moveaxis(x.reshape(batch, count, positions, *x.shape[2:]), 1, 0)
 
-  def of_chunk(chunk):
+  def score_chunk(chunk):
     hidden, targets = chunk
     logits = decoder.logits_of_hidden(hidden)
     at_target = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
@@ -170,5 +181,5 @@ def _token_scores(
   def joined(x):
     return jnp.moveaxis(x, 0, 1).reshape(batch, -1)[:, :length]
 
-  scored = jax.lax.map(of_chunk, (split(hidden), split(targets)))
+  scored = jax.lax.map(score_chunk, (split(hidden), split(targets)))
   return joined(scored[0]), joined(scored[1])

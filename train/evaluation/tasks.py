@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tasks of lm-evaluation-harness, from its package or a folder.
+"""Tasks of lm-evaluation-harness, from its package or from a folder.
 
-Nothing is fetched: data that are not on this machine are an error. It needs the
-extra `eval`.
+Nothing is downloaded: a task whose data are not on this machine is an error.
+Needs the extra `eval`.
 """
 
 import contextlib
@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
   from lm_eval.api.model import LM
 
-# Unless the user has set them. A pool of processes would copy this one, which
-# has JAX's threads.
+# Defaults that the user can override. Without the last one the harness forks a
+# pool of processes, which is unsafe with JAX's threads.
 _ENVIRONMENT = {
   "HF_DATASETS_OFFLINE": "1",
   "HF_HUB_OFFLINE": "1",
@@ -26,15 +26,14 @@ _ENVIRONMENT = {
   "HF_HUB_DISABLE_TELEMETRY": "1",
   "DISABLE_MULTIPROC": "1",
 }
-# Of a metric's error where there is no formula for it.
+# Samples for the standard error of a metric that has no formula for it.
 _BOOTSTRAPS = 1000
 
 
 class Tasks:
-  """Tasks whose data are there."""
+  """Tasks that were found, with their data."""
 
   def __init__(self, names: Sequence[str], folder: Path | None = None):
-    """Finds and loads tasks."""
     if folder is not None and not folder.is_dir():
       raise ValueError(
         f"evaluate: --task-dir must be a folder, got {folder}; pass the one "
@@ -55,7 +54,7 @@ class Tasks:
     try:
       with self._inside():
         self._manager.load(self.names)
-    except Exception as error:  # Tasks are others' programs.
+    except Exception as error:  # Tasks can run any code.
       reason = (str(error).splitlines() or [type(error).__name__])[0]
       raise ValueError(
         "evaluate: tasks must load from what is on this machine, got "
@@ -64,7 +63,7 @@ class Tasks:
       ) from error
 
   def _find(self) -> Any:
-    """The manager that knows all of the tasks; its own take a while to list."""
+    """Finds a manager that knows all tasks; listing lm_eval's own is slow."""
     from lm_eval.tasks import TaskManager
 
     unknown, manager = self.names, None
@@ -87,12 +86,12 @@ class Tasks:
 
   @contextlib.contextmanager
   def _inside(self) -> Iterator[None]:
-    """While entered, relative paths begin in the folder of tasks."""
-    with contextlib.ExitStack() as opened:
-      # Standard output is for the table.
-      opened.enter_context(contextlib.redirect_stdout(sys.stderr))
-      if self._folder is not None:
-        opened.enter_context(contextlib.chdir(self._folder))
+    """Makes paths relative to the folder of tasks while entered."""
+    folder = contextlib.nullcontext()
+    if self._folder is not None:
+      folder = contextlib.chdir(self._folder)
+    # Standard output is for the table.
+    with contextlib.redirect_stdout(sys.stderr), folder:
       yield
 
   def run(

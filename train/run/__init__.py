@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run: its folder, checkpoints, metrics, processes and comparison."""
+"""Manages a run: folder, checkpoints, metrics, processes, comparison."""

@@ -29,7 +29,7 @@ from train.step import TrainState
 def find_checkpoint(
   run: RunDirectory, config: TrainConfig, data: RunData
 ) -> tuple[int, list[str]]:
-  """Finds the step to resume from, and lines about damage and changes."""
+  """Finds the step to resume from; returns it with lines to print."""
   done, damaged = run.newest_whole_step()
   saved = read_description(run.checkpoints, done)
   where = run.checkpoints / str(done)
@@ -44,7 +44,7 @@ def resume(
   batches: grain.DatasetIterator,
   opened: contextlib.ExitStack,
 ) -> tuple[Checkpoints, TrainState]:
-  """Restores the checkpoint of a step, and sets later ones aside."""
+  """Restores the checkpoint of a step and renames later ones."""
   run = RunDirectory(config.out)
   checkpoints = _open_checkpoints(run, config, opened)
   with stop_on_bad_input():
@@ -63,11 +63,11 @@ def start(
   mesh: Mesh | None,
   opened: contextlib.ExitStack,
 ) -> tuple[Checkpoints, TrainState]:
-  """Makes the folder of a new run, and its state before the first step."""
+  """Creates the folder of a new run and the state before its first step."""
   run = RunDirectory(config.out)
   with stop_on_bad_input():
     if processes.is_primary():
-      opened.callback(run.put_back)  # Unless the new run has a step.
+      opened.callback(run.put_back)  # Does nothing once the new run has a step.
       run.create(description)
       with save_errors(run.path):
         pretrained.keep_files(config, run)
@@ -99,10 +99,5 @@ def open_log(
       trackers = open_trackers(
         config, run.path, description, resumed_step=resumed_step
       )
-  log = MetricsLog(
-    run.metrics,
-    resumed_step=resumed_step,
-    is_silent=not processes.is_primary(),
-    trackers=trackers,
-  )
+  log = MetricsLog(run.metrics, resumed_step=resumed_step, trackers=trackers)
   return opened.enter_context(contextlib.closing(log))

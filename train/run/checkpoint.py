@@ -2,16 +2,16 @@
 """Checkpoints of a run: written in the background, whole or not at all.
 
 A checkpoint has the items `params`, `optimizer` (the FP8 bytes themselves),
-`data` (the iterator's place), `run` (step, configuration and fingerprint of the
-data) and, where a run reports on its moments, `exact`; `data` and `run` are
-JSON. Nothing in it depends on devices or processes: arrays are restored bit for
-bit with the shardings of an abstract state, and the iterators of all processes
-have the same place. Restoring repeats nothing and skips nothing, so a run that
-the same compiled program resumes is bit-equal to one that was never stopped.
+`data` (the place of the data iterator), `run` (step, configuration and
+fingerprint of the data) and, if a run reports on its moments, `exact`; `data`
+and `run` are JSON. Nothing in it depends on devices or processes: arrays are
+restored bit for bit with the shardings of an abstract state, and the iterators
+of all processes have the same place. No batch is repeated or skipped, so a run
+that the same compiled program resumes is bit-equal to one that never stopped.
 
-A checkpoint gets its name, the step, when all its files are written, checksums
-included. The checksums detect damage since then, the stored step another name,
-and the checkpoint before is used.
+A checkpoint is named by its step once all files are written, with checksums.
+Later damage shows in the checksums, a renamed folder in the stored step. Then
+the checkpoint before it is used.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ from train.step import TrainState
 
 
 class Checkpoints:
-  """The checkpoints in one folder, which the first save creates."""
+  """The checkpoints in a folder, which the first save creates."""
 
   def __init__(self, path: Path, *, keep: int):
     """Opens the folder, which need not exist."""
@@ -52,7 +52,7 @@ class Checkpoints:
     self._manager = ocp.CheckpointManager(path.absolute(), options=options)
     self._opened = contextlib.ExitStack()
     self._opened.enter_context(quietly())
-    # Open, so that no folder made later is taken for it.
+    # Kept open, so that a folder created later is not taken for it.
     self._run = os.open(path.parent, os.O_RDONLY)
     self._opened.callback(os.close, self._run)
 
@@ -68,20 +68,14 @@ class Checkpoints:
     description: dict,
   ) -> None:
     """Copies the state off the device and returns; threads write it."""
-    self.save_at(step, state, batches.get_state(), description)
-
-  def save_at(
-    self, step: int, state: TrainState, place: dict, description: dict
-  ) -> None:
-    """Saves, given the iterator's state instead of the iterator."""
     items = {
       name: args.StandardSave(tree) for name, tree in _array_items(state)
     }
-    items["data"] = args.JsonSave(place)
+    items["data"] = args.JsonSave(batches.get_state())
     items["run"] = args.JsonSave({"step": step, **description})
 
     def save():
-      # Orbax returns False where a later step is there already.
+      # Orbax returns False if there is a later step already.
       if not self._manager.save(step, args=args.Composite(**items)):
         raise ValueError(f"{self.path} has a later step than {step}")
 
@@ -90,9 +84,9 @@ class Checkpoints:
   def restore(
     self, step: int, abstract: TrainState, batches: grain.DatasetIterator
   ) -> TrainState:
-    """Restores a state and moves the iterator to where it was."""
+    """Restores a state and the place of the iterator."""
     state = restore_state(self.path, step, abstract)
-    batches.set_state(_read_json(self.path, step, "data"))
+    batches.set_state(_read_json(self.path / str(step), "data"))
     return state
 
   def set_aside(self, after: int) -> None:
@@ -103,7 +97,7 @@ class Checkpoints:
           aside = folder.with_name(f"{folder.name}.damaged")
           shutil.rmtree(aside, ignore_errors=True)
           folder.rename(aside)
-    processes.gather(after)  # The others wait for it.
+    processes.gather(after)  # The other processes wait for the first one.
     self._manager.reload()
 
   def wait(self) -> None:
@@ -116,71 +110,67 @@ class Checkpoints:
       self._write(self._manager.close)
 
   def _write(self, call: Callable[[], Any]) -> None:
-    """Calls Orbax; any error of this write or the one before is SaveError."""
+    """Calls Orbax; raises SaveError for this write or the one before it."""
     try:
-      if self._is_in_place():  # Else Orbax would make the folder anew.
+      if self._is_in_place():  # Otherwise Orbax would create it again.
         call()
         return
       error = None
-    except Exception as caught:  # Orbax and TensorStore raise many kinds.
+    except Exception as caught:  # Orbax and TensorStore raise many types.
       error = caught
       join_writers()
     if not self._is_in_place():
       raise SaveError(
         f"save: {self.path.parent} must stay while a run trains in it, got "
-        "it removed or renamed; its files are as they were: name the folder "
-        "as before and pass --resume, or start again"
+        "it removed or renamed; its files are unchanged: restore its name and "
+        "pass --resume, or start again"
       ) from error
     last = latest_step(self.path)
-    then = "and start again, for there is none yet"
+    then = "and start again, because there is none yet"
     if last is not None:
-      then = f"and pass --resume, which goes on from {self.path / str(last)}"
+      then = f"and pass --resume, which continues from {self.path / str(last)}"
     raise SaveError(
       f"save: a checkpoint in {self.path} must be written, got "
       f"{first_line(error)}; make room {then}"
     ) from error
 
   def _is_in_place(self) -> bool:
-    """Whether the run's folder is still where it was."""
+    """Whether the run's folder is still the one that was opened."""
     try:
       return os.path.samestat(os.stat(self.path.parent), os.stat(self._run))
     except FileNotFoundError:
       return False
 
   def _write_checksums(self) -> None:
-    # One is written at a time, and unfinished ones were removed at the start.
+    # There is one: unfinished ones were removed at the start.
     (folder,) = self.path.glob("*.orbax-checkpoint-tmp")
     checksums.write(folder)
 
 
 def _array_items(state: TrainState):
-  """Yields the state's trees with leaves: the checkpoint's array items."""
+  """Yields the parts of a state that are array items of a checkpoint."""
   for name, tree in state._asdict().items():
     if name != "step" and tree != ():
       yield name, tree
 
 
 def _placed(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-  """Adds a sharding, else Orbax looks for the devices that wrote the array."""
+  """Adds a sharding; Orbax would look for the devices that wrote an array."""
   if leaf.sharding is not None:
     return leaf
   return leaf.update(sharding=SingleDeviceSharding(jax.local_devices()[0]))
 
 
 def _folders(path: Path) -> list[Path]:
-  """Lists the finished checkpoints in a folder, of the last step last."""
+  """Lists the finished checkpoints in a folder in order of their steps."""
   found = [item for item in path.glob("*") if item.name.isdecimal()]
   return sorted(found, key=lambda item: int(item.name))
 
 
-def steps(path: Path) -> list[int]:
-  """Returns the steps of the finished checkpoints in a folder, sorted."""
-  return [int(folder.name) for folder in _folders(path)]
-
-
 def latest_step(path: Path) -> int | None:
   """Returns the newest checkpoint's step, without reading it."""
-  return max(steps(path), default=None)
+  folders = _folders(path)
+  return int(folders[-1].name) if folders else None
 
 
 def newest_whole_step(path: Path) -> tuple[int, list[str]]:
@@ -207,18 +197,18 @@ def newest_whole_step(path: Path) -> tuple[int, list[str]]:
 
 
 def _find_other_step(folder: Path) -> str | None:
-  """Reports a whole checkpoint that is named by another step than its own."""
+  """Describes a whole checkpoint whose name is not its step."""
   try:
-    step = json.loads((folder / "run" / "metadata").read_bytes())["step"]
+    step = _read_json(folder, "run")["step"]
   except (OSError, ValueError, LookupError, TypeError, RecursionError):
     return "run/metadata has no step"
   if folder.name == str(step):
     return None
-  return f"is of step {step}; rename it {step} to use it"
+  return f"contains step {step}; rename it to {step} to use it"
 
 
 def restore_state(path: Path, step: int, abstract: TrainState) -> TrainState:
-  """Restores a state as `Checkpoints.restore` does, without an iterator."""
+  """Restores a state without an iterator."""
   abstract = jax.tree.map(_placed, abstract)
   items = {
     name: args.StandardRestore(tree) for name, tree in _array_items(abstract)
@@ -227,7 +217,7 @@ def restore_state(path: Path, step: int, abstract: TrainState) -> TrainState:
   try:
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
       restored = checkpointer.restore(folder, args=args.Composite(**items))
-  except Exception as error:  # Orbax and TensorStore raise many kinds.
+  except Exception as error:  # Orbax and TensorStore raise many types.
     raise ValueError(
       f"resume: the checkpoint {path / str(step)} must hold the state of this "
       f"run, got {first_line(error)}; pass the options it was trained with"
@@ -239,10 +229,10 @@ def restore_state(path: Path, step: int, abstract: TrainState) -> TrainState:
 
 
 def read_description(path: Path, step: int) -> dict:
-  """Reads the run's description that `Checkpoints.save` wrote."""
-  return _read_json(path, step, "run")
+  """Reads the run's description in a checkpoint."""
+  return _read_json(path / str(step), "run")
 
 
-def _read_json(path: Path, step: int, item: str) -> dict:
-  folder = path.absolute() / str(step) / item
-  return ocp.Checkpointer(ocp.JsonCheckpointHandler()).restore(folder)
+def _read_json(folder: Path, item: str) -> dict:
+  """Reads a JSON item of a checkpoint, where Orbax writes it."""
+  return json.loads((folder / item / "metadata").read_bytes())

@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checksums of the files of a checkpoint.
 
-Orbax and TensorStore check their indices, not the arrays: a flipped bit in an
-array is restored as it is, and the model trains on from it. So a checkpoint has
-the SHA-256 of its files, written before it gets its name, and is restored only
-if they still match.
+Orbax and TensorStore check their indices, not the arrays: training would go on
+from an array with a flipped bit. So a checkpoint stores the SHA-256 of its
+files, written before it gets its name, and is restored only if they match.
 
 Why not TensorStore's own crc32c: Orbax writes Zarr version 2, which has no such
-codec, and puts crc32c of Zarr version 3 on the index of shards, not on the
-arrays, without an option for them. Nor would it cover the JSON items or a file
-that is missing, and old checkpoints would need a second check beside it.
+codec. With version 3 it puts crc32c on the index of shards, not on the arrays,
+and has no option for them. Neither covers JSON items or missing files.
 """
 
 import hashlib
@@ -21,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 NAME = "checksums.json"
-# Orbax writes these two at the very end; they hold nothing of the run, and
+# Orbax writes these two at the very end. They contain nothing of the run, and
 # restoring does not need them.
 _WRITTEN_LATER = ("_CHECKPOINT_METADATA", "commit_success.txt")
 
@@ -36,10 +34,10 @@ def write(folder: Path) -> None:
 
 
 def find_damage(folder: Path) -> str | None:
-  """Reads all files of a checkpoint and reports the first damaged one.
+  """Reads all files of a checkpoint and describes the first damaged one.
 
-  Only plain files in the folder are read: through a link or `..` it would be a
-  device without an end, or a file of something else.
+  Only plain files in the folder are read: a link or `..` could lead to a device
+  without an end, or to a file outside.
   """
   own = set(_plain_files(folder))
   others = [name for name in _WRITTEN_LATER if os.path.lexists(folder / name)]
@@ -67,11 +65,11 @@ def find_damage(folder: Path) -> str | None:
 
 
 def _not_own(name: str) -> str:
-  return f"{name} is missing, or no file of the checkpoint"
+  return f"{name} is missing, or is not a file of the checkpoint"
 
 
 def _plain_files(folder: Path) -> Iterator[str]:
-  """Yields the names of files, without links and what is in linked folders."""
+  """Yields the names of plain files; links are not followed."""
   for path, _, names in os.walk(folder):
     for name in names:
       file = Path(path, name)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares a run with its twins in BF16: their configurations, the table."""
+"""Compares a run with its BF16 twins: their configurations and the table."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from train.run.exits import say
 from train.run.metrics import format_table
 from train.run.rows import LAST, read_rows, summarize
 
-# Rows of the table: key, words, format.
+# Rows of the table: key, label, number format.
 _ROWS = (
   ("train_loss", f"training loss, mean of last {LAST}", ".4f"),
   ("held_out_loss", "held-out loss", ".4f"),
@@ -28,10 +28,7 @@ _ROWS = (
 
 
 def twins[Config: TrainConfig](config: Config) -> list[Config]:
-  """Returns the runs to compare with, each in its folder.
-
-  The first has the run's seed, hence the same initial weights and data.
-  """
+  """Returns the runs to compare with; the first has the seed of the run."""
   found = []
   count = config.compare_seeds if config.compare else 0
   for seed in range(config.seed, config.seed + count):
@@ -68,7 +65,7 @@ def finish(runs: Sequence[TrainConfig]) -> None:
 
 
 def _table(names: list[str], results: list[dict[str, float]]) -> str:
-  """Writes a column for each run, then their difference and spread."""
+  """Formats a column for each run, then their difference and spread."""
   header, has_twin, has_spread = [*names], len(names) > 1, len(names) > 2
   if has_twin:
     header.append("difference")
@@ -95,13 +92,13 @@ def _table(names: list[str], results: list[dict[str, float]]) -> str:
 def _cell(form: str, value: float | None) -> str:
   if value is None:
     return "none"
-  if abs(value) >= 1e12:  # The perplexity of a run that diverged.
+  if abs(value) >= 1e12:  # For example the perplexity of a run that diverged.
     form = "+.4g" if form.startswith("+") else ".4g"
   return format(value, form)
 
 
 def _name(config: TrainConfig, first: TrainConfig) -> str:
-  """Names a run by its recipe, its codec if unusual, and its seed."""
+  """Names a run by its recipe, an unusual codec, and a different seed."""
   name, usual = config.recipe, {"coat": "coat", "bf16": "float32"}
   if config.optim.codec != usual.get(config.recipe):
     name += f"/{config.optim.codec}"

@@ -19,7 +19,7 @@ from train.config import TrainConfig
 from train.data.batches import (
   Rows,
   held_out_batches,
-  read_options,
+  read_ahead,
   to_iterator,
   train_batches,
 )
@@ -27,10 +27,10 @@ from train.run.directory import RunDirectory
 
 
 class Samples(Protocol):
-  """Samples that a run writes after evaluations, for a person to read."""
+  """Writes samples after evaluations, for a person to read."""
 
   def write(self, step: int, params: Any) -> list[str]:
-    """Generates with the parameters after a step; returns lines to print."""
+    """Generates with the parameters of a step; returns lines to print."""
     ...
 
   def close(self) -> None:
@@ -43,12 +43,12 @@ class RunData[Config: TrainConfig]:
   """The data of a run.
 
   Attributes:
-    rows: Rows to train on, whose arrays have the names by which the `batch_of`
-      of the run's `train.objective` takes them.
+    rows: Rows to train on, with the array names that `batch_of` of the run's
+      `train.objective` expects.
     held_out: Rows to evaluate.
-    fingerprint: A hash of the data; a resumed run must have the same.
+    fingerprint: A hash of the data, which must not change on resuming.
     change_times: A hash of the files' times if the fingerprint does not read
-      all of them; else None.
+      them whole.
     threads: Threads that read batches ahead; 0 for data in memory.
   """
 
@@ -59,7 +59,7 @@ class RunData[Config: TrainConfig]:
   threads: int = 0
 
   def batch_shapes(self, config: Config) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns the shapes of a batch of all processes."""
+    """Returns the shapes of a global batch."""
     return {
       name: jax.ShapeDtypeStruct((config.batch, *x.shape), x.dtype)
       for name, x in self.rows.read(None).items()
@@ -68,7 +68,7 @@ class RunData[Config: TrainConfig]:
   def train_batches(
     self, config: Config, **own_rows: int
   ) -> grain.DatasetIterator:
-    """Makes an endless iterator whose place is saved."""
+    """Makes the endless iterator whose place checkpoints store."""
     found = train_batches(
       self.rows, batch_size=config.batch, seed=config.seed, **own_rows
     )
@@ -77,17 +77,17 @@ class RunData[Config: TrainConfig]:
   def eval_batches(
     self, config: Config, **own_rows: int
   ) -> Iterable[dict[str, np.ndarray]]:
-    """Makes the held-out batches, the same ones in every evaluation."""
+    """Makes the held-out batches, the same in every evaluation."""
     found = held_out_batches(
       self.held_out,
       batch_size=config.batch,
       max_batches=config.eval_batches,
       **own_rows,
     )
-    return found.to_iter_dataset(read_options(self.threads))
+    return read_ahead(found, threads=self.threads)
 
   def keep_files(self, run: RunDirectory) -> None:
-    """Writes files that belong to the data into a run's new folder."""
+    """Writes the data's files into the folder of a new run."""
     del run
 
   def open_samples(
@@ -98,5 +98,5 @@ class RunData[Config: TrainConfig]:
     *,
     resumed_step: int,
   ) -> Samples | None:
-    """Opens a writer of samples at evaluations, or returns None."""
+    """Opens a writer of samples; None if there are none."""
     del config, graph, mesh, resumed_step

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The description of a run, stored in config.json and each checkpoint.
 
-It is the configuration and a fingerprint of the data, and decides whether a
-checkpoint may be continued.
+It consists of the configuration and a fingerprint of the data, and decides
+whether a run may continue from a checkpoint.
 """
 
 import dataclasses
@@ -16,9 +16,11 @@ from train.options import part_of
 from train.vit_config import VitConfig
 
 _FORMAT = "coat_jax run 1"
-# The configurations of commands, by what a description has as `command`; that
-# of train.pretrain has nothing.
-_COMMANDS = {None: TrainConfig, "finetune": FinetuneConfig, "vit": VitConfig}
+_COMMANDS = {
+  "pretrain": TrainConfig,
+  "finetune": FinetuneConfig,
+  "vit": VitConfig,
+}
 
 
 class Fingerprinted(Protocol):
@@ -32,12 +34,11 @@ class Fingerprinted(Protocol):
 
 
 def describe(config: TrainConfig, data: Fingerprinted) -> dict:
-  """Describes a run, for config.json and for checkpoints."""
-  kinds = {kind: command for command, kind in _COMMANDS.items()}
-  command = kinds[type(config)]
+  """Makes the description of a run."""
+  commands = {kind: command for command, kind in _COMMANDS.items()}
   return {
     "format": _FORMAT,
-    **({} if command is None else {"command": command}),
+    "command": commands[type(config)],
     "config": dataclasses.asdict(config),
     "fingerprint": data.fingerprint,
     "change_times": data.change_times,
@@ -45,21 +46,21 @@ def describe(config: TrainConfig, data: Fingerprinted) -> dict:
 
 
 def is_described(file: Path) -> bool:
-  """Whether a file holds the description of a run of this program."""
+  """Whether a file contains the description of a run of this program."""
   try:
     description = json.loads(file.read_bytes())
-  except (OSError, ValueError, RecursionError):  # Of 300 kB of brackets, say.
+  except (OSError, ValueError, RecursionError):
     return False
   return isinstance(description, dict) and description.get("format") == _FORMAT
 
 
 def configuration(description: dict) -> TrainConfig:
-  """Returns the configuration in a description that was read back."""
-  return _rebuild(_kind(description), description["config"])
+  """Rebuilds the configuration from a description."""
+  return _rebuild(_COMMANDS[description["command"]], description["config"])
 
 
 def _rebuild(kind: type, values: dict) -> Any:
-  """The inverse of `dataclasses.asdict`."""
+  """Inverts `dataclasses.asdict`."""
   parts = {
     field.name: _rebuild(part, values[field.name])
     for field in dataclasses.fields(kind)
@@ -68,18 +69,14 @@ def _rebuild(kind: type, values: dict) -> Any:
   return kind(**{**values, **parts})
 
 
-def _kind(description: dict) -> type[TrainConfig]:
-  return _COMMANDS[description.get("command")]
-
-
 def check_same(
   where: Path, saved: dict, config: TrainConfig, data: Fingerprinted
 ) -> list[str]:
   """Checks that a run can continue a checkpoint; returns allowed changes."""
-  if _kind(saved) is not type(config):
+  if _COMMANDS[saved["command"]] is not type(config):
     raise ValueError(
-      f"resume: {where} is of train.{saved.get('command', 'pretrain')}; pass "
-      "its options to that command, or another --out to start a run"
+      f"resume: {where} was written by train.{saved['command']}; pass its "
+      "options to that command, or another --out to start a run"
     )
   before = _flatten(saved["config"])
   now = _flatten(dataclasses.asdict(config))
@@ -100,11 +97,11 @@ def check_same(
   if saved["fingerprint"] != data.fingerprint:
     fixed.append("data: other tokens")
   if fixed or (converted and not config.convert_state):
-    is_adam = config.optim.optimizer == "coat_adamw"  # Others stay as they are.
-    convert = "--convert-state to convert its state, "
-    convert = convert if is_adam and not fixed else ""
+    convert = ""
+    if config.optim.optimizer == "coat_adamw" and not fixed:
+      convert = "--convert-state to convert its state, "
     raise ValueError(
-      f"resume: {where} is of another run, got "
+      f"resume: {where} belongs to another run, got "
       f"{'; '.join(fixed + converted)}; pass {convert}what it was trained "
       "with, or another --out to start a run"
     )

@@ -8,10 +8,10 @@ checkpoints/    see `checkpoint`
 plot.png        see `plot`
 profile/        see `profile`
 tensorboard/    and wandb/, see `trackers`
-hf/             what is kept of the checkpoint it began with, see `pretrained`
-twins/          runs that a run was compared with
+hf/             files of the checkpoint it began with, see `pretrained`
+twins/          runs that this run was compared with
 replaced_run/   see `replacing`
-lock            held by the command that trains here; holds its name
+lock            locked by the command that trains here; contains its process
 """
 
 import contextlib
@@ -19,7 +19,6 @@ import json
 import os
 import re
 import socket
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,6 +28,7 @@ from train.config import TrainConfig
 from train.options import read_path
 from train.run import checkpoint, processes, replacing
 from train.run.description import is_described
+from train.run.exits import say
 from train.run.writing import save_errors
 
 _CONTENTS = (
@@ -43,7 +43,7 @@ _CONTENTS = (
   "tensorboard",
   "wandb",
 )
-# In `checkpoints`: finished ones, those set aside, unfinished ones of Orbax.
+# Names of finished, set-aside and unfinished checkpoints.
 _CHECKPOINT = re.compile(r"\d+(\.damaged|\.orbax-checkpoint-tmp.*)?")
 
 
@@ -52,7 +52,7 @@ class RunDirectory:
 
   def __init__(self, path: str | Path):
     path = read_path("out", path)
-    # Folders that only lead to a ".." are not made.
+    # Resolved, so that no folder is created only to be left by "..".
     self.path = path.resolve() if ".." in path.parts else path
     self.config = self.path / "config.json"
     self.config_temporary = self.path / "config.tmp"
@@ -66,7 +66,7 @@ class RunDirectory:
   def is_run(self) -> bool:
     """Whether the folder is a run of this program.
 
-    Where config.json is damaged or lost, the checkpoints decide: they hold the
+    If config.json is damaged or lost, the checkpoints decide: they contain the
     same description.
     """
     saved = self.checkpoints.glob("*/run/metadata")
@@ -86,7 +86,7 @@ class RunDirectory:
     return checkpoint.newest_whole_step(self.checkpoints)
 
   def twin(self, name: str) -> "RunDirectory":
-    """Returns the folder of a run that this one is compared with."""
+    """Returns the folder of a run to compare this one with."""
     return RunDirectory(self.path / "twins" / name)
 
   def twins(self) -> list["RunDirectory"]:
@@ -95,7 +95,7 @@ class RunDirectory:
     return [run for run in map(RunDirectory, found) if run.is_run()]
 
   def check(self, config: TrainConfig) -> None:
-    """Checks that the folder fits the configuration; changes nothing."""
+    """Checks that a run may start or resume here; changes nothing."""
     path, step = self.path, self.latest_step()
     if path.exists() and not path.is_dir():
       raise ValueError(
@@ -104,23 +104,23 @@ class RunDirectory:
     if config.resume and self.config.exists() and not self.is_run():
       raise ValueError(
         f"resume: {path} must hold a run with a checkpoint, got {self.config} "
-        "that is of no run and no checkpoint that is; restore them from a "
-        "copy, or pass another --out to start a run"
+        "and checkpoints that do not describe a run; restore them from a copy, "
+        "or pass another --out to start a run"
       )
     if config.resume and not (self.is_run() and step is not None):
       raise ValueError(
         f"resume: {path} must hold a run with a checkpoint, got none; leave "
-        "--resume out to start, with --overwrite if a run was cut short there "
+        "--resume out to start, with --overwrite if a run was stopped there "
         "before its first checkpoint"
       )
     if config.resume or not path.exists():
       return
-    # Left by a command that was killed before it had made a run.
+    # Left by a command that was killed before it created a run.
     if set(path.iterdir()) <= {self.lock, self.config_temporary}:
       return
     if not self.is_run():
       raise ValueError(
-        f"out: {path} is not empty and is no run of this program, so it is "
+        f"out: {path} is not empty and is not a run of this program, so it is "
         "left alone; pass another --out"
       )
     if self.is_started() and not config.overwrite:
@@ -131,12 +131,12 @@ class RunDirectory:
 
   @contextlib.contextmanager
   def claimed(self, config: TrainConfig) -> Iterator[None]:
-    """While entered, `check` holds and no other command may enter.
+    """Locks the folder against other commands while entered, and checks it.
 
     The primary process does this for all processes of a run, which wait for it
-    before they look into the folder. The operating system holds the lock and
-    releases it when the process ends, however it does. A run that a command was
-    replacing when it was killed is put back first.
+    before they look into the folder. The operating system releases the lock
+    when the process ends, however it ends. If a command was killed while it
+    replaced a run, the old run is put back first.
     """
     with contextlib.ExitStack() as opened:
       if processes.is_primary():
@@ -144,7 +144,7 @@ class RunDirectory:
           self.check(config)  # Before anything is written.
         self._lock(opened)
         self.put_back()
-        self.check(config)  # Another command may have been here meanwhile.
+        self.check(config)  # Another command may have run since.
       yield
 
   def _lock(self, opened: contextlib.ExitStack) -> None:
@@ -154,8 +154,8 @@ class RunDirectory:
       self.lock.exists() and not self.lock.is_file()
     ):
       raise ValueError(
-        f"out: {self.lock} must be a file of its own, which is written to, got "
-        "a link or no file; remove it, or pass another --out"
+        f"out: {self.lock} must be a plain file, because it is written to, got "
+        "a link or something else; remove it, or pass another --out"
       )
     lock = filelock.FileLock(self.lock, blocking=False, fallback_to_soft=False)
     missing = None
@@ -163,66 +163,61 @@ class RunDirectory:
       opened.enter_context(lock)
     except filelock.Timeout:
       raise ValueError(
-        f"out: one command at a time can train in {self.path}, got "
+        f"out: only one command at a time can train in {self.path}, got "
         f"{self.lock.read_text()} that does; wait for it, stop it, or pass "
         "another --out"
       ) from None
-    except OSError as error:  # Some file systems of clusters have no locks.
+    except OSError as error:  # Some cluster file systems have no locks.
       missing = error.strerror
-    opened.callback(self._remove_if_no_run)
+    opened.callback(self._unlock)
     with save_errors(self.path):
       self.lock.write_text(f"process {os.getpid()} on {socket.gethostname()}")
     if missing is not None:
-      print(
+      say(
         f"{self.path}: without a lock ({missing}); train here with one command "
-        "at a time",
-        file=sys.stderr,
-        flush=True,
+        "at a time"
       )
 
-  def _remove_if_no_run(self) -> None:
+  def _unlock(self) -> None:
+    """Removes the lock's file, and the folder if empty, unless it is a run."""
     if not (self.is_run() or replacing.is_aside(self.path)):
       self.lock.unlink(missing_ok=True)
-      _remove_if_empty(self.path)
+      if self.path.is_dir() and not any(self.path.iterdir()):
+        self.path.rmdir()
 
   def create(self, description: dict) -> None:
     """Creates the folder, or replaces the run in it; call `check` first.
 
-    Files of the replaced run are moved aside, nothing else in the folder, until
-    `remove_replaced` or `put_back`.
+    Only the files of the old run are moved aside, until `remove_replaced` or
+    `put_back`.
     """
     with save_errors(self.path):
-      self.put_back()  # Twins are not claimed.
+      self.put_back()  # `claimed` does not cover twins.
       if self.is_run():
         replacing.move_aside(self.path, self._own_files())
       self.path.mkdir(parents=True, exist_ok=True)
       self.write_description(description)
 
   def put_back(self) -> None:
-    """Puts the run that was to be replaced back, unless it was removed."""
+    """Puts the old run back, unless it was removed."""
     was_aside = replacing.is_aside(self.path)
     replacing.put_back(self.path, self._own_files())
     if was_aside:
-      print(
-        f"{self.path}: the run that was to be replaced is back",
-        file=sys.stderr,
-        flush=True,
-      )
+      say(f"{self.path}: the run that was to be replaced is back")
 
   def remove_replaced(self) -> None:
-    """Removes the run that was replaced; what is there is now the new one."""
+    """Removes the old run; the new one stays."""
     replacing.remove_old(self.path)
 
   def remove(self) -> None:
     """Removes the run's files, and the folder if nothing else is in it."""
     replacing.remove(self.path, self._own_files())
-    self.lock.unlink(missing_ok=True)
-    _remove_if_empty(self.path)
+    self._unlock()
 
   def _own_files(self) -> list[Path]:
-    """Lists what runs write, relative to the folder: nothing of the user's.
+    """Lists the files that runs write, by names relative to the folder.
 
-    config.json is the last, so that the folder is a run until all others went.
+    config.json is last, so that the folder is a run until all others are gone.
     """
     own = [self.path / name for name in _CONTENTS]
     saved = list(self.checkpoints.glob("*"))
@@ -238,21 +233,16 @@ class RunDirectory:
     ]
 
   def write_description(self, description: dict) -> None:
-    """Writes config.json atomically; raises SaveError where it cannot."""
+    """Writes config.json atomically; raises SaveError if it cannot."""
     with save_errors(self.path):
-      # A link by this name would be followed.
+      # Writing would follow a link by this name.
       self.config_temporary.unlink(missing_ok=True)
       try:
         with self.config_temporary.open("x") as file:
           file.write(json.dumps(description, indent=2) + "\n")
           file.flush()
-          os.fsync(file.fileno())  # Else a crash may leave the name without it.
+          os.fsync(file.fileno())  # Otherwise a crash may leave it empty.
         os.replace(self.config_temporary, self.config)
-      except OSError:  # The disk is full, say.
+      except OSError:  # For example a full disk.
         self.config_temporary.unlink(missing_ok=True)
         raise
-
-
-def _remove_if_empty(path: Path) -> None:
-  if path.is_dir() and not any(path.iterdir()):
-    path.rmdir()

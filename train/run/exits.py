@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a command ends early: its exit status, and a sentence.
+"""How a command ends early: with an exit status and a one-line error.
 
-A training command may be one of several processes: `Stop` carries the status
-and the text to print, and the context managers turn errors into it, and see to
-it that no process waits for one that is gone. Other commands are one process:
-`exit_status` runs them.
+A training command may be one of several processes. `Stop` carries the status
+and the text to print. The context managers turn errors into `Stop`, and make
+sure that no process waits for one that is gone. Other commands are a single
+process, which `exit_status` runs.
 """
 
 import contextlib
@@ -25,21 +25,20 @@ from train.run.writing import SaveError
 class Stop(Exception):
   """Ends the command with an exit status and a text on standard error.
 
-  Raised in all processes of a run at once; one of them prints.
+  All processes of a run raise it together; `process` prints the text.
   """
 
   def __init__(self, status: int, text: str, process: int = 0):
-    """Makes the exception."""
     super().__init__(text)
     self.status, self.process = status, process
 
 
 @contextlib.contextmanager
 def stop_on_bad_input() -> Iterator[None]:
-  """Turns errors of the user's input into exit status 2 and a sentence.
+  """Turns errors in the user's input into exit status 2.
 
-  The status is 1 where a file cannot be written. All processes stop where one
-  of them does, so all must enter this.
+  The status is 1 if a file cannot be written. If one process fails, all stop,
+  so all must enter this.
   """
   fault = None
   try:
@@ -53,10 +52,10 @@ def stop_on_bad_input() -> Iterator[None]:
 
 
 def read_or_stop[Item](items: Iterable[Item]) -> Iterator[Item]:
-  """Yields items; where reading one fails, all processes stop."""
+  """Yields items; if reading one fails, all processes stop."""
   items = iter(items)
   while True:
-    with stop_on_bad_input():  # Images are read when a batch is.
+    with stop_on_bad_input():  # Images are read with their batch.
       item = next(items, None)
     if item is None:
       return
@@ -64,7 +63,7 @@ def read_or_stop[Item](items: Iterable[Item]) -> Iterator[Item]:
 
 
 def _status(error: Exception) -> int:
-  """Returns 1 of files that cannot be written, 2 of wrong input."""
+  """Returns 1 if a file cannot be written, 2 for wrong input."""
   return 1 if isinstance(error, SaveError) else 2
 
 
@@ -72,9 +71,9 @@ def _status(error: Exception) -> int:
 def stop_on_failure() -> Iterator[None]:
   """Turns a failed write, or too little memory, into exit status 1.
 
-  One of several processes exits at once: the others do not know and wait for
-  this process, and at a usual exit it would wait for them. Once it is gone JAX
-  ends them too.
+  With several processes, this one exits at once. The others do not know of the
+  error and wait for it, and a normal exit would wait for them. Once it is gone,
+  JAX ends them too.
   """
   try:
     yield
@@ -97,9 +96,9 @@ def stop_on_failure() -> Iterator[None]:
 
 @contextlib.contextmanager
 def stop_on_signal(out: Path) -> Iterator[None]:
-  """Stops a command that writes, once what is half written is removed.
+  """Lets a command remove unfinished files before a signal stops it.
 
-  Where nothing is removed, `Signals` stops at once. A second signal does here.
+  Commands without such files use `Signals`. A second signal stops at once.
   """
   received = []
 
@@ -112,7 +111,7 @@ def stop_on_signal(out: Path) -> Iterator[None]:
   handlers = {each: signal.signal(each, interrupt) for each in SIGNALS}
   try:
     yield
-  except BaseException as error:  # What it was turned into, perhaps.
+  except BaseException as error:  # Code may turn KeyboardInterrupt into others.
     if not received:
       raise
     text = f"{signal.Signals(received[0]).name}: stopped"
@@ -125,7 +124,7 @@ def stop_on_signal(out: Path) -> Iterator[None]:
 
 
 def exit_status(command: Callable[[], object], *, smaller: str) -> int:
-  """Runs a command that does not train, and prints its error as a sentence."""
+  """Runs a command that does not train; prints an error as one line."""
   try:
     command()
   except Stop as stop:
@@ -143,9 +142,9 @@ def exit_status(command: Callable[[], object], *, smaller: str) -> int:
 
 
 def describe_shortage(error: BaseException) -> str | None:
-  """Says in a line what memory was asked for; None where it is another error.
+  """Describes an out-of-memory error in one line; None for another error.
 
-  JAX has one kind of error for all that goes wrong on a device.
+  JAX raises the same type for everything that goes wrong on a device.
   """
   lines = str(error).splitlines()
   if isinstance(error, MemoryError):
@@ -155,14 +154,14 @@ def describe_shortage(error: BaseException) -> str | None:
 
 
 def is_received(signals: Signals) -> bool:
-  """Whether any process was sent a signal; afterwards all know of it."""
+  """Whether any process received a signal; afterwards all know of it."""
   received = max(processes.gather(signals.received or 0))
-  if received:  # Else one may have come since: it counts the next time.
+  if received:  # A signal that came since counts next time.
     signals.received = received
   return bool(received)
 
 
 def say(*lines: str, process: int = 0) -> None:
-  """Prints lines to standard error, at once, in one process only."""
+  """Prints lines to standard error, flushed, in one process only."""
   if jax.process_index() == process:
     print(*lines, sep="\n  ", file=sys.stderr, flush=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds checkpoints to convert, and makes runs of what was converted."""
+"""Finds checkpoints to convert, and turns converted ones into runs."""
 
 import contextlib
 from collections.abc import Callable
@@ -21,15 +21,15 @@ from train.step import TrainState
 def create_run(
   config: TrainConfig, make: Callable[[TrainState], TrainState]
 ) -> int:
-  """Makes a run with one checkpoint, on one device; returns its step.
+  """Creates a run with one checkpoint, on one device; returns its step.
 
   `make` turns the run's abstract state into its state.
   """
   run = RunDirectory(config.out)
-  if config.resume:  # `claimed` would let an existing run pass.
+  if config.resume:  # `claimed` would accept an existing run.
     raise ValueError(
-      "import: makes a run, got --resume; leave it out, or replace an existing "
-      "run with --overwrite"
+      "import: creates a run, got --resume; leave it out, or replace an "
+      "existing run with --overwrite"
     )
   if run.is_started() and not config.overwrite:
     raise ValueError(
@@ -45,8 +45,7 @@ def create_run(
     abstract = steps.abstract_state(config, steps.build_optimizer(config))
     state = make(abstract)
     step = int(state.step)
-    # The iterator's whole state.
-    place = {**batches.get_state(), "next_index": step}
+    batches.set_state({**batches.get_state(), "next_index": step})
     description = describe(config, tokens)
     with contextlib.ExitStack() as failed:
       failed.callback(run.put_back if run.is_run() else run.remove)
@@ -58,7 +57,7 @@ def create_run(
         with contextlib.closing(
           Checkpoints(run.checkpoints, keep=config.keep)
         ) as checkpoints:
-          checkpoints.save_at(step, state, place, description)
+          checkpoints.save(step, state, batches, description)
 
       uninterrupted(save)
       failed.pop_all()  # It is saved.

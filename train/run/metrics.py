@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run's log: metrics.jsonl, progress on standard error, tables.
 
-metrics.jsonl has one JSON object a line, each with its `step`. The line of a
-step has loss, grad_norm, lr and tokens_per_s, and where documents are learned
-targets, padding (a share) and unpadded_tokens_per_s; that of an evaluation has
-held_out_loss, held_out_accuracy where images are classified, and step_bytes,
-the most memory that the compiled step takes of a device; that of a report has
-state (`state_report`, leaf by leaf) and, with codec coat, powers (groups by
-their power k in sixteenths).
-Lines are written whole and at once, so that a killed run loses none; a resumed
-run first drops those that it will write again.
+metrics.jsonl has one JSON object per line, each with its `step`:
+  * a step: loss, grad_norm, lr, tokens_per_s; for documents also targets,
+    padding (a share) and unpadded_tokens_per_s;
+  * an evaluation: held_out_loss, held_out_accuracy for classified images, and
+    step_bytes, the peak memory of the compiled step on a device;
+  * a report: state (`state_report`, leaf by leaf) and, with codec coat, powers
+    (number of groups by their power k in sixteenths).
+Lines are written whole and at once, so a killed run loses none. A resumed run
+first drops the lines that it will write again. Only the first process writes
+and prints.
 
-Why not tqdm away from a terminal: it separates updates by carriage returns,
-which make one endless line in a log, whatever `mininterval` is. Why not rich's
-tables: away from a terminal it cuts cells to fit 80 columns.
+Why not tqdm without a terminal: it separates updates by carriage returns, which
+make one endless line in a log, whatever `mininterval` is. Why not rich's
+tables: without a terminal it cuts cells to fit 80 columns.
 """
 
 import json
@@ -27,6 +28,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from train.run import processes
 from train.run.trackers import Tracker
 from train.run.writing import save_errors
 
@@ -41,12 +43,10 @@ class MetricsLog:
     path: Path,
     *,
     resumed_step: int = 0,
-    is_silent: bool = False,
     trackers: Sequence[Tracker] = (),
   ):
-    """Opens the file."""
     self._file, self._trackers = None, trackers
-    if is_silent:
+    if not processes.is_primary():
       return
     self._folder = path.parent
     kept = [row for row in read_metrics(path) if row["step"] <= resumed_step]
@@ -84,40 +84,33 @@ class MetricsLog:
 
 
 def read_metrics(path: Path) -> Iterator[dict]:
-  """Yields the lines of a metrics.jsonl; none if there is no file.
-
-  Only lines that a crash cut short or a disk damaged are left out.
-  """
+  """Yields the lines of a metrics.jsonl, except damaged ones."""
   for row in parse_lines(path):
     if isinstance(row, dict) and isinstance(row.get("step"), int):
       yield row
 
 
 def parse_lines(path: Path) -> Iterator[Any]:
-  """Yields the JSON of each line; None for one that has none."""
+  """Yields the value of each line; None for a line that is not JSON."""
   if not path.exists():
     return
   for line in path.read_bytes().splitlines():
     try:
       yield json.loads(line)
-    # Of JSON, of UTF-8, or of a thousand brackets.
+    # Not JSON, not UTF-8, or a thousand brackets.
     except (ValueError, RecursionError):
       yield None
 
 
 class Progress:
-  """Progress on standard error: a bar on a terminal, elsewhere some lines."""
+  """Progress on standard error: a bar on a terminal, otherwise a few lines."""
 
-  def __init__(
-    self, name: str, *, steps: int, done: int, is_silent: bool = False
-  ):
-    """Starts the clock."""
-    self._is_silent = is_silent
+  def __init__(self, name: str, *, steps: int, done: int):
     self._name, self._steps, self._held_out = name, steps, ""
     self._done = self._first = done
     self._start = self._printed = time.monotonic()
     self._bar = None
-    if sys.stderr.isatty() and not is_silent:
+    if sys.stderr.isatty() and processes.is_primary():
       self._bar = tqdm(
         total=steps,
         initial=done,
@@ -128,15 +121,13 @@ class Progress:
       )
 
   def step(self, step: int, loss: float, tokens_per_s: float) -> None:
-    """Shows a step that is done."""
+    """Shows a finished step."""
     text = f"loss {loss:.4f}{self._held_out}, {tokens_per_s:,.0f} tokens/s"
     if self._bar:
       self._bar.set_postfix_str(text, refresh=False)
       self._bar.update(step - self._done)
-    self._done = step
-    if self._bar:
-      return
-    if time.monotonic() - self._printed > _SECONDS_BETWEEN_LINES:
+      self._done = step
+    elif time.monotonic() - self._printed > _SECONDS_BETWEEN_LINES:
       self._printed = time.monotonic()
       per_step = (self._printed - self._start) / (step - self._first)
       left = format_seconds((self._steps - step) * per_step)
@@ -148,7 +139,7 @@ class Progress:
     held_out_loss: float,
     held_out_accuracy: float | None = None,
   ) -> None:
-    """Shows the held-out loss after a step, and the accuracy, from now on."""
+    """Shows the held-out loss and accuracy from now on."""
     text = f"held-out {held_out_loss:.4f}"
     if held_out_accuracy is not None:
       text += f", accuracy {held_out_accuracy:.2%}"
@@ -160,11 +151,11 @@ class Progress:
     """Prints a line above the bar."""
     if self._bar:
       self._bar.write(text, file=sys.stderr)
-    elif not self._is_silent:
+    elif processes.is_primary():
       print(text, file=sys.stderr, flush=True)
 
   def close(self) -> None:
-    """Leaves the terminal as it was."""
+    """Closes the bar."""
     if self._bar:
       self._bar.close()
 
@@ -179,12 +170,12 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_number(x: float) -> str:
-  """Formats a figure of any size: 5.1234, 67,395.9, 1.23457e+42."""
+  """Formats a number of any size: 5.1234, 67,395.9, 1.23457e+42."""
   return f"{x:,.6g}" if abs(x) >= 1000 else f"{x:,.4f}"
 
 
 def format_table(header: list[str], rows: list[list[str]]) -> str:
-  """Aligns a table: the first column to the left, the others to the right."""
+  """Formats a table, the first column left-aligned, the others right."""
   lines = [header, *rows]
   widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
   lines.insert(1, ["-" * width for width in widths])

@@ -2,11 +2,9 @@
 """A run of several processes, such as one on each host.
 
 All run the same program and must call the same collective operations in the
-same order. What only one of them knows, such as a signal or data that cannot be
-read, is gathered before any of them acts on it. The primary process prints and
-writes metrics.
-
-With one process these functions return at once.
+same order. If only one of them knows something, such as a signal or unreadable
+data, it is gathered before any of them acts on it. The primary process prints
+and writes metrics. With one process these functions return at once.
 """
 
 import os
@@ -17,15 +15,15 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 
 _VARIABLES = ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
-# About what a GPU is sold with, of what it has: 80 of 85.5 GB, 141 of 150.8;
-# the rest is for CUDA, cuBLAS and NCCL.
+# Roughly the advertised share of a GPU's memory: 80 of 85.5 GB, 141 of 150.8.
+# The rest is for CUDA, cuBLAS and NCCL.
 _GPU_SHARE = "0.935"
 
 
 def reserve_gpu_memory() -> None:
-  """Lets JAX take as much of a GPU as `train.plan` counts on.
+  """Lets JAX take as much GPU memory as `train.plan` assumes.
 
-  Call it before JAX looks for devices. A share in the environment stays.
+  Call it before JAX looks for devices. A share set in the environment stays.
   """
   names = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
   if not any(name in os.environ for name in names):
@@ -33,20 +31,19 @@ def reserve_gpu_memory() -> None:
 
 
 def join() -> None:
-  """Joins the other processes, before anything else is done with JAX.
+  """Joins the other processes; call it before anything else uses JAX.
 
-  Under SLURM and Open MPI JAX finds them by itself. Elsewhere the environment
-  of each must have JAX_COORDINATOR_ADDRESS (host and port of process 0),
-  JAX_NUM_PROCESSES and JAX_PROCESS_ID.
-
-  Where process 0 does not answer within five minutes JAX ends the process.
+  Under SLURM and Open MPI JAX finds them by itself. Otherwise the environment
+  of each must set JAX_COORDINATOR_ADDRESS (host and port of process 0),
+  JAX_NUM_PROCESSES and JAX_PROCESS_ID. If process 0 does not answer within five
+  minutes, JAX ends the process.
   """
   try:
     count, index = (
       int(os.environ[name]) if name in os.environ else None
       for name in _VARIABLES
     )
-    # JAX's own service would take SIGTERM from `signals`.
+    # JAX's own service would handle SIGTERM instead of `signals`.
     jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(num_processes=count, process_id=index)
   except (RuntimeError, TypeError, ValueError) as error:
@@ -58,26 +55,26 @@ def join() -> None:
 
 
 def is_primary() -> bool:
-  """Whether this process is the one that prints and writes metrics."""
+  """Whether this process prints and writes metrics."""
   return jax.process_index() == 0
 
 
 def gather(value: int) -> list[int]:
-  """Returns the value of each process; all of them must call this."""
+  """Returns the values of all processes, which must all call this."""
   if jax.process_count() == 1:
     return [value]
   return multihost_utils.process_allgather(np.int32(value)).tolist()
 
 
 def gather_arrays[Tree](tree: Tree) -> Tree:
-  """Gathers arrays of which a process has shards, whole, as NumPy's."""
+  """Gathers sharded arrays of several processes as whole NumPy arrays."""
   if jax.process_count() == 1:
     return tree
   return multihost_utils.process_allgather(tree, tiled=True)
 
 
 def own_rows(sharding: NamedSharding | None, batch: int) -> dict[str, int]:
-  """Finds the rows of a batch that this process reads.
+  """Finds the part of a batch that this process reads.
 
   Processes whose devices share sequences read the same ones.
   """
@@ -101,7 +98,7 @@ def own_rows(sharding: NamedSharding | None, batch: int) -> dict[str, int]:
 def to_devices(
   rows: np.ndarray, sharding: NamedSharding | None, batch: int
 ) -> jax.Array | np.ndarray:
-  """Puts a batch on the mesh."""
+  """Puts this process's rows of a batch on the mesh."""
   if sharding is None:
     return rows
   shape = (batch, *rows.shape[1:])

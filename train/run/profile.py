@@ -1,25 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Traces some steps of a run with jax.profiler.
+"""Traces some steps of a run with jax.profiler, in the first process.
 
 `tensorboard --logdir RUN/profile` (with the plugin of `xprof`) shows the trace,
 and ui.perfetto.dev its trace.json.gz.
 """
 
-import sys
 from pathlib import Path
 
 import jax
 
 from train.options import read_profile
+from train.run import processes
+from train.run.exits import say
 
 
 class Profiler:
   """Traces the steps that `--profile` asks for."""
 
-  def __init__(self, text: str, folder: Path, *, is_silent: bool = False):
-    """Reads what to trace; nothing is started yet."""
+  def __init__(self, text: str, folder: Path):
     self._folder, self._is_on = folder, False
-    count, wait = (0, 0) if is_silent else read_profile(text)
+    count, wait = read_profile(text) if processes.is_primary() else (0, 0)
     # Counted from the run's start, or from where it was resumed.
     self._steps, self._seen = range(wait, wait + count), 0
 
@@ -29,7 +29,7 @@ class Profiler:
     return (self._seen in self._steps) != self._is_on
 
   def before_step(self) -> None:
-    """Starts or ends the trace; to be called before each step."""
+    """Starts or ends the trace; call it before each step."""
     is_traced = self._seen in self._steps
     self._seen += 1
     if is_traced and not self._is_on:
@@ -39,8 +39,8 @@ class Profiler:
       self.close()
 
   def close(self) -> None:
-    """Ends a trace that has not ended yet."""
+    """Ends the trace if it is running."""
     if self._is_on:
       self._is_on = False
       jax.profiler.stop_trace()
-      print(f"{self._folder}: a trace of steps", file=sys.stderr, flush=True)
+      say(f"{self._folder}: a trace of steps")

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Replaces a run so that the old one stays until the new one has a step.
 
-What the old run wrote is moved into a folder beside the new run's files:
+The files of the old run are moved into a folder next to the new run's files:
 
-  replaced_run.moving     some files are in it, others still where they were, or
-                          again: nothing of the new run is there
-  replaced_run            all files are in it; those outside are the new run's
-  replaced_run.removing   it is no longer needed
+  replaced_run.moving     files are being moved in or back; there are no files
+                          of the new run yet
+  replaced_run            all old files are in it; files outside are the new
+                          run's
+  replaced_run.removing   it is being removed
 
-From one to the next is a single rename. So a process may be killed at any
-moment: the next command that trains in the folder finds out how far it was, and
+Each state becomes the next by a single rename, so a process may be killed at
+any moment: the next command that trains in the folder sees how far it came and
 puts the old run back (`put_back`).
 """
 
@@ -28,7 +29,7 @@ them back.
 
 
 def move_aside(folder: Path, names: Iterable[Path]) -> None:
-  """Moves an old run's files aside."""
+  """Moves the files of the old run aside."""
   moving = _moving(folder)
   moving.mkdir(exist_ok=True)
   (moving / _README).write_text(_WORDS)
@@ -40,13 +41,13 @@ def move_aside(folder: Path, names: Iterable[Path]) -> None:
 
 
 def is_aside(folder: Path) -> bool:
-  """Whether a run was moved aside, wholly or in part."""
+  """Whether a run was moved aside, completely or in part."""
   return _moving(folder).is_dir() or (folder / _NAME / _README).is_file()
 
 
 def put_back(folder: Path, new: Iterable[Path]) -> None:
-  """Puts the old run back where it was, if one is aside."""
-  _finish_removing(folder)
+  """Moves the old run back, if one is aside; removes the `new` files."""
+  shutil.rmtree(_removing(folder), ignore_errors=True)
   moving, aside = _moving(folder), folder / _NAME
   if (aside / _README).is_file():
     remove(folder, new)
@@ -61,13 +62,13 @@ def remove_old(folder: Path) -> None:
   aside = folder / _NAME
   if aside.is_dir():
     aside.rename(_removing(folder))
-  _finish_removing(folder)
+  shutil.rmtree(_removing(folder), ignore_errors=True)
 
 
 def remove(folder: Path, names: Iterable[Path]) -> None:
-  """Removes files and folders of a run, by names relative to it.
+  """Removes files and folders of a run, and folders that become empty.
 
-  Links are not followed. Folders in which nothing else is go with them.
+  Links are not followed.
   """
   for name in names:
     item = folder / name
@@ -79,7 +80,7 @@ def remove(folder: Path, names: Iterable[Path]) -> None:
 
 
 def _remove_empty(folder: Path, name: Path) -> None:
-  """Removes a folder and those above it, up to `folder`, that are empty."""
+  """Removes a folder, and those above it up to `folder`, if empty."""
   while name != Path() and not any((folder / name).iterdir()):
     (folder / name).rmdir()
     name = name.parent
@@ -93,12 +94,8 @@ def _removing(folder: Path) -> Path:
   return folder / f"{_NAME}.removing"
 
 
-def _finish_removing(folder: Path) -> None:
-  shutil.rmtree(_removing(folder), ignore_errors=True)
-
-
 def _merge(source: Path, target: Path) -> None:
-  """Moves all that is in a folder into another, and removes the first."""
+  """Moves everything in a folder into another, and removes the first."""
   for item in source.iterdir():
     there = target / item.name
     if item.is_dir() and there.is_dir() and not item.is_symlink():

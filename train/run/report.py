@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reports of a run: its sizes, and how well moments fit their codes."""
+"""Reports on a run: sizes, metrics, and how well moments fit their codes."""
 
 import jax
 import numpy as np
@@ -20,7 +20,7 @@ from train.step import (
 
 
 def describe_sizes(config: TrainConfig, params) -> str:
-  """Writes a line on what the options amount to."""
+  """Describes the size of a run in one line."""
   count = sum(leaf.size for leaf in jax.tree.leaves(params))
   tokens = config.batch * config.seq
   state = state_bytes_per_param(config)
@@ -34,7 +34,7 @@ def describe_sizes(config: TrainConfig, params) -> str:
 
 
 def held_out_means(found: list[Evaluation]) -> dict[str, float]:
-  """Averages over the targets of held-out batches."""
+  """Averages held-out batches, weighted by their targets."""
   counts = [1 if x.targets is None else int(x.targets) for x in found]
 
   def mean(values: list) -> float:
@@ -43,13 +43,13 @@ def held_out_means(found: list[Evaluation]) -> dict[str, float]:
 
   means = {"held_out_loss": mean([x.loss for x in found])}
   if found and found[0].accuracy is not None:
-    # Sums of f32 shares can end above 1.
+    # Sums of f32 shares can exceed 1.
     means["held_out_accuracy"] = min(mean([x.accuracy for x in found]), 1.0)
   return means
 
 
 def describe_rows(metrics: StepMetrics, tokens_per_s: float) -> dict:
-  """Counts what a step learned from, for its line in metrics.jsonl."""
+  """Returns the counts of a step's documents for metrics.jsonl."""
   if metrics.targets is None or metrics.padding is None:
     return {}
   padding = float(metrics.padding)
@@ -61,7 +61,7 @@ def describe_rows(metrics: StepMetrics, tokens_per_s: float) -> dict:
 
 
 def report_state(config: TrainConfig, state: TrainState) -> dict:
-  """Reports how well the moments fit their codes."""
+  """Measures how well the moments fit their codes."""
   codec = config.optim.moment_codec()
   state = processes.gather_arrays(state._replace(params=()))
   row: dict = {"state": state_report(state.optimizer, reference=state.exact)}
@@ -71,7 +71,7 @@ def report_state(config: TrainConfig, state: TrainState) -> dict:
 
 
 def _count_powers(state: TrainState) -> dict[str, dict[int, int]]:
-  """Counts groups by their k in sixteenths."""
+  """Counts the groups of each moment by their power k in sixteenths."""
   adam, _ = weights.without_low(state.optimizer)
   counts = {}
   for name in ("mu", "nu"):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads metrics.jsonl for a table or a picture, whatever became of it.
+"""Reads metrics.jsonl for a table or a figure, even if it is damaged.
 
-What makes no sense is left out, be it a line without JSON or words in place of
-a loss, and `MetricsRows.damaged` says so. The last line of a killed run may end
-early; that is no damage.
+Nonsense is left out and reported in `MetricsRows.damaged`: lines that are not
+JSON, or words instead of a loss. The last line of a killed run may end early;
+that is not damage.
 """
 
 import math
@@ -14,18 +14,17 @@ from typing import Any, NamedTuple
 
 from train.run.metrics import parse_lines
 
-# Training losses are noisy from batch to batch: their mean over the last ones.
+# Training losses are noisy, so a table shows their mean over the last steps.
 LAST = 50
 MOMENTS = ("mu", "nu")
+_Check = Callable[[Any], bool]
 
 
 class MetricsRows(NamedTuple):
-  """The lines of a metrics.jsonl."""
+  """The contents of a metrics.jsonl."""
 
-  # Lines that have a step, without values that make no sense or are not finite.
-  rows: list[dict]
-  # A sentence on what was left out, or None.
-  damaged: str | None
+  rows: list[dict]  # Lines that have a step, without nonsense and nulls.
+  damaged: str | None  # A sentence on what was left out.
 
 
 def read_rows(path: Path) -> MetricsRows:
@@ -34,14 +33,18 @@ def read_rows(path: Path) -> MetricsRows:
   for line in parse_lines(path):
     last = line
     values = line if isinstance(line, dict) else {}
-    row = {name: x for name, x in values.items() if _makes_sense(name, x)}
-    # A number that was not finite is null in the file, and no damage.
+    row = {
+      name: x
+      for name, x in values.items()
+      if name not in _KNOWN or _KNOWN[name](x)
+    }
+    # A number that was not finite is null in the file, which is not damage.
     known = [name for name, x in values.items() if x is not None]
     bad += "step" not in row or not row.keys() >= set(known)
     if "step" in row:
       rows.append(row)
-  if bad and last is None and _ends_early(path):
-    bad -= 1
+  if bad and last is None and not path.read_bytes().endswith((b"\n", b"\r")):
+    bad -= 1  # A kill cut the last line short.
   if not bad:
     return MetricsRows(rows, None)
   lines = f"{bad} line{'s' * (bad > 1)}"
@@ -53,7 +56,7 @@ def read_rows(path: Path) -> MetricsRows:
 
 
 def summarize(rows: list[dict]) -> dict[str, float]:
-  """Condenses the lines of a run."""
+  """Computes the figures of a run for the table."""
 
   def values(key: str) -> list[float]:
     return [row[key] for row in rows if key in row]
@@ -74,16 +77,8 @@ def summarize(rows: list[dict]) -> dict[str, float]:
   return summary
 
 
-def _ends_early(path: Path) -> bool:
-  return not path.read_bytes().endswith((b"\n", b"\r"))
-
-
-def _makes_sense(name: str, value: Any) -> bool:
-  return _KNOWN[name](value) if name in _KNOWN else True
-
-
 def _is_number(x: Any) -> bool:
-  # Beyond it sums and a picture's axes overflow.
+  # Larger numbers overflow sums and the axes of a figure.
   is_number = isinstance(x, int | float) and not isinstance(x, bool)
   return is_number and abs(x) < 1e100
 
@@ -92,48 +87,41 @@ def _is_count(x: Any) -> bool:
   return isinstance(x, int) and not isinstance(x, bool) and 0 <= x < 2**63
 
 
-def _is_state(x: Any) -> bool:
-  """Whether it is `coat_jax.optimizer.state_report`, as far as it is drawn."""
-
-  def is_leaf(leaf: Any) -> bool:
-    if not isinstance(leaf, dict) or "encoded" not in leaf:
-      return False
-    return not leaf["encoded"] or (
-      _is_count(leaf.get("parameters"))
-      and leaf["parameters"] > 0
-      and all(
-        isinstance(leaf.get(moment), dict)
-        and _is_number(leaf[moment].get("relative_error"))
-        for moment in MOMENTS
-      )
-    )
-
-  return isinstance(x, dict) and all(map(is_leaf, x.values()))
-
-
-def _is_powers(x: Any) -> bool:
-  """Whether it is, for each moment, counts by powers in sixteenths."""
+def _is_dict(
+  x: Any, is_value: _Check, is_key: _Check = lambda key: True
+) -> bool:
   return isinstance(x, dict) and all(
-    name in MOMENTS
-    and isinstance(counts, dict)
+    is_key(key) and is_value(value) for key, value in x.items()
+  )
+
+
+def _is_leaf(leaf: Any) -> bool:
+  """Whether it is a leaf of `coat_jax.optimizer.state_report` to draw."""
+  if not isinstance(leaf, dict) or "encoded" not in leaf:
+    return False
+  size, moments = leaf.get("parameters"), [leaf.get(x) for x in MOMENTS]
+  return not leaf["encoded"] or (
+    _is_count(size)
+    and size > 0
     and all(
-      key.isascii() and key.isdigit() and len(key) < 4 and _is_count(count)
-      for key, count in counts.items()
+      isinstance(moment, dict) and _is_number(moment.get("relative_error"))
+      for moment in moments
     )
-    for name, counts in x.items()
   )
 
 
-def _is_watch(x: Any) -> bool:
-  """Whether it is what `train.watch` found: lists of numbers by name."""
-  return isinstance(x, dict) and all(
-    isinstance(values, list)
-    and all(value is None or _is_number(value) for value in values)
-    for values in x.values()
+def _is_power(key: str) -> bool:
+  return key.isascii() and key.isdigit() and len(key) < 4
+
+
+def _are_probes(x: Any) -> bool:
+  """Whether it is a list of numbers, with null for those not finite."""
+  return isinstance(x, list) and all(
+    value is None or _is_number(value) for value in x
   )
 
 
-_KNOWN: dict[str, Callable[[Any], bool]] = {
+_KNOWN: dict[str, _Check] = {
   "step": _is_count,
   "loss": _is_number,
   "grad_norm": _is_number,
@@ -145,7 +133,10 @@ _KNOWN: dict[str, Callable[[Any], bool]] = {
   "held_out_loss": _is_number,
   "held_out_accuracy": _is_number,
   "step_bytes": _is_count,
-  "state": _is_state,
-  "powers": _is_powers,
-  "watch": _is_watch,
+  "state": lambda x: _is_dict(x, _is_leaf),
+  # Counts by powers, for each moment.
+  "powers": lambda x: _is_dict(
+    x, lambda y: _is_dict(y, _is_count, _is_power), MOMENTS.__contains__
+  ),
+  "watch": lambda x: _is_dict(x, _are_probes),
 }

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SIGINT and SIGTERM: stop at once while nothing is lost, else save first.
+"""SIGINT and SIGTERM: stop at once if nothing is lost, otherwise save first.
 
 Python runs signal handlers between two of its instructions, so Ctrl-C would do
 nothing during a compilation of a minute. Here the signal's number goes through
 a pipe to a thread that acts at once.
 
-Why not Orbax's `reached_preemption`: it needs JAX's coordination service, hence
-`--distributed`, knows SIGTERM only, and stops some steps later. The price of
-ours, one gathered integer a step, is paid by several processes only.
+Why not Orbax's `reached_preemption`: it needs JAX's coordination service, so
+`--distributed`, handles only SIGTERM, and stops some steps later. Ours costs
+one gathered integer per step, and only with several processes.
 """
 
 import os
@@ -19,24 +19,17 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Signals:
-  """While entered, decides what SIGINT and SIGTERM do.
+  """Handles SIGINT and SIGTERM while entered."""
 
-  The exit status is 128 + the signal's number, as in shells.
-
-  Attributes:
-    is_deferred: False: a signal ends the process. True: the first one only sets
-      `received`, for the training loop to save and leave; the next one ends the
-      process.
-    received: The number of the signal that was deferred.
-  """
-
+  # If False, a signal ends the process. If True, the first one only sets
+  # `received`, so that the training loop saves and ends; the next one ends it.
   is_deferred = False
-  received: int | None = None
+  received: int | None = None  # The number of the deferred signal.
 
   def __enter__(self) -> "Signals":
     self._reader, self._writer = os.pipe()
     os.set_blocking(self._writer, False)
-    self._handlers = {s: signal.signal(s, _do_nothing) for s in SIGNALS}
+    self._handlers = {s: signal.signal(s, lambda *_: None) for s in SIGNALS}
     self._wakeup = signal.set_wakeup_fd(self._writer)
     self._thread = threading.Thread(target=self._listen, daemon=True)
     self._thread.start()
@@ -52,13 +45,13 @@ class Signals:
 
   @property
   def exit_status(self) -> int:
-    """Returns 128 + the number of the signal that was received."""
+    """Returns 128 + the number of the received signal, as in shells."""
     return 128 + (self.received or 0)
 
   def _listen(self) -> None:
     while number := os.read(self._reader, 1):
       number = number[0]
-      if number not in SIGNALS:  # Another library handles it.
+      if number not in SIGNALS:  # It belongs to another library.
         continue
       name = signal.Signals(number).name
       if self.is_deferred and self.received is None:
@@ -67,10 +60,6 @@ class Signals:
       else:
         _say(f"{name}: stopped at once")
         os._exit(128 + number)
-
-
-def _do_nothing(number, frame) -> None:
-  del number, frame
 
 
 def _say(text: str) -> None:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps that a device was given and whose metrics the host has not read yet.
+"""Reads the metrics of steps late, so that the device never waits.
 
-Reading a loss waits for its step. A loop that reads each one before it starts
-the next leaves the device idle while the host logs and makes a batch: 2 to 3 ms
-a step. So a step's metrics are read once the next step is started.
+Reading a loss waits for its step. A loop that reads each loss before it starts
+the next step leaves the device idle while the host logs and makes a batch: 2 to
+3 ms per step. So a step's metrics are read after the next step was started.
 """
 
 import collections
@@ -26,7 +26,7 @@ class _Started(NamedTuple):
 
 
 class StepsInFlight:
-  """Steps in the order in which they were started."""
+  """Steps that were started and not read yet, in order."""
 
   def __init__(
     self,
@@ -36,7 +36,6 @@ class StepsInFlight:
     tokens_a_step: int,
     leaf_names: Sequence[str],
   ):
-    """Begins with no step."""
     self._log, self._progress = log, progress
     self._tokens, self._leaf_names = tokens_a_step, leaf_names
     self._started: collections.deque[_Started] = collections.deque()
@@ -47,7 +46,7 @@ class StepsInFlight:
     self._started.append(_Started(step, seconds, metrics))
 
   def read(self, *, leave: int = 0) -> str | None:
-    """Logs all steps but the newest few; returns the first fault, or None."""
+    """Logs all but the newest `leave` steps; returns the first fault."""
     while len(self._started) > leave:
       if fault := self._read(self._started.popleft()):
         return fault
@@ -56,7 +55,7 @@ class StepsInFlight:
   def _read(self, started: _Started) -> str | None:
     step, metrics = started.step, jax.device_get(started.metrics)
     end = time.monotonic()
-    # The device was not free before the last step's end.
+    # The device was busy until the end of the step before.
     seconds = end - max(started.seconds, self._last_end)
     self._last_end = end
     speed, loss = self._tokens / seconds, float(metrics.loss)

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics where people look: TensorBoard's event files, Weights & Biases.
+"""Copies metrics to TensorBoard's event files and to Weights & Biases.
 
 Both get the numbers of metrics.jsonl, which stays the run's record, under the
 same names and steps. A resumed run continues them.
 
-TensorBoard's files are written by tensorboardX, which needs NumPy and protobuf
-alone: TensorBoard itself brings a web server and gRPC, `clu` and
-`flax.metrics.tensorboard` bring TensorFlow. Of tensorboardX it is the writer
-without a thread: the other one's queue waits for good when the disk is full.
+tensorboardX writes the event files because it needs only NumPy and protobuf:
+TensorBoard itself brings a web server and gRPC, `clu` and
+`flax.metrics.tensorboard` bring TensorFlow. We use its writer without a thread,
+because the other one's queue blocks forever if the disk is full.
 """
 
 import importlib.util
@@ -15,28 +15,16 @@ import os
 import time
 import uuid
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from train.config import TrainConfig
 
-# Packages, and how they are installed.
+# The package of each option, and how to install it.
 _PACKAGES = {
   "tensorboard": ("tensorboardX", "pip install '.[tensorboard]'"),
   "wandb": ("wandb", "pip install wandb"),
 }
 _SECONDS_BETWEEN_FLUSHES = 1
-
-
-class Tracker(Protocol):
-  """Something else that a run's numbers are written to."""
-
-  def write(self, step: int, values: dict[str, float]) -> None:
-    """Writes the numbers of a step."""
-    ...
-
-  def close(self) -> None:
-    """Writes what is not written yet."""
-    ...
 
 
 def check_installed(config: TrainConfig) -> None:
@@ -49,23 +37,10 @@ def check_installed(config: TrainConfig) -> None:
       )
 
 
-def open_trackers(
-  config: TrainConfig, path: Path, description: dict, *, resumed_step: int
-) -> list[Tracker]:
-  """Opens the trackers that a run asks for."""
-  opened: list[Tracker] = []
-  if config.tensorboard:
-    opened.append(TensorBoard(path / "tensorboard", resumed_step=resumed_step))
-  if config.wandb:
-    opened.append(WeightsAndBiases(path, config.out, description))
-  return opened
-
-
 class TensorBoard:
-  """Event files for `tensorboard --logdir`."""
+  """Writes event files for `tensorboard --logdir`."""
 
   def __init__(self, folder: Path, *, resumed_step: int):
-    """Opens an event file."""
     from tensorboardX import event_file_writer, summary
     from tensorboardX.proto import event_pb2
 
@@ -93,10 +68,9 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-  """A run of `wandb`; its variables, as WANDB_PROJECT, say where."""
+  """Logs to a run of `wandb`, which its environment variables configure."""
 
   def __init__(self, path: Path, name: str, description: dict):
-    """Starts the run, or goes on with it."""
     import wandb
 
     id_file = path / "wandb" / "id"
@@ -113,7 +87,7 @@ class WeightsAndBiases:
         dir=str(path),
         config=description["config"],
       )
-    except Exception as error:  # It has many kinds.
+    except Exception as error:  # wandb raises many types.
       raise ValueError(
         f"wandb: the run could not be started, got {error}; run `wandb login`, "
         "or set WANDB_MODE=offline"
@@ -124,3 +98,18 @@ class WeightsAndBiases:
 
   def close(self) -> None:
     self._run.finish()
+
+
+Tracker = TensorBoard | WeightsAndBiases
+
+
+def open_trackers(
+  config: TrainConfig, path: Path, description: dict, *, resumed_step: int
+) -> list[Tracker]:
+  """Opens the trackers that a run asks for."""
+  opened: list[Tracker] = []
+  if config.tensorboard:
+    opened.append(TensorBoard(path / "tensorboard", resumed_step=resumed_step))
+  if config.wandb:
+    opened.append(WeightsAndBiases(path, config.out, description))
+  return opened

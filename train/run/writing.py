@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writing files: a sentence where it fails, and nothing half written."""
+"""Writes files completely or not at all, with a one-line error if it fails."""
 
 import contextlib
 import functools
@@ -22,7 +22,7 @@ class SaveError(OSError):
 
 @contextlib.contextmanager
 def save_errors(path: Path) -> Iterator[None]:
-  """Raises what the operating system refuses as an error that names a path."""
+  """Turns OSError into a SaveError that names a path."""
   try:
     yield
   except SaveError:
@@ -40,12 +40,12 @@ def first_line(error: Exception) -> str:
 
 
 def write_tree(path: Path, tree: Any) -> None:
-  """Writes arrays as a checkpoint of Orbax, whole or not at all."""
+  """Writes arrays as an Orbax checkpoint, completely or not at all."""
   check_free("save", path)
   try:
     with quietly(), written_whole(path) as written:
       uninterrupted(functools.partial(_write_tree, written, tree))
-  except Exception as error:  # Orbax and TensorStore raise many kinds.
+  except Exception as error:  # Orbax and TensorStore raise many types.
     raise SaveError(
       f"save: {path} must be written, got {first_line(error)}; make room, or "
       "pass a folder on another disk"
@@ -61,27 +61,27 @@ def _write_tree(path: Path, tree: Any) -> None:
 
 
 def uninterrupted(write: Callable[[], None]) -> None:
-  """Writes with Orbax, and to the end where Ctrl-C interrupts the wait for it.
+  """Finishes a write with Orbax even if Ctrl-C interrupts the wait for it.
 
-  Else threads of Orbax and TensorStore would still write into a folder that is
-  removed at that moment.
+  Otherwise threads of Orbax and TensorStore would still write into a folder
+  while it is removed.
   """
-  with ThreadPoolExecutor(1) as pool:  # Which waits when it is left.
+  with ThreadPoolExecutor(1) as pool:  # Leaving it waits for the write.
     pool.submit(write).result()
 
 
 def join_writers() -> None:
   """Waits for Orbax's threads after one has failed.
 
-  Orbax does not: it raises the first error while other threads still write into
-  the folder, and it has no call that waits for them. Their classes are private,
-  so they are found by the module that defines them.
+  Orbax raises the first error while other threads still write into the folder,
+  and has no call that waits for them. Their classes are private, so they are
+  found by the module that defines them.
   """
   for thread in threading.enumerate():
     if type(thread).__module__.startswith("orbax."):
-      threading.Thread.join(thread)  # Its own would raise.
-  # What else failed with it is logged when it is dropped, which can be as late
-  # as the end of the process.
+      threading.Thread.join(thread)  # Orbax's own join would raise.
+  # asyncio logs other failed tasks when they are garbage-collected, which can
+  # happen as late as the end of the process.
   logging.getLogger("asyncio").addFilter(_is_of_no_dropped_task)
 
 
@@ -91,11 +91,10 @@ def _is_of_no_dropped_task(record: logging.LogRecord) -> bool:
 
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
-  """Silences what Orbax logs, array by array, of a write that fails.
+  """Silences Orbax's logs of a failed write, which `SaveError` reports once.
 
-  `SaveError` says it once. Orbax logs each failure with its traceback, and
-  again when it is dropped; TensorStore reports to an event loop that is closed.
-  Levels and hook are restored.
+  Orbax logs each failed array with its traceback, and again when the error is
+  garbage-collected; TensorStore reports to an event loop that is closed.
   """
   loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
   levels = [logger.level for logger in loggers]

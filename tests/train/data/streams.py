@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stream whose tokens say where they come from."""
+"""A stream in which each token is its own position."""
 
 import numpy as np
 
@@ -7,7 +7,7 @@ from train.data.tokens import TokenSource
 
 
 def numbered(size, *, held_out=0.05, cuts=()):
-  """A stream in which each token is its own position, in several arrays."""
+  """Makes a stream of tokens that are their positions, in several arrays."""
   parts = np.split(np.arange(size, dtype=np.uint32), cuts)
   return TokenSource(
     name="test", parts=parts, vocab_size=size, held_out=held_out

@@ -13,7 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.train.data.streams import numbered
-from train.data.batches import eval_batches, train_iterator
+from train.data.batches import (
+  eval_batches,
+  split_windows,
+  to_iterator,
+  train_batches,
+  train_iterator,
+)
 from train.data.tokens import DataConfig, load_tokens
 
 SEQ_LEN, BATCH = 16, 4
@@ -24,16 +30,15 @@ def take(iterator, count):
 
 
 def batches(tokens, count, *, seed=0, **kwargs):
-  iterator = train_iterator(
-    tokens, seq_len=SEQ_LEN, batch_size=BATCH, seed=seed, **kwargs
-  )
-  return take(iterator, count)
+  rows, _ = split_windows(tokens, SEQ_LEN)
+  found = train_batches(rows, batch_size=BATCH, seed=seed, **kwargs)
+  return take(to_iterator(found), count)
 
 
 def test_a_token_file_larger_than_memory_yields_batches(tmp_path):
   path = tmp_path / "sparse.bin"
   with path.open("wb") as file:
-    file.truncate(2**38)  # Sparse: takes no room on the disk.
+    file.truncate(2**38)  # Sparse: uses no disk space.
   config = DataConfig(path=str(path), dtype="uint16", held_out=1e-6)
   tokens = load_tokens(config, 256)
   assert len(tokens) == 2**37
@@ -66,7 +71,7 @@ def test_an_epoch_visits_each_window_once_and_no_held_out_token(
   tokens = numbered(size, held_out=held_out)
   stop = tokens.train_size(SEQ_LEN)
   windows = (stop - 1) // SEQ_LEN
-  # As many batches as make whole epochs: each window is seen BATCH times.
+  # Enough batches for whole epochs: each window is seen BATCH times.
   rows = np.concatenate(batches(tokens, windows, seed=seed))
   np.testing.assert_array_equal(rows, rows[:, :1] + np.arange(SEQ_LEN + 1))
   starts, counts = np.unique(rows[:, 0], return_counts=True)
@@ -131,7 +136,7 @@ def test_iterator_resumes_bit_equal_through_orbax(
         data=grain.checkpoint.CheckpointSave(iterator),
       ),
     )
-    want = take(iterator, 5)  # Goes on while the save is under way.
+    want = take(iterator, 5)  # Continues during the save.
 
   fresh = train_iterator(tokens, **kwargs)
   with ocp.CheckpointManager(tmp_path / "run") as manager:
@@ -156,16 +161,20 @@ def test_sizes_that_do_not_fit_raise_with_the_sizes():
     options = dict(seq_len=SEQ_LEN, batch_size=BATCH) | kwargs
     return eval_batches(numbered(size), **options)
 
+  def split(**kwargs):
+    rows, _ = split_windows(numbered(1000), SEQ_LEN)
+    return train_batches(rows, batch_size=BATCH, seed=0, **kwargs)
+
   for call, words in [
     (lambda: train(30), "sequence of 16 . 1 tokens, got 30 tokens in all"),
     (lambda: evaluate(10), "sequence of 16 . 1 tokens, got 10 tokens in all"),
-    (lambda: train(batch_size=99), "needs 99 rows of 16 tokens, got 59"),
-    (lambda: evaluate(), "needs 4 windows .* got 3 .* raise held_out"),
+    (lambda: train(batch_size=99), "needs 99 rows, got 59"),
+    (lambda: evaluate(), "needs 4 rows, got 3 .* raise held_out"),
     (lambda: train(seq_len=0), "seq_len must be at least 1, got 0"),
     (lambda: train(seed=-1), "seed must be at least 0"),
     (lambda: train(batch_size=0), "positive multiple"),
-    (lambda: train(process_count=3), "multiple of the 3 processes, got 4"),
-    (lambda: train(process_index=1), "below 1, got 1"),
+    (lambda: split(process_count=3), "multiple of the 3 processes, got 4"),
+    (lambda: split(process_index=1), "below 1, got 1"),
     (lambda: evaluate(4000, max_batches=0), "max_batches must be at least 1"),
   ]:
     with pytest.raises(ValueError, match=words):

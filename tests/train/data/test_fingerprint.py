@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fingerprints: which changes of the data they see, and which they do not."""
+"""Fingerprints: which changes of the data they detect, and which not."""
 
 import hashlib
 import os
@@ -26,7 +26,7 @@ def files(folder, *parts):
 
 @pytest.fixture
 def few_blocks(monkeypatch):
-  """20 blocks of 100 ids, as 4096 of 64 KiB are of a large corpus."""
+  """Uses 20 blocks of 100 ids instead of 4096 blocks of 64 KiB."""
   monkeypatch.setattr(fingerprint, "_BLOCK_BYTES", 200)
   monkeypatch.setattr(fingerprint, "_BLOCKS", 20)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What transformers' files say of how texts begin and end."""
+"""The tokens that begin and end texts, from transformers' files."""
 
 from typing import Any
 
@@ -14,15 +14,15 @@ NONE: Any = dict(bos_token_id=..., eos_token_id=...)
 @pytest.mark.parametrize(
   "begin, config, first, prefix",
   [
-    # The post-processor puts it in front: Llama, Gemma.
+    # The post-processor adds it: Llama, Gemma.
     (7, {}, (7,), 1),
     (7, {"bos_token": "t7"}, (7,), 7),
-    # Nothing does: Qwen, whose empty contexts begin with the end of a text.
+    # Nothing adds it: Qwen, whose empty contexts begin with the end token.
     (None, {"bos_token": None, "eos_token": "t9"}, (), 1),
-    # tokenizer_config.json has the last word.
+    # tokenizer_config.json overrides the post-processor.
     (None, {"add_bos_token": True, "bos_token": {"content": "t7"}}, (7,), 7),
     (7, {"add_bos_token": False, "bos_token": "t7"}, (), 7),
-    # But not of a token that it does not name.
+    # It cannot ask for a token that it does not name.
     (None, {"add_bos_token": True, "bos_token": "no token"}, (1,), 1),
   ],
 )
@@ -31,7 +31,7 @@ def test_beginning_of_a_text(tmp_path, begin, config, first, prefix):
   assert (text.first_tokens, text.prefix_token) == (first, prefix)
   assert text.encode("t3 t4") == [3, 4]
   assert text.encode_from_start("t3 t4") == [*first, 3, 4]
-  # A text that has it itself gets no second one.
+  # A text that contains it already gets no second one.
   assert text.encode_from_start("t7 t3")[-2:] == [7, 3]
   assert len(text.encode_from_start("t7 t3")) == 2 + (first == (1,))
 
@@ -40,6 +40,9 @@ def test_prefix_without_a_beginning_is_the_end(tmp_path):
   config = {"eos_token": "t9"}
   folder = with_tokenizer(tmp_path / "x", config=config, **NONE)
   assert FolderText(folder).prefix_token == 9
+  # Older folders name their tokens in another file.
+  write_json(folder / "special_tokens_map.json", bos_token={"content": "t8"})
+  assert FolderText(folder).prefix_token == 8
   folder = with_tokenizer(tmp_path / "y", **NONE)
   assert FolderText(folder).prefix_token is None
 
@@ -52,22 +55,22 @@ def test_end_of_a_text_is_any_that_the_files_name(tmp_path):
   assert FolderText(folder).stop_tokens == (2, 5, 9)
   write_json(generation, eos_token_id=7)
   assert FolderText(folder).stop_tokens == (2, 7)
-  # Where they name none, it is the tokenizer's.
+  # If they name none, the tokenizer's token is used.
   config = {"chat_template": "", "eos_token": "t4"}
   folder = with_tokenizer(tmp_path / "y", config=config, **NONE)
   assert FolderText(folder).stop_tokens == (4,)
 
 
-def test_tokenizer_in_place_of_the_folders(tmp_path):
+def test_another_tokenizer_replaces_the_folders(tmp_path):
   other = with_tokenizer(tmp_path / "other", begin=7)
   folder = with_tokenizer(tmp_path / "x", eos_token_id=5)
   text = FolderText(folder, str(other / "tokenizer.json"))
-  # What ends a text is the model's, what begins it the tokenizer's.
+  # The model decides what ends a text, the tokenizer what begins it.
   assert (text.stop_tokens, text.first_tokens) == ((5,), (7,))
 
 
 @pytest.mark.parametrize("found", ["2", [2, None, "3"], -1, True, [[2]]])
-def test_ends_that_are_no_ids_are_refused(tmp_path, found):
+def test_ends_that_are_not_ids_are_refused(tmp_path, found):
   folder = with_tokenizer(tmp_path / "x")
   write_json(folder / "generation_config.json", eos_token_id=found)
   with pytest.raises(ValueError, match="eos_token_id must be a token id or"):

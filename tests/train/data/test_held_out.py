@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training and evaluation share no token where windows fill their part."""
+"""Training and evaluation share no token, even if windows fill their parts."""
 
 import itertools
 
@@ -19,7 +19,7 @@ def source(size, held_out):
   )
 
 
-# Tokens, share held out, and where that begins; 320 = 20 * 16, 321 and 319 not.
+# Tokens, held-out share, and its start; 16 divides 320, but not 321 and 319.
 @pytest.mark.parametrize(
   "size, held_out, start, windows",
   [
@@ -27,7 +27,7 @@ def source(size, held_out):
     (338, 0.05, 321, 20),
     (336, 0.05, 319, 19),
     (640, 0.5, 320, 19),
-    # Of 50.05 tokens to hold out, 51 are.
+    # 50.05 tokens are rounded up to 51.
     (1001, 0.05, 950, 59),
   ],
 )
@@ -36,7 +36,7 @@ def test_training_reads_no_held_out_token(size, held_out, start, windows):
   assert tokens.train_size(SEQ_LEN) == start
   batches = data.train_iterator(tokens, seq_len=SEQ_LEN, batch_size=1, seed=0)
   read = [next(batches)["tokens"][0] for _ in range(windows)]
-  # One epoch: every whole window once; each ends on the next one's first token.
+  # One epoch: each window once; each ends with the next one's first token.
   assert max(rows.max() for rows in read) == windows * SEQ_LEN < start
   assert sorted(rows[0] for rows in read) == [
     SEQ_LEN * i for i in range(windows)
@@ -45,7 +45,7 @@ def test_training_reads_no_held_out_token(size, held_out, start, windows):
   assert set(again) == {rows[0] for rows in read}
 
 
-# The last window ends on the last token, or would end one behind it.
+# The last window ends with the last token, or would end one after it.
 @pytest.mark.parametrize("size, windows", [(640, 19), (642, 20)])
 def test_evaluation_reads_whole_windows_of_the_held_out_tokens(size, windows):
   tokens = source(size, 0.5)

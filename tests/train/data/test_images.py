@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images as a vision tower takes them, and files that are none."""
+"""Images as a vision tower takes them, and files that are not images."""
 
 import json
 import math
@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from train.data.images import MAX_PIXELS, BadImage, Preprocessing
+from train.data.images import MAX_PIXELS, Preprocessing
+from train.data.sources import BadData
 
 MEAN, STD = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.261, 0.2757]
-# As published beside CLIP and SigLIP, smaller.
+# Published settings of CLIP and SigLIP, with smaller sizes.
 CLIP = {
   "crop_size": {"height": 24, "width": 20},
   "do_center_crop": True,
@@ -52,7 +53,7 @@ def pixels(height, width, channels=3, seed=0):
 
 
 def normalized(rgb, mean, std):
-  """[H, W, 3] of 8 bits to [3, H, W], in f64."""
+  """Converts [H, W, 3] of 8 bits to [3, H, W] in f64."""
   return np.stack([(rgb[..., c] / 255.0 - mean[c]) / std[c] for c in range(3)])
 
 
@@ -78,7 +79,7 @@ def test_siglip_resizes_both_sides(tmp_path):
   image = Image.fromarray(pixels(31, 50))
   image.save(tmp_path / "a.png")
   resized = np.asarray(image.resize((20, 24), Image.Resampling.BILINEAR))
-  # As transformers 5 writes the settings.
+  # The settings in the form of transformers 5.
   nested = {"image_processor": SIGLIP, "processor_class": "LlavaProcessor"}
   preprocessing = load(tmp_path, nested, "processor_config.json")
   found = preprocessing.read(tmp_path / "a.png")
@@ -86,14 +87,14 @@ def test_siglip_resizes_both_sides(tmp_path):
   np.testing.assert_allclose(found, expected, atol=1e-6)
 
 
-def test_kinds_of_images_become_rgb(tmp_path):
+def test_all_kinds_of_images_become_rgb(tmp_path):
   preprocessing = load(tmp_path, SIGLIP | {"resample": 0})
   grey = pixels(24, 20, 1)[..., 0]
   as_rgb = normalized(np.stack([grey] * 3, -1), [0.5] * 3, [0.5] * 3)
   Image.fromarray(grey).save(tmp_path / "grey.png")
   found = preprocessing.read(tmp_path / "grey.png")
   np.testing.assert_allclose(found, as_rgb, atol=1e-6)
-  # Of ink: 255 is none of it, and black has all.
+  # CMYK values are ink: 255 is no ink here, and black has all inks.
   ink = np.zeros((24, 20, 4), np.uint8)
   ink[:, :10, 0], ink[:, 10:, 3] = 255, 255
   Image.fromarray(ink, "CMYK").save(tmp_path / "ink.tiff")
@@ -105,7 +106,7 @@ def test_kinds_of_images_become_rgb(tmp_path):
 
 
 def header(width, height):
-  """A PNG that says it is this large, and ends there."""
+  """Makes a PNG that ends after a header with this size."""
   body = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
   data = b"IDAT" + zlib.compress(b"")
   chunks = [
@@ -115,13 +116,13 @@ def header(width, height):
   return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
 
 
-def test_bad_images_have_a_sentence(tmp_path):
+def test_bad_images_are_named_in_one_line(tmp_path):
   preprocessing = load(tmp_path, CLIP)
 
   def refused(name, content=None):
     if content is not None:
       (tmp_path / name).write_bytes(content)
-    with pytest.raises(BadImage) as found:
+    with pytest.raises(BadData) as found:
       preprocessing.check(tmp_path / name)
     assert name in str(found.value) and "\n" not in str(found.value)
     return found.value.reason, str(found.value)
@@ -132,11 +133,11 @@ def test_bad_images_have_a_sentence(tmp_path):
   assert refused("a.ppm", b"P6 9 9 255 " + bytes(243))[0] == "no image"
   (tmp_path / "folder.png").mkdir()
   assert refused("folder.png")[0] == "no image"
-  os.mkfifo(tmp_path / "fifo.png")  # Opening it would wait for a writer.
+  os.mkfifo(tmp_path / "fifo.png")  # Opening it would block.
   assert refused("fifo.png")[0] == "no image"
   reason, message = refused("dot.png", header(1, 1))
   assert reason == "tiny image" and "1 x 1" in message
-  # Wide ones, and those that Pillow would warn of, or refuse.
+  # Wide images, and images that Pillow would warn about or refuse.
   reason, message = refused("line.png", header(10**6, 2))
   assert reason == "large image" and "resized" in message
   for side in (9500, 30_000):
@@ -144,15 +145,17 @@ def test_bad_images_have_a_sentence(tmp_path):
     assert reason == "large image" and str(MAX_PIXELS) in message
   Image.fromarray(np.zeros((30, 30), np.uint16)).save(tmp_path / "deep.png")
   assert refused("deep.png")[0] == "deep image"
-  # 30,000 wide and not high is only an image.
+  # 30,000 pixels wide, but low, is a normal image.
   Image.new("RGB", (30_000, 30)).save(tmp_path / "wide.png")
   assert preprocessing.read(tmp_path / "wide.png").shape == (3, 24, 20)
-  # Headers do not show what is cut short.
+  # A header does not show that a file is cut short.
   Image.fromarray(pixels(90, 90)).save(tmp_path / "whole.jpg")
   content = (tmp_path / "whole.jpg").read_bytes()
   (tmp_path / "cut.jpg").write_bytes(content[: len(content) // 2])
   preprocessing.check(tmp_path / "cut.jpg")
-  with pytest.raises(BadImage, match=r"cut\.jpg, of which .* truncated"):
+  with pytest.raises(
+    BadData, match=r"cut\.jpg, which Pillow cannot read: .* truncated"
+  ):
     preprocessing.read(tmp_path / "cut.jpg")
 
 
@@ -174,7 +177,7 @@ def test_bad_images_have_a_sentence(tmp_path):
     ({"resample": 9}, "9 is not a valid"),
   ],
 )
-def test_settings_that_cannot_be_had_are_refused(tmp_path, change, message):
+def test_unsupported_settings_are_refused(tmp_path, change, message):
   with pytest.raises(ValueError, match=f"preprocessor_config.*{message}"):
     load(tmp_path, CLIP | change)
 

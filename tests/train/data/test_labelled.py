@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Folders of images by class."""
+"""Image folders by class."""
 
 import shutil
 
@@ -19,17 +19,15 @@ PLAIN = Preprocessing(
 
 
 def load(folder, **options):
-  return load_labelled(
-    folder, PLAIN, **(dict(seq=5, held_out=0.25, seed=0) | options)
-  )
+  return load_labelled(folder, PLAIN, **(dict(held_out=0.25, seed=0) | options))
 
 
 @pytest.mark.parametrize("held_out", ["test", "val"])
-def test_folders_say_what_is_held_out(tmp_path, held_out):
+def test_folders_decide_what_is_held_out(tmp_path, held_out):
   folder = write_folder(tmp_path, parts=("train", held_out))
   (folder / "train/cat/notes.txt").write_text("not an image")
   (folder / "train/.cache").mkdir()
-  # Of the classes that are trained on, some may be held out.
+  # Not all trained classes must be held out.
   shutil.rmtree(folder / held_out / "cat")
   found = load(folder)
   assert found.classes == ("cat", "dog")
@@ -54,7 +52,7 @@ def test_a_share_of_each_class_is_held_out(tmp_path):
   assert not own & others and len(own | others) == 16
   assert found.held_out.files == again.held_out.files
   assert found.held_out.files != other.held_out.files
-  # With a folder to train on and none that is held out, too.
+  # The same with a train folder but no held-out folder.
   (tmp_path / "own").mkdir()
   write_folder(tmp_path / "own", parts=("train",))
   found = load(tmp_path / "own", held_out=1e-6)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text to tokens and back."""
+"""Encoding and decoding text."""
 
 import json
 
@@ -22,7 +22,7 @@ def folder(tmp_path):
   tokenizer = tokenizers.Tokenizer(model)
   tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
   tokenizer.add_special_tokens(SPECIAL)
-  # What is put in front of a text by default is not wanted.
+  # The post-processor's token must not be added.
   tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
     single="<s> $A", special_tokens=[("<s>", WORDS.index("<s>"))]
   )
@@ -34,14 +34,14 @@ def configure(folder, **config):
   (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
-def test_bytes_are_ids_and_others_no_text():
+def test_bytes_are_ids_and_other_ids_are_not_text():
   text = ByteText()
   assert text.encode("é!") == [0xC3, 0xA9, 33]
   assert text.decode([0xC3, 0xA9, 33]) == "é!"
-  # Half of a character, and ids that no byte has.
+  # Half of a character, and ids that are not bytes.
   replaced = "A{0}B{0}C".format("\N{REPLACEMENT CHARACTER}")
   assert text.decode([65, 0xC3, 66, 300, 67]) == replaced
-  # An argument of a command that is not UTF-8.
+  # A command-line argument that is not UTF-8.
   assert text.encode("\udcff") == [0xFF]
 
 
@@ -56,7 +56,7 @@ def test_tokenizer_adds_nothing_and_stops_at_the_end_of_a_text(folder):
   assert text.stop_tokens == (2, 3)
 
 
-def test_text_is_that_of_the_runs_data(folder, tmp_path):
+def test_text_uses_the_tokenizer_of_the_runs_data(folder, tmp_path):
   path = str(folder / "tokenizer.json")
   assert isinstance(open_text(DataConfig(), None), ByteText)
   for data, given in (

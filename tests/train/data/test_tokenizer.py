@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokenizers of files: long texts in pieces, and files that cannot be used."""
+"""Tokenizer files: long texts in pieces, and unusable files."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ from train.data.text import TokenizerText
 from train.data.tokenizer import Tokenizer
 
 CHAT = Path(__file__).parents[2] / "data" / "chat"
-# Long lines, tokens of the template between them, and a line without an end.
+# Long lines, template tokens between them, and a line without an end.
 TEXT = (
   "What is this? It is five.\n" * 30
   + "<|start_header_id|>user<|end_header_id|>\n\n" * 20
@@ -22,7 +22,7 @@ TEXT = (
 
 
 def changed(tmp_path, **parts):
-  """A tokenizer.json of Llama 3 with other parts."""
+  """Writes Llama 3's tokenizer.json with some parts changed."""
   found = json.loads((CHAT / "llama3" / "tokenizer.json").read_text())
   file = tmp_path / "tokenizer.json"
   file.write_text(json.dumps(found | parts))
@@ -30,11 +30,11 @@ def changed(tmp_path, **parts):
 
 
 @pytest.mark.parametrize("name", ["llama3", "qwen2_5"])
-def test_pieces_make_the_tokens_of_the_whole(name, monkeypatch):
+def test_pieces_give_the_same_tokens_as_the_whole_text(name, monkeypatch):
   file = str(CHAT / name / "tokenizer.json")
   library = tokenizers.Tokenizer.from_file(file)
   library.post_processor = (
-    None  # Llama's takes spaces off a token's characters.
+    None  # Llama's would trim spaces from the offsets of tokens.
   )
   texts = [TEXT, "", "\n", "five" * 40, TEXT[:50]]
   whole = library.encode_batch(texts, add_special_tokens=False)
@@ -52,14 +52,14 @@ def test_pieces_make_the_tokens_of_the_whole(name, monkeypatch):
     ids, offsets = found[i]
     assert ids.dtype == np.int32 and ids.tolist() == whole[i].ids
     assert offsets.tolist() == list(map(list, whole[i].offsets))
-  # Without a line's end words are cut.
+  # Without line ends, words are cut.
   ids, offsets = found[3]
   assert offsets[0, 0] == 0 and offsets[-1, 1] == 160
   assert (offsets[1:, 0] == offsets[:-1, 1]).all()
 
 
-def test_tokens_that_are_kept_are_those_of_the_whole(monkeypatch):
-  # Its normalizer puts a token before each text, and so before each piece.
+def test_kept_tokens_do_not_depend_on_splitting(monkeypatch):
+  # Its normalizer adds a token before each text, so before each piece too.
   file = str(CHAT / "llama2" / "tokenizer.json")
   text = "What is this?\n" * 40
   library = tokenizers.Tokenizer.from_file(file)
@@ -90,8 +90,8 @@ def test_the_library_gets_few_characters_at_once(monkeypatch):
   assert max(map(max, sizes)) == 1000 and len(sizes) < 10
 
 
-def test_truncation_and_padding_of_the_file_are_left_out(tmp_path):
-  # A stride beyond the length is a panic where texts are truncated.
+def test_truncation_and_padding_of_the_file_are_ignored(tmp_path):
+  # With truncation, a stride beyond the length would panic.
   cut = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst"}
   file = changed(tmp_path, truncation=cut | {"stride": 5})
   whole = Tokenizer(str(CHAT / "llama3" / "tokenizer.json")).encode([TEXT])
@@ -102,23 +102,23 @@ def test_truncation_and_padding_of_the_file_are_left_out(tmp_path):
 @pytest.mark.parametrize(
   "parts",
   [
-    # Panics, which are no Exceptions.
+    # Panics, which are not Exceptions.
     {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
     {"pre_tokenizer": {"type": "FixedLength", "length": 0}},
     # A bare Exception.
     {
       "model": {
-        **{"type": "WordPiece", "unk_token": "[UNK]", "vocab": {"a": 0}},
+        **{"type": "WordPiece", "unk_token": "[UNK]", "vocab": {"b": 0}},
         **{"continuing_subword_prefix": "", "max_input_chars_per_word": 9},
       }
     },
   ],
 )
-def test_what_the_library_raises_is_a_sentence(tmp_path, parts):
+def test_errors_of_the_library_name_the_file(tmp_path, parts):
   file = changed(tmp_path, **parts)
   for use in (
     lambda: TokenizerText(file).encode(TEXT),
-    lambda: Tokenizer(file).encode_with_special(TEXT),
+    lambda: Tokenizer(file).first_tokens(),
     lambda: list(Tokenizer(file).encode_each([TEXT])),
   ):
     with pytest.raises(ValueError, match=r"tokenizer.json must .*, got one th"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Streams of tokens: what is read, in which order, and what is refused."""
+"""Token streams: what is read, in which order, and what is refused."""
 
 import numpy as np
 import pytest

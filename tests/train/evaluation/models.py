@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small models of bytes, and what they say in float64, a row at a time."""
+"""Small models of bytes, and their scores in float64, one row at a time."""
 
 import string
 from typing import Any
@@ -18,14 +18,14 @@ CONFIG = ModelConfig(family="llama", **_SHAPE)
 
 
 def random_model():
-  """Every token depends on all before."""
+  """Makes a model in which every token depends on all before it."""
   return build(CONFIG, recipes.bf16())
 
 
 def alphabet_model():
-  """After each letter comes the next, after z a line end; else the same again.
+  """Makes a model that predicts the next letter, and a line end after z.
 
-  Layers add nothing, so that a token depends on the one before alone.
+  Other bytes repeat. Layers add nothing, so only the previous token matters.
   """
   model = random_model()
   graph, params, others = nnx.split(model, nnx.Param, ...)
@@ -46,9 +46,9 @@ def alphabet_model():
 
 
 def oracle(model):
-  """The function (context, continuation, length) of (logprobs, is_greedy).
+  """Returns (context, continuation, length) -> (logprobs, is_greedy).
 
-  From f32 logits of the row by itself, without padding.
+  It uses f32 logits of the row alone, without padding.
   """
   run = without_cache(model)
 

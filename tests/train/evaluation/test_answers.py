@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m train.evaluate --conversations`: answers with images and without.
+"""`python -m train.evaluate --conversations`: answers with and without images.
 
 The oracle is the model on each conversation by itself, without padding, cache
 or batches.
@@ -36,7 +36,7 @@ TEMPLATE = (
 
 
 def with_words(folder):
-  """Gives a checkpoint a tokenizer of words, and its images' sizes."""
+  """Adds a tokenizer of words and image settings to a checkpoint."""
   names = {2: "</s>", IMAGE: "<image>"}
   vocab = {names.get(i, f"t{i}"): i for i in range(IMAGE + 1)}
   model = tokenizers.models.WordLevel(vocab, unk_token="t0")
@@ -63,7 +63,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory):
-  """A folder of noise, of the size that is seen."""
+  """A folder of noise images, in the size that the model sees."""
   folder, rng = tmp_path_factory.mktemp("images"), np.random.default_rng(0)
   for name in ("a.png", "b.png"):
     pixels = rng.integers(0, 256, (28, 28, 3), np.uint8)
@@ -79,7 +79,7 @@ def said(*texts):
 
 
 def rows(first):
-  """Conversations, of which the first answer is given."""
+  """Makes conversations with this first answer."""
   return [
     {"image": "a.png", "conversations": said("<image> t20 t21", first)},
     {"conversations": said("t22 t23 t24", "t9 " * 7)},
@@ -100,7 +100,7 @@ def command(*line):
 
 @pytest.fixture(scope="module")
 def logprobs(images):
-  """The function (tokens, names of images) of log-probabilities [T, V]."""
+  """Returns a function (tokens, image names) -> log-probabilities [T, V]."""
   model = load_hf(
     DATA / "llava",
     recipe=recipes.bf16(),
@@ -114,7 +114,7 @@ def logprobs(images):
     for place, name in zip(pixels[0], names, strict=False):
       read = np.asarray(Image.open(images / name), np.float32)
       place[:] = (read / 255 * 2 - 1).transpose(2, 0, 1)
-    # One size for all: the tokens behind are not seen.
+    # Padded to one size; later tokens are not seen.
     padded = np.pad(np.int32(tokens), (0, 40 - len(tokens)))[None]
     logits = np.asarray(run(params, padded, pixels), np.float64)[0]
     logits = logits[: len(tokens)]
@@ -124,7 +124,7 @@ def logprobs(images):
 
 
 @pytest.mark.slow
-def test_answers_and_their_loss_are_those_of_the_model(
+def test_answers_and_their_loss_match_the_model(
   folder, images, logprobs, tmp_path, capsys
 ):
   each = [IMAGE] * 4
@@ -142,7 +142,7 @@ def test_answers_and_their_loss_are_those_of_the_model(
   line += ["--out", out, "--page", page, "--beside", with_words(other)]
   assert command(*line) == 0
   found, beside = json.loads(out.read_text())["conversations"]
-  # Tokens, what is learned of them, and images of each conversation.
+  # For each conversation: tokens, places of targets, and images.
   whole = [
     ([*asked, best, 2], [8, 9], ["a.png"]),
     ([7, 22, 23, 24, 8, *[9] * 7, 2], range(5, 13), []),
@@ -172,7 +172,7 @@ def test_answers_and_their_loss_are_those_of_the_model(
   ]
   assert [x["is_short"] for x in found["answers"]] == [True, False, True, True]
   assert found["exact_match"] == 1 / 3 and found["short_answers"] == 3
-  # The other model answers what is least probable.
+  # The other model answers with the least probable tokens.
   assert beside["nats"] > found["nats"] and beside["exact_match"] == 0
   assert beside["model"] == str(other)
   written = page.read_text()
@@ -180,7 +180,7 @@ def test_answers_and_their_loss_are_those_of_the_model(
   assert f'<td dir="auto">t{best}<span' in written
   printed = capsys.readouterr().out.splitlines()
   assert printed[0].startswith("model") and "33.3%" in printed[2]
-  # Fewer conversations, and none that is too long.
+  # Fewer conversations, all short enough.
   out.unlink()
   line = [folder, "--conversations", data, "--images", images, "--limit", 2]
   line += ["--compute", "float32", "--batch", 2, "--max-tokens", 12]
@@ -217,12 +217,12 @@ def test_bad_input_is_a_sentence(folder, tmp_path, options, message, capsys):
   assert command(folder, *options) == 2
   shown = " ".join(capsys.readouterr().err.replace("\u2502", " ").split())
   assert message in shown and "Traceback" not in shown
-  # An option of train.finetune.
+  # That is an option of train.finetune.
   assert "--skip-bad" not in shown
 
 
 class Letters(Text):
-  """A token for each letter; # ends a turn, and no text that it knows does."""
+  """Uses a token per letter; # ends a turn but is not a stop token."""
 
   stop_tokens = (0,)
 
@@ -233,11 +233,11 @@ class Letters(Text):
     return bytes(tokens).decode().replace("#", "")
 
 
-def test_an_answer_ends_where_the_references_turns_do(monkeypatch):
+def test_an_answer_ends_like_the_turns_of_the_data(monkeypatch):
   def generate(model, prompts, *, max_new_tokens, stop_tokens, **others):
     found = []
     for prompt in prompts:
-      # The alphabet from the question on, and what it takes for an end.
+      # The alphabet after the question, and the text after its end.
       said = [*range(prompt[-1] + 1, ord("z")), *b"#and so on"]
       ends = [i for i, token in enumerate(said) if token in stop_tokens]
       found.append(said[: (ends or [max_new_tokens])[0]])
@@ -259,7 +259,7 @@ def test_an_answer_ends_where_the_references_turns_do(monkeypatch):
 
 
 @pytest.mark.slow
-def test_models_of_text_answer_too(tmp_path):
+def test_text_models_answer_too(tmp_path):
   folder = with_words(copied(tmp_path / "llama", "llama"))
   data, out = tmp_path / "rows.json", tmp_path / "out.json"
   data.write_text(json.dumps(rows("t9")[1:2]))

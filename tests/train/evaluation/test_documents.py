@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Texts from files as they are published, and files that hold none."""
+"""Reading texts from published kinds of files, and files without texts."""
 
 import gzip
 import io
@@ -27,7 +27,7 @@ def written(folder, name, content):
   "name", ["a.jsonl", "a.json", "a.json.gz", "a.b.JSONL"]
 )
 def test_documents_of_json_lines(tmp_path, name):
-  # As C4 and the Pile have them.
+  # The format of C4 and the Pile.
   assert list(read_documents(written(tmp_path, name, JSONL))) == TEXTS
 
 
@@ -37,7 +37,7 @@ def test_any_other_file_is_one_document(tmp_path, name):
   assert list(read_documents(written(tmp_path, name, text))) == [text]
 
 
-def test_files_of_a_pattern_follow_each_other(tmp_path):
+def test_files_of_a_glob_are_read_in_order(tmp_path):
   written(tmp_path, "c4.00000.json.gz", JSONL)
   written(tmp_path, "c4.00001.json.gz", '{"text": "last"}')
   written(tmp_path, "other.txt", "no")
@@ -52,7 +52,7 @@ def test_half_a_character_of_json_is_replaced(tmp_path):
 
 
 class Zstandard(types.ModuleType):
-  """Stands in for the module, whose readers have no lines either."""
+  """Replaces the module; its readers cannot iterate over lines either."""
 
   ZstdError = gzip.BadGzipFile
 
@@ -82,7 +82,7 @@ class Reader(io.RawIOBase):
     raise io.UnsupportedOperation
 
 
-def test_zst_is_read_where_its_module_is(tmp_path, monkeypatch):
+def test_zst_is_read_if_its_module_is_installed(tmp_path, monkeypatch):
   file = tmp_path / "val.jsonl.zst"
   file.write_bytes(gzip.compress(JSONL.encode()))
   monkeypatch.setitem(sys.modules, "zstandard", None)

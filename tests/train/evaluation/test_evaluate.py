@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m train.evaluate` on folders of transformers."""
+"""`python -m train.evaluate` on Hugging Face folders."""
 
 import importlib.metadata
 import json
@@ -55,7 +55,7 @@ def test_figures_of_texts_are_printed_and_written(
   printed = capsys.readouterr()
   model = load_hf(DATA / "llama", recipe=recipes.bf16(), dtype="float32")
   score = oracle(model)
-  # Each after the token that begins a text.
+  # Each row after the token that begins a text.
   nats = -sum(score([1], row, 256)[0].sum() for row in ROWS)
   found = json.loads(out.read_text())
   (text,) = found["texts"]
@@ -72,7 +72,7 @@ def test_figures_of_texts_are_printed_and_written(
   assert header.startswith("text, documents apart") and "bits/byte" in header
   assert row.split()[1:4] == ["2", "96", f"{nats / 96:.4f}"]
   assert "tokens/s" in printed.err
-  # As it was, and with the options that change what is computed.
+  # The same again, and with options that change the result.
   assert command(*line, "--out", out) == 2
   assert "--out must not exist, because nothing is replaced" in (
     capsys.readouterr().err
@@ -96,7 +96,7 @@ def test_figures_in_bfloat16_are_near(folder, data, tmp_path):
     line = [folder, "--data", data, "--compute", compute, "--out", out]
     assert command(*line) == 0
     found[compute] = json.loads(out.read_text())["texts"][0]["nats_per_token"]
-  # A share of its 8 bits of the loss.
+  # Within the relative precision of BF16's 8 bits.
   assert found["bfloat16"] != found["float32"]
   assert math.isclose(*found.values(), rel_tol=2**-8)
 
@@ -129,13 +129,13 @@ def test_bad_input_is_a_sentence(folder, data, options, message, capsys):
   options = [str(x).format(data=data, folder=folder) for x in options]
   assert command(folder, *options) == 2
   printed = capsys.readouterr()
-  # tyro wraps lines, in a frame.
+  # tyro wraps lines and draws a frame.
   shown = " ".join(printed.err.replace("│", " ").split())
   assert message in shown and printed.out == ""
   assert "Traceback" not in printed.err
 
 
-def test_figures_and_page_in_one_file_are_refused(
+def test_same_file_for_figures_and_page_is_refused(
   folder, data, tmp_path, monkeypatch, capsys
 ):
   monkeypatch.chdir(tmp_path)
@@ -155,7 +155,7 @@ def test_tasks_without_the_harness_are_refused(folder, monkeypatch, capsys):
   assert message in capsys.readouterr().err
 
 
-def test_tables_have_no_more_digits_than_can_be_meant():
+def test_tables_have_no_meaningless_digits():
   words = [67395.9372, 1.23456789e42, 999.12349, math.inf]
   rows = [
     report.text_row("data", "apart", Perplexity(1, 10, 40, 2, nats), 1.0)
@@ -166,7 +166,8 @@ def test_tables_have_no_more_digits_than_can_be_meant():
   assert found == ["67,395.9", "1.23457e+42", "999.1235", "inf"]
   assert max(map(len, lines)) < 100
   answers = Answers(1, 10, 10 * math.log(67395.9372), 0, [])
-  assert report.answer_figures(answers)[3] == "67,395.9"
+  header, (row,) = report.answer_figures([("model", answers)])
+  assert row[header.index("perplexity")] == "67,395.9"
 
 
 def test_report_is_whole_and_valid_json(tmp_path):

@@ -23,17 +23,17 @@ lm_eval: Any = pytest.importorskip(
 )
 from lm_eval.api.instance import Instance  # noqa: E402
 
-from train.evaluation.harness import harness  # noqa: E402
+from train.evaluation.harness import DecoderLM  # noqa: E402
 
 TASKS = ROOT / "tests" / "data" / "tasks"
 NAMES = ("alphabet_choice", "alphabet_text", "alphabet_generation")
 LENGTH = 48
-TOLERANCE = 1e-4  # As of the scores.
+TOLERANCE = 1e-4  # The same as for scores.
 
 
 @pytest.fixture(scope="module", autouse=True)
 def data_of_tasks_here(tmp_path_factory):
-  """What the harness makes of data does not go into the user's cache."""
+  """Keeps the harness's data out of the user's cache."""
   config: Any = importlib.import_module("datasets").config
   with pytest.MonkeyPatch.context() as patch:
     where = tmp_path_factory.mktemp("datasets")
@@ -55,26 +55,26 @@ def asked(kind, *arguments):
   return [Instance(kind, {}, args, i) for i, args in enumerate(arguments)]
 
 
-# Texts, and what is read and scored of them.
+# Texts, and what the model reads and scores.
 LONG = "the quick brown fox jumps over the lazy dog and runs"
 PAIRS = {
   ("the fox", " jumps"): ("the fox", " jumps"),
   ("", "over the"): ("\n", "over the"),
-  # Spaces at the end of a context belong to what follows it.
+  # Spaces at the end of a context belong to the continuation.
   ("the lazy  ", "dog"): ("the lazy", "  dog"),
   # Too long: the context loses its beginning.
   (LONG, " away"): (LONG[8:], " away"),
 }
 
 
-def test_loglikelihoods_are_those_of_each_row_alone(model, score):
+def test_loglikelihoods_match_each_row_alone(model, score):
   want = {
     pair: score(context.encode(), then.encode(), LENGTH)
     for pair, (context, then) in PAIRS.items()
   }
   order = list(PAIRS)
   for batch in (2, 3):
-    lm = harness(model, ByteText(), length=LENGTH, batch=batch)
+    lm = DecoderLM(model, ByteText(), length=LENGTH, batch=batch)
     order = order[::-1]
     found = lm.loglikelihood(asked("loglikelihood", *order))
     for pair, (total, is_greedy) in zip(order, found, strict=True):
@@ -82,9 +82,9 @@ def test_loglikelihoods_are_those_of_each_row_alone(model, score):
       assert is_greedy == want[pair][1]
 
 
-def test_texts_are_scored_in_windows_after_one_beginning(model, score):
+def test_texts_are_scored_in_windows_after_one_first_token(model, score):
   text = "abcdefghij" * 10
-  lm = harness(model, Words(), length=LENGTH, batch=2)
+  lm = DecoderLM(model, Words(), length=LENGTH, batch=2)
   requests = asked("loglikelihood_rolling", (text,), ("xy",), ("",))
   found = lm.loglikelihood_rolling(requests)
   row = [7, *text.encode()]
@@ -98,18 +98,18 @@ def test_texts_are_scored_in_windows_after_one_beginning(model, score):
   assert found[2] == 0
 
 
-def test_text_is_added_up_to_its_ends():
-  lm = harness(alphabet_model(), ByteText(), length=LENGTH, batch=3)
+def test_generation_ends_at_stop_strings():
+  lm = DecoderLM(alphabet_model(), ByteText(), length=LENGTH, batch=3)
   until = {"until": ["\n"], "max_gen_toks": 8}
   options = [
     ("abc", until, "defghijk"),
     ("w", until, "xyz"),
     ("a", {"until": "hij", "max_new_tokens": 20}, "bcdefg"),
-    # An empty context is a line end.
+    # An empty context becomes a line end.
     ("", {"until": ["", "d"], "max_gen_toks": 8}, "abc"),
-    # By default half of what the model reads.
+    # By default half of the context length is generated.
     ("a", {}, "bcdefghijklmnopqrstuvwxy"),
-    # Of a context that is too long the end counts.
+    # A context that is too long loses its beginning.
     ("x" * 99 + "a", {"until": [], "max_gen_toks": 2}, "bc"),
     ("abc", until | {"do_sample": True, "temperature": 0.01}, "defghijk"),
     ("abc", until | {"do_sample": True, "top_k": 1}, "defghijk"),
@@ -129,8 +129,8 @@ def test_text_is_added_up_to_its_ends():
     ({"max_gen_toks": LENGTH}, "max_gen_toks must be below the 48 tokens"),
   ],
 )
-def test_generation_that_cannot_be_had_is_refused(model, options, message):
-  lm = harness(model, ByteText(), length=LENGTH)
+def test_unsupported_generation_is_refused(model, options, message):
+  lm = DecoderLM(model, ByteText(), length=LENGTH)
   with pytest.raises(ValueError, match=message):
     lm.generate_until(asked("generate_until", ("a", options)))
 
@@ -138,15 +138,15 @@ def test_generation_that_cannot_be_had_is_refused(model, options, message):
 def test_tasks_of_each_kind_run():
   model = alphabet_model()
   score = oracle(model)
-  lm = harness(model, ByteText(), length=LENGTH, batch=3)
+  lm = DecoderLM(model, ByteText(), length=LENGTH, batch=3)
   found = Tasks(NAMES, TASKS).run(lm)["results"]
   choice, text, generation = (found[name] for name in NAMES)
-  # Of four answers one is wrong on purpose.
+  # One of four answers is wrong on purpose.
   assert choice["acc,none"] == choice["acc_norm,none"] == 0.75
   assert generation["exact_match,none"] == 0.75
   lines = (TASKS / "alphabet_text.jsonl").read_text().splitlines()
   texts = [json.loads(line)["text"] for line in lines]
-  # A token depends on the one before alone, so that windows change nothing.
+  # Only the previous token matters, so windows change nothing.
   total = sum(score([10], x.encode(), 999)[0].sum() for x in texts)
   size = sum(len(x.encode()) for x in texts)
   words = sum(len(re.split(r"\s+", x)) for x in texts)
@@ -159,7 +159,7 @@ def test_tasks_of_each_kind_run():
   assert limited["n-shot"][NAMES[0]] == 1
 
 
-def test_command_prints_and_writes_what_tasks_give(tmp_path, capsys):
+def test_command_prints_and_writes_the_results_of_tasks(tmp_path, capsys):
   folder = with_tokenizer(tmp_path / "hf")
   letters = tokenizers.Tokenizer(
     tokenizers.models.WordLevel({chr(i): i for i in range(VOCAB_SIZE)}, "?")
@@ -190,8 +190,8 @@ def test_command_prints_and_writes_what_tasks_give(tmp_path, capsys):
   assert json.loads(out.read_text())["versions"]["lm_eval"]
 
 
-def test_tasks_that_cannot_be_had_are_refused(tmp_path, monkeypatch):
-  # Its own tasks, of which it has thousands, are looked for beside this.
+def test_unavailable_tasks_are_refused(tmp_path, monkeypatch):
+  # Replaces the harness's own thousands of tasks by an empty folder.
   (tmp_path / "own").mkdir()
   file = str(tmp_path / "own" / "manager.py")
   monkeypatch.setattr(lm_eval.tasks.manager, "__file__", file)
@@ -199,7 +199,7 @@ def test_tasks_that_cannot_be_had_are_refused(tmp_path, monkeypatch):
     ValueError, match="got alphabet_choise; did you mean alph"
   ):
     Tasks(["alphabet_choice", "alphabet_choise"], TASKS)
-  # Its data are not on this machine, and nothing is fetched.
+  # Its data are not on this machine, and nothing is downloaded.
   task = (TASKS / "alphabet_text.yaml").read_text()
   other = task.replace("dataset_path: json", "dataset_path: no/such")
   (tmp_path / "other.yaml").write_text(other)

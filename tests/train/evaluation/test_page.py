@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page of answers: one file, in which nothing that was written is HTML."""
+"""The page of answers: one file in which all texts are escaped."""
 
 import base64
 import html.parser
@@ -15,7 +15,7 @@ BAD = "<script>alert(1)</script> & \"x' </td>"
 
 
 class Reader(html.parser.HTMLParser):
-  """Elements with their attributes, and the text of each cell."""
+  """Collects elements with their attributes, and the text of each cell."""
 
   def __init__(self, page):
     super().__init__()
@@ -62,7 +62,7 @@ def test_page_has_all_texts_escaped_and_images_in_it(files):
   tags = {tag for tag, _ in read.elements}
   assert not tags & {"script", "link", "iframe", "object"}
   assert "default-src 'none'" in read.all("meta", "content")[1]
-  # Of all there is, in the order of a reader.
+  # All cells, in reading order.
   assert read.cells[7:14] == [BAD, "2", "3", "0.5000", "1.6487", "2", "50.0%"]
   assert read.cells[14:26] == [
     *("question", "reference", BAD),
@@ -71,7 +71,7 @@ def test_page_has_all_texts_escaped_and_images_in_it(files):
     *("question", "reference", BAD),
   ]
   assert read.cells[26:] == ["Text?", "No", "yes\N{MULTIPLICATION X} no match"]
-  # Each image of a conversation once, small, by itself.
+  # Each image of a conversation once, as a thumbnail.
   assert read.all("img", "alt") == [file.name for file in files]
   for source, color in zip(read.all("img", "src"), (0, 2), strict=True):
     kind, _, encoded = source.partition(",")
@@ -79,12 +79,12 @@ def test_page_has_all_texts_escaped_and_images_in_it(files):
     image = Image.open(io.BytesIO(base64.b64decode(encoded)))
     assert image.size == (256, 85)
     assert image.getpixel((9, 9))[color] > 240
-  # Those with a short answer that is another one can be looked at alone.
+  # Conversations with a wrong short answer can be shown alone.
   assert read.all("section", "class") == ["same", "differs"]
   assert "short answer that does not match" in page
 
 
-def test_two_models_answers_are_beside_each_other():
+def test_answers_of_two_models_are_side_by_side():
   rows = [(i, "Q", "R", text, (), False, False) for i, text in enumerate("ab")]
   other = [rows[0], (*rows[1][:3], "c", *rows[1][4:])]
   page = render([("BF16", answers(*rows)), ("FP8", answers(*other))])

@@ -14,7 +14,7 @@ from train.evaluation.perplexity import exp, perplexity, prefix_token, windows
 from train.evaluation.scoring import Request, Scorer
 
 LENGTH = 96
-# f32 sums in another order, of logits of some tens.
+# f32 sums in another order; logits are some tens.
 TOLERANCE = 1e-4
 
 
@@ -29,7 +29,7 @@ def score(model):
 
 
 def requests(score, *more):
-  """Rows of both sizes there are, and one that is too long."""
+  """Makes rows of both padded sizes, and one that is too long."""
   rng = np.random.default_rng(0)
   counts = {9: 3, 120: 20, 65: 1} | dict(more)
   rows = {n: rng.integers(0, 256, n + 1).tolist() for n in counts}
@@ -40,11 +40,11 @@ def requests(score, *more):
   context = rows[9][:9]
   best = max(range(256), key=lambda i: score(context, [i], LENGTH)[0][0])
   found += [Request(context, [i]) for i in (best, (best + 1) % 256)]
-  # A greedy one whose beginning is not.
+  # A greedy last token after one that is not greedy.
   return [*found, Request(context[:-1], [context[-1], best])]
 
 
-def test_scores_are_those_of_each_row_alone(model, score):
+def test_scores_match_each_row_alone(model, score):
   asked = requests(score)
   scorer = Scorer(model, length=LENGTH, batch=3)
   program: Any = scoring._token_scores
@@ -58,7 +58,7 @@ def test_scores_are_those_of_each_row_alone(model, score):
     np.testing.assert_allclose(got.logprobs, logprobs, atol=TOLERANCE)
     assert got.is_greedy == is_greedy
   assert [x.is_greedy for x in found[-3:]] == [True, False, False]
-  # Whatever is beside it.
+  # The other rows of the batch do not matter.
   again = scorer.score(asked[::-1])[::-1]
   for one, other in zip(found, again, strict=True):
     np.testing.assert_array_equal(one.logprobs, other.logprobs)
@@ -66,7 +66,7 @@ def test_scores_are_those_of_each_row_alone(model, score):
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_model_that_computes_nan_is_refused(value):
-  """Its perplexity would be infinite, and a wrong answer its greedy one."""
+  """Otherwise perplexity would be infinite and a wrong answer greedy."""
   model = random_model()
   model.embedding.set_value(model.embedding[...].at[7].set(value))
   scorer = Scorer(model, length=LENGTH, batch=3)
@@ -91,8 +91,8 @@ def test_scores_do_not_depend_on_the_batch(model, score, batch):
 
 
 @pytest.mark.slow
-def test_logits_of_a_vocabulary_are_held_in_chunks(model, score, monkeypatch):
-  """Of 7 positions at a time, which do not divide the row."""
+def test_logits_are_computed_in_chunks(model, score, monkeypatch):
+  """Uses 7 positions at a time, which do not divide the row."""
   monkeypatch.setattr(scoring, "loss_positions", lambda *_: 7)
   asked = requests(score)[:1]
   (found,) = Scorer(model, length=LENGTH, batch=2).score(asked)
@@ -109,7 +109,9 @@ def test_logits_of_a_vocabulary_are_held_in_chunks(model, score, monkeypatch):
     ([-1], [2], "below the vocabulary of 256, got -1 to 2"),
   ],
 )
-def test_requests_that_cannot_be_scored(model, context, continuation, message):
+def test_requests_that_cannot_be_scored_are_refused(
+  model, context, continuation, message
+):
   scorer = Scorer(model, length=LENGTH, batch=3)
   with pytest.raises(ValueError, match=message):
     scorer.score([Request(context, continuation)])
@@ -126,8 +128,8 @@ def test_windows_count_each_token_once_with_all_context(length, stride):
   for count in range(1, 40):
     found, done = list(windows(count, length, stride)), 1
     for i, (start, middle, end) in enumerate(found):
-      # As many tokens are read as the model allows; what is read ends one
-      # before what is counted.
+      # A window reads as many tokens as the model allows, and ends one
+      # before the last counted token.
       assert middle == done and start == max(0, end - 1 - length)
       is_last = i == len(found) - 1
       assert is_last or end - middle == (stride if i else length)
@@ -135,14 +137,14 @@ def test_windows_count_each_token_once_with_all_context(length, stride):
     assert done == count
 
 
-def test_windows_of_a_whole_length_are_the_harnesss():
+def test_windows_of_a_whole_length_match_the_harness():
   # The example in lm-evaluation-harness: a prefix and ten tokens, length 4.
   found = list(windows(11, 4, 4))
   assert found == [(0, 1, 5), (4, 5, 9), (6, 9, 11)]
 
 
 class Words(Text):
-  """A token for each letter, with one in front of a text."""
+  """Uses a token per letter, and one before a text."""
 
   first_tokens = (7,)
   prefix_token = 7
@@ -159,12 +161,12 @@ DOCUMENTS = [
   "",
   "Ah 1 b c",
 ]
-# Ends of windows with length 24 and stride 10 of 1 + n tokens, by hand.
+# The length and stride of windows over 1 + n tokens.
 LONG, STRIDE = 24, 10
 
 
 def nats(score, tokens, is_counted):
-  """By the definition: each token in the first window that has it."""
+  """Computes the definition: each token counts in its first window."""
   total, done, end = 0.0, 0, LONG
   while done < len(tokens) - 1:
     end = min(end, len(tokens) - 1)
@@ -178,7 +180,7 @@ def nats(score, tokens, is_counted):
   return total
 
 
-def test_perplexity_is_that_of_each_window_alone(model, score):
+def test_perplexity_matches_each_window_alone(model, score):
   options: dict = dict(length=LONG, stride=STRIDE, batch=2)
   found = perplexity(model, ByteText(), DOCUMENTS, **options)
   rows = [[10, *x.encode()] for x in DOCUMENTS if x]
@@ -191,7 +193,7 @@ def test_perplexity_is_that_of_each_window_alone(model, score):
   assert math.isclose(found.bits_per_byte, bits, rel_tol=1e-5)
   per_word = math.exp(total / 15)
   assert math.isclose(found.word_perplexity, per_word, rel_tol=1e-5)
-  # As one text: what is in front of each is read and not counted.
+  # As one text: the token before each document is read but not counted.
   joined = perplexity(model, ByteText(), DOCUMENTS, kind="joined", **options)
   flags = [[False] + [True] * (len(row) - 1) for row in rows]
   total = nats(score, sum(rows, []), sum(flags, []))
@@ -203,7 +205,7 @@ def test_perplexity_is_that_of_each_window_alone(model, score):
 def test_tokens_bytes_and_words_are_counted_apart(model):
   options: dict = dict(length=LONG, batch=2)
   found = perplexity(model, Words(), ["né 1 b\n"], **options)
-  # Of é there is a token; the last word is empty, as in the harness.
+  # é is a token; the last word is empty, as in the harness.
   assert found[:4] == (1, 3, 8, 4)
   for figure, divisor in (
     (math.log(found.perplexity), 3),
@@ -213,7 +215,7 @@ def test_tokens_bytes_and_words_are_counted_apart(model):
     assert math.isclose(figure, found.nats / divisor, rel_tol=1e-6)
 
 
-def test_stride_is_by_default_the_length(model):
+def test_default_stride_is_the_length(model):
   options: dict = dict(length=LONG, batch=2)
   one = perplexity(model, ByteText(), DOCUMENTS[:1], **options)
   same = perplexity(model, ByteText(), DOCUMENTS[:1], stride=LONG, **options)

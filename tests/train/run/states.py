@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""States of a small model to save, and batches whose place is saved."""
+"""States of a small model, and a data iterator, to save in checkpoints."""
 
 import dataclasses
 
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from train import step
-from train.data.batches import train_iterator
+from train.data.batches import split_windows, to_iterator, train_batches
 from train.data.tokens import TokenSource
 from train.mesh import make_mesh, parse_mesh
 from train.presets import demo
@@ -16,7 +16,7 @@ from train.run.checkpoint import Checkpoints
 
 
 def config(codec="coat"):
-  """A model that the tests' meshes can split, in groups that they split too."""
+  """Makes a model whose arrays and groups divide on the tests' meshes."""
   model = dict(num_layers=2, d_model=64, d_ff=128, num_heads=2, num_kv_heads=2)
   return dataclasses.replace(
     demo(),
@@ -36,7 +36,7 @@ def abstract_state(mesh):
 
 
 def random_state(abstract):
-  """Any bytes, NaNs too: nothing may depend on what they mean."""
+  """Fills a state with random bytes, which saving must not interpret."""
   rng = np.random.default_rng(0)
 
   def fill(leaf):
@@ -60,14 +60,11 @@ def batches(index=0, count=1):
     vocab_size=256,
     held_out=0.1,
   )
-  return train_iterator(
-    tokens,
-    seq_len=32,
-    batch_size=4,
-    seed=0,
-    process_index=index,
-    process_count=count,
+  rows, _ = split_windows(tokens, 32)
+  found = train_batches(
+    rows, batch_size=4, seed=0, process_index=index, process_count=count
   )
+  return to_iterator(found)
 
 
 def save(path, state, iterator=None, step=3, **options):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints: where they can be restored, and what cannot be saved."""
+"""Checkpoints: restoring on other devices, and saves that fail."""
 
 import logging
 import re
@@ -73,7 +73,7 @@ def test_state_is_restored_without_the_devices_that_wrote_it(saved, tmp_path):
     text, count = re.subn(r"cpu:0|TFRT_CPU_0", "cuda:63", file.read_text())
     assert count
     file.write_text(text)
-  assert len(files) == 4  # Of params and optimizer, in two checkpoints.
+  assert len(files) == 4  # For params and optimizer, in two checkpoints.
   state = checkpoint.restore_state(path, 3, abstract_state(""))
   assert bytes_of(state) == bytes_of(saved[1])
 
@@ -87,7 +87,7 @@ def test_data_resume_with_any_number_of_processes(tmp_path, before, after):
   for iterator in first:
     for _ in range(5):
       next(iterator)
-  # Orbax has the first process write it; any has the same to write.
+  # Only the first process writes it; all would write the same.
   assert all(x.get_state() == first[0].get_state() for x in first)
   abstract = abstract_state("")
   save(tmp_path, random_state(abstract), first[0])
@@ -106,8 +106,10 @@ def test_renamed_checkpoint_is_not_taken_for_another_step(saved, copied, name):
   (copied / "5").rename(copied / name)
   found, damaged = checkpoint.newest_whole_step(copied)
   assert (found, len(damaged)) == (3, 1)
-  assert damaged[0] == f"{copied / name}: is of step 5; rename it 5 to use it"
-  # The run goes on, and its later steps are saved where that one was.
+  assert (
+    damaged[0] == f"{copied / name}: contains step 5; rename it to 5 to use it"
+  )
+  # The run continues and can save the steps after it again.
   checkpoints = Checkpoints(copied, keep=3)
   checkpoints.set_aside(after=3)
   for number in (4, 5, 7):
@@ -117,7 +119,7 @@ def test_renamed_checkpoint_is_not_taken_for_another_step(saved, copied, name):
   assert (copied / f"{name}.damaged").exists()
 
 
-def test_file_by_the_name_of_a_step_is_no_checkpoint(saved, copied):
+def test_file_named_like_a_step_is_not_a_checkpoint(saved, copied):
   (copied / "9").write_text("no checkpoint")
   found, damaged = checkpoint.newest_whole_step(copied)
   assert (
@@ -130,7 +132,7 @@ def test_file_by_the_name_of_a_step_is_no_checkpoint(saved, copied):
   assert checkpoint.newest_whole_step(copied) == (9, [])
 
 
-def test_step_before_one_that_is_there_is_not_left_out_silently(saved, copied):
+def test_saving_an_earlier_step_raises(saved, copied):
   checkpoints = Checkpoints(copied, keep=3)
   with pytest.raises(SaveError, match="has a later step than 4"):
     checkpoints.save(4, saved[1], batches(), {"config": {}})
@@ -138,7 +140,7 @@ def test_step_before_one_that_is_there_is_not_left_out_silently(saved, copied):
 
 
 @pytest.mark.parametrize("how", ["removed", "renamed", "another"])
-def test_folder_that_is_gone_is_named_and_not_made_anew(saved, tmp_path, how):
+def test_removed_folder_is_named_and_not_created_again(saved, tmp_path, how):
   run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
   shutil.copytree(saved[0], run / "checkpoints")
   checkpoints = Checkpoints(run / "checkpoints", keep=3)
@@ -164,7 +166,7 @@ def test_steps_after_a_damaged_one_are_set_aside_and_saved_again(saved, copied):
   assert checkpoints.latest_step() == 3
   checkpoints.save(5, saved[1], batches(), {"config": {}})
   checkpoints.wait()
-  checkpoints.set_aside(after=3)  # There is one aside already.
+  checkpoints.set_aside(after=3)  # 5.damaged exists already.
   checkpoints.save(5, saved[1], batches(), {"config": {}})
   checkpoints.close()
   assert checkpoint.newest_whole_step(copied) == (5, [])
@@ -189,7 +191,7 @@ def test_failed_save_is_reported_once_and_leaves_earlier_ones(
   checkpoints = Checkpoints(copied, keep=3)
   monkeypatch.setattr(checksums, "write", fail)
   checkpoints.save(9, state, batches(), {"config": {}})
-  words = rf"No space left on device.*which goes on from {copied}/5"
+  words = rf"No space left on device.*which continues from {copied}/5"
   with pytest.raises(SaveError, match=words):
     checkpoints.wait()
   checkpoints.close()
@@ -205,8 +207,8 @@ def test_loggers_are_silent_only_while_checkpoints_are_open(tmp_path):
   assert (logger.level, sys.unraisablehook) == (before, hook)
 
 
-def test_state_of_the_iterator_is_its_place_alone():
-  """What `convert` relies on, where there is no iterator to ask."""
+def test_state_of_the_iterator_is_only_its_place():
+  """Checks what `imported.create_run` relies on."""
   iterator = batches()
   for count in range(3):
     assert iterator.get_state() == {"next_index": count}

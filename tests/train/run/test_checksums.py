@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Damaged checkpoints are found, whatever has become of their files."""
+"""Damaged checkpoints are found, however their files are damaged."""
 
 import json
 import os
@@ -78,9 +78,7 @@ def test_deeply_nested_checksums_are_damage(copied):
     *("link", "fifo", "run", "a\0b", "/etc/hostname"),
   ],
 )
-def test_checksums_of_what_is_no_file_of_the_checkpoint_are_damage(
-  copied, tmp_path, name
-):
+def test_checksums_of_other_files_are_damage(copied, tmp_path, name):
   file = copied / "5" / checksums.NAME
   if name == "outside":
     name = str(tmp_path / name)
@@ -94,7 +92,7 @@ def test_checksums_of_what_is_no_file_of_the_checkpoint_are_damage(
     file.write_text(json.dumps(named))
     found, damaged = checkpoint.newest_whole_step(copied)
     assert found == 3
-    assert f"{name} is missing, or no file of the" in damaged[0]
+    assert f"{name} is missing, or is not a file of the" in damaged[0]
 
 
 @pytest.mark.parametrize(
@@ -104,10 +102,10 @@ def test_link_to_a_device_is_not_read(copied, name):
   (copied / "5" / name).unlink()
   (copied / "5" / name).symlink_to("/dev/zero")
   found, damaged = checkpoint.newest_whole_step(copied)
-  assert found == 3 and f"{name} is missing, or no file" in damaged[0]
+  assert found == 3 and f"{name} is missing, or is not a file" in damaged[0]
 
 
-# Orbax says that it cannot read its own file.
+# Orbax reports that it cannot read its own file.
 @pytest.mark.parametrize(
   "name", quick(0, ["_CHECKPOINT_METADATA", "commit_success.txt"])
 )
@@ -124,7 +122,7 @@ def test_files_without_a_checksum_are_not_needed(saved, copied, name):
     assert bytes_of(state)[1:] == bytes_of(saved[1])[1:]
 
 
-def test_error_names_all_checkpoints_where_none_is_whole(copied):
+def test_error_names_all_checkpoints_if_none_is_whole(copied):
   for number in (3, 5):
     (copied / str(number) / "run" / "metadata").write_text("{}")
   with pytest.raises(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of a run beside its twins, from three literal results."""
+"""The table that compares a run with its twins, from three literal results."""
 
 import dataclasses
 import json
@@ -12,7 +12,7 @@ from train.presets import demo
 from train.run import compare
 from train.run.directory import RunDirectory
 
-# Loss of the last steps, held-out loss, tokens a second.
+# Loss of the last steps, held-out loss, tokens per second.
 RESULTS = {
   "mine": (2.5, 2.0, 100.0),
   "first": (2.3, 1.5, 300.0),
@@ -22,7 +22,7 @@ RESULTS = {
 
 @pytest.fixture
 def runs(tmp_path, monkeypatch):
-  """A run and two twins of 60 steps, whose first ten had a loss of 9."""
+  """Writes a run and two twins of 60 steps; the first ten have a loss of 9."""
   monkeypatch.setattr(plot, "draw", lambda runs, out: None)
   config = dataclasses.replace(
     demo(), model=dataclasses.replace(demo().model, **MODEL), compare="bf16"
@@ -48,13 +48,13 @@ def runs(tmp_path, monkeypatch):
 
 
 def table(text):
-  """Cells of each row by its first words."""
+  """Returns the cells of each row by its label."""
   lines = [line.split("  ") for line in text.splitlines() if line]
   cells = [[cell.strip() for cell in line if cell.strip()] for line in lines]
   return {first: rest for first, *rest in cells}
 
 
-def test_difference_is_to_the_first_twin_and_spread_is_of_twins(runs, capsys):
+def test_difference_is_to_the_first_twin_and_spread_among_twins(runs, capsys):
   compare.finish(runs)
   rows = table(capsys.readouterr().out)
   assert rows["held-out loss"] == ["2.0000", "1.5000", "1.7500"] + [
@@ -112,7 +112,7 @@ def test_twins_are_the_plain_run_from_the_same_seed_and_the_next(tmp_path):
     assert (twin.recipe, twin.optim.codec) == ("bf16", "float32")
     assert not twin.report_state and twin.compare is None
     assert twin.overwrite and not twin.resume
-    # In all else it is the run.
+    # Everything else is as in the run.
     assert (twin.optim.b2, twin.optim.eps) == (0.99, 1e-6)
     same = ("model", "data", "steps", "batch", "seq", "eval_every", "mesh")
     assert [getattr(twin, name) for name in same] == [

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Descriptions of runs: what may be continued, and what is no description."""
+"""Descriptions of runs: which runs may continue, and damaged descriptions."""
 
 import dataclasses
 import json
@@ -24,7 +24,7 @@ def config(**values):
 
 
 def described(made, **changes):
-  """A description as it is read back."""
+  """Makes a description as it is read from JSON."""
   return json.loads(json.dumps(describe(made, TOKENS) | changes))
 
 
@@ -61,7 +61,7 @@ def test_allowed_changes_are_reported():
   ],
 )
 def test_checkpoint_of_another_run_is_rejected(values, words):
-  with pytest.raises(ValueError, match=f"checkpoints/100 is .*{words}"):
+  with pytest.raises(ValueError, match=f"checkpoints/100 belongs to .*{words}"):
     compare(described(demo()), config(**values))
 
 
@@ -70,7 +70,7 @@ def test_checkpoint_of_other_data_is_rejected():
     compare(described(demo()), demo(), tokens=numbered(1001))
 
 
-def test_times_of_files_are_a_hint_where_a_checkpoint_has_them():
+def test_changed_file_times_are_reported():
   other = described(demo(), change_times="others")
   (hint,) = compare(other, demo())
   assert "changed or copied since; the fingerprint is the same" in hint
@@ -103,7 +103,7 @@ def test_weights_may_change_only_with_convert_state():
   assert compare(described(demo()), now) == ["params: float32 -> bfloat16_low8"]
 
 
-def test_description_gives_the_configuration_back():
+def test_description_restores_the_configuration():
   made = config(steps=7, batch=8)
   assert configuration(described(made)) == made
 
@@ -111,7 +111,7 @@ def test_description_gives_the_configuration_back():
 @pytest.mark.parametrize(
   "text", ["", "{}", "null", '{"format": 1}', "\xff", "[" * 300_000]
 )
-def test_other_files_are_no_descriptions(tmp_path, text):
+def test_other_files_are_not_descriptions(tmp_path, text):
   file = tmp_path / "config.json"
   assert not is_described(file)
   file.write_text(text)

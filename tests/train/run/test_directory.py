@@ -23,7 +23,7 @@ def config(**values):
 
 @pytest.fixture
 def run(tmp_path):
-  """A run with a step, a twin, and a file of the user's."""
+  """A run with a step, a twin, and a file that the user added."""
   made = RunDirectory(tmp_path / "run")
   made.create(describe(demo(), TOKENS))
   made.metrics.write_text('{"step": 1}\n')
@@ -69,7 +69,9 @@ def test_folder_without_a_run_is_left_alone(tmp_path, marker, overwrite):
   (tmp_path / "checkpoints").mkdir()
   if marker is not None:
     (tmp_path / "config.json").write_text(marker)
-  with pytest.raises(ValueError, match="no run of this program, so it is left"):
+  with pytest.raises(
+    ValueError, match="not a run of this program, so it is left"
+  ):
     RunDirectory(tmp_path).check(config(overwrite=overwrite))
 
 
@@ -92,7 +94,7 @@ def test_overwrite_removes_only_files_of_the_run(run):
   assert json.loads(run.config.read_text())["fingerprint"] == OTHERS.fingerprint
 
 
-def test_what_the_user_put_between_the_files_of_a_run_stays(run):
+def test_files_that_the_user_added_to_a_run_stay(run):
   checkpoints = "10", "8.damaged", "12.orbax-checkpoint-tmp"
   for name in checkpoints:
     (run.checkpoints / name).mkdir(parents=True)
@@ -172,7 +174,7 @@ def test_failed_write_leaves_the_description_before(monkeypatch, run):
 
 @pytest.fixture
 def saved(run):
-  """The run with what a checkpoint says about it."""
+  """Writes a checkpoint's description into the run."""
   folder = run.checkpoints / "100" / "run"
   folder.mkdir(parents=True)
   description = {"step": 100, **describe(demo(), TOKENS)}
@@ -200,17 +202,21 @@ def test_run_with_a_damaged_description_is_a_run(saved, damage):
   assert set(contents(saved.path)) == {"config.json", "notes.txt"}
 
 
-def test_description_of_another_program_is_no_run(tmp_path):
+def test_description_of_another_program_is_not_a_run(tmp_path):
   run = RunDirectory(tmp_path)
   run.config.write_text('{"format": "another"}')
-  with pytest.raises(ValueError, match="no run of this program, so it is left"):
+  with pytest.raises(
+    ValueError, match="not a run of this program, so it is left"
+  ):
     run.check(config(overwrite=True))
-  with pytest.raises(ValueError, match=r"got .*config.json that is of no run"):
+  with pytest.raises(
+    ValueError, match=r"got .*config.json and .* do not describe a run"
+  ):
     run.check(config(resume=True))
 
 
 @pytest.mark.parametrize("kind", ["link", "dangling", "folder", "fifo"])
-def test_lock_that_is_no_file_of_the_run_is_left_alone(tmp_path, run, kind):
+def test_lock_that_is_not_a_plain_file_is_left_alone(tmp_path, run, kind):
   thesis = tmp_path / "thesis.tex"
   if kind == "link":
     thesis.write_text("years of work")
@@ -220,14 +226,14 @@ def test_lock_that_is_no_file_of_the_run_is_left_alone(tmp_path, run, kind):
     run.lock.mkdir()
   else:
     os.mkfifo(run.lock)
-  with pytest.raises(ValueError, match="lock must be a file of its own"):
+  with pytest.raises(ValueError, match="lock must be a plain file"):
     with run.claimed(config(overwrite=True)):
       raise AssertionError
   assert thesis.exists() == (kind == "link")
   assert kind != "link" or thesis.read_text() == "years of work"
 
 
-def test_link_by_the_name_of_a_temporary_file_is_not_followed(tmp_path, run):
+def test_link_named_like_a_temporary_file_is_not_followed(tmp_path, run):
   thesis = tmp_path / "thesis.tex"
   thesis.write_text("years of work")
   run.config_temporary.symlink_to(thesis)

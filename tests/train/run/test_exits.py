@@ -43,7 +43,7 @@ def test_too_little_memory_is_a_sentence(name, tmp_path, monkeypatch, capsys):
   assert not run.exists()
 
 
-def test_status_says_whose_fault_it_was(tmp_path, capsys):
+def test_status_distinguishes_input_from_writing(tmp_path, capsys):
   def unwritten():
     with save_errors(tmp_path / "file"):
       raise OSError(28, "No space left on device")

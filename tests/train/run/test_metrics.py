@@ -7,7 +7,7 @@ import resource
 
 import pytest
 
-from train.run import metrics, rows
+from train.run import metrics, processes, rows
 from train.run.writing import SaveError
 
 
@@ -61,15 +61,18 @@ def test_line_is_on_disk_at_once(tmp_path):
   log.close()
 
 
-def test_silent_process_writes_and_prints_nothing(tmp_path, capsys):
+@pytest.mark.parametrize("is_primary", [True, False])
+def test_only_the_first_process_writes_and_prints(
+  tmp_path, capsys, monkeypatch, is_primary
+):
+  monkeypatch.setattr(processes, "is_primary", lambda: is_primary)
   path = tmp_path / "metrics.jsonl"
-  write(path, [1, 2], is_silent=True)
-  assert not path.exists()
-  for is_silent in (True, False):
-    progress = metrics.Progress("run", steps=2, done=0, is_silent=is_silent)
-    progress.held_out(1, 2.0)
-    progress.close()
-    assert bool(capsys.readouterr().err) == (not is_silent)
+  write(path, [1, 2])
+  assert path.exists() == is_primary
+  progress = metrics.Progress("run", steps=2, done=0)
+  progress.held_out(1, 2.0)
+  progress.close()
+  assert bool(capsys.readouterr().err) == is_primary
 
 
 def test_numbers_that_are_not_finite_become_null(tmp_path):
@@ -80,7 +83,7 @@ def test_numbers_that_are_not_finite_become_null(tmp_path):
   assert json.loads(line) == {"step": 1, "loss": None, "grad_norm": None}
 
 
-def test_summary_is_of_the_last_steps(tmp_path):
+def test_summary_uses_the_last_steps(tmp_path):
   log = metrics.MetricsLog(tmp_path / "m.jsonl")
   for step in range(1, 101):
     log.write(step=step, loss=float(step), tokens_per_s=step)
@@ -117,7 +120,7 @@ def test_table_is_aligned():
   ]
 
 
-def test_progress_away_from_a_terminal_is_few_plain_lines(capsys, monkeypatch):
+def test_progress_without_a_terminal_is_a_few_plain_lines(capsys, monkeypatch):
   clock = iter(range(1000))
   monkeypatch.setattr(metrics.time, "monotonic", lambda: float(next(clock)))
   progress = metrics.Progress("run", steps=60, done=20)
@@ -131,11 +134,11 @@ def test_progress_away_from_a_terminal_is_few_plain_lines(capsys, monkeypatch):
   assert lines[-1] == "run: step 60/60, held-out 1.2500"
 
 
-def test_full_disk_names_the_folder_in_writing_and_in_closing(tmp_path):
+def test_full_disk_names_the_folder_when_writing_and_closing(tmp_path):
   log = metrics.MetricsLog(tmp_path / "metrics.jsonl")
   log.write(step=1, text="a" * 19_000)
   limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-  # Enough for what pytest writes.
+  # Enough for pytest's own output.
   resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
   try:
     for act in (lambda: log.write(step=2, text="a" * 2000), log.close):

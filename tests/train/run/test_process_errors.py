@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run of two processes, of which one cannot write: both end."""
+"""If one of two processes cannot write, both end."""
 
 import resource
 
@@ -10,11 +10,11 @@ from tests.train.test_distributed import finish, processes
 
 
 @pytest.mark.slow
-def test_log_that_one_of_two_cannot_write_ends_both(tmp_path):
+def test_both_processes_end_if_one_cannot_write_its_log(tmp_path):
   out = tmp_path / "run"
   with processes(out, environment={}) as started:
     runs.wait_for_step(started[0], out, 2)
-    # Not a byte more in its log, which the other one has no part in.
+    # Its log cannot grow; only this process writes it.
     resource.prlimit(started[0].pid, resource.RLIMIT_FSIZE, (0, 0))
     statuses, outputs = finish(started)
   assert statuses[0] == 1 and statuses[1] != 0, outputs

@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Traces of some steps, by jax.profiler."""
+"""Traces of some steps with jax.profiler."""
 
 import jax
 import pytest
 
 from train.options import read_profile
+from train.run import processes
 from train.run.profile import Profiler
 
 
 @pytest.fixture
 def calls(monkeypatch):
-  """What is called of jax.profiler."""
+  """Records the calls of jax.profiler."""
   found = []
   profiler = jax.profiler
   monkeypatch.setattr(profiler, "start_trace", lambda p: found.append("start"))
@@ -18,9 +19,9 @@ def calls(monkeypatch):
   return found
 
 
-def traced(text, steps, calls, **options):
-  """Which of so many steps are traced."""
-  profiler = Profiler(text, "folder", **options)
+def traced(text, steps, calls):
+  """Returns the traced steps of a run of `steps` steps."""
+  profiler = Profiler(text, "folder")
   found = []
   for step in range(steps):
     profiler.before_step()
@@ -42,15 +43,16 @@ def traced(text, steps, calls, **options):
     ("", 20, []),
   ],
 )
-def test_the_steps_that_are_asked_for_are_traced(text, steps, expected, calls):
+def test_requested_steps_are_traced(text, steps, expected, calls):
   assert traced(text, steps, calls) == expected
 
 
-def test_a_silent_process_traces_nothing(calls):
-  assert traced("2", 20, calls, is_silent=True) == []
+def test_only_the_first_process_traces(calls, monkeypatch):
+  monkeypatch.setattr(processes, "is_primary", lambda: False)
+  assert traced("2", 20, calls) == []
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "5:", ":5", "x", "1e3", "9" * 400])
-def test_other_writings_are_refused(text):
+def test_other_forms_are_refused(text):
   with pytest.raises(ValueError, match="written as 5, or as 5:100"):
     read_profile(text)

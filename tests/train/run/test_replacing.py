@@ -25,7 +25,7 @@ class Killed(BaseException):
 
 @pytest.fixture
 def run(tmp_path):
-  """A run with two checkpoints, a twin, and files of the user's."""
+  """A run with two checkpoints, a twin, and files that the user added."""
   made = RunDirectory(tmp_path / "run")
   for each in (made, made.twin("bf16_seed_0")):
     each.create(describe(demo(), TOKENS))
@@ -39,13 +39,13 @@ def run(tmp_path):
 
 
 def start(run):
-  """What a command does that replaces the run, up to its first step."""
+  """Replaces a run as a command does, up to its first step."""
   run.create(describe(demo(), OTHERS))
   (run.checkpoints).mkdir(exist_ok=True)
   run.metrics.write_text("")
 
 
-def test_old_run_is_put_back_whole_where_the_new_one_fails(run, capsys):
+def test_old_run_is_put_back_whole_if_the_new_one_fails(run, capsys):
   before = contents(run.path)
   start(run)
   assert run.is_run() and not run.is_started()
@@ -75,7 +75,7 @@ def test_process_killed_at_any_moment_loses_neither_run(
   whole = shutil.copytree(run.path, tmp_path / "whole")
 
   def attempt(moments, act):
-    """Acts until a number of changes of the folder is done."""
+    """Runs `act` until it has changed the folder this many times."""
     left = iter(range(moments))
 
     def counted(call):
@@ -101,7 +101,7 @@ def test_process_killed_at_any_moment_loses_neither_run(
   moments, is_done = 0, False
   while not is_done:
     is_done = attempt(moments, lambda: start(run))
-    # And the command that puts it right is killed as well.
+    # The command that repairs it is killed as well.
     recoveries = 0
     while not attempt(recoveries, run.put_back):
       recoveries += 1
@@ -112,7 +112,7 @@ def test_process_killed_at_any_moment_loses_neither_run(
   assert moments > 20
 
 
-def test_old_run_is_removed_whole_though_its_removal_is_killed(
+def test_old_run_is_removed_whole_even_if_its_removal_is_killed(
   run, monkeypatch
 ):
   def killed(*_, **__):
@@ -146,13 +146,15 @@ def test_next_command_finds_the_old_run_where_it_was(run, flags):
     assert contents(run.path) == before
 
 
-def test_folder_of_the_user_by_that_name_is_left_alone(tmp_path):
+def test_folder_of_the_user_with_that_name_is_left_alone(tmp_path):
   for name in ("replaced_run/checkpoints", "checkpoints/10"):
     (tmp_path / name).mkdir(parents=True)
     (tmp_path / name / "thesis.tex").write_text("years of work")
   before = contents(tmp_path)
   assert not replacing.is_aside(tmp_path)
-  with pytest.raises(ValueError, match="no run of this program, so it is left"):
+  with pytest.raises(
+    ValueError, match="not a run of this program, so it is left"
+  ):
     with RunDirectory(tmp_path).claimed(demo()):
       raise AssertionError
   assert contents(tmp_path) == before

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run's report of its moments, from a state that is known."""
+"""A run's report on its moments, from a known state."""
 
 import dataclasses
 
@@ -14,14 +14,14 @@ from train.run import report
 from train.step import Evaluation, TrainState
 
 
-def test_held_out_batches_count_by_their_targets():
+def test_held_out_batches_are_weighted_by_their_targets():
   one = Evaluation(np.float32(1), np.int32(30), np.float32(0.5))
   other = Evaluation(np.float32(3), np.int32(10), np.float32(0.1))
   none = Evaluation(np.float32(0), np.int32(0), np.float32(0))
-  # (30 + 30) / 40 nats, and 15 + 1 of 40 targets are right.
+  # (30 + 30) / 40 nats; 15 + 1 of 40 targets are right.
   found = report.held_out_means([one, other, none])
   assert found == pytest.approx(dict(held_out_loss=1.5, held_out_accuracy=0.4))
-  # Of plain tokens all batches have as many.
+  # Batches of plain tokens all have the same number.
   alike = [Evaluation(np.float32(x), None) for x in (1, 3)]
   assert report.held_out_means(alike) == {"held_out_loss": 2.0}
 
@@ -30,7 +30,7 @@ def test_powers_are_counted_by_sixteenths_without_groups_of_zeros():
   config = dataclasses.replace(
     demo(), optim=dataclasses.replace(demo().optim, group_size=64)
   )
-  # k is 2 where a group spans the root of 448 to 2 / 448; two groups a row.
+  # k is 2 if a group spans sqrt(448) to 2 / 448; two groups per row.
   span = np.geomspace(1e-4, 1e-4 * np.sqrt(448**2 / 2), 64)
   rows = np.tile(span, (64, 2)).astype(np.float32)
   rows[:24] = 0
@@ -43,7 +43,7 @@ def test_powers_are_counted_by_sixteenths_without_groups_of_zeros():
   for moment in ("mu", "nu"):
     ((sixteenths, count),) = row["powers"][moment].items()
     assert sixteenths == pytest.approx(32, abs=1) and count == 2 * 40
-    # Half a step of E4M3 at most to either side, less with k above 1.
+    # At most half a step of E4M3 in either direction, less if k > 1.
     error = row["state"]["w"][moment]["relative_error"]
     assert 0 < error < 1 / 16
     assert row["state"]["norm"][moment]["relative_error"] == 0

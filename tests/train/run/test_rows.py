@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""metrics.jsonl with what makes no sense: the rest is shown."""
+"""metrics.jsonl with nonsense: the rest is shown."""
 
 import json
 
@@ -23,7 +23,7 @@ LEAF = dict(
 )
 REPORT = dict(step=4, state={"w": LEAF}, powers=dict(mu={"16": 3}, nu={}))
 
-# Lines, and how many values of step, loss and speed are left of the good ones.
+# Damaged lines, by the kind of damage.
 NONSENSE = {
   "words for a loss": '{"step": 5, "loss": "two", "tokens_per_s": 1.0}',
   "a loss without a step": '{"loss": 2.0}',
@@ -69,7 +69,7 @@ def good(*rows):
 
 
 @pytest.mark.parametrize("name", NONSENSE)
-def test_what_makes_no_sense_is_left_out_and_reported(name, tmp_path):
+def test_nonsense_is_left_out_and_reported(name, tmp_path):
   path = tmp_path / "metrics.jsonl"
   lines = good()
   lines.insert(2, NONSENSE[name])
@@ -84,7 +84,7 @@ def test_what_makes_no_sense_is_left_out_and_reported(name, tmp_path):
   assert summarize(kept)["train_loss"] == 2.0
 
 
-def test_null_and_a_line_that_a_kill_cut_short_are_no_damage(tmp_path):
+def test_null_and_a_line_that_a_kill_cut_short_are_not_damage(tmp_path):
   path = tmp_path / "metrics.jsonl"
   write(
     path, *good(dict(step=5, loss=None, grad_norm=None, held_out_loss=None))
@@ -107,7 +107,7 @@ def test_nothing_but_nonsense_is_drawn_and_summarized_as_nothing(tmp_path):
   assert "train_loss" not in summary and "held_out_loss" not in summary
 
 
-def test_last_table_and_picture_survive_nonsense(runs, capsys, monkeypatch):  # noqa: F811
+def test_final_table_and_figure_survive_nonsense(runs, capsys, monkeypatch):  # noqa: F811
   monkeypatch.undo()  # The picture is drawn here.
   folder = RunDirectory(runs[1].out)
   lines = folder.metrics.read_bytes().splitlines()

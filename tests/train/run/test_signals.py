@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SIGINT and SIGTERM, sent to a process of its own."""
+"""SIGINT and SIGTERM, sent to a subprocess."""
 
 import signal
 import subprocess
@@ -19,7 +19,7 @@ signal.signal(signal.SIGUSR1, lambda *_: None)  # As another library does.
 with Signals() as signals:
   signals.is_deferred = "deferred" in sys.argv
   print("ready", flush=True)
-  # One instruction of C, as a compilation is: no handler of Python's own runs.
+  # One call of C code, like a compilation: Python's handlers do not run.
   if "busy" in sys.argv:
     sum(range(10**11))
   while signals.received is None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run's speed and the time that it has left, from a clock of the test."""
+"""The speed of a run and its time left, from a fake clock."""
 
 import json
 
@@ -16,7 +16,7 @@ def test_speed_is_the_median_of_steps(tmp_path):
   assert rows.summarize(rows.read_rows(path).rows)["tokens_per_s"] == 310
 
 
-def test_time_left_is_of_the_steps_since_the_run_was_resumed(
+def test_time_left_follows_the_steps_since_the_run_was_resumed(
   capsys, monkeypatch
 ):
   now = 1000.0

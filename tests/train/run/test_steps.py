@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps whose metrics are read later than they are started."""
+"""Steps whose metrics are read after the next step has started."""
 
 import contextlib
 import types
@@ -31,7 +31,7 @@ def in_flight(tmp_path):
   with contextlib.closing(MetricsLog(tmp_path / "metrics.jsonl")) as log:
     yield steps.StepsInFlight(
       log,
-      Progress("run", steps=9, done=0, is_silent=True),
+      Progress("run", steps=9, done=0),
       tokens_a_step=100,
       leaf_names=NAMES,
     )
@@ -63,7 +63,7 @@ def test_nothing_is_read_after_a_step_that_is_not_finite(in_flight, tmp_path):
   assert [row["step"] for row in logged(tmp_path)] == [1, 2]
 
 
-def test_a_steps_time_begins_at_the_last_ones_end(
+def test_a_steps_time_begins_when_the_previous_step_ends(
   in_flight, tmp_path, monkeypatch
 ):
   # Started at 0, 1 and 15 s; ended at 4, 10 and 17 s.

@@ -17,12 +17,12 @@ from train.presets import demo
 from train.run import trackers
 from train.run.metrics import MetricsLog, read_metrics
 
-# What is written does not depend on these, and they compile the fastest.
+# The options that compile fastest; they do not change what is written.
 CHEAP = dict(recipe="bf16", optim__codec="float32")
 
 
 def events(folder):
-  """Events of all files of a folder, in the order in which TensorBoard reads.
+  """Returns the events of all files in a folder, in TensorBoard's order.
 
   A file is records of a length, its checksum, the bytes and theirs.
   """
@@ -42,7 +42,7 @@ def events(folder):
 
 
 def series(folder):
-  """(step, name) to value, of what is not taken back by a resumed run."""
+  """Returns values by (step, name), except those replaced after resuming."""
   values = {}
   for event in events(folder):
     if event.session_log.status == event_pb2.SessionLog.START:
@@ -53,7 +53,7 @@ def series(folder):
 
 
 def numbers(path):
-  """The same of a metrics.jsonl."""
+  """Returns the same for a metrics.jsonl."""
   return {
     (row["step"], name): pytest.approx(x, rel=1e-6)
     for row in read_metrics(path / "metrics.jsonl")
@@ -74,13 +74,13 @@ def test_event_files_of_a_resumed_run_have_the_numbers_of_its_log(tmp_path):
   assert not (out / "tensorboard").exists()
 
 
-def test_steps_that_are_done_again_are_taken_off_the_event_files(tmp_path):
+def test_repeated_steps_replace_the_old_ones_in_event_files(tmp_path):
   for resumed_step, last in ((0, 5), (3, 4)):
     writer = trackers.TensorBoard(tmp_path, resumed_step=resumed_step)
     for step in range(resumed_step + 1, last + 1):
       writer.write(step, {"loss": float(10 * resumed_step + step)})
     writer.close()
-    # Files are named by the second, and both are of this one.
+    # File names contain the second, which is the same for both.
     (file,) = tmp_path.glob("events.*")
     file.rename(tmp_path / f"{resumed_step}.tfevents.x")
   assert series(tmp_path) == {
@@ -93,7 +93,7 @@ def test_steps_that_are_done_again_are_taken_off_the_event_files(tmp_path):
 
 @pytest.fixture
 def wandb(monkeypatch):
-  """A module in place of wandb that keeps what it is given."""
+  """Replaces wandb with a module that records its calls."""
   calls = []
 
   class Run:
@@ -140,9 +140,7 @@ def test_weights_and_biases_gets_the_numbers_and_continues_its_run(
 
 
 @pytest.mark.slow
-def test_run_writes_to_what_is_asked_for_and_to_nothing_else(
-  wandb, tmp_path, capsys
-):
+def test_run_writes_only_to_requested_trackers(wandb, tmp_path, capsys):
   _, calls = wandb
   out = tmp_path / "run"
   asked = ("--tensorboard", "--wandb", "--profile", "1:1")

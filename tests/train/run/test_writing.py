@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trees that Orbax writes: whole, or nothing and one sentence."""
+"""Trees that Orbax writes completely, or not at all with one error line."""
 
 import resource
 
@@ -12,7 +12,7 @@ from train.run.writing import SaveError, write_tree
 TREE = {"params": {"w": np.random.default_rng(0).normal(size=(100, 100))}}
 
 
-def test_tree_is_written_into_folders_that_are_made(tmp_path):
+def test_tree_is_written_into_new_folders(tmp_path):
   write_tree(tmp_path / "new" / "tree", TREE)
   with ocp.StandardCheckpointer() as checkpointer:
     tree = checkpointer.restore(tmp_path / "new" / "tree")
@@ -22,7 +22,7 @@ def test_tree_is_written_into_folders_that_are_made(tmp_path):
 
 def test_full_disk_leaves_nothing_and_no_traceback(tmp_path, capfd):
   limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-  # Enough for the indices, and for what pytest writes.
+  # Enough for the indices, and for pytest's own output.
   resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
   try:
     with pytest.raises(SaveError, match="tree must be written.* too large"):

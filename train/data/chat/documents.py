@@ -1,50 +1,47 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From files of conversations to documents of tokens, cut to a length.
+"""Reads files of conversations as documents of tokens, cut to a length.
 
-Only token ids and masks are kept, in memory: five bytes a token; of images
-their names, until a batch needs them.
+Only token ids and masks stay in memory, five bytes per token. Images stay in
+their files until a batch needs them.
 """
 
 import bisect
-import collections
 import dataclasses
 import functools
 import hashlib
 import itertools
-import os
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from tqdm import tqdm
 
 from train.data.chat import formats
 from train.data.chat.encoder import ChatEncoder, Rendered
-from train.data.chat.formats import BadRow, Row, find_row_files, read_rows
-from train.data.sources import check_ids
+from train.data.chat.formats import Row, find_row_files, read_rows
+from train.data.sources import BadData, check_ids
 
-if TYPE_CHECKING:  # Which needs Pillow.
+if TYPE_CHECKING:  # Needs Pillow.
   from train.data.chat.images import ChatImages, RowImage
 
 _SKIP = ", or leave bad rows out with skip_bad=True (of a command: --skip-bad)"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Counts:
   """Counts of the rows that were read."""
 
-  rows: int = 0  # How many were read.
+  rows: int = 0
   # Rows that `skip_bad` left out, by what was wrong.
   bad: dict[str, int] = dataclasses.field(default_factory=dict)
-  without_target: int = 0  # Nothing was left to learn.
+  without_target: int = 0  # Rows with nothing to learn.
   truncated: int = 0  # Documents that were too long.
-  # Tokens to be learned that truncation removed, in `without_target` too.
+  # Targets that truncation removed, also from the rows of `without_target`.
   lost_targets: int = 0
-  # The sequence length at which no row is truncated.
-  longest: int = 0
+  longest: int = 0  # The sequence length at which no row is truncated.
 
   def describe(self) -> str:
-    """Says it in a line."""
+    """Writes the counts as one line."""
     parts = [f"{self.rows} rows"]
     if self.bad:
       kinds = ", ".join(f"{n} {x}" for x, n in sorted(self.bad.items()))
@@ -60,17 +57,12 @@ class Counts:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class DocumentImages:
-  """Images of documents."""
+  """The images of documents."""
 
   reader: "ChatImages"
-  found: list["RowImage"]  # One document after another.
+  found: list["RowImage"]  # In the order of the documents.
   # int64 [documents + 1], where each document's images begin.
   starts: np.ndarray
-
-  def of(self, document: int) -> list["RowImage"]:
-    """The images of a document."""
-    start, end = self.starts[document : document + 2]
-    return self.found[start:end]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -78,11 +70,11 @@ class Documents:
   """Tokenized conversations, one after the other."""
 
   tokens: np.ndarray  # int32 [n].
-  # bool [n], which tokens to learn; never the first of a document.
+  # bool [n], the tokens to learn; never the first one of a document.
   mask: np.ndarray
   starts: np.ndarray  # int64 [documents + 1], where each begins, and the end.
   counts: Counts
-  # None if all documents are text.
+  # None if no document can have images.
   images: DocumentImages | None = None
 
   def __len__(self) -> int:
@@ -90,12 +82,25 @@ class Documents:
 
   @property
   def lengths(self) -> np.ndarray:
-    """Tokens of each document, int64."""
+    """Number of tokens of each document, int64."""
     return np.diff(self.starts)
+
+  def tokens_of(self, document: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the tokens and the mask of a document."""
+    here = slice(*self.starts[document : document + 2])
+    return self.tokens[here], self.mask[here]
+
+  def images_of(self, document: int) -> list["RowImage"]:
+    """Returns the images of a document."""
+    if self.images is None:
+      return []
+    return self.images.found[
+      slice(*self.images.starts[document : document + 2])
+    ]
 
   @functools.cached_property
   def fingerprint(self) -> str:
-    """A hash of all; a resumed run must have the same. Of images, the names."""
+    """A hash of the tokens and image names; must not change on resuming."""
     digest = hashlib.sha256()
     for array in (self.tokens, self.mask, self.starts):
       digest.update(np.ascontiguousarray(array))
@@ -107,7 +112,7 @@ class Documents:
     return digest.hexdigest()[:32]
 
   def split(self, held_out: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Holds documents out for evaluation, drawn from a seed."""
+    """Draws the documents to train on and those to hold out, as numbers."""
     if not 0 < held_out < 1:
       raise ValueError(
         "chat: held_out must be a share between 0 and 1, got "
@@ -135,70 +140,35 @@ def load_documents(
 ) -> Documents:
   """Reads files of conversations.
 
-  Too long ones end with the last turn of the assistant that fits, or else
-  where a row does.
-
-  Args:
-    paths: Files, folders or globs.
-    encoder: Of the model.
-    seq: Tokens that a model reads; documents have at most one more.
-    vocab_size: The model's.
-    format: Of `formats.FORMATS`; None finds each file's by its first row.
-    skip_bad: Whether bad rows are counted instead of raised; None where they
-      cannot be, so that the error does not say so.
-    images: How images come into rows; None where all is text.
-
-  Raises:
-    FileNotFoundError: nothing at a path.
-    ValueError: a bad row, with its file and line; no row at all; a template
-      whose turns cannot be found; ids outside the vocabulary.
+  A document has at most `seq + 1` tokens. A longer one ends with the last turn
+  of the assistant that fits, or if none does, with its last token that fits.
+  `format` is one of `formats.FORMATS`; with None the first row of each file
+  decides. `skip_bad` counts bad rows instead of raising ValueError for them;
+  None raises too, but does not suggest skipping.
   """
-  reader = _Reader(encoder, format, skip_bad, images)
-  ids, masks, lengths = [np.empty(0, np.int32)], [np.empty(0, bool)], [0]
-  found: list[RowImage] = []
-  image_counts = [0]
-  without_target = truncated = lost = longest = 0
+  counts = Counts()
+  reader = _Reader(encoder, format, skip_bad, images, counts)
+  kept: list[_Document] = []
   shortest: list[int] = []
   with tqdm(desc="tokenizing", unit="row", unit_scale=True, delay=2) as bar:
-    rows, again = itertools.tee(reader.read(paths))
-    encoded = encoder.encode((each.rendered for each in rows), kept=seq + 1)
-    for each, (tokens, mask, ends) in zip(again, encoded, strict=True):
-      check_ids(tokens, str(each.row.file), vocab_size)
+    for whole in reader.read(paths, seq, vocab_size):
       bar.update()
-      if images is not None:
-        try:
-          tokens, mask, ends = images.expand(
-            tokens, mask, ends, images=len(each.images)
-          )
-        except BadRow as error:
-          reader.refuse(each.row, error)
-          continue
-      longest = max(longest, len(tokens) - 1)
-      if len(tokens) > seq + 1:
-        fitting = bisect.bisect_right(ends, seq + 1)
-        kept = ends[fitting - 1] if fitting else seq + 1
-        lost += int(mask[kept:].sum())
-        if mask.any() and not mask[:kept].any():
-          # Cut in front of the first answer, whose first token is a target.
-          shortest.append(int(np.argmax(mask)))
-        # Copies, for a part would keep the whole in memory.
-        tokens, mask = tokens[:kept].copy(), mask[:kept].copy()
-        truncated += bool(mask.any())
-      if not mask.any():
-        without_target += 1
+      counts.longest = max(counts.longest, len(whole.tokens) - 1)
+      document = whole.cut(seq + 1)
+      counts.lost_targets += int(whole.mask.sum() - document.mask.sum())
+      if not document.mask.any():
+        counts.without_target += 1
+        if whole.mask.any():  # With one more token the first target would fit.
+          shortest.append(int(np.argmax(whole.mask)))
         continue
-      ids.append(tokens)
-      masks.append(mask)
-      lengths.append(len(tokens))
+      counts.truncated += len(document.tokens) < len(whole.tokens)
       if images is not None:
-        # No image is cut in two: without an end that fits, the first answer
-        # does not, and images are in front of it.
-        image_counts.append(images.count(tokens))
-        found += each.images[: image_counts[-1]]
-  counts = Counts(
-    reader.rows, dict(reader.bad), without_target, truncated, lost, longest
-  )
-  if len(lengths) == 1:
+        # The cut never splits an image: if no answer ends before it, no target
+        # fits, and images come before answers.
+        count = images.count(document.tokens)
+        document = document._replace(images=document.images[:count])
+      kept.append(document)
+  if not kept:
     remedy = "check the files"
     if shortest:
       remedy = (
@@ -208,14 +178,44 @@ def load_documents(
       f"chat: {', '.join(map(str, paths))} must have a row to learn, got "
       f"{counts.describe()}; {remedy}"
     )
-  starts = np.cumsum(image_counts, dtype=np.int64)
+  found = None
+  if images is not None:
+    found = DocumentImages(
+      images,
+      [image for document in kept for image in document.images],
+      _starts([document.images for document in kept]),
+    )
   return Documents(
-    np.concatenate(ids),
-    np.concatenate(masks),
-    np.cumsum(lengths, dtype=np.int64),
+    np.concatenate([document.tokens for document in kept]),
+    np.concatenate([document.mask for document in kept]),
+    _starts([document.tokens for document in kept]),
     counts,
-    images and DocumentImages(images, found, starts),
+    found,
   )
+
+
+def _starts(parts: Sequence[Any]) -> np.ndarray:
+  return np.cumsum([0, *map(len, parts)], dtype=np.int64)
+
+
+class _Document(NamedTuple):
+  """A tokenized conversation."""
+
+  tokens: np.ndarray
+  mask: np.ndarray
+  ends: list[int]  # Where the parts to learn end.
+  images: "Sequence[RowImage]"
+
+  def cut(self, size: int) -> "_Document":
+    """Cuts a long document after the last turn that fits."""
+    if len(self.tokens) <= size:
+      return self
+    fitting = bisect.bisect_right(self.ends, size)
+    end = self.ends[fitting - 1] if fitting else size
+    # Copies, because a view would keep the whole document in memory.
+    return self._replace(
+      tokens=self.tokens[:end].copy(), mask=self.mask[:end].copy()
+    )
 
 
 class _ReadRow(NamedTuple):
@@ -223,70 +223,72 @@ class _ReadRow(NamedTuple):
 
   row: Row
   rendered: Rendered
-  images: tuple["RowImage", ...]
+  images: "Sequence[RowImage]"
 
 
+@dataclasses.dataclass
 class _Reader:
-  """Reads rows of files as texts, and counts the bad ones."""
+  """Reads rows of files, and counts the bad ones."""
 
-  def __init__(
-    self,
-    encoder: ChatEncoder,
-    format: str | None,
-    skip_bad: bool | None,
-    images: "ChatImages | None",
-  ):
-    self._encoder = encoder
-    self._format = format
-    self._skip_bad = skip_bad
-    self._images = images
-    self.rows = 0
-    self.bad: collections.Counter[str] = collections.Counter()
+  encoder: ChatEncoder
+  format: str | None
+  skip_bad: bool | None
+  images: "ChatImages | None"
+  counts: Counts
 
-  def read(self, paths: list[str]) -> Iterator[_ReadRow]:
-    """Yields each good row."""
-    for file in find_row_files(paths):
-      format = self._format
-      for row in read_rows(file):
-        self.rows += 1
+  def read(
+    self, paths: list[str], seq: int, vocab_size: int
+  ) -> Iterator[_Document]:
+    """Yields each good row as a document."""
+    rows, again = itertools.tee(self._rows(paths))
+    encoded = self.encoder.encode(
+      (each.rendered for each in rows), kept=seq + 1
+    )
+    for each, (tokens, mask, ends) in zip(again, encoded, strict=True):
+      check_ids(tokens, str(each.row.file), vocab_size)
+      if self.images is not None:
         try:
-          if isinstance(row.value, BadRow):
+          tokens, mask, ends = self.images.expand(
+            tokens, mask, ends, images=len(each.images)
+          )
+        except BadData as error:
+          self._refuse(each.row, error)
+          continue
+      yield _Document(tokens, mask, ends, each.images)
+
+  def _rows(self, paths: list[str]) -> Iterator[_ReadRow]:
+    for file in find_row_files(paths):
+      format = self.format
+      for row in read_rows(file):
+        self.counts.rows += 1
+        try:
+          if isinstance(row.value, BadData):
             raise row.value
-          format = format or self._recognize(row)
+          format = format or formats.recognize(row.value)
           parsed = formats.parse(row.value, format)
           found = self._find_images(row, parsed)
-          yield _ReadRow(row, self._encoder.render(parsed), found)
-        except BadRow as error:
-          self.refuse(row, error)
+          yield _ReadRow(row, self.encoder.render(parsed), found)
+        except BadData as error:
+          self._refuse(row, error)
 
-  def _find_images(self, row: Row, parsed) -> "tuple[RowImage, ...]":
-    if self._images is not None:
-      return self._images.of_row(row, parsed)
+  def _find_images(self, row: Row, parsed) -> "Sequence[RowImage]":
+    if self.images is not None:
+      return self.images.of_row(row, parsed)
     for key in ("image", "images"):
       if row.value.get(key):
-        raise BadRow(
-          "images beside text",
-          f"a row must be text alone here, got {key}: what is trained does not "
-          "see images",
+        raise BadData(
+          "unexpected images",
+          f"a row must be text alone here, got {key}: the model to train does "
+          "not see images",
         )
     return ()
 
-  def refuse(self, row: Row, error: BadRow) -> None:
-    """Counts a bad row; raises ValueError where none may be."""
-    if not self._skip_bad:
+  def _refuse(self, row: Row, error: BadData) -> None:
+    """Counts a bad row, or raises ValueError if bad rows are not skipped."""
+    if not self.skip_bad:
       raise ValueError(
-        f"chat: {os.fspath(row.file)} line {row.line}: {error}; {error.remedy}"
-        + ("" if self._skip_bad is None else _SKIP)
+        f"chat: {row.file} line {row.line}: {error}; {error.remedy}"
+        + ("" if self.skip_bad is None else _SKIP)
       ) from error
-    self.bad[error.reason] += 1
-
-  def _recognize(self, row: Row) -> str:
-    if format := formats.recognize(row.value):
-      return format
-    keys = list(row.value) if isinstance(row.value, dict) else row.value
-    known = ", ".join("+".join(keys) for keys, _ in formats.FORMATS.values())
-    raise BadRow(
-      "wrong format",
-      f"a row must have the keys of a known format ({known}), got "
-      f"{str(keys)[:80]}",
-    )
+    bad = self.counts.bad
+    bad[error.reason] = bad.get(error.reason, 0) + 1

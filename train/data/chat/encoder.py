@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From conversations to token ids and a mask of those to be learned.
+"""Turns conversations into token ids and a mask of the tokens to learn.
 
-A conversation's whole text is tokenized at once, so that no token differs from
-what the model will be given, and the mask is taken from the characters that
-each token is of.
+The whole text of a conversation is tokenized at once, so every token is what
+the model will see in use. The mask follows from the characters of each token.
 """
 
 import itertools
@@ -12,48 +11,24 @@ from pathlib import Path
 
 import numpy as np
 
-from train.data.chat.formats import BadRow, Completion, Conversation
+from train.data.chat.formats import Completion, Conversation
 from train.data.chat.targets import Span, TargetFinder
 from train.data.chat.template import ChatTemplate, read_special_tokens
+from train.data.sources import BadData
 from train.data.tokenizer import Tokenizer
 
-# Text, (start, end) of what is to be learned, and ids before the text's own.
+# A text, the spans to learn, and the ids to put before those of the text.
 Rendered = tuple[str, list[Span], list[int]]
 
 
-def open_template(folder: str | Path, name: str | None) -> ChatTemplate | None:
-  """Finds the template of a tokenizer, or one by its name.
-
-  Args:
-    folder: That of tokenizer.json.
-    name: Of `published.PUBLISHED`; None for the tokenizer's own.
-
-  Returns:
-    The template; None where the tokenizer has none.
-
-  Raises:
-    ValueError: no such name, or damaged files.
-  """
-  folder = Path(folder).expanduser()
-  if name is None:
-    return ChatTemplate.load(folder)
-  return ChatTemplate.published(name, folder)
-
-
 class ChatEncoder:
-  """Makes token ids and masks of conversations."""
+  """Turns conversations into token ids and masks."""
 
   def __init__(self, tokenizer_path: str | Path, template: ChatTemplate | None):
-    """Reads the tokenizer, and special tokens beside it."""
+    """Reads a tokenizer.json and the special tokens from its folder."""
     path = Path(tokenizer_path).expanduser()
     self._tokenizer = Tokenizer(str(path))
-    # What is put in front of plain text.
-    (plain,) = self._tokenizer.encode(["a"])
-    with_special, _ = self._tokenizer.encode_with_special("a")
-    first = next(iter(plain), None)
-    self._front = list(
-      itertools.takewhile(lambda token: token != first, with_special)
-    )
+    self._front = self._tokenizer.first_tokens()
     self._end = read_special_tokens(path.parent).get("eos_token", "")
     self._tokenizer.drop_post_processor()
     self._template = template
@@ -61,28 +36,27 @@ class ChatEncoder:
       self._finder = TargetFinder(template, self._tokenizer.added_tokens)
 
   def render(self, row: Conversation | Completion) -> Rendered:
-    """Makes text of a row."""
+    """Turns a row into text."""
     if isinstance(row, Completion):
       text = row.prompt + row.completion
       if not self._end:
         raise ValueError(
           "chat: the end of a completion needs the tokenizer's eos_token, got "
-          "none; put tokenizer_config.json beside tokenizer.json"
+          "none; put tokenizer_config.json next to tokenizer.json"
         )
       text += "" if text.endswith(self._end) else self._end
       spans, front = [(len(row.prompt), len(text))], self._front
     elif self._template is None:
       raise ValueError(
         "chat: the tokenizer must have a chat template, got none; put "
-        "chat_template.jinja beside tokenizer.json, or name a template"
+        "chat_template.jinja next to tokenizer.json, or name a template"
       )
     else:
-      found = self._finder.find(row.messages, row.tools, row.trained)
-      (text, spans), front = found, []
+      (text, spans), front = self._finder.find(row), []
     try:
       text.encode()
     except UnicodeEncodeError as error:
-      raise BadRow(
+      raise BadData(
         "not text", "text must be Unicode, got half of a surrogate pair"
       ) from error
     return text, spans, front
@@ -90,7 +64,10 @@ class ChatEncoder:
   def encode(
     self, rows: Iterable[Rendered], *, kept: int = 0
   ) -> Iterator[tuple[np.ndarray, np.ndarray, list[int]]]:
-    """Tokenizes texts, some at a time."""
+    """Yields ids, the mask, and where learned parts end, for each text.
+
+    `Tokenizer.encode_each` documents `kept`.
+    """
     rows, again = itertools.tee(rows)
     found = self._tokenizer.encode_each(
       (text for text, _, _ in rows), kept=kept
@@ -101,8 +78,8 @@ class ChatEncoder:
       for start, end in spans:
         is_in = (offsets[:, 1] > start) & (offsets[:, 0] < end)
         places = np.flatnonzero(is_in) + len(front)
-        if len(places):  # A tokenizer may have none for what was said.
+        if len(places):  # A tokenizer may make no token of a span.
           mask[places] = True
           ends.append(int(places[-1]) + 1)
-      mask[:1] = False  # Nothing predicts it.
+      mask[:1] = False  # No token predicts the first one.
       yield ids, mask, ends

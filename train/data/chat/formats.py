@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads rows of files as conversations, whichever way they are written.
+"""Reads rows of files as conversations, in any of the common formats.
 
-A file has JSON lines, one row a line, of which one is held at a time; or a JSON
-array of rows, which is held whole.
+A file contains JSON lines, which are read one at a time, or one JSON array of
+rows, which is read whole.
 
 | format | keys |
 | --- | --- |
@@ -11,8 +11,8 @@ array of rows, which is held whole.
 | alpaca | `instruction`, `input`, `output` |
 | prompt | `prompt`, `completion`: plain text, which no template changes |
 
-Other keys are left aside. Roles become those that templates know: system, user,
-assistant and tool (developer stays itself).
+Other keys are ignored. Roles are renamed to those that templates know: system,
+user, assistant and tool (developer keeps its name).
 """
 
 import dataclasses
@@ -21,38 +21,23 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from train.data.sources import find_files
+from train.data.sources import BadData, find_files
 
 SUFFIXES = (".json", ".jsonl")
 _SPACE = " \t\r\n"
 
 
-class BadRow(ValueError):
-  """A row that cannot be trained on.
-
-  Attributes:
-    reason: In a few words, the same for all rows of a kind, to count them.
-    remedy: What to do, where it is not the row that must change.
-  """
-
-  def __init__(
-    self, reason: str, message: str, remedy: str = "correct the row"
-  ):
-    super().__init__(message)
-    self.reason, self.remedy = reason, remedy
-
-
 @dataclasses.dataclass(frozen=True)
 class Row:
-  """A row, and where it is in its file."""
+  """A row and its place in a file."""
 
   file: Path
-  line: int  # Where the row begins, from 1.
-  value: Any  # A JSON value, or the `BadRow` that describes the fault.
+  line: int  # The line where the row begins, from 1.
+  value: Any  # A JSON value, or a `BadData` if it cannot be read.
 
 
 def find_row_files(paths: Sequence[str]) -> list[Path]:
-  """Lists the files that paths, folders or globs name, in their order."""
+  """Lists the files that paths, folders or globs name, in order."""
   if not paths:
     raise ValueError(
       "chat: files of conversations are needed, got none; pass their paths "
@@ -71,14 +56,14 @@ def find_row_files(paths: Sequence[str]) -> list[Path]:
 
 
 def read_rows(file: Path) -> Iterator[Row]:
-  """Yields the rows of a file; a value that cannot be read is a BadRow."""
+  """Yields the rows of a file."""
   with file.open("rb") as opened:
     first = opened.read(1 << 16).removeprefix(b"\xef\xbb\xbf").lstrip()
     opened.seek(0)
     if first.startswith(b"["):
       yield from _read_array(file, opened.read())
       return
-    # Lines end where JSON lines say, and not at what Unicode calls a line.
+    # Only newlines end a line here, not what Unicode calls a line separator.
     for number, line in enumerate(opened, 1):
       if number == 1:
         line = line.removeprefix(b"\xef\xbb\xbf")
@@ -88,14 +73,14 @@ def read_rows(file: Path) -> Iterator[Row]:
 
 def _parse(line: bytes) -> Any:
   try:
-    # Without its end, or where it is cut would be the next line's beginning.
+    # Without its end, so that an error at the end names a place in this line.
     return json.loads(line.decode("utf-8").rstrip("\r\n"))
   except UnicodeDecodeError as error:
-    return BadRow(
+    return BadData(
       "not UTF-8", f"a row must be UTF-8, got byte {error.start} that is not"
     )
   except (ValueError, RecursionError) as error:
-    return BadRow("broken JSON", f"a row must be JSON, got {_reason(error)}")
+    return BadData("broken JSON", f"a row must be JSON, got {_reason(error)}")
 
 
 def _reason(error: Exception) -> str:
@@ -133,7 +118,7 @@ def _read_array(file: Path, content: bytes) -> Iterator[Row]:
     at = error.lineno if isinstance(error, json.JSONDecodeError) else line
     raise ValueError(
       f"chat: {file} line {at}: the file must be a JSON array of rows, got "
-      f"{_reason(error)}; correct it, for what follows cannot be read"
+      f"{_reason(error)}; correct it, because the rest cannot be read"
     ) from error
 
 
@@ -143,42 +128,41 @@ def _skip(text: str, place: int) -> int:
   return place
 
 
+_ASSISTANT = ("assistant", "gpt", "chatgpt", "model", "bot", "function_call")
+_TOOL = ("tool", "function", "observation", "ipython")
 _ROLES = {
-  **{name: name for name in ("system", "developer", "user", "assistant")},
-  **{name: "user" for name in ("human",)},
-  **{name: "assistant" for name in ("gpt", "chatgpt", "model", "bot")},
-  "function_call": "assistant",
-  **{name: "tool" for name in ("tool", "function", "observation", "ipython")},
+  **{"system": "system", "developer": "developer"},
+  **dict.fromkeys(("user", "human"), "user"),
+  **dict.fromkeys(_ASSISTANT, "assistant"),
+  **dict.fromkeys(_TOOL, "tool"),
 }
-# What these say may be nothing: a tool can find none.
+# These may be empty: a tool can find nothing.
 _MAY_BE_EMPTY = {"system", "developer", "tool"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Conversation:
-  """A conversation, which a template turns into text."""
+  """A conversation that a template turns into text."""
 
-  messages: list[dict[str, Any]]  # Each with a role, and content or tool calls.
-  tools: list[Any] | None  # JSON schemas of functions, or None.
-  # The assistant's messages to learn.
-  trained: tuple[int, ...]
+  messages: list[dict[str, Any]]  # Each has a role, and content or tool calls.
+  tools: list[Any] | None  # JSON schemas of functions.
+  trained: tuple[int, ...]  # The numbers of the assistant's messages to learn.
 
 
 @dataclasses.dataclass(frozen=True)
 class Completion:
-  """Plain text to go on from, and what is to follow it."""
+  """Plain text, and the text to learn after it."""
 
   prompt: str
   completion: str
 
 
 def parse(row: Any, format: str) -> Conversation | Completion:
-  """Makes a conversation of a row."""
-  if not isinstance(row, dict):
-    raise BadRow("wrong format", f"a row must be an object, got {_short(row)}")
+  """Parses a row as a conversation."""
+  _check(isinstance(row, dict), "wrong format", "a row must be an object", row)
   keys, read = FORMATS[format]
   if missing := [key for key in keys if key not in row]:
-    raise BadRow(
+    raise BadData(
       "wrong format",
       f"a row of format {format} must have {' and '.join(missing)}, got the "
       f"keys {_short(list(row))}",
@@ -186,66 +170,62 @@ def parse(row: Any, format: str) -> Conversation | Completion:
   return read(row)
 
 
-def recognize(row: Any) -> str | None:
-  """Finds a row's format by its keys; None where it has those of none."""
+def recognize(row: Any) -> str:
+  """Finds the format of a row by its keys."""
   for name, (keys, _) in FORMATS.items():
     if isinstance(row, dict) and all(key in row for key in keys):
       return name
-  return None
-
-
-def _read_messages(row: Mapping[str, Any]) -> Conversation:
-  return _conversation(row["messages"], row)
-
-
-def _read_sharegpt(row: Mapping[str, Any]) -> Conversation:
-  return _conversation(row["conversations"], row)
+  known = ", ".join("+".join(keys) for keys, _ in FORMATS.values())
+  got = list(row) if isinstance(row, dict) else row
+  raise BadData(
+    "wrong format",
+    f"a row must have the keys of a known format ({known}), got "
+    f"{str(got)[:80]}",
+  )
 
 
 def _read_alpaca(row: Mapping[str, Any]) -> Conversation:
   instruction = _text(row, "instruction")
   given = _text(row, "input") if row.get("input") is not None else ""
   content = f"{instruction}\n\n{given}" if given else instruction
-  # Alpaca's own template wants the two apart.
+  # Alpaca's own template needs the two apart.
   user = {"role": "user", "content": content}
   user |= {"instruction": instruction, "input": given}
   output = {"role": "assistant", "content": _text(row, "output")}
-  return _conversation([user, output], row)
+  return _read_turns([user, output], row)
 
 
 def _read_prompt(row: Mapping[str, Any]) -> Completion:
   prompt, completion = _text(row, "prompt"), _text(row, "completion")
   if not completion.strip():
-    raise BadRow("empty turn", "completion must not be empty, got no text")
+    raise BadData("empty turn", "completion must not be empty, got no text")
   return Completion(prompt, completion)
 
 
-FORMATS: dict[
-  str,
-  tuple[
-    tuple[str, ...], Callable[[Mapping[str, Any]], Conversation | Completion]
-  ],
-] = {
-  "messages": (("messages",), _read_messages),
-  "sharegpt": (("conversations",), _read_sharegpt),
+_Read = Callable[[Mapping[str, Any]], Conversation | Completion]
+# The keys that a format's rows must have, and how they are read.
+FORMATS: dict[str, tuple[tuple[str, ...], _Read]] = {
+  "messages": (("messages",), lambda row: _read_turns(row["messages"], row)),
+  "sharegpt": (
+    ("conversations",),
+    lambda row: _read_turns(row["conversations"], row),
+  ),
   "alpaca": (("instruction", "output"), _read_alpaca),
   "prompt": (("prompt", "completion"), _read_prompt),
 }
 
 
-def _conversation(turns: Any, row: Mapping[str, Any]) -> Conversation:
-  """Checks the turns, and adds what the row says about all of them."""
-  if not isinstance(turns, list) or not turns:
-    raise BadRow(
-      "no turns", f"a conversation must be a list of turns, got {_short(turns)}"
-    )
+def _read_turns(turns: Any, row: Mapping[str, Any]) -> Conversation:
+  """Checks the turns and adds the row's system text and tools."""
+  is_list = isinstance(turns, list) and len(turns) > 0
+  _check(is_list, "no turns", "a conversation must be a list of turns", turns)
   messages = [_message(turn, i) for i, turn in enumerate(turns, 1)]
   trained = [
     message["role"] == "assistant" and message.pop("weight", 1) != 0
     for message in messages
   ]
   if not any(trained):
-    raise BadRow(
+    raise BadData(
       "no assistant turn",
       "a conversation must have a turn of the assistant to learn, got the "
       f"roles {_short([x['role'] for x in messages])}",
@@ -262,24 +242,18 @@ def _conversation(turns: Any, row: Mapping[str, Any]) -> Conversation:
 
 
 def _message(turn: Any, number: int) -> dict[str, Any]:
-  """Checks the turn with this number, from 1."""
-  if not isinstance(turn, dict):
-    raise BadRow(
-      "wrong format", f"turn {number} must be an object, got {_short(turn)}"
-    )
+  """Checks a turn; numbers start at 1."""
+  is_object = isinstance(turn, dict)
+  _check(is_object, "wrong format", f"turn {number} must be an object", turn)
   given = turn.get("role", turn.get("from"))
   if given is None:
-    raise BadRow(
+    raise BadData(
       "missing role",
       f"turn {number} must have a role, got the keys {_short(list(turn))}",
     )
   role = _ROLES.get(given) if isinstance(given, str) else None
-  if role is None:
-    raise BadRow(
-      "unknown role",
-      f"the role of turn {number} must be one of {', '.join(_ROLES)}, got "
-      f"{_short(given)}",
-    )
+  rule = f"the role of turn {number} must be one of {', '.join(_ROLES)}"
+  _check(role is not None, "unknown role", rule, given)
   content = turn.get("content", turn.get("value"))
   message = {k: x for k, x in turn.items() if k not in ("from", "value")}
   message |= {"role": role, "content": _content(content, number)}
@@ -289,38 +263,32 @@ def _message(turn: Any, number: int) -> dict[str, Any]:
   if not (has_text or calls or role in _MAY_BE_EMPTY):
     said = "must say something"
     if message["content"] is None:
-      said = "must have content, which is null beside tool_calls alone"
-    raise BadRow(
+      said = "must have content, which may be null only with tool_calls"
+    raise BadData(
       "empty turn", f"turn {number} {said}, got an empty turn of {role}"
     )
   return message
 
 
 def _content(content: Any, number: int) -> str | None:
-  """The text of a turn, which OpenAI also writes in parts."""
+  """Returns the text of a turn, which OpenAI may write in parts."""
   if isinstance(content, list) and all(
     isinstance(part, dict) and isinstance(part.get("text"), str)
     for part in content
   ):
     content = "".join(part["text"] for part in content)
-  if content is not None and not isinstance(content, str):
-    raise BadRow(
-      "not text", f"turn {number} must be text, got {_short(content)}"
-    )
+  is_text = isinstance(content, str | None)
+  _check(is_text, "not text", f"turn {number} must be text", content)
   return content
 
 
 def _calls(calls: Any, number: int) -> list[Any]:
-  """Tool calls whose arguments are objects, as templates want them.
-
-  OpenAI writes them as text in JSON.
-  """
-  if not isinstance(calls, list) or not all(isinstance(x, dict) for x in calls):
-    raise BadRow(
-      "wrong format",
-      f"tool_calls of turn {number} must be a list of objects, got "
-      f"{_short(calls)}",
-    )
+  """Decodes the arguments of tool calls, which OpenAI writes as JSON text."""
+  are_calls = isinstance(calls, list) and all(
+    isinstance(call, dict) for call in calls
+  )
+  rule = f"tool_calls of turn {number} must be a list of objects"
+  _check(are_calls, "wrong format", rule, calls)
   out = []
   for call in calls:
     function = call.get("function")
@@ -332,13 +300,12 @@ def _calls(calls: Any, number: int) -> list[Any]:
 
 
 def _tools(tools: Any) -> list[Any] | None:
-  """Schemas of functions, which some write as text in JSON."""
+  """Returns the schemas of functions, which may be JSON text."""
   if isinstance(tools, str) and tools.strip():
     tools = _json(tools, "tools")
   if tools in (None, "", [], {}):
     return None
-  if not isinstance(tools, list):
-    raise BadRow("wrong format", f"tools must be a list, got {_short(tools)}")
+  _check(isinstance(tools, list), "wrong format", "tools must be a list", tools)
   return tools
 
 
@@ -346,15 +313,19 @@ def _json(text: str, name: str) -> Any:
   try:
     return json.loads(text)
   except (ValueError, RecursionError) as error:
-    raise BadRow(
+    raise BadData(
       "wrong format", f"{name} must be JSON, got {_short(text)}"
     ) from error
 
 
 def _text(row: Mapping[str, Any], key: str) -> str:
-  if not isinstance(row[key], str):
-    raise BadRow("not text", f"{key} must be text, got {_short(row[key])}")
+  _check(isinstance(row[key], str), "not text", f"{key} must be text", row[key])
   return row[key]
+
+
+def _check(is_good: bool, reason: str, rule: str, got: Any) -> None:
+  if not is_good:
+    raise BadData(reason, f"{rule}, got {_short(got)}")
 
 
 def _short(value: Any) -> str:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images of conversations, as LLaVA's JSON has them.
+"""Images in conversations, in LLaVA's JSON format.
 
-A row has `image`, a path or a list of them, and in what the user says one
-`<image>` for each, in their order. The tokenizer has `<image>` as a token of
-its own, which is repeated for as many features as the model has of an image.
+A row names a path or a list of paths under `image`. The user's text contains
+one `<image>` for each, in the same order. `<image>` is a token of its own in
+the tokenizer, and is repeated as often as the model has features per image.
 Rows without images are text.
 """
 
@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from train.data.chat.formats import BadRow, Completion, Conversation, Row
-from train.data.images import BadImage, Preprocessing
+from train.data.chat.formats import Completion, Conversation, Row
+from train.data.images import Preprocessing
+from train.data.sources import BadData
 
 TOKEN = "<image>"
 _KEYS = ("image", "images")
@@ -24,34 +25,34 @@ _KEYS = ("image", "images")
 class RowImage(NamedTuple):
   """An image that a row names."""
 
-  name: str  # As written in the row.
+  name: str  # The name in the row.
   path: Path
-  row: str  # Where the row is, for messages.
+  row: str  # The place of the row, for errors.
 
 
 @dataclasses.dataclass(frozen=True)
 class ChatImages:
-  """How images come into conversations."""
+  """Puts images into conversations."""
 
   preprocessing: Preprocessing
   token: int  # The id of `<image>`.
   tokens_each: int  # Tokens per image.
-  # The folder that names are relative to; None for that of each file of rows.
+  # The folder that names are relative to; None uses the folder of the row file.
   folder: str | Path | None = None
 
   def of_row(
     self, row: Row, parsed: Conversation | Completion
   ) -> tuple[RowImage, ...]:
-    """Finds a row's images and checks their headers."""
+    """Finds the images of a row and checks their headers."""
     names = _names(row.value)
     asked, answered = _texts(parsed)
     if TOKEN in answered:
-      raise BadRow(
+      raise BadData(
         "image in an answer",
         f"{TOKEN} must be in what the user says, got it in an answer",
       )
     if (count := asked.count(TOKEN)) != len(names):
-      raise BadRow(
+      raise BadData(
         "other images than text",
         f"a row must have one {TOKEN} for each of its images, got {count} in "
         f"the text and {len(names)} in the row",
@@ -62,27 +63,25 @@ class ChatImages:
     for image in found:
       try:
         self.preprocessing.check(image.path)
-      except BadImage as error:
-        if error.reason != "missing image":
-          raise BadRow(error.reason, str(error)) from error
-        got = f", got {self.folder}" if self.folder else ""
-        raise BadRow(
-          error.reason,
-          str(error),
-          f"pass --images FOLDER, which names of images are relative to{got}",
-        ) from error
+      except BadData as error:
+        if error.reason == "missing image":
+          got = f", got {self.folder}" if self.folder else ""
+          error.remedy = (
+            f"pass --images FOLDER, which names of images are relative to{got}"
+          )
+        raise
     return found
 
   def expand(
     self, tokens: np.ndarray, mask: np.ndarray, ends: list[int], *, images: int
   ) -> tuple[np.ndarray, np.ndarray, list[int]]:
-    """Repeats `<image>`."""
+    """Repeats `<image>` in tokens, mask and the ends of learned parts."""
     is_image = tokens == self.token
     if (count := int(is_image.sum())) != images:
-      raise BadRow(
+      raise BadData(
         "images lost",
         f"the template and the tokenizer must make one token {self.token} of "
-        f"each {TOKEN}, got {count} of {images}: take another template, or the "
+        f"each {TOKEN}, got {count} of {images}: use another template, or the "
         "checkpoint's tokenizer",
       )
     times = np.where(is_image, self.tokens_each, 1)
@@ -98,20 +97,20 @@ class ChatImages:
     return int(np.sum(tokens == self.token)) // self.tokens_each
 
   def read(self, images: Sequence[RowImage], *, slots: int) -> np.ndarray:
-    """Reads images."""
+    """Reads images as f32 [slots, 3, H, W]; unused slots are zero."""
     out = np.zeros((slots, 3, *self.preprocessing.shape), np.float32)
     for place, image in enumerate(images):
       try:
         out[place] = self.preprocessing.read(image.path)
-      except BadImage as error:
+      except BadData as error:
         raise ValueError(
-          f"{image.row}: {error}; replace the image, or take the row out"
+          f"{image.row}: {error}; replace the image, or remove the row"
         ) from error
     return out
 
 
 def _names(row: dict[str, Any]) -> list[str]:
-  """The images that a row names."""
+  """Lists the images that a row names."""
   given = [row[key] for key in _KEYS if row.get(key) is not None]
   if not given:
     return []
@@ -120,7 +119,7 @@ def _names(row: dict[str, Any]) -> list[str]:
     isinstance(name, str) and name and "\0" not in name for name in names
   )
   if not are_names or len(given) > 1:
-    raise BadRow(
+    raise BadData(
       "wrong format",
       "a row must name its images in image or in images, by a path or a list "
       f"of paths, got {str(given)[:80]}",
@@ -129,12 +128,12 @@ def _names(row: dict[str, Any]) -> list[str]:
 
 
 def _texts(parsed: Conversation | Completion) -> tuple[str, str]:
-  """All that is said by others, and all by the assistant."""
+  """Joins what others say, and what the assistant says."""
   if isinstance(parsed, Completion):
     return parsed.prompt, parsed.completion
   asked, answered = [], []
   for message in parsed.messages:
     said = answered if message["role"] == "assistant" else asked
     said.append(message["content"] or "")
-  # With what no text has between them.
+  # Texts never contain the separator.
   return "\0".join(asked), "\0".join(answered)

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Documents put together in rows of `seq + 1` tokens.
+"""Packs documents into rows of `seq + 1` tokens.
 
-The longest goes first, and each into the fullest row that has room for it
-(best fit, decreasing), which leaves little padding. Documents of one length go
-in an order drawn from the seed. Segments tell them apart: 1, 2, ... in the
-order of the row, and 0 for padding, so that attention can keep to one.
+The longest document goes first, and each into the fullest row that still has
+room for it (best fit, decreasing), which leaves little padding. Documents of
+equal length are ordered by the seed. Segment numbers tell documents apart, so
+that attention stays within one: 1, 2, ... in the order of the row, 0 for
+padding.
 
-Where documents have images, rows have room for equally many: arrays of a batch
-are of one shape, and a device gets the images of its own rows.
+All rows have room for the same number of images, so that the arrays of a batch
+have one shape and each device gets the images of its own rows.
 """
 
 import bisect
@@ -21,21 +22,21 @@ from train.data.chat.documents import Documents
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PackedRows:
-  """Rows of tokens, made when they are read."""
+  """Rows of packed documents, assembled when they are read."""
 
   has_padding: ClassVar[bool] = True
 
   documents: Documents
-  members: list[tuple[int, ...]]  # Document numbers of each row.
+  members: list[tuple[int, ...]]  # The document numbers of each row.
   seq: int  # Tokens that a model reads; rows have one more.
-  images: int = 0  # Most images of a row; 0 if all is text.
+  images: int = 0  # Room for images in each row; 0 if all is text.
 
   def __len__(self) -> int:
     return len(self.members)
 
   @property
   def filled(self) -> float:
-    """Share of the rows' tokens that are not padding."""
+    """The share of tokens that are not padding."""
     lengths = self.documents.lengths
     used = sum(int(lengths[list(row)].sum()) for row in self.members)
     return used / (len(self) * (self.seq + 1))
@@ -47,15 +48,15 @@ class PackedRows:
     segments, mask = np.zeros_like(tokens), np.zeros(self.seq + 1, bool)
     place = 0
     for number, member in enumerate(members):
-      start, end = self.documents.starts[member : member + 2]
-      here = slice(place, place + int(end - start))
-      tokens[here] = self.documents.tokens[start:end]
-      mask[here] = self.documents.mask[start:end]
+      own, is_target = self.documents.tokens_of(member)
+      here = slice(place, place + len(own))
+      tokens[here], mask[here] = own, is_target
       segments[here] = number + 1
       place = here.stop
     found = {"tokens": tokens, "segments": segments, "is_target": mask}
     if images := self.documents.images:
-      own = [image for member in members for image in images.of(member)]
+      images_of = self.documents.images_of
+      own = [image for member in members for image in images_of(member)]
       found["images"] = images.reader.read(own, slots=self.images)
     return found
 
@@ -69,19 +70,10 @@ def pack(
   is_packed: bool = True,
   images: int | None = None,
 ) -> PackedRows:
-  """Puts documents into rows.
+  """Packs the documents with these numbers into rows.
 
-  Args:
-    documents: Of at most `seq + 1` tokens each.
-    numbers: Which of them, int [n].
-    seq: Tokens that a model reads; rows have one more.
-    seed: Of the order of documents of one length.
-    is_packed: Whether a row may have more than one.
-    images: That a row has room for, where documents have images; None for as
-      many as any document has.
-
-  Raises:
-    ValueError: a document is too long, or has too many images.
+  If not `is_packed`, each row has one document. `images` is the room for images
+  in each row; None makes room for as many as any document has.
   """
   lengths = documents.lengths
   longest = int(lengths[numbers].max(initial=0))
@@ -94,8 +86,8 @@ def pack(
     counts, images = np.zeros(len(documents), np.int64), 0
   else:
     counts = np.diff(documents.images.starts)
-    # All rows of a run have room for some, for shapes not to depend on which
-    # documents are held out.
+    # Counted over all documents, so that shapes do not depend on which are held
+    # out.
     most = int(counts.max(initial=1))
     images = most if images is None else images
     if most > images:
@@ -107,7 +99,7 @@ def pack(
     return PackedRows(documents, [(int(i),) for i in numbers], seq, images)
   order = np.random.default_rng(seed).permutation(numbers)
   order = order[np.argsort(-lengths[order], kind="stable")]
-  # Of rows with room for 0, 1, ... images: (room, number), sorted.
+  # Sorted (room, row number) of the rows with room for 0, 1, ... images.
   rooms: list[list[tuple[int, int]]] = [[] for _ in range(images + 1)]
   members: list[list[int]] = []
   for i in order.tolist():

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Renders chat templates in a process that can be ended: see `sandbox`.
+"""Renders chat templates in a process that can be killed; see `sandbox`.
 
-The process starts with the first text, stays for all others, and ends with this
-one, however that ends.
+The process starts with the first template, renders all others too, and ends
+with this process, however that ends.
 """
 
 import atexit
@@ -16,31 +16,31 @@ from typing import Any
 
 from train.data.chat import sandbox
 
-# Of a text; templates in use take milliseconds and megabytes. The time is the
-# processor's, so that a busy machine changes nothing.
+# Limits for one text; templates in use take milliseconds and megabytes. The
+# time is CPU time, so a busy machine changes nothing.
 SECONDS, MEMORY = 10, 2 * 2**30
 
 
 class TemplateLimit(ValueError):
-  """A template takes more time or memory, or writes more, than any needs."""
+  """A template needs more time or memory, or writes more, than is allowed."""
 
 
 class _Renderer:
-  """The process, which is started anew where it was ended."""
+  """The rendering process, restarted after it was killed."""
 
   def __init__(self):
     self._process: subprocess.Popen | None = None
     self._lock = threading.Lock()
 
   def ask(self, request: dict[str, Any]) -> dict[str, str]:
-    """Sends a request and returns the answer; raises EOFError with the status.
+    """Returns the answer to a request; raises EOFError(exit status).
 
-    Anything else that is raised meanwhile ends the process too: its answer
-    would be taken for that of the next request.
+    Any other exception kills the process too. Otherwise the late answer would
+    be taken for the answer to the next request.
     """
     with self._lock:
       if self._process is None:
-        # -P: modules beside the program are not found instead of Python's own.
+        # -P: modules in the program's folder must not shadow Python's own.
         self._process = subprocess.Popen(
           [sys.executable, "-P", str(Path(sandbox.__file__))],
           stdin=subprocess.PIPE,
@@ -58,19 +58,21 @@ class _Renderer:
         self.close()
         raise
       if "limit" in answer:
-        self.close()  # It may still hold what was too large.
+        self.close()  # It may still hold the memory that was too much.
       return answer
 
   def _stop(self) -> int:
     process, self._process = self._process, None
     assert process is not None
     for file in (process.stdin, process.stdout):
-      with contextlib.suppress(BrokenPipeError):  # Of what was not sent.
+      with contextlib.suppress(
+        BrokenPipeError
+      ):  # Part of a request was unsent.
         file.close()  # pyright: ignore
     return process.wait()
 
   def close(self) -> None:
-    """Ends the process."""
+    """Kills the process."""
     if self._process is not None:
       self._process.kill()
       self._stop()
@@ -80,16 +82,11 @@ _RENDERER = _Renderer()
 atexit.register(_RENDERER.close)
 
 
-def ask(
-  source: str, *, is_marked: bool, now: str | None, variables: dict[str, Any]
-) -> dict[str, str]:
-  """Renders a template."""
-  request = {
-    **{"source": source, "is_marked": is_marked, "now": now},
-    **{"variables": variables, "seconds": SECONDS, "memory": MEMORY},
-  }
+def ask(source: str, **options: Any) -> dict[str, str]:
+  """Renders a template; `sandbox` documents the options and the answer."""
+  request = {"source": source, **options}
   try:
-    answer = _RENDERER.ask(request)
+    answer = _RENDERER.ask({**request, "seconds": SECONDS, "memory": MEMORY})
   except EOFError as error:
     (status,) = error.args
     is_late = status == -signal.SIGXCPU
@@ -98,6 +95,6 @@ def ask(
   if "limit" in answer:
     raise TemplateLimit(
       f"chat: the template must make a text and end, got {answer['limit']}; "
-      "take another template"
+      "use another template"
     )
   return answer

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Renders chat templates: the program that `rendering` runs in a process.
 
-A template is a program that came with a tokenizer. Jinja's sandbox keeps it
-from everything but text; the operating system ends it where it would run, or
-grow, without end. Inside Python neither can be done: one instruction of a
-template, such as 10 ** 10 ** 10, runs until it is done.
+A template is a program that came with a tokenizer. Jinja's sandbox gives it
+access to text only. The operating system kills it if it runs or grows without
+end, which Python cannot do: one expression of a template, such as
+10 ** 10 ** 10, runs until it is done.
 
-Each request on standard input, and each answer on standard output, is its
-length in 8 bytes and then JSON. This file imports nothing of ours, so that the
-process starts at once.
+A request on standard input and its answer on standard output are each a length
+in 8 bytes followed by JSON. A request has `source`, `is_marked` (whether to
+mark {% generation %} blocks), `now` (an ISO date or null), `variables`,
+`seconds` and `memory`. An answer has one key: `text`, `undefined`, `error` or
+`limit`. This file imports nothing of this project, so the process starts fast.
 """
 
 import contextlib
@@ -28,16 +30,16 @@ from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-# Around what {% generation %} holds. U+FDD0 and on are no characters, so text
-# has no reason to have them.
+# Surround {% generation %} blocks. U+FDD0 is a noncharacter, which text has no
+# reason to contain.
 BEGIN, END = "\ufdd0(", "\ufdd0)"
-# Characters of an error that are sent.
+# Characters of an error message that are sent.
 _MESSAGE = 1000
 
 
 def send(file: IO[bytes], value: Any) -> int:
-  """Writes a value of JSON; returns how many bytes it has."""
-  # A message may have half of a surrogate pair, which is refused later.
+  """Writes a value as JSON; returns its size in bytes."""
+  # A message may contain half a surrogate pair, which is refused later.
   data = json.dumps(value, ensure_ascii=False).encode("utf-8", "surrogatepass")
   file.write(len(data).to_bytes(8, "little") + data)
   file.flush()
@@ -45,7 +47,7 @@ def send(file: IO[bytes], value: Any) -> int:
 
 
 def receive(file: IO[bytes]) -> tuple[Any, int]:
-  """Reads a value of JSON, and how many bytes it has."""
+  """Reads a JSON value; returns it with its size in bytes."""
   length = int.from_bytes(header := file.read(8), "little")
   if len(header) < 8 or len(data := file.read(length)) < length:
     raise EOFError
@@ -61,7 +63,7 @@ class _Generation(Extension):
   def parse(self, parser: Any) -> nodes.Node | list[nodes.Node]:
     line = next(parser.stream).lineno
     body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-    # What the block sets is not seen after it, as in transformers.
+    # Variables set in the block end with it, as in transformers.
     call = self.call_method("_write")
     return nodes.CallBlock(call, [], [], body).set_lineno(line)
 
@@ -98,7 +100,7 @@ def _to_json(
   separators: tuple[str, str] | None = None,
   sort_keys: bool = False,
 ) -> str:
-  """Jinja's own would escape what HTML does not allow."""
+  """Replaces Jinja's own filter, which escapes characters for HTML."""
   return json.dumps(
     x,
     ensure_ascii=ensure_ascii,
@@ -120,7 +122,7 @@ def _render(request: dict[str, Any]) -> str:
 
 
 def _limit(request: dict[str, Any], size: int) -> None:
-  """Sets how much the operating system allows for a request."""
+  """Sets the limits that the operating system enforces for a request."""
   seconds = math.ceil(time.process_time() + request["seconds"] + size / 1e6)
   memory = request["memory"] + 32 * size
   for kind, soft in (
@@ -129,19 +131,19 @@ def _limit(request: dict[str, Any], size: int) -> None:
   ):
     hard = resource.getrlimit(kind)[1]
     soft = soft if hard == resource.RLIM_INFINITY else min(soft, hard)
-    with contextlib.suppress(ValueError, OSError):  # macOS has not all of them.
+    with contextlib.suppress(ValueError, OSError):  # macOS lacks some.
       resource.setrlimit(kind, (soft, hard))
 
 
 def _answer(request: dict[str, Any], size: int) -> dict[str, str]:
-  """Renders; the answer's one key says what became of it."""
+  """Renders and returns the answer."""
   try:
     text = _render(request)
   except jinja2.UndefinedError as error:
     return {"undefined": str(error)[:_MESSAGE]}
   except MemoryError:
     return {"limit": f"one that needs more than {request['memory']} bytes"}
-  except BaseException as error:  # A template can raise any, as programs do.
+  except BaseException as error:  # A template can raise anything.
     return {"error": (str(error) or type(error).__name__)[:_MESSAGE]}
   if len(text) > (most := 1_000_000 + 10 * size):
     return {"limit": f"{len(text)} characters, more than {most}"}
@@ -149,8 +151,8 @@ def _answer(request: dict[str, Any], size: int) -> dict[str, str]:
 
 
 def main() -> None:
-  """Answers requests until there are no more."""
-  signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for who asks.
+  """Answers requests until standard input ends."""
+  signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent.
   resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
   out = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
   while True:
