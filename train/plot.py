@@ -3,7 +3,7 @@
 
   python -m train.plot RUN... [--out FIGURE.png]
 
-A figure has the loss curves of all runs and, for runs that report on their
+The figure shows the loss curves of all runs and, for runs that report on their
 moments, a histogram of the powers k of dynamic range expansion and the relative
 errors of the stored moments. A run's twins are drawn with it.
 """
@@ -20,14 +20,14 @@ import tyro
 from matplotlib.figure import Figure
 from matplotlib.ticker import ScalarFormatter
 
-from train.command_line import plain_errors
-from train.options import read_path
+from train.command_line import read_options
+from train.options import read_path, shown
 from train.run.directory import RunDirectory
 from train.run.exits import exit_status
 from train.run.rows import read_rows
 from train.run.writing import save_errors
 
-# Steps over which a loss curve is smoothed; the raw one is drawn behind it.
+# Steps over which a loss curve is smoothed; the raw curve is drawn below it.
 _WINDOW = 20
 FORMATS = (".png", ".pdf", ".svg")
 _MOMENTS = {"mu": "first moment", "nu": "second moment"}
@@ -57,7 +57,7 @@ def draw(runs: dict[str, list[dict]], out: Path) -> None:
 
 
 def check_figure(out: Path) -> None:
-  """Checks that a figure can be written; to be asked before it is computed."""
+  """Checks, before a figure is computed, that it can be written."""
   if out.is_dir() or out.suffix not in FORMATS:
     folder = out if out.is_dir() else out.parent
     what = "a folder" if out.is_dir() else f"the ending {out.suffix!r}"
@@ -77,7 +77,7 @@ def check_figure(out: Path) -> None:
 
 def _draw_losses(axes, runs: dict[str, list[dict]]) -> None:
   for index, (name, rows) in enumerate(runs.items()):
-    # The first run is thin and on top, else its twin could hide it.
+    # The first run is thin and on top, so that its twin cannot hide it.
     style = dict(color=f"C{index}", zorder=3 - index / (1 + index))
     steps, losses = _series(rows, "loss")
     axes.plot(steps, losses, **style, alpha=0.2, linewidth=0.8)
@@ -182,11 +182,16 @@ class PlotConfig:
 
   Attributes:
     runs: Folders of runs.
-    out: The figure; a .png, .pdf or .svg. Default: plot.png in the first run.
+    out: The figure to write; a .png, .pdf or .svg.
   """
 
-  runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
-  out: Path | None = None
+  runs: Annotated[
+    tyro.conf.Positional[tuple[Path, ...]],
+    shown("required", metavar="RUN [RUN ...]"),
+  ]
+  out: Annotated[Path | None, shown("default: plot.png in the first run")] = (
+    None
+  )
 
 
 def load(
@@ -226,8 +231,7 @@ def run(config: PlotConfig) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
   """Runs the command; returns the exit status."""
-  with plain_errors():
-    config = tyro.cli(PlotConfig, args=arguments, prog="python -m train.plot")
+  config = read_options(PlotConfig, "plot", arguments)
   return exit_status(lambda: run(config), smaller="name fewer runs")
 
 

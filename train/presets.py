@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Presets: published shapes and settings, each a function to read and copy.
 
-All but gpt2 have a gated MLP and no biases. All have gradients clipped at a
-norm of 1, and no weight decay on norms, biases and embeddings. Batches and
-steps are as published; on fewer devices, lower `--batch` and `--steps`.
+All models except gpt2 have a gated MLP and no biases. All runs clip gradients
+at a norm of 1, and decay no norms, biases and embeddings. Batches and steps are
+as published; on fewer devices, lower `--batch` and `--steps`.
 """
 
 import dataclasses
 from typing import Any
 
 from train.config import ModelConfig, OptimConfig, TrainConfig
+
+_OLMO: dict[str, Any] = dict(family="olmo", vocab_size=50304)
 
 
 def demo() -> TrainConfig:
@@ -34,9 +36,9 @@ def demo() -> TrainConfig:
 
 
 def demo_gpu() -> TrainConfig:
-  """The demo for a GPU: wide enough for FP8 to pay, done in some minutes.
+  """The demo for a GPU: wide enough for FP8 to pay off, done in a few minutes.
 
-  Each layer is as wide as those of a model of 1.3 billion parameters. It reads
+  Its layers are as wide as those of a model of 1.3 billion parameters. It reads
   less than half of Python's standard library, and takes 17 GB in BF16.
   """
   return TrainConfig(
@@ -53,7 +55,7 @@ def demo_gpu() -> TrainConfig:
 
 
 def demo_moe() -> TrainConfig:
-  """The demo with a mixture of experts: 8, of which a token goes to 2."""
+  """The demo with a mixture of 8 experts; each token is sent to 2."""
   model = ModelConfig(
     family="qwen3_moe",
     num_layers=4,
@@ -96,7 +98,7 @@ def olmo_1b() -> TrainConfig:
   """arXiv:2402.00838; 2 trillion tokens."""
   return TrainConfig(
     out="runs/olmo_1b",
-    model=_olmo(16, 2048, 8192, 16, tied_embeddings=True),
+    model=_llama(16, 2048, 8192, 16, **_OLMO, tied_embeddings=True),
     optim=OptimConfig(lr=4e-4, eps=1e-5, min_lr_ratio=0.1),
     steps=477_000,
     batch=2048,
@@ -108,7 +110,7 @@ def olmo_7b() -> TrainConfig:
   """arXiv:2402.00838; 2.46 trillion tokens."""
   return TrainConfig(
     out="runs/olmo_7b",
-    model=_olmo(32, 4096, 11008, 32),
+    model=_llama(32, 4096, 11008, 32, **_OLMO),
     optim=OptimConfig(
       lr=3e-4, eps=1e-5, schedule="linear", warmup=5000, min_lr_ratio=0.1
     ),
@@ -119,9 +121,9 @@ def olmo_7b() -> TrainConfig:
 
 
 def gpt2() -> TrainConfig:
-  """The smallest GPT-2, trained as its like in arXiv:2005.14165, table 2.1.
+  """The smallest GPT-2, trained as GPT-3 small: arXiv:2005.14165, table 2.1.
 
-  300 billion tokens. The vocabulary of 50257 is rounded up, so that it can be
+  300 billion tokens. The vocabulary of 50257 is rounded up so that it can be
   split; there is no dropout.
   """
   return TrainConfig(
@@ -157,9 +159,9 @@ def llama2_7b() -> TrainConfig:
 
 
 def finetune() -> TrainConfig:
-  """arXiv:2307.09288, section 3.1, for --init-from; as many steps as you like.
+  """arXiv:2307.09288, section 3.1, for --init-from; choose your --steps.
 
-  The model is the checkpoint's; without one it is that of llama2_7b.
+  The checkpoint's shape replaces the model's, which is that of llama2_7b.
   """
   return TrainConfig(
     out="runs/finetune",
@@ -193,7 +195,7 @@ def llama_30b() -> TrainConfig:
 
 
 def llama3_8b() -> TrainConfig:
-  """arXiv:2407.21783, table 3; 15 trillion tokens, here in even batches."""
+  """arXiv:2407.21783, table 3; 15 trillion tokens, in batches of one size."""
   return TrainConfig(
     out="runs/llama3_8b",
     model=_llama(
@@ -212,7 +214,7 @@ def llama3_8b() -> TrainConfig:
 def gemma2_2b() -> TrainConfig:
   """arXiv:2408.00118, table 1; 2 trillion tokens.
 
-  Its batches and learning rate are not published: they are those of llama2_7b.
+  Its batches and learning rate are not published; those of llama2_7b are used.
   """
   return TrainConfig(
     out="runs/gemma2_2b",
@@ -235,9 +237,9 @@ def gemma2_9b() -> TrainConfig:
 
 
 def qwen3_30b_a3b() -> TrainConfig:
-  """arXiv:2505.09388, table 2, and its 30 trillion tokens of sequences of 4096.
+  """arXiv:2505.09388, table 2; 30 trillion tokens in sequences of 4096.
 
-  Learning rate and batch are not published: they are those of llama3_8b.
+  Learning rate and batch are not published; those of llama3_8b are used.
   """
   return TrainConfig(
     out="runs/qwen3_30b_a3b",
@@ -267,25 +269,14 @@ def qwen3_30b_a3b() -> TrainConfig:
 def _llama(
   layers: int, d_model: int, d_ff: int, heads: int, **others: Any
 ) -> ModelConfig:
-  shape: dict[str, Any] = {
-    "family": "llama",
-    "num_kv_heads": heads,
-    "vocab_size": 32000,
-  }
+  usual = dict(family="llama", num_kv_heads=heads, vocab_size=32000)
   return ModelConfig(
     num_layers=layers,
     d_model=d_model,
     d_ff=d_ff,
     num_heads=heads,
-    **shape | others,
+    **usual | others,
   )
-
-
-def _olmo(
-  layers: int, d_model: int, d_ff: int, heads: int, **others: Any
-) -> ModelConfig:
-  options: dict[str, Any] = {"family": "olmo", "vocab_size": 50304}
-  return _llama(layers, d_model, d_ff, heads, **options | others)
 
 
 def _gemma2(layers: int, d_model: int, d_ff: int, heads: int):

@@ -107,12 +107,12 @@ def test_options_that_do_not_fit_the_model_are_refused(
   out = tmp_path / "run"
   assert run(text, data, out) == 2
   errors = capsys.readouterr().err
-  assert "images is of models that see images" in errors
+  assert "images applies to models that see images" in errors
   assert "Traceback" not in errors and not out.exists()
   muon = OptimConfig(lr=1e-3, warmup=1, optimizer="coat_muon", group_size=16)
   share = OptimConfig(lr=1e-3, warmup=1, group_size=16, clip="share")
   for words, options in {
-    "trained is of models that see": dict(
+    "trained applies to models that see": dict(
       init_from=str(text), data=ChatData(), trained="all"
     ),
     "watch is for a decoder alone": dict(watch=1),

@@ -177,10 +177,10 @@ def test_table_says_what_fits(capsys, hbm, fits):
     (["demo", "--batch", "0"], "batch must be a whole number from 1"),
     (["demo", "--accumulate", "0"], "accumulate must be a whole number from 1"),
     (["demo", "--mesh", "tensor=2"], "a device must have whole groups"),
-    (["demo", "--trained", "all"], "trained is of models that see images"),
+    (["demo", "--trained", "all"], "trained applies to models that see images"),
     (
       ["demo", "--images-each", "2"],
-      "images_each is of models that see images",
+      "images_each applies to models that see images",
     ),
     (["demo", "--init-from", "/no/such"], "got nothing of that name"),
   ],

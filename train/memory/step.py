@@ -35,7 +35,7 @@ from train.config import TrainConfig
 from train.memory.backward import BF16, F32, Layer, layer_backward
 
 _FP8 = 1  # Bytes of a code.
-# A step of a model that sees images is planned with these alone.
+# The only values with which a step of a model that sees images is planned.
 _WITH_IMAGES: dict[str, Any] = {
   "recipe": "coat",
   "mesh": "",
@@ -72,7 +72,7 @@ class Memory(NamedTuple):
 
 
 class AbstractState(NamedTuple):
-  """The shapes and shardings of what a run stores between steps."""
+  """The shapes and shardings of the state that a run keeps between steps."""
 
   params: Any
   optimizer: Any
@@ -124,10 +124,9 @@ def plan(
 ) -> dict[str, Memory]:
   """Plans a run's memory at each point of a step on one of its GPUs.
 
-  `fullest` picks the peak. `images_each` is the number of images that a
-  sequence of a LLaVA has room for. Raises a ValueError if a device would hold
-  part of a group of moments, or if a run with images has an option that is not
-  planned.
+  `images_each` is the number of images that a sequence of a LLaVA has room for.
+  Raises a ValueError if a device would hold part of a group of moments, or if a
+  run with images has an option that is not planned.
   """
   state = state or state_of(config)
   if isinstance(config.model, VisionLanguageConfig):
@@ -140,19 +139,20 @@ def fullest(points: dict[str, Memory]) -> tuple[str, Memory]:
   return max(points.items(), key=lambda point: point[1].total)
 
 
+def peak_bytes(config: TrainConfig, *, images_each: int = 1) -> int:
+  """Plans a run's peak memory on one of its GPUs."""
+  return fullest(plan(config, images_each=images_each))[1].total
+
+
 def largest(
   config: TrainConfig, memory_bytes: int, *, images_each: int = 1
 ) -> int:
-  """Finds the largest batch that fits; 0 if not even one sequence does.
-
-  The batch of `config` does not matter; `images_each` is as in `plan`.
-  """
+  """Finds the largest batch that fits; 0 if not even one sequence does."""
   shards = batch_shards(config) * config.accumulate
 
   def fits(sequences: int) -> bool:
     run = dataclasses.replace(config, batch=sequences * shards)
-    peak = fullest(plan(run, images_each=images_each))[1]
-    return peak.total <= memory_bytes
+    return peak_bytes(run, images_each=images_each) <= memory_bytes
 
   if not fits(1):
     return 0

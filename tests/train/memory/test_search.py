@@ -2,7 +2,6 @@
 """`python -m train.plan PRESET --gpus N`: what it tries, and what it names."""
 
 import dataclasses
-import inspect
 import re
 import shlex
 from pathlib import Path
@@ -11,6 +10,7 @@ import pytest
 import tyro
 
 from train import plan
+from train.command_line import one_of
 from train.memory import search
 from train.memory.step import fullest
 from train.memory.step import plan as plan_run
@@ -23,12 +23,7 @@ def trained(line):
   """The configuration that a printed command line trains."""
   words = shlex.split(line)
   assert words[:3] == ["python", "-m", "train.pretrain"]
-  presets = {
-    name: (inspect.getdoc(preset), preset()) for name, preset in PRESETS.items()
-  }
-  return tyro.extras.overridable_config_cli(
-    presets, args=words[3:], config=(tyro.conf.FlagCreatePairsOff,)
-  )
+  return tyro.cli(one_of(PRESETS), args=words[3:])
 
 
 def found_by(capsys, *options):
