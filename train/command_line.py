@@ -23,11 +23,6 @@ _OF_FUNCTION = re.compile(r"^(?:load|save)_hf: ")
 _OPTIONS = re.compile(r"\[(?:\S+ )?OPTIONS\]")
 
 
-def words_of(arguments: Sequence[str] | None) -> list[str]:
-  """Lists the words of a command line; None for those of this process."""
-  return sys.argv[1:] if arguments is None else list(arguments)
-
-
 def times_given(option: str, words: Sequence[str]) -> int:
   """Counts how often a command line gives an option."""
   given = (word.partition("=")[0].replace("_", "-") for word in words)
@@ -131,7 +126,7 @@ def plain_errors() -> Iterator[None]:
 
 
 def _line_of_cause(stop: SystemExit, shown: str) -> str | None:
-  """Returns the sentence behind what was shown, if a dataclass raised it.
+  """Returns the sentence of the error that was shown, if a dataclass raised it.
 
   tyro exits while it handles that error. It may have wrapped it in an error
   whose `arg` is the part of the configuration, or the option whose value is no

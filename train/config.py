@@ -13,7 +13,6 @@ and `train.options` what a resumed run may change.
 import dataclasses
 from typing import Annotated, Literal, Self
 
-import jax.numpy as jnp
 import tyro
 
 from coat_jax.models.config import ModelConfig, Remat
@@ -208,11 +207,6 @@ class TrainConfig:
   def mesh_sizes(self) -> dict[str, int]:
     """Returns the size of each axis of the mesh; {} for one device."""
     return parse_mesh(self.mesh)
-
-  @property
-  def compute_dtype(self) -> jnp.dtype:
-    """Returns the dtype of activations."""
-    return jnp.dtype(self.compute)
 
   def coat_recipe(self) -> CoatRecipe:
     """Builds the recipe of the layers."""

@@ -2,7 +2,7 @@
 """Converts runs to and from checkpoints of optax's AdamW and Hugging Face.
 
   python -m train.convert export RUN OUT
-  python -m train.convert import IN PRESET --out RUN [options]
+  python -m train.convert import DIR PRESET --out RUN [options]
   python -m train.convert export-hf RUN --out DIR
   python -m train.convert import-hf DIR --out RUN [options]
 
@@ -35,7 +35,7 @@ import functools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import grain
 import jax
@@ -97,11 +97,12 @@ def restore(
   if saved.params != config.params:
     state = _stored_anew(state, config, abstract)
   if not same_codes:
-    convert = jax.jit(
-      functools.partial(_recode, config=config),
+    codec, seed = config.optim.moment_codec(), config.seed
+    recode = jax.jit(
+      lambda x: from_adam_state(to_adam_state(x), codec=codec, seed=seed),
       out_shardings=steps.shardings(abstract.optimizer),
     )
-    state = state._replace(optimizer=convert(state.optimizer))
+    state = state._replace(optimizer=recode(state.optimizer))
   return state
 
 
@@ -119,12 +120,6 @@ def _stored_anew(
 
   params, low = convert(state.params, low)
   return state._replace(params=params, optimizer=weights.with_low(adam, low))
-
-
-def _recode(state, *, config: TrainConfig):
-  adam = to_adam_state(state)
-  codec = config.optim.moment_codec()
-  return from_adam_state(adam, codec=codec, seed=config.seed)
 
 
 def _abstract_optimizer(config: TrainConfig, params: Any):
@@ -198,7 +193,9 @@ class Import:
     config: The run to make, as for train.pretrain.
   """
 
-  source: Annotated[Positional[Path], arg(metavar="IN")]
+  make: ClassVar = import_adamw
+
+  source: Annotated[Positional[Path], arg(metavar="DIR")]
   config: Annotated[_Presets, arg(name="")]
 
   @property
@@ -206,12 +203,12 @@ class Import:
     return self.config.out
 
   def convert(self, _: Path) -> str:
-    step = import_adamw(read_path("source", self.source), self.config)
+    step = type(self).make(read_path("source", self.source), self.config)
     return f"--resume continues from step {step}"
 
 
 @dataclasses.dataclass(frozen=True)
-class ImportHF:
+class ImportHF(Import):
   """Turns a Hugging Face folder into a run without steps.
 
   Attributes:
@@ -219,16 +216,9 @@ class ImportHF:
     config: The run to make. Its model's shape comes from the folder.
   """
 
-  source: Annotated[Positional[Path], arg(metavar="DIR")]
+  make: ClassVar = convert_hf.import_hf
+
   config: Annotated[TrainConfig, arg(name="")] = finetune()
-
-  @property
-  def out(self) -> str:
-    return self.config.out
-
-  def convert(self, _: Path) -> str:
-    step = convert_hf.import_hf(read_path("source", self.source), self.config)
-    return f"--resume continues from step {step}"
 
 
 def _run(command: Export | ExportHF | Import | ImportHF) -> None:

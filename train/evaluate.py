@@ -28,7 +28,8 @@ from typing import Annotated, Any
 
 from tyro.conf import Positional, UseAppendAction, arg
 
-from coat_jax.models import Decoder, ModelConfig, VisionLanguageModel
+from coat_jax.models import Decoder, ModelConfig
+from coat_jax.models.ranges import Count, Range, check_numbers
 from train.command_line import read_options
 from train.data.chat.documents import Documents as Conversations
 from train.data.text import Text
@@ -81,23 +82,27 @@ class EvaluateConfig:
   model: Annotated[Positional[str], arg(metavar="RUN_OR_DIR")]
   data: _Repeated = ()
   documents: Documents = "apart"
-  stride: Annotated[int | None, shown("default: windows do not overlap")] = None
+  stride: Annotated[Count | None, shown("default: windows do not overlap")] = (
+    None
+  )
   task: _Repeated = ()
   task_dir: str | None = None
-  shots: Annotated[int | None, shown("default: the number of each task")] = None
+  shots: Annotated[
+    Annotated[int, Range(0, 1000)] | None, shown("default: each task's number")
+  ] = None
   conversations: _Repeated = ()
   images: Annotated[
     str | None, shown("default: the folder of the conversations")
   ] = None
   template: str | None = None
-  max_tokens: int = 64
+  max_tokens: Count = 64
   beside: str | None = None
   page: str | None = None
-  limit: Annotated[int | None, shown("default: no limit")] = None
+  limit: Annotated[Count | None, shown("default: no limit")] = None
   length: Annotated[
-    int | None, shown("default: the length that it was trained with")
+    Count | None, shown("default: the length that it was trained with")
   ] = None
-  batch: int = 8
+  batch: Count = 8
   tokenizer: str | None = None
   compute: Annotated[
     Compute | None, shown("default: bfloat16, or what the run used")
@@ -110,17 +115,7 @@ class EvaluateConfig:
         "evaluate: needs a text or a task, got none; pass --data, --task or "
         "--conversations"
       )
-    for name in ("limit", "length", "batch", "max_tokens"):
-      if (value := getattr(self, name)) is not None and value < 1:
-        raise ValueError(
-          f"evaluate: --{name.replace('_', '-')} must be at least 1, got "
-          f"{value}; pass a number, or leave it out"
-        )
-    if self.shots is not None and self.shots < 0:
-      raise ValueError(
-        f"evaluate: --shots must be at least 0, got {self.shots}; pass how "
-        "many examples to put before each question"
-      )
+    check_numbers(self)
     for needed, names in {
       "task": ("task_dir", "shots"),
       "data": ("stride", "documents"),
@@ -153,7 +148,8 @@ def run(config: EvaluateConfig) -> dict[str, Any]:
     folder = config.task_dir and read_path("task_dir", config.task_dir)
     tasks = Tasks(config.task, folder or None)
   asked = _read_conversations(config, source)
-  model, length = source.load(), _length(config, source)
+  model = source.load()
+  decoder, length = decoder_of(model), _length(config, source)
   found: dict[str, Any] = {
     "model": source.name,
     "family": source.family,
@@ -163,24 +159,25 @@ def run(config: EvaluateConfig) -> dict[str, Any]:
     "versions": report.versions(),
   }
   if config.data:
-    found["texts"] = of_texts(config, source.text, decoder_of(model), length)
+    found["texts"] = _predict_texts(config, source.text, decoder, length)
     print(report.text_table(found["texts"]))
   if tasks is not None:
-    found["tasks"] = of_tasks(
-      config, source.text, decoder_of(model), length, tasks
-    )
+    from train.evaluation.harness import harness  # Needs the extra eval.
+
+    lm = harness(decoder, source.text, length=length, batch=config.batch)
+    results = tasks.run(lm, shots=config.shots, limit=config.limit)
+    found["tasks"] = report.task_rows(results)
     print(report.task_table(found["tasks"]))
   columns = []
   if asked:
     found["conversations"] = []
     for each, documents in asked:
       if each is not source:
-        del model  # Only one model is in memory at a time.
-        model = each.load()
-      answers, seconds = of_conversations(config, each, model, documents)
+        del model, decoder  # Only one model is in memory at a time.
+        model = decoder = each.load()
+      answers, row = _ask(config, each, model, documents)
       columns.append((each.name, answers))
-      row = {"model": each.name, "family": each.family, "compute": each.compute}
-      found["conversations"].append(row | report.answer_row(answers, seconds))
+      found["conversations"].append(row)
     print(report.answer_table(columns))
   if out is not None:
     report.write(out, found)
@@ -207,64 +204,7 @@ def _length(config: EvaluateConfig, source: Source) -> int:
   return source.length if config.length is None else config.length
 
 
-def _read_conversations(
-  config: EvaluateConfig, source: Source
-) -> list[tuple[Source, Conversations]]:
-  """Reads the conversations as each model that is asked sees them."""
-  if not config.conversations:
-    return []
-  sources = [source]
-  if config.beside is not None:
-    sources.append(_open(config, config.beside))
-  is_text = all(isinstance(each.config, ModelConfig) for each in sources)
-  if config.images is not None and is_text:
-    raise ValueError(
-      "evaluate: --images applies to models that see images, got a "
-      f"{source.family} of text alone; leave it out"
-    )
-  images = config.images and read_path("images", config.images)
-  return [
-    (
-      each,
-      read_conversations(
-        each,
-        list(config.conversations),
-        length=_length(config, each),
-        tokenizer=config.tokenizer,
-        template=config.template,
-        images=images or None,
-      ),
-    )
-    for each in sources
-  ]
-
-
-def of_conversations(
-  config: EvaluateConfig,
-  source: Source,
-  model: Decoder | VisionLanguageModel,
-  documents: Conversations,
-) -> tuple[Answers, float]:
-  """Asks a model; returns its answers, and the seconds they took."""
-  started = time.monotonic()
-  found = ask(
-    model,
-    source.text,
-    documents,
-    length=_length(config, source),
-    max_tokens=config.max_tokens,
-    batch=config.batch,
-    limit=config.limit,
-  )
-  seconds = time.monotonic() - started
-  say(
-    f"{source.name}: {len(found.answers)} answers in {seconds:.1f} s; "
-    f"{found.left_out} questions left out for their length"
-  )
-  return found, seconds
-
-
-def of_texts(
+def _predict_texts(
   config: EvaluateConfig, text: Text, model: Decoder, length: int
 ) -> list[dict[str, Any]]:
   """Computes the figures of each text."""
@@ -286,18 +226,57 @@ def of_texts(
   return rows
 
 
-def of_tasks(
-  config: EvaluateConfig,
-  text: Text,
-  model: Decoder,
-  length: int,
-  tasks: Tasks,
-) -> list[dict[str, Any]]:
-  """Runs the tasks and lists their metrics."""
-  from train.evaluation.harness import harness  # Needs the extra eval.
+def _read_conversations(
+  config: EvaluateConfig, source: Source
+) -> list[tuple[Source, Conversations]]:
+  """Reads the conversations as each model that is asked sees them."""
+  if not config.conversations:
+    return []
+  sources = [source]
+  if config.beside is not None:
+    sources.append(_open(config, config.beside))
+  is_text = all(isinstance(each.config, ModelConfig) for each in sources)
+  if config.images is not None and is_text:
+    raise ValueError(
+      "evaluate: --images applies to models that see images, got a "
+      f"{source.family} of text alone; leave it out"
+    )
+  images = config.images and read_path("images", config.images)
 
-  lm = harness(model, text, length=length, batch=config.batch)
-  return report.task_rows(tasks.run(lm, shots=config.shots, limit=config.limit))
+  def read(each: Source) -> Conversations:
+    return read_conversations(
+      each,
+      list(config.conversations),
+      length=_length(config, each),
+      tokenizer=config.tokenizer,
+      template=config.template,
+      images=images or None,
+    )
+
+  return [(each, read(each)) for each in sources]
+
+
+def _ask(
+  config: EvaluateConfig, source: Source, model: Any, documents: Conversations
+) -> tuple[Answers, dict[str, Any]]:
+  """Asks a model; returns its answers, and a row about them."""
+  started = time.monotonic()
+  found = ask(
+    model,
+    source.text,
+    documents,
+    length=_length(config, source),
+    max_tokens=config.max_tokens,
+    batch=config.batch,
+    limit=config.limit,
+  )
+  seconds = time.monotonic() - started
+  say(
+    f"{source.name}: {len(found.answers)} answers in {seconds:.1f} s; "
+    f"{found.left_out} questions left out for their length"
+  )
+  row = dict(model=source.name, family=source.family, compute=source.compute)
+  return found, row | report.answer_row(found, seconds)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -20,43 +20,37 @@ evaluated model, and docs/vision.md the two stages of LLaVA.
 import sys
 from collections.abc import Sequence
 
-from train.command_line import (
-  check_compare,
-  read_options,
-  times_given,
-  words_of,
-)
+from train.command_line import read_options, times_given
 from train.conversations import load
 from train.finetune_config import FinetuneConfig
 from train.loop import run_command
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-  """Reads the command line, trains, and returns the exit status."""
-  words = words_of(arguments)
-
-  def read() -> FinetuneConfig:
-    if times_given("data", words) > 1:
-      # tyro would read only the last one.
-      raise ValueError(
-        "--data must be given once, got it again; name all files after it: "
-        "--data a.jsonl b.jsonl"
-      )
-    config = read_options(
-      FinetuneConfig,
-      "finetune",
-      words,
-      description="Fine-tunes a Hugging Face checkpoint on conversations.",
-      required="--out RUN --data FILES",
+def read(words: Sequence[str]) -> FinetuneConfig:
+  """Reads the command line."""
+  if times_given("data", words) > 1:
+    # tyro would read only the last one.
+    raise ValueError(
+      "--data must be given once, got it again; name all files after it: "
+      "--data a.jsonl b.jsonl"
     )
-    check_compare(config, words)
-    if config.steps and times_given("epochs", words):
-      raise ValueError(
-        "epochs and steps exclude each other, got both; leave one out"
-      )
-    return config
+  config = read_options(
+    FinetuneConfig,
+    "finetune",
+    words,
+    description="Fine-tunes a Hugging Face checkpoint on conversations.",
+    required="--out RUN --data FILES",
+  )
+  if config.steps and times_given("epochs", words):
+    raise ValueError(
+      "epochs and steps exclude each other, got both; leave one out"
+    )
+  return config
 
-  return run_command(read, load)
+
+def main(arguments: Sequence[str] | None = None) -> int:
+  """Trains, and returns the exit status."""
+  return run_command(read, load, arguments)
 
 
 if __name__ == "__main__":

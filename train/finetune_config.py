@@ -128,42 +128,28 @@ class FinetuneConfig(TrainConfig):
 
   def check_mesh(self):
     model = self.model
+    sees_images = isinstance(model, VisionLanguageConfig)
+    for name, is_set, needs_images in (
+      ("images", self.data.images, True),
+      ("trained", self.trained != "decoder", True),
+      ("optimizer_in_backward", self.optimizer_in_backward, False),
+      ("optim.optimizer coat_muon", self.optim.optimizer == "coat_muon", False),
+      ("watch", self.watch, False),
+    ):
+      if is_set and needs_images != sees_images:
+        kinds = ("a model of text alone", "a model that sees images")
+        raise ValueError(
+          f"FinetuneConfig: {name} needs {kinds[needs_images]}, got "
+          f"{kinds[sees_images]}; leave it out, or name another folder"
+        )
     if not isinstance(model, VisionLanguageConfig):
-      self._check_text()
       super().check_mesh()
       return
-    self._check_images()
     # A run of the decoder alone checks itself, in the same words.
     text: dict[str, Any] = dict(model=model.text, trained="decoder")
     data = dataclasses.replace(self.data, images="")
     dataclasses.replace(self, data=data, **text).check_mesh()
     check_tower_fits(self.mesh_sizes, model.vision)
-
-  def _check_text(self):
-    """Raises ValueError if an option needs a model that sees images."""
-    for name, is_set in {
-      "images": self.data.images,
-      "trained": self.trained != "decoder",
-    }.items():
-      if is_set:
-        raise ValueError(
-          f"FinetuneConfig: {name} applies to models that see images, got it "
-          f"with a {self.model.family} of text alone; leave it out, or name "
-          "the folder of a LLaVA"
-        )
-
-  def _check_images(self):
-    """Raises ValueError if an option needs a model of text alone."""
-    for name, is_set in {
-      "optimizer_in_backward": self.optimizer_in_backward,
-      "optim.optimizer coat_muon": self.optim.optimizer == "coat_muon",
-      "watch": self.watch,
-    }.items():
-      if is_set:
-        raise ValueError(
-          f"FinetuneConfig: {name} is for a decoder alone, got a model with a "
-          "vision tower; leave it out"
-        )
 
   def _check_steps(self):
     if self.steps:  # Otherwise the data decide how many.

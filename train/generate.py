@@ -75,7 +75,7 @@ def encode(config: GenerateConfig, source: Source) -> list[list[int]]:
   if config.chat and text.chat is None:
     raise ValueError(
       "generate: --chat needs a tokenizer with a chat template, got none; put "
-      "chat_template.jinja beside tokenizer.json, or leave --chat out"
+      "chat_template.jinja next to tokenizer.json, or leave --chat out"
     )
   for prompt in config.prompt:
     if config.chat and text.chat is not None:

@@ -244,6 +244,10 @@ def read_bytes(text: str) -> int:
 
 def fastest(options: PlanConfig, config: TrainConfig, hbm_bytes: int) -> str:
   """Finds the settings that train fastest; returns a command and a table."""
+
+  def command(run: TrainConfig) -> str:
+    return search.command(run, options.preset, PRESETS[options.preset]())
+
   params = None if options.params == "any" else options.params
   remat = None if options.remat == "any" else options.remat
   fitting, smallest = search.search(
@@ -255,14 +259,13 @@ def fastest(options: PlanConfig, config: TrainConfig, hbm_bytes: int) -> str:
     raise ValueError(
       f"plan: {options.preset} must fit {hbm_bytes / GB:g} GB on each of "
       f"{options.gpus} GPUs, got {smallest.peak_bytes / GB:.1f} GB at least "
-      f"({search.describe(smallest.run)}); take more GPUs, or a smaller --seq "
-      "or --batch"
+      f"({command(smallest.run)}); take more GPUs, or a smaller --seq or "
+      "--batch"
     )
   best = fitting[0]
-  line = search.command(best.run, options.preset, PRESETS[options.preset]())
   return (
     f"fastest that fits, {best.peak_bytes / GB:.1f} GB planned at the peak:\n\n"
-    f"{line}\n\n{search.report(fitting)}"
+    f"{command(best.run)}\n\n{search.report(fitting)}"
   )
 
 

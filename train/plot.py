@@ -36,22 +36,22 @@ _MOMENTS = {"mu": "first moment", "nu": "second moment"}
 def draw(runs: dict[str, list[dict]], out: Path) -> None:
   """Draws runs side by side."""
   panels = [(_draw_losses, runs)]
-  kinds = (
+  for draw_panel, key in (
     (_draw_powers, "powers"),
     (_draw_errors, "state"),
     (_draw_watched, "watch"),
-  )
-  for draw_panel, key in kinds:
-    found = {
-      name: [row for row in rows if key in row] for name, rows in runs.items()
-    }
-    found = {name: rows for name, rows in found.items() if rows}
+  ):
+    found = {}
+    for name, rows in runs.items():
+      if with_key := [row for row in rows if key in row]:
+        found[name] = with_key
     if found:
       panels.append((draw_panel, found))
   figure = Figure(figsize=(6 * len(panels), 4), layout="constrained")
   axes = figure.subplots(1, len(panels), squeeze=False)[0]
   for axis, (draw_panel, rows_by_name) in zip(axes, panels, strict=True):
     draw_panel(axis, rows_by_name)
+    axis.legend(fontsize="small")
   with save_errors(out):
     figure.savefig(out, dpi=150)
 
@@ -102,7 +102,6 @@ def _draw_losses(axes, runs: dict[str, list[dict]]) -> None:
       label=f"{name}, held out",
     )
   axes.set(xlabel="step", ylabel="loss (nats per token)", title="Loss")
-  axes.legend(fontsize="small")
 
 
 def _draw_powers(axes, runs: dict[str, list[dict]]) -> None:
@@ -115,7 +114,6 @@ def _draw_powers(axes, runs: dict[str, list[dict]]) -> None:
   axes.set_xscale("log", base=2)
   axes.xaxis.set_major_formatter(ScalarFormatter())
   axes.set(xlabel="power k", ylabel="share of groups", title="Expansion")
-  axes.legend(fontsize="small")
 
 
 def _draw_errors(axes, runs: dict[str, list[dict]]) -> None:
@@ -130,10 +128,9 @@ def _draw_errors(axes, runs: dict[str, list[dict]]) -> None:
     ylabel="relative error",
     title="Stored moments against f32 ones of the same gradients",
   )
-  axes.legend(fontsize="small")
 
 
-# Panels have room for so many lines: the worst layer of each.
+# There is room for these lines; each shows the worst layer.
 _WATCHED = {
   "activations_kurtosis": "largest kurtosis of a layer",
   "activations_amax": "largest amax of a layer",
@@ -150,7 +147,7 @@ def _draw_watched(axes, runs: dict[str, list[dict]]) -> None:
       values = [
         (row["step"], max(x for x in row["watch"][key] if x is not None))
         for row in rows
-        if any(row["watch"].get(key, ()))  # Zeros have no place here.
+        if any(row["watch"].get(key, ()))  # The axis is logarithmic.
       ]
       if values:
         label = f"{name}, {meaning}"
@@ -158,7 +155,6 @@ def _draw_watched(axes, runs: dict[str, list[dict]]) -> None:
         axes.plot(steps, worst, style, color=f"C{index}", label=label)
   axes.set_yscale("log")
   axes.set(xlabel="step", title="Watched")
-  axes.legend(fontsize="small")
 
 
 def _mean_error(state: dict, moment: str) -> float:
@@ -197,7 +193,7 @@ class PlotConfig:
 def load(
   paths: tuple[Path, ...],
 ) -> tuple[dict[str, list[dict]], list[str]]:
-  """Reads runs and their twins."""
+  """Reads runs and their twins, and lines about damaged rows."""
   runs, damaged = {}, []
   for path in paths:
     run = RunDirectory(path)
@@ -216,7 +212,7 @@ def load(
 
 
 def run(config: PlotConfig) -> None:
-  """Draws, and prints where."""
+  """Draws the figure, and prints its path."""
   if not config.runs:
     raise ValueError("plot: name at least one run, such as runs/demo")
   out = RunDirectory(config.runs[0]).plot

@@ -23,7 +23,7 @@ import dataclasses
 import sys
 from collections.abc import Callable, Sequence
 
-from train.command_line import check_compare, one_of, read_options, words_of
+from train.command_line import one_of, read_options
 from train.config import TrainConfig
 from train.data.batches import held_out_windows, threads_of, train_windows
 from train.data.tokens import load_tokens
@@ -38,17 +38,15 @@ Trains a language model; each preset's --help lists its options.
   python -m train.pretrain PRESET --out RUN [options]"""
 
 
+def read(words: Sequence[str]) -> TrainConfig:
+  """Reads the command line."""
+  presets = one_of(PRESETS, _for_optimizer(words))
+  return read_options(presets, "pretrain", words, description=_DESCRIPTION)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-  """Reads the command line, trains, and returns the exit status."""
-  words = words_of(arguments)
-
-  def read() -> TrainConfig:
-    presets = one_of(PRESETS, _for_optimizer(words))
-    config = read_options(presets, "pretrain", words, description=_DESCRIPTION)
-    check_compare(config, words)
-    return config
-
-  return run_command(read, load)
+  """Trains, and returns the exit status."""
+  return run_command(read, load, arguments)
 
 
 def _for_optimizer(

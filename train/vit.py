@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 from PIL import Image
 
-from train.command_line import check_compare, one_of, read_options, words_of
+from train.command_line import one_of, read_options
 from train.data.images import Preprocessing
 from train.data.labelled import (
   THREADS,
@@ -38,22 +38,20 @@ Trains a vision transformer to classify images.
   python -m train.vit PRESET --data FOLDER --out RUN [options]"""
 
 
+def read(words: Sequence[str]) -> VitConfig:
+  """Reads the command line."""
+  return read_options(
+    one_of(PRESETS),
+    "vit",
+    words,
+    description=_DESCRIPTION,
+    required="--data FOLDER",
+  )
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-  """Reads the command line, trains, and returns the exit status."""
-  words = words_of(arguments)
-
-  def read() -> VitConfig:
-    config = read_options(
-      one_of(PRESETS),
-      "vit",
-      words,
-      description=_DESCRIPTION,
-      required="--data FOLDER",
-    )
-    check_compare(config, words)
-    return config
-
-  return run_command(read, load)
+  """Trains, and returns the exit status."""
+  return run_command(read, load, arguments)
 
 
 def load(config: VitConfig) -> tuple[VitConfig, "ImageFolder"]:

@@ -26,8 +26,8 @@ class ImageData:
   """Images to learn from.
 
   Attributes:
-    folder: A folder with a folder of images for each class, or with `train` and
-      `test` (or `val`), each of which has those; see `train.data.labelled`.
+    folder: A folder with a folder of images for each class, or with such
+      folders in `train` and `test` (or `val`); see `train.data.labelled`.
     held_out: Share of each class to hold out for evaluation, at least one
       image, if no folder says which images are held out.
   """

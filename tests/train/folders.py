@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Folders of transformers with a tokenizer, for tests of the commands."""
+"""Hugging Face folders with a tokenizer, for tests of the commands."""
 
 import json
 

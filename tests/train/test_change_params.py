@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs that change how weights are stored, and what is exported of them."""
+"""Runs that change how weights are stored, and their exports."""
 
 import dataclasses
 import itertools
@@ -99,7 +99,7 @@ def stored_values(kind, x):
     ),
   ),
 )
-def test_weights_are_stored_anew_and_moments_keep_their_bits(
+def test_weights_are_stored_again_and_moments_keep_their_bits(
   tmp_path, before, now
 ):
   saved = save(tmp_path, config_of(before))
@@ -170,9 +170,7 @@ def test_run_resumes_with_other_weights_when_asked(
 
 
 @pytest.mark.slow
-def test_exported_weights_are_joined_and_imported_ones_split(
-  finished, tmp_path
-):
+def test_exports_join_weights_and_imports_split_them(finished, tmp_path):
   exported = tmp_path / "adamw"
   assert convert.main(["export", str(finished), str(exported)]) == 0
   tree = ocp.StandardCheckpointer().restore(exported)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m train.vit`: from a folder of images to a tower with classes."""
+"""`python -m train.vit`: from a folder of images to a classifier."""
 
 import dataclasses
 import json
@@ -138,9 +138,7 @@ def test_bad_images_are_one_sentence_and_nothing_is_written(
   assert not (tmp_path / "out").exists()
 
 
-def test_a_share_to_hold_out_is_refused_where_the_folder_says_which(
-  tmp_path, capsys
-):
+def test_held_out_share_is_refused_if_the_folder_decides(tmp_path, capsys):
   folder, out = write_folder(tmp_path / "images"), tmp_path / "out"
   assert vit.main(line(folder, out, held_out=0.3)) == 2
   words = (
@@ -163,7 +161,7 @@ def test_models_of_other_images_are_refused(option, value, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("option", ["seq", "watch", "init_from"])
-def test_what_is_of_decoders_is_no_option(option, tmp_path, capsys):
+def test_options_of_decoders_do_not_exist(option, tmp_path, capsys):
   with pytest.raises(SystemExit):
     vit.main(line(tmp_path, tmp_path / "out", **{option: 1}))
   assert option.replace("_", "-") in capsys.readouterr().err
@@ -196,7 +194,7 @@ def test_kinds_of_images_train_alike(tmp_path):
     )
 
 
-def test_loss_and_accuracy_are_those_of_the_images_alone():
+def test_loss_and_accuracy_ignore_rows_that_fill_up_a_batch():
   draw = np.random.default_rng(0)
   logits = draw.normal(size=(8, 3)).astype(np.float32)
   labels = np.array([0, 1, 2, -1, 0, 1, -1, -1], np.int32)

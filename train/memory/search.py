@@ -16,7 +16,6 @@ tests/train/memory/test_search.py compares the estimate with measured steps.
 
 import dataclasses
 import itertools
-import operator
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
@@ -148,53 +147,24 @@ def _in_microbatches(run: TrainConfig, allowed: int) -> TrainConfig:
 
 
 def command(run: TrainConfig, preset: str, plain: TrainConfig) -> str:
-  """Writes the command line that trains a run of a preset.
-
-  It leaves out options that the run shares with `plain`, the unchanged preset.
-  """
+  """Writes the command line that trains a run of a preset, `plain`."""
   words = ["python -m train.pretrain", preset]
-  for name in _PRINTED:
-    read = operator.attrgetter(name)
-    if (value := read(run)) == read(plain):
-      continue
-    flag = name.replace("_", "-")
-    if isinstance(value, bool):
-      words.append(f"--{flag}" if value else f"--no-{flag}")
-    else:
-      words.append(f"--{flag} {value}")
+  # A checkpoint gives its shape, and plans have neither data nor a folder.
+  left_out = ("out", "data", "model", "optim")
+  for prefix, ours, theirs in (
+    ("", run, plain),
+    ("optim.", run.optim, plain.optim),
+  ):
+    for field in dataclasses.fields(theirs):
+      value = getattr(ours, field.name)
+      if field.name in left_out or value == getattr(theirs, field.name):
+        continue
+      flag = prefix + field.name.replace("_", "-")
+      if isinstance(value, bool):
+        words.append(f"--{flag}" if value else f"--no-{flag}")
+      else:
+        words.append(f"--{flag} {value}")
   return " ".join(words)
-
-
-# The options that a plan depends on, in the order in which they are printed.
-_PRINTED = (
-  "init_from",
-  "mesh",
-  "batch",
-  "accumulate",
-  "seq",
-  "recipe",
-  "attention",
-  "params",
-  "optimizer_in_backward",
-  "optim.clip",
-  "remat",
-  "weight_cache",
-  "grad_reduce",
-  "optim.optimizer",
-  "optim.eps",
-  "optim.codec",
-  "optim.group_size",
-  "report_state",
-)
-
-
-def describe(run: TrainConfig) -> str:
-  """Describes a run's settings in words."""
-  backward = "in" if run.optimizer_in_backward else "after"
-  return (
-    f"recipe {run.recipe}, params {run.params}, the optimizer {backward} the "
-    f"backward, remat {run.remat}, a batch of {run.batch}"
-  )
 
 
 def report(fitting: list[Found]) -> str:
