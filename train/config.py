@@ -38,6 +38,7 @@ from train.options import (
   defaults,
   fixed,
   read_profile,
+  shown,
   silent,
   type_of,
 )
@@ -69,7 +70,7 @@ class TrainConfig:
     model: The model's shape.
     init_from: A Hugging Face checkpoint, or a run that started from one. The
       run starts with its weights, and its shape replaces the preset's; see
-      docs/models.md. Empty for random weights.
+      docs/models.md.
     recipe: What the layers compute and save for the backward pass in FP8; int8
       is only for comparisons.
     residuals: What layers save for the backward pass, with recipes coat,
@@ -100,7 +101,6 @@ class TrainConfig:
       exist, so that only one layer's gradients exist at a time; needs
       optim.clip share or adaptive.
     mesh: Devices to train on, such as data=2,fsdp=4,tensor=1; see `train.mesh`.
-      Empty for one device.
     grad_reduce: The dtype in which gradients are summed over devices.
     distributed: Join the run's other processes, which SLURM, Open MPI or the
       environment names; see docs/sharding.md.
@@ -124,7 +124,7 @@ class TrainConfig:
     wandb: Also write metrics to Weights & Biases, which reads WANDB_PROJECT and
       its other environment variables.
     profile: Steps to trace with jax.profiler: 5, or 5:100 for five after the
-      first hundred. Empty for none.
+      first hundred.
 
   Raises:
     ValueError: a value outside its range, or options that exclude each other.
@@ -137,7 +137,7 @@ class TrainConfig:
   batch: Count = fixed()
   seed: Annotated[int, Range(0, 2**31 - 1)] = fixed(0)
   model: ModelConfig = fixed()
-  init_from: str = silent("")
+  init_from: Annotated[str, shown("default: random weights")] = silent("")
   recipe: Literal["coat", "bf16", "fp8_linear", "fp8_block", "int8"] = fixed(
     "coat"
   )
@@ -155,7 +155,7 @@ class TrainConfig:
   accumulate: Count = 1
   grad_accumulate: GradDtype = "float32"
   optimizer_in_backward: Flag = False
-  mesh: str = ""
+  mesh: Annotated[str, shown("default: one device")] = ""
   grad_reduce: GradDtype = "float32"
   distributed: Flag = silent(False)
   resume: Flag = silent(False)
@@ -165,13 +165,15 @@ class TrainConfig:
   keep: Count = silent(3)
   eval_every: Count = silent(1000)
   eval_batches: Count = silent(16)
-  compare: Literal["bf16"] | None = silent(None)
+  compare: Annotated[Literal["bf16"] | None, shown("default: no twin")] = (
+    silent(None)
+  )
   compare_seeds: Annotated[int, Range(1, 100)] = silent(1)
   report_state: bool = fixed(False)
   watch: Annotated[int, Range(0, 2**31 - 1)] = silent(0)
   tensorboard: Flag = silent(False)
   wandb: Flag = silent(False)
-  profile: str = silent("")
+  profile: Annotated[str, shown("default: no trace")] = silent("")
 
   def __post_init__(self):
     check_numbers(self)

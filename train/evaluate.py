@@ -46,6 +46,7 @@ from train.source import Compute, Source, open_source
 
 # An option that may be given several times.
 _Repeated = UseAppendAction[tuple[str, ...]]
+_Path = Annotated[str | None, shown("optional", metavar="PATH")]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,7 +67,7 @@ class EvaluateConfig:
     conversations: Conversations in the formats of `train.finetune`. The model
       predicts the answers in them and gives its own. Repeat it for more.
     images: Folder that image names in conversations are relative to.
-    template: Name of a chat template to use instead of the tokenizer's own.
+    template: Name of a chat template to use.
     max_tokens: The most tokens of an answer.
     beside: A second model to ask the same questions.
     page: An HTML file to write, with questions, images and answers.
@@ -74,7 +75,7 @@ class EvaluateConfig:
       and conversations.
     length: Tokens that the model sees at a time.
     batch: How many rows to compute at once.
-    tokenizer: A tokenizer.json to use instead of the model's own.
+    tokenizer: A tokenizer.json to use.
     compute: The dtype to compute in.
     out: A JSON file to write, with all figures, versions and options.
   """
@@ -86,7 +87,7 @@ class EvaluateConfig:
     None
   )
   task: _Repeated = ()
-  task_dir: str | None = None
+  task_dir: _Path = None
   shots: Annotated[
     Annotated[int, Range(0, 1000)] | None, shown("default: each task's number")
   ] = None
@@ -94,20 +95,20 @@ class EvaluateConfig:
   images: Annotated[
     str | None, shown("default: the folder of the conversations")
   ] = None
-  template: str | None = None
+  template: Annotated[str | None, shown("default: the tokenizer's own")] = None
   max_tokens: Count = 64
-  beside: str | None = None
-  page: str | None = None
+  beside: _Path = None
+  page: _Path = None
   limit: Annotated[Count | None, shown("default: no limit")] = None
   length: Annotated[
     Count | None, shown("default: the length that it was trained with")
   ] = None
   batch: Count = 8
-  tokenizer: str | None = None
+  tokenizer: Annotated[str | None, shown("default: the model's own")] = None
   compute: Annotated[
     Compute | None, shown("default: bfloat16, or what the run used")
   ] = None
-  out: str | None = None
+  out: _Path = None
 
   def __post_init__(self):
     if not (self.data or self.task or self.conversations):

@@ -46,15 +46,14 @@ class ChatData:
   Attributes:
     files: Files of conversations, as JSON lines or one JSON array; folders and
       globs work too.
-    format: How rows are written; by default each file's first row decides.
-    template: A known chat template to use instead of the tokenizer's own.
+    format: How rows are written.
+    template: A known chat template to use.
     held_out: Share of the conversations to hold out for evaluation, at least
       one.
     packing: Put as many conversations into a sequence as fit; they do not see
       each other. --no-packing pads each to a sequence of its own.
     skip_bad: Leave out rows that cannot be learned from, and count them.
-    images: With a LLaVA, the folder that image names are relative to; by
-      default the folder of each file of rows.
+    images: With a LLaVA, the folder that image names are relative to.
   """
 
   # For code that reads a `DataConfig`: these are ids of the run's tokenizer.
@@ -64,12 +63,16 @@ class ChatData:
   files: Annotated[
     tuple[str, ...], shown("required", name="data", metavar="FILES")
   ] = ()
-  format: Format | None = None
-  template: Template | None = None
+  format: Annotated[
+    Format | None, shown("default: the first row of each file decides")
+  ] = None
+  template: Annotated[
+    Template | None, shown("default: the tokenizer's own")
+  ] = None
   held_out: Share = fixed(0.05)
   packing: bool = fixed(True)
   skip_bad: Flag = False
-  images: str = ""
+  images: Annotated[str, shown("default: the folder of each file")] = ""
 
   def __post_init__(self):
     check_numbers(self)

@@ -48,7 +48,7 @@ class GenerateConfig:
     seed: Seed of random draws.
     chat: Treat the prompt as a user's message, in the tokenizer's chat
       template, and print only the answer.
-    tokenizer: A tokenizer.json to use instead of the model's own.
+    tokenizer: A tokenizer.json to use.
     compute: The dtype to compute in.
   """
 
@@ -63,7 +63,7 @@ class GenerateConfig:
   top_p: Annotated[float | None, shown("default: all tokens")] = None
   seed: int = 0
   chat: Flag = False
-  tokenizer: str | None = None
+  tokenizer: Annotated[str | None, shown("default: the model's own")] = None
   compute: Annotated[
     Compute | None, shown("default: bfloat16, or what the run used")
   ] = None

@@ -108,8 +108,7 @@ class PlanConfig:
     hbm: Memory of a GPU, as 80, 80GB or 74.5GiB.
     gpus: Search for the fastest settings that fit on this number of GPUs
       (fsdp): recipe, weights, remat, the optimizer in the backward, and batch.
-    mesh: Devices, as in train.pretrain: data=2,fsdp=4,tensor=1. Empty for one
-      device.
+    mesh: Devices, as in train.pretrain: data=2,fsdp=4,tensor=1.
     batch: Sequences per step on all GPUs together; with --gpus, by default as
       many as fit, up to the preset's batch.
     seq: Tokens per sequence.
@@ -126,8 +125,7 @@ class PlanConfig:
     codec: Codec of the moments in the columns of COAT, as --optim.codec.
     group_size: Moments that share a scale, as --optim.group-size.
     init_from: Folder of a Hugging Face checkpoint, or of a run that began with
-      one. Its model's shape is planned instead of the preset's. It may be a
-      LLaVA.
+      one, whose model's shape is planned. It may be a LLaVA.
     trained: Which parts of a LLaVA are trained, as in train.finetune.
     images_each: Number of images that a sequence of a LLaVA has room for.
       train.finetune finds this number in its data.
@@ -136,7 +134,7 @@ class PlanConfig:
   preset: tyro.conf.Positional[_Preset]  # pyright: ignore
   hbm: str = "80GB"
   gpus: Annotated[Count | None, shown("default: no search")] = None
-  mesh: str = ""
+  mesh: Annotated[str, shown("default: one device")] = ""
   batch: Annotated[Count | None, shown("default: one for each device")] = None
   seq: Annotated[
     Count | None, shown("default: the preset's; 2048 for a LLaVA")
@@ -150,7 +148,7 @@ class PlanConfig:
   optimizer: Literal["coat_adamw", "coat_lion"] = "coat_adamw"
   codec: Codec = OptimConfig.codec
   group_size: Width = OptimConfig.group_size
-  init_from: str = ""
+  init_from: Annotated[str, shown("default: the preset's shape")] = ""
   trained: Trained = FinetuneConfig.trained
   images_each: Count = 1
 
