@@ -8,6 +8,7 @@
   config         the options of a run; optim_config, finetune_config, vit_config
                  and presets; options, combinations and mesh check them
   source         opens the model of a run, or a Hugging Face checkpoint
+  restore        reads a checkpoint of a run that is resumed
   data/          from files to batches
   run/           folder, checkpoints, log, signals and processes of a run
   memory/        counts and plans the memory of a step

@@ -25,7 +25,7 @@ from tests.train.runs import (
   run,
 )
 from tests.train.test_change_codec import SHAPES, Batches, config
-from train import convert, step, weights
+from train import convert, restore, step, weights
 from train.run.checkpoint import (
   Checkpoints,
   read_description,
@@ -106,7 +106,7 @@ def test_weights_are_stored_again_and_moments_keep_their_bits(
   after = config_of(now)
   abstract = abstract_state(after)
   checkpoints = Checkpoints(tmp_path, keep=3)
-  state = convert.restore(checkpoints, 3, after, abstract, Batches())
+  state = restore.restore(checkpoints, 3, after, abstract, Batches())
   checkpoints.close()
   assert jax.tree.structure(state) == jax.tree.structure(abstract)
   for x, want in zip(
@@ -127,7 +127,7 @@ def test_codec_and_weights_change_together(tmp_path):
   after = config_of("bfloat16_low8", codec="log8")
   checkpoints = Checkpoints(tmp_path, keep=3)
   abstract = abstract_state(after)
-  state = convert.restore(checkpoints, 3, after, abstract, Batches())
+  state = restore.restore(checkpoints, 3, after, abstract, Batches())
   checkpoints.close()
   want = encoded(moments(values()), after)
   assert_same_bits(state.optimizer.inner, want)
