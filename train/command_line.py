@@ -66,7 +66,7 @@ class _Held(io.StringIO):
     self._stream = stream
 
   @property
-  def encoding(self):
+  def encoding(self):  # pyright: ignore[reportIncompatibleVariableOverride]
     return self._stream.encoding
 
   def isatty(self):

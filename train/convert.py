@@ -32,9 +32,9 @@ memory; 2 when the input was wrong; 130 and 143 after SIGINT and SIGTERM.
 
 import dataclasses
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from tyro.conf import Positional, arg, subcommand
 
@@ -46,7 +46,7 @@ from train.options import read_path, shown
 from train.presets import PRESETS, finetune
 from train.run.exits import exit_status, stop_on_signal
 
-_Presets = one_of(PRESETS)
+_Presets: Any = one_of(PRESETS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,10 +97,10 @@ class Import:
     config: The run to make, as for train.pretrain.
   """
 
-  make: ClassVar = import_adamw
+  make: ClassVar[Callable[[Path, TrainConfig], int]] = import_adamw
 
   source: Annotated[Positional[Path], arg(metavar="DIR")]
-  config: Annotated[_Presets, arg(name="")]
+  config: Annotated[_Presets, arg(name="")]  # pyright: ignore
 
   @property
   def out(self) -> str:
@@ -120,7 +120,7 @@ class ImportHF(Import):
     config: The run to make. Its model's shape comes from the folder.
   """
 
-  make: ClassVar = convert_hf.import_hf
+  make: ClassVar[Callable[[Path, TrainConfig], int]] = convert_hf.import_hf
 
   config: Annotated[TrainConfig, arg(name="")] = finetune()
 

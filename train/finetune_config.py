@@ -64,10 +64,12 @@ class ChatData:
     tuple[str, ...], shown("required", name="data", metavar="FILES")
   ] = ()
   format: Annotated[
-    Format | None, shown("default: the first row of each file decides")
+    Format | None,  # pyright: ignore[reportInvalidTypeForm]
+    shown("default: the first row of each file decides"),
   ] = None
   template: Annotated[
-    Template | None, shown("default: the tokenizer's own")
+    Template | None,  # pyright: ignore[reportInvalidTypeForm]
+    shown("default: the tokenizer's own"),
   ] = None
   held_out: Share = fixed(0.05)
   packing: bool = fixed(True)
@@ -98,8 +100,8 @@ class FinetuneConfig(TrainConfig):
   """
 
   init_from: Annotated[Positional[str], arg(metavar="DIR")] = silent()
-  data: OmitArgPrefixes[ChatData] = silent(ChatData())
-  model: Suppress[Fixed[ModelConfig | VisionLanguageConfig]] = fixed(
+  data: OmitArgPrefixes[ChatData] = silent(ChatData())  # pyright: ignore[reportIncompatibleVariableOverride]
+  model: Suppress[Fixed[ModelConfig | VisionLanguageConfig]] = fixed(  # pyright: ignore[reportIncompatibleVariableOverride]
     finetune().model
   )
   trained: Trained = fixed("decoder")

@@ -186,7 +186,7 @@ class PlanConfig:
     )
     if self.init_from:
       # The run cannot begin with itself: no folder has this name.
-      others = dict(out="no run", data=ChatData(), samples=0)
+      others: dict[str, Any] = dict(out="no run", data=ChatData(), samples=0)
       run = FinetuneConfig(**vars(run) | others, trained=self.trained)
       run = pretrained.with_shape(run)
     if not _sees_images(run):

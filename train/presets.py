@@ -210,7 +210,9 @@ def _llama(
   layers: int, d_model: int, d_ff: int, heads: int, **others: Any
 ) -> ModelConfig:
   """Builds the shape of a Llama, or with other options of another family."""
-  usual = dict(family="llama", num_kv_heads=heads, vocab_size=32000)
+  usual: dict[str, Any] = dict(
+    family="llama", num_kv_heads=heads, vocab_size=32000
+  )
   return ModelConfig(
     num_layers=layers,
     d_model=d_model,

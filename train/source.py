@@ -139,7 +139,7 @@ def _open_run(
     )
   compute = compute or config.compute
 
-  def load():
+  def load() -> Any:
     abstract = steps.abstract_state(config, steps.build_optimizer(config))
     params = _restore(run, done, abstract, optimizer=()).params
     say(f"{run.path}: weights of step {done}", *damaged)

@@ -54,8 +54,8 @@ class VitConfig(TrainConfig):
     seq: Tokens per image.
   """
 
-  model: VisionConfig = fixed()
-  data: OmitArgPrefixes[ImageData] = silent(ImageData())
+  model: VisionConfig = fixed()  # pyright: ignore[reportIncompatibleVariableOverride]
+  data: OmitArgPrefixes[ImageData] = silent(ImageData())  # pyright: ignore[reportIncompatibleVariableOverride]
   # Derived from the model.
   seq: Suppress[Fixed[Count]] = fixed(1)
   # These three work for decoders only.

@@ -219,13 +219,15 @@ def _plan_decoder(
 
 def _head(layer: Layer) -> int:
   """Counts the values of the output weights, with all rows."""
-  return layer.model.d_model * (layer.model.vocab_size // layer.tensor)
+  model: Any = layer.model
+  return model.d_model * (model.vocab_size // layer.tensor)
 
 
 def _loss_bytes(layer: Layer, batch: int, seq: int) -> float:
   """Counts the bytes that exist for the loss alone at its peak."""
-  head, columns = _head(layer), layer.model.vocab_size // layer.tensor
-  unit = BF16 * layer.model.d_model * layer.tokens
+  model: Any = layer.model
+  head, columns = _head(layer), model.vocab_size // layer.tensor
+  unit = BF16 * model.d_model * layer.tokens
   logits = batch * vocabulary.loss_positions(batch, seq, columns) * columns
   # Logits and their gradient in BF16; the weights' gradient; hidden states, the
   # same in chunks, and their gradient.
@@ -246,7 +248,8 @@ def _head_in_backward(layer: Layer) -> float:
     return summed
   # The optimizer has used it already, unless the embedding's gradient must be
   # added, for which XLA may create zeros before it differentiates the layers.
-  return summed * layer.model.tied_embeddings + BF16 * head
+  model: Any = layer.model
+  return summed * model.tied_embeddings + BF16 * head
 
 
 def _plan_vision(
