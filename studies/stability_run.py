@@ -57,7 +57,7 @@ class Programs:
       return Decoder(
         config.model,
         recipe,
-        dtype=config.compute_dtype,
+        dtype=jnp.dtype(config.compute),
         remat=config.remat,
         rngs=rngs,
       )

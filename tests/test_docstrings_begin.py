@@ -32,11 +32,7 @@ DONE = (
   "coat_jax/numerics/stochastic.py",
   "examples",
   "studies",
-  "train/data",
-  "train/evaluation",
-  "train/memory",
-  "train/plan.py",
-  "train/run",
+  "train",
 )
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 

@@ -2,23 +2,21 @@
 """Training programs to read, to run from the clone, and to copy.
 
   commands       pretrain, finetune, vit, convert, generate, evaluate, plan and
-                 plot, one file each; others by these names belong to them
-                 (vit_config, finetune_config, conversations, convert_adamw,
-                 convert_hf, planning, search, evaluation/)
+                 plot, one file each; files with longer names belong to them
   loop           the training loop of pretrain, finetune and vit
+  step, update   one training step; objective has the losses
+  config         the options of a run; optim_config, finetune_config, vit_config
+                 and presets; options, combinations and mesh check them
   source         opens the model of a run, or a Hugging Face checkpoint
-  step, update   one training step; with presets, config, optim_config,
-                 combinations, options, mesh, weights, optimizers, and
-                 objective, the losses of text and of images
+  restore        reads a checkpoint of a run that is resumed
   data/          from files to batches
   run/           folder, checkpoints, log, signals and processes of a run
-  command_line   errors of commands in terms of their options
-  memory         bytes that a layer saves for its backward pass
+  memory/        counts and plans the memory of a step
   watch          early signs that low precision is about to hurt
 
 A program of your own needs `step`, `update`, `objective`, `weights`,
 `optimizers`, `config`, `optim_config`, `finetune_config`, `combinations`,
-`options`, `mesh`, `presets` and `data`. This trains on one device:
+`options`, `mesh`, `presets` and `data`. This one trains on one device:
 
 ```python
 import jax
@@ -40,16 +38,9 @@ for _ in range(config.steps):
   state, metrics = train_step(state, next(batches)["tokens"])
 ```
 
-What can be left out, and what is lost:
-  * all of `run`, `loop`, `pretrain`, `finetune`, `convert`, `generate`,
-    `evaluate`, `evaluation`, `source` and `plot`: files, resuming, several
-    processes, comparison with a twin; begin with `run.checkpoint` and its
-    `run.checksums` and `run.processes` to save and resume;
-  * `plan`, `planning`, `search`, `memory`: knowing before whether a run fits;
-  * `command_line`: a box of tyro in place of a sentence;
-  * `watch`: the option of that name;
-  * `presets`: build a `TrainConfig` instead;
-  * `mesh`: only after its checks are taken out of `config`.
+To save and resume, add `run.checkpoint` with `run.checksums` and
+`run.processes`. You can also build a `TrainConfig` without `presets`, and leave
+out `mesh` once its checks are removed from `config`.
 """
 
 import sys
@@ -63,7 +54,7 @@ COMMANDS = (
 def check_command(line: list[str]) -> None:
   """Ends `python -m` of a module here that is no command, with status 2.
 
-  It would define its functions, print nothing and seem to have worked.
+  Otherwise it would print nothing, and seem to have worked.
   """
   _, _, rest = " ".join(line).partition(" -m ")
   name = rest.split(" ")[0]

@@ -5,7 +5,13 @@ from typing import Any
 
 
 def check_combinations(config: Any) -> None:
-  """Raises ValueError where options of a `TrainConfig` exclude each other."""
+  """Raises ValueError if options of a `TrainConfig` exclude each other."""
+  for name in ("grad_reduce", "distributed"):
+    if not config.mesh and getattr(config, name) != getattr(type(config), name):
+      raise ValueError(
+        f"TrainConfig: {name} applies to a run on a mesh, got none; pass "
+        "--mesh fsdp=8 with the number of devices, or leave it out"
+      )
   if config.grad_accumulate != "float32" and (
     config.accumulate == 1 or config.params == "float32"
   ):
@@ -24,13 +30,20 @@ def check_combinations(config: Any) -> None:
       "TrainConfig: convert_state is for a run that is resumed, got resume "
       "False; pass resume too, or leave convert_state out"
     )
+  twin = ("bf16", "bfloat16", "float32", "float32")
+  own = (config.recipe, config.compute, config.optim.codec, config.params)
+  if config.compare and own == twin and config.remat != "fp8_layer":
+    raise ValueError(
+      "TrainConfig: compare=bf16 needs a run that differs from its twin, got "
+      "recipe bf16 with codec float32 and params float32; change one of them"
+    )
   _check_optimizer(config)
   if config.optimizer_in_backward:
     _check_in_backward(config)
 
 
 def _check_optimizer(config: Any) -> None:
-  """Raises where an option is for other optimizers' moments or steps."""
+  """Raises ValueError if the run's optimizer does not have an option."""
   adamw, both = ("coat_adamw",), ("coat_adamw", "coat_lion")
   needs = {
     "optimizer_in_backward": (config.optimizer_in_backward, both),
@@ -48,7 +61,7 @@ def _check_optimizer(config: Any) -> None:
 
 
 def _check_in_backward(config: Any) -> None:
-  """Raises where an option needs the gradients of all layers at once."""
+  """Raises ValueError if an option needs all gradients at once."""
   impossible = {
     f"accumulate {config.accumulate}": (
       config.accumulate > 1,

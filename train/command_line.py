@@ -1,31 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads command lines and prints their errors in terms of options.
+"""Reads command lines, and prints their errors in terms of options.
 
-Dataclasses check their values when they are made, for programs too, and begin
-their messages with their own name. A command line knows only options, and tyro
-would put a name of its own in front, in a box. Nor do they know which options
-were given: a preset may set one that another option makes void.
+Dataclasses check their values when they are made, also in programs, and begin
+their messages with their own name. The user of a command knows only options,
+and tyro would print the message in a box, under a name of its own.
 """
 
 import contextlib
+import inspect
 import io
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import tyro
+
+# Names of dataclasses, and of functions of coat_jax that commands call.
 _OF_CLASS = re.compile(r"[A-Z]\w*(?:Config|Data): ")
-# Functions of coat_jax that commands call.
 _OF_FUNCTION = re.compile(r"^(?:load|save)_hf: ")
-
-
-# Options that are read only where another one is set.
-_NEEDS = {"compare_seeds": "compare"}
-
-
-def words_of(arguments: Sequence[str] | None) -> list[str]:
-  """Lists the words of a command line; None for those of this process."""
-  return sys.argv[1:] if arguments is None else list(arguments)
+# How tyro abbreviates the options in a usage line.
+_OPTIONS = re.compile(r"\[(?:\S+ )?OPTIONS\]")
 
 
 def times_given(option: str, words: Sequence[str]) -> int:
@@ -34,15 +29,68 @@ def times_given(option: str, words: Sequence[str]) -> int:
   return list(given).count(f"--{option.replace('_', '-')}")
 
 
-def check_given(config: Any, words: Sequence[str]) -> None:
-  """Checks that a command line gives no option that another makes void."""
-  for option, needed in _NEEDS.items():
-    if times_given(option, words) and not getattr(config, needed):
-      name = option.replace("_", "-")
-      raise ValueError(
-        f"{name} applies to --{needed}, got none; pass it too, or leave "
-        f"--{name} out"
+def read_options(
+  kind: Any,
+  command: str,
+  words: Sequence[str] | None,
+  *,
+  description: str | None = None,
+  required: str = "",
+) -> Any:
+  """Reads the options of `python -m train.COMMAND` into a dataclass.
+
+  `--help` shows the `required` options in its usage line, where tyro writes
+  [OPTIONS] for all of them.
+  """
+  held = _Held(sys.stdout)
+  try:
+    with plain_errors(), contextlib.redirect_stdout(held):
+      return tyro.cli(
+        kind,
+        args=words,
+        prog=f"python -m train.{command}",
+        description=description,
+        config=(tyro.conf.AvoidSubcommands,),
       )
+  finally:
+    usage, end, rest = held.getvalue().partition("\n")
+    usage = _OPTIONS.sub(lambda found: f"{required} {found[0]}".strip(), usage)
+    sys.stdout.write(usage + end + rest)
+
+
+class _Held(io.StringIO):
+  """Holds text as tyro prints it to a stream: with or without boxes, colors."""
+
+  def __init__(self, stream: Any):
+    super().__init__()
+    self._stream = stream
+
+  @property
+  def encoding(self):  # pyright: ignore[reportIncompatibleVariableOverride]
+    return self._stream.encoding
+
+  def isatty(self):
+    return self._stream.isatty()
+
+
+def check_compare(config: Any, words: Sequence[str]) -> None:
+  """Checks that a given --compare-seeds comes with --compare."""
+  if times_given("compare_seeds", words) and not config.compare:
+    raise ValueError(
+      "compare-seeds applies to --compare, got none; pass it too, or leave "
+      "--compare-seeds out"
+    )
+
+
+def one_of(
+  presets: Mapping[str, Callable[[], Any]],
+  adapt: Callable[[Any], Any] = lambda config: config,
+) -> Any:
+  """Makes the type of options that begin with the name of a preset."""
+  return tyro.extras.subcommand_type_from_defaults(
+    {name: adapt(preset()) for name, preset in presets.items()},
+    {name: inspect.getdoc(preset) or "" for name, preset in presets.items()},
+  )
 
 
 def error_line(error: BaseException | None, part: str = "") -> str:
@@ -57,7 +105,7 @@ def error_line(error: BaseException | None, part: str = "") -> str:
 def plain_errors() -> Iterator[None]:
   """Prints an error about the command line as one sentence.
 
-  It may be one that a dataclass raises inside `tyro.cli`. All else that tyro
+  A dataclass may have raised it inside `tyro.cli`. Everything else that tyro
   prints stays: what is missing, unknown, or no number.
   """
   held = io.StringIO()
@@ -78,18 +126,18 @@ def plain_errors() -> Iterator[None]:
 
 
 def _line_of_cause(stop: SystemExit, shown: str) -> str | None:
-  """The sentence of what was shown, if a dataclass raised it.
+  """Returns the sentence of the error that was shown, if a dataclass raised it.
 
-  tyro exits while it handles that error, which it may have wrapped in one whose
-  `arg` is the part of the configuration, or the option whose value is no
-  number, say.
+  tyro exits while it handles that error. It may have wrapped it in an error
+  whose `arg` is the part of the configuration, or the option whose value is no
+  number.
   """
   error, part = stop.__context__, ""
   while error is not None and (arg := getattr(error, "arg", None)) is not None:
     if not isinstance(arg, str):
       return None
     words = arg.split(".")
-    # Without the whole's name, which is its class's or one of tyro's own.
+    # Without the name of the whole, a class's or one of tyro's own.
     part = ".".join(word for word in words if word[:1].islower())
     error = error.__context__
   if isinstance(error, ValueError) and _letters(str(error)) in _letters(shown):
@@ -98,5 +146,5 @@ def _line_of_cause(stop: SystemExit, shown: str) -> str | None:
 
 
 def _letters(text: str) -> str:
-  """Letters and digits alone, which wrapping and frames do not change."""
+  """Keeps letters and digits, which wrapping and frames do not change."""
   return "".join(filter(str.isalnum, text))

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The data of `train.finetune`, in the form that the training loop takes.
+"""The data of `train.finetune`: conversations, and samples of answers.
 
-At each evaluation the model answers some held-out prompts, by the most probable
-token after another. samples.jsonl in the run's folder has a line for each
-answer: `step`, `sample` (its number), `prompt`, `answer`, and `reference`, the
-answer in the data.
+At each evaluation the model answers some held-out prompts by greedy decoding.
+samples.jsonl in the run's folder has a line for each answer: `step`, `sample`
+(its number), `prompt`, `answer`, and `reference`, the answer in the data.
 """
 
 import contextlib
@@ -36,13 +35,13 @@ from train.run.directory import RunDirectory
 from train.run.exits import say
 from train.run.metrics import MetricsLog
 
-if TYPE_CHECKING:  # Which needs Pillow.
+if TYPE_CHECKING:  # It needs Pillow.
   from train.data.chat.images import ChatImages
 
-# Of a prompt's end, and of an answer, in what is printed.
+# Characters to print of a prompt's end, and of an answer.
 _SHOWN = 160
 TOKENIZER, TEMPLATE = "tokenizer.json", "chat_template.jinja"
-# That read images of a batch each.
+# Each reads the images of a batch.
 _THREADS = 8
 
 
@@ -51,8 +50,8 @@ def load(config: FinetuneConfig) -> tuple[FinetuneConfig, "Conversations"]:
   folder, data = pretrained.source_of(config), config.data
   if folder is None:
     raise ValueError(
-      "finetune: needs a folder of transformers to begin with, got none; name "
-      "it first"
+      "finetune: needs a Hugging Face folder to begin with, got none; name it "
+      "first"
     )
   template = ChatTemplate.load(folder, data.template)
   text, images = config.model, None
@@ -102,16 +101,16 @@ def load(config: FinetuneConfig) -> tuple[FinetuneConfig, "Conversations"]:
 def open_images(
   folder: Path, shape: VisionLanguageConfig, images: str = ""
 ) -> "ChatImages":
-  """Opens what reads images of conversations for a model."""
+  """Opens the reader of a model's images in conversations."""
   source = read_path("images", images) if images else None
   if source is not None and not source.is_dir():
-    # Not left to the rows, which --skip-bad would leave out.
+    # --skip-bad would hide this error, with all rows that have images.
     raise ValueError(
-      "images: a folder that names of images are relative to is needed, got "
-      f"{source}, which is none; pass another --images, or leave it out where "
-      "images are beside their file of rows"
+      "images: must be the folder that names of images are relative to, got "
+      f"{source}, which is none; pass another --images, or leave it out if "
+      "images are next to their file of rows"
     )
-  try:  # As the extra `vision` installs it.
+  try:
     from train.data.chat.images import ChatImages
     from train.data.images import Preprocessing
   except ImportError as error:
@@ -165,7 +164,7 @@ class HeldOutSamples:
     self._log = MetricsLog(path, resumed_step=resumed_step)
 
   def write(self, step: int, params: Any) -> list[str]:
-    """Generates with the parameters after a step."""
+    """Generates with the parameters after a step; returns lines to print."""
     context = contextlib.nullcontext()
     if self._mesh is not None:
       context = jax.set_mesh(self._mesh)
@@ -180,21 +179,17 @@ class HeldOutSamples:
           max_new_tokens=self._most,
           stop_tokens=self._stops,
         )
-    except ValueError as error:  # NaN, which may be of these prompts alone.
+    except ValueError as error:  # NaN, perhaps only for these prompts.
       return [f"  samples: {error}"]
-    lines = []
-    for i, (prompt, answer) in enumerate(
-      zip(self._prompts, found.tokens, strict=True)
-    ):
-      texts = {
-        "prompt": self._text.decode(prompt.tokens),
-        "answer": self._text.decode(answer),
-        "reference": self._text.decode(prompt.reference),
-      }
-      self._log.write(step=step, sample=i, **texts)
-      asked = " ".join(texts["prompt"].split())[-_SHOWN:]
-      answered = " ".join(texts["answer"].split())[:_SHOWN]
-      lines.append(f"  sample {i}: {asked} => {answered}")
+    lines, decode = [], self._text.decode
+    for i, prompt in enumerate(self._prompts):
+      asked, answer = decode(prompt.tokens), decode(found.tokens[i])
+      reference = decode(prompt.reference)
+      self._log.write(
+        step=step, sample=i, prompt=asked, answer=answer, reference=reference
+      )
+      asked, answer = (" ".join(text.split()) for text in (asked, answer))
+      lines.append(f"  sample {i}: {asked[-_SHOWN:]} => {answer[:_SHOWN]}")
     return lines
 
   def close(self) -> None:
@@ -209,7 +204,7 @@ class Conversations(RunData[FinetuneConfig]):
   rows: PackedRows
   held_out: PackedRows
   text: TokenizerText
-  # A chat template that the run keeps instead of the tokenizer's; or None.
+  # A chat template to keep instead of the tokenizer's.
   template: ChatTemplate | None
 
   def keep_files(self, run: RunDirectory) -> None:
@@ -229,8 +224,8 @@ class Conversations(RunData[FinetuneConfig]):
     prompts = [*itertools.islice(self._prompts(), config.samples)]
     if config.samples and not prompts:
       say(
-        f"{config.out}: no samples, for no held-out conversation has a prompt "
-        "of text alone"
+        f"{config.out}: no samples, because no held-out conversation has a "
+        "prompt of text alone"
       )
     if not prompts:
       return None

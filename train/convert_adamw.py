@@ -21,27 +21,22 @@ from train.run.writing import write_tree
 from train.step import TrainState
 
 
-def _check_optimizer(op: str, config: TrainConfig, remedy: str) -> None:
-  """Raises ValueError where moments of a run are not AdamW's."""
+def export_adamw(run: Path, out: Path) -> int:
+  """Writes a run's newest whole checkpoint for optax's AdamW."""
+  path, step, config = newest_checkpoint(run, out)
   if config.optim.optimizer != "coat_adamw":
     raise ValueError(
-      f"{op}: needs a run of optim.optimizer coat_adamw, got "
-      f"{config.optim.optimizer}; {remedy}"
+      "export: needs a run of optim.optimizer coat_adamw, got "
+      f"{config.optim.optimizer}; its weights without moments are written by "
+      "export-hf"
     )
-
-
-def export_adamw(run: Path, out: Path) -> int:
-  """Writes a run's newest whole checkpoint as one of optax's AdamW."""
-  path, step, config = newest_checkpoint(run, out)
-  remedy = "its weights without moments are written by export-hf"
-  _check_optimizer("export", config, remedy)
   optimizer = steps.build_optimizer(config)
   abstract = steps.abstract_state(config, optimizer)
   state = restore_state(path, step, abstract)
   adam, low = weights.without_low(state.optimizer)
   adam = jax.jit(to_adam_state)(adam)
   params = jax.jit(weights.load)(state.params, low)
-  # An optimizer's arguments are not in its state, but their kinds are.
+  # The state of optax.adamw depends on the kinds of its arguments.
   adamw = optax.adamw(learning_rate(config), mask=steps.decays)
   opt_state = jax.eval_shape(adamw.init, params)
   schedule = optax.ScaleByScheduleState(adam.count)
@@ -51,8 +46,12 @@ def export_adamw(run: Path, out: Path) -> int:
 
 
 def import_adamw(source: Path, config: TrainConfig) -> int:
-  """Makes a checkpoint of optax's AdamW a run."""
-  _check_optimizer("import", config, "leave --optim.optimizer out")
+  """Turns a checkpoint of optax's AdamW into a run."""
+  if config.optim.optimizer != "coat_adamw":
+    raise ValueError(
+      "import: needs a run of optim.optimizer coat_adamw, got "
+      f"{config.optim.optimizer}; leave --optim.optimizer out"
+    )
   if config.init_from:
     raise ValueError(
       f"import: weights come from {source}, got --init-from; leave it out"
@@ -86,11 +85,15 @@ def _read_adamw(
     tree = checkpointer.restore(path, args=ocp.args.PyTreeRestore(None, how))
   except Exception as error:  # Orbax and TensorStore raise many kinds.
     raise ValueError(
-      f"import: {source} must be a checkpoint of Orbax, got "
+      f"import: {source} must be an Orbax checkpoint, got "
       f"{type(error).__name__}; pass the folder that StandardCheckpointer wrote"
     ) from error
-  nodes = jax.tree.leaves(tree, is_leaf=_is_adam)
-  states = [node for node in nodes if _is_adam(node)]
+
+  def is_adam(node: Any) -> bool:
+    return isinstance(node, dict) and {"count", "mu", "nu"} <= node.keys()
+
+  nodes = jax.tree.leaves(tree, is_leaf=is_adam)
+  states = [node for node in nodes if is_adam(node)]
   if len(states) != 1 or "params" not in tree:
     raise ValueError(
       f"import: {source} must hold params and one state of Adam, got "
@@ -112,10 +115,6 @@ def _read_adamw(
   count = jnp.int32(state["count"])
   adam = optax.ScaleByAdamState(count, found["mu"], found["nu"])
   return found["params"], adam
-
-
-def _is_adam(node: Any) -> bool:
-  return isinstance(node, dict) and {"count", "mu", "nu"} <= node.keys()
 
 
 def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:

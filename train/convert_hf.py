@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs from checkpoints of Hugging Face's transformers, and to them.
-
-Called by `train.convert`, which says how.
-"""
+"""Converts runs to and from Hugging Face folders, for `train.convert`."""
 
 import dataclasses
 import json
@@ -44,7 +41,7 @@ def import_hf(source: Path, config: TrainConfig) -> int:
 
 
 def export_hf(run: Path, out: Path, dtype: Dtype | None = None) -> int:
-  """Writes a run's newest whole checkpoint as one of transformers."""
+  """Writes a run's newest whole checkpoint as a Hugging Face folder."""
   _, step, config = newest_checkpoint(run, out)
   params = read_weights(RunDirectory(run), step, config)
   model = nnx.merge(steps.build_graph(config), params)
@@ -59,13 +56,13 @@ def export_hf(run: Path, out: Path, dtype: Dtype | None = None) -> int:
       max_length=config.seq if isinstance(model, Decoder) else None,
       labels=_labels(source),
     )
-    if isinstance(config, VitConfig):  # What came with a checkpoint is there.
+    if isinstance(config, VitConfig):  # `like` copies the files of others.
       carry(source, written, *PROCESSORS)
   return step
 
 
 def _labels(source: Path) -> list[str] | None:
-  """Names of the classes of a run of images, where it has kept them."""
+  """Reads the names of the classes that a run of images has kept."""
   if not (file := source / CLASSES).is_file():
     return None
   try:
@@ -76,5 +73,5 @@ def _labels(source: Path) -> list[str] | None:
     return found
   raise ValueError(
     f"export-hf: {file} must be a JSON list of the classes' names, got other "
-    "text; mend it, or remove it to export without names"
+    "text; repair it, or remove it to export without names"
   )

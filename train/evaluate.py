@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures how well a model predicts texts and answers and solves tasks.
+"""Measures how well a model predicts texts, answers prompts and solves tasks.
 
   python -m train.evaluate RUN --data wiki.test.tokens
   python -m train.evaluate Llama-3.2-1B --data "c4-validation.*.json.gz"
@@ -7,14 +7,12 @@
   python -m train.evaluate llava-1.5-7b-hf --conversations vqa.json \
     --images images --template vicuna --page answers.html
 
-RUN is the folder of a run, of whose newest checkpoint the weights are read, or
-one that transformers wrote. It runs on one device, in BF16 or f32, without FP8.
-`train.evaluation.perplexity` has what is computed of texts; tasks are those of
-lm-evaluation-harness (pip install 'coat_jax[eval]'), and nothing is fetched.
-Conversations may have images, where the model sees them: what it answers is
-written as a page.
-
-Tables go to standard output.
+The first argument is the folder of a run, whose newest checkpoint is read, or a
+Hugging Face folder. The model runs on one device, in BF16 or f32, without FP8.
+`train.evaluation.perplexity` explains the figures of texts. Tasks are those of
+lm-evaluation-harness (pip install 'coat_jax[eval]'); nothing is downloaded.
+Conversations may have images if the model sees them, and `--page` writes its
+answers as a web page. Tables go to standard output.
 
 Exit status: 0; 1 when a file could not be written or there was too little
 memory; 2 when the input was wrong; 130 and 143 after SIGINT and SIGTERM.
@@ -28,11 +26,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-import tyro
-from tyro.conf import arg
+from tyro.conf import Positional, UseAppendAction, arg
 
-from coat_jax.models import Decoder, ModelConfig, VisionLanguageModel
-from train.command_line import plain_errors
+from coat_jax.models import Decoder, ModelConfig
+from coat_jax.models.ranges import Count, Range, check_numbers
+from train.command_line import read_options
 from train.data.chat.documents import Documents as Conversations
 from train.data.text import Text
 from train.evaluation import page, report
@@ -41,18 +39,19 @@ from train.evaluation.documents import read_documents
 from train.evaluation.perplexity import Documents, perplexity
 from train.evaluation.scoring import decoder_of
 from train.evaluation.tasks import Tasks
-from train.options import read_path
+from train.options import read_path, shown
 from train.run.exits import exit_status, say
 from train.run.signals import Signals
 from train.source import Compute, Source, open_source
 
-# Most tokens of an answer.
-_ANSWER = 64
+# An option that may be given several times.
+_Repeated = UseAppendAction[tuple[str, ...]]
+_Path = Annotated[str | None, shown("optional", metavar="PATH")]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvaluateConfig:
-  """Measures how well a model predicts texts and answers and solves tasks.
+  """Measures how well a model predicts texts, answers prompts and solves tasks.
 
   Attributes:
     model: Folder of a run, or a Hugging Face folder.
@@ -61,48 +60,55 @@ class EvaluateConfig:
     documents: Evaluate each document alone (apart), or all as one text
       (joined).
     stride: Tokens from one window of a long text to the next. Fewer give more
-      context. By default windows do not overlap.
+      context.
     task: A task of lm-evaluation-harness. Repeat it for more.
     task_dir: Folder with your own tasks; paths in them are relative to it.
-    shots: How many examples to put before each question, instead of each task's
-      own number.
+    shots: How many examples to put before each question.
     conversations: Conversations in the formats of `train.finetune`. The model
       predicts the answers in them and gives its own. Repeat it for more.
-    images: Folder that image names in conversations are relative to; by default
-      the folder of the file that names them.
-    template: Name of a chat template to use instead of the tokenizer's own.
-    max_tokens: Most tokens of an answer; by default 64.
+    images: Folder that image names in conversations are relative to.
+    template: Name of a chat template to use.
+    max_tokens: The most tokens of an answer.
     beside: A second model to ask the same questions.
     page: An HTML file to write, with questions, images and answers.
     limit: Stop after this many documents of each text, examples of each task,
       and conversations.
-    length: Tokens that the model sees at a time; by default the length that it
-      was trained with.
+    length: Tokens that the model sees at a time.
     batch: How many rows to compute at once.
-    tokenizer: A tokenizer.json to use instead of the model's own.
-    compute: The dtype to compute in; by default BF16, or what the run used.
+    tokenizer: A tokenizer.json to use.
+    compute: The dtype to compute in.
     out: A JSON file to write, with all figures, versions and options.
   """
 
-  model: Annotated[tyro.conf.Positional[str], arg(metavar="RUN_OR_DIR")]
-  data: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+  model: Annotated[Positional[str], arg(metavar="RUN_OR_DIR")]
+  data: _Repeated = ()
   documents: Documents = "apart"
-  stride: int | None = None
-  task: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-  task_dir: str | None = None
-  shots: int | None = None
-  conversations: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-  images: str | None = None
-  template: str | None = None
-  max_tokens: int | None = None
-  beside: str | None = None
-  page: str | None = None
-  limit: int | None = None
-  length: int | None = None
-  batch: int = 8
-  tokenizer: str | None = None
-  compute: Compute | None = None
-  out: str | None = None
+  stride: Annotated[Count | None, shown("default: windows do not overlap")] = (
+    None
+  )
+  task: _Repeated = ()
+  task_dir: _Path = None
+  shots: Annotated[
+    Annotated[int, Range(0, 1000)] | None, shown("default: each task's number")
+  ] = None
+  conversations: _Repeated = ()
+  images: Annotated[
+    str | None, shown("default: the folder of the conversations")
+  ] = None
+  template: Annotated[str | None, shown("default: the tokenizer's own")] = None
+  max_tokens: Count = 64
+  beside: _Path = None
+  page: _Path = None
+  limit: Annotated[Count | None, shown("default: no limit")] = None
+  length: Annotated[
+    Count | None, shown("default: the length that it was trained with")
+  ] = None
+  batch: Count = 8
+  tokenizer: Annotated[str | None, shown("default: the model's own")] = None
+  compute: Annotated[
+    Compute | None, shown("default: bfloat16, or what the run used")
+  ] = None
+  out: _Path = None
 
   def __post_init__(self):
     if not (self.data or self.task or self.conversations):
@@ -110,32 +116,23 @@ class EvaluateConfig:
         "evaluate: needs a text or a task, got none; pass --data, --task or "
         "--conversations"
       )
-    for name in ("limit", "length", "batch", "max_tokens"):
-      if (value := getattr(self, name)) is not None and value < 1:
-        raise ValueError(
-          f"evaluate: --{name.replace('_', '-')} must be at least 1, got "
-          f"{value}; pass a number, or leave it out"
-        )
-    if self.shots is not None and self.shots < 0:
-      raise ValueError(
-        f"evaluate: --shots must be at least 0, got {self.shots}; pass how "
-        "many examples are in front of a question"
-      )
-    needs = {"task_dir": "task", "shots": "task"}
-    needs |= {"stride": "data", "documents": "data"}
-    asked = ("images", "template", "max_tokens", "beside", "page")
-    needs |= dict.fromkeys(asked, "conversations")
-    for name, needed in needs.items():
-      is_set = getattr(self, name) != getattr(type(self), name)
-      if is_set and not getattr(self, needed):
-        raise ValueError(
-          f"evaluate: --{name.replace('_', '-')} applies to --{needed}, got "
-          "none; pass it too, or leave this out"
-        )
+    check_numbers(self)
+    for needed, names in {
+      "task": ("task_dir", "shots"),
+      "data": ("stride", "documents"),
+      "conversations": ("images", "template", "max_tokens", "beside", "page"),
+    }.items():
+      for name in names:
+        is_set = getattr(self, name) != getattr(type(self), name)
+        if is_set and not getattr(self, needed):
+          raise ValueError(
+            f"evaluate: --{name.replace('_', '-')} applies to --{needed}, got "
+            "none; pass it too, or leave this out"
+          )
 
 
 def run(config: EvaluateConfig) -> dict[str, Any]:
-  """Evaluates and prints."""
+  """Evaluates and prints; returns what --out writes."""
   out, written = (
     _path_of(option, getattr(config, option)) for option in ("out", "page")
   )
@@ -145,21 +142,15 @@ def run(config: EvaluateConfig) -> dict[str, Any]:
       "which are one; pass another --page"
     )
   source = _open(config, config.model)
-  length = _length(config, source)
-  for data in config.data:  # A wrong name is found before weights are read.
+  for data in config.data:  # Find a wrong name before weights are read.
     next(read_documents(data), None)
   tasks = None
   if config.task:
     folder = config.task_dir and read_path("task_dir", config.task_dir)
     tasks = Tasks(config.task, folder or None)
-  asked = []
-  if config.conversations:
-    sources = [source]
-    if config.beside is not None:
-      sources.append(_open(config, config.beside))
-    _check_images(config, sources)
-    asked = [(each, _conversations(config, each)) for each in sources]
+  asked = _read_conversations(config, source)
   model = source.load()
+  decoder, length = decoder_of(model), _length(config, source)
   found: dict[str, Any] = {
     "model": source.name,
     "family": source.family,
@@ -169,24 +160,25 @@ def run(config: EvaluateConfig) -> dict[str, Any]:
     "versions": report.versions(),
   }
   if config.data:
-    found["texts"] = of_texts(config, source.text, decoder_of(model), length)
+    found["texts"] = _predict_texts(config, source.text, decoder, length)
     print(report.text_table(found["texts"]))
   if tasks is not None:
-    found["tasks"] = of_tasks(
-      config, source.text, decoder_of(model), length, tasks
-    )
+    from train.evaluation.harness import DecoderLM  # Needs the extra eval.
+
+    lm = DecoderLM(decoder, source.text, length=length, batch=config.batch)
+    results = tasks.run(lm, shots=config.shots, limit=config.limit)
+    found["tasks"] = report.task_rows(results)
     print(report.task_table(found["tasks"]))
   columns = []
   if asked:
     found["conversations"] = []
     for each, documents in asked:
       if each is not source:
-        del model  # One at a time is in memory.
-        model = each.load()
-      answers, seconds = of_conversations(config, each, model, documents)
+        del model, decoder  # Only one model is in memory at a time.
+        model = decoder = each.load()
+      answers, row = _ask(config, each, model, documents)
       columns.append((each.name, answers))
-      row = {"model": each.name, "family": each.family, "compute": each.compute}
-      found["conversations"].append(row | report.answer_row(answers, seconds))
+      found["conversations"].append(row)
     print(report.answer_table(columns))
   if out is not None:
     report.write(out, found)
@@ -197,7 +189,7 @@ def run(config: EvaluateConfig) -> dict[str, Any]:
 
 
 def _path_of(option: str, path: str | None) -> Path | None:
-  """A file to write, which can be made, or None."""
+  """Reads the path of a file to write, and checks that it can be written."""
   if path is None:
     return None
   report.check_out(read := read_path(option, path), option)
@@ -213,54 +205,7 @@ def _length(config: EvaluateConfig, source: Source) -> int:
   return source.length if config.length is None else config.length
 
 
-def _check_images(config: EvaluateConfig, sources: list[Source]) -> None:
-  """Raises ValueError where no model would see the images."""
-  is_text = all(isinstance(each.config, ModelConfig) for each in sources)
-  if config.images is not None and is_text:
-    raise ValueError(
-      "evaluate: --images applies to models that see images, got a "
-      f"{sources[0].family} of text alone; leave it out"
-    )
-
-
-def _conversations(config: EvaluateConfig, source: Source) -> Conversations:
-  images = config.images and read_path("images", config.images)
-  return read_conversations(
-    source,
-    list(config.conversations),
-    length=_length(config, source),
-    tokenizer=config.tokenizer,
-    template=config.template,
-    images=images or None,
-  )
-
-
-def of_conversations(
-  config: EvaluateConfig,
-  source: Source,
-  model: Decoder | VisionLanguageModel,
-  documents: Conversations,
-) -> tuple[Answers, float]:
-  """Asks a model; returns its answers, and the seconds they took."""
-  started = time.monotonic()
-  found = ask(
-    model,
-    source.text,
-    documents,
-    length=_length(config, source),
-    max_tokens=config.max_tokens or _ANSWER,
-    batch=config.batch,
-    limit=config.limit,
-  )
-  seconds = time.monotonic() - started
-  say(
-    f"{source.name}: {len(found.answers)} answers in {seconds:.1f} s; "
-    f"{found.left_out} questions left out for their length"
-  )
-  return found, seconds
-
-
-def of_texts(
+def _predict_texts(
   config: EvaluateConfig, text: Text, model: Decoder, length: int
 ) -> list[dict[str, Any]]:
   """Computes the figures of each text."""
@@ -282,30 +227,63 @@ def of_texts(
   return rows
 
 
-def of_tasks(
-  config: EvaluateConfig,
-  text: Text,
-  model: Decoder,
-  length: int,
-  tasks: Tasks,
-) -> list[dict[str, Any]]:
-  """Runs the tasks and lists their metrics."""
-  from train.evaluation.harness import DecoderLM  # Needs the extra eval.
+def _read_conversations(
+  config: EvaluateConfig, source: Source
+) -> list[tuple[Source, Conversations]]:
+  """Reads the conversations as each model that is asked sees them."""
+  if not config.conversations:
+    return []
+  sources = [source]
+  if config.beside is not None:
+    sources.append(_open(config, config.beside))
+  is_text = all(isinstance(each.config, ModelConfig) for each in sources)
+  if config.images is not None and is_text:
+    raise ValueError(
+      "evaluate: --images applies to models that see images, got a "
+      f"{source.family} of text alone; leave it out"
+    )
+  images = config.images and read_path("images", config.images)
 
-  lm = DecoderLM(model, text, length=length, batch=config.batch)
-  return report.task_rows(tasks.run(lm, shots=config.shots, limit=config.limit))
+  def read(each: Source) -> Conversations:
+    return read_conversations(
+      each,
+      list(config.conversations),
+      length=_length(config, each),
+      tokenizer=config.tokenizer,
+      template=config.template,
+      images=images or None,
+    )
+
+  return [(each, read(each)) for each in sources]
+
+
+def _ask(
+  config: EvaluateConfig, source: Source, model: Any, documents: Conversations
+) -> tuple[Answers, dict[str, Any]]:
+  """Asks a model; returns its answers, and a row about them."""
+  started = time.monotonic()
+  found = ask(
+    model,
+    source.text,
+    documents,
+    length=_length(config, source),
+    max_tokens=config.max_tokens,
+    batch=config.batch,
+    limit=config.limit,
+  )
+  seconds = time.monotonic() - started
+  say(
+    f"{source.name}: {len(found.answers)} answers in {seconds:.1f} s; "
+    f"{found.left_out} questions left out for their length"
+  )
+  row = dict(model=source.name, family=source.family, compute=source.compute)
+  return found, row | report.answer_row(found, seconds)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
   """Reads the command line, evaluates, and returns the exit status."""
   with Signals():
-    with plain_errors():
-      config = tyro.cli(
-        EvaluateConfig,
-        args=arguments,
-        prog="python -m train.evaluate",
-        config=(tyro.conf.FlagCreatePairsOff,),
-      )
+    config = read_options(EvaluateConfig, "evaluate", arguments)
     return exit_status(
       lambda: run(config), smaller="lower --batch, --length or --max-tokens"
     )

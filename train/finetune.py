@@ -8,63 +8,49 @@ DIR is a Hugging Face folder with weights, config.json, tokenizer.json and, for
 conversations, a chat template. It may also be a run that began with such a
 folder. FILES are JSON lines, or JSON arrays, of messages, ShareGPT's
 conversations, Alpaca's instructions, or prompts with completions. The loss
-covers what the assistant writes.
-
-If DIR is a LLaVA, rows may have images (`--images`), and `--trained` names the
-parts to train.
+covers what the assistant writes. If DIR is a LLaVA, rows may have images
+(`--images`), and `--trained` names the parts to train.
 
 Options and exit status are those of `train.pretrain`. If an image turns out to
 be damaged only when its batch is read, the status is 2 too, and what was saved
-before stays.
-
-docs/finetune.md shows all steps from DIR to an exported, evaluated model, and
-docs/vision.md the two stages of LLaVA. `train.loop` runs the training,
-`train.conversations` has the data, and `train.finetune_config` explains the
-defaults.
+before stays. docs/finetune.md shows all steps from DIR to an exported,
+evaluated model, and docs/vision.md the two stages of LLaVA.
 """
 
 import sys
 from collections.abc import Sequence
 
-import tyro
-
-from train.command_line import check_given, times_given, words_of
+from train.command_line import read_options, times_given
 from train.conversations import load
 from train.finetune_config import FinetuneConfig
 from train.loop import run_command
 
-_DESCRIPTION = """\
-Fine-tunes a Hugging Face checkpoint on conversations.
 
-  python -m train.finetune DIR --data FILES --out RUN [options]"""
+def read(words: Sequence[str]) -> FinetuneConfig:
+  """Reads the command line."""
+  if times_given("data", words) > 1:
+    # tyro would read only the last one.
+    raise ValueError(
+      "--data must be given once, got it again; name all files after it: "
+      "--data a.jsonl b.jsonl"
+    )
+  config = read_options(
+    FinetuneConfig,
+    "finetune",
+    words,
+    description="Fine-tunes a Hugging Face checkpoint on conversations.",
+    required="--out RUN --data FILES",
+  )
+  if config.steps and times_given("epochs", words):
+    raise ValueError(
+      "epochs and steps exclude each other, got both; leave one out"
+    )
+  return config
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-  """Reads the command line, trains, and returns the exit status."""
-  words = words_of(arguments)
-
-  def read() -> FinetuneConfig:
-    if times_given("data", words) > 1:
-      # The last one alone would be read.
-      raise ValueError(
-        "--data must be given once, got it again; name all files after it: "
-        "--data a.jsonl b.jsonl"
-      )
-    config = tyro.cli(
-      FinetuneConfig,
-      args=words,
-      prog="python -m train.finetune",
-      description=_DESCRIPTION,
-      config=(tyro.conf.FlagCreatePairsOff,),
-    )
-    check_given(config, words)
-    if config.steps and times_given("epochs", words):
-      raise ValueError(
-        "epochs and steps exclude each other, got both; leave one out"
-      )
-    return config
-
-  return run_command(read, load)
+  """Trains, and returns the exit status."""
+  return run_command(read, load, arguments)
 
 
 if __name__ == "__main__":

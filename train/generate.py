@@ -1,17 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prints text that a model adds to prompts.
+"""Continues prompts with text from a model.
 
   python -m train.generate RUN --prompt "def main("
   python -m train.generate RUN --prompt "One" --prompt "Two" --temperature 0
   python -m train.generate Llama-3.2-1B-Instruct --prompt "Who?" --chat
 
-RUN is the folder of a run, of whose newest checkpoint only the weights are
-read, or one that transformers wrote. It runs on one device, all prompts at
-once; `coat_jax.models.generate` has what is computed, `train.source` what is
-read.
+The first argument is the folder of a run, whose newest checkpoint is read, or a
+Hugging Face folder. All prompts run at once on one device.
 
-Text goes to standard output, speeds to standard error. They are those of a
-second call: the first one, of the prompts and a token, compiles both programs.
+Text goes to standard output, speeds to standard error. A first call, with the
+prompts and one token, compiles; the speeds are those of a second call.
 
 Exit status: 0; 1 when there was too little memory; 2 when the input was wrong;
 130 and 143 after SIGINT and SIGTERM.
@@ -23,14 +21,13 @@ import time
 from collections.abc import Sequence
 from typing import Annotated
 
-import tyro
-from tyro.conf import arg
+from tyro.conf import Positional, UseAppendAction, arg
 
 from coat_jax.models import Generation, generate
 from coat_jax.models.generate import bucket
 from coat_jax.models.sampling import make_sampling
-from train.command_line import plain_errors
-from train.options import read_path
+from train.command_line import read_options
+from train.options import Flag, read_path, shown
 from train.run.exits import exit_status, say
 from train.run.signals import Signals
 from train.source import Compute, Source, open_source
@@ -51,20 +48,25 @@ class GenerateConfig:
     seed: Seed of random draws.
     chat: Treat the prompt as a user's message, in the tokenizer's chat
       template, and print only the answer.
-    tokenizer: A tokenizer.json to use instead of the model's own.
-    compute: The dtype to compute in; by default BF16, or what the run used.
+    tokenizer: A tokenizer.json to use.
+    compute: The dtype to compute in.
   """
 
-  model: Annotated[tyro.conf.Positional[str], arg(metavar="RUN_OR_DIR")]
-  prompt: tyro.conf.UseAppendAction[tuple[str, ...]]
+  model: Annotated[Positional[str], arg(metavar="RUN_OR_DIR")]
+  prompt: Annotated[
+    UseAppendAction[tuple[str, ...]],
+    shown("required, repeatable", metavar="TEXT"),
+  ]
   max_tokens: int = 64
   temperature: float = 0.8
-  top_k: int | None = None
-  top_p: float | None = None
+  top_k: Annotated[int | None, shown("default: all tokens")] = None
+  top_p: Annotated[float | None, shown("default: all tokens")] = None
   seed: int = 0
-  chat: bool = False
-  tokenizer: str | None = None
-  compute: Compute | None = None
+  chat: Flag = False
+  tokenizer: Annotated[str | None, shown("default: the model's own")] = None
+  compute: Annotated[
+    Compute | None, shown("default: bfloat16, or what the run used")
+  ] = None
 
 
 def encode(config: GenerateConfig, source: Source) -> list[list[int]]:
@@ -73,7 +75,7 @@ def encode(config: GenerateConfig, source: Source) -> list[list[int]]:
   if config.chat and text.chat is None:
     raise ValueError(
       "generate: --chat needs a tokenizer with a chat template, got none; put "
-      "chat_template.jinja beside tokenizer.json, or leave --chat out"
+      "chat_template.jinja next to tokenizer.json, or leave --chat out"
     )
   for prompt in config.prompt:
     if config.chat and text.chat is not None:
@@ -105,7 +107,7 @@ def run(config: GenerateConfig) -> None:
   if config.max_tokens < 1:
     raise ValueError(
       f"generate: --max-tokens must be at least 1, got {config.max_tokens}; "
-      "pass how many to add"
+      "pass how many tokens to add"
     )
   if not config.prompt:
     raise ValueError("generate: needs a prompt, got none; pass --prompt")
@@ -114,7 +116,7 @@ def run(config: GenerateConfig) -> None:
   prompts = encode(config, source)
   model = source.load_decoder()
 
-  # The first call compiles, so that the second one's times are of its work.
+  # The first call compiles, so that the second measures only the work.
   def call(most: int) -> Generation:
     return generate(
       model,
@@ -146,7 +148,7 @@ def run(config: GenerateConfig) -> None:
 def describe_speed(
   prompts: list[list[int]], found: Generation, compiled_s: float
 ) -> str:
-  """Describes how fast it was; the first new tokens belong to the prompts."""
+  """Describes the speeds; the first new tokens are part of reading prompts."""
   read = sum(map(len, prompts))
   added = sum(map(len, found.tokens)) - len(prompts)
   speeds = [f"prompts: {read} tokens, {read / found.prefill_s:,.0f} tokens/s"]
@@ -159,13 +161,9 @@ def describe_speed(
 def main(arguments: Sequence[str] | None = None) -> int:
   """Reads the command line, generates, and returns the exit status."""
   with Signals():
-    with plain_errors():
-      config = tyro.cli(
-        GenerateConfig,
-        args=arguments,
-        prog="python -m train.generate",
-        config=(tyro.conf.FlagCreatePairsOff,),
-      )
+    config = read_options(
+      GenerateConfig, "generate", arguments, required="--prompt TEXT"
+    )
     return exit_status(
       lambda: run(config), smaller="lower --max-tokens, or pass fewer --prompt"
     )

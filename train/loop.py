@@ -1,24 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The training loop, which all commands share.
+"""The training loop, which pretrain, finetune and vit share.
 
 `run_command` claims the run's folder and trains the run and its twins; `train`
-trains one run, from data to checkpoints, and reads from top to bottom. Commands
-differ in their configuration and in their data (`train.run.data`).
+trains one run, from data to checkpoints. Commands differ in their configuration
+and in their data (`train.run.data`).
 
-Where one of several processes can fail alone, `stop_on_bad_input` makes the
-others stop with it; `train.run.begin` and `read_or_stop` contain more of it.
+If one of several processes fails alone, `stop_on_bad_input` and `read_or_stop`
+stop the others too; `train.run.begin` also uses them.
 """
 
 import contextlib
 import itertools
 import math
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 
 from train import pretrained, step
-from train.command_line import plain_errors
+from train.command_line import check_compare, plain_errors
 from train.config import TrainConfig
 from train.mesh import batch_sharding, make_mesh
 from train.objective import trained
@@ -43,14 +44,17 @@ from train.watch import Watcher
 
 
 def run_command[Config: TrainConfig](
-  read: Callable[[], Config],
+  read: Callable[[Sequence[str]], Config],
   load: Callable[[Config], tuple[Config, RunData[Config]]],
+  arguments: Sequence[str] | None,
 ) -> int:
-  """Trains a run and its twins; returns the exit status."""
+  """Reads a command line, trains its run and twins; returns the exit status."""
+  words = sys.argv[1:] if arguments is None else arguments
   with Signals() as signals:
     processes.reserve_gpu_memory()
     with plain_errors():
-      config = read()
+      config = read(words)
+      check_compare(config, words)
     try:
       with contextlib.ExitStack() as claimed:
         with stop_on_bad_input():
@@ -59,20 +63,20 @@ def run_command[Config: TrainConfig](
           config = pretrained.with_shape(config)
           check_installed(config)
           claimed.enter_context(RunDirectory(config.out).claimed(config))
-        with stop_on_bad_input():  # Where the others wait for the claim.
+        with stop_on_bad_input():  # The others wait here for the claim.
           say(f"{config.out}: reading data")
           config, data = load(config)
           runs = [config, *compare.twins(config)]
         for each in runs:
           with stop_on_failure(), contextlib.ExitStack() as opened:
-            with stop_on_failure():  # Before files close, which waits too.
+            with stop_on_failure():  # Stop before files close: that waits.
               train(each, data, signals, opened)
         if processes.is_primary():
           compare.finish(runs)
     except Stop as stop:
       say(str(stop), process=stop.process)
       return stop.status
-    except OSError as error:  # The disk is full, say.
+    except OSError as error:  # For example, the disk is full.
       say(f"error: {error}", process=jax.process_index())
       return 1
   return 0
@@ -86,14 +90,14 @@ def train[Config: TrainConfig](
 ) -> None:
   """Trains one run until its last step; `opened` closes its files."""
   signals.is_deferred = False
-  if is_received(signals):  # At the end of the run before this one.
+  if is_received(signals):  # A signal came at the end of an earlier run.
     raise Stop(
       signals.exit_status, f"{config.out}: not started; pass --resume to do so"
     )
   run = RunDirectory(config.out)
 
   with stop_on_bad_input():
-    # Data: an iterator whose place is saved, and a fixed held-out set.
+    # Data: an iterator whose position is saved, and a fixed held-out set.
     mesh = make_mesh(config.mesh_sizes)
     sharding = batch_sharding(mesh) if mesh else None
     own_rows = processes.own_rows(sharding, config.batch)
@@ -101,7 +105,7 @@ def train[Config: TrainConfig](
     batches = data.train_batches(config, **own_rows)
     held_out = data.eval_batches(config, **own_rows)
 
-    # Model and optimizer; of their state only shapes so far.
+    # Model and optimizer, and the shapes of their state.
     graph = step.build_graph(config)
     optimizer = step.build_optimizer(config, mesh)
     abstract = step.abstract_state(config, optimizer, mesh)
@@ -128,7 +132,7 @@ def train[Config: TrainConfig](
     )
   log = begin.open_log(config, description, done, opened)
 
-  # Both programs are compiled here, so that the loop only runs them.
+  # Programs, compiled here so that the loop only runs them.
   say(f"{config.out}: compiling")
   started = time.monotonic()
   batch = {
@@ -145,7 +149,7 @@ def train[Config: TrainConfig](
     watcher = Watcher(config, graph, mesh, abstract, batch)
   say(f"{config.out}: compiled in {time.monotonic() - started:.0f} s")
 
-  # What the loop calls.
+  # Files and helpers of the loop.
   samples = data.open_samples(config, graph, mesh, resumed_step=done)
   if samples is not None:
     opened.enter_context(contextlib.closing(samples))
@@ -184,13 +188,13 @@ def train[Config: TrainConfig](
     if fault := in_flight.read(leave=leave):
       raise not_finite(fault)
 
-  # The loop. While the devices work on a step, the host reads the one before.
+  # The loop. While devices work on a step, the host reads the step before.
   signals.is_deferred = True
   is_stopping = False
   first = done + 1
   train_rows = read_or_stop(batches)
   while done < config.steps and not is_stopping:
-    # One step. It is read at once where its state is used now.
+    # One step. Its metrics are read at once if its state is used now.
     if profiler.is_at_edge:
       read_steps()
     profiler.before_step()
@@ -207,7 +211,7 @@ def train[Config: TrainConfig](
     if done == 1 and processes.is_primary():
       run.remove_replaced()
 
-    # Look at what tells early that low precision is about to hurt.
+    # Look for early signs that low precision is about to hurt.
     if is_watched:
       found, said = watcher.look(state, rows, float(metrics.grad_norm))
       log.write(step=done, watch=found)
@@ -226,7 +230,7 @@ def train[Config: TrainConfig](
         for line in samples.write(done, state.params):
           progress.say(line)
 
-    # Save, but only a state whose loss is finite.
+    # Save the state if its loss is finite.
     is_stopping = is_received(signals)
     if done % config.save_every == 0 or is_last or is_stopping:
       read_steps()

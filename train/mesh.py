@@ -11,6 +11,7 @@ scale run along it, and a device must have whole groups.
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -74,106 +75,94 @@ def make_mesh(
 
 
 def _fitting(sizes: Mapping[str, int], count: int) -> dict[str, int]:
-  """Finds sizes for `count` devices that are near these ones."""
+  """Finds similar sizes for `count` devices."""
   tensor = math.gcd(sizes["tensor"], count)
   data = math.gcd(sizes["data"], count // tensor)
   return dict(data=data, fsdp=count // tensor // data, tensor=tensor)
 
 
-def check_fits(
-  sizes: Mapping[str, int],
-  *,
-  d_model: int,
-  d_ff: int,
-  num_heads: int,
-  num_kv_heads: int,
-  seq: int,
-  batch: int,
-  accumulate: int,
-  activation_group_size: int | None = None,
-  vocab_size: int | None = None,
-  max_positions: int | None = None,
-) -> None:
-  """Checks that a model and its batches can be sharded over a mesh."""
-  vocabulary = {} if vocab_size is None else dict(vocab_size=vocab_size)
-  learned = {} if max_positions is None else dict(max_positions=max_positions)
+def check_fits(run: Any) -> None:
+  """Checks that the mesh of a `TrainConfig` can split its model and batches."""
+  model, sizes = run.model, run.mesh_sizes
   data, fsdp, tensor = (sizes.get(name, 1) for name in MESH_AXES)
-  _check_divides(
-    "tensor",
-    tensor,
-    "",
-    num_heads=num_heads,
-    num_kv_heads=num_kv_heads,
-    d_ff=d_ff,
-    **vocabulary,
-    seq=seq,
-    **learned,
-  )
-  # Else scales, and with them the numbers, would depend on the mesh.
-  group = activation_group_size or 1
-  if tensor > 1 and d_ff // tensor % group:
+  is_tiled = run.recipe == "fp8_block"
+  if is_tiled and tensor > 1:
     raise ValueError(
-      "mesh: d_ff / tensor must be a multiple of activation_group_size, got "
-      f"{d_ff} / {tensor} = {d_ff // tensor} and {group}; an "
-      f"activation_group_size of {math.gcd(d_ff // tensor, group)} would fit"
+      "TrainConfig: recipe fp8_block needs one device along the tensor axis, "
+      f"got {tensor}; split weights over fsdp, or pass --recipe coat"
     )
+  tables = {
+    name: size
+    for name in ("vocab_size", "max_positions")
+    if (size := getattr(model, name, None)) is not None
+  }
+  heads = dict(num_heads=model.num_heads, num_kv_heads=model.num_kv_heads)
+  whole = heads | dict(d_ff=model.d_ff) | tables | dict(seq=run.seq)
+  _check_divides("tensor", tensor, "", whole)
+  if tensor > 1 and run.recipe not in ("bf16", "fp8_linear"):
+    _check_groups(model.d_ff, tensor, run.activation_group_size)
   # fsdp shards the rows that are left to one device of `tensor`.
-  _check_divides(
-    "fsdp",
-    fsdp,
-    "" if tensor == 1 else f" / tensor={tensor}",
-    d_model=d_model // tensor,
-    d_ff=d_ff // tensor,
-    **{name: size // tensor for name, size in (vocabulary | learned).items()},
-  )
-  shards = data * fsdp * accumulate
-  if batch % shards:
+  rows = dict(d_model=model.d_model, d_ff=model.d_ff) | tables
+  rows = {name: size // tensor for name, size in rows.items()}
+  _check_divides("fsdp", fsdp, f" / tensor={tensor}" * (tensor > 1), rows)
+  shards = data * fsdp * run.accumulate
+  if run.batch % shards:
     raise ValueError(
       "mesh: batch must be a multiple of data * fsdp * accumulate = "
-      f"{data} * {fsdp} * {accumulate} = {shards}, got {batch}; "
-      f"{max(batch // shards, 1) * shards} would fit"
+      f"{data} * {fsdp} * {run.accumulate} = {shards}, got {run.batch}; "
+      f"{max(run.batch // shards, 1) * shards} would fit"
+    )
+  if is_tiled and fsdp > 1:
+    _check_tiles(model, fsdp)
+
+
+def _check_groups(d_ff: int, tensor: int, group: int) -> None:
+  """Checks that scales, and with them the numbers, don't depend on the mesh."""
+  columns = d_ff // tensor
+  if columns % group:
+    raise ValueError(
+      "mesh: d_ff / tensor must be a multiple of activation_group_size, got "
+      f"{d_ff} / {tensor} = {columns} and {group}; an activation_group_size of "
+      f"{math.gcd(columns, group)} would fit"
     )
 
 
 def check_tower_fits(sizes: Mapping[str, int], vision: VisionConfig) -> None:
   """Checks that a vision tower can be sharded over a mesh."""
   tensor, fsdp = (sizes.get(name, 1) for name in ("tensor", "fsdp"))
-  _check_divides(
-    "tensor",
-    tensor,
-    " of the vision tower",
-    num_heads=vision.num_heads,
-    d_ff=vision.d_ff,
-    num_tokens=vision.num_tokens,
-  )
-  _check_divides(
-    "fsdp",
-    fsdp,
-    f" of the vision tower / tensor={tensor}",
-    d_model=vision.d_model // tensor,
-    d_ff=vision.d_ff // tensor,
-  )
+  names, share = ("num_heads", "d_ff", "num_tokens"), " of the vision tower"
+  whole = {name: getattr(vision, name) for name in names}
+  _check_divides("tensor", tensor, share, whole)
+  rows = dict(d_model=vision.d_model // tensor, d_ff=vision.d_ff // tensor)
+  _check_divides("fsdp", fsdp, f"{share} / tensor={tensor}", rows)
 
 
-def _check_divides(axis: str, size: int, share: str = "", **of: int) -> None:
-  """Checks that an axis divides all these sizes."""
-  common = math.gcd(*of.values())
+def _check_divides(
+  axis: str, size: int, share: str, lengths: Mapping[str, int]
+) -> None:
+  """Checks that an axis of the mesh divides all these lengths."""
+  common = math.gcd(*lengths.values())
   if common % size == 0:
     return
-  name = next(name for name, value in of.items() if value % size)
+  name = next(name for name, value in lengths.items() if value % size)
   most = min(common, _MOST_DEVICES)
   fitting = [str(n) for n in range(1, most + 1) if common % n == 0]
   raise ValueError(
     f"mesh: {axis} must divide {name}{share}, got {axis}={size} and "
-    f"{of[name]}; {axis} of {', '.join(fitting[:8])} would fit this model"
+    f"{lengths[name]}; {axis} of {', '.join(fitting[:8])} would fit this model"
   )
 
 
-def check_tiles(sizes: Mapping[str, int], rows: Mapping[str, int]) -> None:
+def _check_tiles(model: Any, fsdp: int) -> None:
   """Checks that devices along fsdp have whole tiles of weights."""
-  fsdp = sizes.get("fsdp", 1)
+  rows = {
+    "d_model": model.d_model,
+    "num_heads * width": model.num_heads * model.head_width,
+  }
+  if getattr(model, "num_experts", None) is None:  # Experts compute in BF16.
+    rows["d_ff"] = model.d_ff
   wrong = [name for name in rows if rows[name] % (fsdp * BLOCK)]
-  if fsdp == 1 or not wrong:
+  if not wrong:
     return
   common = math.gcd(*rows.values())
   most = common // BLOCK

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Objectives: the kinds of models that runs train, and their losses.
 
-An `Objective` belongs to a kind of shape, the type of a run's `model` and of
-the built model's `config`. The loop, `train.step` and `train.update` know no
-more of a model than is here; a run's data give the rows
-(`train.run.data.RunData`).
+The type of a run's `model`, which is the built model's `config`, selects its
+`Objective`. The loop, `train.step` and `train.update` know nothing else about a
+model. The run's data provide the rows (`train.run.data.RunData`).
 """
 
 import abc
@@ -30,22 +29,21 @@ from train.finetune_config import FinetuneConfig
 
 # A run's data: tokens, or arrays by name.
 Rows = jax.Array | Mapping[str, jax.Array]
-# Like a model's parameters, or some parts of them.
+# A model's parameters, some parts of them, or a tree of that shape.
 Tree = dict[str, Any]
 # The segment number of padding.
 PADDING = 0
 
 
 class AnyBatch(Protocol):
-  """A batch: a tree of arrays [B, ...].
-
-  Attributes:
-    shares: f32 [B, ...], how much each target counts, which add up to 1 in the
-      whole batch; None where it has as many targets in each row, alike.
-  """
+  """A batch: a tree of arrays [B, ...]."""
 
   @property
-  def shares(self) -> jax.Array | None: ...
+  def shares(self) -> jax.Array | None:
+    """How much each target counts, f32 [B, ...], 1 in total.
+
+    None if all targets count the same and all rows have as many.
+    """
 
 
 class Objective(abc.ABC):
@@ -53,34 +51,35 @@ class Objective(abc.ABC):
 
   # Paths of stacked layers in the model's parameters.
   stacks: ClassVar[tuple[str, ...]] = ("layers",)
+  # The model's class, made from a shape.
+  model: ClassVar[Callable[..., Any]]
 
-  @abc.abstractmethod
   def build(self, config: TrainConfig, store: Callable | None = None) -> Any:
     """Builds the model with weights drawn from the run's seed."""
+    return self.model(
+      config.model,
+      recipe=config.coat_recipe(),
+      dtype=jnp.dtype(config.compute),
+      remat=config.remat,
+      store=store,
+      rngs=nnx.Rngs(config.seed),
+    )
 
   def trained(self, config: TrainConfig, tree: Tree) -> Tree:
-    """Selects the trained parts of a parameter-shaped tree.
-
-    What is frozen has no gradient and no state of an optimizer.
-    """
+    """Selects the trained parts; the rest gets no gradients and no moments."""
     del config
     return tree
 
   @abc.abstractmethod
   def batch_of(self, rows: Rows) -> AnyBatch:
-    """Makes a step's batch, whole, before it is split into microbatches."""
+    """Makes the batch of a whole step, before it is split into microbatches."""
 
   @abc.abstractmethod
   def loss(self, model: Any, batch: Any) -> jax.Array:
-    """Computes what training lowers, f32.
+    """Computes the loss of a batch or a microbatch, f32.
 
-    Args:
-      model: From `build`.
-      batch: From `batch_of`, or a microbatch of it.
-
-    Returns:
-      The mean over the targets; where the batch has shares, the sum of losses
-      times shares, so that those of microbatches add up to the batch's.
+    It is the mean over the targets. If the batch has shares, it is the sum of
+    losses times shares, so that losses of microbatches add up to the batch's.
     """
 
   def measure(self, model: Any, batch: Any) -> dict[str, jax.Array]:
@@ -93,41 +92,35 @@ class Objective(abc.ABC):
 
 
 class NextToken(Objective):
-  """A decoder, which predicts each token from those in front of it."""
+  """A decoder, which predicts each token from the tokens before it."""
 
-  def build(
-    self, config: TrainConfig, store: Callable | None = None
-  ) -> Decoder:
-    return Decoder(config.model, **_options(config, store))
+  model = Decoder
 
   def batch_of(self, rows: Rows) -> Batch:
-    # Of what `Batch.make` takes, each target counts alike, in whatever
-    # microbatch it is.
+    # `Batch.make` gives all targets of the batch the same share, whatever
+    # microbatch they are in.
     return Batch.make(**rows) if isinstance(rows, Mapping) else Batch.of(rows)
 
   def loss(self, model: Decoder, batch: Batch) -> jax.Array:
     return loss_fn(model, batch)
 
   def padding(self, batch: Batch) -> jax.Array | None:
-    return _padding(batch)
+    segments = batch.input_segments
+    return None if segments is None else jnp.mean(segments == PADDING)
 
 
 class LabelledBatch(NamedTuple):
   """Images and their classes."""
 
   images: jax.Array  # f32 [B, C, H, W].
-  labels: jax.Array  # int32 [B]; -1 of what fills a batch up.
-  shares: jax.Array  # f32 [B]; all images count alike.
+  labels: jax.Array  # int32 [B]; -1 for rows that fill up a batch.
+  shares: jax.Array  # f32 [B]; all images count the same.
 
 
 class ImageClass(Objective):
-  """A vision tower with classes, which says what is in an image."""
+  """A vision tower that classifies images."""
 
-  def build(
-    self, config: TrainConfig, store: Callable | None = None
-  ) -> VisionTower:
-    assert isinstance(config.model, VisionConfig)
-    return VisionTower(config.model, **_options(config, store))
+  model = VisionTower
 
   def batch_of(self, rows: Rows) -> LabelledBatch:
     assert isinstance(rows, Mapping)
@@ -156,13 +149,13 @@ class ImageBatch(NamedTuple):
   """Sequences with images."""
 
   text: Batch
-  # f32 [B, I, C, H, W], as a `VisionLanguageModel` takes them, or None where no
-  # row has any.
+  # f32 [B, I, C, H, W], as a `VisionLanguageModel` takes them; None if no row
+  # has any.
   images: jax.Array | None
 
   @property
   def shares(self) -> jax.Array | None:
-    """Shares of the text's targets."""
+    """Returns the shares of the text's targets."""
     return self.text.shares
 
 
@@ -170,18 +163,14 @@ class TokensAfterImages(Objective):
   """A decoder that sees images in the place of some tokens."""
 
   stacks = ("tower/layers", "decoder/layers")
+  model = VisionLanguageModel
 
-  # At the top of a `VisionLanguageModel`'s parameters, by `config.trained`.
+  # The trained parts of the parameters, by `config.trained`.
   _PARTS = {
     "projector": ("projector",),
     "decoder": ("projector", "decoder"),
     "all": ("tower", "projector", "decoder"),
   }
-
-  def build(
-    self, config: TrainConfig, store: Callable | None = None
-  ) -> VisionLanguageModel:
-    return VisionLanguageModel(config.model, **_options(config, store))
 
   def trained(self, config: TrainConfig, tree: Tree) -> Tree:
     assert isinstance(config, FinetuneConfig)  # No other has such a model.
@@ -196,23 +185,7 @@ class TokensAfterImages(Objective):
     return loss_fn(model, batch.text, batch.images)
 
   def padding(self, batch: ImageBatch) -> jax.Array | None:
-    return _padding(batch.text)
-
-
-def _options(config: TrainConfig, store: Callable | None) -> dict[str, Any]:
-  """How a model is built."""
-  return dict(
-    recipe=config.coat_recipe(),
-    dtype=config.compute_dtype,
-    remat=config.remat,
-    store=store,
-    rngs=nnx.Rngs(config.seed),
-  )
-
-
-def _padding(batch: Batch) -> jax.Array | None:
-  segments = batch.input_segments
-  return None if segments is None else jnp.mean(segments == PADDING)
+    return NextToken().padding(batch.text)
 
 
 _OBJECTIVES: dict[type, Objective] = {
@@ -223,7 +196,7 @@ _OBJECTIVES: dict[type, Objective] = {
 
 
 def objective_of(shape: Any) -> Objective:
-  """Looks up what is trained of a model."""
+  """Looks up the objective of a model's shape."""
   return _OBJECTIVES[type(shape)]
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The optimizer's options, which are those of its codec too."""
+"""The options of the optimizer, of its codec, and of the learning rate."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -16,9 +16,9 @@ from coat_jax.models.ranges import (
   check_numbers,
 )
 from coat_jax.optimizer import Clipping
-from train.options import CONVERTED, FIXED, check_unused, defaults
+from train.options import check_unused, converted, defaults, fixed
 
-# Options of `OptimConfig` that are for the codec, where it takes them.
+# Options that go to the codec, if it takes them.
 _CODEC_OPTIONS = ("rounding", "group_size", "second")
 
 # Options that not every optimizer takes.
@@ -28,12 +28,11 @@ OPTIMIZERS = {
   "coat_muon": ("eps", "second", "momentum"),
 }
 
-# A known name, or package.module:function of the user's own.
+# A known name, or package.module:function for a codec of the user.
 Codec = Annotated[
   str, tyro.conf.arg(metavar=f"{{{','.join(codecs.names())}}}|MODULE:FN")
 ]
-Share = Annotated[float, Range(0, 1)]
-# Nearer to 1 f32 rounds to 1, and the moment's bias correction divides by 0.
+# Closer to 1, f32 rounds to 1, and the bias correction would divide by 0.
 Decay = Annotated[float, Range(0, 0.9999999)]
 
 
@@ -49,7 +48,7 @@ class OptimConfig:
       calls a function of yours that returns a MomentCodec.
     rounding: How 8-bit codecs round; nearest freezes second moments at a high
       b2.
-    group_size: Values that share statistics in 8-bit codecs.
+    group_size: How many values share statistics in 8-bit codecs.
     second: The format of the second moment in codec coat.
     schedule: How the learning rate falls after the warmup.
     warmup: Steps in which the learning rate rises from 0; below 1, a share of
@@ -57,10 +56,10 @@ class OptimConfig:
     min_lr_ratio: The last learning rate, as a share of lr.
     b1: Decay of the first moment.
     b2: Decay of the second moment.
-    eps: Added to the root of the second moment.
+    eps: Added to the square root of the second moment.
     momentum: Decay of the matrices' momentum in coat_muon.
-    weight_decay: Decoupled weight decay of all parameters but norms, biases and
-      embeddings.
+    weight_decay: Decoupled weight decay of all parameters except norms, biases
+      and embeddings.
     grad_clip: Largest global norm of the gradients.
     clip: How gradients are clipped: by their global norm, or each layer of a
       parameter to its share of grad_clip in the step before (share) or to the
@@ -71,29 +70,23 @@ class OptimConfig:
   """
 
   lr: Positive
-  optimizer: Literal["coat_adamw", "coat_lion", "coat_muon"] = (
-    dataclasses.field(default="coat_adamw", metadata=FIXED)
+  optimizer: Literal["coat_adamw", "coat_lion", "coat_muon"] = fixed(
+    "coat_adamw"
   )
-  codec: Codec = dataclasses.field(default="coat", metadata=CONVERTED)
-  rounding: Literal["stochastic", "nearest"] = dataclasses.field(
-    default="stochastic", metadata=CONVERTED
-  )
-  group_size: Width = dataclasses.field(default=128, metadata=CONVERTED)
-  second: Literal["e4m3", "e5m2"] = dataclasses.field(
-    default="e4m3", metadata=CONVERTED
-  )
+  codec: Codec = converted("coat")
+  rounding: Literal["stochastic", "nearest"] = converted("stochastic")
+  group_size: Width = converted(128)
+  second: Literal["e4m3", "e5m2"] = converted("e4m3")
   schedule: Literal["cosine", "linear"] = "cosine"
   warmup: Annotated[float, Range(0, 2**31 - 1)] = 2000
-  min_lr_ratio: Share = 0.0
+  min_lr_ratio: Annotated[float, Range(0, 1)] = 0.0
   b1: Decay = 0.9
   b2: Decay = 0.95
   eps: Annotated[float, Range(1.2e-38, 1)] = 1e-8
   momentum: Decay = 0.95
   weight_decay: NotNegative = 0.1
   grad_clip: Positive = 1.0
-  clip: Literal["global", "share", "adaptive"] = dataclasses.field(
-    default="global", metadata=CONVERTED
-  )
+  clip: Literal["global", "share", "adaptive"] = converted("global")
 
   def __post_init__(self):
     check_numbers(self)
@@ -105,27 +98,27 @@ class OptimConfig:
       raise ValueError(str(error)) from error
 
   def moment_codec(self) -> codecs.MomentCodec:
-    """Builds the codec, with those options that it takes."""
+    """Builds the codec, with the options that it takes."""
     taken = options_of_codecs((self.codec,))[self.codec]
     options = {name: getattr(self, name) for name in taken}
     return codecs.build(self.codec, **options)
 
   def clipping(self) -> Clipping | None:
-    """Builds the rule of clipping; None for by the global norm."""
-    if self.clip == "global":
-      return None
-    return Clipping(self.clip, self.grad_clip)
+    """Builds the rule of clipping; None to clip by the global norm."""
+    return (
+      None if self.clip == "global" else Clipping(self.clip, self.grad_clip)
+    )
 
   def with_optimizer(self, optimizer: str, **options: Any) -> Self:
-    """Returns these options for an optimizer; drops those it does not take."""
-    taken = OPTIMIZERS[optimizer]
+    """Returns the options for an optimizer; resets those it does not take."""
     unused = defaults(self, OPTIMIZERS)
-    unused = {k: v for k, v in unused.items() if k not in taken}
+    for name in OPTIMIZERS[optimizer]:
+      unused.pop(name)
     options = unused | dict(optimizer=optimizer) | options
     return dataclasses.replace(self, **options)
 
   def warmup_steps(self, steps: int) -> int:
-    """Steps of warmup in a run of `steps`."""
+    """Computes the steps of warmup in a run of `steps`."""
     return round(self.warmup * steps if self.warmup < 1 else self.warmup)
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The optimizers of `--optim.optimizer`, one function each, and the schedule.
+"""The optimizers of `--optim.optimizer`, and the learning rate's schedule.
 
-All are stepped as `fused_coat_adamw` is. One that is an optax transformation
-(`of_transformation`) adds its updates to the weights after the backward pass.
+All have the interface of `fused_coat_adamw`. An optax transformation gets it
+from `of_transformation`, which adds its updates after the backward pass.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ from train.config import TrainConfig
 def learning_rate(config: TrainConfig) -> optax.Schedule:
   """Builds the schedule: a linear warmup, then a fall until the last step.
 
-  The first update has 1 / warmup of the peak, not 0, which would waste a batch.
+  The first update has 1 / warmup of the peak; a rate of 0 would waste a batch.
   """
   optim = config.optim
   warmup = optim.warmup_steps(config.steps)
@@ -44,7 +44,7 @@ def learning_rate(config: TrainConfig) -> optax.Schedule:
   return optax.join_schedules([rise, fall], [warmup])
 
 
-# Muon's updates are as large as AdamW's are, so that both have one rate:
+# With this, Muon's updates are as large as AdamW's, and both use one rate:
 # arXiv:2502.16982, section 2.2.
 _CONSISTENT_RMS = 0.2
 
@@ -57,59 +57,39 @@ def build(
   rate: optax.ScalarOrSchedule | None = None,
   seed: ArrayLike | None = None,
 ) -> FusedTransformation:
-  """Builds the run's optimizer."""
+  """Builds the run's optimizer; see `train.step.build_optimizer`."""
+  optim = config.optim
   rate = learning_rate(config) if rate is None else rate
   seed = config.seed if seed is None else seed
-  make = OPTIMIZERS[config.optim.optimizer]
-  return make(config, decays, shardings, rate, seed)
-
-
-def _adamw(config, decays, shardings, rate, seed) -> FusedTransformation:
-  optim = config.optim
-  options = _fused_options(config, decays, shardings, seed)
-  return fused_coat_adamw(rate, optim.b1, optim.b2, optim.eps, **options)
-
-
-def _lion(config, decays, shardings, rate, seed) -> FusedTransformation:
-  optim = config.optim
-  options = _fused_options(config, decays, shardings, seed)
-  return fused_coat_lion(rate, optim.b1, optim.b2, **options)
-
-
-def _fused_options(config, decays, shardings, seed) -> dict[str, Any]:
-  return dict(
-    codec=config.optim.moment_codec(),
-    weight_decay=config.optim.weight_decay,
+  shared: dict[str, Any] = dict(
+    codec=optim.moment_codec(),
+    weight_decay=optim.weight_decay,
+    seed=seed,
+    shardings=shardings,
+  )
+  if optim.optimizer == "coat_muon":
+    muon = coat_muon(
+      rate,
+      beta=optim.momentum,
+      eps=optim.eps,
+      weight_decay_mask=decays,
+      adam_b1=optim.b1,
+      adam_b2=optim.b2,
+      adam_weight_decay=optim.weight_decay,
+      adam_weight_decay_mask=decays,
+      consistent_rms=_CONSISTENT_RMS,
+      matrices=model_matrices(config.model),
+      **shared,
+    )
+    return of_transformation(muon, seed=seed)
+  shared |= dict(
     mask=decays,
     low_bits=config.params == "bfloat16_low8",
-    seed=seed,
     implementation="xla" if config.implementation == "xla" else None,
-    shardings=shardings,
   )
-
-
-def _muon(config, decays, shardings, rate, seed) -> FusedTransformation:
-  optim = config.optim
-  muon = coat_muon(
-    rate,
-    beta=optim.momentum,
-    eps=optim.eps,
-    weight_decay=optim.weight_decay,
-    weight_decay_mask=decays,
-    adam_b1=optim.b1,
-    adam_b2=optim.b2,
-    adam_weight_decay=optim.weight_decay,
-    adam_weight_decay_mask=decays,
-    consistent_rms=_CONSISTENT_RMS,
-    matrices=model_matrices(config.model),
-    codec=optim.moment_codec(),
-    seed=seed,
-    shardings=shardings,
-  )
-  return of_transformation(muon, seed=seed)
-
-
-OPTIMIZERS = {"coat_adamw": _adamw, "coat_lion": _lion, "coat_muon": _muon}
+  if optim.optimizer == "coat_lion":
+    return fused_coat_lion(rate, optim.b1, optim.b2, **shared)
+  return fused_coat_adamw(rate, optim.b1, optim.b2, optim.eps, **shared)
 
 
 def of_transformation(

@@ -1,28 +1,54 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Helpers that all options share: rules for resuming, defaults, paths.
+"""Helpers that the options of all commands share.
 
-A field's metadata says what a resumed run may change (`resume_rule` of
-`train.config`): what is FIXED makes another run of it, CONVERTED fields may
-change with `convert_state`, changes of SILENT ones are not worth a line, and
-all others are reported.
+`fixed`, `converted` and `silent` make dataclass fields that say what a resumed
+run may change (`resume_rule` of `train.config`): another `fixed` value makes it
+another run, `converted` fields may change with `convert_state`, and changes of
+`silent` fields are not reported. Changes of all other fields are.
 """
 
 import dataclasses
 from pathlib import Path
-from typing import Any, get_args
+from typing import Annotated, Any, get_args
 
-FIXED = {"resume": "fixed"}
-CONVERTED = {"resume": "converted"}
-SILENT = {"resume": "silent"}
+import tyro
+
+from coat_jax.models.ranges import Range
+
+# An option that is off by default. Other booleans have two flags, --x and
+# --no-x.
+Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
+# A held-out share of the data: neither nothing nor everything.
+Share = Annotated[float, Range(1e-6, 0.999999)]
+
+
+def fixed(default: Any = dataclasses.MISSING) -> Any:
+  """Makes a field that a resumed run may not change."""
+  return dataclasses.field(default=default, metadata={"resume": "fixed"})
+
+
+def converted(default: Any = dataclasses.MISSING) -> Any:
+  """Makes a field that a resumed run may change with `convert_state`."""
+  return dataclasses.field(default=default, metadata={"resume": "converted"})
+
+
+def silent(default: Any = dataclasses.MISSING) -> Any:
+  """Makes a field that a resumed run may change without a report."""
+  return dataclasses.field(default=default, metadata={"resume": "silent"})
+
+
+def shown(hint: str, **options: Any) -> Any:
+  """Makes the `--help` of an option end in another hint than its default."""
+  return tyro.conf.arg(help_behavior_hint=f"({hint})", **options)
 
 
 def type_of(field: dataclasses.Field) -> Any:
-  """The type of a field, without what tyro is told of it."""
+  """Returns the type of a field, without its annotations for tyro."""
   return getattr(field.type, "__origin__", field.type)
 
 
 def part_of(field: dataclasses.Field, values: Any) -> type | None:
-  """The dataclass that a field's values are of; None of a plain field."""
+  """Returns the dataclass of a field with these values; None if it is plain."""
   kind = type_of(field)
   kinds = [x for x in get_args(kind) or (kind,) if dataclasses.is_dataclass(x)]
   for kind in kinds:
@@ -68,15 +94,14 @@ def read_path(option: str, path: str | Path) -> Path:
 
 def read_profile(text: str) -> tuple[int, int]:
   """Reads (steps to trace, steps before them) from `5` or `5:100`."""
-  count, colon, wait = text.partition(":")
-  wait = wait if colon else "5"
   if not text:
     return 0, 0
-  numbers = [x for x in (count, wait) if x.isascii() and x.isdigit()]
-  numbers = [int(x) for x in numbers if len(x) < 10]
-  if len(numbers) < 2 or not numbers[0]:
+  count, colon, wait = text.partition(":")
+  numbers = [count, wait if colon else "5"]
+  is_number = [x.isascii() and x.isdigit() and len(x) < 10 for x in numbers]
+  if not all(is_number) or not int(count):
     raise ValueError(
       "profile: steps to trace are written as 5, or as 5:100 for five after "
       f"the first hundred, got {text[:40]!r}"
     )
-  return numbers[0], numbers[1]
+  return int(numbers[0]), int(numbers[1])

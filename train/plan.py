@@ -18,7 +18,7 @@ import dataclasses
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import jax
 import tyro
@@ -29,17 +29,19 @@ from coat_jax.models.vision_language import VisionLanguageConfig
 from coat_jax.numerics.recipes import GradDtype, Kept, WeightCache
 from train import mesh as meshes
 from train import pretrained
-from train.command_line import error_line, plain_errors
+from train.command_line import error_line, read_options
 from train.config import TrainConfig
 from train.finetune_config import ChatData, FinetuneConfig, Trained
 from train.memory import search
+from train.memory.search import GB
 from train.memory.step import fullest, largest, plan
 from train.optim_config import Codec, OptimConfig
+from train.options import shown
 from train.presets import PRESETS
 from train.run.metrics import format_table
 from train.weights import Stored
 
-GB, MB = 10**9, 10**6
+MB = 10**6
 _LARGEST_HBM = 10**6
 _Preset = tyro.extras.literal_type_from_choices(PRESETS)
 
@@ -64,42 +66,37 @@ COLUMNS: dict[str, Callable[[TrainConfig], TrainConfig]] = {
   "lean": _lean,
   "leanest": lambda run: _lean(run, remat="fp8"),
 }
-_OF_EXPERTS = (
-  "not checked: mixtures of experts on meshes with data or tensor axes, and "
-  "how fast they are (docs/plan.md)"
-)
+_WITH_IMAGES = ("COAT", "COAT minimal")
 # These need the gradients of a whole step at once.
 _NOT_IN_MICROBATCHES = ("lean", "leanest")
-_OF_IMAGES = ("COAT", "COAT minimal")
 
 
 def table(config: TrainConfig, hbm_bytes: int, images_each: int = 1) -> str:
-  """Writes the plan of a run, a column for each of `COLUMNS`.
-
-  Each column replaces the run's recipe; `images_each` is as in `plan`.
-  """
-  columns = dict(COLUMNS)
-  if _sees_images(config):
-    columns = {name: COLUMNS[name] for name in _OF_IMAGES}
+  """Writes the plan of a run, in a column for each recipe of `COLUMNS`."""
+  names = _WITH_IMAGES if _sees_images(config) else tuple(COLUMNS)
   if config.accumulate > 1:
-    for name in _NOT_IN_MICROBATCHES:
-      columns.pop(name, None)
-  runs = [column(config) for column in columns.values()]
+    names = [name for name in names if name not in _NOT_IN_MICROBATCHES]
+  runs = [COLUMNS[name](config) for name in names]
   found = [fullest(plan(run, images_each=images_each)) for run in runs]
   is_small = max(memory.total for _, memory in found) < GB
   unit, name = (MB, "MB") if is_small else (GB, "GB")
   lines: dict[str, list[str]] = {}
   for run, (moment, memory) in zip(runs, found, strict=True):
-    for part, count in memory._asdict().items():
-      lines.setdefault(part, []).append(f"{count / unit:.2f}")
     most = largest(run, hbm_bytes, images_each=images_each)
-    lines.setdefault("peak", []).append(f"{memory.total / unit:.2f}")
-    lines.setdefault("it is in the", []).append(moment)
     fits = "yes" if memory.total <= hbm_bytes else "no"
-    lines.setdefault(f"fits {hbm_bytes / GB:g} GB", []).append(fits)
-    lines.setdefault("largest batch", []).append(str(most) if most else "none")
+    cells = {
+      part: f"{count / unit:.2f}" for part, count in memory._asdict().items()
+    }
+    cells |= {
+      "peak": f"{memory.total / unit:.2f}",
+      "it is in the": moment,
+      f"fits {hbm_bytes / GB:g} GB": fits,
+      "largest batch": str(most) if most else "none",
+    }
+    for part, cell in cells.items():
+      lines.setdefault(part, []).append(cell)
   rows = [[part, *cells] for part, cells in lines.items()]
-  return format_table([f"{name} on each GPU", *columns], rows)
+  return format_table([f"{name} on each GPU", *names], rows)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -112,10 +109,9 @@ class PlanConfig:
     gpus: Search for the fastest settings that fit on this number of GPUs
       (fsdp): recipe, weights, remat, the optimizer in the backward, and batch.
     mesh: Devices, as in train.pretrain: data=2,fsdp=4,tensor=1.
-    batch: Sequences per step on all GPUs together. By default one on each; with
-      --gpus, as many as fit, up to the preset's batch.
-    seq: Tokens per sequence. By default the preset's, or train.finetune's for a
-      LLaVA.
+    batch: Sequences per step on all GPUs together; with --gpus, by default as
+      many as fit, up to the preset's batch.
+    seq: Tokens per sequence.
     accumulate: Microbatches, as in train.pretrain.
     params: Weight storage in the columns of COAT, as in train.pretrain. any
       stands for float32; with --gpus, for all kinds.
@@ -129,8 +125,7 @@ class PlanConfig:
     codec: Codec of the moments in the columns of COAT, as --optim.codec.
     group_size: Moments that share a scale, as --optim.group-size.
     init_from: Folder of a Hugging Face checkpoint, or of a run that began with
-      one. Its model's shape is planned instead of the preset's. It may be a
-      LLaVA.
+      one, whose model's shape is planned. It may be a LLaVA.
     trained: Which parts of a LLaVA are trained, as in train.finetune.
     images_each: Number of images that a sequence of a LLaVA has room for.
       train.finetune finds this number in its data.
@@ -138,10 +133,12 @@ class PlanConfig:
 
   preset: tyro.conf.Positional[_Preset]  # pyright: ignore
   hbm: str = "80GB"
-  gpus: Count | None = None
-  mesh: str = ""
-  batch: Count | None = None
-  seq: Count | None = None
+  gpus: Annotated[Count | None, shown("default: no search")] = None
+  mesh: Annotated[str, shown("default: one device")] = ""
+  batch: Annotated[Count | None, shown("default: one for each device")] = None
+  seq: Annotated[
+    Count | None, shown("default: the preset's; 2048 for a LLaVA")
+  ] = None
   accumulate: Count = TrainConfig.accumulate
   params: Stored | Literal["any"] = "any"
   remat: Remat | Literal["any"] = "any"
@@ -151,7 +148,7 @@ class PlanConfig:
   optimizer: Literal["coat_adamw", "coat_lion"] = "coat_adamw"
   codec: Codec = OptimConfig.codec
   group_size: Width = OptimConfig.group_size
-  init_from: str = ""
+  init_from: Annotated[str, shown("default: the preset's shape")] = ""
   trained: Trained = FinetuneConfig.trained
   images_each: Count = 1
 
@@ -167,7 +164,7 @@ class PlanConfig:
     preset = PRESETS[self.preset]()
     sizes = meshes.parse_mesh(mesh)
     devices = sizes.get("data", 1) * sizes.get("fsdp", 1)
-    batch = devices * self.accumulate  # One each.
+    batch = devices * self.accumulate
     if self.gpus:
       batch = max(batch, preset.batch // batch * batch)
     run = dataclasses.replace(
@@ -187,39 +184,21 @@ class PlanConfig:
       report_state=False,
       init_from=self.init_from,
     )
-    return self._with_shape(run)
-
-  def _with_shape(self, run: TrainConfig) -> TrainConfig:
-    """Gives the run the shape of the checkpoint that it begins with.
-
-    Raises a ValueError if there is none, or if an option is for another kind of
-    model.
-    """
     if self.init_from:
-      options = {
-        field.name: getattr(run, field.name)
-        for field in dataclasses.fields(TrainConfig)
-      }
-      # No such folder exists, so the run cannot begin with it.
-      options |= dict(out="no run", data=ChatData(), samples=0)
-      run = pretrained.with_shape(
-        FinetuneConfig(**options, trained=self.trained)
-      )
+      # The run cannot begin with itself: no folder has this name.
+      others: dict[str, Any] = dict(out="no run", data=ChatData(), samples=0)
+      run = FinetuneConfig(**vars(run) | others, trained=self.trained)
+      run = pretrained.with_shape(run)
     if not _sees_images(run):
       self._check_text()
       return run
     if self.seq is None:  # No preset has images.
       run = dataclasses.replace(run, seq=FinetuneConfig.seq)
     self._check_images(run)
-    if self.gpus:
-      raise ValueError(
-        "plan: a model that sees images is planned without gpus, on one GPU, "
-        f"got gpus {self.gpus}; leave it out"
-      )
     return run
 
   def _check_images(self, run: TrainConfig):
-    """Raises a ValueError if a sequence has no room for its images."""
+    """Raises ValueError if the images don't fit, or with --gpus."""
     shape: Any = run.model
     if (needed := self.images_each * shape.tokens_each) > run.seq:
       raise ValueError(
@@ -227,18 +206,20 @@ class PlanConfig:
         f"{self.images_each} of {shape.tokens_each} tokens, {needed} in all; "
         "pass a larger --seq or a smaller --images-each"
       )
+    if self.gpus:
+      raise ValueError(
+        "plan: a model that sees images is planned without gpus, on one GPU, "
+        f"got gpus {self.gpus}; leave it out"
+      )
 
   def _check_text(self):
-    """Raises a ValueError if an option for images is used with a text model."""
-    for name, default in {
-      "trained": FinetuneConfig.trained,
-      "images_each": 1,
-    }.items():
-      if (got := getattr(self, name)) != default:
+    """Raises ValueError if an option needs a model that sees images."""
+    for name in ("trained", "images_each"):
+      if (got := getattr(self, name)) != getattr(type(self), name):
         raise ValueError(
-          f"plan: {name} is of models that see images, got {got} with a model "
-          "of text alone; leave it out, or pass --init-from with the folder of "
-          "a LLaVA"
+          f"plan: {name} applies to models that see images, got {got} with a "
+          "model of text alone; leave it out, or pass --init-from with the "
+          "folder of a LLaVA"
         )
 
 
@@ -259,13 +240,12 @@ def read_bytes(text: str) -> int:
   )
 
 
-def fastest(options: PlanConfig, hbm_bytes: int) -> str:
-  """Finds the settings that train fastest; returns a command and a table.
+def fastest(options: PlanConfig, config: TrainConfig, hbm_bytes: int) -> str:
+  """Finds the settings that train fastest; returns a command and a table."""
 
-  Raises a ValueError if no settings fit on `options.gpus` GPUs, or if
-  train.pretrain would refuse them all.
-  """
-  config = options.run()
+  def command(run: TrainConfig) -> str:
+    return search.command(run, options.preset, PRESETS[options.preset]())
+
   params = None if options.params == "any" else options.params
   remat = None if options.remat == "any" else options.remat
   fitting, smallest = search.search(
@@ -277,32 +257,28 @@ def fastest(options: PlanConfig, hbm_bytes: int) -> str:
     raise ValueError(
       f"plan: {options.preset} must fit {hbm_bytes / GB:g} GB on each of "
       f"{options.gpus} GPUs, got {smallest.peak_bytes / GB:.1f} GB at least "
-      f"({search.describe(smallest.run)}); take more GPUs, or a smaller --seq "
-      "or --batch"
+      f"({command(smallest.run)}); take more GPUs, or a smaller --seq or "
+      "--batch"
     )
   best = fitting[0]
-  preset = PRESETS[options.preset]()
-  line = search.command(best.run, options.preset, preset)
   return (
     f"fastest that fits, {best.peak_bytes / GB:.1f} GB planned at the peak:\n\n"
-    f"{line}\n\n{search.report(fitting)}"
+    f"{command(best.run)}\n\n{search.report(fitting)}"
   )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
   """Runs the command; returns the exit status."""
-  with plain_errors():
-    options = tyro.cli(PlanConfig, args=arguments, prog="python -m train.plan")
+  options = read_options(PlanConfig, "plan", arguments)
   # Nothing is computed, so we leave the GPU alone; it may be in use.
   jax.config.update("jax_platforms", "cpu")
   try:
     hbm = read_bytes(options.hbm)
     config = options.run()
-    text = (
-      fastest(options, hbm)
-      if options.gpus
-      else table(config, hbm, options.images_each)
-    )
+    if options.gpus:
+      text = fastest(options, config, hbm)
+    else:
+      text = table(config, hbm, options.images_each)
   except ValueError as error:
     print(error_line(error), file=sys.stderr)
     return 2
@@ -324,19 +300,24 @@ def _count(number: int, name: str) -> str:
 
 
 def _remarks(options: PlanConfig, config: TrainConfig) -> Iterator[str]:
-  """Yields remarks that the plan's table does not make."""
-  is_finetune = options.preset == "finetune"
-  if is_finetune and not _sees_images(config):
-    shape = "" if options.init_from else ", the shape of llama2_7b"
-    seq = "" if options.seq else f", sequences of {config.seq}"
-    if shape or seq:
-      yield (
-        f"as train.pretrain finetune: {(shape + seq)[2:]}; train.finetune has "
-        f"the shape of its folder (--init-from) and by default --batch "
-        f"{FinetuneConfig.batch} --seq {FinetuneConfig.seq}"
-      )
+  """Yields the remarks to print below a plan."""
+  assumed = []
+  if options.preset == "finetune" and not _sees_images(config):
+    if not options.init_from:
+      assumed.append("the shape of llama2_7b")
+    if not options.seq:
+      assumed.append(f"sequences of {config.seq}")
+  if assumed:
+    yield (
+      f"as train.pretrain finetune: {', '.join(assumed)}; train.finetune has "
+      f"the shape of its folder (--init-from) and by default --batch "
+      f"{FinetuneConfig.batch} --seq {FinetuneConfig.seq}"
+    )
   if getattr(config.model, "num_experts", None):
-    yield _OF_EXPERTS
+    yield (
+      "not checked: mixtures of experts on meshes with data or tensor axes, "
+      "and how fast they are (docs/plan.md)"
+    )
 
 
 if __name__ == "__main__":

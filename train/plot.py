@@ -3,7 +3,7 @@
 
   python -m train.plot RUN... [--out FIGURE.png]
 
-A figure has the loss curves of all runs and, for runs that report on their
+The figure shows the loss curves of all runs and, for runs that report on their
 moments, a histogram of the powers k of dynamic range expansion and the relative
 errors of the stored moments. A run's twins are drawn with it.
 """
@@ -20,14 +20,14 @@ import tyro
 from matplotlib.figure import Figure
 from matplotlib.ticker import ScalarFormatter
 
-from train.command_line import plain_errors
-from train.options import read_path
+from train.command_line import read_options
+from train.options import read_path, shown
 from train.run.directory import RunDirectory
 from train.run.exits import exit_status
 from train.run.rows import read_rows
 from train.run.writing import save_errors
 
-# Steps over which a loss curve is smoothed; the raw one is drawn behind it.
+# Steps over which a loss curve is smoothed; the raw curve is drawn below it.
 _WINDOW = 20
 FORMATS = (".png", ".pdf", ".svg")
 _MOMENTS = {"mu": "first moment", "nu": "second moment"}
@@ -36,28 +36,28 @@ _MOMENTS = {"mu": "first moment", "nu": "second moment"}
 def draw(runs: dict[str, list[dict]], out: Path) -> None:
   """Draws runs side by side."""
   panels = [(_draw_losses, runs)]
-  kinds = (
+  for draw_panel, key in (
     (_draw_powers, "powers"),
     (_draw_errors, "state"),
     (_draw_watched, "watch"),
-  )
-  for draw_panel, key in kinds:
-    found = {
-      name: [row for row in rows if key in row] for name, rows in runs.items()
-    }
-    found = {name: rows for name, rows in found.items() if rows}
+  ):
+    found = {}
+    for name, rows in runs.items():
+      if with_key := [row for row in rows if key in row]:
+        found[name] = with_key
     if found:
       panels.append((draw_panel, found))
   figure = Figure(figsize=(6 * len(panels), 4), layout="constrained")
   axes = figure.subplots(1, len(panels), squeeze=False)[0]
   for axis, (draw_panel, rows_by_name) in zip(axes, panels, strict=True):
     draw_panel(axis, rows_by_name)
+    axis.legend(fontsize="small")
   with save_errors(out):
     figure.savefig(out, dpi=150)
 
 
 def check_figure(out: Path) -> None:
-  """Checks that a figure can be written; to be asked before it is computed."""
+  """Checks, before a figure is computed, that it can be written."""
   if out.is_dir() or out.suffix not in FORMATS:
     folder = out if out.is_dir() else out.parent
     what = "a folder" if out.is_dir() else f"the ending {out.suffix!r}"
@@ -77,7 +77,7 @@ def check_figure(out: Path) -> None:
 
 def _draw_losses(axes, runs: dict[str, list[dict]]) -> None:
   for index, (name, rows) in enumerate(runs.items()):
-    # The first run is thin and on top, else its twin could hide it.
+    # The first run is thin and on top, so that its twin cannot hide it.
     style = dict(color=f"C{index}", zorder=3 - index / (1 + index))
     steps, losses = _series(rows, "loss")
     axes.plot(steps, losses, **style, alpha=0.2, linewidth=0.8)
@@ -102,7 +102,6 @@ def _draw_losses(axes, runs: dict[str, list[dict]]) -> None:
       label=f"{name}, held out",
     )
   axes.set(xlabel="step", ylabel="loss (nats per token)", title="Loss")
-  axes.legend(fontsize="small")
 
 
 def _draw_powers(axes, runs: dict[str, list[dict]]) -> None:
@@ -115,7 +114,6 @@ def _draw_powers(axes, runs: dict[str, list[dict]]) -> None:
   axes.set_xscale("log", base=2)
   axes.xaxis.set_major_formatter(ScalarFormatter())
   axes.set(xlabel="power k", ylabel="share of groups", title="Expansion")
-  axes.legend(fontsize="small")
 
 
 def _draw_errors(axes, runs: dict[str, list[dict]]) -> None:
@@ -130,10 +128,9 @@ def _draw_errors(axes, runs: dict[str, list[dict]]) -> None:
     ylabel="relative error",
     title="Stored moments against f32 ones of the same gradients",
   )
-  axes.legend(fontsize="small")
 
 
-# Panels have room for so many lines: the worst layer of each.
+# There is room for these lines; each shows the worst layer.
 _WATCHED = {
   "activations_kurtosis": "largest kurtosis of a layer",
   "activations_amax": "largest amax of a layer",
@@ -150,7 +147,7 @@ def _draw_watched(axes, runs: dict[str, list[dict]]) -> None:
       values = [
         (row["step"], max(x for x in row["watch"][key] if x is not None))
         for row in rows
-        if any(row["watch"].get(key, ()))  # Zeros have no place here.
+        if any(row["watch"].get(key, ()))  # The axis is logarithmic.
       ]
       if values:
         label = f"{name}, {meaning}"
@@ -158,7 +155,6 @@ def _draw_watched(axes, runs: dict[str, list[dict]]) -> None:
         axes.plot(steps, worst, style, color=f"C{index}", label=label)
   axes.set_yscale("log")
   axes.set(xlabel="step", title="Watched")
-  axes.legend(fontsize="small")
 
 
 def _mean_error(state: dict, moment: str) -> float:
@@ -182,17 +178,22 @@ class PlotConfig:
 
   Attributes:
     runs: Folders of runs.
-    out: The figure; a .png, .pdf or .svg. Default: plot.png in the first run.
+    out: The figure to write; a .png, .pdf or .svg.
   """
 
-  runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
-  out: Path | None = None
+  runs: Annotated[
+    tyro.conf.Positional[tuple[Path, ...]],
+    shown("required", metavar="RUN [RUN ...]"),
+  ]
+  out: Annotated[Path | None, shown("default: plot.png in the first run")] = (
+    None
+  )
 
 
 def load(
   paths: tuple[Path, ...],
 ) -> tuple[dict[str, list[dict]], list[str]]:
-  """Reads runs and their twins."""
+  """Reads runs and their twins, and lines about damaged rows."""
   runs, damaged = {}, []
   for path in paths:
     run = RunDirectory(path)
@@ -211,7 +212,7 @@ def load(
 
 
 def run(config: PlotConfig) -> None:
-  """Draws, and prints where."""
+  """Draws the figure, and prints its path."""
   if not config.runs:
     raise ValueError("plot: name at least one run, such as runs/demo")
   out = RunDirectory(config.runs[0]).plot
@@ -226,8 +227,7 @@ def run(config: PlotConfig) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
   """Runs the command; returns the exit status."""
-  with plain_errors():
-    config = tyro.cli(PlotConfig, args=arguments, prog="python -m train.plot")
+  config = read_options(PlotConfig, "plot", arguments)
   return exit_status(lambda: run(config), smaller="name fewer runs")
 
 

@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Presets: published shapes and settings, each a function to read and copy.
 
-All but gpt2 have a gated MLP and no biases. All have gradients clipped at a
-norm of 1, and no weight decay on norms, biases and embeddings. Batches and
-steps are as published; on fewer devices, lower `--batch` and `--steps`.
+All models except gpt2 have a gated MLP and no biases. All runs clip gradients
+at a norm of 1, and decay no norms, biases and embeddings. Batches and steps are
+as published; on fewer devices, lower `--batch` and `--steps`.
 """
 
 import dataclasses
 from typing import Any
 
 from train.config import ModelConfig, OptimConfig, TrainConfig
+
+_OLMO: dict[str, Any] = dict(family="olmo", vocab_size=50304)
 
 
 def demo() -> TrainConfig:
@@ -19,10 +21,12 @@ def demo() -> TrainConfig:
   3e-3 after 20 steps of warmup, an eps of 0.9e-8 instead of 1e-8 moves the last
   loss of a BF16 run by 0.09.
   """
-  return TrainConfig(
-    out="runs/demo",
-    model=_llama(4, 128, 352, 4, num_kv_heads=2, vocab_size=256),
-    optim=OptimConfig(lr=1e-3, warmup=0.5),
+  model = _llama(4, 128, 352, 4, num_kv_heads=2, vocab_size=256)
+  optim = OptimConfig(lr=1e-3, warmup=0.5)
+  return _run(
+    "demo",
+    model,
+    optim,
     steps=200,
     batch=4,
     seq=256,
@@ -34,15 +38,17 @@ def demo() -> TrainConfig:
 
 
 def demo_gpu() -> TrainConfig:
-  """The demo for a GPU: wide enough for FP8 to pay, done in some minutes.
+  """The demo for a GPU: wide enough for FP8 to pay off, done in a few minutes.
 
-  Each layer is as wide as those of a model of 1.3 billion parameters. It reads
+  Its layers are as wide as those of a model of 1.3 billion parameters. It reads
   less than half of Python's standard library, and takes 17 GB in BF16.
   """
-  return TrainConfig(
-    out="runs/demo_gpu",
-    model=_llama(8, 2048, 5504, 16, vocab_size=256),
-    optim=OptimConfig(lr=3e-4, warmup=0.25),
+  model = _llama(8, 2048, 5504, 16, vocab_size=256)
+  optim = OptimConfig(lr=3e-4, warmup=0.25)
+  return _run(
+    "demo_gpu",
+    model,
+    optim,
     steps=600,
     batch=4,
     seq=2048,
@@ -53,15 +59,11 @@ def demo_gpu() -> TrainConfig:
 
 
 def demo_moe() -> TrainConfig:
-  """The demo with a mixture of experts: 8, of which a token goes to 2."""
-  model = ModelConfig(
+  """The demo with a mixture of 8 experts; each token is sent to 2."""
+  model = dataclasses.replace(
+    demo().model,
     family="qwen3_moe",
-    num_layers=4,
-    d_model=128,
     d_ff=192,
-    num_heads=4,
-    num_kv_heads=2,
-    vocab_size=256,
     num_experts=8,
     experts_per_token=2,
     normalize_experts=True,
@@ -72,229 +74,158 @@ def demo_moe() -> TrainConfig:
 
 def llama_60m() -> TrainConfig:
   """Shape and tokens of arXiv:2403.03507, appendix (GaLore)."""
-  return TrainConfig(
-    out="runs/llama_60m",
-    model=_llama(8, 512, 1376, 8, norm_eps=1e-6),
-    optim=OptimConfig(lr=1e-3, warmup=0.1),
-    steps=10_000,
-    batch=128,
-    seq=1024,
-  )
+  model = _llama(8, 512, 1376, 8, norm_eps=1e-6)
+  optim = OptimConfig(lr=1e-3, warmup=0.1)
+  return _run("llama_60m", model, optim, steps=10_000, batch=128, seq=1024)
 
 
 def llama_130m() -> TrainConfig:
   """Shape and tokens of arXiv:2403.03507, appendix (GaLore)."""
-  return dataclasses.replace(
-    llama_60m(),
-    out="runs/llama_130m",
-    model=_llama(12, 768, 2048, 12, norm_eps=1e-6),
-    steps=20_000,
-  )
+  model = _llama(12, 768, 2048, 12, norm_eps=1e-6)
+  optim = OptimConfig(lr=1e-3, warmup=0.1)
+  return _run("llama_130m", model, optim, steps=20_000, batch=128, seq=1024)
 
 
 def olmo_1b() -> TrainConfig:
   """arXiv:2402.00838; 2 trillion tokens."""
-  return TrainConfig(
-    out="runs/olmo_1b",
-    model=_olmo(16, 2048, 8192, 16, tied_embeddings=True),
-    optim=OptimConfig(lr=4e-4, eps=1e-5, min_lr_ratio=0.1),
-    steps=477_000,
-    batch=2048,
-    seq=2048,
-  )
+  model = _llama(16, 2048, 8192, 16, **_OLMO, tied_embeddings=True)
+  optim = OptimConfig(lr=4e-4, eps=1e-5, min_lr_ratio=0.1)
+  return _run("olmo_1b", model, optim, steps=477_000, batch=2048, seq=2048)
 
 
 def olmo_7b() -> TrainConfig:
   """arXiv:2402.00838; 2.46 trillion tokens."""
-  return TrainConfig(
-    out="runs/olmo_7b",
-    model=_olmo(32, 4096, 11008, 32),
-    optim=OptimConfig(
-      lr=3e-4, eps=1e-5, schedule="linear", warmup=5000, min_lr_ratio=0.1
-    ),
-    steps=556_000,
-    batch=2160,
-    seq=2048,
+  model = _llama(32, 4096, 11008, 32, **_OLMO)
+  optim = OptimConfig(
+    lr=3e-4, eps=1e-5, schedule="linear", warmup=5000, min_lr_ratio=0.1
   )
+  return _run("olmo_7b", model, optim, steps=556_000, batch=2160, seq=2048)
 
 
 def gpt2() -> TrainConfig:
-  """The smallest GPT-2, trained as its like in arXiv:2005.14165, table 2.1.
+  """The smallest GPT-2, trained as GPT-3 small: arXiv:2005.14165, table 2.1.
 
-  300 billion tokens. The vocabulary of 50257 is rounded up, so that it can be
+  300 billion tokens. The vocabulary of 50257 is rounded up so that it can be
   split; there is no dropout.
   """
-  return TrainConfig(
-    out="runs/gpt2",
-    model=ModelConfig(
-      family="gpt2",
-      num_layers=12,
-      d_model=768,
-      d_ff=3072,
-      num_heads=12,
-      num_kv_heads=12,
-      vocab_size=50304,
-      tied_embeddings=True,
-      max_positions=1024,
-    ),
-    optim=OptimConfig(lr=6e-4, warmup=715, min_lr_ratio=0.1),
-    steps=572_000,
-    batch=512,
-    seq=1024,
+  model = _llama(
+    *(12, 768, 3072, 12),
+    family="gpt2",
+    vocab_size=50304,
+    tied_embeddings=True,
+    max_positions=1024,
   )
+  optim = OptimConfig(lr=6e-4, warmup=715, min_lr_ratio=0.1)
+  return _run("gpt2", model, optim, steps=572_000, batch=512, seq=1024)
 
 
 def llama2_7b() -> TrainConfig:
   """arXiv:2307.09288, section 2; 2 trillion tokens in batches of 4 million."""
-  return TrainConfig(
-    out="runs/llama2_7b",
-    model=_llama(32, 4096, 11008, 32),
-    optim=OptimConfig(lr=3e-4, min_lr_ratio=0.1),
-    steps=477_000,
-    batch=1024,
-    seq=4096,
-  )
+  model = _llama(32, 4096, 11008, 32)
+  optim = OptimConfig(lr=3e-4, min_lr_ratio=0.1)
+  return _run("llama2_7b", model, optim, steps=477_000, batch=1024, seq=4096)
 
 
 def finetune() -> TrainConfig:
-  """arXiv:2307.09288, section 3.1, for --init-from; as many steps as you like.
+  """arXiv:2307.09288, section 3.1, for --init-from; choose your --steps.
 
-  The model is the checkpoint's; without one it is that of llama2_7b.
+  The checkpoint's shape replaces the model's, the shape of llama2_7b.
   """
-  return TrainConfig(
-    out="runs/finetune",
-    model=_llama(32, 4096, 11008, 32),
-    optim=OptimConfig(lr=2e-5, warmup=0.03),
-    steps=1000,
-    batch=64,
-    seq=4096,
-  )
+  model = _llama(32, 4096, 11008, 32)
+  optim = OptimConfig(lr=2e-5, warmup=0.03)
+  return _run("finetune", model, optim, steps=1000, batch=64, seq=4096)
 
 
 def llama2_13b() -> TrainConfig:
   """arXiv:2307.09288, section 2; 2 trillion tokens in batches of 4 million."""
-  return dataclasses.replace(
-    llama2_7b(),
-    out="runs/llama2_13b",
-    model=_llama(40, 5120, 13824, 40),
-  )
+  model = _llama(40, 5120, 13824, 40)
+  optim = OptimConfig(lr=3e-4, min_lr_ratio=0.1)
+  return _run("llama2_13b", model, optim, steps=477_000, batch=1024, seq=4096)
 
 
 def llama_30b() -> TrainConfig:
   """arXiv:2302.13971, table 2 (33B); 1.4 trillion tokens."""
-  return TrainConfig(
-    out="runs/llama_30b",
-    model=_llama(60, 6656, 17920, 52, norm_eps=1e-6),
-    optim=OptimConfig(lr=1.5e-4, min_lr_ratio=0.1),
-    steps=334_000,
-    batch=2048,
-    seq=2048,
-  )
+  model = _llama(60, 6656, 17920, 52, norm_eps=1e-6)
+  optim = OptimConfig(lr=1.5e-4, min_lr_ratio=0.1)
+  return _run("llama_30b", model, optim, steps=334_000, batch=2048, seq=2048)
 
 
 def llama3_8b() -> TrainConfig:
-  """arXiv:2407.21783, table 3; 15 trillion tokens, here in even batches."""
-  return TrainConfig(
-    out="runs/llama3_8b",
-    model=_llama(
-      *(32, 4096, 14336, 32),
-      num_kv_heads=8,
-      vocab_size=128256,
-      rope_theta=5e5,
-    ),
-    optim=OptimConfig(lr=3e-4, min_lr_ratio=0.1),
-    steps=3_576_000,
-    batch=512,
-    seq=8192,
+  """arXiv:2407.21783, table 3; 15 trillion tokens, in batches of one size."""
+  model = _llama(
+    32, 4096, 14336, 32, num_kv_heads=8, vocab_size=128256, rope_theta=5e5
   )
+  optim = OptimConfig(lr=3e-4, min_lr_ratio=0.1)
+  return _run("llama3_8b", model, optim, steps=3_576_000, batch=512, seq=8192)
 
 
 def gemma2_2b() -> TrainConfig:
   """arXiv:2408.00118, table 1; 2 trillion tokens.
 
-  Its batches and learning rate are not published: they are those of llama2_7b.
+  Its batches and learning rate are not published; those of llama2_7b are used.
   """
-  return TrainConfig(
-    out="runs/gemma2_2b",
-    model=_gemma2(26, 2304, 9216, 8),
-    optim=OptimConfig(lr=3e-4, min_lr_ratio=0.1),
-    steps=477_000,
-    batch=512,
-    seq=8192,
-  )
+  model = _gemma2(26, 2304, 9216, 8)
+  optim = OptimConfig(lr=3e-4, min_lr_ratio=0.1)
+  return _run("gemma2_2b", model, optim, steps=477_000, batch=512, seq=8192)
 
 
 def gemma2_9b() -> TrainConfig:
   """arXiv:2408.00118, table 1; 8 trillion tokens; see gemma2_2b."""
-  return dataclasses.replace(
-    gemma2_2b(),
-    out="runs/gemma2_9b",
-    model=_gemma2(42, 3584, 14336, 16),
-    steps=1_907_000,
-  )
+  model = _gemma2(42, 3584, 14336, 16)
+  optim = OptimConfig(lr=3e-4, min_lr_ratio=0.1)
+  return _run("gemma2_9b", model, optim, steps=1_907_000, batch=512, seq=8192)
 
 
 def qwen3_30b_a3b() -> TrainConfig:
-  """arXiv:2505.09388, table 2, and its 30 trillion tokens of sequences of 4096.
+  """arXiv:2505.09388, table 2; 30 trillion tokens in sequences of 4096.
 
-  Learning rate and batch are not published: they are those of llama3_8b.
+  Learning rate and batch are not published; those of llama3_8b are used.
   """
-  return TrainConfig(
-    out="runs/qwen3_30b_a3b",
-    model=ModelConfig(
-      family="qwen3_moe",
-      num_layers=48,
-      d_model=2048,
-      d_ff=768,
-      num_heads=32,
-      num_kv_heads=4,
-      head_dim=128,
-      vocab_size=151936,
-      rope_theta=1e6,
-      norm_eps=1e-6,
-      num_experts=128,
-      experts_per_token=8,
-      normalize_experts=True,
-      auxiliary_loss=0.001,
-    ),
-    optim=OptimConfig(lr=3e-4, min_lr_ratio=0.1),
-    steps=7_153_000,
-    batch=1024,
-    seq=4096,
+  model = _llama(
+    *(48, 2048, 768, 32),
+    family="qwen3_moe",
+    num_kv_heads=4,
+    head_dim=128,
+    vocab_size=151936,
+    rope_theta=1e6,
+    norm_eps=1e-6,
+    num_experts=128,
+    experts_per_token=8,
+    normalize_experts=True,
+    auxiliary_loss=0.001,
   )
+  optim = OptimConfig(lr=3e-4, min_lr_ratio=0.1)
+  return _run(
+    "qwen3_30b_a3b", model, optim, steps=7_153_000, batch=1024, seq=4096
+  )
+
+
+def _run(
+  name: str, model: ModelConfig, optim: OptimConfig, **options: Any
+) -> TrainConfig:
+  return TrainConfig(out=f"runs/{name}", model=model, optim=optim, **options)
 
 
 def _llama(
   layers: int, d_model: int, d_ff: int, heads: int, **others: Any
 ) -> ModelConfig:
-  shape: dict[str, Any] = {
-    "family": "llama",
-    "num_kv_heads": heads,
-    "vocab_size": 32000,
-  }
+  """Builds the shape of a Llama, or with other options of another family."""
+  usual: dict[str, Any] = dict(
+    family="llama", num_kv_heads=heads, vocab_size=32000
+  )
   return ModelConfig(
     num_layers=layers,
     d_model=d_model,
     d_ff=d_ff,
     num_heads=heads,
-    **shape | others,
+    **usual | others,
   )
 
 
-def _olmo(
-  layers: int, d_model: int, d_ff: int, heads: int, **others: Any
-) -> ModelConfig:
-  options: dict[str, Any] = {"family": "olmo", "vocab_size": 50304}
-  return _llama(layers, d_model, d_ff, heads, **options | others)
-
-
-def _gemma2(layers: int, d_model: int, d_ff: int, heads: int):
-  return ModelConfig(
+def _gemma2(layers: int, d_model: int, d_ff: int, heads: int) -> ModelConfig:
+  return _llama(
+    *(layers, d_model, d_ff, heads),
     family="gemma2",
-    num_layers=layers,
-    d_model=d_model,
-    d_ff=d_ff,
-    num_heads=heads,
     num_kv_heads=heads // 2,
     vocab_size=256000,
     norm_eps=1e-6,

@@ -4,36 +4,31 @@
   python -m train.pretrain PRESET [options]      PRESET --help shows the options
   python -m train.pretrain demo --compare bf16   what `make train` runs
 
-`main` reads the command line; `train.loop` is the run itself, from data to
-checkpoints. `train/__init__` says which files a program of your own needs of
-all this.
+`train.loop` is the run itself, from data to checkpoints. `train/__init__` lists
+the files that a program of your own needs.
 
 Exit status: 0 when training finished; 1 when a loss or a gradient was not
-finite, a file could not be written, or a device has too little memory; 2 when
-the input was wrong, and then nothing was changed; 130 and 143 after SIGINT and
+finite, a file could not be written, or a device ran out of memory; 2 when the
+input was wrong, and then nothing was changed; 130 and 143 after SIGINT and
 SIGTERM, when the state was saved. All processes of a run (`--distributed`) have
-the same status, except where one could not write a file or had too little
-memory: JAX ends the others then.
+the same status, unless one of them could not write a file or ran out of memory:
+then JAX ends the others.
 
 JAX may take 93.5 % of a GPU's memory, about the 80 GB that an H100 is sold
-with, instead of its usual 75 %, unless XLA_CLIENT_MEM_FRACTION says otherwise.
+with, instead of its usual 75 %, unless XLA_CLIENT_MEM_FRACTION is set.
 """
 
 import argparse
 import dataclasses
-import inspect
 import sys
 from collections.abc import Callable, Sequence
 
-import tyro
-
-from train.command_line import check_given, words_of
+from train.command_line import one_of, read_options
 from train.config import TrainConfig
 from train.data.batches import split_windows
 from train.data.tokens import load_tokens
 from train.loop import run_command
-from train.optim_config import OPTIMIZERS, OptimConfig
-from train.options import defaults
+from train.optim_config import OPTIMIZERS
 from train.presets import PRESETS
 from train.run.data import RunData
 
@@ -43,57 +38,40 @@ Trains a language model; each preset's --help lists its options.
   python -m train.pretrain PRESET --out RUN [options]"""
 
 
+def read(words: Sequence[str]) -> TrainConfig:
+  """Reads the command line."""
+  presets = one_of(PRESETS, _for_optimizer(words))
+  return read_options(presets, "pretrain", words, description=_DESCRIPTION)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-  """Reads the command line, trains, and returns the exit status."""
-
-  words = words_of(arguments)
-
-  def read() -> TrainConfig:
-    config = tyro.extras.overridable_config_cli(
-      _presets(words),
-      args=words,
-      prog="python -m train.pretrain",
-      description=_DESCRIPTION,
-      config=(tyro.conf.FlagCreatePairsOff,),
-    )
-    check_given(config, words)
-    return config
-
-  return run_command(read, load)
+  """Trains, and returns the exit status."""
+  return run_command(read, load, arguments)
 
 
-def _presets(
-  arguments: Sequence[str],
-) -> dict[str, tuple[str, TrainConfig]]:
-  """Makes the presets, for the optimizer that the command line names.
+def _for_optimizer(
+  words: Sequence[str],
+) -> Callable[[TrainConfig], TrainConfig]:
+  """Makes the function that adapts a preset to the command line's optimizer.
 
-  What a preset sets and this optimizer lacks gets its default: tyro does not
-  say what of a configuration was given, and it would be refused as if it were.
+  tyro does not tell which values the command line gave. Values of a preset that
+  this optimizer does not take would be refused as if they were given, so they
+  get their defaults.
   """
   parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
   parser.add_argument("--optim.optimizer", dest="optimizer", nargs="?")
-  words = ("--no-report-state", "--no_report_state")
-  parser.add_argument(*words, dest="is_off", action="store_true")
-  given, _ = parser.parse_known_args(arguments)
+  optimizer = parser.parse_known_args(words)[0].optimizer
 
-  unused, off = {}, {}
-  if given.optimizer in OPTIMIZERS:
-    unused = defaults(OptimConfig, OPTIMIZERS)
-    for name in OPTIMIZERS[given.optimizer]:
-      unused.pop(name)
-    # tyro knows --no-report-state only of a preset that has it on.
-    if given.optimizer != "coat_adamw" and not given.is_off:
-      off = dict(report_state=False)
+  def adapt(config: TrainConfig) -> TrainConfig:
+    if optimizer not in OPTIMIZERS:
+      return config
+    return dataclasses.replace(
+      config,
+      optim=config.optim.with_optimizer(optimizer),
+      report_state=config.report_state and optimizer == "coat_adamw",
+    )
 
-  def made(preset: Callable[[], TrainConfig]) -> TrainConfig:
-    config = preset()
-    optim = dataclasses.replace(config.optim, **unused)
-    return dataclasses.replace(config, optim=optim, **off)
-
-  return {
-    name: (inspect.getdoc(preset) or "", made(preset))
-    for name, preset in PRESETS.items()
-  }
+  return adapt
 
 
 def load(config: TrainConfig) -> tuple[TrainConfig, RunData]:

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs that begin with the weights of a checkpoint.
 
-The option `init_from` of `train.config` names a folder of transformers, or a
-run that began with one. The model's shape is that of the folder's config.json,
-in place of the preset's; all else is the preset's and the other options'. A run
-keeps that file, and those of the tokenizer and of images, in its folder `hf`,
-so that it is resumed, exported and begun with without the folder.
+The option `init_from` of `train.config` names a Hugging Face folder, or a run
+that began with one. The shape in the folder's config.json replaces the preset's
+shape. A run keeps config.json and the files of tokenizer and preprocessing in
+its folder `hf`, so that it can be resumed and exported, and other runs can
+begin with it, without the original folder.
 """
 
 import dataclasses
@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from coat_jax.models.hf.files import read_json
 from coat_jax.models.hf.keys import CONFIG, LONGEST
 from coat_jax.models.hf.load import check_tensors, load_params
 from coat_jax.models.hf.save import PROCESSORS, carry
@@ -33,16 +32,19 @@ from train.presets import PRESETS
 from train.run.checkpoint import read_description
 from train.run.description import configuration
 from train.run.directory import RunDirectory
-from train.source import read_shape, read_text_shape, read_weights
+from train.source import read_length, read_shape, read_weights
 from train.step import TrainState
 
 
 def source_of(config: TrainConfig) -> Path | None:
-  """Finds the folder that a run's checkpoint is read from, or was kept in."""
+  """Finds the folder with the config.json that a run begins or began with."""
   kept = RunDirectory(config.out).source
   if config.resume and (kept / CONFIG).is_file():
     return kept
-  return _files(config) if config.init_from else None
+  if not config.init_from:
+    return None
+  origin = _origin(config)
+  return origin.source if isinstance(origin, RunDirectory) else origin
 
 
 def with_shape[Config: TrainConfig](config: Config) -> Config:
@@ -54,28 +56,28 @@ def with_shape[Config: TrainConfig](config: Config) -> Config:
       f"init_from: the model's shape is that of {source / CONFIG}, got options "
       "of the model too; leave --model out"
     )
-  read = read_shape if isinstance(config, FinetuneConfig) else read_text_shape
-  config = dataclasses.replace(config, model=read(source))
+  shape: Any = read_shape(
+    source, of_text=not isinstance(config, FinetuneConfig)
+  )
+  config = dataclasses.replace(config, model=shape)
   config.check_mesh()
   return config
 
 
 def check(config: TrainConfig, abstract: TrainState) -> None:
   """Checks a run's checkpoint, if it has one, without reading its tensors."""
-  if config.init_from and _run(config) is None:
-    check_tensors(_folder(config), config.model, abstract.params)
+  if config.init_from and isinstance(origin := _origin(config), Path):
+    check_tensors(origin, config.model, abstract.params)
 
 
 def describe_length(config: TrainConfig) -> list[str]:
-  """Says where sequences are longer than those that a checkpoint has seen.
+  """Warns if sequences are longer than the checkpoint's training sequences.
 
-  Learned positions end there, and `with_shape` refuses more; RoPE does not.
+  `with_shape` refuses sequences that are longer than learned positions.
   """
   if (source := source_of(config)) is None:
     return []
-  found = read_json(source / CONFIG)
-  found = found.get("text_config", found)
-  longest = found.get(LONGEST) if isinstance(found, dict) else None
+  longest = read_length(source)
   if type(longest) is not int or config.seq <= longest:
     return []
   return [
@@ -86,28 +88,28 @@ def describe_length(config: TrainConfig) -> list[str]:
 
 
 def keep_files(config: TrainConfig, run: RunDirectory) -> None:
-  """Copies what is kept of a checkpoint into a run's new folder."""
-  if config.init_from:
+  """Copies the files to keep of a checkpoint into a run's new folder."""
+  if config.init_from and (source := source_of(config)):
     run.source.mkdir()
-    carry(_files(config), run.source, CONFIG, *PROCESSORS)
+    carry(source, run.source, CONFIG, *PROCESSORS)
 
 
 def initial_state(
   config: TrainConfig, optimizer: FusedTransformation, mesh: Mesh | None = None
 ) -> TrainState:
-  """Builds the state before the first step, as `step.initial_state` does.
+  """Builds the state before the first step, like `step.initial_state`.
 
-  Weights are the checkpoint's where the run has one, read onto their devices
-  and stored as `params` says, rounded to nearest.
+  The weights of a checkpoint are read onto their devices and rounded to nearest
+  into the run's `params`.
   """
   if not config.init_from:
     return steps.initial_state(config, optimizer, mesh)
   abstract = steps.abstract_state(config, optimizer, mesh)
-  if (run := _run(config)) is not None:
-    load = functools.partial(_params_of_run, run, config, abstract.params, mesh)
+  if isinstance(origin := _origin(config), Path):
+    load = functools.partial(load_params, origin, config.model, abstract.params)
   else:
     load = functools.partial(
-      load_params, _folder(config), config.model, abstract.params
+      _params_of_run, origin, config, abstract.params, mesh
     )
   with_moments = jax.jit(
     functools.partial(steps.with_moments, config, optimizer),
@@ -147,31 +149,22 @@ def _params_of_run(
   return stored(found)
 
 
-def _folder(config: TrainConfig) -> Path:
-  return read_path("init_from", config.init_from)
-
-
-def _run(config: TrainConfig) -> RunDirectory | None:
-  """Returns the run to begin with, or None for a Hugging Face folder."""
-  run = RunDirectory(_folder(config))
+def _origin(config: TrainConfig) -> RunDirectory | Path:
+  """Returns the run or the Hugging Face folder that `init_from` names."""
+  folder = read_path("init_from", config.init_from)
+  run = RunDirectory(folder)
   if not run.is_run():
-    return None
+    return folder
   needs = None
   if run.path.resolve() == RunDirectory(config.out).path.resolve():
     needs = "must be another run than --out, got the same"
   elif run.latest_step() is None:
     needs = "must have a checkpoint, got none yet"
   elif not (run.source / CONFIG).is_file():
-    needs = "must have begun with a folder of transformers, got none"
+    needs = "must have begun with a Hugging Face folder, got none"
   if needs is None:
     return run
   raise ValueError(
     f"init_from: a run to begin with {needs} in {run.path}; pass another, or "
     "what python -m train.convert export-hf makes of it"
   )
-
-
-def _files(config: TrainConfig) -> Path:
-  """The folder that the checkpoint's other files are in."""
-  run = _run(config)
-  return _folder(config) if run is None else run.source

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads a model: that of a run, or of a folder that transformers wrote.
+"""Reads the model of a run, or of a Hugging Face folder.
 
-Both are read onto one device, in recipe bf16: what a model says of a text must
-not depend on the texts beside it, as FP8 products with one scale for all their
-tokens would have it. A LLaVA is read whole, or its decoder alone.
+Both are read onto one device, in recipe bf16: FP8 products have one scale for
+all their tokens, so what a model predicts for a text would depend on the texts
+next to it. A LLaVA is read whole, or only its decoder.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ from coat_jax.models import (
 )
 from coat_jax.models.hf.config import read_config
 from coat_jax.models.hf.files import read_json
-from coat_jax.models.hf.keys import CONFIG
+from coat_jax.models.hf.keys import CONFIG, LONGEST
 from coat_jax.models.hf.load import model_of
 from train import step as steps
 from train import weights
@@ -38,21 +38,21 @@ from train.run.checkpoint import read_description, restore_state
 from train.run.description import configuration
 from train.run.directory import RunDirectory
 from train.run.exits import say
+from train.step import TrainState
 from train.vit_config import VitConfig
 
 Compute = Literal["bfloat16", "float32"]
 Shape = ModelConfig | VisionLanguageConfig
-# Of a config.json without max_position_embeddings, as transformers has it for
-# Llama.
+# transformers uses it for a Llama without max_position_embeddings.
 _LENGTH = 2048
 
 
 class Source(NamedTuple):
-  """A model whose weights are not read yet."""
+  """A model, before its weights are read."""
 
-  name: str  # The folder and, of a run, the step.
-  # The folder with config.json and the files of tokenizer and preprocessing; a
-  # run keeps copies of them.
+  name: str  # The folder, and the step of a run.
+  # The folder of config.json, the tokenizer and the preprocessing; a run keeps
+  # copies of these files.
   files: Path
   config: Shape
   compute: Compute
@@ -63,12 +63,12 @@ class Source(NamedTuple):
 
   @property
   def family(self) -> str:
-    """The family of the model."""
+    """Returns the family of the model."""
     return _family(self.config)
 
   @property
   def decoder_config(self) -> ModelConfig:
-    """The decoder's shape, which a LLaVA has too."""
+    """Returns the shape of the decoder, which a LLaVA has too."""
     config = self.config
     return config if isinstance(config, ModelConfig) else config.text
 
@@ -82,47 +82,43 @@ def _family(config: Shape) -> str:
   return config.family if isinstance(config, ModelConfig) else "llava"
 
 
-def read_shape(folder: Path) -> Shape:
-  """Reads the shape of a Hugging Face decoder or LLaVA."""
-  return _read(folder, "a text model or a LLaVA")
-
-
-def read_text_shape(folder: Path) -> ModelConfig:
-  """Reads the shape of a Hugging Face decoder."""
-  shape = _read(folder, "a model of text alone")
-  if isinstance(shape, ModelConfig):
-    return shape
-  raise ValueError(
-    f"{folder} must hold a model of text alone, got a LLaVA; train it with "
-    f"python -m train.finetune {folder} --data FILES --out RUN"
-  )
-
-
-def _read(folder: Path, wanted: str) -> Shape:
-  """Reads a checkpoint's shape; raises ValueError for a vision tower."""
+def read_shape(folder: Path, *, of_text: bool = False) -> Shape:
+  """Reads the shape of a Hugging Face decoder or, unless `of_text`, LLaVA."""
   shape, _ = read_config(folder)
-  if not isinstance(shape, VisionConfig):
-    return shape
-  raise ValueError(
-    f"{folder} must hold {wanted}, got a {shape.family}, which writes no text; "
-    "pass another folder, or train a classifier of images, from random "
-    "weights, with python -m train.vit PRESET --data FOLDER"
-  )
+  if isinstance(shape, VisionConfig):
+    wanted = "a model of text alone" if of_text else "a text model or a LLaVA"
+    raise ValueError(
+      f"{folder} must hold {wanted}, got a {shape.family}, which writes no "
+      "text; pass another folder, or train a classifier of images, from random "
+      "weights, with python -m train.vit PRESET --data FOLDER"
+    )
+  if of_text and isinstance(shape, VisionLanguageConfig):
+    raise ValueError(
+      f"{folder} must hold a model of text alone, got a LLaVA; train it with "
+      f"python -m train.finetune {folder} --data FILES --out RUN"
+    )
+  return shape
+
+
+def read_length(folder: Path) -> Any:
+  """Reads how long the texts were that a checkpoint was trained with."""
+  found = read_json(folder / CONFIG)
+  return found.get("text_config", found).get(LONGEST)
 
 
 def open_source(
   folder: Path, tokenizer: str | None = None, compute: Compute | None = None
 ) -> Source:
-  """Opens the newest checkpoint of a run, or one of transformers."""
+  """Opens the newest checkpoint of a run, or a Hugging Face folder."""
   run = RunDirectory(folder)
   if run.is_run() and run.latest_step() is not None:
     return _open_run(run, tokenizer, compute)
   if not run.is_run() and (folder / CONFIG).is_file():
     return _open_hf(folder, tokenizer, compute or "bfloat16")
   raise ValueError(
-    f"{folder} must hold a run with a checkpoint, or one of transformers, got "
-    "neither; pass the --out of a run, or a folder with config.json and "
-    "safetensors"
+    f"{folder} must hold a run with a checkpoint, or a Hugging Face "
+    "checkpoint, got neither; pass the --out of a run, or a folder with "
+    "config.json and safetensors"
   )
 
 
@@ -130,8 +126,11 @@ def _open_run(
   run: RunDirectory, tokenizer: str | None, compute: Compute | None
 ) -> Source:
   done, damaged = run.newest_whole_step()
-  config = _on_one_device(
-    configuration(read_description(run.checkpoints, done))
+  config = dataclasses.replace(
+    configuration(read_description(run.checkpoints, done)),
+    mesh="",
+    distributed=False,
+    grad_reduce="float32",
   )
   if isinstance(config, VitConfig):
     raise ValueError(
@@ -140,13 +139,16 @@ def _open_run(
     )
   compute = compute or config.compute
 
-  def load():
+  def load() -> Any:
     abstract = steps.abstract_state(config, steps.build_optimizer(config))
-    # What is () is not read.
-    weights: Any = abstract._replace(optimizer=(), exact=(), clip=())
-    params = restore_state(run.checkpoints, done, weights).params
+    params = _restore(run, done, abstract, optimizer=()).params
     say(f"{run.path}: weights of step {done}", *damaged)
-    return nnx.merge(_graph(config.model, compute), params)
+    model = nnx.eval_shape(
+      lambda: model_of(
+        config.model, recipe=recipes.bf16(), dtype=jnp.dtype(compute)
+      )
+    )
+    return nnx.merge(nnx.split(model, nnx.Param)[0], params)
 
   return Source(
     f"{run.path}, step {done}",
@@ -159,16 +161,12 @@ def _open_run(
   )
 
 
-def _on_one_device(config: TrainConfig) -> TrainConfig:
-  options = {"mesh": "", "distributed": False, "grad_reduce": "float32"}
-  return dataclasses.replace(config, **options)
-
-
-def _graph(config: Shape, compute: Compute) -> nnx.GraphDef:
-  model = nnx.eval_shape(
-    lambda: model_of(config, recipe=recipes.bf16(), dtype=jnp.dtype(compute))
-  )
-  return nnx.split(model, nnx.Param)[0]
+def _restore(
+  run: RunDirectory, step: int, abstract: TrainState, **others: Any
+) -> TrainState:
+  """Restores parts of a checkpoint; those that are () here are not read."""
+  abstract = abstract._replace(exact=(), clip=(), **others)
+  return restore_state(run.checkpoints, step, abstract)
 
 
 def _text_of_run(
@@ -176,8 +174,8 @@ def _text_of_run(
 ) -> Text:
   """Opens the tokenizer of a run's data.
 
-  Where they are ids, or nothing was trained yet, that is what is kept of the
-  checkpoint that the run began with.
+  If the data are ids, or nothing was trained yet, it is the tokenizer that the
+  run kept of the checkpoint that it began with.
   """
   data = config.data
   is_kept = data.dtype != "text" or (not done and data.tokenizer is None)
@@ -189,50 +187,33 @@ def _text_of_run(
 def _open_hf(folder: Path, tokenizer: str | None, compute: Compute) -> Source:
   config, dtype = read_shape(folder), jnp.dtype(compute)
   text = FolderText(folder, tokenizer)
+  length = read_length(folder)
+  if length is None:
+    length = _LENGTH
+  if type(length) is not int or length < 1:
+    raise ValueError(
+      f"{folder / CONFIG}: {LONGEST} must be a number of tokens, got "
+      f"{str(length)[:40]}; copy the file again"
+    )
 
   def load():
     model = load_hf(
-      folder,
-      recipe=recipes.bf16(),
-      dtype=dtype,
-      param_dtype=dtype,
+      folder, recipe=recipes.bf16(), dtype=dtype, param_dtype=dtype
     )
     say(f"{folder}: weights of a {_family(config)}")
     return model
 
-  length = _length(folder)
   return Source(str(folder), folder, config, compute, text, length, load)
-
-
-def _length(folder: Path) -> int:
-  """The longest text that a checkpoint's model was trained for."""
-  found = read_json(folder / CONFIG)
-  found = found.get("text_config", found).get(
-    "max_position_embeddings", _LENGTH
-  )
-  if type(found) is not int or found < 1:
-    raise ValueError(
-      f"{folder / CONFIG}: max_position_embeddings must be a number of tokens, "
-      f"got {str(found)[:40]}; copy the file again"
-    )
-  return found
 
 
 def read_weights(
   run: RunDirectory, step: int, config: TrainConfig, mesh: Mesh | None = None
 ) -> Any:
   """Reads the weights of a checkpoint; those with low bytes become f32."""
-  abstract = steps.abstract_state(
-    config, steps.build_optimizer(config, mesh), mesh
-  )
-  # What is () is not read.
-  abstract = abstract._replace(exact=(), clip=())
-  if config.params != "bfloat16_low8":  # Else it has the weights' low bytes.
-    none: Any = ()
-    abstract = abstract._replace(optimizer=none)
-  state = restore_state(run.checkpoints, step, abstract)
+  optimizer = steps.build_optimizer(config, mesh)
+  abstract = steps.abstract_state(config, optimizer, mesh)
   if config.params != "bfloat16_low8":
-    return state.params
-  return jax.jit(weights.load)(
-    state.params, weights.without_low(state.optimizer)[1]
-  )
+    return _restore(run, step, abstract, optimizer=()).params
+  state = _restore(run, step, abstract)
+  low = weights.without_low(state.optimizer)[1]
+  return jax.jit(weights.load)(state.params, low)

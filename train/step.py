@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """One training step and one evaluation, as pure functions.
 
-The state is a tuple of plain trees, and a checkpoint holds the bytes that a
-step reads. A step is compiled once, ahead of time, and donates its state: the
-buffers of its input become those of its output, so a state is used once.
+The state is a tuple of plain trees, which a checkpoint stores as they are. A
+step is compiled once, ahead of time, and donates its state: the result reuses
+the buffers of the argument, so a state can be used only once.
+
+Several functions share three arguments: `graph` comes from `build_graph`,
+`optimizer` from `build_optimizer`, and `mesh` from `train.mesh.make_mesh` (None
+for one device).
 """
 
 import contextlib
@@ -36,16 +40,16 @@ from train.update import (
 
 
 class TrainState(NamedTuple):
-  """The state that a run carries from step to step, except its data place."""
+  """The state that a run carries from step to step, without its data."""
 
   step: jax.Array  # int32, steps done.
   params: Any  # Weights as layers read them, nested dicts.
   # Stored moments of what is trained (`train.objective.trained`) and the number
-  # of updates; with params bfloat16_low8 its low bytes too.
+  # of updates; with params bfloat16_low8 also the weights' low bytes.
   optimizer: FusedState
   # f32 moments of the same gradients, for reports; () without reports.
   exact: optax.ScaleByAdamState | tuple[()]
-  # Norms of earlier steps; () where gradients are clipped by their own.
+  # Norms of earlier steps; () if gradients are clipped by their own norm.
   clip: ClipState | tuple[()] = ()
 
 
@@ -55,11 +59,10 @@ class StepMetrics(NamedTuple):
   loss: jax.Array  # f32, mean loss of the batch's targets, in nats.
   grad_norm: jax.Array  # f32, global norm of the gradients before clipping.
   lr: jax.Array  # f32, learning rate of the update.
-  # bool [leaves], whether each gradient is, as `leaf_names` orders.
-  is_finite: jax.Array
-  # int32, targets that count; None where all do.
+  is_finite: jax.Array  # bool [leaves], of gradients, in `leaf_names` order.
+  # int32, the number of targets that count; None if all do.
   targets: jax.Array | None = None
-  # f32, share of the input that is of no document; None where there is none.
+  # f32, the share of the input that is padding; None without documents.
   padding: jax.Array | None = None
 
 
@@ -67,9 +70,8 @@ class Evaluation(NamedTuple):
   """Scalars of a held-out batch."""
 
   loss: jax.Array  # f32, mean loss of its targets, in nats.
-  targets: jax.Array | None
-  # f32, share of its targets that are predicted; None where the objective does
-  # not say.
+  targets: jax.Array | None  # As in `StepMetrics`.
+  # f32, the share of targets that are predicted, if the objective measures it.
   accuracy: jax.Array | None = None
 
 
@@ -87,13 +89,10 @@ def build_optimizer(
   rate: optax.ScalarOrSchedule | None = None,
   seed: ArrayLike | None = None,
 ) -> FusedTransformation:
-  """Builds the optimizer; on a mesh devices step their shards.
+  """Builds the optimizer; on a mesh, devices step their shards.
 
-  Args:
-    config: The run.
-    mesh: From `train.mesh.make_mesh`; None for one device.
-    rate: The learning rate, possibly traced; None for the run's schedule.
-    seed: Of stochastic rounding, likewise; None for the run's.
+  `rate` and `seed`, which may be traced, replace the run's schedule and its
+  seed of stochastic rounding.
   """
   shardings = None
   if mesh is not None:
@@ -104,24 +103,16 @@ def build_optimizer(
 
 def build_graph(config: TrainConfig) -> nnx.GraphDef:
   """Builds the model without its weights."""
-  return nnx.split(nnx.eval_shape(lambda: _model(config)), nnx.Param)[0]
+  build = objective_of(config.model).build
+  return nnx.split(nnx.eval_shape(lambda: build(config)), nnx.Param)[0]
 
 
 def abstract_state(
   config: TrainConfig, optimizer: FusedTransformation, mesh: Mesh | None = None
 ) -> TrainState:
-  """Builds the state's shapes and, on a mesh, shardings; no memory is used.
+  """Builds the state's shapes, dtypes and, on a mesh, shardings.
 
-  Args:
-    config: The run.
-    optimizer: From `build_optimizer`.
-    mesh: From `train.mesh.make_mesh`.
-
-  Returns:
-    `jax.ShapeDtypeStruct`s: what checkpoints are restored into.
-
-  Raises:
-    ValueError: a device would have a part of a group of moments.
+  Raises a ValueError if a device would hold part of a group of moments.
   """
   params = jax.eval_shape(lambda: _initial_params(config))
   make = functools.partial(with_moments, config, optimizer)
@@ -145,7 +136,7 @@ def initializer(
 ) -> jax.stages.Wrapped:
   """Builds the jitted function that makes `initial_state`.
 
-  Weights that are not stored in f32 are rounded to nearest; they are drawn a
+  Weights that are not stored in f32 are rounded to nearest. They are drawn one
   layer at a time, so that this needs no more memory than a step.
   """
   out_shardings = shardings(abstract_state(config, optimizer, mesh))
@@ -162,7 +153,7 @@ def initializer(
 
 
 def initial_clip(config: TrainConfig, abstract: TrainState) -> Any:
-  """Builds what clipping keeps before its first step; () of a global norm."""
+  """Builds the norms that clipping keeps, before its first step."""
   make = jax.jit(
     lambda: _no_norms(config, trained(config, abstract.params)),
     out_shardings=shardings(abstract.clip),
@@ -171,7 +162,6 @@ def initial_clip(config: TrainConfig, abstract: TrainState) -> Any:
 
 
 def _no_norms(config: TrainConfig, params: Any) -> ClipState | tuple[()]:
-  """The norms that clipping keeps of trained parameters, before any step."""
   clip = config.optim.clipping()
   if clip is None:
     return ()
@@ -179,20 +169,20 @@ def _no_norms(config: TrainConfig, params: Any) -> ClipState | tuple[()]:
 
 
 def shardings(abstract: Any) -> Any:
-  """Returns the shardings of a tree as `jit` takes them; None without any."""
+  """Returns the shardings of a tree for `jit`; None if it has none."""
   found = jax.tree.map(lambda x: x.sharding, abstract)
   return found if jax.tree.leaves(found) else None
 
 
 def _initial_params(config: TrainConfig, store: Callable | None = None) -> Any:
-  model = _model(config, store)
+  model = objective_of(config.model).build(config, store)
   return nnx.to_pure_dict(nnx.split(model, nnx.Param)[1])
 
 
 def with_moments(
   config: TrainConfig, optimizer: FusedTransformation, params: Any
 ) -> TrainState:
-  """Builds the state before the first step of these weights."""
+  """Builds the state before the first step, with these weights."""
   stored, _ = weights.store(config.params, params)
   params = trained(config, params)
   exact, norms = (), _no_norms(config, params)
@@ -209,19 +199,8 @@ def train_step(
 ) -> Callable[[TrainState, Rows], tuple[TrainState, StepMetrics]]:
   """Builds the function of (state, rows) that trains.
 
-  Rows are what the `train.objective` of the run's model makes a batch of, such
-  as tokens int32 [B, T + 1].
-
-  On a mesh, trace it under `jax.set_mesh`, as `compile_on` does.
-
-  Args:
-    config: The run.
-    graph: From `build_graph`.
-    optimizer: From `build_optimizer`.
-    mesh: From `train.mesh.make_mesh`; None for one device.
-
-  Returns:
-    The function; it returns the next state and the `StepMetrics`.
+  `train.objective` makes a batch of the rows, such as tokens int32 [B, T + 1].
+  On a mesh, trace the function under `jax.set_mesh`, as `compile_on` does.
   """
   schedule = learning_rate(config)
   change = update_in_backward if config.optimizer_in_backward else update
@@ -251,10 +230,8 @@ def eval_step(
 ) -> Callable[[Any, Rows], Evaluation]:
   """Builds the function of (params, rows) that evaluates.
 
-  Args:
-    graph: From `build_graph`.
-    accumulate: Microbatches, one after another as in training: all at once
-      could need more memory than training does.
+  It takes as many microbatches as training does; a whole batch at once could
+  need more memory than a training step.
   """
 
   def evaluate(params, rows):
@@ -285,17 +262,10 @@ def _count_targets(batch: AnyBatch) -> jax.Array | None:
 def compile_on(
   mesh: Mesh | None, step: Callable, *abstract, updates: bool = False
 ) -> jax.stages.Compiled:
-  """Compiles a step ahead of time.
+  """Compiles a step ahead of time, for abstract arguments.
 
-  Args:
-    mesh: From `train.mesh.make_mesh`; None for one device.
-    step: From `train_step` or `eval_step`.
-    *abstract: Its arguments: shapes, dtypes and, on a mesh, shardings.
-    updates: Whether the first argument is a state that is donated to the first
-      result, which is sharded like it.
-
-  Returns:
-    The program. Results that are no state are replicated on all devices.
+  With `updates`, the first argument is a state that is donated to the first
+  result, which has its shardings. All other results are replicated.
   """
   out_shardings = None
   context = contextlib.nullcontext()
@@ -314,7 +284,3 @@ def leaf_names(tree) -> list[str]:
   """Names the leaves, `layers/mlp/gate`, in the order of the tree."""
   paths = [path for path, _ in jax.tree.leaves_with_path(tree)]
   return [jax.tree_util.keystr(p, simple=True, separator="/") for p in paths]
-
-
-def _model(config: TrainConfig, store: Callable | None = None) -> nnx.Module:
-  return objective_of(config.model).build(config, store)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The work of a training step: gradients, clipping and the optimizer.
 
-`update` computes all gradients and then steps all parameters,
-`update_in_backward` each layer's when its gradients exist. Both take the state
-of `train.step` and give the same.
+`update` computes all gradients and then steps all parameters;
+`update_in_backward` steps each layer's parameters when its gradients exist.
+Both return the results of the step and the next `exact` moments.
 """
 
 from typing import Any
@@ -24,7 +24,7 @@ from train import weights
 from train.config import TrainConfig
 from train.objective import AnyBatch, objective_of, trained
 
-# Where a decoder's parameters have their stacked layers.
+# The stacked layers in a decoder's parameters.
 _STACK = "layers"
 
 
@@ -36,7 +36,7 @@ def update(
   state,
   batch: AnyBatch,
 ) -> tuple[BackwardStep, Any]:
-  """Computes all gradients, then steps; returns the step and next `exact`."""
+  """Computes all gradients, then steps all parameters."""
   loss, grads = _mean_gradients(config, graph, mesh, state.params, batch)
   is_finite = finite_leaves(grads)
   scale, clip_state, exact = jnp.float32(1), state.clip, state.exact
@@ -46,14 +46,14 @@ def update(
       clip, state.clip, grads, stack=stacks
     )
   else:
-    # By the global norm, in the optimizer's pass over the gradients.
+    # The optimizer scales by the global norm in its pass over the gradients.
     norm = global_norm(grads)
     largest = config.optim.grad_clip
     scale = jnp.where(norm < largest, 1.0, largest / norm)
   params, optimizer_state = optimizer.apply(
     grads, state.optimizer, trained(config, state.params), grad_scale=scale
   )
-  params = state.params | params  # Frozen ones stay.
+  params = state.params | params  # Frozen parts stay.
   if config.report_state:
     clipped = jax.tree.map(lambda g: g * scale, weights.in_f32(grads))
     exact = exact_adam(config).update(clipped, exact)[1]
@@ -108,12 +108,10 @@ def update_in_backward(
 
 
 def _mean_gradients(config, graph, mesh, params, batch):
-  """Computes the loss and gradients of a batch, a microbatch at a time.
+  """Computes the loss and gradients of a batch, one microbatch at a time.
 
-  Frozen parameters are no argument of what is differentiated.
-
-  Gradients have the dtypes of the weights, their sums over microbatches f32 or
-  what `grad_accumulate` says.
+  Gradients have the dtypes of the weights; their sums over microbatches are f32
+  unless `grad_accumulate` is bfloat16.
   """
   graph, cache = with_cache(nnx.merge(graph, params))
   objective = objective_of(config.model)
@@ -121,7 +119,7 @@ def _mean_gradients(config, graph, mesh, params, batch):
   @jax.value_and_grad
   def share_of(own, batch):
     loss = objective.loss(nnx.merge(graph, params | own, cache), batch)
-    # Shares are of all microbatches' targets already.
+    # Shares already count the targets of all microbatches.
     return loss / config.accumulate if batch.shares is None else loss
 
   own = trained(config, params)
@@ -144,19 +142,18 @@ def _mean_gradients(config, graph, mesh, params, batch):
 def microbatches[Each](batch: Each, accumulate: int) -> Each:
   """Reshapes arrays [B, ...] to [accumulate, B / accumulate, ...].
 
-  A microbatch has every `accumulate`-th row, so that each device takes from its
-  own rows and nothing moves.
+  A microbatch takes every `accumulate`-th row, so that each device uses its own
+  rows and nothing moves.
   """
 
   def split(x):
-    split = x.reshape(-1, accumulate, *x.shape[1:])
-    return jnp.moveaxis(split, 1, 0)
+    return jnp.moveaxis(x.reshape(-1, accumulate, *x.shape[1:]), 1, 0)
 
   return jax.tree.map(split, batch)
 
 
 def with_cache(model: Any) -> tuple[nnx.GraphDef, nnx.State]:
-  """Fills the model's weight caches; returns all of it but the weights."""
+  """Fills the model's weight caches; returns the model without its weights."""
   is_whole = isinstance(model, VisionLanguageModel)
   recipe = (model.decoder if is_whole else model).layers.attention.active_recipe
   graph, _, cache = nnx.split(with_weight_cache(model, recipe), nnx.Param, ...)
@@ -164,6 +161,7 @@ def with_cache(model: Any) -> tuple[nnx.GraphDef, nnx.State]:
 
 
 def exact_adam(config: TrainConfig) -> optax.GradientTransformation:
+  """Builds Adam with f32 moments, which reports compare the codes with."""
   return optax.scale_by_adam(config.optim.b1, config.optim.b2)
 
 

@@ -1,28 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains a vision transformer to say what is in images.
+"""Trains a vision transformer to classify images.
 
   python -m train.data.digits digits
   python -m train.vit vit_digits --data digits --out RUN [options]
   python -m train.vit vit_digits --data digits --out RUN --resume
 
-FOLDER has a folder of images for each class (`train.data.labelled`). Nearly all
-options of `train.pretrain` are here, and its exit status; docs/vision.md says
-more.
-
-It trains as `train.pretrain` does: `train.loop` is the run, `ImageFolder` its
-data, and `train.objective` the loss.
+`--data` names a folder with a folder of images for each class
+(`train.data.labelled`). Nearly all options are those of `train.pretrain`, and
+so is the exit status; docs/vision.md explains more.
 """
 
 import dataclasses
-import inspect
 import json
 import sys
 from collections.abc import Sequence
 
-import tyro
 from PIL import Image
 
-from train.command_line import check_given, words_of
+from train.command_line import one_of, read_options
 from train.data.images import Preprocessing
 from train.data.labelled import (
   THREADS,
@@ -43,27 +38,20 @@ Trains a vision transformer to classify images.
   python -m train.vit PRESET --data FOLDER --out RUN [options]"""
 
 
+def read(words: Sequence[str]) -> VitConfig:
+  """Reads the command line."""
+  return read_options(
+    one_of(PRESETS),
+    "vit",
+    words,
+    description=_DESCRIPTION,
+    required="--data FOLDER",
+  )
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-  """Reads the command line, trains, and returns the exit status."""
-
-  words = words_of(arguments)
-
-  def read() -> VitConfig:
-    presets = {
-      name: (inspect.getdoc(preset) or "", preset())
-      for name, preset in PRESETS.items()
-    }
-    config = tyro.extras.overridable_config_cli(
-      presets,
-      args=words,
-      prog="python -m train.vit",
-      description=_DESCRIPTION,
-      config=(tyro.conf.FlagCreatePairsOff,),
-    )
-    check_given(config, words)
-    return config
-
-  return run_command(read, load)
+  """Trains, and returns the exit status."""
+  return run_command(read, load, arguments)
 
 
 def load(config: VitConfig) -> tuple[VitConfig, "ImageFolder"]:
@@ -71,7 +59,7 @@ def load(config: VitConfig) -> tuple[VitConfig, "ImageFolder"]:
   model = config.model
   if (model.family, model.num_channels) != ("vit", 3):
     raise ValueError(
-      "model: images of three colors are classified by family vit, got "
+      "model: images of three colors need family vit and 3 channels, got "
       f"{model.family} with num_channels {model.num_channels}; leave both out"
     )
   if not config.data.folder:
@@ -83,7 +71,7 @@ def load(config: VitConfig) -> tuple[VitConfig, "ImageFolder"]:
   own = held_out_folder(folder)
   if own is not None and share != ImageData.held_out:
     raise ValueError(
-      "data: a share of images is held out where no folder says what, got "
+      "data: held_out applies if no folder holds the held-out images, got "
       f"{share} and {own}; leave --held-out out, or remove the folder"
     )
   found = load_labelled(
@@ -95,13 +83,13 @@ def load(config: VitConfig) -> tuple[VitConfig, "ImageFolder"]:
   count = len(found.classes)
   if model.num_classes not in (None, count):
     raise ValueError(
-      f"model: num_classes must be those of the images, {count}, got "
+      f"model: num_classes must be that of the images, {count}, got "
       f"{model.num_classes}; leave it out"
     )
   if len(found.rows) < config.batch:
     raise ValueError(
-      f"batch: there must be as many images to train on, got {config.batch} of "
-      f"{len(found.rows)}; lower --batch, or give more images"
+      f"batch: must be at most the {len(found.rows)} images to train on, got "
+      f"{config.batch}; lower --batch, or give more images"
     )
   say(
     f"{config.out}: {len(found.rows)} images of {count} classes to train on, "
@@ -120,7 +108,7 @@ def load(config: VitConfig) -> tuple[VitConfig, "ImageFolder"]:
 
 
 def _preprocessing(size: int) -> Preprocessing:
-  """Resizes both sides, and scales pixels to between -1 and 1."""
+  """Makes the preprocessing: a square, and pixels from -1 to 1."""
   return Preprocessing(
     size=(size, size),
     crop=None,

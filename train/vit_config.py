@@ -1,26 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """The configuration of a run that classifies images, and its presets.
 
-That of `train.config` with a vision tower for a model and images for data:
-`python -m train.vit PRESET` reads it from the command line.
+It is the configuration of `train.config` with a vision tower for a model and
+images for data; `python -m train.vit PRESET` reads it from the command line.
 """
 
 import dataclasses
 from typing import Annotated, ClassVar
 
-from tyro.conf import Fixed, OmitArgPrefixes, Suppress, arg
+from tyro.conf import Fixed, OmitArgPrefixes, Suppress
 
 from coat_jax.models import VisionConfig
 from coat_jax.models.ranges import Count, Range, check_numbers
 from train.config import TrainConfig
+from train.mesh import check_fits
 from train.optim_config import OptimConfig
-from train.options import FIXED, SILENT
+from train.options import Share, fixed, shown, silent
 
-# Of a run, the names of its classes by number, beside the files of a
-# checkpoint of transformers.
+# A run keeps the names of its classes, by number, in this file.
 CLASSES = "classes.json"
-# Of what a held-out share can be: neither nothing nor all.
-_Share = Annotated[float, Range(1e-6, 0.999999)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,18 +26,18 @@ class ImageData:
   """Images to learn from.
 
   Attributes:
-    folder: A folder with a folder of images for each class, or with `train` and
-      `test` (or `val`), each of which has those; see `train.data.labelled`.
+    folder: A folder with a folder of images for each class, or with such
+      folders in `train` and `test` (or `val`); see `train.data.labelled`.
     held_out: Share of each class to hold out for evaluation, at least one
       image, if no folder says which images are held out.
   """
 
-  # As of `DataConfig`: there is no text.
+  # For code that reads a `DataConfig`: there is no text.
   dtype: ClassVar[str] = "images"
   tokenizer: ClassVar[None] = None
 
-  folder: Annotated[str, arg(name="data", metavar="FOLDER")] = ""
-  held_out: _Share = dataclasses.field(default=0.2, metadata=FIXED)
+  folder: Annotated[str, shown("required", name="data", metavar="FOLDER")] = ""
+  held_out: Share = fixed(0.2)
 
   def __post_init__(self):
     check_numbers(self)
@@ -56,29 +54,22 @@ class VitConfig(TrainConfig):
     seq: Tokens per image.
   """
 
-  # No shared code reads either of the two.
-  model: VisionConfig = dataclasses.field(metadata=FIXED)  # pyright: ignore[reportIncompatibleVariableOverride]
-  data: OmitArgPrefixes[ImageData] = dataclasses.field(  # pyright: ignore[reportIncompatibleVariableOverride]
-    default=ImageData(), metadata=SILENT
-  )
-  seq: Suppress[Fixed[Count]] = dataclasses.field(default=1, metadata=FIXED)
-  # Of decoders.
-  init_from: Suppress[Fixed[str]] = dataclasses.field(
-    default="", metadata=SILENT
-  )
+  model: VisionConfig = fixed()  # pyright: ignore[reportIncompatibleVariableOverride]
+  data: OmitArgPrefixes[ImageData] = silent(ImageData())  # pyright: ignore[reportIncompatibleVariableOverride]
+  # Derived from the model.
+  seq: Suppress[Fixed[Count]] = fixed(1)
+  # These three work for decoders only.
+  init_from: Suppress[Fixed[str]] = silent("")
   optimizer_in_backward: Suppress[Fixed[bool]] = False
-  watch: Suppress[Fixed[Annotated[int, Range(0, 0)]]] = dataclasses.field(
-    default=0, metadata=SILENT
-  )
+  watch: Suppress[Fixed[Annotated[int, Range(0, 0)]]] = silent(0)
 
   def __post_init__(self):
-    # What the loop counts with; frozen dataclasses set a derived field so.
+    # The loop counts tokens with it. Frozen dataclasses set derived fields so.
     object.__setattr__(self, "seq", self.model.num_tokens)
     super().__post_init__()
 
   def check_mesh(self):
-    """Raises ValueError where the mesh cannot split the tower or a batch."""
-    self._check_sharding()
+    check_fits(self)
 
 
 def vit_digits() -> VitConfig:
@@ -108,8 +99,8 @@ def vit_digits() -> VitConfig:
 def vit_s16() -> VitConfig:
   """ViT-S/16 for ImageNet's 1.28 million images: arXiv:2205.01580, 90 epochs.
 
-  Without its random crops, flips, RandAugment and mixup, which are not here and
-  which its accuracy needs.
+  The paper's accuracy also needs random crops, flips, RandAugment and mixup,
+  which are not implemented here.
   """
   return VitConfig(
     out="runs/vit_s16",

@@ -1,29 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """Early signs that low precision is about to hurt: `--watch N`.
 
-Every N steps a program of its own looks at the state and at the step's batch,
-whose forward it runs once more; the training step stays as it is. It finds
+Every N steps a separate program looks at the state and runs the forward of the
+step's batch once more; the training step does not change. It finds
 
   activations_amax       largest magnitude of each layer's output
   activations_kurtosis   E[x^4] / E[x^2]^2 of it: 3 for a normal distribution;
                          outliers, which take a tensor's range, make it large
-  activations_zeroed     share of its values that one scale a tensor makes zero,
-                         in the recipe's format for values (E4M3 of recipe bf16)
+  activations_zeroed     share of its values that become zero with one scale a
+                         tensor in the recipe's format for values (in recipe
+                         bf16: E4M3)
   mu_saturated, nu_      share of the stored moments' codes that are the largest
-  mu_zeroed, nu_         share of them that are zero; a second moment that is
+  mu_zeroed, nu_         share of codes that are zero; a second moment of zero
                          divides its update by eps
-  mu_power, nu_          smallest power k of a group, of codecs that have one
-                         (coat_lion has no nu_; coat_muon has it of those
+  mu_power, nu_          smallest power k of a group, for codecs with powers
+                         (coat_lion has no nu_; for coat_muon these are the
                          parameters that AdamW steps)
   grad_norm              of the step
 
 and writes them as `watch` into metrics.jsonl. A forward is a third of a step:
 with N = 100 it costs 0.3 % of the time.
 
-The rule, `RULES`: a value is compared with the median of up to ten probes
-before it, of which there must be three. Where it is above twice the median (of
-kurtosis and amax; four times for the gradients' norm), below half of it (k), or
-above it by 0.05 (shares), a line says so: of layers, the one furthest off.
+A value is compared, by `RULES`, with the median of up to ten probes before it;
+at least three must exist. A line is printed if it is above twice the median
+(kurtosis and amax; four times for the gradients' norm), below half of it (k),
+or above it by 0.05 (shares). It names the layer that is furthest off.
 """
 
 import statistics
@@ -53,26 +54,20 @@ Found = dict[str, list[float | None]]
 
 
 class Rule(NamedTuple):
-  """When a value has drifted from the median of those before it."""
+  """The limit of a value: `factor` * median + `plus`."""
 
   text: str  # The meaning, for the printed line.
-  # Limit as a multiple of the median; a factor below 1 is a lower limit.
-  factor: float | None = None
-  # Limit above the median. Either this or `factor` is given.
-  plus: float | None = None
+  factor: float = 1.0  # Below 1 it makes a lower limit.
+  plus: float = 0.0
 
   def is_broken(self, value: float, usual: float) -> bool:
-    """Whether a value has drifted."""
-    if self.plus is not None:
-      return value > usual + self.plus
-    assert self.factor is not None
-    if self.factor < 1:
-      return value < usual * self.factor
-    return value > usual * self.factor
+    """Returns whether a value has drifted from the median."""
+    limit = usual * self.factor + self.plus
+    return value < limit if self.factor < 1 else value > limit
 
 
 _OUTLIERS = "outliers take the range of its codes"
-_EXPLODE = "updates of second moments that are zero are divided by eps"
+_EXPLODE = "updates with second moments of zero are divided by eps"
 _LOST = "moments below the codes' range are lost"
 RULES = {
   "activations_amax": Rule(_OUTLIERS, factor=2),
@@ -119,7 +114,7 @@ def of_moments(optimizer: Any) -> dict[str, jax.Array]:
 
 
 def _of_layers(model: Any, batch: Batch) -> dict[str, jax.Array]:
-  """Statistics of each layer's output."""
+  """Computes statistics of each layer's output."""
   forward = model.layer_forward(batch.input_segments)
   values = model.layers.attention.active_recipe.formats.values
 
@@ -150,7 +145,7 @@ def _of_values(x: jax.Array, dtype) -> dict[str, jax.Array]:
 def _of_codes(
   group: GroupCodec, encoded: list[Encoded]
 ) -> dict[str, jax.Array]:
-  """Shares of the codes of one moment, of all leaves; {} without codes."""
+  """Computes shares of the codes of a moment; {} if it has no codes."""
   if not encoded or encoded[0].codes.dtype.itemsize > 1:
     return {}
   dtype = encoded[0].codes.dtype
@@ -194,13 +189,13 @@ class Watcher:
     self._every, self._earlier = config.watch, []
 
   def is_due(self, done: int) -> bool:
-    """Whether there is a probe after so many steps."""
+    """Returns whether a probe is due after this many steps."""
     return done % self._every == 0
 
   def look(
     self, state: step.TrainState, rows: Any, grad_norm: float
   ) -> tuple[Found, list[str]]:
-    """Probes a state."""
+    """Probes a state; returns its values, and lines about drifts."""
     values = jax.device_get(self._program(state, rows))
     found = {name: _numbers(x) for name, x in values.items()}
     found["grad_norm"] = _numbers([grad_norm])
@@ -210,30 +205,29 @@ class Watcher:
 
 
 def _numbers(values: Any) -> list[float | None]:
-  """Numbers as JSON has them."""
+  """Rounds to six digits; None for numbers that JSON cannot store."""
   return [float(f"{x:.6g}") if np.isfinite(x) else None for x in values]
 
 
 def drifts(earlier: list[Found], found: Mapping[str, list]) -> list[str]:
-  """Compares a probe with those before it, by `RULES`."""
+  """Compares a probe with earlier ones; returns a line for each broken rule."""
   said = []
   for name, rule in RULES.items():
-    worst: tuple[float, str] | None = None
+    broken = []
     for i, value in enumerate(found.get(name, ())):
       before = [x[name][i] for x in earlier[-_COMPARED:] if name in x]
       before = [x for x in before if x is not None]
       if value is None or len(before) < _FEWEST:
         continue
       usual = statistics.median(before)
-      if not rule.is_broken(value, usual):
-        continue
-      off = abs(value - usual) / (abs(usual) + 1e-30)
+      if rule.is_broken(value, usual):
+        off = abs(value - usual) / (abs(usual) + 1e-30)
+        broken.append((off, i, value, usual, len(before)))
+    if broken:
+      _, i, value, usual, count = max(broken)
       where = f" of layer {i}" if len(found[name]) > 1 else ""
-      text = (
+      said.append(
         f"watch: {name}{where} is {value:.4g}, and was {usual:.4g} (median of "
-        f"{len(before)}): {rule.text}"
+        f"{count}): {rule.text}"
       )
-      worst = max(worst or (off, text), (off, text))
-    if worst is not None:
-      said.append(worst[1])
   return said

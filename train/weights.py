@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a run stores its weights: in f32, in bf16, or in bf16 and a byte.
+"""How a run stores its weights: in f32, in bf16, or in bf16 and a low byte.
 
-The option `params` of `train.config`. Only matrices and embeddings are stored
-in fewer bits: norms' scales and biases (`is_matrix`) are f32 in every run.
-Bytes are in the optimizer's state, `LowBitsState`.
+This is the option `params` of `train.config`. Only matrices and embeddings are
+stored in fewer bits; norms' scales and biases are f32 in every run. The low
+bytes are in the optimizer's state, `LowBitsState`.
 """
 
 from collections.abc import Callable
@@ -24,46 +24,42 @@ from coat_jax.optimizer.state import FusedState
 Stored = Literal["float32", "bfloat16", "bfloat16_low8"]
 
 
-def high_of(kind: Stored) -> Callable[[str, jax.Array], jax.Array]:
-  """Builds the function of (path, f32) that gives what layers read."""
+def high_of(stored: Stored) -> Callable[[str, jax.Array], jax.Array]:
+  """Makes the function of (path, f32) that returns what layers read."""
 
   def high(path, x):
     if not weights.is_matrix(path, x):
       return x
-    if kind == "bfloat16_low8":
+    if stored == "bfloat16_low8":
       return weights.split(x).high
-    return x.astype(kind)
+    return x.astype(stored)
 
   return high
 
 
 def low_of(path: str, x: jax.Array) -> jax.Array:
-  """Returns the low bytes of a matrix, zeros of the same shape of others."""
+  """Returns the low bytes of a matrix, and zeros for other parameters."""
   if weights.is_matrix(path, x):
     return weights.split(x).low
   return jnp.zeros_like(x, dtype=jnp.int8)
 
 
-def store(kind: Stored, params: Any) -> tuple[Any, Any]:
+def store(stored: Stored, params: Any) -> tuple[Any, Any]:
   """Stores weights, rounded to nearest; returns them and their low bytes."""
-  if kind == "bfloat16_low8":
+  if stored == "bfloat16_low8":
     return split_weights(params)
-  high = high_of(kind)
+  high = high_of(stored)
   leaves = [high(path, leaf) for path, leaf in leaf_paths(params)]
   return jax.tree.unflatten(jax.tree.structure(params), leaves), None
 
 
 def load(params: Any, low: Any) -> Any:
   """Loads stored weights in f32: the inverse of `store` up to its rounding."""
-  own = {} if low is None else join_weights(_like(low, params), low)
-  return (
-    in_f32({name: x for name, x in params.items() if name not in own}) | own
-  )
-
-
-def _like(some: Any, params: Any) -> Any:
-  """The parts of parameters that others are of."""
-  return {name: params[name] for name in some}
+  if low is None:
+    return in_f32(params)
+  own = {name: params[name] for name in low}
+  others = {name: x for name, x in params.items() if name not in own}
+  return in_f32(others) | join_weights(own, low)
 
 
 def in_f32(tree: Any) -> Any:
@@ -72,25 +68,26 @@ def in_f32(tree: Any) -> Any:
 
 
 def draw(
-  kind: Stored,
+  stored: Stored,
   draw_params: Callable[..., Any],
   with_moments: Callable[[Any], Any],
 ) -> Any:
   """Draws weights, rounded to nearest, and makes the train state of step 0."""
-  if kind == "float32":
+  if stored == "float32":
     return with_moments(draw_params())
-  state = with_moments(draw_params(high_of(kind)))
+  state = with_moments(draw_params(high_of(stored)))
   adam, zeros = without_low(state.optimizer)
   if zeros is None:
     return state
-  low = _like(zeros, draw_params(low_of))
+  drawn = draw_params(low_of)
+  low = {name: drawn[name] for name in zeros}
   low = jax.tree.map(lambda zero, low: low if zero.ndim else zero, zeros, low)
   return state._replace(optimizer=with_low(adam, low))
 
 
-def abstract(kind: Stored, params: Any) -> Any:
+def abstract(stored: Stored, params: Any) -> Any:
   """Returns abstract parameters with the dtypes of another kind of storage."""
-  dtype = "float32" if kind == "float32" else "bfloat16"
+  dtype = "float32" if stored == "float32" else "bfloat16"
   leaves = [
     leaf.update(dtype=dtype if weights.is_matrix(path, leaf) else "float32")
     for path, leaf in leaf_paths(params)
@@ -106,5 +103,5 @@ def without_low(optimizer: FusedState) -> tuple[Any, Any]:
 
 
 def with_low(adam: Any, low: Any) -> Any:
-  """The inverse of `without_low`."""
+  """Joins Adam's state and low bytes again."""
   return adam if low is None else LowBitsState(low, adam)

@@ -38,11 +38,11 @@ def range_of(hint: Any) -> tuple[type, Range] | None:
 def check_numbers(config: Any) -> None:
   """Raises ValueError if a number of a dataclass is out of its `Range`."""
   for field in dataclasses.fields(config):
-    found, value = range_of(field.type), getattr(config, field.name)
-    if found is None:
+    hint, value = _without_notes(field.type), getattr(config, field.name)
+    if (found := range_of(hint)) is None:
       continue
     kind, allowed = found
-    is_optional = type(None) in get_args(field.type)
+    is_optional = type(None) in get_args(hint)
     if _is_allowed(value, kind, allowed, is_optional=is_optional):
       continue
     text = repr(value)
@@ -50,9 +50,19 @@ def check_numbers(config: Any) -> None:
     whole = "a whole number" if kind is int else "a number"
     raise ValueError(
       f"{type(config).__name__}: {field.name} must be {whole} from "
-      f"{allowed.lowest} to {allowed.highest}, got {text}; see the presets for "
-      "usual values"
+      f"{allowed.lowest} to {allowed.highest}, got {text}; pass such a "
+      "value"
     )
+
+
+def _without_notes(hint: Any) -> Any:
+  """Strips annotations for others, such as tyro's, from a field's type."""
+  while get_origin(hint) is Annotated:
+    inner, *notes = get_args(hint)
+    if any(isinstance(note, Range) for note in notes):
+      return hint
+    hint = inner
+  return hint
 
 
 def check_kinds(config: Any) -> None:

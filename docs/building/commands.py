@@ -64,7 +64,7 @@ def commands(folder: str) -> list[str]:
     for path in (ROOT / folder).rglob("*.py")
     if path.parent.name != "peers"  # They import other libraries, as torch.
     and '"__main__"' in (text := path.read_text())
-    and re.search(r"^import (argparse|tyro)$", text, re.MULTILINE)
+    and re.search(r"^import argparse$|^import tyro$|read_options\(", text, re.M)
   )
 
 

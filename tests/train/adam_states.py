@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""States of Adam for tests of conversions, and what they are when encoded."""
+"""Adam states for tests of conversions, plain and encoded."""
 
 import functools
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tiny chat model and conversations to learn, for tests of the commands."""
+"""A tiny chat model and its conversations, for tests of the commands."""
 
 import json
 import shutil

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tiny LLaVA with pictures to learn, for tests of the commands."""
+"""A tiny LLaVA and pictures to train it, for tests of the commands."""
 
 import dataclasses
 import json

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A codec that is not one of coat_jax's, for `--optim.codec`."""
+"""A user's codec for `--optim.codec`, which coat_jax does not know."""
 
 from coat_jax import codecs
 

@@ -29,7 +29,7 @@ def whole():
 
 
 @pytest.mark.parametrize("mesh, accumulate", quick(0, [(MESH, 2), ("", 4)]))
-def test_losses_of_microbatches_equal_those_of_whole_batches(
+def test_microbatches_and_whole_batches_have_equal_losses(
   whole, mesh, accumulate
 ):
   parts = Trained(on(EXACT, mesh, accumulate=accumulate)).run()

@@ -13,7 +13,7 @@ from coat_jax.optimizer import sharding, to_adam_state
 from tests.matrices import quick
 from tests.train.adam_states import assert_same_bytes, encoded, moments
 from tests.train.data.streams import numbered
-from train import convert, step
+from train import restore, step
 from train.mesh import make_mesh, parse_mesh
 from train.presets import demo
 from train.run.checkpoint import Checkpoints
@@ -66,7 +66,7 @@ def saved_state(path, config):
 def restored(path, config, mesh=None):
   checkpoints = Checkpoints(path, keep=3)
   abstract = abstract_state(config, mesh)
-  state = convert.restore(checkpoints, 3, config, abstract, Batches())
+  state = restore.restore(checkpoints, 3, config, abstract, Batches())
   checkpoints.close()
   for leaf, want in zip(
     jax.tree.leaves(state), jax.tree.leaves(abstract), strict=True

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs that change how weights are stored, and what is exported of them."""
+"""Runs that change how weights are stored, and their exports."""
 
 import dataclasses
 import itertools
@@ -25,7 +25,7 @@ from tests.train.runs import (
   run,
 )
 from tests.train.test_change_codec import SHAPES, Batches, config
-from train import convert, step, weights
+from train import convert, restore, step, weights
 from train.run.checkpoint import (
   Checkpoints,
   read_description,
@@ -99,14 +99,14 @@ def stored_values(kind, x):
     ),
   ),
 )
-def test_weights_are_stored_anew_and_moments_keep_their_bits(
+def test_weights_are_stored_again_and_moments_keep_their_bits(
   tmp_path, before, now
 ):
   saved = save(tmp_path, config_of(before))
   after = config_of(now)
   abstract = abstract_state(after)
   checkpoints = Checkpoints(tmp_path, keep=3)
-  state = convert.restore(checkpoints, 3, after, abstract, Batches())
+  state = restore.restore(checkpoints, 3, after, abstract, Batches())
   checkpoints.close()
   assert jax.tree.structure(state) == jax.tree.structure(abstract)
   for x, want in zip(
@@ -127,7 +127,7 @@ def test_codec_and_weights_change_together(tmp_path):
   after = config_of("bfloat16_low8", codec="log8")
   checkpoints = Checkpoints(tmp_path, keep=3)
   abstract = abstract_state(after)
-  state = convert.restore(checkpoints, 3, after, abstract, Batches())
+  state = restore.restore(checkpoints, 3, after, abstract, Batches())
   checkpoints.close()
   want = encoded(moments(values()), after)
   assert_same_bits(state.optimizer.inner, want)
@@ -170,9 +170,7 @@ def test_run_resumes_with_other_weights_when_asked(
 
 
 @pytest.mark.slow
-def test_exported_weights_are_joined_and_imported_ones_split(
-  finished, tmp_path
-):
+def test_exports_join_weights_and_imports_split_them(finished, tmp_path):
   exported = tmp_path / "adamw"
   assert convert.main(["export", str(finished), str(exported)]) == 0
   tree = ocp.StandardCheckpointer().restore(exported)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wrong command lines: status 2, and a sentence in words of the options."""
+"""Wrong command lines: exit status 2, and a sentence that names the option."""
 
 import re
 
@@ -60,20 +60,20 @@ def test_unknown_option_is_named(command, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=_name)
-def test_what_is_required_is_named(command, tmp_path, capsys):
+def test_missing_arguments_are_named(command, tmp_path, capsys):
   text = said(command, [], tmp_path, capsys)
   asked = ("Missing from", "Expected one of {", "name at least one run")
   assert any(words in text for words in asked)
 
 
 @pytest.mark.parametrize("command", WHOLE, ids=_name)
-def test_missing_file_is_named_with_what_to_do(command, tmp_path, capsys):
+def test_missing_file_is_named_with_a_remedy(command, tmp_path, capsys):
   text = said(command, WHOLE[command], tmp_path, capsys)
   assert re.search(rf"error: .*{NONE}.*; \w+", text)
 
 
 @pytest.mark.parametrize("command", [pretrain, vit, plan], ids=_name)
-def test_unknown_preset_is_named_beside_those_there_are(
+def test_unknown_preset_is_named_with_the_known_presets(
   command, tmp_path, capsys
 ):
   text = said(command, ["dmeo"], tmp_path, capsys)
@@ -131,10 +131,11 @@ def test_unknown_preset_is_named_beside_those_there_are(
       "error: generate: top_p",
     ),
     (plan, ["demo", "--batch", "0"], "error: batch must be a whole number"),
+    (plan, ["demo", "--gpus", "0"], "error: gpus must be a whole number"),
     (plan, ["demo", "--optimizer", "coat_lion", "--group-size", "0"], "error:"),
   ],
 )
-def test_values_that_cannot_be_are_told_by_their_option(
+def test_impossible_values_are_reported_with_their_option(
   command, line, words, tmp_path, capsys, monkeypatch
 ):
   monkeypatch.chdir(tmp_path)

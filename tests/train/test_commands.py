@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m train.MODULE` of a module that is no command says so."""
+"""Modules that are no commands say so when they are run."""
 
 import subprocess
 import sys
@@ -25,7 +25,7 @@ def test_commands_are_the_modules_that_run_as_programs():
   "name",
   ["train", "train.watch", "train.run.steps", "train.data", "train.wtch"],
 )
-def test_module_that_is_no_command_says_which_are(name, capsys):
+def test_module_that_is_no_command_lists_the_commands(name, capsys):
   with pytest.raises(SystemExit) as stopped:
     train.check_command(["python", "-X", "dev", "-m", name, "--help"])
   assert stopped.value.code == 2

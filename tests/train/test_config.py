@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configurations and presets: published numbers, and what is refused."""
+"""Configurations and presets: published numbers, and errors."""
 
 import contextlib
 import copy
@@ -205,7 +205,7 @@ def test_every_number_of_a_configuration_has_a_range():
 
 
 @pytest.mark.parametrize("name", ["TrainConfig", "OptimConfig", "ModelConfig"])
-def test_ends_of_ranges_are_allowed_and_what_is_beyond_is_not(name):
+def test_ends_of_ranges_are_allowed_and_values_beyond_are_not(name):
   config = {type(x).__name__: x for x in (demo(), demo().optim, demo().model)}
   config = config[name]
   for field in dataclasses.fields(config):
@@ -356,7 +356,7 @@ def test_learning_rate_without_warmup_starts_at_its_peak():
     ("an_option_of_long_ago", "reported"),
   ],
 )
-def test_resume_rule_is_that_of_the_field_or_of_its_part(name, rule):
+def test_resume_rule_belongs_to_the_field_or_its_part(name, rule):
   assert resume_rule(name) == rule
 
 

@@ -107,7 +107,7 @@ def described(path):
   return found, configuration(description)
 
 
-def test_exported_state_is_that_of_optax_adamw(halfway, tmp_path):
+def test_exported_state_equals_the_state_of_optax_adamw(halfway, tmp_path):
   assert command("export", halfway, tmp_path / "adamw") == 0
   found, made = described(halfway)
   state = checkpoint.restore_state(
@@ -134,7 +134,7 @@ def test_exported_state_is_that_of_optax_adamw(halfway, tmp_path):
 
 
 @pytest.mark.slow
-def test_encoded_moments_are_exported_decoded(halfway, tmp_path):
+def test_exports_decode_moments(halfway, tmp_path):
   options = dict(recipe="bf16", optim__codec="log8", eval_every=8)
   assert run(halfway, "--resume", "--convert-state", **options) == 0
   assert command("export", halfway, tmp_path / "adamw") == 0
@@ -216,7 +216,7 @@ def test_import_replaces_a_run_only_when_asked(halfway, tmp_path, capsys):
 @pytest.mark.parametrize(
   "tree, words",
   [
-    (None, "must be a checkpoint of Orbax, got"),
+    (None, "must be an Orbax checkpoint, got"),
     ({"params": {"w": 1.0}}, "must hold params and one state of Adam, got par"),
     (
       {"params": {"w": 1.0}, "opt_state": {"count": 1, "mu": 1.0, "nu": 1.0}},

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs that begin with checkpoints of transformers, and become such."""
+"""Runs that begin with Hugging Face checkpoints, and their exports."""
 
 import dataclasses
 import json
@@ -78,7 +78,7 @@ def test_imported_run_is_exported_as_it_was(tmp_path, capsys):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("params", ["float32", "bfloat16", "bfloat16_low8"])
-def test_runs_begin_with_the_weights_whichever_command_makes_them(
+def test_every_command_begins_runs_with_the_same_weights(
   params, tmp_path, capsys
 ):
   source = DATA / "qwen2"
@@ -118,7 +118,7 @@ def test_runs_begin_with_the_weights_whichever_command_makes_them(
     ],
   ),
 )
-def test_weights_are_stored_as_the_run_says(params, mesh, tmp_path):
+def test_weights_are_stored_in_the_dtype_of_the_run(params, mesh, tmp_path):
   config = demo_of(DATA / "qwen2", params=params, mesh=mesh)
   on_mesh = make_mesh(config.mesh_sizes)
   optimizer = step.build_optimizer(config, on_mesh)
@@ -146,7 +146,7 @@ def demo_of(source, **others):
   return pretrained.with_shape(dataclasses.replace(config, optim=optim))
 
 
-def test_shape_is_that_of_the_checkpoint(tmp_path):
+def test_runs_have_the_shape_of_the_checkpoint(tmp_path):
   config = demo_of(DATA / "qwen2")
   assert config.model == load_hf(DATA / "qwen2").config
   assert demo_of("").model == demo().model
@@ -263,7 +263,7 @@ def imported(tmp_path_factory):
   return run
 
 
-def test_nothing_is_left_of_what_is_not_finished(
+def test_unfinished_commands_leave_nothing(
   imported, tmp_path, monkeypatch, capsys
 ):
   out = tmp_path / "out"
@@ -289,9 +289,7 @@ def test_nothing_is_left_of_what_is_not_finished(
   assert [signal.getsignal(x) for x in numbers] == handlers
 
 
-def test_old_run_stays_where_an_import_is_not_finished(
-  tmp_path, monkeypatch, capsys
-):
+def test_unfinished_import_keeps_the_old_run(tmp_path, monkeypatch, capsys):
   run = tmp_path / "run"
   assert import_hf(run) == 0
   before = contents(run)
@@ -303,7 +301,7 @@ def test_old_run_stays_where_an_import_is_not_finished(
     assert contents(run) == before, writer
 
 
-def test_what_a_killed_command_left_is_named_or_replaced(
+def test_leftovers_of_a_killed_command_are_named_or_replaced(
   imported, tmp_path, capsys
 ):
   out = tmp_path / "out"

@@ -184,7 +184,7 @@ class Shards:
     (Shards((6, 12)), 1, 4),
   ],
 )
-def test_own_rows_are_those_of_the_devices_of_a_process(sharding, index, count):
+def test_own_rows_belong_to_the_devices_of_a_process(sharding, index, count):
   rows = own_rows(sharding, 24)
   assert rows == dict(process_index=index, process_count=count)
 

@@ -90,9 +90,7 @@ def mean(alone):
 
 
 @pytest.mark.parametrize("mesh, parts", [("", 4), ("", 1), (MESH, 2)])
-def test_losses_of_packed_documents_are_those_of_documents_alone(
-  mesh, parts, alone
-):
+def test_packed_and_single_documents_have_equal_losses(mesh, parts, alone):
   run = Trained(on(EXACT, mesh), ROWS)
   state = step.initial_state(run.config, run.optimizer, run.mesh)
   evaluate = step.eval_step(step.build_graph(run.config), accumulate=parts)
@@ -135,9 +133,7 @@ def trained():
     on(LEAN, MESH),
   ],
 )
-def test_steps_are_those_of_one_microbatch_on_one_device(
-  config, alone, trained
-):
+def test_steps_equal_one_microbatch_on_one_device(config, alone, trained):
   run = Trained(config, ROWS).run()
   assert run.losses[0] == pytest.approx(mean(alone), abs=1e-5)
   np.testing.assert_allclose(run.losses, trained.losses, rtol=0, atol=1e-5)
@@ -147,7 +143,7 @@ def test_steps_are_those_of_one_microbatch_on_one_device(
   assert float(run.metrics.padding) == pytest.approx(padding)
 
 
-def test_plain_tokens_have_the_program_that_they_had():
+def test_plain_tokens_keep_their_program():
   run, named = (Trained(EXACT, rows) for rows in (TOKENS, dict(tokens=TOKENS)))
   program = run.jaxpr()
   assert str(program) == str(named.jaxpr())

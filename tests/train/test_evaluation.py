@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What evaluation computes: FP8 as training does, or BF16 where asked."""
+"""Evaluation computes in FP8 as training does, or in BF16 on request."""
 
 import dataclasses
 
@@ -16,7 +16,7 @@ from train.presets import demo
   [("coat", "none"), ("fp8_linear", "none"), ("coat", "fp8_layer")],
 )
 @pytest.mark.parametrize("evaluation", ["same", "bf16"])
-def test_evaluation_has_fp8_only_where_it_is_that_of_training(
+def test_evaluation_computes_in_fp8_only_if_it_is_the_same_as_training(
   recipe, remat, evaluation
 ):
   config = dataclasses.replace(

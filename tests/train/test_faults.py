@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs that are killed, damaged, out of disk, or two in one folder."""
+"""Runs that are killed, damaged, out of disk space, or share a folder."""
 
 import os
 import random

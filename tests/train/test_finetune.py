@@ -185,7 +185,7 @@ def test_interrupted_run_resumes_bit_for_bit(
   assert "was written by train.finetune" in capsys.readouterr().err
 
 
-def test_epochs_say_how_many_steps(checkpoint, data):
+def test_epochs_determine_the_number_of_steps(checkpoint, data):
   config, source = source_of(checkpoint, data)
   assert config.steps == -(-3 * len(source.rows) // 8) > 3
 
@@ -242,7 +242,7 @@ def test_towers_alone_are_refused(data, tmp_path, capsys):
   assert not out.exists()
 
 
-def test_sequences_beyond_the_positions_of_a_checkpoint_are_said(
+def test_sequences_beyond_the_positions_of_a_checkpoint_are_reported(
   checkpoint, data, tmp_path, monkeypatch, capsys
 ):
   def stop(*_):

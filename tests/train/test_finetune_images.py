@@ -56,7 +56,7 @@ def folder(tmp_path_factory):
   return llava.make(tmp_path_factory.mktemp("shapes"))
 
 
-def test_what_is_frozen_has_no_state(folder):
+def test_frozen_parts_have_no_state(folder):
   for (trained, parts), params in zip(
     TRAINED.items(), ("float32", "bfloat16_low8", "bfloat16"), strict=True
   ):
@@ -107,7 +107,7 @@ def test_gradients_are_clipped_layer_by_layer(folder):
   assert jax.eval_shape(run, state, rows)[0].clip == state.clip
 
 
-def test_low_bytes_are_kept_of_what_is_trained():
+def test_trained_parts_keep_low_bytes():
   draw = np.random.default_rng(0)
   whole = {
     name: {"kernel": jnp.asarray(draw.normal(size=(8, 16)), jnp.float32)}
@@ -182,7 +182,7 @@ DECODER = {(64, 176), (64, 352), (64, 80)}
     ("all", set(), TOWER | DECODER),
   ],
 )
-def test_what_is_frozen_has_no_gradients(folder, trained, absent, present):
+def test_frozen_parts_have_no_gradients(folder, trained, absent, present):
   config = config_of(folder, trained=trained)
   optimizer = step.build_optimizer(config)
   state = step.abstract_state(config, optimizer)

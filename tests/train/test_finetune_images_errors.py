@@ -89,7 +89,7 @@ def test_images_that_are_no_folder_are_refused_at_once(
     for flags in ([], ["--skip-bad"]):  # Which would leave all images out.
       assert run(start, data, out, *flags, images=images) == 2
       errors = capsys.readouterr().err
-      assert f"is needed, got {images}, which is none; pass" in errors
+      assert f"are relative to, got {images}, which is none; pass" in errors
       assert "line 1" not in errors and not out.exists()
   line = [start, "--conversations", data, "--images", tmp_path / "nowhere"]
   assert evaluate.main([*map(str, line)]) == 2
@@ -107,17 +107,17 @@ def test_options_that_do_not_fit_the_model_are_refused(
   out = tmp_path / "run"
   assert run(text, data, out) == 2
   errors = capsys.readouterr().err
-  assert "images is of models that see images" in errors
+  assert "images needs a model that sees images, got a model of" in errors
   assert "Traceback" not in errors and not out.exists()
   muon = OptimConfig(lr=1e-3, warmup=1, optimizer="coat_muon", group_size=16)
   share = OptimConfig(lr=1e-3, warmup=1, group_size=16, clip="share")
   for words, options in {
-    "trained is of models that see": dict(
+    "trained needs a model that sees": dict(
       init_from=str(text), data=ChatData(), trained="all"
     ),
-    "watch is for a decoder alone": dict(watch=1),
-    "optim.optimizer coat_muon is for a decoder alone": dict(optim=muon),
-    "optimizer_in_backward is for a decoder alone": dict(
+    "watch needs a model of text alone": dict(watch=1),
+    "optim.optimizer coat_muon needs a model of text alone": dict(optim=muon),
+    "optimizer_in_backward needs a model of text alone": dict(
       optim=share, optimizer_in_backward=True
     ),
     "num_tokens of the vision tower, got tensor=2 and 17": dict(
@@ -148,7 +148,7 @@ def test_a_run_to_begin_with_must_be_one(folder, tmp_path, capsys):
   assert "must have a checkpoint, got none yet" in capsys.readouterr().err
   (start / "checkpoints" / "3").mkdir(parents=True)
   assert run(start, data, out) == 2
-  assert "begun with a folder of transformers" in capsys.readouterr().err
+  assert "begun with a Hugging Face folder" in capsys.readouterr().err
   before = contents(start)
   assert run(start, data, start, "--overwrite") == 2
   assert "must be another run than --out" in capsys.readouterr().err

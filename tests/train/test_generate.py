@@ -121,9 +121,7 @@ def test_text_is_drawn_by_the_seed(finished, capsys):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("params", ["bfloat16", "bfloat16_low8"])
-def test_weights_of_every_kind_are_those_that_layers_read(
-  params, tmp_path, capsys
-):
+def test_generation_reads_stored_weights_as_layers_do(params, tmp_path, capsys):
   out = tmp_path / "run"
   options = PLAIN | dict(optim__codec="coat", params=params)
   assert run(out, **options) == 0

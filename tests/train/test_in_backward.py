@@ -74,7 +74,7 @@ def gemma(config):
     ],
   ),
 )
-def test_steps_are_the_ordinary_ones(config, monkeypatch):
+def test_steps_equal_ordinary_steps(config, monkeypatch):
   monkeypatch.setattr(steps, "STEPS", 10)
   config = with_clip(config, "share")
   ordinary = Trained(config).run()
@@ -95,7 +95,7 @@ def test_steps_are_the_ordinary_ones(config, monkeypatch):
 @pytest.mark.parametrize(
   ("mesh", "clip"), [("", "adaptive"), ("fsdp=8", "share")]
 )
-def test_clipping_is_that_of_whole_gradients(mesh, clip):
+def test_clipping_equals_clipping_of_whole_gradients(mesh, clip):
   config = with_clip(on(SMALL, mesh), clip, grad_clip=0.1)
   config = dataclasses.replace(config, recipe="bf16", compute="float32")
   ordinary, other = (Trained(x).run() for x in (config, in_backward(config)))
@@ -107,7 +107,7 @@ def test_clipping_is_that_of_whole_gradients(mesh, clip):
 
 
 @pytest.mark.slow
-def test_run_is_resumed_with_its_norms(tmp_path):
+def test_resumed_run_keeps_its_norms(tmp_path):
   options = dict(optim__clip="adaptive", optim__grad_clip=0.1)
   flags = "--optimizer-in-backward", "--no-report-state"
   whole, parts = tmp_path / "whole", tmp_path / "parts"
@@ -163,7 +163,7 @@ def test_gradient_that_is_not_finite_stops_the_run(tmp_path, capsys):
     (dict(optim=SMALL.optim), "got optim.clip global: .* --optim.clip share"),
   ],
 )
-def test_what_needs_all_gradients_is_refused(values, words):
+def test_options_that_need_all_gradients_are_refused(values, words):
   config = with_clip(SMALL, "adaptive")
   with pytest.raises(ValueError, match=words):
     dataclasses.replace(config, optimizer_in_backward=True, **values)

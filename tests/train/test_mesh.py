@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training on a mesh: how one is made; losses do not depend on it."""
+"""Training on a mesh: options, errors, and losses that do not depend on it."""
 
 import re
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Microbatches on a mesh: each device takes its own sequences, none moves."""
+"""Microbatches on a mesh: each device uses its own sequences; none moves."""
 
 import dataclasses
 import re

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The program in the docstring of `train`: it runs, and needs what it says."""
+"""The program in the docstring of `train` runs with the files it names."""
 
 import ast
 import dataclasses

@@ -66,7 +66,7 @@ def on_one_device(is_exact):
   return gradients(EXACT if is_exact else SMALL)
 
 
-def test_gradients_on_meshes_are_those_of_one_device():
+def test_gradients_on_meshes_equal_those_on_one_device():
   want = on_one_device(True)
   for mesh in ("fsdp=8", "data=2,fsdp=2,tensor=2"):
     assert_close(gradients(EXACT, mesh=mesh), want, 1e-5)
@@ -81,7 +81,7 @@ def test_gradients_on_meshes_are_those_of_one_device():
     assert cosine > 0.99
 
 
-def test_steps_in_the_backward_are_the_ordinary_ones():
+def test_steps_in_the_backward_equal_ordinary_steps():
   optim = dataclasses.replace(SMALL.optim, clip="share", grad_clip=1e9)
   config = on(SMALL, "fsdp=8", optim=optim)
   ordinary = Trained(config).run()
@@ -95,7 +95,7 @@ def test_steps_in_the_backward_are_the_ordinary_ones():
     assert x.addressable_shards[0].data.size == x.size // 8
 
 
-def test_what_is_computed_again_is_the_same():
+def test_recomputation_changes_nothing():
   want = on_one_device(True)
   for remat in ("dots", "full"):
     assert_close(gradients(EXACT, remat=remat), want, 1e-5)

@@ -29,7 +29,7 @@ def config(optimizer, **options):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", OTHERS)
-def test_resumed_run_has_the_bits_of_one_that_was_not_stopped(
+def test_resumed_and_uninterrupted_runs_have_equal_bits(
   tmp_path, optimizer, capsys
 ):
   options = dict(optim__optimizer=optimizer, optim__lr=1e-3, params="bfloat16")
@@ -62,10 +62,13 @@ def test_plan_counts_one_moment(optimizer):
   assert 0.45 < state_bytes(optimizer) / state_bytes("coat_adamw") < 0.95
 
 
-def test_presets_follow_the_optimizer_and_what_is_given_is_refused(
+def test_presets_follow_the_optimizer_and_given_options_are_refused(
   monkeypatch, capsys
 ):
-  monkeypatch.setattr(pretrain, "run_command", lambda read, load: read())
+  def only_read(read, load, words):
+    return read(words)
+
+  monkeypatch.setattr(pretrain, "run_command", only_read)
   some = {name: PRESETS[name] for name in ("demo", "olmo_1b")}
   monkeypatch.setattr(pretrain, "PRESETS", some)  # tyro reads each of them.
 
@@ -116,7 +119,7 @@ def test_the_same_leaves_decay_whatever_the_optimizer_is(optimizer):
   assert [got[k] for k in decayed] == pytest.approx([0.95, 0.95])
 
 
-def test_muon_steps_as_that_of_optax_with_clipped_gradients():
+def test_muon_steps_as_optax_does_with_clipped_gradients():
   # Muon moves alike whatever the gradient's size is, but for eps.
   rate, eps = 0.5, 0.05
   muon = config("coat_muon")
@@ -175,7 +178,7 @@ def test_updates_that_are_added_round_by_words_of_the_step():
 
 
 @pytest.mark.parametrize("optimizer", OTHERS)
-def test_what_is_for_other_optimizers_is_refused(optimizer):
+def test_options_of_other_optimizers_are_refused(optimizer):
   of_leaves = "optim.optimizer coat_adamw or coat_lion"
   for options, words in (
     (dict(optimizer_in_backward=True), f"in_backward needs {of_leaves}"),

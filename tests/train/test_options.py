@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Paths of options: users that there are not, and no path at all."""
+"""Paths in options: unknown users and empty paths."""
 
 from pathlib import Path
 
@@ -17,13 +17,15 @@ def test_home_is_found_and_other_paths_stay_as_they_are(monkeypatch):
 
 
 @pytest.mark.parametrize("path", ["", " ", "~nosuchuser", "~nosuchuser/x"])
-def test_path_of_nothing_and_of_no_user_is_a_sentence(path):
+def test_empty_paths_and_unknown_users_are_reported(path):
   with pytest.raises(ValueError, match="^out: (a path is needed|~ must be)"):
     read_path("out", path)
 
 
 @pytest.mark.parametrize("option", ["out", "data.path", "data.tokenizer"])
-def test_options_of_a_run_are_such_paths(option, tmp_path, monkeypatch, capsys):
+def test_path_options_of_a_run_are_checked(
+  option, tmp_path, monkeypatch, capsys
+):
   monkeypatch.chdir(tmp_path)
   for path in ("", "~nosuchuser/x"):
     assert pretrain.main([*arguments("made"), f"--{option}", path]) == 2
@@ -49,7 +51,7 @@ def started(folder):
     ("~nosuchuser.png", "~ must be followed by"),
   ],
 )
-def test_plot_writes_what_it_was_asked_for_or_nothing(
+def test_plot_writes_the_requested_file_or_nothing(
   out, words, tmp_path, monkeypatch, capsys
 ):
   folder = started(tmp_path / "run")

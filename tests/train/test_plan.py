@@ -177,10 +177,10 @@ def test_table_says_what_fits(capsys, hbm, fits):
     (["demo", "--batch", "0"], "batch must be a whole number from 1"),
     (["demo", "--accumulate", "0"], "accumulate must be a whole number from 1"),
     (["demo", "--mesh", "tensor=2"], "a device must have whole groups"),
-    (["demo", "--trained", "all"], "trained is of models that see images"),
+    (["demo", "--trained", "all"], "trained applies to models that see images"),
     (
       ["demo", "--images-each", "2"],
-      "images_each is of models that see images",
+      "images_each applies to models that see images",
     ),
     (["demo", "--init-from", "/no/such"], "got nothing of that name"),
   ],
@@ -244,7 +244,9 @@ def test_weights_of_a_tower_in_f32_are_planned(llava_7b):
     (["--remat", "fp8"], "without remat"),
   ],
 )
-def test_what_is_not_planned_of_images_is_said(options, said, llava_7b, capsys):
+def test_options_that_are_not_planned_with_images_are_refused(
+  options, said, llava_7b, capsys
+):
   assert plan.main(["finetune", "--init-from", llava_7b, *options]) == 2
   assert said in capsys.readouterr().err
 
@@ -272,7 +274,7 @@ def test_microbatches_leave_out_steps_in_the_backward(capsys):
 @pytest.mark.parametrize(
   "preset, is_said", [("demo_moe", True), ("demo", False)]
 )
-def test_what_is_not_checked_of_experts_is_said(
+def test_remark_names_what_was_not_checked_for_experts(
   preset, is_said, monkeypatch, capsys
 ):
   monkeypatch.setattr(plan, "table", lambda *_: "GB")
@@ -288,9 +290,7 @@ def test_what_is_not_checked_of_experts_is_said(
     (["finetune"], ["the shape of llama2_7b, sequences of 4096", "--seq 2048"]),
   ],
 )
-def test_what_the_table_does_not_say_is_below_it(
-  line, words, monkeypatch, capsys
-):
+def test_remarks_are_below_the_table(line, words, monkeypatch, capsys):
   monkeypatch.setattr(plan, "table", lambda *_: "GB")
   assert plan.main(line) == 0
   title, _, *remarks = capsys.readouterr().out.splitlines()

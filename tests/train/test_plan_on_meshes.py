@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a plan takes each GPU of a mesh to work on, in numbers."""
+"""The share of a step that a plan gives to each GPU of a mesh, in numbers."""
 
 import dataclasses
 
@@ -12,7 +12,7 @@ from train.memory.step import plan as plan_run
 from train.presets import PRESETS
 
 
-def test_each_gpu_has_its_sequences_and_its_part_of_the_vocabulary():
+def test_each_gpu_plans_its_share_of_sequences_and_vocabulary():
   config = dataclasses.replace(
     PRESETS["llama2_7b"](),
     mesh="data=2,fsdp=2,tensor=2",

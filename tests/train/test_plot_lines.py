@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a picture shows: the points of its lines, not its bytes."""
+"""Figures show the right points; their bytes are not compared."""
 
 import matplotlib.figure
 import numpy as np

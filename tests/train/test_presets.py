@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many tokens presets train on: those of the papers."""
+"""Presets train on as many tokens as the papers say."""
 
 import pytest
 

@@ -249,7 +249,7 @@ def test_too_little_memory_is_reported_in_a_sentence(
 
 
 @pytest.mark.parametrize("call", ["os.fsync", "pathlib.Path.write_text"])
-def test_disk_that_is_full_at_the_start_is_told_with_the_folder(
+def test_full_disk_at_the_start_is_reported_with_the_folder(
   call, tmp_path, monkeypatch, capsys
 ):
   def full(*_):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers of a model in training."""
+"""Samples of a model's answers during training."""
 
 import contextlib
 
@@ -12,7 +12,7 @@ from train.data.text import ByteText
 from train.run.metrics import read_metrics
 
 
-def test_model_that_computes_nan_is_a_line_and_does_not_end_the_run(tmp_path):
+def test_nan_logits_print_a_line_and_do_not_end_the_run(tmp_path):
   model, path = alphabet_model(), tmp_path / "samples.jsonl"
   graph, params = nnx.split(model)
   samples = HeldOutSamples(

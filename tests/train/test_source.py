@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models that commands read from runs and from folders of transformers."""
+"""Models that commands read from runs and from Hugging Face folders."""
 
 import pytest
 
@@ -24,7 +24,7 @@ def command(*line):
 @pytest.mark.parametrize(
   "name", ["llama", pytest.param("qwen3", marks=pytest.mark.slow)]
 )
-def test_text_of_a_folder_is_that_of_transformers(name, tmp_path, capsys):
+def test_folder_generates_the_text_of_transformers(name, tmp_path, capsys):
   greedy = expected(name)["greedy"][0].tolist()
   # The first token is the one that begins a text.
   folder = with_tokenizer(tmp_path / "hf", name, begin=greedy[0])
@@ -93,7 +93,7 @@ def test_folder_that_cannot_be_read_is_a_sentence(tmp_path, capsys):
   write_json(folder / "config.json", model_type="bert")
   check("model_type must be one of llama")
   (folder / "config.json").unlink()
-  check("must hold a run with a checkpoint, or one of transformers")
+  check("must hold a run with a checkpoint, or a Hugging Face checkpoint")
   long = with_tokenizer(tmp_path / "y", max_position_embeddings="8")
   check("max_position_embeddings must be a number of tokens, got 8", long)
   truncated = with_tokenizer(tmp_path / "z")

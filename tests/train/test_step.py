@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The step and its state: what is trained, saved, counted and drawn."""
+"""The step and its state: what is trained, saved, counted and plotted."""
 
 import contextlib
 import dataclasses
@@ -158,7 +158,7 @@ def rows(*, with_state):
 
 
 @pytest.mark.parametrize("with_state", [True, False])
-def test_figure_file_has_a_panel_for_what_is_reported(tmp_path, with_state):
+def test_figure_has_a_panel_for_each_report(tmp_path, with_state):
   out = tmp_path / "plot.png"
   plot.draw(
     {"a": rows(with_state=with_state), "b": rows(with_state=False)}, out

@@ -72,7 +72,7 @@ def draw(params, stddev):
   )
 
 
-def test_steps_are_those_of_clipping_and_adamw():
+def test_steps_equal_optax_clipping_and_adamw():
   graph, optimizer = step.build_graph(CONFIG), step.build_optimizer(CONFIG)
   run = jit(step.train_step(CONFIG, graph, optimizer))
   adamw = optax.chain(

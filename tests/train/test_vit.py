@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m train.vit`: from a folder of images to a tower with classes."""
+"""`python -m train.vit`: from a folder of images to a classifier."""
 
 import dataclasses
 import json
@@ -108,7 +108,7 @@ def _few(folder):
   for i in range(5):
     (folder / f"train/cat/{i}.png").unlink()
     (folder / f"train/dog/{i}.png").unlink()
-  return "as many images to train on, got 8 of 6; lower --batch"
+  return "must be at most the 6 images to train on, got 8; lower --batch"
 
 
 def _alone(folder):
@@ -138,12 +138,13 @@ def test_bad_images_are_one_sentence_and_nothing_is_written(
   assert not (tmp_path / "out").exists()
 
 
-def test_a_share_to_hold_out_is_refused_where_the_folder_says_which(
-  tmp_path, capsys
-):
+def test_held_out_share_is_refused_if_the_folder_decides(tmp_path, capsys):
   folder, out = write_folder(tmp_path / "images"), tmp_path / "out"
   assert vit.main(line(folder, out, held_out=0.3)) == 2
-  words = f"is held out where no folder says what, got 0.3 and {folder}/test; "
+  words = (
+    "held_out applies if no folder holds the held-out images, got 0.3 and "
+    f"{folder}/test; "
+  )
   assert words in capsys.readouterr().err
   assert not out.exists()
 
@@ -155,12 +156,12 @@ def test_models_of_other_images_are_refused(option, value, tmp_path, capsys):
   folder, out = write_folder(tmp_path / "images"), tmp_path / "out"
   words = [f"--model.{option}", str(value)]
   assert vit.main([*line(folder, out), *words]) == 2
-  assert "are classified by family vit, got" in capsys.readouterr().err
+  assert "need family vit and 3 channels, got" in capsys.readouterr().err
   assert not out.exists()
 
 
 @pytest.mark.parametrize("option", ["seq", "watch", "init_from"])
-def test_what_is_of_decoders_is_no_option(option, tmp_path, capsys):
+def test_options_of_decoders_do_not_exist(option, tmp_path, capsys):
   with pytest.raises(SystemExit):
     vit.main(line(tmp_path, tmp_path / "out", **{option: 1}))
   assert option.replace("_", "-") in capsys.readouterr().err
@@ -185,7 +186,7 @@ def test_kinds_of_images_train_alike(tmp_path):
   # Each held-out image once, and what fills the batch up.
   (held_out,) = data.eval_batches(config, process_index=0, process_count=1)
   assert sorted(held_out["labels"]) == [-1] * 4 + [0, 0, 1, 1]
-  with pytest.raises(ValueError, match="num_classes must be those of the"):
+  with pytest.raises(ValueError, match="num_classes must be that of the"):
     vit.load(
       dataclasses.replace(
         config, model=dataclasses.replace(config.model, num_classes=3)
@@ -193,7 +194,7 @@ def test_kinds_of_images_train_alike(tmp_path):
     )
 
 
-def test_loss_and_accuracy_are_those_of_the_images_alone():
+def test_loss_and_accuracy_ignore_rows_that_fill_up_a_batch():
   draw = np.random.default_rng(0)
   logits = draw.normal(size=(8, 3)).astype(np.float32)
   labels = np.array([0, 1, 2, -1, 0, 1, -1, -1], np.int32)

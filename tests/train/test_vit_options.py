@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Towers that learn classes, with each option and on a mesh."""
+"""Classifiers of images train with each option and on a mesh."""
 
 import dataclasses
 
@@ -51,7 +51,7 @@ def test_towers_train_with_each_option(options):
 
 
 @pytest.mark.slow
-def test_what_is_computed_again_changes_no_loss_of_a_tower():
+def test_recomputation_changes_no_loss_of_a_tower():
   none, full = (_few_steps(remat=kept).losses for kept in ("none", "full"))
   np.testing.assert_allclose(full, none, atol=2e-3)
 

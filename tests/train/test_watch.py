@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""--watch: what a probe finds, when it says something, and what it costs."""
+"""--watch: probes, the lines that they print, and their cost."""
 
 import dataclasses
 import time
@@ -39,7 +39,7 @@ def probed(**options):
 
 
 @pytest.mark.slow
-def test_a_probe_finds_what_numpy_does_and_costs_little():
+def test_probe_agrees_with_numpy_and_costs_little():
   config, state, watcher, graph = probed()
   found, said = watcher.look(state, TOKENS, 1.5)
   assert found.keys() == watch.RULES.keys() and said == []
@@ -86,7 +86,7 @@ def test_a_probe_finds_what_numpy_does_and_costs_little():
 
 
 @pytest.mark.parametrize("optimizer", ["coat_lion", "coat_muon"])
-def test_codes_are_those_of_all_states_that_an_optimizer_keeps(optimizer):
+def test_codes_of_all_states_of_an_optimizer_are_counted(optimizer):
   optim = dataclasses.replace(CONFIG.optim, optimizer=optimizer)
   config = dataclasses.replace(CONFIG, optim=optim)
   graph, built = step.build_graph(config), step.build_optimizer(config)
@@ -117,7 +117,7 @@ def test_codes_are_those_of_all_states_that_an_optimizer_keeps(optimizer):
   assert names <= probed.keys()
 
 
-def test_statistics_of_values_are_those_of_numpy():
+def test_statistics_of_values_agree_with_numpy():
   x = np.random.default_rng(0).standard_t(3, (4, 64)).astype(np.float32)
   outlier = x.copy()
   outlier[0, 0] = 1e4
@@ -135,7 +135,7 @@ def test_statistics_of_values_are_those_of_numpy():
   assert zeroed > 0
 
 
-def test_a_drift_is_said_once_it_breaks_its_rule():
+def test_drift_is_reported_once_it_breaks_its_rule():
   usual = {
     "activations_amax": [1.0, 2.0],
     "nu_zeroed": [0.0],
@@ -163,7 +163,7 @@ def test_a_drift_is_said_once_it_breaks_its_rule():
   assert watch.drifts(earlier, {"nu_power": [None]}) == []
 
 
-def test_a_drift_is_from_the_median_and_of_norms_four_times_it():
+def test_drift_is_relative_to_the_median():
   # Their mean, 4, is far from it.
   earlier = [{"grad_norm": [x]} for x in (1.0, 10.0, 1.0)]
   assert watch.drifts(earlier, {"grad_norm": [3.0]}) == []

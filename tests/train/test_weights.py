@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs that store weights in bf16, or in 24 bits: first state, steps, sums."""
+"""Runs that store weights in bf16 or in 24 bits: initial state, steps, sums."""
 
 import dataclasses
 import functools
@@ -45,7 +45,7 @@ def initial(kind, mesh=""):
 
 
 @pytest.mark.parametrize("kind", quick(1, reversed(KINDS)))
-def test_first_weights_are_those_of_f32_rounded_to_nearest(kind):
+def test_first_weights_are_f32_weights_rounded_to_nearest(kind):
   exact, ours = by_name(initial("float32").params), initial(kind)
   got = by_name(ours.params)
   low = None
@@ -121,7 +121,7 @@ def test_gradients_of_bf16_weights_are_bf16():
 
 
 @pytest.mark.parametrize("dtype", quick(1, ["bfloat16", "float32"]))
-def test_sums_over_microbatches_have_the_dtype_that_is_asked_for(dtype):
+def test_sums_over_microbatches_have_the_requested_dtype(dtype):
   # In layers without FP8 a microbatch rounds as the whole batch does.
   (_, want), _ = summed(1, recipe="bf16", compute="float32")
   (_, got), params = summed(4, dtype, recipe="bf16", compute="float32")
@@ -149,7 +149,7 @@ def test_sums_over_microbatches_have_the_dtype_that_is_asked_for(dtype):
     ),
   ],
 )
-def test_dtype_of_sums_is_refused_where_nothing_is_summed(options, words):
+def test_dtype_of_sums_is_refused_if_nothing_is_summed(options, words):
   with pytest.raises(ValueError, match=words):
     dataclasses.replace(SMALL, **options)
 

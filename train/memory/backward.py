@@ -9,11 +9,8 @@ H200s, and assume that
   * on one GPU XLA computes all weights' gradients at the end of a layer;
   * on a mesh it sums them over GPUs while the next layer runs.
 
-tests/train/memory/test_terms.py repeats each sum next to the compiled peak:
-`test_backward_is_its_arrays_and_what_was_compiled` covers one GPU and four,
-`test_bf16_backward_of_few_tokens_is_in_the_mlp` the other terms of `max`.
-`python -m benchmarks.memory plan` compiles steps again, and
-tests/aot/test_plan.py some of them.
+tests/train/memory/test_terms.py repeats each sum next to the compiled peak, and
+`python -m benchmarks.memory plan` and tests/aot/test_plan.py compile again.
 """
 
 import dataclasses
@@ -28,44 +25,31 @@ F32, BF16 = 4, 2  # Bytes per value.
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layer:
-  """One layer on one GPU.
-
-  Attributes:
-    model: the shape of a decoder or of a vision tower.
-    recipe: the recipe of its layers.
-    tokens: number of tokens that the GPU works on at a time.
-    value: bytes per value of a weight and of its gradient; 0 for a layer that
-      is not trained.
-    fsdp: number of GPUs over which a weight's rows are split.
-    tensor: number of GPUs over which heads and columns are split.
-    is_on_mesh: whether there are other GPUs.
-    remat: what `jax.checkpoint` keeps of a layer.
-    optimizer_in_backward: whether gradients are used as soon as they exist.
-  """
+  """One layer of a decoder or of a vision tower, on one GPU."""
 
   model: ModelConfig | VisionConfig
   recipe: CoatRecipe
-  tokens: int
-  value: int = F32
-  fsdp: int = 1
-  tensor: int = 1
-  is_on_mesh: bool = False
+  tokens: int  # How many tokens the GPU works on at a time.
+  value: int = F32  # Bytes of a weight's value and its gradient; 0 if frozen.
+  fsdp: int = 1  # GPUs over which a weight's rows are split.
+  tensor: int = 1  # GPUs over which heads and columns are split.
+  is_on_mesh: bool = False  # Whether there are other GPUs.
   remat: Remat = "none"
   optimizer_in_backward: bool = False
 
   @property
   def experts(self) -> int:
-    """The number of experts; 0 for a single MLP."""
+    """Returns the number of experts; 0 for a single MLP."""
     return getattr(self.model, "num_experts", None) or 0
 
   @property
   def copies(self) -> int:
-    """The number of experts that a token is sent to; 0 for a single MLP."""
+    """Returns how many experts a token is sent to; 0 for a single MLP."""
     return getattr(self.model, "experts_per_token", None) or 0
 
   @property
   def weights(self) -> dict[str, float]:
-    """The number of values of each weight, with the rows of all GPUs."""
+    """Counts the values of each weight, with the rows of all GPUs."""
     model, experts = self.model, self.experts or 1
     heads = model.num_heads * model.head_width
     is_gated = getattr(model.choices, "is_gated", False)
@@ -80,46 +64,43 @@ class Layer:
 
   @property
   def unit(self) -> float:
-    """The bytes of the residual stream in BF16."""
+    """Counts the bytes of the residual stream in BF16."""
     return BF16 * self.model.d_model * self.tokens / self.tensor
 
   @property
   def inner(self) -> float:
-    """The number of values inside the MLP, of one of gate and up.
-
-    With experts, those of all copies of tokens.
-    """
+    """Counts the values of gate, or of up, for all copies of tokens."""
     return self.tokens * self.model.d_ff * (self.copies or 1) / self.tensor
 
   @property
   def rows(self) -> int:
-    """The bytes of all copies of tokens in BF16; 0 without experts."""
+    """Counts the bytes of all copies of tokens in BF16; 0 without experts."""
     return BF16 * self.model.d_model * self.tokens * self.copies
 
   @property
   def grad_value(self) -> int:
-    """The bytes per value of a gradient before GPUs sum it."""
+    """Returns the bytes per value of a gradient before GPUs sum it."""
     axes = self.recipe.axes
     in_bf16 = axes is not None and axes.grad_dtype == "bfloat16"
     return BF16 if in_bf16 else F32
 
   @property
   def is_recomputed(self) -> bool:
-    """Whether a second forward computes all that the layer saves."""
+    """Returns whether a second forward computes all that the layer saves."""
     return self.remat in ("full", "fp8_layer")
 
   @property
   def gathered(self) -> float:
-    """The number of copies of a weight that a product needs.
+    """Counts the copies of a weight that a product needs.
 
-    On a mesh these are all rows and the GPU's own rows. Elsewhere XLA reads
+    On a mesh these are all rows and the GPU's own rows. On one GPU XLA reads
     weights in place.
     """
     return 1 + 1 / self.fsdp if self.is_on_mesh else 0
 
   @property
   def code(self) -> float:
-    """The bytes of an FP8 value with its share of a group's BF16 scale."""
+    """Counts the bytes of an FP8 value with its share of a BF16 scale."""
     return 1 + BF16 / self.recipe.group_size
 
   def saved(self, remat: Remat = "none") -> float:

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from coat_jax.models.config import Remat
 from train.config import TrainConfig
-from train.memory.step import batch_shards, fullest, largest, plan
+from train.memory.step import batch_shards, largest, peak_bytes
 from train.run.metrics import format_table
 from train.weights import Stored
 
@@ -111,32 +111,26 @@ def search(
   the least memory, so that an error can name it if nothing fits.
   """
   allowed = int(hbm_bytes / (1 + _MARGIN))
-  fitting, smallest = [], None
+  found = []
   for run in runs:
     if is_batch_fixed:
       run = _in_microbatches(run, allowed)
-    elif fullest(plan(run))[1].total > allowed:
+    elif peak_bytes(run) > allowed:
       shards = batch_shards(run) * run.accumulate
       most = largest(run, allowed)
       run = dataclasses.replace(run, batch=max(shards, most))
-    peak = fullest(plan(run))[1].total
-    found = Found(run, peak, cost(run))
-    if peak <= allowed:
-      fitting.append(found)
-    if smallest is None or peak < smallest.peak_bytes:
-      smallest = found
-  assert smallest is not None
+    found.append(Found(run, peak_bytes(run), cost(run)))
+  fitting = [each for each in found if each.peak_bytes <= allowed]
+  smallest = min(found, key=lambda each: each.peak_bytes)
   return sorted(fitting, key=_rank), smallest
 
 
 def _rank(found: Found) -> float:
-  """Returns what settings are sorted by: the cost, a little more for fp8_layer.
+  """Returns the cost to sort by: fp8_layer must be clearly faster.
 
-  It rounds the residual stream, unlike the others, so it must be clearly
-  faster.
+  Unlike the others, it rounds the residual stream.
   """
-  is_rounded = found.run.remat == "fp8_layer"
-  return found.cost * (_ROUNDED if is_rounded else 1)
+  return found.cost * (_ROUNDED if found.run.remat == "fp8_layer" else 1)
 
 
 def _in_microbatches(run: TrainConfig, allowed: int) -> TrainConfig:
@@ -147,87 +141,40 @@ def _in_microbatches(run: TrainConfig, allowed: int) -> TrainConfig:
   for count in range(run.accumulate, sequences + 1):
     if sequences % count == 0:
       run = dataclasses.replace(run, accumulate=count)
-      if fullest(plan(run))[1].total <= allowed:
+      if peak_bytes(run) <= allowed:
         break
   return run
 
 
 def command(run: TrainConfig, preset: str, plain: TrainConfig) -> str:
-  """Writes the command line that trains a run of a preset.
-
-  It leaves out options that the run shares with `plain`, the unchanged preset.
-  """
+  """Writes the command line that trains a run of a preset, `plain`."""
   words = ["python -m train.pretrain", preset]
-  for name in _PRINTED:
-    value, default = (_value(config, name) for config in (run, plain))
-    if value == default:
-      continue
-    flag = name.replace("_", "-")
-    if isinstance(value, bool):
-      words.append(f"--{flag}" if value else f"--no-{flag}")
-    else:
-      words.append(f"--{flag} {value}")
+  # A checkpoint gives its shape, and plans have neither data nor a folder.
+  left_out = ("out", "data", "model", "optim")
+  for prefix, ours, theirs in (
+    ("", run, plain),
+    ("optim.", run.optim, plain.optim),
+  ):
+    for field in dataclasses.fields(theirs):
+      value = getattr(ours, field.name)
+      if field.name in left_out or value == getattr(theirs, field.name):
+        continue
+      flag = prefix + field.name.replace("_", "-")
+      if isinstance(value, bool):
+        words.append(f"--{flag}" if value else f"--no-{flag}")
+      else:
+        words.append(f"--{flag} {value}")
   return " ".join(words)
-
-
-# The options that a plan depends on, in the order in which they are printed.
-_PRINTED = (
-  "init_from",
-  "mesh",
-  "batch",
-  "accumulate",
-  "seq",
-  "recipe",
-  "attention",
-  "params",
-  "optimizer_in_backward",
-  "optim.clip",
-  "remat",
-  "weight_cache",
-  "grad_reduce",
-  "optim.optimizer",
-  "optim.eps",
-  "optim.codec",
-  "optim.group_size",
-  "report_state",
-)
-
-
-def _value(config: TrainConfig, name: str):
-  value = config
-  for word in name.split("."):
-    value = getattr(value, word)
-  return value
-
-
-def describe(run: TrainConfig) -> str:
-  """Describes a run's settings in words."""
-  backward = "in" if run.optimizer_in_backward else "after"
-  return (
-    f"recipe {run.recipe}, params {run.params}, the optimizer {backward} the "
-    f"backward, remat {run.remat}, a batch of {run.batch}"
-  )
 
 
 def report(fitting: list[Found]) -> str:
   """Writes a table of the fastest run for each recipe, weights and backward."""
-  kinds: dict[tuple, Found] = {}
-  for found in fitting:
-    run = found.run
-    kinds.setdefault((run.recipe, run.params, run.optimizer_in_backward), found)
-  rows = []
-  for found in list(kinds.values())[:_SHOWN]:
-    run = found.run
-    rows.append(
-      [
-        f"{run.recipe}",
-        run.params,
-        "in backward" if run.optimizer_in_backward else "after",
-        run.remat,
-        str(run.batch),
-        f"{found.peak_bytes / GB:.2f}",
-        f"{fitting[0].cost / found.cost:.2f}",
-      ]
-    )
-  header = "recipe", "weights", "optimizer", "remat", "batch", "GB", "speed"
-  return format_table(list(header), rows)
+  rows: dict[tuple, list[str]] = {}
+  for run, peak, cost_of_token in fitting:
+    where = "in backward" if run.optimizer_in_backward else "after"
+    speed = fitting[0].cost / cost_of_token
+    row = [run.recipe, run.params, where, run.remat, str(run.batch)]
+    row += [f"{peak / GB:.2f}", f"{speed:.2f}"]
+    rows.setdefault((run.recipe, run.params, where), row)
+  header = ["recipe", "weights", "optimizer", "remat", "batch", "GB", "speed"]
+  return format_table(header, list(rows.values())[:_SHOWN])

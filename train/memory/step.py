@@ -35,7 +35,7 @@ from train.config import TrainConfig
 from train.memory.backward import BF16, F32, Layer, layer_backward
 
 _FP8 = 1  # Bytes of a code.
-# A step of a model that sees images is planned with these alone.
+# The only values with which a step of a model that sees images is planned.
 _WITH_IMAGES: dict[str, Any] = {
   "recipe": "coat",
   "mesh": "",
@@ -47,32 +47,24 @@ _WITH_IMAGES: dict[str, Any] = {
 
 
 class Memory(NamedTuple):
-  """Bytes on one GPU at one point of a step.
-
-  Attributes:
-    weights: bytes of the parameters.
-    gradients: bytes of the gradients that exist at that point, plus their sums
-      over microbatches. If the optimizer runs in the backward, the gradients of
-      a single layer count as temporary.
-    optimizer: bytes of the optimizer's state.
-    activations: bytes that layers save for the backward pass.
-    temporary: everything else.
-  """
+  """Bytes on one GPU at one point of a step."""
 
   weights: int
+  # The gradients that exist at that point, and their sums over microbatches. If
+  # the optimizer runs in the backward, a layer's gradients are temporary.
   gradients: int
-  optimizer: int
-  activations: int
+  optimizer: int  # The optimizer's state.
+  activations: int  # Saved by layers for the backward pass.
   temporary: int
 
   @property
   def total(self) -> int:
-    """The total number of bytes."""
+    """Returns the total number of bytes."""
     return sum(self)
 
 
 class AbstractState(NamedTuple):
-  """The shapes and shardings of what a run stores between steps."""
+  """The shapes and shardings of the state that a run keeps between steps."""
 
   params: Any
   optimizer: Any
@@ -124,10 +116,9 @@ def plan(
 ) -> dict[str, Memory]:
   """Plans a run's memory at each point of a step on one of its GPUs.
 
-  `fullest` picks the peak. `images_each` is the number of images that a
-  sequence of a LLaVA has room for. Raises a ValueError if a device would hold
-  part of a group of moments, or if a run with images has an option that is not
-  planned.
+  `images_each` is the number of images that a sequence of a LLaVA has room for.
+  Raises a ValueError if a device would hold part of a group of moments, or if a
+  run with images has an option that is not planned.
   """
   state = state or state_of(config)
   if isinstance(config.model, VisionLanguageConfig):
@@ -140,19 +131,20 @@ def fullest(points: dict[str, Memory]) -> tuple[str, Memory]:
   return max(points.items(), key=lambda point: point[1].total)
 
 
+def peak_bytes(config: TrainConfig, *, images_each: int = 1) -> int:
+  """Plans a run's peak memory on one of its GPUs."""
+  return fullest(plan(config, images_each=images_each))[1].total
+
+
 def largest(
   config: TrainConfig, memory_bytes: int, *, images_each: int = 1
 ) -> int:
-  """Finds the largest batch that fits; 0 if not even one sequence does.
-
-  The batch of `config` does not matter; `images_each` is as in `plan`.
-  """
+  """Finds the largest batch that fits; 0 if not even one sequence does."""
   shards = batch_shards(config) * config.accumulate
 
   def fits(sequences: int) -> bool:
     run = dataclasses.replace(config, batch=sequences * shards)
-    peak = fullest(plan(run, images_each=images_each))[1]
-    return peak.total <= memory_bytes
+    return peak_bytes(run, images_each=images_each) <= memory_bytes
 
   if not fits(1):
     return 0
@@ -185,7 +177,7 @@ def _plan_decoder(
   weights, value = device_bytes(state.params), layer.value
   matrices = layer.weights
   layers = model.num_layers * sum(matrices.values())
-  # We cache no codes of experts' weights and keep no casts of them.
+  # Codes and casts of experts' weights are not kept.
   linear = layers
   if layer.experts:
     linear = model.num_layers * (matrices["qkv"] + matrices["out"])
@@ -202,62 +194,62 @@ def _plan_decoder(
   if config.accumulate > 1:  # The sum exists between microbatches.
     itemsize = jnp.dtype(config.grad_accumulate).itemsize
     summed = weights * max(1, itemsize / value)
-  ends = _Ends(model, layer, batch, config.seq)
   of_layers, of_all = value * layers / layer.fsdp, weights
   if config.optimizer_in_backward:
-    of_layers, of_all = 0, value * ends.head / layer.fsdp
+    of_layers, of_all = 0, value * _head(layer) / layer.fsdp
 
-  def memory(gradients, activations, temporary):
-    gradients, temporary = gradients + summed, temporary + cached
-    others = (round(x) for x in (activations, temporary))
+  def memory(gradients: float, activations: float, temporary: float) -> Memory:
     return Memory(
-      weights, round(gradients), device_bytes(state.optimizer), *others
+      weights,
+      round(gradients + summed),
+      device_bytes(state.optimizer),
+      round(activations),
+      round(temporary + cached),
     )
 
-  in_backward = layer_backward(layer) + ends.in_backward
+  in_backward = layer_backward(layer) + _head_in_backward(layer)
+  # The embedding's gradient, in BF16 and on a mesh also in f32.
+  in_embedding = (BF16 + F32 * layer.is_on_mesh) * _head(layer)
   return {
-    "loss": memory(0, kept, ends.in_loss),
+    "loss": memory(0, kept, _loss_bytes(layer, batch, config.seq)),
     "backward": memory(of_layers, kept, in_backward),
-    "embedding": memory(of_all, 0, ends.in_embedding),
+    "embedding": memory(of_all, 0, in_embedding),
   }
 
 
-class _Ends:
-  """The memory that the embedding and the loss need at each point.
+def _head(layer: Layer) -> int:
+  """Counts the values of the output weights, with all rows."""
+  model: Any = layer.model
+  return model.d_model * (model.vocab_size // layer.tensor)
 
-  Attributes:
-    head: number of values of the output weights, with all rows.
-    in_loss, in_backward, in_embedding: bytes at these points.
-  """
 
-  def __init__(self, model: ModelConfig, layer: Layer, batch: int, seq: int):
-    value = layer.value
-    vocabulary_size = model.vocab_size // layer.tensor
-    self.head = head = model.d_model * vocabulary_size
-    unit = BF16 * model.d_model * layer.tokens
-    positions = vocabulary.loss_positions(batch, seq, vocabulary_size)
-    logits = batch * positions * vocabulary_size
-    # Logits and their gradient in BF16; the weights' gradient; hidden states,
-    # the same in chunks, and their gradient.
-    self.in_loss = (F32 + BF16) * logits + F32 * head + 3 * unit
-    if value == F32 or layer.is_on_mesh:
-      # The weights in BF16, gathered if there is a mesh.
-      self.in_loss += BF16 * head
-    if value == BF16 and not layer.is_on_mesh:
-      # The gradient is rounded once the logits are gone.
-      self.in_loss = max(self.in_loss, (F32 + BF16) * head + 2 * unit)
-    # The weights' gradient, which by then is summed over devices.
-    self.in_backward = value * head / layer.fsdp
-    if layer.optimizer_in_backward:
-      # The optimizer has used it already, unless the embedding's gradient must
-      # be added. XLA may create zeros for that one before it differentiates the
-      # layers.
-      self.in_backward *= model.tied_embeddings
-      self.in_backward += BF16 * head
-    # The embedding's gradient as well, in BF16 and in f32.
-    self.in_embedding = BF16 * head
-    if layer.is_on_mesh:
-      self.in_embedding += F32 * head
+def _loss_bytes(layer: Layer, batch: int, seq: int) -> float:
+  """Counts the bytes that exist for the loss alone at its peak."""
+  model: Any = layer.model
+  head, columns = _head(layer), model.vocab_size // layer.tensor
+  unit = BF16 * model.d_model * layer.tokens
+  logits = batch * vocabulary.loss_positions(batch, seq, columns) * columns
+  # Logits and their gradient in BF16; the weights' gradient; hidden states, the
+  # same in chunks, and their gradient.
+  total = (F32 + BF16) * logits + F32 * head + 3 * unit
+  if layer.value == F32 or layer.is_on_mesh:
+    total += BF16 * head  # The weights in BF16, gathered if there is a mesh.
+  if layer.value == BF16 and not layer.is_on_mesh:
+    # The gradient is rounded once the logits are gone.
+    total = max(total, (F32 + BF16) * head + 2 * unit)
+  return total
+
+
+def _head_in_backward(layer: Layer) -> float:
+  """Counts the bytes of the output weights' gradient during the backward."""
+  head = _head(layer)
+  summed = layer.value * head / layer.fsdp  # Over devices.
+  if not layer.optimizer_in_backward:
+    return summed
+  # The optimizer has used it already, unless the embedding's gradient must be
+  # added, for which XLA may create zeros before it differentiates the layers.
+  model: Any = layer.model
+  return summed * model.tied_embeddings + BF16 * head
 
 
 def _plan_vision(
@@ -294,7 +286,7 @@ def _plan_vision(
     tokens=images * model.vision.num_tokens,
     value=_value_bytes(params["tower"]),
   )
-  # Features; hidden states before GELU in both dtypes, and after it.
+  # Features; hidden states before GELU in both dtypes, and after GELU.
   kept = images * model.tokens_each * BF16 * model.vision.d_model
   kept += images * model.tokens_each * (2 * BF16 + F32) * model.text.d_model
   if trained == "all":

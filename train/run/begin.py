@@ -11,8 +11,9 @@ import grain
 from jax.sharding import Mesh
 
 from coat_jax.optimizer import FusedTransformation
-from train import convert, pretrained
+from train import pretrained
 from train.config import TrainConfig
+from train.restore import restore
 from train.run import processes
 from train.run.checkpoint import Checkpoints, read_description
 from train.run.data import RunData
@@ -48,7 +49,7 @@ def resume(
   run = RunDirectory(config.out)
   checkpoints = _open_checkpoints(run, config, opened)
   with stop_on_bad_input():
-    state = convert.restore(checkpoints, done, config, abstract, batches)
+    state = restore(checkpoints, done, config, abstract, batches)
   checkpoints.set_aside(after=done)
   if processes.is_primary():
     run.write_description(description)

@@ -198,7 +198,7 @@ def test_answers_and_their_loss_match_the_model(
     (["--conversations", "none.json"], "must name files of conversations"),
     (
       ["--conversations", "{data}", "--max-tokens", 0],
-      "--max-tokens must be at least 1, got 0",
+      "max_tokens must be a whole number from 1",
     ),
     (
       ["--conversations", "{data}", "--page", "none/x.html"],

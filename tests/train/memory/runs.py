@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Presets as runs of some batch, whose plans take no state of their own."""
+"""Runs of presets for tests of plans, with given sizes of their states."""
 
 import dataclasses
 

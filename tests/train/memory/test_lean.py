@@ -43,7 +43,7 @@ def test_gradients_have_the_dtype_of_their_weights(value):
   assert abs(found["backward"].temporary - arrays) <= 1
 
 
-def test_gradients_of_one_layer_are_there_at_a_time():
+def test_only_one_layer_has_gradients_at_a_time():
   found = planned(1, **IN_BACKWARD)
   u, a, _ = sizes(1)
   assert [x.gradients for x in found.values()] == [0, 0, 2 * HEAD]
@@ -77,7 +77,7 @@ def test_sums_of_microbatches_have_their_own_dtype(sums, count):
   assert planned(value=4, accumulate=2)["loss"].gradients == 4 * COUNT
 
 
-def test_second_forward_of_mlp_behind_fp8_boundaries():
+def test_second_forward_of_mlp_after_fp8_boundaries():
   found = planned(remat="fp8", **IN_BACKWARD)["backward"]
   u, a, _ = sizes(4)
   # Codes and scales of both norms' inputs, with f32 statistics.
@@ -90,7 +90,7 @@ def test_second_forward_of_mlp_behind_fp8_boundaries():
 
 
 @pytest.mark.parametrize("gpus", [1, 4])
-def test_second_forward_of_experts_behind_fp8_boundaries(gpus):
+def test_second_forward_of_experts_after_fp8_boundaries(gpus):
   found = planned(gpus=gpus, model=EXPERTS, remat="fp8", **IN_BACKWARD)
   u, a, _ = sizes(4)
   # Of both copies: gate and up in codes, their gradients in BF16, the product

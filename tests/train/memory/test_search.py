@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m train.plan PRESET --gpus N`: what it tries, and what it names."""
+"""`python -m train.plan PRESET --gpus N`: candidates, ranking and output."""
 
 import dataclasses
-import inspect
 import re
 import shlex
 from pathlib import Path
@@ -11,6 +10,7 @@ import pytest
 import tyro
 
 from train import plan
+from train.command_line import one_of
 from train.memory import search
 from train.memory.step import fullest
 from train.memory.step import plan as plan_run
@@ -23,12 +23,7 @@ def trained(line):
   """The configuration that a printed command line trains."""
   words = shlex.split(line)
   assert words[:3] == ["python", "-m", "train.pretrain"]
-  presets = {
-    name: (inspect.getdoc(preset), preset()) for name, preset in PRESETS.items()
-  }
-  return tyro.extras.overridable_config_cli(
-    presets, args=words[3:], config=(tyro.conf.FlagCreatePairsOff,)
-  )
+  return tyro.cli(one_of(PRESETS), args=words[3:])
 
 
 def found_by(capsys, *options):
@@ -90,7 +85,7 @@ def test_printed_command_trains_what_was_planned(capsys, options):
     assert run.optim.codec == "log8"
 
 
-def test_weights_that_are_asked_for_are_tried_alone():
+def test_only_requested_weights_are_tried():
   config = dataclasses.replace(PRESETS["llama_60m"]())
   runs = list(search.candidates(config, "bfloat16_low8", "fp8"))
   assert {(x.params, x.remat, x.recipe) for x in runs} == {
@@ -106,7 +101,7 @@ def test_weights_that_are_asked_for_are_tried_alone():
   assert len(every) == 3 + 2 + 3 * 2 * 4
 
 
-def test_a_batch_that_is_too_large_goes_in_microbatches():
+def test_too_large_batch_is_split_into_microbatches():
   config = dataclasses.replace(PRESETS["llama_60m"](), batch=256)
   run = dataclasses.replace(config, params="bfloat16")
   (found,), _ = search.search([run], 10 * 10**9, is_batch_fixed=True)
@@ -116,7 +111,7 @@ def test_a_batch_that_is_too_large_goes_in_microbatches():
   assert fullest(plan_run(fewer))[1].total > 10e9 / 1.02
 
 
-def test_cost_is_that_of_a_microbatch_on_a_gpu():
+def test_cost_is_counted_for_a_microbatch_on_a_gpu():
   config = dataclasses.replace(PRESETS["llama_60m"](), batch=24, seq=1000)
   run = dataclasses.replace(config, remat="full", accumulate=3)
   assert search.cost(run) == pytest.approx(0.83 + 1500 / 8000)
@@ -144,7 +139,7 @@ def test_rounded_residual_stream_must_be_two_percent_faster():
     assert fastest(batch) == (first, pytest.approx(ratio, abs=1e-3))
 
 
-def test_too_little_memory_says_how_much_it_takes(capsys):
+def test_too_little_memory_reports_how_much_is_needed(capsys):
   small = ["llama_60m", "--gpus", "1", "--hbm", "0.2GB"]
   assert plan.main(small) == 2
   said = capsys.readouterr().err

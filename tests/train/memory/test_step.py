@@ -22,7 +22,7 @@ SMALL = Case("demo", 1_000_000, 2, 512, vocab_size=4096, **SIZES)
 LAYERS = 4 * (256 * (384 + 256) + 3 * 256 * 768)
 
 
-def test_device_bytes_are_of_a_shard():
+def test_device_bytes_count_one_shard():
   mesh = AbstractMesh((2, 4), ("data", "fsdp"))
   where = NamedSharding(mesh, jax.P(None, "fsdp"))
   split = jax.ShapeDtypeStruct((3, 8), jnp.bfloat16, sharding=where)
@@ -42,7 +42,7 @@ def test_gradients_come_layer_by_layer():
     assert memory.gradients == found[name].gradients + 4_000_000
 
 
-def test_activations_are_those_of_all_layers():
+def test_activations_of_all_layers_are_counted():
   found = SMALL.plan("minimal")
   want = 4 * SMALL.kept("minimal")
   assert found["loss"].activations == found["backward"].activations == want
@@ -51,7 +51,7 @@ def test_activations_are_those_of_all_layers():
   assert halved == want / 2
 
 
-def test_bf16_casts_of_weights_are_kept_where_they_are_not_gathered():
+def test_bf16_casts_of_weights_are_kept_unless_gathered():
   alone, others = (
     SMALL.plan("bf16", gpus)["loss"].activations for gpus in (1, 4)
   )
@@ -91,7 +91,7 @@ def test_checkpoints_keep_less_and_compute_a_layer_again():
 
 @pytest.mark.parametrize("is_layer_norm", [False, True])
 @pytest.mark.parametrize("group_size", [16, 100])
-def test_codes_in_front_of_a_second_forward(is_layer_norm, group_size):
+def test_codes_before_a_second_forward(is_layer_norm, group_size):
   r = recipes.coat(group_size=group_size)
   family = "olmo" if is_layer_norm else "llama"
   model = dataclasses.replace(SMALL.model, family=family)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each term of a plan as a sum of arrays, beside what XLA's compiler counts.
+"""Each term of a plan as a sum of arrays, and what XLA's compiler counts.
 
 The sums are written down here once more, array by array, and the whole plan is
 within a per cent of the peak of the step that was compiled for H200s
@@ -120,7 +120,7 @@ def test_gradients_that_are_summed_in_bf16_take_half(name):
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp8_linear"])
-def test_a_layer_that_is_computed_again_is_there_once_more(name):
+def test_recomputed_layer_exists_once_more(name):
   none, again = (
     LLAMA2_7B.plan(name, 4, remat=remat)["backward"].temporary
     for remat in ("none", "full")

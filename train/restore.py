@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Restores checkpoints of runs that are resumed with other options.
+
+With `convert_state`, a run may change its codec, how its weights are stored,
+and its rule of clipping. It may always change its mesh.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import grain
+import jax
+from jax import P
+from jax.sharding import NamedSharding
+
+from coat_jax.optimizer import from_adam_state, sharding, to_adam_state
+from train import step as steps
+from train import weights
+from train.config import TrainConfig
+from train.objective import trained
+from train.run.checkpoint import Checkpoints, read_description
+from train.run.description import configuration
+from train.step import TrainState
+
+# The options that decide how stored bytes are read; rounding does not.
+_LAYOUT = ("codec", "group_size", "second")
+
+
+def restore(
+  checkpoints: Checkpoints,
+  step: int,
+  config: TrainConfig,
+  abstract: TrainState,
+  batches: grain.DatasetIterator,
+) -> TrainState:
+  """Restores a checkpoint, and converts its state to the run's options."""
+  saved = configuration(read_description(checkpoints.path, step))
+  params = abstract.params
+  if saved.params != config.params:
+    params = weights.abstract(saved.params, params)
+  same_codes = all(
+    getattr(saved.optim, name) == getattr(config.optim, name)
+    for name in _LAYOUT
+  )
+  optimizer = abstract.optimizer
+  if not same_codes or saved.params != config.params:
+    # Moments name their codec; if they have the same codes, that is the run's.
+    optim = config.optim if same_codes else saved.optim
+    optimizer = _abstract_optimizer(
+      dataclasses.replace(saved, optim=optim), params
+    )
+  # Rule global keeps no norms; the other rules keep the same ones.
+  clip = () if saved.optim.clip == "global" else abstract.clip
+  state = checkpoints.restore(
+    step,
+    abstract._replace(params=params, optimizer=optimizer, clip=clip),
+    batches,
+  )
+  if saved.optim.clip == "global":
+    state = state._replace(clip=steps.initial_clip(config, abstract))
+  if saved.params != config.params:
+    state = _stored_anew(state, config, abstract)
+  if not same_codes:
+    codec, seed = config.optim.moment_codec(), config.seed
+    recode = jax.jit(
+      lambda x: from_adam_state(to_adam_state(x), codec=codec, seed=seed),
+      out_shardings=steps.shardings(abstract.optimizer),
+    )
+    state = state._replace(optimizer=recode(state.optimizer))
+  return state
+
+
+def _stored_anew(
+  state: TrainState, config: TrainConfig, abstract: TrainState
+) -> TrainState:
+  """Stores the weights of a state as `config` says; moments keep their bits."""
+  adam, low = weights.without_low(state.optimizer)
+  where = abstract.params, weights.without_low(abstract.optimizer)[1]
+
+  @functools.partial(jax.jit, out_shardings=steps.shardings(where))
+  def convert(params, low):
+    params, low = weights.store(config.params, weights.load(params, low))
+    return params, low and trained(config, low)
+
+  params, low = convert(state.params, low)
+  return state._replace(params=params, optimizer=weights.with_low(adam, low))
+
+
+def _abstract_optimizer(config: TrainConfig, params: Any):
+  """Builds an abstract state of the optimizer, sharded as its parameters are.
+
+  If a device would hold a part of a group, columns are replicated: the codec of
+  the checkpoint may come from a mesh that other groups fitted.
+  """
+  init, params = steps.build_optimizer(config).init, trained(config, params)
+  if jax.tree.leaves(params)[0].sharding is None:
+    return jax.eval_shape(init, params)
+  codec = config.optim.moment_codec()
+  size = getattr(codec.mu, "group_size", 1)  # Plain moments have no groups.
+
+  def with_whole_groups(p):
+    mesh, spec = p.sharding.mesh, p.sharding.spec
+    if p.sharding.shard_shape(p.shape)[-1] % size == 0:
+      return p
+    rows = (*spec, *(None,) * p.ndim)[: p.ndim - 1]
+    return p.update(sharding=NamedSharding(mesh, P(*rows)))
+
+  params = jax.tree.map(with_whole_groups, params)
+  return sharding.abstract_state(init, params)
