@@ -11,7 +11,7 @@ ends of both do.
 """
 
 import dataclasses
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import jax.numpy as jnp
 from flax import nnx
@@ -29,13 +29,13 @@ from coat_jax.models.arguments import (
 from coat_jax.models.config import ModelConfig, Remat
 from coat_jax.models.decoder import Carry, Decoder
 from coat_jax.models.placing import Placed, token_rows
-from coat_jax.models.ranges import check_kinds
+from coat_jax.models.ranges import check_kinds, check_numbers
 from coat_jax.models.remat import check_remat
 from coat_jax.models.stack import Store, store_params, stored_in
 from coat_jax.models.vision.config import VisionConfig
 from coat_jax.models.vision.tower import VisionTower
 from coat_jax.numerics import recipes
-from coat_jax.numerics.checks import check_kind, check_whole
+from coat_jax.numerics.checks import Range, check_kind
 from coat_jax.numerics.recipes import CoatRecipe
 
 _INIT_STDDEV = 0.02
@@ -63,8 +63,8 @@ class VisionLanguageConfig:
 
   text: ModelConfig
   vision: VisionConfig
-  image_token: int
-  feature_layer: int = -2
+  image_token: Annotated[int, Range(0, 2**24)]
+  feature_layer: Annotated[int, Range(-(2**20), 2**20)] = -2
   feature_select: Literal["default", "full"] = "default"
   projector_bias: bool = True
 
@@ -72,16 +72,15 @@ class VisionLanguageConfig:
     op = "VisionLanguageConfig"
     check_kind(op, "text", self.text, ModelConfig, "pass a decoder's")
     check_kind(op, "vision", self.vision, VisionConfig, "pass a tower's")
-    remedy = "copy it from the model's config.json"
-    check_whole(op, "image_token", self.image_token, None, remedy)
-    check_whole(op, "feature_layer", self.feature_layer, None, remedy)
     check_kinds(self)
+    check_numbers(self)
     if self.text.choices.scales_embedding:
       raise ValueError(
         "VisionLanguageConfig: text must be of a family that does not scale "
         f"its embeddings, got {self.text.family}; take another decoder"
       )
-    if not 0 <= self.image_token < self.text.vocab_size:
+    remedy = "copy it from the model's config.json"
+    if self.image_token >= self.text.vocab_size:
       raise ValueError(
         "VisionLanguageConfig: image_token must be a token of the vocabulary "
         f"of {self.text.vocab_size}, got {self.image_token}; {remedy}"
@@ -92,6 +91,11 @@ class VisionLanguageConfig:
         f"VisionLanguageConfig: feature_layer must be from {-layers - 1} to "
         f"{layers}, got {self.feature_layer}; {remedy}"
       )
+
+  @property
+  def family(self) -> str:
+    """The family of vision-language models."""
+    return "llava"
 
   @property
   def tokens_each(self) -> int:

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import pytest
 
 from coat_jax.layers import LinearScaling, Llama3Scaling, YarnScaling
-from coat_jax.models import ModelConfig
+from coat_jax.models import VISION_FAMILIES, ModelConfig
 from coat_jax.models.config import FAMILIES
 from coat_jax.models.hf.config import parse_config, write_config
-from coat_jax.models.hf.rows import CONFIGS
-from coat_jax.models.hf.tensors import TENSORS
+from coat_jax.models.hf.config_tables import CONFIGS
+from coat_jax.models.hf.tensor_tables import TENSORS
 from tests.models.hf.folders import DATA
 from tests.models.hf.published import GPT2, LLAMA2_7B, MISTRAL, QWEN2_05B
 from train.presets import PRESETS
@@ -62,7 +62,8 @@ def test_other_families_are_read():
 
 
 def test_every_family_has_a_row_and_a_table():
-  assert FAMILIES.keys() == CONFIGS.keys() == TENSORS.keys()
+  assert FAMILIES.keys() | VISION_FAMILIES.keys() == TENSORS.keys()
+  assert TENSORS.keys() | {"llava"} == CONFIGS.keys()
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -328,7 +329,7 @@ def test_scaling_of_a_configuration_is_checked(text, words):
       "must be one of gelu_new, gelu_pytorch_tanh, gelu, got relu",
     ),
     ("gpt2", {"n_positions": ...}, "must have n_positions; copy"),
-    ("gpt2", {"n_embd": "64"}, "n_embd must be a number"),
+    ("gpt2", {"n_embd": "64"}, "n_embd must be a whole number"),
     ("gpt2", {"rope_theta": 1e4}, "rope_theta is not supported"),
     ("gpt2", {"hidden_size": 64}, "hidden_size is not supported"),
     ("qwen2", {"use_sliding_window": True}, "use_sliding_window must be False"),
@@ -344,7 +345,11 @@ def test_scaling_of_a_configuration_is_checked(text, words):
     ),
     ("llama", {"num_experts": 8}, "num_experts is not supported, got 8"),
     ("llama", {"hiden_size": 8}, "did you mean hidden_size?"),
-    ("llama", {"quantization_config": {}}, "weights that another library"),
+    (
+      "llama",
+      {"quantization_config": {}},
+      "another library quantized the weights",
+    ),
     ("llama", {"auto_map": {"AutoModel": "m.M"}}, "auto_map is not supported"),
     (
       "llama",
@@ -356,10 +361,10 @@ def test_scaling_of_a_configuration_is_checked(text, words):
     (
       "llama",
       {"architectures": ["LlamaForSequenceClassification"]},
-      "only language models can be read",
+      "other classes are not supported",
     ),
     ("llama", {"hidden_size": ...}, "must have hidden_size; copy"),
-    ("llama", {"hidden_size": "64"}, "hidden_size must be a number"),
+    ("llama", {"hidden_size": "64"}, "hidden_size must be a whole number"),
     ("llama", {"hidden_size": 2**40}, "d_model must be a whole number"),
     ("llama", {"head_dim": 15}, "head_dim must be even"),
     ("llama", {"num_key_value_heads": 3}, "a multiple of num_kv_heads, got 4"),

@@ -38,7 +38,7 @@ def assert_refused(folder, words):
     ({NAME: None}, f"got no {NAME}; copy the whole"),
     (
       {NAME: np.zeros((64, 65), "f")},
-      f"got {NAME} [64, 65] in place of [64, 64",
+      f"got {NAME} [64, 65] instead of [64, 64",
     ),
     ({"model.more": np.zeros(3, "f")}, "got model.more too, which this model"),
     ({NAME: np.zeros((64, 64))}, f"F32, F16, BF16, got {NAME} of F64"),
@@ -51,7 +51,7 @@ def test_other_tensors_are_refused(tensors, words, tmp_path):
 
 def test_another_tied_output_projection_is_refused(tmp_path, monkeypatch):
   folder = copied(tmp_path / "m", tie_word_embeddings=True)
-  words = "got another lm_head.weight than model.embed_tokens"
+  words = "got different lm_head.weight and model.embed_tokens"
   assert_refused(folder, words)
   # Rows are compared 100 at a time, the last 84 of 384 together.
   monkeypatch.setattr(load, "_ROWS", 100)

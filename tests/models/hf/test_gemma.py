@@ -182,7 +182,7 @@ def test_period_of_layers_is_that_of_the_list():
     (
       "gemma3",
       {"model_type": "gemma3"},
-      "got gemma3; a model with another one cannot be had",
+      "got gemma3; other values are not supported yet",
     ),
   ],
 )

@@ -112,7 +112,7 @@ def test_text_says_whether_it_is_tied(tmp_path):
     ({"image_token_index": 32064}, "image_token must be a token of the voc"),
     ({"image_grid_pinpoints": [[1, 2]]}, "image_grid_pinpoints is not supp"),
     ({"text_config": 3}, "text_config must be an object"),
-    ({"vision_config": {"model_type": "pixtral"}}, "got pixtral; a model with"),
+    ({"vision_config": {"model_type": "pixtral"}}, "got pixtral; other values"),
   ],
 )
 def test_other_models_are_refused(tmp_path, change, message):
@@ -192,5 +192,5 @@ def test_tied_head_may_be_written_twice(tmp_path):
   assert "head" not in params["decoder"]
   check_tensors(twice, config, params)
   other = copied(tmp_path / "o", "llava", tensors={head: same + 1}, **keys)
-  with pytest.raises(ValueError, match=f"got another {head} than language_mo"):
+  with pytest.raises(ValueError, match=f"got different {head} and language_mo"):
     check_tensors(other, config, params)
