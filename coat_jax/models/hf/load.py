@@ -64,9 +64,8 @@ def load_hf(
 ) -> Any:
   """Loads a model that `save_pretrained` of transformers wrote.
 
-  Its config.json decides the class: a `Decoder`, a `VisionTower` (also for a
-  CLIP or SigLIP that includes a text model) or, for LLaVA, a
-  `VisionLanguageModel`.
+  config.json decides the class: a `Decoder`, a `VisionTower` (also for a CLIP
+  or SigLIP that includes a text model) or, for LLaVA, a `VisionLanguageModel`.
 
   Example usage::
 
@@ -79,8 +78,8 @@ def load_hf(
   Args:
     folder: a folder with config.json and model.safetensors, or with shards and
       their index.
-    recipe: what layers compute and save in FP8; None for `recipes.coat()`. On a
-      mesh it gets the mesh's axes unless it has some.
+    recipe: what layers compute and save in FP8; None for `recipes.coat()`. If
+      it has no axes, it gets those of the mesh.
     mesh: a mesh with axes data, fsdp and tensor, over which parameters are
       sharded by `param_shardings`; call the model under `jax.set_mesh`. None
       for one device.
@@ -95,8 +94,8 @@ def load_hf(
   Raises:
     TypeError: an argument of another kind.
     ValueError: the folder has no such checkpoint, its model is not supported,
-      or its weights are not finite; the message states what was found. Or
-      `param_dtype` is none of these three.
+      its weights are not finite, or another `param_dtype`; the message states
+      what was found.
   """
   op = "load_hf"
   check_kind(op, "folder", folder, (str, os.PathLike), "pass a path")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""config.json to a ModelConfig and back; what is refused by name."""
+"""Reads config.json into a ModelConfig and back; names unsupported keys."""
 
 import dataclasses
 import json
@@ -25,7 +25,7 @@ def golden(name="llama"):
   return json.loads((DATA / name / "config.json").read_text())
 
 
-def test_llama2_is_that_of_the_preset():
+def test_llama2_matches_the_preset():
   config, dtype = parse_config(FILE, json.loads(LLAMA2_7B))
   assert config == PRESETS["llama2_7b"]().model
   assert dtype == "float16"
@@ -86,7 +86,7 @@ def test_presets_are_written_and_read_again(name):
     ("gpt2", None, None),
   ],
 )
-def test_longest_sequence_is_written_where_none_is_known(name, like, want):
+def test_context_length_is_written_if_the_source_has_none(name, like, want):
   config = PRESETS[name]().model
   found = write_config(config, jnp.dtype("float16"), like, max_length=512)
   assert found.get("max_position_embeddings") == want
@@ -178,7 +178,7 @@ def test_stretched_rope_is_read_in_both_forms_and_written(rope, scaling):
 @pytest.mark.parametrize(
   "keys", [{}, dict(rope_scaling={"rope_type": "linear", "factor": 2.0})]
 )
-def test_share_of_heads_that_turns_is_read_in_both_forms_and_written(keys):
+def test_partial_rope_is_read_in_both_forms_and_written(keys):
   old = golden("phi3") | {"partial_rotary_factor": 0.75, "rope_theta": 1e4}
   old = {k: v for k, v in (old | keys).items() if k != "rope_parameters"}
   new = golden("phi3")
@@ -214,7 +214,7 @@ def test_windows_are_read():
     ("ntk,factor=2", "must be one of ('linear', 'llama3', 'yarn'), got 'ntk'"),
     ("linear", "of which factor are needed; wrong are factor"),
     ("linear,factor=2,base=3", "wrong are base"),
-    ("linear,factor", "fields as factor=4, got 'factor'"),
+    ("linear,factor", "fields like factor=4, got 'factor'"),
     ("linear,factor=0.5", "factor must be at least 1 and finite, got 0.5"),
     ("linear,factor=inf", "factor must be a number from 0 on, got inf"),
     ("linear,factor=nan", "factor must be a number from 0 on, got nan"),
@@ -294,7 +294,7 @@ def test_scaling_of_a_configuration_is_checked(text, words):
     (
       "phi3",
       {**V4, "partial_rotary_factor": 0.7},
-      "rotary_dim must be even, because rotary embeddings turn pairs, and at",
+      "rotary_dim must be even, because RoPE rotates pairs, and at",
     ),
     (
       "llama",
@@ -374,7 +374,7 @@ def test_scaling_of_a_configuration_is_checked(text, words):
     ("llama", {"dtype": ["a"]}, "float16, got ['a']"),
   ],
 )
-def test_keys_that_cannot_be_had_are_refused_by_name(name, keys, words):
+def test_unsupported_keys_are_refused_by_name(name, keys, words):
   found = json.loads(MISTRAL) if name == "mistral" else golden(name)
   found = {k: v for k, v in (found | keys).items() if v is not ...}
   with pytest.raises(ValueError) as caught:
@@ -384,7 +384,7 @@ def test_keys_that_cannot_be_had_are_refused_by_name(name, keys, words):
   assert words in message, message
 
 
-def test_missing_keys_are_those_of_transformers():
+def test_missing_keys_have_the_defaults_of_transformers():
   found = golden()
   for key in ("head_dim", "num_key_value_heads", "rms_norm_eps", "dtype"):
     found.pop(key)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LLaVA's checkpoints: config.json, names of tensors, the same bytes back."""
+"""Tests LLaVA checkpoints: config.json, tensor names, the same bytes back."""
 
 import dataclasses
 import json
@@ -92,7 +92,7 @@ def test_published_config_is_read(tmp_path):
   assert kept["text_config"]["_name_or_path"] == "lmsys/vicuna-7b-v1.5"
 
 
-def test_text_says_whether_it_is_tied(tmp_path):
+def test_text_config_decides_tied_embeddings(tmp_path):
   text = PUBLISHED["text_config"]
   for top, own, tied in ((True, ..., True), (False, True, True)):
     found = PUBLISHED | {"tie_word_embeddings": top}
@@ -115,7 +115,7 @@ def test_text_says_whether_it_is_tied(tmp_path):
     ({"vision_config": {"model_type": "pixtral"}}, "got pixtral; other values"),
   ],
 )
-def test_other_models_are_refused(tmp_path, change, message):
+def test_unsupported_models_are_refused(tmp_path, change, message):
   with pytest.raises(
     ValueError, match=rf"load_hf: .*config\.json: .*{message}"
   ):
@@ -147,7 +147,7 @@ def test_import_and_export_gives_the_same_bytes(tmp_path):
     np.testing.assert_array_equal(found[name], x, err_msg=name)
   # Shards divide the sections.
   assert len(list((tmp_path / "b").glob("model-*.safetensors"))) > 3
-  with pytest.raises(ValueError, match="must be of the model that is saved"):
+  with pytest.raises(ValueError, match="must describe the model that is saved"):
     save_hf(model, tmp_path / "c", like=_other(tmp_path))
 
 
