@@ -19,7 +19,7 @@ from jax import Array
 from coat_jax.models.arguments import check_pixels
 from coat_jax.models.cache import without_fp8
 from coat_jax.models.decoder import Decoder
-from coat_jax.models.placing import Placed, token_rows
+from coat_jax.models.placing import Placed
 from coat_jax.models.vision_language import VisionLanguageModel
 from coat_jax.numerics.checks import refuse
 
@@ -105,12 +105,9 @@ def _place(
   graph: Any, params: Any, tokens: Array, padding: Array, images: Array
 ) -> Placed:
   model: VisionLanguageModel = without_fp8(nnx.merge(graph, params))
-  features = model.features(images)
   is_prompt = jnp.arange(tokens.shape[1])[None] >= padding[:, None]
-  # Padding, which is 0, may be the image token.
-  own = jnp.where(is_prompt, tokens, -1)
-  rows = token_rows(own, model.config.image_token, features.shape[1])
-  return Placed(features, rows)
+  # Padding is 0, which may be the image token.
+  return model.place(jnp.where(is_prompt, tokens, -1), images)
 
 
 def check_images(

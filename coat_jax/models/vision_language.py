@@ -30,7 +30,6 @@ from coat_jax.models.config import ModelConfig, Remat
 from coat_jax.models.decoder import Carry, Decoder
 from coat_jax.models.placing import Placed, token_rows
 from coat_jax.models.ranges import check_kinds, check_numbers
-from coat_jax.models.remat import check_remat
 from coat_jax.models.stack import Start, Store, store_params, stored_in
 from coat_jax.models.vision.config import VisionConfig
 from coat_jax.models.vision.tower import VisionTower
@@ -197,7 +196,6 @@ class VisionLanguageModel(nnx.Module):
     """
     op = "VisionLanguageModel"
     check_model(op, config, VisionLanguageConfig, recipe, dtype, store, rngs)
-    check_remat(remat, recipe)
     store = store or stored_in(op, param_dtype)
     self.config = config
     self.tower = VisionTower(
@@ -243,19 +241,21 @@ class VisionLanguageModel(nnx.Module):
   ) -> Carry:
     """Does what the call does; also returns the sums of `Decoder.routed`."""
     check_tokens("VisionLanguageModel", tokens, segments)
-    placed = None
-    if pixel_values is not None:
-      check_pixels("VisionLanguageModel", pixel_values)
-      if len(pixel_values) != len(tokens):
-        raise ValueError(
-          "VisionLanguageModel: images and tokens must have as many sequences, "
-          f"got {len(pixel_values)} for {len(tokens)}; pass pixel_values "
-          "[B, I, C, H, W] and tokens [B, T]"
-        )
-      features = self.features(pixel_values)
-      rows = token_rows(tokens, self.config.image_token, features.shape[1])
-      placed = Placed(features, rows)
+    placed = None if pixel_values is None else self.place(tokens, pixel_values)
     return self.decoder.routed(tokens, segments, placed)
+
+  def place(self, tokens: Array, pixel_values: Array) -> Placed:
+    """Computes the features that replace the image tokens of tokens [B, T]."""
+    check_pixels("VisionLanguageModel", pixel_values)
+    if len(pixel_values) != len(tokens):
+      raise ValueError(
+        "VisionLanguageModel: images and tokens must have as many sequences, "
+        f"got {len(pixel_values)} for {len(tokens)}; pass pixel_values "
+        "[B, I, C, H, W] and tokens [B, T]"
+      )
+    features = self.features(pixel_values)
+    rows = token_rows(tokens, self.config.image_token, features.shape[1])
+    return Placed(features, rows)
 
   def logits(
     self,
