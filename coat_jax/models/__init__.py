@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decoder and vision-language models and vision towers, built of the layers.
+"""Decoders, vision towers and vision-language models, made of COAT's layers.
 
-A `ModelConfig` is the shape of a model, and names its family; a family is a row
-of `FAMILIES`. `load_hf` and `save_hf` read and write checkpoints of
-Hugging Face's transformers.
+A `ModelConfig` is the shape of a decoder and names its family, a row of
+`FAMILIES`; a `VisionConfig` is the shape of a tower. `load_hf` and `save_hf`
+read and write Hugging Face checkpoints.
 """
 
 from coat_jax.models.batch import Batch as Batch

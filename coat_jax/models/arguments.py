@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of the arguments of models: configurations, tokens, images."""
+"""Checks the arguments of models: configurations, tokens, images."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ from coat_jax.numerics.checks import (
   refuse,
 )
 
-# The dtypes of what comes with tokens, and their words.
+# The dtypes of arrays that accompany tokens, and the words for them.
 _KINDS = {
   "segments": (jnp.integer, "integers"),
   "shares": (jnp.floating, "floats"),
@@ -54,14 +54,14 @@ def check_tokens(op: str, tokens: Any, segments: Any = None) -> None:
 
 
 def check_like(op: str, name: str, x: Any, shape: tuple[int, ...]) -> None:
-  """Raises an error unless x has one entry of its kind per token."""
+  """Raises an error unless x has one entry per token."""
   kind, words = _KINDS[name]
   remedy = "pass one for each token"
-  rule = f"{words} of the shape of tokens"
+  rule = f"{words} with the shape of tokens"
   check_array(op, name, x, rule, kind=kind, remedy=remedy)
   if x.shape != shape:
     raise ValueError(
-      f"{op}: {name} must be of the shape of tokens, {shape}, got {x.shape}; "
+      f"{op}: {name} must have the shape of tokens, {shape}, got {x.shape}; "
       f"{remedy}"
     )
 
@@ -77,5 +77,5 @@ def check_hidden(op: str, hidden: Any, width: int) -> None:
 
 def check_pixels(op: str, pixel_values: Any) -> None:
   """Raises a TypeError unless images are a floating array."""
-  rule, remedy = "a floating array", "normalize them as the model's processor"
+  rule, remedy = "a floating array", "normalize them like the model's processor"
   check_array(op, "pixel_values", pixel_values, rule, remedy=remedy)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sequences that a decoder learns from: documents, padding and targets."""
+"""Batches of sequences for training: documents, padding and targets."""
 
 from typing import Any, NamedTuple
 
@@ -13,13 +13,13 @@ from coat_jax.numerics.checks import check_array, is_array
 
 
 class Batch(NamedTuple):
-  """Sequences, each of one document or of several packed into it.
+  """Sequences, each with one document or several packed documents.
 
   Attributes:
-    tokens: int32 [B, T + 1]; each is predicted from those before it.
+    tokens: int32 [B, T + 1]; each token is predicted from the ones before it.
     segments: int32 [B, T + 1], the document of its row that each token belongs
-      to, or padding; None for one document per row. Tokens see their own
-      document only, and a document's first token is not a target.
+      to, or padding; None for one document per row. Tokens see only their own
+      document, and a document's first token is not a target.
     shares: f32 [B, T + 1], the weight of each token's nats as a target; None
       if all tokens of all documents are targets. The first column is ignored.
   """
@@ -30,7 +30,7 @@ class Batch(NamedTuple):
 
   @classmethod
   def of(cls, batch: "Batch | Array") -> "Batch":
-    """Makes a `Batch` with shares of one, or of tokens int32 [B, T + 1]."""
+    """Returns a batch with its shares, or makes one from tokens [B, T + 1]."""
     tokens, segments, shares = batch if isinstance(batch, Batch) else cls(batch)
     _check(tokens, segments=segments, shares=shares)
     if shares is None and segments is not None:
@@ -44,7 +44,7 @@ class Batch(NamedTuple):
     segments: ArrayLike | None = None,
     is_target: ArrayLike | None = None,
   ) -> "Batch":
-    """Makes a batch whose targets all count the same.
+    """Makes a batch whose targets all have the same weight.
 
     Args:
       tokens: int32 [B, T + 1].
@@ -53,11 +53,11 @@ class Batch(NamedTuple):
         document is never predicted. None for all, including padding.
 
     Returns:
-      The batch; its shares add up to 1, or to 0 without a target.
+      The batch. Its shares add up to 1, or to 0 without a target.
 
     Raises:
       TypeError: tokens or segments are not integers, or targets not numbers.
-      ValueError: shapes or lengths differ, or a sequence has no target.
+      ValueError: shapes or lengths differ, or T is 0.
     """
     ids = _as_array("tokens", tokens)
     parts = _as_array("segments", segments)
@@ -97,7 +97,7 @@ class Batch(NamedTuple):
 
 def _check(tokens: Any, **others: Any) -> None:
   """Raises an error unless these are the parts of a batch."""
-  remedy = "a sequence's first token is no target"
+  remedy = "the first token of a sequence is not a target"
   rule = "[B, T + 1] with T at least 1"
   check_array("Batch", "tokens", tokens, rule, kind=jnp.integer, remedy=remedy)
   if tokens.ndim != 2 or tokens.shape[1] < 2:
@@ -119,10 +119,10 @@ def _as_array(name: str, x: Any) -> Any:
     except ValueError as error:  # Rows of several lengths.
       raise ValueError(
         f"Batch: {name} must be [B, T + 1], got rows of several lengths; pad "
-        "them, with segments that say so"
+        "them, and mark the padding in segments"
       ) from error
     if found.dtype.kind not in "biuf":
-      return x  # Refused as it is.
+      return x  # `_check` refuses it.
     x = found
   return jnp.asarray(x)
 

@@ -1,24 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The forward of a decoder that keeps keys and values: one block after another.
+"""Runs a decoder on the next tokens of several texts, with a KV cache.
 
 Computed in the model's `dtype`, BF16 or f32, without FP8 whatever the recipe:
-an FP8 product has one scale for all of its tokens, so that what a token gives
-would depend on the tokens beside it, and on how many come at once.
+an FP8 product has one scale for all of its tokens, so a token's result would
+depend on the tokens of other rows, and on how many are computed at once.
 
 Prompts of several lengths share a cache by padding on the left: all end in one
-slot, and a step writes one slot of all rows. Padding has a slot but no query
-sees it; positions are counted from a prompt's first token.
+slot, and a step writes one slot of all rows. Padding has slots that no query
+sees; positions are counted from a prompt's first token.
 
          slot   0   1   2   3   4   5            position = slot - padding
   padding 0     a   b   c   d  (e)               padding 2: slots 0 and 1
   padding 2     -   -   a   b  (c)               step 4 writes slot 4
 
-Images are in the place of tokens of the first block, in front of which their
-features are there already: `prompt_images`.
-
-Layers are the model's own modules, in recipe bf16. What is different with a
-cache is here: `_heads`, of which tokens q, k and v are rotated, and `_attend`,
-which keys a query sees. XLA partitions all of it on a mesh (automatic axes).
+Layers are the model's own modules, in recipe bf16. Two functions differ from
+theirs: `_heads` rotates tokens at their positions, and `_attend` reads the
+cache. XLA partitions all of it on a mesh (automatic axes).
 """
 
 from collections.abc import Sequence
@@ -39,7 +36,7 @@ from coat_jax.numerics.recipes import MeshAxes
 from coat_jax.ops import AttentionKind
 from coat_jax.ops.rope import rotate, rotation
 
-# The queries whose scores against all slots are held at a time.
+# Scores of this many queries against all slots exist at a time.
 CHUNK = 256
 _MASKED = -1e30
 # Without kernels, which XLA cannot partition.
@@ -52,8 +49,8 @@ class KVCache(NamedTuple):
   Attributes:
     k, v: [layers, B, S, K, H] in the model's dtype; k is rotated. Or a tuple
       of [1, B, S, K, H], one for each layer.
-    padding: int32 [B], slots in front of each row's first token.
-    filled: int32, slots that are written; the next token's.
+    padding: int32 [B], the number of slots before each row's first token.
+    filled: int32, the number of written slots, and the slot of the next token.
   """
 
   k: Array | tuple[Array, ...]
@@ -61,9 +58,13 @@ class KVCache(NamedTuple):
   padding: Array
   filled: Array
 
+  def positions(self, slots: Array) -> Array:
+    """Counts the positions [B, T] of slots from each row's first token."""
+    return jnp.maximum(slots[None] - self.padding[:, None], 0)
+
 
 def empty_cache(model: Decoder, padding: Array, *, size: int) -> KVCache:
-  """Makes a cache of zeros for S = `size` slots; padding is int32 [B]."""
+  """Makes a cache of `size` empty slots for rows with padding int32 [B]."""
   attention = model.layers.attention
   num_layers = attention.out.kernel.shape[0]
   kv_heads, head_dim = attention.num_kv_heads, attention.head_dim
@@ -77,7 +78,7 @@ def unstacked(stack: Any, num_layers: int) -> tuple:
 
   In a loop over layers XLA copies a layer's weights, keys and values out of
   their stacks before each product: three times the memory traffic if a layer
-  runs once per token. So the parts are made once.
+  runs once per token. Therefore they are cut once.
   """
   return tuple(
     jax.tree.map(lambda x: x[i : i + 1], stack)  # noqa: B023
@@ -92,21 +93,23 @@ def cached_forward(
   layers: Sequence[Any] | None = None,
   placed: Placed | None = None,
 ) -> tuple[Array, KVCache]:
-  """Runs the next tokens of all rows.
+  """Runs the next tokens of all rows, without FP8.
+
+  On a mesh it must run in a `jit` under `jax.set_mesh`, with B a multiple of
+  the devices that sequences are split over.
 
   Args:
-    model: a Decoder, in any recipe. On a mesh this is called in a `jit` under
-      `jax.set_mesh`, B a multiple of the devices that sequences are split over.
-    tokens: int32 [B, T], for slots `cache.filled` to `cache.filled + T - 1`,
-      which the cache must have room for; T up to 256, or a multiple of it.
-    cache: of the tokens before.
-    layers: the parameters of `model.layers` in `unstacked` parts; the cache is
-      of such parts too then. None for those of the model.
-    placed: what is in the place of these tokens; None for their embeddings.
+    model: in any recipe.
+    tokens: int32 [B, T], T up to 256 or a multiple of it. They get the slots
+      from `cache.filled` on, for which the cache must have room.
+    cache: holds the tokens before.
+    layers: the parameters of `model.layers`, `unstacked`, with a cache that is
+      unstacked too; None for the model's own stack.
+    placed: features that replace some tokens.
 
   Returns:
-    Hidden states [B, T, D] of the model's dtype, those of the model without a
-    cache; of padding they mean nothing. And the cache with these tokens.
+    Hidden states [B, T, D] (those of padding mean nothing), and the cache with
+    these tokens.
   """
   axes, model = model.axes, without_fp8(model)
   slots = cache.filled + jnp.arange(tokens.shape[1], dtype=jnp.int32)
@@ -123,23 +126,22 @@ def cached_forward(
     k, v = (_sharded(each, axes, is_cache=True) for each in (k, v))
     return (x, i + 1, k, v), None
 
-  places = _positions(slots, cache.padding)
-  x = _sharded(model.embed_at(tokens, places, placed), axes)
+  x = model.embed_at(tokens, cache.positions(slots), placed)
+  x = _sharded(x, axes)
   kinds = model.kinds_of_layers
   if layers is None:
     start = x, jnp.int32(0), cache.k, cache.v
     (x, _, k, v), _ = jax.lax.scan(run, start, (stack, kinds))
   else:
-    k, v = [], []
-    for i, (params, *of_layer) in enumerate(
+    stored = []
+    for i, (params, k, v) in enumerate(
       zip(layers, cache.k, cache.v, strict=True)
     ):
       one = jax.tree.map(lambda w: w[0], params)
       kind = None if kinds is None else kinds[i]
-      (x, _, *of_layer), _ = run((x, jnp.int32(0), *of_layer), (one, kind))
-      for all_of_it, each in zip((k, v), of_layer, strict=True):
-        all_of_it.append(each)
-    k, v = tuple(k), tuple(v)
+      (x, _, k, v), _ = run((x, jnp.int32(0), k, v), (one, kind))
+      stored.append((k, v))
+    k, v = zip(*stored, strict=True)
   filled = cache.filled + tokens.shape[1]
   return model.norm(x), KVCache(k, v, cache.padding, filled)
 
@@ -173,8 +175,8 @@ def _attention(
   slots: Array,
   cache: KVCache,
 ) -> tuple[Array, Array, Array]:
-  """Runs a layer's attention block; returns all layers' k and v too."""
-  places = _positions(slots, cache.padding)
+  """Runs a layer's attention block; also returns the cache's new k and v."""
+  places = cache.positions(slots)
   q, *new = _heads(attention, attention.qkv(x), places, kind)
   zero = jnp.int32(0)
   start = layer, zero, slots[0], zero, zero
@@ -188,11 +190,6 @@ def _attention(
   if attention.post_norm is not None:
     y = attention.post_norm(y)
   return x + y if attention.add_input else y, k, v
-
-
-def _positions(slots: Array, padding: Array) -> Array:
-  """Counts positions int32 [B, T] from each row's first token."""
-  return jnp.maximum(slots[None] - padding[:, None], 0)
 
 
 def _heads(

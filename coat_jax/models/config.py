@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shape of a decoder, and what families of models choose.
+"""The shape of a decoder, and the choices of each family of decoders.
 
-A family is a row of `FAMILIES`: a new one needs no other line, unless it
-chooses what no `Family` can say yet.
+A family is a row of `FAMILIES`. A new one needs no other line here, unless it
+makes a choice that `Family` does not have yet.
 """
 
 import dataclasses
-import difflib
 from typing import Annotated, Literal
 
 from coat_jax.layers.layer_kinds import Bases, Scalings, Windows
@@ -16,6 +15,7 @@ from coat_jax.models.ranges import (
   Positive,
   Range,
   Width,
+  check_family,
   check_kinds,
   check_numbers,
 )
@@ -23,9 +23,17 @@ from coat_jax.models.rope import parse_scaling
 from coat_jax.ops import Activation, NormKind
 from coat_jax.ops.rope import RopeScaling
 
-# Fields of `ModelConfig` that mean nothing without RoPE.
+# Fields of `ModelConfig` that have no meaning without RoPE.
 _OF_ROPE = ["rope_theta", "rope_scaling", "window_rope_theta", "rotary_dim"]
 Remat = Literal["none", "dots", "full", "fp8", "fp8_layer"]
+"""Names what layers recompute in the backward pass.
+
+Nothing ("none"), everything but matmuls ("dots"), or everything, from their
+input in BF16 ("full"). "fp8", for recipe coat only, saves the FP8 inputs of
+both norms and recomputes everything but the last matmul of each block.
+"fp8_layer" rounds each layer's input to FP8, saves that and recomputes
+everything.
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,21 +44,20 @@ class Family:
     norm: RMSNorm or LayerNorm.
     norm_has_scale: whether norms have weights.
     qkv_bias: whether q, k and v have biases.
-    pre_norm: whether blocks have a norm in front.
-    post_norm: whether they have one of what they add to their input.
-    qk_norm: norm of q and k, as of `layers.Attention`.
-    activation: of the MLP's gate.
+    pre_norm: whether blocks start with a norm.
+    post_norm: whether blocks end with a norm, before the residual add.
+    qk_norm: norm of q and k, as for `layers.Attention`.
+    activation: activation of the MLP's gate.
     scale_plus_one: whether norms multiply by 1 + scale.
     scales_embedding: whether embeddings are multiplied by sqrt(d_model).
     norm_has_bias: whether norms have biases.
-    use_bias: whether all products of layers have biases.
-    is_gated: whether the MLP is `layers.GatedMLP`, or `layers.MLP`.
-    positions: how tokens know their places: RoPE, or a vector for each place
-      that is learned and added to the embedding.
+    use_bias: whether all linear layers have biases.
+    is_gated: whether the MLP is `layers.GatedMLP` instead of `layers.MLP`.
+    positions: RoPE, or learned vectors that are added to the embeddings.
     has_experts: whether the MLP is a mixture of experts, `layers.MoE`.
 
   Raises:
-    ValueError: a value that is none of a field's.
+    ValueError: a value that its field does not allow.
   """
 
   norm: NormKind = "rms"
@@ -106,42 +113,42 @@ class ModelConfig:
   Attributes:
     family: llama, olmo, qwen2, mistral, qwen3, olmo2, phi3, gemma2,
       gemma3_text, gpt2 or qwen3_moe (`FAMILIES`).
-    num_layers: Decoder layers.
+    num_layers: Number of decoder layers.
     d_model: Width of the residual stream.
-    d_ff: Width of the MLP, or of one expert if there are several.
-    num_heads: Query heads.
-    num_kv_heads: Key and value heads, each shared by as many query heads.
-    vocab_size: Token ids are below it.
-    rope_theta: Base of the rotary embedding, of families that have it.
+    d_ff: Width of the MLP, or of one expert.
+    num_heads: Number of query heads.
+    num_kv_heads: Number of key and value heads; it divides `num_heads`.
+    vocab_size: Number of tokens in the vocabulary.
+    rope_theta: Base of RoPE.
     norm_eps: Epsilon that norms add to the mean square.
-    tied_embeddings: The output layer is the embedding, transposed.
-    clip_qkv: Largest magnitude of q, k and v; None leaves them as they are.
+    tied_embeddings: Use the transposed embedding as the output projection.
+    clip_qkv: Largest magnitude of q, k and v; None does not clip them.
     head_dim: Width of a head; None for d_model / num_heads.
     window: How many keys a query sees, including its own; None for all.
-    rope_scaling: How RoPE's frequencies are stretched, as
-      `llama3,factor=8,low_freq_factor=1,...`, see `models.parse_scaling`; None
-      for as they are.
+    rope_scaling: How RoPE's frequencies are stretched, such as
+      `llama3,factor=8,low_freq_factor=1,...`; see `models.parse_scaling`. None
+      does not stretch them.
     full_every: With a window: every `full_every`-th layer sees all keys, and
       the others see the window. None for the window in all layers.
     window_rope_theta: Base of RoPE in layers with a window; their frequencies
       are not stretched. None for the same base in all layers.
     query_scalar: q k^T is divided by its square root; None for head_dim.
-    attention_soft_cap: Scores of attention become
-      soft_cap * tanh(scores / soft_cap); None leaves them as they are.
+    attention_soft_cap: Attention scores become
+      soft_cap * tanh(scores / soft_cap); None leaves them unchanged.
     logits_soft_cap: The same for logits.
     max_positions: Longest sequence, for families with learned positions; None
-      for others, which have no limit.
+      for other families, which have no limit.
     rotary_dim: How many of a head's first channels RoPE rotates; None for all.
     gelu: For families without a gated MLP: GELU by the tanh formula or by erf.
     num_experts: Experts of a layer, each a gated MLP; None for one MLP.
-    experts_per_token: How many of them each token goes to.
+    experts_per_token: How many experts each token is sent to.
     normalize_experts: Make the weights of a token's experts add up to 1.
     auxiliary_loss: Coefficient of the load-balancing loss, which is added in
       training; 0 for none.
 
   Raises:
-    ValueError: an unknown family, a number outside its range, another type, or
-      sizes that do not divide each other.
+    ValueError: an unknown family, a number outside its range, a value of
+      another type, or sizes that do not divide each other.
   """
 
   family: str
@@ -173,43 +180,36 @@ class ModelConfig:
 
   def __post_init__(self):
     check_kinds(self)
-    if self.family not in FAMILIES:
-      near = difflib.get_close_matches(self.family, FAMILIES, n=1)
-      raise ValueError(
-        f"ModelConfig: family must be one of {tuple(FAMILIES)}, got "
-        f"{self.family!r}; "
-        + (f"did you mean {near[0]!r}?" if near else "pass one of these")
-      )
+    check_family(self, FAMILIES)
     check_numbers(self)
     parse_scaling(self.rope_scaling)  # Checks it.
     if self.full_every is not None and self.window is None:
       raise ValueError(
-        "ModelConfig: full_every says which layers see more than a window, got "
+        "ModelConfig: full_every needs a window that the other layers see, got "
         f"{self.full_every} without one; pass window too"
       )
     if self.window_rope_theta is not None and self.full_every is None:
       raise ValueError(
-        "ModelConfig: window_rope_theta is of layers that see a window beside "
-        f"others that see all, got {self.window_rope_theta} without full_every;"
-        " pass full_every, or rope_theta alone"
+        "ModelConfig: window_rope_theta needs full_every, which gives other "
+        f"layers no window, got {self.window_rope_theta} without it; pass "
+        "full_every, or rope_theta alone"
       )
     self._check_choices()
     if self.head_dim is None and self.d_model % (2 * self.num_heads):
       raise ValueError(
         "ModelConfig: d_model must be an even multiple of num_heads, got "
-        f"{self.d_model} and {self.num_heads}; rotary embeddings turn pairs; "
-        "or pass head_dim"
+        f"{self.d_model} and {self.num_heads}; change one, or pass head_dim"
       )
     if self.head_width % 2:
       raise ValueError(
-        "ModelConfig: head_dim must be even, because rotary embeddings turn "
-        f"pairs, got {self.head_dim}"
+        "ModelConfig: head_dim must be even, because RoPE rotates pairs, got "
+        f"{self.head_dim}; pass another"
       )
     size = self.rotary_dim
     if size is not None and (size % 2 or size > self.head_width):
       raise ValueError(
-        "ModelConfig: rotary_dim must be even, because rotary embeddings turn "
-        f"pairs, and at most the heads' size {self.head_width}, got {size}"
+        "ModelConfig: rotary_dim must be even, because RoPE rotates pairs, and "
+        f"at most the width of a head, {self.head_width}, got {size}"
       )
     if self.num_heads % self.num_kv_heads:
       raise ValueError(
@@ -227,13 +227,13 @@ class ModelConfig:
       if own != (None, None, False, 0):
         raise ValueError(
           "ModelConfig: num_experts, experts_per_token, normalize_experts and "
-          f"auxiliary_loss are of families with experts, got {own} for "
+          f"auxiliary_loss need a family with experts, got {own} for "
           f"{self.family}; leave them out"
         )
     elif e is None or k is None or k > e:
       raise ValueError(
         f"ModelConfig: {self.family} needs num_experts and experts_per_token, "
-        f"the second at most the first, got {e} and {k}; pass both"
+        f"which is at most num_experts, got {e} and {k}; pass both"
       )
 
   def _check_choices(self):
@@ -245,13 +245,13 @@ class ModelConfig:
       value = getattr(self, field.name)
       if field.name in of_others and value != field.default:
         raise ValueError(
-          f"ModelConfig: {field.name} is of other families than {self.family}, "
+          f"ModelConfig: {field.name} does not apply to family {self.family}, "
           f"got {value}; leave it out"
         )
     if not has_rope and self.max_positions is None:
       raise ValueError(
-        f"ModelConfig: positions of {self.family} are learned, got "
-        "max_positions None; pass the longest sequence"
+        f"ModelConfig: {self.family} has learned positions and needs "
+        "max_positions, got None; pass the longest sequence"
       )
 
   def check_length(
@@ -266,7 +266,7 @@ class ModelConfig:
 
   @property
   def kinds_of_layers(self) -> tuple[int, ...] | None:
-    """Per layer 0 if it sees a window, 1 if not; None if all are the same."""
+    """0 for each layer with a window, 1 for others; None if all are alike."""
     if self.full_every is None:
       return None
     return tuple(
@@ -301,7 +301,7 @@ class ModelConfig:
 
   @property
   def query_scale(self) -> float | None:
-    """The factor of q k^T, as `layers.Attention` takes it."""
+    """The factor of q k^T, for `layers.Attention`."""
     return None if self.query_scalar is None else self.query_scalar**-0.5
 
   @property
@@ -311,5 +311,5 @@ class ModelConfig:
 
   @property
   def head_width(self) -> int:
-    """Width of one head: `head_dim`, or what it is by default."""
+    """Width of one head: `head_dim`, or its default."""
     return self.head_dim or self.d_model // self.num_heads

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A decoder language model of several families, built of COAT's blocks.
+"""A decoder language model of several families, made of COAT's blocks.
 
-All have grouped key heads; `models.config.FAMILIES` has what they differ in.
-Layers are stacked, one parameter array [num_layers, ...] for all, and scanned.
-As in the paper the embedding, the final norm and the output projection stay in
-BF16, the loss in f32.
+`models.config.FAMILIES` describes how families differ. Layers are stacked, one
+parameter array [num_layers, ...] for all of them, and scanned. As in the paper,
+the embedding, the final norm and the output projection stay in BF16, and the
+loss in f32.
 """
 
 from collections.abc import Callable
@@ -35,17 +35,10 @@ from coat_jax.models.arguments import (
 from coat_jax.models.batch import positions
 from coat_jax.models.config import ModelConfig, Remat
 from coat_jax.models.placing import Placed, place_features
-from coat_jax.models.remat import check_remat
-from coat_jax.models.stack import (
-  Store,
-  layer_forward,
-  stack_layers,
-  store_params,
-)
-from coat_jax.numerics import recipes
+from coat_jax.models.remat import check_remat, layer_forward
+from coat_jax.models.stack import Start, Store, stack_layers, store_params
 from coat_jax.numerics.recipes import CoatRecipe
 
-_INIT_STDDEV = 0.02
 # Layers pass on hidden states [B, T, D] and, if there are experts, the
 # sums of the layers' statistics.
 Carry = tuple[Array, RoutingStats | None]
@@ -56,7 +49,7 @@ class DecoderLayer(nnx.Module):
 
   Attributes:
     attention: an `Attention`.
-    mlp: a `GatedMLP` or an `MLP`, or a `MoE` where the family has experts.
+    mlp: a `GatedMLP` or `MLP`, or a `MoE` if the family has experts.
   """
 
   def __init__(
@@ -69,23 +62,21 @@ class DecoderLayer(nnx.Module):
   ):
     """Initializes the parameters; arguments as for `Decoder`."""
     check_config("DecoderLayer", config, ModelConfig)
-    # Projections that write to the residual stream start smaller, so that its
-    # variance does not grow with depth.
-    out_stddev = _INIT_STDDEV * (2 * config.num_layers) ** -0.5
     choices = config.choices
     post_norm = choices.norm if choices.post_norm else None
-    shared: dict[str, Any] = dict(
+    shared = Start(dtype, rngs).block_options(
+      config.num_layers,
       recipe=recipe,
       norm=choices.norm if choices.pre_norm else None,
       epsilon=config.norm_eps,
       use_scale=choices.norm_has_scale,
-      scale_plus_one=choices.scale_plus_one,
       use_norm_bias=choices.norm_has_bias,
+    )
+    # MoE has none of these.
+    dense: dict[str, Any] = shared | dict(
+      scale_plus_one=choices.scale_plus_one,
       use_bias=choices.use_bias,
-      dtype=dtype,
-      kernel_init=nnx.initializers.normal(_INIT_STDDEV),
-      out_kernel_init=nnx.initializers.normal(out_stddev),
-      rngs=rngs,
+      post_norm=post_norm,
     )
     self.attention = Attention(
       config.d_model,
@@ -101,37 +92,22 @@ class DecoderLayer(nnx.Module):
       use_qkv_bias=choices.qkv_bias or choices.use_bias,
       soft_cap=config.attention_soft_cap,
       query_scale=config.query_scale,
-      post_norm=post_norm,
-      **shared,
+      **dense,
     )
     widths = config.d_model, config.d_ff
     if config.num_experts is not None and config.experts_per_token is not None:
-      del (
-        shared["scale_plus_one"],
-        shared["use_bias"],
-      )  # MoE has neither.
       self.mlp = MoE(
         *widths,
         config.num_experts,
         config.experts_per_token,
         normalize=config.normalize_experts,
-        router_init=nnx.initializers.normal(_INIT_STDDEV),
+        router_init=shared["kernel_init"],
         **shared,
       )
     elif choices.is_gated:
-      self.mlp = GatedMLP(
-        *widths,
-        activation=choices.activation,
-        post_norm=post_norm,
-        **shared,
-      )
+      self.mlp = GatedMLP(*widths, activation=choices.activation, **dense)
     else:
-      self.mlp = MLP(
-        *widths,
-        approximate=config.gelu == "tanh",
-        post_norm=post_norm,
-        **shared,
-      )
+      self.mlp = MLP(*widths, approximate=config.gelu == "tanh", **dense)
 
   def __call__(
     self,
@@ -144,14 +120,13 @@ class DecoderLayer(nnx.Module):
     return self.routed(self.attention(x, positions, segments, kind))[0]
 
   def routed(self, x: Array) -> tuple[Array, RoutingStats | None]:
-    """Runs the MLP: [B, T, D] to the same, and its experts' statistics."""
-    if isinstance(self.mlp, MoE):
-      return self.mlp(x)
-    return self.mlp(x), None
+    """Runs the MLP; returns [B, T, D] and its experts' statistics."""
+    y = self.mlp(x)
+    return y if isinstance(y, tuple) else (y, None)
 
 
 class Decoder(nnx.Module):
-  """Tokens to the hidden states in front of the output projection.
+  """Maps tokens to the hidden states before the output projection.
 
   Example usage::
 
@@ -174,7 +149,7 @@ class Decoder(nnx.Module):
     position_embedding: [max_positions, D], or None without learned positions.
     layers: a DecoderLayer whose parameters have a leading axis of layers.
     norm: the final norm.
-    head: [D, V], or None where the embedding is tied.
+    head: [D, V], or None if the output projection is the embedding.
   """
 
   def __init__(
@@ -187,113 +162,77 @@ class Decoder(nnx.Module):
     store: Store | None = None,
     rngs: nnx.Rngs,
   ):
-    """Initializes the parameters, f32 unless `store` says otherwise.
+    """Initializes the parameters, in f32 unless `store` converts them.
 
     Args:
       config: the model's shape.
-      recipe: what layers compute and save in FP8; its `axes` are those of the
-        mesh that the model is called on.
-      dtype: of activations.
-      remat: what layers compute again in the backward: "none" of it, all but
-        products without a batch ("dots"), or all ("full"), of their input in
-        BF16. "fp8", of recipe coat, keeps the FP8 inputs of both norms and
-        computes all else but the last product of each block again; "fp8_layer"
-        rounds each layer's input to FP8, keeps that and computes all again.
-      store: `(path, array) -> array`, in what a parameter is stored that was
-        drawn in f32. Layers are drawn one after another then, so that there is
-        no stack of them in f32: path and array are those of one layer.
+      recipe: what layers compute and save in FP8. Its `axes` must be those of
+        the mesh on which the model is called.
+      dtype: dtype of activations.
+      remat: what layers recompute in the backward pass; see `Remat`.
+      store: `(path, array) -> array`, converts a parameter that was drawn in
+        f32 to the form in which it is stored. Layers are then drawn one after
+        another, so that their stack never exists in f32: path and array belong
+        to one layer.
       rngs: its stream `params` initializes the parameters.
 
     Raises:
       TypeError: an argument of another kind.
-      ValueError: an unknown `remat`, or "fp8" where the recipe is not coat.
+      ValueError: an unknown `remat`, or "fp8" with a recipe other than coat.
     """
     check_model("Decoder", config, ModelConfig, recipe, dtype, store, rngs)
     check_remat(remat, recipe)
     self.config = config
     self.dtype, self.axes = dtype, recipe.axes
     self.remat: Remat = remat
-    init = nnx.initializers.normal(_INIT_STDDEV)
-    shape = (config.vocab_size, config.d_model)
-    self.embedding = nnx.Param(init(rngs.params(), shape, jnp.float32))
+    start, choices = Start(dtype, rngs), config.choices
+    self.embedding = start.param(config.vocab_size, config.d_model)
     self.position_embedding = nnx.data(None)
     if config.max_positions is not None:
-      places = (config.max_positions, config.d_model)
-      self.position_embedding = nnx.Param(
-        init(rngs.params(), places, jnp.float32)
+      self.position_embedding = start.param(
+        config.max_positions, config.d_model
       )
-
     self.layers = stack_layers(
       lambda rngs: DecoderLayer(config, recipe, dtype=dtype, rngs=rngs),
       config.num_layers,
       store=store,
       rngs=rngs,
     )
-    norm = {"rms": RMSNorm, "layer": LayerNorm}[config.choices.norm]
+    norm = {"rms": RMSNorm, "layer": LayerNorm}[choices.norm]
     self.norm = norm(
       config.d_model,
-      recipe=recipes.bf16(),
       epsilon=config.norm_eps,
-      use_scale=config.choices.norm_has_scale,
-      scale_plus_one=config.choices.scale_plus_one,
-      dtype=dtype,
-      use_bias=config.choices.norm_has_bias,
-      rngs=rngs,
+      use_scale=choices.norm_has_scale,
+      scale_plus_one=choices.scale_plus_one,
+      use_bias=choices.norm_has_bias,
+      **start.norm_options(),
     )
     self.head = nnx.data(None)
     if not config.tied_embeddings:
-      self.head = nnx.Param(init(rngs.params(), shape[::-1], jnp.float32))
+      self.head = start.param(config.d_model, config.vocab_size)
     for name in ("embedding", "position_embedding", "norm", "head"):
       store_params(getattr(self, name), name, store)
 
   def __call__(self, tokens: Array, segments: Array | None = None) -> Array:
-    """Runs all but the output projection.
+    """Runs everything but the output projection.
 
     Args:
       tokens: int32 [B, T].
-      segments: int32 [B, T], which document each token is of, or padding: a
-        token sees those of its own, and positions begin at 0 in each; None for
-        one document a row.
+      segments: int32 [B, T], the document that each token belongs to, or
+        padding. Tokens only see tokens of their document, and positions start
+        at 0 in each. None for one document per row.
 
     Returns:
-      Hidden states [B, T, D], in `dtype`.
+      Hidden states [B, T, D] in `dtype`.
     """
     return self.routed(tokens, segments)[0]
 
-  def routed(
-    self,
-    tokens: Array,
-    segments: Array | None = None,
-    placed: Placed | None = None,
-  ) -> Carry:
-    """Runs the model, and returns what `auxiliary_loss` reads of experts too.
-
-    `placed` replaces the embeddings of some tokens; other arguments are those
-    of the call.
-    """
-    forward = self.layer_forward(segments)
-    scan = nnx.scan(forward, in_axes=(nnx.Carry, 0, 0), out_axes=nnx.Carry)
-    start = self.start(tokens, segments, placed)
-    x, routing = scan(start, self.layers, self.kinds_of_layers)
-    return self.norm(x), routing
-
-  def start(
-    self,
-    tokens: Array,
-    segments: Array | None = None,
-    placed: Placed | None = None,
-  ) -> Carry:
-    """Returns what the first layer gets; arguments as for `routed`."""
-    e = self.config.num_experts
-    zeros = None if e is None else RoutingStats(jnp.zeros(e), jnp.zeros(e))
-    return self.embed(tokens, segments, placed), zeros
-
   def logits(self, tokens: Array, segments: Array | None = None) -> Array:
-    """Tokens int32 [B, T] to logits of the next token, f32 [B, T, V]."""
+    """Maps tokens int32 [B, T] to logits of the next token, f32 [B, T, V]."""
     return self.logits_of_hidden(self(tokens, segments))
 
   def logits_of_hidden(self, hidden: Array) -> Array:
-    """[B, T, D], what the model returns, to logits f32 [B, T, V]."""
+    """Maps what the model returned [B, T, D] to logits f32 [B, T, V]."""
     check_hidden("Decoder", hidden, self.config.d_model)
     return vocabulary.logits(
       hidden,
@@ -308,25 +247,40 @@ class Decoder(nnx.Module):
     """The output projection: `head` [D, V], or the embedding [V, D]."""
     return self.embedding if self.head is None else self.head
 
-  def embed(
+  def routed(
     self,
     tokens: Array,
     segments: Array | None = None,
     placed: Placed | None = None,
-  ) -> Array:
-    """Maps tokens to the first layer's input; arguments as for `routed`."""
+  ) -> Carry:
+    """Runs the model; also returns what `auxiliary_loss` reads of experts."""
+    forward = self.layer_forward(segments)
+    scan = nnx.scan(forward, in_axes=(nnx.Carry, 0, 0), out_axes=nnx.Carry)
+    start = self.start(tokens, segments, placed)
+    x, routing = scan(start, self.layers, self.kinds_of_layers)
+    return self.norm(x), routing
+
+  def start(
+    self,
+    tokens: Array,
+    segments: Array | None = None,
+    placed: Placed | None = None,
+  ) -> Carry:
+    """Returns the first layer's input."""
     check_tokens("Decoder", tokens, segments)
     shape = list(tokens.shape)
     self.config.check_length(f"Decoder: tokens {shape}", shape[-1])
     places = positions(segments)
     if places is None:
       places = jnp.arange(shape[-1], dtype=jnp.int32)
-    return self.embed_at(tokens, places, placed)
+    e = self.config.num_experts
+    zeros = None if e is None else RoutingStats(jnp.zeros(e), jnp.zeros(e))
+    return self.embed_at(tokens, places, placed), zeros
 
   def embed_at(
     self, tokens: Array, places: Array, placed: Placed | None = None
   ) -> Array:
-    """Embeds tokens at places int32 [T] or [B, T] of their texts."""
+    """Embeds tokens at positions [T] or [B, T]; `placed` replaces some."""
     x = vocabulary.embed(
       tokens, self.embedding[...], dtype=self.dtype, axes=self.axes
     )
@@ -351,17 +305,11 @@ class Decoder(nnx.Module):
   ) -> Callable[[Carry, DecoderLayer, Array | None], Carry]:
     """Returns the function (carry, layer, kind) that a layer scan runs."""
     where_seen = positions(segments), segments
-    attention = self.layers.attention
-
-    def run(x, layer, kind):
-      return layer.routed(layer.attention(x, *where_seen, kind))
-
     kept = layer_forward(
-      run,
-      attention.active_recipe,
-      trained=attention.recipe,
-      dtype=self.dtype,
-      remat=self.remat,
+      self,
+      lambda x, layer, kind: layer.routed(
+        layer.attention(x, *where_seen, kind)
+      ),
     )
 
     def step(carry, layer, kind):

@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text out: tokens that a decoder adds to prompts.
+"""Generates text: adds tokens to prompts.
 
-Two programs: one runs the prompts and chooses the first new token, the other
-adds tokens until all rows have stopped. Both are compiled for sizes that are
-rounded up, so that other prompts, lengths, seeds and temperatures find them
-compiled.
+Two programs are compiled. One runs the prompts and chooses the first new token;
+the other adds tokens until all rows have stopped. Sizes are rounded up, so that
+other prompts, lengths, seeds and temperatures reuse the compiled programs.
 """
 
 import functools
-import math
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -29,7 +27,13 @@ from coat_jax.models.cache import (
 from coat_jax.models.decoder import Decoder
 from coat_jax.models.params import parameter
 from coat_jax.models.placing import Placed
-from coat_jax.models.prompt_images import check_images, place_images
+from coat_jax.models.prompts import (
+  check_ids,
+  check_images,
+  check_prompts,
+  padded,
+  place_images,
+)
 from coat_jax.models.sampling import (
   NO_TOKEN,
   Sampling,
@@ -37,7 +41,7 @@ from coat_jax.models.sampling import (
   make_sampling,
 )
 from coat_jax.models.vision_language import VisionLanguageModel
-from coat_jax.numerics.checks import COUNT, check_kind, check_whole, refuse
+from coat_jax.numerics.checks import COUNT, Range, check_kind, check_whole
 from coat_jax.optimizer.masks import leaf_path
 
 _SMALLEST_BUCKET = 16
@@ -59,7 +63,7 @@ class _Draws(NamedTuple):
 class _Until(NamedTuple):
   """When rows end: after a stop token int32 [n], or `most` new tokens.
 
-  `is_row` [B] is False for rows that nobody waits for.
+  `is_row` [B] is False for rows that only fill up the batch.
   """
 
   is_row: Array | np.ndarray
@@ -67,7 +71,7 @@ class _Until(NamedTuple):
   most: Array | int
 
   def goes_on(self, token: Array) -> Array:
-    """Whether each row continues after its last token."""
+    """Tells whether each row continues after its last token."""
     is_stop = jnp.any(token[:, None] == self.stops[None], axis=-1)
     return jnp.asarray(self.is_row) & ~is_stop
 
@@ -100,47 +104,47 @@ def generate(
   seed: int = 0,
   cache_size: int | None = None,
 ) -> Generation:
-  """Adds tokens to prompts, all at once.
+  """Adds tokens to several prompts at once.
 
-  Computed in the model's `dtype`, BF16 or f32, without FP8 in any recipe: an
-  FP8 product has one scale for all of its tokens, so that what a prompt gives
-  would depend on the prompts beside it. So a prompt gives what it gives alone,
+  Computes in the model's `dtype`, BF16 or f32, without FP8 in any recipe: an
+  FP8 product has one scale for all of its tokens, so a prompt's result would
+  depend on the other prompts. Without FP8 a prompt gives what it gives alone,
   up to the order of sums.
 
-  While tokens are added there is a copy of the layers' weights in that dtype
-  (but of what is read in f32), each layer's by itself, whatever they are stored
-  in.
+  While tokens are added, there is a copy of the layers' weights in that dtype,
+  except those that are read in f32, whatever dtype they are stored in.
 
-  On a mesh it is called under `jax.set_mesh`, with the model's parameters
-  sharded; the axes are those of the model's recipe.
+  On a mesh, call it under `jax.set_mesh` with sharded parameters; it uses the
+  axes of the model's recipe.
 
   Args:
     model: a Decoder, or a VisionLanguageModel.
-    prompts: token ids, of several lengths.
-    max_new_tokens: how many to add to each, unless it stops before.
-    pixel_values: [B, I, C, H, W], the images of each prompt as
-      `VisionLanguageModel` takes them, which has all image tokens of each; None
-      for text alone.
-    temperature: what logits are divided by; 0 takes the most probable token.
-    top_k: draws from the k most probable tokens; None from all.
-    top_p: draws from the fewest most probable tokens whose probability reaches
-      this, after `top_k`; None from all.
+    prompts: token ids, of any lengths.
+    max_new_tokens: how many to add to each prompt that does not stop before.
+    pixel_values: [B, I, C, H, W], the images of each prompt, as for
+      `VisionLanguageModel`. A prompt must have all image tokens of its images.
+      None for text alone.
+    temperature: what logits are divided by; 0 chooses the most probable token.
+    top_k: draws from the k most probable tokens; None for all.
+    top_p: draws from the fewest most probable tokens whose probabilities add up
+      to at least this, after `top_k`; None for all.
     stop_tokens: a row stops after one of them.
-    seed: of what is drawn. A row's draws depend on its place, not on how many
-      prompts there are.
-    cache_size: tokens of a row that there is memory for, padding included; one
-      size for all calls compiles the second program once. None for the longest
-      prompt and `max_new_tokens`, each rounded up.
+    seed: seed of the draws. A row's draws depend on its index, not on the
+      number of prompts.
+    cache_size: tokens per row, with padding, for which memory is allocated. The
+      same size in all calls compiles the second program once. None for the
+      longest prompt plus `max_new_tokens`, each rounded up.
 
   Returns:
     A `Generation`.
 
   Raises:
-    TypeError: an argument of another kind, such as a token that is no whole
+    TypeError: an argument of another kind, such as a token that is not a whole
       number.
-    ValueError: no prompt, an empty one, a token outside the vocabulary, more
-      tokens than the model has learned positions for, other images than image
-      tokens, an option outside its range, or a model that computes NaN.
+    ValueError: no prompt, an empty prompt, a token outside the vocabulary, more
+      tokens than the model has learned positions for, images that do not match
+      the image tokens, an option outside its range, or a model that computes
+      NaN.
 
   Examples:
     >>> from coat_jax import recipes
@@ -159,10 +163,19 @@ def generate(
   check_kind(op, "model", model, kinds, "a tower alone generates no tokens")
   sampling = make_sampling(temperature, top_k, top_p)
   decoder = model.decoder if isinstance(model, VisionLanguageModel) else model
-  _check(decoder, prompts, max_new_tokens, stop_tokens, seed)
+  check_prompts(decoder, prompts)
+  check_ids("stop_tokens", stop_tokens, decoder)
+  remedy = "pass how many tokens to add"
+  check_whole(op, "max_new_tokens", max_new_tokens, COUNT, remedy)
+  longest = max(map(len, prompts))
+  decoder.config.check_length(
+    f"generate: a prompt of {longest} tokens and {max_new_tokens} new ones",
+    longest + max_new_tokens - 1,  # The last new token is not read.
+  )
+  check_whole(op, "seed", seed, Range(0, 2**32 - 1), "pass another")
   if pixel_values is not None:
     check_images(model, prompts, pixel_values)
-  length = bucket(max(map(len, prompts)))
+  length = bucket(longest)
   if cache_size is not None:
     check_whole(op, "cache_size", cache_size, None, "pass None")
   else:
@@ -173,7 +186,7 @@ def generate(
       f"new tokens, {length} + {max_new_tokens}, got {cache_size}; pass more, "
       "or None"
     )
-  tokens, padding = _padded(prompts, length, rows=_rows(decoder, len(prompts)))
+  tokens, padding = padded(prompts, length, decoder)
   stops = np.array(sorted({NO_TOKEN, *stop_tokens}), np.int32)
   is_row = np.arange(len(tokens)) < len(prompts)
   until = _Until(is_row, stops, max_new_tokens)
@@ -225,7 +238,7 @@ def _prefill(
   *,
   size: int,
 ) -> tuple[Array, KVCache]:
-  """Returns each row's first new token int32 [B], and the cache in parts."""
+  """Returns each row's first new token int32 [B], and the unstacked cache."""
   model = nnx.merge(graph, params)
   cache = empty_cache(model, padding, size=size)
   hidden, cache = cached_forward(model, tokens, cache, placed=placed)
@@ -246,10 +259,7 @@ def _decode(
   draws: _Draws,
   until: _Until,
 ) -> tuple[Array, Array, KVCache]:
-  """Returns new tokens int32 [B, room], how many they are, and the cache.
-
-  `first` is each row's first new token, `cache` holds what is before it.
-  """
+  """Returns new tokens [B, room] from `first` on, their count, the cache."""
   params = _in_dtype(graph, params)
   room = cache.k[0].shape[2]
   _, stack = nnx.split(nnx.merge(graph, params).layers)
@@ -277,7 +287,7 @@ def _decode(
 
 
 def _in_dtype(graph: Any, params: Any) -> Any:
-  """Casts weights to what the model reads them in, once, not in each step.
+  """Casts weights to the dtype in which each step would read them.
 
   Routers stay in f32: rounding them would send tokens to other experts.
   """
@@ -303,92 +313,3 @@ def _until_stop(tokens: list[int], stops: Sequence[int]) -> list[int]:
   """Cuts tokens after the first stop token."""
   ends = [i + 1 for i, token in enumerate(tokens) if token in stops]
   return tokens[: ends[0]] if ends else tokens
-
-
-def _rows(model: Decoder, count: int) -> int:
-  """Rounds the number of rows up to a multiple of the mesh's devices."""
-  if (axes := model.axes) is None:
-    return count
-  shape = jax.sharding.get_abstract_mesh().shape
-  if missing := [name for name in axes.tokens if name not in shape]:
-    raise ValueError(
-      f"generate: the model's recipe names the axis {missing[0]!r} of a mesh, "
-      f"got {tuple(shape) or 'no mesh'}; call it under jax.set_mesh of a mesh "
-      "with these axes, or make the model without axes"
-    )
-  devices = math.prod(shape[name] for name in axes.batch)
-  return -(-count // devices) * devices
-
-
-def _padded(
-  prompts: Sequence[Sequence[int]], length: int, *, rows: int
-) -> tuple[np.ndarray, np.ndarray]:
-  """Pads prompts on the left: tokens int32 [rows, length], padding [rows]."""
-  tokens = np.zeros((rows, length), np.int32)
-  padding = np.full(rows, length - 1, np.int32)
-  for i, prompt in enumerate(prompts):
-    padding[i] = length - len(prompt)
-    tokens[i, padding[i] :] = prompt
-  return tokens, padding
-
-
-def _ids(name: str, tokens: Any) -> np.ndarray:
-  """Returns token ids [n]; raises TypeError for anything else."""
-  try:
-    found = np.asarray(tokens)
-  except (TypeError, ValueError):  # Of several lengths.
-    found = np.asarray("")
-  if found.ndim != 1 or found.size and found.dtype.kind not in "iu":
-    remedy = "use the model's own tokenizer"
-    refuse(TypeError, "generate", name, "token ids", tokens, remedy)
-  return found
-
-
-def _check(
-  model: Decoder,
-  prompts: Sequence[Sequence[int]],
-  max_new_tokens: int,
-  stop_tokens: Sequence[int],
-  seed: int,
-) -> None:
-  """Raises an error unless arguments are as `generate` needs them."""
-  op = "generate"
-  if isinstance(prompts, str) or not hasattr(prompts, "__len__"):
-    remedy = "pass a list of token ids for each"
-    refuse(TypeError, op, "prompts", "several prompts", prompts, remedy)
-  if not len(prompts):
-    raise ValueError("generate: needs at least one prompt, got none; pass one")
-  vocab_size = model.embedding.shape[0]
-  for i, prompt in enumerate(prompts):
-    tokens = _ids(f"prompt {i}", prompt)
-    if not tokens.size:
-      raise ValueError(
-        "generate: a prompt must have at least one token, got none in prompt "
-        f"{i}; pass a token that texts begin with"
-      )
-    if not 0 <= tokens.min() <= tokens.max() < vocab_size:
-      raise ValueError(
-        "generate: tokens must be at least 0 and below the vocabulary of "
-        f"{vocab_size}, got {tokens.min()} to {tokens.max()} in prompt {i}; "
-        "use the model's own tokenizer"
-      )
-  stops = _ids("stop_tokens", stop_tokens)
-  if stops.size and not 0 <= stops.min() <= stops.max() < vocab_size:
-    raise ValueError(
-      "generate: stop_tokens must be at least 0 and below the vocabulary of "
-      f"{vocab_size}, got {tuple(stop_tokens)}; use the model's own"
-    )
-  remedy = "pass how many tokens to add"
-  check_whole(op, "max_new_tokens", max_new_tokens, COUNT, remedy)
-  # The last new token is not read.
-  longest = max(map(len, prompts))
-  model.config.check_length(
-    f"generate: a prompt of {longest} tokens and {max_new_tokens} new ones",
-    longest + max_new_tokens - 1,
-  )
-  check_whole(op, "seed", seed, None, "pass another")
-  if not 0 <= seed < 2**32:
-    raise ValueError(
-      f"generate: seed must be at least 0 and below 2^32, got {seed}; pass "
-      "another"
-    )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loss of a decoder: cross-entropy, and that of its experts' load."""
+"""The training loss: cross-entropy, plus load balancing of experts."""
 
 import jax
 from jax import Array
@@ -16,21 +16,23 @@ def loss_fn(
   batch: Batch | Array,
   pixel_values: Array | None = None,
 ) -> Array:
-  """Mean cross-entropy of the next token, in training with `auxiliary_loss`.
+  """Computes the mean cross-entropy of the next token.
+
+  In training, a model with experts adds its load-balancing loss.
 
   Args:
-    model: a model; after `model.eval()` cross-entropy is all.
-    batch: a `Batch`, or int32 [B, T + 1] where all tokens are targets. The
+    model: a Decoder or VisionLanguageModel. After `model.eval()` the result is
+      the cross-entropy alone.
+    batch: a `Batch`, or int32 [B, T + 1], of which all tokens are targets. The
       losses of microbatches whose shares add up to 1 add up to the mean.
-    pixel_values: images, as a `VisionLanguageModel` takes them; None for a
-      Decoder, and for text alone.
+    pixel_values: images, as for `VisionLanguageModel`; None for text alone.
 
   Returns:
     f32 scalar, nats per target.
 
   Raises:
-    TypeError: another model, or a batch of other kinds of arrays.
-    ValueError: a batch of other shapes, or images for a Decoder.
+    TypeError: another model, or arrays of another kind.
+    ValueError: a batch of another shape, or images for a Decoder.
   """
   op, kinds = "loss_fn", (Decoder, VisionLanguageModel)
   check_kind(op, "model", model, kinds, "a tower alone has no next token")
@@ -42,7 +44,7 @@ def loss_fn(
     return loss_of_hidden(model.decoder, hidden, batch, routing)
   if pixel_values is not None:
     raise ValueError(
-      "loss_fn: images are of a VisionLanguageModel, got some for a Decoder; "
+      "loss_fn: images need a VisionLanguageModel, got some for a Decoder; "
       "leave them out"
     )
   hidden, routing = model.routed(batch.inputs, batch.input_segments)
@@ -50,10 +52,10 @@ def loss_fn(
 
 
 def auxiliary_loss(model: Decoder, routing: RoutingStats) -> Array:
-  """Returns the loss that keeps experts equally busy, times its coefficient.
+  """Returns the load-balancing loss of experts, times its coefficient.
 
-  As in transformers it is one loss of all layers' tokens together, not a sum
-  over layers. Tokens are all inputs [B, T], padding included.
+  As in transformers, it is one loss of the tokens of all layers, not a sum over
+  layers. Padding counts as tokens.
   """
   config = model.config
   means = jax.tree.map(lambda x: x / config.num_layers, routing)

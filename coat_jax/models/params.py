@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The role of each parameter of a model, how it is sharded and how it is cut.
+"""Describes each parameter of a model: its role, its sharding, its matrices.
 
-One table, which sharding over a mesh, Muon, weight decay, generation and the
-readers of Hugging Face checkpoints look parameters up in by their paths.
+Sharding over a mesh, Muon, weight decay, generation and the readers of Hugging
+Face checkpoints look parameters up in this table by their paths.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from coat_jax.numerics.recipes import GradDtype, MeshAxes
 from coat_jax.optimizer.masks import check_leaf
 from coat_jax.optimizer.matrices import Matrices, MatrixSplit
 
-# The axes of the meshes that `mesh_axes` and `param_shardings` take.
+# The axes of a mesh on which models run.
 AXES = MeshAxes(batch=("data", "fsdp"), fsdp="fsdp", tensor="tensor")
 
 Role = Literal[
@@ -33,25 +33,25 @@ Role = Literal[
   "output",
   "probe",
 ]
-# "rows" are split by fsdp, "columns" by tensor. "rows of columns" belong to the
-# columns of the weight before, and both axes split them: rows of these heads,
-# of these columns of the MLP, or of this part of the vocabulary. Last axes of
-# weights are split by tensor alone: groups of values that share a scale run
-# along them, and a device must have whole groups.
+# fsdp splits "rows", and tensor splits "columns". Both split "rows of columns",
+# which belong to the columns of the weight before: rows of a device's heads, of
+# its columns of the MLP, or of its part of the vocabulary. Only tensor splits
+# the last axes of weights: groups of values that share a scale run along them,
+# and a device must have whole groups.
 Axis = Literal["rows", "columns", "rows of columns"]
 
 
 class Parameter(NamedTuple):
-  """The properties that all parameters of one kind share.
+  """The properties of all parameters whose paths end alike.
 
   Attributes:
-    role: what the model does with it. Products multiply by a "matrix", and by
-      the "output" projection at the end.
+    role: how the model uses it. A "matrix" is the weight of a linear layer,
+      except the "output" projection at the end.
     axes: what splits each axis over a mesh, without the axis of layers; () if
       each device holds the whole parameter.
-    split: how it is cut into matrices, whose axes count from the end; None if
-      it is never cut. Kernels and biases of q, k and v depend on the number of
-      heads: see `matrix_split`.
+    split: how it is cut into matrices, with axes counted from the end; None if
+      it is never cut. q, k and v depend on the number of heads: see
+      `matrix_split`.
   """
 
   role: Role
@@ -84,8 +84,8 @@ PARAMETERS: dict[str, Parameter] = {
   "mlp/gate_up": Parameter("matrix", (None, "rows", None, "columns"), _GATE_UP),
   "mlp/down": Parameter("matrix", (None, *_SECOND), _ONE),
 }
-# The ends of a vision tower, and the projector after it: each device holds
-# them whole. They are small, and few of their sizes divide by anything.
+# Each device holds the ends of a vision tower and the projector whole: they are
+# small, and few of their sizes can be divided.
 _ENDS = ("patches", "pool", "projector")
 _AT_ENDS: dict[str, Parameter] = {
   "kernel": Parameter("matrix"),
@@ -98,11 +98,7 @@ _AT_ENDS: dict[str, Parameter] = {
 
 
 def parameter(path: str) -> Parameter:
-  """Looks a parameter up by its path, such as "layers/mlp/gate_up/kernel".
-
-  Raises:
-    ValueError: no model has such a parameter.
-  """
+  """Looks a parameter up by its path, such as "layers/mlp/gate_up/kernel"."""
   names = path.split("/")
   if any(end in names for end in _ENDS) and names[-1] in _AT_ENDS:
     return _AT_ENDS[names[-1]]
@@ -116,12 +112,12 @@ def parameter(path: str) -> Parameter:
 
 
 def path_of(keys: Any) -> str:
-  """Writes the keys that lead to a parameter as a path."""
+  """Joins the keys that lead to a parameter to a path."""
   return jax.tree_util.keystr(keys, simple=True, separator="/")
 
 
 def is_stacked(path: str) -> bool:
-  """Whether a parameter has a leading axis of layers."""
+  """Tells whether a parameter has a leading axis of layers."""
   return "layers" in path.split("/")
 
 
@@ -130,10 +126,7 @@ def matrix_split(
 ) -> MatrixSplit | None:
   """Returns how a parameter, or the bias of q, k and v, is cut into matrices.
 
-  Args:
-    path: the parameter's path.
-    config: of the decoder or tower that the parameter belongs to; None for a
-      projector.
+  `config` is None for the projector's parameters.
   """
   is_qkv = path.endswith((_QKV + "kernel", _QKV + "bias"))
   if config is None or not is_qkv:
@@ -152,10 +145,10 @@ def model_matrices(config: ModelConfig | VisionConfig) -> Matrices:
   matrices. Embeddings, the head, routers, norms and biases are not matrices.
 
   Args:
-    config: of a `Decoder` or a `VisionTower`.
+    config: the shape of a `Decoder` or a `VisionTower`.
 
   Returns:
-    The function of (path, leaf) that `coat_muon` takes as `matrices`.
+    A function of (path, leaf), the argument `matrices` of `coat_muon`.
 
   Raises:
     TypeError: `config` is neither.
@@ -193,11 +186,11 @@ def param_shardings(mesh: Mesh | AbstractMesh, params: Any) -> Any:
     params: nested dicts of arrays or of `jax.ShapeDtypeStruct`s.
 
   Returns:
-    The same tree of `NamedSharding`s, as `PARAMETERS` describes them.
+    The same tree of `NamedSharding`s.
 
   Raises:
     TypeError: `mesh` is not a mesh.
-    ValueError: the mesh lacks an axis, or no model has one of the parameters.
+    ValueError: the mesh lacks an axis, or `params` are not a model's.
   """
   op = "param_shardings"
   check_kind(
@@ -215,7 +208,7 @@ def param_shardings(mesh: Mesh | AbstractMesh, params: Any) -> Any:
 
 
 def param_spec(path: str, axes: MeshAxes = AXES) -> PartitionSpec:
-  """Returns which mesh axes split a parameter, its layers' axis included."""
+  """Returns the mesh axes that split a parameter, with its axis of layers."""
   names = {
     None: None,
     "rows": axes.fsdp,
@@ -229,15 +222,7 @@ def param_spec(path: str, axes: MeshAxes = AXES) -> PartitionSpec:
 def mesh_axes(
   sizes: Mapping[Any, int], *, grad_dtype: GradDtype = "float32"
 ) -> MeshAxes:
-  """Returns the axes of a mesh for a recipe; `tensor` only if it has devices.
-
-  Args:
-    sizes: sizes of the mesh's axes, which must be data, fsdp and tensor.
-    grad_dtype: dtype in which gradients are summed over devices.
-
-  Raises:
-    ValueError: the mesh has other axes.
-  """
+  """Returns a mesh's axes for a recipe; without `tensor` if its size is 1."""
   if set(sizes) != set(AXES.tokens):
     raise ValueError(
       f"mesh: its axes must be {', '.join(AXES.tokens)}, got "

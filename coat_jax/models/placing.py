@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Features in the place of tokens' embeddings, such as those of images."""
+"""Replaces embeddings of some tokens by features, such as those of images."""
 
 from typing import NamedTuple
 
@@ -15,8 +15,8 @@ class Placed(NamedTuple):
 
   Attributes:
     features: [B, M, D].
-    rows: int32 [B, T], which of its sequence's features each token has; below
-      0 for its own embedding.
+    rows: int32 [B, T], the index of each token's feature in its sequence; below
+      0 for tokens that keep their own embedding.
   """
 
   features: Array
@@ -24,16 +24,7 @@ class Placed(NamedTuple):
 
 
 def place_features(x: Array, placed: Placed, *, axes: MeshAxes | None) -> Array:
-  """Puts features in the place of embedded tokens.
-
-  Args:
-    x: [B, T, D], embedded tokens.
-    placed: what is in their place.
-    axes: of the mesh, or None.
-
-  Returns:
-    [B, T, D] of x's dtype.
-  """
+  """Replaces some of the embedded tokens [B, T, D]."""
 
   def put(x, features, rows):
     taken = jnp.maximum(rows, 0)[..., None]
@@ -54,16 +45,7 @@ def place_features(x: Array, placed: Placed, *, axes: MeshAxes | None) -> Array:
 
 
 def token_rows(tokens: Array, token: int, count: int) -> Array:
-  """Finds the feature that replaces each token.
-
-  Args:
-    tokens: int32 [B, T].
-    token: the one that stands for features, in their order.
-    count: features of a sequence.
-
-  Returns:
-    int32 [B, T]; -1 for none.
-  """
+  """Returns `Placed.rows`: `token` stands for the `count` features in order."""
   is_placed = tokens == token
   row = jnp.cumsum(is_placed, axis=1, dtype=jnp.int32) - 1
   return jnp.where(is_placed & (row < count), row, -1)

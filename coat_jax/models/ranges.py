@@ -1,22 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks the values of a configuration's fields.
+"""Checks the fields of a configuration against their types.
 
-A field says it in its type, as `steps: Count` or `b1: Annotated[float, Range(0,
-1)]`, and `check_numbers` holds a whole dataclass to it: a number that is not
-finite, or larger than anything that can be meant, is refused before it reaches
-JAX, whatever it was for.
+The type of a number states its range, as in `steps: Count` or
+`b1: Annotated[float, Range(0, 1)]`. A number that is not finite, or larger than
+anything that makes sense, is refused before it reaches JAX.
 """
 
 import dataclasses
+import difflib
 import numbers
 import types
+from collections.abc import Collection
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from coat_jax.numerics.checks import COUNT, NOT_NEGATIVE, POSITIVE, Range
 
-# A number that int32 holds, such as a step's.
+# A number that int32 can hold, such as a step.
 Count = Annotated[int, COUNT]
-# A width, with which neither bytes nor values of a weight overflow 64 bits.
+# A width: neither bytes nor values of a weight overflow 64 bits.
 Width = Annotated[int, Range(1, 2**20)]
 Positive = Annotated[float, POSITIVE]
 NotNegative = Annotated[float, NOT_NEGATIVE]
@@ -63,6 +64,18 @@ def _without_notes(hint: Any) -> Any:
       return hint
     hint = inner
   return hint
+
+
+def check_family(config: Any, families: Collection[str]) -> None:
+  """Raises ValueError, with the nearest name, for an unknown family."""
+  if config.family in families:
+    return
+  near = difflib.get_close_matches(config.family, families, n=1)
+  raise ValueError(
+    f"{type(config).__name__}: family must be one of {tuple(families)}, got "
+    f"{config.family!r}; "
+    + (f"did you mean {near[0]!r}?" if near else "pass one of these")
+  )
 
 
 def check_kinds(config: Any) -> None:

@@ -1,27 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoint policies of a decoder's layers, by the name of `Remat`."""
+"""Runs one layer in a scan: its shardings, and what it saves for the backward.
 
+`Remat` names what is saved. On a mesh, layers in BF16 are partitioned by XLA,
+which would split some products badly; for those we gather the weights.
+"""
+
+import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
+from jax import Array, P
+from jax.typing import DTypeLike
 
 from coat_jax.layers import block_inputs_saveable
 from coat_jax.layers.remat import codes_saveable, through_codes
 from coat_jax.models.config import Remat
+from coat_jax.models.params import param_spec, path_of
 from coat_jax.numerics.checks import check_choice
-from coat_jax.numerics.recipes import CoatRecipe
+from coat_jax.numerics.recipes import CoatRecipe, MeshAxes
 
 
 def _all_but_gathered(
   primitive, *arrays, call_jaxpr: Any = None, **options
 ) -> bool:
-  """Checkpoint policy: keep what autodiff keeps, except other devices' rows.
+  """Checkpoint policy: save what autodiff saves, except gathered rows.
 
-  Those come from `gathering._constrained`; what is made of them before a
-  product is a view. (A policy by `checkpoint_name` keeps the array before the
-  name instead.)
+  Gathered rows come from `_constrained`; what is made of them before a product
+  is a view. (A policy by `checkpoint_name` saves the array before the name
+  instead.)
   """
   del arrays, options
   names = {primitive.name}
@@ -41,23 +51,54 @@ _POLICIES = {
 
 
 def check_remat(remat: Remat, recipe: CoatRecipe) -> None:
-  """Raises ValueError if layers of a recipe cannot keep what `remat` names."""
+  """Raises ValueError if layers of a recipe cannot save what `remat` names."""
   check_choice("remat", "remat", remat, tuple(_POLICIES))
   if remat == "fp8" and recipe.nonlinear != "fp8":
     raise ValueError(
-      "remat: 'fp8' keeps the FP8 inputs of norms, which recipe coat has, got "
-      f"recipe {recipe.name}; pass 'fp8_layer', which rounds each layer's "
+      "remat: 'fp8' saves the FP8 inputs of norms, which only recipe coat has, "
+      f"got recipe {recipe.name}; pass 'fp8_layer', which rounds each layer's "
       "input, or 'full'"
     )
+
+
+def layer_forward(
+  model: Any, run: Callable[[Array, Any, Array | None], tuple[Array, Any]]
+) -> Callable[[Array, Any, Array | None], tuple[Array, Any]]:
+  """Wraps `run(x, layer, kind)` for the scan over a model's layers.
+
+  `run` maps x [B, T, D] to the same and the statistics of its experts; `model`
+  is a `Decoder` or a `VisionTower`.
+  """
+  attention = model.layers.attention
+  recipe = attention.active_recipe
+  axes = recipe.axes
+  is_gathering = axes is not None and recipe.linear == "bf16"
+
+  def forward(x, layer, kind):
+    if axes is None:
+      return run(x, layer, kind)
+    where = P(axes.batch, axes.tensor)
+    if is_gathering:
+      # If the sequence were split, XLA would move the MLP's activations.
+      where = P(axes.batch)
+      x = jax.lax.with_sharding_constraint(x, where)
+      layer = gather_weights(layer, model.dtype, axes)
+    x, stats = run(x, layer, kind)
+    return jax.lax.with_sharding_constraint(x, where), stats
+
+  remat = model.remat
+  if remat == "fp8_layer" and recipe != attention.recipe:
+    remat = "none"  # Evaluation in BF16 does not round the residual stream.
+  return checkpointed(forward, remat, recipe, is_gathering=is_gathering)
 
 
 def checkpointed(
   forward: Callable, remat: Remat, recipe: CoatRecipe, *, is_gathering: bool
 ) -> Callable:
-  """Returns a layer's forward that keeps what `remat` names for the backward.
+  """Returns a layer's forward that saves what `remat` names for the backward.
 
-  If `forward` gathers weights (`is_gathering`), the backward gathers those of
-  other devices again. With "fp8_layer" the result rounds x first.
+  If `forward` gathers weights (`is_gathering`), the backward gathers them
+  again. With "fp8_layer" the result rounds x first.
   """
   if remat == "none" and not is_gathering:
     return forward
@@ -66,3 +107,44 @@ def checkpointed(
     rounded = lambda x, *args: forward(through_codes(x, recipe), *args)  # noqa: E731
   # In a scan XLA cannot mistake the second forward for the first.
   return nnx.remat(rounded, prevent_cse=False, policy=_POLICIES[remat])
+
+
+def gather_weights[L: nnx.Module](
+  layer: L, dtype: DTypeLike, axes: MeshAxes
+) -> L:
+  """Casts the kernels of a layer that XLA partitions, and gathers their rows.
+
+  Otherwise XLA may split a product along the rows and move activations, or
+  gather weights in f32. Gradients are summed on the devices that own the rows.
+  Experts are no kernels: the layer itself gathers them.
+  """
+  without_fsdp = dataclasses.replace(axes, fsdp=None)
+
+  def gather(path, w):
+    split, whole = (param_spec(path_of(path), a) for a in (axes, without_fsdp))
+    if whole == split or path[-1].key != "kernel":
+      return w
+    # The gradient is f32, and then cast to the weight's dtype.
+    return _constrained(w.astype(jnp.float32), dtype, split, whole)
+
+  graph, params, others = nnx.split(layer, nnx.Param, ...)
+  params = jax.tree.map_with_path(gather, nnx.to_pure_dict(params))
+  return nnx.merge(graph, params, others)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def _constrained(w: Array, dtype: DTypeLike, spec: P, whole: P) -> Array:
+  del spec
+  return jax.lax.with_sharding_constraint(w.astype(dtype), whole)
+
+
+def _constrained_fwd(w, dtype, spec, whole):
+  return _constrained(w, dtype, spec, whole), None
+
+
+def _constrained_bwd(dtype, spec, whole, residuals, g):
+  del dtype, whole, residuals
+  return (jax.lax.with_sharding_constraint(g, spec).astype(jnp.float32),)
+
+
+_constrained.defvjp(_constrained_fwd, _constrained_bwd)

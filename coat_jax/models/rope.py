@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How RoPE is stretched, as one word of a configuration.
+"""Reads and writes how RoPE is stretched, as text in a configuration.
 
-`llama3,factor=8,low_freq_factor=1,high_freq_factor=4,...`: the type and the
-fields, by the names that transformers gives them.
+`llama3,factor=8,low_freq_factor=1,high_freq_factor=4,...`: the type, and the
+fields by their names in transformers.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ SCALINGS: dict[str, type[RopeScaling]] = {
 
 
 def parse_scaling(text: str | None) -> RopeScaling | None:
-  """Reads a scaling.
+  """Parses a scaling of RoPE's frequencies.
 
   Args:
     text: `TYPE,FIELD=NUMBER,...`, such as `linear,factor=4`; or None.
@@ -33,9 +33,9 @@ def parse_scaling(text: str | None) -> RopeScaling | None:
     `layers.LinearScaling`, `Llama3Scaling` or `YarnScaling`; None for None.
 
   Raises:
-    TypeError: it is no text.
-    ValueError: an unknown type or field, a field that is missing, or a number
-      outside its range.
+    TypeError: `text` is not a string.
+    ValueError: an unknown type or field, a missing field, or a number outside
+      its range.
   """
   if text is None:
     return None
@@ -46,7 +46,7 @@ def parse_scaling(text: str | None) -> RopeScaling | None:
   if kind is None:
     raise ValueError(
       f"rope_scaling: the type must be one of {tuple(SCALINGS)}, got "
-      f"{name[:40]!r}; written as linear,factor=4"
+      f"{name[:40]!r}; write it like linear,factor=4"
     )
   values = {}
   for field in fields:
@@ -55,14 +55,14 @@ def parse_scaling(text: str | None) -> RopeScaling | None:
       values[key] = float(number)
     except ValueError as error:
       raise ValueError(
-        f"rope_scaling: {name} needs fields as factor=4, got {field[:40]!r}; "
+        f"rope_scaling: {name} needs fields like factor=4, got {field[:40]!r}; "
         "copy its numbers from the model's config.json"
       ) from error
   return scaling_of(name, values)
 
 
 def scaling_of(name: str, values: dict[str, float]) -> RopeScaling:
-  """A scaling of a known type from its fields; raises as `parse_scaling`."""
+  """Makes a scaling of a known type; raises the errors of `parse_scaling`."""
   kind = SCALINGS[name]
   known = {field.name: field for field in dataclasses.fields(kind)}  # pyright: ignore[reportArgumentType]
   needed = {
@@ -89,7 +89,7 @@ def scaling_of(name: str, values: dict[str, float]) -> RopeScaling:
 
 
 def write_scaling(scaling: RopeScaling | None) -> str | None:
-  """The inverse of `parse_scaling`; fields at their default are left out."""
+  """Inverts `parse_scaling`; leaves out fields that have their default."""
   if scaling is None:
     return None
   name, fields = scaling_fields(scaling)
@@ -97,7 +97,7 @@ def write_scaling(scaling: RopeScaling | None) -> str | None:
 
 
 def scaling_fields(scaling: RopeScaling) -> tuple[str, dict[str, float]]:
-  """The type of a scaling, and its fields that are not at their default."""
+  """Returns a scaling's type, and its fields that differ from the default."""
   (name,) = (name for name, kind in SCALINGS.items() if type(scaling) is kind)
   return name, {
     field.name: getattr(scaling, field.name)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the next token is chosen from its logits.
+"""Chooses the next token from its logits.
 
-temperature divides the logits; of the probabilities that come of it top_k keeps
-the k largest, and top_p, of those put together anew, the fewest largest ones
-that reach p. One of what is kept is drawn. Temperature 0 takes the most
-probable.
+temperature divides the logits. top_k keeps the k most probable tokens. top_p
+normalizes their probabilities and keeps the fewest largest ones that add up to
+at least p. One of the remaining tokens is drawn. Temperature 0 chooses the most
+probable token.
 """
 
 from typing import NamedTuple
@@ -13,21 +13,18 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from coat_jax.numerics.checks import check_number, check_whole
+from coat_jax.numerics.checks import COUNT, check_number, check_whole
 
 _SMALLEST = float(jnp.finfo(jnp.float32).tiny)
 _LARGEST = float(jnp.finfo(jnp.float32).max)
-# Chosen where the largest logit is NaN or infinite: no token is meant then.
+# Chosen if the largest logit is NaN or infinite.
 NO_TOKEN = -1
 
 
 class Sampling(NamedTuple):
-  """How to choose; None leaves a rule out. Values do not recompile.
+  """How to choose: arrays, so that other values do not recompile.
 
-  Attributes:
-    temperature: f32; None for greedy.
-    top_k: int32.
-    top_p: f32.
+  None leaves a rule out; without a temperature the choice is greedy.
   """
 
   temperature: Array | None = None
@@ -38,21 +35,17 @@ class Sampling(NamedTuple):
 def make_sampling(
   temperature: float, top_k: int | None, top_p: float | None
 ) -> Sampling:
-  """Checks the options of `generate` and makes arrays of them."""
+  """Checks the options of `generate`, and converts them to arrays."""
   op = "generate"
   check_number(op, "temperature", temperature, None, "0 is greedy")
   if top_k is not None:
-    check_whole(op, "top_k", top_k, None, "pass None for all")
+    check_whole(op, "top_k", top_k, COUNT, "pass None for all")
   if top_p is not None:
     check_number(op, "top_p", top_p, None, "pass None for all")
   if not 0 <= temperature <= _LARGEST:
     raise ValueError(
       "generate: temperature must be at least 0 and a number that f32 holds, "
-      f"got {temperature}; 0 takes the most probable token"
-    )
-  if top_k is not None and not 1 <= top_k < 2**31:
-    raise ValueError(
-      f"generate: top_k must be at least 1, got {top_k}; pass None for all"
+      f"got {temperature}; 0 chooses the most probable token"
     )
   if top_p is not None and not 0 < top_p <= 1:
     raise ValueError(
@@ -62,14 +55,14 @@ def make_sampling(
   if temperature == 0 and not (top_k is None and top_p is None):
     raise ValueError(
       "generate: top_k and top_p apply to sampling, got temperature 0, which "
-      "takes the most probable token; leave them out, or raise temperature"
+      "chooses the most probable token; leave them out, or raise temperature"
     )
-  if temperature < _SMALLEST:  # So cold that it is greedy.
+  if temperature < _SMALLEST:  # f32 would divide by a subnormal or by 0.
     return Sampling()
   return Sampling(
     temperature=jnp.float32(temperature),
     top_k=None if top_k is None else jnp.int32(top_k),
-    # All of them: a sum of f32 may reach 1 before the last.
+    # 1 keeps all tokens: in f32 a sum may reach 1 before the last one.
     top_p=None if top_p in (None, 1) else jnp.float32(top_p),
   )
 
@@ -77,16 +70,16 @@ def make_sampling(
 def kept(logits: Array, sampling: Sampling) -> tuple[Array, Array]:
   """Keeps the tokens that can be drawn, the most probable first.
 
-  Returns logits f32 [B, V] divided by the temperature, -inf if they are not
-  kept, and their tokens int32 [B, V]. Of equal ones the lower token is first.
+  Returns logits f32 [B, V] divided by the temperature, or -inf for tokens that
+  are dropped, and their tokens int32 [B, V]. Of equals the lower comes first.
   """
-  assert sampling.temperature is not None  # Else greedy.
+  assert sampling.temperature is not None
   largest = jnp.max(logits, axis=-1, keepdims=True)
   logits = logits - largest
   tokens = jnp.broadcast_to(jnp.arange(logits.shape[-1])[None], logits.shape)
   if sampling.top_k is None and sampling.top_p is None:
     return logits / sampling.temperature, tokens
-  # Sorted before they are divided: at 1e38 f32 holds no difference of them.
+  # Sort before dividing: a temperature of 1e38 would make all logits equal.
   tokens = jnp.argsort(logits, axis=-1, stable=True, descending=True)
   logits = jnp.take_along_axis(logits, tokens, axis=-1) / sampling.temperature
   if sampling.top_k is not None:
@@ -94,7 +87,7 @@ def kept(logits: Array, sampling: Sampling) -> tuple[Array, Array]:
     logits = jnp.where(rank < sampling.top_k, logits, -jnp.inf)
   if sampling.top_p is not None:
     p = jax.nn.softmax(logits, axis=-1)
-    # The probability of all before it; the first token is always kept.
+    # The sum before each token, so that the first one is always kept.
     before = jnp.cumsum(p, axis=-1) - p
     logits = jnp.where(before < sampling.top_p, logits, -jnp.inf)
   return logits, tokens

@@ -1,26 +1,60 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers of a model as one: parameters stacked, and what surrounds each."""
+"""Makes the parameters of models: draws, stacks and stores them."""
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax import Array, P
+from jax import Array
 from jax.typing import DTypeLike
 
-from coat_jax.models.config import Remat
-from coat_jax.models.gathering import gather_weights
-from coat_jax.models.remat import checkpointed
-from coat_jax.numerics.recipes import CoatRecipe
+from coat_jax.numerics import recipes
 from coat_jax.optimizer.weights import is_matrix
 
+# Converts the parameter at a path to the form in which it is stored.
 Store = Callable[[str, Array], Array]
 # Weights are stored, and saved, in one of these.
 _DTYPES = tuple(map(jnp.dtype, (jnp.float32, jnp.bfloat16, jnp.float16)))
+_STDDEV = 0.02
+
+
+class Start(NamedTuple):
+  """How the parameters of a model begin.
+
+  Attributes:
+    dtype: dtype of activations.
+    rngs: its stream `params` initializes the parameters.
+  """
+
+  dtype: DTypeLike
+  rngs: nnx.Rngs
+
+  def norm_options(self, **others: Any) -> dict[str, Any]:
+    """Returns arguments of norms at the ends of a model, which run in BF16."""
+    shared = dict(recipe=recipes.bf16(), dtype=self.dtype, rngs=self.rngs)
+    return shared | others
+
+  def options(self, **others: Any) -> dict[str, Any]:
+    """Returns arguments of linear layers at the ends of a model."""
+    init = nnx.initializers.normal(_STDDEV)
+    return self.norm_options(kernel_init=init) | others
+
+  def block_options(self, num_layers: int, **others: Any) -> dict[str, Any]:
+    """Returns arguments of the attention and MLP blocks of a layer.
+
+    Projections that write to the residual stream start smaller, so that its
+    variance does not grow with depth.
+    """
+    small = nnx.initializers.normal(_STDDEV * (2 * num_layers) ** -0.5)
+    return self.options(out_kernel_init=small, **others)
+
+  def param(self, *shape: int) -> nnx.Param:
+    """Draws a parameter in f32."""
+    init = nnx.initializers.normal(_STDDEV)
+    return nnx.Param(init(self.rngs.params(), shape, jnp.float32))
 
 
 def stack_layers[L: nnx.Module](
@@ -30,14 +64,7 @@ def stack_layers[L: nnx.Module](
   store: Store | None,
   rngs: nnx.Rngs,
 ) -> L:
-  """Makes layers whose parameters have a leading axis of layers.
-
-  Args:
-    make: a layer, of its random numbers.
-    num_layers: how many.
-    store: as of `Decoder`; layers are then drawn one after another.
-    rngs: all layers' random numbers.
-  """
+  """Makes layers with stacked parameters; draws one at a time for `store`."""
   one_by_one = functools.partial(nnx.scan, in_axes=0, out_axes=0)
 
   @nnx.split_rngs(splits=num_layers)
@@ -50,54 +77,8 @@ def stack_layers[L: nnx.Module](
   return stack(rngs)
 
 
-def layer_forward[L: nnx.Module](
-  run: Callable[[Array, L, Array | None], tuple[Array, Any]],
-  recipe: CoatRecipe,
-  *,
-  trained: CoatRecipe,
-  dtype: DTypeLike,
-  remat: Remat,
-) -> Callable[[Array, L, Array | None], tuple[Array, Any]]:
-  """A layer with what surrounds it in a scan.
-
-  That is shardings on a mesh, weights that are gathered for layers that XLA
-  partitions, and `remat`.
-
-  Args:
-    run: run(x, layer, kind) of x [B, T, D], to the same and what the layer says
-      of its experts.
-    recipe: that runs.
-    trained: the layers' recipe in training.
-    dtype: of activations.
-    remat: what layers compute again in the backward.
-  """
-  axes = recipe.axes
-  is_gathering = axes is not None and recipe.linear == "bf16"
-
-  def forward(x, layer, kind):
-    if axes is None:
-      return run(x, layer, kind)
-    where = P(axes.batch, axes.tensor)
-    if is_gathering:
-      # Were the sequence split, XLA would move the MLP's activations.
-      where = P(axes.batch)
-      x = jax.lax.with_sharding_constraint(x, where)
-      layer = gather_weights(layer, dtype, axes)
-    x, stats = run(x, layer, kind)
-    return jax.lax.with_sharding_constraint(x, where), stats
-
-  if remat == "fp8_layer" and recipe != trained:
-    remat = "none"  # Evaluation in BF16 rounds no residual stream.
-  return checkpointed(forward, remat, recipe, is_gathering=is_gathering)
-
-
 def check_dtype(where: str, dtype: Any) -> np.dtype:
-  """Returns the dtype; raises ValueError if weights cannot be stored in it.
-
-  Args:
-    where: begins the message, such as `save_hf: dtype`.
-    dtype: what the caller passed.
-  """
+  """Returns the dtype; raises ValueError if weights cannot be stored in it."""
   try:
     found = jnp.dtype(dtype)
   except TypeError:
@@ -111,26 +92,16 @@ def check_dtype(where: str, dtype: Any) -> np.dtype:
   return found
 
 
-def stored_in(where: str, param_dtype: DTypeLike) -> Store | None:
-  """Returns what stores weights in a dtype; None for f32, as they are drawn.
-
-  Norms' scales and biases are f32 always.
-
-  Args:
-    where: the function whose argument the dtype is.
-    param_dtype: of the weights.
-
-  Raises:
-    ValueError: weights cannot be stored in this dtype.
-  """
-  dtype = check_dtype(f"{where}: param_dtype", param_dtype)
-  if dtype == jnp.float32:
+def stored_in(op: str, param_dtype: DTypeLike) -> Store | None:
+  """Returns what stores weights, but not norms and biases, in a dtype."""
+  dtype = check_dtype(f"{op}: param_dtype", param_dtype)
+  if dtype == jnp.float32:  # Parameters are drawn in f32.
     return None
   return lambda path, x: x.astype(dtype if is_matrix(path, x) else jnp.float32)
 
 
 def store_params(module: Any, path: str, store: Store | None) -> None:
-  """Stores parameters of a module at `path` as the caller wants them."""
+  """Stores the parameters of a module at `path` by `store`."""
   if store is None or module is None:
     return
   for keys, node in nnx.iter_graph(module):

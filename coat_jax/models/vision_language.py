@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A vision-language model as LLaVA: images are placed among a decoder's tokens.
+"""LLaVA, a vision-language model: image features among a decoder's tokens.
 
-A vision tower makes features of an image, two linear layers with GELU between
-them project those to the decoder's width, and they take the place of the
-embeddings of image tokens, of which a text has as many for each image.
+A vision tower computes features of an image. Two linear layers with GELU
+between them project the features to the decoder's width, and they replace the
+embeddings of image tokens; a text has one image token for each feature.
 Sequences may have several images, or none.
 
-The tower and the decoder run in the recipe. The projector stays in BF16, as the
-ends of both do.
+The tower and the decoder run in the recipe. The projector stays in BF16, like
+the ends of both.
 """
 
 import dataclasses
-from typing import Any, Literal
+from typing import Annotated, Literal
 
 import jax.numpy as jnp
 from flax import nnx
@@ -29,16 +29,12 @@ from coat_jax.models.arguments import (
 from coat_jax.models.config import ModelConfig, Remat
 from coat_jax.models.decoder import Carry, Decoder
 from coat_jax.models.placing import Placed, token_rows
-from coat_jax.models.ranges import check_kinds
-from coat_jax.models.remat import check_remat
-from coat_jax.models.stack import Store, store_params, stored_in
+from coat_jax.models.ranges import check_kinds, check_numbers
+from coat_jax.models.stack import Start, Store, store_params, stored_in
 from coat_jax.models.vision.config import VisionConfig
 from coat_jax.models.vision.tower import VisionTower
-from coat_jax.numerics import recipes
-from coat_jax.numerics.checks import check_kind, check_whole
+from coat_jax.numerics.checks import Range, check_kind
 from coat_jax.numerics.recipes import CoatRecipe
-
-_INIT_STDDEV = 0.02
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,25 +42,25 @@ class VisionLanguageConfig:
   """The shape of a vision-language model.
 
   Attributes:
-    text: of the decoder.
-    vision: of the tower.
+    text: shape of the decoder.
+    vision: shape of the tower.
     image_token: the token that stands for an image's features.
-    feature_layer: which hidden states of the tower are projected, as
-      `VisionTower.features` takes it.
-    feature_select: "default" leaves the first hidden state of an image out,
-      CLIP's class token; "full" has all.
+    feature_layer: which hidden states of the tower are projected: the `layer`
+      of `VisionTower.features`.
+    feature_select: "default" drops the first hidden state of an image, which is
+      CLIP's class token; "full" keeps all.
     projector_bias: whether the projector's layers have biases.
 
   Raises:
-    TypeError: a part or a number of another kind.
+    TypeError: `text` or `vision` of another class.
     ValueError: a number outside its range, or a decoder of a family that scales
-      its embeddings, for which it is not settled whether images are scaled too.
+      its embeddings: it is not settled whether images would be scaled too.
   """
 
   text: ModelConfig
   vision: VisionConfig
-  image_token: int
-  feature_layer: int = -2
+  image_token: Annotated[int, Range(0, 2**24)]
+  feature_layer: Annotated[int, Range(-(2**20), 2**20)] = -2
   feature_select: Literal["default", "full"] = "default"
   projector_bias: bool = True
 
@@ -72,16 +68,15 @@ class VisionLanguageConfig:
     op = "VisionLanguageConfig"
     check_kind(op, "text", self.text, ModelConfig, "pass a decoder's")
     check_kind(op, "vision", self.vision, VisionConfig, "pass a tower's")
-    remedy = "copy it from the model's config.json"
-    check_whole(op, "image_token", self.image_token, None, remedy)
-    check_whole(op, "feature_layer", self.feature_layer, None, remedy)
     check_kinds(self)
+    check_numbers(self)
     if self.text.choices.scales_embedding:
       raise ValueError(
         "VisionLanguageConfig: text must be of a family that does not scale "
         f"its embeddings, got {self.text.family}; take another decoder"
       )
-    if not 0 <= self.image_token < self.text.vocab_size:
+    remedy = "copy it from the model's config.json"
+    if self.image_token >= self.text.vocab_size:
       raise ValueError(
         "VisionLanguageConfig: image_token must be a token of the vocabulary "
         f"of {self.text.vocab_size}, got {self.image_token}; {remedy}"
@@ -94,8 +89,13 @@ class VisionLanguageConfig:
       )
 
   @property
+  def family(self) -> str:
+    """The family of vision-language models."""
+    return "llava"
+
+  @property
   def tokens_each(self) -> int:
-    """Image tokens that stand for an image."""
+    """The number of image tokens that stand for an image."""
     return self.vision.num_tokens - (self.feature_select == "default")
 
 
@@ -114,18 +114,12 @@ class Projector(nnx.Module):
     dtype: DTypeLike = jnp.bfloat16,
     rngs: nnx.Rngs,
   ):
-    """Initializes the parameters in f32, for the config of the model."""
+    """Initializes the parameters in f32; `config` is the whole model's."""
     check_config("Projector", config, VisionLanguageConfig)
     width = config.text.d_model
-    shared: dict[str, Any] = dict(
-      recipe=recipes.bf16(),
-      use_bias=config.projector_bias,
-      dtype=dtype,
-      kernel_init=nnx.initializers.normal(_INIT_STDDEV),
-      rngs=rngs,
-    )
-    self.linear_1 = Linear(config.vision.d_model, width, **shared)
-    self.linear_2 = Linear(width, width, **shared)
+    options = Start(dtype, rngs).options(use_bias=config.projector_bias)
+    self.linear_1 = Linear(config.vision.d_model, width, **options)
+    self.linear_2 = Linear(width, width, **options)
 
   def __call__(self, features: Array) -> Array:
     """Maps [..., vision D] to [..., text D]; GELU, by erf, is in f32."""
@@ -134,7 +128,7 @@ class Projector(nnx.Module):
 
 
 class VisionLanguageModel(nnx.Module):
-  """Tokens and images to the hidden states in front of the output projection.
+  """Maps tokens and images to the hidden states before the output projection.
 
   Example usage::
 
@@ -184,26 +178,24 @@ class VisionLanguageModel(nnx.Module):
 
     Args:
       config: the model's shape.
-      recipe: what the layers of tower and decoder compute and save in FP8; its
-        `axes` are those of the mesh that the model is called on.
-      dtype: of activations.
-      param_dtype: in what weights are stored; norms' scales and biases are f32
-        always.
-      remat: what the decoder's layers compute again in the backward, as of
-        `Decoder`. The tower's compute nothing again.
-      store: `(path, array) -> array`, in what parameters are stored, as of
-        `Decoder`, their paths in the part that has them; None for
-        `param_dtype`.
+      recipe: what the layers of tower and decoder compute and save in FP8. Its
+        `axes` must be those of the mesh on which the model is called.
+      dtype: dtype of activations.
+      param_dtype: dtype in which weights are stored; norms' scales and biases
+        are always f32.
+      remat: what the decoder's layers recompute in the backward pass; see
+        `Remat`. The tower's layers recompute nothing.
+      store: `(path, array) -> array`, as for `Decoder`; a path starts in the
+        tower, in the decoder, or with "projector"; None for `param_dtype`.
       rngs: its stream `params` initializes the parameters.
 
     Raises:
       TypeError: an argument of another kind.
-      ValueError: an unknown `remat`, or "fp8" where the recipe is not coat, or
-        `param_dtype` is none of float32, bfloat16 and float16.
+      ValueError: an unknown `remat`, "fp8" with a recipe other than coat, or a
+        `param_dtype` other than float32, bfloat16 and float16.
     """
     op = "VisionLanguageModel"
     check_model(op, config, VisionLanguageConfig, recipe, dtype, store, rngs)
-    check_remat(remat, recipe)
     store = store or stored_in(op, param_dtype)
     self.config = config
     self.tower = VisionTower(
@@ -221,22 +213,22 @@ class VisionLanguageModel(nnx.Module):
     pixel_values: Array | None = None,
     segments: Array | None = None,
   ) -> Array:
-    """Runs all but the output projection.
+    """Runs everything but the output projection.
 
     Args:
       tokens: int32 [B, T]. Each image has `config.tokens_each` image tokens, in
-        the order of the images; image tokens that are left over when a
-        sequence's images are used up have their own embedding.
+        the order of the images. If a sequence has more image tokens than its
+        images need, the last ones keep their own embedding.
       pixel_values: [B, I, C, H, W], the images of each sequence, BF16 or f32,
-        resized and normalized; those that no token stands for, of sequences
-        with fewer, change nothing. None for text alone.
-      segments: as of `Decoder`.
+        resized and normalized. Images without image tokens change nothing, so
+        sequences with fewer images are padded. None for text alone.
+      segments: as for `Decoder`.
 
     Returns:
-      Hidden states [B, T, D], in `dtype`.
+      Hidden states [B, T, D] in `dtype`.
 
     Raises:
-      TypeError: tokens that are no integers, or images no floats.
+      TypeError: tokens are not integers, or images are not floats.
       ValueError: tokens or images of another shape.
     """
     return self.routed(tokens, pixel_values, segments)[0]
@@ -249,19 +241,21 @@ class VisionLanguageModel(nnx.Module):
   ) -> Carry:
     """Does what the call does; also returns the sums of `Decoder.routed`."""
     check_tokens("VisionLanguageModel", tokens, segments)
-    placed = None
-    if pixel_values is not None:
-      check_pixels("VisionLanguageModel", pixel_values)
-      if len(pixel_values) != len(tokens):
-        raise ValueError(
-          "VisionLanguageModel: images must be of as many sequences as tokens, "
-          f"got {len(pixel_values)} for {len(tokens)}; pass pixel_values "
-          "[B, I, C, H, W] and tokens [B, T]"
-        )
-      features = self.features(pixel_values)
-      rows = token_rows(tokens, self.config.image_token, features.shape[1])
-      placed = Placed(features, rows)
+    placed = None if pixel_values is None else self.place(tokens, pixel_values)
     return self.decoder.routed(tokens, segments, placed)
+
+  def place(self, tokens: Array, pixel_values: Array) -> Placed:
+    """Computes the features that replace the image tokens of tokens [B, T]."""
+    check_pixels("VisionLanguageModel", pixel_values)
+    if len(pixel_values) != len(tokens):
+      raise ValueError(
+        "VisionLanguageModel: images and tokens must have as many sequences, "
+        f"got {len(pixel_values)} for {len(tokens)}; pass pixel_values "
+        "[B, I, C, H, W] and tokens [B, T]"
+      )
+    features = self.features(pixel_values)
+    rows = token_rows(tokens, self.config.image_token, features.shape[1])
+    return Placed(features, rows)
 
   def logits(
     self,
@@ -274,14 +268,11 @@ class VisionLanguageModel(nnx.Module):
     return self.decoder.logits_of_hidden(hidden)
 
   def features(self, pixel_values: Array) -> Array:
-    """Computes what replaces the image tokens: [B, I tokens_each, D].
-
-    Images are [B, I, C, H, W]; their features come one image after another.
-    """
+    """Maps images [B, I, C, H, W] to [B, I tokens_each, D], in their order."""
     check_pixels("VisionLanguageModel", pixel_values)
     if pixel_values.ndim != 5:
       raise ValueError(
-        "VisionLanguageModel: images must be [B, I, C, H, W], I of each "
+        "VisionLanguageModel: images must be [B, I, C, H, W], I for each "
         f"sequence, got {pixel_values.shape}; add the axis"
       )
     sequences, images = pixel_values.shape[:2]

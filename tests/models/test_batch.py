@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Documents packed into sequences: places, targets and how much they count."""
+"""Tests packed documents: positions, targets and their shares."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -35,7 +35,7 @@ def test_targets_follow_a_token_of_their_document_and_count_alike():
   np.testing.assert_array_equal(batch.input_segments, SEGMENTS[:, :-1])
 
 
-def test_documents_alone_make_their_targets():
+def test_targets_follow_from_documents():
   want = Batch.make(TOKENS, jnp.asarray(SEGMENTS))
   got = Batch.of(Batch(TOKENS, jnp.asarray(SEGMENTS)))
   np.testing.assert_array_equal(got.shares, want.shares)
@@ -53,17 +53,17 @@ def test_documents_alone_make_their_targets():
     (Batch(TOKENS, shares=jnp.ones((2, 7))), r"shares .* got \(2, 7\)"),
   ],
 )
-def test_batch_of_other_shapes_is_refused(batch, words):
+def test_wrong_shapes_are_refused(batch, words):
   with pytest.raises(ValueError, match=words):
     Batch.of(batch)
 
 
-def test_batch_without_targets_has_no_loss_to_divide():
+def test_batch_without_targets_has_zero_shares():
   none = Batch.make(TOKENS, is_target=jnp.zeros((2, 8), bool))
   np.testing.assert_array_equal(none.shares, 0)
 
 
-def test_plain_tokens_are_a_batch_of_one_document_a_row():
+def test_plain_tokens_are_one_document_per_row():
   for batch in (Batch.of(TOKENS), Batch.make(TOKENS), Batch.of(Batch(TOKENS))):
     np.testing.assert_array_equal(batch.tokens, TOKENS)
     assert batch.segments is batch.target_shares is batch.input_segments is None

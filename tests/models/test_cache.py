@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Logits with a cache are those of the decoder on whole sequences."""
+"""Compares logits with a cache to the decoder on whole sequences."""
 
 import dataclasses
 import functools
@@ -88,7 +88,7 @@ CONFIGS = {
 
 
 def build(config, recipe, *, dtype="float32", mesh=None):
-  """A decoder with random weights, whatever its recipe."""
+  """Builds a decoder with random weights in any recipe."""
   graph, params = nnx.split(
     nnx.eval_shape(
       lambda: Decoder(config, recipe, dtype=dtype, rngs=nnx.Rngs(0))
@@ -106,7 +106,7 @@ def build(config, recipe, *, dtype="float32", mesh=None):
 
 
 def without_cache(model):
-  """The function of one sequence, without padding, that gives its logits."""
+  """Returns the function that computes logits of one unpadded sequence."""
   graph, params = nnx.split(model)
 
   @jit
@@ -118,7 +118,7 @@ def without_cache(model):
 
 
 def cached_logits(model, rows, first, size):
-  """Of all slots: of the first ones at once, of the others one by one.
+  """Returns logits of all slots: the first at once, the others one by one.
 
   The last three are run as `generate` runs them, layers and cache in parts.
 
@@ -169,7 +169,7 @@ def check(model, plain, rows, first, size):
 
 
 @pytest.mark.parametrize("name", quick(4, CONFIGS))
-def test_cached_logits_are_those_of_the_decoder(name):
+def test_cached_logits_match_the_decoder(name):
   # The recipe of training is not what generation computes in.
   model = build(CONFIGS[name], recipes.coat())
   plain = build(CONFIGS[name], recipes.bf16())
@@ -208,7 +208,7 @@ def test_cache_and_hidden_states_have_the_models_dtype():
     ],
   ),
 )
-def test_cached_logits_on_a_mesh_are_those_of_one_device(sizes, name):
+def test_cached_logits_on_a_mesh_match_one_device(sizes, name):
   mesh = make_mesh(parse_mesh(sizes))
   axes = MeshAxes(tensor="tensor" if "tensor" in sizes else None)
   recipe = dataclasses.replace(recipes.coat(), axes=axes)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The decoder against one in NumPy; what presets make of its layers."""
+"""Compares the decoder with NumPy, and presets with their layers."""
 
 import jax
 import numpy as np
@@ -51,7 +51,7 @@ TOKENS = np.random.default_rng(0).integers(0, 40, (2, 12), np.int32)
 
 
 def in_numpy(config, params, tokens):
-  """The logits, in float64, from the formulas."""
+  """Computes logits in float64 from the formulas."""
   heads, kv_heads, h = config.num_heads, config.num_kv_heads, config.head_width
   batch, length = tokens.shape
   is_gemma = config.family.startswith("gemma")
@@ -150,7 +150,7 @@ def layers_of(name):
   return model.layers.attention, model.layers.mlp
 
 
-def test_llama3_8b_has_its_heads_and_base_of_frequencies():
+def test_llama3_8b_has_its_heads_and_rope_base():
   attention, mlp = layers_of("llama3_8b")
   assert attention.rope_theta == 500_000
   assert (attention.num_heads, attention.num_kv_heads) == (32, 8)

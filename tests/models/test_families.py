@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Model families: rows of a table."""
+"""Tests model families, which are rows of a table."""
 
 import jax
 import pytest
@@ -17,7 +17,7 @@ SIZES = dict(num_layers=2, d_model=64, d_ff=160, num_heads=4, num_kv_heads=2)
 
 
 def shapes(config):
-  """Parameters by path."""
+  """Returns the shapes of parameters by path."""
   model = nnx.eval_shape(
     lambda: Decoder(config, recipes.coat(), rngs=nnx.Rngs(0))
   )
@@ -63,7 +63,7 @@ def test_family_chooses_the_parameters(family, more, less):
   assert shapes(tied) == want
 
 
-def test_family_with_experts_has_them_in_place_of_the_mlp():
+def test_family_with_experts_has_no_mlp():
   sizes = SIZES | dict(vocab_size=384, num_experts=6, experts_per_token=2)
   found = shapes(ModelConfig(family="qwen3_moe", **sizes))
   mlp = {k: v for k, v in found.items() if k.startswith("layers/mlp/")}
@@ -73,7 +73,7 @@ def test_family_with_experts_has_them_in_place_of_the_mlp():
     "layers/mlp/norm/scale": (2, 64),
     "layers/mlp/router": (2, 64, 6),
   }
-  with pytest.raises(ValueError, match=r"of families with experts, got \(6, 2"):
+  with pytest.raises(ValueError, match=r"a family with experts, got \(6, 2"):
     ModelConfig(family="llama", **sizes)
   for change in (dict(num_experts=None), dict(experts_per_token=7)):
     with pytest.raises(ValueError, match="qwen3_moe needs num_experts and"):
@@ -132,13 +132,17 @@ def test_gpt2_has_biases_and_learned_positions():
 @pytest.mark.parametrize(
   "family, fields, words",
   [
-    ("gpt2", {}, "positions of gpt2 are learned, got max_positions None"),
-    ("gpt2", dict(max_positions=8, rope_theta=5e5), "rope_theta is of other"),
-    ("llama", dict(max_positions=8), "max_positions is of other families than"),
+    ("gpt2", {}, "gpt2 has learned positions and needs max_positions"),
+    (
+      "gpt2",
+      dict(max_positions=8, rope_theta=5e5),
+      "rope_theta does not",
+    ),
+    ("llama", dict(max_positions=8), "max_positions does not apply to family"),
     (
       "llama",
       dict(gelu="erf"),
-      "gelu is of other families than llama, got erf",
+      "gelu does not apply to family llama, got erf",
     ),
   ],
 )
@@ -147,7 +151,7 @@ def test_fields_of_other_families_are_refused(family, fields, words):
     ModelConfig(family=family, vocab_size=384, **SIZES, **fields)
 
 
-def test_family_that_is_unknown_is_refused():
+def test_unknown_family_is_refused():
   with pytest.raises(ValueError, match="'lama'; did you mean 'llama'"):
     ModelConfig(family="lama", vocab_size=384, **SIZES)
 
@@ -162,7 +166,7 @@ def test_family_that_is_unknown_is_refused():
     ("gelu", ["erf"], "gelu must be one of tanh, erf, got ."),
   ],
 )
-def test_value_of_another_type_is_a_sentence(field, value, words):
+def test_values_of_other_types_are_refused(field, value, words):
   config = ModelConfig(family="llama", vocab_size=384, **SIZES)
   object.__setattr__(config, field, value)  # Past the suite's own checks.
   with pytest.raises(ValueError, match=f"ModelConfig: .*{words}"):

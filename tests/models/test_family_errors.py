@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What FP8 changes in each family, held against what it changes in Llama."""
+"""Compares what FP8 changes in each family with what it changes in Llama."""
 
 import functools
 
@@ -30,7 +30,7 @@ def test_fp8_changes_no_family_much_more_than_llama(family):
 
 
 @pytest.mark.slow
-def test_residual_that_is_another_is_noticed(monkeypatch):
+def test_wrong_residual_is_noticed(monkeypatch):
   llama, bwd = difference("llama"), ops.gated_bwd_operands
   monkeypatch.setattr(
     ops,

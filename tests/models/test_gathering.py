@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights that layers gather on meshes whose axes have names of their own."""
+"""Tests gathering weights on meshes whose axes have other names."""
 
 import dataclasses
 import math
@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 
 from coat_jax import recipes
 from coat_jax.layers import Linear
-from coat_jax.models.gathering import gather_weights
+from coat_jax.models.remat import gather_weights
 from coat_jax.numerics.recipes import MeshAxes
 from tests.comparing import assert_close, jit
 from tests.models.test_cache import CONFIGS, V, build
@@ -42,7 +42,7 @@ def logits_of(model):
 
 
 @pytest.mark.parametrize("axes", [ONE, TWO], ids=["one axis", "other names"])
-def test_evaluation_in_bfloat16_is_that_of_one_device(axes):
+def test_evaluation_in_bfloat16_matches_one_device(axes):
   tokens = np.random.default_rng(0).integers(0, V, (4, 8), np.int32)
   want = logits_of(build(CONFIGS["llama"], recipes.bf16()))(tokens)
   recipe = dataclasses.replace(recipes.coat(evaluation="bf16"), axes=axes)
@@ -60,7 +60,7 @@ def test_evaluation_in_bfloat16_is_that_of_one_device(axes):
   ],
   ids=["one axis", "other names"],
 )
-def test_kernels_have_all_their_rows_and_gradients_a_share(axes, split, whole):
+def test_kernels_are_gathered_and_gradients_stay_sharded(axes, split, whole):
   down = Linear(16, 8, recipe=recipes.bf16(), rngs=nnx.Rngs(0))
   kernel = down.kernel[...]
 

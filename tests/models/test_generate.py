@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generated tokens: transformers' own, and those of each prompt alone."""
+"""Compares generated tokens with transformers, and with single prompts."""
 
 import dataclasses
 import sys
@@ -41,12 +41,12 @@ def small():
 
 
 def generate(model, prompts, **options):
-  """The new tokens of each prompt."""
+  """Returns the new tokens of each prompt."""
   return generate_tokens(model, prompts, **options).tokens
 
 
 def greedy_without_cache(run, prompt, count):
-  """Greedy tokens by the whole sequence again and again."""
+  """Chooses greedy tokens by running the whole sequence for each."""
   row: Any = list(prompt)
   margins = []
   for _ in range(count):
@@ -60,7 +60,7 @@ def greedy_without_cache(run, prompt, count):
   return row[len(prompt) :]
 
 
-def test_greedy_tokens_are_those_of_transformers(llama):
+def test_greedy_tokens_match_transformers(llama):
   golden = expected("llama")
   greedy = golden["greedy"][0].tolist()
   prompt, want = greedy[:8], greedy[8:]
@@ -73,13 +73,13 @@ def test_greedy_tokens_are_those_of_transformers(llama):
 
 
 @pytest.mark.slow
-def test_greedy_tokens_with_norms_of_q_and_k_are_those_of_transformers():
+def test_greedy_tokens_with_norms_of_q_and_k_match_transformers():
   greedy = expected("qwen3")["greedy"][0].tolist()
   tokens = generate(read("qwen3"), [greedy[:8]], max_new_tokens=16)
   assert tokens == [greedy[8:]]
 
 
-def test_greedy_tokens_with_learned_positions_are_those_of_transformers():
+def test_greedy_tokens_with_learned_positions_match_transformers():
   model, golden = read("gpt2"), expected("gpt2")
   greedy = golden["greedy"][0].tolist()
   # Beside a longer one, which pads it.
@@ -94,7 +94,7 @@ def test_greedy_tokens_with_learned_positions_are_those_of_transformers():
   )
 
 
-def test_prompts_give_what_they_give_alone(small):
+def test_prompts_of_a_batch_match_single_prompts(small):
   run = without_cache(build(CONFIGS["llama"], recipes.bf16()))
   together = generate(small, PROMPTS, max_new_tokens=9)
   assert together == [greedy_without_cache(run, each, 9) for each in PROMPTS]
@@ -102,7 +102,7 @@ def test_prompts_give_what_they_give_alone(small):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gemma2", "gemma3"])
-def test_layers_of_two_kinds_give_what_they_give_without_a_cache(name):
+def test_cached_layers_of_two_kinds_match_the_decoder(name):
   model = build(CONFIGS[name], recipes.coat())
   run = without_cache(build(CONFIGS[name], recipes.bf16()))
   together = generate(model, PROMPTS, max_new_tokens=9)
@@ -140,7 +140,7 @@ def test_sizes_are_rounded_up_to_whole_chunks():
   assert {size: bucket(size) for size in sizes} == sizes
 
 
-def test_other_calls_find_their_programs_compiled(small):
+def test_other_calls_reuse_compiled_programs(small):
   programs: Any = _prefill, _decode
 
   def compiled():
@@ -166,7 +166,7 @@ def test_cache_size_changes_no_token(small):
 
 
 def test_model_that_computes_nan_is_refused(small):
-  """NaN would be token 0; here it comes of one prompt after two tokens."""
+  """argmax of NaN is 0; here NaN appears in one prompt after two tokens."""
   free = generate(small, PROMPTS, max_new_tokens=9)
   token = free[0][1]
   assert token not in [*free[0][:1], *free[1], *free[2], *sum(PROMPTS, [])]
@@ -187,7 +187,7 @@ def test_model_that_computes_nan_is_refused(small):
 
 
 def test_each_token_is_drawn_with_a_key_of_its_own(small):
-  """Of equal logits, with one key all tokens of a row would be the same."""
+  """With equal logits and one key all tokens of a row would be the same."""
   model = nnx.clone(small)
   model.head.set_value(jnp.zeros_like(model.head[...]))
   options = dict(max_new_tokens=9, temperature=1.0, top_k=40)
@@ -199,7 +199,7 @@ def test_each_token_is_drawn_with_a_key_of_its_own(small):
 
 
 @pytest.mark.slow
-def test_draws_depend_on_the_seed_and_the_place_alone(small):
+def test_draws_depend_only_on_seed_and_row(small):
   options = dict(max_new_tokens=9, temperature=1.5)
   one = generate(small, PROMPTS, **options, seed=1)
   assert generate(small, PROMPTS, **options, seed=1) == one
@@ -214,7 +214,7 @@ def test_draws_depend_on_the_seed_and_the_place_alone(small):
 
 
 @pytest.mark.parametrize("name", ["gpt2", "qwen3_moe", "qwen3"])
-def test_cast_weights_give_the_bits_of_those_that_are_stored(name):
+def test_casting_weights_first_gives_the_same_bits(name):
   model = build(CONFIGS[name], recipes.coat(), dtype=jnp.bfloat16)
   graph, params = nnx.split(model)
   tokens = jnp.arange(24, dtype=jnp.int32).reshape(2, 12) % 40
@@ -232,7 +232,7 @@ def test_cast_weights_give_the_bits_of_those_that_are_stored(name):
   np.testing.assert_array_equal(cast[1, 3:], stored[1, 3:])
 
 
-def test_weights_are_cast_once_but_norms_and_biases():
+def test_weights_except_norms_and_biases_are_cast_once():
   model = build(CONFIGS["qwen2"], recipes.coat(), dtype=jnp.bfloat16)
   graph, params = nnx.split(model)
   found = nnx.to_pure_dict(_in_dtype(graph, params))
@@ -253,7 +253,7 @@ def test_weights_are_cast_once_but_norms_and_biases():
 @pytest.mark.parametrize(
   "sizes", ["data=2,fsdp=2,tensor=2", "data=4,tensor=2", "fsdp=8"]
 )
-def test_tokens_on_a_mesh_are_those_of_one_device(small, sizes):
+def test_tokens_on_a_mesh_match_one_device(small, sizes):
   mesh = make_mesh(parse_mesh(sizes))
   axes = MeshAxes(tensor="tensor" if "tensor" in sizes else None)
   recipe = dataclasses.replace(recipes.coat(), axes=axes)
@@ -273,8 +273,8 @@ def test_tokens_on_a_mesh_are_those_of_one_device(small, sizes):
   [
     ([], {}, "at least one prompt, got none"),
     ([[1], []], {}, "got none in prompt 1"),
-    ([[1, 40]], {}, "below the vocabulary of 40, got 1 to 40 in prompt 0"),
-    ([[-1]], {}, "at least 0 and below"),
+    ([[1, 40]], {}, "below the vocabulary of 40, got 1 to 40"),
+    ([[-1]], {}, "prompt 0 must be at least 0 and below"),
     ([[1]], dict(max_new_tokens=0), "max_new_tokens must be at least 1, got 0"),
     ([[1]], dict(stop_tokens=[40]), "stop_tokens must be at least 0 and below"),
     ([[1]], dict(temperature=-0.1), "temperature .* at least 0 .* got -0.1"),

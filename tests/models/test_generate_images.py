@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokens generated after images: those of the model without a cache."""
+"""Compares tokens generated after images with the model without a cache."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +10,7 @@ from coat_jax import recipes
 from coat_jax.models import VisionLanguageModel, generate, load_hf
 from coat_jax.models.cache import cached_forward, empty_cache
 from coat_jax.models.hf.config import read_config
-from coat_jax.models.prompt_images import place_images
+from coat_jax.models.prompts import place_images
 from tests.comparing import assert_close, jit
 from tests.models.hf.folders import DATA, expected
 
@@ -30,7 +30,7 @@ def model():
 
 
 @pytest.mark.slow
-def test_cached_logits_after_images_are_those_of_transformers(model):
+def test_cached_logits_after_images_match_transformers(model):
   # Beside padding, which has the id of nothing that is looked at.
   rows = [TOKENS[0], TOKENS[1, :17]]
   padding = np.int32([24 - len(row) for row in rows])
@@ -60,7 +60,7 @@ def test_cached_logits_after_images_are_those_of_transformers(model):
 
 
 @pytest.mark.slow
-def test_tokens_after_images_are_those_without_a_cache(model):
+def test_tokens_after_images_match_the_model_without_a_cache(model):
   text = [token for token in TOKENS[0].tolist() if token != IMAGE]
   both = [*TOKENS[0].tolist(), *TOKENS[1, :12].tolist()]
   prompts = [TOKENS[1, :9].tolist(), both, text]
@@ -105,8 +105,12 @@ def test_images_that_prompts_do_not_have_are_refused():
   )
   prompt, images = TOKENS[0].tolist(), IMAGES[:1, None]
   for given, pixels, message in (
-    (prompt, images[0], r"as many sequences .* got \(1, 3, 28, 28\) of 1 pro"),
-    (prompt, IMAGES[:, None], r"got \(2, 1, 3, 28, 28\) of 1 prompts; zeros"),
+    (prompt, images[0], r"one row per prompt, got \(1, 3, 28, 28\) for 1 p"),
+    (
+      prompt,
+      IMAGES[:, None],
+      r"got \(2, 1, 3, 28, 28\) for 1 prompts; pass",
+    ),
     (prompt[:4], images, "must have 4 image tokens .* got 2 in prompt 0"),
     (prompt * 2, images, "at most 1 images, got 8 in prompt 0; repeat"),
   ):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Positions that are learned: in packed documents, on meshes, their number."""
+"""Tests learned positions: in packed documents, on meshes, their limit."""
 
 import contextlib
 import dataclasses
@@ -23,7 +23,7 @@ LENGTHS = ((7, 5), (2, 10), (12,), (4, 3, 5))
 
 
 def pulled(model, dhidden):
-  """Hidden states and gradients, as a function of tokens and segments."""
+  """Returns the function of tokens and segments to outputs and gradients."""
   graph, params = nnx.split(model, nnx.Param)
   params = nnx.to_pure_dict(params)
 
@@ -42,7 +42,7 @@ def pulled(model, dhidden):
 @pytest.mark.parametrize(
   "sizes", ["", pytest.param("data=2,fsdp=2,tensor=2", marks=pytest.mark.slow)]
 )
-def test_documents_of_a_row_are_as_by_themselves(sizes):
+def test_packed_documents_match_separate_rows(sizes):
   rng = np.random.default_rng(0)
   tokens = rng.integers(0, V, (4, 12), np.int32)
   segments = np.stack([np.repeat(np.arange(len(n)), n) for n in LENGTHS])

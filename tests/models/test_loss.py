@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The decoder's loss against a log-softmax of its logits, in NumPy."""
+"""Compares the decoder's loss with a log-softmax of its logits in NumPy."""
 
 import jax
 import numpy as np
@@ -17,7 +17,7 @@ TOKENS = np.random.default_rng(0).integers(0, V, (B, T + 1), np.int32)
 
 
 def build(is_tied):
-  """A decoder's graph and random weights."""
+  """Returns a decoder's graph and random weights."""
   config = ModelConfig(
     family="llama",
     num_layers=1,
@@ -46,7 +46,7 @@ def log_softmax(logits):
 
 
 @pytest.mark.parametrize("is_tied", [False, True])
-def test_loss_is_that_of_the_next_token(is_tied):
+def test_loss_is_cross_entropy_of_the_next_token(is_tied):
   graph, params = build(is_tied)
   hidden, loss = jit(
     lambda params, tokens: (

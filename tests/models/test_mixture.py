@@ -82,7 +82,7 @@ def attention(xp, x, p, i, segments):
 
 
 def mixture(xp, x, p, i, config):
-  """Also which experts each token goes to, and the router's probabilities."""
+  """Also returns each token's experts, and the router's probabilities."""
   y = norm(xp, x, p["norm"]["scale"][i])
   logits = y @ p["router"][i]
   probability = xp.exp(logits) / xp.exp(logits).sum(-1, keepdims=True)
@@ -136,7 +136,7 @@ def build(config):
 @pytest.mark.parametrize(
   "normalize, is_packed", quick(1, [(True, True), (False, False)])
 )
-def test_loss_of_experts_is_that_of_the_formulas(normalize, is_packed):
+def test_loss_of_experts_matches_the_formulas(normalize, is_packed):
   config = dataclasses.replace(CONFIG, normalize_experts=normalize)
   graph, params = build(config)
   segments, is_target = np.ones_like(SEGMENTS), np.ones_like(IS_TARGET)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What jax.checkpoint keeps of a layer, and that it changes no gradient.
+"""Tests what jax.checkpoint saves of a layer, and that gradients stay.
 
-That of remat="fp8_layer" is held against a loop over layers in plain autodiff,
-which rounds the residual stream by the formula, straight through.
+remat="fp8_layer" is compared with a loop over layers in plain autodiff, which
+rounds the residual stream by the formula, straight through.
 """
 
 import contextlib
@@ -46,7 +46,7 @@ GEMMA = dict(
 
 
 def configure(*, model=None, **options):
-  """A tiny run."""
+  """Configures a tiny run."""
   demo = PRESETS["demo"]()
   return dataclasses.replace(
     demo,
@@ -59,7 +59,7 @@ def configure(*, model=None, **options):
 
 
 def build(**options):
-  """Its model, as a loss of its parameters, and those."""
+  """Returns the model's loss as a function of its parameters, and those."""
   config = configure(**options)
   graph = step.build_graph(config)
   abstract = step.abstract_state(config, step.build_optimizer(config)).params
@@ -78,7 +78,7 @@ def build(**options):
 
 
 def on_mesh(mesh):
-  """The mesh "fsdp=4" as the one that is set; none of ""."""
+  """Sets a mesh such as "fsdp=4"; sets none for ""."""
   if not mesh:
     return contextlib.nullcontext()
   sizes = meshes.parse_mesh(mesh)
@@ -92,7 +92,7 @@ def value_and_grad(loss, params, mesh=""):
 
 
 def kept_bytes(loss, params, mesh=""):
-  """What layers keep of all tokens, beside parameters and casts of them."""
+  """Counts what layers save, without parameters and casts of them."""
   with on_mesh(mesh):
     residuals = jax.eval_shape(lambda p: jax.vjp(loss, p)[1], params)
   shapes = {p.shape for p in jax.tree.leaves(params)}
@@ -118,7 +118,7 @@ def kept_bytes(loss, params, mesh=""):
     ],
   ),
 )
-def test_what_is_kept_changes_no_gradient(recipe, remat, model):
+def test_remat_changes_no_gradient_of_a_decoder(recipe, remat, model):
   # In f32 the second forward is the first; FP8 codes are the same codes.
   options = dict(recipe=recipe, model=model)
   options |= dict(compute="float32") if recipe == "bf16" else {}
@@ -147,7 +147,7 @@ def test_what_is_kept_changes_no_gradient(recipe, remat, model):
     ],
   ),
 )
-def test_inputs_of_norms_give_the_same_bits_again(options):
+def test_recomputing_from_inputs_of_norms_gives_the_same_bits(options):
   # The second forward reads the codes of the first: nothing else is rounded.
   mesh = options.get("mesh", "")
   want, got = (
@@ -165,7 +165,7 @@ def test_inputs_of_norms_give_the_same_bits_again(options):
 
 
 def rounded(x):
-  """As 1 x 16 codes stand for x, with BF16 scales of at least amax / 448."""
+  """Rounds x to 1 x 16 codes with BF16 scales of at least amax / 448."""
   groups = (
     jax.lax.stop_gradient(x).astype(jnp.float32).reshape(*x.shape[:-1], -1, 16)
   )
@@ -180,14 +180,14 @@ def rounded(x):
 
 
 def layer_by_layer(**options):
-  """The loss of the run with remat="fp8_layer"."""
+  """Computes the loss of the run with remat="fp8_layer"."""
   graph = step.build_graph(configure(**options))
 
   def loss(params):
     model = nnx.merge(graph, params)
     layers, weights = nnx.split(model.layers)
     batch, kinds = Batch(jnp.asarray(TOKENS)), model.kinds_of_layers
-    x = model.embed(batch.inputs)
+    x, _ = model.start(batch.inputs)
     for i in range(LAYERS):
       layer = nnx.merge(layers, jax.tree.map(lambda w: w[i], weights))  # noqa: B023
       x = layer(pin(x, rounded(x)), kind=None if kinds is None else kinds[i])
@@ -219,7 +219,7 @@ def test_layers_read_their_rounded_inputs(options):
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "coat"])
-def test_how_much_is_kept(recipe):
+def test_saved_bytes_of_each_remat(recipe):
   none, dots, full = (
     kept_bytes(*build(recipe=recipe, remat=remat))
     for remat in ("none", "dots", "full")
@@ -241,7 +241,7 @@ def test_how_much_is_kept(recipe):
     ],
   ),
 )
-def test_codes_of_norms_or_of_layers_are_kept(remat, mesh):
+def test_remat_saves_codes_of_norms_or_of_layers(remat, mesh):
   kept = kept_bytes(*build(remat=remat, mesh=mesh), mesh)
   codes = WIDTH + 2 * WIDTH // 16
   # With the statistics of two norms.
@@ -256,7 +256,7 @@ def test_codes_of_norms_or_of_layers_are_kept(remat, mesh):
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp8_linear"])
-def test_norms_without_codes_have_none_to_keep(recipe):
+def test_fp8_remat_is_refused_for_norms_without_codes(recipe):
   with pytest.raises(ValueError, match=f"got recipe {recipe}; pass 'fp8_"):
     Decoder(
       configure().model,
@@ -266,7 +266,7 @@ def test_norms_without_codes_have_none_to_keep(recipe):
     )
 
 
-def test_rows_of_other_devices_are_not_kept():
+def test_gathered_rows_are_not_saved():
   mesh = meshes.make_mesh(meshes.parse_mesh("fsdp=8"))
   loss, params = build(recipe="bf16", mesh="fsdp=8")
   with jax.set_mesh(mesh):

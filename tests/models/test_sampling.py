@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can be drawn, and how often, against NumPy."""
+"""Compares which tokens are drawn, and how often, with NumPy."""
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ OPTIONS = [
 
 
 def distribution(logits, temperature, top_k, top_p):
-  """The probability of each token of one row, by the definitions."""
+  """Computes the probability of each token of one row by the definitions."""
   p = np.exp((logits.astype(np.float64) - logits.max()) / temperature)
   p /= p.sum()
   order = sorted(range(V), key=lambda token: (-p[token], token))
@@ -52,7 +52,7 @@ def distribution(logits, temperature, top_k, top_p):
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-def test_kept_tokens_and_their_probabilities_are_numpys(options):
+def test_kept_tokens_and_probabilities_match_numpy(options):
   logits, tokens = kept(jnp.asarray(LOGITS), make_sampling(*options))
   p = np.zeros((3, V))
   np.put_along_axis(p, np.asarray(tokens), jax.nn.softmax(logits, -1), axis=1)
@@ -102,7 +102,7 @@ def test_rows_are_drawn_each_with_its_own_key():
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-45, 1.2e-38, 1e-30, 1e-4])
-def test_cold_is_greedy(temperature):
+def test_low_temperature_is_greedy(temperature):
   sampling = make_sampling(temperature, None, None)
   keys = jax.random.split(jax.random.key(0), 2)
   # But for rows with equal ones.
@@ -113,7 +113,7 @@ def test_cold_is_greedy(temperature):
   assert (sampling.temperature is not None) == is_normal
 
 
-def test_hot_is_uniform_over_what_is_kept():
+def test_high_temperature_is_uniform_over_kept_tokens():
   sampling = make_sampling(3e38, 5, None)
   logits, _ = kept(jnp.asarray(LOGITS[:2]), sampling)
   np.testing.assert_allclose(
@@ -121,7 +121,7 @@ def test_hot_is_uniform_over_what_is_kept():
   )
 
 
-def test_values_of_options_are_no_other_program():
+def test_option_values_do_not_recompile():
   one, other = (
     make_sampling(temperature, k, p)
     for temperature, k, p in ((0.5, 3, 0.9), (0.7, 40, 0.5))

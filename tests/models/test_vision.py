@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Vision towers that were loaded, against transformers' and NumPy in float64.
+"""Compares loaded vision towers with transformers, and with NumPy in float64.
 
 The oracle reads the tensors of the checkpoint by their own names: nothing of
 what loading a tower goes through.
@@ -63,7 +63,7 @@ GELU = {
 
 
 def tower_in_numpy(name, images):
-  """Hidden states of each layer, and what is pooled."""
+  """Computes the hidden states of each layer, and the pooled vector."""
   w = {k: np.float64(x) for k, x in tensors_of(DATA / name).items()}
   eps = json.loads((DATA / name / "config.json").read_text())["layer_norm_eps"]
   w = {k.removeprefix("vit."): x for k, x in w.items()}
@@ -123,7 +123,7 @@ def tower_in_numpy(name, images):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_tower_is_that_of_transformers(name):
+def test_tower_matches_transformers(name):
   golden = expected(name)
   images = jnp.asarray(golden["pixel_values"])
   how: dict[str, Any] = dict(recipe=recipes.bf16(), dtype=jnp.float32)
@@ -144,7 +144,7 @@ def test_tower_is_that_of_transformers(name):
 
 
 def gradients(config, recipe, mesh=None, **options):
-  """Hidden states of images, and gradients of their product with others."""
+  """Returns hidden states of images, and gradients of their weighted sum."""
   make = lambda r: VisionTower(config, recipe=r, rngs=nnx.Rngs(0), **options)  # noqa: E731
   graph, params = nnx.split(make(recipe), nnx.Param)
   params = nnx.to_pure_dict(params)
@@ -169,7 +169,7 @@ def gradients(config, recipe, mesh=None, **options):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", ["fsdp=8", "data=2,fsdp=2,tensor=2"])
-def test_tower_on_a_mesh_is_that_of_one_device(sizes):
+def test_tower_on_a_mesh_matches_one_device(sizes):
   mesh = make_mesh(parse_mesh(sizes))
   assert mesh is not None
   how: dict[str, Any] = dict(dtype=jnp.float32)
@@ -199,7 +199,7 @@ def test_tensor_axis_must_divide_the_tokens():
 def test_remat_changes_no_gradient():
   want = gradients(CONFIG, recipes.coat())
   assert_close(gradients(CONFIG, recipes.coat(), remat="full"), want, 0)
-  with pytest.raises(ValueError, match="keeps the FP8 inputs of norms"):
+  with pytest.raises(ValueError, match="saves the FP8 inputs of norms"):
     gradients(CONFIG, recipes.bf16(), remat="fp8")
 
 
@@ -214,8 +214,8 @@ def test_weights_are_stored_in_param_dtype():
     assert x.dtype == (jnp.bfloat16 if is_weight else jnp.float32), name
 
 
-def test_rows_and_columns_that_fill_no_patch_are_not_seen():
-  """As in SigLIP of 384 pixels and patches of 14."""
+def test_pixels_outside_whole_patches_are_ignored():
+  """SigLIP with 384 pixels and patches of 14 is such a case."""
   config = dataclasses.replace(CONFIG, image_size=30, family="vit")
   assert config.num_patches == 4 and config.num_tokens == 5
   tower = VisionTower(config, recipe=recipes.bf16(), rngs=nnx.Rngs(0))
@@ -226,7 +226,7 @@ def test_rows_and_columns_that_fill_no_patch_are_not_seen():
   assert jnp.any(tower.patches(images) != tower.patches(images + 1))
 
 
-def test_what_a_tower_does_not_have_is_refused():
+def test_missing_parts_of_a_tower_are_refused():
   config = dataclasses.replace(CONFIG, has_pool=False)
   tower = nnx.eval_shape(lambda: VisionTower(config, rngs=nnx.Rngs(0)))
   images = jnp.zeros((1, 3, 28, 28))
@@ -250,18 +250,21 @@ def test_what_a_tower_does_not_have_is_refused():
       "an even multiple of num_heads, got 64 and 64",
     ),
     (dict(patch_size=29), "at most image_size, got 29 and 28"),
-    (dict(num_classes=5), "num_classes is of family vit, got 5 for siglip"),
+    (
+      dict(num_classes=5),
+      "num_classes applies to family vit, got 5 for",
+    ),
     (dict(family="clip_vision", has_pool=False), "got family clip_vision and"),
     (dict(norm_eps=0.0), "norm_eps must be a number from"),
   ],
 )
-def test_shapes_that_cannot_be_are_refused(change, words):
+def test_impossible_shapes_are_refused(change, words):
   with pytest.raises(ValueError, match=words):
     dataclasses.replace(CONFIG, **change)
 
 
 def test_layer_saves_fp8_inputs_of_norms_and_gelu():
-  """Counted at the shapes of SigLIP-so400m, bytes a token."""
+  """Counts bytes per token at the shapes of SigLIP-so400m."""
   d, f, heads = 1152, 4304, 16
   sizes = dict(d_model=d, d_ff=f, num_heads=heads)
   config = dataclasses.replace(CONFIG, **sizes)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images among the tokens of a decoder, and training of some parts alone."""
+"""Tests images among a decoder's tokens, and training of some parts alone."""
 
 import contextlib
 import dataclasses
@@ -61,7 +61,7 @@ def loaded(**options):
 
 
 @pytest.mark.slow
-def test_logits_are_those_of_transformers_however_rows_are_filled():
+def test_logits_match_transformers_however_rows_are_packed():
   golden = expected("llava")
   tokens, images = golden["input_ids"], golden["pixel_values"]
   # A row of text, and one of the beginnings of both with both images.
@@ -92,7 +92,7 @@ def test_logits_are_those_of_transformers_however_rows_are_filled():
 
 
 @pytest.mark.parametrize("sizes", [None, "fsdp=8", "data=2,fsdp=2,tensor=2"])
-def test_features_take_the_places_of_image_tokens_in_order(sizes):
+def test_features_replace_image_tokens_in_order(sizes):
   tokens = jnp.asarray([[9, 1, 9, 9], [1, 2, 9, 1], [9, 9, 9, 9]] * 8)
   rows = token_rows(tokens, 9, 3)
   want = [[0, -1, 1, 2], [-1, -1, 0, -1], [0, 1, 2, -1]] * 8
@@ -135,17 +135,17 @@ def test_images_of_another_shape_or_model_are_refused():
   ):
     model.features(jnp.zeros((2, 3, 16, 16)))
   tokens, images = jnp.zeros((1, 5), jnp.int32), jnp.zeros((2, 1, 3, 16, 16))
-  with pytest.raises(ValueError, match="as many sequences.* got 2 for 1; pass"):
+  with pytest.raises(ValueError, match="as many sequences, got 2 for 1; pass"):
     model(tokens, images)
   decoder = nnx.eval_shape(
     lambda: Decoder(CONFIG.text, recipes.bf16(), rngs=nnx.Rngs(0))
   )
-  with pytest.raises(ValueError, match="images are of a VisionLanguageModel"):
+  with pytest.raises(ValueError, match="images need a VisionLanguageModel"):
     loss_fn(decoder, jnp.zeros((1, 5), jnp.int32), jnp.zeros((1, 1, 3, 16, 16)))
 
 
 def a_batch(sequences=8):
-  """Two images, one or none a sequence, in front of what is to be learned."""
+  """Makes sequences with two, one or no images before the targets."""
   rng = np.random.default_rng(1)
   tokens = rng.integers(0, 207, (sequences, 17)).astype(np.int32)
   tokens[0::4, :4] = tokens[0::4, 6:10] = tokens[1::4, 3:7] = 207
@@ -157,7 +157,7 @@ def a_batch(sequences=8):
 
 
 @pytest.mark.slow
-def test_a_mesh_gives_what_one_device_gives():
+def test_loss_and_gradients_on_a_mesh_match_one_device():
   batch, images = a_batch()
 
   def run(mesh):

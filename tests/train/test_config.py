@@ -179,7 +179,7 @@ def replace(config, **values):
       dict(recipe="fp8_block", mesh="fsdp=2,tensor=2"),
       "one device along the tensor axis, got 2; .* --recipe coat",
     ),
-    (dict(remat="fp8", recipe="bf16"), "'fp8' keeps .* coat has, got .* bf16"),
+    (dict(remat="fp8", recipe="bf16"), "'fp8' saves .* coat has, got .* bf16"),
     (dict(remat="fp8", recipe="fp8_linear"), "pass 'fp8_layer', .* or 'full'"),
   ],
 )

@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads and writes Hugging Face checkpoints.
 
-config    reads config.json into a `ModelConfig`, and writes it
-tensors   maps a checkpoint's tensors to parameters: one table per family
-pack      fuses separate weights, and splits them again
-files     reads safetensors one tensor at a time
-load      loads a checkpoint onto devices
-save      saves a model as a checkpoint
+config_tables  the keys of each family's config.json: one row per family
+tensor_tables  the tensors of each family's parameters: one table per family
+config         reads and writes config.json by its row
+schema         the form of a config.json
+keys           single keys; layer_keys: the keys of windows and RoPE
+tensors        lists a model's tensors by its table
+layouts        fuses the tensors of a parameter, and splits them again
+files          reads safetensors one tensor at a time
+load, save     a whole checkpoint: `load_hf` and `save_hf`
+whole          writes a folder completely or not at all
 """

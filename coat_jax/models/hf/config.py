@@ -1,21 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads a Hugging Face config.json into a model's configuration, and writes it.
 
-A LLaVA's `text_config` and `vision_config` are read like the config.json of
-their own models.
+One pair of functions for decoders, towers and LLaVA: `config_tables.CONFIGS`
+describes how families differ. transformers 5 and 4 have different keys for RoPE
+and the dtype; we read both, and write both.
 """
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
 from coat_jax.models.config import ModelConfig
+from coat_jax.models.hf.config_tables import CONFIGS
 from coat_jax.models.hf.files import check_folder, read_json
 from coat_jax.models.hf.keys import (
   CONFIG,
   DTYPE_KEYS,
+  LONGEST,
+  NOT_SUPPORTED,
   WITHOUT_EFFECT,
   check_known,
   choose,
@@ -23,44 +28,16 @@ from coat_jax.models.hf.keys import (
   typed,
   wrong,
 )
-from coat_jax.models.hf.rows import CONFIGS
-from coat_jax.models.hf.text_config import (
-  parse_text_config,
-  write_text_config,
-)
-from coat_jax.models.hf.vision_config import (
-  VISION_TYPES,
-  parse_vision_config,
-  write_vision_config,
-)
+from coat_jax.models.hf.layer_keys import PARTIAL
+from coat_jax.models.hf.schema import ConfigTable, labeled
+from coat_jax.models.ranges import range_of
 from coat_jax.models.vision.config import VisionConfig
 from coat_jax.models.vision_language import VisionLanguageConfig
 
 type AnyConfig = ModelConfig | VisionConfig | VisionLanguageConfig
 
-_TYPE, _ARCHITECTURE = "llava", "LlavaForConditionalGeneration"
-_TOKEN = "image_token_index"
-_SELECT = "vision_feature_select_strategy"
-_LAYER, _BIAS = "vision_feature_layer", "multimodal_projector_bias"
-_TIED = "tie_word_embeddings"
-# What transformers assumes if these keys are absent.
-_FIELDS: dict[str, Any] = {_TOKEN: 32000, _LAYER: -2, _BIAS: True}
-_FIXED = {"model_type": _TYPE, "projector_hidden_act": "gelu"}
-_KNOWN = {
-  *("text_config", "vision_config", "architectures", _SELECT, _TIED),
-  *("image_seq_length", "ignore_index", "vocab_size"),
-  *(*_FIELDS, *_FIXED, *DTYPE_KEYS, *WITHOUT_EFFECT),
-}
-# transformers' defaults, which a text_config may omit, as LLaVA 1.5's files do.
-# They are those of the 7B; the files state everything else.
-_LLAMA = {
-  "model_type": "llama",
-  "hidden_size": 4096,
-  "intermediate_size": 11008,
-  "num_hidden_layers": 32,
-  "num_attention_heads": 32,
-  "vocab_size": 32000,
-}
+# Fields of which None means the width of a head.
+_HEAD_WIDTHS = ("head_dim", "query_scalar")
 
 
 def read_config(folder: Path) -> tuple[Any, np.dtype]:
@@ -71,13 +48,7 @@ def read_config(folder: Path) -> tuple[Any, np.dtype]:
 
 def parse_config(file: Path, found: dict) -> tuple[Any, np.dtype]:
   """Parses a file's content; `file` is for error messages."""
-  parsers: dict[str, Callable[[Path, dict], AnyConfig]] = {
-    **dict.fromkeys(CONFIGS, parse_text_config),
-    **dict.fromkeys(VISION_TYPES, parse_vision_config),
-    _TYPE: _parse_llava,
-  }
-  parse = choose(file, "model_type", found.get("model_type"), parsers)
-  return parse(file, found), dtype_of(file, found)
+  return _parse(file, found, None), dtype_of(file, found)
 
 
 def write_config(
@@ -88,85 +59,147 @@ def write_config(
   max_length: int | None = None,
   labels: Sequence[str] | None = None,
 ) -> dict:
-  """Writes the content of a config.json.
-
-  Args:
-    config: the model's shape.
-    dtype: dtype of its tensors.
-    like: a config.json of the same shape; its other keys are kept.
-    max_length: context length of a decoder's training, written if `like` has
-      none and positions are not learned; None to leave it out.
-    labels: names of a tower's classes; None for those of `like`, or without
-      `like` for LABEL_0 and so on, as transformers names them.
-
-  Raises:
-    ValueError: transformers has no model of this shape in this family, or the
-      number of different labels is not the number of classes.
-  """
-  if isinstance(config, ModelConfig):
-    return write_text_config(config, dtype, like, max_length=max_length)
-  if isinstance(config, VisionConfig):
-    return write_vision_config(config, dtype, like, labels=labels)
-  return _write_llava(config, dtype, like or {})
-
-
-def _parse_llava(file: Path, found: dict) -> VisionLanguageConfig:
-  for key, value in _FIXED.items():
-    if found.get(key, value) != value:
-      raise wrong(file, key, value, found[key], "others cannot be read yet")
-  check_known(file, found, _KNOWN)
-  values = {
-    key: typed(file, key, found.get(key, default), type(default))
-    for key, default in _FIELDS.items()
-  }
-  strategies = {x: x for x in ("default", "full")}
-  select = choose(file, _SELECT, found.get(_SELECT, "default"), strategies)
-  text, vision = (_part(file, found, x) for x in ("text", "vision"))
-  if text.get("model_type", "llama") == "llama":
-    text = _LLAMA | text
-  if _TIED in found:
-    text = {_TIED: found[_TIED]} | text
-  vision.pop("vocab_size", None)  # The size of the text model in training.
-  vision.setdefault("model_type", "clip_vision_model")
-  shapes = parse_text_config(file, text), parse_vision_config(file, vision)
-  for part in (text, vision):
-    dtype_of(file, part)
-  try:
-    return VisionLanguageConfig(
-      text=shapes[0],
-      vision=shapes[1],
-      image_token=values[_TOKEN],
-      feature_layer=values[_LAYER],
-      feature_select=select,
-      projector_bias=values[_BIAS],
+  """Writes the content of a config.json; arguments as for `save_hf`."""
+  found = _write(config, dtype, like or {})
+  is_limited = isinstance(config, ModelConfig) and config.max_positions is None
+  if max_length is not None and is_limited:
+    found.setdefault(LONGEST, max_length)
+  if labels is None:
+    return found
+  count = isinstance(config, VisionConfig) and config.num_classes or 0
+  if not len(set(labels)) == len(labels) == count:
+    raise ValueError(
+      f"save_hf: labels must be a name for each of the {count} classes, got "
+      f"{len(labels)}, {len(set(labels))} of them different; leave them out"
     )
+  return found | (labeled(labels) if count else {})
+
+
+def _parse(file: Path, found: dict, kind: type | None) -> AnyConfig:
+  """Parses a configuration of class `kind`, or of any class."""
+  families = {}
+  for family, row in CONFIGS.items():
+    if kind is None or row.kind is kind:
+      families[row.model_type or family] = family
+      families |= {row.whole: family} if row.whole else {}
+  model_type: Any = found.get("model_type")
+  family = choose(file, "model_type", model_type, families)
+  row = CONFIGS[family]
+  classes = [[name] for name in row.architectures]
+  named = found.get("architectures")
+  if named and named not in classes:
+    rule = " or ".join(f"[{name}]" for (name,) in classes)
+    remedy = "other classes are not supported"
+    raise wrong(file, "architectures", rule, named, remedy)
+  if model_type == row.whole:
+    found = _object(file, found, "vision_config")
+  _check_keys(file, found, row)
+  values: dict[str, Any] = {} if row.parts else {"family": family}
+  for key, field in row.fields.items():
+    values[field] = _value(file, key, found, row)
+  for group in row.groups:
+    values |= group.read(file, found)
+  for key, part in row.parts.items():
+    inner = _object(file, found, key, {})
+    usual = part.defaults["model_type"]
+    if inner.get("model_type", usual) == usual:
+      inner = {**part.defaults, **inner}
+    outer = {name: found[name] for name in part.inherited if name in found}
+    values[part.field] = _parse(file, outer | inner, part.kind)
+    dtype_of(file, inner)
+  try:
+    return _make(row.kind, values)
   except ValueError as error:
     raise ValueError(f"load_hf: {file}: {error}") from error
 
 
-def _part(file: Path, found: dict, name: str) -> dict:
-  part = found.get(f"{name}_config", {})
-  if isinstance(part, dict):
-    return dict(part)
-  raise wrong(file, f"{name}_config", "an object", part)
+def _object(file: Path, found: dict, key: str, default: Any = None) -> dict:
+  """Returns a JSON object inside a file."""
+  inner = found.get(key, default)
+  if isinstance(inner, dict):
+    return inner
+  raise wrong(file, key, "an object", inner)
 
 
-def _write_llava(
-  config: VisionLanguageConfig, dtype: np.dtype, like: dict
-) -> dict:
-  found = _FIXED | {"image_seq_length": config.tokens_each} | like
-  return found | {
-    "architectures": [_ARCHITECTURE],
-    _TOKEN: config.image_token,
-    _LAYER: config.feature_layer,
-    _SELECT: config.feature_select,
-    _BIAS: config.projector_bias,
-    _TIED: config.text.tied_embeddings,
-    "text_config": write_text_config(
-      config.text, dtype, like.get("text_config")
-    ),
-    "vision_config": write_vision_config(
-      config.vision, dtype, like.get("vision_config")
-    ),
-    **dict.fromkeys(DTYPE_KEYS, dtype.name),
+def _check_keys(file: Path, found: dict, row: ConfigTable) -> None:
+  """Raises ValueError for keys that are missing, unknown or unsupported."""
+  known = {*DTYPE_KEYS, *WITHOUT_EFFECT, *row.ignored, *row.fields, *row.fixed}
+  known = known.union(row.parts, *(group.names for group in row.groups))
+  known = known.union(*(part.inherited for part in row.parts.values()))
+  check_known(file, found, known)
+  for key, value in row.fixed.items():
+    got = found.get(key, row.defaults.get(key, value))
+    if (got or None) != (value or None):
+      raise wrong(file, key, str(value), got, NOT_SUPPORTED)
+  missing = [key for key in row.fields if key not in {**row.defaults, **found}]
+  if missing:
+    raise ValueError(
+      f"load_hf: {file} must have {', '.join(missing)}; copy the file again"
+    )
+
+
+def _value(file: Path, key: str, found: dict, row: ConfigTable) -> Any:
+  """Reads a key as its field's type; the configuration checks its range."""
+  default = row.defaults.get(key, ...)
+  value = found.get(key, default)
+  fields = {field.name: field.type for field in dataclasses.fields(row.kind)}
+  hint = fields[row.fields[key]]
+  if value is None and (default is None or type(None) in get_args(hint)):
+    return None
+  number = range_of(hint)
+  return typed(file, key, value, number[0] if number else bool)
+
+
+def _make(kind: type, values: dict[str, Any]) -> AnyConfig:
+  """Makes a configuration; a decoder's in its canonical form."""
+  if kind is not ModelConfig:
+    return kind(**values)
+  share = values.pop(PARTIAL, None)
+  if values.get("num_kv_heads") is None:
+    values["num_kv_heads"] = values["num_heads"]
+  config = ModelConfig(**values)
+  if share is not None:  # Round as transformers does.
+    size = int(config.head_width * share)
+    config = dataclasses.replace(config, rotary_dim=size)
+  if config.head_dim == config.d_model / config.num_heads:
+    config = dataclasses.replace(config, head_dim=None)
+  if config.query_scalar == config.head_width:
+    config = dataclasses.replace(config, query_scalar=None)
+  return config
+
+
+def _write(config: Any, dtype: np.dtype, like: dict) -> dict:
+  """Writes a configuration; keys of `like` that it does not fix are kept."""
+  row = CONFIGS[config.family]
+  if row.whole:
+    like = like.get("vision_config", like)
+  # Keys for which transformers assumes another value if they are absent.
+  stated = [x for x in ("hidden_act", *row.defaults) if x in row.fixed]
+  found = {
+    "model_type": row.model_type or config.family,
+    "architectures": [row.architectures[0]],
   }
+  found = found | {key: row.fixed[key] for key in stated} | like | found
+  for key, field in row.fields.items():
+    value = getattr(config, field)
+    default = row.defaults.get(key)
+    if value is None and field in _HEAD_WIDTHS and default is not None:
+      value = config.head_width
+    is_implied = key in row.optional and value == found.get(key, default)
+    if not is_implied and not (key == "head_dim" and value is None):
+      found[key] = value
+  for group in row.groups:
+    group.write(config, found)
+  for key, part in row.parts.items():
+    inner = getattr(config, part.field)
+    found[key] = _write(inner, dtype, like.get(key, {}))
+    found |= {name: found[key][name] for name in part.inherited}
+  found |= dict.fromkeys(DTYPE_KEYS, dtype.name)
+  written = dataclasses.asdict(_parse(Path(CONFIG), found, row.kind))
+  for name, value in dataclasses.asdict(config).items():
+    if value != written[name]:
+      raise ValueError(
+        f"save_hf: a Hugging Face {config.family} has {name} {written[name]}, "
+        f"got {value}; its config.json has no key for other values"
+      )
+  return found

@@ -2,12 +2,11 @@
 """Reads folders of safetensors, one tensor at a time.
 
 A file consists of 8 bytes with the header's length, the header (JSON that
-states where each tensor is), and the tensors. Headers are read and checked when
-a folder is opened; a tensor is mapped into memory when it is used, and unmapped
-afterwards.
+states where each tensor is), and the tensors. Opening a folder reads and checks
+the headers. Reading a tensor maps it into memory for that moment.
 
 An index names the shards, which must be files of the folder. They may be links
-to other places: in the cache of huggingface_hub all files are.
+to other places, as they are in the cache of huggingface_hub.
 """
 
 import dataclasses
@@ -36,13 +35,13 @@ _MOST_DIGITS = 300
 def _refusal(
   file: Path, rule: str, got: Any, remedy: str = "copy it again"
 ) -> ValueError:
-  """Returns the error about a file that is not as `rule` states."""
+  """Returns the error about a file that breaks `rule`."""
   return ValueError(f"load_hf: {file} must {rule}, got {got}; {remedy}")
 
 
 @dataclasses.dataclass(frozen=True)
 class StoredTensor:
-  """A tensor in a file; `offset` is the position of its first byte."""
+  """A tensor in a file, whose first byte is at `offset`."""
 
   file: Path
   name: str
@@ -103,7 +102,7 @@ def check_folder(folder: Path) -> None:
 def split_experts(
   tensors: dict[str, StoredTensor],
 ) -> dict[str, StoredTensor]:
-  """Names each expert's tensors if a file has all of a layer in one.
+  """Names each expert's tensors if a file stores a layer's experts in one.
 
   `experts.gate_up_proj` [E, 2 F, D], gate first, and `experts.down_proj`
   [E, D, F] become `experts.0.gate_proj.weight` [F, D] and so on.
@@ -179,7 +178,7 @@ def _open_shards(folder: Path) -> dict[str, StoredTensor]:
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
-  """Reads where the tensors of a safetensors file are, by name."""
+  """Reads the header of a safetensors file: its tensors by name."""
   size = file.stat().st_size
   with file.open("rb") as opened:
     length = int.from_bytes(opened.read(8), "little")
@@ -189,7 +188,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     try:
       header = _parse_object(opened.read(length))
     except ValueError as error:
-      remedy = "it is no file of safetensors, or damaged: copy it again"
+      remedy = "it is not a safetensors file, or damaged: copy it again"
       rule = "begin with a header of JSON"
       raise _refusal(file, rule, error, remedy) from error
   header.pop("__metadata__", None)
@@ -219,7 +218,7 @@ def _entry(
     if end - begin == dtype.itemsize * math.prod(shape) > 0:
       stored = StoredTensor(file, name, dtype, tuple(shape), start + begin)
       return stored, begin, end
-  rule = "say dtype, shape and place of each tensor"
+  rule = "state dtype, shape and place of each tensor"
   got = f"{name}: {str(entry)[:80]}"
   raise _refusal(file, rule, got, "the header is damaged: copy it again")
 

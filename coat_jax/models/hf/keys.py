@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks single keys of a config.json.
+"""Reads single keys of a config.json.
 
 There are three kinds of keys: numbers or choices of the model; keys that are
 known to have no effect on what it computes (`WITHOUT_EFFECT`); and all others,
@@ -7,6 +7,7 @@ which are refused by name, since ignoring one could load a different model.
 """
 
 import difflib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,6 @@ LONGEST = "max_position_embeddings"
 WITHOUT_EFFECT = {
   # Where the file comes from.
   *("model_type", "architectures", "_name_or_path", "transformers_version"),
-  # Plain RoPE has no maximum position.
-  LONGEST,
   # How new random weights are initialized.
   "initializer_range",
   # How transformers computes the model, or what its calls return.
@@ -37,23 +36,23 @@ WITHOUT_EFFECT = {
 }
 _TYPES = {bool: "true or false", int: "a whole number", float: "a number"}
 _COPY = "copy the file again"
+NOT_SUPPORTED = "other values are not supported yet"
 
 
 def wrong(
   file: Path, key: str, rule: str, got: Any, remedy: str = _COPY
 ) -> ValueError:
-  """Returns the error about a key whose value is not what `rule` states."""
+  """Returns the error about a key whose value breaks `rule`."""
   return ValueError(
     f"load_hf: {file}: {key} must be {rule}, got {str(got)[:80]}; {remedy}"
   )
 
 
-def choose(file: Path, key: str, value: Any, choices: dict[str, Any]) -> Any:
+def choose(file: Path, key: str, value: Any, choices: Mapping[str, Any]) -> Any:
   """Translates a value; raises ValueError if it is not one of `choices`."""
   if isinstance(value, str) and value in choices:
     return choices[value]
-  remedy = "a model with another one cannot be had here yet"
-  raise wrong(file, key, f"one of {', '.join(choices)}", value, remedy)
+  raise wrong(file, key, f"one of {', '.join(choices)}", value, NOT_SUPPORTED)
 
 
 def typed(file: Path, key: str, value: Any, kind: type) -> Any:
@@ -64,20 +63,20 @@ def typed(file: Path, key: str, value: Any, kind: type) -> Any:
 
 
 def check_known(file: Path, found: dict, known: set[str]) -> None:
-  """Raises ValueError if a file has another key than the known ones."""
+  """Raises ValueError if a file has a key that is not known."""
   for key, value in found.items():
     if key in known:
       continue
     if key == "quantization_config":
       raise ValueError(
-        f"load_hf: {file}: {key} is of weights that another library quantized; "
-        "pass the checkpoint that they were made from, in BF16, F16 or F32"
+        f"load_hf: {file}: {key} means that another library quantized the "
+        "weights; pass the original checkpoint in BF16, F16 or F32"
       )
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.85)
     meant = f"did you mean {near[0]}? " if near else ""
     raise ValueError(
       f"load_hf: {file}: {key} is not supported, got {str(value)[:40]}; {meant}"
-      "if it changes nothing of what the model computes, take it out of a copy"
+      "if it does not change what the model computes, delete it from a copy"
     )
 
 

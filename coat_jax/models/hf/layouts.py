@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the tensors of a checkpoint are laid out in a parameter.
+"""Packs a checkpoint's tensors into a parameter, and unpacks them again.
 
-How a parameter is cut into matrices decides it: each tensor is one matrix, in
-PyTorch usually transposed, or one tensor has all of them one after another.
-Packing only moves values, so it is exact in both directions and every dtype.
+A parameter is cut into matrices (`MatrixSplit`). Each tensor is one matrix,
+usually transposed as in PyTorch, or one tensor has all matrices one after
+another. Packing only moves values, so it is exact both ways and in every dtype.
 """
 
 from collections.abc import Sequence
@@ -24,8 +24,8 @@ class Row(NamedTuple):
   """The tensors of one parameter, of one layer if layers are stacked.
 
   Attributes:
-    names: one name per matrix, or one for all. `{i}` stands for the layer's
-      index, and `{e}` for an expert's.
+    names: one name per matrix, or one for all; `{i}` stands for the index of
+      the layer, and `{e}` for the index of the expert.
     is_transposed: whether tensors are [outputs, inputs], as in PyTorch.
     shape: the tensor's shape, if it has more axes than the parameter.
   """
@@ -36,16 +36,16 @@ class Row(NamedTuple):
 
   @property
   def is_of_experts(self) -> bool:
-    """Whether each expert has its own tensors."""
+    """Tells whether each expert has its own tensors."""
     return "{e}" in self.names[0]
 
   def of_layer(self, i: int, num_experts: int | None) -> list[str]:
-    """Lists the tensors' names in layer `i`, expert by expert."""
+    """Lists the names of the tensors of layer `i`, expert by expert."""
     count = (num_experts or 1) if self.is_of_experts else 1
     return [name.format(i=i, e=e) for e in range(count) for name in self.names]
 
   def spec(self, spec: P) -> P:
-    """Returns the tensors' sharding if the parameter is sharded by `spec`."""
+    """Returns the sharding of tensors of a parameter sharded by `spec`."""
     spec = P(*spec[1:]) if self.is_of_experts else spec
     return P(spec[-1], spec[0]) if self.is_transposed else spec
 
@@ -79,10 +79,10 @@ class Row(NamedTuple):
 
 
 def plain(*names: str) -> Row:
-  """A parameter with the axes of its tensors."""
+  """Makes the row of a parameter with the axes of its tensors."""
   return Row(names)
 
 
 def kernel(*names: str) -> Row:
-  """A kernel of which the tensors are the transposed matrices."""
+  """Makes the row of a kernel whose tensors are transposed matrices."""
   return Row(names, is_transposed=True)

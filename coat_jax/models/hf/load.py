@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads safetensors checkpoints into parameters, straight onto their devices.
+"""Loads safetensors checkpoints straight onto the devices of their parameters.
 
 The host holds one tensor of one layer at a time, and only the part that its own
-devices need. A tensor is moved as it is stored, sharded like the parameter. The
-devices then transpose, pack and cast it into one layer of the stacked
+devices need. A tensor is moved in its stored dtype, sharded like the parameter.
+The devices then transpose, pack and cast it into one layer of the stacked
 parameter, which is updated in place.
 """
 
 import dataclasses
-import functools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,15 +31,8 @@ from coat_jax.models.hf.files import (
   split_experts,
 )
 from coat_jax.models.hf.keys import CONFIG
-from coat_jax.models.hf.tensors import (
-  IGNORED_ENDS,
-  PREFIXES,
-  TENSORS,
-  Section,
-  parts,
-  sections,
-)
-from coat_jax.models.hf.vision_tensors import of_tower
+from coat_jax.models.hf.tensor_tables import IGNORED_ENDS
+from coat_jax.models.hf.tensors import Part, Section, parts, sections
 from coat_jax.models.params import (
   is_stacked,
   mesh_axes,
@@ -72,9 +64,8 @@ def load_hf(
 ) -> Any:
   """Loads a model that `save_pretrained` of transformers wrote.
 
-  Its config.json decides the class: a `Decoder`, a `VisionTower` (also for a
-  CLIP or SigLIP that includes a text model) or, for LLaVA, a
-  `VisionLanguageModel`.
+  config.json decides the class: a `Decoder`, a `VisionTower` (also for a CLIP
+  or SigLIP that includes a text model) or, for LLaVA, a `VisionLanguageModel`.
 
   Example usage::
 
@@ -87,8 +78,8 @@ def load_hf(
   Args:
     folder: a folder with config.json and model.safetensors, or with shards and
       their index.
-    recipe: what layers compute and save in FP8; None for `recipes.coat()`. On a
-      mesh it gets the mesh's axes unless it has some.
+    recipe: what layers compute and save in FP8; None for `recipes.coat()`. If
+      it has no axes, it gets those of the mesh.
     mesh: a mesh with axes data, fsdp and tensor, over which parameters are
       sharded by `param_shardings`; call the model under `jax.set_mesh`. None
       for one device.
@@ -103,8 +94,8 @@ def load_hf(
   Raises:
     TypeError: an argument of another kind.
     ValueError: the folder has no such checkpoint, its model is not supported,
-      or its weights are not finite; the message states what was found. Or
-      `param_dtype` is none of these three.
+      its weights are not finite, or another `param_dtype`; the message states
+      what was found.
   """
   op = "load_hf"
   check_kind(op, "folder", folder, (str, os.PathLike), "pass a path")
@@ -151,186 +142,150 @@ def load_params(
     config: the model's shape.
     abstract: its parameters, nested dicts of `jax.ShapeDtypeStruct`; those
       without a sharding go to the default device.
-    store: `(path, array) -> array`, as `Decoder` takes it; None casts to the
-      dtypes of `abstract`.
+    store: `(path, array) -> array`, as for `Decoder`; None casts to the dtypes
+      of `abstract`.
   """
   tensors = check_tensors(folder, config, abstract)
-
-  def load(section, keys, leaf):
-    path = path_of(keys)
-    cast = store or (lambda _, x: x.astype(leaf.dtype))
-    return _load_leaf(
-      section, path, leaf, tensors, lambda x: cast(section.path + path, x)
-    )
-
-  found = {
-    section.path: jax.tree.map_with_path(
-      functools.partial(load, section), section.params(abstract)
-    )
-    for section in sections(config)
-  }
-  if "" in found:
-    return found[""]
-  return {path.rstrip("/"): params for path, params in found.items()}
+  leaves = {path_of(k): x for k, x in jax.tree.leaves_with_path(abstract)}
+  loading: dict[str, _Parameter] = {}
+  for part in parts(config, abstract):
+    if part.path not in loading:
+      loading[part.path] = _Parameter(part, leaves[part.path], store)
+    stored = [tensors[name] for name in part.tensors]
+    loading[part.path].load(part.layer, stored)
+  return jax.tree.map_with_path(
+    lambda keys, _: loading[path_of(keys)].array, abstract
+  )
 
 
 def check_tensors(
   folder: Path, config: AnyConfig, params: Any
 ) -> dict[str, StoredTensor]:
   """Opens a checkpoint; raises ValueError if its tensors do not fit."""
-  tensors = open_tensors(folder)
-  for section in sections(config):
-    tensors = _named(section, tensors)
-  wanted: dict[str, tuple[int, ...]] = {}
-  for part in parts(config, params):
-    wanted |= {name: x.shape for name, x in part.tensors.items()}
+  stored = split_experts(open_tensors(folder))
   where = f"load_hf: {folder} must have the tensors of its {CONFIG}"
   remedy = "pass a folder whose files belong together"
-  if missing := [name for name in wanted if name not in tensors]:
+  wanted: dict[str, tuple[int, ...]] = {}
+  found: dict[str, StoredTensor] = {}
+  foreign: set[str] = set()
+  for section in sections(config):
+    foreign |= section.foreign(stored)
+    for part in section.parts(params):
+      for name, x in part.tensors.items():
+        wanted[name] = x.shape
+        for spelling in section.spellings(name):
+          if spelling in stored:
+            found[name] = stored.pop(spelling)
+            break
+  if missing := [name for name in wanted if name not in found]:
     raise ValueError(
       f"{where}, got no {_some(missing)}; copy the whole checkpoint"
     )
   for name, shape in wanted.items():
-    if (own := tensors[name].shape) != shape:
-      got = f"{name} {list(own)} in place of {list(shape)}"
+    if (own := found[name].shape) != shape:
+      got = f"{name} {list(own)} instead of {list(shape)}"
       raise ValueError(f"{where}, got {got}; {remedy}")
-  surplus = [
-    name
-    for name in tensors
-    if name not in wanted and not name.endswith(IGNORED_ENDS)
-  ]
   for section in sections(config):
     text = section.config
     if isinstance(text, ModelConfig) and text.tied_embeddings:
-      surplus = _without_tied_head(where, surplus, section, tensors)
+      _drop_tied_head(where, section, stored, found)
+  surplus = [
+    name
+    for name in stored
+    if name not in foreign and not name.endswith(IGNORED_ENDS)
+  ]
   if surplus:
     got = f"{_some(surplus)} too, which this model does not have"
     raise ValueError(f"{where}, got {got}; {remedy}")
-  return tensors
-
-
-def _named(
-  section: Section, tensors: dict[str, StoredTensor]
-) -> dict[str, StoredTensor]:
-  """Renames a section's tensors as its table names them; keeps all others."""
-  prefix, config = section.prefix, section.config
-  own = {
-    name.removeprefix(prefix): x
-    for name, x in tensors.items()
-    if name.startswith(prefix)
-  }
-  others = {k: x for k, x in tensors.items() if not k.startswith(prefix)}
-  if isinstance(config, VisionConfig):
-    own = of_tower(config, own)
-  elif config is not None:
-    own = split_experts(_with_prefix(own, PREFIXES.get(config.family)))
-  return others | {prefix + name: x for name, x in own.items()}
-
-
-def _with_prefix(
-  tensors: dict[str, StoredTensor], prefix: str | None
-) -> dict[str, StoredTensor]:
-  """Adds a prefix to all names but the head's, if no name has the prefix."""
-  if prefix is None or any(name.startswith(prefix) for name in tensors):
-    return tensors
-  (head,) = TENSORS["llama"]["head"].names
-  return {
-    name if name == head else prefix + name: x for name, x in tensors.items()
-  }
+  return found
 
 
 def _some(names: list[str]) -> str:
+  """Names two of some tensors, and counts the others."""
   more = f" and {len(names) - 2} others" if len(names) > 2 else ""
   return ", ".join(names[:2]) + more
 
 
-def _without_tied_head(
+def _drop_tied_head(
   where: str,
-  surplus: list[str],
   section: Section,
-  tensors: Mapping[str, StoredTensor],
-) -> list[str]:
+  stored: dict[str, StoredTensor],
+  found: Mapping[str, StoredTensor],
+) -> None:
   """Drops an output projection that repeats the embedding."""
   head, embedding = (
     section.prefix + section.table[path].names[0]
     for path in ("head", "embedding")
   )
-  if head not in surplus:
-    return surplus
-  first, second = tensors[head], tensors[embedding]
+  if head not in stored:
+    return
+  first, second = stored.pop(head), found[embedding]
   starts = range(0, first.shape[0], _ROWS) if first.shape else ()
   if first.shape != second.shape or not all(
     np.array_equal(first.read(rows), second.read(rows), equal_nan=True)
     for rows in (slice(start, start + _ROWS) for start in starts)
   ):
     raise ValueError(
-      f"{where}, got another {head} than {embedding} though "
+      f"{where}, got different {head} and {embedding} though "
       "tie_word_embeddings is true; correct the one that is wrong"
     )
-  return [name for name in surplus if name != head]
 
 
-def _load_leaf(
-  section: Section,
-  path: str,
-  leaf: jax.ShapeDtypeStruct,
-  tensors: Mapping[str, StoredTensor],
-  store: Callable[[Array], Array],
-) -> Array:
-  """Loads one parameter, for all layers if it is stacked."""
-  row, split = section.table[path], section.split(path)
-  shape = leaf.shape[is_stacked(path) :]
-  own = where = leaf.sharding
-  if where is not None:
-    entries = P(*where.spec, *(None,) * (leaf.ndim - len(where.spec)))
-    entries = entries[1:] if is_stacked(path) else entries
-    own = NamedSharding(where.mesh, row.spec(P(*entries)))
+class _Parameter:
+  """A parameter while it is loaded, layer by layer if it is stacked."""
 
-  def packed(*found):
-    x = store(row.pack(found, shape, split).astype(jnp.float32))
-    return x, jnp.all(jnp.isfinite(x))
+  def __init__(
+    self, part: Part, leaf: jax.ShapeDtypeStruct, store: Store | None
+  ):
+    """Compiles how tensors become the parameter; `part` is its first one."""
+    shape, where = leaf.shape[is_stacked(part.path) :], leaf.sharding
+    self.sharding = None
+    if where is not None:
+      entries = P(*where.spec, *(None,) * (leaf.ndim - len(where.spec)))
+      entries = entries[is_stacked(part.path) :]
+      self.sharding = NamedSharding(where.mesh, part.row.spec(P(*entries)))
 
-  def of_layer(i: int) -> list[StoredTensor]:
-    return [tensors[name] for name in section.names(path, i)]
+    def packed(*tensors):
+      x = part.row.pack(tensors, shape, part.split).astype(jnp.float32)
+      x = store(part.path, x) if store else x.astype(leaf.dtype)
+      return x, jnp.all(jnp.isfinite(x))
 
-  def place(found: list[StoredTensor]) -> list[Array]:
-    return [_place(tensor, own) for tensor in found]
+    def update(stack, i, *tensors):
+      x, is_finite = packed(*tensors)
+      return jax.lax.dynamic_update_index_in_dim(stack, x, i, 0), is_finite
 
-  if not is_stacked(path):
-    whole = jax.jit(packed, out_shardings=(where, None))
-    x, is_finite = whole(*place(of_layer(0)))
-    _check_finite(is_finite, of_layer(0), x.dtype)
-    return x
+    shardings = (where, None)
+    dtype = jax.eval_shape(packed, *part.tensors.values())[0].dtype
+    self.array: Any = None
+    if part.layer is not None:
+      self.array = jnp.zeros(leaf.shape, dtype, device=where)
+    self.dtype = dtype
+    self.packed = jax.jit(packed, out_shardings=shardings)
+    self.update = jax.jit(update, out_shardings=shardings, donate_argnums=0)
 
-  def update(stack, i, *found):
-    x, is_finite = packed(*found)
-    return jax.lax.dynamic_update_index_in_dim(stack, x, i, 0), is_finite
-
-  update = jax.jit(update, donate_argnums=0, out_shardings=(where, None))
-  dtype = jax.eval_shape(packed, *of_layer(0))[0].dtype
-  stack = jnp.zeros(leaf.shape, dtype, device=where)
-  for i in range(leaf.shape[0]):
-    stack, is_finite = update(stack, np.int32(i), *place(of_layer(i)))
-    # This waits, or layers would pile up on the host.
-    _check_finite(is_finite, of_layer(i), dtype)
-  return stack
+  def load(self, layer: int | None, stored: list[StoredTensor]) -> None:
+    """Loads one layer, or a parameter that is not stacked."""
+    tensors = [_place(tensor, self.sharding) for tensor in stored]
+    if layer is None:
+      self.array, is_finite = self.packed(*tensors)
+    else:
+      i = np.int32(layer)
+      self.array, is_finite = self.update(self.array, i, *tensors)
+    if not is_finite:  # This waits, or layers would pile up on the host.
+      raise _not_finite(stored, self.dtype)
 
 
-def _check_finite(
-  is_finite: Array, stored: list[StoredTensor], dtype: np.dtype
-) -> None:
-  """Raises ValueError if a parameter made of `stored` is not finite."""
-  if is_finite:
-    return
+def _not_finite(stored: list[StoredTensor], dtype: np.dtype) -> ValueError:
+  """Returns the error about a parameter whose values are not finite."""
   for tensor in stored:
     if not np.all(np.isfinite(tensor.read())):
-      raise ValueError(
+      return ValueError(
         f"load_hf: {tensor.file} must hold finite weights, got NaN or infinity "
         f"in {tensor.name}; the model had diverged when it was saved, or the "
         "file is damaged: use another checkpoint, or copy the file again"
       )
   names = ", ".join(tensor.name for tensor in stored)
-  raise ValueError(
+  return ValueError(
     f"load_hf: param_dtype must hold the largest weights, got {dtype}, in "
     f"which some of {names} are infinite; pass float32"
   )

@@ -5,6 +5,7 @@ Parameters are unpacked and cast on their devices, layer by layer; the host
 holds one parameter of one layer at a time.
 """
 
+import functools
 import json
 import math
 import os
@@ -32,7 +33,7 @@ from coat_jax.models.vision.tower import VisionTower
 from coat_jax.models.vision_language import VisionLanguageModel
 from coat_jax.numerics.checks import COUNT, Range, check_kind, check_whole
 
-# Files that a tokenizer or a text-generating program reads.
+# Files that tokenizers and generation read.
 CARRIED = (
   "tokenizer.json",
   "tokenizer.model",
@@ -78,18 +79,17 @@ def save_hf(
     model: a model of a class that `load_hf` loads, on one device or on a mesh
       of this process.
     folder: the folder to create.
-    like: a folder with the config.json of such a model, or None. Keys that do
-      not follow from the model's shape, tokenizer and generation settings are
-      copied from it.
+    like: a folder with the config.json of such a model, or None. Its tokenizer
+      and generation settings are copied, and the keys of its config.json that
+      the model's shape does not determine.
     dtype: dtype of the tensors: float32, bfloat16 or float16; None for the
       dtype of `like`, or without `like` for that of the model's weights.
-    max_length: for a Decoder, the number of tokens of the longest sequence it
-      was trained with; config.json gets it if `like` does not state it. None
-      leaves it out.
+    max_length: for a Decoder, the context length of its training; written to
+      config.json if `like` does not state one. None leaves it out.
     labels: for a VisionTower with classes, their names; None for those of
       `like`, or without `like` for LABEL_0 and so on.
     max_shard_size: bytes of tensors per file. A larger model is split into
-      several files with an index; the parameter of one layer is never split.
+      several files with an index; one layer's parameter is never split.
 
   Raises:
     TypeError: an argument of another kind.
@@ -112,8 +112,8 @@ def save_hf(
     described, of_like = parse_config(file, keys)
     if described != config:
       raise ValueError(
-        f"save_hf: {file} must be of the model that is saved, got {described}; "
-        "pass the folder that it was loaded from"
+        f"save_hf: {file} must describe the model that is saved, got "
+        f"{described}; pass the folder that it was loaded from"
       )
     dtype = of_like if dtype is None else dtype
   if dtype is None:
@@ -131,32 +131,28 @@ def save_hf(
 
 
 def _check(model, folder, like, max_length, labels, max_shard_size) -> None:
-  """Raises where arguments are of other kinds, or numbers out of range."""
-  op, paths = "save_hf", (str, os.PathLike)
-  remedy = "pass what load_hf loaded, or made like it"
-  check_kind(
-    op, "model", model, (Decoder, VisionTower, VisionLanguageModel), remedy
-  )
+  """Raises an error for arguments of another kind or out of range."""
+  op, paths, own = "save_hf", (str, os.PathLike), type(model).__name__
+  kinds = (Decoder, VisionTower, VisionLanguageModel)
+  check_kind(op, "model", model, kinds, "pass a model that load_hf could load")
   check_kind(op, "folder", folder, paths, "pass a path")
   if like is not None:
     check_kind(op, "like", like, paths, "pass a path")
-  own = type(model).__name__
   if max_length is not None:
     check_whole(op, "max_length", max_length, COUNT, "None leaves it out")
     if not isinstance(model, Decoder):
       raise ValueError(
-        f"{op}: max_length is of a Decoder, got it with a {own}; leave it out"
+        f"{op}: max_length applies to a Decoder, got a {own}; leave it out"
       )
   if labels is not None:
     if not isinstance(model, VisionTower):
       raise ValueError(
-        f"{op}: labels are of a VisionTower with classes, got them with a "
-        f"{own}; leave them out"
+        f"{op}: labels apply to a VisionTower with classes, got a {own}; leave "
+        "them out"
       )
-    kinds, remedy = (list, tuple), "pass a list of names"
-    check_kind(op, "labels", labels, kinds, remedy)
+    check_kind(op, "labels", labels, (list, tuple), "pass a list of names")
     for label in labels:
-      check_kind(op, "a label", label, str, remedy)
+      check_kind(op, "a label", label, str, "pass a list of names")
   allowed, remedy = Range(1, 2**63 - 1), "5 * 10**9 is the default"
   check_whole(op, "max_shard_size", max_shard_size, allowed, remedy)
 
@@ -202,34 +198,27 @@ def _reader(
   leaves = {path_of(keys): x for keys, x in jax.tree.leaves_with_path(params)}
   unpacked: dict[str, Callable] = {}
 
+  def unpack(part: Part, x: Array, i: Array) -> tuple[list[Array], Array]:
+    if part.layer is not None:
+      x = jax.lax.dynamic_index_in_dim(x, i, keepdims=False)
+    x = x.astype(dtype)
+    return part.row.unpack(x, part.split), jnp.all(jnp.isfinite(x))
+
   def read(part: Part) -> Iterator[np.ndarray]:
     if part.path not in unpacked:  # One function per parameter, not per layer.
-      unpacked[part.path] = jax.jit(_unpacker(part, dtype))
-    tensors, is_finite = unpacked[part.path](
-      leaves[part.path], np.int32(part.layer or 0)
-    )
+      unpacked[part.path] = jax.jit(functools.partial(unpack, part))
+    x, i = leaves[part.path], np.int32(part.layer or 0)
+    tensors, is_finite = unpacked[part.path](x, i)
     if not is_finite:
       raise ValueError(
         f"save_hf: weights must be finite in {dtype}, got NaN or infinity in "
         f"{', '.join(part.tensors)}; save the model as it was before it "
         "diverged, or if it has not, pass another dtype"
       )
-    for x in tensors:
-      yield np.asarray(x)
+    for tensor in tensors:
+      yield np.asarray(tensor)
 
   return read
-
-
-def _unpacker(part: Part, dtype: np.dtype) -> Callable:
-  """Returns a parameter's tensors, and whether they are finite."""
-
-  def unpack(x: Array, i: Array) -> tuple[list[Array], Array]:
-    if part.layer is not None:
-      x = jax.lax.dynamic_index_in_dim(x, i, keepdims=False)
-    x = x.astype(dtype)
-    return part.row.unpack(x, part.split), jnp.all(jnp.isfinite(x))
-
-  return unpack
 
 
 def _write_file(

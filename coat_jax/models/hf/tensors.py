@@ -1,135 +1,51 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Maps the tensors of a checkpoint to parameters, family by family.
+"""Lists the tensors of a model's checkpoint, parameter by parameter.
 
-Families whose tensors have other names, or are fused differently, have their
-own tables.
+Both directions use this list: `load` packs the tensors of a `Part` into the
+parameter, and `save` unpacks them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
 
 import jax
 
 from coat_jax.models.config import ModelConfig
 from coat_jax.models.hf.config import AnyConfig
-from coat_jax.models.hf.layouts import Row, kernel, plain
-from coat_jax.models.hf.vision_tensors import vision_table
+from coat_jax.models.hf.config_tables import CONFIGS
+from coat_jax.models.hf.layouts import Row
+from coat_jax.models.hf.tensor_tables import PREFIXES, PROJECTOR, TENSORS, Table
 from coat_jax.models.params import is_stacked, matrix_split, path_of
 from coat_jax.models.vision.config import VisionConfig
 from coat_jax.models.vision_language import VisionLanguageConfig
 from coat_jax.optimizer.matrices import MatrixSplit
 
-_LAYER = "model.layers.{i}."
-_QKV = "layers/attention/qkv/"
-_POST_ATTENTION = _LAYER + "post_attention_layernorm.weight"
-_POST_MLP = _LAYER + "post_feedforward_layernorm.weight"
-_LLAMA = {
-  "embedding": plain("model.embed_tokens.weight"),
-  _QKV + "norm/scale": plain(_LAYER + "input_layernorm.weight"),
-  _QKV + "linear/kernel": kernel(
-    *(f"{_LAYER}self_attn.{x}_proj.weight" for x in "qkv")
-  ),
-  _QKV + "linear/bias": plain(
-    *(f"{_LAYER}self_attn.{x}_proj.bias" for x in "qkv")
-  ),
-  "layers/attention/out/kernel": kernel(_LAYER + "self_attn.o_proj.weight"),
-  "layers/mlp/norm/scale": plain(_POST_ATTENTION),
-  "layers/mlp/gate_up/kernel": kernel(
-    *(f"{_LAYER}mlp.{x}_proj.weight" for x in ("gate", "up"))
-  ),
-  "layers/mlp/down/kernel": kernel(_LAYER + "mlp.down_proj.weight"),
-  "norm/scale": plain("model.norm.weight"),
-  "head": kernel("lm_head.weight"),
-}
-_NORMS_OF_QK = {
-  f"layers/attention/{x}_norm/scale": plain(
-    f"{_LAYER}self_attn.{x}_norm.weight"
-  )
-  for x in "qk"
-}
-# OLMo 2 has norms after its blocks; other families have them before.
-_OLMO2 = {
-  path: row for path, row in _LLAMA.items() if not path.endswith("/norm/scale")
-} | {
-  "layers/attention/post_norm/scale": plain(_POST_ATTENTION),
-  "layers/mlp/post_norm/scale": plain(_POST_MLP),
-  "norm/scale": _LLAMA["norm/scale"],
-}
-_PHI = _LLAMA | {
-  _QKV + "linear/kernel": kernel(_LAYER + "self_attn.qkv_proj.weight"),
-  "layers/mlp/gate_up/kernel": kernel(_LAYER + "mlp.gate_up_proj.weight"),
-}
-_GEMMA = _LLAMA | {
-  "layers/attention/post_norm/scale": plain(_POST_ATTENTION),
-  "layers/mlp/norm/scale": plain(_LAYER + "pre_feedforward_layernorm.weight"),
-  "layers/mlp/post_norm/scale": plain(_POST_MLP),
-}
-_GPT2_LAYER = "transformer.h.{i}."
-# GPT-2's kernels are [inputs, outputs], like ours.
-_GPT2 = {
-  "embedding": plain("transformer.wte.weight"),
-  "position_embedding": plain("transformer.wpe.weight"),
-  **{
-    f"{path}/{own}": plain(f"{name}.{end}")
-    for path, name, weight in (
-      (_QKV + "norm", _GPT2_LAYER + "ln_1", "scale"),
-      (_QKV + "linear", _GPT2_LAYER + "attn.c_attn", "kernel"),
-      ("layers/attention/out", _GPT2_LAYER + "attn.c_proj", "kernel"),
-      ("layers/mlp/norm", _GPT2_LAYER + "ln_2", "scale"),
-      ("layers/mlp/up", _GPT2_LAYER + "mlp.c_fc", "kernel"),
-      ("layers/mlp/down", _GPT2_LAYER + "mlp.c_proj", "kernel"),
-      ("norm", "transformer.ln_f", "scale"),
-    )
-    for own, end in ((weight, "weight"), ("bias", "bias"))
-  },
-  "head": _LLAMA["head"],
-}
-_EXPERTS = _LAYER + "mlp.experts.{e}."
-_MOE = _LLAMA | {
-  "layers/mlp/router": kernel(_LAYER + "mlp.gate.weight"),
-  "layers/mlp/gate_up": kernel(
-    *(f"{_EXPERTS}{x}_proj.weight" for x in ("gate", "up"))
-  ),
-  "layers/mlp/down": kernel(_EXPERTS + "down_proj.weight"),
-}
-# By the family's name; a model uses the rows of the parameters that it has.
-TENSORS: dict[str, dict[str, Row]] = {
-  "llama": _LLAMA,
-  "olmo": _LLAMA,
-  "qwen2": _LLAMA,
-  "mistral": _LLAMA,
-  "qwen3": _LLAMA | _NORMS_OF_QK,
-  "olmo2": _OLMO2 | _NORMS_OF_QK,
-  "phi3": _PHI,
-  "gemma2": _GEMMA,
-  "gemma3_text": _GEMMA | _NORMS_OF_QK,
-  "gpt2": _GPT2,
-  "qwen3_moe": _MOE | _NORMS_OF_QK,
-}
 
-# Old checkpoints also store buffers that follow from the configuration: Llama's
-# RoPE frequencies, and GPT-2's causal masks.
-IGNORED_ENDS = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
-# A prefix that the names in a checkpoint may lack, as in GPT-2's published
-# checkpoints.
-PREFIXES = {"gpt2": "transformer."}
+class Part(NamedTuple):
+  """A parameter, or one layer of it, and the tensors that it is made of.
 
+  Attributes:
+    path: the parameter's path, such as `layers/mlp/gate_up/kernel`.
+    layer: index of the layer; None for parameters that are not stacked.
+    row: the parameter's row.
+    split: how it is cut into matrices.
+    tensors: shape of each tensor, and the parameter's dtype, by name.
+  """
 
-# The rows of the projector between a tower and a decoder.
-_PROJECTOR = {
-  f"linear_{i}/{own}": row(f"linear_{i}.{end}")
-  for i in (1, 2)
-  for own, end, row in (("kernel", "weight", kernel), ("bias", "bias", plain))
-}
+  path: str
+  layer: int | None
+  row: Row
+  split: MatrixSplit | None
+  tensors: dict[str, jax.ShapeDtypeStruct]
 
 
 class Section(NamedTuple):
-  """A part of a model that has its own table; most models are a single section.
+  """A model, or the part of a LLaVA that has its own table.
 
   Attributes:
     path: prefix of its parameters' paths, such as "decoder/", or empty.
     prefix: prefix of its tensors' names.
-    config: the section's configuration; None if its table needs none.
+    config: the section's configuration; None for the projector.
   """
 
   path: str
@@ -137,27 +53,64 @@ class Section(NamedTuple):
   config: ModelConfig | VisionConfig | None
 
   @property
-  def table(self) -> dict[str, Row]:
-    """The section's rows; it uses those whose parameters it has."""
+  def table(self) -> Table:
+    """The family's table."""
     if self.config is None:
-      return _PROJECTOR
-    if isinstance(self.config, VisionConfig):
-      return vision_table(self.config)
-    return TENSORS[self.config.family]
+      return PROJECTOR
+    table = TENSORS[self.config.family]
+    return table(self.config) if callable(table) else table
 
-  def split(self, path: str) -> MatrixSplit | None:
-    """Returns how a parameter of the section is cut into matrices."""
-    return matrix_split(self.path + path, self.config)
+  @property
+  def optional(self) -> str:
+    """The prefix that only some checkpoints have."""
+    return PREFIXES.get(self.config.family, "") if self.config else ""
 
-  def names(self, path: str, layer: int) -> list[str]:
-    """Lists the names of the tensors of one layer's parameter."""
-    experts = getattr(self.config, "num_experts", None)
-    names = self.table[path].of_layer(layer, experts)
-    return [self.prefix + name for name in names]
+  def spellings(self, name: str) -> tuple[str, ...]:
+    """Lists the names under which checkpoints may store a tensor."""
+    own = name.removeprefix(self.prefix)
+    others = self.optional + own, own.removeprefix(self.optional)
+    return (name, *(self.prefix + other for other in others))
 
-  def params(self, params: Any) -> Any:
-    """Returns the section's part of a model's parameters, as nested dicts."""
-    return params[self.path.rstrip("/")] if self.path else params
+  def foreign(self, names: Collection[str]) -> set[str]:
+    """Selects what belongs to the text half of a whole CLIP or SigLIP."""
+    if self.config is None or CONFIGS[self.config.family].whole is None:
+      return set()
+    own = self.prefix + self.optional
+    if not any(name.startswith(own) for name in names):
+      return set()
+    here = [name for name in names if name.startswith(self.prefix)]
+    return {name for name in here if not name.startswith(own)}
+
+  def parts(self, params: Any) -> Iterator[Part]:
+    """Yields the section's parts of a model's parameters, layer by layer."""
+    table, config = self.table, self.config
+    if self.path:
+      params = params[self.path.rstrip("/")]
+    leaves = {path_of(keys): x for keys, x in jax.tree.leaves_with_path(params)}
+    assert leaves.keys() <= table.keys(), leaves.keys() - table.keys()
+    found = {}
+    for path, x in leaves.items():
+      one = jax.ShapeDtypeStruct(x.shape[is_stacked(path) :], x.dtype)
+      split = matrix_split(self.path + path, config)
+      tensors = jax.eval_shape(lambda x: table[path].unpack(x, split), one)  # noqa: B023
+      found[path] = split, tensors
+
+    def part(path: str, layer: int | None = None) -> Part:
+      split, tensors = found[path]
+      experts = getattr(config, "num_experts", None)
+      names = table[path].of_layer(layer or 0, experts)
+      names = [self.prefix + name for name in names]
+      named = dict(zip(names, tensors, strict=True))
+      return Part(self.path + path, layer, table[path], split, named)
+
+    stacked = [path for path in table if path in leaves and is_stacked(path)]
+    if "embedding" in leaves:
+      yield part("embedding")
+    for i in range(config.num_layers if config else 0):
+      yield from (part(path, i) for path in stacked)
+    for path in table:
+      if path in leaves and path not in stacked and path != "embedding":
+        yield part(path)
 
 
 def sections(config: AnyConfig) -> tuple[Section, ...]:
@@ -171,52 +124,7 @@ def sections(config: AnyConfig) -> tuple[Section, ...]:
   )
 
 
-class Part(NamedTuple):
-  """A parameter, or one layer of it, that is made from one row's tensors.
-
-  Attributes:
-    path: the parameter's path, such as `layers/mlp/gate_up/kernel`.
-    layer: index of the layer; None for parameters that are not stacked.
-    row: the parameter's row.
-    split: how it is cut into matrices.
-    tensors: for each tensor its name, shape, and the parameter's dtype.
-  """
-
-  path: str
-  layer: int | None
-  row: Row
-  split: MatrixSplit | None
-  tensors: dict[str, jax.ShapeDtypeStruct]
-
-
 def parts(config: AnyConfig, params: Any) -> Iterator[Part]:
-  """Yields the parts of a model, its parameters given, layer by layer."""
+  """Yields the parts of a model, given its parameters, layer by layer."""
   for section in sections(config):
-    yield from _parts(section, section.params(params))
-
-
-def _parts(section: Section, params: Any) -> Iterator[Part]:
-  table = section.table
-  leaves = {path_of(keys): x for keys, x in jax.tree.leaves_with_path(params)}
-  assert leaves.keys() <= table.keys(), leaves.keys() - table.keys()
-  found = {}
-  for path, x in leaves.items():
-    one = jax.ShapeDtypeStruct(x.shape[is_stacked(path) :], x.dtype)
-    split = section.split(path)
-    tensors = jax.eval_shape(lambda x: table[path].unpack(x, split), one)  # noqa: B023
-    found[path] = split, tensors
-
-  def part(path: str, layer: int | None = None) -> Part:
-    split, tensors = found[path]
-    names = section.names(path, layer or 0)
-    named = dict(zip(names, tensors, strict=True))
-    return Part(section.path + path, layer, table[path], split, named)
-
-  stacked = [path for path in table if path in leaves and is_stacked(path)]
-  if "embedding" in leaves:
-    yield part("embedding")
-  for i in range(section.config.num_layers if section.config else 0):
-    yield from (part(path, i) for path in stacked)
-  for path in table:
-    if path in leaves and path not in stacked and path != "embedding":
-      yield part(path)
+    yield from section.parts(params)

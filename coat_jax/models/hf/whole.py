@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Folders that are there whole or not at all.
+"""Writes a folder completely or not at all.
 
-What belongs in FOLDER is written in FOLDER.unfinished, which is removed if that
-fails. Only a process that is killed leaves it behind; the next one that is to
-write FOLDER names it, and does not remove it, for another process may be
-writing it at that moment.
+FOLDER is written inside FOLDER.unfinished, which is removed if that fails. Only
+a killed process leaves it behind. The next process that wants to write FOLDER
+names FOLDER.unfinished in its error and does not remove it, because another
+process may be writing it at that moment.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from pathlib import Path
 def written_whole(folder: str | Path) -> Iterator[Path]:
   """Yields a path at which to create a folder; renames it at the end."""
   folder = Path(folder)
-  # Folders that only lead to a ".." are not made.
+  # Do not create folders that a ".." leaves again.
   folder = folder.parent.resolve() / folder.name
   check_free("save", folder)
   folder.parent.mkdir(parents=True, exist_ok=True)
@@ -26,7 +26,7 @@ def written_whole(folder: str | Path) -> Iterator[Path]:
   try:
     unfinished.mkdir()
   except FileExistsError:
-    check_free("save", folder)  # Another process has begun meanwhile.
+    check_free("save", folder)  # Another process has started meanwhile.
     raise
   try:
     yield unfinished / folder.name

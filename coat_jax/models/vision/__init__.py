@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Vision towers: image encoders that are built of the decoders' blocks."""
+"""Vision towers: image encoders made of the same blocks as the decoders."""

@@ -2,10 +2,15 @@
 """The shape of a vision tower, and the choices of each family of towers."""
 
 import dataclasses
-import difflib
-from typing import Annotated
+from typing import Annotated, Literal
 
-from coat_jax.models.ranges import Range, Width, check_kinds, check_numbers
+from coat_jax.models.ranges import (
+  Range,
+  Width,
+  check_family,
+  check_kinds,
+  check_numbers,
+)
 from coat_jax.ops import Approximation
 
 
@@ -20,6 +25,9 @@ class VisionFamily:
     pre_norm: whether there is a norm before the first layer.
     norms_output: whether the last norm is applied to the hidden states that a
       tower returns, or only to what is pooled.
+    pool: the weights that pool: those of `"class"`, a projection of the class
+      token, which may classify; of `"attention"`, a query that attends to all
+      tokens; or None: the class token after the last norm.
   """
 
   approximate: Approximation
@@ -27,17 +35,20 @@ class VisionFamily:
   patch_bias: bool = True
   pre_norm: bool = False
   norms_output: bool = True
+  pool: Literal["class", "attention"] | None = None
 
 
 VISION_FAMILIES = {
-  "vit": VisionFamily(approximate=False),
+  "vit": VisionFamily(approximate=False, pool="class"),
   "clip_vision": VisionFamily(
     approximate="sigmoid",
     patch_bias=False,
     pre_norm=True,
     norms_output=False,
   ),
-  "siglip_vision": VisionFamily(approximate=True, has_class_token=False),
+  "siglip_vision": VisionFamily(
+    approximate=True, has_class_token=False, pool="attention"
+  ),
 }
 
 
@@ -58,8 +69,8 @@ class VisionConfig:
     norm_eps: what norms add to the variance.
     num_classes: number of classes if a "vit" classifies images; None if it
       pools.
-    has_pool: whether the tower has weights that pool. A "vit" without classes
-      and a "siglip_vision" may have them; "clip_vision" has none.
+    has_pool: whether the tower has weights that pool, in families that may have
+      them: a "vit" without classes and a "siglip_vision".
 
   Raises:
     ValueError: the family is unknown, a number is outside its range, sizes do
@@ -80,13 +91,7 @@ class VisionConfig:
 
   def __post_init__(self):
     check_kinds(self)
-    if self.family not in VISION_FAMILIES:
-      near = difflib.get_close_matches(self.family, VISION_FAMILIES, n=1)
-      raise ValueError(
-        f"VisionConfig: family must be one of {tuple(VISION_FAMILIES)}, got "
-        f"{self.family!r}; "
-        + (f"did you mean {near[0]!r}?" if near else "pass one of these")
-      )
+    check_family(self, VISION_FAMILIES)
     check_numbers(self)
     if self.d_model % (2 * self.num_heads):
       raise ValueError(
@@ -98,15 +103,16 @@ class VisionConfig:
         "VisionConfig: patch_size must be at most image_size, got "
         f"{self.patch_size} and {self.image_size}; change one of them"
       )
-    if self.num_classes is not None and self.family != "vit":
+    if self.num_classes is not None and self.choices.pool != "class":
       raise ValueError(
-        f"VisionConfig: num_classes is of family vit, got {self.num_classes} "
-        f"for {self.family}; leave it out"
+        "VisionConfig: num_classes applies to family vit, got "
+        f"{self.num_classes} for {self.family}; leave it out"
       )
-    if not self.has_pool and (self.num_classes or self.family == "clip_vision"):
+    if not self.has_pool and (self.num_classes or self.choices.pool is None):
       raise ValueError(
-        "VisionConfig: has_pool=False is of towers with weights that pool, got "
-        f"family {self.family} and num_classes {self.num_classes}; leave it out"
+        "VisionConfig: has_pool=False applies to towers with weights that pool,"
+        f" got family {self.family} and num_classes {self.num_classes}; leave "
+        "it out"
       )
 
   @property

@@ -4,72 +4,35 @@
 Both run in BF16, like the ends of a decoder.
 """
 
-from typing import Any, NamedTuple
-
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
-from jax.typing import DTypeLike
 
 from coat_jax.layers import MLP, Linear, dot_product_attention
 from coat_jax.models.arguments import check_pixels
+from coat_jax.models.stack import Start
 from coat_jax.models.vision.config import VisionConfig
-from coat_jax.numerics import recipes
-
-
-class Start(NamedTuple):
-  """How the parameters of an end begin.
-
-  Attributes:
-    dtype: dtype of activations.
-    kernel_init: initializer of everything but biases.
-    rngs: its stream `params` initializes the parameters.
-  """
-
-  dtype: DTypeLike
-  kernel_init: nnx.Initializer
-  rngs: nnx.Rngs
-
-  @property
-  def options(self) -> dict[str, Any]:
-    """Arguments of layers in BF16."""
-    return dict(self._asdict(), recipe=recipes.bf16())
-
-  def param(self, *shape: int) -> nnx.Param:
-    """Makes a parameter in f32."""
-    key = self.rngs.params()
-    return nnx.Param(self.kernel_init(key, shape, jnp.float32))
 
 
 class PatchEmbedding(nnx.Module):
   """Turns images into the input of a tower's first layer or of its pre-norm.
 
-  Attributes:
-    config: the tower's shape.
-    linear: BF16 `Linear` [C P P, D] of patches, whose pixels are ordered by
-      channel, row and column.
-    class_embed: [D], or None without a class token.
-    position_embed: [N, D], starting with the class token's.
+  `linear` is [C P P, D], the pixels of a patch ordered by channel, row and
+  column. `position_embed` [N, D] starts with the class token's position.
   """
 
   def __init__(self, config: VisionConfig, start: Start):
-    """Initializes the parameters in f32."""
     self.config = config
     pixels = config.num_channels * config.patch_size**2
-    bias = config.choices.patch_bias
-    self.linear = Linear(pixels, config.d_model, use_bias=bias, **start.options)
+    options = start.options(use_bias=config.choices.patch_bias)
+    self.linear = Linear(pixels, config.d_model, **options)
     self.class_embed = nnx.data(None)
     if config.choices.has_class_token:
       self.class_embed = start.param(config.d_model)
     self.position_embed = start.param(config.num_tokens, config.d_model)
 
   def __call__(self, pixel_values: Array) -> Array:
-    """Maps images [B, C, H, W] to [B, N, D] in `dtype`.
-
-    Raises:
-      TypeError: the images are not a floating array.
-      ValueError: the images have another size.
-    """
+    """Maps images [B, C, H, W] to [B, N, D] in `dtype`."""
     check_pixels("VisionTower", pixel_values)
     c = self.config
     wanted = (c.num_channels, c.image_size, c.image_size)
@@ -91,10 +54,9 @@ class PatchEmbedding(nnx.Module):
 
 
 def patches(images: Array, size: int) -> Array:
-  """Cuts images [B, C, H, W] into patches [B, (H / P) (W / P), C P P].
+  """Cuts images [B, C, H, W] into patches [B, (H / P) (W / P), C P P], in rows.
 
-  Patches are ordered row by row; rows and columns that do not fill a patch are
-  left out.
+  Rows and columns of pixels that do not fill a patch are left out.
   """
   b, c, *sides = images.shape
   h, w = (side // size for side in sides)
@@ -103,17 +65,12 @@ def patches(images: Array, size: int) -> Array:
 
 
 class ClassPool(nnx.Module):
-  """ViT's pooling: projects the class token, with tanh unless it classifies.
-
-  Attributes:
-    linear: `Linear` [D, D], or [D, classes].
-  """
+  """ViT's pooling: projects the class token, with tanh unless it classifies."""
 
   def __init__(self, config: VisionConfig, start: Start):
-    """Initializes the parameters in f32."""
     self.classifies = config.num_classes is not None
     width = config.num_classes or config.d_model
-    self.linear = Linear(config.d_model, width, **start.options)
+    self.linear = Linear(config.d_model, width, **start.options())
 
   def __call__(self, hidden: Array) -> Array:
     """Maps normed hidden states [B, N, D] to [B, D] or logits [B, classes]."""
@@ -124,21 +81,16 @@ class ClassPool(nnx.Module):
 class AttentionPool(nnx.Module):
   """SigLIP's pooling: a learned query attends to all tokens, then an MLP block.
 
-  Attributes:
-    probe: [D], the query's token.
-    qkv: `Linear` [D, 3 D]: q, k and v one after the other, each with its heads
-      in order.
-    out: `Linear` [D, D].
-    mlp: `MLP` with a LayerNorm and a residual add.
+  The columns of `qkv` are q, k and v one after another, each with its heads in
+  order.
   """
 
   def __init__(self, config: VisionConfig, start: Start):
-    """Initializes the parameters in f32."""
     d = config.d_model
     self.num_heads = config.num_heads
     self.probe = start.param(d)
-    self.qkv = Linear(d, 3 * d, **start.options)
-    self.out = Linear(d, d, **start.options)
+    self.qkv = Linear(d, 3 * d, **start.options())
+    self.out = Linear(d, d, **start.options())
     self.mlp = MLP(
       d,
       config.d_ff,
@@ -147,7 +99,7 @@ class AttentionPool(nnx.Module):
       epsilon=config.norm_eps,
       use_norm_bias=True,
       use_bias=True,
-      **start.options,
+      **start.options(),
     )
 
   def __call__(self, hidden: Array) -> Array:

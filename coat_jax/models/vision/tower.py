@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A vision tower for several families, built of COAT's blocks.
+"""A vision tower of several families, made of COAT's blocks.
 
 Patches become tokens. Layers of non-causal attention and GELU MLPs, with
 LayerNorms and biases, are stacked and scanned like a decoder's. As in a
 decoder, both ends stay in BF16: the patches' projection, the first and the last
 norm, and pooling.
 """
-
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,10 +17,10 @@ from coat_jax.layers import MLP, Attention, LayerNorm
 from coat_jax.layers.module import recipe_of
 from coat_jax.models.arguments import check_config, check_model
 from coat_jax.models.config import Remat
-from coat_jax.models.remat import check_remat
+from coat_jax.models.remat import check_remat, layer_forward
 from coat_jax.models.stack import (
+  Start,
   Store,
-  layer_forward,
   stack_layers,
   store_params,
   stored_in,
@@ -32,13 +30,11 @@ from coat_jax.models.vision.ends import (
   AttentionPool,
   ClassPool,
   PatchEmbedding,
-  Start,
 )
-from coat_jax.numerics import recipes
 from coat_jax.numerics.checks import check_whole
 from coat_jax.numerics.recipes import CoatRecipe
 
-_INIT_STDDEV = 0.02
+_POOLS = {"class": ClassPool, "attention": AttentionPool}
 
 
 class VisionLayer(nnx.Module):
@@ -59,18 +55,13 @@ class VisionLayer(nnx.Module):
   ):
     """Initializes the parameters; arguments as for `VisionTower`."""
     check_config("VisionLayer", config, VisionConfig)
-    # As in a decoder, weights that write to the residual stream start smaller.
-    out_stddev = _INIT_STDDEV * (2 * config.num_layers) ** -0.5
-    shared: dict[str, Any] = dict(
+    shared = Start(dtype, rngs).block_options(
+      config.num_layers,
       recipe=recipe,
       norm="layer",
       epsilon=config.norm_eps,
       use_norm_bias=True,
       use_bias=True,
-      dtype=dtype,
-      kernel_init=nnx.initializers.normal(_INIT_STDDEV),
-      out_kernel_init=nnx.initializers.normal(out_stddev),
-      rngs=rngs,
     )
     self.attention = Attention(
       config.d_model,
@@ -141,15 +132,15 @@ class VisionTower(nnx.Module):
       dtype: dtype of activations.
       param_dtype: dtype in which weights are stored; norms' scales and biases
         are always f32.
-      remat: what layers recompute in the backward, as for `Decoder`.
+      remat: what layers recompute in the backward pass; see `Remat`.
       store: `(path, array) -> array`, converts parameters to the form in which
         they are stored, as for `Decoder`; None for `param_dtype`.
       rngs: its stream `params` initializes the parameters.
 
     Raises:
       TypeError: an argument of another kind.
-      ValueError: an unknown `remat`, or "fp8" where the recipe is not coat, or
-        `param_dtype` is none of float32, bfloat16 and float16.
+      ValueError: an unknown `remat`, "fp8" with a recipe other than coat, or a
+        `param_dtype` other than float32, bfloat16 and float16.
     """
     op = "VisionTower"
     recipe = recipe_of(op, recipe)
@@ -157,20 +148,15 @@ class VisionTower(nnx.Module):
     check_remat(remat, recipe)
     self.config, self.dtype, self.axes = config, dtype, recipe.axes
     self.remat: Remat = remat
-    store = store or stored_in("VisionTower", param_dtype)
-    start = Start(dtype, nnx.initializers.normal(_INIT_STDDEV), rngs)
+    store = store or stored_in(op, param_dtype)
+    start, choices = Start(dtype, rngs), config.choices
 
     def norm() -> LayerNorm:
-      return LayerNorm(
-        config.d_model,
-        recipe=recipes.bf16(),
-        epsilon=config.norm_eps,
-        dtype=dtype,
-        rngs=rngs,
-      )
+      options = start.norm_options(epsilon=config.norm_eps)
+      return LayerNorm(config.d_model, **options)
 
     self.patches = PatchEmbedding(config, start)
-    self.pre_norm = nnx.data(norm() if config.choices.pre_norm else None)
+    self.pre_norm = nnx.data(norm() if choices.pre_norm else None)
     self.layers = stack_layers(
       lambda rngs: VisionLayer(config, recipe, dtype=dtype, rngs=rngs),
       config.num_layers,
@@ -178,11 +164,9 @@ class VisionTower(nnx.Module):
       rngs=rngs,
     )
     self.norm = norm()
-    pools = {"vit": ClassPool, "siglip_vision": AttentionPool}
-    has_pool = config.has_pool and config.family in pools
-    self.pool = nnx.data(
-      pools[config.family](config, start) if has_pool else None
-    )
+    self.pool = nnx.data(None)
+    if config.has_pool and choices.pool is not None:
+      self.pool = _POOLS[choices.pool](config, start)
     for name in ("patches", "pre_norm", "norm", "pool"):
       store_params(getattr(self, name), name, store)
 
@@ -213,7 +197,7 @@ class VisionTower(nnx.Module):
       ValueError: the tower has no weights that pool.
     """
     hidden = self.features(pixel_values)
-    if self.config.family == "clip_vision":
+    if self.config.choices.pool is None:
       return self.norm(hidden[:, :1])[:, 0]
     if self.pool is None:
       raise ValueError(
@@ -256,23 +240,17 @@ class VisionTower(nnx.Module):
     if wanted < count:
       graph, state = nnx.split(layers)
       layers = nnx.merge(graph, jax.tree.map(lambda w: w[:wanted], state))
-    scan = nnx.scan(self._step(), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+    forward = layer_forward(self, lambda x, layer, _: (layer(x), None))
+    scan = nnx.scan(
+      lambda x, layer: forward(x, layer, None)[0],
+      in_axes=(nnx.Carry, 0),
+      out_axes=nnx.Carry,
+    )
     return scan(x, layers)
 
   def _output(self, hidden: Array) -> Array:
     """Returns the last layer's hidden states as transformers returns them."""
     return self.norm(hidden) if self.config.choices.norms_output else hidden
-
-  def _step(self):
-    attention = self.layers.attention
-    kept = layer_forward(
-      lambda x, layer, _: (layer(x), None),
-      attention.active_recipe,
-      trained=attention.recipe,
-      dtype=self.dtype,
-      remat=self.remat,
-    )
-    return lambda x, layer: kept(x, layer, None)[0]
 
   def _check_mesh(self) -> None:
     """Raises ValueError if the tensor axis does not divide the tokens."""

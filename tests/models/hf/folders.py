@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints that transformers wrote, and ones that are made from them."""
+"""Provides checkpoints that transformers wrote, and variants of them."""
 
 import json
 import re
@@ -36,7 +36,7 @@ FAMILIES = (
 
 
 def tensors_of(folder):
-  """All tensors of a folder, by name, as the safetensors package reads them."""
+  """Reads all tensors of a folder by name, with the safetensors package."""
   found = {}
   for file in sorted(folder.glob("*.safetensors")):
     found |= load_file(file)
@@ -63,7 +63,7 @@ def copied(path, name="llama", *, tensors=None, cast=None, **keys):
 
 
 def split(folder, count=3):
-  """Splits a folder's file into shards with an index, as transformers names."""
+  """Splits a folder's file into shards with an index, like transformers."""
   tensors = tensors_of(folder)
   (folder / "model.safetensors").unlink()
   places = {}
@@ -87,7 +87,7 @@ def params_of(model):
 
 
 def by_tensor(config, params):
-  """Parameters, or gradients, by the names of the checkpoint's tensors."""
+  """Returns parameters or gradients by the names of their tensors."""
   leaves = {path_of(keys): x for keys, x in jax.tree.leaves_with_path(params)}
   found = {}
   for part in parts(config, params):
@@ -99,7 +99,7 @@ def by_tensor(config, params):
 
 
 def fused(norms):
-  """Norms of tensors, where those of all experts of a layer are one tensor."""
+  """Merges the norms of experts' tensors that transformers stores as one."""
   squares = {}
   for name, norm in norms.items():
     name = re.sub(r"experts\.\d+\.(gate|up)_proj.weight", GATE_UP, name)

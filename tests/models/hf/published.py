@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""config.json of checkpoints that were published."""
+"""Contains config.json of published checkpoints."""
 
 # As transformers 4 wrote them.
 LLAMA2_7B = """{

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""config.json to a ModelConfig and back; what is refused by name."""
+"""Reads config.json into a ModelConfig and back; names unsupported keys."""
 
 import dataclasses
 import json
@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import pytest
 
 from coat_jax.layers import LinearScaling, Llama3Scaling, YarnScaling
-from coat_jax.models import ModelConfig
+from coat_jax.models import VISION_FAMILIES, ModelConfig
 from coat_jax.models.config import FAMILIES
 from coat_jax.models.hf.config import parse_config, write_config
-from coat_jax.models.hf.rows import CONFIGS
-from coat_jax.models.hf.tensors import TENSORS
+from coat_jax.models.hf.config_tables import CONFIGS
+from coat_jax.models.hf.tensor_tables import TENSORS
 from tests.models.hf.folders import DATA
 from tests.models.hf.published import GPT2, LLAMA2_7B, MISTRAL, QWEN2_05B
 from train.presets import PRESETS
@@ -25,7 +25,7 @@ def golden(name="llama"):
   return json.loads((DATA / name / "config.json").read_text())
 
 
-def test_llama2_is_that_of_the_preset():
+def test_llama2_matches_the_preset():
   config, dtype = parse_config(FILE, json.loads(LLAMA2_7B))
   assert config == PRESETS["llama2_7b"]().model
   assert dtype == "float16"
@@ -62,7 +62,8 @@ def test_other_families_are_read():
 
 
 def test_every_family_has_a_row_and_a_table():
-  assert FAMILIES.keys() == CONFIGS.keys() == TENSORS.keys()
+  assert FAMILIES.keys() | VISION_FAMILIES.keys() == TENSORS.keys()
+  assert TENSORS.keys() | {"llava"} == CONFIGS.keys()
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -85,7 +86,7 @@ def test_presets_are_written_and_read_again(name):
     ("gpt2", None, None),
   ],
 )
-def test_longest_sequence_is_written_where_none_is_known(name, like, want):
+def test_context_length_is_written_if_the_source_has_none(name, like, want):
   config = PRESETS[name]().model
   found = write_config(config, jnp.dtype("float16"), like, max_length=512)
   assert found.get("max_position_embeddings") == want
@@ -177,7 +178,7 @@ def test_stretched_rope_is_read_in_both_forms_and_written(rope, scaling):
 @pytest.mark.parametrize(
   "keys", [{}, dict(rope_scaling={"rope_type": "linear", "factor": 2.0})]
 )
-def test_share_of_heads_that_turns_is_read_in_both_forms_and_written(keys):
+def test_partial_rope_is_read_in_both_forms_and_written(keys):
   old = golden("phi3") | {"partial_rotary_factor": 0.75, "rope_theta": 1e4}
   old = {k: v for k, v in (old | keys).items() if k != "rope_parameters"}
   new = golden("phi3")
@@ -213,7 +214,7 @@ def test_windows_are_read():
     ("ntk,factor=2", "must be one of ('linear', 'llama3', 'yarn'), got 'ntk'"),
     ("linear", "of which factor are needed; wrong are factor"),
     ("linear,factor=2,base=3", "wrong are base"),
-    ("linear,factor", "fields as factor=4, got 'factor'"),
+    ("linear,factor", "fields like factor=4, got 'factor'"),
     ("linear,factor=0.5", "factor must be at least 1 and finite, got 0.5"),
     ("linear,factor=inf", "factor must be a number from 0 on, got inf"),
     ("linear,factor=nan", "factor must be a number from 0 on, got nan"),
@@ -293,7 +294,7 @@ def test_scaling_of_a_configuration_is_checked(text, words):
     (
       "phi3",
       {**V4, "partial_rotary_factor": 0.7},
-      "rotary_dim must be even, because rotary embeddings turn pairs, and at",
+      "rotary_dim must be even, because RoPE rotates pairs, and at",
     ),
     (
       "llama",
@@ -328,7 +329,7 @@ def test_scaling_of_a_configuration_is_checked(text, words):
       "must be one of gelu_new, gelu_pytorch_tanh, gelu, got relu",
     ),
     ("gpt2", {"n_positions": ...}, "must have n_positions; copy"),
-    ("gpt2", {"n_embd": "64"}, "n_embd must be a number"),
+    ("gpt2", {"n_embd": "64"}, "n_embd must be a whole number"),
     ("gpt2", {"rope_theta": 1e4}, "rope_theta is not supported"),
     ("gpt2", {"hidden_size": 64}, "hidden_size is not supported"),
     ("qwen2", {"use_sliding_window": True}, "use_sliding_window must be False"),
@@ -344,7 +345,11 @@ def test_scaling_of_a_configuration_is_checked(text, words):
     ),
     ("llama", {"num_experts": 8}, "num_experts is not supported, got 8"),
     ("llama", {"hiden_size": 8}, "did you mean hidden_size?"),
-    ("llama", {"quantization_config": {}}, "weights that another library"),
+    (
+      "llama",
+      {"quantization_config": {}},
+      "another library quantized the weights",
+    ),
     ("llama", {"auto_map": {"AutoModel": "m.M"}}, "auto_map is not supported"),
     (
       "llama",
@@ -356,10 +361,10 @@ def test_scaling_of_a_configuration_is_checked(text, words):
     (
       "llama",
       {"architectures": ["LlamaForSequenceClassification"]},
-      "only language models can be read",
+      "other classes are not supported",
     ),
     ("llama", {"hidden_size": ...}, "must have hidden_size; copy"),
-    ("llama", {"hidden_size": "64"}, "hidden_size must be a number"),
+    ("llama", {"hidden_size": "64"}, "hidden_size must be a whole number"),
     ("llama", {"hidden_size": 2**40}, "d_model must be a whole number"),
     ("llama", {"head_dim": 15}, "head_dim must be even"),
     ("llama", {"num_key_value_heads": 3}, "a multiple of num_kv_heads, got 4"),
@@ -369,7 +374,7 @@ def test_scaling_of_a_configuration_is_checked(text, words):
     ("llama", {"dtype": ["a"]}, "float16, got ['a']"),
   ],
 )
-def test_keys_that_cannot_be_had_are_refused_by_name(name, keys, words):
+def test_unsupported_keys_are_refused_by_name(name, keys, words):
   found = json.loads(MISTRAL) if name == "mistral" else golden(name)
   found = {k: v for k, v in (found | keys).items() if v is not ...}
   with pytest.raises(ValueError) as caught:
@@ -379,7 +384,7 @@ def test_keys_that_cannot_be_had_are_refused_by_name(name, keys, words):
   assert words in message, message
 
 
-def test_missing_keys_are_those_of_transformers():
+def test_missing_keys_have_the_defaults_of_transformers():
   found = golden()
   for key in ("head_dim", "num_key_value_heads", "rms_norm_eps", "dtype"):
     found.pop(key)

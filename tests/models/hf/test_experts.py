@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints of mixtures of experts: their keys, and each expert's tensors."""
+"""Tests checkpoints with experts: their keys, and each expert's tensors."""
 
 import json
 from pathlib import Path
@@ -85,13 +85,13 @@ def test_experts_are_read_under_both_names_and_written():
   [
     ({"decoder_sparse_step": 2}, "decoder_sparse_step must be 1, got 2"),
     ({"mlp_only_layers": [0]}, "mlp_only_layers must be [], got [0]"),
-    ({"num_experts": 8}, "must be num_experts, which is 8, got 4; correct"),
-    ({"num_experts_per_tok": 5}, "the second at most the first, got 4 and 5"),
+    ({"num_experts": 8}, "must be num_experts, which is 8, got 4; correct one"),
+    ({"num_experts_per_tok": 5}, "which is at most num_experts, got 4 and 5"),
     ({"norm_topk_prob": 1}, "norm_topk_prob must be true or false, got 1"),
     ({"router_aux_loss_coef": -1}, "auxiliary_loss must be a number from 0"),
   ],
 )
-def test_other_mixtures_are_refused_by_name(keys, words):
+def test_unsupported_mixtures_are_refused_by_name(keys, words):
   with pytest.raises(ValueError) as caught:
     parse_config(FILE, GOLDEN | keys)
   message = str(caught.value)
@@ -102,8 +102,8 @@ def test_other_mixtures_are_refused_by_name(keys, words):
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["", *MESHES])
 @pytest.mark.parametrize("is_fused", [False, True])
-def test_each_expert_is_in_its_place(mesh, is_fused, tmp_path):
-  """Also of files that have all experts of a layer in one tensor."""
+def test_each_expert_is_loaded_into_its_place(mesh, is_fused, tmp_path):
+  """Some files store all experts of a layer in one tensor."""
   folder = copied(tmp_path / "m", "qwen3_moe")
   want = tensors_of(folder)
   if is_fused:

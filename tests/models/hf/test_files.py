@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Folders that hold no checkpoint, or a damaged one: one sentence each."""
+"""Tests that damaged and missing checkpoints are refused in one sentence."""
 
 import json
 import shutil
@@ -38,20 +38,20 @@ def assert_refused(folder, words):
     ({NAME: None}, f"got no {NAME}; copy the whole"),
     (
       {NAME: np.zeros((64, 65), "f")},
-      f"got {NAME} [64, 65] in place of [64, 64",
+      f"got {NAME} [64, 65] instead of [64, 64",
     ),
     ({"model.more": np.zeros(3, "f")}, "got model.more too, which this model"),
     ({NAME: np.zeros((64, 64))}, f"F32, F16, BF16, got {NAME} of F64"),
     ({NAME: np.zeros((64, 64), "i4")}, f"got {NAME} of I32"),
   ],
 )
-def test_other_tensors_are_refused(tensors, words, tmp_path):
+def test_wrong_tensors_are_refused(tensors, words, tmp_path):
   assert_refused(copied(tmp_path / "m", tensors=tensors), words)
 
 
-def test_another_tied_output_projection_is_refused(tmp_path, monkeypatch):
+def test_tied_output_projection_must_equal_the_embedding(tmp_path, monkeypatch):
   folder = copied(tmp_path / "m", tie_word_embeddings=True)
-  words = "got another lm_head.weight than model.embed_tokens"
+  words = "got different lm_head.weight and model.embed_tokens"
   assert_refused(folder, words)
   # Rows are compared 100 at a time, the last 84 of 384 together.
   monkeypatch.setattr(load, "_ROWS", 100)
@@ -64,7 +64,7 @@ def test_another_tied_output_projection_is_refused(tmp_path, monkeypatch):
     assert_refused(folder, words)
 
 
-def test_places_without_a_checkpoint_are_refused(folder):
+def test_folders_without_a_checkpoint_are_refused(folder):
   file = folder / "config.json"
   assert_refused(file, "config.json and model.safetensors, got a file;")
   assert_refused(folder / "absent", "got nothing of that name;")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""config.json of Gemma 2 and 3, as transformers 4 and 5 write it."""
+"""Reads config.json of Gemma 2 and 3 as transformers 4 and 5 write it."""
 
 import json
 from pathlib import Path
@@ -105,7 +105,7 @@ def test_gemma3_is_read_in_both_forms():
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gemma3", "9b", "12b"])
-def test_what_is_written_is_read_by_both_versions(name):
+def test_both_versions_read_the_written_config(name):
   known = {"9b": json.loads(GEMMA2_9B), "12b": json.loads(GEMMA3_12B)}
   before = known[name] if name in known else golden(name)
   config, dtype = parse_config(FILE, before)
@@ -134,7 +134,7 @@ def kinds_of(types, **keys):
   return config.full_every, config.window
 
 
-def test_period_of_layers_is_that_of_the_list():
+def test_period_of_layers_follows_from_the_list():
   a, b = SLIDING, FULL
   assert kinds_of([a, b, a, b, a]) == (2, 24)
   assert kinds_of([a, a, b, a, a]) == (3, 24)
@@ -157,7 +157,7 @@ def test_period_of_layers_is_that_of_the_list():
       "a list of all 2 layers, got full",
     ),
     ("gemma3", {"_sliding_window_pattern": 2.5}, "a whole number from 1 on"),
-    ("gemma2", {"sliding_window": None}, "full_every says which layers see"),
+    ("gemma2", {"sliding_window": None}, "full_every needs a window that"),
     (
       "gemma2",
       {"use_bidirectional_attention": True},
@@ -182,11 +182,11 @@ def test_period_of_layers_is_that_of_the_list():
     (
       "gemma3",
       {"model_type": "gemma3"},
-      "got gemma3; a model with another one cannot be had",
+      "got gemma3; other values are not supported yet",
     ),
   ],
 )
-def test_what_cannot_be_had_is_refused_by_name(name, keys, words):
+def test_unsupported_gemmas_are_refused_by_name(name, keys, words):
   with pytest.raises(ValueError) as caught:
     read(golden(name) | keys)
   message = str(caught.value)
@@ -194,7 +194,7 @@ def test_what_cannot_be_had_is_refused_by_name(name, keys, words):
   assert words in message, message
 
 
-def test_layers_whose_rope_is_alike_have_one_base():
+def test_equal_ropes_become_one_base():
   same = LINEAR | {"rope_theta": 2e4}
   found = golden("gemma3") | {"rope_parameters": {SLIDING: same, FULL: same}}
   config = read(found)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loaded models against NumPy in float64, of keys that no golden model has.
+"""Compares loaded models with NumPy, for keys that no golden model has.
 
 The oracle reads the tensors of the checkpoint by their own names, and the keys
 of its config.json: nothing of what loading a model goes through.
@@ -21,7 +21,7 @@ from tests.models.hf.folders import DATA, copied, expected, tensors_of
 
 
 def frequencies(keys, size):
-  """Of RoPE over `size` channels, and what cos and sin are multiplied by."""
+  """Returns RoPE's frequencies over `size` channels, and its magnitude."""
   rope = keys["rope_parameters"]
   theta, kind = rope["rope_theta"], rope["rope_type"]
   frequency = theta ** (-2 * np.arange(size // 2) / size)
@@ -44,7 +44,7 @@ def frequencies(keys, size):
 
 
 def logits_in_numpy(folder, tokens):
-  """Logits of a Llama, OLMo or Phi-3, in float64."""
+  """Computes logits of a Llama, OLMo or Phi-3 in float64."""
   keys = json.loads((folder / "config.json").read_text())
   w = {name: np.float64(x) for name, x in tensors_of(folder).items()}
   heads, shared = keys["num_attention_heads"], keys["num_key_value_heads"]
@@ -120,7 +120,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("name, keys", quick(2, CASES))
-def test_logits_are_those_of_the_formulas(name, keys, tmp_path):
+def test_logits_match_the_formulas(name, keys, tmp_path):
   folder = copied(tmp_path / "m", name, **keys)
   golden = expected(name)
   tokens = golden["input_ids"].astype(np.int32)
@@ -134,8 +134,8 @@ def test_logits_are_those_of_the_formulas(name, keys, tmp_path):
   assert_close(found, want, 1e-5)
 
 
-def test_formulas_are_those_of_transformers():
-  """The oracle's, where transformers' own arrays are there."""
+def test_oracle_matches_transformers():
+  """Checks the oracle on models with arrays from transformers."""
   for name in ("llama", "olmo", "phi3"):
     golden = expected(name)
     found = logits_in_numpy(DATA / name, golden["input_ids"])

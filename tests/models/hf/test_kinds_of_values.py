@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of a checkpoint whose values are of another kind than they should be.
+"""Replaces each value in a checkpoint's files by values of another kind.
 
-Each value of config.json, of a tensor's entry in a header and of the index is
-replaced by others: what is refused is refused in a sentence.
+The values are those of config.json, of a tensor's entry in a header, and of the
+index. Each refusal must be one sentence.
 """
 
 import copy
@@ -38,7 +38,7 @@ def replaced(found, at=()):
 
 
 def count_refused(read, folder, cases, write):
-  """How many of the cases are refused; raises all but a ValueError."""
+  """Counts the refused cases; raises errors other than ValueError."""
   count = 0
   for at, value, changed in cases:
     write(changed)

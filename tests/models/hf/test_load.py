@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models that were loaded, against transformers' own and bit by bit."""
+"""Compares loaded models with transformers, and their weights bit by bit."""
 
 import jax
 import jax.numpy as jnp
@@ -45,7 +45,7 @@ def loaded(folder, **options):
 
 
 @pytest.mark.parametrize("name", quick(1, FAMILIES))
-def test_model_is_that_of_transformers(name):
+def test_model_matches_transformers(name):
   model = loaded(DATA / name)
   model.eval()  # Where transformers adds no auxiliary loss.
   graph, params = nnx.split(model, nnx.Param)
@@ -79,8 +79,8 @@ def test_model_is_that_of_transformers(name):
 
 
 @pytest.mark.parametrize("mesh", ["", *MESHES])
-def test_each_value_is_in_its_place(mesh, tmp_path):
-  """Also of shards of a file, and of a family with biases."""
+def test_each_value_is_loaded_into_its_place(mesh, tmp_path):
+  """The file is split into shards, and the family has biases."""
   folder = split(copied(tmp_path / "m", "qwen2"))
   model = loaded(folder, mesh=make_mesh(parse_mesh(mesh)))
   params = params_of(model)
@@ -157,7 +157,7 @@ def test_dtypes_are_cast_to_what_is_stored(name, param_dtype, tmp_path):
     (np.float64, "float64"),
   ],
 )
-def test_dtypes_that_hold_no_weights_are_refused(dtype, got, tmp_path):
+def test_dtypes_that_cannot_store_weights_are_refused(dtype, got, tmp_path):
   """In int32 all weights of this model would be zeros."""
   words = f"must be float32, bfloat16 or float16, got {got};"
   with pytest.raises(ValueError, match=f"load_hf: param_dtype {words}"):
@@ -185,7 +185,7 @@ def test_dtypes_that_hold_no_weights_are_refused(dtype, got, tmp_path):
   ],
 )
 def test_weights_that_are_not_finite_are_refused(name, value, mesh, tmp_path):
-  """In one of three tensors of a layer's parameter, and in the last norm."""
+  """Tests one of three tensors of a layer's parameter, and the last norm."""
   tensor = tensors_of(DATA / "llama")[name].copy()
   tensor.flat[-1] = value
   folder = copied(tmp_path / "m", tensors={name: tensor})
@@ -198,7 +198,7 @@ def test_weights_that_are_not_finite_are_refused(name, value, mesh, tmp_path):
 
 
 def test_weights_too_large_for_float16_are_refused(tmp_path):
-  """Loaded and saved: 65504 is the largest."""
+  """The largest number in float16 is 65504."""
   name = "model.layers.1.mlp.down_proj.weight"
   tensor = tensors_of(DATA / "llama")[name].copy()
   tensor[3, 5] = -65504
@@ -232,7 +232,7 @@ def test_tied_output_projection_may_be_written_twice(tmp_path):
 
 
 def test_gpt2_may_lack_the_prefix_of_its_names(tmp_path):
-  """And have buffers, as the checkpoint that was published."""
+  """The published checkpoint lacks the prefix, and has buffers."""
   golden = tensors_of(DATA / "gpt2")
   published = {
     name.removeprefix("transformer."): x for name, x in golden.items()
@@ -272,7 +272,7 @@ def test_recipe_is_coat_unless_another_is_given():
 
 
 def test_files_may_be_links_to_others(tmp_path):
-  """As in the cache of huggingface_hub."""
+  """In the cache of huggingface_hub all files are links."""
   blobs, folder = copied(tmp_path / "blobs"), tmp_path / "m"
   folder.mkdir()
   for file in blobs.iterdir():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a host holds while it loads a checkpoint, and while it saves one."""
+"""Measures a host's memory while it loads a checkpoint and saves one."""
 
 import json
 import os
@@ -58,7 +58,7 @@ print(size, loaded, saved)
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-  """Shards of 240 MB in all, in bfloat16."""
+  """Writes a checkpoint of 240 MB in bfloat16, in shards."""
   folder = copied(tmp_path_factory.mktemp("memory") / "m", **SHAPE)
   (folder / "model.safetensors").unlink()
   rng, places = np.random.default_rng(0), {}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fused weights: where each row goes, from formulas, and back again."""
+"""Compares fused weights with formulas, and splits them again."""
 
 import jax.numpy as jnp
 import ml_dtypes
@@ -24,7 +24,7 @@ CONFIG = ModelConfig(
 
 
 def kernels(dtype, *rows):
-  """Arrays whose values are all different in every dtype."""
+  """Makes arrays whose values all differ in every dtype."""
   rng = np.random.default_rng(0)
   bits = rng.permutation(2**14)[: sum(rows) * D].astype(np.uint16)
   values = np.split(bits.view(dtype).reshape(-1, D), np.cumsum(rows)[:-1])
@@ -38,7 +38,7 @@ def assert_equal(found, wanted):
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
-def test_columns_of_qkv_are_by_key_head(dtype):
+def test_columns_of_qkv_are_grouped_by_key_head(dtype):
   q, k, v = kernels(dtype, N * H, K * H, K * H)
   split, shape = matrix_split(QKV, CONFIG), (D, (N + 2 * K) * H)
   packed = kernel("q", "k", "v").pack((q, k, v), shape, split)
@@ -70,7 +70,7 @@ def test_biases_of_qkv_have_the_order_of_its_columns():
   assert_equal(row.unpack(packed, split), biases)
 
 
-def test_gate_is_in_front_of_up():
+def test_gate_comes_before_up():
   gate, up = kernels(np.float16, 7, 7)
   split, row = matrix_split(GATE_UP, CONFIG), kernel("gate", "up")
   packed = row.pack((gate, up), (D, 2, 7), split)

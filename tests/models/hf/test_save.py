@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models that were saved: the same bytes, files that others read."""
+"""Tests saved models: the same bytes, and files that others can read."""
 
 import json
 import os
@@ -115,7 +115,7 @@ def test_model_on_a_mesh_is_saved_in_shards(tmp_path):
   )
 
 
-def test_other_keys_and_files_are_carried_along(tmp_path):
+def test_other_keys_and_files_are_copied(tmp_path):
   source = copied(tmp_path / "a", eos_token_id=[2, 7], head_dim=...)
   kept = ("tokenizer.json", "chat_template.jinja", "generation_config.json")
   for name in (*kept, "README.md", "pytorch_model.bin"):
@@ -131,7 +131,7 @@ def test_other_keys_and_files_are_carried_along(tmp_path):
   assert after == before | written | {"dtype": "bfloat16"}
 
 
-def test_nothing_is_left_of_what_cannot_be_written(tmp_path, monkeypatch):
+def test_failed_save_leaves_nothing(tmp_path, monkeypatch):
   model, out = load_hf(DATA / "llama"), tmp_path / "folder" / "out"
 
   def full(descriptor):
@@ -150,22 +150,22 @@ def test_nothing_is_left_of_what_cannot_be_written(tmp_path, monkeypatch):
   assert list(out.parent.iterdir()) == [out]
 
 
-def test_what_transformers_does_not_have_is_refused(tmp_path):
+def test_models_unknown_to_transformers_are_refused(tmp_path):
   model = load_hf(DATA / "olmo")
-  with pytest.raises(ValueError, match="must be of the model that is saved"):
+  with pytest.raises(ValueError, match="must describe the model that is saved"):
     save_hf(model, tmp_path / "out", like=DATA / "llama")
   with pytest.raises(ValueError, match="float16, got float64"):
     save_hf(model, tmp_path / "out", dtype="float64")
   shape = dict(num_layers=1, d_model=16, d_ff=16, num_heads=1, num_kv_heads=1)
   own = ModelConfig(family="olmo", vocab_size=8, norm_eps=1e-3, **shape)
   model = Decoder(own, recipes.bf16(), rngs=nnx.Rngs(0))
-  with pytest.raises(ValueError, match="olmo of transformers has norm_eps"):
+  with pytest.raises(ValueError, match="a Hugging Face olmo has norm_eps"):
     save_hf(model, tmp_path / "out")
   assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("name", quick(2, FAMILIES))
-def test_header_is_as_the_format_has_it(name, tmp_path):
+def test_header_follows_the_safetensors_format(name, tmp_path):
   save_hf(load_hf(DATA / name), tmp_path / "m")
   data = (tmp_path / "m" / "model.safetensors").read_bytes()
   length = int.from_bytes(data[:8], "little")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints of vision towers: the same bytes, parts of models, refusals."""
+"""Tests checkpoints of towers: the same bytes, whole models, refusals."""
 
 import dataclasses
 import json
@@ -55,7 +55,7 @@ def test_import_and_export_gives_the_same_bytes(name, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["clip_vision", "siglip_vision"])
 def test_tower_is_read_out_of_a_whole_model(name, tmp_path):
-  """As CLIP and SigLIP are published, with text beside it."""
+  """CLIP and SigLIP are published together with their text models."""
   tower, folder = loaded(DATA / name), tmp_path / "m"
   folder.mkdir()
   tensors = {f"vision_model.{k}": x for k, x in tensors_of(DATA / name).items()}
@@ -87,8 +87,8 @@ def test_tower_is_read_out_of_a_whole_model(name, tmp_path):
 
 
 @pytest.mark.slow
-def test_encoder_of_vit_pools_by_a_product_and_tanh(tmp_path):
-  """ViTModel: no prefix, no classes."""
+def test_vit_without_classes_is_loaded_and_saved(tmp_path):
+  """A ViTModel has no prefix in its names and no classes."""
   tensors = {
     k.removeprefix("vit."): x
     for k, x in tensors_of(DATA / "vit").items()
@@ -116,7 +116,7 @@ def test_encoder_of_vit_pools_by_a_product_and_tanh(tmp_path):
 
 
 @pytest.mark.slow
-def test_tower_may_lack_what_pools(tmp_path):
+def test_tower_may_lack_the_weights_that_pool(tmp_path):
   kept = [
     k for k in tensors_of(DATA / "siglip_vision") if k.startswith("head.")
   ]
@@ -152,7 +152,7 @@ def test_tower_may_lack_what_pools(tmp_path):
     ("siglip_vision", dict(vision_use_head=False), "got head.attention.in_pr"),
   ],
 )
-def test_other_towers_are_refused(name, keys, words, tmp_path):
+def test_unsupported_towers_are_refused(name, keys, words, tmp_path):
   folder = copied(tmp_path / "m", name, **keys)
   with pytest.raises(ValueError, match=words):
     loaded(folder)
@@ -191,7 +191,7 @@ def test_classes_are_named(tmp_path):
 
 
 @pytest.mark.slow
-def test_tower_that_is_another_than_like_is_refused(tmp_path):
+def test_like_must_describe_the_tower(tmp_path):
   config = VisionConfig(
     family="vit",
     num_layers=1,
@@ -203,7 +203,7 @@ def test_tower_that_is_another_than_like_is_refused(tmp_path):
     num_classes=3,
   )
   tower = VisionTower(config, recipe=recipes.bf16(), rngs=nnx.Rngs(0))
-  with pytest.raises(ValueError, match="must be of the model that is saved"):
+  with pytest.raises(ValueError, match="must describe the model that is saved"):
     save_hf(tower, tmp_path / "m", like=DATA / "vit")
   save_hf(tower, tmp_path / "m")
   assert loaded(tmp_path / "m").config == config
