@@ -33,7 +33,6 @@ CALLED = {
   "backward": "step_in_backward",
   "config": "ModelConfig",
   "mixture": "moe",
-  "output": "attention_output",
   "pair": "VisionLanguageConfig",
   "self_attend": "self_attention",
   "vision": "VisionConfig",

@@ -10,15 +10,17 @@ To make a block of your own, call `block` with another `Middle`.
 from coat_jax.layers.activation import gelu as gelu
 from coat_jax.layers.activation import silu_mul as silu_mul
 from coat_jax.layers.attention import Attention as Attention
-from coat_jax.layers.attention_output import (
-  attention_output as attention_output,
-)
-from coat_jax.layers.attention_output import (
-  dot_product_attention as dot_product_attention,
-)
 from coat_jax.layers.back import BackWeights as BackWeights
 from coat_jax.layers.block import BlockWeights as BlockWeights
 from coat_jax.layers.block import block as block
+from coat_jax.layers.block_module import BlockOptions as BlockOptions
+from coat_jax.layers.block_module import NormLinearOptions as NormLinearOptions
+from coat_jax.layers.dot_product_attention import (
+  AttentionInputs as AttentionInputs,
+)
+from coat_jax.layers.dot_product_attention import (
+  dot_product_attention as dot_product_attention,
+)
 from coat_jax.layers.experts import MoEWeights as MoEWeights
 from coat_jax.layers.front import FrontWeights as FrontWeights
 from coat_jax.layers.gated_mlp import Gated as Gated
@@ -38,8 +40,6 @@ from coat_jax.layers.norm import RMSNorm as RMSNorm
 from coat_jax.layers.norm import norm as norm
 from coat_jax.layers.norm_linear import NormLinear as NormLinear
 from coat_jax.layers.norm_linear import norm_linear as norm_linear
-from coat_jax.layers.parameters import BlockOptions as BlockOptions
-from coat_jax.layers.parameters import NormLinearOptions as NormLinearOptions
 from coat_jax.layers.qk_norm import QKNorm as QKNorm
 from coat_jax.layers.qk_norm import QKNormWeights as QKNormWeights
 from coat_jax.layers.remat import (
@@ -52,7 +52,6 @@ from coat_jax.layers.rope import rope as rope
 from coat_jax.layers.rope import split_heads as split_heads
 from coat_jax.layers.routing import RoutingStats as RoutingStats
 from coat_jax.layers.routing import load_balancing_loss as load_balancing_loss
-from coat_jax.layers.self_attention import AttentionInputs as AttentionInputs
 from coat_jax.layers.self_attention import SelfAttention as SelfAttention
 from coat_jax.layers.self_attention import self_attention as self_attention
 from coat_jax.layers.weight import cache_weight as cache_weight

@@ -30,6 +30,7 @@ from coat_jax.layers.norm import (
   NormSaved,
   norm_forward,
   norm_gradients,
+  weights_of_norm,
 )
 from coat_jax.layers.operands import cached, gather_sequence, gradient_operand
 from coat_jax.layers.weight import quantized_weight, weight_gradient
@@ -57,9 +58,7 @@ class BackWeights(NamedTuple):
   @classmethod
   def of(cls, linear: Linear, norm: Norm | None = None) -> "BackWeights":
     """Reads the weights off a linear layer's module and a norm's."""
-    gamma, beta = (None, None)
-    if norm is not None:
-      gamma, beta = norm.gamma, value_of(norm.bias)
+    gamma, beta = weights_of_norm(norm)
     w, bias = linear.kernel[...], value_of(linear.bias)
     return cls(w, bias, linear.cache, gamma, beta)
 
@@ -94,50 +93,61 @@ class BackSaved(NamedTuple):
   norm: NormSaved | None
 
 
+class BlockStatic(NamedTuple):
+  """Arguments of `layers.block` that are not arrays, except the recipe."""
+
+  middle: Middle
+  kind: ops.NormKind | None
+  eps: float
+  add_input: bool
+  post_norm: ops.NormKind | None
+
+
 def back_forward(
+  x: Array,
   out: MiddleOutput,
   weights: BackWeights,
+  static: BlockStatic,
   recipe: CoatRecipe,
   *,
-  like: Array,
-  add: Array | None,
   after: Array | BlockScales | None = None,
-  post_norm: ops.NormKind | None = None,
-  eps: float = 0.0,
 ) -> tuple[Array, BackSaved]:
-  """Computes the second product, its norm and the sum; returns what is saved.
+  """Computes the second product, its norm and the sum with x, in x's dtype.
 
-  `add`, the residual stream or None, is added in f32; the result has `like`'s
-  dtype. For `after` see `quantized_weight`.
+  Also returns what is saved. x is added in f32. For `after` see
+  `quantized_weight`.
   """
   w = weights
   after = after if out.after is None else out.after
   w_q = quantized_weight(w.w, w.cache, "columns", recipe, after=after)
   product = functools.partial(
-    add_linear, out.operand, w_q, w.bias, recipe, dtype=like.dtype
+    add_linear, out.operand, w_q, w.bias, recipe, dtype=x.dtype
   )
   w_scale = scale_to_save(w.cache, w_q, recipe)
-  if post_norm is None:
+  add = x if static.add_input else None
+  if static.post_norm is None:
     return product(add=add), BackSaved(out.saved, w_scale, None)
   z = product(add=None)
-  y, saved = norm_forward(z, w.gamma, w.beta, post_norm, eps, recipe)
+  y, saved = norm_forward(
+    z, w.gamma, w.beta, static.post_norm, static.eps, recipe
+  )
   if add is not None:
     y = add.astype(jnp.float32) + y
-  return y.astype(like.dtype), BackSaved(out.saved, w_scale, saved)
+  return y.astype(x.dtype), BackSaved(out.saved, w_scale, saved)
 
 
 def back_backward(
-  middle: Middle,
+  g: Array,
   middle_weights: Any,
   weights: BackWeights,
   saved: BackSaved,
-  g: Array,
+  static: BlockStatic,
   recipe: CoatRecipe,
   *,
   has_bias: bool,
 ) -> tuple[MiddleGradient, BackWeights]:
   """Computes gradients of the middle, its weights and the back's weights."""
-  w, dgamma, dbeta = weights, None, None
+  w, middle, dgamma, dbeta = weights, static.middle, None, None
   if saved.norm is not None:
     g, dgamma, dbeta = norm_gradients(
       saved.norm, w.gamma, w.beta, g, None, recipe

@@ -29,6 +29,7 @@ from jax import Array
 from coat_jax import ops
 from coat_jax.layers.back import (
   BackWeights,
+  BlockStatic,
   back_backward,
   back_forward,
   back_specs,
@@ -38,6 +39,7 @@ from coat_jax.layers.front import (
   front_backward,
   front_forward,
   front_specs,
+  plain_front,
 )
 from coat_jax.layers.linear import bias_gradient, linear
 from coat_jax.layers.middle import Middle
@@ -63,53 +65,37 @@ class BlockWeights(NamedTuple):
   middle: Any = None
 
 
-class _Static(NamedTuple):
-  """Arguments of `block` that are not arrays."""
-
-  middle: Middle
-  kind: ops.NormKind | None
-  eps: float
-  add_input: bool
-  post_norm: ops.NormKind | None
-
-
 def _block_fwd(x, weights, inputs, static, recipe):
-  w, (middle, kind, eps, add_input, post_norm) = weights, static
-  h, scale, front = front_forward(x, w.front, kind, eps, recipe)
-  out = middle.forward(h, w.middle, inputs, recipe)
-  add = x if add_input else None
-  y, back = back_forward(
-    out,
-    w.back,
-    recipe,
-    like=x,
-    add=add,
-    after=scale,
-    post_norm=post_norm,
-    eps=eps,
-  )
+  w = weights
+  h, scale, front = front_forward(x, w.front, static.kind, static.eps, recipe)
+  out = static.middle.forward(h, w.middle, inputs, recipe)
+  y, back = back_forward(x, out, w.back, static, recipe, after=scale)
   return y, (front, back)
 
 
 def _block_bwd(static, recipe, inputs, saved, g):
   (w,), (front, back) = inputs, saved
-  has_bias = w.front.bias is not None
   gradient, dback = back_backward(
-    static.middle, w.middle, w.back, back, g, recipe, has_bias=has_bias
+    g,
+    w.middle,
+    w.back,
+    back,
+    static,
+    recipe,
+    has_bias=w.front.bias is not None,
   )
   add = g if static.add_input else None
   dx, dfront = front_backward(
     w.front, front, gradient.h, recipe, like=g, add=add
   )
-  if has_bias:
-    dbias = bias_gradient(
-      gradient.values,
-      w.front.bias,
-      recipe,
-      has_columns=True,
-      sums=gradient.sums,
-    )
-    dfront = dfront._replace(bias=dbias)
+  dbias = bias_gradient(
+    gradient.values,
+    w.front.bias,
+    recipe,
+    has_columns=True,
+    sums=gradient.sums,
+  )
+  dfront = dfront._replace(bias=dbias)
   return dx, BlockWeights(dfront, dback, gradient.weights), None
 
 
@@ -177,20 +163,10 @@ def block(
       f"{w.shape} for {x.shape}; pass add_input=False for another width"
     )
   if recipe.nonlinear == "fp8":
-    static = _Static(middle, kind, eps, add_input, post_norm)
+    static = BlockStatic(middle, kind, eps, add_input, post_norm)
     return _block((x, weights, inputs), static, recipe)
   front, back, own = weights
-  y = x
-  if kind is not None:
-    y = norm(x, front.gamma, front.beta, kind=kind, eps=eps, recipe=recipe)
-  h = linear(
-    y,
-    front.w,
-    front.bias,
-    recipe=recipe,
-    cache=front.cache,
-    split="columns",
-  )
+  h = plain_front(x, front, kind, eps, recipe)
   y = linear(
     middle.plain(h, own, inputs, recipe),
     back.w,

@@ -15,9 +15,15 @@ import jax.numpy as jnp
 from jax import Array, P
 
 from coat_jax import ops
-from coat_jax.layers.linear import Linear, as_row, scale_to_save
+from coat_jax.layers.linear import Linear, as_row, linear, scale_to_save
 from coat_jax.layers.module import value_of
-from coat_jax.layers.norm import Norm, NormSaved, norm_gradients
+from coat_jax.layers.norm import (
+  Norm,
+  NormSaved,
+  norm,
+  norm_gradients,
+  weights_of_norm,
+)
 from coat_jax.layers.operands import (
   cached,
   columns_of,
@@ -54,9 +60,7 @@ class FrontWeights(NamedTuple):
   @classmethod
   def of(cls, norm: Norm | None, linear: Linear) -> "FrontWeights":
     """Reads the weights off a norm's module and a linear layer's."""
-    gamma, beta = (None, None)
-    if norm is not None:
-      gamma, beta = norm.gamma, value_of(norm.bias)
+    gamma, beta = weights_of_norm(norm)
     w, bias = linear.kernel[...], value_of(linear.bias)
     return cls(gamma, beta, w, bias, linear.cache)
 
@@ -116,11 +120,8 @@ def front_forward(
     bias=as_row(w.bias),
     implementation=recipe.implementation,
   )
-  return (
-    h,
-    y.scale,
-    FrontSaved(normed, kept, scale_to_save(w.cache, w_q, recipe)),
-  )
+  saved = FrontSaved(normed, kept, scale_to_save(w.cache, w_q, recipe))
+  return h, y.scale, saved
 
 
 def front_backward(
@@ -155,6 +156,20 @@ def front_backward(
     saved.norm, w.gamma, w.beta, dy, add, recipe
   )
   return dx, FrontWeights(dgamma, dbeta, dw)
+
+
+def plain_front(
+  x: Array,
+  weights: FrontWeights,
+  kind: ops.NormKind | None,
+  eps: float,
+  recipe: CoatRecipe,
+) -> Array:
+  """Computes h [..., *F] from a norm and a linear layer that are not fused."""
+  w, y = weights, x
+  if kind is not None:
+    y = norm(x, w.gamma, w.beta, kind=kind, eps=eps, recipe=recipe)
+  return linear(y, w.w, w.bias, recipe=recipe, cache=w.cache, split="columns")
 
 
 def _norm_to_operand(x, gamma, beta, kind, eps, recipe):

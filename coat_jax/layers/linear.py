@@ -9,7 +9,7 @@ again from the parameter, which stays in memory anyway.
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from flax import nnx
@@ -22,7 +22,6 @@ from coat_jax.layers.module import (
   Sharding,
   check_float,
   check_recipe,
-  recipe_of,
   reshard,
   sizes_of,
   value_of,
@@ -301,8 +300,6 @@ class Linear(RecipeModule):
     cache: cache of the kernel; None except in a copy by `with_weight_cache`.
   """
 
-  counterparts = (nnx.Linear, nnx.LinearGeneral)
-
   def __init__(
     self,
     in_features: int,
@@ -318,7 +315,6 @@ class Linear(RecipeModule):
     bias_metadata: Metadata = NO_METADATA,
     split: Split = None,
     rngs: nnx.Rngs,
-    **others: Any,
   ):
     """Initializes the parameters.
 
@@ -338,15 +334,12 @@ class Linear(RecipeModule):
       split: on a mesh with a tensor axis: "columns" for a column-parallel
         kernel, "inputs" for a row-parallel one, None for a replicated one.
       rngs: its stream `params` initializes the parameters.
-      **others: flax's other arguments; refused unless they have flax's default.
 
     Raises:
       TypeError: an argument has the wrong type.
-      ValueError: a size is below 1, `split` is unknown, or a flax argument is
-        not supported by FP8 products.
+      ValueError: a size is below 1, or `split` is unknown.
     """
-    super().__init__(recipe_of(type(self).__name__, recipe), dtype, others)
-    self._check(param_dtype, rngs, in_features=in_features)
+    super().__init__(recipe, dtype, param_dtype, rngs, in_features=in_features)
     self.in_features, self.out_features = in_features, out_features
     self.use_bias, self.param_dtype = use_bias, param_dtype
     self.split: Split = split

@@ -33,7 +33,6 @@ from coat_jax.layers.module import (
   Sharding,
   check_float,
   check_recipe,
-  recipe_of,
   reshard,
   value_of,
 )
@@ -308,8 +307,9 @@ class MoE(RecipeModule):
       ValueError: a number is outside its range, k is above E, or the norm is
         unknown.
     """
-    super().__init__(recipe_of(type(self).__name__, recipe), dtype)
-    self._check(
+    super().__init__(
+      recipe,
+      dtype,
       param_dtype,
       rngs,
       features=features,

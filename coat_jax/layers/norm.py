@@ -17,7 +17,6 @@ from coat_jax.layers.module import (
   RecipeModule,
   check_float,
   check_recipe,
-  recipe_of,
   value_of,
 )
 from coat_jax.layers.operands import in_groups
@@ -173,7 +172,6 @@ class Norm(RecipeModule):
     scale_metadata: Metadata = NO_METADATA,
     bias_metadata: Metadata = NO_METADATA,
     rngs: nnx.Rngs,
-    **others: Any,
   ):
     """Initializes the parameters.
 
@@ -196,16 +194,15 @@ class Norm(RecipeModule):
       scale_metadata: metadata of the scale, such as `out_sharding`.
       bias_metadata: metadata of the bias.
       rngs: its stream `params` is used by initializers that are given.
-      **others: flax's other arguments; refused unless they have flax's default.
 
     Raises:
       TypeError: an argument has the wrong type.
-      ValueError: a width is below 1, `epsilon` is negative, `scale_plus_one` is
-        set without a scale, or a flax argument is not supported by norms of FP8
-        values.
+      ValueError: a width is below 1, `epsilon` is negative, or `scale_plus_one`
+        is set without a scale.
     """
-    super().__init__(recipe_of(type(self).__name__, recipe), dtype, others)
-    self._check(param_dtype, rngs, num_features=num_features)
+    super().__init__(
+      recipe, dtype, param_dtype, rngs, num_features=num_features
+    )
     op = type(self).__name__
     check_number(op, "epsilon", epsilon, NOT_NEGATIVE, "1e-6 is usual")
     self.num_features, self.epsilon = num_features, epsilon
@@ -268,7 +265,6 @@ class RMSNorm(Norm):
   """
 
   kind = "rms"
-  counterparts = (nnx.RMSNorm,)
 
 
 class LayerNorm(Norm):
@@ -289,7 +285,6 @@ class LayerNorm(Norm):
   """
 
   kind = "layer"
-  counterparts = (nnx.LayerNorm,)
 
   def __init__(
     self,
@@ -321,21 +316,15 @@ def make_norm(
   return {"rms": RMSNorm, "layer": LayerNorm}[kind](num_features, **kwargs)
 
 
+def weights_of_norm(norm: Norm | None) -> tuple[Array | None, Array | None]:
+  """Returns gamma and beta of a norm's module; None for those it lacks."""
+  if norm is None:
+    return None, None
+  return norm.gamma, value_of(norm.bias)
+
+
 def norm_options(norm: Norm | None) -> dict[str, Any]:
   """Returns `kind` and `eps` of a norm's module, as functions take them."""
   if norm is None:
     return dict(kind=None, eps=0.0)
   return dict(kind=norm.kind, eps=norm.epsilon)
-
-
-def block_norm_options(
-  norm: Norm | None, post_norm: Norm | None
-) -> dict[str, Any]:
-  """Returns `kind`, `eps` and `post_norm` of a block, as functions take them.
-
-  Both norms of a block have the same epsilon.
-  """
-  options = norm_options(norm)
-  if post_norm is None:
-    return options | dict(post_norm=None)
-  return options | dict(eps=post_norm.epsilon, post_norm=post_norm.kind)

@@ -1,52 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Norm followed by a linear layer: only the front of a block.
+"""Norm followed by a linear layer: the front of a block on its own."""
 
-The norm reads 1 x G FP8 values and writes the E4M3 operand of the product,
-without a BF16 array in between.
-"""
+import dataclasses
+from typing import Unpack
 
-from typing import Any, Unpack
-
-import jax.numpy as jnp
 from flax import nnx
 from jax import Array
-from jax.typing import DTypeLike
 
 from coat_jax import ops
+from coat_jax.layers.block_module import NormLinearOptions, Parts
 from coat_jax.layers.front import (
   FrontWeights,
   front_backward,
   front_forward,
   front_specs,
+  plain_front,
 )
-from coat_jax.layers.linear import (
-  Linear,
-  bias_gradient,
-  linear,
-)
+from coat_jax.layers.linear import bias_gradient
 from coat_jax.layers.module import (
   RecipeModule,
   Sharding,
   check_float,
   check_recipe,
-  recipe_of,
   reshard,
 )
-from coat_jax.layers.norm import make_norm, norm, norm_options
+from coat_jax.layers.norm import norm_options
 from coat_jax.layers.operands import gradient_operand
-from coat_jax.layers.parameters import NormLinearOptions, options_by_part
 from coat_jax.layers.rule import rule
 from coat_jax.mesh import own_columns, product_spec, tokens
+from coat_jax.numerics.checks import check_kind
 from coat_jax.numerics.recipes import CoatRecipe
-from coat_jax.ops import Operand
 
 
-def _norm_linear_fwd(x, weights, kind, eps, recipe):
+def _fwd(x, weights, kind, eps, recipe):
   y, _, saved = front_forward(x, weights, kind, eps, recipe)
   return y, saved
 
 
-def _norm_linear_bwd(kind, eps, recipe, inputs, saved, g):
+def _bwd(kind, eps, recipe, inputs, saved, g):
   del kind, eps
   (weights,) = inputs
   g_q = gradient_operand(g, recipe)
@@ -63,8 +54,8 @@ def _specs(x, weights, kind, eps, recipe):
 
 
 _norm_linear = rule(
-  _norm_linear_fwd,
-  _norm_linear_bwd,
+  _fwd,
+  _bwd,
   _specs,
   reads=(1,),
   result_spec=lambda x, weights: product_spec(x, weights.w),
@@ -73,27 +64,20 @@ _norm_linear = rule(
 
 def norm_linear(
   x: Array,
-  gamma: Array | None,
-  beta: Array | None,
-  w: Array,
-  bias: Array | None = None,
+  weights: FrontWeights,
   *,
   kind: ops.NormKind | None,
   eps: float,
   recipe: CoatRecipe,
-  cache: Operand | None = None,
 ) -> Array:
   """norm(x) w + bias.
 
   Args:
     x: [..., D], BF16 (or f32).
-    gamma, beta: [D] or None, of the norm.
-    w: [D, F].
-    bias: [F] or None.
+    weights: see `FrontWeights`; w is [D, F].
     kind: "rms" or "layer"; None for no norm.
     eps: epsilon of the norm.
     recipe: fused if both `linear` and `nonlinear` are "fp8".
-    cache: cache of w, from `layers.cache_weight`, or None.
 
   Returns:
     [..., F] in x's dtype.
@@ -103,15 +87,14 @@ def norm_linear(
     ValueError: x's last axis is not w's first; other shapes are inconsistent,
       the kind is unknown or `eps` is negative.
   """
-  check_recipe("norm_linear", recipe)
-  check_float("norm_linear", "x", x)
-  if kind is None:
-    return linear(x, w, bias, recipe=recipe, cache=cache, split="columns")
-  if recipe.nonlinear == "fp8":
-    weights = FrontWeights(gamma, beta, w, bias, cache)
+  op = "norm_linear"
+  check_recipe(op, recipe)
+  check_float(op, "x", x)
+  remedy = "pass one, as in FrontWeights(gamma, None, w)"
+  check_kind(op, "weights", weights, FrontWeights, remedy)
+  if kind is not None and recipe.nonlinear == "fp8":
     return _norm_linear((x, weights), kind, eps, recipe)
-  y = norm(x, gamma, beta, kind=kind, eps=eps, recipe=recipe)
-  return linear(y, w, bias, recipe=recipe, cache=cache, split="columns")
+  return plain_front(x, weights, kind, eps, recipe)
 
 
 class NormLinear(RecipeModule):
@@ -129,26 +112,16 @@ class NormLinear(RecipeModule):
     (2, 16, 192)
 
   Attributes:
-    norm: RMSNorm or LayerNorm (its parameters).
+    norm: RMSNorm or LayerNorm (its parameters); None without a norm.
     linear: Linear (its parameters).
   """
-
-  counterparts = (nnx.Linear,)
 
   def __init__(
     self,
     in_features: int,
     out_features: int,
     *,
-    recipe: CoatRecipe | None = None,
-    norm: ops.NormKind | None = "rms",
-    epsilon: float = 1e-6,
-    use_scale: bool = True,
-    scale_plus_one: bool = False,
-    use_norm_bias: bool = False,
     use_bias: bool = True,
-    dtype: DTypeLike | None = jnp.bfloat16,
-    param_dtype: DTypeLike = jnp.float32,
     rngs: nnx.Rngs,
     **options: Unpack[NormLinearOptions],
   ):
@@ -157,45 +130,26 @@ class NormLinear(RecipeModule):
     Args:
       in_features: D, width of the input.
       out_features: F, width of the output.
-      recipe: what is computed and saved in FP8; None for `recipes.coat()`.
-      norm: "rms" or "layer"; None for no norm, which is a `Linear`.
-      epsilon: added by the norm to the mean square or the variance.
-      use_scale: whether the norm has a scale [D].
-      scale_plus_one: whether the norm multiplies by 1 + scale, as in Gemma.
-      use_norm_bias: whether the norm has a bias [D].
       use_bias: whether the product has a bias [F].
-      dtype: dtype of input, output and everything that is not FP8; None
-        promotes the input and the parameters.
-      param_dtype: dtype of the parameters and their gradients.
       rngs: its stream `params` initializes the parameters.
-      **options: initializers and metadata of the parameters, see
-        `NormLinearOptions`; flax's other arguments are refused.
+      **options: see `NormLinearOptions`.
 
     Raises:
-      TypeError: an argument has the wrong type.
-      ValueError: a number is outside its range, `norm` is unknown, or a flax
-        argument is not supported by FP8 layers.
+      TypeError: an argument has the wrong type or is unknown.
+      ValueError: a number is outside its range, or `norm` is unknown.
     """
-    of = options_by_part(options, NormLinearOptions)
-    super().__init__(recipe_of(type(self).__name__, recipe), dtype, of.others)
-    self._check(
-      param_dtype, rngs, in_features=in_features, out_features=out_features
+    parts = Parts.of("NormLinear", options, rngs, NormLinearOptions)
+    parts = dataclasses.replace(parts, use_bias=use_bias)
+    super().__init__(
+      parts.recipe,
+      parts.dtype,
+      parts.param_dtype,
+      rngs,
+      in_features=in_features,
+      out_features=out_features,
     )
-    shared: dict[str, Any] = dict(
-      recipe=self.recipe, dtype=dtype, param_dtype=param_dtype, rngs=rngs
-    )
-    self.norm = make_norm(
-      norm,
-      in_features,
-      epsilon=epsilon,
-      use_scale=use_scale,
-      scale_plus_one=scale_plus_one,
-      use_bias=use_norm_bias,
-      **shared,
-      **of.norm,
-    )
-    shared |= dict(use_bias=use_bias, split="columns")
-    self.linear = Linear(in_features, out_features, **shared, **of.front)
+    self.norm = parts.make_norm(parts.norm, in_features)
+    self.linear = parts.make_front(in_features, out_features)
 
   def __call__(self, x: Array, out_sharding: Sharding = None) -> Array:
     """Normalizes and multiplies the last axis.
@@ -207,15 +161,10 @@ class NormLinear(RecipeModule):
     Returns:
       [..., out_features] in `dtype`.
     """
-    gamma, beta, w, bias, cache = FrontWeights.of(self.norm, self.linear)
     y = norm_linear(
       self.cast(x, self.linear.kernel),
-      gamma,
-      beta,
-      w,
-      bias,
+      FrontWeights.of(self.norm, self.linear),
       **norm_options(self.norm),
       recipe=self.active_recipe,
-      cache=cache,
     )
     return reshard(y, out_sharding)

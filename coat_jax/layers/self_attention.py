@@ -16,22 +16,16 @@ import jax.numpy as jnp
 from jax import Array, P
 
 from coat_jax import ops
-from coat_jax.layers.attention_output import (
+from coat_jax.layers.block import BlockWeights, block, check_block
+from coat_jax.layers.dot_product_attention import (
+  AttentionInputs,
   HeadsAttention,
   HeadsSaved,
-  attention_storage,
-)
-from coat_jax.layers.block import BlockWeights, block, check_block
-from coat_jax.layers.heads_inputs import (
-  HeadsInputs,
   Kinds,
-  heads_inputs_specs,
+  attention_storage,
+  inputs_specs,
 )
-from coat_jax.layers.layer_kinds import (
-  Windows,
-  attention_kinds,
-  count_kinds,
-)
+from coat_jax.layers.layer_kinds import count_kinds
 from coat_jax.layers.middle import Middle, MiddleGradient
 from coat_jax.layers.operands import (
   gradient_operand,
@@ -43,7 +37,6 @@ from coat_jax.layers.residuals import residual_scope, save_residual
 from coat_jax.layers.rope import (
   Heads,
   has_positions,
-  positions_spec,
   rope,
   split_heads,
 )
@@ -57,26 +50,6 @@ from coat_jax.numerics.checks import (
 from coat_jax.numerics.qtensor import QTensor
 from coat_jax.numerics.recipes import CoatRecipe
 from coat_jax.ops.rope import rotate, rotation, rotation_if_any
-
-
-class AttentionInputs(NamedTuple):
-  """Inputs of `SelfAttention` besides h; they have no gradient.
-
-  Attributes:
-    positions: int32 [T], or [B, T] if sequences have their own.
-    segments: int32 [B, T]: a query sees keys of its own segment; None for one
-      segment.
-    kind: int32 scalar, the layer's kind; None if there is only one.
-  """
-
-  positions: Array
-  segments: Array | None = None
-  kind: Array | None = None
-
-  @property
-  def of_heads(self) -> HeadsInputs:
-    """Returns the inputs that attention itself reads."""
-    return HeadsInputs(self.segments, self.kind)
 
 
 class _Saved(NamedTuple):
@@ -142,7 +115,8 @@ class SelfAttention(Middle):
         q = rope(q, positions, theta=theta, kind=kind)
         k = rope(k, positions, theta=theta, kind=kind)
       heads = q, k, v
-    return self._attention.plain(heads, None, inputs.of_heads, recipe)
+    inputs = inputs._replace(positions=None)
+    return self._attention.plain(heads, None, inputs, recipe)
 
   def _plain_norms(self, q, k, weights, recipe):
     norm = self.qk_norm
@@ -162,6 +136,7 @@ class SelfAttention(Middle):
     n, k, _ = self.heads.of_device(recipe.axes)
     h, inside = _clip_fwd(h, self.clip)
     positions = save_residual("rope", inputs.positions)
+    inputs = inputs._replace(positions=None)
     head_dim = h.shape[-1] // (n + 2 * k)
     heads = ops.split_heads(
       h,
@@ -172,7 +147,7 @@ class SelfAttention(Middle):
     )
     if self.qk_norm is None:
       normed = None
-      out = self._attention.forward(heads, None, inputs.of_heads, recipe)
+      out = self._attention.forward(heads, None, inputs, recipe)
     else:
       # The kind is attention, not norm: policies that keep the inputs of norms
       # mean those of blocks, from which these are computed.
@@ -184,9 +159,7 @@ class SelfAttention(Middle):
       )
       keep_v, _ = attention_storage(recipe, h.dtype)
       v = save_residual("attention", keep_v(heads[2]))
-      out = self._attention.attend(
-        q, k, v, inputs.of_heads, recipe, after=heads[0]
-      )
+      out = self._attention.attend(q, k, v, inputs, recipe, after=heads[0])
     return out._replace(saved=_Saved(out.saved, normed, positions, inside))
 
   def restore(self, saved, dtype, recipe):
@@ -230,8 +203,7 @@ class SelfAttention(Middle):
 
   def specs(self, axes, weights, inputs):
     of_weights = P() if self.qk_norm is None else self.qk_norm.spec(axes)
-    of_positions: Any = positions_spec(axes, inputs.positions)
-    return of_weights, AttentionInputs(of_positions, *heads_inputs_specs(axes))
+    return of_weights, inputs_specs(axes, inputs)
 
   @property
   def _attention(self) -> HeadsAttention:
@@ -307,15 +279,9 @@ def self_attention(
   weights: BlockWeights,
   positions: Array,
   *,
+  middle: SelfAttention,
   kind: ops.NormKind | None,
   eps: float,
-  heads: Heads,
-  causal: bool = True,
-  window: Windows = None,
-  soft_cap: float | None = None,
-  scale: float | None = None,
-  clip: float | None = None,
-  qk_norm: QKNorm | None = None,
   segments: Array | None = None,
   layer_kind: Array | None = None,
   post_norm: ops.NormKind | None = None,
@@ -329,26 +295,19 @@ def self_attention(
     weights: front.w [D, (N + 2 K) H], ordered by key head, see
       `layers.split_heads`; back.w [N H, D]; middle `QKNormWeights`, or None.
     positions: int32 [T], for RoPE; or [B, T] if sequences have their own.
-    kind: norm of x, "rms" or "layer"; None for none.
-    eps: epsilon of both norms.
-    heads: N, K and RoPE's base or `Rotary`, or None for no RoPE.
-    causal: whether a query sees only keys up to its own position.
-    window, soft_cap, scale, segments: see `dot_product_attention`. In a stack
-      with several kinds of layers, `window` may be a tuple, like `heads.theta`.
-    clip: largest magnitude of q, k and v, or None.
-    qk_norm: norm of q and k before RoPE, or None.
-    layer_kind: int32 scalar, the index into those tuples.
-    post_norm: norm of the second product, "rms" or "layer"; None for none.
-    add_input: whether x is added.
-    recipe: fused if both `linear` and `nonlinear` are "fp8".
+    middle: the heads, their norm and RoPE, and the keys that queries see.
+    segments: int32 [B, T]: a query sees keys of its own segment; None for one
+      segment.
+    layer_kind: int32 scalar, the index into the tuples of `middle`.
+    kind, eps, post_norm, add_input, recipe: see `block`.
 
   Returns:
     [B, T, D] in x's dtype.
 
   Raises:
     TypeError: an argument has the wrong type.
-    ValueError: shapes are inconsistent; there are tuples but no `layer_kind`;
-      see also `dot_product_attention`.
+    ValueError: shapes are inconsistent, or there are tuples but no
+      `layer_kind`; see also `block`.
   """
   op = "self_attention"
   check_block(op, x, weights, recipe)
@@ -358,11 +317,11 @@ def self_attention(
       f"[B, T, D], got x {x.shape} and positions {described(positions)}; pass "
       "jnp.arange(T)"
     )
-  kinds = attention_kinds(causal, window, soft_cap, scale)
-  middle = SelfAttention(heads, kinds, clip, qk_norm)
+  remedy = "pass one, as in SelfAttention(Heads(32, 8, 1e4))"
+  check_kind(op, "middle", middle, SelfAttention, remedy)
   if not recipe.axes:
-    heads.check_columns(op, weights.front.w.shape[-1])
-  count = count_kinds(windows=kinds, theta=heads.theta)
+    middle.heads.check_columns(op, weights.front.w.shape[-1])
+  count = count_kinds(windows=middle.kind, theta=middle.heads.theta)
   if count == 1:
     layer_kind = None
   elif layer_kind is None:

@@ -10,14 +10,10 @@ import pytest
 from flax import nnx
 
 from coat_jax import recipes
-from coat_jax.layers import (
-  Attention,
-  attention_output,
-  dot_product_attention,
-  rope,
-)
+from coat_jax.layers import Attention, dot_product_attention, rope
 from tests.comparing import assert_close, assert_same_bits, jit
 from tests.layers import straight_through
+from tests.layers.attention_output import attention_output
 from tests.matrices import quick
 
 RECIPES = {kept: recipes.coat(attention=kept) for kept in ("bf16", "fp8")}

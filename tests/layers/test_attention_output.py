@@ -12,11 +12,12 @@ from jax import P
 from jax.sharding import AxisType, NamedSharding
 
 from coat_jax import recipes
-from coat_jax.layers import attention_output, dot_product_attention
+from coat_jax.layers import dot_product_attention
 from coat_jax.numerics.recipes import MeshAxes
 from coat_jax.ops import AttentionKind
 from tests.comparing import assert_close, jit
 from tests.layers import straight_through
+from tests.layers.attention_output import attention_output
 from tests.matrices import quick
 from tests.ops.naive_attention import naive_attention, seen
 

@@ -20,6 +20,7 @@ from coat_jax.layers import (
   QKNorm,
   QKNormWeights,
   Rotary,
+  SelfAttention,
   self_attention,
 )
 from coat_jax.numerics.formats import E4M3
@@ -61,11 +62,11 @@ def layer(x, weights, dy, over, recipe):
     segments=jnp.asarray(SEGMENTS),
     kind="rms",
     eps=EPS,
-    heads=Heads(N, K, Rotary(THETA, rotary_dim=ROTARY_DIM)),
-    window=WINDOW,
-    soft_cap=CAP,
-    scale=SCALE,
-    qk_norm=QKNorm(over, EPS),
+    middle=SelfAttention(
+      Heads(N, K, Rotary(THETA, rotary_dim=ROTARY_DIM)),
+      AttentionKind(window=WINDOW, soft_cap=CAP, scale=SCALE),
+      qk_norm=QKNorm(over, EPS),
+    ),
     recipe=recipe,
   )
   y, vjp = jax.vjp(f, x, weights)
@@ -160,8 +161,7 @@ def test_module_gives_its_weights_to_the_block(over):
       jnp.arange(T, dtype=jnp.int32),
       kind="rms",
       eps=EPS,
-      heads=Heads(N, K, 1e4),
-      qk_norm=QKNorm(over, EPS),
+      middle=SelfAttention(Heads(N, K, 1e4), qk_norm=QKNorm(over, EPS)),
       recipe=recipe,
     )
     return m(x), block

@@ -28,7 +28,6 @@ from coat_jax.layers import (
   Linear,
   NormLinear,
   RMSNorm,
-  attention_output,
   dot_product_attention,
   gelu,
   rope,
@@ -38,6 +37,7 @@ from coat_jax.layers import (
 )
 from coat_jax.ops.types import Unsupported
 from tests.comparing import assert_close, jit
+from tests.layers.attention_output import attention_output
 from tests.layers.mesh.placing import (
   assert_sharded_like,
   bytes_of_device,
