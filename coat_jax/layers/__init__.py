@@ -10,7 +10,6 @@ To make a block of your own, call `block` with another `Middle`.
 from coat_jax.layers.activation import gelu as gelu
 from coat_jax.layers.activation import silu_mul as silu_mul
 from coat_jax.layers.attention import Attention as Attention
-from coat_jax.layers.back import BackWeights as BackWeights
 from coat_jax.layers.block import BlockWeights as BlockWeights
 from coat_jax.layers.block import block as block
 from coat_jax.layers.block_module import BlockOptions as BlockOptions
@@ -22,7 +21,6 @@ from coat_jax.layers.dot_product_attention import (
   dot_product_attention as dot_product_attention,
 )
 from coat_jax.layers.experts import MoEWeights as MoEWeights
-from coat_jax.layers.front import FrontWeights as FrontWeights
 from coat_jax.layers.gated_mlp import Gated as Gated
 from coat_jax.layers.gated_mlp import GatedMLP as GatedMLP
 from coat_jax.layers.gated_mlp import gated_mlp as gated_mlp
@@ -40,6 +38,7 @@ from coat_jax.layers.norm import RMSNorm as RMSNorm
 from coat_jax.layers.norm import norm as norm
 from coat_jax.layers.norm_linear import NormLinear as NormLinear
 from coat_jax.layers.norm_linear import norm_linear as norm_linear
+from coat_jax.layers.product import LinearWeights as LinearWeights
 from coat_jax.layers.qk_norm import QKNorm as QKNorm
 from coat_jax.layers.qk_norm import QKNormWeights as QKNormWeights
 from coat_jax.layers.remat import (

@@ -28,23 +28,24 @@ from jax import Array
 
 from coat_jax import ops
 from coat_jax.layers.back import (
-  BackWeights,
   BlockStatic,
   back_backward,
   back_forward,
-  back_specs,
 )
 from coat_jax.layers.front import (
-  FrontWeights,
   front_backward,
   front_forward,
-  front_specs,
   plain_front,
 )
-from coat_jax.layers.linear import bias_gradient, linear
+from coat_jax.layers.linear import linear
 from coat_jax.layers.middle import Middle
 from coat_jax.layers.module import check_float, check_recipe
 from coat_jax.layers.norm import norm
+from coat_jax.layers.product import (
+  LinearWeights,
+  bias_gradient,
+  weights_specs,
+)
 from coat_jax.layers.rule import rule
 from coat_jax.mesh import run_whole, spec_of, tokens
 from coat_jax.numerics.checks import check_kind
@@ -60,8 +61,8 @@ class BlockWeights(NamedTuple):
     middle: weights of the middle, or None.
   """
 
-  front: FrontWeights
-  back: BackWeights
+  front: LinearWeights
+  back: LinearWeights
   middle: Any = None
 
 
@@ -103,7 +104,9 @@ def _specs(x, weights, inputs, static, recipe):
   w, axes = weights, recipe.axes
   of_middle, of_inputs = static.middle.specs(axes, w.middle, inputs)
   of_weights = BlockWeights(
-    front_specs(axes, w.front), back_specs(axes, w.back), of_middle
+    weights_specs(axes, w.front, "columns"),
+    weights_specs(axes, w.back, "inputs"),
+    of_middle,
   )
   return (tokens(axes, x), of_weights, of_inputs), tokens(axes, x)
 
@@ -115,7 +118,7 @@ def check_block(op: str, x: Any, weights: Any, recipe: Any) -> None:
   """Raises if these are not valid arguments of a block."""
   check_recipe(op, recipe)
   check_float(op, "x", x)
-  remedy = "pass one, as in BlockWeights(FrontWeights(...), BackWeights(...))"
+  remedy = "pass BlockWeights(LinearWeights(up), LinearWeights(down))"
   check_kind(op, "weights", weights, BlockWeights, remedy)
 
 

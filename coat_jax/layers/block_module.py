@@ -10,12 +10,11 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from coat_jax import ops
-from coat_jax.layers.back import BackWeights
 from coat_jax.layers.block import BlockWeights
-from coat_jax.layers.front import FrontWeights
 from coat_jax.layers.linear import Linear, default_kernel_init
 from coat_jax.layers.norm import Norm, make_norm, norm_options
 from coat_jax.layers.parameters import NO_METADATA, Metadata, stack_options
+from coat_jax.layers.product import LinearWeights
 from coat_jax.numerics.recipes import CoatRecipe
 
 
@@ -209,7 +208,7 @@ def block_arguments(
     options |= dict(eps=post_norm.epsilon, post_norm=post_norm.kind)
   return options | dict(
     weights=BlockWeights(
-      FrontWeights.of(norm, front), BackWeights.of(back, post_norm), own
+      LinearWeights.of(front, norm), LinearWeights.of(back, post_norm), own
     ),
     add_input=module.add_input,
     recipe=module.active_recipe,

@@ -9,23 +9,15 @@ recomputes. Without a norm, the codes that the product read are saved.
 On a mesh the product is column-parallel over the tensor axis.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
-from jax import Array, P
+from jax import Array
 
 from coat_jax import ops
-from coat_jax.layers.linear import Linear, as_row, linear, scale_to_save
-from coat_jax.layers.module import value_of
-from coat_jax.layers.norm import (
-  Norm,
-  NormSaved,
-  norm,
-  norm_gradients,
-  weights_of_norm,
-)
+from coat_jax.layers.linear import linear
+from coat_jax.layers.norm import NormSaved, norm, norm_gradients
 from coat_jax.layers.operands import (
-  cached,
   columns_of,
   gather_sequence,
   groups_of,
@@ -34,51 +26,12 @@ from coat_jax.layers.operands import (
   layout_of_input,
   value_scaling,
 )
+from coat_jax.layers.product import LinearWeights, input_gradient, multiply
 from coat_jax.layers.residuals import save_residual
-from coat_jax.layers.weight import as_matrix, quantized_weight, weight_gradient
-from coat_jax.mesh import scatter_sequence, split_columns
-from coat_jax.numerics.recipes import CoatRecipe, MeshAxes
+from coat_jax.layers.weight import weight_gradient
+from coat_jax.mesh import scatter_sequence
+from coat_jax.numerics.recipes import CoatRecipe
 from coat_jax.ops import BlockScales, Operand
-
-
-class FrontWeights(NamedTuple):
-  """Parameters of a front; None for those it does not have.
-
-  Attributes:
-    gamma, beta: [D], of the norm.
-    w: [D, *F].
-    bias: [*F].
-    cache: cache of w, from `layers.cache_weight`.
-  """
-
-  gamma: Array | None
-  beta: Array | None
-  w: Array
-  bias: Array | None = None
-  cache: Operand | None = None
-
-  @classmethod
-  def of(cls, norm: Norm | None, linear: Linear) -> "FrontWeights":
-    """Reads the weights off a norm's module and a linear layer's."""
-    gamma, beta = weights_of_norm(norm)
-    w, bias = linear.kernel[...], value_of(linear.bias)
-    return cls(gamma, beta, w, bias, linear.cache)
-
-
-def front_specs(axes: MeshAxes, weights: FrontWeights) -> FrontWeights:
-  """Returns how a front's weights are sharded.
-
-  w is column-parallel; the norm's weights are replicated.
-  """
-  columns: Any = split_columns(axes, weights.w.ndim)
-  all_of_it: Any = P()
-  return FrontWeights(
-    gamma=all_of_it,
-    beta=all_of_it,
-    w=columns,
-    bias=P(*columns[1:]),  # pyright: ignore[reportArgumentType]
-    cache=cached(weights.cache, columns),
-  )
 
 
 class FrontSaved(NamedTuple):
@@ -87,7 +40,7 @@ class FrontSaved(NamedTuple):
   Attributes:
     norm: input and statistics of the norm; None without one.
     y: the operand, see `keep_input`; or, if it is recomputed, its scale.
-    w_scale: see `scale_to_save`.
+    w_scale: see `multiply`.
   """
 
   norm: NormSaved | None
@@ -97,7 +50,7 @@ class FrontSaved(NamedTuple):
 
 def front_forward(
   x: Array,
-  weights: FrontWeights,
+  weights: LinearWeights,
   kind: ops.NormKind | None,
   eps: float,
   recipe: CoatRecipe,
@@ -111,56 +64,45 @@ def front_forward(
     normed, (y, kept) = None, input_operand(x, recipe)
   else:
     normed, y, kept = _norm_to_operand(x, w.gamma, w.beta, kind, eps, recipe)
-  y = gather_sequence(y, recipe, batch=x.shape[0])
-  w_q = quantized_weight(as_matrix(w.w), w.cache, "columns", recipe)
-  h = ops.linear_fwd(
-    y,
-    w_q,
-    dtype=x.dtype,
-    bias=as_row(w.bias),
-    implementation=recipe.implementation,
-  )
-  saved = FrontSaved(normed, kept, scale_to_save(w.cache, w_q, recipe))
-  return h, y.scale, saved
+  whole = gather_sequence(y, recipe, batch=x.shape[0])
+  h, w_scale = multiply(whole, w, "columns", recipe, dtype=x.dtype)
+  return h, y.scale, FrontSaved(normed, kept, w_scale)
 
 
 def front_backward(
-  weights: FrontWeights,
+  weights: LinearWeights,
   saved: FrontSaved,
   g: Operand,
   recipe: CoatRecipe,
   *,
   like: Array,
   add: Array | None = None,
-) -> tuple[Array, FrontWeights]:
+) -> tuple[Array, LinearWeights]:
   """Computes gradients of x, in `like`'s dtype, and of the weights.
 
   The bias is left out. g, from `gradient_operand`, is the gradient of h. `like`
   is any array [B, ...] of the device's sequences. `add`, the gradient that
   bypasses the block, is added to dx in f32.
   """
-  w, how = weights, recipe.implementation
+  w = weights
   y = _columns_of(saved, w, recipe)
   y = gather_sequence(y, recipe, batch=like.shape[0])
   dw = weight_gradient(y, g, w.w, recipe)
-  w_q = quantized_weight(
-    as_matrix(w.w), w.cache or saved.w_scale, "rows", recipe
-  )
-  dy = ops.linear_dgrad(g, w_q, dtype=like.dtype, implementation=how)
+  dy = input_gradient(g, w, saved.w_scale, recipe, like.dtype)
   dy = scatter_sequence(dy, recipe.axes)
   if saved.norm is None:
     if add is not None:
       dy = dy.astype(jnp.float32) + add.astype(jnp.float32)
-    return dy.astype(like.dtype), FrontWeights(None, None, dw)
+    return dy.astype(like.dtype), LinearWeights(dw)
   dx, dgamma, dbeta = norm_gradients(
     saved.norm, w.gamma, w.beta, dy, add, recipe
   )
-  return dx, FrontWeights(dgamma, dbeta, dw)
+  return dx, LinearWeights(dw, None, dgamma, dbeta)
 
 
 def plain_front(
   x: Array,
-  weights: FrontWeights,
+  weights: LinearWeights,
   kind: ops.NormKind | None,
   eps: float,
   recipe: CoatRecipe,
@@ -203,7 +145,7 @@ def _norm_to_operand(x, gamma, beta, kind, eps, recipe):
   return NormSaved(x_q, stats), *keep_input(y, recipe)
 
 
-def _columns_of(saved: FrontSaved, weights: FrontWeights, recipe) -> Operand:
+def _columns_of(saved: FrontSaved, weights: LinearWeights, recipe) -> Operand:
   """Returns the columns of the front's operand, saved or recomputed."""
   if isinstance(saved.y, Operand):
     return columns_of(saved.y, recipe)

@@ -7,16 +7,14 @@ that the forward multiplied, and the weight's scale; the weight is quantized
 again from the parameter, which stays in memory anyway.
 """
 
-import functools
 import math
 from typing import NamedTuple
 
 import jax.numpy as jnp
 from flax import nnx
-from jax import Array, P
+from jax import Array
 from jax.typing import DTypeLike
 
-from coat_jax import ops
 from coat_jax.layers.module import (
   RecipeModule,
   Sharding,
@@ -27,34 +25,29 @@ from coat_jax.layers.module import (
   value_of,
 )
 from coat_jax.layers.operands import (
-  cached,
   columns_of,
   gather_sequence,
   gradient_operand,
   input_operand,
-  value_scaling,
 )
 from coat_jax.layers.parameters import NO_METADATA, Metadata, make_param
-from coat_jax.layers.residuals import (
-  cotangent,
-  residual_scope,
-  save_residual,
+from coat_jax.layers.product import (
+  LinearWeights,
+  add_bias,
+  bias_gradient,
+  input_gradient,
+  multiply,
+  weights_specs,
 )
+from coat_jax.layers.residuals import residual_scope
 from coat_jax.layers.rule import rule
-from coat_jax.layers.weight import (
-  as_matrix,
-  quantized_weight,
-  weight_gradient,
-)
+from coat_jax.layers.weight import weight_gradient
 from coat_jax.mesh import (
   Split,
   own_columns,
   product_spec,
   run_whole,
   scatter_sequence,
-  split_kernel,
-  sum_tokens,
-  tensor_size,
   tokens,
 )
 from coat_jax.numerics.checks import check_choice
@@ -67,32 +60,21 @@ default_kernel_init = nnx.initializers.lecun_normal()
 
 class _Saved(NamedTuple):
   x: Operand  # See `input_operand`.
-  w_scale: Operand | None
+  w_scale: Operand | None  # See `multiply`.
 
 
-def _fp8_linear_fwd(x, w, bias, cache, split, recipe):
+def _fwd(x, weights, split, recipe):
   x_q, kept = input_operand(x, recipe)
   if split == "columns":
     x_q = gather_sequence(x_q, recipe, batch=x.shape[0])
-  w_q = quantized_weight(as_matrix(w), cache, "columns", recipe)
-  if split == "inputs":
-    y = add_linear(x_q, w_q, as_row(bias), recipe, dtype=x.dtype, add=None)
-  else:
-    y = ops.linear_fwd(
-      x_q,
-      w_q,
-      dtype=x.dtype,
-      bias=as_row(bias),
-      implementation=recipe.implementation,
-    )
-  saved = _Saved(kept, scale_to_save(cache, w_q, recipe))
-  return y.reshape(*y.shape[:-1], *w.shape[1:]), saved
+  y, w_scale = multiply(x_q, weights, split, recipe, dtype=x.dtype)
+  y = y.reshape(*y.shape[:-1], *weights.w.shape[1:])
+  return y, _Saved(kept, w_scale)
 
 
-def _fp8_linear_bwd(split, recipe, inputs, saved, g):
-  w, bias, cache = inputs
-  x_q = columns_of(saved.x, recipe)
-  how = recipe.implementation
+def _bwd(split, recipe, inputs, saved, g):
+  (weights,) = inputs
+  w, x_q = weights.w, columns_of(saved.x, recipe)
   # -1 fails for an empty batch.
   g = g.reshape(*g.shape[: g.ndim - w.ndim + 1], math.prod(w.shape[1:]))
   g_q = gradient_operand(g, recipe)
@@ -101,34 +83,28 @@ def _fp8_linear_bwd(split, recipe, inputs, saved, g):
     x_q = gather_sequence(x_q, recipe, batch=batch)
   if split == "inputs":
     g_q = gather_sequence(g_q, recipe, batch=batch)
-  # Reshape in here: outside, the reshaped weight would be saved too.
-  w_q = quantized_weight(as_matrix(w), cache or saved.w_scale, "rows", recipe)
-  dx = ops.linear_dgrad(g_q, w_q, dtype=g.dtype, implementation=how)
+  dx = input_gradient(g_q, weights, saved.w_scale, recipe, g.dtype)
   if split == "columns":
     dx = scatter_sequence(dx, recipe.axes)
   dw = weight_gradient(x_q, g_q, w, recipe, has_columns=split is not None)
-  dbias = bias_gradient(g, bias, recipe, has_columns=split == "columns")
-  return dx, dw, dbias, None
+  has_columns = split == "columns"
+  dbias = bias_gradient(g, weights.bias, recipe, has_columns=has_columns)
+  return dx, LinearWeights(dw, dbias)
 
 
-def _specs(x, w, bias, cache, split, recipe):
-  del bias
-  axes = recipe.axes
-  kernel, each = split_kernel(axes, split, w.ndim), tokens(axes, x)
-  x_spec, bias_spec, y_spec = {
-    None: (each, P(), each),
-    "columns": (each, P(*kernel[1:]), own_columns(axes, w.ndim + 1)),
-    "inputs": (own_columns(axes, x.ndim), P(), each),
-  }[split]
-  return (x_spec, kernel, bias_spec, cached(cache, kernel)), y_spec
+def _specs(x, weights, split, recipe):
+  axes, each = recipe.axes, tokens(recipe.axes, x)
+  x_spec = own_columns(axes, x.ndim) if split == "inputs" else each
+  y_spec = own_columns(axes, weights.w.ndim + 1) if split == "columns" else each
+  return (x_spec, weights_specs(axes, weights, split)), y_spec
 
 
 _fp8_linear = rule(
-  _fp8_linear_fwd,
-  _fp8_linear_bwd,
+  _fwd,
+  _bwd,
   _specs,
-  reads=(1, 2, 3),
-  result_spec=lambda x, w, *_: product_spec(x, w),
+  reads=(1,),
+  result_spec=lambda x, weights: product_spec(x, weights.w),
 )
 
 
@@ -182,7 +158,8 @@ def linear(
       # Devices along tensor have no axis of positions to split. Cached codes of
       # several axes of columns are in the order of devices.
       split, cache = None, cache and Operand(None, None, cache.scale)
-    return _fp8_linear((x, w, bias, cache), split, recipe)
+    weights = LinearWeights(w, bias, cache=cache)
+    return _fp8_linear((x, weights), split, recipe)
 
   def plain(x, w, bias):
     # Not as a matrix: devices may split the last axis of [D, 2, F].
@@ -190,86 +167,6 @@ def linear(
       return add_bias(jnp.tensordot(x, w.astype(x.dtype), 1), bias)
 
   return run_whole(plain, x, w, bias, out_specs=product_spec(x, w))
-
-
-def scale_to_save(
-  cache: Operand | None, w: Operand, recipe: CoatRecipe
-) -> Operand | None:
-  """Returns the scale of a weight's operand for the backward; None if cached.
-
-  Also None for tiles, whose scales are computed again. The backward reads
-  `cache or scale_to_save(...)`: codes only if they are cached, because then
-  they stay in memory anyway.
-  """
-  if cache is not None or not value_scaling(recipe).of_weights.saves_scale:
-    return None
-  return Operand(None, None, save_residual("linear", w.scale))
-
-
-def as_row(bias: Array | None) -> Array | None:
-  """Reshapes [*F] to [F]; None stays None."""
-  return None if bias is None else bias.reshape(-1)
-
-
-def add_bias(y: Array, bias: Array | None) -> Array:
-  """Adds bias [*F] to y [..., *F] in f32; the result has y's dtype."""
-  if bias is None:
-    return y
-  ones = (1,) * (y.ndim - bias.ndim)
-  row = bias.astype(jnp.float32).reshape(ones + bias.shape)
-  return (y.astype(jnp.float32) + row).astype(y.dtype)
-
-
-def add_linear(
-  x: Operand,
-  w: Operand,
-  bias: Array | None,
-  recipe: CoatRecipe,
-  *,
-  dtype: DTypeLike,
-  add: Array | None,
-) -> Array:
-  """Computes x w + bias + add in `dtype`, for the device's positions.
-
-  x has rows: on a mesh, the device's columns of whole sequences. w has columns:
-  on a mesh, the rows that belong to x's columns. The bias [D] is rounded to
-  `dtype` if a device has the whole sum; `add` [..., D], the residual stream, is
-  added in f32.
-  """
-  product = functools.partial(
-    ops.linear_fwd, x, w, dtype=dtype, implementation=recipe.implementation
-  )
-  if tensor_size(recipe.axes) == 1:
-    return product(add=add, bias=bias)
-  y = product()
-  y = scatter_sequence(y, recipe.axes)
-  y = add_bias(y, bias)
-  if add is None:
-    return y
-  return (add.astype(jnp.float32) + y.astype(jnp.float32)).astype(dtype)
-
-
-def bias_gradient(
-  g: Array | None,
-  bias: Array | None,
-  recipe: CoatRecipe,
-  *,
-  has_columns: bool,
-  sums: Array | None = None,
-) -> Array | None:
-  """Sums g [..., F] over all tokens in f32; None without a bias.
-
-  `has_columns` says that F is the device's own, for all positions. `sums`, f32
-  [F], is the sum over the device's tokens if it is known.
-  """
-  if bias is None:
-    return None
-  total = sums
-  if total is None:
-    assert g is not None  # See `MiddleGradient`.
-    total = jnp.sum(g.astype(jnp.float32), axis=tuple(range(g.ndim - 1)))
-  total = sum_tokens(total, recipe.axes, all_positions=has_columns)
-  return cotangent(total, bias)
 
 
 class Linear(RecipeModule):

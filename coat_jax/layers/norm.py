@@ -316,13 +316,6 @@ def make_norm(
   return {"rms": RMSNorm, "layer": LayerNorm}[kind](num_features, **kwargs)
 
 
-def weights_of_norm(norm: Norm | None) -> tuple[Array | None, Array | None]:
-  """Returns gamma and beta of a norm's module; None for those it lacks."""
-  if norm is None:
-    return None, None
-  return norm.gamma, value_of(norm.bias)
-
-
 def norm_options(norm: Norm | None) -> dict[str, Any]:
   """Returns `kind` and `eps` of a norm's module, as functions take them."""
   if norm is None:

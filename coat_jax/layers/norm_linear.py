@@ -10,13 +10,10 @@ from jax import Array
 from coat_jax import ops
 from coat_jax.layers.block_module import NormLinearOptions, Parts
 from coat_jax.layers.front import (
-  FrontWeights,
   front_backward,
   front_forward,
-  front_specs,
   plain_front,
 )
-from coat_jax.layers.linear import bias_gradient
 from coat_jax.layers.module import (
   RecipeModule,
   Sharding,
@@ -26,6 +23,11 @@ from coat_jax.layers.module import (
 )
 from coat_jax.layers.norm import norm_options
 from coat_jax.layers.operands import gradient_operand
+from coat_jax.layers.product import (
+  LinearWeights,
+  bias_gradient,
+  weights_specs,
+)
 from coat_jax.layers.rule import rule
 from coat_jax.mesh import own_columns, product_spec, tokens
 from coat_jax.numerics.checks import check_kind
@@ -49,7 +51,7 @@ def _bwd(kind, eps, recipe, inputs, saved, g):
 def _specs(x, weights, kind, eps, recipe):
   del kind, eps
   axes = recipe.axes
-  arrays = tokens(axes, x), front_specs(axes, weights)
+  arrays = tokens(axes, x), weights_specs(axes, weights, "columns")
   return arrays, own_columns(axes, x.ndim)
 
 
@@ -64,7 +66,7 @@ _norm_linear = rule(
 
 def norm_linear(
   x: Array,
-  weights: FrontWeights,
+  weights: LinearWeights,
   *,
   kind: ops.NormKind | None,
   eps: float,
@@ -74,7 +76,7 @@ def norm_linear(
 
   Args:
     x: [..., D], BF16 (or f32).
-    weights: see `FrontWeights`; w is [D, F].
+    weights: see `LinearWeights`; w is [D, F].
     kind: "rms" or "layer"; None for no norm.
     eps: epsilon of the norm.
     recipe: fused if both `linear` and `nonlinear` are "fp8".
@@ -90,8 +92,8 @@ def norm_linear(
   op = "norm_linear"
   check_recipe(op, recipe)
   check_float(op, "x", x)
-  remedy = "pass one, as in FrontWeights(gamma, None, w)"
-  check_kind(op, "weights", weights, FrontWeights, remedy)
+  remedy = "pass one, as in LinearWeights(w, gamma=gamma)"
+  check_kind(op, "weights", weights, LinearWeights, remedy)
   if kind is not None and recipe.nonlinear == "fp8":
     return _norm_linear((x, weights), kind, eps, recipe)
   return plain_front(x, weights, kind, eps, recipe)
@@ -163,7 +165,7 @@ class NormLinear(RecipeModule):
     """
     y = norm_linear(
       self.cast(x, self.linear.kernel),
-      FrontWeights.of(self.norm, self.linear),
+      LinearWeights.of(self.linear, self.norm),
       **norm_options(self.norm),
       recipe=self.active_recipe,
     )

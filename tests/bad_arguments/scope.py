@@ -100,13 +100,13 @@ PLAIN = BLOCK | dict(recipe=BF16)
 
 
 def front(w, gamma=None):
-  return layers.FrontWeights(gamma, None, f32(*w))
+  return layers.LinearWeights(f32(*w), gamma=gamma)
 
 
 def weights(shape, back=(8, 4)):
   return layers.BlockWeights(
     front(shape),
-    layers.BackWeights(f32(*back)),
+    layers.LinearWeights(f32(*back)),
   )
 
 

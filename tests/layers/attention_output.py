@@ -5,19 +5,14 @@ Tests of attention inside a block use this, because it has gradients of q, k and
 v on their own.
 """
 
-from coat_jax.layers.back import (
-  BackWeights,
-  BlockStatic,
-  back_backward,
-  back_forward,
-  back_specs,
-)
+from coat_jax.layers.back import BlockStatic, back_backward, back_forward
 from coat_jax.layers.dot_product_attention import (
   AttentionInputs,
   HeadsAttention,
   inputs_specs,
 )
 from coat_jax.layers.linear import linear
+from coat_jax.layers.product import LinearWeights, weights_specs
 from coat_jax.layers.rule import rule
 from coat_jax.mesh import own_heads, run_whole, spec_of, tokens
 from coat_jax.ops import AttentionKind
@@ -39,7 +34,7 @@ def _bwd(static, recipe, inputs, saved, g):
 def _specs(x, heads, inputs, weights, static, recipe):
   del heads, static
   axes, stream = recipe.axes, tokens(recipe.axes, x)
-  of_weights = back_specs(axes, weights)
+  of_weights = weights_specs(axes, weights, "inputs")
   return (stream, own_heads(axes), inputs_specs(axes, inputs), of_weights), (
     stream
   )
@@ -56,7 +51,7 @@ def attention_output(
   heads, inputs = (q, k, v), AttentionInputs(None, segments)
   if recipe.nonlinear == "fp8":
     static = BlockStatic(middle, None, 0.0, True, None)
-    weights = BackWeights(w, bias)
+    weights = LinearWeights(w, bias)
     return _attention_output((x, heads, inputs, weights), static, recipe)
   out = middle.plain(heads, None, inputs, recipe)
   y = linear(out, w, bias, recipe=recipe, split="inputs")

@@ -14,10 +14,9 @@ from coat_jax import ops, recipes
 from coat_jax.layers import (
   MLP,
   Attention,
-  BackWeights,
   BlockWeights,
-  FrontWeights,
   GatedMLP,
+  LinearWeights,
   Middle,
   MiddleGradient,
   MiddleOutput,
@@ -73,8 +72,8 @@ def case(has_bias, seed=0):
   def normal(*shape):
     return jnp.float32(rng.normal(size=shape))
 
-  front = FrontWeights(normal(D), None, normal(D, F), normal(F))
-  back = BackWeights(normal(F, D))
+  front = LinearWeights(normal(D, F), normal(F), normal(D))
+  back = LinearWeights(normal(F, D))
   front = front if has_bias else front._replace(bias=None)
   return normal(2, 6, D), BlockWeights(front, back, normal(F)), normal(2, 6, D)
 

@@ -11,9 +11,8 @@ from jax.extend.core import jaxprs_in_params
 
 from coat_jax import recipes
 from coat_jax.layers import (
-  BackWeights,
   BlockWeights,
-  FrontWeights,
+  LinearWeights,
   gated_mlp,
   linear,
 )
@@ -115,8 +114,8 @@ def test_on_a_gpu_products_are_integers_and_no_kernel_runs():
   x = jax.ShapeDtypeStruct((2, 64, 64), jnp.bfloat16)
   f32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
   weights = BlockWeights(
-    FrontWeights(gamma=f32((64,)), beta=None, w=f32((64, 2, 64)), bias=None),
-    BackWeights(w=f32((64, 64)), bias=None),
+    LinearWeights(f32((64, 2, 64)), gamma=f32((64,))),
+    LinearWeights(f32((64, 64))),
   )
   found = {}
   for name, recipe in (("int8", INT8), ("coat", recipes.coat())):

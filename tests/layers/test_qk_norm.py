@@ -13,10 +13,9 @@ from flax import nnx
 from coat_jax import recipes
 from coat_jax.layers import (
   Attention,
-  BackWeights,
   BlockWeights,
-  FrontWeights,
   Heads,
+  LinearWeights,
   QKNorm,
   QKNormWeights,
   Rotary,
@@ -47,8 +46,8 @@ def case(over, seed=0):
   sizes = (H, H) if over == "head" else (N * H, K * H)
   width = (N + 2 * K) * H
   weights = BlockWeights(
-    FrontWeights(normal(D), None, normal(D, width) / 4, normal(width)),
-    BackWeights(normal(N * H, D)),
+    LinearWeights(normal(D, width) / 4, normal(width), normal(D)),
+    LinearWeights(normal(N * H, D)),
     QKNormWeights(*map(normal, sizes)),
   )
   return normal(B, T, D), weights, normal(B, T, D)
