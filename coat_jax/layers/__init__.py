@@ -26,6 +26,7 @@ from coat_jax.layers.gated_mlp import GatedMLP as GatedMLP
 from coat_jax.layers.gated_mlp import gated_mlp as gated_mlp
 from coat_jax.layers.linear import Linear as Linear
 from coat_jax.layers.linear import linear as linear
+from coat_jax.layers.linear import norm_linear as norm_linear
 from coat_jax.layers.middle import Middle as Middle
 from coat_jax.layers.middle import MiddleGradient as MiddleGradient
 from coat_jax.layers.middle import MiddleOutput as MiddleOutput
@@ -37,7 +38,6 @@ from coat_jax.layers.norm import LayerNorm as LayerNorm
 from coat_jax.layers.norm import RMSNorm as RMSNorm
 from coat_jax.layers.norm import norm as norm
 from coat_jax.layers.norm_linear import NormLinear as NormLinear
-from coat_jax.layers.norm_linear import norm_linear as norm_linear
 from coat_jax.layers.product import LinearWeights as LinearWeights
 from coat_jax.layers.qk_norm import QKNorm as QKNorm
 from coat_jax.layers.qk_norm import QKNormWeights as QKNormWeights

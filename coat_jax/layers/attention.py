@@ -15,7 +15,6 @@ from coat_jax.layers.block_module import (
   Parts,
   block_arguments,
 )
-from coat_jax.layers.dot_product_attention import Kinds
 from coat_jax.layers.layer_kinds import (
   Bases,
   Scalings,
@@ -54,7 +53,7 @@ class Attention(RecipeModule):
     (64, 128)
 
   Attributes:
-    rotary: RoPE's `Rotary`, or None; or a tuple, see `rope_theta`.
+    middle: `SelfAttention`, the heads, RoPE and keys that queries see.
     qkv: NormLinear to the columns of q, k and v. They are ordered by key head:
       for each of the K key heads its N / K query heads, its key, its value, so
       that a shard of the columns holds whole groups of heads.
@@ -128,10 +127,7 @@ class Attention(RecipeModule):
     """
     parts = Parts.of("Attention", options, rngs)
     super().__init__(
-      parts.recipe,
-      parts.dtype,
-      parts.param_dtype,
-      rngs,
+      **parts.shared,
       features=features,
       num_heads=num_heads,
       num_kv_heads=num_kv_heads,
@@ -157,15 +153,17 @@ class Attention(RecipeModule):
     check_choice("Attention", "qk_norm", qk_norm, ("head", "all", None))
     self.num_heads, self.num_kv_heads = num_heads, kv_heads
     self.causal, self.rope_theta = causal, rope_theta
-    self.window, self.soft_cap = window, soft_cap
-    self.query_scale = query_scale
+    self.add_input = parts.add_input
     count_kinds(window=window, rope_theta=rope_theta, rope_scaling=rope_scaling)
-    self.rotary = rotaries(
+    rotary = rotaries(
       rope_theta, rope_scaling, rotary_dim, head_dim=self.head_dim
     )
-    heads = Heads(num_heads, kv_heads, self.rotary)
-    SelfAttention(heads, self.kind, clip_qkv)  # Checks the arguments.
-    self.clip_qkv, self.add_input = clip_qkv, parts.add_input
+    self.middle = SelfAttention(
+      Heads(num_heads, kv_heads, rotary),
+      attention_kinds(causal, window, soft_cap, query_scale),
+      clip_qkv,
+      None if qk_norm is None else QKNorm(qk_norm, parts.epsilon),
+    )
     front: Any = {
       name: value
       for name, value in options.items()
@@ -182,7 +180,6 @@ class Attention(RecipeModule):
     self.post_norm = parts.make_norm(parts.post_norm, features)
     self.q_norm: Any = nnx.data(None)
     self.k_norm: Any = nnx.data(None)
-    self.qk_norm: NormedOver | None = qk_norm
     if qk_norm is not None:
       of_q, of_k = (n if qk_norm == "all" else 1 for n in (num_heads, kv_heads))
       make = functools.partial(
@@ -238,7 +235,6 @@ class Attention(RecipeModule):
       positions = positions.reshape(x.shape[:2])
     if segments is not None and segments.shape == shape[:-1]:
       segments = segments.reshape(x.shape[:2])
-    _, weights = self.norm_of_qk
     y = self_attention(
       x,
       positions=positions,
@@ -246,30 +242,14 @@ class Attention(RecipeModule):
       layer_kind=kind,
       middle=self.middle,
       **block_arguments(
-        self, self.qkv.norm, self.qkv.linear, self.out, weights
+        self, self.qkv.norm, self.qkv.linear, self.out, self.qk_weights
       ),
     )
     return reshard(y.reshape(shape), out_sharding)
 
   @property
-  def kind(self) -> Kinds:
-    """The keys that queries see; a tuple if `window` is a tuple."""
-    return attention_kinds(
-      self.causal, self.window, self.soft_cap, self.query_scale
-    )
-
-  @property
-  def norm_of_qk(self) -> tuple[QKNorm | None, QKNormWeights | None]:
-    """The norm of q and k, and its weights."""
-    if self.qk_norm is None:
-      return None, None
-    q, k = self.q_norm, self.k_norm
-    weights = QKNormWeights(q.gamma, k.gamma)
-    return QKNorm(self.qk_norm, q.epsilon), weights
-
-  @property
-  def middle(self) -> SelfAttention:
-    """The block's middle."""
-    heads = Heads(self.num_heads, self.num_kv_heads, self.rotary)
-    norm, _ = self.norm_of_qk
-    return SelfAttention(heads, self.kind, self.clip_qkv, norm)
+  def qk_weights(self) -> QKNormWeights | None:
+    """The weights of the norms of q and k."""
+    if self.q_norm is None:
+      return None
+    return QKNormWeights(self.q_norm.gamma, self.k_norm.gamma)

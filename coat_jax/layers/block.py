@@ -33,11 +33,11 @@ from coat_jax.layers.back import (
   back_forward,
 )
 from coat_jax.layers.front import (
+  FrontStatic,
   front_backward,
   front_forward,
-  plain_front,
 )
-from coat_jax.layers.linear import linear
+from coat_jax.layers.linear import linear, norm_linear
 from coat_jax.layers.middle import Middle
 from coat_jax.layers.module import check_float, check_recipe
 from coat_jax.layers.norm import norm
@@ -68,7 +68,8 @@ class BlockWeights(NamedTuple):
 
 def _block_fwd(x, weights, inputs, static, recipe):
   w = weights
-  h, scale, front = front_forward(x, w.front, static.kind, static.eps, recipe)
+  of_front = FrontStatic(static.kind, static.eps)
+  h, scale, front = front_forward(x, w.front, of_front, recipe)
   out = static.middle.forward(h, w.middle, inputs, recipe)
   y, back = back_forward(x, out, w.back, static, recipe, after=scale)
   return y, (front, back)
@@ -87,7 +88,7 @@ def _block_bwd(static, recipe, inputs, saved, g):
   )
   add = g if static.add_input else None
   dx, dfront = front_backward(
-    w.front, front, gradient.h, recipe, like=g, add=add
+    gradient.h, w.front, front, "columns", recipe, like=g, add=add
   )
   dbias = bias_gradient(
     gradient.values,
@@ -169,7 +170,7 @@ def block(
     static = BlockStatic(middle, kind, eps, add_input, post_norm)
     return _block((x, weights, inputs), static, recipe)
   front, back, own = weights
-  h = plain_front(x, front, kind, eps, recipe)
+  h = norm_linear(x, front, kind=kind, eps=eps, recipe=recipe)
   y = linear(
     middle.plain(h, own, inputs, recipe),
     back.w,

@@ -2,7 +2,7 @@
 """Constructor options that the blocks share, and the modules made from them."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, TypedDict
 
 import jax.numpy as jnp
@@ -126,11 +126,11 @@ class Parts:
     op: str,
     options: Mapping[str, Any],
     rngs: Any,
-    known: Any = BlockOptions,
+    known: Collection[str] = BlockOptions.__annotations__,
   ) -> "Parts":
     """Reads the options of the module `op`, and refuses all but `known`."""
     for name in options:
-      if name not in known.__annotations__:
+      if name not in known:
         raise TypeError(
           f"{op}.__init__() got an unexpected keyword argument {name!r}"
         )

@@ -7,26 +7,22 @@
   back     z --product, summed over a token's copies--> + x or nothing
 
 The products are grouped matmuls in x's dtype (BF16): per-tensor FP8 has one
-scale for all experts, and XLA has no grouped FP8 product on Hopper. The arrays
-saved for the backward pass are still FP8: x and, for each of a token's k
-copies, gate and up, all in 1 x G groups, and the expert numbers, 4 k bytes a
-token. Everything else is recomputed from these: y and its statistics, the
-router's probabilities (one small product), the copies, which are rows of y, and
-z. The forward uses the same values. COAT's code has no mixtures, so
-recipe.residuals and recipe.weight_cache have no effect here.
+scale for all experts, and XLA has no grouped FP8 product on Hopper. Saved in
+1 x G FP8 are x and, for each of a token's k copies, gate and up; and the expert
+numbers, 4 k bytes a token. Everything else is recomputed from these. COAT's
+code has no mixtures: recipe.residuals and recipe.weight_cache have no effect.
 
 The weight p multiplies z, with F columns, instead of an expert's output, with
 D: then the gradient of the product before p, dz = dy w_down^T, also gives p's:
-dp = dz . (silu(gate) up) = dy . (expert's output). So that output, [T k, D], is
-neither saved nor recomputed.
+dp = dz . (silu(gate) up). So that output, [T k, D], is neither saved nor
+recomputed.
 
 On a mesh every device has a share of every expert: its rows over fsdp, which
-are gathered in BF16 before use, and its columns F over tensor, as in
-`gated_mlp`. A device computes those columns for all positions of its sequences,
-and partial sums are scattered. With whole experts on devices, each device would
-need as many rows as all tokens together could send to it, since shapes are
-static and no token is dropped: T k rows, for gate and up too, which is tensor
-times as many as here.
+are gathered in BF16 before use, and its columns F over tensor. A device
+computes those columns for all positions of its sequences, and partial sums are
+scattered. With whole experts on devices, each would need T k rows, as many as
+all tokens together could send to it, since shapes are static and no token is
+dropped; for gate and up too, which is tensor times as many as here.
 """
 
 from typing import NamedTuple
@@ -87,14 +83,7 @@ class MoEWeights(NamedTuple):
 
 
 class MoEKind(NamedTuple):
-  """Arguments of a mixture of experts that are not arrays.
-
-  Attributes:
-    kind, eps: norm and its epsilon; None for no norm.
-    experts_per_token: k.
-    normalize: whether a token's k weights are divided by their sum.
-    add_input: whether x is added.
-  """
+  """Arguments of `layers.moe` that are not arrays, except the recipe."""
 
   kind: ops.NormKind | None
   eps: float
@@ -224,10 +213,7 @@ experts_rule = rule(_fwd, _bwd, moe_specs, reads=(1,), result_spec=moe_types)
 
 
 def _normed(x_q, w, static, dtype):
-  """Normalizes 1 x G values in `dtype`; returns the statistics too.
-
-  Without a norm these are None.
-  """
+  """Normalizes 1 x G values in `dtype`; returns the statistics, or None."""
   values = x_q.dequantize()
   if static.kind is None:
     return values.astype(dtype), None

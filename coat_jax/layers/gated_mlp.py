@@ -217,10 +217,7 @@ class GatedMLP(RecipeModule):
     """
     parts = Parts.of("GatedMLP", options, rngs)
     super().__init__(
-      parts.recipe,
-      parts.dtype,
-      parts.param_dtype,
-      rngs,
+      **parts.shared,
       features=features,
       hidden_features=hidden_features,
     )

@@ -1,20 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layers with all three matmuls in FP8.
+"""Linear layers whose three matmuls are FP8, and those fused with a norm.
 
 Activations and weights are quantized to E4M3, gradients to E5M2, per tensor or
-in blocks, always just in time. Saved for the backward are x, as the E4M3 codes
-that the forward multiplied, and the weight's scale; the weight is quantized
-again from the parameter, which stays in memory anyway.
+in blocks, always just in time. `layers.front` computes them.
 """
 
 import math
-from typing import NamedTuple
 
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
 
+from coat_jax import ops
+from coat_jax.layers.front import FrontStatic, front_rule
 from coat_jax.layers.module import (
   RecipeModule,
   Sharding,
@@ -24,88 +23,17 @@ from coat_jax.layers.module import (
   sizes_of,
   value_of,
 )
-from coat_jax.layers.operands import (
-  columns_of,
-  gather_sequence,
-  gradient_operand,
-  input_operand,
-)
+from coat_jax.layers.norm import norm
 from coat_jax.layers.parameters import NO_METADATA, Metadata, make_param
-from coat_jax.layers.product import (
-  LinearWeights,
-  add_bias,
-  bias_gradient,
-  input_gradient,
-  multiply,
-  weights_specs,
-)
+from coat_jax.layers.product import LinearWeights, add_bias
 from coat_jax.layers.residuals import residual_scope
-from coat_jax.layers.rule import rule
-from coat_jax.layers.weight import weight_gradient
-from coat_jax.mesh import (
-  Split,
-  own_columns,
-  product_spec,
-  run_whole,
-  scatter_sequence,
-  tokens,
-)
-from coat_jax.numerics.checks import check_choice
+from coat_jax.mesh import Split, product_spec, run_whole
+from coat_jax.numerics.checks import check_choice, check_kind
 from coat_jax.numerics.recipes import CoatRecipe
 from coat_jax.ops import Operand
 
 _SPLITS = ("columns", "inputs", None)
 default_kernel_init = nnx.initializers.lecun_normal()
-
-
-class _Saved(NamedTuple):
-  x: Operand  # See `input_operand`.
-  w_scale: Operand | None  # See `multiply`.
-
-
-def _fwd(x, weights, split, recipe):
-  x_q, kept = input_operand(x, recipe)
-  if split == "columns":
-    x_q = gather_sequence(x_q, recipe, batch=x.shape[0])
-  y, w_scale = multiply(x_q, weights, split, recipe, dtype=x.dtype)
-  y = y.reshape(*y.shape[:-1], *weights.w.shape[1:])
-  return y, _Saved(kept, w_scale)
-
-
-def _bwd(split, recipe, inputs, saved, g):
-  (weights,) = inputs
-  w, x_q = weights.w, columns_of(saved.x, recipe)
-  # -1 fails for an empty batch.
-  g = g.reshape(*g.shape[: g.ndim - w.ndim + 1], math.prod(w.shape[1:]))
-  g_q = gradient_operand(g, recipe)
-  batch = g.shape[0]
-  if split == "columns":
-    x_q = gather_sequence(x_q, recipe, batch=batch)
-  if split == "inputs":
-    g_q = gather_sequence(g_q, recipe, batch=batch)
-  dx = input_gradient(g_q, weights, saved.w_scale, recipe, g.dtype)
-  if split == "columns":
-    dx = scatter_sequence(dx, recipe.axes)
-  dw = weight_gradient(x_q, g_q, w, recipe, has_columns=split is not None)
-  has_columns = split == "columns"
-  dbias = bias_gradient(g, weights.bias, recipe, has_columns=has_columns)
-  return dx, LinearWeights(dw, dbias)
-
-
-def _specs(x, weights, split, recipe):
-  axes, each = recipe.axes, tokens(recipe.axes, x)
-  x_spec = own_columns(axes, x.ndim) if split == "inputs" else each
-  y_spec = own_columns(axes, weights.w.ndim + 1) if split == "columns" else each
-  return (x_spec, weights_specs(axes, weights, split)), y_spec
-
-
-_fp8_linear = rule(
-  _fwd,
-  _bwd,
-  _specs,
-  reads=(1,),
-  result_spec=lambda x, weights: product_spec(x, weights.w),
-)
 
 
 def linear(
@@ -135,8 +63,7 @@ def linear(
 
   Raises:
     TypeError: x is not a floating-point array, or `recipe` is not a CoatRecipe.
-    ValueError: x's last axis is not w's first; the bias has other columns than
-      w, or `split` is unknown.
+    ValueError: shapes are inconsistent, or `split` is unknown.
   """
   check_recipe("linear", recipe)
   check_float("linear", "x", x)
@@ -159,7 +86,7 @@ def linear(
       # several axes of columns are in the order of devices.
       split, cache = None, cache and Operand(None, None, cache.scale)
     weights = LinearWeights(w, bias, cache=cache)
-    return _fp8_linear((x, weights), split, recipe)
+    return front_rule((x, weights), FrontStatic(split=split), recipe)
 
   def plain(x, w, bias):
     # Not as a matrix: devices may split the last axis of [D, 2, F].
@@ -167,6 +94,44 @@ def linear(
       return add_bias(jnp.tensordot(x, w.astype(x.dtype), 1), bias)
 
   return run_whole(plain, x, w, bias, out_specs=product_spec(x, w))
+
+
+def norm_linear(
+  x: Array,
+  weights: LinearWeights,
+  *,
+  kind: ops.NormKind | None,
+  eps: float,
+  recipe: CoatRecipe,
+) -> Array:
+  """norm(x) w + bias.
+
+  Args:
+    x: [..., D], BF16 (or f32).
+    weights: see `LinearWeights`; w is [D, *F].
+    kind: "rms" or "layer"; None for no norm.
+    eps: epsilon of the norm.
+    recipe: fused if both `linear` and `nonlinear` are "fp8".
+
+  Returns:
+    [..., *F] in x's dtype.
+
+  Raises:
+    TypeError: an argument has the wrong type.
+    ValueError: shapes are inconsistent, the kind is unknown or `eps` is
+      negative.
+  """
+  op = "norm_linear"
+  check_recipe(op, recipe)
+  check_float(op, "x", x)
+  remedy = "pass one, as in LinearWeights(w, gamma=gamma)"
+  check_kind(op, "weights", weights, LinearWeights, remedy)
+  if kind is not None and recipe.nonlinear == "fp8":
+    return front_rule((x, weights), FrontStatic(kind, eps), recipe)
+  w, y = weights, x
+  if kind is not None:
+    y = norm(x, w.gamma, w.beta, kind=kind, eps=eps, recipe=recipe)
+  return linear(y, w.w, w.bias, recipe=recipe, cache=w.cache, split="columns")
 
 
 class Linear(RecipeModule):
@@ -236,7 +201,13 @@ class Linear(RecipeModule):
       TypeError: an argument has the wrong type.
       ValueError: a size is below 1, or `split` is unknown.
     """
-    super().__init__(recipe, dtype, param_dtype, rngs, in_features=in_features)
+    super().__init__(
+      recipe=recipe,
+      dtype=dtype,
+      param_dtype=param_dtype,
+      rngs=rngs,
+      in_features=in_features,
+    )
     self.in_features, self.out_features = in_features, out_features
     self.use_bias, self.param_dtype = use_bias, param_dtype
     self.split: Split = split

@@ -130,10 +130,7 @@ class MLP(RecipeModule):
     """
     parts = Parts.of("MLP", options, rngs)
     super().__init__(
-      parts.recipe,
-      parts.dtype,
-      parts.param_dtype,
-      rngs,
+      **parts.shared,
       features=features,
       hidden_features=hidden_features,
     )

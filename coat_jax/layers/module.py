@@ -73,11 +73,12 @@ class RecipeModule(nnx.Module):
 
   def __init__(
     self,
+    *,
     recipe: CoatRecipe | None,
     dtype: DTypeLike | None,
     param_dtype: DTypeLike,
     rngs: nnx.Rngs,
-    **sizes: int | None,
+    **sizes: Any,
   ):
     """Sets recipe and dtype, and checks the arguments that modules share.
 

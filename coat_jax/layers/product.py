@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 
 from coat_jax import ops
 from coat_jax.layers.module import value_of
+from coat_jax.layers.norm import weights_of_norm
 from coat_jax.layers.operands import cache_specs, value_scaling
 from coat_jax.layers.residuals import cotangent, save_residual
 from coat_jax.layers.weight import as_matrix, quantized_weight
@@ -49,11 +50,8 @@ class LinearWeights(NamedTuple):
   @classmethod
   def of(cls, linear: Any, norm: Any = None) -> "LinearWeights":
     """Reads the weights off a `Linear` and a norm's module."""
-    gamma, beta = None, None
-    if norm is not None:
-      gamma, beta = norm.gamma, value_of(norm.bias)
     w, bias = linear.kernel[...], value_of(linear.bias)
-    return cls(w, bias, gamma, beta, linear.cache)
+    return cls(w, bias, *weights_of_norm(norm), linear.cache)
 
 
 def weights_specs(axes: MeshAxes, weights: LinearWeights, split: Split) -> Any:

@@ -123,7 +123,12 @@ def test_a_recipe_that_is_none_is_refused():
   with pytest.raises(
     TypeError, match=r"Own: recipe must be .*; call a preset, as in"
   ):
-    Own(recipes.coat, jnp.bfloat16, jnp.float32, nnx.Rngs(0))
+    Own(
+      recipe=recipes.coat,
+      dtype=jnp.bfloat16,
+      param_dtype=jnp.float32,
+      rngs=nnx.Rngs(0),
+    )
 
 
 CLASSES = [Linear, RMSNorm, LayerNorm, NormLinear, GatedMLP, MLP, Attention]
