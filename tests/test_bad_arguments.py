@@ -34,7 +34,7 @@ CALLED = {
   "config": "ModelConfig",
   "mixture": "moe",
   "pair": "VisionLanguageConfig",
-  "self_attend": "self_attention",
+  "self_attend": "SelfAttention",
   "vision": "VisionConfig",
 }
 # Names that users do not call with arguments of their own.

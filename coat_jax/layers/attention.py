@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The attention block's module; `layers.self_attention` computes it."""
+"""The attention block's module; `layers.SelfAttention` is its middle."""
 
 import functools
 import math
@@ -9,12 +9,15 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
+from coat_jax.layers.block import block
 from coat_jax.layers.block_module import (
   BlockOptions,
+  NormLinear,
   NormLinearOptions,
   Parts,
   block_arguments,
 )
+from coat_jax.layers.dot_product_attention import AttentionInputs
 from coat_jax.layers.layer_kinds import (
   Bases,
   Scalings,
@@ -25,10 +28,9 @@ from coat_jax.layers.layer_kinds import (
 )
 from coat_jax.layers.module import RecipeModule, Sharding, reshard
 from coat_jax.layers.norm import RMSNorm
-from coat_jax.layers.norm_linear import NormLinear
 from coat_jax.layers.qk_norm import NormedOver, QKNorm, QKNormWeights
 from coat_jax.layers.rope import Heads
-from coat_jax.layers.self_attention import SelfAttention, self_attention
+from coat_jax.layers.self_attention import SelfAttention
 from coat_jax.numerics.checks import check_array, check_choice
 
 
@@ -235,12 +237,14 @@ class Attention(RecipeModule):
       positions = positions.reshape(x.shape[:2])
     if segments is not None and segments.shape == shape[:-1]:
       segments = segments.reshape(x.shape[:2])
-    y = self_attention(
+    middle = self.middle
+    inputs = AttentionInputs(
+      positions, segments, kind if middle.num_kinds > 1 else None
+    )
+    y = block(
       x,
-      positions=positions,
-      segments=segments,
-      layer_kind=kind,
-      middle=self.middle,
+      inputs=inputs,
+      middle=middle,
       **block_arguments(
         self, self.qkv.norm, self.qkv.linear, self.out, self.qk_weights
       ),

@@ -115,14 +115,6 @@ def _specs(x, weights, inputs, static, recipe):
 _block = rule(_block_fwd, _block_bwd, _specs, reads=(1,))
 
 
-def check_block(op: str, x: Any, weights: Any, recipe: Any) -> None:
-  """Raises if these are not valid arguments of a block."""
-  check_recipe(op, recipe)
-  check_float(op, "x", x)
-  remedy = "pass BlockWeights(LinearWeights(up), LinearWeights(down))"
-  check_kind(op, "weights", weights, BlockWeights, remedy)
-
-
 def block(
   x: Array,
   weights: BlockWeights,
@@ -137,9 +129,12 @@ def block(
 ) -> Array:
   """Computes x + post_norm(middle(norm(x) w_front) w_back).
 
+  With `Gated` or `GELU` it is the MLP half of a transformer layer, with
+  `SelfAttention` the other half.
+
   Args:
     x: [..., D], the residual stream, BF16 (or f32).
-    weights: see `BlockWeights`.
+    weights: see `BlockWeights`; their shapes depend on the middle.
     inputs: other arrays that the middle reads; they have no gradient.
     middle: the part between the two products.
     kind: norm of x, "rms" or "layer"; None for none.
@@ -156,9 +151,13 @@ def block(
     ValueError: shapes are inconsistent, a norm is unknown, or `eps` is
       negative.
   """
-  check_block("block", x, weights, recipe)
+  check_recipe("block", recipe)
+  check_float("block", "x", x)
+  remedy = "pass BlockWeights(LinearWeights(up), LinearWeights(down))"
+  check_kind("block", "weights", weights, BlockWeights, remedy)
   remedy = "pass one, as in Gated() or GELU()"
   check_kind("block", "middle", middle, Middle, remedy)
+  middle.check(x, weights, inputs, recipe)
   w = weights.back.w
   # On a mesh, a caller's own shard_map has other shards of it.
   if add_input and not recipe.axes and w.shape[-1] != x.shape[-1]:

@@ -37,8 +37,7 @@ class AttentionInputs(NamedTuple):
   """Inputs of attention that have no gradient.
 
   Attributes:
-    positions: int32 [T], or [B, T] if sequences have their own; None without
-      RoPE.
+    positions: int32 [T], or [B, T] if sequences have their own.
     segments: int32 [B, T]: a query sees keys of its own segment; None for one
       segment.
     kind: int32 scalar, the layer's kind; None if there is only one.

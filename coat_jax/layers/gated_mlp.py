@@ -19,7 +19,7 @@ from jax import Array
 
 from coat_jax import ops
 from coat_jax.layers.activation import plain_gated
-from coat_jax.layers.block import BlockWeights, block, check_block
+from coat_jax.layers.block import block
 from coat_jax.layers.block_module import BlockOptions, Parts, block_arguments
 from coat_jax.layers.middle import Middle, MiddleGradient, MiddleOutput
 from coat_jax.layers.module import RecipeModule, Sharding, reshard
@@ -32,7 +32,6 @@ from coat_jax.layers.operands import (
 )
 from coat_jax.layers.residuals import save_residual
 from coat_jax.numerics.qtensor import QTensor
-from coat_jax.numerics.recipes import CoatRecipe
 from coat_jax.ops import Operand
 
 
@@ -48,6 +47,8 @@ class _GatedSaved(NamedTuple):
 @dataclasses.dataclass(frozen=True)
 class Gated(Middle):
   """activation(gate) * up of h [..., 2, F], gate first.
+
+  The front's w is [D, 2, F] and its bias [2, F]; the back's w is [F, D].
 
   Attributes:
     activation: "silu" makes a SwiGLU, "gelu_tanh" and "gelu" a GeGLU, by the
@@ -65,6 +66,16 @@ class Gated(Middle):
       raise ValueError(
         f"Gated: activation must be one of {known}, got {self.activation!r}; "
         "pass one of these"
+      )
+
+  def check(self, x, weights, inputs, recipe):
+    front, back = weights.front.w, weights.back.w
+    fits = front.ndim == 3 and front.shape[1] == 2
+    # On a mesh, a caller's own shard_map has other shards of either.
+    if not fits or front.shape[2] != back.shape[0] and not recipe.axes:
+      raise ValueError(
+        "Gated: front.w must be [D, 2, F] and back.w [F, D], got "
+        f"{front.shape} and {back.shape}; pass weights that belong together"
       )
 
   def plain(self, h, weights, inputs, recipe):
@@ -120,52 +131,6 @@ class Gated(Middle):
       dy, dup = ops.mul_bwd(dout, saved.activated, saved.up)
       gradients = ops.activation_bwd(dy, saved.gate, **how), dup
     return jnp.concatenate(gradients, axis=-1)
-
-
-def gated_mlp(
-  x: Array,
-  weights: BlockWeights,
-  *,
-  activation: ops.Activation = "silu",
-  kind: ops.NormKind | None,
-  eps: float,
-  post_norm: ops.NormKind | None = None,
-  add_input: bool = True,
-  recipe: CoatRecipe,
-) -> Array:
-  """x + post_norm((activation(norm(x) w_gate) * (norm(x) w_up)) w_down).
-
-  Args:
-    x: [..., D], the residual stream, BF16 (or f32).
-    weights: front.w [D, 2, F], gate first, front.bias [2, F]; back.w [F, D].
-    activation: activation of the gate, see `Gated`.
-    kind, eps, post_norm, add_input, recipe: see `block`.
-
-  Returns:
-    [..., D] in x's dtype.
-
-  Raises:
-    TypeError, ValueError: see `block`.
-  """
-  check_block("gated_mlp", x, weights, recipe)
-  front, back = weights.front.w, weights.back.w
-  fits = front.ndim == 3 and front.shape[1] == 2
-  # On a mesh, a caller's own shard_map has other shards of either.
-  if not fits or front.shape[2] != back.shape[0] and not recipe.axes:
-    raise ValueError(
-      "gated_mlp: front.w must be [D, 2, F] and back.w [F, D], got "
-      f"{front.shape} and {back.shape}; pass weights that belong together"
-    )
-  return block(
-    x,
-    weights,
-    middle=Gated(activation),
-    kind=kind,
-    eps=eps,
-    post_norm=post_norm,
-    add_input=add_input,
-    recipe=recipe,
-  )
 
 
 class GatedMLP(RecipeModule):

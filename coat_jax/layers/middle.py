@@ -56,6 +56,10 @@ class Middle(abc.ABC):
   come with the block's, and `inputs` are arrays without a gradient (positions).
   """
 
+  def check(self, x: Array, weights: Any, inputs: Any, recipe: CoatRecipe):
+    """Raises if these arguments of `layers.block` do not fit this middle."""
+    del x, weights, inputs, recipe
+
   @abc.abstractmethod
   def plain(
     self, h: Any, weights: Any, inputs: Any, recipe: CoatRecipe

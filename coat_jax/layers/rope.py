@@ -91,7 +91,7 @@ def rope(
   thetas = theta if isinstance(theta, tuple) else (theta,)
   if isinstance(theta, tuple) and kind is None:
     raise ValueError(
-      f"rope: needs to be told of which of {len(theta)} kinds the layer is, "
+      f"rope: needs to know which of {len(theta)} kinds the layer is, "
       "got None; pass kind, an int32 scalar"
     )
   for each in thetas:

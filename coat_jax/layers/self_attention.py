@@ -16,7 +16,6 @@ import jax.numpy as jnp
 from jax import Array, P
 
 from coat_jax import ops
-from coat_jax.layers.block import BlockWeights, block, check_block
 from coat_jax.layers.dot_product_attention import (
   AttentionInputs,
   HeadsAttention,
@@ -48,7 +47,6 @@ from coat_jax.numerics.checks import (
   described,
 )
 from coat_jax.numerics.qtensor import QTensor
-from coat_jax.numerics.recipes import CoatRecipe
 from coat_jax.ops.rope import rotate, rotation, rotation_if_any
 
 
@@ -63,8 +61,9 @@ class _Saved(NamedTuple):
 class SelfAttention(Middle):
   """Splits h into q, k and v, clips, normalizes and rotates them, and attends.
 
-  `weights` are `QKNormWeights`, or None without that norm; `inputs` are
-  `AttentionInputs`.
+  The front's w is [D, (N + 2 K) H], ordered by key head, see
+  `layers.split_heads`; the back's w is [N H, D]. `weights` are `QKNormWeights`,
+  or None without that norm; `inputs` are `AttentionInputs`.
 
   If layers of a stack differ in RoPE or in the keys that they see, these are
   tuples, and `inputs.kind` selects one: for RoPE a row of a table, for
@@ -97,6 +96,29 @@ class SelfAttention(Middle):
     if self.clip is not None:
       remedy = "None leaves q, k and v as they are"
       check_number(op, "clip", self.clip, POSITIVE, remedy)
+
+  @property
+  def num_kinds(self) -> int:
+    """The number of kinds of layers that `kind` and RoPE's bases describe."""
+    return count_kinds(windows=self.kind, theta=self.heads.theta)
+
+  def check(self, x, weights, inputs, recipe):
+    op, remedy = "SelfAttention", "pass AttentionInputs(jnp.arange(T))"
+    check_kind(op, "inputs", inputs, AttentionInputs, remedy)
+    positions = inputs.positions
+    if x.ndim != 3 or not has_positions(positions, x):
+      raise ValueError(
+        f"{op}: needs integer positions [T] or [B, T], one for each of x "
+        f"[B, T, D], got x {x.shape} and positions {described(positions)}; "
+        "pass jnp.arange(T)"
+      )
+    if not recipe.axes:
+      self.heads.check_columns(op, weights.front.w.shape[-1])
+    if inputs.kind is None and self.num_kinds > 1:
+      raise ValueError(
+        f"{op}: needs to know which of {self.num_kinds} kinds the layer is, "
+        "got None; pass kind, an int32 scalar"
+      )
 
   def plain(self, h, weights, inputs, recipe):
     clip = functools.partial(_clip, limit=self.clip)
@@ -272,71 +294,3 @@ def _clip_bwd(limit, inside, g):
 
 
 _clip.defvjp(_clip_fwd, _clip_bwd)
-
-
-def self_attention(
-  x: Array,
-  weights: BlockWeights,
-  positions: Array,
-  *,
-  middle: SelfAttention,
-  kind: ops.NormKind | None,
-  eps: float,
-  segments: Array | None = None,
-  layer_kind: Array | None = None,
-  post_norm: ops.NormKind | None = None,
-  add_input: bool = True,
-  recipe: CoatRecipe,
-) -> Array:
-  """x + post_norm(attention(heads(norm(x) w_qkv)) w_out).
-
-  Args:
-    x: [B, T, D], the residual stream, BF16 (or f32).
-    weights: front.w [D, (N + 2 K) H], ordered by key head, see
-      `layers.split_heads`; back.w [N H, D]; middle `QKNormWeights`, or None.
-    positions: int32 [T], for RoPE; or [B, T] if sequences have their own.
-    middle: the heads, their norm and RoPE, and the keys that queries see.
-    segments: int32 [B, T]: a query sees keys of its own segment; None for one
-      segment.
-    layer_kind: int32 scalar, the index into the tuples of `middle`.
-    kind, eps, post_norm, add_input, recipe: see `block`.
-
-  Returns:
-    [B, T, D] in x's dtype.
-
-  Raises:
-    TypeError: an argument has the wrong type.
-    ValueError: shapes are inconsistent, or there are tuples but no
-      `layer_kind`; see also `block`.
-  """
-  op = "self_attention"
-  check_block(op, x, weights, recipe)
-  if x.ndim != 3 or not has_positions(positions, x):
-    raise ValueError(
-      f"{op}: needs integer positions [T] or [B, T], one for each of x "
-      f"[B, T, D], got x {x.shape} and positions {described(positions)}; pass "
-      "jnp.arange(T)"
-    )
-  remedy = "pass one, as in SelfAttention(Heads(32, 8, 1e4))"
-  check_kind(op, "middle", middle, SelfAttention, remedy)
-  if not recipe.axes:
-    middle.heads.check_columns(op, weights.front.w.shape[-1])
-  count = count_kinds(windows=middle.kind, theta=middle.heads.theta)
-  if count == 1:
-    layer_kind = None
-  elif layer_kind is None:
-    raise ValueError(
-      f"attention: needs to be told of which of {count} kinds the layer is, "
-      "got None; pass an int32 scalar"
-    )
-  return block(
-    x,
-    weights,
-    AttentionInputs(positions, segments, layer_kind),
-    middle=middle,
-    kind=kind,
-    eps=eps,
-    post_norm=post_norm,
-    add_input=add_input,
-    recipe=recipe,
-  )

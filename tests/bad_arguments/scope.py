@@ -123,10 +123,14 @@ def attend(q=(1, 4, 2, 8), k=(1, 4, 2, 8), **options):
   return layers.dot_product_attention(f32(*q), f32(*k), f32(*k), **options)
 
 
+def gated(x, w, activation="silu", **options):
+  return layers.block(x, w, middle=layers.Gated(activation), **options)
+
+
 def self_attend(positions=4, front=(8, 16), **changed):
   known = BLOCK | dict(middle=layers.SelfAttention(HEADS)) | changed
-  own = weights(front, (8, 8))
-  return layers.self_attention(f32(1, 4, 8), own, ints(positions), **known)
+  own, inputs = weights(front, (8, 8)), layers.AttentionInputs(ints(positions))
+  return layers.block(f32(1, 4, 8), own, inputs, **known)
 
 
 def product(x, w, **options):

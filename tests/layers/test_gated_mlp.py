@@ -16,7 +16,7 @@ from coat_jax.layers import (
   Gated,
   GatedMLP,
   LinearWeights,
-  gated_mlp,
+  block,
 )
 from tests.comparing import assert_close, assert_same_bits, jit
 from tests.layers import straight_through
@@ -46,10 +46,10 @@ def case(rows, has_biases=True, seed=0):
 )
 def layer(x, weights, dy, kind, eps, recipe, activation="silu", post_norm=None):
   def f(x, weights):
-    return gated_mlp(
+    return block(
       x,
       weights,
-      activation=activation,
+      middle=Gated(activation),
       kind=kind,
       eps=eps,
       post_norm=post_norm,
@@ -261,5 +261,12 @@ def test_gated_mlp_refuses_weights_that_do_not_fit():
     BlockWeights(front._replace(w=jnp.ones((24, 80))), back),
     BlockWeights(front, back._replace(w=jnp.ones((41, 24)))),
   ):
-    with pytest.raises(ValueError, match=r"gated_mlp: front.w must be \[D, 2"):
-      gated_mlp(x, bad, kind="rms", eps=1e-5, recipe=RECIPES["minimal"])
+    with pytest.raises(ValueError, match=r"Gated: front.w must be \[D, 2"):
+      block(
+        x,
+        bad,
+        middle=Gated(),
+        kind="rms",
+        eps=1e-5,
+        recipe=RECIPES["minimal"],
+      )

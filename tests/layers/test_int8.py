@@ -12,8 +12,9 @@ from jax.extend.core import jaxprs_in_params
 from coat_jax import recipes
 from coat_jax.layers import (
   BlockWeights,
+  Gated,
   LinearWeights,
-  gated_mlp,
+  block,
   linear,
 )
 from tests.comparing import assert_close, assert_same_bits, jit
@@ -56,8 +57,10 @@ def test_linear_is_three_products_of_integers():
 
 
 @functools.partial(jit, static_argnums=(3,))
-def block(x, weights, dy, recipe):
-  f = functools.partial(gated_mlp, kind="rms", eps=1e-5, recipe=recipe)
+def layer(x, weights, dy, recipe):
+  f = functools.partial(
+    block, middle=Gated(), kind="rms", eps=1e-5, recipe=recipe
+  )
   y, vjp = jax.vjp(f, x, weights)
   return y, vjp(dy)
 
@@ -76,7 +79,7 @@ def oracle(x, weights, dy, residuals):
 @pytest.mark.parametrize("residuals", quick(1, ["minimal", "coat"]))
 def test_block_has_the_gradients_of_its_codes(residuals):
   x, weights, dy = test_gated_mlp.case((2, 6))
-  y, gradients = block(x, weights, dy, recipes.int8(residuals=residuals))
+  y, gradients = layer(x, weights, dy, recipes.int8(residuals=residuals))
   want, want_gradients = oracle(x, weights, dy, residuals)
   assert_same_bits(y, want)
   assert_close(gradients, want_gradients)

@@ -13,6 +13,7 @@ from flax import nnx
 from coat_jax import recipes
 from coat_jax.layers import (
   Attention,
+  AttentionInputs,
   BlockWeights,
   Heads,
   LinearWeights,
@@ -20,7 +21,7 @@ from coat_jax.layers import (
   QKNormWeights,
   Rotary,
   SelfAttention,
-  self_attention,
+  block,
 )
 from coat_jax.numerics.formats import E4M3
 from coat_jax.numerics.qtensor import num_groups
@@ -56,9 +57,8 @@ def case(over, seed=0):
 @functools.partial(jit, static_argnames=("over", "recipe"))
 def layer(x, weights, dy, over, recipe):
   f = functools.partial(
-    self_attention,
-    positions=jnp.asarray(POSITIONS),
-    segments=jnp.asarray(SEGMENTS),
+    block,
+    inputs=AttentionInputs(jnp.asarray(POSITIONS), jnp.asarray(SEGMENTS)),
     kind="rms",
     eps=EPS,
     middle=SelfAttention(
@@ -154,16 +154,16 @@ def test_module_gives_its_weights_to_the_block(over):
 
   @jit
   def both(m, x, weights):
-    block = self_attention(
+    y = block(
       x,
       weights,
-      jnp.arange(T, dtype=jnp.int32),
+      AttentionInputs(jnp.arange(T, dtype=jnp.int32)),
       kind="rms",
       eps=EPS,
       middle=SelfAttention(Heads(N, K, 1e4), qk_norm=QKNorm(over, EPS)),
       recipe=recipe,
     )
-    return m(x), block
+    return m(x), y
 
   assert_same_bits(*both(m, x, weights))
 
