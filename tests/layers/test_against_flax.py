@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers beside flax's: their arguments, dtypes, attributes and results."""
+"""Compares layers with flax: arguments, dtypes, attributes and results."""
 
 import inspect
 
@@ -158,7 +158,7 @@ def test_norm_without_parameters_has_the_dtype_of_its_input():
 
 
 def test_f32_is_more_than_bf16_in_f32():
-  """With dtype=float32 nothing between is rounded to BF16."""
+  """With dtype=float32, no intermediate value is rounded to BF16."""
   x = jax.random.normal(jax.random.key(0), (8, 4, D))
   y, coarse = (make("NormLinear", dtype=d)(x) for d in (jnp.float32, None))
   assert_same_bits(y, coarse)
@@ -229,7 +229,7 @@ def gradients(module, x, **call):
 
 
 @pytest.mark.parametrize("name", RESULTS)
-def test_results_in_f32_without_fp8_are_flax_s(name):
+def test_results_in_f32_without_fp8_match_flax(name):
   ours = make(name, recipe=recipes.bf16(), dtype=None)
   theirs = RESULTS[name]()
   nnx.update(ours, nnx.state(theirs))
@@ -238,7 +238,7 @@ def test_results_in_f32_without_fp8_are_flax_s(name):
   assert_close(gradients(ours, x), gradients(theirs, x), 2e-6)
 
 
-def test_attention_in_f32_without_fp8_is_flax_s():
+def test_attention_in_f32_without_fp8_matches_flax():
   n, k, h = 4, 2, 4
   ours = Attention(
     D,

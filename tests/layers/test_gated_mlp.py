@@ -122,7 +122,7 @@ def test_gated_mlp_of_gelu_equals_its_parts(activation, residuals, has_biases):
 
 
 def with_post_norm(weights, kind, seed=1):
-  """The weights with those of a norm behind, and without one in front."""
+  """Returns the weights with a post norm, and without the norm before."""
   gamma, beta = jax.random.normal(jax.random.key(seed), (2, 24)) / 2 + 1
   front, back, _ = weights
   if kind is None:
@@ -142,7 +142,7 @@ def with_post_norm(weights, kind, seed=1):
     ],
   ),
 )
-def test_gated_mlp_with_a_norm_behind_equals_its_parts(
+def test_gated_mlp_with_a_post_norm_equals_its_parts(
   kind, post_norm, residuals, has_biases
 ):
   x, weights, dy = case((2, 6), has_biases)
@@ -154,7 +154,7 @@ def test_gated_mlp_with_a_norm_behind_equals_its_parts(
   assert_close(found[1], wanted[1])
 
 
-def test_gated_mlp_with_a_norm_behind_in_bfloat16():
+def test_gated_mlp_with_a_post_norm_in_bfloat16():
   x, weights, dy = case((2, 6))
   x, dy = x.astype(jnp.bfloat16), dy.astype(jnp.bfloat16)
   weights, how = with_post_norm(weights, "rms"), dict(post_norm="rms")

@@ -156,7 +156,7 @@ def routed(x, router, normalize):
 
 
 @pytest.mark.parametrize("normalize", quick(1, [False, True]))
-def test_routing_is_numpy_s(normalize):
+def test_routing_matches_numpy(normalize):
   # An expert's output that says which one it is: gate and up read a constant
   # feature, and down writes to a column of the expert's own.
   x, weights, _ = case((2, 9))

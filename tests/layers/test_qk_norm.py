@@ -192,7 +192,7 @@ def saved_of_attention(over, recipe):
 
 @pytest.mark.parametrize("over", ["head", "all"])
 @pytest.mark.parametrize("kept", ["bf16", "fp8"])
-def test_q_and_k_are_saved_once_in_front_of_their_norm(over, kept):
+def test_q_and_k_are_saved_once_before_their_norm(over, kept):
   found = saved_of_attention(over, recipes.coat(attention=kept))
   fp8, bf16 = jnp.dtype(E4M3), jnp.dtype(jnp.bfloat16)
   groups = num_groups(SIZE, 16)
