@@ -21,10 +21,9 @@ from coat_jax.layers.experts import (
   MoEKind,
   MoEWeights,
   experts_rule,
-  grouped_product,
-  matrices,
   moe_specs,
   moe_types,
+  multiply_rows,
   weight_gradient,
 )
 from coat_jax.layers.linear import default_kernel_init
@@ -168,25 +167,22 @@ def _of_device(y, w, *, static, recipe):
   return (scatter_sequence(out, axes), probability), load
 
 
-def _grouped(x, w, rows, recipe) -> Array:
-  """Multiplies rows x [M, D] by their group's w [E, D, *F], in x's dtype."""
-  product = grouped_product(ops.grouped_fwd, x.dtype, recipe)
-  return product(x, matrices(w, x.dtype, recipe.axes), rows)
+def _multiply(x, w, rows, recipe):
+  return multiply_rows(ops.grouped_fwd, x, w, rows, recipe)
 
 
-def _grouped_fwd(x, w, rows, recipe):
-  return _grouped(x, w, rows, recipe), (x, w, rows)
+def _multiply_fwd(x, w, rows, recipe):
+  return _multiply(x, w, rows, recipe), (x, w, rows)
 
 
-def _grouped_bwd(recipe, saved, g):
+def _multiply_bwd(recipe, saved, g):
   x, w, rows = saved
-  product = grouped_product(ops.grouped_dgrad, x.dtype, recipe)
-  dx = product(g, matrices(w, x.dtype, recipe.axes), rows)
+  dx = multiply_rows(ops.grouped_dgrad, g, w, rows, recipe)
   return dx, weight_gradient(x, g, w, rows, recipe), None
 
 
-_product = jax.custom_vjp(_grouped, nondiff_argnums=(3,))
-_product.defvjp(_grouped_fwd, _grouped_bwd)
+_product = jax.custom_vjp(_multiply, nondiff_argnums=(3,))
+_product.defvjp(_multiply_fwd, _multiply_bwd)
 
 
 def _check(x, w, experts_per_token, recipe) -> None:
