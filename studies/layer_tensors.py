@@ -16,7 +16,7 @@ from jax import Array
 
 from coat_jax import recipes
 from coat_jax.layers.activation import plain_gated
-from coat_jax.layers.attention_output import dot_product_attention
+from coat_jax.layers.dot_product_attention import dot_product_attention
 from coat_jax.layers.linear import linear
 from coat_jax.layers.norm import norm
 from coat_jax.layers.rope import Heads, split_heads

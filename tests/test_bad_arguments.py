@@ -32,9 +32,8 @@ CALLED = {
   "backward": "step_in_backward",
   "config": "ModelConfig",
   "mixture": "moe",
-  "output": "attention_output",
   "pair": "VisionLanguageConfig",
-  "self_attend": "self_attention",
+  "self_attend": "SelfAttention",
   "vision": "VisionConfig",
 }
 # Names that users do not call with arguments of their own.

@@ -4,28 +4,30 @@
 There are two levels: drop-in single operations (Linear, RMSNorm, LayerNorm,
 silu_mul, gelu), and fused blocks, which save most of the memory and time
 (NormLinear, GatedMLP, MLP, MoE, Attention). All have BF16 inputs and outputs.
-To make a block of your own, call `block` with another `Middle`.
+`block` is the function behind GatedMLP, MLP and Attention, each with its own
+`Middle`; to make a block of your own, write another.
 """
 
 from coat_jax.layers.activation import gelu as gelu
 from coat_jax.layers.activation import silu_mul as silu_mul
 from coat_jax.layers.attention import Attention as Attention
-from coat_jax.layers.attention_output import (
-  attention_output as attention_output,
-)
-from coat_jax.layers.attention_output import (
-  dot_product_attention as dot_product_attention,
-)
-from coat_jax.layers.back import BackWeights as BackWeights
 from coat_jax.layers.block import BlockWeights as BlockWeights
 from coat_jax.layers.block import block as block
+from coat_jax.layers.block_module import BlockOptions as BlockOptions
+from coat_jax.layers.block_module import NormLinear as NormLinear
+from coat_jax.layers.block_module import NormLinearOptions as NormLinearOptions
+from coat_jax.layers.dot_product_attention import (
+  AttentionInputs as AttentionInputs,
+)
+from coat_jax.layers.dot_product_attention import (
+  dot_product_attention as dot_product_attention,
+)
 from coat_jax.layers.experts import MoEWeights as MoEWeights
-from coat_jax.layers.front import FrontWeights as FrontWeights
 from coat_jax.layers.gated_mlp import Gated as Gated
 from coat_jax.layers.gated_mlp import GatedMLP as GatedMLP
-from coat_jax.layers.gated_mlp import gated_mlp as gated_mlp
 from coat_jax.layers.linear import Linear as Linear
 from coat_jax.layers.linear import linear as linear
+from coat_jax.layers.linear import norm_linear as norm_linear
 from coat_jax.layers.middle import Middle as Middle
 from coat_jax.layers.middle import MiddleGradient as MiddleGradient
 from coat_jax.layers.middle import MiddleOutput as MiddleOutput
@@ -36,10 +38,7 @@ from coat_jax.layers.moe import moe as moe
 from coat_jax.layers.norm import LayerNorm as LayerNorm
 from coat_jax.layers.norm import RMSNorm as RMSNorm
 from coat_jax.layers.norm import norm as norm
-from coat_jax.layers.norm_linear import NormLinear as NormLinear
-from coat_jax.layers.norm_linear import norm_linear as norm_linear
-from coat_jax.layers.parameters import BlockOptions as BlockOptions
-from coat_jax.layers.parameters import NormLinearOptions as NormLinearOptions
+from coat_jax.layers.product import LinearWeights as LinearWeights
 from coat_jax.layers.qk_norm import QKNorm as QKNorm
 from coat_jax.layers.qk_norm import QKNormWeights as QKNormWeights
 from coat_jax.layers.remat import (
@@ -52,9 +51,7 @@ from coat_jax.layers.rope import rope as rope
 from coat_jax.layers.rope import split_heads as split_heads
 from coat_jax.layers.routing import RoutingStats as RoutingStats
 from coat_jax.layers.routing import load_balancing_loss as load_balancing_loss
-from coat_jax.layers.self_attention import AttentionInputs as AttentionInputs
 from coat_jax.layers.self_attention import SelfAttention as SelfAttention
-from coat_jax.layers.self_attention import self_attention as self_attention
 from coat_jax.layers.weight import cache_weight as cache_weight
 from coat_jax.layers.weight_cache import with_weight_cache as with_weight_cache
 from coat_jax.ops.rope import LinearScaling as LinearScaling

@@ -16,7 +16,6 @@ from coat_jax.layers.module import check_float, recipe_of
 from coat_jax.layers.operands import in_groups
 from coat_jax.layers.residuals import residual_scope, save_residual
 from coat_jax.layers.rule import rule
-from coat_jax.mesh import tokens
 from coat_jax.numerics.recipes import CoatRecipe
 from coat_jax.ops.functions import check_approximation
 
@@ -34,13 +33,7 @@ def _fp8_silu_mul_bwd(recipe, inputs, saved, g):
   return dgate.astype(g.dtype), dup.astype(g.dtype)
 
 
-def _silu_mul_specs(gate, up, recipe):
-  del up
-  each = tokens(recipe.axes, gate)
-  return (each, each), each
-
-
-_fp8_silu_mul = rule(_fp8_silu_mul_fwd, _fp8_silu_mul_bwd, _silu_mul_specs)
+_fp8_silu_mul = rule(_fp8_silu_mul_fwd, _fp8_silu_mul_bwd)
 
 
 def silu_mul(
@@ -50,7 +43,8 @@ def silu_mul(
 
   Args:
     gate, up: [..., F] of the same shape and dtype, BF16 (or f32).
-    recipe: `recipe.nonlinear` says whether they are read and saved in FP8.
+    recipe: reads and saves them in FP8 if `nonlinear` is "fp8"; None for
+      `recipes.coat()`.
 
   Returns:
     [..., F] in the inputs' dtype.
@@ -75,11 +69,7 @@ def silu_mul(
 
 
 def plain_gated(gate: Array, up: Array, *, activation: ops.Activation) -> Array:
-  """Multiplies the activation of gate by up in their dtype, [..., F] each.
-
-  Plain autodiff saves what it reads; for recipes without FP8 nonlinear
-  operations.
-  """
+  """Computes activation(gate) * up in their dtype, for plain autodiff."""
   # Named for checkpoint policies: the same set can be kept in BF16.
   gate, up = save_residual("activation", (gate, up))
   with residual_scope("activation"):
@@ -105,13 +95,7 @@ def _fp8_gelu_bwd(approximate, recipe, inputs, x_q, g):
   return (dx.astype(g.dtype),)
 
 
-def _gelu_specs(x, approximate, recipe):
-  del approximate
-  each = tokens(recipe.axes, x)
-  return (each,), each
-
-
-_fp8_gelu = rule(_fp8_gelu_fwd, _fp8_gelu_bwd, _gelu_specs)
+_fp8_gelu = rule(_fp8_gelu_fwd, _fp8_gelu_bwd)
 
 
 def gelu(
@@ -126,7 +110,7 @@ def gelu(
     x: [..., F], BF16 (or f32).
     approximate: the tanh formula (as `jax.nn.gelu` does by default), erf
       (False), or "sigmoid": x sigmoid(1.702 x), the quick GELU of CLIP.
-    recipe: `recipe.nonlinear` says whether x is read and saved in FP8.
+    recipe: as for `silu_mul`.
 
   Returns:
     [..., F] in x's dtype.

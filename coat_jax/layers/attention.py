@@ -1,18 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The attention block's module; `layers.self_attention` computes it."""
+"""The attention block's module; `layers.SelfAttention` is its middle."""
 
 import functools
+import math
 from typing import Any, Unpack
 
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
-from jax.typing import DTypeLike
 
-from coat_jax import ops
-from coat_jax.layers.back import BackWeights
-from coat_jax.layers.block import BlockWeights
-from coat_jax.layers.front import FrontWeights
+from coat_jax.layers.block import block
+from coat_jax.layers.block_module import (
+  BlockOptions,
+  NormLinear,
+  NormLinearOptions,
+  Parts,
+  block_arguments,
+)
+from coat_jax.layers.dot_product_attention import AttentionInputs
 from coat_jax.layers.layer_kinds import (
   Bases,
   Scalings,
@@ -21,22 +26,12 @@ from coat_jax.layers.layer_kinds import (
   count_kinds,
   rotaries,
 )
-from coat_jax.layers.linear import Linear
-from coat_jax.layers.module import (
-  RecipeModule,
-  Sharding,
-  check_sequences,
-  recipe_of,
-  reshard,
-  rows_to_batch,
-)
-from coat_jax.layers.norm import RMSNorm, block_norm_options, make_norm
-from coat_jax.layers.norm_linear import NormLinear
-from coat_jax.layers.parameters import BlockOptions, options_by_part
+from coat_jax.layers.module import RecipeModule, Sharding, reshard
+from coat_jax.layers.norm import RMSNorm
 from coat_jax.layers.qk_norm import NormedOver, QKNorm, QKNormWeights
 from coat_jax.layers.rope import Heads
-from coat_jax.layers.self_attention import SelfAttention, self_attention
-from coat_jax.numerics.recipes import CoatRecipe
+from coat_jax.layers.self_attention import SelfAttention
+from coat_jax.numerics.checks import check_array, check_choice
 
 
 class Attention(RecipeModule):
@@ -60,7 +55,7 @@ class Attention(RecipeModule):
     (64, 128)
 
   Attributes:
-    rotary: RoPE's `Rotary`, or None; or a tuple, see `rope_theta`.
+    middle: `SelfAttention`, the heads, RoPE and keys that queries see.
     qkv: NormLinear to the columns of q, k and v. They are ordered by key head:
       for each of the K key heads its N / K query heads, its key, its value, so
       that a shard of the columns holds whole groups of heads.
@@ -70,8 +65,6 @@ class Attention(RecipeModule):
       `qk_norm="head"`; with "all" of [num_heads * head_dim] and of
       [num_kv_heads * head_dim], the heads in their order.
   """
-
-  counterparts = (nnx.MultiHeadAttention,)
 
   def __init__(
     self,
@@ -89,19 +82,8 @@ class Attention(RecipeModule):
     rotary_dim: int | None = None,
     qk_norm: NormedOver | None = None,
     clip_qkv: float | None = None,
-    recipe: CoatRecipe | None = None,
-    norm: ops.NormKind | None = "rms",
-    post_norm: ops.NormKind | None = None,
-    epsilon: float = 1e-6,
-    use_scale: bool = True,
-    scale_plus_one: bool = False,
-    use_norm_bias: bool = False,
-    use_bias: bool = False,
     use_qkv_bias: bool | None = None,
     use_out_bias: bool | None = None,
-    add_input: bool = True,
-    dtype: DTypeLike | None = jnp.bfloat16,
-    param_dtype: DTypeLike = jnp.float32,
     rngs: nnx.Rngs,
     **options: Unpack[BlockOptions],
   ):
@@ -130,44 +112,24 @@ class Attention(RecipeModule):
         itself; "all", all heads of a token together; None for none. FP8 recipes
         save q and k before this norm, in FP8.
       clip_qkv: largest magnitude of q, k and v; None leaves them unchanged.
-      recipe: what is computed and saved in FP8; None for `recipes.coat()`.
-      norm: norm of the input, "rms" or "layer"; None for none.
-      post_norm: norm of the second product, before the input is added, "rms" or
-        "layer"; None for none. OLMo 2 uses only this norm, Gemma 2 and 3 use
-        both.
-      epsilon: added by norms to the mean square or the variance.
-      use_scale: whether norms have a scale [D].
-      scale_plus_one: whether norms, including those of q and k, multiply by 1 +
-        scale, as in Gemma.
-      use_norm_bias: whether norms have a bias [D].
-      use_bias: whether both products have biases.
       use_qkv_bias: whether q, k and v have a bias [(N + 2 K) H]; None for
         `use_bias`.
       use_out_bias: whether the output projection has a bias [D]; None for
         `use_bias`.
-      add_input: whether the block adds its input, the residual stream.
-      dtype: dtype of input, output and everything that is not FP8; None
-        promotes the input and the parameters.
-      param_dtype: dtype of the parameters and their gradients.
       rngs: its stream `params` initializes the parameters.
-      **options: initializers and metadata of the parameters, see
-        `BlockOptions`, of kernels [D, (N + 2 K) H] and [N H, D]; flax's other
-        arguments are refused.
+      **options: see `BlockOptions`; kernels are [D, (N + 2 K) H] and [N H, D].
 
     Raises:
-      TypeError: an argument has the wrong type.
+      TypeError: an argument has the wrong type or is unknown.
       ValueError: a number is outside its range; num_heads is not divisible by
         num_kv_heads, or features is not divisible by num_heads although
         `head_dim` is None; heads have an odd size; `rotary_dim` is odd or above
-        that size; `qk_norm` is unknown; tuples differ in length; a window is
-        below 1 or set without `causal`; a flax argument is not supported by FP8
-        attention.
+        that size; `qk_norm` or a norm is unknown; tuples differ in length; a
+        window is below 1 or set without `causal`.
     """
-    of = options_by_part(options)
-    super().__init__(recipe_of(type(self).__name__, recipe), dtype, of.others)
-    self._check(
-      param_dtype,
-      rngs,
+    parts = Parts.of("Attention", options, rngs)
+    super().__init__(
+      **parts.shared,
       features=features,
       num_heads=num_heads,
       num_kv_heads=num_kv_heads,
@@ -190,66 +152,46 @@ class Attention(RecipeModule):
         "Attention: heads must have an even size, for RoPE rotates pairs, got "
         f"{self.head_dim}; pass an even head_dim, or another num_heads"
       )
-    if qk_norm not in ("head", "all", None):
-      raise ValueError(
-        f"Attention: qk_norm must be 'head', 'all' or None, got {qk_norm!r}; "
-        "pass one of these"
-      )
+    check_choice("Attention", "qk_norm", qk_norm, ("head", "all", None))
     self.num_heads, self.num_kv_heads = num_heads, kv_heads
     self.causal, self.rope_theta = causal, rope_theta
-    self.window, self.soft_cap = window, soft_cap
-    self.query_scale = query_scale
+    self.add_input = parts.add_input
     count_kinds(window=window, rope_theta=rope_theta, rope_scaling=rope_scaling)
-    self.rotary = rotaries(
+    rotary = rotaries(
       rope_theta, rope_scaling, rotary_dim, head_dim=self.head_dim
     )
-    kinds = attention_kinds(causal, window, soft_cap, query_scale)
-    heads = Heads(num_heads, kv_heads, self.rotary)
-    SelfAttention(heads, kinds, clip_qkv)  # Checks the arguments.
-    self.clip_qkv, self.add_input = clip_qkv, add_input
-    shared: dict[str, Any] = dict(
-      recipe=self.recipe, dtype=dtype, param_dtype=param_dtype, rngs=rngs
+    self.middle = SelfAttention(
+      Heads(num_heads, kv_heads, rotary),
+      attention_kinds(causal, window, soft_cap, query_scale),
+      clip_qkv,
+      None if qk_norm is None else QKNorm(qk_norm, parts.epsilon),
     )
+    front: Any = {
+      name: value
+      for name, value in options.items()
+      if name in NormLinearOptions.__annotations__
+    }
+    use_bias = parts.use_bias if use_qkv_bias is None else use_qkv_bias
+    columns = (num_heads + 2 * kv_heads) * self.head_dim
     self.qkv = NormLinear(
-      features,
-      (num_heads + 2 * kv_heads) * self.head_dim,
-      norm=norm,
-      epsilon=epsilon,
-      use_scale=use_scale,
-      scale_plus_one=scale_plus_one,
-      use_norm_bias=use_norm_bias,
-      use_bias=use_bias if use_qkv_bias is None else use_qkv_bias,
-      **shared,
-      **of.norm_linear,
+      features, columns, use_bias=use_bias, rngs=rngs, **front
     )
-    self.out = Linear(
-      num_heads * self.head_dim,
-      features,
-      use_bias=use_bias if use_out_bias is None else use_out_bias,
-      split="inputs",
-      **shared,
-      **of.back,
+    self.out = parts.make_back(
+      num_heads * self.head_dim, features, use_bias=use_out_bias
     )
-    self.post_norm = make_norm(
-      post_norm,
-      features,
-      epsilon=epsilon,
-      use_scale=use_scale,
-      scale_plus_one=scale_plus_one,
-      use_bias=use_norm_bias,
-      **shared,
-      **of.norm,
-    )
+    self.post_norm = parts.make_norm(parts.post_norm, features)
     self.q_norm: Any = nnx.data(None)
     self.k_norm: Any = nnx.data(None)
     if qk_norm is not None:
       of_q, of_k = (n if qk_norm == "all" else 1 for n in (num_heads, kv_heads))
       make = functools.partial(
-        RMSNorm, epsilon=epsilon, scale_plus_one=scale_plus_one, **shared
+        RMSNorm,
+        epsilon=parts.epsilon,
+        scale_plus_one=parts.scale_plus_one,
+        **parts.shared,
       )
       self.q_norm = make(of_q * self.head_dim)
       self.k_norm = make(of_k * self.head_dim)
-    self.qk_norm: NormedOver | None = qk_norm
 
   def __call__(
     self,
@@ -280,51 +222,38 @@ class Attention(RecipeModule):
       ValueError: shapes are inconsistent, or `kind` is missing although layers
         differ.
     """
-    check_sequences("Attention", x)
+    rule, remedy = "an array [..., T, D]", "pass sequences of activations"
+    ranks = range(2, 65)
+    check_array(
+      "Attention", "x", x, rule, ndim=ranks, kind=jnp.number, remedy=remedy
+    )
     shape = x.shape
-    x = rows_to_batch(self.cast(x, self.out.kernel))
+    # -1 fails for an empty batch.
+    batch = math.prod(shape[:-2])
+    x = self.cast(x, self.out.kernel).reshape(batch, *shape[-2:])
     if positions is None:
       positions = jnp.arange(x.shape[1], dtype=jnp.int32)
     elif positions.ndim > 1 and positions.shape == shape[:-1]:
       positions = positions.reshape(x.shape[:2])
     if segments is not None and segments.shape == shape[:-1]:
       segments = segments.reshape(x.shape[:2])
-    qk_norm, qk_norm_weights = self.norm_of_qk
-    y = self_attention(
+    middle = self.middle
+    inputs = AttentionInputs(
+      positions, segments, kind if middle.num_kinds > 1 else None
+    )
+    y = block(
       x,
-      BlockWeights(
-        FrontWeights.of(self.qkv.norm, self.qkv.linear),
-        BackWeights.of(self.out, self.post_norm),
-        qk_norm_weights,
+      inputs=inputs,
+      middle=middle,
+      **block_arguments(
+        self, self.qkv.norm, self.qkv.linear, self.out, self.qk_weights
       ),
-      positions,
-      **block_norm_options(self.qkv.norm, self.post_norm),
-      heads=Heads(self.num_heads, self.num_kv_heads, self.rotary),
-      causal=self.causal,
-      window=self.window,
-      soft_cap=self.soft_cap,
-      scale=self.query_scale,
-      segments=segments,
-      layer_kind=kind,
-      clip=self.clip_qkv,
-      qk_norm=qk_norm,
-      add_input=self.add_input,
-      recipe=self.active_recipe,
     )
     return reshard(y.reshape(shape), out_sharding)
 
   @property
-  def kind(self) -> ops.AttentionKind | tuple[ops.AttentionKind, ...]:
-    """The keys that queries see; a tuple if `window` is a tuple."""
-    return attention_kinds(
-      self.causal, self.window, self.soft_cap, self.query_scale
-    )
-
-  @property
-  def norm_of_qk(self) -> tuple[QKNorm | None, QKNormWeights | None]:
-    """The norm of q and k, and its weights."""
-    if self.qk_norm is None:
-      return None, None
-    q, k = self.q_norm, self.k_norm
-    weights = QKNormWeights(q.gamma, k.gamma)
-    return QKNorm(self.qk_norm, q.epsilon), weights
+  def qk_weights(self) -> QKNormWeights | None:
+    """The weights of the norms of q and k."""
+    if self.q_norm is None:
+      return None
+    return QKNormWeights(self.q_norm.gamma, self.k_norm.gamma)

@@ -14,70 +14,21 @@ import functools
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jax import Array, P
+from jax import Array
 
 from coat_jax import ops
-from coat_jax.layers.linear import (
-  Linear,
-  add_linear,
-  bias_gradient,
-  scale_to_save,
-)
 from coat_jax.layers.middle import Middle, MiddleGradient, MiddleOutput
-from coat_jax.layers.module import value_of
-from coat_jax.layers.norm import (
-  Norm,
-  NormSaved,
-  norm_forward,
-  norm_gradients,
+from coat_jax.layers.norm import NormSaved, norm_forward, norm_gradients
+from coat_jax.layers.operands import gather_sequence, gradient_operand
+from coat_jax.layers.product import (
+  LinearWeights,
+  bias_gradient,
+  input_gradient,
+  multiply,
 )
-from coat_jax.layers.operands import cached, gather_sequence, gradient_operand
-from coat_jax.layers.weight import quantized_weight, weight_gradient
-from coat_jax.mesh import split_inputs
-from coat_jax.numerics.recipes import CoatRecipe, MeshAxes
+from coat_jax.layers.weight import weight_gradient
+from coat_jax.numerics.recipes import CoatRecipe
 from coat_jax.ops import BlockScales, Operand
-
-
-class BackWeights(NamedTuple):
-  """Parameters of a back; None for those it does not have.
-
-  Attributes:
-    w: [F, D].
-    bias: [D].
-    cache: cache of w, from `layers.cache_weight`.
-    gamma, beta: [D], of the norm after the product.
-  """
-
-  w: Array
-  bias: Array | None = None
-  cache: Operand | None = None
-  gamma: Array | None = None
-  beta: Array | None = None
-
-  @classmethod
-  def of(cls, linear: Linear, norm: Norm | None = None) -> "BackWeights":
-    """Reads the weights off a linear layer's module and a norm's."""
-    gamma, beta = (None, None)
-    if norm is not None:
-      gamma, beta = norm.gamma, value_of(norm.bias)
-    w, bias = linear.kernel[...], value_of(linear.bias)
-    return cls(w, bias, linear.cache, gamma, beta)
-
-
-def back_specs(axes: MeshAxes, weights: BackWeights) -> BackWeights:
-  """Returns how a back's weights are sharded.
-
-  w is row-parallel; vectors are replicated.
-  """
-  rows: Any = split_inputs(axes)
-  all_of_it: Any = P()
-  return BackWeights(
-    w=rows,
-    bias=all_of_it,
-    cache=cached(weights.cache, rows),
-    gamma=all_of_it,
-    beta=all_of_it,
-  )
 
 
 class BackSaved(NamedTuple):
@@ -85,7 +36,7 @@ class BackSaved(NamedTuple):
 
   Attributes:
     middle: values that the middle saves.
-    w_scale: see `scale_to_save`.
+    w_scale: see `multiply`.
     norm: input and statistics of the norm; None without one.
   """
 
@@ -94,50 +45,65 @@ class BackSaved(NamedTuple):
   norm: NormSaved | None
 
 
+class BlockStatic(NamedTuple):
+  """Arguments of `layers.block` that are not arrays, except the recipe."""
+
+  middle: Middle
+  kind: ops.NormKind | None
+  eps: float
+  add_input: bool
+  post_norm: ops.NormKind | None
+
+
 def back_forward(
+  x: Array,
   out: MiddleOutput,
-  weights: BackWeights,
+  weights: LinearWeights,
+  static: BlockStatic,
   recipe: CoatRecipe,
   *,
-  like: Array,
-  add: Array | None,
   after: Array | BlockScales | None = None,
-  post_norm: ops.NormKind | None = None,
-  eps: float = 0.0,
 ) -> tuple[Array, BackSaved]:
-  """Computes the second product, its norm and the sum; returns what is saved.
+  """Computes the second product, its norm and the sum with x, in x's dtype.
 
-  `add`, the residual stream or None, is added in f32; the result has `like`'s
-  dtype. For `after` see `quantized_weight`.
+  Also returns what is saved. x is added in f32. For `after` see
+  `quantized_weight`.
   """
   w = weights
-  after = after if out.after is None else out.after
-  w_q = quantized_weight(w.w, w.cache, "columns", recipe, after=after)
   product = functools.partial(
-    add_linear, out.operand, w_q, w.bias, recipe, dtype=like.dtype
+    multiply,
+    out.operand,
+    w,
+    "inputs",
+    recipe,
+    dtype=x.dtype,
+    after=after if out.after is None else out.after,
   )
-  w_scale = scale_to_save(w.cache, w_q, recipe)
-  if post_norm is None:
-    return product(add=add), BackSaved(out.saved, w_scale, None)
-  z = product(add=None)
-  y, saved = norm_forward(z, w.gamma, w.beta, post_norm, eps, recipe)
+  add = x if static.add_input else None
+  if static.post_norm is None:
+    y, w_scale = product(add=add)
+    return y, BackSaved(out.saved, w_scale, None)
+  z, w_scale = product()
+  y, saved = norm_forward(
+    z, w.gamma, w.beta, static.post_norm, static.eps, recipe
+  )
   if add is not None:
     y = add.astype(jnp.float32) + y
-  return y.astype(like.dtype), BackSaved(out.saved, w_scale, saved)
+  return y.astype(x.dtype), BackSaved(out.saved, w_scale, saved)
 
 
 def back_backward(
-  middle: Middle,
-  middle_weights: Any,
-  weights: BackWeights,
-  saved: BackSaved,
   g: Array,
+  middle_weights: Any,
+  weights: LinearWeights,
+  saved: BackSaved,
+  static: BlockStatic,
   recipe: CoatRecipe,
   *,
   has_bias: bool,
-) -> tuple[MiddleGradient, BackWeights]:
+) -> tuple[MiddleGradient, LinearWeights]:
   """Computes gradients of the middle, its weights and the back's weights."""
-  w, dgamma, dbeta = weights, None, None
+  w, middle, dgamma, dbeta = weights, static.middle, None, None
   if saved.norm is not None:
     g, dgamma, dbeta = norm_gradients(
       saved.norm, w.gamma, w.beta, g, None, recipe
@@ -147,10 +113,7 @@ def back_backward(
   dw = None
   if operand is not None:
     dw = weight_gradient(operand, g_q, w.w, recipe)
-  w_q = quantized_weight(w.w, w.cache or saved.w_scale, "rows", recipe)
-  dout = ops.linear_dgrad(
-    g_q, w_q, dtype=g.dtype, implementation=recipe.implementation
-  )
+  dout = input_gradient(g_q, w, saved.w_scale, recipe, g.dtype)
   gradient = middle.backward(
     values, dout, middle_weights, recipe, has_bias=has_bias
   )
@@ -158,4 +121,4 @@ def back_backward(
     assert gradient.operand is not None  # See `MiddleGradient`.
     dw = weight_gradient(gradient.operand, g_q, w.w, recipe)
   dbias = bias_gradient(g, w.bias, recipe, has_columns=False)
-  return gradient, BackWeights(dw, dbias, None, dgamma, dbeta)
+  return gradient, LinearWeights(dw, dbias, dgamma, dbeta)

@@ -28,21 +28,24 @@ from jax import Array
 
 from coat_jax import ops
 from coat_jax.layers.back import (
-  BackWeights,
+  BlockStatic,
   back_backward,
   back_forward,
-  back_specs,
 )
 from coat_jax.layers.front import (
-  FrontWeights,
+  FrontStatic,
   front_backward,
   front_forward,
-  front_specs,
 )
-from coat_jax.layers.linear import bias_gradient, linear
+from coat_jax.layers.linear import linear, norm_linear
 from coat_jax.layers.middle import Middle
 from coat_jax.layers.module import check_float, check_recipe
 from coat_jax.layers.norm import norm
+from coat_jax.layers.product import (
+  LinearWeights,
+  bias_gradient,
+  weights_specs,
+)
 from coat_jax.layers.rule import rule
 from coat_jax.mesh import run_whole, spec_of, tokens
 from coat_jax.numerics.checks import check_kind
@@ -58,58 +61,43 @@ class BlockWeights(NamedTuple):
     middle: weights of the middle, or None.
   """
 
-  front: FrontWeights
-  back: BackWeights
+  front: LinearWeights
+  back: LinearWeights
   middle: Any = None
 
 
-class _Static(NamedTuple):
-  """Arguments of `block` that are not arrays."""
-
-  middle: Middle
-  kind: ops.NormKind | None
-  eps: float
-  add_input: bool
-  post_norm: ops.NormKind | None
-
-
 def _block_fwd(x, weights, inputs, static, recipe):
-  w, (middle, kind, eps, add_input, post_norm) = weights, static
-  h, scale, front = front_forward(x, w.front, kind, eps, recipe)
-  out = middle.forward(h, w.middle, inputs, recipe)
-  add = x if add_input else None
-  y, back = back_forward(
-    out,
-    w.back,
-    recipe,
-    like=x,
-    add=add,
-    after=scale,
-    post_norm=post_norm,
-    eps=eps,
-  )
+  w = weights
+  of_front = FrontStatic(static.kind, static.eps)
+  h, scale, front = front_forward(x, w.front, of_front, recipe)
+  out = static.middle.forward(h, w.middle, inputs, recipe)
+  y, back = back_forward(x, out, w.back, static, recipe, after=scale)
   return y, (front, back)
 
 
 def _block_bwd(static, recipe, inputs, saved, g):
   (w,), (front, back) = inputs, saved
-  has_bias = w.front.bias is not None
   gradient, dback = back_backward(
-    static.middle, w.middle, w.back, back, g, recipe, has_bias=has_bias
+    g,
+    w.middle,
+    w.back,
+    back,
+    static,
+    recipe,
+    has_bias=w.front.bias is not None,
   )
   add = g if static.add_input else None
   dx, dfront = front_backward(
-    w.front, front, gradient.h, recipe, like=g, add=add
+    gradient.h, w.front, front, "columns", recipe, like=g, add=add
   )
-  if has_bias:
-    dbias = bias_gradient(
-      gradient.values,
-      w.front.bias,
-      recipe,
-      has_columns=True,
-      sums=gradient.sums,
-    )
-    dfront = dfront._replace(bias=dbias)
+  dbias = bias_gradient(
+    gradient.values,
+    w.front.bias,
+    recipe,
+    has_columns=True,
+    sums=gradient.sums,
+  )
+  dfront = dfront._replace(bias=dbias)
   return dx, BlockWeights(dfront, dback, gradient.weights), None
 
 
@@ -117,20 +105,14 @@ def _specs(x, weights, inputs, static, recipe):
   w, axes = weights, recipe.axes
   of_middle, of_inputs = static.middle.specs(axes, w.middle, inputs)
   of_weights = BlockWeights(
-    front_specs(axes, w.front), back_specs(axes, w.back), of_middle
+    weights_specs(axes, w.front, "columns"),
+    weights_specs(axes, w.back, "inputs"),
+    of_middle,
   )
   return (tokens(axes, x), of_weights, of_inputs), tokens(axes, x)
 
 
 _block = rule(_block_fwd, _block_bwd, _specs, reads=(1,))
-
-
-def check_block(op: str, x: Any, weights: Any, recipe: Any) -> None:
-  """Raises if these are not valid arguments of a block."""
-  check_recipe(op, recipe)
-  check_float(op, "x", x)
-  remedy = "pass one, as in BlockWeights(FrontWeights(...), BackWeights(...))"
-  check_kind(op, "weights", weights, BlockWeights, remedy)
 
 
 def block(
@@ -147,9 +129,12 @@ def block(
 ) -> Array:
   """Computes x + post_norm(middle(norm(x) w_front) w_back).
 
+  With `Gated` or `GELU` it is the MLP half of a transformer layer, with
+  `SelfAttention` the other half.
+
   Args:
     x: [..., D], the residual stream, BF16 (or f32).
-    weights: see `BlockWeights`.
+    weights: see `BlockWeights`; their shapes depend on the middle.
     inputs: other arrays that the middle reads; they have no gradient.
     middle: the part between the two products.
     kind: norm of x, "rms" or "layer"; None for none.
@@ -166,9 +151,13 @@ def block(
     ValueError: shapes are inconsistent, a norm is unknown, or `eps` is
       negative.
   """
-  check_block("block", x, weights, recipe)
+  check_recipe("block", recipe)
+  check_float("block", "x", x)
+  remedy = "pass BlockWeights(LinearWeights(up), LinearWeights(down))"
+  check_kind("block", "weights", weights, BlockWeights, remedy)
   remedy = "pass one, as in Gated() or GELU()"
   check_kind("block", "middle", middle, Middle, remedy)
+  middle.check(x, weights, inputs, recipe)
   w = weights.back.w
   # On a mesh, a caller's own shard_map has other shards of it.
   if add_input and not recipe.axes and w.shape[-1] != x.shape[-1]:
@@ -177,20 +166,10 @@ def block(
       f"{w.shape} for {x.shape}; pass add_input=False for another width"
     )
   if recipe.nonlinear == "fp8":
-    static = _Static(middle, kind, eps, add_input, post_norm)
+    static = BlockStatic(middle, kind, eps, add_input, post_norm)
     return _block((x, weights, inputs), static, recipe)
   front, back, own = weights
-  y = x
-  if kind is not None:
-    y = norm(x, front.gamma, front.beta, kind=kind, eps=eps, recipe=recipe)
-  h = linear(
-    y,
-    front.w,
-    front.bias,
-    recipe=recipe,
-    cache=front.cache,
-    split="columns",
-  )
+  h = norm_linear(x, front, kind=kind, eps=eps, recipe=recipe)
   y = linear(
     middle.plain(h, own, inputs, recipe),
     back.w,

@@ -7,26 +7,22 @@
   back     z --product, summed over a token's copies--> + x or nothing
 
 The products are grouped matmuls in x's dtype (BF16): per-tensor FP8 has one
-scale for all experts, and XLA has no grouped FP8 product on Hopper. The arrays
-saved for the backward pass are still FP8: x and, for each of a token's k
-copies, gate and up, all in 1 x G groups, and the expert numbers, 4 k bytes a
-token. Everything else is recomputed from these: y and its statistics, the
-router's probabilities (one small product), the copies, which are rows of y, and
-z. The forward uses the same values. COAT's code has no mixtures, so
-recipe.residuals and recipe.weight_cache have no effect here.
+scale for all experts, and XLA has no grouped FP8 product on Hopper. Saved in
+1 x G FP8 are x and, for each of a token's k copies, gate and up; and the expert
+numbers, 4 k bytes a token. Everything else is recomputed from these. COAT's
+code has no mixtures: recipe.residuals and recipe.weight_cache have no effect.
 
 The weight p multiplies z, with F columns, instead of an expert's output, with
 D: then the gradient of the product before p, dz = dy w_down^T, also gives p's:
-dp = dz . (silu(gate) up) = dy . (expert's output). So that output, [T k, D], is
-neither saved nor recomputed.
+dp = dz . (silu(gate) up). So that output, [T k, D], is neither saved nor
+recomputed.
 
 On a mesh every device has a share of every expert: its rows over fsdp, which
-are gathered in BF16 before use, and its columns F over tensor, as in
-`gated_mlp`. A device computes those columns for all positions of its sequences,
-and partial sums are scattered. With whole experts on devices, each device would
-need as many rows as all tokens together could send to it, since shapes are
-static and no token is dropped: T k rows, for gate and up too, which is tensor
-times as many as here.
+are gathered in BF16 before use, and its columns F over tensor. A device
+computes those columns for all positions of its sequences, and partial sums are
+scattered. With whole experts on devices, each would need T k rows, as many as
+all tokens together could send to it, since shapes are static and no token is
+dropped; for gate and up too, which is tensor times as many as here.
 """
 
 from typing import NamedTuple
@@ -65,7 +61,7 @@ from coat_jax.mesh import (
   tokens,
 )
 from coat_jax.numerics.qtensor import QTensor
-from coat_jax.numerics.recipes import CoatRecipe, MeshAxes
+from coat_jax.numerics.recipes import CoatRecipe
 from coat_jax.numerics.varying import varying
 
 
@@ -87,14 +83,7 @@ class MoEWeights(NamedTuple):
 
 
 class MoEKind(NamedTuple):
-  """Arguments of a mixture of experts that are not arrays.
-
-  Attributes:
-    kind, eps: norm and its epsilon; None for no norm.
-    experts_per_token: k.
-    normalize: whether a token's k weights are divided by their sum.
-    add_input: whether x is added.
-  """
+  """Arguments of `layers.moe` that are not arrays, except the recipe."""
 
   kind: ops.NormKind | None
   eps: float
@@ -113,7 +102,6 @@ class _Saved(NamedTuple):
 def _fwd(x, weights, static, recipe):
   w, axes, k = weights, recipe.axes, static.experts_per_token
   num_experts, dtype = w.router.shape[-1], x.dtype
-  grouped = grouped_product(ops.grouped_fwd, dtype, recipe)
   x_q = save_residual("norm", in_groups(x, recipe))
   y, _ = _normed(x_q, w, static, dtype)
   experts = save_residual("linear", choose_experts(y, w.router, k))
@@ -125,7 +113,8 @@ def _fwd(x, weights, static, recipe):
   y, _ = _normed(gather_positions(x_q, axes), w, static, dtype)
   rows = sort_rows(gather_positions(experts, axes), num_experts)
   p = p_of_rows(gather_positions(p, axes), rows)
-  h = grouped(to_rows(y, rows, k), matrices(w.gate_up, dtype, axes), rows)
+  y_rows = to_rows(y, rows, k)
+  h = multiply_rows(ops.grouped_fwd, y_rows, w.gate_up, rows, recipe)
   # The third result, the scale of an FP8 product's operand, is not needed.
   gate, up, _ = ops.gated_input(
     h.reshape(*y.shape[:-1], k, h.shape[-1]),
@@ -136,7 +125,7 @@ def _fwd(x, weights, static, recipe):
   )
   gate, up = save_residual("activation", (gate, up))
   z = (p * _silu_product(gate, up)).astype(dtype)
-  out = grouped(z, matrices(w.down, dtype, axes), rows)
+  out = multiply_rows(ops.grouped_fwd, z, w.down, rows, recipe)
   out = sum_of_copies(out, rows, (*y.shape[:-1], k)).astype(dtype)
   out = scatter_sequence(out, axes)
   if static.add_input:
@@ -148,7 +137,6 @@ def _fwd(x, weights, static, recipe):
 def _bwd(static, recipe, inputs, saved, cotangents):
   (w,), (g, dstats) = inputs, cotangents
   axes, k, dtype = recipe.axes, static.experts_per_token, g.dtype
-  grouped = grouped_product(ops.grouped_dgrad, dtype, recipe)
   x_q, experts, gate, up = saved
   own_y, norm_stats = _normed(x_q, w, static, dtype)
 
@@ -162,7 +150,8 @@ def _bwd(static, recipe, inputs, saved, cotangents):
   p = p_of_rows(gather_positions(p, axes), rows)
 
   dout = to_rows(gather_positions(g, axes), rows, k)
-  dz = grouped(dout, matrices(w.down, dtype, axes), rows).astype(jnp.float32)
+  dz = multiply_rows(ops.grouped_dgrad, dout, w.down, rows, recipe)
+  dz = dz.astype(jnp.float32)
   product = _silu_product(gate, up)
   dp = copies_of(jnp.sum(dz * product, axis=-1), rows).reshape(shape)
   dp = scatter_sequence(dp, axes)
@@ -178,7 +167,7 @@ def _bwd(static, recipe, inputs, saved, cotangents):
   dh = jnp.concatenate(dgate_and_up, axis=-1).astype(dtype)
   y, _ = _normed(gather_positions(x_q, axes), w, static, dtype)
   dgate_up = weight_gradient(to_rows(y, rows, k), dh, w.gate_up, rows, recipe)
-  dy = grouped(dh, matrices(w.gate_up, dtype, axes), rows)
+  dy = multiply_rows(ops.grouped_dgrad, dh, w.gate_up, rows, recipe)
   dy = scatter_sequence(sum_of_copies(dy, rows, shape).astype(dtype), axes)
 
   dprobability = dstats.probability / token_shards(axes)
@@ -224,10 +213,7 @@ experts_rule = rule(_fwd, _bwd, moe_specs, reads=(1,), result_spec=moe_types)
 
 
 def _normed(x_q, w, static, dtype):
-  """Normalizes 1 x G values in `dtype`; returns the statistics too.
-
-  Without a norm these are None.
-  """
+  """Normalizes 1 x G values in `dtype`; returns the statistics, or None."""
   values = x_q.dequantize()
   if static.kind is None:
     return values.astype(dtype), None
@@ -237,20 +223,12 @@ def _normed(x_q, w, static, dtype):
   return y.astype(dtype), stats
 
 
-def grouped_product(op, dtype, recipe):
-  """Returns a function that multiplies rows by their expert's weights."""
-
-  def product(x, w, rows: Rows):
-    how = recipe.implementation
-    return op(x, w, rows.sizes, dtype=dtype, implementation=how)
-
-  return product
-
-
-def matrices(w: Array, dtype, axes: MeshAxes | None) -> Array:
-  """Gathers all rows of [E, D, *F] as [E, D, F] in `dtype`."""
-  w = w.reshape(*w.shape[:2], -1)
-  return gather_experts(w.astype(dtype), axes)
+def multiply_rows(op, x, w, rows: Rows, recipe: CoatRecipe) -> Array:
+  """Multiplies rows by their expert's weights [E, D, *F], in x's dtype."""
+  w = w.reshape(*w.shape[:2], -1).astype(x.dtype)
+  w = gather_experts(w, recipe.axes)
+  how = recipe.implementation
+  return op(x, w, rows.sizes, dtype=x.dtype, implementation=how)
 
 
 def weight_gradient(x, g, w, rows: Rows, recipe: CoatRecipe) -> Array:

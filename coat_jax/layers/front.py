@@ -1,80 +1,58 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A block's front: optional norm, operand, first product and bias.
+"""A product and the norm before it: a linear layer, or the front of a block.
 
 The norm reads 1 x G FP8 values and writes the E4M3 operand of the product,
 without a BF16 array in between. Saved: the norm's input in 1 x G FP8 and its
 statistics; with residuals="coat" also its output, which residuals="minimal"
-recomputes. Without a norm, the codes that the product read are saved.
-
-On a mesh the product is column-parallel over the tensor axis.
+recomputes. Without a norm, the codes that the product read are saved. The
+weight is quantized again from the parameter, which stays in memory anyway.
 """
 
-from typing import Any, NamedTuple
+import math
+from typing import NamedTuple
 
 import jax.numpy as jnp
-from jax import Array, P
+from jax import Array
 
 from coat_jax import ops
-from coat_jax.layers.linear import Linear, as_row, scale_to_save
-from coat_jax.layers.module import value_of
-from coat_jax.layers.norm import Norm, NormSaved, norm_gradients
+from coat_jax.layers.norm import NormSaved, norm_gradients
 from coat_jax.layers.operands import (
-  cached,
   columns_of,
   gather_sequence,
+  gradient_operand,
   groups_of,
   input_operand,
   keep_input,
   layout_of_input,
   value_scaling,
 )
+from coat_jax.layers.product import (
+  LinearWeights,
+  bias_gradient,
+  input_gradient,
+  multiply,
+  weights_specs,
+)
 from coat_jax.layers.residuals import save_residual
-from coat_jax.layers.weight import as_matrix, quantized_weight, weight_gradient
-from coat_jax.mesh import scatter_sequence, split_columns
-from coat_jax.numerics.recipes import CoatRecipe, MeshAxes
+from coat_jax.layers.rule import rule
+from coat_jax.layers.weight import weight_gradient
+from coat_jax.mesh import (
+  Split,
+  own_columns,
+  product_spec,
+  scatter_sequence,
+  tokens,
+)
+from coat_jax.numerics.recipes import CoatRecipe
 from coat_jax.ops import BlockScales, Operand
 
 
-class FrontWeights(NamedTuple):
-  """Parameters of a front; None for those it does not have.
+class FrontStatic(NamedTuple):
+  """Arguments of a front that are not arrays, except the recipe."""
 
-  Attributes:
-    gamma, beta: [D], of the norm.
-    w: [D, *F].
-    bias: [*F].
-    cache: cache of w, from `layers.cache_weight`.
-  """
-
-  gamma: Array | None
-  beta: Array | None
-  w: Array
-  bias: Array | None = None
-  cache: Operand | None = None
-
-  @classmethod
-  def of(cls, norm: Norm | None, linear: Linear) -> "FrontWeights":
-    """Reads the weights off a norm's module and a linear layer's."""
-    gamma, beta = (None, None)
-    if norm is not None:
-      gamma, beta = norm.gamma, value_of(norm.bias)
-    w, bias = linear.kernel[...], value_of(linear.bias)
-    return cls(gamma, beta, w, bias, linear.cache)
-
-
-def front_specs(axes: MeshAxes, weights: FrontWeights) -> FrontWeights:
-  """Returns how a front's weights are sharded.
-
-  w is column-parallel; the norm's weights are replicated.
-  """
-  columns: Any = split_columns(axes, weights.w.ndim)
-  all_of_it: Any = P()
-  return FrontWeights(
-    gamma=all_of_it,
-    beta=all_of_it,
-    w=columns,
-    bias=P(*columns[1:]),  # pyright: ignore[reportArgumentType]
-    cache=cached(weights.cache, columns),
-  )
+  kind: ops.NormKind | None = None
+  eps: float = 0.0
+  split: Split = "columns"
 
 
 class FrontSaved(NamedTuple):
@@ -83,7 +61,7 @@ class FrontSaved(NamedTuple):
   Attributes:
     norm: input and statistics of the norm; None without one.
     y: the operand, see `keep_input`; or, if it is recomputed, its scale.
-    w_scale: see `scale_to_save`.
+    w_scale: see `multiply`.
   """
 
   norm: NormSaved | None
@@ -92,80 +70,67 @@ class FrontSaved(NamedTuple):
 
 
 def front_forward(
-  x: Array,
-  weights: FrontWeights,
-  kind: ops.NormKind | None,
-  eps: float,
-  recipe: CoatRecipe,
+  x: Array, weights: LinearWeights, static: FrontStatic, recipe: CoatRecipe
 ) -> tuple[Array, Array | BlockScales, FrontSaved]:
-  """Computes h [..., F] of whole sequences.
+  """Computes h [..., F], the operand's scales, and what is saved.
 
-  Also returns the operand's scales and what is saved.
+  With split="columns", h belongs to whole sequences.
   """
-  w = weights
-  if kind is None:
+  if static.kind is None:
     normed, (y, kept) = None, input_operand(x, recipe)
   else:
-    normed, y, kept = _norm_to_operand(x, w.gamma, w.beta, kind, eps, recipe)
-  y = gather_sequence(y, recipe, batch=x.shape[0])
-  w_q = quantized_weight(as_matrix(w.w), w.cache, "columns", recipe)
-  h = ops.linear_fwd(
-    y,
-    w_q,
-    dtype=x.dtype,
-    bias=as_row(w.bias),
-    implementation=recipe.implementation,
-  )
-  return (
-    h,
-    y.scale,
-    FrontSaved(normed, kept, scale_to_save(w.cache, w_q, recipe)),
-  )
+    normed, y, kept = _norm_to_operand(x, weights, static, recipe)
+  whole = y
+  if static.split == "columns":
+    whole = gather_sequence(y, recipe, batch=x.shape[0])
+  h, w_scale = multiply(whole, weights, static.split, recipe, dtype=x.dtype)
+  return h, y.scale, FrontSaved(normed, kept, w_scale)
 
 
 def front_backward(
-  weights: FrontWeights,
-  saved: FrontSaved,
   g: Operand,
+  weights: LinearWeights,
+  saved: FrontSaved,
+  split: Split,
   recipe: CoatRecipe,
   *,
   like: Array,
   add: Array | None = None,
-) -> tuple[Array, FrontWeights]:
-  """Computes gradients of x, in `like`'s dtype, and of the weights.
+) -> tuple[Array, LinearWeights]:
+  """Computes gradients of x, in `like`'s dtype, and of weights, not the bias.
 
-  The bias is left out. g, from `gradient_operand`, is the gradient of h. `like`
-  is any array [B, ...] of the device's sequences. `add`, the gradient that
-  bypasses the block, is added to dx in f32.
+  g, from `gradient_operand`, is the gradient of h. `like` is any array [B, ...]
+  of the device's sequences. `add`, the gradient that bypasses the block, is
+  added to dx in f32.
   """
-  w, how = weights, recipe.implementation
+  w, has_columns = weights, split == "columns"
   y = _columns_of(saved, w, recipe)
-  y = gather_sequence(y, recipe, batch=like.shape[0])
-  dw = weight_gradient(y, g, w.w, recipe)
-  w_q = quantized_weight(
-    as_matrix(w.w), w.cache or saved.w_scale, "rows", recipe
-  )
-  dy = ops.linear_dgrad(g, w_q, dtype=like.dtype, implementation=how)
-  dy = scatter_sequence(dy, recipe.axes)
+  if has_columns:
+    y = gather_sequence(y, recipe, batch=like.shape[0])
+  dw = weight_gradient(y, g, w.w, recipe, has_columns=split is not None)
+  dy = input_gradient(g, w, saved.w_scale, recipe, like.dtype)
+  if has_columns:
+    dy = scatter_sequence(dy, recipe.axes)
   if saved.norm is None:
     if add is not None:
       dy = dy.astype(jnp.float32) + add.astype(jnp.float32)
-    return dy.astype(like.dtype), FrontWeights(None, None, dw)
+    return dy.astype(like.dtype), LinearWeights(dw)
   dx, dgamma, dbeta = norm_gradients(
     saved.norm, w.gamma, w.beta, dy, add, recipe
   )
-  return dx, FrontWeights(dgamma, dbeta, dw)
+  return dx, LinearWeights(dw, None, dgamma, dbeta)
 
 
-def _norm_to_operand(x, gamma, beta, kind, eps, recipe):
+def _norm_to_operand(x, weights, static, recipe):
   """Normalizes before a product; returns what is saved and the operand."""
+  gamma, beta = weights.gamma, weights.beta
   scaling, how = value_scaling(recipe), recipe.implementation
   x_q, stats, scale = ops.norm_input(
     x,
     gamma,
     beta,
-    kind=kind,
-    eps=eps,
+    kind=static.kind,
+    eps=static.eps,
     groups=groups_of(recipe),
     output=scaling,
     implementation=how,
@@ -188,7 +153,7 @@ def _norm_to_operand(x, gamma, beta, kind, eps, recipe):
   return NormSaved(x_q, stats), *keep_input(y, recipe)
 
 
-def _columns_of(saved: FrontSaved, weights: FrontWeights, recipe) -> Operand:
+def _columns_of(saved: FrontSaved, weights: LinearWeights, recipe) -> Operand:
   """Returns the columns of the front's operand, saved or recomputed."""
   if isinstance(saved.y, Operand):
     return columns_of(saved.y, recipe)
@@ -203,3 +168,38 @@ def _columns_of(saved: FrontSaved, weights: FrontWeights, recipe) -> Operand:
     layout="columns",
     implementation=recipe.implementation,
   )
+
+
+def _fwd(x, weights, static, recipe):
+  h, _, saved = front_forward(x, weights, static, recipe)
+  return h.reshape(*h.shape[:-1], *weights.w.shape[1:]), saved
+
+
+def _bwd(static, recipe, inputs, saved, g):
+  (weights,), split = inputs, static.split
+  w = weights.w
+  # -1 fails for an empty batch.
+  g = g.reshape(*g.shape[: g.ndim - w.ndim + 1], math.prod(w.shape[1:]))
+  g_q = gradient_operand(g, recipe)
+  if split == "inputs":
+    g_q = gather_sequence(g_q, recipe, batch=g.shape[0])
+  dx, dweights = front_backward(g_q, weights, saved, split, recipe, like=g)
+  has_columns = split == "columns"
+  dbias = bias_gradient(g, weights.bias, recipe, has_columns=has_columns)
+  return dx, dweights._replace(bias=dbias)
+
+
+def _specs(x, weights, static, recipe):
+  axes, each, split = recipe.axes, tokens(recipe.axes, x), static.split
+  x_spec = own_columns(axes, x.ndim) if split == "inputs" else each
+  y_spec = own_columns(axes, weights.w.ndim + 1) if split == "columns" else each
+  return (x_spec, weights_specs(axes, weights, split)), y_spec
+
+
+front_rule = rule(
+  _fwd,
+  _bwd,
+  _specs,
+  reads=(1,),
+  result_spec=lambda x, weights: product_spec(x, weights.w),
+)

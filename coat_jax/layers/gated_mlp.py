@@ -11,28 +11,18 @@ reference; then the product reads the activation's output from FP8.
 """
 
 import dataclasses
-import functools
 from typing import Any, NamedTuple, Unpack, get_args
 
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
-from jax.typing import DTypeLike
 
 from coat_jax import ops
 from coat_jax.layers.activation import plain_gated
-from coat_jax.layers.back import BackWeights
-from coat_jax.layers.block import BlockWeights, block, check_block
-from coat_jax.layers.front import FrontWeights
-from coat_jax.layers.linear import Linear
+from coat_jax.layers.block import block
+from coat_jax.layers.block_module import BlockOptions, Parts, block_arguments
 from coat_jax.layers.middle import Middle, MiddleGradient, MiddleOutput
-from coat_jax.layers.module import (
-  RecipeModule,
-  Sharding,
-  recipe_of,
-  reshard,
-)
-from coat_jax.layers.norm import block_norm_options, make_norm
+from coat_jax.layers.module import RecipeModule, Sharding, reshard
 from coat_jax.layers.operands import (
   columns_of,
   gradient_operand,
@@ -40,14 +30,8 @@ from coat_jax.layers.operands import (
   groups_of,
   value_scaling,
 )
-from coat_jax.layers.parameters import (
-  BlockOptions,
-  options_by_part,
-  stack_options,
-)
 from coat_jax.layers.residuals import save_residual
 from coat_jax.numerics.qtensor import QTensor
-from coat_jax.numerics.recipes import CoatRecipe
 from coat_jax.ops import Operand
 
 
@@ -63,6 +47,8 @@ class _GatedSaved(NamedTuple):
 @dataclasses.dataclass(frozen=True)
 class Gated(Middle):
   """activation(gate) * up of h [..., 2, F], gate first.
+
+  The front's w is [D, 2, F] and its bias [2, F]; the back's w is [F, D].
 
   Attributes:
     activation: "silu" makes a SwiGLU, "gelu_tanh" and "gelu" a GeGLU, by the
@@ -80,6 +66,16 @@ class Gated(Middle):
       raise ValueError(
         f"Gated: activation must be one of {known}, got {self.activation!r}; "
         "pass one of these"
+      )
+
+  def check(self, x, weights, inputs, recipe):
+    front, back = weights.front.w, weights.back.w
+    fits = front.ndim == 3 and front.shape[1] == 2
+    # On a mesh, a caller's own shard_map has other shards of either.
+    if not fits or front.shape[2] != back.shape[0] and not recipe.axes:
+      raise ValueError(
+        "Gated: front.w must be [D, 2, F] and back.w [F, D], got "
+        f"{front.shape} and {back.shape}; pass weights that belong together"
       )
 
   def plain(self, h, weights, inputs, recipe):
@@ -137,56 +133,6 @@ class Gated(Middle):
     return jnp.concatenate(gradients, axis=-1)
 
 
-def gated_mlp(
-  x: Array,
-  weights: BlockWeights,
-  *,
-  activation: ops.Activation = "silu",
-  kind: ops.NormKind | None,
-  eps: float,
-  post_norm: ops.NormKind | None = None,
-  add_input: bool = True,
-  recipe: CoatRecipe,
-) -> Array:
-  """x + post_norm((activation(norm(x) w_gate) * (norm(x) w_up)) w_down).
-
-  Args:
-    x: [..., D], the residual stream, BF16 (or f32).
-    weights: front.w [D, 2, F], gate first, front.bias [2, F]; back.w [F, D].
-    activation: activation of the gate, see `Gated`.
-    kind: norm of x, "rms" or "layer"; None for none.
-    eps: epsilon of both norms.
-    post_norm: norm of the second product, "rms" or "layer"; None for none.
-    add_input: whether x is added.
-    recipe: fused if both `linear` and `nonlinear` are "fp8".
-
-  Returns:
-    [..., D] in x's dtype.
-
-  Raises:
-    TypeError, ValueError: see `block`.
-  """
-  check_block("gated_mlp", x, weights, recipe)
-  front, back = weights.front.w, weights.back.w
-  fits = front.ndim == 3 and front.shape[1] == 2
-  # On a mesh, a caller's own shard_map has other shards of either.
-  if not fits or front.shape[2] != back.shape[0] and not recipe.axes:
-    raise ValueError(
-      "gated_mlp: front.w must be [D, 2, F] and back.w [F, D], got "
-      f"{front.shape} and {back.shape}; pass weights that belong together"
-    )
-  return block(
-    x,
-    weights,
-    middle=Gated(activation),
-    kind=kind,
-    eps=eps,
-    post_norm=post_norm,
-    add_input=add_input,
-    recipe=recipe,
-  )
-
-
 class GatedMLP(RecipeModule):
   """The MLP half of a decoder layer: norm, gated activation and residual add.
 
@@ -211,25 +157,12 @@ class GatedMLP(RecipeModule):
     down: Linear with kernel [hidden_features, features].
   """
 
-  counterparts = (nnx.Linear,)
-
   def __init__(
     self,
     features: int,
     hidden_features: int,
     *,
     activation: ops.Activation = "silu",
-    recipe: CoatRecipe | None = None,
-    norm: ops.NormKind | None = "rms",
-    post_norm: ops.NormKind | None = None,
-    epsilon: float = 1e-6,
-    use_scale: bool = True,
-    scale_plus_one: bool = False,
-    use_norm_bias: bool = False,
-    use_bias: bool = False,
-    add_input: bool = True,
-    dtype: DTypeLike | None = jnp.bfloat16,
-    param_dtype: DTypeLike = jnp.float32,
     rngs: nnx.Rngs,
     **options: Unpack[BlockOptions],
   ):
@@ -238,70 +171,27 @@ class GatedMLP(RecipeModule):
     Args:
       features: D, width of input and output.
       hidden_features: F, width of gate and up.
-      activation: activation of the gate: "silu" (SwiGLU), or "gelu_tanh" or
-        "gelu" (GeGLU, by the tanh approximation or by erf; erf has no GPU
-        kernel).
-      recipe: what is computed and saved in FP8; None for `recipes.coat()`.
-      norm: norm of the input, "rms" or "layer"; None for none.
-      post_norm: norm of the second product, before the input is added, "rms" or
-        "layer"; None for none. OLMo 2 uses only this norm, Gemma 2 and 3 use
-        both.
-      epsilon: added by norms to the mean square or the variance.
-      use_scale: whether norms have a scale [D].
-      scale_plus_one: whether norms multiply by 1 + scale, as in Gemma.
-      use_norm_bias: whether norms have a bias [D].
-      use_bias: whether both products have biases, [2, F] and [D].
-      add_input: whether the block adds its input, the residual stream.
-      dtype: dtype of input, output and everything that is not FP8; None
-        promotes the input and the parameters.
-      param_dtype: dtype of the parameters and their gradients.
+      activation: activation of the gate, see `Gated`.
       rngs: its stream `params` initializes the parameters.
-      **options: initializers and metadata of the parameters, see
-        `BlockOptions`; flax's other arguments are refused.
+      **options: see `BlockOptions`; biases are [2, F] and [D].
 
     Raises:
-      TypeError: an argument has the wrong type.
-      ValueError: a number is outside its range, an activation or norm is
-        unknown, or a flax argument is not supported by FP8 layers.
+      TypeError: an argument has the wrong type or is unknown.
+      ValueError: a number is outside its range, or an activation or norm is
+        unknown.
     """
-    of = options_by_part(options)
-    super().__init__(recipe_of(type(self).__name__, recipe), dtype, of.others)
-    self._check(
-      param_dtype, rngs, features=features, hidden_features=hidden_features
-    )
-    shared: dict[str, Any] = dict(
-      recipe=self.recipe, dtype=dtype, param_dtype=param_dtype, rngs=rngs
+    parts = Parts.of("GatedMLP", options, rngs)
+    super().__init__(
+      **parts.shared,
+      features=features,
+      hidden_features=hidden_features,
     )
     self.activation: ops.Activation = Gated(activation).activation
-    self.add_input = add_input
-    norm_of = functools.partial(
-      make_norm,
-      num_features=features,
-      epsilon=epsilon,
-      use_scale=use_scale,
-      scale_plus_one=scale_plus_one,
-      use_bias=use_norm_bias,
-      **shared,
-      **of.norm,
-    )
-    self.norm = norm_of(norm)
-    self.gate_up = Linear(
-      features,
-      (2, hidden_features),
-      use_bias=use_bias,
-      split="columns",
-      **shared,
-      **stack_options(of.front),
-    )
-    self.down = Linear(
-      hidden_features,
-      features,
-      use_bias=use_bias,
-      split="inputs",
-      **shared,
-      **of.back,
-    )
-    self.post_norm = norm_of(post_norm)
+    self.add_input = parts.add_input
+    self.norm = parts.make_norm(parts.norm, features)
+    self.gate_up = parts.make_front(features, (2, hidden_features))
+    self.down = parts.make_back(hidden_features, features)
+    self.post_norm = parts.make_norm(parts.post_norm, features)
 
   def __call__(self, x: Array, out_sharding: Sharding = None) -> Array:
     """Runs the block.
@@ -313,15 +203,9 @@ class GatedMLP(RecipeModule):
     Returns:
       [..., features] in `dtype`.
     """
-    y = gated_mlp(
+    y = block(
       self.cast(x, self.gate_up.kernel),
-      BlockWeights(
-        FrontWeights.of(self.norm, self.gate_up),
-        BackWeights.of(self.down, self.post_norm),
-      ),
-      activation=self.activation,
-      **block_norm_options(self.norm, self.post_norm),
-      add_input=self.add_input,
-      recipe=self.active_recipe,
+      middle=Gated(self.activation),
+      **block_arguments(self, self.norm, self.gate_up, self.down),
     )
     return reshard(y, out_sharding)

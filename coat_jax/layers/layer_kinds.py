@@ -6,7 +6,7 @@ each kind of layer, and an int32 scalar gives the kind of a layer.
 """
 
 from coat_jax import ops
-from coat_jax.layers.heads_inputs import Kinds
+from coat_jax.layers.dot_product_attention import Kinds
 from coat_jax.ops.rope import RopeScaling, Rotary, Theta, Thetas
 
 type Windows = int | tuple[int | None, ...] | None

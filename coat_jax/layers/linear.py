@@ -1,136 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layers with all three matmuls in FP8.
+"""Linear layers whose three matmuls are FP8, and those fused with a norm.
 
 Activations and weights are quantized to E4M3, gradients to E5M2, per tensor or
-in blocks, always just in time. Saved for the backward are x, as the E4M3 codes
-that the forward multiplied, and the weight's scale; the weight is quantized
-again from the parameter, which stays in memory anyway.
+in blocks, always just in time. `layers.front` computes them.
 """
 
-import functools
 import math
-from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from flax import nnx
-from jax import Array, P
+from jax import Array
 from jax.typing import DTypeLike
 
 from coat_jax import ops
+from coat_jax.layers.front import FrontStatic, front_rule
 from coat_jax.layers.module import (
   RecipeModule,
   Sharding,
   check_float,
   check_recipe,
-  recipe_of,
   reshard,
   sizes_of,
   value_of,
 )
-from coat_jax.layers.operands import (
-  cached,
-  columns_of,
-  gather_sequence,
-  gradient_operand,
-  input_operand,
-  value_scaling,
-)
+from coat_jax.layers.norm import norm
 from coat_jax.layers.parameters import NO_METADATA, Metadata, make_param
-from coat_jax.layers.residuals import (
-  cotangent,
-  residual_scope,
-  save_residual,
-)
-from coat_jax.layers.rule import rule
-from coat_jax.layers.weight import (
-  as_matrix,
-  quantized_weight,
-  weight_gradient,
-)
-from coat_jax.mesh import (
-  Split,
-  own_columns,
-  product_spec,
-  run_whole,
-  scatter_sequence,
-  split_kernel,
-  sum_tokens,
-  tensor_size,
-  tokens,
-)
-from coat_jax.numerics.checks import check_choice
+from coat_jax.layers.product import LinearWeights, add_bias
+from coat_jax.layers.residuals import residual_scope
+from coat_jax.mesh import Split, product_spec, run_whole
+from coat_jax.numerics.checks import check_choice, check_kind
 from coat_jax.numerics.recipes import CoatRecipe
 from coat_jax.ops import Operand
 
 _SPLITS = ("columns", "inputs", None)
 default_kernel_init = nnx.initializers.lecun_normal()
-
-
-class _Saved(NamedTuple):
-  x: Operand  # See `input_operand`.
-  w_scale: Operand | None
-
-
-def _fp8_linear_fwd(x, w, bias, cache, split, recipe):
-  x_q, kept = input_operand(x, recipe)
-  if split == "columns":
-    x_q = gather_sequence(x_q, recipe, batch=x.shape[0])
-  w_q = quantized_weight(as_matrix(w), cache, "columns", recipe)
-  if split == "inputs":
-    y = add_linear(x_q, w_q, as_row(bias), recipe, dtype=x.dtype, add=None)
-  else:
-    y = ops.linear_fwd(
-      x_q,
-      w_q,
-      dtype=x.dtype,
-      bias=as_row(bias),
-      implementation=recipe.implementation,
-    )
-  saved = _Saved(kept, scale_to_save(cache, w_q, recipe))
-  return y.reshape(*y.shape[:-1], *w.shape[1:]), saved
-
-
-def _fp8_linear_bwd(split, recipe, inputs, saved, g):
-  w, bias, cache = inputs
-  x_q = columns_of(saved.x, recipe)
-  how = recipe.implementation
-  # -1 fails for an empty batch.
-  g = g.reshape(*g.shape[: g.ndim - w.ndim + 1], math.prod(w.shape[1:]))
-  g_q = gradient_operand(g, recipe)
-  batch = g.shape[0]
-  if split == "columns":
-    x_q = gather_sequence(x_q, recipe, batch=batch)
-  if split == "inputs":
-    g_q = gather_sequence(g_q, recipe, batch=batch)
-  # Reshape in here: outside, the reshaped weight would be saved too.
-  w_q = quantized_weight(as_matrix(w), cache or saved.w_scale, "rows", recipe)
-  dx = ops.linear_dgrad(g_q, w_q, dtype=g.dtype, implementation=how)
-  if split == "columns":
-    dx = scatter_sequence(dx, recipe.axes)
-  dw = weight_gradient(x_q, g_q, w, recipe, has_columns=split is not None)
-  dbias = bias_gradient(g, bias, recipe, has_columns=split == "columns")
-  return dx, dw, dbias, None
-
-
-def _specs(x, w, bias, cache, split, recipe):
-  del bias
-  axes = recipe.axes
-  kernel, each = split_kernel(axes, split, w.ndim), tokens(axes, x)
-  x_spec, bias_spec, y_spec = {
-    None: (each, P(), each),
-    "columns": (each, P(*kernel[1:]), own_columns(axes, w.ndim + 1)),
-    "inputs": (own_columns(axes, x.ndim), P(), each),
-  }[split]
-  return (x_spec, kernel, bias_spec, cached(cache, kernel)), y_spec
-
-
-_fp8_linear = rule(
-  _fp8_linear_fwd,
-  _fp8_linear_bwd,
-  _specs,
-  reads=(1, 2, 3),
-  result_spec=lambda x, w, *_: product_spec(x, w),
-)
 
 
 def linear(
@@ -160,8 +63,7 @@ def linear(
 
   Raises:
     TypeError: x is not a floating-point array, or `recipe` is not a CoatRecipe.
-    ValueError: x's last axis is not w's first; the bias has other columns than
-      w, or `split` is unknown.
+    ValueError: shapes are inconsistent, or `split` is unknown.
   """
   check_recipe("linear", recipe)
   check_float("linear", "x", x)
@@ -183,7 +85,8 @@ def linear(
       # Devices along tensor have no axis of positions to split. Cached codes of
       # several axes of columns are in the order of devices.
       split, cache = None, cache and Operand(None, None, cache.scale)
-    return _fp8_linear((x, w, bias, cache), split, recipe)
+    weights = LinearWeights(w, bias, cache=cache)
+    return front_rule((x, weights), FrontStatic(split=split), recipe)
 
   def plain(x, w, bias):
     # Not as a matrix: devices may split the last axis of [D, 2, F].
@@ -193,84 +96,42 @@ def linear(
   return run_whole(plain, x, w, bias, out_specs=product_spec(x, w))
 
 
-def scale_to_save(
-  cache: Operand | None, w: Operand, recipe: CoatRecipe
-) -> Operand | None:
-  """Returns the scale of a weight's operand for the backward; None if cached.
-
-  Also None for tiles, whose scales are computed again. The backward reads
-  `cache or scale_to_save(...)`: codes only if they are cached, because then
-  they stay in memory anyway.
-  """
-  if cache is not None or not value_scaling(recipe).of_weights.saves_scale:
-    return None
-  return Operand(None, None, save_residual("linear", w.scale))
-
-
-def as_row(bias: Array | None) -> Array | None:
-  """Reshapes [*F] to [F]; None stays None."""
-  return None if bias is None else bias.reshape(-1)
-
-
-def add_bias(y: Array, bias: Array | None) -> Array:
-  """Adds bias [*F] to y [..., *F] in f32; the result has y's dtype."""
-  if bias is None:
-    return y
-  ones = (1,) * (y.ndim - bias.ndim)
-  row = bias.astype(jnp.float32).reshape(ones + bias.shape)
-  return (y.astype(jnp.float32) + row).astype(y.dtype)
-
-
-def add_linear(
-  x: Operand,
-  w: Operand,
-  bias: Array | None,
-  recipe: CoatRecipe,
+def norm_linear(
+  x: Array,
+  weights: LinearWeights,
   *,
-  dtype: DTypeLike,
-  add: Array | None,
+  kind: ops.NormKind | None,
+  eps: float,
+  recipe: CoatRecipe,
 ) -> Array:
-  """Computes x w + bias + add in `dtype`, for the device's positions.
+  """norm(x) w + bias.
 
-  x has rows: on a mesh, the device's columns of whole sequences. w has columns:
-  on a mesh, the rows that belong to x's columns. The bias [D] is rounded to
-  `dtype` if a device has the whole sum; `add` [..., D], the residual stream, is
-  added in f32.
+  Args:
+    x: [..., D], BF16 (or f32).
+    weights: see `LinearWeights`; w is [D, *F].
+    kind: "rms" or "layer"; None for no norm.
+    eps: epsilon of the norm.
+    recipe: fused if both `linear` and `nonlinear` are "fp8".
+
+  Returns:
+    [..., *F] in x's dtype.
+
+  Raises:
+    TypeError: an argument has the wrong type.
+    ValueError: shapes are inconsistent, the kind is unknown or `eps` is
+      negative.
   """
-  product = functools.partial(
-    ops.linear_fwd, x, w, dtype=dtype, implementation=recipe.implementation
-  )
-  if tensor_size(recipe.axes) == 1:
-    return product(add=add, bias=bias)
-  y = product()
-  y = scatter_sequence(y, recipe.axes)
-  y = add_bias(y, bias)
-  if add is None:
-    return y
-  return (add.astype(jnp.float32) + y.astype(jnp.float32)).astype(dtype)
-
-
-def bias_gradient(
-  g: Array | None,
-  bias: Array | None,
-  recipe: CoatRecipe,
-  *,
-  has_columns: bool,
-  sums: Array | None = None,
-) -> Array | None:
-  """Sums g [..., F] over all tokens in f32; None without a bias.
-
-  `has_columns` says that F is the device's own, for all positions. `sums`, f32
-  [F], is the sum over the device's tokens if it is known.
-  """
-  if bias is None:
-    return None
-  total = sums
-  if total is None:
-    assert g is not None  # See `MiddleGradient`.
-    total = jnp.sum(g.astype(jnp.float32), axis=tuple(range(g.ndim - 1)))
-  total = sum_tokens(total, recipe.axes, all_positions=has_columns)
-  return cotangent(total, bias)
+  op = "norm_linear"
+  check_recipe(op, recipe)
+  check_float(op, "x", x)
+  remedy = "pass one, as in LinearWeights(w, gamma=gamma)"
+  check_kind(op, "weights", weights, LinearWeights, remedy)
+  if kind is not None and recipe.nonlinear == "fp8":
+    return front_rule((x, weights), FrontStatic(kind, eps), recipe)
+  w, y = weights, x
+  if kind is not None:
+    y = norm(x, w.gamma, w.beta, kind=kind, eps=eps, recipe=recipe)
+  return linear(y, w.w, w.bias, recipe=recipe, cache=w.cache, split="columns")
 
 
 class Linear(RecipeModule):
@@ -301,8 +162,6 @@ class Linear(RecipeModule):
     cache: cache of the kernel; None except in a copy by `with_weight_cache`.
   """
 
-  counterparts = (nnx.Linear, nnx.LinearGeneral)
-
   def __init__(
     self,
     in_features: int,
@@ -318,7 +177,6 @@ class Linear(RecipeModule):
     bias_metadata: Metadata = NO_METADATA,
     split: Split = None,
     rngs: nnx.Rngs,
-    **others: Any,
   ):
     """Initializes the parameters.
 
@@ -338,15 +196,18 @@ class Linear(RecipeModule):
       split: on a mesh with a tensor axis: "columns" for a column-parallel
         kernel, "inputs" for a row-parallel one, None for a replicated one.
       rngs: its stream `params` initializes the parameters.
-      **others: flax's other arguments; refused unless they have flax's default.
 
     Raises:
       TypeError: an argument has the wrong type.
-      ValueError: a size is below 1, `split` is unknown, or a flax argument is
-        not supported by FP8 products.
+      ValueError: a size is below 1, or `split` is unknown.
     """
-    super().__init__(recipe_of(type(self).__name__, recipe), dtype, others)
-    self._check(param_dtype, rngs, in_features=in_features)
+    super().__init__(
+      recipe=recipe,
+      dtype=dtype,
+      param_dtype=param_dtype,
+      rngs=rngs,
+      in_features=in_features,
+    )
     self.in_features, self.out_features = in_features, out_features
     self.use_bias, self.param_dtype = use_bias, param_dtype
     self.split: Split = split

@@ -56,19 +56,17 @@ class Middle(abc.ABC):
   come with the block's, and `inputs` are arrays without a gradient (positions).
   """
 
+  def check(self, x: Array, weights: Any, inputs: Any, recipe: CoatRecipe):
+    """Raises if these arguments of `layers.block` do not fit this middle."""
+    del x, weights, inputs, recipe
+
   @abc.abstractmethod
   def plain(
     self, h: Any, weights: Any, inputs: Any, recipe: CoatRecipe
   ) -> Array:
-    """Computes in h's dtype, for recipes without FP8 nonlinear operations.
+    """Computes the second product's input [..., F] from h [..., *F].
 
-    Args:
-      h: [..., *F], the first product.
-      weights, inputs: the middle's own.
-      recipe: the block's recipe.
-
-    Returns:
-      [..., F], the input of the second product.
+    Runs in h's dtype, for recipes without FP8 nonlinear operations.
     """
 
   @abc.abstractmethod
@@ -99,15 +97,10 @@ class Middle(abc.ABC):
     *,
     has_bias: bool,
   ) -> MiddleGradient:
-    """Computes the gradient of h from that of the second product's input.
+    """Computes the gradient of h from dout [..., F], the operand's.
 
-    Args:
-      saved: from `restore`.
-      dout: [..., F].
-      weights: the middle's own.
-      recipe: the block's recipe.
-      has_bias: whether the front has a bias. Its gradient is
-        `MiddleGradient.sums` or, if that is None, the sum of `values`.
+    `saved` comes from `restore`. `has_bias` says that the front has a bias. Its
+    gradient is `MiddleGradient.sums` or, if that is None, the sum of `values`.
     """
 
   def specs(self, axes: MeshAxes, weights: Any, inputs: Any) -> tuple[Any, Any]:

@@ -7,24 +7,23 @@ saved in FP8; `layers.routing` contains the router and the auxiliary loss.
 """
 
 import functools
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
-from jax.typing import DTypeLike
 
 from coat_jax import ops
 from coat_jax.layers.activation import silu_mul
+from coat_jax.layers.block_module import NormLinearOptions, Parts
 from coat_jax.layers.experts import (
   MoEKind,
   MoEWeights,
   experts_rule,
-  grouped_product,
-  matrices,
   moe_specs,
   moe_types,
+  multiply_rows,
   weight_gradient,
 )
 from coat_jax.layers.linear import default_kernel_init
@@ -33,11 +32,9 @@ from coat_jax.layers.module import (
   Sharding,
   check_float,
   check_recipe,
-  recipe_of,
   reshard,
-  value_of,
 )
-from coat_jax.layers.norm import make_norm, norm, norm_options
+from coat_jax.layers.norm import norm, norm_options, weights_of_norm
 from coat_jax.layers.parameters import NO_METADATA, Metadata, make_param
 from coat_jax.layers.residuals import residual_scope
 from coat_jax.layers.routing import (
@@ -87,9 +84,7 @@ def moe(
     weights: see `MoEWeights`.
     experts_per_token: k.
     normalize: whether a token's k weights p are divided by their sum.
-    kind: norm, "rms" or "layer"; None for none.
-    eps: epsilon of the norm.
-    add_input: whether x is added.
+    kind, eps, add_input: see `block`.
     recipe: saves FP8 if `nonlinear` is "fp8"; the products are in x's dtype in
       every recipe.
 
@@ -172,25 +167,22 @@ def _of_device(y, w, *, static, recipe):
   return (scatter_sequence(out, axes), probability), load
 
 
-def _grouped(x, w, rows, recipe) -> Array:
-  """Multiplies rows x [M, D] by their group's w [E, D, *F], in x's dtype."""
-  product = grouped_product(ops.grouped_fwd, x.dtype, recipe)
-  return product(x, matrices(w, x.dtype, recipe.axes), rows)
+def _multiply(x, w, rows, recipe):
+  return multiply_rows(ops.grouped_fwd, x, w, rows, recipe)
 
 
-def _grouped_fwd(x, w, rows, recipe):
-  return _grouped(x, w, rows, recipe), (x, w, rows)
+def _multiply_fwd(x, w, rows, recipe):
+  return _multiply(x, w, rows, recipe), (x, w, rows)
 
 
-def _grouped_bwd(recipe, saved, g):
+def _multiply_bwd(recipe, saved, g):
   x, w, rows = saved
-  product = grouped_product(ops.grouped_dgrad, x.dtype, recipe)
-  dx = product(g, matrices(w, x.dtype, recipe.axes), rows)
+  dx = multiply_rows(ops.grouped_dgrad, g, w, rows, recipe)
   return dx, weight_gradient(x, g, w, rows, recipe), None
 
 
-_product = jax.custom_vjp(_grouped, nondiff_argnums=(3,))
-_product.defvjp(_grouped_fwd, _grouped_bwd)
+_product = jax.custom_vjp(_multiply, nondiff_argnums=(3,))
+_product.defvjp(_multiply_fwd, _multiply_bwd)
 
 
 def _check(x, w, experts_per_token, recipe) -> None:
@@ -221,8 +213,7 @@ def _check_experts(op: str, experts_per_token: Any, num_experts: int) -> None:
 class MoE(RecipeModule):
   """The MLP half of a decoder layer as a mixture of experts.
 
-  x + sum_e p_e (silu(norm(x) w_gate_e) * (norm(x) w_up_e)) w_down_e over the
-  `experts_per_token` experts with the largest p = softmax(norm(x) w_router).
+  `layers.moe` gives the formula.
 
   Example usage::
 
@@ -255,23 +246,13 @@ class MoE(RecipeModule):
     experts_per_token: int,
     *,
     normalize: bool = False,
-    recipe: CoatRecipe | None = None,
-    norm: ops.NormKind | None = "rms",
-    epsilon: float = 1e-6,
-    use_scale: bool = True,
-    use_norm_bias: bool = False,
     add_input: bool = True,
-    dtype: DTypeLike | None = jnp.bfloat16,
-    param_dtype: DTypeLike = jnp.float32,
     router_init: nnx.Initializer = default_kernel_init,
     router_metadata: Metadata = NO_METADATA,
-    kernel_init: nnx.Initializer = default_experts_init,
-    kernel_metadata: Metadata = NO_METADATA,
     out_kernel_init: nnx.Initializer | None = None,
     out_kernel_metadata: Metadata = NO_METADATA,
-    scale_init: nnx.Initializer | None = None,
-    scale_metadata: Metadata = NO_METADATA,
     rngs: nnx.Rngs,
+    **options: Unpack[NormLinearOptions],
   ):
     """Initializes the parameters.
 
@@ -282,36 +263,25 @@ class MoE(RecipeModule):
       experts_per_token: k, how many experts each token goes to.
       normalize: whether a token's k weights are divided by their sum
         (`norm_topk_prob` in Hugging Face Transformers).
-      recipe: what is saved in FP8; None for `recipes.coat()`. Products are in
-        `dtype` in every recipe.
-      norm: "rms" or "layer"; None for none.
-      epsilon: added by the norm to the mean square or the variance.
-      use_scale: whether the norm has a scale [D].
-      use_norm_bias: whether the norm has a bias [D], initially zeros.
       add_input: whether the block adds its input, the residual stream.
-      dtype: dtype of input, output and products; None promotes the input and
-        the parameters.
-      param_dtype: dtype of the parameters and their gradients.
-      router_init: initializer of the router's kernel.
-      router_metadata: metadata of that kernel.
-      kernel_init: initializer of gate_up, called with [E, D, 2 F].
-      kernel_metadata: metadata of gate_up; if it names axes, it names all four.
-      out_kernel_init: initializer of down, called with [E, F, D]; None for
-        `kernel_init`.
-      out_kernel_metadata: metadata of down.
-      scale_init: initializer of the norm's scale; None for ones.
-      scale_metadata: metadata of that scale.
+      router_init, router_metadata: initializer and metadata of the router.
+      out_kernel_init, out_kernel_metadata: initializer and metadata of down,
+        called with [E, F, D]; None for `kernel_init`.
       rngs: its stream `params` initializes the parameters.
+      **options: see `NormLinearOptions`; products are in `dtype` in every
+        recipe and have no bias. `kernel_init` is called with [E, D, 2 F];
+        metadata of gate_up that names axes names all four.
 
     Raises:
-      TypeError: an argument has the wrong type.
+      TypeError: an argument has the wrong type or is unknown.
       ValueError: a number is outside its range, k is above E, or the norm is
         unknown.
     """
-    super().__init__(recipe_of(type(self).__name__, recipe), dtype)
-    self._check(
-      param_dtype,
-      rngs,
+    known = NormLinearOptions.__annotations__.keys()
+    known -= {"bias_init", "bias_metadata"}
+    parts = Parts.of("MoE", options, rngs, known)
+    super().__init__(
+      **parts.shared,
       features=features,
       hidden_features=hidden_features,
       num_experts=num_experts,
@@ -320,27 +290,16 @@ class MoE(RecipeModule):
     _check_experts("MoE", experts_per_token, num_experts)
     self.num_experts, self.experts_per_token = num_experts, experts_per_token
     self.normalize, self.add_input = normalize, add_input
-    self.norm = make_norm(
-      norm,
-      features,
-      epsilon=epsilon,
-      use_scale=use_scale,
-      use_bias=use_norm_bias,
-      scale_init=scale_init,
-      scale_metadata=scale_metadata,
-      recipe=self.recipe,
-      dtype=dtype,
-      param_dtype=param_dtype,
-      rngs=rngs,
-    )
+    self.norm = parts.make_norm(parts.norm, features)
 
     def make(init, shape, metadata, **drawn: Any) -> nnx.Param:
-      return make_param(init, rngs, shape, param_dtype, metadata, **drawn)
+      return make_param(init, rngs, shape, parts.param_dtype, metadata, **drawn)
 
     e, d, f = num_experts, features, hidden_features
+    kernel_init = parts.kernel_init or default_experts_init
     self.router = make(router_init, (d, e), router_metadata)
     self.gate_up = make(
-      kernel_init, (e, d, 2, f), kernel_metadata, drawn=(e, d, 2 * f)
+      kernel_init, (e, d, 2, f), parts.kernel_metadata, drawn=(e, d, 2 * f)
     )
     self.down = make(
       out_kernel_init or kernel_init, (e, f, d), out_kernel_metadata
@@ -359,18 +318,11 @@ class MoE(RecipeModule):
       [..., features] in `dtype`, and the statistics of these tokens for
       `load_balancing_loss`.
     """
-    scale, bias = (
-      (None, None) if self.norm is None else (self.norm.scale, self.norm.bias)
-    )
+    gamma, beta = weights_of_norm(self.norm)
+    arrays = self.router[...], self.gate_up[...], self.down[...]
     y, stats = moe(
       self.cast(x, self.gate_up),
-      MoEWeights(
-        value_of(scale),
-        value_of(bias),
-        self.router[...],
-        self.gate_up[...],
-        self.down[...],
-      ),
+      MoEWeights(gamma, beta, *arrays),
       experts_per_token=self.experts_per_token,
       normalize=self.normalize,
       **norm_options(self.norm),

@@ -5,7 +5,7 @@ The forward normalizes the dequantized values that it saves, so its backward is
 the exact gradient of what ran, straight through the quantizer.
 """
 
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from flax import nnx
@@ -17,7 +17,6 @@ from coat_jax.layers.module import (
   RecipeModule,
   check_float,
   check_recipe,
-  recipe_of,
   value_of,
 )
 from coat_jax.layers.operands import in_groups
@@ -117,14 +116,13 @@ def norm(
     gamma, beta: [D] or None.
     kind: "rms" or "layer".
     eps: added to the mean square or the variance.
-    recipe: `recipe.nonlinear` says whether x is read and saved in FP8.
+    recipe: x is read and saved in FP8 if `recipe.nonlinear` is "fp8".
 
   Returns:
     [..., D] in x's dtype.
 
   Raises:
-    TypeError: x is not a floating-point array, `eps` is not a number, or
-      `recipe` is not a CoatRecipe.
+    TypeError: an argument has the wrong type.
     ValueError: the kind is unknown, `eps` is negative, or shapes are
       inconsistent.
   """
@@ -147,12 +145,9 @@ class Norm(RecipeModule):
   """A norm of either kind; `RMSNorm` and `LayerNorm` construct it.
 
   Attributes:
-    num_features: width of the last axis.
     kind: "rms" or "layer".
-    epsilon: added to the mean square or the variance.
-    scale: [num_features] or None.
-    bias: [num_features] or None.
-    scale_plus_one: whether the norm multiplies by 1 + scale.
+    scale, bias: [num_features] or None.
+    num_features, epsilon, scale_plus_one: the constructor's arguments.
   """
 
   kind: ops.NormKind = "rms"
@@ -164,7 +159,7 @@ class Norm(RecipeModule):
     epsilon: float = 1e-6,
     recipe: CoatRecipe | None = None,
     use_scale: bool = True,
-    use_bias: bool = False,
+    use_bias: bool | None = None,
     scale_plus_one: bool = False,
     dtype: DTypeLike | None = jnp.bfloat16,
     param_dtype: DTypeLike = jnp.float32,
@@ -173,7 +168,6 @@ class Norm(RecipeModule):
     scale_metadata: Metadata = NO_METADATA,
     bias_metadata: Metadata = NO_METADATA,
     rngs: nnx.Rngs,
-    **others: Any,
   ):
     """Initializes the parameters.
 
@@ -183,7 +177,7 @@ class Norm(RecipeModule):
       recipe: whether the input is read and saved in FP8; None for
         `recipes.coat()`.
       use_scale: whether there is a scale [D].
-      use_bias: whether there is a bias [D].
+      use_bias: whether there is a bias [D]; None for a LayerNorm's only.
       scale_plus_one: whether to multiply by 1 + scale, summed in f32, as Gemma
         does; the scale then starts at zeros.
       dtype: dtype of input and output; None promotes the input and the
@@ -191,27 +185,30 @@ class Norm(RecipeModule):
       param_dtype: dtype of the parameters and their gradients.
       scale_init: initializer of the scale; None for ones (zeros with
         `scale_plus_one`), which consume no PRNG key.
-      bias_init: initializer of the bias; None for zeros, which consume no PRNG
-        key.
+      bias_init: initializer of the bias; None for zeros, without a key.
       scale_metadata: metadata of the scale, such as `out_sharding`.
       bias_metadata: metadata of the bias.
       rngs: its stream `params` is used by initializers that are given.
-      **others: flax's other arguments; refused unless they have flax's default.
 
     Raises:
       TypeError: an argument has the wrong type.
-      ValueError: a width is below 1, `epsilon` is negative, `scale_plus_one` is
-        set without a scale, or a flax argument is not supported by norms of FP8
-        values.
+      ValueError: a width is below 1, `epsilon` is negative, or `scale_plus_one`
+        is set without a scale.
     """
-    super().__init__(recipe_of(type(self).__name__, recipe), dtype, others)
-    self._check(param_dtype, rngs, num_features=num_features)
+    super().__init__(
+      recipe=recipe,
+      dtype=dtype,
+      param_dtype=param_dtype,
+      rngs=rngs,
+      num_features=num_features,
+    )
     op = type(self).__name__
     check_number(op, "epsilon", epsilon, NOT_NEGATIVE, "1e-6 is usual")
     self.num_features, self.epsilon = num_features, epsilon
+    use_bias = self.kind == "layer" if use_bias is None else use_bias
     if scale_plus_one and not use_scale:
       raise ValueError(
-        f"{type(self).__name__}: scale_plus_one must come with a scale, got "
+        f"{op}: scale_plus_one must come with a scale, got "
         "use_scale=False; leave one of them out"
       )
     self.use_scale, self.use_bias = use_scale, use_bias
@@ -268,7 +265,6 @@ class RMSNorm(Norm):
   """
 
   kind = "rms"
-  counterparts = (nnx.RMSNorm,)
 
 
 class LayerNorm(Norm):
@@ -289,36 +285,23 @@ class LayerNorm(Norm):
   """
 
   kind = "layer"
-  counterparts = (nnx.LayerNorm,)
-
-  def __init__(
-    self,
-    num_features: int,
-    *,
-    use_bias: bool = True,
-    rngs: nnx.Rngs,
-    **kwargs,
-  ):
-    """Initializes the parameters.
-
-    Args:
-      num_features: D, width of the last axis.
-      use_bias: whether there is a bias [D].
-      rngs: its stream `params` is used by initializers that are given.
-      **kwargs: the other arguments of `Norm`.
-    """
-    super().__init__(num_features, use_bias=use_bias, rngs=rngs, **kwargs)
 
 
 def make_norm(
   kind: ops.NormKind | None, num_features: int, **kwargs
 ) -> Norm | None:
   """Makes the norm module of this kind with `kwargs`; None for None."""
-  if kind is None:
-    return None
-  kinds = (*get_args(ops.NormKind), None)
-  check_choice("norm", "kind", kind, kinds)
-  return {"rms": RMSNorm, "layer": LayerNorm}[kind](num_features, **kwargs)
+  norms = {"rms": RMSNorm, "layer": LayerNorm, None: None}
+  check_choice("norm", "kind", kind, tuple(norms))
+  norm = norms[kind]
+  return None if norm is None else norm(num_features, **kwargs)
+
+
+def weights_of_norm(norm: Norm | None) -> tuple[Array | None, Array | None]:
+  """Returns gamma and beta of a norm's module; None for those it lacks."""
+  if norm is None:
+    return None, None
+  return norm.gamma, value_of(norm.bias)
 
 
 def norm_options(norm: Norm | None) -> dict[str, Any]:
@@ -326,16 +309,3 @@ def norm_options(norm: Norm | None) -> dict[str, Any]:
   if norm is None:
     return dict(kind=None, eps=0.0)
   return dict(kind=norm.kind, eps=norm.epsilon)
-
-
-def block_norm_options(
-  norm: Norm | None, post_norm: Norm | None
-) -> dict[str, Any]:
-  """Returns `kind`, `eps` and `post_norm` of a block, as functions take them.
-
-  Both norms of a block have the same epsilon.
-  """
-  options = norm_options(norm)
-  if post_norm is None:
-    return options | dict(post_norm=None)
-  return options | dict(eps=post_norm.epsilon, post_norm=post_norm.kind)

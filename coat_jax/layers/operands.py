@@ -186,34 +186,20 @@ def _gather_columns(x: Array, axis: str | None, recipe: CoatRecipe) -> Array:
   return ops.join_columns(shards, implementation=recipe.implementation)
 
 
-def cached(cache: Operand | None, w: P) -> Any:
-  """Returns the specs of a weight's cache, or None without a cache.
-
-  w is the sharding of the weight [D, ..., F].
-  """
-  if cache is None:
-    return None
-  return cache_specs(
-    w,
-    has_codes=cache.rows is not None,
-    in_tiles=isinstance(cache.scale, BlockScales),
-  )
-
-
-def cache_specs(
-  w: P, *, has_codes: bool, in_tiles: bool, num_stacked: int = 0
-) -> Any:
+def cache_specs(cache: Operand | None, w: P, num_stacked: int = 0) -> Any:
   """Returns the specs of a cache: rows [D, F] like the weight, columns turned.
 
   w is the sharding of the weight [D, ..., F]. Scales of tiles are sharded like
   the tiles' values. Everything has `num_stacked` leading axes of layers.
   """
-  stack = (None,) * num_stacked
+  if cache is None:
+    return None
+  stack, has_codes = (None,) * num_stacked, cache.rows is not None
   first, last = w[0], w[-1] if len(w) > 1 else None
   rows: Any = P(*stack, first, last)
   columns: Any = P(*stack, last, first)
   scale: Any = P()
-  if in_tiles:
+  if isinstance(cache.scale, BlockScales):
     scale = BlockScales(rows, columns if has_codes else None)
   if not has_codes:
     return Operand(None, None, scale)

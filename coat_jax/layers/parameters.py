@@ -11,7 +11,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypedDict
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
@@ -23,83 +23,6 @@ from coat_jax.numerics.checks import check_function, check_kind
 
 type Metadata = Mapping[str, Any]
 NO_METADATA: Metadata = MappingProxyType({})
-
-
-class NormLinearOptions(TypedDict, total=False):
-  """Initializers and metadata of the parameters of a norm and a product.
-
-  An initializer is called with a key, a shape and a dtype; metadata is passed
-  to `nnx.Param`. Biases start as zeros and scales as ones, without a key,
-  unless their initializer is given.
-
-  Attributes:
-    kernel_init: initializer of the kernel, called with the matrix shape [D, F]
-      of all its columns; by default `nnx.Linear`'s.
-    kernel_metadata: metadata of the kernel.
-    bias_init, bias_metadata: initializer and metadata of the product's bias.
-    scale_init, scale_metadata: initializer and metadata of the norm's scale.
-    norm_bias_init, norm_bias_metadata: initializer and metadata of the norm's
-      bias.
-  """
-
-  kernel_init: nnx.Initializer | None
-  kernel_metadata: Metadata
-  bias_init: nnx.Initializer | None
-  bias_metadata: Metadata
-  scale_init: nnx.Initializer | None
-  scale_metadata: Metadata
-  norm_bias_init: nnx.Initializer | None
-  norm_bias_metadata: Metadata
-
-
-class BlockOptions(NormLinearOptions, total=False):
-  """Initializers and metadata of the parameters of a block.
-
-  The options of `NormLinearOptions` apply to the norms and the first product.
-
-  Attributes:
-    out_kernel_init, out_kernel_metadata: initializer and metadata of the second
-      product's kernel; by default the first product's.
-    out_bias_init, out_bias_metadata: initializer and metadata of the second
-      product's bias; by default the first product's.
-  """
-
-  out_kernel_init: nnx.Initializer | None
-  out_kernel_metadata: Metadata
-  out_bias_init: nnx.Initializer | None
-  out_bias_metadata: Metadata
-
-
-class OptionsByPart(NamedTuple):
-  """Options for the constructors of a block's modules."""
-
-  norm: dict[str, Any]
-  front: dict[str, Any]
-  norm_linear: dict[str, Any]
-  back: dict[str, Any]
-  others: dict[str, Any]
-
-
-def options_by_part(
-  options: Mapping[str, Any], kind: Any = BlockOptions
-) -> OptionsByPart:
-  """Splits options by module; omits options that are None or empty."""
-  known = kind.__annotations__
-  given = {name: options[name] for name in known if options.get(name)}
-
-  def part(*names, prefix=""):
-    return {n: given[prefix + n] for n in names if prefix + n in given}
-
-  linear = ("kernel_init", "kernel_metadata", "bias_init", "bias_metadata")
-  front = part(*linear)
-  scale = part("scale_init", "scale_metadata")
-  return OptionsByPart(
-    norm=scale | part("bias_init", "bias_metadata", prefix="norm_"),
-    front=front,
-    norm_linear={n: v for n, v in given.items() if not n.startswith("out_")},
-    back=front | part(*linear, prefix="out_"),
-    others={n: v for n, v in options.items() if n not in known},
-  )
 
 
 def make_param(
@@ -118,18 +41,15 @@ def make_param(
   `shape`) and a dtype; without one, `default` gets a shape and a dtype, and no
   key. As in flax, metadata that the initializer returns takes precedence.
   """
-  op = "parameters"
-  check_kind(
-    op, "metadata", metadata, Mapping, "pass one, as in dict(out_sharding=...)"
-  )
+  op, remedy = "parameters", "pass one, as in dict(out_sharding=...)"
+  check_kind(op, "metadata", metadata, Mapping, remedy)
   if init is not None:
     remedy = "pass one of nnx.initializers, or None"
     check_function(op, "an initializer", init, remedy)
-  drawn = drawn or shape
   if init is None:
-    value = _boxed(default(drawn, dtype))
+    value = _boxed(default(shape, dtype))
   else:
-    value = _boxed(init(rngs.params(), drawn, dtype))
+    value = _boxed(init(rngs.params(), drawn or shape, dtype))
   names = _names({**metadata, **value.metadata})
   if len(names) > len(shape):
     raise ValueError(
@@ -148,9 +68,8 @@ def stack_options(options: Mapping[str, Any]) -> dict[str, Any]:
   out = dict(options)
   for name, axis in (("kernel", 1), ("bias", 0)):
     metadata, init = f"{name}_metadata", f"{name}_init"
-    if metadata in out:
-      out[metadata] = _stack_names(out[metadata], axis)
-    if init in out:
+    out[metadata] = _stack_names(out[metadata], axis)
+    if out[init] is not None:
       out[init] = functools.partial(_stacked, out[init], axis)
   return out
 

@@ -1,23 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """FP8 rematerialization: `jax.checkpoint` that keeps activations in FP8.
 
-There are two forms, both with codes of 1 x G groups and their scales; bytes per
-token of width D (G = 16; U is a BF16 copy, 2 D bytes):
+Both forms keep codes of 1 x G groups and their scales. Per token of width D:
 
-  fp8_remat               a function's argument             D + 2 D / G   0.56 U
-  block_inputs_saveable   the input of each block's norm,   2.25 D + 8    1.13 U
-                          with its statistics; a layer has
-                          two
+  fp8_remat               a function's argument, D + 2 D / G bytes
+  block_inputs_saveable   the input of each block's norm and its statistics,
+                          2.25 D + 8 bytes for a layer's two blocks if G = 16
 
-`fp8_remat` rounds its argument and calls the function with the dequantized
-values, in both forwards: the residual stream itself is rounded, once a call.
-`block_inputs_saveable` is a policy for layers made of FP8 blocks. A block's
-norm, products and middle already read only its norm's codes, so the second
-forward equals the first and nothing else is rounded; the block's second
-product, which only the residual stream reads, is not computed again. The input
-of a norm after that product is kept as well. A block without a norm of its
-input reads the input itself: if it is a layer's first block, the layer's input
-is kept too, in BF16.
+`fp8_remat` rounds the residual stream itself, once a call. The policy rounds
+nothing: a block's norm, products and middle read only its norm's codes anyway,
+so the second forward equals the first, without the block's second product. The
+input of a norm after that product is kept as well. If a layer's first block has
+no norm, the layer's input is kept too, in BF16.
 """
 
 import functools
@@ -32,7 +26,6 @@ from coat_jax.layers.module import recipe_of
 from coat_jax.layers.operands import in_groups
 from coat_jax.layers.residuals import name_residual
 from coat_jax.layers.rule import rule
-from coat_jax.mesh import tokens
 from coat_jax.numerics.checks import ANY, check_function, check_whole, refuse
 from coat_jax.numerics.recipes import CoatRecipe
 
@@ -133,15 +126,15 @@ def fp8_remat(
     uint8 (4, 16, 64)
     bfloat16 (4, 16, 4)
   """
-  op, remedy = "fp8_remat", "0 is the first argument"
+  op = "fp8_remat"
   check_function(op, "f", f, "pass a function of arrays")
   is_one = not isinstance(argnums, tuple | list)
   places: Any = (argnums,) if is_one else tuple(argnums)
   if not places:
-    rule = "at least one place"
-    refuse(ValueError, op, "argnums", rule, argnums, "or use jax.checkpoint")
+    needs = "at least one place"
+    refuse(ValueError, op, "argnums", needs, argnums, "or use jax.checkpoint")
   for place in places:
-    check_whole(op, "argnums", place, ANY, remedy)
+    check_whole(op, "argnums", place, ANY, "0 is the first argument")
   recipe = recipe_of(op, recipe)
 
   def of_codes(*args, **kwargs):
@@ -167,11 +160,7 @@ def fp8_remat(
 
 
 def through_codes[Tree](tree: Tree, recipe: CoatRecipe) -> Tree:
-  """Rounds float arrays to 1 x G codes; gradients go straight through.
-
-  Under a `jax.checkpoint` with the policy `codes_saveable`, the codes and
-  scales are kept instead of the array.
-  """
+  """Rounds float arrays to 1 x G codes, which `codes_saveable` keeps."""
 
   def of(x: Any) -> Any:
     x_type = jax.typeof(x)
@@ -192,9 +181,4 @@ def _bwd(recipe, inputs, saved, g):
   return (g,)
 
 
-def _specs(x, recipe):
-  each = tokens(recipe.axes, x)
-  return (each,), each
-
-
-_through_codes = rule(_fwd, _bwd, _specs)
+_through_codes = rule(_fwd, _bwd)

@@ -1,21 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Names for saved residuals, and small helpers of every custom_vjp.
 
-Each array that a forward saves for its backward goes through `save_residual`,
-which gives it one of `RESIDUAL_NAMES` before the array is used, so that
-recomputation under a policy starts from what the policy kept. Scalar scales are
-named too, since recomputing one requires the operation before it.
-`jax.checkpoint` policies can then keep or offload them, and memory can be
-counted by kind:
-
-  jax.checkpoint(
-    layer,
-    policy=jax.checkpoint_policies.save_only_these_names(*RESIDUAL_NAMES),
-  )
-
-Arrays that plain autodiff saves are made under `residual_scope`, which gives
-their kind. Weights and norm parameters are saved too, but without a name: they
-stay in memory anyway.
+A forward passes each array that it saves through `save_residual` before it uses
+the array, so that recomputation under a policy starts from what the policy
+kept. Scalar scales are named too, since recomputing one requires the operation
+before it. `jax.checkpoint` policies such as `save_only_these_names` can then
+keep or offload them. Weights are saved too, but without a name: they stay in
+memory anyway.
 """
 
 import re
@@ -53,11 +44,7 @@ def name_residual[Tree](name: str, tree: Tree) -> Tree:
 
 
 def residual_scope(kind: Kind) -> AbstractContextManager:
-  """Sets the kind of what plain autodiff saves from the code inside.
-
-  The scope is part of names in compiled programs and profiles; `kind_of_scope`
-  reads it off an equation.
-  """
+  """Sets the kind of what plain autodiff saves from the code inside."""
   return jax.named_scope(f"coat_{kind}")
 
 

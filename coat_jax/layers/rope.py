@@ -44,18 +44,14 @@ def _rope(x, positions, kind, theta):
 
 
 def _rope_fwd(x, positions, kind, theta):
-  cos, sin = _angles(positions, kind, x.shape[-1], theta)
+  cos, sin = rotation(positions, head_dim=x.shape[-1], theta=theta, kind=kind)
   return rotate(x, cos, sin), save_residual("rope", (positions, kind))
 
 
 def _rope_bwd(theta, saved, g):
   positions, kind = saved
-  cos, sin = _angles(positions, kind, g.shape[-1], theta)
+  cos, sin = rotation(positions, head_dim=g.shape[-1], theta=theta, kind=kind)
   return rotate(g, cos, -sin), None, None
-
-
-def _angles(positions, kind, head_dim, theta):
-  return rotation(positions, head_dim=head_dim, theta=theta, kind=kind)
 
 
 _rope.defvjp(_rope_fwd, _rope_bwd)
@@ -81,8 +77,8 @@ def rope(
     Array of x's shape and dtype; angles and rotation are f32.
 
   Raises:
-    TypeError: x is not a floating-point array, or a base is not a number.
-    ValueError: H is odd, positions have another length, a base is not above 0,
+    TypeError: an argument has the wrong type.
+    ValueError: shapes are inconsistent, H is odd, a base is not above 0,
       `rotary_dim` is above H, or there is a tuple but no `kind`.
   """
   check_float("rope", "x", x, ndim=4)
@@ -95,7 +91,7 @@ def rope(
   thetas = theta if isinstance(theta, tuple) else (theta,)
   if isinstance(theta, tuple) and kind is None:
     raise ValueError(
-      f"rope: needs to be told of which of {len(theta)} kinds the layer is, "
+      f"rope: needs to know which of {len(theta)} kinds the layer is, "
       "got None; pass kind, an int32 scalar"
     )
   for each in thetas:

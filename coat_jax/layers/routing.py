@@ -77,22 +77,17 @@ def load_balancing_loss(stats: RoutingStats) -> Array:
 
 
 def choose_experts(y: Array, w: Array, experts_per_token: int) -> Array:
-  """Returns the k most probable experts of y [..., D], int32 [..., k].
-
-  The most probable comes first; of two equal ones, the lower number. w has
-  shape [D, E].
-  """
+  """Returns the k most probable experts of y [..., D], int32 [..., k]."""
   return lax.top_k(_logits(y, w), experts_per_token)[1]
 
 
 def expert_weights(
   y: Array, w: Array, experts: Array, *, normalize: bool
 ) -> tuple[Array, Array]:
-  """Computes the weights of chosen experts; differentiable in y and w.
+  """Computes the weights of chosen experts [..., k], f32 [..., k].
 
-  y is [..., D], w [D, E], experts int [..., k]. `normalize` divides a token's
-  weights by their sum. Returns f32 [..., k], and the mean probability of every
-  expert, f32 [E].
+  Also returns the mean probability of every expert, f32 [E]. Both are
+  differentiable in y [..., D] and w [D, E].
   """
   probabilities = jax.nn.softmax(_logits(y, w), axis=-1)
   chosen = jnp.take_along_axis(probabilities, experts, axis=-1)
@@ -137,10 +132,7 @@ def copies_of(x: Array, rows: Rows) -> Array:
 
 
 def sum_of_copies(x: Array, rows: Rows, shape: tuple[int, ...]) -> Array:
-  """Sums rows [T k, n] over each token's copies: f32 [..., n].
-
-  `shape`, [..., k], is that of the experts that `rows` were sorted by.
-  """
+  """Sums rows [T k, n] over each token's copies, `shape` [..., k]: f32."""
   x = copies_of(x, rows).reshape(*shape, x.shape[-1])
   return jnp.sum(x.astype(jnp.float32), axis=-2)
 

@@ -31,18 +31,11 @@ from coat_jax.ops import Operand
 )
 @dataclasses.dataclass(frozen=True)
 class _Saved:
-  """The values that a forward saves for its backward.
+  """The values that a forward saves for its backward."""
 
-  Attributes:
-    inputs: the arguments that the backward reads; they stay in memory anyway.
-    own: values that the forward made; on shards, concatenated over devices
-      along axis 0.
-    specs: specs of `inputs` and of both results, as the leaves and the
-      structure of one tree, so that they are hashable.
-  """
-
-  inputs: tuple
-  own: Any
+  inputs: tuple  # Arguments that the backward reads; in memory anyway.
+  own: Any  # Made by the forward; on shards, concatenated along axis 0.
+  # The backward's specs, as leaves and structure of a tree: hashable.
   specs: tuple[tuple[P, ...], Any]
 
 
@@ -55,7 +48,7 @@ class _Scalar(NamedTuple):
 def rule(
   fwd: Callable,
   bwd: Callable,
-  specs: Callable,
+  specs: Callable | None = None,
   *,
   reads: tuple[int, ...] = (),
   result_spec: Callable | None = None,
@@ -70,13 +63,16 @@ def rule(
 
   `specs(*arrays, *static, recipe)` returns how arrays and results are sharded
   with `recipe.axes`: a tuple of trees of `PartitionSpec`, one for each array
-  (one spec may stand for a whole tree), and the same for the results.
-  `result_spec(*arrays)` returns how results are sharded on explicit axes
-  without `recipe.axes`; by default like the first array.
+  (one spec may stand for a whole tree), and the same for the results; by
+  default all are tokens like the first array. `result_spec(*arrays)` returns
+  how results are sharded on explicit axes without `recipe.axes`; by default
+  like the first array.
 
   The returned `f(arrays, *static, recipe)` is differentiable in its tuple of
   arrays.
   """
+
+  specs = specs or _tokens_specs
 
   @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
   def apply(arrays, static):
@@ -140,6 +136,14 @@ def rule(
   return f
 
 
+def _tokens_specs(*arguments):
+  """Returns specs of elementwise functions, whose arrays are all tokens."""
+  first, *_, recipe = arguments
+  each = mesh.tokens(recipe.axes, first)
+  num_arrays = sum(isinstance(x, Array) for x in arguments)
+  return (each,) * num_arrays, each
+
+
 def _run(axes: MeshAxes | None, f, args, in_specs, out_specs):
   """Runs f on shards if there are `axes`, and otherwise whole."""
   if axes is None:
@@ -148,10 +152,7 @@ def _run(axes: MeshAxes | None, f, args, in_specs, out_specs):
 
 
 def _own_spec(axes: MeshAxes | None) -> P | None:
-  """Returns the spec of what a forward saves: a shard on each device.
-
-  None, for automatic axes, if XLA partitions it.
-  """
+  """Returns the spec of what a forward saves; None if XLA partitions it."""
   if axes is None:
     return None
   return P(jax.sharding.get_abstract_mesh().axis_names)
@@ -160,10 +161,8 @@ def _own_spec(axes: MeshAxes | None) -> P | None:
 def _splitter(specs: tuple, arrays: tuple) -> Callable[[Array], Array]:
   """Returns a function that splits saved values like the first array's tokens.
 
-  If XLA partitions on explicit axes, values are split by rows like that array,
-  and by features over the axes that split other arrays. XLA itself loses track
-  of the features when a weight [D, 2, F] is reshaped, and would save them whole
-  on each device.
+  Features are split over the axes of the other arrays. XLA itself would lose
+  track of them when a weight [D, 2, F] is reshaped, and save them whole.
   """
   first = jax.tree.leaves(arrays)[0]
   leaves = jax.tree.leaves(specs)
@@ -198,10 +197,10 @@ def _first_spec(arrays: tuple) -> P:
 
 
 def _with_axes_of_types(arrays: tuple, static: tuple, specs: Callable) -> tuple:
-  """Returns the static arguments, with `axes` read off explicit types.
+  """Returns the static arguments, with the recipe's axes read off types.
 
-  Only axes of data and of FSDP are recognized. Devices then run kernels on
-  their own shards and gather codes, even without `recipe.axes`.
+  Only explicit axes of data and of FSDP are recognized. Devices then run
+  kernels on their own shards and gather codes, even without `recipe.axes`.
   """
   *others, recipe = static
   types = jax.sharding.get_abstract_mesh()
@@ -230,10 +229,7 @@ def _with_axes_of_types(arrays: tuple, static: tuple, specs: Callable) -> tuple:
 
 
 def _cotangent_specs(specs: tuple, arrays: tuple) -> tuple:
-  """Returns specs with None for caches and integers, which have no cotangent.
-
-  Also None for a whole argument without any cotangent, as rules return it.
-  """
+  """Returns specs with None for what has no cotangent, caches and integers."""
 
   def of(x, spec):
     is_float = isinstance(x, Array) and jnp.issubdtype(x.dtype, jnp.floating)

@@ -16,22 +16,15 @@ import jax.numpy as jnp
 from jax import Array, P
 
 from coat_jax import ops
-from coat_jax.layers.attention_output import (
+from coat_jax.layers.dot_product_attention import (
+  AttentionInputs,
   HeadsAttention,
   HeadsSaved,
-  attention_storage,
-)
-from coat_jax.layers.block import BlockWeights, block, check_block
-from coat_jax.layers.heads_inputs import (
-  HeadsInputs,
   Kinds,
-  heads_inputs_specs,
+  attention_storage,
+  inputs_specs,
 )
-from coat_jax.layers.layer_kinds import (
-  Windows,
-  attention_kinds,
-  count_kinds,
-)
+from coat_jax.layers.layer_kinds import count_kinds
 from coat_jax.layers.middle import Middle, MiddleGradient
 from coat_jax.layers.operands import (
   gradient_operand,
@@ -43,7 +36,6 @@ from coat_jax.layers.residuals import residual_scope, save_residual
 from coat_jax.layers.rope import (
   Heads,
   has_positions,
-  positions_spec,
   rope,
   split_heads,
 )
@@ -55,28 +47,7 @@ from coat_jax.numerics.checks import (
   described,
 )
 from coat_jax.numerics.qtensor import QTensor
-from coat_jax.numerics.recipes import CoatRecipe
 from coat_jax.ops.rope import rotate, rotation, rotation_if_any
-
-
-class AttentionInputs(NamedTuple):
-  """Inputs of `SelfAttention` besides h; they have no gradient.
-
-  Attributes:
-    positions: int32 [T], or [B, T] if sequences have their own.
-    segments: int32 [B, T]: a query sees keys of its own segment; None for one
-      segment.
-    kind: int32 scalar, the layer's kind; None if there is only one.
-  """
-
-  positions: Array
-  segments: Array | None = None
-  kind: Array | None = None
-
-  @property
-  def of_heads(self) -> HeadsInputs:
-    """Returns the inputs that attention itself reads."""
-    return HeadsInputs(self.segments, self.kind)
 
 
 class _Saved(NamedTuple):
@@ -90,8 +61,9 @@ class _Saved(NamedTuple):
 class SelfAttention(Middle):
   """Splits h into q, k and v, clips, normalizes and rotates them, and attends.
 
-  `weights` are `QKNormWeights`, or None without that norm; `inputs` are
-  `AttentionInputs`.
+  The front's w is [D, (N + 2 K) H], ordered by key head, see
+  `layers.split_heads`; the back's w is [N H, D]. `weights` are `QKNormWeights`,
+  or None without that norm; `inputs` are `AttentionInputs`.
 
   If layers of a stack differ in RoPE or in the keys that they see, these are
   tuples, and `inputs.kind` selects one: for RoPE a row of a table, for
@@ -125,6 +97,29 @@ class SelfAttention(Middle):
       remedy = "None leaves q, k and v as they are"
       check_number(op, "clip", self.clip, POSITIVE, remedy)
 
+  @property
+  def num_kinds(self) -> int:
+    """The number of kinds of layers that `kind` and RoPE's bases describe."""
+    return count_kinds(windows=self.kind, theta=self.heads.theta)
+
+  def check(self, x, weights, inputs, recipe):
+    op, remedy = "SelfAttention", "pass AttentionInputs(jnp.arange(T))"
+    check_kind(op, "inputs", inputs, AttentionInputs, remedy)
+    positions = inputs.positions
+    if x.ndim != 3 or not has_positions(positions, x):
+      raise ValueError(
+        f"{op}: needs integer positions [T] or [B, T], one for each of x "
+        f"[B, T, D], got x {x.shape} and positions {described(positions)}; "
+        "pass jnp.arange(T)"
+      )
+    if not recipe.axes:
+      self.heads.check_columns(op, weights.front.w.shape[-1])
+    if inputs.kind is None and self.num_kinds > 1:
+      raise ValueError(
+        f"{op}: needs to know which of {self.num_kinds} kinds the layer is, "
+        "got None; pass kind, an int32 scalar"
+      )
+
   def plain(self, h, weights, inputs, recipe):
     clip = functools.partial(_clip, limit=self.clip)
     clipped: Any = run_whole(clip, h, out_specs=spec_of(h))
@@ -142,7 +137,8 @@ class SelfAttention(Middle):
         q = rope(q, positions, theta=theta, kind=kind)
         k = rope(k, positions, theta=theta, kind=kind)
       heads = q, k, v
-    return self._attention.plain(heads, None, inputs.of_heads, recipe)
+    inputs = inputs._replace(positions=None)
+    return self._attention.plain(heads, None, inputs, recipe)
 
   def _plain_norms(self, q, k, weights, recipe):
     norm = self.qk_norm
@@ -162,6 +158,7 @@ class SelfAttention(Middle):
     n, k, _ = self.heads.of_device(recipe.axes)
     h, inside = _clip_fwd(h, self.clip)
     positions = save_residual("rope", inputs.positions)
+    inputs = inputs._replace(positions=None)
     head_dim = h.shape[-1] // (n + 2 * k)
     heads = ops.split_heads(
       h,
@@ -172,7 +169,7 @@ class SelfAttention(Middle):
     )
     if self.qk_norm is None:
       normed = None
-      out = self._attention.forward(heads, None, inputs.of_heads, recipe)
+      out = self._attention.forward(heads, None, inputs, recipe)
     else:
       # The kind is attention, not norm: policies that keep the inputs of norms
       # mean those of blocks, from which these are computed.
@@ -184,9 +181,7 @@ class SelfAttention(Middle):
       )
       keep_v, _ = attention_storage(recipe, h.dtype)
       v = save_residual("attention", keep_v(heads[2]))
-      out = self._attention.attend(
-        q, k, v, inputs.of_heads, recipe, after=heads[0]
-      )
+      out = self._attention.attend(q, k, v, inputs, recipe, after=heads[0])
     return out._replace(saved=_Saved(out.saved, normed, positions, inside))
 
   def restore(self, saved, dtype, recipe):
@@ -230,8 +225,7 @@ class SelfAttention(Middle):
 
   def specs(self, axes, weights, inputs):
     of_weights = P() if self.qk_norm is None else self.qk_norm.spec(axes)
-    of_positions: Any = positions_spec(axes, inputs.positions)
-    return of_weights, AttentionInputs(of_positions, *heads_inputs_specs(axes))
+    return of_weights, inputs_specs(axes, inputs)
 
   @property
   def _attention(self) -> HeadsAttention:
@@ -300,84 +294,3 @@ def _clip_bwd(limit, inside, g):
 
 
 _clip.defvjp(_clip_fwd, _clip_bwd)
-
-
-def self_attention(
-  x: Array,
-  weights: BlockWeights,
-  positions: Array,
-  *,
-  kind: ops.NormKind | None,
-  eps: float,
-  heads: Heads,
-  causal: bool = True,
-  window: Windows = None,
-  soft_cap: float | None = None,
-  scale: float | None = None,
-  clip: float | None = None,
-  qk_norm: QKNorm | None = None,
-  segments: Array | None = None,
-  layer_kind: Array | None = None,
-  post_norm: ops.NormKind | None = None,
-  add_input: bool = True,
-  recipe: CoatRecipe,
-) -> Array:
-  """x + post_norm(attention(heads(norm(x) w_qkv)) w_out).
-
-  Args:
-    x: [B, T, D], the residual stream, BF16 (or f32).
-    weights: front.w [D, (N + 2 K) H], ordered by key head, see
-      `layers.split_heads`; back.w [N H, D]; middle `QKNormWeights`, or None.
-    positions: int32 [T], for RoPE; or [B, T] if sequences have their own.
-    kind: norm of x, "rms" or "layer"; None for none.
-    eps: epsilon of both norms.
-    heads: N, K and RoPE's base or `Rotary`, or None for no RoPE.
-    causal: whether a query sees only keys up to its own position.
-    window, soft_cap, scale, segments: see `dot_product_attention`. In a stack
-      with several kinds of layers, `window` may be a tuple, like `heads.theta`.
-    clip: largest magnitude of q, k and v, or None.
-    qk_norm: norm of q and k before RoPE, or None.
-    layer_kind: int32 scalar, the index into those tuples.
-    post_norm: norm of the second product, "rms" or "layer"; None for none.
-    add_input: whether x is added.
-    recipe: fused if both `linear` and `nonlinear` are "fp8".
-
-  Returns:
-    [B, T, D] in x's dtype.
-
-  Raises:
-    TypeError: an argument has the wrong type.
-    ValueError: shapes are inconsistent; there are tuples but no `layer_kind`;
-      see also `dot_product_attention`.
-  """
-  op = "self_attention"
-  check_block(op, x, weights, recipe)
-  if x.ndim != 3 or not has_positions(positions, x):
-    raise ValueError(
-      f"{op}: needs integer positions [T] or [B, T], one for each of x "
-      f"[B, T, D], got x {x.shape} and positions {described(positions)}; pass "
-      "jnp.arange(T)"
-    )
-  kinds = attention_kinds(causal, window, soft_cap, scale)
-  middle = SelfAttention(heads, kinds, clip, qk_norm)
-  if not recipe.axes:
-    heads.check_columns(op, weights.front.w.shape[-1])
-  count = count_kinds(windows=kinds, theta=heads.theta)
-  if count == 1:
-    layer_kind = None
-  elif layer_kind is None:
-    raise ValueError(
-      f"attention: needs to be told of which of {count} kinds the layer is, "
-      "got None; pass an int32 scalar"
-    )
-  return block(
-    x,
-    weights,
-    AttentionInputs(positions, segments, layer_kind),
-    middle=middle,
-    kind=kind,
-    eps=eps,
-    post_norm=post_norm,
-    add_input=add_input,
-    recipe=recipe,
-  )

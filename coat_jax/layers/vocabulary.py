@@ -13,7 +13,7 @@ gradients:
 """
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -70,10 +70,10 @@ def embed(
 def add_positions(
   x: Array, places: Array, table: Array, *, axes: MeshAxes | None
 ) -> Array:
-  """Adds learned positions to x [B, T, D] in f32; keeps x's dtype.
+  """Adds learned positions, table[places], to x [B, T, D] in f32.
 
-  `places` are int32 [T] or [B, T], `table` is [positions, D]; on a mesh its
-  rows are split over tensor and fsdp, and its gradients are summed in f32.
+  `places` are int32 [T] or [B, T]. On a mesh the table's rows are split over
+  tensor and fsdp, and its gradients are summed in f32.
   """
 
   def added(x, places, rows):
@@ -120,11 +120,8 @@ def mean_loss(
   logits become soft_cap * tanh(logits / soft_cap).
 
   Logits [B, T, V] are never held whole: they are computed once, for some
-  positions of all sequences at a time, and if a gradient is requested, their
-  contribution is immediately added to the gradients of `hidden` and `weight`.
-  The backward then has no product left and reads no weight.
-
-  Raises a ValueError if there are no targets.
+  positions at a time, and added to the gradients immediately if these are
+  requested. The backward then has no product left and reads no weight.
   """
   if targets.size == 0:
     raise ValueError(
@@ -146,7 +143,7 @@ def mean_loss(
   arrays = hidden, targets, weight, shares
   if axes is None:
     arrays = varying(arrays)
-  loss: Any = _mean_loss(*arrays, is_tied, axes, soft_cap)
+  loss: Any = _mean_loss(*arrays, _Head(is_tied, axes, soft_cap))
   return unit * loss
 
 
@@ -158,10 +155,9 @@ def logits(
   axes: MeshAxes | None,
   soft_cap: float | None = None,
 ) -> Array:
-  """Computes f32 logits [B, T, V] of every token; `mean_loss` needs none.
+  """Computes f32 logits [B, T, V], split over sequences and the vocabulary.
 
-  Arguments are as for `mean_loss`. On a mesh the result is split over sequences
-  and the vocabulary.
+  Arguments are as for `mean_loss`, which never holds all logits.
   """
 
   def product(hidden, weight):
@@ -184,18 +180,26 @@ def _capped(logits: Array, soft_cap: float) -> Array:
   return soft_cap * jnp.tanh(logits / soft_cap)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
-def _mean_loss(hidden, targets, weight, shares, is_tied, axes, soft_cap):
-  args = hidden, targets, weight, shares, is_tied, axes, soft_cap
-  return _on_devices(*args, has_gradients=False)[0]
+class _Head(NamedTuple):
+  """Arguments of `mean_loss` that are not arrays."""
+
+  is_tied: bool
+  axes: MeshAxes | None
+  soft_cap: float | None
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _mean_loss(hidden, targets, weight, shares, head):
+  arrays = hidden, targets, weight, shares
+  return _on_devices(*arrays, head, has_gradients=False)[0]
 
 
 def _mean_loss_fwd(*args):
   return _on_devices(*args, has_gradients=True)
 
 
-def _mean_loss_bwd(is_tied, axes, soft_cap, gradients, g):
-  del is_tied, axes, soft_cap
+def _mean_loss_bwd(head, gradients, g):
+  del head
   dhidden, dweight = ((g * x).astype(x.dtype) for x in gradients)
   return dhidden, None, dweight, None
 
@@ -203,24 +207,18 @@ def _mean_loss_bwd(is_tied, axes, soft_cap, gradients, g):
 _mean_loss.defvjp(_mean_loss_fwd, _mean_loss_bwd)
 
 
-def _on_devices(
-  hidden, targets, weight, shares, is_tied, axes, soft_cap, *, has_gradients
-):
+def _on_devices(hidden, targets, weight, shares, head, *, has_gradients):
   """Computes the loss, and gradients if requested, of each device's tokens."""
-  arrays = hidden, targets, weight, shares
+  arrays, axes = (hidden, targets, weight, shares), head.axes
   local = functools.partial(
-    _loss_of_shard,
-    is_tied=is_tied,
-    axes=axes,
-    soft_cap=soft_cap,
-    has_gradients=has_gradients,
+    _loss_of_shard, head=head, has_gradients=has_gradients
   )
   if axes is None:
     gradients = (spec_of(hidden), spec_of(weight)) if has_gradients else ()
     return run_whole(local, *arrays, out_specs=(P(), gradients))
   tokens = P(axes.batch, axes.tensor)
   rows = P(axes.fsdp, axes.tensor)
-  if is_tied:
+  if head.is_tied:
     rows = P(_present(axes.tensor, axes.fsdp))
   return run_on_shards(
     local,
@@ -230,24 +228,17 @@ def _on_devices(
   )
 
 
-def _loss_of_shard(
-  hidden, targets, weight, shares, *, is_tied, axes, soft_cap, has_gradients
-):
+def _loss_of_shard(hidden, targets, weight, shares, *, head, has_gradients):
   """Runs `_on_devices` for one device's tokens and rows of the weight."""
-  weight_dtype = weight.dtype
+  axes, weight_dtype = head.axes, weight.dtype
   weight = weight.astype(hidden.dtype)
   if axes is not None:
     weight = lax.all_gather(weight, _present(axes.fsdp), axis=0, tiled=True)
   hidden = gather_positions(hidden, axes)
   add = functools.partial(
-    _add_chunk,
-    weight,
-    tensor=None if axes is None else axes.tensor,
-    is_tied=is_tied,
-    soft_cap=soft_cap,
-    has_gradients=has_gradients,
+    _add_chunk, weight, head=head, has_gradients=has_gradients
   )
-  d, vocab_size = weight.shape[::-1] if is_tied else weight.shape
+  d, vocab_size = weight.shape[::-1] if head.is_tied else weight.shape
   # Zeros that vary between devices as `hidden` does.
   zeros = functools.partial(jnp.zeros_like, hidden, jnp.float32)
   start = zeros(shape=()), zeros(shape=weight.shape if has_gradients else ())
@@ -288,11 +279,11 @@ def _chunks(hidden: Array, targets: Array, counted: Array, vocab_size: int):
   return split(hidden), split(targets), split(counted)
 
 
-def _add_chunk(
-  weight, total, chunk, *, tensor, is_tied, soft_cap, has_gradients
-):
+def _add_chunk(weight, total, chunk, *, head, has_gradients):
   """Adds a chunk's nats and its part of the weight's gradient."""
   (loss, dweight), (hidden, targets, counted) = total, chunk
+  is_tied, mesh_axes, soft_cap = head
+  tensor = None if mesh_axes is None else mesh_axes.tensor
   # A tied weight is read as it is stored: the scan over chunks would take its
   # transpose as a copy in memory.
   axes = "vd" if is_tied else "dv"

@@ -43,10 +43,9 @@ def quantized_weight(
 ) -> Operand:
   """Returns the operand of all rows of w [D, F], from as much as is cached.
 
-  w is the weight, or on a mesh the device's rows of it; a forward needs
-  "columns", a backward "rows". On a mesh with a cached scale, codes are
-  gathered only once `after` is known. Devices run one collective at a time, and
-  an amax that a product needs should not wait for all of a layer's codes.
+  On a mesh w is the device's rows, and with a cached scale, codes are gathered
+  only once `after` is known. Devices run one collective at a time, and an amax
+  that a product needs should not wait for all of a layer's codes.
   """
   check_scaling(recipe)
   if cache is not None and cache.rows is not None:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copies of modules with precomputed scales or codes of their weights."""
 
+import dataclasses
 import functools
 
 import jax
@@ -59,18 +60,20 @@ def _cache(part: Linear, recipe: CoatRecipe) -> Operand:
     cache = each(lambda w: cache_weight(w, recipe), flat)
     return jax.tree.map(lambda x: x.reshape(*stack, *x.shape[1:]), cache)
 
-  specs_of = functools.partial(
-    cache_specs,
-    has_codes=recipe.weight_cache == "codes",
-    in_tiles=recipe.in_blocks,
-    num_stacked=len(stack),
+  # Only the structure of a cache matters here, which is the same on a mesh.
+  like = functools.partial(
+    cache_weight, recipe=dataclasses.replace(recipe, axes=None)
+  )
+  cache = jax.eval_shape(
+    like, jax.ShapeDtypeStruct(w.shape[len(stack) :], w.dtype)
   )
   if recipe.axes is None:
-    kernel = P(*spec_of(w)[len(stack) :])
-    return run_whole(fill, w, out_specs=specs_of(kernel))
+    specs = cache_specs(cache, P(*spec_of(w)[len(stack) :]), len(stack))
+    return run_whole(fill, w, out_specs=specs)
   kernel = split_kernel(recipe.axes, part.split, part.weight_ndim)
+  specs = cache_specs(cache, kernel, len(stack))
   stacked = P(*(None,) * len(stack), *kernel)
-  return run_on_shards(fill, w, in_specs=(stacked,), out_specs=specs_of(kernel))
+  return run_on_shards(fill, w, in_specs=(stacked,), out_specs=specs)
 
 
 def _vmap(f, x):

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array, P
 
-from coat_jax.layers import Attention, Heads, split_heads
+from coat_jax.layers import Attention, split_heads
 from coat_jax.layers.module import RecipeModule
 from coat_jax.models.decoder import Decoder, DecoderLayer
 from coat_jax.models.placing import Placed
@@ -196,14 +196,13 @@ def _heads(
   attention: Attention, h: Array, positions: Array, kind: Array | None
 ) -> tuple[Array, Array, Array]:
   """Returns rotated q [B, T, N, H] and k, and v [B, T, K, H], of qkv h."""
-  if (limit := attention.clip_qkv) is not None:
+  middle = attention.middle
+  if (limit := middle.clip) is not None:
     h = jnp.clip(h, -limit, limit)
-  norm, weights = attention.norm_of_qk
-  heads = Heads(
-    attention.num_heads,
-    attention.num_kv_heads,
-    attention.rotary if norm is None else None,
-  )
+  norm, weights, heads = middle.qk_norm, attention.qk_weights, middle.heads
+  theta = heads.theta
+  if norm is not None:
+    heads = heads._replace(theta=None)
   # Rows have their own positions, so they are rotated as one sequence.
   b, t, columns = h.shape
   parts: Any = split_heads(
@@ -219,7 +218,7 @@ def _heads(
   cos, sin = rotation(
     positions,
     head_dim=attention.head_dim,
-    theta=attention.rotary,
+    theta=theta,
     kind=kind,
   )
   q, k = (
@@ -279,7 +278,7 @@ def _seen(
   attention: Attention, layer_kind: Array | None, size: int
 ) -> tuple[AttentionKind, Array | int | None]:
   """Returns how scores are formed, and how many keys a query sees or None."""
-  kinds = attention.kind
+  kinds = attention.middle.kind
   if not isinstance(kinds, tuple):
     return kinds, kinds.window
   windows = [size if kind.window is None else kind.window for kind in kinds]

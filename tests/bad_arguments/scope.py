@@ -99,10 +99,14 @@ BLOCK = dict(kind="rms", eps=1e-6, recipe=COAT)
 PLAIN = BLOCK | dict(recipe=BF16)
 
 
-def weights(front, back=(8, 4)):
+def front(w, gamma=None):
+  return layers.LinearWeights(f32(*w), gamma=gamma)
+
+
+def weights(shape, back=(8, 4)):
   return layers.BlockWeights(
-    layers.FrontWeights(None, None, f32(*front)),
-    layers.BackWeights(f32(*back)),
+    front(shape),
+    layers.LinearWeights(f32(*back)),
   )
 
 
@@ -119,16 +123,14 @@ def attend(q=(1, 4, 2, 8), k=(1, 4, 2, 8), **options):
   return layers.dot_product_attention(f32(*q), f32(*k), f32(*k), **options)
 
 
-def output(w, **options):
-  q = f32(1, 4, 2, 8)
-  options = dict(recipe=COAT) | options
-  return layers.attention_output(f32(1, 4, 16), q, q, q, f32(*w), **options)
+def gated(x, w, activation="silu", **options):
+  return layers.block(x, w, middle=layers.Gated(activation), **options)
 
 
 def self_attend(positions=4, front=(8, 16), **changed):
-  known = BLOCK | dict(heads=HEADS) | changed
-  own = weights(front, (8, 8))
-  return layers.self_attention(f32(1, 4, 8), own, ints(positions), **known)
+  known = BLOCK | dict(middle=layers.SelfAttention(HEADS)) | changed
+  own, inputs = weights(front, (8, 8)), layers.AttentionInputs(ints(positions))
+  return layers.block(f32(1, 4, 8), own, inputs, **known)
 
 
 def product(x, w, **options):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What layers should compute: f32 functions whose forwards are quantized.
+"""Oracles of layers: f32 functions whose forwards are quantized.
 
 `pin(x, value)` is `value` forward and the identity backward, straight through a
 quantizer. Values are those of the reference operations, so that oracle and
@@ -187,7 +187,7 @@ def self_attention(x, weights, kind, segments, turn, heads, over, eps, recipe):
   Args:
     x: [B, T, D].
     weights: `BlockWeights`; its middle has the weights of both norms.
-    kind, segments: as of `attention`.
+    kind, segments: see `attention`.
     turn: RoPE of [B, T, N, H].
     heads: N and K.
     over: what the norm's mean is of, "head" or "all".

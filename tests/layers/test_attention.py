@@ -10,14 +10,10 @@ import pytest
 from flax import nnx
 
 from coat_jax import recipes
-from coat_jax.layers import (
-  Attention,
-  attention_output,
-  dot_product_attention,
-  rope,
-)
+from coat_jax.layers import Attention, dot_product_attention, rope
 from tests.comparing import assert_close, assert_same_bits, jit
 from tests.layers import straight_through
+from tests.layers.attention_output import attention_output
 from tests.matrices import quick
 
 RECIPES = {kept: recipes.coat(attention=kept) for kept in ("bf16", "fp8")}
@@ -122,8 +118,8 @@ def by_hand(m, x):
   """The module from its parts, weights of each head by hand."""
   b, t, _ = x.shape
   qkv = m.qkv(x).reshape(b, t, KV_HEADS, HEADS // KV_HEADS + 2, SIZE)
-  if m.clip_qkv is not None:
-    qkv = jnp.clip(qkv, -m.clip_qkv, m.clip_qkv)
+  if m.middle.clip is not None:
+    qkv = jnp.clip(qkv, -m.middle.clip, m.middle.clip)
   heads = [qkv[:, :, i, j] for i in range(KV_HEADS) for j in range(2)]
   q = jnp.stack(heads, axis=2)
   k, v = qkv[:, :, :, 2], qkv[:, :, :, 3]

@@ -12,11 +12,12 @@ from jax import P
 from jax.sharding import AxisType, NamedSharding
 
 from coat_jax import recipes
-from coat_jax.layers import attention_output, dot_product_attention
+from coat_jax.layers import dot_product_attention
 from coat_jax.numerics.recipes import MeshAxes
 from coat_jax.ops import AttentionKind
 from tests.comparing import assert_close, jit
 from tests.layers import straight_through
+from tests.layers.attention_output import attention_output
 from tests.matrices import quick
 from tests.ops.naive_attention import naive_attention, seen
 
@@ -108,7 +109,7 @@ def test_attention_output_with_every_option(options, kept):
 
 @pytest.mark.parametrize("name", quick(1, ["fp8", "bf16", "coat"]))
 def test_packed_documents_are_documents_of_their_own(name):
-  """Of FP8 too: an operand's scale is that of the same values."""
+  """Holds for FP8 too, because an operand's scale covers the same values."""
   *args, dy = case(batch=4, t=6)
   options = items(OPTIONS)
   y, gradients = layer(args, None, dy, RECIPES[name], options)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every block has: its options, and a middle that is not ours."""
+"""Options that all blocks share, and a block with a middle of one's own."""
 
 import dataclasses
 import functools
@@ -14,10 +14,9 @@ from coat_jax import ops, recipes
 from coat_jax.layers import (
   MLP,
   Attention,
-  BackWeights,
   BlockWeights,
-  FrontWeights,
   GatedMLP,
+  LinearWeights,
   Middle,
   MiddleGradient,
   MiddleOutput,
@@ -72,8 +71,8 @@ def case(has_bias, seed=0):
   def normal(*shape):
     return jnp.float32(rng.normal(size=shape))
 
-  front = FrontWeights(normal(D), None, normal(D, F), normal(F))
-  back = BackWeights(normal(F, D))
+  front = LinearWeights(normal(D, F), normal(F), normal(D))
+  back = LinearWeights(normal(F, D))
   front = front if has_bias else front._replace(bias=None)
   return normal(2, 6, D), BlockWeights(front, back, normal(F)), normal(2, 6, D)
 
@@ -184,7 +183,7 @@ def test_blocks_multiply_by_one_plus_scale(make):
 
 
 class AddedNorm(nnx.Module):
-  """x + norm(block(x)), of a block that adds nothing and a norm behind it."""
+  """x + norm(block(x)), for a block with add_input=False."""
 
   def __init__(self, block, norm):
     self.block, self.norm = block, norm
@@ -211,7 +210,7 @@ class AddedNorm(nnx.Module):
     ),
   ],
 )
-def test_post_norm_is_the_norm_behind_a_block(make, recipe, norm):
+def test_post_norm_equals_a_norm_after_the_block(make, recipe, norm):
   width = 2 if make is Attention else F  # Heads, or columns.
   shared = dict(recipe=recipe, epsilon=1e-2, dtype=jnp.float32)
   rngs = nnx.Rngs(0)

@@ -11,10 +11,10 @@ from jax.extend.core import jaxprs_in_params
 
 from coat_jax import recipes
 from coat_jax.layers import (
-  BackWeights,
   BlockWeights,
-  FrontWeights,
-  gated_mlp,
+  Gated,
+  LinearWeights,
+  block,
   linear,
 )
 from tests.comparing import assert_close, assert_same_bits, jit
@@ -57,8 +57,10 @@ def test_linear_is_three_products_of_integers():
 
 
 @functools.partial(jit, static_argnums=(3,))
-def block(x, weights, dy, recipe):
-  f = functools.partial(gated_mlp, kind="rms", eps=1e-5, recipe=recipe)
+def layer(x, weights, dy, recipe):
+  f = functools.partial(
+    block, middle=Gated(), kind="rms", eps=1e-5, recipe=recipe
+  )
   y, vjp = jax.vjp(f, x, weights)
   return y, vjp(dy)
 
@@ -77,7 +79,7 @@ def oracle(x, weights, dy, residuals):
 @pytest.mark.parametrize("residuals", quick(1, ["minimal", "coat"]))
 def test_block_has_the_gradients_of_its_codes(residuals):
   x, weights, dy = test_gated_mlp.case((2, 6))
-  y, gradients = block(x, weights, dy, recipes.int8(residuals=residuals))
+  y, gradients = layer(x, weights, dy, recipes.int8(residuals=residuals))
   want, want_gradients = oracle(x, weights, dy, residuals)
   assert_same_bits(y, want)
   assert_close(gradients, want_gradients)
@@ -115,8 +117,8 @@ def test_on_a_gpu_products_are_integers_and_no_kernel_runs():
   x = jax.ShapeDtypeStruct((2, 64, 64), jnp.bfloat16)
   f32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
   weights = BlockWeights(
-    FrontWeights(gamma=f32((64,)), beta=None, w=f32((64, 2, 64)), bias=None),
-    BackWeights(w=f32((64, 64)), bias=None),
+    LinearWeights(f32((64, 2, 64)), gamma=f32((64,))),
+    LinearWeights(f32((64, 64))),
   )
   found = {}
   for name, recipe in (("int8", INT8), ("coat", recipes.coat())):

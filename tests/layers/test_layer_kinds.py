@@ -188,7 +188,7 @@ def test_choices_that_do_not_fit_are_refused(options, message):
 @pytest.mark.parametrize(
   "arguments, message",
   [
-    ((), "of which of 2 kinds the layer is, got None"),
+    ((), "which of 2 kinds the layer is, got None"),
     ((jnp.zeros((1, T), jnp.int32),), r"positions \[T\] or \[B, T\]"),
   ],
 )
@@ -203,7 +203,7 @@ def test_unknown_norms_of_q_and_k_are_refused():
   class Unchecked(Attention):
     __init__ = inspect.unwrap(Attention.__init__)
 
-  with pytest.raises(ValueError, match="'head', 'all' or None, got 'rows'"):
+  with pytest.raises(ValueError, match="'head', 'all', None, got 'rows'"):
     Unchecked(D, 4, qk_norm="rows", rngs=nnx.Rngs(0))
 
 

@@ -110,7 +110,7 @@ def test_bf16_recipe_is_the_ordinary_layer():
   assert_close((y, vjp(dy)), (want, want_vjp(dy)), 1e-6)
 
 
-def test_takes_the_place_of_nnx_linear():
+def test_linear_replaces_nnx_linear():
   ours = Linear(24, 40, rngs=nnx.Rngs(3))
   theirs = nnx.Linear(24, 40, rngs=nnx.Rngs(3))
   state, want = nnx.state(ours), nnx.state(theirs)

@@ -14,9 +14,8 @@ from coat_jax import ops, recipes
 from coat_jax.layers import (
   GELU,
   MLP,
-  BackWeights,
   BlockWeights,
-  FrontWeights,
+  LinearWeights,
   block,
 )
 from coat_jax.numerics.formats import E4M3
@@ -37,8 +36,8 @@ def case(rows, has_biases=True, seed=0):
   def normal(*shape):
     return jnp.float32(rng.normal(size=shape))
 
-  front = FrontWeights(normal(D), normal(D), normal(D, F), normal(F))
-  back = BackWeights(normal(F, D), normal(D))
+  front = LinearWeights(normal(D, F), normal(F), normal(D), normal(D))
+  back = LinearWeights(normal(F, D), normal(D))
   if not has_biases:
     front, back = front._replace(bias=None), back._replace(bias=None)
   return normal(*rows, D), BlockWeights(front, back), normal(*rows, D)

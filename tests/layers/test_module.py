@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all modules share: a recipe, evaluation, and how they are built."""
+"""Recipes, evaluation mode and constructors of all modules."""
 
 import doctest
 import inspect
@@ -41,7 +41,7 @@ def make(name, recipe=None):
 
 
 def program(module):
-  """What a module computes, as text."""
+  """Returns the jaxpr of a module as text."""
   jaxpr = jax.make_jaxpr(lambda x: module(x))(inputs())
   return re.sub("0x[0-9a-f]+", "", str(jaxpr))
 
@@ -123,7 +123,12 @@ def test_a_recipe_that_is_none_is_refused():
   with pytest.raises(
     TypeError, match=r"Own: recipe must be .*; call a preset, as in"
   ):
-    Own(recipes.coat, jnp.bfloat16)
+    Own(
+      recipe=recipes.coat,
+      dtype=jnp.bfloat16,
+      param_dtype=jnp.float32,
+      rngs=nnx.Rngs(0),
+    )
 
 
 CLASSES = [Linear, RMSNorm, LayerNorm, NormLinear, GatedMLP, MLP, Attention]

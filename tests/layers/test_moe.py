@@ -156,7 +156,7 @@ def routed(x, router, normalize):
 
 
 @pytest.mark.parametrize("normalize", quick(1, [False, True]))
-def test_routing_is_numpy_s(normalize):
+def test_routing_matches_numpy(normalize):
   # An expert's output that says which one it is: gate and up read a constant
   # feature, and down writes to a column of the expert's own.
   x, weights, _ = case((2, 9))
@@ -244,7 +244,17 @@ def test_moe_in_bfloat16():
     assert error < 0.03 * jnp.linalg.norm(exact)
 
 
-def test_moe_saves_codes_and_the_experts_numbers():
+def test_moe_multiplies_by_one_plus_scale():
+  scale = jnp.linspace(-0.5, 0.5, D)
+  build = functools.partial(MoE, D, F, E, K, dtype=jnp.float32)
+  gemma = build(scale_plus_one=True, rngs=nnx.Rngs(0))
+  plain = build(rngs=nnx.Rngs(0))
+  gemma.norm.scale[...], plain.norm.scale[...] = scale, 1 + scale
+  run = jit(lambda m, x: m(x))
+  assert_same_bits(run(gemma, case()[0]), run(plain, case()[0]))
+
+
+def test_moe_saves_codes_and_expert_numbers():
   t, f = 34, 200
   m = MoE(D, f, E, K, recipe=COAT, rngs=nnx.Rngs(0))
   graph, params = nnx.split(m)

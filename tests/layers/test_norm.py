@@ -62,7 +62,7 @@ def test_norm_equals_the_formula_at_the_saved_values(
   assert_close(gradients, want_gradients)
 
 
-def test_group_size_is_the_recipe_s():
+def test_norm_uses_the_group_size_of_the_recipe():
   x, gamma, beta, dy = case((2, 6))
   recipe = recipes.coat(group_size=5)
   got = layer(x, gamma, beta, dy, "rms", 1e-5, recipe)
@@ -91,7 +91,7 @@ def test_an_empty_batch_has_gradients_of_zero(rows, recipe):
 
 
 @pytest.mark.parametrize("module", [RMSNorm, LayerNorm])
-def test_epsilon_is_the_caller_s(module):
+def test_norm_uses_the_given_epsilon(module):
   # A row of one value: exact in FP8 (code 448 and a scale of 2^-8 is 1.75).
   value = 1.75
   x = jnp.full((1, 16), value).at[0, ::2].multiply(-1)

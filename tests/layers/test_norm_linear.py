@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from coat_jax import recipes
-from coat_jax.layers import NormLinear, norm_linear
+from coat_jax.layers import LinearWeights, NormLinear, norm_linear
 from tests.comparing import assert_close, assert_same_bits, jit
 from tests.layers import straight_through
 from tests.matrices import quick
@@ -26,8 +26,9 @@ def case(rows, seed=0):
 
 @functools.partial(jit, static_argnames=("kind", "eps", "recipe"))
 def layer(args, dy, kind, eps, recipe):
-  def f(*args):
-    return norm_linear(*args, kind=kind, eps=eps, recipe=recipe)
+  def f(x, gamma, beta, w, bias):
+    weights = LinearWeights(w, bias, gamma, beta)
+    return norm_linear(x, weights, kind=kind, eps=eps, recipe=recipe)
 
   y, vjp = jax.vjp(f, *args)
   return y, vjp(dy)
@@ -101,9 +102,8 @@ def test_epsilon_reaches_the_norm():
   x = jnp.full((4, 16), 1.75).at[::2, ::3].multiply(-1)
   w = jnp.eye(16)
   for eps in (1e-5, 1e-1):
-    y = norm_linear(
-      x, None, None, w, kind="rms", eps=eps, recipe=RECIPES["minimal"]
-    )
+    weights = LinearWeights(w)
+    y = norm_linear(x, weights, kind="rms", eps=eps, recipe=RECIPES["minimal"])
     want = x * (1.75**2 + eps) ** -0.5
     np.testing.assert_allclose(y, want, rtol=1e-6)
 
@@ -111,6 +111,5 @@ def test_epsilon_reaches_the_norm():
 def test_shapes_that_do_not_fit_are_refused():
   x, w = jnp.ones((2, 24)), jnp.ones((25, 40))
   with pytest.raises(ValueError, match=r"linear: x \[..., D\] needs a weight"):
-    norm_linear(
-      x, None, None, w, kind="rms", eps=1e-5, recipe=RECIPES["minimal"]
-    )
+    weights = LinearWeights(w)
+    norm_linear(x, weights, kind="rms", eps=1e-5, recipe=RECIPES["minimal"])

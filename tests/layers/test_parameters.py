@@ -67,7 +67,7 @@ def at(*names):
     (LayerNorm, nnx.LayerNorm, ("scale_init", "bias_init")),
   ],
 )
-def test_initializers_give_flax_s_values(ours, theirs, names):
+def test_initializers_give_the_values_of_flax(ours, theirs, names):
   sizes = (D, 32) if ours is Linear else (D,)
   inits = dict.fromkeys(names, NORMAL)
   got = nnx.state(ours(*sizes, rngs=nnx.Rngs(0), **inits))
@@ -267,8 +267,8 @@ def test_more_names_than_axes_are_refused():
 @pytest.mark.parametrize(
   "partitioned", [linen.with_partitioning, linen.with_logical_partitioning]
 )
-def test_linen_s_boxes_are_metadata_too(partitioned):
-  """Without a mesh, as in Linen."""
+def test_linen_boxes_are_metadata_too(partitioned):
+  """Boxes need no mesh, as in Linen."""
   init = partitioned(INIT, ("data", "fsdp"))
   layer = make("Linear", kernel_init=init)
   assert layer.kernel.out_sharding == ("data", "fsdp")
@@ -278,7 +278,7 @@ def test_linen_s_boxes_are_metadata_too(partitioned):
   assert back.names == ("data", "fsdp")
 
 
-def test_optimizer_s_state_follows_the_metadata():
+def test_optimizer_state_follows_the_metadata():
   options, _ = WITH_METADATA["GatedMLP"]
   mesh = make_mesh()
   with jax.set_mesh(mesh):
@@ -303,7 +303,7 @@ def test_optimizer_s_state_follows_the_metadata():
 
 @pytest.mark.slow
 def test_stacked_layers_with_metadata_are_scanned():
-  """With metadata, weights cached in front of the scan; as on one device."""
+  """Caching weights before a scan, with metadata, matches one device."""
   meta = {nnx.PARTITION_NAME: None}
   rows = dict(kernel_init=nnx.with_partitioning(INIT, ("fsdp",)))
 

@@ -13,14 +13,15 @@ from flax import nnx
 from coat_jax import recipes
 from coat_jax.layers import (
   Attention,
-  BackWeights,
+  AttentionInputs,
   BlockWeights,
-  FrontWeights,
   Heads,
+  LinearWeights,
   QKNorm,
   QKNormWeights,
   Rotary,
-  self_attention,
+  SelfAttention,
+  block,
 )
 from coat_jax.numerics.formats import E4M3
 from coat_jax.numerics.qtensor import num_groups
@@ -46,8 +47,8 @@ def case(over, seed=0):
   sizes = (H, H) if over == "head" else (N * H, K * H)
   width = (N + 2 * K) * H
   weights = BlockWeights(
-    FrontWeights(normal(D), None, normal(D, width) / 4, normal(width)),
-    BackWeights(normal(N * H, D)),
+    LinearWeights(normal(D, width) / 4, normal(width), normal(D)),
+    LinearWeights(normal(N * H, D)),
     QKNormWeights(*map(normal, sizes)),
   )
   return normal(B, T, D), weights, normal(B, T, D)
@@ -56,16 +57,15 @@ def case(over, seed=0):
 @functools.partial(jit, static_argnames=("over", "recipe"))
 def layer(x, weights, dy, over, recipe):
   f = functools.partial(
-    self_attention,
-    positions=jnp.asarray(POSITIONS),
-    segments=jnp.asarray(SEGMENTS),
+    block,
+    inputs=AttentionInputs(jnp.asarray(POSITIONS), jnp.asarray(SEGMENTS)),
     kind="rms",
     eps=EPS,
-    heads=Heads(N, K, Rotary(THETA, rotary_dim=ROTARY_DIM)),
-    window=WINDOW,
-    soft_cap=CAP,
-    scale=SCALE,
-    qk_norm=QKNorm(over, EPS),
+    middle=SelfAttention(
+      Heads(N, K, Rotary(THETA, rotary_dim=ROTARY_DIM)),
+      AttentionKind(window=WINDOW, soft_cap=CAP, scale=SCALE),
+      qk_norm=QKNorm(over, EPS),
+    ),
     recipe=recipe,
   )
   y, vjp = jax.vjp(f, x, weights)
@@ -154,17 +154,16 @@ def test_module_gives_its_weights_to_the_block(over):
 
   @jit
   def both(m, x, weights):
-    block = self_attention(
+    y = block(
       x,
       weights,
-      jnp.arange(T, dtype=jnp.int32),
+      AttentionInputs(jnp.arange(T, dtype=jnp.int32)),
       kind="rms",
       eps=EPS,
-      heads=Heads(N, K, 1e4),
-      qk_norm=QKNorm(over, EPS),
+      middle=SelfAttention(Heads(N, K, 1e4), qk_norm=QKNorm(over, EPS)),
       recipe=recipe,
     )
-    return m(x), block
+    return m(x), y
 
   assert_same_bits(*both(m, x, weights))
 
@@ -193,7 +192,7 @@ def saved_of_attention(over, recipe):
 
 @pytest.mark.parametrize("over", ["head", "all"])
 @pytest.mark.parametrize("kept", ["bf16", "fp8"])
-def test_q_and_k_are_saved_once_in_front_of_their_norm(over, kept):
+def test_q_and_k_are_saved_once_before_their_norm(over, kept):
   found = saved_of_attention(over, recipes.coat(attention=kept))
   fp8, bf16 = jnp.dtype(E4M3), jnp.dtype(jnp.bfloat16)
   groups = num_groups(SIZE, 16)

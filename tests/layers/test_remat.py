@@ -206,7 +206,7 @@ def test_devices_of_a_mesh_keep_their_own_codes(is_explicit):
 
 
 @pytest.mark.parametrize("norm", [None, "rms"])
-def test_block_inputs_are_those_of_norms_behind_too(norm):
+def test_block_inputs_include_those_of_post_norms(norm):
   options = dict(norm=norm, post_norm="rms", recipe=XLA)
   layer = GatedMLP(D, 96, dtype=jnp.float32, rngs=nnx.Rngs(0), **options)
   graph, params = nnx.split(layer)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What layers save: every array of `jax.vjp`, by dtype and by bytes."""
+"""Counts what layers save: every array of `jax.vjp`, by dtype and bytes."""
 
 import collections
 import dataclasses
@@ -179,7 +179,7 @@ def test_kinds_are_those_of_the_operations():
 
 
 @pytest.mark.parametrize("norm", [None, "rms"])
-def test_a_norm_behind_saves_its_input_in_fp8(norm, monkeypatch):
+def test_post_norm_saves_its_input_in_fp8(norm, monkeypatch):
   class Layer(nnx.Module):
     def __init__(self, config, recipe, rngs):
       options = dict(norm=norm, post_norm="rms", recipe=recipe, rngs=rngs)

@@ -82,7 +82,7 @@ def test_gradient_of_a_magnitude_is_its_transpose():
   assert_close(jnp.vdot(dy, y), jnp.vdot(dx, x), 1e-5)
 
 
-def test_theta_is_the_caller_s():
+def test_rope_uses_the_given_theta():
   x, _, positions = case(range(6))
   y = rope(x, positions, theta=5e5)
   assert jnp.max(jnp.abs(y - rope(x, positions, theta=THETA))) > 0.1

@@ -44,7 +44,7 @@ class Layer(nnx.Module):
 
 
 def mlp(recipe, *, rngs):
-  """Half a layer, in f32: where the other half would only take time."""
+  """Half a layer in f32, for tests that the other half would only slow."""
   return GatedMLP(D, F, recipe=recipe, dtype=jnp.float32, rngs=rngs)
 
 

@@ -102,7 +102,7 @@ def test_targets_count_as_they_should_and_logits_are_capped(monkeypatch, axes):
   assert_close(got, wanted(*args, **options))
 
 
-def test_gradients_scale_with_what_comes_back():
+def test_gradients_scale_with_the_incoming_gradient():
   hidden, weight, targets = arrays()
 
   def loss(hidden, weight):

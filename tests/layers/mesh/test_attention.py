@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What models choose of attention, on meshes of eight devices."""
+"""Attention with the options of models, on meshes of eight devices."""
 
 import jax.numpy as jnp
 import pytest
@@ -57,7 +57,5 @@ class Packed(nnx.Module):
     ],
   ),
 )
-def test_attention_computes_what_it_does_on_one_device(
-  recipe, qk_norm, sizes, kind
-):
+def test_attention_on_a_mesh_matches_one_device(recipe, qk_norm, sizes, kind):
   check(lambda r: Packed(r, qk_norm), recipe, sizes, kind)

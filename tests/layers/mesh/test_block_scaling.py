@@ -32,7 +32,7 @@ def make(recipe):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cache", RECIPES)
-def test_fsdp_computes_what_one_device_does(cache):
+def test_fsdp_matches_one_device(cache):
   recipe = RECIPES[cache]
   x, dy = jax.random.normal(jax.random.key(0), (2, B, T, D))
   f, params = build(make, recipe)
@@ -52,7 +52,7 @@ def test_fsdp_computes_what_one_device_does(cache):
     ((1, 8, 1), "whole tiles of 128 rows of a weight, got 32"),
   ],
 )
-def test_what_would_split_tiles_is_refused(sizes, words):
+def test_meshes_that_split_tiles_are_refused(sizes, words):
   f, params = build(make, on_mesh(RECIPES["none"]))
   x = jax.ShapeDtypeStruct((B, T, D), jnp.float32)
   with jax.set_mesh(make_mesh(sizes)), pytest.raises(ValueError, match=words):

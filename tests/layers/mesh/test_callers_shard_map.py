@@ -19,13 +19,13 @@ from coat_jax import recipes
 from coat_jax.layers import (
   Heads,
   MoEWeights,
-  attention_output,
   linear,
   moe,
   split_heads,
 )
 from coat_jax.layers.vocabulary import mean_loss
 from tests.comparing import assert_close
+from tests.layers.attention_output import attention_output
 from tests.matrices import quick
 
 COAT = recipes.coat()

@@ -71,7 +71,7 @@ def arrays(shape=(B, T, D)):
     ],
   ),
 )
-def test_moe_on_a_mesh_computes_what_it_does_on_one_device(recipe, sizes, kind):
+def test_moe_on_a_mesh_matches_one_device(recipe, sizes, kind):
   x, dy = arrays()
   f, params = build(recipe)
   wanted = jit(f)(params, x, dy)
@@ -87,7 +87,7 @@ def test_moe_on_a_mesh_computes_what_it_does_on_one_device(recipe, sizes, kind):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", [recipes.coat(), recipes.bf16()])
-def test_moe_without_axes_computes_what_it_does_on_one_device(recipe):
+def test_moe_without_axes_matches_one_device(recipe):
   x, dy = arrays()
   f, params = build(recipe)
   wanted = jit(f)(params, x, dy)
@@ -101,7 +101,7 @@ def test_moe_without_axes_computes_what_it_does_on_one_device(recipe):
 
 
 def test_a_device_saves_its_share_of_copies():
-  """Of T k copies of its own tokens and their columns F, not of all experts."""
+  """A device saves T k copies of its own tokens and columns, not of all."""
   recipe = dataclasses.replace(recipes.coat(), axes=MeshAxes(tensor="tensor"))
   mesh = jax.make_mesh((2, 2, 2), NAMES, axis_types=(AxisType.Auto,) * 3)
   m = nnx.eval_shape(lambda: MoE(D, F, E, K, recipe=recipe, rngs=nnx.Rngs(0)))
@@ -129,7 +129,7 @@ def test_a_device_sorts_the_copies_of_its_own_sequences(recipe):
   assert sorted_ == {str(B * T * K // 4)}
 
 
-def test_what_a_mesh_cannot_take_is_said():
+def test_unsupported_meshes_are_refused():
   f, params = build(
     dataclasses.replace(recipes.coat(), axes=MeshAxes(tensor="tensor"))
   )

@@ -53,7 +53,7 @@ def make_mesh(sizes, kind=AxisType.Auto):
 
 
 def spec_of(path, p):
-  """Where a user would put it; norms and biases are everywhere."""
+  """Returns the spec a user would choose; norms and biases are replicated."""
   name = jax.tree_util.keystr(path)
   if p.ndim == 1 or "bias" in name:
     return P()
@@ -135,11 +135,11 @@ def check(
     ],
   ),
 )
-def test_a_layer_computes_what_it_does_on_one_device(recipe, sizes, kind):
+def test_layer_on_a_mesh_matches_one_device(recipe, sizes, kind):
   check(lambda r: Layer(r, nnx.Rngs(0)), recipe, sizes, kind)
 
 
-def test_an_mlp_without_norm_and_add_computes_what_it_does_on_one_device():
+def test_mlp_without_norm_and_add_matches_one_device():
   def make(recipe):
     shared = dict(recipe=recipe, dtype=jnp.float32, rngs=nnx.Rngs(0))
     return MLP(D, F, norm=None, add_input=False, use_bias=True, **shared)
@@ -148,7 +148,7 @@ def test_an_mlp_without_norm_and_add_computes_what_it_does_on_one_device():
 
 
 class PostNormed(nnx.Module):
-  """A decoder layer with norms behind, and one in front of the MLP or none."""
+  """A decoder layer with post norms, and a norm before the MLP or none."""
 
   def __init__(self, recipe, norm):
     shared = dict(post_norm="layer", use_norm_bias=True, use_bias=True)
@@ -173,9 +173,7 @@ class PostNormed(nnx.Module):
     ],
   ),
 )
-def test_norms_behind_compute_what_they_do_on_one_device(
-  recipe, sizes, norm, kind
-):
+def test_post_norms_on_a_mesh_match_one_device(recipe, sizes, norm, kind):
   check(lambda r: PostNormed(r, norm), recipe, sizes, kind)
 
 
@@ -202,7 +200,7 @@ def test_gradients_can_be_summed_in_bfloat16():
     ],
   ),
 )
-def test_drop_in_layers_compute_what_they_do_on_one_device(kind, splits):
+def test_drop_in_layers_on_a_mesh_match_one_device(kind, splits):
   class Stack(nnx.Module):
     def __init__(self, recipe):
       shared = dict(recipe=recipe, dtype=jnp.float32, rngs=nnx.Rngs(0))
@@ -360,7 +358,7 @@ def test_inside_a_callers_own_shard_map_blocks_run_as_they_are():
     np.testing.assert_array_equal(jax.jit(inside)(params, x), wanted)
 
 
-def test_what_a_mesh_cannot_take_is_said():
+def test_unsupported_meshes_are_refused():
   recipe = on_mesh(recipes.coat())
   f, params = build(lambda r: Layer(r, nnx.Rngs(0)), recipe)
   x = arrays()[0]

@@ -28,7 +28,6 @@ from coat_jax.layers import (
   Linear,
   NormLinear,
   RMSNorm,
-  attention_output,
   dot_product_attention,
   gelu,
   rope,
@@ -38,6 +37,7 @@ from coat_jax.layers import (
 )
 from coat_jax.ops.types import Unsupported
 from tests.comparing import assert_close, jit
+from tests.layers.attention_output import attention_output
 from tests.layers.mesh.placing import (
   assert_sharded_like,
   bytes_of_device,
@@ -226,7 +226,7 @@ def on_one_device(layer, recipe):
 
 
 @pytest.mark.parametrize("layer, mesh, kind, recipe", cases())
-def test_a_layer_computes_what_it_does_on_one_device(layer, mesh, kind, recipe):
+def test_layer_on_a_mesh_matches_one_device(layer, mesh, kind, recipe):
   case, how = LAYERS[layer], MESHES[mesh]
   f, weights = build(case, RECIPES[recipe])
   inputs = normal(case.inputs)
@@ -279,7 +279,7 @@ def traced(case, how, kind=AxisType.Explicit, recipe=RECIPES["coat"]):
 
 
 @pytest.mark.parametrize("mesh", quick(1, ["fsdp", "data", "data x fsdp"]))
-def test_kernels_run_where_types_are_those_of_data_and_fsdp(mesh):
+def test_kernels_run_on_explicit_axes_of_data_and_fsdp(mesh):
   how = MESHES[mesh]
   program = traced(LAYERS["GatedMLP"], how)
   assert "pallas_call" in program

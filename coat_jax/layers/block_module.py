@@ -1,0 +1,288 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options of the constructors of blocks, and the parts made from them."""
+
+import dataclasses
+from collections.abc import Collection, Mapping
+from typing import Any, TypedDict, Unpack
+
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jax.typing import DTypeLike
+
+from coat_jax import ops
+from coat_jax.layers.block import BlockWeights
+from coat_jax.layers.linear import Linear, default_kernel_init, norm_linear
+from coat_jax.layers.module import RecipeModule, Sharding, reshard
+from coat_jax.layers.norm import Norm, make_norm, norm_options
+from coat_jax.layers.parameters import NO_METADATA, Metadata, stack_options
+from coat_jax.layers.product import LinearWeights
+from coat_jax.numerics.recipes import CoatRecipe
+
+
+class NormLinearOptions(TypedDict, total=False):
+  """Options of `NormLinear` and, with `BlockOptions`, of blocks.
+
+  An initializer is called with a key, a shape and a dtype; metadata is passed
+  to `nnx.Param`. Biases start as zeros and scales as ones (zeros with
+  `scale_plus_one`), without a key, unless their initializer is given.
+
+  Attributes:
+    recipe: what is computed and saved in FP8; `recipes.coat()` by default.
+    norm: norm of the input, "rms" (the default) or "layer"; None for none.
+    epsilon: added by norms to the mean square or the variance, 1e-6 by default.
+    use_scale: whether norms have a scale [D], True by default.
+    scale_plus_one: whether norms, including those of q and k, multiply by 1 +
+      scale, as in Gemma; False by default.
+    use_norm_bias: whether norms have a bias [D], False by default.
+    dtype: dtype of input, output and everything that is not FP8, bfloat16 by
+      default; None promotes the input and the parameters.
+    param_dtype: dtype of the parameters and their gradients, float32 by
+      default.
+    kernel_init: initializer of the kernel, called with the matrix shape [D, F]
+      of all its columns; by default `nnx.Linear`'s.
+    kernel_metadata: metadata of the kernel, such as `out_sharding`.
+    bias_init, bias_metadata: initializer and metadata of the product's bias.
+    scale_init, scale_metadata: initializer and metadata of the norm's scale.
+    norm_bias_init, norm_bias_metadata: initializer and metadata of the norm's
+      bias.
+  """
+
+  recipe: CoatRecipe | None
+  norm: ops.NormKind | None
+  epsilon: float
+  use_scale: bool
+  scale_plus_one: bool
+  use_norm_bias: bool
+  dtype: DTypeLike | None
+  param_dtype: DTypeLike
+  kernel_init: nnx.Initializer | None
+  kernel_metadata: Metadata
+  bias_init: nnx.Initializer | None
+  bias_metadata: Metadata
+  scale_init: nnx.Initializer | None
+  scale_metadata: Metadata
+  norm_bias_init: nnx.Initializer | None
+  norm_bias_metadata: Metadata
+
+
+class BlockOptions(NormLinearOptions, total=False):
+  """Options of `GatedMLP`, `MLP` and `Attention`.
+
+  The options of `NormLinearOptions` apply to the norms and the first product.
+
+  Attributes:
+    post_norm: norm of the second product, before the input is added, "rms" or
+      "layer"; None, the default, for none. OLMo 2 uses only this norm, Gemma 2
+      and 3 use both.
+    use_bias: whether both products have biases, False by default.
+    add_input: whether the block adds its input, the residual stream; True by
+      default.
+    out_kernel_init, out_kernel_metadata: initializer and metadata of the second
+      product's kernel; by default the first product's.
+    out_bias_init, out_bias_metadata: initializer and metadata of the second
+      product's bias; by default the first product's.
+  """
+
+  post_norm: ops.NormKind | None
+  use_bias: bool
+  add_input: bool
+  out_kernel_init: nnx.Initializer | None
+  out_kernel_metadata: Metadata
+  out_bias_init: nnx.Initializer | None
+  out_bias_metadata: Metadata
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Parts:
+  """Makes the norms and linear layers of a block from its `BlockOptions`."""
+
+  rngs: Any
+  recipe: Any = None
+  norm: Any = "rms"
+  post_norm: Any = None
+  epsilon: Any = 1e-6
+  use_scale: bool = True
+  scale_plus_one: bool = False
+  use_norm_bias: bool = False
+  use_bias: bool = False
+  add_input: bool = True
+  dtype: Any = jnp.bfloat16
+  param_dtype: Any = jnp.float32
+  kernel_init: Any = None
+  kernel_metadata: Any = NO_METADATA
+  bias_init: Any = None
+  bias_metadata: Any = NO_METADATA
+  scale_init: Any = None
+  scale_metadata: Any = NO_METADATA
+  norm_bias_init: Any = None
+  norm_bias_metadata: Any = NO_METADATA
+  out_kernel_init: Any = None
+  out_kernel_metadata: Any = NO_METADATA
+  out_bias_init: Any = None
+  out_bias_metadata: Any = NO_METADATA
+
+  @classmethod
+  def of(
+    cls,
+    op: str,
+    options: Mapping[str, Any],
+    rngs: Any,
+    known: Collection[str] = BlockOptions.__annotations__,
+  ) -> "Parts":
+    """Reads the options of the module `op`, and refuses all but `known`."""
+    for name in options:
+      if name not in known:
+        raise TypeError(
+          f"{op}.__init__() got an unexpected keyword argument {name!r}"
+        )
+    return cls(rngs=rngs, **options)
+
+  @property
+  def shared(self) -> dict[str, Any]:
+    """The options that the constructors of all modules take."""
+    names = ("recipe", "dtype", "param_dtype", "rngs")
+    return {name: getattr(self, name) for name in names}
+
+  def make_norm(self, kind: Any, num_features: int) -> Norm | None:
+    """Makes the norm of this kind; None for None."""
+    return make_norm(
+      kind,
+      num_features,
+      epsilon=self.epsilon,
+      use_scale=self.use_scale,
+      scale_plus_one=self.scale_plus_one,
+      use_bias=self.use_norm_bias,
+      scale_init=self.scale_init,
+      scale_metadata=self.scale_metadata,
+      bias_init=self.norm_bias_init,
+      bias_metadata=self.norm_bias_metadata,
+      **self.shared,
+    )
+
+  def make_front(self, in_features: int, out_features: Any) -> Linear:
+    """Makes the first product; `out_features` may be (several, F)."""
+    options: dict[str, Any] = dict(
+      kernel_init=self.kernel_init or default_kernel_init,
+      kernel_metadata=self.kernel_metadata,
+      bias_init=self.bias_init,
+      bias_metadata=self.bias_metadata,
+    )
+    if isinstance(out_features, tuple):
+      options = stack_options(options)
+    return Linear(
+      in_features,
+      out_features,
+      use_bias=self.use_bias,
+      split="columns",
+      **options,
+      **self.shared,
+    )
+
+  def make_back(
+    self, in_features: int, out_features: int, use_bias: bool | None = None
+  ) -> Linear:
+    """Makes the second product; `use_bias` None is the option's."""
+    kernel_init = self.out_kernel_init or self.kernel_init
+    return Linear(
+      in_features,
+      out_features,
+      use_bias=self.use_bias if use_bias is None else use_bias,
+      split="inputs",
+      kernel_init=kernel_init or default_kernel_init,
+      kernel_metadata=self.out_kernel_metadata or self.kernel_metadata,
+      bias_init=self.out_bias_init or self.bias_init,
+      bias_metadata=self.out_bias_metadata or self.bias_metadata,
+      **self.shared,
+    )
+
+
+class NormLinear(RecipeModule):
+  """A norm fused with the linear layer that reads it.
+
+  Example usage::
+
+    >>> from coat_jax import recipes
+    >>> from coat_jax.layers import NormLinear
+    >>> from flax import nnx
+    >>> import jax.numpy as jnp
+
+    >>> layer = NormLinear(64, 192, recipe=recipes.coat(), rngs=nnx.Rngs(0))
+    >>> layer(jnp.ones((2, 16, 64), jnp.bfloat16)).shape
+    (2, 16, 192)
+
+  Attributes:
+    norm: RMSNorm or LayerNorm (its parameters); None without a norm.
+    linear: Linear (its parameters).
+  """
+
+  def __init__(
+    self,
+    in_features: int,
+    out_features: int,
+    *,
+    use_bias: bool = True,
+    rngs: nnx.Rngs,
+    **options: Unpack[NormLinearOptions],
+  ):
+    """Initializes the parameters.
+
+    Args:
+      in_features: D, width of the input.
+      out_features: F, width of the output.
+      use_bias: whether the product has a bias [F].
+      rngs: its stream `params` initializes the parameters.
+      **options: see `NormLinearOptions`.
+
+    Raises:
+      TypeError: an argument has the wrong type or is unknown.
+      ValueError: a number is outside its range, or `norm` is unknown.
+    """
+    known = NormLinearOptions.__annotations__
+    parts = Parts.of("NormLinear", options, rngs, known)
+    parts = dataclasses.replace(parts, use_bias=use_bias)
+    super().__init__(
+      **parts.shared,
+      in_features=in_features,
+      out_features=out_features,
+    )
+    self.norm = parts.make_norm(parts.norm, in_features)
+    self.linear = parts.make_front(in_features, out_features)
+
+  def __call__(self, x: Array, out_sharding: Sharding = None) -> Array:
+    """Normalizes and multiplies the last axis.
+
+    Args:
+      x: [..., in_features], cast to `dtype`.
+      out_sharding: how the output is sharded; None leaves it to JAX.
+
+    Returns:
+      [..., out_features] in `dtype`.
+    """
+    y = norm_linear(
+      self.cast(x, self.linear.kernel),
+      LinearWeights.of(self.linear, self.norm),
+      **norm_options(self.norm),
+      recipe=self.active_recipe,
+    )
+    return reshard(y, out_sharding)
+
+
+def block_arguments(
+  module: Any, norm: Norm | None, front: Linear, back: Linear, own: Any = None
+) -> dict[str, Any]:
+  """Returns the arguments of `block` that a module and its parts determine.
+
+  `own` are the weights of the middle. Both norms have the same epsilon.
+  """
+  post_norm = module.post_norm
+  options = norm_options(norm) | dict(post_norm=None)
+  if post_norm is not None:
+    options |= dict(eps=post_norm.epsilon, post_norm=post_norm.kind)
+  return options | dict(
+    weights=BlockWeights(
+      LinearWeights.of(front, norm), LinearWeights.of(back, post_norm), own
+    ),
+    add_input=module.add_input,
+    recipe=module.active_recipe,
+  )

@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention that saves q, k, v, its output and the log-sum-exp.
+
+They are saved in BF16 or, in blocks with recipe.attention="fp8", in 1 x G FP8.
+The forward then attends to the dequantized q, k, v and projects the dequantized
+output. (The softmax's backward computes its row sums from that output: their
+error is that of rounding the output.)
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+from jax import Array, P
+from jax.typing import DTypeLike
+
+from coat_jax import ops
+from coat_jax.layers.middle import Middle, MiddleGradient, MiddleOutput
+from coat_jax.layers.module import check_float, check_recipe
+from coat_jax.layers.operands import in_groups, quantized, scale_of
+from coat_jax.layers.residuals import save_residual
+from coat_jax.layers.rope import positions_spec
+from coat_jax.layers.rule import rule
+from coat_jax.mesh import own_heads
+from coat_jax.numerics import recipes
+from coat_jax.numerics.qtensor import QTensor
+from coat_jax.numerics.recipes import CoatRecipe, MeshAxes
+from coat_jax.ops import AttentionKind, AttentionResiduals
+
+# One kind of layers, or a tuple for a stack with several.
+type Kinds = AttentionKind | tuple[AttentionKind, ...]
+
+
+class AttentionInputs(NamedTuple):
+  """Inputs of attention that have no gradient.
+
+  Attributes:
+    positions: int32 [T], or [B, T] if sequences have their own.
+    segments: int32 [B, T]: a query sees keys of its own segment; None for one
+      segment.
+    kind: int32 scalar, the layer's kind; None if there is only one.
+  """
+
+  positions: Array | None
+  segments: Array | None = None
+  kind: Array | None = None
+
+
+def inputs_specs(axes: MeshAxes, inputs: AttentionInputs) -> Any:
+  """Returns how inputs are sharded: like whole sequences."""
+  positions: Any = P()
+  if inputs.positions is not None:
+    positions = positions_spec(axes, inputs.positions)
+  segments: Any = P(axes.batch)
+  kind: Any = P()
+  return AttentionInputs(positions, segments, kind)
+
+
+def _of_kind(run: Callable, kinds: Kinds, inputs: AttentionInputs) -> Callable:
+  """Returns `run` for one kind, or a switch with one static kind per branch."""
+  if isinstance(kinds, AttentionKind):
+    return functools.partial(run, kind=kinds)
+  branches = [functools.partial(run, kind=each) for each in kinds]
+  return functools.partial(jax.lax.switch, inputs.kind, branches)
+
+
+def _attend(q, k, v, inputs, kinds, recipe):
+  run = functools.partial(
+    ops.attention_fwd, implementation=recipe.implementation
+  )
+  return _of_kind(run, kinds, inputs)(q, k, v, inputs.segments)
+
+
+def _attend_backward(g, heads, kept, inputs, kinds, recipe):
+  run = functools.partial(
+    ops.attention_bwd, implementation=recipe.implementation
+  )
+  return _of_kind(run, kinds, inputs)(g, *heads, kept, inputs.segments)
+
+
+def _fwd(q, k, v, inputs, kinds, recipe):
+  heads = save_residual("attention", (q, k, v))
+  kept = _attend(*heads, inputs, kinds, recipe)
+  kept = save_residual("attention", kept)
+  # Exactly the array that is saved, so that memory holds it once.
+  return kept.out, (heads, kept)
+
+
+def _bwd(kinds, recipe, inputs, saved, g):
+  (inputs,), (heads, kept) = inputs, saved
+  return *_attend_backward(g, heads, kept, inputs, kinds, recipe), None
+
+
+def _specs(q, k, v, inputs, kinds, recipe):
+  del q, k, v, kinds
+  heads = own_heads(recipe.axes)
+  return (heads, heads, heads, inputs_specs(recipe.axes, inputs)), heads
+
+
+_attention = rule(_fwd, _bwd, _specs, reads=(3,))
+
+
+def dot_product_attention(
+  q: Array,
+  k: Array,
+  v: Array,
+  *,
+  causal: bool = True,
+  window: int | None = None,
+  soft_cap: float | None = None,
+  scale: float | None = None,
+  segments: Array | None = None,
+  recipe: CoatRecipe | None = None,
+) -> Array:
+  """softmax(q k^T / sqrt(H)) v, saving q, k, v, output and log-sum-exp.
+
+  Example usage, with packed documents of three and five tokens, where a query
+  sees three keys::
+
+    >>> from coat_jax.layers import dot_product_attention
+    >>> import jax.numpy as jnp
+
+    >>> q, kv = jnp.ones((1, 8, 4, 16)), jnp.ones((1, 8, 2, 16))
+    >>> documents = jnp.array([[0, 0, 0, 1, 1, 1, 1, 1]])
+    >>> dot_product_attention(
+    ...   q, kv, kv, window=3, soft_cap=50.0, segments=documents
+    ... ).shape
+    (1, 8, 4, 16)
+
+  Args:
+    q: [B, T, N, H].
+    k, v: [B, S, K, H], N a multiple of K.
+    causal: query t sees keys up to t + S - T.
+    window: a query sees only the last `window` of these, including its own,
+      like `sliding_window` in Hugging Face Transformers; None for all.
+    soft_cap: scores become soft_cap * tanh(scores / soft_cap); None leaves them
+      unchanged.
+    scale: factor of q k^T; None for 1 / sqrt(H).
+    segments: int32 [B, T], which requires S = T; ids such as those of packed
+      documents or padding: a query sees keys of its own segment; None for one
+      segment.
+    recipe: provides the implementation and the mesh axes; None for one device.
+
+  Returns:
+    [B, T, N, H] in q's dtype.
+
+  Raises:
+    TypeError: an argument has the wrong type.
+    ValueError: shapes are inconsistent; a window is below 1 or attention with a
+      window is not causal; a cap or a scale is not above 0.
+  """
+  op = "dot_product_attention"
+  recipe = recipes.bf16() if recipe is None else recipe
+  check_recipe(op, recipe)
+  for name, x in dict(q=q, k=k, v=v).items():
+    check_float(op, name, x, ndim=4)
+  kind = AttentionKind(causal, window, soft_cap, scale)
+  inputs = AttentionInputs(None, segments)
+  return _attention((q, k, v, inputs), kind, recipe)
+
+
+class HeadsSaved(NamedTuple):
+  """Arrays that attention saves for the backward of a block."""
+
+  q: Array | QTensor | None  # None if they are recomputed.
+  k: Array | QTensor | None
+  v: Array | QTensor
+  out: Array | QTensor
+  lse: Array
+  out_scale: Array | None  # See `scale_of`.
+  inputs: AttentionInputs
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadsAttention(Middle):
+  """Attention of heads (q, k, v); their gradients stay unquantized.
+
+  `inputs` are `AttentionInputs` without positions.
+  """
+
+  kind: Kinds
+
+  def plain(self, h, weights, inputs, recipe):
+    del weights
+    return _merge_heads(_attention((*h, inputs), self.kind, recipe))
+
+  def forward(self, h, weights, inputs, recipe):
+    del weights
+    keep, read = attention_storage(recipe, h[0].dtype)
+    q, k, v = save_residual("attention", tuple(map(keep, h)))
+    # The saved q may be FP8; codes wait for q itself.
+    out = self.attend(read(q), read(k), v, inputs, recipe, after=h[0])
+    return out._replace(saved=out.saved._replace(q=q, k=k))
+
+  def attend(self, q, k, v, inputs, recipe, *, after) -> MiddleOutput:
+    """Runs `forward` for a caller who saves what q and k are computed from.
+
+    Attention reads or quantizes q and k but does not save them; v is as
+    `attention_storage` saves it. For `after` see `MiddleOutput`.
+    """
+    keep, read = attention_storage(recipe, after.dtype)
+    inputs = save_residual("attention", inputs)
+    out, lse = _attend(q, k, read(v), inputs, self.kind, recipe)
+    out, lse = save_residual("attention", (keep(out), lse))
+    out_q = quantized(_merge_heads(read(out)), recipe)
+    saved = HeadsSaved(None, None, v, out, lse, scale_of(out_q), inputs)
+    return MiddleOutput(out_q, saved, after=after)
+
+  def restore(self, saved, dtype, recipe):
+    _, read = attention_storage(recipe, dtype)
+    q, k = (None if x is None else read(x) for x in (saved.q, saved.k))
+    v, out = read(saved.v), read(saved.out)
+    operand = quantized(
+      _merge_heads(out), recipe, scale=saved.out_scale, layout="columns"
+    )
+    return saved._replace(q=q, k=k, v=v, out=out), operand
+
+  def backward(self, saved, dout, weights, recipe, *, has_bias):
+    del weights, has_bias
+    n = saved.lse.shape[-1]
+    dout = dout.reshape(*saved.lse.shape, dout.shape[-1] // n)
+    heads = saved.q, saved.k, saved.v
+    kept = AttentionResiduals(saved.out, saved.lse)
+    return MiddleGradient(
+      _attend_backward(dout, heads, kept, saved.inputs, self.kind, recipe)
+    )
+
+
+def attention_storage(recipe: CoatRecipe, dtype: DTypeLike):
+  """Returns how q, k, v and the output are saved, and read back in `dtype`."""
+  if recipe.attention == "bf16":
+    return (lambda x: x), (lambda x: x)
+  keep = functools.partial(in_groups, recipe=recipe)
+  return keep, (lambda x: x.dequantize(dtype))
+
+
+def _merge_heads(x: Array) -> Array:
+  """Reshapes [B, T, N, H] to [B, T, N H]."""
+  b, t, n, h = x.shape
+  return x.reshape(b, t, n * h)
