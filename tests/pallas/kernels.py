@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What tests of kernels share: lowering, refusals, comparisons of codes."""
 
+import inspect
+
 import jax
 import numpy as np
 import pytest
@@ -21,6 +23,16 @@ def lowered_for_h200(fn, *args) -> str:
   with for_h200():
     traced = jax.jit(fn).trace(*args)
     return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def with_tile(monkeypatch, kernel, name: str, tile):
+  """Returns the kernel with `tile`, as if its module's `name` had picked it.
+
+  It is not jitted: a compilation with another tile could be cached.
+  """
+  inner = inspect.unwrap(kernel)
+  monkeypatch.setitem(inner.__globals__, name, lambda *_: tile)
+  return inner
 
 
 def refused(reason: str):
