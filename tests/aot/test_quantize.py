@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantization by Triton, compiled for an H200: no spills, no pass beside it.
+"""Compiles Triton's quantization for an H200: no spills, no other pass.
 
-That XLA fails where registers spill was seen with tiles of four times the size.
+With tiles of four times the size, this was seen to fail.
 """
 
 import functools
@@ -34,7 +34,7 @@ BF16, F32 = jnp.bfloat16, jnp.float32
   ],
   ids=["groups", "rows", "columns", "both"],
 )
-def test_is_one_pass_without_spills(fn, dtype, shape):
+def test_quantization_is_one_pass_without_spills(fn, dtype, shape):
   if fn.keywords.get("layout", "rows") != "rows":
     shape = (shape[0] // 16 * 16, shape[1])
   x = jax.ShapeDtypeStruct(shape, dtype)

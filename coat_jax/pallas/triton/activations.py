@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Activation functions on tiles in registers, each as x times a share.
+"""Activation functions on tiles in registers, and kernels that use them.
+
+Each function is x times a share:
 
 silu        x s,  s = sigmoid(x);  derivative s (1 + x (1 - s))
 gelu_tanh   x s,  s = sigmoid(2 u),  u = sqrt(2 / pi) (x + 0.044715 x^3);
@@ -9,11 +11,15 @@ gelu_quick  x s,  s = sigmoid(1.702 x);  derivative s + 1.702 x s (1 - s)
 
 from typing import Literal
 
+import jax.numpy as jnp
 from jax import Array
 
-from coat_jax.pallas.triton import ptx
+from coat_jax.numerics.formats import E4M3
+from coat_jax.ops.types import Activation
+from coat_jax.pallas.triton import ptx, tiles
+from coat_jax.pallas.triton.matrix import Matrix
 
-Function = Literal["silu", "gelu_tanh", "gelu_quick"]
+Function = Activation | Literal["gelu_quick"]
 
 _SQRT_2_OVER_PI = 0.7978845608028654
 _CUBIC = 0.044715
@@ -53,3 +59,40 @@ def value_and_derivative(
     return x * s, s * (1 + x * (1 - s))
   s, derivative = gelu_share_and_derivative(x, function, interpret)
   return x * s, derivative
+
+
+# --- Kernels of one input, or of a gate and up -------------------------------
+
+
+def _product(parts: list[Array], function: Function, interpret: bool) -> Array:
+  """Returns f(x), or f(gate) up."""
+  x, *others = parts
+  y = x * share(x, function, interpret)
+  for other in others:
+    y = y * other
+  return y
+
+
+def input_kernel(whole: Matrix, x_ref, *refs, function: Function):
+  """Quantizes x [rows, columns], or gate and up [rows, 2, columns]."""
+  *refs, bits_ref = refs
+  halves = [x_ref]
+  if len(x_ref.shape) == 3:
+    halves = [x_ref.at[:, jnp.int32(i)] for i in range(2)]
+  parts = [whole.load(half) for half in halves]
+  parts = [
+    whole.store_groups(*refs[2 * i : 2 * i + 2], part)
+    for i, part in enumerate(parts)
+  ]
+  y = _product(parts, function, whole.interpret)
+  tiles.store_scalar(bits_ref, tiles.amax_bits(y))
+
+
+def fwd_kernel(whole: Matrix, *refs, function: Function):
+  """Reads codes and scales of x, or of gate and up, and writes an operand."""
+  *refs, scale_ref, rows_ref, columns_ref = refs
+  pairs = zip(refs[::2], refs[1::2], strict=True)
+  parts = [whole.load_groups(*pair) for pair in pairs]
+  y = _product(parts, function, whole.interpret)
+  codes = whole.quantize(y, scale_ref, E4M3)
+  whole.store_operand(rows_ref, columns_ref, codes)

@@ -8,16 +8,12 @@
 
 There are three kernels. The forward and the dq kernel take a tile of queries
 each and loop over its tiles of keys. The dk and dv kernel takes a tile of keys
-and loops over its tiles of queries, of all query heads that read the key head.
-No sum uses atomics, so the bits are the same every time. `scores.py` determines
-which tiles are visited.
+and loops over its tiles of queries, of all query heads that read the key head
+(if H is 256, dk and dv have a kernel each). No sum uses atomics, so the bits
+are the same every time. `scores.py` determines which tiles are visited.
 
-Scores that a cap bounds need no running maximum: their exp fits in f32.
-
-Inputs are BF16, sums are f32, and [T, T] is never stored. Matrix products take
-4 H operations per visited pair of query and key in the forward, and 14 H in the
-backward (two of its kernels compute s and dp; 16 H if H is 256, because dv then
-has a kernel of its own).
+Inputs are BF16, sums are f32, and [T, T] is never stored. Scores that a cap
+bounds need no running maximum: their exp fits in f32.
 """
 
 import dataclasses
@@ -232,7 +228,7 @@ def _backward_kv(inputs, segments, which: str, work: Work) -> list:
 def _forward_kernel(*refs, work: Work):
   q_ref, k_ref, v_ref, *segments, out_ref, lse_ref = refs
   kind, tile = work.kind, work.tile
-  visit = Visit.of_queries(kind, tile, k_ref.shape[1], segments)
+  visit = Visit.begin(kind, tile, True, k_ref.shape[1], segments)
   head, b = pl.program_id(1), pl.program_id(2)
   kv_head = head // (q_ref.shape[2] // k_ref.shape[2])
   own = pl.ds(visit.own * tile.queries, tile.queries)
@@ -267,11 +263,10 @@ def _forward_kernel(*refs, work: Work):
 
 
 def _dq_kernel(*refs, work: Work):
-  *inputs, segments_ref, first_ref, behind_ref, dq_ref = refs
-  q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref = inputs
+  *inputs, dq_ref = refs
+  q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref, *segments = inputs
   kind, tile = work.kind, work.tile
-  segments = segments_ref, first_ref, behind_ref
-  visit = Visit.of_queries(kind, tile, k_ref.shape[1], segments)
+  visit = Visit.begin(kind, tile, True, k_ref.shape[1], segments)
   head, b = pl.program_id(1), pl.program_id(2)
   kv_head = head // (q_ref.shape[2] // k_ref.shape[2])
   own = pl.ds(visit.own * tile.queries, tile.queries)
@@ -296,11 +291,10 @@ def _dq_kernel(*refs, work: Work):
 
 
 def _dkv_kernel(*refs, work: Work):
-  *inputs, segments_ref, first_ref, behind_ref, dk_ref, dv_ref = refs
-  q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref = inputs
+  *inputs, dk_ref, dv_ref = refs
+  q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref, *segments = inputs
   kind, tile = work.kind, work.tile
-  segments = segments_ref, first_ref, behind_ref
-  visit = Visit.of_keys(kind, tile, q_ref.shape[1], segments)
+  visit = Visit.begin(kind, tile, False, q_ref.shape[1], segments)
   kv_head, b = pl.program_id(1), pl.program_id(2)
   heads = q_ref.shape[2] // k_ref.shape[2]
   own = pl.ds(visit.own * tile.keys, tile.keys)

@@ -5,23 +5,17 @@
   grouped_dgrad   dx = g w^T    [M, F] x [E, D, F] -> [M, D]
   grouped_wgrad   dw = x^T g    [M, D] x [M, F] -> [E, D, F] or [D, E, F]
 
-For `grouped_fwd` and `grouped_dgrad`, rows are cut into tiles that do not cross
-groups. Only the device knows how many tiles a group needs, and all groups
-together need at most M / rows + E. We start that many programs; those that are
-left over find no rows.
+For the first two, rows are cut into tiles that do not cross groups. Only the
+device knows how many tiles a group needs, and all groups together need at most
+M / rows + E. We start that many programs; those left over find no rows.
 
       rows of x   | group 0      | 1 | group 2           |
       tiles       | 0    | 1     | 2 | 3     | 4    | 5  | (6: none)
 
 For `grouped_wgrad` a program computes a tile of one group's weight and loops
-over the group's rows.
-
-Inputs are BF16 or f32, sums are f32. XLA has no GPU kernel for these products:
-it multiplies every row with every group's weight, which takes E times the
-operations, and also writes zeros for every row and group.
-
-The kernels are not measured yet. They take as many operations as a product
-[M, D] x [D, F].
+over the group's rows. Inputs are BF16 or f32, sums are f32. XLA multiplies
+every row with every group's weight, which takes E times the operations. These
+kernels are not measured yet.
 """
 
 import dataclasses

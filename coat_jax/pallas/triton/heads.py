@@ -5,18 +5,15 @@ These are `ops.split_heads` and `join_heads` without RoPE, as in vision towers,
 whose sequences and heads (729 tokens, heads of 72) are not powers of two. For
 some rows, a program handles a tile of k's columns, the same tile of v's
 columns, and R = N / K such tiles of q's. It computes where each column is in
-the joined matrix.
+the joined matrix, which is ordered by key head:
 
-      q            k    v              joined, by key head
+      q            k    v              joined
       +---------+  +--+ +--+           +--+--+-+-+--+--+-+-+
       | R tiles |  |  | |  |   <->     |q |q |k|v|q |q |k|v|  rows
       +---------+  +--+ +--+           +--+--+-+-+--+--+-+-+
 
 Head sizes are multiples of 8, so 8 adjacent columns, 16 bytes of BF16, stay
-adjacent on both sides. `join_heads_operand` first runs a pass that finds the
-scale. It can also sum the gradients over tokens, which is a bias's gradient:
-each tile writes the sum of its rows, and XLA adds those up, always in the same
-order.
+adjacent on both sides.
 """
 
 import dataclasses
@@ -41,22 +38,13 @@ _AMAX_VALUES = 4096
 
 @dataclasses.dataclass(frozen=True)
 class Heads:
-  """The sizes of heads, and how programs share them.
+  """The sizes of heads, and how programs share them."""
 
-  Attributes:
-    m: number of tokens.
-    queries: R, the number of query heads per key head.
-    kv_heads: K, the number of key heads.
-    size: H, the size of a head.
-    tile: the tile of k's columns.
-    interpret: whether JAX interprets the kernel.
-  """
-
-  m: int
-  queries: int
-  kv_heads: int
-  size: int
-  tile: Tile
+  m: int  # The number of tokens.
+  queries: int  # R, the number of query heads per key head.
+  kv_heads: int  # K, the number of key heads.
+  size: int  # H, the size of a head.
+  tile: Tile  # The tile of k's columns.
   interpret: bool
 
   @classmethod

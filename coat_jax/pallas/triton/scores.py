@@ -99,30 +99,60 @@ class Visit:
   behind: Array | int
 
   @classmethod
-  def of_queries(cls, kind: AttentionKind, tile: Tile, length: int, segments):
-    """Visits the keys of this program's queries.
+  def begin(
+    cls,
+    kind: AttentionKind,
+    tile: Tile,
+    is_of_queries: bool,
+    length: int,
+    segments,
+  ) -> "Visit":
+    """Finds the tiles that this program visits.
 
-    If causal, the longest rows start first. `length` is that of the sequence,
-    `segments` the refs of `segment_bounds`.
+    `length` is that of the sequence, `segments` the refs of `segment_bounds`.
     """
     own = pl.program_id(0)
-    if kind.causal:
-      own = pl.num_programs(0) - 1 - own
-    ahead = 0 if kind.causal else None
-    back = None if kind.window is None else kind.window - 1
-    fixed = kind, tile, True, segments[0], pl.program_id(2), own
-    sizes = tile.queries, tile.keys
-    return _visit(fixed, sizes, length, (back, ahead), segments)
-
-  @classmethod
-  def of_keys(cls, kind: AttentionKind, tile: Tile, length: int, segments):
-    """Visits the queries of this program's keys."""
-    own = pl.program_id(0)
-    back = 0 if kind.causal else None
-    ahead = None if kind.window is None else kind.window - 1
-    fixed = kind, tile, False, segments[0], pl.program_id(2), own
-    sizes = tile.keys, tile.queries
-    return _visit(fixed, sizes, length, (back, ahead), segments)
+    # Place i of the own sequence sees i - back to i + ahead; None for no limit.
+    reach = None if kind.window is None else kind.window - 1
+    back, ahead = reach, 0 if kind.causal else None
+    size, step = tile.queries, tile.keys
+    if not is_of_queries:
+      back, ahead, size, step = ahead, back, step, size
+    elif kind.causal:
+      own = pl.num_programs(0) - 1 - own  # The longest rows start first.
+    start, last = own * size, own * size + size - 1
+    first = whole = 0
+    edge = behind = length // step
+    if back is not None:
+      first = jnp.maximum(start - back, 0) // step
+      whole = pl.cdiv(jnp.maximum(last - back, 0), step)
+    if ahead is not None:
+      edge = (start + ahead + 1) // step
+      behind = jnp.minimum((last + ahead) // step + 1, length // step)
+    segments_ref, first_ref, behind_ref = segments
+    b = pl.program_id(2)
+    if segments_ref is not None:
+      first = jnp.maximum(first, first_ref[b, own])
+      behind = jnp.minimum(behind, behind_ref[b, own])
+      whole = edge = behind
+    else:
+      # A bound that stays an int marks a side that has no edge.
+      if back is not None:
+        whole = jnp.minimum(whole, behind)
+      if ahead is not None:
+        edge = jnp.clip(edge, whole, behind)
+    return cls(
+      kind=kind,
+      tile=tile,
+      is_of_queries=is_of_queries,
+      segments_ref=segments_ref,
+      b=b,
+      own=own,
+      first=first,
+      whole=whole,
+      edge=edge,
+      behind=behind,
+    )
 
   def run(self, step, carry):
     """Runs `step(tile, carry, is_masked)` for each tile, in order."""
@@ -165,32 +195,6 @@ class Visit:
       )
       seen = same if seen is None else same & seen
     return seen
-
-
-def _visit(fixed, sizes, length, reach, segments) -> Visit:
-  """Adds the bounds; place i sees i - back to i + ahead, None for no limit."""
-  *_, b, own = fixed
-  (size, step), (back, ahead) = sizes, reach
-  start, last = own * size, own * size + size - 1
-  first = whole = 0
-  edge = behind = length // step
-  if back is not None:
-    first = jnp.maximum(start - back, 0) // step
-    whole = pl.cdiv(jnp.maximum(last - back, 0), step)
-  if ahead is not None:
-    edge = (start + ahead + 1) // step
-    behind = jnp.minimum((last + ahead) // step + 1, length // step)
-  segments_ref, first_ref, behind_ref = segments
-  if segments_ref is not None:
-    first = jnp.maximum(first, first_ref[b, own])
-    behind = jnp.minimum(behind, behind_ref[b, own])
-    return Visit(*fixed, first, behind, behind, behind)
-  # A bound that stays an int marks a side that has no edge.
-  if back is not None:
-    whole = jnp.minimum(whole, behind)
-  if ahead is not None:
-    edge = jnp.clip(edge, whole, behind)
-  return Visit(*fixed, first, whole, edge, behind)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,6 +11,7 @@ from coat_jax.numerics.qtensor import QTensor
 from coat_jax.numerics.scaling import (
   Blocks,
   BlockScales,
+  Groups,
   Layout,
   PerTensor,
   Scales,
@@ -83,13 +84,6 @@ def why_not_format(dtype: DTypeLike, *known: DTypeLike) -> str | None:
   return f"the Triton kernel has {names}, got {jnp.dtype(dtype).name}"
 
 
-def why_not_scale(scale: Scales | None) -> str | None:
-  """Checks the scale of an operand that a kernel writes: it must be known."""
-  if scale is None or isinstance(scale, BlockScales):
-    return "kernels write operands with one scale that is known, got none"
-  return None
-
-
 def why_not_scaling(scaling: Scaling, *known: DTypeLike) -> str | None:
   """Checks the scaling of an operand that a kernel writes."""
   if type(scaling) is not PerTensor:
@@ -100,16 +94,6 @@ def why_not_scaling(scaling: Scaling, *known: DTypeLike) -> str | None:
   return why_not_format(scaling.dtype, *known)
 
 
-def why_not_output(scaling: Scaling, *known: DTypeLike) -> str | None:
-  """Checks the scaling of an operand whose scale a kernel may have to find.
-
-  Unlike `why_not_scaling` it allows blocks, which find their own scales.
-  """
-  if type(scaling) is Blocks:
-    return None
-  return why_not_scaling(scaling, *known)
-
-
 def why_not_columns(shape: tuple[int, ...], layout: Layout) -> str | None:
   """Checks the number of rows of an operand whose columns a kernel writes."""
   rows = math.prod(shape[:-1])
@@ -118,3 +102,31 @@ def why_not_columns(shape: tuple[int, ...], layout: Layout) -> str | None:
       f"the Triton kernel writes columns of a multiple of 16 rows, got {rows}"
     )
   return None
+
+
+def why_not_read(
+  x, shape: tuple[int, ...], groups: Groups, output: Scaling
+) -> str | None:
+  """Checks x, which a kernel quantizes in groups as arrays of this shape.
+
+  The kernel also finds the scale of an output.
+  """
+  if type(output) is not Blocks:  # Blocks find their own scales.
+    reason = why_not_scaling(output, E4M3)
+    if reason is not None:
+      return reason
+  return (
+    why_not_format(groups.dtype, E4M3)
+    or why_not_dtype(x.dtype)
+    or why_not_groups(shape, groups.size)
+  )
+
+
+def why_not_written(
+  shape: tuple[int, ...], output: Scaling, scale: Scales | None, layout: Layout
+) -> str | None:
+  """Checks an operand of this shape that a kernel writes in E4M3."""
+  reason = why_not_scaling(output, E4M3) or why_not_columns(shape, layout)
+  if reason is None and (scale is None or isinstance(scale, BlockScales)):
+    return "kernels write operands with one scale that is known, got none"
+  return reason

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton's attention against a softmax that holds all scores at once."""
+"""Compares Triton's attention with a softmax of all scores at once."""
 
 import functools
 
@@ -33,7 +33,7 @@ def arrays(heads, kv_heads, t=T, size=H):
 
 
 def segments_of(order, t=T):
-  """Documents that are packed, or ids in any order."""
+  """Returns ids of packed documents, or ids in any order."""
   if order == "sorted":
     ends = np.array([[7, 40, 64], [31, 33, 95]]) * t // T
     return np.array([np.searchsorted(x, np.arange(t), "right") for x in ends])
@@ -52,7 +52,7 @@ def named(implementation):
 
 
 def oracle(q, k, v, dout, kind, mask):
-  """Gradients by autodiff of all scores, f32."""
+  """Computes gradients in f32 by autodiff through all scores."""
   scale = kind.scale or q.shape[-1] ** -0.5
   f = functools.partial(
     naive_attention, mask=mask, scale=scale, cap=kind.soft_cap
@@ -126,15 +126,15 @@ def test_tiles_that_are_visited_and_masked_are_those_of_the_mask(
   for tile in (WIDE, TALL):
     in_tiles = mask.reshape(T // tile.queries, tile.queries, -1, tile.keys)
     is_seen, is_whole = in_tiles.any((1, 3)), in_tiles.all((1, 3))
-    for visit_of, seen_tiles, whole_tiles in (
-      (Visit.of_queries, is_seen, is_whole),
-      (Visit.of_keys, is_seen.T, is_whole.T),
+    for is_of_queries, seen_tiles, whole_tiles in (
+      (True, is_seen, is_whole),
+      (False, is_seen.T, is_whole.T),
     ):
       programs, count = seen_tiles.shape
       monkeypatch.setattr(pl, "num_programs", lambda _, n=programs: n)
       for program in range(programs):
         monkeypatch.setattr(pl, "program_id", lambda _, i=program: jnp.int32(i))
-        visit = visit_of(kind, tile, T, (None, None, None))
+        visit = Visit.begin(kind, tile, is_of_queries, T, (None,) * 3)
         others = np.arange(count)
         visited = (others >= visit.first) & (others < visit.behind)
         unmasked = (others >= visit.whole) & (others < visit.edge)

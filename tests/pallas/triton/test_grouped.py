@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels of grouped products, where groups have several tiles of rows.
+"""Tests kernels of grouped products if groups have several tiles of rows.
 
-That they match their definitions at a model's shapes is in `tests/ops`.
+`tests/ops` compares them with their definitions at a model's shapes.
 """
 
 import functools

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton's norms against the definition's: `norm` and `norm_backward`.
+"""Compares Triton's norms with their definitions: `norm` and `norm_backward`.
 
-Codes and scales of the input are exact. Sums over a row or over rows are in
-another order than XLA's: statistics, the output's scale and gradients agree to
-f32's rounding of such sums, and of codes that follow from them a share.
+Codes and scales of the input must be equal. The kernels add up rows in another
+order than XLA. So statistics, the output's scale and gradients agree to f32's
+rounding of such sums, and most codes that follow from them are equal.
 """
 
 import functools
@@ -34,18 +34,18 @@ EPS = 1e-5
 
 
 def run(fn, *args, jit=jit, **options):
-  """A definition, compiled: its scale and add are arrays, not constants."""
+  """Compiles and runs `fn`; `scale` and `add` are arrays, not constants."""
   traced = {k: options.pop(k) for k in ("scale", "add") if k in options}
   return jit(functools.partial(fn, **options))(*args, **traced)
 
 
 def interpret(fn, *args, **options):
-  """A kernel in the interpreter."""
+  """Runs a kernel in the interpreter."""
   return run(fn, *args, interpret=True, **options)
 
 
 def vectors(kind, n, dtype=F32):
-  """gamma and beta, for a layer norm without gamma beta alone."""
+  """Makes gamma and beta; beta is None for "rms"."""
   rng = np.random.default_rng(n)
   gamma, beta = (jnp.asarray(v, dtype) for v in rng.normal(size=(2, n)))
   return gamma, beta if kind == "layer" else None

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton's quantization against the definition's, bit for bit.
+"""Compares Triton's quantization with its definition, bit for bit.
 
-Scales are a product and a rounding in integers and codes a quotient and a cast:
-the interpreter's arithmetic is the definition's. On a card both divide in the
-same way too, but XLA may choose another one: see the share of codes there.
+A scale is a product, rounded in integers, and a code a quotient and a cast: the
+interpreter does the same arithmetic as the definition. On a GPU both divide in
+the same way too, but XLA may choose another one, so there we require only that
+most codes are equal.
 """
 
 import functools
@@ -32,7 +33,7 @@ BF16, F32 = jnp.bfloat16, jnp.float32
 
 
 def awkward(n: int) -> np.ndarray:
-  """Degenerate groups and such that are not finite, a row each."""
+  """Makes rows of degenerate and of nonfinite groups, one group each."""
   return np.stack(
     list((cases.finite_groups(n) | cases.nonfinite_groups(n)).values())
   )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scales of tensors from maxima of tiles, against the definition's bits."""
+"""Compares tensors' scales from maxima of tiles with their definition."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +15,7 @@ LIMITS = np.finfo(np.float32)
 
 
 def scale_of(maxima, dtype) -> np.ndarray:
-  """By the kernel, interpreted."""
+  """Runs the kernel in the interpreter."""
   bits = jnp.asarray(np.asarray(maxima, np.float32).view(np.int32))
   return np.asarray(scales.bits_to_scale(bits, PerTensor(dtype), True))
 
