@@ -81,7 +81,7 @@ def compiler_params(warps: int, stages: int = 1) -> plt.CompilerParams:
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-  """A program's share of a matrix: powers of two of at least 16, and its warps.
+  """A program's share of a matrix; rows and columns are powers of two.
 
   If `down`, consecutive programs go down the rows, else across the columns.
   """
