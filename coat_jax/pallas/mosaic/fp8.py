@@ -99,10 +99,11 @@ class _Expanded(FittedCodec):
   def codes(self, x, fit, noise, signed, on):
     dtype, negative = self.codec.dtype, x if signed else None
     magnitude = jnp.abs(x) if signed else x
+    statistics = self._stored(fit)
     e = jnp.exp2(jnp.log2(magnitude) * spread(fit.power) + spread(fit.shift))
     if noise is not None and dtype == E4M3:
       codes = _looked_up_codes(magnitude, e, negative, fit, noise, on)
-      return self._stored(codes, fit)
+      return Encoded(codes, *statistics)
     y = e * qmax(dtype)
     if noise is not None:
       lower, upper = _neighbours(y, dtype)
@@ -112,7 +113,7 @@ class _Expanded(FittedCodec):
       t = magnitude * spread(fit.scale)
       up = t - below > uniform_times(noise, above - below)
       y = jnp.where(up, upper, lower)
-    return self._stored(on.to_fp8(with_sign(y, negative), dtype), fit)
+    return Encoded(on.to_fp8(with_sign(y, negative), dtype), *statistics)
 
   def fit(self, amax, amin, on):
     log2_amax = jnp.log2(amax)
@@ -135,10 +136,9 @@ class _Expanded(FittedCodec):
       _inverse(amax, on),
     )
 
-  def _stored(self, codes: Array, fit: _Fit) -> Encoded:
+  def _stored(self, fit: _Fit) -> tuple[Array, Array]:
     # Convert via int32: the integer from `on.round` must not be cut to a byte.
-    sixteenths = fit.range.astype(jnp.int32).astype(jnp.uint8)
-    return Encoded(codes, fit.amax, sixteenths)
+    return fit.amax, fit.range.astype(jnp.int32).astype(jnp.uint8)
 
   def _bound_and_root(self, encoded: Encoded, on):
     sixteenths = encoded.range.astype(jnp.int32).astype(jnp.float32)
@@ -157,8 +157,8 @@ class _Bounded(_Expanded):
     inverse = _inverse(exp2_upper(upper), on)
     return _Fit(upper, lower, power, power * -log2_bound, root, inverse)
 
-  def _stored(self, codes, fit):
-    return in_bytes(codes, fit.amax, fit.range)
+  def _stored(self, fit):
+    return in_bytes(fit.amax, fit.range)
 
   def _bound_and_root(self, encoded, on):
     del on

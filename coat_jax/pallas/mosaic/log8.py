@@ -7,6 +7,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
+from coat_jax.codecs.group import Encoded
 from coat_jax.codecs.log8 import LogUniform
 from coat_jax.pallas.mosaic.moment_codecs import (
   Decoded,
@@ -67,7 +68,7 @@ class _Log(FittedCodec):
     return _Fit(upper, lower, octaves, on.reciprocal(octaves), base)
 
   def codes(self, x, fit, noise, signed, on):
-    steps, base = self._steps, fit.base
+    steps, base, statistics = self._steps, fit.base, in_bytes(*fit[:2])
     magnitude = jnp.abs(x) if signed else x
     step, inverse = fit.octaves * (1 / steps), fit.inverse * steps
     if noise is None:
@@ -94,4 +95,4 @@ class _Log(FittedCodec):
       code = jnp.where(x < 0, -code, code).astype(jnp.int8)
     else:
       code = code.astype(jnp.uint8)
-    return in_bytes(code, fit.upper, fit.lower)
+    return Encoded(code, *statistics)

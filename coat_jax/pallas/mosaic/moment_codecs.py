@@ -235,9 +235,9 @@ def exponent_bounds(amax: Array, amin: Array) -> tuple[Array, Array]:
   return jnp.where(amax == amax, upper, NAN_EXPONENT), lower
 
 
-def in_bytes(codes: Array, upper: Array, lower: Array) -> Encoded:
+def in_bytes(upper: Array, lower: Array) -> tuple[Array, Array]:
   """Casts exponents to the bytes in which they are stored."""
-  return Encoded(codes, upper.astype(jnp.uint8), lower.astype(jnp.uint8))
+  return upper.astype(jnp.uint8), lower.astype(jnp.uint8)
 
 
 def from_bytes(encoded: Encoded) -> tuple[Array, Array]:
