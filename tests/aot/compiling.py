@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a program that was compiled for an H200 consists of.
+"""Examines programs that were compiled for an H200.
 
 Tests that compile are marked `aot` and run by `make test-aot`, which installs
 the compiler for CUDA; without it they are skipped.
@@ -59,7 +59,7 @@ class Instruction(NamedTuple):
 
 
 def instructions(compiled: jax.stages.Compiled) -> list[Instruction]:
-  """All instructions, those inside fusions too, in the order of the text."""
+  """Returns all instructions in textual order, including those in fusions."""
   found, computation = [], ""
   for line in compiled.as_text().splitlines():
     if start := _COMPUTATION.match(line):
@@ -70,7 +70,7 @@ def instructions(compiled: jax.stages.Compiled) -> list[Instruction]:
 
 
 def launches(compiled: jax.stages.Compiled) -> list[str]:
-  """What runs on the card one after the other, by opcode."""
+  """Returns the opcodes of what the GPU launches, in order."""
   free = ("parameter", "bitcast", "tuple", "get-tuple-element", "constant")
   main = compiled.as_text().split("ENTRY ")[1]
   return [
@@ -81,7 +81,7 @@ def launches(compiled: jax.stages.Compiled) -> list[str]:
 
 
 def custom_calls(compiled: jax.stages.Compiled) -> collections.Counter[str]:
-  """How many calls there are of each target, kernels of ours among them."""
+  """Counts the calls of each target, including our kernels."""
   return collections.Counter(
     match[1]
     for instruction in instructions(compiled)
@@ -90,7 +90,7 @@ def custom_calls(compiled: jax.stages.Compiled) -> collections.Counter[str]:
 
 
 def fp8_matmul_calls(compiled: jax.stages.Compiled) -> list[Instruction]:
-  """The FP8 matrix products that run on cuBLASLt."""
+  """Returns the FP8 matrix products that run on cuBLASLt."""
   return [
     instruction
     for instruction in instructions(compiled)
@@ -99,7 +99,7 @@ def fp8_matmul_calls(compiled: jax.stages.Compiled) -> list[Instruction]:
 
 
 def fp8_moves(compiled: jax.stages.Compiled) -> list[Instruction]:
-  """Transposes, copies, paddings of FP8 arrays, alone or as whole fusions.
+  """Returns transposes, copies and paddings of FP8 arrays, also as fusions.
 
   Each is a pass over memory that does nothing but change a layout; a fusion
   that computes its result and writes it transposed is none.

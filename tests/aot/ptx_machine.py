@@ -24,7 +24,7 @@ _THREADS = 128  # Of a block: a warpgroup.
 
 
 class Machine:
-  """Blocks of one warpgroup in lockstep.
+  """Runs blocks of one warpgroup in lockstep.
 
   Args:
     ptx: text of one kernel.
@@ -268,7 +268,7 @@ _FUNCTIONS: dict[str, Callable] = {
 
 
 def _apply(name: str, modifiers: list[str], args: list) -> np.ndarray:
-  """A function of numbers of one type."""
+  """Wraps a function of numbers of one type."""
   if name in ("min", "max"):
     carries = "NaN" in modifiers or args[0].dtype.kind not in "fV"
     with_nan, without = {
@@ -293,14 +293,14 @@ def _flushed(x: np.ndarray) -> np.ndarray:
 
 
 def _to_fp8(x: np.ndarray, dtype) -> np.ndarray:
-  """To nearest even, saturating; codes."""
+  """Rounds to nearest even, saturating; returns codes."""
   largest = float(ml_dtypes.finfo(dtype).max)
   clipped = np.clip(x, -largest, largest).astype(dtype).view(np.uint8)
   return np.where(np.isnan(x), np.uint8(0x7F), clipped)
 
 
 def _permuted(a, b, selector) -> np.ndarray:
-  """Each byte by 4 bits of the selector; the highest spreads its sign."""
+  """Selects each byte by 4 bits; the highest bit spreads the byte's sign."""
   both = a.astype(np.uint64) | b.astype(np.uint64) << np.uint64(32)
   out = np.zeros_like(a)
   for i in range(4):
@@ -313,7 +313,7 @@ def _permuted(a, b, selector) -> np.ndarray:
 
 
 def _statements(body: str) -> list[str]:
-  """Instructions as text, without scopes, labels and directives."""
+  """Returns instructions as text, without scopes, labels and directives."""
   lines = [_COMMENT.sub("", line).strip() for line in body.split("\n")]
   kept = [
     line
@@ -333,12 +333,12 @@ def _statements(body: str) -> list[str]:
 
 
 def _operands(text: str) -> list[str]:
-  """Takes them apart at commas that are not in braces."""
+  """Splits operands at commas that are not in braces."""
   found = re.findall(r"\{[^}]*\}|\[[^\]]*\]|[^,\s]+", text)
   return [x.strip() for x in found]
 
 
 def _vector(modifiers: list[str], operand: str) -> tuple[np.dtype, list[str]]:
-  """The type of what is loaded or stored, and the registers."""
+  """Returns the type that is loaded or stored, and the registers."""
   registers = _operands(operand[1:-1]) if operand.startswith("{") else [operand]
   return np.dtype(_TYPES[modifiers[-1]]), registers

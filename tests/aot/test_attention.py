@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the compiler for an H200 makes of attention and its gradients."""
+"""Compiles attention and its gradients for an H200."""
 
 import re
 

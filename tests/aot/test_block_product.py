@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mosaic's products in blocks, compiled for an H200: one kernel, no spills."""
+"""Compiles Mosaic's products in blocks for an H200: one kernel, no spills."""
 
 import functools
 import os
@@ -29,7 +29,7 @@ FORMS = {
 
 
 def compiled(name: str, form: str) -> jax.stages.Compiled:
-  """A product by a tile of `TILES`."""
+  """Computes a product with a tile of `TILES`."""
   of_rows, has_add, b_dtype = FORMS[form]
   spec, f32 = jax.ShapeDtypeStruct, jnp.float32
   b_scales = N if of_rows else N // 128

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the compiler for an H200 makes of products of FP8 matrices."""
+"""Compiles products of FP8 matrices for an H200."""
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ FP8 = jax.lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32
 
 
 def product(summed, precision=FP8):
-  """a times b, summed over these axes of them, with a scale: BF16."""
+  """Multiplies a by b and a scale, summed over these axes, in BF16."""
 
   def fn(a, b, scale):
     dimensions = tuple((axis,) for axis in summed), ((), ())
@@ -128,7 +128,7 @@ def test_a_mesh_has_a_program_for_each_of_its_devices():
   assert "all-gather" in hlo and peak_of_whole >= 5 * quarter
 
 
-def test_what_is_missing_is_said(monkeypatch):
+def test_missing_compiler_is_named(monkeypatch):
   monkeypatch.setattr(aot, "available", lambda: False)
   with pytest.raises(RuntimeError, match="make test-aot"):
     compile_for_h200(lambda x: x, jax.ShapeDtypeStruct((), jnp.float32))

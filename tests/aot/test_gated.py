@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton's gated functions and GELU, compiled for an H200: no spills.
+"""Compiles Triton's gated functions and GELU for an H200: no spills.
 
-That XLA fails where registers spill was seen with eight times the values a
-thread in the backward of SwiGLU.
+With eight times the values per thread, SwiGLU's backward was seen to fail.
 """
 
 import jax
@@ -29,9 +28,9 @@ def values(m, n, group_size=16) -> QTensor:
 
 
 def assert_kernels(fn, *specs, count):
-  """Compiles to this many kernels, and nothing moves codes beside them.
+  """Checks that `fn` compiles to this many kernels, and nothing moves codes.
 
-  The scale that follows from maxima is one of its own.
+  Computing the scale from the maxima counts as a kernel.
   """
   compiled = compile_for_h200(fn, *specs, options=NO_SPILLS)
   assert custom_calls(compiled).total() == count

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step of generation reads weights and caches where they are."""
+"""Checks that generating a token copies no weights and no caches."""
 
 import math
 import re
@@ -75,6 +75,6 @@ def test_no_weight_and_no_cache_is_copied_for_a_token():
 
 
 def elements(shape):
-  """Of the largest array of a result."""
+  """Returns the size of the largest array in a result."""
   sizes = re.findall(r"\[([\d,]+)\]", shape)
   return max((math.prod(map(int, x.split(","))) for x in sizes), default=1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton's grouped products, compiled for an H200: one kernel, no spills."""
+"""Compiles Triton's grouped products for an H200: one kernel, no spills."""
 
 import collections
 import dataclasses

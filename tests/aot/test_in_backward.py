@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The step in the backward pass, compiled for an H200."""
+"""Compiles the optimizer step in the backward pass for an H200."""
 
 import dataclasses
 import re

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the compiler for an H200 makes of decoder layers and their gradients."""
+"""Compiles decoder layers and their gradients for an H200."""
 
 import re
 
@@ -54,7 +54,7 @@ def compiled_layers(
   param_dtype=jnp.float32,
   remat: Remat = "none",
 ):
-  """Gradients for weights and input of one layer, or of a scan over `depth`."""
+  """Computes gradients of weights and input, of one layer or of a scan."""
 
   def build(rngs):
     return DecoderLayer(config, recipe, rngs=rngs)

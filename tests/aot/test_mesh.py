@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What training steps move between H200s, and which kernels they run.
+"""Checks what training steps move between H200s, and which kernels they run.
 
-A CPU cannot tell: there XLA moves BF16 as f32, FP8 as f16, and runs no kernel.
+A CPU would not show it: there XLA moves BF16 as f32 and FP8 as f16, and runs no
+kernel.
 """
 
 import dataclasses
@@ -30,7 +31,7 @@ D, F, SEQ = 1024, 2816, 512
 
 @functools.cache
 def compiled_step(mesh, batch, *, is_twin):
-  """A training step of two layers, in COAT or as its BF16 twin."""
+  """Compiles a training step of two layers, in COAT or in BF16."""
   config = llama2_7b()
   config = dataclasses.replace(
     config,
@@ -70,7 +71,7 @@ def compiled_step(mesh, batch, *, is_twin):
 
 
 def moved(compiled):
-  """What the collectives of a program make: (opcode, array)."""
+  """Returns the results of a program's collectives as (opcode, array)."""
   for each in instructions(compiled):
     opcode = each.opcode.removesuffix("-start")
     if opcode in ("all-gather", "all-reduce", "reduce-scatter", "all-to-all"):
@@ -123,7 +124,7 @@ def test_coat_gathers_codes_and_runs_its_kernels(fsdp, tensor, batch):
 
 
 def amaxes_before(everything, gather):
-  """How many collective amaxes a gather's operands are computed from."""
+  """Counts the collective amaxes that a gather's operands depend on."""
   same = [x for x in everything if x.computation == gather.computation]
   operands = {}
   for each in same:

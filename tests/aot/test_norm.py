@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Norms by Triton, compiled for an H200: no spills, at widths of real models.
+"""Compiles Triton's norms for an H200: no spills at widths of real models.
 
-That XLA fails where registers spill was seen with blocks of four rows of 4096
-in four warps.
+With blocks of four rows of 4096 in four warps, this was seen to fail.
 """
 
 import jax
@@ -23,7 +22,7 @@ M = 8192
 
 
 def operands(n, kind, group_size=16):
-  """x, the values made of it, gamma, beta, statistics."""
+  """Returns specs of x, x quantized, gamma, beta and statistics."""
   spec = jax.ShapeDtypeStruct
   row, vector = spec((M,), jnp.float32), spec((n,), jnp.float32)
   scale = spec((M, n // group_size), jnp.bfloat16)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fused step compiled for an H200: one kernel a leaf, no copy, no spill."""
+"""Compiles the fused step for an H200: a kernel per leaf, no copy, no spill."""
 
 import itertools
 import os
@@ -22,7 +22,7 @@ SHAPES = {"a": (64, 1024), "b": (4, 512, 256), "c": (64, 1024)}
 
 
 def whole_copies(compiled) -> list[str]:
-  """Copies of more than a scalar."""
+  """Returns copies of more than a scalar."""
   return [
     i.text
     for i in instructions(compiled)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory of whole training steps: as planned, and as much less as promised."""
+"""Compares the memory of compiled training steps with plans and promises."""
 
 import functools
 
@@ -35,7 +35,7 @@ def test_the_plan_is_the_compilers(preset, variant, gpus):
 
 @functools.cache
 def peak(preset, gpus, batch, variant):
-  """As compiled, and nearly as planned."""
+  """Compiles a step, and checks that its memory is close to the plan."""
   row = planned.row(preset, variant, gpus=gpus, batch=batch, seq=2048)
   assert abs(row["error"]) <= 0.05, row
   return row["peak_bytes"]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The PTX of the optimizer's kernels, executed in NumPy, against definitions.
+"""Executes the PTX of the optimizer's kernels in NumPy.
 
-The tests are those that a GPU runs, with kernels whose PTX `ptx_machine`
-executes: inlined instructions and what the compiler makes of the rest, which
-the interpreter does not show.
+These are the tests that a GPU runs, but `ptx_machine` executes the kernels'
+PTX: inlined instructions and what the compiler makes of the rest, which the
+interpreter does not show.
 """
 
 import re
@@ -49,7 +49,7 @@ def ptx_of(fn, specs, folder: Path) -> tuple[str, list[int]]:
 
 @pytest.fixture
 def on_machine(monkeypatch, tmp_path):
-  """Has kernels of the optimizer run on the machine."""
+  """Makes kernels of the optimizer run on `ptx_machine`."""
   known = {}
 
   def kernel(body, *, out_type, grid, interpret, **options):

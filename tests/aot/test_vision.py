@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the compiler for an H200 makes of a vision tower's layer."""
+"""Compiles a vision tower's layer for an H200."""
 
 import math
 import re
@@ -29,7 +29,7 @@ KERNELS = {
 
 
 def compiled(tower, recipe, depth=None):
-  """Gradients of weights and input, of one layer or of a scan over `depth`."""
+  """Computes gradients of weights and input, of one layer or of a scan."""
   config = layer.TOWERS[tower]
   built = layer.Layer(config, layer.Variant(recipe))
   shape = (IMAGES, config.num_tokens, config.d_model)
@@ -40,7 +40,7 @@ def compiled(tower, recipe, depth=None):
 
 @pytest.mark.parametrize("tower", layer.TOWERS)
 def test_layer_runs_on_kernels_and_fp8_products(tower):
-  """Quick GELU's too; attention without causality is cuDNN's, heads of 72."""
+  """Checks quick GELU, and attention by cuDNN with heads of 72, not causal."""
   found = compiled(tower, recipes.coat())
   assert len(fp8_matmul_calls(found)) == 4 * 3
   assert not [x for x in instructions(found) if x.opcode == "dot"]
@@ -54,7 +54,7 @@ def test_layer_runs_on_kernels_and_fp8_products(tower):
 
 @pytest.mark.parametrize("tower", layer.TOWERS)
 def test_xla_makes_no_pass_of_its_own_over_tokens(tower):
-  """Biases and the stream are added in products, heads moved in kernels."""
+  """Checks that products add biases and the stream, and kernels move heads."""
   config, found = layer.TOWERS[tower], compiled(tower, recipes.coat())
   biased = [x for x in fp8_matmul_calls(found) if '"epilogue":"BIAS"' in x.text]
   assert len(biased) == 4
@@ -67,7 +67,7 @@ def test_xla_makes_no_pass_of_its_own_over_tokens(tower):
 
 
 def largest(shape):
-  """Values of the largest array in an instruction's shape."""
+  """Counts the values of the largest array in an instruction's shape."""
   sizes = re.findall(r"\[([\d,]+)\]", shape)
   return max((math.prod(map(int, x.split(","))) for x in sizes), default=1)
 

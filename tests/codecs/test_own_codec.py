@@ -13,6 +13,7 @@ from benchmarks import optimizer as optimizer_benchmark
 from coat_jax import coat_adamw, codecs, ops
 from coat_jax.codecs import registry
 from coat_jax.codecs.fp8 import ExpandedFP8
+from coat_jax.codecs.group import Encoded
 from coat_jax.numerics.stochastic import LeafPart
 from coat_jax.optimizer import adam, fused_coat_adamw
 from coat_jax.optimizer.state import stored_leaves
@@ -138,20 +139,21 @@ class OnRegisters:
 
   codec: own_codec.FourthRoots
 
-  def decode(self, codes, statistics, signed, on):
+  def decode(self, encoded, signed, on):
     del signed, on
-    root = codes.astype(jnp.float32) * (1 / 127)
-    amax = registers.spread(statistics.amax)
-    return moment_codecs.with_sign(root**4, root) * amax
+    root = encoded.codes.astype(jnp.float32) * (1 / 127)
+    amax = registers.spread(encoded.amax)
+    return moment_codecs.Decoded(moment_codecs.with_sign(root**4, root) * amax)
 
   def encode(self, x, noise, signed, on):
     del noise
-    magnitude, amax, _ = moment_codecs.extremes(x, signed)
+    amax, _ = moment_codecs.extremes(x, signed)
+    magnitude = jnp.abs(x) if signed else x
     scale = jnp.minimum(on.reciprocal(amax), 2.0**127)
     root = on.sqrt(on.sqrt(magnitude * registers.spread(scale)))
     _, codes = on.round(root, jnp.float32(127))
     codes = jnp.where(x < 0, -codes, codes) if signed else codes
-    return codes.astype(jnp.int8), moment_codecs.Statistics(amax, None)
+    return Encoded(codes.astype(jnp.int8), amax, None)
 
 
 def test_own_codec_may_add_its_kernel(monkeypatch):

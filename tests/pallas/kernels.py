@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tests of kernels share: lowering, refusals, comparisons of codes."""
+"""Helpers for tests of kernels: lowering, refusals, comparing codes."""
+
+import inspect
 
 import jax
 import numpy as np
@@ -11,33 +13,44 @@ from tests import oracles
 
 
 def for_h200():
-  """A context in which JAX traces for an H200, on any machine."""
+  """Makes JAX trace for an H200, on any machine."""
   device = AbstractDevice("NVIDIA H200", 132, "cuda")
   return use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
 
 
 def lowered_for_h200(fn, *args) -> str:
-  """The program that JAX makes of `fn` for an H200, on any machine."""
+  """Lowers `fn` for an H200, on any machine."""
   with for_h200():
     traced = jax.jit(fn).trace(*args)
     return traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
+def with_tile(monkeypatch, kernel, name: str, tile):
+  """Returns the kernel with `tile`, as if its module's `name` had picked it.
+
+  It is not jitted: a compilation with another tile could be cached.
+  """
+  inner = inspect.unwrap(kernel)
+  monkeypatch.setitem(inner.__globals__, name, lambda *_: tile)
+  return inner
+
+
 def refused(reason: str):
-  """Expects that a kernel refuses its arguments for a reason like this."""
+  """Expects a kernel to refuse its arguments with a reason that matches."""
   return pytest.raises(Unsupported, match=reason)
 
 
 def code_bits(codes) -> np.ndarray:
-  """FP8 codes as uint8, every NaN alike."""
+  """Returns FP8 codes as uint8, with 0xFF for every NaN."""
   bits = np.asarray(codes).view(np.uint8)
   return np.where(np.isnan(np.asarray(codes, np.float32)), 0xFF, bits)
 
 
 def assert_same_codes(actual, expected, share: float = 1.0):
-  """Codes are equal, or at least this share, and none is more than one apart.
+  """Checks that at least this share of codes is equal.
 
-  NaN where NaN is expected and nowhere else.
+  The others may be one code apart. NaN must be where it is expected, and only
+  there.
   """
   assert actual.dtype == expected.dtype and actual.shape == expected.shape
   actual, expected = code_bits(actual), code_bits(expected)
@@ -52,7 +65,7 @@ def assert_same_codes(actual, expected, share: float = 1.0):
 
 
 def assert_same_operand(actual, expected, share: float = 1.0):
-  """Both in the same layouts, with the same scale, NaN included."""
+  """Checks layouts, codes and the scale, which must be equal."""
   for layout in ("rows", "columns"):
     a, e = getattr(actual, layout), getattr(expected, layout)
     assert (a is None) == (e is None), layout
@@ -62,7 +75,7 @@ def assert_same_operand(actual, expected, share: float = 1.0):
 
 
 def assert_same_groups(actual, expected):
-  """The same codes and BF16 scales, NaN included."""
+  """Checks that codes and BF16 scales are equal, including NaN."""
   assert_same_codes(actual.qvalue, expected.qvalue)
   assert actual.scale.dtype == expected.scale.dtype
   scales = [np.asarray(q.scale, np.float32) for q in (actual, expected)]

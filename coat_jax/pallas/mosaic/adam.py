@@ -6,23 +6,12 @@ With f32 parameters and gradients and E4M3 codes a step reads and writes 16.2
 bytes per value (p twice, g once, two codes twice); with bf16 10.2 bytes; with
 24-bit weights and bf16 gradients 12.2 bytes.
 
-One H200, 2026-11-21, jax 0.11.2, 2^28 parameters, donated, one run (ms):
-
-  codec, rounding         f32    bf16    instructions per value (f32, bf16)
-                                          then       since 2026-11-23
-  coat nearest            1.11   0.99     58    77    54    62
-  coat stochastic         1.56   1.67    108   126    88    92
-  log8 stochastic         1.29   1.38    104   121    86    91
-  optax.adamw (XLA)       1.81   0.92
-
-The version since 2026-11-23 was compiled for an H200 but not timed. At 90 and
-95 instructions, coat stochastic took 1.25 and 1.31 ms and log8 1.22 and 1.10.
-
-With f32 and rounding to nearest, memory bandwidth is the limit. With stochastic
-rounding the instructions are. For coat 13 of them are special functions, which
-take 8 clocks each: per value four logarithms, four powers, a root and a
-reciprocal. The registers (116 to 126 per thread; log8 80 to 95) allow 16 warps
-(log8 20 to 24) per multiprocessor. docs/log lists what we tried in vain.
+For 2^28 parameters in f32, optax.adamw takes 1.81 ms on an H200 (jax 0.11.2).
+Rounding to nearest, this takes 1.11 ms, limited by memory bandwidth. Rounding
+stochastically it takes 1.56 ms (coat) and 1.29 ms (log8), limited by
+instructions: 108 and 104 per value when it was timed, now 88 and 86. For coat
+13 of them are special functions, which take 8 clocks each. docs/log lists what
+we tried in vain.
 """
 
 import dataclasses
@@ -45,30 +34,14 @@ def _why_not(g, stored, groups, scalars, p=None, **_) -> str | None:
 
 
 @kernel(_why_not)
-def adam_update(
-  g,
-  stored,
-  part,
-  scalars,
-  *,
-  groups,
-  interpret: bool = False,
-):
+def adam_update(g, stored, part, scalars, *, groups, interpret: bool = False):
   """`adam.adam_update`. With `interpret` it runs on a CPU, slowly."""
   return leaf_step.run(_rule(scalars), part, g, None, stored, groups, interpret)
 
 
 @kernel(_why_not)
 def adamw_step(
-  p,
-  g,
-  stored,
-  part,
-  scalars,
-  step,
-  *,
-  groups,
-  interpret: bool = False,
+  p, g, stored, part, scalars, step, *, groups, interpret: bool = False
 ):
   """`adam.adamw_step`. With `interpret` it runs on a CPU, slowly."""
   rule = dataclasses.replace(

@@ -3,15 +3,11 @@
 
 One persistent program per multiprocessor works through the tiles. Its third
 warpgroup prefetches blocks of a, of b and their scales into shared memory. The
-other two warpgroups each compute 64 of every 128 rows of the tile: four wgmma
-of m64n128k32 sum a block, and that sum, times its two scales, is added in f32
-to the total in the warpgroup's registers. One warpgroup scales and adds while
-the other uses the tensor cores (as DeepGEMM does, and arXiv:2412.19437, section
-3.3.2).
-
-    tile of out       [128 waves, 128]
-    wave 0            rows 0..63 of warpgroup 0, 64..127 of warpgroup 1
-    wave 1            rows 128..191 of warpgroup 0, 192..255 of warpgroup 1
+other two warpgroups each compute 64 of every 128 rows (a wave) of the tile:
+four wgmma of m64n128k32 sum a block, and that sum, times its two scales, is
+added in f32 to the total in the warpgroup's registers. One warpgroup scales and
+adds while the other uses the tensor cores (as DeepGEMM does, and
+arXiv:2412.19437, section 3.3.2).
 
 For a tile of 256 rows, a block takes 1024 clocks of the tensor cores and 48 KiB
 from the L2 cache, or 32 KiB if two programs share a. Meanwhile, compiled for an
@@ -47,23 +43,17 @@ _PADDED = 32
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-  """The shape of a tile and how one program computes it.
+  """The shape of a tile and how one program computes it."""
 
-  Attributes:
-    waves: number of waves of 128 rows in a tile.
-    stages: number of blocks that shared memory holds.
-    slots: per warpgroup, the number of pieces of the result (64 rows of 128
-      bytes) that shared memory holds while they are copied out.
-    cluster: number of programs, with neighbouring tiles along n, that load a
-      together.
-    band: number of tiles along m that programs work through before they move
-      on along n, so that tiles computed at the same time read the same a and b.
-  """
-
-  waves: int = 2
-  stages: int = 3
+  waves: int = 2  # The waves of 128 rows in a tile.
+  stages: int = 3  # The blocks that shared memory holds.
+  # For each warpgroup, the pieces of the result (64 rows of 128 bytes) that
+  # shared memory holds while they are copied out.
   slots: int = 4
+  # The programs, with neighbouring tiles along n, that load a together.
   cluster: int = 1
+  # The tiles along m that programs work through before they move on along n,
+  # so that tiles computed at the same time read the same a and b.
   band: int = 8
 
   @property
@@ -83,24 +73,14 @@ class Tile:
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-  """Everything that the programs of one product share; all of it is static.
-
-  Attributes:
-    tile: how a program computes its tile.
-    tiles_m: number of tiles along m.
-    tiles_n: number of clusters' tiles along n.
-    blocks: number of blocks to sum.
-    clusters: number of clusters of programs that work through the tiles.
-    of_tiles: whether b has one scale per 128 rows instead of one per row.
-    interpret: whether this runs in the interpreter.
-  """
+  """Everything that the programs of one product share; all of it is static."""
 
   tile: Tile
-  tiles_m: int
-  tiles_n: int
-  blocks: int
-  clusters: int
-  of_tiles: bool
+  tiles_m: int  # The tiles along m.
+  tiles_n: int  # The clusters' tiles along n.
+  blocks: int  # The blocks to sum.
+  clusters: int  # The clusters of programs that work through the tiles.
+  of_tiles: bool  # Whether b has a scale per 128 rows instead of one per row.
   interpret: bool
 
   def count(self) -> Array:
@@ -126,23 +106,15 @@ class Work:
 
 
 class Memory(NamedTuple):
-  """A program's shared memory and barriers, or their types.
+  """A program's shared memory and barriers, or their types."""
 
-  Attributes:
-    a_smem, b_smem, a_scale_smem, b_scale_smem: blocks and their scales, one
-      slot per stage.
-    out_smem: pieces of the result, for each warpgroup.
-    loaded: for each wave, barriers of the stages that are filled.
-    free: barriers of the stages that both warpgroups have read.
-  """
-
-  a_smem: Any
+  a_smem: Any  # Blocks and their scales, one slot per stage.
   b_smem: Any
   a_scale_smem: Any
   b_scale_smem: Any
-  out_smem: Any
-  loaded: Any
-  free: Any
+  out_smem: Any  # Pieces of the result, for each warpgroup.
+  loaded: Any  # For each wave, barriers of the stages that are filled.
+  free: Any  # Barriers of the stages that both warpgroups have read.
 
 
 def scratch(work: Work, a: DTypeLike, b: DTypeLike, out: DTypeLike) -> Memory:

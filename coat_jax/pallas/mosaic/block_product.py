@@ -30,25 +30,21 @@ from coat_jax.ops.linear import in_columns, in_rows, in_sum
 from coat_jax.pallas.mosaic import block_kernel
 from coat_jax.pallas.mosaic.block_kernel import Tile, Work
 
-TALL = Tile()
-PAIRED = Tile(cluster=2)
-DEEP = Tile(stages=4, slots=1)
-LOW = Tile(waves=1, stages=5, slots=2, band=16)
-LOW_PAIRED = Tile(waves=1, stages=5, slots=2, cluster=2, band=16)
 TILES = {
-  "tall": TALL,
-  "paired": PAIRED,
-  "deep": DEEP,
-  "low": LOW,
-  "low_paired": LOW_PAIRED,
+  "paired": Tile(cluster=2),
+  "tall": Tile(),
+  "low": Tile(waves=1, stages=5, slots=2, band=16),
+  "deep": Tile(stages=4, slots=1),
+  "low_paired": Tile(waves=1, stages=5, slots=2, cluster=2, band=16),
 }
-# `pick_tile` takes the first that fits; LOW fits every shape that we support.
-PREFERRED = (PAIRED, TALL, LOW)
+# `pick_tile` takes the first that fits; "low" fits every shape that we support.
+_PREFERRED = ("paired", "tall", "low")
 
 
 def pick_tile(m: int, n: int) -> Tile:
   """Picks a tile for [m, n], which are multiples of 128."""
-  return next(tile for tile in PREFERRED if tile.fits(m, n))
+  tiles = (TILES[name] for name in _PREFERRED)
+  return next(tile for tile in tiles if tile.fits(m, n))
 
 
 def _why_not(a: Operand, b: Operand, arrays, dtype: DTypeLike) -> str | None:

@@ -13,7 +13,7 @@ import math
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.typing import DTypeLike
 
 from coat_jax.codecs.fp8 import (
@@ -22,12 +22,11 @@ from coat_jax.codecs.fp8 import (
   ScaledFP8,
   log2_range,
 )
+from coat_jax.codecs.group import Encoded
 from coat_jax.numerics.formats import E4M3, qmax
-from coat_jax.pallas.mosaic import registers
 from coat_jax.pallas.mosaic.moment_codecs import (
   Decoded,
   FittedCodec,
-  Statistics,
   exp2_upper,
   exponent_bounds,
   from_bytes,
@@ -50,13 +49,10 @@ from coat_jax.pallas.mosaic.registers import (
 class _Scaled(FittedCodec):
   codec: ScaledFP8
 
-  def decode(self, codes, statistics, signed, on):
+  def decode(self, encoded, signed, on):
     del signed, on
-    scale = statistics.amax * jnp.float32(1 / qmax(self.codec.dtype))
-    return Decoded(codes.astype(jnp.float32), scale)
-
-  def fits_as(self, other):
-    return type(other) is type(self)
+    scale = encoded.amax * jnp.float32(1 / qmax(self.codec.dtype))
+    return Decoded(encoded.codes.astype(jnp.float32), scale)
 
   def fit(self, amax, amin, on):
     del amin
@@ -71,24 +67,18 @@ class _Scaled(FittedCodec):
       up = y - lower > uniform_times(noise, upper - lower)
       y = jnp.where(up, upper, lower)
     codes = on.to_fp8(with_sign(y, x if signed else None), dtype)
-    return codes, Statistics(amax, None)
+    return Encoded(codes, amax, None)  # pyright: ignore[reportArgumentType]
 
 
 class _Fit(NamedTuple):
-  """The quantities of a group that encoding needs, 32 bits each.
+  """The quantities of a group that encoding needs, 32 bits each."""
 
-  Attributes:
-    amax, range: the statistics, not yet cast to bytes.
-    power, shift: x maps to 2^(power log2 |x| + shift).
-    root, scale: 1 / k and 1 / bound.
-  """
-
-  amax: Array
+  amax: Array  # The statistics, not yet cast to bytes.
   range: Array
-  power: Array
+  power: Array  # x maps to 2^(power log2 |x| + shift).
   shift: Array
-  root: Array
-  scale: Array
+  root: Array  # 1 / k.
+  scale: Array  # 1 / bound.
 
 
 @register(ExpandedFP8)
@@ -96,15 +86,15 @@ class _Fit(NamedTuple):
 class _Expanded(FittedCodec):
   codec: ExpandedFP8
 
-  def decode(self, codes, statistics, signed, on):
-    y = codes.astype(jnp.float32)
-    bound, root = self._bound_and_root(statistics, on)
+  def decode(self, encoded, signed, on):
+    y = encoded.codes.astype(jnp.float32)
+    bound, root = self._bound_and_root(encoded, on)
     top = spread(root * -math.log2(qmax(self.codec.dtype)))
     t = jnp.exp2(jnp.log2(jnp.abs(y)) * spread(root) + top)
     return Decoded(with_sign(t, y if signed else None), bound)
 
   def fits_as(self, other):
-    return type(other) is type(self) and other.codec.dtype == self.codec.dtype
+    return super().fits_as(other) and other.codec.dtype == self.codec.dtype
 
   def codes(self, x, fit, noise, signed, on):
     dtype, negative = self.codec.dtype, x if signed else None
@@ -112,9 +102,8 @@ class _Expanded(FittedCodec):
     statistics = self._stored(fit)
     e = jnp.exp2(jnp.log2(magnitude) * spread(fit.power) + spread(fit.shift))
     if noise is not None and dtype == E4M3:
-      return _looked_up_codes(
-        magnitude, e, negative, fit, noise, on
-      ), statistics
+      codes = _looked_up_codes(magnitude, e, negative, fit, noise, on)
+      return Encoded(codes, *statistics)
     y = e * qmax(dtype)
     if noise is not None:
       lower, upper = _neighbours(y, dtype)
@@ -124,7 +113,7 @@ class _Expanded(FittedCodec):
       t = magnitude * spread(fit.scale)
       up = t - below > uniform_times(noise, above - below)
       y = jnp.where(up, upper, lower)
-    return on.to_fp8(with_sign(y, negative), dtype), statistics
+    return Encoded(on.to_fp8(with_sign(y, negative), dtype), *statistics)
 
   def fit(self, amax, amin, on):
     log2_amax = jnp.log2(amax)
@@ -147,13 +136,13 @@ class _Expanded(FittedCodec):
       _inverse(amax, on),
     )
 
-  def _stored(self, fit: _Fit) -> Statistics:
+  def _stored(self, fit: _Fit) -> tuple[Array, Array]:
     # Convert via int32: the integer from `on.round` must not be cut to a byte.
-    return Statistics(fit.amax, fit.range.astype(jnp.int32).astype(jnp.uint8))
+    return fit.amax, fit.range.astype(jnp.int32).astype(jnp.uint8)
 
-  def _bound_and_root(self, statistics: Statistics, on):
-    sixteenths = statistics.range.astype(jnp.int32).astype(jnp.float32)
-    return statistics.amax, on.reciprocal(sixteenths) * 16.0
+  def _bound_and_root(self, encoded: Encoded, on):
+    sixteenths = encoded.range.astype(jnp.int32).astype(jnp.float32)
+    return encoded.amax, on.reciprocal(sixteenths) * 16.0
 
 
 @register(BoundedFP8)
@@ -171,9 +160,9 @@ class _Bounded(_Expanded):
   def _stored(self, fit):
     return in_bytes(fit.amax, fit.range)
 
-  def _bound_and_root(self, statistics, on):
+  def _bound_and_root(self, encoded, on):
     del on
-    upper, lower = from_bytes(statistics)
+    upper, lower = from_bytes(encoded)
     root = octaves_between(upper, lower) * (1 / log2_range(self.codec.dtype))
     return exp2_upper(upper), root
 
@@ -222,4 +211,4 @@ def _looked_up_codes(magnitude, e, x, fit: _Fit, noise, on) -> Array:
   # takes two fused operations.
   rest = noise * gap + (rest + magnitude * unit)
   code = code + (as_bits(rest) >> 31)
-  return registers.as_dtype(on.e4m3_codes(code, x), E4M3)
+  return lax.bitcast_convert_type(on.e4m3_codes(code, x), E4M3)

@@ -1,14 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """One optimizer step of a leaf with encoded moments, in one pass over memory.
 
-This is `step.step_of` as one Mosaic GPU kernel for any optimizer: it
-decodes the moments, applies a `Rule` and encodes the moments again. Results go
-to the memory that they were read from, so the step is in place if the caller
-donates its arrays.
-
-A program of one warpgroup holds a tile of 8 groups of 128 values. Anything that
-belongs to a group is computed once per 8 of its values. `adam` and `lion`
-report what a step costs.
+This is `step.step_of` as one Mosaic GPU kernel for any optimizer: it decodes
+the moments, applies a `Rule` and encodes the moments again. Results go to the
+memory that they were read from, so the step is in place if the caller donates
+its arrays. A program of one warpgroup holds a tile of 8 groups of 128 values.
 """
 
 import dataclasses
@@ -20,11 +16,12 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from coat_jax.codecs.group import GroupCodec, Plain
+from coat_jax.codecs.group import Encoded, GroupCodec, Plain
 from coat_jax.numerics.stochastic import LeafPart, next_words, parameter_words
 from coat_jax.pallas.mosaic import moment_codecs, registers, weights, words
-from coat_jax.pallas.mosaic.moment_codecs import Decoded, Statistics
-from coat_jax.pallas.mosaic.registers import GROUP_SIZE, ROWS, Instructions
+from coat_jax.pallas.mosaic.moment_codecs import Decoded
+from coat_jax.pallas.mosaic.ptx import GROUP_SIZE, ROWS
+from coat_jax.pallas.mosaic.registers import Instructions
 
 GroupCodecs = tuple[GroupCodec, ...]
 
@@ -70,14 +67,23 @@ def why_not(stored, groups, arrays) -> str | None:
   return None
 
 
-def _packed(part: LeafPart) -> Array:
-  """Packs all fields except `whole` that are not None, as uint32."""
-  parts = [part.key[None]]
-  if part.start is not None:
-    parts.append(part.start)
-  if part.layer is not None:
-    parts.append(part.layer.astype(jnp.uint32)[None])
-  return jnp.concatenate(parts)
+@dataclasses.dataclass(frozen=True)
+class _Work:
+  """The static parameters of a kernel."""
+
+  rule: type[Rule]
+  names: tuple[str, ...]  # The rule's scalars that are not None.
+  whole: tuple[int, ...] | None  # As in `LeafPart`.
+  has_layer: bool  # Whether the kernel steps one layer of the leaf.
+  groups: GroupCodecs
+  # For each moment, which fields of `Encoded` are arrays, not a scalar zero.
+  present: tuple[tuple[bool, ...], ...]
+  interpret: bool
+
+  @property
+  def counts(self) -> list[int]:
+    """The number of arrays of each moment."""
+    return [sum(there) for there in self.present]
 
 
 def run(
@@ -89,42 +95,34 @@ def run(
   are one moment or two and their codecs.
   """
   names = tuple(k for k, v in vars(rule).items() if v is not None)
-  packed = jnp.stack([getattr(rule, name) for name in names])
+  scalars = jnp.stack([getattr(rule, name) for name in names])
+  place = [part.key[None]]
+  if part.start is not None:
+    place.append(part.start)
+  if part.layer is not None:
+    place.append(part.layer.astype(jnp.uint32)[None])
   flat, treedef = jax.tree.flatten(stored)
-  kept = [i for i, x in enumerate(flat) if x.ndim]
-  has_layer = part.layer is not None
-  work = _Work(type(rule), names, part.whole, has_layer, groups, interpret)
-  arrays = tuple(flat[i] for i in kept)
-  first, arrays = _step(packed, _packed(part), g, p, arrays, work=work)
-  for i, x in zip(kept, arrays, strict=True):
-    flat[i] = x
+  work = _Work(
+    rule=type(rule),
+    names=names,
+    whole=part.whole,
+    has_layer=part.layer is not None,
+    groups=groups,
+    present=tuple(tuple(x.ndim > 0 for x in moment) for moment in stored),
+    interpret=interpret,
+  )
+  arrays = tuple(x for x in flat if x.ndim)
+  first, arrays = _step(
+    scalars, jnp.concatenate(place), g, p, arrays, work=work
+  )
+  new = iter(arrays)
+  flat = [next(new) if x.ndim else x for x in flat]
   return first, treedef.unflatten(flat)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Work:
-  """The static parameters of a kernel.
-
-  Attributes:
-    rule: the type of the rule.
-    names: its scalars that are not None.
-    whole: as in `LeafPart`.
-    has_layer: whether the kernel steps one layer of the leaf.
-    groups: the moments' codecs.
-    interpret: whether JAX interprets the kernel.
-  """
-
-  rule: type
-  names: tuple[str, ...]
-  whole: tuple[int, ...] | None
-  has_layer: bool
-  groups: GroupCodecs
-  interpret: bool
 
 
 # We jit here, so that leaves of one shape share a lowering and a compilation.
 @functools.partial(jax.jit, static_argnames="work")
-def _step(packed, place, g, p, stored, *, work: _Work):
+def _step(scalars, place, g, p, stored, *, work: _Work):
   codes = stored[0]
 
   def view(x):
@@ -150,7 +148,7 @@ def _step(packed, place, g, p, stored, *, work: _Work):
       unsafe_no_auto_barriers=True,
     ),
     interpret=plgpu.InterpretGPUParams() if work.interpret else False,
-  )(packed, place, view(g), *refs)
+  )(scalars, place, view(g), *refs)
   new = [
     jax.freeze(ref).reshape(x.shape)
     for ref, x in zip(refs, in_place, strict=True)
@@ -161,15 +159,8 @@ def _step(packed, place, g, p, stored, *, work: _Work):
   return of_weight.unflatten(new_weight), tuple(new_stored)
 
 
-def _present(codec: GroupCodec) -> tuple[bool, ...]:
-  """Tells which fields of `Encoded` are arrays, not a scalar zero."""
-  x = jax.ShapeDtypeStruct((1, GROUP_SIZE), jnp.float32)
-  noise = x if codec.needs_noise else None
-  return tuple(x.ndim > 0 for x in jax.eval_shape(codec.encode, x, noise))
-
-
 def _kernel(
-  packed_gmem,
+  scalars_gmem,
   place_gmem,
   g_gmem,
   *gmem,
@@ -179,37 +170,34 @@ def _kernel(
 ):
   """Steps one tile.
 
-  The arrays in global memory are `packed` f32 [names], the rule's scalars;
-  `place`, from `_packed`; the gradient [groups, 128], of a single layer if the
-  part has one; per moment codes [groups, 128] and its `_present` statistics
+  The arrays in global memory are the rule's scalars, f32 [names]; key, start
+  and layer of the part, uint32; the gradient [groups, 128], of a single layer
+  if the part has one; per moment codes [groups, 128] and its statistics
   [groups]; then the parameter's `num_weights` arrays, or the update. `shape` is
   that of the leaf, with all layers.
   """
   groups, on = work.groups, Instructions(work.interpret)
-  present = [_present(codec) for codec in groups]
-  named = {name: packed_gmem[i] for i, name in enumerate(work.names)}
-  scalars = work.rule(**named)
-  counts = [sum(there) for there in present]
-  *moments_gmem, last_gmem = _parts(gmem, counts)
+  named = {name: scalars_gmem[i] for i, name in enumerate(work.names)}
+  rule = work.rule(**named)
+  *moments_gmem, last_gmem = _parts(gmem, work.counts)
 
   start = lax.axis_index("block") * ROWS
   g = registers.load(g_gmem, start)
   if work.has_layer:
     layer = place_gmem[place_gmem.shape[0] - 1].astype(jnp.int32)
     start = start + layer * g_gmem.shape[0]
-  refs = (*last_gmem[:num_weights], *gmem[: sum(counts)])
+  refs = (*last_gmem[:num_weights], *gmem[: sum(work.counts)])
   loaded = [registers.load(ref, start) for ref in refs]
-  weight, *stored, _ = _parts(loaded, [num_weights, *counts])
+  weight, *stored, _ = _parts(loaded, [num_weights, *work.counts])
   p = weights.in_f32(on, *weight) if weight else None
-  register_codecs = [moment_codecs.on_registers(codec) for codec in groups]
-  signed = [i == 0 for i in range(len(groups))]
+  codecs = [moment_codecs.on_registers(codec) for codec in groups]
   old = tuple(
-    _decoded(codec.decode(*_fields(part, there), is_signed, on))
-    for codec, part, there, is_signed in zip(
-      register_codecs, stored, present, signed, strict=True
+    codec.decode(_encoded(part, present), i == 0, on)
+    for i, (codec, part, present) in enumerate(
+      zip(codecs, stored, work.present, strict=True)
     )
   )
-  value, new = scalars.apply(g, p, old, on)
+  value, new = rule.apply(g, p, old, on)
 
   @functools.cache
   def draw():
@@ -226,23 +214,18 @@ def _kernel(
     values = (value.astype(last_gmem[0].dtype),)
   for ref, out in zip(last_gmem, values, strict=True):
     registers.store(ref, start, out)
-  noise: tuple[Array | None, ...] = (None,) * len(groups)
+  noises: list[Array | None] = [None] * len(groups)
   if any(codec.needs_noise for codec in groups):
     both = draw(), next_words(draw())
-    noise = tuple(words.mantissas(x) for x in both[: len(groups)])
-  noise = tuple(
-    x if codec.needs_noise else None
-    for codec, x in zip(groups, noise, strict=True)
-  )
-  encoded = moment_codecs.encode_moments(register_codecs, new, noise, on)
-  for refs, (codes, statistics) in zip(moments_gmem, encoded, strict=True):
-    written = [codes, *(x for x in statistics if x is not None)]
+    noises = [
+      words.mantissas(word) if codec.needs_noise else None
+      for codec, word in zip(groups, both, strict=False)
+    ]
+  encoded = moment_codecs.encode_moments(codecs, new, noises, on)
+  for refs, moment in zip(moments_gmem, encoded, strict=True):
+    written = [x for x in moment if x is not None]
     for ref, out in zip(refs, written, strict=True):
       registers.store(ref, start, out)
-
-
-def _decoded(moment) -> Decoded:
-  return moment if isinstance(moment, Decoded) else Decoded(moment)
 
 
 def _parts(xs, counts) -> list:
@@ -254,8 +237,7 @@ def _parts(xs, counts) -> list:
   return [*parts, xs]
 
 
-def _fields(loaded, present: tuple[bool, ...]) -> tuple[Array, Statistics]:
+def _encoded(loaded, present: tuple[bool, ...]) -> Encoded:
   """Returns codes and statistics; a statistic that is not present is None."""
-  codes, *rest = loaded
-  amax, range_ = (rest.pop(0) if there else None for there in present[1:])
-  return codes, Statistics(amax, range_)
+  found = iter(loaded)
+  return Encoded(*(next(found) if there else None for there in present))  # pyright: ignore[reportArgumentType]

@@ -28,15 +28,7 @@ def _why_not(p, g, stored, groups, **_) -> str | None:
 
 @kernel(_why_not)
 def lion_step(
-  p,
-  g,
-  stored,
-  part,
-  scalars,
-  step,
-  *,
-  groups,
-  interpret: bool = False,
+  p, g, stored, part, scalars, step, *, groups, interpret: bool = False
 ):
   """`lion.lion_step`. With `interpret` it runs on a CPU, slowly."""
   rule = _Lion(

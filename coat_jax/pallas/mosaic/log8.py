@@ -7,6 +7,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
+from coat_jax.codecs.group import Encoded
 from coat_jax.codecs.log8 import LogUniform
 from coat_jax.pallas.mosaic.moment_codecs import (
   Decoded,
@@ -26,19 +27,13 @@ _JUST_BELOW = 2.0**-16
 
 
 class _Fit(NamedTuple):
-  """The quantities of a group that encoding needs.
+  """The quantities of a group that encoding needs."""
 
-  Attributes:
-    upper, lower: biased exponents of the bounds, int32.
-    octaves, inverse: octaves between the bounds, and their reciprocal.
-    base: exponent of the lower bound, f32.
-  """
-
-  upper: Array
+  upper: Array  # Biased exponents of the bounds, int32.
   lower: Array
-  octaves: Array
-  inverse: Array
-  base: Array
+  octaves: Array  # The octaves between the bounds.
+  inverse: Array  # 1 / octaves.
+  base: Array  # The exponent of the lower bound, f32.
 
 
 @register(LogUniform)
@@ -50,12 +45,12 @@ class _Log(FittedCodec):
   def _steps(self) -> int:
     return 126 if self.codec.signed else 254
 
-  def decode(self, codes, statistics, signed, on):
+  def decode(self, encoded, signed, on):
     del signed, on
-    level = codes.astype(jnp.int32).astype(jnp.float32)
+    level = encoded.codes.astype(jnp.int32).astype(jnp.float32)
     sign = level if self.codec.signed else None
     level = jnp.abs(level) if self.codec.signed else level
-    upper, lower = from_bytes(statistics)
+    upper, lower = from_bytes(encoded)
     bound = exp2_upper(upper)
     half_step = octaves_between(upper, lower) * (0.5 / self._steps)
     # We go down from the upper bound, by up to 253 octaves, in two halves,
@@ -65,9 +60,6 @@ class _Log(FittedCodec):
     # multiply instead of selecting.
     last = with_sign(root * jnp.minimum(level, 1.0), sign)
     return Decoded(root, bound, last)
-
-  def fits_as(self, other):
-    return type(other) is type(self)
 
   def fit(self, amax, amin, on):
     upper, lower = exponent_bounds(amax, amin)
@@ -100,5 +92,7 @@ class _Log(FittedCodec):
     # The logarithm of zero is minus infinity, so its code is clipped to 0.
     code = jnp.clip(level + 1, 0, steps + 1)
     if self.codec.signed:
-      return jnp.where(x < 0, -code, code).astype(jnp.int8), statistics
-    return code.astype(jnp.uint8), statistics
+      code = jnp.where(x < 0, -code, code).astype(jnp.int8)
+    else:
+      code = code.astype(jnp.uint8)
+    return Encoded(code, *statistics)

@@ -1,17 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Moment codecs on tiles of registers: one `RegisterCodec` per group codec.
 
-They follow the definitions in `coat_jax.codecs`, statistic by statistic. They
-compute the same quantities, but some of them in a different way:
-
-  * A power is always exp2(root log2 x).
-  * |x| is compared by its bits: one minimum finds the smallest nonzero value.
-  * Instead of dividing by a statistic we multiply by its reciprocal, which is
-    computed once per group.
-
-So a value close to a rounding boundary may get the neighbouring code, and a
-group close to a step of k may get another k, about as often as between two
-backends.
+They compute what the definitions in `coat_jax.codecs` do, but a power is always
+exp2(root log2 x), |x| is compared by its bits, and instead of dividing by a
+statistic we multiply by its reciprocal, which is computed once per group. So a
+value close to a rounding boundary may get the neighbouring code, and a group
+close to a step of k may get another k, about as often as between two backends.
 
 A codec is looked up by its exact type. A subclass may encode differently, so it
 runs in plain JAX until it registers a register codec of its own (`register`).
@@ -25,7 +19,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from coat_jax.codecs.group import NAN_EXPONENT, SMALLEST_NORMAL, GroupCodec
+from coat_jax.codecs.group import (
+  NAN_EXPONENT,
+  SMALLEST_NORMAL,
+  Encoded,
+  GroupCodec,
+)
 from coat_jax.pallas.mosaic.registers import (
   Instructions,
   as_bits,
@@ -34,13 +33,6 @@ from coat_jax.pallas.mosaic.registers import (
 )
 
 _SIGN = 0x80000000
-
-
-class Statistics(NamedTuple):
-  """A group's statistics as they are stored, [ROWS]; None if not stored."""
-
-  amax: Any
-  range: Any
 
 
 class Decoded(NamedTuple):
@@ -69,34 +61,22 @@ class Decoded(NamedTuple):
 
 @runtime_checkable
 class RegisterCodec(Protocol):
-  """Encodes and decodes a tile of 8 groups of 128 values in registers."""
+  """Encodes and decodes a tile of 8 groups of 128 values in registers.
 
-  def decode(
-    self, codes: Array, statistics: Statistics, signed: bool, on: Instructions
-  ) -> Array | Decoded:
-    """Decodes a tile to f32.
+  Statistics are [ROWS], or None if the codec does not store them.
+  `signed` tells whether values may be negative, `on` which instructions to use.
+  """
 
-    Args:
-      codes: a tile of codes.
-      statistics: the statistics of its groups.
-      signed: whether values may be negative.
-      on: which instructions to use.
-    """
+  def decode(self, encoded: Encoded, signed: bool, on: Instructions) -> Decoded:
+    """Decodes a tile."""
     ...
 
   def encode(
     self, x: Array, noise: Array | None, signed: bool, on: Instructions
-  ) -> tuple[Array, Statistics]:
-    """Encodes a tile.
+  ) -> Encoded:
+    """Encodes an f32 tile; `noise` is one, uniform in [1, 2), or None.
 
-    Args:
-      x: f32 tile.
-      noise: f32 tile, uniform in [1, 2), or None.
-      signed: whether x may be negative.
-      on: which instructions to use.
-
-    Returns:
-      Codes and statistics, in the dtypes in which they are stored.
+    Returns codes and statistics in the dtypes in which they are stored.
     """
     ...
 
@@ -110,14 +90,14 @@ class FittedCodec(abc.ABC):
 
   def encode(
     self, x: Array, noise: Array | None, signed: bool, on: Instructions
-  ) -> tuple[Array, Statistics]:
+  ) -> Encoded:
     """See `RegisterCodec`."""
-    _, amax, amin = extremes(x, signed)
+    amax, amin = extremes(x, signed)
     return self.codes(x, self.fit(amax, amin, on), noise, signed, on)
 
-  @abc.abstractmethod
   def fits_as(self, other: Any) -> bool:
     """Tells whether another register codec has the same `fit`."""
+    return type(other) is type(self)
 
   @abc.abstractmethod
   def fit(self, amax: Array, amin: Array, on: Instructions) -> Any:
@@ -131,8 +111,8 @@ class FittedCodec(abc.ABC):
     noise: Array | None,
     signed: bool,
     on: Instructions,
-  ) -> tuple[Array, Statistics]:
-    """Encodes a tile like `RegisterCodec.encode`, given its groups' fit."""
+  ) -> Encoded:
+    """Does `RegisterCodec.encode`, given the fit of a tile's groups."""
 
 
 # Maps a group codec's type to the constructor of its register codec.
@@ -140,22 +120,16 @@ _REGISTER_CODECS: dict[type, Callable[[Any], RegisterCodec]] = {}
 
 
 def register(group_codec: type) -> Callable[[type], type]:
-  """Makes a class the register codec of group codecs of exactly this type.
+  """Decorates the `RegisterCodec` of group codecs of exactly this type.
 
-  Args:
-    group_codec: the type, such as `ExpandedFP8`; it has an attribute
-      `group_size`.
+  Its constructor takes the group codec:
 
-  Returns:
-    A decorator for a `RegisterCodec` whose constructor takes the group codec.
-
-  Examples:
     @moment_codecs.register(MyGroupCodec)
     @dataclasses.dataclass(frozen=True)
     class MyRegisterCodec:
       codec: MyGroupCodec
 
-      def decode(self, codes, statistics, signed, on): ...
+      def decode(self, encoded, signed, on): ...
       def encode(self, x, noise, signed, on): ...
   """
 
@@ -192,12 +166,8 @@ def encode_moments(
   xs: Sequence[Array],
   noises: Sequence[Array | None],
   on: Instructions,
-) -> list[tuple[Array, Statistics]]:
-  """Encodes one moment, or two of which only the first is signed.
-
-  Each moment is an f32 tile, with noise as `RegisterCodec.encode` takes it.
-  Returns the codes and statistics of each moment.
-  """
+) -> list[Encoded]:
+  """Encodes tiles of one moment, or of two of which the second is unsigned."""
   fitted = [codec for codec in codecs if isinstance(codec, FittedCodec)]
   if len(fitted) != 2 or not fitted[0].fits_as(fitted[1]):
     return [
@@ -213,10 +183,8 @@ def encode_moments(
     (jnp.abs(mu), nu), (_twice_order(mu), _twice_order(nu))
   )
   amax, amin = _cleaned(amax, least >> 1)
-  fit = fitted[0].fit(amax, amin, on)
-  fits = [
-    jax.tree.map(lambda x, i=i: on.part(x, i), fit) for i in range(len(fitted))
-  ]
+  both = fitted[0].fit(amax, amin, on)
+  fits = [jax.tree.map(lambda x, i=i: on.part(x, i), both) for i in range(2)]
   return [
     codec.codes(x, fit, noise, i == 0, on)
     for i, (codec, x, fit, noise) in enumerate(
@@ -225,8 +193,8 @@ def encode_moments(
   ]
 
 
-def extremes(x: Array, signed: bool) -> tuple[Array, Array, Array]:
-  """Returns |x|, its amax and its smallest nonzero magnitude, per group.
+def extremes(x: Array, signed: bool) -> tuple[Array, Array]:
+  """Returns the largest and the smallest nonzero magnitude of each group.
 
   amax is NaN if a value is not finite. amin is zero if all values are zero.
   """
@@ -236,7 +204,7 @@ def extremes(x: Array, signed: bool) -> tuple[Array, Array, Array]:
   else:
     least = jnp.min(as_bits(x) - jnp.uint32(0x00800000), axis=1)
   # Mosaic's maximum propagates NaN.
-  return magnitude, *_cleaned(jnp.max(magnitude, axis=1), least)
+  return _cleaned(jnp.max(magnitude, axis=1), least)
 
 
 def _twice_order(x: Array) -> Array:
@@ -267,15 +235,14 @@ def exponent_bounds(amax: Array, amin: Array) -> tuple[Array, Array]:
   return jnp.where(amax == amax, upper, NAN_EXPONENT), lower
 
 
-def in_bytes(upper: Array, lower: Array) -> Statistics:
+def in_bytes(upper: Array, lower: Array) -> tuple[Array, Array]:
   """Casts exponents to the bytes in which they are stored."""
-  return Statistics(upper.astype(jnp.uint8), lower.astype(jnp.uint8))
+  return upper.astype(jnp.uint8), lower.astype(jnp.uint8)
 
 
-def from_bytes(statistics: Statistics) -> tuple[Array, Array]:
+def from_bytes(encoded: Encoded) -> tuple[Array, Array]:
   """Inverts `in_bytes`."""
-  upper, lower = statistics
-  return upper.astype(jnp.int32), lower.astype(jnp.int32)
+  return encoded.amax.astype(jnp.int32), encoded.range.astype(jnp.int32)
 
 
 def octaves_between(upper: Array, lower: Array) -> Array:

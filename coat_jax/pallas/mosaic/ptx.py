@@ -13,6 +13,7 @@ import numpy as np
 from jax import Array
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
@@ -52,11 +53,9 @@ _LAYOUTS = {TILE: LAYOUT, (ROWS,): GROUP_LAYOUT, (2, ROWS): PAIR_LAYOUT}
 
 def inline(instruction: str, x: Array) -> Array:
   """Applies a one-operand f32 instruction to a tile or to statistics."""
-  layout = _LAYOUTS[x.shape]
 
   @plgpu.inline_mgpu(
-    arg_types=(layout,),
-    return_type=plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=layout),
+    arg_types=(_LAYOUTS[x.shape],), return_type=_type(x.shape, x.dtype)
   )
   def apply(_, x):
     return x._pointwise(x._lift_fast_instr(instruction))
@@ -72,10 +71,9 @@ def joint_extremes(
   Both moments go through one butterfly over 16 lanes: in its first step half of
   the lanes give away their value of one moment, and half that of the other.
   """
-  pair = plgpu.ShapeDtypeStruct((2, ROWS), jnp.float32, layout=PAIR_LAYOUT)
-  bits = plgpu.ShapeDtypeStruct((2, ROWS), jnp.uint32, layout=PAIR_LAYOUT)
+  pairs = _type((2, ROWS), jnp.float32), _type((2, ROWS), jnp.uint32)
 
-  @plgpu.inline_mgpu(arg_types=(LAYOUT,) * 4, return_type=(pair, bits))
+  @plgpu.inline_mgpu(arg_types=(LAYOUT,) * 4, return_type=pairs)
   def apply(_, *tiles):
     is_second = arith.cmpi(
       arith.CmpIPredicate.ne, arith.andi(_thread(), _i32(_LANES)), _i32(0)
@@ -96,8 +94,8 @@ def joint_extremes(
     amax = [of_thread(arith.maximumf, x) for x in tiles[:2]]
     least = [of_thread(arith.minui, x) for x in tiles[2:]]
     return (
-      _statistic(reduce(arith.maximumf, *amax), PAIR_LAYOUT),
-      _statistic(reduce(arith.minui, *least), PAIR_LAYOUT, is_signed=False),
+      _statistic(reduce(arith.maximumf, *amax), pairs[0]),
+      _statistic(reduce(arith.minui, *least), pairs[1]),
     )
 
   return apply(*largest, *least)  # pyright: ignore
@@ -105,95 +103,78 @@ def joint_extremes(
 
 def part(x: Array, i: int) -> Array:
   """`Instructions.part`: reads it from a lane that holds moment i."""
-  one = plgpu.ShapeDtypeStruct((ROWS,), x.dtype, layout=GROUP_LAYOUT)
-  is_signed = {"int32": True, "uint32": False}.get(x.dtype.name)
+  one = _type((ROWS,), x.dtype)
 
   @plgpu.inline_mgpu(arg_types=(PAIR_LAYOUT,), return_type=one)
   def apply(_, x):
     x = _of_group(x)
     code = f"shfl.sync.idx.b32 $0, $1, {i * _LANES}, 0x101f, 0xffffffff;"
     x = _asm(code, x, result=x.type)
-    return _statistic(x, GROUP_LAYOUT, is_signed=is_signed)
+    return _statistic(x, one)
 
   return apply(x)  # pyright: ignore
 
 
 def e4m3_codes(code: Array, x: Array | None) -> Array:
   """`Instructions.e4m3_codes`: packs two, then four codes in one register."""
-  tile = plgpu.ShapeDtypeStruct(TILE, jnp.uint8, layout=LAYOUT)
-  args = (code,) if x is None else (code, x)
 
-  @plgpu.inline_mgpu(arg_types=(LAYOUT,) * len(args), return_type=tile)
-  def apply(_, code, *signs):
-    def convert(code, *signs):
-      pairs = [
-        _asm("min.u16x2 $0, $1, $2;", pair, _i32(0x007E007E))
-        for pair in _pairs(_elements(code), 0x5410)
+  def convert(code, *signs):
+    pairs = [
+      _asm("min.u16x2 $0, $1, $2;", pair, _i32(0x007E007E))
+      for pair in _pairs(_elements(code), 0x5410)
+    ]
+    words = _pairs(pairs, 0x6420)
+    for sign in signs:
+      bytes_ = _pairs(_pairs(_elements(_as_i32(sign)), 0x0073), 0x5410)
+      words = [
+        arith.ori(word, arith.andi(x, _i32(0x80808080)))
+        for word, x in zip(words, bytes_, strict=True)
       ]
-      words = _pairs(pairs, 0x6420)
-      for sign in signs:
-        bytes_ = _pairs(_pairs(_elements(_as_i32(sign)), 0x0073), 0x5410)
-        words = [
-          arith.ori(word, arith.andi(x, _i32(0x80808080)))
-          for word, x in zip(words, bytes_, strict=True)
-        ]
-      return _packed(words, ir.IntegerType.get_signless(8))
+    return _packed(words, ir.IntegerType.get_signless(8))
 
-    return _tile(convert, code, *signs, is_signed=False)
-
-  return apply(*args)  # pyright: ignore
+  tiles = (code,) if x is None else (code, x)
+  return _on_vectors(convert, jnp.uint8, *tiles)
 
 
 def bfloat16_in_f32(x: Array) -> Array:
   """`Instructions.in_f32` for bf16: one instruction for each half."""
-  tile = plgpu.ShapeDtypeStruct(TILE, jnp.float32, layout=LAYOUT)
 
-  @plgpu.inline_mgpu(arg_types=(LAYOUT,), return_type=tile)
-  def apply(_, x):
-    def convert(x):
-      pairs = vector.bitcast(ir.VectorType.get((_VECTOR // 2,), _i32_type()), x)
-      bits = []
-      for pair in _elements(pairs):
-        bits.append(arith.shli(pair, _i32(16)))
-        bits.append(arith.andi(pair, _i32(0xFFFF0000)))
-      return _packed(bits, ir.F32Type.get())
+  def convert(x):
+    pairs = vector.bitcast(ir.VectorType.get((_VECTOR // 2,), _i32_type()), x)
+    bits = []
+    for pair in _elements(pairs):
+      bits.append(arith.shli(pair, _i32(16)))
+      bits.append(arith.andi(pair, _i32(0xFFFF0000)))
+    return _packed(bits, ir.F32Type.get())
 
-    return _tile(convert, x)
-
-  return apply(x)  # pyright: ignore
+  return _on_vectors(convert, jnp.float32, x)
 
 
 def round_to_bfloat16(x: Array, words: Array) -> Array:
   """`Instructions.round_to_bfloat16`: packs two values in one register."""
-  tile = plgpu.ShapeDtypeStruct(TILE, jnp.bfloat16, layout=LAYOUT)
 
-  @plgpu.inline_mgpu(arg_types=(LAYOUT, LAYOUT), return_type=tile)
-  def apply(_, x, words):
-    def noisy(x, word):
-      # A plain shift and sum would be compiled to a 64-bit multiply-add.
-      noise = _prmt(word, _i32(0), 0x4432)
-      return _asm(
-        "{ .reg .pred p; .reg .b32 b, r; mov.b32 b, $1; add.u32 r, b, $2; "
-        "setp.num.f32 p, $1, $1; selp.b32 $0, r, b, p; }",
-        x,
-        noise,
-      )
+  def noisy(x, word):
+    # A plain shift and sum would be compiled to a 64-bit multiply-add.
+    noise = _prmt(word, _i32(0), 0x4432)
+    return _asm(
+      "{ .reg .pred p; .reg .b32 b, r; mov.b32 b, $1; add.u32 r, b, $2; "
+      "setp.num.f32 p, $1, $1; selp.b32 $0, r, b, p; }",
+      x,
+      noise,
+    )
 
-    def convert(x, words):
-      sums = map(noisy, _elements(x), _elements(words))
-      return _packed(_pairs(list(sums), 0x7632), ir.BF16Type.get())
+  def convert(x, words):
+    sums = map(noisy, _elements(x), _elements(words))
+    return _packed(_pairs(list(sums), 0x7632), ir.BF16Type.get())
 
-    return _tile(convert, x, words)
-
-  return apply(x, words)  # pyright: ignore
+  return _on_vectors(convert, jnp.bfloat16, x, words)
 
 
 def split(bits: Array) -> tuple[Array, Array]:
   """`Instructions.split`: packs two halves, or four bytes, in one register."""
-  high = plgpu.ShapeDtypeStruct(TILE, jnp.bfloat16, layout=LAYOUT)
-  low = plgpu.ShapeDtypeStruct(TILE, jnp.int8, layout=LAYOUT)
+  halves = _type(TILE, jnp.bfloat16), _type(TILE, jnp.int8)
 
-  @plgpu.inline_mgpu(arg_types=(LAYOUT,), return_type=(high, low))
+  @plgpu.inline_mgpu(arg_types=(LAYOUT,), return_type=halves)
   def apply(_, bits):
     def nearest(bits):
       words = [arith.addi(x, _i32(0x8000)) for x in _elements(bits)]
@@ -211,11 +192,10 @@ def split(bits: Array) -> tuple[Array, Array]:
 
 def look_up(significand, exponent, root, scale, top: float):
   """`Instructions.powers`: lane j of 16 holds entry j of three tables."""
-  tile = plgpu.ShapeDtypeStruct(TILE, jnp.float32, layout=LAYOUT)
 
   @plgpu.inline_mgpu(
     arg_types=(LAYOUT, LAYOUT, GROUP_LAYOUT, GROUP_LAYOUT),
-    return_type=(tile,) * 3,
+    return_type=(_type(TILE, jnp.float32),) * 3,
   )
   def apply(_, significand, exponent, root, scale):
     f32 = ir.F32Type.get()
@@ -251,14 +231,35 @@ def look_up(significand, exponent, root, scale, top: float):
     tables = (*tables, (unit, exponent))
     return tuple(_tile(gather(table), index) for table, index in tables)
 
-  args = significand, exponent, root, scale
-  return apply(*args)  # pyright: ignore
+  return apply(significand, exponent, root, scale)  # pyright: ignore
+
+
+# --- Tiles and statistics in registers ---------------------------------------
+
+
+def _type(shape: tuple[int, ...], dtype: DTypeLike) -> plgpu.ShapeDtypeStruct:
+  """Returns the type of a tile, or of the statistics of one moment or two."""
+  layout = _LAYOUTS[shape]
+  return plgpu.ShapeDtypeStruct(shape, jnp.dtype(dtype), layout=layout)
+
+
+def _on_vectors(convert: Callable, dtype: DTypeLike, *tiles: Array) -> Array:
+  """Makes a tile whose single vector per thread is `convert(*vectors)`."""
+  is_signed = False if dtype == jnp.uint8 else None
+
+  @plgpu.inline_mgpu(
+    arg_types=(LAYOUT,) * len(tiles), return_type=_type(TILE, dtype)
+  )
+  def apply(_, *tiles):
+    return _tile(convert, *tiles, is_signed=is_signed)
+
+  return apply(*tiles)  # pyright: ignore
 
 
 def _tile(
   convert: Callable, *tiles: mgpu.FragmentedArray, is_signed: bool | None = None
 ) -> mgpu.FragmentedArray:
-  """Makes a tile whose single vector per thread is `convert(*vectors)`."""
+  """Does `_on_vectors` inside inlined code; None for a float or an i32."""
   registers = np.empty_like(tiles[0].registers)
   for i in np.ndindex(registers.shape):
     registers[i] = convert(*(tile.registers[i] for tile in tiles))
@@ -267,13 +268,13 @@ def _tile(
   )
 
 
-def _statistic(x, layout, is_signed: bool | None = None):
+def _statistic(x, kind: plgpu.ShapeDtypeStruct) -> mgpu.FragmentedArray:
   """Makes statistics of which each thread holds one number, x."""
-  layout = layout.to_mgpu()
-  shape = (2, ROWS) if layout == PAIR_LAYOUT.to_mgpu() else (ROWS,)
-  registers = np.empty(layout.registers_shape(shape), dtype=object)
+  layout = _LAYOUTS[kind.shape].to_mgpu()
+  registers = np.empty(layout.registers_shape(kind.shape), dtype=object)
   vector_type = ir.VectorType.get((1,), x.type)
   registers.flat[:] = [vector.from_elements(vector_type, [x])]
+  is_signed = {"int32": True, "uint32": False}.get(jnp.dtype(kind.dtype).name)
   return mgpu.FragmentedArray(
     _registers=registers, _layout=layout, _is_signed=is_signed
   )

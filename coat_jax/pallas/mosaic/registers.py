@@ -10,10 +10,6 @@ each lane holds 8 neighbouring values of one group:
 
 So codes are loaded 8 bytes at a time, a group's statistic takes one register,
 and reducing a group takes four shuffles among 16 lanes.
-
-Pallas does not expose a few instructions that matter here; we inline them as
-PTX (`ptx`). The interpreter cannot run PTX: with `interpret` the same functions
-use their jnp version, which also serves as their definition.
 """
 
 import dataclasses
@@ -27,15 +23,7 @@ from jax.typing import DTypeLike
 
 from coat_jax.numerics.formats import E4M3, qmax
 from coat_jax.pallas.mosaic import ptx
-from coat_jax.pallas.mosaic.ptx import (
-  GROUP_LAYOUT,
-  LAYOUT,
-  ROWS,
-  TILE,
-)
-from coat_jax.pallas.mosaic.ptx import (
-  GROUP_SIZE as GROUP_SIZE,
-)
+from coat_jax.pallas.mosaic.ptx import GROUP_LAYOUT, LAYOUT, ROWS, TILE
 
 
 def load(ref, start) -> Array:
@@ -69,13 +57,13 @@ def as_float(x: Array) -> Array:
   return lax.bitcast_convert_type(x, jnp.float32)
 
 
-def as_dtype(x: Array, dtype: DTypeLike) -> Array:
-  return lax.bitcast_convert_type(x, dtype)
-
-
 @dataclasses.dataclass(frozen=True)
 class Instructions:
-  """Operations that are single GPU instructions, or jnp in the interpreter."""
+  """Operations that take few GPU instructions if written in PTX (`ptx`).
+
+  The interpreter cannot run PTX: with `interpret` they are written in jnp. That
+  is also their definition.
+  """
 
   interpret: bool
 

@@ -6,7 +6,8 @@ from jax import Array, lax
 
 from coat_jax.numerics.stochastic import GOLDEN, RUN, mix, times_power
 from coat_jax.pallas.mosaic import registers
-from coat_jax.pallas.mosaic.registers import GROUP_SIZE, as_float
+from coat_jax.pallas.mosaic.ptx import GROUP_SIZE
+from coat_jax.pallas.mosaic.registers import as_float
 
 
 def row_and_column(start, shape, whole, place_gmem) -> tuple[Array, Array]:

@@ -8,21 +8,16 @@
 
 There are three kernels. The forward and the dq kernel take a tile of queries
 each and loop over its tiles of keys. The dk and dv kernel takes a tile of keys
-and loops over its tiles of queries, of all query heads that read the key head.
-No sum uses atomics, so the bits are the same every time. `scores.py` determines
-which tiles are visited.
+and loops over its tiles of queries, of all query heads that read the key head
+(if H is 256, dk and dv have a kernel each). No sum uses atomics, so the bits
+are the same every time. `scores.py` determines which tiles are visited.
 
-Scores that a cap bounds need no running maximum: their exp fits in f32.
-
-Inputs are BF16, sums are f32, and [T, T] is never stored. Matrix products take
-4 H operations per visited pair of query and key in the forward, and 14 H in the
-backward (two of its kernels compute s and dp; 16 H if H is 256, because dv then
-has a kernel of its own).
+Inputs are BF16, sums are f32, and [T, T] is never stored. Scores that a cap
+bounds need no running maximum: their exp fits in f32.
 """
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +27,7 @@ from jax.experimental.pallas import triton as plt
 
 from coat_jax.ops.dispatch import kernel
 from coat_jax.ops.types import AttentionKind, AttentionResiduals
-from coat_jax.pallas.triton import tiles
+from coat_jax.pallas.triton import matrix, supported
 from coat_jax.pallas.triton.scores import (
   LEAST,
   LOG2_E,
@@ -40,8 +35,8 @@ from coat_jax.pallas.triton.scores import (
   Tile,
   Visit,
   segment_bounds,
-  visible,
 )
+from coat_jax.pallas.triton.tiles import dot
 
 _HEAD_SIZES = (64, 128, 256)
 # Scores of ±55 give exp of 2^±80: a sum of 2^40 of them does not overflow, and
@@ -105,10 +100,31 @@ def _why_not(tile: Tile, q: Array, k: Array, v: Array) -> str | None:
       "the Triton kernel needs a sequence that is a multiple of "
       f"{tile.longest}, got {q.shape[1]}"
     )
-  return tiles.why_not_shape(q.shape)
+  return supported.why_not_shape(q.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+  """The kind of attention that a kernel computes, and its tile."""
+
+  kind: AttentionKind
+  tile: Tile
+  interpret: bool
+
+  def run(self, kernel, *args, grid, out_shape, name):
+    """Calls `kernel(*refs, work=self)` for each program of the grid."""
+    return pl.pallas_call(
+      functools.partial(kernel, work=self),
+      grid=grid,
+      out_shape=out_shape,
+      compiler_params=matrix.compiler_params(self.tile.warps, self.tile.stages),
+      interpret=self.interpret,
+      name=name,
+    )(*args)
 
 
 @kernel(_why_not_fwd)
+@jax.jit(static_argnames=("kind", "interpret"))
 def attention_fwd(
   q: Array,
   k: Array,
@@ -119,12 +135,24 @@ def attention_fwd(
   interpret: bool = False,
 ) -> AttentionResiduals:
   """`ops.attention_fwd`."""
-  tile = pick_tiles(q.shape[-1]).forward
-  work = Work(kind.among(k.shape[1]), tile, interpret)
-  return _forward(q, k, v, segments, work)
+  b, t, n, h = q.shape
+  tile = pick_tiles(h).forward
+  out, lse = Work(kind.among(k.shape[1]), tile, interpret).run(
+    _forward_kernel,
+    *(q, k, v),
+    *segment_bounds(segments, tile.queries, tile.keys),
+    grid=(t // tile.queries, n, b),
+    out_shape=(
+      jax.ShapeDtypeStruct(q.shape, q.dtype),
+      jax.ShapeDtypeStruct((b, n, t), jnp.float32),
+    ),
+    name="attention_fwd",
+  )
+  return AttentionResiduals(out, jnp.swapaxes(lse, 1, 2))
 
 
 @kernel(_why_not_bwd)
+@jax.jit(static_argnames=("kind", "interpret"))
 def attention_bwd(
   dout: Array,
   q: Array,
@@ -147,76 +175,22 @@ def attention_bwd(
     precision=jax.lax.Precision.HIGHEST,
   )
   lse = jnp.swapaxes(residuals.lse, 1, 2) * LOG2_E
-  inputs = _Inputs(q, k, v, dout, lse, delta)
+  # q, k, v and dout are [B, T, N, H], lse (in octaves) and delta [B, N, T].
+  inputs = q, k, v, dout, lse, delta
 
   def work(tile: Tile) -> Work:
     return Work(kind.among(k.shape[1]), tile, interpret)
 
   dq = _backward_q(inputs, segments, work(picked.dq))
   if picked.dv is None:
-    return dq, *_backward_kv(inputs, segments, "both", work(picked.dk))
-  (dk,) = _backward_kv(inputs, segments, "dk", work(picked.dk))
-  (dv,) = _backward_kv(inputs, segments, "dv", work(picked.dv))
+    return dq, *_backward_kv(inputs, segments, "dkv", work(picked.dk))
+  [dk] = _backward_kv(inputs, segments, "dk", work(picked.dk))
+  [dv] = _backward_kv(inputs, segments, "dv", work(picked.dv))
   return dq, dk, dv
 
 
-# --- The three calls ---------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Work:
-  """The static parameters of a kernel."""
-
-  kind: AttentionKind
-  tile: Tile
-  interpret: bool
-
-  def run(self, kernel, *args, grid, out_shape, name):
-    """Calls `kernel(*refs, work=self)` for each program of the grid."""
-    return pl.pallas_call(
-      functools.partial(kernel, work=self),
-      grid=grid,
-      out_shape=out_shape,
-      compiler_params=plt.CompilerParams(
-        num_warps=self.tile.warps, num_stages=self.tile.stages
-      ),
-      interpret=self.interpret,
-      name=name,
-    )(*args)
-
-
-class _Inputs(NamedTuple):
-  """Arrays that both backward kernels read, or the refs of these arrays.
-
-  q, k, v and dout are [B, T, N, H], lse (in octaves) and delta [B, N, T].
-  """
-
-  q: Any
-  k: Any
-  v: Any
-  dout: Any
-  lse: Any
-  delta: Any
-
-
-@functools.partial(jax.jit, static_argnames="work")
-def _forward(q, k, v, segments, work: Work) -> AttentionResiduals:
-  (b, t, n, _), tile = q.shape, work.tile
-  per_row = jax.ShapeDtypeStruct((b, n, t), jnp.float32)
-  out, lse = work.run(
-    _forward_kernel,
-    *(q, k, v),
-    *segment_bounds(segments, tile.queries, tile.keys),
-    grid=(t // tile.queries, n, b),
-    out_shape=(jax.ShapeDtypeStruct(q.shape, q.dtype), per_row),
-    name="attention_fwd",
-  )
-  return AttentionResiduals(out, jnp.swapaxes(lse, 1, 2))
-
-
-@functools.partial(jax.jit, static_argnames="work")
-def _backward_q(inputs: _Inputs, segments, work: Work) -> Array:
-  q, tile = inputs.q, work.tile
+def _backward_q(inputs, segments, work: Work) -> Array:
+  q, tile = inputs[0], work.tile
   b, t, n, _ = q.shape
   return work.run(
     _dq_kernel,
@@ -228,33 +202,33 @@ def _backward_q(inputs: _Inputs, segments, work: Work) -> Array:
   )
 
 
-@functools.partial(jax.jit, static_argnames=("which", "work"))
-def _backward_kv(inputs: _Inputs, segments, which: str, work: Work):
+def _backward_kv(inputs, segments, which: str, work: Work) -> list:
+  """Returns gradients of k ("dk"), of v ("dv"), or of both ("dkv")."""
   tile = work.tile
-  b, s, kv_heads, _ = inputs.k.shape
+  _, k, v, *_ = inputs
+  b, s, kv_heads, _ = k.shape
   shapes = [
-    jax.ShapeDtypeStruct(x.shape, x.dtype) if which in ("both", name) else None
-    for name, x in (("dk", inputs.k), ("dv", inputs.v))
+    jax.ShapeDtypeStruct(x.shape, x.dtype) if letter in which else None
+    for letter, x in (("k", k), ("v", v))
   ]
-  dk, dv = work.run(
+  gradients = work.run(
     _dkv_kernel,
     *inputs,
     *segment_bounds(segments, tile.keys, tile.queries),
     grid=(s // tile.keys, kv_heads, b),
     out_shape=shapes,
-    name="attention_dkv" if which == "both" else f"attention_{which}",
+    name=f"attention_{which}",
   )
-  return [x for x in (dk, dv) if x is not None]
+  return [x for x in gradients if x is not None]
 
 
 # --- Kernels -----------------------------------------------------------------
 
 
 def _forward_kernel(*refs, work: Work):
-  *inputs, segments_ref, first_ref, behind_ref, out_ref, lse_ref = refs
-  q_ref, k_ref, v_ref = inputs
+  q_ref, k_ref, v_ref, *segments, out_ref, lse_ref = refs
   kind, tile = work.kind, work.tile
-  visit = Visit.of_queries(kind, tile, k_ref, first_ref, behind_ref)
+  visit = Visit.begin(kind, tile, True, k_ref.shape[1], segments)
   head, b = pl.program_id(1), pl.program_id(2)
   kv_head = head // (q_ref.shape[2] // k_ref.shape[2])
   own = pl.ds(visit.own * tile.queries, tile.queries)
@@ -265,10 +239,8 @@ def _forward_kernel(*refs, work: Work):
   def step(j, carry, is_masked):
     acc, largest, total = carry
     others = pl.ds(j * tile.keys, tile.keys)
-    x = scores.of(_dot(q, plt.load(k_ref.at[b, others, kv_head]), (1, 1)))
-    if is_masked:
-      seen = visible(kind, visit.own, j, tile, segments_ref, b, is_rows=True)
-      x = scores.masked(x, seen)
+    x = scores.of(dot(q, plt.load(k_ref.at[b, others, kv_head]), (1, 1)))
+    x = scores.masked(x, visit.seen(j, is_masked))
     if has_maximum:
       before = largest
       largest = jnp.maximum(before, jnp.max(x, axis=1) * scores.unit)
@@ -277,7 +249,7 @@ def _forward_kernel(*refs, work: Work):
     p = scores.exponential(x, largest[:, None])
     total = total + jnp.sum(p, axis=1)
     v = plt.load(v_ref.at[b, others, kv_head])
-    return acc + _dot(p.astype(v.dtype), v, (1, 0)), largest, total
+    return acc + dot(p.astype(v.dtype), v, (1, 0)), largest, total
 
   rows = jnp.zeros((tile.queries,), jnp.float32)
   carry = jnp.zeros(q.shape, jnp.float32), rows, rows
@@ -291,10 +263,10 @@ def _forward_kernel(*refs, work: Work):
 
 
 def _dq_kernel(*refs, work: Work):
-  *inputs, segments_ref, first_ref, behind_ref, dq_ref = refs
-  q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref = inputs
+  *inputs, dq_ref = refs
+  q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref, *segments = inputs
   kind, tile = work.kind, work.tile
-  visit = Visit.of_queries(kind, tile, k_ref, first_ref, behind_ref)
+  visit = Visit.begin(kind, tile, True, k_ref.shape[1], segments)
   head, b = pl.program_id(1), pl.program_id(2)
   kv_head = head // (q_ref.shape[2] // k_ref.shape[2])
   own = pl.ds(visit.own * tile.queries, tile.queries)
@@ -308,23 +280,21 @@ def _dq_kernel(*refs, work: Work):
     others = pl.ds(j * tile.keys, tile.keys)
     k = plt.load(k_ref.at[b, others, kv_head])
     v = plt.load(v_ref.at[b, others, kv_head])
-    seen = None
-    if is_masked:
-      seen = visible(kind, visit.own, j, tile, segments_ref, b, is_rows=True)
-    x = scores.of(_dot(q, k, (1, 1)))
+    seen = visit.seen(j, is_masked)
+    x = scores.of(dot(q, k, (1, 1)))
     p = scores.probability(x, lse, seen)
-    ds = scores.gradient(x, p * (_dot(dout, v, (1, 1)) - delta))
-    return dq + _dot(ds.astype(k.dtype), k, (1, 0))
+    ds = scores.gradient(x, p * (dot(dout, v, (1, 1)) - delta))
+    return dq + dot(ds.astype(k.dtype), k, (1, 0))
 
   dq = visit.run(step, jnp.zeros(q.shape, jnp.float32))
   plt.store(dq_ref.at[b, own, head], (dq * scores.scale).astype(dq_ref.dtype))
 
 
 def _dkv_kernel(*refs, work: Work):
-  *inputs, segments_ref, first_ref, behind_ref, dk_ref, dv_ref = refs
-  q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref = inputs
+  *inputs, dk_ref, dv_ref = refs
+  q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref, *segments = inputs
   kind, tile = work.kind, work.tile
-  visit = Visit.of_keys(kind, tile, q_ref, first_ref, behind_ref)
+  visit = Visit.begin(kind, tile, False, q_ref.shape[1], segments)
   kv_head, b = pl.program_id(1), pl.program_id(2)
   heads = q_ref.shape[2] // k_ref.shape[2]
   own = pl.ds(visit.own * tile.keys, tile.keys)
@@ -342,17 +312,15 @@ def _dkv_kernel(*refs, work: Work):
       q = plt.load(q_ref.at[b, others, head])
       dout = plt.load(dout_ref.at[b, others, head])
       lse = plt.load(lse_ref.at[b, head, others])[None, :]
-      seen = None
-      if is_masked:
-        seen = visible(kind, j, visit.own, tile, segments_ref, b, is_rows=False)
-      x = scores.of(_dot(k, q, (1, 1)))
+      seen = visit.seen(j, is_masked)
+      x = scores.of(dot(k, q, (1, 1)))
       p = scores.probability(x, lse, seen)
       if dv is not None:
-        dv = dv + _dot(p.astype(dout.dtype), dout, (1, 0))
+        dv = dv + dot(p.astype(dout.dtype), dout, (1, 0))
       if v is not None:
         delta = plt.load(delta_ref.at[b, head, others])[None, :]
-        ds = scores.gradient(x, p * (_dot(v, dout, (1, 1)) - delta))
-        dk = dk + _dot(ds.astype(q.dtype), q, (1, 0))
+        ds = scores.gradient(x, p * (dot(v, dout, (1, 1)) - delta))
+        dk = dk + dot(ds.astype(q.dtype), q, (1, 0))
       return dk, dv
 
     return visit.run(step, carry)
@@ -363,11 +331,3 @@ def _dkv_kernel(*refs, work: Work):
   for ref, x, scale in ((dk_ref, dk, scores.scale), (dv_ref, dv, 1.0)):
     if ref is not None and x is not None:
       plt.store(ref.at[b, own, kv_head], (x * scale).astype(ref.dtype))
-
-
-def _dot(a: Array, b: Array, summed: tuple[int, int]) -> Array:
-  """Sums over one axis of a and one of b, in f32."""
-  dimensions = (((summed[0],), (summed[1],)), ((), ()))
-  return jax.lax.dot_general(
-    a, b, dimensions, preferred_element_type=jnp.float32
-  )

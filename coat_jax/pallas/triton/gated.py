@@ -6,28 +6,13 @@
   gated_bwd_operands  dgate = dy up f'(gate), dup = dy f(gate), in both layouts
                       with one scale, and the product's columns
 
-f is SiLU, silu(x) = x s, silu'(x) = s (1 + x (1 - s)), with s = sigmoid(x)
-computed once per element and pass; or f is GELU by the formulas of `gelu`. A
-program handles a tile of the gate and the same tile of up, F columns apart;
-arrays that hold both are [m, 2, F] here.
+A program handles a tile of the gate and the same tile of up, F columns apart;
+arrays that hold both are [m, 2, F] here. The backward needs the scale before it
+can write a code, so it takes two passes; the first only finds the maxima.
 
-      gate_up [m, 2 F]            dgate_up.rows           .columns [2 F, m]
-      +--------+--------+         +--------+--------+         +----+
-      | [tile] | [tile] |   ...   | [tile] | [tile] |   and   | .T |
-      +--------+--------+         +--------+--------+         | .T |
-                                                              +----+
-
-The backward needs the scale before it can write a code, so it takes two passes;
-the first only finds the maxima.
-
-Bytes for each of the m F values in BF16: gated_input 2 * 2 + 2 * (1 + 2 / G);
-gated_fwd 2 * (1 + 2 / G), and 1 more per layout; gated_bwd_operands
-2 * (2 + 2 * (1 + 2 / G)) + 5.
-
-On an H200 (2026-11-21, jax 0.11.2, m 8192, F 11008, G = 16) with SiLU:
-gated_input takes 152 microseconds, 3.7 TB/s; gated_fwd takes 69 for rows, 4.3
-TB/s; gated_bwd_operands takes 401, 3.0 TB/s (its second pass takes some 50
-instructions per value); XLA takes 412, 218 and 1663.
+On an H200 (jax 0.11.2, m 8192, F 11008, G = 16, SiLU) gated_input runs at 3.7
+TB/s, gated_fwd at 4.3 and gated_bwd_operands at 3.0 (its second pass takes some
+50 instructions per value).
 """
 
 import functools
@@ -35,7 +20,6 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.experimental import pallas as pl
 
 from coat_jax.numerics.formats import E4M3, E5M2
 from coat_jax.numerics.qtensor import QTensor
@@ -50,16 +34,33 @@ from coat_jax.numerics.scaling import (
 )
 from coat_jax.ops.dispatch import kernel
 from coat_jax.ops.types import Activation
-from coat_jax.pallas.triton import gelu, ptx, tiles
-from coat_jax.pallas.triton.elementwise import (
-  Work,
-  pick_amax_tile,
-  pick_row_tile,
-  pick_tile,
-  split,
-  why_not_values,
-)
+from coat_jax.pallas.triton import activations, matrix, supported, tiles
+from coat_jax.pallas.triton.matrix import Blocked, Matrix
 from coat_jax.pallas.triton.scales import bits_to_shared_scale, output_scale
+
+
+def _why_not_activation(activation: Activation) -> str | None:
+  if activation != "gelu":
+    return None
+  return (
+    "the Triton kernel has SiLU and GELU by the tanh approximation, since "
+    "Pallas lowers no erf to Triton; got activation='gelu'"
+  )
+
+
+def _halves(whole: Matrix, x) -> Blocked | None:
+  """Blocks [m, 2, F]: gate's tile and up's."""
+  tile = whole.tile
+  spec = whole.spec((tile.rows, 2, tile.columns), (0, None, 1))
+  return matrix.blocked(spec, (whole.m, 2, whole.n), x)
+
+
+def _column_halves(whole: Matrix, dtype) -> Blocked | None:
+  """Blocks [2, F, m]."""
+  tile = whole.tile
+  spec = whole.spec((2, tile.columns, tile.rows), (None, 1, 0))
+  return matrix.blocked(spec, (2, whole.n, whole.m), dtype)
+
 
 # --- Input -------------------------------------------------------------------
 
@@ -69,16 +70,14 @@ def _why_not_input(gate_up, activation, groups, output, **_) -> str | None:
   if n % 2:
     return f"gate and up must be of one width, got {n} for both"
   return (
-    tiles.why_not_format(groups.dtype, E4M3)
-    or tiles.why_not_output(output, E4M3)
-    or _why_not_activation(activation)
-    or tiles.why_not_dtype(gate_up.dtype)
-    or tiles.why_not_groups((*leading, n // 2), groups.size)
-    or tiles.why_not_shape(gate_up.shape)
+    _why_not_activation(activation)
+    or supported.why_not_read(gate_up, (*leading, n // 2), groups, output)
+    or supported.why_not_shape(gate_up.shape)
   )
 
 
 @kernel(_why_not_input)
+@jax.jit(static_argnames=("activation", "groups", "output", "interpret"))
 def gated_input(
   gate_up: Array,
   *,
@@ -88,46 +87,22 @@ def gated_input(
   interpret: bool = False,
 ) -> tuple[QTensor, QTensor, Array | None]:
   """`ops.gated_input`."""
-  n = gate_up.shape[-1]
+  *leading, n = gate_up.shape
   m, f = gate_up.size // n, n // 2
-  work = Work(m, f, groups.size, pick_row_tile(m, f), interpret)
-  gate, up, bits = _gated_input(gate_up, activation, work)
-  return (
-    gate,
-    up,
-    output_scale(bits, output, interpret=interpret),
-  )
-
-
-@functools.partial(jax.jit, static_argnames=("activation", "work"))
-def _gated_input(
-  gate_up, activation, work: Work
-) -> tuple[QTensor, QTensor, Array]:
-  *results, bits = work.run(
-    _with(_input_kernel, activation),
-    gate_up.reshape(work.m, 2, work.n),
-    in_specs=[_halves(work)],
-    **split([*[work.matrix(E4M3), work.scales()] * 2, work.bits()]),
+  whole = Matrix(m, f, matrix.pick_row_tile(m, f), interpret, groups.size)
+  quantized = [whole.values(E4M3), whole.scales(jnp.bfloat16)]
+  gate, gate_scale, up, up_scale, bits = whole.run(
+    functools.partial(activations.input_kernel, function=activation),
+    [_halves(whole, gate_up)],
+    [*quantized, *quantized, whole.maxima()],
     name="gated_input",
   )
-  gate, gate_scale, up, up_scale = (
-    x.reshape(*gate_up.shape[:-1], x.shape[-1]) for x in results
-  )
+  shape = *leading, f
   return (
-    QTensor(gate, gate_scale, work.group_size),
-    QTensor(up, up_scale, work.group_size),
-    bits,
+    whole.grouped(gate, gate_scale, shape),
+    whole.grouped(up, up_scale, shape),
+    output_scale(bits, output, interpret),
   )
-
-
-def _input_kernel(work, *refs, activation):
-  gate_up_ref, gate_ref, gate_scale_ref, up_ref, up_scale_ref, bits_ref = refs
-  gate = work.load(gate_up_ref.at[:, jnp.int32(0)])
-  up = work.load(gate_up_ref.at[:, jnp.int32(1)])
-  gate = work.store_groups(gate_ref, gate_scale_ref, gate)
-  up = work.store_groups(up_ref, up_scale_ref, up)
-  product = _values(gate, activation, work.interpret) * up
-  tiles.store_scalar(bits_ref, tiles.amax_bits(product))
 
 
 # --- Forward -----------------------------------------------------------------
@@ -137,11 +112,9 @@ def _why_not_fwd(
   gate, up, activation, output, scale, layout, **_
 ) -> str | None:
   return (
-    tiles.why_not_scaling(output, E4M3)
-    or _why_not_activation(activation)
+    _why_not_activation(activation)
     or _why_not_gate_and_up(gate, up)
-    or tiles.why_not_columns(gate.qvalue.shape, layout)
-    or tiles.why_not_scale(scale)
+    or supported.why_not_written(gate.qvalue.shape, output, scale, layout)
   )
 
 
@@ -156,10 +129,11 @@ def _why_not_gate_and_up(gate, up) -> str | None:
       f"gate and up must have groups of one size, got {gate.group_size} and "
       f"{up.group_size}"
     )
-  return why_not_values(gate) or why_not_values(up)
+  return supported.why_not_values(gate) or supported.why_not_values(up)
 
 
 @kernel(_why_not_fwd)
+@jax.jit(static_argnames=("activation", "output", "layout", "interpret"))
 def gated_fwd(
   gate: QTensor,
   up: QTensor,
@@ -171,40 +145,15 @@ def gated_fwd(
   interpret: bool = False,
 ) -> Operand:
   """`ops.gated_fwd`."""
-  assert isinstance(scale, Array) and gate.group_size is not None
-  group_size = gate.group_size
-  f = gate.qvalue.shape[-1]
-  m = gate.qvalue.size // f
-  tile = pick_row_tile(m, f) if layout == "rows" else pick_tile(m)
-  work = Work(m, f, group_size, tile, interpret)
-  rows, columns = _gated_fwd(gate, up, scale, activation, layout, work)
-  return Operand(rows, columns, scale)
-
-
-@functools.partial(jax.jit, static_argnames=("activation", "layout", "work"))
-def _gated_fwd(
-  gate, up, scale, activation, layout, work: Work
-) -> tuple[Array | None, Array | None]:
-  rows, columns = work.run(
-    _with(_fwd_kernel, activation),
-    *work.matrices(gate),
-    *work.matrices(up),
-    scale.reshape(1),
-    in_specs=[*_gate_and_up(work), tiles.scalar_spec()],
-    **split(work.operand(E4M3, layout)),
+  assert isinstance(scale, Array)
+  whole = matrix.of_values(gate, layout, interpret)
+  rows, columns = whole.run(
+    functools.partial(activations.fwd_kernel, function=activation),
+    [*whole.quantized(gate), *whole.quantized(up), matrix.scalar(scale)],
+    whole.operand(E4M3, layout),
     name="gated_fwd",
   )
-  return rows if rows is None else rows.reshape(gate.qvalue.shape), columns
-
-
-def _fwd_kernel(work, *refs, activation):
-  *refs, rows_ref, columns_ref = refs
-  gate_ref, gate_scale_ref, up_ref, up_scale_ref, scale_ref = refs
-  gate = work.load_groups(gate_ref, gate_scale_ref)
-  up = work.load_groups(up_ref, up_scale_ref)
-  product = _values(gate, activation, work.interpret) * up
-  codes = work.quantize(product, scale_ref, E4M3)
-  work.store_operand(rows_ref, columns_ref, codes)
+  return Operand(matrix.like(rows, gate.qvalue), columns, scale)
 
 
 # --- Backward ----------------------------------------------------------------
@@ -217,18 +166,17 @@ def _why_not_bwd(
   if dy.shape != gate.qvalue.shape:
     return f"dy must be of gate's shape {gate.qvalue.shape}, got {dy.shape}"
   return (
-    tiles.why_not_scaling(gradient, E5M2)
-    or tiles.why_not_scaling(output, E4M3)
+    supported.why_not_scaling(gradient, E5M2)
     or _why_not_activation(activation)
-    or tiles.why_not_dtype(dy.dtype)
+    or supported.why_not_dtype(dy.dtype)
     or _why_not_gate_and_up(gate, up)
-    or tiles.why_not_columns(dy.shape, "both")
-    or tiles.why_not_shape((*leading, 2 * f))
-    or tiles.why_not_scale(scale)
+    or supported.why_not_shape((*leading, 2 * f))
+    or supported.why_not_written(dy.shape, output, scale, "both")
   )
 
 
 @kernel(_why_not_bwd)
+@jax.jit(static_argnames=("activation", "gradient", "output", "interpret"))
 def gated_bwd_operands(
   dy: Array,
   gate: QTensor,
@@ -242,141 +190,61 @@ def gated_bwd_operands(
 ) -> tuple[Operand, Operand]:
   """`ops.gated_bwd_operands`, in two passes."""
   assert isinstance(scale, Array) and gate.group_size is not None
-  product_scale, group_size = scale, gate.group_size
-  f = dy.shape[-1]
+  *leading, f = dy.shape
   m = dy.size // f
-  work = Work(m, f, group_size, pick_amax_tile(m), interpret)
-  bits = _gradients_amax(dy, gate, up, activation, work)
-  scale, read = bits_to_shared_scale(
-    bits, E5M2, axis_names=gradient.axis_names, interpret=interpret
-  )
-  work = Work(m, f, group_size, pick_tile(m), interpret)
-  rows, columns, product = _gradients(
-    dy, gate, up, read, product_scale, activation, work
-  )
-  return Operand(rows, columns, scale), Operand(None, product, product_scale)
-
-
-@functools.partial(jax.jit, static_argnames=("activation", "work"))
-def _gradients_amax(dy, gate, up, activation, work: Work) -> Array:
-  [bits] = work.run(
-    _with(_amax_kernel, activation),
-    dy.reshape(work.m, work.n),
-    *work.matrices(gate),
-    *work.matrices(up),
-    in_specs=[work.tile.matrix(), *_gate_and_up(work)],
-    **split([work.bits()]),
+  tile = matrix.pick_amax_tile(m)
+  whole = Matrix(m, f, tile, interpret, gate.group_size)
+  [bits] = whole.run(
+    functools.partial(_amax_kernel, function=activation),
+    [whole.values(dy), *whole.quantized(gate), *whole.quantized(up)],
+    [whole.maxima()],
     name="gated_bwd_amax",
   )
-  return bits
+  gradient_scale, read = bits_to_shared_scale(bits, gradient, interpret)
+  whole = matrix.of_values(gate, "both", interpret)
+  rows, columns, product = whole.run(
+    functools.partial(_bwd_kernel, function=activation),
+    [
+      whole.values(dy),
+      *whole.quantized(gate),
+      *whole.quantized(up),
+      matrix.scalar(read),
+      matrix.scalar(scale),
+    ],
+    [_halves(whole, E5M2), _column_halves(whole, E5M2), whole.columns(E4M3)],
+    name="gated_bwd_operands",
+  )
+  rows, columns = rows.reshape(*leading, 2 * f), columns.reshape(2 * f, m)
+  return Operand(rows, columns, gradient_scale), Operand(None, product, scale)
 
 
-def _amax_kernel(work, *refs, activation):
+def _amax_kernel(whole, *refs, function):
   *refs, bits_ref = refs
-  dgate, dup, _ = _gradient_values(work, activation, *refs)
+  dgate, dup, _ = _gradient_values(whole, refs, function)
   bits = jnp.maximum(tiles.amax_bits(dgate), tiles.amax_bits(dup))
   tiles.store_scalar(bits_ref, bits)
 
 
-def _gradient_values(
-  work, activation, dy_ref, gate_ref, gate_scale_ref, up_ref, up_scale_ref
-) -> tuple[Array, Array, Array]:
+def _gradient_values(whole, refs, function) -> tuple[Array, Array, Array]:
   """Returns dgate, dup and the product of a tile, zeros outside the matrix."""
-  dy = work.load(dy_ref)
-  gate = work.load_groups(gate_ref, gate_scale_ref)
-  up = work.load_groups(up_ref, up_scale_ref)
-  y, derivative = _values_and_derivative(gate, activation, work.interpret)
+  dy_ref, gate_ref, gate_scale_ref, up_ref, up_scale_ref = refs
+  dy = whole.load(dy_ref)
+  gate = whole.load_groups(gate_ref, gate_scale_ref)
+  up = whole.load_groups(up_ref, up_scale_ref)
+  y, derivative = activations.value_and_derivative(
+    gate, function, whole.interpret
+  )
   return dy * up * derivative, dy * y, y * up
 
 
-@functools.partial(jax.jit, static_argnames=("activation", "work"))
-def _gradients(
-  dy, gate, up, scale, product_scale, activation, work: Work
-) -> tuple[Array, Array, Array]:
-  m, f, tile = work.m, work.n, work.tile
-  column_halves = tile.spec((2, tile.columns, tile.rows), (None, 1, 0))
-  rows, columns, product = work.run(
-    _with(_bwd_kernel, activation),
-    dy.reshape(m, f),
-    *work.matrices(gate),
-    *work.matrices(up),
-    scale,
-    product_scale.reshape(1),
-    in_specs=[
-      tile.matrix(),
-      *_gate_and_up(work),
-      tiles.scalar_spec(),
-      tiles.scalar_spec(),
-    ],
-    **split(
-      [
-        (_halves(work), jax.ShapeDtypeStruct((m, 2, f), E5M2)),
-        (column_halves, jax.ShapeDtypeStruct((2, f, m), E5M2)),
-        work.columns(E4M3),
-      ]
-    ),
-    name="gated_bwd_operands",
-  )
-  rows = rows.reshape(*dy.shape[:-1], 2 * f)
-  return rows, columns.reshape(2 * f, m), product
-
-
-def _bwd_kernel(work, *refs, activation):
+def _bwd_kernel(whole, *refs, function):
   *refs, scale_ref, product_scale_ref, rows_ref, columns_ref, product_ref = refs
-  *gradients, product = _gradient_values(work, activation, *refs)
-  mask = work.mask()
+  *gradients, product = _gradient_values(whole, refs, function)
+  mask = whole.mask()
   for i, gradient in enumerate(gradients):
     half = jnp.int32(i)  # The interpreter does not accept a Python int.
-    codes = work.quantize(gradient, scale_ref, E5M2)
+    codes = whole.quantize(gradient, scale_ref, E5M2)
     tiles.store(rows_ref.at[:, half], codes, mask)
     tiles.store_transposed(columns_ref, codes, mask, leading=(half,))
-  codes = work.quantize(product, product_scale_ref, E4M3)
-  work.store_operand(None, product_ref, codes)
-
-
-# --- Activation functions ----------------------------------------------------
-
-
-def _why_not_activation(activation: Activation) -> str | None:
-  if activation != "gelu":
-    return None
-  return (
-    "the Triton kernel has SiLU and GELU by the tanh approximation, since "
-    "Pallas lowers no erf to Triton; got activation='gelu'"
-  )
-
-
-def _with(kernel, activation: Activation):
-  return functools.partial(kernel, activation=activation)
-
-
-def _values(x: Array, activation: Activation, interpret: bool) -> Array:
-  """Returns f(x)."""
-  if activation == "silu":
-    return x * ptx.sigmoid(x, interpret=interpret)
-  return x * gelu.cdf(x, interpret)
-
-
-def _values_and_derivative(
-  x: Array, activation: Activation, interpret: bool
-) -> tuple[Array, Array]:
-  """Returns f(x) and f'(x)."""
-  if activation == "silu":
-    sigmoid = ptx.sigmoid(x, interpret=interpret)
-    return x * sigmoid, sigmoid * (1 + x * (1 - sigmoid))
-  cdf, derivative = gelu.cdf_and_derivative(x, interpret)
-  return x * cdf, derivative
-
-
-# --- Specs -------------------------------------------------------------------
-
-
-def _halves(work: Work) -> pl.BlockSpec:
-  """Returns the spec of tiles of [m, 2, F]: gate's half and up's half."""
-  tile = work.tile
-  return tile.spec((tile.rows, 2, tile.columns), (0, None, 1))
-
-
-def _gate_and_up(work: Work) -> list[pl.BlockSpec]:
-  """Returns specs for gate's codes and scales, then up's codes and scales."""
-  return [work.tile.matrix(), work.tile.matrix(work.group_size)] * 2
+  codes = whole.quantize(product, product_scale_ref, E4M3)
+  whole.store_operand(None, product_ref, codes)

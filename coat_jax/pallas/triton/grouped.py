@@ -5,23 +5,17 @@
   grouped_dgrad   dx = g w^T    [M, F] x [E, D, F] -> [M, D]
   grouped_wgrad   dw = x^T g    [M, D] x [M, F] -> [E, D, F] or [D, E, F]
 
-For `grouped_fwd` and `grouped_dgrad`, rows are cut into tiles that do not cross
-groups. Only the device knows how many tiles a group needs, and all groups
-together need at most M / rows + E. We start that many programs; those that are
-left over find no rows.
+For the first two, rows are cut into tiles that do not cross groups. Only the
+device knows how many tiles a group needs, and all groups together need at most
+M / rows + E. We start that many programs; those left over find no rows.
 
       rows of x   | group 0      | 1 | group 2           |
       tiles       | 0    | 1     | 2 | 3     | 4    | 5  | (6: none)
 
 For `grouped_wgrad` a program computes a tile of one group's weight and loops
-over the group's rows.
-
-Inputs are BF16 or f32, sums are f32. XLA has no GPU kernel for these products:
-it multiplies every row with every group's weight, which takes E times the
-operations, and also writes zeros for every row and group.
-
-The kernels are not measured yet. They take as many operations as a product
-[M, D] x [D, F].
+over the group's rows. Inputs are BF16 or f32, sums are f32. XLA multiplies
+every row with every group's weight, which takes E times the operations. These
+kernels are not measured yet.
 """
 
 import dataclasses
@@ -35,25 +29,18 @@ from jax.experimental.pallas import triton as plt
 from jax.typing import DTypeLike
 
 from coat_jax.ops.dispatch import kernel
-from coat_jax.pallas.triton import tiles
+from coat_jax.pallas.triton import matrix, supported, tiles
 
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-  """A program's share of a product, and the steps in which it is summed.
-
-  Attributes:
-    rows, columns: size of the tile of the result.
-    step: length along the summed axis that is loaded at a time.
-    warps: number of warps that share the tile.
-    stages: number of loads in flight.
-  """
+  """A program's share of a product, and the steps in which it is summed."""
 
   rows: int
   columns: int
-  step: int
+  step: int  # The length along the summed axis that is loaded at a time.
   warps: int
-  stages: int
+  stages: int  # The number of loads in flight.
 
 
 def pick_tile(dtype: DTypeLike) -> Tile:
@@ -71,13 +58,14 @@ def _why_not(dtype, **arrays) -> str | None:
       f"{b.dtype}"
     )
   return (
-    tiles.why_not_dtype(a.dtype, dtype)
-    or tiles.why_not_shape(a.shape)
-    or tiles.why_not_shape(b.shape)
+    supported.why_not_dtype(a.dtype, dtype)
+    or supported.why_not_shape(a.shape)
+    or supported.why_not_shape(b.shape)
   )
 
 
 @kernel(_why_not)
+@jax.jit(static_argnames=("dtype", "interpret"))
 def grouped_fwd(
   x: Array,
   w: Array,
@@ -87,12 +75,12 @@ def grouped_fwd(
   interpret: bool = False,
 ) -> Array:
   """`ops.grouped_fwd`."""
-  return _rows_times(
-    x, w, sizes, jnp.dtype(dtype), False, pick_tile(x.dtype), interpret
-  )
+  result = jax.ShapeDtypeStruct((x.shape[0], w.shape[2]), dtype)
+  return _rows_times(x, w, sizes, result, interpret, name="grouped_fwd")
 
 
 @kernel(_why_not)
+@jax.jit(static_argnames=("dtype", "interpret"))
 def grouped_dgrad(
   g: Array,
   w: Array,
@@ -102,12 +90,12 @@ def grouped_dgrad(
   interpret: bool = False,
 ) -> Array:
   """`ops.grouped_dgrad`."""
-  return _rows_times(
-    g, w, sizes, jnp.dtype(dtype), True, pick_tile(g.dtype), interpret
-  )
+  result = jax.ShapeDtypeStruct((g.shape[0], w.shape[1]), dtype)
+  return _rows_times(g, w, sizes, result, interpret, name="grouped_dgrad")
 
 
 @kernel(_why_not)
+@jax.jit(static_argnames=("dtype", "rows_first", "interpret"))
 def grouped_wgrad(
   x: Array,
   g: Array,
@@ -119,26 +107,36 @@ def grouped_wgrad(
 ) -> Array:
   """`ops.grouped_wgrad`."""
   tile = pick_tile(x.dtype)
-  return _wgrad(x, g, sizes, jnp.dtype(dtype), rows_first, tile, interpret)
+  (_, d), (_, f), (e,) = x.shape, g.shape, sizes.shape
+  ends = jnp.cumsum(sizes).astype(jnp.int32)
+  shape = (d, e, f) if rows_first else (e, d, f)
+  return pl.pallas_call(
+    functools.partial(_wgrad_kernel, rows_first=rows_first, tile=tile),
+    grid=(pl.cdiv(d, tile.rows), pl.cdiv(f, tile.columns), e),
+    out_shape=jax.ShapeDtypeStruct(shape, dtype),
+    compiler_params=matrix.compiler_params(tile.warps, tile.stages),
+    interpret=interpret,
+    name="grouped_wgrad",
+  )(ends - sizes.astype(jnp.int32), ends, x, g)
 
 
 # --- Rows times weights ------------------------------------------------------
 
 
-@functools.partial(
-  jax.jit, static_argnames=("dtype", "is_transposed", "tile", "interpret")
-)
-def _rows_times(x, w, sizes, dtype, is_transposed, tile: Tile, interpret):
-  (m, _), n = x.shape, w.shape[1 if is_transposed else 2]
-  work = _row_tiles(sizes, m, tile.rows)
+def _rows_times(x, w, sizes, result, interpret, *, name) -> Array:
+  """Multiplies rows by weights, or by their transposes for `grouped_dgrad`."""
+  tile = pick_tile(x.dtype)
+  m, n = result.shape
+  tiles_of_rows = _row_tiles(sizes, m, tile.rows)
+  is_transposed = name == "grouped_dgrad"
   return pl.pallas_call(
     functools.partial(_rows_kernel, tile=tile, is_transposed=is_transposed),
-    grid=(work[0].size, pl.cdiv(n, tile.columns)),
-    out_shape=jax.ShapeDtypeStruct((m, n), dtype),
-    compiler_params=_compiler_params(tile),
+    grid=(tiles_of_rows[0].size, pl.cdiv(n, tile.columns)),
+    out_shape=result,
+    compiler_params=matrix.compiler_params(tile.warps, tile.stages),
     interpret=interpret,
-    name="grouped_dgrad" if is_transposed else "grouped_fwd",
-  )(*work, x, w)
+    name=name,
+  )(*tiles_of_rows, x, w)
 
 
 def _row_tiles(sizes: Array, m: int, rows: int) -> tuple[Array, Array, Array]:
@@ -154,8 +152,8 @@ def _row_tiles(sizes: Array, m: int, rows: int) -> tuple[Array, Array, Array]:
   within = tile - (tile_ends - tiles_of)[group]
   first = (ends - sizes)[group] + within * rows
   first = jnp.where(is_left, m, first)
-  as_int = lambda x: x.astype(jnp.int32)  # noqa: E731
-  return as_int(group), as_int(first), as_int(ends[group])
+  found = group, first, ends[group]
+  return tuple(x.astype(jnp.int32) for x in found)  # pyright: ignore[reportReturnType]
 
 
 def _rows_kernel(*refs, tile: Tile, is_transposed: bool):
@@ -184,24 +182,6 @@ def _rows_kernel(*refs, tile: Tile, is_transposed: bool):
 # --- Gradients of weights ----------------------------------------------------
 
 
-@functools.partial(
-  jax.jit, static_argnames=("dtype", "rows_first", "tile", "interpret")
-)
-def _wgrad(x, g, sizes, dtype, rows_first, tile: Tile, interpret):
-  (_, d), (_, f), (e,) = x.shape, g.shape, sizes.shape
-  ends = jnp.cumsum(sizes).astype(jnp.int32)
-  return pl.pallas_call(
-    functools.partial(_wgrad_kernel, rows_first=rows_first, tile=tile),
-    grid=(pl.cdiv(d, tile.rows), pl.cdiv(f, tile.columns), e),
-    out_shape=jax.ShapeDtypeStruct(
-      (d, e, f) if rows_first else (e, d, f), dtype
-    ),
-    compiler_params=_compiler_params(tile),
-    interpret=interpret,
-    name="grouped_wgrad",
-  )(ends - sizes.astype(jnp.int32), ends, x, g)
-
-
 def _wgrad_kernel(
   first_ref, end_ref, x_ref, g_ref, dw_ref, *, rows_first, tile
 ):
@@ -228,7 +208,7 @@ def _wgrad_kernel(
 
 
 def _count(first, size: int) -> Array:
-  return first + jax.lax.broadcasted_iota(jnp.int32, (size,), 0)
+  return first + tiles.iota((size,), 0)
 
 
 def _load(ref, row, column, *group, rows, columns) -> Array:
@@ -246,16 +226,5 @@ def _at(ref, row, column, group, rows, columns, rows_first=False):
 
 
 def _dot(a: Array, b: Array, summed: tuple[int, int]) -> Array:
-  """Sums over an axis of each, in f32; f32 inputs are not rounded to TF32."""
-  dimensions = (((summed[0],), (summed[1],)), ((), ()))
-  return jax.lax.dot_general(
-    a,
-    b,
-    dimensions,
-    precision=jax.lax.Precision.HIGHEST,
-    preferred_element_type=jnp.float32,
-  )
-
-
-def _compiler_params(tile: Tile) -> plt.CompilerParams:
-  return plt.CompilerParams(num_warps=tile.warps, num_stages=tile.stages)
+  # f32 inputs are not rounded to TF32.
+  return tiles.dot(a, b, summed, precision=jax.lax.Precision.HIGHEST)

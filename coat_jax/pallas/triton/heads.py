@@ -5,20 +5,15 @@ These are `ops.split_heads` and `join_heads` without RoPE, as in vision towers,
 whose sequences and heads (729 tokens, heads of 72) are not powers of two. For
 some rows, a program handles a tile of k's columns, the same tile of v's
 columns, and R = N / K such tiles of q's. It computes where each column is in
-the joined matrix.
+the joined matrix, which is ordered by key head:
 
-      q            k    v              joined, by key head
+      q            k    v              joined
       +---------+  +--+ +--+           +--+--+-+-+--+--+-+-+
       | R tiles |  |  | |  |   <->     |q |q |k|v|q |q |k|v|  rows
       +---------+  +--+ +--+           +--+--+-+-+--+--+-+-+
 
 Head sizes are multiples of 8, so 8 adjacent columns, 16 bytes of BF16, stay
-adjacent on both sides. `join_heads_operand` first runs a pass that finds the
-scale. It can also sum the gradients over tokens, which is a bias's gradient:
-each tile writes the sum of its rows, and XLA adds those up, always in the same
-order.
-
-Bytes per element in BF16: 2 + 2; to an operand 2 + 2 + 2.
+adjacent on both sides.
 """
 
 import dataclasses
@@ -31,33 +26,33 @@ from jax import Array
 from jax.experimental import pallas as pl
 
 from coat_jax.numerics.formats import E5M2
-from coat_jax.numerics.scaling import Operand
-from coat_jax.pallas.triton import ptx, tiles
+from coat_jax.numerics.scaling import Operand, Scaling
+from coat_jax.pallas.triton import matrix, ptx, supported, tiles
+from coat_jax.pallas.triton.matrix import Tile
 from coat_jax.pallas.triton.scales import bits_to_shared_scale
+from coat_jax.pallas.triton.tiles import iota
 
 # Values of dk (and of dv) that a program reads to find the scale.
 _AMAX_VALUES = 4096
 
 
 @dataclasses.dataclass(frozen=True)
-class Work:
-  """The static parameters of a kernel.
+class Heads:
+  """The sizes of heads, and how programs share them."""
 
-  Attributes:
-    m: number of tokens.
-    queries: R, the number of query heads per key head.
-    kv_heads: K, the number of key heads.
-    size: H, the size of a head.
-    tile: the tile of k's columns.
-    interpret: whether JAX interprets the kernel.
-  """
-
-  m: int
-  queries: int
-  kv_heads: int
-  size: int
-  tile: tiles.Tile
+  m: int  # The number of tokens.
+  queries: int  # R, the number of query heads per key head.
+  kv_heads: int  # K, the number of key heads.
+  size: int  # H, the size of a head.
+  tile: Tile  # The tile of k's columns.
   interpret: bool
+
+  @classmethod
+  def of(cls, q: Array, k: Array, tile: Tile, interpret: bool) -> "Heads":
+    """Takes the sizes from q [B, T, N, H] and k [B, T, K, H]."""
+    b, t, num_heads, h = q.shape
+    kv_heads = k.shape[2]
+    return cls(b * t, num_heads // kv_heads, kv_heads, h, tile, interpret)
 
   # --- On the host ---
 
@@ -67,14 +62,19 @@ class Work:
     width = self.kv_heads * self.size
     return self.queries * width, width, width
 
+  @property
+  def grid(self) -> tuple[int, int]:
+    tile, width = self.tile, self.widths[1]
+    return pl.cdiv(self.m, tile.rows), pl.cdiv(width, tile.columns)
+
   def run(self, kernel, *args, out_shape, name, programs=1):
-    """Calls `kernel(work, *refs)` on whole arrays, `programs` per tile."""
-    down, across = self.tile.grid(self.m, self.widths[1])
+    """Calls `kernel(self, *refs)` on whole arrays, `programs` per tile."""
+    down, across = self.grid
     return pl.pallas_call(
       functools.partial(kernel, self),
       grid=(down * programs, across),
       out_shape=out_shape,
-      compiler_params=tiles.compiler_params(self.tile.warps),
+      compiler_params=matrix.compiler_params(self.tile.warps),
       interpret=self.interpret,
       name=name,
     )(*args)
@@ -103,19 +103,17 @@ class Work:
     def _():
       body(self._part(q, down, across * r + i, None))
 
-    @pl.when(i == r)
-    def _():
-      body(self._part(k, down, across, r))
+    for place, ref in ((r, k), (r + 1, v)):
 
-    @pl.when(i == r + 1)
-    def _():
-      body(self._part(v, down, across, r + 1))
+      @pl.when(i == place)
+      def _(ref=ref, place=place):
+        body(self._part(ref, down, across, place))
 
   def _part(self, ref, down, across, place) -> "Part":
     """Makes a tile; `place` is R for k, R + 1 for v, and None for q."""
     r, h, n = self.queries, self.size, self.tile.columns
-    row = down * self.tile.rows + _iota((self.tile.rows, 1), 0)
-    column = across * n + _iota((1, n), 1)
+    row = down * self.tile.rows + iota((self.tile.rows, 1), 0)
+    column = across * n + iota((1, n), 1)
     head, channel = _divided(column, h)
     group, own = _divided(head, r) if place is None else (head, place)
     joined = (group * (r + 2) + own) * h + channel
@@ -129,25 +127,15 @@ class Work:
 
 
 class Part(NamedTuple):
-  """A program's tile of q, k or v.
+  """A program's tile of q, k or v, and where its values are."""
 
-  Attributes:
-    ref: ref of the whole array.
-    down: the tile's index along the rows.
-    row: int32 [rows, 1].
-    column, joined: int32 [1, columns], columns of the array and of the joined
-      matrix.
-    inside: which rows are in the matrix, [rows, 1]; None for all.
-    of_heads: which columns are in the matrix, [1, columns]; None for all.
-  """
-
-  ref: Any
-  down: Array
-  row: Array
-  column: Array
-  joined: Array
-  inside: Array | None
-  of_heads: Array | None
+  ref: Any  # The whole array.
+  down: Array  # The tile's index along the rows.
+  row: Array  # int32 [rows, 1].
+  column: Array  # int32 [1, columns], in the array.
+  joined: Array  # int32 [1, columns], in the joined matrix.
+  inside: Array | None  # Which rows are in the matrix; None for all.
+  of_heads: Array | None  # Which columns are in the matrix; None for all.
 
   def load(self, ref, column, *, dtype) -> Array:
     """Loads the tile of a matrix at these columns."""
@@ -182,10 +170,6 @@ class Part(NamedTuple):
     return ref.at[tuple(jnp.broadcast_to(i, shape) for i in (first, second))]
 
 
-def _iota(shape, axis):
-  return jax.lax.broadcasted_iota(jnp.int32, shape, axis)
-
-
 def _divided(x: Array, by: int) -> tuple[Array, Array]:
   """Returns quotient and remainder; x must not be negative."""
   if by == 1:
@@ -194,7 +178,7 @@ def _divided(x: Array, by: int) -> tuple[Array, Array]:
   return jax.lax.div(x, divisor), jax.lax.rem(x, divisor)
 
 
-# --- Taken apart -------------------------------------------------------------
+# --- Splitting and joining ---------------------------------------------------
 
 
 def split_heads(
@@ -202,67 +186,48 @@ def split_heads(
 ) -> tuple[Array, Array, Array]:
   """`ops.split_heads` without angles."""
   *_, t, width = qkv.shape
-  h = width // (num_heads + 2 * num_kv_heads)
-  tile = tiles.Tile(32, 128, 4)
-  work = Work(
-    qkv.size // width,
-    num_heads // num_kv_heads,
-    num_kv_heads,
-    h,
-    tile,
-    interpret,
-  )
-  heads = _split_heads(qkv, work)
-  return tuple(x.reshape(-1, t, x.shape[-1] // h, h) for x in heads)  # pyright: ignore[reportReturnType]
-
-
-@functools.partial(jax.jit, static_argnames="work")
-def _split_heads(qkv, work: Work):
-  return work.run(
+  m, h = qkv.size // width, width // (num_heads + 2 * num_kv_heads)
+  queries, tile = num_heads // num_kv_heads, Tile(32, 128, 4)
+  heads = Heads(m, queries, num_kv_heads, h, tile, interpret)
+  q, k, v = heads.run(
     _split_kernel,
-    qkv.reshape(work.m, -1),
-    out_shape=[
-      jax.ShapeDtypeStruct((work.m, width), qkv.dtype) for width in work.widths
-    ],
+    qkv.reshape(m, -1),
+    out_shape=[jax.ShapeDtypeStruct((m, n), qkv.dtype) for n in heads.widths],
     name="split_heads",
   )
+  return (
+    q.reshape(-1, t, num_heads, h),
+    k.reshape(-1, t, num_kv_heads, h),
+    v.reshape(-1, t, num_kv_heads, h),
+  )
 
 
-def _split_kernel(work, qkv_ref, q_ref, k_ref, v_ref):
-  for part in work.parts((q_ref, k_ref, v_ref)):
+def _split_kernel(heads, qkv_ref, *refs):
+  for part in heads.parts(refs):
     x = part.load(qkv_ref, part.joined, dtype=qkv_ref.dtype)
     part.store(part.ref, part.column, x)
 
 
-# --- Put together ------------------------------------------------------------
-
-
 def join_heads(dq: Array, dk: Array, dv: Array, *, interpret: bool) -> Array:
   """`ops.join_heads` without angles."""
-  work = _work(dq, dk, tiles.Tile(32, 128, 4), interpret)
-  return _join_heads(dq, dk, dv, work).reshape(*dq.shape[:2], -1)
-
-
-def _work(dq, dk, tile, interpret) -> Work:
-  b, t, num_heads, h = dq.shape
-  kv_heads = dk.shape[2]
-  return Work(b * t, num_heads // kv_heads, kv_heads, h, tile, interpret)
-
-
-@functools.partial(jax.jit, static_argnames="work")
-def _join_heads(dq, dk, dv, work: Work) -> Array:
-  return work.run(
+  heads = Heads.of(dq, dk, Tile(32, 128, 4), interpret)
+  joined = heads.run(
     _join_kernel,
-    *(x.reshape(work.m, -1) for x in (dq, dk, dv)),
-    out_shape=jax.ShapeDtypeStruct((work.m, sum(work.widths)), dq.dtype),
+    *(x.reshape(heads.m, -1) for x in (dq, dk, dv)),
+    out_shape=jax.ShapeDtypeStruct((heads.m, sum(heads.widths)), dq.dtype),
     name="join_heads",
   )
+  return joined.reshape(*dq.shape[:2], -1)
 
 
-def _join_kernel(work, dq_ref, dk_ref, dv_ref, joined_ref):
-  for part in work.parts((dq_ref, dk_ref, dv_ref)):
+def _join_kernel(heads, *refs):
+  *refs, joined_ref = refs
+  for part in heads.parts(refs):
     x = part.load(part.ref, part.column, dtype=part.ref.dtype)
     part.store(joined_ref, part.joined, x)
+
+
+# --- Joining into an operand -------------------------------------------------
 
 
 def join_heads_operand(
@@ -270,49 +235,40 @@ def join_heads_operand(
   dk: Array,
   dv: Array,
   *,
+  gradient: Scaling,
   has_sums: bool,
-  axis_names: tuple[str, ...],
   interpret: bool,
 ) -> tuple[Operand, Array | None]:
   """`ops.join_heads_operand` without angles, in E5M2."""
-  b, t = dq.shape[:2]
-  work = _work(dq, dk, tiles.Tile(64, 128, 4), interpret)
-  rows, columns, scale, sums = _join_heads_operand(
-    dq, dk, dv, has_sums, axis_names, work
-  )
-  return Operand(rows.reshape(b, t, -1), columns, scale), sums
-
-
-@functools.partial(jax.jit, static_argnames=("has_sums", "axis_names", "work"))
-def _join_heads_operand(dq, dk, dv, has_sums, axis_names, work: Work):
-  bits = _amax(dq, dk, dv, work)
-  scale, read = bits_to_shared_scale(
-    bits, E5M2, axis_names=axis_names, interpret=work.interpret
-  )
-  m, width = work.m, sum(work.widths)
-  down = pl.cdiv(m, work.tile.rows)
-  rows, columns, *sums = work.run(
+  heads = Heads.of(dq, dk, Tile(64, 128, 4), interpret)
+  bits = _maxima(dq, dk, dv, heads)
+  scale, read = bits_to_shared_scale(bits, gradient, interpret)
+  m, width = heads.m, sum(heads.widths)
+  results = [
+    jax.ShapeDtypeStruct((m, width), E5M2),
+    jax.ShapeDtypeStruct((width, m), E5M2),
+  ]
+  if has_sums:
+    results.append(jax.ShapeDtypeStruct((heads.grid[0], width), jnp.float32))
+  rows, columns, *sums = heads.run(
     _operand_kernel,
     *(x.reshape(m, -1) for x in (dq, dk, dv)),
     read,
-    out_shape=[
-      jax.ShapeDtypeStruct((m, width), E5M2),
-      jax.ShapeDtypeStruct((width, m), E5M2),
-      *[jax.ShapeDtypeStruct((down, width), jnp.float32)][: int(has_sums)],
-    ],
+    out_shape=results,
     name="join_heads_operand",
-    programs=work.queries + 2,
+    programs=heads.queries + 2,
   )
-  return rows, columns, scale, jnp.sum(sums[0], axis=0) if sums else None
+  operand = Operand(rows.reshape(*dq.shape[:2], -1), columns, scale)
+  return operand, jnp.sum(sums[0], axis=0) if has_sums else None
 
 
 def _operand_kernel(
-  work, dq_ref, dk_ref, dv_ref, scale_ref, rows_ref, columns_ref, *sums_ref
+  heads, dq_ref, dk_ref, dv_ref, scale_ref, rows_ref, columns_ref, *sums_ref
 ):
   def body(part):
     x = part.load(part.ref, part.column, dtype=jnp.float32)
     codes = ptx.quantize_with_scale(
-      x, scale_ref[0], dtype=E5M2, interpret=work.interpret
+      x, scale_ref[0], dtype=E5M2, interpret=heads.interpret
     )
     part.store(rows_ref, part.joined, codes)
     part.store_transposed(columns_ref, codes)
@@ -321,42 +277,38 @@ def _operand_kernel(
 
   # One part per program: all parts together would take three times the
   # registers.
-  work.for_own_part(body, (dq_ref, dk_ref, dv_ref))
+  heads.for_own_part(body, (dq_ref, dk_ref, dv_ref))
 
 
-def _amax(dq, dk, dv, work: Work) -> Array:
+def _maxima(dq, dk, dv, heads: Heads) -> Array:
   """Returns the bits of the tiles' largest magnitudes."""
-  elements, size = dk.size, _AMAX_VALUES
-  programs = pl.cdiv(elements, size)
-  single = pl.BlockSpec((size,), lambda i: (i,))
-  return pl.pallas_call(
-    functools.partial(_amax_kernel, elements=elements, r=work.queries),
-    grid=(programs,),
-    in_specs=[
-      pl.BlockSpec((work.queries * size,), lambda i: (i,)),
-      single,
-      single,
+  r, size = heads.queries, _AMAX_VALUES
+  programs = pl.cdiv(dk.size, size)
+  [bits] = matrix.run(
+    functools.partial(_amax_kernel, elements=dk.size, r=r),
+    [
+      matrix.vector(r * size, dq.size, dq),
+      matrix.vector(size, dk.size, dk),
+      matrix.vector(size, dv.size, dv),
     ],
-    out_specs=pl.BlockSpec((1,), lambda i: (i,)),
-    out_shape=jax.ShapeDtypeStruct((programs,), jnp.int32),
-    compiler_params=tiles.compiler_params(4),
-    interpret=work.interpret,
+    [matrix.vector(1, programs, jnp.int32)],
+    grid=(programs,),
+    warps=4,
+    interpret=heads.interpret,
     name="join_heads_amax",
-  )(*(x.reshape(-1) for x in (dq, dk, dv)))
+  )
+  return bits
 
 
 def _amax_kernel(dq_ref, dk_ref, dv_ref, bits_ref, *, elements, r):
   i, size = pl.program_id(0), dk_ref.shape[0]
-  of_q = [(dq_ref, k, i * r + k, r * elements) for k in range(r)]
+  parts = [(dq_ref, k, i * r + k, r * elements) for k in range(r)]
+  parts += [(dk_ref, 0, i, elements), (dv_ref, 0, i, elements)]
   bits = []
-  for ref, k, tile, count in (
-    *of_q,
-    (dk_ref, 0, i, elements),
-    (dv_ref, 0, i, elements),
-  ):
+  for ref, k, tile, count in parts:
     mask = None
     if elements % size:
-      mask = tile * size + _iota((size,), 0) < count
+      mask = tile * size + iota((size,), 0) < count
     x = tiles.load(ref.at[pl.ds(k * size, size)], mask)
     bits.append(tiles.amax_bits(x))
   tiles.store_scalar(bits_ref, functools.reduce(jnp.maximum, bits))
@@ -366,6 +318,6 @@ def why_not(x: Array, h: int) -> str | None:
   """Returns why the kernels cannot take x with heads of size h, or None."""
   if h % 8:
     return f"head sizes must be multiples of 8 for the Triton kernel, got {h}"
-  if 3 * x.size > tiles.MAX_ELEMENTS or x.size == 0:
+  if 3 * x.size > supported.MAX_ELEMENTS or x.size == 0:
     return f"arrays must not be empty and be below 2^31 values, got {x.shape}"
-  return tiles.why_not_dtype(x.dtype)
+  return supported.why_not_dtype(x.dtype)

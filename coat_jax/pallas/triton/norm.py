@@ -3,36 +3,26 @@
 
   norm_input  quantizes x to codes and scales of 1 x G groups; for the quantized
               values computes mean, rstd and amax(y),
-              y = (x - mean) rstd gamma + beta
+              y = (x - mean) rstd gamma + beta  ("rms" has no mean)
   norm_fwd    turns codes into y's operand, as rows, as columns or as both
 
 A program of `norm_input` holds whole rows, padded to a power of two. Values
 past the end of the row are masked and enter no mean, variance or amax.
-`norm_fwd` is given the statistics and works in tiles. ("rms" has no mean.)
-
-      norm_input           norm_fwd
-      +----------------+   +----+----+
-      | rows x D       |   |tile|    |  -> rows, columns
-      +----------------+   +----+    |
-      |                |   |         |
-
-Bytes per element with x in BF16: norm_input 2 + 1 + 2 / G; norm_fwd 1 + 2 / G,
-and 1 more per layout.
-
-On an H200 (2026-11-21, jax 0.11.2, [8192, 4096], G = 16, "rms"): norm_input
-takes 40 microseconds, 2.6 TB/s; norm_fwd takes 30 for rows and 32 for columns,
-2.2 to 2.4 TB/s; XLA takes 113, 63 and 88.
+`norm_fwd` is given the statistics and works in tiles. Both run at 2.2 to 2.6
+TB/s on an H200 (jax 0.11.2, [8192, 4096], G = 16, "rms").
 """
 
 import dataclasses
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
+from jax.typing import DTypeLike
 
-from coat_jax.numerics.formats import E4M3, E5M2
+from coat_jax.numerics.formats import E4M3
 from coat_jax.numerics.qtensor import QTensor
 from coat_jax.numerics.scaling import (
   VALUES,
@@ -44,21 +34,16 @@ from coat_jax.numerics.scaling import (
 )
 from coat_jax.ops.dispatch import kernel
 from coat_jax.ops.types import NormKind, NormStats
-from coat_jax.pallas.triton import tiles
+from coat_jax.pallas.triton import matrix, supported, tiles
+from coat_jax.pallas.triton.matrix import Blocked, Matrix, Tile
 from coat_jax.pallas.triton.scales import output_scale
 
 # The backward pass keeps sums in registers; it would spill for longer rows.
 _MAX_WIDTH = 8192
 
 
-@dataclasses.dataclass(frozen=True)
-class RowTile:
-  """The rows that a program holds whole.
-
-  Attributes:
-    rows: number of rows, a power of two.
-    warps: number of warps that share them.
-  """
+class RowTile(NamedTuple):
+  """A program's number of whole rows, a power of two, and its warps."""
 
   rows: int
   warps: int
@@ -71,32 +56,78 @@ def pick_input_tile(width: int) -> RowTile:
   return RowTile(rows, max(rows * padded // 1024, 1))
 
 
-def pick_tile(m: int, n: int, group_size: int) -> tiles.Tile:
+def pick_tile(m: int, n: int, group_size: int) -> Tile:
   """Picks a tile of 32 to 64 values per thread, in whole groups."""
   if m * n < 2**21:
-    return tiles.Tile(32, max(32, group_size), 1)
-  return tiles.Tile(64, 128, 4)
+    return Tile(32, max(32, group_size), 1)
+  return Tile(64, 128, 4)
 
 
-def _why_not_input(x, groups, output, **_) -> str | None:
-  return (
-    tiles.why_not_format(groups.dtype, E4M3)
-    or tiles.why_not_output(output, E4M3)
-    or tiles.why_not_dtype(x.dtype)
-    or why_not_rows(x.shape, groups.size)
-  )
+# --- Whole rows --------------------------------------------------------------
 
 
-def why_not_rows(shape: tuple[int, ...], group_size: int | None) -> str | None:
+@dataclasses.dataclass(frozen=True)
+class Rows:
+  """A matrix [m, n] of which each program gets `height` whole rows.
+
+  Rows are padded to a power of two. Methods block an array, or a result of this
+  dtype; None stays None.
+  """
+
+  m: int
+  n: int
+  height: int
+  group_size: int
+
+  @property
+  def width(self) -> int:
+    return pl.next_power_of_2(self.n)
+
+  @property
+  def programs(self) -> int:
+    return pl.cdiv(self.m, self.height)
+
+  def values(self, x: Array | DTypeLike | None) -> Blocked | None:
+    """Blocks [m, n]."""
+    spec = pl.BlockSpec((self.height, self.width), lambda i: (i, 0))
+    return matrix.blocked(spec, (self.m, self.n), x)
+
+  def scales(self, x: Array | DTypeLike) -> Blocked | None:
+    """Blocks the scales of groups [m, n / group_size]."""
+    tile = self.height, self.width // self.group_size
+    spec = pl.BlockSpec(tile, lambda i: (i, 0))
+    return matrix.blocked(spec, (self.m, self.n // self.group_size), x)
+
+  def per_row(self, x: Array | DTypeLike | None) -> Blocked | None:
+    """Blocks [m]."""
+    return matrix.vector(self.height, self.m, x)
+
+  def per_column(self, x: Array | None) -> Blocked | None:
+    """Gives every program all of gamma or beta [n]."""
+    spec = pl.BlockSpec((self.width,), lambda i: (0,))
+    return matrix.blocked(spec, (self.n,), x)
+
+
+def why_not_rows(shape: tuple[int, ...]) -> str | None:
   """Returns why a program cannot hold whole rows of this shape, or None."""
   if shape and shape[-1] > _MAX_WIDTH:
     return (
       f"the Triton kernel holds rows of at most {_MAX_WIDTH}, got {shape[-1]}"
     )
-  return tiles.why_not_groups(shape, group_size)
+  return None
+
+
+# --- Input -------------------------------------------------------------------
+
+
+def _why_not_input(x, groups, output, **_) -> str | None:
+  return why_not_rows(x.shape) or supported.why_not_read(
+    x, x.shape, groups, output
+  )
 
 
 @kernel(_why_not_input)
+@jax.jit(static_argnames=("kind", "eps", "groups", "output", "interpret"))
 def norm_input(
   x: Array,
   gamma: Array | None,
@@ -109,76 +140,40 @@ def norm_input(
   interpret: bool = False,
 ) -> tuple[QTensor, NormStats, Array | None]:
   """`ops.norm_input`."""
-  tile = pick_input_tile(x.shape[-1])
-  x_q, stats, bits = _norm_input(
-    x, gamma, beta, kind, eps, groups.size, tile, interpret
-  )
-  return (
-    x_q,
-    stats,
-    output_scale(bits, output, interpret=interpret),
-  )
-
-
-@functools.partial(
-  jax.jit,
-  static_argnames=("kind", "eps", "group_size", "tile", "interpret"),
-)
-def _norm_input(x, gamma, beta, kind, eps, group_size, tile, interpret):
   *leading, n = x.shape
-  m, width = x.size // n, pl.next_power_of_2(n)
-  programs = pl.cdiv(m, tile.rows)
-  rows = pl.BlockSpec((tile.rows, width), lambda i: (i, 0))
-  groups = pl.BlockSpec((tile.rows, width // group_size), lambda i: (i, 0))
-  per_row = pl.BlockSpec((tile.rows,), lambda i: (i,))
-  vector = pl.BlockSpec((width,), lambda i: (0,))
-  is_layer = kind == "layer"
-  stat = jax.ShapeDtypeStruct((m,), jnp.float32)
-  qvalue, scale, mean, rstd, bits = pl.pallas_call(
-    functools.partial(
-      _input_kernel, shape=(m, n), is_layer=is_layer, eps=eps, g=group_size
-    ),
-    grid=(programs,),
-    in_specs=[
-      rows,
-      None if gamma is None else vector,
-      None if beta is None else vector,
+  height, warps = pick_input_tile(n)
+  rows = Rows(x.size // n, n, height, groups.size)
+  qvalue, scale, mean, rstd, bits = matrix.run(
+    functools.partial(_input_kernel, rows=rows, eps=eps),
+    [rows.values(x), rows.per_column(gamma), rows.per_column(beta)],
+    [
+      rows.values(E4M3),
+      rows.scales(jnp.bfloat16),
+      rows.per_row(jnp.float32) if kind == "layer" else None,
+      rows.per_row(jnp.float32),
+      matrix.vector(1, rows.programs, jnp.int32),
     ],
-    out_specs=[
-      rows,
-      groups,
-      per_row if is_layer else None,
-      per_row,
-      pl.BlockSpec((1,), lambda i: (i,)),
-    ],
-    out_shape=[
-      jax.ShapeDtypeStruct((m, n), E4M3),
-      jax.ShapeDtypeStruct((m, n // group_size), jnp.bfloat16),
-      stat if is_layer else None,
-      stat,
-      jax.ShapeDtypeStruct((programs,), jnp.int32),
-    ],
-    compiler_params=tiles.compiler_params(tile.warps),
+    grid=(rows.programs,),
+    warps=warps,
     interpret=interpret,
     name="norm_input",
-  )(x.reshape(m, n), gamma, beta)
+  )
   x_q = QTensor(
     qvalue.reshape(x.shape),
-    scale.reshape(*leading, n // group_size),
-    group_size,
+    scale.reshape(*leading, n // groups.size),
+    groups.size,
   )
-  stats = NormStats(
-    mean.reshape(leading) if is_layer else None, rstd.reshape(leading)
-  )
-  return x_q, stats, bits
+  mean = None if mean is None else mean.reshape(leading)
+  stats = NormStats(mean, rstd.reshape(leading))
+  return x_q, stats, output_scale(bits, output, interpret)
 
 
-def _input_kernel(*refs, shape, is_layer, eps, g):
+def _input_kernel(*refs, rows: Rows, eps):
   *refs, q_ref, scale_ref, mean_ref, rstd_ref, bits_ref = refs
   x_ref, gamma_ref, beta_ref = refs
-  m, n = shape
+  m, n, g = rows.m, rows.n, rows.group_size
   index = (pl.program_id(0), 0)
-  mask = tiles.inside(x_ref.shape, shape, index)
+  mask = tiles.inside(x_ref.shape, (m, n), index)
   row_mask = tiles.inside(rstd_ref.shape, (m,), index[:1])
   x = tiles.load(x_ref, mask)
   codes, scale = tiles.quantize_groups(x, group_size=g, dtype=q_ref.dtype)
@@ -187,13 +182,13 @@ def _input_kernel(*refs, shape, is_layer, eps, g):
   tiles.store(scale_ref, scale, group_mask)
   x = tiles.dequantize_groups(codes, scale, group_size=g)
   mean, centred = None, x
-  if is_layer:
+  if mean_ref is not None:
     mean = jnp.sum(x, axis=-1) / n
     tiles.store(mean_ref, mean, row_mask)
     centred = _within(x - mean[:, None], mask)
   rstd = jax.lax.rsqrt(jnp.sum(centred * centred, axis=-1) / n + eps)
   tiles.store(rstd_ref, rstd, row_mask)
-  gamma, beta = vector(gamma_ref, n), vector(beta_ref, n)
+  gamma, beta = load_vector(gamma_ref, n), load_vector(beta_ref, n)
   y = _normalized(x, mean, rstd, gamma, beta)
   tiles.store_scalar(bits_ref, tiles.amax_bits(_within(y, mask)))
 
@@ -203,7 +198,7 @@ def _within(x, mask) -> Array:
   return x if mask is None else jnp.where(mask, x, 0.0)
 
 
-def vector(ref, n, index=0) -> Array | None:
+def load_vector(ref, n, index=0) -> Array | None:
   """Loads a tile of gamma or beta [n] as a row of a matrix."""
   if ref is None:
     return None
@@ -226,17 +221,13 @@ def _normalized(x, mean, rstd, gamma, beta) -> Array:
 
 
 def _why_not_fwd(x, output, scale, layout, **_) -> str | None:
-  shape = x.qvalue.shape
-  return (
-    tiles.why_not_format(x.qvalue.dtype, E4M3, E5M2)
-    or tiles.why_not_scaling(output, E4M3)
-    or tiles.why_not_groups(shape, x.group_size)
-    or tiles.why_not_columns(shape, layout)
-    or tiles.why_not_scale(scale)
+  return supported.why_not_values(x) or supported.why_not_written(
+    x.qvalue.shape, output, scale, layout
   )
 
 
 @kernel(_why_not_fwd)
+@jax.jit(static_argnames=("output", "layout", "interpret"))
 def norm_fwd(
   x: QTensor,
   gamma: Array | None,
@@ -250,75 +241,38 @@ def norm_fwd(
 ) -> Operand:
   """`ops.norm_fwd`."""
   assert isinstance(scale, Array) and x.group_size is not None
-  group_size = x.group_size
-  n = x.qvalue.shape[-1]
-  tile = pick_tile(x.qvalue.size // n, n, group_size)
-  rows, columns = _norm_fwd(
-    x, gamma, beta, stats, scale, group_size, layout, tile, interpret
-  )
-  return Operand(rows, columns, scale)
-
-
-@functools.partial(
-  jax.jit, static_argnames=("group_size", "layout", "tile", "interpret")
-)
-def _norm_fwd(
-  x, gamma, beta, stats, scale, group_size, layout, tile, interpret
-):
   n = x.qvalue.shape[-1]
   m = x.qvalue.size // n
-  vector = tile.spec((tile.columns,), (1,))
-  per_row = tile.spec((tile.rows,), (0,))
-  mean = None if stats.mean is None else stats.mean.reshape(m)
-  out_specs, out_shape = tile.operand(m, n, E4M3, layout)
-  rows, columns = pl.pallas_call(
-    functools.partial(_fwd_kernel, shape=(m, n), g=group_size, tile=tile),
-    grid=tile.grid(m, n),
-    in_specs=[
-      tile.matrix(),
-      tile.matrix(group_size),
-      None if gamma is None else vector,
-      None if beta is None else vector,
-      None if mean is None else per_row,
-      per_row,
-      tiles.scalar_spec(),
+  tile = pick_tile(m, n, x.group_size)
+  whole = Matrix(m, n, tile, interpret, x.group_size)
+  rows, columns = whole.run(
+    _fwd_kernel,
+    [
+      *whole.quantized(x),
+      whole.per_column(gamma),
+      whole.per_column(beta),
+      whole.per_row(stats.mean),
+      whole.per_row(stats.rstd),
+      matrix.scalar(scale),
     ],
-    out_specs=out_specs,
-    out_shape=out_shape,
-    compiler_params=tiles.compiler_params(tile.warps),
-    interpret=interpret,
+    whole.operand(E4M3, layout),
     name="norm_fwd",
-  )(
-    x.qvalue.reshape(m, n),
-    x.scale.reshape(m, n // group_size),
-    gamma,
-    beta,
-    mean,
-    stats.rstd.reshape(m),
-    scale.reshape(1),
   )
-  return (None if rows is None else rows.reshape(x.qvalue.shape)), columns
+  return Operand(matrix.like(rows, x.qvalue), columns, scale)
 
 
-def _fwd_kernel(*refs, shape, g, tile):
+def _fwd_kernel(whole, *refs):
   *refs, rows_ref, columns_ref = refs
   q_ref, scales_ref, gamma_ref, beta_ref, mean_ref, rstd_ref, scale_ref = refs
-  m, n = shape
-  i, j = index = tile.index()
-  x = values(q_ref, scales_ref, shape, index, g)
-  row_mask = tiles.inside(rstd_ref.shape, (m,), (i,))
+  i, j = whole.index()
+  codes = whole.load(q_ref)
+  scale = tiles.load(scales_ref, whole.group_mask())
+  x = tiles.dequantize_groups(codes, scale, group_size=whole.group_size)
+  row_mask = tiles.inside(rstd_ref.shape, (whole.m,), (i,))
   mean = None if mean_ref is None else tiles.load(mean_ref, row_mask)
   rstd = tiles.load(rstd_ref, row_mask)
-  gamma, beta = vector(gamma_ref, n, j), vector(beta_ref, n, j)
+  gamma = load_vector(gamma_ref, whole.n, j)
+  beta = load_vector(beta_ref, whole.n, j)
   y = _normalized(x, mean, rstd, gamma, beta)
   codes = tiles.saturating_cast(y / scale_ref[0], E4M3)
-  tiles.store_operand(rows_ref, columns_ref, codes, index, shape)
-
-
-def values(q_ref, scale_ref, shape, index, g) -> Array:
-  """Dequantizes a tile of codes with its scales; zeros outside [m, n]."""
-  m, n = shape
-  codes = tiles.load(q_ref, tiles.inside(q_ref.shape, shape, index))
-  mask = tiles.inside(scale_ref.shape, (m, n // g), index)
-  scale = tiles.load(scale_ref, mask)
-  return tiles.dequantize_groups(codes, scale, group_size=g)
+  whole.store_operand(rows_ref, columns_ref, codes)

@@ -4,22 +4,13 @@
   dx = (g - xhat mean(xhat g) - mean(g)) rstd [+ add],  g = gamma dy
   dgamma = sum(dy xhat), dbeta = sum(dy) over rows  ("rms": no means of x and g)
 
-A program handles whole rows, padded to a power of two, `rows` of them at a
-time. It works down `steps` such tiles, loads one while it works on the previous
-one, and keeps its sums over rows in registers. XLA then adds up the programs'
-sums, always in the same order.
+A program works down `steps` tiles of whole rows, padded to a power of two. It
+loads one tile while it works on the previous one, and keeps its sums over rows
+in registers. XLA then adds up the programs' sums, always in the same order.
 
-      +----------------+
-      | rows x D       | step 0 -.
-      +----------------+          >  one row of dgamma and of dbeta
-      |      ...       | step 1 -'
-      +----------------+
-
-Bytes per element with dy and dx in BF16: 2 + 1 + 2 / G + 2, and 2 more for
-`add`; the sums of 132 programs add 8 * 132 / m, twice that with a mean. On an
-H200 (2026-11-21, jax 0.11.2, [8192, 4096], G = 16, `add`) it takes 73
-microseconds, 3.3 TB/s. Without loading ahead it takes 85, and 123 among a
-layer's other kernels.
+On an H200 (jax 0.11.2, [8192, 4096], G = 16, `add`) it takes 73 microseconds,
+3.3 TB/s. Without loading ahead it takes 85, and 123 among a layer's other
+kernels.
 """
 
 import dataclasses
@@ -31,22 +22,19 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
-from coat_jax.numerics.formats import E4M3, E5M2
 from coat_jax.numerics.qtensor import QTensor
 from coat_jax.ops.dispatch import kernel
 from coat_jax.ops.types import NormStats
-from coat_jax.pallas.triton import norm, tiles
+from coat_jax.pallas.triton import matrix, supported, tiles
+from coat_jax.pallas.triton.norm import Rows, load_vector, why_not_rows
 
 
 @dataclasses.dataclass(frozen=True)
 class Chunk:
-  """The rows that a program handles.
+  """A program's rows, as `steps` tiles of `rows` whole rows.
 
-  Attributes:
-    rows: number of rows in registers at a time, a power of two.
-    steps: number of such tiles that follow one another.
-    warps: number of warps that share a chunk.
-    ahead: whether the next tile is loaded during work on the current one.
+  `rows` and `warps` are powers of two. If `ahead`, a program loads the next
+  tile while it works on the current one.
   """
 
   rows: int
@@ -65,14 +53,15 @@ def pick_chunk(m: int, n: int) -> Chunk:
 
 def _why_not(dy, x, dtype, add, **_) -> str | None:
   return (
-    tiles.why_not_format(x.qvalue.dtype, E4M3, E5M2)
-    or tiles.why_not_dtype(dy.dtype, dtype)
-    or (None if add is None else tiles.why_not_dtype(add.dtype))
-    or norm.why_not_rows(x.qvalue.shape, x.group_size)
+    supported.why_not_dtype(dy.dtype, dtype)
+    or (None if add is None else supported.why_not_dtype(add.dtype))
+    or why_not_rows(x.qvalue.shape)
+    or supported.why_not_values(x)
   )
 
 
 @kernel(_why_not)
+@jax.jit(static_argnames=("dtype", "interpret"))
 def norm_bwd(
   dy: Array,
   x: QTensor,
@@ -84,73 +73,43 @@ def norm_bwd(
   interpret: bool = False,
 ) -> tuple[Array, Array, Array]:
   """`ops.norm_bwd`."""
-  n, group_size = dy.shape[-1], x.group_size
-  chunk = pick_chunk(dy.size // n, n)
-  return _norm_bwd(
-    dy, x, gamma, stats, add, group_size, jnp.dtype(dtype), chunk, interpret
-  )
-
-
-@functools.partial(
-  jax.jit, static_argnames=("group_size", "dtype", "chunk", "interpret")
-)
-def _norm_bwd(
-  dy, x, gamma, stats, add, group_size, dtype, chunk: Chunk, interpret
-) -> tuple[Array, Array, Array]:
+  assert x.group_size is not None
   n = dy.shape[-1]
-  m, width = dy.size // n, pl.next_power_of_2(n)
-  height = chunk.rows * chunk.steps
-  programs = pl.cdiv(m, height)
-  rows = pl.BlockSpec((height, width), lambda i: (i, 0))
-  groups = pl.BlockSpec((height, width // group_size), lambda i: (i, 0))
-  per_row = pl.BlockSpec((height,), lambda i: (i,))
-  mean = None if stats.mean is None else stats.mean.reshape(m)
-  # Without a mean there is seldom a beta. Its sum would cost registers here,
-  # whereas XLA drops it for free if it is unused.
-  sums = jax.ShapeDtypeStruct((programs, n), jnp.float32)
-  sums_spec = pl.BlockSpec((1, width), lambda i: (i, 0))
-  dx, dgamma, dbeta = pl.pallas_call(
-    functools.partial(_bwd_kernel, shape=(m, n), g=group_size, chunk=chunk),
-    grid=(programs,),
-    in_specs=[
-      rows,
-      rows,
-      groups,
-      None if gamma is None else pl.BlockSpec((width,), lambda i: (0,)),
-      None if mean is None else per_row,
-      per_row,
-      None if add is None else rows,
+  m = dy.size // n
+  chunk = pick_chunk(m, n)
+  rows = Rows(m, n, chunk.rows * chunk.steps, x.group_size)
+  sums_spec = pl.BlockSpec((1, rows.width), lambda i: (i, 0))
+  sums = matrix.blocked(sums_spec, (rows.programs, n), jnp.float32)
+  dx, dgamma, dbeta = matrix.run(
+    functools.partial(_bwd_kernel, rows=rows, chunk=chunk),
+    [
+      rows.values(dy),
+      rows.values(x.qvalue),
+      rows.scales(x.scale),
+      rows.per_column(gamma),
+      rows.per_row(stats.mean),
+      rows.per_row(stats.rstd),
+      rows.values(add),
     ],
-    out_specs=[rows, sums_spec, None if mean is None else sums_spec],
-    out_shape=[
-      jax.ShapeDtypeStruct((m, n), dtype),
-      sums,
-      None if mean is None else sums,
-    ],
-    compiler_params=tiles.compiler_params(chunk.warps),
+    # Without a mean there is seldom a beta. Its sum would cost registers here,
+    # whereas XLA drops it for free if it is unused.
+    [rows.values(dtype), sums, None if stats.mean is None else sums],
+    grid=(rows.programs,),
+    warps=chunk.warps,
     interpret=interpret,
     name="norm_bwd",
-  )(
-    dy.reshape(m, n),
-    x.qvalue.reshape(m, n),
-    x.scale.reshape(m, n // group_size),
-    gamma,
-    mean,
-    stats.rstd.reshape(m),
-    None if add is None else add.reshape(m, n),
   )
   if dbeta is None:
     dbeta = dy.reshape(m, n).astype(jnp.float32)
   return dx.reshape(dy.shape), jnp.sum(dgamma, axis=0), jnp.sum(dbeta, axis=0)
 
 
-def _bwd_kernel(*refs, shape, g, chunk):
+def _bwd_kernel(*refs, rows: Rows, chunk: Chunk):
   *refs, dx_ref, dgamma_ref, dbeta_ref = refs
   dy_ref, q_ref, scale_ref, gamma_ref, mean_ref, rstd_ref, add_ref = refs
-  m, n = shape
-  width = q_ref.shape[-1]
+  m, n, g, width = rows.m, rows.n, rows.group_size, rows.width
   first = pl.program_id(0) * chunk.steps
-  gamma = norm.vector(gamma_ref, n)
+  gamma = load_vector(gamma_ref, n)
   # The last program may have fewer steps.
   steps = jnp.minimum(chunk.steps, pl.cdiv(m, chunk.rows) - first)
 
@@ -194,8 +153,8 @@ def _bwd_kernel(*refs, shape, g, chunk):
     dx = dx * rstd[:, None]
     if add is not None:
       dx = dx + add.astype(jnp.float32)
-    rows, mask = at(dx_ref, k, n)
-    tiles.store(rows, dx, mask)
+    tile, mask = at(dx_ref, k, n)
+    tiles.store(tile, dx, mask)
     terms = (dy * xhat, dy)[: len(sums)]
     return following, [a + b for a, b in zip(sums, terms, strict=True)]
 

@@ -3,11 +3,9 @@
 
 An elementwise kernel can spend about 30 instructions per value before they,
 rather than memory, limit its speed. Written in Pallas, a sigmoid takes 18, and
-dividing a value by its scale and clipping it takes 11: XLA's Triton contracts
-nothing to a fused multiply-add and has no approximate reciprocal. Here each
-takes 4 (SASS of the SwiGLU backward, jax 0.11.2). The interpreter cannot run
-PTX: with `interpret` the functions use their jnp version, which is also their
-definition.
+dividing a value by its scale and clipping it takes 11; here each takes 4. The
+interpreter cannot run PTX: with `interpret` the functions use their jnp
+version, which is also their definition.
 """
 
 import struct

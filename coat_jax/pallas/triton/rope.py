@@ -2,38 +2,91 @@
 """Splits a projection into rotated heads, and joins them again, in Triton.
 
 These are `ops.split_heads` and `join_heads`. For some rows, a program handles
-the columns of one key head: R = N / K queries, one key and one value. It moves
-them in halves of a head, because each pair that is rotated has one value in
-each half.
-
-        R x H       H    H
-      +-----------+----+----+
-      | q         | k  | v  |  rows
-      +-----------+----+----+
+the columns of one key head: R = N / K queries, one key and one value, in this
+order. It moves them in halves of a head, because each pair that is rotated has
+one value in each half.
 
 `join_heads_operand` writes E5M2 codes in both layouts instead. An extra pass
 first finds their scale, from the values as `join_heads` would round them. Heads
 that are not rotated have kernels of their own, in `heads`.
 
-Bytes per element in BF16: 2 + 2; to an operand 2 + 2 + 2. On an H200
-(2026-11-21, jax 0.11.2, [8192, 3 * 32 * 128]) `split_heads` and `join_heads`
-each take 105 microseconds, 3.8 TB/s; XLA's backward, a sum of padded parts,
-took 270.
+On an H200 (jax 0.11.2, [8192, 3 * 32 * 128]) splitting and joining run at 3.8
+TB/s, 105 microseconds each; XLA's backward, a sum of padded parts, takes 270.
 """
 
-import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
+from jax.typing import DTypeLike
 
 from coat_jax.numerics.formats import E5M2
 from coat_jax.numerics.scaling import GRADIENTS, Operand, Scaling
 from coat_jax.ops.dispatch import kernel
-from coat_jax.pallas.triton import heads, ptx, tiles
+from coat_jax.pallas.triton import heads, matrix, ptx, supported, tiles
+from coat_jax.pallas.triton.heads import Heads
+from coat_jax.pallas.triton.matrix import Blocked, Tile
 from coat_jax.pallas.triton.scales import bits_to_shared_scale
+
+
+def _pick_tile(t: int, h: int, warps: int = 4) -> Tile:
+  """Picks one head of up to 32 tokens, a power of two that divides T."""
+  return Tile(min(t & -t, 32), h, warps)
+
+
+def _blocked(sizes: Heads, x: Array | DTypeLike, count: int) -> Blocked | None:
+  """Blocks a matrix with `count` heads per key head: R of q, R + 2 joined."""
+  width = count * sizes.size
+  spec = pl.BlockSpec((sizes.tile.rows, width), lambda i, j: (i, j))
+  return matrix.blocked(spec, (sizes.m, sizes.kv_heads * width), x)
+
+
+def _angles(sizes: Heads, x: Array) -> Blocked | None:
+  """Blocks angles [B, T, H / 2], or [T, H / 2] that every sequence reads."""
+  half, rows = x.shape[-1], sizes.tile.rows
+  count = x.size // half
+  in_turn = pl.BlockSpec((rows, half), lambda i, j: (i % (count // rows), 0))
+  return matrix.blocked(in_turn, (count, half), x)
+
+
+def _run(sizes: Heads, kernel, inputs, outputs, name: str, **options) -> tuple:
+  """Calls a kernel for each tile of rows and each key head."""
+  return matrix.run(
+    functools.partial(kernel, r=sizes.queries, h=sizes.size, **options),
+    inputs,
+    outputs,
+    grid=sizes.grid,
+    warps=sizes.tile.warps,
+    interpret=sizes.interpret,
+    name=name,
+  )
+
+
+# --- Splitting and joining ---------------------------------------------------
+
+
+def _why_not_heads(x: Array, cos: Array | None, h: int) -> str | None:
+  """Returns why the kernels cannot tile these heads and sequences, or None."""
+  if cos is None:
+    return heads.why_not(x, h)
+  t, half = cos.shape[-2:]
+  if 2 * half != h:
+    return (
+      "all channels of a head must turn in the Triton kernel, got "
+      f"{2 * half} of {h}"
+    )
+  if half & (half - 1) or half < 8:
+    return (
+      "head sizes must be powers of two from 16 for the Triton kernel, got "
+      f"{2 * half}"
+    )
+  if t % 8:
+    return f"sequences must be multiples of 8 for the Triton kernel, got {t}"
+  if x.size > supported.MAX_ELEMENTS:
+    return f"arrays must be below 2^31 values, got {x.size}"
+  return supported.why_not_dtype(x.dtype)
 
 
 def _why_not_split(qkv, cos, num_heads, num_kv_heads, **_) -> str | None:
@@ -42,6 +95,7 @@ def _why_not_split(qkv, cos, num_heads, num_kv_heads, **_) -> str | None:
 
 
 @kernel(_why_not_split)
+@jax.jit(static_argnames=("num_heads", "num_kv_heads", "interpret"))
 def split_heads(
   qkv: Array,
   cos: Array | None,
@@ -56,33 +110,17 @@ def split_heads(
     return heads.split_heads(
       qkv, num_heads=num_heads, num_kv_heads=num_kv_heads, interpret=interpret
     )
-  return _split_heads(qkv, cos, sin, num_heads, num_kv_heads, interpret)
-
-
-@functools.partial(
-  jax.jit, static_argnames=("num_heads", "num_kv_heads", "interpret")
-)
-def _split_heads(qkv, cos, sin, num_heads, num_kv_heads, interpret):
   b, t, _ = qkv.shape
   r, h = num_heads // num_kv_heads, 2 * cos.shape[-1]
-  rows = _rows(t, 32)
-  joined, table, query, single = _specs(cos, r, h, rows)
-  kv = jax.ShapeDtypeStruct((b * t, num_kv_heads * h), qkv.dtype)
-  q, k, v = pl.pallas_call(
-    functools.partial(_split_kernel, r=r, h=h),
-    grid=(b * t // rows, num_kv_heads),
-    in_specs=[joined, table, table],
-    out_specs=[query, single, single],
-    out_shape=[
-      jax.ShapeDtypeStruct((b * t, num_heads * h), qkv.dtype),
-      kv,
-      kv,
-    ],
-    compiler_params=tiles.compiler_params(4),
-    interpret=interpret,
-    name="split_heads",
-  )(qkv.reshape(b * t, -1), *_tables(cos, sin))
-  return tuple(x.reshape(b, t, -1, h) for x in (q, k, v))
+  sizes = Heads(b * t, r, num_kv_heads, h, _pick_tile(t, h), interpret)
+  q, k, v = _run(
+    sizes,
+    _split_kernel,
+    [_blocked(sizes, qkv, r + 2), _angles(sizes, cos), _angles(sizes, sin)],
+    [_blocked(sizes, qkv.dtype, count) for count in (r, 1, 1)],
+    "split_heads",
+  )
+  return tuple(x.reshape(b, t, -1, h) for x in (q, k, v))  # pyright: ignore[reportReturnType]
 
 
 def _split_kernel(*refs, r, h):
@@ -99,6 +137,7 @@ def _why_not_join(dq, cos, **_) -> str | None:
 
 
 @kernel(_why_not_join)
+@jax.jit(static_argnames="interpret")
 def join_heads(
   dq: Array,
   dk: Array,
@@ -111,28 +150,26 @@ def join_heads(
   """`ops.join_heads`."""
   if cos is None or sin is None:
     return heads.join_heads(dq, dk, dv, interpret=interpret)
-  return _join_heads(dq, dk, dv, cos, sin, interpret)
-
-
-@functools.partial(jax.jit, static_argnames=("interpret",))
-def _join_heads(dq, dk, dv, cos, sin, interpret):
-  b, t, num_heads, h = dq.shape
-  kv_heads = dk.shape[2]
-  r = num_heads // kv_heads
-  rows = _rows(t, 32)
-  joined, table, query, single = _specs(cos, r, h, rows)
-  return pl.pallas_call(
-    functools.partial(_join_kernel, r=r, h=h),
-    grid=(b * t // rows, kv_heads),
-    in_specs=[query, single, single, table, table],
-    out_specs=joined,
-    out_shape=jax.ShapeDtypeStruct((b * t, kv_heads * (r + 2) * h), dq.dtype),
-    compiler_params=tiles.compiler_params(4),
-    interpret=interpret,
-    name="join_heads",
-  )(*(x.reshape(b * t, -1) for x in (dq, dk, dv)), *_tables(cos, sin)).reshape(
-    b, t, -1
+  b, t, _, h = dq.shape
+  sizes = Heads.of(dq, dk, _pick_tile(t, h), interpret)
+  [joined] = _run(
+    sizes,
+    _join_kernel,
+    _parts(sizes, dq, dk, dv, cos, sin),
+    [_blocked(sizes, dq.dtype, sizes.queries + 2)],
+    "join_heads",
   )
+  return joined.reshape(b, t, -1)
+
+
+def _parts(sizes: Heads, dq, dk, dv, cos, sin) -> list[Blocked | None]:
+  return [
+    _blocked(sizes, dq, sizes.queries),
+    _blocked(sizes, dk, 1),
+    _blocked(sizes, dv, 1),
+    _angles(sizes, cos),
+    _angles(sizes, sin),
+  ]
 
 
 def _join_kernel(*refs, r, h):
@@ -144,19 +181,15 @@ def _join_kernel(*refs, r, h):
   _move(dv_ref, 0, out_ref, r + 1, h)
 
 
-@dataclasses.dataclass(frozen=True)
-class Share:
-  """A program's rows of one key head's columns, and its number of warps."""
-
-  rows: int
-  warps: int
+# --- Joining into an operand -------------------------------------------------
 
 
 def _why_not_operand(dq, cos, gradient, has_sums, **_) -> str | None:
   b, t, _, h = dq.shape
-  reason = tiles.why_not_scaling(gradient, E5M2) or _why_not_heads(dq, cos, h)
+  reason = supported.why_not_scaling(gradient, E5M2)
+  reason = reason or _why_not_heads(dq, cos, h)
   if reason is not None or cos is None:
-    return reason or tiles.why_not_columns((b * t, h), "both")
+    return reason or supported.why_not_columns((b * t, h), "both")
   if has_sums:
     return (
       "the Triton kernel sums gradients of heads that are not rotated, got "
@@ -168,6 +201,7 @@ def _why_not_operand(dq, cos, gradient, has_sums, **_) -> str | None:
 
 
 @kernel(_why_not_operand)
+@jax.jit(static_argnames=("gradient", "has_sums", "interpret"))
 def join_heads_operand(
   dq: Array,
   dk: Array,
@@ -182,74 +216,46 @@ def join_heads_operand(
   """`ops.join_heads_operand`."""
   if cos is None or sin is None:
     return heads.join_heads_operand(
-      dq,
-      dk,
-      dv,
-      has_sums=has_sums,
-      axis_names=gradient.axis_names,
-      interpret=interpret,
+      dq, dk, dv, gradient=gradient, has_sums=has_sums, interpret=interpret
     )
-  t = dq.shape[1]
-  amax, codes = Share(_rows(t, 32), 4), Share(_rows(t, 32), 8)
-  how = amax, codes, gradient.axis_names, interpret
-  return _join_heads_operand(dq, dk, dv, cos, sin, *how), None
-
-
-@functools.partial(
-  jax.jit, static_argnames=("amax_share", "share", "axis_names", "interpret")
-)
-def _join_heads_operand(
-  dq, dk, dv, cos, sin, amax_share: Share, share: Share, axis_names, interpret
-):
-  b, t, num_heads, h = dq.shape
-  kv_heads = dk.shape[2]
-  r, m, columns = num_heads // kv_heads, b * t, (num_heads + 2 * kv_heads) * h
-  arrays = (*(x.reshape(m, -1) for x in (dq, dk, dv)), *_tables(cos, sin))
-  _, table, query, single = _specs(cos, r, h, amax_share.rows)
-  grid = m // amax_share.rows, kv_heads
-  bits = pl.pallas_call(
-    functools.partial(_amax_kernel, r=r, h=h),
-    grid=grid,
-    in_specs=[query, single, single, table, table],
-    out_specs=pl.BlockSpec((1, 1), lambda i, j: (i, j)),
-    out_shape=jax.ShapeDtypeStruct(grid, jnp.int32),
-    compiler_params=tiles.compiler_params(amax_share.warps),
-    interpret=interpret,
-    name="join_heads_amax",
-  )(*arrays)
-  scale, read = bits_to_shared_scale(
-    bits, E5M2, axis_names=axis_names, interpret=interpret
+  b, t, _, h = dq.shape
+  sizes = Heads.of(dq, dk, _pick_tile(t, h), interpret)
+  one_each = pl.BlockSpec((1, 1), lambda i, j: (i, j))
+  [bits] = _run(
+    sizes,
+    _amax_kernel,
+    _parts(sizes, dq, dk, dv, cos, sin),
+    [matrix.blocked(one_each, sizes.grid, jnp.int32)],
+    "join_heads_amax",
   )
-  rows = share.rows
-  joined, table, query, single = _specs(cos, r, h, rows)
-  codes = pl.pallas_call(
-    functools.partial(_operand_kernel, r=r, h=h, interpret=interpret),
-    grid=(m // rows, kv_heads),
-    in_specs=[query, single, single, table, table, tiles.scalar_spec()],
-    out_specs=[joined, pl.BlockSpec(((r + 2) * h, rows), lambda i, j: (j, i))],
-    out_shape=[
-      jax.ShapeDtypeStruct((m, columns), E5M2),
-      jax.ShapeDtypeStruct((columns, m), E5M2),
+  scale, read = bits_to_shared_scale(bits, gradient, interpret)
+  sizes = Heads.of(dq, dk, _pick_tile(t, h, warps=8), interpret)
+  count = sizes.queries + 2
+  columns_spec = pl.BlockSpec((count * h, sizes.tile.rows), lambda i, j: (j, i))
+  columns_shape = sizes.kv_heads * count * h, sizes.m
+  rows, columns = _run(
+    sizes,
+    _operand_kernel,
+    [*_parts(sizes, dq, dk, dv, cos, sin), matrix.scalar(read)],
+    [
+      _blocked(sizes, E5M2, count),
+      matrix.blocked(columns_spec, columns_shape, E5M2),
     ],
-    compiler_params=tiles.compiler_params(share.warps),
+    "join_heads_operand",
     interpret=interpret,
-    name="join_heads_operand",
-  )(*arrays, read)
-  return Operand(codes[0].reshape(b, t, -1), codes[1], scale)
+  )
+  return Operand(rows.reshape(b, t, -1), columns, scale), None
 
 
 def _amax_kernel(*refs, r, h):
-  dq_ref, dk_ref, dv_ref, cos_ref, sin_ref, bits_ref = refs
-  halves = _joined_halves(dq_ref, dk_ref, dv_ref, cos_ref, sin_ref, r, h)
-  bits = [tiles.amax_bits(x) for _, x in halves]
+  *refs, bits_ref = refs
+  bits = [tiles.amax_bits(x) for _, x in _joined_halves(refs, r, h)]
   tiles.store_scalar(bits_ref, functools.reduce(jnp.maximum, bits))
 
 
 def _operand_kernel(*refs, r, h, interpret):
-  *refs, rows_ref, columns_ref = refs
-  dq_ref, dk_ref, dv_ref, cos_ref, sin_ref, scale_ref = refs
-  halves = _joined_halves(dq_ref, dk_ref, dv_ref, cos_ref, sin_ref, r, h)
-  for first, x in halves:
+  *refs, scale_ref, rows_ref, columns_ref = refs
+  for first, x in _joined_halves(refs, r, h):
     codes = ptx.quantize_with_scale(
       x, scale_ref[0], dtype=E5M2, interpret=interpret
     )
@@ -257,11 +263,12 @@ def _operand_kernel(*refs, r, h, interpret):
     tiles.store_transposed(columns_ref, codes, first=first)
 
 
-def _joined_halves(dq_ref, dk_ref, dv_ref, cos_ref, sin_ref, r, h):
+def _joined_halves(refs, r, h):
   """Yields the first column and f32 values of each joined half head."""
+  dq_ref, dk_ref, dv_ref, cos_ref, sin_ref = refs
   cos, sin = cos_ref[...], -sin_ref[...]
-  heads = [(dq_ref, i) for i in range(r)] + [(dk_ref, 0), (dv_ref, 0)]
-  for j, (ref, i) in enumerate(heads):
+  parts = [(dq_ref, i) for i in range(r)] + [(dk_ref, 0), (dv_ref, 0)]
+  for j, (ref, i) in enumerate(parts):
     rotation = () if ref is dv_ref else (cos, sin)
     for k, x in enumerate(_halves(ref, i, h, *rotation)):
       # Round as `join_heads` does.
@@ -284,50 +291,3 @@ def _halves(ref, i, h, cos=None, sin=None):
     return a, b
   a, b = a.astype(jnp.float32), b.astype(jnp.float32)
   return a * cos - b * sin, b * cos + a * sin
-
-
-def _rows(t: int, most: int) -> int:
-  """Returns the rows per tile, a power of two that divides a sequence."""
-  return min(t & -t, most)
-
-
-def _tables(cos: Array, sin: Array) -> tuple[Array, Array]:
-  """Reshapes angles [B, T, H / 2] to [B T, H / 2]; keeps [T, H / 2]."""
-  if cos.ndim == 2:
-    return cos, sin
-  half = cos.shape[-1]
-  return cos.reshape(-1, half), sin.reshape(-1, half)
-
-
-def _specs(cos: Array, r: int, h: int, rows: int):
-  """Returns specs of tiles of [q, k, v], of the angles, of q, and of k or v."""
-  # Angles [T, H / 2] start over with each sequence; [B T, H / 2] do not.
-  tiles_of_angles = cos.size // cos.shape[-1] // rows
-  return (
-    pl.BlockSpec((rows, (r + 2) * h), lambda i, j: (i, j)),
-    pl.BlockSpec((rows, h // 2), lambda i, j: (i % tiles_of_angles, 0)),
-    pl.BlockSpec((rows, r * h), lambda i, j: (i, j)),
-    pl.BlockSpec((rows, h), lambda i, j: (i, j)),
-  )
-
-
-def _why_not_heads(x: Array, cos: Array | None, h: int) -> str | None:
-  """Returns why the kernels cannot tile these heads and sequences, or None."""
-  if cos is None:
-    return heads.why_not(x, h)
-  t, half = cos.shape[-2:]
-  if 2 * half != h:
-    return (
-      "all channels of a head must turn in the Triton kernel, got "
-      f"{2 * half} of {h}"
-    )
-  if half & (half - 1) or half < 8:
-    return (
-      "head sizes must be powers of two from 16 for the Triton kernel, got "
-      f"{2 * half}"
-    )
-  if t % 8:
-    return f"sequences must be multiples of 8 for the Triton kernel, got {t}"
-  if x.size > tiles.MAX_ELEMENTS:
-    return f"arrays must be below 2^31 values, got {x.size}"
-  return tiles.why_not_dtype(x.dtype)

@@ -1,13 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Computes a tensor's scale from the maxima of its tiles, in one launch.
 
-A kernel that looks for a tensor's largest magnitude writes one maximum per
-program, and the next kernel needs the scale before it can write its first code.
-XLA takes two or three launches for that, a two-stage reduction and then the
-elementwise part; each takes some microseconds with nothing else to run. Here
-one program does all of it.
-
-      maxima [P]  ->  largest  ->  scale = largest / qmax  f32 [1]
+A kernel that looks for a tensor's largest magnitude writes the bits of one
+maximum per program. XLA would take two or three launches to make a scale of
+them, each some microseconds with nothing else to run; here one program does it.
 """
 
 import functools
@@ -16,77 +12,64 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
-from jax.typing import DTypeLike
 
-from coat_jax.numerics.formats import E4M3
 from coat_jax.numerics.qtensor import amax_to_scale, bits_to_amax
 from coat_jax.numerics.scaling import PerTensor, Scaling
-from coat_jax.pallas.triton import tiles
+from coat_jax.pallas.triton import matrix, tiles
 
 # The largest program holds 64 values per thread: more would spill.
 _MAX_MAXIMA = 2**16
 
 
-def bits_to_scale(
-  bits: Array,
-  dtype: DTypeLike = E4M3,
-  *,
-  axis_names: tuple[str, ...],
-  interpret: bool = False,
-) -> Array:
-  """`qtensor.amax_to_scale` for nonnegative int32 `tiles.amax_bits`: f32 []."""
-  return _scale_of(bits, dtype, 1, axis_names, interpret)[0]
+def bits_to_scale(bits: Array, scaling: Scaling, interpret: bool) -> Array:
+  """Returns the scale, f32 [], from int32 `tiles.amax_bits`."""
+  return _scale_and_copies(bits, scaling, 1, interpret)[0]
 
 
-def output_scale(
-  bits: Array, output: Scaling, *, interpret: bool = False
-) -> Array | None:
-  """`Scaling.find_scale` from the maxima of its tiles; None for blocks."""
+def output_scale(bits: Array, output: Scaling, interpret: bool) -> Array | None:
+  """Returns `bits_to_scale`, or None for blocks, which find their own."""
   if type(output) is not PerTensor:
     return None
-  return bits_to_scale(
-    bits, output.dtype, axis_names=output.axis_names, interpret=interpret
-  )
+  return bits_to_scale(bits, output, interpret)
 
 
 def bits_to_shared_scale(
-  bits: Array,
-  dtype: DTypeLike = E4M3,
-  *,
-  axis_names: tuple[str, ...],
-  interpret: bool = False,
+  bits: Array, scaling: Scaling, interpret: bool
 ) -> tuple[Array, Array]:
-  """`bits_to_scale` for an operand of two products: f32 [], and an array.
+  """Returns `bits_to_scale`, and an array f32 [k] that begins with the scale.
 
-  Each product is multiplied by this scale and by the other operand's. XLA fuses
-  both multiplications into one launch if they read the same array, but not if
-  that array is a scalar. So the array, f32 [k], begins with the scale.
+  Use both if two products read the operand. Each product is multiplied by this
+  scale and by the other operand's. XLA fuses both multiplications into one
+  launch if they read the same array, but not if that array is a scalar.
   """
-  return _scale_of(bits, dtype, 2, axis_names, interpret)
+  return _scale_and_copies(bits, scaling, 2, interpret)
 
 
-def _scale_of(bits, dtype, count, axis_names, interpret) -> tuple[Array, Array]:
+def _scale_and_copies(
+  bits: Array, scaling: Scaling, count: int, interpret: bool
+) -> tuple[Array, Array]:
   # The devices of a mesh compare their maxima before there is a scale.
-  if axis_names or bits.size > _MAX_MAXIMA:
-    scale = amax_to_scale(bits_to_amax(bits, axis_names), dtype)
+  if scaling.axis_names or bits.size > _MAX_MAXIMA:
+    amax = bits_to_amax(bits, scaling.axis_names)
+    scale = amax_to_scale(amax, scaling.dtype)
     return scale, scale.reshape(1)
-  scales = _scales(bits, jnp.dtype(dtype), count, interpret)
+  scales = _scales(bits, jnp.dtype(scaling.dtype), count, interpret)
   return scales[0], scales
 
 
-@functools.partial(jax.jit, static_argnames=("dtype", "count", "interpret"))
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def _scales(bits, dtype, count, interpret) -> Array:
   width = pl.next_power_of_2(bits.size)
-  return pl.pallas_call(
+  [scales] = matrix.run(
     functools.partial(_kernel, size=bits.size, dtype=dtype),
+    [matrix.vector(width, bits.size, bits)],
+    [matrix.vector(count, count, jnp.float32)],
     grid=(1,),
-    in_specs=[pl.BlockSpec((width,), lambda i: (i,))],
-    out_specs=pl.BlockSpec((count,), lambda i: (i,)),
-    out_shape=jax.ShapeDtypeStruct((count,), jnp.float32),
-    compiler_params=tiles.compiler_params(max(1, min(width // 128, 32))),
+    warps=max(1, min(width // 128, 32)),
     interpret=interpret,
     name="scale",
-  )(bits.reshape(-1))
+  )
+  return scales
 
 
 def _kernel(bits_ref, scales_ref, *, size, dtype):

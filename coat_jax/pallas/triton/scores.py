@@ -21,6 +21,7 @@ the result is right for any ids.
 import dataclasses
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +31,7 @@ from jax.experimental.pallas import triton as plt
 
 from coat_jax.ops.types import AttentionKind
 from coat_jax.pallas.triton import ptx
+from coat_jax.pallas.triton.tiles import iota
 
 MASKED = -1e30
 # The initial maximum: below every score, above every masked one. A row that
@@ -42,18 +44,12 @@ LOG2_E = 1.0 / math.log(2.0)
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-  """A program's share of one sequence, and its steps through the other one.
+  """A program's share of one sequence, and its steps through the other one."""
 
-  Attributes:
-    queries, keys: powers of two, at least 16.
-    warps: number of warps that share a program.
-    stages: number of loads in flight.
-  """
-
-  queries: int
+  queries: int  # A power of two, at least 16; so is `keys`.
   keys: int
   warps: int
-  stages: int
+  stages: int  # The number of loads in flight.
 
   @property
   def longest(self) -> int:
@@ -88,8 +84,14 @@ class Visit:
   """The tiles of the other sequence that a program visits: [first, behind).
 
   Every value of the program's tile sees the tiles in [whole, edge) completely.
+  Masks have the axis of the program's own sequence first.
   """
 
+  kind: AttentionKind
+  tile: Tile
+  is_of_queries: bool  # Whether the program's own tile is one of queries.
+  segments_ref: Any
+  b: Array  # The index of the sequence in the batch.
   own: Array
   first: Array | int
   whole: Array | int
@@ -97,52 +99,60 @@ class Visit:
   behind: Array | int
 
   @classmethod
-  def of_queries(cls, kind, tile: Tile, k_ref, first_ref, behind_ref):
-    """Visits this program's keys; if causal, the longest rows start first."""
-    own = pl.program_id(0)
-    if kind.causal:
-      own = pl.num_programs(0) - 1 - own
-    ahead = 0 if kind.causal else None
-    back = None if kind.window is None else kind.window - 1
-    count = k_ref.shape[1] // tile.keys
-    sizes = tile.queries, tile.keys
-    return cls._of(own, sizes, count, (back, ahead), (first_ref, behind_ref))
+  def begin(
+    cls,
+    kind: AttentionKind,
+    tile: Tile,
+    is_of_queries: bool,
+    length: int,
+    segments,
+  ) -> "Visit":
+    """Finds the tiles that this program visits.
 
-  @classmethod
-  def of_keys(cls, kind, tile: Tile, q_ref, first_ref, behind_ref):
-    """Visits the queries of this program's keys."""
+    `length` is that of the sequence, `segments` the refs of `segment_bounds`.
+    """
     own = pl.program_id(0)
-    back = 0 if kind.causal else None
-    ahead = None if kind.window is None else kind.window - 1
-    count = q_ref.shape[1] // tile.queries
-    sizes = tile.keys, tile.queries
-    return cls._of(own, sizes, count, (back, ahead), (first_ref, behind_ref))
-
-  @classmethod
-  def _of(cls, own, sizes, count, reach, bounds_refs):
-    """Makes a visit; place i sees i - back to i + ahead, None for no limit."""
-    (size, step), (back, ahead) = sizes, reach
-    first_ref, behind_ref = bounds_refs
+    # Place i of the own sequence sees i - back to i + ahead; None for no limit.
+    reach = None if kind.window is None else kind.window - 1
+    back, ahead = reach, 0 if kind.causal else None
+    size, step = tile.queries, tile.keys
+    if not is_of_queries:
+      back, ahead, size, step = ahead, back, step, size
+    elif kind.causal:
+      own = pl.num_programs(0) - 1 - own  # The longest rows start first.
     start, last = own * size, own * size + size - 1
     first = whole = 0
-    edge = behind = count
+    edge = behind = length // step
     if back is not None:
       first = jnp.maximum(start - back, 0) // step
       whole = pl.cdiv(jnp.maximum(last - back, 0), step)
     if ahead is not None:
       edge = (start + ahead + 1) // step
-      behind = jnp.minimum((last + ahead) // step + 1, count)
-    if first_ref is not None:
-      b = pl.program_id(2)
+      behind = jnp.minimum((last + ahead) // step + 1, length // step)
+    segments_ref, first_ref, behind_ref = segments
+    b = pl.program_id(2)
+    if segments_ref is not None:
       first = jnp.maximum(first, first_ref[b, own])
       behind = jnp.minimum(behind, behind_ref[b, own])
-      return cls(own, first, behind, behind, behind)
-    # A bound that stays an int marks a side that has no edge.
-    if back is not None:
-      whole = jnp.minimum(whole, behind)
-    if ahead is not None:
-      edge = jnp.clip(edge, whole, behind)
-    return cls(own, first, whole, edge, behind)
+      whole = edge = behind
+    else:
+      # A bound that stays an int marks a side that has no edge.
+      if back is not None:
+        whole = jnp.minimum(whole, behind)
+      if ahead is not None:
+        edge = jnp.clip(edge, whole, behind)
+    return cls(
+      kind=kind,
+      tile=tile,
+      is_of_queries=is_of_queries,
+      segments_ref=segments_ref,
+      b=b,
+      own=own,
+      first=first,
+      whole=whole,
+      edge=edge,
+      behind=behind,
+    )
 
   def run(self, step, carry):
     """Runs `step(tile, carry, is_masked)` for each tile, in order."""
@@ -157,32 +167,34 @@ class Visit:
       carry = jax.lax.fori_loop(self.edge, self.behind, masked, carry)
     return carry
 
-
-def visible(kind, queries, keys, tile: Tile, segments_ref, b, *, is_rows):
-  """Returns which keys of a tile its queries see; None if they see all.
-
-  The mask is bool [queries, keys], or [keys, queries] unless `is_rows`.
-  """
-  shape = (tile.queries, tile.keys) if is_rows else (tile.keys, tile.queries)
-  query_axis, key_axis = (0, 1) if is_rows else (1, 0)
-  seen = None
-  if kind.causal:
-    query = jax.lax.broadcasted_iota(jnp.int32, shape, query_axis)
-    key = jax.lax.broadcasted_iota(jnp.int32, shape, key_axis)
-    distance = query - key + (queries * tile.queries - keys * tile.keys)
-    seen = distance >= 0
-    if kind.window is not None:
-      seen &= distance < kind.window
-  if segments_ref is not None:
-    of_queries = pl.ds(queries * tile.queries, tile.queries)
-    of_keys = pl.ds(keys * tile.keys, tile.keys)
-    of_queries = plt.load(segments_ref.at[b, of_queries])
-    of_keys = plt.load(segments_ref.at[b, of_keys])
-    same = jnp.expand_dims(of_queries, key_axis) == jnp.expand_dims(
-      of_keys, query_axis
-    )
-    seen = same if seen is None else same & seen
-  return seen
+  def seen(self, other: Array, is_masked: bool) -> Array | None:
+    """Returns which keys of a visited tile its queries see; None for all."""
+    kind, tile = self.kind, self.tile
+    if not is_masked:
+      return None
+    if self.is_of_queries:
+      queries, keys, shape = self.own, other, (tile.queries, tile.keys)
+    else:
+      queries, keys, shape = other, self.own, (tile.keys, tile.queries)
+    query_axis = 0 if self.is_of_queries else 1
+    key_axis = 1 - query_axis
+    seen = None
+    if kind.causal:
+      query, key = iota(shape, query_axis), iota(shape, key_axis)
+      distance = query - key + (queries * tile.queries - keys * tile.keys)
+      seen = distance >= 0
+      if kind.window is not None:
+        seen &= distance < kind.window
+    if self.segments_ref is not None:
+      of_queries = pl.ds(queries * tile.queries, tile.queries)
+      of_keys = pl.ds(keys * tile.keys, tile.keys)
+      of_queries = plt.load(self.segments_ref.at[self.b, of_queries])
+      of_keys = plt.load(self.segments_ref.at[self.b, of_keys])
+      same = jnp.expand_dims(of_queries, key_axis) == jnp.expand_dims(
+        of_keys, query_axis
+      )
+      seen = same if seen is None else same & seen
+    return seen
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The optimizer's kernel against its definition, interpreted and on a card.
+"""Compares the optimizer's kernel with its definition, also on a GPU.
 
 The kernel takes logarithms where the definition divides and raises to powers,
-which moves a value by some ulp: one next to a rounding boundary gets the
-neighbouring code, one next to a step of k's grid another k. Codes are compared
-in groups with the same k, for another k moves all of them. Each step starts
-from the definition's state, so that differences do not add up.
+which changes a value by some ulp. So a value next to a rounding boundary may
+get the neighbouring code, and a group next to a step of k's grid another k. We
+compare codes in groups with the same k, because another k changes all of them.
+Each step starts from the definition's state, so that differences do not add up.
 """
 
 import functools
@@ -49,7 +49,7 @@ def encoded(codec, mu, nu):
 
 
 def problem(codec, dtype, grad_dtype=None, shape=SHAPE, seed=0):
-  """p, g and stored moments, as after some steps."""
+  """Makes p, g and stored moments as they are after some steps."""
   rng = np.random.default_rng(seed)
   mu, nu = cases.moments(shape, seed)
   g = mu * rng.normal(1, 1, size=shape)
@@ -59,7 +59,7 @@ def problem(codec, dtype, grad_dtype=None, shape=SHAPE, seed=0):
 
 
 def numbers(step, *, eps_root=0.0, grad_scale=None, b2=0.999, **part):
-  """The part of a leaf, and scalars of a step."""
+  """Returns the part of a leaf and the scalars of a step."""
   key = stochastic.leaf_key(0, step, 1)
   scalars = adam.adam_scalars(jnp.int32(step), 0.9, b2, 1e-8, eps_root)
   rest = jax.tree.map(jnp.float32, (1e-2, 0.1, grad_scale))
@@ -76,7 +76,10 @@ def by_kernel(codec, *args, interpret=True):
 
 
 def differences(codec, want, got):
-  """Groups with another k or bound, and codes apart in the others."""
+  """Counts groups with another k or bound; compares codes in the others.
+
+  Returns that count, the number of groups, and how far codes are apart.
+  """
   other, apart, total = 0, [], 0
   for group, a, b in zip(codec.groups, want, got, strict=True):
     assert [x.dtype for x in a] == [x.dtype for x in b]
@@ -94,7 +97,7 @@ def differences(codec, want, got):
 
 
 def compare(codec, step, args, *, interpret, rtol=1e-6):
-  """Both, from one state; returns the definition's and what differs."""
+  """Steps both from one state; returns the right result and `differences`."""
   want = by_definition(codec, *args, *numbers(step))
   got = by_kernel(codec, *args, *numbers(step), interpret=interpret)
   assert got[0].dtype == args[0].dtype and got[0].shape == args[0].shape
@@ -172,7 +175,7 @@ def test_kernel_scales_gradients_and_mixes_dtypes():
 
 
 def awkward(codec):
-  """Groups that are awkward as gradients, from moments that are zero."""
+  """Makes gradients with degenerate and nonfinite groups, and zero moments."""
   finite = cases.finite_groups(128) | {"plain": np.linspace(-1, 1, 128)}
   bad = cases.nonfinite_groups(128)
   groups = {k: np.asarray(v, np.float32) for k, v in (finite | bad).items()}

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mosaic's products in blocks against NumPy, interpreted and on a card.
+"""Compares Mosaic's products in blocks with NumPy, interpreted and on a GPU.
 
-Where codes are small integers and scales powers of two near 1, all sums are
-exact in f32, those of a card's tensor cores too, and results are NumPy's to the
-bit.
+If codes are small integers and scales powers of two near 1, all sums are exact
+in f32, also on a GPU's tensor cores, and results equal NumPy's bit for bit.
 """
 
 import jax
@@ -19,7 +18,7 @@ from coat_jax.numerics.scaling import BLOCK, Blocks
 from coat_jax.ops.dispatch import Op
 from coat_jax.pallas.mosaic import block_product as kernel
 from coat_jax.pallas.mosaic.block_kernel import Tile
-from coat_jax.pallas.mosaic.block_product import LOW, PAIRED, TALL, TILES
+from coat_jax.pallas.mosaic.block_product import TILES
 from tests.comparing import assert_close
 from tests.matrices import quick
 from tests.pallas.kernels import for_h200, lowered_for_h200, refused
@@ -28,7 +27,7 @@ DTYPES = {"fwd": jnp.bfloat16, "wgrad": jnp.float32}
 
 
 def exact_operands(form, m, n, k, b_dtype=E4M3, seed=0):
-  """Operands of exact products; for `wgrad` each row of b has scales."""
+  """Makes operands of exact products; for `wgrad` each row of b has scales."""
   rng = np.random.default_rng(seed)
 
   def operand(rows, scale_rows, dtype):
@@ -43,7 +42,7 @@ def exact_operands(form, m, n, k, b_dtype=E4M3, seed=0):
 
 
 def values(x: QTensor) -> np.ndarray:
-  """What codes stand for, in float64."""
+  """Dequantizes to float64."""
   rows, k = x.qvalue.shape
   scale = np.repeat(np.asarray(x.scale, np.float64), rows // len(x.scale), 0)
   return np.asarray(x.qvalue, np.float64) * np.repeat(scale, BLOCK, 1)
@@ -59,9 +58,9 @@ def assert_is_product(out, a, b, add=None):
 
 
 SMALL = {
-  "paired": (PAIRED, 2),
-  "low": (LOW, 3),
-  "tall": (TALL, 1),
+  "paired": (TILES["paired"], 2),
+  "low": (TILES["low"], 3),
+  "tall": (TILES["tall"], 1),
   "shallow": (Tile(stages=2, slots=1), 3),
   "low_paired": (Tile(waves=1, stages=3, slots=3, cluster=2, band=3), 4),
 }
@@ -102,7 +101,7 @@ def test_interpreted_operation_adds_a_bias_in_f32():
 
 
 def operands_of_op(name, dtype=E4M3, m=256, d=128, f=384):
-  """Two operands of `ops.linear_*` in blocks."""
+  """Makes two operands of `ops.linear_*` in blocks."""
 
   @jax.jit
   def operands():
@@ -130,11 +129,12 @@ def test_interpreted_operation_matches_definition(name, dtype):
 
 
 def test_tiles_are_whole():
-  assert kernel.pick_tile(8192, 4096) == PAIRED
-  assert kernel.pick_tile(4096, 11008) == PAIRED
-  assert kernel.pick_tile(512, 384) == TALL
-  assert kernel.pick_tile(384, 256) == LOW
-  assert all(LOW.fits(m, n) for m in (128, 384) for n in (128, 640))
+  assert kernel.pick_tile(8192, 4096) == TILES["paired"]
+  assert kernel.pick_tile(4096, 11008) == TILES["paired"]
+  assert kernel.pick_tile(512, 384) == TILES["tall"]
+  assert kernel.pick_tile(384, 256) == TILES["low"]
+  low = TILES["low"]
+  assert all(low.fits(m, n) for m in (128, 384) for n in (128, 640))
 
 
 @pytest.mark.parametrize("form", DTYPES)

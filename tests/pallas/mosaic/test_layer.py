@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The optimizer's kernel on one layer of a stacked leaf."""
+"""Tests the optimizer's kernel on one layer of a stacked leaf."""
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ def by_definition(p, g, stored, **part):
 
 
 def assert_only_that_layer_was_stepped(got, whole, before):
-  """Bit for bit: as in a step of all layers, and what it was."""
+  """Checks that one layer is as after a step of all; others are unchanged."""
   leaves = zip(*map(jax.tree.leaves, (got, whole, before)), strict=True)
   for x, stepped, old in leaves:
     x, stepped, old = map(np.asarray, (x, stepped, old))

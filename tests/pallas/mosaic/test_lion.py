@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lion's kernel against its definition, interpreted and on a card.
+"""Compares Lion's kernel with its definition, interpreted and on a GPU.
 
-As Adam's, whose codecs it shares: `test_adam` says what may differ. Besides, a
-sum of a gradient and a moment may have another sign where it is all but zero.
+It shares Adam's codecs: `test_adam` explains which codes may differ. In
+addition, the sum of a gradient and a moment may have another sign where it is
+nearly zero.
 """
 
 import functools
@@ -34,14 +35,14 @@ SHAPE = (4, 4, 256)  # 32 groups, two a row, rows of two axes.
 
 
 class Mu:
-  """What `test_adam.differences` reads of a codec, of one moment."""
+  """Holds a codec's first moment, as `test_adam.differences` needs it."""
 
   def __init__(self, codec):
     self.groups = codec.groups[:1]
 
 
 def problem(codec, kind, shape=SHAPE):
-  """p, g and the stored moment, as after some steps; some groups are zero."""
+  """Makes p, g and the stored moment after some steps; some groups are zero."""
   rng = np.random.default_rng(0)
   mu, _ = cases.moments(shape, 0)
   mu = np.array(mu).reshape(-1, 128)
@@ -64,7 +65,7 @@ def numbers(step, grad_scale=0.5, **part):
 
 
 def terms(codec, p, g, stored):
-  """The old parameter, the mix that decides and the size of what it adds up."""
+  """Returns the old parameter, the mix whose sign is the update, its size."""
   [mu] = (np.asarray(x, np.float64) for x in steps.decode(codec, stored))
   g = 0.5 * np.asarray(g, np.float64)
   size = B1 * np.abs(mu) + (1 - B1) * np.abs(g)
@@ -73,7 +74,7 @@ def terms(codec, p, g, stored):
 
 
 def check(codec, args, want, got):
-  """Both steps of one state."""
+  """Steps one state with the definition and with the kernel."""
   groups = Mu(codec).groups
   old, mix, size = terms(groups, *args)
   p, q = (np.asarray(weights.in_f32(x[0]), np.float64) for x in (want, got))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Register codecs of the optimizer's kernel, on tiles outside of it."""
+"""Tests the register codecs of the optimizer's kernel on their own."""
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,7 @@ def test_mean_over_evenly_spaced_noise_is_the_value(name):
     @jax.jit
     def decoded(noise, group=group, x=x, is_signed=i == 0):
       noise = jnp.full(ptx.TILE, noise)
-      codes, found = moment_codecs.on_registers(group).encode(
+      codes, *found = moment_codecs.on_registers(group).encode(
         jnp.asarray(x), noise, is_signed, ON
       )
       found = [jnp.uint8(0) if f is None else f[:, None] for f in found]

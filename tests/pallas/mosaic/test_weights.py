@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""bf16 weights and weights of 24 bits in the optimizer's kernel."""
+"""Tests bf16 and 24-bit weights in the optimizer's kernel."""
 
 import functools
 
@@ -32,7 +32,7 @@ def split_problem(codec, **options):
 
 
 def units(weight):
-  """The 24 bits, as integers."""
+  """Returns the 24 bits as integers."""
   return np.asarray(weights.join(weight)).view(np.uint32).astype(np.int64) >> 8
 
 
@@ -41,7 +41,10 @@ def exact(weight):
 
 
 def check_units(got, want, old):
-  """Weights after a step from `old` are a unit apart, or f32's roundings."""
+  """Checks that weights after a step from `old` are at most a unit apart.
+
+  Or they differ by the roundings of f32.
+  """
   apart = np.abs(units(got) - units(want))
   # A parameter that is off by an ulp of f32 is off by 1/256 of a unit.
   assert np.mean(apart != 0) < 0.02

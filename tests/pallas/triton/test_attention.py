@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton's attention against a softmax that holds all scores at once."""
+"""Compares Triton's attention with a softmax of all scores at once."""
 
 import functools
-import types
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +16,7 @@ from coat_jax.pallas.triton.scores import Visit
 from tests.comparing import assert_close, assert_same_bits, jit
 from tests.matrices import quick
 from tests.ops.naive_attention import exact_attention, naive_attention, seen
-from tests.pallas.kernels import lowered_for_h200, refused
+from tests.pallas.kernels import lowered_for_h200, refused, with_tile
 
 B, T, H = 2, 96, 64
 # Three tiles of queries and six of keys, and the reverse.
@@ -34,7 +33,7 @@ def arrays(heads, kv_heads, t=T, size=H):
 
 
 def segments_of(order, t=T):
-  """Documents that are packed, or ids in any order."""
+  """Returns ids of packed documents, or ids in any order."""
   if order == "sorted":
     ends = np.array([[7, 40, 64], [31, 33, 95]]) * t // T
     return np.array([np.searchsorted(x, np.arange(t), "right") for x in ends])
@@ -52,12 +51,8 @@ def named(implementation):
   return lambda op: functools.partial(op, implementation=implementation)
 
 
-def interpreted(op):
-  return functools.partial(op.kernel("triton"), interpret=True)
-
-
 def oracle(q, k, v, dout, kind, mask):
-  """Gradients by autodiff of all scores, f32."""
+  """Computes gradients in f32 by autodiff through all scores."""
   scale = kind.scale or q.shape[-1] ** -0.5
   f = functools.partial(
     naive_attention, mask=mask, scale=scale, cap=kind.soft_cap
@@ -93,13 +88,16 @@ def test_attention_kernels_match_the_softmax(
 ):
   dv = WIDE if kv_heads == 2 else None  # A kernel of its own.
   picked = attention.Tiles(WIDE, WIDE, TALL, dv)
-  monkeypatch.setattr(attention, "pick_tiles", lambda head_dim: picked)
   args = q, k, v, _ = arrays(heads, kv_heads)
   segments = None if order is None else np.int32(segments_of(order))
   mask = seen(T, T, kind, segments)
 
+  def kernel(op):
+    run = with_tile(monkeypatch, op.kernel("triton"), "pick_tiles", picked)
+    return functools.partial(run, interpret=True)
+
   def both(q, k, v, dout, segments, mask):
-    found = run(q, k, v, dout, kind, segments, interpreted)
+    found = run(q, k, v, dout, kind, segments, kernel)
     return found, oracle(q, k, v, dout, kind, mask)
 
   (residuals, gradients), want = jit(both)(*args, segments, mask)
@@ -125,19 +123,18 @@ def test_tiles_that_are_visited_and_masked_are_those_of_the_mask(
 ):
   kind = AttentionKind(window=window)
   mask = seen(T, T, kind)[0]
-  sequence = types.SimpleNamespace(shape=(1, T))
   for tile in (WIDE, TALL):
     in_tiles = mask.reshape(T // tile.queries, tile.queries, -1, tile.keys)
     is_seen, is_whole = in_tiles.any((1, 3)), in_tiles.all((1, 3))
-    for visit_of, seen_tiles, whole_tiles in (
-      (Visit.of_queries, is_seen, is_whole),
-      (Visit.of_keys, is_seen.T, is_whole.T),
+    for is_of_queries, seen_tiles, whole_tiles in (
+      (True, is_seen, is_whole),
+      (False, is_seen.T, is_whole.T),
     ):
       programs, count = seen_tiles.shape
       monkeypatch.setattr(pl, "num_programs", lambda _, n=programs: n)
       for program in range(programs):
         monkeypatch.setattr(pl, "program_id", lambda _, i=program: jnp.int32(i))
-        visit = visit_of(kind, tile, sequence, None, None)
+        visit = Visit.begin(kind, tile, is_of_queries, T, (None,) * 3)
         others = np.arange(count)
         visited = (others >= visit.first) & (others < visit.behind)
         unmasked = (others >= visit.whole) & (others < visit.edge)

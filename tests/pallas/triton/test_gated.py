@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton's gated functions against the definitions.
+"""Compares Triton's gated functions with their definitions.
 
-Codes and scales of gate and up are exact. Elsewhere XLA may contract a product
-and a sum on one side and not on the other: of codes a share is the same.
+Codes and scales of gate and up must be equal. Elsewhere XLA may contract a
+product and a sum on one side and not on the other, so we require that most
+codes are equal.
 """
 
 import functools
@@ -45,13 +46,13 @@ def run(fn, *args, jit=jit, activation="silu", **options):
 
 
 def both(name, *args, **options):
-  """What the kernel gives in the interpreter, and what the definition does."""
+  """Runs the kernel in the interpreter, and the definition."""
   kernel = run(getattr(gated, name), *args, interpret=True, **options)
   return kernel, run(getattr(ops, name).definition, *args, **options)
 
 
 def inputs(shape, dtype=BF16):
-  """dy, gate_up, and what `gated_input` makes of it."""
+  """Makes dy and gate_up, and quantizes them with `gated_input`."""
   *leading, f = shape
   gate_up = jnp.asarray(cases.activations((*leading, 2 * f)) / 8, dtype)
   dy = jnp.asarray(1e-3 * cases.activations(shape, 1), dtype)
@@ -60,7 +61,7 @@ def inputs(shape, dtype=BF16):
 
 
 def assert_same_product(actual, expected, apart=SCALES_APART["silu"]):
-  """One of the layouts or both of one matrix, and its scale."""
+  """Compares the layouts of an operand, and its scale."""
   for layout in ("rows", "columns"):
     a, e = getattr(actual, layout), getattr(expected, layout)
     assert (a is None) == (e is None), layout
@@ -86,7 +87,7 @@ def test_gated_kernel_of_degenerate_groups_matches_definition():
 
 
 def far_gates():
-  """gate and up [16, 16], of which the gates are where exp overflows, or 0."""
+  """Makes gate and up [16, 16]; exp overflows for some gates, others are 0."""
   far = np.repeat([-500, -104, -88, -87, 87, 88, 104, 500], 16).reshape(8, 16)
   gate = np.concatenate([far, np.zeros_like(far)]).astype(np.float32)
   return gate, np.full_like(gate, -3.0)
@@ -218,7 +219,7 @@ def test_gated_kernels_on_a_gpu(shape, dtype, activation):
 
 
 def assert_near(actual, expected):
-  """As `assert_same_product`, but for values that came from a cancellation.
+  """Does `assert_same_product`, except for values left by a cancellation.
 
   The derivative is zero at -1.278, and E5M2 shows 2^-32 of the largest.
   """

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton's GELU against the definition's, and far below zero against float64.
+"""Compares Triton's GELU with its definition, far below zero with float64.
 
-There gradients are small, and E5M2 shows what is 2^-32 of the largest: sigmoids
-that differ in a last bit may give other codes. Float64 says which are right.
+There gradients are small, and E5M2 resolves values of 2^-32 of the largest.
+Sigmoids that differ in their last bit may give other codes; float64 decides
+which ones are right.
 """
 
 import dataclasses
@@ -43,13 +44,13 @@ def run(fn, *args, jit=jit, approximate=True, **options):
 
 
 def both(name, *args, **options):
-  """What the kernel gives in the interpreter, and what the definition does."""
+  """Runs the kernel in the interpreter, and the definition."""
   kernel = run(getattr(gelu, name), *args, interpret=True, **options)
   return kernel, run(getattr(ops, name).definition, *args, **options)
 
 
 def inputs(shape, dtype=BF16, least=-2.0, **options):
-  """dy, x, and what `gelu_input` makes of it."""
+  """Makes dy and x, and quantizes x with `gelu_input`."""
   x = cases.activations(shape) / 8
   x = jnp.asarray(np.where(x < least, -x, x), dtype)
   dy = jnp.asarray(1e-3 * cases.activations(shape, 1), dtype)
@@ -57,7 +58,7 @@ def inputs(shape, dtype=BF16, least=-2.0, **options):
 
 
 def assert_same_matrix(actual, expected):
-  """One of the layouts or both of one matrix, and its scale."""
+  """Compares the layouts of an operand, and its scale."""
   for layout in ("rows", "columns"):
     a, e = getattr(actual, layout), getattr(expected, layout)
     assert (a is None) == (e is None), layout
@@ -71,7 +72,7 @@ def assert_same_matrix(actual, expected):
 
 
 def test_quick_gelu_kernels_match_the_definition():
-  """At a width of two tiles, the second of them short."""
+  """Uses a width of two tiles, the second of which is not full."""
   quick = dict(approximate="sigmoid")
   dy, x, (x_q, scale) = inputs((32, 176), **quick)
   actual, expected = both("gelu_input", x, groups=GROUPS, **quick)
@@ -85,7 +86,7 @@ def test_quick_gelu_kernels_match_the_definition():
 
 
 def in_float64(dy, x):
-  """gelu(x) and its gradient."""
+  """Computes gelu(x) and its gradient."""
   dy, x = np.asarray(dy, np.float64), np.asarray(x, np.float64)
   c = np.sqrt(2 / np.pi)
   u = c * (x + 0.044715 * x**3)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels of grouped products, where groups have several tiles of rows.
+"""Tests kernels of grouped products if groups have several tiles of rows.
 
-That they match their definitions at a model's shapes is in `tests/ops`.
+`tests/ops` compares them with their definitions at a model's shapes.
 """
 
 import functools
@@ -15,7 +15,7 @@ from coat_jax import ops
 from coat_jax.pallas.triton import grouped
 from tests.comparing import assert_close, jit
 from tests.matrices import quick
-from tests.pallas.kernels import refused
+from tests.pallas.kernels import refused, with_tile
 
 D, F = 48, 80
 TILE = grouped.Tile(rows=16, columns=32, step=32, warps=1, stages=1)
@@ -44,7 +44,6 @@ def arrays(sizes, dtype):
 def test_grouped_kernels_match_where_groups_have_several_tiles(
   sizes, dtype, monkeypatch
 ):
-  monkeypatch.setattr(grouped, "pick_tile", lambda dtype: TILE)
   x, g, w = arrays(sizes, dtype)
 
   def products(run, x, g, w, sizes):
@@ -56,7 +55,8 @@ def test_grouped_kernels_match_where_groups_have_several_tiles(
     )
 
   def kernel(op):
-    return functools.partial(op.kernel("triton"), interpret=True)
+    run = with_tile(monkeypatch, op.kernel("triton"), "pick_tile", TILE)
+    return functools.partial(run, interpret=True)
 
   args = x, g, w, jnp.int32(sizes)
   found = jit(functools.partial(products, kernel))(*args)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels that split and join heads that are not rotated."""
+"""Tests the kernels that split and join heads without rotation."""
 
 import functools
 
@@ -73,7 +73,7 @@ def test_operand_of_zeros_and_of_nan():
   assert np.isnan(found.scale) and np.sum(np.isnan(sums)) == 1
 
 
-def test_kernels_refuse():
+def test_kernels_refuse_what_they_cannot_take():
   def split(*shape, dtype=jnp.bfloat16):
     qkv, _ = case(*shape, dtype=dtype)
     rope.split_heads(qkv, None, None, num_heads=shape[2], num_kv_heads=shape[3])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton's join of gathered columns against the definition's: a copy."""
+"""Compares Triton's join of gathered columns with its definition."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from tests.pallas.kernels import assert_same_codes
 
 
 def parts_of(shape, dtype=E4M3):
-  """Codes that differ from their neighbours."""
+  """Makes codes that differ from their neighbours."""
   codes = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
   return jax.lax.bitcast_convert_type(jnp.asarray(codes), dtype)
 

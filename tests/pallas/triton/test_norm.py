@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton's norms against the definition's: `norm` and `norm_backward`.
+"""Compares Triton's norms with their definitions: `norm` and `norm_backward`.
 
-Codes and scales of the input are exact. Sums over a row or over rows are in
-another order than XLA's: statistics, the output's scale and gradients agree to
-f32's rounding of such sums, and of codes that follow from them a share.
+Codes and scales of the input must be equal. The kernels add up rows in another
+order than XLA. So statistics, the output's scale and gradients agree to f32's
+rounding of such sums, and most codes that follow from them are equal.
 """
 
 import functools
@@ -18,14 +18,15 @@ from coat_jax.numerics.qtensor import QTensor
 from coat_jax.ops import Groups
 from coat_jax.ops.types import NormStats
 from coat_jax.pallas.triton import norm, norm_backward
-from coat_jax.pallas.triton.scales import bits_to_scale
-from coat_jax.pallas.triton.tiles import Tile
+from coat_jax.pallas.triton.matrix import Tile
 from tests import cases
 from tests.comparing import assert_close, jit
 from tests.pallas.kernels import (
   assert_same_codes,
   assert_same_groups,
+  assert_same_operand,
   refused,
+  with_tile,
 )
 
 BF16, F32 = jnp.bfloat16, jnp.float32
@@ -33,18 +34,18 @@ EPS = 1e-5
 
 
 def run(fn, *args, jit=jit, **options):
-  """A definition, compiled: its scale and add are arrays, not constants."""
+  """Compiles and runs `fn`; `scale` and `add` are arrays, not constants."""
   traced = {k: options.pop(k) for k in ("scale", "add") if k in options}
   return jit(functools.partial(fn, **options))(*args, **traced)
 
 
 def interpret(fn, *args, **options):
-  """A kernel in the interpreter."""
+  """Runs a kernel in the interpreter."""
   return run(fn, *args, interpret=True, **options)
 
 
 def vectors(kind, n, dtype=F32):
-  """gamma and beta, for a layer norm without gamma beta alone."""
+  """Makes gamma and beta; beta is None for "rms"."""
   rng = np.random.default_rng(n)
   gamma, beta = (jnp.asarray(v, dtype) for v in rng.normal(size=(2, n)))
   return gamma, beta if kind == "layer" else None
@@ -67,21 +68,19 @@ def assert_same_stats(actual, expected):
 
 
 @pytest.mark.parametrize("given", ["gamma", "beta", "neither"])
-def test_norm_input_kernel_without_gamma_or_beta(given):
+def test_norm_input_kernel_without_gamma_or_beta(given, monkeypatch):
   # In three tiles of rows, the last one of which has one row. So far from
   # zero that what is masked, 0 - mean, would be the largest of y.
   _, gamma, beta, options = inputs((9, 176), "layer")
   x = jnp.asarray(1000 + 100 * np.random.default_rng(0).normal(size=(9, 176)))
   gamma = gamma.astype(BF16) if given == "gamma" else None
   beta = beta if given == "beta" else None
-  _, stats, bits = norm._norm_input(
-    x, gamma, beta, "layer", EPS, 16, norm.RowTile(4, 1), True
-  )
-  _, expected, scale = run(ops.norm_input.definition, x, gamma, beta, **options)
-  assert_same_stats(stats, expected)
-  np.testing.assert_allclose(
-    bits_to_scale(bits, axis_names=(), interpret=True), scale, rtol=1e-6
-  )
+  kernel, tile = norm.norm_input, norm.RowTile(4, 1)
+  kernel = with_tile(monkeypatch, kernel, "pick_input_tile", tile)
+  _, stats, scale = kernel(x, gamma, beta, **options, interpret=True)
+  wanted = run(ops.norm_input.definition, x, gamma, beta, **options)
+  assert_same_stats(stats, wanted[1])
+  np.testing.assert_allclose(scale, wanted[2], rtol=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["rms", "layer"])
@@ -123,24 +122,16 @@ def test_norm_input_kernel_of_nan():
 
 
 @pytest.mark.parametrize("down", [True, False])
-def test_norm_kernel_without_gamma_or_beta(down):
+def test_norm_kernel_without_gamma_or_beta(down, monkeypatch):
   x, _, _, options = inputs((48, 80), "layer")
   x_q, stats, scale = run(ops.norm_input.definition, x, None, None, **options)
   scale = scale * 0.8  # Some values beyond qmax.
-  rows, columns = norm._norm_fwd(
-    x_q, None, None, stats, scale, 16, "both", Tile(32, 32, 1, down), True
-  )
-  expected = run(
-    ops.norm_fwd.definition,
-    x_q,
-    None,
-    None,
-    stats,
-    scale=scale,
-    layout="both",
-  )
-  assert_same_codes(rows, expected.rows, 0.999)
-  assert_same_codes(columns, expected.columns, 0.999)
+  args, options = (x_q, None, None, stats), dict(scale=scale, layout="both")
+  tile = Tile(32, 32, 1, down)
+  kernel = with_tile(monkeypatch, norm.norm_fwd, "pick_tile", tile)
+  actual = kernel(*args, **options, interpret=True)
+  expected = run(ops.norm_fwd.definition, *args, **options)
+  assert_same_operand(actual, expected, 0.999)
 
 
 def gradients(shape, kind, group_size=16, dtype=BF16):
@@ -164,30 +155,15 @@ def gradients(shape, kind, group_size=16, dtype=BF16):
   ids=str,
 )
 def test_norm_backward_kernel_in_chunks_matches_definition(
-  shape, group_size, chunk, kind
+  shape, group_size, chunk, kind, monkeypatch
 ):
   dy, x_q, gamma, stats = gradients(shape, kind, group_size)
   add = jnp.asarray(cases.activations(shape))
-  actual = norm_backward._norm_bwd(
-    dy,
-    x_q,
-    gamma,
-    stats,
-    add,
-    group_size,
-    jnp.dtype(F32),
-    norm_backward.Chunk(*chunk),
-    True,
-  )
-  expected = run(
-    ops.norm_bwd.definition,
-    dy,
-    x_q,
-    gamma,
-    stats,
-    dtype=F32,
-    add=add,
-  )
+  args, options = (dy, x_q, gamma, stats), dict(dtype=F32, add=add)
+  kernel, chunk = norm_backward.norm_bwd, norm_backward.Chunk(*chunk)
+  kernel = with_tile(monkeypatch, kernel, "pick_chunk", chunk)
+  actual = kernel(*args, **options, interpret=True)
+  expected = run(ops.norm_bwd.definition, *args, **options)
   # Sums of at most 688 terms of f32.
   assert_close(actual, expected, 2e-6)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels that split and join heads."""
+"""Tests the kernels that split and join rotated heads."""
 
 import types
 
@@ -29,7 +29,7 @@ def case(b, t, n, k, h, dtype=jnp.bfloat16, theta=1e4, own=False):
 
 
 def both(module, qkv, cos, sin, n, k, **kwargs):
-  """Heads and what they are joined to again, turned once more."""
+  """Splits into heads, and joins them again with the opposite rotation."""
   heads = module.split_heads(
     qkv, cos, sin, num_heads=n, num_kv_heads=k, **kwargs
   )
@@ -42,7 +42,7 @@ def operands(module, qkv, cos, sin, n, k, **kwargs):
 
 
 def assert_near(actual, expected, dtype):
-  """A product and a sum may or may not be one operation: an ulp of `dtype`."""
+  """Allows an ulp of `dtype`: a product and a sum may be one operation."""
   ulp = 2.0**-8 if dtype == jnp.bfloat16 else 2.0**-22
   for a, e in zip(
     jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scales of tensors from maxima of tiles, against the definition's bits."""
+"""Compares tensors' scales from maxima of tiles with their definition."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +7,7 @@ import pytest
 
 from coat_jax.numerics.formats import E4M3, E5M2
 from coat_jax.numerics.qtensor import amax_to_scale
+from coat_jax.numerics.scaling import GRADIENTS, PerTensor
 from coat_jax.pallas.triton import scales
 from tests.comparing import jit
 
@@ -14,11 +15,9 @@ LIMITS = np.finfo(np.float32)
 
 
 def scale_of(maxima, dtype) -> np.ndarray:
-  """By the kernel, interpreted."""
+  """Runs the kernel in the interpreter."""
   bits = jnp.asarray(np.asarray(maxima, np.float32).view(np.int32))
-  return np.asarray(
-    scales.bits_to_scale(bits, dtype, axis_names=(), interpret=True)
-  )
+  return np.asarray(scales.bits_to_scale(bits, PerTensor(dtype), True))
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
@@ -45,10 +44,8 @@ def test_scale_kernel_of_degenerate_maxima(amax):
 
 def test_shared_scale_is_what_the_kernel_of_codes_reads():
   bits = jnp.asarray(np.float32([1.5, 3.0]).view(np.int32))
-  scale, read = scales.bits_to_shared_scale(
-    bits, E5M2, axis_names=(), interpret=True
-  )
-  expected = scales.bits_to_scale(bits, E5M2, axis_names=(), interpret=True)
+  scale, read = scales.bits_to_shared_scale(bits, GRADIENTS, True)
+  expected = scales.bits_to_scale(bits, GRADIENTS, True)
   np.testing.assert_array_equal(scale, expected)
   np.testing.assert_array_equal(read, [expected, expected])
 
@@ -60,6 +57,6 @@ def test_scale_kernel_on_a_gpu(size):
   maxima[-1] = 7.3
   bits = jnp.asarray(np.asarray(maxima, np.float32).view(np.int32))
   expected = jit(lambda x: amax_to_scale(x, E5M2))(jnp.float32(7.3))
-  scale, read = scales.bits_to_shared_scale(bits, E5M2, axis_names=())
+  scale, read = scales.bits_to_shared_scale(bits, GRADIENTS, False)
   np.testing.assert_array_equal(scale, expected)
   np.testing.assert_array_equal(read, [expected, expected])

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reasons why a kernel in Triton cannot take its arguments; None if it can."""
+
+import math
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from coat_jax.numerics.formats import E4M3, E5M2
+from coat_jax.numerics.qtensor import QTensor
+from coat_jax.numerics.scaling import (
+  Blocks,
+  BlockScales,
+  Groups,
+  Layout,
+  PerTensor,
+  Scales,
+  Scaling,
+)
+
+# Indices are int32, including those past the end of the array in the last tile.
+MAX_ELEMENTS = 2**31 - 2**20
+
+_GROUP_SIZES = (16, 32, 64, 128)
+
+
+def why_not_shape(shape: tuple[int, ...]) -> str | None:
+  """Checks the shape [..., n] of an array."""
+  size = math.prod(shape)
+  if not shape or shape[-1] % 16 or not size:
+    return (
+      "the last axis must be a multiple of 16 and no axis empty for the Triton "
+      f"kernel, got {shape}"
+    )
+  if size > MAX_ELEMENTS:
+    return f"the Triton kernel indexes in int32, got shape {shape}"
+  return None
+
+
+def why_not_groups(
+  shape: tuple[int, ...], group_size: int | None
+) -> str | None:
+  """Checks the shape of an array in groups along its last axis."""
+  if group_size not in _GROUP_SIZES:
+    return f"the Triton kernel has groups of {_GROUP_SIZES}, got {group_size}"
+  if shape and shape[-1] % group_size:
+    return (
+      f"the last axis must be a multiple of the group size {group_size} for "
+      f"the Triton kernel, got {shape[-1]}"
+    )
+  return why_not_shape(shape)
+
+
+def why_not_values(x: QTensor) -> str | None:
+  """Checks quantized values that a kernel reads."""
+  *leading, n = x.qvalue.shape
+  group_size = x.group_size
+  reason = why_not_format(x.qvalue.dtype, E4M3, E5M2) or why_not_groups(
+    x.qvalue.shape, group_size
+  )
+  if reason is not None or group_size is None:
+    return reason
+  if x.scale.shape != (*leading, n // group_size):
+    return (
+      f"the Triton kernel needs a scale per {group_size} values, got scales of "
+      f"shape {x.scale.shape} for values of {x.qvalue.shape}"
+    )
+  return None
+
+
+def why_not_dtype(*dtypes: DTypeLike) -> str | None:
+  """Checks dtypes of values that are not quantized."""
+  for dtype in dtypes:
+    if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float32):
+      return f"the Triton kernel reads bfloat16 and float32, got {dtype}"
+  return None
+
+
+def why_not_format(dtype: DTypeLike, *known: DTypeLike) -> str | None:
+  """Checks the format of codes."""
+  if dtype in known:
+    return None
+  names = " and ".join(jnp.dtype(x).name for x in known)
+  return f"the Triton kernel has {names}, got {jnp.dtype(dtype).name}"
+
+
+def why_not_scaling(scaling: Scaling, *known: DTypeLike) -> str | None:
+  """Checks the scaling of an operand that a kernel writes."""
+  if type(scaling) is not PerTensor:
+    return (
+      "kernels write operands with one scale per tensor, got "
+      f"{type(scaling).__name__}"
+    )
+  return why_not_format(scaling.dtype, *known)
+
+
+def why_not_columns(shape: tuple[int, ...], layout: Layout) -> str | None:
+  """Checks the number of rows of an operand whose columns a kernel writes."""
+  rows = math.prod(shape[:-1])
+  if layout != "rows" and rows % 16:
+    return (
+      f"the Triton kernel writes columns of a multiple of 16 rows, got {rows}"
+    )
+  return None
+
+
+def why_not_read(
+  x, shape: tuple[int, ...], groups: Groups, output: Scaling
+) -> str | None:
+  """Checks x, which a kernel quantizes in groups as arrays of this shape.
+
+  The kernel also finds the scale of an output.
+  """
+  if type(output) is not Blocks:  # Blocks find their own scales.
+    reason = why_not_scaling(output, E4M3)
+    if reason is not None:
+      return reason
+  return (
+    why_not_format(groups.dtype, E4M3)
+    or why_not_dtype(x.dtype)
+    or why_not_groups(shape, groups.size)
+  )
+
+
+def why_not_written(
+  shape: tuple[int, ...], output: Scaling, scale: Scales | None, layout: Layout
+) -> str | None:
+  """Checks an operand of this shape that a kernel writes in E4M3."""
+  reason = why_not_scaling(output, E4M3) or why_not_columns(shape, layout)
+  if reason is None and (scale is None or isinstance(scale, BlockScales)):
+    return "kernels write operands with one scale that is known, got none"
+  return reason
