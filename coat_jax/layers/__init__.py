@@ -19,6 +19,8 @@ from coat_jax.layers.attention_output import (
 from coat_jax.layers.back import BackWeights as BackWeights
 from coat_jax.layers.block import BlockWeights as BlockWeights
 from coat_jax.layers.block import block as block
+from coat_jax.layers.convert import ConversionReport as ConversionReport
+from coat_jax.layers.convert import convert as convert
 from coat_jax.layers.experts import MoEWeights as MoEWeights
 from coat_jax.layers.front import FrontWeights as FrontWeights
 from coat_jax.layers.gated_mlp import Gated as Gated
