@@ -53,6 +53,7 @@ NOT_CALLED = {
   "bfloat16": "takes no arguments",
   "Middle": "abstract: each kind of block has its own",
   "RopeScaling": "abstract: its kinds have rows",
+  "ConversionReport": "what convert returns",
   "GroupCodec": "a protocol",
   "Grouped": "abstract: codecs.coat and the others have rows",
   "Plain": "codecs.float32 makes it",

@@ -16,6 +16,8 @@ from coat_jax.layers.block import block as block
 from coat_jax.layers.block_module import BlockOptions as BlockOptions
 from coat_jax.layers.block_module import NormLinear as NormLinear
 from coat_jax.layers.block_module import NormLinearOptions as NormLinearOptions
+from coat_jax.layers.convert import ConversionReport as ConversionReport
+from coat_jax.layers.convert import convert as convert
 from coat_jax.layers.dot_product_attention import (
   AttentionInputs as AttentionInputs,
 )

@@ -1,0 +1,298 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Converts an existing Flax NNX model to FP8 layers, and reports the changes.
+
+Each `nnx.Linear`, `nnx.LinearGeneral`, `nnx.RMSNorm` and `nnx.LayerNorm` is
+replaced by a layer of this package that holds the same parameters under the
+same names. `converted_blocks.py` replaces whole blocks.
+"""
+
+import collections
+import dataclasses
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import jax
+from flax import nnx
+
+from coat_jax.layers.block_module import NormLinear
+from coat_jax.layers.converted_blocks import (
+  BLOCKS,
+  FusedBlock,
+  fuse,
+  parts_of,
+)
+from coat_jax.layers.converted_layers import (
+  COUNTERPARTS,
+  MergedLinear,
+  convert_layer,
+)
+from coat_jax.layers.count import saved_bytes
+from coat_jax.layers.gated_mlp import GatedMLP
+from coat_jax.layers.linear import Linear
+from coat_jax.layers.mlp import MLP
+from coat_jax.layers.module import RecipeModule, recipe_of
+from coat_jax.numerics.checks import check_kind, refuse
+from coat_jax.numerics.recipes import CoatRecipe
+
+type BlockType = type[GatedMLP | MLP | NormLinear]
+_PRODUCTS = (Linear, MergedLinear)
+
+
+@dataclasses.dataclass(frozen=True)
+class ConversionReport:
+  """Result of `convert`; `print(report)` shows it as text.
+
+  Attributes:
+    replaced: the new class of each replaced module or block, by its path.
+    left: why a module with parameters was left as it is, by its path.
+    products_only: your classes whose linear layers were replaced one by one, so
+      that what is between their products is saved as before.
+    saved_before, saved_after: bytes that the model saves for its backward pass,
+      without parameters; None without `inputs`.
+  """
+
+  replaced: Mapping[str, str]
+  left: Mapping[str, str]
+  products_only: tuple[str, ...]
+  saved_before: int | None = None
+  saved_after: int | None = None
+
+  def __str__(self) -> str:
+    """Lists what was replaced, what was left and why, and the saved bytes."""
+    counts = collections.Counter(self.replaced.values())
+    each = [f"{count} {name}" for name, count in sorted(counts.items())]
+    lines = [f"replaced: {', '.join(each) or 'nothing'}"]
+    lines += [f"left {path}: {why}" for path, why in self.left.items()]
+    if self.products_only:
+      lines.append(
+        f"products only: {', '.join(self.products_only)}; what they do between "
+        "products is saved as before, unless `blocks` names a block for them"
+      )
+    before, after = self.saved_before, self.saved_after
+    if before is not None and after is not None:
+      share = f" ({after / before:.0%})" if before else ""
+      lines.append(
+        f"saved for the backward pass: {before:,} bytes before, {after:,} "
+        f"after{share}"
+      )
+    return "\n".join(lines)
+
+
+def convert[Module: nnx.Module](
+  model: Module,
+  recipe: CoatRecipe | None = None,
+  *,
+  blocks: Mapping[type[nnx.Module], BlockType] = MappingProxyType({}),
+  inputs: tuple[Any, ...] | None = None,
+) -> tuple[Module, ConversionReport]:
+  """Replaces the layers of a Flax NNX model by FP8 layers.
+
+  The result is a copy of the modules that holds the same `nnx.Param` objects,
+  so no weight is copied, and a step that trains the copy also updates the
+  original. You can therefore compare the two models at any time, and an error
+  leaves the original as it was. `nnx.state` has the same paths, shapes, dtypes
+  and metadata before and after: checkpoints, optimizers and shardings remain
+  valid.
+
+  A class of yours that computes a whole block can become one block, which saves
+  most of the memory. Name the class in `blocks`. We do not infer from its
+  attributes what it computes: we run one of its modules on random parameters
+  and a few random tokens in f32, and replace it only if a block of the named
+  kind, with some activation, gives the same output. Separate gate and up
+  projections stay separate parameters.
+
+  Example usage::
+
+    >>> from coat_jax import layers, recipes
+    >>> from flax import nnx
+    >>> import jax
+    >>> import jax.numpy as jnp
+
+    >>> class FeedForward(nnx.Module):
+    ...   def __init__(self, rngs):
+    ...     self.norm = nnx.RMSNorm(64, rngs=rngs)
+    ...     self.wi = nnx.Linear(64, 256, rngs=rngs)
+    ...     self.wo = nnx.Linear(256, 64, rngs=rngs)
+    ...
+    ...   def __call__(self, x):
+    ...     return x + self.wo(nnx.gelu(self.wi(self.norm(x))))
+
+    >>> model, report = layers.convert(
+    ...   FeedForward(nnx.Rngs(0)),
+    ...   recipes.coat(),
+    ...   blocks={FeedForward: layers.MLP},
+    ...   inputs=(jax.ShapeDtypeStruct((1, 512, 64), jnp.bfloat16),),
+    ... )
+    >>> print(report.replaced)
+    {'.': 'MLP'}
+    >>> report.saved_after < report.saved_before / 3
+    True
+
+  Args:
+    model: the model, with arrays or abstract (from `nnx.eval_shape`).
+    recipe: what is computed and saved in FP8; None for `recipes.coat()`.
+    blocks: for each class of yours that computes a whole block, the block:
+      `GatedMLP`, `MLP` or `NormLinear`. The class need not have the block's
+      norm (except for `NormLinear`) or its residual add. Its modules are called
+      with one array.
+    inputs: example arguments of a call of the model, arrays or
+      `jax.ShapeDtypeStruct`s, to count what is saved for the backward pass.
+      Nothing is computed for the count.
+
+  Returns:
+    The converted copy, and a report of what was replaced, what was left and
+    why, and how many bytes are saved for the backward pass.
+
+  Raises:
+    TypeError: an argument has the wrong type.
+    ValueError: `blocks` names another block or a class that the model does not
+      contain, or modules contain each other in a cycle.
+  """
+  op = "convert"
+  remedy = "pass a model or a layer of Flax NNX"
+  check_kind(op, "model", model, nnx.Module, remedy)
+  recipe = recipe_of(op, recipe)
+  _check_blocks(op, blocks, model)
+  if inputs is not None:
+    check_kind(op, "inputs", inputs, tuple, "pass a tuple, as in inputs=(x,)")
+  converter = _Converter(recipe, blocks, model)
+  new = converter.walk((), nnx.clone(model, variables=False))
+  saved = [saved_bytes(m, inputs) for m in (model, new) if inputs is not None]
+  return new, ConversionReport(
+    converter.replaced,
+    converter.left,
+    tuple(converter.products_only),
+    *saved,
+  )
+
+
+def _check_blocks(op: str, blocks: Any, model: nnx.Module) -> None:
+  remedy = "pass {class of your model: layers.MLP}"
+  check_kind(op, "blocks", blocks, Mapping, remedy)
+  classes = {type(module) for _, module in nnx.iter_modules(model)}
+  for theirs, ours in blocks.items():
+    if not isinstance(theirs, type):
+      refuse(TypeError, op, "blocks", "by class", theirs, remedy)
+    if theirs not in classes or theirs in COUNTERPARTS:
+      rule, name = "by classes of your own in the model", "blocks"
+      remedy = "pass type(module) of a module that computes a block"
+      refuse(ValueError, op, name, rule, theirs, remedy)
+    if ours not in BLOCKS:
+      rule = "GatedMLP, MLP or NormLinear for each class"
+      refuse(ValueError, op, "blocks", rule, ours, "pass the class of a block")
+
+
+class _Converter:
+  """Replaces modules in a copy of a model, children before their parents."""
+
+  def __init__(
+    self,
+    recipe: CoatRecipe,
+    blocks: Mapping[type, type],
+    model: nnx.Module,
+  ):
+    self.recipe, self.blocks, self.model = recipe, blocks, model
+    self.replaced: dict[str, str] = {}
+    self.left: dict[str, str] = {}
+    self.products_only: list[str] = []
+    self.roles: dict[Any, Any] = {}
+    # Keeps the module itself too, so that no other module gets its id.
+    self._done: dict[int, tuple[Any, Any]] = {}
+    self._open: set[int] = set()
+
+  def walk(self, path: tuple, node: Any) -> Any:
+    """Returns the node, a module or a container of some, after conversion."""
+    if not isinstance(node, nnx.Pytree) or isinstance(node, nnx.Variable):
+      return node
+    if id(node) in self._done:
+      return self._done[id(node)][1]
+    if id(node) in self._open:
+      raise ValueError(
+        f"convert: modules must not contain each other, got {_name(path)} "
+        "inside itself; convert the parts before you connect them"
+      )
+    self._open.add(id(node))
+    for key, value in list(vars(node).items()):
+      if key.startswith("_pytree__"):
+        continue
+      key_of = int(key) if key.isdigit() else key
+      new, is_changed = self._walk_tree((*path, key_of), value)
+      if is_changed:
+        is_module = isinstance(new, nnx.Pytree)
+        setattr(node, key, new if is_module else nnx.data(new))
+    new = self._convert(path, node) if isinstance(node, nnx.Module) else node
+    self._done[id(node)] = node, new
+    return new
+
+  def _walk_tree(self, path: tuple, value: Any) -> tuple[Any, bool]:
+    """Converts each module in nested lists, tuples and dicts."""
+    is_leaf = lambda x: isinstance(x, nnx.Pytree)  # noqa: E731
+    changed = []
+
+    def visit(keys, node):
+      new = self.walk((*path, *map(_key, keys)), node)
+      changed.append(new is not node)
+      return new
+
+    new = jax.tree_util.tree_map_with_path(visit, value, is_leaf=is_leaf)
+    return new, any(changed)
+
+  def _convert(self, path: tuple, module: nnx.Module) -> nnx.Module:
+    """Returns what replaces one module whose children are converted."""
+    name, kind = _name(path), type(module)
+    try:
+      if kind in COUNTERPARTS:
+        new = convert_layer(module, self.recipe)
+        self.replaced[name] = type(new).__name__
+        return new
+      if kind in self.blocks:
+        ours = self.blocks[kind]
+        new = fuse(_at(self.model, path), module, ours, self.roles)
+        # Its parts are no longer replaced one by one.
+        start = "" if name == "." else f"{name}."
+        for part in [p for p in self.replaced if p.startswith(start)]:
+          del self.replaced[part]
+        self.replaced[name] = ours.__name__
+        return new
+    except (TypeError, ValueError) as error:
+      self.left[name] = str(error)
+    else:
+      self._explain(name, module)
+    if any(isinstance(x, _PRODUCTS) for x in parts_of(module).values()):
+      if kind.__name__ not in self.products_only:
+        self.products_only.append(kind.__name__)
+    return module
+
+  def _explain(self, name: str, module: nnx.Module) -> None:
+    """Says why a module that holds parameters itself was left."""
+    if isinstance(module, RecipeModule | FusedBlock):
+      return
+    if any(isinstance(x, nnx.Variable) for x in vars(module).values()):
+      kind = type(module)
+      parents = [x.__name__ for x in COUNTERPARTS if isinstance(module, x)]
+      why = "there is no FP8 layer for it"
+      if parents:
+        why = f"a subclass of {parents[0]} can compute something else"
+      self.left[name] = f"{kind.__name__}: {why}"
+
+
+def _key(entry: Any) -> Any:
+  """Returns the index, key or name of an entry of a path of JAX's."""
+  for name in ("idx", "key", "name"):
+    if hasattr(entry, name):
+      return getattr(entry, name)
+  return str(entry)
+
+
+def _at(node: Any, path: tuple) -> Any:
+  """Returns the module at a path of `_Converter.walk`."""
+  for key in path:
+    has_items = isinstance(node, dict | list) or isinstance(key, int)
+    is_module = isinstance(node, nnx.Pytree)
+    node = node[key] if has_items and not is_module else getattr(node, str(key))
+  return node
+
+
+def _name(path: tuple) -> str:
+  return ".".join(map(str, path)) or "."

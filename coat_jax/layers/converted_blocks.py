@@ -1,0 +1,306 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Replaces a user's module by a block, after comparing what they compute.
+
+A replaced module keeps the names of its parameters. `fuse` runs the original on
+random parameters and random tokens in f32, and looks for a block with the same
+output: which linear layer is the gate, which activation, with or without the
+residual add. A block that only resembles the module is refused.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterable
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+from coat_jax import ops
+from coat_jax.layers.block import BlockWeights, block
+from coat_jax.layers.block_module import NormLinear
+from coat_jax.layers.converted_layers import convert_layer
+from coat_jax.layers.gated_mlp import Gated, GatedMLP
+from coat_jax.layers.linear import Linear, norm_linear
+from coat_jax.layers.mlp import GELU, MLP
+from coat_jax.layers.module import value_of
+from coat_jax.layers.norm import Norm
+from coat_jax.layers.product import LinearWeights
+from coat_jax.layers.residuals import RESIDUAL_NAMES
+from coat_jax.numerics import recipes
+
+BLOCKS = (GatedMLP, MLP, NormLinear)
+type Kind = Literal["GatedMLP", "MLP", "NormLinear"]
+# Sums of up to some 10,000 f32 products in another order differ by 1e-6 of the
+# output. The two formulas of GELU, which are the closest pair, differ by 1e-4.
+_TOLERANCE = 1e-5
+_TOKENS = 8
+_APPROXIMATIONS = (True, False, "sigmoid")
+
+
+@dataclasses.dataclass(frozen=True)
+class Roles:
+  """The role of each attribute of a module in its block, and the options."""
+
+  kind: Kind
+  width: int
+  norm: str | None
+  front: tuple[str, ...]
+  back: str | None = None
+  activation: ops.Activation | ops.Approximation | None = None
+  add_input: bool = False
+
+
+class FusedBlock(nnx.Module):
+  """Computes a block with parts that have the names of a user's module.
+
+  It keeps the other attributes of that module as well.
+  """
+
+  def __init__(self, module: nnx.Module, roles: Roles):
+    for name, value in vars(module).items():
+      if name.startswith("_pytree__"):
+        continue
+      leaves = jax.tree.leaves(value, is_leaf=_is_module)
+      is_container = not _is_module(value) and any(map(_is_module, leaves))
+      setattr(self, name, nnx.data(value) if is_container else value)
+    self.roles = roles
+
+  def __call__(self, x: Array) -> Array:
+    """Runs the block on [..., features]."""
+    roles = self.roles
+    norm: Norm | None = getattr(self, roles.norm) if roles.norm else None
+    fronts: list[Linear] = [getattr(self, name) for name in roles.front]
+    back: Linear | None = getattr(self, roles.back) if roles.back else None
+    recipe = fronts[0].active_recipe
+    x = fronts[0].cast(x, fronts[0].kernel, fronts[0].bias)
+    gamma, beta = (norm.gamma, value_of(norm.bias)) if norm else (None, None)
+    kind, eps = (norm.kind, norm.epsilon) if norm else (None, 0.0)
+
+    def run(x, gamma, beta, kernels, biases, out):
+      front = LinearWeights(*_joined(kernels, biases, roles), gamma, beta)
+      how: Any = dict(kind=kind, eps=eps, recipe=recipe)
+      if roles.kind == "NormLinear":
+        return norm_linear(x, front, **how)
+      weights = BlockWeights(front, LinearWeights(*out))
+      activation: Any = roles.activation
+      middle = GELU(activation) if roles.kind == "MLP" else Gated(activation)
+      how |= dict(middle=middle, add_input=roles.add_input)
+      return block(x, weights, **how)
+
+    if len(fronts) > 1 and recipe.nonlinear == "fp8":
+      # Without this, the joined copy of gate and up would be saved.
+      policy = jax.checkpoint_policies.save_only_these_names(*RESIDUAL_NAMES)
+      run = jax.checkpoint(run, policy=policy)
+    return run(
+      x,
+      gamma,
+      beta,
+      [part.kernel[...] for part in fronts],
+      [value_of(part.bias) for part in fronts],
+      (back.kernel[...], value_of(back.bias)) if back else (),
+    )
+
+
+def _joined(kernels, biases, roles: Roles) -> tuple[Array, Array | None]:
+  """Joins the kernels and biases of gate and up to [D, 2, F] and [2, F]."""
+  if len(kernels) > 1:
+    bias = None if biases[0] is None else jnp.stack(biases)
+    return jnp.stack(kernels, axis=1), bias
+  (w,), (bias,) = kernels, biases
+  if roles.kind == "GatedMLP":
+    w = w.reshape(w.shape[0], 2, -1)
+    bias = None if bias is None else bias.reshape(2, -1)
+  return w, bias
+
+
+def _is_module(x: Any) -> bool:
+  return isinstance(x, nnx.Pytree)
+
+
+def parts_of(module: nnx.Module) -> dict[str, Any]:
+  """Returns the modules that are direct attributes, by name."""
+  attributes = vars(module).items()
+  return {k: v for k, v in attributes if isinstance(v, nnx.Module)}
+
+
+def fuse(
+  original: nnx.Module,
+  module: nnx.Module,
+  ours: type,
+  known: dict[Any, Roles],
+) -> FusedBlock:
+  """Makes a block from a user's module and its copy with converted parts.
+
+  Args:
+    original: the module, with flax's layers.
+    module: its copy, with our layers.
+    ours: the class of the block that it should compute.
+    known: the roles of modules seen before; this one's are added.
+
+  Returns:
+    The block, with the parts of `module`.
+
+  Raises:
+    ValueError: the block would compute something else, and why.
+  """
+  _check_state(original, ours)
+  for name, part in parts_of(module).items():
+    if not isinstance(part, Norm | Linear | nnx.Dropout):
+      raise ValueError(f"it is no {ours.__name__}: `{name}` was not replaced")
+  shapes = tuple(x.shape for x in jax.tree.leaves(nnx.state(original)))
+  key: Any = (ours, nnx.graphdef(original), shapes)
+  try:
+    hash(key)
+  except TypeError:  # An attribute that has no hash.
+    key = object()
+  if key not in known:
+    known[key] = _roles_of(original, ours)
+  return FusedBlock(module, known[key])
+
+
+def _check_state(original: nnx.Module, ours: type) -> None:
+  """Raises a ValueError if a block would lose variables or dropout."""
+  covered = set()
+  for name, part in parts_of(original).items():
+    if isinstance(part, nnx.Dropout) and part.rate:
+      raise ValueError(
+        f"it is no {ours.__name__}: `{name}` drops {part.rate} of the values, "
+        "and FP8 layers have no dropout"
+      )
+    covered |= {id(x) for _, x in nnx.iter_graph(part) if _is_variable(x)}
+  found = {id(x) for _, x in nnx.iter_graph(original) if _is_variable(x)}
+  if found - covered:
+    raise ValueError(
+      f"it is no {ours.__name__}: it has variables outside its linear layers "
+      "and norms"
+    )
+
+
+def _is_variable(x: Any) -> bool:
+  return isinstance(x, nnx.Variable)
+
+
+def _roles_of(original: nnx.Module, ours: type) -> Roles:
+  """Finds the block that computes the same, on random parameters and tokens."""
+  candidates = list(_candidates(original, ours))
+  if not candidates:
+    raise ValueError(
+      f"it is no {ours.__name__}: the number or the widths of its linear "
+      "layers and norms are different"
+    )
+  with (
+    jax.ensure_compile_time_eval(),
+    jax.default_matmul_precision("highest"),
+  ):
+    reference = _with_random_parameters(original)
+    outputs, failure = {}, None
+    for width in {roles.width for roles in candidates}:
+      x = jax.random.normal(jax.random.key(0), (1, _TOKENS, width))
+      try:
+        outputs[width] = x, reference(x)
+      except Exception as error:  # Whatever a user's module raises.
+        failure = error
+    if not outputs:
+      raise ValueError(
+        f"it must be callable with one array [..., features]: {failure}"
+      ) from failure
+    for name, part in parts_of(reference).items():
+      if not isinstance(part, nnx.Dropout):
+        setattr(reference, name, convert_layer(part, recipes.bf16()))
+    errors = {
+      roles: _error(FusedBlock(reference, roles)(x), y)
+      for width, (x, y) in outputs.items()
+      for roles in candidates
+      if roles.width == width
+    }
+  best = min(errors, key=lambda roles: errors[roles])
+  if not errors[best] <= _TOLERANCE:
+    raise ValueError(
+      f"it is no {ours.__name__}: on random parameters its output differs by "
+      f"{errors[best]:.1e} of the largest value from the block that is most "
+      "like it"
+    )
+  return best
+
+
+def _error(got: Array, want: Any) -> float:
+  if not isinstance(want, Array) or got.shape != want.shape:
+    return math.inf
+  difference = jnp.max(jnp.abs(got - want.astype(got.dtype)))
+  return float(difference / jnp.max(jnp.abs(want)))
+
+
+def _with_random_parameters(module: nnx.Module) -> Any:
+  """Copies a module in f32 with other parameters; of a stack, one layer."""
+  stacked = next(
+    part.kernel.ndim - len(_sizes(part, "in") + _sizes(part, "out"))
+    for part in parts_of(module).values()
+    if isinstance(part, nnx.Linear | nnx.LinearGeneral)
+  )
+  graph, params, others = nnx.split(module, nnx.Param, ...)
+  leaves, tree = jax.tree.flatten(params)
+
+  def draw(i, leaf):
+    shape = leaf.shape[stacked:]
+    x = jax.random.normal(jax.random.key(i + 1), shape)
+    # Scales and biases would hide parts of the block if they were 1 and 0.
+    return 0.5 + x if len(shape) == 1 else x / math.sqrt(shape[0])
+
+  drawn = [draw(i, leaf) for i, leaf in enumerate(leaves)]
+  copy: Any = nnx.merge(graph, jax.tree.unflatten(tree, drawn), others)
+  for part in (copy, *parts_of(copy).values()):
+    if hasattr(part, "dtype"):
+      part.dtype = jnp.float32
+  return copy
+
+
+def _sizes(part: Any, side: str) -> tuple[int, ...]:
+  sizes = getattr(part, f"{side}_features")
+  return sizes if isinstance(sizes, tuple) else (sizes,)
+
+
+def _candidates(original: nnx.Module, ours: type) -> Iterable[Roles]:
+  """Lists the blocks that the widths of a module's parts allow."""
+  parts = parts_of(original)
+  linears = [k for k, v in parts.items() if hasattr(v, "in_features")]
+  norms = [k for k, v in parts.items() if hasattr(v, "num_features")]
+  if len(norms) > 1:
+    return
+  norm = norms[0] if norms else None
+  if ours is NormLinear:
+    if norm and [len(_sizes(parts[x], "out")) for x in linears] == [1]:
+      width: int = parts[norm].num_features
+      yield Roles("NormLinear", width, norm, tuple(linears))
+    return
+  if len(linears) not in ((2, 3) if ours is GatedMLP else (2,)):
+    return
+  choices = get_args(ops.Activation) if ours is GatedMLP else _APPROXIMATIONS
+  for *front, back in itertools.permutations(linears):
+    if not _fits([parts[name] for name in front], parts[back], ours):
+      continue
+    kind: Any = ours.__name__
+    (width,) = _sizes(parts[back], "out")
+    if norm and parts[norm].num_features != width:
+      continue
+    for choice, add_input in itertools.product(choices, (True, False)):
+      yield Roles(kind, width, norm, tuple(front), back, choice, add_input)
+
+
+def _fits(front: list[Any], back: Any, ours: type) -> bool:
+  """Tells whether the widths of the products allow this order."""
+  ends = _sizes(front[0], "in"), _sizes(back, "out")
+  inside = {math.prod(_sizes(part, "out")) for part in front}
+  hidden = math.prod(_sizes(back, "in"))
+  is_joined = ours is GatedMLP and len(front) == 1
+  if is_joined:
+    hidden *= 2
+  return (
+    len(ends[1]) == 1
+    and (is_joined or all(len(_sizes(part, "out")) == 1 for part in front))
+    and inside == {hidden}
+    and {_sizes(part, "in") for part in front} == {ends[1]} == {ends[0]}
+    and len({part.bias is None for part in front}) == 1
+  )

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes an FP8 layer from one of Flax's layers, with the same parameters."""
+
+import inspect
+import math
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jax.typing import DTypeLike
+
+from coat_jax.layers.linear import Linear, linear
+from coat_jax.layers.module import (
+  RecipeModule,
+  Sharding,
+  reshard,
+  value_of,
+)
+from coat_jax.layers.norm import LayerNorm, RMSNorm
+from coat_jax.numerics.recipes import CoatRecipe
+
+COUNTERPARTS: dict[type, type[RecipeModule]] = {
+  nnx.Linear: Linear,
+  nnx.LinearGeneral: Linear,
+  nnx.RMSNorm: RMSNorm,
+  nnx.LayerNorm: LayerNorm,
+}
+_PARAMETERS = ("kernel", "scale", "bias")
+# How the variance is computed: here it is always the accurate way.
+_IGNORED = {"self", "rngs", "use_fast_variance"}
+
+
+class MergedLinear(RecipeModule):
+  """Multiplies the last axes of its input, as some `nnx.LinearGeneral`s do.
+
+  Attributes:
+    kernel: [*in_features, *out_features], after axes of stacked layers.
+    bias: [*out_features] or None.
+  """
+
+  def __init__(
+    self,
+    in_features: tuple[int, ...],
+    out_features: tuple[int, ...],
+    *,
+    recipe: CoatRecipe,
+    use_bias: bool,
+    dtype: DTypeLike | None,
+    param_dtype: DTypeLike,
+    rngs: nnx.Rngs,
+  ):
+    super().__init__(
+      recipe=recipe, dtype=dtype, param_dtype=param_dtype, rngs=rngs
+    )
+    self.in_features, self.out_features = in_features, out_features
+    self.use_bias, self.param_dtype = use_bias, param_dtype
+    shape = in_features + out_features
+    self.kernel = nnx.Param(jnp.zeros(shape, param_dtype))
+    self.bias = nnx.data(None)
+    if use_bias:
+      self.bias = nnx.Param(jnp.zeros(out_features, param_dtype))
+
+  def __call__(self, x: Array, out_sharding: Sharding = None) -> Array:
+    """Multiplies [..., *in_features]; returns [..., *out_features]."""
+    width = math.prod(self.in_features)
+    x = self.cast(x, self.kernel, self.bias)
+    y = linear(
+      x.reshape(*x.shape[: -len(self.in_features)], width),
+      self.kernel[...].reshape(width, *self.out_features),
+      value_of(self.bias),
+      recipe=self.active_recipe,
+    )
+    return reshard(y, out_sharding)
+
+
+def convert_layer(module: Any, recipe: CoatRecipe) -> RecipeModule:
+  """Makes our layer from one of flax's, with the same parameters.
+
+  Raises a ValueError, with a reason, if the layer was made with an argument
+  that ours does not have.
+  """
+  kind = type(module)
+  for name, value in vars(module).items():
+    if isinstance(value, nnx.Pytree | nnx.Variable) and name not in _PARAMETERS:
+      raise ValueError(
+        f"{kind.__name__}: it holds `{name}`, which the FP8 layer would lose"
+      )
+  parameters = inspect.signature(kind.__init__).parameters
+  options = {x: getattr(module, x) for x in parameters if hasattr(module, x)}
+  new_kind: Any = COUNTERPARTS[kind]
+  if kind is nnx.LinearGeneral:
+    axes = options.pop("axis")
+    if len(axes) > 1 and axes == tuple(range(-len(axes), 0)):
+      new_kind = MergedLinear
+    elif axes == (-1,):
+      (options["in_features"],) = module.in_features
+    else:
+      raise _refused(kind, "axis", axes)
+  ours = inspect.signature(new_kind.__init__).parameters
+  for name in options.keys() - ours.keys() - _IGNORED:
+    value = options[name]
+    if value is not (default := parameters[name].default) and value != default:
+      raise _refused(kind, name, value)
+  options = {k: v for k, v in options.items() if k in ours and k != "rngs"}
+  make = lambda: new_kind(recipe=recipe, **options, rngs=nnx.Rngs(0))  # noqa: E731
+  new = nnx.eval_shape(make)
+  for name in _PARAMETERS:
+    if (param := getattr(module, name, None)) is None:
+      continue
+    shape = getattr(new, name).shape
+    if param.shape[len(param.shape) - len(shape) :] != shape:
+      raise ValueError(
+        f"{kind.__name__}: {name} must be {shape} after axes of stacked "
+        f"layers, got {param.shape}; stack layers along the first axis"
+      )
+    setattr(new, name, param)
+  return new
+
+
+def _refused(kind: type, name: str, value: Any) -> ValueError:
+  return ValueError(
+    f"{kind.__name__}: {name} must be left out, got {value!r}: the FP8 layer "
+    "does not have it"
+  )
