@@ -86,8 +86,8 @@ def coat_adamw(
       `static_args`, or it is taken for a schedule.
     seed: seed of the random words of stochastic rounding. A compiled program
       repeats itself bit for bit, but may differ from an eager call by some ulp.
-    implementation: "mosaic" for the GPU kernel, "xla" for plain JAX, None for
-      the kernel if a leaf and the platform allow it.
+    implementation: "mosaic" for the GPU kernel, "mosaic_tpu" for the TPU's,
+      "xla" for plain JAX, None for a kernel if a leaf and the platform allow it.
     shardings: on a mesh of automatic axes, the parameters' shardings, a tree of
       `NamedSharding`s, so that the kernel can run on each device's shard; None
       leaves partitioning to XLA, which cannot partition a kernel. Not needed on

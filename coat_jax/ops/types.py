@@ -9,7 +9,7 @@ from jax import Array
 from coat_jax.numerics.checks import COUNT, POSITIVE, check_number, check_whole
 
 # Implementations of the optimizers' steps.
-StepImplementation = Literal["xla", "mosaic"]
+StepImplementation = Literal["xla", "mosaic", "mosaic_tpu"]
 
 NormKind = Literal["rms", "layer"]
 
