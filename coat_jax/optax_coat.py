@@ -87,7 +87,7 @@ def coat_adamw(
     seed: seed of the random words of stochastic rounding. A compiled program
       repeats itself bit for bit, but may differ from an eager call by some ulp.
     implementation: "mosaic" for the GPU kernel, "mosaic_tpu" for the TPU's,
-      "xla" for plain JAX, None for a kernel if a leaf and the platform allow it.
+      "xla" for plain JAX, None for a kernel if leaf and platform allow it.
     shardings: on a mesh of automatic axes, the parameters' shardings, a tree of
       `NamedSharding`s, so that the kernel can run on each device's shard; None
       leaves partitioning to XLA, which cannot partition a kernel. Not needed on
