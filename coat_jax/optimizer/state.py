@@ -47,10 +47,12 @@ class Moment:
   The fields of `codecs.Encoded` are trees with the structure of the parameters.
   Boxes around parameters (`nnx.Variable`, Linen's `Partitioned`) stay around
   codes and statistics, so programs that read axis names shard both like the
-  parameter. The name of the last axis stays around statistics only if every
-  device gets whole groups: see `boxes`. A leaf that is not encoded stores its
-  values in `codes`, in f32 or complex64, and scalar zeros, without names, as
-  statistics.
+  parameter. The name of the last axis stays around statistics only if its
+  devices divide both columns and groups evenly. If no mesh is known when the
+  state is made, neither set nor in the box, that name is dropped, so the
+  statistics are replicated along the last axis. A leaf that is not encoded
+  stores its values in `codes`, in f32 or complex64, and scalar zeros, without
+  names, as statistics.
 
   Attributes:
     codes: shape=leaf.shape, in the codec's dtype.

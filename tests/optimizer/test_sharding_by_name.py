@@ -2,6 +2,7 @@
 """Optimizer states that flax shards by name: bytes on devices, and values."""
 
 import contextlib
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -10,7 +11,6 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
-from flax.core import meta
 from jax import P
 from jax.sharding import AxisType
 
@@ -145,21 +145,33 @@ def test_each_device_stores_its_share_of_an_nnx_optimizer(name, kind, tmp_path):
 
 
 class Dense(nn.Module):
-  """The same matrices in Linen's boxes."""
+  """The same matrices in Linen's boxes, with names of mesh or logical axes."""
+
+  box: Any
+  names: tuple[str, str]
 
   @nn.compact
   def __call__(self, x):
-    for width, names in ((1024, ("fsdp", "tensor")), (512, ("tensor", "fsdp"))):
-      init = nn.with_partitioning(nn.initializers.lecun_normal(), names)
+    for width, names in ((1024, self.names), (512, self.names[::-1])):
+      init = self.box(nn.initializers.lecun_normal(), names)
       x = nn.Dense(width, use_bias=False, kernel_init=init)(x)
     return x
 
 
-def test_each_device_stores_its_share_of_a_linen_state():
+RULES = (("embed", "fsdp"), ("mlp", "tensor"))
+
+
+@pytest.mark.parametrize("logical", [False, True])
+def test_each_device_stores_its_share_of_a_linen_state(logical):
   solver = coat_adamw(1e-2)
+  model = (
+    Dense(nn.with_logical_partitioning, ("embed", "mlp"))
+    if logical
+    else Dense(nn.with_partitioning, ("fsdp", "tensor"))
+  )
 
   def make():
-    params = Dense().init(jax.random.key(0), jnp.ones((1, 512)))["params"]
+    params = model.init(jax.random.key(0), jnp.ones((1, 512)))["params"]
     return {"params": params, "optimizer": solver.init(params)}
 
   def step(state):
@@ -171,14 +183,17 @@ def test_each_device_stores_its_share_of_a_linen_state():
 
   mesh = make_mesh()
   want = jax.jit(step)(jax.jit(make)())
-  with jax.set_mesh(mesh):
-    shardings = nn.get_sharding(jax.eval_shape(make), mesh)
+  with jax.set_mesh(mesh), nn.logical_axis_rules(RULES):
+    specs = nn.get_partition_spec(jax.eval_shape(make))
+    shardings = nn.logical_to_mesh_sharding(specs, mesh, RULES)
+    if not logical:
+      shardings = nn.get_sharding(jax.eval_shape(make), mesh)
     state = jax.jit(make, out_shardings=shardings)()
     most = MOST * sum(x.size for x in jax.tree.leaves(state["params"]))
     assert max(bytes_on_devices(state["optimizer"])) <= most
     state = jax.jit(step)(state)
     assert max(bytes_on_devices(state["optimizer"])) <= most
-  assert_same_bits(meta.unbox(state), meta.unbox(want))
+  assert_same_bits(state, want)
 
 
 @pytest.mark.parametrize("kind", ["nnx", "linen"])
