@@ -18,6 +18,7 @@ from coat_jax.codecs.group import GroupCodec
 from coat_jax.numerics import stochastic
 from coat_jax.numerics.stochastic import LeafPart
 from coat_jax.optimizer import arguments
+from coat_jax.optimizer.boxes import AnyMesh
 from coat_jax.optimizer.masks import QuantizeMask
 from coat_jax.optimizer.matrices import COEFFICIENTS
 from coat_jax.optimizer.state import (
@@ -31,6 +32,7 @@ from coat_jax.optimizer.state import (
   find_states,
   is_moment,
   make_moment,
+  replace_leaves,
 )
 from coat_jax.optimizer.step import decode, encode
 from coat_jax.optimizer.weights import in_f32
@@ -289,6 +291,7 @@ def encode_state(
       [[old.codec_of(x) for x in old.leaves()] for old, _ in found],
       seed,
       count,
+      like=[old for old, _ in found],
     )
   )
   return jax.tree.structure(like, is_leaf=is_moment).unflatten(
@@ -302,12 +305,17 @@ def encode_trees(
   leaf_codecs: Sequence[Sequence[GroupCodec]],
   seed: ArrayLike,
   count: ArrayLike,
+  *,
+  like: Sequence[Moment] | None = None,
+  mesh: AnyMesh | None = None,
 ) -> list[Moment]:
   """Encodes trees of values to moments with these codecs.
 
   `leaf_codecs` lists for each tree the codecs of its leaves: the moment's, or a
   plain one. The random words of a leaf depend on the order in which paths
-  appear and on how many trees had the path before.
+  appear and on how many trees had the path before. The moments have the
+  structure of `like`, or if it is None, that of the trees; `mesh` is then the
+  mesh of the parameters, if their types have one.
   """
   seen: dict[Any, tuple[int, int]] = {}
   moments = []
@@ -319,7 +327,10 @@ def encode_trees(
       seen[keys] = index, place + 1
       part = LeafPart(stochastic.leaf_key(seed, count, index))
       stored += encode((group,), (in_f32(x),), part, first=place)
-    moments.append(make_moment(tree, stored, codec))
+    if like is None:
+      moments.append(make_moment(tree, stored, codec, mesh))
+    else:
+      moments.append(replace_leaves(like[len(moments)], stored))
   return moments
 
 

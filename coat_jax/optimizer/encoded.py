@@ -12,6 +12,7 @@ from jax.typing import ArrayLike
 
 from coat_jax import codecs
 from coat_jax.optimizer import arguments
+from coat_jax.optimizer.boxes import mesh_of
 from coat_jax.optimizer.conversion import (
   decode_state,
   encode_state,
@@ -107,6 +108,7 @@ def encoded(
       state = mark_placeholders(op, inner.init(params), codec, rule)
       return EncodedState(count, state)
     chosen = arguments.choose_groups(op, params, codec.groups, quantize_mask)
+    where = mesh_of(params)
     params = _in_f32(params)
     state = inner.init(params)
     found, treedef = find_fields(op, state, params, rule)
@@ -131,7 +133,9 @@ def encoded(
           for keys, x in tree_leaves_with_path(field.node)
         ]
       )
-    moments = iter(encode_trees(trees, groups, leaf_codecs, seed, 0))
+    moments = iter(
+      encode_trees(trees, groups, leaf_codecs, seed, 0, mesh=where)
+    )
     nodes = [next(moments) if x.kind else x.node for x in found]
     return EncodedState(count, treedef.unflatten(nodes))
 

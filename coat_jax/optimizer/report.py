@@ -11,6 +11,7 @@ from coat_jax.codecs.fp8 import ExpandedFP8
 from coat_jax.codecs.group import Encoded, GroupCodec
 from coat_jax.numerics.checks import refuse
 from coat_jax.numerics.qtensor import split_groups
+from coat_jax.optimizer.boxes import last_names
 from coat_jax.optimizer.conversion import decode_moment, pair_nodes
 from coat_jax.optimizer.masks import is_encoded, leaf_path
 from coat_jax.optimizer.state import (
@@ -118,6 +119,10 @@ def state_report(
     For each leaf's path, a dict that JSON can store: `parameters`, `encoded`
     (False for leaves that stay f32), and for each moment, `mu`, `nu` or the
     path of an encoded field, a dict of
+      `replicated`: only if the box of the leaf names its last axis but the
+        boxes of the statistics do not, a sentence that says so. Either the
+        groups cannot be divided over the devices, or the mesh was not known
+        when the state was made;
       `power`: min, p10, median, p90, max and mean of the expansion's k over the
         groups that are not all zero (codecs that have one);
       `codes_used`: share of the 256 codes that occur (8-bit codecs);
@@ -173,15 +178,23 @@ def state_report(
       moment.leaves(),
       jax.tree.leaves(decode_moment(moment)),
       jax.tree.leaves(wanted) or [None] * len(moment.leaves()),
+      last_names(moment.codes),
+      last_names(moment.amax),
       strict=True,
     )
-    for (keys, codes), encoded, values, want in rows:
+    for (keys, codes), encoded, values, want, name, kept in rows:
       leaf = out.setdefault(
         leaf_path(keys),
         {"parameters": int(codes.size), "encoded": is_encoded(encoded)},
       )
       codec = moment.codec_of(encoded)
-      leaf[leaf_path(place)] = _report_moment(codec, encoded, values, want)
+      report = _report_moment(codec, encoded, values, want)
+      if encoded.amax.ndim and name is not None and kept is None:
+        report["replicated"] = (
+          f"statistics are replicated along {name!r}, which shards codes: "
+          f"{codes.shape[-1]} columns are {encoded.amax.shape[-1]} groups"
+        )
+      leaf[leaf_path(place)] = report
   return out
 
 

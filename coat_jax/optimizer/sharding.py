@@ -24,7 +24,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from coat_jax.codecs import MomentCodec
 from coat_jax.codecs.group import GroupCodec
 from coat_jax.numerics.checks import COUNT, check_function, check_whole, refuse
-from coat_jax.optimizer import arguments
+from coat_jax.optimizer import arguments, boxes
 from coat_jax.optimizer.masks import QuantizeMask, leaf_paths
 from coat_jax.optimizer.state import moments_in
 
@@ -38,6 +38,10 @@ def abstract_state(
   arrays of its shape have the same sharding, and statistics have that of the
   axes that they summarise. An array made from only a number or a shape is
   replicated.
+
+  If parameters are in flax's boxes, the boxes around statistics depend on the
+  mesh that is set (see `Moment`). So call this where you call `init`: both
+  under `jax.set_mesh`, or both without.
 
   Args:
     init: `optimizer.init` of any optax transformation, or any function of the
@@ -171,7 +175,8 @@ def _abstract_state(op, init, params, shardings) -> Any:
         spec = spec[:-1]
     return x.update(sharding=NamedSharding(mesh, jax.P(*spec)))
 
-  with jax.sharding.use_abstract_mesh(explicit):
+  callers_mesh = boxes.callers_mesh(jax.sharding.get_abstract_mesh())
+  with callers_mesh, jax.sharding.use_abstract_mesh(explicit):
     state = jax.eval_shape(
       init, jax.tree.map(lambda x: on(explicit, x), placed)
     )

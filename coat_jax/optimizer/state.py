@@ -22,8 +22,8 @@ from coat_jax import mesh
 from coat_jax.codecs import Encoded, MomentCodec
 from coat_jax.codecs.group import GroupCodec
 from coat_jax.numerics.checks import a
-from coat_jax.optimizer import arguments
-from coat_jax.optimizer.masks import is_encoded, plain_codec, unboxed
+from coat_jax.optimizer import arguments, boxes
+from coat_jax.optimizer.masks import is_encoded, plain_codec
 
 # The stored moments of one leaf, and the codec of each of them.
 Stored = tuple[Encoded, ...]
@@ -46,9 +46,13 @@ class Moment:
 
   The fields of `codecs.Encoded` are trees with the structure of the parameters.
   Boxes around parameters (`nnx.Variable`, Linen's `Partitioned`) stay around
-  the codes, which are sharded as the boxes say; statistics have other shapes
-  and are bare arrays. A leaf that is not encoded stores its values in `codes`,
-  in f32 or complex64, and scalar zeros as statistics.
+  codes and statistics, so programs that read axis names shard both like the
+  parameter. The name of the last axis stays around statistics only if its
+  devices divide both columns and groups evenly. If no mesh is known when the
+  state is made, neither set nor in the box, that name is dropped, so the
+  statistics are replicated along the last axis. A leaf that is not encoded
+  stores its values in `codes`, in f32 or complex64, and scalar zeros, without
+  names, as statistics.
 
   Attributes:
     codes: shape=leaf.shape, in the codec's dtype.
@@ -75,15 +79,30 @@ class Moment:
 
 
 def make_moment(
-  like: Any, leaves: Sequence[Encoded], codec: GroupCodec
+  like: Any,
+  leaves: Sequence[Encoded],
+  codec: GroupCodec,
+  mesh: boxes.AnyMesh | None = None,
 ) -> Moment:
-  """Makes a moment with these leaves and the structure of `like`."""
-  bare = jax.tree.structure(unboxed(like))
+  """Makes a moment with these leaves and the structure of `like`.
+
+  `mesh` is the mesh of the parameters, if their types have one.
+  """
   return Moment(
     jax.tree.structure(like).unflatten([x.codes for x in leaves]),
-    bare.unflatten([x.amax for x in leaves]),
-    bare.unflatten([x.range for x in leaves]),
+    boxes.box_statistics(like, [x.amax for x in leaves], mesh),
+    boxes.box_statistics(like, [x.range for x in leaves], mesh),
     codec,
+  )
+
+
+def replace_leaves(old: Moment, leaves: Sequence[Encoded]) -> Moment:
+  """Returns a moment with new leaves; boxes stay, whatever mesh is set."""
+  return Moment(
+    jax.tree.structure(old.codes).unflatten([x.codes for x in leaves]),
+    jax.tree.structure(old.amax).unflatten([x.amax for x in leaves]),
+    jax.tree.structure(old.range).unflatten([x.range for x in leaves]),
+    old.codec,
   )
 
 
@@ -182,8 +201,9 @@ class MomentOptions:
       # Zeros are sharded like the parameter, and never in memory under jit.
       zeros = jnp.full_like(leaf, zero, dtype=jnp.float32)
       stored.append(_encode_zeros(own, zeros))
+    where = boxes.mesh_of(params)
     moments = [
-      make_moment(params, [row[j] for row in stored], group)
+      make_moment(params, [row[j] for row in stored], group, where)
       for j, group in enumerate(groups)
     ]
     return self.state_type(jnp.zeros([], jnp.int32), *moments)
@@ -234,7 +254,7 @@ def next_state(
 ) -> Any:
   """Returns the same state with a new count and new moments."""
   new = [
-    make_moment(old.codes, [row[j] for row in stored], old.codec)
+    replace_leaves(old, [row[j] for row in stored])
     for j, old in enumerate(state[1:])
   ]
   return type(state)(count, *new)

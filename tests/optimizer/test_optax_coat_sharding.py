@@ -181,7 +181,7 @@ def test_apply_updates_does_not_depend_on_sharding(kind):
 
 @pytest.mark.parametrize("kind", quick(1, [AxisType.Explicit, AxisType.Auto]))
 def test_variables_keep_their_sharding_metadata(kind):
-  # Statistics have other shapes than the variables: the metadata is not theirs.
+  # Two devices cannot divide one group: statistics lose the name of that axis.
   with jax.set_mesh(mesh(kind)):
     model = nnx.Linear(
       64,
@@ -202,9 +202,11 @@ def test_variables_keep_their_sharding_metadata(kind):
     assert codes.dtype == jnp.float8_e4m3fn and amax.shape == (64, 1)
     where = NamedSharding(mesh(kind), jax.P("x", "y"))
     assert codes.sharding.is_equivalent_to(where, 2)
+    where = NamedSharding(mesh(kind), jax.P("x", None))
+    assert amax.sharding.is_equivalent_to(where, 2)
 
 
-def test_linen_boxes_stay_around_codes():
+def test_linen_boxes_stay_around_codes_and_statistics():
   model = nn.Dense(
     96, kernel_init=nn.with_partitioning(nn.initializers.ones, ("x", "y"))
   )
@@ -213,6 +215,7 @@ def test_linen_boxes_stay_around_codes():
   state = jax.eval_shape(solver.init, params)
   specs = nn.get_partition_spec(state)[0]
   assert specs.mu.codes["params"]["kernel"] == jax.P("x", "y")
-  assert specs.mu.amax["params"]["kernel"] == jax.P()
+  assert specs.mu.amax["params"]["kernel"] == jax.P("x", None)
   _, state = solver.update(params, solver.init(params), params)
-  assert state[0].mu.amax["params"]["kernel"].shape == (64, 1)
+  amax = state[0].mu.amax["params"]["kernel"]
+  assert amax.value.shape == (64, 1) and amax.names == ("x", None)

@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Boxes of flax around statistics, with the axis names of their parameter.
+
+Flax keeps axis names in boxes around parameters: in the metadata of an
+`nnx.Variable`, or in Linen's `Partitioned`. Functions such as
+`nnx.get_partition_spec` shard an array as the names in its box say, and
+replicate arrays without a box. A statistic has the axes of its parameter, but
+its last axis counts groups, so it keeps the box with all names but perhaps the
+last.
+
+The last name stays only if the devices that it stands for divide both the
+columns and the groups evenly. The number of devices comes from the mesh in the
+box, or else from the mesh that is set, through the logical axis rules of the
+box and of the context. If several rules map a name, all must fit. If no mesh is
+known, or the name is neither a mesh axis nor in the rules, the name is dropped:
+the statistic is then replicated along this axis, which is right on every mesh,
+whereas an uneven split is an error in JAX.
+"""
+
+import contextlib
+import contextvars
+import math
+import sys
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax import P
+from jax.experimental.layout import Format
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+
+from coat_jax.optimizer.masks import unboxed
+
+AnyMesh = Mesh | AbstractMesh
+
+# The metadata of an `nnx.Variable` that name axes. `nnx.Optimizer` prefers the
+# second one.
+_NAMES = ("out_sharding", "optimizer_sharding")
+
+# The mesh that was set where `abstract_state` was called. It sets another one.
+_CALLERS_MESH: contextvars.ContextVar[AnyMesh | None] = contextvars.ContextVar(
+  "callers_mesh", default=None
+)
+
+
+class _Context(NamedTuple):
+  """The mesh and rules that say over how many devices a name splits an axis."""
+
+  mesh: AnyMesh | None
+  rules: Sequence[tuple[Any, Any]]
+  # How many axes of the array the names leave out: 1 if a program adds the
+  # name of the layers' axis when it reads the box.
+  missing: int = 0
+
+
+@contextlib.contextmanager
+def callers_mesh(mesh: AnyMesh) -> Iterator[None]:
+  """Decides about names as on `mesh`, while another mesh is set for tracing.
+
+  So an abstract state has the names of the state that the caller makes. A
+  Variable that flax shards when it is made needs the other mesh.
+  """
+  token = _CALLERS_MESH.set(mesh)
+  try:
+    yield
+  finally:
+    _CALLERS_MESH.reset(token)
+
+
+def mesh_of(tree: Any) -> AnyMesh | None:
+  """Returns the mesh in the types of a tree's arrays; None if there is none."""
+  for x in jax.tree.leaves(tree):
+    known = jax.typeof(x) if isinstance(x, jax.Array) else x
+    mesh = getattr(getattr(known, "sharding", None), "mesh", None)
+    if mesh is not None and not mesh.empty:
+      return mesh
+  return None
+
+
+def box_statistics(
+  like: Any, statistics: Sequence[Any], mesh: AnyMesh | None = None
+) -> Any:
+  """Returns a tree of statistics in the boxes of their parameters.
+
+  Args:
+    like: tree of the parameters, or of arrays with their shapes and boxes.
+    statistics: one per leaf of `like`; a scalar gets no names.
+    mesh: of the parameters (`mesh_of`), for Variables if no mesh is set.
+  """
+  if "flax" not in sys.modules:
+    return jax.tree.structure(like).unflatten(statistics)
+  rest = iter(statistics)
+
+  def rebox(node):
+    leaves = jax.tree.leaves(node)
+    own = [next(rest) for _ in leaves]
+    if not _is_box(node):
+      return own[0]
+    if len(own) == 1 and leaves[0] is _value(node):
+      return _box_statistic(node, own[0], mesh)
+    return jax.tree.structure(unboxed(node)).unflatten(own)
+
+  return jax.tree.map(rebox, like, is_leaf=_is_box)
+
+
+def last_names(tree: Any) -> list[Any]:
+  """Lists for each leaf of a tree the name of its last axis; None without."""
+  if "flax" not in sys.modules:
+    return [None] * len(jax.tree.leaves(tree))
+  out = []
+  for node in jax.tree.leaves(tree, is_leaf=_is_box):
+    metadata = _metadata(node) if _is_box(node) else {}
+    names = _entries(metadata.get("out_sharding"))
+    missing = _missing_axes(metadata, names)
+    for x in jax.tree.leaves(node):
+      last = x.ndim - 1 - missing
+      out.append(names[last] if 0 <= last < len(names) else None)
+  return out
+
+
+def _is_box(node: Any) -> bool:
+  from flax import nnx
+  from flax.core import meta
+
+  return isinstance(node, nnx.Variable | meta.AxisMetadata)
+
+
+def _is_variable(node: Any) -> bool:
+  from flax import nnx
+
+  return isinstance(node, nnx.Variable)
+
+
+def _value(node: Any) -> Any:
+  if _is_variable(node):
+    return node.get_raw_value()
+  return getattr(node, "value", None)
+
+
+def _metadata(node: Any) -> dict[str, Any]:
+  """Returns a box's metadata with the keys of an `nnx.Variable`."""
+  if _is_variable(node):
+    return dict(node.get_metadata())
+  if isinstance(getattr(node, "metadata", None), dict):
+    # A Variable that `nnx.bridge` keeps in a Linen model.
+    return dict(node.metadata)
+  return {
+    "out_sharding": getattr(node, "names", None),
+    "mesh": getattr(node, "mesh", None),
+    "sharding_rules": getattr(node, "rules", None),
+  }
+
+
+def _box_statistic(node: Any, x: Any, mesh: AnyMesh | None) -> Any:
+  """Puts a statistic into the box of its parameter, with names that fit."""
+  metadata = _metadata(node)
+  columns = getattr(_value(node), "shape", ())[-1:]
+  for key in _NAMES:
+    if key in metadata:
+      names = metadata[key]
+      context = _context(metadata, names, mesh)
+      metadata[key] = _fit(names, columns, x.shape, context)
+  if _is_variable(node):
+    return type(node).from_metadata(x, metadata)
+  if isinstance(getattr(node, "metadata", None), dict):
+    return node.replace(value=x, metadata=metadata)
+  if hasattr(node, "names"):
+    return node.replace(value=x, names=metadata["out_sharding"] or ())
+  # Another program's box may name axes in a way that we don't know.
+  return x
+
+
+def _context(
+  metadata: Mapping[str, Any], names: Any, mesh: AnyMesh | None
+) -> _Context:
+  from flax.core import spmd
+
+  set_mesh = jax.sharding.get_abstract_mesh()
+  if metadata.get("mesh") is not None:
+    mesh = metadata["mesh"]
+  elif metadata.get("eager_sharding"):
+    mesh = mesh if set_mesh.empty else set_mesh
+  else:
+    callers = _CALLERS_MESH.get()
+    mesh = set_mesh if callers is None else callers
+  local = metadata.get("sharding_rules") or ()
+  rules = (*spmd.get_logical_axis_rules(), *local)
+  return _Context(mesh, rules, _missing_axes(metadata, _entries(names)))
+
+
+def _missing_axes(metadata: Mapping[str, Any], names: Sequence[Any]) -> int:
+  """Returns 1 if the name of the layers' axis is kept apart, as in MaxText."""
+  added = "partition_name" in metadata
+  return int(added and metadata["partition_name"] not in names)
+
+
+def _entries(names: Any) -> tuple[Any, ...]:
+  """Returns names as a tuple, whatever form flax takes them in."""
+  if isinstance(names, Format):
+    names = names.sharding
+  if isinstance(names, NamedSharding):
+    names = names.spec
+  return tuple(names) if isinstance(names, tuple | list | P) else ()
+
+
+def _fit(
+  names: Any,
+  columns: tuple[int, ...],
+  shape: tuple[int, ...],
+  context: _Context,
+) -> Any:
+  """Returns the names for a statistic of this shape, in the form of `names`."""
+  if isinstance(names, Format):
+    names = names.sharding
+  if isinstance(names, NamedSharding):
+    spec = _fit(names.spec, columns, shape, context._replace(mesh=names.mesh))
+    return NamedSharding(names.mesh, spec or P())
+  entries = list(_entries(names)[: len(shape)])
+  if not entries:
+    return None
+  last = len(shape) - 1 - context.missing
+  if last < len(entries):
+    counts = _device_counts(entries[last], context)
+    sizes = (*columns, shape[-1])
+    if any(size % count for count in counts or [math.inf] for size in sizes):
+      entries[last] = None
+  return P(*entries) if isinstance(names, P) else type(names)(entries)
+
+
+def _device_counts(name: Any, context: _Context) -> set[int]:
+  """Returns the numbers of devices that a name may stand for; empty if unknown.
+
+  `name` is an entry of a spec: None, a name, or several names.
+  """
+  if isinstance(name, tuple | list):
+    counts = {1}
+    for part in name:
+      parts = _device_counts(part, context)
+      counts = {count * other for count in counts for other in parts}
+    return counts
+  sizes = {} if context.mesh is None else context.mesh.shape
+  counts = set()
+  for axes in [axes for key, axes in context.rules if key == name] or [name]:
+    axes = () if axes is None else axes
+    axes = axes if isinstance(axes, tuple | list) else (axes,)
+    if not all(isinstance(x, Hashable) and x in sizes for x in axes):
+      return set()
+    counts.add(math.prod(sizes[axis] for axis in axes))
+  return counts

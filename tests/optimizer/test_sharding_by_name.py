@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Optimizer states that flax shards by name: bytes on devices, and values."""
+
+import contextlib
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax import nnx
+from jax import P
+from jax.sharding import AxisType
+
+from coat_jax import coat_adamw, encoded
+from coat_jax.optimizer import abstract_state, state_bytes, state_shardings
+from coat_jax.optimizer.state import moments_in
+from tests.comparing import assert_same_bits
+
+DEVICES = 8
+# Bytes per parameter of `coat`, and the room for what is not encoded.
+MOST = 1.02 * 2.08 / DEVICES
+
+
+class Model(nnx.Module):
+  """Matrices with names on both axes, and a bias whose moments stay f32."""
+
+  def __init__(self, *, rngs):
+    def linear(rows, columns, names, use_bias):
+      return nnx.Linear(
+        rows,
+        columns,
+        use_bias=use_bias,
+        kernel_metadata={"out_sharding": names},
+        bias_metadata={"out_sharding": names[1:]},
+        rngs=rngs,
+      )
+
+    self.up = linear(512, 1024, ("fsdp", "tensor"), use_bias=True)
+    self.down = linear(1024, 512, ("tensor", "fsdp"), use_bias=False)
+
+
+def make_mesh(shape=(4, 2), kind=AxisType.Auto):
+  devices = jax.devices()[: shape[0] * shape[1]]
+  kinds = (kind,) * 2
+  return jax.make_mesh(
+    shape, ("fsdp", "tensor"), axis_types=kinds, devices=devices
+  )
+
+
+def optimizer_of(solver):
+  @nnx.jit
+  def make():
+    model = Model(rngs=nnx.Rngs(0))
+    return model, nnx.Optimizer(model, solver, wrt=nnx.Param)
+
+  return make
+
+
+@nnx.jit
+def step(model, optimizer):
+  # No sum depends on the mesh: the gradients are elementwise.
+  def loss(model):
+    leaves = jax.tree.leaves(nnx.state(model, nnx.Param))
+    return sum(jnp.sum(x**2) for x in leaves)
+
+  optimizer.update(model, nnx.grad(loss)(model))
+
+
+def bytes_on_devices(state):
+  """Returns the bytes that each device stores, by device."""
+  out = dict.fromkeys(jax.devices(), 0)
+  for x in jax.tree.leaves(state):
+    for shard in x.addressable_shards:
+      out[shard.device] += shard.data.nbytes
+  return list(out.values())
+
+
+def parameters_in(model):
+  return sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
+
+
+SOLVERS = {
+  "coat_adamw": lambda: coat_adamw(1e-2),
+  "encoded": lambda: encoded(optax.adamw(1e-2)),
+}
+
+
+@pytest.mark.parametrize(
+  "name, kind",
+  [
+    ("coat_adamw", AxisType.Auto),
+    ("coat_adamw", AxisType.Explicit),
+    ("encoded", AxisType.Auto),
+  ],
+)
+def test_each_device_stores_its_share_of_an_nnx_optimizer(name, kind, tmp_path):
+  make = optimizer_of(SOLVERS[name]())
+  with jax.set_mesh(make_mesh((1, 1))):
+    want_model, want = make()
+    step(want_model, want)
+  with jax.set_mesh(make_mesh(kind=kind)):
+    model, optimizer = make()
+    most = MOST * parameters_in(model)
+    assert max(bytes_on_devices(optimizer.opt_state)) <= most
+    assert state_bytes(optimizer.opt_state).bytes_per_param > 2.07
+    step(model, optimizer)
+    assert max(bytes_on_devices(optimizer.opt_state)) <= most
+  got = nnx.state((model, optimizer))
+  assert_same_bits(nnx.as_pure(got), nnx.as_pure(nnx.state((want_model, want))))
+
+  # Restore on a mesh of another shape.
+  path = tmp_path / "state"
+  with ocp.StandardCheckpointer() as checkpointer:
+    checkpointer.save(path, nnx.state(optimizer))
+  other = make_mesh((2, 4), kind)
+  with jax.set_mesh(other):
+    abstract_model, abstract = nnx.eval_shape(make)
+    graphdef, target = nnx.split(abstract)
+    target = jax.tree.map(
+      lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+      target,
+      nnx.get_named_sharding(target, other),
+    )
+    with ocp.StandardCheckpointer() as checkpointer:
+      restored = checkpointer.restore(path, target)
+    assert max(bytes_on_devices(restored["opt_state"])) <= most
+    assert_same_bits(nnx.as_pure(restored), nnx.as_pure(nnx.state(optimizer)))
+    again = nnx.merge(graphdef, restored)
+    names = nnx.state(abstract_model)
+    placed = jax.device_put(
+      nnx.as_pure(nnx.state(model)),
+      nnx.as_pure(nnx.get_named_sharding(names, other)),
+    )
+    nnx.update(model, placed)
+    step(model, again)
+  with jax.set_mesh(make_mesh((1, 1))):
+    step(want_model, want)
+  assert_same_bits(
+    nnx.as_pure(nnx.state((model, again))),
+    nnx.as_pure(nnx.state((want_model, want))),
+  )
+
+
+class Dense(nn.Module):
+  """The same matrices in Linen's boxes, with names of mesh or logical axes."""
+
+  box: Any
+  names: tuple[str, str]
+
+  @nn.compact
+  def __call__(self, x):
+    for width, names in ((1024, self.names), (512, self.names[::-1])):
+      init = self.box(nn.initializers.lecun_normal(), names)
+      x = nn.Dense(width, use_bias=False, kernel_init=init)(x)
+    return x
+
+
+RULES = (("embed", "fsdp"), ("mlp", "tensor"))
+
+
+@pytest.mark.parametrize("logical", [False, True])
+def test_each_device_stores_its_share_of_a_linen_state(logical):
+  solver = coat_adamw(1e-2)
+  model = (
+    Dense(nn.with_logical_partitioning, ("embed", "mlp"))
+    if logical
+    else Dense(nn.with_partitioning, ("fsdp", "tensor"))
+  )
+
+  def make():
+    params = model.init(jax.random.key(0), jnp.ones((1, 512)))["params"]
+    return {"params": params, "optimizer": solver.init(params)}
+
+  def step(state):
+    updates, new = solver.update(
+      state["params"], state["optimizer"], state["params"]
+    )
+    params = optax.apply_updates(state["params"], updates)
+    return {"params": params, "optimizer": new}
+
+  mesh = make_mesh()
+  want = jax.jit(step)(jax.jit(make)())
+  with jax.set_mesh(mesh), nn.logical_axis_rules(RULES):
+    specs = nn.get_partition_spec(jax.eval_shape(make))
+    shardings = nn.logical_to_mesh_sharding(specs, mesh, RULES)
+    if not logical:
+      shardings = nn.get_sharding(jax.eval_shape(make), mesh)
+    state = jax.jit(make, out_shardings=shardings)()
+    most = MOST * sum(x.size for x in jax.tree.leaves(state["params"]))
+    assert max(bytes_on_devices(state["optimizer"])) <= most
+    state = jax.jit(step)(state)
+    assert max(bytes_on_devices(state["optimizer"])) <= most
+  assert_same_bits(state, want)
+
+
+@pytest.mark.parametrize("kind", ["nnx", "linen"])
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("name", SOLVERS)
+def test_promised_states_are_those_that_init_makes(kind, inside, name):
+  # Both decide about names alike, whether a mesh is set or not.
+  mesh = make_mesh()
+  solver = optax.chain(optax.clip(1.0), SOLVERS[name]())
+  names = ("fsdp", "tensor")
+  with jax.set_mesh(mesh):
+    params = {"w": jax.device_put(jnp.ones((64, 512)), P(*names))}
+    if kind == "nnx":
+      params = nnx.State({"w": nnx.Param(params["w"], out_sharding=names)})
+    else:
+      params = {"w": nn.Partitioned(params["w"], names)}
+  with jax.set_mesh(mesh) if inside else contextlib.nullcontext():
+    promised = state_shardings(solver.init, params)
+    state = jax.jit(solver.init, out_shardings=promised)(params)
+    assert jax.tree.map(lambda x: x.sharding, state) == promised
+    target = abstract_state(solver.init, params)
+    assert jax.tree.structure(target) == jax.tree.structure(state)
+    _, new = jax.jit(solver.update)(params, state, params)
+    assert jax.tree.structure(new) == jax.tree.structure(state)
+  amax = moments_in(state)[0].amax["w"]
+  assert jax.tree.leaves(amax)[0].sharding.spec == P(*names)
