@@ -96,7 +96,6 @@ class DecoderLayer(nnx.Module):
     )
     widths = config.d_model, config.d_ff
     if config.num_experts is not None and config.experts_per_token is not None:
-      del shared["use_bias"]  # MoE has no biases.
       self.mlp = MoE(
         *widths,
         config.num_experts,

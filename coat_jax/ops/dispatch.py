@@ -138,23 +138,22 @@ class Op[R]:
 
   def explain(self, *args: Any, **kwargs) -> str:
     """See `ops.explain`."""
-    chosen, reasons = {}, {}
+    chosen: dict[str, str] = {}
+    reasons: list[str] = []
     for name in self.kernels:
       platform = _platform_of(name)
       reason = self._why_not(name, args, kwargs)
       if reason is None:
         chosen.setdefault(platform, f"{name} on {_DEVICES[platform]}")
       else:
-        reasons.setdefault(platform, []).append(reason)
-    why = [
-      x for where, xs in reasons.items() if where not in chosen for x in xs
-    ]
-    why = why if self.kernels else ["there is no kernel for it"]
-    where = ", ".join(chosen.values()) + ", xla elsewhere"
+        reasons.append(reason)
+    where = ", ".join([*chosen.values(), "xla elsewhere"])
+    if "cuda" in chosen:
+      return f"{self.name}: {where}"
     where = where if chosen else "xla everywhere"
     # One reason may hold for several kernels.
-    reason = f" ({'; '.join(dict.fromkeys(why))})" if why else ""
-    return f"{self.name}: {where}{reason}"
+    why = list(dict.fromkeys(reasons)) or ["there is no kernel for it"]
+    return f"{self.name}: {where} ({'; '.join(why)})"
 
   def _why_not(self, implementation: str, args, kwargs) -> str | None:
     """Returns why an implementation cannot take these arguments, or None."""

@@ -21,7 +21,6 @@ from coat_jax.pallas.mosaic import adam as kernel
 from coat_jax.pallas.mosaic import moment_codecs, registers
 from studies import accuracy
 from tests.codecs import own_codec
-from tests.comparing import assert_same_bits
 
 NAME = "tests.codecs.own_codec:make"
 
@@ -120,7 +119,8 @@ def test_kernel_refuses_a_codec_that_it_does_not_know(codec, name):
   with pytest.raises(NotImplementedError, match=reason):
     adam.adamw_step(*args, groups=codec.groups, implementation="mosaic")
   said = ops.explain(adam.adamw_step, *args, groups=codec.groups)
-  assert said == f"adamw_step: xla everywhere ({reason})"
+  runs = "mosaic_tpu on a TPU, xla elsewhere"
+  assert said == f"adamw_step: {runs} ({reason})"
   optimizer = fused_coat_adamw(1e-3, codec=codec)
   params = {"w": jnp.ones((64, 128))}
   assert reason in optimizer.explain(params)["w"]
@@ -131,6 +131,17 @@ def test_kernel_refuses_a_codec_that_it_does_not_know(codec, name):
   got = adam.adamw_step(*args, groups=codec.groups)
   want = adam.adamw_step.definition(*args, groups=codec.groups)
   assert_same_bits(got, want)
+
+
+def test_own_codec_runs_in_the_kernel_for_tpus():
+  """The kernel calls the codec itself, so it needs nothing registered."""
+  codec = own_codec.make()
+  args, groups = step_arguments(codec), codec.groups
+  kernel = adam.adamw_step.kernel("mosaic_tpu")
+  got = jax.jit(lambda *a: kernel(*a, groups=groups, interpret=True))(*args)
+  definition = adam.adamw_step.definition
+  want = jax.jit(lambda *a: definition(*a, groups=groups))(*args)
+  jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,7 +174,9 @@ def test_own_codec_may_add_its_kernel(monkeypatch):
   codec = own_codec.make(rounding="nearest")
   args, groups = step_arguments(codec), codec.groups
   said = ops.explain(adam.adamw_step, *args, groups=groups)
-  assert said == "adamw_step: mosaic on a GPU, xla elsewhere"
+  assert (
+    said == "adamw_step: mosaic on a GPU, mosaic_tpu on a TPU, xla elsewhere"
+  )
   got = kernel.adamw_step(*args, groups=groups, interpret=True)
   want = adam.adamw_step.definition(*args, groups=groups)
   np.testing.assert_allclose(got[0], want[0], rtol=1e-5)

@@ -159,8 +159,8 @@ def test_unknown_family_is_refused():
 @pytest.mark.parametrize(
   "field, value, words",
   [
-    ("family", None, "family must be a text, got None"),
-    ("rope_scaling", {"type": "yarn"}, "must be a text or None, got {'type'"),
+    ("family", None, "family must be a string, got None"),
+    ("rope_scaling", {"type": "yarn"}, "must be a string or None, got {'type'"),
     ("tied_embeddings", "no", "must be True or False, got 'no'"),
     ("normalize_experts", 1, "must be True or False, got 1"),
     ("gelu", ["erf"], "gelu must be one of tanh, erf, got ."),

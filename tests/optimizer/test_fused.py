@@ -153,6 +153,9 @@ def test_quantize_mask_must_be_a_function():
 
 def test_explain_names_the_implementation_of_each_leaf():
   said = fused_coat_adamw(1e-3).explain(tree(0))
-  assert said["w"] == "adamw_step: mosaic on a GPU, xla elsewhere"
+  assert (
+    said["w"]
+    == "adamw_step: mosaic on a GPU, mosaic_tpu on a TPU, xla elsewhere"
+  )
   assert "last axis must be a multiple of 128" in said["odd"]
   assert "no groups" in said["norm"]

@@ -104,7 +104,10 @@ def test_weights_of_24_bits_are_those_of_f32_rounded():
 
 def test_explain_names_implementations_and_mistakes_are_refused():
   said = fused_coat_lion(1e-3).explain(tree(0))
-  assert said["kernel"] == "lion_step: mosaic on a GPU, xla elsewhere"
+  assert (
+    said["kernel"]
+    == "lion_step: mosaic on a GPU, mosaic_tpu on a TPU, xla elsewhere"
+  )
   assert "last axis must be a multiple of 128" in said["odd"]
   assert "no groups" in said["norm"]
   with pytest.raises(ValueError, match="fused_coat_lion: gradients must have"):

@@ -177,7 +177,10 @@ def test_explain_describes_a_shard():
     **OPTIONS, quantize_mask=quantize_mask, shardings=where
   )
   said = optimizer.explain(params)
-  assert said["w"] == "adamw_step: mosaic on a GPU, xla elsewhere"
+  assert (
+    said["w"]
+    == "adamw_step: mosaic on a GPU, mosaic_tpu on a TPU, xla elsewhere"
+  )
   assert "takes 8 groups at a time, got 2" in said["narrow"]
 
 

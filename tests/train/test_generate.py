@@ -173,7 +173,7 @@ def test_prompt_of_a_chat_goes_through_the_template(finished, tmp_path, capsys):
   assert "at least one token, got ' '" in capsys.readouterr().err
   path.with_name("tokenizer_config.json").unlink()
   assert command(*line, "--prompt", "a", "--chat") == 2
-  assert "got none; put chat_template.jinja beside" in capsys.readouterr().err
+  assert "got none; put chat_template.jinja next to" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -208,8 +208,14 @@ def test_folder_without_a_whole_checkpoint_is_refused(
   (damaged,) = (copy / "checkpoints" / "2" / "params" / "d").iterdir()
   damaged.write_bytes(b"")
   for folder, message in (
-    (tmp_path / "none", "must hold a run with a checkpoint, or one of"),
-    (tmp_path, "must hold a run with a checkpoint, or one of"),
+    (
+      tmp_path / "none",
+      "must hold a run with a checkpoint, or a Hugging Face checkpoint",
+    ),
+    (
+      tmp_path,
+      "must hold a run with a checkpoint, or a Hugging Face checkpoint",
+    ),
     (copy, "must be whole, got damage in all"),
     ("", "model: a path is needed"),
   ):
