@@ -21,6 +21,7 @@ from coat_jax.pallas.mosaic import adam as kernel
 from coat_jax.pallas.mosaic import moment_codecs, registers
 from studies import accuracy
 from tests.codecs import own_codec
+from tests.comparing import assert_same_bits
 
 NAME = "tests.codecs.own_codec:make"
 
