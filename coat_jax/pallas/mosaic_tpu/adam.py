@@ -15,9 +15,8 @@ def _why_not(g, stored, groups, part, p=None, **_) -> str | None:
 @kernel(_why_not)
 def adam_update(g, stored, part, scalars, *, groups, interpret: bool = False):
   """`adam.adam_update`. With `interpret` it runs on a CPU, slowly."""
-  return leaf_step.run(
-    adam, part, g, None, stored, scalars, groups=groups, interpret=interpret
-  )
+  run = leaf_step.Step(adam, groups, interpret)
+  return run(part, g, None, stored, scalars)
 
 
 @kernel(_why_not)
@@ -25,7 +24,5 @@ def adamw_step(
   p, g, stored, part, scalars, step, *, groups, interpret: bool = False
 ):
   """`adam.adamw_step`. With `interpret` it runs on a CPU, slowly."""
-  both = scalars, step
-  return leaf_step.run(
-    adam, part, g, p, stored, both, groups=groups, interpret=interpret
-  )
+  run = leaf_step.Step(adam, groups, interpret)
+  return run(part, g, p, stored, (scalars, step))

@@ -16,8 +16,11 @@ No TPU has run this kernel yet. The tests interpret it on a CPU, and compile it
 for v5e, v5p, v6e and 7x, where it needs no temporary memory.
 """
 
+import dataclasses
 import functools
 import math
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -57,63 +60,97 @@ def why_not(stored, groups, part, arrays) -> str | None:
   return None
 
 
-def run(
-  arithmetic, part: LeafPart, g, p, stored, scalars, *, groups, interpret
-) -> tuple[Array, tuple[Encoded, ...]]:
-  """Returns the new parameter, or the update if p is None, and new moments.
+@dataclasses.dataclass(frozen=True)
+class Step:
+  """An optimizer's step on TPUs.
 
-  `arithmetic` is `adam.adam` or `lion.lion`. `scalars` are those of the
-  arithmetic, or with a parameter a pair of these and `StepScalars`.
+  Attributes:
+    arithmetic: `adam.adam` or `lion.lion`.
+    groups: the moments' codecs.
+    interpret: whether JAX interprets the kernel, on a CPU.
   """
-  packed, treedef = jax.tree.flatten(scalars)
-  statistics = [x for moment in stored for x in moment[1:] if x.ndim]
-  codes = [moment.codes for moment in stored]
-  weight = [] if p is None else [p]
-  rows = math.prod(g.shape[:-1])
-  height, width = _block([g, *weight, *weight, *codes, *codes])
-  values = pl.BlockSpec((height, width), _index_map(0))
-  of_layer = _index_map(rows // height)
-  in_place = pl.BlockSpec((height, width), of_layer)
-  per_group = pl.BlockSpec(
-    (height, g.shape[-1] // LANES),
-    lambda row, column, place: (of_layer(row, column, place)[0], 0),
-  )
-  arrays = [_view(x) for x in (*weight, *codes, *statistics)]
-  specs = [in_place] * len(weight + codes) + [per_group] * len(statistics)
-  update = [] if weight else [_shape_of(_view(g))]
-  place = _place(part, g.ndim)
-  body = functools.partial(
-    _kernel,
-    arithmetic=arithmetic,
-    treedef=treedef,
-    groups=groups,
-    dims=g.shape[:-1],
-    whole=_whole(part, g, codes[0]),
-    has_weight=bool(weight),
-    present=tuple(tuple(x.ndim > 0 for x in moment[1:]) for moment in stored),
-  )
-  value, *new = pl.pallas_call(
-    body,
-    grid_spec=pltpu.PrefetchScalarGridSpec(
-      num_scalar_prefetch=1,
-      grid=(pl.cdiv(rows, height), pl.cdiv(g.shape[-1], width)),
-      in_specs=[pl.BlockSpec(memory_space=pltpu.SMEM), values, *specs],
-      out_specs=[values] * len(update) + specs,
-    ),
-    out_shape=[
-      *update,
-      *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays),
-    ],
-    input_output_aliases={3 + i: len(update) + i for i in range(len(arrays))},
-    interpret=interpret,
-  )(place, jnp.stack([jnp.float32(x) for x in packed]), _view(g), *arrays)
-  shapes = [x.shape for x in (*codes, *statistics)]
-  new = [x.reshape(shape) for x, shape in zip(new, shapes, strict=True)]
-  out, rest = [], iter(new[len(codes) :])
-  for moment, code in zip(stored, new, strict=False):
-    kept = [next(rest) if x.ndim else x for x in moment[1:]]
-    out.append(Encoded(code, *kept))
-  return value.reshape((g if p is None else p).shape), tuple(out)
+
+  arithmetic: Callable[..., tuple[Array, ...]]
+  groups: tuple[Grouped, ...]
+  interpret: bool
+
+  def __call__(
+    self, part: LeafPart, g: Array, p: Array | None, stored, scalars
+  ) -> tuple[Array, tuple[Encoded, ...]]:
+    """Returns the new parameter, or the update if p is None, and new moments.
+
+    `scalars` are those of the arithmetic; with a parameter a pair of these and
+    `StepScalars`.
+    """
+    packed, treedef = jax.tree.flatten(scalars)
+    statistics = [x for moment in stored for x in moment[1:] if x.ndim]
+    codes = [moment.codes for moment in stored]
+    weight = [] if p is None else [p]
+    rows = math.prod(g.shape[:-1])
+    height, width = _block([g, *weight, *weight, *codes, *codes])
+    values = pl.BlockSpec((height, width), _index_map(0))
+    of_layer = _index_map(rows // height)
+    in_place = pl.BlockSpec((height, width), of_layer)
+    per_group = pl.BlockSpec(
+      (height, g.shape[-1] // LANES),
+      lambda row, column, place: (of_layer(row, column, place)[0], 0),
+    )
+    arrays = [_view(x) for x in (*weight, *codes, *statistics)]
+    specs = [in_place] * len(weight + codes) + [per_group] * len(statistics)
+    update = [] if weight else [_shape_of(_view(g))]
+    work = _Work(
+      step=self,
+      scalars=treedef,
+      dims=g.shape[:-1],
+      whole=_whole(part, g, codes[0]),
+      has_weight=bool(weight),
+      present=tuple(tuple(x.ndim > 0 for x in moment[1:]) for moment in stored),
+    )
+    value, *new = pl.pallas_call(
+      functools.partial(_kernel, work=work),
+      grid_spec=pltpu.PrefetchScalarGridSpec(
+        num_scalar_prefetch=1,
+        grid=(pl.cdiv(rows, height), pl.cdiv(g.shape[-1], width)),
+        in_specs=[pl.BlockSpec(memory_space=pltpu.SMEM), values, *specs],
+        out_specs=[values] * len(update) + specs,
+      ),
+      out_shape=[*update, *map(_shape_of, arrays)],
+      input_output_aliases={3 + i: len(update) + i for i in range(len(arrays))},
+      interpret=self.interpret,
+    )(
+      _place(part, g.ndim),
+      jnp.stack([jnp.float32(x) for x in packed]),
+      _view(g),
+      *arrays,
+    )
+    shapes = [x.shape for x in (*codes, *statistics)]
+    new = [x.reshape(shape) for x, shape in zip(new, shapes, strict=True)]
+    out, rest = [], iter(new[len(codes) :])
+    for moment, code in zip(stored, new, strict=False):
+      kept = [next(rest) if x.ndim else x for x in moment[1:]]
+      out.append(Encoded(code, *kept))
+    return value.reshape((g if p is None else p).shape), tuple(out)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Work:
+  """The static parameters of a kernel.
+
+  Attributes:
+    step: the optimizer's step.
+    scalars: structure of the scalars, which are packed into one array.
+    dims: the gradient's axes but the last.
+    whole: shape of the whole leaf.
+    has_weight: whether the parameter is stepped, or the update returned.
+    present: for each moment, whether it has an amax and a range.
+  """
+
+  step: Step
+  scalars: Any
+  dims: tuple[int, ...]
+  whole: tuple[int, ...]
+  has_weight: bool
+  present: tuple[tuple[bool, ...], ...]
 
 
 def _shape_of(x: Array) -> jax.ShapeDtypeStruct:
@@ -161,25 +198,14 @@ def _whole(part: LeafPart, g: Array, codes: Array) -> tuple[int, ...]:
   return g.shape if part.layer is None else codes.shape
 
 
-def _kernel(
-  place_ref,
-  scalars_ref,
-  g_ref,
-  *refs,
-  arithmetic,
-  treedef,
-  groups: tuple[Grouped, ...],
-  dims: tuple[int, ...],
-  whole: tuple[int, ...],
-  has_weight: bool,
-  present: tuple[tuple[bool, ...], ...],
-):
+def _kernel(place_ref, scalars_ref, g_ref, *refs, work: _Work):
   """Steps a block: gradient, parameter, codes and statistics [rows, columns].
 
   The outputs follow the inputs in `refs` in the same order, after the update if
   there is no parameter.
   """
   height, width = g_ref.shape
+  groups, has_weight = work.step.groups, work.has_weight
   ins, outs = _inputs_and_outputs(refs, has_weight)
   weight_ref, ins = (ins[0], ins[1:]) if has_weight else (None, ins)
   out_ref, outs = outs[0], outs[1:]
@@ -193,13 +219,12 @@ def _kernel(
     for old, new in zip(ins[count:], outs[count:], strict=True):
       new[...] = old[...]
 
-  scalars = treedef.unflatten(
-    [scalars_ref[i] for i in range(treedef.num_leaves)]
-  )
+  count_scalars = range(work.scalars.num_leaves)
+  scalars = work.scalars.unflatten([scalars_ref[i] for i in count_scalars])
   arithmetic_scalars, step = scalars if has_weight else (scalars, None)
-  row = _rows(place_ref, height, dims, whole)
+  row = _rows(place_ref, height, work)
   key = lax.bitcast_convert_type(place_ref[0], jnp.uint32)
-  first_column = pl.program_id(1) * width + place_ref[1 + len(whole)]
+  first_column = pl.program_id(1) * width + place_ref[1 + len(work.whole)]
   needs_words = has_weight or any(codec.needs_noise for codec in groups)
 
   def one_group(j, statistics):
@@ -213,13 +238,13 @@ def _kernel(
     old = [
       codec.decode_groups(Encoded(codes[:, at], *fields))
       for codec, codes, fields in zip(
-        groups, ins, _fields(present, picked), strict=False
+        groups, ins, _fields(work.present, picked), strict=False
       )
     ]
     g = g_ref[:, at].astype(jnp.float32)
     if step is not None and step.grad_scale is not None:
       g = g * step.grad_scale
-    value, *new = arithmetic(g, *old, arithmetic_scalars)
+    value, *new = work.step.arithmetic(g, *old, arithmetic_scalars)
     words = key
     if needs_words:
       column = lax.broadcasted_iota(jnp.uint32, (height, LANES), 1)
@@ -275,11 +300,12 @@ def _rounded(value, dtype, words, is_weight: bool) -> Array:
   return value.astype(dtype)
 
 
-def _rows(place_ref, height: int, dims, whole) -> Array:
+def _rows(place_ref, height: int, work: _Work) -> Array:
   """Returns the row of each value in the whole leaf: uint32 [height, 1].
 
   All axes but the last count as one, in row-major order, modulo 2^32.
   """
+  dims, whole = work.dims, work.whole
   local = lax.broadcasted_iota(jnp.int32, (height, 1), 0)
   local = local + pl.program_id(0) * height
   row, stride = jnp.zeros_like(local), 1

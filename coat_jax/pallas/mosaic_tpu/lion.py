@@ -17,7 +17,5 @@ def lion_step(
   p, g, stored, part, scalars, step, *, groups, interpret: bool = False
 ):
   """`lion.lion_step`. With `interpret` it runs on a CPU, slowly."""
-  both = scalars, step
-  return leaf_step.run(
-    lion, part, g, p, stored, both, groups=groups, interpret=interpret
-  )
+  run = leaf_step.Step(lion, groups, interpret)
+  return run(part, g, p, stored, (scalars, step))
