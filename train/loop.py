@@ -143,7 +143,7 @@ def train[Config: TrainConfig](
   train_step = step.compile_on(mesh, train_step, abstract, batch, updates=True)
   eval_step = step.eval_step(graph, accumulate=config.accumulate)
   eval_step = step.compile_on(mesh, eval_step, abstract.params, batch)
-  step_bytes = train_step.memory_analysis().peak_memory_in_bytes
+  step_bytes = report.step_bytes(train_step, abstract.exact)
   watcher = None
   if config.watch:
     watcher = Watcher(config, graph, mesh, abstract, batch)

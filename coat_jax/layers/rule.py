@@ -22,6 +22,7 @@ from coat_jax.layers.residuals import protect_codes
 from coat_jax.mesh import is_spec, spec_of
 from coat_jax.numerics.recipes import MeshAxes
 from coat_jax.ops import Operand
+from coat_jax.ops.dispatch import target
 
 
 @functools.partial(
@@ -108,6 +109,7 @@ def rule(
     input_specs, out_specs, cotangent_specs = tree.unflatten(leaves)
 
     def local(inputs, own, g):
+      inputs, own, g = _only_saved((inputs, own, g))
       own = jax.tree.map(_without_axis, own, is_leaf=_is_scalar)
       return bwd(*static, inputs, own, g)
 
@@ -149,6 +151,17 @@ def _run(axes: MeshAxes | None, f, args, in_specs, out_specs):
   if axes is None:
     return mesh.run_whole(f, *args, out_specs=out_specs)
   return mesh.run_on_shards(f, *args, in_specs=in_specs, out_specs=out_specs)
+
+
+def _only_saved[Tree](read: Tree) -> Tree:
+  """Makes the backward compute from what was saved, once its gradient exists.
+
+  Without this, if no scan separates layers, XLA merges what the backward
+  computes again with the forward's values, and so keeps the forward's f32
+  values in memory. Programs for NVIDIA GPUs, where kernels compute them, have
+  no barrier.
+  """
+  return read if target() == "cuda" else jax.lax.optimization_barrier(read)
 
 
 def _own_spec(axes: MeshAxes | None) -> P | None:

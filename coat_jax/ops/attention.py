@@ -105,6 +105,9 @@ def attention_bwd(
   delta = jnp.sum(
     residuals.out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1
   )
+  zeros = (jnp.zeros_like(k, jnp.float32), jnp.zeros_like(v, jnp.float32))
+  # Without this, XLA creates the zeros of all layers before the first backward.
+  zeros, delta = jax.lax.optimization_barrier((zeros, delta))
 
   def one_chunk(carry, args):
     dk, dv = carry
@@ -118,16 +121,16 @@ def attention_bwd(
     dp = einsum_f32("btkrh,bskh->bkrts", dout_chunk, chunk.read(v))
     ds = (p * (dp - per_row(delta_chunk)) * slope).astype(q.dtype)
     dk = chunk.add(dk, einsum_f32("bkrts,btkrh->bskh", ds, chunk.q))
-    return (dk, dv), einsum_f32("bkrts,bskh->btkrh", ds, chunk.read(k))
+    dq = einsum_f32("bkrts,bskh->btkrh", ds, chunk.read(k))
+    return (dk, dv), dq.astype(q.dtype)
 
   chunks = tuple(
     in_chunks(grouped_heads(x, kv_heads))
     for x in (q, dout.astype(q.dtype), residuals.lse, delta)
   )
-  zeros = (jnp.zeros_like(k, jnp.float32), jnp.zeros_like(v, jnp.float32))
   (dk, dv), dq = jax.lax.scan(one_chunk, zeros, (*chunks, in_chunks(segments)))
   dq = join_chunks(dq, t).reshape(q.shape)
-  return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
+  return dq, dk.astype(k.dtype), dv.astype(v.dtype)
 
 
 class Chunk(NamedTuple):

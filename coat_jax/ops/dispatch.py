@@ -119,7 +119,7 @@ class Op[R]:
 
   def _choose(self, args, kwargs) -> R:
     """Runs the kernel if this is compiled for a platform that has one."""
-    platform = _target()
+    platform = target()
     for name in self.kernels if platform else ():
       if _platform_of(name) != platform or self._why_not(name, args, kwargs):
         continue
@@ -245,7 +245,7 @@ def _platform_of(kernel: str) -> str:
   return _PLATFORMS.get(kernel, "cuda")
 
 
-def _target() -> str | None:
+def target() -> str | None:
   """Guesses what the code being traced is for: "cuda", "tpu", or None."""
   device = jax.sharding.get_abstract_mesh().abstract_device
   platform = jax.default_backend() if device is None else device.platform

@@ -73,7 +73,8 @@ def _table(names: list[str], results: list[dict[str, float]]) -> str:
     header.append("spread of bf16")
   rows = []
   for key, words, form in _ROWS:
-    values = [result.get(key) for result in results]
+    # Differences are those of the figures that the table shows.
+    values = [_rounded(form, result.get(key)) for result in results]
     if all(value is None for value in values):
       continue
     row = [words, *(_cell(form, value) for value in values)]
@@ -87,6 +88,11 @@ def _table(names: list[str], results: list[dict[str, float]]) -> str:
       )
     rows.append(row)
   return format_table(["", *header], rows)
+
+
+def _rounded(form: str, value: float | None) -> float | None:
+  """Rounds a value to the decimals of a number format like ",.2f"."""
+  return None if value is None else round(value, int(form[-2]))
 
 
 def _cell(form: str, value: float | None) -> str:

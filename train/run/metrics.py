@@ -5,7 +5,8 @@ metrics.jsonl has one JSON object per line, each with its `step`:
   * a step: loss, grad_norm, lr, tokens_per_s; for documents also targets,
     padding (a share) and unpadded_tokens_per_s;
   * an evaluation: held_out_loss, held_out_accuracy for classified images, and
-    step_bytes, the peak memory of the compiled step on a device;
+    step_bytes, the memory of the compiled step on a device (see
+    `train.run.report.step_bytes`);
   * a report: state (`state_report`, leaf by leaf) and, with codec coat, powers
     (number of groups by their power k in sixteenths).
 Lines are written whole and at once, so a killed run loses none. A resumed run

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reports on a run: sizes, metrics, and how well moments fit their codes."""
 
+from typing import Any
+
 import jax
 import numpy as np
 
@@ -8,6 +10,7 @@ from coat_jax.optimizer.masks import is_encoded
 from coat_jax.optimizer.report import state_bytes, state_report
 from train import weights
 from train.config import TrainConfig
+from train.memory.step import device_bytes
 from train.objective import trained
 from train.run import processes
 from train.step import (
@@ -58,6 +61,23 @@ def describe_rows(metrics: StepMetrics, tokens_per_s: float) -> dict:
     "padding": round(padding, 4),
     "unpadded_tokens_per_s": round(tokens_per_s * (1 - padding), 1),
   }
+
+
+def step_bytes(compiled: jax.stages.Compiled, exact: Any) -> int | None:
+  """Counts the bytes that a compiled step takes on each device.
+
+  This is the sum of its arguments, its temporaries, and the results that do not
+  reuse an argument's buffer, without `exact`, the arguments that only reports
+  need. Returns None if the compiler does not report sizes.
+
+  Why not `peak_memory_in_bytes`: on a CPU it leaves temporaries out.
+  """
+  memory = compiled.memory_analysis()
+  if memory is None:
+    return None
+  results = memory.output_size_in_bytes - memory.alias_size_in_bytes
+  total = memory.argument_size_in_bytes + memory.temp_size_in_bytes + results
+  return total - device_bytes(exact)
 
 
 def report_state(config: TrainConfig, state: TrainState) -> dict:

@@ -77,6 +77,22 @@ def test_difference_is_to_the_first_twin_and_spread_among_twins(runs, capsys):
   assert state[3] == pytest.approx(state[0] - 8, abs=0.011)
 
 
+def test_differences_agree_with_the_figures_shown(runs, capsys):
+  for run, size in zip(runs, (33_460_000, 61_700_000, 61_700_000), strict=True):
+    with open(RunDirectory(run.out).metrics, "a") as file:
+      file.write(json.dumps(dict(step=61, step_bytes=size)) + "\n")
+  compare.finish(runs)
+  row = table(capsys.readouterr().out)["memory of a step, MB of each device"]
+  # 33.46 - 61.7 would be -28.
+  assert row == ["33", "62", "62", "-29", "0"]
+
+
+def test_a_figure_that_is_not_known_has_no_row(runs, capsys):
+  compare.finish(runs)
+  rows = table(capsys.readouterr().out)
+  assert "memory of a step, MB of each device" not in rows
+
+
 def test_a_run_alone_has_no_difference_and_one_twin_no_spread(runs, capsys):
   compare.finish(runs[:1])
   assert table(capsys.readouterr().out)["held-out loss"] == ["2.0000"]

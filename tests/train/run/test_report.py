@@ -2,7 +2,9 @@
 """A run's report on its moments, from a known state."""
 
 import dataclasses
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -48,3 +50,32 @@ def test_powers_are_counted_by_sixteenths_without_groups_of_zeros():
     assert 0 < error < 1 / 16
     assert row["state"]["norm"][moment]["relative_error"] == 0
   assert row["state"]["w"]["parameters"] == 64 * 128
+
+
+def test_step_bytes_are_arguments_temporaries_and_new_results():
+  def step(state, x, v, w):
+    sums, exact = state
+    return (sums + 1, exact + 1), x @ v @ w  # The first product is temporary.
+
+  def shape(*sizes):
+    return jax.ShapeDtypeStruct(sizes, jnp.float32)
+
+  state, exact = (shape(1024), shape(4096)), shape(4096)
+  x, v, w = shape(64, 32), shape(32, 1024), shape(1024, 8)
+  jitted = jax.jit(step, donate_argnums=0)
+  compiled = jitted.lower(state, x, v, w).compile()
+  arguments = 1024 + 64 * 32 + 32 * 1024 + 1024 * 8
+  temporary, results = 64 * 1024, 64 * 8
+  found = report.step_bytes(compiled, exact)
+  assert found is not None
+  # The results' tuple has a few pointers.
+  assert 0 <= found - 4 * (arguments + temporary + results) < 100
+
+
+def test_step_bytes_are_unknown_if_the_compiler_does_not_tell():
+  class Compiled:
+    def memory_analysis(self):
+      return None
+
+  compiled: Any = Compiled()
+  assert report.step_bytes(compiled, ()) is None
