@@ -248,7 +248,8 @@ def _platform_of(kernel: str) -> str:
 def target() -> str | None:
   """Guesses what the code being traced is for: "cuda", "tpu", or None."""
   device = jax.sharding.get_abstract_mesh().abstract_device
-  platform = jax.default_backend() if device is None else device.platform
+  # A device of JAX 0.10 does not name its platform.
+  platform = getattr(device, "platform", jax.default_backend())
   if platform == "tpu":
     return "tpu"
   # Devices of a mesh have the platform name gpu.
