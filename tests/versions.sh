@@ -24,6 +24,8 @@ print("jax", jax.__version__, "optax", optax.__version__, "flax", flax.__version
     -m 'not slow and not aot and not gpu' -p no:cacheprovider $folders "$@"
 }
 
-check oldest 'jax==0.10.0 jaxlib==0.10.0' "$OPTIMIZER" "$@"
+# GPU kernels, which one test interprets, need JAX 0.11.
+check oldest 'jax==0.10.0 jaxlib==0.10.0' "$OPTIMIZER" --deselect \
+  tests/codecs/test_own_codec.py::test_own_codec_may_add_its_kernel "$@"
 check middle 'jax==0.11.0 jaxlib==0.11.0' "$LAYERS" "$@"
 check newest '--upgrade jax jaxlib optax flax' "$LAYERS" "$@"

@@ -142,7 +142,7 @@ def shares_body() -> bool:
   """
   mesh = jax.sharding.get_abstract_mesh()
   device = mesh.abstract_device  # None unless arrays are on a mesh.
-  platform = device.platform if device else jax.default_backend()
+  platform = getattr(device, "platform", jax.default_backend())
   if platform != "cpu":
     return False
   if mesh.empty:
