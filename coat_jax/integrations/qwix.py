@@ -3,7 +3,7 @@
 
 qwix calls a provider wherever a model calls `jax.lax.dot_general` or
 `jnp.einsum`, so the model's code stays as it is. Norms and activation functions
-are not products: they save what they saved before. Blocks of `coat_jax.layers`
+are not products, so what they save does not change. Blocks of `coat_jax.layers`
 save FP8 there too.
 """
 
@@ -99,8 +99,7 @@ def _contracted(
 ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
   """Returns the axes that "btd,dnh->btnh" sums over, in x and in w.
 
-  Returns None unless it is x times a weight, with the weight's axes last in the
-  result.
+  Returns None unless w is a weight whose axes come last in the result.
   """
   if len(operands) != 2 or not isinstance(subscripts, str):
     return None

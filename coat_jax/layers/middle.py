@@ -99,9 +99,8 @@ class Middle(abc.ABC):
   ) -> MiddleGradient:
     """Computes the gradient of h from dout [..., F], the operand's.
 
-    `saved` comes from `restore`; `has_bias` is whether the front has a bias.
-    The bias's gradient is `MiddleGradient.sums` or, if that is None, the sum of
-    `values`.
+    `saved` comes from `restore`. With `has_bias`, the gradient of the front's
+    bias is `MiddleGradient.sums` or, if that is None, the sum of `values`.
     """
 
   def specs(self, axes: MeshAxes, weights: Any, inputs: Any) -> tuple[Any, Any]:

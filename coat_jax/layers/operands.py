@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantizing operands of FP8 matmuls according to the recipe.
+"""Quantizes operands of FP8 matmuls according to the recipe.
 
 An `ops.Scaling` computes scales and codes. With one scale per tensor, the same
 codes serve both directions: rows for the product with a weight, and their

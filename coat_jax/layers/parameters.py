@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes parameters from initializers and metadata, as flax does.
 
-Metadata includes how an array is sharded: `out_sharding` has an axis of the
-mesh, or a logical name, for each axis of the array. It comes with a layer's
-`kernel_metadata` or with what an initializer returns (`nnx.with_partitioning`),
-and tools such as `nnx.get_named_sharding` read it from the parameter.
+Metadata includes how an array is sharded: `out_sharding` names a mesh axis or a
+logical axis for each axis of the array. It comes from a layer's
+`kernel_metadata` or from an initializer (with `nnx.with_partitioning`), and
+tools such as `nnx.get_named_sharding` read it from the parameter.
 """
 
 import dataclasses

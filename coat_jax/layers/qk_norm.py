@@ -60,7 +60,7 @@ class QKNorm:
   def normalized(
     self, x: Array, weight: Array, axes: MeshAxes | None = None
   ) -> Array:
-    """Normalizes to f32 [B, T, N, H]; with axes, x has a device's own heads."""
+    """Normalizes to f32 [B, T, N, H]; with axes, x holds a device's heads."""
     x = x.astype(jnp.float32)
     return x * self._rstd(x, axes) * self._factor(weight, x)
 

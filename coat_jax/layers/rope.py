@@ -3,7 +3,7 @@
 
 The rotation is linear and its transpose is the opposite rotation, so the
 backward needs no activation. Channels are paired (i, i + R/2) among a head's
-first R, as in Hugging Face Transformers; R is H unless a `Rotary` has fewer.
+first R, as in Hugging Face Transformers; R is H unless `Rotary` sets fewer.
 """
 
 import functools

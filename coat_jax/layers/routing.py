@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choosing the experts of each token, and sorting tokens by expert.
+"""Chooses the experts of each token, and sorts tokens by expert.
 
 A router's logits are one matmul, and its probabilities the softmax over all
 experts, both in f32. Each token goes to the k most probable experts, and none

@@ -65,8 +65,8 @@ class SelfAttention(Middle):
   `layers.split_heads`; the back's w is [N H, D]. `weights` are `QKNormWeights`,
   or None without that norm; `inputs` are `AttentionInputs`.
 
-  If layers of a stack differ in RoPE or in the keys that they see, both options
-  are tuples, and `inputs.kind` selects an entry: for RoPE a row of a table, for
+  If layers of a stack differ in RoPE or in the keys that they see, that option
+  is a tuple, and `inputs.kind` selects an entry: for RoPE a row of a table, for
   attention a branch of a `lax.switch`, forward and backward.
 
   With a norm of q and k, their codes before the norm are saved instead of the q

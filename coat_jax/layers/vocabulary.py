@@ -284,8 +284,8 @@ def _add_chunk(weight, total, chunk, *, head, has_gradients):
   (loss, dweight), (hidden, targets, counted) = total, chunk
   is_tied, mesh_axes, soft_cap = head
   tensor = None if mesh_axes is None else mesh_axes.tensor
-  # A tied weight is read as it is stored: the scan over chunks would take its
-  # transpose as a copy in memory.
+  # Read a tied weight as it is stored: the scan over chunks would copy its
+  # transpose to memory.
   axes = "vd" if is_tied else "dv"
   logits = jnp.einsum(
     f"btd,{axes}->btv", hidden, weight, preferred_element_type=jnp.float32

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantizing weights for FP8 matmuls, and caching the result.
+"""Quantizes weights for FP8 matmuls, and caches the result.
 
 A forward reads a weight's columns and a backward its rows, in E4M3 with one
 scale, or with one per tile of 128 x 128. recipe.weight_cache selects what

@@ -181,8 +181,7 @@ class Chunk(NamedTuple):
   def scores(self, k: Array, segments: Array | None):
     """Computes masked scores, and their derivatives before the mask.
 
-    Both are f32 [B, K, R, chunk, length]; if all derivatives are equal, they
-    are returned as one number.
+    Both are f32 [B, K, R, chunk, length]; constant derivatives are a scalar.
     """
     scale, cap = self.kind.scale_of(self.q.shape[-1]), self.kind.soft_cap
     products = einsum_f32("btkrh,bskh->bkrts", self.q, self.read(k))

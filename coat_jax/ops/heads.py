@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Splitting a projection into rotated heads, and joining heads, in plain jnp.
+"""Splits a projection into rotated heads, and joins heads, in plain jnp.
 
 The columns of q, k and v are ordered by key head: for each of the K key heads,
 its N / K query heads, its key, its value.
