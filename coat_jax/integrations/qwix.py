@@ -3,7 +3,7 @@
 
 qwix calls a provider wherever a model calls `jax.lax.dot_general` or
 `jnp.einsum`, so the model's code stays as it is. Norms and activation functions
-are not products: they save what they saved before. Blocks of `coat_jax.layers`
+are not products, so what they save does not change. Blocks of `coat_jax.layers`
 save FP8 there too.
 """
 
@@ -28,8 +28,8 @@ class CoatProvider(qwix.QuantizationProvider):
   axes and stay as they are.
 
   Args:
-    rules: `qwix.QuantizationRule`s, of which only `module_path` and `op_names`
-      are read: they select products. By default all products are selected.
+    rules: `qwix.QuantizationRule`s. Their `module_path` and `op_names` select
+      products; other fields are ignored. By default all products are selected.
     recipe: how products are computed and what they save.
 
   Examples:
@@ -53,7 +53,7 @@ class CoatProvider(qwix.QuantizationProvider):
     self._recipe = recipe
 
   def get_intercept_map(self) -> dict[str, Any]:
-    """Returns the functions that replace those of JAX."""
+    """Returns the functions that replace JAX's."""
     return super().get_intercept_map() | {
       "jax.lax.dot_general": self._dot_general,
       "jax.numpy.einsum": self._einsum,
@@ -99,7 +99,7 @@ def _contracted(
 ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
   """Returns the axes that "btd,dnh->btnh" sums over, in x and in w.
 
-  None if it is not x times a weight, with the weight's axes last in the result.
+  Returns None unless w is a weight whose axes come last in the result.
   """
   if len(operands) != 2 or not isinstance(subscripts, str):
     return None

@@ -4,8 +4,8 @@
 There are two levels: drop-in single operations (Linear, RMSNorm, LayerNorm,
 silu_mul, gelu), and fused blocks, which save most of the memory and time
 (NormLinear, GatedMLP, MLP, MoE, Attention). All have BF16 inputs and outputs.
-`block` is the function behind GatedMLP, MLP and Attention, each with its own
-`Middle`; to make a block of your own, write another.
+GatedMLP, MLP and Attention call `block`, each with its own `Middle`. To make a
+block of your own, write another `Middle`.
 """
 
 from coat_jax.layers.activation import gelu as gelu

@@ -2,7 +2,7 @@
 """SiLU·mul (SwiGLU) and GELU that save their inputs in FP8, in 1 x G groups.
 
 Nothing else is saved: SiLU and the product are elementwise and cheap to
-recompute. The forward reads the same values as the backward, as everywhere.
+recompute. As in all layers, forward and backward read the same values.
 """
 
 import functools
@@ -43,8 +43,8 @@ def silu_mul(
 
   Args:
     gate, up: [..., F] of the same shape and dtype, BF16 (or f32).
-    recipe: reads and saves them in FP8 if `nonlinear` is "fp8"; None for
-      `recipes.coat()`.
+    recipe: gate and up are read and saved in FP8 if `recipe.nonlinear` is
+      "fp8"; None for `recipes.coat()`.
 
   Returns:
     [..., F] in the inputs' dtype.
@@ -70,7 +70,7 @@ def silu_mul(
 
 def plain_gated(gate: Array, up: Array, *, activation: ops.Activation) -> Array:
   """Computes activation(gate) * up in their dtype, for plain autodiff."""
-  # Named for checkpoint policies: the same set can be kept in BF16.
+  # Named so that a checkpoint policy keeps the same arrays as with FP8.
   gate, up = save_residual("activation", (gate, up))
   with residual_scope("activation"):
     return (_PLAIN[activation](gate) * up).astype(gate.dtype)

@@ -55,15 +55,15 @@ class Attention(RecipeModule):
     (64, 128)
 
   Attributes:
-    middle: `SelfAttention`, the heads, RoPE and keys that queries see.
+    middle: `SelfAttention`: heads, RoPE and which keys a query sees.
     qkv: NormLinear to the columns of q, k and v. They are ordered by key head:
       for each of the K key heads its N / K query heads, its key, its value, so
       that a shard of the columns holds whole groups of heads.
     out: Linear [num_heads * head_dim, features].
     post_norm: RMSNorm or LayerNorm; None without this norm.
-    q_norm, k_norm: RMSNorms of q and k, or None: of [head_dim] with
-      `qk_norm="head"`; with "all" of [num_heads * head_dim] and of
-      [num_kv_heads * head_dim], the heads in their order.
+    q_norm, k_norm: RMSNorms of q and k, or None. Their scales are [head_dim]
+      with `qk_norm="head"`; with "all", [num_heads * head_dim] and
+      [num_kv_heads * head_dim], heads in order.
   """
 
   def __init__(
@@ -104,7 +104,7 @@ class Attention(RecipeModule):
         them unchanged.
       query_scale: factor of q k^T; None for 1 / sqrt(H).
       rope_theta: base of RoPE's frequencies; None for no RoPE. Or a tuple.
-      rope_scaling: how they are scaled to longer sequences, such as
+      rope_scaling: how frequencies change for longer sequences, such as
         `Llama3Scaling`; None for no scaling. Or a tuple.
       rotary_dim: how many of a head's first channels RoPE rotates; None for
         all.
@@ -228,7 +228,7 @@ class Attention(RecipeModule):
       "Attention", "x", x, rule, ndim=ranks, kind=jnp.number, remedy=remedy
     )
     shape = x.shape
-    # -1 fails for an empty batch.
+    # Not reshape(-1, ...), which fails for an empty batch.
     batch = math.prod(shape[:-2])
     x = self.cast(x, self.out.kernel).reshape(batch, *shape[-2:])
     if positions is None:

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """A block's back: the second product, an optional norm and the residual add.
 
-The norm reads the product, bias included, as 1 x G FP8 values. These are saved
-with its statistics; the product itself is not. The gradient of the norm's input
-is that of the product, and the backward continues as without a norm.
+The norm reads the product, bias included, as 1 x G FP8 values. These values and
+the norm's statistics are saved; the product itself is not. The gradient of the
+norm's input serves as the product's, and the rest runs as without a norm.
 
 On a mesh the product is row-parallel over the tensor axis: each device
-multiplies its own columns of whole sequences, and sums are scattered. The norm
-comes after that, when a device has whole rows of its own tokens.
+multiplies its own columns of whole sequences, and sums are reduce-scattered.
+The norm runs after that, when a device holds whole rows of its own tokens.
 """
 
 import functools
@@ -66,8 +66,8 @@ def back_forward(
 ) -> tuple[Array, BackSaved]:
   """Computes the second product, its norm and the sum with x, in x's dtype.
 
-  Also returns what is saved. x is added in f32. For `after` see
-  `quantized_weight`.
+  Also returns what is saved. x is added in f32. `quantized_weight` explains
+  `after`.
   """
   w = weights
   product = functools.partial(

@@ -1,24 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A block: front, middle and back under one rule, with FP8 between them.
+"""A block: front, middle and back share one custom_vjp, with FP8 in between.
 
   front    x --norm or none--> operand --product, bias--> h
   middle   h --elementwise or attention--> operand of the second product
   back     operand --product, bias--> z --norm or none--> x + that, or that
 
 Front (`layers.front`) and back (`layers.back`) are the same in every block;
-between them is a `Middle`: gated, GELU, attention. One custom_vjp contains all
-three, so that only a block's inputs and outputs are BF16: the norm writes the
-E4M3 operand of the first product, the middle that of the second, and the
-middle's backward writes the E5M2 operand of the products before it.
+between them is a `Middle`: gated, GELU, attention. All three share a custom_vjp
+so that only a block's inputs and outputs are BF16: the norm writes the first
+product's E4M3 operand, the middle writes the second's, and the middle's
+backward writes the E5M2 operand of the products before it.
 
-Saved for the backward pass with residuals="minimal": the front's input in 1 x G
-FP8 with the norm's statistics, what the middle saves, and scales. With "coat"
-the norm's output is saved too, as in the reference. Without a norm the front
-saves the codes that its product read. A norm in the back saves z the way the
-front's saves its input.
+With residuals="minimal" a block saves the front's input in 1 x G FP8 with the
+norm's statistics, what the middle saves, and scales. With "coat" it also saves
+the norm's output, as in the reference. Without a norm the front saves the codes
+that its product read. A norm in the back saves z as the front's norm saves its
+input.
 
 On a mesh the front is column-parallel and the back row-parallel over the tensor
-axis; between them a device has its own columns of whole sequences.
+axis; between them a device holds its own columns of whole sequences.
 """
 
 from typing import Any, NamedTuple
@@ -129,13 +129,13 @@ def block(
 ) -> Array:
   """Computes x + post_norm(middle(norm(x) w_front) w_back).
 
-  With `Gated` or `GELU` it is the MLP half of a transformer layer, with
-  `SelfAttention` the other half.
+  With `Gated` or `GELU` it is the MLP half of a transformer layer; with
+  `SelfAttention`, the attention half.
 
   Args:
     x: [..., D], the residual stream, BF16 (or f32).
     weights: see `BlockWeights`; their shapes depend on the middle.
-    inputs: other arrays that the middle reads; they have no gradient.
+    inputs: other arrays that the middle reads; they get no gradient.
     middle: the part between the two products.
     kind: norm of x, "rms" or "layer"; None for none.
     eps: epsilon of both norms.
@@ -159,7 +159,7 @@ def block(
   check_kind("block", "middle", middle, Middle, remedy)
   middle.check(x, weights, inputs, recipe)
   w = weights.back.w
-  # On a mesh, a caller's own shard_map has other shards of it.
+  # With axes, a caller's own shard_map may pass shards of other widths.
   if add_input and not recipe.axes and w.shape[-1] != x.shape[-1]:
     raise ValueError(
       "block: back.w must be [F, D] for x [..., D] that is added, got "

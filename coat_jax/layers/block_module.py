@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of the constructors of blocks, and the parts made from them."""
+"""Constructor options of blocks, and the parts built from these options."""
 
 import dataclasses
 from collections.abc import Collection, Mapping
@@ -24,8 +24,8 @@ class NormLinearOptions(TypedDict, total=False):
   """Options of `NormLinear` and, with `BlockOptions`, of blocks.
 
   An initializer is called with a key, a shape and a dtype; metadata is passed
-  to `nnx.Param`. Biases start as zeros and scales as ones (zeros with
-  `scale_plus_one`), without a key, unless their initializer is given.
+  to `nnx.Param`. By default biases start as zeros and scales as ones
+  (zeros with `scale_plus_one`), and neither consumes a key.
 
   Attributes:
     recipe: what is computed and saved in FP8; `recipes.coat()` by default.
@@ -182,7 +182,7 @@ class Parts:
   def make_back(
     self, in_features: int, out_features: int, use_bias: bool | None = None
   ) -> Linear:
-    """Makes the second product; `use_bias` None is the option's."""
+    """Makes the second product; `use_bias` None uses the option."""
     kernel_init = self.out_kernel_init or self.kernel_init
     return Linear(
       in_features,

@@ -45,9 +45,9 @@ class ConversionReport:
 
   Attributes:
     replaced: the new class of each replaced module or block, by its path.
-    left: why a module with parameters was left as it is, by its path.
-    products_only: your classes whose linear layers were replaced one by one, so
-      that what is between their products is saved as before.
+    left: why a module with parameters was not replaced, by its path.
+    products_only: your classes whose linear layers were replaced one by one:
+      the values between these layers are saved as before.
     saved_before, saved_after: bytes that the model saves for its backward pass,
       without parameters; None without `inputs`.
   """
@@ -202,7 +202,7 @@ class _Converter:
     self._open: set[int] = set()
 
   def walk(self, path: tuple, node: Any) -> Any:
-    """Returns the node, a module or a container of some, after conversion."""
+    """Converts a node: a module, or a container of modules."""
     if not isinstance(node, nnx.Pytree) or isinstance(node, nnx.Variable):
       return node
     if id(node) in self._done:
@@ -239,7 +239,7 @@ class _Converter:
     return new, any(changed)
 
   def _convert(self, path: tuple, module: nnx.Module) -> nnx.Module:
-    """Returns what replaces one module whose children are converted."""
+    """Converts one module whose children are already converted."""
     name, kind = _name(path), type(module)
     try:
       if kind in COUNTERPARTS:
@@ -265,7 +265,7 @@ class _Converter:
     return module
 
   def _explain(self, name: str, module: nnx.Module) -> None:
-    """Says why a module that holds parameters itself was left."""
+    """Records why a module with parameters of its own was not replaced."""
     if isinstance(module, RecipeModule | FusedBlock):
       return
     if any(isinstance(x, nnx.Variable) for x in vars(module).values()):
@@ -278,7 +278,7 @@ class _Converter:
 
 
 def _key(entry: Any) -> Any:
-  """Returns the index, key or name of an entry of a path of JAX's."""
+  """Returns the index, key or name that one entry of a JAX path holds."""
   for name in ("idx", "key", "name"):
     if hasattr(entry, name):
       return getattr(entry, name)

@@ -33,8 +33,8 @@ from coat_jax.numerics import recipes
 
 BLOCKS = (GatedMLP, MLP, NormLinear)
 type Kind = Literal["GatedMLP", "MLP", "NormLinear"]
-# Sums of up to some 10,000 f32 products in another order differ by 1e-6 of the
-# output. The two formulas of GELU, which are the closest pair, differ by 1e-4.
+# Summing up to 10,000 f32 products in another order changes the output by 1e-6
+# of its size. The two GELU formulas, the most similar pair, differ by 1e-4.
 _TOLERANCE = 1e-5
 _TOKENS = 8
 _APPROXIMATIONS = (True, False, "sigmoid")
@@ -54,7 +54,7 @@ class Roles:
 
 
 class FusedBlock(nnx.Module):
-  """Computes a block with parts that have the names of a user's module.
+  """Computes a block whose parts keep their names from the user's module.
 
   It keeps the other attributes of that module as well.
   """
@@ -144,7 +144,7 @@ def fuse(
     The block, with the parts of `module`.
 
   Raises:
-    ValueError: the block would compute something else, and why.
+    ValueError: the block would differ from the module; the message says how.
   """
   _check_state(original, ours)
   for name, part in parts_of(module).items():
@@ -154,7 +154,7 @@ def fuse(
   key: Any = (ours, nnx.graphdef(original), shapes)
   try:
     hash(key)
-  except TypeError:  # An attribute that has no hash.
+  except TypeError:  # Some attribute is not hashable.
     key = object()
   if key not in known:
     known[key] = _roles_of(original, ours)
@@ -234,7 +234,7 @@ def _error(got: Array, want: Any) -> float:
 
 
 def _with_random_parameters(module: nnx.Module) -> Any:
-  """Copies a module in f32 with other parameters; of a stack, one layer."""
+  """Copies a module, or one layer of a stack, with random f32 parameters."""
   stacked = next(
     part.kernel.ndim - len(_sizes(part, "in") + _sizes(part, "out"))
     for part in parts_of(module).values()
@@ -290,7 +290,7 @@ def _candidates(original: nnx.Module, ours: type) -> Iterable[Roles]:
 
 
 def _fits(front: list[Any], back: Any, ours: type) -> bool:
-  """Tells whether the widths of the products allow this order."""
+  """Returns whether the widths of the products allow this order."""
   ends = _sizes(front[0], "in"), _sizes(back, "out")
   inside = {math.prod(_sizes(part, "out")) for part in front}
   hidden = math.prod(_sizes(back, "in"))

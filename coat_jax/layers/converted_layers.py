@@ -27,7 +27,7 @@ COUNTERPARTS: dict[type, type[RecipeModule]] = {
   nnx.LayerNorm: LayerNorm,
 }
 _PARAMETERS = ("kernel", "scale", "bias")
-# How the variance is computed: here it is always the accurate way.
+# `use_fast_variance` has no effect: our norms always use the accurate formula.
 _IGNORED = {"self", "rngs", "use_fast_variance"}
 
 
@@ -78,7 +78,7 @@ def convert_layer(module: Any, recipe: CoatRecipe) -> RecipeModule:
   """Makes our layer from one of flax's, with the same parameters.
 
   Raises a ValueError, with a reason, if the layer was made with an argument
-  that ours does not have.
+  that ours does not support.
   """
   kind = type(module)
   for name, value in vars(module).items():

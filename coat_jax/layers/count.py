@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Counts the bytes that a model saves for its backward pass, by tracing it.
 
-The count traces `jax.vjp` and reads off the traced program which arrays the
-backward pass reads. Each array counts once, even if it is also saved in another
-shape. What depends on parameters only does not count, because it does not grow
-with the number of tokens.
+It traces `jax.vjp` and finds in the jaxpr which arrays the backward pass reads.
+Each array counts once, even if it is also saved in another shape. Arrays that
+depend only on parameters do not count, because they do not grow with the number
+of tokens.
 """
 
 from typing import Any
@@ -28,7 +28,7 @@ _ALIASES = {
 
 
 def saved_bytes(model: nnx.Module, inputs: tuple[Any, ...]) -> int:
-  """Counts the bytes that the gradient of all parameters of a call needs."""
+  """Counts the bytes that a call saves for the gradient of all parameters."""
   graph, params, others = nnx.split(model, nnx.Param, ...)
   leaves, tree = jax.tree.flatten(inputs)
   is_traced = [is_array(leaf) for leaf in leaves]

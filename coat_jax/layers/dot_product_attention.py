@@ -3,8 +3,8 @@
 
 They are saved in BF16 or, in blocks with recipe.attention="fp8", in 1 x G FP8.
 The forward then attends to the dequantized q, k, v and projects the dequantized
-output. (The softmax's backward computes its row sums from that output: their
-error is that of rounding the output.)
+output. (The softmax's backward computes its row sums from that output, so they
+inherit its rounding error.)
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ from coat_jax.numerics.qtensor import QTensor
 from coat_jax.numerics.recipes import CoatRecipe, MeshAxes
 from coat_jax.ops import AttentionKind, AttentionResiduals
 
-# One kind of layers, or a tuple for a stack with several.
+# One kind of layer, or a tuple with one entry for each kind in a stack.
 type Kinds = AttentionKind | tuple[AttentionKind, ...]
 
 
@@ -175,7 +175,7 @@ class HeadsSaved(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class HeadsAttention(Middle):
-  """Attention of heads (q, k, v); their gradients stay unquantized.
+  """Attention on heads (q, k, v), whose gradients stay unquantized.
 
   `inputs` are `AttentionInputs` without positions.
   """
@@ -190,15 +190,15 @@ class HeadsAttention(Middle):
     del weights
     keep, read = attention_storage(recipe, h[0].dtype)
     q, k, v = save_residual("attention", tuple(map(keep, h)))
-    # The saved q may be FP8; codes wait for q itself.
+    # Codes wait for h[0], the original q: the saved q may be FP8.
     out = self.attend(read(q), read(k), v, inputs, recipe, after=h[0])
     return out._replace(saved=out.saved._replace(q=q, k=k))
 
   def attend(self, q, k, v, inputs, recipe, *, after) -> MiddleOutput:
-    """Runs `forward` for a caller who saves what q and k are computed from.
+    """Runs `forward` for a caller that saves what q and k are computed from.
 
-    Attention reads or quantizes q and k but does not save them; v is as
-    `attention_storage` saves it. For `after` see `MiddleOutput`.
+    Attention reads or quantizes q and k but does not save them; v is already in
+    the form that `attention_storage` saves. `MiddleOutput` explains `after`.
     """
     keep, read = attention_storage(recipe, after.dtype)
     inputs = save_residual("attention", inputs)

@@ -1,28 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A mixture of experts under one rule, with FP8 residuals.
+"""A mixture of experts with one custom gradient and FP8 residuals.
 
   router   x --norm--> y --f32 product, softmax--> experts and weights p
   front    y --copied, sorted by expert, product--> gate, up    [T k, 2 F]
   middle   z = p silu(gate) up
   back     z --product, summed over a token's copies--> + x or nothing
 
-The products are grouped matmuls in x's dtype (BF16): per-tensor FP8 has one
-scale for all experts, and XLA has no grouped FP8 product on Hopper. Saved in
-1 x G FP8 are x and, for each of a token's k copies, gate and up; and the expert
-numbers, 4 k bytes a token. Everything else is recomputed from these. COAT's
-code has no mixtures: recipe.residuals and recipe.weight_cache have no effect.
+The products are grouped matmuls in x's dtype (BF16): per-tensor FP8 would use
+one scale for all experts, and XLA has no grouped FP8 product on Hopper. The
+forward saves x and, for each of a token's k copies, gate and up, all in 1 x G
+FP8, and the expert numbers, 4 k bytes a token. The backward recomputes the
+rest. COAT's code has no mixtures, so recipe.residuals and recipe.weight_cache
+have no effect.
 
-The weight p multiplies z, with F columns, instead of an expert's output, with
-D: then the gradient of the product before p, dz = dy w_down^T, also gives p's:
-dp = dz . (silu(gate) up). So that output, [T k, D], is neither saved nor
-recomputed.
+p multiplies z [T k, F], not the expert's output [T k, D]. The gradient of z,
+dz = dy w_down^T, then also gives p's, dp = dz . (silu(gate) up), and the output
+need not be saved or recomputed.
 
-On a mesh every device has a share of every expert: its rows over fsdp, which
-are gathered in BF16 before use, and its columns F over tensor. A device
-computes those columns for all positions of its sequences, and partial sums are
-scattered. With whole experts on devices, each would need T k rows, as many as
-all tokens together could send to it, since shapes are static and no token is
-dropped; for gate and up too, which is tensor times as many as here.
+On a mesh every device holds a share of every expert: rows over fsdp, gathered
+in BF16 before use, and columns F over tensor. It computes those columns for all
+positions of its sequences, and partial sums are reduce-scattered. If devices
+held whole experts, each would need T k rows: shapes are static, no token is
+dropped, and all tokens could choose its experts. Gate and up would then hold
+tensor times as many values as here.
 """
 
 from typing import NamedTuple
@@ -69,7 +69,7 @@ class MoEWeights(NamedTuple):
   """Parameters of a mixture of experts, and their gradients.
 
   Attributes:
-    gamma, beta: [D], of the norm; None if it has none.
+    gamma, beta: [D], the norm's; None for those it lacks.
     router: [D, E].
     gate_up: [E, D, 2, F], gate first.
     down: [E, F, D].
@@ -143,7 +143,7 @@ def _bwd(static, recipe, inputs, saved, cotangents):
   def route(y, router):
     return expert_weights(y, router, experts, normalize=static.normalize)
 
-  # If its type does not vary, JAX would sum the router's gradient too.
+  # Without `varying`, JAX itself would also sum the router's gradient.
   (p, _), route_backward = jax.vjp(route, *varying((own_y, w.router)))
   shape = (*gate.qvalue.shape[:-2], k)
   rows = sort_rows(gather_positions(experts, axes), w.router.shape[-1])

@@ -2,10 +2,10 @@
 """A product and the norm before it: a linear layer, or the front of a block.
 
 The norm reads 1 x G FP8 values and writes the E4M3 operand of the product,
-without a BF16 array in between. Saved: the norm's input in 1 x G FP8 and its
+without a BF16 array in between. It saves its input in 1 x G FP8 and its
 statistics; with residuals="coat" also its output, which residuals="minimal"
 recomputes. Without a norm, the codes that the product read are saved. The
-weight is quantized again from the parameter, which stays in memory anyway.
+backward quantizes the weight again: the parameter stays in memory anyway.
 """
 
 import math
@@ -74,7 +74,7 @@ def front_forward(
 ) -> tuple[Array, Array | BlockScales, FrontSaved]:
   """Computes h [..., F], the operand's scales, and what is saved.
 
-  With split="columns", h belongs to whole sequences.
+  With split="columns", h covers whole sequences.
   """
   if static.kind is None:
     normed, (y, kept) = None, input_operand(x, recipe)
@@ -97,7 +97,7 @@ def front_backward(
   like: Array,
   add: Array | None = None,
 ) -> tuple[Array, LinearWeights]:
-  """Computes gradients of x, in `like`'s dtype, and of weights, not the bias.
+  """Computes gradients of x, in `like`'s dtype, and of weights except the bias.
 
   g, from `gradient_operand`, is the gradient of h. `like` is any array [B, ...]
   of the device's sequences. `add`, the gradient that bypasses the block, is
@@ -178,7 +178,7 @@ def _fwd(x, weights, static, recipe):
 def _bwd(static, recipe, inputs, saved, g):
   (weights,), split = inputs, static.split
   w = weights.w
-  # -1 fails for an empty batch.
+  # Not reshape(-1, ...), which fails for an empty batch.
   g = g.reshape(*g.shape[: g.ndim - w.ndim + 1], math.prod(w.shape[1:]))
   g_q = gradient_operand(g, recipe)
   if split == "inputs":

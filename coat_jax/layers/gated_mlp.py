@@ -5,9 +5,9 @@ Gate and up are one matmul with one weight [D, 2, F] (a shard of the last axis
 holds both gate and up for its columns), and their gradients share one E5M2
 scale.
 
-Saved besides what every block saves: gate and up in 1 x G FP8. With
-residuals="coat" also the activation's output and the product, as in the
-reference; then the product reads the activation's output from FP8.
+Besides what every block saves, gate and up are saved in 1 x G FP8. With
+residuals="coat" the activation's output and the product are saved too, as in
+the reference; the product then reads the activation's output from FP8.
 """
 
 import dataclasses
@@ -51,8 +51,8 @@ class Gated(Middle):
   The front's w is [D, 2, F] and its bias [2, F]; the back's w is [F, D].
 
   Attributes:
-    activation: "silu" makes a SwiGLU, "gelu_tanh" and "gelu" a GeGLU, by the
-      tanh approximation or by erf; erf has no GPU kernel.
+    activation: "silu" makes a SwiGLU, "gelu_tanh" and "gelu" a GeGLU, with
+      the tanh approximation or with erf; erf has no GPU kernel.
 
   Raises:
     ValueError: the activation is unknown.
@@ -71,7 +71,7 @@ class Gated(Middle):
   def check(self, x, weights, inputs, recipe):
     front, back = weights.front.w, weights.back.w
     fits = front.ndim == 3 and front.shape[1] == 2
-    # On a mesh, a caller's own shard_map has other shards of either.
+    # With axes, a caller's own shard_map may pass shards of other widths.
     if not fits or front.shape[2] != back.shape[0] and not recipe.axes:
       raise ValueError(
         "Gated: front.w must be [D, 2, F] and back.w [F, D], got "
@@ -117,8 +117,8 @@ class Gated(Middle):
       values = self._gradient(saved, dout) if has_bias else None
       return MiddleGradient(dh, product, values)
     values = self._gradient(saved, dout)
-    # Columns cannot be saved: XLA stacks those of all layers as rows, and
-    # transposes them at once before the backward; its peak has both stacks.
+    # Do not save columns: XLA would stack those of all layers as rows, then
+    # transpose them all before the backward, and hold both stacks at its peak.
     product = columns_of(saved.product, recipe)
     return MiddleGradient(gradient_operand(values, recipe), product, values)
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Options that may differ between layers of a stack: RoPE and windows.
 
-Scanned layers are one program, so such an option is a tuple with one entry for
-each kind of layer, and an int32 scalar gives the kind of a layer.
+Scanned layers share one program. Such an option is therefore a tuple with one
+entry for each kind of layer, and each layer selects its entry by an int32.
 """
 
 from coat_jax import ops
@@ -15,7 +15,7 @@ type Scalings = RopeScaling | tuple[RopeScaling | None, ...] | None
 
 
 def count_kinds(**choices) -> int:
-  """Counts the kinds of layers: the length of the tuples, or 1 without any.
+  """Counts the kinds of layers: the length of the tuples, or 1 without tuples.
 
   Raises a ValueError if tuples differ in length or are empty.
   """
@@ -34,7 +34,7 @@ def attention_kinds(
   soft_cap: float | None,
   scale: float | None,
 ) -> Kinds:
-  """Makes one kind of attention, or one for each of several windows."""
+  """Makes one `AttentionKind`, or one for each window if they differ."""
   windows = window if isinstance(window, tuple) else (window,)
   return _one_or_each(
     tuple(ops.AttentionKind(causal, x, soft_cap, scale) for x in windows)
@@ -46,8 +46,8 @@ def rotaries(
 ) -> Thetas:
   """Makes one `Rotary`, or one for each kind of layer.
 
-  Raises a ValueError if options have no base or `rotary_dim` exceeds
-  `head_dim`.
+  Raises a ValueError for options of RoPE without a base, and for a `rotary_dim`
+  above `head_dim`.
   """
   count = count_kinds(rope_theta=theta, rope_scaling=scaling)
   thetas = theta if isinstance(theta, tuple) else (theta,) * count

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layers whose three matmuls are FP8, and those fused with a norm.
+"""Linear layers with three FP8 matmuls, alone or fused with a norm.
 
 Activations and weights are quantized to E4M3, gradients to E5M2, per tensor or
-in blocks, always just in time. `layers.front` computes them.
+in blocks, always just in time. `layers.front` runs the matmuls.
 """
 
 import math
@@ -49,14 +49,14 @@ def linear(
 
   Args:
     x: [..., D], BF16 (or f32).
-    w: [D, *F], any float dtype; gradients come back in it.
+    w: [D, *F], any float dtype; its gradient has the same dtype.
     bias: [*F] or None, added in f32; with FP8 products it is first rounded to
       x's dtype.
-    recipe: `recipe.linear` selects how it is computed.
+    recipe: `recipe.linear` selects how y is computed.
     cache: cache of w, from `layers.cache_weight`, or None.
     split: how w is split over a mesh's tensor axis if x is [B, T, D]:
-      "columns", "inputs" (rows), or None; products that are not FP8 are left to
-      XLA.
+      "columns", "inputs" (rows), or None. XLA partitions products that are not
+      FP8.
 
   Returns:
     [..., *F] in x's dtype.
@@ -69,7 +69,7 @@ def linear(
   check_float("linear", "x", x)
   check_float("linear", "w", w, ndim=range(2, 65))
   check_choice("linear", "split", split, _SPLITS)
-  # On a mesh, a caller's own shard_map has other shards of either.
+  # With axes, a caller's own shard_map may pass shards of other widths.
   if not recipe.axes and x.shape[-1] != w.shape[0]:
     raise ValueError(
       f"linear: x [..., D] needs a weight [D, F], got x {x.shape} and weight "
@@ -82,14 +82,14 @@ def linear(
     )
   if recipe.linear == "fp8":
     if recipe.axes is not None and split is not None and x.ndim != 3:
-      # Devices along tensor have no axis of positions to split. Cached codes of
-      # several axes of columns are in the order of devices.
+      # Devices along tensor have no axis of positions to split. Drop cached
+      # codes: with several axes of columns, they are in the order of devices.
       split, cache = None, cache and Operand(None, None, cache.scale)
     weights = LinearWeights(w, bias, cache=cache)
     return front_rule((x, weights), FrontStatic(split=split), recipe)
 
   def plain(x, w, bias):
-    # Not as a matrix: devices may split the last axis of [D, 2, F].
+    # Not reshaped to a matrix: devices may split the last axis of [D, 2, F].
     with residual_scope("linear"):
       return add_bias(jnp.tensordot(x, w.astype(x.dtype), 1), bias)
 

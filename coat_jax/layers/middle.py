@@ -19,7 +19,7 @@ class MiddleOutput(NamedTuple):
 
   Attributes:
     operand: rows of the second product's operand.
-    saved: values for the backward, each array through `save_residual`.
+    saved: values for the backward, each passed through `save_residual`.
     after: on a mesh with a cached scale of the second weight, the value that
       the weight's codes wait for (see `quantized_weight`); None for the front's
       scale.
@@ -37,7 +37,7 @@ class MiddleGradient(NamedTuple):
     h: gradient of the middle's input, as `gradient_operand` returns it.
     operand: columns of the second product's operand, recomputed; None if
       `restore` returned them.
-    values: gradient of the middle's input before it is rounded, if requested.
+    values: the same gradient as `h` before it is rounded, if requested.
     weights: gradients of the middle's own weights.
     sums: `values` summed over all tokens, f32 [*F], instead of `values`.
   """
@@ -53,7 +53,7 @@ class Middle(abc.ABC):
   """The part between a block's two products: a frozen, hashable dataclass.
 
   It is a static argument of the block's rule and holds no arrays: its `weights`
-  come with the block's, and `inputs` are arrays without a gradient (positions).
+  come with the block's, and `inputs`, such as positions, get no gradient.
   """
 
   def check(self, x: Array, weights: Any, inputs: Any, recipe: CoatRecipe):
@@ -99,8 +99,8 @@ class Middle(abc.ABC):
   ) -> MiddleGradient:
     """Computes the gradient of h from dout [..., F], the operand's.
 
-    `saved` comes from `restore`. `has_bias` says that the front has a bias. Its
-    gradient is `MiddleGradient.sums` or, if that is None, the sum of `values`.
+    `saved` comes from `restore`. With `has_bias`, the gradient of the front's
+    bias is `MiddleGradient.sums` or, if that is None, the sum of `values`.
     """
 
   def specs(self, axes: MeshAxes, weights: Any, inputs: Any) -> tuple[Any, Any]:

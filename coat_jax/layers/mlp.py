@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The MLP block: norm, up, GELU, down and residual add.
 
-Saved besides what every block saves: GELU's input in 1 x G FP8. The kernel of
-GELU's gradient recomputes its output, which the weight's gradient reads.
+Besides what every block saves, GELU's input is saved in 1 x G FP8. The kernel
+for GELU's gradient also recomputes GELU's output, for the weight's gradient.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ from coat_jax.ops.functions import check_approximation
 
 class _GELUSaved(NamedTuple):
   x: QTensor
-  scale: ops.Scales | None  # The output's scale; None in blocks.
+  scale: ops.Scales | None  # The output's scale; None for blocks.
 
 
 @dataclasses.dataclass(frozen=True)

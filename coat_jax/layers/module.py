@@ -34,7 +34,7 @@ def recipe_of(op: str, recipe: CoatRecipe | None) -> CoatRecipe:
 
 
 def check_recipe(op: str, recipe: Any) -> None:
-  """Raises a TypeError if this is no CoatRecipe, such as an uncalled preset."""
+  """Raises a TypeError unless this is a CoatRecipe; a preset must be called."""
   remedy = "call a preset, as in recipes.coat()"
   check_kind(op, "recipe", recipe, CoatRecipe, remedy)
 
@@ -82,8 +82,8 @@ class RecipeModule(nnx.Module):
   ):
     """Sets recipe and dtype, and checks the arguments that modules share.
 
-    `sizes` are numbers of features, heads and the like; None is allowed if one
-    follows from the others.
+    `sizes` are numbers of features, heads and the like; None is allowed for a
+    size that follows from the others.
     """
     op = type(self).__name__
     self.recipe = recipes.coat() if recipe is None else recipe

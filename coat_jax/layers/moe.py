@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The mixture-of-experts block: norm, router, gated experts, residual add.
 
-The MLP half of a decoder layer in which each token goes to k of E gated MLPs;
+It is the MLP half of a decoder layer: each token goes to k of E gated MLPs, and
 no token is dropped. `layers.experts` documents the computation and what is
 saved in FP8; `layers.routing` contains the router and the auxiliary loss.
 """
@@ -117,7 +117,7 @@ def _plain_fwd(x, y, w, static, recipe):
   mean = lambda a: sum_tokens(a, axes) / token_shards(axes)  # noqa: E731
   stats = RoutingStats(mean(load), mean(probability))
   # The rule passes the weights to the backward: they stay in memory anyway.
-  # What y is converted to is saved; y itself only if that is the same, in f32.
+  # Save y as the mixture reads it: converted, or y itself if it is f32 already.
   of_y, _ = backward.args_res
   return (out, stats), backward.replace(args_res=[of_y, None])
 
@@ -128,7 +128,7 @@ def _plain_bwd(static, recipe, inputs, backward, cotangents):
   backward = backward.replace(args_res=[of_y, w])
   dy, dw = backward((g, dstats.probability / token_shards(axes)))
   dx = g if static.add_input else jnp.zeros_like(g)
-  # The other weights' gradients are summed with their products.
+  # The products already sum the other weights' gradients over devices.
   return dx, dy, dw._replace(router=sum_tokens(dw.router, axes))
 
 
@@ -153,7 +153,7 @@ def _of_device(y, w, *, static, recipe):
       y, w.router, experts, normalize=static.normalize
     )
     load = load_of(experts, num_experts)
-    # From here on: whole sequences, split by columns along tensor.
+    # From here on, a device holds whole sequences and its columns along tensor.
     y, experts, p = gather_positions((y, experts, p), axes)
     rows = sort_rows(experts, num_experts)
     p = p_of_rows(p, rows)
@@ -270,7 +270,7 @@ class MoE(RecipeModule):
       rngs: its stream `params` initializes the parameters.
       **options: see `NormLinearOptions`; products are in `dtype` in every
         recipe and have no bias. `kernel_init` is called with [E, D, 2 F];
-        metadata of gate_up that names axes names all four.
+        metadata that names axes of gate_up must name all four.
 
     Raises:
       TypeError: an argument has the wrong type or is unknown.

@@ -83,7 +83,7 @@ def norm_gradients(
   add: Array | None,
   recipe: CoatRecipe,
 ) -> tuple[Array, Array | None, Array | None]:
-  """Computes dx in dy's dtype, plus `add`; dgamma and dbeta of all tokens."""
+  """Computes dx + `add` in dy's dtype; sums dgamma, dbeta over all tokens."""
   dx, dgamma, dbeta = ops.norm_bwd(
     dy,
     saved.x,
@@ -132,7 +132,7 @@ def norm(
     return _fp8_norm((x, gamma, beta), kind, eps, recipe)
 
   def plain(x, gamma, beta):
-    # Named for checkpoint policies: the same set can be kept in BF16.
+    # Named so that a checkpoint policy keeps the same arrays as with FP8.
     x = save_residual("norm", x)
     with residual_scope("norm"):
       y, _ = ops.norm_values(x, gamma, beta, kind=kind, eps=eps)
@@ -177,7 +177,7 @@ class Norm(RecipeModule):
       recipe: whether the input is read and saved in FP8; None for
         `recipes.coat()`.
       use_scale: whether there is a scale [D].
-      use_bias: whether there is a bias [D]; None for a LayerNorm's only.
+      use_bias: whether there is a bias [D]; None for a bias in LayerNorm only.
       scale_plus_one: whether to multiply by 1 + scale, summed in f32, as Gemma
         does; the scale then starts at zeros.
       dtype: dtype of input and output; None promotes the input and the
@@ -188,7 +188,7 @@ class Norm(RecipeModule):
       bias_init: initializer of the bias; None for zeros, without a key.
       scale_metadata: metadata of the scale, such as `out_sharding`.
       bias_metadata: metadata of the bias.
-      rngs: its stream `params` is used by initializers that are given.
+      rngs: only initializers that you pass draw from its stream `params`.
 
     Raises:
       TypeError: an argument has the wrong type.
@@ -270,7 +270,7 @@ class RMSNorm(Norm):
 class LayerNorm(Norm):
   """(x - mean) / sqrt(var + epsilon) * scale + bias.
 
-  Non-parametric, as in OLMo, with `use_scale=False, use_bias=False`.
+  With `use_scale=False, use_bias=False` it is non-parametric, as in OLMo.
 
   Example usage::
 

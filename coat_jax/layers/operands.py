@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantizing operands of FP8 matmuls according to the recipe.
+"""Quantizes operands of FP8 matmuls according to the recipe.
 
-An `ops.Scaling` does the work. With one scale per tensor, the same codes serve
-both directions: rows for the product with a weight, and their transpose for the
-weight's gradient. In blocks of 128, rows are quantized along features and
-columns along tokens. We save the codes that the forward pass read, and the
-backward quantizes columns from them; a gradient, which is available in BF16, is
-quantized twice.
+An `ops.Scaling` computes scales and codes. With one scale per tensor, the same
+codes serve both directions: rows for the product with a weight, and their
+transpose for the weight's gradient. With blocks of 128, rows are quantized
+along features and columns along tokens. The forward saves the rows that it
+read, and the backward requantizes them to columns. Gradients are still in BF16,
+so rows and columns are both quantized from them.
 """
 
 from typing import Any
@@ -72,7 +72,7 @@ def quantized(
 def scale_of(x: Operand) -> Array | None:
   """Saves the scale of an operand that the backward quantizes again.
 
-  None for blocks, whose scales are computed with their codes.
+  Returns None for blocks: their scales are computed together with their codes.
   """
   if isinstance(x.scale, ops.BlockScales):
     return None
@@ -121,7 +121,7 @@ def gradient_operand(g: Array, recipe: CoatRecipe) -> Operand:
 
 
 def check_scaling(recipe: CoatRecipe) -> None:
-  """Raises if a tensor axis would split products in blocks."""
+  """Raises if a tensor axis would split products with block scales."""
   if recipe.in_blocks and tensor_size(recipe.axes) > 1:
     raise ValueError(
       "layers: recipe fp8_block needs one device along the tensor axis, got "
@@ -131,7 +131,7 @@ def check_scaling(recipe: CoatRecipe) -> None:
 
 
 def gather_weight(w: Operand, recipe: CoatRecipe) -> Operand:
-  """Gathers the codes of all rows of a weight [D, F] from the device's rows."""
+  """Gathers a weight's codes [D, F]: each device holds some of the rows."""
   axes = recipe.axes
   if axes is None or size_of(axes.fsdp) == 1:
     return w
@@ -162,9 +162,9 @@ def _check_tiles(w: Operand) -> None:
 
 
 def gather_sequence(x: Operand, recipe: CoatRecipe, *, batch: int) -> Operand:
-  """Gathers codes of whole sequences from those of the device's positions.
+  """Gathers codes of whole sequences from each device's positions.
 
-  x has rows [B, T, D] and columns [D, B T] of the device's positions.
+  x holds rows [B, T, D] and columns [D, B T] for one device's positions.
   """
   axes = recipe.axes
   if axes is None or size_of(axes.tensor) == 1:
@@ -181,16 +181,16 @@ def gather_sequence(x: Operand, recipe: CoatRecipe, *, batch: int) -> Operand:
 
 
 def _gather_columns(x: Array, axis: str | None, recipe: CoatRecipe) -> Array:
-  """Gathers [f, k] of each device to [f, P k]."""
+  """Gathers each device's [f, k] into [f, P k]."""
   shards = lax.all_gather(x, axis)
   return ops.join_columns(shards, implementation=recipe.implementation)
 
 
 def cache_specs(cache: Operand | None, w: P, num_stacked: int = 0) -> Any:
-  """Returns the specs of a cache: rows [D, F] like the weight, columns turned.
+  """Returns a cache's specs: rows like the weight [D, F], columns transposed.
 
   w is the sharding of the weight [D, ..., F]. Scales of tiles are sharded like
-  the tiles' values. Everything has `num_stacked` leading axes of layers.
+  the tiles' values. All arrays have `num_stacked` leading axes of layers.
   """
   if cache is None:
     return None

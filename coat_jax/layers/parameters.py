@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Making parameters from initializers and metadata like flax's.
+"""Makes parameters from initializers and metadata, as flax does.
 
-Metadata includes how an array is sharded: `out_sharding` has an axis of the
-mesh, or a logical name, for each axis of the array. It comes with a layer's
-`kernel_metadata` or with what an initializer returns (`nnx.with_partitioning`),
-and tools such as `nnx.get_named_sharding` read it off the parameter.
+Metadata includes how an array is sharded: `out_sharding` names a mesh axis or a
+logical axis for each axis of the array. It comes from a layer's
+`kernel_metadata` or from an initializer (with `nnx.with_partitioning`), and
+tools such as `nnx.get_named_sharding` read it from the parameter.
 """
 
 import dataclasses
@@ -38,8 +38,8 @@ def make_param(
   """Makes a parameter with its metadata, sharded by it on the current mesh.
 
   `init` is called with a key from the stream `params`, the shape `drawn` (or
-  `shape`) and a dtype; without one, `default` gets a shape and a dtype, and no
-  key. As in flax, metadata that the initializer returns takes precedence.
+  `shape`) and a dtype. Without `init`, `default` is called with a shape and a
+  dtype, and no key is drawn. As in flax, an initializer's metadata wins.
   """
   op, remedy = "parameters", "pass one, as in dict(out_sharding=...)"
   check_kind(op, "metadata", metadata, Mapping, remedy)
@@ -97,8 +97,8 @@ def _boxed(value: Any) -> nnx.VariableMetadata:
   if isinstance(value, nnx.VariableMetadata):
     return value
   if isinstance(value, Partitioned):
-    # From linen.with_partitioning, in a module through nnx.bridge. As in Linen,
-    # it is only a name to look up and needs no mesh.
+    # A box of linen.with_partitioning, from a module under nnx.bridge. As in
+    # Linen, its names are only looked up and need no mesh.
     metadata = value.to_nnx_metadata()
     metadata |= dict(linen_meta_type=type(value), eager_sharding=False)
     return nnx.VariableMetadata(metadata.pop("value"), metadata=metadata)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """FP8 products of a linear layer or a block: weights, forward, gradients.
 
-On a mesh a weight is split over the tensor axis by columns or by its inputs
-(rows). A product by columns reads whole sequences; one by inputs reads the
-device's columns of them, and its sums are scattered to positions.
+On a mesh a weight is split over the tensor axis by columns or by inputs (rows).
+A product split by columns reads whole sequences. One split by inputs reads the
+device's columns of them, and its sums are reduce-scattered over positions.
 """
 
 from typing import Any, NamedTuple
@@ -75,9 +75,9 @@ def multiply(
 ) -> tuple[Array, Operand | None]:
   """Computes x w + bias + add in `dtype`, and the weight's scale to save.
 
-  x has rows, on a mesh those that `split` needs. The bias is rounded to `dtype`
-  if a device has the whole sum; `add`, the residual stream of a product by
-  inputs, is added in f32. For `after` see `quantized_weight`.
+  x holds rows; on a mesh, those that `split` needs. The bias is rounded to
+  `dtype` if a device computes the whole sum. `add`, the residual stream of a
+  product split by inputs, is added in f32. `quantized_weight` explains `after`.
   """
   w, how = weights, recipe.implementation
   w_q = quantized_weight(
@@ -118,8 +118,8 @@ def _scale_to_save(
 ) -> Operand | None:
   """Returns the scale of a weight's operand for the backward; None if cached.
 
-  Also None for tiles, whose scales are computed again. The backward reads codes
-  only if they are cached, because then they stay in memory anyway.
+  Also returns None for tiles, whose scales are recomputed. The backward reads
+  codes only if they are cached, because they then stay in memory anyway.
   """
   if cache is not None or not value_scaling(recipe).of_weights.saves_scale:
     return None
@@ -145,8 +145,8 @@ def bias_gradient(
 ) -> Array | None:
   """Sums g [..., F] over all tokens in f32; None without a bias.
 
-  `has_columns` says that F is the device's own, for all positions. `sums`, f32
-  [F], is the sum over the device's tokens if it is known.
+  `has_columns` is whether F are the device's own columns, for all positions.
+  `sums`, f32 [F], is the sum over the device's tokens if already computed.
   """
   if bias is None:
     return None

@@ -2,9 +2,9 @@
 """RMSNorm of queries and keys, between their product and RoPE.
 
 The norm saves its inputs: FP8 blocks save the codes of q and k before the norm
-instead of the q and k that attention reads. The forward and the backward both
-compute those from the codes, so the log-sum-exp belongs to exactly the scores
-that the backward rebuilds.
+instead of the q and k that attention reads. Forward and backward both compute
+attention's q and k from the codes, so the log-sum-exp matches exactly the
+scores that the backward recomputes.
 """
 
 import dataclasses
@@ -60,7 +60,7 @@ class QKNorm:
   def normalized(
     self, x: Array, weight: Array, axes: MeshAxes | None = None
   ) -> Array:
-    """Normalizes to f32 [B, T, N, H]; with axes, x has a device's own heads."""
+    """Normalizes to f32 [B, T, N, H]; with axes, x holds a device's heads."""
     x = x.astype(jnp.float32)
     return x * self._rstd(x, axes) * self._factor(weight, x)
 
@@ -74,7 +74,7 @@ class QKNorm:
     dx = (g - xhat * self._mean(xhat * g, axes)) * rstd
     is_of_head = self.over == "head"
     dweight = jnp.sum(dy * xhat, axis=(0, 1, 2) if is_of_head else (0, 1))
-    # With "all", a device has its own heads' weights.
+    # With "all", each device holds the weights of its own heads.
     dweight = sum_tokens(dweight, axes, all_positions=not is_of_head)
     return dx, cotangent(dweight, weight)
 

@@ -9,9 +9,9 @@ Both forms keep codes of 1 x G groups and their scales. Per token of width D:
 
 `fp8_remat` rounds the residual stream itself, once a call. The policy rounds
 nothing: a block's norm, products and middle read only its norm's codes anyway,
-so the second forward equals the first, without the block's second product. The
-input of a norm after that product is kept as well. If a layer's first block has
-no norm, the layer's input is kept too, in BF16.
+so the second forward repeats the first, except that it leaves out the block's
+second product. If a norm follows that product, its input is kept as well. If a
+layer's first block has no norm, the layer's input is kept too, in BF16.
 """
 
 import functools
@@ -31,7 +31,7 @@ from coat_jax.numerics.recipes import CoatRecipe
 
 _INPUT = "coat_input"
 
-# The policy that goes with `through_codes`.
+# The policy to use with `through_codes`.
 codes_saveable = jax.checkpoint_policies.save_only_these_names(_INPUT)
 
 
@@ -93,8 +93,8 @@ def fp8_remat(
       `functools.partial`.)
     argnums: positions of the arguments to round; in trees, every float array
       [..., n] is rounded; scalars and integers are kept unchanged.
-    recipe: its group size, format of values, implementation, and mesh axes, on
-      which these arrays are [B, T, ...] (or rows [N, ...]); None for
+    recipe: provides group size, format of values, implementation and mesh axes;
+      with axes, these arrays are [B, T, ...] (or rows [N, ...]). None for
       `recipes.coat()`.
     prevent_cse: see `jax.checkpoint`: False in the body of a `jax.lax.scan`,
       where XLA cannot mistake the second forward for the first.
@@ -108,8 +108,8 @@ def fp8_remat(
     ValueError: `argnums` is empty; or a call has fewer positional arguments
       than `argnums` names.
 
-  Source: arXiv:2410.19313 has the groups; it does not have FP8 at the boundary
-    of a checkpoint.
+  Source: the groups are those of arXiv:2410.19313, which does not use FP8 at
+    the boundary of a checkpoint.
 
   Examples:
     >>> import jax

@@ -2,11 +2,10 @@
 """Names for saved residuals, and small helpers of every custom_vjp.
 
 A forward passes each array that it saves through `save_residual` before it uses
-the array, so that recomputation under a policy starts from what the policy
-kept. Scalar scales are named too, since recomputing one requires the operation
-before it. `jax.checkpoint` policies such as `save_only_these_names` can then
-keep or offload them. Weights are saved too, but without a name: they stay in
-memory anyway.
+the array. `jax.checkpoint` policies such as `save_only_these_names` can then
+keep or offload it, and recomputation starts from what the policy kept. Scalar
+scales are named too, since recomputing one requires the operation before it.
+Weights are saved too, but without a name: they stay in memory anyway.
 """
 
 import re
@@ -31,7 +30,7 @@ def save_residual[Tree](kind: Kind, tree: Tree) -> Tree:
 
 
 def name_residual[Tree](name: str, tree: Tree) -> Tree:
-  """Names every array of `tree`; codes as bytes: see `protect_codes`."""
+  """Names every array of `tree`, codes as bytes; see `protect_codes`."""
 
   def named(x):
     if not is_fp8(x.dtype):
@@ -44,7 +43,7 @@ def name_residual[Tree](name: str, tree: Tree) -> Tree:
 
 
 def residual_scope(kind: Kind) -> AbstractContextManager:
-  """Sets the kind of what plain autodiff saves from the code inside."""
+  """Sets the kind of the residuals that plain autodiff saves inside."""
   return jax.named_scope(f"coat_{kind}")
 
 
@@ -78,7 +77,7 @@ def cotangent(gradient: Array, primal: Array) -> Array: ...
 @overload
 def cotangent(gradient: Array, primal: None) -> None: ...
 def cotangent(gradient: Array, primal: Array | None) -> Array | None:
-  """A gradient in the shape and dtype of its primal; None for None."""
+  """Reshapes and casts a gradient to match its primal; None for None."""
   if primal is None:
     return None
   return gradient.reshape(primal.shape).astype(primal.dtype)

@@ -3,7 +3,7 @@
 
 The rotation is linear and its transpose is the opposite rotation, so the
 backward needs no activation. Channels are paired (i, i + R/2) among a head's
-first R, as in Hugging Face Transformers; R is H unless a `Rotary` has fewer.
+first R, as in Hugging Face Transformers; R is H unless `Rotary` sets fewer.
 """
 
 import functools
@@ -102,7 +102,7 @@ def rope(
 
 
 def has_positions(positions: Array, x: Array) -> bool:
-  """Whether they are int [T] or [B, T], one for each of x [B, T, ...]."""
+  """Returns whether positions are int [T] or [B, T] and fit x [B, T, ...]."""
   if not is_array(positions):
     return False
   is_whole = jnp.issubdtype(positions.dtype, jnp.integer)
@@ -124,7 +124,7 @@ class Heads(NamedTuple):
   theta: Thetas
 
   def check_columns(self, op: str, columns: int) -> None:
-    """Raises a ValueError if q, k and v of these heads have other columns."""
+    """Raises a ValueError unless q, k and v of these heads fill the columns."""
     n, k, _ = self
     if min(n, k) < 1 or n % k or columns % (2 * (n + 2 * k)):
       raise ValueError(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choosing the experts of each token, and sorting tokens by expert.
+"""Chooses the experts of each token, and sorts tokens by expert.
 
 A router's logits are one matmul, and its probabilities the softmax over all
 experts, both in f32. Each token goes to the k most probable experts, and none
@@ -35,7 +35,7 @@ class Rows(NamedTuple):
   Attributes:
     copy: [T k], the copy in each row; it belongs to token `copy // k`.
     row: [T k], the row of each copy: the inverse of `copy`.
-    sizes: [E], how many rows each expert has.
+    sizes: [E], the number of rows of each expert.
   """
 
   copy: Array
@@ -122,12 +122,12 @@ def to_rows(x: Array, rows: Rows, experts_per_token: int) -> Array:
 
 
 def p_of_rows(p: Array, rows: Rows) -> Array:
-  """Reorders weights [..., k] of copies to those of rows, [T k, 1]."""
+  """Reorders the copies' weights [..., k] into the order of rows, [T k, 1]."""
   return _take(p.reshape(-1, 1), rows.copy)
 
 
 def copies_of(x: Array, rows: Rows) -> Array:
-  """Reorders rows [T k, ...] to copies, in which a token's k are adjacent."""
+  """Reorders rows [T k, ...] so that a token's k copies are adjacent."""
   return _take(x, rows.row)
 
 
@@ -144,7 +144,7 @@ def load_of(experts: Array, num_experts: int) -> Array:
 
 
 def _num_tokens(experts: Array) -> int:
-  """Counts the tokens of experts [..., k]; 1 for none, whose sums are 0."""
+  """Counts the tokens of experts [..., k], at least 1 so that 0 / n is 0."""
   return max(experts.size // experts.shape[-1], 1)
 
 

@@ -35,13 +35,13 @@ class _Saved:
   """The values that a forward saves for its backward."""
 
   inputs: tuple  # Arguments that the backward reads; in memory anyway.
-  own: Any  # Made by the forward; on shards, concatenated along axis 0.
-  # The backward's specs, as leaves and structure of a tree: hashable.
+  own: Any  # Made by the forward; devices' shards are concatenated on axis 0.
+  # The backward's specs, flattened because static fields must be hashable.
   specs: tuple[tuple[P, ...], Any]
 
 
 class _Scalar(NamedTuple):
-  """A scalar of each device as [1], which can be concatenated over devices."""
+  """One device's scalar as [1], so that devices' values can be concatenated."""
 
   value: Array
 
@@ -56,18 +56,18 @@ def rule(
 ) -> Callable:
   """Makes a function with a custom gradient that runs on any mesh.
 
-  `fwd(*arrays, *static, recipe)` returns its results and `own`, a tree of what
-  it made for the backward. `bwd(*static, recipe, inputs, own, g)` returns a
+  `fwd(*arrays, *static, recipe)` returns its results and `own`, a tree of
+  values for the backward. `bwd(*static, recipe, inputs, own, g)` returns a
   cotangent for each array; None for integers and for caches (`Operand`s).
   `inputs` are the arguments whose positions `reads` lists: weights, which stay
   in memory anyway.
 
-  `specs(*arrays, *static, recipe)` returns how arrays and results are sharded
-  with `recipe.axes`: a tuple of trees of `PartitionSpec`, one for each array
-  (one spec may stand for a whole tree), and the same for the results; by
-  default all are tokens like the first array. `result_spec(*arrays)` returns
-  how results are sharded on explicit axes without `recipe.axes`; by default
-  like the first array.
+  `specs(*arrays, *static, recipe)` gives the shardings with `recipe.axes`. It
+  returns a tuple with a tree of `PartitionSpec` for each array (one spec may
+  stand for a whole tree), and the specs of the results. By default everything
+  is sharded like the first array, as tokens. `result_spec(*arrays)` returns the
+  specs of the results on explicit axes without `recipe.axes`; by default, the
+  first array's.
 
   The returned `f(arrays, *static, recipe)` is differentiable in its tuple of
   arrays.
@@ -139,7 +139,7 @@ def rule(
 
 
 def _tokens_specs(*arguments):
-  """Returns specs of elementwise functions, whose arrays are all tokens."""
+  """Returns specs for elementwise functions: all arrays are tokens."""
   first, *_, recipe = arguments
   each = mesh.tokens(recipe.axes, first)
   num_arrays = sum(isinstance(x, Array) for x in arguments)
@@ -172,10 +172,10 @@ def _own_spec(axes: MeshAxes | None) -> P | None:
 
 
 def _splitter(specs: tuple, arrays: tuple) -> Callable[[Array], Array]:
-  """Returns a function that splits saved values like the first array's tokens.
+  """Returns a function that shards saved values like the first array's tokens.
 
-  Features are split over the axes of the other arrays. XLA itself would lose
-  track of them when a weight [D, 2, F] is reshaped, and save them whole.
+  Features are split over the axes of the other arrays. XLA alone would lose
+  those axes when a weight [D, 2, F] is reshaped, and save whole features.
   """
   first = jax.tree.leaves(arrays)[0]
   leaves = jax.tree.leaves(specs)
@@ -210,10 +210,10 @@ def _first_spec(arrays: tuple) -> P:
 
 
 def _with_axes_of_types(arrays: tuple, static: tuple, specs: Callable) -> tuple:
-  """Returns the static arguments, with the recipe's axes read off types.
+  """Returns the static arguments, with axes inferred from the arrays' types.
 
-  Only explicit axes of data and of FSDP are recognized. Devices then run
-  kernels on their own shards and gather codes, even without `recipe.axes`.
+  Devices can then run kernels on their own shards and gather codes although
+  `recipe.axes` is None. Only explicit axes for data and FSDP are recognized.
   """
   *others, recipe = static
   types = jax.sharding.get_abstract_mesh()
@@ -242,7 +242,7 @@ def _with_axes_of_types(arrays: tuple, static: tuple, specs: Callable) -> tuple:
 
 
 def _cotangent_specs(specs: tuple, arrays: tuple) -> tuple:
-  """Returns specs with None for what has no cotangent, caches and integers."""
+  """Returns specs; None for caches and integers, which have no cotangent."""
 
   def of(x, spec):
     is_float = isinstance(x, Array) and jnp.issubdtype(x.dtype, jnp.floating)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The middle of an attention block: heads, their norm, RoPE and attention.
 
-q, k and v are one matmul. Their gradients go from attention's backward to that
-product's E5M2 operand in one pass unless something else reads them: clipping
-comes in between, and a bias needs their sums before they are rounded, which
-that pass computes only without RoPE.
+q, k and v come from one matmul. A single pass writes their gradients as that
+matmul's E5M2 operand, with two exceptions: clipping comes in between, and a
+bias needs sums of unrounded gradients, which the pass computes only without
+RoPE.
 """
 
 import dataclasses
@@ -54,7 +54,7 @@ class _Saved(NamedTuple):
   heads: HeadsSaved
   normed: tuple[QTensor, ...] | None  # Codes of q and k before their norm.
   positions: Array
-  inside: Array | None  # Bits: values that clipping left unchanged.
+  inside: Array | None  # One bit each: did clipping keep the value?
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,12 +65,12 @@ class SelfAttention(Middle):
   `layers.split_heads`; the back's w is [N H, D]. `weights` are `QKNormWeights`,
   or None without that norm; `inputs` are `AttentionInputs`.
 
-  If layers of a stack differ in RoPE or in the keys that they see, these are
-  tuples, and `inputs.kind` selects one: for RoPE a row of a table, for
+  If layers of a stack differ in RoPE or in the keys that they see, that option
+  is a tuple, and `inputs.kind` selects an entry: for RoPE a row of a table, for
   attention a branch of a `lax.switch`, forward and backward.
 
   With a norm of q and k, their codes before the norm are saved instead of the q
-  and k after it, whatever recipe.attention says for v and the output.
+  and k after it, whatever recipe.attention selects for v and the output.
 
   Attributes:
     heads: N, K and RoPE's base or `Rotary`, or None for no RoPE.
@@ -171,8 +171,8 @@ class SelfAttention(Middle):
       normed = None
       out = self._attention.forward(heads, None, inputs, recipe)
     else:
-      # The kind is attention, not norm: policies that keep the inputs of norms
-      # mean those of blocks, from which these are computed.
+      # Named "attention", not "norm": policies that keep the inputs of norms
+      # mean the norms of blocks. These codes are recomputed from those inputs.
       normed = save_residual(
         "attention", tuple(in_groups(x, recipe) for x in heads[:2])
       )
@@ -203,7 +203,7 @@ class SelfAttention(Middle):
     if self.qk_norm is not None:
       dq, dk, dweights = self._norm_gradients(saved, dq, dk, weights, recipe)
     angles = self._joined_angles(saved.positions, kind, dq.shape[-1])
-    # With RoPE the kernel computes no sums, and not all heads rotate.
+    # The kernel computes no sums with RoPE, which rotates only some heads.
     scaling = gradient_scaling(recipe)
     has_one_pass = not has_bias or angles[0] is None
     if self.clip is None and has_one_pass and type(scaling) is ops.PerTensor:

@@ -6,9 +6,9 @@ explicit, because XLA's own plan would move logits or, for each chunk,
 gradients:
 
   embedding   its rows are gathered once, in the dtype of activations
-  head        its rows over fsdp likewise; along tensor a device keeps its part
-              of the vocabulary and sees whole sequences, and a token's loss is
-              combined from three numbers for each part
+  head        its rows over fsdp are gathered likewise; along tensor a device
+              keeps its part of the vocabulary and sees whole sequences, and a
+              token's loss is combined from three numbers for each part
   gradients   are summed once, in `axes.grad_dtype`; each device keeps its part
 """
 
@@ -52,7 +52,7 @@ def embed(
   names = _present(axes.tensor, axes.fsdp)
 
   def local(tokens, table):
-    # Its gradient is summed in f32 and then cast to the table's dtype.
+    # The table's gradient is summed in f32 and then cast to the table's dtype.
     rows: Any = _gather_rows(table.astype(jnp.float32), dtype, names, axes)
     return rows[tokens]
 
@@ -121,24 +121,24 @@ def mean_loss(
 
   Logits [B, T, V] are never held whole: they are computed once, for some
   positions at a time, and added to the gradients immediately if these are
-  requested. The backward then has no product left and reads no weight.
+  requested. The backward then computes no product and reads no weight.
   """
   if targets.size == 0:
     raise ValueError(
       "mean_loss: the mean needs at least one target, got targets of shape "
       f"{targets.shape}; leave such a batch out"
     )
-  # Inner gradients are those of a sum in which a token counts about 1. The
-  # gradients of a mean over many tokens would vanish in float16, whatever the
-  # loss scale.
+  # Differentiate a sum in which a token counts about 1, and scale at the end.
+  # The gradients of a mean over many tokens would vanish in float16, whatever
+  # the loss scale.
   if shares is None:
     unit = 1 / targets.size
   else:
-    # A power of two, so that no other dtype's bits change.
+    # A power of two, so that results in other dtypes keep their bits.
     largest = jnp.max(jnp.abs(shares), initial=0)
     unit = jnp.ldexp(0.5, jnp.frexp(largest)[1])
     shares = shares / unit
-  # Such a sum over tokens could overflow in float16.
+  # Sum dweight in a wider range: over so many tokens float16 could overflow.
   weight = weight.astype(jnp.promote_types(weight.dtype, jnp.bfloat16))
   arrays = hidden, targets, weight, shares
   if axes is None:
@@ -284,8 +284,8 @@ def _add_chunk(weight, total, chunk, *, head, has_gradients):
   (loss, dweight), (hidden, targets, counted) = total, chunk
   is_tied, mesh_axes, soft_cap = head
   tensor = None if mesh_axes is None else mesh_axes.tensor
-  # A tied weight is read as it is stored: the scan over chunks would take its
-  # transpose as a copy in memory.
+  # Read a tied weight as it is stored: the scan over chunks would copy its
+  # transpose to memory.
   axes = "vd" if is_tied else "dv"
   logits = jnp.einsum(
     f"btd,{axes}->btv", hidden, weight, preferred_element_type=jnp.float32
@@ -353,7 +353,7 @@ def _sum_rows(g: Array, names: tuple[str, ...], axes: MeshAxes) -> Array:
 
 
 def _others(names: tuple[str, ...], axes: MeshAxes) -> tuple[str, ...]:
-  """Returns the axes whose devices have other sequences and the same rows."""
+  """Returns the axes along which sequences differ but rows do not."""
   return tuple(name for name in axes.batch if name not in names)
 
 

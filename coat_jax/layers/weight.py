@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantizing weights for FP8 matmuls, and caching the result.
+"""Quantizes weights for FP8 matmuls, and caches the result.
 
 A forward reads a weight's columns and a backward its rows, in E4M3 with one
-scale, or with one per tile of 128 x 128. recipe.weight_cache says what is
-computed once for several uses:
+scale, or with one per tile of 128 x 128. recipe.weight_cache selects what
+is computed once for several uses:
 
   "none"   nothing: amax at the first use, codes at each use
   "scale"  the scales of every weight, before the scan over layers
@@ -41,10 +41,10 @@ def quantized_weight(
   *,
   after: Array | BlockScales | None = None,
 ) -> Operand:
-  """Returns the operand of all rows of w [D, F], from as much as is cached.
+  """Quantizes all rows of w [D, F], reusing cached scales and codes.
 
-  On a mesh w is the device's rows, and with a cached scale, codes are gathered
-  only once `after` is known. Devices run one collective at a time, and an amax
+  On a mesh w holds the device's rows. With a cached scale, codes are gathered
+  only after `after` is known: devices run one collective at a time, and an amax
   that a product needs should not wait for all of a layer's codes.
   """
   check_scaling(recipe)
@@ -56,8 +56,8 @@ def quantized_weight(
     # scales, so that codes and their gathers wait for the input's amax.
     scale, _ = jax.lax.optimization_barrier((scale, after))
   if layout == "rows" and isinstance(scale, Array):
-    # Read in place from a stack of layers. For a kernel XLA would copy them out
-    # first, 8 bytes a parameter.
+    # XLA reads w in place from a stack of layers. For a kernel it would copy w
+    # out first, 8 bytes a parameter.
     rows = ops.quantize_rows(
       w,
       scale=scale,

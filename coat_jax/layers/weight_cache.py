@@ -23,8 +23,8 @@ def with_weight_cache[Module: nnx.Module](
 ) -> Module:
   """Copies a module, sharing its weights, and fills their caches.
 
-  Use the copy where you use the module, and drop it with the module: in the
-  function that is differentiated, or around the microbatches of one step.
+  Make, use and drop the copy inside the function that is differentiated, or
+  around the microbatches of one step: a cache must not outlive its weights.
 
   Args:
     module: any module; its linear layers can be stacked over layers.
@@ -55,7 +55,7 @@ def _cache(part: Linear, recipe: CoatRecipe) -> Operand:
 
   def fill(w):
     flat = w.reshape(-1, *w.shape[len(stack) :])
-    # Codes of one layer after another: a kernel takes one matrix at a time.
+    # Codes are computed layer by layer: a kernel takes one matrix at a time.
     each = jax.lax.map if recipe.weight_cache == "codes" else _vmap
     cache = each(lambda w: cache_weight(w, recipe), flat)
     return jax.tree.map(lambda x: x.reshape(*stack, *x.shape[1:]), cache)

@@ -14,12 +14,12 @@ gradients are BF16 or f32; `dx` is returned in `dtype`. A definition calls other
 definitions, never a kernel: "xla" is plain jnp throughout.
 
 Group Scaling: the operation that produces an operand's values also finds their
-largest magnitude (`norm_input`, `gated_input`), so that writing the operand
-takes one pass in the forward and, reusing that scale, one in the backward.
+largest magnitude (`norm_input`, `gated_input`). Writing the operand then takes
+one pass in the forward and, with the same scale, one in the backward.
 Inside `jax.shard_map`, devices along `axis_names` hold shards of one tensor and
 share a scale; without names each device's tensor has its own.
 
-Source: arXiv:2410.19313, section 5; the backward formulas are the derivatives.
+Source: arXiv:2410.19313, section 5; backward formulas are the derivatives.
 """
 
 from coat_jax.numerics.scaling import Blocks as Blocks

@@ -6,8 +6,8 @@
   *_bwd           computes the gradient in f32
   *_bwd_operands  writes the operands of the products before and after
 
-`scale` is what `*_input` returned. The backward computes the function's value
-again, for the weight gradient of the next product.
+`scale` comes from `*_input`. The backward recomputes the function's value, for
+the weight gradient of the next product.
 """
 
 import jax.numpy as jnp

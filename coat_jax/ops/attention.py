@@ -136,8 +136,8 @@ def attention_bwd(
 class Chunk(NamedTuple):
   """A chunk of queries [B, chunk, K, R, H], and the keys that it reads.
 
-  Its first query is the query `start`, at the position of key start + `offset`.
-  It reads `length` of the `all` keys, from the key `first` on.
+  Its first query has index `start` and the position of key `start + offset`. It
+  reads `length` of the `all` keys, beginning with key `first`.
   """
 
   q: Array
@@ -164,7 +164,7 @@ class Chunk(NamedTuple):
     # The extra key makes 4352 keys of a window of 4096: matmuls are fast at
     # multiples of 8.
     length = kind.window + size
-    # At both ends there are fewer keys; what is read instead is masked.
+    # At both ends fewer keys exist; the extra keys that are read are masked.
     first = jnp.clip(start + offset - kind.window, 0, s - length)
     return cls(x, start, own, kind, offset, first, length, s)
 
@@ -184,7 +184,7 @@ class Chunk(NamedTuple):
   def scores(self, k: Array, segments: Array | None):
     """Computes masked scores, and their derivatives before the mask.
 
-    Both are f32 [B, K, R, chunk, length]; equal derivatives are one number.
+    Both are f32 [B, K, R, chunk, length]; constant derivatives are a scalar.
     """
     scale, cap = self.kind.scale_of(self.q.shape[-1]), self.kind.soft_cap
     products = einsum_f32("btkrh,bskh->bkrts", self.q, self.read(k))
@@ -197,7 +197,7 @@ class Chunk(NamedTuple):
     return scores if seen is None else jnp.where(seen, scores, _MASKED), slope
 
   def _seen(self, segments: Array | None) -> Array | None:
-    """Returns the mask [B or 1, 1, 1, chunk, length]; None sees every key."""
+    """Returns the mask [B or 1, 1, 1, chunk, length]; None allows all keys."""
     seen = None
     if self.kind.causal:
       query = self.start + jnp.arange(self.q.shape[1])

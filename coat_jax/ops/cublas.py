@@ -9,10 +9,10 @@ after the bias, not before. Inside the call the factor and the sums are f32:
 XLA:GPU drops the roundings to BF16.
 
 The call has one factor, so the two scales are multiplied first. If their
-product is below f32's smallest normal number (1.2e-38; for gradients whose
-largest value is below about 1e-29), it is inexact or 0, and so is the result.
-For a float16 result the bound is float16's: 6e-5, and below 6e-8 the result is
-0. The definition in `ops.linear` has no such bound.
+product is below f32's smallest normal number, 1.2e-38, it is inexact or 0, and
+so is the result. (Gradients get there if their largest value is below about
+1e-29.) A float16 result has float16's bound, 6e-5, and is 0 below 6e-8. The
+definition in `ops.linear` has no such bound.
 """
 
 import math

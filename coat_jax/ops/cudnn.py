@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention by cuDNN, forward and backward, in BF16 or f16.
 
-JAX has no public function for most of it, so this file, and no other, calls
+JAX has no public function for most of this, so this file, and no other, calls
 private ones. If a version of JAX lacks them, `_why_not` says so and XLA runs.
 
-XLA also runs soft caps, since JAX's cuDNN call takes no function of the scores,
-and segments: cuDNN's packed layout needs a static number of segments, and with
-an id for each token there can be as many segments as tokens.
+XLA also runs soft caps and segments. JAX's cuDNN call accepts no function of
+the scores. cuDNN's packed layout needs a static number of segments, but ids per
+token allow as many segments as tokens.
 """
 
 from typing import Any

@@ -5,10 +5,10 @@ An `Op` is called like its definition, plus `implementation`:
 
   None     on a GPU or TPU the kernel if it supports these arguments, else "xla"
   "xla"    the definition
-  another  this implementation; raises `Unsupported` if it cannot run them
+  another  this implementation; raises `Unsupported` if it rejects them
 
-`explain` says which implementation would run, and why. Nothing else depends on
-the platform.
+`explain` reports which implementation would run, and why. Nothing else depends
+on the platform.
 
 An implementation has the definition's signature. `@kernel(why_not)` gives it a
 function that looks at the arguments' shapes, dtypes and options and returns why
@@ -34,8 +34,8 @@ from coat_jax.numerics.scaling import Layout
 from coat_jax.numerics.varying import varying
 from coat_jax.ops.types import Unsupported
 
-# An implementation, or the module that has a function of the operation's name:
-# kernels are imported when they are first needed.
+# An implementation, or a module with a function of the operation's name, which
+# is imported when first needed.
 type Kernel = str | Callable[..., Any]
 
 # Written in jnp or partitioned by JAX, so XLA can put them on several devices.
@@ -106,7 +106,7 @@ class Op[R]:
       check_choice(self.name, "layout", kwargs["layout"], layouts)
     if self.check is not None:
       self.check(*args, **kwargs)
-    # Inside a caller's shard_map, gradients must not be summed here.
+    # Inside a caller's shard_map, summing gradients is up to the caller.
     args, kwargs = varying((args, kwargs))
     if implementation is None:
       return self._choose(args, kwargs)
@@ -151,7 +151,7 @@ class Op[R]:
     if "cuda" in chosen:
       return f"{self.name}: {where}"
     where = where if chosen else "xla everywhere"
-    # One reason may hold for several kernels.
+    # Several kernels may give the same reason.
     why = list(dict.fromkeys(reasons)) or ["there is no kernel for it"]
     return f"{self.name}: {where} ({'; '.join(why)})"
 
@@ -168,7 +168,7 @@ class Op[R]:
 
 
 def explain(op: Op, *args: Any, **kwargs) -> str:
-  """Says which implementation of an op these arguments get, and why.
+  """Explains which implementation an op runs for these arguments, and why.
 
   Args:
     op: an operation, such as `ops.norm_fwd`.
@@ -189,8 +189,8 @@ def op[R](
 ) -> Callable[[Callable[..., R]], Op[R]]:
   """Makes an `Op` of its definition: `@op(triton="norm")`.
 
-  `kernels` maps an implementation's name to a function, or to the module that
-  has a function of the definition's name: in the folder of `pallas` with the
+  `kernels` maps an implementation's name to a function, or to a module with a
+  function of the definition's name: in the folder of `pallas` with the
   implementation's name, or in `ops` for `cublas`, `cudnn` and `cuda`.
   """
 
@@ -203,7 +203,7 @@ def op[R](
 def kernel[**P, R](
   why_not: Callable[..., str | None],
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-  """Decorates an implementation: `Unsupported` if `why_not` gives a reason.
+  """Makes an implementation raise `Unsupported` if `why_not` gives a reason.
 
   `why_not` gets all arguments by name and may read shapes and dtypes of arrays;
   it returns why the implementation cannot run them, or None.
@@ -233,8 +233,8 @@ def kernel[**P, R](
 def _is_on_mesh() -> bool:
   """Returns whether this is traced inside shard_map, for a mesh's devices only.
 
-  XLA keeps a platform choice that contains a collective as a conditional, and
-  the host then waits for the device at each one. Code traced without the choice
+  XLA turns a platform choice around a collective into a conditional, and the
+  host then waits for the device at each one. Code traced without the choice
   lowers for the mesh's platform only.
   """
   mesh = jax.sharding.get_abstract_mesh()
@@ -264,7 +264,7 @@ def target() -> str | None:
 
 
 def may_be_partitioned() -> bool:
-  """Tells whether XLA may partition this code, and could not with kernels."""
+  """Returns whether XLA may partition this code, which kernels prevent."""
   mesh = jax.sharding.get_abstract_mesh()
   if mesh.auto_axes or mesh.explicit_axes:
     return mesh.size > 1

@@ -40,7 +40,7 @@ _QUICK = 1.702
 def gelu_values(x: Array, *, approximate: Approximation) -> Array:
   """Computes x Phi(x) in f32, with the `Approximation` of Phi.
 
-  (1 + tanh(u)) / 2 = sigmoid(2 u) does not cancel where tanh(u) is near -1.
+  sigmoid(2 u) replaces (1 + tanh(u)) / 2, which cancels for tanh(u) near -1.
   """
   x = _in_f32(x)
   check_approximation(approximate)
@@ -57,7 +57,7 @@ def gelu_derivative(x: Array, *, approximate: Approximation) -> Array:
   x = _in_f32(x)
   check_approximation(approximate)
   if approximate == "sigmoid":
-    # Beyond 60, as below; sigmoid(-102) is not subnormal.
+    # Clipped for the same reason as below; sigmoid(-102) is not subnormal.
     x = jnp.clip(x, -60, 60)
     cdf = jax.nn.sigmoid(_QUICK * x)
     return cdf + _QUICK * x * cdf * (1 - cdf)

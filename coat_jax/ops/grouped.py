@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grouped matmuls: each row times the weight of its group.
+"""Grouped matmuls: multiply each row by the weight of its group.
 
 The rows of each expert of a mixture are contiguous: the first sizes[0] rows
 belong to group 0, and so on. A group may be empty; the sizes add up to the
@@ -72,7 +72,7 @@ def grouped_wgrad(
 ) -> Array:
   """Computes dw [E, D, F]: x^T g of each group's rows; zeros for empty groups.
 
-  With `rows_first` it is [D, E, F], as required if devices split it by rows.
+  With `rows_first`, dw is [D, E, F], which devices need to split it by rows.
   """
   dw = _product(x, g, sizes, (0, 0), [], dtype)
   return jnp.moveaxis(dw, 0, 1) if rows_first else dw

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Splitting a projection into rotated heads, and joining heads, in plain jnp.
+"""Splits a projection into rotated heads, and joins heads, in plain jnp.
 
 The columns of q, k and v are ordered by key head: for each of the K key heads,
 its N / K query heads, its key, its value.
@@ -83,8 +83,8 @@ def join_heads_operand(
 ) -> tuple[Operand, Array | None]:
   """Writes `join_heads` as the operand of the gradients' products.
 
-  Returns it in both layouts; and, with `has_sums`, the gradient summed over
-  tokens before it is rounded, f32 [(N + 2 K) H], for a bias.
+  Returns the operand in both layouts. With `has_sums`, also returns the
+  unrounded gradient summed over tokens, f32 [(N + 2 K) H], for a bias.
   """
   joined = join_heads.definition(dq, dk, dv, cos, sin)
   sums = None

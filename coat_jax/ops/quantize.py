@@ -32,13 +32,13 @@ def quantize_tensor(
   scale: Scales | None = None,
   layout: Layout = "rows",
 ) -> Operand:
-  """Quantizes [..., n] to an operand; `scale` is `tensor_scale`, if known."""
+  """Quantizes [..., n] to an operand; `scale` is `tensor_scale`'s, if known."""
   return scaling.quantize(x, scale, layout)
 
 
 @op(triton="quantize")
 def tensor_scale(x: Array, *, scaling: Scaling = VALUES) -> Scales | None:
-  """Finds the scale of [...]; None if each layout has its own."""
+  """Finds a tensor's scale; returns None if each layout needs its own."""
   return scaling.find_scale(x)
 
 
@@ -46,8 +46,8 @@ def tensor_scale(x: Array, *, scaling: Scaling = VALUES) -> Scales | None:
 def quantize_rows(x: Array, *, scale: Array, dtype: DTypeLike = E4M3) -> Array:
   """Quantizes [..., n] like `quantize_tensor`'s rows, in one XLA pass.
 
-  XLA reads x in place, even from a stack of layers; for a kernel it would first
-  copy the layer out.
+  XLA reads x in place, even in a stack of layers; for a kernel it would first
+  copy x out of the stack.
   """
   return quantize_with_scale(x, scale, group_size=None, dtype=dtype).qvalue
 
@@ -60,5 +60,5 @@ def turn_operand(x: Operand, *, scaling: Scaling) -> Operand:
 
 @op(triton="join")
 def join_columns(parts: Array) -> Array:
-  """Joins [P, f, k], the columns of P devices, to [f, P k]."""
+  """Joins the columns of P devices, [P, f, k], into [f, P k]."""
   return jnp.moveaxis(parts, 0, 1).reshape(parts.shape[1], -1)

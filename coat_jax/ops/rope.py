@@ -3,8 +3,8 @@
 
 Channels are paired (i, i + R/2) among the first R, as in Hugging Face
 Transformers; R is a head's size H unless RoPE is partial. The scalings for
-longer sequences compute what Transformers computes; their fields have the names
-that its configurations use.
+longer sequences compute what Transformers computes, and their fields have the
+names in its configurations.
 """
 
 import abc
@@ -187,7 +187,7 @@ class Rotary:
 
   Attributes:
     theta: base of the frequencies theta^(-2 i / R).
-    scaling: how frequencies are scaled to longer sequences, or None.
+    scaling: how frequencies change for longer sequences, or None.
     rotary_dim: R, how many of a head's first channels rotate; None for all. The
       other channels stay unchanged.
 
@@ -250,8 +250,8 @@ def rotation(
   """Computes cos and sin of position * theta^(-2 i / R): f32 [T, R / 2] each.
 
   For positions [B, T] the results are [B, T, R / 2]. R is `head_dim` unless a
-  `Rotary` says otherwise. A tuple `theta` has one entry for each kind of layer,
-  all with the same R; `kind`, an int32 scalar, selects one. None rotates
+  `Rotary` sets `rotary_dim`. A tuple `theta` has one entry for each kind of
+  layer, all with the same R; `kind`, an int32 scalar, selects one. None rotates
   nothing.
   """
   if theta is None:

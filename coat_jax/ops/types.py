@@ -22,7 +22,7 @@ Approximation = bool | Literal["sigmoid"]
 
 
 class Unsupported(NotImplementedError):
-  """Raised if an implementation cannot run these arguments; says why."""
+  """Raised, with a reason, if an implementation cannot run these arguments."""
 
 
 class NormStats(NamedTuple):
@@ -71,7 +71,7 @@ class AttentionKind:
         check_number(op, name, value, POSITIVE, remedy)
 
   def among(self, keys: int) -> "AttentionKind":
-    """Drops a window that covers all of this many keys."""
+    """Drops the window if it covers all `keys` keys."""
     if self.window is None or self.window < keys:
       return self
     return dataclasses.replace(self, window=None)

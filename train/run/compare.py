@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares a run with its BF16 twins: their configurations and the table."""
+"""Configures a run's BF16 twins, and prints the table that compares them."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ _ROWS = (
 
 
 def twins[Config: TrainConfig](config: Config) -> list[Config]:
-  """Returns the runs to compare with; the first has the seed of the run."""
+  """Returns the BF16 runs to compare with; the first uses the run's seed."""
   found = []
   count = config.compare_seeds if config.compare else 0
   for seed in range(config.seed, config.seed + count):
@@ -65,7 +65,7 @@ def finish(runs: Sequence[TrainConfig]) -> None:
 
 
 def _table(names: list[str], results: list[dict[str, float]]) -> str:
-  """Formats a column for each run, then their difference and spread."""
+  """Formats a column per run, the difference to BF16, and BF16's spread."""
   header, has_twin, has_spread = [*names], len(names) > 1, len(names) > 2
   if has_twin:
     header.append("difference")
@@ -104,7 +104,7 @@ def _cell(form: str, value: float | None) -> str:
 
 
 def _name(config: TrainConfig, first: TrainConfig) -> str:
-  """Names a run by its recipe, an unusual codec, and a different seed."""
+  """Names a run by its recipe, plus codec and seed if they are unusual."""
   name, usual = config.recipe, {"coat": "coat", "bf16": "float32"}
   if config.optim.codec != usual.get(config.recipe):
     name += f"/{config.optim.codec}"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ends of a vision tower: patches to tokens, and tokens to one vector.
+"""The ends of a vision tower: image to tokens, and tokens to one vector.
 
-Both run in BF16, like the ends of a decoder.
+Both ends run in BF16, as in a decoder.
 """
 
 import jax.numpy as jnp
@@ -15,10 +15,10 @@ from coat_jax.models.vision.config import VisionConfig
 
 
 class PatchEmbedding(nnx.Module):
-  """Turns images into the input of a tower's first layer or of its pre-norm.
+  """Embeds images as tokens for a tower's pre-norm or first layer.
 
-  `linear` is [C P P, D], the pixels of a patch ordered by channel, row and
-  column. `position_embed` [N, D] starts with the class token's position.
+  `linear` has a kernel [C P P, D]; a patch's pixels are ordered by channel, row
+  and column. `position_embed` [N, D] starts with the class token's position.
   """
 
   def __init__(self, config: VisionConfig, start: Start):
@@ -54,9 +54,9 @@ class PatchEmbedding(nnx.Module):
 
 
 def patches(images: Array, size: int) -> Array:
-  """Cuts images [B, C, H, W] into patches [B, (H / P) (W / P), C P P], in rows.
+  """Cuts images [B, C, H, W] into patches [B, (H / P) (W / P), C P P] by rows.
 
-  Rows and columns of pixels that do not fill a patch are left out.
+  Pixels at the end of rows and columns that do not fill a patch are dropped.
   """
   b, c, *sides = images.shape
   h, w = (side // size for side in sides)
@@ -65,7 +65,7 @@ def patches(images: Array, size: int) -> Array:
 
 
 class ClassPool(nnx.Module):
-  """ViT's pooling: projects the class token, with tanh unless it classifies."""
+  """ViT's pooling: projects the class token, to logits or through tanh."""
 
   def __init__(self, config: VisionConfig, start: Start):
     self.classifies = config.num_classes is not None
@@ -81,8 +81,7 @@ class ClassPool(nnx.Module):
 class AttentionPool(nnx.Module):
   """SigLIP's pooling: a learned query attends to all tokens, then an MLP block.
 
-  The columns of `qkv` are q, k and v one after another, each with its heads in
-  order.
+  The columns of `qkv` are q, then k, then v, each with its heads in order.
   """
 
   def __init__(self, config: VisionConfig, start: Start):
