@@ -70,7 +70,7 @@ def loss_of(params, x, y):
 
 
 def make_state(params):
-  """Makes everything that a step takes and returns and a checkpoint holds."""
+  """Makes the state that steps update and checkpoints store."""
   return {"params": params, "optimizer": OPTIMIZER.init(params)}
 
 

@@ -10,7 +10,7 @@
   python -m studies.live_ranges dump/minimal dump/lean dump/leanest \\
     --layers 32 --out docs/figures/step_memory.png
 
-XLA writes the live range and the place of each array. The largest sum of their
+XLA writes the live range and the offset of each array. The largest sum of their
 sizes is the peak that the compiler reports. A loop appears once, not once per
 iteration, and the arrays that it stacks are alive from its start to its end.
 Arrays are classified by their shapes: arguments are weights or optimizer state,

@@ -22,7 +22,7 @@ from coat_jax.pallas.mosaic.moment_codecs import (
 )
 from coat_jax.pallas.mosaic.registers import as_bits, spread
 
-# In octaves: a value less than this below a level is always rounded up to it.
+# A value less than this many octaves below a level always rounds up to it.
 _JUST_BELOW = 2.0**-16
 
 

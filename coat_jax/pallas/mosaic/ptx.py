@@ -69,7 +69,7 @@ def joint_extremes(
   """`Instructions.joint_extremes`.
 
   Both moments go through one butterfly over 16 lanes: in its first step half of
-  the lanes give away their value of one moment, and half that of the other.
+  the lanes send their value of one moment, and half send that of the other.
   """
   pairs = _type((2, ROWS), jnp.float32), _type((2, ROWS), jnp.uint32)
 

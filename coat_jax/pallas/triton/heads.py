@@ -2,8 +2,8 @@
 """Splits a projection into heads without rotation, and joins them, in Triton.
 
 These are `ops.split_heads` and `join_heads` without RoPE, as in vision towers,
-whose sequences and heads (729 tokens, heads of 72) are not powers of two. For
-some rows, a program handles a tile of k's columns, the same tile of v's
+whose sequences and heads (729 tokens, heads of 72) are not powers of two. In
+its rows, a program handles a tile of k's columns, the same tile of v's
 columns, and R = N / K such tiles of q's. It computes where each column is in
 the joined matrix, which is ordered by key head:
 
@@ -13,7 +13,7 @@ the joined matrix, which is ordered by key head:
       +---------+  +--+ +--+           +--+--+-+-+--+--+-+-+
 
 Head sizes are multiples of 8, so 8 adjacent columns, 16 bytes of BF16, stay
-adjacent on both sides.
+adjacent in both layouts.
 """
 
 import dataclasses
@@ -120,7 +120,7 @@ class Heads:
     inside = row < self.m if self.m % self.tile.rows else None
     of_heads = None
     if self.widths[1] % n:
-      # Do not test q's width: it may be whole tiles where k's is not.
+      # Do not test q's width: whole tiles may cover it but not k's.
       heads = self.kv_heads * (r if place is None else 1)
       of_heads = column < heads * h
     return Part(ref, down, row, column, joined, inside, of_heads)
@@ -157,7 +157,7 @@ class Part(NamedTuple):
     tiles.store(at, jnp.sum(x, axis=0), mask)
 
   def mask(self) -> Array | None:
-    """Tells which values are inside, [rows, columns]; None means all."""
+    """Returns which values are inside, [rows, columns]; None means all."""
     masks = [x for x in (self.inside, self.of_heads) if x is not None]
     if not masks:
       return None
