@@ -145,7 +145,7 @@ def _arrays(lines: Iterable[str]) -> dict[str, _Array]:
   pending: list[tuple[str, _Array]] = []
 
   def done():
-    # The name of the argument is one of the names of its memory.
+    # An argument's memory may have several names; one is the argument's own.
     kind = None
     if argument:
       is_weight = any(x.startswith("state_params") for x, _ in pending)

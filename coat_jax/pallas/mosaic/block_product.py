@@ -37,7 +37,7 @@ TILES = {
   "deep": Tile(stages=4, slots=1),
   "low_paired": Tile(waves=1, stages=5, slots=2, cluster=2, band=16),
 }
-# `pick_tile` takes the first that fits; "low" fits every shape that we support.
+# `pick_tile` picks the first that fits; "low" fits every shape that we support.
 _PREFERRED = ("paired", "tall", "low")
 
 

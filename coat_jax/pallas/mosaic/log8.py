@@ -81,9 +81,9 @@ class _Log(FittedCodec):
       # might get the code of zero.
       above = jnp.log2(magnitude) - spread(base + 0.5 * step - _JUST_BELOW)
       whole, level = on.round(above, spread(inverse))
-      # x and its two neighbours, all divided by the gap between those
-      # neighbours. Round up if x - lower > noise (upper - lower), which is
-      # when `rest` is negative.
+      # Divide x and its two neighbours by the gap between those neighbours.
+      # Round up if x - lower > noise (upper - lower), which is when `rest` is
+      # negative.
       lower = jnp.exp2(_JUST_BELOW - 0.5 * step)
       gap = jnp.exp2(_JUST_BELOW + 0.5 * step) - lower
       part = jnp.exp2(above + whole * spread(-step))

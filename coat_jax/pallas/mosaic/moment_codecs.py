@@ -3,7 +3,7 @@
 
 They compute what the definitions in `coat_jax.codecs` do, but a power is always
 exp2(root log2 x), |x| is compared by its bits, and instead of dividing by a
-statistic we multiply by its reciprocal, which is computed once per group. So a
+statistic they multiply by its reciprocal, computed once per group. So a
 value close to a rounding boundary may get the neighbouring code, and a group
 close to a step of k may get another k, about as often as between two backends.
 
@@ -74,7 +74,7 @@ class RegisterCodec(Protocol):
   def encode(
     self, x: Array, noise: Array | None, signed: bool, on: Instructions
   ) -> Encoded:
-    """Encodes an f32 tile; `noise` is one, uniform in [1, 2), or None.
+    """Encodes an f32 tile; `noise` is a tile, uniform in [1, 2), or None.
 
     Returns codes and statistics in the dtypes in which they are stored.
     """
@@ -112,7 +112,7 @@ class FittedCodec(abc.ABC):
     signed: bool,
     on: Instructions,
   ) -> Encoded:
-    """Does `RegisterCodec.encode`, given the fit of a tile's groups."""
+    """Encodes like `RegisterCodec.encode`, given the fit of a tile's groups."""
 
 
 # Maps a group codec's type to the constructor of its register codec.

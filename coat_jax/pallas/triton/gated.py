@@ -2,7 +2,7 @@
 """Gated activation functions from and to FP8: `ops.gated_input` and others.
 
   gated_input         codes and scales of gate and of up, amax of the product
-  gated_fwd           f(gate) up, as rows, as columns or as both
+  gated_fwd           f(gate) up, by rows, by columns or both
   gated_bwd_operands  dgate = dy up f'(gate), dup = dy f(gate), in both layouts
                       with one scale, and the product's columns
 

@@ -2,7 +2,7 @@
 """GELU from and to FP8: `ops.gelu_input` and others.
 
   gelu_input         codes and scales of x, amax of y
-  gelu_fwd           y = gelu(x), as rows, as columns or as both
+  gelu_fwd           y = gelu(x), by rows, by columns or both
   gelu_bwd_operands  dx = dy gelu'(x) in both layouts, and y's columns
 
 Tiles and passes are as in `gated`. The second pass also sums a bias's gradient:

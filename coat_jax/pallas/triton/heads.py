@@ -49,7 +49,7 @@ class Heads:
 
   @classmethod
   def of(cls, q: Array, k: Array, tile: Tile, interpret: bool) -> "Heads":
-    """Takes the sizes from q [B, T, N, H] and k [B, T, K, H]."""
+    """Reads the sizes from q [B, T, N, H] and k [B, T, K, H]."""
     b, t, num_heads, h = q.shape
     kv_heads = k.shape[2]
     return cls(b * t, num_heads // kv_heads, kv_heads, h, tile, interpret)
@@ -94,7 +94,7 @@ class Heads:
     ]
 
   def for_own_part(self, body, refs) -> None:
-    """Calls body(part) when each of R + 2 programs handles one part."""
+    """Calls body(part) with this program's part, one of the R + 2 of a tile."""
     r, (q, k, v) = self.queries, refs
     down, i = _divided(pl.program_id(0), r + 2)
     across = pl.program_id(1)
