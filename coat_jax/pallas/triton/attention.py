@@ -90,7 +90,7 @@ def _why_not(tile: Tile, q: Array, k: Array, v: Array) -> str | None:
       f"{v.dtype}"
     )
   if q.shape[-1] not in _HEAD_SIZES:
-    return f"the Triton kernel has heads of {_HEAD_SIZES}, got {q.shape[-1]}"
+    return f"the Triton kernel needs heads of {_HEAD_SIZES}, got {q.shape[-1]}"
   if q.shape[1] != k.shape[1]:
     return (
       "the Triton kernel needs as many queries as keys, got "

@@ -43,8 +43,8 @@ def _why_not_activation(activation: Activation) -> str | None:
   if activation != "gelu":
     return None
   return (
-    "the Triton kernel has SiLU and GELU by the tanh approximation, since "
-    "Pallas lowers no erf to Triton; got activation='gelu'"
+    "the Triton kernel supports SiLU and GELU's tanh approximation, since "
+    "Pallas cannot lower erf to Triton; got activation='gelu'"
   )
 
 
@@ -164,7 +164,7 @@ def _why_not_bwd(
 ) -> str | None:
   *leading, f = dy.shape
   if dy.shape != gate.qvalue.shape:
-    return f"dy must be of gate's shape {gate.qvalue.shape}, got {dy.shape}"
+    return f"dy must have gate's shape {gate.qvalue.shape}, got {dy.shape}"
   return (
     supported.why_not_scaling(gradient, E5M2)
     or _why_not_activation(activation)

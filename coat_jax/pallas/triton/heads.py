@@ -319,5 +319,5 @@ def why_not(x: Array, h: int) -> str | None:
   if h % 8:
     return f"head sizes must be multiples of 8 for the Triton kernel, got {h}"
   if 3 * x.size > supported.MAX_ELEMENTS or x.size == 0:
-    return f"arrays must not be empty and be below 2^31 values, got {x.shape}"
+    return f"arrays must have 1 to 2^31 - 1 values, got {x.shape}"
   return supported.why_not_dtype(x.dtype)

@@ -85,7 +85,7 @@ def _why_not_heads(x: Array, cos: Array | None, h: int) -> str | None:
   if t % 8:
     return f"sequences must be multiples of 8 for the Triton kernel, got {t}"
   if x.size > supported.MAX_ELEMENTS:
-    return f"arrays must be below 2^31 values, got {x.size}"
+    return f"arrays must have fewer than 2^31 values, got {x.size}"
   return supported.why_not_dtype(x.dtype)
 
 
