@@ -53,7 +53,7 @@ def only_compile() -> None:
 
 
 def h200_devices(count: int) -> list[jax.Device]:
-  """Returns H200s of one host that one can compile for, but not run on."""
+  """Returns H200s of one host, to compile for but not to run on."""
   if not available():
     raise CompilerMissing(
       "h200_devices: needs XLA's compiler for CUDA, got no module "
@@ -101,7 +101,7 @@ def compile_for_h200(
 
 
 def temporary_bytes(compiled: jax.stages.Compiled) -> int:
-  """Returns a device's bytes without arguments and results."""
+  """Returns the bytes on a device apart from arguments and results."""
   return compiled.memory_analysis().temp_size_in_bytes
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parses arguments that several benchmarks share.
 
-Arguments are checked before anything is timed: a benchmark that ends in an
-error after a minute has wasted it.
+Arguments are checked before anything is timed, so that no benchmark runs for
+minutes before it reports a wrong one.
 """
 
 import argparse
@@ -31,7 +31,7 @@ def count(text: str) -> int:
 
 @contextlib.contextmanager
 def checked(parser: argparse.ArgumentParser) -> Iterator[None]:
-  """Reports errors of input as the parser does, with exit status 2."""
+  """Reports invalid input like the parser, with exit status 2."""
   try:
     yield
   except (OSError, TypeError, ValueError) as error:

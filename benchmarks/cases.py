@@ -51,34 +51,34 @@ class Sizes:
 
   @property
   def tokens(self) -> int:
-    """Rows of activations."""
+    """The number of rows of activations."""
     return self.batch * self.seq
 
   @property
   def heads(self) -> tuple[int, int, int, int]:
-    """Shape [B, T, N, H] of q."""
+    """The shape [B, T, N, H] of q."""
     head_dim = self.d_model // self.num_heads
     return self.batch, self.seq, self.num_heads, head_dim
 
   @property
   def kv_heads(self) -> int:
-    """Key heads."""
+    """The number of key heads."""
     return self.num_kv_heads or self.num_heads
 
   @property
   def weights(self) -> dict[str, tuple[int, int]]:
-    """[D, F] of each linear layer."""
+    """The shape [D, F] of each linear layer."""
     d, f = self.d_model, self.d_ff
     return dict(qkv=(d, 3 * d), out=(d, d), gate_up=(d, 2 * f), down=(f, d))
 
   @property
   def value_bytes(self) -> int:
-    """Bytes of a value of an activation."""
+    """The bytes of one value of an activation."""
     return jnp.dtype(self.dtype).itemsize
 
   @property
   def grouped_bytes(self) -> float:
-    """Bytes of an FP8 value, including its share of a BF16 scale."""
+    """The bytes of an FP8 value, including its share of a BF16 scale."""
     return 1 + 2 / self.group_size
 
   def normal(self, *shape: int, seed: int = 0) -> Array:
@@ -164,7 +164,7 @@ def of_op(
   implementations: tuple[str, ...] | None = None,
   **cost,
 ) -> OpCase:
-  """Makes a case of an operation; None for all its implementations."""
+  """Makes a case of an operation; None stands for all implementations."""
 
   def run(implementation, *args):
     return call(functools.partial(op, implementation=implementation), *args)

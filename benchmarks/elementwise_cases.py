@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lists the cases of `benchmarks.ops` that are bound by memory, not matmuls.
 
-Only matrices are counted: the bytes that a case must read and write. If it must
+Bytes are those of the matrices that a case must read and write. If it must
 know the largest magnitude of a result before it can write it
 (`quantize_tensor` without a scale, `gated_bwd_operands`), it reads twice.
 """
@@ -50,7 +50,7 @@ def _quantize(sizes):
   yield of_op(
     ops.tensor_scale, shape, x, lambda op, x: op(x), num_bytes=read * size
   )
-  # Where kernels refuse the width, refuse the format instead.
+  # If kernels would refuse the width, pass a format that they refuse first.
   dtype = E5M2 if sizes.quantized[1] % 16 else E4M3
   yield of_op(
     ops.quantize_rows,

@@ -98,7 +98,7 @@ def measure(
 def copy_bandwidth(num_bytes: int = 2**30, *, repeats: int = 20) -> float:
   """Measures the GB/s that a kernel reads and writes on a large array."""
   x = jax.random.normal(jax.random.key(0), num_bytes // 4)
-  # Not a copy: the GPU has a separate engine for copies.
+  # Negate instead of copying: the GPU copies with a separate engine.
   return measure(jnp.negative, x, repeats=repeats).gbps(2 * x.nbytes)
 
 
@@ -117,7 +117,7 @@ def matmul_ceiling(size: int = 8192, *, repeats: int = 20) -> dict[str, float]:
       a, b, (((1,), (1,)), ((), ())), algorithm, jnp.bfloat16
     )
 
-  # Not zeros: they take less power, so the GPU multiplies them faster.
+  # Zeros would take less power, so the GPU would multiply them faster.
   a, b = jax.random.normal(jax.random.key(0), (2, size, size), jnp.bfloat16)
   found = {}
   for name, fn, dtype in (("fp8", fp8, E4M3), ("bf16", jnp.matmul, a.dtype)):

@@ -16,7 +16,7 @@ weights:
 
   instructions  per value; also for each of `KINDS`, the pipe that executes them
   hash          the instructions among them that mix random words
-  registers     of a thread
+  registers     per thread
   programs      how many programs fit on a multiprocessor with these registers
   clocks        clocks that a warp's 32 values keep each pipe and the issuing
                 of instructions busy: from the throughputs of compute capability
@@ -130,7 +130,7 @@ def clocks(found: collections.Counter[str]) -> dict[str, float]:
 @contextlib.contextmanager
 def _dump() -> Iterator[Path]:
   """Makes Mosaic write machine code to a temporary folder."""
-  # Importing Mosaic sets its folder to what JAX finds of CUDA.
+  # Importing Mosaic sets its root to the CUDA that JAX finds: override it.
   with tempfile.TemporaryDirectory() as folder:
     variables = {
       "MOSAIC_GPU_CUDA_ROOT": str(disassembler()),
@@ -159,7 +159,7 @@ def compile_step(
   )
   p = jax.ShapeDtypeStruct(SHAPE, dtype)
   state = jax.eval_shape(optimizer.init, p)
-  jax.clear_caches()  # Otherwise a known step is not compiled again.
+  jax.clear_caches()  # Otherwise JAX would reuse a compiled step.
   mix = words.mix if mixed else (lambda word: word)
   with _dump() as folder, mock.patch.object(words, "mix", mix):
     aot.compile_for_h200(
@@ -175,7 +175,7 @@ def row(name: str, key: tuple[str, str], codec, kind: str) -> dict:
   """Compiles a step and prints its row."""
   found, registers = compile_step(name, codec, kind)
   unmixed, _ = compile_step(name, codec, kind, mixed=False)
-  # Registers are given to a warp in units of 256.
+  # A warp gets its registers in units of 256.
   of_program = -(-registers // 8) * 8 * 32 * _WARPS_OF_PROGRAM
   total = found.total() / VALUES
   busy = clocks(found)

@@ -54,7 +54,7 @@ CODECS = {name: codecs.build(name) for name in codecs.names()}
 
 
 def reference_bytes(config: ModelConfig) -> int:
-  """Counts the bytes per token that the reference's layer saves, no RoPE."""
+  """Counts bytes per token that the reference's layer saves, without RoPE."""
   d, f, h = config.d_model, config.d_ff, config.head_width
   n, kv = config.num_heads, config.num_kv_heads
   norm = 2 * (d + 2 * d // 16 + 4) + 2 * d  # Inputs and outputs of two norms.

@@ -6,7 +6,7 @@
 
 It trains a preset with random weights on text (bytes of Python's standard
 library), with the step of `train.pretrain` and `--batch` sequences on each GPU.
-A row (training.step) contains milliseconds per step, tokens per second and GPU,
+A row (training.step) contains milliseconds per step, tokens per second per GPU,
 `peak_bytes`, the most that any GPU had allocated at once, and
 `compiled_peak_bytes`, the peak that the compiler reported. Each variant runs in
 its own process, because JAX cannot reset a GPU's peak.

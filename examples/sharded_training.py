@@ -31,7 +31,7 @@ SHAPES = {
   "bias": (LAYERS, HIDDEN),
 }
 # One matrix is split along its last axis, along which groups run, and the other
-# along its rows. A share of a multiple of 128 columns holds whole groups.
+# along its rows. A shard with a multiple of 128 columns holds whole groups.
 SPECS = {"up": P(None, None, "fsdp"), "down": P(None, "fsdp"), "bias": P()}
 
 OPTIMIZER = optax.chain(
@@ -70,7 +70,7 @@ def loss_of(params, x, y):
 
 
 def make_state(params):
-  """Makes everything that a step takes and returns and a checkpoint holds."""
+  """Makes the state that steps update and checkpoints store."""
   return {"params": params, "optimizer": OPTIMIZER.init(params)}
 
 

@@ -86,7 +86,7 @@ class Difference(NamedTuple):
 
   @property
   def gradient_error(self) -> float:
-    """The relative error of that gradient, sqrt(2 - 2 cosine)."""
+    """The relative error of the worst gradient, sqrt(2 - 2 cosine)."""
     return (2 - 2 * self.cosines[self.worst]) ** 0.5
 
 

@@ -10,7 +10,7 @@
   python -m studies.live_ranges dump/minimal dump/lean dump/leanest \\
     --layers 32 --out docs/figures/step_memory.png
 
-XLA writes the live range and the place of each array. The largest sum of their
+XLA writes the live range and the offset of each array. The largest sum of their
 sizes is the peak that the compiler reports. A loop appears once, not once per
 iteration, and the arrays that it stacks are alive from its start to its end.
 Arrays are classified by their shapes: arguments are weights or optimizer state,
@@ -145,7 +145,7 @@ def _arrays(lines: Iterable[str]) -> dict[str, _Array]:
   pending: list[tuple[str, _Array]] = []
 
   def done():
-    # The name of the argument is one of the names of its memory.
+    # An argument's memory may have several names; one is the argument's own.
     kind = None
     if argument:
       is_weight = any(x.startswith("state_params") for x, _ in pending)

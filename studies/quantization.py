@@ -60,7 +60,7 @@ from train.presets import PRESETS
 BENCH = "quantization."
 ROWS = Path("docs/rows/quantization.jsonl")
 FIGURES = Path("docs/figures")
-# The tables are for 128.
+# The tables use 128.
 GROUP_SIZES = (32, 64, 128, 256, 512)
 # Sequences for which layers' tensors are captured.
 _SEQUENCES = 4

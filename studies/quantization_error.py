@@ -23,7 +23,7 @@ from studies.layer_tensors import LayerTensors
 from studies.trained_moments import EPS, Moments
 
 FORMATS = {"E4M3": E4M3, "E5M2": E5M2, "INT8": INT8}
-# What shares a scale: a tensor, this many values of a row, or a weight's tile.
+# The values that share a scale: a tensor, so many of a row, or a weight's tile.
 Shared = Literal["tensor", "tile"] | int
 GROUPS: tuple[Shared, ...] = ("tensor", 128, 64, 32, 16)
 TILE = 128

@@ -7,8 +7,8 @@ Writes a LLaVA with random weights (`llava`) and conversations (`words.json`
 without images, `shapes.json` with none, one and two) into FOLDER. Then it
 trains, with several seeds, in recipes bf16 and coat:
 
-  words      everything, on descriptions in words (bf16 only)
-  projector  the projector alone, on images instead of the words
+  words      all parameters, on descriptions in words (bf16 only)
+  projector  only the projector, on images instead of the words
   decoder    projector and decoder, starting from the previous run
 
 At the end it prints a table of held-out losses and of the differences between

@@ -10,8 +10,8 @@ from matplotlib.figure import Figure
 
 from train.run.metrics import format_table
 
-# Differences are drawn up to this many nats, and for rates up to the other
-# number: at higher rates all variants learn little, and seeds are 0.1 apart.
+# Draw differences of up to the first number, in nats, at rates of up to the
+# second: at higher rates all variants learn little, and seeds are 0.1 apart.
 _DIFFERENCE, _COMPARED = 0.04, 0.003
 # Two-sided 95 % quantile of Student's t by degrees of freedom.
 _T95 = {1: 12.71, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365}

@@ -26,17 +26,18 @@ from coat_jax.optimizer.masks import check_leaf, is_norm_or_bias
 class MatrixSplit(NamedTuple):
   """How a leaf is cut into matrices.
 
-  `optax.contrib.MuonDimensionNumbers` with two more fields. Each index of the
-  axes that neither of the first two fields names has matrices of its own, such
-  as layers, experts, or gate and up.
+  `optax.contrib.MuonDimensionNumbers` with two more fields. Axes that neither
+  of the first two fields names, such as layers, experts, or gate and up, are
+  batch axes: each of their indices holds separate matrices.
 
   Attributes:
-    reduction_axis: axis or axes over which the product with the weight sums.
-    output_axis: axis or axes of the product's columns; the last one must be
+    reduction_axis: axis or axes that a matmul with the weight sums over.
+    output_axis: axis or axes of the matmul's columns; the last one must be
       the leaf's last axis.
     parts: widths of consecutive columns that are separate matrices, such as q,
       k and v; () for one matrix.
-    groups: how often `parts` repeats; part i of all groups is one matrix.
+    groups: how often `parts` repeats; the i-th parts of all groups together
+      form one matrix.
   """
 
   reduction_axis: Sequence[int] | int = -2
@@ -76,7 +77,7 @@ _TABLES = ("embed", "head", "router")
 
 
 def hidden_matrices(path: str, leaf: Any) -> MatrixSplit | None:
-  """Takes every real leaf with two axes as one matrix, except tables.
+  """Treats every real leaf with two axes as one matrix, except tables.
 
   Tables are leaves whose path contains `embed`, `head` or `router`. Norms and
   biases, which may be stacked, are not matrices either.
@@ -108,7 +109,7 @@ def hidden_matrices(path: str, leaf: Any) -> MatrixSplit | None:
 def checked_matrices(
   op: str, matrices: Matrices | None
 ) -> Callable[[str, Any], MatrixSplit | None]:
-  """Makes `matrices`, or `hidden_matrices` for None, check what it returns."""
+  """Wraps `matrices` (None: `hidden_matrices`) to check what it returns."""
   matrices = hidden_matrices if matrices is None else matrices
   remedy = "pass a function (path, leaf) -> MatrixSplit | None"
   check_function(op, "matrices", matrices, remedy)
@@ -184,8 +185,8 @@ def _axes_first(split: MatrixSplit, ndim: int) -> tuple[list[int], int]:
 def split_matrices(x: Array, split: MatrixSplit) -> list[Array]:
   """Cuts a leaf into its matrices [inputs, outputs].
 
-  All parts of the first index of the batch axes come first, then those of the
-  next. A bias [columns] is cut as the columns of its kernel.
+  All parts of the first batch index come first, then those of the next. A bias
+  [columns] is cut like the columns of its kernel.
   """
   if x.ndim == 1:
     return split_columns(x, split)
@@ -219,15 +220,15 @@ def map_matrices(
   split: MatrixSplit,
   sharding: NamedSharding | None = None,
 ) -> Array:
-  """Maps the matrices [..., inputs, outputs] of a leaf, layer by layer."""
+  """Applies f to a leaf's matrices [..., inputs, outputs], layer by layer."""
   order, lead = _axes_first(split, x.ndim)
   rows = math.prod(x.shape[axis] for axis in split.inputs)
 
   def one(x, spec):
-    """Maps a leaf without its first batch axis, or all of it."""
+    """Applies f to one index of the first batch axis, or to a whole leaf."""
     lead = x.ndim - len(split.inputs + split.outputs)
-    # Rows are split like the first of their axes, columns like the last, so
-    # that reshaping moves nothing.
+    # Shard rows like the first of their axes and columns like the last, so that
+    # reshaping moves nothing between devices.
     where = *spec[:lead], spec[lead], spec[-1]
 
     def of_matrix(matrix):
@@ -268,9 +269,9 @@ def newton_schulz(
   Each step of the quintic iteration is x <- a x + (b A + c A^2) x, where A = x
   x^T and a, b and c are the coefficients. First x is divided by its Frobenius
   norm plus `eps`. On a mesh the longer axis is split over all devices that hold
-  shards of the leaf: each multiplies its columns, and devices exchange only
-  sums of x x^T, as large as the shorter axis squared. Without `sharding` XLA
-  partitions.
+  shards of the leaf: each device multiplies its own columns, and devices
+  exchange only sums of x x^T, as large as the shorter axis squared. Without
+  `sharding`, XLA chooses the partitioning.
 
   Source: Jordan et al., Muon, 2024; `optax.contrib.muon`.
   """
@@ -295,7 +296,7 @@ def newton_schulz(
     if names:
       gram = place(gram, sharding, (*lead, None, None))
     x = a * x + (b * gram + c * gram @ gram) @ x
-    # Otherwise the last product would be split by rows, and gather x.
+    # Otherwise XLA would split the last product by rows and gather x.
     return place(x, sharding, by_columns) if names else x
 
   if isinstance(options.steps, jax.Array):
@@ -315,7 +316,7 @@ def orthogonalize(
   """Orthogonalizes the matrices of a leaf, and scales them by their shapes.
 
   The scale is sqrt(max(inputs, outputs)) * consistent_rms, or without it
-  sqrt(max(1, outputs / inputs)). `sharding` is the leaf's.
+  sqrt(max(1, outputs / inputs)). `sharding` is the sharding of the leaf.
   """
 
   def f(x):
@@ -326,5 +327,6 @@ def orthogonalize(
     return scale * newton_schulz(x, options, sharding)
 
   whole = functools.partial(map_matrices, f, split=split, sharding=sharding)
-  # Constraints, not types, decide which products sum over devices.
+  # With explicit axes, types would decide which products sum over devices. The
+  # constraints must decide it, so we make the axes automatic.
   return run_whole(whole, x, out_specs=spec_of(x))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GPU kernels; each computes what the operation of the same name defines.
+"""Kernels; each computes what the operation of the same name defines.
 
 Each module holds a family of operations. A kernel has the name and signature of
 its definition, plus `interpret`, which runs it on a CPU. The `why_not` function

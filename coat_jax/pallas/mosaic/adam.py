@@ -7,11 +7,11 @@ bytes per value (p twice, g once, two codes twice); with bf16 10.2 bytes; with
 24-bit weights and bf16 gradients 12.2 bytes.
 
 For 2^28 parameters in f32, optax.adamw takes 1.81 ms on an H200 (jax 0.11.2).
-Rounding to nearest, this takes 1.11 ms, limited by memory bandwidth. Rounding
-stochastically it takes 1.56 ms (coat) and 1.29 ms (log8), limited by
-instructions: 108 and 104 per value when it was timed, now 88 and 86. For coat
-13 of them are special functions, which take 8 clocks each. docs/log lists what
-we tried in vain.
+With rounding to nearest, this kernel takes 1.11 ms, limited by memory
+bandwidth. With stochastic rounding it takes 1.56 ms (coat) and 1.29 ms (log8),
+limited by instructions: 108 and 104 per value when it was timed, now 88 and 86.
+In coat, 13 of them are special functions, which take 8 clocks each. docs/log
+lists attempts that did not help.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ from coat_jax.pallas.mosaic.registers import Instructions
 
 def _why_not(g, stored, groups, scalars, p=None, **_) -> str | None:
   if scalars.gradient_ratio is not None:
-    return "the kernel has no Nesterov momentum"
+    return "the kernel does not support Nesterov momentum"
   # The first array of a parameter; a `SplitWeight` also has low bytes.
   return leaf_step.why_not(stored, groups, (*jax.tree.leaves(p)[:1], g))
 

@@ -2,7 +2,7 @@
 """The kernel of `block_product`, in Pallas for Mosaic GPU.
 
 One persistent program per multiprocessor works through the tiles. Its third
-warpgroup prefetches blocks of a, of b and their scales into shared memory. The
+warpgroup prefetches blocks of a and b and their scales into shared memory. The
 other two warpgroups each compute 64 of every 128 rows (a wave) of the tile:
 four wgmma of m64n128k32 sum a block, and that sum, times its two scales, is
 added in f32 to the total in the warpgroup's registers. One warpgroup scales and
@@ -67,7 +67,7 @@ class Tile:
     return BLOCK * self.cluster
 
   def fits(self, m: int, n: int) -> bool:
-    """Tells whether whole tiles cover [m, n]."""
+    """Returns whether whole tiles cover [m, n]."""
     return m % self.m == 0 and n % self.n == 0
 
 
@@ -113,8 +113,8 @@ class Memory(NamedTuple):
   a_scale_smem: Any
   b_scale_smem: Any
   out_smem: Any  # Pieces of the result, for each warpgroup.
-  loaded: Any  # For each wave, barriers of the stages that are filled.
-  free: Any  # Barriers of the stages that both warpgroups have read.
+  loaded: Any  # Per wave, barriers that complete when a stage is filled.
+  free: Any  # Barriers that complete when both warpgroups have read a stage.
 
 
 def scratch(work: Work, a: DTypeLike, b: DTypeLike, out: DTypeLike) -> Memory:
@@ -218,8 +218,8 @@ def _load(work: Work, operands, memory: Memory) -> None:
   steps = lax.fori_loop(0, work.count(), load_tile, jnp.int32(0))
 
   # Wait until every block has been read: the program must not end while the
-  # other one of its cluster still writes to its shared memory and arrives at
-  # its barriers.
+  # other program of its cluster still writes to its shared memory and arrives
+  # at its barriers.
   def wait(i, _):
     step = steps + i
     slot = work.slot(step)
@@ -258,8 +258,8 @@ def _sum_blocks(
         scale = scale * memory.b_scale_smem[slot, 0]
       scale = lax.broadcast_in_dim(scale, shape, (0,))
       if not work.of_tiles and work.tile.waves == 1:
-        # We do this while the tensor cores multiply: one wave leaves enough
-        # registers for it.
+        # Multiply the scales while the tensor cores work: one wave leaves
+        # enough registers for it.
         scale = scale * _of_columns(memory.b_scale_smem, slot, shape)
       zeros = plgpu.ACC(shape, jnp.float32)  # pyright: ignore[reportPrivateImportUsage]
       partial = pl.run_scoped(functools.partial(multiply, slot, wave), zeros)
@@ -302,8 +302,8 @@ def _write(
     for wave in range(work.tile.waves)
     for start in range(0, BLOCK, width)
   ]
-  # A piece always overwrites the one written `slots` pieces before it, also
-  # across tiles.
+  # A piece always overwrites the one written `slots` pieces before it, even
+  # in the previous tile.
   slots = math.gcd(work.tile.slots, len(pieces))
   for i, (wave, start) in enumerate(pieces):
     rows = pl.ds(row + wave * _WAVE + warpgroup * _ROWS, _ROWS)

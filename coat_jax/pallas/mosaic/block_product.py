@@ -7,8 +7,8 @@ All sizes are multiples of 128. a has a scale for each row and block; b has the
 same, or one scale per 128 rows. Scales are transposed for the kernel
 (`block_kernel`), so that one copy fetches the scales of all of a tile's rows.
 The two scales of a block are multiplied with each other first: if their product
-is below 1.2e-38 it is inexact or 0, where the definition in `ops.linear` still
-has values.
+is below 1.2e-38 it is inexact or 0, whereas the definition in `ops.linear`
+still computes a value.
 
 On an H200 (jax 0.11.2) it reaches 860 to 1180 TFLOP/s at Llama-2-7B's shapes.
 """
@@ -37,7 +37,7 @@ TILES = {
   "deep": Tile(stages=4, slots=1),
   "low_paired": Tile(waves=1, stages=5, slots=2, cluster=2, band=16),
 }
-# `pick_tile` takes the first that fits; "low" fits every shape that we support.
+# `pick_tile` picks the first that fits; "low" fits every shape that we support.
 _PREFERRED = ("paired", "tall", "low")
 
 

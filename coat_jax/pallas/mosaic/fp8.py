@@ -5,7 +5,7 @@ For stochastic rounding to E4M3, the neighbours of a value are J 2^e with J in
 0..15, so a decoded neighbour is the product of two table entries. A group's 16
 lanes compute the tables of sixteen entries once and look them up with
 shuffles. This saves the two logarithms and two exponentials that the definition
-takes.
+computes.
 """
 
 import dataclasses

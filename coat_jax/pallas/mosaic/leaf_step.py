@@ -31,7 +31,7 @@ class Rule(Protocol):
   """An optimizer's arithmetic: a frozen dataclass whose fields are scalars.
 
   The fields are keyword-only: f32 [] arrays on the host, loaded values in a
-  kernel. Optional fields default to None, which stays None.
+  kernel. Optional fields default to None and stay None in both.
   """
 
   def apply(
@@ -141,7 +141,7 @@ def _step(scalars, place, g, p, stored, *, work: _Work):
     grid=(g.size // (GROUP_SIZE * ROWS),),
     grid_names=("block",),
     compiler_params=plgpu.CompilerParams(
-      # Without it, exact division, exp2 and log2 take ten times as long.
+      # Otherwise, exact division, exp2 and log2 take ten times as long.
       approx_math=True,
       # Each thread reads only what it writes itself. The 16 lanes that share a
       # statistic exchange values that depend on it before any of them writes.
@@ -172,9 +172,9 @@ def _kernel(
 
   The arrays in global memory are the rule's scalars, f32 [names]; key, start
   and layer of the part, uint32; the gradient [groups, 128], of a single layer
-  if the part has one; per moment codes [groups, 128] and its statistics
+  if the part has `layer`; per moment, codes [groups, 128] and statistics
   [groups]; then the parameter's `num_weights` arrays, or the update. `shape` is
-  that of the leaf, with all layers.
+  the shape of the leaf, with all layers.
   """
   groups, on = work.groups, Instructions(work.interpret)
   named = {name: scalars_gmem[i] for i, name in enumerate(work.names)}

@@ -22,7 +22,7 @@ from coat_jax.pallas.mosaic.moment_codecs import (
 )
 from coat_jax.pallas.mosaic.registers import as_bits, spread
 
-# In octaves: a value less than this below a level is always rounded up to it.
+# A value less than this many octaves below a level always rounds up to it.
 _JUST_BELOW = 2.0**-16
 
 
@@ -81,9 +81,9 @@ class _Log(FittedCodec):
       # might get the code of zero.
       above = jnp.log2(magnitude) - spread(base + 0.5 * step - _JUST_BELOW)
       whole, level = on.round(above, spread(inverse))
-      # x and its two neighbours, all divided by the gap between those
-      # neighbours. Round up if x - lower > noise (upper - lower), which is
-      # when `rest` is negative.
+      # Divide x and its two neighbours by the gap between those neighbours.
+      # Round up if x - lower > noise (upper - lower), which is when `rest` is
+      # negative.
       lower = jnp.exp2(_JUST_BELOW - 0.5 * step)
       gap = jnp.exp2(_JUST_BELOW + 0.5 * step) - lower
       part = jnp.exp2(above + whole * spread(-step))

@@ -3,7 +3,7 @@
 
 They compute what the definitions in `coat_jax.codecs` do, but a power is always
 exp2(root log2 x), |x| is compared by its bits, and instead of dividing by a
-statistic we multiply by its reciprocal, which is computed once per group. So a
+statistic they multiply by its reciprocal, computed once per group. So a
 value close to a rounding boundary may get the neighbouring code, and a group
 close to a step of k may get another k, about as often as between two backends.
 
@@ -64,7 +64,7 @@ class RegisterCodec(Protocol):
   """Encodes and decodes a tile of 8 groups of 128 values in registers.
 
   Statistics are [ROWS], or None if the codec does not store them.
-  `signed` tells whether values may be negative, `on` which instructions to use.
+  Values may be negative if `signed`. `on` provides the instructions to use.
   """
 
   def decode(self, encoded: Encoded, signed: bool, on: Instructions) -> Decoded:
@@ -74,7 +74,7 @@ class RegisterCodec(Protocol):
   def encode(
     self, x: Array, noise: Array | None, signed: bool, on: Instructions
   ) -> Encoded:
-    """Encodes an f32 tile; `noise` is one, uniform in [1, 2), or None.
+    """Encodes an f32 tile; `noise` is a tile, uniform in [1, 2), or None.
 
     Returns codes and statistics in the dtypes in which they are stored.
     """
@@ -96,7 +96,7 @@ class FittedCodec(abc.ABC):
     return self.codes(x, self.fit(amax, amin, on), noise, signed, on)
 
   def fits_as(self, other: Any) -> bool:
-    """Tells whether another register codec has the same `fit`."""
+    """Returns whether another register codec has the same `fit`."""
     return type(other) is type(self)
 
   @abc.abstractmethod
@@ -112,7 +112,7 @@ class FittedCodec(abc.ABC):
     signed: bool,
     on: Instructions,
   ) -> Encoded:
-    """Does `RegisterCodec.encode`, given the fit of a tile's groups."""
+    """Encodes like `RegisterCodec.encode`, given the fit of a tile's groups."""
 
 
 # Maps a group codec's type to the constructor of its register codec.
@@ -120,9 +120,9 @@ _REGISTER_CODECS: dict[type, Callable[[Any], RegisterCodec]] = {}
 
 
 def register(group_codec: type) -> Callable[[type], type]:
-  """Decorates the `RegisterCodec` of group codecs of exactly this type.
+  """Registers a `RegisterCodec` class for group codecs of exactly this type.
 
-  Its constructor takes the group codec:
+  Its constructor must accept the group codec:
 
     @moment_codecs.register(MyGroupCodec)
     @dataclasses.dataclass(frozen=True)
@@ -141,7 +141,7 @@ def register(group_codec: type) -> Callable[[type], type]:
 
 
 def is_registered(codec: GroupCodec) -> bool:
-  """Tells whether kernels support a group codec of exactly this type."""
+  """Returns whether kernels support a group codec of exactly this type."""
   return type(codec) in _REGISTER_CODECS
 
 

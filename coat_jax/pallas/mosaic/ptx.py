@@ -69,7 +69,7 @@ def joint_extremes(
   """`Instructions.joint_extremes`.
 
   Both moments go through one butterfly over 16 lanes: in its first step half of
-  the lanes give away their value of one moment, and half that of the other.
+  the lanes send their value of one moment, and half send that of the other.
   """
   pairs = _type((2, ROWS), jnp.float32), _type((2, ROWS), jnp.uint32)
 
@@ -259,7 +259,7 @@ def _on_vectors(convert: Callable, dtype: DTypeLike, *tiles: Array) -> Array:
 def _tile(
   convert: Callable, *tiles: mgpu.FragmentedArray, is_signed: bool | None = None
 ) -> mgpu.FragmentedArray:
-  """Does `_on_vectors` inside inlined code; None for a float or an i32."""
+  """Does `_on_vectors` in inlined code; f32 and i32 leave `is_signed` None."""
   registers = np.empty_like(tiles[0].registers)
   for i in np.ndindex(registers.shape):
     registers[i] = convert(*(tile.registers[i] for tile in tiles))
@@ -269,7 +269,7 @@ def _tile(
 
 
 def _statistic(x, kind: plgpu.ShapeDtypeStruct) -> mgpu.FragmentedArray:
-  """Makes statistics of which each thread holds one number, x."""
+  """Makes statistics from x, the one number that each thread holds."""
   layout = _LAYOUTS[kind.shape].to_mgpu()
   registers = np.empty(layout.registers_shape(kind.shape), dtype=object)
   vector_type = ir.VectorType.get((1,), x.type)

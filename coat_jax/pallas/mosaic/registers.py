@@ -61,8 +61,8 @@ def as_float(x: Array) -> Array:
 class Instructions:
   """Operations that take few GPU instructions if written in PTX (`ptx`).
 
-  The interpreter cannot run PTX: with `interpret` they are written in jnp. That
-  is also their definition.
+  The interpreter cannot run PTX: with `interpret` the operations use their jnp
+  versions, which are also their definitions.
   """
 
   interpret: bool

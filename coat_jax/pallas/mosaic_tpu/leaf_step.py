@@ -4,9 +4,9 @@
 This is `step.step_of` as a Pallas kernel for TPUs. It needs no formulas of its
 own: a group is the 128 lanes of a register, so the kernel calls the codec's and
 the optimizer's definitions on tiles of [rows, 128]. Any codec that is a
-`codecs.group.Grouped` runs here, also one from outside the package.
+`codecs.group.Grouped` runs here, including codecs that users write.
 
-A program of the grid has a block of rows and columns; a loop goes over its
+Each program of the grid steps a block of rows and columns, in a loop over its
 groups. The statistics of whole rows stay in VMEM until the last columns are
 done. Results go to the memory that they were read from, so the step is in place
 if the caller donates its arrays. With f32 parameters and gradients and two
@@ -35,8 +35,8 @@ from coat_jax.numerics.stochastic import LeafPart
 LANES = 128
 # A TPU stores bytes in tiles of 32 x 128.
 _TILE_ROWS = 32
-# v5e and v5p have 16 MiB of VMEM, which also holds statistics and what the loop
-# computes.
+# v5e and v5p have 16 MiB of VMEM, which must also hold statistics and what the
+# loop computes.
 _VMEM_BYTES = 8 * 2**20
 
 
@@ -273,7 +273,7 @@ def _kernel(place_ref, scalars_ref, g_ref, *refs, work: _Work):
 
 
 def _inputs_and_outputs(refs, has_weight: bool):
-  """Splits references; without a parameter one more output is the update."""
+  """Splits refs; without a parameter, the update is an additional output."""
   count = (len(refs) - (not has_weight)) // 2
   return refs[:count], refs[count:]
 

@@ -6,11 +6,12 @@
   p = exp(x - lse),  dv = p^T dout,  dp = dout v^T,  delta = sum(out dout)
   ds = p (dp - delta) [(1 - tanh^2)],  dq = scale ds k,  dk = scale ds^T q
 
-There are three kernels. The forward and the dq kernel take a tile of queries
-each and loop over its tiles of keys. The dk and dv kernel takes a tile of keys
-and loops over its tiles of queries, of all query heads that read the key head
-(if H is 256, dk and dv have a kernel each). No sum uses atomics, so the bits
-are the same every time. `scores.py` determines which tiles are visited.
+There are three kernels. In the forward kernel and the dq kernel, a program
+loops over the tiles of keys that its tile of queries sees. In the dk and dv
+kernel, it loops over the tiles of queries that see its tile of keys, in all
+query heads that read the key head (if H is 256, dk and dv are separate
+kernels). No sum uses atomics, so the bits are the same every time. `scores.py`
+determines which tiles are visited.
 
 Inputs are BF16, sums are f32, and [T, T] is never stored. Scores that a cap
 bounds need no running maximum: their exp fits in f32.
@@ -40,7 +41,7 @@ from coat_jax.pallas.triton.tiles import dot
 
 _HEAD_SIZES = (64, 128, 256)
 # Scores of ±55 give exp of 2^±80: a sum of 2^40 of them does not overflow, and
-# the least is not 0.
+# the smallest does not underflow.
 _NEEDS_NO_MAXIMUM = 55.0
 
 
@@ -48,8 +49,8 @@ _NEEDS_NO_MAXIMUM = 55.0
 class Tiles:
   """The tile of each kernel; if dv is None, the kernel for dk computes dv too.
 
-  Registers have room for two sums of 256 columns only for up to 64 rows. With
-  64 rows, eight warps compute the scores twice, because Triton gives all scores
+  Two sums of 256 columns fit in registers only with up to 64 rows. With 64
+  rows, eight warps compute the scores twice, because Triton gives all scores
   to each group of four warps.
   """
 
@@ -89,7 +90,7 @@ def _why_not(tile: Tile, q: Array, k: Array, v: Array) -> str | None:
       f"{v.dtype}"
     )
   if q.shape[-1] not in _HEAD_SIZES:
-    return f"the Triton kernel has heads of {_HEAD_SIZES}, got {q.shape[-1]}"
+    return f"the Triton kernel needs heads of {_HEAD_SIZES}, got {q.shape[-1]}"
   if q.shape[1] != k.shape[1]:
     return (
       "the Triton kernel needs as many queries as keys, got "

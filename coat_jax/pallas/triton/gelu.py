@@ -2,7 +2,7 @@
 """GELU from and to FP8: `ops.gelu_input` and others.
 
   gelu_input         codes and scales of x, amax of y
-  gelu_fwd           y = gelu(x), as rows, as columns or as both
+  gelu_fwd           y = gelu(x), by rows, by columns or both
   gelu_bwd_operands  dx = dy gelu'(x) in both layouts, and y's columns
 
 Tiles and passes are as in `gated`. The second pass also sums a bias's gradient:
@@ -43,8 +43,8 @@ def _why_not_formula(approximate: Approximation) -> str | None:
   if approximate:
     return None
   return (
-    "the Triton kernel has the tanh approximation and the sigmoid, since "
-    "Pallas lowers no erf to Triton; got approximate=False"
+    "the Triton kernel supports the tanh and sigmoid approximations, since "
+    "Pallas cannot lower erf to Triton; got approximate=False"
   )
 
 
@@ -126,7 +126,7 @@ def _why_not_bwd(
   dy, x, approximate, gradient, output, scale, **_
 ) -> str | None:
   if dy.shape != x.qvalue.shape:
-    return f"dy must be of x's shape {x.qvalue.shape}, got {dy.shape}"
+    return f"dy must have x's shape {x.qvalue.shape}, got {dy.shape}"
   return (
     supported.why_not_scaling(gradient, E5M2)
     or _why_not_formula(approximate)

@@ -2,8 +2,8 @@
 """Splits a projection into heads without rotation, and joins them, in Triton.
 
 These are `ops.split_heads` and `join_heads` without RoPE, as in vision towers,
-whose sequences and heads (729 tokens, heads of 72) are not powers of two. For
-some rows, a program handles a tile of k's columns, the same tile of v's
+whose sequences and heads (729 tokens, heads of 72) are not powers of two. In
+its rows, a program handles a tile of k's columns, the same tile of v's
 columns, and R = N / K such tiles of q's. It computes where each column is in
 the joined matrix, which is ordered by key head:
 
@@ -13,7 +13,7 @@ the joined matrix, which is ordered by key head:
       +---------+  +--+ +--+           +--+--+-+-+--+--+-+-+
 
 Head sizes are multiples of 8, so 8 adjacent columns, 16 bytes of BF16, stay
-adjacent on both sides.
+adjacent in both layouts.
 """
 
 import dataclasses
@@ -49,7 +49,7 @@ class Heads:
 
   @classmethod
   def of(cls, q: Array, k: Array, tile: Tile, interpret: bool) -> "Heads":
-    """Takes the sizes from q [B, T, N, H] and k [B, T, K, H]."""
+    """Reads the sizes from q [B, T, N, H] and k [B, T, K, H]."""
     b, t, num_heads, h = q.shape
     kv_heads = k.shape[2]
     return cls(b * t, num_heads // kv_heads, kv_heads, h, tile, interpret)
@@ -94,7 +94,7 @@ class Heads:
     ]
 
   def for_own_part(self, body, refs) -> None:
-    """Calls body(part) when each of R + 2 programs handles one part."""
+    """Calls body(part) with this program's part, one of the R + 2 of a tile."""
     r, (q, k, v) = self.queries, refs
     down, i = _divided(pl.program_id(0), r + 2)
     across = pl.program_id(1)
@@ -120,7 +120,7 @@ class Heads:
     inside = row < self.m if self.m % self.tile.rows else None
     of_heads = None
     if self.widths[1] % n:
-      # Do not test q's width: it may be whole tiles where k's is not.
+      # Do not test q's width: whole tiles may cover it but not k's.
       heads = self.kv_heads * (r if place is None else 1)
       of_heads = column < heads * h
     return Part(ref, down, row, column, joined, inside, of_heads)
@@ -157,7 +157,7 @@ class Part(NamedTuple):
     tiles.store(at, jnp.sum(x, axis=0), mask)
 
   def mask(self) -> Array | None:
-    """Tells which values are inside, [rows, columns]; None means all."""
+    """Returns which values are inside, [rows, columns]; None means all."""
     masks = [x for x in (self.inside, self.of_heads) if x is not None]
     if not masks:
       return None
@@ -319,5 +319,5 @@ def why_not(x: Array, h: int) -> str | None:
   if h % 8:
     return f"head sizes must be multiples of 8 for the Triton kernel, got {h}"
   if 3 * x.size > supported.MAX_ELEMENTS or x.size == 0:
-    return f"arrays must not be empty and be below 2^31 values, got {x.shape}"
+    return f"arrays must have 1 to 2^31 - 1 values, got {x.shape}"
   return supported.why_not_dtype(x.dtype)

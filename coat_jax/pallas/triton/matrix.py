@@ -39,14 +39,14 @@ def blocked(
 
 
 def scalar(x: Array) -> Blocked:
-  """Blocks a scale [] or [k] of which every program reads the first value."""
+  """Gives every program the first value of a scale [] or [k]."""
   return pl.BlockSpec((1,), lambda *_: (0,)), x if x.ndim else x.reshape(1)
 
 
 def vector(
   size: int, count: int, x: Array | DTypeLike | None
 ) -> Blocked | None:
-  """Blocks a vector [count]; program i gets part i, of `size` values."""
+  """Cuts a vector [count]; program i gets part i, of `size` values."""
   return blocked(pl.BlockSpec((size,), lambda i: (i,)), (count,), x)
 
 
@@ -95,8 +95,8 @@ class Tile:
 def pick_row_tile(m: int, n: int) -> Tile:
   """Picks a tile for a kernel that reads and writes rows: 16-byte loads.
 
-  A thread gets 16 values. The tile is as wide as divides n evenly, up to 256,
-  and programs go along the rows.
+  A thread gets 16 values. The tile's width is the largest power of two that
+  divides n, but from 64 to 256. Consecutive programs go along the rows.
   """
   columns = max(min(n & -n, 256), 64)
   rows = 2048 // columns
@@ -148,8 +148,8 @@ class Matrix:
   ) -> pl.BlockSpec:
     """Returns the spec of tiles of `shape`.
 
-    `axes` tells for each axis whether the matrix's tiles go along it by their
-    row (0), by their column (1) or not at all (None).
+    `axes` contains, for each axis, which index of the matrix's tile moves along
+    it: its row (0), its column (1) or neither (None).
     """
 
     def index(first, second):
@@ -159,29 +159,29 @@ class Matrix:
     return pl.BlockSpec(shape, index)
 
   def values(self, x: Array | DTypeLike) -> Blocked | None:
-    """Blocks [m, n]."""
+    """Cuts [m, n] into tiles."""
     spec = self.spec((self.tile.rows, self.tile.columns), (0, 1))
     return blocked(spec, (self.m, self.n), x)
 
   def columns(self, dtype: DTypeLike) -> Blocked | None:
-    """Blocks the transpose [n, m]."""
+    """Cuts the transpose [n, m] into tiles."""
     spec = self.spec((self.tile.columns, self.tile.rows), (1, 0))
     return blocked(spec, (self.n, self.m), dtype)
 
   def operand(self, dtype: DTypeLike, layout: Layout) -> list[Blocked | None]:
-    """Blocks rows and columns; None for those that the layout lacks."""
+    """Cuts rows and columns into tiles; None for those the layout lacks."""
     return [
       None if layout == "columns" else self.values(dtype),
       None if layout == "rows" else self.columns(dtype),
     ]
 
   def scales(self, x: Array | DTypeLike) -> Blocked | None:
-    """Blocks the groups' scales [m, n / group_size]."""
+    """Cuts the groups' scales [m, n / group_size] into tiles."""
     tile = self.tile.rows, self.tile.columns // self.group_size
     return blocked(self.spec(tile, (0, 1)), (self.m, self._groups), x)
 
   def quantized(self, x: QTensor) -> list[Blocked | None]:
-    """Blocks codes and scales."""
+    """Cuts codes and scales into tiles."""
     return [self.values(x.qvalue), self.scales(x.scale)]
 
   def grouped(self, codes: Array, scale: Array, shape) -> QTensor:
@@ -190,20 +190,20 @@ class Matrix:
     return QTensor(codes.reshape(shape), scale, self.group_size)
 
   def per_row(self, x: Array | None) -> Blocked | None:
-    """Blocks [m]."""
+    """Cuts a vector with one value per row, [m]."""
     return blocked(self.spec((self.tile.rows,), (0,)), (self.m,), x)
 
   def per_column(self, x: Array | None) -> Blocked | None:
-    """Blocks [n]."""
+    """Cuts a vector with one value per column, [n]."""
     return blocked(self.spec((self.tile.columns,), (1,)), (self.n,), x)
 
   def maxima(self) -> Blocked | None:
-    """Blocks the bits of each tile's largest magnitude."""
+    """Allots one value per tile: the bits of its largest magnitude."""
     axes = (0, 1) if self.tile.down else (1, 0)
     return blocked(self.spec((1, 1), axes), self.grid, jnp.int32)
 
   def sums(self) -> Blocked | None:
-    """Blocks the sum over each tile's rows: f32 [tiles down, n]."""
+    """Allots the sum over each tile's rows: f32 [tiles down, n]."""
     shape = pl.cdiv(self.m, self.tile.rows), self.n
     spec = self.spec((1, self.tile.columns), (0, 1))
     return blocked(spec, shape, jnp.float32)
@@ -211,7 +211,7 @@ class Matrix:
   # --- In a kernel ---
 
   def index(self) -> tuple[Array, Array]:
-    """Returns the row and the column of this program's tile among tiles."""
+    """Returns this program's row and column in the grid of tiles."""
     first, second = pl.program_id(0), pl.program_id(1)
     return (first, second) if self.tile.down else (second, first)
 

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Norms of FP8 values in Triton: `ops.norm_input` and `norm_fwd`.
 
-  norm_input  quantizes x to codes and scales of 1 x G groups; for the quantized
-              values computes mean, rstd and amax(y),
-              y = (x - mean) rstd gamma + beta  ("rms" has no mean)
-  norm_fwd    turns codes into y's operand, as rows, as columns or as both
+  norm_input  quantizes x to codes and scales of 1 x G groups; from the
+              quantized values it computes mean, rstd and amax(y),
+              y = (x - mean) rstd gamma + beta  (without a mean for "rms")
+  norm_fwd    computes y from the codes and writes it in E4M3, by rows, by
+              columns or both
 
 A program of `norm_input` holds whole rows, padded to a power of two. Values
-past the end of the row are masked and enter no mean, variance or amax.
-`norm_fwd` is given the statistics and works in tiles. Both run at 2.2 to 2.6
-TB/s on an H200 (jax 0.11.2, [8192, 4096], G = 16, "rms").
+past the end of the row are masked, so they affect no mean, variance or amax.
+`norm_fwd` gets the statistics and works in tiles. Both run at 2.2 to 2.6 TB/s
+on an H200 (jax 0.11.2, [8192, 4096], G = 16, "rms").
 """
 
 import dataclasses
@@ -38,12 +39,12 @@ from coat_jax.pallas.triton import matrix, supported, tiles
 from coat_jax.pallas.triton.matrix import Blocked, Matrix, Tile
 from coat_jax.pallas.triton.scales import output_scale
 
-# The backward pass keeps sums in registers; it would spill for longer rows.
+# The backward pass keeps sums in registers, which would spill for longer rows.
 _MAX_WIDTH = 8192
 
 
 class RowTile(NamedTuple):
-  """A program's number of whole rows, a power of two, and its warps."""
+  """The size of a program: its whole rows, a power of two, and its warps."""
 
   rows: int
   warps: int
@@ -70,8 +71,8 @@ def pick_tile(m: int, n: int, group_size: int) -> Tile:
 class Rows:
   """A matrix [m, n] of which each program gets `height` whole rows.
 
-  Rows are padded to a power of two. Methods block an array, or a result of this
-  dtype; None stays None.
+  Rows are padded to a power of two. A method cuts an array into the programs'
+  tiles, or a result if it is given a dtype. It returns None for None.
   """
 
   m: int
@@ -88,18 +89,18 @@ class Rows:
     return pl.cdiv(self.m, self.height)
 
   def values(self, x: Array | DTypeLike | None) -> Blocked | None:
-    """Blocks [m, n]."""
+    """Cuts [m, n] into whole rows."""
     spec = pl.BlockSpec((self.height, self.width), lambda i: (i, 0))
     return matrix.blocked(spec, (self.m, self.n), x)
 
   def scales(self, x: Array | DTypeLike) -> Blocked | None:
-    """Blocks the scales of groups [m, n / group_size]."""
+    """Cuts the groups' scales [m, n / group_size] into whole rows."""
     tile = self.height, self.width // self.group_size
     spec = pl.BlockSpec(tile, lambda i: (i, 0))
     return matrix.blocked(spec, (self.m, self.n // self.group_size), x)
 
   def per_row(self, x: Array | DTypeLike | None) -> Blocked | None:
-    """Blocks [m]."""
+    """Cuts a vector with one value per row, [m]."""
     return matrix.vector(self.height, self.m, x)
 
   def per_column(self, x: Array | None) -> Blocked | None:
@@ -194,12 +195,12 @@ def _input_kernel(*refs, rows: Rows, eps):
 
 
 def _within(x, mask) -> Array:
-  """Zeroes values after the end of rows, which the statistics have changed."""
+  """Zeroes the padding of rows, which may have become nonzero."""
   return x if mask is None else jnp.where(mask, x, 0.0)
 
 
 def load_vector(ref, n, index=0) -> Array | None:
-  """Loads a tile of gamma or beta [n] as a row of a matrix."""
+  """Loads a tile of gamma or beta [n] as a matrix of one row."""
   if ref is None:
     return None
   return tiles.load(ref, tiles.inside(ref.shape, (n,), (index,)))[None, :]

@@ -91,8 +91,8 @@ def norm_bwd(
       rows.per_row(stats.rstd),
       rows.values(add),
     ],
-    # Without a mean there is seldom a beta. Its sum would cost registers here,
-    # whereas XLA drops it for free if it is unused.
+    # A norm without a mean seldom has a beta. Summing its gradient here would
+    # cost registers; XLA drops that sum for free if it is unused.
     [rows.values(dtype), sums, None if stats.mean is None else sums],
     grid=(rows.programs,),
     warps=chunk.warps,

@@ -3,7 +3,7 @@
 
   quantize_groups   code = x / scale, scale = bf16_up(amax of 1 x G / qmax)
   tensor_scale      scale = amax of everything / qmax
-  quantize_tensor   code = clip(x / scale), as rows, as columns or as both
+  quantize_tensor   code = clip(x / scale), by rows, by columns or both
 
 Groups never cross rows and rows are contiguous, so kernels that write no
 columns treat x as one long vector. Columns are written from a tile: its codes

@@ -2,8 +2,9 @@
 """Computes a tensor's scale from the maxima of its tiles, in one launch.
 
 A kernel that looks for a tensor's largest magnitude writes the bits of one
-maximum per program. XLA would take two or three launches to make a scale of
-them, each some microseconds with nothing else to run; here one program does it.
+maximum per program. To compute a scale from them, XLA would launch two or three
+kernels, and the GPU would idle for some microseconds in each. Here one program
+computes it.
 """
 
 import functools

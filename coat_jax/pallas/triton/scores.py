@@ -60,8 +60,8 @@ class Tile:
 def segment_bounds(segments: Array | None, own: int, others: int) -> tuple:
   """Returns segment ids [B, T] and, per own tile, which tiles to visit.
 
-  These are the first of the others' tiles that may share one of its ids, and
-  one past the last such tile. Three times None without segments.
+  These are given as the first of the other tiles that may share an id with it,
+  and one past the last such tile. Without segments, all three are None.
   """
   if segments is None:
     return None, None, None
@@ -84,7 +84,7 @@ class Visit:
   """The tiles of the other sequence that a program visits: [first, behind).
 
   Every value of the program's tile sees the tiles in [whole, edge) completely.
-  Masks have the axis of the program's own sequence first.
+  In masks, the axis of the program's own sequence comes first.
   """
 
   kind: AttentionKind
@@ -109,10 +109,10 @@ class Visit:
   ) -> "Visit":
     """Finds the tiles that this program visits.
 
-    `length` is that of the sequence, `segments` the refs of `segment_bounds`.
+    `length` is the sequence's; `segments` are refs to `segment_bounds` results.
     """
     own = pl.program_id(0)
-    # Place i of the own sequence sees i - back to i + ahead; None for no limit.
+    # Position i of the own sequence sees i - back to i + ahead; None: no limit.
     reach = None if kind.window is None else kind.window - 1
     back, ahead = reach, 0 if kind.causal else None
     size, step = tile.queries, tile.keys
@@ -136,7 +136,7 @@ class Visit:
       behind = jnp.minimum(behind, behind_ref[b, own])
       whole = edge = behind
     else:
-      # A bound that stays an int marks a side that has no edge.
+      # A side without an edge keeps the same int, so that `run` skips its loop.
       if back is not None:
         whole = jnp.minimum(whole, behind)
       if ahead is not None:

@@ -42,7 +42,7 @@ def why_not_groups(
 ) -> str | None:
   """Checks the shape of an array in groups along its last axis."""
   if group_size not in _GROUP_SIZES:
-    return f"the Triton kernel has groups of {_GROUP_SIZES}, got {group_size}"
+    return f"the Triton kernel needs groups of {_GROUP_SIZES}, got {group_size}"
   if shape and shape[-1] % group_size:
     return (
       f"the last axis must be a multiple of the group size {group_size} for "
@@ -81,7 +81,7 @@ def why_not_format(dtype: DTypeLike, *known: DTypeLike) -> str | None:
   if dtype in known:
     return None
   names = " and ".join(jnp.dtype(x).name for x in known)
-  return f"the Triton kernel has {names}, got {jnp.dtype(dtype).name}"
+  return f"the Triton kernel supports {names}, got {jnp.dtype(dtype).name}"
 
 
 def why_not_scaling(scaling: Scaling, *known: DTypeLike) -> str | None:

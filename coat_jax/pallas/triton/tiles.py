@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Operations on tiles in registers, for the bodies of kernels.
 
-They work in f32 unless they document otherwise, and compute what `formats` and
+They compute in f32 unless documented otherwise, and return what `formats` and
 `qtensor` define. Largest magnitudes are found as integers, which propagate NaN:
 Triton's maximum of floats drops it. XLA cannot drop or split a cast in a
 kernel, so we need not round in f32 before we cast to FP8.
