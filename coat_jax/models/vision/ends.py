@@ -15,7 +15,7 @@ from coat_jax.models.vision.config import VisionConfig
 
 
 class PatchEmbedding(nnx.Module):
-  """Turns images into the input of a tower's first layer or of its pre-norm.
+  """Turns images into the input of a tower's first layer, or of its pre-norm.
 
   `linear` is [C P P, D], the pixels of a patch ordered by channel, row and
   column. `position_embed` [N, D] starts with the class token's position.
@@ -54,7 +54,7 @@ class PatchEmbedding(nnx.Module):
 
 
 def patches(images: Array, size: int) -> Array:
-  """Cuts images [B, C, H, W] into patches [B, (H / P) (W / P), C P P], in rows.
+  """Cuts images [B, C, H, W] into patches [B, (H / P) (W / P), C P P] by rows.
 
   Rows and columns of pixels that do not fill a patch are left out.
   """
